@@ -1,0 +1,1116 @@
+#!/usr/bin/env python3
+"""TinyLlama V1: the baseline. A small, complete Llama trained with plain PyTorch operations.
+
+Nothing is fused here: query, key and value are three projections, the attention scores are materialised as a
+[batch, heads, seq, seq] tensor, gate and up projection are two GEMMs. Every later version trains this same model to this
+same loss; what they change is how many kernels that takes and how many bytes those kernels move.
+
+Examples:
+  python tiny_llama_v1.py                                        train on synthetic text with the default sizes
+  python tiny_llama_v1.py --text-file README.md --seq-len 128    train on the bytes of a file
+  python tiny_llama_v1.py --use-amp --enable-torch-compile       bfloat16, compiled
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import ctypes
+import gc
+import importlib.util
+import json
+import math
+import os
+import platform
+import re
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+# --- configuration
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes of the model; the defaults are those of the command line."""
+
+    vocab_size: int = 1000
+    hidden_dim: int = 512
+    num_layers: int = 8
+    num_heads: int = 8
+    num_kv_heads: int = 4
+    intermediate_dim: int = 2048
+    seq_len: int = 256
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-5
+
+
+@dataclass(frozen=True)
+class Fusions:
+    """V1 fuses nothing."""
+
+
+FUSIONS: tuple[tuple[str, str, str], ...] = ()
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that only this model has."""
+    model = parser.add_argument_group("model")
+    model.add_argument("--vocab-size", type=at_least(2), metavar="V", help="(default: 1000; 256 with --text-file)")
+    model.add_argument("--hidden-dim", type=at_least(1), default=512, metavar="D", help="width of the residual stream")
+    model.add_argument("--num-layers", type=at_least(1), default=8, metavar="L", help="transformer layers")
+    model.add_argument("--num-heads", type=at_least(1), default=8, metavar="H", help="query heads")
+    model.add_argument(
+        "--num-kv-heads", type=at_least(1), metavar="K", help="key/value heads (default: half of the heads)"
+    )
+    model.add_argument(
+        "--intermediate-dim", type=at_least(1), metavar="I", help="width of the MLP (default: 4 x hidden)"
+    )
+    data = parser.add_argument_group("data")
+    data.add_argument("--seq-len", type=at_least(2), default=256, metavar="S", help="tokens per sample")
+    data.add_argument("--batch-size", type=at_least(1), default=8, metavar="B", help="samples per step")
+    data.add_argument(
+        "--text-file", type=Path, metavar="FILE", help="train on the bytes of FILE instead of synthetic text"
+    )
+
+
+def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Fill in the defaults that depend on other arguments and refuse sizes that do not fit together."""
+    args.num_kv_heads = args.num_kv_heads or max(1, args.num_heads // 2)
+    args.intermediate_dim = args.intermediate_dim or 4 * args.hidden_dim
+    if args.hidden_dim % (2 * args.num_heads):
+        parser.error(
+            f"--hidden-dim {args.hidden_dim} must be divisible by 2 x --num-heads {args.num_heads} "
+            "(rotary embedding turns pairs of channels)"
+        )
+    if args.num_heads % args.num_kv_heads:
+        parser.error(f"--num-heads {args.num_heads} must be divisible by --num-kv-heads {args.num_kv_heads}")
+    if args.text_file and args.vocab_size not in (None, 256):
+        parser.error(f"--vocab-size {args.vocab_size} does not fit --text-file: bytes have a vocabulary of 256")
+    args.vocab_size = args.vocab_size or (256 if args.text_file else 1000)
+
+
+# --- model
+
+
+class RMSNorm(nn.Module):
+    """Root mean square norm, `x / rms(x) * weight` over the last dimension, computed in float32."""
+
+    def __init__(self, dim: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)
+
+
+class RotaryEmbedding(nn.Module):
+    """Rotary position embedding in the rotate-half convention: channel i turns with channel i + head_dim / 2."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        half = config.hidden_dim // config.num_heads // 2
+        frequency = config.rope_theta ** (-torch.arange(half) / half)
+        angle = torch.outer(torch.arange(config.seq_len), frequency).repeat(1, 2)[:, None]  # [S, 1, head_dim]
+        self.register_buffer("cos", angle.cos(), persistent=False)
+        self.register_buffer("sin", angle.sin(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, S, heads, head_dim], rotated by its position along S."""
+        cos, sin = self.cos[: x.shape[1]].to(x.dtype), self.sin[: x.shape[1]].to(x.dtype)
+        first, second = x.chunk(2, dim=-1)
+        return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+class Attention(nn.Module):
+    """Causal self-attention with grouped key/value heads."""
+
+    def __init__(self, config: ModelConfig, fusions: Fusions):
+        super().__init__()
+        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
+        self.head_dim = config.hidden_dim // config.num_heads
+        kv_dim = self.num_kv_heads * self.head_dim
+        self.q_proj = nn.Linear(config.hidden_dim, config.hidden_dim, bias=False)
+        self.k_proj = nn.Linear(config.hidden_dim, kv_dim, bias=False)
+        self.v_proj = nn.Linear(config.hidden_dim, kv_dim, bias=False)
+        self.o_proj = nn.Linear(config.hidden_dim, config.hidden_dim, bias=False)
+        self.rotary = RotaryEmbedding(config)
+        mask = torch.full((config.seq_len, config.seq_len), -torch.inf).triu(1)  # 0 on and below the diagonal
+        self.register_buffer("causal_mask", mask, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, S, D] -> [B, S, D]."""
+        batch, seq, _ = x.shape
+        q = self.q_proj(x).view(batch, seq, self.num_heads, self.head_dim)
+        k = self.k_proj(x).view(batch, seq, self.num_kv_heads, self.head_dim)
+        v = self.v_proj(x).view(batch, seq, self.num_kv_heads, self.head_dim)
+        q, k = self.rotary(q), self.rotary(k)
+
+        group = self.num_heads // self.num_kv_heads  # query heads that share a key/value head
+        q, k, v = (t.transpose(1, 2) for t in (q, k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)))
+        scores = q @ k.transpose(-2, -1) / math.sqrt(self.head_dim)  # [B, H, S, S]
+        scores = scores + self.causal_mask[:seq, :seq]
+        out = scores.softmax(-1, dtype=torch.float32).to(v.dtype) @ v
+        return self.o_proj(out.transpose(1, 2).reshape(batch, seq, -1))
+
+
+class SwiGLU(nn.Module):
+    """Gated MLP, `down(silu(gate(x)) * up(x))`."""
+
+    def __init__(self, config: ModelConfig, fusions: Fusions):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_dim, config.intermediate_dim, bias=False)
+        self.up_proj = nn.Linear(config.hidden_dim, config.intermediate_dim, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_dim, config.hidden_dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, S, D] -> [B, S, D]."""
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        return self.down_proj(F.silu(gate) * up)
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm attention and MLP, each added to the residual stream."""
+
+    def __init__(self, config: ModelConfig, fusions: Fusions):
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_dim, config.norm_eps)
+        self.self_attn = Attention(config, fusions)
+        self.post_attention_layernorm = RMSNorm(config.hidden_dim, config.norm_eps)
+        self.mlp = SwiGLU(config, fusions)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, S, D] -> [B, S, D]."""
+        x = x + self.self_attn(self.input_layernorm(x))
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class TinyLlama(nn.Module):
+    """Llama (Touvron et al. 2023) with tied input and output embedding; parameter names as in Hugging Face."""
+
+    TARGETS = ("labels",)
+
+    def __init__(self, config: ModelConfig, fusions: Fusions):
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_dim)
+        self.layers = nn.ModuleList(DecoderLayer(config, fusions) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_dim, config.norm_eps)
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        """input_ids [B, S] -> logits [B, S, V]; with labels [B, S] (the same tokens) -> mean next-token cross-entropy."""
+        x = self.embed_tokens(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        logits = F.linear(self.norm(x), self.embed_tokens.weight)
+        if labels is None:
+            return logits
+        following = F.pad(labels[:, 1:], (0, 1), value=-100)  # the one place where labels are shifted; -100 is ignored
+        return F.cross_entropy(logits.flatten(0, 1).float(), following.flatten())
+
+
+def build_model(args: argparse.Namespace, device: torch.device) -> nn.Module:
+    """The model of these arguments. The same seed gives the same weights in every version and fusion setting."""
+    fields = {name: getattr(args, name) for name in ModelConfig.__dataclass_fields__ if hasattr(args, name)}
+    fusions = Fusions(**{attribute: getattr(args, attribute) for _, attribute, _ in FUSIONS})
+    with device:
+        model = TinyLlama(ModelConfig(**fields), fusions)
+    if device.type != "meta":
+        generator = torch.Generator().manual_seed(args.seed)
+        state = model.state_dict()  # canonical names, so the order of the draws does not depend on what is fused
+        for name in sorted(state):
+            if "norm" not in name:
+                state[name] = torch.empty(state[name].shape).normal_(std=0.02, generator=generator)
+        model.load_state_dict(state)
+    return model
+
+
+# --- data
+
+
+class TextBatches:
+    """Random windows of a token stream kept in host memory: {"input_ids": [B, S], "labels": [B, S]}."""
+
+    def __init__(self, stream: Tensor, args: argparse.Namespace, device: torch.device, seed: int):
+        self.stream, self.seq_len, self.batch_size, self.device = stream, args.seq_len, args.batch_size, device
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def next_batch(self) -> dict[str, Tensor]:
+        starts = torch.randint(len(self.stream) - self.seq_len + 1, (self.batch_size, 1), generator=self.generator)
+        tokens = to_device(self.stream[starts + torch.arange(self.seq_len)], self.device)
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def markov_text(vocab_size: int, length: int, seed: int) -> Tensor:
+    """Synthetic text [length] from a fixed order-2 Markov chain.
+
+    The two previous tokens, each taken modulo 8, choose one of 64 contexts; a context has 16 possible successors with
+    probabilities 1/2, 1/4, 1/8, ... So the entropy of the next token is 1.39 nats, far below ln(vocab_size): a model
+    that has learnt nothing, only the frequencies, or the chain are three clearly different losses.
+    """
+    chain = np.random.default_rng(0)  # the language is the same for every seed; the seed chooses the text
+    successors = chain.integers(vocab_size, size=(64, 16))
+    rng = np.random.default_rng(seed)
+    streams = 256  # written side by side, because a chain can only be sampled one token after the other
+    steps = -(-length // streams)
+    choices = np.minimum(rng.geometric(0.5, size=(steps, streams)) - 1, 15)
+    text = np.empty((steps, streams), dtype=np.int64)
+    before, last = rng.integers(vocab_size, size=(2, streams))
+    for step in range(steps):
+        before, last = last, successors[before % 8 * 8 + last % 8, choices[step]]
+        text[step] = last
+    return torch.from_numpy(text.T.reshape(-1)[:length].copy())
+
+
+def read_text(path: Path, seq_len: int) -> Tensor:
+    """The bytes of a text file as tokens [length]."""
+    content = read_bytes(path, "--text-file")
+    if b"\0" in content:
+        raise UserError(f"--text-file {path}: this is a binary file; give a text file")
+    if len(content) < seq_len:
+        raise UserError(f"--text-file {path}: {len(content)} bytes are fewer than --seq-len {seq_len}")
+    return torch.from_numpy(np.frombuffer(content, dtype=np.uint8).astype(np.int64))
+
+
+def make_batches(args: argparse.Namespace, device: torch.device, seed: int) -> TextBatches:
+    """The source of training batches: the bytes of --text-file, or synthetic text."""
+    if args.text_file:
+        stream = read_text(args.text_file, args.seq_len)
+    else:
+        stream = markov_text(args.vocab_size, length=max(1_000_000, 4 * args.seq_len), seed=seed)
+    return TextBatches(stream, args, device, seed)
+
+
+# --- harness
+# The same bytes in every tiny_*_v*.py: edit it in one script, then run `python tools/sync_harness.py THAT_SCRIPT.py`.
+# It knows the model only as FUSIONS, VERSION, add_model_arguments, check_model_arguments, build_model and make_batches.
+
+SCRIPT = Path(__file__).stem
+SCHEMA_VERSION = 1
+MB = 1e6
+COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+PHASES = ("data", "forward", "backward", "optimizer")
+# On a CPU operator calls are counted in place of kernels: the innermost ones, without those that move no data.
+VIEW_OPERATORS = set(
+    "alias as_strided chunk detach empty empty_like empty_strided expand lift_fresh narrow permute resize_ select set_ "
+    "slice split split_with_sizes squeeze t transpose unbind unflatten unsqueeze view _reshape_alias _unsafe_view".split()
+)
+
+
+class UserError(Exception):
+    """Something the user can put right: one line on stderr and this exit status, no traceback."""
+
+    def __init__(self, message: str, status: int = 2):
+        super().__init__(message)
+        self.status = status
+
+
+class Parser(argparse.ArgumentParser):
+    """Answers a bad argument with one line instead of the whole usage."""
+
+    def error(self, message: str) -> None:
+        self.exit(2, f"{self.prog}: error: {message} (--help lists all arguments)\n")
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    """Keeps the line breaks of the description and adds the defaults that say something."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        return action.help if action.default in (None, False) else super()._get_help_string(action)
+
+
+def at_least(low: int) -> Callable[[str], int]:
+    """argparse type: a whole number not below `low`."""
+
+    def whole_number(text: str) -> int:
+        if not text.isascii() or not text.removeprefix("-").isdigit() or int(text) < low:
+            raise argparse.ArgumentTypeError(f"must be a whole number, {low} or more, not {text!r}")
+        return int(text)
+
+    return whole_number
+
+
+def positive_number(text: str) -> float:
+    """argparse type: a finite number above zero."""
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < math.inf:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"must be a number above 0, not {text!r}")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line: the model's own arguments and those that all versions share."""
+    description, _, examples = __doc__.partition("\nExamples:\n")
+    parser = Parser(
+        prog=Path(__file__).name,
+        description=description,
+        epilog="examples:\n" + examples,
+        formatter_class=HelpFormatter,
+        allow_abbrev=False,
+    )
+    add_model_arguments(parser)
+
+    fusions = parser.add_argument_group(
+        "fusions", "Single flags win over the two presets, whatever their order; presets never touch torch.compile."
+    )
+    fusions.add_argument(
+        "--enable-all-fusion", dest="all_fusion", action="append_const", const=True, help="(the default)"
+    )
+    fusions.add_argument("--disable-all-fusion", dest="all_fusion", action="append_const", const=False)
+    for flag, attribute, text in (*FUSIONS, ("torch-compile", "torch_compile", "compile the model with torch.compile")):
+        fusions.add_argument(f"--enable-{flag}", dest=attribute, action="append_const", const=True, help=text)
+        fusions.add_argument(f"--disable-{flag}", dest=attribute, action="append_const", const=False)
+    fusions.add_argument("--torch-compile-mode", choices=COMPILE_MODES, help="(default: default)")
+
+    training = parser.add_argument_group("training")
+    training.add_argument("--num-steps", type=at_least(1), default=50, metavar="N", help="measured steps")
+    training.add_argument(
+        "--warmup-steps", type=at_least(0), default=5, metavar="N", help="steps before those, not measured"
+    )
+    training.add_argument("--learning-rate", type=positive_number, default=3e-4, metavar="X", help="of AdamW")
+    training.add_argument("--use-amp", action="store_true", help="automatic mixed precision")
+    training.add_argument("--amp-dtype", choices=("bfloat16", "float16"), help="(default: bfloat16)")
+    training.add_argument(
+        "--matmul-precision", choices=("highest", "high", "medium"), default="highest", help="of float32"
+    )
+    training.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="AMD GPUs are 'cuda' too")
+    training.add_argument("--seed", type=at_least(0), default=42, metavar="N", help="of weights and data")
+    training.add_argument(
+        "--deterministic", action="store_true", help="only algorithms that give the same bits every run"
+    )
+    training.add_argument(
+        "--log-interval", type=at_least(1), default=10, metavar="N", help="steps between progress lines"
+    )
+
+    profiling = parser.add_argument_group("profiling")
+    profiling.add_argument(
+        "--enable-pytorch-profiler", action="store_true", help="operator tables and a trace of three steps"
+    )
+    profiling.add_argument("--enable-memory-profiling", action="store_true", help="memory timeline of one step")
+    profiling.add_argument("--enable-deepspeed-flops", action="store_true", help="FLOPs per module (needs deepspeed)")
+    profiling.add_argument(
+        "--enable-rocm-profiling", action="store_true", help="mark measured steps and phases for a GPU profiler"
+    )
+    profiling.add_argument("--enable-all-profiling", action="store_true", help="all of these that work here")
+    profiling.add_argument("--under-profiler", action="store_true", help="launch nothing but the training steps")
+    profiling.add_argument(
+        "--profile-dir",
+        type=Path,
+        default=Path(f"./pytorch_profiles_v{VERSION}"),
+        metavar="DIR",
+        help="where results are written",
+    )
+
+    modes = parser.add_argument_group("modes").add_mutually_exclusive_group()
+    modes.add_argument(
+        "--validate-setup", action="store_true", help="show what was found, run three steps, say pass or fail"
+    )
+    modes.add_argument("--compare-fusion", action="store_true", help="all fusions off, then as chosen; one table")
+    modes.add_argument(
+        "--verify-accuracy", action="store_true", help="same weights, same outputs and gradients as all off?"
+    )
+    modes.add_argument(
+        "--compare-with-v1", type=Path, metavar="RESULT.json", help="compare with the result of a V1 run"
+    )
+    return parser
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """Parse and validate; anything that cannot work is one line on stderr and exit status 2."""
+    parser = build_parser()
+    args = parser.parse_args(argv)
+
+    def switch(flag: str, attribute: str, default: bool) -> bool:
+        given = set(getattr(args, attribute) or [default])
+        if len(given) == 2:
+            parser.error(f"--enable-{flag} and --disable-{flag} contradict each other: give one of them")
+        return given.pop()
+
+    if not FUSIONS and (args.compare_fusion or True in (args.all_fusion or ())):
+        parser.error(f"{SCRIPT} has no fusions: --enable-all-fusion and --compare-fusion start with V2")
+    preset = switch("all-fusion", "all_fusion", True)
+    for flag, attribute, _ in FUSIONS:
+        setattr(args, attribute, switch(flag, attribute, preset))
+    args.torch_compile = switch("torch-compile", "torch_compile", False)
+    if args.torch_compile_mode and not args.torch_compile:
+        parser.error("--torch-compile-mode needs --enable-torch-compile")
+    if args.amp_dtype and not args.use_amp:
+        parser.error("--amp-dtype needs --use-amp")
+    args.torch_compile_mode = args.torch_compile_mode or "default"
+    args.amp_dtype = args.amp_dtype or "bfloat16"
+    check_model_arguments(args, parser)
+    return args
+
+
+def without_fusions(args: argparse.Namespace) -> argparse.Namespace:
+    """The same run with every fusion and torch.compile off."""
+    off = {attribute: False for _, attribute, _ in FUSIONS}
+    return argparse.Namespace(**{**vars(args), **off, "torch_compile": False})
+
+
+def read_bytes(path: Path, flag: str) -> bytes:
+    """The content of an input file named by `flag`; a missing or empty one is a UserError."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{flag} {path}: {error.strerror}") from error
+    if not content:
+        raise UserError(f"{flag} {path}: the file is empty")
+    return content
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy to the device without waiting for it."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+def prepare(args: argparse.Namespace) -> torch.device:
+    """Check what the run needs before it starts, make the process-wide settings and return the device."""
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda: PyTorch finds no GPU here; use --device cpu or auto", status=4)
+    gpu = args.device != "cpu" and torch.cuda.is_available()
+    needs = {"deepspeed_flops": "the package deepspeed (pip install deepspeed)", "rocm_profiling": "a GPU"}
+    found = {"deepspeed_flops": importlib.util.find_spec("deepspeed") is not None, "rocm_profiling": gpu}
+    for name, need in needs.items():
+        if getattr(args, f"enable_{name}") and not found[name]:
+            raise UserError(f"--enable-{name.replace('_', '-')} needs {need}", status=4)
+        if args.enable_all_profiling and not found[name]:
+            print(f"--enable-all-profiling: skipping {name.replace('_', '-')}, which needs {need}", file=sys.stderr)
+        setattr(args, f"enable_{name}", found[name] and (getattr(args, f"enable_{name}") or args.enable_all_profiling))
+    args.enable_pytorch_profiler |= args.enable_all_profiling
+    args.enable_memory_profiling |= args.enable_all_profiling
+    try:
+        args.profile_dir.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=args.profile_dir).close()
+    except OSError as error:
+        raise UserError(f"--profile-dir {args.profile_dir}: cannot write there ({error.strerror})") from error
+    if args.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(args.deterministic)
+    torch.set_float32_matmul_precision(args.matmul_precision)
+    return torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
+
+
+def environment(device: torch.device) -> dict:
+    """What the numbers were measured on."""
+    name, memory = platform.processor() or platform.machine(), None
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        name, memory = properties.name, properties.total_memory / MB
+    elif Path("/proc/cpuinfo").exists():
+        models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+        name = models[0].partition(":")[2].strip() if models else name
+    try:
+        from triton import __version__ as triton_version
+    except ImportError:
+        triton_version = None
+    return {
+        "device": device.type,
+        "device_name": name,
+        "device_memory_mb": memory,
+        "cpu_threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "triton": triton_version,
+        "hip": torch.version.hip,
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+
+
+class Recorder:
+    """Times and losses of a loop, taken without ever making the host wait for the device.
+
+    On a GPU a mark is an event in the stream and a loss is an asynchronous copy to pinned memory, looked at once the
+    device has passed it. On a CPU they are clock readings and plain copies. With `ranges`, every phase is also a ROCTx
+    (NVTX) range for the profilers.
+    """
+
+    def __init__(self, device: torch.device, steps: int, label: str, log_interval: int, ranges: bool = False):
+        self.gpu, self.steps, self.label, self.log_interval, self.ranges = (
+            device.type == "cuda",
+            steps,
+            label,
+            log_interval,
+            ranges,
+        )
+        self.buffer = torch.zeros(steps, pin_memory=self.gpu)
+        self.marks: list = []  # the start, then the end of each phase of each step
+        self.losses: list[float] = []
+        self.finite = True
+
+    def mark(self) -> None:
+        """End a phase and start the next."""
+        if self.ranges:
+            if self.marks:
+                torch.cuda.nvtx.range_pop()
+            if len(self.marks) < self.steps * len(PHASES):
+                torch.cuda.nvtx.range_push(PHASES[len(self.marks) % len(PHASES)])
+        if self.gpu:
+            self.marks.append(torch.cuda.Event(enable_timing=True))
+            self.marks[-1].record()
+        else:
+            self.marks.append(time.perf_counter())
+
+    def finish_step(self, step: int, loss: Tensor) -> None:
+        """Keep the loss and look at those that have arrived; a loss that is not finite is a FloatingPointError."""
+        self.buffer[step].copy_(loss, non_blocking=True)
+        self.mark()
+        self.look(wait=False)
+
+    def look(self, wait: bool) -> None:
+        """Take over the losses of the steps that the device has finished; with `wait`, of all started steps."""
+        while self.finite and (step := len(self.losses)) < (len(self.marks) - 1) // len(PHASES):
+            if self.gpu and not wait and not self.marks[len(PHASES) * (step + 1)].query():
+                return
+            self.losses.append(float(self.buffer[step]))
+            self.finite = math.isfinite(self.losses[-1])
+            if not self.finite:
+                raise FloatingPointError(f"the loss became {self.losses[-1]} at {self.label} {step + 1}")
+            if (step + 1) % self.log_interval == 0 or step + 1 == self.steps:
+                print(f"{self.label} {step + 1}/{self.steps}  loss {self.losses[-1]:.4f}", flush=True)
+
+    def milliseconds(self, first: int, last: int) -> float:
+        """Device time from one mark to another."""
+        start, end = self.marks[first], self.marks[last]
+        return start.elapsed_time(end) if self.gpu else 1e3 * (end - start)
+
+    def timing(self, batch_size: int, wall: float | None) -> dict:
+        """Means over the finished steps; `wall` is the whole loop's time in seconds, None if it was cut short."""
+        steps, count = len(self.losses), len(PHASES)
+        if not steps:
+            return {}
+        wall = wall or self.milliseconds(0, count * steps) / 1e3
+        batches = sorted(self.milliseconds(count * step, count * (step + 1)) for step in range(steps))
+        phases = {
+            f"{phase}_ms": statistics.fmean(self.milliseconds(count * s + i, count * s + i + 1) for s in range(steps))
+            for i, phase in enumerate(PHASES)
+        }
+        return {
+            "steps": steps,
+            "wall_s": wall,
+            "samples_per_sec": batch_size * steps / wall,
+            "batch_ms": 1e3 * wall / steps,
+            "batch_median_ms": statistics.median(batches),
+            "batch_p95_ms": batches[math.ceil(0.95 * steps) - 1],
+            **phases,
+        }
+
+
+class Trainer:
+    """Model, optimizer and data, and the one training step that is measured, counted and profiled."""
+
+    def __init__(self, args: argparse.Namespace, device: torch.device):
+        self.args, self.device = args, device
+        self.batches = make_batches(args, device, args.seed)
+        self.model = build_model(args, device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=args.learning_rate, fused=True)
+        self.scaler = torch.amp.GradScaler(device.type, enabled=args.use_amp and args.amp_dtype == "float16")
+        self.forward = torch.compile(self.model, mode=args.torch_compile_mode) if args.torch_compile else self.model
+
+    def autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, getattr(torch, self.args.amp_dtype), enabled=self.args.use_amp)
+
+    def step(self, mark: Callable[[], None] = lambda: None) -> Tensor:
+        """One training step; `mark` is called after the data, the forward and the backward phase. Returns the loss."""
+        batch = self.batches.next_batch()
+        mark()
+        if self.args.torch_compile:
+            torch.compiler.cudagraph_mark_step_begin()
+        with self.autocast():
+            loss = self.forward(**batch)
+        mark()
+        self.scaler.scale(loss).backward()
+        mark()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def profile(self, steps: int = 1, **options) -> torch.profiler.profile:
+        """Run training steps under the PyTorch profiler."""
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if self.device.type == "cuda":
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        with torch.profiler.profile(activities=activities, **options) as profile:
+            for _ in range(steps):
+                self.step()
+            self.synchronize()
+        return profile
+
+    def resident_bytes(self) -> int:
+        """Bytes of parameters, buffers and optimizer state, which stay allocated between steps."""
+        state = [
+            value for entry in self.optimizer.state.values() for value in entry.values() if isinstance(value, Tensor)
+        ]
+        return sum(t.nbytes for t in (*self.model.parameters(), *self.model.buffers(), *state))
+
+
+def trace_events(profile: torch.profiler.profile) -> list[dict]:
+    """The profiler's events as it writes them to a Chrome trace."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(path))
+        return json.loads(path.read_text())["traceEvents"]
+
+
+def count_kernels(events: list[dict], device: torch.device) -> dict:
+    """Kernels that one profiled step ran; on a CPU, its innermost operator calls."""
+    if device.type == "cuda":
+        category = [event.get("cat") for event in events]
+        launches = [e for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver") and "Launch" in e["name"]]
+        return {
+            "unit": "kernels",
+            "per_step": category.count("kernel"),
+            "copies_and_memsets": category.count("gpu_memcpy") + category.count("gpu_memset"),
+            "host_launches": len(launches),
+        }
+    calls = sorted((e for e in events if e.get("cat") == "cpu_op"), key=lambda e: (e["tid"], e["ts"], -e["dur"]))
+    innermost = [
+        call
+        for call, following in zip(calls, [*calls[1:], {"tid": None}], strict=True)
+        if following["tid"] != call["tid"] or following["ts"] >= call["ts"] + call["dur"]
+    ]
+    work = [e for e in innermost if e["name"].removeprefix("aten::") not in VIEW_OPERATORS]
+    return {"unit": "operator calls", "per_step": len(work)}
+
+
+def memory_timeline(events: list[dict], device: torch.device, start: float) -> list[tuple[float, float]]:
+    """(microseconds, bytes) at each allocation and release of a profiled step that begins with `start` bytes in use."""
+    kind = 1 if device.type == "cuda" else 0
+    changes = [e for e in events if e["name"] == "[memory]" and e["args"]["Device Type"] == kind]
+    timeline = []
+    for event in sorted(changes, key=lambda e: e["ts"]):
+        start += event["args"]["Bytes"]
+        timeline.append((event["ts"], start))
+    return timeline
+
+
+def peak_gpu_memory() -> int:
+    """High-water mark in bytes since the last reset, with all of the private pools that CUDA graphs keep for themselves."""
+    pools = [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) != (0, 0)]
+    return torch.cuda.max_memory_allocated() + sum(s["total_size"] - s["allocated_size"] for s in pools)
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
+
+
+def count_unfused(args: argparse.Namespace, device: torch.device) -> int | None:
+    """Kernels per step with everything off, on the same shapes; None where that does not fit into memory."""
+    try:
+        trainer = Trainer(without_fusions(args), device)
+        trainer.step()
+        return count_kernels(trace_events(trainer.profile()), device)["per_step"]
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return None
+
+
+def count_flops(args: argparse.Namespace, batch: dict[str, Tensor]) -> int:
+    """Floating-point operations of one forward and backward pass of the unfused model, counted without running it."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model = build_model(without_fusions(args), torch.device("meta"))
+    with FlopCounterMode(display=False) as counter:
+        model(**{name: value.to("meta") for name, value in batch.items()}).backward()
+    return counter.get_total_flops()
+
+
+@contextlib.contextmanager
+def recorded_region(active: bool) -> Iterator[None]:
+    """Have an attached profiler record only what runs inside (cudaProfilerStart/Stop; under ROCm also ROCTx resume/pause)."""
+    if not active:
+        yield
+        return
+    roctx = ctypes.CDLL("librocprofiler-sdk-roctx.so") if torch.version.hip else None
+    torch.cuda.profiler.start()
+    if roctx:
+        roctx.roctxProfilerResume(0)
+    try:
+        yield
+    finally:
+        if roctx:
+            roctx.roctxProfilerPause(0)
+        torch.cuda.profiler.stop()
+
+
+def write_profile(trainer: Trainer, directory: Path) -> None:
+    """Operator tables as text, and a trace for ui.perfetto.dev, chrome://tracing and TensorBoard."""
+    steps = 3
+    profile = trainer.profile(steps, record_shapes=True)
+    averages = profile.key_averages()
+    for clock in ("cpu", "device") if trainer.device.type == "cuda" else ("cpu",):
+        total = sum(getattr(entry, f"self_{clock}_time_total") for entry in averages) / 1e3
+        table = averages.table(sort_by=f"self_{clock}_time_total", row_limit=40)
+        title = f"Self {'CPU' if clock == 'cpu' else 'device'} total: {total:.3f} ms in {steps} steps"
+        (directory / f"{SCRIPT}_operators_by_{clock}_time.txt").write_text(f"{title}\n\n{table}\n")
+    trace = directory / f"{SCRIPT}_trace.json.gz"
+    profile.export_chrome_trace(str(trace))
+    (directory / "tensorboard").mkdir(exist_ok=True)
+    shutil.copy(trace, directory / "tensorboard" / f"{SCRIPT}.pt.trace.json.gz")
+
+
+def write_memory_profile(trainer: Trainer, timeline: list[tuple[float, float]], directory: Path) -> None:
+    """The memory in use during one step as CSV; on a GPU also a snapshot for pytorch.org/memory_viz."""
+    rows = [f"{time - timeline[0][0]:.3f},{used:.0f}\n" for time, used in timeline]
+    (directory / f"{SCRIPT}_memory_timeline.csv").write_text("time_us,bytes\n" + "".join(rows))
+    if trainer.device.type == "cuda":
+        torch.cuda.memory._record_memory_history()
+        trainer.step()
+        torch.cuda.memory._dump_snapshot(str(directory / f"{SCRIPT}_memory_snapshot.pickle"))
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def write_deepspeed_flops(trainer: Trainer, directory: Path) -> None:
+    """DeepSpeed's FLOPs profile of one forward pass, per module."""
+    from deepspeed.profiling.flops_profiler import FlopsProfiler
+
+    profiler = FlopsProfiler(trainer.model)
+    profiler.start_profile()
+    trainer.model(**trainer.batches.next_batch())
+    profiler.print_model_profile(output_file=str(directory / f"{SCRIPT}_deepspeed_flops.txt"))
+    profiler.end_profile()
+
+
+def run_steps(trainer: Trainer, recorder: Recorder, result: dict) -> float:
+    """Run the recorder's number of steps; returns the wall time in seconds. The device is waited for at both ends only."""
+    try:
+        trainer.synchronize()
+        start = time.perf_counter()
+        recorder.mark()
+        for step in range(recorder.steps):
+            recorder.finish_step(step, trainer.step(recorder.mark))
+        trainer.synchronize()
+        return time.perf_counter() - start
+    finally:
+        recorder.look(wait=True)
+        result["loss"]["curve"] += recorder.losses
+
+
+def measure(args: argparse.Namespace, device: torch.device, result: dict) -> None:
+    """Fill in `result`: warm-up, the measured steps, then the extra steps that count what those did."""
+    gpu = device.type == "cuda"
+    trainer = Trainer(args, device)
+    result["config"] = asdict(trainer.model.config)
+    result["parameters"] = sum(p.numel() for p in trainer.model.parameters())
+    on = [flag for flag, attribute, _ in (*FUSIONS, ("torch-compile", "torch_compile", "")) if getattr(args, attribute)]
+    print(
+        f"{SCRIPT} on {result['environment']['device_name']}: {result['parameters']:,} parameters, "
+        f"batch size {args.batch_size}, {', '.join(on) or 'nothing fused'}",
+        flush=True,
+    )
+
+    warmup = Recorder(device, args.warmup_steps, "warm-up step", args.log_interval)
+    warmup_wall = run_steps(trainer, warmup, result)
+    if args.warmup_steps:
+        result["timing"]["warmup_first_step_ms"] = warmup.milliseconds(0, len(PHASES))
+    measured = Recorder(device, args.num_steps, "step", args.log_interval, ranges=gpu and args.enable_rocm_profiling)
+    wall = None
+    if gpu:
+        torch.cuda.reset_peak_memory_stats()
+    try:
+        with recorded_region(gpu and args.enable_rocm_profiling):
+            wall = run_steps(trainer, measured, result)
+    finally:
+        result["timing"] |= measured.timing(args.batch_size, wall)
+        if gpu:
+            result["memory"] = {"peak_mb": peak_gpu_memory() / MB}
+    if args.torch_compile and args.warmup_steps:
+        overhead = 1e3 * warmup_wall - args.warmup_steps * result["timing"]["batch_ms"]
+        result["timing"]["compilation_overhead_ms"] = overhead
+    if args.under_profiler:
+        return
+
+    resident = torch.cuda.memory_allocated() if gpu else trainer.resident_bytes()
+    events = trace_events(trainer.profile(profile_memory=args.enable_memory_profiling or not gpu))
+    result["kernels"] = count_kernels(events, device)
+    timeline = memory_timeline(events, device, resident)
+    if not gpu:
+        result["memory"] = {"peak_mb": max(used for _, used in timeline) / MB}
+    if args.enable_memory_profiling:
+        write_memory_profile(trainer, timeline, args.profile_dir)
+    if args.enable_pytorch_profiler:
+        write_profile(trainer, args.profile_dir)
+    if args.enable_deepspeed_flops:
+        write_deepspeed_flops(trainer, args.profile_dir)
+    flops = count_flops(args, trainer.batches.next_batch())
+    result["flops"] = {"per_step": flops, "achieved_tflops": flops / result["timing"]["batch_ms"] / 1e9}
+
+    del trainer
+    gc.collect()
+    if vars(without_fusions(args)) == vars(args):
+        result["kernels"]["all_off"] = result["kernels"]["per_step"]
+    else:
+        result["kernels"]["all_off"] = count_unfused(args, device)
+    if result["kernels"]["all_off"]:
+        result["kernels"]["reduction_percent"] = 100 * (
+            1 - result["kernels"]["per_step"] / result["kernels"]["all_off"]
+        )
+
+
+def train(args: argparse.Namespace) -> dict:
+    """Train and measure; returns the result, which is also in <profile-dir>/<script>_summary.json however the run ended."""
+    device = prepare(args)
+    settings = (
+        "batch_size",
+        "num_steps",
+        "warmup_steps",
+        "learning_rate",
+        "seed",
+        "deterministic",
+        "use_amp",
+        "amp_dtype",
+    )
+    settings += ("matmul_precision", "torch_compile", "torch_compile_mode")
+    result = {
+        "schema_version": SCHEMA_VERSION,
+        "script": SCRIPT,
+        "status": "failed",
+        "exit_status": 1,
+        "error": None,
+        "config": {},
+        "fusions": {attribute: getattr(args, attribute) for _, attribute, _ in FUSIONS},
+        "training": {name: getattr(args, name) for name in settings},
+        "environment": environment(device),
+        "timing": {},
+        "memory": {},
+        "kernels": {},
+        "flops": {},
+        "loss": {"warmup_steps": args.warmup_steps, "curve": []},
+    }
+    bug = None
+    try:
+        measure(args, device, result)
+        result.update(status="ok", exit_status=0)
+    except UserError:
+        raise  # nothing was measured, and an earlier result in this directory stays
+    except KeyboardInterrupt:
+        result.update(exit_status=130, error=f"interrupted after {len(result['loss']['curve'])} steps")
+    except FloatingPointError as error:
+        result["error"] = f"{error}; lower --learning-rate"
+    except Exception as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        if is_out_of_memory(error):
+            result.update(
+                status="oom", exit_status=3, error=f"out of memory: lower --batch-size or --seq-len ({reason})"
+            )
+        elif args.torch_compile and type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+            result["error"] = f"torch.compile failed: {reason}"
+        else:
+            result["error"], bug = reason, error
+    curve = result["loss"]["curve"]
+    result["loss"] |= {"initial": curve[0], "final": curve[-1]} if curve else {}
+    path = args.profile_dir / f"{SCRIPT}_summary.json"
+    path.with_suffix(".tmp").write_text(json.dumps(result, indent=1) + "\n")
+    path.with_suffix(".tmp").replace(path)
+    if bug:
+        raise bug
+    return result
+
+
+def report(result: dict) -> str:
+    """The lines of a result that was measured; what is missing in it is left out."""
+    timing, kernels, flops = result["timing"], result["kernels"], result["flops"]
+    lines = []
+    if "samples_per_sec" in timing:
+        lines += [
+            f"Average training speed: {timing['samples_per_sec']:.1f} samples/sec",
+            f"Average batch time: {timing['batch_ms']:.1f} ms (median {timing['batch_median_ms']:.1f}, "
+            f"p95 {timing['batch_p95_ms']:.1f})",
+            *(f"Average {phase} time: {timing[f'{phase}_ms']:.1f} ms" for phase in PHASES[1:]),
+        ]
+    if "warmup_first_step_ms" in timing:
+        lines.append(f"Warmup step time: {timing['warmup_first_step_ms']:.1f} ms (first step, includes compilation)")
+    if "compilation_overhead_ms" in timing:
+        lines.append(f"Compilation overhead: {timing['compilation_overhead_ms']:.1f} ms")
+    if result["loss"]["curve"]:
+        lines.append(f"Final loss: {result['loss']['final']:.4f} (first step {result['loss']['initial']:.4f})")
+    if result["memory"]:
+        lines.append(f"Peak memory usage: {result['memory']['peak_mb']:.1f} MB")
+    if kernels:
+        off, unit = kernels.get("all_off"), kernels["unit"]
+        note = "" if unit == "kernels" else f"; these are {unit}, counted on a CPU"
+        lines.append(f"Kernels per step: {kernels['per_step']} (all fusions off: {off or 'out of memory'}){note}")
+        if off:
+            lines.append(f"Kernel reduction: {kernels['reduction_percent']:.1f} %")
+    if kernels.get("host_launches"):
+        lines.append(f"Host launches per step: {kernels['host_launches']}")
+    if flops:
+        lines.append(
+            f"FLOPs per step: {flops['per_step'] / 1e9:.1f} GFLOP, achieved {flops['achieved_tflops']:.2f} TFLOP/s"
+        )
+    return "\n".join(lines)
+
+
+def finish(result: dict) -> int:
+    """Print the report, and the error if there was one; returns the exit status."""
+    print(report(result), flush=True)
+    if result["error"]:
+        print(f"{SCRIPT}.py: error: {result['error']}", file=sys.stderr)
+    return result["exit_status"]
+
+
+def comparison(before: dict, after: dict, names: tuple[str, str]) -> str:
+    """Two results side by side; the ratio is the second over the first."""
+    rows = {
+        "samples/sec": ("timing", "samples_per_sec"),
+        "batch time, ms": ("timing", "batch_ms"),
+        **{f"{phase}, ms": ("timing", f"{phase}_ms") for phase in PHASES[1:]},
+        "peak memory, MB": ("memory", "peak_mb"),
+        before["kernels"].get("unit", "kernels") + " per step": ("kernels", "per_step"),
+        "final loss": ("loss", "final"),
+    }
+    lines = [f"{'':26}{names[0]:>14}{names[1]:>14}{'ratio':>10}"]
+    for label, (group, key) in rows.items():
+        first, second = before[group].get(key), after[group].get(key)
+        cells = [
+            "-" if value is None else f"{value:.4f}" if key == "final" else f"{value:.1f}" for value in (first, second)
+        ]
+        lines.append(f"{label:26}{cells[0]:>14}{cells[1]:>14}{second / first if first and second else math.nan:>10.3f}")
+    return "\n".join(lines)
+
+
+def compare_fusion(args: argparse.Namespace) -> int:
+    """Everything off, then as chosen, in one process; the first result goes to <profile-dir>/baseline."""
+    baseline_args = without_fusions(args)
+    baseline_args.profile_dir = args.profile_dir / "baseline"
+    baseline = train(baseline_args)
+    status = finish(baseline)
+    if baseline["status"] == "failed":
+        return status
+    gc.collect()
+    print()
+    fused = train(args)
+    status = finish(fused) or status
+    print("\n" + comparison(baseline, fused, ("all off", "as chosen")))
+    return status
+
+
+def read_v1_result(args: argparse.Namespace) -> dict:
+    """The result file of a V1 run of the same model."""
+    flag, wanted = f"--compare-with-v1 {args.compare_with_v1}", f"{SCRIPT.rpartition('_')[0]}_v1"
+    try:
+        result = json.loads(read_bytes(args.compare_with_v1, "--compare-with-v1"))
+        found = result["script"], result["schema_version"], result["status"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{flag}: not a result file; give the {wanted}_summary.json of a run") from error
+    if found != (wanted, SCHEMA_VERSION, "ok"):
+        raise UserError(f"{flag}: need a finished run of {wanted}, this is {found[0]} with status {found[2]}")
+    return result
+
+
+def compare_with_v1(args: argparse.Namespace) -> int:
+    """Train, then show the result beside that of V1, which must have had the same sizes."""
+    v1 = read_v1_result(args)
+    result = train(args)
+    status = finish(result)
+    for group in ("config", "training", "environment"):
+        for key, value in v1[group].items():
+            if result[group].get(key) != value:
+                print(f"note: {key} was {value} for V1 and is {result[group].get(key)} here", file=sys.stderr)
+    print("\n" + comparison(v1, result, ("V1", f"V{VERSION}")))
+    return status
+
+
+def relative_error(value: Tensor, reference: Tensor, floor: float = 0.0) -> float:
+    """Norm of the difference over the norm of the reference, or over `floor` where that is larger."""
+    value, reference = value.detach().double(), reference.detach().double()
+    return float((value - reference).norm() / max(float(reference.norm()), floor, 1e-300))
+
+
+def outputs_and_gradients(args: argparse.Namespace, device: torch.device) -> tuple[dict, dict]:
+    """Loss and outputs of the initial weights on the first batch, and the gradients under their canonical names."""
+    trainer = Trainer(args, device)
+    torch.set_float32_matmul_precision(args.matmul_precision)
+    batch = trainer.batches.next_batch()
+    inputs = {name: value for name, value in batch.items() if name not in trainer.model.TARGETS}
+    with trainer.autocast():
+        with torch.no_grad():
+            outputs = trainer.forward(**inputs)
+        loss = trainer.forward(**batch)
+    loss.backward()
+    for parameter in trainer.model.parameters():
+        parameter.data = parameter.grad  # state_dict then gives gradients, split where weights are fused
+    return {
+        "loss": loss,
+        **(outputs if isinstance(outputs, dict) else {"outputs": outputs}),
+    }, trainer.model.state_dict()
+
+
+def verify_accuracy(args: argparse.Namespace) -> int:
+    """Compare outputs, loss and gradients with those of the same weights in float32 with everything off."""
+    device = prepare(args)
+    exact = {"use_amp": False, "matmul_precision": "highest"}
+    expected, expected_gradients = outputs_and_gradients(
+        argparse.Namespace(**{**vars(without_fusions(args)), **exact}), device
+    )
+    values, gradients = outputs_and_gradients(args, device)
+    limit = 1e-4 if all(getattr(args, name) == value for name, value in exact.items()) else 5e-2
+    errors = {name: relative_error(values[name], expected[name]) for name in expected}
+    # A gradient that is zero but for rounding is measured against all gradients together.
+    total = math.sqrt(sum(float(g.double().square().sum()) for g in expected_gradients.values()))
+    by_name = {n: relative_error(gradients[n], g, floor=1e-3 * total) for n, g in expected_gradients.items()}
+    worst = max(by_name, key=by_name.__getitem__)
+    errors[f"gradient of {worst} (the worst of {len(by_name)})"] = by_name[worst]
+    for name, error in errors.items():
+        print(f"{name}: relative error {error:.2e}, limit {limit:.0e}")
+    passed = all(error <= limit for error in errors.values())  # a NaN fails
+    print(f"Accuracy check: {'PASS' if passed else 'FAIL'}")
+    return 0 if passed else 1
+
+
+def validate_setup(args: argparse.Namespace) -> int:
+    """Show what was found here and run three steps."""
+    args.num_steps, args.warmup_steps, args.under_profiler = 3, 0, True
+    result = train(args)
+    for name, value in result["environment"].items():
+        print(f"{name:18} {value}")
+    for tool in ("rocprofv3", "rocprof-sys-run", "rocprof-compute"):
+        print(f"{tool:18} {shutil.which(tool) or 'not found'}")
+    status = finish(result)
+    print(f"Setup check: {'FAIL' if status else 'PASS'}")
+    return status
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    args = parse_args(argv)
+    try:
+        for mode in (validate_setup, compare_fusion, verify_accuracy, compare_with_v1):
+            if getattr(args, mode.__name__):
+                return mode(args)
+        return finish(train(args))
+    except UserError as error:
+        print(f"{SCRIPT}.py: error: {error}", file=sys.stderr)
+        return error.status
+    except KeyboardInterrupt:
+        print(f"{SCRIPT}.py: interrupted", file=sys.stderr)
+        return 130
+
+
+# --- end of harness
+
+if __name__ == "__main__":
+    sys.exit(main())

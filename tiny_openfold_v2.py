@@ -1,0 +1,1521 @@
+#!/usr/bin/env python3
+"""TinyOpenFold V2: fusions that PyTorch itself offers, each on a flag of its own.
+
+qkv-fusion-msa       query, key, value and gate of the two MSA attentions are one GEMM
+qkv-fusion-triangle  the same for the two triangle attentions
+flash-attention      scaled_dot_product_attention with the pair bias as additive mask: scores never reach device memory
+triangle-fusion      the four projections and gates of a triangle multiplication are one GEMM and one GLU
+
+Fewer, larger kernels help where launching them or moving their intermediate results takes longer than the arithmetic.
+The model, its weights and its loss are those of V1: `diff tiny_openfold_v1.py tiny_openfold_v2.py` is the whole lesson.
+
+The Evoformer follows the supplementary information of Jumper et al. 2021 (AF2 SI below), names follow OpenFold.
+
+Examples:
+  python tiny_openfold_v2.py --compare-fusion                                  everything off against everything on
+  python tiny_openfold_v2.py --disable-all-fusion --enable-flash-attention     one fusion alone
+  python tiny_openfold_v2.py --use-amp --enable-torch-compile --torch-compile-mode reduce-overhead
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import gc
+import importlib.util
+import json
+import math
+import os
+import platform
+import re
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+# --- configuration
+
+VERSION = 2
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes of the model; the defaults are those of the command line."""
+
+    msa_dim: int = 64
+    pair_dim: int = 128
+    num_blocks: int = 4
+    num_heads_msa: int = 4
+    num_heads_pair: int = 4
+    num_seqs: int = 16
+    seq_len: int = 64
+    outer_product_dim: int = 32
+    transition_factor: int = 4
+
+
+@dataclass(frozen=True)
+class Fusions:
+    """Which fusions are on."""
+
+    qkv_fusion_msa: bool = True
+    qkv_fusion_triangle: bool = True
+    flash_attention: bool = True
+    triangle_fusion: bool = True
+
+
+FUSIONS: tuple[tuple[str, str, str], ...] = (
+    ("qkv-fusion-msa", "qkv_fusion_msa", "query, key, value and gate of the MSA attentions as one GEMM"),
+    ("qkv-fusion-triangle", "qkv_fusion_triangle", "query, key, value and gate of the triangle attentions as one GEMM"),
+    ("flash-attention", "flash_attention", "scaled_dot_product_attention instead of materialised scores"),
+    ("triangle-fusion", "triangle_fusion", "projections and gates of the triangle multiplications as one GEMM"),
+)
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that only this model has."""
+    model = parser.add_argument_group("model")
+    model.add_argument("--msa-dim", type=at_least(1), default=64, metavar="C", help="channels of the MSA representation")
+    model.add_argument("--pair-dim", type=at_least(1), default=128, metavar="C", help="channels of the pair representation")
+    model.add_argument("--num-blocks", type=at_least(1), default=4, metavar="L", help="Evoformer blocks")
+    model.add_argument("--num-heads-msa", type=at_least(1), default=4, metavar="H", help="heads of the MSA attentions")
+    model.add_argument("--num-heads-pair", type=at_least(1), default=4, metavar="H", help="heads of the triangle attentions")
+    data = parser.add_argument_group("data")
+    data.add_argument("--num-seqs", type=at_least(1), default=16, metavar="S", help="sequences per alignment")
+    data.add_argument("--seq-len", type=at_least(2), default=64, metavar="N", help="residues per sample")
+    data.add_argument("--batch-size", type=at_least(1), default=4, metavar="B", help="samples per step")
+    data.add_argument("--msa", type=Path, metavar="FILE.a3m", help="real alignment, query first (with --structure)")
+    data.add_argument("--structure", type=Path, metavar="FILE", help="real structure of the query, PDB or mmCIF (with --msa)")
+
+
+def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Refuse sizes and inputs that do not fit together."""
+    for name in ("msa", "pair"):
+        dim, heads = getattr(args, f"{name}_dim"), getattr(args, f"num_heads_{name}")
+        if dim % heads:
+            parser.error(f"--{name}-dim {dim} must be divisible by --num-heads-{name} {heads}")
+    if bool(args.msa) != bool(args.structure):
+        parser.error("--msa and --structure belong together: give both, or neither for synthetic proteins")
+
+
+# --- model
+
+AMINO_ACIDS = "ARNDCQEGHILKMFPSTWYV"
+UNKNOWN, GAP, MASK = 20, 21, 22
+NUM_TOKENS = 23  # the 20 amino acids, unknown, gap, masked
+MAX_OFFSET = 32  # relative positions are clipped at +-32 residues
+NUM_BINS, FIRST_EDGE, LAST_EDGE = 64, 2.0, 22.0  # distogram, in Angstrom
+
+
+def one_hot(tokens: Tensor, classes: int) -> Tensor:
+    """tokens [...] -> float32 [..., classes]."""
+    return (tokens[..., None] == torch.arange(classes, device=tokens.device)).float()
+
+
+class InputEmbedder(nn.Module):
+    """Alignment and residue offsets to the first MSA and pair representation (AF2 SI, algorithms 3 to 5)."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.linear_tf_z_i = nn.Linear(NUM_TOKENS, config.pair_dim)
+        self.linear_tf_z_j = nn.Linear(NUM_TOKENS, config.pair_dim)
+        self.linear_tf_m = nn.Linear(NUM_TOKENS, config.msa_dim)
+        self.linear_msa_m = nn.Linear(NUM_TOKENS, config.msa_dim)
+        self.linear_relpos = nn.Linear(2 * MAX_OFFSET + 1, config.pair_dim)
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """tokens [B, S, N] -> msa [B, S, N, c_m], pair [B, N, N, c_z]."""
+        alignment = one_hot(tokens, NUM_TOKENS)
+        query = alignment[:, 0]
+        position = torch.arange(tokens.shape[-1], device=tokens.device)
+        offset = (position[:, None] - position).clamp(-MAX_OFFSET, MAX_OFFSET) + MAX_OFFSET
+        pair = self.linear_tf_z_i(query)[:, :, None] + self.linear_tf_z_j(query)[:, None]
+        pair = pair + self.linear_relpos(one_hot(offset, 2 * MAX_OFFSET + 1))
+        return self.linear_msa_m(alignment) + self.linear_tf_m(query)[:, None], pair
+
+
+def keep_separate_names(
+    parent: nn.Module, fused: str, parts: tuple[str, ...], biased: tuple[str, ...], heads: int = 1
+) -> None:
+    """Have state_dict list the rows of `parent.<fused>` under the names of its parts, and load them from there.
+
+    The parts are equally wide. Their rows run head by head and, within a head, part by part; `biased` are the parts
+    that have a bias.
+    """
+
+    def names(prefix: str) -> dict[str, list[str]]:
+        owners = {"weight": parts, "bias": biased}
+        return {f"{prefix}{fused}.{kind}": [f"{prefix}{part}.{kind}" for part in owners[kind]] for kind in owners}
+
+    def split(module: nn.Module, state: dict[str, Tensor], prefix: str, metadata: dict) -> None:
+        for merged, separate in names(prefix).items():
+            rows = state.pop(merged).unflatten(0, (heads, len(separate), -1))
+            state.update({name: rows[:, i].flatten(0, 1) for i, name in enumerate(separate)})
+
+    def merge(module: nn.Module, state: dict[str, Tensor], prefix: str, *unused) -> None:
+        for merged, separate in names(prefix).items():
+            if all(name in state for name in separate):  # otherwise load_state_dict reports what is missing
+                rows = [state.pop(name).unflatten(0, (heads, -1)) for name in separate]
+                state[merged] = torch.stack(rows, dim=1).flatten(0, 2)
+
+    parent.register_state_dict_post_hook(split)
+    parent.register_load_state_dict_pre_hook(merge)
+
+
+class QKVGLinear(nn.Module):
+    """Query, key, value and gate projection as one GEMM; only the gate has a bias."""
+
+    def __init__(self, dim: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.weight = nn.Parameter(torch.empty(4 * dim, dim))
+        self.bias = nn.Parameter(torch.empty(dim))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        """x [..., C] -> q, k, v, gate, each [..., H, C / H]. The four of one head lie side by side in memory."""
+        bias = F.pad(self.bias.view(self.heads, 1, -1), (0, 0, 3, 0))  # [H, 4, C / H], zero but for the gate
+        return F.linear(x, self.weight, bias.flatten()).unflatten(-1, bias.shape).unbind(-2)
+
+
+class GatedAttention(nn.Module):
+    """Multi-head attention along one axis with a sigmoid gate on the output: what the four attentions share."""
+
+    def __init__(self, dim: int, heads: int, qkv_fusion: bool, flash_attention: bool):
+        super().__init__()
+        self.heads, self.head_dim = heads, dim // heads
+        self.qkv_fusion, self.flash_attention = qkv_fusion, flash_attention
+        if qkv_fusion:
+            parts = ("linear_q", "linear_k", "linear_v", "linear_g")
+            self.linear_qkvg = QKVGLinear(dim, heads)
+            keep_separate_names(self, "linear_qkvg", parts, biased=("linear_g",), heads=heads)
+        else:
+            self.linear_q = nn.Linear(dim, dim, bias=False)
+            self.linear_k = nn.Linear(dim, dim, bias=False)
+            self.linear_v = nn.Linear(dim, dim, bias=False)
+            self.linear_g = nn.Linear(dim, dim)
+        self.linear_o = nn.Linear(dim, dim)
+
+    def attend(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [B, R, N, C]: each of the R rows attends to itself; bias [B, H, N, N] is the same for all rows."""
+        if self.flash_attention:
+            return self.attend_flash(x, bias)
+        q, k, v, gate = self.project(x)
+        q, k, v = (t.transpose(2, 3) for t in (q, k, v))
+        scores = q @ k.transpose(-2, -1) / math.sqrt(self.head_dim)  # [B, R, H, N, N]
+        if bias is not None:
+            scores = scores + bias[:, None]
+        out = (scores.softmax(-1) @ v).transpose(2, 3)  # [B, R, N, H, C / H]
+        return self.linear_o((torch.sigmoid(gate) * out).flatten(3))
+
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        """x [..., C] -> q, k, v, gate, each [..., H, C / H]."""
+        if self.qkv_fusion:
+            return self.linear_qkvg(x)
+        linears = (self.linear_q, self.linear_k, self.linear_v, self.linear_g)
+        return tuple(linear(x).unflatten(-1, (self.heads, self.head_dim)) for linear in linears)
+
+    def attend_flash(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """The same without scores in memory.
+
+        SDPA takes [batch, heads, N, D]. Here its batch are the rows, and its heads are ours of all samples: so one
+        bias [B x H, N, N] serves every row by broadcasting, where it would otherwise be copied R times, which is as
+        large as the scores are.
+        """
+        shape = x.shape
+        if bias is None:
+            x = x.flatten(0, 1)[None]  # nothing to share: all rows of all samples
+        else:
+            bias = bias.flatten(0, 1)[None]
+        q, k, v, gate = self.project(x.permute(1, 2, 0, 3))  # [R, N, B, H, C / H]
+        q, k, v = (t.flatten(2, 3).transpose(1, 2) for t in (q, k, v))  # [R, B x H, N, C / H]
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2).reshape(gate.shape)
+        return self.linear_o((torch.sigmoid(gate) * out).flatten(3)).permute(2, 0, 1, 3).reshape(shape)
+
+
+class MSARowAttentionWithPairBias(GatedAttention):
+    """Residues of one sequence attend to each other, biased by the pair representation (AF2 SI, algorithm 7)."""
+
+    def __init__(self, config: ModelConfig, fusions: Fusions):
+        super().__init__(config.msa_dim, config.num_heads_msa, fusions.qkv_fusion_msa, fusions.flash_attention)
+        self.layer_norm_m = nn.LayerNorm(config.msa_dim)
+        self.layer_norm_z = nn.LayerNorm(config.pair_dim)
+        self.linear_z = nn.Linear(config.pair_dim, config.num_heads_msa, bias=False)
+
+    def forward(self, msa: Tensor, pair: Tensor) -> Tensor:
+        """msa [B, S, N, c_m], pair [B, N, N, c_z] -> update of msa."""
+        bias = self.linear_z(self.layer_norm_z(pair)).permute(0, 3, 1, 2)
+        return self.attend(self.layer_norm_m(msa), bias)
+
+
+class MSAColumnAttention(GatedAttention):
+    """The sequences attend to each other at one residue (AF2 SI, algorithm 8)."""
+
+    def __init__(self, config: ModelConfig, fusions: Fusions):
+        super().__init__(config.msa_dim, config.num_heads_msa, fusions.qkv_fusion_msa, fusions.flash_attention)
+        self.layer_norm_m = nn.LayerNorm(config.msa_dim)
+
+    def forward(self, msa: Tensor) -> Tensor:
+        """msa [B, S, N, c_m] -> update of msa."""
+        return self.attend(self.layer_norm_m(msa.transpose(1, 2))).transpose(1, 2)
+
+
+class Transition(nn.Module):
+    """Two-layer perceptron on each position."""
+
+    def __init__(self, dim: int, factor: int):
+        super().__init__()
+        self.layer_norm = nn.LayerNorm(dim)
+        self.linear_1 = nn.Linear(dim, factor * dim)
+        self.linear_2 = nn.Linear(factor * dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., C] -> update of x."""
+        return self.linear_2(F.relu(self.linear_1(self.layer_norm(x))))
+
+
+class MSATransition(Transition):
+    """AF2 SI, algorithm 9."""
+
+
+class PairTransition(Transition):
+    """AF2 SI, algorithm 15."""
+
+
+class OuterProductMean(nn.Module):
+    """Update of the pair representation from pairs of MSA columns (AF2 SI, algorithm 10)."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        hidden = config.outer_product_dim
+        self.layer_norm = nn.LayerNorm(config.msa_dim)
+        self.linear_1 = nn.Linear(config.msa_dim, hidden)
+        self.linear_2 = nn.Linear(config.msa_dim, hidden)
+        self.linear_out = nn.Linear(hidden * hidden, config.pair_dim)
+
+    def forward(self, msa: Tensor) -> Tensor:
+        """msa [B, S, N, c_m] -> update of pair [B, N, N, c_z]."""
+        msa = self.layer_norm(msa)
+        a, b = self.linear_1(msa), self.linear_2(msa)
+        outer = torch.einsum("bsic,bsjd->bijcd", a, b) / msa.shape[1]
+        return self.linear_out(outer.flatten(3))
+
+
+class TriangleMultiplication(nn.Module):
+    """What the two triangle multiplications share; they differ in which edges of the triangle i, j, k are multiplied."""
+
+    equation: str
+
+    def __init__(self, config: ModelConfig, fusions: Fusions):
+        super().__init__()
+        dim = config.pair_dim
+        self.layer_norm_in = nn.LayerNorm(dim)
+        self.triangle_fusion = fusions.triangle_fusion
+        if fusions.triangle_fusion:
+            parts = ("linear_a_p", "linear_b_p", "linear_a_g", "linear_b_g")
+            self.linear_ab = nn.Linear(dim, 4 * dim)
+            keep_separate_names(self, "linear_ab", parts, biased=parts)
+        else:
+            self.linear_a_p = nn.Linear(dim, dim)
+            self.linear_a_g = nn.Linear(dim, dim)
+            self.linear_b_p = nn.Linear(dim, dim)
+            self.linear_b_g = nn.Linear(dim, dim)
+        self.linear_g = nn.Linear(dim, dim)
+        self.linear_z = nn.Linear(dim, dim)
+        self.layer_norm_out = nn.LayerNorm(dim)
+
+    def forward(self, pair: Tensor) -> Tensor:
+        """pair [B, N, N, c_z] -> update of pair."""
+        pair = self.layer_norm_in(pair)
+        if self.triangle_fusion:
+            # The GEMM writes channels first: a and b then are batches of N x N matrices, which nobody has to transpose.
+            ab = torch.addmm(self.linear_ab.bias[:, None], self.linear_ab.weight, pair.flatten(0, 2).T)
+            a, b = F.glu(ab, dim=0).unflatten(1, pair.shape[:3]).chunk(2)  # [C, B, N, N]
+            product = self.multiply(a, b).permute(1, 2, 3, 0)
+        else:
+            a = torch.sigmoid(self.linear_a_g(pair)) * self.linear_a_p(pair)
+            b = torch.sigmoid(self.linear_b_g(pair)) * self.linear_b_p(pair)
+            product = torch.einsum(self.equation, a, b)
+        return torch.sigmoid(self.linear_g(pair)) * self.linear_z(self.layer_norm_out(product))
+
+
+class TriangleMultiplicationOutgoing(TriangleMultiplication):
+    """Edge ij from the edges ik and jk (AF2 SI, algorithm 11)."""
+
+    equation = "bikc,bjkc->bijc"
+
+    @staticmethod
+    def multiply(a: Tensor, b: Tensor) -> Tensor:
+        return a @ b.mT
+
+
+class TriangleMultiplicationIncoming(TriangleMultiplication):
+    """Edge ij from the edges ki and kj (AF2 SI, algorithm 12)."""
+
+    equation = "bkic,bkjc->bijc"
+
+    @staticmethod
+    def multiply(a: Tensor, b: Tensor) -> Tensor:
+        return a.mT @ b
+
+
+class TriangleAttentionStartingNode(GatedAttention):
+    """Edges ij and ik, which start at the same node, attend to each other, biased by edge jk (AF2 SI, algorithm 13)."""
+
+    def __init__(self, config: ModelConfig, fusions: Fusions):
+        super().__init__(config.pair_dim, config.num_heads_pair, fusions.qkv_fusion_triangle, fusions.flash_attention)
+        self.layer_norm = nn.LayerNorm(config.pair_dim)
+        self.linear = nn.Linear(config.pair_dim, config.num_heads_pair, bias=False)
+
+    def forward(self, pair: Tensor) -> Tensor:
+        """pair [B, N, N, c_z] -> update of pair."""
+        pair = self.layer_norm(pair)
+        return self.attend(pair, self.linear(pair).permute(0, 3, 1, 2))
+
+
+class TriangleAttentionEndingNode(TriangleAttentionStartingNode):
+    """The same for edges that end at the same node: starting node on the transposed pairs (AF2 SI, algorithm 14)."""
+
+    def forward(self, pair: Tensor) -> Tensor:
+        """pair [B, N, N, c_z] -> update of pair."""
+        return super().forward(pair.transpose(1, 2)).transpose(1, 2)
+
+
+class EvoformerBlock(nn.Module):
+    """One block of the Evoformer stack, without dropout (AF2 SI, algorithm 6)."""
+
+    def __init__(self, config: ModelConfig, fusions: Fusions):
+        super().__init__()
+        self.msa_att_row = MSARowAttentionWithPairBias(config, fusions)
+        self.msa_att_col = MSAColumnAttention(config, fusions)
+        self.msa_transition = MSATransition(config.msa_dim, config.transition_factor)
+        self.outer_product_mean = OuterProductMean(config)
+        self.tri_mul_out = TriangleMultiplicationOutgoing(config, fusions)
+        self.tri_mul_in = TriangleMultiplicationIncoming(config, fusions)
+        self.tri_att_start = TriangleAttentionStartingNode(config, fusions)
+        self.tri_att_end = TriangleAttentionEndingNode(config, fusions)
+        self.pair_transition = PairTransition(config.pair_dim, config.transition_factor)
+
+    def forward(self, msa: Tensor, pair: Tensor) -> tuple[Tensor, Tensor]:
+        """msa [B, S, N, c_m], pair [B, N, N, c_z] -> both, updated."""
+        msa = msa + self.msa_att_row(msa, pair)
+        msa = msa + self.msa_att_col(msa)
+        msa = msa + self.msa_transition(msa)
+        pair = pair + self.outer_product_mean(msa)
+        pair = pair + self.tri_mul_out(pair)
+        pair = pair + self.tri_mul_in(pair)
+        pair = pair + self.tri_att_start(pair)
+        pair = pair + self.tri_att_end(pair)
+        pair = pair + self.pair_transition(pair)
+        return msa, pair
+
+
+class DistogramHead(nn.Module):
+    """Distances between residues as logits over bins (AF2 SI, section 1.9.8)."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.linear = nn.Linear(config.pair_dim, NUM_BINS)
+
+    def forward(self, pair: Tensor) -> Tensor:
+        """pair [B, N, N, c_z] -> logits [B, N, N, 64], symmetric in the residues."""
+        logits = self.linear(pair)
+        return logits + logits.transpose(1, 2)
+
+    @staticmethod
+    def loss(logits: Tensor, coords: Tensor, observed: Tensor) -> Tensor:
+        """Cross-entropy over the pairs of observed residues; coords [B, N, 3] in Angstrom, observed [B, N]."""
+        distance = (coords[:, :, None] - coords[:, None]).norm(dim=-1)
+        edges = torch.linspace(FIRST_EDGE, LAST_EDGE, NUM_BINS + 1, device=coords.device)[1:-1]
+        error = F.cross_entropy(logits.flatten(0, 2).float(), torch.bucketize(distance, edges).flatten(), reduction="none")
+        weight = (observed[:, :, None] & observed[:, None]).flatten()
+        return (error * weight).sum() / weight.sum()
+
+
+class MaskedMSAHead(nn.Module):
+    """The tokens behind the masked positions of the alignment (AF2 SI, section 1.9.9)."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.linear = nn.Linear(config.msa_dim, NUM_TOKENS)
+
+    def forward(self, msa: Tensor) -> Tensor:
+        """msa [B, S, N, c_m] -> logits [B, S, N, 23]."""
+        return self.linear(msa)
+
+    @staticmethod
+    def loss(logits: Tensor, true_tokens: Tensor, masked: Tensor) -> Tensor:
+        """Cross-entropy over the masked positions; true_tokens and masked [B, S, N]."""
+        error = F.cross_entropy(logits.flatten(0, 2).float(), true_tokens.flatten(), reduction="none")
+        return (error * masked.flatten()).sum() / masked.sum()
+
+
+class TinyOpenFold(nn.Module):
+    """Input embedding, Evoformer stack, distogram and masked-MSA heads."""
+
+    TARGETS = ("true_tokens", "masked", "coords", "observed")
+
+    def __init__(self, config: ModelConfig, fusions: Fusions):
+        super().__init__()
+        self.config = config
+        self.input_embedder = InputEmbedder(config)
+        self.blocks = nn.ModuleList(EvoformerBlock(config, fusions) for _ in range(config.num_blocks))
+        self.distogram = DistogramHead(config)
+        self.masked_msa = MaskedMSAHead(config)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        true_tokens: Tensor | None = None,
+        masked: Tensor | None = None,
+        coords: Tensor | None = None,
+        observed: Tensor | None = None,
+    ) -> Tensor | dict[str, Tensor]:
+        """tokens [B, S, N] -> {"masked_msa": [B, S, N, 23], "distogram": [B, N, N, 64]}; with the targets -> the loss.
+
+        The loss is 0.3 x distogram + 2.0 x masked MSA (AF2 SI, section 1.9).
+        """
+        msa, pair = self.input_embedder(tokens)
+        for block in self.blocks:
+            msa, pair = block(msa, pair)
+        outputs = {"masked_msa": self.masked_msa(msa), "distogram": self.distogram(pair)}
+        if true_tokens is None:
+            return outputs
+        distogram = self.distogram.loss(outputs["distogram"], coords, observed)
+        return 0.3 * distogram + 2.0 * self.masked_msa.loss(outputs["masked_msa"], true_tokens, masked)
+
+
+def build_model(args: argparse.Namespace, device: torch.device) -> nn.Module:
+    """The model of these arguments. The same seed gives the same weights in every version and fusion setting."""
+    fields = {name: getattr(args, name) for name in ModelConfig.__dataclass_fields__ if hasattr(args, name)}
+    fusions = Fusions(**{attribute: getattr(args, attribute) for _, attribute, _ in FUSIONS})
+    with device:
+        model = TinyOpenFold(ModelConfig(**fields), fusions)
+    if device.type != "meta":
+        generator = torch.Generator().manual_seed(args.seed)
+        state = model.state_dict()  # canonical names, so the order of the draws does not depend on what is fused
+        for name in sorted(state):
+            if name.endswith("bias"):
+                state[name] = torch.zeros(state[name].shape)
+            elif "layer_norm" not in name:
+                shape = state[name].shape
+                std = shape[1] ** -0.5 * (1.0 if name.startswith(("blocks", "input_embedder")) else 0.1)  # small in heads
+                state[name] = torch.empty(shape).normal_(std=std, generator=generator)
+        model.load_state_dict(state)
+    return model
+
+
+# --- data
+
+
+@dataclass(frozen=True)
+class Protein:
+    """An alignment with the query in its first row, and the query's structure."""
+
+    tokens: np.ndarray  # [depth, length], uint8
+    coords: np.ndarray  # [length, 3], Angstrom: C-beta, or C-alpha of glycine
+    observed: np.ndarray  # [length], bool: does the structure have this residue?
+
+
+class ProteinBatches:
+    """Random crops of proteins kept in host memory, with 15 % of the alignment masked.
+
+    A batch is {"tokens", "true_tokens", "masked": [B, S, N], "coords": [B, N, 3], "observed": [B, N]}.
+    """
+
+    def __init__(self, proteins: list[Protein], args: argparse.Namespace, device: torch.device, seed: int):
+        self.proteins, self.device = proteins, device
+        self.batch_size, self.num_seqs, self.seq_len = args.batch_size, args.num_seqs, args.seq_len
+        self.rng = np.random.default_rng(seed)
+
+    def next_batch(self) -> dict[str, Tensor]:
+        crops = [self._crop(self.proteins[i]) for i in self.rng.integers(len(self.proteins), size=self.batch_size)]
+        true_tokens, coords, observed = (torch.from_numpy(np.stack(part)) for part in zip(*crops, strict=True))
+        masked = torch.from_numpy(self.rng.random(true_tokens.shape, dtype=np.float32) < 0.15)
+        masked[:, 0, 0] = True  # so that there is always something to predict
+        batch = {
+            "tokens": torch.where(masked, MASK, true_tokens),
+            "true_tokens": true_tokens,
+            "masked": masked,
+            "coords": coords,
+            "observed": observed,
+        }
+        return {name: to_device(value, self.device) for name, value in batch.items()}
+
+    def _crop(self, protein: Protein) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        depth, length = protein.tokens.shape
+        others = 1 + self.rng.permutation(depth - 1)[: self.num_seqs - 1]
+        start = self.rng.integers(length - self.seq_len + 1)
+        window = slice(start, start + self.seq_len)
+        tokens = protein.tokens[np.concatenate(([0], others)), window].astype(np.int64)
+        return tokens, protein.coords[window], protein.observed[window]
+
+
+# Synthetic proteins: what kind of local structure a residue is in decides its geometry and its possible amino acids.
+# Virtual bond angle and torsion between successive residues in degrees, each with its spread; helix, strand, loop.
+GEOMETRY = np.array([[91, 4, 52, 6], [123, 8, -170, 15], [110, 20, 0, 180]])
+RESIDUES = np.array([[AMINO_ACIDS.index(letter) for letter in kind] for kind in ("ALEMQK", "VIYFWT", "GPNDSR")])
+STEP_LENGTH = 3.8  # Angstrom between the C-alpha atoms of successive residues
+
+
+def synthetic_chains(kinds: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Coordinates [P, N, 3] of chains whose residues are of the given kinds [P, N], each placed after the last three."""
+    angle_mean, angle_spread, torsion_mean, torsion_spread = np.deg2rad(GEOMETRY[kinds]).transpose(2, 0, 1)
+    angle = angle_mean + angle_spread * rng.uniform(-1, 1, kinds.shape)
+    torsion = torsion_mean + torsion_spread * rng.uniform(-1, 1, kinds.shape)
+    coords = np.zeros((*kinds.shape, 3))
+    before, last = np.array([[0.0, 1, 0], [1, 0, 0]])[:, None].repeat(len(kinds), 1)  # the last two steps, unit length
+    for i in range(1, kinds.shape[1]):
+        normal = np.cross(before, last)
+        normal /= np.linalg.norm(normal, axis=-1, keepdims=True)
+        bend, turn = angle[:, i, None], torsion[:, i, None]
+        sideways = np.cos(turn) * np.cross(normal, last) + np.sin(turn) * normal
+        before, last = last, -np.cos(bend) * last + np.sin(bend) * sideways
+        coords[:, i] = coords[:, i - 1] + STEP_LENGTH * last
+    return coords
+
+
+def contact_partners(coords: np.ndarray) -> np.ndarray:
+    """For each residue [N] the one it touches (nearest to each other, under 8 Angstrom, 3 or more apart), or itself."""
+    index = np.arange(len(coords))
+    distance = np.linalg.norm(coords[:, None] - coords, axis=-1)
+    distance[np.abs(index[:, None] - index) < 3] = np.inf
+    nearest = distance.argmin(1)
+    return np.where((nearest[nearest] == index) & (distance.min(1) < 8), nearest, index)
+
+
+def synthetic_proteins(count: int, depth: int, length: int, seed: int) -> list[Protein]:
+    """Proteins with helices, strands and loops, and families in which touching residues mutate together."""
+    rng = np.random.default_rng(seed)
+    kinds = rng.integers(3, size=(count, length))
+    stays = rng.random((count, length)) < 0.9  # so that a stretch of one kind is ten residues long on average
+    for i in range(1, length):
+        kinds[:, i] = np.where(stays[:, i], kinds[:, i - 1], kinds[:, i])
+    proteins = []
+    for kind, coords in zip(kinds, synthetic_chains(kinds, rng), strict=True):
+        partner = contact_partners(coords)
+        shape = (depth, length)
+        choices = RESIDUES.shape[1]
+        mutation = rng.integers(1, choices, shape) * (rng.random(shape) < 0.3)  # 0: the residue stays what it is
+        mutation = mutation[:, np.minimum(np.arange(length), partner)]  # partners share theirs
+        mutation[0] = 0
+        tokens = RESIDUES[kind, (rng.integers(choices, size=length) + mutation) % choices]
+        tokens[1:][rng.random((depth - 1, length)) < 0.03] = GAP
+        observed = np.ones(length, dtype=bool)
+        proteins.append(Protein(tokens.astype(np.uint8), coords.astype(np.float32), observed))
+    return proteins
+
+
+def read_a3m(path: Path) -> np.ndarray:
+    """Tokens [depth, length] of an alignment in A3M format; insertions (lower case) are dropped."""
+    content = read_bytes(path, "--msa")
+    if b"\0" in content or not content.lstrip().startswith((b">", b"#")):
+        raise UserError(f"--msa {path}: not an A3M file (it must begin with a line '>name')")
+    rows: list[str] = []
+    for line in content.decode("utf-8", "replace").splitlines():
+        if line.startswith(">"):
+            rows.append("")
+        elif rows:
+            rows[-1] += "".join(letter for letter in line.strip() if not letter.islower() and letter != ".")
+    wrong = [i for i, row in enumerate(rows) if len(row) != len(rows[0])]
+    if not rows or not rows[0] or wrong:
+        where = f"sequence {wrong[0] + 1} has {len(rows[wrong[0]])} columns, the query" if wrong else "the query"
+        raise UserError(f"--msa {path}: {where} has {len(rows[0]) if rows else 0} columns (lower case not counted)")
+    code = np.full(128, UNKNOWN, dtype=np.uint8)
+    code[[ord(letter) for letter in AMINO_ACIDS]] = np.arange(20)
+    code[ord("-")] = GAP
+    letters = np.array([[min(ord(letter), 127) for letter in row] for row in rows])
+    if not (np.isin(letters, [ord(c) for c in "ABCDEFGHIJKLMNOPQRSTUVWXYZ-*"])).all():
+        raise UserError(f"--msa {path}: it has characters that are neither amino acids nor gaps")
+    return code[letters]
+
+
+def read_structure(path: Path, query: str) -> tuple[np.ndarray, np.ndarray]:
+    """Coordinates [length, 3] and observed [length] of the chain of a PDB or mmCIF file that matches the query."""
+    try:
+        import gemmi
+    except ImportError as error:
+        raise UserError("--structure needs the package gemmi: pip install gemmi", status=4) from error
+    read_bytes(path, "--structure")
+    try:
+        structure = gemmi.read_structure(str(path))
+    except (RuntimeError, ValueError) as error:
+        raise UserError(f"--structure {path}: not a PDB or mmCIF file ({str(error).splitlines()[0]})") from error
+    structure.setup_entities()
+    best, best_identity = None, 0.0
+    for chain in structure[0] if len(structure) else ():
+        residues = list(chain.get_polymer().first_conformer())
+        letters = gemmi.one_letter_code([residue.name for residue in residues]).upper()
+        alignment = gemmi.align_string_sequences(list(query), list(letters), [])
+        pairs = alignment_pairs(alignment.cigar_str())
+        identity = sum(query[i] == letters[j] for i, j in pairs) / max(1, len(pairs))
+        if len(pairs) * identity > (len(best) if best else 0) * best_identity:
+            best, best_identity = [(i, residues[j]) for i, j in pairs], identity
+    if not best or best_identity < 0.9 or len(best) < 0.5 * len(query):
+        raise UserError(
+            f"--structure {path}: no chain matches the query of the alignment (best: {len(best or ())} of {len(query)} "
+            f"residues aligned, {100 * best_identity:.0f} % identical; at least half and 90 % are needed)"
+        )
+    coords, observed = np.zeros((len(query), 3), dtype=np.float32), np.zeros(len(query), dtype=bool)
+    for i, residue in best:
+        atom = residue.find_atom("CB", "*") or residue.find_atom("CA", "*")
+        if atom:
+            coords[i], observed[i] = atom.pos.tolist(), True
+    return coords, observed
+
+
+def alignment_pairs(cigar: str) -> list[tuple[int, int]]:
+    """Positions (first, second) that a CIGAR string such as 3I70M2D aligns."""
+    pairs, first, second = [], 0, 0
+    for length, operation in re.findall(r"(\d+)([MID])", cigar):
+        if operation == "M":
+            pairs += [(first + i, second + i) for i in range(int(length))]
+        first += int(length) * (operation in "MI")
+        second += int(length) * (operation in "MD")
+    return pairs
+
+
+def read_protein(args: argparse.Namespace) -> Protein:
+    """The protein of --msa and --structure. Lowers --num-seqs and --seq-len, and says so, where it has fewer."""
+    tokens = read_a3m(args.msa)
+    query = "".join((AMINO_ACIDS + "X-")[token] for token in tokens[0])
+    coords, observed = read_structure(args.structure, query)
+    for name, found in (("num_seqs", tokens.shape[0]), ("seq_len", tokens.shape[1])):
+        if found < getattr(args, name):
+            flag = f"--{name.replace('_', '-')}"
+            print(f"{flag} {getattr(args, name)} lowered to {found}: {args.msa} has no more", file=sys.stderr)
+            setattr(args, name, found)
+    return Protein(tokens, coords, observed)
+
+
+def make_batches(args: argparse.Namespace, device: torch.device, seed: int) -> ProteinBatches:
+    """The source of training batches: the protein of --msa and --structure, or 64 synthetic ones."""
+    proteins = [read_protein(args)] if args.msa else synthetic_proteins(64, args.num_seqs, args.seq_len, seed)
+    return ProteinBatches(proteins, args, device, seed)
+
+
+# --- harness
+# The same bytes in every tiny_*_v*.py: edit it in one script, then run `python tools/sync_harness.py THAT_SCRIPT.py`.
+# It knows the model only as FUSIONS, VERSION, add_model_arguments, check_model_arguments, build_model and make_batches.
+
+SCRIPT = Path(__file__).stem
+SCHEMA_VERSION = 1
+MB = 1e6
+COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+PHASES = ("data", "forward", "backward", "optimizer")
+# On a CPU operator calls are counted in place of kernels: the innermost ones, without those that move no data.
+VIEW_OPERATORS = set(
+    "alias as_strided chunk detach empty empty_like empty_strided expand lift_fresh narrow permute resize_ select set_ "
+    "slice split split_with_sizes squeeze t transpose unbind unflatten unsqueeze view _reshape_alias _unsafe_view".split()
+)
+
+
+class UserError(Exception):
+    """Something the user can put right: one line on stderr and this exit status, no traceback."""
+
+    def __init__(self, message: str, status: int = 2):
+        super().__init__(message)
+        self.status = status
+
+
+class Parser(argparse.ArgumentParser):
+    """Answers a bad argument with one line instead of the whole usage."""
+
+    def error(self, message: str) -> None:
+        self.exit(2, f"{self.prog}: error: {message} (--help lists all arguments)\n")
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    """Keeps the line breaks of the description and adds the defaults that say something."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        return action.help if action.default in (None, False) else super()._get_help_string(action)
+
+
+def at_least(low: int) -> Callable[[str], int]:
+    """argparse type: a whole number not below `low`."""
+
+    def whole_number(text: str) -> int:
+        if not text.isascii() or not text.removeprefix("-").isdigit() or int(text) < low:
+            raise argparse.ArgumentTypeError(f"must be a whole number, {low} or more, not {text!r}")
+        return int(text)
+
+    return whole_number
+
+
+def positive_number(text: str) -> float:
+    """argparse type: a finite number above zero."""
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < math.inf:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"must be a number above 0, not {text!r}")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line: the model's own arguments and those that all versions share."""
+    description, _, examples = __doc__.partition("\nExamples:\n")
+    parser = Parser(
+        prog=Path(__file__).name,
+        description=description,
+        epilog="examples:\n" + examples,
+        formatter_class=HelpFormatter,
+        allow_abbrev=False,
+    )
+    add_model_arguments(parser)
+
+    fusions = parser.add_argument_group(
+        "fusions", "Single flags win over the two presets, whatever their order; presets never touch torch.compile."
+    )
+    fusions.add_argument(
+        "--enable-all-fusion", dest="all_fusion", action="append_const", const=True, help="(the default)"
+    )
+    fusions.add_argument("--disable-all-fusion", dest="all_fusion", action="append_const", const=False)
+    for flag, attribute, text in (*FUSIONS, ("torch-compile", "torch_compile", "compile the model with torch.compile")):
+        fusions.add_argument(f"--enable-{flag}", dest=attribute, action="append_const", const=True, help=text)
+        fusions.add_argument(f"--disable-{flag}", dest=attribute, action="append_const", const=False)
+    fusions.add_argument("--torch-compile-mode", choices=COMPILE_MODES, help="(default: default)")
+
+    training = parser.add_argument_group("training")
+    training.add_argument("--num-steps", type=at_least(1), default=50, metavar="N", help="measured steps")
+    training.add_argument(
+        "--warmup-steps", type=at_least(0), default=5, metavar="N", help="steps before those, not measured"
+    )
+    training.add_argument("--learning-rate", type=positive_number, default=3e-4, metavar="X", help="of AdamW")
+    training.add_argument("--use-amp", action="store_true", help="automatic mixed precision")
+    training.add_argument("--amp-dtype", choices=("bfloat16", "float16"), help="(default: bfloat16)")
+    training.add_argument(
+        "--matmul-precision", choices=("highest", "high", "medium"), default="highest", help="of float32"
+    )
+    training.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="AMD GPUs are 'cuda' too")
+    training.add_argument("--seed", type=at_least(0), default=42, metavar="N", help="of weights and data")
+    training.add_argument(
+        "--deterministic", action="store_true", help="only algorithms that give the same bits every run"
+    )
+    training.add_argument(
+        "--log-interval", type=at_least(1), default=10, metavar="N", help="steps between progress lines"
+    )
+
+    profiling = parser.add_argument_group("profiling")
+    profiling.add_argument(
+        "--enable-pytorch-profiler", action="store_true", help="operator tables and a trace of three steps"
+    )
+    profiling.add_argument("--enable-memory-profiling", action="store_true", help="memory timeline of one step")
+    profiling.add_argument("--enable-deepspeed-flops", action="store_true", help="FLOPs per module (needs deepspeed)")
+    profiling.add_argument(
+        "--enable-rocm-profiling", action="store_true", help="mark measured steps and phases for a GPU profiler"
+    )
+    profiling.add_argument("--enable-all-profiling", action="store_true", help="all of these that work here")
+    profiling.add_argument("--under-profiler", action="store_true", help="launch nothing but the training steps")
+    profiling.add_argument(
+        "--profile-dir",
+        type=Path,
+        default=Path(f"./pytorch_profiles_v{VERSION}"),
+        metavar="DIR",
+        help="where results are written",
+    )
+
+    modes = parser.add_argument_group("modes").add_mutually_exclusive_group()
+    modes.add_argument(
+        "--validate-setup", action="store_true", help="show what was found, run three steps, say pass or fail"
+    )
+    modes.add_argument("--compare-fusion", action="store_true", help="all fusions off, then as chosen; one table")
+    modes.add_argument(
+        "--verify-accuracy", action="store_true", help="same weights, same outputs and gradients as all off?"
+    )
+    modes.add_argument(
+        "--compare-with-v1", type=Path, metavar="RESULT.json", help="compare with the result of a V1 run"
+    )
+    return parser
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """Parse and validate; anything that cannot work is one line on stderr and exit status 2."""
+    parser = build_parser()
+    args = parser.parse_args(argv)
+
+    def switch(flag: str, attribute: str, default: bool) -> bool:
+        given = set(getattr(args, attribute) or [default])
+        if len(given) == 2:
+            parser.error(f"--enable-{flag} and --disable-{flag} contradict each other: give one of them")
+        return given.pop()
+
+    if not FUSIONS and (args.compare_fusion or True in (args.all_fusion or ())):
+        parser.error(f"{SCRIPT} has no fusions: --enable-all-fusion and --compare-fusion start with V2")
+    preset = switch("all-fusion", "all_fusion", True)
+    for flag, attribute, _ in FUSIONS:
+        setattr(args, attribute, switch(flag, attribute, preset))
+    args.torch_compile = switch("torch-compile", "torch_compile", False)
+    if args.torch_compile_mode and not args.torch_compile:
+        parser.error("--torch-compile-mode needs --enable-torch-compile")
+    if args.amp_dtype and not args.use_amp:
+        parser.error("--amp-dtype needs --use-amp")
+    args.torch_compile_mode = args.torch_compile_mode or "default"
+    args.amp_dtype = args.amp_dtype or "bfloat16"
+    check_model_arguments(args, parser)
+    return args
+
+
+def without_fusions(args: argparse.Namespace) -> argparse.Namespace:
+    """The same run with every fusion and torch.compile off."""
+    off = {attribute: False for _, attribute, _ in FUSIONS}
+    return argparse.Namespace(**{**vars(args), **off, "torch_compile": False})
+
+
+def read_bytes(path: Path, flag: str) -> bytes:
+    """The content of an input file named by `flag`; a missing or empty one is a UserError."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{flag} {path}: {error.strerror}") from error
+    if not content:
+        raise UserError(f"{flag} {path}: the file is empty")
+    return content
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy to the device without waiting for it."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+def prepare(args: argparse.Namespace) -> torch.device:
+    """Check what the run needs before it starts, make the process-wide settings and return the device."""
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda: PyTorch finds no GPU here; use --device cpu or auto", status=4)
+    gpu = args.device != "cpu" and torch.cuda.is_available()
+    needs = {"deepspeed_flops": "the package deepspeed (pip install deepspeed)", "rocm_profiling": "a GPU"}
+    found = {"deepspeed_flops": importlib.util.find_spec("deepspeed") is not None, "rocm_profiling": gpu}
+    for name, need in needs.items():
+        if getattr(args, f"enable_{name}") and not found[name]:
+            raise UserError(f"--enable-{name.replace('_', '-')} needs {need}", status=4)
+        if args.enable_all_profiling and not found[name]:
+            print(f"--enable-all-profiling: skipping {name.replace('_', '-')}, which needs {need}", file=sys.stderr)
+        setattr(args, f"enable_{name}", found[name] and (getattr(args, f"enable_{name}") or args.enable_all_profiling))
+    args.enable_pytorch_profiler |= args.enable_all_profiling
+    args.enable_memory_profiling |= args.enable_all_profiling
+    try:
+        args.profile_dir.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=args.profile_dir).close()
+    except OSError as error:
+        raise UserError(f"--profile-dir {args.profile_dir}: cannot write there ({error.strerror})") from error
+    if args.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(args.deterministic)
+    torch.set_float32_matmul_precision(args.matmul_precision)
+    return torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
+
+
+def environment(device: torch.device) -> dict:
+    """What the numbers were measured on."""
+    name, memory = platform.processor() or platform.machine(), None
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        name, memory = properties.name, properties.total_memory / MB
+    elif Path("/proc/cpuinfo").exists():
+        models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+        name = models[0].partition(":")[2].strip() if models else name
+    try:
+        from triton import __version__ as triton_version
+    except ImportError:
+        triton_version = None
+    return {
+        "device": device.type,
+        "device_name": name,
+        "device_memory_mb": memory,
+        "cpu_threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "triton": triton_version,
+        "hip": torch.version.hip,
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+
+
+class Recorder:
+    """Times and losses of a loop, taken without ever making the host wait for the device.
+
+    On a GPU a mark is an event in the stream and a loss is an asynchronous copy to pinned memory, looked at once the
+    device has passed it. On a CPU they are clock readings and plain copies. With `ranges`, every phase is also a ROCTx
+    (NVTX) range for the profilers.
+    """
+
+    def __init__(self, device: torch.device, steps: int, label: str, log_interval: int, ranges: bool = False):
+        self.gpu, self.steps, self.label, self.log_interval, self.ranges = (
+            device.type == "cuda",
+            steps,
+            label,
+            log_interval,
+            ranges,
+        )
+        self.buffer = torch.zeros(steps, pin_memory=self.gpu)
+        self.marks: list = []  # the start, then the end of each phase of each step
+        self.losses: list[float] = []
+        self.finite = True
+
+    def mark(self) -> None:
+        """End a phase and start the next."""
+        if self.ranges:
+            if self.marks:
+                torch.cuda.nvtx.range_pop()
+            if len(self.marks) < self.steps * len(PHASES):
+                torch.cuda.nvtx.range_push(PHASES[len(self.marks) % len(PHASES)])
+        if self.gpu:
+            self.marks.append(torch.cuda.Event(enable_timing=True))
+            self.marks[-1].record()
+        else:
+            self.marks.append(time.perf_counter())
+
+    def finish_step(self, step: int, loss: Tensor) -> None:
+        """Keep the loss and look at those that have arrived; a loss that is not finite is a FloatingPointError."""
+        self.buffer[step].copy_(loss, non_blocking=True)
+        self.mark()
+        self.look(wait=False)
+
+    def look(self, wait: bool) -> None:
+        """Take over the losses of the steps that the device has finished; with `wait`, of all started steps."""
+        while self.finite and (step := len(self.losses)) < (len(self.marks) - 1) // len(PHASES):
+            if self.gpu and not wait and not self.marks[len(PHASES) * (step + 1)].query():
+                return
+            self.losses.append(float(self.buffer[step]))
+            self.finite = math.isfinite(self.losses[-1])
+            if not self.finite:
+                raise FloatingPointError(f"the loss became {self.losses[-1]} at {self.label} {step + 1}")
+            if (step + 1) % self.log_interval == 0 or step + 1 == self.steps:
+                print(f"{self.label} {step + 1}/{self.steps}  loss {self.losses[-1]:.4f}", flush=True)
+
+    def milliseconds(self, first: int, last: int) -> float:
+        """Device time from one mark to another."""
+        start, end = self.marks[first], self.marks[last]
+        return start.elapsed_time(end) if self.gpu else 1e3 * (end - start)
+
+    def timing(self, batch_size: int, wall: float | None) -> dict:
+        """Means over the finished steps; `wall` is the whole loop's time in seconds, None if it was cut short."""
+        steps, count = len(self.losses), len(PHASES)
+        if not steps:
+            return {}
+        wall = wall or self.milliseconds(0, count * steps) / 1e3
+        batches = sorted(self.milliseconds(count * step, count * (step + 1)) for step in range(steps))
+        phases = {
+            f"{phase}_ms": statistics.fmean(self.milliseconds(count * s + i, count * s + i + 1) for s in range(steps))
+            for i, phase in enumerate(PHASES)
+        }
+        return {
+            "steps": steps,
+            "wall_s": wall,
+            "samples_per_sec": batch_size * steps / wall,
+            "batch_ms": 1e3 * wall / steps,
+            "batch_median_ms": statistics.median(batches),
+            "batch_p95_ms": batches[math.ceil(0.95 * steps) - 1],
+            **phases,
+        }
+
+
+class Trainer:
+    """Model, optimizer and data, and the one training step that is measured, counted and profiled."""
+
+    def __init__(self, args: argparse.Namespace, device: torch.device):
+        self.args, self.device = args, device
+        self.batches = make_batches(args, device, args.seed)
+        self.model = build_model(args, device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=args.learning_rate, fused=True)
+        self.scaler = torch.amp.GradScaler(device.type, enabled=args.use_amp and args.amp_dtype == "float16")
+        self.forward = torch.compile(self.model, mode=args.torch_compile_mode) if args.torch_compile else self.model
+
+    def autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, getattr(torch, self.args.amp_dtype), enabled=self.args.use_amp)
+
+    def step(self, mark: Callable[[], None] = lambda: None) -> Tensor:
+        """One training step; `mark` is called after the data, the forward and the backward phase. Returns the loss."""
+        batch = self.batches.next_batch()
+        mark()
+        if self.args.torch_compile:
+            torch.compiler.cudagraph_mark_step_begin()
+        with self.autocast():
+            loss = self.forward(**batch)
+        mark()
+        self.scaler.scale(loss).backward()
+        mark()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def profile(self, steps: int = 1, **options) -> torch.profiler.profile:
+        """Run training steps under the PyTorch profiler."""
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if self.device.type == "cuda":
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        with torch.profiler.profile(activities=activities, **options) as profile:
+            for _ in range(steps):
+                self.step()
+            self.synchronize()
+        return profile
+
+    def resident_bytes(self) -> int:
+        """Bytes of parameters, buffers and optimizer state, which stay allocated between steps."""
+        state = [
+            value for entry in self.optimizer.state.values() for value in entry.values() if isinstance(value, Tensor)
+        ]
+        return sum(t.nbytes for t in (*self.model.parameters(), *self.model.buffers(), *state))
+
+
+def trace_events(profile: torch.profiler.profile) -> list[dict]:
+    """The profiler's events as it writes them to a Chrome trace."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(path))
+        return json.loads(path.read_text())["traceEvents"]
+
+
+def count_kernels(events: list[dict], device: torch.device) -> dict:
+    """Kernels that one profiled step ran; on a CPU, its innermost operator calls."""
+    if device.type == "cuda":
+        category = [event.get("cat") for event in events]
+        launches = [e for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver") and "Launch" in e["name"]]
+        return {
+            "unit": "kernels",
+            "per_step": category.count("kernel"),
+            "copies_and_memsets": category.count("gpu_memcpy") + category.count("gpu_memset"),
+            "host_launches": len(launches),
+        }
+    calls = sorted((e for e in events if e.get("cat") == "cpu_op"), key=lambda e: (e["tid"], e["ts"], -e["dur"]))
+    innermost = [
+        call
+        for call, following in zip(calls, [*calls[1:], {"tid": None}], strict=True)
+        if following["tid"] != call["tid"] or following["ts"] >= call["ts"] + call["dur"]
+    ]
+    work = [e for e in innermost if e["name"].removeprefix("aten::") not in VIEW_OPERATORS]
+    return {"unit": "operator calls", "per_step": len(work)}
+
+
+def memory_timeline(events: list[dict], device: torch.device, start: float) -> list[tuple[float, float]]:
+    """(microseconds, bytes) at each allocation and release of a profiled step that begins with `start` bytes in use."""
+    kind = 1 if device.type == "cuda" else 0
+    changes = [e for e in events if e["name"] == "[memory]" and e["args"]["Device Type"] == kind]
+    timeline = []
+    for event in sorted(changes, key=lambda e: e["ts"]):
+        start += event["args"]["Bytes"]
+        timeline.append((event["ts"], start))
+    return timeline
+
+
+def peak_gpu_memory() -> int:
+    """High-water mark in bytes since the last reset, with all of the private pools that CUDA graphs keep for themselves."""
+    pools = [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) != (0, 0)]
+    return torch.cuda.max_memory_allocated() + sum(s["total_size"] - s["allocated_size"] for s in pools)
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
+
+
+def count_unfused(args: argparse.Namespace, device: torch.device) -> int | None:
+    """Kernels per step with everything off, on the same shapes; None where that does not fit into memory."""
+    try:
+        trainer = Trainer(without_fusions(args), device)
+        trainer.step()
+        return count_kernels(trace_events(trainer.profile()), device)["per_step"]
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return None
+
+
+def count_flops(args: argparse.Namespace, batch: dict[str, Tensor]) -> int:
+    """Floating-point operations of one forward and backward pass of the unfused model, counted without running it."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model = build_model(without_fusions(args), torch.device("meta"))
+    with FlopCounterMode(display=False) as counter:
+        model(**{name: value.to("meta") for name, value in batch.items()}).backward()
+    return counter.get_total_flops()
+
+
+@contextlib.contextmanager
+def recorded_region(active: bool) -> Iterator[None]:
+    """Have an attached profiler record only what runs inside (cudaProfilerStart/Stop; under ROCm also ROCTx resume/pause)."""
+    if not active:
+        yield
+        return
+    roctx = ctypes.CDLL("librocprofiler-sdk-roctx.so") if torch.version.hip else None
+    torch.cuda.profiler.start()
+    if roctx:
+        roctx.roctxProfilerResume(0)
+    try:
+        yield
+    finally:
+        if roctx:
+            roctx.roctxProfilerPause(0)
+        torch.cuda.profiler.stop()
+
+
+def write_profile(trainer: Trainer, directory: Path) -> None:
+    """Operator tables as text, and a trace for ui.perfetto.dev, chrome://tracing and TensorBoard."""
+    steps = 3
+    profile = trainer.profile(steps, record_shapes=True)
+    averages = profile.key_averages()
+    for clock in ("cpu", "device") if trainer.device.type == "cuda" else ("cpu",):
+        total = sum(getattr(entry, f"self_{clock}_time_total") for entry in averages) / 1e3
+        table = averages.table(sort_by=f"self_{clock}_time_total", row_limit=40)
+        title = f"Self {'CPU' if clock == 'cpu' else 'device'} total: {total:.3f} ms in {steps} steps"
+        (directory / f"{SCRIPT}_operators_by_{clock}_time.txt").write_text(f"{title}\n\n{table}\n")
+    trace = directory / f"{SCRIPT}_trace.json.gz"
+    profile.export_chrome_trace(str(trace))
+    (directory / "tensorboard").mkdir(exist_ok=True)
+    shutil.copy(trace, directory / "tensorboard" / f"{SCRIPT}.pt.trace.json.gz")
+
+
+def write_memory_profile(trainer: Trainer, timeline: list[tuple[float, float]], directory: Path) -> None:
+    """The memory in use during one step as CSV; on a GPU also a snapshot for pytorch.org/memory_viz."""
+    rows = [f"{time - timeline[0][0]:.3f},{used:.0f}\n" for time, used in timeline]
+    (directory / f"{SCRIPT}_memory_timeline.csv").write_text("time_us,bytes\n" + "".join(rows))
+    if trainer.device.type == "cuda":
+        torch.cuda.memory._record_memory_history()
+        trainer.step()
+        torch.cuda.memory._dump_snapshot(str(directory / f"{SCRIPT}_memory_snapshot.pickle"))
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def write_deepspeed_flops(trainer: Trainer, directory: Path) -> None:
+    """DeepSpeed's FLOPs profile of one forward pass, per module."""
+    from deepspeed.profiling.flops_profiler import FlopsProfiler
+
+    profiler = FlopsProfiler(trainer.model)
+    profiler.start_profile()
+    trainer.model(**trainer.batches.next_batch())
+    profiler.print_model_profile(output_file=str(directory / f"{SCRIPT}_deepspeed_flops.txt"))
+    profiler.end_profile()
+
+
+def run_steps(trainer: Trainer, recorder: Recorder, result: dict) -> float:
+    """Run the recorder's number of steps; returns the wall time in seconds. The device is waited for at both ends only."""
+    try:
+        trainer.synchronize()
+        start = time.perf_counter()
+        recorder.mark()
+        for step in range(recorder.steps):
+            recorder.finish_step(step, trainer.step(recorder.mark))
+        trainer.synchronize()
+        return time.perf_counter() - start
+    finally:
+        recorder.look(wait=True)
+        result["loss"]["curve"] += recorder.losses
+
+
+def measure(args: argparse.Namespace, device: torch.device, result: dict) -> None:
+    """Fill in `result`: warm-up, the measured steps, then the extra steps that count what those did."""
+    gpu = device.type == "cuda"
+    trainer = Trainer(args, device)
+    result["config"] = asdict(trainer.model.config)
+    result["parameters"] = sum(p.numel() for p in trainer.model.parameters())
+    on = [flag for flag, attribute, _ in (*FUSIONS, ("torch-compile", "torch_compile", "")) if getattr(args, attribute)]
+    print(
+        f"{SCRIPT} on {result['environment']['device_name']}: {result['parameters']:,} parameters, "
+        f"batch size {args.batch_size}, {', '.join(on) or 'nothing fused'}",
+        flush=True,
+    )
+
+    warmup = Recorder(device, args.warmup_steps, "warm-up step", args.log_interval)
+    warmup_wall = run_steps(trainer, warmup, result)
+    if args.warmup_steps:
+        result["timing"]["warmup_first_step_ms"] = warmup.milliseconds(0, len(PHASES))
+    measured = Recorder(device, args.num_steps, "step", args.log_interval, ranges=gpu and args.enable_rocm_profiling)
+    wall = None
+    if gpu:
+        torch.cuda.reset_peak_memory_stats()
+    try:
+        with recorded_region(gpu and args.enable_rocm_profiling):
+            wall = run_steps(trainer, measured, result)
+    finally:
+        result["timing"] |= measured.timing(args.batch_size, wall)
+        if gpu:
+            result["memory"] = {"peak_mb": peak_gpu_memory() / MB}
+    if args.torch_compile and args.warmup_steps:
+        overhead = 1e3 * warmup_wall - args.warmup_steps * result["timing"]["batch_ms"]
+        result["timing"]["compilation_overhead_ms"] = overhead
+    if args.under_profiler:
+        return
+
+    resident = torch.cuda.memory_allocated() if gpu else trainer.resident_bytes()
+    events = trace_events(trainer.profile(profile_memory=args.enable_memory_profiling or not gpu))
+    result["kernels"] = count_kernels(events, device)
+    timeline = memory_timeline(events, device, resident)
+    if not gpu:
+        result["memory"] = {"peak_mb": max(used for _, used in timeline) / MB}
+    if args.enable_memory_profiling:
+        write_memory_profile(trainer, timeline, args.profile_dir)
+    if args.enable_pytorch_profiler:
+        write_profile(trainer, args.profile_dir)
+    if args.enable_deepspeed_flops:
+        write_deepspeed_flops(trainer, args.profile_dir)
+    flops = count_flops(args, trainer.batches.next_batch())
+    result["flops"] = {"per_step": flops, "achieved_tflops": flops / result["timing"]["batch_ms"] / 1e9}
+
+    del trainer
+    gc.collect()
+    if vars(without_fusions(args)) == vars(args):
+        result["kernels"]["all_off"] = result["kernels"]["per_step"]
+    else:
+        result["kernels"]["all_off"] = count_unfused(args, device)
+    if result["kernels"]["all_off"]:
+        result["kernels"]["reduction_percent"] = 100 * (
+            1 - result["kernels"]["per_step"] / result["kernels"]["all_off"]
+        )
+
+
+def train(args: argparse.Namespace) -> dict:
+    """Train and measure; returns the result, which is also in <profile-dir>/<script>_summary.json however the run ended."""
+    device = prepare(args)
+    settings = (
+        "batch_size",
+        "num_steps",
+        "warmup_steps",
+        "learning_rate",
+        "seed",
+        "deterministic",
+        "use_amp",
+        "amp_dtype",
+    )
+    settings += ("matmul_precision", "torch_compile", "torch_compile_mode")
+    result = {
+        "schema_version": SCHEMA_VERSION,
+        "script": SCRIPT,
+        "status": "failed",
+        "exit_status": 1,
+        "error": None,
+        "config": {},
+        "fusions": {attribute: getattr(args, attribute) for _, attribute, _ in FUSIONS},
+        "training": {name: getattr(args, name) for name in settings},
+        "environment": environment(device),
+        "timing": {},
+        "memory": {},
+        "kernels": {},
+        "flops": {},
+        "loss": {"warmup_steps": args.warmup_steps, "curve": []},
+    }
+    bug = None
+    try:
+        measure(args, device, result)
+        result.update(status="ok", exit_status=0)
+    except UserError:
+        raise  # nothing was measured, and an earlier result in this directory stays
+    except KeyboardInterrupt:
+        result.update(exit_status=130, error=f"interrupted after {len(result['loss']['curve'])} steps")
+    except FloatingPointError as error:
+        result["error"] = f"{error}; lower --learning-rate"
+    except Exception as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        if is_out_of_memory(error):
+            result.update(
+                status="oom", exit_status=3, error=f"out of memory: lower --batch-size or --seq-len ({reason})"
+            )
+        elif args.torch_compile and type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+            result["error"] = f"torch.compile failed: {reason}"
+        else:
+            result["error"], bug = reason, error
+    curve = result["loss"]["curve"]
+    result["loss"] |= {"initial": curve[0], "final": curve[-1]} if curve else {}
+    path = args.profile_dir / f"{SCRIPT}_summary.json"
+    path.with_suffix(".tmp").write_text(json.dumps(result, indent=1) + "\n")
+    path.with_suffix(".tmp").replace(path)
+    if bug:
+        raise bug
+    return result
+
+
+def report(result: dict) -> str:
+    """The lines of a result that was measured; what is missing in it is left out."""
+    timing, kernels, flops = result["timing"], result["kernels"], result["flops"]
+    lines = []
+    if "samples_per_sec" in timing:
+        lines += [
+            f"Average training speed: {timing['samples_per_sec']:.1f} samples/sec",
+            f"Average batch time: {timing['batch_ms']:.1f} ms (median {timing['batch_median_ms']:.1f}, "
+            f"p95 {timing['batch_p95_ms']:.1f})",
+            *(f"Average {phase} time: {timing[f'{phase}_ms']:.1f} ms" for phase in PHASES[1:]),
+        ]
+    if "warmup_first_step_ms" in timing:
+        lines.append(f"Warmup step time: {timing['warmup_first_step_ms']:.1f} ms (first step, includes compilation)")
+    if "compilation_overhead_ms" in timing:
+        lines.append(f"Compilation overhead: {timing['compilation_overhead_ms']:.1f} ms")
+    if result["loss"]["curve"]:
+        lines.append(f"Final loss: {result['loss']['final']:.4f} (first step {result['loss']['initial']:.4f})")
+    if result["memory"]:
+        lines.append(f"Peak memory usage: {result['memory']['peak_mb']:.1f} MB")
+    if kernels:
+        off, unit = kernels.get("all_off"), kernels["unit"]
+        note = "" if unit == "kernels" else f"; these are {unit}, counted on a CPU"
+        lines.append(f"Kernels per step: {kernels['per_step']} (all fusions off: {off or 'out of memory'}){note}")
+        if off:
+            lines.append(f"Kernel reduction: {kernels['reduction_percent']:.1f} %")
+    if kernels.get("host_launches"):
+        lines.append(f"Host launches per step: {kernels['host_launches']}")
+    if flops:
+        lines.append(
+            f"FLOPs per step: {flops['per_step'] / 1e9:.1f} GFLOP, achieved {flops['achieved_tflops']:.2f} TFLOP/s"
+        )
+    return "\n".join(lines)
+
+
+def finish(result: dict) -> int:
+    """Print the report, and the error if there was one; returns the exit status."""
+    print(report(result), flush=True)
+    if result["error"]:
+        print(f"{SCRIPT}.py: error: {result['error']}", file=sys.stderr)
+    return result["exit_status"]
+
+
+def comparison(before: dict, after: dict, names: tuple[str, str]) -> str:
+    """Two results side by side; the ratio is the second over the first."""
+    rows = {
+        "samples/sec": ("timing", "samples_per_sec"),
+        "batch time, ms": ("timing", "batch_ms"),
+        **{f"{phase}, ms": ("timing", f"{phase}_ms") for phase in PHASES[1:]},
+        "peak memory, MB": ("memory", "peak_mb"),
+        before["kernels"].get("unit", "kernels") + " per step": ("kernels", "per_step"),
+        "final loss": ("loss", "final"),
+    }
+    lines = [f"{'':26}{names[0]:>14}{names[1]:>14}{'ratio':>10}"]
+    for label, (group, key) in rows.items():
+        first, second = before[group].get(key), after[group].get(key)
+        cells = [
+            "-" if value is None else f"{value:.4f}" if key == "final" else f"{value:.1f}" for value in (first, second)
+        ]
+        lines.append(f"{label:26}{cells[0]:>14}{cells[1]:>14}{second / first if first and second else math.nan:>10.3f}")
+    return "\n".join(lines)
+
+
+def compare_fusion(args: argparse.Namespace) -> int:
+    """Everything off, then as chosen, in one process; the first result goes to <profile-dir>/baseline."""
+    baseline_args = without_fusions(args)
+    baseline_args.profile_dir = args.profile_dir / "baseline"
+    baseline = train(baseline_args)
+    status = finish(baseline)
+    if baseline["status"] == "failed":
+        return status
+    gc.collect()
+    print()
+    fused = train(args)
+    status = finish(fused) or status
+    print("\n" + comparison(baseline, fused, ("all off", "as chosen")))
+    return status
+
+
+def read_v1_result(args: argparse.Namespace) -> dict:
+    """The result file of a V1 run of the same model."""
+    flag, wanted = f"--compare-with-v1 {args.compare_with_v1}", f"{SCRIPT.rpartition('_')[0]}_v1"
+    try:
+        result = json.loads(read_bytes(args.compare_with_v1, "--compare-with-v1"))
+        found = result["script"], result["schema_version"], result["status"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{flag}: not a result file; give the {wanted}_summary.json of a run") from error
+    if found != (wanted, SCHEMA_VERSION, "ok"):
+        raise UserError(f"{flag}: need a finished run of {wanted}, this is {found[0]} with status {found[2]}")
+    return result
+
+
+def compare_with_v1(args: argparse.Namespace) -> int:
+    """Train, then show the result beside that of V1, which must have had the same sizes."""
+    v1 = read_v1_result(args)
+    result = train(args)
+    status = finish(result)
+    for group in ("config", "training", "environment"):
+        for key, value in v1[group].items():
+            if result[group].get(key) != value:
+                print(f"note: {key} was {value} for V1 and is {result[group].get(key)} here", file=sys.stderr)
+    print("\n" + comparison(v1, result, ("V1", f"V{VERSION}")))
+    return status
+
+
+def relative_error(value: Tensor, reference: Tensor, floor: float = 0.0) -> float:
+    """Norm of the difference over the norm of the reference, or over `floor` where that is larger."""
+    value, reference = value.detach().double(), reference.detach().double()
+    return float((value - reference).norm() / max(float(reference.norm()), floor, 1e-300))
+
+
+def outputs_and_gradients(args: argparse.Namespace, device: torch.device) -> tuple[dict, dict]:
+    """Loss and outputs of the initial weights on the first batch, and the gradients under their canonical names."""
+    trainer = Trainer(args, device)
+    torch.set_float32_matmul_precision(args.matmul_precision)
+    batch = trainer.batches.next_batch()
+    inputs = {name: value for name, value in batch.items() if name not in trainer.model.TARGETS}
+    with trainer.autocast():
+        with torch.no_grad():
+            outputs = trainer.forward(**inputs)
+        loss = trainer.forward(**batch)
+    loss.backward()
+    for parameter in trainer.model.parameters():
+        parameter.data = parameter.grad  # state_dict then gives gradients, split where weights are fused
+    return {
+        "loss": loss,
+        **(outputs if isinstance(outputs, dict) else {"outputs": outputs}),
+    }, trainer.model.state_dict()
+
+
+def verify_accuracy(args: argparse.Namespace) -> int:
+    """Compare outputs, loss and gradients with those of the same weights in float32 with everything off."""
+    device = prepare(args)
+    exact = {"use_amp": False, "matmul_precision": "highest"}
+    expected, expected_gradients = outputs_and_gradients(
+        argparse.Namespace(**{**vars(without_fusions(args)), **exact}), device
+    )
+    values, gradients = outputs_and_gradients(args, device)
+    limit = 1e-4 if all(getattr(args, name) == value for name, value in exact.items()) else 5e-2
+    errors = {name: relative_error(values[name], expected[name]) for name in expected}
+    # A gradient that is zero but for rounding is measured against all gradients together.
+    total = math.sqrt(sum(float(g.double().square().sum()) for g in expected_gradients.values()))
+    by_name = {n: relative_error(gradients[n], g, floor=1e-3 * total) for n, g in expected_gradients.items()}
+    worst = max(by_name, key=by_name.__getitem__)
+    errors[f"gradient of {worst} (the worst of {len(by_name)})"] = by_name[worst]
+    for name, error in errors.items():
+        print(f"{name}: relative error {error:.2e}, limit {limit:.0e}")
+    passed = all(error <= limit for error in errors.values())  # a NaN fails
+    print(f"Accuracy check: {'PASS' if passed else 'FAIL'}")
+    return 0 if passed else 1
+
+
+def validate_setup(args: argparse.Namespace) -> int:
+    """Show what was found here and run three steps."""
+    args.num_steps, args.warmup_steps, args.under_profiler = 3, 0, True
+    result = train(args)
+    for name, value in result["environment"].items():
+        print(f"{name:18} {value}")
+    for tool in ("rocprofv3", "rocprof-sys-run", "rocprof-compute"):
+        print(f"{tool:18} {shutil.which(tool) or 'not found'}")
+    status = finish(result)
+    print(f"Setup check: {'FAIL' if status else 'PASS'}")
+    return status
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    args = parse_args(argv)
+    try:
+        for mode in (validate_setup, compare_fusion, verify_accuracy, compare_with_v1):
+            if getattr(args, mode.__name__):
+                return mode(args)
+        return finish(train(args))
+    except UserError as error:
+        print(f"{SCRIPT}.py: error: {error}", file=sys.stderr)
+        return error.status
+    except KeyboardInterrupt:
+        print(f"{SCRIPT}.py: interrupted", file=sys.stderr)
+        return 130
+
+
+# --- end of harness
+
+if __name__ == "__main__":
+    sys.exit(main())
