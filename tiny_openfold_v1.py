@@ -215,9 +215,8 @@ class OuterProductMean(nn.Module):
     def forward(self, msa: Tensor) -> Tensor:
         """msa [B, S, N, c_m] -> update of pair [B, N, N, c_z]."""
         msa = self.layer_norm(msa)
-        a, b = self.linear_1(msa), self.linear_2(msa)
-        outer = torch.einsum("bsic,bsjd->bijcd", a, b) / msa.shape[1]
-        return self.linear_out(outer.flatten(3))
+        a, b = self.linear_1(msa), self.linear_2(msa) / msa.shape[1]
+        return self.linear_out(torch.einsum("bsic,bsjd->bijcd", a, b).flatten(3))
 
 
 class TriangleMultiplication(nn.Module):
@@ -325,7 +324,8 @@ class DistogramHead(nn.Module):
     def loss(logits: Tensor, coords: Tensor, observed: Tensor) -> Tensor:
         """Cross-entropy over the pairs of observed residues; coords [B, N, 3] in Angstrom, observed [B, N]."""
         distance = (coords[:, :, None] - coords[:, None]).norm(dim=-1)
-        edges = torch.linspace(FIRST_EDGE, LAST_EDGE, NUM_BINS + 1, device=coords.device)[1:-1]
+        width = (LAST_EDGE - FIRST_EDGE) / NUM_BINS
+        edges = torch.linspace(FIRST_EDGE + width, LAST_EDGE - width, NUM_BINS - 1, device=coords.device)
         error = F.cross_entropy(logits.flatten(0, 2).float(), torch.bucketize(distance, edges).flatten(), reduction="none")
         weight = (observed[:, :, None] & observed[:, None]).flatten()
         return (error * weight).sum() / weight.sum()

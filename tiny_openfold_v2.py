@@ -180,10 +180,10 @@ class QKVGLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(4 * dim, dim))
         self.bias = nn.Parameter(torch.empty(dim))
 
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        """x [..., C] -> q, k, v, gate, each [..., H, C / H]. The four of one head lie side by side in memory."""
-        bias = F.pad(self.bias.view(self.heads, 1, -1), (0, 0, 3, 0))  # [H, 4, C / H], zero but for the gate
-        return F.linear(x, self.weight, bias.flatten()).unflatten(-1, bias.shape).unbind(-2)
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """x [P, C] -> q, k, v, gate, each [P, H, C / H]. The four of one head lie side by side in memory."""
+        q, k, v, gate = F.linear(x, self.weight).view(len(x), self.heads, 4, -1).unbind(2)
+        return q, k, v, gate + self.bias.view(self.heads, -1).to(gate.dtype)
 
 
 class GatedAttention(nn.Module):
@@ -208,7 +208,7 @@ class GatedAttention(nn.Module):
         """x [B, R, N, C]: each of the R rows attends to itself; bias [B, H, N, N] is the same for all rows."""
         if self.flash_attention:
             return self.attend_flash(x, bias)
-        q, k, v, gate = self.project(x)
+        q, k, v, gate = (t.view(*x.shape[:3], self.heads, -1) for t in self.project(x.reshape(-1, x.shape[-1])))
         q, k, v = (t.transpose(2, 3) for t in (q, k, v))
         scores = q @ k.transpose(-2, -1) / math.sqrt(self.head_dim)  # [B, R, H, N, N]
         if bias is not None:
@@ -216,12 +216,12 @@ class GatedAttention(nn.Module):
         out = (scores.softmax(-1) @ v).transpose(2, 3)  # [B, R, N, H, C / H]
         return self.linear_o((torch.sigmoid(gate) * out).flatten(3))
 
-    def project(self, x: Tensor) -> tuple[Tensor, ...]:
-        """x [..., C] -> q, k, v, gate, each [..., H, C / H]."""
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """x [P, C] -> q, k, v, gate, each [P, H, C / H]."""
         if self.qkv_fusion:
             return self.linear_qkvg(x)
         linears = (self.linear_q, self.linear_k, self.linear_v, self.linear_g)
-        return tuple(linear(x).unflatten(-1, (self.heads, self.head_dim)) for linear in linears)
+        return tuple(linear(x).view(len(x), self.heads, -1) for linear in linears)
 
     def attend_flash(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """The same without scores in memory.
@@ -230,15 +230,16 @@ class GatedAttention(nn.Module):
         bias [B x H, N, N] serves every row by broadcasting, where it would otherwise be copied R times, which is as
         large as the scores are.
         """
-        shape = x.shape
+        samples, rows, length, dim = x.shape
         if bias is None:
-            x = x.flatten(0, 1)[None]  # nothing to share: all rows of all samples
+            samples, rows = 1, samples * rows  # nothing to share: every row of every sample is a batch of its own
         else:
-            bias = bias.flatten(0, 1)[None]
-        q, k, v, gate = self.project(x.permute(1, 2, 0, 3))  # [R, N, B, H, C / H]
-        q, k, v = (t.flatten(2, 3).transpose(1, 2) for t in (q, k, v))  # [R, B x H, N, C / H]
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2).reshape(gate.shape)
-        return self.linear_o((torch.sigmoid(gate) * out).flatten(3)).permute(2, 0, 1, 3).reshape(shape)
+            x, bias = x.permute(1, 2, 0, 3), bias.flatten(0, 1)[None]
+        q, k, v, gate = self.project(x.reshape(-1, dim))  # [R x N x B, H, C / H]
+        q, k, v = (t.view(rows, length, samples * self.heads, -1).transpose(1, 2) for t in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2)  # [R, N, B x H, C / H]
+        out = self.linear_o((torch.sigmoid(gate) * out.reshape(gate.shape)).flatten(1)).view(x.shape)
+        return out if bias is None else out.permute(2, 0, 1, 3)
 
 
 class MSARowAttentionWithPairBias(GatedAttention):
@@ -304,9 +305,8 @@ class OuterProductMean(nn.Module):
     def forward(self, msa: Tensor) -> Tensor:
         """msa [B, S, N, c_m] -> update of pair [B, N, N, c_z]."""
         msa = self.layer_norm(msa)
-        a, b = self.linear_1(msa), self.linear_2(msa)
-        outer = torch.einsum("bsic,bsjd->bijcd", a, b) / msa.shape[1]
-        return self.linear_out(outer.flatten(3))
+        a, b = self.linear_1(msa), self.linear_2(msa) / msa.shape[1]
+        return self.linear_out(torch.einsum("bsic,bsjd->bijcd", a, b).flatten(3))
 
 
 class TriangleMultiplication(nn.Module):
@@ -337,9 +337,10 @@ class TriangleMultiplication(nn.Module):
         pair = self.layer_norm_in(pair)
         if self.triangle_fusion:
             # The GEMM writes channels first: a and b then are batches of N x N matrices, which nobody has to transpose.
-            ab = torch.addmm(self.linear_ab.bias[:, None], self.linear_ab.weight, pair.flatten(0, 2).T)
-            a, b = F.glu(ab, dim=0).unflatten(1, pair.shape[:3]).chunk(2)  # [C, B, N, N]
-            product = self.multiply(a, b).permute(1, 2, 3, 0)
+            ab = (self.linear_ab.weight @ pair.flatten(0, 2).T).add_(self.linear_ab.bias[:, None])
+            samples, length, _, dim = pair.shape
+            a, b = F.glu(ab, dim=0).view(2, dim * samples, length, length).unbind()
+            product = self.multiply(a, b).view(dim, samples, length, length).permute(1, 2, 3, 0)
         else:
             a = torch.sigmoid(self.linear_a_g(pair)) * self.linear_a_p(pair)
             b = torch.sigmoid(self.linear_b_g(pair)) * self.linear_b_p(pair)
@@ -354,7 +355,8 @@ class TriangleMultiplicationOutgoing(TriangleMultiplication):
 
     @staticmethod
     def multiply(a: Tensor, b: Tensor) -> Tensor:
-        return a @ b.mT
+        """The same for matrices a and b, one for each channel and sample [C x B, N, N]."""
+        return torch.bmm(a, b.mT)
 
 
 class TriangleMultiplicationIncoming(TriangleMultiplication):
@@ -364,7 +366,8 @@ class TriangleMultiplicationIncoming(TriangleMultiplication):
 
     @staticmethod
     def multiply(a: Tensor, b: Tensor) -> Tensor:
-        return a.mT @ b
+        """The same for matrices a and b, one for each channel and sample [C x B, N, N]."""
+        return torch.bmm(a.mT, b)
 
 
 class TriangleAttentionStartingNode(GatedAttention):
@@ -434,7 +437,8 @@ class DistogramHead(nn.Module):
     def loss(logits: Tensor, coords: Tensor, observed: Tensor) -> Tensor:
         """Cross-entropy over the pairs of observed residues; coords [B, N, 3] in Angstrom, observed [B, N]."""
         distance = (coords[:, :, None] - coords[:, None]).norm(dim=-1)
-        edges = torch.linspace(FIRST_EDGE, LAST_EDGE, NUM_BINS + 1, device=coords.device)[1:-1]
+        width = (LAST_EDGE - FIRST_EDGE) / NUM_BINS
+        edges = torch.linspace(FIRST_EDGE + width, LAST_EDGE - width, NUM_BINS - 1, device=coords.device)
         error = F.cross_entropy(logits.flatten(0, 2).float(), torch.bucketize(distance, edges).flatten(), reduction="none")
         weight = (observed[:, :, None] & observed[:, None]).flatten()
         return (error * weight).sum() / weight.sum()

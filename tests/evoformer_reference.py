@@ -195,15 +195,16 @@ def _cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
 def distogram_targets(coords: Tensor) -> Tensor:
     """Distance bins (supplement section 1.9.8): coords [B, N, 3] in Angstrom -> bin index 0 to 63 as [B, N, N].
 
-    The 63 boundaries between the 64 bins are evenly spaced from 2 to 22 Angstrom, both included; the bin of a
-    pair is the number of boundaries that its distance exceeds.
+    The 64 bins between 2 and 22 Angstrom are equally wide, so the 63 boundaries between them are 2 + 20 k / 64 with
+    k from 1 to 63; the first and the last bin also take what lies outside. The bin of a pair is the number of
+    boundaries that its distance exceeds.
     """
     x = coords.double()
     difference = x[:, :, None, :] - x[:, None, :, :]
     distance = torch.sqrt((difference * difference).sum(dim=-1))
     bins = torch.zeros_like(distance, dtype=torch.long)
-    for n in range(63):
-        bins = bins + (distance > 2.0 + 20.0 * n / 62).long()
+    for k in range(1, 64):
+        bins = bins + (distance > 2.0 + 20.0 * k / 64).long()
     return bins
 
 

@@ -1,0 +1,192 @@
+"""Helpers of all tests: the scripts as modules, sizes that are quick on a CPU, and a way to run a command line.
+
+The scripts are imported from the repository root by path, so the tests need no installation. A test that can run in
+this process does so through `run`, because a new process spends seconds on importing torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import io
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+ROOT = Path(__file__).resolve().parent.parent
+CPU = torch.device("cpu")
+
+# The smallest sizes that still have several layers, heads, sequences and samples.
+TINY = {
+    "llama": "--hidden-dim 64 --num-layers 2 --num-heads 4 --seq-len 32 --batch-size 2 --vocab-size 100".split(),
+    "openfold": "--num-blocks 1 --seq-len 16 --num-seqs 4 --batch-size 2 --msa-dim 32 --pair-dim 32".split(),
+}
+MODELS = tuple(TINY)
+SCRIPTS = tuple(f"tiny_{model}_v{version}" for model in MODELS for version in (1, 2))
+QUICK = ["--num-steps", "3", "--warmup-steps", "1"]
+
+
+def model_of(script: str) -> str:
+    """'llama' or 'openfold'."""
+    return script.split("_")[1]
+
+
+def load(script: str) -> ModuleType:
+    """The script as a module, imported once."""
+    if script not in sys.modules:
+        spec = importlib.util.spec_from_file_location(script, ROOT / f"{script}.py")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[script] = module
+        spec.loader.exec_module(module)
+    return sys.modules[script]
+
+
+def parse(script: str, *argv: str) -> argparse.Namespace:
+    """Validated arguments of a tiny run on the CPU; `argv` wins over the tiny sizes."""
+    return load(script).parse_args([*TINY[model_of(script)], "--device", "cpu", *argv])
+
+
+def build(script: str, *argv: str) -> nn.Module:
+    """The tiny model with its initial weights, on the CPU."""
+    return load(script).build_model(parse(script, *argv), CPU)
+
+
+def batches(script: str, *argv: str):
+    """The source of batches of a tiny run on the CPU."""
+    args = parse(script, *argv)
+    return load(script).make_batches(args, CPU, args.seed)
+
+
+def fusion_settings(script: str) -> dict[str, list[str]]:
+    """Arguments for all fusions on, all off, and each of them alone."""
+    alone = {flag: ["--disable-all-fusion", f"--enable-{flag}"] for flag, _, _ in load(script).FUSIONS}
+    return {"all-on": [], "all-off": ["--disable-all-fusion"], **alone}
+
+
+ALL_SETTINGS = [
+    pytest.param(f"tiny_{model}_v2", argv, id=f"{model}-{name}")
+    for model in MODELS
+    for name, argv in fusion_settings(f"tiny_{model}_v2").items()
+]
+
+
+def random_state(state: dict[str, Tensor], seed: int = 0) -> dict[str, Tensor]:
+    """Weights for comparisons: none is zero or one, and attention is far from uniform, so that no term can hide."""
+    generator = torch.Generator().manual_seed(seed)
+    result = {}
+    for name, value in state.items():
+        noise = torch.randn(value.shape, generator=generator, dtype=torch.float64)
+        if "norm" in name and name.endswith("weight"):
+            noise = 1 + 0.2 * noise
+        elif value.dim() == 1:
+            noise = 0.3 * noise
+        elif "embed_tokens" not in name:
+            noise = 1.5 * noise / value.shape[1] ** 0.5
+        result[name] = noise.to(value.dtype)
+    return result
+
+
+def gradients(module: nn.Module) -> dict[str, Tensor]:
+    """Gradients under the canonical names: state_dict splits the fused ones as it splits fused weights.
+
+    The module's weights are lost.
+    """
+    for name, parameter in module.named_parameters():
+        assert parameter.grad is not None, f"{name} has no gradient"
+        parameter.data = parameter.grad
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+def relative_difference(value: Tensor, expected: Tensor, floor: float = 0.0) -> float:
+    """Norm of the difference over the norm of what is expected, or over `floor` where that is larger."""
+    value, expected = value.detach().double(), expected.detach().double()
+    assert value.shape == expected.shape
+    return float((value - expected).norm() / max(float(expected.norm()), floor, 1e-300))
+
+
+def assert_same_gradients(found: dict[str, Tensor], expected: dict[str, Tensor], limit: float) -> None:
+    """Every gradient agrees; one that is zero but for rounding is measured against all of them together."""
+    assert found.keys() == expected.keys()
+    total = sum(float(g.double().square().sum()) for g in expected.values()) ** 0.5
+    wrong = {n: d for n, g in expected.items() if not (d := relative_difference(found[n], g, 1e-3 * total)) <= limit}
+    assert not wrong
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a command line left behind."""
+
+    status: int
+    stdout: str
+    stderr: str
+    directory: Path
+    summary: dict | None  # None if there is no result file
+
+    def __iter__(self) -> Iterator:
+        return iter((self.status, self.stdout, self.stderr, self.summary))
+
+
+def refuse_constant(name: str) -> None:
+    raise AssertionError(f"{name} is not JSON")
+
+
+def strict_json(text: str) -> dict:
+    """JSON as every reader understands it: NaN and Infinity are refused."""
+    return json.loads(text, parse_constant=refuse_constant)
+
+
+def run_main(script: str, directory: Path, *argv: str) -> Run:
+    """Run main(argv) of a script with tiny sizes, on the CPU unless `argv` says otherwise."""
+    if "--device" not in argv:
+        argv = ("--device", "cpu", *argv)
+    if "--profile-dir" not in argv:
+        argv = ("--profile-dir", str(directory), *argv)
+    stdout, stderr = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
+        try:
+            status = load(script).main([*TINY[model_of(script)], *argv])
+        except SystemExit as end:
+            status = end.code
+    path = directory / f"{script}_summary.json"
+    summary = strict_json(path.read_text()) if path.is_file() else None
+    return Run(status, stdout.getvalue(), stderr.getvalue(), directory, summary)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[..., Run]:
+    """`run(script, *argv)` -> (status, stdout, stderr, summary), with a fresh --profile-dir for each test."""
+    return lambda script, *argv: run_main(script, tmp_path / "profiles", *argv)
+
+
+def assert_one_error(result: Run, status: int, *words: str) -> None:
+    """The run ended with this status and one line on stderr that has all of the words."""
+    lines = result.stderr.splitlines()
+    assert result.status == status, result.stderr
+    assert len(lines) == 1, result.stderr
+    assert "Traceback" not in result.stdout
+    for word in words:
+        assert word in lines[0]
+
+
+@pytest.fixture(autouse=True)
+def process_settings() -> Iterator[None]:
+    """Put back what a run sets for the whole process."""
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.set_float32_matmul_precision("highest")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip GPU tests where there is no GPU."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a GPU"))
