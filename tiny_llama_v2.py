@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import copy
 import ctypes
 import gc
 import importlib.util
@@ -26,7 +25,6 @@ import json
 import math
 import os
 import platform
-import re
 import shutil
 import statistics
 import sys
@@ -79,23 +77,17 @@ FUSIONS: tuple[tuple[str, str, str], ...] = (
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that only this model has."""
-    model = parser.add_argument_group("model")
-    model.add_argument("--vocab-size", type=at_least(2), metavar="V", help="(default: 1000; 256 with --text-file)")
-    model.add_argument("--hidden-dim", type=at_least(1), default=512, metavar="D", help="width of the residual stream")
-    model.add_argument("--num-layers", type=at_least(1), default=8, metavar="L", help="transformer layers")
-    model.add_argument("--num-heads", type=at_least(1), default=8, metavar="H", help="query heads")
-    model.add_argument(
-        "--num-kv-heads", type=at_least(1), metavar="K", help="key/value heads (default: half of the heads)"
-    )
-    model.add_argument(
-        "--intermediate-dim", type=at_least(1), metavar="I", help="width of the MLP (default: 4 x hidden)"
-    )
-    data = parser.add_argument_group("data")
-    data.add_argument("--seq-len", type=at_least(2), default=256, metavar="S", help="tokens per sample")
-    data.add_argument("--batch-size", type=at_least(1), default=8, metavar="B", help="samples per step")
-    data.add_argument(
-        "--text-file", type=Path, metavar="FILE", help="train on the bytes of FILE instead of synthetic text"
-    )
+    add = parser.add_argument_group("model").add_argument
+    add("--vocab-size", type=at_least(2), metavar="V", help="(default: 1000; 256 with --text-file)")
+    add("--hidden-dim", type=at_least(1), default=512, metavar="D", help="width of the residual stream")
+    add("--num-layers", type=at_least(1), default=8, metavar="L", help="transformer layers")
+    add("--num-heads", type=at_least(1), default=8, metavar="H", help="query heads")
+    add("--num-kv-heads", type=at_least(1), metavar="K", help="key/value heads (default: half of the heads)")
+    add("--intermediate-dim", type=at_least(1), metavar="I", help="width of the MLP (default: 4 x hidden)")
+    add = parser.add_argument_group("data").add_argument
+    add("--seq-len", type=at_least(2), default=256, metavar="S", help="tokens per sample")
+    add("--batch-size", type=at_least(1), default=8, metavar="B", help="samples per step")
+    add("--text-file", type=Path, metavar="FILE", help="train on the bytes of FILE instead of synthetic text")
 
 
 def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
@@ -268,7 +260,7 @@ class TinyLlama(nn.Module):
         self.norm = RMSNorm(config.hidden_dim, config.norm_eps)
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
-        """input_ids [B, S] -> logits [B, S, V]; with labels [B, S] (the same tokens) -> mean next-token cross-entropy."""
+        """input_ids [B, S] -> logits [B, S, V]; with labels [B, S], the same tokens -> next-token cross-entropy."""
         x = self.embed_tokens(input_ids)
         for layer in self.layers:
             x = layer(x)
@@ -360,11 +352,13 @@ SCHEMA_VERSION = 1
 MB = 1e6
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 PHASES = ("data", "forward", "backward", "optimizer")
-# On a CPU operator calls are counted in place of kernels: the innermost ones, without those that move no data.
-VIEW_OPERATORS = set(
-    "alias as_strided chunk detach empty empty_like empty_strided expand lift_fresh narrow permute resize_ select set_ "
-    "slice split split_with_sizes squeeze t transpose unbind unflatten unsqueeze view _reshape_alias _unsafe_view".split()
+# On a CPU operator calls are counted in place of kernels: the innermost ones, without these, which move no data.
+VIEW_OPERATORS = (
+    *("alias", "as_strided", "chunk", "detach", "empty", "empty_like", "empty_strided", "expand", "lift_fresh"),
+    *("narrow", "permute", "resize_", "select", "set_", "slice", "split", "split_with_sizes", "squeeze", "t"),
+    *("transpose", "unbind", "unflatten", "unsqueeze", "view", "_reshape_alias", "_unsafe_view"),
 )
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise the PyTorch profiler writes lines of its own on stderr
 
 
 class UserError(Exception):
@@ -420,68 +414,43 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add_model_arguments(parser)
 
-    fusions = parser.add_argument_group(
-        "fusions", "Single flags win over the two presets, whatever their order; presets never touch torch.compile."
-    )
-    fusions.add_argument(
-        "--enable-all-fusion", dest="all_fusion", action="append_const", const=True, help="(the default)"
-    )
-    fusions.add_argument("--disable-all-fusion", dest="all_fusion", action="append_const", const=False)
-    for flag, attribute, text in (*FUSIONS, ("torch-compile", "torch_compile", "compile the model with torch.compile")):
-        fusions.add_argument(f"--enable-{flag}", dest=attribute, action="append_const", const=True, help=text)
-        fusions.add_argument(f"--disable-{flag}", dest=attribute, action="append_const", const=False)
-    fusions.add_argument("--torch-compile-mode", choices=COMPILE_MODES, help="(default: default)")
+    def switch(group: argparse._ArgumentGroup, flag: str, attribute: str, text: str) -> None:
+        group.add_argument(f"--enable-{flag}", dest=attribute, action="append_const", const=True, help=text)
+        group.add_argument(f"--disable-{flag}", dest=attribute, action="append_const", const=False)
 
-    training = parser.add_argument_group("training")
-    training.add_argument("--num-steps", type=at_least(1), default=50, metavar="N", help="measured steps")
-    training.add_argument(
-        "--warmup-steps", type=at_least(0), default=5, metavar="N", help="steps before those, not measured"
-    )
-    training.add_argument("--learning-rate", type=positive_number, default=3e-4, metavar="X", help="of AdamW")
-    training.add_argument("--use-amp", action="store_true", help="automatic mixed precision")
-    training.add_argument("--amp-dtype", choices=("bfloat16", "float16"), help="(default: bfloat16)")
-    training.add_argument(
-        "--matmul-precision", choices=("highest", "high", "medium"), default="highest", help="of float32"
-    )
-    training.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="AMD GPUs are 'cuda' too")
-    training.add_argument("--seed", type=at_least(0), default=42, metavar="N", help="of weights and data")
-    training.add_argument(
-        "--deterministic", action="store_true", help="only algorithms that give the same bits every run"
-    )
-    training.add_argument(
-        "--log-interval", type=at_least(1), default=10, metavar="N", help="steps between progress lines"
-    )
+    group = parser.add_argument_group("fusions", "Single flags win over all-fusion, whatever their order.")
+    switch(group, "all-fusion", "all_fusion", "every fusion of this version, not torch.compile (the default)")
+    for fusion in FUSIONS:
+        switch(group, *fusion)
+    switch(group, "torch-compile", "torch_compile", "compile the model with torch.compile")
+    group.add_argument("--torch-compile-mode", choices=COMPILE_MODES, help="(default: default)")
 
-    profiling = parser.add_argument_group("profiling")
-    profiling.add_argument(
-        "--enable-pytorch-profiler", action="store_true", help="operator tables and a trace of three steps"
-    )
-    profiling.add_argument("--enable-memory-profiling", action="store_true", help="memory timeline of one step")
-    profiling.add_argument("--enable-deepspeed-flops", action="store_true", help="FLOPs per module (needs deepspeed)")
-    profiling.add_argument(
-        "--enable-rocm-profiling", action="store_true", help="mark measured steps and phases for a GPU profiler"
-    )
-    profiling.add_argument("--enable-all-profiling", action="store_true", help="all of these that work here")
-    profiling.add_argument("--under-profiler", action="store_true", help="launch nothing but the training steps")
-    profiling.add_argument(
-        "--profile-dir",
-        type=Path,
-        default=Path(f"./pytorch_profiles_v{VERSION}"),
-        metavar="DIR",
-        help="where results are written",
-    )
+    add = parser.add_argument_group("training").add_argument
+    add("--num-steps", type=at_least(1), default=50, metavar="N", help="measured steps")
+    add("--warmup-steps", type=at_least(0), default=5, metavar="N", help="steps before those, not measured")
+    add("--learning-rate", type=positive_number, default=3e-4, metavar="X", help="of AdamW")
+    add("--use-amp", action="store_true", help="automatic mixed precision")
+    add("--amp-dtype", choices=("bfloat16", "float16"), help="(default: bfloat16)")
+    add("--matmul-precision", choices=("highest", "high", "medium"), default="highest", help="of float32")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="AMD GPUs are 'cuda' too")
+    add("--seed", type=at_least(0), default=42, metavar="N", help="of weights and data")
+    add("--deterministic", action="store_true", help="only algorithms that give the same bits every run")
+    add("--log-interval", type=at_least(1), default=10, metavar="N", help="steps between progress lines")
 
-    modes = parser.add_argument_group("modes").add_mutually_exclusive_group()
-    modes.add_argument(
-        "--validate-setup", action="store_true", help="show what was found, run three steps, say pass or fail"
-    )
-    modes.add_argument("--compare-fusion", action="store_true", help="all fusions off, then as chosen; one table")
-    modes.add_argument(
-        "--verify-accuracy", action="store_true", help="same weights, same outputs and gradients as all off?"
-    )
-    modes.add_argument(
-        "--compare-with-v1", type=Path, metavar="RESULT.json", help="compare with the result of a V1 run"
-    )
+    add = parser.add_argument_group("profiling").add_argument
+    add("--enable-pytorch-profiler", action="store_true", help="operator tables and a trace of three steps")
+    add("--enable-memory-profiling", action="store_true", help="memory timeline of one step")
+    add("--enable-deepspeed-flops", action="store_true", help="FLOPs per module (needs deepspeed)")
+    add("--enable-rocm-profiling", action="store_true", help="mark measured steps and phases for a GPU profiler")
+    add("--enable-all-profiling", action="store_true", help="all of these that work here")
+    add("--under-profiler", action="store_true", help="launch nothing but the training steps")
+    add("--profile-dir", type=Path, default=Path(f"./pytorch_profiles_v{VERSION}"), metavar="DIR", help="for results")
+
+    add = parser.add_argument_group("modes").add_mutually_exclusive_group().add_argument
+    add("--validate-setup", action="store_true", help="show what was found, run three steps, say pass or fail")
+    add("--compare-fusion", action="store_true", help="all fusions off, then as chosen; one table")
+    add("--verify-accuracy", action="store_true", help="same outputs and gradients as with everything off?")
+    add("--compare-with-v1", type=Path, metavar="RESULT.json", help="compare with the result of a V1 run")
     return parser
 
 
@@ -706,7 +675,7 @@ class Trainer:
         activities = [torch.profiler.ProfilerActivity.CPU]
         if self.device.type == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
-        with torch.profiler.profile(activities=activities, **options) as profile:
+        with torch.profiler.profile(activities=activities, acc_events=True, **options) as profile:
             for _ in range(steps):
                 self.step()
             self.synchronize()
@@ -761,7 +730,7 @@ def memory_timeline(events: list[dict], device: torch.device, start: float) -> l
 
 
 def peak_gpu_memory() -> int:
-    """High-water mark in bytes since the last reset, with all of the private pools that CUDA graphs keep for themselves."""
+    """High-water mark in bytes since the last reset, with all of the private pools that CUDA graphs keep."""
     pools = [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) != (0, 0)]
     return torch.cuda.max_memory_allocated() + sum(s["total_size"] - s["allocated_size"] for s in pools)
 
@@ -794,7 +763,7 @@ def count_flops(args: argparse.Namespace, batch: dict[str, Tensor]) -> int:
 
 @contextlib.contextmanager
 def recorded_region(active: bool) -> Iterator[None]:
-    """Have an attached profiler record only what runs inside (cudaProfilerStart/Stop; under ROCm also ROCTx resume/pause)."""
+    """Have an attached profiler record only what runs inside (cudaProfilerStart; under ROCm also ROCTx resume)."""
     if not active:
         yield
         return
@@ -849,7 +818,7 @@ def write_deepspeed_flops(trainer: Trainer, directory: Path) -> None:
 
 
 def run_steps(trainer: Trainer, recorder: Recorder, result: dict) -> float:
-    """Run the recorder's number of steps; returns the wall time in seconds. The device is waited for at both ends only."""
+    """Run the recorder's number of steps, waiting for the device at both ends only; returns wall seconds."""
     try:
         trainer.synchronize()
         start = time.perf_counter()
@@ -899,7 +868,8 @@ def measure(args: argparse.Namespace, device: torch.device, result: dict) -> Non
 
     resident = torch.cuda.memory_allocated() if gpu else trainer.resident_bytes()
     events = trace_events(trainer.profile(profile_memory=args.enable_memory_profiling or not gpu))
-    result["kernels"] = count_kernels(events, device)
+    counts = count_kernels(events, device)
+    result["kernels"] = counts if counts["per_step"] else {}  # a GPU profiler that may not run sees none
     timeline = memory_timeline(events, device, resident)
     if not gpu:
         result["memory"] = {"peak_mb": max(used for _, used in timeline) / MB}
@@ -914,18 +884,22 @@ def measure(args: argparse.Namespace, device: torch.device, result: dict) -> Non
 
     del trainer
     gc.collect()
-    if vars(without_fusions(args)) == vars(args):
-        result["kernels"]["all_off"] = result["kernels"]["per_step"]
-    else:
-        result["kernels"]["all_off"] = count_unfused(args, device)
-    if result["kernels"]["all_off"]:
-        result["kernels"]["reduction_percent"] = 100 * (
-            1 - result["kernels"]["per_step"] / result["kernels"]["all_off"]
-        )
+    if kernels := result["kernels"]:
+        everything_off = vars(without_fusions(args)) == vars(args)
+        kernels["all_off"] = kernels["per_step"] if everything_off else count_unfused(args, device)
+        if kernels["all_off"]:
+            kernels["reduction_percent"] = 100 * (1 - kernels["per_step"] / kernels["all_off"])
+
+
+def write_result(result: dict, directory: Path) -> None:
+    """Write or replace <directory>/<script>_summary.json; a reader never sees half a file."""
+    path = directory / f"{SCRIPT}_summary.json"
+    path.with_suffix(".tmp").write_text(json.dumps(result, indent=1) + "\n")
+    path.with_suffix(".tmp").replace(path)
 
 
 def train(args: argparse.Namespace) -> dict:
-    """Train and measure; returns the result, which is also in <profile-dir>/<script>_summary.json however the run ended."""
+    """Train and measure; the result is also written to <profile-dir>/<script>_summary.json, however the run ends."""
     device = prepare(args)
     settings = (
         "batch_size",
@@ -976,9 +950,7 @@ def train(args: argparse.Namespace) -> dict:
             result["error"], bug = reason, error
     curve = result["loss"]["curve"]
     result["loss"] |= {"initial": curve[0], "final": curve[-1]} if curve else {}
-    path = args.profile_dir / f"{SCRIPT}_summary.json"
-    path.with_suffix(".tmp").write_text(json.dumps(result, indent=1) + "\n")
-    path.with_suffix(".tmp").replace(path)
+    write_result(result, args.profile_dir)
     if bug:
         raise bug
     return result
@@ -1050,6 +1022,8 @@ def compare_fusion(args: argparse.Namespace) -> int:
     """Everything off, then as chosen, in one process; the first result goes to <profile-dir>/baseline."""
     baseline_args = without_fusions(args)
     baseline_args.profile_dir = args.profile_dir / "baseline"
+    # A GPU profiler slows down the launches of its process from then on, so it may not run before the second timing.
+    baseline_args.under_profiler = args.under_profiler or (args.device != "cpu" and torch.cuda.is_available())
     baseline = train(baseline_args)
     status = finish(baseline)
     if baseline["status"] == "failed":
@@ -1057,6 +1031,9 @@ def compare_fusion(args: argparse.Namespace) -> int:
     gc.collect()
     print()
     fused = train(args)
+    if not baseline["kernels"] and fused["kernels"].get("all_off"):  # counted the same way in the second run
+        baseline["kernels"] = {"unit": fused["kernels"]["unit"], "per_step": fused["kernels"]["all_off"]}
+        write_result(baseline, baseline_args.profile_dir)
     status = finish(fused) or status
     print("\n" + comparison(baseline, fused, ("all off", "as chosen")))
     return status
@@ -1121,7 +1098,7 @@ def verify_accuracy(args: argparse.Namespace) -> int:
         argparse.Namespace(**{**vars(without_fusions(args)), **exact}), device
     )
     values, gradients = outputs_and_gradients(args, device)
-    limit = 1e-4 if all(getattr(args, name) == value for name, value in exact.items()) else 5e-2
+    limit = 1e-4 if all(getattr(args, name) == value for name, value in exact.items()) else 1e-1
     errors = {name: relative_error(values[name], expected[name]) for name in expected}
     # A gradient that is zero but for rounding is measured against all gradients together.
     total = math.sqrt(sum(float(g.double().square().sum()) for g in expected_gradients.values()))

@@ -69,18 +69,18 @@ FUSIONS: tuple[tuple[str, str, str], ...] = ()
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that only this model has."""
-    model = parser.add_argument_group("model")
-    model.add_argument("--msa-dim", type=at_least(1), default=64, metavar="C", help="channels of the MSA representation")
-    model.add_argument("--pair-dim", type=at_least(1), default=128, metavar="C", help="channels of the pair representation")
-    model.add_argument("--num-blocks", type=at_least(1), default=4, metavar="L", help="Evoformer blocks")
-    model.add_argument("--num-heads-msa", type=at_least(1), default=4, metavar="H", help="heads of the MSA attentions")
-    model.add_argument("--num-heads-pair", type=at_least(1), default=4, metavar="H", help="heads of the triangle attentions")
-    data = parser.add_argument_group("data")
-    data.add_argument("--num-seqs", type=at_least(1), default=16, metavar="S", help="sequences per alignment")
-    data.add_argument("--seq-len", type=at_least(2), default=64, metavar="N", help="residues per sample")
-    data.add_argument("--batch-size", type=at_least(1), default=4, metavar="B", help="samples per step")
-    data.add_argument("--msa", type=Path, metavar="FILE.a3m", help="real alignment, query first (with --structure)")
-    data.add_argument("--structure", type=Path, metavar="FILE", help="real structure of the query, PDB or mmCIF (with --msa)")
+    add = parser.add_argument_group("model").add_argument
+    add("--msa-dim", type=at_least(1), default=64, metavar="C", help="channels of the MSA representation")
+    add("--pair-dim", type=at_least(1), default=128, metavar="C", help="channels of the pair representation")
+    add("--num-blocks", type=at_least(1), default=4, metavar="L", help="Evoformer blocks")
+    add("--num-heads-msa", type=at_least(1), default=4, metavar="H", help="heads of the MSA attentions")
+    add("--num-heads-pair", type=at_least(1), default=4, metavar="H", help="heads of the triangle attentions")
+    add = parser.add_argument_group("data").add_argument
+    add("--num-seqs", type=at_least(1), default=16, metavar="S", help="sequences per alignment")
+    add("--seq-len", type=at_least(2), default=64, metavar="N", help="residues per sample")
+    add("--batch-size", type=at_least(1), default=4, metavar="B", help="samples per step")
+    add("--msa", type=Path, metavar="FILE.a3m", help="real alignment, query first (with --structure)")
+    add("--structure", type=Path, metavar="FILE", help="its structure, PDB or mmCIF (with --msa)")
 
 
 def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
@@ -220,7 +220,7 @@ class OuterProductMean(nn.Module):
 
 
 class TriangleMultiplication(nn.Module):
-    """What the two triangle multiplications share; they differ in which edges of the triangle i, j, k are multiplied."""
+    """What the two triangle multiplications share; they differ in which edges of the triangle they multiply."""
 
     equation: str
 
@@ -326,7 +326,8 @@ class DistogramHead(nn.Module):
         distance = (coords[:, :, None] - coords[:, None]).norm(dim=-1)
         width = (LAST_EDGE - FIRST_EDGE) / NUM_BINS
         edges = torch.linspace(FIRST_EDGE + width, LAST_EDGE - width, NUM_BINS - 1, device=coords.device)
-        error = F.cross_entropy(logits.flatten(0, 2).float(), torch.bucketize(distance, edges).flatten(), reduction="none")
+        bins = torch.bucketize(distance, edges)
+        error = F.cross_entropy(logits.flatten(0, 2).float(), bins.flatten(), reduction="none")
         weight = (observed[:, :, None] & observed[:, None]).flatten()
         return (error * weight).sum() / weight.sum()
 
@@ -398,8 +399,10 @@ def build_model(args: argparse.Namespace, device: torch.device) -> nn.Module:
                 state[name] = torch.zeros(state[name].shape)
             elif "layer_norm" not in name:
                 shape = state[name].shape
-                std = shape[1] ** -0.5 * (1.0 if name.startswith(("blocks", "input_embedder")) else 0.1)  # small in heads
-                state[name] = torch.empty(shape).normal_(std=std, generator=generator)
+                scale = (
+                    0.1 if name.startswith(("distogram", "masked_msa")) else 1.0
+                )  # near-uniform predictions at first
+                state[name] = torch.empty(shape).normal_(std=scale * shape[1] ** -0.5, generator=generator)
         model.load_state_dict(state)
     return model
 
@@ -458,7 +461,7 @@ STEP_LENGTH = 3.8  # Angstrom between the C-alpha atoms of successive residues
 
 
 def synthetic_chains(kinds: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Coordinates [P, N, 3] of chains whose residues are of the given kinds [P, N], each placed after the last three."""
+    """Coordinates [P, N, 3] of chains of residues of the given kinds [P, N], each placed after the last three."""
     angle_mean, angle_spread, torsion_mean, torsion_spread = np.deg2rad(GEOMETRY[kinds]).transpose(2, 0, 1)
     angle = angle_mean + angle_spread * rng.uniform(-1, 1, kinds.shape)
     torsion = torsion_mean + torsion_spread * rng.uniform(-1, 1, kinds.shape)
@@ -602,11 +605,13 @@ SCHEMA_VERSION = 1
 MB = 1e6
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 PHASES = ("data", "forward", "backward", "optimizer")
-# On a CPU operator calls are counted in place of kernels: the innermost ones, without those that move no data.
-VIEW_OPERATORS = set(
-    "alias as_strided chunk detach empty empty_like empty_strided expand lift_fresh narrow permute resize_ select set_ "
-    "slice split split_with_sizes squeeze t transpose unbind unflatten unsqueeze view _reshape_alias _unsafe_view".split()
+# On a CPU operator calls are counted in place of kernels: the innermost ones, without these, which move no data.
+VIEW_OPERATORS = (
+    *("alias", "as_strided", "chunk", "detach", "empty", "empty_like", "empty_strided", "expand", "lift_fresh"),
+    *("narrow", "permute", "resize_", "select", "set_", "slice", "split", "split_with_sizes", "squeeze", "t"),
+    *("transpose", "unbind", "unflatten", "unsqueeze", "view", "_reshape_alias", "_unsafe_view"),
 )
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise the PyTorch profiler writes lines of its own on stderr
 
 
 class UserError(Exception):
@@ -662,68 +667,43 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add_model_arguments(parser)
 
-    fusions = parser.add_argument_group(
-        "fusions", "Single flags win over the two presets, whatever their order; presets never touch torch.compile."
-    )
-    fusions.add_argument(
-        "--enable-all-fusion", dest="all_fusion", action="append_const", const=True, help="(the default)"
-    )
-    fusions.add_argument("--disable-all-fusion", dest="all_fusion", action="append_const", const=False)
-    for flag, attribute, text in (*FUSIONS, ("torch-compile", "torch_compile", "compile the model with torch.compile")):
-        fusions.add_argument(f"--enable-{flag}", dest=attribute, action="append_const", const=True, help=text)
-        fusions.add_argument(f"--disable-{flag}", dest=attribute, action="append_const", const=False)
-    fusions.add_argument("--torch-compile-mode", choices=COMPILE_MODES, help="(default: default)")
+    def switch(group: argparse._ArgumentGroup, flag: str, attribute: str, text: str) -> None:
+        group.add_argument(f"--enable-{flag}", dest=attribute, action="append_const", const=True, help=text)
+        group.add_argument(f"--disable-{flag}", dest=attribute, action="append_const", const=False)
 
-    training = parser.add_argument_group("training")
-    training.add_argument("--num-steps", type=at_least(1), default=50, metavar="N", help="measured steps")
-    training.add_argument(
-        "--warmup-steps", type=at_least(0), default=5, metavar="N", help="steps before those, not measured"
-    )
-    training.add_argument("--learning-rate", type=positive_number, default=3e-4, metavar="X", help="of AdamW")
-    training.add_argument("--use-amp", action="store_true", help="automatic mixed precision")
-    training.add_argument("--amp-dtype", choices=("bfloat16", "float16"), help="(default: bfloat16)")
-    training.add_argument(
-        "--matmul-precision", choices=("highest", "high", "medium"), default="highest", help="of float32"
-    )
-    training.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="AMD GPUs are 'cuda' too")
-    training.add_argument("--seed", type=at_least(0), default=42, metavar="N", help="of weights and data")
-    training.add_argument(
-        "--deterministic", action="store_true", help="only algorithms that give the same bits every run"
-    )
-    training.add_argument(
-        "--log-interval", type=at_least(1), default=10, metavar="N", help="steps between progress lines"
-    )
+    group = parser.add_argument_group("fusions", "Single flags win over all-fusion, whatever their order.")
+    switch(group, "all-fusion", "all_fusion", "every fusion of this version, not torch.compile (the default)")
+    for fusion in FUSIONS:
+        switch(group, *fusion)
+    switch(group, "torch-compile", "torch_compile", "compile the model with torch.compile")
+    group.add_argument("--torch-compile-mode", choices=COMPILE_MODES, help="(default: default)")
 
-    profiling = parser.add_argument_group("profiling")
-    profiling.add_argument(
-        "--enable-pytorch-profiler", action="store_true", help="operator tables and a trace of three steps"
-    )
-    profiling.add_argument("--enable-memory-profiling", action="store_true", help="memory timeline of one step")
-    profiling.add_argument("--enable-deepspeed-flops", action="store_true", help="FLOPs per module (needs deepspeed)")
-    profiling.add_argument(
-        "--enable-rocm-profiling", action="store_true", help="mark measured steps and phases for a GPU profiler"
-    )
-    profiling.add_argument("--enable-all-profiling", action="store_true", help="all of these that work here")
-    profiling.add_argument("--under-profiler", action="store_true", help="launch nothing but the training steps")
-    profiling.add_argument(
-        "--profile-dir",
-        type=Path,
-        default=Path(f"./pytorch_profiles_v{VERSION}"),
-        metavar="DIR",
-        help="where results are written",
-    )
+    add = parser.add_argument_group("training").add_argument
+    add("--num-steps", type=at_least(1), default=50, metavar="N", help="measured steps")
+    add("--warmup-steps", type=at_least(0), default=5, metavar="N", help="steps before those, not measured")
+    add("--learning-rate", type=positive_number, default=3e-4, metavar="X", help="of AdamW")
+    add("--use-amp", action="store_true", help="automatic mixed precision")
+    add("--amp-dtype", choices=("bfloat16", "float16"), help="(default: bfloat16)")
+    add("--matmul-precision", choices=("highest", "high", "medium"), default="highest", help="of float32")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="AMD GPUs are 'cuda' too")
+    add("--seed", type=at_least(0), default=42, metavar="N", help="of weights and data")
+    add("--deterministic", action="store_true", help="only algorithms that give the same bits every run")
+    add("--log-interval", type=at_least(1), default=10, metavar="N", help="steps between progress lines")
 
-    modes = parser.add_argument_group("modes").add_mutually_exclusive_group()
-    modes.add_argument(
-        "--validate-setup", action="store_true", help="show what was found, run three steps, say pass or fail"
-    )
-    modes.add_argument("--compare-fusion", action="store_true", help="all fusions off, then as chosen; one table")
-    modes.add_argument(
-        "--verify-accuracy", action="store_true", help="same weights, same outputs and gradients as all off?"
-    )
-    modes.add_argument(
-        "--compare-with-v1", type=Path, metavar="RESULT.json", help="compare with the result of a V1 run"
-    )
+    add = parser.add_argument_group("profiling").add_argument
+    add("--enable-pytorch-profiler", action="store_true", help="operator tables and a trace of three steps")
+    add("--enable-memory-profiling", action="store_true", help="memory timeline of one step")
+    add("--enable-deepspeed-flops", action="store_true", help="FLOPs per module (needs deepspeed)")
+    add("--enable-rocm-profiling", action="store_true", help="mark measured steps and phases for a GPU profiler")
+    add("--enable-all-profiling", action="store_true", help="all of these that work here")
+    add("--under-profiler", action="store_true", help="launch nothing but the training steps")
+    add("--profile-dir", type=Path, default=Path(f"./pytorch_profiles_v{VERSION}"), metavar="DIR", help="for results")
+
+    add = parser.add_argument_group("modes").add_mutually_exclusive_group().add_argument
+    add("--validate-setup", action="store_true", help="show what was found, run three steps, say pass or fail")
+    add("--compare-fusion", action="store_true", help="all fusions off, then as chosen; one table")
+    add("--verify-accuracy", action="store_true", help="same outputs and gradients as with everything off?")
+    add("--compare-with-v1", type=Path, metavar="RESULT.json", help="compare with the result of a V1 run")
     return parser
 
 
@@ -948,7 +928,7 @@ class Trainer:
         activities = [torch.profiler.ProfilerActivity.CPU]
         if self.device.type == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
-        with torch.profiler.profile(activities=activities, **options) as profile:
+        with torch.profiler.profile(activities=activities, acc_events=True, **options) as profile:
             for _ in range(steps):
                 self.step()
             self.synchronize()
@@ -1003,7 +983,7 @@ def memory_timeline(events: list[dict], device: torch.device, start: float) -> l
 
 
 def peak_gpu_memory() -> int:
-    """High-water mark in bytes since the last reset, with all of the private pools that CUDA graphs keep for themselves."""
+    """High-water mark in bytes since the last reset, with all of the private pools that CUDA graphs keep."""
     pools = [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) != (0, 0)]
     return torch.cuda.max_memory_allocated() + sum(s["total_size"] - s["allocated_size"] for s in pools)
 
@@ -1036,7 +1016,7 @@ def count_flops(args: argparse.Namespace, batch: dict[str, Tensor]) -> int:
 
 @contextlib.contextmanager
 def recorded_region(active: bool) -> Iterator[None]:
-    """Have an attached profiler record only what runs inside (cudaProfilerStart/Stop; under ROCm also ROCTx resume/pause)."""
+    """Have an attached profiler record only what runs inside (cudaProfilerStart; under ROCm also ROCTx resume)."""
     if not active:
         yield
         return
@@ -1091,7 +1071,7 @@ def write_deepspeed_flops(trainer: Trainer, directory: Path) -> None:
 
 
 def run_steps(trainer: Trainer, recorder: Recorder, result: dict) -> float:
-    """Run the recorder's number of steps; returns the wall time in seconds. The device is waited for at both ends only."""
+    """Run the recorder's number of steps, waiting for the device at both ends only; returns wall seconds."""
     try:
         trainer.synchronize()
         start = time.perf_counter()
@@ -1141,7 +1121,8 @@ def measure(args: argparse.Namespace, device: torch.device, result: dict) -> Non
 
     resident = torch.cuda.memory_allocated() if gpu else trainer.resident_bytes()
     events = trace_events(trainer.profile(profile_memory=args.enable_memory_profiling or not gpu))
-    result["kernels"] = count_kernels(events, device)
+    counts = count_kernels(events, device)
+    result["kernels"] = counts if counts["per_step"] else {}  # a GPU profiler that may not run sees none
     timeline = memory_timeline(events, device, resident)
     if not gpu:
         result["memory"] = {"peak_mb": max(used for _, used in timeline) / MB}
@@ -1156,18 +1137,22 @@ def measure(args: argparse.Namespace, device: torch.device, result: dict) -> Non
 
     del trainer
     gc.collect()
-    if vars(without_fusions(args)) == vars(args):
-        result["kernels"]["all_off"] = result["kernels"]["per_step"]
-    else:
-        result["kernels"]["all_off"] = count_unfused(args, device)
-    if result["kernels"]["all_off"]:
-        result["kernels"]["reduction_percent"] = 100 * (
-            1 - result["kernels"]["per_step"] / result["kernels"]["all_off"]
-        )
+    if kernels := result["kernels"]:
+        everything_off = vars(without_fusions(args)) == vars(args)
+        kernels["all_off"] = kernels["per_step"] if everything_off else count_unfused(args, device)
+        if kernels["all_off"]:
+            kernels["reduction_percent"] = 100 * (1 - kernels["per_step"] / kernels["all_off"])
+
+
+def write_result(result: dict, directory: Path) -> None:
+    """Write or replace <directory>/<script>_summary.json; a reader never sees half a file."""
+    path = directory / f"{SCRIPT}_summary.json"
+    path.with_suffix(".tmp").write_text(json.dumps(result, indent=1) + "\n")
+    path.with_suffix(".tmp").replace(path)
 
 
 def train(args: argparse.Namespace) -> dict:
-    """Train and measure; returns the result, which is also in <profile-dir>/<script>_summary.json however the run ended."""
+    """Train and measure; the result is also written to <profile-dir>/<script>_summary.json, however the run ends."""
     device = prepare(args)
     settings = (
         "batch_size",
@@ -1218,9 +1203,7 @@ def train(args: argparse.Namespace) -> dict:
             result["error"], bug = reason, error
     curve = result["loss"]["curve"]
     result["loss"] |= {"initial": curve[0], "final": curve[-1]} if curve else {}
-    path = args.profile_dir / f"{SCRIPT}_summary.json"
-    path.with_suffix(".tmp").write_text(json.dumps(result, indent=1) + "\n")
-    path.with_suffix(".tmp").replace(path)
+    write_result(result, args.profile_dir)
     if bug:
         raise bug
     return result
@@ -1292,6 +1275,8 @@ def compare_fusion(args: argparse.Namespace) -> int:
     """Everything off, then as chosen, in one process; the first result goes to <profile-dir>/baseline."""
     baseline_args = without_fusions(args)
     baseline_args.profile_dir = args.profile_dir / "baseline"
+    # A GPU profiler slows down the launches of its process from then on, so it may not run before the second timing.
+    baseline_args.under_profiler = args.under_profiler or (args.device != "cpu" and torch.cuda.is_available())
     baseline = train(baseline_args)
     status = finish(baseline)
     if baseline["status"] == "failed":
@@ -1299,6 +1284,9 @@ def compare_fusion(args: argparse.Namespace) -> int:
     gc.collect()
     print()
     fused = train(args)
+    if not baseline["kernels"] and fused["kernels"].get("all_off"):  # counted the same way in the second run
+        baseline["kernels"] = {"unit": fused["kernels"]["unit"], "per_step": fused["kernels"]["all_off"]}
+        write_result(baseline, baseline_args.profile_dir)
     status = finish(fused) or status
     print("\n" + comparison(baseline, fused, ("all off", "as chosen")))
     return status
@@ -1363,7 +1351,7 @@ def verify_accuracy(args: argparse.Namespace) -> int:
         argparse.Namespace(**{**vars(without_fusions(args)), **exact}), device
     )
     values, gradients = outputs_and_gradients(args, device)
-    limit = 1e-4 if all(getattr(args, name) == value for name, value in exact.items()) else 5e-2
+    limit = 1e-4 if all(getattr(args, name) == value for name, value in exact.items()) else 1e-1
     errors = {name: relative_error(values[name], expected[name]) for name in expected}
     # A gradient that is zero but for rounding is measured against all gradients together.
     total = math.sqrt(sum(float(g.double().square().sum()) for g in expected_gradients.values()))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 
 import pytest
 import torch
-from conftest import batches, build, gradients, model_of, random_state, relative_difference, run_main
+from conftest import CPU, batches, build, gradients, load, random_state, relative_difference, run_main
 from torch import Tensor
 
 LLAMAS = [("tiny_llama_v1", []), ("tiny_llama_v2", []), ("tiny_llama_v2", ["--num-kv-heads", "1"])]
@@ -168,8 +169,8 @@ def test_two_tokens_predict_the_next_of_synthetic_text(seed: str):
     """The entropy of a token falls far when the two before it are known, and less when only one is."""
     sizes = ["--vocab-size", "20", "--seq-len", "4000", "--batch-size", "50", "--seed", seed]
     ids = batches("tiny_llama_v1", *sizes).next_batch()["input_ids"]
-    known = [Counter(zip(*(ids[:, i : 3998 + i].flatten().tolist() for i in range(3 - n, 3)), strict=True)) for n in (1, 2, 3)]
-    single, pair, triple = (entropy(counts) for counts in known)
+    columns = [ids[:, i : 3998 + i].flatten().tolist() for i in range(3)]
+    single, pair, triple = (entropy(Counter(zip(*columns[3 - n :], strict=True))) for n in (1, 2, 3))
     assert single > 2.0
     assert triple - pair < 1.39 + 0.05, "1/2, 1/4, 1/8, ... has 1.386 nats"
     assert pair - single > triple - pair + 0.3, "one token must not be enough"
@@ -190,19 +191,14 @@ def test_text_file_is_trained_on_as_bytes(script: str, tmp_path):
     text = "".join(f"{i} times {i} is {i * i}, and then é comes. " for i in range(200)).encode()
     path = tmp_path / "text.txt"
     path.write_bytes(text)
-    argv = ["--hidden-dim", "64", "--num-layers", "1", "--num-heads", "2", "--seq-len", "32", "--text-file", str(path)]
-    from conftest import CPU, load
-
-    module = load(script)
-    args = module.parse_args([*argv, "--device", "cpu"])
+    sizes = ["--hidden-dim", "64", "--num-layers", "1", "--num-heads", "2", "--seq-len", "32", "--device", "cpu"]
+    module, argv = load(script), [*sizes, "--text-file", str(path)]
+    args = module.parse_args(argv)
     assert args.vocab_size == 256
     for row in module.make_batches(args, CPU, 0).next_batch()["input_ids"]:
         assert bytes(row.tolist()) in text
 
     steps = ["--num-steps", "40", "--learning-rate", "3e-3", "--under-profiler", "--profile-dir", str(tmp_path)]
-    assert module.main([*argv, *steps, "--device", "cpu"]) == 0
-    import json
-
+    assert module.main([*argv, *steps]) == 0
     curve = json.loads((tmp_path / f"{script}_summary.json").read_text())["loss"]["curve"]
     assert curve[-1] < curve[0] - 1.0
-    assert model_of(script) == "llama"

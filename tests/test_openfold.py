@@ -1,0 +1,336 @@
+"""TinyOpenFold is AlphaFold 2's Evoformer: every operation, loss and name against the equations of its supplement."""
+
+from __future__ import annotations
+
+import math
+
+import evoformer_reference as reference
+import pytest
+import torch
+from conftest import (
+    ALL_SETTINGS,
+    assert_same_gradients,
+    batches,
+    build,
+    gradients,
+    random_state,
+    relative_difference,
+    run_main,
+)
+from torch import Tensor, nn
+
+# No two of these are equal, so that swapped axes show.
+SIZES = [
+    *("--msa-dim", "12", "--num-heads-msa", "3", "--pair-dim", "16", "--num-heads-pair", "4"),
+    *("--num-seqs", "5", "--seq-len", "7", "--batch-size", "2"),
+]
+B, S, N, C_M, C_Z, HEADS_MSA, HEADS_PAIR = 2, 5, 7, 12, 16, 3, 4
+
+# Operation: which representations it takes, and the reference on (parameters, *inputs).
+OPERATIONS = {
+    "msa_att_row": (("msa", "pair"), lambda p, *x: reference.msa_att_row(p, *x, heads=HEADS_MSA)),
+    "msa_att_col": (("msa",), lambda p, *x: reference.msa_att_col(p, *x, heads=HEADS_MSA)),
+    "msa_transition": (("msa",), reference.msa_transition),
+    "outer_product_mean": (("msa",), reference.outer_product_mean),
+    "tri_mul_out": (("pair",), reference.tri_mul_out),
+    "tri_mul_in": (("pair",), reference.tri_mul_in),
+    "tri_att_start": (("pair",), lambda p, *x: reference.tri_att_start(p, *x, heads=HEADS_PAIR)),
+    "tri_att_end": (("pair",), lambda p, *x: reference.tri_att_end(p, *x, heads=HEADS_PAIR)),
+    "pair_transition": (("pair",), reference.pair_transition),
+}
+
+ATTENTION = (
+    "linear_q.weight",
+    "linear_k.weight",
+    "linear_v.weight",
+    "linear_g.weight",
+    "linear_g.bias",
+    "linear_o.weight",
+    "linear_o.bias",
+)
+TRIANGLE_ATTENTION = (*ATTENTION, "layer_norm.weight", "layer_norm.bias", "linear.weight")
+TRIANGLE_MULTIPLICATION = (
+    "layer_norm_in.weight",
+    "layer_norm_in.bias",
+    "linear_a_p.weight",
+    "linear_a_p.bias",
+    "linear_a_g.weight",
+    "linear_a_g.bias",
+    "linear_b_p.weight",
+    "linear_b_p.bias",
+    "linear_b_g.weight",
+    "linear_b_g.bias",
+    "linear_g.weight",
+    "linear_g.bias",
+    "linear_z.weight",
+    "linear_z.bias",
+    "layer_norm_out.weight",
+    "layer_norm_out.bias",
+)
+TRANSITION = (
+    "layer_norm.weight",
+    "layer_norm.bias",
+    "linear_1.weight",
+    "linear_1.bias",
+    "linear_2.weight",
+    "linear_2.bias",
+)
+BLOCK_NAMES = {
+    "msa_att_row": (
+        *ATTENTION,
+        "layer_norm_m.weight",
+        "layer_norm_m.bias",
+        "layer_norm_z.weight",
+        "layer_norm_z.bias",
+        "linear_z.weight",
+    ),
+    "msa_att_col": (*ATTENTION, "layer_norm_m.weight", "layer_norm_m.bias"),
+    "msa_transition": TRANSITION,
+    "outer_product_mean": (*TRANSITION, "linear_out.weight", "linear_out.bias"),
+    "tri_mul_out": TRIANGLE_MULTIPLICATION,
+    "tri_mul_in": TRIANGLE_MULTIPLICATION,
+    "tri_att_start": TRIANGLE_ATTENTION,
+    "tri_att_end": TRIANGLE_ATTENTION,
+    "pair_transition": TRANSITION,
+}
+
+VERSIONS = [
+    pytest.param("tiny_openfold_v1", [], id="v1"),
+    *(parameters for parameters in ALL_SETTINGS if "openfold" in parameters.id),
+]
+every_version = pytest.mark.parametrize(("script", "argv"), VERSIONS)
+both_versions = pytest.mark.parametrize("script", ["tiny_openfold_v1", "tiny_openfold_v2"])
+
+
+def double_block(script: str, argv: list[str]) -> nn.Module:
+    """The first block in float64, with weights that make every part matter."""
+    block = build(script, *SIZES, *argv).blocks[0].double()
+    block.load_state_dict(random_state(block.state_dict()))
+    return block
+
+
+def representations(*names: str) -> list[Tensor]:
+    """Random msa [B, S, N, c_m] and pair [B, N, N, c_z] in float64, as leaves."""
+    generator = torch.Generator().manual_seed(3)
+    shapes = {"msa": (B, S, N, C_M), "pair": (B, N, N, C_Z)}
+    values = {n: torch.randn(shape, generator=generator, dtype=torch.float64) for n, shape in shapes.items()}
+    return [values[name].requires_grad_() for name in names]
+
+
+def parameters_of(module: nn.Module) -> dict[str, Tensor]:
+    """Its parameters under canonical names, as leaves of their own."""
+    return {name: value.detach().clone().requires_grad_() for name, value in module.state_dict().items()}
+
+
+def backward_of_random_sum(*outputs: Tensor) -> None:
+    """Differentiate a sum of the outputs in which each element has a weight of its own."""
+    generator = torch.Generator().manual_seed(4)
+    total = sum((x * torch.randn(x.shape, generator=generator, dtype=x.dtype)).sum() for x in outputs)
+    total.backward()
+
+
+@every_version
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_operation_equals_its_equations_forward_and_backward(operation: str, script: str, argv: list[str]):
+    module = getattr(double_block(script, argv), operation)
+    names, expected_operation = OPERATIONS[operation]
+    inputs, expected_inputs = representations(*names), representations(*names)
+    parameters = parameters_of(module)
+
+    expected = expected_operation(parameters, *expected_inputs)
+    found = module(*inputs)
+    assert expected.std() > 0.01, "the comparison would be weak"
+    assert relative_difference(found, expected) < 1e-11
+
+    backward_of_random_sum(expected)
+    backward_of_random_sum(found)
+    for name, value, wanted in zip(names, inputs, expected_inputs, strict=True):
+        assert relative_difference(value.grad, wanted.grad) < 1e-10, name
+    assert_same_gradients(gradients(module), {n: p.grad for n, p in parameters.items()}, 1e-9)
+
+
+@every_version
+def test_block_equals_its_equations_forward_and_backward(script: str, argv: list[str]):
+    block = double_block(script, argv)
+    inputs, expected_inputs = representations("msa", "pair"), representations("msa", "pair")
+    parameters = parameters_of(block)
+
+    expected = reference.evoformer_block(parameters, *expected_inputs, HEADS_MSA, HEADS_PAIR)
+    found = block(*inputs)
+    assert [x.shape for x in found] == [(B, S, N, C_M), (B, N, N, C_Z)]
+    for value, wanted in zip(found, expected, strict=True):
+        assert relative_difference(value, wanted) < 1e-11
+
+    backward_of_random_sum(*expected)
+    backward_of_random_sum(*found)
+    for value, wanted in zip(inputs, expected_inputs, strict=True):
+        assert relative_difference(value.grad, wanted.grad) < 1e-10
+    assert_same_gradients(gradients(block), {n: p.grad for n, p in parameters.items()}, 1e-9)
+
+
+@every_version
+def test_block_has_the_parameter_names_of_openfold(script: str, argv: list[str]):
+    block = build(script, *SIZES, *argv).blocks[0]
+    assert type(block).__name__ == "EvoformerBlock"
+    expected = {f"{module}.{name}" for module, names in BLOCK_NAMES.items() for name in names}
+    assert set(block.state_dict()) == expected
+
+
+def test_outer_product_mean_does_not_grow_with_the_number_of_sequences():
+    """It is a mean: the same sequence ten times gives what it gives once."""
+    module = double_block("tiny_openfold_v1", []).outer_product_mean
+    msa = representations("msa")[0][:, :1]
+    assert relative_difference(module(msa.expand(B, 10, N, C_M)), module(msa)) < 1e-12
+
+
+# Heads and losses
+
+
+def batch_with_gaps(script: str, *argv: str) -> dict[str, Tensor]:
+    """A batch in which some residues are not observed."""
+    batch = batches(script, *SIZES, *argv).next_batch()
+    batch["observed"] = batch["observed"].clone()
+    batch["observed"][0, 2] = batch["observed"][1, 5] = False
+    return batch
+
+
+def with_random_weights(script: str, *argv: str) -> nn.Module:
+    model = build(script, *SIZES, *argv)
+    model.load_state_dict(random_state(model.state_dict()))
+    return model
+
+
+def reference_losses(outputs: dict[str, Tensor], batch: dict[str, Tensor]) -> tuple[float, float]:
+    """(distogram, masked MSA) of the model's outputs, in float64."""
+    valid = batch["observed"][:, :, None] & batch["observed"][:, None, :]
+    distogram = reference.distogram_loss(outputs["distogram"].double(), batch["coords"], valid)
+    masked = reference.masked_msa_loss(outputs["masked_msa"].double(), batch["true_tokens"], batch["masked"])
+    return float(distogram), float(masked)
+
+
+@every_version
+def test_loss_is_the_weighted_sum_of_distogram_and_masked_msa(script: str, argv: list[str]):
+    model, batch = with_random_weights(script, *argv), batch_with_gaps(script, *argv)
+    with torch.no_grad():
+        outputs, loss = model(batch["tokens"]), model(**batch)
+    assert outputs["masked_msa"].shape == (B, S, N, 23)
+    assert outputs["distogram"].shape == (B, N, N, 64)
+    distogram, masked = reference_losses(outputs, batch)
+    assert distogram > 0.5
+    assert masked > 0.5
+    assert loss.shape == ()
+    assert loss.item() == pytest.approx(0.3 * distogram + 2.0 * masked, rel=1e-5)
+
+
+@both_versions
+@pytest.mark.parametrize("silent", ["distogram", "masked_msa"])
+def test_each_loss_alone(script: str, silent: str):
+    """A head whose weights are zero guesses evenly, so its loss is the logarithm of its classes."""
+    model, batch = with_random_weights(script), batch_with_gaps(script)
+    state = model.state_dict()
+    model.load_state_dict({n: torch.zeros_like(v) if n.startswith(silent + ".") else v for n, v in state.items()})
+    with torch.no_grad():
+        distogram, masked = reference_losses(model(batch["tokens"]), batch)
+        loss = model(**batch).item()
+    assert {"distogram": distogram, "masked_msa": masked}[silent] == pytest.approx(
+        math.log({"distogram": 64, "masked_msa": 23}[silent])
+    )
+    assert loss == pytest.approx(0.3 * distogram + 2.0 * masked, rel=1e-5)
+
+
+@both_versions
+def test_distances_fall_into_64_equal_bins_from_2_to_22_angstrom(script: str):
+    """Two residues at one distance, just inside each bin's two ends, beyond the last one and at nearly zero."""
+    model = build(script, *SIZES, "--seq-len", "2")
+    model.load_state_dict(random_state(model.state_dict()))
+    width = 20 / 64
+    ends = [(2 + width * k + sign * 0.002, k) for k in range(64) for sign in (1, -1)]
+    cases = {distance: k if distance > 2 + width * k else max(0, k - 1) for distance, k in ends}
+    cases |= {0.1: 0, 21.9: 63, 22.5: 63, 300.0: 63}
+
+    batch = batches(script, *SIZES, "--seq-len", "2").next_batch()
+    one = {name: value[:1] for name, value in batch.items()}
+    with torch.no_grad():
+        outputs = model(one["tokens"])
+        logp = outputs["distogram"].double().log_softmax(-1)[0]
+        masked = reference.masked_msa_loss(outputs["masked_msa"].double(), one["true_tokens"], one["masked"])
+        for distance, wanted in cases.items():
+            one["coords"] = torch.tensor([[[1.0, 2.0, 3.0], [1.0, 2.0 + distance, 3.0]]])
+            bins = torch.tensor([[0, wanted], [wanted, 0]])
+            expected = -logp.gather(-1, bins[..., None]).mean()
+            assert model(**one).item() == pytest.approx(float(0.3 * expected + 2 * masked), rel=1e-5), distance
+            assert torch.equal(reference.distogram_targets(one["coords"])[0], bins), distance
+
+
+@both_versions
+def test_residues_that_are_not_observed_do_not_count(script: str):
+    model, batch = with_random_weights(script), batch_with_gaps(script)
+    moved = batch["coords"].clone()
+    moved[~batch["observed"]] += 7.0
+    with torch.no_grad():
+        loss = model(**batch).item()
+        assert model(**{**batch, "coords": moved}).item() == loss
+        moved[batch["observed"]] *= 1.5
+        assert model(**{**batch, "coords": moved}).item() != loss, "those that are observed must"
+
+
+@both_versions
+def test_only_masked_positions_count_in_the_msa_loss(script: str):
+    model, batch = with_random_weights(script), batch_with_gaps(script)
+    other = (batch["true_tokens"] + 1) % 20
+    with torch.no_grad():
+        loss = model(**batch).item()
+        outside = torch.where(batch["masked"], batch["true_tokens"], other)
+        assert model(**{**batch, "true_tokens": outside}).item() == loss
+        inside = torch.where(batch["masked"], other, batch["true_tokens"])
+        assert model(**{**batch, "true_tokens": inside}).item() != loss
+
+
+@every_version
+def test_distogram_is_symmetric(script: str, argv: list[str]):
+    model = with_random_weights(script, *argv)
+    with torch.no_grad():
+        logits = model(batches(script, *SIZES).next_batch()["tokens"])["distogram"]
+    assert logits.std() > 0.1
+    assert torch.equal(logits, logits.transpose(1, 2))
+
+
+# Input
+
+
+@both_versions
+def test_relative_positions_are_clipped_at_32(script: str):
+    """With one amino acid everywhere, the first pair representation depends on the clipped offset i - j alone."""
+    model = with_random_weights(script, "--seq-len", "80")
+    with torch.no_grad():
+        _, pair = model.input_embedder(torch.zeros(1, 2, 80, dtype=torch.long))
+    pair = pair[0]
+    offsets = torch.arange(80)[:, None] - torch.arange(80)
+    distinct = []
+    for offset in range(-32, 33):
+        same = pair[offsets.clamp(-32, 32) == offset]
+        assert torch.allclose(same, same[:1].expand_as(same), atol=1e-5), offset
+        distinct.append(same[0])
+    distances = torch.cdist(torch.stack(distinct), torch.stack(distinct)) + torch.eye(65)
+    assert distances.min() > 1e-2, "the 65 offsets must be told apart"
+    weight = model.state_dict()["input_embedder.linear_relpos.weight"]
+    assert weight.shape == (C_Z, 65)
+    assert torch.allclose(pair[5, 2] - pair[0, 40], weight[:, 3 + 32] - weight[:, 0], atol=1e-5)
+
+
+@both_versions
+def test_order_of_the_homologs_does_not_matter(script: str):
+    """The alignment is a set below its first row: other orders permute the MSA output and leave the pairs alone."""
+    model, tokens = with_random_weights(script), batches(script, *SIZES).next_batch()["tokens"]
+    order = [0, 3, 1, 4, 2]
+    with torch.no_grad():
+        first, second = model(tokens), model(tokens[:, order])
+    assert relative_difference(second["masked_msa"], first["masked_msa"][:, order]) < 1e-4
+    assert relative_difference(second["distogram"], first["distogram"]) < 1e-4
+
+
+@both_versions
+def test_loss_on_synthetic_proteins_falls(script: str, tmp_path):
+    argv = ["--num-steps", "50", "--warmup-steps", "0", "--learning-rate", "2e-3", "--under-profiler"]
+    curve = run_main(script, tmp_path, *argv, "--batch-size", "4").summary["loss"]["curve"]
+    assert sum(curve[-5:]) / 5 < 0.8 * curve[0]

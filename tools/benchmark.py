@@ -1,0 +1,211 @@
+#!/usr/bin/env python3
+"""Take the measurements behind every figure in README.md, and print the tables from them.
+
+Usage:
+  python tools/benchmark.py headline results/DIR   V1 against V2, eager and compiled, float32 and bfloat16
+  python tools/benchmark.py grid results/DIR       V1 against V2 over batch sizes and sequence lengths
+  python tools/benchmark.py memory results/DIR     peak memory of TinyLlama against the sequence length
+  python tools/benchmark.py overhead results/DIR   the measured loop against a loop of bare training steps
+  python tools/benchmark.py table results/DIR      the README's tables, from what lies in DIR
+
+Both sides of a ratio are measured in one call, in turn. `headline` runs the scripts as a user does, one process each,
+and keeps their result files as they are; the others run in this process and write one file each.
+"""
+
+import argparse
+import gc
+import importlib
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+MODELS = {"tiny_openfold": [], "tiny_llama": ["--seq-len", "128"]}  # the sizes of the headline table
+COMPILE = ["--enable-torch-compile", "--torch-compile-mode", "reduce-overhead"]
+CONFIGURATIONS = {
+    "fp32": [],
+    "bf16": ["--use-amp"],
+    "fp32_compile": COMPILE,
+    "bf16_compile": ["--use-amp", *COMPILE],
+}
+LABELS = {"fp32": "fp32", "bf16": "bf16", "fp32_compile": "fp32, compiled", "bf16_compile": "bf16, compiled"}
+GRID = {
+    "tiny_llama": [(b, s) for s in (32, 128, 512) for b in (1, 4, 16)],
+    "tiny_openfold": [(b, s) for s in (32, 64, 128) for b in (1, 4, 16)] + [(1, 256), (4, 256), (1, 512)],
+}
+LENGTHS = (128, 256, 512, 1024, 2048)
+
+
+def headline(directory: Path, rounds: int) -> None:
+    """One result file for each model, version, configuration and round; eager ones are repeated, as the host is noisy."""
+    for configuration, flags in CONFIGURATIONS.items():
+        for model, sizes in MODELS.items():
+            for turn in range(1, 1 + (1 if "compile" in configuration else rounds)):
+                for version in ("v1", "v2"):
+                    script = f"{model}_{version}"
+                    with tempfile.TemporaryDirectory() as folder:
+                        command = [sys.executable, f"{script}.py", *sizes, *flags, "--profile-dir", folder]
+                        run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+                        if run.returncode:
+                            print(f"{script} {configuration}: {run.stderr.strip()}", file=sys.stderr)
+                            continue
+                        text = (Path(folder) / f"{script}_summary.json").read_text()
+                    (directory / f"{script}_{configuration}_{turn}.json").write_text(text)
+                    print(
+                        f"{script} {configuration} {turn}: {json.loads(text)['timing']['batch_ms']:.2f} ms", flush=True
+                    )
+
+
+def short_run(script: str, argv: list[str]) -> dict:
+    """Train a few steps in this process, without counting and profiling; returns the result."""
+    import torch
+
+    module = importlib.import_module(script)
+    with tempfile.TemporaryDirectory() as folder:
+        args = module.parse_args([*argv, "--under-profiler", "--log-interval", "1000000", "--profile-dir", folder])
+        result = module.train(args)
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return result
+
+
+def outcome(result: dict) -> dict:
+    """What `grid` and `memory` keep of a result."""
+    return {
+        "status": result["status"],
+        "batch_ms": result["timing"].get("batch_ms"),
+        "peak_mb": result["memory"].get("peak_mb") if result["status"] == "ok" else None,
+    }
+
+
+def grid(directory: Path) -> None:
+    """V1 and V2 with everything on at each batch size and length, in float32 and bfloat16, in turn twice."""
+    rows = []
+    for model, shapes in GRID.items():
+        for precision in ("fp32", "bf16"):
+            for batch, length in shapes:
+                argv = ["--batch-size", str(batch), "--seq-len", str(length), "--num-steps", "12"]
+                argv += CONFIGURATIONS[precision]
+                row = {"model": model, "precision": precision, "batch_size": batch, "seq_len": length}
+                for version in ("v1", "v2", "v1", "v2"):
+                    got = outcome(short_run(f"{model}_{version}", argv))
+                    if version not in row or (got["batch_ms"] or 0) < (row[version]["batch_ms"] or 0):
+                        row[version] = got
+                rows.append(row)
+                print(row, flush=True)
+    save(directory / "grid.json", {"rows": rows})
+
+
+def memory(directory: Path) -> None:
+    """Peak memory of TinyLlama V2 with flash attention alone on and off, batch size 4."""
+    rows = []
+    for length in LENGTHS:
+        row = {"seq_len": length}
+        for name, flag in (("scores", "--disable-flash-attention"), ("flash", "--enable-flash-attention")):
+            argv = ["--batch-size", "4", "--seq-len", str(length), "--num-steps", "3", "--warmup-steps", "2", flag]
+            row[name] = outcome(short_run("tiny_llama_v2", argv))
+        rows.append(row)
+        print(row, flush=True)
+    save(directory / "memory.json", {"batch_size": 4, "rows": rows})
+
+
+def overhead(directory: Path) -> None:
+    """Time per step of the harness's measured loop over that of a loop that only takes training steps."""
+    rows = []
+    for script, argv in (("tiny_openfold_v2", []), ("tiny_llama_v2", [*MODELS["tiny_llama"], "--use-amp", *COMPILE])):
+        module = importlib.import_module(script)
+        with tempfile.TemporaryDirectory() as folder:
+            args = module.parse_args([*argv, "--log-interval", "1000000", "--profile-dir", folder])
+            device = module.prepare(args)
+        trainer = module.Trainer(args, device)
+        steps, measured, bare = 100, [], []
+        for turn in range(9):
+            wall = module.run_steps(trainer, module.Recorder(device, steps, "step", 10**6), {"loss": {"curve": []}})
+            start = time.perf_counter()
+            for _ in range(steps):
+                trainer.step()
+            trainer.synchronize()
+            if turn:  # the first warms up
+                measured.append(1e3 * wall / steps)
+                bare.append(1e3 * (time.perf_counter() - start) / steps)
+        row = {"script": script, "argv": argv, "measured_ms": measured, "bare_ms": bare}
+        row["ratio"] = statistics.median(m / b for m, b in zip(measured, bare, strict=True))
+        rows.append(row)
+        print(row, flush=True)
+    save(directory / "overhead.json", {"rows": rows})
+
+
+def save(path: Path, content: dict) -> None:
+    """Write a result file, with what it was measured on."""
+    module = importlib.import_module("tiny_llama_v1")
+    import torch
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    path.write_text(json.dumps({"environment": module.environment(device), **content}, indent=1) + "\n")
+
+
+def median_round(directory: Path, script: str, configuration: str) -> dict | None:
+    """Of the rounds of one configuration, the result with the median speed."""
+    results = [json.loads(path.read_text()) for path in directory.glob(f"{script}_{configuration}_[0-9].json")]
+    results.sort(key=lambda result: result["timing"]["batch_ms"])
+    return results[len(results) // 2] if results else None
+
+
+def table(directory: Path) -> str:
+    """The README's tables as Markdown."""
+    lines = []
+    for model in MODELS:
+        lines += [
+            f"| {model} | samples/sec | ms per step | kernels | host launches | peak memory, MB | final loss | speed-up |",
+            "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        ]
+        base = None
+        for configuration, label in LABELS.items():
+            for version in ("v1", "v2"):
+                result = median_round(directory, f"{model}_{version}", configuration)
+                if not result:
+                    continue
+                speed = result["timing"]["samples_per_sec"]
+                base = base or speed
+                lines.append(
+                    f"| {version.upper()} {label} | {speed:.0f} | {result['timing']['batch_ms']:.2f} "
+                    f"| {result['kernels']['per_step']} | {result['kernels']['host_launches']} "
+                    f"| {result['memory']['peak_mb']:.0f} | {result['loss']['final']:.3f} | {speed / base:.2f}x |"
+                )
+        lines.append("")
+    if (path := directory / "memory.json").exists():
+        rows = json.loads(path.read_text())["rows"]
+        lines.append("| sequence length | " + " | ".join(str(row["seq_len"]) for row in rows) + " |")
+        lines.append("| --- |" + " ---: |" * len(rows))
+        for name, label in (("scores", "materialised scores, MB"), ("flash", "flash attention, MB")):
+            cells = ("out of memory" if row[name]["peak_mb"] is None else f"{row[name]['peak_mb']:.0f}" for row in rows)
+            lines.append(f"| {label} | " + " | ".join(cells) + " |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("suite", choices=("headline", "grid", "memory", "overhead", "table"))
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--rounds", type=int, default=3, help="of the eager configurations of headline (default: 3)")
+    args = parser.parse_args()
+    args.directory.mkdir(parents=True, exist_ok=True)
+    if args.suite == "table":
+        print(table(args.directory))
+    elif args.suite == "headline":
+        headline(args.directory, args.rounds)
+    else:
+        {"grid": grid, "memory": memory, "overhead": overhead}[args.suite](args.directory)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
