@@ -234,7 +234,7 @@ class GatedAttention(nn.Module):
         if bias is None:
             samples, rows = 1, samples * rows  # nothing to share: every row of every sample is a batch of its own
         else:
-            x, bias = x.permute(1, 2, 0, 3), bias.flatten(0, 1)[None]
+            x, bias = x.permute(1, 2, 0, 3), bias.flatten(0, 1)[None].contiguous()
         q, k, v, gate = self.project(x.reshape(-1, dim))  # [R x N x B, H, C / H]
         q, k, v = (t.view(rows, length, samples * self.heads, -1).transpose(1, 2) for t in (q, k, v))
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2)  # [R, N, B x H, C / H]

@@ -185,8 +185,8 @@ def test_loss_curve_is_that_of_v1(script: str, argv: list[str]):
 @every_script
 def test_a_run_repeats_itself(script: str):
     first = curve(script, *TWENTY_STEPS)
-    curve.cache_clear()
-    assert curve(script, *TWENTY_STEPS) == pytest.approx(first, rel=1e-6)
+    again = curve.__wrapped__(script, *TWENTY_STEPS)
+    assert again == pytest.approx(first, rel=1e-6)
     assert curve(script, *TWENTY_STEPS, "--seed", "7") != pytest.approx(first, rel=1e-3)
 
 
@@ -309,7 +309,8 @@ def test_use_amp_computes_in_the_chosen_type():
 
 
 @pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="torch.compile needs a C++ compiler")
-def test_torch_compile_follows_the_same_loss_curve(tmp_path: Path):
+def test_torch_compile_follows_the_same_loss_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     sizes = ["--num-layers", "1", "--hidden-dim", "32", "--num-heads", "2", "--seq-len", "16"]
     argv = [*sizes, "--num-steps", "10", "--warmup-steps", "2", "--learning-rate", "1e-3"]
     eager = run_main("tiny_llama_v2", tmp_path / "eager", *argv, "--under-profiler")
@@ -318,7 +319,7 @@ def test_torch_compile_follows_the_same_loss_curve(tmp_path: Path):
     assert compiled.status == 0, compiled.stderr
     assert compiled.summary["training"]["torch_compile"] is True
     assert compiled.summary["loss"]["curve"] == pytest.approx(eager.summary["loss"]["curve"], rel=1e-3)
-    assert "Compilation overhead: " in compiled.stdout
+    overhead = compiled.summary["timing"]["compilation_overhead_ms"]
+    assert f"Compilation overhead: {overhead:.1f} ms" in compiled.stdout
     assert "Compilation overhead: " not in eager.stdout
-    timing = compiled.summary["timing"]
-    assert timing["compilation_overhead_ms"] > 10 * timing["batch_ms"], "the first step compiles"
+    assert "compilation_overhead_ms" not in eager.summary["timing"]

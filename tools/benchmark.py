@@ -43,7 +43,7 @@ LENGTHS = (128, 256, 512, 1024, 2048)
 
 
 def headline(directory: Path, rounds: int) -> None:
-    """One result file for each model, version, configuration and round; eager ones are repeated, as the host is noisy."""
+    """A result file for each model, version, configuration and round; eager ones are repeated, hosts being noisy."""
     for configuration, flags in CONFIGURATIONS.items():
         for model, sizes in MODELS.items():
             for turn in range(1, 1 + (1 if "compile" in configuration else rounds)):

@@ -1,0 +1,273 @@
+"""The proteins that TinyOpenFold learns from: synthetic ones, and real ones from files."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, batches, run_main
+from torch import Tensor
+
+A3M, CIF = ROOT / "examples" / "bpti.a3m", ROOT / "examples" / "bpti.cif"
+LETTERS = "ARNDCQEGHILKMFPSTWYV"  # AlphaFold's order of the amino acids; then unknown, gap and mask
+UNKNOWN, GAP, MASK = 20, 21, 22
+both_versions = pytest.mark.parametrize("script", ["tiny_openfold_v1", "tiny_openfold_v2"])
+
+
+def synthetic(script: str = "tiny_openfold_v1", **sizes: int) -> dict[str, Tensor]:
+    """The first batch of synthetic proteins of these sizes."""
+    argv = [argument for name, value in sizes.items() for argument in (f"--{name.replace('_', '-')}", str(value))]
+    return batches(script, *argv).next_batch()
+
+
+def real(msa: Path = A3M, structure: Path = CIF, num_seqs: int = 61, seq_len: int = 58, batch_size: int = 1):
+    """The batches of a real protein; the sizes are those of the example, so that nothing is cropped."""
+    sizes = ["--num-seqs", str(num_seqs), "--seq-len", str(seq_len), "--batch-size", str(batch_size)]
+    return batches("tiny_openfold_v2", *sizes, "--msa", str(msa), "--structure", str(structure))
+
+
+def code(row: str) -> list[int]:
+    """Tokens of a row of an alignment."""
+    return [LETTERS.index(c) if c in LETTERS else GAP if c == "-" else UNKNOWN for c in row]
+
+
+def rows_of_example() -> list[str]:
+    """The rows of the example alignment without their insertions, read in the plainest way."""
+    records = A3M.read_text().split(">")[1:]
+    return ["".join(c for c in "".join(record.splitlines()[1:]) if not c.islower()) for record in records]
+
+
+# Synthetic proteins
+
+
+@both_versions
+def test_batch_has_the_documented_shapes_and_types(script: str):
+    batch = synthetic(script, batch_size=3, num_seqs=5, seq_len=12)
+    found = {name: (tuple(value.shape), value.dtype) for name, value in batch.items()}
+    assert found == {
+        "tokens": ((3, 5, 12), torch.int64),
+        "true_tokens": ((3, 5, 12), torch.int64),
+        "masked": ((3, 5, 12), torch.bool),
+        "coords": ((3, 12, 3), torch.float32),
+        "observed": ((3, 12), torch.bool),
+    }
+
+
+@both_versions
+def test_consecutive_residues_are_3_8_angstrom_apart(script: str):
+    coords = synthetic(script, batch_size=32, seq_len=100)["coords"].double()
+    assert coords.isfinite().all()
+    steps = (coords[:, 1:] - coords[:, :-1]).norm(dim=-1)
+    assert torch.allclose(steps, torch.full_like(steps, 3.8), atol=1e-3)
+    assert synthetic(script)["observed"].all()
+
+
+def test_chains_bend_like_proteins():
+    """Residues two apart are 4.5 to 7.6 Angstrom apart, as in real chains: neither folded back nor all straight."""
+    coords = synthetic(batch_size=32, seq_len=100)["coords"].double()
+    distance = (coords[:, 2:] - coords[:, :-2]).norm(dim=-1)
+    assert distance.min() > 4.5
+    assert distance.max() < 7.6
+    assert distance.std() > 0.3, "helices and strands must differ"
+
+
+def test_distances_use_the_range_of_the_distogram():
+    coords = synthetic(batch_size=32, seq_len=64)["coords"]
+    distance = torch.cdist(coords, coords)
+    assert 0.2 < (distance < 22).float().mean() < 0.95
+
+
+@both_versions
+def test_fifteen_percent_of_the_alignment_is_masked(script: str):
+    batch = synthetic(script, batch_size=16, num_seqs=32, seq_len=64)
+    masked = batch["masked"]
+    assert masked.float().mean().item() == pytest.approx(0.15, abs=0.01)
+    assert (batch["tokens"][masked] == MASK).all()
+    assert torch.equal(batch["tokens"][~masked], batch["true_tokens"][~masked])
+    true_tokens = batch["true_tokens"]
+    assert true_tokens.min() >= 0
+    assert true_tokens.max() < MASK, "the truth is never the mask"
+    assert not (true_tokens[:, 0] == GAP).any(), "the query has no gaps"
+    for row in (0, 1, 31):
+        assert 0.08 < masked[:, row].float().mean() < 0.22
+
+
+@both_versions
+def test_there_is_always_something_to_predict(script: str):
+    source = batches(script, "--num-seqs", "1", "--seq-len", "2", "--batch-size", "1")
+    assert all(source.next_batch()["masked"].any() for _ in range(50))
+
+
+def test_synthetic_proteins_are_the_same_for_the_same_seed():
+    first, again = batches("tiny_openfold_v1"), batches("tiny_openfold_v2")
+    other = batches("tiny_openfold_v1", "--seed", "7")
+    for _ in range(3):
+        batch, same, different = first.next_batch(), again.next_batch(), other.next_batch()
+        for name, value in batch.items():
+            assert torch.equal(value, same[name]), name
+        assert not torch.equal(batch["coords"], different["coords"])
+        assert not torch.equal(batch["true_tokens"], different["true_tokens"])
+
+
+def partners(coords: np.ndarray) -> list[tuple[int, int]]:
+    """Pairs of residues that touch: nearest to each other, under 8 Angstrom, 3 or more apart in the chain."""
+    distance = np.linalg.norm(coords[:, None] - coords, axis=-1)
+    index = np.arange(len(coords))
+    distance[np.abs(index[:, None] - index) < 3] = np.inf
+    nearest = distance.argmin(1)
+    return [(i, j) for i, j in enumerate(nearest) if i < j and nearest[j] == i and distance[i, j] < 8]
+
+
+def test_touching_residues_mutate_together():
+    """Whether a residue differs from the query's is correlated between partners and not between others."""
+    batch = synthetic(batch_size=12, num_seqs=256, seq_len=48)
+    touching, others = [], []
+    for tokens, coords in zip(batch["true_tokens"].numpy(), batch["coords"].numpy(), strict=True):
+        mutated = np.where(tokens == GAP, np.nan, tokens != tokens[0])[1:]
+        pairs = partners(coords)
+        rng = np.random.default_rng(0)
+        for chosen, result in ((pairs, touching), (rng.integers(48, size=(20, 2)).tolist(), others)):
+            for i, j in chosen:
+                both = ~np.isnan(mutated[:, i] + mutated[:, j])
+                if i != j and (chosen is pairs or ((i, j) not in pairs and (j, i) not in pairs)):
+                    result.append(np.corrcoef(mutated[both, i], mutated[both, j])[0, 1])
+    assert len(touching) > 40
+    assert np.mean(touching) > 0.8
+    assert abs(np.mean(others)) < 0.1
+
+
+def test_homologs_resemble_the_query():
+    tokens = synthetic(batch_size=8, num_seqs=64, seq_len=48)["true_tokens"]
+    same = (tokens[:, 1:] == tokens[:, :1]).float().mean().item()
+    assert 0.5 < same < 0.85
+    assert 0.01 < (tokens[:, 1:] == GAP).float().mean() < 0.06
+
+
+STARTUP = """
+import resource, sys
+sys.path.insert(0, sys.argv[1])
+import torch, tiny_openfold_v2 as script
+args = script.parse_args(["--seq-len", "512", "--num-seqs", "128", "--device", "cpu"])
+batch = script.make_batches(args, torch.device("cpu"), 42).next_batch()
+assert batch["tokens"].shape == (4, 128, 512)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in kB on Linux")
+def test_long_proteins_start_within_2_gb_of_host_memory():
+    command = [sys.executable, "-B", "-c", STARTUP, str(ROOT)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert int(done.stdout) * 1024 < 2e9
+
+
+# Alignment files
+
+
+def test_alignment_is_read_without_insertions():
+    rows = rows_of_example()
+    assert any(c.islower() for c in A3M.read_text().split("\n", 3)[3]), "the example must have insertions"
+    assert (len(rows), {len(row) for row in rows}) == (61, {58})
+    tokens = real().next_batch()["true_tokens"][0].tolist()
+    assert tokens[0] == code(rows[0])
+    assert sorted(tokens) == sorted(code(row) for row in rows)
+
+
+def test_insertions_line_breaks_and_rare_letters(tmp_path: Path):
+    query = rows_of_example()[0]
+    rows = [query, "-" * 10 + query[10:], "X" + query[1:], "B" + query[1:]]
+    path = tmp_path / "odd.a3m"
+    path.write_text(
+        f">query text\n{query[:20]}\n{query[20:]}\n\n>gaps\n{rows[1][:15]}acdef..{rows[1][15:]}\n"
+        f">unknown\nwwww{rows[2]}\n>ambiguous\n{rows[3]}gg\n"
+    )
+    tokens = real(msa=path, num_seqs=4).next_batch()["true_tokens"][0].tolist()
+    assert tokens[0] == code(query)
+    assert sorted(tokens) == sorted(code(row) for row in rows)
+    assert [row[0] for row in tokens].count(UNKNOWN) == 2, "X, and B, which is two amino acids"
+
+
+def test_crops_keep_alignment_and_structure_together():
+    """Each sample is a window of the protein: query first, other rows without repetition, and the coordinates of it."""
+    rows = [code(row) for row in rows_of_example()]
+    whole = real().next_batch()["coords"][0]
+    starts = set()
+    for _ in range(4):
+        batch = real(num_seqs=8, seq_len=20, batch_size=4).next_batch()
+        for tokens, coords in zip(batch["true_tokens"].tolist(), batch["coords"], strict=True):
+            start = next(s for s in range(39) if rows[0][s : s + 20] == tokens[0])
+            starts.add(start)
+            assert torch.equal(coords, whole[start : start + 20])
+            windows = [row[start : start + 20] for row in rows[1:]]
+            assert all(tokens[1:].count(row) <= windows.count(row) for row in tokens[1:])
+    assert len(starts) > 1, "the window must move"
+
+
+# Structure files
+
+
+def expected_coordinates() -> np.ndarray:
+    """C-beta, or C-alpha of glycine, of the 58 residues of the example, in the first location where there are several."""
+    import gemmi
+
+    chain = gemmi.read_structure(str(CIF))[0]["A"]
+    residues = [residue for residue in chain.first_conformer() if residue.find_atom("CA", "*")]
+    atoms = [residue.find_atom("CA" if residue.name == "GLY" else "CB", "*") for residue in residues]
+    return np.array([atom.pos.tolist() for atom in atoms], dtype=np.float32)
+
+
+def test_coordinates_are_those_of_the_structure():
+    batch = real().next_batch()
+    expected = expected_coordinates()
+    assert expected.shape == (58, 3)
+    assert batch["observed"].all()
+    np.testing.assert_allclose(batch["coords"][0].numpy(), expected, atol=1e-4)
+
+
+def pdb_without(path: Path, *missing: int, other_chain: bool = False) -> Path:
+    """The example as a PDB file without these residues (counted from 0), maybe behind another protein's chain."""
+    import gemmi
+
+    structure = gemmi.read_structure(str(CIF))
+    structure.remove_ligands_and_waters()
+    chain = structure[0]["A"]
+    for index in sorted(missing, reverse=True):
+        del chain[index]
+    if other_chain:
+        helix = gemmi.Chain("A")
+        for number, residue in enumerate(structure[0]["A"].first_conformer(), 1):
+            alanine = helix.add_residue(residue)
+            alanine.name, alanine.seqid = "ALA", gemmi.SeqId(number, " ")
+        chain.name = "B"
+        structure[0].add_chain(helix, 0)
+    structure.setup_entities()
+    structure.write_pdb(str(path))
+    return path
+
+
+@pytest.mark.parametrize("missing", [(20,), (0, 1), (57,), (9, 10, 11, 40)], ids=str)
+def test_residue_that_the_structure_lacks_is_not_observed(missing: tuple[int, ...], tmp_path: Path):
+    batch = real(structure=pdb_without(tmp_path / "gap.pdb", *missing)).next_batch()
+    observed = batch["observed"][0].numpy()
+    assert np.flatnonzero(~observed).tolist() == list(missing)
+    np.testing.assert_allclose(batch["coords"][0].numpy()[observed], expected_coordinates()[observed], atol=2e-3)
+
+
+def test_chain_of_the_query_is_found_among_others(tmp_path: Path):
+    batch = real(structure=pdb_without(tmp_path / "two.pdb", 30, other_chain=True)).next_batch()
+    observed = batch["observed"][0].numpy()
+    assert np.flatnonzero(~observed).tolist() == [30]
+    np.testing.assert_allclose(batch["coords"][0].numpy()[observed], expected_coordinates()[observed], atol=2e-3)
+
+
+@both_versions
+def test_loss_on_the_example_protein_falls(script: str, tmp_path: Path):
+    argv = ["--msa", str(A3M), "--structure", str(CIF), "--num-steps", "40", "--warmup-steps", "0", "--under-profiler"]
+    result = run_main(script, tmp_path, *argv, "--learning-rate", "2e-3")
+    assert result.status == 0, result.stderr
+    curve = result.summary["loss"]["curve"]
+    assert sum(curve[-5:]) / 5 < 0.9 * curve[0]
