@@ -445,8 +445,10 @@ def read_bytes(path: Path, flag: str) -> bytes:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy to the device without waiting for it."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    """Copy to the device without waiting for it, by way of pinned memory."""
+    if device.type == "cpu":
+        return tensor
+    return torch.empty_like(tensor, pin_memory=True).copy_(tensor).to(device, non_blocking=True)
 
 
 def prepare(args: argparse.Namespace) -> torch.device:

@@ -603,7 +603,7 @@ def synthetic_proteins(count: int, depth: int, length: int, seed: int) -> list[P
     """Proteins with helices, strands and loops, and families in which touching residues mutate together."""
     rng = np.random.default_rng(seed)
     kinds = rng.integers(3, size=(count, length))
-    stays = rng.random((count, length)) < 0.9  # so that a stretch of one kind is ten residues long on average
+    stays = rng.random((count, length)) < 0.9  # so that a stretch of one kind is 15 residues long on average
     for i in range(1, length):
         kinds[:, i] = np.where(stays[:, i], kinds[:, i - 1], kinds[:, i])
     proteins = []
@@ -865,8 +865,10 @@ def read_bytes(path: Path, flag: str) -> bytes:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy to the device without waiting for it."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    """Copy to the device without waiting for it, by way of pinned memory."""
+    if device.type == "cpu":
+        return tensor
+    return torch.empty_like(tensor, pin_memory=True).copy_(tensor).to(device, non_blocking=True)
 
 
 def prepare(args: argparse.Namespace) -> torch.device:

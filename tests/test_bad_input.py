@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import MODELS, QUICK, ROOT, SCRIPTS, TINY, Run, assert_one_error, model_of, strict_json
+from conftest import MODELS, QUICK, ROOT, SCRIPTS, TINY, Run, assert_one_error, model_of, strict_json, words
 
 every_script = pytest.mark.parametrize("script", SCRIPTS)
 BPTI = {"--msa": str(ROOT / "examples" / "bpti.a3m"), "--structure": str(ROOT / "examples" / "bpti.cif")}
@@ -282,7 +282,7 @@ def test_scores_that_do_not_fit_into_memory(script: str, run, tmp_path: Path):
     """[S, S] float32 scores of 256 TB are more than any process can address: the allocation fails at once."""
     path = tmp_path / "long.txt"
     path.write_bytes(b"a" * 8_000_000)
-    sizes = "--hidden-dim 2 --num-layers 1 --num-heads 1 --seq-len 8000000 --batch-size 1 --vocab-size 256".split()
+    sizes = words("--hidden-dim 2 --num-layers 1 --num-heads 1 --seq-len 8000000 --batch-size 1 --vocab-size 256")
     result = run(script, *sizes, "--text-file", str(path), "--disable-all-fusion")
     assert_out_of_memory(result, "--batch-size", "--seq-len")
 
@@ -293,7 +293,7 @@ def test_weights_that_do_not_fit_into_memory(script: str, run):
         "llama": "--hidden-dim 8000000 --num-layers 1 --num-heads 1 --seq-len 2 --vocab-size 2",
         "openfold": "--pair-dim 4000000000000 --num-heads-pair 1 --seq-len 2",
     }
-    assert_out_of_memory(run(script, *sizes[model_of(script)].split()), "lower")
+    assert_out_of_memory(run(script, *words(sizes[model_of(script)])), "lower")
 
 
 @every_script

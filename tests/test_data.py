@@ -211,7 +211,7 @@ def test_crops_keep_alignment_and_structure_together():
 
 
 def expected_coordinates() -> np.ndarray:
-    """C-beta, or C-alpha of glycine, of the 58 residues of the example, in the first location where there are several."""
+    """C-beta, or C-alpha of glycine, of the example's 58 residues, in the first location where there are several."""
     import gemmi
 
     chain = gemmi.read_structure(str(CIF))[0]["A"]

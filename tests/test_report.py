@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import gzip
+import io
 import json
 import os
 import re
@@ -24,13 +26,13 @@ from conftest import (
     TINY,
     Run,
     assert_one_error,
-    batches,
     build,
     load,
     model_of,
     parse,
     run_main,
     strict_json,
+    words,
 )
 
 every_script = pytest.mark.parametrize("script", SCRIPTS)
@@ -154,7 +156,7 @@ def llama_flops(batch: int, seq: int, hidden: int, layers: int, heads: int, kv_h
 @pytest.mark.parametrize("script", ["tiny_llama_v1", "tiny_llama_v2"])
 def test_flops_of_llama_are_those_of_its_matrix_products(script: str, runs: dict[str, Run], run):
     assert runs[script].summary["flops"]["per_step"] == llama_flops(2, 32, 64, 2, 4, 2, 256, 100)
-    other = "--batch-size 3 --seq-len 20 --hidden-dim 48 --num-layers 1 --num-heads 6 --num-kv-heads 3".split()
+    other = words("--batch-size 3 --seq-len 20 --hidden-dim 48 --num-layers 1 --num-heads 6 --num-kv-heads 3")
     summary = run(script, *QUICK, *other, "--intermediate-dim", "80", "--vocab-size", "50").summary
     assert summary["flops"]["per_step"] == llama_flops(3, 20, 48, 1, 6, 3, 80, 50)
 
@@ -182,8 +184,8 @@ def openfold_flops(batch: int, seqs: int, length: int, msa: int, pair: int, head
 
 @pytest.mark.parametrize("script", ["tiny_openfold_v1", "tiny_openfold_v2"])
 def test_flops_of_openfold_are_those_of_its_matrix_products(script: str, runs: dict[str, Run]):
-    outer = parse(script), build(script).config.outer_product_dim
-    expected = openfold_flops(2, 4, 16, 32, 32, 4, outer[1], 1)
+    outer = build(script).config.outer_product_dim
+    expected = openfold_flops(2, 4, 16, 32, 32, 4, outer, 1)
     assert runs[script].summary["flops"]["per_step"] == expected
 
 
@@ -198,8 +200,8 @@ def test_peak_memory_covers_weights_and_grows_with_the_sequence(script: str, run
 
 
 def test_peak_memory_of_one_big_weight_is_known(run):
-    """Where one weight dwarfs all else: itself, two AdamW moments and up to three gradients (two uses and their sum)."""
-    sizes = "--vocab-size 200000 --hidden-dim 32 --num-layers 1 --num-heads 1 --seq-len 2 --batch-size 1".split()
+    """Where one weight dwarfs all else: itself, two AdamW moments, gradients of its two uses and maybe their sum."""
+    sizes = words("--vocab-size 200000 --hidden-dim 32 --num-layers 1 --num-heads 1 --seq-len 2 --batch-size 1")
     peak = run("tiny_llama_v1", *QUICK, *sizes).summary["memory"]["peak_mb"]
     weight = 200_000 * 32 * 4 / 1e6
     assert 4 * weight < peak < 6.1 * weight
@@ -441,6 +443,17 @@ def test_verify_accuracy_passes(script: str, amp: list[str], run):
     assert "Accuracy check: PASS" in result.stdout
     errors = [float(e) for e in re.findall(r"relative error (\S+), limit", result.stdout)]
     assert len(errors) >= 3, "outputs, loss and gradients"
+
+
+@pytest.mark.parametrize("argv", [[], ["--disable-all-fusion"]], ids=["all-on", "all-off"])
+def test_verify_accuracy_in_bfloat16_does_not_blame_rounding(argv: list[str], tmp_path: Path):
+    """At the default sizes. With everything off there is nothing to fail but the arithmetic of the baseline itself."""
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text):
+        status = load("tiny_openfold_v2").main(
+            ["--verify-accuracy", "--use-amp", "--device", "cpu", "--profile-dir", str(tmp_path), *argv]
+        )
+    assert status == 0, text.getvalue()
 
 
 @every_v2

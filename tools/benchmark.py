@@ -42,15 +42,16 @@ GRID = {
 LENGTHS = (128, 256, 512, 1024, 2048)
 
 
-def headline(directory: Path, rounds: int) -> None:
+def headline(directory: Path, rounds: int, models: list[str], configurations: list[str]) -> None:
     """A result file for each model, version, configuration and round; eager ones are repeated, hosts being noisy."""
-    for configuration, flags in CONFIGURATIONS.items():
-        for model, sizes in MODELS.items():
+    for configuration in configurations:
+        for model in models:
             for turn in range(1, 1 + (1 if "compile" in configuration else rounds)):
                 for version in ("v1", "v2"):
                     script = f"{model}_{version}"
                     with tempfile.TemporaryDirectory() as folder:
-                        command = [sys.executable, f"{script}.py", *sizes, *flags, "--profile-dir", folder]
+                        command = [sys.executable, f"{script}.py", "--profile-dir", folder]
+                        command += MODELS[model] + CONFIGURATIONS[configuration]
                         run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
                         if run.returncode:
                             print(f"{script} {configuration}: {run.stderr.strip()}", file=sys.stderr)
@@ -196,12 +197,16 @@ def main() -> int:
     parser.add_argument("suite", choices=("headline", "grid", "memory", "overhead", "table"))
     parser.add_argument("directory", type=Path)
     parser.add_argument("--rounds", type=int, default=3, help="of the eager configurations of headline (default: 3)")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="of headline")
+    parser.add_argument(
+        "--configurations", nargs="+", choices=CONFIGURATIONS, default=list(CONFIGURATIONS), help="likewise"
+    )
     args = parser.parse_args()
     args.directory.mkdir(parents=True, exist_ok=True)
     if args.suite == "table":
         print(table(args.directory))
     elif args.suite == "headline":
-        headline(args.directory, args.rounds)
+        headline(args.directory, args.rounds, args.models, args.configurations)
     else:
         {"grid": grid, "memory": memory, "overhead": overhead}[args.suite](args.directory)
     return 0
