@@ -42,12 +42,12 @@ GRID = {
 LENGTHS = (128, 256, 512, 1024, 2048)
 
 
-def headline(directory: Path, rounds: int, models: list[str], configurations: list[str]) -> None:
+def headline(directory: Path, rounds: int, models: list[str], versions: list[str], configurations: list[str]) -> None:
     """A result file for each model, version, configuration and round; eager ones are repeated, hosts being noisy."""
     for configuration in configurations:
         for model in models:
             for turn in range(1, 1 + (1 if "compile" in configuration else rounds)):
-                for version in ("v1", "v2"):
+                for version in versions:
                     script = f"{model}_{version}"
                     with tempfile.TemporaryDirectory() as folder:
                         command = [sys.executable, f"{script}.py", "--profile-dir", folder]
@@ -86,22 +86,22 @@ def outcome(result: dict) -> dict:
     }
 
 
-def grid(directory: Path) -> None:
-    """V1 and V2 with everything on at each batch size and length, in float32 and bfloat16, in turn twice."""
-    rows = []
-    for model, shapes in GRID.items():
+def grid(directory: Path, rounds: int, models: list[str]) -> None:
+    """V1 and V2 with everything on at each batch size and length, in float32 and bfloat16, in turn; the best round."""
+    for model in models:
+        rows = []
         for precision in ("fp32", "bf16"):
-            for batch, length in shapes:
+            for batch, length in GRID[model]:
                 argv = ["--batch-size", str(batch), "--seq-len", str(length), "--num-steps", "12"]
                 argv += CONFIGURATIONS[precision]
-                row = {"model": model, "precision": precision, "batch_size": batch, "seq_len": length}
-                for version in ("v1", "v2", "v1", "v2"):
+                row = {"precision": precision, "batch_size": batch, "seq_len": length}
+                for version in ("v1", "v2") * rounds:
                     got = outcome(short_run(f"{model}_{version}", argv))
                     if version not in row or (got["batch_ms"] or 0) < (row[version]["batch_ms"] or 0):
                         row[version] = got
                 rows.append(row)
                 print(row, flush=True)
-    save(directory / "grid.json", {"rows": rows})
+                save(directory / f"grid_{model}.json", {"rows": rows})
 
 
 def memory(directory: Path) -> None:
@@ -164,7 +164,7 @@ def table(directory: Path) -> str:
     lines = []
     for model in MODELS:
         lines += [
-            f"| {model} | samples/sec | ms per step | kernels | host launches | peak memory, MB | final loss | speed-up |",
+            f"| {model} | samples/sec | ms per step | kernels | host launches | peak MB | final loss | speed-up |",
             "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
         ]
         base = None
@@ -181,6 +181,22 @@ def table(directory: Path) -> str:
                     f"| {result['memory']['peak_mb']:.0f} | {result['loss']['final']:.3f} | {speed / base:.2f}x |"
                 )
         lines.append("")
+    lines += [
+        "| V2 over V1, eager | shapes | slowest | fastest | peak memory, smallest to largest ratio |",
+        "| --- | ---: | ---: | ---: | ---: |",
+    ]
+    for model in MODELS:
+        if (path := directory / f"grid_{model}.json").exists():
+            for precision in ("fp32", "bf16"):
+                rows = [row for row in json.loads(path.read_text())["rows"] if row["precision"] == precision]
+                both = [(r["v1"], r["v2"]) for r in rows if r["v1"]["status"] == r["v2"]["status"] == "ok"]
+                speed = sorted(v1["batch_ms"] / v2["batch_ms"] for v1, v2 in both)
+                peak = sorted(v2["peak_mb"] / v1["peak_mb"] for v1, v2 in both)
+                lines.append(
+                    f"| {model} {precision} | {len(both)} | {speed[0]:.2f}x | {speed[-1]:.2f}x "
+                    f"| {peak[0]:.2f} to {peak[-1]:.2f} |"
+                )
+    lines.append("")
     if (path := directory / "memory.json").exists():
         rows = json.loads(path.read_text())["rows"]
         lines.append("| sequence length | " + " | ".join(str(row["seq_len"]) for row in rows) + " |")
@@ -196,8 +212,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("suite", choices=("headline", "grid", "memory", "overhead", "table"))
     parser.add_argument("directory", type=Path)
-    parser.add_argument("--rounds", type=int, default=3, help="of the eager configurations of headline (default: 3)")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="of headline")
+    parser.add_argument("--rounds", type=int, default=3, help="of grid and of eager headline runs (default: 3)")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="of headline and grid")
+    parser.add_argument("--versions", nargs="+", choices=("v1", "v2"), default=["v1", "v2"], help="of headline")
     parser.add_argument(
         "--configurations", nargs="+", choices=CONFIGURATIONS, default=list(CONFIGURATIONS), help="likewise"
     )
@@ -205,10 +222,12 @@ def main() -> int:
     args.directory.mkdir(parents=True, exist_ok=True)
     if args.suite == "table":
         print(table(args.directory))
+    elif args.suite == "grid":
+        grid(args.directory, args.rounds, args.models)
     elif args.suite == "headline":
-        headline(args.directory, args.rounds, args.models, args.configurations)
+        headline(args.directory, args.rounds, args.models, args.versions, args.configurations)
     else:
-        {"grid": grid, "memory": memory, "overhead": overhead}[args.suite](args.directory)
+        {"memory": memory, "overhead": overhead}[args.suite](args.directory)
     return 0
 
 
