@@ -144,11 +144,12 @@ class GatedAttention(nn.Module):
     def attend(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [B, R, N, C]: each of the R rows attends to itself; bias [B, H, N, N] is the same for all rows."""
         q, k, v, gate = (linear(x) for linear in (self.linear_q, self.linear_k, self.linear_v, self.linear_g))
-        q, k, v = (t.unflatten(-1, (self.heads, self.head_dim)).transpose(2, 3) for t in (q, k, v))
-        scores = (q / math.sqrt(self.head_dim)) @ k.transpose(-2, -1)  # [B, R, H, N, N]
+        # Samples and rows in one dimension: torch.compile's attention pattern (PyTorch 2.11) fails on five dimensions.
+        q, k, v = (t.flatten(0, 1).unflatten(-1, (self.heads, self.head_dim)).transpose(1, 2) for t in (q, k, v))
+        scores = (q / math.sqrt(self.head_dim)) @ k.transpose(-2, -1)  # [B x R, H, N, N]
         if bias is not None:
-            scores = scores + bias[:, None]
-        out = (scores.softmax(-1) @ v).transpose(2, 3).flatten(3)  # [B, R, N, C]
+            scores = (scores.unflatten(0, x.shape[:2]) + bias[:, None]).flatten(0, 1)
+        out = (scores.softmax(-1) @ v).transpose(1, 2).reshape(x.shape)
         return self.linear_o(torch.sigmoid(gate) * out)
 
 

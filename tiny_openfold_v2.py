@@ -208,13 +208,14 @@ class GatedAttention(nn.Module):
         """x [B, R, N, C]: each of the R rows attends to itself; bias [B, H, N, N] is the same for all rows."""
         if self.flash_attention:
             return self.attend_flash(x, bias)
-        q, k, v, gate = (t.view(*x.shape[:3], self.heads, -1) for t in self.project(x.reshape(-1, x.shape[-1])))
-        q, k, v = (t.transpose(2, 3) for t in (q, k, v))
-        scores = (q / math.sqrt(self.head_dim)) @ k.transpose(-2, -1)  # [B, R, H, N, N]
+        q, k, v, gate = self.project(x.reshape(-1, x.shape[-1]))
+        # Samples and rows in one dimension: torch.compile's attention pattern (PyTorch 2.11) fails on five dimensions.
+        q, k, v = (t.view(-1, x.shape[2], self.heads, self.head_dim).transpose(1, 2) for t in (q, k, v))
+        scores = (q / math.sqrt(self.head_dim)) @ k.transpose(-2, -1)  # [B x R, H, N, N]
         if bias is not None:
-            scores = scores + bias[:, None]
-        out = (scores.softmax(-1) @ v).transpose(2, 3)  # [B, R, N, H, C / H]
-        return self.linear_o((torch.sigmoid(gate) * out).flatten(3))
+            scores = (scores.unflatten(0, x.shape[:2]) + bias[:, None]).flatten(0, 1)
+        out = (scores.softmax(-1) @ v).transpose(1, 2).reshape(x.shape)
+        return self.linear_o(torch.sigmoid(gate.reshape(x.shape)) * out)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """x [P, C] -> q, k, v, gate, each [P, H, C / H]."""
