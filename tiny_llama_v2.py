@@ -831,8 +831,11 @@ def run_steps(trainer: Trainer, recorder: Recorder, result: dict) -> float:
         trainer.synchronize()
         return time.perf_counter() - start
     finally:
-        recorder.look(wait=True)
-        result["loss"]["curve"] += recorder.losses
+        trainer.synchronize()  # also after Ctrl-C: losses and events must have arrived before they are looked at
+        try:
+            recorder.look(wait=True)
+        finally:
+            result["loss"]["curve"] += recorder.losses
 
 
 def measure(args: argparse.Namespace, device: torch.device, result: dict) -> None:
