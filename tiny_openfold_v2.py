@@ -774,6 +774,7 @@ def build_parser() -> argparse.ArgumentParser:
     description, _, examples = __doc__.partition("\nExamples:\n")
     parser = Parser(
         prog=Path(__file__).name,
+        usage="%(prog)s [arguments]",
         description=description,
         epilog="examples:\n" + examples,
         formatter_class=HelpFormatter,
@@ -935,13 +936,8 @@ class Recorder:
     """
 
     def __init__(self, device: torch.device, steps: int, label: str, log_interval: int, ranges: bool = False):
-        self.gpu, self.steps, self.label, self.log_interval, self.ranges = (
-            device.type == "cuda",
-            steps,
-            label,
-            log_interval,
-            ranges,
-        )
+        self.gpu, self.ranges = device.type == "cuda", ranges
+        self.steps, self.label, self.log_interval = steps, label, log_interval
         self.buffer = torch.zeros(steps, pin_memory=self.gpu)
         self.marks: list = []  # the start, then the end of each phase of each step
         self.losses: list[float] = []
@@ -1053,9 +1049,7 @@ class Trainer:
 
     def resident_bytes(self) -> int:
         """Bytes of parameters, buffers and optimizer state, which stay allocated between steps."""
-        state = [
-            value for entry in self.optimizer.state.values() for value in entry.values() if isinstance(value, Tensor)
-        ]
+        state = [value for entry in self.optimizer.state.values() for value in entry.values()]
         return sum(t.nbytes for t in (*self.model.parameters(), *self.model.buffers(), *state))
 
 
@@ -1256,6 +1250,8 @@ def measure(args: argparse.Namespace, device: torch.device, result: dict) -> Non
     result["flops"] = {"per_step": flops, "achieved_tflops": flops / result["timing"]["batch_ms"] / 1e9}
 
     del trainer
+    if args.torch_compile:
+        torch.compiler.reset()  # lets go of the graphs' memory
     gc.collect()
     if kernels := result["kernels"]:
         everything_off = vars(without_fusions(args)) == vars(args)
@@ -1274,17 +1270,8 @@ def write_result(result: dict, directory: Path) -> None:
 def train(args: argparse.Namespace) -> dict:
     """Train and measure; the result is also written to <profile-dir>/<script>_summary.json, however the run ends."""
     device = prepare(args)
-    settings = (
-        "batch_size",
-        "num_steps",
-        "warmup_steps",
-        "learning_rate",
-        "seed",
-        "deterministic",
-        "use_amp",
-        "amp_dtype",
-    )
-    settings += ("matmul_precision", "torch_compile", "torch_compile_mode")
+    settings = ["batch_size", "num_steps", "warmup_steps", "learning_rate", "seed", "deterministic", "use_amp"]
+    settings += ["amp_dtype", "matmul_precision", "torch_compile", "torch_compile_mode"]
     result = {
         "schema_version": SCHEMA_VERSION,
         "script": SCRIPT,
@@ -1314,9 +1301,8 @@ def train(args: argparse.Namespace) -> dict:
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         if is_out_of_memory(error):
-            result.update(
-                status="oom", exit_status=3, error=f"out of memory: lower --batch-size or --seq-len ({reason})"
-            )
+            result.update(status="oom", exit_status=3)
+            result["error"] = f"out of memory: lower --batch-size or --seq-len ({reason})"
         elif args.torch_compile and type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
             result["error"] = f"torch.compile failed: {reason}"
         else:
@@ -1357,9 +1343,8 @@ def report(result: dict) -> str:
     if kernels.get("host_launches"):
         lines.append(f"Host launches per step: {kernels['host_launches']}")
     if flops:
-        lines.append(
-            f"FLOPs per step: {flops['per_step'] / 1e9:.1f} GFLOP, achieved {flops['achieved_tflops']:.2f} TFLOP/s"
-        )
+        achieved = f"achieved {flops['achieved_tflops']:.2f} TFLOP/s"
+        lines.append(f"FLOPs per step: {flops['per_step'] / 1e9:.1f} GFLOP, {achieved}")
     return "\n".join(lines)
 
 
@@ -1385,9 +1370,8 @@ def comparison(before: dict, after: dict, names: tuple[str, str]) -> str:
     lines = [f"{'':26}{names[0]:>14}{names[1]:>14}{'ratio':>10}"]
     for label, (group, key) in rows.items():
         first, second = before[group].get(key), after[group].get(key)
-        cells = [
-            "-" if value is None else f"{value:.4f}" if key == "final" else f"{value:.1f}" for value in (first, second)
-        ]
+        digits = 4 if key == "final" else 1
+        cells = ["-" if value is None else f"{value:.{digits}f}" for value in (first, second)]
         lines.append(f"{label:26}{cells[0]:>14}{cells[1]:>14}{second / first if first and second else math.nan:>10.3f}")
     return "\n".join(lines)
 
@@ -1427,7 +1411,7 @@ def read_v1_result(args: argparse.Namespace) -> dict:
 
 
 def compare_with_v1(args: argparse.Namespace) -> int:
-    """Train, then show the result beside that of V1, which must have had the same sizes."""
+    """Train, then show the result beside that of V1, and name every setting that was not the same."""
     v1 = read_v1_result(args)
     result = train(args)
     status = finish(result)
@@ -1454,23 +1438,21 @@ def outputs_and_gradients(args: argparse.Namespace, device: torch.device) -> tup
     with trainer.autocast():
         with torch.no_grad():
             outputs = trainer.forward(**inputs)
+            outputs = outputs if isinstance(outputs, dict) else {"outputs": outputs}
+            outputs = {name: value.clone() for name, value in outputs.items()}  # a CUDA graph reuses its outputs
         loss = trainer.forward(**batch)
     loss.backward()
     for parameter in trainer.model.parameters():
         parameter.data = parameter.grad  # state_dict then gives gradients, split where weights are fused
-    return {
-        "loss": loss,
-        **(outputs if isinstance(outputs, dict) else {"outputs": outputs}),
-    }, trainer.model.state_dict()
+    return {"loss": loss, **outputs}, trainer.model.state_dict()
 
 
 def verify_accuracy(args: argparse.Namespace) -> int:
     """Compare outputs, loss and gradients with those of the same weights in float32 with everything off."""
     device = prepare(args)
     exact = {"use_amp": False, "matmul_precision": "highest"}
-    expected, expected_gradients = outputs_and_gradients(
-        argparse.Namespace(**{**vars(without_fusions(args)), **exact}), device
-    )
+    reference = argparse.Namespace(**{**vars(without_fusions(args)), **exact})
+    expected, expected_gradients = outputs_and_gradients(reference, device)
     values, gradients = outputs_and_gradients(args, device)
     full_precision = all(getattr(args, name) == value for name, value in exact.items())
     limit = 1e-4 if full_precision else 1e-1
