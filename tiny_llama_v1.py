@@ -959,7 +959,7 @@ def compare_fusion(args: argparse.Namespace) -> int:
     """Everything off, then as chosen, in one process; the first result goes to <profile-dir>/baseline."""
     baseline_args = without_fusions(args)
     baseline_args.profile_dir = args.profile_dir / "baseline"
-    # A GPU profiler slows down the launches of its process from then on, so it may not run before the second timing.
+    # A GPU profiler that has run can slow down later launches, so none may run before the second timing.
     baseline_args.under_profiler = args.under_profiler or (args.device != "cpu" and torch.cuda.is_available())
     baseline = train(baseline_args)
     status = finish(baseline)
