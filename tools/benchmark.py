@@ -16,6 +16,7 @@ import argparse
 import gc
 import importlib
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -42,8 +43,9 @@ GRID = {
 LENGTHS = (128, 256, 512, 1024, 2048)
 
 
-def headline(directory: Path, rounds: int, models: list[str], versions: list[str], configurations: list[str]) -> None:
-    """A result file for each model, version, configuration and round; eager ones are repeated, hosts being noisy."""
+def headline(directory: Path, rounds: int, models: list[str], versions: list[str], configurations: list[str]) -> int:
+    """A result file for each model, version, configuration and round; returns how many runs failed."""
+    failed = 0
     for configuration in configurations:
         for model in models:
             for turn in range(1, 1 + (1 if "compile" in configuration else rounds)):
@@ -55,12 +57,14 @@ def headline(directory: Path, rounds: int, models: list[str], versions: list[str
                         run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
                         if run.returncode:
                             print(f"{script} {configuration}: {run.stderr.strip()}", file=sys.stderr)
+                            failed += 1
                             continue
                         text = (Path(folder) / f"{script}_summary.json").read_text()
                     (directory / f"{script}_{configuration}_{turn}.json").write_text(text)
                     print(
                         f"{script} {configuration} {turn}: {json.loads(text)['timing']['batch_ms']:.2f} ms", flush=True
                     )
+    return failed
 
 
 def short_run(script: str, argv: list[str]) -> dict:
@@ -97,7 +101,7 @@ def grid(directory: Path, rounds: int, models: list[str]) -> None:
                 row = {"precision": precision, "batch_size": batch, "seq_len": length}
                 for version in ("v1", "v2") * rounds:
                     got = outcome(short_run(f"{model}_{version}", argv))
-                    if version not in row or (got["batch_ms"] or 0) < (row[version]["batch_ms"] or 0):
+                    if version not in row or (got["batch_ms"] or math.inf) < (row[version]["batch_ms"] or math.inf):
                         row[version] = got
                 rows.append(row)
                 print(row, flush=True)
@@ -105,7 +109,7 @@ def grid(directory: Path, rounds: int, models: list[str]) -> None:
 
 
 def memory(directory: Path) -> None:
-    """Peak memory of TinyLlama V2 with flash attention alone on and off, batch size 4."""
+    """Peak memory of TinyLlama V2 with flash attention off and on, the other fusions on, batch size 4."""
     rows = []
     for length in LENGTHS:
         row = {"seq_len": length}
@@ -225,7 +229,7 @@ def main() -> int:
     elif args.suite == "grid":
         grid(args.directory, args.rounds, args.models)
     elif args.suite == "headline":
-        headline(args.directory, args.rounds, args.models, args.versions, args.configurations)
+        return int(headline(args.directory, args.rounds, args.models, args.versions, args.configurations) > 0)
     else:
         {"memory": memory, "overhead": overhead}[args.suite](args.directory)
     return 0
