@@ -35,6 +35,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -809,7 +810,9 @@ def build_parser() -> argparse.ArgumentParser:
     add("--enable-pytorch-profiler", action="store_true", help="operator tables and a trace of three steps")
     add("--enable-memory-profiling", action="store_true", help="memory timeline of one step")
     add("--enable-deepspeed-flops", action="store_true", help="FLOPs per module (needs deepspeed)")
-    add("--enable-rocm-profiling", action="store_true", help="mark measured steps and phases for a GPU profiler")
+    add(
+        "--enable-rocm-profiling", action="store_true", help="name phases and blocks to a GPU profiler, pause it before"
+    )
     add("--enable-all-profiling", action="store_true", help="all of these that work here")
     add("--under-profiler", action="store_true", help="launch nothing but the training steps")
     add("--profile-dir", type=Path, default=Path(f"./pytorch_profiles_v{VERSION}"), metavar="DIR", help="for results")
@@ -878,16 +881,19 @@ def prepare(args: argparse.Namespace) -> torch.device:
     if args.device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: PyTorch finds no GPU here; use --device cpu or auto", status=4)
     gpu = args.device != "cpu" and torch.cuda.is_available()
-    needs = {"deepspeed_flops": "the package deepspeed (pip install deepspeed)", "rocm_profiling": "a GPU"}
-    found = {"deepspeed_flops": importlib.util.find_spec("deepspeed") is not None, "rocm_profiling": gpu}
-    for name, need in needs.items():
-        if getattr(args, f"enable_{name}") and not found[name]:
-            raise UserError(f"--enable-{name.replace('_', '-')} needs {need}", status=4)
-        if args.enable_all_profiling and not found[name]:
-            print(f"--enable-all-profiling: skipping {name.replace('_', '-')}, which needs {need}", file=sys.stderr)
-        setattr(args, f"enable_{name}", found[name] and (getattr(args, f"enable_{name}") or args.enable_all_profiling))
-    args.enable_pytorch_profiler |= args.enable_all_profiling
-    args.enable_memory_profiling |= args.enable_all_profiling
+    deepspeed = importlib.util.find_spec("deepspeed") is not None
+    if args.enable_deepspeed_flops and not deepspeed:
+        raise UserError("--enable-deepspeed-flops needs the package deepspeed (pip install deepspeed)", status=4)
+    if args.enable_all_profiling:
+        args.enable_pytorch_profiler = args.enable_memory_profiling = args.enable_rocm_profiling = True
+        args.enable_deepspeed_flops = deepspeed
+        if not deepspeed:
+            print("--enable-all-profiling: skipping deepspeed-flops (pip install deepspeed)", file=sys.stderr)
+    if args.enable_rocm_profiling and not gpu:
+        print("--enable-rocm-profiling: no GPU here, so nothing is marked", file=sys.stderr)
+        args.enable_rocm_profiling = False
+    if args.enable_rocm_profiling and torch.version.hip:
+        roctx_library()
     try:
         args.profile_dir.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=args.profile_dir).close()
@@ -931,41 +937,45 @@ class Recorder:
     """Times and losses of a loop, taken without ever making the host wait for the device.
 
     On a GPU a mark is an event in the stream and a loss is an asynchronous copy to pinned memory, looked at once the
-    device has passed it. On a CPU they are clock readings and plain copies. With `ranges`, every phase is also a ROCTx
-    (NVTX) range for the profilers.
+    device has passed it. On a CPU they are clock readings and plain copies. `range` is a context manager that every
+    phase runs in, to name it to a profiler.
     """
 
-    def __init__(self, device: torch.device, steps: int, label: str, log_interval: int, ranges: bool = False):
-        self.gpu, self.ranges = device.type == "cuda", ranges
+    def __init__(self, device: torch.device, steps: int, label: str, log_interval: int, range=contextlib.nullcontext):
+        self.gpu, self.range = device.type == "cuda", range
         self.steps, self.label, self.log_interval = steps, label, log_interval
         self.buffer = torch.zeros(steps, pin_memory=self.gpu)
         self.marks: list = []  # the start, then the end of each phase of each step
         self.losses: list[float] = []
+        self.copied = 0  # losses on their way or arrived
         self.finite = True
 
     def mark(self) -> None:
-        """End a phase and start the next."""
-        if self.ranges:
-            if self.marks:
-                torch.cuda.nvtx.range_pop()
-            if len(self.marks) < self.steps * len(PHASES):
-                torch.cuda.nvtx.range_push(PHASES[len(self.marks) % len(PHASES)])
+        """Note this moment: the start of the loop or the end of a phase."""
         if self.gpu:
             self.marks.append(torch.cuda.Event(enable_timing=True))
             self.marks[-1].record()
         else:
             self.marks.append(time.perf_counter())
 
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Runs one phase of a step."""
+        with self.range(name):
+            yield
+        self.mark()
+
     def finish_step(self, step: int, loss: Tensor) -> None:
         """Keep the loss and look at those that have arrived; a loss that is not finite is a FloatingPointError."""
         self.buffer[step].copy_(loss, non_blocking=True)
-        self.mark()
+        self.copied = step + 1
         self.look(wait=False)
 
     def look(self, wait: bool) -> None:
-        """Take over the losses of the steps that the device has finished; with `wait`, of all started steps."""
-        while self.finite and (step := len(self.losses)) < (len(self.marks) - 1) // len(PHASES):
-            if self.gpu and not wait and not self.marks[len(PHASES) * (step + 1)].query():
+        """Take over the losses that have arrived; with `wait`, after the device has finished, all that were copied."""
+        while self.finite and (step := len(self.losses)) < self.copied:
+            after_copy = len(PHASES) * (step + 1) + 1  # the first mark behind the copy
+            if self.gpu and not wait and not (after_copy < len(self.marks) and self.marks[after_copy].query()):
                 return
             loss = float(self.buffer[step])
             self.finite = math.isfinite(loss)
@@ -1002,6 +1012,25 @@ class Recorder:
         }
 
 
+def name_blocks(model: nn.Module) -> None:
+    """Have each block, a member of a ModuleList, run its forward pass in an NVTX (ROCTx) range of its name."""
+
+    def begin(name: str) -> Callable[..., None]:
+        def hook(*unused) -> None:  # what a hook returns would replace the block's input
+            torch.cuda.nvtx.range_push(name)
+
+        return hook
+
+    def end(*unused) -> None:
+        torch.cuda.nvtx.range_pop()
+
+    for list_name, blocks in model.named_modules():
+        if isinstance(blocks, nn.ModuleList):
+            for name, block in blocks.named_children():
+                block.register_forward_pre_hook(begin(f"{list_name}.{name}"))
+                block.register_forward_hook(end)
+
+
 class Trainer:
     """Model, optimizer and data, and the one training step that is measured, counted and profiled."""
 
@@ -1012,24 +1041,26 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=args.learning_rate, fused=True)
         self.scaler = torch.amp.GradScaler(device.type, enabled=args.use_amp and args.amp_dtype == "float16")
         self.forward = torch.compile(self.model, mode=args.torch_compile_mode) if args.torch_compile else self.model
+        if args.enable_rocm_profiling and not args.torch_compile:  # a compiled graph has no blocks left
+            name_blocks(self.model)
 
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, getattr(torch, self.args.amp_dtype), enabled=self.args.use_amp)
 
-    def step(self, mark: Callable[[], None] = lambda: None) -> Tensor:
-        """One training step; `mark` is called after the data, the forward and the backward phase. Returns the loss."""
-        batch = self.batches.next_batch()
-        mark()
-        if self.args.torch_compile:
-            torch.compiler.cudagraph_mark_step_begin()
-        with self.autocast():
+    def step(self, phase: Callable[[str], AbstractContextManager] = contextlib.nullcontext) -> Tensor:
+        """One training step, each of its PHASES in a context `phase(name)`. Returns the loss."""
+        with phase("data"):
+            batch = self.batches.next_batch()
+        with phase("forward"), self.autocast():
+            if self.args.torch_compile:
+                torch.compiler.cudagraph_mark_step_begin()
             loss = self.forward(**batch)
-        mark()
-        self.scaler.scale(loss).backward()
-        mark()
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
+        with phase("backward"):
+            self.scaler.scale(loss).backward()
+        with phase("optimizer"):
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
     def synchronize(self) -> None:
@@ -1043,7 +1074,7 @@ class Trainer:
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         with torch.profiler.profile(activities=activities, acc_events=True, **options) as profile:
             for _ in range(steps):
-                self.step()
+                self.step(torch.profiler.record_function)
             self.synchronize()
         return profile
 
@@ -1125,13 +1156,21 @@ def count_flops(args: argparse.Namespace, batch: dict[str, Tensor]) -> int:
     return counter.get_total_flops()
 
 
+def roctx_library() -> ctypes.CDLL:
+    """The library through which an application pauses and resumes a ROCm profiler."""
+    try:
+        return ctypes.CDLL("librocprofiler-sdk-roctx.so")
+    except OSError as error:
+        raise UserError(f"--enable-rocm-profiling needs ROCm's rocprofiler-sdk-roctx: {error}", status=4) from error
+
+
 @contextlib.contextmanager
 def recorded_region(active: bool) -> Iterator[None]:
     """Have an attached profiler record only what runs inside (cudaProfilerStart; under ROCm also ROCTx resume)."""
     if not active:
         yield
         return
-    roctx = ctypes.CDLL("librocprofiler-sdk-roctx.so") if torch.version.hip else None
+    roctx = roctx_library() if torch.version.hip else None
     torch.cuda.profiler.start()
     if roctx:
         roctx.roctxProfilerResume(0)
@@ -1188,7 +1227,7 @@ def run_steps(trainer: Trainer, recorder: Recorder, result: dict) -> float:
         start = time.perf_counter()
         recorder.mark()
         for step in range(recorder.steps):
-            recorder.finish_step(step, trainer.step(recorder.mark))
+            recorder.finish_step(step, trainer.step(recorder.phase))
         trainer.synchronize()
         return time.perf_counter() - start
     finally:
@@ -1216,12 +1255,13 @@ def measure(args: argparse.Namespace, device: torch.device, result: dict) -> Non
     warmup_wall = run_steps(trainer, warmup, result)
     if args.warmup_steps:
         result["timing"]["warmup_first_step_ms"] = warmup.milliseconds(0, len(PHASES))
-    measured = Recorder(device, args.num_steps, "step", args.log_interval, ranges=gpu and args.enable_rocm_profiling)
+    ranges = torch.cuda.nvtx.range if args.enable_rocm_profiling else contextlib.nullcontext
+    measured = Recorder(device, args.num_steps, "step", args.log_interval, ranges)
     wall = None
     if gpu:
         torch.cuda.reset_peak_memory_stats()
     try:
-        with recorded_region(gpu and args.enable_rocm_profiling):
+        with recorded_region(args.enable_rocm_profiling):
             wall = run_steps(trainer, measured, result)
     finally:
         result["timing"] |= measured.timing(args.batch_size, wall)

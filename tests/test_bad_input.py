@@ -108,13 +108,6 @@ def test_deepspeed_that_is_not_installed(script: str, run):
     assert_one_error(run(script, *QUICK, "--enable-deepspeed-flops"), 4, "--enable-deepspeed-flops", "deepspeed")
 
 
-@every_script
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_rocm_profiling_without_a_gpu(script: str, run):
-    assert_one_error(run(script, *QUICK, "--enable-rocm-profiling"), 4, "--enable-rocm-profiling", "GPU")
-
-
-@every_script
 @pytest.mark.parametrize("where", ["below-a-file", "a-file"])
 def test_profile_directory_that_cannot_be_written(where: str, script: str, run, tmp_path: Path):
     (tmp_path / "file").write_text("in the way")
