@@ -1,0 +1,531 @@
+#!/usr/bin/env python3
+"""Floating-point operations, memory traffic and a roofline, module by module, of one forward pass of a version script.
+
+Everything is of the model as the arguments choose it, fusions included, not of the unfused model that the script's own
+"FLOPs per step" is counted on. FLOPs are counted by DeepSpeed where that package is installed, which counts some
+element-wise operators too; otherwise by torch.utils.flop_counter: matrix multiplications and fused attention (causal
+attention as if it were full) and nothing else. Modules of repeated blocks are added up: `layers.*.mlp`. What a block or
+the model computes outside of the modules listed, such as residuals and the loss, is its "(rest)".
+
+--computational-intensity adds FLOP per byte. Its model of memory: every operator reads its tensors from device memory
+and writes its results there, once each; views cost nothing, and looking up rows reads these rows only. This is the
+traffic if nothing stays in a cache between two operators. What one fused kernel keeps to itself costs nothing, and that
+is why fusing raises the intensity. A module may exceed the roof where caches do hold its data.
+
+--generate-roofline measures two ceilings here, a large GEMM in the run's precision and a large copy, and the time of
+each module in the forward pass: on a GPU the sum of its kernels, on a CPU the time spent in the module, the profiler's
+own cost included. Only what counts as FLOP makes a module fast here; one without any is not in the picture.
+
+Written to --profile-dir: <script>_flops.json and .csv with all numbers, <script>_roofline.png, and with DeepSpeed its
+own profile, <script>_deepspeed_flops.txt.
+
+Examples:
+  python run_deepspeed_flops.py --batch-size 8 --seq-len 64 --computational-intensity --generate-roofline
+  python run_deepspeed_flops.py --script tiny_llama_v2.py --use-amp --generate-roofline --profile-dir ./roofline
+  python run_deepspeed_flops.py --script tiny_llama_v1.py --seq-len 512 --computational-intensity
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import csv
+import importlib.util
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.module_tracker import ModuleTracker
+
+from tools.kernels import has_gpu, kernels_of, range_of_each, ranges_of
+from tools.version_script import ToolError, load_script, markdown_table, run_tool, script_arguments, tool_parser
+
+PROG = Path(__file__).name
+RANGE = "module "  # what the names of the profiler's ranges begin with
+WARMUP, PASSES = 2, 3  # forward passes before and under the profiler
+OVERWRITING = ("copy_", "fill_", "zero_")  # these do not read the tensor that they write
+LOOKUPS = ("embedding", "index", "index_select", "gather")  # these read only some of their first tensor
+
+
+@dataclass
+class Row:
+    """One kind of module in one forward pass; times and rates are None if they were not asked for."""
+
+    module: str
+    blocks: int
+    parameters: int
+    flop: int = 0
+    share_percent: float = 0.0
+    bytes: int | None = None
+    flop_per_byte: float | None = None
+    ms: float | None = None
+    achieved_tflops: float | None = None
+    roof_tflops: float | None = None
+    percent_of_roof: float | None = None
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What this device reached in the precision of the run."""
+
+    precision: str
+    gemm_size: int
+    gemm_tflops: float
+    copy_bytes: int
+    copy_gb_per_s: float  # read and written
+
+
+def module_kinds(model: nn.Module) -> dict[str, str]:
+    """The modules that get a row, as {qualified name: kind}: the model, its children, and those of repeated blocks."""
+    kinds = {"": "model (rest)"}
+    for name, child in model.named_children():
+        if not isinstance(child, (nn.ModuleList, nn.Sequential)):
+            kinds[name] = name
+            continue
+        for index, block in child.named_children():
+            parts = [part for part, _ in block.named_children()]
+            kinds[f"{name}.{index}"] = f"{name}.* (rest)" if parts else f"{name}.*"
+            kinds |= {f"{name}.{index}.{part}": f"{name}.*.{part}" for part in parts}
+    return kinds
+
+
+def enclosing(name: str, kinds: dict[str, str]) -> str | None:
+    """The innermost other module of `kinds` around this one; None for the model itself."""
+    while name:
+        name = name.rpartition(".")[0]
+        if name in kinds:
+            return name
+    return None
+
+
+def without_children(inclusive: dict[str, int], kinds: dict[str, str]) -> Counter:
+    """Counts that include inner modules -> counts per kind that include none of those that have a row themselves."""
+    own = Counter({name: inclusive.get(name, 0) for name in kinds})
+    for name in kinds:
+        if (outer := enclosing(name, kinds)) is not None:
+            own[outer] -= inclusive.get(name, 0)
+    total: Counter = Counter()
+    for name, kind in kinds.items():
+        total[kind] += own[name]
+    return total
+
+
+def touched(tensor: Tensor) -> int:
+    """Bytes of memory behind a tensor; what is expanded (stride 0) is there once."""
+    count = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        count *= size if stride or not size else 1
+    return count * tensor.element_size()
+
+
+class Traffic(TorchDispatchMode):
+    """Counts the bytes that operators read and write, for each of the modules that get a row.
+
+    After use `bytes_of` maps qualified names to bytes, without those of inner modules.
+    """
+
+    def __init__(self, model: nn.Module, kinds: dict[str, str], views: Sequence[str]):
+        super().__init__()
+        self.kinds, self.views, self.root = kinds, frozenset(views), type(model).__name__
+        self.tracker = ModuleTracker()
+        self.bytes_of: Counter = Counter()
+
+    def __enter__(self) -> Traffic:
+        self.tracker.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self.tracker.__exit__(*error)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        result = function(*args, **kwargs)
+        self.bytes_of[self.innermost()] += self.moved(function, args, kwargs, result)
+        return result
+
+    def innermost(self) -> str:
+        """The innermost module with a row that is running now."""
+        running = (name.removeprefix(self.root).removeprefix(".") for name in self.tracker.parents)
+        return max((name for name in running if name in self.kinds), key=len, default="")
+
+    def moved(self, function, args: tuple, kwargs: dict, result: object) -> int:
+        """Bytes that one operator reads and writes."""
+        name = function._schema.name.rpartition("::")[2]
+        alias = [value.alias_info for value in function._schema.returns]
+        if name in self.views or any(info is not None and not info.is_write for info in alias):
+            return 0
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        written = sum(touched(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
+        read = 0
+        if name in OVERWRITING:
+            inputs = inputs[1:]
+        elif name in LOOKUPS:
+            read, inputs = min(touched(inputs[0]), written), inputs[1:]
+        different = {(leaf.data_ptr(), tuple(leaf.shape), leaf.stride()): leaf for leaf in inputs}
+        return read + written + sum(touched(leaf) for leaf in different.values())
+
+
+def flop_counter() -> FlopCounterMode:
+    """torch's counter, with the one fused attention that it does not know: that of CPUs."""
+
+    def forward(query, key, value, *unused, out_shape=None, **options) -> int:
+        return sdpa_flop_count(query, key, value)
+
+    def backward(grad, query, key, value, *unused, out_shape=None, **options) -> int:
+        return sdpa_backward_flop_count(grad, query, key, value)
+
+    name = "_scaled_dot_product_flash_attention_for_cpu"
+    formulas = {getattr(torch.ops.aten, name): forward, getattr(torch.ops.aten, f"{name}_backward"): backward}
+    return FlopCounterMode(display=False, custom_mapping=formulas)
+
+
+def count(trainer, kinds: dict[str, str], views: Sequence[str]) -> tuple[Counter, int, Counter]:
+    """FLOP of one forward pass per kind of module, FLOP of forward and backward, bytes of the forward per kind."""
+    batch, root = trainer.batches.next_batch(), type(trainer.model).__name__
+    with flop_counter() as counter:
+        with Traffic(trainer.model, kinds, views) as traffic, trainer.autocast():
+            loss = trainer.model(**batch)
+        counts = counter.get_flop_counts()
+        inclusive = {name: sum(counts.get(f"{root}.{name}" if name else root, {}).values()) for name in kinds}
+        loss.backward()
+    trainer.model.zero_grad(set_to_none=True)
+    moved: Counter = Counter()
+    for name, amount in traffic.bytes_of.items():
+        moved[kinds[name]] += amount
+    return without_children(inclusive, kinds), counter.get_total_flops(), moved
+
+
+def find_deepspeed() -> ModuleType | None:
+    """DeepSpeed's profiler, or None where it is not installed or cannot be used; the latter is said on stderr."""
+    if importlib.util.find_spec("deepspeed") is None:
+        return None
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            from deepspeed.profiling.flops_profiler import profiler
+        return profiler
+    except Exception as error:  # it looks for compilers when imported, and what it raises then is its own
+        print(f"{PROG}: DeepSpeed is installed but cannot be imported ({error}); counting without it", file=sys.stderr)
+        return None
+
+
+def count_with_deepspeed(profiler: ModuleType, trainer, kinds: dict[str, str], path: Path) -> Counter:
+    """FLOP of one forward pass per kind of module as DeepSpeed counts them; its own profile goes to `path`."""
+    deepspeed = profiler.FlopsProfiler(trainer.model)
+    deepspeed.start_profile()
+    try:
+        with trainer.autocast():
+            trainer.model(**trainer.batches.next_batch())
+        deepspeed.print_model_profile(output_file=str(path))
+        modules = dict(trainer.model.named_modules())
+        inclusive = {name: profiler.get_module_flops(modules[name]) for name in kinds}
+    finally:
+        deepspeed.end_profile()
+    return without_children(inclusive, kinds)
+
+
+@contextlib.contextmanager
+def named_ranges(model: nn.Module, kinds: dict[str, str]) -> Iterator[None]:
+    """Make each forward pass of these modules a range of the profiler."""
+    open_ranges, handles = [], []
+
+    def enter(kind: str) -> Callable:
+        def hook(*unused) -> None:
+            open_ranges.append(torch.profiler.record_function(RANGE + kind))
+            open_ranges[-1].__enter__()
+
+        return hook
+
+    def leave(*unused) -> None:
+        open_ranges.pop().__exit__(None, None, None)
+
+    for name, module in model.named_modules():
+        if name in kinds:
+            handles += [module.register_forward_pre_hook(enter(kinds[name])), module.register_forward_hook(leave)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def module_times(module: ModuleType, trainer, kinds: dict[str, str]) -> dict[str, float]:
+    """Milliseconds of one forward pass per kind of module, without the inner modules that have a row themselves."""
+    batch = trainer.batches.next_batch()
+    gpu = trainer.device.type == "cuda"
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if gpu:
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+
+    def forward() -> None:
+        with trainer.autocast():
+            trainer.model(**batch)
+
+    for _ in range(WARMUP):
+        forward()
+    trainer.synchronize()
+    with named_ranges(trainer.model, kinds), torch.profiler.profile(activities=activities, acc_events=True) as profile:
+        for _ in range(PASSES):
+            forward()
+        trainer.synchronize()
+    events = module.trace_events(profile)
+    if gpu and not has_gpu(events):
+        raise ToolError("the profiler saw no kernels on the GPU: may this user profile it?", status=1)
+    return {kind: spent / PASSES for kind, spent in times_in_ranges(events, kinds.values()).items()}
+
+
+def times_in_ranges(events: Sequence[dict], kinds: Iterable[str]) -> Counter:
+    """Milliseconds in the ranges of each kind but not in a range inside: of kernels, or without a GPU of the host."""
+    ranges = ranges_of(events, {RANGE + kind for kind in kinds})
+    spent: Counter = Counter()
+    if has_gpu(events):
+        kernels = kernels_of(events)
+        for name, kernel in zip(range_of_each(kernels, ranges), kernels, strict=True):
+            if name is not None:
+                spent[name.removeprefix(RANGE)] += kernel.duration_ns / 1e6
+        return spent
+    outer = []
+    for inner in ranges:
+        while outer and outer[-1].end <= inner.start:
+            outer.pop()
+        duration = (inner.end - inner.start) / 1e3
+        spent[inner.name.removeprefix(RANGE)] += duration
+        if outer:
+            spent[outer[-1].name.removeprefix(RANGE)] -= duration
+        outer.append(inner)
+    return spent
+
+
+def best_seconds(work: Callable[[], object], device: torch.device, repetitions: int, budget: float) -> float:
+    """The shortest of several runs after a warm-up, by device events on a GPU; stops when `budget` seconds are over."""
+    work()
+    best, end = float("inf"), time.perf_counter() + budget
+    for _ in range(repetitions):
+        if device.type == "cuda":
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            events[0].record()
+            work()
+            events[1].record()
+            torch.cuda.synchronize()
+            seconds = events[0].elapsed_time(events[1]) / 1e3
+        else:
+            start = time.perf_counter()
+            work()
+            seconds = time.perf_counter() - start
+        best = min(best, seconds)
+        if time.perf_counter() > end:
+            break
+    return best
+
+
+def measure_ceilings(args: argparse.Namespace, device: torch.device) -> Ceilings:
+    """GEMM throughput in the precision of the run and copy bandwidth; about a second."""
+    gpu = device.type == "cuda"
+    dtype = getattr(torch, args.amp_dtype) if args.use_amp else torch.float32
+    fastest, fastest_size = 0.0, 0
+    for size in (2048, 4096, 8192) if gpu else (256, 512, 1024):
+        a, b = torch.randn(2, size, size, device=device).to(dtype)
+        out = torch.empty_like(a)
+        seconds = best_seconds(lambda a=a, b=b, out=out: torch.mm(a, b, out=out), device, 10, 0.2)
+        if (tflops := 2 * size**3 / seconds / 1e12) > fastest:
+            fastest, fastest_size = tflops, size
+        if not gpu and seconds > 0.05:
+            break  # the next would take eight times as long
+    source = torch.ones((2**30 if gpu else 2**26) // 4, device=device)
+    target = torch.empty_like(source)
+    seconds = best_seconds(lambda: target.copy_(source), device, 20, 0.3)
+    precision = args.amp_dtype if args.use_amp else f"float32, {args.matmul_precision}"
+    return Ceilings(precision, fastest_size, fastest, source.nbytes, 2 * source.nbytes / seconds / 1e9)
+
+
+def make_rows(model: nn.Module, kinds: dict[str, str], flop: Counter) -> list[Row]:
+    """A row for each kind of module, in the order of the model."""
+    rows: dict[str, Row] = {}
+    for name, kind in kinds.items():
+        module = model.get_submodule(name)
+        rest = any(enclosing(other, kinds) == name for other in kinds)  # the others' parameters are in their rows
+        row = rows.setdefault(kind, Row(kind, 0, 0))
+        row.blocks += 1
+        row.parameters += sum(parameter.numel() for parameter in module.parameters(recurse=not rest))
+    total = sum(flop.values())
+    for kind, row in rows.items():
+        row.flop = flop[kind]
+        row.share_percent = 100 * flop[kind] / total
+    return list(rows.values())
+
+
+def add_intensity(rows: Sequence[Row], moved: Counter) -> None:
+    """Fill in bytes and FLOP per byte."""
+    for row in rows:
+        row.bytes = moved[row.module]
+        row.flop_per_byte = row.flop / row.bytes if row.bytes else None
+
+
+def add_rates(rows: Sequence[Row], spent: dict[str, float], ceilings: Ceilings) -> None:
+    """Fill in times, rates, and the roof at each intensity: the lower of GEMM throughput and bandwidth x intensity."""
+    for row in rows:
+        row.ms = spent.get(row.module, 0.0)
+        if row.flop and row.ms and row.flop_per_byte:
+            row.achieved_tflops = row.flop / row.ms / 1e9
+            row.roof_tflops = min(ceilings.gemm_tflops, ceilings.copy_gb_per_s * row.flop_per_byte / 1e3)
+            row.percent_of_roof = 100 * row.achieved_tflops / row.roof_tflops
+
+
+def table(rows: Sequence[Row], intensity: bool, roofline: bool) -> str:
+    """The rows as a Markdown table."""
+
+    def cell(value: float | None, digits: int, unit: float = 1.0) -> str:
+        return "-" if value is None else f"{value / unit:.{digits}f}"
+
+    header = ["module", "blocks", "parameters", "GFLOP forward", "share"]
+    header += ["MB moved", "FLOP/byte"] if intensity else []
+    header += ["ms", "TFLOP/s", "roof", "of roof"] if roofline else []
+    lines = []
+    for row in rows:
+        line = [
+            row.module,
+            str(row.blocks),
+            f"{row.parameters:,}",
+            cell(row.flop, 4, 1e9),
+            f"{row.share_percent:.1f} %",
+        ]
+        if intensity:
+            line += [cell(row.bytes, 2, 1e6), cell(row.flop_per_byte, 2)]
+        if roofline:
+            share = "-" if row.percent_of_roof is None else f"{row.percent_of_roof:.1f} %"
+            line += [cell(row.ms, 3), cell(row.achieved_tflops, 3), cell(row.roof_tflops, 3), share]
+        lines.append(line)
+    return markdown_table(header, lines)
+
+
+def draw(path: Path, title: str, rows: Sequence[Row], ceilings: Ceilings) -> None:
+    """The roofline as a PNG: both ceilings, and a point for each kind of module that has FLOPs and a time."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    points = [row for row in rows if row.achieved_tflops]
+    ridge = 1e3 * ceilings.gemm_tflops / ceilings.copy_gb_per_s  # FLOP/byte at which the two ceilings meet
+    low = min(ridge, *(row.flop_per_byte for row in points)) / 3
+    high = max(ridge, *(row.flop_per_byte for row in points)) * 10
+    figure, axes = pyplot.subplots(figsize=(10, 6), layout="constrained")
+    bandwidth = f"copy {ceilings.copy_gb_per_s:.4g} GB/s"
+    peak = f"GEMM {ceilings.gemm_tflops:.3g} TFLOP/s ({ceilings.precision})"
+    axes.plot([low, ridge], [low * ceilings.copy_gb_per_s / 1e3, ceilings.gemm_tflops], color="black", label=bandwidth)
+    axes.plot([ridge, high], 2 * [ceilings.gemm_tflops], color="black", linestyle="--", label=peak)
+    axes.annotate(
+        peak, (high, ceilings.gemm_tflops), ha="right", va="bottom", textcoords="offset points", xytext=(0, 3)
+    )
+    axes.annotate(bandwidth, (low, low * ceilings.copy_gb_per_s / 1e3), textcoords="offset points", xytext=(0, -14))
+    for index, row in enumerate(points):
+        marker = "osD^v<>Ph*X8p"[index % 13]
+        axes.plot(row.flop_per_byte, row.achieved_tflops, marker, color=f"C{index % 10}", label=row.module)
+    axes.set(xscale="log", yscale="log", xlabel="FLOP per byte moved", ylabel="TFLOP/s", title=title)
+    axes.grid(which="both", alpha=0.2)
+    figure.legend(loc="outside right upper", fontsize="small")
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def measure(module: ModuleType, args: argparse.Namespace, intensity: bool, roofline: bool) -> int:
+    """Count and measure what was asked for, write the files and print the table; returns the exit status."""
+    device = module.prepare(args)
+    environment, directory = module.environment(device), args.profile_dir
+    trainer = module.Trainer(args, device)
+    kinds = module_kinds(trainer.model)
+    flop, both, moved = count(trainer, kinds, module.VIEW_OPERATORS)
+    source, text = "torch.utils.flop_counter", None
+    if (deepspeed := find_deepspeed()) is not None:
+        from deepspeed import __version__
+
+        source, text = f"DeepSpeed {__version__}", directory / f"{module.SCRIPT}_deepspeed_flops.txt"
+        flop = count_with_deepspeed(deepspeed, trainer, kinds, text)
+    rows = make_rows(trainer.model, kinds, flop)
+    if intensity:
+        add_intensity(rows, moved)
+    ceilings = None
+    if roofline:
+        spent = module_times(module, trainer, kinds)
+        ceilings = measure_ceilings(args, device)
+        add_rates(rows, spent, ceilings)
+
+    fusions = {attribute: getattr(args, attribute) for _, attribute, _ in module.FUSIONS}
+    on = ", ".join(flag for flag, attribute, _ in module.FUSIONS if getattr(args, attribute)) or "nothing"
+    total = sum(flop.values())
+    result = {
+        "schema_version": 1,
+        "script": module.SCRIPT,
+        "config": asdict(trainer.model.config),
+        "fusions": fusions,
+        "training": {name: getattr(args, name) for name in ("batch_size", "use_amp", "amp_dtype", "matmul_precision")},
+        "environment": environment,
+        "flops_counted_by": source,
+        "forward_flop": total,
+        "forward_backward_flop": both,  # always by torch.utils.flop_counter
+        "ceilings": asdict(ceilings) if ceilings else None,
+        "modules": [asdict(row) for row in rows],
+    }
+    stem = directory / f"{module.SCRIPT}_flops"
+    temporary = stem.with_suffix(".tmp")
+    temporary.write_text(json.dumps(result, indent=1) + "\n")
+    temporary.replace(stem.with_suffix(".json"))
+    with stem.with_suffix(".csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(asdict(rows[0])), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(asdict(row) for row in rows)
+
+    print(f"{module.SCRIPT} on {environment['device_name']}, batch size {args.batch_size}, fused: {on}")
+    print(f"FLOPs counted by {source}, of the model with these fusions\n")
+    print(table(rows, intensity, roofline) + "\n")
+    print(f"Forward: {total / 1e9:.3f} GFLOP")
+    print(f"Forward and backward: {both / 1e9:.3f} GFLOP (by torch.utils.flop_counter)")
+    files = [stem.with_suffix(".csv"), stem.with_suffix(".json"), *([text] if text else [])]
+    if ceilings:
+        print(f"GEMM ceiling: {ceilings.gemm_tflops:.3f} TFLOP/s ({ceilings.precision}, size {ceilings.gemm_size})")
+        print(f"Copy ceiling: {ceilings.copy_gb_per_s:.1f} GB/s (read and written)")
+        files.append(directory / f"{module.SCRIPT}_roofline.png")
+        draw(files[-1], f"{module.SCRIPT} forward on {environment['device_name']}", rows, ceilings)
+    print(f"Written: {', '.join(map(str, files))}")
+    return 0
+
+
+def count_script(argv: Sequence[str] | None) -> int:
+    """Parse the command line and measure; returns the exit status."""
+    parser = tool_parser(PROG, __doc__)
+    parser.add_argument("--computational-intensity", action="store_true", help="FLOP per byte of memory traffic")
+    parser.add_argument("--generate-roofline", action="store_true", help="the same against what this device reaches")
+    own, rest = parser.parse_known_args(argv)
+    if own.generate_roofline and importlib.util.find_spec("matplotlib") is None:
+        raise ToolError("--generate-roofline needs the package matplotlib (pip install matplotlib)", status=4)
+    module = load_script(own.script)
+    args = module.parse_args(script_arguments(module, rest, own.profile_dir))
+    if args.torch_compile:
+        raise ToolError("--enable-torch-compile does not fit here: in a compiled graph there are no modules any more")
+    try:
+        return measure(module, args, own.computational_intensity or own.generate_roofline, own.generate_roofline)
+    except module.UserError as error:
+        raise ToolError(str(error), error.status) from error
+    except (RuntimeError, MemoryError) as error:
+        if not module.is_out_of_memory(error):
+            raise
+        raise ToolError("out of memory: lower --batch-size or --seq-len", status=3) from error
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    return run_tool(PROG, lambda: count_script(argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

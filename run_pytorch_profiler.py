@@ -1,0 +1,314 @@
+#!/usr/bin/env python3
+"""Where a training step spends its time: a version script under the PyTorch profiler, and tables from its trace.
+
+The script trains and measures as always; then three more steps run under the profiler. From their trace come the time
+of the GPU's kernels by what they do (GEMM, attention, element-wise, ...), by phase of the step and by name, and the
+operators that launched them. On a CPU there are no kernels; there all tables are of operators and the time spent in
+themselves. A kernel belongs to the phase in which the host launched it.
+
+Written to --profile-dir beside the script's own files:
+  <script>_kernels.csv    in the format of rocprofv3's *_kernel_stats.csv, over all profiled steps; and as text, .txt
+  <script>_operators.csv  operators by self time on the host, on a GPU also the time of their kernels; and .txt
+  <script>_phases.csv     data, forward, backward, optimizer
+  <script>_profile.json   all of this, and what it was measured on
+  <script>_report.md      with --generate-report
+
+Examples:
+  python run_pytorch_profiler.py --batch-size 8 --profile-dir ./fusion_analysis --generate-report
+  python run_pytorch_profiler.py --script tiny_llama_v2.py --seq-len 128 --use-amp
+  python run_pytorch_profiler.py --disable-all-fusion --profile-dir ./unfused
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import ModuleType
+
+from tools.kernels import (
+    CATEGORIES,
+    Communication,
+    Kernel,
+    KernelStatistics,
+    category,
+    communication_of,
+    has_gpu,
+    kernels_of,
+    load_trace,
+    operators_of,
+    range_of_each,
+    ranges_of,
+    short_name,
+    statistics_of,
+    write_statistics,
+)
+from tools.version_script import ToolError, load_script, markdown_table, run_tool, script_arguments, tool_parser
+
+PROG = Path(__file__).name
+TOP = 10
+
+
+@dataclass(frozen=True)
+class Share:
+    """The part of the profiled steps that one category or phase makes up, per step."""
+
+    kernels_per_step: float  # on a CPU, calls of operators
+    copies_per_step: float  # memcpys and memsets of a GPU
+    ms_per_step: float
+    percent: float
+
+
+@dataclass(frozen=True)
+class Operator:
+    """All calls of one operator in the profiled steps."""
+
+    name: str
+    category: str
+    calls: int
+    self_ns: int  # on the host, without the operators that it called
+    device_ns: int  # of the kernels that it launched itself
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What the tables are made from."""
+
+    unit: str  # "kernels", or "operators" on a CPU
+    steps: int
+    statistics: list[KernelStatistics]
+    categories: dict[str, Share]
+    phases: dict[str, Share]
+    operators: list[Operator]
+    communication: Communication | None  # of a run on several GPUs
+
+
+def shares(kernels: Sequence[Kernel], keys: Iterable[str], steps: int) -> dict[str, Share]:
+    """Share of each key, in the order in which the keys first appear."""
+    groups: dict[str, list[Kernel]] = defaultdict(list)
+    for key, kernel in zip(keys, kernels, strict=True):
+        groups[key].append(kernel)
+    total = sum(kernel.duration_ns for kernel in kernels)
+    result = {}
+    for key, members in groups.items():
+        copies, time = sum(kernel.is_copy for kernel in members), sum(kernel.duration_ns for kernel in members)
+        result[key] = Share((len(members) - copies) / steps, copies / steps, time / steps / 1e6, 100 * time / total)
+    return result
+
+
+def operator_table(events: Sequence[dict], kernels: Sequence[Kernel]) -> list[Operator]:
+    """Operators, the longest self time on the host first."""
+    device_ns: Counter = Counter()
+    if has_gpu(events):
+        for kernel in kernels:
+            if kernel.operator is not None:
+                device_ns[kernel.operator] += kernel.duration_ns
+    calls, self_ns, on_device = Counter(), Counter(), Counter()
+    for call in operators_of(events):
+        calls[call.name] += 1
+        self_ns[call.name] += call.duration_ns
+        on_device[call.name] += device_ns.pop(call.operator, 0)  # an id counts once
+    rows = [Operator(name, category(name), calls[name], self_ns[name], on_device[name]) for name in calls]
+    return sorted(rows, key=lambda row: (-row.self_ns, row.name))
+
+
+def analyse(events: list[dict], phases: Sequence[str]) -> Profile:
+    """The tables of a trace whose steps have ranges named `phases`; ValueError if it has none."""
+    ranges = ranges_of(events, phases)
+    steps = sum(marked.name == "forward" for marked in ranges)
+    if not steps:
+        raise ValueError("the trace has no ranges named forward")
+    kernels = kernels_of(events)
+    if not sum(kernel.duration_ns for kernel in kernels):
+        raise ValueError("the trace has nothing that took time")
+    durations: dict[str, list[int]] = defaultdict(list)
+    for kernel in kernels:
+        durations[kernel.name].append(kernel.duration_ns)
+    by_category = shares(kernels, [kernel.category for kernel in kernels], steps)
+    by_phase = shares(kernels, [name or "outside" for name in range_of_each(kernels, ranges)], steps)
+    return Profile(
+        "kernels" if has_gpu(events) else "operators",
+        steps,
+        statistics_of(durations),
+        {name: by_category[name] for name in CATEGORIES if name in by_category},
+        {name: by_phase[name] for name in (*phases, "outside") if name in by_phase},
+        operator_table(events, kernels),
+        communication_of(events, phases),
+    )
+
+
+def share_table(profile: Profile, title: str, parts: dict[str, Share]) -> str:
+    """Categories or phases as a Markdown table with a total."""
+    copies = profile.unit == "kernels"
+    header = [title, f"{profile.unit} per step", *(["copies per step"] if copies else []), "ms per step", "share"]
+    values = [(name, part.kernels_per_step, part.copies_per_step, part.ms_per_step, part.percent)
+              for name, part in parts.items()]  # fmt: skip
+    values.append(("all", *(sum(column) for column in list(zip(*values, strict=True))[1:])))
+    rows = [
+        [name, f"{count:.10g}", *([f"{copied:.10g}"] if copies else []), f"{time:.3f}", f"{percent:.1f} %"]
+        for name, count, copied, time, percent in values
+    ]
+    return markdown_table(header, rows)
+
+
+def kernel_table(profile: Profile, limit: int | None = None) -> str:
+    """Kernels (on a CPU, operators), the longest total first."""
+    rows = [
+        [
+            f"`{short_name(row.name)}`",
+            "copies" if row.name.startswith(("Memcpy", "Memset")) else category(row.name),
+            f"{row.calls / profile.steps:.10g}",
+            f"{row.total_ns / profile.steps / 1e6:.3f}",
+            f"{row.average_ns / 1e3:.1f}",
+            f"{row.percentage:.1f} %",
+        ]
+        for row in profile.statistics[:limit]
+    ]
+    header = (profile.unit.removesuffix("s"), "category", "calls per step", "ms per step", "mean, us", "share")
+    return markdown_table(header, rows, text_columns=2)
+
+
+def operators_text(profile: Profile, limit: int | None = None) -> str:
+    """Operators by self time on the host; on a GPU also the time of their kernels."""
+    gpu = profile.unit == "kernels"
+    header = ["operator", "category", "calls per step", "self ms per step", *(["device ms per step"] if gpu else [])]
+    rows = []
+    for row in profile.operators[:limit]:
+        times = (row.self_ns, row.device_ns) if gpu else (row.self_ns,)
+        cells = [f"{time / profile.steps / 1e6:.3f}" for time in times]
+        rows.append([f"`{short_name(row.name)}`", row.category, f"{row.calls / profile.steps:.10g}", *cells])
+    return markdown_table(header, rows, text_columns=2)
+
+
+def communication_line(profile: Profile) -> list[str]:
+    """What the collectives of a run on several GPUs cost; no line for one GPU."""
+    if not (found := profile.communication):
+        return []
+    share, exposed = 100 * found.ms / found.step_ms, 100 * found.exposed_ms / found.step_ms
+    return [
+        f"Communication: {found.ms:.3f} ms of {found.step_ms:.3f} ms per profiled step ({share:.1f} %), "
+        f"{found.exposed_ms:.3f} ms ({exposed:.1f} %) with nothing else running beside it"
+    ]
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write or replace a file; a reader never sees half of it."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
+
+
+def write_csv(path: Path, rows: Sequence[dict]) -> None:
+    """Write rows with the same keys, which become the header."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def as_json(profile: Profile, summary: dict) -> dict:
+    """The profile with what it was measured on, for `<script>_profile.json`."""
+    return {
+        "schema_version": 1,
+        **{key: summary[key] for key in ("script", "config", "fusions", "training", "environment")},
+        "unit": profile.unit,
+        "steps": profile.steps,
+        f"{profile.unit}_per_step": sum(part.kernels_per_step for part in profile.phases.values()),
+        "copies_per_step": sum(part.copies_per_step for part in profile.phases.values()),
+        "ms_per_step": sum(part.ms_per_step for part in profile.phases.values()),
+        "categories": {name: asdict(part) for name, part in profile.categories.items()},
+        "phases": {name: asdict(part) for name, part in profile.phases.items()},
+        "communication": asdict(profile.communication) if profile.communication else None,
+        "top": [{"category": category(row.name), **asdict(row)} for row in profile.statistics[:TOP]],
+    }
+
+
+def report(module: ModuleType, profile: Profile, summary: dict, directory: Path, trace: Path) -> str:
+    """The Markdown report of --generate-report."""
+    environment, training = summary["environment"], summary["training"]
+    on = [name for name, value in {**summary["fusions"], "torch_compile": training["torch_compile"]}.items() if value]
+    settings = {
+        "device": environment["device_name"],
+        "software": ", ".join(f"{n} {environment[n]}" for n in ("torch", "triton", "hip", "cuda") if environment[n]),
+        "model": ", ".join(f"{name} {value}" for name, value in summary["config"].items()),
+        "batch size": training["batch_size"],
+        "precision": training["amp_dtype"] if training["use_amp"] else f"float32 ({training['matmul_precision']})",
+        "fused": ", ".join(on) or "nothing",
+    }
+    clock = "Device time" if profile.unit == "kernels" else "Self time of operators, measured on the host,"
+    files = sorted(path.name for path in directory.glob(f"{module.SCRIPT}_*") if path.suffix != ".tmp")
+    files = sorted({*files, f"{module.SCRIPT}_report.md"})
+    lines = [
+        f"# Profile of {module.SCRIPT}",
+        *("", "## Settings", "", *(f"- {name}: {value}" for name, value in settings.items())),
+        *("", "## Timing", "", "Measured without the profiler, before the profiled steps.", ""),
+        *("```", module.report(summary), "```"),
+        *("", f"## {profile.unit.capitalize()} by category", ""),
+        f"{clock} in {profile.steps} profiled steps. The profiler makes launches and short operators slower.",
+        *("", share_table(profile, "category", profile.categories)),
+        *("", "## Phases", "", share_table(profile, "phase", profile.phases)),
+        *(line for text in communication_line(profile) for line in ("", text)),
+        *("", f"## Top {TOP} {profile.unit}", "", kernel_table(profile, TOP)),
+    ]
+    if profile.unit == "kernels":  # on a CPU this would be the same table again
+        lines += ["", f"## Top {TOP} operators", "", operators_text(profile, TOP)]
+    lines += [
+        *("", "## Files", "", *(f"- `{name}`" for name in files), ""),
+        f"Open `{trace.name}` in https://ui.perfetto.dev (drag it there; it stays on this machine).",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def profile_script(argv: Sequence[str] | None) -> int:
+    """Run the script, then make the tables from its trace; returns the exit status."""
+    parser = tool_parser(PROG, __doc__)
+    parser.add_argument("--generate-report", action="store_true", help="also write <script>_report.md")
+    own, rest = parser.parse_known_args(argv)
+    module = load_script(own.script)
+    rest = script_arguments(module, rest, own.profile_dir)
+    args = module.parse_args(rest)
+    status = module.main([*rest, "--enable-pytorch-profiler", "--enable-memory-profiling"])
+    if status:
+        return status
+
+    directory, name = args.profile_dir, module.SCRIPT
+    trace = directory / f"{name}_trace.json.gz"
+    summary = json.loads((directory / f"{name}_summary.json").read_text())
+    try:
+        events = load_trace(trace)
+        if summary["environment"]["device"] == "cuda" and not has_gpu(events):
+            raise ToolError("the profiler saw no kernels on the GPU: may this user profile it?", status=1)
+        profile = analyse(events, module.PHASES)
+    except ValueError as error:
+        raise ToolError(str(error), status=1) from error
+
+    write_statistics(directory / f"{name}_kernels.csv", profile.statistics)
+    write_text(directory / f"{name}_kernels.txt", kernel_table(profile) + "\n")
+    write_csv(directory / f"{name}_operators.csv", [asdict(row) for row in profile.operators])
+    write_text(directory / f"{name}_operators.txt", operators_text(profile) + "\n")
+    write_csv(directory / f"{name}_phases.csv", [{"phase": p, **asdict(s)} for p, s in profile.phases.items()])
+    write_text(directory / f"{name}_profile.json", json.dumps(as_json(profile, summary), indent=1) + "\n")
+    clock = "device time" if profile.unit == "kernels" else "self time of operators (on a CPU there are no kernels)"
+    print(f"\n{name}, {profile.steps} profiled steps, {clock}:\n")
+    print(share_table(profile, "category", profile.categories) + "\n")
+    print("\n".join([share_table(profile, "phase", profile.phases), *communication_line(profile)]) + "\n")
+    print(f"Tables: {directory}/{name}_{{kernels,operators,phases}}.csv, {name}_profile.json")
+    print(f"Trace for ui.perfetto.dev: {trace}")
+    if own.generate_report:
+        path = directory / f"{name}_report.md"
+        write_text(path, report(module, profile, summary, directory, trace))
+        print(f"Report: {path}")
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    return run_tool(PROG, lambda: profile_script(argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

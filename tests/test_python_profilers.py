@@ -1,0 +1,591 @@
+"""run_pytorch_profiler.py and run_deepspeed_flops.py, and what both take from tools/: names, statistics and traces."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import gzip
+import io
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import MODELS, QUICK, ROOT, SCRIPTS, TINY, Run, assert_one_error, batches, build, load, model_of, parse
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+sys.path.insert(0, str(ROOT))
+
+import run_deepspeed_flops as flops_tool
+import run_pytorch_profiler as profiler_tool
+from tools import kernels
+from tools.version_script import MODES
+
+BOTH_TOOLS = pytest.mark.parametrize("tool", [profiler_tool, flops_tool], ids=lambda tool: tool.PROG)
+V2 = pytest.mark.parametrize("script", [f"tiny_{model}_v2" for model in MODELS])
+
+
+def run_tool(tool, directory: Path, *argv: str) -> Run:
+    """The tool's main(argv) with results in `directory`."""
+    stdout, stderr = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
+        try:
+            status = tool.main([*argv, "--profile-dir", str(directory)])
+        except SystemExit as end:
+            status = end.code
+    return Run(status, stdout.getvalue(), stderr.getvalue(), directory, None)
+
+
+def tiny(script: str, *argv: str) -> list[str]:
+    """Arguments of a tool for a tiny run of a script on the CPU."""
+    return ["--script", f"{script}.py", "--device", "cpu", *TINY[model_of(script)], *argv]
+
+
+def read_csv(path: Path) -> list[dict]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+# --- names
+
+# Real names, shortened inside their template arguments; "at::" stands for "void at::native::(anonymous namespace)::".
+SOFTMAX = "void (anonymous namespace)::softmax_warp_{}<float, float, float, 10, {}, false>(float*, float const*, int)"
+NAMES = {
+    "GEMM": [
+        "sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize64x64x8_stage3_execute_kernel__5x_cublas",
+        "void cutlass::Kernel2<cutlass_80_simt_sgemm_128x256_8x4_nt_align1>(cutlass_80_simt::Params)",
+        "nvjet_sm90_tst_64x64_64x13_2x1_v_bz_NNT",
+        "void cublasLt::splitKreduce_kernel<32, 16, int, float>(cublasLt::cublasSplitKParams<float>)",
+        "void gemmSN_NN_kernel<float, 256, 4, 2, 8, 4, 4, false, cublasGemvTensorStridedBatched<float const>>()",
+        "void gemv2T_kernel_val<int, int, float, float, float, float, 128, 16, 4, 4, false>()",
+        "void dot_kernel<float, 128, 0, cublasDotParams<cublasGemvTensor<float const>, float>>(float)",
+        "Cijk_Ailk_Bljk_SB_MT128x128x16_MI32x32x1x2_SN_1LDSB0",
+        "Custom_Cijk_Alik_Bljk_BBS_BH_MT256x256x64",
+        "void ck::kernel_gemm_xdl_cshuffle_v1<ck::GridwiseGemm_k0mk1_k0nk1_mn_xdl_cshuffle_v1<>>(float const*)",
+        "aten::mm",
+        "aten::addmm",
+        "aten::bmm",
+        "aten::baddbmm",
+        "aten::linear",
+    ],
+    "attention": [
+        "attn_fwd.kd",
+        "bwd_kernel_dk_dv",
+        "bwd_kernel_dq",
+        "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, cutlass::bfloat16_t>>()",
+        "fmha_cutlassB_f32_aligned_64x64_k32_sm80(PyTorchMemEffAttention::AttentionBackwardKernel<float>::Params)",
+        "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16",
+        SOFTMAX.format("forward", "false"),
+        SOFTMAX.format("backward", "false"),
+        "at::cunn_SoftMaxForward<4, float, float, at::SoftMaxForwardEpilogue>(float*)",
+        "aten::scaled_dot_product_attention",
+        "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
+        "aten::softmax",
+        "aten::_softmax",
+        "aten::_softmax_backward_data",
+    ],
+    "normalisation": [
+        "at::vectorized_layer_norm_kernel<float, float, false>(int)",
+        "at::GammaBetaBackwardCUDAKernelTemplate<float, float, 32u>(l)",
+        "at::RowwiseMomentsCUDAKernel<float>(long, float)",
+        "at::layer_norm_grad_input_kernel<float, float>(float const*)",
+        "aten::native_layer_norm",
+        "aten::native_layer_norm_backward",
+    ],
+    "element-wise": [
+        "at::vectorized_elementwise_kernel<4, at::CUDAFunctor_add<float>, std::array<char*, 3ul> >(int)",
+        "at::glu_backward_kernel<float, OffsetCalculator<3, unsigned int, false> >(int, float*, float const*)",
+        "aten::mul",
+        "aten::add_",
+        "aten::silu_backward",
+        "aten::__and__",
+    ],
+    "copies": [
+        "at::vectorized_elementwise_kernel<4, at::FillFunctor<float>, std::array<char*, 1ul> >()",
+        "at::elementwise_kernel<128, 2, at::gpu_kernel_impl_nocast<at::direct_copy_kernel_cuda()::{lambda()#3}>()",
+        "at::unrolled_elementwise_kernel<at::bfloat16_copy_kernel_cuda(at::TensorIteratorBase&)::{lambda(float)#1}>()",
+        "at::CatArrayBatchedCopy<at::OpaqueType<4u>, unsigned int, 4, 64, 64>()",
+        "__amd_rocclr_fillBufferAligned.kd",
+        "__amd_rocclr_copyBuffer.kd",
+        "Memcpy HtoD (Pinned -> Device)",
+        "Memset (Device)",
+        "aten::copy_",
+        "aten::zero_",
+        "aten::cat",
+        "aten::clone",
+    ],
+    "reductions": [
+        "at::reduce_kernel<512, 1, at::ReduceOp<float, at::MeanOps<float, float, float, float> > >()",
+        "at::reduce_kernel<512, 1, at::ReduceOp<float, at::func_wrapper_t<float, at::sum_functor<float> > > >()",
+        "aten::sum",
+        "aten::mean",
+    ],
+    "optimizer": [
+        "at::multi_tensor_apply_kernel<at::FusedOptimizerTensorListMetadata<4>, at::FusedAdamMathFunctor<float, 4> >()",
+        "aten::_fused_adamw_",
+    ],
+    "generated": ["triton_poi_fused__unsafe_view_mul_silu_split_9", "triton_red_fused_native_layer_norm_2"],
+    "communication": ["ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "rcclKernel"],
+    "other": [
+        SOFTMAX.format("forward", "true"),
+        SOFTMAX.format("backward", "true"),
+        "at::cunn_SoftMaxForward<4, float, float, at::LogSoftMaxForwardEpilogue>(float*)",
+        "at::embedding_backward_feature_kernel<float, float, long>()",
+        "at::vectorized_gather_kernel<16, long>(char*, char*, long*, int)",
+        "at::index_elementwise_kernel<128, 4, at::gpu_index_kernel<at::index_kernel_impl<at::OpaqueType<4> > > >()",
+        "at::nll_loss_forward_reduce_cuda_kernel_2d<float, float, long>()",
+        "aten::_log_softmax",
+        "aten::_log_softmax_backward_data",
+        "aten::embedding_dense_backward",
+        "aten::view",
+        "autograd::engine::evaluate_function: MmBackward0",
+        "SoftmaxBackward0",
+    ],
+}
+BY_NAME = [
+    pytest.param(re.sub("^at::", "void at::native::(anonymous namespace)::", name), kind, id=name[:50])
+    for kind, names in NAMES.items()
+    for name in names
+]
+
+
+@pytest.mark.parametrize(("name", "expected"), BY_NAME)
+def test_category(name: str, expected: str):
+    assert kernels.category(name) == expected
+
+
+def test_every_category_has_a_name():
+    assert set(NAMES) == set(kernels.CATEGORIES)
+
+
+@pytest.mark.parametrize(
+    ("name", "short"),
+    [
+        ("void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::MeanOps<float> > >(int)",
+         "reduce_kernel [MeanOps]"),
+        ("void at::native::vectorized_elementwise_kernel<4, at::native::BUnaryFunctor<float, float, "
+         "at::native::binary_internal::MulFunctor<float> >, std::array<char*, 2ul> >(int)",
+         "vectorized_elementwise_kernel [MulFunctor]"),
+        ("void (anonymous namespace)::softmax_warp_forward<float, float, 7, false>(float*)", "softmax_warp_forward"),
+        ("void at::native::vectorized_elementwise_kernel<4, at::native::(anonymous namespace)::silu_kernel("
+         "at::TensorIteratorBase&)::{lambda()#1}, std::array<char*, 2ul> >()", "vectorized_elementwise_kernel [silu]"),
+        ("Memcpy HtoD (Pinned -> Device)", "Memcpy HtoD (Pinned -> Device)"),
+        ("autograd::engine::evaluate_function: MmBackward0", "autograd::engine::evaluate_function: MmBackward0"),
+        ("aten::mm", "aten::mm"),
+        ("Cijk_" + 100 * "x", "Cijk_" + 52 * "x" + "..."),
+    ],
+)  # fmt: skip
+def test_short_name(name: str, short: str):
+    assert kernels.short_name(name) == short
+
+
+# --- statistics files
+
+
+def test_statistics_survive_a_file_and_have_the_header_of_rocprofv3(tmp_path: Path):
+    rows = kernels.statistics_of({'void f<int, 2>("x")': [100, 300], "b": [1000], "c": [7, 7, 7]})
+    path = tmp_path / "kernels.csv"
+    kernels.write_statistics(path, rows)
+    assert kernels.read_statistics(path) == rows
+    header = '"Name","Calls","TotalDurationNs","AverageNs","Percentage","MinNs","MaxNs","StdDev"'
+    assert path.read_text().splitlines()[0] == header
+    assert [row.name for row in rows] == ["b", 'void f<int, 2>("x")', "c"]
+    first = rows[1]
+    assert (first.calls, first.total_ns, first.average_ns, first.min_ns, first.max_ns) == (2, 400, 200, 100, 300)
+    assert first.percentage == pytest.approx(100 * 400 / 1421)
+    assert first.std_dev_ns == pytest.approx(20000**0.5)
+
+
+STATISTICS = """"Name","Calls","TotalDurationNs","AverageNs","Percentage","MinNs","MaxNs","StdDev"
+"Cijk_Ailk, MT64",2,600,300.000000,60.000000,200,400,141.421356
+"copy",1,400,400.000000,4.000000e+01,400,400,0.00000000e+00
+"""
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("", "empty"),
+        (STATISTICS.replace("Calls", "Count"), "lacks Calls"),
+        (STATISTICS[:-30], "row 3 has"),
+        (STATISTICS.replace("600", "n/a"), "no number"),
+        (STATISTICS.replace("600", "nan"), "no number"),
+        (STATISTICS.replace("600", "inf"), "no number"),
+        ("\n".join(STATISTICS.splitlines()[:2]) + "\n", "add up to 60.0"),
+        (STATISTICS.splitlines()[0] + "\n", "add up to 0.0"),
+        (STATISTICS.replace("60.000000", "nan"), "add up to nan"),
+    ],
+)
+def test_a_broken_statistics_file_is_one_sentence_with_its_name(tmp_path: Path, content: str, words: str):
+    path = tmp_path / "x_kernel_stats.csv"
+    path.write_text(STATISTICS)
+    assert [row.total_ns for row in kernels.read_statistics(path)] == [600, 400]
+    path.write_text(content)
+    with pytest.raises(ValueError, match=words) as error:
+        kernels.read_statistics(path)
+    assert str(path) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+# --- traces
+
+
+def event(cat: str, name: str, ts: float, dur: float, tid: int = 1, **args) -> dict:
+    return {"ph": "X", "cat": cat, "name": name, "pid": 1, "tid": tid, "ts": ts, "dur": dur, "args": args}
+
+
+# Two phases; a copy, a kernel launched by the thread of the autograd engine, and a graph of two kernels.
+GPU_TRACE = [
+    event("user_annotation", "forward", 0, 100),
+    event("user_annotation", "backward", 100, 100),
+    event("user_annotation", "Optimizer.step#AdamW.step", 10, 20),
+    event("cpu_op", "aten::mm", 5, 20, **{"External id": 1}),
+    event("cpu_op", "aten::copy_", 30, 10, **{"External id": 2}),
+    event("cpu_op", "aten::mul", 110, 10, tid=2, **{"External id": 3}),
+    event("cuda_runtime", "cudaLaunchKernel", 10, 1, correlation=11),
+    event("cuda_runtime", "cudaMemcpyAsync", 35, 1, correlation=12),
+    event("cuda_driver", "cuLaunchKernelEx", 115, 1, tid=2, correlation=13),
+    event("cuda_runtime", "cudaGraphLaunch", 150, 1, correlation=14),
+    event("kernel", "Cijk_Ailk", 300, 8, tid=7, correlation=11, **{"External id": 1}),
+    event("gpu_memcpy", "Memcpy DtoD (Device -> Device)", 320, 2, tid=7, correlation=12, **{"External id": 2}),
+    event("kernel", "void vectorized_elementwise_kernel<4>()", 330, 3, tid=7, correlation=13, **{"External id": 3}),
+    event("kernel", "triton_poi_fused_0", 400, 5, tid=7, correlation=14),
+    event("kernel", "triton_poi_fused_1", 410, 1.5, tid=7, correlation=14),
+    event("kernel", "attn_fwd", 450, 0.5, tid=7, correlation=999),  # its launch is not in the trace
+]
+
+
+def test_a_kernel_belongs_to_the_phase_that_launched_it():
+    profile = profiler_tool.analyse(GPU_TRACE, ("data", "forward", "backward", "optimizer"))
+    assert profile.unit == "kernels"
+    found = {
+        name: (part.kernels_per_step, part.copies_per_step, part.ms_per_step) for name, part in profile.phases.items()
+    }
+    assert found == {"forward": (1, 1, 0.01), "backward": (3, 0, 0.0095), "outside": (1, 0, 0.0005)}
+    assert profile.categories["generated"].percent == pytest.approx(100 * 6.5 / 20)
+    assert {row.name: row.device_ns for row in profile.operators} == {
+        "aten::mm": 8000, "aten::copy_": 2000, "aten::mul": 3000,
+    }  # fmt: skip
+
+
+def test_without_a_gpu_an_operator_counts_without_those_it_calls():
+    events = [
+        event("cpu_op", "aten::linear", 0, 10),
+        event("cpu_op", "aten::t", 1, 2),
+        event("cpu_op", "aten::transpose", 1, 2),  # starts and ends with the one that calls it
+        event("cpu_op", "aten::mm", 4, 5.5),
+        event("cpu_op", "aten::mul", 2, 3, tid=2),  # another thread
+        event("cpu_op", "aten::add", 10, 1),  # starts where the first ends
+    ]
+    found = {kernel.name: kernel.duration_ns for kernel in kernels.kernels_of(events)}
+    assert found == {
+        "aten::linear": 2500, "aten::t": 0, "aten::transpose": 2000, "aten::mm": 5500, "aten::mul": 3000,
+        "aten::add": 1000,
+    }  # fmt: skip
+
+
+def test_the_innermost_of_nested_ranges_counts():
+    ranges = [kernels.Range(*r) for r in (("block", 0, 10), ("mlp", 2, 4), ("attention", 5, 8), ("next", 10, 12))]
+    times = [9, 0, 3, 6, 4.5, 11, 13, None]
+    launched = [kernels.Kernel("k", 1, time, "other") for time in times]
+    names = ["block", "block", "mlp", "attention", "block", "next", None, None]
+    assert kernels.range_of_each(launched, ranges) == names
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b'{"traceEvents": [', gzip.compress(b"{" * 999)[:20]])
+def test_a_broken_trace_is_a_value_error_with_its_name(tmp_path: Path, content: bytes):
+    path = tmp_path / "x_trace.json.gz"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="not a trace") as error:
+        kernels.load_trace(path)
+    assert str(path) in str(error.value)
+
+
+# --- run_pytorch_profiler.py
+
+
+@V2
+def test_profiler_tables_agree_with_each_other(tmp_path: Path, script: str):
+    result = run_tool(profiler_tool, tmp_path, *tiny(script, *QUICK, "--generate-report"))
+    assert result.status == 0, result.stderr
+    profile = json.loads((tmp_path / f"{script}_profile.json").read_text())
+    assert (profile["unit"], profile["steps"], profile["script"]) == ("operators", 3, script)
+    summary = json.loads((tmp_path / f"{script}_summary.json").read_text())
+    assert profile["environment"] == summary["environment"]
+
+    rows = kernels.read_statistics(tmp_path / f"{script}_kernels.csv")
+    total = sum(row.total_ns for row in rows)
+    for parts in (profile["categories"], profile["phases"]):
+        assert sum(part["percent"] for part in parts.values()) == pytest.approx(100)
+        assert 3e6 * sum(part["ms_per_step"] for part in parts.values()) == pytest.approx(total)
+        assert 3 * sum(part["kernels_per_step"] for part in parts.values()) == sum(row.calls for row in rows)
+    for name, part in profile["categories"].items():
+        members = [row for row in rows if kernels.category(row.name) == name]
+        assert part["percent"] == pytest.approx(sum(row.percentage for row in members))
+        assert f"| {name} " in result.stdout
+    phases = {row["phase"]: float(row["percent"]) for row in read_csv(tmp_path / f"{script}_phases.csv")}
+    assert phases == {name: part["percent"] for name, part in profile["phases"].items()}
+    assert list(phases)[:4] == ["data", "forward", "backward", "optimizer"]
+    assert phases.get("outside", 0) < 5  # between two steps there is next to nothing
+
+    categories = profile["categories"]
+    assert categories["GEMM"]["kernels_per_step"] and categories["attention"]["kernels_per_step"]
+    operators = {row["name"]: row for row in read_csv(tmp_path / f"{script}_operators.csv")}
+    assert sum(int(row["self_ns"]) for row in operators.values()) == total
+    assert int(operators["aten::_fused_adamw_"]["calls"]) == 3
+    assert "aten::mm" in (tmp_path / f"{script}_kernels.txt").read_text()
+    assert "kernel |" not in result.stdout
+
+    report = (tmp_path / f"{script}_report.md").read_text()
+    assert f"Average batch time: {summary['timing']['batch_ms']:.1f} ms" in report
+    assert f"Final loss: {summary['loss']['final']:.4f}" in report
+    for path in tmp_path.glob(f"{script}_*"):
+        assert f"`{path.name}`" in report
+
+
+def test_profiler_passes_on_what_it_does_not_know(tmp_path: Path):
+    script = "tiny_llama_v2"
+    result = run_tool(profiler_tool, tmp_path, *tiny(script, *QUICK, "--disable-all-fusion", "--seed", "7"))
+    assert result.status == 0, result.stderr
+    assert not (tmp_path / f"{script}_report.md").exists()
+    profile = json.loads((tmp_path / f"{script}_profile.json").read_text())
+    assert set(profile["fusions"].values()) == {False}
+    assert profile["training"]["seed"] == 7
+    names = [row.name for row in kernels.read_statistics(tmp_path / f"{script}_kernels.csv")]
+    assert not [name for name in names if "scaled_dot_product" in name]
+
+
+def test_a_failed_run_leaves_no_profile(tmp_path: Path):
+    script = "tiny_llama_v2"
+    result = run_tool(profiler_tool, tmp_path, *tiny(script, *QUICK, "--learning-rate", "1e30"))
+    assert_one_error(result, 1, "learning-rate")
+    assert [path.name for path in tmp_path.iterdir()] == [f"{script}_summary.json"]
+
+
+# --- both: what is refused
+
+
+@BOTH_TOOLS
+@pytest.mark.parametrize("name", ["no_such_script.py", "tools/sync_harness.py", "README.md", "tests"])
+def test_what_is_no_version_script_is_refused(tmp_path: Path, tool, name: str):
+    assert_one_error(run_tool(tool, tmp_path, "--script", name), 2, tool.PROG, name)
+
+
+@BOTH_TOOLS
+def test_a_script_is_found_here_first_and_is_not_run_before_it_is_known(tmp_path: Path, tool, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny_llama_v1.py").write_text("raise SystemExit('was run')\n")
+    assert_one_error(run_tool(tool, tmp_path, "--script", "tiny_llama_v1.py"), 2, "build_parser")
+
+
+@BOTH_TOOLS
+def test_a_package_that_a_script_needs_is_named(tmp_path: Path, tool):
+    text = (ROOT / "tiny_llama_v1.py").read_text().replace("import numpy", "import no_such_package, numpy")
+    (tmp_path / "other_v1.py").write_text(text)
+    assert_one_error(run_tool(tool, tmp_path, "--script", str(tmp_path / "other_v1.py")), 4, "no_such_package")
+
+
+@BOTH_TOOLS
+@pytest.mark.parametrize("mode", MODES)
+def test_modes_that_measure_something_else_are_refused(tmp_path: Path, tool, mode: str):
+    flag = f"--{mode.replace('_', '-')}"
+    value = ["x.json"] if mode == "compare_with_v1" else []
+    assert_one_error(run_tool(tool, tmp_path, *tiny("tiny_llama_v2", flag, *value)), 2, flag)
+    assert not list(tmp_path.iterdir())
+
+
+@BOTH_TOOLS
+def test_a_bad_argument_of_the_script_is_one_line(tmp_path: Path, tool):
+    assert_one_error(run_tool(tool, tmp_path, *tiny("tiny_llama_v2", "--no-such-flag")), 2, "--no-such-flag")
+
+
+@BOTH_TOOLS
+def test_a_profile_dir_that_cannot_be_written_is_one_line(tmp_path: Path, tool):
+    (tmp_path / "file").write_text("")
+    assert_one_error(run_tool(tool, tmp_path / "file", *tiny("tiny_llama_v2", *QUICK)), 2, "--profile-dir")
+
+
+@BOTH_TOOLS
+def test_interrupting_is_one_line(tmp_path: Path, tool, monkeypatch):
+    def interrupt(*unused):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tool, "script_arguments", interrupt)
+    assert_one_error(run_tool(tool, tmp_path, *tiny("tiny_llama_v2")), 130, "interrupted")
+
+
+@BOTH_TOOLS
+def test_help_has_examples(tool, capsys):
+    with pytest.raises(SystemExit) as end:
+        tool.main(["--help"])
+    assert end.value.code == 0
+    assert f"python {tool.PROG} " in capsys.readouterr().out
+
+
+def test_flops_of_a_compiled_model_are_refused(tmp_path: Path):
+    result = run_tool(flops_tool, tmp_path, *tiny("tiny_llama_v2", "--enable-torch-compile"))
+    assert_one_error(result, 2, "--enable-torch-compile")
+
+
+# --- run_deepspeed_flops.py
+
+
+@pytest.fixture
+def no_deepspeed(monkeypatch):
+    """DeepSpeed counts differently; these tests are about torch's counter."""
+    monkeypatch.setattr(flops_tool, "find_deepspeed", lambda: None)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_flops_are_those_of_torch_and_of_the_harness(tmp_path: Path, script: str, no_deepspeed):
+    off = ["--disable-all-fusion"] if script.endswith("v2") else []
+    result = run_tool(flops_tool, tmp_path, *tiny(script, *off))
+    assert result.status == 0, result.stderr
+    found = json.loads((tmp_path / f"{script}_flops.json").read_text())
+    assert found["flops_counted_by"] == "torch.utils.flop_counter"
+    with FlopCounterMode(display=False) as counter:
+        build(script, *off)(**batches(script, *off).next_batch())
+    assert found["forward_flop"] == counter.get_total_flops() == sum(row["flop"] for row in found["modules"])
+    assert found["forward_backward_flop"] == load(script).count_flops(parse(script, *off), batches(script).next_batch())
+    assert sum(row["share_percent"] for row in found["modules"]) == pytest.approx(100)
+    assert sum(row["parameters"] for row in found["modules"]) == sum(p.numel() for p in build(script).parameters())
+    assert found["modules"][0]["bytes"] is None
+    rows = read_csv(tmp_path / f"{script}_flops.csv")
+    assert [row["module"] for row in rows] == [row["module"] for row in found["modules"]]
+    assert "FLOPs counted by torch.utils.flop_counter" in result.stdout
+
+
+def test_flops_of_each_module_by_hand(tmp_path: Path, no_deepspeed):
+    script = "tiny_llama_v2"
+    assert run_tool(flops_tool, tmp_path, *tiny(script)).status == 0
+    rows = {row["module"]: row for row in json.loads((tmp_path / f"{script}_flops.json").read_text())["modules"]}
+    layers, tokens, hidden, heads, length, vocabulary = 2, 2 * 32, 64, 4, 32, 100
+    assert rows["layers.*.mlp"]["flop"] == layers * 2 * tokens * hidden * 3 * 4 * hidden
+    projections = 2 * tokens * hidden * (hidden + 2 * hidden // 2 + hidden)
+    attention = 2 * 2 * (2 * heads * length * length * (hidden // heads))
+    assert rows["layers.*.self_attn"]["flop"] == layers * (projections + attention)
+    assert rows["model (rest)"]["flop"] == 2 * tokens * hidden * vocabulary  # the tied output embedding
+    assert rows["layers.*.self_attn"]["blocks"] == layers
+
+
+MODULE_TRACE = [
+    event("user_annotation", "module model (rest)", 0, 160),
+    event("user_annotation", "module layers.*.mlp", 5, 20),
+    event("user_annotation", "module layers.*.mlp", 40, 10),
+]
+
+
+class Small(nn.Module):
+    """A block with an embedding and a linear layer, an element-wise product outside of both, and views."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(1000, 8)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, 16))])
+
+    def forward(self, index: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(index)
+        for block in self.blocks:
+            x = block(x)
+        return (x * x).t()[:2].add_(1.0).zero_()
+
+
+def test_bytes_of_each_module_by_hand():
+    model, index = Small(), torch.arange(5)
+    kinds = flops_tool.module_kinds(model)
+    with flops_tool.Traffic(model, kinds, load("tiny_llama_v2").VIEW_OPERATORS) as traffic:
+        model(index)
+    linear = 4 * (5 * 8 + 8 * 16 + 16 + 5 * 16)  # input, weight, bias, output
+    assert dict(traffic.bytes_of) == {
+        "embedding": 4 * 2 * 5 * 8 + 8 * 5,  # the five rows, read and written, and the index
+        "blocks.0.0": linear,
+        # x is read once for its square; of that, two columns are read and written, and in the end only written
+        "": 4 * 2 * 5 * 16 + 4 * 2 * 2 * 5 + 4 * 2 * 5,
+    }
+    rows = flops_tool.make_rows(model, kinds, flops_tool.Counter({"blocks.*.0": 2 * 5 * 8 * 16}))
+    flops_tool.add_intensity(rows, flops_tool.Counter({"blocks.*.0": linear}))
+    row = next(row for row in rows if row.module == "blocks.*.0")
+    assert row.flop_per_byte == pytest.approx(2 * 5 * 8 * 16 / linear)
+
+
+def test_memory_behind_a_tensor():
+    assert flops_tool.touched(torch.zeros(3, 4)) == 48
+    assert flops_tool.touched(torch.zeros(3, 1).expand(3, 4)) == 12
+    assert flops_tool.touched(torch.zeros(0, 4)) == 0
+    assert flops_tool.touched(torch.zeros(())) == 4
+
+
+def test_a_module_takes_the_time_of_its_kernels():
+    found = flops_tool.times_in_ranges(MODULE_TRACE + GPU_TRACE, ["layers.*.mlp", "model (rest)"])
+    assert found == {"layers.*.mlp": 0.008, "model (rest)": pytest.approx(0.0115)}
+
+
+def test_without_a_gpu_a_module_takes_the_time_of_its_range():
+    found = flops_tool.times_in_ranges(MODULE_TRACE, ["layers.*.mlp", "model (rest)"])
+    assert found == {"layers.*.mlp": pytest.approx(0.02 + 0.01), "model (rest)": pytest.approx(0.16 - 0.03)}
+
+
+def test_fusing_raises_the_intensity_of_attention(tmp_path: Path, no_deepspeed):
+    def intensity(*argv: str) -> float:
+        result = run_tool(flops_tool, tmp_path, *tiny("tiny_llama_v2", "--computational-intensity", *argv))
+        assert result.status == 0, result.stderr
+        rows = json.loads((tmp_path / "tiny_llama_v2_flops.json").read_text())["modules"]
+        return next(row["flop_per_byte"] for row in rows if row["module"] == "layers.*.self_attn")
+
+    assert intensity() > 1.2 * intensity("--disable-all-fusion")
+
+
+@V2
+def test_roofline(tmp_path: Path, script: str, no_deepspeed, monkeypatch):
+    pytest.importorskip("matplotlib")
+    result = run_tool(flops_tool, tmp_path, *tiny(script, "--generate-roofline", "--use-amp"))
+    assert result.status == 0, result.stderr
+    picture = (tmp_path / f"{script}_roofline.png").read_bytes()
+    assert picture[:8] == b"\x89PNG\r\n\x1a\n"
+    found = json.loads((tmp_path / f"{script}_flops.json").read_text())
+    ceilings = found["ceilings"]
+    assert ceilings["precision"] == "bfloat16"
+    for row in found["modules"]:
+        assert row["ms"] > 0 and row["bytes"] > 0
+        if row["flop"]:
+            assert row["achieved_tflops"] == pytest.approx(row["flop"] / row["ms"] / 1e9)
+            roof = min(ceilings["gemm_tflops"], ceilings["copy_gb_per_s"] * row["flop_per_byte"] / 1e3)
+            assert row["roof_tflops"] == pytest.approx(roof)
+        else:
+            assert row["achieved_tflops"] is None
+    assert f"{ceilings['gemm_tflops']:.3f} TFLOP/s" in result.stdout
+
+
+def test_a_roofline_without_matplotlib_is_refused_before_anything_runs(tmp_path: Path, monkeypatch):
+    find_spec = flops_tool.importlib.util.find_spec
+    monkeypatch.setattr(
+        flops_tool.importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find_spec(name)
+    )
+    result = run_tool(flops_tool, tmp_path, *tiny("tiny_llama_v2", "--generate-roofline"))
+    assert_one_error(result, 4, "matplotlib")
+    assert not list(tmp_path.iterdir())
+
+
+def test_out_of_memory_is_status_3(tmp_path: Path, monkeypatch, no_deepspeed):
+    def fail(*unused):
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(flops_tool, "count", fail)
+    assert_one_error(run_tool(flops_tool, tmp_path, *tiny("tiny_llama_v2")), 3, "--batch-size")
+
+
+@V2
+def test_deepspeed_counts_the_same_multiplications(tmp_path: Path, script: str, monkeypatch):
+    pytest.importorskip("deepspeed")
+    result = run_tool(flops_tool, tmp_path, *tiny(script))
+    assert result.status == 0, result.stderr
+    assert "FLOPs counted by DeepSpeed" in result.stdout
+    assert "DeepSpeed Flops Profiler" in (tmp_path / f"{script}_deepspeed_flops.txt").read_text()
+    counted = json.loads((tmp_path / f"{script}_flops.json").read_text())["forward_flop"]
+    monkeypatch.setattr(flops_tool, "find_deepspeed", lambda: None)
+    assert run_tool(flops_tool, tmp_path, *tiny(script)).status == 0
+    expected = json.loads((tmp_path / f"{script}_flops.json").read_text())["forward_flop"]
+    assert counted == pytest.approx(expected, rel=0.1)

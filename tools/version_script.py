@@ -1,0 +1,117 @@
+"""What the tools that run a version script (tiny_*_v*.py) in their own process share."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+
+ROOT = Path(__file__).resolve().parent.parent
+DEFAULT_SCRIPT = "tiny_openfold_v2.py"
+INTERFACE = ("build_parser", "parse_args", "build_model", "make_batches", "train", "main")
+MODES = ("validate_setup", "compare_fusion", "verify_accuracy", "compare_with_v1", "under_profiler")
+
+
+class ToolError(Exception):
+    """Something the user can put right: one line on stderr and this exit status, no traceback."""
+
+    def __init__(self, message: str, status: int = 2):
+        super().__init__(message)
+        self.status = status
+
+
+class Parser(argparse.ArgumentParser):
+    """Answers a bad argument with one line; what it does not know is for the script."""
+
+    def error(self, message: str) -> None:
+        self.exit(2, f"{self.prog}: error: {message} (--help lists all arguments)\n")
+
+
+def tool_parser(prog: str, documentation: str) -> Parser:
+    """A parser with --script and --profile-dir; the documentation's part after 'Examples:' ends the help."""
+    description, _, examples = documentation.partition("\nExamples:\n")
+    parser = Parser(
+        prog=prog,
+        usage="%(prog)s [arguments] [arguments of the script]",
+        description=description,
+        epilog=f"Every other argument goes to the script: python {DEFAULT_SCRIPT} --help lists them.\n\n"
+        f"examples:\n{examples}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--script", default=DEFAULT_SCRIPT, metavar="FILE", help="(default: %(default)s)")
+    parser.add_argument("--profile-dir", metavar="DIR", help="for results (default: the script's own)")
+    return parser
+
+
+def find_script(name: str) -> Path:
+    """The version script of this name, relative to the current directory or else to the repository."""
+    path = next((path for path in (Path(name), ROOT / name) if path.is_file()), None)
+    if path is None:
+        raise ToolError(f"--script {name}: no such file here or in {ROOT}")
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError) as error:
+        raise ToolError(f"--script {name}: not a Python script ({error})") from error
+    defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    if missing := [function for function in INTERFACE if function not in defined]:
+        raise ToolError(f"--script {name}: not a version script, it has no {missing[0]}()")
+    return path.resolve()
+
+
+def load_script(name: str) -> ModuleType:
+    """Import a version script by its path. It is looked at before, so nothing else is ever run."""
+    path = find_script(name)
+    loaded = sys.modules.get(path.stem)
+    if loaded is not None and getattr(loaded, "__file__", None) == str(path):
+        return loaded
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    try:
+        spec.loader.exec_module(module)
+    except ImportError as error:
+        del sys.modules[path.stem]
+        raise ToolError(f"--script {name}: it needs a package that is not there ({error})", status=4) from error
+    return module
+
+
+def script_arguments(module: ModuleType, argv: Sequence[str], profile_dir: str | None) -> list[str]:
+    """The script's command line, checked: with --profile-dir, and none of the modes that measure something else."""
+    argv = [*argv, *(["--profile-dir", profile_dir] if profile_dir else [])]
+    args = module.parse_args(argv)
+    for mode in MODES:
+        if getattr(args, mode, None):
+            raise ToolError(f"--{mode.replace('_', '-')} does not fit here: run {module.SCRIPT}.py itself for it")
+    return argv
+
+
+def run_tool(prog: str, body: Callable[[], int]) -> int:
+    """Call `body` and return its exit status; what the user can put right is one line on stderr."""
+    try:
+        return body()
+    except ToolError as error:
+        print(f"{prog}: error: {error}", file=sys.stderr)
+        return error.status
+    except KeyboardInterrupt:
+        print(f"{prog}: interrupted", file=sys.stderr)
+        return 130
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int = 1) -> str:
+    """A Markdown table, its columns aligned in the source too; those after the first `text_columns` hold numbers."""
+    widths = [max(3, *(len(line[i]) for line in (header, *rows))) for i in range(len(header))]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = [
+            cell.ljust(width) if i < text_columns else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        ]
+        return f"| {' | '.join(padded)} |"
+
+    rule = ["-" * width if i < text_columns else "-" * (width - 1) + ":" for i, width in enumerate(widths)]
+    return "\n".join([line(header), line(rule), *map(line, rows)])
