@@ -26,6 +26,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+from tools.kernels import CATEGORIES  # noqa: E402
 
 MODELS = {"tiny_openfold": [], "tiny_llama": ["--seq-len", "128"]}  # the sizes of the headline table
 COMPILE = ["--enable-torch-compile", "--torch-compile-mode", "reduce-overhead"]
@@ -163,6 +164,21 @@ def median_round(directory: Path, script: str, configuration: str) -> dict | Non
     return results[len(results) // 2] if results else None
 
 
+def share_table(directory: Path) -> list[str]:
+    """What the kernels of a step do, from the profiles of run_pytorch_profiler.py that lie in the directory."""
+    profiles = [json.loads(path.read_text()) for path in sorted(directory.glob("profile_tiny_*.json"))]
+    names = [name for name in CATEGORIES if any(name in profile["categories"] for profile in profiles)]
+    lines = [
+        "| share of kernel time | " + " | ".join(profile["script"] for profile in profiles) + " |",
+        "| --- |" + " ---: |" * len(profiles),
+    ]
+    for name in names:
+        shares = (profile["categories"].get(name, {"percent": 0.0})["percent"] for profile in profiles)
+        lines.append(f"| {name} | " + " | ".join(f"{share:.1f} %" for share in shares) + " |")
+    lines.append("| kernel time, ms | " + " | ".join(f"{profile['ms_per_step']:.2f}" for profile in profiles) + " |")
+    return lines
+
+
 def table(directory: Path) -> str:
     """The README's tables as Markdown."""
     lines = []
@@ -201,6 +217,7 @@ def table(directory: Path) -> str:
                     f"| {peak[0]:.2f} to {peak[-1]:.2f} |"
                 )
     lines.append("")
+    lines += [*share_table(directory), ""]
     if (path := directory / "memory.json").exists():
         rows = json.loads(path.read_text())["rows"]
         lines.append("| sequence length | " + " | ".join(str(row["seq_len"]) for row in rows) + " |")

@@ -1,0 +1,86 @@
+#!/usr/bin/env bash
+# Every profiler that works here around one version script, each in a folder of its own, and a summary of what ran.
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+program=$(basename "$0")
+python=${PYTHON:-python3}
+script=tiny_openfold_v2.py
+directory=
+rocm=no
+arguments=()
+
+usage() {
+    cat <<END
+Usage: $program [options] [script arguments]
+
+Runs the PyTorch profiler, the FLOPs count and, if asked, the ROCm profilers around a version script. What ran, what was
+skipped and why is in summary.md and summary.json. Ends with status 1 only if something that ran failed.
+
+  --enable-rocm-tools   also rocprofv3, rocprof-sys and rocprof-compute (roofline), where they are installed
+  --script FILE         version script to profile (default: $script)
+  --profile-dir DIR     for all results (default: ./profiles_SCRIPT)
+  --help                this text
+All other arguments go to the script as they are. PYTHON names another interpreter than python3.
+
+Example:
+  ./$program --enable-rocm-tools --script tiny_llama_v2.py --batch-size 8 --seq-len 128 --profile-dir ./profiles
+END
+}
+
+fail() { # STATUS MESSAGE
+    echo "$program: error: $2" >&2
+    exit "$1"
+}
+
+while (($#)); do
+    case $1 in
+    --help | -h)
+        usage
+        exit
+        ;;
+    --enable-rocm-tools)
+        rocm=yes
+        shift
+        ;;
+    --script | --profile-dir)
+        (($# > 1)) || fail 2 "$1 needs a value"
+        if [[ $1 == --script ]]; then script=$2; else directory=$2; fi
+        shift 2
+        ;;
+    *)
+        arguments+=("$1")
+        shift
+        ;;
+    esac
+done
+if [[ ! -f $script ]]; then
+    [[ -f $root/$script ]] || fail 2 "--script $script: no such file"
+    script=$root/$script
+fi
+directory=${directory:-./profiles_$(basename "$script" .py)}
+mkdir -p "$directory/logs" 2>/dev/null && [[ -w $directory ]] || fail 2 "--profile-dir $directory: cannot write there"
+: >"$directory/steps.tsv"
+
+summarise() { "$python" "$root/tools/summarise_profiles.py" "$directory" "$(basename "$script")"; }
+trap 'summarise || true; fail 130 "interrupted; what ran until then is in $directory/summary.md"' INT
+
+step() { # NAME COMMAND...
+    local name=$1 status=0 start=$SECONDS
+    shift
+    echo "$name: running, its output goes to $directory/logs/$name.log"
+    "$@" >"$directory/logs/$name.log" 2>&1 || status=$?
+    printf '%s\t%s\t%s\n' "$name" "$status" "$((SECONDS - start))" >>"$directory/steps.tsv"
+}
+
+common=(--script "$script" ${arguments[@]+"${arguments[@]}"})
+step pytorch_profiler "$python" "$root/run_pytorch_profiler.py" --profile-dir "$directory/pytorch" --generate-report \
+    "${common[@]}"
+step flops "$python" "$root/run_deepspeed_flops.py" --profile-dir "$directory/flops" --computational-intensity \
+    "${common[@]}"
+if [[ $rocm == yes ]]; then
+    step rocprofv3 "$root/run_rocprofv3.sh" --output-dir "$directory" "${common[@]}"
+    step rocprof_sys "$root/run_rocprof_sys.sh" --output-dir "$directory" "${common[@]}"
+    step rocprof_compute "$root/run_rocprof_compute.sh" --roof-only --output-dir "$directory" "${common[@]}"
+fi
+trap - INT
+summarise

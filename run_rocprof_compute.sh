@@ -1,0 +1,111 @@
+#!/usr/bin/env bash
+# rocprof-compute around a version script: roofline, and hardware counters of single kernels.
+# shellcheck source=tools/profiler_common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/tools/profiler_common.sh"
+
+mode=profile
+roof_only=no
+list_stats=no
+dispatches=()
+
+usage() {
+    cat <<END
+Usage: $program [options] [script arguments]
+
+Runs rocprof-compute on a version script. It runs the script several times, so fewer steps are the default here
+(--num-steps 2 --warmup-steps 1). Results land in rocprof_compute_results/workloads/; roofline_analysis.csv beside them
+lists dispatch, kernel and time of the last profile. Needs a data-centre GPU (MI100, MI200, MI300, MI350).
+
+  --roof-only         roofline plots (PDF) only
+  --mode profile      collect (the default)
+  --mode analyze      report on the last profile
+  --dispatch ID       of one dispatch (with --mode analyze; may be repeated)
+  --list-stats        of kernels by time and all dispatches (implies --mode analyze)
+$common_options
+
+Examples:
+  ./$program --roof-only --batch-size 4 --seq-len 64
+  grep -i gemm rocprof_compute_results/roofline_analysis.csv
+  ./$program --mode analyze --dispatch 1538
+END
+}
+
+wrapper_option() {
+    case $1 in
+    --roof-only)
+        roof_only=yes
+        consumed=1
+        ;;
+    --list-stats)
+        list_stats=yes
+        mode=analyze
+        consumed=1
+        ;;
+    --mode | --dispatch)
+        need_value "$@"
+        case $1 in
+        --mode) mode=$2 ;;
+        --dispatch) dispatches+=("$2") ;;
+        esac
+        consumed=2
+        ;;
+    esac
+}
+
+refuse_consumer_gpu() { # the tool does, after minutes
+    local gpu
+    command -v rocminfo >/dev/null || return 0
+    gpu=$(rocminfo 2>/dev/null | grep -o 'gfx[1-9][0-9a-f]*' || true)
+    if [[ $gpu == gfx1* && $gpu != *gfx9* ]]; then
+        gpu=${gpu%%$'\n'*}
+        fail 4 "rocprof-compute supports data-centre GPUs only (MI100, MI200, MI300, MI350), this is $gpu; \
+run_rocprofv3.sh works here"
+    fi
+}
+
+parse_arguments "$@"
+[[ $mode == profile || $mode == analyze ]] || fail 2 "--mode must be profile or analyze"
+if [[ $mode == profile ]] && ((${#dispatches[@]})); then fail 2 "--dispatch goes with --mode analyze"; fi
+find_tool rocprofiler-compute rocprof-compute
+parent=$output_dir/rocprof_compute_results
+
+if [[ $mode == analyze ]]; then
+    ((${#script_args[@]} == 0)) || fail 2 "--mode analyze runs no script: ${script_args[0]} has no meaning here"
+    last=$(find "$parent/workloads" -name pmc_perf.csv -not -path '*.failed/*' -printf '%T@ %h\n' 2>/dev/null | sort -n |
+        tail -n 1 | cut -d ' ' -f 2- || true)
+    if [[ -z $last ]]; then
+        if [[ $dry_run == no ]]; then fail 2 "no profile in $parent: run ./$program without --mode analyze first"; fi
+        last=$parent/workloads/NAME/GPU
+    fi
+    command=("$tool" analyze -p "$last")
+    if [[ $list_stats == yes ]]; then command+=(--list-stats); fi
+    if ((${#dispatches[@]})); then command+=(--dispatch "${dispatches[@]}"); fi
+    show "${command[@]}"
+    if [[ $dry_run == yes ]]; then exit; fi
+    "${command[@]}" || fail $? "rocprof-compute analyze failed"
+    exit
+fi
+
+name=$(basename "$script" .py)_$(side)
+command=("$tool" profile)
+if [[ $roof_only == yes ]]; then
+    name+=_roof
+    command+=(--roof-only --kernel-names)
+fi
+folder=$parent/workloads/$name
+defaults=()
+given --num-steps || defaults+=(--num-steps 2)
+given --warmup-steps || defaults+=(--warmup-steps 1)
+application "$folder" ${defaults[@]+"${defaults[@]}"}
+command+=(-n "$name" -p "$folder" -- "${app[@]}")
+if [[ $dry_run == yes ]]; then
+    show "${command[@]}"
+    exit
+fi
+refuse_consumer_gpu
+open_results "$folder"
+run_tool "${command[@]}"
+if [[ $roof_only == yes ]]; then read_files require "$results" '*.pdf'; fi
+read_files dispatches "$results" "$parent/roofline_analysis.csv"
+keep_results
+echo "Dispatches: $parent/roofline_analysis.csv; next: ./$program --mode analyze --list-stats"

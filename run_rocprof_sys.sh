@@ -1,0 +1,47 @@
+#!/usr/bin/env bash
+# rocprof-sys around a version script: host and device on one timeline.
+# shellcheck source=tools/profiler_common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/tools/profiler_common.sh"
+
+sample=no
+
+usage() {
+    cat <<END
+Usage: $program [options] [script arguments]
+
+Runs rocprof-sys-run around a version script: a timeline of host and device for https://ui.perfetto.dev and a call-stack
+profile as text. Results land in rocprof_sys_results/baseline/ with --disable-all-fusion among the script arguments (and
+for V1), otherwise in rocprof_sys_results/fused/. The warm-up is in the trace; the measured steps are those with the
+ranges data, forward, backward and optimizer.
+
+  --sample            also sample the call stacks of the host
+$common_options
+
+Example:
+  ./$program --batch-size 4 --seq-len 64 --num-steps 5 --enable-all-fusion
+END
+}
+
+wrapper_option() {
+    if [[ $1 == --sample ]]; then
+        sample=yes
+        consumed=1
+    fi
+}
+
+parse_arguments "$@"
+find_tool rocprofiler-systems rocprof-sys-run omnitrace-run
+folder=$output_dir/rocprof_sys_results/$(side)
+command=("$tool" --trace --profile)
+if [[ $sample == yes ]]; then command+=(--sample cputime); fi
+application "$folder"
+command+=(-o "$folder" -- "${app[@]}")
+if [[ $dry_run == yes ]]; then
+    show "${command[@]}"
+    exit
+fi
+open_results "$folder"
+run_tool "${command[@]}"
+read_files require "$results" '*perfetto-trace*.proto'
+keep_results
+echo "Open with https://ui.perfetto.dev (Open trace file); it stays in the browser."

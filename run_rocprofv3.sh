@@ -1,0 +1,124 @@
+#!/usr/bin/env bash
+# rocprofv3 around a version script: which kernels take the time, a timeline, or hardware counters.
+# shellcheck source=tools/profiler_common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/tools/profiler_common.sh"
+
+mode=hotspots
+compare=no
+database=
+counters="SQ_WAVES SQ_INSTS_VALU GRBM_GUI_ACTIVE"
+
+usage() {
+    cat <<END
+Usage: $program [options] [script arguments]
+
+Runs rocprofv3 around the measured steps of a version script. Results land in rocprofv3_results_baseline/ with
+--disable-all-fusion among the script arguments (and for V1), otherwise in rocprofv3_results_fused/.
+
+  --mode hotspots     kernel statistics: stats.csv, the top kernels, their number (the default)
+  --mode trace        timeline of HIP calls, markers, copies and kernels: a .pftrace for https://ui.perfetto.dev
+  --mode counters     hardware counters of every dispatch, in one pass
+  --counters "A B"    which counters (default: $counters); rocprofv3 --list-avail lists them
+  --compare           hotspots with all fusions off, then on
+  --from-db FILE.db   make stats.csv from a database that rocprofv3 of ROCm 7 wrote; runs no script
+$common_options
+
+Examples:
+  ./$program --batch-size 4 --seq-len 64 --disable-all-fusion
+  ./$program --compare --script tiny_llama_v2.py --seq-len 128 --num-steps 10
+END
+}
+
+wrapper_option() {
+    case $1 in
+    --compare)
+        compare=yes
+        consumed=1
+        ;;
+    --mode | --counters | --from-db)
+        need_value "$@"
+        case $1 in
+        --mode) mode=$2 ;;
+        --counters) counters=$2 ;;
+        --from-db) database=$2 ;;
+        esac
+        consumed=2
+        ;;
+    esac
+}
+
+results_of() { # SIDE
+    echo "$output_dir/rocprofv3_results_$1"
+}
+
+show_statistics() { # SIDE: the top kernels, and the reduction if there is another side
+    local other=fused
+    if [[ $1 == fused ]]; then other=baseline; fi
+    read_files show "$(results_of "$1")" "$(results_of "$other")"
+}
+
+profile() { # SIDE [ARGUMENT...]: run the script once
+    local folder command
+    folder=$(results_of "$1")
+    # csv has to be asked for: ROCm 7 writes databases otherwise. --marker-trace records the phases, and rocprofv3
+    # honours the regions that the script selects only with it. %pid% keeps the files of several processes apart.
+    command=("$tool")
+    case $mode in
+    hotspots) command+=(--kernel-trace --stats --marker-trace --output-format csv) ;;
+    trace) command+=(--runtime-trace --output-format pftrace) ;;
+    counters) command+=(--pmc "${counter_names[@]}" --marker-trace --output-format csv) ;;
+    esac
+    application "$folder/$mode" "${@:2}"
+    command+=(--selected-regions -d "$folder/$mode" -o %pid% -- "${app[@]}")
+    if [[ $dry_run == yes ]]; then
+        show "${command[@]}"
+        return
+    fi
+    open_results "$folder/$mode"
+    run_tool "${command[@]}"
+    case $mode in
+    hotspots) read_files statistics "$results" "$folder/stats.csv" ;;
+    trace) read_files require "$results" '*_results.pftrace' ;;
+    counters) read_files counters "$results" '*_counter_collection.csv' ;;
+    esac
+    keep_results
+    case $mode in
+    hotspots) show_statistics "$1" ;;
+    trace) echo "Open with https://ui.perfetto.dev (Open trace file); it stays in the browser." ;;
+    counters) echo "One row per dispatch and counter; GRBM_GUI_ACTIVE is in cycles." ;;
+    esac
+}
+
+parse_arguments "$@"
+[[ $mode == hotspots || $mode == trace || $mode == counters ]] || fail 2 "--mode must be hotspots, trace or counters"
+read -ra counter_names <<<"$counters"
+((${#counter_names[@]})) || fail 2 "--counters names no counter"
+
+if [[ -n $database ]]; then
+    folder=$(results_of "$(side)")
+    if [[ $dry_run == yes ]]; then
+        show "$python" "$root/tools/rocm_files.py" convert "$database" "$folder/stats.csv"
+        exit
+    fi
+    [[ -f $database ]] || fail 2 "--from-db $database: no such file"
+    mkdir -p "$folder" 2>/dev/null || fail 2 "--output-dir $output_dir: cannot write there"
+    read_files convert "$database" "$folder/stats.csv"
+    show_statistics "$(side)"
+    exit
+fi
+
+if [[ $compare == yes ]]; then
+    [[ $script != *_v1.py ]] || fail 2 "--compare: $(basename "$script") has no fusions; give a later version"
+    if given --disable-all-fusion || given --enable-all-fusion; then
+        fail 2 "--compare sets --disable-all-fusion and --enable-all-fusion itself"
+    fi
+    [[ $mode == hotspots ]] || fail 2 "--compare goes with --mode hotspots"
+fi
+find_tool rocprofiler-sdk rocprofv3
+if [[ $compare == yes ]]; then
+    profile baseline --disable-all-fusion
+    echo
+    profile fused --enable-all-fusion
+else
+    profile "$(side)"
+fi

@@ -1,0 +1,159 @@
+# shellcheck shell=bash
+# What run_rocprofv3.sh, run_rocprof_sys.sh and run_rocprof_compute.sh share; they source it. Each defines
+#   usage           prints its help
+#   wrapper_option  looks at "$1"; if it is an option of its own, keeps it and sets `consumed` to its number of words
+# and gets from parse_arguments: script, output_dir, dry_run, script_args (all that no wrapper knows, in order).
+
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+program=$(basename "$0")
+python=${PYTHON:-python3}
+script=tiny_openfold_v2.py
+output_dir=.
+dry_run=no
+script_args=()
+results=
+
+# shellcheck disable=SC2034  # for the usage text of each wrapper
+common_options="  --script FILE       version script to profile (default: $script)
+  --output-dir DIR    where the result folder is made (default: the current directory)
+  --dry-run           print the command and run nothing
+  --help              this text
+All other arguments go to the script as they are. PYTHON names another interpreter than python3."
+
+fail() { # STATUS MESSAGE
+    echo "$program: error: $2" >&2
+    exit "$1"
+}
+
+need_value() { # OPTION [VALUE...]
+    (($# > 1)) || fail 2 "$1 needs a value"
+}
+
+parse_arguments() { # "$@" of the wrapper
+    while (($#)); do
+        case $1 in
+        --help | -h)
+            usage
+            exit 0
+            ;;
+        --dry-run)
+            dry_run=yes
+            shift
+            ;;
+        --script)
+            need_value "$@"
+            script=$2
+            shift 2
+            ;;
+        --output-dir)
+            need_value "$@"
+            output_dir=$2
+            shift 2
+            ;;
+        *)
+            consumed=0
+            wrapper_option "$@"
+            if ((consumed == 0)); then
+                script_args+=("$1")
+                consumed=1
+            fi
+            shift "$consumed"
+            ;;
+        esac
+    done
+    [[ -n $output_dir ]] || fail 2 "--output-dir needs a directory"
+    if [[ ! -f $script ]]; then
+        [[ -f $root/$script ]] || fail 2 "--script $script: no such file"
+        script=$root/$script
+    fi
+}
+
+given() { # FLAG: is it among the script's arguments?
+    local word
+    for word in ${script_args[@]+"${script_args[@]}"}; do
+        if [[ $word == "$1" || $word == "$1="* ]]; then return 0; fi
+    done
+    return 1
+}
+
+side() { # baseline or fused: which side of a comparison these arguments are
+    if given --disable-all-fusion || [[ $script == *_v1.py ]]; then echo baseline; else echo fused; fi
+}
+
+application() { # RESULT_DIR [ARGUMENT...]: sets `app` to the command that runs the script under a profiler
+    app=("$python" "$script" --under-profiler --enable-rocm-profiling)
+    if ! given --profile-dir; then app+=(--profile-dir "$1"); fi
+    app+=("${@:2}" ${script_args[@]+"${script_args[@]}"})
+}
+
+find_tool() { # PACKAGE NAME...: sets `tool` to the first of the names that is installed
+    local package=$1 name
+    shift
+    for name in "$@"; do
+        if command -v "$name" >/dev/null; then
+            tool=$name
+            return
+        fi
+    done
+    tool=$1
+    if [[ $dry_run == yes ]]; then return; fi
+    fail 4 "$1 not found: it comes with ROCm (package $package) and needs an AMD GPU; here \
+'python run_pytorch_profiler.py --script $(basename "$script") --generate-report' answers the same question"
+}
+
+show() { # COMMAND...: print it as one could type it
+    printf '%q ' "$@" | sed 's/ $//'
+    echo
+}
+
+# Results are replaced only by complete ones: while a tool runs, the earlier results wait in DIR.previous, and after a
+# failure they come back and what the tool left is in DIR.failed.
+open_results() { # DIR
+    results=$1
+    if [[ -e $results.previous ]]; then # a wrapper was killed here
+        rm -rf "$results"
+        mv "$results.previous" "$results"
+    fi
+    rm -rf "$results.failed"
+    mkdir -p "$(dirname "$results")" 2>/dev/null || fail 2 "--output-dir $output_dir: cannot write there"
+    [[ -w $(dirname "$results") ]] || fail 2 "--output-dir $output_dir: cannot write there"
+    if [[ -e $results ]]; then mv "$results" "$results.previous"; fi
+    mkdir "$results"
+    trap close_results EXIT
+    trap 'fail 130 interrupted' INT
+    trap 'fail 143 terminated' TERM
+}
+
+close_results() {
+    mv "$results" "$results.failed"
+    if [[ -e $results.previous ]]; then mv "$results.previous" "$results"; fi
+}
+
+keep_results() {
+    rm -rf "$results.previous"
+    trap - EXIT INT TERM
+}
+
+run_tool() { # COMMAND...
+    local status=0
+    show "$@"
+    "$@" || status=$?
+    if ((status > 128)); then
+        fail "$status" "$tool was ended by signal $((status - 128)); what it left is in $results.failed"
+    elif ((status)); then
+        fail "$status" "$tool ended with status $status; what it left is in $results.failed"
+    fi
+}
+
+read_files() { # SUBCOMMAND ARGUMENT...: tools/rocm_files.py; if it fails, what it says is the one line
+    local message status=0
+    { message=$("$python" "$root/tools/rocm_files.py" "$@" 2>&1 >&3) || status=$?; } 3>&1
+    if ((status)); then
+        local folder=${results#./} # its files are about to move, see close_results
+        if [[ -n $folder ]]; then message=${message//"$folder"/"$folder.failed"}; fi
+        fail "$status" "$message"
+    elif [[ -n $message ]]; then
+        echo "$message" >&2
+    fi
+}

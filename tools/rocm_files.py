@@ -1,0 +1,195 @@
+#!/usr/bin/env python3
+"""Read the files that the ROCm profilers write; the run_rocprof*.sh wrappers call it.
+
+Usage:
+  rocm_files.py statistics DIR OUT.csv    merge the *_kernel_stats.csv of all processes in DIR
+  rocm_files.py convert FILE.db OUT.csv   kernel statistics of a ROCm 7 database, by rocpd or straight from SQLite
+  rocm_files.py show DIR OTHER            top kernels of DIR/stats.csv, and the reduction if OTHER/stats.csv exists
+  rocm_files.py dispatches DIR OUT.csv    dispatch, kernel, category and time from rocprof-compute's pmc_perf.csv
+  rocm_files.py counters DIR PATTERN      print the counter files below DIR, after a look at each row
+  rocm_files.py require DIR PATTERN       print the files below DIR that match; none is an error
+
+A file that is missing, cut off or of another format is one line on stderr and status 1.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import shutil
+import sqlite3
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tools.kernels import (  # noqa: E402
+    KernelStatistics,
+    category,
+    read_statistics,
+    short_name,
+    statistics_of,
+    write_statistics,
+)
+
+
+def read_columns(path: Path, *names: str) -> list[list[str]]:
+    """The named columns of a CSV file, row by row; columns are found by name because their order differs by release."""
+    with path.open(newline="", encoding="utf-8", errors="replace") as file:
+        rows = [row for row in csv.reader(file) if row]
+    if not rows:
+        raise ValueError(f"{path}: the file is empty")
+    if missing := [name for name in names if name not in rows[0]]:
+        raise ValueError(f"{path}: the header lacks {', '.join(missing)}")
+    for number, row in enumerate(rows[1:], start=2):
+        if len(row) != len(rows[0]):
+            raise ValueError(f"{path}: row {number} has {len(row)} of {len(rows[0])} columns, is the file cut off?")
+    columns = [rows[0].index(name) for name in names]
+    return [[row[column] for column in columns] for row in rows[1:]]
+
+
+def matching(directory: Path, pattern: str, writer: str) -> list[Path]:
+    """Files below a directory; a ValueError if there are none or one is empty."""
+    paths = sorted(path for path in directory.rglob(pattern) if path.is_file())
+    if not paths:
+        raise ValueError(f"{writer} wrote no {pattern.lstrip('*_')} into {directory}: did anything run on an AMD GPU?")
+    if empty := [path for path in paths if not path.stat().st_size]:
+        raise ValueError(f"{empty[0]}: the file is empty")
+    return paths
+
+
+def merge(files: list[list[KernelStatistics]]) -> list[KernelStatistics]:
+    """Statistics over all processes; the standard deviation from the sums of squares of each."""
+    if len(files) == 1:
+        return files[0]
+    by_name: dict[str, list[KernelStatistics]] = defaultdict(list)
+    for row in (row for rows in files for row in rows):
+        by_name[row.name].append(row)
+    total = sum(row.total_ns for rows in by_name.values() for row in rows)
+    merged = []
+    for name, rows in by_name.items():
+        calls, duration = sum(r.calls for r in rows), sum(r.total_ns for r in rows)
+        squares = sum((r.calls - 1) * r.std_dev_ns**2 + r.calls * r.average_ns**2 for r in rows)
+        deviation = math.sqrt(max(0.0, squares - duration**2 / calls) / (calls - 1)) if calls > 1 else 0.0
+        low, high = min(r.min_ns for r in rows), max(r.max_ns for r in rows)
+        merged.append(
+            KernelStatistics(name, calls, duration, duration / calls, 100 * duration / total, low, high, deviation)
+        )
+    return sorted(merged, key=lambda row: -row.total_ns)
+
+
+def statistics(directory: Path, out: Path) -> None:
+    """Merge what rocprofv3 wrote for each process."""
+    files = [read_statistics(path) for path in matching(directory, "*_kernel_stats.csv", "rocprofv3")]
+    rows = merge([rows for rows in files if rows])
+    write_statistics(out, rows)
+
+
+def of_dispatches(rows: list[list[str]], source: Path) -> list[KernelStatistics]:
+    """Statistics from (name, start, end) of every dispatch, in nanoseconds."""
+    durations: dict[str, list[int]] = defaultdict(list)
+    for name, start, end in rows:
+        durations[name].append(int(end) - int(start))
+    if not durations:
+        raise ValueError(f"{source}: it has no kernel dispatches")
+    return statistics_of(durations)
+
+
+def convert(database: Path, out: Path) -> None:
+    """Kernel statistics of a rocpd database (SQLite, the default format of ROCm 7)."""
+    if shutil.which("rocpd"):
+        with tempfile.TemporaryDirectory() as folder:
+            command = ["rocpd", "convert", "-i", str(database), "-f", "csv", "-d", folder, "-o", "converted"]
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
+                raise ValueError(f"rocpd convert {database}: status {done.returncode}: {reason}")
+            try:
+                trace = matching(Path(folder), "*kernel_trace.csv", "rocpd")[0]
+                columns = read_columns(trace, "Kernel_Name", "Start_Timestamp", "End_Timestamp")
+            except ValueError as error:
+                raise ValueError(f"rocpd convert {database}: {str(error).replace(folder + '/', '')}") from error
+            rows = of_dispatches(columns, database)
+    else:
+        with sqlite3.connect(f"{database.resolve().as_uri()}?mode=ro", uri=True) as connection:
+            query = 'SELECT name, "start", "end" FROM kernels'
+            rows = of_dispatches(connection.execute(query).fetchall(), database)
+    write_statistics(out, rows)
+
+
+def settings(directory: Path) -> dict:
+    """What the script ran with, from the result file that it left in the directory."""
+    paths = sorted(directory.glob("hotspots/*_summary.json"), key=lambda path: path.stat().st_mtime)
+    result = json.loads(paths[-1].read_text()) if paths else {}
+    return {**result.get("config", {}), **result.get("training", {})}
+
+
+def show(directory: Path, other: Path, count: int = 10) -> None:
+    """Print the top kernels and, beside another side, the reduction; the first folder is the one just profiled."""
+    rows = read_statistics(directory / "stats.csv")
+    print(f"{'share':>7} {'calls':>8} {'total ms':>10} {'mean us':>9}  kernel")
+    for row in rows[:count]:
+        total, mean = row.total_ns / 1e6, row.average_ns / 1e3
+        print(f"{row.percentage:6.1f}% {row.calls:8d} {total:10.3f} {mean:9.1f}  {short_name(row.name, 70)}")
+    dispatches = sum(row.calls for row in rows)
+    print(f"Distinct kernels: {len(rows)}\nDispatches: {dispatches}")
+    if (other / "stats.csv").exists():
+        theirs = sum(row.calls for row in read_statistics(other / "stats.csv"))
+        before, after = (theirs, dispatches) if directory.name.endswith("fused") else (dispatches, theirs)
+        print(f"Kernel reduction: {100 * (1 - after / before):.1f} % ({before} -> {after} dispatches)")
+        mine, yours = settings(directory), settings(other)
+        differing = [name for name in mine.keys() & yours.keys() if mine[name] != yours[name]]
+        if differing:
+            print(f"note: the two sides ran with different {', '.join(sorted(differing))}", file=sys.stderr)
+    print(f"All kernels: {directory / 'stats.csv'}")
+
+
+def dispatches(directory: Path, out: Path) -> None:
+    """The dispatches that rocprof-compute profiled; the category makes `grep -i gemm` find rocBLAS's Cijk_ kernels."""
+    path = matching(directory, "pmc_perf.csv", "rocprof-compute")[0]
+    rows = read_columns(path, "Dispatch_ID", "Kernel_Name", "Start_Timestamp", "End_Timestamp")
+    if not rows:
+        raise ValueError(f"{path}: it has no dispatches")
+    with out.with_suffix(".tmp").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["Dispatch_ID", "Category", "TimeNs", "Kernel_Name"])
+        for dispatch, name, start, end in rows:
+            writer.writerow([dispatch, category(name), int(end) - int(start), name])
+    out.with_suffix(".tmp").replace(out)
+
+
+def require(directory: Path, pattern: Path) -> None:
+    """Print the files that were asked for."""
+    for path in matching(directory, str(pattern), "the profiler"):
+        print(path)
+
+
+def counters(directory: Path, pattern: Path) -> None:
+    """Print the counter files, none of which may be cut off."""
+    for path in matching(directory, str(pattern), "rocprofv3"):
+        if not read_columns(path, "Dispatch_Id", "Kernel_Name", "Counter_Name", "Counter_Value"):
+            raise ValueError(f"{path}: it has no dispatches")
+        print(path)
+
+
+def main(argv: list[str]) -> int:
+    commands = {f.__name__: f for f in (statistics, convert, show, dispatches, counters, require)}
+    if len(argv) != 3 or argv[0] not in commands:
+        print(__doc__, file=sys.stderr)
+        return 2
+    try:
+        commands[argv[0]](Path(argv[1]), Path(argv[2]))
+    except (ValueError, OSError, sqlite3.Error, csv.Error) as error:
+        where = f"{argv[1]}: " if isinstance(error, sqlite3.Error) else ""
+        print(f"{where}{error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
