@@ -21,6 +21,7 @@ import ctypes
 import gc
 import importlib.util
 import json
+import logging
 import math
 import os
 import platform
@@ -30,6 +31,7 @@ import statistics
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
@@ -310,6 +312,12 @@ class EvoformerBlock(nn.Module):
         return msa, pair
 
 
+def mean_per_protein(error: Tensor, counted: Tensor) -> Tensor:
+    """Mean over the counted positions of each protein, then over the batch; both [B, ...] -> scalar."""
+    error, counted = (error * counted).flatten(1), counted.flatten(1)
+    return (error.sum(1) / counted.sum(1).clamp(min=1)).mean()
+
+
 class DistogramHead(nn.Module):
     """Distances between residues as logits over bins (AF2 SI, section 1.9.8)."""
 
@@ -330,8 +338,7 @@ class DistogramHead(nn.Module):
         edges = torch.linspace(FIRST_EDGE + width, LAST_EDGE - width, NUM_BINS - 1, device=coords.device)
         bins = torch.bucketize(distance, edges)
         error = F.cross_entropy(logits.flatten(0, 2).float(), bins.flatten(), reduction="none")
-        weight = (observed[:, :, None] & observed[:, None]).flatten()
-        return (error * weight).sum() / weight.sum()
+        return mean_per_protein(error.view(bins.shape), observed[:, :, None] & observed[:, None])
 
 
 class MaskedMSAHead(nn.Module):
@@ -349,7 +356,7 @@ class MaskedMSAHead(nn.Module):
     def loss(logits: Tensor, true_tokens: Tensor, masked: Tensor) -> Tensor:
         """Cross-entropy over the masked positions; true_tokens and masked [B, S, N]."""
         error = F.cross_entropy(logits.flatten(0, 2).float(), true_tokens.flatten(), reduction="none")
-        return (error * masked.flatten()).sum() / masked.sum()
+        return mean_per_protein(error.view(masked.shape), masked)
 
 
 class TinyOpenFold(nn.Module):
@@ -587,7 +594,7 @@ def read_protein(args: argparse.Namespace) -> Protein:
     for name, found in (("num_seqs", tokens.shape[0]), ("seq_len", tokens.shape[1])):
         if found < getattr(args, name):
             flag = f"--{name.replace('_', '-')}"
-            print(f"{flag} {getattr(args, name)} lowered to {found}: {args.msa} has no more", file=sys.stderr)
+            note(f"{flag} {getattr(args, name)} lowered to {found}: {args.msa} has no more")
             setattr(args, name, found)
     return Protein(tokens, coords, observed)
 
@@ -613,6 +620,10 @@ VIEW_OPERATORS = (
     *("narrow", "permute", "resize_", "select", "set_", "slice", "split", "split_with_sizes", "squeeze", "t"),
     *("transpose", "unbind", "unflatten", "unsqueeze", "view", "_reshape_alias", "_unsafe_view"),
 )
+# One process per GPU; torchrun sets these, and a plain run is the only one.
+RANK, LOCAL_RANK = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
+WORLD_SIZE, LOCAL_WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+UNFINISHED = "the run did not finish"
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise the PyTorch profiler writes lines of its own on stderr
 
 
@@ -689,6 +700,9 @@ def build_parser() -> argparse.ArgumentParser:
     add("--amp-dtype", choices=("bfloat16", "float16"), help="(default: bfloat16)")
     add("--matmul-precision", choices=("highest", "high", "medium"), default="highest", help="of float32")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="AMD GPUs are 'cuda' too")
+    add(
+        "--num-gpus", type=at_least(1), metavar="N", help="GPUs that share the batch (default: 1, or *_VISIBLE_DEVICES)"
+    )
     add("--seed", type=at_least(0), default=42, metavar="N", help="of weights and data")
     add("--deterministic", action="store_true", help="only algorithms that give the same bits every run")
     add("--log-interval", type=at_least(1), default=10, metavar="N", help="steps between progress lines")
@@ -709,6 +723,12 @@ def build_parser() -> argparse.ArgumentParser:
     add("--compare-fusion", action="store_true", help="all fusions off, then as chosen; one table")
     add("--verify-accuracy", action="store_true", help="same outputs and gradients as with everything off?")
     add("--compare-with-v1", type=Path, metavar="RESULT.json", help="compare with the result of a V1 run")
+    add(
+        "--compare-with",
+        type=Path,
+        metavar="RESULT.json",
+        help="with another run of this script, on one GPU for instance",
+    )
     return parser
 
 
@@ -736,7 +756,94 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     args.torch_compile_mode = args.torch_compile_mode or "default"
     args.amp_dtype = args.amp_dtype or "bfloat16"
     check_model_arguments(args, parser)
+    if args.num_gpus and WORLD_SIZE > 1 and args.num_gpus != WORLD_SIZE:
+        parser.error(f"--num-gpus {args.num_gpus} contradicts torchrun, which started {WORLD_SIZE} processes")
+    if args.batch_size % wanted_processes(args):
+        parser.error(f"--batch-size {args.batch_size} is not divisible by {wanted_processes(args)} GPUs")
     return args
+
+
+def named_gpus() -> int:
+    """How many GPUs the user chose with an environment variable, 0 without one."""
+    chosen = [os.environ.get(f"{who}_VISIBLE_DEVICES", "") for who in ("ROCR", "HIP", "CUDA")]
+    return min((len(text.split(",")) for text in chosen if text), default=0)
+
+
+def wanted_processes(args: argparse.Namespace) -> int:
+    """One process per GPU: what torchrun started, what --num-gpus says, or the GPUs that the environment names."""
+    if WORLD_SIZE > 1 or args.num_gpus:
+        return args.num_gpus or WORLD_SIZE
+    return max(1, named_gpus()) if args.device != "cpu" and torch.cuda.is_available() else 1
+
+
+def note(message: str) -> None:
+    """A remark on stderr, once however many processes there are."""
+    if RANK == 0:
+        print(message, file=sys.stderr)
+
+
+def complain(message: str) -> None:
+    """The line that says what went wrong. torchrun collects it from each process, and launch() prints the first."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        Path(path).write_text(json.dumps({"message": message, "timestamp": int(time.time())}))
+    if WORLD_SIZE == 1:
+        print(f"{SCRIPT}.py: error: {message}", file=sys.stderr)
+    elif "TINY_LAUNCHED" not in os.environ:
+        print(f"{SCRIPT}.py: error: rank {RANK}: {message}", file=sys.stderr)
+
+
+def launch(args: argparse.Namespace, argv: list[str], processes: int) -> int:
+    """Start this script once per GPU, as torchrun does. A process that fails ends the others and is named."""
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    found = torch.cuda.device_count()
+    if args.device != "cpu" and found < processes:
+        raise UserError(
+            f"{processes} GPUs wanted, PyTorch finds {found}; --device cpu takes processes instead", status=4
+        )
+    os.environ["TINY_LAUNCHED"] = "1"
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
+    logging.disable()  # torchrun's own lines; what matters is in the exception
+    try:
+        torchrun.run(torchrun.parse_args(["--standalone", f"--nproc-per-node={processes}", __file__, *argv]))
+        return 0
+    except SignalException as error:
+        raise KeyboardInterrupt from error
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        killed = failure.exitcode < 0
+        reason = f"killed by {failure.signal_name()}" if killed else failure.message
+    message = f"rank {rank}: {reason}"
+    complain(message)
+    record = args.profile_dir / f"{SCRIPT}_summary.json"
+    result = json.loads(record.read_text()) if record.exists() else {}
+    if result.get("error") == UNFINISHED:
+        write_result({**result, "error": message}, args.profile_dir)
+    return 1 if killed else failure.exitcode
+
+
+def join_processes(args: argparse.Namespace) -> None:
+    """Meet the other processes that torchrun started. Only rank 0 prints; the others' files go to rankN/."""
+    gpu = args.device != "cpu" and torch.cuda.is_available()
+    if gpu and torch.cuda.device_count() < LOCAL_WORLD_SIZE:
+        raise UserError(f"{LOCAL_WORLD_SIZE} processes but {torch.cuda.device_count()} GPUs on this host", status=4)
+    if gpu:
+        torch.cuda.set_device(LOCAL_RANK)
+    torch.distributed.init_process_group("nccl" if gpu else "gloo")
+    if RANK:
+        args.profile_dir = args.profile_dir / f"rank{RANK}"
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - stays open as long as the process
+
+
+def combine_processes(result: dict) -> None:
+    """The loss becomes the mean over all processes, which is that of the global batch; peak memory the maximum."""
+    everyone: list = [None] * WORLD_SIZE
+    torch.distributed.all_gather_object(everyone, (result["loss"]["curve"], result["memory"].get("peak_mb", 0.0)))
+    curves, peaks = zip(*everyone, strict=True)
+    result["loss"]["curve"] = [statistics.fmean(losses) for losses in zip(*curves, strict=True)]
+    result["memory"]["peak_mb"] = max(peaks)
 
 
 def without_fusions(args: argparse.Namespace) -> argparse.Namespace:
@@ -768,6 +875,10 @@ def prepare(args: argparse.Namespace) -> torch.device:
     if args.device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: PyTorch finds no GPU here; use --device cpu or auto", status=4)
     gpu = args.device != "cpu" and torch.cuda.is_available()
+    if gpu and wanted_processes(args) == 1 < torch.cuda.device_count() and not (args.num_gpus or named_gpus()):
+        note(f"{torch.cuda.device_count()} GPUs are visible, this run uses one: --num-gpus N uses more")
+    if not gpu and named_gpus() > 1 and WORLD_SIZE == 1:
+        note(f"the environment names {named_gpus()} GPUs, PyTorch uses none: this run is one process on the CPU")
     deepspeed = importlib.util.find_spec("deepspeed") is not None
     if args.enable_deepspeed_flops and not deepspeed:
         raise UserError("--enable-deepspeed-flops needs the package deepspeed (pip install deepspeed)", status=4)
@@ -775,9 +886,9 @@ def prepare(args: argparse.Namespace) -> torch.device:
         args.enable_pytorch_profiler = args.enable_memory_profiling = args.enable_rocm_profiling = True
         args.enable_deepspeed_flops = deepspeed
         if not deepspeed:
-            print("--enable-all-profiling: skipping deepspeed-flops (pip install deepspeed)", file=sys.stderr)
+            note("--enable-all-profiling: skipping deepspeed-flops (pip install deepspeed)")
     if args.enable_rocm_profiling and not gpu:
-        print("--enable-rocm-profiling: no GPU here, so nothing is marked", file=sys.stderr)
+        note("--enable-rocm-profiling: no GPU here, so nothing is marked")
         args.enable_rocm_profiling = False
     if args.enable_rocm_profiling and torch.version.hip:
         roctx_library()
@@ -928,8 +1039,18 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=args.learning_rate, fused=True)
         self.scaler = torch.amp.GradScaler(device.type, enabled=args.use_amp and args.amp_dtype == "float16")
         self.forward = torch.compile(self.model, mode=args.torch_compile_mode) if args.torch_compile else self.model
+        if WORLD_SIZE > 1:  # buffers are constants, so they need no broadcast
+            warnings.filterwarnings("ignore", message=".*broadcast_buffers. is deprecated", category=FutureWarning)
+            ddp = nn.parallel.DistributedDataParallel
+            self.forward = ddp(self.forward, broadcast_buffers=False, gradient_as_bucket_view=True)
         if args.enable_rocm_profiling and not args.torch_compile:  # a compiled graph has no blocks left
             name_blocks(self.model)
+
+    def next_batch(self) -> dict[str, Tensor]:
+        """This process's share of the global batch, which is the same for any number of processes."""
+        share = self.args.batch_size // WORLD_SIZE
+        batch = self.batches.next_batch()
+        return {name: value[RANK * share : (RANK + 1) * share] for name, value in batch.items()}
 
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, getattr(torch, self.args.amp_dtype), enabled=self.args.use_amp)
@@ -937,7 +1058,7 @@ class Trainer:
     def step(self, phase: Callable[[str], AbstractContextManager] = contextlib.nullcontext) -> Tensor:
         """One training step, each of its PHASES in a context `phase(name)`. Returns the loss."""
         with phase("data"):
-            batch = self.batches.next_batch()
+            batch = self.next_batch()
         with phase("forward"), self.autocast():
             if self.args.torch_compile:
                 torch.compiler.cudagraph_mark_step_begin()
@@ -1102,7 +1223,7 @@ def write_deepspeed_flops(trainer: Trainer, directory: Path) -> None:
 
     profiler = FlopsProfiler(trainer.model)
     profiler.start_profile()
-    trainer.model(**trainer.batches.next_batch())
+    trainer.model(**trainer.next_batch())
     profiler.print_model_profile(output_file=str(directory / f"{SCRIPT}_deepspeed_flops.txt"))
     profiler.end_profile()
 
@@ -1134,9 +1255,12 @@ def measure(args: argparse.Namespace, device: torch.device, result: dict) -> Non
     on = [flag for flag, attribute, _ in (*FUSIONS, ("torch-compile", "torch_compile", "")) if getattr(args, attribute)]
     print(
         f"{SCRIPT} on {result['environment']['device_name']}: {result['parameters']:,} parameters, "
-        f"batch size {args.batch_size}, {', '.join(on) or 'nothing fused'}",
+        f"batch size {args.batch_size}{f' on {WORLD_SIZE} processes' if WORLD_SIZE > 1 else ''}, "
+        f"{', '.join(on) or 'nothing fused'}",
         flush=True,
     )
+    if WORLD_SIZE > 1:  # torchrun ends this process without a word if another one fails
+        write_result({**result, "error": UNFINISHED}, args.profile_dir)
 
     warmup = Recorder(device, args.warmup_steps, "warm-up step", args.log_interval)
     warmup_wall = run_steps(trainer, warmup, result)
@@ -1207,7 +1331,7 @@ def train(args: argparse.Namespace) -> dict:
         "error": None,
         "config": {},
         "fusions": {attribute: getattr(args, attribute) for _, attribute, _ in FUSIONS},
-        "training": {name: getattr(args, name) for name in settings},
+        "training": {**{name: getattr(args, name) for name in settings}, "processes": WORLD_SIZE},
         "environment": environment(device),
         "timing": {},
         "memory": {},
@@ -1218,6 +1342,8 @@ def train(args: argparse.Namespace) -> dict:
     bug = None
     try:
         measure(args, device, result)
+        if WORLD_SIZE > 1:
+            combine_processes(result)
         result.update(status="ok", exit_status=0)
     except UserError:
         raise  # nothing was measured, and an earlier result in this directory stays
@@ -1227,6 +1353,10 @@ def train(args: argparse.Namespace) -> dict:
         result["error"] = f"{error}; lower --learning-rate"
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        if WORLD_SIZE > 1 and ("gloo" in str(error) or isinstance(error, torch.distributed.DistBackendError)):
+            time.sleep(
+                20
+            )  # the connection broke because another process failed; torchrun names that one, ends this one
         if is_out_of_memory(error):
             result.update(status="oom", exit_status=3)
             result["error"] = f"out of memory: lower --batch-size or --seq-len ({reason})"
@@ -1280,7 +1410,7 @@ def finish(result: dict) -> int:
     if text := report(result):
         print(text, flush=True)
     if result["error"]:
-        print(f"{SCRIPT}.py: error: {result['error']}", file=sys.stderr)
+        complain(result["error"])
     return result["exit_status"]
 
 
@@ -1324,30 +1454,44 @@ def compare_fusion(args: argparse.Namespace) -> int:
     return status
 
 
-def read_v1_result(args: argparse.Namespace) -> dict:
-    """The result file of a V1 run of the same model."""
-    flag, wanted = f"--compare-with-v1 {args.compare_with_v1}", f"{SCRIPT.rpartition('_')[0]}_v1"
+def read_result(path: Path, flag: str, script: str) -> dict:
+    """The result file of a finished run of a script."""
     try:
-        result = json.loads(read_bytes(args.compare_with_v1, "--compare-with-v1"))
+        result = json.loads(read_bytes(path, flag))
         found = result["script"], result["schema_version"], result["status"]
     except (ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{flag}: not a result file; give the {wanted}_summary.json of a run") from error
-    if found != (wanted, SCHEMA_VERSION, "ok"):
-        raise UserError(f"{flag}: need a finished run of {wanted}, this is {found[0]} with status {found[2]}")
+        raise UserError(f"{flag} {path}: not a result file; give the {script}_summary.json of a run") from error
+    if found != (script, SCHEMA_VERSION, "ok"):
+        raise UserError(f"{flag} {path}: need a finished run of {script}, this is {found[0]} with status {found[2]}")
     return result
 
 
-def compare_with_v1(args: argparse.Namespace) -> int:
-    """Train, then show the result beside that of V1, and name every setting that was not the same."""
-    v1 = read_v1_result(args)
+def compare(args: argparse.Namespace, before: dict, names: tuple[str, str]) -> int:
+    """Train, then show the result beside an earlier one, and name every setting that was not the same."""
     result = train(args)
     status = finish(result)
     for group in ("config", "training", "environment"):
-        for key, value in v1[group].items():
+        for key, value in before[group].items():
             if result[group].get(key) != value:
-                print(f"note: {key} was {value} for V1 and is {result[group].get(key)} here", file=sys.stderr)
-    print("\n" + comparison(v1, result, ("V1", f"V{VERSION}")))
+                note(f"note: {key} was {value} for {names[0]} and is {result[group].get(key)} here")
+    print("\n" + comparison(before, result, names))
+    speeds = [r["timing"].get("samples_per_sec") for r in (before, result)]
+    times = WORLD_SIZE / before["training"].get("processes", 1)
+    if all(speeds) and times != 1:
+        speedup = speeds[1] / speeds[0]
+        print(f"Scaling efficiency: {100 * speedup / times:.1f} % ({speedup:.2f}x the speed, {times:g}x the GPUs)")
     return status
+
+
+def compare_with_v1(args: argparse.Namespace) -> int:
+    """Beside the result of V1."""
+    v1 = read_result(args.compare_with_v1, "--compare-with-v1", f"{SCRIPT.rpartition('_')[0]}_v1")
+    return compare(args, v1, ("V1", f"V{VERSION}"))
+
+
+def compare_with(args: argparse.Namespace) -> int:
+    """Beside another result of this script."""
+    return compare(args, read_result(args.compare_with, "--compare-with", SCRIPT), ("that run", "this run"))
 
 
 def relative_error(value: Tensor, reference: Tensor, floor: float = 0.0) -> float:
@@ -1360,7 +1504,7 @@ def outputs_and_gradients(args: argparse.Namespace, device: torch.device) -> tup
     """Loss and outputs of the initial weights on the first batch, and the gradients under their canonical names."""
     trainer = Trainer(args, device)
     torch.set_float32_matmul_precision(args.matmul_precision)
-    batch = trainer.batches.next_batch()
+    batch = trainer.next_batch()
     inputs = {name: value for name, value in batch.items() if name not in trainer.model.TARGETS}
     with trainer.autocast():
         with torch.no_grad():
@@ -1411,20 +1555,36 @@ def validate_setup(args: argparse.Namespace) -> int:
     return status
 
 
+def run_mode(args: argparse.Namespace) -> int:
+    """What the arguments ask for, in this process; returns the exit status."""
+    if WORLD_SIZE > 1:
+        join_processes(args)
+    for mode in (validate_setup, compare_fusion, verify_accuracy, compare_with_v1, compare_with):
+        if getattr(args, mode.__name__):
+            return mode(args)
+    return finish(train(args))
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     args = parse_args(argv)
     try:
-        for mode in (validate_setup, compare_fusion, verify_accuracy, compare_with_v1):
-            if getattr(args, mode.__name__):
-                return mode(args)
-        return finish(train(args))
+        if (processes := wanted_processes(args)) > WORLD_SIZE:
+            return launch(args, sys.argv[1:] if argv is None else argv, processes)
+        status = run_mode(args)
     except UserError as error:
-        print(f"{SCRIPT}.py: error: {error}", file=sys.stderr)
-        return error.status
+        complain(str(error))
+        status = error.status
     except KeyboardInterrupt:
-        print(f"{SCRIPT}.py: interrupted", file=sys.stderr)
-        return 130
+        complain("interrupted")
+        status = 130
+    if WORLD_SIZE > 1:
+        if status:  # a tidy end could wait for a process that is gone
+            sys.stdout.flush()
+            os._exit(status)
+        gc.collect()  # what still refers to the process group would keep its threads running into the exit
+        torch.distributed.destroy_process_group()
+    return status
 
 
 # --- end of harness

@@ -209,10 +209,18 @@ def distogram_targets(coords: Tensor) -> Tensor:
 
 
 def distogram_loss(logits: Tensor, coords: Tensor, pair_valid: Tensor) -> Tensor:
-    """Mean cross entropy over the valid pairs: logits [B, N, N, 64], pair_valid [B, N, N] bool, at least one true."""
-    return _cross_entropy(logits, distogram_targets(coords.detach()))[pair_valid].sum() / pair_valid.sum()
+    """Mean cross entropy over the valid pairs of each protein, then over the proteins.
+
+    logits [B, N, N, 64], pair_valid [B, N, N] bool, at least one true in each protein.
+    """
+    error = _cross_entropy(logits, distogram_targets(coords.detach()))
+    return torch.stack([e[valid].mean() for e, valid in zip(error, pair_valid, strict=True)]).mean()
 
 
 def masked_msa_loss(logits: Tensor, true_msa: Tensor, mask: Tensor) -> Tensor:
-    """Mean cross entropy over the masked positions: logits [B, S, N, 23], mask [B, S, N] bool, at least one true."""
-    return _cross_entropy(logits, true_msa)[mask].sum() / mask.sum()
+    """Mean cross entropy over the masked positions of each protein, then over the proteins.
+
+    logits [B, S, N, 23], mask [B, S, N] bool, at least one true in each protein.
+    """
+    error = _cross_entropy(logits, true_msa)
+    return torch.stack([e[masked].mean() for e, masked in zip(error, mask, strict=True)]).mean()

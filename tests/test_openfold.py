@@ -190,7 +190,7 @@ def batch_with_gaps(script: str, *argv: str) -> dict[str, Tensor]:
     """A batch in which some residues are not observed."""
     batch = batches(script, *SIZES, *argv).next_batch()
     batch["observed"] = batch["observed"].clone()
-    batch["observed"][0, 2] = batch["observed"][1, 5] = False
+    batch["observed"][0, 2] = batch["observed"][0, 4] = batch["observed"][1, 5] = False
     return batch
 
 
