@@ -6,6 +6,8 @@ Usage:
   python tools/benchmark.py grid results/DIR       V1 against V2 over batch sizes and sequence lengths
   python tools/benchmark.py memory results/DIR     peak memory of TinyLlama against the sequence length
   python tools/benchmark.py overhead results/DIR   the measured loop against a loop of bare training steps
+  python tools/benchmark.py scaling results/DIR    the same batch per GPU on one GPU; for N of them, with torchrun:
+  torchrun --nproc-per-node N tools/benchmark.py scaling results/DIR
   python tools/benchmark.py table results/DIR      the README's tables, from what lies in DIR
 
 Both sides of a ratio are measured in one call, in turn. `headline` runs the scripts as a user does, one process each,
@@ -22,11 +24,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from tools.kernels import CATEGORIES  # noqa: E402
+from tools.kernels import CATEGORIES, communication_of  # noqa: E402
 
 MODELS = {"tiny_openfold": [], "tiny_llama": ["--seq-len", "128"]}  # the sizes of the headline table
 COMPILE = ["--enable-torch-compile", "--torch-compile-mode", "reduce-overhead"]
@@ -40,6 +43,12 @@ LABELS = {"fp32": "fp32", "bf16": "bf16", "fp32_compile": "fp32, compiled", "bf1
 GRID = {
     "tiny_llama": [(b, s) for s in (32, 128, 512) for b in (1, 4, 16)],
     "tiny_openfold": [(b, s) for s in (32, 64, 128) for b in (1, 4, 16)] + [(1, 256), (4, 256), (1, 512)],
+}
+SCALING = {  # arguments and samples per GPU
+    "tiny_llama": (["--seq-len", "128"], 8),
+    "tiny_llama wide": (["--hidden-dim", "1024", "--num-layers", "12", "--seq-len", "512"], 16),
+    "tiny_openfold": ([], 4),
+    "tiny_openfold long": (["--seq-len", "128"], 8),
 }
 LENGTHS = (128, 256, 512, 1024, 2048)
 
@@ -148,6 +157,43 @@ def overhead(directory: Path) -> None:
     save(directory / "overhead.json", {"rows": rows})
 
 
+def scaling(directory: Path, rounds: int) -> None:
+    """V1 and V2 with the same batch per GPU, on the GPUs that torchrun gave processes to; the best round."""
+    first = importlib.import_module("tiny_llama_v1")
+    processes = first.WORLD_SIZE
+    if processes > 1:
+        first.join_processes(first.parse_args(["--batch-size", str(processes)]))
+    rows = []
+    for name, (sizes, per_gpu) in SCALING.items():
+        for precision in ("fp32", "bf16"):
+            argv = [*sizes, *CONFIGURATIONS[precision], "--batch-size", str(per_gpu * processes)]
+            row = {"name": name, "precision": precision, "argv": argv}
+            for version in ("v1", "v2") * rounds:
+                script = f"{name.split()[0]}_{version}"
+                timing = short_run(script, [*argv, "--num-steps", "12"])["timing"]
+                if timing["batch_ms"] < row.get(version, timing | {"batch_ms": math.inf})["batch_ms"]:
+                    row[version] = {key: timing[key] for key in ("batch_ms", "samples_per_sec", "backward_ms")}
+            rows.append(row)
+            print(row, flush=True)
+    for row in rows if processes > 1 else ():  # last, because a profiler can slow down later launches
+        for version in ("v1", "v2"):
+            row[version]["communication"] = communication(f"{row['name'].split()[0]}_{version}", row["argv"])
+    if first.RANK == 0:
+        save(directory / f"scaling_{processes}.json", {"processes": processes, "rows": rows})
+
+
+def communication(script: str, argv: list[str]) -> dict:
+    """What the collectives of a training step cost, from three profiled ones; and how much they move."""
+    module = importlib.import_module(script)
+    with tempfile.TemporaryDirectory() as folder:
+        args = module.parse_args([*argv, "--profile-dir", folder])
+        trainer = module.Trainer(args, module.prepare(args))
+    for _ in range(3):
+        trainer.step()
+    found = communication_of(module.trace_events(trainer.profile(steps=3)), module.PHASES)
+    return {**asdict(found), "gradient_mb": sum(p.numel() * 4 for p in trainer.model.parameters()) / 1e6}
+
+
 def save(path: Path, content: dict) -> None:
     """Write a result file, with what it was measured on."""
     module = importlib.import_module("tiny_llama_v1")
@@ -231,7 +277,8 @@ def table(directory: Path) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("suite", choices=("headline", "grid", "memory", "overhead", "table"))
+    suites = ("headline", "grid", "memory", "overhead", "scaling", "table")
+    parser.add_argument("suite", choices=suites)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--rounds", type=int, default=3, help="of grid and of eager headline runs (default: 3)")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="of headline and grid")
@@ -245,6 +292,8 @@ def main() -> int:
         print(table(args.directory))
     elif args.suite == "grid":
         grid(args.directory, args.rounds, args.models)
+    elif args.suite == "scaling":
+        scaling(args.directory, args.rounds)
     elif args.suite == "headline":
         return int(headline(args.directory, args.rounds, args.models, args.versions, args.configurations) > 0)
     else:

@@ -1,0 +1,414 @@
+"""What the validation scripts and environment_setup.sh share: finding tools and packages, and the table of results.
+
+Only the standard library is imported, so that it works where PyTorch is missing. PyTorch is asked in a process of its
+own (`in_child`), because a broken build or driver can end or block the process that imports it.
+
+For environment_setup.sh:
+  python checks.py track           the track of this machine, and why
+  python checks.py torch TRACK     the version of PyTorch, or nothing; status 1 and the reason if it cannot be used
+  python checks.py missing FILE    the requirements in FILE that this Python does not meet, one per line
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+ROOT = Path(__file__).resolve().parents[2]
+REQUIREMENTS = ROOT / "requirements.txt"
+TRACKS = ("cpu", "nvidia", "rocm")
+KFD = Path("/dev/kfd")  # the device file of AMD's compute driver
+TOOL_TIMEOUT = 30  # seconds; tools that only print what they find
+CHILD_TIMEOUT = 300  # seconds; importing PyTorch from a network file system can take a minute
+PROBE = "PROBE "  # starts the lines by which a child process answers
+
+
+# Requirements files
+
+
+@dataclasses.dataclass(frozen=True)
+class Requirement:
+    """One line of a requirements file: `text` as pip takes it, the name, and pairs of operator and version."""
+
+    text: str
+    name: str
+    bounds: tuple[tuple[str, str], ...]
+
+
+def release(version: str) -> tuple[int, ...]:
+    """The numbers of a version without trailing zeros; what follows them ('+rocm6.4', 'a0+git123') is ignored."""
+    numbers = [int(part) for part in re.match(r"\d*(?:\.\d+)*", version).group().split(".") if part]
+    while numbers and numbers[-1] == 0:
+        numbers.pop()
+    return tuple(numbers)
+
+
+def in_bounds(version: str, bounds: tuple[tuple[str, str], ...]) -> bool:
+    """Whether the version meets all bounds; one that is not known ('') is taken to."""
+    compare = {
+        ">=": tuple.__ge__,
+        "<=": tuple.__le__,
+        "==": tuple.__eq__,
+        "!=": tuple.__ne__,
+        ">": tuple.__gt__,
+        "<": tuple.__lt__,
+    }
+    return not version or all(compare[sign](release(version), release(bound)) for sign, bound in bounds)
+
+
+def read_requirements(path: Path) -> list[Requirement]:
+    """The requirements that apply to this system, those of files named by `-r` included."""
+    requirements = []
+    for line in path.read_text().splitlines():
+        line = line.partition("#")[0].strip()
+        if line.startswith("-r "):
+            requirements += read_requirements(path.parent / line[3:].strip())
+        elif line:
+            text, _, marker = (part.strip() for part in line.partition(";"))
+            match = re.fullmatch(r"([\w.-]+)\s*((?:[<>=!]=?\s*[\w.]+\s*,?\s*)*)", text)
+            wanted = re.fullmatch(r"platform_system == ['\"](\w+)['\"]", marker) if marker else None
+            if not match or (marker and not wanted):
+                raise ValueError(f"{path}: cannot read the line {line!r}")
+            if not wanted or wanted.group(1) == platform.system():
+                bounds = tuple(re.findall(r"([<>=!]=?)\s*([\w.]+)", match.group(2)))
+                requirements.append(Requirement(text, match.group(1), bounds))
+    return requirements
+
+
+def installed_version(name: str) -> str | None:
+    """The version that pip knows, '' if the module is there under another name, None if it is missing.
+
+    The other name matters: PyTorch's ROCm builds bring Triton as triton-rocm or pytorch-triton-rocm, and pip would
+    install triton over it.
+    """
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None if importlib.util.find_spec(name.replace("-", "_")) is None else ""
+
+
+def missing_requirements(path: Path) -> list[str]:
+    """The requirements of the file that this Python does not meet, as pip takes them."""
+    needed = [(requirement, installed_version(requirement.name)) for requirement in read_requirements(path)]
+    return [need.text for need, version in needed if version is None or not in_bounds(version, need.bounds)]
+
+
+def requirement(name: str) -> Requirement:
+    """The line of requirements.txt for this package."""
+    return next(need for need in read_requirements(REQUIREMENTS) if need.name == name)
+
+
+# Tools and child processes
+
+
+def one_line(text: object, width: int = 100) -> str:
+    """The text on one line, without control characters, cut to the width."""
+    words = "".join(character if character.isprintable() else " " for character in str(text)).split()
+    line = " ".join(words)
+    return line if len(line) <= width else line[: width - 3] + "..."
+
+
+def rocm_path() -> Path:
+    """Where ROCm is installed, if it is: $ROCM_PATH or /opt/rocm."""
+    return Path(os.environ.get("ROCM_PATH") or "/opt/rocm")
+
+
+def rocm_version() -> tuple[int, ...] | None:
+    """ROCm's version as numbers, None if it cannot be told."""
+    try:
+        return release((rocm_path() / ".info" / "version").read_text(errors="replace").strip()) or None
+    except OSError:
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """What a program left: its exit status, None if it could not be started or did not end; all that it printed."""
+
+    status: int | None
+    text: str
+    failure: str = ""  # one line, '' if the status is 0
+
+
+def run_program(command: list[str], timeout: float | None = None) -> Output:
+    """Run a program without input. One that does not end in time is killed together with what it started.
+
+    Its output goes to a file, not a pipe: a process that cannot be killed, as happens when a GPU hangs, would keep a
+    pipe open and this program waiting.
+    """
+    timeout = timeout or TOOL_TIMEOUT
+    with tempfile.TemporaryFile() as output:
+        try:
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        except OSError as error:
+            return Output(None, "", f"cannot be started: {error.strerror}")
+        try:
+            status = process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            status = None
+        finally:
+            if process.returncode is None:
+                os.killpg(process.pid, signal.SIGKILL)
+        output.seek(0)
+        text = output.read(1_000_000).decode(errors="replace")
+    lines = [line for line in map(one_line, text.splitlines()) if line and not line.startswith(PROBE.strip())]
+    if status is None:
+        return Output(None, text, f"no answer within {timeout:g} s")
+    if status < 0:
+        return Output(status, text, f"ended by signal {-status}")
+    return Output(status, text, (lines[-1] if lines else f"exit status {status}") if status else "")
+
+
+def answer(**values: object) -> None:
+    """In a child process: pass values to the parent."""
+    print("\n" + PROBE + json.dumps(values), flush=True)
+
+
+def answer_with(name: str, function: Callable[[], object]) -> None:
+    """In a child process: pass on what the function returns, or why it failed."""
+    try:
+        value = function()
+    except (Exception, SystemExit) as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        value = {"error": one_line(f"{type(error).__name__}: {error}"), "missing": missing}
+    answer(**{name: value})
+
+
+def in_child(function: Callable, *arguments: object) -> dict:
+    """Call a function of one of these modules in a new Python process; returns what it passed to `answer`.
+
+    If the process did not end well, the key 'failure' says how; answers until then are kept.
+    """
+    module = Path(function.__code__.co_filename)
+    code = f"import sys; sys.path.insert(0, {str(module.parent)!r}); import {module.stem} as m; "
+    code += f"m.{function.__name__}(*{arguments!r})"
+    output = run_program([sys.executable, "-c", code], CHILD_TIMEOUT)
+    answers = {}
+    for line in output.text.splitlines():
+        if line.startswith(PROBE):
+            try:
+                answers |= json.loads(line[len(PROBE) :])
+            except ValueError:
+                continue  # another process wrote into the line
+    return answers | {"failure": output.failure} if output.failure else answers
+
+
+def find_tool(name: str) -> str | None:
+    """The path of a program on PATH or among ROCm's own."""
+    return shutil.which(name) or shutil.which(name, path=str(rocm_path() / "bin"))
+
+
+def tool_command(name: str, package: str) -> str:
+    """The command that makes a ROCm tool available: on PATH if it is installed, otherwise its package."""
+    if find_tool(name):
+        return f'export PATH="{rocm_path()}/bin:$PATH"'
+    return package_command(package)
+
+
+def package_command(package: str) -> str:
+    """The command that installs a package of AMD's repositories, or loads ROCm where a site has modules."""
+    if os.environ.get("MODULEPATH"):
+        return "module load rocm"
+    manager = next((name for name in ("apt", "dnf", "zypper") if shutil.which(name)), "apt")
+    return f"sudo {manager} install {package}"
+
+
+def here(path: Path) -> str:
+    """A path in the repository as it is written in a command given here."""
+    return shlex.quote(os.path.relpath(path))
+
+
+def setup_command(track: str) -> str:
+    """The command that installs what is missing."""
+    return f"bash {here(ROOT / 'setup' / 'environment_setup.sh')} --track {track}"
+
+
+def torch_command(problem: str, track: str) -> str:
+    """The command that gives a usable PyTorch: never into the environment that has one which is not."""
+    fresh = "" if problem == "missing" else "python3 -m venv fresh && source fresh/bin/activate && "
+    return fresh + setup_command(track)
+
+
+# The machine
+
+
+def detect_track() -> tuple[str, str]:
+    """The track of this machine and what tells so."""
+    if tool := find_tool("rocminfo"):
+        return "rocm", f"found {tool}"
+    nvidia = "found neither ROCm nor an NVIDIA GPU"
+    if tool := shutil.which("nvidia-smi"):
+        if re.search(r"^GPU \d+:", run_program([tool, "-L"]).text, re.MULTILINE):
+            return "nvidia", f"found a GPU with {tool}"
+        nvidia = f"{tool} lists no GPU"
+    for path in (rocm_path(), KFD):
+        if path.exists():
+            return "rocm", f"found {path}"
+    return "cpu", nvidia
+
+
+def gpu_architectures(text: str) -> list[str]:
+    """The gfx names of the GPU agents in the output of rocminfo."""
+    return re.findall(r"^\s*Name:\s*(gfx[0-9a-f]+)\s*$", text, re.MULTILINE)
+
+
+def hiding_variable(names: tuple[str, ...], gpus: int | None = None) -> str | None:
+    """The name of a `*_VISIBLE_DEVICES` variable that leaves no GPU visible.
+
+    The first entry decides: devices after one that does not exist are ignored. Entries may be numbers or GPU-<uuid>.
+    `gpus` is what rocminfo lists; ROCR_VISIBLE_DEVICES has already been applied to that, the others count within it.
+    """
+    for name in names:
+        if name in os.environ:
+            first = os.environ[name].split(",")[0].strip()
+            number = int(first) if re.fullmatch(r"[+-]?\d+", first) else 0
+            beyond = gpus and number >= gpus and name != "ROCR_VISIBLE_DEVICES"
+            if not first or number < 0 or beyond:
+                return name
+    return None
+
+
+def describe_torch() -> dict:
+    """Version and build of PyTorch (imports it: call it in a child process)."""
+    import torch
+
+    return {"version": str(torch.__version__), "hip": torch.version.hip, "cuda": torch.version.cuda}
+
+
+def probe_torch() -> None:
+    """In a child process: which PyTorch is there."""
+    answer_with("torch", describe_torch)
+
+
+def build_name(torch: dict) -> str:
+    """'ROCm 6.4.43482', 'CUDA 13.0' or 'CPU'."""
+    return f"ROCm {torch['hip']}" if torch["hip"] else f"CUDA {torch['cuda']}" if torch["cuda"] else "CPU"
+
+
+def torch_problem(answers: dict, track: str) -> str:
+    """Why the PyTorch that a child process found cannot be used on this track; '' if it can."""
+    torch = answers.get("torch") or {"error": answers.get("failure") or "no answer", "missing": None}
+    if "error" in torch:
+        return "missing" if torch["missing"] == "torch" else f"does not import: {torch['error']}"
+    if not in_bounds(torch["version"], requirement("torch").bounds):
+        return f"{torch['version']} is out of range, {requirement('torch').text} is needed"
+    if {"rocm": not torch["hip"], "nvidia": not torch["cuda"], "cpu": False}[track]:
+        return f"{torch['version']} is a {build_name(torch)} build, which the {track} track cannot use"
+    return ""
+
+
+# The table
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """One row. `state` is ok, MISSING (the track needs it), optional (absent, but not needed), or - for what was not
+    looked at: this track has no use for it, or it depends on something missing."""
+
+    what: str
+    state: str
+    found: str
+    needed_for: str
+    mend: str = ""
+
+
+def check(what: str, good: bool, found: object, needed_for: str, mend: str = "", required: bool = True) -> Check:
+    """A row; `mend` is the command that would put it right."""
+    state = "ok" if good else "MISSING" if required else "optional"
+    return Check(what, state, one_line(found), needed_for, "" if good else mend)
+
+
+def unchecked(what: str, reason: str, needed_for: str) -> Check:
+    """A row for something that was not looked at."""
+    return Check(what, "-", reason, needed_for)
+
+
+def unneeded(what: str, needed_for: str, track: str) -> Check:
+    """A row for something that this track has no use for."""
+    return unchecked(what, f"not needed on the {track} track", needed_for)
+
+
+def table(checks: list[Check]) -> str:
+    """The rows in columns, then the command for each that is not there."""
+    rows = [("", "what", "found", "needed for")]
+    rows += [(c.state, c.what, c.found, c.needed_for) for c in checks]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    lines = ["  ".join([*(f"{row[i]:{widths[i]}}" for i in range(3)), row[3]]).rstrip() for row in rows]
+    for state, title in (("MISSING", "To mend what is missing:"), ("optional", "If you want what is optional:")):
+        commands = [(c.what, c.mend) for c in checks if c.state == state and c.mend]
+        width = max((len(what) for what, _ in commands), default=0)
+        lines += ["", title, *(f"  {what:{width}}  {command}" for what, command in commands)] if commands else []
+    return "\n".join(lines)
+
+
+class Parser(argparse.ArgumentParser):
+    """Answers a bad argument with one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (--help lists all arguments)\n")
+
+
+def run_checks(title: str, gather: Callable[[str], list[Check]], description: str, argv: list[str] | None) -> int:
+    """The command line of a validation script: returns 0 if all that the track needs is there, otherwise 1."""
+    parser = Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("--track", choices=TRACKS, help="what to check for (default: what is detected)")
+    parser.add_argument("--json", action="store_true", help="print JSON in place of the table")
+    args = parser.parse_args(argv)
+    try:
+        track, reason = (args.track, "as asked for") if args.track else detect_track()
+        checks = gather(track)
+    except KeyboardInterrupt:
+        print(f"{parser.prog}: interrupted", file=sys.stderr)
+        return 130
+    missing = sum(check.state == "MISSING" for check in checks)
+    if args.json:
+        rows = [dataclasses.asdict(check) for check in checks]
+        print(json.dumps({"check": title, "track": track, "passed": not missing, "checks": rows}, indent=1))
+    else:
+        print(f"{title} check, {track} track ({reason})\n\n{table(checks)}\n")
+        print(f"{title} check: {f'FAIL ({missing} missing)' if missing else 'PASS'}")
+    return 1 if missing else 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """What environment_setup.sh asks."""
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("track")
+    commands.add_parser("torch").add_argument("track", choices=TRACKS)
+    commands.add_parser("missing").add_argument("file", type=Path)
+    args = parser.parse_args(argv)
+    if args.command == "track":
+        print(*detect_track())
+    elif args.command == "missing":
+        print(*missing_requirements(args.file), sep="\n")
+    else:
+        answers = in_child(probe_torch)
+        problem = torch_problem(answers, args.track)
+        if problem and problem != "missing":
+            print(problem)
+            return 1
+        # pip's version for pip: PyPI's 2.9.0 calls itself 2.9.0+cu128
+        print("" if problem else installed_version("torch") or answers["torch"]["version"])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,225 @@
+#!/usr/bin/env python3
+"""Check that the version scripts can run here: Python, PyTorch, Triton, a GPU, memory and disk space.
+
+Examples:
+  python setup/validation_scripts/test_environment.py
+  python setup/validation_scripts/test_environment.py --track rocm
+  python setup/validation_scripts/test_environment.py --json
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import io
+import os
+import platform
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+from checks import (
+    ROOT,
+    Check,
+    answer_with,
+    build_name,
+    check,
+    describe_torch,
+    here,
+    hiding_variable,
+    in_child,
+    installed_version,
+    run_checks,
+    setup_command,
+    torch_command,
+    torch_problem,
+    unchecked,
+    unneeded,
+)
+
+GB = 1e9
+MIN_MEMORY, MIN_DISK = 4 * GB, 1 * GB  # below these there is a remark, not a failure
+PACKAGES = {
+    "numpy": "everything",
+    "gemmi": "--structure (real proteins)",
+    "matplotlib": "plots of the analysis tools",
+    "deepspeed": "--enable-deepspeed-flops",
+}
+
+
+def version_scripts() -> list[Path]:
+    """The version scripts that are there."""
+    return sorted(ROOT.glob("tiny_*_v*.py"))
+
+
+def train_step(device: str) -> str:
+    """A matrix product and its gradient on the device, compared with what they must be."""
+    import torch
+
+    value = torch.ones(64, 64, device=device, requires_grad=True)
+    (value @ value).sum().backward()
+    if not torch.equal(value.grad.cpu(), torch.full((64, 64), 128.0)):
+        raise ArithmeticError("the gradient is wrong")
+    return f"right on {device}"
+
+
+def list_gpus() -> list[str]:
+    """Name and memory of each visible GPU."""
+    import torch
+
+    found = []
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        free, total = torch.cuda.mem_get_info(index)
+        name = torch.cuda.get_device_properties(index).name
+        found.append(f"{name}, {free / GB:.0f} of {total / GB:.0f} GB free")
+    return found
+
+
+def module_version(name: str) -> str:
+    """Import the module and return its version."""
+    return str(getattr(importlib.import_module(name), "__version__", "version unknown"))
+
+
+def help_of(script: Path) -> int:
+    """Length of what `script --help` prints; anything but status 0 is an error."""
+    spec = importlib.util.spec_from_file_location(script.stem, script)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[script.stem] = module
+    with contextlib.redirect_stdout(io.StringIO()) as text:
+        try:
+            spec.loader.exec_module(module)
+            module.main(["--help"])
+        except SystemExit as end:
+            if end.code:
+                raise
+    if not text.getvalue():
+        raise RuntimeError("--help prints nothing")
+    return len(text.getvalue())
+
+
+def probe(device: str, scripts: list[str]) -> None:
+    """In a child process: everything that imports PyTorch. What was found before a crash is kept."""
+    answer_with("torch", describe_torch)
+    answer_with("step", lambda: train_step(device))
+    answer_with("gpus", list_gpus)
+    answer_with("triton", lambda: module_version("triton"))
+    for script in scripts:
+        answer_with(script, lambda script=script: help_of(Path(script)))
+
+
+def host_memory() -> float | None:
+    """Bytes of memory that are available, None if the system does not tell."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(float(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration, ValueError):
+        return None
+
+
+def problem_of(answers: dict, name: str) -> str:
+    """Why a part of the probe failed, '' if it did not."""
+    value = answers.get(name, {"error": answers.get("failure", "not reached"), "missing": None})
+    if not isinstance(value, dict) or "error" not in value:
+        return ""
+    return "missing" if value["missing"] == name else value["error"]
+
+
+def check_gpus(answers: dict, track: str) -> Check:
+    """The row of the GPUs that PyTorch sees."""
+    gpus = answers.get("gpus", [])
+    if isinstance(gpus, list) and gpus:
+        return check("GPU", True, f"{len(gpus)}: {gpus[0]}", f"the {track} track")
+    rocm = track == "rocm"
+    variables = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES") if rocm else ()
+    if hidden := hiding_variable((*variables, "CUDA_VISIBLE_DEVICES")):
+        return check(
+            "GPU", False, f"hidden by {hidden}={os.environ[hidden]!r}", f"the {track} track", f"unset {hidden}"
+        )
+    mend = f"python {here(Path(__file__).with_name('test_rocm_installation.py'))}" if rocm else "nvidia-smi"
+    return check("GPU", False, problem_of(answers, "gpus") or "PyTorch sees none", f"the {track} track", mend)
+
+
+def check_scripts(answers: dict, track: str, triton: bool) -> list[Check]:
+    """One row for the scripts that answer --help, one for each that does not."""
+    rows, good = [], 0
+    for script in version_scripts():
+        if isinstance(answers.get(str(script)), int):
+            good += 1
+            continue
+        needs_triton = not triton and script.stem.endswith(("v3", "v4"))
+        mend = "python -m pip install triton" if needs_triton else f"python {here(script)} --help"
+        required = track != "cpu" or not needs_triton
+        rows.append(check(script.name, False, problem_of(answers, str(script)), "this version", mend, required))
+    if good:
+        rows.insert(0, check("version scripts", True, f"{good} answer --help", "the exercises"))
+    return rows or [check("version scripts", False, f"none in {ROOT}", "the exercises", "git status")]
+
+
+def check_torch(track: str) -> list[Check]:
+    """The rows of everything that imports PyTorch."""
+    gpu = track != "cpu"
+    answers = in_child(probe, "cuda" if gpu else "cpu", [str(script) for script in version_scripts()])
+    problem = torch_problem(answers, track)
+    found = problem or f"{answers['torch']['version']}, {build_name(answers['torch'])} build"
+    rows = [check("torch", not problem, found, "everything", torch_command(problem, track))]
+    if not problem and gpu:
+        rows.append(check_gpus(answers, track))
+    elif not gpu:
+        rows.append(unneeded("GPU", "the nvidia and rocm tracks", track))
+    purposes = {
+        "step": ("training step", "everything"),
+        "triton": ("triton", "V3 and V4 on a GPU, torch.compile there"),
+    }
+    if problem:
+        waiting = [
+            *([("GPU", f"the {track} track")] if gpu else []),
+            *purposes.values(),
+            ("version scripts", "everything"),
+        ]
+        return rows + [unchecked(what, "needs torch", needed_for) for what, needed_for in waiting]
+    for name, (what, needed_for) in purposes.items():
+        error = problem_of(answers, name)
+        mend = "python -m pip install triton" if name == "triton" else torch_command("broken", track)
+        if name == "step" and gpu and not answers.get("gpus"):
+            rows.append(unchecked(what, "needs a GPU", needed_for))
+        else:
+            rows.append(check(what, not error, error or answers[name], needed_for, mend, gpu or name != "triton"))
+    return rows + check_scripts(answers, track, triton=not problem_of(answers, "triton"))
+
+
+def gather(track: str) -> list[Check]:
+    """All rows."""
+    python = f"{platform.python_version()} ({sys.executable})"
+    rows = [check("Python >= 3.10", sys.version_info >= (3, 10), python, "everything", setup_command(track))]
+    rows += check_torch(track)
+    for name, purpose in PACKAGES.items():
+        version = installed_version(name)
+        mend, required = f"python -m pip install {name}", purpose == "everything"
+        rows.append(check(name, version is not None, version or "missing", purpose, mend, required))
+    memory = host_memory()
+    enough = memory is None or memory >= MIN_MEMORY
+    found = "unknown" if memory is None else f"{memory / GB:.1f} GB available"
+    rows.append(
+        check("host memory", enough, found, "the default sizes", "add --batch-size 1 to each run", required=False)
+    )
+    disk = shutil.disk_usage(".").free
+    found = f"{disk / GB:.1f} GB free here"
+    rows.append(check("disk space", disk >= MIN_DISK, found, "traces", "add --profile-dir ELSEWHERE", required=False))
+    try:
+        tempfile.TemporaryFile(dir=".").close()
+        error = ""
+    except OSError as problem:
+        error = f"cannot write: {problem.strerror}"
+    rows.append(check("current directory", not error, error or f"can write in {Path.cwd()}", "results", "cd ~"))
+    return rows
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    return run_checks("Environment", gather, __doc__, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

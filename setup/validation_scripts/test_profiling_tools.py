@@ -1,0 +1,161 @@
+#!/usr/bin/env python3
+"""Check the profilers: PyTorch's own on every track, ROCm's on the rocm track.
+
+Examples:
+  python setup/validation_scripts/test_profiling_tools.py
+  python setup/validation_scripts/test_profiling_tools.py --track rocm --json
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import re
+import shutil
+import sys
+
+from checks import (
+    Check,
+    answer_with,
+    check,
+    describe_torch,
+    find_tool,
+    gpu_architectures,
+    in_child,
+    installed_version,
+    package_command,
+    rocm_path,
+    rocm_version,
+    run_checks,
+    run_program,
+    tool_command,
+    torch_command,
+    torch_problem,
+    unchecked,
+    unneeded,
+)
+
+ROCTX = "librocprofiler-sdk-roctx.so"
+# What a tool is called (older name second), its package, and what needs it.
+ROCM_TOOLS = (
+    (("rocprofv3",), "rocprofiler-sdk", "run_rocprofv3.sh: kernels, traces, counters"),
+    (("rocprof-sys-run", "omnitrace-run"), "rocprofiler-systems", "run_rocprof_sys.sh: timeline of host and GPU"),
+    (("rocprof-compute",), "rocprofiler-compute", "run_rocprof_compute.sh: roofline, metrics of a kernel"),
+    (("rocpd",), "rocprofiler-sdk", "reading the databases that rocprofv3 of ROCm 7 writes"),
+)
+ROCTX_PURPOSE = "--enable-rocm-profiling"
+# rocprof-compute has counters and metrics for these only: MI100, MI200, MI300 and MI350.
+DATA_CENTRE_GPU = re.compile(r"gfx908|gfx90a|gfx94.|gfx95.")
+PACKAGES = {"deepspeed": "--enable-deepspeed-flops", "matplotlib": "plots of the analysis tools"}
+
+
+def profile_matmul(gpu: bool) -> dict:
+    """Numbers of events and of device kernels that the profiler sees in a matrix product."""
+    import torch
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    device = "cuda" if gpu else "cpu"
+    value = torch.ones(64, 64, device=device)
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if gpu else [])]
+    with profile(activities=activities) as profiler:
+        value @ value
+        if gpu:
+            torch.cuda.synchronize()
+    events = profiler.events()
+    return {"events": len(events), "kernels": sum(event.device_type == DeviceType.CUDA for event in events)}
+
+
+def load_roctx() -> str:
+    """Load the library as --enable-rocm-profiling does, after PyTorch, which may bring it."""
+    with contextlib.suppress(ImportError):
+        import torch  # noqa: F401
+    ctypes.CDLL(ROCTX).roctxProfilerPause  # noqa: B018 - an AttributeError if the function is not there
+    return "loads"
+
+
+def probe(track: str) -> None:
+    """In a child process: PyTorch's profiler, and the marker library where it is needed."""
+    answer_with("torch", describe_torch)
+    if track == "rocm":
+        answer_with("roctx", load_roctx)
+    answer_with("profile", lambda: profile_matmul(track != "cpu"))
+
+
+def check_torch_profiler(answers: dict, track: str) -> Check:
+    """PyTorch's profiler sees operators, and on a GPU its kernels."""
+    what, purpose = "torch.profiler", "--enable-pytorch-profiler, kernel counts"
+    if problem := torch_problem(answers, track):
+        return check(what, False, f"torch: {problem}", purpose, torch_command(problem, track))
+    result = answers.get("profile", {"error": answers.get("failure", "not reached")})
+    if "error" in result:
+        return check(what, False, result["error"], purpose, "python -m torch.utils.collect_env")
+    wanted = "events" if track == "cpu" else "kernels"
+    found = f"sees {result['events']} events, {result['kernels']} GPU kernels"
+    return check(what, result[wanted] > 0, found, purpose, "end other profilers that use this GPU, then try again")
+
+
+def check_tool(names: tuple[str, ...], package: str, purpose: str, required: bool = True) -> Check:
+    """A tool is on PATH under one of its names and answers --help."""
+    name = next((name for name in names if shutil.which(name)), None)
+    if not name:
+        installed = next((tool for name in names if (tool := find_tool(name))), None)
+        found = f"{installed} is not on PATH" if installed else "missing"
+        known = next((name for name in names if find_tool(name)), names[0])
+        return check(names[0], False, found, purpose, tool_command(known, package), required)
+    output = run_program([shutil.which(name), "--help"])
+    packages = rocm_path() / "libexec" / package / "requirements.txt"  # what rocprof-compute needs of Python
+    mend = f"python3 -m pip install -r {packages}" if packages.is_file() else f"{name} --help"
+    return check(names[0], not output.failure, output.failure or shutil.which(name), purpose, mend, required)
+
+
+def check_rocm_tools(answers: dict) -> list[Check]:
+    """The rows of ROCm's profilers."""
+    version = rocm_version()
+    tool = find_tool("rocminfo")
+    gpus = gpu_architectures(run_program([tool]).text) if tool else []
+    rows = []
+    for names, package, purpose in ROCM_TOOLS:
+        required = True
+        if names[0] == "rocprof-compute" and gpus and not any(map(DATA_CENTRE_GPU.fullmatch, gpus)):
+            reason = f"not for {gpus[0]}: needs a data-centre GPU (gfx908, gfx90a, gfx94x, gfx95x)"
+            rows.append(unchecked(names[0], reason, purpose))
+            continue
+        if names[0] == "rocpd":
+            required = version is not None and version >= (7,)
+            if version and not required:
+                rows.append(unchecked(names[0], "comes with ROCm 7", purpose))
+                continue
+        rows.append(check_tool(names, package, purpose, required))
+    result = answers.get("roctx", {"error": answers.get("failure", "not reached")})
+    good = result == "loads"
+    library = rocm_path() / "lib" / ROCTX
+    path = f'export LD_LIBRARY_PATH="{library.parent}:$LD_LIBRARY_PATH"'
+    mend = path if library.exists() else package_command("rocprofiler-sdk-roctx")
+    rows.append(check(ROCTX, good, result if good else result["error"], ROCTX_PURPOSE, mend))
+    return rows
+
+
+def gather(track: str) -> list[Check]:
+    """All rows."""
+    answers = in_child(probe, track)
+    rows = [check_torch_profiler(answers, track)]
+    if track == "rocm":
+        rows += check_rocm_tools(answers)
+    else:
+        rows += [unneeded(names[0], purpose, track) for names, _, purpose in ROCM_TOOLS]
+        rows.append(unneeded(ROCTX, ROCTX_PURPOSE, track))
+    for name, purpose in PACKAGES.items():
+        version = installed_version(name)
+        mend = f"python -m pip install {name}"
+        rows.append(check(name, version is not None, version or "missing", purpose, mend, required=False))
+    return rows
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    return run_checks("Profiling tools", gather, __doc__, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,147 @@
+#!/usr/bin/env python3
+"""Check ROCm: the driver, access to the GPUs, the command-line tools, and whether PyTorch was built for it.
+
+Examples:
+  python setup/validation_scripts/test_rocm_installation.py
+  python setup/validation_scripts/test_rocm_installation.py --track rocm --json
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import checks
+from checks import (
+    Check,
+    answer_with,
+    build_name,
+    check,
+    describe_torch,
+    find_tool,
+    gpu_architectures,
+    hiding_variable,
+    in_child,
+    package_command,
+    rocm_path,
+    rocm_version,
+    run_checks,
+    run_program,
+    tool_command,
+    torch_command,
+    torch_problem,
+    unchecked,
+    unneeded,
+)
+
+DRI = Path("/dev/dri")
+GROUPS = "sudo usermod -a -G render,video $USER   (then log in again)"
+NO_DRIVER = "sudo modprobe amdgpu   (in a container: start it with --device=/dev/kfd --device=/dev/dri)"
+VISIBLE_DEVICES = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+
+
+def count_gpus() -> int:
+    """The number of GPUs that PyTorch sees."""
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def probe() -> None:
+    """In a child process: PyTorch's build and what it sees."""
+    answer_with("torch", describe_torch)
+    answer_with("gpus", count_gpus)
+
+
+def open_problem(path: Path) -> str:
+    """Why the device file cannot be opened for reading and writing, '' if it can.
+
+    It is opened rather than looked at: a batch system can forget the permission bits and still deny a GPU.
+    """
+    try:
+        os.close(os.open(path, os.O_RDWR))
+        return ""
+    except OSError as error:
+        return error.strerror
+
+
+def check_device_files() -> list[Check]:
+    """The compute driver's device file and the render nodes of the GPUs."""
+    if not checks.KFD.exists():
+        return [check(str(checks.KFD), False, "missing: the driver is not loaded", "every GPU program", NO_DRIVER)]
+    problem = open_problem(checks.KFD)
+    rows = [check(str(checks.KFD), not problem, problem or "can be opened", "every GPU program", GROUPS)]
+    nodes = sorted(DRI.glob("renderD*"))
+    usable = sum(not open_problem(node) for node in nodes)
+    mend = GROUPS if nodes else NO_DRIVER
+    rows.append(check(f"{DRI}/renderD*", usable > 0, f"{usable} of {len(nodes)} can be opened", "GPU memory", mend))
+    return rows
+
+
+def check_smi() -> Check:
+    """rocm-smi or amd-smi, the first that works."""
+    failures = []
+    for command in (["amd-smi", "list"], ["rocm-smi"]):
+        if tool := find_tool(command[0]):
+            output = run_program([tool, *command[1:]])
+            if not output.failure:
+                return check("amd-smi or rocm-smi", True, tool, "watching the GPU")
+            failures.append(f"{command[0]}: {output.failure}")
+    mend = package_command("amd-smi-lib")
+    return check("amd-smi or rocm-smi", False, "; ".join(failures) or "missing", "watching the GPU", mend)
+
+
+def check_rocminfo() -> tuple[Check, int]:
+    """rocminfo, and the number of GPUs it lists."""
+    tool = find_tool("rocminfo")
+    if not tool:
+        mend = package_command("rocminfo")
+        return check("rocminfo", False, "missing", "naming the GPU", mend), 0
+    output = run_program([tool])
+    names = gpu_architectures(output.text)
+    found = ", ".join(f"{names.count(name)} x {name}" for name in sorted(set(names)))
+    found = output.failure or found or "lists no GPU"
+    return check("rocminfo", bool(names) and not output.failure, found, "naming the GPU", tool), len(names)
+
+
+def gather(track: str) -> list[Check]:
+    """All rows."""
+    if track != "rocm":
+        return [unneeded("ROCm", "the rocm track", track)]
+    version = rocm_version()
+    found = f"{'.'.join(map(str, version))} in {rocm_path()}" if version else f"no {rocm_path()}/.info/version"
+    purpose = "choosing PyTorch's index"
+    rows = [check("ROCm", True, found, purpose) if version else unchecked("ROCm", found, purpose)]
+    rows += check_device_files()
+    row, gpus = check_rocminfo()
+    rows += [row, check_smi()]
+
+    hidden = hiding_variable(VISIBLE_DEVICES, gpus)
+    given = ", ".join(f"{name}={os.environ[name]!r}" for name in VISIBLE_DEVICES if name in os.environ)
+    found = f"{hidden}={os.environ[hidden]!r} hides every GPU" if hidden else given or "not set"
+    rows.append(check("*_VISIBLE_DEVICES", not hidden, found, "choosing GPUs", f"unset {hidden}"))
+
+    answers = in_child(probe)
+    problem = torch_problem(answers, track)
+    found = problem or f"{answers['torch']['version']}, {build_name(answers['torch'])} build"
+    rows.append(check("torch", not problem, found, "everything", torch_command(problem, track)))
+    if not problem:
+        seen = answers.get("gpus", answers.get("failure"))
+        good = isinstance(seen, int) and seen > 0
+        found = f"{seen} GPUs" if isinstance(seen, int) else seen["error"] if isinstance(seen, dict) else seen
+        mend = "put right what is missing above; if nothing is, python -m torch.utils.collect_env"
+        rows.append(check("torch sees", good, found, "the rocm track", mend))
+    tool = find_tool("hipcc")
+    mend = tool_command("hipcc", "hipcc")
+    rows.append(check("hipcc", tool is not None, tool or "missing", "HIP code of your own", mend, required=False))
+    return rows
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    return run_checks("ROCm", gather, __doc__, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
