@@ -22,7 +22,7 @@ THREADS = {**os.environ, "OMP_NUM_THREADS": "1"}
 BATCH = ["--batch-size", "4"]
 # Writes the gradients of one step, under their canonical names, as the process of rank 0 sees them.
 ONE_STEP = """
-import sys, torch
+import gc, sys, torch
 sys.path[:0] = [{tests!r}]
 from conftest import gradients, load
 module, out, argv = load({script!r}), sys.argv[1], sys.argv[2:]
@@ -32,6 +32,8 @@ trainer = module.Trainer(args, torch.device("cpu"))
 trainer.forward(**trainer.next_batch()).backward()
 if module.RANK == 0:
     torch.save(gradients(trainer.model), out)
+del trainer
+gc.collect()  # as main() does: what refers to the process group would keep its threads running into the exit
 torch.distributed.destroy_process_group()
 """
 
