@@ -108,6 +108,7 @@ def test_deepspeed_that_is_not_installed(script: str, run):
     assert_one_error(run(script, *QUICK, "--enable-deepspeed-flops"), 4, "--enable-deepspeed-flops", "deepspeed")
 
 
+@every_script
 @pytest.mark.parametrize("where", ["below-a-file", "a-file"])
 def test_profile_directory_that_cannot_be_written(where: str, script: str, run, tmp_path: Path):
     (tmp_path / "file").write_text("in the way")

@@ -7,6 +7,7 @@ formats. Most tests profile a small script that notes its arguments, so that the
 from __future__ import annotations
 
 import csv
+import functools
 import json
 import os
 import shutil
@@ -121,7 +122,10 @@ class Bench:
     def start(self, command: list[str], cwd: Path | None = None, **environment: str) -> subprocess.Popen:
         pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         environment = {**self.environment, **environment}
-        return subprocess.Popen(command, cwd=cwd or self.work, env=environment, start_new_session=True, **pipes)
+        # A shell that starts the tests in the background has them, and so these, ignore SIGINT; a terminal does not.
+        unignore = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+        options = {"cwd": cwd or self.work, "env": environment, "start_new_session": True, "preexec_fn": unignore}
+        return subprocess.Popen(command, **options, **pipes)
 
     def command(self, wrapper: str, *argv: str) -> list[str]:
         """A wrapper's command line for the script that notes its arguments."""
