@@ -1156,6 +1156,7 @@ class Trainer:
             warnings.filterwarnings("ignore", message=".*broadcast_buffers. is deprecated", category=FutureWarning)
             ddp = nn.parallel.DistributedDataParallel
             self.forward = ddp(self.forward, broadcast_buffers=False, gradient_as_bucket_view=True)
+            self.host_group = torch.distributed.new_group(backend="gloo")  # to meet without a kernel on the device
         if args.enable_rocm_profiling and not args.torch_compile:  # a compiled graph has no blocks left
             name_blocks(self.model)
 
@@ -1194,6 +1195,8 @@ class Trainer:
         if self.device.type == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         with torch.profiler.profile(activities=activities, acc_events=True, **options) as profile:
+            if WORLD_SIZE > 1:  # otherwise the first step contains waiting for the process whose profiler starts last
+                torch.distributed.barrier(self.host_group)
             for _ in range(steps):
                 self.step(torch.profiler.record_function)
             self.synchronize()
@@ -1467,9 +1470,7 @@ def train(args: argparse.Namespace) -> dict:
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         if WORLD_SIZE > 1 and ("gloo" in str(error) or isinstance(error, torch.distributed.DistBackendError)):
-            time.sleep(
-                20
-            )  # the connection broke because another process failed; torchrun names that one, ends this one
+            time.sleep(20)  # another process failed and broke the connection: torchrun names that one, ends this one
         if is_out_of_memory(error):
             result.update(status="oom", exit_status=3)
             result["error"] = f"out of memory: lower --batch-size or --seq-len ({reason})"

@@ -8,6 +8,7 @@ Usage:
   python tools/benchmark.py overhead results/DIR   the measured loop against a loop of bare training steps
   python tools/benchmark.py scaling results/DIR    the same batch per GPU on one GPU; for N of them, with torchrun:
   torchrun --nproc-per-node N tools/benchmark.py scaling results/DIR
+  torchrun --nproc-per-node N tools/benchmark.py ddp results/DIR    where the time goes that scaling loses
   python tools/benchmark.py table results/DIR      the README's tables, from what lies in DIR
 
 Both sides of a ratio are measured in one call, in turn. `headline` runs the scripts as a user does, one process each,
@@ -17,6 +18,7 @@ and keeps their result files as they are; the others run in this process and wri
 import argparse
 import gc
 import importlib
+import itertools
 import json
 import math
 import statistics
@@ -24,12 +26,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from tools.kernels import CATEGORIES, communication_of  # noqa: E402
+from tools.kernels import CATEGORIES  # noqa: E402
 
 MODELS = {"tiny_openfold": [], "tiny_llama": ["--seq-len", "128"]}  # the sizes of the headline table
 COMPILE = ["--enable-torch-compile", "--torch-compile-mode", "reduce-overhead"]
@@ -164,34 +166,78 @@ def scaling(directory: Path, rounds: int) -> None:
     if processes > 1:
         first.join_processes(first.parse_args(["--batch-size", str(processes)]))
     rows = []
+    for name, precision, argv in scaling_shapes(processes):
+        row = {"name": name, "precision": precision, "argv": argv}
+        for version in ("v1", "v2") * rounds:
+            timing = short_run(f"{name.split()[0]}_{version}", [*argv, "--num-steps", "12"])["timing"]
+            if timing["batch_ms"] < row.get(version, timing | {"batch_ms": math.inf})["batch_ms"]:
+                row[version] = {key: timing[key] for key in ("batch_ms", "samples_per_sec", "backward_ms")}
+        rows.append(row)
+        if first.RANK == 0:
+            print(row, flush=True)
+            save(directory / f"scaling_{processes}.json", {"processes": processes, "rows": rows})
+
+
+def scaling_shapes(processes: int) -> Iterator[tuple[str, str, list[str]]]:
+    """Name, precision and arguments of each row of `scaling`."""
     for name, (sizes, per_gpu) in SCALING.items():
         for precision in ("fp32", "bf16"):
-            argv = [*sizes, *CONFIGURATIONS[precision], "--batch-size", str(per_gpu * processes)]
-            row = {"name": name, "precision": precision, "argv": argv}
-            for version in ("v1", "v2") * rounds:
-                script = f"{name.split()[0]}_{version}"
-                timing = short_run(script, [*argv, "--num-steps", "12"])["timing"]
-                if timing["batch_ms"] < row.get(version, timing | {"batch_ms": math.inf})["batch_ms"]:
-                    row[version] = {key: timing[key] for key in ("batch_ms", "samples_per_sec", "backward_ms")}
-            rows.append(row)
-            print(row, flush=True)
-    for row in rows if processes > 1 else ():  # last, because a profiler can slow down later launches
+            yield name, precision, [*sizes, *CONFIGURATIONS[precision], "--batch-size", str(per_gpu * processes)]
+
+
+def ddp(directory: Path, rounds: int) -> None:
+    """The same training steps on one GPU while the others idle, on all of them without DDP, and with it; in turn.
+
+    Of the steps on all GPUs without DDP, `slowest` is the mean over the steps of the longest one among the processes:
+    what a step would take if nothing but waiting for each other were added. Milliseconds per step of rank 0, the
+    median of the rounds. Only shapes and precisions that scale below 0.95 or are limited by the host.
+    """
+    import torch
+
+    first = importlib.import_module("tiny_llama_v1")
+    first.join_processes(first.parse_args(["--batch-size", str(first.WORLD_SIZE)]))
+    idle = torch.distributed.new_group(backend="gloo")  # NCCL's barrier would keep a core and the GPU busy
+    rows = []
+    for name, precision, argv in scaling_shapes(first.WORLD_SIZE):
+        if precision == "fp32" and len(name.split()) > 1:
+            continue
         for version in ("v1", "v2"):
-            row[version]["communication"] = communication(f"{row['name'].split()[0]}_{version}", row["argv"])
-    if first.RANK == 0:
-        save(directory / f"scaling_{processes}.json", {"processes": processes, "rows": rows})
+            module = importlib.import_module(f"{name.split()[0]}_{version}")
+            with tempfile.TemporaryDirectory() as folder:
+                args = module.parse_args([*argv, "--profile-dir", folder])
+                trainer = module.Trainer(args, module.prepare(args))
+            forward = {"alone": trainer.model, "together": trainer.model, "ddp": trainer.forward}
+            times: dict[str, list[float]] = {kind: [] for kind in (*forward, "slowest")}
+            for turn in range(rounds + 1):
+                for kind, trainer.forward in forward.items():
+                    torch.distributed.barrier(idle)
+                    steps = step_times(trainer, 12) if kind != "alone" or first.RANK == 0 else []
+                    everyone: list = [None] * first.WORLD_SIZE
+                    torch.distributed.all_gather_object(everyone, steps, idle)
+                    if turn:  # the first warms up
+                        times[kind].append(statistics.fmean(everyone[0]))
+                    if turn and kind == "together":
+                        times["slowest"].append(statistics.fmean(map(max, zip(*everyone, strict=True))))
+            del trainer, forward
+            gc.collect()
+            torch.cuda.empty_cache()
+            row = {"name": name, "precision": precision, "version": version, "argv": argv}
+            rows.append({**row, **{f"{kind}_ms": statistics.median(values) for kind, values in times.items()}})
+            if first.RANK == 0:
+                print(rows[-1], flush=True)
+                save(directory / f"ddp_{first.WORLD_SIZE}.json", {"processes": first.WORLD_SIZE, "rows": rows})
 
 
-def communication(script: str, argv: list[str]) -> dict:
-    """What the collectives of a training step cost, from three profiled ones; and how much they move."""
-    module = importlib.import_module(script)
-    with tempfile.TemporaryDirectory() as folder:
-        args = module.parse_args([*argv, "--profile-dir", folder])
-        trainer = module.Trainer(args, module.prepare(args))
-    for _ in range(3):
+def step_times(trainer, steps: int) -> list[float]:
+    """Milliseconds of each training step on the host's clock; the last one waits for the device."""
+    trainer.synchronize()
+    moments = [time.perf_counter()]
+    for step in range(steps):
         trainer.step()
-    found = communication_of(module.trace_events(trainer.profile(steps=3)), module.PHASES)
-    return {**asdict(found), "gradient_mb": sum(p.numel() * 4 for p in trainer.model.parameters()) / 1e6}
+        if step == steps - 1:
+            trainer.synchronize()
+        moments.append(time.perf_counter())
+    return [1e3 * (after - before) for before, after in itertools.pairwise(moments)]
 
 
 def save(path: Path, content: dict) -> None:
@@ -225,8 +271,48 @@ def share_table(directory: Path) -> list[str]:
     return lines
 
 
+def scaling_table(directory: Path) -> list[str]:
+    """Weak scaling: samples per second and GPU over those of one GPU."""
+    runs = {n: json.loads((directory / f"scaling_{n}.json").read_text())["rows"] for n in (1, 2, 4)}
+    lines = [
+        "| same batch per GPU | 2 GPUs, V1 | 2 GPUs, V2 | 4 GPUs, V1 | 4 GPUs, V2 |",
+        "| --- | ---: | ---: | ---: | ---: |",
+    ]
+    for rows in zip(*runs.values(), strict=True):
+        one, *more = rows
+        cells = (
+            f"{row[version]['samples_per_sec'] / one[version]['samples_per_sec'] / n:.2f}"
+            for n, row in zip((2, 4), more, strict=True)
+            for version in ("v1", "v2")
+        )
+        lines.append(f"| {described(one['name'], one['precision'])} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def described(name: str, precision: str) -> str:
+    """A row of `scaling` in words."""
+    sizes, per_gpu = SCALING[name]
+    return f"{name.split()[0]}, {' '.join(sizes) or 'default sizes'}, {per_gpu} per GPU, {precision}"
+
+
+def ddp_table(path: Path) -> list[str]:
+    """What a step on several GPUs consists of."""
+    lines = [
+        "| ms per step | one GPU, others idle | all, without DDP | slowest of them | all, with DDP |",
+        "| --- | ---: | ---: | ---: | ---: |",
+    ]
+    for row in json.loads(path.read_text())["rows"]:
+        cells = (f"{row[kind]:.1f}" for kind in ("alone_ms", "together_ms", "slowest_ms", "ddp_ms"))
+        lines.append(
+            f"| {described(row['name'], row['precision'])}, {row['version'].upper()} | " + " | ".join(cells) + " |"
+        )
+    return lines
+
+
 def table(directory: Path) -> str:
-    """The README's tables as Markdown."""
+    """The README's tables of one device as Markdown."""
+    if (path := directory / "ddp_4.json").exists():
+        return "\n".join([*scaling_table(directory), "", *ddp_table(path), ""])
     lines = []
     for model in MODELS:
         lines += [
@@ -277,7 +363,7 @@ def table(directory: Path) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    suites = ("headline", "grid", "memory", "overhead", "scaling", "table")
+    suites = ("headline", "grid", "memory", "overhead", "scaling", "ddp", "table")
     parser.add_argument("suite", choices=suites)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--rounds", type=int, default=3, help="of grid and of eager headline runs (default: 3)")
@@ -292,8 +378,8 @@ def main() -> int:
         print(table(args.directory))
     elif args.suite == "grid":
         grid(args.directory, args.rounds, args.models)
-    elif args.suite == "scaling":
-        scaling(args.directory, args.rounds)
+    elif args.suite in ("scaling", "ddp"):
+        {"scaling": scaling, "ddp": ddp}[args.suite](args.directory, args.rounds)
     elif args.suite == "headline":
         return int(headline(args.directory, args.rounds, args.models, args.versions, args.configurations) > 0)
     else:

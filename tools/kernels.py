@@ -282,8 +282,11 @@ def communication_of(events: Sequence[dict], phases: Sequence[str]) -> Communica
         for e in complete(events, "cpu_op", "user_annotation")
         if e["cat"] == "cpu_op" or e["name"].startswith("gloo:")
     ]
+    begin = min((mark["ts"] for mark in marks), default=0.0)
     edges = []
     for event in work:
+        if event["ts"] < begin:  # the processes meeting before the first step
+            continue
         collective = event["name"].startswith(("nccl", "gloo:", "rccl"))  # RCCL's kernels are called ncclDevKernel too
         edges += [(event["ts"], collective, 1), (event["ts"] + event["dur"], collective, -1)]
     running, last, total, exposed = {True: 0, False: 0}, 0.0, 0.0, 0.0
@@ -296,7 +299,7 @@ def communication_of(events: Sequence[dict], phases: Sequence[str]) -> Communica
     if not total:
         return None
     steps = sum(mark["name"] == phases[0] for mark in marks)
-    span = max(e["ts"] + e["dur"] for e in [*marks, *work]) - min(e["ts"] for e in marks)
+    span = max(e["ts"] + e["dur"] for e in [*marks, *work]) - begin
     return Communication(*(value / 1e3 / steps for value in (span, total, exposed)))
 
 
