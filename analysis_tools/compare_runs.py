@@ -1,0 +1,132 @@
+#!/usr/bin/env python3
+"""Result files of several runs side by side, as a Markdown table.
+
+A PATH is a result file (<script>_summary.json) or the directory of a run (its --profile-dir); NAME=PATH names the row.
+Speed-up and memory change are over --baseline, the first run unless it says otherwise. Runs that cannot be compared,
+because sizes, steps or the device differ, get a note on stderr. A run that went out of memory is a row of its own; one
+that failed is too, and then the exit status is 1.
+
+Examples:
+  python analysis_tools/compare_runs.py exercises/results/v1 exercises/results/v2
+  python analysis_tools/compare_runs.py baseline=./unfused flash=./flash all=./fused --csv table.csv
+  python analysis_tools/compare_runs.py ./flash ./qkv --baseline ./unfused
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from analysis_tools.results import Run, cell, differences, load_runs, report_failed, write_csv  # noqa: E402
+from tools.version_script import Parser, markdown_table, run_tool  # noqa: E402
+
+PROG = Path(__file__).name
+MEASURED = {
+    "samples_per_sec": ("timing", "samples_per_sec"),
+    "batch_ms": ("timing", "batch_ms"),
+    **{f"{phase}_ms": ("timing", f"{phase}_ms") for phase in ("forward", "backward", "optimizer")},
+    "compilation_ms": ("timing", "compilation_overhead_ms"),
+    "peak_mb": ("memory", "peak_mb"),
+    "kernels_per_step": ("kernels", "per_step"),
+    "final_loss": ("loss", "final"),
+}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    description, _, examples = __doc__.partition("\nExamples:\n")
+    parser = Parser(
+        prog=PROG,
+        description=description,
+        epilog=f"examples:\n{examples}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("runs", nargs="+", metavar="[NAME=]PATH", help="result file or directory of a run")
+    parser.add_argument("--baseline", metavar="[NAME=]PATH", help="what the others are compared with (default: first)")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="also write the unrounded numbers")
+    return parser
+
+
+def compared(run: Run, baseline: Run) -> dict:
+    """The numbers of one row, None where there is none; those of a run that did not finish are left out."""
+    row: dict = {"configuration": run.name, "script": run.result.get("script"), "status": run.status}
+    for key, place in MEASURED.items():
+        row[key] = run.number(*place) if run.status == "ok" else None
+
+    def ratio(key: str) -> float | None:
+        base = baseline.number(*MEASURED[key]) if baseline.status == "ok" else None
+        return row[key] / base if row[key] is not None and base else None
+
+    memory = ratio("peak_mb")
+    row["speedup"] = ratio("samples_per_sec")
+    row["memory_change_percent"] = None if memory is None else 100 * (memory - 1)
+    return {**row, "path": str(run.path)}
+
+
+def unit(runs: Sequence[Run]) -> str:
+    """What was counted: kernels, or operator calls on a CPU."""
+    units = sorted({run.result["kernels"]["unit"] for run in runs if run.result["kernels"].get("unit")})
+    return " or ".join(units) or "kernels"
+
+
+def table(rows: Sequence[dict], counted: str) -> str:
+    """The rows in Markdown."""
+    compiled = any(row["compilation_ms"] is not None for row in rows)
+    lines = []
+    for row in rows:
+        speed, change = row["speedup"], row["memory_change_percent"]
+        outcome = {"oom": "out of memory", "failed": "failed"}.get(row["status"])
+        lines.append(
+            [
+                row["configuration"].replace("|", "\\|"),
+                outcome or cell(row["samples_per_sec"]),
+                "-" if speed is None else f"{speed:.2f}x",
+                cell(row["batch_ms"], ".2f"),
+                *(cell(row[f"{phase}_ms"], ".2f") for phase in ("forward", "backward", "optimizer")),
+                *([cell(row["compilation_ms"], ".0f")] if compiled else []),
+                cell(row["peak_mb"]),
+                "-" if change is None else f"{change:+.1f} %",
+                cell(row["kernels_per_step"], ".10g"),
+                cell(row["final_loss"], ".4f"),
+            ]
+        )
+    header = ["configuration", "samples/sec", "speed-up", "ms per step", "forward ms", "backward ms", "optimizer ms"]
+    header += ["compilation ms"] if compiled else []
+    return markdown_table([*header, "peak MB", "memory change", f"{counted} per step", "final loss"], lines)
+
+
+def compare(args: argparse.Namespace) -> int:
+    """Print the table; returns the exit status."""
+    runs = load_runs(args.runs)
+    baseline = runs[0]
+    if args.baseline:
+        chosen = load_runs([args.baseline])[0]
+        baseline = next((run for run in runs if run.path.resolve() == chosen.path.resolve()), None)
+        if baseline is None:  # it gets a row, too
+            runs = load_runs([args.baseline, *args.runs])
+            baseline = runs[0]
+    rows = [compared(run, baseline) for run in runs]
+    print(table(rows, unit(runs)))
+    if args.csv:
+        write_csv(args.csv, rows)
+    for line in differences([(run.name, run.result) for run in runs]):
+        print(f"{PROG}: note: {line}", file=sys.stderr)
+    if baseline.status != "ok":
+        print(f"{PROG}: note: the baseline {baseline.name} did not finish, so there are no ratios", file=sys.stderr)
+    return report_failed(PROG, runs)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    args = build_parser().parse_args(argv)
+    return run_tool(PROG, lambda: compare(args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

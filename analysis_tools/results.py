@@ -1,0 +1,187 @@
+"""Result files of the version scripts, `<script>_summary.json`: find, read and check them."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tools.version_script import ToolError  # noqa: E402
+
+SCHEMA_VERSION = 1
+GROUPS = ("config", "training", "environment", "timing", "memory", "kernels", "loss")
+# What has to be the same for two runs to be compared. Precision and torch.compile are not among it: comparing those
+# is what runs are made for.
+SAME_TRAINING = ("batch_size", "num_steps", "warmup_steps", "learning_rate", "seed", "processes")
+SAME_ENVIRONMENT = ("device_name", "torch")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One result file under the name that its row or line gets."""
+
+    name: str
+    path: Path
+    result: dict
+
+    @property
+    def status(self) -> str:
+        """'ok', 'oom' or 'failed'."""
+        return self.result["status"]
+
+    def number(self, group: str, key: str) -> float | None:
+        """A measured value, None if the run does not have it; ToolError if it is no number."""
+        value = self.result[group].get(key)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise ToolError(f"{self.path}: {group}.{key} is not a number: {value!r}")
+        return value
+
+
+def read_json(path: Path) -> dict:
+    """A JSON object; ToolError if the file cannot be read or holds something else."""
+    try:
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ToolError(f"{path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ToolError(f"{path}: not JSON, or cut off ({error})") from error
+    if not isinstance(content, dict):
+        raise ToolError(f"{path}: not a JSON object")
+    return content
+
+
+def check_schema(content: dict, path: Path, groups: Sequence[str] = GROUPS) -> None:
+    """ToolError unless this is a file of the harness, in the version that is read here, with these groups."""
+    if content.get("schema_version") != SCHEMA_VERSION:
+        raise ToolError(f"{path}: schema_version {content.get('schema_version')!r}, need {SCHEMA_VERSION}")
+    if missing := [group for group in groups if not isinstance(content.get(group), dict)]:
+        raise ToolError(f"{path}: not a result file of a version script, it has no {missing[0]}")
+
+
+def load_result(path: Path) -> dict:
+    """A checked result file."""
+    result = read_json(path)
+    check_schema(result, path)
+    if result.get("status") not in ("ok", "oom", "failed"):
+        raise ToolError(f"{path}: unknown status {result.get('status')!r}")
+    return result
+
+
+def only_file(directory: Path, pattern: str, what: str) -> Path:
+    """The one file in a directory that matches."""
+    paths = sorted(directory.glob(pattern))
+    if not paths:
+        raise ToolError(f"{directory}: {what} in this directory")
+    if len(paths) > 1:
+        raise ToolError(f"{directory}: several files {pattern} ({', '.join(p.name for p in paths)}), name one of them")
+    return paths[0]
+
+
+def load_run(path: Path, name: str | None = None) -> Run:
+    """The result in a file or directory. It is called after the directory unless it has a name."""
+    if path.is_dir():
+        path = only_file(path, "*_summary.json", "no result file (*_summary.json)")
+    elif not path.exists():
+        raise ToolError(f"{path}: no such file or directory")
+    result = load_result(path)
+    if name is None:
+        name = path.resolve().parent.name if path.name.endswith("_summary.json") else path.stem
+    return Run(name, path, result)
+
+
+def split_name(argument: str) -> tuple[str | None, str]:
+    """NAME=PATH as (NAME, PATH), and PATH as (None, PATH), also where the path itself has an equals sign."""
+    name, sign, path = argument.partition("=")
+    if not sign or Path(argument).exists():
+        return None, argument
+    if not name or not path:
+        raise ToolError(f"{argument!r} is not NAME=PATH")
+    return name, path
+
+
+def load_runs(arguments: Iterable[str]) -> list[Run]:
+    """Runs given as PATH or NAME=PATH. Where names are alike, the paths as given take their place."""
+    given = [split_name(argument) for argument in arguments]
+    runs = [load_run(Path(path), name) for name, path in given]
+    count = Counter(run.name for run in runs)
+    for index, (name, path) in enumerate(given):
+        if count[runs[index].name] > 1:
+            if name is not None:
+                raise ToolError(f"two runs are named {name}")
+            runs[index] = replace(runs[index], name=path)
+    return runs
+
+
+def settings(result: dict) -> dict:
+    """What has to be the same for two runs to be compared."""
+    training, environment = result["training"], result["environment"]
+    names = (*SAME_ENVIRONMENT, *(["cpu_threads"] if environment.get("device") == "cpu" else []))
+    return {
+        **result["config"],
+        **{name: training.get(name) for name in SAME_TRAINING},
+        **{name: environment.get(name) for name in names},
+    }
+
+
+def differences(named: Iterable[tuple[str, dict]], ignore: Sequence[str] = ()) -> list[str]:
+    """One line for each setting that is not the same in all (name, result) pairs: what it is for which of them.
+
+    A run that ended before it had built its model has no configuration, and no say.
+    """
+    values: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for name, result in named:
+        if result["config"]:
+            for key, value in settings(result).items():
+                values[key][str(value)].append(name)
+    return [
+        f"{key} differs: " + "; ".join(f"{value} for {', '.join(names)}" for value, names in by_value.items())
+        for key, by_value in values.items()
+        if len(by_value) > 1 and key not in ignore
+    ]
+
+
+def report_failed(prog: str, runs: Iterable[Run]) -> int:
+    """Name runs that failed on stderr; returns the exit status, 1 if there are any. Out of memory is a result."""
+    failed = [run for run in runs if run.status == "failed"]
+    for run in failed:
+        reason = run.result.get("error") or "no message"
+        print(f"{prog}: {run.name} failed: {reason} ({run.path})", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def write_file(path: Path, write: Callable[[Path], object]) -> None:
+    """Have `write` make a file beside `path` and move it there, so that a reader never sees half of it."""
+    temporary = path.with_name(f".{path.name}.tmp{path.suffix}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(temporary)
+        temporary.replace(path)
+    except OSError as error:
+        raise ToolError(f"{path}: cannot write there ({error.strerror})") from error
+
+
+def write_csv(path: Path, rows: Sequence[dict]) -> None:
+    """Write rows with the same keys, which become the header; None is an empty cell."""
+
+    def write(temporary: Path) -> None:
+        with temporary.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+
+    write_file(path, write)
+
+
+def cell(value: float | None, form: str = ".1f") -> str:
+    """A number for a table, a dash where there is none."""
+    return "-" if value is None else format(value, form)

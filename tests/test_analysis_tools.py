@@ -1,0 +1,530 @@
+"""The analysis tools: their numbers are those of the result files, and what they cannot use they say in one line."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import csv
+import io
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from conftest import QUICK, ROOT, TINY, strict_json
+
+sys.path.insert(0, str(ROOT))
+
+import run_pytorch_profiler as profiler_tool
+from analysis_tools import analyze_kernel_reduction, compare_runs, plot_runs
+
+Answer = tuple[int, str, str]
+
+
+def call(tool: ModuleType, *argv: object) -> Answer:
+    """Exit status, stdout and stderr of a command line."""
+    stdout, stderr = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
+        try:
+            status = tool.main([str(argument) for argument in argv])
+        except SystemExit as end:
+            status = end.code
+    return status, stdout.getvalue(), stderr.getvalue()
+
+
+def assert_refused(answer: Answer, *words: str, status: int = 2) -> None:
+    """One line on stderr with these words, nothing that looks like a result on stdout."""
+    assert answer[0] == status, answer
+    assert answer[1] == ""
+    assert len(answer[2].splitlines()) == 1, answer[2]
+    for word in words:
+        assert word in answer[2]
+
+
+def table_of(text: str) -> list[dict[str, str]]:
+    """The first Markdown table of a text, row by row."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
+    width = len(cells[0])
+    end = next((i for i, row in enumerate(cells) if len(row) != width), len(cells))
+    return [dict(zip(cells[0], row, strict=True)) for row in cells[2:end]]
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Directories of real tiny runs: V1 and V2 under the PyTorch profiler."""
+
+    v1: Path
+    v2: Path
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    directories = []
+    for version in (1, 2):
+        directory = tmp_path_factory.mktemp("analysis") / f"v{version}"
+        script = f"tiny_llama_v{version}.py"
+        answer = call(
+            *(profiler_tool, "--script", script, *TINY["llama"], *QUICK, "--device", "cpu", "--profile-dir", directory)
+        )
+        assert answer[0] == 0, answer
+        directories.append(directory)
+    return Runs(*directories)
+
+
+def summary(directory: Path) -> dict:
+    (path,) = directory.glob("*_summary.json")
+    return strict_json(path.read_text())
+
+
+@pytest.fixture
+def make(runs: Runs, tmp_path: Path) -> Callable[..., Path]:
+    """`make(name, speed=, peak=, seq_len=, ...)`: the directory of a hand-made result, otherwise that of the V2 run."""
+
+    def write(name: str, *, speed: float = 100.0, peak: float = 50.0, seq_len: int = 32, **more) -> Path:
+        result = summary(runs.v2)
+        result["config"]["seq_len"] = seq_len
+        result["timing"]["samples_per_sec"], result["memory"]["peak_mb"] = speed, peak
+        for key, value in more.items():
+            result[key] = {**result[key], **value} if isinstance(value, dict) and value else value
+        directory = tmp_path / name
+        directory.mkdir()
+        (directory / "tiny_llama_v2_summary.json").write_text(json.dumps(result))
+        return directory
+
+    return write
+
+
+def out_of_memory() -> dict:
+    return {"status": "oom", "error": "out of memory: lower --batch-size", "timing": {}, "memory": {}, "kernels": {}}
+
+
+# compare_runs.py
+
+
+def test_comparison_has_the_numbers_of_the_result_files(runs, tmp_path):
+    status, out, err = call(compare_runs, f"base={runs.v1}", runs.v2, "--csv", tmp_path / "deep" / "table.csv")
+    assert (status, err) == (0, "")
+    first, second = summary(runs.v1), summary(runs.v2)
+    rows = table_of(out)
+    assert [row["configuration"] for row in rows] == ["base", "v2"]
+    for row, result in zip(rows, (first, second), strict=True):
+        assert row["samples/sec"] == f"{result['timing']['samples_per_sec']:.1f}"
+        assert row["ms per step"] == f"{result['timing']['batch_ms']:.2f}"
+        for phase in ("forward", "backward", "optimizer"):
+            assert row[f"{phase} ms"] == f"{result['timing'][f'{phase}_ms']:.2f}"
+        assert row["peak MB"] == f"{result['memory']['peak_mb']:.1f}"
+        assert row["operator calls per step"] == str(result["kernels"]["per_step"])
+        assert row["final loss"] == f"{result['loss']['curve'][-1]:.4f}"
+    speedup = second["timing"]["samples_per_sec"] / first["timing"]["samples_per_sec"]
+    change = 100 * (second["memory"]["peak_mb"] / first["memory"]["peak_mb"] - 1)
+    assert rows[1]["speed-up"] == f"{speedup:.2f}x"
+    assert rows[1]["memory change"] == f"{change:+.1f} %"
+    (_, exact) = read_rows(tmp_path / "deep" / "table.csv")
+    assert float(exact["speedup"]) == pytest.approx(speedup)
+    assert float(exact["memory_change_percent"]) == pytest.approx(change)
+    assert exact["script"] == "tiny_llama_v2"
+
+
+def test_the_baseline_can_be_any_run_and_gets_a_row_of_its_own(make):
+    slow, fast, half = make("slow", speed=50, peak=80), make("fast", speed=200), make("half", speed=25, peak=40)
+    by_name = {row["configuration"]: row for row in table_of(call(compare_runs, slow, fast, "--baseline", fast)[1])}
+    assert {name: row["speed-up"] for name, row in by_name.items()} == {"slow": "0.25x", "fast": "1.00x"}
+    assert by_name["slow"]["memory change"] == "+60.0 %"
+    rows = table_of(call(compare_runs, slow, fast, "--baseline", f"unfused={half}")[1])
+    assert [(row["configuration"], row["speed-up"]) for row in rows] == [
+        ("unfused", "1.00x"),
+        ("slow", "2.00x"),
+        ("fast", "8.00x"),
+    ]
+
+
+def test_out_of_memory_is_a_row_and_no_failure(make):
+    gone = make("gone", **out_of_memory())
+    status, out, err = call(compare_runs, make("good"), gone)
+    row = table_of(out)[1]
+    assert (status, err) == (0, "")
+    assert row["samples/sec"] == "out of memory"
+    assert {row[name] for name in ("speed-up", "ms per step", "peak MB", "memory change")} == {"-"}
+    status, out, err = call(compare_runs, gone, make("other"))
+    assert table_of(out)[1]["speed-up"] == "-"
+    assert "baseline gone did not finish" in err
+
+
+def test_a_failed_run_is_named_and_what_it_measured_is_not_compared(make):
+    bad = make("bad", status="failed", error="the loss became nan at step 3")
+    status, out, err = call(compare_runs, make("good"), bad)
+    assert status == 1
+    assert table_of(out)[1]["samples/sec"] == "failed"
+    assert table_of(out)[1]["speed-up"] == "-"
+    assert "bad failed: the loss became nan at step 3" in err
+
+
+@pytest.mark.parametrize(
+    ("more", "line"),
+    [
+        ({"seq_len": 64}, "seq_len differs: 32 for a; 64 for b"),
+        ({"training": {"num_steps": 9}}, "num_steps differs: 3 for a; 9 for b"),
+        ({"training": {"batch_size": 7}}, "batch_size differs: 2 for a; 7 for b"),
+        ({"environment": {"device_name": "MI300X"}}, "device_name differs:"),
+    ],
+)
+def test_runs_that_cannot_be_compared_get_a_note(make, more, line):
+    status, out, err = call(compare_runs, make("a"), make("b", **more))
+    assert (status, len(table_of(out)), len(err.splitlines())) == (0, 2, 1)
+    assert line in err
+
+
+def test_precision_and_compilation_may_differ(make):
+    other = make("b", training={"use_amp": True, "torch_compile": True})
+    assert call(compare_runs, make("a"), other)[2] == ""
+
+
+def test_runs_from_directories_with_the_same_name_are_told_apart(make, tmp_path):
+    paths = [make(name).rename(tmp_path / f"x{name}") / "run" for name in ("a", "b")]
+    for path in paths:
+        path.mkdir()
+        (path.parent / "tiny_llama_v2_summary.json").rename(path / "tiny_llama_v2_summary.json")
+    assert [row["configuration"] for row in table_of(call(compare_runs, *paths)[1])] == [str(p) for p in paths]
+    assert_refused(call(compare_runs, f"n={paths[0]}", f"n={paths[1]}"), "two runs are named n")
+
+
+BROKEN = {
+    "cut off": ('{"schema_version": 1,', "cut off"),
+    "empty": ("", "cut off"),
+    "a list": ("[1]", "not a JSON object"),
+    "binary": ("\udcff\udcfe", "not JSON"),
+    "another schema": ('{"schema_version": 2}', "schema_version 2"),
+    "no schema": ('{"status": "ok"}', "schema_version None"),
+    "not a result": ('{"schema_version": 1, "config": {}}', "not a result file"),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+@pytest.mark.parametrize("tool", ["compare", "plot"])
+def test_a_broken_result_file_is_one_line(kind, tool, make, tmp_path):
+    content, word = BROKEN[kind]
+    directory = make("broken")
+    path = directory / "tiny_llama_v2_summary.json"
+    path.write_bytes(content.encode("utf-8", "surrogateescape"))
+    good = make("good")
+    if tool == "compare":
+        answer = call(compare_runs, good, directory)
+    else:
+        answer = call(plot_runs, "memory", f"a={good}", directory, "--output", tmp_path / "a.png")
+    assert_refused(answer, word, str(path))
+
+
+@pytest.mark.parametrize("value", ['"fast"', "NaN", "true", "[1]"])
+def test_a_value_that_is_no_number_is_one_line(value, make):
+    path = make("run") / "tiny_llama_v2_summary.json"
+    path.write_text(re.sub(r'"samples_per_sec": [^,]+', f'"samples_per_sec": {value}', path.read_text()))
+    assert_refused(call(compare_runs, path), "timing.samples_per_sec is not a number")
+
+
+def test_directories_that_do_not_hold_one_result_are_one_line(make, tmp_path):
+    (tmp_path / "nothing").mkdir()
+    assert_refused(call(compare_runs, tmp_path / "nothing"), "no result file")
+    assert_refused(call(compare_runs, tmp_path / "missing"), "no such file or directory")
+    assert_refused(call(compare_runs, f"={tmp_path}"), "is not NAME=PATH")
+    several = make("several")
+    (several / "tiny_llama_v1_summary.json").write_text("{}")
+    assert_refused(call(compare_runs, several), "tiny_llama_v1_summary.json, tiny_llama_v2_summary.json")
+    odd = make("odd", status="done")
+    assert_refused(call(compare_runs, odd), "unknown status 'done'")
+
+
+def test_tables_are_not_written_over_a_directory_or_below_a_file(make, tmp_path):
+    run = make("run")
+    for target in (tmp_path, run / "tiny_llama_v2_summary.json" / "x.csv"):
+        status, _, err = call(compare_runs, run, "--csv", target)
+        assert status == 2
+        assert len(err.splitlines()) == 1
+        assert "cannot write there" in err
+
+
+# plot_runs.py
+
+
+def test_memory_plot_table_and_csv(make, tmp_path):
+    pytest.importorskip("matplotlib")
+    for length, scores, flash in ((128, 90, 60), (256, 200, 80)):
+        make(f"scores_{length}", peak=scores, seq_len=length)
+        make(f"flash_{length}", peak=flash, seq_len=length)
+    make("scores_512", seq_len=512, **out_of_memory())
+    make("flash_512", peak=120, seq_len=512)
+    (tmp_path / "scores_128.log").write_text("a log beside the directories, which the pattern matches too")
+    picture = tmp_path / "plots" / "memory.png"
+    status, out, err = call(
+        *(plot_runs, "memory", f"scores={tmp_path}/scores_*", f"flash={tmp_path}/flash_*", "--output", picture)
+    )
+    assert (status, err) == (0, "")
+    assert [list(row.values()) for row in table_of(out)] == [
+        ["128", "90.0", "60.0", "0.67"],
+        ["256", "200.0", "80.0", "0.40"],
+        ["512", "out of memory", "120.0", "-"],
+    ]
+    rows = {(row["name"], row["seq_len"]): row for row in read_rows(picture.with_suffix(".csv"))}
+    assert len(rows) == 6
+    assert rows["scores", "512"]["status"] == "oom"
+    assert rows["scores", "512"]["peak_mb"] == ""
+    assert float(rows["flash", "256"]["ratio_over_scores"]) == pytest.approx(80 / 200)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_speedup_is_over_the_first_name(make, tmp_path):
+    pytest.importorskip("matplotlib")
+    off = [make(f"off{length}", speed=speed, seq_len=length) for length, speed in ((64, 100), (128, 50))]
+    on = [make(f"on{length}", speed=speed, seq_len=length) for length, speed in ((64, 150), (128, 200))]
+    status, out, _ = call(
+        *(plot_runs, "speedup", f"off={off[0]}", off[1], f"on={on[0]}", on[1], "--output", tmp_path / "speed.svg")
+    )
+    assert status == 0
+    assert [(row["sequence length"], row["on / off"]) for row in table_of(out)] == [("64", "1.50"), ("128", "4.00")]
+    assert "<svg" in (tmp_path / "speed.svg").read_text()
+
+
+def test_the_picture_shows_what_the_table_says(make, tmp_path, monkeypatch):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    drawn = []
+    subplots = pyplot.subplots
+    monkeypatch.setattr(pyplot, "subplots", lambda **options: drawn.append(subplots(**options)) or drawn[-1])
+    make("a_64", peak=10, seq_len=64)
+    make("a_128", peak=30, seq_len=128)
+    make("b_64", peak=5, seq_len=64)
+    make("b_128", seq_len=128, **out_of_memory())
+    output = tmp_path / "m.png"
+    assert call(plot_runs, "memory", f"a={tmp_path}/a_*", f"b={tmp_path}/b_*", "--output", output)[0] == 0
+    lines = {line.get_label(): [list(map(float, data)) for data in line.get_data()] for line in drawn[0][1].lines}
+    assert lines["a"] == [[64, 128], [10, 30]]
+    assert lines["b"] == [[64], [5]]
+    assert lines["b: out of memory"][0] == [128]
+    assert drawn[0][1].get_ylim()[0] == 0
+
+
+def test_failed_runs_and_other_batch_sizes_are_named(make, tmp_path):
+    pytest.importorskip("matplotlib")
+    make("a_64", seq_len=64)
+    make("a_128", seq_len=128, training={"batch_size": 9})
+    make("a_256", seq_len=256, status="failed", error="no luck")
+    make("a_lost", status="failed", error="no model", config={})
+    status, out, err = call(plot_runs, "memory", f"a={tmp_path}/a_*", "--output", tmp_path / "m.png")
+    assert status == 1
+    assert [row["a, MB"] for row in table_of(out)] == ["50.0", "50.0", "failed"]
+    assert "batch_size differs" in err
+    assert "seq_len differs" not in err
+    assert "a failed: no luck" in err
+    assert "a failed: no model" in err
+
+
+def test_without_matplotlib_the_numbers_are_there_all_the_same(make, tmp_path, monkeypatch):
+    real = builtins.__import__
+
+    def without(name: str, *rest, **more) -> ModuleType:
+        if name.startswith("matplotlib"):
+            raise ImportError(f"No module named {name!r}")
+        return real(name, *rest, **more)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    status, out, err = call(plot_runs, "memory", f"a={make('run')}", "--output", tmp_path / "m.png")
+    assert (status, len(err.splitlines())) == (4, 1)
+    assert "pip install matplotlib" in err
+    assert table_of(out)[0]["a, MB"] == "50.0"
+    assert len(read_rows(tmp_path / "m.csv")) == 1
+    assert not (tmp_path / "m.png").exists()
+
+
+def test_what_cannot_be_plotted_is_one_line(make, tmp_path):
+    run, twin = make("run"), make("twin")
+    output = ("--output", tmp_path / "m.png")
+    assert_refused(call(plot_runs, "memory", run, *output), "is not NAME=PATH")
+    assert_refused(call(plot_runs, "memory", f"a={run}", twin, *output), "two runs of sequence length 32")
+    assert_refused(call(plot_runs, "memory", f"a={tmp_path}/none_*", *output), "the pattern matches no")
+    assert_refused(call(plot_runs, "memory", f"a={run}", "--output", tmp_path / "m.gif"), "must end in .png")
+    assert_refused(call(plot_runs, "colour", f"a={run}", *output), "invalid choice")
+    lost = make("lost", **{**out_of_memory(), "config": {}})
+    assert_refused(call(plot_runs, "memory", f"a={lost}", *output), "none of these runs")
+    assert not list(tmp_path.glob("m.*"))
+
+
+# analyze_kernel_reduction.py
+
+
+def test_reduction_of_real_profiles(runs, tmp_path):
+    status, out, err = call(
+        *(analyze_kernel_reduction, "--baseline", runs.v1, "--fused", runs.v2, "--output", tmp_path / "out")
+    )
+    assert (status, err) == (0, "")
+    profiles = [json.loads(next(d.glob("*_profile.json")).read_text()) for d in (runs.v1, runs.v2)]
+    before, after = (profile["operators_per_step"] for profile in profiles)
+    assert after < before
+    assert f"Operator calls per step: {before:.10g} -> {after:.10g}" in out
+    assert f"Kernel reduction: {100 * (1 - after / before):.1f} % (of operator calls)" in out
+    categories = {row["category"]: row for row in table_of(out)}
+    for name, share in profiles[1]["categories"].items():
+        assert categories[name]["fused launches"] == f"{share['kernels_per_step']:.10g}"
+        assert categories[name]["fused ms"] == f"{share['ms_per_step']:.3f}"
+    rows = {row["name"]: row for row in read_rows(tmp_path / "out" / "kernel_reduction.csv")}
+    assert rows["aten::_softmax"]["found_in"] == "baseline"
+    assert rows["aten::split_with_sizes"]["found_in"] == "fused"
+    assert rows["aten::mm"]["found_in"] == "both"
+    assert sum(float(row["baseline_launches"]) for row in rows.values()) == pytest.approx(before)
+    # Projections, forward and the two GEMMs of backward: three become one, two become one, in each of two layers.
+    difference = float(rows["aten::mm"]["baseline_launches"]) - float(rows["aten::mm"]["fused_launches"])
+    assert difference == 3 * 2 * (2 + 1)
+    written = (tmp_path / "out" / "kernel_reduction.md").read_text()
+    assert out.startswith(written)
+
+
+HEADER = "Name,Calls,TotalDurationNs,AverageNs,Percentage,MinNs,MaxNs,StdDev"
+GEMM, ADD, COPY = "Cijk_Ailk_Bljk_SB_MT64x64x16", "add_elementwise_kernel", "Memcpy HtoD (Pinned -> Device)"
+
+
+def statistics_text(rows: dict[str, tuple[int, int]]) -> str:
+    total = sum(time for _, time in rows.values())
+    lines = [f'"{n}",{c},{t},{t / c},{100 * t / total},1,{t},0' for n, (c, t) in rows.items()]
+    return "\n".join([HEADER, *lines]) + "\n"
+
+
+@pytest.fixture
+def gpu_profile(runs: Runs, tmp_path: Path) -> Callable[..., Path]:
+    """`gpu_profile(name, rows, steps)`: what run_pytorch_profiler.py writes on a GPU, from {name: (calls, ns)}."""
+
+    def write(name: str, rows: dict[str, tuple[int, int]], steps: int, **more) -> Path:
+        profile = json.loads((runs.v2 / "tiny_llama_v2_profile.json").read_text())
+        directory = tmp_path / name
+        directory.mkdir()
+        (directory / "x_kernels.csv").write_text(statistics_text(rows))
+        (directory / "x_profile.json").write_text(json.dumps({**profile, "unit": "kernels", "steps": steps, **more}))
+        return directory
+
+    return write
+
+
+@pytest.fixture
+def rocprof_profile(runs: Runs, tmp_path: Path) -> Callable[..., Path]:
+    """`rocprof_profile(name, rows, steps)`: what run_rocprofv3.sh writes; without `steps`, from a database alone."""
+
+    def write(name: str, rows: dict[str, tuple[int, int]], steps: int | None = None) -> Path:
+        directory = tmp_path / name
+        (directory / "hotspots").mkdir(parents=True)
+        (directory / "stats.csv").write_text(statistics_text(rows))
+        if steps:
+            (directory / "hotspots" / "7_kernel_stats.csv").write_text(statistics_text(rows))
+            result = summary(runs.v2)
+            result["timing"]["steps"] = result["training"]["num_steps"] = steps
+            (directory / "hotspots" / "tiny_llama_v2_summary.json").write_text(json.dumps(result))
+        return directory
+
+    return write
+
+
+def test_copies_are_no_kernels_and_counts_are_per_step(gpu_profile):
+    before = gpu_profile("off", {GEMM: (12, 8_000_000), ADD: (4, 1_000_000), COPY: (6, 1_000_000)}, steps=2)
+    after = gpu_profile("on", {GEMM: (12, 6_000_000), COPY: (3, 3_000_000)}, steps=3)
+    status, out, err = call(analyze_kernel_reduction, "--baseline", before, "--fused", after)
+    assert (status, err) == (0, "")
+    assert "Kernels per step: 8 -> 4" in out
+    assert "Kernel reduction: 50.0 %" in out
+    assert "Kernel time per step: 5.000 ms -> 3.000 ms (-40.0 %)" in out
+    assert "Distinct names: 2 -> 1" in out
+    rows = {row["category"]: row for row in table_of(out)}
+    assert (rows["copies"]["baseline launches"], rows["copies"]["fused launches"]) == ("3", "1")
+    assert (rows["element-wise"]["fused launches"], rows["element-wise"]["change"]) == ("0", "-100.0 %")
+
+
+def test_rocprofv3_folders_count_the_measured_steps(rocprof_profile):
+    before = rocprof_profile("rocprofv3_results_baseline", {GEMM: (40, 2_000_000), ADD: (20, 1_000_000)}, steps=10)
+    after = rocprof_profile("rocprofv3_results_fused", {GEMM: (10, 500_000), "attn_fwd.kd": (5, 500_000)}, steps=5)
+    status, out, err = call(analyze_kernel_reduction, "--baseline", before, "--fused", after)
+    assert (status, err) == (0, "")
+    assert "Kernels per step: 6 -> 3" in out
+    vanished, new = (out.partition(f"## {title}")[2].partition("\n## ")[0] for title in ("Vanished", "New"))
+    assert "add_elementwise_kernel" in vanished
+    assert "attn_fwd" in new
+    assert "1 launches and 0.100 ms per step" in new
+
+
+def test_without_the_steps_totals_are_compared_and_said_to_be(rocprof_profile):
+    before = rocprof_profile("a", {GEMM: (40, 2_000_000)})
+    after = rocprof_profile("b", {GEMM: (10, 500_000)}, steps=5)
+    # Statistics made from another run's database beside the files of an earlier run: their steps mean nothing.
+    stale = rocprof_profile("c", {GEMM: (10, 500_000)}, steps=5)
+    (stale / "stats.csv").write_text(statistics_text({GEMM: (30, 500_000)}))
+    for fused, count in ((after, 10), (stale, 30)):
+        status, out, err = call(analyze_kernel_reduction, "--baseline", before, "--fused", fused)
+        assert status == 0
+        assert f"Kernels in all: 40 -> {count}" in out
+        assert "the number of steps is not known" in err
+
+
+def test_long_tables_are_cut_and_the_csv_is_not(gpu_profile, tmp_path):
+    rows = {f"kernel_{i}_elementwise": (1, 1000 * (i + 1)) for i in range(20)}
+    before, after = gpu_profile("off", rows, 1), gpu_profile("on", {GEMM: (1, 1000)}, 1)
+    argv = ("--baseline", before, "--fused", after, "--output", tmp_path / "out", "--top", 3)
+    out = call(analyze_kernel_reduction, *argv)[1]
+    assert re.findall(r"`kernel_(\d+)_", out) == ["19", "18", "17"]
+    assert "The first 3;" in out
+    assert len(read_rows(tmp_path / "out" / "kernel_reduction.csv")) == 21
+
+
+def test_profiles_of_other_sizes_or_tools_get_a_note(gpu_profile, rocprof_profile, runs):
+    config = {**summary(runs.v2)["config"], "seq_len": 999}
+    before, after = gpu_profile("off", {GEMM: (2, 10)}, 1, config=config), gpu_profile("on", {GEMM: (1, 10)}, 1)
+    err = call(analyze_kernel_reduction, "--baseline", before, "--fused", after)[2]
+    assert "seq_len differs: 999 for baseline; 32 for fused" in err
+    err = call(analyze_kernel_reduction, "--baseline", after, "--fused", rocprof_profile("r", {GEMM: (1, 10)}, 1))[2]
+    assert "two profilers may write the name" in err
+
+
+def test_broken_profiles_are_one_line(runs, gpu_profile, rocprof_profile, tmp_path):
+    good = gpu_profile("good", {GEMM: (2, 10)}, 1)
+
+    def refused(directory: Path, *words: str) -> None:
+        assert_refused(call(analyze_kernel_reduction, "--baseline", good, "--fused", directory), *words)
+
+    (tmp_path / "nothing").mkdir()
+    refused(tmp_path / "missing", "no such directory")
+    refused(tmp_path / "nothing", "neither <script>_kernels.csv (run_pytorch_profiler.py) nor stats.csv")
+    refused(runs.v1, "one side has kernels, the other operators")
+    refused(gpu_profile("steps", {GEMM: (2, 10)}, 0), "make no profile")
+    refused(gpu_profile("copies", {COPY: (2, 10)}, 1), "the profile has no kernels")
+    refused(gpu_profile("schema", {GEMM: (2, 10)}, 1, schema_version=7), "schema_version 7")
+    alone = gpu_profile("alone", {GEMM: (2, 10)}, 1)
+    (alone / "x_profile.json").unlink()
+    refused(alone, "x_profile.json")
+    cut = rocprof_profile("cut", {GEMM: (2, 10), ADD: (2, 10)})
+    (cut / "stats.csv").write_text("\n".join((cut / "stats.csv").read_text().splitlines()[:2]))
+    refused(cut, "is the file cut off?")
+    (cut / "stats.csv").write_text("Kernel,Time\n")
+    refused(cut, "the header lacks")
+    assert_refused(call(analyze_kernel_reduction, "--baseline", good, "--fused", good, "--top", "-1"), "0 or more")
+
+
+# As users call them
+
+
+@pytest.mark.parametrize("tool", ["compare_runs", "plot_runs", "analyze_kernel_reduction"])
+def test_tools_run_from_anywhere_without_an_installation(tool, tmp_path):
+    command = [sys.executable, "-S", str(ROOT / "analysis_tools" / f"{tool}.py"), "--help"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert f"python analysis_tools/{tool}.py" in done.stdout
+    assert done.stderr == ""
+
+
+def test_committed_results_can_be_compared(tmp_path):
+    paths = [ROOT / "results" / "h100" / f"tiny_llama_{version}_fp32_1.json" for version in ("v1", "v2")]
+    status, out, err = call(compare_runs, *paths)
+    assert (status, err) == (0, "")
+    assert [row["kernels per step"] for row in table_of(out)] == ["1072", "759"]
+    assert [row["configuration"] for row in table_of(out)] == ["tiny_llama_v1_fp32_1", "tiny_llama_v2_fp32_1"]
