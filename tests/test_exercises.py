@@ -1,0 +1,482 @@
+"""The commands of README and exercise sheets run as they stand, and the tables of the answers are current.
+
+Sheets run with small models and with stand-ins for ROCm's tools. The tools that do it (run_sheet.py, small_runs.py and
+tables.py in tools/) are tested with made-up sheets.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, SCRIPTS, load, model_of
+
+sys.path.insert(0, str(ROOT))
+from tools.small_runs import COMMON, SIZES, shrink
+
+# Of each sheet: blocks that run here, and blocks that cannot. A sheet that gains or loses a block changes its line.
+BLOCKS = {
+    "README.md": (3, 3),
+    "exercises/tiny_llama_v1/README.md": (20, 0),
+    "exercises/tiny_llama_v2/README.md": (21, 0),
+    "exercises/tiny_openfold_v2/README.md": (53, 0),
+}
+WITH_TABLES = ("README.md", *(str(path.relative_to(ROOT)) for path in ROOT.glob("exercises/*/solutions.md")))
+TIMEOUT = 600
+
+
+@dataclass(frozen=True)
+class Done:
+    """What run_sheet.py printed and left behind."""
+
+    status: int
+    stdout: str
+    stderr: str
+    blocks: list[dict]  # of summary.json
+    logs: Path
+    directory: Path
+
+    @property
+    def statuses(self) -> list[str]:
+        return [block["status"] for block in self.blocks]
+
+    def log(self, number: int) -> str:
+        """The output of a block, from 0."""
+        return (self.logs / self.blocks[number]["log"]).read_text()
+
+
+def start(
+    sheet: Path, logs: Path, *argv: object, environment: dict[str, str] | None = None, root: Path = ROOT
+) -> subprocess.Popen:
+    """Run a sheet; its stdout and stderr are pipes."""
+    command = [sys.executable, root / "tools" / "run_sheet.py", sheet, "--log", logs, *argv]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(list(map(str, command)), env=environment, cwd=ROOT, **pipes)
+
+
+def end(process: subprocess.Popen, logs: Path, directory: Path) -> Done:
+    """Wait for it."""
+    try:
+        stdout, stderr = process.communicate(timeout=TIMEOUT)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)  # so that it ends what it has started
+        stdout, stderr = process.communicate()
+    path = logs / "summary.json"
+    blocks = json.loads(path.read_text())["blocks"] if path.exists() else []
+    return Done(process.returncode, stdout, stderr, blocks, logs, directory)
+
+
+# --- the sheets
+
+
+@pytest.fixture(scope="module")
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Done]]]:
+    """The sheets of the tests that were asked for, two at a time, the longest first."""
+
+    def run(name: str) -> Done:
+        marked = (ROOT / name).read_text().count("<!-- not run in CI:")
+        assert marked == BLOCKS[name][1], "a block without its mark could install things, or start the tests again"
+        logs = tmp_path_factory.mktemp("logs")
+        return end(start(ROOT / name, logs, "--shrink", "--with-standins", "--ci", "--keep-going"), logs, ROOT)
+
+    chosen = {item.callspec.params.get("sheet") for item in request.session.items if hasattr(item, "callspec")}
+    with ThreadPoolExecutor(2) as pool:
+        yield {name: pool.submit(run, name) for name in sorted(BLOCKS, key=BLOCKS.get, reverse=True) if name in chosen}
+
+
+@pytest.mark.parametrize("sheet", BLOCKS)
+def test_every_block_of_a_sheet_runs_and_prints_what_it_should(sheet: str, runs: dict[str, Future[Done]]):
+    done = runs[sheet].result()
+    assert done.status == 0, done.stdout + done.stderr
+    assert (done.statuses.count("ok"), done.statuses.count("not run in CI")) == BLOCKS[sheet]
+    assert len(done.blocks) == sum(BLOCKS[sheet])
+
+
+def test_every_sheet_is_in_the_list():
+    sheets = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("exercises/*/README.md"))
+    assert sorted(BLOCKS) == ["README.md", *sheets]
+
+
+@pytest.mark.parametrize("file", WITH_TABLES)
+def test_tables_are_what_their_commands_print(file: str):
+    check = [sys.executable, "tools/tables.py", "--check", file]
+    done = subprocess.run(check, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+# --- tools/run_sheet.py
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[..., Done]:
+    """`run(text, *argv)` runs a made-up sheet in an empty directory of its own."""
+
+    def run_text(text: str, *argv: object, **environment: str) -> Done:
+        sheet, logs, directory = tmp_path / "sheet.md", tmp_path / "logs", tmp_path / "work"
+        sheet.write_text(text)
+        directory.mkdir(exist_ok=True)
+        return end(start(sheet, logs, "--directory", directory, *argv, environment=environment), logs, directory)
+
+    return run_text
+
+
+def sheet_of(*parts: str) -> str:
+    """A sheet of one exercise. Parts are commands of a bash block each, or Markdown."""
+    markdown = ("Prints:", "###", "<!--", "```")
+    blocks = (part if part.startswith(markdown) else f"```bash\n{part}\n```\n" for part in parts)
+    return "\n".join(("## Exercise 1: made up\n", *blocks))
+
+
+def test_directory_variables_and_functions_carry_over(run):
+    first = (
+        "mkdir -p 'a b'\ncd 'a b'\nTEXT=\"it's \\$two\nlines\"\nLIST=(1 '2 3')\nexport SEEN=yes\nf() { echo \"f $1\"; }"
+    )
+    done = run(
+        sheet_of(
+            first,
+            'pwd\necho "$TEXT"\necho "${LIST[1]}"\nf 7',
+            "```python\nimport os\n\nprint(os.getcwd()[-3:], os.environ['SEEN'], 'TEXT' in os.environ)\n```\n",
+            "cd ..\npwd",
+        )
+    )
+    assert done.statuses == ["ok"] * 4
+    assert done.log(1).splitlines() == [str(done.directory / "a b"), "it's $two", "lines", "2 3", "f 7"]
+    assert done.log(2) == "a b yes False\n"
+    assert done.log(3).strip() == str(done.directory)
+
+
+@pytest.mark.parametrize("command", ["false", "ls nothing | cat; grep x /dev/null", "f() { false; }\nf", "(exit 3)"])
+def test_a_command_that_fails_ends_its_block_and_the_run(run, command: str):
+    done = run(sheet_of("echo begin", f"{command}\necho after", "echo never"))
+    assert done.status == 1
+    assert done.statuses == ["ok", "failed", "not reached"]
+    assert "after" not in done.log(1)
+    assert "1 ok, 1 failed, 1 not reached" in done.stdout
+
+
+def test_failures_name_the_line_in_the_sheet(run):
+    text = sheet_of("echo begin\n\nls nothing", "```python\nx = 1\nraise ValueError('no')\n```\n")
+    done = run(text, "--keep-going")
+    lines = text.splitlines()
+    assert f"line {lines.index('ls nothing') + 1}: status 2" in done.stdout
+    place = lines.index("raise ValueError('no')") + 1
+    assert f'File "<stdin>", line {place}, in <module>' in done.stdout
+    assert "ValueError: no" in done.stdout
+    assert [block["exit_status"] for block in done.blocks] == [2, 1]
+
+
+def test_keep_going_runs_the_rest_in_the_same_place(run):
+    done = run(sheet_of("mkdir x; cd x\nA=1\nfalse", 'pwd; echo "A=$A"'), "--keep-going")
+    assert done.status == 1
+    assert done.statuses == ["failed", "ok"]
+    assert done.log(1).split() == [str(done.directory / "x"), "A=1"]
+
+
+def test_phrases_are_looked_for_in_stdout_and_stderr(run):
+    command = "echo 'Peak memory: 3 MB'\necho warning >&2"
+    done = run(
+        sheet_of(command, "Prints: `Peak memory:`,\n`warning`, and more\n", command, "Prints: `Peak`, `Final loss:`\n")
+    )
+    assert done.status == 1
+    assert done.statuses == ["ok", "failed"]
+    assert "does not print: Final loss:\n" in done.stdout
+
+
+def test_blocks_that_ci_cannot_run(run):
+    comment = "<!-- not run in CI: needs\n     a screen -->\n"
+    text = sheet_of(comment, "touch one", "touch two")
+    done = run(text, "--ci")
+    assert (done.status, done.statuses) == (0, ["not run in CI", "ok"])
+    assert done.blocks[0]["remark"] == "needs a screen"
+    assert os.listdir(done.directory) == ["two"]
+    assert run(text).statuses == ["ok", "ok"]
+    assert run(sheet_of(comment + "\nOnly directly before a block.\n", "true"), "--ci").statuses == ["ok"]
+
+
+def test_text_blocks_are_not_run(run):
+    done = run(sheet_of("```text\nrm -rf everything\n# no heading\n## nor this\n```\n", "echo ok"))
+    assert [block["exercise"] for block in done.blocks] == ["Exercise 1: made up"]
+
+
+def test_without_rocm_a_section_is_skipped(run):
+    wrapper = f"{ROOT}/run_rocprofv3.sh --output-dir ."
+    parts = ("### A\n", wrapper, "cat stats.csv", "### B\n", "rocm-smi", "### C\n", "echo there")
+    done = run(sheet_of(*parts), PATH="/usr/bin:/bin")
+    assert done.status == 0, done.stdout
+    assert done.statuses == ["skipped", "skipped", "skipped", "ok"]
+    assert "rocprofv3 not found" in done.blocks[0]["remark"]
+
+
+def test_status_4_for_another_reason_is_a_failure(run):
+    assert run(sheet_of("echo 'error: matplotlib not found' >&2; exit 4")).statuses == ["failed"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("## E\n", "no bash or python block"),
+        ("## E\ntext\n\nPrints: `x`\n", "line 4"),
+        ("## E\n```bash\necho\n```\nPrints: x\n", "line 5"),
+        ("## E\n```bash\necho\n```\n\n```text\n```\n\nPrints: `x`\n", "line 9"),
+        ("## E\n```bash\necho\n", "line 2"),
+        ("## E\n```bash\necho\n```\n\nIn between.\n\nPrints: `x`\n", "line 8"),
+        ("## E\n- list\n\n  ```bash\n  echo\n  ```\n", "line 4"),
+    ],
+)
+def test_sheets_that_break_the_rules(run, text: str, words: str):
+    done = run(text)
+    assert (done.status, done.stdout) == (2, "")
+    assert len(done.stderr.splitlines()) == 1
+    assert words in done.stderr
+    assert "sheet.md" in done.stderr
+
+
+def test_only_one_exercise(run):
+    text = "## Exercise 1: a\n```bash\nfalse\n```\n## Exercise 2: b\n```bash\necho two\n```\n"
+    assert run(text, "--only", "exercise 2").statuses == ["ok"]
+    done = run(text, "--only", "Exercise 3")
+    assert done.status == 2
+    assert "Exercise 1: a, Exercise 2: b" in done.stderr
+
+
+def test_seconds_of_each_exercise(run):
+    done = run("## One\n```bash\nsleep 0.2\n```\n```bash\nsleep 0.2\n```\n## Two\n```bash\ntrue\n```\n")
+    seconds = json.loads((done.logs / "summary.json").read_text())["seconds"]
+    assert list(seconds) == ["One", "Two"]
+    assert seconds["One"] == sum(block["seconds"] for block in done.blocks[:2]) > 0.4
+    assert f"{seconds['One']:.1f} s  One" in done.stdout
+
+
+def test_the_scratch_copy_has_what_git_has_or_would_take(tmp_path: Path):
+    repository, sheet, logs = tmp_path / "repository", tmp_path / "sheet.md", tmp_path / "logs"
+    (repository / "tools").mkdir(parents=True)
+    for tool in ("run_sheet.py", "small_runs.py"):
+        shutil.copy(ROOT / "tools" / tool, repository / "tools")
+    (repository / ".gitignore").write_text("ignored\n")
+    for name in ("changed", "deleted", "kept"):
+        (repository / name).write_text("old\n")
+    for command in (["init", "--quiet"], ["add", "."]):
+        subprocess.run(["git", *command], cwd=repository, check=True)
+    for name in ("changed", "new", "ignored"):
+        (repository / name).write_text("new\n")
+    (repository / "deleted").unlink()
+    sheet.write_text(sheet_of("pwd\nls\ncat changed", "echo no >kept"))
+    done = end(start(sheet, logs, root=repository), logs, repository)
+    assert done.statuses == ["ok", "ok"], done.stdout + done.stderr
+    copy, *files = done.log(0).split()
+    assert files == ["changed", "kept", "new", "tools", "new"]
+    assert not Path(copy).exists()
+    assert (repository / "kept").read_text() == "old\n"
+
+
+def alive(pids: list[int]) -> list[int]:
+    """Those that still run."""
+    return [
+        pid for pid in pids if Path(f"/proc/{pid}/stat").exists() and " Z " not in Path(f"/proc/{pid}/stat").read_text()
+    ]
+
+
+def wait_for(path: Path, lines: int) -> list[str]:
+    """The lines of a file as soon as it has so many."""
+    limit = time.monotonic() + 60
+    while time.monotonic() < limit:
+        if path.exists() and len(found := path.read_text().splitlines()) >= lines:
+            return found
+        time.sleep(0.05)
+    raise AssertionError(f"{path} does not get {lines} lines")
+
+
+# Waits for Ctrl-C and leaves its record; the server of small runs takes it for a version script.
+WAITS = """
+import os, sys, time
+with open("pids", "a") as file:
+    file.write(f"{os.getpid()}\\n")
+try:
+    time.sleep(60)
+except KeyboardInterrupt:
+    open("record", "w").close()
+    sys.exit(130)
+"""
+
+
+@pytest.mark.parametrize("argv", [(), ("--shrink",)], ids=["plain", "shrink"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_ends_all_that_was_started(tmp_path: Path, number: int, argv: tuple[str, ...]):
+    (tmp_path / "tiny_waits_v1.py").write_text(WAITS)
+    sheet, logs = tmp_path / "sheet.md", tmp_path / "logs"
+    text = "sleep 60 & echo $! >>pids\nfor i in 1 2; do\n    python tiny_waits_v1.py || true\ndone"
+    sheet.write_text(sheet_of("echo before", text, "echo never"))
+    process = start(sheet, logs, "--directory", tmp_path, *argv)
+    pids = [int(line) for line in wait_for(tmp_path / "pids", 2)]
+    process.send_signal(number)
+    done = end(process, logs, tmp_path)
+    assert done.status == 130
+    assert done.stderr == "run_sheet.py: interrupted\n"
+    assert done.statuses == ["ok", "interrupted", "not reached"]
+    assert (tmp_path / "record").exists(), "the script had no time to leave its record"
+    assert not alive(pids)
+    assert "Traceback" not in done.log(1)
+    assert len((tmp_path / "pids").read_text().splitlines()) == 2, "the loop went on"
+
+
+def test_a_block_leaves_no_process(run):
+    done = run(sheet_of("sleep 60 & echo $!"))
+    assert done.statuses == ["ok"]
+    assert not alive([int(done.log(0))])
+
+
+# --- tools/small_runs.py
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_defaults_are_those_of_the_scripts(script: str):
+    parser = load(script).build_parser()
+    for flag, (default, _) in SIZES[model_of(script)].items():
+        assert parser.get_default(flag[2:].replace("-", "_")) == default, flag
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_small_runs_are_small(script: str):
+    args = load(script).parse_args(shrink([f"../{script}.py", "--seed", "3"])[1:])
+    assert (args.num_steps, args.warmup_steps, args.seed) == (1, 1, 3)
+    assert args.seq_len <= 32
+    width, depth = (args.hidden_dim, args.num_layers) if "llama" in script else (args.pair_dim, args.num_blocks)
+    assert width <= 64
+    assert depth <= 2
+
+
+@pytest.mark.parametrize("flag", ["--seq-len", "--batch-size"])
+def test_sizes_that_differ_still_do(flag: str):
+    values = [2**n for n in range(5, 11)] if flag == "--seq-len" else [1, 2, 4, 8, 16, 32]
+    for model in SIZES:
+        for words in (lambda n: [flag, str(n)], lambda n: [f"{flag}={n}"]):
+            commands = [shrink([f"tiny_{model}_v2.py", *words(n)]) for n in values]
+            small = [int(command[len(command) - 1 - command[::-1].index(flag) + 1]) for command in commands]
+            assert small == sorted(set(small))
+            assert all(n <= value for n, value in zip(small, values, strict=True))
+            assert small[-1] <= 48
+
+
+def test_what_is_left_alone_when_shrinking():
+    assert shrink(["tiny_other_v1.py", "--seq-len", "128"]) == ["tiny_other_v1.py", "--seq-len", "128"]
+    bad = shrink(["tiny_llama_v1.py", "--seq-len", "many", "--num-steps", "-3"])
+    assert "--seq-len" not in bad[5:]
+    assert "--num-steps" not in bad[5:]
+
+
+def test_profilers_shrink_their_script():
+    for script, flag in (("tiny_llama_v1.py", "--hidden-dim"), ("tiny_openfold_v1.py", "--pair-dim")):
+        command = shrink(["./run_pytorch_profiler.py", f"--script={script}"])
+        assert flag in command
+        assert set(COMMON) <= set(command)
+    assert "--pair-dim" in shrink(["run_deepspeed_flops.py"])
+
+
+# Shows what it was started with.
+NOTES = """
+import json, os, sys
+print(json.dumps([sys.argv, os.getcwd(), os.environ.get("NOTE"), sys.stdin.read(), os.getpid(), __file__]))
+print("to stderr", file=sys.stderr)
+if "--fail" in sys.argv:
+    raise ValueError("no")
+if "--kill" in sys.argv:
+    os.kill(os.getpid(), 9)
+sys.exit(int(sys.argv[-1]))
+"""
+
+
+def test_small_runs_are_processes_of_their_own(run, tmp_path: Path):
+    script = tmp_path / "tiny_notes_v1.py"
+    script.write_text(NOTES)
+    done = run(
+        sheet_of(
+            "NOTE=first python ../tiny_notes_v1.py 'a b' 0 2>errors\ncat errors",
+            "mkdir x; cd x\nexport NOTE=second",
+            "echo input | python3 ../../tiny_notes_v1.py 3 | cat\necho ${PIPESTATUS[1]}",
+            f'for end in --fail --kill; do python {script} $end || echo "status $?"; done',
+            f"python -c 'print(1)'\npython {ROOT}/tiny_llama_v2.py --hidden-dim many || echo $?",
+            f"python {ROOT}/tiny_llama_v2.py --seq-len 128 --under-profiler --profile-dir here",
+        ),
+        "--shrink",
+    )
+    assert done.statuses == ["ok"] * 6, done.stdout
+    first, errors = done.log(0).splitlines()
+    argv, directory, note, stdin, first_pid, file = json.loads(first)
+    assert (argv[1:], directory, note, stdin) == (["a b", "0"], str(done.directory), "first", "")
+    assert (errors, file) == ("to stderr", str(script))
+    second, status = (line for line in done.log(2).splitlines() if line != "to stderr")
+    argv, directory, note, stdin, second_pid, _ = json.loads(second)
+    assert (argv[1:], directory, note, stdin) == (["3"], str(done.directory / "x"), "second", "input\n")
+    assert (status, first_pid == second_pid) == ("3", False)
+    assert "ValueError: no" in done.log(3)
+    assert [line for line in done.log(3).splitlines() if line.startswith("status")] == ["status 1", "status 137"]
+    assert (done.log(4).splitlines()[0], done.log(4).splitlines()[-1]) == ("1", "2")
+    result = json.loads((done.directory / "x" / "here" / "tiny_llama_v2_summary.json").read_text())
+    assert (result["status"], result["config"]["seq_len"], result["training"]["num_steps"]) == ("ok", 24, 1)
+
+
+# --- tools/tables.py
+
+
+def tables(*argv: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, ROOT / "tools" / "tables.py", *argv]
+    return subprocess.run(list(map(str, command)), capture_output=True, text=True)
+
+
+def table_of(command: str, text: str = "") -> str:
+    return f"Before.\n\n<!-- table: {command} -->\n{text}<!-- end of table -->\n\nAfter.\n"
+
+
+def test_tables_are_written_and_checked(tmp_path: Path):
+    file = tmp_path / "x.md"
+    commands = ("python -c 'print(\"| a |\\n| - |\")'", "echo '| b |'")
+    file.write_text("".join(table_of(command, "old\n") for command in commands))
+    done = tables("--check", file)
+    assert (done.returncode, len(done.stderr.splitlines())) == (1, 2)
+    assert f"{file}:3: " in done.stderr
+    assert f"{file}:10: " in done.stderr
+    assert "old" in file.read_text()
+    assert tables(file).returncode == 0
+    assert file.read_text() == table_of(commands[0], "| a |\n| - |\n") + table_of(commands[1], "| b |\n")
+    assert tables("--check", file).returncode == 0
+
+
+@pytest.mark.parametrize("command", ["sh -c 'echo x; exit 3'", "true", "no_such_program", "echo 'x"])
+def test_a_command_without_a_table_changes_nothing(tmp_path: Path, command: str):
+    file = tmp_path / "x.md"
+    text = table_of("echo new", "old\n") + table_of(command, "old\n")
+    file.write_text(text)
+    for argv in ((file,), ("--check", file)):
+        done = tables(*argv)
+        assert done.returncode == 1
+        assert f"{file}:10: " in done.stderr.splitlines()[-1]
+        assert file.read_text() == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<!-- table: echo x -->\n",
+        "<!-- end of table -->\n",
+        "<!-- table: echo x -->\n" + table_of("echo x"),
+        "<!-- table: echo x --> <!-- end of table -->\n",
+    ],
+)
+def test_tables_that_do_not_end(tmp_path: Path, text: str):
+    file = tmp_path / "x.md"
+    file.write_text(text)
+    done = tables(file)
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1
+    assert file.read_text() == text

@@ -1,0 +1,330 @@
+#!/usr/bin/env python3
+"""Run the commands of an exercise sheet in order, and check that they print what the sheet says.
+
+All ```bash and ```python blocks of a Markdown file run one after the other, as a reader would type them: the working
+directory, variables and functions carry over from block to block. `python` is the interpreter that runs this tool. A
+block fails if one of its commands fails, or if a phrase of the line `Prints: ...` behind it is missing from its output.
+On a machine without ROCm a block that stops for want of a ROCm tool is skipped, not failed, and so is the rest of its
+section. Nothing that a block has started outlives it.
+
+The commands run in a scratch copy of the repository, which is removed at the end, or in --directory as it is.
+
+Examples:
+  python tools/run_sheet.py exercises/tiny_llama_v2/README.md --only "Exercise 2"
+  python tools/run_sheet.py exercises/tiny_llama_v2/README.md --directory . --log logs --keep-going
+  OMP_NUM_THREADS=1 python tools/run_sheet.py README.md --shrink --with-standins --ci
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import small_runs  # beside this file
+
+ROOT = Path(__file__).resolve().parent.parent
+TAIL = 20  # lines shown of what a failed block printed
+PATIENCE = 15  # seconds after Ctrl-C, for the scripts to leave their records
+OK, FAILED, SKIPPED, INTERRUPTED = "ok", "failed", "skipped", "interrupted"
+NOT_IN_CI, NOT_REACHED = "not run in CI", "not reached"
+
+
+class SheetError(Exception):
+    """Something in the sheet or on the command line that cannot work; one line."""
+
+
+@dataclass
+class Block:
+    """One fenced block of commands, and what became of it."""
+
+    exercise: str  # the `## ` heading above
+    section: str  # the `### ` heading above
+    language: str  # bash or python
+    line: int  # of the first command in the sheet, from 1
+    text: str
+    not_in_ci: str  # why CI cannot run it; empty if it can
+    phrases: list[str] = field(default_factory=list)  # what its output must contain
+    status: str = NOT_REACHED
+    seconds: float = 0.0
+    exit_status: int | None = None
+    remark: str = ""  # why it failed or did not run
+    log: str = ""  # name of the file with its output
+
+    @property
+    def first_line(self) -> str:
+        """The first line that is not a comment."""
+        lines = [line.strip() for line in self.text.splitlines()]
+        return next((line for line in lines if line and not line.startswith("#")), "")
+
+
+TOKEN = re.compile(
+    r"""^(?P<fence>`{3,}|~{3,})[ ]*(?P<language>\w*)[^\n]*\n (?P<text>.*?)^(?P=fence)[ ]*$
+    | ^(?P<level>\#{1,6})[ ]+(?P<title>[^\n]*)$
+    | ^<!--[ ]*not[ ]run[ ]in[ ]CI:\s*(?P<reason>.*?)\s*-->
+    | ^Prints:(?P<prints>.*?)(?=\n\s*\n|\Z)""",
+    re.MULTILINE | re.DOTALL | re.VERBOSE,
+)
+ANY_FENCE = re.compile(r"^[ \t]*(?:`{3,}|~{3,})[ ]*(?:bash|python)\b", re.MULTILINE)
+
+
+def parse_sheet(text: str) -> list[Block]:
+    """The runnable blocks of a Markdown file in order; SheetError names the line that breaks the rules."""
+    blocks: list[Block] = []
+    exercise = section = ""
+    before = None  # what stands directly before, with blank lines between at most
+    for match in TOKEN.finditer(text):
+        line = text.count("\n", 0, match.start()) + 1
+        if before and text[before.end() : match.start()].strip():
+            before = None
+        if match["language"] in ("bash", "python"):
+            reason = " ".join(before["reason"].split()) if before and before["reason"] else ""
+            blocks.append(Block(exercise, section, match["language"], line + 1, match["text"], reason))
+        elif match["title"] and len(match["level"]) <= 2:
+            exercise, section = match["title"], ""
+        elif match["title"] and len(match["level"]) == 3:
+            section = match["title"]
+        elif match["prints"] is not None:
+            phrases = re.findall(r"`([^`]+)`", match["prints"])
+            if not (phrases and before and before["language"] in ("bash", "python")):
+                raise SheetError(f"line {line}: 'Prints:' needs a bash or python block before it and `phrases`")
+            blocks[-1].phrases = phrases
+        before = match
+    lines = {block.line - 1 for block in blocks}
+    for match in ANY_FENCE.finditer(text):
+        if (line := text.count("\n", 0, match.start()) + 1) not in lines:
+            raise SheetError(f"line {line}: this block is indented, inside another one, or has no end")
+    return blocks
+
+
+def read_sheet(path: Path, only: str | None) -> list[Block]:
+    """The blocks to run."""
+    try:
+        blocks = parse_sheet(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, SheetError) as error:
+        raise SheetError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
+    chosen = [block for block in blocks if only is None or only.lower() in block.exercise.lower()]
+    if not chosen:
+        exercises = ", ".join(dict.fromkeys(block.exercise for block in blocks))
+        raise SheetError(f"{path}: no bash or python block" + (f" in {only}, only in: {exercises}" if only else ""))
+    return chosen
+
+
+# Stands before each block, in one line. It restores what the block before has left and notes what this one leaves; bash
+# says that its own read-only variables cannot be set, which does not matter.
+PREAMBLE = """\
+trap '{ declare -p; declare -f; } >"$0.state"' EXIT; trap 'exit 130' INT; \
+if [[ -e $0.state ]]; then source "$0.state" 2>/dev/null || true; cd "$PWD"; fi; \
+trap 'echo "line $LINENO: status $?" >&2' ERR
+"""
+MISSING_TOOL = re.compile(r"^.*error: .* not found: it comes with ROCm.*|\broc[\w-]*: command not found", re.MULTILINE)
+
+
+@dataclass
+class Session:
+    """Where and with which variables blocks run. `files` is for what nobody looks at."""
+
+    directory: Path
+    environment: dict[str, str]
+    files: Path
+    logs: Path
+
+    def run(self, block: Block) -> None:
+        """Run one block and judge it."""
+        file = self.files / "block"
+        above = "\n" * (block.line - 2)  # messages then name the lines of the sheet
+        text = block.text
+        if block.language == "python":
+            text = f"python - <<'END OF BLOCK'\n{above}\n{text}END OF BLOCK\n"
+        file.write_text(PREAMBLE + above + text)
+        block.status, block.log = INTERRUPTED, f"line_{block.line:04}.log"
+        start = time.perf_counter()
+        try:
+            block.exit_status = self.run_bash(file, self.logs / block.log)
+        finally:
+            block.seconds = time.perf_counter() - start
+        output = (self.logs / block.log).read_text(errors="replace")
+        missing = [phrase for phrase in block.phrases if phrase not in output]
+        if block.exit_status in (4, 127) and (match := MISSING_TOOL.search(output)):
+            block.status, block.remark = SKIPPED, match[0]
+        elif block.exit_status:
+            block.status, block.remark = FAILED, f"status {block.exit_status}"
+        elif missing:
+            block.status, block.remark = FAILED, "does not print: " + ", ".join(missing)
+        else:
+            block.status = OK
+
+    def run_bash(self, file: Path, log: Path) -> int:
+        """Run a file in a process group of its own, of which nothing is left afterwards; returns the exit status."""
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                ["bash", "-e", str(file)],
+                cwd=self.directory,
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                preexec_fn=os.setpgrp,
+            )
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    os.killpg(process.pid, number)
+                    process.wait(PATIENCE)
+                    break
+            raise
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def make_environment(files: Path, args: argparse.Namespace) -> dict[str, str]:
+    """That of the blocks: `python` and `python3` are this interpreter; its programs and the stand-ins are on PATH."""
+    shims = files / "bin"
+    shims.mkdir()
+    script = f"#!/bin/sh\n{small_runs.redirection(files / 'socket') if args.shrink else ''}"
+    for name in ("python", "python3"):
+        (shims / name).write_text(f'{script}exec {shlex.quote(sys.executable)} "$@"\n')
+        (shims / name).chmod(0o755)
+    standins = [ROOT / "tests" / "standins"] if args.with_standins else []
+    places = [shims, *standins, Path(sys.executable).parent, os.environ.get("PATH", os.defpath)]
+    environment = {**os.environ, "PATH": os.pathsep.join(map(str, places)), "PYTHONUNBUFFERED": "1"}
+    environment.pop("PYTHON", None)  # the wrappers would prefer it to python3
+    return environment
+
+
+def seconds_by_exercise(blocks: list[Block]) -> dict[str, float]:
+    seconds: Counter[str] = Counter()
+    for block in blocks:
+        seconds[block.exercise] += block.seconds
+    return dict(seconds)
+
+
+def write_summary(args: argparse.Namespace, blocks: list[Block], logs: Path) -> None:
+    """summary.json beside the logs."""
+    rows = [{"first_line": block.first_line, **asdict(block)} for block in blocks]
+    summary = {"sheet": str(args.sheet), "shrink": args.shrink, "seconds": seconds_by_exercise(blocks), "blocks": rows}
+    draft = logs / "summary.json.new"
+    draft.write_text(json.dumps(summary, indent=2) + "\n")
+    draft.replace(logs / "summary.json")
+
+
+def show(block: Block, logs: Path) -> None:
+    """One line for a block, more if it did not simply succeed."""
+    print(f"  line {block.line:4}  {block.status:13}  {block.seconds:7.1f} s  {block.first_line}")
+    if block.remark:
+        print(f"             {block.remark}")
+    if block.status == FAILED:
+        for line in (logs / block.log).read_text(errors="replace").splitlines()[-TAIL:]:
+            print(f"             | {line}")
+    sys.stdout.flush()
+
+
+def run_blocks(args: argparse.Namespace, blocks: list[Block], session: Session) -> None:
+    """Run all blocks, or until one fails without --keep-going."""
+    exercise = skipped = None
+    for block in blocks:
+        if block.exercise != exercise:
+            exercise = block.exercise
+            print(exercise, flush=True)
+        try:
+            if args.ci and block.not_in_ci:
+                block.status, block.remark = NOT_IN_CI, block.not_in_ci
+            elif skipped == (block.exercise, block.section):
+                block.status, block.remark = SKIPPED, "follows a block that was skipped"
+            else:
+                session.run(block)
+        finally:
+            write_summary(args, blocks, session.logs)
+        show(block, session.logs)
+        if block.status == SKIPPED:
+            skipped = block.exercise, block.section
+        if block.status == FAILED and not args.keep_going:
+            break
+
+
+def copy_repository(directory: Path) -> None:
+    """What git tracks, and what it would: new files that it does not ignore."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    try:
+        listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise SheetError(f"git cannot list what to copy ({error}); give --directory") from error
+    for name in filter(None, listed.split("\0")):
+        if (ROOT / name).exists():
+            (directory / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, directory / name, follow_symlinks=False)
+
+
+def run_sheet(args: argparse.Namespace) -> int:
+    """Run what the arguments ask for; returns the exit status."""
+    blocks = read_sheet(args.sheet, args.only)
+    if args.directory and not args.directory.is_dir():
+        raise SheetError(f"--directory {args.directory}: no such directory")
+    if args.log and args.log.exists() and not args.log.is_dir():
+        raise SheetError(f"--log {args.log}: not a directory")
+    with contextlib.ExitStack() as stack:
+        place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="run_sheet_")))
+        files, copy, logs = place / "files", place / "copy", (args.log or place / "logs").resolve()
+        for folder in (files, copy, logs):
+            folder.mkdir(parents=True, exist_ok=True)
+        if not args.directory:
+            copy_repository(copy)
+        environment = make_environment(files, args)
+        if args.shrink:
+            stack.enter_context(small_runs.server(files / "socket", environment))
+        run_blocks(args, blocks, Session((args.directory or copy).resolve(), environment, files, logs))
+    for exercise, seconds in seconds_by_exercise(blocks).items():
+        print(f"{seconds:9.1f} s  {exercise}")
+    count = Counter(block.status for block in blocks)
+    print(f"{len(blocks)} blocks: {', '.join(f'{n} {status}' for status, n in count.items())}")
+    return int(count[FAILED] > 0)
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("sheet", type=Path, metavar="SHEET.md")
+    add("--only", metavar="TEXT", help="only the exercises with this text in their heading")
+    add("--directory", type=Path, metavar="DIR", help="run there, not in a scratch copy")
+    add("--log", type=Path, metavar="DIR", help="keep the output of each block, and summary.json, there")
+    add("--keep-going", action="store_true", help="run the blocks behind a failed one")
+    add("--shrink", action="store_true", help="small models and a single step (tools/small_runs.py), for tests")
+    add("--with-standins", action="store_true", help="tests/standins in place of ROCm's tools")
+    add("--ci", action="store_true", help="leave out blocks behind <!-- not run in CI: REASON -->")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(argv)
+    for number in (signal.SIGINT, signal.SIGTERM):  # even where SIGINT was ignored; `timeout` sends the other one
+        signal.signal(number, signal.default_int_handler)
+    try:
+        return run_sheet(args)
+    except SheetError as error:
+        print(f"run_sheet.py: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("run_sheet.py: interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,85 @@
+#!/usr/bin/env python3
+"""Write the tables of Markdown files that a command prints, or check that they are what it prints now.
+
+Tables stand between two comments, of which the first names the command; it runs in the root of the repository:
+
+  <!-- table: python tools/benchmark.py table results/h100 -->
+  <!-- end of table -->
+
+Usage:
+  python tools/tables.py README.md           run the commands and put what they print between the comments
+  python tools/tables.py --check README.md   exit 1 and name the tables that differ, or whose command fails
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TABLE = re.compile(r"^(<!-- tables?: (.+?) -->\n)(.*?)^(<!-- end of tables? -->)$", re.MULTILINE | re.DOTALL)
+COMMENT = re.compile(r"<!-- (?:end of )?tables?\b")
+
+
+class TableError(Exception):
+    """One line that says what is wrong with a table."""
+
+
+def printed_by(command: str) -> str:
+    """What a command prints; `python` is this interpreter."""
+    try:
+        words = shlex.split(command)
+        words[0] = sys.executable if words[0] in ("python", "python3") else words[0]
+        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    except (OSError, ValueError) as error:
+        raise TableError(f"{command}: {error}") from error
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or ["nothing on stderr"]
+        raise TableError(f"status {done.returncode} of its command: {said[-1]}")
+    if not done.stdout.strip():
+        raise TableError("its command prints nothing")
+    return done.stdout.strip() + "\n"
+
+
+def update(path: Path, check: bool) -> list[str]:
+    """Write the tables of a file, all or none; returns what is wrong, a line each."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        return [f"{path}: {getattr(error, 'strerror', None) or error}"]
+    tables = list(TABLE.finditer(text))
+    if len(COMMENT.findall(text)) != 2 * len(tables):
+        return [f"{path}: a comment that begins or ends a table lacks the other one, or is not a line of its own"]
+    wrong, parts, end = [], [], 0
+    for table in tables:
+        try:
+            printed = printed_by(table[2])
+            if check and printed != table[3]:
+                raise TableError(f"its command prints another table; python tools/tables.py {path} writes it")
+        except TableError as error:
+            wrong.append(f"{path}:{text.count(chr(10), 0, table.start()) + 1}: {error}")
+            continue
+        parts += [text[end : table.start(3)], printed]
+        end = table.end(3)
+    if not wrong and not check:
+        path.write_text("".join([*parts, text[end:]]), encoding="utf-8")
+    return wrong
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE.md")
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    args = parser.parse_args(argv)
+    wrong = [line for path in args.files for line in update(path, args.check)]
+    for line in wrong:
+        print(f"tables.py: {line}", file=sys.stderr)
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
