@@ -358,8 +358,9 @@ PHASES = ("data", "forward", "backward", "optimizer")
 # On a CPU operator calls are counted in place of kernels: the innermost ones, without these, which move no data.
 VIEW_OPERATORS = (
     *("alias", "as_strided", "chunk", "detach", "empty", "empty_like", "empty_strided", "expand", "lift_fresh"),
-    *("narrow", "permute", "resize_", "select", "set_", "slice", "split", "split_with_sizes", "squeeze", "t"),
-    *("transpose", "unbind", "unflatten", "unsqueeze", "view", "_reshape_alias", "_unsafe_view"),
+    *("narrow", "permute", "resize_", "resolve_conj", "resolve_neg", "select", "set_", "slice", "split"),
+    *("split_with_sizes", "squeeze", "t", "transpose", "unbind", "unflatten", "unsqueeze", "view"),
+    *("_reshape_alias", "_unsafe_view"),
 )
 # One process per GPU; torchrun sets these, and a plain run is the only one.
 RANK, LOCAL_RANK = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
