@@ -476,6 +476,9 @@ def test_long_tables_are_cut_and_the_csv_is_not(gpu_profile, tmp_path):
     assert re.findall(r"`kernel_(\d+)_", out) == ["19", "18", "17"]
     assert "The first 3;" in out
     assert len(read_rows(tmp_path / "out" / "kernel_reduction.csv")) == 21
+    out = call(analyze_kernel_reduction, "--baseline", before, "--fused", after, "--top", 0)[1]
+    assert "Kernel reduction: 95.0 %" in out
+    assert "kernel_19_" not in out
 
 
 def test_profiles_of_other_sizes_or_tools_get_a_note(gpu_profile, rocprof_profile, runs):

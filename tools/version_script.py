@@ -13,7 +13,7 @@ from types import ModuleType
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_SCRIPT = "tiny_openfold_v2.py"
 INTERFACE = ("build_parser", "parse_args", "build_model", "make_batches", "train", "main")
-MODES = ("validate_setup", "compare_fusion", "verify_accuracy", "compare_with_v1", "under_profiler")
+MODES = ("validate_setup", "compare_fusion", "verify_accuracy", "compare_with_v1", "compare_with", "under_profiler")
 
 
 class ToolError(Exception):
