@@ -85,7 +85,7 @@ def table(rows: Sequence[dict], counted: str) -> str:
         lines.append(
             [
                 row["configuration"].replace("|", "\\|"),
-                outcome or cell(row["samples_per_sec"]),
+                outcome or cell(row["samples_per_sec"], ".1f" if (row["samples_per_sec"] or 0) >= 10 else ".2f"),
                 "-" if speed is None else f"{speed:.2f}x",
                 cell(row["batch_ms"], ".2f"),
                 *(cell(row[f"{phase}_ms"], ".2f") for phase in ("forward", "backward", "optimizer")),
