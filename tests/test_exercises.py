@@ -403,7 +403,7 @@ def test_small_runs_are_processes_of_their_own(run, tmp_path: Path):
         sheet_of(
             "NOTE=first python ../tiny_notes_v1.py 'a b' 0 2>errors\ncat errors",
             "mkdir x; cd x\nexport NOTE=second",
-            "echo input | python3 ../../tiny_notes_v1.py 3 | cat\necho ${PIPESTATUS[1]}",
+            "echo input | python3 ../../tiny_notes_v1.py 3 2>errors | cat\necho ${PIPESTATUS[1]}",
             f'for end in --fail --kill; do python {script} $end || echo "status $?"; done',
             f"python -c 'print(1)'\npython {ROOT}/tiny_llama_v2.py --hidden-dim many || echo $?",
             f"python {ROOT}/tiny_llama_v2.py --seq-len 128 --under-profiler --profile-dir here",
@@ -415,7 +415,7 @@ def test_small_runs_are_processes_of_their_own(run, tmp_path: Path):
     argv, directory, note, stdin, first_pid, file = json.loads(first)
     assert (argv[1:], directory, note, stdin) == (["a b", "0"], str(done.directory), "first", "")
     assert (errors, file) == ("to stderr", str(script))
-    second, status = (line for line in done.log(2).splitlines() if line != "to stderr")
+    second, status = done.log(2).splitlines()
     argv, directory, note, stdin, second_pid, _ = json.loads(second)
     assert (argv[1:], directory, note, stdin) == (["3"], str(done.directory / "x"), "second", "input\n")
     assert (status, first_pid == second_pid) == ("3", False)
