@@ -841,10 +841,11 @@ def join_processes(args: argparse.Namespace) -> None:
 def combine_processes(result: dict) -> None:
     """The loss becomes the mean over all processes, which is that of the global batch; peak memory the maximum."""
     everyone: list = [None] * WORLD_SIZE
-    torch.distributed.all_gather_object(everyone, (result["loss"]["curve"], result["memory"].get("peak_mb", 0.0)))
+    torch.distributed.all_gather_object(everyone, (result["loss"]["curve"], result["memory"].get("peak_mb")))
     curves, peaks = zip(*everyone, strict=True)
     result["loss"]["curve"] = [statistics.fmean(losses) for losses in zip(*curves, strict=True)]
-    result["memory"]["peak_mb"] = max(peaks)
+    if None not in peaks:  # on a CPU under a profiler it is not measured
+        result["memory"]["peak_mb"] = max(peaks)
 
 
 def without_fusions(args: argparse.Namespace) -> argparse.Namespace:

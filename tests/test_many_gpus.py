@@ -6,6 +6,7 @@ Here the processes are on the CPU and talk through gloo; on GPUs it is one each 
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -94,11 +95,39 @@ def test_two_processes_with(argv: str, tmp_path: Path):
     assert expected.get(argv, "Average training speed") in done.stdout
 
 
+def torchrun_command(directory: Path, *options: str) -> list[str]:
+    """The same run as `command`, started by torchrun, of which `options` say how many processes."""
+    _, script, *argv = command("tiny_llama_v2", directory, *words("--num-steps 2 --warmup-steps 0 --under-profiler"))
+    return [sys.executable, "-m", "torch.distributed.run", *options, script, *argv]
+
+
 def test_torchrun_does_the_same(tmp_path: Path):
-    _, script, *argv = command("tiny_llama_v2", tmp_path / "two", *words("--num-steps 2 --warmup-steps 0"))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script, *argv]
+    torchrun = torchrun_command(tmp_path / "two", "--standalone", "--nproc-per-node=2")
     done = subprocess.run(torchrun, env=THREADS, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+    assert summary(tmp_path / "two", "tiny_llama_v2")["training"]["processes"] == 2
+    assert "Peak memory" not in done.stdout, "nothing is printed that was not measured"
+
+
+def test_two_nodes_are_one_run(tmp_path: Path):
+    """One torchrun per node, as the Slurm file starts them; here both are on this machine."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        endpoint = f"--rdzv-endpoint=localhost:{free.getsockname()[1]}"
+    options = ("--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", endpoint)
+    nodes = [
+        subprocess.Popen(
+            torchrun_command(tmp_path / "two", *options), env=THREADS, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        for _ in range(2)
+    ]
+    try:
+        outputs = [node.communicate(timeout=120) for node in nodes]
+    finally:
+        for node in nodes:
+            node.kill()
+    assert [node.returncode for node in nodes] == [0, 0], outputs
+    assert sum(output.count(b"Average training speed:") for output, _ in outputs) == 1, "rank 0 alone reports"
     assert summary(tmp_path / "two", "tiny_llama_v2")["training"]["processes"] == 2
 
 
