@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import csv
 import importlib.util
 import json
 import sys
@@ -48,7 +47,16 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from torch.utils.module_tracker import ModuleTracker
 
 from tools.kernels import has_gpu, kernels_of, range_of_each, ranges_of
-from tools.version_script import ToolError, load_script, markdown_table, run_tool, script_arguments, tool_parser
+from tools.version_script import (
+    ToolError,
+    load_script,
+    markdown_table,
+    run_tool,
+    script_arguments,
+    tool_parser,
+    write_csv,
+    write_text,
+)
 
 PROG = Path(__file__).name
 RANGE = "module "  # what the names of the profiler's ranges begin with
@@ -477,13 +485,8 @@ def measure(module: ModuleType, args: argparse.Namespace, intensity: bool, roofl
         "modules": [asdict(row) for row in rows],
     }
     stem = directory / f"{module.SCRIPT}_flops"
-    temporary = stem.with_suffix(".tmp")
-    temporary.write_text(json.dumps(result, indent=1) + "\n")
-    temporary.replace(stem.with_suffix(".json"))
-    with stem.with_suffix(".csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(asdict(rows[0])), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(asdict(row) for row in rows)
+    write_text(stem.with_suffix(".json"), json.dumps(result, indent=1) + "\n")
+    write_csv(stem.with_suffix(".csv"), [asdict(row) for row in rows])
 
     print(f"{module.SCRIPT} on {environment['device_name']}, batch size {args.batch_size}, fused: {on}")
     print(f"FLOPs counted by {source}, of the model with these fusions\n")

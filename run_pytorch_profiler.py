@@ -21,7 +21,6 @@ Examples:
 
 from __future__ import annotations
 
-import csv
 import json
 import sys
 from collections import Counter, defaultdict
@@ -47,7 +46,16 @@ from tools.kernels import (
     statistics_of,
     write_statistics,
 )
-from tools.version_script import ToolError, load_script, markdown_table, run_tool, script_arguments, tool_parser
+from tools.version_script import (
+    ToolError,
+    load_script,
+    markdown_table,
+    run_tool,
+    script_arguments,
+    tool_parser,
+    write_csv,
+    write_text,
+)
 
 PROG = Path(__file__).name
 TOP = 10
@@ -160,7 +168,7 @@ def kernel_table(profile: Profile, limit: int | None = None) -> str:
     rows = [
         [
             f"`{short_name(row.name)}`",
-            "copies" if row.name.startswith(("Memcpy", "Memset")) else category(row.name),
+            category(row.name),
             f"{row.calls / profile.steps:.10g}",
             f"{row.total_ns / profile.steps / 1e6:.3f}",
             f"{row.average_ns / 1e3:.1f}",
@@ -193,21 +201,6 @@ def communication_line(profile: Profile) -> list[str]:
         f"Communication: {found.ms:.3f} ms of {found.step_ms:.3f} ms per profiled step ({share:.1f} %), "
         f"{found.exposed_ms:.3f} ms ({exposed:.1f} %) with nothing else running beside it"
     ]
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write or replace a file; a reader never sees half of it."""
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
-
-
-def write_csv(path: Path, rows: Sequence[dict]) -> None:
-    """Write rows with the same keys, which become the header."""
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 def as_json(profile: Profile, summary: dict) -> dict:

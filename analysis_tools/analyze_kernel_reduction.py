@@ -33,11 +33,16 @@ from analysis_tools.results import (  # noqa: E402
     load_result,
     only_file,
     read_json,
-    write_csv,
-    write_file,
 )
 from tools.kernels import CATEGORIES, KernelStatistics, category, read_statistics, short_name  # noqa: E402
-from tools.version_script import Parser, ToolError, markdown_table, run_tool  # noqa: E402
+from tools.version_script import (  # noqa: E402
+    ToolError,
+    documented_parser,
+    markdown_table,
+    run_tool,
+    write_csv,
+    write_text,
+)
 
 PROG = Path(__file__).name
 SIDES = ("baseline", "fused")
@@ -141,7 +146,7 @@ def match(sides: Sequence[Profile], divisors: Sequence[int]) -> list[Kernel]:
     kernels = [
         Kernel(
             name,
-            "copies" if is_copy(name) else category(name),
+            category(name),
             is_copy(name),
             values(name, lambda row: row.calls),
             values(name, lambda row: row.total_ns / 1e6),
@@ -278,7 +283,7 @@ def analyse(args: argparse.Namespace) -> int:
     print(text, end="")
     if args.output:
         write_csv(args.output / "kernel_reduction.csv", [as_row(kernel) for kernel in kernels])
-        write_file(args.output / "kernel_reduction.md", lambda path: path.write_text(text, encoding="utf-8"))
+        write_text(args.output / "kernel_reduction.md", text)
         print(f"\nWritten: {args.output}/kernel_reduction.csv, kernel_reduction.md")
     return 0
 
@@ -292,14 +297,7 @@ def row_count(text: str) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
-    description, _, examples = __doc__.partition("\nExamples:\n")
-    parser = Parser(
-        prog=PROG,
-        description=description,
-        epilog=f"examples:\n{examples}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = documented_parser(PROG, __doc__)
     parser.add_argument("--baseline", type=Path, required=True, metavar="DIR", help="profile without fusion")
     parser.add_argument("--fused", type=Path, required=True, metavar="DIR", help="profile with fusion")
     parser.add_argument("--output", type=Path, metavar="DIR", help="also write CSV and Markdown there")

@@ -22,8 +22,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from analysis_tools.results import Run, cell, differences, load_runs, report_failed, write_csv  # noqa: E402
-from tools.version_script import Parser, markdown_table, run_tool  # noqa: E402
+from analysis_tools.results import NOT_FINISHED, Run, cell, differences, load_runs, report_failed  # noqa: E402
+from tools.version_script import documented_parser, markdown_table, run_tool, write_csv  # noqa: E402
 
 PROG = Path(__file__).name
 MEASURED = {
@@ -39,14 +39,7 @@ MEASURED = {
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
-    description, _, examples = __doc__.partition("\nExamples:\n")
-    parser = Parser(
-        prog=PROG,
-        description=description,
-        epilog=f"examples:\n{examples}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = documented_parser(PROG, __doc__)
     parser.add_argument("runs", nargs="+", metavar="[NAME=]PATH", help="result file or directory of a run")
     parser.add_argument("--baseline", metavar="[NAME=]PATH", help="what the others are compared with (default: first)")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="also write the unrounded numbers")
@@ -57,10 +50,10 @@ def compared(run: Run, baseline: Run) -> dict:
     """The numbers of one row, None where there is none; those of a run that did not finish are left out."""
     row: dict = {"configuration": run.name, "script": run.result.get("script"), "status": run.status}
     for key, place in MEASURED.items():
-        row[key] = run.number(*place) if run.status == "ok" else None
+        row[key] = run.number(*place)
 
     def ratio(key: str) -> float | None:
-        base = baseline.number(*MEASURED[key]) if baseline.status == "ok" else None
+        base = baseline.number(*MEASURED[key])
         return row[key] / base if row[key] is not None and base else None
 
     memory = ratio("peak_mb")
@@ -81,7 +74,7 @@ def table(rows: Sequence[dict], counted: str) -> str:
     lines = []
     for row in rows:
         speed, change = row["speedup"], row["memory_change_percent"]
-        outcome = {"oom": "out of memory", "failed": "failed"}.get(row["status"])
+        outcome = NOT_FINISHED.get(row["status"])
         lines.append(
             [
                 row["configuration"].replace("|", "\\|"),

@@ -26,16 +26,22 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from analysis_tools.results import (  # noqa: E402
+    NOT_FINISHED,
     Run,
     cell,
     differences,
     load_run,
     report_failed,
     split_name,
+)
+from tools.version_script import (  # noqa: E402
+    ToolError,
+    documented_parser,
+    markdown_table,
+    run_tool,
     write_csv,
     write_file,
 )
-from tools.version_script import Parser, ToolError, markdown_table, run_tool  # noqa: E402
 
 PROG = Path(__file__).name
 MEASURED = {"memory": ("memory", "peak_mb"), "speedup": ("timing", "samples_per_sec")}
@@ -45,14 +51,7 @@ Series = dict[str, dict[int, Run]]  # name, sequence length
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
-    description, _, examples = __doc__.partition("\nExamples:\n")
-    parser = Parser(
-        prog=PROG,
-        description=description,
-        epilog=f"examples:\n{examples}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = documented_parser(PROG, __doc__)
     parser.add_argument("what", choices=tuple(MEASURED))
     parser.add_argument("runs", nargs="+", metavar="NAME=PATH", help="a line and its runs; more PATHs may follow")
     parser.add_argument("--output", type=Path, metavar="FILE.png", help="also draw a picture (or .svg, .pdf)")
@@ -102,7 +101,7 @@ def values_of(what: str, series: Series) -> list[dict]:
     first = next(iter(series))
 
     def measured(run: Run | None) -> float | None:
-        return run.number(*MEASURED[what]) if run and run.status == "ok" else None
+        return run.number(*MEASURED[what]) if run else None
 
     rows = []
     for name, runs in series.items():
@@ -130,7 +129,7 @@ def table(what: str, series: Series, rows: Sequence[dict]) -> str:
 
     def value(name: str, length: int) -> str:
         row = by_place.get((name, length))
-        outcome = {"oom": "out of memory", "failed": "failed"}.get(row["status"]) if row else None
+        outcome = NOT_FINISHED.get(row["status"]) if row else None
         return outcome or cell(row and row[key])
 
     def over_first(name: str, length: int) -> str:

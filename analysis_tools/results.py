@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,6 +21,7 @@ GROUPS = ("config", "training", "environment", "timing", "memory", "kernels", "l
 # is what runs are made for.
 SAME_TRAINING = ("batch_size", "num_steps", "warmup_steps", "learning_rate", "seed", "processes")
 SAME_ENVIRONMENT = ("device_name", "torch")
+NOT_FINISHED = {"oom": "out of memory", "failed": "failed"}  # what tables say of a run with this status
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Run:
         return self.result["status"]
 
     def number(self, group: str, key: str) -> float | None:
-        """A measured value, None if the run does not have it; ToolError if it is no number."""
-        value = self.result[group].get(key)
+        """A measured value, None if the run does not have it or did not finish; ToolError if it is no number."""
+        value = self.result[group].get(key) if self.status == "ok" else None
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
@@ -157,29 +157,6 @@ def report_failed(prog: str, runs: Iterable[Run]) -> int:
         reason = run.result.get("error") or "no message"
         print(f"{prog}: {run.name} failed: {reason} ({run.path})", file=sys.stderr)
     return 1 if failed else 0
-
-
-def write_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Have `write` make a file beside `path` and move it there, so that a reader never sees half of it."""
-    temporary = path.with_name(f".{path.name}.tmp{path.suffix}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write(temporary)
-        temporary.replace(path)
-    except OSError as error:
-        raise ToolError(f"{path}: cannot write there ({error.strerror})") from error
-
-
-def write_csv(path: Path, rows: Sequence[dict]) -> None:
-    """Write rows with the same keys, which become the header; None is an empty cell."""
-
-    def write(temporary: Path) -> None:
-        with temporary.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
-
-    write_file(path, write)
 
 
 def cell(value: float | None, form: str = ".1f") -> str:

@@ -150,21 +150,27 @@ def strict_json(text: str) -> dict:
     return json.loads(text, parse_constant=refuse_constant)
 
 
+def captured(main: Callable[[list[str]], int], argv: list[str]) -> tuple[int, str, str]:
+    """Exit status, stdout and stderr of main(argv)."""
+    stdout, stderr = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
+        try:
+            status = main(argv)
+        except SystemExit as end:
+            status = end.code
+    return status, stdout.getvalue(), stderr.getvalue()
+
+
 def run_main(script: str, directory: Path, *argv: str) -> Run:
     """Run main(argv) of a script with tiny sizes, on the CPU unless `argv` says otherwise."""
     if "--device" not in argv:
         argv = ("--device", "cpu", *argv)
     if "--profile-dir" not in argv:
         argv = ("--profile-dir", str(directory), *argv)
-    stdout, stderr = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
-        try:
-            status = load(script).main([*TINY[model_of(script)], *argv])
-        except SystemExit as end:
-            status = end.code
+    outcome = captured(load(script).main, [*TINY[model_of(script)], *argv])
     path = directory / f"{script}_summary.json"
     summary = strict_json(path.read_text()) if path.is_file() else None
-    return Run(status, stdout.getvalue(), stderr.getvalue(), directory, summary)
+    return Run(*outcome, directory, summary)
 
 
 @pytest.fixture

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import builtins
-import contextlib
 import csv
-import io
 import json
 import re
 import subprocess
@@ -16,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from conftest import QUICK, ROOT, TINY, strict_json
+from conftest import QUICK, ROOT, TINY, captured, strict_json
 
 sys.path.insert(0, str(ROOT))
 
@@ -28,13 +26,7 @@ Answer = tuple[int, str, str]
 
 def call(tool: ModuleType, *argv: object) -> Answer:
     """Exit status, stdout and stderr of a command line."""
-    stdout, stderr = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
-        try:
-            status = tool.main([str(argument) for argument in argv])
-        except SystemExit as end:
-            status = end.code
-    return status, stdout.getvalue(), stderr.getvalue()
+    return captured(tool.main, [str(argument) for argument in argv])
 
 
 def assert_refused(answer: Answer, *words: str, status: int = 2) -> None:

@@ -22,6 +22,7 @@ import pytest
 from conftest import ROOT, SCRIPTS, load, model_of
 
 sys.path.insert(0, str(ROOT))
+from tools import small_runs, version_script
 from tools.small_runs import COMMON, SIZES, shrink
 
 # Of each sheet: blocks that run here, and blocks that cannot. A sheet that gains or loses a block changes its line.
@@ -261,7 +262,7 @@ def test_seconds_of_each_exercise(run):
 def test_the_scratch_copy_has_what_git_has_or_would_take(tmp_path: Path):
     repository, sheet, logs = tmp_path / "repository", tmp_path / "sheet.md", tmp_path / "logs"
     (repository / "tools").mkdir(parents=True)
-    for tool in ("run_sheet.py", "small_runs.py"):
+    for tool in ("run_sheet.py", "small_runs.py", "version_script.py"):
         shutil.copy(ROOT / "tools" / tool, repository / "tools")
     (repository / ".gitignore").write_text("ignored\n")
     for name in ("changed", "deleted", "kept"):
@@ -381,6 +382,7 @@ def test_profilers_shrink_their_script():
         assert flag in command
         assert set(COMMON) <= set(command)
     assert "--pair-dim" in shrink(["run_deepspeed_flops.py"])
+    assert small_runs.DEFAULT_SCRIPT == version_script.DEFAULT_SCRIPT
 
 
 # Shows what it was started with.

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import gzip
-import io
 import json
 import re
 import sys
@@ -13,7 +11,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import MODELS, QUICK, ROOT, SCRIPTS, TINY, Run, assert_one_error, batches, build, load, model_of, parse
+from conftest import (
+    MODELS,
+    QUICK,
+    ROOT,
+    SCRIPTS,
+    TINY,
+    Run,
+    assert_one_error,
+    batches,
+    build,
+    captured,
+    load,
+    model_of,
+    parse,
+)
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -30,13 +42,7 @@ V2 = pytest.mark.parametrize("script", [f"tiny_{model}_v2" for model in MODELS])
 
 def run_tool(tool, directory: Path, *argv: str) -> Run:
     """The tool's main(argv) with results in `directory`."""
-    stdout, stderr = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
-        try:
-            status = tool.main([*argv, "--profile-dir", str(directory)])
-        except SystemExit as end:
-            status = end.code
-    return Run(status, stdout.getvalue(), stderr.getvalue(), directory, None)
+    return Run(*captured(tool.main, [*argv, "--profile-dir", str(directory)]), directory, None)
 
 
 def tiny(script: str, *argv: str) -> list[str]:

@@ -28,6 +28,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -79,18 +80,30 @@ def headline(directory: Path, rounds: int, models: list[str], versions: list[str
     return failed
 
 
-def short_run(script: str, argv: list[str]) -> dict:
-    """Train a few steps in this process, without counting and profiling; returns the result."""
+def free_memory() -> None:
+    """Let go of what the run before this one held on the device."""
     import torch
 
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def short_run(script: str, argv: list[str]) -> dict:
+    """Train a few steps in this process, without counting and profiling; returns the result."""
     module = importlib.import_module(script)
     with tempfile.TemporaryDirectory() as folder:
         args = module.parse_args([*argv, "--under-profiler", "--log-interval", "1000000", "--profile-dir", folder])
         result = module.train(args)
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    free_memory()
     return result
+
+
+def make_trainer(module: ModuleType, argv: list[str]):
+    """The Trainer of a script for this command line, not trained yet."""
+    with tempfile.TemporaryDirectory() as folder:
+        args = module.parse_args([*argv, "--log-interval", "1000000", "--profile-dir", folder])
+        return module.Trainer(args, module.prepare(args))
 
 
 def outcome(result: dict) -> dict:
@@ -138,13 +151,11 @@ def overhead(directory: Path) -> None:
     rows = []
     for script, argv in (("tiny_openfold_v2", []), ("tiny_llama_v2", [*MODELS["tiny_llama"], "--use-amp", *COMPILE])):
         module = importlib.import_module(script)
-        with tempfile.TemporaryDirectory() as folder:
-            args = module.parse_args([*argv, "--log-interval", "1000000", "--profile-dir", folder])
-            device = module.prepare(args)
-        trainer = module.Trainer(args, device)
+        trainer = make_trainer(module, argv)
         steps, measured, bare = 100, [], []
         for turn in range(9):
-            wall = module.run_steps(trainer, module.Recorder(device, steps, "step", 10**6), {"loss": {"curve": []}})
+            recorder = module.Recorder(trainer.device, steps, "step", 10**6)
+            wall = module.run_steps(trainer, recorder, {"loss": {"curve": []}})
             start = time.perf_counter()
             for _ in range(steps):
                 trainer.step()
@@ -203,9 +214,7 @@ def ddp(directory: Path, rounds: int) -> None:
             continue
         for version in ("v1", "v2"):
             module = importlib.import_module(f"{name.split()[0]}_{version}")
-            with tempfile.TemporaryDirectory() as folder:
-                args = module.parse_args([*argv, "--profile-dir", folder])
-                trainer = module.Trainer(args, module.prepare(args))
+            trainer = make_trainer(module, argv)
             forward = {"alone": trainer.model, "together": trainer.model, "ddp": trainer.forward}
             times: dict[str, list[float]] = {kind: [] for kind in (*forward, "slowest")}
             for turn in range(rounds + 1):
@@ -219,8 +228,7 @@ def ddp(directory: Path, rounds: int) -> None:
                     if turn and kind == "together":
                         times["slowest"].append(statistics.fmean(map(max, zip(*everyone, strict=True))))
             del trainer, forward
-            gc.collect()
-            torch.cuda.empty_cache()
+            free_memory()
             row = {"name": name, "precision": precision, "version": version, "argv": argv}
             rows.append({**row, **{f"{kind}_ms": statistics.median(values) for kind, values in times.items()}})
             if first.RANK == 0:
@@ -232,11 +240,11 @@ def step_times(trainer, steps: int) -> list[float]:
     """Milliseconds of each training step on the host's clock; the last one waits for the device."""
     trainer.synchronize()
     moments = [time.perf_counter()]
-    for step in range(steps):
+    for _ in range(steps):
         trainer.step()
-        if step == steps - 1:
-            trainer.synchronize()
         moments.append(time.perf_counter())
+    trainer.synchronize()
+    moments[-1] = time.perf_counter()
     return [1e3 * (after - before) for before, after in itertools.pairwise(moments)]
 
 
@@ -256,9 +264,16 @@ def median_round(directory: Path, script: str, configuration: str) -> dict | Non
     return results[len(results) // 2] if results else None
 
 
+def read_rows(path: Path) -> list[dict]:
+    """The rows of a result file of this tool; none if it is not there."""
+    return json.loads(path.read_text())["rows"] if path.exists() else []
+
+
 def share_table(directory: Path) -> list[str]:
     """What the kernels of a step do, from the profiles of run_pytorch_profiler.py that lie in the directory."""
     profiles = [json.loads(path.read_text()) for path in sorted(directory.glob("profile_tiny_*.json"))]
+    if not profiles:
+        return []
     names = [name for name in CATEGORIES if any(name in profile["categories"] for profile in profiles)]
     lines = [
         "| share of kernel time | " + " | ".join(profile["script"] for profile in profiles) + " |",
@@ -273,12 +288,14 @@ def share_table(directory: Path) -> list[str]:
 
 def scaling_table(directory: Path) -> list[str]:
     """Weak scaling: samples per second and GPU over those of one GPU."""
-    runs = {n: json.loads((directory / f"scaling_{n}.json").read_text())["rows"] for n in (1, 2, 4)}
+    runs = [read_rows(directory / f"scaling_{n}.json") for n in (1, 2, 4)]
+    if not all(runs):
+        return []
     lines = [
         "| same batch per GPU | 2 GPUs, V1 | 2 GPUs, V2 | 4 GPUs, V1 | 4 GPUs, V2 |",
         "| --- | ---: | ---: | ---: | ---: |",
     ]
-    for rows in zip(*runs.values(), strict=True):
+    for rows in zip(*runs, strict=True):
         one, *more = rows
         cells = (
             f"{row[version]['samples_per_sec'] / one[version]['samples_per_sec'] / n:.2f}"
@@ -295,13 +312,16 @@ def described(name: str, precision: str) -> str:
     return f"{name.split()[0]}, {' '.join(sizes) or 'default sizes'}, {per_gpu} per GPU, {precision}"
 
 
-def ddp_table(path: Path) -> list[str]:
+def ddp_table(directory: Path) -> list[str]:
     """What a step on several GPUs consists of."""
+    rows = read_rows(directory / "ddp_4.json")
+    if not rows:
+        return []
     lines = [
         "| ms per step | one GPU, others idle | all, without DDP | slowest of them | all, with DDP |",
         "| --- | ---: | ---: | ---: | ---: |",
     ]
-    for row in json.loads(path.read_text())["rows"]:
+    for row in rows:
         cells = (f"{row[kind]:.1f}" for kind in ("alone_ms", "together_ms", "slowest_ms", "ddp_ms"))
         lines.append(
             f"| {described(row['name'], row['precision'])}, {row['version'].upper()} | " + " | ".join(cells) + " |"
@@ -309,56 +329,70 @@ def ddp_table(path: Path) -> list[str]:
     return lines
 
 
-def table(directory: Path) -> str:
-    """The README's tables of one device as Markdown."""
-    if (path := directory / "ddp_4.json").exists():
-        return "\n".join([*scaling_table(directory), "", *ddp_table(path), ""])
+def headline_table(directory: Path, model: str) -> list[str]:
+    """Speed, kernels, memory and loss of each configuration of a model."""
+    lines = [
+        f"| {model} | samples/sec | ms per step | kernels | host launches | peak MB | final loss | speed-up |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    base = None
+    for configuration, label in LABELS.items():
+        for version in ("v1", "v2"):
+            result = median_round(directory, f"{model}_{version}", configuration)
+            if not result:
+                continue
+            speed = result["timing"]["samples_per_sec"]
+            base = base or speed
+            lines.append(
+                f"| {version.upper()} {label} | {speed:.0f} | {result['timing']['batch_ms']:.2f} "
+                f"| {result['kernels']['per_step']} | {result['kernels']['host_launches']} "
+                f"| {result['memory']['peak_mb']:.0f} | {result['loss']['final']:.3f} | {speed / base:.2f}x |"
+            )
+    return lines if base else []
+
+
+def grid_table(directory: Path) -> list[str]:
+    """V2 over V1 at all batch sizes and lengths."""
     lines = []
     for model in MODELS:
-        lines += [
-            f"| {model} | samples/sec | ms per step | kernels | host launches | peak MB | final loss | speed-up |",
-            "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
-        ]
-        base = None
-        for configuration, label in LABELS.items():
-            for version in ("v1", "v2"):
-                result = median_round(directory, f"{model}_{version}", configuration)
-                if not result:
-                    continue
-                speed = result["timing"]["samples_per_sec"]
-                base = base or speed
-                lines.append(
-                    f"| {version.upper()} {label} | {speed:.0f} | {result['timing']['batch_ms']:.2f} "
-                    f"| {result['kernels']['per_step']} | {result['kernels']['host_launches']} "
-                    f"| {result['memory']['peak_mb']:.0f} | {result['loss']['final']:.3f} | {speed / base:.2f}x |"
-                )
-        lines.append("")
-    lines += [
+        for precision in ("fp32", "bf16"):
+            rows = [row for row in read_rows(directory / f"grid_{model}.json") if row["precision"] == precision]
+            both = [(r["v1"], r["v2"]) for r in rows if r["v1"]["status"] == r["v2"]["status"] == "ok"]
+            if not both:
+                continue
+            speed = sorted(v1["batch_ms"] / v2["batch_ms"] for v1, v2 in both)
+            peak = sorted(v2["peak_mb"] / v1["peak_mb"] for v1, v2 in both)
+            lines.append(
+                f"| {model} {precision} | {len(both)} | {speed[0]:.2f}x | {speed[-1]:.2f}x "
+                f"| {peak[0]:.2f} to {peak[-1]:.2f} |"
+            )
+    header = [
         "| V2 over V1, eager | shapes | slowest | fastest | peak memory, smallest to largest ratio |",
         "| --- | ---: | ---: | ---: | ---: |",
     ]
-    for model in MODELS:
-        if (path := directory / f"grid_{model}.json").exists():
-            for precision in ("fp32", "bf16"):
-                rows = [row for row in json.loads(path.read_text())["rows"] if row["precision"] == precision]
-                both = [(r["v1"], r["v2"]) for r in rows if r["v1"]["status"] == r["v2"]["status"] == "ok"]
-                speed = sorted(v1["batch_ms"] / v2["batch_ms"] for v1, v2 in both)
-                peak = sorted(v2["peak_mb"] / v1["peak_mb"] for v1, v2 in both)
-                lines.append(
-                    f"| {model} {precision} | {len(both)} | {speed[0]:.2f}x | {speed[-1]:.2f}x "
-                    f"| {peak[0]:.2f} to {peak[-1]:.2f} |"
-                )
-    lines.append("")
-    lines += [*share_table(directory), ""]
-    if (path := directory / "memory.json").exists():
-        rows = json.loads(path.read_text())["rows"]
-        lines.append("| sequence length | " + " | ".join(str(row["seq_len"]) for row in rows) + " |")
-        lines.append("| --- |" + " ---: |" * len(rows))
-        for name, label in (("scores", "materialised scores, MB"), ("flash", "flash attention, MB")):
-            cells = ("out of memory" if row[name]["peak_mb"] is None else f"{row[name]['peak_mb']:.0f}" for row in rows)
-            lines.append(f"| {label} | " + " | ".join(cells) + " |")
-        lines.append("")
-    return "\n".join(lines)
+    return header + lines if lines else []
+
+
+def memory_table(directory: Path) -> list[str]:
+    """Peak memory of TinyLlama V2 at each length."""
+    rows = read_rows(directory / "memory.json")
+    if not rows:
+        return []
+    lines = [
+        "| sequence length | " + " | ".join(str(row["seq_len"]) for row in rows) + " |",
+        "| --- |" + " ---: |" * len(rows),
+    ]
+    for name, label in (("scores", "materialised scores, MB"), ("flash", "flash attention, MB")):
+        cells = ("out of memory" if row[name]["peak_mb"] is None else f"{row[name]['peak_mb']:.0f}" for row in rows)
+        lines.append(f"| {label} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def table(directory: Path) -> str:
+    """The README's tables of one device as Markdown: those whose result files lie in the directory."""
+    sections = [headline_table(directory, model) for model in MODELS]
+    sections += [make(directory) for make in (grid_table, share_table, memory_table, scaling_table, ddp_table)]
+    return "\n\n".join("\n".join(section) for section in sections if section)
 
 
 def main() -> int:

@@ -34,16 +34,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import small_runs  # beside this file
+from version_script import ToolError, run_tool  # likewise
 
 ROOT = Path(__file__).resolve().parent.parent
 TAIL = 20  # lines shown of what a failed block printed
 PATIENCE = 15  # seconds after Ctrl-C, for the scripts to leave their records
 OK, FAILED, SKIPPED, INTERRUPTED = "ok", "failed", "skipped", "interrupted"
 NOT_IN_CI, NOT_REACHED = "not run in CI", "not reached"
-
-
-class SheetError(Exception):
-    """Something in the sheet or on the command line that cannot work; one line."""
 
 
 @dataclass
@@ -81,7 +78,7 @@ ANY_FENCE = re.compile(r"^[ \t]*(?:`{3,}|~{3,})[ ]*(?:bash|python)\b", re.MULTIL
 
 
 def parse_sheet(text: str) -> list[Block]:
-    """The runnable blocks of a Markdown file in order; SheetError names the line that breaks the rules."""
+    """The runnable blocks of a Markdown file in order; ToolError names the line that breaks the rules."""
     blocks: list[Block] = []
     exercise = section = ""
     before = None  # what stands directly before, with blank lines between at most
@@ -99,13 +96,13 @@ def parse_sheet(text: str) -> list[Block]:
         elif match["prints"] is not None:
             phrases = re.findall(r"`([^`]+)`", match["prints"])
             if not (phrases and before and before["language"] in ("bash", "python")):
-                raise SheetError(f"line {line}: 'Prints:' needs a bash or python block before it and `phrases`")
+                raise ToolError(f"line {line}: 'Prints:' needs a bash or python block before it and `phrases`")
             blocks[-1].phrases = phrases
         before = match
     lines = {block.line - 1 for block in blocks}
     for match in ANY_FENCE.finditer(text):
         if (line := text.count("\n", 0, match.start()) + 1) not in lines:
-            raise SheetError(f"line {line}: this block is indented, inside another one, or has no end")
+            raise ToolError(f"line {line}: this block is indented, inside another one, or has no end")
     return blocks
 
 
@@ -113,12 +110,12 @@ def read_sheet(path: Path, only: str | None) -> list[Block]:
     """The blocks to run."""
     try:
         blocks = parse_sheet(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, SheetError) as error:
-        raise SheetError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
+    except (OSError, UnicodeDecodeError, ToolError) as error:
+        raise ToolError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
     chosen = [block for block in blocks if only is None or only.lower() in block.exercise.lower()]
     if not chosen:
         exercises = ", ".join(dict.fromkeys(block.exercise for block in blocks))
-        raise SheetError(f"{path}: no bash or python block" + (f" in {only}, only in: {exercises}" if only else ""))
+        raise ToolError(f"{path}: no bash or python block" + (f" in {only}, only in: {exercises}" if only else ""))
     return chosen
 
 
@@ -264,7 +261,7 @@ def copy_repository(directory: Path) -> None:
     try:
         listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
-        raise SheetError(f"git cannot list what to copy ({error}); give --directory") from error
+        raise ToolError(f"git cannot list what to copy ({error}); give --directory") from error
     for name in filter(None, listed.split("\0")):
         if (ROOT / name).exists():
             (directory / name).parent.mkdir(parents=True, exist_ok=True)
@@ -275,9 +272,9 @@ def run_sheet(args: argparse.Namespace) -> int:
     """Run what the arguments ask for; returns the exit status."""
     blocks = read_sheet(args.sheet, args.only)
     if args.directory and not args.directory.is_dir():
-        raise SheetError(f"--directory {args.directory}: no such directory")
+        raise ToolError(f"--directory {args.directory}: no such directory")
     if args.log and args.log.exists() and not args.log.is_dir():
-        raise SheetError(f"--log {args.log}: not a directory")
+        raise ToolError(f"--log {args.log}: not a directory")
     with contextlib.ExitStack() as stack:
         place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="run_sheet_")))
         files, copy, logs = place / "files", place / "copy", (args.log or place / "logs").resolve()
@@ -316,14 +313,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     for number in (signal.SIGINT, signal.SIGTERM):  # even where SIGINT was ignored; `timeout` sends the other one
         signal.signal(number, signal.default_int_handler)
-    try:
-        return run_sheet(args)
-    except SheetError as error:
-        print(f"run_sheet.py: error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("run_sheet.py: interrupted", file=sys.stderr)
-        return 130
+    return run_tool("run_sheet.py", lambda: run_sheet(args))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import csv
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
@@ -25,24 +26,30 @@ class ToolError(Exception):
 
 
 class Parser(argparse.ArgumentParser):
-    """Answers a bad argument with one line; what it does not know is for the script."""
+    """Answers a bad argument with one line."""
 
     def error(self, message: str) -> None:
         self.exit(2, f"{self.prog}: error: {message} (--help lists all arguments)\n")
 
 
-def tool_parser(prog: str, documentation: str) -> Parser:
-    """A parser with --script and --profile-dir; the documentation's part after 'Examples:' ends the help."""
+def documented_parser(prog: str, documentation: str, usage: str | None = None, note: str = "") -> Parser:
+    """A parser whose help is the documentation; its part after 'Examples:' comes last, behind the note."""
     description, _, examples = documentation.partition("\nExamples:\n")
-    parser = Parser(
+    return Parser(
         prog=prog,
-        usage="%(prog)s [arguments] [arguments of the script]",
+        usage=usage,
         description=description,
-        epilog=f"Every other argument goes to the script: python {DEFAULT_SCRIPT} --help lists them.\n\n"
-        f"examples:\n{examples}",
+        epilog=f"{note}examples:\n{examples}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+
+
+def tool_parser(prog: str, documentation: str) -> Parser:
+    """A documented parser with --script and --profile-dir; what it does not know is for the script."""
+    usage = "%(prog)s [arguments] [arguments of the script]"
+    note = f"Every other argument goes to the script: python {DEFAULT_SCRIPT} --help lists them.\n\n"
+    parser = documented_parser(prog, documentation, usage, note)
     parser.add_argument("--script", default=DEFAULT_SCRIPT, metavar="FILE", help="(default: %(default)s)")
     parser.add_argument("--profile-dir", metavar="DIR", help="for results (default: the script's own)")
     return parser
@@ -115,3 +122,31 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], text_co
 
     rule = ["-" * width if i < text_columns else "-" * (width - 1) + ":" for i, width in enumerate(widths)]
     return "\n".join([line(header), line(rule), *map(line, rows)])
+
+
+def write_file(path: Path, write: Callable[[Path], object]) -> None:
+    """Have `write` make a file beside `path` and move it there, so that a reader never sees half of it."""
+    temporary = path.with_name(f".{path.name}.tmp{path.suffix}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(temporary)
+        temporary.replace(path)
+    except OSError as error:
+        raise ToolError(f"{path}: cannot write there ({error.strerror})") from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write or replace a text file."""
+    write_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
+def write_csv(path: Path, rows: Sequence[dict]) -> None:
+    """Write rows with the same keys, which become the header; None is an empty cell."""
+
+    def write(temporary: Path) -> None:
+        with temporary.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+
+    write_file(path, write)

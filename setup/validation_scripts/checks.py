@@ -335,6 +335,19 @@ def check(what: str, good: bool, found: object, needed_for: str, mend: str = "",
     return Check(what, state, one_line(found), needed_for, "" if good else mend)
 
 
+def torch_check(answers: dict, track: str) -> Check:
+    """The row of the PyTorch that a child process found."""
+    problem = torch_problem(answers, track)
+    found = problem or f"{answers['torch']['version']}, {build_name(answers['torch'])} build"
+    return check("torch", not problem, found, "everything", torch_command(problem, track))
+
+
+def package_check(name: str, needed_for: str, required: bool = False) -> Check:
+    """The row of a Python package."""
+    version = installed_version(name)
+    return check(name, version is not None, version or "missing", needed_for, f"python -m pip install {name}", required)
+
+
 def unchecked(what: str, reason: str, needed_for: str) -> Check:
     """A row for something that was not looked at."""
     return Check(what, "-", reason, needed_for)

@@ -24,15 +24,15 @@ from checks import (
     ROOT,
     Check,
     answer_with,
-    build_name,
     check,
     describe_torch,
     here,
     hiding_variable,
     in_child,
-    installed_version,
+    package_check,
     run_checks,
     setup_command,
+    torch_check,
     torch_command,
     torch_problem,
     unchecked,
@@ -162,8 +162,7 @@ def check_torch(track: str) -> list[Check]:
     gpu = track != "cpu"
     answers = in_child(probe, "cuda" if gpu else "cpu", [str(script) for script in version_scripts()])
     problem = torch_problem(answers, track)
-    found = problem or f"{answers['torch']['version']}, {build_name(answers['torch'])} build"
-    rows = [check("torch", not problem, found, "everything", torch_command(problem, track))]
+    rows = [torch_check(answers, track)]
     if not problem and gpu:
         rows.append(check_gpus(answers, track))
     elif not gpu:
@@ -195,9 +194,7 @@ def gather(track: str) -> list[Check]:
     rows = [check("Python >= 3.10", sys.version_info >= (3, 10), python, "everything", setup_command(track))]
     rows += check_torch(track)
     for name, purpose in PACKAGES.items():
-        version = installed_version(name)
-        mend, required = f"python -m pip install {name}", purpose == "everything"
-        rows.append(check(name, version is not None, version or "missing", purpose, mend, required))
+        rows.append(package_check(name, purpose, required=purpose == "everything"))
     memory = host_memory()
     enough = memory is None or memory >= MIN_MEMORY
     found = "unknown" if memory is None else f"{memory / GB:.1f} GB available"

@@ -22,7 +22,7 @@ from checks import (
     find_tool,
     gpu_architectures,
     in_child,
-    installed_version,
+    package_check,
     package_command,
     rocm_path,
     rocm_version,
@@ -145,10 +145,7 @@ def gather(track: str) -> list[Check]:
     else:
         rows += [unneeded(names[0], purpose, track) for names, _, purpose in ROCM_TOOLS]
         rows.append(unneeded(ROCTX, ROCTX_PURPOSE, track))
-    for name, purpose in PACKAGES.items():
-        version = installed_version(name)
-        mend = f"python -m pip install {name}"
-        rows.append(check(name, version is not None, version or "missing", purpose, mend, required=False))
+    rows += [package_check(name, purpose) for name, purpose in PACKAGES.items()]
     return rows
 
 

@@ -16,7 +16,6 @@ import checks
 from checks import (
     Check,
     answer_with,
-    build_name,
     check,
     describe_torch,
     find_tool,
@@ -29,8 +28,7 @@ from checks import (
     run_checks,
     run_program,
     tool_command,
-    torch_command,
-    torch_problem,
+    torch_check,
     unchecked,
     unneeded,
 )
@@ -123,10 +121,8 @@ def gather(track: str) -> list[Check]:
     rows.append(check("*_VISIBLE_DEVICES", not hidden, found, "choosing GPUs", f"unset {hidden}"))
 
     answers = in_child(probe)
-    problem = torch_problem(answers, track)
-    found = problem or f"{answers['torch']['version']}, {build_name(answers['torch'])} build"
-    rows.append(check("torch", not problem, found, "everything", torch_command(problem, track)))
-    if not problem:
+    rows.append(torch_check(answers, track))
+    if rows[-1].state == "ok":
         seen = answers.get("gpus", answers.get("failure"))
         good = isinstance(seen, int) and seen > 0
         found = f"{seen} GPUs" if isinstance(seen, int) else seen["error"] if isinstance(seen, dict) else seen
