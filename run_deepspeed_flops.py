@@ -421,7 +421,7 @@ def draw(path: Path, title: str, rows: Sequence[Row], ceilings: Ceilings) -> Non
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     points = [row for row in rows if row.achieved_tflops]
     ridge = 1e3 * ceilings.gemm_tflops / ceilings.copy_gb_per_s  # FLOP/byte at which the two ceilings meet
@@ -440,7 +440,11 @@ def draw(path: Path, title: str, rows: Sequence[Row], ceilings: Ceilings) -> Non
         marker = "osD^v<>Ph*X8p"[index % 13]
         axes.plot(row.flop_per_byte, row.achieved_tflops, marker, color=f"C{index % 10}", label=row.module)
     axes.set(xscale="log", yscale="log", xlabel="FLOP per byte moved", ylabel="TFLOP/s", title=title)
-    axes.grid(which="both", alpha=0.2)
+    for axis in (axes.xaxis, axes.yaxis):  # 10, 20, 50 in place of powers of ten
+        axis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5), numticks=20))
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_locator(ticker.NullLocator())
+    axes.grid(alpha=0.2)
     figure.legend(loc="outside right upper", fontsize="small")
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
