@@ -4,6 +4,7 @@
 Usage:
   python tools/benchmark.py headline results/DIR   V1 against V2, eager and compiled, float32 and bfloat16
   python tools/benchmark.py grid results/DIR       V1 against V2 over batch sizes and sequence lengths
+  python tools/benchmark.py ablation results/DIR   each fusion alone, and all but each, against none
   python tools/benchmark.py memory results/DIR     peak memory of TinyLlama against the sequence length
   python tools/benchmark.py overhead results/DIR   the measured loop against a loop of bare training steps
   python tools/benchmark.py scaling results/DIR    the same batch per GPU on one GPU; for N of them, with torchrun:
@@ -131,6 +132,39 @@ def grid(directory: Path, rounds: int, models: list[str]) -> None:
                 rows.append(row)
                 print(row, flush=True)
                 save(directory / f"grid_{model}.json", {"rows": rows})
+
+
+def ablation(directory: Path, rounds: int, models: list[str]) -> None:
+    """V2 with each fusion alone, all but each, none and all, in float32 and bfloat16, 12 steps of each in turn.
+
+    Milliseconds per step are the median of the rounds. So is the speed-up over no fusion, each against the steps of the
+    same round, since the host of one round may be faster than that of another.
+    """
+    for model in models:
+        module = importlib.import_module(f"{model}_v2")
+        flags = [flag for flag, *_ in module.FUSIONS]
+        sets = {"none": ["--disable-all-fusion"]}
+        sets |= {f"only {flag}": ["--disable-all-fusion", f"--enable-{flag}"] for flag in flags}
+        sets |= {f"all but {flag}": [f"--disable-{flag}"] for flag in flags}
+        sets |= {"all": []}
+        rows = []
+        for precision in ("fp32", "bf16"):
+            common = MODELS[model] + CONFIGURATIONS[precision]
+            trainers = {name: make_trainer(module, common + fusions) for name, fusions in sets.items()}
+            turns = [  # the first warms up
+                {name: statistics.fmean(step_times(trainer, 12)) for name, trainer in trainers.items()}
+                for _ in range(rounds + 1)
+            ][1:]
+            for name, trainer in trainers.items():
+                row = {"precision": precision, "fusions": name, "argv": common + sets[name]}
+                row |= module.count_kernels(module.trace_events(trainer.profile()), trainer.device)
+                row["batch_ms"] = statistics.median(turn[name] for turn in turns)
+                row["speedup"] = statistics.median(turn["none"] / turn[name] for turn in turns)
+                rows.append(row)
+                print(row, flush=True)
+            del trainers, trainer
+            free_memory()
+            save(directory / f"ablation_{model}.json", {"rounds": rounds, "rows": rows})
 
 
 def memory(directory: Path) -> None:
@@ -373,6 +407,21 @@ def grid_table(directory: Path) -> list[str]:
     return header + lines if lines else []
 
 
+def ablation_table(directory: Path, model: str) -> list[str]:
+    """What each fusion of a model gains alone, and what all of them gain without it."""
+    rows = read_rows(directory / f"ablation_{model}.json")
+    if not rows:
+        return []
+    precisions = dict.fromkeys(row["precision"] for row in rows)
+    cells = [f"{p} {what}" for p in precisions for what in (rows[0]["unit"], "ms per step", "speed-up")]
+    lines = [f"| {model}_v2 | " + " | ".join(cells) + " |", "| --- |" + " ---: |" * len(cells)]
+    for name in dict.fromkeys(row["fusions"] for row in rows):
+        found = [row for row in rows if row["fusions"] == name]  # one for each precision
+        cells = [f"{row['per_step']} | {row['batch_ms']:.2f} | {row['speedup']:.2f}x" for row in found]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return lines
+
+
 def memory_table(directory: Path) -> list[str]:
     """Peak memory of TinyLlama V2 at each length."""
     rows = read_rows(directory / "memory.json")
@@ -391,17 +440,18 @@ def memory_table(directory: Path) -> list[str]:
 def table(directory: Path) -> str:
     """The README's tables of one device as Markdown: those whose result files lie in the directory."""
     sections = [headline_table(directory, model) for model in MODELS]
+    sections += [ablation_table(directory, model) for model in MODELS]
     sections += [make(directory) for make in (grid_table, share_table, memory_table, scaling_table, ddp_table)]
     return "\n\n".join("\n".join(section) for section in sections if section)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    suites = ("headline", "grid", "memory", "overhead", "scaling", "ddp", "table")
+    suites = ("headline", "grid", "ablation", "memory", "overhead", "scaling", "ddp", "table")
     parser.add_argument("suite", choices=suites)
     parser.add_argument("directory", type=Path)
-    parser.add_argument("--rounds", type=int, default=3, help="of grid and of eager headline runs (default: 3)")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="of headline and grid")
+    parser.add_argument("--rounds", type=int, default=3, help="of all but memory and overhead (default: 3)")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="of headline, grid, ablation")
     parser.add_argument("--versions", nargs="+", choices=("v1", "v2"), default=["v1", "v2"], help="of headline")
     parser.add_argument(
         "--configurations", nargs="+", choices=CONFIGURATIONS, default=list(CONFIGURATIONS), help="likewise"
@@ -410,8 +460,8 @@ def main() -> int:
     args.directory.mkdir(parents=True, exist_ok=True)
     if args.suite == "table":
         print(table(args.directory))
-    elif args.suite == "grid":
-        grid(args.directory, args.rounds, args.models)
+    elif args.suite in ("grid", "ablation"):
+        {"grid": grid, "ablation": ablation}[args.suite](args.directory, args.rounds, args.models)
     elif args.suite in ("scaling", "ddp"):
         {"scaling": scaling, "ddp": ddp}[args.suite](args.directory, args.rounds)
     elif args.suite == "headline":
