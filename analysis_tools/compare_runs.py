@@ -2,9 +2,10 @@
 """Result files of several runs side by side, as a Markdown table.
 
 A PATH is a result file (<script>_summary.json) or the directory of a run (its --profile-dir); NAME=PATH names the row.
-Speed-up and memory change are over --baseline, the first run unless it says otherwise. Runs that cannot be compared,
-because sizes, steps or the device differ, get a note on stderr. A run that went out of memory is a row of its own; one
-that failed is too, and then the exit status is 1.
+Speed-up and memory change are over --baseline, the first run unless it says otherwise. A note on stderr names runs that
+cannot be compared, because sizes, steps or the device differ, and runs that were disturbed, whose mean step is much
+longer than the median. A run that went out of memory is a row of its own; one that failed is too, and then the exit
+status is 1.
 
 Examples:
   python analysis_tools/compare_runs.py exercises/results/v1 exercises/results/v2
@@ -22,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from analysis_tools.results import NOT_FINISHED, Run, cell, differences, load_runs, report_failed  # noqa: E402
+from analysis_tools.results import NOT_FINISHED, Run, cell, differences, load_runs, report_failed, unsteady  # noqa: E402
 from tools.version_script import documented_parser, markdown_table, run_tool, write_csv  # noqa: E402
 
 PROG = Path(__file__).name
@@ -108,7 +109,8 @@ def compare(args: argparse.Namespace) -> int:
     print(table(rows, unit(runs)))
     if args.csv:
         write_csv(args.csv, rows)
-    for line in differences([(run.name, run.result) for run in runs]):
+    named = [(run.name, run.result) for run in runs]
+    for line in (*differences(named), *unsteady(named)):
         print(f"{PROG}: note: {line}", file=sys.stderr)
     if baseline.status != "ok":
         print(f"{PROG}: note: the baseline {baseline.name} did not finish, so there are no ratios", file=sys.stderr)

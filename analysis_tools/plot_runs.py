@@ -33,6 +33,7 @@ from analysis_tools.results import (  # noqa: E402
     load_run,
     report_failed,
     split_name,
+    unsteady,
 )
 from tools.version_script import (  # noqa: E402
     ToolError,
@@ -190,7 +191,8 @@ def plot(args: argparse.Namespace) -> int:
     rows = values_of(args.what, series)
     print(table(args.what, series, rows))
     named = [(f"{run.name} at {run.result['config']['seq_len']}", run.result) for run in runs]
-    for line in differences(named, ignore=("seq_len",)):
+    unsure = unsteady(named) if args.what == "speedup" else []
+    for line in (*differences(named, ignore=("seq_len",)), *unsure):
         print(f"{PROG}: note: {line}", file=sys.stderr)
     for run in without_length:
         print(f"{PROG}: note: left out, it ended ({run.status}) before it had a model: {run.path}", file=sys.stderr)

@@ -21,6 +21,7 @@ GROUPS = ("config", "training", "environment", "timing", "memory", "kernels", "l
 # is what runs are made for.
 SAME_TRAINING = ("batch_size", "num_steps", "warmup_steps", "learning_rate", "seed", "processes")
 SAME_ENVIRONMENT = ("device_name", "torch")
+UNSTEADY = 1.1  # mean over median step, from which a run was disturbed; 1.00 to 1.06 in results/h100/tiny_*.json
 NOT_FINISHED = {"oom": "out of memory", "failed": "failed"}  # what tables say of a run with this status
 
 
@@ -148,6 +149,16 @@ def differences(named: Iterable[tuple[str, dict]], ignore: Sequence[str] = ()) -
         for key, by_value in values.items()
         if len(by_value) > 1 and key not in ignore
     ]
+
+
+def unsteady(named: Iterable[tuple[str, dict]]) -> list[str]:
+    """One line for each (name, result) pair whose mean step is much longer than its median."""
+    lines = []
+    for name, result in named:
+        mean, median, steps = (result["timing"].get(key) for key in ("batch_ms", "batch_median_ms", "steps"))
+        if result["status"] == "ok" and mean and median and steps >= 5 and mean > UNSTEADY * median:
+            lines.append(f"{name} was disturbed, its mean step took {mean / median:.2f} times the median: run it again")
+    return lines
 
 
 def report_failed(prog: str, runs: Iterable[Run]) -> int:

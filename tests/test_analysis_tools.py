@@ -245,6 +245,24 @@ def test_tables_are_not_written_over_a_directory_or_below_a_file(make, tmp_path)
         assert "cannot write there" in err
 
 
+def test_disturbed_runs_are_named(make):
+    quiet = make("quiet", timing={"steps": 20, "samples_per_sec": 100.0, "batch_ms": 20.2, "batch_median_ms": 20.0})
+    disturbed = make(
+        "disturbed", timing={"steps": 20, "samples_per_sec": 80.0, "batch_ms": 26.0, "batch_median_ms": 20.0}
+    )
+    line = "disturbed, its mean step took 1.30 times the median"
+    for answer in (
+        call(compare_runs, quiet, disturbed),
+        call(plot_runs, "speedup", f"quiet={quiet}", f"disturbed={disturbed}"),
+    ):
+        assert answer[0] == 0
+        assert len(answer[2].splitlines()) == 1
+        assert line in answer[2]
+    few = make("few", timing={"steps": 3, "batch_ms": 26.0, "batch_median_ms": 20.0})
+    assert call(compare_runs, quiet, few)[2] == ""  # a median of three says little
+    assert call(plot_runs, "memory", f"quiet={quiet}", f"disturbed={disturbed}")[2] == ""  # memory is exact
+
+
 # plot_runs.py
 
 
