@@ -39,6 +39,7 @@ from tools.version_script import (  # noqa: E402
     ToolError,
     documented_parser,
     markdown_table,
+    print_notes,
     run_tool,
     write_csv,
     write_text,
@@ -272,13 +273,12 @@ def analyse(args: argparse.Namespace) -> int:
         if not launches:
             raise ToolError(f"{side.directory}: the profile has no kernels")
     if not per_step:
-        print(f"{PROG}: note: the number of steps is not known for both sides, so these are totals; they compare only "
-              "if both sides ran the same steps", file=sys.stderr)  # fmt: skip
+        totals = "the number of steps is not known for both sides, so these are totals"
+        print_notes(PROG, f"{totals}; they compare only if both sides ran the same steps")
     if sides[0].source != sides[1].source:
-        print(f"{PROG}: note: two profilers may write the name of one kernel in two ways", file=sys.stderr)
+        print_notes(PROG, "two profilers may write the name of one kernel in two ways")
     known = [(label, side.settings) for label, side in zip(SIDES, sides, strict=True) if side.settings]
-    for line in differences(known, ignore=("num_steps", "warmup_steps") if per_step else ()):
-        print(f"{PROG}: note: {line}", file=sys.stderr)
+    print_notes(PROG, *differences(known, ignore=("num_steps", "warmup_steps") if per_step else ()))
     text = report(sides, kernels, per_step, args.top)
     print(text, end="")
     if args.output:

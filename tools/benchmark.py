@@ -34,6 +34,7 @@ from types import ModuleType
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from tools.kernels import CATEGORIES  # noqa: E402
+from tools.version_script import markdown_table  # noqa: E402
 
 MODELS = {"tiny_openfold": [], "tiny_llama": ["--seq-len", "128"]}  # the sizes of the headline table
 COMPILE = ["--enable-torch-compile", "--torch-compile-mode", "reduce-overhead"]
@@ -303,41 +304,36 @@ def read_rows(path: Path) -> list[dict]:
     return json.loads(path.read_text())["rows"] if path.exists() else []
 
 
-def share_table(directory: Path) -> list[str]:
+def share_table(directory: Path) -> str:
     """What the kernels of a step do, from the profiles of run_pytorch_profiler.py that lie in the directory."""
     profiles = [json.loads(path.read_text()) for path in sorted(directory.glob("profile_tiny_*.json"))]
     if not profiles:
-        return []
-    names = [name for name in CATEGORIES if any(name in profile["categories"] for profile in profiles)]
-    lines = [
-        "| share of kernel time | " + " | ".join(profile["script"] for profile in profiles) + " |",
-        "| --- |" + " ---: |" * len(profiles),
-    ]
-    for name in names:
-        shares = (profile["categories"].get(name, {"percent": 0.0})["percent"] for profile in profiles)
-        lines.append(f"| {name} | " + " | ".join(f"{share:.1f} %" for share in shares) + " |")
-    lines.append("| kernel time, ms | " + " | ".join(f"{profile['ms_per_step']:.2f}" for profile in profiles) + " |")
-    return lines
+        return ""
+    lines = []
+    for name in CATEGORIES:
+        if any(name in profile["categories"] for profile in profiles):
+            shares = (profile["categories"].get(name, {"percent": 0.0})["percent"] for profile in profiles)
+            lines.append([name, *(f"{share:.1f} %" for share in shares)])
+    lines.append(["kernel time, ms", *(f"{profile['ms_per_step']:.2f}" for profile in profiles)])
+    return markdown_table(["share of kernel time", *(profile["script"] for profile in profiles)], lines)
 
 
-def scaling_table(directory: Path) -> list[str]:
+def scaling_table(directory: Path) -> str:
     """Weak scaling: samples per second and GPU over those of one GPU."""
     runs = [read_rows(directory / f"scaling_{n}.json") for n in (1, 2, 4)]
     if not all(runs):
-        return []
-    lines = [
-        "| same batch per GPU | 2 GPUs, V1 | 2 GPUs, V2 | 4 GPUs, V1 | 4 GPUs, V2 |",
-        "| --- | ---: | ---: | ---: | ---: |",
-    ]
+        return ""
+    lines = []
     for rows in zip(*runs, strict=True):
         one, *more = rows
-        cells = (
-            f"{row[version]['samples_per_sec'] / one[version]['samples_per_sec'] / n:.2f}"
+        ratios = (
+            row[version]["samples_per_sec"] / one[version]["samples_per_sec"] / n
             for n, row in zip((2, 4), more, strict=True)
             for version in ("v1", "v2")
         )
-        lines.append(f"| {described(one['name'], one['precision'])} | " + " | ".join(cells) + " |")
-    return lines
+        lines.append([described(one["name"], one["precision"]), *(f"{ratio:.2f}" for ratio in ratios)])
+    header = [f"{n} GPUs, {version}" for n in (2, 4) for version in ("V1", "V2")]
+    return markdown_table(["same batch per GPU", *header], lines)
 
 
 def described(name: str, precision: str) -> str:
@@ -346,29 +342,25 @@ def described(name: str, precision: str) -> str:
     return f"{name.split()[0]}, {' '.join(sizes) or 'default sizes'}, {per_gpu} per GPU, {precision}"
 
 
-def ddp_table(directory: Path) -> list[str]:
+def ddp_table(directory: Path) -> str:
     """What a step on several GPUs consists of."""
     rows = read_rows(directory / "ddp_4.json")
     if not rows:
-        return []
+        return ""
     lines = [
-        "| ms per step | one GPU, others idle | all, without DDP | slowest of them | all, with DDP |",
-        "| --- | ---: | ---: | ---: | ---: |",
+        [
+            f"{described(row['name'], row['precision'])}, {row['version'].upper()}",
+            *(f"{row[kind]:.1f}" for kind in ("alone_ms", "together_ms", "slowest_ms", "ddp_ms")),
+        ]
+        for row in rows
     ]
-    for row in rows:
-        cells = (f"{row[kind]:.1f}" for kind in ("alone_ms", "together_ms", "slowest_ms", "ddp_ms"))
-        lines.append(
-            f"| {described(row['name'], row['precision'])}, {row['version'].upper()} | " + " | ".join(cells) + " |"
-        )
-    return lines
+    header = ["ms per step", "one GPU, others idle", "all, without DDP", "slowest of them", "all, with DDP"]
+    return markdown_table(header, lines)
 
 
-def headline_table(directory: Path, model: str) -> list[str]:
+def headline_table(directory: Path, model: str) -> str:
     """Speed, kernels, memory and loss of each configuration of a model."""
-    lines = [
-        f"| {model} | samples/sec | ms per step | kernels | host launches | peak MB | final loss | speed-up |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
+    lines: list[list[str]] = []
     base = None
     for configuration, label in LABELS.items():
         for version in ("v1", "v2"):
@@ -378,14 +370,22 @@ def headline_table(directory: Path, model: str) -> list[str]:
             speed = result["timing"]["samples_per_sec"]
             base = base or speed
             lines.append(
-                f"| {version.upper()} {label} | {speed:.0f} | {result['timing']['batch_ms']:.2f} "
-                f"| {result['kernels']['per_step']} | {result['kernels']['host_launches']} "
-                f"| {result['memory']['peak_mb']:.0f} | {result['loss']['final']:.3f} | {speed / base:.2f}x |"
+                [
+                    f"{version.upper()} {label}",
+                    f"{speed:.0f}",
+                    f"{result['timing']['batch_ms']:.2f}",
+                    str(result["kernels"]["per_step"]),
+                    str(result["kernels"]["host_launches"]),
+                    f"{result['memory']['peak_mb']:.0f}",
+                    f"{result['loss']['final']:.3f}",
+                    f"{speed / base:.2f}x",
+                ]
             )
-    return lines if base else []
+    header = [model, "samples/sec", "ms per step", "kernels", "host launches", "peak MB", "final loss", "speed-up"]
+    return markdown_table(header, lines) if lines else ""
 
 
-def grid_table(directory: Path) -> list[str]:
+def grid_table(directory: Path) -> str:
     """V2 over V1 at all batch sizes and lengths."""
     lines = []
     for model in MODELS:
@@ -396,53 +396,45 @@ def grid_table(directory: Path) -> list[str]:
                 continue
             speed = sorted(v1["batch_ms"] / v2["batch_ms"] for v1, v2 in both)
             peak = sorted(v2["peak_mb"] / v1["peak_mb"] for v1, v2 in both)
-            lines.append(
-                f"| {model} {precision} | {len(both)} | {speed[0]:.2f}x | {speed[-1]:.2f}x "
-                f"| {peak[0]:.2f} to {peak[-1]:.2f} |"
-            )
-    header = [
-        "| V2 over V1, eager | shapes | slowest | fastest | peak memory, smallest to largest ratio |",
-        "| --- | ---: | ---: | ---: | ---: |",
-    ]
-    return header + lines if lines else []
+            ends = [f"{speed[0]:.2f}x", f"{speed[-1]:.2f}x", f"{peak[0]:.2f} to {peak[-1]:.2f}"]
+            lines.append([f"{model} {precision}", str(len(both)), *ends])
+    header = ["V2 over V1, eager", "shapes", "slowest", "fastest", "peak memory, smallest to largest ratio"]
+    return markdown_table(header, lines) if lines else ""
 
 
-def ablation_table(directory: Path, model: str) -> list[str]:
+def ablation_table(directory: Path, model: str) -> str:
     """What each fusion of a model gains alone, and what all of them gain without it."""
     rows = read_rows(directory / f"ablation_{model}.json")
     if not rows:
-        return []
-    precisions = dict.fromkeys(row["precision"] for row in rows)
-    cells = [f"{p} {what}" for p in precisions for what in (rows[0]["unit"], "ms per step", "speed-up")]
-    lines = [f"| {model}_v2 | " + " | ".join(cells) + " |", "| --- |" + " ---: |" * len(cells)]
+        return ""
+    lines = []
     for name in dict.fromkeys(row["fusions"] for row in rows):
         found = [row for row in rows if row["fusions"] == name]  # one for each precision
-        cells = [f"{row['per_step']} | {row['batch_ms']:.2f} | {row['speedup']:.2f}x" for row in found]
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return lines
+        cells = ((str(row["per_step"]), f"{row['batch_ms']:.2f}", f"{row['speedup']:.2f}x") for row in found)
+        lines.append([name, *itertools.chain.from_iterable(cells)])
+    precisions = dict.fromkeys(row["precision"] for row in rows)
+    header = [f"{p} {what}" for p in precisions for what in (rows[0]["unit"], "ms per step", "speed-up")]
+    return markdown_table([f"{model}_v2", *header], lines)
 
 
-def memory_table(directory: Path) -> list[str]:
+def memory_table(directory: Path) -> str:
     """Peak memory of TinyLlama V2 at each length."""
     rows = read_rows(directory / "memory.json")
     if not rows:
-        return []
-    lines = [
-        "| sequence length | " + " | ".join(str(row["seq_len"]) for row in rows) + " |",
-        "| --- |" + " ---: |" * len(rows),
-    ]
+        return ""
+    lines = []
     for name, label in (("scores", "materialised scores, MB"), ("flash", "flash attention, MB")):
-        cells = ("out of memory" if row[name]["peak_mb"] is None else f"{row[name]['peak_mb']:.0f}" for row in rows)
-        lines.append(f"| {label} | " + " | ".join(cells) + " |")
-    return lines
+        peaks = (row[name]["peak_mb"] for row in rows)
+        lines.append([label, *("out of memory" if peak is None else f"{peak:.0f}" for peak in peaks)])
+    return markdown_table(["sequence length", *(str(row["seq_len"]) for row in rows)], lines)
 
 
 def table(directory: Path) -> str:
     """The README's tables of one device as Markdown: those whose result files lie in the directory."""
-    sections = [headline_table(directory, model) for model in MODELS]
-    sections += [ablation_table(directory, model) for model in MODELS]
-    sections += [make(directory) for make in (grid_table, share_table, memory_table, scaling_table, ddp_table)]
-    return "\n\n".join("\n".join(section) for section in sections if section)
+    tables = [headline_table(directory, model) for model in MODELS]
+    tables += [ablation_table(directory, model) for model in MODELS]
+    tables += [make(directory) for make in (grid_table, share_table, memory_table, scaling_table, ddp_table)]
+    return "\n\n".join(filter(None, tables))
 
 
 def main() -> int:

@@ -34,9 +34,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import small_runs  # beside this file
-from version_script import ToolError, run_tool  # likewise
+from version_script import ToolError, documented_parser, run_tool, write_text  # likewise
 
 ROOT = Path(__file__).resolve().parent.parent
+PROG = Path(__file__).name
 TAIL = 20  # lines shown of what a failed block printed
 PATIENCE = 15  # seconds after Ctrl-C, for the scripts to leave their records
 OK, FAILED, SKIPPED, INTERRUPTED = "ok", "failed", "skipped", "interrupted"
@@ -216,9 +217,7 @@ def write_summary(args: argparse.Namespace, blocks: list[Block], logs: Path) -> 
     """summary.json beside the logs."""
     rows = [{"first_line": block.first_line, **asdict(block)} for block in blocks]
     summary = {"sheet": str(args.sheet), "shrink": args.shrink, "seconds": seconds_by_exercise(blocks), "blocks": rows}
-    draft = logs / "summary.json.new"
-    draft.write_text(json.dumps(summary, indent=2) + "\n")
-    draft.replace(logs / "summary.json")
+    write_text(logs / "summary.json", json.dumps(summary, indent=2) + "\n")
 
 
 def show(block: Block, logs: Path) -> None:
@@ -294,9 +293,7 @@ def run_sheet(args: argparse.Namespace) -> int:
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = documented_parser(PROG, __doc__)
     add = parser.add_argument
     add("sheet", type=Path, metavar="SHEET.md")
     add("--only", metavar="TEXT", help="only the exercises with this text in their heading")
@@ -313,7 +310,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     for number in (signal.SIGINT, signal.SIGTERM):  # even where SIGINT was ignored; `timeout` sends the other one
         signal.signal(number, signal.default_int_handler)
-    return run_tool("run_sheet.py", lambda: run_sheet(args))
+    return run_tool(PROG, lambda: run_sheet(args))
 
 
 if __name__ == "__main__":

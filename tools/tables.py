@@ -20,13 +20,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+from version_script import ToolError  # beside this file
+
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = re.compile(r"^(<!-- tables?: (.+?) -->\n)(.*?)^(<!-- end of tables? -->)$", re.MULTILINE | re.DOTALL)
 COMMENT = re.compile(r"<!-- (?:end of )?tables?\b")
-
-
-class TableError(Exception):
-    """One line that says what is wrong with a table."""
 
 
 def printed_by(command: str) -> str:
@@ -36,12 +34,12 @@ def printed_by(command: str) -> str:
         words[0] = sys.executable if words[0] in ("python", "python3") else words[0]
         done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     except (OSError, ValueError) as error:
-        raise TableError(f"{command}: {error}") from error
+        raise ToolError(f"{command}: {error}") from error
     if done.returncode:
         said = done.stderr.strip().splitlines() or ["nothing on stderr"]
-        raise TableError(f"status {done.returncode} of its command: {said[-1]}")
+        raise ToolError(f"status {done.returncode} of its command: {said[-1]}")
     if not done.stdout.strip():
-        raise TableError("its command prints nothing")
+        raise ToolError("its command prints nothing")
     return done.stdout.strip() + "\n"
 
 
@@ -59,8 +57,8 @@ def update(path: Path, check: bool) -> list[str]:
         try:
             printed = printed_by(table[2])
             if check and printed != table[3]:
-                raise TableError(f"its command prints another table; python tools/tables.py {path} writes it")
-        except TableError as error:
+                raise ToolError(f"its command prints another table; python tools/tables.py {path} writes it")
+        except ToolError as error:
             wrong.append(f"{path}:{text.count(chr(10), 0, table.start()) + 1}: {error}")
             continue
         parts += [text[end : table.start(3)], printed]

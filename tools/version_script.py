@@ -109,6 +109,12 @@ def run_tool(prog: str, body: Callable[[], int]) -> int:
         return 130
 
 
+def print_notes(prog: str, *lines: str) -> None:
+    """Say on stderr what the user should know beside a result."""
+    for line in lines:
+        print(f"{prog}: note: {line}", file=sys.stderr)
+
+
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int = 1) -> str:
     """A Markdown table, its columns aligned in the source too; those after the first `text_columns` hold numbers."""
     widths = [max(3, *(len(line[i]) for line in (header, *rows))) for i in range(len(header))]

@@ -34,7 +34,6 @@ from checks import (
     setup_command,
     torch_check,
     torch_command,
-    torch_problem,
     unchecked,
     unneeded,
 )
@@ -161,9 +160,9 @@ def check_torch(track: str) -> list[Check]:
     """The rows of everything that imports PyTorch."""
     gpu = track != "cpu"
     answers = in_child(probe, "cuda" if gpu else "cpu", [str(script) for script in version_scripts()])
-    problem = torch_problem(answers, track)
     rows = [torch_check(answers, track)]
-    if not problem and gpu:
+    works = rows[0].state == "ok"
+    if works and gpu:
         rows.append(check_gpus(answers, track))
     elif not gpu:
         rows.append(unneeded("GPU", "the nvidia and rocm tracks", track))
@@ -171,7 +170,7 @@ def check_torch(track: str) -> list[Check]:
         "step": ("training step", "everything"),
         "triton": ("triton", "V3 and V4 on a GPU, torch.compile there"),
     }
-    if problem:
+    if not works:
         waiting = [
             *([("GPU", f"the {track} track")] if gpu else []),
             *purposes.values(),
