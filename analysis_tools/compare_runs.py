@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from analysis_tools.results import NOT_FINISHED, Run, cell, differences, load_runs, report_failed, unsteady  # noqa: E402
-from tools.version_script import documented_parser, markdown_table, run_tool, write_csv  # noqa: E402
+from tools.version_script import documented_parser, markdown_table, print_notes, run_tool, write_csv  # noqa: E402
 
 PROG = Path(__file__).name
 MEASURED = {
@@ -109,11 +109,9 @@ def compare(args: argparse.Namespace) -> int:
     print(table(rows, unit(runs)))
     if args.csv:
         write_csv(args.csv, rows)
-    named = [(run.name, run.result) for run in runs]
-    for line in (*differences(named), *unsteady(named)):
-        print(f"{PROG}: note: {line}", file=sys.stderr)
+    print_notes(PROG, *differences((run.name, run.result) for run in runs), *unsteady((run.name, run) for run in runs))
     if baseline.status != "ok":
-        print(f"{PROG}: note: the baseline {baseline.name} did not finish, so there are no ratios", file=sys.stderr)
+        print_notes(PROG, f"the baseline {baseline.name} did not finish, so there are no ratios")
     return report_failed(PROG, runs)
 
 

@@ -39,6 +39,7 @@ from tools.version_script import (  # noqa: E402
     ToolError,
     documented_parser,
     markdown_table,
+    print_notes,
     run_tool,
     write_csv,
     write_file,
@@ -190,12 +191,11 @@ def plot(args: argparse.Namespace) -> int:
         raise ToolError("none of these runs got as far as its first step")
     rows = values_of(args.what, series)
     print(table(args.what, series, rows))
-    named = [(f"{run.name} at {run.result['config']['seq_len']}", run.result) for run in runs]
-    unsure = unsteady(named) if args.what == "speedup" else []
-    for line in (*differences(named, ignore=("seq_len",)), *unsure):
-        print(f"{PROG}: note: {line}", file=sys.stderr)
-    for run in without_length:
-        print(f"{PROG}: note: left out, it ended ({run.status}) before it had a model: {run.path}", file=sys.stderr)
+    named = [(f"{run.name} at {run.result['config']['seq_len']}", run) for run in runs]
+    print_notes(PROG, *differences(((name, run.result) for name, run in named), ignore=("seq_len",)))
+    if args.what == "speedup":
+        print_notes(PROG, *unsteady(named))
+    print_notes(PROG, *(f"left out, it ended ({r.status}) before it had a model: {r.path}" for r in without_length))
     if args.output:
         write_csv(args.output.with_suffix(".csv"), rows)
         draw(args.output, args.what, series, rows)

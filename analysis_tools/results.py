@@ -151,12 +151,12 @@ def differences(named: Iterable[tuple[str, dict]], ignore: Sequence[str] = ()) -
     ]
 
 
-def unsteady(named: Iterable[tuple[str, dict]]) -> list[str]:
-    """One line for each (name, result) pair whose mean step is much longer than its median."""
+def unsteady(named: Iterable[tuple[str, Run]]) -> list[str]:
+    """One line for each (name, run) pair whose mean step is much longer than its median."""
     lines = []
-    for name, result in named:
-        mean, median, steps = (result["timing"].get(key) for key in ("batch_ms", "batch_median_ms", "steps"))
-        if result["status"] == "ok" and mean and median and steps >= 5 and mean > UNSTEADY * median:
+    for name, run in named:
+        mean, median, steps = (run.number("timing", key) for key in ("batch_ms", "batch_median_ms", "steps"))
+        if mean and median and steps and steps >= 5 and mean > UNSTEADY * median:
             lines.append(f"{name} was disturbed, its mean step took {mean / median:.2f} times the median: run it again")
     return lines
 

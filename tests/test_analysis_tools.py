@@ -224,6 +224,13 @@ def test_a_value_that_is_no_number_is_one_line(value, make):
     assert_refused(call(compare_runs, path), "timing.samples_per_sec is not a number")
 
 
+def test_a_median_that_is_no_number_is_one_line_too(make):
+    status, _, err = call(compare_runs, make("run", timing={"batch_median_ms": "fast"}))
+    assert status == 2
+    assert len(err.splitlines()) == 1
+    assert "timing.batch_median_ms is not a number: 'fast'" in err
+
+
 def test_directories_that_do_not_hold_one_result_are_one_line(make, tmp_path):
     (tmp_path / "nothing").mkdir()
     assert_refused(call(compare_runs, tmp_path / "nothing"), "no result file")
