@@ -1031,6 +1031,18 @@ def name_blocks(model: nn.Module) -> None:
                 block.register_forward_hook(end)
 
 
+def compile_model(model: nn.Module, mode: str) -> nn.Module:
+    """The model under torch.compile, with one ptxas for the processes of Inductor.
+
+    Its workers take the one that comes with PyTorch. If this process took Triton's own, it would find nothing of
+    theirs in Triton's cache, and compile every candidate of max-autotune again, one after the other.
+    """
+    ptxas = Path(torch.__file__).with_name("bin") / "ptxas"
+    if ptxas.exists():  # neither ROCm nor a CPU has one
+        os.environ.setdefault("TRITON_PTXAS_PATH", str(ptxas))
+    return torch.compile(model, mode=mode)
+
+
 class Trainer:
     """Model, optimizer and data, and the one training step that is measured, counted and profiled."""
 
@@ -1040,7 +1052,7 @@ class Trainer:
         self.model = build_model(args, device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=args.learning_rate, fused=True)
         self.scaler = torch.amp.GradScaler(device.type, enabled=args.use_amp and args.amp_dtype == "float16")
-        self.forward = torch.compile(self.model, mode=args.torch_compile_mode) if args.torch_compile else self.model
+        self.forward = compile_model(self.model, args.torch_compile_mode) if args.torch_compile else self.model
         if WORLD_SIZE > 1:  # buffers are constants, so they need no broadcast
             warnings.filterwarnings("ignore", message=".*broadcast_buffers. is deprecated", category=FutureWarning)
             ddp = nn.parallel.DistributedDataParallel

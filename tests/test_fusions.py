@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -306,6 +307,26 @@ def test_use_amp_computes_in_the_chosen_type():
     with torch.autocast("cpu", torch.bfloat16):
         assert model(batches("tiny_llama_v2").next_batch()["input_ids"]).dtype == torch.bfloat16
     assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_compiling_uses_the_ptxas_of_pytorch_unless_told_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Inductor's workers do; a process with another one compiles every candidate of max-autotune again."""
+    script, model = load("tiny_llama_v2"), torch.nn.Linear(1, 1)
+    script.compile_model(model, "default")  # imports what looks at torch.__file__
+    ptxas = tmp_path / "torch" / "bin" / "ptxas"
+    monkeypatch.setattr(torch, "__file__", str(tmp_path / "torch" / "__init__.py"))
+    monkeypatch.setenv("TRITON_PTXAS_PATH", "chosen")  # whatever it was, it is restored
+    monkeypatch.delenv("TRITON_PTXAS_PATH")
+
+    script.compile_model(model, "default")
+    assert "TRITON_PTXAS_PATH" not in os.environ, "there is none to use"
+    ptxas.parent.mkdir(parents=True)
+    ptxas.touch()
+    script.compile_model(model, "default")
+    assert os.environ["TRITON_PTXAS_PATH"] == str(ptxas)
+    monkeypatch.setenv("TRITON_PTXAS_PATH", "chosen")
+    script.compile_model(model, "default")
+    assert os.environ["TRITON_PTXAS_PATH"] == "chosen"
 
 
 @pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="torch.compile needs a C++ compiler")

@@ -22,6 +22,7 @@ import importlib
 import itertools
 import json
 import math
+import random
 import statistics
 import subprocess
 import sys
@@ -136,11 +137,13 @@ def grid(directory: Path, rounds: int, models: list[str]) -> None:
 
 
 def ablation(directory: Path, rounds: int, models: list[str]) -> None:
-    """V2 with each fusion alone, all but each, none and all, in float32 and bfloat16, 12 steps of each in turn.
+    """V2 with each fusion alone, all but each, none and all, in float32 and bfloat16, 12 steps of each in a round.
 
-    Milliseconds per step are the median of the rounds. So is the speed-up over no fusion, each against the steps of the
-    same round, since the host of one round may be faster than that of another.
+    They take turns of three steps, in an order that changes from turn to turn, because the speed of a host wanders
+    within seconds. Milliseconds per step are the median of the turns. So is the speed-up over no fusion, each against
+    the steps of the same turn. The kernels' time, of one profiled step, does not depend on the host.
     """
+    shuffled = random.Random(0)
     for model in models:
         module = importlib.import_module(f"{model}_v2")
         flags = [flag for flag, *_ in module.FUSIONS]
@@ -152,13 +155,16 @@ def ablation(directory: Path, rounds: int, models: list[str]) -> None:
         for precision in ("fp32", "bf16"):
             common = MODELS[model] + CONFIGURATIONS[precision]
             trainers = {name: make_trainer(module, common + fusions) for name, fusions in sets.items()}
-            turns = [  # the first warms up
-                {name: statistics.fmean(step_times(trainer, 12)) for name, trainer in trainers.items()}
-                for _ in range(rounds + 1)
-            ][1:]
+            turns = [
+                {name: statistics.fmean(step_times(trainers[name], 3)) for name in shuffled.sample([*sets], len(sets))}
+                for _ in range(4 * (rounds + 1))
+            ][4:]  # the first round warms up
             for name, trainer in trainers.items():
                 row = {"precision": precision, "fusions": name, "argv": common + sets[name]}
-                row |= module.count_kernels(module.trace_events(trainer.profile()), trainer.device)
+                events = module.trace_events(trainer.profile())
+                row |= module.count_kernels(events, trainer.device)
+                if row["unit"] == "kernels":  # on a CPU nothing runs apart from the host
+                    row["kernel_ms"] = sum(event["dur"] for event in events if event.get("cat") == "kernel") / 1e3
                 row["batch_ms"] = statistics.median(turn[name] for turn in turns)
                 row["speedup"] = statistics.median(turn["none"] / turn[name] for turn in turns)
                 rows.append(row)
@@ -407,14 +413,15 @@ def ablation_table(directory: Path, model: str) -> str:
     rows = read_rows(directory / f"ablation_{model}.json")
     if not rows:
         return ""
-    lines = []
-    for name in dict.fromkeys(row["fusions"] for row in rows):
-        found = [row for row in rows if row["fusions"] == name]  # one for each precision
-        cells = ((str(row["per_step"]), f"{row['batch_ms']:.2f}", f"{row['speedup']:.2f}x") for row in found)
-        lines.append([name, *itertools.chain.from_iterable(cells)])
+    columns = {"per_step": (rows[0]["unit"], "{}"), "kernel_ms": ("kernel ms", "{:.2f}")}
+    columns |= {"batch_ms": ("ms per step", "{:.2f}"), "speedup": ("speed-up", "{:.2f}x")}
+    columns = {key: column for key, column in columns.items() if key in rows[0]}  # no kernels on a CPU
+    lines = {row["fusions"]: [row["fusions"]] for row in rows}
+    for row in rows:  # all of the first precision, then all of the next
+        lines[row["fusions"]] += (form.format(row[key]) for key, (_, form) in columns.items())
     precisions = dict.fromkeys(row["precision"] for row in rows)
-    header = [f"{p} {what}" for p in precisions for what in (rows[0]["unit"], "ms per step", "speed-up")]
-    return markdown_table([f"{model}_v2", *header], lines)
+    header = [f"{precision} {label}" for precision in precisions for label, _ in columns.values()]
+    return markdown_table([f"{model}_v2", *header], [*lines.values()])
 
 
 def memory_table(directory: Path) -> str:
