@@ -47,6 +47,9 @@ while (($#)); do
         if [[ $1 == --script ]]; then script=$2; else directory=$2; fi
         shift 2
         ;;
+    --script=* | --profile-dir=*)
+        set -- "${1%%=*}" "${1#*=}" "${@:2}"
+        ;;
     *)
         arguments+=("$1")
         shift
@@ -65,11 +68,12 @@ summarise() { "$python" "$root/tools/summarise_profiles.py" "$directory" "$(base
 trap 'summarise || true; fail 130 "interrupted; what ran until then is in $directory/summary.md"' INT
 
 step() { # NAME COMMAND...
-    local name=$1 status=0 start=$SECONDS
+    local name=$1 status=0 start
+    start=$(date +%s)
     shift
     echo "$name: running, its output goes to $directory/logs/$name.log"
     "$@" >"$directory/logs/$name.log" 2>&1 || status=$?
-    printf '%s\t%s\t%s\n' "$name" "$status" "$((SECONDS - start))" >>"$directory/steps.tsv"
+    printf '%s\t%s\t%s\t%s\n' "$name" "$status" "$start" "$(($(date +%s) - start))" >>"$directory/steps.tsv"
 }
 
 common=(--script "$script" ${arguments[@]+"${arguments[@]}"})

@@ -55,6 +55,7 @@ from tools.version_script import (
     script_arguments,
     tool_parser,
     write_csv,
+    write_file,
     write_text,
 )
 
@@ -446,7 +447,7 @@ def draw(path: Path, title: str, rows: Sequence[Row], ceilings: Ceilings) -> Non
         axis.set_minor_locator(ticker.NullLocator())
     axes.grid(alpha=0.2)
     figure.legend(loc="outside right upper", fontsize="small")
-    figure.savefig(path, dpi=150)
+    write_file(path, lambda temporary: figure.savefig(temporary, dpi=150))
     pyplot.close(figure)
 
 

@@ -32,7 +32,6 @@ from analysis_tools.results import (  # noqa: E402
     differences,
     load_result,
     only_file,
-    read_json,
 )
 from tools.kernels import CATEGORIES, KernelStatistics, category, read_statistics, short_name  # noqa: E402
 from tools.version_script import (  # noqa: E402
@@ -40,6 +39,7 @@ from tools.version_script import (  # noqa: E402
     documented_parser,
     markdown_table,
     print_notes,
+    read_json,
     run_tool,
     write_csv,
     write_text,
@@ -94,9 +94,13 @@ def load_pytorch(directory: Path) -> Profile:
     content = read_json(path)
     check_schema(content, path, ("config", "training", "environment"))
     steps, unit = content.get("steps"), content.get("unit")
-    if not isinstance(steps, int) or steps < 1 or unit not in ("kernels", "operators"):
+    if not isinstance(steps, int) or not 0 < steps < 2**31 or unit not in ("kernels", "operators"):
         raise ToolError(f"{path}: steps {steps!r} of {unit!r} make no profile")
-    return Profile(directory, "run_pytorch_profiler.py", unit, steps, statistics_in(kernels), content)
+    rows, per_step = statistics_in(kernels), content.get(f"{unit}_per_step")
+    calls = sum(row.calls for row in rows if not is_copy(row.name))
+    if not isinstance(per_step, (int, float)) or abs(calls - steps * per_step) > 0.5:
+        raise ToolError(f"{kernels}: {calls} calls do not belong to {path.name}, {steps} steps of {per_step} {unit}")
+    return Profile(directory, "run_pytorch_profiler.py", unit, steps, rows, content)
 
 
 def load_rocprofv3(directory: Path) -> Profile:
@@ -109,7 +113,7 @@ def load_rocprofv3(directory: Path) -> Profile:
     if len(summaries) == 1 and total_of(rows) == total_of([row for part in parts for row in part]):
         settings = load_result(summaries[0])
         steps = settings["timing"].get("steps")
-        if not isinstance(steps, int) or steps < 1:
+        if not isinstance(steps, int) or not 0 < steps < 2**31:
             raise ToolError(f"{summaries[0]}: timing.steps is {steps!r}")
     return Profile(directory, "run_rocprofv3.sh", "kernels", steps, rows, settings)
 
@@ -138,10 +142,13 @@ def is_copy(name: str) -> bool:
 
 def match(sides: Sequence[Profile], divisors: Sequence[int]) -> list[Kernel]:
     """Kernels by name, those with the longest time on either side first."""
-    rows = [{row.name: row for row in side.statistics} for side in sides]
+    rows: list[dict[str, list[KernelStatistics]]] = [{}, {}]
+    for side, by_name in zip(sides, rows, strict=True):
+        for row in side.statistics:  # a profiler that shortens names can list one twice
+            by_name.setdefault(row.name, []).append(row)
 
     def values(name: str, of: Callable[[KernelStatistics], float]) -> tuple[float, float]:
-        first, second = (of(side[name]) / d if name in side else 0 for side, d in zip(rows, divisors, strict=True))
+        first, second = (sum(map(of, side.get(name, ()))) / d for side, d in zip(rows, divisors, strict=True))
         return first, second
 
     kernels = [

@@ -78,7 +78,7 @@ def table(rows: Sequence[dict], counted: str) -> str:
         outcome = NOT_FINISHED.get(row["status"])
         lines.append(
             [
-                row["configuration"].replace("|", "\\|"),
+                row["configuration"],
                 outcome or cell(row["samples_per_sec"], ".1f" if (row["samples_per_sec"] or 0) >= 10 else ".2f"),
                 "-" if speed is None else f"{speed:.2f}x",
                 cell(row["batch_ms"], ".2f"),

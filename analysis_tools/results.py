@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
@@ -13,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tools.version_script import ToolError  # noqa: E402
+from tools.version_script import ToolError, read_json  # noqa: E402
 
 SCHEMA_VERSION = 1
 GROUPS = ("config", "training", "environment", "timing", "memory", "kernels", "loss")
@@ -22,6 +20,7 @@ GROUPS = ("config", "training", "environment", "timing", "memory", "kernels", "l
 SAME_TRAINING = ("batch_size", "num_steps", "warmup_steps", "learning_rate", "seed", "processes")
 SAME_ENVIRONMENT = ("device_name", "torch")
 UNSTEADY = 1.1  # mean over median step, from which a run was disturbed; 1.00 to 1.06 in results/h100/tiny_*.json
+HUGE = 1e300  # numbers from here on, infinity and NaN are no measurements
 NOT_FINISHED = {"oom": "out of memory", "failed": "failed"}  # what tables say of a run with this status
 
 
@@ -43,29 +42,18 @@ class Run:
         value = self.result[group].get(key) if self.status == "ok" else None
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < HUGE:
             raise ToolError(f"{self.path}: {group}.{key} is not a number: {value!r}")
         return value
-
-
-def read_json(path: Path) -> dict:
-    """A JSON object; ToolError if the file cannot be read or holds something else."""
-    try:
-        content = json.loads(path.read_bytes())
-    except OSError as error:
-        raise ToolError(f"{path}: {error.strerror}") from error
-    except ValueError as error:
-        raise ToolError(f"{path}: not JSON, or cut off ({error})") from error
-    if not isinstance(content, dict):
-        raise ToolError(f"{path}: not a JSON object")
-    return content
 
 
 def check_schema(content: dict, path: Path, groups: Sequence[str] = GROUPS) -> None:
     """ToolError unless this is a file of the harness, in the version that is read here, with these groups."""
     if content.get("schema_version") != SCHEMA_VERSION:
         raise ToolError(f"{path}: schema_version {content.get('schema_version')!r}, need {SCHEMA_VERSION}")
-    if missing := [group for group in groups if not isinstance(content.get(group), dict)]:
+    missing = [group for group in groups if not isinstance(content.get(group), dict)]
+    missing += [] if isinstance(content.get("script"), str) else ["script"]
+    if missing:
         raise ToolError(f"{path}: not a result file of a version script, it has no {missing[0]}")
 
 
@@ -75,6 +63,8 @@ def load_result(path: Path) -> dict:
     check_schema(result, path)
     if result.get("status") not in ("ok", "oom", "failed"):
         raise ToolError(f"{path}: unknown status {result.get('status')!r}")
+    if not isinstance(result["kernels"].get("unit", ""), str):
+        raise ToolError(f"{path}: kernels.unit is no text: {result['kernels']['unit']!r}")
     return result
 
 

@@ -168,6 +168,8 @@ def test_a_failed_run_is_named_and_what_it_measured_is_not_compared(make):
         ({"seq_len": 64}, "seq_len differs: 32 for a; 64 for b"),
         ({"training": {"num_steps": 9}}, "num_steps differs: 3 for a; 9 for b"),
         ({"training": {"batch_size": 7}}, "batch_size differs: 2 for a; 7 for b"),
+        ({"training": {"processes": 2}}, "processes differs: 1 for a; 2 for b"),
+        ({"environment": {"cpu_threads": 99}}, "cpu_threads differs:"),
         ({"environment": {"device_name": "MI300X"}}, "device_name differs:"),
     ],
 )
@@ -199,6 +201,7 @@ BROKEN = {
     "another schema": ('{"schema_version": 2}', "schema_version 2"),
     "no schema": ('{"status": "ok"}', "schema_version None"),
     "not a result": ('{"schema_version": 1, "config": {}}', "not a result file"),
+    "nested too deep": ("[" * 100_000, "not JSON"),
 }
 
 
@@ -217,7 +220,7 @@ def test_a_broken_result_file_is_one_line(kind, tool, make, tmp_path):
     assert_refused(answer, word, str(path))
 
 
-@pytest.mark.parametrize("value", ['"fast"', "NaN", "true", "[1]"])
+@pytest.mark.parametrize("value", ['"fast"', "NaN", "true", "[1]", "1" + "0" * 400])
 def test_a_value_that_is_no_number_is_one_line(value, make):
     path = make("run") / "tiny_llama_v2_summary.json"
     path.write_text(re.sub(r'"samples_per_sec": [^,]+', f'"samples_per_sec": {value}', path.read_text()))
@@ -241,6 +244,24 @@ def test_directories_that_do_not_hold_one_result_are_one_line(make, tmp_path):
     assert_refused(call(compare_runs, several), "tiny_llama_v1_summary.json, tiny_llama_v2_summary.json")
     odd = make("odd", status="done")
     assert_refused(call(compare_runs, odd), "unknown status 'done'")
+    assert_refused(call(compare_runs, make("unit", kernels={"unit": 5})), "kernels.unit is no text: 5")
+    assert_refused(call(compare_runs, make("script", script=None)), "it has no script")
+
+
+def test_paths_that_the_system_refuses_are_one_line(make, tmp_path):
+    assert_refused(call(compare_runs, "a" * 300), "File name too long")
+    run = make("run")
+    for target in ("", "/"):
+        status, _, err = call(compare_runs, run, "--csv", target)
+        assert (status, len(err.splitlines())) == (2, 1)
+        assert "not the name of a file" in err
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing(make, tmp_path):
+    (tmp_path / "table.csv").mkdir()
+    status, _, err = call(compare_runs, make("run"), "--csv", tmp_path / "table.csv")
+    assert (status, len(err.splitlines())) == (2, 1)
+    assert not [path.name for path in tmp_path.iterdir() if "tmp" in path.name]
 
 
 def test_tables_are_not_written_over_a_directory_or_below_a_file(make, tmp_path):
@@ -422,7 +443,9 @@ def gpu_profile(runs: Runs, tmp_path: Path) -> Callable[..., Path]:
         directory = tmp_path / name
         directory.mkdir()
         (directory / "x_kernels.csv").write_text(statistics_text(rows))
-        (directory / "x_profile.json").write_text(json.dumps({**profile, "unit": "kernels", "steps": steps, **more}))
+        calls = sum(calls for name, (calls, _) in rows.items() if name != COPY)
+        profile |= {"unit": "kernels", "steps": steps, "kernels_per_step": calls / steps if steps else 0}
+        (directory / "x_profile.json").write_text(json.dumps({**profile, **more}))
         return directory
 
     return write
@@ -478,11 +501,20 @@ def test_without_the_steps_totals_are_compared_and_said_to_be(rocprof_profile):
     # Statistics made from another run's database beside the files of an earlier run: their steps mean nothing.
     stale = rocprof_profile("c", {GEMM: (10, 500_000)}, steps=5)
     (stale / "stats.csv").write_text(statistics_text({GEMM: (30, 500_000)}))
-    for fused, count in ((after, 10), (stale, 30)):
-        status, out, err = call(analyze_kernel_reduction, "--baseline", before, "--fused", fused)
+    for baseline, fused, counts in ((before, after, "40 -> 10"), (stale, after, "30 -> 10")):
+        status, out, err = call(analyze_kernel_reduction, "--baseline", baseline, "--fused", fused)
         assert status == 0
-        assert f"Kernels in all: 40 -> {count}" in out
+        assert f"Kernels in all: {counts}" in out
         assert "the number of steps is not known" in err
+
+
+def test_a_name_that_is_listed_twice_counts_twice(rocprof_profile):
+    before, after = rocprof_profile("a", {GEMM: (10, 500_000)}), rocprof_profile("b", {GEMM: (10, 500_000)})
+    row = f'"{GEMM}",10,500000,50000,50,1,1,0\n'
+    (before / "stats.csv").write_text(f"{HEADER}\n{row}{row}")
+    out = call(analyze_kernel_reduction, "--baseline", before, "--fused", after)[1]
+    assert "Kernels in all: 20 -> 10" in out
+    assert "1.000 ms -> 0.500 ms" in out
 
 
 def test_long_tables_are_cut_and_the_csv_is_not(gpu_profile, tmp_path):
@@ -520,6 +552,9 @@ def test_broken_profiles_are_one_line(runs, gpu_profile, rocprof_profile, tmp_pa
     refused(gpu_profile("steps", {GEMM: (2, 10)}, 0), "make no profile")
     refused(gpu_profile("copies", {COPY: (2, 10)}, 1), "the profile has no kernels")
     refused(gpu_profile("schema", {GEMM: (2, 10)}, 1, schema_version=7), "schema_version 7")
+    mixed = gpu_profile("mixed", {GEMM: (2, 10)}, 1)
+    (mixed / "x_kernels.csv").write_text(statistics_text({GEMM: (3, 10)}))
+    refused(mixed, "3 calls do not belong to x_profile.json, 1 steps of 2.0 kernels")
     alone = gpu_profile("alone", {GEMM: (2, 10)}, 1)
     (alone / "x_profile.json").unlink()
     refused(alone, "x_profile.json")

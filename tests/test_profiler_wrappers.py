@@ -351,6 +351,22 @@ def test_bad_common_option(bench, wrapper, argv):
     assert not list(bench.work.iterdir())
 
 
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_an_option_and_its_value_may_be_one_word(bench, wrapper):
+    apart = bench.run(wrapper, "--dry-run", "--script", "tiny_llama_v2.py", "--output-dir", "out", "--seq-len", "8")
+    joined = bench.run(wrapper, "--dry-run", "--script=tiny_llama_v2.py", "--output-dir=out", "--seq-len", "8")
+    assert joined.succeeded().stdout == apart.succeeded().stdout
+    assert "tiny_llama_v2.py" in joined.stdout
+
+
+@pytest.mark.parametrize("words", ["run_rocprofv3.sh --mode trace", "run_rocprof_compute.sh --mode profile"])
+def test_an_own_option_and_its_value_may_be_one_word(bench, words):
+    wrapper, option, value = words.split()
+    apart = bench.run(wrapper, "--dry-run", option, value, "--seq-len=8").succeeded().stdout
+    assert bench.run(wrapper, "--dry-run", f"{option}={value}", "--seq-len=8").succeeded().stdout == apart
+    assert "--seq-len=8" in apart
+
+
 @pytest.mark.parametrize(
     "words",
     [
@@ -365,11 +381,12 @@ def test_bad_common_option(bench, wrapper, argv):
         "run_rocprof_compute.sh --mode analyze --seq-len 64",
         "run_rocprofv3.sh --compare --mode trace",
         "run_rocprofv3.sh --compare --disable-all-fusion",
+        "run_rocprofv3.sh --compare=yes",
     ],
 )
 def test_bad_option_of_one_wrapper(bench, words):
     wrapper, *argv = words.split()
-    option = [word for word in argv if word.startswith("--")][-1]
+    option = [word for word in argv if word.startswith("--")][-1].partition("=")[0]
     bench.run(wrapper, *argv).failed(option, status=2, lines=1)
     assert not list(bench.work.iterdir())
     assert not bench.received()
@@ -879,6 +896,22 @@ def test_all_profilers_interrupted(bench, all_profilers):
 def test_all_profilers_bad_option(bench, all_profilers, argv):
     (bench.work / "file").write_text("")
     all_profilers(*argv).failed(argv[0], status=2, lines=1)
+
+
+def test_all_profilers_take_an_option_and_its_value_as_one_word(bench, all_profilers):
+    all_profilers("--script=tiny_llama_v2.py", "--profile-dir=out").succeeded()
+    assert strict_json((bench.work / "out" / "summary.json").read_text())["script"] == "tiny_llama_v2.py"
+    assert [path.name for path in bench.work.iterdir()] == ["out"]
+
+
+def test_all_profilers_do_not_list_what_an_earlier_run_left(bench, all_profilers):
+    report = bench.work / "out" / "pytorch" / "tiny_llama_v1_report.md"
+    report.parent.mkdir(parents=True)
+    report.write_text("of an earlier run\n")
+    os.utime(report, (1, 1))
+    all_profilers("--profile-dir", "out").succeeded()
+    assert all_steps(bench.work / "out")["pytorch_profiler"]["files"] == []
+    assert report.exists()
 
 
 def test_all_profilers_help(bench, all_profilers):

@@ -1,7 +1,11 @@
 #!/usr/bin/env python3
 """Take the measurements behind every figure in README.md, and print the tables from them.
 
-Usage:
+Both sides of a ratio are measured in one call, in turn. `headline` runs the scripts as a user does, one process each,
+and keeps their result files as they are; the others run in this process and write one file each, which replaces an
+earlier one when the last row is measured. Until then the rows are in NAME.partial.json.
+
+Examples:
   python tools/benchmark.py headline results/DIR   V1 against V2, eager and compiled, float32 and bfloat16
   python tools/benchmark.py grid results/DIR       V1 against V2 over batch sizes and sequence lengths
   python tools/benchmark.py ablation results/DIR   each fusion alone, and all but each, against none
@@ -11,9 +15,6 @@ Usage:
   torchrun --nproc-per-node N tools/benchmark.py scaling results/DIR
   torchrun --nproc-per-node N tools/benchmark.py ddp results/DIR    where the time goes that scaling loses
   python tools/benchmark.py table results/DIR      the README's tables, from what lies in DIR
-
-Both sides of a ratio are measured in one call, in turn. `headline` runs the scripts as a user does, one process each,
-and keeps their result files as they are; the others run in this process and write one file each.
 """
 
 import argparse
@@ -28,15 +29,23 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from tools.kernels import CATEGORIES  # noqa: E402
-from tools.version_script import markdown_table  # noqa: E402
+from tools.version_script import (  # noqa: E402
+    ToolError,
+    documented_parser,
+    markdown_table,
+    read_json,
+    run_tool,
+    write_text,
+)
 
+PROG = Path(__file__).name
 MODELS = {"tiny_openfold": [], "tiny_llama": ["--seq-len", "128"]}  # the sizes of the headline table
 COMPILE = ["--enable-torch-compile", "--torch-compile-mode", "reduce-overhead"]
 CONFIGURATIONS = {
@@ -76,7 +85,7 @@ def headline(directory: Path, rounds: int, models: list[str], versions: list[str
                             failed += 1
                             continue
                         text = (Path(folder) / f"{script}_summary.json").read_text()
-                    (directory / f"{script}_{configuration}_{turn}.json").write_text(text)
+                    write_text(directory / f"{script}_{configuration}_{turn}.json", text)
                     print(
                         f"{script} {configuration} {turn}: {json.loads(text)['timing']['batch_ms']:.2f} ms", flush=True
                     )
@@ -93,12 +102,16 @@ def free_memory() -> None:
 
 
 def short_run(script: str, argv: list[str]) -> dict:
-    """Train a few steps in this process, without counting and profiling; returns the result."""
+    """Train a few steps in this process, without counting and profiling. The result is `ok` or out of memory."""
     module = importlib.import_module(script)
     with tempfile.TemporaryDirectory() as folder:
         args = module.parse_args([*argv, "--under-profiler", "--log-interval", "1000000", "--profile-dir", folder])
         result = module.train(args)
     free_memory()
+    if result["exit_status"] == 130:
+        raise KeyboardInterrupt
+    if result["status"] == "failed":
+        raise ToolError(f"{script} {' '.join(argv)}: {result['error']}", status=1)
     return result
 
 
@@ -110,11 +123,12 @@ def make_trainer(module: ModuleType, argv: list[str]):
 
 
 def outcome(result: dict) -> dict:
-    """What `grid` and `memory` keep of a result."""
+    """What `grid` and `memory` keep of a result; the numbers of a run that went out of memory are none."""
+    finished = result["status"] == "ok"
     return {
         "status": result["status"],
-        "batch_ms": result["timing"].get("batch_ms"),
-        "peak_mb": result["memory"].get("peak_mb") if result["status"] == "ok" else None,
+        "batch_ms": result["timing"]["batch_ms"] if finished else None,
+        "peak_mb": result["memory"].get("peak_mb") if finished else None,
     }
 
 
@@ -133,7 +147,8 @@ def grid(directory: Path, rounds: int, models: list[str]) -> None:
                         row[version] = got
                 rows.append(row)
                 print(row, flush=True)
-                save(directory / f"grid_{model}.json", {"rows": rows})
+                save(directory / f"grid_{model}.json", {"rows": rows}, finished=False)
+        save(directory / f"grid_{model}.json", {"rows": rows})
 
 
 def ablation(directory: Path, rounds: int, models: list[str]) -> None:
@@ -171,7 +186,7 @@ def ablation(directory: Path, rounds: int, models: list[str]) -> None:
                 print(row, flush=True)
             del trainers, trainer
             free_memory()
-            save(directory / f"ablation_{model}.json", {"rounds": rounds, "rows": rows})
+            save(directory / f"ablation_{model}.json", {"rounds": rounds, "rows": rows}, finished=precision == "bf16")
 
 
 def memory(directory: Path) -> None:
@@ -221,13 +236,18 @@ def scaling(directory: Path, rounds: int) -> None:
     for name, precision, argv in scaling_shapes(processes):
         row = {"name": name, "precision": precision, "argv": argv}
         for version in ("v1", "v2") * rounds:
-            timing = short_run(f"{name.split()[0]}_{version}", [*argv, "--num-steps", "12"])["timing"]
+            result = short_run(f"{name.split()[0]}_{version}", [*argv, "--num-steps", "12"])
+            if result["status"] != "ok":
+                raise ToolError(f"{name} {precision}: {result['error']}", status=3)
+            timing = result["timing"]
             if timing["batch_ms"] < row.get(version, timing | {"batch_ms": math.inf})["batch_ms"]:
                 row[version] = {key: timing[key] for key in ("batch_ms", "samples_per_sec", "backward_ms")}
         rows.append(row)
         if first.RANK == 0:
             print(row, flush=True)
-            save(directory / f"scaling_{processes}.json", {"processes": processes, "rows": rows})
+            save(directory / f"scaling_{processes}.json", {"processes": processes, "rows": rows}, finished=False)
+    if first.RANK == 0:
+        save(directory / f"scaling_{processes}.json", {"processes": processes, "rows": rows})
 
 
 def scaling_shapes(processes: int) -> Iterator[tuple[str, str, list[str]]]:
@@ -247,6 +267,8 @@ def ddp(directory: Path, rounds: int) -> None:
     import torch
 
     first = importlib.import_module("tiny_llama_v1")
+    if first.WORLD_SIZE == 1:
+        raise ToolError("ddp needs several processes: torchrun --nproc-per-node N tools/benchmark.py ddp results/DIR")
     first.join_processes(first.parse_args(["--batch-size", str(first.WORLD_SIZE)]))
     idle = torch.distributed.new_group(backend="gloo")  # NCCL's barrier would keep a core and the GPU busy
     rows = []
@@ -274,7 +296,10 @@ def ddp(directory: Path, rounds: int) -> None:
             rows.append({**row, **{f"{kind}_ms": statistics.median(values) for kind, values in times.items()}})
             if first.RANK == 0:
                 print(rows[-1], flush=True)
-                save(directory / f"ddp_{first.WORLD_SIZE}.json", {"processes": first.WORLD_SIZE, "rows": rows})
+                content = {"processes": first.WORLD_SIZE, "rows": rows}
+                save(directory / f"ddp_{first.WORLD_SIZE}.json", content, finished=False)
+    if first.RANK == 0:
+        save(directory / f"ddp_{first.WORLD_SIZE}.json", {"processes": first.WORLD_SIZE, "rows": rows})
 
 
 def step_times(trainer, steps: int) -> list[float]:
@@ -289,30 +314,33 @@ def step_times(trainer, steps: int) -> list[float]:
     return [1e3 * (after - before) for before, after in itertools.pairwise(moments)]
 
 
-def save(path: Path, content: dict) -> None:
-    """Write a result file, with what it was measured on."""
+def save(path: Path, content: dict, finished: bool = True) -> None:
+    """Write a result file, with what it was measured on; an earlier one stays until this one is finished."""
     module = importlib.import_module("tiny_llama_v1")
     import torch
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    path.write_text(json.dumps({"environment": module.environment(device), **content}, indent=1) + "\n")
+    partial = path.with_suffix(".partial.json")
+    write_text(partial, json.dumps({"environment": module.environment(device), **content}, indent=1) + "\n")
+    if finished:
+        partial.replace(path)
 
 
 def median_round(directory: Path, script: str, configuration: str) -> dict | None:
     """Of the rounds of one configuration, the result with the median speed."""
-    results = [json.loads(path.read_text()) for path in directory.glob(f"{script}_{configuration}_[0-9].json")]
+    results = [read_json(path) for path in directory.glob(f"{script}_{configuration}_[0-9].json")]
     results.sort(key=lambda result: result["timing"]["batch_ms"])
     return results[len(results) // 2] if results else None
 
 
 def read_rows(path: Path) -> list[dict]:
     """The rows of a result file of this tool; none if it is not there."""
-    return json.loads(path.read_text())["rows"] if path.exists() else []
+    return read_json(path)["rows"] if path.exists() else []
 
 
 def share_table(directory: Path) -> str:
     """What the kernels of a step do, from the profiles of run_pytorch_profiler.py that lie in the directory."""
-    profiles = [json.loads(path.read_text()) for path in sorted(directory.glob("profile_tiny_*.json"))]
+    profiles = [read_json(path) for path in sorted(directory.glob("profile_tiny_*.json"))]
     if not profiles:
         return ""
     lines = []
@@ -381,7 +409,7 @@ def headline_table(directory: Path, model: str) -> str:
                     f"{speed:.0f}",
                     f"{result['timing']['batch_ms']:.2f}",
                     str(result["kernels"]["per_step"]),
-                    str(result["kernels"]["host_launches"]),
+                    str(result["kernels"].get("host_launches", "-")),  # a CPU launches nothing
                     f"{result['memory']['peak_mb']:.0f}",
                     f"{result['loss']['final']:.3f}",
                     f"{speed / base:.2f}x",
@@ -431,8 +459,9 @@ def memory_table(directory: Path) -> str:
         return ""
     lines = []
     for name, label in (("scores", "materialised scores, MB"), ("flash", "flash attention, MB")):
-        peaks = (row[name]["peak_mb"] for row in rows)
-        lines.append([label, *("out of memory" if peak is None else f"{peak:.0f}" for peak in peaks)])
+        cells = ("-" if row[name]["peak_mb"] is None else f"{row[name]['peak_mb']:.0f}" for row in rows)
+        states = (row[name]["status"] for row in rows)
+        lines.append([label, *(c if s == "ok" else "out of memory" for s, c in zip(states, cells, strict=True))])
     return markdown_table(["sequence length", *(str(row["seq_len"]) for row in rows)], lines)
 
 
@@ -441,33 +470,56 @@ def table(directory: Path) -> str:
     tables = [headline_table(directory, model) for model in MODELS]
     tables += [ablation_table(directory, model) for model in MODELS]
     tables += [make(directory) for make in (grid_table, share_table, memory_table, scaling_table, ddp_table)]
+    if not any(tables):
+        raise ToolError(f"{directory}: no result files of these measurements")
     return "\n\n".join(filter(None, tables))
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def at_least_one(text: str) -> int:
+    """argparse type: a whole number above zero."""
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number, 1 or more, not {text!r}")
+    return int(text)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = documented_parser(PROG, __doc__)
     suites = ("headline", "grid", "ablation", "memory", "overhead", "scaling", "ddp", "table")
-    parser.add_argument("suite", choices=suites)
-    parser.add_argument("directory", type=Path)
-    parser.add_argument("--rounds", type=int, default=3, help="of all but memory and overhead (default: 3)")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="of headline, grid, ablation")
-    parser.add_argument("--versions", nargs="+", choices=("v1", "v2"), default=["v1", "v2"], help="of headline")
-    parser.add_argument(
-        "--configurations", nargs="+", choices=CONFIGURATIONS, default=list(CONFIGURATIONS), help="likewise"
-    )
-    args = parser.parse_args()
-    args.directory.mkdir(parents=True, exist_ok=True)
+    add = parser.add_argument
+    add("suite", choices=suites)
+    add("directory", type=Path)
+    add("--rounds", type=at_least_one, default=3, metavar="N", help="of all but memory and overhead (default: 3)")
+    add("--models", nargs="+", choices=MODELS, default=list(MODELS), help="of headline, grid, ablation")
+    add("--versions", nargs="+", choices=("v1", "v2"), default=["v1", "v2"], help="of headline")
+    add("--configurations", nargs="+", choices=CONFIGURATIONS, default=list(CONFIGURATIONS), help="likewise")
+    return parser
+
+
+def run_suite(args: argparse.Namespace) -> int:
+    """Measure, or print the tables; returns the exit status."""
     if args.suite == "table":
-        print(table(args.directory))
-    elif args.suite in ("grid", "ablation"):
+        try:
+            print(table(args.directory))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ToolError(f"{args.directory}: a file there is none of these measurements ({error!r})") from error
+        return 0
+    args.directory.mkdir(parents=True, exist_ok=True)
+    if args.suite == "headline":
+        return int(headline(args.directory, args.rounds, args.models, args.versions, args.configurations) > 0)
+    if args.suite in ("grid", "ablation"):
         {"grid": grid, "ablation": ablation}[args.suite](args.directory, args.rounds, args.models)
     elif args.suite in ("scaling", "ddp"):
         {"scaling": scaling, "ddp": ddp}[args.suite](args.directory, args.rounds)
-    elif args.suite == "headline":
-        return int(headline(args.directory, args.rounds, args.models, args.versions, args.configurations) > 0)
     else:
         {"memory": memory, "overhead": overhead}[args.suite](args.directory)
     return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    args = build_parser().parse_args(argv)
+    return run_tool(PROG, lambda: run_suite(args))
 
 
 if __name__ == "__main__":

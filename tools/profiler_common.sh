@@ -51,9 +51,18 @@ parse_arguments() { # "$@" of the wrapper
             output_dir=$2
             shift 2
             ;;
+        --script=* | --output-dir=*)
+            set -- "${1%%=*}" "${1#*=}" "${@:2}"
+            ;;
         *)
             consumed=0
-            wrapper_option "$@"
+            if [[ $1 == --*=* ]]; then
+                wrapper_option "${1%%=*}" "${1#*=}"
+                ((consumed != 1)) || fail 2 "${1%%=*} takes no value"
+                consumed=$((consumed / 2))
+            else
+                wrapper_option "$@"
+            fi
             if ((consumed == 0)); then
                 script_args+=("$1")
                 consumed=1

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Write summary.json and summary.md of what run_all_profilers.sh ran into its directory, and print the latter.
 
-Usage: summarise_profiles.py DIR SCRIPT. DIR/steps.tsv has one line per step: name, exit status, seconds.
+Usage: summarise_profiles.py DIR SCRIPT. DIR/steps.tsv has one line per step: name, exit status, start as Unix time,
+seconds.
 Status 1 if a step failed; a step that ended with status 4 (tool, package or device missing) was skipped.
 """
 
@@ -22,16 +23,17 @@ FILES = {  # where each step leaves what one looks at first, as a pattern below 
 
 def read_step(directory: Path, line: str) -> dict:
     """One step with its outcome, the last line of its log if it did not work, and its files."""
-    name, status, seconds = line.split("\t")
-    status = int(status)
+    name, *numbers = line.split("\t")
+    status, start, seconds = map(int, numbers)
+    written = [path for path in directory.glob(FILES[name]) if path.stat().st_mtime >= start]  # not by an earlier run
     log = (directory / "logs" / f"{name}.log").read_text(errors="replace").strip().splitlines()
     return {
         "name": name,
         "status": {0: "ok", 4: "skipped"}.get(status, "failed"),
         "exit_status": status,
-        "seconds": int(seconds),
+        "seconds": seconds,
         "reason": (log or ["it printed nothing"])[-1] if status else None,
-        "files": [] if status else sorted(str(p.relative_to(directory)) for p in directory.glob(FILES[name])),
+        "files": [] if status else sorted(str(path.relative_to(directory)) for path in written),
     }
 
 

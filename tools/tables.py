@@ -6,7 +6,7 @@ Tables stand between two comments, of which the first names the command; it runs
   <!-- table: python tools/benchmark.py table results/h100 -->
   <!-- end of table -->
 
-Usage:
+Examples:
   python tools/tables.py README.md           run the commands and put what they print between the comments
   python tools/tables.py --check README.md   exit 1 and name the tables that differ, or whose command fails
 """
@@ -20,8 +20,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from version_script import ToolError  # beside this file
+from version_script import ToolError, documented_parser, run_tool, write_text  # beside this file
 
+PROG = Path(__file__).name
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = re.compile(r"^(<!-- tables?: (.+?) -->\n)(.*?)^(<!-- end of tables? -->)$", re.MULTILINE | re.DOTALL)
 COMMENT = re.compile(r"<!-- (?:end of )?tables?\b")
@@ -30,7 +31,7 @@ COMMENT = re.compile(r"<!-- (?:end of )?tables?\b")
 def printed_by(command: str) -> str:
     """What a command prints; `python` is this interpreter."""
     try:
-        words = shlex.split(command)
+        words = shlex.split(command) or [""]
         words[0] = sys.executable if words[0] in ("python", "python3") else words[0]
         done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     except (OSError, ValueError) as error:
@@ -64,19 +65,24 @@ def update(path: Path, check: bool) -> list[str]:
         parts += [text[end : table.start(3)], printed]
         end = table.end(3)
     if not wrong and not check:
-        path.write_text("".join([*parts, text[end:]]), encoding="utf-8")
+        write_text(path, "".join([*parts, text[end:]]))
     return wrong
 
 
+def update_all(args: argparse.Namespace) -> int:
+    """Name on stderr what is wrong; returns the exit status."""
+    wrong = [line for path in args.files for line in update(path, args.check)]
+    for line in wrong:
+        print(f"{PROG}: {line}", file=sys.stderr)
+    return int(bool(wrong))
+
+
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = documented_parser(PROG, __doc__)
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE.md")
     parser.add_argument("--check", action="store_true", help="write nothing")
     args = parser.parse_args(argv)
-    wrong = [line for path in args.files for line in update(path, args.check)]
-    for line in wrong:
-        print(f"tables.py: {line}", file=sys.stderr)
-    return int(bool(wrong))
+    return run_tool(PROG, lambda: update_all(args))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import argparse
 import ast
 import csv
 import importlib.util
+import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -104,6 +105,10 @@ def run_tool(prog: str, body: Callable[[], int]) -> int:
     except ToolError as error:
         print(f"{prog}: error: {error}", file=sys.stderr)
         return error.status
+    except OSError as error:  # a file or directory that may not be read or written, named too long, in the way
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"{prog}: error: {where}{error.strerror or error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print(f"{prog}: interrupted", file=sys.stderr)
         return 130
@@ -117,6 +122,7 @@ def print_notes(prog: str, *lines: str) -> None:
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int = 1) -> str:
     """A Markdown table, its columns aligned in the source too; those after the first `text_columns` hold numbers."""
+    header, *rows = ([cell.replace("|", "\\|") for cell in line] for line in (header, *rows))
     widths = [max(3, *(len(line[i]) for line in (header, *rows))) for i in range(len(header))]
 
     def line(cells: Sequence[str]) -> str:
@@ -130,15 +136,33 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], text_co
     return "\n".join([line(header), line(rule), *map(line, rows)])
 
 
+def read_json(path: Path) -> dict:
+    """A JSON object; ToolError if the file cannot be read or holds something else."""
+    try:
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ToolError(f"{path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise ToolError(f"{path}: not JSON, or cut off ({error})") from error
+    if not isinstance(content, dict):
+        raise ToolError(f"{path}: not a JSON object")
+    return content
+
+
 def write_file(path: Path, write: Callable[[Path], object]) -> None:
     """Have `write` make a file beside `path` and move it there, so that a reader never sees half of it."""
+    if not path.name:
+        raise ToolError(f"{path}: not the name of a file")
     temporary = path.with_name(f".{path.name}.tmp{path.suffix}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write(temporary)
-        temporary.replace(path)
-    except OSError as error:
-        raise ToolError(f"{path}: cannot write there ({error.strerror})") from error
+        try:
+            write(temporary)
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except (OSError, UnicodeEncodeError) as error:
+        raise ToolError(f"{path}: cannot write there ({getattr(error, 'strerror', None) or error})") from error
 
 
 def write_text(path: Path, text: str) -> None:
