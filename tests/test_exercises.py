@@ -454,7 +454,7 @@ def test_tables_are_written_and_checked(tmp_path: Path):
     assert tables("--check", file).returncode == 0
 
 
-@pytest.mark.parametrize("command", ["sh -c 'echo x; exit 3'", "true", "no_such_program", "echo 'x"])
+@pytest.mark.parametrize("command", ["sh -c 'echo x; exit 3'", "true", "no_such_program", "echo 'x", "  "])
 def test_a_command_without_a_table_changes_nothing(tmp_path: Path, command: str):
     file = tmp_path / "x.md"
     text = table_of("echo new", "old\n") + table_of(command, "old\n")

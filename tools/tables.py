@@ -31,7 +31,9 @@ COMMENT = re.compile(r"<!-- (?:end of )?tables?\b")
 def printed_by(command: str) -> str:
     """What a command prints; `python` is this interpreter."""
     try:
-        words = shlex.split(command) or [""]
+        words = shlex.split(command)
+        if not words:
+            raise ToolError("the comment names no command")
         words[0] = sys.executable if words[0] in ("python", "python3") else words[0]
         done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     except (OSError, ValueError) as error:
