@@ -100,6 +100,15 @@ def test_out_of_memory_is_a_cell_and_its_steps_are_no_measurement(tmp_path, monk
     assert {path.name for path in tmp_path.iterdir()} == {"memory.json", "grid_tiny_llama.json"}
 
 
+def test_a_cpu_has_operator_calls_and_no_launches(tmp_path):
+    kept = ROOT / "results/cpu/exercises/llama_v2/v2/tiny_llama_v2_summary.json"
+    (tmp_path / "tiny_llama_v2_fp32_1.json").write_text(kept.read_text())
+    header, _, row = benchmark.table(tmp_path).splitlines()
+    cells = dict(zip(*([cell.strip() for cell in line.split("|")[1:-1]] for line in (header, row)), strict=True))
+    assert cells["operator calls"] == str(json.loads(kept.read_text())["kernels"]["per_step"])
+    assert cells["host launches"] == "-"
+
+
 @pytest.mark.parametrize(
     ("argv", "content", "line"),
     [

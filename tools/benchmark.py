@@ -395,14 +395,14 @@ def ddp_table(directory: Path) -> str:
 def headline_table(directory: Path, model: str) -> str:
     """Speed, kernels, memory and loss of each configuration of a model."""
     lines: list[list[str]] = []
-    base = None
+    base, unit = None, "kernels"
     for configuration, label in LABELS.items():
         for version in ("v1", "v2"):
             result = median_round(directory, f"{model}_{version}", configuration)
             if not result:
                 continue
             speed = result["timing"]["samples_per_sec"]
-            base = base or speed
+            base, unit = base or speed, result["kernels"]["unit"]
             lines.append(
                 [
                     f"{version.upper()} {label}",
@@ -415,7 +415,7 @@ def headline_table(directory: Path, model: str) -> str:
                     f"{speed / base:.2f}x",
                 ]
             )
-    header = [model, "samples/sec", "ms per step", "kernels", "host launches", "peak MB", "final loss", "speed-up"]
+    header = [model, "samples/sec", "ms per step", unit, "host launches", "peak MB", "final loss", "speed-up"]
     return markdown_table(header, lines) if lines else ""
 
 
