@@ -36,6 +36,7 @@ from analysis_tools.results import (  # noqa: E402
 from tools.kernels import CATEGORIES, KernelStatistics, category, read_statistics, short_name  # noqa: E402
 from tools.version_script import (  # noqa: E402
     ToolError,
+    at_least,
     documented_parser,
     markdown_table,
     print_notes,
@@ -77,6 +78,11 @@ class Kernel:
         return "both" if all(self.calls) else SIDES[not self.calls[0]]
 
 
+def is_step_count(value: object) -> bool:
+    """Can this be the number of steps of a run?"""
+    return isinstance(value, int) and 0 < value < 2**31
+
+
 def statistics_in(path: Path) -> list[KernelStatistics]:
     """The rows of a statistics file; ToolError says what is wrong with it."""
     try:
@@ -94,7 +100,7 @@ def load_pytorch(directory: Path) -> Profile:
     content = read_json(path)
     check_schema(content, path, ("config", "training", "environment"))
     steps, unit = content.get("steps"), content.get("unit")
-    if not isinstance(steps, int) or not 0 < steps < 2**31 or unit not in ("kernels", "operators"):
+    if not is_step_count(steps) or unit not in ("kernels", "operators"):
         raise ToolError(f"{path}: steps {steps!r} of {unit!r} make no profile")
     rows, per_step = statistics_in(kernels), content.get(f"{unit}_per_step")
     calls = sum(row.calls for row in rows if not is_copy(row.name))
@@ -113,7 +119,7 @@ def load_rocprofv3(directory: Path) -> Profile:
     if len(summaries) == 1 and total_of(rows) == total_of([row for part in parts for row in part]):
         settings = load_result(summaries[0])
         steps = settings["timing"].get("steps")
-        if not isinstance(steps, int) or not 0 < steps < 2**31:
+        if not is_step_count(steps):
             raise ToolError(f"{summaries[0]}: timing.steps is {steps!r}")
     return Profile(directory, "run_rocprofv3.sh", "kernels", steps, rows, settings)
 
@@ -142,13 +148,10 @@ def is_copy(name: str) -> bool:
 
 def match(sides: Sequence[Profile], divisors: Sequence[int]) -> list[Kernel]:
     """Kernels by name, those with the longest time on either side first."""
-    rows: list[dict[str, list[KernelStatistics]]] = [{}, {}]
-    for side, by_name in zip(sides, rows, strict=True):
-        for row in side.statistics:  # a profiler that shortens names can list one twice
-            by_name.setdefault(row.name, []).append(row)
+    rows = [{row.name: row for row in side.statistics} for side in sides]
 
     def values(name: str, of: Callable[[KernelStatistics], float]) -> tuple[float, float]:
-        first, second = (sum(map(of, side.get(name, ()))) / d for side, d in zip(rows, divisors, strict=True))
+        first, second = (of(side[name]) / d if name in side else 0 for side, d in zip(rows, divisors, strict=True))
         return first, second
 
     kernels = [
@@ -295,13 +298,6 @@ def analyse(args: argparse.Namespace) -> int:
     return 0
 
 
-def row_count(text: str) -> int:
-    """argparse type: a whole number."""
-    if not text.isascii() or not text.isdigit():
-        raise argparse.ArgumentTypeError(f"must be a whole number, 0 or more, not {text!r}")
-    return int(text)
-
-
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = documented_parser(PROG, __doc__)
@@ -310,7 +306,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--output", type=Path, metavar="DIR", help="also write CSV and Markdown there")
     parser.add_argument(
         "--top",
-        type=row_count,
+        type=at_least(0),
         default=10,
         metavar="N",
         help="kernels per table; 0: only totals and categories (default: 10)",

@@ -25,7 +25,7 @@ def test_ablation_measures_each_fusion_alone_and_all_but_each(tmp_path, monkeypa
 
     monkeypatch.setattr(benchmark, "step_times", steps_on_a_host_that_slows_down)
     monkeypatch.setattr(benchmark, "MODELS", {"tiny_llama": SMALL})
-    benchmark.ablation(tmp_path, rounds=1, models=["tiny_llama"])
+    assert benchmark.main(["ablation", str(tmp_path), "--rounds", "1", "--models", "tiny_llama"]) == 0
 
     written = json.loads((tmp_path / "ablation_tiny_llama.json").read_text())
     rows = {(row["precision"], row["fusions"]): row for row in written["rows"]}

@@ -29,15 +29,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+from analysis_tools.results import NOT_FINISHED, cell  # noqa: E402
 from tools.kernels import CATEGORIES  # noqa: E402
 from tools.version_script import (  # noqa: E402
     ToolError,
+    at_least,
     documented_parser,
     markdown_table,
     read_json,
@@ -132,79 +134,66 @@ def outcome(result: dict) -> dict:
     }
 
 
-def grid(directory: Path, rounds: int, models: list[str]) -> None:
+def grid(model: str, rounds: int) -> Iterator[dict]:
     """V1 and V2 with everything on at each batch size and length, in float32 and bfloat16, in turn; the best round."""
-    for model in models:
-        rows = []
-        for precision in ("fp32", "bf16"):
-            for batch, length in GRID[model]:
-                argv = ["--batch-size", str(batch), "--seq-len", str(length), "--num-steps", "12"]
-                argv += CONFIGURATIONS[precision]
-                row = {"precision": precision, "batch_size": batch, "seq_len": length}
-                for version in ("v1", "v2") * rounds:
-                    got = outcome(short_run(f"{model}_{version}", argv))
-                    if version not in row or (got["batch_ms"] or math.inf) < (row[version]["batch_ms"] or math.inf):
-                        row[version] = got
-                rows.append(row)
-                print(row, flush=True)
-                save(directory / f"grid_{model}.json", {"rows": rows}, finished=False)
-        save(directory / f"grid_{model}.json", {"rows": rows})
+    for precision in ("fp32", "bf16"):
+        for batch, length in GRID[model]:
+            argv = ["--batch-size", str(batch), "--seq-len", str(length), "--num-steps", "12"]
+            argv += CONFIGURATIONS[precision]
+            row = {"precision": precision, "batch_size": batch, "seq_len": length}
+            for version in ("v1", "v2") * rounds:
+                got = outcome(short_run(f"{model}_{version}", argv))
+                if version not in row or (got["batch_ms"] or math.inf) < (row[version]["batch_ms"] or math.inf):
+                    row[version] = got
+            yield row
 
 
-def ablation(directory: Path, rounds: int, models: list[str]) -> None:
+def ablation(model: str, rounds: int) -> Iterator[dict]:
     """V2 with each fusion alone, all but each, none and all, in float32 and bfloat16, 12 steps of each in a round.
 
     They take turns of three steps, in an order that changes from turn to turn, because the speed of a host wanders
     within seconds. Milliseconds per step are the median of the turns. So is the speed-up over no fusion, each against
     the steps of the same turn. The kernels' time, of one profiled step, does not depend on the host.
     """
+    module = importlib.import_module(f"{model}_v2")
+    flags = [flag for flag, *_ in module.FUSIONS]
+    sets = {"none": ["--disable-all-fusion"]}
+    sets |= {f"only {flag}": ["--disable-all-fusion", f"--enable-{flag}"] for flag in flags}
+    sets |= {f"all but {flag}": [f"--disable-{flag}"] for flag in flags}
+    sets |= {"all": []}
     shuffled = random.Random(0)
-    for model in models:
-        module = importlib.import_module(f"{model}_v2")
-        flags = [flag for flag, *_ in module.FUSIONS]
-        sets = {"none": ["--disable-all-fusion"]}
-        sets |= {f"only {flag}": ["--disable-all-fusion", f"--enable-{flag}"] for flag in flags}
-        sets |= {f"all but {flag}": [f"--disable-{flag}"] for flag in flags}
-        sets |= {"all": []}
-        rows = []
-        for precision in ("fp32", "bf16"):
-            common = MODELS[model] + CONFIGURATIONS[precision]
-            trainers = {name: make_trainer(module, common + fusions) for name, fusions in sets.items()}
-            turns = [
-                {name: statistics.fmean(step_times(trainers[name], 3)) for name in shuffled.sample([*sets], len(sets))}
-                for _ in range(4 * (rounds + 1))
-            ][4:]  # the first round warms up
-            for name, trainer in trainers.items():
-                row = {"precision": precision, "fusions": name, "argv": common + sets[name]}
-                events = module.trace_events(trainer.profile())
-                row |= module.count_kernels(events, trainer.device)
-                if row["unit"] == "kernels":  # on a CPU nothing runs apart from the host
-                    row["kernel_ms"] = sum(event["dur"] for event in events if event.get("cat") == "kernel") / 1e3
-                row["batch_ms"] = statistics.median(turn[name] for turn in turns)
-                row["speedup"] = statistics.median(turn["none"] / turn[name] for turn in turns)
-                rows.append(row)
-                print(row, flush=True)
-            del trainers, trainer
-            free_memory()
-            save(directory / f"ablation_{model}.json", {"rounds": rounds, "rows": rows}, finished=precision == "bf16")
+    for precision in ("fp32", "bf16"):
+        common = MODELS[model] + CONFIGURATIONS[precision]
+        trainers = {name: make_trainer(module, common + fusions) for name, fusions in sets.items()}
+        turns = [
+            {name: statistics.fmean(step_times(trainers[name], 3)) for name in shuffled.sample([*sets], len(sets))}
+            for _ in range(4 * (rounds + 1))
+        ][4:]  # the first round warms up
+        for name, trainer in trainers.items():
+            row = {"precision": precision, "fusions": name, "argv": common + sets[name]}
+            events = module.trace_events(trainer.profile())
+            row |= module.count_kernels(events, trainer.device)
+            if row["unit"] == "kernels":  # on a CPU nothing runs apart from the host
+                row["kernel_ms"] = sum(event["dur"] for event in events if event.get("cat") == "kernel") / 1e3
+            row["batch_ms"] = statistics.median(turn[name] for turn in turns)
+            row["speedup"] = statistics.median(turn["none"] / turn[name] for turn in turns)
+            yield row
+        del trainers, trainer
+        free_memory()
 
 
-def memory(directory: Path) -> None:
+def memory() -> Iterator[dict]:
     """Peak memory of TinyLlama V2 with flash attention off and on, the other fusions on, batch size 4."""
-    rows = []
     for length in LENGTHS:
         row = {"seq_len": length}
         for name, flag in (("scores", "--disable-flash-attention"), ("flash", "--enable-flash-attention")):
             argv = ["--batch-size", "4", "--seq-len", str(length), "--num-steps", "3", "--warmup-steps", "2", flag]
             row[name] = outcome(short_run("tiny_llama_v2", argv))
-        rows.append(row)
-        print(row, flush=True)
-    save(directory / "memory.json", {"batch_size": 4, "rows": rows})
+        yield row
 
 
-def overhead(directory: Path) -> None:
+def overhead() -> Iterator[dict]:
     """Time per step of the harness's measured loop over that of a loop that only takes training steps."""
-    rows = []
     for script, argv in (("tiny_openfold_v2", []), ("tiny_llama_v2", [*MODELS["tiny_llama"], "--use-amp", *COMPILE])):
         module = importlib.import_module(script)
         trainer = make_trainer(module, argv)
@@ -221,18 +210,21 @@ def overhead(directory: Path) -> None:
                 bare.append(1e3 * (time.perf_counter() - start) / steps)
         row = {"script": script, "argv": argv, "measured_ms": measured, "bare_ms": bare}
         row["ratio"] = statistics.median(m / b for m, b in zip(measured, bare, strict=True))
-        rows.append(row)
-        print(row, flush=True)
-    save(directory / "overhead.json", {"rows": rows})
+        yield row
 
 
-def scaling(directory: Path, rounds: int) -> None:
-    """V1 and V2 with the same batch per GPU, on the GPUs that torchrun gave processes to; the best round."""
+def join_processes(suite: str) -> int:
+    """Meet the other processes that torchrun started; returns how many there are."""
     first = importlib.import_module("tiny_llama_v1")
-    processes = first.WORLD_SIZE
-    if processes > 1:
-        first.join_processes(first.parse_args(["--batch-size", str(processes)]))
-    rows = []
+    if first.WORLD_SIZE > 1:
+        first.join_processes(first.parse_args(["--batch-size", str(first.WORLD_SIZE)]))
+    elif suite == "ddp":
+        raise ToolError("ddp needs several processes: torchrun --nproc-per-node N tools/benchmark.py ddp results/DIR")
+    return first.WORLD_SIZE
+
+
+def scaling(processes: int, rounds: int) -> Iterator[dict]:
+    """V1 and V2 with the same batch per GPU, on the GPUs that torchrun gave processes to; the best round."""
     for name, precision, argv in scaling_shapes(processes):
         row = {"name": name, "precision": precision, "argv": argv}
         for version in ("v1", "v2") * rounds:
@@ -242,12 +234,7 @@ def scaling(directory: Path, rounds: int) -> None:
             timing = result["timing"]
             if timing["batch_ms"] < row.get(version, timing | {"batch_ms": math.inf})["batch_ms"]:
                 row[version] = {key: timing[key] for key in ("batch_ms", "samples_per_sec", "backward_ms")}
-        rows.append(row)
-        if first.RANK == 0:
-            print(row, flush=True)
-            save(directory / f"scaling_{processes}.json", {"processes": processes, "rows": rows}, finished=False)
-    if first.RANK == 0:
-        save(directory / f"scaling_{processes}.json", {"processes": processes, "rows": rows})
+        yield row
 
 
 def scaling_shapes(processes: int) -> Iterator[tuple[str, str, list[str]]]:
@@ -257,7 +244,7 @@ def scaling_shapes(processes: int) -> Iterator[tuple[str, str, list[str]]]:
             yield name, precision, [*sizes, *CONFIGURATIONS[precision], "--batch-size", str(per_gpu * processes)]
 
 
-def ddp(directory: Path, rounds: int) -> None:
+def ddp(processes: int, rounds: int) -> Iterator[dict]:
     """The same training steps on one GPU while the others idle, on all of them without DDP, and with it; in turn.
 
     Of the steps on all GPUs without DDP, `slowest` is the mean over the steps of the longest one among the processes:
@@ -266,13 +253,8 @@ def ddp(directory: Path, rounds: int) -> None:
     """
     import torch
 
-    first = importlib.import_module("tiny_llama_v1")
-    if first.WORLD_SIZE == 1:
-        raise ToolError("ddp needs several processes: torchrun --nproc-per-node N tools/benchmark.py ddp results/DIR")
-    first.join_processes(first.parse_args(["--batch-size", str(first.WORLD_SIZE)]))
     idle = torch.distributed.new_group(backend="gloo")  # NCCL's barrier would keep a core and the GPU busy
-    rows = []
-    for name, precision, argv in scaling_shapes(first.WORLD_SIZE):
+    for name, precision, argv in scaling_shapes(processes):
         if precision == "fp32" and len(name.split()) > 1:
             continue
         for version in ("v1", "v2"):
@@ -283,8 +265,8 @@ def ddp(directory: Path, rounds: int) -> None:
             for turn in range(rounds + 1):
                 for kind, trainer.forward in forward.items():
                     torch.distributed.barrier(idle)
-                    steps = step_times(trainer, 12) if kind != "alone" or first.RANK == 0 else []
-                    everyone: list = [None] * first.WORLD_SIZE
+                    steps = step_times(trainer, 12) if kind != "alone" or module.RANK == 0 else []
+                    everyone: list = [None] * processes
                     torch.distributed.all_gather_object(everyone, steps, idle)
                     if turn:  # the first warms up
                         times[kind].append(statistics.fmean(everyone[0]))
@@ -293,13 +275,7 @@ def ddp(directory: Path, rounds: int) -> None:
             del trainer, forward
             free_memory()
             row = {"name": name, "precision": precision, "version": version, "argv": argv}
-            rows.append({**row, **{f"{kind}_ms": statistics.median(values) for kind, values in times.items()}})
-            if first.RANK == 0:
-                print(rows[-1], flush=True)
-                content = {"processes": first.WORLD_SIZE, "rows": rows}
-                save(directory / f"ddp_{first.WORLD_SIZE}.json", content, finished=False)
-    if first.RANK == 0:
-        save(directory / f"ddp_{first.WORLD_SIZE}.json", {"processes": first.WORLD_SIZE, "rows": rows})
+            yield {**row, **{f"{kind}_ms": statistics.median(values) for kind, values in times.items()}}
 
 
 def step_times(trainer, steps: int) -> list[float]:
@@ -314,15 +290,23 @@ def step_times(trainer, steps: int) -> list[float]:
     return [1e3 * (after - before) for before, after in itertools.pairwise(moments)]
 
 
-def save(path: Path, content: dict, finished: bool = True) -> None:
-    """Write a result file, with what it was measured on; an earlier one stays until this one is finished."""
-    module = importlib.import_module("tiny_llama_v1")
+def write_rows(path: Path, measured: Iterable[dict], **more: int) -> None:
+    """Print the rows as they are measured, and write them with what they were measured on; of several processes, one.
+
+    They are in NAME.partial.json until the last one is there, so that an earlier result is replaced by a whole one.
+    """
     import torch
 
+    first = importlib.import_module("tiny_llama_v1")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    partial = path.with_suffix(".partial.json")
-    write_text(partial, json.dumps({"environment": module.environment(device), **content}, indent=1) + "\n")
-    if finished:
+    partial, rows = path.with_suffix(".partial.json"), []
+    for row in measured:
+        rows.append(row)
+        if first.RANK == 0:
+            print(row, flush=True)
+            content = {"environment": first.environment(device), **more, "rows": rows}
+            write_text(partial, json.dumps(content, indent=1) + "\n")
+    if first.RANK == 0:
         partial.replace(path)
 
 
@@ -459,9 +443,8 @@ def memory_table(directory: Path) -> str:
         return ""
     lines = []
     for name, label in (("scores", "materialised scores, MB"), ("flash", "flash attention, MB")):
-        cells = ("-" if row[name]["peak_mb"] is None else f"{row[name]['peak_mb']:.0f}" for row in rows)
-        states = (row[name]["status"] for row in rows)
-        lines.append([label, *(c if s == "ok" else "out of memory" for s, c in zip(states, cells, strict=True))])
+        runs = (row[name] for row in rows)
+        lines.append([label, *(NOT_FINISHED.get(run["status"]) or cell(run["peak_mb"], ".0f") for run in runs)])
     return markdown_table(["sequence length", *(str(row["seq_len"]) for row in rows)], lines)
 
 
@@ -475,13 +458,6 @@ def table(directory: Path) -> str:
     return "\n\n".join(filter(None, tables))
 
 
-def at_least_one(text: str) -> int:
-    """argparse type: a whole number above zero."""
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number, 1 or more, not {text!r}")
-    return int(text)
-
-
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = documented_parser(PROG, __doc__)
@@ -489,7 +465,7 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("suite", choices=suites)
     add("directory", type=Path)
-    add("--rounds", type=at_least_one, default=3, metavar="N", help="of all but memory and overhead (default: 3)")
+    add("--rounds", type=at_least(1), default=3, metavar="N", help="of all but memory and overhead (default: 3)")
     add("--models", nargs="+", choices=MODELS, default=list(MODELS), help="of headline, grid, ablation")
     add("--versions", nargs="+", choices=("v1", "v2"), default=["v1", "v2"], help="of headline")
     add("--configurations", nargs="+", choices=CONFIGURATIONS, default=list(CONFIGURATIONS), help="likewise")
@@ -507,12 +483,20 @@ def run_suite(args: argparse.Namespace) -> int:
     args.directory.mkdir(parents=True, exist_ok=True)
     if args.suite == "headline":
         return int(headline(args.directory, args.rounds, args.models, args.versions, args.configurations) > 0)
-    if args.suite in ("grid", "ablation"):
-        {"grid": grid, "ablation": ablation}[args.suite](args.directory, args.rounds, args.models)
-    elif args.suite in ("scaling", "ddp"):
-        {"scaling": scaling, "ddp": ddp}[args.suite](args.directory, args.rounds)
+    if args.suite == "grid":
+        for model in args.models:
+            write_rows(args.directory / f"grid_{model}.json", grid(model, args.rounds))
+    elif args.suite == "ablation":
+        for model in args.models:
+            write_rows(args.directory / f"ablation_{model}.json", ablation(model, args.rounds), rounds=args.rounds)
+    elif args.suite == "memory":
+        write_rows(args.directory / "memory.json", memory(), batch_size=4)
+    elif args.suite == "overhead":
+        write_rows(args.directory / "overhead.json", overhead())
     else:
-        {"memory": memory, "overhead": overhead}[args.suite](args.directory)
+        processes = join_processes(args.suite)
+        rows = {"scaling": scaling, "ddp": ddp}[args.suite](processes, args.rounds)
+        write_rows(args.directory / f"{args.suite}_{processes}.json", rows, processes=processes)
     return 0
 
 

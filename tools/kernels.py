@@ -15,6 +15,7 @@ import math
 import re
 import statistics
 import zlib
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -134,6 +135,25 @@ def statistics_of(durations: dict[str, list[int]]) -> list[KernelStatistics]:
     return sorted(rows, key=lambda row: (-row.total_ns, row.name))
 
 
+def merge_statistics(rows: Iterable[KernelStatistics]) -> list[KernelStatistics]:
+    """One row for each name; its standard deviation is from the sums of squares of those it is made of."""
+    by_name: dict[str, list[KernelStatistics]] = defaultdict(list)
+    for row in rows:
+        by_name[row.name].append(row)
+    total = sum(row.total_ns for same in by_name.values() for row in same)
+    merged = []
+    for name, same in by_name.items():
+        calls, duration = sum(r.calls for r in same), sum(r.total_ns for r in same)
+        squares = sum((r.calls - 1) * r.std_dev_ns**2 + r.calls * r.average_ns**2 for r in same)
+        deviation = math.sqrt(max(0.0, squares - duration**2 / calls) / (calls - 1)) if calls > 1 else 0.0
+        percentage = 100 * duration / total if total else 100 / len(by_name)
+        low, high = min(r.min_ns for r in same), max(r.max_ns for r in same)
+        merged.append(
+            KernelStatistics(name, calls, duration, duration / max(1, calls), percentage, low, high, deviation)
+        )
+    return sorted(merged, key=lambda row: -row.total_ns)
+
+
 def write_statistics(path: Path, rows: Sequence[KernelStatistics]) -> None:
     """Write rows in the format of rocprofv3's `*_kernel_stats.csv`; a reader never sees half a file."""
     temporary = path.with_suffix(".tmp")
@@ -145,7 +165,10 @@ def write_statistics(path: Path, rows: Sequence[KernelStatistics]) -> None:
 
 
 def read_statistics(path: Path) -> list[KernelStatistics]:
-    """The rows of a `*_kernel_stats.csv`; columns are found by name. ValueError says what is wrong with the file."""
+    """The rows of a `*_kernel_stats.csv`, one for each name; columns are found by name.
+
+    ValueError says what is wrong with the file. A profiler that shortens names can list one twice.
+    """
     with Path(path).open(newline="", encoding="utf-8", errors="replace") as file:
         try:
             lines = list(csv.reader(file))
@@ -173,7 +196,7 @@ def read_statistics(path: Path) -> list[KernelStatistics]:
     total_percentage = math.fsum(row.percentage for row in rows)
     if not abs(total_percentage - 100) <= 1:  # also true for NaN
         raise ValueError(f"{path}: percentages add up to {total_percentage:.1f}, not to 100, is the file cut off?")
-    return rows
+    return rows if len({row.name for row in rows}) == len(rows) else merge_statistics(rows)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import csv
 import json
-import math
 import shutil
 import sqlite3
 import subprocess
@@ -31,6 +30,7 @@ sys.path.insert(0, str(ROOT))
 from tools.kernels import (  # noqa: E402
     KernelStatistics,
     category,
+    merge_statistics,
     read_statistics,
     short_name,
     statistics_of,
@@ -63,31 +63,11 @@ def matching(directory: Path, pattern: str, writer: str) -> list[Path]:
     return paths
 
 
-def merge(files: list[list[KernelStatistics]]) -> list[KernelStatistics]:
-    """Statistics over all processes; the standard deviation from the sums of squares of each."""
-    if len(files) == 1:
-        return files[0]
-    by_name: dict[str, list[KernelStatistics]] = defaultdict(list)
-    for row in (row for rows in files for row in rows):
-        by_name[row.name].append(row)
-    total = sum(row.total_ns for rows in by_name.values() for row in rows)
-    merged = []
-    for name, rows in by_name.items():
-        calls, duration = sum(r.calls for r in rows), sum(r.total_ns for r in rows)
-        squares = sum((r.calls - 1) * r.std_dev_ns**2 + r.calls * r.average_ns**2 for r in rows)
-        deviation = math.sqrt(max(0.0, squares - duration**2 / calls) / (calls - 1)) if calls > 1 else 0.0
-        low, high = min(r.min_ns for r in rows), max(r.max_ns for r in rows)
-        merged.append(
-            KernelStatistics(name, calls, duration, duration / calls, 100 * duration / total, low, high, deviation)
-        )
-    return sorted(merged, key=lambda row: -row.total_ns)
-
-
 def statistics(directory: Path, out: Path) -> None:
     """Merge what rocprofv3 wrote for each process."""
     files = [read_statistics(path) for path in matching(directory, "*_kernel_stats.csv", "rocprofv3")]
-    rows = merge([rows for rows in files if rows])
-    write_statistics(out, rows)
+    files = [rows for rows in files if rows]
+    write_statistics(out, files[0] if len(files) == 1 else merge_statistics([row for rows in files for row in rows]))
 
 
 def of_dispatches(rows: list[list[str]], source: Path) -> list[KernelStatistics]:

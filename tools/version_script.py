@@ -33,6 +33,17 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message} (--help lists all arguments)\n")
 
 
+def at_least(low: int) -> Callable[[str], int]:
+    """argparse type: a whole number not below `low`, which is 0 or more."""
+
+    def whole_number(text: str) -> int:
+        if not text.isascii() or not text.isdigit() or int(text) < low:
+            raise argparse.ArgumentTypeError(f"must be a whole number, {low} or more, not {text!r}")
+        return int(text)
+
+    return whole_number
+
+
 def documented_parser(prog: str, documentation: str, usage: str | None = None, note: str = "") -> Parser:
     """A parser whose help is the documentation; its part after 'Examples:' comes last, behind the note."""
     description, _, examples = documentation.partition("\nExamples:\n")
