@@ -20,14 +20,13 @@ import contextlib
 import ctypes
 import gc
 import importlib.util
+import itertools
 import json
-import logging
 import math
 import os
 import platform
 import re
 import shutil
-import statistics
 import sys
 import tempfile
 import time
@@ -35,12 +34,16 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 # --- configuration
 
@@ -87,13 +90,22 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Refuse sizes and inputs that do not fit together."""
+    """Refuse sizes and inputs that do not fit together; lower what a real protein has less of."""
     for name in ("msa", "pair"):
         dim, heads = getattr(args, f"{name}_dim"), getattr(args, f"num_heads_{name}")
         if dim % heads:
             parser.error(f"--{name}-dim {dim} must be divisible by --num-heads-{name} {heads}")
     if bool(args.msa) != bool(args.structure):
         parser.error("--msa and --structure belong together: give both, or neither for synthetic proteins")
+    if args.msa:
+        protein = read_protein(args.msa, args.structure)
+        for name, found in zip(("num_seqs", "seq_len"), protein.tokens.shape, strict=True):
+            if getattr(args, name) > found:
+                say(
+                    "note",
+                    f"--{name.replace('_', '-')} {getattr(args, name)} lowered to {found}: {args.msa} has no more",
+                )
+                setattr(args, name, found)
 
 
 # --- model
@@ -219,8 +231,8 @@ class OuterProductMean(nn.Module):
     def forward(self, msa: Tensor) -> Tensor:
         """msa [B, S, N, c_m] -> update of pair [B, N, N, c_z]."""
         msa = self.layer_norm(msa)
-        a, b = self.linear_1(msa), self.linear_2(msa) / msa.shape[1]
-        return self.linear_out(torch.einsum("bsic,bsjd->bijcd", a, b).flatten(3))
+        outer = torch.einsum("bsic,bsjd->bijcd", self.linear_1(msa), self.linear_2(msa)).flatten(3)
+        return self.linear_out(outer) / (msa.shape[1] + 1e-3)  # the bias, too, as AlphaFold's code does
 
 
 class TriangleMultiplication(nn.Module):
@@ -451,7 +463,7 @@ class ProteinBatches:
             "coords": coords,
             "observed": observed,
         }
-        return {name: to_device(value, self.device) for name, value in batch.items()}
+        return {name: value.to(self.device) for name, value in batch.items()}
 
     def _crop(self, protein: Protein) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         depth, length = protein.tokens.shape
@@ -519,9 +531,12 @@ def synthetic_proteins(count: int, depth: int, length: int, seed: int) -> list[P
 
 def read_a3m(path: Path) -> np.ndarray:
     """Tokens [depth, length] of an alignment in A3M format; insertions (lower case) are dropped."""
-    content = read_bytes(path, "--msa")
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        fail(f"--msa {path}: {error.strerror}")
     if b"\0" in content or not content.lstrip().startswith((b">", b"#")):
-        raise UserError(f"--msa {path}: not an A3M file (it must begin with a line '>name')")
+        fail(f"--msa {path}: not an A3M file (it must begin with a line '>name')")
     rows: list[str] = []
     for line in content.decode("utf-8", "replace").splitlines():
         if line.startswith(">"):
@@ -531,13 +546,13 @@ def read_a3m(path: Path) -> np.ndarray:
     wrong = [i for i, row in enumerate(rows) if len(row) != len(rows[0])]
     if not rows or not rows[0] or wrong:
         where = f"sequence {wrong[0] + 1} has {len(rows[wrong[0]])} columns, the query" if wrong else "the query"
-        raise UserError(f"--msa {path}: {where} has {len(rows[0]) if rows else 0} columns (lower case not counted)")
+        fail(f"--msa {path}: {where} has {len(rows[0]) if rows else 0} columns (lower case not counted)")
     code = np.full(128, UNKNOWN, dtype=np.uint8)
     code[[ord(letter) for letter in AMINO_ACIDS]] = np.arange(20)
     code[ord("-")] = GAP
     letters = np.array([[min(ord(letter), 127) for letter in row] for row in rows])
     if not (np.isin(letters, [ord(c) for c in "ABCDEFGHIJKLMNOPQRSTUVWXYZ-*"])).all():
-        raise UserError(f"--msa {path}: it has characters that are neither amino acids nor gaps")
+        fail(f"--msa {path}: it has characters that are neither amino acids nor gaps")
     return code[letters]
 
 
@@ -545,13 +560,12 @@ def read_structure(path: Path, query: str) -> tuple[np.ndarray, np.ndarray]:
     """Coordinates [length, 3] and observed [length] of the chain of a PDB or mmCIF file that matches the query."""
     try:
         import gemmi
-    except ImportError as error:
-        raise UserError("--structure needs the package gemmi: pip install gemmi", status=4) from error
-    read_bytes(path, "--structure")
+    except ImportError:
+        fail("--structure needs the package gemmi: pip install gemmi", status=4)
     try:
         structure = gemmi.read_structure(str(path))
-    except (RuntimeError, ValueError) as error:
-        raise UserError(f"--structure {path}: not a PDB or mmCIF file ({str(error).splitlines()[0]})") from error
+    except (OSError, RuntimeError, ValueError) as error:
+        fail(f"--structure {path}: not a PDB or mmCIF file ({str(error).splitlines()[0]})")
     structure.setup_entities()
     best, best_identity = None, 0.0
     for chain in structure[0] if len(structure) else ():
@@ -563,7 +577,7 @@ def read_structure(path: Path, query: str) -> tuple[np.ndarray, np.ndarray]:
         if len(pairs) * identity > (len(best) if best else 0) * best_identity:
             best, best_identity = [(i, residues[j]) for i, j in pairs], identity
     if not best or best_identity < 0.9 or len(best) < 0.5 * len(query):
-        raise UserError(
+        fail(
             f"--structure {path}: no chain matches the query of the alignment (best: {len(best or ())} of {len(query)} "
             f"residues aligned, {100 * best_identity:.0f} % identical; at least half and 90 % are needed)"
         )
@@ -586,1016 +600,715 @@ def alignment_pairs(cigar: str) -> list[tuple[int, int]]:
     return pairs
 
 
-def read_protein(args: argparse.Namespace) -> Protein:
-    """The protein of --msa and --structure. Lowers --num-seqs and --seq-len, and says so, where it has fewer."""
-    tokens = read_a3m(args.msa)
+def read_protein(msa: Path, structure: Path) -> Protein:
+    """The protein of --msa and --structure."""
+    tokens = read_a3m(msa)
     query = "".join((AMINO_ACIDS + "X-")[token] for token in tokens[0])
-    coords, observed = read_structure(args.structure, query)
-    for name, found in (("num_seqs", tokens.shape[0]), ("seq_len", tokens.shape[1])):
-        if found < getattr(args, name):
-            flag = f"--{name.replace('_', '-')}"
-            note(f"{flag} {getattr(args, name)} lowered to {found}: {args.msa} has no more")
-            setattr(args, name, found)
-    return Protein(tokens, coords, observed)
+    return Protein(tokens, *read_structure(structure, query))
 
 
 def make_batches(args: argparse.Namespace, device: torch.device, seed: int) -> ProteinBatches:
     """The source of training batches: the protein of --msa and --structure, or 64 synthetic ones."""
-    proteins = [read_protein(args)] if args.msa else synthetic_proteins(64, args.num_seqs, args.seq_len, seed)
+    if args.msa:
+        proteins = [read_protein(args.msa, args.structure)]
+    else:
+        proteins = synthetic_proteins(64, args.num_seqs, args.seq_len, seed)
     return ProteinBatches(proteins, args, device, seed)
 
 
 # --- harness
 # The same bytes in every tiny_*_v*.py: edit it in one script, then run `python tools/sync_harness.py THAT_SCRIPT.py`.
-# It knows the model only as FUSIONS, VERSION, add_model_arguments, check_model_arguments, build_model and make_batches.
-
+# It knows the model as docstring, VERSION, FUSIONS, add_model_arguments (with --batch-size), check_model_arguments,
+# build_model (with .config and .TARGETS) and make_batches (with .next_batch()); these use its at_least, fail and say.
 SCRIPT = Path(__file__).stem
-SCHEMA_VERSION = 1
-MB = 1e6
-COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 PHASES = ("data", "forward", "backward", "optimizer")
-# On a CPU operator calls are counted in place of kernels: the innermost ones, without these, which move no data.
-VIEW_OPERATORS = (
-    *("alias", "as_strided", "chunk", "detach", "empty", "empty_like", "empty_strided", "expand", "lift_fresh"),
-    *("narrow", "permute", "resize_", "resolve_conj", "resolve_neg", "select", "set_", "slice", "split"),
-    *("split_with_sizes", "squeeze", "t", "transpose", "unbind", "unflatten", "unsqueeze", "view"),
-    *("_reshape_alias", "_unsafe_view"),
-)
-# One process per GPU; torchrun sets these, and a plain run is the only one.
-RANK, LOCAL_RANK = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
-WORLD_SIZE, LOCAL_WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-UNFINISHED = "the run did not finish"
-os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise the PyTorch profiler writes lines of its own on stderr
+OWN_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile that make graphs of their own
+NO_WORK = ("_unsafe_view", "empty", "new_empty", "_fused_sdp_choice")  # operators that move no data, besides views
+# torchrun sets these, one process per GPU; a plain run is the only one.
+RANK, LOCAL_RANK, WORLD_SIZE = (int(os.environ.get(n, n == "WORLD_SIZE")) for n in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+# Where a GPU profiler started this process, one of these is set: rocprofv3 (rocprof-compute uses it), nsys, ncu.
+PROFILER_SIGNS = ("ROCP_TOOL_LIBRARIES", "NSYS_PROFILING_SESSION_ID", "NV_NSIGHT_INJECTION_TRANSPORT_TYPE")
+REPORT = """\
+Average training speed: {timing[samples_per_sec]:.1f} samples/sec
+Average batch time: {timing[batch_ms]:.1f} ms (median {timing[batch_median_ms]:.1f}, p95 {timing[batch_p95_ms]:.1f})
+Average forward time: {timing[forward_ms]:.1f} ms
+Average backward time: {timing[backward_ms]:.1f} ms
+Average optimizer time: {timing[optimizer_ms]:.1f} ms
+Average graph time: {timing[graph_ms]:.1f} ms (forward, backward and optimizer are one graph, not separable)
+Warmup step time: {timing[warmup_first_step_ms]:.1f} ms (first step{includes})
+Compilation overhead: {timing[compilation_overhead_ms]:.1f} ms
+Final loss: {loss[final]:.4f} (first step {loss[initial]:.4f})
+Peak memory usage: {memory[peak_mb]:.1f} MB
+Kernels per step: {kernels[per_step]}{all_off}{kernels[remark]}
+Kernel reduction: {kernels[reduction_percent]:.1f} %
+Host launches per step: {kernels[host_launches]}
+FLOPs per step: {flops[gflop]:.4g} GFLOP, achieved {flops[achieved_tflops]:.3g} TFLOP/s"""
 
 
-class UserError(Exception):
-    """Something the user can put right: one line on stderr and this exit status, no traceback."""
-
-    def __init__(self, message: str, status: int = 2):
-        super().__init__(message)
-        self.status = status
+def say(kind: str, message: str) -> None:
+    """A line on stderr: an "error" of this process, or a "note", of which several processes give one."""
+    if kind == "error" or RANK == 0:
+        print(f"{SCRIPT}.py: {kind}: {f'rank {RANK}: ' if RANK else ''}{message}", file=sys.stderr)
 
 
-class Parser(argparse.ArgumentParser):
-    """Answers a bad argument with one line instead of the whole usage."""
+def fail(message: str, status: int = 2) -> NoReturn:
+    """End with one line on stderr: something that the user can put right."""
+    say("error", message)
+    raise SystemExit(status)
 
-    def error(self, message: str) -> None:
-        self.exit(2, f"{self.prog}: error: {message} (--help lists all arguments)\n")
 
-
-class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    """Keeps the line breaks of the description and adds the defaults that say something."""
-
-    def _get_help_string(self, action: argparse.Action) -> str:
-        return action.help if action.default in (None, False) else super()._get_help_string(action)
+def progress(text: str = "") -> None:
+    """What happens now: on a terminal one line that is rewritten, and cleared at the end, elsewhere a line each."""
+    if sys.stdout.isatty():
+        print(f"\r{text[: shutil.get_terminal_size().columns - 1]}\033[K", end="", flush=True)
+    elif text:
+        print(text, flush=True)
 
 
 def at_least(low: int) -> Callable[[str], int]:
     """argparse type: a whole number not below `low`, small enough for 32 bits."""
 
     def whole_number(text: str) -> int:
-        if not text.isascii() or not text.removeprefix("-").isdigit() or not low <= int(text) < 2**31:
-            raise argparse.ArgumentTypeError(f"must be a whole number, {low} or more, not {text!r}")
+        if not low <= int(text) < 2**31:
+            raise argparse.ArgumentTypeError(f"must be {low} or more, not {text}")
         return int(text)
 
     return whole_number
 
 
-def positive_number(text: str) -> float:
-    """argparse type: a finite number above zero."""
-    with contextlib.suppress(ValueError):
-        if 0 < float(text) < math.inf:
-            return float(text)
-    raise argparse.ArgumentTypeError(f"must be a number above 0, not {text!r}")
-
-
 def build_parser() -> argparse.ArgumentParser:
     """The command line: the model's own arguments and those that all versions share."""
     description, _, examples = __doc__.partition("\nExamples:\n")
-    parser = Parser(
-        prog=Path(__file__).name,
-        usage="%(prog)s [arguments]",
-        description=description,
-        epilog="examples:\n" + examples,
-        formatter_class=HelpFormatter,
-        allow_abbrev=False,
-    )
+    texts = {"description": description, "epilog": "examples:\n" + examples, "usage": argparse.SUPPRESS}
+    texts["formatter_class"] = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog=f"{SCRIPT}.py", **texts, allow_abbrev=False)
     add_model_arguments(parser)
-
-    def switch(group: argparse._ArgumentGroup, flag: str, attribute: str, text: str) -> None:
-        group.add_argument(f"--enable-{flag}", dest=attribute, action="append_const", const=True, help=text)
-        group.add_argument(f"--disable-{flag}", dest=attribute, action="append_const", const=False)
-
     group = parser.add_argument_group("fusions", "Single flags win over all-fusion, whatever their order.")
-    switch(group, "all-fusion", "all_fusion", "every fusion of this version, not torch.compile (the default)")
-    for fusion in FUSIONS:
-        switch(group, *fusion)
-    switch(group, "torch-compile", "torch_compile", "compile the model with torch.compile")
-    group.add_argument("--torch-compile-mode", choices=COMPILE_MODES, help="(default: default)")
-
+    for flag, attribute, text in (
+        ("all-fusion", "all_fusion", "every fusion of this version (the default), but not the last two"),
+        *FUSIONS,
+        ("torch-compile", "torch_compile", "compile the model with torch.compile"),
+        ("cuda-graph", "cuda_graph", "capture the whole step after the warm-up and replay it (one GPU)"),
+    ):
+        add = group.add_mutually_exclusive_group().add_argument
+        add(f"--enable-{flag}", dest=attribute, action="store_const", const=True, help=text)
+        add(f"--disable-{flag}", dest=attribute, action="store_const", const=False)
+    group.add_argument("--torch-compile-mode", choices=("default", *OWN_GRAPHS, "max-autotune-no-cudagraphs"))
     add = parser.add_argument_group("training").add_argument
     add("--num-steps", type=at_least(1), default=50, metavar="N", help="measured steps")
     add("--warmup-steps", type=at_least(0), default=5, metavar="N", help="steps before those, not measured")
-    add("--learning-rate", type=positive_number, default=3e-4, metavar="X", help="of AdamW")
+    add("--learning-rate", type=float, default=3e-4, metavar="X", help="of AdamW")
     add("--use-amp", action="store_true", help="automatic mixed precision")
     add("--amp-dtype", choices=("bfloat16", "float16"), help="(default: bfloat16)")
     add("--matmul-precision", choices=("highest", "high", "medium"), default="highest", help="of float32")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="AMD GPUs are 'cuda' too")
-    add(
-        "--num-gpus", type=at_least(1), metavar="N", help="GPUs that share the batch (default: 1, or *_VISIBLE_DEVICES)"
-    )
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="AMD GPUs are 'cuda', too")
+    add("--num-gpus", type=at_least(1), metavar="N", help="sharing the batch (default: 1, or *_VISIBLE_DEVICES)")
     add("--seed", type=at_least(0), default=42, metavar="N", help="of weights and data")
     add("--deterministic", action="store_true", help="only algorithms that give the same bits every run")
-    add("--log-interval", type=at_least(1), default=10, metavar="N", help="steps between progress lines")
-
+    add("--log-interval", type=at_least(1), default=10, metavar="N", help="steps between lines of progress")
     add = parser.add_argument_group("profiling").add_argument
     add("--enable-pytorch-profiler", action="store_true", help="operator tables and a trace of three steps")
     add("--enable-memory-profiling", action="store_true", help="memory timeline of one step")
-    add("--enable-deepspeed-flops", action="store_true", help="FLOPs per module (needs deepspeed)")
-    add(
-        "--enable-rocm-profiling", action="store_true", help="name phases and blocks to a GPU profiler, pause it before"
-    )
-    add("--enable-all-profiling", action="store_true", help="all of these that work here")
+    add("--enable-rocm-profiling", action="store_true", help="name phases and modules to a profiler around this run")
     add("--under-profiler", action="store_true", help="launch nothing but the training steps")
-    add("--profile-dir", type=Path, default=Path(f"./pytorch_profiles_v{VERSION}"), metavar="DIR", help="for results")
-
+    add("--profile-dir", type=Path, default=f"pytorch_profiles_v{VERSION}", metavar="DIR", help="for results")
     add = parser.add_argument_group("modes").add_mutually_exclusive_group().add_argument
-    add("--validate-setup", action="store_true", help="show what was found, run three steps, say pass or fail")
-    add("--compare-fusion", action="store_true", help="all fusions off, then as chosen; one table")
+    add("--compare-fusion", action="store_true", help="all fusions off and as chosen in alternating turns; one table")
     add("--verify-accuracy", action="store_true", help="same outputs and gradients as with everything off?")
-    add("--compare-with-v1", type=Path, metavar="RESULT.json", help="compare with the result of a V1 run")
-    add(
-        "--compare-with",
-        type=Path,
-        metavar="RESULT.json",
-        help="with another run of this script, on one GPU for instance",
-    )
+    for action in parser._actions:
+        if action.default not in (None, False, argparse.SUPPRESS):
+            action.help += " (default: %(default)s)"
     return parser
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """Parse and validate; anything that cannot work is one line on stderr and exit status 2."""
+    """Parse, fill in and check; what cannot work is one line on stderr and SystemExit with status 2 or 4."""
     parser = build_parser()
     args = parser.parse_args(argv)
-
-    def switch(flag: str, attribute: str, default: bool) -> bool:
-        given = set(getattr(args, attribute) or [default])
-        if len(given) == 2:
-            parser.error(f"--enable-{flag} and --disable-{flag} contradict each other: give one of them")
-        return given.pop()
-
-    if not FUSIONS and (args.compare_fusion or True in (args.all_fusion or ())):
-        parser.error(f"{SCRIPT} has no fusions: --enable-all-fusion and --compare-fusion start with V2")
-    preset = switch("all-fusion", "all_fusion", True)
-    for flag, attribute, _ in FUSIONS:
-        setattr(args, attribute, switch(flag, attribute, preset))
-    args.torch_compile = switch("torch-compile", "torch_compile", False)
-    if args.torch_compile_mode and not args.torch_compile:
-        parser.error("--torch-compile-mode needs --enable-torch-compile")
-    if args.amp_dtype and not args.use_amp:
-        parser.error("--amp-dtype needs --use-amp")
-    args.torch_compile_mode = args.torch_compile_mode or "default"
-    args.amp_dtype = args.amp_dtype or "bfloat16"
+    vars(args).update({name: args.all_fusion is not False for _, name, _ in FUSIONS if getattr(args, name) is None})
     check_model_arguments(args, parser)
-    if args.num_gpus and WORLD_SIZE > 1 and args.num_gpus != WORLD_SIZE:
-        parser.error(f"--num-gpus {args.num_gpus} contradicts torchrun, which started {WORLD_SIZE} processes")
-    if args.batch_size % wanted_processes(args):
-        parser.error(f"--batch-size {args.batch_size} is not divisible by {wanted_processes(args)} GPUs")
+    gpu, found = args.device != "cpu" and torch.cuda.is_available(), torch.cuda.device_count()
+    named = [os.environ.get(f"{who}_VISIBLE_DEVICES", "") for who in ("ROCR", "HIP", "CUDA")]
+    named_gpus = min((len(text.split(",")) for text in named if text), default=1) if gpu else 1
+    processes = WORLD_SIZE if "RANK" in os.environ else args.num_gpus or named_gpus
+    here = int(os.getenv("LOCAL_WORLD_SIZE", processes)) if gpu or args.num_gpus else 1  # on this host
+    mode, for_fusions = args.torch_compile_mode, not FUSIONS and (args.all_fusion or args.compare_fusion)
+    for wrong, status, message in (
+        (for_fusions, 2, f"--enable-all-fusion and --compare-fusion start with V2, {SCRIPT} has no fusions"),
+        (mode and not args.torch_compile, 2, f"--torch-compile-mode {mode} needs --enable-torch-compile"),
+        (args.amp_dtype and not args.use_amp, 2, f"--amp-dtype {args.amp_dtype} needs --use-amp"),
+        (not 0 < args.learning_rate < math.inf, 2, f"--learning-rate must be above 0, not {args.learning_rate}"),
+        (args.num_gpus not in (None, processes), 2, f"--num-gpus {args.num_gpus}, but torchrun started {processes}"),
+        (args.batch_size % processes, 2, f"--batch-size {args.batch_size} is not divisible by {processes} GPUs"),
+        (args.cuda_graph and processes > 1, 2, f"--enable-cuda-graph is for one GPU, not for {processes}"),
+        (args.cuda_graph and args.warmup_steps < 2, 2, "--enable-cuda-graph needs --warmup-steps 2 or more"),
+        (args.cuda_graph and mode in OWN_GRAPHS, 2, f"--enable-cuda-graph: mode {mode} makes graphs of its own"),
+        (args.cuda_graph and not gpu, 4, "--enable-cuda-graph: a graph needs a GPU, and this run has none"),
+        (args.device == "cuda" and not gpu, 4, "--device cuda: PyTorch finds no GPU here; use --device cpu or auto"),
+        (args.device != "cpu" and here > max(1, found), 4, f"{here} GPUs wanted, PyTorch finds {found}"),
+    ):
+        if wrong:
+            fail(message, status)
+    args.torch_compile, args.cuda_graph = bool(args.torch_compile), bool(args.cuda_graph)
+    args.amp_dtype, args.num_gpus, args.device = args.amp_dtype or "bfloat16", processes, "cuda" if gpu else "cpu"
+    args.profile_dir = args.profile_dir / f"rank{RANK}" if RANK else args.profile_dir
+    signs = [n for n in PROFILER_SIGNS if n in os.environ] + re.findall("librocprof[^:]*", os.getenv("LD_PRELOAD", ""))
+    if signs and not args.under_profiler:
+        say("note", f"a GPU profiler started this run ({signs[0]}): --under-profiler is on")
+        args.under_profiler = True
     return args
-
-
-def named_gpus() -> int:
-    """How many GPUs the user chose with an environment variable, 0 without one."""
-    chosen = [os.environ.get(f"{who}_VISIBLE_DEVICES", "") for who in ("ROCR", "HIP", "CUDA")]
-    return min((len(text.split(",")) for text in chosen if text), default=0)
-
-
-def wanted_processes(args: argparse.Namespace) -> int:
-    """One process per GPU: what torchrun started, what --num-gpus says, or the GPUs that the environment names."""
-    if WORLD_SIZE > 1 or args.num_gpus:
-        return args.num_gpus or WORLD_SIZE
-    return max(1, named_gpus()) if args.device != "cpu" and torch.cuda.is_available() else 1
-
-
-def note(message: str) -> None:
-    """A remark on stderr, once however many processes there are."""
-    if RANK == 0:
-        print(message, file=sys.stderr)
-
-
-def complain(message: str) -> None:
-    """The line that says what went wrong. torchrun collects it from each process, and launch() prints the first."""
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        Path(path).write_text(json.dumps({"message": message, "timestamp": int(time.time())}))
-    if WORLD_SIZE == 1:
-        print(f"{SCRIPT}.py: error: {message}", file=sys.stderr)
-    elif "TINY_LAUNCHED" not in os.environ:
-        print(f"{SCRIPT}.py: error: rank {RANK}: {message}", file=sys.stderr)
-
-
-def launch(args: argparse.Namespace, argv: list[str], processes: int) -> int:
-    """Start this script once per GPU, as torchrun does. A process that fails ends the others and is named."""
-    from torch.distributed import run as torchrun
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-    found = torch.cuda.device_count()
-    if args.device != "cpu" and found < processes:
-        raise UserError(
-            f"{processes} GPUs wanted, PyTorch finds {found}; --device cpu takes processes instead", status=4
-        )
-    os.environ["TINY_LAUNCHED"] = "1"
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
-    logging.disable()  # torchrun's own lines; what matters is in the exception
-    try:
-        torchrun.run(torchrun.parse_args(["--standalone", f"--nproc-per-node={processes}", __file__, *argv]))
-        return 0
-    except SignalException as error:
-        raise KeyboardInterrupt from error
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        killed = failure.exitcode < 0
-        reason = f"killed by {failure.signal_name()}" if killed else failure.message
-    message = f"rank {rank}: {reason}"
-    complain(message)
-    record = args.profile_dir / f"{SCRIPT}_summary.json"
-    result = json.loads(record.read_text()) if record.exists() else {}
-    if result.get("error") == UNFINISHED:
-        write_result({**result, "error": message}, args.profile_dir)
-    return 1 if killed else failure.exitcode
 
 
 def join_processes(args: argparse.Namespace) -> None:
     """Meet the other processes that torchrun started. Only rank 0 prints; the others' files go to rankN/."""
-    gpu = args.device != "cpu" and torch.cuda.is_available()
-    if gpu and torch.cuda.device_count() < LOCAL_WORLD_SIZE:
-        raise UserError(f"{LOCAL_WORLD_SIZE} processes but {torch.cuda.device_count()} GPUs on this host", status=4)
-    if gpu:
+    if args.device == "cuda":
         torch.cuda.set_device(LOCAL_RANK)
-    torch.distributed.init_process_group("nccl" if gpu else "gloo")
+    torch.distributed.init_process_group()  # NCCL (RCCL) for tensors on GPUs, gloo for those on the host
     if RANK:
-        args.profile_dir = args.profile_dir / f"rank{RANK}"
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - stays open as long as the process
 
 
-def combine_processes(result: dict) -> None:
-    """The loss becomes the mean over all processes, which is that of the global batch; peak memory the maximum."""
-    everyone: list = [None] * WORLD_SIZE
-    torch.distributed.all_gather_object(everyone, (result["loss"]["curve"], result["memory"].get("peak_mb")))
-    curves, peaks = zip(*everyone, strict=True)
-    result["loss"]["curve"] = [statistics.fmean(losses) for losses in zip(*curves, strict=True)]
-    if None not in peaks:  # on a CPU under a profiler it is not measured
-        result["memory"]["peak_mb"] = max(peaks)
-
-
-def without_fusions(args: argparse.Namespace) -> argparse.Namespace:
-    """The same run with every fusion and torch.compile off."""
+def all_off(args: argparse.Namespace, **changes) -> argparse.Namespace:
+    """The same run with every fusion and torch.compile off, and these changes."""
     off = {attribute: False for _, attribute, _ in FUSIONS}
-    return argparse.Namespace(**{**vars(args), **off, "torch_compile": False})
-
-
-def read_bytes(path: Path, flag: str) -> bytes:
-    """The content of an input file named by `flag`; a missing or empty one is a UserError."""
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise UserError(f"{flag} {path}: {error.strerror}") from error
-    if not content:
-        raise UserError(f"{flag} {path}: the file is empty")
-    return content
-
-
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy to the device without waiting for it, by way of pinned memory."""
-    if device.type == "cpu":
-        return tensor
-    return torch.empty_like(tensor, pin_memory=True).copy_(tensor).to(device, non_blocking=True)
+    return argparse.Namespace(**{**vars(args), **off, "torch_compile": False, **changes})
 
 
 def prepare(args: argparse.Namespace) -> torch.device:
     """Check what the run needs before it starts, make the process-wide settings and return the device."""
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda: PyTorch finds no GPU here; use --device cpu or auto", status=4)
-    gpu = args.device != "cpu" and torch.cuda.is_available()
-    if gpu and wanted_processes(args) == 1 < torch.cuda.device_count() and not (args.num_gpus or named_gpus()):
-        note(f"{torch.cuda.device_count()} GPUs are visible, this run uses one: --num-gpus N uses more")
-    if not gpu and named_gpus() > 1 and WORLD_SIZE == 1:
-        note(f"the environment names {named_gpus()} GPUs, PyTorch uses none: this run is one process on the CPU")
-    deepspeed = importlib.util.find_spec("deepspeed") is not None
-    if args.enable_deepspeed_flops and not deepspeed:
-        raise UserError("--enable-deepspeed-flops needs the package deepspeed (pip install deepspeed)", status=4)
-    if args.enable_all_profiling:
-        args.enable_pytorch_profiler = args.enable_memory_profiling = args.enable_rocm_profiling = True
-        args.enable_deepspeed_flops = deepspeed
-        if not deepspeed:
-            note("--enable-all-profiling: skipping deepspeed-flops (pip install deepspeed)")
-    if args.enable_rocm_profiling and not gpu:
-        note("--enable-rocm-profiling: no GPU here, so nothing is marked")
-        args.enable_rocm_profiling = False
-    if args.enable_rocm_profiling and torch.version.hip:
-        roctx_library()
-    try:
-        args.profile_dir.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=args.profile_dir).close()
-    except OSError as error:
-        raise UserError(f"--profile-dir {args.profile_dir}: cannot write there ({error.strerror})") from error
+    if args.enable_rocm_profiling and args.device == "cpu":
+        say("note", "--enable-rocm-profiling: no GPU here, so nothing is marked")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise the PyTorch profiler writes lines of its own on stderr
     if args.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(args.deterministic)
     torch.set_float32_matmul_precision(args.matmul_precision)
-    return torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device()) if args.device == "cuda" else torch.device("cpu")
 
 
 def environment(device: torch.device) -> dict:
     """What the numbers were measured on."""
-    name, memory = platform.processor() or platform.machine(), None
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        name, memory = properties.name, properties.total_memory / MB
-    elif Path("/proc/cpuinfo").exists():
-        models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-        name = models[0].partition(":")[2].strip() if models else name
-    try:
-        from triton import __version__ as triton_version
-    except ImportError:
-        triton_version = None
-    return {
-        "device": device.type,
-        "device_name": name,
-        "device_memory_mb": memory,
-        "cpu_threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "triton": triton_version,
-        "hip": torch.version.hip,
-        "cuda": torch.version.cuda,
-        "python": platform.python_version(),
-        "system": f"{platform.system()} {platform.machine()}",
-    }
+    cpu = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    cpu = (re.findall(r"model name\s*: (.+)", cpu) or [platform.machine()])[0]
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu
+    triton = __import__("triton").__version__ if importlib.util.find_spec("triton") else None
+    found = {"device": device.type, "device_name": name, "cpu_threads": torch.get_num_threads(), "triton": triton}
+    versions = {"torch": torch.__version__, "hip": torch.version.hip, "cuda": torch.version.cuda}
+    return {**found, **versions, "python": platform.python_version()}
 
 
-class Recorder:
-    """Times and losses of a loop, taken without ever making the host wait for the device.
-
-    On a GPU a mark is an event in the stream and a loss is an asynchronous copy to pinned memory, looked at once the
-    device has passed it. On a CPU they are clock readings and plain copies. `range` is a context manager that every
-    phase runs in, to name it to a profiler.
-    """
-
-    def __init__(self, device: torch.device, steps: int, label: str, log_interval: int, range=contextlib.nullcontext):
-        self.gpu, self.range = device.type == "cuda", range
-        self.steps, self.label, self.log_interval = steps, label, log_interval
-        self.buffer = torch.zeros(steps, pin_memory=self.gpu)
-        self.marks: list = []  # the start, then the end of each phase of each step
-        self.losses: list[float] = []
-        self.copied = 0  # losses on their way or arrived
-        self.finite = True
-
-    def mark(self) -> None:
-        """Note this moment: the start of the loop or the end of a phase."""
-        if self.gpu:
-            self.marks.append(torch.cuda.Event(enable_timing=True))
-            self.marks[-1].record()
-        else:
-            self.marks.append(time.perf_counter())
-
-    @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Runs one phase of a step."""
-        with self.range(name):
-            yield
-        self.mark()
-
-    def finish_step(self, step: int, loss: Tensor) -> None:
-        """Keep the loss and look at those that have arrived; a loss that is not finite is a FloatingPointError."""
-        self.buffer[step].copy_(loss, non_blocking=True)
-        self.copied = step + 1
-        self.look(wait=False)
-
-    def look(self, wait: bool) -> None:
-        """Take over the losses that have arrived; with `wait`, after the device has finished, all that were copied."""
-        while self.finite and (step := len(self.losses)) < self.copied:
-            after_copy = len(PHASES) * (step + 1) + 1  # the first mark behind the copy
-            if self.gpu and not wait and not (after_copy < len(self.marks) and self.marks[after_copy].query()):
-                return
-            loss = float(self.buffer[step])
-            self.finite = math.isfinite(loss)
-            if not self.finite:
-                raise FloatingPointError(f"the loss became {loss} at {self.label} {step + 1}")
-            self.losses.append(loss)
-            if (step + 1) % self.log_interval == 0 or step + 1 == self.steps:
-                print(f"{self.label} {step + 1}/{self.steps}  loss {loss:.4f}", flush=True)
-
-    def milliseconds(self, first: int, last: int) -> float:
-        """Device time from one mark to another."""
-        start, end = self.marks[first], self.marks[last]
-        return start.elapsed_time(end) if self.gpu else 1e3 * (end - start)
-
-    def timing(self, batch_size: int, wall: float | None) -> dict:
-        """Means over the finished steps; `wall` is the whole loop's time in seconds, None if it was cut short."""
-        steps, count = len(self.losses), len(PHASES)
-        if not steps:
-            return {}
-        wall = wall or self.milliseconds(0, count * steps) / 1e3
-        batches = sorted(self.milliseconds(count * step, count * (step + 1)) for step in range(steps))
-        phases = {
-            f"{phase}_ms": statistics.fmean(self.milliseconds(count * s + i, count * s + i + 1) for s in range(steps))
-            for i, phase in enumerate(PHASES)
-        }
-        return {
-            "steps": steps,
-            "wall_s": wall,
-            "samples_per_sec": batch_size * steps / wall,
-            "batch_ms": 1e3 * wall / steps,
-            "batch_median_ms": statistics.median(batches),
-            "batch_p95_ms": batches[math.ceil(0.95 * steps) - 1],
-            **phases,
-        }
-
-
-def name_blocks(model: nn.Module) -> None:
-    """Have each block, a member of a ModuleList, run its forward pass in an NVTX (ROCTx) range of its name."""
-
-    def begin(name: str) -> Callable[..., None]:
-        def hook(*unused) -> None:  # what a hook returns would replace the block's input
-            torch.cuda.nvtx.range_push(name)
-
-        return hook
-
-    def end(*unused) -> None:
-        torch.cuda.nvtx.range_pop()
-
-    for list_name, blocks in model.named_modules():
-        if isinstance(blocks, nn.ModuleList):
-            for name, block in blocks.named_children():
-                block.register_forward_pre_hook(begin(f"{list_name}.{name}"))
-                block.register_forward_hook(end)
-
-
-def compile_model(model: nn.Module, mode: str) -> nn.Module:
-    """The model under torch.compile, with one ptxas for the processes of Inductor.
-
-    Its workers take the one that comes with PyTorch. If this process took Triton's own, it would find nothing of
-    theirs in Triton's cache, and compile every candidate of max-autotune again, one after the other.
-    """
-    ptxas = Path(torch.__file__).with_name("bin") / "ptxas"
-    if ptxas.exists():  # neither ROCm nor a CPU has one
-        os.environ.setdefault("TRITON_PTXAS_PATH", str(ptxas))
-    return torch.compile(model, mode=mode)
+def name_modules(model: nn.Module, named: Callable[[str], AbstractContextManager]) -> None:
+    """Have every module run its forward pass in a range of its name, for a profiler to show."""
+    for name, module in model.named_modules():
+        if name:
+            module.forward = named(name)(module.forward)  # a context manager is a decorator, too
 
 
 class Trainer:
     """Model, optimizer and data, and the one training step that is measured, counted and profiled."""
 
     def __init__(self, args: argparse.Namespace, device: torch.device):
-        self.args, self.device = args, device
-        self.batches = make_batches(args, device, args.seed)
+        self.args, self.device, self.gpu = args, device, device.type == "cuda"
+        self.autocast = partial(torch.autocast, device.type, getattr(torch, args.amp_dtype), enabled=args.use_amp)
+        self.synchronize = torch.cuda.synchronize if self.gpu else lambda: None
+        self.batches = make_batches(args, torch.device("cpu"), args.seed)
         self.model = build_model(args, device)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=args.learning_rate, fused=True)
+        options = {"lr": args.learning_rate, "fused": True, "capturable": args.cuda_graph}
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), **options)
         self.scaler = torch.amp.GradScaler(device.type, enabled=args.use_amp and args.amp_dtype == "float16")
-        self.forward = compile_model(self.model, args.torch_compile_mode) if args.torch_compile else self.model
+        self.forward = torch.compile(self.model, mode=args.torch_compile_mode) if args.torch_compile else self.model
         if WORLD_SIZE > 1:  # buffers are constants, so they need no broadcast
             warnings.filterwarnings("ignore", message=".*broadcast_buffers. is deprecated", category=FutureWarning)
             ddp = nn.parallel.DistributedDataParallel
             self.forward = ddp(self.forward, broadcast_buffers=False, gradient_as_bucket_view=True)
-            self.host_group = torch.distributed.new_group(backend="gloo")  # to meet without a kernel on the device
-        if args.enable_rocm_profiling and not args.torch_compile:  # a compiled graph has no blocks left
-            name_blocks(self.model)
+        self.inputs: dict[str, Tensor] = {}  # on a GPU, where every batch is copied to
+        self.graph, self.phases, self.marks = None, PHASES, []
+        self.named = torch.cuda.nvtx.range if args.enable_rocm_profiling and self.gpu else contextlib.nullcontext
+        if args.enable_rocm_profiling and self.gpu and not args.torch_compile:  # compiled, there are no modules left
+            name_modules(self.model, self.named)
 
     def next_batch(self) -> dict[str, Tensor]:
-        """This process's share of the global batch, which is the same for any number of processes."""
+        """This process's share of the global batch, which is the same for any number of processes, on the device."""
         share = self.args.batch_size // WORLD_SIZE
-        batch = self.batches.next_batch()
-        return {name: value[RANK * share : (RANK + 1) * share] for name, value in batch.items()}
+        batch = {name: value[RANK * share :][:share] for name, value in self.batches.next_batch().items()}
+        if not self.gpu:
+            return batch
+        for name, value in batch.items():
+            pinned = torch.empty_like(value, pin_memory=True).copy_(value)  # so that nobody waits for the copy
+            if name not in self.inputs:
+                self.inputs[name] = torch.empty_like(value, device=self.device)
+            self.inputs[name].copy_(pinned, non_blocking=True)
+        return self.inputs
 
-    def autocast(self) -> torch.autocast:
-        return torch.autocast(self.device.type, getattr(torch, self.args.amp_dtype), enabled=self.args.use_amp)
-
-    def step(self, phase: Callable[[str], AbstractContextManager] = contextlib.nullcontext) -> Tensor:
-        """One training step, each of its PHASES in a context `phase(name)`. Returns the loss."""
-        with phase("data"):
+    def step(self) -> Tensor:
+        """One training step; returns the loss of the global batch."""
+        with self.phase("data"):
             batch = self.next_batch()
-        with phase("forward"), self.autocast():
+        if not self.graph:
+            return self.compute(batch)
+        with self.phase("graph"):
+            self.graph.replay()
+        return self.loss
+
+    def compute(self, batch: dict[str, Tensor]) -> Tensor:
+        """The step on the device, which is what a graph captures."""
+        with self.phase("forward"), self.autocast():
             if self.args.torch_compile:
                 torch.compiler.cudagraph_mark_step_begin()
             loss = self.forward(**batch)
-        with phase("backward"):
+        with self.phase("backward"):
             self.scaler.scale(loss).backward()
-        with phase("optimizer"):
+        with self.phase("optimizer"):
             self.scaler.step(self.optimizer)
             self.scaler.update()
             self.optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
+            loss = loss.detach() / WORLD_SIZE if WORLD_SIZE > 1 else loss.detach()
+            if WORLD_SIZE > 1:
+                torch.distributed.all_reduce(loss)
+        return loss
 
-    def synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
+    def capture(self) -> None:
+        """Capture the step as a graph, without running it; from now on it is replayed. A step must have run before."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.loss = self.compute(self.inputs)
+        self.graph, self.phases = graph, ("data", "graph")
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Runs a phase of the step: a range of this name for a profiler, and a mark at its end for the clock."""
+        with self.named(name):
+            yield
+        self.mark()
+
+    def mark(self) -> None:
+        """Note this moment: an event in the stream, or on a CPU a clock reading."""
+        self.marks.append(torch.cuda.Event(enable_timing=True) if self.gpu else time.perf_counter())
+        if self.gpu:
+            self.marks[-1].record()
 
     def profile(self, steps: int = 1, **options) -> torch.profiler.profile:
         """Run training steps under the PyTorch profiler."""
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        if self.device.type == "cuda":
-            activities.append(torch.profiler.ProfilerActivity.CUDA)
-        with torch.profiler.profile(activities=activities, acc_events=True, **options) as profile:
+        with torch.profiler.profile(acc_events=True, **options) as profile:
             if WORLD_SIZE > 1:  # otherwise the first step contains waiting for the process whose profiler starts last
-                torch.distributed.barrier(self.host_group)
+                torch.distributed.all_reduce(torch.zeros(1))  # on the host, without a kernel on the device
+            self.named = torch.profiler.record_function
             for _ in range(steps):
-                self.step(torch.profiler.record_function)
+                self.step()
             self.synchronize()
         return profile
 
-    def resident_bytes(self) -> int:
-        """Bytes of parameters, buffers and optimizer state, which stay allocated between steps."""
-        state = [value for entry in self.optimizer.state.values() for value in entry.values()]
-        return sum(t.nbytes for t in (*self.model.parameters(), *self.model.buffers(), *state))
+    def profiled_events(self, **options) -> list[dict]:
+        """The events of one step under the profiler, as it writes them to a Chrome trace."""
+        with tempfile.TemporaryDirectory(dir=self.args.profile_dir) as folder:
+            path = Path(folder) / "trace.json"
+            self.profile(**options).export_chrome_trace(str(path))
+            return json.loads(path.read_text())["traceEvents"]
 
 
-def trace_events(profile: torch.profiler.profile) -> list[dict]:
-    """The profiler's events as it writes them to a Chrome trace."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profile.export_chrome_trace(str(path))
-        return json.loads(path.read_text())["traceEvents"]
+class OperatorCounter(TorchDispatchMode):
+    """Counts the ATen operators that are dispatched inside, without those that move no data."""
+
+    calls = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.calls += not (function.is_view or function.overloadpacket.__name__.startswith(NO_WORK))
+        return function(*args, **(kwargs or {}))
 
 
-def count_kernels(events: list[dict], device: torch.device) -> dict:
-    """Kernels that one profiled step ran; on a CPU, its innermost operator calls."""
-    if device.type == "cuda":
-        category = [event.get("cat") for event in events]
-        launches = [e for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver") and "Launch" in e["name"]]
-        return {
-            "unit": "kernels",
-            "per_step": category.count("kernel"),
-            "copies_and_memsets": category.count("gpu_memcpy") + category.count("gpu_memset"),
-            "host_launches": len(launches),
-        }
-    calls = sorted((e for e in events if e.get("cat") == "cpu_op"), key=lambda e: (e["tid"], e["ts"], -e["dur"]))
-    innermost = [
-        call
-        for call, following in zip(calls, [*calls[1:], {"tid": None}], strict=True)
-        if following["tid"] != call["tid"] or following["ts"] >= call["ts"] + call["dur"]
-    ]
-    work = [e for e in innermost if e["name"].removeprefix("aten::") not in VIEW_OPERATORS]
-    return {"unit": "operator calls", "per_step": len(work)}
+def count_kernels(trainer: Trainer) -> dict:
+    """Kernels that the device runs in one training step; on a CPU operators. Nothing where neither can be seen."""
+    if not trainer.gpu:
+        with OperatorCounter() as counter:
+            trainer.step()
+        return {"unit": "operator calls", "per_step": counter.calls, "remark": "; operator calls, counted on a CPU"}
+    events = trainer.profiled_events()
+    category = [event.get("cat") for event in events]
+    launches = [e for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver") and "Launch" in e["name"]]
+    counts = {"unit": "kernels", "remark": "", "per_step": category.count("kernel"), "host_launches": len(launches)}
+    counts["copies_and_memsets"] = category.count("gpu_memcpy") + category.count("gpu_memset")
+    return counts if counts["per_step"] else {}  # a profiler that may not run sees none
 
 
-def memory_timeline(events: list[dict], device: torch.device, start: float) -> list[tuple[float, float]]:
-    """(microseconds, bytes) at each allocation and release of a profiled step that begins with `start` bytes in use."""
-    kind = 1 if device.type == "cuda" else 0
-    changes = [e for e in events if e["name"] == "[memory]" and e["args"]["Device Type"] == kind]
-    timeline = []
-    for event in sorted(changes, key=lambda e: e["ts"]):
-        start += event["args"]["Bytes"]
-        timeline.append((event["ts"], start))
-    return timeline
+def memory_of_a_step(trainer: Trainer) -> float:
+    """High-water mark of tensor memory in bytes; with --enable-memory-profiling its course is written, too."""
+    events = trainer.profiled_events(profile_memory=True)
+    state = [value for entry in trainer.optimizer.state.values() for value in entry.values()]
+    kept = (*trainer.model.parameters(), *trainer.model.buffers(), *state, *trainer.inputs.values())
+    used = sum(tensor.nbytes for tensor in kept)  # between two steps
+    changes = (e for e in events if e["name"] == "[memory]" and e["args"]["Device Type"] == int(trainer.gpu))
+    changes = sorted(changes, key=lambda e: e["ts"])
+    course = [(e["ts"] - changes[0]["ts"], used := used + e["args"]["Bytes"]) for e in changes]
+    if trainer.args.enable_memory_profiling:
+        rows = [f"{time:.3f},{used:.0f}\n" for time, used in course]
+        (trainer.args.profile_dir / f"{SCRIPT}_memory_timeline.csv").write_text("time_us,bytes\n" + "".join(rows))
+    return max(used for _, used in course)
 
 
-def peak_gpu_memory() -> int:
-    """High-water mark in bytes since the last reset, with all of the private pools that CUDA graphs keep."""
+def gpu_memory(statistic: Callable[[], int]) -> int:
+    """Bytes by this statistic, with all of the private pools that graphs keep, which nobody else can use."""
     pools = [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) != (0, 0)]
-    return torch.cuda.max_memory_allocated() + sum(s["total_size"] - s["allocated_size"] for s in pools)
+    return statistic() + sum(s["total_size"] - s["allocated_size"] for s in pools)
 
 
-def is_out_of_memory(error: Exception) -> bool:
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
-
-
-def count_unfused(args: argparse.Namespace, device: torch.device) -> int | None:
-    """Kernels per step with everything off, on the same shapes; None where that does not fit into memory."""
-    try:
-        trainer = Trainer(without_fusions(args), device)
-        trainer.step()
-        return count_kernels(trace_events(trainer.profile()), device)["per_step"]
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        return None
-
-
-def count_flops(args: argparse.Namespace, batch: dict[str, Tensor]) -> int:
-    """Floating-point operations of one forward and backward pass of the unfused model, counted without running it."""
-    from torch.utils.flop_counter import FlopCounterMode
-
-    model = build_model(without_fusions(args), torch.device("meta"))
-    with FlopCounterMode(display=False) as counter:
-        model(**{name: value.to("meta") for name, value in batch.items()}).backward()
-    return counter.get_total_flops()
-
-
-def roctx_library() -> ctypes.CDLL:
-    """The library through which an application pauses and resumes a ROCm profiler."""
-    try:
-        return ctypes.CDLL("librocprofiler-sdk-roctx.so")
-    except OSError as error:
-        raise UserError(f"--enable-rocm-profiling needs ROCm's rocprofiler-sdk-roctx: {error}", status=4) from error
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Is it, or did it follow from that? The end of a capture raises an error of its own."""
+    here = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
+    return here or (error is not None and is_out_of_memory(error.__context__))
 
 
 @contextlib.contextmanager
 def recorded_region(active: bool) -> Iterator[None]:
     """Have an attached profiler record only what runs inside (cudaProfilerStart; under ROCm also ROCTx resume)."""
-    if not active:
+    with torch.cuda.profiler.profile() if active else contextlib.nullcontext(), contextlib.ExitStack() as at_end:
+        if active and torch.version.hip:
+            try:
+                roctx = ctypes.CDLL("librocprofiler-sdk-roctx.so")
+            except OSError as error:
+                fail(f"--enable-rocm-profiling needs ROCm's rocprofiler-sdk-roctx: {error}", status=4)
+            roctx.roctxProfilerResume(0)
+            at_end.callback(roctx.roctxProfilerPause, 0)
         yield
-        return
-    roctx = roctx_library() if torch.version.hip else None
-    torch.cuda.profiler.start()
-    if roctx:
-        roctx.roctxProfilerResume(0)
-    try:
-        yield
-    finally:
-        if roctx:
-            roctx.roctxProfilerPause(0)
-        torch.cuda.profiler.stop()
 
 
 def write_profile(trainer: Trainer, directory: Path) -> None:
-    """Operator tables as text, and a trace for ui.perfetto.dev, chrome://tracing and TensorBoard."""
-    steps = 3
-    profile = trainer.profile(steps, record_shapes=True)
+    """Operator tables as text, and a trace for ui.perfetto.dev and chrome://tracing."""
+    if not trainer.args.torch_compile:
+        name_modules(trainer.model, torch.profiler.record_function)
+    profile = trainer.profile(steps := 3, record_shapes=True)
     averages = profile.key_averages()
-    for clock in ("cpu", "device") if trainer.device.type == "cuda" else ("cpu",):
+    for clock in ("cpu", "device") if trainer.gpu else ("cpu",):
         total = sum(getattr(entry, f"self_{clock}_time_total") for entry in averages) / 1e3
         table = averages.table(sort_by=f"self_{clock}_time_total", row_limit=40)
         title = f"Self {'CPU' if clock == 'cpu' else 'device'} total: {total:.3f} ms in {steps} steps"
         (directory / f"{SCRIPT}_operators_by_{clock}_time.txt").write_text(f"{title}\n\n{table}\n")
-    trace = directory / f"{SCRIPT}_trace.json.gz"
-    profile.export_chrome_trace(str(trace))
-    (directory / "tensorboard").mkdir(exist_ok=True)
-    shutil.copy(trace, directory / "tensorboard" / f"{SCRIPT}.pt.trace.json.gz")
+    profile.export_chrome_trace(str(directory / f"{SCRIPT}_trace.json.gz"))
 
 
-def write_memory_profile(trainer: Trainer, timeline: list[tuple[float, float]], directory: Path) -> None:
-    """The memory in use during one step as CSV; on a GPU also a snapshot for pytorch.org/memory_viz."""
-    rows = [f"{time - timeline[0][0]:.3f},{used:.0f}\n" for time, used in timeline]
-    (directory / f"{SCRIPT}_memory_timeline.csv").write_text("time_us,bytes\n" + "".join(rows))
-    if trainer.device.type == "cuda":
-        torch.cuda.memory._record_memory_history()
-        trainer.step()
-        torch.cuda.memory._dump_snapshot(str(directory / f"{SCRIPT}_memory_snapshot.pickle"))
-        torch.cuda.memory._record_memory_history(enabled=None)
+class Run:
+    """One run: its arguments, its trainer with a clock, and `result`, its record, which is filled in as it goes."""
 
+    def __init__(self, args: argparse.Namespace):
+        self.args, self.device = args, prepare(args)
+        settings = ["batch_size", "num_steps", "warmup_steps", "learning_rate", "seed", "deterministic", "use_amp"]
+        settings += ["amp_dtype", "matmul_precision", "torch_compile", "torch_compile_mode", "cuda_graph"]
+        self.curve: list[float] = []
+        self.result = {
+            **{
+                "schema_version": 1,
+                "script": SCRIPT,
+                "status": "failed",
+                "exit_status": 1,
+                "error": "it did not finish",
+            },
+            "fusions": {attribute: getattr(args, attribute) for _, attribute, _ in FUSIONS},
+            "training": {**{name: getattr(args, name) for name in settings}, "processes": WORLD_SIZE},
+            "environment": environment(self.device),
+            **{group: {} for group in ("config", "timing", "memory", "kernels", "flops")},
+            "loss": {"warmup_steps": args.warmup_steps, "curve": self.curve},
+        }
 
-def write_deepspeed_flops(trainer: Trainer, directory: Path) -> None:
-    """DeepSpeed's FLOPs profile of one forward pass, per module."""
-    from deepspeed.profiling.flops_profiler import FlopsProfiler
+    def write(self) -> None:
+        """Write or replace <profile-dir>/<script>_summary.json; a reader never sees half a file."""
+        path = self.args.profile_dir / f"{SCRIPT}_summary.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.with_suffix(".tmp").write_text(json.dumps(self.result, indent=1) + "\n")
+        path.with_suffix(".tmp").replace(path)
 
-    profiler = FlopsProfiler(trainer.model)
-    profiler.start_profile()
-    trainer.model(**trainer.next_batch())
-    profiler.print_model_profile(output_file=str(directory / f"{SCRIPT}_deepspeed_flops.txt"))
-    profiler.end_profile()
+    def start(self) -> None:
+        """Build what trains, say what it is, and take the warm-up steps; the last one replays the graph."""
+        self.trainer, args, result = Trainer(self.args, self.device), self.args, self.result
+        result["config"] = asdict(self.trainer.model.config)
+        result["parameters"] = sum(p.numel() for p in self.trainer.model.parameters())
+        where = result["environment"]["device_name"] + (f" x {WORLD_SIZE}" if WORLD_SIZE > 1 else "")
+        sizes = [f"{name} {value}" for name, value in result["config"].items() if isinstance(value, int)]
+        precision = args.amp_dtype if args.use_amp else f"float32 (matmul precision {args.matmul_precision})"
+        on = [n for n in (*result["fusions"], "torch_compile", "cuda_graph") if getattr(args, n)] or ["nothing fused"]
+        progress()
+        print(f"{SCRIPT} on {where}: {result['parameters']:,} parameters, batch_size {args.batch_size},", end=" ")
+        print(f"{', '.join(sizes)}; {precision}; {', '.join(on).replace('_', '-')}", flush=True)
+        if args.torch_compile:
+            progress("compiling in the first step; this can take minutes")
+        self.plan(args.warmup_steps - args.cuda_graph, "warm-up step")
+        self.take(self.planned)
+        if self.rows:
+            result["timing"] = {"warmup_first_step_ms": sum(self.rows[0]), "warmup_ms": 1e3 * self.wall}
+        if args.cuda_graph:
+            self.trainer.capture()
+            self.plan(1, "first replay")
+            self.take(1)
+        self.plan(args.num_steps, "step")
 
+    def plan(self, steps: int, label: str) -> None:
+        """Begin to count: so many steps are to be taken, in one turn or several."""
+        self.planned, self.label, self.before, self.taken = steps, label, len(self.curve), 0
+        self.losses = torch.full((steps,), -math.inf, pin_memory=self.trainer.gpu)  # -inf: not arrived yet
+        self.rows, self.turns = [], []  # milliseconds: of each step a list of its phases; per step in each turn
+        self.wall, self.peak, self.shown = 0.0, 0, 0.0  # seconds in all turns, bytes, when progress was shown
+        self.started = self.began = time.perf_counter()  # the first turn, this turn
 
-def run_steps(trainer: Trainer, recorder: Recorder, result: dict) -> float:
-    """Run the recorder's number of steps, waiting for the device at both ends only; returns wall seconds."""
-    try:
+    def take(self, steps: int) -> None:
+        """A turn of that many steps, with the device idle before the first and after the last."""
+        trainer, count = self.trainer, len(self.trainer.phases)
+        if trainer.gpu:
+            torch.cuda.reset_peak_memory_stats()
         trainer.synchronize()
-        start = time.perf_counter()
-        recorder.mark()
-        for step in range(recorder.steps):
-            recorder.finish_step(step, trainer.step(recorder.phase))
-        trainer.synchronize()
-        return time.perf_counter() - start
-    finally:
-        trainer.synchronize()  # also after Ctrl-C: losses and events must have arrived before they are looked at
+        trainer.marks, self.began = [], time.perf_counter()
+        trainer.mark()
         try:
-            recorder.look(wait=True)
-        finally:
-            result["loss"]["curve"] += recorder.losses
+            for _ in range(steps):
+                self.losses[self.taken].copy_(trainer.step(), non_blocking=True)
+                self.taken += 1
+                self.look()
+        finally:  # after Ctrl-C, too: the steps until then count
+            trainer.synchronize()
+            seconds, pairs = time.perf_counter() - self.began, itertools.pairwise(trainer.marks)
+            gaps = [a.elapsed_time(b) if trainer.gpu else 1e3 * (b - a) for a, b in pairs]
+            self.rows += [gaps[i : i + count] for i in range(0, len(gaps) - count + 1, count)]
+            self.peak = max(self.peak, gpu_memory(torch.cuda.max_memory_allocated) if trainer.gpu else 0)
+            self.look()
+            self.turns.append(1e3 * seconds / max(1, steps))
+            self.wall += seconds
+
+    def look(self) -> None:
+        """Keep the losses that have arrived; show one every --log-interval steps, on a terminal ten times a second."""
+        args, done = self.args, len(self.curve) - self.before
+        while done < self.taken and (loss := float(self.losses[done])) != -math.inf:
+            done, now = done + 1, time.perf_counter()
+            if not math.isfinite(loss):
+                raise FloatingPointError(f"the loss became {loss} at {self.label} {done}; lower --learning-rate")
+            self.curve.append(loss)
+            due = now > self.shown + 0.1 if sys.stdout.isatty() else done % args.log_interval == 0
+            if due or done == self.planned:
+                speed = args.batch_size * done / (self.wall + now - self.began)
+                left, self.shown = (now - self.started) / done * (self.planned - done), now
+                text = f"{self.label} {done}/{self.planned}  loss {loss:.4f}  {speed:.1f} samples/s  {left:.0f} s left"
+                progress(text)
+
+    def timing(self) -> dict:
+        """Speed, mean times of the finished steps, and time per step in each turn."""
+        if not (steps := len(self.curve) - self.before):
+            return {}
+        totals = (phases := np.array(self.rows[:steps])).sum(1)
+        wall = self.wall if steps == self.planned else float(totals.sum()) / 1e3  # if it was cut short
+        return {
+            **{"steps": steps, "wall_s": wall, "samples_per_sec": self.args.batch_size * steps / wall},
+            "batch_ms": 1e3 * wall / steps,
+            "batch_median_ms": float(np.median(totals)),
+            "batch_p95_ms": float(np.quantile(totals, 0.95, method="higher")),
+            **{f"{name}_ms": float(ms) for name, ms in zip(self.trainer.phases, phases.mean(0), strict=True)},
+            "turns_ms": self.turns,
+        }
+
+    def count(self) -> None:
+        """Extra steps that count what the measured ones did, and those that the profiling flags ask for."""
+        trainer, args, result = self.trainer, self.args, self.result
+        progress("counting kernels, memory and operations")
+        if trainer.gpu or not args.torch_compile:  # a loop that was compiled for a CPU is no operator
+            result["kernels"] = count_kernels(trainer)
+        if args.enable_memory_profiling or not trainer.gpu:
+            result["memory"] = {"peak_mb": memory_of_a_step(trainer) / 1e6} | result["memory"]  # on a GPU it is known
+        if args.enable_pytorch_profiler:
+            write_profile(trainer, args.profile_dir)
+        model = build_model(all_off(args), torch.device("meta"))  # of the unfused model, which is not run
+        with FlopCounterMode(display=False) as counter:
+            model(**{name: value.to("meta") for name, value in trainer.batches.next_batch().items()}).backward()
+        flops, seconds = counter.get_total_flops(), result["timing"]["batch_ms"] / 1e3
+        result["flops"] = {"per_step": flops, "gflop": flops / 1e9, "achieved_tflops": flops / seconds / 1e12}
 
 
-def measure(args: argparse.Namespace, device: torch.device, result: dict) -> None:
-    """Fill in `result`: warm-up, the measured steps, then the extra steps that count what those did."""
-    gpu = device.type == "cuda"
-    trainer = Trainer(args, device)
-    result["config"] = asdict(trainer.model.config)
-    result["parameters"] = sum(p.numel() for p in trainer.model.parameters())
-    on = [flag for flag, attribute, _ in (*FUSIONS, ("torch-compile", "torch_compile", "")) if getattr(args, attribute)]
-    print(
-        f"{SCRIPT} on {result['environment']['device_name']}: {result['parameters']:,} parameters, "
-        f"batch size {args.batch_size}{f' on {WORLD_SIZE} processes' if WORLD_SIZE > 1 else ''}, "
-        f"{', '.join(on) or 'nothing fused'}",
-        flush=True,
-    )
-    if WORLD_SIZE > 1:  # torchrun ends this process without a word if another one fails
-        write_result({**result, "error": UNFINISHED}, args.profile_dir)
-
-    warmup = Recorder(device, args.warmup_steps, "warm-up step", args.log_interval)
-    warmup_wall = run_steps(trainer, warmup, result)
-    if args.warmup_steps:
-        result["timing"]["warmup_first_step_ms"] = warmup.milliseconds(0, len(PHASES))
-    ranges = torch.cuda.nvtx.range if args.enable_rocm_profiling else contextlib.nullcontext
-    measured = Recorder(device, args.num_steps, "step", args.log_interval, ranges)
-    wall = None
-    if gpu:
-        torch.cuda.reset_peak_memory_stats()
+def measure(runs: list[Run]) -> None:
+    """Warm up each run, then take the measured steps of all in up to ten alternating turns, then count."""
+    at_rest, args, gpu = [], runs[-1].args, runs[-1].device.type == "cuda"
+    for run in runs:
+        before = gpu_memory(torch.cuda.memory_allocated) if gpu else 0
+        run.start()
+        at_rest.append(gpu_memory(torch.cuda.memory_allocated) - before if gpu else 0)
+    turns = min(10, args.num_steps) if len(runs) > 1 else 1
     try:
-        with recorded_region(args.enable_rocm_profiling):
-            wall = run_steps(trainer, measured, result)
+        with recorded_region(args.enable_rocm_profiling and gpu):
+            for turn in range(turns):
+                for run in runs if turn % 2 == 0 else reversed(runs):
+                    run.take(args.num_steps * (turn + 1) // turns - args.num_steps * turn // turns)
     finally:
-        result["timing"] |= measured.timing(args.batch_size, wall)
-        if gpu:
-            result["memory"] = {"peak_mb": peak_gpu_memory() / MB}
-    if args.torch_compile and args.warmup_steps:
-        overhead = 1e3 * warmup_wall - args.warmup_steps * result["timing"]["batch_ms"]
-        result["timing"]["compilation_overhead_ms"] = overhead
-    if args.under_profiler:
-        return
-
-    resident = torch.cuda.memory_allocated() if gpu else trainer.resident_bytes()
-    events = trace_events(trainer.profile(profile_memory=args.enable_memory_profiling or not gpu))
-    counts = count_kernels(events, device)
-    result["kernels"] = counts if counts["per_step"] else {}  # a GPU profiler that may not run sees none
-    timeline = memory_timeline(events, device, resident)
-    if not gpu:
-        result["memory"] = {"peak_mb": max(used for _, used in timeline) / MB}
-    if args.enable_memory_profiling:
-        write_memory_profile(trainer, timeline, args.profile_dir)
-    if args.enable_pytorch_profiler:
-        write_profile(trainer, args.profile_dir)
-    if args.enable_deepspeed_flops:
-        write_deepspeed_flops(trainer, args.profile_dir)
-    flops = count_flops(args, trainer.batches.next_batch())
-    result["flops"] = {"per_step": flops, "achieved_tflops": flops / result["timing"]["batch_ms"] / 1e9}
-
-    del trainer
-    if args.torch_compile:
-        torch.compiler.reset()  # lets go of the graphs' memory
-    gc.collect()
-    if kernels := result["kernels"]:
-        everything_off = vars(without_fusions(args)) == vars(args)
-        kernels["all_off"] = kernels["per_step"] if everything_off else count_unfused(args, device)
+        for run, own in zip(runs, at_rest, strict=True):
+            run.result["timing"] |= run.timing()
+            if gpu:  # without what the other run keeps between its turns
+                run.result["memory"] = {"peak_mb": (run.peak - sum(at_rest) + own) / 1e6}
+    timing, warmup_steps = runs[-1].result["timing"], args.warmup_steps - args.cuda_graph
+    if args.torch_compile and warmup_steps:
+        timing["compilation_overhead_ms"] = timing["warmup_ms"] - warmup_steps * timing["batch_ms"]
+    for run in runs if not args.under_profiler else ():
+        run.count()
+        del run.trainer  # its memory is wanted for the model with everything off
+    for run in runs if WORLD_SIZE > 1 else ():
+        peak = torch.tensor(run.result["memory"].get("peak_mb", 0.0))
+        torch.distributed.all_reduce(peak, torch.distributed.ReduceOp.MAX)
+        run.result["memory"] = {"peak_mb": peak.item()} if peak else {}
+    kernels = runs[-1].result["kernels"]
+    if kernels and args != all_off(args):
+        kernels["all_off"] = runs[0].result["kernels"]["per_step"] if len(runs) > 1 else count_all_off(args, run.device)
         if kernels["all_off"]:
             kernels["reduction_percent"] = 100 * (1 - kernels["per_step"] / kernels["all_off"])
 
 
-def write_result(result: dict, directory: Path) -> None:
-    """Write or replace <directory>/<script>_summary.json; a reader never sees half a file."""
-    path = directory / f"{SCRIPT}_summary.json"
-    path.with_suffix(".tmp").write_text(json.dumps(result, indent=1) + "\n")
-    path.with_suffix(".tmp").replace(path)
+def count_all_off(args: argparse.Namespace, device: torch.device) -> int | None:
+    """Kernels per step with everything off, on the same shapes; None where that does not fit into memory."""
+    progress("counting kernels with all fusions off")
+    torch.compiler.reset()  # lets go of the graphs that torch.compile made
+    gc.collect()
+    try:
+        trainer = Trainer(all_off(args), device)
+        trainer.step()
+        return count_kernels(trainer)["per_step"]
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+
+
+def train_all(runs: list[Run]) -> None:
+    """Train all, in alternating turns. However that ends, each result is in <profile-dir>/<script>_summary.json."""
+    status, message = 0, None
+    try:
+        for run in runs:
+            run.write()  # what a run leaves that is killed
+        measure(runs)
+    except KeyboardInterrupt:
+        status, message = 130, "interrupted"
+    except Exception as error:
+        status, message = 1, (str(error).strip() or type(error).__name__).splitlines()[0]
+        if is_out_of_memory(error):
+            status, message = 3, f"out of memory: lower --batch-size or --seq-len ({message})"
+        elif isinstance(error, (OSError, json.JSONDecodeError)) and not isinstance(error, BrokenPipeError):
+            status, message = 2, f"--profile-dir {runs[-1].args.profile_dir}: cannot write there ({message})"
+        elif type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+            message = f"torch.compile failed: {message}"
+        elif not isinstance(error, FloatingPointError):
+            raise
+    finally:
+        for run in runs:
+            run.result |= {"exit_status": status, "error": message, "status": {0: "ok", 3: "oom"}.get(status, "failed")}
+            run.result["loss"] |= {"initial": run.curve[0], "final": run.curve[-1]} if run.curve else {}
+            try:
+                run.write()
+            except OSError as error:
+                message = f"--profile-dir {run.args.profile_dir}: cannot write there ({error.strerror})"
+                run.result |= {"exit_status": 2, "error": message, "status": "failed"}
 
 
 def train(args: argparse.Namespace) -> dict:
-    """Train and measure; the result is also written to <profile-dir>/<script>_summary.json, however the run ends."""
-    device = prepare(args)
-    settings = ["batch_size", "num_steps", "warmup_steps", "learning_rate", "seed", "deterministic", "use_amp"]
-    settings += ["amp_dtype", "matmul_precision", "torch_compile", "torch_compile_mode"]
-    result = {
-        "schema_version": SCHEMA_VERSION,
-        "script": SCRIPT,
-        "status": "failed",
-        "exit_status": 1,
-        "error": None,
-        "config": {},
-        "fusions": {attribute: getattr(args, attribute) for _, attribute, _ in FUSIONS},
-        "training": {**{name: getattr(args, name) for name in settings}, "processes": WORLD_SIZE},
-        "environment": environment(device),
-        "timing": {},
-        "memory": {},
-        "kernels": {},
-        "flops": {},
-        "loss": {"warmup_steps": args.warmup_steps, "curve": []},
-    }
-    bug = None
-    try:
-        measure(args, device, result)
-        if WORLD_SIZE > 1:
-            combine_processes(result)
-        result.update(status="ok", exit_status=0)
-    except UserError:
-        raise  # nothing was measured, and an earlier result in this directory stays
-    except KeyboardInterrupt:
-        result.update(exit_status=130, error=f"interrupted after {len(result['loss']['curve'])} steps")
-    except FloatingPointError as error:
-        result["error"] = f"{error}; lower --learning-rate"
-    except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        if WORLD_SIZE > 1 and ("gloo" in str(error) or isinstance(error, torch.distributed.DistBackendError)):
-            time.sleep(20)  # another process failed and broke the connection: torchrun names that one, ends this one
-        if is_out_of_memory(error):
-            result.update(status="oom", exit_status=3)
-            result["error"] = f"out of memory: lower --batch-size or --seq-len ({reason})"
-        elif args.torch_compile and type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
-            result["error"] = f"torch.compile failed: {reason}"
-        else:
-            result["error"], bug = reason, error
-    curve = result["loss"]["curve"]
-    result["loss"] |= {"initial": curve[0], "final": curve[-1]} if curve else {}
-    write_result(result, args.profile_dir)
-    if bug:
-        raise bug
-    return result
+    """Train, measure and count; the result is also in <profile-dir>/<script>_summary.json."""
+    train_all([run := Run(args)])
+    return run.result
 
 
 def report(result: dict) -> str:
-    """The lines of a result that was measured; what is missing in it is left out."""
-    timing, kernels, flops = result["timing"], result["kernels"], result["flops"]
-    lines = []
-    if "samples_per_sec" in timing:
-        lines += [
-            f"Average training speed: {timing['samples_per_sec']:.1f} samples/sec",
-            f"Average batch time: {timing['batch_ms']:.1f} ms (median {timing['batch_median_ms']:.1f}, "
-            f"p95 {timing['batch_p95_ms']:.1f})",
-            *(f"Average {phase} time: {timing[f'{phase}_ms']:.1f} ms" for phase in PHASES[1:]),
-        ]
-    if "warmup_first_step_ms" in timing:
-        lines.append(f"Warmup step time: {timing['warmup_first_step_ms']:.1f} ms (first step, includes compilation)")
-    if "compilation_overhead_ms" in timing:
-        lines.append(f"Compilation overhead: {timing['compilation_overhead_ms']:.1f} ms")
-    if result["loss"]["curve"]:
-        lines.append(f"Final loss: {result['loss']['final']:.4f} (first step {result['loss']['initial']:.4f})")
-    if result["memory"]:
-        lines.append(f"Peak memory usage: {result['memory']['peak_mb']:.1f} MB")
-    if kernels:
-        off, unit = kernels.get("all_off"), kernels["unit"]
-        note = "" if unit == "kernels" else f"; these are {unit}, counted on a CPU"
-        lines.append(f"Kernels per step: {kernels['per_step']} (all fusions off: {off or 'out of memory'}){note}")
-        if off:
-            lines.append(f"Kernel reduction: {kernels['reduction_percent']:.1f} %")
-    if kernels.get("host_launches"):
-        lines.append(f"Host launches per step: {kernels['host_launches']}")
-    if flops:
-        achieved = f"achieved {flops['achieved_tflops']:.2f} TFLOP/s"
-        lines.append(f"FLOPs per step: {flops['per_step'] / 1e9:.1f} GFLOP, {achieved}")
-    return "\n".join(lines)
+    """The lines of REPORT whose values were measured."""
+    kernels, text = result["kernels"], ""
+    values = {
+        "includes": ", includes compilation" if result["training"]["torch_compile"] else "",
+        "all_off": f" (all fusions off: {kernels['all_off'] or 'out of memory'})" if "all_off" in kernels else "",
+    }
+    for line in REPORT.splitlines():
+        with contextlib.suppress(KeyError):
+            text += line.format_map({**result, **values}) + "\n"
+    return text
 
 
 def finish(result: dict) -> int:
     """Print the report, and the error if there was one; returns the exit status."""
-    if text := report(result):
-        print(text, flush=True)
+    progress()
+    print(report(result), end="", flush=True)
     if result["error"]:
-        complain(result["error"])
+        say("error", result["error"])
     return result["exit_status"]
 
 
-def comparison(before: dict, after: dict, names: tuple[str, str]) -> str:
-    """Two results side by side; the ratio is the second over the first."""
-    rows = {
-        "samples/sec": ("timing", "samples_per_sec"),
-        "batch time, ms": ("timing", "batch_ms"),
-        **{f"{phase}, ms": ("timing", f"{phase}_ms") for phase in PHASES[1:]},
-        "peak memory, MB": ("memory", "peak_mb"),
-        before["kernels"].get("unit", "kernels") + " per step": ("kernels", "per_step"),
-        "final loss": ("loss", "final"),
-    }
-    lines = [f"{'':26}{names[0]:>14}{names[1]:>14}{'ratio':>10}"]
-    for label, (group, key) in rows.items():
-        first, second = before[group].get(key), after[group].get(key)
-        digits = 4 if key == "final" else 1
-        cells = ["-" if value is None else f"{value:.{digits}f}" for value in (first, second)]
-        lines.append(f"{label:26}{cells[0]:>14}{cells[1]:>14}{second / first if first and second else math.nan:>10.3f}")
-    return "\n".join(lines)
-
-
 def compare_fusion(args: argparse.Namespace) -> int:
-    """Everything off, then as chosen, in one process; the first result goes to <profile-dir>/baseline."""
-    baseline_args = without_fusions(args)
-    baseline_args.profile_dir = args.profile_dir / "baseline"
-    # A GPU profiler that has run can slow down later launches, so none may run before the second timing.
-    baseline_args.under_profiler = args.under_profiler or (args.device != "cpu" and torch.cuda.is_available())
-    baseline = train(baseline_args)
-    status = finish(baseline)
-    if baseline["status"] == "failed":
-        return status
-    gc.collect()
-    print()
-    fused = train(args)
-    if not baseline["kernels"] and fused["kernels"].get("all_off"):  # counted the same way in the second run
-        baseline["kernels"] = {"unit": fused["kernels"]["unit"], "per_step": fused["kernels"]["all_off"]}
-        write_result(baseline, baseline_args.profile_dir)
-    status = finish(fused) or status
-    print("\n" + comparison(baseline, fused, ("all off", "as chosen")))
-    return status
-
-
-def read_result(path: Path, flag: str, script: str) -> dict:
-    """The result file of a finished run of a script."""
-    try:
-        result = json.loads(read_bytes(path, flag))
-        found = result["script"], result["schema_version"], result["status"]
-    except (ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{flag} {path}: not a result file; give the {script}_summary.json of a run") from error
-    if found != (script, SCHEMA_VERSION, "ok"):
-        raise UserError(f"{flag} {path}: need a finished run of {script}, this is {found[0]} with status {found[2]}")
-    return result
-
-
-def compare(args: argparse.Namespace, before: dict, names: tuple[str, str]) -> int:
-    """Train, then show the result beside an earlier one, and name every setting that was not the same."""
-    result = train(args)
-    status = finish(result)
-    for group in ("config", "training", "environment"):
-        for key, value in before[group].items():
-            if result[group].get(key) != value:
-                note(f"note: {key} was {value} for {names[0]} and is {result[group].get(key)} here")
-    print("\n" + comparison(before, result, names))
-    speeds = [r["timing"].get("samples_per_sec") for r in (before, result)]
-    times = WORLD_SIZE / before["training"].get("processes", 1)
-    if all(speeds) and times != 1:
-        speedup = speeds[1] / speeds[0]
-        print(f"Scaling efficiency: {100 * speedup / times:.1f} % ({speedup:.2f}x the speed, {times:g}x the GPUs)")
-    return status
-
-
-def compare_with_v1(args: argparse.Namespace) -> int:
-    """Beside the result of V1."""
-    v1 = read_result(args.compare_with_v1, "--compare-with-v1", f"{SCRIPT.rpartition('_')[0]}_v1")
-    return compare(args, v1, ("V1", f"V{VERSION}"))
-
-
-def compare_with(args: argparse.Namespace) -> int:
-    """Beside another result of this script."""
-    return compare(args, read_result(args.compare_with, "--compare-with", SCRIPT), ("that run", "this run"))
-
-
-def relative_error(value: Tensor, reference: Tensor, floor: float = 0.0) -> float:
-    """Norm of the difference over the norm of the reference, or over `floor` where that is larger."""
-    value, reference = value.detach().double(), reference.detach().double()
-    return float((value - reference).norm() / max(float(reference.norm()), floor, 1e-300))
-
-
-def outputs_and_gradients(args: argparse.Namespace, device: torch.device) -> tuple[dict, dict]:
-    """Loss and outputs of the initial weights on the first batch, and the gradients under their canonical names."""
-    trainer = Trainer(args, device)
-    torch.set_float32_matmul_precision(args.matmul_precision)
-    batch = trainer.next_batch()
-    inputs = {name: value for name, value in batch.items() if name not in trainer.model.TARGETS}
-    with trainer.autocast():
-        with torch.no_grad():
-            outputs = trainer.forward(**inputs)
-            outputs = outputs if isinstance(outputs, dict) else {"outputs": outputs}
-            outputs = {name: value.clone() for name, value in outputs.items()}  # a CUDA graph reuses its outputs
-        loss = trainer.forward(**batch)
-    loss.backward()
-    for parameter in trainer.model.parameters():
-        parameter.data = parameter.grad  # state_dict then gives gradients, split where weights are fused
-    return {"loss": loss, **outputs}, trainer.model.state_dict()
+    """Everything off and as chosen, in turns; the result of the first goes to <profile-dir>/baseline."""
+    sides = [all_off(args, profile_dir=args.profile_dir / "baseline"), args]
+    train_all(runs := [Run(side) for side in sides])
+    results = before, after = [run.result for run in runs]
+    if before["status"] == "oom":
+        say("note", "the two do not fit into memory side by side: each is measured alone, so there are no ratios")
+        results = [train(side) for side in sides]
+    elif before["status"] == "ok":
+        ratios = sorted(off / on for off, on in zip(runs[0].turns, runs[1].turns, strict=True))
+        print(f"\n{'':24}{'all off':>12}{'as chosen':>12}{'ratio':>9}")
+        for label, group, key, form in (
+            ("batch time, ms", "timing", "batch_ms", "12.2f"),
+            ("peak memory, MB", "memory", "peak_mb", "12.1f"),
+            (f"{after['kernels'].get('unit', 'kernels')} per step", "kernels", "per_step", "12d"),
+            ("final loss", "loss", "final", "12.4f"),
+        ):
+            if key in before[group] and key in after[group]:
+                off, on = before[group][key], after[group][key]
+                ratio = np.median(ratios) if key == "batch_ms" else off / on
+                print(f"{label:24}{off:{form}}{on:{form}}" + (f"{ratio:8.2f}x" if key != "final" else ""))
+        few, mixed = len(ratios) < 5, ratios[0] <= 1 <= ratios[-1]
+        verdict = "too few turns to tell" if few else "no difference seen" if mixed else "all turns agree"
+        print(f"Batch time ratio in {len(ratios)} turns: {ratios[0]:.2f}x to {ratios[-1]:.2f}x ({verdict})")
+    for name, result in zip(("all off", "as chosen"), results, strict=True):
+        print(f"\n{name}:")
+        finish(result)
+    return max(result["exit_status"] for result in results)
 
 
 def verify_accuracy(args: argparse.Namespace) -> int:
-    """Compare outputs, loss and gradients with those of the same weights in float32 with everything off."""
-    device = prepare(args)
-    exact = {"use_amp": False, "matmul_precision": "highest"}
-    reference = argparse.Namespace(**{**vars(without_fusions(args)), **exact})
-    expected, expected_gradients = outputs_and_gradients(reference, device)
-    values, gradients = outputs_and_gradients(args, device)
-    full_precision = all(getattr(args, name) == value for name, value in exact.items())
-    limit = 1e-4 if full_precision else 1e-1
-    errors = {name: relative_error(values[name], expected[name]) for name in expected}
-    # A gradient that is zero but for rounding is measured against all gradients together; in less than float32 all are,
-    # because rounding alone then changes small ones by as much as their size.
-    total = math.sqrt(sum(float(g.double().square().sum()) for g in expected_gradients.values()))
-    floor = total * (1e-3 if full_precision else 1.0)
-    by_name = {n: relative_error(gradients[n], g, floor) for n, g in expected_gradients.items()}
-    worst = max(by_name, key=by_name.__getitem__)
-    errors[f"gradient of {worst} (the worst of {len(by_name)})"] = by_name[worst]
-    for name, error in errors.items():
-        print(f"{name}: relative error {error:.2e}, limit {limit:.0e}")
+    """Outputs, loss and gradients of the initial weights against those in float32 with everything off."""
+    device, precise, found = prepare(args), not args.use_amp and args.matmul_precision == "highest", []
+    for side in (all_off(args, use_amp=False, matmul_precision="highest"), args):
+        torch.set_float32_matmul_precision(side.matmul_precision)
+        trainer = Trainer(side, device)
+        batch = trainer.next_batch()
+        with trainer.autocast():
+            with torch.no_grad():
+                outputs = trainer.forward(**{n: t for n, t in batch.items() if n not in trainer.model.TARGETS})
+            outputs = outputs if isinstance(outputs, dict) else {"outputs": outputs}
+            values = {name: value.double() for name, value in outputs.items()}
+            values["loss"] = trainer.forward(**batch)
+        values["loss"].backward()
+        for parameter in trainer.model.parameters():
+            parameter.data = parameter.grad  # state_dict then gives gradients, split where weights are fused
+        values |= {f"gradient of {name}": gradient for name, gradient in trainer.model.state_dict().items()}
+        found.append({name: value.detach().double() for name, value in values.items()})
+    expected, values = found
+    limit, gradients = 1e-4 if precise else 1e-1, [name for name in expected if name.startswith("gradient of")]
+    # Rounding alone changes small gradients by their size, so they are compared with all gradients together.
+    floor = (1e-3 if precise else 1.0) * math.sqrt(sum(float(expected[name].square().sum()) for name in gradients))
+    norms = {name: max(float(e.norm()), floor if name in gradients else 1e-300) for name, e in expected.items()}
+    errors = {name: float((values[name] - e).norm()) / norms[name] for name, e in expected.items()}
+    worst = max(gradients, key=lambda name: np.nan_to_num(errors[name], nan=math.inf))
+    for name in [name for name in errors if name not in gradients or name == worst]:
+        label = f" (the worst of {len(gradients)})" if name == worst else ""
+        print(f"{name}{label}: relative error {errors[name]:.2e}, limit {limit:.0e}")
     passed = all(error <= limit for error in errors.values())  # a NaN fails
     print(f"Accuracy check: {'PASS' if passed else 'FAIL'}")
     return 0 if passed else 1
 
 
-def validate_setup(args: argparse.Namespace) -> int:
-    """Show what was found here and run three steps."""
-    args.num_steps, args.warmup_steps, args.under_profiler = 3, 0, True
-    result = train(args)
-    for name, value in result["environment"].items():
-        print(f"{name:18} {value}")
-    for tool in ("rocprofv3", "rocprof-sys-run", "rocprof-compute"):
-        print(f"{tool:18} {shutil.which(tool) or 'not found'}")
-    status = finish(result)
-    print(f"Setup check: {'FAIL' if status else 'PASS'}")
-    return status
-
-
-def run_mode(args: argparse.Namespace) -> int:
-    """What the arguments ask for, in this process; returns the exit status."""
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit status. For several GPUs this process becomes torchrun."""
+    args = parse_args(argv)
+    if args.num_gpus > 1 and "RANK" not in os.environ:
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // args.num_gpus)))
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.num_gpus}", __file__]
+        os.execv(sys.executable, [sys.executable, *torchrun, *(sys.argv[1:] if argv is None else argv)])
     if WORLD_SIZE > 1:
         join_processes(args)
-    for mode in (validate_setup, compare_fusion, verify_accuracy, compare_with_v1, compare_with):
-        if getattr(args, mode.__name__):
-            return mode(args)
-    return finish(train(args))
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
-    args = parse_args(argv)
+    modes = {"compare_fusion": compare_fusion, "verify_accuracy": verify_accuracy}
+    mode = next((modes[name] for name in modes if getattr(args, name)), lambda args: finish(train(args)))
     try:
-        if (processes := wanted_processes(args)) > WORLD_SIZE:
-            return launch(args, sys.argv[1:] if argv is None else argv, processes)
-        status = run_mode(args)
-    except UserError as error:
-        complain(str(error))
-        status = error.status
+        status = mode(args)
+        sys.stdout.flush()
     except KeyboardInterrupt:
-        complain("interrupted")
+        say("error", "interrupted")
         status = 130
+    except BrokenPipeError:  # `... | head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 1
     if WORLD_SIZE > 1:
         if status:  # a tidy end could wait for a process that is gone
-            sys.stdout.flush()
             os._exit(status)
         gc.collect()  # what still refers to the process group would keep its threads running into the exit
         torch.distributed.destroy_process_group()

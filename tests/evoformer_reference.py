@@ -107,10 +107,11 @@ def outer_product_mean(p: Params, msa: Tensor) -> Tensor:
     m = _layer_norm(p, "layer_norm", msa)  # line 1
     a = _linear(p, "linear_1", m)  # line 2: a_si, b_si
     b = _linear(p, "linear_2", m)
-    # line 3: o_ij = flatten(mean_s(a_si outer b_sj)), flat index = (channel of a) * c + (channel of b)
-    mean = torch.einsum("bsid,bsje->bijde", a, b) / msa.shape[1]
-    o = mean.reshape(*mean.shape[:3], mean.shape[3] * mean.shape[4])
-    return _linear(p, "linear_out", o)  # line 4
+    # line 3: o_ij = flatten(sum_s(a_si outer b_sj)), flat index = (channel of a) * c + (channel of b)
+    total = torch.einsum("bsid,bsje->bijde", a, b)
+    o = total.reshape(*total.shape[:3], total.shape[3] * total.shape[4])
+    # line 4; the mean is taken behind it, bias included, as the code of AlphaFold and OpenFold does
+    return _linear(p, "linear_out", o) / (1e-3 + msa.shape[1])
 
 
 def _tri_mul(p: Params, pair: Tensor, subscripts: str) -> Tensor:
