@@ -13,8 +13,9 @@ traffic if nothing stays in a cache between two operators. What one fused kernel
 is why fusing raises the intensity. A module may exceed the roof where caches do hold its data.
 
 --generate-roofline measures two ceilings here, a large GEMM in the run's precision and a large copy, and the time of
-each module in the forward pass: on a GPU the sum of its kernels, on a CPU the time spent in the module, the profiler's
-own cost included. Only what counts as FLOP makes a module fast here; one without any is not in the picture.
+each module in the forward pass of training steps: on a GPU the sum of its kernels, on a CPU the time spent in the
+module, the profiler's own cost included. Only what counts as FLOP makes a module fast here; one without any is not in
+the picture.
 
 Written to --profile-dir: <script>_flops.json and .csv with all numbers, <script>_roofline.png, and with DeepSpeed its
 own profile, <script>_deepspeed_flops.txt.
@@ -61,7 +62,7 @@ from tools.version_script import (
 
 PROG = Path(__file__).name
 RANGE = "module "  # what the names of the profiler's ranges begin with
-WARMUP, PASSES = 2, 3  # forward passes before and under the profiler
+WARMUP, STEPS = 2, 3  # training steps before and under the profiler
 OVERWRITING = ("copy_", "fill_", "zero_")  # these do not read the tensor that they write
 LOOKUPS = ("embedding", "index", "index_select", "gather")  # these read only some of their first tensor
 
@@ -143,9 +144,9 @@ class Traffic(TorchDispatchMode):
     After use `bytes_of` maps qualified names to bytes, without those of inner modules.
     """
 
-    def __init__(self, model: nn.Module, kinds: dict[str, str], views: Sequence[str]):
+    def __init__(self, model: nn.Module, kinds: dict[str, str], no_work: tuple[str, ...]):
         super().__init__()
-        self.kinds, self.views, self.root = kinds, frozenset(views), type(model).__name__
+        self.kinds, self.no_work, self.root = kinds, no_work, type(model).__name__
         self.tracker = ModuleTracker()
         self.bytes_of: Counter = Counter()
 
@@ -170,13 +171,13 @@ class Traffic(TorchDispatchMode):
 
     def moved(self, function, args: tuple, kwargs: dict, result: object) -> int:
         """Bytes that one operator reads and writes."""
-        name = function._schema.name.rpartition("::")[2]
-        alias = [value.alias_info for value in function._schema.returns]
-        if name in self.views or any(info is not None and not info.is_write for info in alias):
+        name = function.overloadpacket.__name__
+        if function.is_view or name.startswith(self.no_work):  # the harness leaves out the same when it counts
             return 0
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        written = sum(touched(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
-        read = 0
+        inputs, outputs = ([x for x in tree_leaves(tree) if isinstance(x, Tensor)] for tree in ((args, kwargs), result))
+        if not outputs:  # such as the choice among the kernels of fused attention
+            return 0
+        read, written = 0, sum(map(touched, outputs))
         if name in OVERWRITING:
             inputs = inputs[1:]
         elif name in LOOKUPS:
@@ -199,11 +200,11 @@ def flop_counter() -> FlopCounterMode:
     return FlopCounterMode(display=False, custom_mapping=formulas)
 
 
-def count(trainer, kinds: dict[str, str], views: Sequence[str]) -> tuple[Counter, int, Counter]:
+def count(trainer, kinds: dict[str, str], no_work: tuple[str, ...]) -> tuple[Counter, int, Counter]:
     """FLOP of one forward pass per kind of module, FLOP of forward and backward, bytes of the forward per kind."""
-    batch, root = trainer.batches.next_batch(), type(trainer.model).__name__
+    batch, root = trainer.next_batch(), type(trainer.model).__name__
     with flop_counter() as counter:
-        with Traffic(trainer.model, kinds, views) as traffic, trainer.autocast():
+        with Traffic(trainer.model, kinds, no_work) as traffic, trainer.autocast():
             loss = trainer.model(**batch)
         counts = counter.get_flop_counts()
         inclusive = {name: sum(counts.get(f"{root}.{name}" if name else root, {}).values()) for name in kinds}
@@ -234,7 +235,7 @@ def count_with_deepspeed(profiler: ModuleType, trainer, kinds: dict[str, str], p
     deepspeed.start_profile()
     try:
         with trainer.autocast():
-            trainer.model(**trainer.batches.next_batch())
+            trainer.model(**trainer.next_batch())
         deepspeed.print_model_profile(output_file=str(path))
         modules = dict(trainer.model.named_modules())
         inclusive = {name: profiler.get_module_flops(modules[name]) for name in kinds}
@@ -268,29 +269,18 @@ def named_ranges(model: nn.Module, kinds: dict[str, str]) -> Iterator[None]:
             handle.remove()
 
 
-def module_times(module: ModuleType, trainer, kinds: dict[str, str]) -> dict[str, float]:
+def module_times(trainer, kinds: dict[str, str]) -> dict[str, float]:
     """Milliseconds of one forward pass per kind of module, without the inner modules that have a row themselves."""
-    batch = trainer.batches.next_batch()
-    gpu = trainer.device.type == "cuda"
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if gpu:
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-
-    def forward() -> None:
-        with trainer.autocast():
-            trainer.model(**batch)
-
     for _ in range(WARMUP):
-        forward()
-    trainer.synchronize()
-    with named_ranges(trainer.model, kinds), torch.profiler.profile(activities=activities, acc_events=True) as profile:
-        for _ in range(PASSES):
-            forward()
-        trainer.synchronize()
-    events = module.trace_events(profile)
-    if gpu and not has_gpu(events):
-        raise ToolError("the profiler saw no kernels on the GPU: may this user profile it?", status=1)
-    return {kind: spent / PASSES for kind, spent in times_in_ranges(events, kinds.values()).items()}
+        trainer.step()
+    spent: Counter = Counter()
+    for _ in range(STEPS):
+        with named_ranges(trainer.model, kinds):
+            events = trainer.trace(trainer.profile())["traceEvents"]
+        if trainer.gpu and not has_gpu(events):
+            raise ToolError("the profiler saw no kernels on the GPU: may this user profile it?", status=1)
+        spent.update(times_in_ranges(events, kinds.values()))
+    return {kind: ms / STEPS for kind, ms in spent.items()}
 
 
 def times_in_ranges(events: Sequence[dict], kinds: Iterable[str]) -> Counter:
@@ -455,9 +445,13 @@ def measure(module: ModuleType, args: argparse.Namespace, intensity: bool, roofl
     """Count and measure what was asked for, write the files and print the table; returns the exit status."""
     device = module.prepare(args)
     environment, directory = module.environment(device), args.profile_dir
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ToolError(f"--profile-dir {directory}: cannot write there ({error.strerror})") from error
     trainer = module.Trainer(args, device)
     kinds = module_kinds(trainer.model)
-    flop, both, moved = count(trainer, kinds, module.VIEW_OPERATORS)
+    flop, both, moved = count(trainer, kinds, module.NO_WORK)
     source, text = "torch.utils.flop_counter", None
     if (deepspeed := find_deepspeed()) is not None:
         from deepspeed import __version__
@@ -469,7 +463,7 @@ def measure(module: ModuleType, args: argparse.Namespace, intensity: bool, roofl
         add_intensity(rows, moved)
     ceilings = None
     if roofline:
-        spent = module_times(module, trainer, kinds)
+        spent = module_times(trainer, kinds)
         ceilings = measure_ceilings(args, device)
         add_rates(rows, spent, ceilings)
 
@@ -517,13 +511,13 @@ def count_script(argv: Sequence[str] | None) -> int:
     if own.generate_roofline and importlib.util.find_spec("matplotlib") is None:
         raise ToolError("--generate-roofline needs the package matplotlib (pip install matplotlib)", status=4)
     module = load_script(own.script)
-    args = module.parse_args(script_arguments(module, rest, own.profile_dir))
-    if args.torch_compile:
-        raise ToolError("--enable-torch-compile does not fit here: in a compiled graph there are no modules any more")
+    _, args = script_arguments(module, rest, own.profile_dir)
+    for attribute in ("torch_compile", "cuda_graph"):
+        if getattr(args, attribute):
+            flag = f"--enable-{attribute.replace('_', '-')}"
+            raise ToolError(f"{flag} does not fit here: there are no modules any more in what the device then runs")
     try:
         return measure(module, args, own.computational_intensity or own.generate_roofline, own.generate_roofline)
-    except module.UserError as error:
-        raise ToolError(str(error), error.status) from error
     except (RuntimeError, MemoryError) as error:
         if not module.is_out_of_memory(error):
             raise

@@ -1,15 +1,16 @@
 #!/usr/bin/env python3
 """Where a training step spends its time: a version script under the PyTorch profiler, and tables from its trace.
 
-The script trains and measures as always; then three more steps run under the profiler. From their trace come the time
-of the GPU's kernels by what they do (GEMM, attention, element-wise, ...), by phase of the step and by name, and the
-operators that launched them. On a CPU there are no kernels; there all tables are of operators and the time spent in
-themselves. A kernel belongs to the phase in which the host launched it.
+The script trains and measures as always, in a process of its own; then three more steps run under the profiler. From
+their trace come the time of the GPU's kernels by what they do (GEMM, attention, element-wise, ...), by phase of the
+step and by name, and the operators that launched them. On a CPU there are no kernels; there all tables are of operators
+and the time spent in themselves. A kernel belongs to the phase in which the host launched it; with --enable-cuda-graph
+a step has two, its data and the graph.
 
 Written to --profile-dir beside the script's own files:
   <script>_kernels.csv    in the format of rocprofv3's *_kernel_stats.csv, over all profiled steps; and as text, .txt
   <script>_operators.csv  operators by self time on the host, on a GPU also the time of their kernels; and .txt
-  <script>_phases.csv     data, forward, backward, optimizer
+  <script>_phases.csv     data, forward, backward, optimizer; or data, graph
   <script>_profile.json   all of this, and what it was measured on
   <script>_report.md      with --generate-report
 
@@ -22,6 +23,8 @@ Examples:
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
@@ -127,9 +130,9 @@ def operator_table(events: Sequence[dict], kernels: Sequence[Kernel]) -> list[Op
 def analyse(events: list[dict], phases: Sequence[str]) -> Profile:
     """The tables of a trace whose steps have ranges named `phases`; ValueError if it has none."""
     ranges = ranges_of(events, phases)
-    steps = sum(marked.name == "forward" for marked in ranges)
+    steps = sum(marked.name == phases[1] for marked in ranges)
     if not steps:
-        raise ValueError("the trace has no ranges named forward")
+        raise ValueError(f"the trace has no ranges named {phases[1]}")
     kernels = kernels_of(events)
     if not sum(kernel.duration_ns for kernel in kernels):
         raise ValueError("the trace has nothing that took time")
@@ -207,7 +210,7 @@ def as_json(profile: Profile, summary: dict) -> dict:
     """The profile with what it was measured on, for `<script>_profile.json`."""
     return {
         "schema_version": 1,
-        **{key: summary[key] for key in ("script", "config", "fusions", "training", "environment")},
+        **{key: summary[key] for key in ("script", "config", "fusions", "training", "environment", "kernels")},
         "unit": profile.unit,
         "steps": profile.steps,
         f"{profile.unit}_per_step": sum(part.kernels_per_step for part in profile.phases.values()),
@@ -223,7 +226,8 @@ def as_json(profile: Profile, summary: dict) -> dict:
 def report(module: ModuleType, profile: Profile, summary: dict, directory: Path, trace: Path) -> str:
     """The Markdown report of --generate-report."""
     environment, training = summary["environment"], summary["training"]
-    on = [name for name, value in {**summary["fusions"], "torch_compile": training["torch_compile"]}.items() if value]
+    modes = {name: training[name] for name in ("torch_compile", "cuda_graph")}
+    on = [name for name, value in {**summary["fusions"], **modes}.items() if value]
     settings = {
         "device": environment["device_name"],
         "software": ", ".join(f"{n} {environment[n]}" for n in ("torch", "triton", "hip", "cuda") if environment[n]),
@@ -239,7 +243,7 @@ def report(module: ModuleType, profile: Profile, summary: dict, directory: Path,
         f"# Profile of {module.SCRIPT}",
         *("", "## Settings", "", *(f"- {name}: {value}" for name, value in settings.items())),
         *("", "## Timing", "", "Measured without the profiler, before the profiled steps.", ""),
-        *("```", module.report(summary), "```"),
+        *("```", module.report(summary).rstrip(), "```"),
         *("", f"## {profile.unit.capitalize()} by category", ""),
         f"{clock} in {profile.steps} profiled steps. The profiler makes launches and short operators slower.",
         *("", share_table(profile, "category", profile.categories)),
@@ -256,15 +260,28 @@ def report(module: ModuleType, profile: Profile, summary: dict, directory: Path,
     return "\n".join(lines) + "\n"
 
 
+def run_script(command: Sequence[str]) -> int:
+    """Run the script and wait for it; returns its exit status. What to do about a signal is for it to decide."""
+    process = subprocess.Popen(command)
+    answers = {signal.SIGINT: lambda *unused: None, signal.SIGTERM: lambda *unused: process.terminate()}
+    before = {number: signal.signal(number, answer) for number, answer in answers.items()}  # Ctrl-C reaches it, too
+    try:
+        status = process.wait()
+    finally:
+        for number, answer in before.items():
+            signal.signal(number, answer)
+    return status if status >= 0 else 128 - status
+
+
 def profile_script(argv: Sequence[str] | None) -> int:
     """Run the script, then make the tables from its trace; returns the exit status."""
     parser = tool_parser(PROG, __doc__)
     parser.add_argument("--generate-report", action="store_true", help="also write <script>_report.md")
     own, rest = parser.parse_known_args(argv)
     module = load_script(own.script)
-    rest = script_arguments(module, rest, own.profile_dir)
-    args = module.parse_args(rest)
-    status = module.main([*rest, "--enable-pytorch-profiler", "--enable-memory-profiling"])
+    rest, args = script_arguments(module, rest, own.profile_dir)
+    flags = ["--enable-pytorch-profiler", "--enable-memory-profiling"]
+    status = run_script([sys.executable, module.__file__, *rest, *flags])
     if status:
         return status
 
@@ -275,7 +292,7 @@ def profile_script(argv: Sequence[str] | None) -> int:
         events = load_trace(trace)
         if summary["environment"]["device"] == "cuda" and not has_gpu(events):
             raise ToolError("the profiler saw no kernels on the GPU: may this user profile it?", status=1)
-        profile = analyse(events, module.PHASES)
+        profile = analyse(events, ("data", "graph") if args.cuda_graph else module.PHASES)
     except ValueError as error:
         raise ToolError(str(error), status=1) from error
 

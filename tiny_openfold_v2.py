@@ -23,6 +23,7 @@ import argparse
 import contextlib
 import ctypes
 import gc
+import gzip
 import importlib.util
 import itertools
 import json
@@ -46,6 +47,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -736,7 +739,7 @@ def make_batches(args: argparse.Namespace, device: torch.device, seed: int) -> P
 SCRIPT = Path(__file__).stem
 PHASES = ("data", "forward", "backward", "optimizer")
 OWN_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile that make graphs of their own
-NO_WORK = ("_unsafe_view", "empty", "new_empty", "_fused_sdp_choice")  # operators that move no data, besides views
+NO_WORK = ("_unsafe_view", "empty", "new_empty", "_record_function")  # operators that move no data, besides views
 # torchrun sets these, one process per GPU; a plain run is the only one.
 RANK, LOCAL_RANK, WORLD_SIZE = (int(os.environ.get(n, n == "WORLD_SIZE")) for n in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
 # Where a GPU profiler started this process, one of these is set: rocprofv3 (rocprof-compute uses it), nsys, ncu.
@@ -759,8 +762,8 @@ FLOPs per step: {flops[gflop]:.4g} GFLOP, achieved {flops[achieved_tflops]:.3g} 
 
 
 def say(kind: str, message: str) -> None:
-    """A line on stderr: an "error" of this process, or a "note", of which several processes give one."""
-    if kind == "error" or RANK == 0:
+    """A line on stderr: an "error" of this process, or a "note", of which all processes together give one."""
+    if kind == "error" or (RANK == 0 and "TINY_LAUNCHED" not in os.environ):
         print(f"{SCRIPT}.py: {kind}: {f'rank {RANK}: ' if RANK else ''}{message}", file=sys.stderr)
 
 
@@ -836,13 +839,12 @@ def build_parser() -> argparse.ArgumentParser:
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse, fill in and check; what cannot work is one line on stderr and SystemExit with status 2 or 4."""
-    parser = build_parser()
-    args = parser.parse_args(argv)
+    args = (parser := build_parser()).parse_args(argv)
     vars(args).update({name: args.all_fusion is not False for _, name, _ in FUSIONS if getattr(args, name) is None})
     check_model_arguments(args, parser)
     gpu, found = args.device != "cpu" and torch.cuda.is_available(), torch.cuda.device_count()
-    named = [os.environ.get(f"{who}_VISIBLE_DEVICES", "") for who in ("ROCR", "HIP", "CUDA")]
-    named_gpus = min((len(text.split(",")) for text in named if text), default=1) if gpu else 1
+    named = [os.environ.get(f"{who}_VISIBLE_DEVICES") for who in ("ROCR", "HIP", "CUDA")]
+    named_gpus = min((len(text.split(",")) for text in named if text and gpu), default=1)
     processes = WORLD_SIZE if "RANK" in os.environ else args.num_gpus or named_gpus
     here = int(os.getenv("LOCAL_WORLD_SIZE", processes)) if gpu or args.num_gpus else 1  # on this host
     mode, for_fusions = args.torch_compile_mode, not FUSIONS and (args.all_fusion or args.compare_fusion)
@@ -869,6 +871,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     if signs and not args.under_profiler:
         say("note", f"a GPU profiler started this run ({signs[0]}): --under-profiler is on")
         args.under_profiler = True
+    if args.enable_rocm_profiling and not gpu:
+        say("note", "--enable-rocm-profiling: no GPU here, so nothing is marked")
     return args
 
 
@@ -888,9 +892,7 @@ def all_off(args: argparse.Namespace, **changes) -> argparse.Namespace:
 
 
 def prepare(args: argparse.Namespace) -> torch.device:
-    """Check what the run needs before it starts, make the process-wide settings and return the device."""
-    if args.enable_rocm_profiling and args.device == "cpu":
-        say("note", "--enable-rocm-profiling: no GPU here, so nothing is marked")
+    """Make the settings that hold for the whole process, and return the device."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise the PyTorch profiler writes lines of its own on stderr
     if args.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -926,14 +928,12 @@ class Trainer:
         self.synchronize = torch.cuda.synchronize if self.gpu else lambda: None
         self.batches = make_batches(args, torch.device("cpu"), args.seed)
         self.model = build_model(args, device)
-        options = {"lr": args.learning_rate, "fused": True, "capturable": args.cuda_graph}
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), **options)
+        self.optimizer = AdamW(self.model.parameters(), args.learning_rate, fused=True, capturable=args.cuda_graph)
         self.scaler = torch.amp.GradScaler(device.type, enabled=args.use_amp and args.amp_dtype == "float16")
         self.forward = torch.compile(self.model, mode=args.torch_compile_mode) if args.torch_compile else self.model
         if WORLD_SIZE > 1:  # buffers are constants, so they need no broadcast
             warnings.filterwarnings("ignore", message=".*broadcast_buffers. is deprecated", category=FutureWarning)
-            ddp = nn.parallel.DistributedDataParallel
-            self.forward = ddp(self.forward, broadcast_buffers=False, gradient_as_bucket_view=True)
+            self.forward = DistributedDataParallel(self.forward, broadcast_buffers=False, gradient_as_bucket_view=True)
         self.inputs: dict[str, Tensor] = {}  # on a GPU, where every batch is copied to
         self.graph, self.phases, self.marks = None, PHASES, []
         self.named = torch.cuda.nvtx.range if args.enable_rocm_profiling and self.gpu else contextlib.nullcontext
@@ -946,10 +946,9 @@ class Trainer:
         batch = {name: value[RANK * share :][:share] for name, value in self.batches.next_batch().items()}
         if not self.gpu:
             return batch
+        self.inputs = self.inputs or {n: torch.empty_like(t, device=self.device) for n, t in batch.items()}
         for name, value in batch.items():
             pinned = torch.empty_like(value, pin_memory=True).copy_(value)  # so that nobody waits for the copy
-            if name not in self.inputs:
-                self.inputs[name] = torch.empty_like(value, device=self.device)
             self.inputs[name].copy_(pinned, non_blocking=True)
         return self.inputs
 
@@ -996,9 +995,8 @@ class Trainer:
 
     def mark(self) -> None:
         """Note this moment: an event in the stream, or on a CPU a clock reading."""
-        self.marks.append(torch.cuda.Event(enable_timing=True) if self.gpu else time.perf_counter())
-        if self.gpu:
-            self.marks[-1].record()
+        event = torch.cuda.Event(enable_timing=True) if self.gpu else None
+        self.marks.append(torch.cuda.current_stream().record_event(event) if self.gpu else time.perf_counter())
 
     def profile(self, steps: int = 1, **options) -> torch.profiler.profile:
         """Run training steps under the PyTorch profiler."""
@@ -1011,12 +1009,12 @@ class Trainer:
             self.synchronize()
         return profile
 
-    def profiled_events(self, **options) -> list[dict]:
-        """The events of one step under the profiler, as it writes them to a Chrome trace."""
+    def trace(self, profile: torch.profiler.profile) -> dict:
+        """What the profiler writes as a Chrome trace, for a moment into the folder of the results."""
         with tempfile.TemporaryDirectory(dir=self.args.profile_dir) as folder:
             path = Path(folder) / "trace.json"
-            self.profile(**options).export_chrome_trace(str(path))
-            return json.loads(path.read_text())["traceEvents"]
+            profile.export_chrome_trace(str(path))
+            return json.loads(path.read_text())
 
 
 class OperatorCounter(TorchDispatchMode):
@@ -1031,21 +1029,24 @@ class OperatorCounter(TorchDispatchMode):
 
 def count_kernels(trainer: Trainer) -> dict:
     """Kernels that the device runs in one training step; on a CPU operators. Nothing where neither can be seen."""
-    if not trainer.gpu:
+    if not trainer.gpu:  # of two samples: with a single one some copies are views, which would be another count
+        pair = Trainer(argparse.Namespace(**{**vars(trainer.args), "batch_size": 2 * WORLD_SIZE}), trainer.device)
+        pair.step()
+        batch = pair.next_batch()
         with OperatorCounter() as counter:
-            trainer.step()
+            pair.compute(batch)
         return {"unit": "operator calls", "per_step": counter.calls, "remark": "; operator calls, counted on a CPU"}
-    events = trainer.profiled_events()
+    trainer.step()  # the first one does more
+    events = trainer.trace(trainer.profile())["traceEvents"]
     category = [event.get("cat") for event in events]
     launches = [e for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver") and "Launch" in e["name"]]
     counts = {"unit": "kernels", "remark": "", "per_step": category.count("kernel"), "host_launches": len(launches)}
-    counts["copies_and_memsets"] = category.count("gpu_memcpy") + category.count("gpu_memset")
     return counts if counts["per_step"] else {}  # a profiler that may not run sees none
 
 
 def memory_of_a_step(trainer: Trainer) -> float:
     """High-water mark of tensor memory in bytes; with --enable-memory-profiling its course is written, too."""
-    events = trainer.profiled_events(profile_memory=True)
+    events = trainer.trace(trainer.profile(profile_memory=True))["traceEvents"]
     state = [value for entry in trainer.optimizer.state.values() for value in entry.values()]
     kept = (*trainer.model.parameters(), *trainer.model.buffers(), *state, *trainer.inputs.values())
     used = sum(tensor.nbytes for tensor in kept)  # between two steps
@@ -1095,7 +1096,7 @@ def write_profile(trainer: Trainer, directory: Path) -> None:
         table = averages.table(sort_by=f"self_{clock}_time_total", row_limit=40)
         title = f"Self {'CPU' if clock == 'cpu' else 'device'} total: {total:.3f} ms in {steps} steps"
         (directory / f"{SCRIPT}_operators_by_{clock}_time.txt").write_text(f"{title}\n\n{table}\n")
-    profile.export_chrome_trace(str(directory / f"{SCRIPT}_trace.json.gz"))
+    (directory / f"{SCRIPT}_trace.json.gz").write_bytes(gzip.compress(json.dumps(trainer.trace(profile)).encode()))
 
 
 class Run:
@@ -1271,33 +1272,37 @@ def count_all_off(args: argparse.Namespace, device: torch.device) -> int | None:
     torch.compiler.reset()  # lets go of the graphs that torch.compile made
     gc.collect()
     try:
-        trainer = Trainer(all_off(args), device)
-        trainer.step()
-        return count_kernels(trainer)["per_step"]
+        return count_kernels(Trainer(all_off(args), device))["per_step"]
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
 
 
+def explain(error: BaseException, directory: Path) -> tuple[int, str]:
+    """Exit status and line of an error that the user can do something about; any other one is raised again."""
+    message = (str(error).strip() or type(error).__name__).splitlines()[0]
+    if isinstance(error, KeyboardInterrupt):
+        return 130, "interrupted"
+    if is_out_of_memory(error):
+        return 3, f"out of memory: lower --batch-size or --seq-len ({message})"
+    if isinstance(error, FloatingPointError) or type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+        return 1, message
+    if isinstance(error, (OSError, json.JSONDecodeError)) and not isinstance(error, BrokenPipeError):
+        return 2, f"--profile-dir {directory}: cannot write there, is there space left? ({message})"
+    raise error
+
+
 def train_all(runs: list[Run]) -> None:
     """Train all, in alternating turns. However that ends, each result is in <profile-dir>/<script>_summary.json."""
-    status, message = 0, None
+    status, message = 1, "it did not finish"
     try:
         for run in runs:
             run.write()  # what a run leaves that is killed
         measure(runs)
-    except KeyboardInterrupt:
-        status, message = 130, "interrupted"
-    except Exception as error:
-        status, message = 1, (str(error).strip() or type(error).__name__).splitlines()[0]
-        if is_out_of_memory(error):
-            status, message = 3, f"out of memory: lower --batch-size or --seq-len ({message})"
-        elif isinstance(error, (OSError, json.JSONDecodeError)) and not isinstance(error, BrokenPipeError):
-            status, message = 2, f"--profile-dir {runs[-1].args.profile_dir}: cannot write there ({message})"
-        elif type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
-            message = f"torch.compile failed: {message}"
-        elif not isinstance(error, FloatingPointError):
-            raise
+        status, message = 0, None
+    except (Exception, KeyboardInterrupt) as error:
+        message = str(error)
+        status, message = explain(error, runs[-1].args.profile_dir)
     finally:
         for run in runs:
             run.result |= {"exit_status": status, "error": message, "status": {0: "ok", 3: "oom"}.get(status, "failed")}
@@ -1305,8 +1310,8 @@ def train_all(runs: list[Run]) -> None:
             try:
                 run.write()
             except OSError as error:
-                message = f"--profile-dir {run.args.profile_dir}: cannot write there ({error.strerror})"
-                run.result |= {"exit_status": 2, "error": message, "status": "failed"}
+                code, text = explain(error, run.args.profile_dir)
+                run.result |= {"exit_status": code, "error": text, "status": "failed"}
 
 
 def train(args: argparse.Namespace) -> dict:
@@ -1318,35 +1323,36 @@ def train(args: argparse.Namespace) -> dict:
 def report(result: dict) -> str:
     """The lines of REPORT whose values were measured."""
     kernels, text = result["kernels"], ""
-    values = {
-        "includes": ", includes compilation" if result["training"]["torch_compile"] else "",
-        "all_off": f" (all fusions off: {kernels['all_off'] or 'out of memory'})" if "all_off" in kernels else "",
-    }
+    includes = ", includes compilation" if result["training"]["torch_compile"] else ""
+    off = f" (all fusions off: {kernels['all_off'] or 'out of memory'})" if "all_off" in kernels else ""
     for line in REPORT.splitlines():
         with contextlib.suppress(KeyError):
-            text += line.format_map({**result, **values}) + "\n"
+            text += line.format_map({**result, "includes": includes, "all_off": off}) + "\n"
     return text
 
 
-def finish(result: dict) -> int:
-    """Print the report, and the error if there was one; returns the exit status."""
+def finish(results: dict[str, dict]) -> int:
+    """Print the reports under their titles, and each error once; returns the exit status."""
     progress()
-    print(report(result), end="", flush=True)
-    if result["error"]:
-        say("error", result["error"])
-    return result["exit_status"]
+    for title, result in results.items():
+        print(title + report(result), end="", flush=True)
+    for message in dict.fromkeys(result["error"] for result in results.values() if result["error"]):
+        say("error", message)
+    return max(result["exit_status"] for result in results.values())
 
 
 def compare_fusion(args: argparse.Namespace) -> int:
     """Everything off and as chosen, in turns; the result of the first goes to <profile-dir>/baseline."""
     sides = [all_off(args, profile_dir=args.profile_dir / "baseline"), args]
     train_all(runs := [Run(side) for side in sides])
-    results = before, after = [run.result for run in runs]
+    before, after = (run.result for run in runs)
     if before["status"] == "oom":
-        say("note", "the two do not fit into memory side by side: each is measured alone, so there are no ratios")
-        results = [train(side) for side in sides]
+        print("Both do not fit into memory side by side: each is measured alone, so there are no ratios.")
+        runs.clear()
+        before, after = (train(side) for side in sides)
     elif before["status"] == "ok":
         ratios = sorted(off / on for off, on in zip(runs[0].turns, runs[1].turns, strict=True))
+        progress()
         print(f"\n{'':24}{'all off':>12}{'as chosen':>12}{'ratio':>9}")
         for label, group, key, form in (
             ("batch time, ms", "timing", "batch_ms", "12.2f"),
@@ -1361,10 +1367,7 @@ def compare_fusion(args: argparse.Namespace) -> int:
         few, mixed = len(ratios) < 5, ratios[0] <= 1 <= ratios[-1]
         verdict = "too few turns to tell" if few else "no difference seen" if mixed else "all turns agree"
         print(f"Batch time ratio in {len(ratios)} turns: {ratios[0]:.2f}x to {ratios[-1]:.2f}x ({verdict})")
-    for name, result in zip(("all off", "as chosen"), results, strict=True):
-        print(f"\n{name}:")
-        finish(result)
-    return max(result["exit_status"] for result in results)
+    return finish({"\nall off:\n": before, "\nas chosen:\n": after})
 
 
 def verify_accuracy(args: argparse.Namespace) -> int:
@@ -1386,7 +1389,7 @@ def verify_accuracy(args: argparse.Namespace) -> int:
         values |= {f"gradient of {name}": gradient for name, gradient in trainer.model.state_dict().items()}
         found.append({name: value.detach().double() for name, value in values.items()})
     expected, values = found
-    limit, gradients = 1e-4 if precise else 1e-1, [name for name in expected if name.startswith("gradient of")]
+    limit, gradients = 1e-4 if precise else 1e-1, [name for name in expected if name.startswith("gradient of ")]
     # Rounding alone changes small gradients by their size, so they are compared with all gradients together.
     floor = (1e-3 if precise else 1.0) * math.sqrt(sum(float(expected[name].square().sum()) for name in gradients))
     norms = {name: max(float(e.norm()), floor if name in gradients else 1e-300) for name, e in expected.items()}
@@ -1404,19 +1407,19 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit status. For several GPUs this process becomes torchrun."""
     args = parse_args(argv)
     if args.num_gpus > 1 and "RANK" not in os.environ:
+        os.environ["TINY_LAUNCHED"] = "1"
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // args.num_gpus)))
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.num_gpus}", __file__]
         os.execv(sys.executable, [sys.executable, *torchrun, *(sys.argv[1:] if argv is None else argv)])
     if WORLD_SIZE > 1:
         join_processes(args)
-    modes = {"compare_fusion": compare_fusion, "verify_accuracy": verify_accuracy}
-    mode = next((modes[name] for name in modes if getattr(args, name)), lambda args: finish(train(args)))
+    modes = [mode for mode in (compare_fusion, verify_accuracy) if getattr(args, mode.__name__)]
     try:
-        status = mode(args)
+        status = modes[0](args) if modes else finish({"": train(args)})
         sys.stdout.flush()
-    except KeyboardInterrupt:
-        say("error", "interrupted")
-        status = 130
+    except (KeyboardInterrupt, RuntimeError, MemoryError) as error:
+        status, message = explain(error, args.profile_dir)
+        say("error", message)
     except BrokenPipeError:  # `... | head` has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 1

@@ -4,8 +4,8 @@
 A profile is a directory that run_pytorch_profiler.py wrote (<script>_kernels.csv, <script>_profile.json), or one of
 run_rocprofv3.sh (rocprofv3_results_*, with stats.csv). Launches are counted, per training step wherever the number of
 steps is known. Copies and memsets that the PyTorch profiler saw are no kernels; their time counts. On a CPU there are
-no kernels; there the calls of all operators are compared, views and operators that only call others included, and so
-there are more of them than the script itself reports.
+no kernels. There the reduction is that of the operators that the scripts themselves counted; the tables have all that
+the profiler saw: views, operators that only call others, nodes of the autograd graph, inner steps of a matrix product.
 
 The tables go to stdout as Markdown. With --output they are also written to kernel_reduction.md in that directory,
 beside kernel_reduction.csv with every kernel under its full name.
@@ -59,7 +59,7 @@ class Profile:
     unit: str  # "kernels", or "operators" on a CPU
     steps: int | None  # None if not known
     statistics: list[KernelStatistics]
-    settings: dict | None  # config, training and environment of the run
+    settings: dict | None  # config, training, environment and kernels of the run
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,8 @@ class Kernel:
         return "both" if all(self.calls) else SIDES[not self.calls[0]]
 
 
-def is_step_count(value: object) -> bool:
-    """Can this be the number of steps of a run?"""
+def is_count(value: object) -> bool:
+    """Can this be the number of steps of a run, or of operators in a step?"""
     return isinstance(value, int) and 0 < value < 2**31
 
 
@@ -100,12 +100,16 @@ def load_pytorch(directory: Path) -> Profile:
     content = read_json(path)
     check_schema(content, path, ("config", "training", "environment"))
     steps, unit = content.get("steps"), content.get("unit")
-    if not is_step_count(steps) or unit not in ("kernels", "operators"):
+    if not is_count(steps) or unit not in ("kernels", "operators"):
         raise ToolError(f"{path}: steps {steps!r} of {unit!r} make no profile")
     rows, per_step = statistics_in(kernels), content.get(f"{unit}_per_step")
     calls = sum(row.calls for row in rows if not is_copy(row.name))
     if not isinstance(per_step, (int, float)) or abs(calls - steps * per_step) > 0.5:
         raise ToolError(f"{kernels}: {calls} calls do not belong to {path.name}, {steps} steps of {per_step} {unit}")
+    if unit == "operators":
+        check_schema(content, path, ("kernels",))
+        if not is_count(content["kernels"].get("per_step", 1)):
+            raise ToolError(f"{path}: kernels.per_step is {content['kernels']['per_step']!r}")
     return Profile(directory, "run_pytorch_profiler.py", unit, steps, rows, content)
 
 
@@ -119,7 +123,7 @@ def load_rocprofv3(directory: Path) -> Profile:
     if len(summaries) == 1 and total_of(rows) == total_of([row for part in parts for row in part]):
         settings = load_result(summaries[0])
         steps = settings["timing"].get("steps")
-        if not is_step_count(steps):
+        if not is_count(steps):
             raise ToolError(f"{summaries[0]}: timing.steps is {steps!r}")
     return Profile(directory, "run_rocprofv3.sh", "kernels", steps, rows, settings)
 
@@ -220,11 +224,15 @@ def report(sides: Sequence[Profile], kernels: Sequence[Kernel], per_step: bool, 
         steps = f"{side.steps} steps" if side.steps else "an unknown number of steps"
         lines.append(f"- {label}: `{side.directory}` ({script}{steps}, {side.source})")
     if cpu:
-        lines += ["", "On a CPU there are no kernels; these are calls of operators, views and outer ones included."]
+        lines += ["", "On a CPU there are no kernels. The table has all calls of operators, views and outer ones too."]
+        before, after = (side.settings["kernels"].get("per_step") for side in sides)
+    lines.append("")
+    if before and after:
+        lines += [
+            f"- {'Operator calls, as the script counts,' if cpu else 'Kernels'}{per}: {before:.10g} -> {after:.10g}",
+            f"- Kernel reduction: {100 * (1 - after / before):.1f} %{' (of operator calls)' if cpu else ''}",
+        ]
     lines += [
-        "",
-        f"- {'Operator calls' if cpu else 'Kernels'}{per}: {before:.10g} -> {after:.10g}",
-        f"- Kernel reduction: {100 * (1 - after / before):.1f} %{' (of operator calls)' if cpu else ''}",
         f"- {clock}{per}: {before_ms:.3f} ms -> {after_ms:.3f} ms ({change(before_ms, after_ms)})",
         f"- Distinct names: {names[0]} -> {names[1]}",
     ]

@@ -2,15 +2,17 @@
 """Result files of several runs side by side, as a Markdown table.
 
 A PATH is a result file (<script>_summary.json) or the directory of a run (its --profile-dir); NAME=PATH names the row.
-Speed-up and memory change are over --baseline, the first run unless it says otherwise. A note on stderr names runs that
-cannot be compared, because sizes, steps or the device differ, and runs that were disturbed, whose mean step is much
-longer than the median. A run that went out of memory is a row of its own; one that failed is too, and then the exit
-status is 1.
+Speed-up and memory change are over --baseline, the first run unless it says otherwise. Where the numbers of processes
+differ, the scaling efficiency is the speed-up over the ratio of these numbers. A note on stderr names runs that cannot
+be compared, because sizes, steps or the device differ or one of them replays its step as a graph, and runs that were
+disturbed, whose mean step is much longer than the median. A run that went out of memory is a row of its own; one that
+failed is too, and then the exit status is 1.
 
 Examples:
   python analysis_tools/compare_runs.py exercises/results/v1 exercises/results/v2
   python analysis_tools/compare_runs.py baseline=./unfused flash=./flash all=./fused --csv table.csv
   python analysis_tools/compare_runs.py ./flash ./qkv --baseline ./unfused
+  python analysis_tools/compare_runs.py ./one_gpu ./four_gpus
 """
 
 from __future__ import annotations
@@ -30,11 +32,12 @@ PROG = Path(__file__).name
 MEASURED = {
     "samples_per_sec": ("timing", "samples_per_sec"),
     "batch_ms": ("timing", "batch_ms"),
-    **{f"{phase}_ms": ("timing", f"{phase}_ms") for phase in ("forward", "backward", "optimizer")},
+    **{f"{phase}_ms": ("timing", f"{phase}_ms") for phase in ("forward", "backward", "optimizer", "graph")},
     "compilation_ms": ("timing", "compilation_overhead_ms"),
     "peak_mb": ("memory", "peak_mb"),
     "kernels_per_step": ("kernels", "per_step"),
     "final_loss": ("loss", "final"),
+    "processes": ("training", "processes"),
 }
 
 
@@ -59,6 +62,9 @@ def compared(run: Run, baseline: Run) -> dict:
 
     memory = ratio("peak_mb")
     row["speedup"] = ratio("samples_per_sec")
+    row["processes"] = row["processes"] or 1  # files of an earlier harness do not say
+    alone = baseline.number("training", "processes") or 1
+    row["scaling_efficiency_percent"] = row["speedup"] and 100 * row["speedup"] * alone / row["processes"]
     row["memory_change_percent"] = None if memory is None else 100 * (memory - 1)
     return {**row, "path": str(run.path)}
 
@@ -71,27 +77,30 @@ def unit(runs: Sequence[Run]) -> str:
 
 def table(rows: Sequence[dict], counted: str) -> str:
     """The rows in Markdown."""
+    scaled = len({row["processes"] for row in rows if row["speedup"]}) > 1
+    phases = [p for p in ("forward", "backward", "optimizer") if any(row[f"{p}_ms"] is not None for row in rows)]
+    phases += ["graph"] if any(row["graph_ms"] is not None for row in rows) else []
     compiled = any(row["compilation_ms"] is not None for row in rows)
     lines = []
     for row in rows:
-        speed, change = row["speedup"], row["memory_change_percent"]
         outcome = NOT_FINISHED.get(row["status"])
         lines.append(
             [
                 row["configuration"],
                 outcome or cell(row["samples_per_sec"], ".1f" if (row["samples_per_sec"] or 0) >= 10 else ".2f"),
-                "-" if speed is None else f"{speed:.2f}x",
+                cell(row["speedup"], ".2f", "x"),
+                *([cell(row["scaling_efficiency_percent"], ".1f", " %")] if scaled else []),
                 cell(row["batch_ms"], ".2f"),
-                *(cell(row[f"{phase}_ms"], ".2f") for phase in ("forward", "backward", "optimizer")),
+                *(cell(row[f"{phase}_ms"], ".2f") for phase in phases),
                 *([cell(row["compilation_ms"], ".0f")] if compiled else []),
                 cell(row["peak_mb"]),
-                "-" if change is None else f"{change:+.1f} %",
+                cell(row["memory_change_percent"], "+.1f", " %"),
                 cell(row["kernels_per_step"], ".10g"),
                 cell(row["final_loss"], ".4f"),
             ]
         )
-    header = ["configuration", "samples/sec", "speed-up", "ms per step", "forward ms", "backward ms", "optimizer ms"]
-    header += ["compilation ms"] if compiled else []
+    header = ["configuration", "samples/sec", "speed-up", *(["scaling efficiency"] if scaled else []), "ms per step"]
+    header += [f"{phase} ms" for phase in phases] + (["compilation ms"] if compiled else [])
     return markdown_table([*header, "peak MB", "memory change", f"{counted} per step", "final loss"], lines)
 
 

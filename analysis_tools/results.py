@@ -15,9 +15,14 @@ from tools.version_script import ToolError, read_json  # noqa: E402
 
 SCHEMA_VERSION = 1
 GROUPS = ("config", "training", "environment", "timing", "memory", "kernels", "loss")
-# What has to be the same for two runs to be compared. Precision and torch.compile are not among it: comparing those
-# is what runs are made for.
-SAME_TRAINING = ("batch_size", "num_steps", "warmup_steps", "learning_rate", "seed", "processes")
+# What has to be the same for two runs to be compared; with the value where a file of an earlier harness has none.
+# Precision and torch.compile are not among it: comparing those is what runs are made for. A graph is: without the host
+# a step takes another time, whatever is fused.
+SAME_TRAINING = {
+    **dict.fromkeys(("batch_size", "num_steps", "warmup_steps", "learning_rate", "seed")),
+    "processes": 1,
+    "cuda_graph": False,
+}
 SAME_ENVIRONMENT = ("device_name", "torch")
 UNSTEADY = 1.1  # mean over median step, from which a run was disturbed; 1.00 to 1.06 in results/h100/tiny_*.json
 HUGE = 1e300  # numbers from here on, infinity and NaN are no measurements
@@ -119,7 +124,7 @@ def settings(result: dict) -> dict:
     names = (*SAME_ENVIRONMENT, *(["cpu_threads"] if environment.get("device") == "cpu" else []))
     return {
         **result["config"],
-        **{name: training.get(name) for name in SAME_TRAINING},
+        **{name: training.get(name, default) for name, default in SAME_TRAINING.items()},
         **{name: environment.get(name) for name in names},
     }
 
@@ -160,6 +165,6 @@ def report_failed(prog: str, runs: Iterable[Run]) -> int:
     return 1 if failed else 0
 
 
-def cell(value: float | None, form: str = ".1f") -> str:
-    """A number for a table, a dash where there is none."""
-    return "-" if value is None else format(value, form)
+def cell(value: float | None, form: str = ".1f", unit: str = "") -> str:
+    """A number for a table with its unit, a dash where there is none."""
+    return "-" if value is None else format(value, form) + unit

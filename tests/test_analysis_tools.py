@@ -6,6 +6,7 @@ import builtins
 import csv
 import json
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -169,6 +170,7 @@ def test_a_failed_run_is_named_and_what_it_measured_is_not_compared(make):
         ({"training": {"num_steps": 9}}, "num_steps differs: 3 for a; 9 for b"),
         ({"training": {"batch_size": 7}}, "batch_size differs: 2 for a; 7 for b"),
         ({"training": {"processes": 2}}, "processes differs: 1 for a; 2 for b"),
+        ({"training": {"cuda_graph": True}}, "cuda_graph differs: False for a; True for b"),
         ({"environment": {"cpu_threads": 99}}, "cpu_threads differs:"),
         ({"environment": {"device_name": "MI300X"}}, "device_name differs:"),
     ],
@@ -177,6 +179,49 @@ def test_runs_that_cannot_be_compared_get_a_note(make, more, line):
     status, out, err = call(compare_runs, make("a"), make("b", **more))
     assert (status, len(table_of(out)), len(err.splitlines())) == (0, 2, 1)
     assert line in err
+
+
+def test_scaling_efficiency_where_the_numbers_of_processes_differ(make, tmp_path):
+    one, two = make("one", speed=100), make("two", speed=180, training={"processes": 2})
+    four = make("four", speed=300, training={"processes": 4})
+    column = "scaling efficiency"
+    out = call(compare_runs, one, two, four, "--csv", tmp_path / "table.csv")[1]
+    assert [row[column] for row in table_of(out)] == ["100.0 %", "90.0 %", "75.0 %"]
+    assert [float(row["scaling_efficiency_percent"]) for row in read_rows(tmp_path / "table.csv")] == [100, 90, 75]
+    assert [row[column] for row in table_of(call(compare_runs, four, two, "--baseline", two)[1])] == [
+        "83.3 %",
+        "100.0 %",
+    ]
+    assert column not in call(compare_runs, two, make("again", speed=90, training={"processes": 2}))[1]
+    assert column not in call(compare_runs, one, make("gone", **out_of_memory(), training={"processes": 2}))[1]
+    assert_refused(
+        call(compare_runs, one, make("odd", training={"processes": "two"})), "training.processes is not a number"
+    )
+
+
+def test_a_step_that_is_one_graph_has_a_column_of_its_own(make):
+    eager, graph = make("eager"), make("graph", training={"cuda_graph": True})
+    path = graph / "tiny_llama_v2_summary.json"
+    result = json.loads(path.read_text())
+    for phase in ("forward", "backward", "optimizer"):
+        del result["timing"][f"{phase}_ms"]
+    result["timing"]["graph_ms"] = 1.25
+    path.write_text(json.dumps(result))
+    rows = table_of(call(compare_runs, eager, graph)[1])
+    assert [row["graph ms"] for row in rows] == ["-", "1.25"]
+    assert [row["backward ms"] == "-" for row in rows] == [False, True]
+    (row,) = table_of(call(compare_runs, graph)[1])
+    assert "backward ms" not in row
+    assert "graph ms" not in table_of(call(compare_runs, eager)[1])[0]
+
+
+def test_files_of_an_earlier_harness_ran_in_one_process_and_without_a_graph(make):
+    old = make("old")
+    path = old / "tiny_llama_v2_summary.json"
+    result = json.loads(path.read_text())
+    del result["training"]["processes"], result["training"]["cuda_graph"]
+    path.write_text(json.dumps(result))
+    assert call(compare_runs, old, make("new"))[2] == ""
 
 
 def test_precision_and_compilation_may_differ(make):
@@ -404,9 +449,9 @@ def test_reduction_of_real_profiles(runs, tmp_path):
     )
     assert (status, err) == (0, "")
     profiles = [json.loads(next(d.glob("*_profile.json")).read_text()) for d in (runs.v1, runs.v2)]
-    before, after = (profile["operators_per_step"] for profile in profiles)
+    before, after = (summary(d)["kernels"]["per_step"] for d in (runs.v1, runs.v2))
     assert after < before
-    assert f"Operator calls per step: {before:.10g} -> {after:.10g}" in out
+    assert f"Operator calls, as the script counts, per step: {before} -> {after}" in out
     assert f"Kernel reduction: {100 * (1 - after / before):.1f} % (of operator calls)" in out
     categories = {row["category"]: row for row in table_of(out)}
     for name, share in profiles[1]["categories"].items():
@@ -416,7 +461,8 @@ def test_reduction_of_real_profiles(runs, tmp_path):
     assert rows["aten::_softmax"]["found_in"] == "baseline"
     assert rows["aten::split_with_sizes"]["found_in"] == "fused"
     assert rows["aten::mm"]["found_in"] == "both"
-    assert sum(float(row["baseline_launches"]) for row in rows.values()) == pytest.approx(before)
+    calls = sum(float(row["baseline_launches"]) for row in rows.values())
+    assert calls == pytest.approx(profiles[0]["operators_per_step"])  # with views and operators that call others
     # Projections, forward and the two GEMMs of backward: three become one, two become one, in each of two layers.
     difference = float(rows["aten::mm"]["baseline_launches"]) - float(rows["aten::mm"]["fused_launches"])
     assert difference == 3 * 2 * (2 + 1)
@@ -555,6 +601,9 @@ def test_broken_profiles_are_one_line(runs, gpu_profile, rocprof_profile, tmp_pa
     mixed = gpu_profile("mixed", {GEMM: (2, 10)}, 1)
     (mixed / "x_kernels.csv").write_text(statistics_text({GEMM: (3, 10)}))
     refused(mixed, "3 calls do not belong to x_profile.json, 1 steps of 2.0 kernels")
+    odd = shutil.copytree(runs.v1, tmp_path / "odd") / "tiny_llama_v1_profile.json"
+    odd.write_text(re.sub(r'"per_step": \d+', '"per_step": "many"', odd.read_text()))
+    refused(odd.parent, "kernels.per_step is 'many'")
     alone = gpu_profile("alone", {GEMM: (2, 10)}, 1)
     (alone / "x_profile.json").unlink()
     refused(alone, "x_profile.json")
@@ -578,8 +627,8 @@ def test_tools_run_from_anywhere_without_an_installation(tool, tmp_path):
 
 
 def test_committed_results_can_be_compared(tmp_path):
-    paths = [ROOT / "results" / "h100" / f"tiny_llama_{version}_fp32_1.json" for version in ("v1", "v2")]
+    paths = [ROOT / "results" / "h100" / "exercises" / "llama_v2" / version for version in ("v1", "v2")]
     status, out, err = call(compare_runs, *paths)
     assert (status, err) == (0, "")
     assert [row["kernels per step"] for row in table_of(out)] == ["1072", "759"]
-    assert [row["configuration"] for row in table_of(out)] == ["tiny_llama_v1_fp32_1", "tiny_llama_v2_fp32_1"]
+    assert [row["configuration"] for row in table_of(out)] == ["v1", "v2"]

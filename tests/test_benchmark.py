@@ -1,6 +1,5 @@
 """tools/benchmark.py: what its measurements write, and the tables from it."""
 
-import itertools
 import json
 import sys
 
@@ -14,18 +13,22 @@ SMALL = ["--hidden-dim", "32", "--num-layers", "2", "--seq-len", "16", "--batch-
 FUSIONS = ("qkv-fusion", "flash-attention", "swiglu-fusion")
 
 
+def on_a_host_that_slows_down(monkeypatch) -> None:
+    """Steps take 10 ms, each fusion saves one; with every turn of a side they take half as long again."""
+    script = benchmark.importlib.import_module("tiny_llama_v2")
+
+    def take(run, steps: int) -> None:
+        on = sum(getattr(run.args, fusion.replace("-", "_")) for fusion in FUSIONS)
+        run.turns.append((10 - on) * (1 + len(run.turns) / 2))
+
+    monkeypatch.setattr(script.Run, "take", take)
+
+
 def test_ablation_measures_each_fusion_alone_and_all_but_each(tmp_path, monkeypatch):
-    taken = itertools.count()
+    on_a_host_that_slows_down(monkeypatch)
     sets = ["none", *(f"{kind} {f}" for kind in ("only", "all but") for f in FUSIONS), "all"]
-
-    def steps_on_a_host_that_slows_down(trainer, steps: int) -> list[float]:
-        """10 ms, each fusion saves one; the second turn takes half as long again, the third twice, and so on."""
-        on = sum(getattr(trainer.args, fusion.replace("-", "_")) for fusion in FUSIONS)
-        return [(10 - on) * (1 + next(taken) // len(sets) / 2)] * steps
-
-    monkeypatch.setattr(benchmark, "step_times", steps_on_a_host_that_slows_down)
     monkeypatch.setattr(benchmark, "MODELS", {"tiny_llama": SMALL})
-    assert benchmark.main(["ablation", str(tmp_path), "--rounds", "1", "--models", "tiny_llama"]) == 0
+    assert benchmark.main(["ablation", str(tmp_path), "--rounds", "3", "--models", "tiny_llama"]) == 0
 
     written = json.loads((tmp_path / "ablation_tiny_llama.json").read_text())
     rows = {(row["precision"], row["fusions"]): row for row in written["rows"]}
@@ -39,16 +42,41 @@ def test_ablation_measures_each_fusion_alone_and_all_but_each(tmp_path, monkeypa
             assert calls["all"] < calls[f"only {fusion}"] < calls["none"]
         for name, saved in (("none", 0), ("only swiglu-fusion", 1), ("all but swiglu-fusion", 2), ("all", 3)):
             assert rows[precision, name]["speedup"] == pytest.approx(10 / (10 - saved))
+            assert rows[precision, name]["batch_ms"] == pytest.approx(1.5 * (10 - saved)), "the turn in the middle"
 
     lines = benchmark.table(tmp_path).splitlines()
     assert [line.split("|")[1].strip() for line in lines[2:]] == sets
     assert {line.count("|") for line in lines} == {8}
 
 
+def test_headline_compares_both_versions_turn_by_turn(tmp_path, monkeypatch):
+    order = []
+    for version in ("v1", "v2"):
+        script = benchmark.importlib.import_module(f"tiny_llama_{version}")
+
+        def take(run, steps: int, version: str = version) -> None:
+            if run.label == "step" and run.planned > 3:
+                order.append(version)
+            run.turns.append({"v1": 30.0, "v2": 20.0}[version] * (1 + len(run.turns)))
+
+        monkeypatch.setattr(script.Run, "take", take)
+    monkeypatch.setattr(benchmark, "SHAPES", {"tiny_llama, small": SMALL})
+    argv = ["--rounds", "3", "--shapes", "tiny_llama, small", "--precisions", "fp32", "--modes", "eager"]
+    assert benchmark.main(["headline", str(tmp_path), *argv]) == 0
+    assert order == ["v1", "v2", "v2", "v1", "v1", "v2"]
+    (row,) = json.loads((tmp_path / "headline.json").read_text())["rows"]
+    assert (row["v1"]["batch_ms"], row["v2"]["batch_ms"]) == (60.0, 40.0)
+    assert benchmark.ratios(row["v1"], row["v2"]) == [1.5, 1.5, 1.5]
+    times, kernels = benchmark.table(tmp_path).split("\n\n")
+    assert [cell.strip() for cell in times.splitlines()[2].split("|")[1:-1]] == [
+        "tiny_llama, small, fp32", "60.00", "40.00"
+    ]  # fmt: skip
+    assert str(row["v2"]["per_step"]) in kernels
+
+
 def fake_results(monkeypatch, results: list[dict]) -> None:
     """Every version script ends with the next of these results in place of training."""
     monkeypatch.setattr(benchmark, "MODELS", {"tiny_llama": []})
-    monkeypatch.setattr(benchmark, "GRID", {"tiny_llama": [(1, 16)]})
     monkeypatch.setattr(benchmark, "LENGTHS", (16, 32))
     for script in ("tiny_llama_v1", "tiny_llama_v2"):
         monkeypatch.setattr(benchmark.importlib.import_module(script), "train", lambda args: results.pop(0))
@@ -73,15 +101,15 @@ def call(capsys, *argv) -> tuple[int, str, str]:
 def test_a_run_that_fails_ends_the_suite_and_keeps_the_earlier_file(
     tmp_path, monkeypatch, capsys, ending, status, line
 ):
-    earlier = tmp_path / "grid_tiny_llama.json"
+    earlier = tmp_path / "memory.json"
     earlier.write_text("earlier")
     fake_results(monkeypatch, [*(result() for _ in range(3)), result(*ending)])
-    ended, _, err = call(capsys, "grid", tmp_path, "--rounds", 1, "--models", "tiny_llama")
+    ended, _, err = call(capsys, "memory", tmp_path)
     assert ended == status
     assert len(err.splitlines()) == 1
     assert line in err
     assert earlier.read_text() == "earlier"
-    assert len(json.loads((tmp_path / "grid_tiny_llama.partial.json").read_text())["rows"]) == 1
+    assert len(json.loads((tmp_path / "memory.partial.json").read_text())["rows"]) == 1
 
 
 def test_out_of_memory_is_a_cell_and_its_steps_are_no_measurement(tmp_path, monkeypatch, capsys):
@@ -91,22 +119,6 @@ def test_out_of_memory_is_a_cell_and_its_steps_are_no_measurement(tmp_path, monk
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in benchmark.table(tmp_path).splitlines()]
     assert rows[2][1:] == ["100", "out of memory"]
     assert rows[3][1:] == ["90", "-"]
-
-    rounds = [fast, result(batch_ms=8.0), result(batch_ms=12.0), result(batch_ms=9.0)]
-    fake_results(monkeypatch, [*rounds, *(result() for _ in range(4))])
-    assert call(capsys, "grid", tmp_path, "--rounds", 2, "--models", "tiny_llama")[0] == 0
-    row = json.loads((tmp_path / "grid_tiny_llama.json").read_text())["rows"][0]
-    assert (row["v1"]["batch_ms"], row["v2"]["batch_ms"]) == (12.0, 8.0)
-    assert {path.name for path in tmp_path.iterdir()} == {"memory.json", "grid_tiny_llama.json"}
-
-
-def test_a_cpu_has_operator_calls_and_no_launches(tmp_path):
-    kept = ROOT / "results/cpu/exercises/llama_v2/v2/tiny_llama_v2_summary.json"
-    (tmp_path / "tiny_llama_v2_fp32_1.json").write_text(kept.read_text())
-    header, _, row = benchmark.table(tmp_path).splitlines()
-    cells = dict(zip(*([cell.strip() for cell in line.split("|")[1:-1]] for line in (header, row)), strict=True))
-    assert cells["operator calls"] == str(json.loads(kept.read_text())["kernels"]["per_step"])
-    assert cells["host launches"] == "-"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +13,8 @@ import torch
 from conftest import (
     ALL_SETTINGS,
     QUICK,
+    ROOT,
+    TINY,
     assert_same_gradients,
     gradients,
     load,
@@ -17,6 +23,7 @@ from conftest import (
     random_state,
     relative_difference,
     run_main,
+    strict_json,
 )
 
 pytestmark = pytest.mark.gpu
@@ -102,3 +109,110 @@ def test_cpu_and_gpu_follow_the_same_loss_curve(script: str, tmp_path: Path):
         for device in ("cpu", "cuda")
     ]
     assert curves[1] == pytest.approx(curves[0], rel=1e-3)
+
+
+# The whole step as a graph
+
+GRAPH = ["--device", "cuda", "--enable-cuda-graph"]
+TWENTY = ["--num-steps", "20", "--warmup-steps", "3"]
+PRECISIONS = {
+    "fp32": [],
+    "TF32": ["--matmul-precision", "high"],
+    "bf16": ["--use-amp"],
+    "fp16": ["--use-amp", "--amp-dtype", "float16"],
+}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("script", ["tiny_llama_v1", "tiny_llama_v2", "tiny_openfold_v1", "tiny_openfold_v2"])
+def test_a_graph_trains_bit_for_bit_like_the_same_steps_without(script: str, precision: str, tmp_path: Path):
+    """With --deterministic; otherwise two runs without a graph differ, too."""
+    argv = [*TWENTY, "--under-profiler", "--deterministic", *PRECISIONS[precision]]
+    eager = run_main(script, tmp_path / "eager", *argv, "--device", "cuda")
+    graph = run_main(script, tmp_path / "graph", *argv, *GRAPH)
+    assert (eager.status, graph.status) == (0, 0), eager.stderr + graph.stderr
+    assert len(graph.summary["loss"]["curve"]) == 23
+    assert graph.summary["loss"]["curve"] == eager.summary["loss"]["curve"]
+
+
+def test_a_graph_of_the_compiled_model_follows_the_same_loss_curve(tmp_path: Path):
+    argv = [*TWENTY, "--under-profiler"]
+    eager = run_main("tiny_llama_v2", tmp_path / "eager", *argv, "--device", "cuda")
+    graph = run_main("tiny_llama_v2", tmp_path / "graph", *argv, *GRAPH, "--enable-torch-compile")
+    assert graph.status == 0, graph.stderr
+    assert graph.summary["loss"]["curve"] == pytest.approx(eager.summary["loss"]["curve"], rel=1e-3)
+
+
+@every_v2
+def test_a_graph_is_one_launch_of_the_same_kernels(script: str, tmp_path: Path):
+    eager = run_main(script, tmp_path / "eager", *QUICK, "--device", "cuda").summary
+    result = run_main(script, tmp_path / "graph", *GRAPH, "--num-steps", "3", "--warmup-steps", "2")
+    graph = result.summary
+    assert graph["kernels"]["host_launches"] < 10 < eager["kernels"]["host_launches"]
+    assert graph["kernels"]["per_step"] == pytest.approx(eager["kernels"]["per_step"], rel=0.02)
+    assert graph["kernels"]["all_off"] == eager["kernels"]["all_off"]
+    assert "Average graph time: " in result.stdout
+    assert "Average forward time: " not in result.stdout
+    assert {"data_ms", "graph_ms"} <= graph["timing"].keys()
+    assert graph["memory"]["peak_mb"] > 0.9 * eager["memory"]["peak_mb"], "the private pool counts"
+
+
+def test_a_graph_of_real_input(tmp_path: Path):
+    result = run_main("tiny_llama_v2", tmp_path, *GRAPH, "--text-file", str(ROOT / "README.md"), "--vocab-size", "256")
+    assert result.status == 0, result.stderr
+    assert result.summary["loss"]["final"] < result.summary["loss"]["initial"]
+
+
+def test_a_loss_that_is_not_a_number_ends_a_graph_run(tmp_path: Path):
+    result = run_main("tiny_llama_v2", tmp_path, *GRAPH, *TWENTY, "--learning-rate", "1e30")
+    assert result.status == 1
+    assert "loss became" in result.stderr
+    assert result.summary["status"] == "failed"
+
+
+def test_no_memory_for_the_capture_is_out_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """And the process can go on: the next run works."""
+    forward = torch.nn.functional.silu
+
+    def hungry(x: torch.Tensor) -> torch.Tensor:
+        if torch.cuda.is_current_stream_capturing():
+            torch.empty(2**42, device="cuda")
+        return forward(x)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.nn.functional, "silu", hungry)
+        result = run_main("tiny_llama_v2", tmp_path / "hungry", *GRAPH, *TWENTY)
+    assert result.status == 3, result.stderr
+    assert "out of memory: lower --batch-size" in result.stderr
+    assert (result.summary["status"], len(result.summary["loss"]["curve"])) == ("oom", 2)
+    assert run_main("tiny_llama_v2", tmp_path / "next", *GRAPH, *TWENTY).status == 0
+
+
+def test_ctrl_c_in_a_graph_run_keeps_its_steps(tmp_path: Path):
+    argv = [*TINY["llama"], *GRAPH, "--num-steps", "1000000", "--profile-dir", str(tmp_path)]
+    command = [sys.executable, str(ROOT / "tiny_llama_v2.py"), *argv]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    for line in process.stdout:
+        if line.startswith("step "):
+            break
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "interrupted" in errors
+    assert "Traceback" not in errors
+    summary = strict_json((tmp_path / "tiny_llama_v2_summary.json").read_text())
+    assert summary["timing"]["steps"] + 5 == len(summary["loss"]["curve"]) > 10
+
+
+@pytest.mark.parametrize("graph", [[], ["--enable-cuda-graph"]], ids=["eager", "graph"])
+def test_compare_fusion_gives_each_side_the_memory_of_a_run_alone(graph: list[str], tmp_path: Path):
+    argv = [*graph, "--device", "cuda", "--num-steps", "10"]
+    result = run_main("tiny_openfold_v2", tmp_path / "both", "--compare-fusion", *argv)
+    assert result.status == 0, result.stderr
+    assert re.search(r"Batch time ratio in 10 turns: [\d.]+x to [\d.]+x \(.+\)", result.stdout)
+    alone = run_main("tiny_openfold_v2", tmp_path / "alone", *argv).summary
+    off = run_main("tiny_openfold_v2", tmp_path / "off", "--disable-all-fusion", *argv).summary
+    baseline = strict_json((tmp_path / "both" / "baseline" / "tiny_openfold_v2_summary.json").read_text())
+    assert result.summary["memory"]["peak_mb"] == pytest.approx(alone["memory"]["peak_mb"], rel=0.02)
+    assert baseline["memory"]["peak_mb"] == pytest.approx(off["memory"]["peak_mb"], rel=0.02)
+    assert result.summary["kernels"]["all_off"] == baseline["kernels"]["per_step"]

@@ -5,28 +5,44 @@ Here the processes are on the CPU and talk through gloo; on GPUs it is one each 
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
-import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import MODELS, ROOT, TINY, assert_same_gradients, gradients, load, model_of, parse, strict_json, words
+from conftest import (
+    CPU,
+    ROOT,
+    SCRIPT,
+    arguments,
+    assert_one_error,
+    assert_same_gradients,
+    command_line,
+    gradients,
+    load,
+    needs_compiler,
+    parse,
+    summary_in,
+    words,
+)
 
 sys.path.insert(0, str(ROOT))
 from tools.kernels import communication_of
 
-THREADS = {**os.environ, "OMP_NUM_THREADS": "1"}
+ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 BATCH = ["--batch-size", "4"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 # Writes the gradients of one step, under their canonical names, as the process of rank 0 sees them.
 ONE_STEP = """
 import gc, sys, torch
-sys.path[:0] = [{tests!r}]
-from conftest import gradients, load
-module, out, argv = load({script!r}), sys.argv[1], sys.argv[2:]
+sys.path[:0] = [sys.argv[1]]
+from conftest import SCRIPT, gradients, load
+module, out, argv = load(SCRIPT), sys.argv[2], sys.argv[3:]
 args = module.parse_args(argv)
 module.join_processes(args)
 trainer = module.Trainer(args, torch.device("cpu"))
@@ -39,73 +55,82 @@ torch.distributed.destroy_process_group()
 """
 
 
-def command(script: str, directory: Path, *argv: str) -> list[str]:
+def two_processes(directory: Path, *argv: str) -> list[str]:
     """A tiny run of two processes on the CPU."""
-    sizes = [*TINY[model_of(script)], *BATCH, "--device", "cpu", "--num-gpus", "2", "--profile-dir", str(directory)]
-    return [sys.executable, str(ROOT / f"{script}.py"), *sizes, *argv]
+    return command_line(SCRIPT, directory, *BATCH, "--num-gpus", "2", *argv)
 
 
-def start(script: str, directory: Path, *argv: str, **options) -> subprocess.CompletedProcess:
-    options = {"env": THREADS, "timeout": 120, "capture_output": True, "text": True} | options
-    return subprocess.run(command(script, directory, *argv), **options)
+def finished(command: list[str], **variables: str) -> subprocess.CompletedProcess:
+    return subprocess.run(command, env=ONE_THREAD | variables, capture_output=True, text=True, timeout=120)
 
 
-def summary(directory: Path, script: str) -> dict:
-    return strict_json((directory / f"{script}_summary.json").read_text())
-
-
-@pytest.mark.parametrize("script", [f"tiny_{model}_v2" for model in MODELS])
-def test_gradients_are_those_of_one_process_on_the_global_batch(script: str, tmp_path: Path):
-    argv = [*TINY[model_of(script)], *BATCH, "--device", "cpu"]
-    program = tmp_path / "one_step.py"
-    program.write_text(ONE_STEP.format(tests=str(ROOT / "tests"), script=script))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    subprocess.run([*torchrun, program, tmp_path / "gradients.pt", *argv], env=THREADS, check=True, timeout=120)
-    module, args = load(script), parse(script, *BATCH)
-    trainer = module.Trainer(args, torch.device("cpu"))
+def test_gradients_are_those_of_one_process_on_the_global_batch(tmp_path: Path):
+    program, found = tmp_path / "one_step.py", tmp_path / "gradients.pt"
+    program.write_text(ONE_STEP)
+    argv = [str(ROOT / "tests"), str(found), *arguments(SCRIPT, tmp_path, *BATCH)]
+    done = finished([*TORCHRUN, "--standalone", "--nproc-per-node=2", str(program), *argv])
+    assert done.returncode == 0, done.stderr
+    trainer = load(SCRIPT).Trainer(parse(SCRIPT, *BATCH), CPU)
     trainer.forward(**trainer.next_batch()).backward()
-    assert_same_gradients(torch.load(tmp_path / "gradients.pt"), gradients(trainer.model), limit=1e-5)
+    assert_same_gradients(torch.load(found), gradients(trainer.model), limit=1e-5)
+
+
+def test_each_process_copies_its_share_of_the_batch(monkeypatch):
+    """The source stays on the host whatever the device; here that is `meta`, so that a copy of it would show."""
+    module, shares = load(SCRIPT), []
+    trainer = module.Trainer(parse(SCRIPT, *BATCH), torch.device("meta"))
+    assert {tensor.device for tensor in trainer.batches.next_batch().values()} == {CPU}
+    for rank in range(2):
+        trainer = module.Trainer(parse(SCRIPT, *BATCH), CPU)
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "WORLD_SIZE", 2)
+            patch.setattr(module, "RANK", rank)
+            shares.append(trainer.next_batch())
+    whole = module.Trainer(parse(SCRIPT, *BATCH), CPU).next_batch()
+    for name, value in whole.items():
+        assert [len(share[name]) for share in shares] == [2, 2]
+        assert torch.equal(torch.cat([share[name] for share in shares]), value)
 
 
 def test_two_processes_report_what_one_process_would(tmp_path: Path, run):
-    script, steps = "tiny_llama_v2", words("--num-steps 4 --warmup-steps 2")
-    one = run(script, *BATCH, *steps)
-    assert one.status == 0
-    reference = one.directory / f"{script}_summary.json"
-    done = start(script, tmp_path / "two", *steps, "--enable-pytorch-profiler", "--compare-with", str(reference))
-    assert done.returncode == 0, done.stderr
-    result = summary(tmp_path / "two", script)
-    assert result["loss"]["curve"] == pytest.approx(one.summary["loss"]["curve"], rel=1e-5)
+    steps = words("--num-steps 4 --warmup-steps 2 --log-interval 1")
+    one = run(SCRIPT, *BATCH, *steps)
+    done = finished(two_processes(tmp_path / "two", *steps, "--enable-pytorch-profiler"))
+    assert (done.returncode, done.stderr) == (0, "")
+    result = summary_in(tmp_path / "two")
+    curve = result["loss"]["curve"]
+    assert curve == pytest.approx(one.summary["loss"]["curve"], rel=1e-5)
+    shown = [float(loss) for loss in re.findall(r"step \d+/\d+  loss (\S+)", done.stdout)]
+    assert shown == pytest.approx(curve, abs=6e-5), "progress shows the mean over the processes"
     assert result["training"]["processes"] == 2
-    assert result["memory"]["peak_mb"] == max(
-        summary(tmp_path / "two" / rank, script)["memory"]["peak_mb"] for rank in ("", "rank1")
-    )
-    speeds = [r["timing"]["samples_per_sec"] for r in (one.summary, result)]
-    assert f"Scaling efficiency: {100 * speeds[1] / speeds[0] / 2:.1f} %" in done.stdout
+    peaks = [summary_in(tmp_path / "two" / rank)["memory"]["peak_mb"] for rank in ("", "rank1")]
+    assert result["memory"]["peak_mb"] == max(peaks)
     assert done.stdout.count("Average training speed:") == 1, "rank 0 alone reports"
     for rank in ("", "rank1"):
-        assert (tmp_path / "two" / rank / f"{script}_trace.json.gz").exists(), "a profile for each rank"
+        assert (tmp_path / "two" / rank / f"{SCRIPT}_trace.json.gz").exists(), "a profile for each rank"
 
 
-@pytest.mark.parametrize("argv", ["--use-amp", "--compare-fusion", "--verify-accuracy", "--enable-torch-compile"])
-def test_two_processes_with(argv: str, tmp_path: Path):
-    done = start("tiny_llama_v2", tmp_path / "two", argv, *words("--num-steps 2 --warmup-steps 1"))
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        ("--compare-fusion --use-amp", "all off   as chosen"),
+        ("--verify-accuracy", "Accuracy check: PASS"),
+        pytest.param("--enable-torch-compile", "Average training speed", marks=needs_compiler),
+    ],
+    ids=["comparison", "accuracy", "compiled"],
+)
+def test_two_processes_with(argv: str, line: str, tmp_path: Path):
+    done = finished(two_processes(tmp_path / "two", *words(argv), *words("--num-steps 2 --warmup-steps 1")))
     assert done.returncode == 0, done.stderr
-    expected = {"--verify-accuracy": "Accuracy check: PASS", "--compare-fusion": "all off"}
-    assert expected.get(argv, "Average training speed") in done.stdout
+    assert line in done.stdout
 
 
-def torchrun_command(directory: Path, *options: str) -> list[str]:
-    """The same run as `command`, started by torchrun, of which `options` say how many processes."""
-    _, script, *argv = command("tiny_llama_v2", directory, *words("--num-steps 2 --warmup-steps 0 --under-profiler"))
-    return [sys.executable, "-m", "torch.distributed.run", *options, script, *argv]
-
-
-def test_torchrun_does_the_same(tmp_path: Path):
-    torchrun = torchrun_command(tmp_path / "two", "--standalone", "--nproc-per-node=2")
-    done = subprocess.run(torchrun, env=THREADS, capture_output=True, text=True, timeout=120)
+def test_a_note_is_given_once(tmp_path: Path):
+    """Not by the process that starts the others, and again by one of these."""
+    variables = {"NSYS_PROFILING_SESSION_ID": "4711"}
+    done = finished(two_processes(tmp_path / "two", *words("--num-steps 2 --warmup-steps 0")), **variables)
     assert done.returncode == 0, done.stderr
-    assert summary(tmp_path / "two", "tiny_llama_v2")["training"]["processes"] == 2
+    assert done.stderr.count("note: ") == 1
     assert "Peak memory" not in done.stdout, "nothing is printed that was not measured"
 
 
@@ -114,13 +139,11 @@ def test_two_nodes_are_one_run(tmp_path: Path):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         endpoint = f"--rdzv-endpoint=localhost:{free.getsockname()[1]}"
-    options = ("--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", endpoint)
-    nodes = [
-        subprocess.Popen(
-            torchrun_command(tmp_path / "two", *options), env=THREADS, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
-        for _ in range(2)
-    ]
+    torchrun = [*TORCHRUN, "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", endpoint]
+    steps = words("--num-steps 2 --warmup-steps 0 --under-profiler")
+    command = [*torchrun, str(ROOT / f"{SCRIPT}.py"), *arguments(SCRIPT, tmp_path / "two", *BATCH, *steps)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    nodes = [subprocess.Popen(command, env=ONE_THREAD, **pipes) for _ in range(2)]
     try:
         outputs = [node.communicate(timeout=120) for node in nodes]
     finally:
@@ -128,7 +151,10 @@ def test_two_nodes_are_one_run(tmp_path: Path):
             node.kill()
     assert [node.returncode for node in nodes] == [0, 0], outputs
     assert sum(output.count(b"Average training speed:") for output, _ in outputs) == 1, "rank 0 alone reports"
-    assert summary(tmp_path / "two", "tiny_llama_v2")["training"]["processes"] == 2
+    assert summary_in(tmp_path / "two")["training"]["processes"] == 2
+
+
+# How a run ends
 
 
 def processes_of(directory: Path) -> dict[int, int]:
@@ -146,10 +172,10 @@ def processes_of(directory: Path) -> dict[int, int]:
 
 
 @pytest.fixture
-def long_run(tmp_path: Path):
+def long_run(tmp_path: Path) -> Iterator[subprocess.Popen]:
     """A run of two processes that is in the middle of its steps."""
-    argv = command("tiny_llama_v2", tmp_path / "two", *words("--num-steps 1000000 --warmup-steps 2 --log-interval 10"))
-    launcher = subprocess.Popen(argv, env=THREADS, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    argv = two_processes(tmp_path / "two", *words("--num-steps 1000000 --warmup-steps 2 --log-interval 10"))
+    launcher = subprocess.Popen(argv, env=ONE_THREAD, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     for line in launcher.stdout:
         if line.startswith("step"):
             break
@@ -160,53 +186,63 @@ def long_run(tmp_path: Path):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_killed_process_ends_the_run_and_is_named(rank: int, long_run, tmp_path: Path):
+def test_a_killed_process_ends_the_run_and_is_named(rank: int, long_run: subprocess.Popen, tmp_path: Path):
     (victim,) = (pid for pid, r in processes_of(tmp_path / "two").items() if r == rank)
     os.kill(victim, signal.SIGKILL)
-    before = time.monotonic()
-    _, stderr = long_run.communicate(timeout=30)
-    assert time.monotonic() - before < 30
-    assert long_run.returncode == 1
-    assert stderr.splitlines() == [f"tiny_llama_v2.py: error: rank {rank}: killed by SIGKILL"]
+    _, stderr = long_run.communicate(timeout=60)
+    assert long_run.returncode not in (0, None)
+    cause = stderr.partition("Root Cause")[2]  # in torchrun's words
+    assert re.search(rf"rank\s*: {rank} ", cause), stderr
+    assert "SIGKILL" in cause
     assert processes_of(tmp_path / "two") == {}
-    result = summary(tmp_path / "two", "tiny_llama_v2")
-    assert (result["status"], result["error"]) == ("failed", f"rank {rank}: killed by SIGKILL")
+    assert summary_in(tmp_path / "two")["status"] == "failed"
 
 
-def test_ctrl_c_ends_all_processes(long_run, tmp_path: Path):
+def test_ctrl_c_ends_all_processes(long_run: subprocess.Popen, tmp_path: Path):
     long_run.send_signal(signal.SIGINT)
     _, stderr = long_run.communicate(timeout=60)
-    assert long_run.returncode == 130
-    assert stderr.splitlines() == ["tiny_llama_v2.py: error: interrupted"]
+    assert long_run.returncode not in (0, None)
+    assert "interrupted" in stderr
     assert processes_of(tmp_path / "two") == {}
-    assert summary(tmp_path / "two", "tiny_llama_v2")["status"] == "failed"
+    assert summary_in(tmp_path / "two")["status"] == "failed"
 
 
 def test_a_failing_process_is_named_with_its_error(tmp_path: Path):
     """Rank 1 may not write where it wants to."""
     (tmp_path / "two").mkdir()
     (tmp_path / "two" / "rank1").write_text("a file")
-    done = start("tiny_llama_v2", tmp_path / "two", "--num-steps", "1000")
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
-    assert "rank 1: --profile-dir" in line
-    assert "cannot write" in line
+    done = finished(two_processes(tmp_path / "two", "--num-steps", "1000000"))
+    assert done.returncode != 0
+    (line,) = (line for line in done.stderr.splitlines() if "error: rank 1: " in line)
+    assert f"--profile-dir {tmp_path / 'two' / 'rank1'}: cannot write there" in line
     assert processes_of(tmp_path / "two") == {}
+    assert summary_in(tmp_path / "two")["status"] == "failed"
 
 
-def test_a_batch_that_cannot_be_split_is_refused_before_anything_starts(tmp_path: Path):
-    done = start("tiny_llama_v2", tmp_path / "two", "--batch-size", "3")
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
-    assert "--batch-size 3 is not divisible by 2" in line
-    assert not (tmp_path / "two").exists()
+# How many processes
+
+
+@pytest.mark.parametrize("argv", ["--num-gpus 2 --batch-size 3", "--num-gpus 4 --batch-size 6"])
+def test_a_batch_that_cannot_be_split_is_refused_before_anything_starts(argv: str, run):
+    _, processes, flag, batch = words(argv)
+    result = run(SCRIPT, *words(argv))
+    assert_one_error(result, 2, f"{flag} {batch} is not divisible by {processes}")
+    assert not result.directory.exists()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_gpus_that_are_not_there(tmp_path: Path):
-    done = start("tiny_llama_v2", tmp_path / "two", "--device", "auto")
-    assert done.returncode == 4
-    assert "2 GPUs wanted, PyTorch finds 0" in done.stderr
+def test_gpus_that_are_not_there(run):
+    result = run(SCRIPT, *words("--num-gpus 2 --device auto"))
+    assert_one_error(result, 4, "2 GPUs wanted, PyTorch finds 0")
+    assert not result.directory.exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_gpus_that_a_variable_names_where_there_is_none_leave_one_process(run, monkeypatch):
+    monkeypatch.setenv("ROCR_VISIBLE_DEVICES", "0,1")
+    result = run(SCRIPT, "--device", "auto", *words("--num-steps 1 --warmup-steps 0 --under-profiler"))
+    assert result.status == 0
+    assert result.summary["training"]["processes"] == 1
 
 
 CHOICES = [
@@ -230,29 +266,11 @@ def test_how_many_processes(argv: list[str], environment: dict, expected: int, m
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    module = load("tiny_llama_v2")
-    assert module.wanted_processes(module.parse_args(["--batch-size", "24", *argv])) == expected
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    assert load(SCRIPT).parse_args(["--batch-size", "24", *argv]).num_gpus == expected
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_gpus_named_where_there_is_none_leave_one_process_and_a_note(monkeypatch, run):
-    monkeypatch.setenv("ROCR_VISIBLE_DEVICES", "0,1")
-    result = run("tiny_llama_v2", "--device", "auto", *words("--num-steps 1 --warmup-steps 0"))
-    assert result.status == 0
-    assert "names 2 GPUs" in result.stderr
-    assert result.summary["training"]["processes"] == 1
-
-
-def test_compare_with_names_what_differs_and_gives_no_efficiency_for_one_process(run, tmp_path: Path):
-    steps = words("--num-steps 2 --warmup-steps 0")
-    first = run("tiny_llama_v2", "--seq-len", "16", *steps)
-    kept = tmp_path / "kept.json"
-    kept.write_text(json.dumps(first.summary))
-    result = run("tiny_llama_v2", *steps, "--compare-with", str(kept))
-    assert result.status == 0
-    assert "seq_len was 16" in result.stderr
-    assert "this run" in result.stdout
-    assert "Scaling efficiency" not in result.stdout
+# What communication costs
 
 
 def test_communication_is_told_apart_from_what_hides_it():
@@ -262,20 +280,19 @@ def test_communication_is_told_apart_from_what_hides_it():
     """
     events = [{"cat": "kernel", "name": "ncclDevKernel_Generic(ncclArgs)", "ts": -90.0, "dur": 80.0}]
     for start in (0.0, 60.0):
-        for index, name in enumerate(load("tiny_llama_v2").PHASES):
+        for index, name in enumerate(load(SCRIPT).PHASES):
             events.append({"cat": "user_annotation", "name": name, "ts": start + 15 * index, "dur": 15.0})
         events.append({"cat": "kernel", "name": "Cijk_Ailk_Bljk_SB", "ts": start + 5, "dur": 25.0})
         events.append({"cat": "kernel", "name": "ncclDevKernel_Generic(ncclArgs)", "ts": start + 10, "dur": 40.0})
-    found = communication_of([{"ph": "X", **event} for event in events], load("tiny_llama_v2").PHASES)
+    found = communication_of([{"ph": "X", **event} for event in events], load(SCRIPT).PHASES)
     assert (found.step_ms, found.ms, found.exposed_ms) == pytest.approx((0.060, 0.040, 0.020))
-    assert communication_of([e for e in events if "nccl" not in e["name"]], load("tiny_llama_v2").PHASES) is None
+    assert communication_of([e for e in events if "nccl" not in e["name"]], load(SCRIPT).PHASES) is None
 
 
 def test_the_profile_of_two_processes_says_what_communication_costs(tmp_path: Path):
-    argv = command("tiny_llama_v2", tmp_path / "two", *words("--num-steps 1 --warmup-steps 1"))
-    argv[1:2] = [str(ROOT / "run_pytorch_profiler.py"), "--script", str(ROOT / "tiny_llama_v2.py")]
-    done = subprocess.run(argv, env=THREADS, capture_output=True, text=True, timeout=120)
+    python, _, script, *argv = two_processes(tmp_path / "two", *words("--num-steps 1 --warmup-steps 1"))
+    done = finished([python, str(ROOT / "run_pytorch_profiler.py"), "--script", script, *argv])
     assert done.returncode == 0, done.stderr
     assert "| communication |" in done.stdout
-    profile = json.loads((tmp_path / "two" / "tiny_llama_v2_profile.json").read_text())
+    profile = json.loads((tmp_path / "two" / f"{SCRIPT}_profile.json").read_text())
     assert 0 < profile["communication"]["ms"] <= profile["communication"]["step_ms"]

@@ -176,11 +176,13 @@ def test_block_has_the_parameter_names_of_openfold(script: str, argv: list[str])
     assert set(block.state_dict()) == expected
 
 
-def test_outer_product_mean_does_not_grow_with_the_number_of_sequences():
-    """It is a mean: the same sequence ten times gives what it gives once."""
+def test_outer_product_mean_divides_what_linear_out_makes_of_the_sum():
+    """The same sequence ten times: ten times the product, one bias, and all of it over 10.001 in place of 1.001."""
     module = double_block("tiny_openfold_v1", []).outer_product_mean
     msa = representations("msa")[0][:, :1]
-    assert relative_difference(module(msa.expand(B, 10, N, C_M)), module(msa)) < 1e-12
+    once, often = (module(msa.expand(B, count, N, C_M)) * (count + 1e-3) for count in (1, 10))
+    bias = module.linear_out.bias
+    assert relative_difference(often - bias, 10 * (once - bias)) < 1e-12
 
 
 # Heads and losses

@@ -1,103 +1,147 @@
-"""What --enable-rocm-profiling tells a profiler: a region around the measured steps, phases and blocks inside.
+"""What --enable-rocm-profiling tells a profiler: a region around the measured steps, phases and modules inside.
 
 There is no GPU here, so these tests put a recorder in the place of the three interfaces that only exist with one.
 """
 
 import contextlib
 import ctypes
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import QUICK, SCRIPTS, assert_one_error, batches, build, load, parse
+from conftest import CPU, MODELS, QUICK, SCRIPT, assert_one_error, batches, build, load, parse
 
-every_script = pytest.mark.parametrize("script", SCRIPTS)
 PHASES = ["data", "forward", "backward", "optimizer"]
+# The modules that a participant looks for, as they are named in the model.
+PARTS = {
+    "llama": [
+        *("embed_tokens", "norm", "layers.1", "layers.1.input_layernorm", "layers.1.post_attention_layernorm"),
+        *("layers.1.self_attn", "layers.1.self_attn.qkv_proj", "layers.1.self_attn.rotary"),
+        *("layers.1.self_attn.o_proj", "layers.1.mlp", "layers.1.mlp.gate_up_proj", "layers.1.mlp.down_proj"),
+    ],
+    "openfold": [
+        f"blocks.0.{part}".rstrip(".")
+        for part in (
+            *("", "msa_att_row", "msa_att_col", "msa_transition", "outer_product_mean", "tri_mul_out", "tri_mul_in"),
+            *("tri_att_start", "tri_att_end", "pair_transition", "pair_transition.linear_1", "tri_att_end.linear_o"),
+        )
+    ],
+}
 
 
 @pytest.fixture
 def calls(monkeypatch) -> list[str]:
-    """The calls that reach NVTX and the profiler, in order."""
+    """The calls that reach NVTX and the profiler, in order, and each step of the optimizer."""
     seen: list[str] = []
-    nvtx = torch.cuda.nvtx
 
     @contextlib.contextmanager
     def nvtx_range(name: str):
         seen.append(f"push {name}")
         yield
-        seen.append("pop")
+        seen.append(f"pop {name}")
 
-    monkeypatch.setattr(nvtx, "range", nvtx_range)
-    monkeypatch.setattr(nvtx, "range_push", lambda name: seen.append(f"push {name}") or 1)
-    monkeypatch.setattr(nvtx, "range_pop", lambda: seen.append("pop") or 0)
+    step = torch.optim.AdamW.step
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self, *args: (seen.append("step"), step(self, *args))[1])
+    monkeypatch.setattr(torch.cuda.nvtx, "range", nvtx_range)
     monkeypatch.setattr(torch.cuda.profiler, "start", lambda: seen.append("start"))
     monkeypatch.setattr(torch.cuda.profiler, "stop", lambda: seen.append("stop"))
     return seen
 
 
-@every_script
-def test_the_measured_steps_alone_are_marked_phase_by_phase(script: str, calls, capsys):
-    module = load(script)
-    args, result = parse(script, *QUICK), {"loss": {"curve": []}}
-    trainer = module.Trainer(args, torch.device("cpu"))
-    recorder = module.Recorder(trainer.device, 2, "step", 10, torch.cuda.nvtx.range)
-    with module.recorded_region(True):
-        module.run_steps(trainer, recorder, result)
-    step = [call for phase in PHASES for call in (f"push {phase}", "pop")]
-    assert calls == ["start", *step, *step, "stop"]
-    assert len(result["loss"]["curve"]) == 2
+@pytest.fixture
+def as_on_a_gpu(monkeypatch) -> None:
+    """The region is as active as with a GPU."""
+    module = load(SCRIPT)
+    recorded_region = module.recorded_region
+    monkeypatch.setattr(module, "recorded_region", lambda active: recorded_region(True))
 
 
-@every_script
-def test_each_block_is_a_range_and_computes_what_it_did_before(script: str, calls):
-    module = load(script)
-    model, batch = build(script), batches(script).next_batch()
-    before = model(**batch)
-    module.name_blocks(model)
-    assert torch.equal(model(**batch), before)
-    (name, blocks) = next((n, m) for n, m in model.named_modules() if isinstance(m, torch.nn.ModuleList))
-    assert calls == [call for i in range(len(blocks)) for call in (f"push {name}.{i}", "pop")]
+@pytest.mark.parametrize("mode", [[], ["--compare-fusion"]], ids=["one-run", "comparison"])
+def test_the_region_holds_the_measured_steps_and_nothing_else(mode: list[str], as_on_a_gpu, calls: list[str], run):
+    assert run(SCRIPT, *QUICK, *mode).status == 0
+    begin, end = calls.index("start"), calls.index("stop")
+    sides = len(mode) + 1
+    assert calls[:begin] == ["step"] * sides, "the warm-up"
+    assert calls[begin + 1 : end] == 3 * ["step"] * sides
+    assert "start" not in calls[end:], "what is counted afterwards is outside"
 
 
-@every_script
-def test_without_the_flag_nothing_is_marked(script: str, calls, run):
-    assert run(script, *QUICK).status == 0
-    assert calls == []
+def test_a_step_is_marked_phase_by_phase(calls: list[str]):
+    trainer = load(SCRIPT).Trainer(parse(SCRIPT), CPU)
+    trainer.named = torch.cuda.nvtx.range
+    trainer.step()
+    assert [call for call in calls if call != "step"] == [
+        f"{end} {phase}" for phase in PHASES for end in ("push", "pop")
+    ]
 
 
-@every_script
+@pytest.mark.parametrize("model", MODELS)
+def test_each_module_is_a_range_of_its_name_and_computes_what_it_did_before(model: str, calls: list[str]):
+    script = f"tiny_{model}_v2"
+    network, batch = build(script), batches(script).next_batch()
+    before = network(**batch)
+    load(script).name_modules(network, torch.cuda.nvtx.range)
+    assert torch.equal(network(**batch), before)
+    names = {name for name, _ in network.named_modules()}
+    pushed = [call.removeprefix("push ") for call in calls if call.startswith("push ")]
+    assert set(pushed) <= names
+    assert set(pushed) >= set(PARTS[model])
+    open_ranges = []
+    for call in calls:
+        kind, name = call.split()
+        if kind == "push":
+            parent = name.rpartition(".")[0]
+            assert parent in (*open_ranges, "layers", "blocks", ""), "inside the range of the module that it is part of"
+            open_ranges.append(name)
+        else:
+            assert open_ranges.pop() == name
+
+
+def test_without_the_flag_nothing_is_marked(calls: list[str], run):
+    assert run(SCRIPT, *QUICK).status == 0
+    assert set(calls) == {"step"}
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_the_flag_says_that_nothing_is_marked(script: str, calls, run):
-    result = run(script, *QUICK, "--under-profiler", "--enable-rocm-profiling")
+@pytest.mark.parametrize("mode", [[], ["--compare-fusion"]], ids=["one-run", "comparison"])
+def test_without_a_gpu_the_flag_says_once_that_nothing_is_marked(mode: list[str], calls: list[str], run):
+    result = run(SCRIPT, *QUICK, *mode, "--under-profiler", "--enable-rocm-profiling")
     assert result.status == 0
-    assert "no GPU" in result.stderr
-    assert calls == []
+    (line,) = result.stderr.splitlines()
+    assert "no GPU" in line
+    assert set(calls) == {"step"}
+
+
+@pytest.fixture
+def rocm(monkeypatch) -> Callable[[Callable], None]:
+    """`rocm(find)`: this is ROCm, and `find` finds its libraries."""
+
+    def install(find: Callable) -> None:
+        monkeypatch.setattr(torch.version, "hip", "7.0")
+        monkeypatch.setattr(ctypes, "CDLL", find)
+
+    return install
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_under_rocm_the_profiler_is_resumed_and_paused(calls, monkeypatch, fails: bool):
+def test_under_rocm_the_profiler_is_resumed_and_paused(fails: bool, rocm, calls: list[str]):
     library = SimpleNamespace(
         roctxProfilerResume=lambda which: calls.append(f"resume {which}"),
         roctxProfilerPause=lambda which: calls.append(f"pause {which}"),
     )
-    monkeypatch.setattr(torch.version, "hip", "7.0")
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: library if name == "librocprofiler-sdk-roctx.so" else None)
-    with contextlib.suppress(ZeroDivisionError), load("tiny_llama_v2").recorded_region(True):
+    rocm(lambda name: library if name == "librocprofiler-sdk-roctx.so" else None)
+    with contextlib.suppress(ZeroDivisionError), load(SCRIPT).recorded_region(True):
         calls.append("steps")
         1 / (0 if fails else 1)
     assert calls == ["start", "resume 0", "steps", "pause 0", "stop"]
 
 
-def test_under_rocm_a_missing_library_is_one_line_before_anything_runs(monkeypatch, run):
-    monkeypatch.setattr(torch.version, "hip", "7.0")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    result = run("tiny_llama_v2", *QUICK, "--device", "cuda", "--enable-rocm-profiling")
+def test_under_rocm_a_missing_library_is_one_line_and_the_run_has_failed(rocm, as_on_a_gpu, calls: list[str], run):
+    def missing(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    rocm(missing)
+    result = run(SCRIPT, *QUICK)
     assert_one_error(result, 4, "--enable-rocm-profiling", "roctx")
-
-
-def test_profiled_steps_name_their_phases():
-    module = load("tiny_llama_v2")
-    profile = module.Trainer(parse("tiny_llama_v2"), torch.device("cpu")).profile(steps=2)
-    names = [e["name"] for e in module.trace_events(profile) if e.get("cat") == "user_annotation"]
-    assert [name for name in names if name in PHASES] == 2 * PHASES
+    assert result.summary is None or result.summary["status"] == "failed"

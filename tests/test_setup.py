@@ -733,6 +733,42 @@ def test_either_smi_is_enough(
     assert validate("test_rocm_installation", "rocm").rows["amd-smi or rocm-smi"]["found"].endswith("rocm-smi")
 
 
+# Notes its arguments, leaves a file where results go, and ends with the last of them.
+TRAINS = """
+import pathlib, sys
+directory = pathlib.Path(sys.argv[sys.argv.index("--profile-dir") + 1])
+(directory / "result").write_text("")
+print(*sys.argv[1:])
+sys.exit(int(sys.argv[-1]))
+"""
+
+
+def check_training(*argv: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(VALIDATION / "test_training.py"), *argv]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True)
+
+
+def test_three_training_steps_of_a_script(tmp_path: Path) -> None:
+    (tmp_path / "tiny_a_v1.py").write_text(TRAINS)
+    result = check_training("tiny_a_v1.py", "--batch-size", "7", "0", cwd=tmp_path)
+    received, verdict = result.stdout.splitlines()
+    arguments = received.split()
+    assert (result.returncode, verdict, result.stderr) == (0, "Training check: PASS", "")
+    assert {"--num-steps=3", "--under-profiler"} <= set(arguments)
+    assert arguments[-3:] == ["--batch-size", "7", "0"], "what the user gives wins"
+    assert not Path(arguments[arguments.index("--profile-dir") + 1]).exists()
+
+
+def test_a_script_that_does_not_train_fails_the_check(tmp_path: Path) -> None:
+    (tmp_path / "tiny_a_v1.py").write_text(TRAINS)
+    result = check_training("tiny_a_v1.py", "3", cwd=tmp_path)
+    assert result.returncode == 1
+    assert result.stdout.splitlines()[-1] == "Training check: FAIL (tiny_a_v1.py ended with status 3)"
+    assert_refused(check_training("tiny_b_v1.py", cwd=tmp_path), 2, "tiny_b_v1.py: no such file")
+    result = check_training("tiny_llama_v1.py", "--seq-len", "many", cwd=tmp_path)  # found in the repository
+    assert_refused(result, 1, "tiny_llama_v1.py: error: argument --seq-len")
+
+
 @pytest.fixture
 def profilers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, validate: Callable) -> Callable[[], Report]:
     """ROCm's profilers as stand-ins, a PyTorch that sees kernels; call it for the report."""

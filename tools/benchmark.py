@@ -1,15 +1,16 @@
 #!/usr/bin/env python3
 """Take the measurements behind every figure in README.md, and print the tables from them.
 
-Both sides of a ratio are measured in one call, in turn. `headline` runs the scripts as a user does, one process each,
-and keeps their result files as they are; the others run in this process and write one file each, which replaces an
-earlier one when the last row is measured. Until then the rows are in NAME.partial.json.
+Both sides of a ratio are measured in this process in short alternating turns, where there is a GPU as whole-step graphs
+unless a row says otherwise. A suite writes one file, which replaces an earlier one when its last row is measured; until
+then the rows are in NAME.partial.json.
 
 Examples:
-  python tools/benchmark.py headline results/DIR   V1 against V2, eager and compiled, float32 and bfloat16
+  python tools/benchmark.py headline results/DIR   V1 against V2: sizes, precisions, eager, graph and compiled
   python tools/benchmark.py grid results/DIR       V1 against V2 over batch sizes and sequence lengths
   python tools/benchmark.py ablation results/DIR   each fusion alone, and all but each, against none
   python tools/benchmark.py memory results/DIR     peak memory of TinyLlama against the sequence length
+  python tools/benchmark.py counts results/DIR     kernels (on a CPU operator calls) at batch sizes 1, 2 and 4
   python tools/benchmark.py overhead results/DIR   the measured loop against a loop of bare training steps
   python tools/benchmark.py scaling results/DIR    the same batch per GPU on one GPU; for N of them, with torchrun:
   torchrun --nproc-per-node N tools/benchmark.py scaling results/DIR
@@ -23,13 +24,11 @@ import importlib
 import itertools
 import json
 import math
-import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -48,18 +47,26 @@ from tools.version_script import (  # noqa: E402
 )
 
 PROG = Path(__file__).name
-MODELS = {"tiny_openfold": [], "tiny_llama": ["--seq-len", "128"]}  # the sizes of the headline table
-COMPILE = ["--enable-torch-compile", "--torch-compile-mode", "reduce-overhead"]
-CONFIGURATIONS = {
-    "fp32": [],
-    "bf16": ["--use-amp"],
-    "fp32_compile": COMPILE,
-    "bf16_compile": ["--use-amp", *COMPILE],
+MEDIUM = "--hidden-dim 1024 --num-layers 12 --num-heads 16 --seq-len 512 --batch-size 16"
+CROP = "--batch-size 1 --num-blocks 1 --num-seqs 128 --seq-len 256 --msa-dim 256 --num-heads-msa 8"
+SHAPES = {  # of the headline table
+    "tiny_llama, small": ["--seq-len", "128"],
+    "tiny_llama, medium": MEDIUM.split(),
+    "tiny_openfold, default": [],
+    "tiny_openfold, crop": CROP.split(),
 }
-LABELS = {"fp32": "fp32", "bf16": "bf16", "fp32_compile": "fp32, compiled", "bf16_compile": "bf16, compiled"}
+MODELS = {"tiny_openfold": [], "tiny_llama": ["--seq-len", "128"]}  # the sizes of the ablation
+PRECISIONS = {"fp32": [], "TF32": ["--matmul-precision", "high"], "bf16": ["--use-amp"]}
+GRAPH, COMPILE = ["--enable-cuda-graph"], ["--enable-torch-compile"]
+MODES = {  # the best mode of torch.compile is that with graphs of its own
+    "eager": [],
+    "graph": GRAPH,
+    "compiled": [*COMPILE, "--torch-compile-mode", "reduce-overhead"],
+    "compiled graph": [*COMPILE, *GRAPH],
+}
 GRID = {
     "tiny_llama": [(b, s) for s in (32, 128, 512) for b in (1, 4, 16)],
-    "tiny_openfold": [(b, s) for s in (32, 64, 128) for b in (1, 4, 16)] + [(1, 256), (4, 256), (1, 512)],
+    "tiny_openfold": [(b, s) for s in (32, 64, 128) for b in (1, 4, 16)] + [(1, 256), (4, 256)],
 }
 SCALING = {  # arguments and samples per GPU
     "tiny_llama": (["--seq-len", "128"], 8),
@@ -70,34 +77,11 @@ SCALING = {  # arguments and samples per GPU
 LENGTHS = (128, 256, 512, 1024, 2048)
 
 
-def headline(directory: Path, rounds: int, models: list[str], versions: list[str], configurations: list[str]) -> int:
-    """A result file for each model, version, configuration and round; returns how many runs failed."""
-    failed = 0
-    for configuration in configurations:
-        for model in models:
-            for turn in range(1, 1 + (1 if "compile" in configuration else rounds)):
-                for version in versions:
-                    script = f"{model}_{version}"
-                    with tempfile.TemporaryDirectory() as folder:
-                        command = [sys.executable, f"{script}.py", "--profile-dir", folder]
-                        command += MODELS[model] + CONFIGURATIONS[configuration]
-                        run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-                        if run.returncode:
-                            print(f"{script} {configuration}: {run.stderr.strip()}", file=sys.stderr)
-                            failed += 1
-                            continue
-                        text = (Path(folder) / f"{script}_summary.json").read_text()
-                    write_text(directory / f"{script}_{configuration}_{turn}.json", text)
-                    print(
-                        f"{script} {configuration} {turn}: {json.loads(text)['timing']['batch_ms']:.2f} ms", flush=True
-                    )
-    return failed
-
-
 def free_memory() -> None:
-    """Let go of what the run before this one held on the device."""
+    """Let go of what the runs before held on the device, graphs of torch.compile included."""
     import torch
 
+    torch.compiler.reset()
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -119,13 +103,74 @@ def short_run(script: str, argv: list[str]) -> dict:
 
 def make_trainer(module: ModuleType, argv: list[str]):
     """The Trainer of a script for this command line, not trained yet."""
-    with tempfile.TemporaryDirectory() as folder:
-        args = module.parse_args([*argv, "--log-interval", "1000000", "--profile-dir", folder])
-        return module.Trainer(args, module.prepare(args))
+    args = module.parse_args([*argv, "--profile-dir", tempfile.gettempdir()])
+    return module.Trainer(args, module.prepare(args))
+
+
+def graph_of(argv: list[str]) -> list[str]:
+    """The same as a whole-step graph where there is a GPU."""
+    import torch
+
+    return [*argv, *GRAPH] if torch.cuda.is_available() else argv
+
+
+def in_turns(sides: dict[str, tuple[str, list[str]]], rounds: int) -> dict[str, dict]:
+    """What steps of each side (script, arguments) take, in turns of about 0.3 s and at least two steps.
+
+    The sides change their order from turn to turn. Milliseconds per step are the median of the turns, peak memory is
+    that of the side alone, kernels are counted after the last turn.
+    """
+    modules = {name: importlib.import_module(script) for name, (script, _) in sides.items()}
+    options = ["--log-interval", "1000000", "--profile-dir", tempfile.gettempdir()]
+    runs, rows, steps = {}, {}, {}
+    for name, (script, argv) in sides.items():
+        module = modules[name]
+        run = runs[name] = module.Run(module.parse_args([*argv, *options]))
+        gpu = run.device.type == "cuda"
+        before = module.gpu_memory(module.torch.cuda.memory_allocated) if gpu else 0
+        run.start()
+        run.plan(3, "step")
+        run.take(3)
+        shared = "reduce-overhead" in argv  # the graphs of torch.compile: all sides use one pool of memory
+        peak = None if shared or not gpu else (run.peak - before) / 1e6
+        rows[name] = {"script": script, "argv": argv, "peak_mb": peak}
+        steps[name] = max(2, math.ceil(300 / run.turns[0]))
+        run.plan(rounds * steps[name], "step")
+    for turn in range(rounds):
+        for name in list(runs) if turn % 2 == 0 else reversed(runs):
+            runs[name].take(steps[name])
+    for name, run in runs.items():
+        rows[name] |= {"batch_ms": statistics.median(run.turns), "turns_ms": run.turns}
+        counts = modules[name].count_kernels(run.trainer)
+        rows[name] |= {key: value for key, value in counts.items() if key != "remark"}
+    del runs, run
+    free_memory()
+    return rows
+
+
+def ratios(first: dict, second: dict) -> list[float]:
+    """Time of the first side over that of the second, turn by turn."""
+    return [a / b for a, b in zip(first["turns_ms"], second["turns_ms"], strict=True)]
+
+
+def headline(rounds: int, shapes: Sequence[str], precisions: Sequence[str], modes: Sequence[str]) -> Iterator[dict]:
+    """V1 and V2 in every size, precision and mode."""
+    for shape, precision, mode in itertools.product(shapes, precisions, modes):
+        argv = [*SHAPES[shape], *PRECISIONS[precision], *MODES[mode]]
+        row = {"shape": shape, "precision": precision, "mode": mode}
+        yield row | in_turns({v: (f"{shape.partition(',')[0]}_{v}", argv) for v in ("v1", "v2")}, rounds)
+
+
+def grid(model: str, rounds: int) -> Iterator[dict]:
+    """V1 and V2 with everything on at each batch size and length, in float32 and bfloat16."""
+    for precision, (batch, length) in itertools.product(("fp32", "bf16"), GRID[model]):
+        argv = graph_of(["--batch-size", str(batch), "--seq-len", str(length), *PRECISIONS[precision]])
+        row = {"precision": precision, "batch_size": batch, "seq_len": length}
+        yield row | in_turns({v: (f"{model}_{v}", argv) for v in ("v1", "v2")}, rounds)
 
 
 def outcome(result: dict) -> dict:
-    """What `grid` and `memory` keep of a result; the numbers of a run that went out of memory are none."""
+    """What `memory` keeps of a result; the numbers of a run that went out of memory are none."""
     finished = result["status"] == "ok"
     return {
         "status": result["status"],
@@ -134,52 +179,20 @@ def outcome(result: dict) -> dict:
     }
 
 
-def grid(model: str, rounds: int) -> Iterator[dict]:
-    """V1 and V2 with everything on at each batch size and length, in float32 and bfloat16, in turn; the best round."""
-    for precision in ("fp32", "bf16"):
-        for batch, length in GRID[model]:
-            argv = ["--batch-size", str(batch), "--seq-len", str(length), "--num-steps", "12"]
-            argv += CONFIGURATIONS[precision]
-            row = {"precision": precision, "batch_size": batch, "seq_len": length}
-            for version in ("v1", "v2") * rounds:
-                got = outcome(short_run(f"{model}_{version}", argv))
-                if version not in row or (got["batch_ms"] or math.inf) < (row[version]["batch_ms"] or math.inf):
-                    row[version] = got
-            yield row
-
-
 def ablation(model: str, rounds: int) -> Iterator[dict]:
-    """V2 with each fusion alone, all but each, none and all, in float32 and bfloat16, 12 steps of each in a round.
-
-    They take turns of three steps, in an order that changes from turn to turn, because the speed of a host wanders
-    within seconds. Milliseconds per step are the median of the turns. So is the speed-up over no fusion, each against
-    the steps of the same turn. The kernels' time, of one profiled step, does not depend on the host.
-    """
-    module = importlib.import_module(f"{model}_v2")
-    flags = [flag for flag, *_ in module.FUSIONS]
+    """V2 with each fusion alone, all but each, none and all, in float32 and bfloat16; the speed-up is over none."""
+    script = f"{model}_v2"
+    flags = [flag for flag, *_ in importlib.import_module(script).FUSIONS]
     sets = {"none": ["--disable-all-fusion"]}
     sets |= {f"only {flag}": ["--disable-all-fusion", f"--enable-{flag}"] for flag in flags}
     sets |= {f"all but {flag}": [f"--disable-{flag}"] for flag in flags}
     sets |= {"all": []}
-    shuffled = random.Random(0)
     for precision in ("fp32", "bf16"):
-        common = MODELS[model] + CONFIGURATIONS[precision]
-        trainers = {name: make_trainer(module, common + fusions) for name, fusions in sets.items()}
-        turns = [
-            {name: statistics.fmean(step_times(trainers[name], 3)) for name in shuffled.sample([*sets], len(sets))}
-            for _ in range(4 * (rounds + 1))
-        ][4:]  # the first round warms up
-        for name, trainer in trainers.items():
-            row = {"precision": precision, "fusions": name, "argv": common + sets[name]}
-            events = module.trace_events(trainer.profile())
-            row |= module.count_kernels(events, trainer.device)
-            if row["unit"] == "kernels":  # on a CPU nothing runs apart from the host
-                row["kernel_ms"] = sum(event["dur"] for event in events if event.get("cat") == "kernel") / 1e3
-            row["batch_ms"] = statistics.median(turn[name] for turn in turns)
-            row["speedup"] = statistics.median(turn["none"] / turn[name] for turn in turns)
-            yield row
-        del trainers, trainer
-        free_memory()
+        common = graph_of([*MODELS[model], *PRECISIONS[precision]])
+        rows = in_turns({name: (script, common + fusions) for name, fusions in sets.items()}, rounds)
+        for name, row in rows.items():
+            speedup = statistics.median(ratios(rows["none"], row))
+            yield {"precision": precision, "fusions": name, **row, "speedup": speedup}
 
 
 def memory() -> Iterator[dict]:
@@ -192,25 +205,37 @@ def memory() -> Iterator[dict]:
         yield row
 
 
-def overhead() -> Iterator[dict]:
+def counts() -> Iterator[dict]:
+    """Kernels of a training step at batch sizes 1, 2 and 4; on a CPU operator calls, of two layers or blocks."""
+    layers = {"tiny_llama": "--num-layers", "tiny_openfold": "--num-blocks"}
+    for model, version, batch in itertools.product(layers, ("v1", "v2"), (1, 2, 4)):
+        module = importlib.import_module(f"{model}_{version}")
+        argv = [layers[model], "2", "--seq-len", "32", "--batch-size", str(batch)]
+        counted = module.count_kernels(make_trainer(module, argv))
+        yield {"script": module.SCRIPT, "argv": argv, "unit": counted["unit"], "per_step": counted["per_step"]}
+
+
+def overhead(rounds: int) -> Iterator[dict]:
     """Time per step of the harness's measured loop over that of a loop that only takes training steps."""
-    for script, argv in (("tiny_openfold_v2", []), ("tiny_llama_v2", [*MODELS["tiny_llama"], "--use-amp", *COMPILE])):
-        module = importlib.import_module(script)
-        trainer = make_trainer(module, argv)
-        steps, measured, bare = 100, [], []
-        for turn in range(9):
-            recorder = module.Recorder(trainer.device, steps, "step", 10**6)
-            wall = module.run_steps(trainer, recorder, {"loss": {"curve": []}})
-            start = time.perf_counter()
-            for _ in range(steps):
-                trainer.step()
-            trainer.synchronize()
-            if turn:  # the first warms up
-                measured.append(1e3 * wall / steps)
-                bare.append(1e3 * (time.perf_counter() - start) / steps)
-        row = {"script": script, "argv": argv, "measured_ms": measured, "bare_ms": bare}
-        row["ratio"] = statistics.median(m / b for m, b in zip(measured, bare, strict=True))
-        yield row
+    for script, argv in (("tiny_openfold_v2", []), ("tiny_llama_v2", [*MODELS["tiny_llama"], "--use-amp"])):
+        for mode, options in (("eager", argv), ("graph", graph_of(argv))):
+            module = importlib.import_module(script)
+            run = module.Run(module.parse_args([*options, "--log-interval", "1000000"]))
+            run.start()
+            steps, bare, mark = 50, [], run.trainer.mark
+            run.plan(rounds * steps, "step")
+            for turn in range(rounds):
+                for measured in (True, False) if turn % 2 else (False, True):
+                    if measured:
+                        run.take(steps)
+                    else:
+                        run.trainer.mark = lambda: None
+                        bare.append(statistics.fmean(step_times(run.trainer, steps)))
+                        run.trainer.mark = mark
+            row = {"script": script, "argv": options, "mode": mode, "measured_ms": run.turns, "bare_ms": bare}
+            yield row | {"ratio": statistics.median(m / b for m, b in zip(run.turns, bare, strict=True))}
+            del run
+            free_memory()
 
 
 def join_processes(suite: str) -> int:
@@ -241,7 +266,7 @@ def scaling_shapes(processes: int) -> Iterator[tuple[str, str, list[str]]]:
     """Name, precision and arguments of each row of `scaling`."""
     for name, (sizes, per_gpu) in SCALING.items():
         for precision in ("fp32", "bf16"):
-            yield name, precision, [*sizes, *CONFIGURATIONS[precision], "--batch-size", str(per_gpu * processes)]
+            yield name, precision, [*sizes, *PRECISIONS[precision], "--batch-size", str(per_gpu * processes)]
 
 
 def ddp(processes: int, rounds: int) -> Iterator[dict]:
@@ -310,13 +335,6 @@ def write_rows(path: Path, measured: Iterable[dict], **more: int) -> None:
         partial.replace(path)
 
 
-def median_round(directory: Path, script: str, configuration: str) -> dict | None:
-    """Of the rounds of one configuration, the result with the median speed."""
-    results = [read_json(path) for path in directory.glob(f"{script}_{configuration}_[0-9].json")]
-    results.sort(key=lambda result: result["timing"]["batch_ms"])
-    return results[len(results) // 2] if results else None
-
-
 def read_rows(path: Path) -> list[dict]:
     """The rows of a result file of this tool; none if it is not there."""
     return read_json(path)["rows"] if path.exists() else []
@@ -376,47 +394,51 @@ def ddp_table(directory: Path) -> str:
     return markdown_table(header, lines)
 
 
-def headline_table(directory: Path, model: str) -> str:
-    """Speed, kernels, memory and loss of each configuration of a model."""
-    lines: list[list[str]] = []
-    base, unit = None, "kernels"
-    for configuration, label in LABELS.items():
-        for version in ("v1", "v2"):
-            result = median_round(directory, f"{model}_{version}", configuration)
-            if not result:
-                continue
-            speed = result["timing"]["samples_per_sec"]
-            base, unit = base or speed, result["kernels"]["unit"]
-            lines.append(
-                [
-                    f"{version.upper()} {label}",
-                    f"{speed:.0f}",
-                    f"{result['timing']['batch_ms']:.2f}",
-                    str(result["kernels"]["per_step"]),
-                    str(result["kernels"].get("host_launches", "-")),  # a CPU launches nothing
-                    f"{result['memory']['peak_mb']:.0f}",
-                    f"{result['loss']['final']:.3f}",
-                    f"{speed / base:.2f}x",
-                ]
-            )
-    header = [model, "samples/sec", "ms per step", unit, "host launches", "peak MB", "final loss", "speed-up"]
-    return markdown_table(header, lines) if lines else ""
+def headline_tables(directory: Path) -> list[str]:
+    """Milliseconds per step of each size, precision and mode, the ratio as graphs, then kernels and memory."""
+    lines: dict[str, dict[str, dict]] = {}
+    for row in read_rows(directory / "headline.json"):
+        lines.setdefault(f"{row['shape']}, {row['precision']}", {})[row["mode"]] = row
+    if not lines:
+        return []
+
+    def columns(modes: Iterable[str], value: Callable[[dict], str]) -> dict[str, list[str]]:
+        """The columns of V1 and V2 in these modes, as far as they were measured."""
+        measured = [mode for mode in modes if all(mode in line for line in lines.values())]
+        return {
+            f"{mode} {version.upper()}": [value(line[mode][version]) for line in lines.values()]
+            for mode, version in itertools.product(measured, ("v1", "v2"))
+        }
+
+    def as_table(title: str, columns: dict[str, list[str]]) -> str:
+        return markdown_table([title, *columns], [*zip(lines, *columns.values(), strict=True)])
+
+    times = columns(MODES, lambda side: f"{side['batch_ms']:.2f}")
+    if "graph V1" in times:
+        both = (ratios(line["graph"]["v1"], line["graph"]["v2"]) for line in lines.values())
+        times["V2 as graph"] = [f"{statistics.median(of_turns):.2f}x" for of_turns in both]
+    counts = columns(("eager", "compiled"), lambda side: str(side["per_step"]))
+    peaks = columns(("eager", "graph", "compiled graph"), lambda side: cell(side["peak_mb"], ".0f"))
+    return [
+        as_table("ms per step", times),
+        as_table(
+            "kernels per step, then peak memory in MB", counts | {f"{name}, MB": mb for name, mb in peaks.items()}
+        ),
+    ]
 
 
 def grid_table(directory: Path) -> str:
     """V2 over V1 at all batch sizes and lengths."""
     lines = []
-    for model in MODELS:
-        for precision in ("fp32", "bf16"):
-            rows = [row for row in read_rows(directory / f"grid_{model}.json") if row["precision"] == precision]
-            both = [(r["v1"], r["v2"]) for r in rows if r["v1"]["status"] == r["v2"]["status"] == "ok"]
-            if not both:
-                continue
-            speed = sorted(v1["batch_ms"] / v2["batch_ms"] for v1, v2 in both)
-            peak = sorted(v2["peak_mb"] / v1["peak_mb"] for v1, v2 in both)
-            ends = [f"{speed[0]:.2f}x", f"{speed[-1]:.2f}x", f"{peak[0]:.2f} to {peak[-1]:.2f}"]
-            lines.append([f"{model} {precision}", str(len(both)), *ends])
-    header = ["V2 over V1, eager", "shapes", "slowest", "fastest", "peak memory, smallest to largest ratio"]
+    for model, precision in itertools.product(MODELS, ("fp32", "bf16")):
+        rows = [row for row in read_rows(directory / f"grid_{model}.json") if row["precision"] == precision]
+        if not rows:
+            continue
+        speed = sorted(statistics.median(ratios(row["v1"], row["v2"])) for row in rows)
+        peak = sorted(row["v2"]["peak_mb"] / row["v1"]["peak_mb"] for row in rows)
+        ends = [f"{speed[0]:.2f}x", f"{speed[-1]:.2f}x", f"{peak[0]:.2f} to {peak[-1]:.2f}"]
+        lines.append([f"{model} {precision}", str(len(rows)), *ends])
+    header = ["V2 over V1, as graphs", "shapes", "slowest", "fastest", "peak memory, smallest to largest ratio"]
     return markdown_table(header, lines) if lines else ""
 
 
@@ -425,15 +447,27 @@ def ablation_table(directory: Path, model: str) -> str:
     rows = read_rows(directory / f"ablation_{model}.json")
     if not rows:
         return ""
-    columns = {"per_step": (rows[0]["unit"], "{}"), "kernel_ms": ("kernel ms", "{:.2f}")}
-    columns |= {"batch_ms": ("ms per step", "{:.2f}"), "speedup": ("speed-up", "{:.2f}x")}
-    columns = {key: column for key, column in columns.items() if key in rows[0]}  # no kernels on a CPU
+    columns = {
+        "per_step": (rows[0]["unit"], "{}"),
+        "batch_ms": ("ms per step", "{:.2f}"),
+        "speedup": ("speed-up", "{:.2f}x"),
+    }
     lines = {row["fusions"]: [row["fusions"]] for row in rows}
     for row in rows:  # all of the first precision, then all of the next
         lines[row["fusions"]] += (form.format(row[key]) for key, (_, form) in columns.items())
     precisions = dict.fromkeys(row["precision"] for row in rows)
     header = [f"{precision} {label}" for precision in precisions for label, _ in columns.values()]
     return markdown_table([f"{model}_v2", *header], [*lines.values()])
+
+
+def counts_table(directory: Path) -> str:
+    """Kernels per step at each batch size."""
+    rows = read_rows(directory / "counts.json")
+    lines: dict[str, list[str]] = {}
+    for row in rows:
+        lines.setdefault(row["script"], [f"{row['script']} {' '.join(row['argv'][:4])}"]).append(str(row["per_step"]))
+    sizes = dict.fromkeys(f"batch size {row['argv'][-1]}" for row in rows)
+    return markdown_table([f"{rows[0]['unit']} per step", *sizes], [*lines.values()]) if rows else ""
 
 
 def memory_table(directory: Path) -> str:
@@ -450,9 +484,11 @@ def memory_table(directory: Path) -> str:
 
 def table(directory: Path) -> str:
     """The README's tables of one device as Markdown: those whose result files lie in the directory."""
-    tables = [headline_table(directory, model) for model in MODELS]
+    tables = headline_tables(directory)
     tables += [ablation_table(directory, model) for model in MODELS]
-    tables += [make(directory) for make in (grid_table, share_table, memory_table, scaling_table, ddp_table)]
+    tables += [
+        make(directory) for make in (grid_table, share_table, memory_table, counts_table, scaling_table, ddp_table)
+    ]
     if not any(tables):
         raise ToolError(f"{directory}: no result files of these measurements")
     return "\n\n".join(filter(None, tables))
@@ -461,14 +497,15 @@ def table(directory: Path) -> str:
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = documented_parser(PROG, __doc__)
-    suites = ("headline", "grid", "ablation", "memory", "overhead", "scaling", "ddp", "table")
+    suites = ("headline", "grid", "ablation", "memory", "counts", "overhead", "scaling", "ddp", "table")
     add = parser.add_argument
     add("suite", choices=suites)
     add("directory", type=Path)
-    add("--rounds", type=at_least(1), default=3, metavar="N", help="of all but memory and overhead (default: 3)")
-    add("--models", nargs="+", choices=MODELS, default=list(MODELS), help="of headline, grid, ablation")
-    add("--versions", nargs="+", choices=("v1", "v2"), default=["v1", "v2"], help="of headline")
-    add("--configurations", nargs="+", choices=CONFIGURATIONS, default=list(CONFIGURATIONS), help="likewise")
+    add("--rounds", type=at_least(1), default=5, metavar="N", help="of all but memory (default: 5)")
+    add("--models", nargs="+", choices=MODELS, default=list(MODELS), help="of grid and ablation")
+    add("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), help="of headline")
+    add("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS), help="likewise")
+    add("--modes", nargs="+", choices=MODES, default=list(MODES), help="likewise")
     return parser
 
 
@@ -482,17 +519,20 @@ def run_suite(args: argparse.Namespace) -> int:
         return 0
     args.directory.mkdir(parents=True, exist_ok=True)
     if args.suite == "headline":
-        return int(headline(args.directory, args.rounds, args.models, args.versions, args.configurations) > 0)
-    if args.suite == "grid":
+        rows = headline(args.rounds, args.shapes, args.precisions, args.modes)
+        write_rows(args.directory / "headline.json", rows, rounds=args.rounds)
+    elif args.suite == "grid":
         for model in args.models:
-            write_rows(args.directory / f"grid_{model}.json", grid(model, args.rounds))
+            write_rows(args.directory / f"grid_{model}.json", grid(model, args.rounds), rounds=args.rounds)
     elif args.suite == "ablation":
         for model in args.models:
             write_rows(args.directory / f"ablation_{model}.json", ablation(model, args.rounds), rounds=args.rounds)
     elif args.suite == "memory":
         write_rows(args.directory / "memory.json", memory(), batch_size=4)
+    elif args.suite == "counts":
+        write_rows(args.directory / "counts.json", counts())
     elif args.suite == "overhead":
-        write_rows(args.directory / "overhead.json", overhead())
+        write_rows(args.directory / "overhead.json", overhead(args.rounds), rounds=args.rounds)
     else:
         processes = join_processes(args.suite)
         rows = {"scaling": scaling, "ddp": ddp}[args.suite](processes, args.rounds)

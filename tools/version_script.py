@@ -15,7 +15,7 @@ from types import ModuleType
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_SCRIPT = "tiny_openfold_v2.py"
 INTERFACE = ("build_parser", "parse_args", "build_model", "make_batches", "train", "main")
-MODES = ("validate_setup", "compare_fusion", "verify_accuracy", "compare_with_v1", "compare_with", "under_profiler")
+MODES = ("compare_fusion", "verify_accuracy", "under_profiler")
 
 
 class ToolError(Exception):
@@ -99,14 +99,19 @@ def load_script(name: str) -> ModuleType:
     return module
 
 
-def script_arguments(module: ModuleType, argv: Sequence[str], profile_dir: str | None) -> list[str]:
-    """The script's command line, checked: with --profile-dir, and none of the modes that measure something else."""
+def script_arguments(
+    module: ModuleType, argv: Sequence[str], profile_dir: str | None
+) -> tuple[list[str], argparse.Namespace]:
+    """The script's command line with --profile-dir, and what it parses it to: no mode that measures something else.
+
+    The script itself says what is wrong with its arguments, and ends the program.
+    """
     argv = [*argv, *(["--profile-dir", profile_dir] if profile_dir else [])]
     args = module.parse_args(argv)
     for mode in MODES:
-        if getattr(args, mode, None):
+        if getattr(args, mode):
             raise ToolError(f"--{mode.replace('_', '-')} does not fit here: run {module.SCRIPT}.py itself for it")
-    return argv
+    return argv, args
 
 
 def run_tool(prog: str, body: Callable[[], int]) -> int:

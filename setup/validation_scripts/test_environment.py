@@ -44,7 +44,7 @@ PACKAGES = {
     "numpy": "everything",
     "gemmi": "--structure (real proteins)",
     "matplotlib": "plots of the analysis tools",
-    "deepspeed": "--enable-deepspeed-flops",
+    "deepspeed": "run_deepspeed_flops.py (works without)",
 }
 
 

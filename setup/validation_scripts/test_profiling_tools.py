@@ -46,7 +46,7 @@ ROCM_TOOLS = (
 ROCTX_PURPOSE = "--enable-rocm-profiling"
 # rocprof-compute has counters and metrics for these only: MI100, MI200, MI300 and MI350.
 DATA_CENTRE_GPU = re.compile(r"gfx908|gfx90a|gfx94.|gfx95.")
-PACKAGES = {"deepspeed": "--enable-deepspeed-flops", "matplotlib": "plots of the analysis tools"}
+PACKAGES = {"deepspeed": "run_deepspeed_flops.py (works without)", "matplotlib": "plots of the analysis tools"}
 
 
 def profile_matmul(gpu: bool) -> dict:

@@ -1,0 +1,44 @@
+#!/usr/bin/env python3
+"""Check that a version script trains here: three small steps, on the device that the script chooses.
+
+Other arguments go to the script, and win over what this check sets.
+
+Examples:
+  python setup/validation_scripts/test_training.py
+  python setup/validation_scripts/test_training.py tiny_llama_v2.py --device cpu
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from checks import ROOT, Parser
+
+DEFAULT_SCRIPT = "tiny_openfold_v2.py"
+SMALL = ("--batch-size=1", "--seq-len=32", "--num-gpus=1", "--num-steps=3", "--warmup-steps=1", "--under-profiler")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit status, 1 if the script did not end well."""
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("script", nargs="?", default=DEFAULT_SCRIPT, help="(default: %(default)s)")
+    args, more = parser.parse_known_args(argv)
+    script = next((path for path in (Path(args.script), ROOT / args.script) if path.is_file()), None)
+    if script is None:
+        parser.error(f"{args.script}: no such file here or in {ROOT}")
+    try:
+        with tempfile.TemporaryDirectory() as directory:
+            command = [sys.executable, str(script), *SMALL, "--profile-dir", directory, *more]
+            status = subprocess.run(command).returncode
+    except KeyboardInterrupt:
+        status = 130
+    print(f"Training check: {f'FAIL ({script.name} ended with status {status})' if status else 'PASS'}")
+    return 1 if status else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
