@@ -514,7 +514,7 @@ def join_processes(args: argparse.Namespace) -> None:
 def all_off(args: argparse.Namespace, **changes) -> argparse.Namespace:
     """The same run with every fusion and torch.compile off, and these changes."""
     off = {attribute: False for _, attribute, _ in FUSIONS}
-    return argparse.Namespace(**{**vars(args), **off, "torch_compile": False, **changes})
+    return argparse.Namespace(**{**vars(args), **off, "torch_compile": False, "torch_compile_mode": None, **changes})
 
 
 def prepare(args: argparse.Namespace) -> torch.device:
@@ -682,7 +682,7 @@ def memory_of_a_step(trainer: Trainer) -> float:
     if trainer.args.enable_memory_profiling:
         rows = [f"{time:.3f},{used:.0f}\n" for time, used in course]
         (trainer.args.profile_dir / f"{SCRIPT}_memory_timeline.csv").write_text("time_us,bytes\n" + "".join(rows))
-    return max(used for _, used in course)
+    return max((used for _, used in course), default=used)  # a graph allocates nothing
 
 
 def gpu_memory(statistic: Callable[[], int]) -> int:
@@ -770,7 +770,7 @@ class Run:
         if args.torch_compile:
             progress("compiling in the first step; this can take minutes")
         self.plan(args.warmup_steps - args.cuda_graph, "warm-up step")
-        self.take(self.planned)
+        self.take(self.goal)
         if self.rows:
             result["timing"] = {"warmup_first_step_ms": sum(self.rows[0]), "warmup_ms": 1e3 * self.wall}
         if args.cuda_graph:
@@ -781,7 +781,7 @@ class Run:
 
     def plan(self, steps: int, label: str) -> None:
         """Begin to count: so many steps are to be taken, in one turn or several."""
-        self.planned, self.label, self.before, self.taken = steps, label, len(self.curve), 0
+        self.goal, self.label, self.before, self.taken = steps, label, len(self.curve), 0
         self.losses = torch.full((steps,), -math.inf, pin_memory=self.trainer.gpu)  # -inf: not arrived yet
         self.rows, self.turns = [], []  # milliseconds: of each step a list of its phases; per step in each turn
         self.wall, self.peak, self.shown = 0.0, 0, 0.0  # seconds in all turns, bytes, when progress was shown
@@ -819,18 +819,17 @@ class Run:
                 raise FloatingPointError(f"the loss became {loss} at {self.label} {done}; lower --learning-rate")
             self.curve.append(loss)
             due = now > self.shown + 0.1 if sys.stdout.isatty() else done % args.log_interval == 0
-            if due or done == self.planned:
+            if due or done == self.goal:
                 speed = args.batch_size * done / (self.wall + now - self.began)
-                left, self.shown = (now - self.started) / done * (self.planned - done), now
-                text = f"{self.label} {done}/{self.planned}  loss {loss:.4f}  {speed:.1f} samples/s  {left:.0f} s left"
-                progress(text)
+                left, self.shown = (now - self.started) / done * (self.goal - done), now
+                progress(f"{self.label} {done}/{self.goal}  loss {loss:.4f}  {speed:.1f} samples/s  {left:.0f} s left")
 
     def timing(self) -> dict:
         """Speed, mean times of the finished steps, and time per step in each turn."""
         if not (steps := len(self.curve) - self.before):
             return {}
         totals = (phases := np.array(self.rows[:steps])).sum(1)
-        wall = self.wall if steps == self.planned else float(totals.sum()) / 1e3  # if it was cut short
+        wall = self.wall if steps == self.goal else float(totals.sum()) / 1e3  # if it was cut short
         return {
             **{"steps": steps, "wall_s": wall, "samples_per_sec": self.args.batch_size * steps / wall},
             "batch_ms": 1e3 * wall / steps,
@@ -861,6 +860,7 @@ def measure(runs: list[Run]) -> None:
     """Warm up each run, then take the measured steps of all in up to ten alternating turns, then count."""
     at_rest, args, gpu = [], runs[-1].args, runs[-1].device.type == "cuda"
     for run in runs:
+        nn.Linear(8, 8, device=run.device)(torch.ones(8, 8, device=run.device)).sum().backward()  # cuBLAS's workspace
         before = gpu_memory(torch.cuda.memory_allocated) if gpu else 0
         run.start()
         at_rest.append(gpu_memory(torch.cuda.memory_allocated) - before if gpu else 0)
@@ -981,14 +981,14 @@ def compare_fusion(args: argparse.Namespace) -> int:
         progress()
         print(f"\n{'':24}{'all off':>12}{'as chosen':>12}{'ratio':>9}")
         for label, group, key, form in (
-            ("batch time, ms", "timing", "batch_ms", "12.2f"),
+            ("batch time, ms", "timing", "turns_ms", "12.2f"),
             ("peak memory, MB", "memory", "peak_mb", "12.1f"),
-            (f"{after['kernels'].get('unit', 'kernels')} per step", "kernels", "per_step", "12d"),
+            (f"{after['kernels'].get('unit', 'kernels')} per step", "kernels", "per_step", "12.0f"),
             ("final loss", "loss", "final", "12.4f"),
         ):
             if key in before[group] and key in after[group]:
-                off, on = before[group][key], after[group][key]
-                ratio = np.median(ratios) if key == "batch_ms" else off / on
+                off, on = np.median(before[group][key]), np.median(after[group][key])
+                ratio = np.median(ratios) if key == "turns_ms" else off / on
                 print(f"{label:24}{off:{form}}{on:{form}}" + (f"{ratio:8.2f}x" if key != "final" else ""))
         few, mixed = len(ratios) < 5, ratios[0] <= 1 <= ratios[-1]
         verdict = "too few turns to tell" if few else "no difference seen" if mixed else "all turns agree"

@@ -55,7 +55,7 @@ def test_headline_compares_both_versions_turn_by_turn(tmp_path, monkeypatch):
         script = benchmark.importlib.import_module(f"tiny_llama_{version}")
 
         def take(run, steps: int, version: str = version) -> None:
-            if run.label == "step" and run.planned > 3:
+            if run.label == "step" and run.goal > 3:
                 order.append(version)
             run.turns.append({"v1": 30.0, "v2": 20.0}[version] * (1 + len(run.turns)))
 

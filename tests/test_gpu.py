@@ -158,7 +158,8 @@ def test_a_graph_is_one_launch_of_the_same_kernels(script: str, tmp_path: Path):
 
 
 def test_a_graph_of_real_input(tmp_path: Path):
-    result = run_main("tiny_llama_v2", tmp_path, *GRAPH, "--text-file", str(ROOT / "README.md"), "--vocab-size", "256")
+    argv = ["--text-file", str(ROOT / "README.md"), "--vocab-size", "256", "--enable-memory-profiling"]
+    result = run_main("tiny_llama_v2", tmp_path, *GRAPH, *argv)
     assert result.status == 0, result.stderr
     assert result.summary["loss"]["final"] < result.summary["loss"]["initial"]
 
