@@ -673,9 +673,8 @@ def count_kernels(trainer: Trainer) -> dict:
 def memory_of_a_step(trainer: Trainer) -> float:
     """High-water mark of tensor memory in bytes; with --enable-memory-profiling its course is written, too."""
     events = trainer.trace(trainer.profile(profile_memory=True))["traceEvents"]
-    state = [value for entry in trainer.optimizer.state.values() for value in entry.values()]
-    kept = (*trainer.model.parameters(), *trainer.model.buffers(), *state, *trainer.inputs.values())
-    used = sum(tensor.nbytes for tensor in kept)  # between two steps
+    kept = (*trainer.model.parameters(), *trainer.model.buffers(), *trainer.inputs.values())  # between two steps
+    used = sum(t.nbytes for t in kept) + sum(t.nbytes for e in trainer.optimizer.state.values() for t in e.values())
     changes = (e for e in events if e["name"] == "[memory]" and e["args"]["Device Type"] == int(trainer.gpu))
     changes = sorted(changes, key=lambda e: e["ts"])
     course = [(e["ts"] - changes[0]["ts"], used := used + e["args"]["Bytes"]) for e in changes]
@@ -859,8 +858,9 @@ class Run:
 def measure(runs: list[Run]) -> None:
     """Warm up each run, then take the measured steps of all in up to ten alternating turns, then count."""
     at_rest, args, gpu = [], runs[-1].args, runs[-1].device.type == "cuda"
+    if len(runs) > 1:  # cuBLAS keeps workspaces from its first product on, which belong to neither run
+        nn.Linear(8, 8, device=args.device)(torch.ones(8, 8, device=args.device)).sum().backward()
     for run in runs:
-        nn.Linear(8, 8, device=run.device)(torch.ones(8, 8, device=run.device)).sum().backward()  # cuBLAS's workspace
         before = gpu_memory(torch.cuda.memory_allocated) if gpu else 0
         run.start()
         at_rest.append(gpu_memory(torch.cuda.memory_allocated) - before if gpu else 0)
