@@ -292,7 +292,7 @@ def profile_script(argv: Sequence[str] | None) -> int:
         events = load_trace(trace)
         if summary["environment"]["device"] == "cuda" and not has_gpu(events):
             raise ToolError("the profiler saw no kernels on the GPU: may this user profile it?", status=1)
-        profile = analyse(events, ("data", "graph") if args.cuda_graph else module.PHASES)
+        profile = analyse(events, module.GRAPH_PHASES if args.cuda_graph else module.PHASES)
     except ValueError as error:
         raise ToolError(str(error), status=1) from error
 

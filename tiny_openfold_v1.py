@@ -625,6 +625,7 @@ def make_batches(args: argparse.Namespace, device: torch.device, seed: int) -> P
 # build_model (with .config and .TARGETS) and make_batches (with .next_batch()); these use its at_least, fail and say.
 SCRIPT = Path(__file__).stem
 PHASES = ("data", "forward", "backward", "optimizer")
+GRAPH_PHASES = ("data", "graph")  # with --enable-cuda-graph
 OWN_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile that make graphs of their own
 NO_WORK = ("_unsafe_view", "empty", "new_empty", "_record_function")  # operators that move no data, besides views
 # torchrun sets these, one process per GPU; a plain run is the only one.
@@ -871,7 +872,7 @@ class Trainer:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             self.loss = self.compute(self.inputs)
-        self.graph, self.phases = graph, ("data", "graph")
+        self.graph, self.phases = graph, GRAPH_PHASES
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -994,13 +995,11 @@ class Run:
         settings += ["amp_dtype", "matmul_precision", "torch_compile", "torch_compile_mode", "cuda_graph"]
         self.curve: list[float] = []
         self.result = {
-            **{
-                "schema_version": 1,
-                "script": SCRIPT,
-                "status": "failed",
-                "exit_status": 1,
-                "error": "it did not finish",
-            },
+            "schema_version": 1,
+            "script": SCRIPT,
+            "status": "failed",
+            "exit_status": 1,
+            "error": "it did not finish",
             "fusions": {attribute: getattr(args, attribute) for _, attribute, _ in FUSIONS},
             "training": {**{name: getattr(args, name) for name in settings}, "processes": WORLD_SIZE},
             "environment": environment(self.device),
