@@ -752,7 +752,7 @@ Average forward time: {timing[forward_ms]:.1f} ms
 Average backward time: {timing[backward_ms]:.1f} ms
 Average optimizer time: {timing[optimizer_ms]:.1f} ms
 Average graph time: {timing[graph_ms]:.1f} ms (forward, backward and optimizer are one graph, not separable)
-Warmup step time: {timing[warmup_first_step_ms]:.1f} ms (first step{includes})
+Warmup step time: {timing[warmup_first_step_ms]:.1f} ms (first step, includes compilation)
 Compilation overhead: {timing[compilation_overhead_ms]:.1f} ms
 Final loss: {loss[final]:.4f} (first step {loss[initial]:.4f})
 Peak memory usage: {memory[peak_mb]:.1f} MB
@@ -982,8 +982,7 @@ class Trainer:
 
     def capture(self) -> None:
         """Capture the step as a graph, without running it; from now on it is replayed. A step must have run before."""
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):
             self.loss = self.compute(self.inputs)
         self.graph, self.phases = graph, GRAPH_PHASES
 
@@ -1295,8 +1294,12 @@ def train_all(runs: list[Run]) -> None:
     """Train all, in alternating turns. However that ends, each result is in <profile-dir>/<script>_summary.json."""
     status, message = 1, "it did not finish"
     try:
+        if RANK:
+            torch.distributed.barrier()  # rank 0 has left its record before another one can fail
         for run in runs:
             run.write()  # what a run leaves that is killed
+        if WORLD_SIZE > 1 and not RANK:
+            torch.distributed.barrier()
         measure(runs)
         status, message = 0, None
     except (Exception, KeyboardInterrupt) as error:
@@ -1322,11 +1325,10 @@ def train(args: argparse.Namespace) -> dict:
 def report(result: dict) -> str:
     """The lines of REPORT whose values were measured."""
     kernels, text = result["kernels"], ""
-    includes = ", includes compilation" if result["training"]["torch_compile"] else ""
     off = f" (all fusions off: {kernels['all_off'] or 'out of memory'})" if "all_off" in kernels else ""
     for line in REPORT.splitlines():
         with contextlib.suppress(KeyError):
-            text += line.format_map({**result, "includes": includes, "all_off": off}) + "\n"
+            text += line.format_map({**result, "all_off": off}) + "\n"
     return text
 
 
@@ -1379,8 +1381,7 @@ def verify_accuracy(args: argparse.Namespace) -> int:
         with trainer.autocast():
             with torch.no_grad():
                 outputs = trainer.forward(**{n: t for n, t in batch.items() if n not in trainer.model.TARGETS})
-            outputs = outputs if isinstance(outputs, dict) else {"outputs": outputs}
-            values = {name: value.double() for name, value in outputs.items()}
+            values = dict(outputs) if isinstance(outputs, dict) else {"outputs": outputs}
             values["loss"] = trainer.forward(**batch)
         values["loss"].backward()
         for parameter in trainer.model.parameters():
