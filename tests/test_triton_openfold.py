@@ -1,0 +1,256 @@
+"""TinyOpenFold's Triton kernels, forward and backward, against the same operations in float64.
+
+On a machine without a GPU they run in Triton's interpreter, whose time goes by programs: hence the small sizes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import load, needs_compiler, relative_difference
+from torch import Tensor
+
+v3 = load("tiny_openfold_v3")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+LIMITS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+both_types = pytest.mark.parametrize("dtype", list(LIMITS), ids=str)
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0, shift: float = 0.0) -> Tensor:
+    """Random numbers that need a gradient; from the generator that each test seeds by its position."""
+    return (scale * torch.randn(shape) + shift).to(DEVICE, dtype).requires_grad_()
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def check(
+    operation: Callable[..., Tensor], reference: Callable[..., Tensor], *inputs: Tensor | None, limit: float
+) -> None:
+    """Result and every gradient agree with those of `reference` in float64."""
+    exact = [None if t is None else t.detach().double().requires_grad_() for t in inputs]
+    found, expected = operation(*inputs), reference(*exact)
+    grad = torch.randn(expected.shape, device=DEVICE).to(found.dtype)
+    given = [t for t in inputs if t is not None]
+    found_grads = torch.autograd.grad(found, given, grad)
+    expected_grads = torch.autograd.grad(expected, [t for t in exact if t is not None], grad.double())
+    total = math.sqrt(sum(float(g.square().sum()) for g in expected_grads))
+    assert relative_difference(found, expected) < limit
+    for i, (value, right) in enumerate(zip(found_grads, expected_grads, strict=True)):
+        assert value.dtype == given[i].dtype
+        assert relative_difference(value, right, floor=max(1e-2, 10 * limit) * total) < limit, f"gradient of input {i}"
+
+
+# Layer norm
+
+
+@both_types
+@pytest.mark.parametrize("shape", [(1, 7), (7, 1, 33), (63, 65), (129, 100), (3, 5, 64)])
+def test_layer_norm(shape: tuple[int, ...], dtype: torch.dtype):
+    """Input in float32, as under autocast; the output in the type of the next GEMM."""
+    check(
+        lambda x, w, b: v3.LayerNormFunction.apply(x, w, b, 1e-5, dtype),
+        lambda x, w, b: F.layer_norm(x, shape[-1:], w, b, 1e-5),
+        *(random(*shape, scale=3, shift=5), random(shape[-1]), random(shape[-1])),
+        limit=LIMITS[dtype],
+    )
+
+
+def test_layer_norm_of_a_transposed_input():
+    check(
+        lambda x, w, b: v3.LayerNormFunction.apply(x.transpose(0, 1), w, b, 1e-5, torch.float32),
+        lambda x, w, b: F.layer_norm(x.transpose(0, 1), (33,), w, b, 1e-5),
+        *(random(5, 7, 33), random(33), random(33)),
+        limit=1e-5,
+    )
+
+
+# Attention
+
+
+def attention(qkvg: Tensor, gate_bias: Tensor, bias: Tensor | None) -> Tensor:
+    """Softmax attention along the third dimension of qkvg [B, R, N, H, 4, D], with scores in memory."""
+    q, k, v, gate = qkvg.transpose(2, 3).unbind(4)  # [B, R, H, N, D]
+    scores = q @ k.mT / math.sqrt(q.shape[-1])
+    scores = scores if bias is None else scores + bias[:, None]
+    out = (scores.softmax(-1) @ v).transpose(2, 3)
+    gate = torch.sigmoid(gate.transpose(2, 3) + gate_bias.view(q.shape[2], -1))
+    return (gate * out).flatten(3)
+
+
+@both_types
+@pytest.mark.parametrize(
+    ("samples", "rows", "length", "heads", "dim", "biased"),
+    [
+        (1, 1, 1, 1, 8, True),
+        (2, 3, 7, 2, 8, True),
+        (1, 5, 33, 1, 32, True),
+        (1, 2, 63, 1, 24, True),
+        (1, 1, 64, 2, 16, False),
+        (1, 3, 65, 1, 32, True),
+        (1, 2, 100, 1, 64, True),
+        (1, 1, 129, 1, 16, False),
+        (2, 2, 128, 1, 32, True),
+    ],
+)
+def test_attention(samples: int, rows: int, length: int, heads: int, dim: int, biased: bool, dtype: torch.dtype):
+    """Up to 64 positions one kernel makes all gradients, beyond that there are three."""
+    check(
+        v3.GatedAttentionFunction.apply,
+        attention,
+        random(samples, rows, length, heads, 4, dim, dtype=dtype),
+        random(heads * dim),
+        random(samples, heads, length, length, dtype=dtype) if biased else None,
+        limit=LIMITS[dtype],
+    )
+
+
+@pytest.mark.parametrize("length", [17, 66])
+def test_attention_of_columns_reads_them_where_they_lie(length: int):
+    qkvg, gate_bias, bias = random(2, length, 3, 1, 4, 8), random(8), random(2, 1, length, length)
+
+    def columns(operation: Callable) -> Callable:
+        return lambda qkvg, *others: operation(qkvg.transpose(1, 2), *others)
+
+    check(columns(v3.GatedAttentionFunction.apply), columns(attention), qkvg, gate_bias, bias, limit=1e-5)
+    assert v3.GatedAttentionFunction.apply(qkvg.transpose(1, 2), gate_bias, bias).transpose(1, 2).is_contiguous()
+    (grad,) = torch.autograd.grad(columns(v3.GatedAttentionFunction.apply)(qkvg, gate_bias, bias).sum(), qkvg)
+    assert grad.is_contiguous()
+
+
+def test_attention_of_views_with_gaps():
+    check(
+        lambda qkvg, gate_bias, bias: v3.GatedAttentionFunction.apply(
+            qkvg[..., :8], gate_bias, bias.permute(0, 3, 1, 2)
+        ),
+        lambda qkvg, gate_bias, bias: attention(qkvg[..., :8], gate_bias, bias.permute(0, 3, 1, 2)),
+        *(random(1, 2, 9, 2, 4, 11), random(16), random(1, 9, 9, 2)),
+        limit=1e-5,
+    )
+
+
+@pytest.mark.parametrize("length", [20, 70])
+def test_attention_with_scores_of_several_hundred(length: int):
+    """exp() of them overflows float32, so their maximum must be taken off first."""
+    inputs = random(1, 2, length, 1, 4, 16, scale=12), random(16), random(1, 1, length, length, scale=300)
+    scores = (
+        inputs[0].detach()[..., 0, :].abs().max() * inputs[0].detach()[..., 1, :].abs().max() + inputs[2].abs().max()
+    )
+    assert scores > 700
+    check(v3.GatedAttentionFunction.apply, attention, *inputs, limit=1e-3)  # of which rounding the scores is 1e-4
+
+
+# Triangle multiplication
+
+
+def triangle(incoming: bool, x: Tensor, *parameters: Tensor) -> Tensor:
+    """Algorithms 11 and 12 of the AlphaFold 2 supplement, weights and biases of a_p, b_p, a_g, b_g, g and z stacked."""
+    norm_in, norm_out, (weight, bias) = parameters[:2], parameters[2:4], parameters[4:]
+    dim = x.shape[-1:]
+    normed = F.layer_norm(x, dim, *norm_in)
+    a_p, b_p, a_g, b_g, g = F.linear(normed, weight[: -dim[0]], bias[: -dim[0]]).chunk(5, -1)
+    a, b = a_p * a_g.sigmoid(), b_p * b_g.sigmoid()
+    product = torch.einsum("bkic,bkjc->bijc" if incoming else "bikc,bjkc->bijc", a, b)
+    return g.sigmoid() * F.linear(F.layer_norm(product, dim, *norm_out), weight[-dim[0] :], bias[-dim[0] :])
+
+
+def triangle_inputs(samples: int, length: int, dim: int) -> list[Tensor]:
+    norms = [random(dim, scale=0.2, shift=float(i % 2 == 0)) for i in range(4)]
+    return [random(samples, length, length, dim), *norms, random(6 * dim, dim, scale=dim**-0.5), random(6 * dim)]
+
+
+@pytest.mark.parametrize("incoming", [False, True], ids=["outgoing", "incoming"])
+@pytest.mark.parametrize(
+    ("samples", "length", "dim", "dtype"),
+    [(1, 1, 16, torch.float32), (2, 7, 32, torch.float32), (1, 9, 64, torch.float32), (2, 9, 32, torch.bfloat16)],
+)
+def test_triangle_multiplication(samples: int, length: int, dim: int, dtype: torch.dtype, incoming: bool):
+    check(
+        lambda x, *parameters: v3.TriangleMultiplicationFunction.apply(x, incoming, 1e-5, dtype, *parameters),
+        lambda x, *parameters: triangle(incoming, x, *parameters),
+        *triangle_inputs(samples, length, dim),
+        limit=LIMITS[dtype] * (3 if dtype == torch.bfloat16 else 1),  # six roundings follow each other
+    )
+
+
+# Outer product mean
+
+
+@both_types
+@pytest.mark.parametrize(
+    ("samples", "depth", "length", "dim"), [(1, 1, 1, 8), (2, 7, 5, 8), (1, 33, 3, 32), (1, 65, 9, 16)]
+)
+def test_outer_product_mean(samples: int, depth: int, length: int, dim: int, dtype: torch.dtype):
+    def reference(a: Tensor, b: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return F.linear(torch.einsum("bsic,bsjd->bijcd", a, b).flatten(3), weight, bias) / (depth + 1e-3)
+
+    check(
+        lambda *inputs: v3.OuterProductMeanFunction.apply(*inputs, 1 / (depth + 1e-3)),
+        reference,
+        *(random(samples, depth, length, dim, dtype=dtype), random(samples, depth, length, dim, dtype=dtype)),
+        *(random(24, dim * dim, scale=1 / dim), random(24)),
+        limit=LIMITS[dtype],
+    )
+
+
+# Transition
+
+
+@both_types
+@pytest.mark.parametrize("shape", [(1, 7), (3, 5, 33), (129, 64)])
+def test_bias_relu(shape: tuple[int, ...], dtype: torch.dtype):
+    bias = random(shape[-1])
+    check(v3.BiasReLU.apply, lambda x, b: F.relu(x + b), random(*shape, dtype=dtype), bias, limit=LIMITS[dtype])
+
+
+def test_bias_relu_keeps_what_is_not_a_number():
+    assert v3.BiasReLU.apply(torch.full((1, 4), math.nan, device=DEVICE), torch.zeros(4, device=DEVICE)).isnan().all()
+
+
+# All of them
+
+
+OPERATIONS = {
+    "layer norm": (lambda x, w, b: v3.LayerNormFunction.apply(x, w, b, 1e-5, torch.float32), [(9, 12), (12,), (12,)]),
+    "short attention": (v3.GatedAttentionFunction.apply, [(1, 3, 5, 1, 4, 8), (8,), (1, 1, 5, 5)]),
+    "long attention": (v3.GatedAttentionFunction.apply, [(1, 2, 66, 1, 4, 8), (8,), (1, 1, 66, 66)]),
+    "triangle": (
+        lambda x, *p: v3.TriangleMultiplicationFunction.apply(x, False, 1e-5, torch.float32, *p),
+        [(1, 5, 5, 16), *4 * [(16,)], (96, 16), (96,)],
+    ),
+    "outer product": (
+        lambda *i: v3.OuterProductMeanFunction.apply(*i, 0.5),
+        [(1, 3, 4, 8), (1, 3, 4, 8), (6, 64), (6,)],
+    ),
+    "transition": (v3.BiasReLU.apply, [(9, 12), (12,)]),
+}
+every_operation = pytest.mark.parametrize("name", OPERATIONS)
+
+
+def results(operation: Callable[..., Tensor], inputs: list[Tensor]) -> tuple[Tensor, ...]:
+    out = operation(*inputs)
+    return out, *torch.autograd.grad(out.square().sum(), inputs)
+
+
+@every_operation
+def test_the_same_input_gives_the_same_bits(name: str):
+    operation, shapes = OPERATIONS[name]
+    inputs = [random(*shape) for shape in shapes]
+    first, second = results(operation, inputs), results(operation, inputs)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@needs_compiler
+@every_operation
+def test_torch_compile_finds_no_reason_to_break_its_graph(name: str):
+    operation, shapes = OPERATIONS[name]
+    inputs = [random(*shape) for shape in shapes]
+    expected, found = results(operation, inputs), results(torch.compile(operation, fullgraph=True), inputs)
+    for a, b in zip(found, expected, strict=True):
+        assert relative_difference(a, b) < 1e-6

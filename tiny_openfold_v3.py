@@ -1,0 +1,2580 @@
+#!/usr/bin/env python3
+"""TinyOpenFold V3: hand-written Triton kernels for what memory or launches limit, each on a flag of its own.
+
+triton-layer-norm     a norm reads its input once and writes the type that the next GEMM takes
+triton-attention      attention with pair bias and gate in one pass; nothing is transposed, and no gradient is added up
+                      atomically: a program sums the bias gradient of a tile over the rows that share it
+triton-triangle       norm, projections and gates of a triangle multiplication are one kernel before its batched product
+                      and one after it
+triton-outer-product  the outer product is written as its projection reads it, and not kept for the backward pass
+triton-transition     bias and ReLU in one pass, and so are their gradients
+
+The GEMMs stay with the vendor's library where nothing can be fused to them, and V2's fusions stay: turn a kernel off to
+see what PyTorch does instead. Every kernel has its backward pass; the model, its weights and its loss are those of V1
+and V2. Without a GPU the kernels run in Triton's interpreter, which shows that they are right, not how fast they are.
+
+The Evoformer follows the supplementary information of Jumper et al. 2021 (AF2 SI below), names follow OpenFold.
+
+Examples:
+  python tiny_openfold_v3.py --compare-fusion                                  everything off against everything on
+  python tiny_openfold_v3.py --use-amp --disable-triton-attention              scaled_dot_product_attention instead
+  python tiny_openfold_v3.py --blocks attention_forward:BLOCK_M=128,num_warps=8   another block size for one kernel
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import gc
+import gzip
+import importlib.util
+import itertools
+import json
+import math
+import os
+import platform
+import re
+import shutil
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton looks at it when it is imported
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+from torch.library import triton_op, wrap_triton
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+# --- configuration
+
+VERSION = 3
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # the kernels run on the CPU, in Python
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes of the model; the defaults are those of the command line."""
+
+    msa_dim: int = 64
+    pair_dim: int = 128
+    num_blocks: int = 4
+    num_heads_msa: int = 4
+    num_heads_pair: int = 4
+    num_seqs: int = 16
+    seq_len: int = 64
+    outer_product_dim: int = 32
+    transition_factor: int = 4
+    blocks: str = ""
+
+
+@dataclass(frozen=True)
+class Fusions:
+    """Which fusions are on."""
+
+    qkv_fusion_msa: bool = True
+    qkv_fusion_triangle: bool = True
+    flash_attention: bool = True
+    triangle_fusion: bool = True
+    triton_layer_norm: bool = True
+    triton_attention: bool = True
+    triton_triangle: bool = True
+    triton_outer_product: bool = True
+    triton_transition: bool = True
+
+
+FUSIONS: tuple[tuple[str, str, str], ...] = (
+    ("qkv-fusion-msa", "qkv_fusion_msa", "query, key, value and gate of the MSA attentions as one GEMM"),
+    ("qkv-fusion-triangle", "qkv_fusion_triangle", "query, key, value and gate of the triangle attentions as one GEMM"),
+    ("flash-attention", "flash_attention", "scaled_dot_product_attention instead of materialised scores"),
+    ("triangle-fusion", "triangle_fusion", "projections and gates of the triangle multiplications as one GEMM"),
+    ("triton-layer-norm", "triton_layer_norm", "layer norms that write the type of the next GEMM"),
+    ("triton-attention", "triton_attention", "attention with pair bias and gate as one kernel"),
+    ("triton-triangle", "triton_triangle", "triangle multiplications as a kernel before and one after the product"),
+    ("triton-outer-product", "triton_outer_product", "outer products in the layout of their projection"),
+    ("triton-transition", "triton_transition", "bias and ReLU of the transitions as one kernel"),
+)
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that only this model has."""
+    add = parser.add_argument_group("model").add_argument
+    add("--msa-dim", type=at_least(1), default=64, metavar="C", help="channels of the MSA representation")
+    add("--pair-dim", type=at_least(1), default=128, metavar="C", help="channels of the pair representation")
+    add("--num-blocks", type=at_least(1), default=4, metavar="L", help="Evoformer blocks")
+    add("--num-heads-msa", type=at_least(1), default=4, metavar="H", help="heads of the MSA attentions")
+    add("--num-heads-pair", type=at_least(1), default=4, metavar="H", help="heads of the triangle attentions")
+    add = parser.add_argument_group("data").add_argument
+    add("--num-seqs", type=at_least(1), default=16, metavar="S", help="sequences per alignment")
+    add("--seq-len", type=at_least(2), default=64, metavar="N", help="residues per sample")
+    add("--batch-size", type=at_least(1), default=4, metavar="B", help="samples per step")
+    add("--msa", type=Path, metavar="FILE.a3m", help="real alignment, query first (with --structure)")
+    add("--structure", type=Path, metavar="FILE", help="its structure, PDB or mmCIF (with --msa)")
+    add = parser.add_argument_group("kernels").add_argument
+    text = (
+        "other block sizes or warps for one kernel, powers of two (an unknown name lists the kernels); can be repeated"
+    )
+    add("--blocks", type=read_blocks, action="append", metavar="KERNEL:NAME=NUMBER,...", help=text)
+
+
+def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Refuse sizes and inputs that do not fit together; lower what a real protein has less of."""
+    for name in ("msa", "pair"):
+        dim, heads = getattr(args, f"{name}_dim"), getattr(args, f"num_heads_{name}")
+        if dim % heads:
+            parser.error(f"--{name}-dim {dim} must be divisible by --num-heads-{name} {heads}")
+    if bool(args.msa) != bool(args.structure):
+        parser.error("--msa and --structure belong together: give both, or neither for synthetic proteins")
+    if args.msa:
+        protein = read_protein(args.msa, args.structure)
+        for name, found in zip(("num_seqs", "seq_len"), protein.tokens.shape, strict=True):
+            if getattr(args, name) > found:
+                say(
+                    "note",
+                    f"--{name.replace('_', '-')} {getattr(args, name)} lowered to {found}: {args.msa} has no more",
+                )
+                setattr(args, name, found)
+    if args.triton_triangle and (args.pair_dim < 16 or args.pair_dim.bit_count() != 1):
+        parser.error(f"--pair-dim {args.pair_dim}: a power of two from 16, or --disable-triton-triangle")
+    OVERRIDES.clear()
+    for kernel, chosen in args.blocks or ():
+        OVERRIDES[kernel] = OVERRIDES.get(kernel, {}) | chosen
+    texts = [f"{k}:{','.join(f'{name}={value}' for name, value in chosen.items())}" for k, chosen in OVERRIDES.items()]
+    args.blocks = " ".join(texts) or ModelConfig.blocks
+    if any(getattr(args, name) for _, name, _ in FUSIONS if name.startswith("triton")):
+        if INTERPRETED:
+            say("note", "the kernels run on the CPU in Triton's interpreter, right but slow: use small sizes")
+        elif args.device == "cpu":
+            fail("on a CPU the kernels need Triton's interpreter: set TRITON_INTERPRET=1, or --disable-all-fusion", 4)
+
+
+# --- kernels
+#
+# An operation has a kernel forward and one or more backward. The functions under @operator allocate their results and
+# launch them; an autograd.Function ties forward and backward together. No kernel adds atomically: each program writes
+# the sum over its own rows, and PyTorch adds these up, so that the same input gives the same bits.
+
+BACKEND = "interpreter" if INTERPRETED else "hip" if torch.version.hip else "cuda"
+# Block sizes and warps per kernel; a second line, for float32 or one backend, replaces what it names of the first.
+# TILE is the number of elements in a block of whole rows, PROGRAMS how many share the rows (4 for each of 132 SMs).
+BLOCKS: dict[str, dict[str, int]] = {
+    "layer_norm_forward": {"TILE": 4096, "num_warps": 4},
+    "layer_norm_backward": {"TILE": 4096, "PROGRAMS": 528, "num_warps": 4},
+    "attention_forward": {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3},
+    "attention_forward hip": {"BLOCK_N": 32, "num_stages": 2},
+    "attention_backward_short": {"BLOCK_N": 64, "PROGRAMS": 528, "num_warps": 4, "num_stages": 2},
+    "attention_backward_short hip": {"BLOCK_N": 32, "num_stages": 1},
+    "attention_backward_query": {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3},
+    "attention_backward_query hip": {"BLOCK_N": 32, "num_stages": 2},
+    "attention_backward_key": {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3},
+    "attention_backward_key hip": {"BLOCK_M": 32, "BLOCK_N": 32, "num_stages": 1},
+    "attention_backward_bias": {"BLOCK_M": 64, "BLOCK_N": 64, "PROGRAMS": 528, "num_warps": 4, "num_stages": 3},
+    "attention_backward_bias hip": {"num_stages": 1},
+    "triangle_project": {"BLOCK_M": 128, "BLOCK_C": 64, "num_warps": 8, "num_stages": 1},
+    "triangle_project float32": {"BLOCK_M": 64, "BLOCK_C": 32},
+    "triangle_project float32 hip": {"BLOCK_C": 64},
+    "triangle_output": {"BLOCK_M": 128, "BLOCK_C": 64, "num_warps": 8, "num_stages": 1},
+    "triangle_output float32": {"BLOCK_M": 64, "BLOCK_C": 32},
+    "triangle_output float32 hip": {"num_warps": 4},
+    "triangle_output_backward": {"BLOCK_M": 64, "BLOCK_C": 64, "num_warps": 8, "num_stages": 1},
+    "triangle_output_backward float32": {"BLOCK_C": 32},
+    "triangle_output_backward hip": {"BLOCK_C": 32},
+    "triangle_output_backward float32 hip": {"num_warps": 4},
+    "triangle_project_backward": {"BLOCK_M": 64, "BLOCK_C": 64, "num_warps": 4, "num_stages": 1},
+    "triangle_project_backward float32": {"BLOCK_C": 32, "num_warps": 8},
+    "triangle_project_backward hip": {"BLOCK_C": 32, "num_warps": 8},
+    "triangle_weights": {"BLOCK_M": 64, "BLOCK_K": 128, "PROGRAMS": 264, "num_warps": 8, "num_stages": 3},
+    "triangle_weights float32 hip": {"BLOCK_M": 32, "num_stages": 2},
+    "triangle_finish": {"BLOCK_K": 4, "num_warps": 4},
+    "outer_product_forward": {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_S": 32, "num_warps": 8, "num_stages": 2},
+    "outer_product_backward": {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_S": 64, "num_warps": 4, "num_stages": 3},
+    "bias_relu_forward": {"TILE": 4096, "num_warps": 4},
+    "bias_relu_backward": {"TILE": 4096, "PROGRAMS": 528, "num_warps": 4},
+}
+OVERRIDES: dict[str, dict[str, int]] = {}  # --blocks
+
+
+def read_blocks(text: str) -> tuple[str, dict[str, int]]:
+    """argparse type: "kernel:NAME=number,..." -> kernel and what to replace in its block sizes."""
+    kernel, _, settings = text.partition(":")
+    pairs = [pair.partition("=")[::2] for pair in settings.split(",")]
+    if kernel not in BLOCKS:
+        raise argparse.ArgumentTypeError(
+            f"no kernel {kernel!r}; there are {', '.join(k for k in BLOCKS if ' ' not in k)}"
+        )
+    if wrong := [name for name, _ in pairs if name not in {"num_stages", *BLOCKS[kernel]}]:
+        raise argparse.ArgumentTypeError(f"{kernel} has no {wrong[0]!r}; it has {', '.join(BLOCKS[kernel])}")
+    if wrong := [value for _, value in pairs if not value.isdecimal() or int(value).bit_count() != 1]:
+        raise argparse.ArgumentTypeError(f"{kernel}: {wrong[0]!r} is not a power of two")
+    return kernel, {name: int(value) for name, value in pairs}
+
+
+def blocks(kernel: str, dtype: torch.dtype | None = None) -> dict[str, int]:
+    """Block sizes and warps of a kernel that multiplies matrices of this type, on this backend."""
+    chosen = dict(BLOCKS[kernel])
+    kind = "float32" if dtype == torch.float32 else ""
+    for variant in (kind, BACKEND, f"{kind} {BACKEND}"):
+        chosen |= BLOCKS.get(f"{kernel} {variant}", {})
+    if INTERPRETED and "TILE" in chosen:
+        chosen |= {"TILE": 1 << 16}  # its time goes by programs, not by elements
+    return chosen | OVERRIDES.get(kernel, {})
+
+
+def dot_precision(dtype: torch.dtype) -> str:
+    """How Triton multiplies float32 matrices; it ignores this for other types. TF32 exists on NVIDIA's GPUs only."""
+    if BACKEND != "cuda" or dtype != torch.float32:
+        return "ieee"
+    return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+def operator(function: Callable) -> Callable:
+    """Make a function that allocates results and launches kernels an operator; torch.compile sees the kernels in it."""
+    name = f"{Path(__file__).stem}::{function.__name__}"
+    if not INTERPRETED:
+        return triton_op(name, function, mutates_args=())
+    opaque = torch.library.custom_op(name, function, mutates_args=())
+    opaque.register_fake(function)
+    return opaque
+
+
+if INTERPRETED:
+
+    class wrap_triton:  # PyTorch's takes compiled kernels only
+        """`wrap_triton(kernel)[grid](...)` runs the kernel, except where torch.compile only asks for shapes.
+
+        Triton 3 multiplies bfloat16 as integers here, without a word: so it gets float32, and its results are rounded.
+        """
+
+        def __init__(self, kernel: Callable):
+            self.kernel = kernel
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable:
+            def run(*arguments, **blocks) -> None:
+                given = [a for a in arguments if isinstance(a, Tensor)]
+                if isinstance(given[0], FakeTensor):
+                    return
+                narrow = [t for t in given if t.dtype == torch.bfloat16]
+                wide = {id(t): torch.empty_strided(t.shape, t.stride(), dtype=torch.float32).copy_(t) for t in narrow}
+                self.kernel[grid](*(wide.get(id(a), a) for a in arguments), **blocks)
+                for tensor in narrow:
+                    tensor.data.copy_(wide[id(tensor)])  # unseen by autograd, which the inputs among them belong to
+
+            return run
+
+
+def rows_and_width(x: Tensor, tile: int) -> tuple[int, int, int, int]:
+    """Of x [..., D]: its rows, D, the next power of two (the width of a block), and the rows that make up a tile."""
+    width = triton.next_power_of_2(x.shape[-1])
+    return x.numel() // x.shape[-1], x.shape[-1], width, max(1, tile // width)
+
+
+LOG2E = tl.constexpr(1.4426950408889634)  # scores are kept to the base 2: exp2 is what the hardware has
+
+
+@triton.jit
+def normalised(x, inside, eps, C: tl.constexpr):
+    """Rows [rows, C] of a tile with mean 0 and variance 1 (zeros where not `inside`), and 1 / standard deviation."""
+    x = tl.where(inside, x - tl.sum(x, 1)[:, None] / C, 0.0)
+    rstd = 1 / tl.sqrt(tl.sum(x * x, 1) / C + eps)
+    return x * rstd[:, None], rstd
+
+
+@triton.jit
+def through_norm(grad, x, rstd, C: tl.constexpr):
+    """Gradient before the norm, from that of its result x."""
+    return (grad - tl.sum(grad, 1)[:, None] / C - x * (tl.sum(grad * x, 1)[:, None] / C)) * rstd[:, None]
+
+
+@triton.jit
+def layer_norm_forward_kernel(
+    X, WEIGHT, BIAS, OUT, rows, eps, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    channel = tl.arange(0, BLOCK_C)
+    inside = (row < rows)[:, None] & (channel < C)[None, :]
+    at = row[:, None] * C + channel[None, :]
+    x = tl.load(X + at, mask=inside, other=0.0).to(tl.float32)
+    x, _ = normalised(x, inside, eps, C)
+    weight = tl.load(WEIGHT + channel, mask=channel < C, other=0.0)
+    bias = tl.load(BIAS + channel, mask=channel < C, other=0.0)
+    tl.store(OUT + at, x * weight[None, :] + bias[None, :], mask=inside)
+
+
+@triton.jit
+def layer_norm_backward_kernel(
+    GRAD, X, WEIGHT, GRAD_X, GRAD_WEIGHT, GRAD_BIAS, rows, eps,
+    C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr, PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    channel = tl.arange(0, BLOCK_C)
+    weight = tl.load(WEIGHT + channel, mask=channel < C, other=0.0)
+    grad_weight = tl.zeros([BLOCK_C], tl.float32)
+    grad_bias = tl.zeros([BLOCK_C], tl.float32)
+    for start in range(program * ROWS, rows, PROGRAMS * ROWS):
+        row = tl.cast(start, tl.int64) + tl.arange(0, ROWS)
+        inside = (row < rows)[:, None] & (channel < C)[None, :]
+        at = row[:, None] * C + channel[None, :]
+        x, rstd = normalised(tl.load(X + at, mask=inside, other=0.0).to(tl.float32), inside, eps, C)
+        grad = tl.load(GRAD + at, mask=inside, other=0.0).to(tl.float32)
+        grad_weight += tl.sum(grad * x, 0)
+        grad_bias += tl.sum(grad, 0)
+        grad *= weight[None, :]
+        grad = through_norm(grad, x, rstd, C)
+        tl.store(GRAD_X + at, grad, mask=inside)
+    tl.store(GRAD_WEIGHT + program * C + channel, grad_weight, mask=channel < C)
+    tl.store(GRAD_BIAS + program * C + channel, grad_bias, mask=channel < C)
+
+
+@operator
+def layer_norm_forward(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    """x [..., C], normalised over C, in `dtype`."""
+    chosen = blocks("layer_norm_forward")
+    rows, dim, width, tile_rows = rows_and_width(x, chosen.pop("TILE"))
+    out = torch.empty_like(x, dtype=dtype)
+    wrap_triton(layer_norm_forward_kernel)[(triton.cdiv(rows, tile_rows),)](
+        x, weight, bias, out, rows, eps, C=dim, BLOCK_C=width, ROWS=tile_rows, **chosen
+    )
+    return out
+
+
+@operator
+def layer_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x, weight and bias. Mean and variance are computed again: a row is in registers anyway."""
+    chosen = blocks("layer_norm_backward")
+    rows, dim, width, tile_rows = rows_and_width(x, chosen.pop("TILE"))
+    chosen["PROGRAMS"] = min(chosen["PROGRAMS"], triton.cdiv(rows, tile_rows))
+    grad_x = torch.empty_like(x)
+    grad_weight, grad_bias = x.new_empty(2, chosen["PROGRAMS"], dim, dtype=torch.float32).unbind()
+    wrap_triton(layer_norm_backward_kernel)[(chosen["PROGRAMS"],)](
+        *(grad, x, weight, grad_x, grad_weight, grad_bias, rows, eps),
+        **{"C": dim, "BLOCK_C": width, "ROWS": tile_rows, **chosen},
+    )
+    return grad_x, grad_weight.sum(0), grad_bias.sum(0)
+
+
+class LayerNormFunction(torch.autograd.Function):
+    """x [..., C] -> LayerNorm over C, in `dtype`."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+        x = x.contiguous()
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        return layer_norm_forward(x, weight, bias, eps, dtype)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        x, weight = ctx.saved_tensors
+        return *layer_norm_backward(grad.contiguous(), x, weight, ctx.eps), None, None
+
+
+# Attention of every row of a batch of rows, with a pair bias that they share, and the gate on its output.
+#
+# QKVG [B, R, N, H, 4, D] is what the projection's GEMM wrote; R and N may have any strides, so that columns and ending
+# nodes are read where they lie. The output is kept after the gate: with g = sigmoid(gate) and out = g * attention,
+# grad_gate = grad_out * out * (1 - g), and the row sums that the softmax's gradient needs are those of grad_out * out.
+
+
+@triton.jit
+def split_program(program, tiles, H, R):
+    """Number of a program -> tile, head, row, sample; programs that share a bias tile run close to each other."""
+    rest = program // tiles
+    return program % tiles, rest % H, (rest // H % R).to(tl.int64), (rest // H // R).to(tl.int64)
+
+
+@triton.jit
+def load_rows(X, row, stride, D: tl.constexpr, BLOCK_D: tl.constexpr, N, EVEN: tl.constexpr):
+    """Rows of a matrix [N, D] with its rows `stride` apart, zeros beyond its ends."""
+    column = tl.arange(0, BLOCK_D)
+    at = row.to(tl.int64)[:, None] * stride + column[None, :]
+    if EVEN:
+        return tl.load(X + at)
+    return tl.load(X + at, mask=(row < N)[:, None] & (column < D)[None, :], other=0.0)
+
+
+@triton.jit
+def store_rows(X, value, row, stride, D: tl.constexpr, BLOCK_D: tl.constexpr, N, EVEN: tl.constexpr):
+    column = tl.arange(0, BLOCK_D)
+    at = row.to(tl.int64)[:, None] * stride + column[None, :]
+    if EVEN:
+        tl.store(X + at, value.to(X.dtype.element_ty))
+    else:
+        tl.store(X + at, value.to(X.dtype.element_ty), mask=(row < N)[:, None] & (column < D)[None, :])
+
+
+@triton.jit
+def load_bias(BIAS, row, column, N, EVEN: tl.constexpr):
+    """Tile of a pair bias [N, N], for scores to the base 2."""
+    at = row.to(tl.int64)[:, None] * N + column[None, :]
+    if EVEN:
+        bias = tl.load(BIAS + at)
+    else:
+        bias = tl.load(BIAS + at, mask=(row < N)[:, None] & (column < N)[None, :], other=0.0)
+    return bias.to(tl.float32) * LOG2E
+
+
+@triton.jit
+def scores(q, k, bias, key, N, scale, EVEN: tl.constexpr, PRECISION: tl.constexpr):
+    """[queries, keys], to the base 2; -inf beyond the last key."""
+    score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale + bias
+    return score if EVEN else tl.where((key < N)[None, :], score, float("-inf"))
+
+
+@triton.jit
+def gate_of(QKVG, GATE_BIAS, row, stride, D: tl.constexpr, BLOCK_D: tl.constexpr, N, EVEN: tl.constexpr):
+    """sigmoid(gate + bias) [queries, D] of one head."""
+    column = tl.arange(0, BLOCK_D)
+    bias = tl.load(GATE_BIAS + column, mask=column < D, other=0.0).to(tl.float32)
+    return tl.sigmoid(load_rows(QKVG + 3 * D, row, stride, D, BLOCK_D, N, EVEN).to(tl.float32) + bias[None, :])
+
+
+@triton.jit
+def attention_forward_kernel(
+    QKVG, GATE_BIAS, BIAS, OUT, LSE, x_b, x_r, x_n, out_b, out_r, out_n, R, H, N, scale,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    EVEN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    tile, head, r, b = split_program(tl.program_id(0), tl.cdiv(N, BLOCK_M), H, R)
+    QKVG += b * x_b + r * x_r + head * 4 * D
+    query = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    q = load_rows(QKVG, query, x_n, D, BLOCK_D, N, EVEN)
+    highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    out = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for start in range(0, N, BLOCK_N):
+        key = start + tl.arange(0, BLOCK_N)
+        k = load_rows(QKVG + D, key, x_n, D, BLOCK_D, N, EVEN)
+        v = load_rows(QKVG + 2 * D, key, x_n, D, BLOCK_D, N, EVEN)
+        bias = 0.0 if BIAS is None else load_bias(BIAS + (b * H + head) * N * N, query, key, N, EVEN)
+        s = scores(q, k, bias, key, N, scale, EVEN, PRECISION)
+        new_highest = tl.maximum(highest, tl.max(s, 1))
+        p = tl.exp2(s - new_highest[:, None])
+        shrink = tl.exp2(highest - new_highest)
+        total = total * shrink + tl.sum(p, 1)
+        out = tl.dot(p.to(v.dtype), v, out * shrink[:, None], input_precision=PRECISION)
+        highest = new_highest
+    gate = gate_of(QKVG, GATE_BIAS + head * D, query, x_n, D, BLOCK_D, N, EVEN)
+    out = out / total[:, None] * gate
+    store_rows(OUT + b * out_b + r * out_r + head * D, out, query, out_n, D, BLOCK_D, N, EVEN)
+    tl.store(LSE + ((b * R + r) * H + head) * N + query, highest + tl.log2(total), mask=query < N)
+
+
+@triton.jit
+def attention_backward_query_kernel(
+    GRAD_OUT, QKVG, GATE_BIAS, BIAS, OUT, LSE, GRAD_QKVG, GRAD_ATTENTION, DELTA, GRAD_GATE_BIAS,
+    x_b, x_r, x_n, out_b, out_r, out_n, grad_b, grad_r, grad_n, R, H, N, scale,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    EVEN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Gradients of query and gate; what the other two kernels need: the gradient before the gate, and delta."""
+    tile, head, r, b = split_program(tl.program_id(0), tl.cdiv(N, BLOCK_M), H, R)
+    at_x = b * x_b + r * x_r + head * 4 * D
+    at_out = b * out_b + r * out_r + head * D
+    at_row = ((b * R + r) * H + head) * N
+    QKVG += at_x
+    query = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    grad_out = load_rows(GRAD_OUT + b * grad_b + r * grad_r + head * D, query, grad_n, D, BLOCK_D, N, EVEN)
+    gate = gate_of(QKVG, GATE_BIAS + head * D, query, x_n, D, BLOCK_D, N, EVEN)
+    product = grad_out.to(tl.float32) * load_rows(OUT + at_out, query, out_n, D, BLOCK_D, N, EVEN).to(tl.float32)
+    delta = tl.sum(product, 1)
+    grad_gate = product * (1 - gate)
+    store_rows(GRAD_QKVG + at_x + 3 * D, grad_gate, query, x_n, D, BLOCK_D, N, EVEN)
+    column = tl.arange(0, BLOCK_D)
+    tl.store(GRAD_GATE_BIAS + tl.program_id(0) * D + column, tl.sum(grad_gate, 0), mask=column < D)
+    q = load_rows(QKVG, query, x_n, D, BLOCK_D, N, EVEN)
+    grad = (grad_out.to(tl.float32) * gate).to(q.dtype)
+    store_rows(GRAD_ATTENTION + at_out, grad, query, out_n, D, BLOCK_D, N, EVEN)
+    tl.store(DELTA + at_row + query, delta, mask=query < N)
+    lse = tl.load(LSE + at_row + query, mask=query < N, other=0.0)
+    grad_q = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for start in range(0, N, BLOCK_N):
+        key = start + tl.arange(0, BLOCK_N)
+        k = load_rows(QKVG + D, key, x_n, D, BLOCK_D, N, EVEN)
+        v = load_rows(QKVG + 2 * D, key, x_n, D, BLOCK_D, N, EVEN)
+        bias = 0.0 if BIAS is None else load_bias(BIAS + (b * H + head) * N * N, query, key, N, EVEN)
+        p = tl.exp2(scores(q, k, bias, key, N, scale, EVEN, PRECISION) - lse[:, None])
+        grad_s = p * (tl.dot(grad, tl.trans(v), input_precision=PRECISION) - delta[:, None])
+        grad_q = tl.dot(grad_s.to(k.dtype), k, grad_q, input_precision=PRECISION)
+    store_rows(GRAD_QKVG + at_x, grad_q * (scale / LOG2E), query, x_n, D, BLOCK_D, N, EVEN)
+
+
+@triton.jit
+def attention_backward_key_kernel(
+    QKVG, BIAS_T, LSE, GRAD_ATTENTION, DELTA, GRAD_QKVG, x_b, x_r, x_n, out_b, out_r, out_n, R, H, N, scale,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    EVEN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Gradients of key and value. Scores are [keys, queries] here, as both products take them, and BIAS_T is [j, i]."""
+    tile, head, r, b = split_program(tl.program_id(0), tl.cdiv(N, BLOCK_N), H, R)
+    at_x = b * x_b + r * x_r + head * 4 * D
+    at_row = ((b * R + r) * H + head) * N
+    QKVG += at_x
+    GRAD_ATTENTION += b * out_b + r * out_r + head * D
+    key = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = load_rows(QKVG + D, key, x_n, D, BLOCK_D, N, EVEN)
+    v = load_rows(QKVG + 2 * D, key, x_n, D, BLOCK_D, N, EVEN)
+    grad_k = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    grad_v = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    for start in range(0, N, BLOCK_M):
+        query = start + tl.arange(0, BLOCK_M)
+        q = load_rows(QKVG, query, x_n, D, BLOCK_D, N, EVEN)
+        grad = load_rows(GRAD_ATTENTION, query, out_n, D, BLOCK_D, N, EVEN)
+        lse = tl.load(LSE + at_row + query, mask=query < N, other=0.0)
+        delta = tl.load(DELTA + at_row + query, mask=query < N, other=0.0)
+        bias = 0.0 if BIAS_T is None else load_bias(BIAS_T + (b * H + head) * N * N, key, query, N, EVEN)
+        s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale + bias
+        p = tl.exp2(s - lse[None, :])
+        grad_v = tl.dot(p.to(grad.dtype), grad, grad_v, input_precision=PRECISION)
+        grad_s = p * (tl.dot(v, tl.trans(grad), input_precision=PRECISION) - delta[None, :])
+        grad_k = tl.dot(grad_s.to(q.dtype), q, grad_k, input_precision=PRECISION)
+    store_rows(GRAD_QKVG + at_x + D, grad_k * (scale / LOG2E), key, x_n, D, BLOCK_D, N, EVEN)
+    store_rows(GRAD_QKVG + at_x + 2 * D, grad_v, key, x_n, D, BLOCK_D, N, EVEN)
+
+
+@triton.jit
+def attention_backward_bias_kernel(
+    QKVG, BIAS, LSE, GRAD_ATTENTION, DELTA, GRAD_BIAS, x_b, x_r, x_n, out_b, out_r, out_n, R, H, N, B, group, scale,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    EVEN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Gradient of a bias tile: a program adds up `group` of the rows that share it, so nothing is added atomically."""
+    tile, head, g, b = split_program(tl.program_id(0), tl.cdiv(N, BLOCK_M) * tl.cdiv(N, BLOCK_N), H, tl.cdiv(R, group))
+    query = tile // tl.cdiv(N, BLOCK_N) * BLOCK_M + tl.arange(0, BLOCK_M)
+    key = tile % tl.cdiv(N, BLOCK_N) * BLOCK_N + tl.arange(0, BLOCK_N)
+    QKVG += b * x_b + head * 4 * D
+    GRAD_ATTENTION += b * out_b + head * D
+    bias = load_bias(BIAS + (b * H + head) * N * N, query, key, N, EVEN)
+    grad_bias = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for step in range((g * group).to(tl.int32), tl.minimum(g * group + group, R).to(tl.int32)):
+        r = tl.cast(step, tl.int64)
+        q = load_rows(QKVG + r * x_r, query, x_n, D, BLOCK_D, N, EVEN)
+        k = load_rows(QKVG + r * x_r + D, key, x_n, D, BLOCK_D, N, EVEN)
+        v = load_rows(QKVG + r * x_r + 2 * D, key, x_n, D, BLOCK_D, N, EVEN)
+        grad = load_rows(GRAD_ATTENTION + r * out_r, query, out_n, D, BLOCK_D, N, EVEN)
+        at_row = ((b * R + r) * H + head) * N
+        lse = tl.load(LSE + at_row + query, mask=query < N, other=0.0)
+        delta = tl.load(DELTA + at_row + query, mask=query < N, other=0.0)
+        p = tl.exp2(scores(q, k, bias, key, N, scale, EVEN, PRECISION) - lse[:, None])
+        grad_bias += p * (tl.dot(grad, tl.trans(v), input_precision=PRECISION) - delta[:, None])
+    at = ((g * B + b) * H + head) * N * N + query.to(tl.int64)[:, None] * N + key[None, :]
+    tl.store(GRAD_BIAS + at, grad_bias, mask=(query < N)[:, None] & (key < N)[None, :])
+
+
+@triton.jit
+def attention_backward_short_kernel(
+    GRAD_OUT, QKVG, GATE_BIAS, BIAS, OUT, LSE, GRAD_QKVG, GRAD_GATE_BIAS, GRAD_BIAS,
+    x_b, x_r, x_n, out_b, out_r, out_n, grad_b, grad_r, grad_n, R, H, N, B, group, scale,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """All gradients of `group` rows, where a row's scores are a single tile: no sum is left to another kernel."""
+    _, head, g, b = split_program(tl.program_id(0), 1, H, tl.cdiv(R, group))
+    n = tl.arange(0, BLOCK_N)
+    column = tl.arange(0, BLOCK_D)
+    bias = 0.0 if BIAS is None else load_bias(BIAS + (b * H + head) * N * N, n, n, N, EVEN)
+    grad_bias = tl.zeros([BLOCK_N, BLOCK_N], tl.float32)
+    grad_gate_bias = tl.zeros([BLOCK_D], tl.float32)
+    for step in range((g * group).to(tl.int32), tl.minimum(g * group + group, R).to(tl.int32)):
+        r = tl.cast(step, tl.int64)
+        at_x = b * x_b + r * x_r + head * 4 * D
+        q = load_rows(QKVG + at_x, n, x_n, D, BLOCK_D, N, EVEN)
+        k = load_rows(QKVG + at_x + D, n, x_n, D, BLOCK_D, N, EVEN)
+        v = load_rows(QKVG + at_x + 2 * D, n, x_n, D, BLOCK_D, N, EVEN)
+        gate = gate_of(QKVG + at_x, GATE_BIAS + head * D, n, x_n, D, BLOCK_D, N, EVEN)
+        grad_out = load_rows(GRAD_OUT + b * grad_b + r * grad_r + head * D, n, grad_n, D, BLOCK_D, N, EVEN)
+        out = load_rows(OUT + b * out_b + r * out_r + head * D, n, out_n, D, BLOCK_D, N, EVEN)
+        product = grad_out.to(tl.float32) * out.to(tl.float32)
+        grad_gate = product * (1 - gate)
+        grad_gate_bias += tl.sum(grad_gate, 0)
+        store_rows(GRAD_QKVG + at_x + 3 * D, grad_gate, n, x_n, D, BLOCK_D, N, EVEN)
+        grad = (grad_out.to(tl.float32) * gate).to(q.dtype)
+        lse = tl.load(LSE + ((b * R + r) * H + head) * N + n, mask=n < N, other=0.0)
+        p = tl.exp2(scores(q, k, bias, n, N, scale, EVEN, PRECISION) - lse[:, None])
+        grad_v = tl.dot(tl.trans(p.to(grad.dtype)), grad, input_precision=PRECISION)
+        store_rows(GRAD_QKVG + at_x + 2 * D, grad_v, n, x_n, D, BLOCK_D, N, EVEN)
+        grad_s = p * (tl.dot(grad, tl.trans(v), input_precision=PRECISION) - tl.sum(product, 1)[:, None])
+        grad_bias += grad_s
+        grad_s = (grad_s * (scale / LOG2E)).to(q.dtype)
+        grad_q = tl.dot(grad_s, k, input_precision=PRECISION)
+        store_rows(GRAD_QKVG + at_x, grad_q, n, x_n, D, BLOCK_D, N, EVEN)
+        grad_k = tl.dot(tl.trans(grad_s), q, input_precision=PRECISION)
+        store_rows(GRAD_QKVG + at_x + D, grad_k, n, x_n, D, BLOCK_D, N, EVEN)
+    tl.store(GRAD_GATE_BIAS + tl.program_id(0) * D + column, grad_gate_bias, mask=column < D)
+    if BIAS is not None:
+        at = ((g * B + b) * H + head) * N * N + n[:, None] * N + n[None, :]
+        tl.store(GRAD_BIAS + at, grad_bias, mask=(n < N)[:, None] & (n < N)[None, :])
+
+
+def attention_options(kernel: str, qkvg: Tensor) -> dict[str, int | bool | str]:
+    """What an attention kernel is compiled for: block sizes, none longer than the rows, head dimension, precision."""
+    chosen, length, dim = blocks(kernel, qkvg.dtype), qkvg.shape[2], qkvg.shape[5]
+    longest = max(16, triton.next_power_of_2(length))
+    sizes = {name: min(size, longest) for name, size in chosen.items() if name.startswith("BLOCK")}
+    chosen |= {**sizes, "D": dim, "BLOCK_D": max(16, triton.next_power_of_2(dim))}
+    chosen["EVEN"] = dim == chosen["BLOCK_D"] and all(length % size == 0 for size in sizes.values())
+    tile = math.prod(sizes.values()) if len(sizes) == 2 else longest**2
+    chosen["num_warps"] = max(1, min(chosen["num_warps"], tile // 512))
+    return {**chosen, "PRECISION": dot_precision(qkvg.dtype)}
+
+
+def rows_per_program(programs: int, tiles: int, rows: int) -> int:
+    """How many of the rows that share a tile a program takes, so that there are about `programs` of them."""
+    return triton.cdiv(rows, max(1, min(rows, programs // tiles)))
+
+
+@operator
+def attention_forward(qkvg: Tensor, gate_bias: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """qkvg [B, R, N, H, 4, D], gate_bias [H x D], bias [B, H, N, N] -> gated output [B, R, N, H x D], log-sum-exp."""
+    samples, rows, length, heads, _, dim = qkvg.shape
+    swapped = qkvg.stride(1) < qkvg.stride(2)  # then the output is laid out like that, too
+    out = qkvg.new_empty(samples, *((length, rows) if swapped else (rows, length)), heads * dim)
+    out = out.transpose(1, 2) if swapped else out
+    lse = qkvg.new_empty(samples, rows, heads, length, dtype=torch.float32)
+    options = attention_options("attention_forward", qkvg)
+    wrap_triton(attention_forward_kernel)[(triton.cdiv(length, options["BLOCK_M"]) * heads * rows * samples,)](
+        *(qkvg, gate_bias, bias, out, lse, *qkvg.stride()[:3], *out.stride()[:3], rows, heads, length),
+        *(LOG2E.value / math.sqrt(dim),),
+        **options,
+    )
+    return out, lse
+
+
+@operator
+def attention_backward(
+    grad_out: Tensor, qkvg: Tensor, gate_bias: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of qkvg (in its layout), gate_bias and bias (empty without one)."""
+    samples, rows, length, heads, _, dim = qkvg.shape
+    scale = LOG2E.value / math.sqrt(dim)
+    strides, grad_strides = (*qkvg.stride()[:3], *out.stride()[:3]), grad_out.stride()[:3]
+    grad_qkvg = torch.empty_like(qkvg)
+    short = attention_options("attention_backward_short", qkvg)
+    if short["BLOCK_N"] >= length:
+        group = rows_per_program(short.pop("PROGRAMS"), heads * samples, rows)
+        parts = triton.cdiv(rows, group)
+        grad_bias = qkvg.new_empty(0 if bias is None else parts, samples, heads, length, length, dtype=torch.float32)
+        grad_gate_bias = qkvg.new_empty(samples, parts, heads, 1, dim, dtype=torch.float32)
+        wrap_triton(attention_backward_short_kernel)[(heads * parts * samples,)](
+            *(grad_out, qkvg, gate_bias, bias, out, lse, grad_qkvg, grad_gate_bias, grad_bias, *strides),
+            *(*grad_strides, rows, heads, length, samples, group, scale),
+            **short,
+        )
+    else:
+        grad_attention, delta = torch.empty_like(out), torch.empty_like(lse)
+        options = attention_options("attention_backward_query", qkvg)
+        tiles = triton.cdiv(length, options["BLOCK_M"])
+        grad_gate_bias = qkvg.new_empty(samples, rows, heads, tiles, dim, dtype=torch.float32)
+        wrap_triton(attention_backward_query_kernel)[(tiles * heads * rows * samples,)](
+            *(grad_out, qkvg, gate_bias, bias, out, lse, grad_qkvg, grad_attention, delta, grad_gate_bias, *strides),
+            *(*grad_strides, rows, heads, length, scale),
+            **options,
+        )
+        options = attention_options("attention_backward_key", qkvg)
+        bias_t = None if bias is None else bias.mT.contiguous()
+        wrap_triton(attention_backward_key_kernel)[(triton.cdiv(length, options["BLOCK_N"]) * heads * rows * samples,)](
+            *(qkvg, bias_t, lse, grad_attention, delta, grad_qkvg, *strides, rows, heads, length, scale), **options
+        )
+        grad_bias = qkvg.new_empty(0, samples, heads, length, length, dtype=torch.float32)
+        if bias is not None:
+            options = attention_options("attention_backward_bias", qkvg)
+            tiles = triton.cdiv(length, options["BLOCK_M"]) * triton.cdiv(length, options["BLOCK_N"])
+            group = rows_per_program(options.pop("PROGRAMS"), tiles * heads * samples, rows)
+            parts = triton.cdiv(rows, group)
+            grad_bias = qkvg.new_empty(parts, samples, heads, length, length, dtype=torch.float32)
+            wrap_triton(attention_backward_bias_kernel)[(tiles * heads * parts * samples,)](
+                *(qkvg, bias, lse, grad_attention, delta, grad_bias, *strides),
+                *(rows, heads, length, samples, group, scale),
+                **options,
+            )
+    grad_bias = qkvg.new_empty(0) if bias is None else grad_bias.sum(0).to(bias.dtype)
+    return grad_qkvg, grad_gate_bias.sum((0, 1, 3)).flatten(), grad_bias
+
+
+class GatedAttentionFunction(torch.autograd.Function):
+    """sigmoid(gate + gate_bias) * softmax(q k^T / sqrt(D) + bias) v for qkvg [B, R, N, H, 4, D] -> [B, R, N, H x D].
+
+    bias [B, H, N, N] is the same for all rows R; it may be None.
+    """
+
+    @staticmethod
+    def forward(ctx, qkvg: Tensor, gate_bias: Tensor, bias: Tensor | None) -> Tensor:
+        if torch.empty_like(qkvg, device="meta").stride() != qkvg.stride() or qkvg.stride(-1) != 1:
+            qkvg = qkvg.contiguous()  # it has gaps, or channels are not side by side
+        bias = None if bias is None else bias.contiguous()
+        out, lse = attention_forward(qkvg, gate_bias, bias)
+        ctx.save_for_backward(qkvg, gate_bias, bias, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_out: Tensor):
+        grad_out = grad_out if grad_out.stride(-1) == 1 else grad_out.contiguous()
+        grad_qkvg, grad_gate_bias, grad_bias = attention_backward(grad_out, *ctx.saved_tensors)
+        return grad_qkvg, grad_gate_bias, grad_bias if ctx.saved_tensors[2] is not None else None
+
+
+# Triangle multiplication. Positions are one dimension m = (b, i, j) of length M; "channel first" is [C, M], which
+# torch.bmm takes as C x B matrices [N, N]. Norm, projections and gates are one kernel on each side of the product.
+# WEIGHT [6 C, C] are the rows of a_p, b_p, a_g, b_g, g, z, as BIAS [6 C] are. C must be a power of two.
+
+
+@triton.jit
+def position_tile(X, position, stride_m, stride_c, M, C: tl.constexpr):
+    """Tile [positions, C], zeros beyond the last position."""
+    channel = tl.arange(0, C)
+    at = position.to(tl.int64)[:, None] * stride_m + channel.to(tl.int64)[None, :] * stride_c
+    return tl.load(X + at, mask=(position < M)[:, None], other=0.0)
+
+
+@triton.jit
+def scale_and_shift(x, WEIGHT, BIAS, C: tl.constexpr):
+    channel = tl.arange(0, C)
+    return x * tl.load(WEIGHT + channel)[None, :] + tl.load(BIAS + channel)[None, :]
+
+
+@triton.jit
+def triangle_project_kernel(
+    X, NORM_WEIGHT, NORM_BIAS, WEIGHT, BIAS, AB, M, eps,
+    C: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """a (second grid dimension 0) or b (1) = projection * sigmoid(gate), channel first."""
+    half = tl.program_id(1)
+    position = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    x, _ = normalised(position_tile(X, position, C, 1, M, C).to(tl.float32), True, eps, C)
+    x = tl.trans(scale_and_shift(x, NORM_WEIGHT, NORM_BIAS, C).to(WEIGHT.dtype.element_ty))
+    for first in tl.range(0, C, BLOCK_C, loop_unroll_factor=1):
+        row = half * C + first + tl.arange(0, BLOCK_C)
+        at = WEIGHT + row[:, None] * C + tl.arange(0, C)[None, :]
+        gate = tl.dot(tl.load(at + 2 * C * C), x, input_precision=PRECISION) + tl.load(BIAS + 2 * C + row)[:, None]
+        value = tl.dot(tl.load(at), x, input_precision=PRECISION) + tl.load(BIAS + row)[:, None]
+        value = (value * tl.sigmoid(gate)).to(AB.dtype.element_ty)
+        tl.store(AB + row.to(tl.int64)[:, None] * M + position[None, :], value, mask=(position < M)[None, :])
+
+
+@triton.jit
+def triangle_output_kernel(
+    X, NORM_WEIGHT, NORM_BIAS, WEIGHT, BIAS, PRODUCT, OUT_WEIGHT, OUT_BIAS, OUT, M, eps,
+    C: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """sigmoid(gate of the normalised input) * projection of the normalised product, [M, C]."""
+    position = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    x, _ = normalised(position_tile(X, position, C, 1, M, C).to(tl.float32), True, eps, C)
+    x = scale_and_shift(x, NORM_WEIGHT, NORM_BIAS, C).to(WEIGHT.dtype.element_ty)
+    y, _ = normalised(position_tile(PRODUCT, position, 1, M, M, C).to(tl.float32), True, eps, C)
+    y = scale_and_shift(y, OUT_WEIGHT, OUT_BIAS, C).to(WEIGHT.dtype.element_ty)
+    for first in tl.range(0, C, BLOCK_C, loop_unroll_factor=1):
+        row = 4 * C + first + tl.arange(0, BLOCK_C)
+        at = WEIGHT + row[None, :] * C + tl.arange(0, C)[:, None]
+        gate = tl.dot(x, tl.load(at), input_precision=PRECISION) + tl.load(BIAS + row)[None, :]
+        out = tl.dot(y, tl.load(at + C * C), input_precision=PRECISION) + tl.load(BIAS + C + row)[None, :]
+        at = OUT + position.to(tl.int64)[:, None] * C + (row - 4 * C)[None, :]
+        tl.store(at, (out * tl.sigmoid(gate)).to(OUT.dtype.element_ty), mask=(position < M)[:, None])
+
+
+@triton.jit
+def triangle_output_backward_kernel(
+    GRAD_OUT, X, NORM_WEIGHT, NORM_BIAS, WEIGHT, WEIGHT_T, wt_in, wt_out, BIAS, PRODUCT, OUT_WEIGHT, OUT_BIAS,
+    GRAD_PRODUCT, NORMED, GRAD_Z, GRAD_LINEAR, M, eps,
+    C: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Gradients of product (channel first), of z and g before their weights, and the product normalised, for theirs."""
+    position = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    channel = tl.arange(0, C)
+    inside = (position < M)[:, None]
+    m = position.to(tl.int64)[:, None]
+    dtype = WEIGHT.dtype.element_ty
+    x, _ = normalised(position_tile(X, position, C, 1, M, C).to(tl.float32), True, eps, C)
+    x = scale_and_shift(x, NORM_WEIGHT, NORM_BIAS, C).to(dtype)
+    y, _ = normalised(position_tile(PRODUCT, position, 1, M, M, C).to(tl.float32), True, eps, C)
+    tl.store(NORMED + m * C + channel[None, :], y.to(dtype), mask=inside)
+    y = scale_and_shift(y, OUT_WEIGHT, OUT_BIAS, C).to(dtype)
+    grad_y = tl.zeros([BLOCK_M, C], tl.float32)
+    for first in tl.range(0, C, BLOCK_C, loop_unroll_factor=1):
+        row = first + tl.arange(0, BLOCK_C)
+        at = WEIGHT + (4 * C + row)[None, :] * C + channel[:, None]
+        gate = tl.sigmoid(tl.dot(x, tl.load(at), input_precision=PRECISION) + tl.load(BIAS + 4 * C + row)[None, :])
+        z = tl.dot(y, tl.load(at + C * C), input_precision=PRECISION) + tl.load(BIAS + 5 * C + row)[None, :]
+        grad_z = tl.load(GRAD_OUT + m * C + row[None, :], mask=inside, other=0.0).to(tl.float32) * gate
+        grad_g = grad_z * (1 - gate) * z
+        tl.store(GRAD_Z + m * C + row[None, :], grad_z.to(dtype), mask=inside)
+        tl.store(GRAD_LINEAR + m * (5 * C) + (4 * C + row)[None, :], grad_g.to(dtype), mask=inside)
+        weight = tl.load(WEIGHT_T + (5 * C + row)[:, None] * wt_out + channel[None, :] * wt_in)
+        grad_y = tl.dot(grad_z.to(dtype), weight, grad_y, input_precision=PRECISION)
+    # Loaded and normalised once more: that is cheaper than keeping it in registers over the loop.
+    y, rstd = normalised(position_tile(PRODUCT, position, 1, M, M, C).to(tl.float32), True, eps, C)
+    grad_y = through_norm(grad_y * tl.load(OUT_WEIGHT + channel)[None, :], y, rstd, C)
+    tl.store(GRAD_PRODUCT + channel.to(tl.int64)[None, :] * M + position[:, None], grad_y.to(dtype), mask=inside)
+
+
+@triton.jit
+def triangle_project_backward_kernel(
+    GRAD_AB, X, NORM_WEIGHT, NORM_BIAS, WEIGHT, WEIGHT_T, wt_in, wt_out, BIAS, GRAD_LINEAR, NORMED, GRAD_X, M, eps,
+    C: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Gradients of the four projections before their weights and of the input, and the input normalised."""
+    position = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    channel = tl.arange(0, C)
+    inside = (position < M)[:, None]
+    m = position.to(tl.int64)[:, None]
+    dtype = WEIGHT.dtype.element_ty
+    x, _ = normalised(position_tile(X, position, C, 1, M, C).to(tl.float32), True, eps, C)
+    tl.store(NORMED + m * C + channel[None, :], x.to(dtype), mask=inside)
+    x = scale_and_shift(x, NORM_WEIGHT, NORM_BIAS, C).to(dtype)
+    grad = tl.load(GRAD_LINEAR + m * (5 * C) + (4 * C + channel)[None, :], mask=inside, other=0.0)
+    weight = tl.load(WEIGHT_T + (4 * C + channel)[:, None] * wt_out + channel[None, :] * wt_in)
+    grad_x = tl.dot(grad, weight, input_precision=PRECISION)
+    for first in tl.range(0, 2 * C, BLOCK_C, loop_unroll_factor=1):  # first the rows of a_p, then those of b_p
+        row = first + tl.arange(0, BLOCK_C)
+        at = WEIGHT + row[None, :] * C + channel[:, None]
+        gate = tl.dot(x, tl.load(at + 2 * C * C), input_precision=PRECISION) + tl.load(BIAS + 2 * C + row)[None, :]
+        value = tl.dot(x, tl.load(at), input_precision=PRECISION) + tl.load(BIAS + row)[None, :]
+        gate = tl.sigmoid(gate)
+        grad_ab = tl.load(GRAD_AB + row.to(tl.int64)[None, :] * M + position[:, None], mask=inside, other=0.0)
+        grad_p = grad_ab.to(tl.float32) * gate
+        grad_g = (grad_p * (1 - gate) * value).to(dtype)
+        grad_p = grad_p.to(dtype)
+        at = GRAD_LINEAR + m * (5 * C) + row[None, :]
+        tl.store(at, grad_p, mask=inside)
+        tl.store(at + 2 * C, grad_g, mask=inside)
+        at = WEIGHT_T + row[:, None] * wt_out + channel[None, :] * wt_in
+        grad_x = tl.dot(grad_p, tl.load(at), grad_x, input_precision=PRECISION)
+        grad_x = tl.dot(grad_g, tl.load(at + 2 * C * wt_out), grad_x, input_precision=PRECISION)
+    x, rstd = normalised(position_tile(X, position, C, 1, M, C).to(tl.float32), True, eps, C)
+    grad_x = through_norm(grad_x * tl.load(NORM_WEIGHT + channel)[None, :], x, rstd, C)
+    tl.store(GRAD_X + m * C + channel[None, :], grad_x.to(GRAD_X.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def triangle_weights_kernel(
+    GRAD_LINEAR, NORMED, PRODUCTS, SUMS, M, part, K: tl.constexpr, C: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """GRAD_LINEAR^T NORMED [K, C] and the column sums of GRAD_LINEAR [M, K] over `part` positions of each program."""
+    row = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
+    channel = tl.arange(0, C)
+    product = tl.zeros([BLOCK_K, C], tl.float32)
+    total = tl.zeros([BLOCK_K], tl.float32)
+    for start in range(tl.program_id(1) * part, tl.minimum(tl.program_id(1) * part + part, M), BLOCK_M):
+        m = tl.cast(start, tl.int64) + tl.arange(0, BLOCK_M)
+        grad = tl.load(GRAD_LINEAR + m[:, None] * K + row[None, :], mask=(m < M)[:, None], other=0.0)
+        normed = tl.load(NORMED + m[:, None] * C + channel[None, :], mask=(m < M)[:, None], other=0.0)
+        product = tl.dot(tl.trans(grad), normed, product, input_precision=PRECISION)
+        total += tl.sum(grad.to(tl.float32), 0)
+    at = tl.program_id(1) * K + row
+    tl.store(PRODUCTS + at[:, None] * C + channel[None, :], product)
+    tl.store(SUMS + at, total)
+
+
+@triton.jit
+def triangle_finish_kernel(
+    PRODUCTS, SUMS, WEIGHT, NORM_WEIGHT, NORM_BIAS, GRAD_WEIGHT, GRAD_BIAS, GRAD_NORM, K, parts,
+    C: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Add up the parts; y = normed * norm_weight + norm_bias gives the gradients of both pairs of parameters."""
+    row = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
+    channel = tl.arange(0, C)
+    product = tl.zeros([BLOCK_K, C], tl.float32)
+    total = tl.zeros([BLOCK_K], tl.float32)
+    for part in range(0, parts):
+        product += tl.load(PRODUCTS + (part * K + row)[:, None] * C + channel[None, :])
+        total += tl.load(SUMS + part * K + row)
+    grad = product * tl.load(NORM_WEIGHT + channel)[None, :] + total[:, None] * tl.load(NORM_BIAS + channel)[None, :]
+    at = row[:, None] * C + channel[None, :]
+    tl.store(GRAD_WEIGHT + at, grad)
+    tl.store(GRAD_BIAS + row, total)
+    weight = tl.load(WEIGHT + at).to(tl.float32)
+    at = GRAD_NORM + tl.program_id(0) * 2 * C + channel
+    tl.store(at, tl.sum(weight * product, 0))
+    tl.store(at + C, tl.sum(weight * total[:, None], 0))
+
+
+@operator
+def triangle_forward(
+    x: Tensor, norm: list[Tensor], weight: Tensor, bias: Tensor, incoming: bool, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x [B, N, N, C] -> update of x in the weight's type, and a and b [2 C, M] and their product [C, M] for later."""
+    positions, dim = x.numel() // x.shape[-1], x.shape[-1]
+    matrices = (dim * len(x), *x.shape[1:3])
+    ab, out = weight.new_empty(2 * dim, positions), torch.empty_like(x, dtype=weight.dtype)
+    options = triangle_options("triangle_project", x, weight)
+    wrap_triton(triangle_project_kernel)[(triton.cdiv(positions, options["BLOCK_M"]), 2)](
+        x, norm[0], norm[1], weight, bias, ab, positions, eps, **options
+    )
+    a, b = (half.view(matrices) for half in ab.chunk(2))
+    product = (torch.bmm(a.mT, b) if incoming else torch.bmm(a, b.mT)).view(dim, positions)
+    options = triangle_options("triangle_output", x, weight)
+    wrap_triton(triangle_output_kernel)[(triton.cdiv(positions, options["BLOCK_M"]),)](
+        x, norm[0], norm[1], weight, bias, product, norm[2], norm[3], out, positions, eps, **options
+    )
+    return out, ab, product
+
+
+@operator
+def triangle_backward(
+    grad_out: Tensor, x: Tensor, norm: list[Tensor], weight: Tensor, bias: Tensor, ab: Tensor, product: Tensor,
+    incoming: bool, eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of x, of weight [6 C, C] and bias [6 C] in float32, and of the two norms' parameters [2, C] each."""
+    positions, dim = x.numel() // x.shape[-1], x.shape[-1]
+    matrices = (dim * len(x), *x.shape[1:3])
+    weight_t = weight.t()  # tensor cores of an H100 read TF32 in one direction only
+    weight_t = weight_t.contiguous() if weight.dtype == torch.float32 else weight_t
+    common = (x, norm[0], norm[1], weight, weight_t, *weight_t.stride(), bias)
+    grad_product, normed = torch.empty_like(product), weight.new_empty(positions, dim)
+    grad_z, grad_linear = torch.empty_like(normed), weight.new_empty(positions, 5 * dim)
+    options = triangle_options("triangle_output_backward", x, weight)
+    wrap_triton(triangle_output_backward_kernel)[(triton.cdiv(positions, options["BLOCK_M"]),)](
+        *(grad_out, *common, product, norm[2], norm[3], grad_product, normed, grad_z, grad_linear, positions, eps),
+        **options,
+    )
+    grad_weight, grad_bias = x.new_empty(6 * dim, dim, dtype=torch.float32), x.new_empty(6 * dim, dtype=torch.float32)
+    grad_norm_out = triangle_weight_gradients(
+        grad_z, normed, weight[5 * dim :], norm[2], norm[3], grad_weight[5 * dim :], grad_bias[5 * dim :]
+    )
+    grad_product = grad_product.view(matrices)
+    a, b = (half.view(matrices) for half in ab.chunk(2))
+    grad_ab = torch.empty_like(ab)
+    grad_a, grad_b = (half.view(matrices) for half in grad_ab.chunk(2))
+    torch.bmm(b, grad_product.mT, out=grad_a) if incoming else torch.bmm(grad_product, b, out=grad_a)
+    torch.bmm(a, grad_product, out=grad_b) if incoming else torch.bmm(grad_product.mT, a, out=grad_b)
+    grad_x = torch.empty_like(x)
+    options = triangle_options("triangle_project_backward", x, weight)
+    wrap_triton(triangle_project_backward_kernel)[(triton.cdiv(positions, options["BLOCK_M"]),)](
+        grad_ab, *common, grad_linear, normed, grad_x, positions, eps, **options
+    )
+    grad_norm_in = triangle_weight_gradients(
+        grad_linear, normed, weight[: 5 * dim], norm[0], norm[1], grad_weight[: 5 * dim], grad_bias[: 5 * dim]
+    )
+    return grad_x, grad_weight, grad_bias, grad_norm_in, grad_norm_out
+
+
+def triangle_options(kernel: str, x: Tensor, weight: Tensor) -> dict[str, int | str]:
+    """What a kernel of the triangle multiplication is compiled for."""
+    chosen = blocks(kernel, weight.dtype)
+    for name in chosen.keys() & {"BLOCK_C", "BLOCK_K"}:
+        chosen[name] = min(chosen[name], x.shape[-1])
+    return {**chosen, "C": x.shape[-1], "PRECISION": dot_precision(weight.dtype)}
+
+
+def triangle_weight_gradients(
+    grad: Tensor, normed: Tensor, weight: Tensor, norm_weight: Tensor, norm_bias: Tensor,
+    grad_weight: Tensor, grad_bias: Tensor,
+) -> Tensor:  # fmt: skip
+    """Fill grad_weight [K, C] and grad_bias [K] from grad [M, K] and normed [M, C]; the norm's gradients [2, C]."""
+    (positions, width), dim = grad.shape, normed.shape[1]
+    options = triangle_options("triangle_weights", normed, normed)
+    tiles = width // options["BLOCK_K"]
+    part = rows_per_program(options.pop("PROGRAMS"), tiles, triton.cdiv(positions, options["BLOCK_M"]))
+    part *= options["BLOCK_M"]
+    parts = triton.cdiv(positions, part)
+    products, sums = grad_weight.new_empty(parts, width, dim), grad_bias.new_empty(parts, width)
+    wrap_triton(triangle_weights_kernel)[(tiles, parts)](
+        grad, normed, products, sums, positions, part, K=width, **options
+    )
+    finish = blocks("triangle_finish")
+    grad_norm = grad_weight.new_empty(width // finish["BLOCK_K"], 2, dim)
+    wrap_triton(triangle_finish_kernel)[(width // finish["BLOCK_K"],)](
+        *(products, sums, weight, norm_weight, norm_bias, grad_weight, grad_bias, grad_norm, width, parts),
+        **{"C": dim, **finish},
+    )
+    return grad_norm.sum(0)
+
+
+class TriangleMultiplicationFunction(torch.autograd.Function):
+    """The whole triangle multiplication of x [B, N, N, C] -> its update in `dtype`.
+
+    The parameters: weight and bias of the norm before the product and of that after it, then the weights of a_p, b_p,
+    a_g, b_g, g and z, in one piece or several, and their biases. Kept for later: x, a, b and their product.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, incoming: bool, eps: float, dtype: torch.dtype, *parameters: Tensor) -> Tensor:
+        x, norm, linears = x.contiguous(), list(parameters[:4]), parameters[4:]
+        weights, biases = linears[: len(linears) // 2], linears[len(linears) // 2 :]
+        weight, bias = torch.cat(weights).to(dtype), torch.cat(biases)
+        out, ab, product = triangle_forward(x, norm, weight, bias, incoming, eps)
+        ctx.save_for_backward(x, *norm, weight, bias, ab, product)
+        ctx.incoming, ctx.eps, ctx.parts = incoming, eps, [len(bias) for bias in biases]
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_out: Tensor):
+        x, *norm, weight, bias, ab, product = ctx.saved_tensors
+        grad_x, grad_weight, grad_bias, *norms = triangle_backward(
+            grad_out.contiguous(), x, norm, weight, bias, ab, product, ctx.incoming, ctx.eps
+        )
+        norms = [grad for pair in norms for grad in pair.unbind()]
+        return grad_x, None, None, None, *norms, *grad_weight.split(ctx.parts), *grad_bias.split(ctx.parts)
+
+
+# Outer product mean. Of matrices [S, N x H] the products of all channels are one GEMM, but its result [N, H, N, H] is
+# not what the projection takes: these kernels write and read it as [N, N, H, H]. The backward pass makes it again.
+
+
+@triton.jit
+def outer_product_forward_kernel(
+    A, B, OUT, S, N, factor,
+    H: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    width = N * H
+    left = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)  # (i, c)
+    right = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)  # (j, d)
+    sample = tl.program_id(2).to(tl.int64)
+    product = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, S, BLOCK_S):
+        s = start + tl.arange(0, BLOCK_S)
+        row = ((sample * S + s) * width)[:, None]
+        a = tl.load(A + row + left[None, :], mask=(s < S)[:, None] & (left < width)[None, :], other=0.0)
+        b = tl.load(B + row + right[None, :], mask=(s < S)[:, None] & (right < width)[None, :], other=0.0)
+        product = tl.dot(tl.trans(a), b, product, input_precision=PRECISION)
+    pair = (sample * N + left // H)[:, None] * N + (right // H)[None, :]
+    at = pair * (H * H) + (left % H * H)[:, None] + (right % H)[None, :]
+    tl.store(OUT + at, product * factor, mask=(left < width)[:, None] & (right < width)[None, :])
+
+
+@triton.jit
+def outer_product_backward_kernel(
+    GRAD, OTHER, GRAD_ONE, S, N, one_n, one_h, other_n, other_h, factor,
+    H: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Gradient of one of a and b from the other; their channels have these strides in a sample of GRAD."""
+    width = N * H
+    one = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    s = tl.program_id(1) * BLOCK_S + tl.arange(0, BLOCK_S)
+    sample = tl.program_id(2).to(tl.int64)
+    GRAD += sample * width * width
+    row = ((sample * S + s) * width)[:, None]
+    grad_one = tl.zeros([BLOCK_S, BLOCK_M], tl.float32)
+    for start in range(0, width, BLOCK_N):
+        k = start + tl.arange(0, BLOCK_N)
+        at = (one // H).to(tl.int64)[:, None] * one_n + (one % H * one_h)[:, None]
+        at += (k // H).to(tl.int64)[None, :] * other_n + (k % H * other_h)[None, :]
+        grad = tl.load(GRAD + at, mask=(one < width)[:, None] & (k < width)[None, :], other=0.0)
+        other = tl.load(OTHER + row + k[None, :], mask=(s < S)[:, None] & (k < width)[None, :], other=0.0)
+        grad_one = tl.dot(other, tl.trans(grad), grad_one, input_precision=PRECISION)
+    tl.store(GRAD_ONE + row + one[None, :], grad_one * factor, mask=(s < S)[:, None] & (one < width)[None, :])
+
+
+def outer_product_options(kernel: str, a: Tensor) -> dict[str, int | str]:
+    """What a kernel of the outer product is compiled for."""
+    chosen = blocks(kernel, a.dtype)
+    chosen["BLOCK_S"] = min(chosen["BLOCK_S"], max(16, triton.next_power_of_2(a.shape[1])))
+    return {**chosen, "H": a.shape[3], "PRECISION": dot_precision(a.dtype)}
+
+
+@operator
+def outer_product_forward(a: Tensor, b: Tensor, factor: float) -> Tensor:
+    """a, b [B, S, N, H] -> factor * sum over S of their outer products, [B, N, N, H x H]."""
+    samples, depth, length, dim = a.shape
+    options, out = outer_product_options("outer_product_forward", a), a.new_empty(samples, length, length, dim * dim)
+    grid = (triton.cdiv(length * dim, options["BLOCK_M"]), triton.cdiv(length * dim, options["BLOCK_N"]), samples)
+    wrap_triton(outer_product_forward_kernel)[grid](a, b, out, depth, length, factor, **options)
+    return out
+
+
+@operator
+def outer_product_backward(grad: Tensor, a: Tensor, b: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    """Gradients of a and b from that of the result, grad [B, N, N, H x H]."""
+    samples, depth, length, dim = a.shape
+    grad_a, grad_b = torch.empty_like(a), torch.empty_like(b)
+    options = outer_product_options("outer_product_backward", a)
+    grid = (triton.cdiv(length * dim, options["BLOCK_M"]), triton.cdiv(depth, options["BLOCK_S"]), samples)
+    strides = (length * dim * dim, dim), (dim * dim, 1)  # of i and its channel, of j and its channel
+    for other, out, (one, rest) in ((b, grad_a, strides), (a, grad_b, strides[::-1])):
+        wrap_triton(outer_product_backward_kernel)[grid](
+            grad, other, out, depth, length, *one, *rest, factor, **options
+        )
+    return grad_a, grad_b
+
+
+class OuterProductMeanFunction(torch.autograd.Function):
+    """factor * (sum over S of a x b, as [B, N, N, H x H], times weight^T, plus bias) for a, b [B, S, N, H]."""
+
+    @staticmethod
+    def forward(ctx, a: Tensor, b: Tensor, weight: Tensor, bias: Tensor, factor: float) -> Tensor:
+        a, b, low = a.contiguous(), b.contiguous(), weight.to(a.dtype)
+        ctx.save_for_backward(a, b, low)
+        ctx.factor, ctx.parameter_dtype = factor, weight.dtype
+        return F.linear(outer_product_forward(a, b, factor), low, (factor * bias).to(a.dtype))
+
+    @staticmethod
+    def backward(ctx, grad_out: Tensor):
+        a, b, weight = ctx.saved_tensors
+        rows = grad_out.flatten(0, 2)
+        grad_weight = rows.mT @ outer_product_forward(a, b, ctx.factor).flatten(0, 2)
+        grad_bias = ctx.factor * rows.sum(0, dtype=torch.float32)
+        grad_a, grad_b = outer_product_backward(grad_out @ weight, a, b, ctx.factor)
+        return grad_a, grad_b, grad_weight.to(ctx.parameter_dtype), grad_bias.to(ctx.parameter_dtype), None
+
+
+# Bias and ReLU between the two projections of a transition.
+
+
+@triton.jit
+def bias_relu_forward_kernel(
+    X, BIAS, OUT, rows, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    channel = tl.arange(0, BLOCK_C)
+    inside = (row < rows)[:, None] & (channel < C)[None, :]
+    at = row[:, None] * C + channel[None, :]
+    bias = tl.load(BIAS + channel, mask=channel < C, other=0.0).to(tl.float32)
+    x = tl.load(X + at, mask=inside, other=0.0).to(tl.float32) + bias[None, :]
+    tl.store(OUT + at, tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL), mask=inside)
+
+
+@triton.jit
+def bias_relu_backward_kernel(
+    GRAD, OUT, GRAD_X, GRAD_BIAS, rows,
+    C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr, PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    channel = tl.arange(0, BLOCK_C)
+    grad_bias = tl.zeros([BLOCK_C], tl.float32)
+    for start in range(program * ROWS, rows, PROGRAMS * ROWS):
+        row = tl.cast(start, tl.int64) + tl.arange(0, ROWS)
+        inside = (row < rows)[:, None] & (channel < C)[None, :]
+        at = row[:, None] * C + channel[None, :]
+        grad = tl.load(GRAD + at, mask=inside, other=0.0)
+        grad = tl.where(tl.load(OUT + at, mask=inside, other=0.0) > 0, grad, 0.0)
+        grad_bias += tl.sum(grad.to(tl.float32), 0)
+        tl.store(GRAD_X + at, grad, mask=inside)
+    tl.store(GRAD_BIAS + program * C + channel, grad_bias, mask=channel < C)
+
+
+@operator
+def bias_relu_forward(x: Tensor, bias: Tensor) -> Tensor:
+    """relu(x + bias) for x [..., C]."""
+    chosen = blocks("bias_relu_forward")
+    rows, dim, width, tile_rows = rows_and_width(x, chosen.pop("TILE"))
+    out = torch.empty_like(x)
+    wrap_triton(bias_relu_forward_kernel)[(triton.cdiv(rows, tile_rows),)](
+        x, bias, out, rows, C=dim, BLOCK_C=width, ROWS=tile_rows, **chosen
+    )
+    return out
+
+
+@operator
+def bias_relu_backward(grad: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of x and of the bias, the latter in float32."""
+    chosen = blocks("bias_relu_backward")
+    rows, dim, width, tile_rows = rows_and_width(out, chosen.pop("TILE"))
+    chosen["PROGRAMS"] = min(chosen["PROGRAMS"], triton.cdiv(rows, tile_rows))
+    grad_x, grad_bias = torch.empty_like(out), out.new_empty(chosen["PROGRAMS"], dim, dtype=torch.float32)
+    wrap_triton(bias_relu_backward_kernel)[(chosen["PROGRAMS"],)](
+        grad, out, grad_x, grad_bias, rows, C=dim, BLOCK_C=width, ROWS=tile_rows, **chosen
+    )
+    return grad_x, grad_bias.sum(0)
+
+
+class BiasReLU(torch.autograd.Function):
+    """relu(x + bias) for x [..., C]; the backward pass masks the gradient and sums it for the bias in one go."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, bias: Tensor) -> Tensor:
+        out = bias_relu_forward(x.contiguous(), bias)
+        ctx.save_for_backward(out)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return bias_relu_backward(grad.contiguous(), *ctx.saved_tensors)
+
+
+# --- model
+
+AMINO_ACIDS = "ARNDCQEGHILKMFPSTWYV"
+UNKNOWN, GAP, MASK = 20, 21, 22
+NUM_TOKENS = 23  # the 20 amino acids, unknown, gap, masked
+MAX_OFFSET = 32  # relative positions are clipped at +-32 residues
+NUM_BINS, FIRST_EDGE, LAST_EDGE = 64, 2.0, 22.0  # distogram, in Angstrom
+
+
+def one_hot(tokens: Tensor, classes: int) -> Tensor:
+    """tokens [...] -> float32 [..., classes]."""
+    return (tokens[..., None] == torch.arange(classes, device=tokens.device)).float()
+
+
+def gemm_dtype(x: Tensor) -> torch.dtype:
+    """The type in which a matrix product takes x here."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+class LayerNorm(nn.LayerNorm):
+    """Layer norm over the channels; the kernel writes the type that the next GEMM takes."""
+
+    def __init__(self, dim: int, fusions: Fusions):
+        super().__init__(dim)
+        self.triton = fusions.triton_layer_norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., C] -> the same shape."""
+        if self.triton:
+            return LayerNormFunction.apply(x, self.weight, self.bias, self.eps, gemm_dtype(x))
+        return super().forward(x)
+
+
+class InputEmbedder(nn.Module):
+    """Alignment and residue offsets to the first MSA and pair representation (AF2 SI, algorithms 3 to 5)."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.linear_tf_z_i = nn.Linear(NUM_TOKENS, config.pair_dim)
+        self.linear_tf_z_j = nn.Linear(NUM_TOKENS, config.pair_dim)
+        self.linear_tf_m = nn.Linear(NUM_TOKENS, config.msa_dim)
+        self.linear_msa_m = nn.Linear(NUM_TOKENS, config.msa_dim)
+        self.linear_relpos = nn.Linear(2 * MAX_OFFSET + 1, config.pair_dim)
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """tokens [B, S, N] -> msa [B, S, N, c_m], pair [B, N, N, c_z]."""
+        alignment = one_hot(tokens, NUM_TOKENS)
+        query = alignment[:, 0]
+        position = torch.arange(tokens.shape[-1], device=tokens.device)
+        offset = (position[:, None] - position).clamp(-MAX_OFFSET, MAX_OFFSET) + MAX_OFFSET
+        pair = self.linear_tf_z_i(query)[:, :, None] + self.linear_tf_z_j(query)[:, None]
+        pair = pair + self.linear_relpos(one_hot(offset, 2 * MAX_OFFSET + 1))
+        return self.linear_msa_m(alignment) + self.linear_tf_m(query)[:, None], pair
+
+
+def keep_separate_names(
+    parent: nn.Module, fused: str, parts: tuple[str, ...], biased: tuple[str, ...], heads: int = 1
+) -> None:
+    """Have state_dict list the rows of `parent.<fused>` under the names of its parts, and load them from there.
+
+    The parts are equally wide. Their rows run head by head and, within a head, part by part; `biased` are the parts
+    that have a bias.
+    """
+
+    def names(prefix: str) -> dict[str, list[str]]:
+        owners = {"weight": parts, "bias": biased}
+        return {f"{prefix}{fused}.{kind}": [f"{prefix}{part}.{kind}" for part in owners[kind]] for kind in owners}
+
+    def split(module: nn.Module, state: dict[str, Tensor], prefix: str, metadata: dict) -> None:
+        for merged, separate in names(prefix).items():
+            rows = state.pop(merged).unflatten(0, (heads, len(separate), -1))
+            state.update({name: rows[:, i].flatten(0, 1) for i, name in enumerate(separate)})
+
+    def merge(module: nn.Module, state: dict[str, Tensor], prefix: str, *unused) -> None:
+        for merged, separate in names(prefix).items():
+            if all(name in state for name in separate):  # otherwise load_state_dict reports what is missing
+                rows = [state.pop(name).unflatten(0, (heads, -1)) for name in separate]
+                state[merged] = torch.stack(rows, dim=1).flatten(0, 2)
+
+    parent.register_state_dict_post_hook(split)
+    parent.register_load_state_dict_pre_hook(merge)
+
+
+class QKVGLinear(nn.Module):
+    """Query, key, value and gate projection as one GEMM; only the gate has a bias."""
+
+    def __init__(self, dim: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.weight = nn.Parameter(torch.empty(4 * dim, dim))
+        self.bias = nn.Parameter(torch.empty(dim))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """x [P, C] -> q, k, v, gate, each [P, H, C / H]. The four of one head lie side by side in memory."""
+        q, k, v, gate = F.linear(x, self.weight).view(len(x), self.heads, 4, -1).unbind(2)
+        return q, k, v, gate + self.bias.view(self.heads, -1).to(gate.dtype)
+
+
+class GatedAttention(nn.Module):
+    """Multi-head attention along one axis with a sigmoid gate on the output: what the four attentions share."""
+
+    def __init__(self, dim: int, heads: int, qkv_fusion: bool, fusions: Fusions):
+        super().__init__()
+        self.heads, self.head_dim = heads, dim // heads
+        self.qkv_fusion, self.flash_attention = qkv_fusion, fusions.flash_attention
+        self.triton = fusions.triton_attention
+        if qkv_fusion:
+            parts = ("linear_q", "linear_k", "linear_v", "linear_g")
+            self.linear_qkvg = QKVGLinear(dim, heads)
+            keep_separate_names(self, "linear_qkvg", parts, biased=("linear_g",), heads=heads)
+        else:
+            self.linear_q = nn.Linear(dim, dim, bias=False)
+            self.linear_k = nn.Linear(dim, dim, bias=False)
+            self.linear_v = nn.Linear(dim, dim, bias=False)
+            self.linear_g = nn.Linear(dim, dim)
+        self.linear_o = nn.Linear(dim, dim)
+
+    def attend(self, x: Tensor, bias: Tensor | None = None, columns: bool = False) -> Tensor:
+        """x [B, R, N, C]: each of the R rows attends to itself; bias [B, H, N, N] is the same for all rows.
+
+        With `columns` each of the N columns attends to itself, and the bias is [B, H, R, R].
+        """
+        if self.triton:
+            return self.attend_triton(x, bias, columns)
+        if columns:
+            return self.attend(x.transpose(1, 2), bias).transpose(1, 2)
+        if self.flash_attention:
+            return self.attend_flash(x, bias)
+        q, k, v, gate = self.project(x.reshape(-1, x.shape[-1]))
+        # Samples and rows in one dimension: torch.compile's attention pattern (PyTorch 2.11) fails on five dimensions.
+        q, k, v = (t.view(-1, x.shape[2], self.heads, self.head_dim).transpose(1, 2) for t in (q, k, v))
+        scores = (q / math.sqrt(self.head_dim)) @ k.transpose(-2, -1)  # [B x R, H, N, N]
+        if bias is not None:
+            scores = (scores.unflatten(0, x.shape[:2]) + bias[:, None]).flatten(0, 1)
+        out = (scores.softmax(-1) @ v).transpose(1, 2).reshape(x.shape)
+        return self.linear_o(torch.sigmoid(gate.reshape(x.shape)) * out)
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """x [P, C] -> q, k, v, gate, each [P, H, C / H]."""
+        if self.qkv_fusion:
+            return self.linear_qkvg(x)
+        linears = (self.linear_q, self.linear_k, self.linear_v, self.linear_g)
+        return tuple(linear(x).view(len(x), self.heads, -1) for linear in linears)
+
+    def attend_triton(self, x: Tensor, bias: Tensor | None, columns: bool) -> Tensor:
+        """The same as one kernel, which reads the packed projections where they lie, columns by their strides."""
+        if self.qkv_fusion:
+            qkvg, gate_bias = F.linear(x, self.linear_qkvg.weight), self.linear_qkvg.bias
+            qkvg = qkvg.unflatten(-1, (self.heads, 4, -1))
+        else:
+            linears = (self.linear_q, self.linear_k, self.linear_v, self.linear_g)
+            parts = [F.linear(x, linear.weight).unflatten(-1, (self.heads, -1)) for linear in linears]
+            qkvg, gate_bias = torch.stack(parts, dim=-2), self.linear_g.bias
+        if columns:
+            return self.linear_o(GatedAttentionFunction.apply(qkvg.transpose(1, 2), gate_bias, bias).transpose(1, 2))
+        return self.linear_o(GatedAttentionFunction.apply(qkvg, gate_bias, bias))
+
+    def attend_flash(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """The same without scores in memory.
+
+        SDPA takes [batch, heads, N, D]. Here its batch are the rows, and its heads are ours of all samples: so one
+        bias [B x H, N, N] serves every row by broadcasting, where it would otherwise be copied R times, which is as
+        large as the scores are.
+        """
+        samples, rows, length, dim = x.shape
+        if bias is None:
+            samples, rows = 1, samples * rows  # nothing to share: every row of every sample is a batch of its own
+        else:
+            x, bias = x.permute(1, 2, 0, 3), bias.flatten(0, 1)[None].contiguous()
+        q, k, v, gate = self.project(x.reshape(-1, dim))  # [R x N x B, H, C / H]
+        q, k, v = (t.view(rows, length, samples * self.heads, -1).transpose(1, 2) for t in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2)  # [R, N, B x H, C / H]
+        out = self.linear_o((torch.sigmoid(gate) * out.reshape(gate.shape)).flatten(1)).view(x.shape)
+        return out if bias is None else out.permute(2, 0, 1, 3)
+
+
+class MSARowAttentionWithPairBias(GatedAttention):
+    """Residues of one sequence attend to each other, biased by the pair representation (AF2 SI, algorithm 7)."""
+
+    def __init__(self, config: ModelConfig, fusions: Fusions):
+        super().__init__(config.msa_dim, config.num_heads_msa, fusions.qkv_fusion_msa, fusions)
+        self.layer_norm_m = LayerNorm(config.msa_dim, fusions)
+        self.layer_norm_z = LayerNorm(config.pair_dim, fusions)
+        self.linear_z = nn.Linear(config.pair_dim, config.num_heads_msa, bias=False)
+
+    def forward(self, msa: Tensor, pair: Tensor) -> Tensor:
+        """msa [B, S, N, c_m], pair [B, N, N, c_z] -> update of msa."""
+        bias = self.linear_z(self.layer_norm_z(pair)).permute(0, 3, 1, 2)
+        return self.attend(self.layer_norm_m(msa), bias)
+
+
+class MSAColumnAttention(GatedAttention):
+    """The sequences attend to each other at one residue (AF2 SI, algorithm 8)."""
+
+    def __init__(self, config: ModelConfig, fusions: Fusions):
+        super().__init__(config.msa_dim, config.num_heads_msa, fusions.qkv_fusion_msa, fusions)
+        self.layer_norm_m = LayerNorm(config.msa_dim, fusions)
+
+    def forward(self, msa: Tensor) -> Tensor:
+        """msa [B, S, N, c_m] -> update of msa."""
+        return self.attend(self.layer_norm_m(msa), columns=True)
+
+
+class Transition(nn.Module):
+    """Two-layer perceptron on each position."""
+
+    def __init__(self, dim: int, factor: int, fusions: Fusions):
+        super().__init__()
+        self.triton = fusions.triton_transition
+        self.layer_norm = LayerNorm(dim, fusions)
+        self.linear_1 = nn.Linear(dim, factor * dim)
+        self.linear_2 = nn.Linear(factor * dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., C] -> update of x."""
+        x = self.layer_norm(x)
+        if self.triton:
+            return self.linear_2(BiasReLU.apply(F.linear(x, self.linear_1.weight), self.linear_1.bias))
+        return self.linear_2(F.relu(self.linear_1(x)))
+
+
+class MSATransition(Transition):
+    """AF2 SI, algorithm 9."""
+
+
+class PairTransition(Transition):
+    """AF2 SI, algorithm 15."""
+
+
+class OuterProductMean(nn.Module):
+    """Update of the pair representation from pairs of MSA columns (AF2 SI, algorithm 10)."""
+
+    def __init__(self, config: ModelConfig, fusions: Fusions):
+        super().__init__()
+        hidden = config.outer_product_dim
+        self.triton = fusions.triton_outer_product
+        self.layer_norm = LayerNorm(config.msa_dim, fusions)
+        self.linear_1 = nn.Linear(config.msa_dim, hidden)
+        self.linear_2 = nn.Linear(config.msa_dim, hidden)
+        self.linear_out = nn.Linear(hidden * hidden, config.pair_dim)
+
+    def forward(self, msa: Tensor) -> Tensor:
+        """msa [B, S, N, c_m] -> update of pair [B, N, N, c_z]."""
+        msa = self.layer_norm(msa)
+        if self.triton:
+            a, b, factor = self.linear_1(msa), self.linear_2(msa), 1 / (msa.shape[1] + 1e-3)
+            return OuterProductMeanFunction.apply(a, b, self.linear_out.weight, self.linear_out.bias, factor)
+        outer = torch.einsum("bsic,bsjd->bijcd", self.linear_1(msa), self.linear_2(msa)).flatten(3)
+        return self.linear_out(outer) / (msa.shape[1] + 1e-3)  # the bias, too, as AlphaFold's code does
+
+
+class TriangleMultiplication(nn.Module):
+    """What the two triangle multiplications share; they differ in which edges of the triangle they multiply."""
+
+    equation: str
+    incoming: bool
+
+    def __init__(self, config: ModelConfig, fusions: Fusions):
+        super().__init__()
+        dim = config.pair_dim
+        self.layer_norm_in = LayerNorm(dim, fusions)
+        self.triangle_fusion, self.triton = fusions.triangle_fusion, fusions.triton_triangle
+        if fusions.triangle_fusion:
+            parts = ("linear_a_p", "linear_b_p", "linear_a_g", "linear_b_g")
+            self.linear_ab = nn.Linear(dim, 4 * dim)
+            keep_separate_names(self, "linear_ab", parts, biased=parts)
+        else:
+            self.linear_a_p = nn.Linear(dim, dim)
+            self.linear_a_g = nn.Linear(dim, dim)
+            self.linear_b_p = nn.Linear(dim, dim)
+            self.linear_b_g = nn.Linear(dim, dim)
+        self.linear_g = nn.Linear(dim, dim)
+        self.linear_z = nn.Linear(dim, dim)
+        self.layer_norm_out = LayerNorm(dim, fusions)
+
+    def forward(self, pair: Tensor) -> Tensor:
+        """pair [B, N, N, c_z] -> update of pair."""
+        if self.triton:
+            return self.forward_triton(pair)
+        pair = self.layer_norm_in(pair)
+        if self.triangle_fusion:
+            # The GEMM writes channels first: a and b then are batches of N x N matrices, which nobody has to transpose.
+            ab = (self.linear_ab.weight @ pair.flatten(0, 2).T).add_(self.linear_ab.bias[:, None])
+            samples, length, _, dim = pair.shape
+            a, b = F.glu(ab, dim=0).view(2, dim * samples, length, length).unbind()
+            product = self.multiply(a, b).view(dim, samples, length, length).permute(1, 2, 3, 0)
+        else:
+            a = torch.sigmoid(self.linear_a_g(pair)) * self.linear_a_p(pair)
+            b = torch.sigmoid(self.linear_b_g(pair)) * self.linear_b_p(pair)
+            product = torch.einsum(self.equation, a, b)
+        return torch.sigmoid(self.linear_g(pair)) * self.linear_z(self.layer_norm_out(product))
+
+    def forward_triton(self, pair: Tensor) -> Tensor:
+        """The same with norms, projections and gates as one kernel on each side of the product."""
+        if self.triangle_fusion:
+            linears = (self.linear_ab, self.linear_g, self.linear_z)
+        else:
+            linears = (self.linear_a_p, self.linear_b_p, self.linear_a_g, self.linear_b_g, self.linear_g, self.linear_z)
+        norms = (
+            self.layer_norm_in.weight,
+            self.layer_norm_in.bias,
+            self.layer_norm_out.weight,
+            self.layer_norm_out.bias,
+        )
+        weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
+        return TriangleMultiplicationFunction.apply(
+            pair, self.incoming, self.layer_norm_in.eps, gemm_dtype(pair), *norms, *weights, *biases
+        )
+
+
+class TriangleMultiplicationOutgoing(TriangleMultiplication):
+    """Edge ij from the edges ik and jk (AF2 SI, algorithm 11)."""
+
+    equation = "bikc,bjkc->bijc"
+    incoming = False
+
+    @staticmethod
+    def multiply(a: Tensor, b: Tensor) -> Tensor:
+        """The same for matrices a and b, one for each channel and sample [C x B, N, N]."""
+        return torch.bmm(a, b.mT)
+
+
+class TriangleMultiplicationIncoming(TriangleMultiplication):
+    """Edge ij from the edges ki and kj (AF2 SI, algorithm 12)."""
+
+    equation = "bkic,bkjc->bijc"
+    incoming = True
+
+    @staticmethod
+    def multiply(a: Tensor, b: Tensor) -> Tensor:
+        """The same for matrices a and b, one for each channel and sample [C x B, N, N]."""
+        return torch.bmm(a.mT, b)
+
+
+class TriangleAttentionStartingNode(GatedAttention):
+    """Edges ij and ik, which start at the same node, attend to each other, biased by edge jk (AF2 SI, algorithm 13)."""
+
+    def __init__(self, config: ModelConfig, fusions: Fusions):
+        super().__init__(config.pair_dim, config.num_heads_pair, fusions.qkv_fusion_triangle, fusions)
+        self.layer_norm = LayerNorm(config.pair_dim, fusions)
+        self.linear = nn.Linear(config.pair_dim, config.num_heads_pair, bias=False)
+
+    def forward(self, pair: Tensor) -> Tensor:
+        """pair [B, N, N, c_z] -> update of pair."""
+        pair = self.layer_norm(pair)
+        return self.attend(pair, self.linear(pair).permute(0, 3, 1, 2))
+
+
+class TriangleAttentionEndingNode(TriangleAttentionStartingNode):
+    """The same for edges that end at the same node: starting node on the transposed pairs (AF2 SI, algorithm 14)."""
+
+    def forward(self, pair: Tensor) -> Tensor:
+        """pair [B, N, N, c_z] -> update of pair."""
+        pair = self.layer_norm(pair)
+        return self.attend(pair, self.linear(pair).permute(0, 3, 2, 1), columns=True)
+
+
+class EvoformerBlock(nn.Module):
+    """One block of the Evoformer stack, without dropout (AF2 SI, algorithm 6)."""
+
+    def __init__(self, config: ModelConfig, fusions: Fusions):
+        super().__init__()
+        self.msa_att_row = MSARowAttentionWithPairBias(config, fusions)
+        self.msa_att_col = MSAColumnAttention(config, fusions)
+        self.msa_transition = MSATransition(config.msa_dim, config.transition_factor, fusions)
+        self.outer_product_mean = OuterProductMean(config, fusions)
+        self.tri_mul_out = TriangleMultiplicationOutgoing(config, fusions)
+        self.tri_mul_in = TriangleMultiplicationIncoming(config, fusions)
+        self.tri_att_start = TriangleAttentionStartingNode(config, fusions)
+        self.tri_att_end = TriangleAttentionEndingNode(config, fusions)
+        self.pair_transition = PairTransition(config.pair_dim, config.transition_factor, fusions)
+
+    def forward(self, msa: Tensor, pair: Tensor) -> tuple[Tensor, Tensor]:
+        """msa [B, S, N, c_m], pair [B, N, N, c_z] -> both, updated."""
+        msa = msa + self.msa_att_row(msa, pair)
+        msa = msa + self.msa_att_col(msa)
+        msa = msa + self.msa_transition(msa)
+        pair = pair + self.outer_product_mean(msa)
+        pair = pair + self.tri_mul_out(pair)
+        pair = pair + self.tri_mul_in(pair)
+        pair = pair + self.tri_att_start(pair)
+        pair = pair + self.tri_att_end(pair)
+        pair = pair + self.pair_transition(pair)
+        return msa, pair
+
+
+def mean_per_protein(error: Tensor, counted: Tensor) -> Tensor:
+    """Mean over the counted positions of each protein, then over the batch; both [B, ...] -> scalar."""
+    error, counted = (error * counted).flatten(1), counted.flatten(1)
+    return (error.sum(1) / counted.sum(1).clamp(min=1)).mean()
+
+
+class DistogramHead(nn.Module):
+    """Distances between residues as logits over bins (AF2 SI, section 1.9.8)."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.linear = nn.Linear(config.pair_dim, NUM_BINS)
+
+    def forward(self, pair: Tensor) -> Tensor:
+        """pair [B, N, N, c_z] -> logits [B, N, N, 64], symmetric in the residues."""
+        logits = self.linear(pair)
+        return logits + logits.transpose(1, 2)
+
+    @staticmethod
+    def loss(logits: Tensor, coords: Tensor, observed: Tensor) -> Tensor:
+        """Cross-entropy over the pairs of observed residues; coords [B, N, 3] in Angstrom, observed [B, N]."""
+        distance = (coords[:, :, None] - coords[:, None]).norm(dim=-1)
+        width = (LAST_EDGE - FIRST_EDGE) / NUM_BINS
+        edges = torch.linspace(FIRST_EDGE + width, LAST_EDGE - width, NUM_BINS - 1, device=coords.device)
+        bins = torch.bucketize(distance, edges)
+        error = F.cross_entropy(logits.flatten(0, 2).float(), bins.flatten(), reduction="none")
+        return mean_per_protein(error.view(bins.shape), observed[:, :, None] & observed[:, None])
+
+
+class MaskedMSAHead(nn.Module):
+    """The tokens behind the masked positions of the alignment (AF2 SI, section 1.9.9)."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.linear = nn.Linear(config.msa_dim, NUM_TOKENS)
+
+    def forward(self, msa: Tensor) -> Tensor:
+        """msa [B, S, N, c_m] -> logits [B, S, N, 23]."""
+        return self.linear(msa)
+
+    @staticmethod
+    def loss(logits: Tensor, true_tokens: Tensor, masked: Tensor) -> Tensor:
+        """Cross-entropy over the masked positions; true_tokens and masked [B, S, N]."""
+        error = F.cross_entropy(logits.flatten(0, 2).float(), true_tokens.flatten(), reduction="none")
+        return mean_per_protein(error.view(masked.shape), masked)
+
+
+class TinyOpenFold(nn.Module):
+    """Input embedding, Evoformer stack, distogram and masked-MSA heads."""
+
+    TARGETS = ("true_tokens", "masked", "coords", "observed")
+
+    def __init__(self, config: ModelConfig, fusions: Fusions):
+        super().__init__()
+        self.config = config
+        self.input_embedder = InputEmbedder(config)
+        self.blocks = nn.ModuleList(EvoformerBlock(config, fusions) for _ in range(config.num_blocks))
+        self.distogram = DistogramHead(config)
+        self.masked_msa = MaskedMSAHead(config)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        true_tokens: Tensor | None = None,
+        masked: Tensor | None = None,
+        coords: Tensor | None = None,
+        observed: Tensor | None = None,
+    ) -> Tensor | dict[str, Tensor]:
+        """tokens [B, S, N] -> {"masked_msa": [B, S, N, 23], "distogram": [B, N, N, 64]}; with the targets -> the loss.
+
+        The loss is 0.3 x distogram + 2.0 x masked MSA (AF2 SI, section 1.9).
+        """
+        msa, pair = self.input_embedder(tokens)
+        for block in self.blocks:
+            msa, pair = block(msa, pair)
+        outputs = {"masked_msa": self.masked_msa(msa), "distogram": self.distogram(pair)}
+        if true_tokens is None:
+            return outputs
+        distogram = self.distogram.loss(outputs["distogram"], coords, observed)
+        return 0.3 * distogram + 2.0 * self.masked_msa.loss(outputs["masked_msa"], true_tokens, masked)
+
+
+def build_model(args: argparse.Namespace, device: torch.device) -> nn.Module:
+    """The model of these arguments. The same seed gives the same weights in every version and fusion setting."""
+    fields = {name: getattr(args, name) for name in ModelConfig.__dataclass_fields__ if hasattr(args, name)}
+    fusions = Fusions(**{attribute: getattr(args, attribute) for _, attribute, _ in FUSIONS})
+    with device:
+        model = TinyOpenFold(ModelConfig(**fields), fusions)
+    if device.type != "meta":
+        generator = torch.Generator().manual_seed(args.seed)
+        state = model.state_dict()  # canonical names, so the order of the draws does not depend on what is fused
+        for name in sorted(state):
+            if name.endswith("bias"):
+                state[name] = torch.zeros(state[name].shape)
+            elif "layer_norm" not in name:
+                shape = state[name].shape
+                scale = (
+                    0.1 if name.startswith(("distogram", "masked_msa")) else 1.0
+                )  # near-uniform predictions at first
+                state[name] = torch.empty(shape).normal_(std=scale * shape[1] ** -0.5, generator=generator)
+        model.load_state_dict(state)
+    return model
+
+
+# --- data
+
+
+@dataclass(frozen=True)
+class Protein:
+    """An alignment with the query in its first row, and the query's structure."""
+
+    tokens: np.ndarray  # [depth, length], uint8
+    coords: np.ndarray  # [length, 3], Angstrom: C-beta, or C-alpha of glycine
+    observed: np.ndarray  # [length], bool: does the structure have this residue?
+
+
+class ProteinBatches:
+    """Random crops of proteins kept in host memory, with 15 % of the alignment masked.
+
+    A batch is {"tokens", "true_tokens", "masked": [B, S, N], "coords": [B, N, 3], "observed": [B, N]}.
+    """
+
+    def __init__(self, proteins: list[Protein], args: argparse.Namespace, device: torch.device, seed: int):
+        self.proteins, self.device = proteins, device
+        self.batch_size, self.num_seqs, self.seq_len = args.batch_size, args.num_seqs, args.seq_len
+        self.rng = np.random.default_rng(seed)
+
+    def next_batch(self) -> dict[str, Tensor]:
+        crops = [self._crop(self.proteins[i]) for i in self.rng.integers(len(self.proteins), size=self.batch_size)]
+        true_tokens, coords, observed = (torch.from_numpy(np.stack(part)) for part in zip(*crops, strict=True))
+        masked = torch.from_numpy(self.rng.random(true_tokens.shape, dtype=np.float32) < 0.15)
+        masked[:, 0, 0] = True  # so that there is always something to predict
+        batch = {
+            "tokens": torch.where(masked, MASK, true_tokens),
+            "true_tokens": true_tokens,
+            "masked": masked,
+            "coords": coords,
+            "observed": observed,
+        }
+        return {name: value.to(self.device) for name, value in batch.items()}
+
+    def _crop(self, protein: Protein) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        depth, length = protein.tokens.shape
+        others = 1 + self.rng.permutation(depth - 1)[: self.num_seqs - 1]
+        start = self.rng.integers(length - self.seq_len + 1)
+        window = slice(start, start + self.seq_len)
+        tokens = protein.tokens[np.concatenate(([0], others)), window].astype(np.int64)
+        return tokens, protein.coords[window], protein.observed[window]
+
+
+# Synthetic proteins: what kind of local structure a residue is in decides its geometry and its possible amino acids.
+# Virtual bond angle and torsion between successive residues in degrees, each with its spread; helix, strand, loop.
+GEOMETRY = np.array([[91, 4, 52, 6], [123, 8, -170, 15], [110, 20, 0, 180]])
+RESIDUES = np.array([[AMINO_ACIDS.index(letter) for letter in kind] for kind in ("ALEMQK", "VIYFWT", "GPNDSR")])
+STEP_LENGTH = 3.8  # Angstrom between the C-alpha atoms of successive residues
+
+
+def synthetic_chains(kinds: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Coordinates [P, N, 3] of chains of residues of the given kinds [P, N], each placed after the last three."""
+    angle_mean, angle_spread, torsion_mean, torsion_spread = np.deg2rad(GEOMETRY[kinds]).transpose(2, 0, 1)
+    angle = angle_mean + angle_spread * rng.uniform(-1, 1, kinds.shape)
+    torsion = torsion_mean + torsion_spread * rng.uniform(-1, 1, kinds.shape)
+    coords = np.zeros((*kinds.shape, 3))
+    before, last = np.array([[0.0, 1, 0], [1, 0, 0]])[:, None].repeat(len(kinds), 1)  # the last two steps, unit length
+    for i in range(1, kinds.shape[1]):
+        normal = np.cross(before, last)
+        normal /= np.linalg.norm(normal, axis=-1, keepdims=True)
+        bend, turn = angle[:, i, None], torsion[:, i, None]
+        sideways = np.cos(turn) * np.cross(normal, last) + np.sin(turn) * normal
+        before, last = last, -np.cos(bend) * last + np.sin(bend) * sideways
+        coords[:, i] = coords[:, i - 1] + STEP_LENGTH * last
+    return coords
+
+
+def contact_partners(coords: np.ndarray) -> np.ndarray:
+    """For each residue [N] the one it touches (nearest to each other, under 8 Angstrom, 3 or more apart), or itself."""
+    index = np.arange(len(coords))
+    distance = np.linalg.norm(coords[:, None] - coords, axis=-1)
+    distance[np.abs(index[:, None] - index) < 3] = np.inf
+    nearest = distance.argmin(1)
+    return np.where((nearest[nearest] == index) & (distance.min(1) < 8), nearest, index)
+
+
+def synthetic_proteins(count: int, depth: int, length: int, seed: int) -> list[Protein]:
+    """Proteins with helices, strands and loops, and families in which touching residues mutate together."""
+    rng = np.random.default_rng(seed)
+    kinds = rng.integers(3, size=(count, length))
+    stays = rng.random((count, length)) < 0.9  # so that a stretch of one kind is 15 residues long on average
+    for i in range(1, length):
+        kinds[:, i] = np.where(stays[:, i], kinds[:, i - 1], kinds[:, i])
+    proteins = []
+    for kind, coords in zip(kinds, synthetic_chains(kinds, rng), strict=True):
+        partner = contact_partners(coords)
+        shape = (depth, length)
+        choices = RESIDUES.shape[1]
+        mutation = rng.integers(1, choices, shape) * (rng.random(shape) < 0.3)  # 0: the residue stays what it is
+        mutation = mutation[:, np.minimum(np.arange(length), partner)]  # partners share theirs
+        mutation[0] = 0
+        tokens = RESIDUES[kind, (rng.integers(choices, size=length) + mutation) % choices]
+        tokens[1:][rng.random((depth - 1, length)) < 0.03] = GAP
+        observed = np.ones(length, dtype=bool)
+        proteins.append(Protein(tokens.astype(np.uint8), coords.astype(np.float32), observed))
+    return proteins
+
+
+def read_a3m(path: Path) -> np.ndarray:
+    """Tokens [depth, length] of an alignment in A3M format; insertions (lower case) are dropped."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        fail(f"--msa {path}: {error.strerror}")
+    if b"\0" in content or not content.lstrip().startswith((b">", b"#")):
+        fail(f"--msa {path}: not an A3M file (it must begin with a line '>name')")
+    rows: list[str] = []
+    for line in content.decode("utf-8", "replace").splitlines():
+        if line.startswith(">"):
+            rows.append("")
+        elif rows:
+            rows[-1] += "".join(letter for letter in line.strip() if not letter.islower() and letter != ".")
+    wrong = [i for i, row in enumerate(rows) if len(row) != len(rows[0])]
+    if not rows or not rows[0] or wrong:
+        where = f"sequence {wrong[0] + 1} has {len(rows[wrong[0]])} columns, the query" if wrong else "the query"
+        fail(f"--msa {path}: {where} has {len(rows[0]) if rows else 0} columns (lower case not counted)")
+    code = np.full(128, UNKNOWN, dtype=np.uint8)
+    code[[ord(letter) for letter in AMINO_ACIDS]] = np.arange(20)
+    code[ord("-")] = GAP
+    letters = np.array([[min(ord(letter), 127) for letter in row] for row in rows])
+    if not (np.isin(letters, [ord(c) for c in "ABCDEFGHIJKLMNOPQRSTUVWXYZ-*"])).all():
+        fail(f"--msa {path}: it has characters that are neither amino acids nor gaps")
+    return code[letters]
+
+
+def read_structure(path: Path, query: str) -> tuple[np.ndarray, np.ndarray]:
+    """Coordinates [length, 3] and observed [length] of the chain of a PDB or mmCIF file that matches the query."""
+    try:
+        import gemmi
+    except ImportError:
+        fail("--structure needs the package gemmi: pip install gemmi", status=4)
+    try:
+        structure = gemmi.read_structure(str(path))
+    except (OSError, RuntimeError, ValueError) as error:
+        fail(f"--structure {path}: not a PDB or mmCIF file ({str(error).splitlines()[0]})")
+    structure.setup_entities()
+    best, best_identity = None, 0.0
+    for chain in structure[0] if len(structure) else ():
+        residues = list(chain.get_polymer().first_conformer())
+        letters = gemmi.one_letter_code([residue.name for residue in residues]).upper()
+        alignment = gemmi.align_string_sequences(list(query), list(letters), [])
+        pairs = alignment_pairs(alignment.cigar_str())
+        identity = sum(query[i] == letters[j] for i, j in pairs) / max(1, len(pairs))
+        if len(pairs) * identity > (len(best) if best else 0) * best_identity:
+            best, best_identity = [(i, residues[j]) for i, j in pairs], identity
+    if not best or best_identity < 0.9 or len(best) < 0.5 * len(query):
+        fail(
+            f"--structure {path}: no chain matches the query of the alignment (best: {len(best or ())} of {len(query)} "
+            f"residues aligned, {100 * best_identity:.0f} % identical; at least half and 90 % are needed)"
+        )
+    coords, observed = np.zeros((len(query), 3), dtype=np.float32), np.zeros(len(query), dtype=bool)
+    for i, residue in best:
+        atom = residue.find_atom("CB", "*") or residue.find_atom("CA", "*")
+        if atom:
+            coords[i], observed[i] = atom.pos.tolist(), True
+    return coords, observed
+
+
+def alignment_pairs(cigar: str) -> list[tuple[int, int]]:
+    """Positions (first, second) that a CIGAR string such as 3I70M2D aligns."""
+    pairs, first, second = [], 0, 0
+    for length, operation in re.findall(r"(\d+)([MID])", cigar):
+        if operation == "M":
+            pairs += [(first + i, second + i) for i in range(int(length))]
+        first += int(length) * (operation in "MI")
+        second += int(length) * (operation in "MD")
+    return pairs
+
+
+def read_protein(msa: Path, structure: Path) -> Protein:
+    """The protein of --msa and --structure."""
+    tokens = read_a3m(msa)
+    query = "".join((AMINO_ACIDS + "X-")[token] for token in tokens[0])
+    return Protein(tokens, *read_structure(structure, query))
+
+
+def make_batches(args: argparse.Namespace, device: torch.device, seed: int) -> ProteinBatches:
+    """The source of training batches: the protein of --msa and --structure, or 64 synthetic ones."""
+    if args.msa:
+        proteins = [read_protein(args.msa, args.structure)]
+    else:
+        proteins = synthetic_proteins(64, args.num_seqs, args.seq_len, seed)
+    return ProteinBatches(proteins, args, device, seed)
+
+
+# --- harness
+# The same bytes in every tiny_*_v*.py: edit it in one script, then run `python tools/sync_harness.py THAT_SCRIPT.py`.
+# It knows the model as docstring, VERSION, FUSIONS, add_model_arguments (with --batch-size), check_model_arguments,
+# build_model (with .config and .TARGETS) and make_batches (with .next_batch()); these use its at_least, fail and say.
+SCRIPT = Path(__file__).stem
+PHASES = ("data", "forward", "backward", "optimizer")
+GRAPH_PHASES = ("data", "graph")  # with --enable-cuda-graph
+OWN_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile that make graphs of their own
+NO_WORK = ("_unsafe_view", "empty", "new_empty", "_record_function")  # operators that move no data, besides views
+# torchrun sets these, one process per GPU; a plain run is the only one.
+RANK, LOCAL_RANK, WORLD_SIZE = (int(os.environ.get(n, n == "WORLD_SIZE")) for n in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+# Where a GPU profiler started this process, one of these is set: rocprofv3 (rocprof-compute uses it), nsys, ncu.
+PROFILER_SIGNS = ("ROCP_TOOL_LIBRARIES", "NSYS_PROFILING_SESSION_ID", "NV_NSIGHT_INJECTION_TRANSPORT_TYPE")
+REPORT = """\
+Average training speed: {timing[samples_per_sec]:.1f} samples/sec
+Average batch time: {timing[batch_ms]:.1f} ms (median {timing[batch_median_ms]:.1f}, p95 {timing[batch_p95_ms]:.1f})
+Average forward time: {timing[forward_ms]:.1f} ms
+Average backward time: {timing[backward_ms]:.1f} ms
+Average optimizer time: {timing[optimizer_ms]:.1f} ms
+Average graph time: {timing[graph_ms]:.1f} ms (forward, backward and optimizer are one graph, not separable)
+Warmup step time: {timing[warmup_first_step_ms]:.1f} ms (first step, includes compilation)
+Compilation overhead: {timing[compilation_overhead_ms]:.1f} ms
+Final loss: {loss[final]:.4f} (first step {loss[initial]:.4f})
+Peak memory usage: {memory[peak_mb]:.1f} MB
+Kernels per step: {kernels[per_step]}{all_off}{kernels[remark]}
+Kernel reduction: {kernels[reduction_percent]:.1f} %
+Host launches per step: {kernels[host_launches]}
+FLOPs per step: {flops[gflop]:.4g} GFLOP, achieved {flops[achieved_tflops]:.3g} TFLOP/s"""
+
+
+def say(kind: str, message: str) -> None:
+    """A line on stderr: an "error" of this process, or a "note", of which all processes together give one."""
+    if kind == "error" or (RANK == 0 and "TINY_LAUNCHED" not in os.environ):
+        print(f"{SCRIPT}.py: {kind}: {f'rank {RANK}: ' if RANK else ''}{message}", file=sys.stderr)
+
+
+def fail(message: str, status: int = 2) -> NoReturn:
+    """End with one line on stderr: something that the user can put right."""
+    say("error", message)
+    raise SystemExit(status)
+
+
+def progress(text: str = "") -> None:
+    """What happens now: on a terminal one line that is rewritten, and cleared at the end, elsewhere a line each."""
+    if sys.stdout.isatty():
+        print(f"\r{text[: shutil.get_terminal_size().columns - 1]}\033[K", end="", flush=True)
+    elif text:
+        print(text, flush=True)
+
+
+def at_least(low: int) -> Callable[[str], int]:
+    """argparse type: a whole number not below `low`, small enough for 32 bits."""
+
+    def whole_number(text: str) -> int:
+        if not low <= int(text) < 2**31:
+            raise argparse.ArgumentTypeError(f"must be {low} or more, not {text}")
+        return int(text)
+
+    return whole_number
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line: the model's own arguments and those that all versions share."""
+    description, _, examples = __doc__.partition("\nExamples:\n")
+    texts = {"description": description, "epilog": "examples:\n" + examples, "usage": argparse.SUPPRESS}
+    texts["formatter_class"] = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog=f"{SCRIPT}.py", **texts, allow_abbrev=False)
+    add_model_arguments(parser)
+    group = parser.add_argument_group("fusions", "Single flags win over all-fusion, whatever their order.")
+    for flag, attribute, text in (
+        ("all-fusion", "all_fusion", "every fusion of this version (the default), but not the last two"),
+        *FUSIONS,
+        ("torch-compile", "torch_compile", "compile the model with torch.compile"),
+        ("cuda-graph", "cuda_graph", "capture the whole step after the warm-up and replay it (one GPU)"),
+    ):
+        add = group.add_mutually_exclusive_group().add_argument
+        add(f"--enable-{flag}", dest=attribute, action="store_const", const=True, help=text)
+        add(f"--disable-{flag}", dest=attribute, action="store_const", const=False)
+    group.add_argument("--torch-compile-mode", choices=("default", *OWN_GRAPHS, "max-autotune-no-cudagraphs"))
+    add = parser.add_argument_group("training").add_argument
+    add("--num-steps", type=at_least(1), default=50, metavar="N", help="measured steps")
+    add("--warmup-steps", type=at_least(0), default=5, metavar="N", help="steps before those, not measured")
+    add("--learning-rate", type=float, default=3e-4, metavar="X", help="of AdamW")
+    add("--use-amp", action="store_true", help="automatic mixed precision")
+    add("--amp-dtype", choices=("bfloat16", "float16"), help="(default: bfloat16)")
+    add("--matmul-precision", choices=("highest", "high", "medium"), default="highest", help="of float32")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="AMD GPUs are 'cuda', too")
+    add("--num-gpus", type=at_least(1), metavar="N", help="sharing the batch (default: 1, or *_VISIBLE_DEVICES)")
+    add("--seed", type=at_least(0), default=42, metavar="N", help="of weights and data")
+    add("--deterministic", action="store_true", help="only algorithms that give the same bits every run")
+    add("--log-interval", type=at_least(1), default=10, metavar="N", help="steps between lines of progress")
+    add = parser.add_argument_group("profiling").add_argument
+    add("--enable-pytorch-profiler", action="store_true", help="operator tables and a trace of three steps")
+    add("--enable-memory-profiling", action="store_true", help="memory timeline of one step")
+    add("--enable-rocm-profiling", action="store_true", help="name phases and modules to a profiler around this run")
+    add("--under-profiler", action="store_true", help="launch nothing but the training steps")
+    add("--profile-dir", type=Path, default=f"pytorch_profiles_v{VERSION}", metavar="DIR", help="for results")
+    add = parser.add_argument_group("modes").add_mutually_exclusive_group().add_argument
+    add("--compare-fusion", action="store_true", help="all fusions off and as chosen in alternating turns; one table")
+    add("--verify-accuracy", action="store_true", help="same outputs and gradients as with everything off?")
+    for action in parser._actions:
+        if action.default not in (None, False, argparse.SUPPRESS):
+            action.help += " (default: %(default)s)"
+    return parser
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """Parse, fill in and check; what cannot work is one line on stderr and SystemExit with status 2 or 4."""
+    args = (parser := build_parser()).parse_args(argv)
+    vars(args).update({name: args.all_fusion is not False for _, name, _ in FUSIONS if getattr(args, name) is None})
+    check_model_arguments(args, parser)
+    gpu, found = args.device != "cpu" and torch.cuda.is_available(), torch.cuda.device_count()
+    named = [os.environ.get(f"{who}_VISIBLE_DEVICES") for who in ("ROCR", "HIP", "CUDA")]
+    named_gpus = min((len(text.split(",")) for text in named if text and gpu), default=1)
+    processes = WORLD_SIZE if "RANK" in os.environ else args.num_gpus or named_gpus
+    here = int(os.getenv("LOCAL_WORLD_SIZE", processes)) if gpu or args.num_gpus else 1  # on this host
+    mode, for_fusions = args.torch_compile_mode, not FUSIONS and (args.all_fusion or args.compare_fusion)
+    for wrong, status, message in (
+        (for_fusions, 2, f"--enable-all-fusion and --compare-fusion start with V2, {SCRIPT} has no fusions"),
+        (mode and not args.torch_compile, 2, f"--torch-compile-mode {mode} needs --enable-torch-compile"),
+        (args.amp_dtype and not args.use_amp, 2, f"--amp-dtype {args.amp_dtype} needs --use-amp"),
+        (not 0 < args.learning_rate < math.inf, 2, f"--learning-rate must be above 0, not {args.learning_rate}"),
+        (args.num_gpus not in (None, processes), 2, f"--num-gpus {args.num_gpus}, but torchrun started {processes}"),
+        (args.batch_size % processes, 2, f"--batch-size {args.batch_size} is not divisible by {processes} GPUs"),
+        (args.cuda_graph and processes > 1, 2, f"--enable-cuda-graph is for one GPU, not for {processes}"),
+        (args.cuda_graph and args.warmup_steps < 2, 2, "--enable-cuda-graph needs --warmup-steps 2 or more"),
+        (args.cuda_graph and mode in OWN_GRAPHS, 2, f"--enable-cuda-graph: mode {mode} makes graphs of its own"),
+        (args.cuda_graph and not gpu, 4, "--enable-cuda-graph: a graph needs a GPU, and this run has none"),
+        (args.device == "cuda" and not gpu, 4, "--device cuda: PyTorch finds no GPU here; use --device cpu or auto"),
+        (args.device != "cpu" and here > max(1, found), 4, f"{here} GPUs wanted, PyTorch finds {found}"),
+    ):
+        if wrong:
+            fail(message, status)
+    args.torch_compile, args.cuda_graph = bool(args.torch_compile), bool(args.cuda_graph)
+    args.amp_dtype, args.num_gpus, args.device = args.amp_dtype or "bfloat16", processes, "cuda" if gpu else "cpu"
+    args.profile_dir = args.profile_dir / f"rank{RANK}" if RANK else args.profile_dir
+    signs = [n for n in PROFILER_SIGNS if n in os.environ] + re.findall("librocprof[^:]*", os.getenv("LD_PRELOAD", ""))
+    if signs and not args.under_profiler:
+        say("note", f"a GPU profiler started this run ({signs[0]}): --under-profiler is on")
+        args.under_profiler = True
+    if args.enable_rocm_profiling and not gpu:
+        say("note", "--enable-rocm-profiling: no GPU here, so nothing is marked")
+    return args
+
+
+def join_processes(args: argparse.Namespace) -> None:
+    """Meet the other processes that torchrun started. Only rank 0 prints; the others' files go to rankN/."""
+    if args.device == "cuda":
+        torch.cuda.set_device(LOCAL_RANK)
+    torch.distributed.init_process_group()  # NCCL (RCCL) for tensors on GPUs, gloo for those on the host
+    if RANK:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - stays open as long as the process
+
+
+def all_off(args: argparse.Namespace, **changes) -> argparse.Namespace:
+    """The same run with every fusion and torch.compile off, and these changes."""
+    off = {attribute: False for _, attribute, _ in FUSIONS}
+    return argparse.Namespace(**{**vars(args), **off, "torch_compile": False, "torch_compile_mode": None, **changes})
+
+
+def prepare(args: argparse.Namespace) -> torch.device:
+    """Make the settings that hold for the whole process, and return the device."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise the PyTorch profiler writes lines of its own on stderr
+    if args.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(args.deterministic)
+    torch.set_float32_matmul_precision(args.matmul_precision)
+    return torch.device("cuda", torch.cuda.current_device()) if args.device == "cuda" else torch.device("cpu")
+
+
+def environment(device: torch.device) -> dict:
+    """What the numbers were measured on."""
+    cpu = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    cpu = (re.findall(r"model name\s*: (.+)", cpu) or [platform.machine()])[0]
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu
+    triton = __import__("triton").__version__ if importlib.util.find_spec("triton") else None
+    found = {"device": device.type, "device_name": name, "cpu_threads": torch.get_num_threads(), "triton": triton}
+    versions = {"torch": torch.__version__, "hip": torch.version.hip, "cuda": torch.version.cuda}
+    return {**found, **versions, "python": platform.python_version()}
+
+
+def name_modules(model: nn.Module, named: Callable[[str], AbstractContextManager]) -> None:
+    """Have every module run its forward pass in a range of its name, for a profiler to show."""
+    for name, module in model.named_modules():
+        if name:
+            module.forward = named(name)(module.forward)  # a context manager is a decorator, too
+
+
+class Trainer:
+    """Model, optimizer and data, and the one training step that is measured, counted and profiled."""
+
+    def __init__(self, args: argparse.Namespace, device: torch.device):
+        self.args, self.device, self.gpu = args, device, device.type == "cuda"
+        self.autocast = partial(torch.autocast, device.type, getattr(torch, args.amp_dtype), enabled=args.use_amp)
+        self.synchronize = torch.cuda.synchronize if self.gpu else lambda: None
+        self.batches = make_batches(args, torch.device("cpu"), args.seed)
+        self.model = build_model(args, device)
+        self.optimizer = AdamW(self.model.parameters(), args.learning_rate, fused=True, capturable=args.cuda_graph)
+        self.scaler = torch.amp.GradScaler(device.type, enabled=args.use_amp and args.amp_dtype == "float16")
+        self.forward = torch.compile(self.model, mode=args.torch_compile_mode) if args.torch_compile else self.model
+        if WORLD_SIZE > 1:  # buffers are constants, so they need no broadcast
+            warnings.filterwarnings("ignore", message=".*broadcast_buffers. is deprecated", category=FutureWarning)
+            self.forward = DistributedDataParallel(self.forward, broadcast_buffers=False, gradient_as_bucket_view=True)
+        self.inputs: dict[str, Tensor] = {}  # on a GPU, where every batch is copied to
+        self.graph, self.phases, self.marks = None, PHASES, []
+        self.named = torch.cuda.nvtx.range if args.enable_rocm_profiling and self.gpu else contextlib.nullcontext
+        if args.enable_rocm_profiling and self.gpu and not args.torch_compile:  # compiled, there are no modules left
+            name_modules(self.model, self.named)
+
+    def next_batch(self) -> dict[str, Tensor]:
+        """This process's share of the global batch, which is the same for any number of processes, on the device."""
+        share = self.args.batch_size // WORLD_SIZE
+        batch = {name: value[RANK * share :][:share] for name, value in self.batches.next_batch().items()}
+        if not self.gpu:
+            return batch
+        self.inputs = self.inputs or {n: torch.empty_like(t, device=self.device) for n, t in batch.items()}
+        for name, value in batch.items():
+            pinned = torch.empty_like(value, pin_memory=True).copy_(value)  # so that nobody waits for the copy
+            self.inputs[name].copy_(pinned, non_blocking=True)
+        return self.inputs
+
+    def step(self) -> Tensor:
+        """One training step; returns the loss of the global batch."""
+        with self.phase("data"):
+            batch = self.next_batch()
+        if not self.graph:
+            return self.compute(batch)
+        with self.phase("graph"):
+            self.graph.replay()
+        return self.loss
+
+    def compute(self, batch: dict[str, Tensor]) -> Tensor:
+        """The step on the device, which is what a graph captures."""
+        with self.phase("forward"), self.autocast():
+            if self.args.torch_compile:
+                torch.compiler.cudagraph_mark_step_begin()
+            loss = self.forward(**batch)
+        with self.phase("backward"):
+            self.scaler.scale(loss).backward()
+        with self.phase("optimizer"):
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.optimizer.zero_grad(set_to_none=True)
+            loss = loss.detach() / WORLD_SIZE if WORLD_SIZE > 1 else loss.detach()
+            if WORLD_SIZE > 1:
+                torch.distributed.all_reduce(loss)
+        return loss
+
+    def capture(self) -> None:
+        """Capture the step as a graph, without running it; from now on it is replayed. A step must have run before."""
+        with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):
+            self.loss = self.compute(self.inputs)
+        self.graph, self.phases = graph, GRAPH_PHASES
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Runs a phase of the step: a range of this name for a profiler, and a mark at its end for the clock."""
+        with self.named(name):
+            yield
+        self.mark()
+
+    def mark(self) -> None:
+        """Note this moment: an event in the stream, or on a CPU a clock reading."""
+        event = torch.cuda.Event(enable_timing=True) if self.gpu else None
+        self.marks.append(torch.cuda.current_stream().record_event(event) if self.gpu else time.perf_counter())
+
+    def profile(self, steps: int = 1, **options) -> torch.profiler.profile:
+        """Run training steps under the PyTorch profiler."""
+        with torch.profiler.profile(acc_events=True, **options) as profile:
+            if WORLD_SIZE > 1:  # otherwise the first step contains waiting for the process whose profiler starts last
+                torch.distributed.all_reduce(torch.zeros(1))  # on the host, without a kernel on the device
+            self.named = torch.profiler.record_function
+            for _ in range(steps):
+                self.step()
+            self.synchronize()
+        return profile
+
+    def trace(self, profile: torch.profiler.profile) -> dict:
+        """What the profiler writes as a Chrome trace, for a moment into the folder of the results."""
+        with tempfile.TemporaryDirectory(dir=self.args.profile_dir) as folder:
+            path = Path(folder) / "trace.json"
+            profile.export_chrome_trace(str(path))
+            return json.loads(path.read_text())
+
+
+class OperatorCounter(TorchDispatchMode):
+    """Counts the ATen operators that are dispatched inside, without those that move no data."""
+
+    calls = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.calls += not (function.is_view or function.overloadpacket.__name__.startswith(NO_WORK))
+        return function(*args, **(kwargs or {}))
+
+
+def count_kernels(trainer: Trainer) -> dict:
+    """Kernels that the device runs in one training step; on a CPU operators. Nothing where neither can be seen."""
+    if not trainer.gpu:  # of two samples: with a single one some copies are views, which would be another count
+        pair = Trainer(argparse.Namespace(**{**vars(trainer.args), "batch_size": 2 * WORLD_SIZE}), trainer.device)
+        pair.step()
+        batch = pair.next_batch()
+        with OperatorCounter() as counter:
+            pair.compute(batch)
+        return {"unit": "operator calls", "per_step": counter.calls, "remark": "; operator calls, counted on a CPU"}
+    trainer.step()  # the first one does more
+    events = trainer.trace(trainer.profile())["traceEvents"]
+    category = [event.get("cat") for event in events]
+    launches = [e for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver") and "Launch" in e["name"]]
+    counts = {"unit": "kernels", "remark": "", "per_step": category.count("kernel"), "host_launches": len(launches)}
+    return counts if counts["per_step"] else {}  # a profiler that may not run sees none
+
+
+def memory_of_a_step(trainer: Trainer) -> float:
+    """High-water mark of tensor memory in bytes; with --enable-memory-profiling its course is written, too."""
+    events = trainer.trace(trainer.profile(profile_memory=True))["traceEvents"]
+    kept = (*trainer.model.parameters(), *trainer.model.buffers(), *trainer.inputs.values())  # between two steps
+    used = sum(t.nbytes for t in kept) + sum(t.nbytes for e in trainer.optimizer.state.values() for t in e.values())
+    changes = (e for e in events if e["name"] == "[memory]" and e["args"]["Device Type"] == int(trainer.gpu))
+    changes = sorted(changes, key=lambda e: e["ts"])
+    course = [(e["ts"] - changes[0]["ts"], used := used + e["args"]["Bytes"]) for e in changes]
+    if trainer.args.enable_memory_profiling:
+        rows = [f"{time:.3f},{used:.0f}\n" for time, used in course]
+        (trainer.args.profile_dir / f"{SCRIPT}_memory_timeline.csv").write_text("time_us,bytes\n" + "".join(rows))
+    return max((used for _, used in course), default=used)  # a graph allocates nothing
+
+
+def gpu_memory(statistic: Callable[[], int]) -> int:
+    """Bytes by this statistic, with all of the private pools that graphs keep, which nobody else can use."""
+    pools = [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) != (0, 0)]
+    return statistic() + sum(s["total_size"] - s["allocated_size"] for s in pools)
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Is it, or did it follow from that? The end of a capture raises an error of its own."""
+    here = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
+    return here or (error is not None and is_out_of_memory(error.__context__))
+
+
+@contextlib.contextmanager
+def recorded_region(active: bool) -> Iterator[None]:
+    """Have an attached profiler record only what runs inside (cudaProfilerStart; under ROCm also ROCTx resume)."""
+    with torch.cuda.profiler.profile() if active else contextlib.nullcontext(), contextlib.ExitStack() as at_end:
+        if active and torch.version.hip:
+            try:
+                roctx = ctypes.CDLL("librocprofiler-sdk-roctx.so")
+            except OSError as error:
+                fail(f"--enable-rocm-profiling needs ROCm's rocprofiler-sdk-roctx: {error}", status=4)
+            roctx.roctxProfilerResume(0)
+            at_end.callback(roctx.roctxProfilerPause, 0)
+        yield
+
+
+def write_profile(trainer: Trainer, directory: Path) -> None:
+    """Operator tables as text, and a trace for ui.perfetto.dev and chrome://tracing."""
+    if not trainer.args.torch_compile:
+        name_modules(trainer.model, torch.profiler.record_function)
+    profile = trainer.profile(steps := 3, record_shapes=True)
+    averages = profile.key_averages()
+    for clock in ("cpu", "device") if trainer.gpu else ("cpu",):
+        total = sum(getattr(entry, f"self_{clock}_time_total") for entry in averages) / 1e3
+        table = averages.table(sort_by=f"self_{clock}_time_total", row_limit=40)
+        title = f"Self {'CPU' if clock == 'cpu' else 'device'} total: {total:.3f} ms in {steps} steps"
+        (directory / f"{SCRIPT}_operators_by_{clock}_time.txt").write_text(f"{title}\n\n{table}\n")
+    (directory / f"{SCRIPT}_trace.json.gz").write_bytes(gzip.compress(json.dumps(trainer.trace(profile)).encode()))
+
+
+class Run:
+    """One run: its arguments, its trainer with a clock, and `result`, its record, which is filled in as it goes."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.args, self.device = args, prepare(args)
+        settings = ["batch_size", "num_steps", "warmup_steps", "learning_rate", "seed", "deterministic", "use_amp"]
+        settings += ["amp_dtype", "matmul_precision", "torch_compile", "torch_compile_mode", "cuda_graph"]
+        self.curve: list[float] = []
+        self.result = {
+            "schema_version": 1,
+            "script": SCRIPT,
+            "status": "failed",
+            "exit_status": 1,
+            "error": "it did not finish",
+            "fusions": {attribute: getattr(args, attribute) for _, attribute, _ in FUSIONS},
+            "training": {**{name: getattr(args, name) for name in settings}, "processes": WORLD_SIZE},
+            "environment": environment(self.device),
+            **{group: {} for group in ("config", "timing", "memory", "kernels", "flops")},
+            "loss": {"warmup_steps": args.warmup_steps, "curve": self.curve},
+        }
+
+    def write(self) -> None:
+        """Write or replace <profile-dir>/<script>_summary.json; a reader never sees half a file."""
+        path = self.args.profile_dir / f"{SCRIPT}_summary.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.with_suffix(".tmp").write_text(json.dumps(self.result, indent=1) + "\n")
+        path.with_suffix(".tmp").replace(path)
+
+    def start(self) -> None:
+        """Build what trains, say what it is, and take the warm-up steps; the last one replays the graph."""
+        self.trainer, args, result = Trainer(self.args, self.device), self.args, self.result
+        result["config"] = asdict(self.trainer.model.config)
+        result["parameters"] = sum(p.numel() for p in self.trainer.model.parameters())
+        where = result["environment"]["device_name"] + (f" x {WORLD_SIZE}" if WORLD_SIZE > 1 else "")
+        sizes = [f"{name} {value}" for name, value in result["config"].items() if isinstance(value, int)]
+        precision = args.amp_dtype if args.use_amp else f"float32 (matmul precision {args.matmul_precision})"
+        on = [n for n in (*result["fusions"], "torch_compile", "cuda_graph") if getattr(args, n)] or ["nothing fused"]
+        progress()
+        print(f"{SCRIPT} on {where}: {result['parameters']:,} parameters, batch_size {args.batch_size},", end=" ")
+        print(f"{', '.join(sizes)}; {precision}; {', '.join(on).replace('_', '-')}", flush=True)
+        if args.torch_compile:
+            progress("compiling in the first step; this can take minutes")
+        self.plan(args.warmup_steps - args.cuda_graph, "warm-up step")
+        self.take(self.goal)
+        if self.rows:
+            result["timing"] = {"warmup_first_step_ms": sum(self.rows[0]), "warmup_ms": 1e3 * self.wall}
+        if args.cuda_graph:
+            self.trainer.capture()
+            self.plan(1, "first replay")
+            self.take(1)
+        self.plan(args.num_steps, "step")
+
+    def plan(self, steps: int, label: str) -> None:
+        """Begin to count: so many steps are to be taken, in one turn or several."""
+        self.goal, self.label, self.before, self.taken = steps, label, len(self.curve), 0
+        self.losses = torch.full((steps,), -math.inf, pin_memory=self.trainer.gpu)  # -inf: not arrived yet
+        self.rows, self.turns = [], []  # milliseconds: of each step a list of its phases; per step in each turn
+        self.wall, self.peak, self.shown = 0.0, 0, 0.0  # seconds in all turns, bytes, when progress was shown
+        self.started = self.began = time.perf_counter()  # the first turn, this turn
+
+    def take(self, steps: int) -> None:
+        """A turn of that many steps, with the device idle before the first and after the last."""
+        trainer, count = self.trainer, len(self.trainer.phases)
+        if trainer.gpu:
+            torch.cuda.reset_peak_memory_stats()
+        trainer.synchronize()
+        trainer.marks, self.began = [], time.perf_counter()
+        trainer.mark()
+        try:
+            for _ in range(steps):
+                self.losses[self.taken].copy_(trainer.step(), non_blocking=True)
+                self.taken += 1
+                self.look()
+        finally:  # after Ctrl-C, too: the steps until then count
+            trainer.synchronize()
+            seconds, pairs = time.perf_counter() - self.began, itertools.pairwise(trainer.marks)
+            gaps = [a.elapsed_time(b) if trainer.gpu else 1e3 * (b - a) for a, b in pairs]
+            self.rows += [gaps[i : i + count] for i in range(0, len(gaps) - count + 1, count)]
+            self.peak = max(self.peak, gpu_memory(torch.cuda.max_memory_allocated) if trainer.gpu else 0)
+            self.look()
+            self.turns.append(1e3 * seconds / max(1, steps))
+            self.wall += seconds
+
+    def look(self) -> None:
+        """Keep the losses that have arrived; show one every --log-interval steps, on a terminal ten times a second."""
+        args, done = self.args, len(self.curve) - self.before
+        while done < self.taken and (loss := float(self.losses[done])) != -math.inf:
+            done, now = done + 1, time.perf_counter()
+            if not math.isfinite(loss):
+                raise FloatingPointError(f"the loss became {loss} at {self.label} {done}; lower --learning-rate")
+            self.curve.append(loss)
+            due = now > self.shown + 0.1 if sys.stdout.isatty() else done % args.log_interval == 0
+            if due or done == self.goal:
+                speed = args.batch_size * done / (self.wall + now - self.began)
+                left, self.shown = (now - self.started) / done * (self.goal - done), now
+                progress(f"{self.label} {done}/{self.goal}  loss {loss:.4f}  {speed:.1f} samples/s  {left:.0f} s left")
+
+    def timing(self) -> dict:
+        """Speed, mean times of the finished steps, and time per step in each turn."""
+        if not (steps := len(self.curve) - self.before):
+            return {}
+        totals = (phases := np.array(self.rows[:steps])).sum(1)
+        wall = self.wall if steps == self.goal else float(totals.sum()) / 1e3  # if it was cut short
+        return {
+            **{"steps": steps, "wall_s": wall, "samples_per_sec": self.args.batch_size * steps / wall},
+            "batch_ms": 1e3 * wall / steps,
+            "batch_median_ms": float(np.median(totals)),
+            "batch_p95_ms": float(np.quantile(totals, 0.95, method="higher")),
+            **{f"{name}_ms": float(ms) for name, ms in zip(self.trainer.phases, phases.mean(0), strict=True)},
+            "turns_ms": self.turns,
+        }
+
+    def count(self) -> None:
+        """Extra steps that count what the measured ones did, and those that the profiling flags ask for."""
+        trainer, args, result = self.trainer, self.args, self.result
+        progress("counting kernels, memory and operations")
+        if trainer.gpu or not args.torch_compile:  # a loop that was compiled for a CPU is no operator
+            result["kernels"] = count_kernels(trainer)
+        if args.enable_memory_profiling or not trainer.gpu:
+            result["memory"] = {"peak_mb": memory_of_a_step(trainer) / 1e6} | result["memory"]  # on a GPU it is known
+        if args.enable_pytorch_profiler:
+            write_profile(trainer, args.profile_dir)
+        model = build_model(all_off(args), torch.device("meta"))  # of the unfused model, which is not run
+        with FlopCounterMode(display=False) as counter:
+            model(**{name: value.to("meta") for name, value in trainer.batches.next_batch().items()}).backward()
+        flops, seconds = counter.get_total_flops(), result["timing"]["batch_ms"] / 1e3
+        result["flops"] = {"per_step": flops, "gflop": flops / 1e9, "achieved_tflops": flops / seconds / 1e12}
+
+
+def measure(runs: list[Run]) -> None:
+    """Warm up each run, then take the measured steps of all in up to ten alternating turns, then count."""
+    at_rest, args, gpu = [], runs[-1].args, runs[-1].device.type == "cuda"
+    if len(runs) > 1:  # cuBLAS keeps workspaces from its first product on, which belong to neither run
+        nn.Linear(8, 8, device=args.device)(torch.ones(8, 8, device=args.device)).sum().backward()
+    for run in runs:
+        before = gpu_memory(torch.cuda.memory_allocated) if gpu else 0
+        run.start()
+        at_rest.append(gpu_memory(torch.cuda.memory_allocated) - before if gpu else 0)
+    turns = min(10, args.num_steps) if len(runs) > 1 else 1
+    try:
+        with recorded_region(args.enable_rocm_profiling and gpu):
+            for turn in range(turns):
+                for run in runs if turn % 2 == 0 else reversed(runs):
+                    run.take(args.num_steps * (turn + 1) // turns - args.num_steps * turn // turns)
+    finally:
+        for run, own in zip(runs, at_rest, strict=True):
+            run.result["timing"] |= run.timing()
+            if gpu:  # without what the other run keeps between its turns
+                run.result["memory"] = {"peak_mb": (run.peak - sum(at_rest) + own) / 1e6}
+    timing, warmup_steps = runs[-1].result["timing"], args.warmup_steps - args.cuda_graph
+    if args.torch_compile and warmup_steps:
+        timing["compilation_overhead_ms"] = timing["warmup_ms"] - warmup_steps * timing["batch_ms"]
+    for run in runs if not args.under_profiler else ():
+        run.count()
+        del run.trainer  # its memory is wanted for the model with everything off
+    for run in runs if WORLD_SIZE > 1 else ():
+        peak = torch.tensor(run.result["memory"].get("peak_mb", 0.0))
+        torch.distributed.all_reduce(peak, torch.distributed.ReduceOp.MAX)
+        run.result["memory"] = {"peak_mb": peak.item()} if peak else {}
+    kernels = runs[-1].result["kernels"]
+    if kernels and args != all_off(args):
+        kernels["all_off"] = runs[0].result["kernels"]["per_step"] if len(runs) > 1 else count_all_off(args, run.device)
+        if kernels["all_off"]:
+            kernels["reduction_percent"] = 100 * (1 - kernels["per_step"] / kernels["all_off"])
+
+
+def count_all_off(args: argparse.Namespace, device: torch.device) -> int | None:
+    """Kernels per step with everything off, on the same shapes; None where that does not fit into memory."""
+    progress("counting kernels with all fusions off")
+    torch.compiler.reset()  # lets go of the graphs that torch.compile made
+    gc.collect()
+    try:
+        return count_kernels(Trainer(all_off(args), device))["per_step"]
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+
+
+def explain(error: BaseException, directory: Path) -> tuple[int, str]:
+    """Exit status and line of an error that the user can do something about; any other one is raised again."""
+    message = (str(error).strip() or type(error).__name__).splitlines()[0]
+    if isinstance(error, KeyboardInterrupt):
+        return 130, "interrupted"
+    if is_out_of_memory(error):
+        return 3, f"out of memory: lower --batch-size or --seq-len ({message})"
+    if isinstance(error, FloatingPointError) or type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+        return 1, message
+    if isinstance(error, (OSError, json.JSONDecodeError)) and not isinstance(error, BrokenPipeError):
+        return 2, f"--profile-dir {directory}: cannot write there, is there space left? ({message})"
+    raise error
+
+
+def train_all(runs: list[Run]) -> None:
+    """Train all, in alternating turns. However that ends, each result is in <profile-dir>/<script>_summary.json."""
+    status, message = 1, "it did not finish"
+    try:
+        if RANK:
+            torch.distributed.barrier()  # rank 0 has left its record before another one can fail
+        for run in runs:
+            run.write()  # what a run leaves that is killed
+        if WORLD_SIZE > 1 and not RANK:
+            torch.distributed.barrier()
+        measure(runs)
+        status, message = 0, None
+    except (Exception, KeyboardInterrupt) as error:
+        message = str(error)
+        status, message = explain(error, runs[-1].args.profile_dir)
+    finally:
+        for run in runs:
+            run.result |= {"exit_status": status, "error": message, "status": {0: "ok", 3: "oom"}.get(status, "failed")}
+            run.result["loss"] |= {"initial": run.curve[0], "final": run.curve[-1]} if run.curve else {}
+            try:
+                run.write()
+            except OSError as error:
+                code, text = explain(error, run.args.profile_dir)
+                run.result |= {"exit_status": code, "error": text, "status": "failed"}
+
+
+def train(args: argparse.Namespace) -> dict:
+    """Train, measure and count; the result is also in <profile-dir>/<script>_summary.json."""
+    train_all([run := Run(args)])
+    return run.result
+
+
+def report(result: dict) -> str:
+    """The lines of REPORT whose values were measured."""
+    kernels, text = result["kernels"], ""
+    off = f" (all fusions off: {kernels['all_off'] or 'out of memory'})" if "all_off" in kernels else ""
+    for line in REPORT.splitlines():
+        with contextlib.suppress(KeyError):
+            text += line.format_map({**result, "all_off": off}) + "\n"
+    return text
+
+
+def finish(results: dict[str, dict]) -> int:
+    """Print the reports under their titles, and each error once; returns the exit status."""
+    progress()
+    for title, result in results.items():
+        print(title + report(result), end="", flush=True)
+    for message in dict.fromkeys(result["error"] for result in results.values() if result["error"]):
+        say("error", message)
+    return max(result["exit_status"] for result in results.values())
+
+
+def compare_fusion(args: argparse.Namespace) -> int:
+    """Everything off and as chosen, in turns; the result of the first goes to <profile-dir>/baseline."""
+    sides = [all_off(args, profile_dir=args.profile_dir / "baseline"), args]
+    train_all(runs := [Run(side) for side in sides])
+    before, after = (run.result for run in runs)
+    if before["status"] == "oom":
+        print("Both do not fit into memory side by side: each is measured alone, so there are no ratios.")
+        runs.clear()
+        before, after = (train(side) for side in sides)
+    elif before["status"] == "ok":
+        ratios = sorted(off / on for off, on in zip(runs[0].turns, runs[1].turns, strict=True))
+        progress()
+        print(f"\n{'':24}{'all off':>12}{'as chosen':>12}{'ratio':>9}")
+        for label, group, key, form in (
+            ("batch time, ms", "timing", "turns_ms", "12.2f"),
+            ("peak memory, MB", "memory", "peak_mb", "12.1f"),
+            (f"{after['kernels'].get('unit', 'kernels')} per step", "kernels", "per_step", "12.0f"),
+            ("final loss", "loss", "final", "12.4f"),
+        ):
+            if key in before[group] and key in after[group]:
+                off, on = np.median(before[group][key]), np.median(after[group][key])
+                ratio = np.median(ratios) if key == "turns_ms" else off / on
+                print(f"{label:24}{off:{form}}{on:{form}}" + (f"{ratio:8.2f}x" if key != "final" else ""))
+        few, mixed = len(ratios) < 5, ratios[0] <= 1 <= ratios[-1]
+        verdict = "too few turns to tell" if few else "no difference seen" if mixed else "all turns agree"
+        print(f"Batch time ratio in {len(ratios)} turns: {ratios[0]:.2f}x to {ratios[-1]:.2f}x ({verdict})")
+    return finish({"\nall off:\n": before, "\nas chosen:\n": after})
+
+
+def verify_accuracy(args: argparse.Namespace) -> int:
+    """Outputs, loss and gradients of the initial weights against those in float32 with everything off."""
+    device, precise, found = prepare(args), not args.use_amp and args.matmul_precision == "highest", []
+    for side in (all_off(args, use_amp=False, matmul_precision="highest"), args):
+        torch.set_float32_matmul_precision(side.matmul_precision)
+        trainer = Trainer(side, device)
+        batch = trainer.next_batch()
+        with trainer.autocast():
+            with torch.no_grad():
+                outputs = trainer.forward(**{n: t for n, t in batch.items() if n not in trainer.model.TARGETS})
+            values = dict(outputs) if isinstance(outputs, dict) else {"outputs": outputs}
+            values["loss"] = trainer.forward(**batch)
+        values["loss"].backward()
+        for parameter in trainer.model.parameters():
+            parameter.data = parameter.grad  # state_dict then gives gradients, split where weights are fused
+        values |= {f"gradient of {name}": gradient for name, gradient in trainer.model.state_dict().items()}
+        found.append({name: value.detach().double() for name, value in values.items()})
+    expected, values = found
+    limit, gradients = 1e-4 if precise else 1e-1, [name for name in expected if name.startswith("gradient of ")]
+    # Rounding alone changes small gradients by their size, so they are compared with all gradients together.
+    floor = (1e-3 if precise else 1.0) * math.sqrt(sum(float(expected[name].square().sum()) for name in gradients))
+    norms = {name: max(float(e.norm()), floor if name in gradients else 1e-300) for name, e in expected.items()}
+    errors = {name: float((values[name] - e).norm()) / norms[name] for name, e in expected.items()}
+    worst = max(gradients, key=lambda name: np.nan_to_num(errors[name], nan=math.inf))
+    for name in [name for name in errors if name not in gradients or name == worst]:
+        label = f" (the worst of {len(gradients)})" if name == worst else ""
+        print(f"{name}{label}: relative error {errors[name]:.2e}, limit {limit:.0e}")
+    passed = all(error <= limit for error in errors.values())  # a NaN fails
+    print(f"Accuracy check: {'PASS' if passed else 'FAIL'}")
+    return 0 if passed else 1
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit status. For several GPUs this process becomes torchrun."""
+    args = parse_args(argv)
+    if args.num_gpus > 1 and "RANK" not in os.environ:
+        os.environ["TINY_LAUNCHED"] = "1"
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // args.num_gpus)))
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.num_gpus}", __file__]
+        os.execv(sys.executable, [sys.executable, *torchrun, *(sys.argv[1:] if argv is None else argv)])
+    if WORLD_SIZE > 1:
+        join_processes(args)
+    modes = [mode for mode in (compare_fusion, verify_accuracy) if getattr(args, mode.__name__)]
+    try:
+        status = modes[0](args) if modes else finish({"": train(args)})
+        sys.stdout.flush()
+    except (KeyboardInterrupt, RuntimeError, MemoryError) as error:
+        status, message = explain(error, args.profile_dir)
+        say("error", message)
+    except BrokenPipeError:  # `... | head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 1
+    if WORLD_SIZE > 1:
+        if status:  # a tidy end could wait for a process that is gone
+            os._exit(status)
+        gc.collect()  # what still refers to the process group would keep its threads running into the exit
+        torch.distributed.destroy_process_group()
+    return status
+
+
+# --- end of harness
+
+if __name__ == "__main__":
+    sys.exit(main())

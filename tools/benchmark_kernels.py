@@ -1,0 +1,429 @@
+#!/usr/bin/env python3
+"""Time V3's kernels, forward and backward, beside what PyTorch and other libraries do for the same operation.
+
+All sides of a row are captured as CUDA graphs and replayed in short alternating turns, so that neither the host nor a
+change of its speed counts. A study writes one file. What is not installed is left out, and said so.
+
+Examples:
+  python tools/benchmark_kernels.py attention results/DIR   attention with pair bias and gate: V3, SDPA, torch.compile
+  python tools/benchmark_kernels.py triangle results/DIR    triangle multiplication: V3, V2, V1 under torch.compile
+  python tools/benchmark_kernels.py causal results/DIR      causal attention with grouped queries: V3, SDPA
+  python tools/benchmark_kernels.py rows results/DIR        norms, SwiGLU, rotary: their bytes per second, and a copy's
+  python tools/benchmark_kernels.py table results/DIR       the tables, from what lies in DIR
+  python tools/benchmark_kernels.py attention results/DIR --try attention_forward:BLOCK_M=128   block sizes, V3 alone
+"""
+
+import argparse
+import importlib
+import itertools
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+import triton  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from tools.benchmark import free_memory, read_rows, write_rows  # noqa: E402
+from tools.version_script import ToolError, at_least, documented_parser, markdown_table, run_tool  # noqa: E402
+
+PROG = Path(__file__).name
+GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if GPU else "cpu")
+PRECISIONS = {  # type of the tensors, and torch's precision of float32 products
+    "bf16": (torch.bfloat16, "highest"),
+    "TF32": (torch.float32, "high"),
+    "fp32": (torch.float32, "highest"),
+}
+ATTENTION = {  # samples, rows, length, heads, head dimension
+    "N=256": (1, 256, 256, 4, 32),
+    "N=384": (1, 384, 384, 4, 32),
+    "N=64, batch 4": (4, 64, 64, 4, 32),
+    "MSA rows, N=256": (1, 128, 256, 8, 32),
+}
+TRIANGLE = {"N=256": (1, 256), "N=384": (1, 384), "N=64, batch 4": (4, 64)}  # samples, length
+CAUSAL = {"S=512": (16, 512, 16, 8, 64), "S=2048": (4, 2048, 16, 8, 64)}  # samples, length, heads, key heads, dimension
+Step = Callable[[], Sequence[Tensor]]  # forward and backward once
+
+
+def gradient_step(operation: Callable[..., Tensor], inputs: list[Tensor]) -> Step:
+    """Forward and backward with a fixed gradient of the result; the result and the gradients of the inputs."""
+    inputs = [t.detach().requires_grad_() for t in inputs]
+    with torch.no_grad():
+        grad = torch.randn_like(operation(*inputs))
+
+    def step() -> Sequence[Tensor]:
+        out = operation(*inputs)
+        return out, *torch.autograd.grad(out, inputs, grad)
+
+    return step
+
+
+def extra_memory(step: Step) -> float | None:
+    """Peak MB that a step takes beyond what there is before and after it; None on a CPU."""
+    if not GPU:
+        return None
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    return (torch.cuda.max_memory_allocated() - before) / 1e6
+
+
+def captured(step: Step, repeats: int) -> Callable[[], None]:
+    """So many steps as one graph; on a CPU as they are."""
+    if not GPU:
+        return lambda: [step() for _ in range(repeats)] and None
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(repeats):
+            step()
+    return graph.replay
+
+
+def seconds(run: Callable[[], None]) -> float:
+    """Of one run, by the device's clock where there is one."""
+    if not GPU:
+        begin = time.perf_counter()
+        run()
+        return time.perf_counter() - begin
+    first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    first.record()
+    run()
+    last.record()
+    last.synchronize()
+    return first.elapsed_time(last) / 1e3
+
+
+def in_turns(sides: dict[str, Step], rounds: int, repeats: int = 10) -> dict[str, dict]:
+    """Microseconds per step of each side: the median of the turns, which change their order, and extra peak memory."""
+    rows, graphs = {}, {}
+    for name, step in sides.items():
+        step()
+        rows[name] = {"extra_mb": extra_memory(step), "turns_us": []}
+        graphs[name] = captured(step, repeats)
+    for turn in range(rounds + 1):
+        for name in list(graphs) if turn % 2 else reversed(graphs):
+            elapsed = 1e6 * seconds(graphs[name]) / repeats
+            if turn:  # the first warms up
+                rows[name]["turns_us"].append(elapsed)
+    for row in rows.values():
+        row["us"] = statistics.median(row["turns_us"])
+    graphs.clear()
+    free_memory()
+    return rows
+
+
+def optional(package: str) -> bool:
+    """Is a library installed that a comparison can do without?"""
+    try:
+        importlib.import_module(package)
+    except ImportError as error:
+        print(f"{PROG}: note: {package} is left out ({error})", file=sys.stderr)
+        return False
+    return True
+
+
+# Attention with pair bias and gate
+
+
+def plain_attention(qkvg: Tensor, gate_bias: Tensor, bias: Tensor) -> Tensor:
+    """With scores in memory, for torch.compile."""
+    q, k, v, gate = qkvg.transpose(2, 3).unbind(4)
+    out = (q @ k.mT / math.sqrt(q.shape[-1]) + bias[:, None]).softmax(-1) @ v
+    gate = gate.transpose(2, 3) + gate_bias.view(qkvg.shape[3], -1).to(gate.dtype)
+    return (torch.sigmoid(gate) * out.transpose(2, 3)).flatten(3)
+
+
+def library_attention(qkvg: Tensor, gate_bias: Tensor, bias: Tensor) -> Tensor:
+    """As V2 does: samples and heads in one dimension, so that the bias is the same for all rows and is not copied."""
+    samples, rows, length, heads, _, dim = qkvg.shape
+    q, k, v, gate = qkvg.permute(4, 1, 0, 3, 2, 5).flatten(2, 3).unbind()  # [R, B x H, N, D]
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias.flatten(0, 1)[None])
+    gate = gate.unflatten(1, (samples, heads)) + gate_bias.view(heads, 1, dim).to(gate.dtype)
+    out = torch.sigmoid(gate) * out.unflatten(1, (samples, heads))
+    return out.permute(1, 0, 3, 2, 4).reshape(samples, rows, length, heads * dim)
+
+
+def cuequivariance_attention(qkvg: Tensor, gate_bias: Tensor, bias: Tensor) -> Tensor:
+    """NVIDIA's kernel for triangle attention, with the gate beside it."""
+    from cuequivariance_torch import triangle_attention
+
+    q, k, v, gate = qkvg.transpose(2, 3).unbind(4)  # [B, R, H, N, D]
+    mask = torch.ones(*q.shape[:2], 1, 1, q.shape[3], dtype=torch.bool, device=q.device)
+    out = triangle_attention(q.contiguous(), k.contiguous(), v.contiguous(), bias[:, None], mask)
+    gate = gate.transpose(2, 3) + gate_bias.view(qkvg.shape[3], -1).to(gate.dtype)
+    return (torch.sigmoid(gate) * out.transpose(2, 3)).flatten(3)
+
+
+def attention(rounds: int, precisions: Sequence[str], alone: bool = False) -> Iterator[dict]:
+    """Rows of the study, on request of V3's side alone."""
+    ours = importlib.import_module("tiny_openfold_v3").GatedAttentionFunction.apply
+    with_cuequivariance = not alone and optional("cuequivariance_torch")
+    for precision, (name, (samples, rows, length, heads, dim)) in itertools.product(precisions, ATTENTION.items()):
+        dtype, products = PRECISIONS[precision]
+        torch.set_float32_matmul_precision(products)
+        inputs = [
+            torch.randn(samples, rows, length, heads, 4, dim, device=DEVICE, dtype=dtype),
+            torch.randn(heads * dim, device=DEVICE),
+            torch.randn(samples, heads, length, length, device=DEVICE, dtype=dtype),
+        ]
+        operations = {"triton": ours, "SDPA": library_attention, "torch.compile": torch.compile(plain_attention)}
+        if with_cuequivariance:
+            operations["cuEquivariance"] = cuequivariance_attention
+        chosen = ("triton",) if alone else operations
+        sides = {side: gradient_step(operations[side], inputs) for side in chosen}
+        yield {"shape": name, "precision": precision, **in_turns(sides, rounds)}
+
+
+# Triangle multiplication
+
+
+def triangle(rounds: int, precisions: Sequence[str], alone: bool = False) -> Iterator[dict]:
+    """Rows of the study: the whole module of each version, norms and gates included, dimension 128."""
+    with_cuequivariance = not alone and optional("cuequivariance_torch")
+    for precision, (name, (samples, length)) in itertools.product(precisions, TRIANGLE.items()):
+        dtype, products = PRECISIONS[precision]
+        torch.set_float32_matmul_precision(products)
+        pair, sides = torch.randn(samples, length, length, 128, device=DEVICE), {}
+        for version in ("v3",) if alone else ("v3", "v2", "v1"):
+            module = importlib.import_module(f"tiny_openfold_{version}")
+            model = module.TriangleMultiplicationOutgoing(module.ModelConfig(), module.Fusions()).to(DEVICE)
+            forward = torch.compile(model) if version == "v1" else model
+            label = {"v3": "triton", "v2": "V2", "v1": "torch.compile"}[version]
+            sides[label] = module_step(forward, list(model.parameters()), pair, dtype)
+            if version == "v1" and with_cuequivariance:
+                sides["cuEquivariance"] = module_step(
+                    cuequivariance_triangle(model), list(model.parameters()), pair, dtype
+                )
+        yield {"shape": name, "precision": precision, **in_turns(sides, rounds)}
+
+
+def module_step(forward: Callable, parameters: list[Tensor], x: Tensor, dtype: torch.dtype) -> Step:
+    """Forward under autocast and backward of a module, gradients of its input and parameters included."""
+
+    def operation(x: Tensor, *parameters: Tensor) -> Tensor:
+        with torch.autocast(DEVICE.type, dtype, enabled=dtype != torch.float32, cache_enabled=False):
+            return forward(x)
+
+    x = x.detach().requires_grad_()
+    with torch.no_grad():
+        grad = torch.randn_like(operation(x))
+
+    def step() -> Sequence[Tensor]:
+        out = operation(x)
+        return out, *torch.autograd.grad(out, [x, *parameters], grad)
+
+    return step
+
+
+def cuequivariance_triangle(model: torch.nn.Module) -> Callable[[Tensor], Tensor]:
+    """NVIDIA's fused operation with the weights of V1's module."""
+    from cuequivariance_torch import triangle_multiplicative_update
+
+    def forward(pair: Tensor) -> Tensor:
+        def stacked(*names: str) -> dict[str, Tensor]:
+            linears = [getattr(model, f"linear_{name}") for name in names]
+            return torch.cat([m.weight for m in linears]), torch.cat([m.bias for m in linears])
+
+        (p, p_bias), (g, g_bias) = stacked("a_p", "b_p"), stacked("a_g", "b_g")
+        return triangle_multiplicative_update(
+            pair, direction="outgoing", mask=None,
+            norm_in_weight=model.layer_norm_in.weight, norm_in_bias=model.layer_norm_in.bias,
+            p_in_weight=p, p_in_bias=p_bias, g_in_weight=g, g_in_bias=g_bias,
+            norm_out_weight=model.layer_norm_out.weight, norm_out_bias=model.layer_norm_out.bias,
+            p_out_weight=model.linear_z.weight, p_out_bias=model.linear_z.bias,
+            g_out_weight=model.linear_g.weight, g_out_bias=model.linear_g.bias,
+        )  # fmt: skip
+
+    return forward
+
+
+# Causal attention
+
+
+def causal(rounds: int, precisions: Sequence[str], alone: bool = False) -> Iterator[dict]:
+    """Rows of the study: from the packed QKV result to the input of the output projection."""
+    ours = importlib.import_module("tiny_llama_v3").CausalAttention.apply
+    for precision, (name, (samples, length, heads, kv_heads, dim)) in itertools.product(precisions, CAUSAL.items()):
+        dtype, products = PRECISIONS[precision]
+        torch.set_float32_matmul_precision(products)
+
+        def library(qkv: Tensor, heads: int = heads, kv_heads: int = kv_heads) -> Tensor:
+            q, k, v = qkv.transpose(1, 2).split([heads, kv_heads, kv_heads], dim=1)
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+        def repeating(qkv: Tensor, heads: int = heads, kv_heads: int = kv_heads) -> Tensor:
+            q, k, v = qkv.transpose(1, 2).split([heads, kv_heads, kv_heads], dim=1)
+            k, v = (t.repeat_interleave(heads // kv_heads, 1) for t in (k, v))
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+        qkv = torch.randn(samples, length, heads + 2 * kv_heads, dim, device=DEVICE, dtype=dtype)
+        operations = {
+            "triton": lambda qkv, heads=heads: ours(qkv, heads),
+            "SDPA, grouped": library,
+            "SDPA, repeated": repeating,
+        }
+        chosen = ("triton",) if alone else operations
+        sides = {side: gradient_step(operations[side], [qkv]) for side in chosen}
+        yield {"shape": name, "precision": precision, **in_turns(sides, rounds)}
+
+
+# Kernels that move bytes
+
+
+def row_operators(rows: int) -> Iterator[tuple[str, str, str, list]]:
+    """Name, script, operator and arguments, at the sizes of the models' wider settings and beyond any cache."""
+    bf16, make = torch.bfloat16, torch.randn
+    x, low = make(rows, 1024, device=DEVICE), make(rows, 1024, device=DEVICE, dtype=bf16)
+    weight, sums = torch.ones(1024, device=DEVICE), make(rows, device=DEVICE)
+    llama, openfold = "tiny_llama_v3", "tiny_openfold_v3"
+    yield "residual + RMS norm", llama, "rms_norm_forward", [x, low, weight, 1e-5, bf16]
+    yield "its backward", llama, "rms_norm_backward", [low, x, x.clone(), weight, sums, bf16]
+    wide, half = make(rows, 2048, device=DEVICE, dtype=bf16), low
+    yield "SwiGLU", llama, "swiglu_forward", [wide]
+    yield "its backward", llama, "swiglu_backward", [half, wide]
+    qkv, angle = wide.view(-1, 512, 32, 64), make(512, 1, 64, device=DEVICE)
+    yield "rotary", llama, "rotary", [qkv, angle, angle, 8, 1]
+    logits, targets = make(rows, 2000, device=DEVICE, dtype=bf16), torch.zeros(rows, dtype=torch.int64, device=DEVICE)
+    yield "cross-entropy", llama, "cross_entropy_forward", [logits, targets]
+    yield "its backward", llama, "cross_entropy_backward", [sums, logits, targets, sums]
+    pair, scale = make(8 * rows, 128, device=DEVICE), torch.ones(128, device=DEVICE)
+    yield "layer norm", openfold, "layer_norm_forward", [pair, scale, scale, 1e-5, bf16]
+    yield "its backward", openfold, "layer_norm_backward", [pair.to(bf16), pair, scale, 1e-5]
+    yield "bias + ReLU", openfold, "bias_relu_forward", [wide.view(-1, 512), torch.ones(512, device=DEVICE)]
+    yield "its backward", openfold, "bias_relu_backward", [wide.view(-1, 512), wide.view(-1, 512).clone()]
+
+
+def rows(rounds: int, count: int) -> Iterator[dict]:
+    """Rows of the study: bytes that an operator must read and write over its time, and over the rate of a copy."""
+    source = torch.randn(64 * count * 16 if GPU else count, device=DEVICE)
+    target = torch.empty_like(source)
+
+    def copy() -> Sequence[Tensor]:
+        return (target.copy_(source),)
+
+    for name, script, operator, arguments in row_operators(count):
+        function = getattr(importlib.import_module(script), operator)
+
+        def step(function: Callable = function, arguments: list = arguments) -> Sequence[Tensor]:
+            found = function(*arguments)
+            return (found,) if isinstance(found, Tensor) else found
+
+        moved = sum(t.nbytes for t in (*arguments, *step()) if isinstance(t, Tensor))
+        sides = in_turns({"kernel": step, "copy": copy}, rounds)
+        rates = {"kernel": moved / sides["kernel"]["us"] / 1e3, "copy": 2 * source.nbytes / sides["copy"]["us"] / 1e3}
+        share = statistics.median(
+            moved / k / (2 * source.nbytes / c)
+            for k, c in zip(sides["kernel"]["turns_us"], sides["copy"]["turns_us"], strict=True)
+        )
+        yield {"name": name, "operator": operator, "bytes": moved, "gb_per_s": rates, "of_copy": share, **sides}
+
+
+STUDIES = {"attention": attention, "triangle": triangle, "causal": causal}
+
+
+def with_blocks(study: str, rounds: int, precisions: Sequence[str], tried: Sequence[str]) -> Iterator[dict]:
+    """V3's side of a study with the block sizes of the script, and with each of those that are tried."""
+    module = importlib.import_module("tiny_llama_v3" if study == "causal" else "tiny_openfold_v3")
+    for text in ("", *tried):
+        module.OVERRIDES.clear()
+        module.OVERRIDES.update(module.read_blocks(part) for part in text.split())
+        try:
+            for row in STUDIES[study](rounds, precisions, alone=True):
+                yield {"blocks": text or "as they are", **row}
+        except triton.runtime.errors.OutOfResources as error:
+            print(f"{PROG}: note: {text}: {error}", file=sys.stderr)
+
+
+def sides_table(directory: Path, study: str) -> str:
+    """Time of each side, ours over the best of the others, and extra memory."""
+    lines, sides = [], ["triton"]
+    measured = read_rows(directory / f"{study}.json")
+    for row in measured:
+        sides += [name for name, value in row.items() if isinstance(value, dict) and name not in sides]
+    for row in measured:
+        others = {name: row[name] for name in sides[1:] if name in row}
+        best = min(others, key=lambda name: others[name]["us"])
+        turns = zip(others[best]["turns_us"], row["triton"]["turns_us"], strict=True)
+        times = [f"{row[name]['us']:.0f}" if name in row else "" for name in sides]
+        memory = [row[name]["extra_mb"] if name in row else None for name in sides]
+        line = [
+            f"{row['shape']}, {row['precision']}",
+            *times,
+            f"{statistics.median(o / t for o, t in turns):.2f}x ({best})",
+        ]
+        lines.append(line + ["" if mb is None else f"{mb:.0f}" for mb in memory])
+    header = [f"{study}, forward + backward", *(f"{name}, us" for name in sides), "best of the others / triton"]
+    return markdown_table([*header, *(f"{name}, MB" for name in sides)], lines) if lines else ""
+
+
+def rows_table(directory: Path) -> str:
+    """Rate of each kernel that moves bytes."""
+    lines = [
+        [
+            row["operator"],
+            f"{row['bytes'] / 1e6:.0f}",
+            f"{row['gb_per_s']['kernel']:.0f}",
+            f"{100 * row['of_copy']:.0f} %",
+        ]
+        for row in read_rows(directory / "rows.json")
+    ]
+    return markdown_table(["operator", "MB", "GB/s", "of a copy's rate"], lines) if lines else ""
+
+
+def table(directory: Path) -> str:
+    """The tables of one device as Markdown."""
+    tables = [*(sides_table(directory, study) for study in STUDIES), rows_table(directory)]
+    if not any(tables):
+        raise ToolError(f"{directory}: no result files of these studies")
+    return "\n\n".join(filter(None, tables))
+
+
+def run_study(args: argparse.Namespace) -> int:
+    """Measure, or print the tables; returns the exit status."""
+    if args.what == "table":
+        print(table(args.directory))
+        return 0
+    args.directory.mkdir(parents=True, exist_ok=True)
+    if args.what == "rows":
+        measured = rows(args.rounds, args.rows)
+    elif args.tried:
+        measured = with_blocks(args.what, args.rounds, args.precisions, args.tried)
+    else:
+        measured = STUDIES[args.what](args.rounds, args.precisions)
+    name = f"{args.what}_blocks" if args.tried else args.what
+    write_rows(args.directory / f"{name}.json", measured, rounds=args.rounds)
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    parser = documented_parser(PROG, __doc__)
+    add = parser.add_argument
+    add("what", choices=(*STUDIES, "rows", "table"))
+    add("directory", type=Path)
+    add("--rounds", type=at_least(1), default=15, metavar="N", help="turns of each side (default: 15)")
+    add("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS), help="(default: all)")
+    add("--rows", type=at_least(512), default=65536, metavar="N", help="of the study of that name (default: 65536)")
+    add(
+        "--try", nargs="+", default=[], dest="tried", metavar="BLOCKS", help="as --blocks of the script; many in quotes"
+    )
+    args = parser.parse_args(argv)
+    return run_tool(PROG, lambda: run_study(args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
