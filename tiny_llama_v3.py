@@ -48,6 +48,7 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton looks at it when it is imported
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns where it is not set
 import torch.nn.functional as F
 import triton
 import triton.language as tl
@@ -78,6 +79,7 @@ class ModelConfig:
     seq_len: int = 256
     rope_theta: float = 10000.0
     norm_eps: float = 1e-5
+    blocks: str = "default"  # what --blocks replaces
 
 
 @dataclass(frozen=True)
@@ -87,12 +89,22 @@ class Fusions:
     qkv_fusion: bool = True
     flash_attention: bool = True
     swiglu_fusion: bool = True
+    triton_rms_norm: bool = True
+    triton_rotary: bool = True
+    triton_attention: bool = True
+    triton_swiglu: bool = True
+    triton_cross_entropy: bool = True
 
 
 FUSIONS: tuple[tuple[str, str, str], ...] = (
     ("qkv-fusion", "qkv_fusion", "query, key and value projection as one GEMM"),
     ("flash-attention", "flash_attention", "scaled_dot_product_attention instead of materialised scores"),
     ("swiglu-fusion", "swiglu_fusion", "gate and up projection as one GEMM"),
+    ("triton-rms-norm", "triton_rms_norm", "residual addition and norm as one kernel"),
+    ("triton-rotary", "triton_rotary", "rotary embedding of the packed heads as one kernel"),
+    ("triton-attention", "triton_attention", "our own flash attention, which repeats no key or value"),
+    ("triton-swiglu", "triton_swiglu", "silu(gate) * up as one kernel"),
+    ("triton-cross-entropy", "triton_cross_entropy", "cross-entropy without a float32 copy of the logits"),
 )
 
 
@@ -109,6 +121,9 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seq-len", type=at_least(2), default=256, metavar="S", help="tokens per sample")
     add("--batch-size", type=at_least(1), default=8, metavar="B", help="samples per step")
     add("--text-file", type=Path, metavar="FILE", help="train on the bytes of FILE instead of synthetic text")
+    add = parser.add_argument_group("kernels").add_argument
+    text = "other block sizes or warps for a kernel, powers of two; a wrong name lists those there are; can be repeated"
+    add("--blocks", type=read_blocks, action="append", metavar="KERNEL:NAME=NUMBER,...", help=text)
 
 
 def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
@@ -127,6 +142,18 @@ def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentPar
     args.vocab_size = args.vocab_size or (256 if args.text_file else 1000)
     if args.text_file:
         read_text(args.text_file, args.seq_len)
+    if args.triton_attention and args.hidden_dim > 128 * args.num_heads:
+        parser.error("triton-attention takes up to 128 channels per head: raise --num-heads, or disable it")
+    OVERRIDES.clear()
+    for kernel, chosen in args.blocks or ():
+        OVERRIDES[kernel] = OVERRIDES.get(kernel, {}) | chosen
+    texts = [f"{k}:{','.join(f'{name}={value}' for name, value in chosen.items())}" for k, chosen in OVERRIDES.items()]
+    args.blocks = " ".join(texts) or ModelConfig.blocks
+    if any(getattr(args, name) for _, name, _ in FUSIONS if name.startswith("triton")):
+        if INTERPRETED:
+            say("note", "the kernels run on the CPU in Triton's interpreter, right but slow: use small sizes")
+        elif args.device == "cpu" or not torch.cuda.is_available():
+            fail("on a CPU the kernels need Triton's interpreter: set TRITON_INTERPRET=1, or --disable-all-fusion", 4)
 
 
 # --- kernels
@@ -141,6 +168,20 @@ BACKEND = "interpreter" if INTERPRETED else "hip" if torch.version.hip else "cud
 BLOCKS: dict[str, dict[str, int]] = {
     "rms_norm_forward": {"TILE": 4096, "num_warps": 4},
     "rms_norm_backward": {"TILE": 2048, "PROGRAMS": 528, "num_warps": 4},
+    "rotary": {"TILE": 4096, "num_warps": 4},
+    "swiglu_forward": {"TILE": 2048, "num_warps": 4},
+    "swiglu_backward": {"TILE": 2048, "num_warps": 4},
+    "attention_forward": {"BLOCK_Q": 64, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3},
+    "attention_forward float32": {"BLOCK_K": 32, "num_stages": 2},  # three TF32 products need more registers
+    "attention_forward hip": {"num_stages": 2},
+    "attention_backward_queries": {"BLOCK_Q": 64, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3},
+    "attention_backward_queries float32": {"BLOCK_K": 32, "num_stages": 2},
+    "attention_backward_queries hip": {"BLOCK_K": 32, "num_stages": 1},
+    "attention_backward_keys": {"BLOCK_Q": 64, "BLOCK_K": 64, "num_warps": 4, "num_stages": 2},
+    "attention_backward_keys float32": {"BLOCK_Q": 32, "BLOCK_K": 32, "num_stages": 1},
+    "attention_backward_keys hip": {"BLOCK_Q": 16, "BLOCK_K": 64, "num_stages": 1},
+    "cross_entropy_forward": {"TILE": 4096, "num_warps": 4},
+    "cross_entropy_backward": {"TILE": 4096, "num_warps": 4},
 }
 OVERRIDES: dict[str, dict[str, int]] = {}  # --blocks
 
@@ -149,30 +190,40 @@ def read_blocks(text: str) -> tuple[str, dict[str, int]]:
     """argparse type: "kernel:NAME=number,..." -> kernel and what to replace in its block sizes."""
     kernel, _, settings = text.partition(":")
     pairs = [pair.partition("=")[::2] for pair in settings.split(",")]
-    if kernel not in BLOCKS:
+    if kernel not in BLOCKS or " " in kernel:
         raise argparse.ArgumentTypeError(
             f"no kernel {kernel!r}; there are {', '.join(k for k in BLOCKS if ' ' not in k)}"
         )
     if wrong := [name for name, _ in pairs if name not in {"num_stages", *BLOCKS[kernel]}]:
         raise argparse.ArgumentTypeError(f"{kernel} has no {wrong[0]!r}; it has {', '.join(BLOCKS[kernel])}")
-    if wrong := [value for _, value in pairs if not value.isdecimal() or int(value).bit_count() != 1]:
-        raise argparse.ArgumentTypeError(f"{kernel}: {wrong[0]!r} is not a power of two")
+    for name, value in pairs:
+        low = 16 if name.startswith("BLOCK") else 1
+        if not value.isdecimal() or int(value).bit_count() != 1 or int(value) < low:
+            raise argparse.ArgumentTypeError(f"{kernel}: {name}={value} is not a power of two from {low}")
     return kernel, {name: int(value) for name, value in pairs}
 
 
 def blocks(kernel: str, dtype: torch.dtype | None = None) -> dict[str, int]:
     """Block sizes and warps of a kernel that multiplies matrices of this type, on this backend."""
     chosen = dict(BLOCKS[kernel])
-    for variant in ("float32" if dtype == torch.float32 else "", BACKEND):
+    kind = "float32" if dtype == torch.float32 else ""
+    for variant in (kind, BACKEND, f"{kind} {BACKEND}"):
         chosen |= BLOCKS.get(f"{kernel} {variant}", {})
     if INTERPRETED and "TILE" in chosen:
         chosen |= {"TILE": 1 << 16}  # its time goes by programs, not by elements
     return chosen | OVERRIDES.get(kernel, {})
 
 
+def dot_precision(dtype: torch.dtype) -> str:
+    """How Triton multiplies float32 matrices; it ignores this for other types. TF32 exists on NVIDIA's GPUs only."""
+    if BACKEND != "cuda" or dtype != torch.float32:
+        return "ieee"
+    return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
 def operator(function: Callable) -> Callable:
     """Make a function that allocates results and launches kernels an operator; torch.compile sees the kernels in it."""
-    name = f"tiny_llama_v{VERSION}::{function.__name__}"
+    name = f"{Path(__file__).stem}::{function.__name__}"
     if not INTERPRETED:
         return triton_op(name, function, mutates_args=())
     opaque = torch.library.custom_op(name, function, mutates_args=())
@@ -183,15 +234,24 @@ def operator(function: Callable) -> Callable:
 if INTERPRETED:
 
     class wrap_triton:  # PyTorch's takes compiled kernels only
-        """`wrap_triton(kernel)[grid](...)` runs the kernel, except where torch.compile only asks for shapes."""
+        """`wrap_triton(kernel)[grid](...)` runs the kernel, except where torch.compile only asks for shapes.
+
+        Triton 3 multiplies bfloat16 as integers here, without a word: so it gets float32, and its results are rounded.
+        """
 
         def __init__(self, kernel: Callable):
             self.kernel = kernel
 
         def __getitem__(self, grid: tuple[int, ...]) -> Callable:
-            def run(first: Tensor, *others, **blocks) -> None:
-                if not isinstance(first, FakeTensor):
-                    self.kernel[grid](first, *others, **blocks)
+            def run(*arguments, **blocks) -> None:
+                given = [a for a in arguments if isinstance(a, Tensor)]
+                if isinstance(given[0], FakeTensor):
+                    return
+                narrow = [t for t in given if t.dtype == torch.bfloat16]
+                wide = {id(t): torch.empty_strided(t.shape, t.stride(), dtype=torch.float32).copy_(t) for t in narrow}
+                self.kernel[grid](*(wide.get(id(a), a) for a in arguments), **blocks)
+                for tensor in narrow:
+                    tensor.data.copy_(wide[id(tensor)])  # unseen by autograd, which the inputs among them belong to
 
             return run
 
@@ -283,7 +343,7 @@ class AddRMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, update: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype):
-        x, update = x.contiguous(), None if update is None else update.contiguous()
+        x, weight, update = x.contiguous(), weight.contiguous(), None if update is None else update.contiguous()
         normed, summed, rstd = rms_norm_forward(x, update, weight, eps, dtype)
         ctx.update_dtype = None if update is None else update.dtype
         ctx.save_for_backward(x if update is None else summed, weight, rstd)
@@ -299,21 +359,388 @@ class AddRMSNorm(torch.autograd.Function):
         return grads[0], None if ctx.update_dtype is None else grads[1], grads[2], None, None
 
 
+@triton.jit
+def rotary_kernel(
+    QKV, COS, SIN, TURNED, rows, seq, HEADS: tl.constexpr, VALUES: tl.constexpr, SIGN: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # one head of one token
+    column = tl.arange(0, BLOCK_D // 2)
+    inside = (row < rows)[:, None] & (column < D // 2)[None, :]
+    turns = inside & (row % HEADS < HEADS - VALUES)[:, None]  # a value head turns by no angle
+    position = (row // HEADS).to(tl.int32) % seq
+    angle = position[:, None] * D + column[None, :]
+    cos = tl.load(COS + angle, mask=turns, other=1.0).to(tl.float32)
+    sin = tl.load(SIN + angle, mask=turns, other=0.0).to(tl.float32) * SIGN
+    at = row[:, None] * D + column[None, :]
+    first = tl.load(QKV + at, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(QKV + at + D // 2, mask=inside, other=0.0).to(tl.float32)
+    tl.store(TURNED + at, first * cos - second * sin, mask=inside)
+    tl.store(TURNED + at + D // 2, second * cos + first * sin, mask=inside)
+
+
+@operator
+def rotary(qkv: Tensor, cos: Tensor, sin: Tensor, values: int, sign: int) -> Tensor:
+    """qkv [B, S, heads, head_dim] turned by `sign` times the angle of its position, but for the last `values` heads."""
+    chosen, turned = blocks("rotary"), torch.empty_like(qkv)
+    rows, dim, width, tile_rows = rows_and_width(qkv, chosen.pop("TILE"))
+    wrap_triton(rotary_kernel)[(triton.cdiv(rows, tile_rows),)](
+        *(qkv, cos, sin, turned, rows, qkv.shape[1]),
+        **{"HEADS": qkv.shape[2], "VALUES": values, "SIGN": sign, "D": dim, "BLOCK_D": width, "ROWS": tile_rows},
+        **chosen,
+    )
+    return turned
+
+
+class Rotary(torch.autograd.Function):
+    """Packed heads [B, S, H + 2 K, head_dim] -> the same with query and key heads turned by their position along S.
+
+    Channel i turns with channel i + head_dim / 2. cos and sin [S or more, 1, head_dim] repeat their first half.
+    """
+
+    @staticmethod
+    def forward(ctx, qkv: Tensor, cos: Tensor, sin: Tensor, num_kv_heads: int):
+        ctx.save_for_backward(cos, sin)
+        ctx.values = num_kv_heads
+        return rotary(qkv.contiguous(), cos, sin, num_kv_heads, 1)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return rotary(grad.contiguous(), *ctx.saved_tensors, ctx.values, -1), None, None, None
+
+
+@triton.jit
+def swiglu_forward_kernel(GATE_UP, OUT, size, DIM: tl.constexpr, TILE: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    gate_at = at // DIM * (2 * DIM) + at % DIM  # a row holds all gates, then all ups
+    gate = tl.load(GATE_UP + gate_at, mask=at < size, other=0.0).to(tl.float32)
+    up = tl.load(GATE_UP + gate_at + DIM, mask=at < size, other=0.0).to(tl.float32)
+    tl.store(OUT + at, gate * tl.sigmoid(gate) * up, mask=at < size)
+
+
+@triton.jit
+def swiglu_backward_kernel(GRAD, GATE_UP, GRAD_GATE_UP, size, DIM: tl.constexpr, TILE: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    gate_at = at // DIM * (2 * DIM) + at % DIM
+    grad = tl.load(GRAD + at, mask=at < size, other=0.0).to(tl.float32)
+    gate = tl.load(GATE_UP + gate_at, mask=at < size, other=0.0).to(tl.float32)
+    up = tl.load(GATE_UP + gate_at + DIM, mask=at < size, other=0.0).to(tl.float32)
+    sigmoid = tl.sigmoid(gate)
+    tl.store(GRAD_GATE_UP + gate_at, grad * up * sigmoid * (1 + gate * (1 - sigmoid)), mask=at < size)
+    tl.store(GRAD_GATE_UP + gate_at + DIM, grad * gate * sigmoid, mask=at < size)
+
+
+@operator
+def swiglu_forward(gate_up: Tensor) -> Tensor:
+    """gate_up [..., 2 I] -> silu(gate) * up [..., I]."""
+    chosen, dim = blocks("swiglu_forward"), gate_up.shape[-1] // 2
+    out = gate_up.new_empty(*gate_up.shape[:-1], dim)
+    grid = (triton.cdiv(out.numel(), chosen["TILE"]),)
+    wrap_triton(swiglu_forward_kernel)[grid](gate_up, out, out.numel(), DIM=dim, **chosen)
+    return out
+
+
+@operator
+def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
+    """Gradient of gate_up, packed as it is."""
+    chosen, grad_gate_up = blocks("swiglu_backward"), torch.empty_like(gate_up)
+    grid = (triton.cdiv(grad.numel(), chosen["TILE"]),)
+    wrap_triton(swiglu_backward_kernel)[grid](grad, gate_up, grad_gate_up, grad.numel(), DIM=grad.shape[-1], **chosen)
+    return grad_gate_up
+
+
+class SwiGLUActivation(torch.autograd.Function):
+    """gate_up [..., 2 I], gates first -> silu(gate) * up [..., I]."""
+
+    @staticmethod
+    def forward(ctx, gate_up: Tensor):
+        gate_up = gate_up.contiguous()
+        ctx.save_for_backward(gate_up)
+        return swiglu_forward(gate_up)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return swiglu_backward(grad.contiguous(), *ctx.saved_tensors)
+
+
+LOG2E = tl.constexpr(math.log2(math.e))  # scores are kept to the base 2: exp2 is what the hardware computes
+
+
+@triton.jit
+def attention_forward_kernel(
+    QKV, OUT, LSE, seq, scale, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    TOKEN: tl.constexpr = (H + 2 * K) * D  # elements of a token in QKV
+    batch, head = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
+    first = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_Q  # those with the most keys start first
+    query, key, channel = first + tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_D)
+    token = batch * seq + query
+    inside = (query < seq)[:, None] & (channel < D)[None, :]
+    q = tl.load(QKV + (token * TOKEN + head * D)[:, None] + channel[None, :], mask=inside, other=0.0)
+    KEYS = QKV + batch * seq * TOKEN + (H + head // (H // K)) * D
+    key_at = key[:, None] * TOKEN + channel[None, :]
+    top = tl.full([BLOCK_Q], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_Q], tl.float32)
+    out = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
+    diagonal = first // BLOCK_K * BLOCK_K
+    for MASKED in tl.static_range(2):  # first the keys that every query of this block sees
+        begin = diagonal if MASKED else 0
+        end = tl.minimum(first + BLOCK_Q, seq) if MASKED else diagonal
+        for start in range(begin, end, BLOCK_K):
+            at = KEYS + tl.cast(start, tl.int64) * TOKEN + key_at
+            loaded = (start + key < seq)[:, None] & (channel < D)[None, :]
+            k = tl.load(at, mask=loaded, other=0.0)
+            v = tl.load(at + K * D, mask=loaded, other=0.0)
+            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * LOG2E)
+            if MASKED:
+                scores = tl.where(query[:, None] >= (start + key)[None, :], scores, float("-inf"))
+            new_top = tl.maximum(top, tl.max(scores, 1))  # finite from the first block on: every query sees key 0
+            p = tl.exp2(scores - new_top[:, None])
+            shrink = tl.exp2(top - new_top)
+            total = total * shrink + tl.sum(p, 1)
+            out = tl.dot(p.to(v.dtype), v, out * shrink[:, None], input_precision=PRECISION)
+            top = new_top
+    tl.store(OUT + ((token * H + head) * D)[:, None] + channel[None, :], out / total[:, None], mask=inside)
+    tl.store(LSE + (batch * H + head) * seq + query, top + tl.log2(total), mask=query < seq)
+
+
+@triton.jit
+def attention_backward_queries_kernel(
+    QKV, OUT, LSE, GRAD, DELTA, GRAD_QKV, seq, scale, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    TOKEN: tl.constexpr = (H + 2 * K) * D
+    batch, head = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
+    first = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_Q
+    query, key, channel = first + tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_D)
+    token = batch * seq + query
+    inside = (query < seq)[:, None] & (channel < D)[None, :]
+    query_at = (token * TOKEN + head * D)[:, None] + channel[None, :]
+    out_at = ((token * H + head) * D)[:, None] + channel[None, :]
+    q = tl.load(QKV + query_at, mask=inside, other=0.0)
+    grad = tl.load(GRAD + out_at, mask=inside, other=0.0)
+    delta = tl.sum(tl.load(OUT + out_at, mask=inside, other=0.0).to(tl.float32) * grad.to(tl.float32), 1)
+    tl.store(DELTA + (batch * H + head) * seq + query, delta, mask=query < seq)
+    lse = tl.load(LSE + (batch * H + head) * seq + query, mask=query < seq, other=0.0)
+    KEYS = QKV + batch * seq * TOKEN + (H + head // (H // K)) * D
+    key_at = key[:, None] * TOKEN + channel[None, :]
+    grad_q = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
+    diagonal = first // BLOCK_K * BLOCK_K
+    for MASKED in tl.static_range(2):
+        begin = diagonal if MASKED else 0
+        end = tl.minimum(first + BLOCK_Q, seq) if MASKED else diagonal
+        for start in range(begin, end, BLOCK_K):
+            at = KEYS + tl.cast(start, tl.int64) * TOKEN + key_at
+            loaded = (start + key < seq)[:, None] & (channel < D)[None, :]
+            k = tl.load(at, mask=loaded, other=0.0)
+            v = tl.load(at + K * D, mask=loaded, other=0.0)
+            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * LOG2E) - lse[:, None]
+            if MASKED:
+                scores = tl.where(query[:, None] >= (start + key)[None, :], scores, float("-inf"))
+            grad_p = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
+            grad_scores = tl.exp2(scores) * (grad_p - delta[:, None])
+            grad_q = tl.dot(grad_scores.to(k.dtype), k, grad_q, input_precision=PRECISION)
+    tl.store(GRAD_QKV + query_at, grad_q * scale, mask=inside)
+
+
+@triton.jit
+def attention_backward_keys_kernel(
+    QKV, LSE, GRAD, DELTA, GRAD_QKV, seq, scale, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    TOKEN: tl.constexpr = (H + 2 * K) * D
+    batch, kv_head = (tl.program_id(0) // K).to(tl.int64), tl.program_id(0) % K
+    first = tl.program_id(1) * BLOCK_K
+    query, key, channel = tl.arange(0, BLOCK_Q), first + tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_D)
+    inside = (key < seq)[:, None] & (channel < D)[None, :]
+    key_at = ((batch * seq + key) * TOKEN + (H + kv_head) * D)[:, None] + channel[None, :]
+    k = tl.load(QKV + key_at, mask=inside, other=0.0)
+    v = tl.load(QKV + key_at + K * D, mask=inside, other=0.0)
+    query_at = query[:, None] * TOKEN + channel[None, :]
+    grad_at = query[:, None] * (H * D) + channel[None, :]
+    grad_k = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
+    grad_v = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
+    below = tl.minimum((first + BLOCK_K + BLOCK_Q - 1) // BLOCK_Q * BLOCK_Q, seq)
+    for head in range(kv_head * (H // K), (kv_head + 1) * (H // K)):  # the query heads of this group
+        row = (batch * H + head) * seq
+        for MASKED in tl.static_range(2):  # first the queries that see every key of this block
+            begin = first // BLOCK_Q * BLOCK_Q if MASKED else below
+            end = below if MASKED else seq
+            for start in range(begin, end, BLOCK_Q):
+                token = batch * seq + start
+                loaded = (start + query < seq)[:, None] & (channel < D)[None, :]
+                q = tl.load(QKV + (token * TOKEN + head * D) + query_at, mask=loaded, other=0.0)
+                grad = tl.load(GRAD + (token * H + head) * D + grad_at, mask=loaded, other=0.0)
+                lse = tl.load(LSE + row + start + query, mask=start + query < seq, other=0.0)
+                scores = tl.dot(k, tl.trans(q), input_precision=PRECISION) * (scale * LOG2E) - lse[None, :]
+                if MASKED:
+                    scores = tl.where((start + query)[None, :] >= key[:, None], scores, float("-inf"))
+                p = tl.exp2(scores)  # [keys, queries], so that no product needs it transposed
+                grad_v = tl.dot(p.to(grad.dtype), grad, grad_v, input_precision=PRECISION)
+                grad_p = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
+                delta = tl.load(DELTA + row + start + query, mask=start + query < seq, other=0.0)
+                grad_scores = p * (grad_p - delta[None, :])
+                grad_k = tl.dot(grad_scores.to(q.dtype), q, grad_k, input_precision=PRECISION)
+    tl.store(GRAD_QKV + key_at, grad_k * scale, mask=inside)
+    tl.store(GRAD_QKV + key_at + K * D, grad_v, mask=inside)
+
+
+def attention_sizes(qkv: Tensor, num_heads: int) -> dict:
+    """What the three kernels are compiled for, besides their blocks."""
+    packed, dim = qkv.shape[2:]
+    sizes = {"H": num_heads, "K": (packed - num_heads) // 2, "D": dim, "BLOCK_D": max(16, triton.next_power_of_2(dim))}
+    return {**sizes, "PRECISION": dot_precision(qkv.dtype)}
+
+
+@operator
+def attention_forward(qkv: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
+    """qkv [B, S, H + 2 K, D] -> attention [B, S, H, D] and the base-2 logarithm of the softmax's sums [B, H, S]."""
+    (batch, seq, _, dim), chosen = qkv.shape, blocks("attention_forward", qkv.dtype)
+    out, lse = qkv.new_empty(batch, seq, num_heads, dim), qkv.new_empty(batch, num_heads, seq, dtype=torch.float32)
+    wrap_triton(attention_forward_kernel)[(batch * num_heads, triton.cdiv(seq, chosen["BLOCK_Q"]))](
+        qkv, out, lse, seq, dim**-0.5, **attention_sizes(qkv, num_heads), **chosen
+    )
+    return out, lse
+
+
+@operator
+def attention_backward(qkv: Tensor, out: Tensor, lse: Tensor, grad: Tensor) -> Tensor:
+    """Gradient of qkv, packed as it is."""
+    batch, seq, num_heads, dim = out.shape
+    sizes, delta, grad_qkv = attention_sizes(qkv, num_heads), torch.empty_like(lse), torch.empty_like(qkv)
+    chosen = blocks("attention_backward_queries", qkv.dtype)
+    wrap_triton(attention_backward_queries_kernel)[(batch * num_heads, triton.cdiv(seq, chosen["BLOCK_Q"]))](
+        qkv, out, lse, grad, delta, grad_qkv, seq, dim**-0.5, **sizes, **chosen
+    )
+    chosen = blocks("attention_backward_keys", qkv.dtype)
+    wrap_triton(attention_backward_keys_kernel)[(batch * sizes["K"], triton.cdiv(seq, chosen["BLOCK_K"]))](
+        qkv, lse, grad, delta, grad_qkv, seq, dim**-0.5, **sizes, **chosen
+    )
+    return grad_qkv
+
+
+class CausalAttention(torch.autograd.Function):
+    """Packed heads [B, S, H + 2 K, D] -> causal attention [B, S, H, D]; H / K query heads share a key/value head.
+
+    Flash attention (Dao 2023): the backward pass computes the scores again from the sums that the forward pass kept.
+    """
+
+    @staticmethod
+    def forward(ctx, qkv: Tensor, num_heads: int):
+        qkv = qkv.contiguous()
+        out, lse = attention_forward(qkv, num_heads)
+        ctx.save_for_backward(qkv, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return attention_backward(*ctx.saved_tensors, grad.contiguous()), None
+
+
+@triton.jit
+def cross_entropy_forward_kernel(
+    LOGITS, TARGETS, LOSSES, LSE, rows, V: tl.constexpr, BLOCK_V: tl.constexpr, ROWS: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    for start in range(0, V, BLOCK_V):
+        column = start + tl.arange(0, BLOCK_V)
+        inside = (row < rows)[:, None] & (column < V)[None, :]
+        logits = tl.load(LOGITS + row[:, None] * V + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        logits = tl.where((column < V)[None, :], logits, float("-inf"))
+        new_top = tl.maximum(top, tl.max(logits, 1))
+        total = total * tl.exp(top - new_top) + tl.sum(tl.exp(logits - new_top[:, None]), 1)
+        top = new_top
+    lse = top + tl.log(total)
+    target = tl.load(TARGETS + row, mask=row < rows, other=-100)
+    known = (target >= 0) & (target < V)  # any other label but -100 makes the loss NaN
+    logit = tl.load(LOGITS + row * V + target, mask=known, other=float("nan")).to(tl.float32)
+    tl.store(LOSSES + row, tl.where(target == -100, 0.0, lse - logit), mask=row < rows)
+    tl.store(LSE + row, lse, mask=row < rows)
+
+
+@triton.jit
+def cross_entropy_backward_kernel(
+    GRAD, LOGITS, TARGETS, LSE, GRAD_LOGITS, rows, V: tl.constexpr, BLOCK_V: tl.constexpr, ROWS: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    target = tl.load(TARGETS + row, mask=row < rows, other=-100)
+    lse = tl.load(LSE + row, mask=row < rows, other=0.0)
+    grad = tl.load(GRAD + row, mask=target != -100, other=0.0)
+    for start in range(0, V, BLOCK_V):
+        column = start + tl.arange(0, BLOCK_V)
+        inside = (row < rows)[:, None] & (column < V)[None, :]
+        at = row[:, None] * V + column[None, :]
+        p = tl.exp(tl.load(LOGITS + at, mask=inside, other=0.0).to(tl.float32) - lse[:, None])
+        p -= tl.where(column[None, :] == target[:, None], 1.0, 0.0)
+        tl.store(GRAD_LOGITS + at, p * grad[:, None], mask=inside)
+
+
+@operator
+def cross_entropy_forward(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """logits [T, V], targets [T] -> losses [T], 0 where the target is -100, and log-sum-exp [T], both float32."""
+    chosen = blocks("cross_entropy_forward")
+    tile = chosen.pop("TILE")
+    rows, vocab, width, tile_rows = rows_and_width(logits, tile)
+    losses, lse = (logits.new_empty(rows, dtype=torch.float32) for _ in range(2))
+    wrap_triton(cross_entropy_forward_kernel)[(triton.cdiv(rows, tile_rows),)](
+        logits, targets, losses, lse, rows, V=vocab, BLOCK_V=min(width, tile), ROWS=tile_rows, **chosen
+    )
+    return losses, lse
+
+
+@operator
+def cross_entropy_backward(grad: Tensor, logits: Tensor, targets: Tensor, lse: Tensor) -> Tensor:
+    """Gradient of the logits, in their type."""
+    chosen, grad_logits = blocks("cross_entropy_backward"), torch.empty_like(logits)
+    tile = chosen.pop("TILE")
+    rows, vocab, width, tile_rows = rows_and_width(logits, tile)
+    wrap_triton(cross_entropy_backward_kernel)[(triton.cdiv(rows, tile_rows),)](
+        grad, logits, targets, lse, grad_logits, rows, V=vocab, BLOCK_V=min(width, tile), ROWS=tile_rows, **chosen
+    )
+    return grad_logits
+
+
+class CrossEntropy(torch.autograd.Function):
+    """logits [T, V] of any type, targets [T] -> losses [T] in float32, 0 where the target is -100."""
+
+    @staticmethod
+    def forward(ctx, logits: Tensor, targets: Tensor):
+        logits, targets = logits.contiguous(), targets.contiguous()
+        losses, lse = cross_entropy_forward(logits, targets)
+        ctx.save_for_backward(logits, targets, lse)
+        return losses
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return cross_entropy_backward(grad.contiguous(), *ctx.saved_tensors), None
+
+
 # --- model
 
 
 class RMSNorm(nn.Module):
     """Root mean square norm, `x / rms(x) * weight` over the last dimension, computed in float32."""
 
-    def __init__(self, dim: int, eps: float):
+    def __init__(self, dim: int, eps: float, fusions: Fusions):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(dim))
         self.eps = eps
+        self.fusions = fusions
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, update: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """x and update [..., D] -> norm of their sum, in the type that the next GEMM takes, and their sum."""
+        if self.fusions.triton_rms_norm:
+            device = x.device.type
+            dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+            result = AddRMSNorm.apply(x, update, self.weight, self.eps, dtype)
+            return (result, x) if update is None else result
+        x = x if update is None else x + update
         wide = x.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(x.dtype)
+        return self.weight * wide.to(x.dtype), x
 
 
 class RotaryEmbedding(nn.Module):
@@ -372,14 +799,22 @@ class Attention(nn.Module):
             self.v_proj = nn.Linear(config.hidden_dim, kv_dim, bias=False)
         self.o_proj = nn.Linear(config.hidden_dim, config.hidden_dim, bias=False)
         self.rotary = RotaryEmbedding(config)
-        if not fusions.flash_attention:
+        if not (fusions.flash_attention or fusions.triton_attention):
             mask = torch.full((config.seq_len, config.seq_len), -torch.inf).triu(1)  # 0 on and below the diagonal
             self.register_buffer("causal_mask", mask, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [B, S, D] -> [B, S, D]."""
         batch, seq, _ = x.shape
-        if self.fusions.qkv_fusion:
+        if self.fusions.triton_rotary:
+            if self.fusions.qkv_fusion:
+                qkv = self.qkv_proj(x)
+            else:
+                qkv = torch.cat((self.q_proj(x), self.k_proj(x), self.v_proj(x)), dim=-1)
+            qkv = qkv.view(batch, seq, -1, self.head_dim)
+            qkv = Rotary.apply(qkv, self.rotary.cos, self.rotary.sin, self.num_kv_heads)
+            q, k, v = qkv.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=2)
+        elif self.fusions.qkv_fusion:
             qkv = self.qkv_proj(x).view(batch, seq, -1, self.head_dim)
             qk, v = qkv.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=2)
             q, k = self.rotary(qk).split([self.num_heads, self.num_kv_heads], dim=2)
@@ -389,6 +824,9 @@ class Attention(nn.Module):
             v = self.v_proj(x).view(batch, seq, self.num_kv_heads, self.head_dim)
             q, k = self.rotary(q), self.rotary(k)
 
+        if self.fusions.triton_attention:
+            qkv = qkv if self.fusions.triton_rotary else torch.cat((q, k, v), dim=2)
+            return self.o_proj(CausalAttention.apply(qkv, self.num_heads).flatten(2))
         group = self.num_heads // self.num_kv_heads  # query heads that share a key/value head
         q, k, v = (t.transpose(1, 2) for t in (q, k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)))
         if self.fusions.flash_attention:
@@ -418,9 +856,13 @@ class SwiGLU(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [B, S, D] -> [B, S, D]."""
         if self.fusions.swiglu_fusion:
-            gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+            gate_up = self.gate_up_proj(x)
+            gate, up = gate_up.chunk(2, dim=-1)
         else:
             gate, up = self.gate_proj(x), self.up_proj(x)
+        if self.fusions.triton_swiglu:
+            gate_up = gate_up if self.fusions.swiglu_fusion else torch.cat((gate, up), dim=-1)
+            return self.down_proj(SwiGLUActivation.apply(gate_up))
         return self.down_proj(F.silu(gate) * up)
 
 
@@ -429,15 +871,16 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: ModelConfig, fusions: Fusions):
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_dim, config.norm_eps)
+        self.input_layernorm = RMSNorm(config.hidden_dim, config.norm_eps, fusions)
         self.self_attn = Attention(config, fusions)
-        self.post_attention_layernorm = RMSNorm(config.hidden_dim, config.norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_dim, config.norm_eps, fusions)
         self.mlp = SwiGLU(config, fusions)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [B, S, D] -> [B, S, D]."""
-        x = x + self.self_attn(self.input_layernorm(x))
-        return x + self.mlp(self.post_attention_layernorm(x))
+    def forward(self, x: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Residual stream x and the update that is still to be added, both [B, S, D] -> the same after this layer."""
+        normed, x = self.input_layernorm(x, update)
+        normed, x = self.post_attention_layernorm(x, self.self_attn(normed))
+        return x, self.mlp(normed)
 
 
 class TinyLlama(nn.Module):
@@ -447,20 +890,23 @@ class TinyLlama(nn.Module):
 
     def __init__(self, config: ModelConfig, fusions: Fusions):
         super().__init__()
-        self.config = config
+        self.config, self.fusions = config, fusions
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_dim)
         self.layers = nn.ModuleList(DecoderLayer(config, fusions) for _ in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_dim, config.norm_eps)
+        self.norm = RMSNorm(config.hidden_dim, config.norm_eps, fusions)
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
         """input_ids [B, S] -> logits [B, S, V]; with labels [B, S], the same tokens -> next-token cross-entropy."""
-        x = self.embed_tokens(input_ids)
+        x, update = self.embed_tokens(input_ids), None
         for layer in self.layers:
-            x = layer(x)
-        logits = F.linear(self.norm(x), self.embed_tokens.weight)
+            x, update = layer(x, update)
+        logits = F.linear(self.norm(x, update)[0], self.embed_tokens.weight)
         if labels is None:
             return logits
         following = F.pad(labels[:, 1:], (0, 1), value=-100)  # the one place where labels are shifted; -100 is ignored
+        if self.fusions.triton_cross_entropy:
+            losses = CrossEntropy.apply(logits.flatten(0, 1), following.flatten())
+            return losses.sum() / (following != -100).sum()
         return F.cross_entropy(logits.flatten(0, 1).float(), following.flatten())
 
 

@@ -52,6 +52,7 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton looks at it when it is imported
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns where it is not set
 import torch.nn.functional as F
 import triton
 import triton.language as tl
@@ -82,7 +83,7 @@ class ModelConfig:
     seq_len: int = 64
     outer_product_dim: int = 32
     transition_factor: int = 4
-    blocks: str = ""
+    blocks: str = "default"  # what --blocks replaces
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,8 @@ def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentPar
         dim, heads = getattr(args, f"{name}_dim"), getattr(args, f"num_heads_{name}")
         if dim % heads:
             parser.error(f"--{name}-dim {dim} must be divisible by --num-heads-{name} {heads}")
+        if args.triton_attention and dim > 64 * heads:
+            parser.error(f"triton-attention takes up to 64 channels per head: raise --num-heads-{name}, or disable it")
     if bool(args.msa) != bool(args.structure):
         parser.error("--msa and --structure belong together: give both, or neither for synthetic proteins")
     if args.msa:
@@ -161,7 +164,7 @@ def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentPar
     if any(getattr(args, name) for _, name, _ in FUSIONS if name.startswith("triton")):
         if INTERPRETED:
             say("note", "the kernels run on the CPU in Triton's interpreter, right but slow: use small sizes")
-        elif args.device == "cpu":
+        elif args.device == "cpu" or not torch.cuda.is_available():
             fail("on a CPU the kernels need Triton's interpreter: set TRITON_INTERPRET=1, or --disable-all-fusion", 4)
 
 
@@ -202,7 +205,7 @@ BLOCKS: dict[str, dict[str, int]] = {
     "triangle_project_backward hip": {"BLOCK_C": 32, "num_warps": 8},
     "triangle_weights": {"BLOCK_M": 64, "BLOCK_K": 128, "PROGRAMS": 264, "num_warps": 8, "num_stages": 3},
     "triangle_weights float32 hip": {"BLOCK_M": 32, "num_stages": 2},
-    "triangle_finish": {"BLOCK_K": 4, "num_warps": 4},
+    "triangle_finish": {"ROWS": 4, "num_warps": 4},
     "outer_product_forward": {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_S": 32, "num_warps": 8, "num_stages": 2},
     "outer_product_backward": {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_S": 64, "num_warps": 4, "num_stages": 3},
     "bias_relu_forward": {"TILE": 4096, "num_warps": 4},
@@ -215,14 +218,16 @@ def read_blocks(text: str) -> tuple[str, dict[str, int]]:
     """argparse type: "kernel:NAME=number,..." -> kernel and what to replace in its block sizes."""
     kernel, _, settings = text.partition(":")
     pairs = [pair.partition("=")[::2] for pair in settings.split(",")]
-    if kernel not in BLOCKS:
+    if kernel not in BLOCKS or " " in kernel:
         raise argparse.ArgumentTypeError(
             f"no kernel {kernel!r}; there are {', '.join(k for k in BLOCKS if ' ' not in k)}"
         )
     if wrong := [name for name, _ in pairs if name not in {"num_stages", *BLOCKS[kernel]}]:
         raise argparse.ArgumentTypeError(f"{kernel} has no {wrong[0]!r}; it has {', '.join(BLOCKS[kernel])}")
-    if wrong := [value for _, value in pairs if not value.isdecimal() or int(value).bit_count() != 1]:
-        raise argparse.ArgumentTypeError(f"{kernel}: {wrong[0]!r} is not a power of two")
+    for name, value in pairs:
+        low = 16 if name.startswith("BLOCK") else 1
+        if not value.isdecimal() or int(value).bit_count() != 1 or int(value) < low:
+            raise argparse.ArgumentTypeError(f"{kernel}: {name}={value} is not a power of two from {low}")
     return kernel, {name: int(value) for name, value in pairs}
 
 
@@ -285,7 +290,7 @@ def rows_and_width(x: Tensor, tile: int) -> tuple[int, int, int, int]:
     return x.numel() // x.shape[-1], x.shape[-1], width, max(1, tile // width)
 
 
-LOG2E = tl.constexpr(1.4426950408889634)  # scores are kept to the base 2: exp2 is what the hardware has
+LOG2E = tl.constexpr(math.log2(math.e))  # scores are kept to the base 2: exp2 is what the hardware computes
 
 
 @triton.jit
@@ -883,13 +888,13 @@ def triangle_weights_kernel(
 @triton.jit
 def triangle_finish_kernel(
     PRODUCTS, SUMS, WEIGHT, NORM_WEIGHT, NORM_BIAS, GRAD_WEIGHT, GRAD_BIAS, GRAD_NORM, K, parts,
-    C: tl.constexpr, BLOCK_K: tl.constexpr,
+    C: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Add up the parts; y = normed * norm_weight + norm_bias gives the gradients of both pairs of parameters."""
-    row = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     channel = tl.arange(0, C)
-    product = tl.zeros([BLOCK_K, C], tl.float32)
-    total = tl.zeros([BLOCK_K], tl.float32)
+    product = tl.zeros([ROWS, C], tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
     for part in range(0, parts):
         product += tl.load(PRODUCTS + (part * K + row)[:, None] * C + channel[None, :])
         total += tl.load(SUMS + part * K + row)
@@ -986,11 +991,11 @@ def triangle_weight_gradients(
     wrap_triton(triangle_weights_kernel)[(tiles, parts)](
         grad, normed, products, sums, positions, part, K=width, **options
     )
-    finish = blocks("triangle_finish")
-    grad_norm = grad_weight.new_empty(width // finish["BLOCK_K"], 2, dim)
-    wrap_triton(triangle_finish_kernel)[(width // finish["BLOCK_K"],)](
+    chosen = blocks("triangle_finish")
+    grad_norm = grad_weight.new_empty(width // chosen["ROWS"], 2, dim)
+    wrap_triton(triangle_finish_kernel)[(width // chosen["ROWS"],)](
         *(products, sums, weight, norm_weight, norm_bias, grad_weight, grad_bias, grad_norm, width, parts),
-        **{"C": dim, **finish},
+        **{"C": dim, **chosen},
     )
     return grad_norm.sum(0)
 

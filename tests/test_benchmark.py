@@ -49,27 +49,27 @@ def test_ablation_measures_each_fusion_alone_and_all_but_each(tmp_path, monkeypa
     assert {line.count("|") for line in lines} == {8}
 
 
-def test_headline_compares_both_versions_turn_by_turn(tmp_path, monkeypatch):
+def test_headline_compares_all_versions_turn_by_turn(tmp_path, monkeypatch):
     order = []
-    for version in ("v1", "v2"):
+    for version in benchmark.VERSIONS:
         script = benchmark.importlib.import_module(f"tiny_llama_{version}")
 
         def take(run, steps: int, version: str = version) -> None:
             if run.label == "step" and run.goal > 3:
                 order.append(version)
-            run.turns.append({"v1": 30.0, "v2": 20.0}[version] * (1 + len(run.turns)))
+            run.turns.append({"v1": 30.0, "v2": 20.0, "v3": 10.0}[version] * (1 + len(run.turns)))
 
         monkeypatch.setattr(script.Run, "take", take)
     monkeypatch.setattr(benchmark, "SHAPES", {"tiny_llama, small": SMALL})
     argv = ["--rounds", "3", "--shapes", "tiny_llama, small", "--precisions", "fp32", "--modes", "eager"]
     assert benchmark.main(["headline", str(tmp_path), *argv]) == 0
-    assert order == ["v1", "v2", "v2", "v1", "v1", "v2"]
+    assert order == [*benchmark.VERSIONS, *reversed(benchmark.VERSIONS), *benchmark.VERSIONS]
     (row,) = json.loads((tmp_path / "headline.json").read_text())["rows"]
-    assert (row["v1"]["batch_ms"], row["v2"]["batch_ms"]) == (60.0, 40.0)
+    assert [row[version]["batch_ms"] for version in benchmark.VERSIONS] == [60.0, 40.0, 20.0]
     assert benchmark.ratios(row["v1"], row["v2"]) == [1.5, 1.5, 1.5]
     times, kernels = benchmark.table(tmp_path).split("\n\n")
     assert [cell.strip() for cell in times.splitlines()[2].split("|")[1:-1]] == [
-        "tiny_llama, small, fp32", "60.00", "40.00"
+        "tiny_llama, small, fp32", "60.00", "40.00", "20.00"
     ]  # fmt: skip
     assert str(row["v2"]["per_step"]) in kernels
 

@@ -28,11 +28,16 @@ from conftest import (
     random_state,
     relative_difference,
     run_main,
+    words,
 )
 
 every_setting = pytest.mark.parametrize(("script", "argv"), ALL_SETTINGS)
+# V3's kernels run in Python here, so there is time for long runs with all of them only.
+every_long_run = pytest.mark.parametrize(
+    ("script", "argv"), [s for s in ALL_SETTINGS if "_v3" not in s.id or s.id.endswith("all-on")]
+)
 both_models = pytest.mark.parametrize("script", [f"tiny_{model}_v2" for model in MODELS])
-TWENTY_STEPS = ["--num-steps", "20", "--warmup-steps", "0", "--under-profiler", "--learning-rate", "1e-3"]
+TWENTY_STEPS = words("--num-steps 20 --warmup-steps 0 --under-profiler --learning-rate 1e-3 --batch-size 1")
 
 
 def baseline(script: str) -> str:
@@ -158,7 +163,7 @@ def test_every_single_part_of_a_fused_weight_gets_a_gradient_from_the_initial_we
     assert [name for name in zero if "layer_norm_z.bias" not in name] == []
 
 
-@every_setting
+@every_long_run
 def test_loss_curve_is_that_of_v1(script: str, argv: list[str]):
     expected, found = curve(baseline(script), *TWENTY_STEPS), curve(script, *TWENTY_STEPS, *argv)
     assert len(found) == 20
@@ -263,7 +268,7 @@ def test_loss_falls_in_mixed_precision(script: str, dtype: str, tmp_path: Path):
     assert sum(losses[-5:]) / 5 < 0.9 * losses[0]
 
 
-@every_setting
+@every_long_run
 def test_mixed_precision_changes_the_loss_little(script: str, argv: list[str]):
     exact = curve(script, *TWENTY_STEPS, *argv)
     mixed = curve(script, *TWENTY_STEPS, *argv, "--use-amp")
@@ -295,7 +300,7 @@ def test_torch_compile_follows_the_same_loss_curve(tmp_path: Path, monkeypatch: 
     assert f"Compilation overhead: {overhead:.1f} ms" in compiled.stdout
     assert re.search(r"^Warmup step time: .* ms \(first step, includes compilation\)$", compiled.stdout, re.MULTILINE)
     assert re.search(r"^compiling", compiled.stdout, re.MULTILINE), "what takes long is announced"
-    assert "ompil" not in eager.stdout
+    assert not re.search("Compilation overhead|^compiling", eager.stdout, re.MULTILINE)
     assert "compilation_overhead_ms" not in eager.summary["timing"]
     assert compiled.summary["kernels"] == {}, "on a CPU the compiled loops are no operators"
     assert "Kernel" not in compiled.stdout

@@ -6,7 +6,7 @@ unless a row says otherwise. A suite writes one file, which replaces an earlier 
 then the rows are in NAME.partial.json.
 
 Examples:
-  python tools/benchmark.py headline results/DIR   V1 against V2: sizes, precisions, eager, graph and compiled
+  python tools/benchmark.py headline results/DIR   all versions: sizes, precisions, eager, graph and compiled
   python tools/benchmark.py grid results/DIR       V1 against V2 over batch sizes and sequence lengths
   python tools/benchmark.py ablation results/DIR   each fusion alone, and all but each, against none
   python tools/benchmark.py memory results/DIR     peak memory of TinyLlama against the sequence length
@@ -56,6 +56,7 @@ SHAPES = {  # of the headline table
     "tiny_openfold, crop": CROP.split(),
 }
 MODELS = {"tiny_openfold": [], "tiny_llama": ["--seq-len", "128"]}  # the sizes of the ablation
+VERSIONS = ("v1", "v2", "v3")
 PRECISIONS = {"fp32": [], "TF32": ["--matmul-precision", "high"], "bf16": ["--use-amp"]}
 GRAPH, COMPILE = ["--enable-cuda-graph"], ["--enable-torch-compile"]
 MODES = {  # the best mode of torch.compile is that with graphs of its own
@@ -156,11 +157,11 @@ def ratios(first: dict, second: dict) -> list[float]:
 
 
 def headline(rounds: int, shapes: Sequence[str], precisions: Sequence[str], modes: Sequence[str]) -> Iterator[dict]:
-    """V1 and V2 in every size, precision and mode."""
+    """All versions in every size, precision and mode."""
     for shape, precision, mode in itertools.product(shapes, precisions, modes):
         argv = [*SHAPES[shape], *PRECISIONS[precision], *MODES[mode]]
         row = {"shape": shape, "precision": precision, "mode": mode}
-        yield row | in_turns({v: (f"{shape.partition(',')[0]}_{v}", argv) for v in ("v1", "v2")}, rounds)
+        yield row | in_turns({v: (f"{shape.partition(',')[0]}_{v}", argv) for v in VERSIONS}, rounds)
 
 
 def grid(model: str, rounds: int) -> Iterator[dict]:
@@ -405,20 +406,21 @@ def headline_tables(directory: Path) -> list[str]:
         return []
 
     def columns(modes: Iterable[str], value: Callable[[dict], str]) -> dict[str, list[str]]:
-        """The columns of V1 and V2 in these modes, as far as they were measured."""
-        measured = [mode for mode in modes if all(mode in line for line in lines.values())]
+        """The columns of all versions in these modes, as far as they were measured."""
         return {
             f"{mode} {version.upper()}": [value(line[mode][version]) for line in lines.values()]
-            for mode, version in itertools.product(measured, ("v1", "v2"))
+            for mode, version in itertools.product(modes, VERSIONS)
+            if all(version in line.get(mode, ()) for line in lines.values())
         }
 
     def as_table(title: str, columns: dict[str, list[str]]) -> str:
         return markdown_table([title, *columns], [*zip(lines, *columns.values(), strict=True)])
 
     times = columns(MODES, lambda side: f"{side['batch_ms']:.2f}")
-    if "graph V1" in times:
-        both = (ratios(line["graph"]["v1"], line["graph"]["v2"]) for line in lines.values())
-        times["V2 as graph"] = [f"{statistics.median(of_turns):.2f}x" for of_turns in both]
+    for before, after in itertools.pairwise(VERSIONS):
+        if f"graph {after.upper()}" in times:
+            both = (ratios(line["graph"][before], line["graph"][after]) for line in lines.values())
+            times[f"{after.upper()} over {before.upper()}, graph"] = [f"{statistics.median(r):.2f}x" for r in both]
     counts = columns(("eager", "compiled"), lambda side: str(side["per_step"]))
     peaks = columns(("eager", "graph", "compiled graph"), lambda side: cell(side["peak_mb"], ".0f"))
     return [

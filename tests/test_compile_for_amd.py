@@ -1,0 +1,95 @@
+"""The kernels compile for AMD's GPUs, without spills and within their LDS, as the scripts would launch them there.
+
+COVERED says what this covers. Every precision and size on every target takes minutes: python tools/compile_for_amd.py
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+SCRIPTS = sorted(ROOT.glob("tiny_*_v3.py"))
+COVERED = [
+    "--target gfx942 --dtype float32 bfloat16 --size default odd",
+    "--target gfx90a gfx950 --dtype bfloat16 --size default",
+]
+LDS = {"gfx90a": 65536, "gfx942": 65536, "gfx950": 163840}  # bytes that a workgroup can have
+
+
+def compile_for_amd(script: Path, options: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(ROOT / "tools/compile_for_amd.py"), str(script), *options.split()]
+    return subprocess.run(command, capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "1"})
+
+
+def kernels(script: Path) -> set[str]:
+    """The names of a script's kernels, as in the tables."""
+    return set(re.findall(r"^@triton\.jit.*\ndef (\w+)_kernel\(", script.read_text(), re.MULTILINE))
+
+
+def in_tables(text: str) -> set[str]:
+    return set(re.findall(r"^\| (\w+) +\|", text, re.MULTILINE)) - {"kernel"}
+
+
+@pytest.mark.parametrize("options", COVERED, ids=["gfx942", "others"])
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_every_kernel_compiles_without_spills_and_fits(script: Path, options: str):
+    done = compile_for_amd(script, options)
+    assert done.returncode == 0, done.stderr
+    assert in_tables(done.stdout) == kernels(script) != set()
+    title, _, header, _, *lines = done.stdout.strip().splitlines()
+    limits = [LDS[target] for target in re.findall(r"gfx\w+", title)]
+    names = [name.strip() for name in header.split("|")]
+    for line in lines:
+        row = dict(zip(names, map(str.strip, line.split("|")), strict=True))
+        assert (row["spills"], row["SGPR spills"]) == ("0", "0"), line
+        used = [int(size) for size in row["LDS"].split(" / ")]  # one number stands for all targets
+        assert all(size <= limit for size, limit in zip(used * len(limits), limits, strict=False)), line
+
+
+def test_what_does_not_fit_and_what_is_never_launched_is_named(tmp_path: Path):
+    script = tmp_path / "tiny_llama_v3.py"
+    wrong = """
+for variant in ("hip", "float32 hip"):
+    BLOCKS[f"attention_forward {variant}"] = {"BLOCK_Q": 64, "BLOCK_K": 128, "num_warps": 8, "num_stages": 3}
+
+
+@triton.jit
+def forgotten_kernel(X):
+    tl.store(X, 0)
+
+
+# --- model
+"""
+    script.write_text((ROOT / script.name).read_text().replace("\n# --- model\n", wrong))
+    done = compile_for_amd(script, "--dtype float32 --size default --target gfx942")
+    assert done.returncode == 1, done.stderr
+    assert re.search(r"attention_forward_kernel in .*BLOCK_K=128.*\): gfx942 needs \d+ bytes of LDS", done.stderr)
+    assert "forgotten_kernel is never launched" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("script", "options", "words"),
+    [
+        (ROOT / "tiny_llama_v2.py", "", "tiny_llama_v2"),
+        (ROOT / "README.md", "", "not a Python script"),
+        (SCRIPTS[0], "--target gfx000", "gfx000"),
+    ],
+)
+def test_a_bad_argument_is_one_line(script: Path, options: str, words: str):
+    done = compile_for_amd(script, options)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert words in done.stderr
+
+
+def test_the_table_in_the_documentation_has_every_kernel():
+    text = (ROOT / "docs/ROCM.md").read_text().partition("compile_for_amd.py")[2]
+    tables = dict(re.findall(r"^(\w+), on [^\n]+:\n\n(.*?)\n(?:\n|<!--)", text, re.MULTILINE | re.DOTALL))
+    assert {name: in_tables(table) for name, table in tables.items()} == {s.stem: kernels(s) for s in SCRIPTS}

@@ -1,0 +1,142 @@
+"""No kernel reads or writes beyond the ends of its tensors: each launch gets copies that lie between guard zones.
+
+Runs on the GPU where there is one, and without one at small sizes in Triton's interpreter. A read beyond the ends finds
+NaN, which spreads to the loss or a gradient; a write changes the pattern of a zone. The runs are deterministic ones,
+for which PyTorch fills new tensors with NaN, so an element that a kernel forgets to write shows as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+import torch
+from conftest import ROOT, load, random_state
+from torch import Tensor
+
+SCRIPTS = [path.stem for path in sorted(ROOT.glob("tiny_*_v3.py"))]
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+ZONE = 1 << 16  # elements on each side: more than a block of rows that lies wrongly
+PATTERN = 0x5A5A5A5A5A5A5A5A  # of integers: as a label or an index it is out of range
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element
+SIZES = {  # odd ones, with more than one block; each launches every kernel
+    "tiny_llama_v3": {
+        "small": "--hidden-dim 60 --num-heads 3 --num-kv-heads 1 --intermediate-dim 35 --num-layers 1 --vocab-size 67"
+        " --seq-len 65 --batch-size 2",
+        "large": "--hidden-dim 480 --num-heads 5 --num-kv-heads 1 --intermediate-dim 1001 --num-layers 2"
+        " --vocab-size 1003 --seq-len 129 --batch-size 3",
+    },
+    "tiny_openfold_v3": {
+        "small": "--msa-dim 24 --pair-dim 16 --num-heads-msa 2 --num-heads-pair 1 --num-blocks 1 --num-seqs 2"
+        " --seq-len 17 --batch-size 1 --blocks attention_backward_short:BLOCK_N=16",  # short is 2, but not 17
+        "large": "--msa-dim 96 --pair-dim 64 --num-blocks 2 --num-seqs 7 --seq-len 129 --batch-size 2",
+    },
+}
+
+
+class Guarded:
+    """A copy of a tensor with its strides and alignment, in a buffer that holds NaN (of integers PATTERN) elsewhere."""
+
+    def __init__(self, tensor: Tensor):
+        self.original, size = tensor, tensor.element_size()
+        span = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        guard = torch.nan if tensor.is_floating_point() else PATTERN >> 8 * (8 - size)
+        self.buffer = tensor.new_full((2 * ZONE + 256 + span,), guard)
+        layout = tensor.shape, tensor.stride(), ZONE + tensor.data_ptr() % 256 // size
+        self.copy = self.buffer.as_strided(*layout)
+        self.outside = torch.ones_like(self.buffer, dtype=torch.bool)
+        self.outside.as_strided(*layout).fill_(False)
+        self.zones = self.bits()
+        self.copy.copy_(tensor)
+
+    def bits(self) -> Tensor:
+        """What stands outside the copy, as integers, because NaN differs from itself."""
+        return self.buffer.view(BITS[self.buffer.element_size()])[self.outside]
+
+    def finish(self, name: str) -> None:
+        """After the launch: the zones are as they were, and the original gets what the kernel wrote."""
+        assert torch.equal(self.bits(), self.zones), f"written outside {name}"
+        self.original.data.copy_(self.copy)  # past autograd, which takes it for a change of an input
+
+
+def guarded(wrap_triton: Callable, launched: set[str]) -> Callable:
+    """A script's wrap_triton, but every tensor of a launch lies between guard zones while the kernel runs."""
+
+    def wrap(kernel):
+        class Launcher:
+            def __getitem__(self, grid):
+                def launch(*arguments, **options) -> None:
+                    tensors = [value for value in arguments if isinstance(value, Tensor)]
+                    copies = {id(tensor): Guarded(tensor) for tensor in tensors}  # one given twice has one copy
+                    replaced = [copies[id(value)].copy if isinstance(value, Tensor) else value for value in arguments]
+                    wrap_triton(kernel)[grid](*replaced, **options)
+                    launched.add(kernel.__name__)
+                    for name, value in zip(kernel.arg_names, arguments, strict=False):
+                        if isinstance(value, Tensor):
+                            copies[id(value)].finish(f"{name} by {kernel.__name__}")
+
+                return launch
+
+        return Launcher()
+
+    return wrap
+
+
+def loss_and_gradients(module: ModuleType, argv: list[str]) -> dict[str, Tensor]:
+    """Of a training step with random weights."""
+    args = module.parse_args([*argv, "--deterministic"])
+    device = module.prepare(args)
+    model = module.build_model(args, device)
+    model.load_state_dict(random_state(model.state_dict()))
+    batch = {n: t.to(device) for n, t in module.make_batches(args, device, args.seed).next_batch().items()}
+    with torch.autocast(device.type, torch.bfloat16, enabled=args.use_amp):
+        loss = model(**batch)
+    loss.backward()
+    return {"loss": loss.detach(), **{name: parameter.grad for name, parameter in model.named_parameters()}}
+
+
+@pytest.mark.parametrize("precision", ["", "--use-amp"], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("size", ["small", pytest.param("large", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_kernels_stay_within_their_tensors(script: str, size: str, precision: str, monkeypatch: pytest.MonkeyPatch):
+    module, launched = load(script), set()
+    argv = f"{SIZES[script][size]} {precision}".split()
+    expected = loss_and_gradients(module, argv)
+    monkeypatch.setattr(module, "wrap_triton", guarded(module.wrap_triton, launched))
+    for name, value in loss_and_gradients(module, argv).items():
+        assert value.isfinite().all(), name
+        assert torch.equal(value, expected[name]), name
+    assert launched == {name for name in vars(module) if name.endswith("_kernel")}
+
+
+def copy_shifted(script: str, read: int, write: int) -> Tensor:
+    """What a kernel that copies 100 elements, between guard zones, leaves if it reads and writes beside its tensors."""
+    module = load(script)
+    triton, tl = module.triton, module.tl
+
+    @triton.jit
+    def shift_kernel(X, OUT, size, READ: tl.constexpr, WRITE: tl.constexpr, BLOCK: tl.constexpr):
+        at = tl.arange(0, BLOCK)
+        tl.store(OUT + at + WRITE, tl.load(X + at + READ, mask=at < size), mask=at < size)
+
+    x, out = torch.arange(100.0, device=DEVICE), torch.zeros(100, device=DEVICE)
+    guarded(module.wrap_triton, set())(shift_kernel)[(1,)](x, out, 100, READ=read, WRITE=write, BLOCK=128)
+    return out
+
+
+@pytest.mark.parametrize("script", SCRIPTS[:1])
+class TestGuards:
+    """They pass what is right and show what is not."""
+
+    def test_right(self, script: str):
+        assert torch.equal(copy_shifted(script, 0, 0).cpu(), torch.arange(100.0))
+
+    @pytest.mark.parametrize("shift", [-1, 1, 5000])
+    def test_read_beyond_an_end_is_nan(self, script: str, shift: int):
+        assert copy_shifted(script, shift, 0).isnan().any()
+
+    @pytest.mark.parametrize("shift", [-1, 1, 5000])
+    def test_write_beyond_an_end_fails(self, script: str, shift: int):
+        with pytest.raises(AssertionError, match="written outside OUT by shift_kernel"):
+            copy_shifted(script, 0, shift)

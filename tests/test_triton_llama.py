@@ -1,0 +1,402 @@
+"""Each Triton kernel of TinyLlama V3 gives what float64 gives, forward and backward, at sizes that fit no block.
+
+Without a GPU the kernels run in Triton's interpreter, whose time goes by programs: hence the small sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import (
+    assert_one_error,
+    assert_same_gradients,
+    batches,
+    build,
+    gradients,
+    load,
+    needs_compiler,
+    parse,
+    random_state,
+    relative_difference,
+)
+from torch import Tensor
+
+V3 = "tiny_llama_v3"
+v3 = load(V3)
+DEVICE = torch.device("cpu" if v3.INTERPRETED else "cuda")
+LIMITS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+both_types = pytest.mark.parametrize("dtype", LIMITS, ids=["float32", "bfloat16"])
+dense_or_strided = pytest.mark.parametrize("strided", [False, True], ids=["dense", "strided"])
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32, size: float = 1.0) -> Tensor:
+    """Random numbers, other ones for every shape."""
+    generator = torch.Generator().manual_seed(sum(shape))
+    return (size * torch.randn(shape, generator=generator)).to(DEVICE, dtype)
+
+
+def apart(x: Tensor) -> Tensor:
+    """The same numbers, not side by side in memory."""
+    return torch.stack((x, torch.full_like(x, torch.nan)), -1)[..., 0]
+
+
+def whole(x: Tensor) -> tuple[Tensor]:
+    return (x,)
+
+
+def agree(
+    operation: Callable,
+    reference: Callable,
+    inputs: list[Tensor],
+    strided: bool = False,
+    parts: Callable[[Tensor], tuple[Tensor, ...]] = whole,
+    limit: float | None = None,
+) -> None:
+    """Results and gradients of the operation agree with float64; gradients are compared in parts."""
+    limit = limit or LIMITS[inputs[-1].dtype]
+    wide = [x.double().requires_grad_() for x in inputs]
+    expected = reference(*wide)
+    expected = expected if isinstance(expected, tuple) else (expected,)
+    for x in inputs:
+        x.requires_grad_()
+    found = operation(*(apart(x) if strided else x for x in inputs))
+    found = found if isinstance(found, tuple) else (found,)
+    for value, right in zip(found, expected, strict=True):
+        assert relative_difference(value, right) < limit
+
+    grads = [randn(7, *value.shape, dtype=value.dtype)[0] for value in found]
+    torch.autograd.backward(found, [apart(g) if strided else g for g in grads])
+    torch.autograd.backward(expected, [g.double() for g in grads])
+    for number, (x, right) in enumerate(zip(inputs, wide, strict=True)):
+        assert x.grad.dtype == x.dtype
+        for value, wanted in zip(parts(x.grad), parts(right.grad), strict=True):
+            assert relative_difference(value, wanted) < limit, f"gradient of input {number}"
+
+
+# Residual addition and norm
+
+
+def add_rms_norm(x: Tensor, update: Tensor | None, weight: Tensor, eps: float = 1e-5):
+    x = x if update is None else x + update
+    normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+    return normed if update is None else (normed, x)
+
+
+@both_types
+@dense_or_strided
+@pytest.mark.parametrize("shape", [(1, 7), (33, 100), (2, 65, 129)], ids=str)
+def test_norm(shape: tuple[int, ...], strided: bool, dtype: torch.dtype):
+    """Under autocast the residual stream is float32, the update and the result are of the smaller type."""
+    x, update, weight = randn(*shape), randn(*shape, size=2.0, dtype=dtype), 1 + 0.2 * randn(shape[-1])
+
+    def with_update(x: Tensor, weight: Tensor, update: Tensor):
+        return v3.AddRMSNorm.apply(x, update, weight, 1e-5, dtype)
+
+    agree(with_update, lambda x, weight, update: add_rms_norm(x, update, weight), [x, weight, update], strided)
+
+
+@both_types
+def test_norm_without_an_update(dtype: torch.dtype):
+    x, weight = randn(63, 33, size=300.0, dtype=dtype), 1 + 0.2 * randn(33, dtype=dtype)
+    agree(
+        lambda x, weight: v3.AddRMSNorm.apply(x, None, weight, 1e-5, dtype),
+        lambda x, weight: add_rms_norm(x, None, weight),
+        [x, weight],
+    )
+
+
+def test_norm_adds_up_the_gradient_of_the_weight_over_programs(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(v3.OVERRIDES, "rms_norm_backward", {"TILE": 64, "PROGRAMS": 4})  # two rows, several rounds
+    inputs = [randn(33, 32), randn(33, 32), 1 + 0.2 * randn(32)]
+    agree(lambda *x: v3.AddRMSNorm.apply(*x, 1e-5, torch.float32), add_rms_norm, inputs)
+
+
+# Rotary embedding
+
+
+@both_types
+@dense_or_strided
+@pytest.mark.parametrize(
+    ("batch", "seq", "heads", "kv_heads", "dim"), [(1, 1, 1, 1, 2), (2, 33, 4, 2, 20), (1, 65, 3, 1, 64)]
+)
+def test_rotary(batch: int, seq: int, heads: int, kv_heads: int, dim: int, strided: bool, dtype: torch.dtype):
+    config = v3.ModelConfig(hidden_dim=heads * dim, num_heads=heads, num_kv_heads=kv_heads, seq_len=seq + 5)
+    tables = v3.RotaryEmbedding(config).to(DEVICE)
+    turn = torch.complex(tables.cos[:seq, :, : dim // 2].double(), tables.sin[:seq, :, : dim // 2].double())
+
+    def rotated(qkv: Tensor) -> Tensor:
+        qk, v = qkv.split([heads + kv_heads, kv_heads], dim=2)
+        turned = torch.complex(*qk.chunk(2, dim=-1)) * turn
+        return torch.cat((torch.cat((turned.real, turned.imag), dim=-1), v), dim=2)
+
+    qkv = randn(batch, seq, heads + 2 * kv_heads, dim, dtype=dtype)
+    agree(lambda qkv: v3.Rotary.apply(qkv, tables.cos, tables.sin, kv_heads), rotated, [qkv], strided)
+
+
+# SwiGLU activation
+
+
+@both_types
+@dense_or_strided
+@pytest.mark.parametrize(("rows", "dim"), [(1, 1), (7, 33), (63, 100), (65, 129)])
+@pytest.mark.parametrize("size", [1.0, 300.0], ids=["small", "large"])
+def test_swiglu(rows: int, dim: int, size: float, strided: bool, dtype: torch.dtype):
+    def activated(gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    agree(v3.SwiGLUActivation.apply, activated, [randn(rows, 2 * dim, dtype=dtype, size=size)], strided)
+
+
+# Causal attention
+
+
+def check_attention(
+    batch: int,
+    seq: int,
+    heads: int,
+    group: int,
+    dim: int,
+    dtype: torch.dtype = torch.float32,
+    strided: bool = False,
+    size: float = 1.0,
+    limit: float | None = None,
+) -> None:
+    heads_of = [heads, heads // group, heads // group]
+
+    def attention(qkv: Tensor) -> Tensor:
+        q, k, v = (t.transpose(1, 2) for t in qkv.split(heads_of, dim=2))
+        scores = q @ k.repeat_interleave(group, 1).transpose(-2, -1) / dim**0.5
+        scores = scores.masked_fill(torch.ones(seq, seq, dtype=torch.bool, device=DEVICE).triu(1), -torch.inf)
+        assert size == 1.0 or scores[scores.isfinite()].abs().max() > 300
+        return (scores.softmax(-1) @ v.repeat_interleave(group, 1)).transpose(1, 2)
+
+    qkv = randn(batch, seq, sum(heads_of), dim)
+    qkv = torch.cat((qkv[:, :, : -heads_of[2]] * size, qkv[:, :, -heads_of[2] :]), 2).to(dtype)
+    parts = whole if seq == 1 else lambda grad: grad.split(heads_of, dim=2)  # of one token only the value matters
+    agree(lambda qkv: v3.CausalAttention.apply(qkv, heads), attention, [qkv], strided, parts, limit)
+
+
+@both_types
+@pytest.mark.parametrize(
+    ("batch", "seq", "heads", "group", "dim"),
+    [(1, 1, 4, 4, 8), (2, 7, 4, 2, 16), (1, 33, 4, 4, 20), (1, 63, 2, 1, 64), (2, 65, 2, 2, 33), (1, 129, 2, 2, 100)],
+)
+def test_attention(batch: int, seq: int, heads: int, group: int, dim: int, dtype: torch.dtype):
+    check_attention(batch, seq, heads, group, dim, dtype)
+
+
+@both_types
+def test_attention_of_strided_tensors(dtype: torch.dtype):
+    check_attention(2, 33, 2, 2, 8, dtype, strided=True)
+
+
+@both_types
+def test_attention_with_scores_of_several_hundred(dtype: torch.dtype):
+    limit = 5e-5 if dtype == torch.float32 else None  # a score of 500 is rounded by 3e-5, and the exponential shows it
+    check_attention(1, 100, 2, 1, 16, dtype, size=10.0, limit=limit)
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(16, 64), (64, 16), (32, 32)])
+def test_attention_with_blocks_of_any_shape(queries: int, keys: int, monkeypatch: pytest.MonkeyPatch):
+    for kernel in ("attention_forward", "attention_backward_queries", "attention_backward_keys"):
+        monkeypatch.setitem(v3.OVERRIDES, kernel, {"BLOCK_Q": queries, "BLOCK_K": keys})
+    check_attention(1, 100, 2, 2, 16)
+
+
+# Cross-entropy
+
+
+def losses_of(targets: Tensor) -> Callable[[Tensor], Tensor]:
+    return lambda logits: F.cross_entropy(logits, targets, reduction="none")
+
+
+@both_types
+@dense_or_strided
+@pytest.mark.parametrize(("rows", "vocab"), [(1, 7), (33, 100), (65, 129), (7, 1000)])
+@pytest.mark.parametrize("size", [1.0, 300.0], ids=["small", "large"])
+def test_cross_entropy(
+    rows: int, vocab: int, size: float, strided: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+):
+    if vocab > 500:  # several blocks of a row
+        for kernel in ("cross_entropy_forward", "cross_entropy_backward"):
+            monkeypatch.setitem(v3.OVERRIDES, kernel, {"TILE": 128})
+    targets = torch.randint(vocab, (rows,), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    targets[1::3] = -100
+    logits = randn(rows, vocab, dtype=dtype, size=size)
+    agree(lambda x: v3.CrossEntropy.apply(x, targets), losses_of(targets), [logits], strided)
+    assert not logits.grad[targets == -100].any()
+
+
+def test_cross_entropy_of_ignored_labels_only_is_zero():
+    logits, targets = randn(7, 33).requires_grad_(), torch.full((7,), -100, device=DEVICE)
+    losses = v3.CrossEntropy.apply(logits, targets)
+    losses.sum().backward()
+    assert not losses.any()
+    assert not logits.grad.any()
+
+
+def test_a_label_outside_the_vocabulary_makes_the_loss_nan():
+    losses = v3.CrossEntropy.apply(randn(3, 33), torch.tensor([1, 33, -1], device=DEVICE))
+    assert losses.isnan().tolist() == [False, True, True]
+
+
+# All of them: the same bits again, and under torch.compile
+
+
+def everything(x: Tensor, update: Tensor, weight: Tensor, qkv: Tensor, cos: Tensor, sin: Tensor, targets: Tensor):
+    """Results of every operation, with 2 query heads and 1 key/value head."""
+    normed, summed = v3.AddRMSNorm.apply(x, update, weight, 1e-5, torch.bfloat16)
+    alone = v3.AddRMSNorm.apply(x, None, weight, 1e-5, torch.float32)
+    out = v3.CausalAttention.apply(v3.Rotary.apply(qkv, cos, sin, 1), 2)
+    return normed, summed, alone, out, v3.SwiGLUActivation.apply(x), v3.CrossEntropy.apply(x, targets)
+
+
+def bits_of_everything(function: Callable) -> list[Tensor]:
+    """Results and gradients, always of the same input."""
+    inputs = [randn(33, 34), randn(33, 34, dtype=torch.bfloat16), randn(34), randn(1, 33, 4, 8)]
+    for x in inputs:
+        x.requires_grad_()
+    angle = randn(33, 1, 4).repeat(1, 1, 2)
+    results = function(*inputs, angle.cos(), angle.sin(), torch.arange(33, device=DEVICE))
+    torch.autograd.backward(results, [randn(2, *r.shape, dtype=r.dtype)[0] for r in results])
+    return [*(r.detach() for r in results), *(x.grad for x in inputs)]
+
+
+def assert_equal_bits(function: Callable) -> None:
+    for first, second in zip(bits_of_everything(everything), bits_of_everything(function), strict=True):
+        assert first.dtype == second.dtype
+        assert torch.equal(first, second)
+
+
+def test_the_same_input_gives_the_same_bits():
+    for _ in range(3):
+        assert_equal_bits(everything)
+
+
+@needs_compiler
+def test_torch_compile_breaks_no_graph_and_changes_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    assert_equal_bits(torch.compile(everything, fullgraph=True))
+    torch.compiler.reset()
+
+
+# The model and its command line
+
+
+@pytest.mark.parametrize(
+    "off",
+    ["qkv-fusion swiglu-fusion flash-attention", "qkv-fusion triton-rotary", "triton-attention", "triton-rms-norm"],
+)
+def test_kernels_do_without_other_fusions(off: str):
+    argv = [f"--disable-{flag}" for flag in off.split()]
+    sizes = ["--num-layers", "1", "--hidden-dim", "32", "--num-heads", "4", "--num-kv-heads", "1", "--seq-len", "9"]
+    first, second = build("tiny_llama_v1", *sizes), build(V3, *sizes, *argv)
+    weights = random_state(first.state_dict())
+    first.load_state_dict(weights)
+    second.load_state_dict(weights)
+    batch = batches(V3, *sizes).next_batch()
+    expected, found = first(**batch), second(**batch)
+    assert found.item() == pytest.approx(expected.item(), rel=1e-5)
+    expected.backward()
+    found.backward()
+    assert_same_gradients(gradients(second), gradients(first), 1e-4)
+
+
+@pytest.mark.parametrize("argv", [[], ["--disable-triton-rms-norm"]], ids=["kernel", "pytorch"])
+def test_the_residual_stream_stays_float32_under_autocast(argv: list[str]):
+    model, seen = build(V3, *argv), {}
+    for layer in model.layers:
+        layer.register_forward_hook(lambda _, __, output: seen.update(stream=output[0].dtype, update=output[1].dtype))
+    model.norm.register_forward_hook(lambda _, __, output: seen.update(normed=output[0].dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        model(batches(V3).next_batch()["input_ids"])
+    assert (seen["stream"], seen["update"]) == (torch.float32, torch.bfloat16)
+    assert seen["normed"] == (torch.float32 if argv else torch.bfloat16), "what the next GEMM takes"
+
+
+def launches(monkeypatch: pytest.MonkeyPatch, operation: Callable) -> list[tuple]:
+    """Grid and block sizes of every kernel that the operation launches."""
+    seen, launch = [], v3.wrap_triton
+
+    class Recorder:
+        def __init__(self, kernel: Callable):
+            self.kernel = kernel
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable:
+            def run(*args, **settings) -> None:
+                seen.append((grid, settings))
+                launch(self.kernel)[grid](*args, **settings)
+
+            return run
+
+    with monkeypatch.context() as patch:
+        patch.setattr(v3, "wrap_triton", Recorder)
+        operation()
+    return seen
+
+
+def test_blocks_change_what_is_launched_and_nothing_else(monkeypatch: pytest.MonkeyPatch):
+    qkv = randn(1, 33, 4, 8)
+
+    def attend() -> Tensor:
+        return v3.CausalAttention.apply(qkv, 2)
+
+    parse(V3)
+    expected, before = attend(), launches(monkeypatch, attend)
+    assert before[0][0] == (2, 1)
+    parse(V3, "--blocks", "attention_forward:BLOCK_Q=16,num_warps=2", "--blocks", "attention_forward:BLOCK_K=16")
+    after = launches(monkeypatch, attend)
+    assert after[0][0] == (2, 3)
+    assert after[0][1] == {**before[0][1], "BLOCK_Q": 16, "BLOCK_K": 16, "num_warps": 2}
+    assert relative_difference(attend(), expected) < 1e-6
+    parse(V3)
+    assert launches(monkeypatch, attend) == before, "the next command line does not inherit them"
+
+
+def test_blocks_are_recorded(run):
+    quick = ["--num-steps", "1", "--warmup-steps", "0", "--under-profiler", "--num-layers", "1", "--batch-size", "1"]
+    result = run(V3, *quick, "--blocks", "rotary:TILE=128", "--blocks", "rms_norm_forward:num_warps=8,TILE=64")
+    assert result.status == 0, result.stderr
+    assert result.summary["config"]["blocks"] == "rotary:TILE=128 rms_norm_forward:num_warps=8,TILE=64"
+    assert "blocks" not in result.stdout
+    assert result.stderr.count("\n") == 1
+    assert "Triton's interpreter" in result.stderr
+    assert build(V3).config.blocks == "default"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("nonsense:TILE=64", ["no kernel 'nonsense'", "rms_norm_forward", "cross_entropy_backward"]),
+        ("attention_forward float32:BLOCK_Q=64", ["no kernel 'attention_forward float32'"]),
+        ("rotary:BLOCK_Q=64", ["rotary has no 'BLOCK_Q'", "TILE"]),
+        ("rotary", ["rotary has no ''", "TILE"]),
+        ("rotary:TILE=100", ["'100' is not a power of two"]),
+        ("rotary:TILE=", ["'' is not a power of two"]),
+    ],
+    ids=["kernel", "variant", "name", "nothing", "number", "no-number"],
+)
+def test_what_is_wrong_with_blocks_is_one_line(text: str, words: list[str], run):
+    assert_one_error(run(V3, "--blocks", text), 2, "--blocks", *words)
+
+
+def test_on_a_cpu_without_the_interpreter_nothing_starts(run, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(v3, "INTERPRETED", False)
+    assert_one_error(run(V3), 4, "TRITON_INTERPRET=1", "--disable-all-fusion")
+    assert parse(V3, "--disable-all-fusion", "--enable-flash-attention").device == "cpu"
+
+
+def test_heads_too_wide_for_the_attention_kernel_are_refused(run):
+    sizes = ["--hidden-dim", "260", "--num-heads", "2"]
+    assert_one_error(run(V3, *sizes), 2, "triton-attention", "128")
+    assert parse(V3, *sizes, "--disable-triton-attention").hidden_dim == 260
+
+
+def test_every_kernel_has_blocks():
+    names = {name.removesuffix("_kernel") for name in vars(v3) if name.endswith("_kernel")}
+    assert names == {name for name in v3.BLOCKS if " " not in name}
