@@ -173,7 +173,7 @@ BLOCKS: dict[str, dict[str, int]] = {
     "swiglu_backward": {"TILE": 2048, "num_warps": 4},
     "attention_forward": {"BLOCK_Q": 64, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3},
     "attention_forward float32": {"BLOCK_K": 32, "num_stages": 2},  # three TF32 products need more registers
-    "attention_forward hip": {"num_stages": 2},
+    "attention_forward hip": {"num_stages": 1},
     "attention_backward_queries": {"BLOCK_Q": 64, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3},
     "attention_backward_queries float32": {"BLOCK_K": 32, "num_stages": 2},
     "attention_backward_queries hip": {"BLOCK_K": 32, "num_stages": 1},

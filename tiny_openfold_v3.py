@@ -181,9 +181,9 @@ BLOCKS: dict[str, dict[str, int]] = {
     "layer_norm_forward": {"TILE": 4096, "num_warps": 4},
     "layer_norm_backward": {"TILE": 4096, "PROGRAMS": 528, "num_warps": 4},
     "attention_forward": {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3},
-    "attention_forward hip": {"BLOCK_N": 32, "num_stages": 2},
+    "attention_forward hip": {"BLOCK_N": 32, "num_stages": 1},
     "attention_backward_short": {"BLOCK_N": 64, "PROGRAMS": 528, "num_warps": 4, "num_stages": 2},
-    "attention_backward_short hip": {"BLOCK_N": 32, "num_stages": 1},
+    "attention_backward_short hip": {"BLOCK_N": 16, "num_stages": 1},
     "attention_backward_query": {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3},
     "attention_backward_query hip": {"BLOCK_N": 32, "num_stages": 2},
     "attention_backward_key": {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3},
@@ -192,7 +192,8 @@ BLOCKS: dict[str, dict[str, int]] = {
     "attention_backward_bias hip": {"num_stages": 1},
     "triangle_project": {"BLOCK_M": 128, "BLOCK_C": 64, "num_warps": 8, "num_stages": 1},
     "triangle_project float32": {"BLOCK_M": 64, "BLOCK_C": 32},
-    "triangle_project float32 hip": {"BLOCK_C": 64},
+    "triangle_project hip": {"num_warps": 4},
+    "triangle_project float32 hip": {"BLOCK_C": 64, "num_warps": 8},
     "triangle_output": {"BLOCK_M": 128, "BLOCK_C": 64, "num_warps": 8, "num_stages": 1},
     "triangle_output float32": {"BLOCK_M": 64, "BLOCK_C": 32},
     "triangle_output float32 hip": {"num_warps": 4},
@@ -1500,13 +1501,8 @@ class TriangleMultiplication(nn.Module):
             linears = (self.linear_ab, self.linear_g, self.linear_z)
         else:
             linears = (self.linear_a_p, self.linear_b_p, self.linear_a_g, self.linear_b_g, self.linear_g, self.linear_z)
-        norms = (
-            self.layer_norm_in.weight,
-            self.layer_norm_in.bias,
-            self.layer_norm_out.weight,
-            self.layer_norm_out.bias,
-        )
-        weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
+        norms = (*self.layer_norm_in.parameters(), *self.layer_norm_out.parameters())
+        weights, biases = (linear.weight for linear in linears), (linear.bias for linear in linears)
         return TriangleMultiplicationFunction.apply(
             pair, self.incoming, self.layer_norm_in.eps, gemm_dtype(pair), *norms, *weights, *biases
         )
