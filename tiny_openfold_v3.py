@@ -2182,14 +2182,14 @@ def count_kernels(trainer: Trainer) -> dict:
         return {"unit": "operator calls", "per_step": counter.calls, "remark": "; operator calls, counted on a CPU"}
     trainer.step()  # the first one does more
     events = trainer.trace(trainer.profile())["traceEvents"]
-    category = [event.get("cat") for event in events]
-    launches = [e for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver") and "Launch" in e["name"]]
-    counts = {"unit": "kernels", "remark": "", "per_step": category.count("kernel"), "host_launches": len(launches)}
-    return counts if counts["per_step"] else {}  # a profiler that may not run sees none
+    kernels = sum(e.get("cat") == "kernel" for e in events)  # a profiler that may not run sees none
+    launches = sum(e.get("cat") in ("cuda_runtime", "cuda_driver") and "Launch" in e["name"] for e in events)
+    return {"unit": "kernels", "remark": "", "per_step": kernels, "host_launches": launches} if kernels else {}
 
 
 def memory_of_a_step(trainer: Trainer) -> float:
     """High-water mark of tensor memory in bytes; with --enable-memory-profiling its course is written, too."""
+    gc.collect()  # what is freed in the step was allocated in it
     events = trainer.trace(trainer.profile(profile_memory=True))["traceEvents"]
     kept = (*trainer.model.parameters(), *trainer.model.buffers(), *trainer.inputs.values())  # between two steps
     used = sum(t.nbytes for t in kept) + sum(t.nbytes for e in trainer.optimizer.state.values() for t in e.values())

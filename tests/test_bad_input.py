@@ -46,7 +46,7 @@ BAD_VALUES = {
     OPENFOLD: {
         "--num-blocks": ("0",),
         "--num-seqs": ("0", "some"),
-        "--msa-dim": ("0", "30"),
+        "--msa-dim": ("0", "31"),
         "--pair-dim": ("-32", "33"),
         "--num-heads-msa": ("5",),
         "--num-heads-pair": ("0", "3"),

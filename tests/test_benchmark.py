@@ -28,9 +28,10 @@ def test_ablation_measures_each_fusion_alone_and_all_but_each(tmp_path, monkeypa
     on_a_host_that_slows_down(monkeypatch)
     sets = ["none", *(f"{kind} {f}" for kind in ("only", "all but") for f in FUSIONS), "all"]
     monkeypatch.setattr(benchmark, "MODELS", {"tiny_llama": SMALL})
-    assert benchmark.main(["ablation", str(tmp_path), "--rounds", "3", "--models", "tiny_llama"]) == 0
+    argv = ["--rounds", "3", "--models", "tiny_llama", "--versions", "v2"]
+    assert benchmark.main(["ablation", str(tmp_path), *argv]) == 0
 
-    written = json.loads((tmp_path / "ablation_tiny_llama.json").read_text())
+    written = json.loads((tmp_path / "ablation_tiny_llama_v2.json").read_text())
     rows = {(row["precision"], row["fusions"]): row for row in written["rows"]}
     assert sorted(rows) == sorted((precision, name) for precision in ("fp32", "bf16") for name in sets)
     assert written["environment"]["device_name"]

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import load, needs_compiler, relative_difference
+from conftest import assert_one_error, load, needs_compiler, relative_difference, words
 from torch import Tensor
 
 v3 = load("tiny_openfold_v3")
@@ -254,3 +254,18 @@ def test_torch_compile_finds_no_reason_to_break_its_graph(name: str):
     expected, found = results(operation, inputs), results(torch.compile(operation, fullgraph=True), inputs)
     for a, b in zip(found, expected, strict=True):
         assert relative_difference(a, b) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("argv", "flag", "way_out"),
+    [
+        ("--pair-dim 48", "--pair-dim 48", "--disable-triton-triangle"),
+        ("--pair-dim 8 --num-heads-pair 1", "--pair-dim 8", "--disable-triton-triangle"),
+        ("--msa-dim 130 --num-heads-msa 2", "triton-attention", "--num-heads-msa"),
+        ("--pair-dim 128 --num-heads-pair 1", "triton-attention", "--num-heads-pair"),
+    ],
+)
+def test_sizes_that_a_kernel_cannot_take_are_refused(argv: str, flag: str, way_out: str, run):
+    result = run("tiny_openfold_v3", *words(argv))
+    assert_one_error(result, 2, flag, way_out)
+    v3.parse_args([*words(argv), "--disable-all-fusion"])

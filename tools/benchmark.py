@@ -8,7 +8,7 @@ then the rows are in NAME.partial.json.
 Examples:
   python tools/benchmark.py headline results/DIR   all versions: sizes, precisions, eager, graph and compiled
   python tools/benchmark.py grid results/DIR       V1 against V2 over batch sizes and sequence lengths
-  python tools/benchmark.py ablation results/DIR   each fusion alone, and all but each, against none
+  python tools/benchmark.py ablation results/DIR   what V2 and V3 add: each alone, and all but each, against none
   python tools/benchmark.py memory results/DIR     peak memory of TinyLlama against the sequence length
   python tools/benchmark.py counts results/DIR     kernels (on a CPU operator calls) at batch sizes 1, 2 and 4
   python tools/benchmark.py overhead results/DIR   the measured loop against a loop of bare training steps
@@ -182,17 +182,19 @@ def outcome(result: dict) -> dict:
     }
 
 
-def ablation(model: str, rounds: int) -> Iterator[dict]:
-    """V2 with each fusion alone, all but each, none and all, in float32 and bfloat16; the speed-up is over none."""
-    script = f"{model}_v2"
-    flags = [flag for flag, *_ in importlib.import_module(script).FUSIONS]
-    sets = {"none": ["--disable-all-fusion"]}
-    sets |= {f"only {flag}": ["--disable-all-fusion", f"--enable-{flag}"] for flag in flags}
-    sets |= {f"all but {flag}": [f"--disable-{flag}"] for flag in flags}
+def ablation(model: str, version: str, rounds: int) -> Iterator[dict]:
+    """What a version adds to the one before: each alone, all but each, none and all; the speed-up is over none."""
+    versions = VERSIONS[VERSIONS.index(version) - 1 :][:2]
+    before, after = (importlib.import_module(f"{model}_{name}").FUSIONS for name in versions)
+    flags = [flag for flag, *_ in after if flag not in {name for name, *_ in before}]
+    off = {flag: f"--disable-{flag}" for flag in flags}
+    sets = {"none": [*off.values()]}
+    sets |= {f"only {flag}": [off[other] for other in flags if other != flag] for flag in flags}
+    sets |= {f"all but {flag}": [off[flag]] for flag in flags}
     sets |= {"all": []}
     for precision in ("fp32", "bf16"):
         common = graph_of([*MODELS[model], *PRECISIONS[precision]])
-        rows = in_turns({name: (script, common + fusions) for name, fusions in sets.items()}, rounds)
+        rows = in_turns({name: (f"{model}_{version}", common + argv) for name, argv in sets.items()}, rounds)
         for name, row in rows.items():
             speedup = statistics.median(ratios(rows["none"], row))
             yield {"precision": precision, "fusions": name, **row, "speedup": speedup}
@@ -446,9 +448,9 @@ def grid_table(directory: Path) -> str:
     return markdown_table(header, lines) if lines else ""
 
 
-def ablation_table(directory: Path, model: str) -> str:
-    """What each fusion of a model gains alone, and what all of them gain without it."""
-    rows = read_rows(directory / f"ablation_{model}.json")
+def ablation_table(directory: Path, script: str) -> str:
+    """What each fusion of a version gains alone, and what all of them gain without it."""
+    rows = read_rows(directory / f"ablation_{script}.json")
     if not rows:
         return ""
     columns = {
@@ -461,7 +463,7 @@ def ablation_table(directory: Path, model: str) -> str:
         lines[row["fusions"]] += (form.format(row[key]) for key, (_, form) in columns.items())
     precisions = dict.fromkeys(row["precision"] for row in rows)
     header = [f"{precision} {label}" for precision in precisions for label, _ in columns.values()]
-    return markdown_table([f"{model}_v2", *header], [*lines.values()])
+    return markdown_table([script, *header], [*lines.values()])
 
 
 def counts_table(directory: Path) -> str:
@@ -489,7 +491,7 @@ def memory_table(directory: Path) -> str:
 def table(directory: Path) -> str:
     """The README's tables of one device as Markdown: those whose result files lie in the directory."""
     tables = headline_tables(directory)
-    tables += [ablation_table(directory, model) for model in MODELS]
+    tables += [ablation_table(directory, f"{model}_{version}") for version in VERSIONS[1:] for model in MODELS]
     tables += [
         make(directory) for make in (grid_table, share_table, memory_table, counts_table, scaling_table, ddp_table)
     ]
@@ -507,6 +509,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("directory", type=Path)
     add("--rounds", type=at_least(1), default=5, metavar="N", help="of all but memory (default: 5)")
     add("--models", nargs="+", choices=MODELS, default=list(MODELS), help="of grid and ablation")
+    add("--versions", nargs="+", choices=VERSIONS[1:], default=list(VERSIONS[1:]), help="of ablation")
     add("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), help="of headline")
     add("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS), help="likewise")
     add("--modes", nargs="+", choices=MODES, default=list(MODES), help="likewise")
@@ -529,8 +532,9 @@ def run_suite(args: argparse.Namespace) -> int:
         for model in args.models:
             write_rows(args.directory / f"grid_{model}.json", grid(model, args.rounds), rounds=args.rounds)
     elif args.suite == "ablation":
-        for model in args.models:
-            write_rows(args.directory / f"ablation_{model}.json", ablation(model, args.rounds), rounds=args.rounds)
+        for model, version in itertools.product(args.models, args.versions):
+            path = args.directory / f"ablation_{model}_{version}.json"
+            write_rows(path, ablation(model, version, args.rounds), rounds=args.rounds)
     elif args.suite == "memory":
         write_rows(args.directory / "memory.json", memory(), batch_size=4)
     elif args.suite == "counts":
