@@ -1,13 +1,16 @@
 """tools/benchmark.py: what its measurements write, and the tables from it."""
 
 import json
+import re
 import sys
 
 import pytest
-from conftest import ROOT
+import torch
+from conftest import ROOT, random_state, relative_difference
 
 sys.path.insert(0, str(ROOT))
 from tools import benchmark
+from tools import benchmark_kernels as kernels
 
 SMALL = ["--hidden-dim", "32", "--num-layers", "2", "--seq-len", "16", "--batch-size", "2"]
 FUSIONS = ("qkv-fusion", "flash-attention", "swiglu-fusion")
@@ -145,3 +148,69 @@ def test_bad_input_is_one_line(tmp_path, monkeypatch, capsys, argv, content, lin
     assert (status, len(err.splitlines())) == (2, 1)
     assert line in err
     assert not (tmp_path / "missing").exists()
+
+
+# tools/benchmark_kernels.py
+
+
+@pytest.fixture
+def tiny_studies(monkeypatch):
+    """Sizes for a CPU; V1's side is not compiled."""
+    monkeypatch.setattr(kernels, "ATTENTION", {"N=4": (2, 2, 4, 1, 8)})
+    monkeypatch.setattr(kernels, "TRIANGLE", {"N=3": (1, 3)})
+    monkeypatch.setattr(kernels, "CAUSAL", {"S=6": (1, 6, 2, 1, 8)})
+    monkeypatch.setattr(kernels.torch, "compile", lambda function: function)
+
+
+@pytest.mark.parametrize("study", kernels.STUDIES)
+def test_all_sides_of_a_study_compute_the_same(study: str, tiny_studies, monkeypatch):
+    """The result and the gradient of the first input; what follows in a module depends on what it merges."""
+    found = {}
+
+    def in_turns(sides: dict, rounds: int) -> dict:
+        found.update({name: step()[:2] for name, step in sides.items()})
+        return {}
+
+    monkeypatch.setattr(kernels, "in_turns", in_turns)
+    monkeypatch.setattr(torch, "randn_like", torch.ones_like)  # the same gradient of the result on all sides
+    for version in ("v1", "v2", "v3"):  # and the same weights
+        module = benchmark.importlib.import_module(f"tiny_openfold_{version}")
+        monkeypatch.setattr(module, "TriangleMultiplicationOutgoing", with_random_weights(module))
+    list(kernels.STUDIES[study](1, ["fp32"]))
+    assert len(found) == 3
+    ours = found.pop("triton")
+    for name, theirs in found.items():
+        for a, b in zip(ours, theirs, strict=True):
+            assert relative_difference(a, b) < 1e-5, name
+
+
+def with_random_weights(module):
+    """A version's triangle multiplication with weights that are the same in each version."""
+    original = module.TriangleMultiplicationOutgoing
+
+    def build(*arguments):
+        layer = original(*arguments)
+        layer.load_state_dict(random_state(layer.state_dict()))
+        return layer
+
+    return build
+
+
+def test_a_study_writes_its_turns_and_other_block_sizes_apart(tiny_studies, tmp_path, capsys):
+    argv = ["attention", str(tmp_path), "--precisions", "fp32", "--rounds", "2"]
+    assert kernels.main(argv) == 0
+    (row,) = json.loads((tmp_path / "attention.json").read_text())["rows"]
+    assert (row["shape"], row["precision"]) == ("N=4", "fp32")
+    for side in ("triton", "SDPA", "torch.compile"):
+        assert len(row[side]["turns_us"]) == 2
+        assert row[side]["us"] == pytest.approx(sum(row[side]["turns_us"]) / 2)
+    assert kernels.main([*argv, "--try", "attention_forward:BLOCK_M=16 attention_forward:num_warps=2"]) == 0
+    rows = json.loads((tmp_path / "attention_blocks.json").read_text())["rows"]
+    assert [row["blocks"] for row in rows] == [
+        "as they are",
+        "attention_forward:BLOCK_M=16 attention_forward:num_warps=2",
+    ]
+    assert json.loads((tmp_path / "attention.json").read_text())["rows"] == [row], "and nothing else"
+    capsys.readouterr()
+    assert kernels.main(["table", str(tmp_path)]) == 0
+    assert re.search(r"\| N=4, fp32 +\| +\d+ \|", capsys.readouterr().out)
