@@ -164,7 +164,7 @@ def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentPar
 
 BACKEND = "interpreter" if INTERPRETED else "hip" if torch.version.hip else "cuda"
 # Block sizes and warps per kernel; a second line, for float32 or one backend, replaces what it names of the first.
-# TILE is the number of elements in a block of whole rows, PROGRAMS how many share the rows (4 for each of 132 SMs).
+# TILE is the number of elements in a block of rows, PROGRAMS how many share the rows (4 for each of 132 SMs).
 BLOCKS: dict[str, dict[str, int]] = {
     "rms_norm_forward": {"TILE": 4096, "num_warps": 4},
     "rms_norm_backward": {"TILE": 2048, "PROGRAMS": 528, "num_warps": 4},
@@ -260,6 +260,9 @@ def rows_and_width(x: Tensor, tile: int) -> tuple[int, int, int, int]:
     """Of x [..., D]: its rows, D, the next power of two (the width of a block), and the rows that make up a tile."""
     width = triton.next_power_of_2(x.shape[-1])
     return x.numel() // x.shape[-1], x.shape[-1], width, max(1, tile // width)
+
+
+LOG2E = tl.constexpr(math.log2(math.e))  # scores are kept to the base 2: exp2 is what the hardware computes
 
 
 @triton.jit
@@ -410,33 +413,41 @@ class Rotary(torch.autograd.Function):
 
 
 @triton.jit
-def swiglu_forward_kernel(GATE_UP, OUT, size, DIM: tl.constexpr, TILE: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    gate_at = at // DIM * (2 * DIM) + at % DIM  # a row holds all gates, then all ups
-    gate = tl.load(GATE_UP + gate_at, mask=at < size, other=0.0).to(tl.float32)
-    up = tl.load(GATE_UP + gate_at + DIM, mask=at < size, other=0.0).to(tl.float32)
-    tl.store(OUT + at, gate * tl.sigmoid(gate) * up, mask=at < size)
+def swiglu_forward_kernel(GATE_UP, OUT, rows, DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    inside = (row < rows)[:, None] & (column < DIM)[None, :]
+    gate_at = row[:, None] * (2 * DIM) + column[None, :]  # a row holds all gates, then all ups
+    gate = tl.load(GATE_UP + gate_at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(GATE_UP + gate_at + DIM, mask=inside, other=0.0).to(tl.float32)
+    tl.store(OUT + row[:, None] * DIM + column[None, :], gate * tl.sigmoid(gate) * up, mask=inside)
 
 
 @triton.jit
-def swiglu_backward_kernel(GRAD, GATE_UP, GRAD_GATE_UP, size, DIM: tl.constexpr, TILE: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    gate_at = at // DIM * (2 * DIM) + at % DIM
-    grad = tl.load(GRAD + at, mask=at < size, other=0.0).to(tl.float32)
-    gate = tl.load(GATE_UP + gate_at, mask=at < size, other=0.0).to(tl.float32)
-    up = tl.load(GATE_UP + gate_at + DIM, mask=at < size, other=0.0).to(tl.float32)
+def swiglu_backward_kernel(
+    GRAD, GATE_UP, GRAD_GATE_UP, rows, DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    inside = (row < rows)[:, None] & (column < DIM)[None, :]
+    gate_at = row[:, None] * (2 * DIM) + column[None, :]
+    grad = tl.load(GRAD + row[:, None] * DIM + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(GATE_UP + gate_at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(GATE_UP + gate_at + DIM, mask=inside, other=0.0).to(tl.float32)
     sigmoid = tl.sigmoid(gate)
-    tl.store(GRAD_GATE_UP + gate_at, grad * up * sigmoid * (1 + gate * (1 - sigmoid)), mask=at < size)
-    tl.store(GRAD_GATE_UP + gate_at + DIM, grad * gate * sigmoid, mask=at < size)
+    tl.store(GRAD_GATE_UP + gate_at, grad * up * sigmoid * (1 + gate * (1 - sigmoid)), mask=inside)
+    tl.store(GRAD_GATE_UP + gate_at + DIM, grad * gate * sigmoid, mask=inside)
 
 
 @operator
 def swiglu_forward(gate_up: Tensor) -> Tensor:
     """gate_up [..., 2 I] -> silu(gate) * up [..., I]."""
-    chosen, dim = blocks("swiglu_forward"), gate_up.shape[-1] // 2
-    out = gate_up.new_empty(*gate_up.shape[:-1], dim)
-    grid = (triton.cdiv(out.numel(), chosen["TILE"]),)
-    wrap_triton(swiglu_forward_kernel)[grid](gate_up, out, out.numel(), DIM=dim, **chosen)
+    chosen, out = blocks("swiglu_forward"), gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+    tile = chosen.pop("TILE")
+    rows, dim, width, tile_rows = rows_and_width(out, tile)
+    wrap_triton(swiglu_forward_kernel)[(triton.cdiv(rows, tile_rows), triton.cdiv(dim, tile))](
+        gate_up, out, rows, DIM=dim, BLOCK_D=min(width, tile), ROWS=tile_rows, **chosen
+    )
     return out
 
 
@@ -444,8 +455,11 @@ def swiglu_forward(gate_up: Tensor) -> Tensor:
 def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
     """Gradient of gate_up, packed as it is."""
     chosen, grad_gate_up = blocks("swiglu_backward"), torch.empty_like(gate_up)
-    grid = (triton.cdiv(grad.numel(), chosen["TILE"]),)
-    wrap_triton(swiglu_backward_kernel)[grid](grad, gate_up, grad_gate_up, grad.numel(), DIM=grad.shape[-1], **chosen)
+    tile = chosen.pop("TILE")
+    rows, dim, width, tile_rows = rows_and_width(grad, tile)
+    wrap_triton(swiglu_backward_kernel)[(triton.cdiv(rows, tile_rows), triton.cdiv(dim, tile))](
+        grad, gate_up, grad_gate_up, rows, DIM=dim, BLOCK_D=min(width, tile), ROWS=tile_rows, **chosen
+    )
     return grad_gate_up
 
 
@@ -461,9 +475,6 @@ class SwiGLUActivation(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         return swiglu_backward(grad.contiguous(), *ctx.saved_tensors)
-
-
-LOG2E = tl.constexpr(math.log2(math.e))  # scores are kept to the base 2: exp2 is what the hardware computes
 
 
 @triton.jit

@@ -176,7 +176,7 @@ def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentPar
 
 BACKEND = "interpreter" if INTERPRETED else "hip" if torch.version.hip else "cuda"
 # Block sizes and warps per kernel; a second line, for float32 or one backend, replaces what it names of the first.
-# TILE is the number of elements in a block of whole rows, PROGRAMS how many share the rows (4 for each of 132 SMs).
+# TILE is the number of elements in a block of rows, PROGRAMS how many share the rows (4 for each of 132 SMs).
 BLOCKS: dict[str, dict[str, int]] = {
     "layer_norm_forward": {"TILE": 4096, "num_warps": 4},
     "layer_norm_backward": {"TILE": 4096, "PROGRAMS": 528, "num_warps": 4},

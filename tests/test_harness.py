@@ -33,6 +33,17 @@ def test_harness_is_the_same_in_every_script_and_within_its_budget(path: Path):
     assert 300 < len(harness.splitlines()) <= 700
 
 
+def test_both_models_launch_their_kernels_in_the_same_way():
+    """From the first line of the section to the first kernel, but for the block sizes."""
+    sections = []
+    for path in ALL_SCRIPTS:
+        if "\n# --- kernels\n" in path.read_text():
+            section = path.read_text().partition("\n# --- kernels\n")[2].partition("\n@triton.jit\n")[0]
+            sections.append(re.sub(r"^BLOCKS: .*?^}$", "", section, flags=re.MULTILINE | re.DOTALL))
+    assert len(sections) >= 2
+    assert set(sections) == {sections[0]}
+
+
 @every_script
 def test_all_versions_of_a_model_have_the_same_data(path: Path):
     first = path.with_stem(re.sub(r"v\d+$", "v1", path.stem))
