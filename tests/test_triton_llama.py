@@ -376,10 +376,11 @@ def test_blocks_are_recorded(run):
         ("attention_forward float32:BLOCK_Q=64", ["no kernel 'attention_forward float32'"]),
         ("rotary:BLOCK_Q=64", ["rotary has no 'BLOCK_Q'", "TILE"]),
         ("rotary", ["rotary has no ''", "TILE"]),
-        ("rotary:TILE=100", ["'100' is not a power of two"]),
-        ("rotary:TILE=", ["'' is not a power of two"]),
+        ("rotary:TILE=100", ["TILE=100 is not a power of two from 1"]),
+        ("rotary:TILE=", ["TILE= is not a power of two from 1"]),
+        ("attention_forward:BLOCK_Q=8", ["BLOCK_Q=8 is not a power of two from 16"]),
     ],
-    ids=["kernel", "variant", "name", "nothing", "number", "no-number"],
+    ids=["kernel", "variant", "name", "nothing", "number", "no-number", "too-small"],
 )
 def test_what_is_wrong_with_blocks_is_one_line(text: str, words: list[str], run):
     assert_one_error(run(V3, "--blocks", text), 2, "--blocks", *words)
