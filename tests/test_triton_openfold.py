@@ -242,8 +242,9 @@ def results(operation: Callable[..., Tensor], inputs: list[Tensor]) -> tuple[Ten
 def test_the_same_input_gives_the_same_bits(name: str):
     operation, shapes = OPERATIONS[name]
     inputs = [random(*shape) for shape in shapes]
-    first, second = results(operation, inputs), results(operation, inputs)
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    first = results(operation, inputs)
+    for _ in range(20 if DEVICE.type == "cuda" else 1):
+        assert all(torch.equal(a, b) for a, b in zip(first, results(operation, inputs), strict=True))
 
 
 @needs_compiler
@@ -253,7 +254,7 @@ def test_torch_compile_finds_no_reason_to_break_its_graph(name: str):
     inputs = [random(*shape) for shape in shapes]
     expected, found = results(operation, inputs), results(torch.compile(operation, fullgraph=True), inputs)
     for a, b in zip(found, expected, strict=True):
-        assert relative_difference(a, b) < 1e-6
+        assert relative_difference(a, b) < 1e-5
 
 
 @pytest.mark.parametrize(
