@@ -1,0 +1,60 @@
+"""On a GPU torch.compile sees every kernel of V3, forward and backward, in a single graph.
+
+Traced here without one: Triton is told of an H100 and asked for no machine code, and nothing is executed. The process
+is one of its own, because kernels are either interpreted or compiled in all of a process.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, TINY, model_of
+
+PROGRAM = """
+import importlib, sys
+from types import SimpleNamespace
+from unittest import mock
+import torch, triton
+from torch._dynamo.backends.common import aot_autograd
+from triton.backends.compiler import GPUTarget
+
+h100 = GPUTarget("cuda", 90, 32)
+triton.runtime.driver.set_active(SimpleNamespace(get_current_target=lambda: h100, get_current_device=lambda: 0))
+sys.path.insert(0, sys.argv[1])
+module = importlib.import_module(sys.argv[2])
+module.BACKEND = "cuda"
+
+def traced(graph, inputs):
+    calls = [node.target for node in graph.graph.nodes if node.op == "call_function"]
+    print(sum("triton_kernel_wrapper" in str(call) for call in calls), sum(module.SCRIPT in str(call) for call in calls))
+    results = [node.meta["val"] if node is not None else None for node in graph.graph.output_node().args[0]]
+    run = lambda args: [torch.zeros(r.shape, dtype=r.dtype) if isinstance(r, torch.Tensor) else r for r in results]
+    run._boxed_call = True
+    return run
+
+with mock.patch("torch.cuda.is_available", lambda: True):
+    args = module.parse_args(["--device", "auto", *sys.argv[3:]])
+model = module.build_model(args, torch.device("cpu"))
+batch = module.make_batches(args, torch.device("cpu"), 1).next_batch()
+compiled = torch.compile(model, fullgraph=True, backend=aot_autograd(fw_compiler=traced))
+with torch.autocast("cpu", torch.bfloat16, enabled=args.use_amp):
+    compiled(**batch).backward()
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "precision", "launches"),
+    [
+        ("tiny_llama_v3", "--matmul-precision high", [12, 14]),  # two layers: 5 forward and 6 backward each, and 2
+        ("tiny_openfold_v3", "--use-amp", [19, 29]),
+    ],
+)
+def test_torch_compile_sees_every_kernel_in_one_graph(script: str, precision: str, launches: list[int]):
+    command = [sys.executable, "-B", "-c", PROGRAM, str(ROOT), script, *TINY[model_of(script)], *precision.split()]
+    environment = os.environ | {"TRITON_INTERPRET": "0"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split("\n")[:-1] == [f"{count} 0" for count in launches], "kernels, and operators left opaque"
