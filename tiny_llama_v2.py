@@ -1004,10 +1004,10 @@ def verify_accuracy(args: argparse.Namespace) -> int:
         torch.set_float32_matmul_precision(side.matmul_precision)
         trainer = Trainer(side, device)
         batch = trainer.next_batch()
-        with trainer.autocast():
-            with torch.no_grad():
-                outputs = trainer.forward(**{n: t for n, t in batch.items() if n not in trainer.model.TARGETS})
-            values = dict(outputs) if isinstance(outputs, dict) else {"outputs": outputs}
+        with torch.no_grad(), trainer.autocast():
+            outputs = trainer.forward(**{n: t for n, t in batch.items() if n not in trainer.model.TARGETS})
+        values = dict(outputs) if isinstance(outputs, dict) else {"outputs": outputs}
+        with trainer.autocast():  # anew: PyTorch 2.6 would reuse the weights that it cast without gradients
             values["loss"] = trainer.forward(**batch)
         values["loss"].backward()
         for parameter in trainer.model.parameters():

@@ -911,46 +911,47 @@ def triangle_finish_kernel(
 
 @operator
 def triangle_forward(
-    x: Tensor, norm: list[Tensor], weight: Tensor, bias: Tensor, incoming: bool, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
+    x: Tensor, in_weight: Tensor, in_bias: Tensor, out_weight: Tensor, out_bias: Tensor, weight: Tensor, bias: Tensor,
+    incoming: bool, eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """x [B, N, N, C] -> update of x in the weight's type, and a and b [2 C, M] and their product [C, M] for later."""
     positions, dim = x.numel() // x.shape[-1], x.shape[-1]
     matrices = (dim * len(x), *x.shape[1:3])
     ab, out = weight.new_empty(2 * dim, positions), torch.empty_like(x, dtype=weight.dtype)
     options = triangle_options("triangle_project", x, weight)
     wrap_triton(triangle_project_kernel)[(triton.cdiv(positions, options["BLOCK_M"]), 2)](
-        x, norm[0], norm[1], weight, bias, ab, positions, eps, **options
+        x, in_weight, in_bias, weight, bias, ab, positions, eps, **options
     )
     a, b = (half.view(matrices) for half in ab.chunk(2))
     product = (torch.bmm(a.mT, b) if incoming else torch.bmm(a, b.mT)).view(dim, positions)
     options = triangle_options("triangle_output", x, weight)
     wrap_triton(triangle_output_kernel)[(triton.cdiv(positions, options["BLOCK_M"]),)](
-        x, norm[0], norm[1], weight, bias, product, norm[2], norm[3], out, positions, eps, **options
+        x, in_weight, in_bias, weight, bias, product, out_weight, out_bias, out, positions, eps, **options
     )
     return out, ab, product
 
 
 @operator
 def triangle_backward(
-    grad_out: Tensor, x: Tensor, norm: list[Tensor], weight: Tensor, bias: Tensor, ab: Tensor, product: Tensor,
-    incoming: bool, eps: float,
+    grad_out: Tensor, x: Tensor, in_weight: Tensor, in_bias: Tensor, out_weight: Tensor, out_bias: Tensor,
+    weight: Tensor, bias: Tensor, ab: Tensor, product: Tensor, incoming: bool, eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of x, of weight [6 C, C] and bias [6 C] in float32, and of the two norms' parameters [2, C] each."""
     positions, dim = x.numel() // x.shape[-1], x.shape[-1]
     matrices = (dim * len(x), *x.shape[1:3])
     weight_t = weight.t()  # tensor cores of an H100 read TF32 in one direction only
     weight_t = weight_t.contiguous() if weight.dtype == torch.float32 else weight_t
-    common = (x, norm[0], norm[1], weight, weight_t, *weight_t.stride(), bias)
+    common = (x, in_weight, in_bias, weight, weight_t, *weight_t.stride(), bias)
     grad_product, normed = torch.empty_like(product), weight.new_empty(positions, dim)
     grad_z, grad_linear = torch.empty_like(normed), weight.new_empty(positions, 5 * dim)
     options = triangle_options("triangle_output_backward", x, weight)
     wrap_triton(triangle_output_backward_kernel)[(triton.cdiv(positions, options["BLOCK_M"]),)](
-        *(grad_out, *common, product, norm[2], norm[3], grad_product, normed, grad_z, grad_linear, positions, eps),
+        *(grad_out, *common, product, out_weight, out_bias, grad_product, normed, grad_z, grad_linear, positions, eps),
         **options,
     )
     grad_weight, grad_bias = x.new_empty(6 * dim, dim, dtype=torch.float32), x.new_empty(6 * dim, dtype=torch.float32)
     grad_norm_out = triangle_weight_gradients(
-        grad_z, normed, weight[5 * dim :], norm[2], norm[3], grad_weight[5 * dim :], grad_bias[5 * dim :]
+        grad_z, normed, weight[5 * dim :], out_weight, out_bias, grad_weight[5 * dim :], grad_bias[5 * dim :]
     )
     grad_product = grad_product.view(matrices)
     a, b = (half.view(matrices) for half in ab.chunk(2))
@@ -964,7 +965,7 @@ def triangle_backward(
         grad_ab, *common, grad_linear, normed, grad_x, positions, eps, **options
     )
     grad_norm_in = triangle_weight_gradients(
-        grad_linear, normed, weight[: 5 * dim], norm[0], norm[1], grad_weight[: 5 * dim], grad_bias[: 5 * dim]
+        grad_linear, normed, weight[: 5 * dim], in_weight, in_bias, grad_weight[: 5 * dim], grad_bias[: 5 * dim]
     )
     return grad_x, grad_weight, grad_bias, grad_norm_in, grad_norm_out
 
@@ -1010,19 +1011,18 @@ class TriangleMultiplicationFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, incoming: bool, eps: float, dtype: torch.dtype, *parameters: Tensor) -> Tensor:
-        x, norm, linears = x.contiguous(), list(parameters[:4]), parameters[4:]
+        x, norms, linears = x.contiguous(), parameters[:4], parameters[4:]
         weights, biases = linears[: len(linears) // 2], linears[len(linears) // 2 :]
         weight, bias = torch.cat(weights).to(dtype), torch.cat(biases)
-        out, ab, product = triangle_forward(x, norm, weight, bias, incoming, eps)
-        ctx.save_for_backward(x, *norm, weight, bias, ab, product)
+        out, ab, product = triangle_forward(x, *norms, weight, bias, incoming, eps)
+        ctx.save_for_backward(x, *norms, weight, bias, ab, product)
         ctx.incoming, ctx.eps, ctx.parts = incoming, eps, [len(bias) for bias in biases]
         return out
 
     @staticmethod
     def backward(ctx, grad_out: Tensor):
-        x, *norm, weight, bias, ab, product = ctx.saved_tensors
         grad_x, grad_weight, grad_bias, *norms = triangle_backward(
-            grad_out.contiguous(), x, norm, weight, bias, ab, product, ctx.incoming, ctx.eps
+            grad_out.contiguous(), *ctx.saved_tensors, ctx.incoming, ctx.eps
         )
         norms = [grad for pair in norms for grad in pair.unbind()]
         return grad_x, None, None, None, *norms, *grad_weight.split(ctx.parts), *grad_bias.split(ctx.parts)
@@ -2522,10 +2522,10 @@ def verify_accuracy(args: argparse.Namespace) -> int:
         torch.set_float32_matmul_precision(side.matmul_precision)
         trainer = Trainer(side, device)
         batch = trainer.next_batch()
-        with trainer.autocast():
-            with torch.no_grad():
-                outputs = trainer.forward(**{n: t for n, t in batch.items() if n not in trainer.model.TARGETS})
-            values = dict(outputs) if isinstance(outputs, dict) else {"outputs": outputs}
+        with torch.no_grad(), trainer.autocast():
+            outputs = trainer.forward(**{n: t for n, t in batch.items() if n not in trainer.model.TARGETS})
+        values = dict(outputs) if isinstance(outputs, dict) else {"outputs": outputs}
+        with trainer.autocast():  # anew: PyTorch 2.6 would reuse the weights that it cast without gradients
             values["loss"] = trainer.forward(**batch)
         values["loss"].backward()
         for parameter in trainer.model.parameters():
