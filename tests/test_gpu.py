@@ -14,6 +14,7 @@ from conftest import (
     ALL_SETTINGS,
     QUICK,
     ROOT,
+    SCRIPTS,
     TINY,
     assert_same_gradients,
     gradients,
@@ -28,7 +29,15 @@ from conftest import (
 
 pytestmark = pytest.mark.gpu
 every_setting = pytest.mark.parametrize(("script", "argv"), ALL_SETTINGS)
+PRECISIONS = {
+    "fp32": [],
+    "TF32": ["--matmul-precision", "high"],
+    "bf16": ["--use-amp"],
+    "fp16": ["--use-amp", "--amp-dtype", "float16"],
+}
 every_v2 = pytest.mark.parametrize("script", ["tiny_llama_v2", "tiny_openfold_v2"])
+every_v3 = pytest.mark.parametrize("script", ["tiny_llama_v3", "tiny_openfold_v3"])
+every_fused = pytest.mark.parametrize("script", [script for script in SCRIPTS if not script.endswith("v1")])
 
 
 def outputs_loss_gradients(script: str, argv: list[str], amp: bool) -> tuple:
@@ -75,7 +84,7 @@ def test_fused_is_as_near_to_float32_as_v1_in_bfloat16(script: str, argv: list[s
     assert after < 2 * before + 0.01
 
 
-@every_v2
+@every_fused
 def test_kernels_are_counted_and_fewer_with_fusions(script: str, tmp_path: Path):
     result = run_main(script, tmp_path, *QUICK, "--device", "cuda")
     assert result.status == 0, result.stderr
@@ -88,16 +97,17 @@ def test_kernels_are_counted_and_fewer_with_fusions(script: str, tmp_path: Path)
     assert result.summary["environment"]["device"] == "cuda"
 
 
-@every_v2
+@every_fused
 def test_peak_memory_is_the_allocators(script: str, tmp_path: Path):
     result = run_main(script, tmp_path, *QUICK, "--device", "cuda")
     assert 4 * 4 * result.summary["parameters"] <= 1e6 * result.summary["memory"]["peak_mb"]
     assert 1e6 * result.summary["memory"]["peak_mb"] <= torch.cuda.max_memory_reserved()
 
 
-@every_v2
-def test_verify_accuracy_passes_on_a_gpu(script: str, tmp_path: Path):
-    result = run_main(script, tmp_path, "--verify-accuracy", "--device", "cuda")
+@pytest.mark.parametrize("precision", PRECISIONS)
+@every_fused
+def test_verify_accuracy_passes_on_a_gpu(script: str, precision: str, tmp_path: Path):
+    result = run_main(script, tmp_path, "--verify-accuracy", "--device", "cuda", *PRECISIONS[precision])
     assert result.status == 0, result.stdout
 
 
@@ -115,16 +125,10 @@ def test_cpu_and_gpu_follow_the_same_loss_curve(script: str, tmp_path: Path):
 
 GRAPH = ["--device", "cuda", "--enable-cuda-graph"]
 TWENTY = ["--num-steps", "20", "--warmup-steps", "3"]
-PRECISIONS = {
-    "fp32": [],
-    "TF32": ["--matmul-precision", "high"],
-    "bf16": ["--use-amp"],
-    "fp16": ["--use-amp", "--amp-dtype", "float16"],
-}
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("script", ["tiny_llama_v1", "tiny_llama_v2", "tiny_openfold_v1", "tiny_openfold_v2"])
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_a_graph_trains_bit_for_bit_like_the_same_steps_without(script: str, precision: str, tmp_path: Path):
     """With --deterministic; otherwise two runs without a graph differ, too."""
     argv = [*TWENTY, "--under-profiler", "--deterministic", *PRECISIONS[precision]]
@@ -135,15 +139,23 @@ def test_a_graph_trains_bit_for_bit_like_the_same_steps_without(script: str, pre
     assert graph.summary["loss"]["curve"] == eager.summary["loss"]["curve"]
 
 
-def test_a_graph_of_the_compiled_model_follows_the_same_loss_curve(tmp_path: Path):
+@every_v3
+def test_triton_kernels_follow_the_loss_curve_of_v1(script: str, tmp_path: Path):
+    argv = [*TWENTY, "--under-profiler", "--device", "cuda"]
+    expected = run_main(script.replace("v3", "v1"), tmp_path / "v1", *argv).summary["loss"]["curve"]
+    assert run_main(script, tmp_path / "v3", *argv).summary["loss"]["curve"] == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize("script", ["tiny_llama_v2", "tiny_llama_v3", "tiny_openfold_v3"])
+def test_a_graph_of_the_compiled_model_follows_the_same_loss_curve(script: str, tmp_path: Path):
     argv = [*TWENTY, "--under-profiler"]
-    eager = run_main("tiny_llama_v2", tmp_path / "eager", *argv, "--device", "cuda")
-    graph = run_main("tiny_llama_v2", tmp_path / "graph", *argv, *GRAPH, "--enable-torch-compile")
+    eager = run_main(script, tmp_path / "eager", *argv, "--device", "cuda")
+    graph = run_main(script, tmp_path / "graph", *argv, *GRAPH, "--enable-torch-compile")
     assert graph.status == 0, graph.stderr
     assert graph.summary["loss"]["curve"] == pytest.approx(eager.summary["loss"]["curve"], rel=1e-3)
 
 
-@every_v2
+@every_fused
 def test_a_graph_is_one_launch_of_the_same_kernels(script: str, tmp_path: Path):
     eager = run_main(script, tmp_path / "eager", *QUICK, "--device", "cuda").summary
     result = run_main(script, tmp_path / "graph", *GRAPH, "--num-steps", "3", "--warmup-steps", "2")
