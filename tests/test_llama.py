@@ -11,8 +11,8 @@ import torch
 from conftest import CPU, batches, build, gradients, load, random_state, relative_difference, run_main
 from torch import Tensor
 
-LLAMAS = [("tiny_llama_v1", []), ("tiny_llama_v2", []), ("tiny_llama_v2", ["--num-kv-heads", "1"])]
-VERSIONS = pytest.mark.parametrize(("script", "argv"), LLAMAS, ids=["v1", "v2", "v2-one-kv-head"])
+LLAMAS = [(f"tiny_llama_v{version}", []) for version in (1, 2, 3)] + [("tiny_llama_v2", ["--num-kv-heads", "1"])]
+VERSIONS = pytest.mark.parametrize(("script", "argv"), LLAMAS, ids=["v1", "v2", "v3", "v2-one-kv-head"])
 
 LAYER_NAMES = (
     "input_layernorm.weight",

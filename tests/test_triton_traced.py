@@ -28,8 +28,8 @@ module = importlib.import_module(sys.argv[2])
 module.BACKEND = "cuda"
 
 def traced(graph, inputs):
-    calls = [node.target for node in graph.graph.nodes if node.op == "call_function"]
-    print(sum("triton_kernel_wrapper" in str(call) for call in calls), sum(module.SCRIPT in str(call) for call in calls))
+    calls = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+    print(sum("triton_kernel_wrapper" in call for call in calls), sum(module.SCRIPT in call for call in calls))
     results = [node.meta["val"] if node is not None else None for node in graph.graph.output_node().args[0]]
     run = lambda args: [torch.zeros(r.shape, dtype=r.dtype) if isinstance(r, torch.Tensor) else r for r in results]
     run._boxed_call = True
