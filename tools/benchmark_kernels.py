@@ -52,15 +52,15 @@ CAUSAL = {"S=512": (16, 512, 16, 8, 64), "S=2048": (4, 2048, 16, 8, 64)}  # samp
 Step = Callable[[], Sequence[Tensor]]  # forward and backward once
 
 
-def gradient_step(operation: Callable[..., Tensor], inputs: list[Tensor]) -> Step:
-    """Forward and backward with a fixed gradient of the result; the result and the gradients of the inputs."""
+def gradient_step(operation: Callable[..., Tensor], inputs: list[Tensor], parameters: Sequence[Tensor] = ()) -> Step:
+    """Forward and backward with a fixed gradient of the result -> the result, gradients of inputs and parameters."""
     inputs = [t.detach().requires_grad_() for t in inputs]
     with torch.no_grad():
         grad = torch.randn_like(operation(*inputs))
 
     def step() -> Sequence[Tensor]:
         out = operation(*inputs)
-        return out, *torch.autograd.grad(out, inputs, grad)
+        return out, *torch.autograd.grad(out, [*inputs, *parameters], grad)
 
     return step
 
@@ -139,12 +139,17 @@ def optional(package: str) -> bool:
 # Attention with pair bias and gate
 
 
+def gated(out: Tensor, gate: Tensor, gate_bias: Tensor) -> Tensor:
+    """out and gate [B, R, H, N, D], gate_bias [H x D] -> sigmoid(gate + gate_bias) * out, [B, R, N, H x D]."""
+    gate = gate.transpose(2, 3) + gate_bias.view(out.shape[2], -1).to(gate.dtype)
+    return (torch.sigmoid(gate) * out.transpose(2, 3)).flatten(3)
+
+
 def plain_attention(qkvg: Tensor, gate_bias: Tensor, bias: Tensor) -> Tensor:
     """With scores in memory, for torch.compile."""
     q, k, v, gate = qkvg.transpose(2, 3).unbind(4)
     out = (q @ k.mT / math.sqrt(q.shape[-1]) + bias[:, None]).softmax(-1) @ v
-    gate = gate.transpose(2, 3) + gate_bias.view(qkvg.shape[3], -1).to(gate.dtype)
-    return (torch.sigmoid(gate) * out.transpose(2, 3)).flatten(3)
+    return gated(out, gate, gate_bias)
 
 
 def library_attention(qkvg: Tensor, gate_bias: Tensor, bias: Tensor) -> Tensor:
@@ -164,8 +169,7 @@ def cuequivariance_attention(qkvg: Tensor, gate_bias: Tensor, bias: Tensor) -> T
     q, k, v, gate = qkvg.transpose(2, 3).unbind(4)  # [B, R, H, N, D]
     mask = torch.ones(*q.shape[:2], 1, 1, q.shape[3], dtype=torch.bool, device=q.device)
     out = triangle_attention(q.contiguous(), k.contiguous(), v.contiguous(), bias[:, None], mask)
-    gate = gate.transpose(2, 3) + gate_bias.view(qkvg.shape[3], -1).to(gate.dtype)
-    return (torch.sigmoid(gate) * out.transpose(2, 3)).flatten(3)
+    return gated(out, gate, gate_bias)
 
 
 def attention(rounds: int, precisions: Sequence[str], alone: bool = False) -> Iterator[dict]:
@@ -203,30 +207,20 @@ def triangle(rounds: int, precisions: Sequence[str], alone: bool = False) -> Ite
             model = module.TriangleMultiplicationOutgoing(module.ModelConfig(), module.Fusions()).to(DEVICE)
             forward = torch.compile(model) if version == "v1" else model
             label = {"v3": "triton", "v2": "V2", "v1": "torch.compile"}[version]
-            sides[label] = module_step(forward, list(model.parameters()), pair, dtype)
+            sides[label] = module_step(forward, model, pair, dtype)
             if version == "v1" and with_cuequivariance:
-                sides["cuEquivariance"] = module_step(
-                    cuequivariance_triangle(model), list(model.parameters()), pair, dtype
-                )
+                sides["cuEquivariance"] = module_step(cuequivariance_triangle(model), model, pair, dtype)
         yield {"shape": name, "precision": precision, **in_turns(sides, rounds)}
 
 
-def module_step(forward: Callable, parameters: list[Tensor], x: Tensor, dtype: torch.dtype) -> Step:
-    """Forward under autocast and backward of a module, gradients of its input and parameters included."""
+def module_step(forward: Callable[[Tensor], Tensor], model: torch.nn.Module, x: Tensor, dtype: torch.dtype) -> Step:
+    """Forward under autocast and backward of what uses a module's parameters, their gradients included."""
 
-    def operation(x: Tensor, *parameters: Tensor) -> Tensor:
+    def operation(x: Tensor) -> Tensor:
         with torch.autocast(DEVICE.type, dtype, enabled=dtype != torch.float32, cache_enabled=False):
             return forward(x)
 
-    x = x.detach().requires_grad_()
-    with torch.no_grad():
-        grad = torch.randn_like(operation(x))
-
-    def step() -> Sequence[Tensor]:
-        out = operation(x)
-        return out, *torch.autograd.grad(out, [x, *parameters], grad)
-
-    return step
+    return gradient_step(operation, [x], list(model.parameters()))
 
 
 def cuequivariance_triangle(model: torch.nn.Module) -> Callable[[Tensor], Tensor]:
@@ -234,7 +228,7 @@ def cuequivariance_triangle(model: torch.nn.Module) -> Callable[[Tensor], Tensor
     from cuequivariance_torch import triangle_multiplicative_update
 
     def forward(pair: Tensor) -> Tensor:
-        def stacked(*names: str) -> dict[str, Tensor]:
+        def stacked(*names: str) -> tuple[Tensor, Tensor]:
             linears = [getattr(model, f"linear_{name}") for name in names]
             return torch.cat([m.weight for m in linears]), torch.cat([m.bias for m in linears])
 
@@ -284,27 +278,27 @@ def causal(rounds: int, precisions: Sequence[str], alone: bool = False) -> Itera
 # Kernels that move bytes
 
 
-def row_operators(rows: int) -> Iterator[tuple[str, str, str, list]]:
-    """Name, script, operator and arguments, at the sizes of the models' wider settings and beyond any cache."""
+def row_operators(rows: int) -> Iterator[tuple[str, str, list]]:
+    """Script, operator and arguments, at the sizes of the models' wider settings and beyond any cache."""
     bf16, make = torch.bfloat16, torch.randn
     x, low = make(rows, 1024, device=DEVICE), make(rows, 1024, device=DEVICE, dtype=bf16)
     weight, sums = torch.ones(1024, device=DEVICE), make(rows, device=DEVICE)
     llama, openfold = "tiny_llama_v3", "tiny_openfold_v3"
-    yield "residual + RMS norm", llama, "rms_norm_forward", [x, low, weight, 1e-5, bf16]
-    yield "its backward", llama, "rms_norm_backward", [low, x, x.clone(), weight, sums, bf16]
+    yield llama, "rms_norm_forward", [x, low, weight, 1e-5, bf16]
+    yield llama, "rms_norm_backward", [low, x, x.clone(), weight, sums, bf16]
     wide, half = make(rows, 2048, device=DEVICE, dtype=bf16), low
-    yield "SwiGLU", llama, "swiglu_forward", [wide]
-    yield "its backward", llama, "swiglu_backward", [half, wide]
+    yield llama, "swiglu_forward", [wide]
+    yield llama, "swiglu_backward", [half, wide]
     qkv, angle = wide.view(-1, 512, 32, 64), make(512, 1, 64, device=DEVICE)
-    yield "rotary", llama, "rotary", [qkv, angle, angle, 8, 1]
+    yield llama, "rotary", [qkv, angle, angle, 8, 1]
     logits, targets = make(rows, 2000, device=DEVICE, dtype=bf16), torch.zeros(rows, dtype=torch.int64, device=DEVICE)
-    yield "cross-entropy", llama, "cross_entropy_forward", [logits, targets]
-    yield "its backward", llama, "cross_entropy_backward", [sums, logits, targets, sums]
+    yield llama, "cross_entropy_forward", [logits, targets]
+    yield llama, "cross_entropy_backward", [sums, logits, targets, sums]
     pair, scale = make(8 * rows, 128, device=DEVICE), torch.ones(128, device=DEVICE)
-    yield "layer norm", openfold, "layer_norm_forward", [pair, scale, scale, 1e-5, bf16]
-    yield "its backward", openfold, "layer_norm_backward", [pair.to(bf16), pair, scale, 1e-5]
-    yield "bias + ReLU", openfold, "bias_relu_forward", [wide.view(-1, 512), torch.ones(512, device=DEVICE)]
-    yield "its backward", openfold, "bias_relu_backward", [wide.view(-1, 512), wide.view(-1, 512).clone()]
+    yield openfold, "layer_norm_forward", [pair, scale, scale, 1e-5, bf16]
+    yield openfold, "layer_norm_backward", [pair.to(bf16), pair, scale, 1e-5]
+    yield openfold, "bias_relu_forward", [wide.view(-1, 512), torch.ones(512, device=DEVICE)]
+    yield openfold, "bias_relu_backward", [wide.view(-1, 512), wide.view(-1, 512).clone()]
 
 
 def rows(rounds: int, count: int) -> Iterator[dict]:
@@ -315,7 +309,7 @@ def rows(rounds: int, count: int) -> Iterator[dict]:
     def copy() -> Sequence[Tensor]:
         return (target.copy_(source),)
 
-    for name, script, operator, arguments in row_operators(count):
+    for script, operator, arguments in row_operators(count):
         function = getattr(importlib.import_module(script), operator)
 
         def step(function: Callable = function, arguments: list = arguments) -> Sequence[Tensor]:
@@ -329,7 +323,7 @@ def rows(rounds: int, count: int) -> Iterator[dict]:
             moved / k / (2 * source.nbytes / c)
             for k, c in zip(sides["kernel"]["turns_us"], sides["copy"]["turns_us"], strict=True)
         )
-        yield {"name": name, "operator": operator, "bytes": moved, "gb_per_s": rates, "of_copy": share, **sides}
+        yield {"operator": operator, "bytes": moved, "gb_per_s": rates, "of_copy": share, **sides}
 
 
 STUDIES = {"attention": attention, "triangle": triangle, "causal": causal}
