@@ -160,12 +160,13 @@ def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentPar
 #
 # An operation has a kernel forward and one or more backward. The functions under @operator allocate their results and
 # launch them; an autograd.Function ties forward and backward together. No kernel adds atomically: each program writes
-# the sum over its own rows, and PyTorch adds these up, so that the same input gives the same bits.
+# the sum over its own rows, and one more launch adds these up, so that the same input gives the same bits.
 
 BACKEND = "interpreter" if INTERPRETED else "hip" if torch.version.hip else "cuda"
 # Block sizes and warps per kernel; a second line, for float32 or one backend, replaces what it names of the first.
 # TILE is the number of elements in a block of rows, PROGRAMS how many share the rows (4 for each of 132 SMs).
 BLOCKS: dict[str, dict[str, int]] = {
+    "sum_parts": {"TILE": 4096, "ROWS": 512, "num_warps": 4},
     "rms_norm_forward": {"TILE": 4096, "num_warps": 4},
     "rms_norm_backward": {"TILE": 2048, "PROGRAMS": 528, "num_warps": 4},
     "rotary": {"TILE": 4096, "num_warps": 4},
@@ -256,10 +257,41 @@ if INTERPRETED:
             return run
 
 
-def rows_and_width(x: Tensor, tile: int) -> tuple[int, int, int, int]:
-    """Of x [..., D]: its rows, D, the next power of two (the width of a block), and the rows that make up a tile."""
-    width = triton.next_power_of_2(x.shape[-1])
-    return x.numel() // x.shape[-1], x.shape[-1], width, max(1, tile // width)
+def row_options(kernel: str, x: Tensor, whole: bool = True) -> tuple[int, int, dict[str, int]]:
+    """Of a kernel that goes over the rows of x [..., C]: how many rows, how many programs, what it is compiled for.
+
+    A block is a TILE of rows; a row longer than that is a block if it must be whole, else several.
+    """
+    chosen, dim = blocks(kernel), x.shape[-1]
+    tile, width = chosen.pop("TILE"), triton.next_power_of_2(dim)
+    width = width if whole else min(width, tile)
+    rows, tile_rows = x.numel() // dim, max(1, tile // width)
+    programs = triton.cdiv(rows, tile_rows)
+    if "PROGRAMS" in chosen:
+        programs = chosen["PROGRAMS"] = min(chosen["PROGRAMS"], programs)
+    return rows, programs, {"C": dim, "BLOCK_C": width, "ROWS": tile_rows, **chosen}
+
+
+@triton.jit
+def sum_parts_kernel(PARTS, OUT, parts, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([ROWS, BLOCK], tl.float32)
+    for start in range(0, parts, ROWS):
+        row = start + tl.arange(0, ROWS)
+        at = row.to(tl.int64)[:, None] * width + column[None, :]
+        total += tl.load(PARTS + at, mask=(row < parts)[:, None] & (column < width)[None, :], other=0.0)
+    tl.store(OUT + column, tl.sum(total, 0), mask=column < width)
+
+
+def sum_parts(parts: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """float32 [parts, ...], what each program found -> their sum; torch.sum is slower at many short parts."""
+    chosen, out = blocks("sum_parts"), torch.empty_like(parts[0], dtype=dtype)
+    rows = min(chosen.pop("ROWS"), triton.next_power_of_2(len(parts)))
+    block = max(8, chosen.pop("TILE") // rows)
+    wrap_triton(sum_parts_kernel)[(triton.cdiv(out.numel(), block),)](
+        parts, out, len(parts), out.numel(), ROWS=rows, BLOCK=block, **chosen
+    )
+    return out
 
 
 LOG2E = tl.constexpr(math.log2(math.e))  # scores are kept to the base 2: exp2 is what the hardware computes
@@ -267,18 +299,19 @@ LOG2E = tl.constexpr(math.log2(math.e))  # scores are kept to the base 2: exp2 i
 
 @triton.jit
 def rms_norm_forward_kernel(
-    X, UPDATE, WEIGHT, NORMED, SUMMED, RSTD, rows, eps, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr
+    X, UPDATE, WEIGHT, NORMED, SUMMED, RSTD, rows, eps: tl.constexpr,
+    C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, BLOCK_D)
-    inside = (row < rows)[:, None] & (column < D)[None, :]
-    at = row[:, None] * D + column[None, :]
+    channel = tl.arange(0, BLOCK_C)
+    inside = (row < rows)[:, None] & (channel < C)[None, :]
+    at = row[:, None] * C + channel[None, :]
     x = tl.load(X + at, mask=inside, other=0.0).to(tl.float32)
     if UPDATE is not None:
         x += tl.load(UPDATE + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(SUMMED + at, x, mask=inside)
-    rstd = 1 / tl.sqrt(tl.sum(x * x, 1) / D + eps)
-    weight = tl.load(WEIGHT + column, mask=column < D, other=0.0).to(tl.float32)
+    rstd = 1 / tl.sqrt(tl.sum(x * x, 1) / C + eps)
+    weight = tl.load(WEIGHT + channel, mask=channel < C, other=0.0).to(tl.float32)
     tl.store(NORMED + at, x * rstd[:, None] * weight[None, :], mask=inside)
     tl.store(RSTD + row, rstd, mask=row < rows)
 
@@ -286,27 +319,27 @@ def rms_norm_forward_kernel(
 @triton.jit
 def rms_norm_backward_kernel(
     GRAD_NORMED, GRAD_SUMMED, SUMMED, WEIGHT, RSTD, GRAD_X, GRAD_UPDATE, GRAD_WEIGHT, rows,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, PROGRAMS: tl.constexpr,
+    C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
-    column = tl.arange(0, BLOCK_D)
-    weight = tl.load(WEIGHT + column, mask=column < D, other=0.0).to(tl.float32)
-    grad_weight = tl.zeros([BLOCK_D], tl.float32)
+    channel = tl.arange(0, BLOCK_C)
+    weight = tl.load(WEIGHT + channel, mask=channel < C, other=0.0).to(tl.float32)
+    grad_weight = tl.zeros([ROWS, BLOCK_C], tl.float32)  # a sum over rows costs more than these registers
     for start in range(program * ROWS, rows, PROGRAMS * ROWS):
         row = tl.cast(start, tl.int64) + tl.arange(0, ROWS)
-        inside = (row < rows)[:, None] & (column < D)[None, :]
-        at = row[:, None] * D + column[None, :]
+        inside = (row < rows)[:, None] & (channel < C)[None, :]
+        at = row[:, None] * C + channel[None, :]
         rstd = tl.load(RSTD + row, mask=row < rows, other=0.0)[:, None]
         normed = tl.load(SUMMED + at, mask=inside, other=0.0).to(tl.float32) * rstd
         grad = tl.load(GRAD_NORMED + at, mask=inside, other=0.0).to(tl.float32)
-        grad_weight += tl.sum(grad * normed, 0)
+        grad_weight += grad * normed
         grad *= weight[None, :]
-        grad = (grad - normed * (tl.sum(grad * normed, 1) / D)[:, None]) * rstd
+        grad = (grad - normed * (tl.sum(grad * normed, 1) / C)[:, None]) * rstd
         if GRAD_SUMMED is not None:
             grad += tl.load(GRAD_SUMMED + at, mask=inside, other=0.0).to(tl.float32)
             tl.store(GRAD_UPDATE + at, grad, mask=inside)
         tl.store(GRAD_X + at, grad, mask=inside)
-    tl.store(GRAD_WEIGHT + program * D + column, grad_weight, mask=column < D)
+    tl.store(GRAD_WEIGHT + program * C + channel, tl.sum(grad_weight, 0), mask=channel < C)
 
 
 @operator
@@ -314,13 +347,10 @@ def rms_norm_forward(
     x: Tensor, update: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x and update [..., D] -> norm of their sum in `dtype`, the sum (empty without an update), 1 / rms [rows]."""
-    chosen = blocks("rms_norm_forward")
-    rows, dim, width, tile_rows = rows_and_width(x, chosen.pop("TILE"))
+    rows, programs, options = row_options("rms_norm_forward", x)
     normed, rstd = torch.empty_like(x, dtype=dtype), x.new_empty(rows, dtype=torch.float32)
     summed = x.new_empty(0) if update is None else torch.empty_like(x)
-    wrap_triton(rms_norm_forward_kernel)[(triton.cdiv(rows, tile_rows),)](
-        x, update, weight, normed, summed, rstd, rows, eps, D=dim, BLOCK_D=width, ROWS=tile_rows, **chosen
-    )
+    wrap_triton(rms_norm_forward_kernel)[(programs,)](x, update, weight, normed, summed, rstd, rows, eps, **options)
     return normed, summed, rstd
 
 
@@ -329,16 +359,13 @@ def rms_norm_backward(
     grad_normed: Tensor, grad_summed: Tensor | None, summed: Tensor, weight: Tensor, rstd: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, of the update (in its `dtype`; empty without one) and of the weight."""
-    chosen = blocks("rms_norm_backward")
-    rows, dim, width, tile_rows = rows_and_width(summed, chosen.pop("TILE"))
-    chosen["PROGRAMS"] = min(chosen["PROGRAMS"], triton.cdiv(rows, tile_rows))
-    grad_x, grad_weight = torch.empty_like(summed), weight.new_empty(chosen["PROGRAMS"], dim, dtype=torch.float32)
+    rows, programs, options = row_options("rms_norm_backward", summed)
+    grad_x, grad_weight = torch.empty_like(summed), weight.new_empty(programs, len(weight), dtype=torch.float32)
     grad_update = summed.new_empty(0) if grad_summed is None else torch.empty_like(summed, dtype=dtype)
-    wrap_triton(rms_norm_backward_kernel)[(chosen["PROGRAMS"],)](
-        *(grad_normed, grad_summed, summed, weight, rstd, grad_x, grad_update, grad_weight, rows),
-        **{"D": dim, "BLOCK_D": width, "ROWS": tile_rows, **chosen},
+    wrap_triton(rms_norm_backward_kernel)[(programs,)](
+        grad_normed, grad_summed, summed, weight, rstd, grad_x, grad_update, grad_weight, rows, **options
     )
-    return grad_x, grad_update, grad_weight.sum(0).to(weight.dtype)
+    return grad_x, grad_update, sum_parts(grad_weight, weight.dtype)
 
 
 class AddRMSNorm(torch.autograd.Function):
@@ -365,32 +392,29 @@ class AddRMSNorm(torch.autograd.Function):
 @triton.jit
 def rotary_kernel(
     QKV, COS, SIN, TURNED, rows, seq, HEADS: tl.constexpr, VALUES: tl.constexpr, SIGN: tl.constexpr,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
+    C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # one head of one token
-    column = tl.arange(0, BLOCK_D // 2)
-    inside = (row < rows)[:, None] & (column < D // 2)[None, :]
+    channel = tl.arange(0, BLOCK_C // 2)
+    inside = (row < rows)[:, None] & (channel < C // 2)[None, :]
     turns = inside & (row % HEADS < HEADS - VALUES)[:, None]  # a value head turns by no angle
     position = (row // HEADS).to(tl.int32) % seq
-    angle = position[:, None] * D + column[None, :]
+    angle = position[:, None] * C + channel[None, :]
     cos = tl.load(COS + angle, mask=turns, other=1.0).to(tl.float32)
     sin = tl.load(SIN + angle, mask=turns, other=0.0).to(tl.float32) * SIGN
-    at = row[:, None] * D + column[None, :]
+    at = row[:, None] * C + channel[None, :]
     first = tl.load(QKV + at, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(QKV + at + D // 2, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(QKV + at + C // 2, mask=inside, other=0.0).to(tl.float32)
     tl.store(TURNED + at, first * cos - second * sin, mask=inside)
-    tl.store(TURNED + at + D // 2, second * cos + first * sin, mask=inside)
+    tl.store(TURNED + at + C // 2, second * cos + first * sin, mask=inside)
 
 
 @operator
 def rotary(qkv: Tensor, cos: Tensor, sin: Tensor, values: int, sign: int) -> Tensor:
     """qkv [B, S, heads, head_dim] turned by `sign` times the angle of its position, but for the last `values` heads."""
-    chosen, turned = blocks("rotary"), torch.empty_like(qkv)
-    rows, dim, width, tile_rows = rows_and_width(qkv, chosen.pop("TILE"))
-    wrap_triton(rotary_kernel)[(triton.cdiv(rows, tile_rows),)](
-        *(qkv, cos, sin, turned, rows, qkv.shape[1]),
-        **{"HEADS": qkv.shape[2], "VALUES": values, "SIGN": sign, "D": dim, "BLOCK_D": width, "ROWS": tile_rows},
-        **chosen,
+    (rows, programs, options), turned = row_options("rotary", qkv), torch.empty_like(qkv)
+    wrap_triton(rotary_kernel)[(programs,)](
+        qkv, cos, sin, turned, rows, qkv.shape[1], HEADS=qkv.shape[2], VALUES=values, SIGN=sign, **options
     )
     return turned
 
@@ -413,40 +437,39 @@ class Rotary(torch.autograd.Function):
 
 
 @triton.jit
-def swiglu_forward_kernel(GATE_UP, OUT, rows, DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr):
+def swiglu_forward_kernel(GATE_UP, OUT, rows, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    inside = (row < rows)[:, None] & (column < DIM)[None, :]
-    gate_at = row[:, None] * (2 * DIM) + column[None, :]  # a row holds all gates, then all ups
+    channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    inside = (row < rows)[:, None] & (channel < C)[None, :]
+    gate_at = row[:, None] * (2 * C) + channel[None, :]  # a row holds all gates, then all ups
     gate = tl.load(GATE_UP + gate_at, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(GATE_UP + gate_at + DIM, mask=inside, other=0.0).to(tl.float32)
-    tl.store(OUT + row[:, None] * DIM + column[None, :], gate * tl.sigmoid(gate) * up, mask=inside)
+    up = tl.load(GATE_UP + gate_at + C, mask=inside, other=0.0).to(tl.float32)
+    tl.store(OUT + row[:, None] * C + channel[None, :], gate * tl.sigmoid(gate) * up, mask=inside)
 
 
 @triton.jit
 def swiglu_backward_kernel(
-    GRAD, GATE_UP, GRAD_GATE_UP, rows, DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr
+    GRAD, GATE_UP, GRAD_GATE_UP, rows, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    inside = (row < rows)[:, None] & (column < DIM)[None, :]
-    gate_at = row[:, None] * (2 * DIM) + column[None, :]
-    grad = tl.load(GRAD + row[:, None] * DIM + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    inside = (row < rows)[:, None] & (channel < C)[None, :]
+    gate_at = row[:, None] * (2 * C) + channel[None, :]
+    grad = tl.load(GRAD + row[:, None] * C + channel[None, :], mask=inside, other=0.0).to(tl.float32)
     gate = tl.load(GATE_UP + gate_at, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(GATE_UP + gate_at + DIM, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(GATE_UP + gate_at + C, mask=inside, other=0.0).to(tl.float32)
     sigmoid = tl.sigmoid(gate)
     tl.store(GRAD_GATE_UP + gate_at, grad * up * sigmoid * (1 + gate * (1 - sigmoid)), mask=inside)
-    tl.store(GRAD_GATE_UP + gate_at + DIM, grad * gate * sigmoid, mask=inside)
+    tl.store(GRAD_GATE_UP + gate_at + C, grad * gate * sigmoid, mask=inside)
 
 
 @operator
 def swiglu_forward(gate_up: Tensor) -> Tensor:
     """gate_up [..., 2 I] -> silu(gate) * up [..., I]."""
-    chosen, out = blocks("swiglu_forward"), gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
-    tile = chosen.pop("TILE")
-    rows, dim, width, tile_rows = rows_and_width(out, tile)
-    wrap_triton(swiglu_forward_kernel)[(triton.cdiv(rows, tile_rows), triton.cdiv(dim, tile))](
-        gate_up, out, rows, DIM=dim, BLOCK_D=min(width, tile), ROWS=tile_rows, **chosen
+    out = gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+    rows, programs, options = row_options("swiglu_forward", out, whole=False)
+    wrap_triton(swiglu_forward_kernel)[(programs, triton.cdiv(out.shape[-1], options["BLOCK_C"]))](
+        gate_up, out, rows, **options
     )
     return out
 
@@ -454,11 +477,12 @@ def swiglu_forward(gate_up: Tensor) -> Tensor:
 @operator
 def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
     """Gradient of gate_up, packed as it is."""
-    chosen, grad_gate_up = blocks("swiglu_backward"), torch.empty_like(gate_up)
-    tile = chosen.pop("TILE")
-    rows, dim, width, tile_rows = rows_and_width(grad, tile)
-    wrap_triton(swiglu_backward_kernel)[(triton.cdiv(rows, tile_rows), triton.cdiv(dim, tile))](
-        grad, gate_up, grad_gate_up, rows, DIM=dim, BLOCK_D=min(width, tile), ROWS=tile_rows, **chosen
+    (rows, programs, options), grad_gate_up = (
+        row_options("swiglu_backward", grad, whole=False),
+        torch.empty_like(gate_up),
+    )
+    wrap_triton(swiglu_backward_kernel)[(programs, triton.cdiv(grad.shape[-1], options["BLOCK_C"]))](
+        grad, gate_up, grad_gate_up, rows, **options
     )
     return grad_gate_up
 
@@ -479,7 +503,7 @@ class SwiGLUActivation(torch.autograd.Function):
 
 @triton.jit
 def attention_forward_kernel(
-    QKV, OUT, LSE, seq, scale, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    QKV, OUT, LSE, seq, scale: tl.constexpr, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     TOKEN: tl.constexpr = (H + 2 * K) * D  # elements of a token in QKV
@@ -518,7 +542,7 @@ def attention_forward_kernel(
 
 @triton.jit
 def attention_backward_queries_kernel(
-    QKV, OUT, LSE, GRAD, DELTA, GRAD_QKV, seq, scale, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
+    QKV, OUT, LSE, GRAD, DELTA, GRAD_QKV, seq, scale: tl.constexpr, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     TOKEN: tl.constexpr = (H + 2 * K) * D
@@ -557,7 +581,7 @@ def attention_backward_queries_kernel(
 
 @triton.jit
 def attention_backward_keys_kernel(
-    QKV, LSE, GRAD, DELTA, GRAD_QKV, seq, scale, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
+    QKV, LSE, GRAD, DELTA, GRAD_QKV, seq, scale: tl.constexpr, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     TOKEN: tl.constexpr = (H + 2 * K) * D
@@ -651,39 +675,39 @@ class CausalAttention(torch.autograd.Function):
 
 @triton.jit
 def cross_entropy_forward_kernel(
-    LOGITS, TARGETS, LOSSES, LSE, rows, V: tl.constexpr, BLOCK_V: tl.constexpr, ROWS: tl.constexpr
+    LOGITS, TARGETS, LOSSES, LSE, rows, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    for start in range(0, V, BLOCK_V):
-        column = start + tl.arange(0, BLOCK_V)
-        inside = (row < rows)[:, None] & (column < V)[None, :]
-        logits = tl.load(LOGITS + row[:, None] * V + column[None, :], mask=inside, other=0.0).to(tl.float32)
-        logits = tl.where((column < V)[None, :], logits, float("-inf"))
+    for start in range(0, C, BLOCK_C):
+        column = start + tl.arange(0, BLOCK_C)
+        inside = (row < rows)[:, None] & (column < C)[None, :]
+        logits = tl.load(LOGITS + row[:, None] * C + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        logits = tl.where((column < C)[None, :], logits, float("-inf"))
         new_top = tl.maximum(top, tl.max(logits, 1))
         total = total * tl.exp(top - new_top) + tl.sum(tl.exp(logits - new_top[:, None]), 1)
         top = new_top
     lse = top + tl.log(total)
     target = tl.load(TARGETS + row, mask=row < rows, other=-100)
-    known = (target >= 0) & (target < V)  # any other label but -100 makes the loss NaN
-    logit = tl.load(LOGITS + row * V + target, mask=known, other=float("nan")).to(tl.float32)
+    known = (target >= 0) & (target < C)  # any other label but -100 makes the loss NaN
+    logit = tl.load(LOGITS + row * C + target, mask=known, other=float("nan")).to(tl.float32)
     tl.store(LOSSES + row, tl.where(target == -100, 0.0, lse - logit), mask=row < rows)
     tl.store(LSE + row, lse, mask=row < rows)
 
 
 @triton.jit
 def cross_entropy_backward_kernel(
-    GRAD, LOGITS, TARGETS, LSE, GRAD_LOGITS, rows, V: tl.constexpr, BLOCK_V: tl.constexpr, ROWS: tl.constexpr
+    GRAD, LOGITS, TARGETS, LSE, GRAD_LOGITS, rows, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     target = tl.load(TARGETS + row, mask=row < rows, other=-100)
     lse = tl.load(LSE + row, mask=row < rows, other=0.0)
     grad = tl.load(GRAD + row, mask=target != -100, other=0.0)
-    for start in range(0, V, BLOCK_V):
-        column = start + tl.arange(0, BLOCK_V)
-        inside = (row < rows)[:, None] & (column < V)[None, :]
-        at = row[:, None] * V + column[None, :]
+    for start in range(0, C, BLOCK_C):
+        column = start + tl.arange(0, BLOCK_C)
+        inside = (row < rows)[:, None] & (column < C)[None, :]
+        at = row[:, None] * C + column[None, :]
         p = tl.exp(tl.load(LOGITS + at, mask=inside, other=0.0).to(tl.float32) - lse[:, None])
         p -= tl.where(column[None, :] == target[:, None], 1.0, 0.0)
         tl.store(GRAD_LOGITS + at, p * grad[:, None], mask=inside)
@@ -692,25 +716,18 @@ def cross_entropy_backward_kernel(
 @operator
 def cross_entropy_forward(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """logits [T, V], targets [T] -> losses [T], 0 where the target is -100, and log-sum-exp [T], both float32."""
-    chosen = blocks("cross_entropy_forward")
-    tile = chosen.pop("TILE")
-    rows, vocab, width, tile_rows = rows_and_width(logits, tile)
+    rows, programs, options = row_options("cross_entropy_forward", logits, whole=False)
     losses, lse = (logits.new_empty(rows, dtype=torch.float32) for _ in range(2))
-    wrap_triton(cross_entropy_forward_kernel)[(triton.cdiv(rows, tile_rows),)](
-        logits, targets, losses, lse, rows, V=vocab, BLOCK_V=min(width, tile), ROWS=tile_rows, **chosen
-    )
+    wrap_triton(cross_entropy_forward_kernel)[(programs,)](logits, targets, losses, lse, rows, **options)
     return losses, lse
 
 
 @operator
 def cross_entropy_backward(grad: Tensor, logits: Tensor, targets: Tensor, lse: Tensor) -> Tensor:
     """Gradient of the logits, in their type."""
-    chosen, grad_logits = blocks("cross_entropy_backward"), torch.empty_like(logits)
-    tile = chosen.pop("TILE")
-    rows, vocab, width, tile_rows = rows_and_width(logits, tile)
-    wrap_triton(cross_entropy_backward_kernel)[(triton.cdiv(rows, tile_rows),)](
-        grad, logits, targets, lse, grad_logits, rows, V=vocab, BLOCK_V=min(width, tile), ROWS=tile_rows, **chosen
-    )
+    rows, programs, options = row_options("cross_entropy_backward", logits, whole=False)
+    grad_logits = torch.empty_like(logits)
+    wrap_triton(cross_entropy_backward_kernel)[(programs,)](grad, logits, targets, lse, grad_logits, rows, **options)
     return grad_logits
 
 

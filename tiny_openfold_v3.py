@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
 """TinyOpenFold V3: hand-written Triton kernels for what memory or launches limit, each on a flag of its own.
 
-triton-layer-norm     a norm reads its input once and writes the type that the next GEMM takes
+triton-layer-norm     a norm reads its input once and writes the type that the next GEMM takes, and the pair bias
 triton-attention      attention with pair bias and gate in one pass; nothing is transposed, and no gradient is added up
                       atomically: a program sums the bias gradient of a tile over the rows that share it
 triton-triangle       norm, projections and gates of a triangle multiplication are one kernel before its batched product
                       and one after it
 triton-outer-product  the outer product is written as its projection reads it, and not kept for the backward pass
 triton-transition     bias and ReLU in one pass, and so are their gradients
+triton-bias-gradient  the gradient of a bias is a sum over all rows, which PyTorch leaves to a few slow programs
 
 The GEMMs stay with the vendor's library where nothing can be fused to them, and V2's fusions stay: turn a kernel off to
 see what PyTorch does instead. Every kernel has its backward pass; the model, its weights and its loss are those of V1
@@ -99,6 +100,7 @@ class Fusions:
     triton_triangle: bool = True
     triton_outer_product: bool = True
     triton_transition: bool = True
+    triton_bias_gradient: bool = True
 
 
 FUSIONS: tuple[tuple[str, str, str], ...] = (
@@ -111,6 +113,7 @@ FUSIONS: tuple[tuple[str, str, str], ...] = (
     ("triton-triangle", "triton_triangle", "triangle multiplications as a kernel before and one after the product"),
     ("triton-outer-product", "triton_outer_product", "outer products in the layout of their projection"),
     ("triton-transition", "triton_transition", "bias and ReLU of the transitions as one kernel"),
+    ("triton-bias-gradient", "triton_bias_gradient", "gradients of the other projections' biases"),
 )
 
 
@@ -172,14 +175,16 @@ def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentPar
 #
 # An operation has a kernel forward and one or more backward. The functions under @operator allocate their results and
 # launch them; an autograd.Function ties forward and backward together. No kernel adds atomically: each program writes
-# the sum over its own rows, and PyTorch adds these up, so that the same input gives the same bits.
+# the sum over its own rows, and one more launch adds these up, so that the same input gives the same bits.
 
 BACKEND = "interpreter" if INTERPRETED else "hip" if torch.version.hip else "cuda"
 # Block sizes and warps per kernel; a second line, for float32 or one backend, replaces what it names of the first.
 # TILE is the number of elements in a block of rows, PROGRAMS how many share the rows (4 for each of 132 SMs).
 BLOCKS: dict[str, dict[str, int]] = {
+    "sum_parts": {"TILE": 4096, "ROWS": 512, "num_warps": 4},
     "layer_norm_forward": {"TILE": 4096, "num_warps": 4},
-    "layer_norm_backward": {"TILE": 4096, "PROGRAMS": 528, "num_warps": 4},
+    "layer_norm_backward": {"TILE": 2048, "PROGRAMS": 528, "num_warps": 4},
+    "column_sums": {"TILE": 4096, "PROGRAMS": 528, "num_warps": 4},
     "attention_forward": {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3},
     "attention_forward hip": {"BLOCK_N": 32, "num_stages": 1},
     "attention_backward_short": {"BLOCK_N": 64, "PROGRAMS": 528, "num_warps": 4, "num_stages": 2},
@@ -204,9 +209,7 @@ BLOCKS: dict[str, dict[str, int]] = {
     "triangle_project_backward": {"BLOCK_M": 64, "BLOCK_C": 64, "num_warps": 4, "num_stages": 1},
     "triangle_project_backward float32": {"BLOCK_C": 32, "num_warps": 8},
     "triangle_project_backward hip": {"BLOCK_C": 32, "num_warps": 8},
-    "triangle_weights": {"BLOCK_M": 64, "BLOCK_K": 128, "PROGRAMS": 264, "num_warps": 8, "num_stages": 3},
-    "triangle_weights float32 hip": {"BLOCK_M": 32, "num_stages": 2},
-    "triangle_finish": {"ROWS": 4, "num_warps": 4},
+    "triangle_weights": {"ROWS": 4, "num_warps": 4},
     "outer_product_forward": {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_S": 32, "num_warps": 8, "num_stages": 2},
     "outer_product_backward": {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_S": 64, "num_warps": 4, "num_stages": 3},
     "bias_relu_forward": {"TILE": 4096, "num_warps": 4},
@@ -285,10 +288,41 @@ if INTERPRETED:
             return run
 
 
-def rows_and_width(x: Tensor, tile: int) -> tuple[int, int, int, int]:
-    """Of x [..., D]: its rows, D, the next power of two (the width of a block), and the rows that make up a tile."""
-    width = triton.next_power_of_2(x.shape[-1])
-    return x.numel() // x.shape[-1], x.shape[-1], width, max(1, tile // width)
+def row_options(kernel: str, x: Tensor, whole: bool = True) -> tuple[int, int, dict[str, int]]:
+    """Of a kernel that goes over the rows of x [..., C]: how many rows, how many programs, what it is compiled for.
+
+    A block is a TILE of rows; a row longer than that is a block if it must be whole, else several.
+    """
+    chosen, dim = blocks(kernel), x.shape[-1]
+    tile, width = chosen.pop("TILE"), triton.next_power_of_2(dim)
+    width = width if whole else min(width, tile)
+    rows, tile_rows = x.numel() // dim, max(1, tile // width)
+    programs = triton.cdiv(rows, tile_rows)
+    if "PROGRAMS" in chosen:
+        programs = chosen["PROGRAMS"] = min(chosen["PROGRAMS"], programs)
+    return rows, programs, {"C": dim, "BLOCK_C": width, "ROWS": tile_rows, **chosen}
+
+
+@triton.jit
+def sum_parts_kernel(PARTS, OUT, parts, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([ROWS, BLOCK], tl.float32)
+    for start in range(0, parts, ROWS):
+        row = start + tl.arange(0, ROWS)
+        at = row.to(tl.int64)[:, None] * width + column[None, :]
+        total += tl.load(PARTS + at, mask=(row < parts)[:, None] & (column < width)[None, :], other=0.0)
+    tl.store(OUT + column, tl.sum(total, 0), mask=column < width)
+
+
+def sum_parts(parts: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """float32 [parts, ...], what each program found -> their sum; torch.sum is slower at many short parts."""
+    chosen, out = blocks("sum_parts"), torch.empty_like(parts[0], dtype=dtype)
+    rows = min(chosen.pop("ROWS"), triton.next_power_of_2(len(parts)))
+    block = max(8, chosen.pop("TILE") // rows)
+    wrap_triton(sum_parts_kernel)[(triton.cdiv(out.numel(), block),)](
+        parts, out, len(parts), out.numel(), ROWS=rows, BLOCK=block, **chosen
+    )
+    return out
 
 
 LOG2E = tl.constexpr(math.log2(math.e))  # scores are kept to the base 2: exp2 is what the hardware computes
@@ -309,9 +343,20 @@ def through_norm(grad, x, rstd, C: tl.constexpr):
 
 
 @triton.jit
+def pair_bias_at(row, head, N, H: tl.constexpr, ENDING: tl.constexpr):
+    """Where a bias [B, H, N, N] holds what pair `row` (b, i, j) gives; ENDING changes the places of i and j."""
+    b, pair = row // (N * N), row % (N * N)
+    if ENDING:
+        pair = pair % N * N + pair // N
+    return (b * H + head) * N * N + pair
+
+
+@triton.jit
 def layer_norm_forward_kernel(
-    X, WEIGHT, BIAS, OUT, rows, eps, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr
+    X, WEIGHT, BIAS, OUT, HEADS, PAIR_BIAS, rows, N, eps: tl.constexpr, H: tl.constexpr, ENDING: tl.constexpr,
+    C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
+    """With heads, HEADS [H, C] projects the normalised rows, which are pairs then, to a bias of an attention."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     channel = tl.arange(0, BLOCK_C)
     inside = (row < rows)[:, None] & (channel < C)[None, :]
@@ -320,75 +365,148 @@ def layer_norm_forward_kernel(
     x, _ = normalised(x, inside, eps, C)
     weight = tl.load(WEIGHT + channel, mask=channel < C, other=0.0)
     bias = tl.load(BIAS + channel, mask=channel < C, other=0.0)
-    tl.store(OUT + at, x * weight[None, :] + bias[None, :], mask=inside)
+    y = x * weight[None, :] + bias[None, :]
+    tl.store(OUT + at, y, mask=inside)
+    for head in tl.static_range(H):
+        projection = tl.load(HEADS + head * C + channel, mask=channel < C, other=0.0)
+        pair_bias = tl.sum(y * projection[None, :], 1)
+        tl.store(PAIR_BIAS + pair_bias_at(row, head, N, H, ENDING), pair_bias, mask=row < rows)
 
 
 @triton.jit
 def layer_norm_backward_kernel(
-    GRAD, X, WEIGHT, GRAD_X, GRAD_WEIGHT, GRAD_BIAS, rows, eps,
+    GRAD, X, WEIGHT, BIAS, HEADS, GRAD_PAIR_BIAS, GRAD_X, SUMS, rows, N,
+    eps: tl.constexpr, H: tl.constexpr, BLOCK_H: tl.constexpr, ENDING: tl.constexpr,
     C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
+    """SUMS [PROGRAMS, 2 + H, C] are the gradients of weight, bias and heads over the rows of each program."""
     program = tl.program_id(0)
     channel = tl.arange(0, BLOCK_C)
     weight = tl.load(WEIGHT + channel, mask=channel < C, other=0.0)
-    grad_weight = tl.zeros([BLOCK_C], tl.float32)
-    grad_bias = tl.zeros([BLOCK_C], tl.float32)
+    bias = tl.load(BIAS + channel, mask=channel < C, other=0.0)
+    grad_weight = tl.zeros([ROWS, BLOCK_C], tl.float32)  # a sum over rows costs more than these registers
+    grad_bias = tl.zeros([ROWS, BLOCK_C], tl.float32)
+    grad_heads = tl.zeros([BLOCK_H, BLOCK_C], tl.float32)
     for start in range(program * ROWS, rows, PROGRAMS * ROWS):
         row = tl.cast(start, tl.int64) + tl.arange(0, ROWS)
         inside = (row < rows)[:, None] & (channel < C)[None, :]
         at = row[:, None] * C + channel[None, :]
         x, rstd = normalised(tl.load(X + at, mask=inside, other=0.0).to(tl.float32), inside, eps, C)
-        grad = tl.load(GRAD + at, mask=inside, other=0.0).to(tl.float32)
-        grad_weight += tl.sum(grad * x, 0)
-        grad_bias += tl.sum(grad, 0)
-        grad *= weight[None, :]
-        grad = through_norm(grad, x, rstd, C)
+        grad = tl.zeros([ROWS, BLOCK_C], tl.float32)
+        if GRAD is not None:
+            grad += tl.load(GRAD + at, mask=inside, other=0.0).to(tl.float32)
+        for head in tl.static_range(H):
+            projection = tl.load(HEADS + head * C + channel, mask=channel < C, other=0.0)
+            pair_bias_at_row = GRAD_PAIR_BIAS + pair_bias_at(row, head, N, H, ENDING)
+            grad_pair_bias = tl.load(pair_bias_at_row, mask=row < rows, other=0.0).to(tl.float32)[:, None]
+            grad += grad_pair_bias * projection[None, :]
+            grad_head = tl.sum(grad_pair_bias * (x * weight[None, :] + bias[None, :]), 0)
+            grad_heads += tl.where((tl.arange(0, BLOCK_H) == head)[:, None], grad_head[None, :], 0.0)
+        grad_weight += grad * x
+        grad_bias += grad
+        grad = through_norm(grad * weight[None, :], x, rstd, C)
         tl.store(GRAD_X + at, grad, mask=inside)
-    tl.store(GRAD_WEIGHT + program * C + channel, grad_weight, mask=channel < C)
-    tl.store(GRAD_BIAS + program * C + channel, grad_bias, mask=channel < C)
+    SUMS += program * (2 + H) * C + channel
+    tl.store(SUMS, tl.sum(grad_weight, 0), mask=channel < C)
+    tl.store(SUMS + C, tl.sum(grad_bias, 0), mask=channel < C)
+    if H > 0:
+        head = tl.arange(0, BLOCK_H)[:, None]
+        tl.store(SUMS[None, :] + (2 + head) * C, grad_heads, mask=(head < H) & (channel < C)[None, :])
 
 
 @operator
-def layer_norm_forward(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """x [..., C], normalised over C, in `dtype`."""
-    chosen = blocks("layer_norm_forward")
-    rows, dim, width, tile_rows = rows_and_width(x, chosen.pop("TILE"))
+def layer_norm_forward(
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype,
+    heads: Tensor | None = None, ending: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """x [..., C], normalised over C, in `dtype`; of x [B, N, N, C] by heads [H, C] a bias [B, H, N, N], else empty."""
+    rows, programs, options = row_options("layer_norm_forward", x)
+    count, length = (0, 1) if heads is None else (len(heads), x.shape[1])
     out = torch.empty_like(x, dtype=dtype)
-    wrap_triton(layer_norm_forward_kernel)[(triton.cdiv(rows, tile_rows),)](
-        x, weight, bias, out, rows, eps, C=dim, BLOCK_C=width, ROWS=tile_rows, **chosen
+    pair_bias = out.new_empty(0) if heads is None else out.new_empty(len(x), count, length, length)
+    wrap_triton(layer_norm_forward_kernel)[(programs,)](
+        x, weight, bias, out, heads, pair_bias, rows, length, eps, H=count, ENDING=ending, **options
     )
-    return out
+    return out, pair_bias
 
 
 @operator
-def layer_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x, weight and bias. Mean and variance are computed again: a row is in registers anyway."""
-    chosen = blocks("layer_norm_backward")
-    rows, dim, width, tile_rows = rows_and_width(x, chosen.pop("TILE"))
-    chosen["PROGRAMS"] = min(chosen["PROGRAMS"], triton.cdiv(rows, tile_rows))
-    grad_x = torch.empty_like(x)
-    grad_weight, grad_bias = x.new_empty(2, chosen["PROGRAMS"], dim, dtype=torch.float32).unbind()
-    wrap_triton(layer_norm_backward_kernel)[(chosen["PROGRAMS"],)](
-        *(grad, x, weight, grad_x, grad_weight, grad_bias, rows, eps),
-        **{"C": dim, "BLOCK_C": width, "ROWS": tile_rows, **chosen},
+def layer_norm_backward(
+    grad: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor, eps: float,
+    heads: Tensor | None = None, grad_pair_bias: Tensor | None = None, ending: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Gradients of x, and of weight, bias and heads [2 + H, C]. Mean and variance are computed again from the row."""
+    rows, programs, options = row_options("layer_norm_backward", x)
+    count, length = (0, 1) if heads is None else (len(heads), x.shape[1])
+    grad_x, sums = torch.empty_like(x), x.new_empty(programs, 2 + count, x.shape[-1], dtype=torch.float32)
+    wrap_triton(layer_norm_backward_kernel)[(programs,)](
+        *(grad, x, weight, bias, heads, grad_pair_bias, grad_x, sums, rows, length, eps),
+        **{"H": count, "BLOCK_H": triton.next_power_of_2(max(count, 1)), "ENDING": ending, **options},
     )
-    return grad_x, grad_weight.sum(0), grad_bias.sum(0)
+    return grad_x, sum_parts(sums)
 
 
 class LayerNormFunction(torch.autograd.Function):
-    """x [..., C] -> LayerNorm over C, in `dtype`."""
+    """x [..., C] -> LayerNorm over C, in `dtype`.
+
+    With heads [H, C] x is [B, N, N, C], and the norm comes with its projection to them, [B, H, N, N]: the bias of an
+    attention, with `ending` that of the transposed pairs.
+    """
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype, heads=None, ending=False):
+        ctx.set_materialize_grads(False)  # nobody may have used the norm, or the bias
         x = x.contiguous()
-        ctx.save_for_backward(x, weight)
-        ctx.eps = eps
-        return layer_norm_forward(x, weight, bias, eps, dtype)
+        ctx.save_for_backward(x, weight, bias, heads)
+        ctx.eps, ctx.ending = eps, ending
+        out, pair_bias = layer_norm_forward(x, weight, bias, eps, dtype, heads, ending)
+        return out if heads is None else (out, pair_bias)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor | None, grad_pair_bias: Tensor | None = None):
+        x, weight, bias, heads = ctx.saved_tensors
+        grad, grad_pair_bias = (None if g is None else g.contiguous() for g in (grad, grad_pair_bias))
+        heads = None if grad_pair_bias is None else heads
+        grad_x, sums = layer_norm_backward(grad, x, weight, bias, ctx.eps, heads, grad_pair_bias, ctx.ending)
+        return grad_x, sums[0], sums[1], None, None, None if heads is None else sums[2:], None
+
+
+# The bias of a projection. Adding it costs nothing, the GEMM does it; its gradient is the sum over all rows.
+
+
+@triton.jit
+def column_sums_kernel(
+    X, SUMS, rows, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr, PROGRAMS: tl.constexpr
+):  # fmt: skip
+    program = tl.program_id(0)
+    channel = tl.arange(0, BLOCK_C)
+    total = tl.zeros([ROWS, BLOCK_C], tl.float32)
+    for start in range(program * ROWS, rows, PROGRAMS * ROWS):
+        row = tl.cast(start, tl.int64) + tl.arange(0, ROWS)
+        inside = (row < rows)[:, None] & (channel < C)[None, :]
+        total += tl.load(X + row[:, None] * C + channel[None, :], mask=inside, other=0.0).to(tl.float32)
+    tl.store(SUMS + program * C + channel, tl.sum(total, 0), mask=channel < C)
+
+
+@operator
+def column_sums(x: Tensor) -> Tensor:
+    """x [..., C] -> its sum over all rows [C], in float32."""
+    rows, programs, options = row_options("column_sums", x)
+    sums = x.new_empty(programs, x.shape[-1], dtype=torch.float32)
+    wrap_triton(column_sums_kernel)[(programs,)](x, sums, rows, **options)
+    return sum_parts(sums)
+
+
+class BiasGradient(torch.autograd.Function):
+    """y [..., C] as it is; the gradient of the bias [C] that the GEMM has added to it."""
+
+    @staticmethod
+    def forward(ctx, y: Tensor, bias: Tensor) -> Tensor:
+        return y.view_as(y)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        x, weight = ctx.saved_tensors
-        return *layer_norm_backward(grad.contiguous(), x, weight, ctx.eps), None, None
+        return grad, column_sums(grad.contiguous())
 
 
 # Attention of every row of a batch of rows, with a pair bias that they share, and the gate on its output.
@@ -453,8 +571,8 @@ def gate_of(QKVG, GATE_BIAS, row, stride, D: tl.constexpr, BLOCK_D: tl.constexpr
 
 @triton.jit
 def attention_forward_kernel(
-    QKVG, GATE_BIAS, BIAS, OUT, LSE, x_b, x_r, x_n, out_b, out_r, out_n, R, H, N, scale,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    QKVG, GATE_BIAS, BIAS, OUT, LSE, x_b, x_r, x_n, out_b, out_r, out_n, R, H, N,
+    scale: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     tile, head, r, b = split_program(tl.program_id(0), tl.cdiv(N, BLOCK_M), H, R)
@@ -485,8 +603,8 @@ def attention_forward_kernel(
 @triton.jit
 def attention_backward_query_kernel(
     GRAD_OUT, QKVG, GATE_BIAS, BIAS, OUT, LSE, GRAD_QKVG, GRAD_ATTENTION, DELTA, GRAD_GATE_BIAS,
-    x_b, x_r, x_n, out_b, out_r, out_n, grad_b, grad_r, grad_n, R, H, N, scale,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    x_b, x_r, x_n, out_b, out_r, out_n, grad_b, grad_r, grad_n, R, H, N,
+    scale: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients of query and gate; what the other two kernels need: the gradient before the gate, and delta."""
@@ -503,7 +621,8 @@ def attention_backward_query_kernel(
     grad_gate = product * (1 - gate)
     store_rows(GRAD_QKVG + at_x + 3 * D, grad_gate, query, x_n, D, BLOCK_D, N, EVEN)
     column = tl.arange(0, BLOCK_D)
-    tl.store(GRAD_GATE_BIAS + tl.program_id(0) * D + column, tl.sum(grad_gate, 0), mask=column < D)
+    at = (((b * R + r) * tl.cdiv(N, BLOCK_M) + tile) * H + head) * D + column
+    tl.store(GRAD_GATE_BIAS + at, tl.sum(grad_gate, 0), mask=column < D)
     q = load_rows(QKVG, query, x_n, D, BLOCK_D, N, EVEN)
     grad = (grad_out.to(tl.float32) * gate).to(q.dtype)
     store_rows(GRAD_ATTENTION + at_out, grad, query, out_n, D, BLOCK_D, N, EVEN)
@@ -523,8 +642,8 @@ def attention_backward_query_kernel(
 
 @triton.jit
 def attention_backward_key_kernel(
-    QKVG, BIAS_T, LSE, GRAD_ATTENTION, DELTA, GRAD_QKVG, x_b, x_r, x_n, out_b, out_r, out_n, R, H, N, scale,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    QKVG, BIAS_T, LSE, GRAD_ATTENTION, DELTA, GRAD_QKVG, x_b, x_r, x_n, out_b, out_r, out_n, R, H, N,
+    scale: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients of key and value. Scores are [keys, queries] here, as both products take them, and BIAS_T is [j, i]."""
@@ -556,8 +675,8 @@ def attention_backward_key_kernel(
 
 @triton.jit
 def attention_backward_bias_kernel(
-    QKVG, BIAS, LSE, GRAD_ATTENTION, DELTA, GRAD_BIAS, x_b, x_r, x_n, out_b, out_r, out_n, R, H, N, B, group, scale,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    QKVG, BIAS, LSE, GRAD_ATTENTION, DELTA, GRAD_BIAS, x_b, x_r, x_n, out_b, out_r, out_n, R, H, N, B, group,
+    scale: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradient of a bias tile: a program adds up `group` of the rows that share it, so nothing is added atomically."""
@@ -586,7 +705,7 @@ def attention_backward_bias_kernel(
 @triton.jit
 def attention_backward_short_kernel(
     GRAD_OUT, QKVG, GATE_BIAS, BIAS, OUT, LSE, GRAD_QKVG, GRAD_GATE_BIAS, GRAD_BIAS,
-    x_b, x_r, x_n, out_b, out_r, out_n, grad_b, grad_r, grad_n, R, H, N, B, group, scale,
+    x_b, x_r, x_n, out_b, out_r, out_n, grad_b, grad_r, grad_n, R, H, N, B, group, scale: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """All gradients of `group` rows, where a row's scores are a single tile: no sum is left to another kernel."""
@@ -675,7 +794,7 @@ def attention_backward(
         group = rows_per_program(short.pop("PROGRAMS"), heads * samples, rows)
         parts = triton.cdiv(rows, group)
         grad_bias = qkvg.new_empty(0 if bias is None else parts, samples, heads, length, length, dtype=torch.float32)
-        grad_gate_bias = qkvg.new_empty(samples, parts, heads, 1, dim, dtype=torch.float32)
+        grad_gate_bias = qkvg.new_empty(samples * parts, heads * dim, dtype=torch.float32)
         wrap_triton(attention_backward_short_kernel)[(heads * parts * samples,)](
             *(grad_out, qkvg, gate_bias, bias, out, lse, grad_qkvg, grad_gate_bias, grad_bias, *strides),
             *(*grad_strides, rows, heads, length, samples, group, scale),
@@ -685,7 +804,7 @@ def attention_backward(
         grad_attention, delta = torch.empty_like(out), torch.empty_like(lse)
         options = attention_options("attention_backward_query", qkvg)
         tiles = triton.cdiv(length, options["BLOCK_M"])
-        grad_gate_bias = qkvg.new_empty(samples, rows, heads, tiles, dim, dtype=torch.float32)
+        grad_gate_bias = qkvg.new_empty(samples * rows * tiles, heads * dim, dtype=torch.float32)
         wrap_triton(attention_backward_query_kernel)[(tiles * heads * rows * samples,)](
             *(grad_out, qkvg, gate_bias, bias, out, lse, grad_qkvg, grad_attention, delta, grad_gate_bias, *strides),
             *(*grad_strides, rows, heads, length, scale),
@@ -708,8 +827,8 @@ def attention_backward(
                 *(rows, heads, length, samples, group, scale),
                 **options,
             )
-    grad_bias = qkvg.new_empty(0) if bias is None else grad_bias.sum(0).to(bias.dtype)
-    return grad_qkvg, grad_gate_bias.sum((0, 1, 3)).flatten(), grad_bias
+    grad_bias = qkvg.new_empty(0) if bias is None else sum_parts(grad_bias, bias.dtype)
+    return grad_qkvg, sum_parts(grad_gate_bias), grad_bias
 
 
 class GatedAttentionFunction(torch.autograd.Function):
@@ -740,11 +859,16 @@ class GatedAttentionFunction(torch.autograd.Function):
 
 
 @triton.jit
-def position_tile(X, position, stride_m, stride_c, M, C: tl.constexpr):
-    """Tile [positions, C], zeros beyond the last position."""
-    channel = tl.arange(0, C)
-    at = position.to(tl.int64)[:, None] * stride_m + channel.to(tl.int64)[None, :] * stride_c
-    return tl.load(X + at, mask=(position < M)[:, None], other=0.0)
+def index(i, WIDE: tl.constexpr):
+    """What to count elements with: 64 bits take registers that tensors below 2^31 elements can do without."""
+    return i.to(tl.int64) if WIDE else i
+
+
+@triton.jit
+def position_tile(X, position, stride_m, channel, stride_c, M):
+    """Tile [positions, C] in float32, zeros beyond the last position."""
+    at = position[:, None] * stride_m + channel[None, :] * stride_c
+    return tl.load(X + at, mask=(position < M)[:, None], other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -755,59 +879,68 @@ def scale_and_shift(x, WEIGHT, BIAS, C: tl.constexpr):
 
 @triton.jit
 def triangle_project_kernel(
-    X, NORM_WEIGHT, NORM_BIAS, WEIGHT, BIAS, AB, M, eps,
-    C: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, PRECISION: tl.constexpr,
+    X, NORM_WEIGHT, NORM_BIAS, WEIGHT, BIAS, AB, M, eps: tl.constexpr, C: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """a (second grid dimension 0) or b (1) = projection * sigmoid(gate), channel first."""
     half = tl.program_id(1)
-    position = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    x, _ = normalised(position_tile(X, position, C, 1, M, C).to(tl.float32), True, eps, C)
+    position = index(tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), WIDE)
+    channel = tl.arange(0, C)
+    x, _ = normalised(position_tile(X, position, C, channel, 1, M), True, eps, C)
     x = tl.trans(scale_and_shift(x, NORM_WEIGHT, NORM_BIAS, C).to(WEIGHT.dtype.element_ty))
     for first in tl.range(0, C, BLOCK_C, loop_unroll_factor=1):
         row = half * C + first + tl.arange(0, BLOCK_C)
-        at = WEIGHT + row[:, None] * C + tl.arange(0, C)[None, :]
+        at = WEIGHT + row[:, None] * C + channel[None, :]
         gate = tl.dot(tl.load(at + 2 * C * C), x, input_precision=PRECISION) + tl.load(BIAS + 2 * C + row)[:, None]
         value = tl.dot(tl.load(at), x, input_precision=PRECISION) + tl.load(BIAS + row)[:, None]
         value = (value * tl.sigmoid(gate)).to(AB.dtype.element_ty)
-        tl.store(AB + row.to(tl.int64)[:, None] * M + position[None, :], value, mask=(position < M)[None, :])
+        tl.store(AB + index(row, WIDE)[:, None] * M + position[None, :], value, mask=(position < M)[None, :])
 
 
 @triton.jit
 def triangle_output_kernel(
-    X, NORM_WEIGHT, NORM_BIAS, WEIGHT, BIAS, PRODUCT, OUT_WEIGHT, OUT_BIAS, OUT, M, eps,
-    C: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, PRECISION: tl.constexpr,
+    X, NORM_WEIGHT, NORM_BIAS, WEIGHT, BIAS, PRODUCT, OUT_WEIGHT, OUT_BIAS, OUT, M, eps: tl.constexpr, C: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """sigmoid(gate of the normalised input) * projection of the normalised product, [M, C]."""
-    position = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    x, _ = normalised(position_tile(X, position, C, 1, M, C).to(tl.float32), True, eps, C)
+    position = index(tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), WIDE)
+    channel = tl.arange(0, C)
+    x, _ = normalised(position_tile(X, position, C, channel, 1, M), True, eps, C)
     x = scale_and_shift(x, NORM_WEIGHT, NORM_BIAS, C).to(WEIGHT.dtype.element_ty)
-    y, _ = normalised(position_tile(PRODUCT, position, 1, M, M, C).to(tl.float32), True, eps, C)
+    y, _ = normalised(position_tile(PRODUCT, position, 1, index(channel, WIDE), M, M), True, eps, C)
     y = scale_and_shift(y, OUT_WEIGHT, OUT_BIAS, C).to(WEIGHT.dtype.element_ty)
     for first in tl.range(0, C, BLOCK_C, loop_unroll_factor=1):
-        row = 4 * C + first + tl.arange(0, BLOCK_C)
-        at = WEIGHT + row[None, :] * C + tl.arange(0, C)[:, None]
-        gate = tl.dot(x, tl.load(at), input_precision=PRECISION) + tl.load(BIAS + row)[None, :]
-        out = tl.dot(y, tl.load(at + C * C), input_precision=PRECISION) + tl.load(BIAS + C + row)[None, :]
-        at = OUT + position.to(tl.int64)[:, None] * C + (row - 4 * C)[None, :]
-        tl.store(at, (out * tl.sigmoid(gate)).to(OUT.dtype.element_ty), mask=(position < M)[:, None])
+        row = first + tl.arange(0, BLOCK_C)
+        at = WEIGHT + (4 * C + row)[None, :] * C + channel[:, None]
+        gate = tl.dot(x, tl.load(at), input_precision=PRECISION) + tl.load(BIAS + 4 * C + row)[None, :]
+        out = tl.dot(y, tl.load(at + C * C), input_precision=PRECISION) + tl.load(BIAS + 5 * C + row)[None, :]
+        out = (out * tl.sigmoid(gate)).to(OUT.dtype.element_ty)
+        tl.store(OUT + position[:, None] * C + row[None, :], out, mask=(position < M)[:, None])
+
+
+@triton.jit
+def with_ones(x, channel):
+    """For a GEMM that also adds up the columns of its other side: the channels of a normalised row add up to 0, so the
+    first follows from the rest, and its place can carry a 1."""
+    return tl.where((channel == 0)[None, :], 1.0, x)
 
 
 @triton.jit
 def triangle_output_backward_kernel(
     GRAD_OUT, X, NORM_WEIGHT, NORM_BIAS, WEIGHT, WEIGHT_T, wt_in, wt_out, BIAS, PRODUCT, OUT_WEIGHT, OUT_BIAS,
-    GRAD_PRODUCT, NORMED, GRAD_Z, GRAD_LINEAR, M, eps,
-    C: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, PRECISION: tl.constexpr,
+    GRAD_PRODUCT, NORMED, GRAD_Z, GRAD_LINEAR, M, eps: tl.constexpr, C: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients of product (channel first), of z and g before their weights, and the product normalised, for theirs."""
-    position = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    position = index(tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), WIDE)
     channel = tl.arange(0, C)
     inside = (position < M)[:, None]
-    m = position.to(tl.int64)[:, None]
+    m = position[:, None]
     dtype = WEIGHT.dtype.element_ty
-    x, _ = normalised(position_tile(X, position, C, 1, M, C).to(tl.float32), True, eps, C)
+    x, _ = normalised(position_tile(X, position, C, channel, 1, M), True, eps, C)
     x = scale_and_shift(x, NORM_WEIGHT, NORM_BIAS, C).to(dtype)
-    y, _ = normalised(position_tile(PRODUCT, position, 1, M, M, C).to(tl.float32), True, eps, C)
-    tl.store(NORMED + m * C + channel[None, :], y.to(dtype), mask=inside)
+    y, _ = normalised(position_tile(PRODUCT, position, 1, index(channel, WIDE), M, M), True, eps, C)
+    tl.store(NORMED + m * C + channel[None, :], with_ones(y, channel).to(dtype), mask=inside)
     y = scale_and_shift(y, OUT_WEIGHT, OUT_BIAS, C).to(dtype)
     grad_y = tl.zeros([BLOCK_M, C], tl.float32)
     for first in tl.range(0, C, BLOCK_C, loop_unroll_factor=1):
@@ -822,24 +955,25 @@ def triangle_output_backward_kernel(
         weight = tl.load(WEIGHT_T + (5 * C + row)[:, None] * wt_out + channel[None, :] * wt_in)
         grad_y = tl.dot(grad_z.to(dtype), weight, grad_y, input_precision=PRECISION)
     # Loaded and normalised once more: that is cheaper than keeping it in registers over the loop.
-    y, rstd = normalised(position_tile(PRODUCT, position, 1, M, M, C).to(tl.float32), True, eps, C)
+    y, rstd = normalised(position_tile(PRODUCT, position, 1, index(channel, WIDE), M, M), True, eps, C)
     grad_y = through_norm(grad_y * tl.load(OUT_WEIGHT + channel)[None, :], y, rstd, C)
-    tl.store(GRAD_PRODUCT + channel.to(tl.int64)[None, :] * M + position[:, None], grad_y.to(dtype), mask=inside)
+    tl.store(GRAD_PRODUCT + index(channel, WIDE)[None, :] * M + m, grad_y.to(dtype), mask=inside)
 
 
 @triton.jit
 def triangle_project_backward_kernel(
-    GRAD_AB, X, NORM_WEIGHT, NORM_BIAS, WEIGHT, WEIGHT_T, wt_in, wt_out, BIAS, GRAD_LINEAR, NORMED, GRAD_X, M, eps,
-    C: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, PRECISION: tl.constexpr,
+    GRAD_AB, X, NORM_WEIGHT, NORM_BIAS, WEIGHT, WEIGHT_T, wt_in, wt_out, BIAS,
+    GRAD_LINEAR, NORMED, GRAD_X, M, eps: tl.constexpr, C: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the four projections before their weights and of the input, and the input normalised."""
-    position = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    position = index(tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), WIDE)
     channel = tl.arange(0, C)
     inside = (position < M)[:, None]
-    m = position.to(tl.int64)[:, None]
+    m = position[:, None]
     dtype = WEIGHT.dtype.element_ty
-    x, _ = normalised(position_tile(X, position, C, 1, M, C).to(tl.float32), True, eps, C)
-    tl.store(NORMED + m * C + channel[None, :], x.to(dtype), mask=inside)
+    x, _ = normalised(position_tile(X, position, C, channel, 1, M), True, eps, C)
+    tl.store(NORMED + m * C + channel[None, :], with_ones(x, channel).to(dtype), mask=inside)
     x = scale_and_shift(x, NORM_WEIGHT, NORM_BIAS, C).to(dtype)
     grad = tl.load(GRAD_LINEAR + m * (5 * C) + (4 * C + channel)[None, :], mask=inside, other=0.0)
     weight = tl.load(WEIGHT_T + (4 * C + channel)[:, None] * wt_out + channel[None, :] * wt_in)
@@ -850,7 +984,7 @@ def triangle_project_backward_kernel(
         gate = tl.dot(x, tl.load(at + 2 * C * C), input_precision=PRECISION) + tl.load(BIAS + 2 * C + row)[None, :]
         value = tl.dot(x, tl.load(at), input_precision=PRECISION) + tl.load(BIAS + row)[None, :]
         gate = tl.sigmoid(gate)
-        grad_ab = tl.load(GRAD_AB + row.to(tl.int64)[None, :] * M + position[:, None], mask=inside, other=0.0)
+        grad_ab = tl.load(GRAD_AB + index(row, WIDE)[None, :] * M + m, mask=inside, other=0.0)
         grad_p = grad_ab.to(tl.float32) * gate
         grad_g = (grad_p * (1 - gate) * value).to(dtype)
         grad_p = grad_p.to(dtype)
@@ -860,53 +994,36 @@ def triangle_project_backward_kernel(
         at = WEIGHT_T + row[:, None] * wt_out + channel[None, :] * wt_in
         grad_x = tl.dot(grad_p, tl.load(at), grad_x, input_precision=PRECISION)
         grad_x = tl.dot(grad_g, tl.load(at + 2 * C * wt_out), grad_x, input_precision=PRECISION)
-    x, rstd = normalised(position_tile(X, position, C, 1, M, C).to(tl.float32), True, eps, C)
+    x, rstd = normalised(position_tile(X, position, C, channel, 1, M), True, eps, C)
     grad_x = through_norm(grad_x * tl.load(NORM_WEIGHT + channel)[None, :], x, rstd, C)
     tl.store(GRAD_X + m * C + channel[None, :], grad_x.to(GRAD_X.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def triangle_weights_kernel(
-    GRAD_LINEAR, NORMED, PRODUCTS, SUMS, M, part, K: tl.constexpr, C: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+    PRODUCTS, WEIGHT, NORM_WEIGHT, NORM_BIAS, GRAD_WEIGHT, GRAD_BIAS, GRAD_NORM, K,
+    C: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """GRAD_LINEAR^T NORMED [K, C] and the column sums of GRAD_LINEAR [M, K] over `part` positions of each program."""
-    row = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
+    """Of grad^T normed in parts [parts, K, C]: with y = normed * norm_weight + norm_bias, both pairs of gradients."""
     channel = tl.arange(0, C)
-    product = tl.zeros([BLOCK_K, C], tl.float32)
-    total = tl.zeros([BLOCK_K], tl.float32)
-    for start in range(tl.program_id(1) * part, tl.minimum(tl.program_id(1) * part + part, M), BLOCK_M):
-        m = tl.cast(start, tl.int64) + tl.arange(0, BLOCK_M)
-        grad = tl.load(GRAD_LINEAR + m[:, None] * K + row[None, :], mask=(m < M)[:, None], other=0.0)
-        normed = tl.load(NORMED + m[:, None] * C + channel[None, :], mask=(m < M)[:, None], other=0.0)
-        product = tl.dot(tl.trans(grad), normed, product, input_precision=PRECISION)
-        total += tl.sum(grad.to(tl.float32), 0)
-    at = tl.program_id(1) * K + row
-    tl.store(PRODUCTS + at[:, None] * C + channel[None, :], product)
-    tl.store(SUMS + at, total)
-
-
-@triton.jit
-def triangle_finish_kernel(
-    PRODUCTS, SUMS, WEIGHT, NORM_WEIGHT, NORM_BIAS, GRAD_WEIGHT, GRAD_BIAS, GRAD_NORM, K, parts,
-    C: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Add up the parts; y = normed * norm_weight + norm_bias gives the gradients of both pairs of parameters."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    channel = tl.arange(0, C)
-    product = tl.zeros([ROWS, C], tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    for part in range(0, parts):
-        product += tl.load(PRODUCTS + (part * K + row)[:, None] * C + channel[None, :])
-        total += tl.load(SUMS + part * K + row)
-    grad = product * tl.load(NORM_WEIGHT + channel)[None, :] + total[:, None] * tl.load(NORM_BIAS + channel)[None, :]
-    at = row[:, None] * C + channel[None, :]
-    tl.store(GRAD_WEIGHT + at, grad)
-    tl.store(GRAD_BIAS + row, total)
-    weight = tl.load(WEIGHT + at).to(tl.float32)
+    part = tl.arange(0, PARTS)
+    grad_norm_weight = tl.zeros([C], tl.float32)
+    grad_norm_bias = tl.zeros([C], tl.float32)
+    for i in tl.static_range(ROWS):
+        row = tl.program_id(0) * ROWS + i
+        at = part[:, None] * K * C + row * C + channel[None, :]
+        product = tl.sum(tl.load(PRODUCTS + at).to(tl.float32), 0)
+        total = tl.sum(tl.where(channel == 0, product, 0.0), 0)  # see with_ones
+        product = tl.where(channel == 0, total - tl.sum(product, 0), product)
+        grad = product * tl.load(NORM_WEIGHT + channel) + total * tl.load(NORM_BIAS + channel)
+        tl.store(GRAD_WEIGHT + row * C + channel, grad)
+        tl.store(GRAD_BIAS + row, total)
+        weight = tl.load(WEIGHT + row * C + channel).to(tl.float32)
+        grad_norm_weight += weight * product
+        grad_norm_bias += weight * total
     at = GRAD_NORM + tl.program_id(0) * 2 * C + channel
-    tl.store(at, tl.sum(weight * product, 0))
-    tl.store(at + C, tl.sum(weight * total[:, None], 0))
+    tl.store(at, grad_norm_weight)
+    tl.store(at + C, grad_norm_bias)
 
 
 @operator
@@ -970,12 +1087,11 @@ def triangle_backward(
     return grad_x, grad_weight, grad_bias, grad_norm_in, grad_norm_out
 
 
-def triangle_options(kernel: str, x: Tensor, weight: Tensor) -> dict[str, int | str]:
+def triangle_options(kernel: str, x: Tensor, weight: Tensor) -> dict[str, int | bool | str]:
     """What a kernel of the triangle multiplication is compiled for."""
     chosen = blocks(kernel, weight.dtype)
-    for name in chosen.keys() & {"BLOCK_C", "BLOCK_K"}:
-        chosen[name] = min(chosen[name], x.shape[-1])
-    return {**chosen, "C": x.shape[-1], "PRECISION": dot_precision(weight.dtype)}
+    chosen["BLOCK_C"] = min(chosen["BLOCK_C"], x.shape[-1])
+    return {**chosen, "C": x.shape[-1], "WIDE": 5 * x.numel() >= 2**31, "PRECISION": dot_precision(weight.dtype)}
 
 
 def triangle_weight_gradients(
@@ -984,22 +1100,17 @@ def triangle_weight_gradients(
 ) -> Tensor:  # fmt: skip
     """Fill grad_weight [K, C] and grad_bias [K] from grad [M, K] and normed [M, C]; the norm's gradients [2, C]."""
     (positions, width), dim = grad.shape, normed.shape[1]
-    options = triangle_options("triangle_weights", normed, normed)
-    tiles = width // options["BLOCK_K"]
-    part = rows_per_program(options.pop("PROGRAMS"), tiles, triton.cdiv(positions, options["BLOCK_M"]))
-    part *= options["BLOCK_M"]
-    parts = triton.cdiv(positions, part)
-    products, sums = grad_weight.new_empty(parts, width, dim), grad_bias.new_empty(parts, width)
-    wrap_triton(triangle_weights_kernel)[(tiles, parts)](
-        grad, normed, products, sums, positions, part, K=width, **options
-    )
-    chosen = blocks("triangle_finish")
+    parts = 32  # of the positions: one GEMM over all of them has too few tiles to occupy the device
+    while parts > 1 and (positions % parts or positions < 512 * parts):
+        parts //= 2
+    products = torch.bmm(grad.view(parts, -1, width).mT, normed.view(parts, -1, dim))
+    chosen = blocks("triangle_weights")
     grad_norm = grad_weight.new_empty(width // chosen["ROWS"], 2, dim)
-    wrap_triton(triangle_finish_kernel)[(width // chosen["ROWS"],)](
-        *(products, sums, weight, norm_weight, norm_bias, grad_weight, grad_bias, grad_norm, width, parts),
-        **{"C": dim, **chosen},
+    wrap_triton(triangle_weights_kernel)[(len(grad_norm),)](
+        *(products, weight, norm_weight, norm_bias, grad_weight, grad_bias, grad_norm, width),
+        **{"C": dim, "PARTS": parts, **chosen},
     )
-    return grad_norm.sum(0)
+    return sum_parts(grad_norm)
 
 
 class TriangleMultiplicationFunction(torch.autograd.Function):
@@ -1034,7 +1145,7 @@ class TriangleMultiplicationFunction(torch.autograd.Function):
 
 @triton.jit
 def outer_product_forward_kernel(
-    A, B, OUT, S, N, factor,
+    A, B, OUT, S, N, factor: tl.constexpr,
     H: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     width = N * H
@@ -1055,7 +1166,7 @@ def outer_product_forward_kernel(
 
 @triton.jit
 def outer_product_backward_kernel(
-    GRAD, OTHER, GRAD_ONE, S, N, one_n, one_h, other_n, other_h, factor,
+    GRAD, OTHER, GRAD_ONE, S, N, one_n, one_h, other_n, other_h, factor: tl.constexpr,
     H: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradient of one of a and b from the other; their channels have these strides in a sample of GRAD."""
@@ -1123,7 +1234,7 @@ class OuterProductMeanFunction(torch.autograd.Function):
         a, b, weight = ctx.saved_tensors
         rows = grad_out.flatten(0, 2)
         grad_weight = rows.mT @ outer_product_forward(a, b, ctx.factor).flatten(0, 2)
-        grad_bias = ctx.factor * rows.sum(0, dtype=torch.float32)
+        grad_bias = ctx.factor * column_sums(grad_out.contiguous())
         grad_a, grad_b = outer_product_backward(grad_out @ weight, a, b, ctx.factor)
         return grad_a, grad_b, grad_weight.to(ctx.parameter_dtype), grad_bias.to(ctx.parameter_dtype), None
 
@@ -1151,41 +1262,34 @@ def bias_relu_backward_kernel(
 ):  # fmt: skip
     program = tl.program_id(0)
     channel = tl.arange(0, BLOCK_C)
-    grad_bias = tl.zeros([BLOCK_C], tl.float32)
+    grad_bias = tl.zeros([ROWS, BLOCK_C], tl.float32)
     for start in range(program * ROWS, rows, PROGRAMS * ROWS):
         row = tl.cast(start, tl.int64) + tl.arange(0, ROWS)
         inside = (row < rows)[:, None] & (channel < C)[None, :]
         at = row[:, None] * C + channel[None, :]
         grad = tl.load(GRAD + at, mask=inside, other=0.0)
         grad = tl.where(tl.load(OUT + at, mask=inside, other=0.0) > 0, grad, 0.0)
-        grad_bias += tl.sum(grad.to(tl.float32), 0)
+        grad_bias += grad.to(tl.float32)
         tl.store(GRAD_X + at, grad, mask=inside)
-    tl.store(GRAD_BIAS + program * C + channel, grad_bias, mask=channel < C)
+    tl.store(GRAD_BIAS + program * C + channel, tl.sum(grad_bias, 0), mask=channel < C)
 
 
 @operator
 def bias_relu_forward(x: Tensor, bias: Tensor) -> Tensor:
     """relu(x + bias) for x [..., C]."""
-    chosen = blocks("bias_relu_forward")
-    rows, dim, width, tile_rows = rows_and_width(x, chosen.pop("TILE"))
+    rows, programs, options = row_options("bias_relu_forward", x)
     out = torch.empty_like(x)
-    wrap_triton(bias_relu_forward_kernel)[(triton.cdiv(rows, tile_rows),)](
-        x, bias, out, rows, C=dim, BLOCK_C=width, ROWS=tile_rows, **chosen
-    )
+    wrap_triton(bias_relu_forward_kernel)[(programs,)](x, bias, out, rows, **options)
     return out
 
 
 @operator
 def bias_relu_backward(grad: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of x and of the bias, the latter in float32."""
-    chosen = blocks("bias_relu_backward")
-    rows, dim, width, tile_rows = rows_and_width(out, chosen.pop("TILE"))
-    chosen["PROGRAMS"] = min(chosen["PROGRAMS"], triton.cdiv(rows, tile_rows))
-    grad_x, grad_bias = torch.empty_like(out), out.new_empty(chosen["PROGRAMS"], dim, dtype=torch.float32)
-    wrap_triton(bias_relu_backward_kernel)[(chosen["PROGRAMS"],)](
-        grad, out, grad_x, grad_bias, rows, C=dim, BLOCK_C=width, ROWS=tile_rows, **chosen
-    )
-    return grad_x, grad_bias.sum(0)
+    rows, programs, options = row_options("bias_relu_backward", out)
+    grad_x, grad_bias = torch.empty_like(out), out.new_empty(programs, out.shape[-1], dtype=torch.float32)
+    wrap_triton(bias_relu_backward_kernel)[(programs,)](grad, out, grad_x, grad_bias, rows, **options)
+    return grad_x, sum_parts(grad_bias)
 
 
 class BiasReLU(torch.autograd.Function):
@@ -1233,6 +1337,32 @@ class LayerNorm(nn.LayerNorm):
         """x [..., C] -> the same shape."""
         if self.triton:
             return LayerNormFunction.apply(x, self.weight, self.bias, self.eps, gemm_dtype(x))
+        return super().forward(x)
+
+    def with_bias(self, pair: Tensor, linear: nn.Linear, ending: bool = False) -> tuple[Tensor, Tensor]:
+        """pair [B, N, N, C] -> its norm, and the attention bias [B, H, N, N] that `linear` makes of it.
+
+        With `ending` the bias is that of the transposed pairs.
+        """
+        if self.triton:
+            options = (self.eps, gemm_dtype(pair), linear.weight, ending)
+            return LayerNormFunction.apply(pair, self.weight, self.bias, *options)
+        pair = self(pair)
+        bias = linear(pair)
+        return pair, bias.permute(0, 3, 2, 1) if ending else bias.permute(0, 3, 1, 2)
+
+
+class Linear(nn.Linear):
+    """A projection with a bias, whose gradient a kernel sums."""
+
+    def __init__(self, dim_in: int, dim_out: int, fusions: Fusions):
+        super().__init__(dim_in, dim_out)
+        self.triton = fusions.triton_bias_gradient
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., dim_in] -> [..., dim_out]."""
+        if self.triton:
+            return BiasGradient.apply(F.linear(x, self.weight, self.bias.detach()), self.bias)
         return super().forward(x)
 
 
@@ -1318,7 +1448,7 @@ class GatedAttention(nn.Module):
             self.linear_k = nn.Linear(dim, dim, bias=False)
             self.linear_v = nn.Linear(dim, dim, bias=False)
             self.linear_g = nn.Linear(dim, dim)
-        self.linear_o = nn.Linear(dim, dim)
+        self.linear_o = Linear(dim, dim, fusions)
 
     def attend(self, x: Tensor, bias: Tensor | None = None, columns: bool = False) -> Tensor:
         """x [B, R, N, C]: each of the R rows attends to itself; bias [B, H, N, N] is the same for all rows.
@@ -1390,7 +1520,7 @@ class MSARowAttentionWithPairBias(GatedAttention):
 
     def forward(self, msa: Tensor, pair: Tensor) -> Tensor:
         """msa [B, S, N, c_m], pair [B, N, N, c_z] -> update of msa."""
-        bias = self.linear_z(self.layer_norm_z(pair)).permute(0, 3, 1, 2)
+        _, bias = self.layer_norm_z.with_bias(pair, self.linear_z)
         return self.attend(self.layer_norm_m(msa), bias)
 
 
@@ -1414,7 +1544,7 @@ class Transition(nn.Module):
         self.triton = fusions.triton_transition
         self.layer_norm = LayerNorm(dim, fusions)
         self.linear_1 = nn.Linear(dim, factor * dim)
-        self.linear_2 = nn.Linear(factor * dim, dim)
+        self.linear_2 = Linear(factor * dim, dim, fusions)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., C] -> update of x."""
@@ -1440,8 +1570,8 @@ class OuterProductMean(nn.Module):
         hidden = config.outer_product_dim
         self.triton = fusions.triton_outer_product
         self.layer_norm = LayerNorm(config.msa_dim, fusions)
-        self.linear_1 = nn.Linear(config.msa_dim, hidden)
-        self.linear_2 = nn.Linear(config.msa_dim, hidden)
+        self.linear_1 = Linear(config.msa_dim, hidden, fusions)
+        self.linear_2 = Linear(config.msa_dim, hidden, fusions)
         self.linear_out = nn.Linear(hidden * hidden, config.pair_dim)
 
     def forward(self, msa: Tensor) -> Tensor:
@@ -1542,8 +1672,8 @@ class TriangleAttentionStartingNode(GatedAttention):
 
     def forward(self, pair: Tensor) -> Tensor:
         """pair [B, N, N, c_z] -> update of pair."""
-        pair = self.layer_norm(pair)
-        return self.attend(pair, self.linear(pair).permute(0, 3, 1, 2))
+        pair, bias = self.layer_norm.with_bias(pair, self.linear)
+        return self.attend(pair, bias)
 
 
 class TriangleAttentionEndingNode(TriangleAttentionStartingNode):
@@ -1551,8 +1681,8 @@ class TriangleAttentionEndingNode(TriangleAttentionStartingNode):
 
     def forward(self, pair: Tensor) -> Tensor:
         """pair [B, N, N, c_z] -> update of pair."""
-        pair = self.layer_norm(pair)
-        return self.attend(pair, self.linear(pair).permute(0, 3, 2, 1), columns=True)
+        pair, bias = self.layer_norm.with_bias(pair, self.linear, ending=True)
+        return self.attend(pair, bias, columns=True)
 
 
 class EvoformerBlock(nn.Module):

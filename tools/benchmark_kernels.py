@@ -2,13 +2,16 @@
 """Time V3's kernels, forward and backward, beside what PyTorch and other libraries do for the same operation.
 
 All sides of a row are captured as CUDA graphs and replayed in short alternating turns, so that neither the host nor a
-change of its speed counts. A study writes one file. What is not installed is left out, and said so.
+change of its speed counts. A study writes one file. What is not installed is left out, and said so. Two studies are of
+the whole training step: where its time goes, and how long it is beside that of Hugging Face's Llama.
 
 Examples:
   python tools/benchmark_kernels.py attention results/DIR   attention with pair bias and gate: V3, SDPA, torch.compile
   python tools/benchmark_kernels.py triangle results/DIR    triangle multiplication: V3, V2, V1 under torch.compile
   python tools/benchmark_kernels.py causal results/DIR      causal attention with grouped queries: V3, SDPA
   python tools/benchmark_kernels.py rows results/DIR        norms, SwiGLU, rotary: their bytes per second, and a copy's
+  python tools/benchmark_kernels.py step results/DIR        V3's whole step by kernel, and how far it is from its floor
+  python tools/benchmark_kernels.py llama results/DIR       the whole step: V3, V2, Hugging Face, the same with Liger
   python tools/benchmark_kernels.py table results/DIR       the tables, from what lies in DIR
   python tools/benchmark_kernels.py attention results/DIR --try attention_forward:BLOCK_M=128   block sizes, V3 alone
 """
@@ -19,8 +22,11 @@ import itertools
 import math
 import statistics
 import sys
+import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -30,7 +36,10 @@ import torch.nn.functional as F  # noqa: E402
 import triton  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from tools.benchmark import free_memory, read_rows, write_rows  # noqa: E402
+from run_deepspeed_flops import Traffic, measure_ceilings  # noqa: E402
+from tools.benchmark import PRECISIONS as ARGUMENTS  # noqa: E402
+from tools.benchmark import SHAPES, free_memory, graph_of, read_rows, write_rows  # noqa: E402
+from tools.kernels import CATEGORIES, kernels_of, short_name  # noqa: E402
 from tools.version_script import ToolError, at_least, documented_parser, markdown_table, run_tool  # noqa: E402
 
 PROG = Path(__file__).name
@@ -49,6 +58,7 @@ ATTENTION = {  # samples, rows, length, heads, head dimension
 }
 TRIANGLE = {"N=256": (1, 256), "N=384": (1, 384), "N=64, batch 4": (4, 64)}  # samples, length
 CAUSAL = {"S=512": (16, 512, 16, 8, 64), "S=2048": (4, 2048, 16, 8, 64)}  # samples, length, heads, key heads, dimension
+PROFILED = 3  # steps
 Step = Callable[[], Sequence[Tensor]]  # forward and backward once
 
 
@@ -201,7 +211,7 @@ def triangle(rounds: int, precisions: Sequence[str], alone: bool = False) -> Ite
     for precision, (name, (samples, length)) in itertools.product(precisions, TRIANGLE.items()):
         dtype, products = PRECISIONS[precision]
         torch.set_float32_matmul_precision(products)
-        pair, sides = torch.randn(samples, length, length, 128, device=DEVICE), {}
+        pair, sides = torch.randn(samples, length, length, 128, device=DEVICE, dtype=dtype), {}
         for version in ("v3",) if alone else ("v3", "v2", "v1"):
             module = importlib.import_module(f"tiny_openfold_{version}")
             model = module.TriangleMultiplicationOutgoing(module.ModelConfig(), module.Fusions()).to(DEVICE)
@@ -326,7 +336,163 @@ def rows(rounds: int, count: int) -> Iterator[dict]:
         yield {"operator": operator, "bytes": moved, "gb_per_s": rates, "of_copy": share, **sides}
 
 
+# The whole training step
+
+
+def whole_step(rounds: int, precisions: Sequence[str]) -> Iterator[dict]:
+    """Rows of the study: V3's step, as a graph where there is a GPU, the time of its kernels, and its floor.
+
+    The floor has two parts: the FLOP of the unfused model, as the scripts count them, at the rate of a large GEMM, and
+    the bytes that V3's operators read and write, once each, at the rate of a large copy.
+    """
+    for precision, (name, sizes) in itertools.product(precisions, SHAPES.items()):
+        module = importlib.import_module(f"{name.partition(',')[0]}_v3")
+        with tempfile.TemporaryDirectory() as folder:
+            argv = [*sizes, *ARGUMENTS[precision], "--log-interval", "1000000", "--profile-dir", folder]
+            run = module.Run(module.parse_args(graph_of(argv)))
+            run.start()
+            run.plan(3, "step")
+            run.take(3)
+            steps = max(2, math.ceil(300 / run.turns[0]))
+            run.plan(rounds * steps, "step")
+            for _ in range(rounds):
+                run.take(steps)
+            run.result["timing"] |= run.timing()
+            run.count()
+            trainer, flop, turns = run.trainer, run.result["flops"]["per_step"], run.turns
+            launched = kernels_of(trainer.trace(trainer.profile(PROFILED))["traceEvents"])
+        moved, ceilings = bytes_of_step(trainer, module.NO_WORK), measure_ceilings(run.args, run.device)
+        del run, trainer
+        free_memory()
+        times = defaultdict(list)
+        for kernel in launched:
+            times[short_name(kernel.name), kernel.category].append(kernel.duration_ns / 1e3)
+        parts = [
+            {"name": name, "category": category, "calls": len(us) / PROFILED, "us": sum(us) / PROFILED}
+            for (name, category), us in times.items()
+        ]
+        ms = statistics.median(turns)
+        floor = {"gemm_ms": flop / ceilings.gemm_tflops / 1e9, "copy_ms": moved / ceilings.copy_gb_per_s / 1e6}
+        yield {
+            **{"shape": name, "precision": precision, "ms": ms, "turns_ms": turns, "flop": flop, "bytes": moved},
+            **{"floor": floor, "over_floor": ms / sum(floor.values()), "ceilings": asdict(ceilings)},
+            "kernels": sorted(parts, key=lambda part: -part["us"]),
+        }
+
+
+def bytes_of_step(trainer, no_work: Sequence[str]) -> int:
+    """Bytes that the operators of a training step read and write.
+
+    The optimizer works in place and has no result to count: it reads weights, gradients and two moments, and writes
+    all of them but the gradients.
+    """
+    batch = trainer.next_batch()
+    with Traffic(trainer.model, {}, tuple(no_work)) as traffic:
+        trainer.compute(batch)
+    return sum(traffic.bytes_of.values()) + 7 * sum(p.nbytes for p in trainer.model.parameters())
+
+
+# The whole training step beside Hugging Face's Llama
+
+
+def training_step(forward: Callable[..., Tensor], model: torch.nn.Module, batch: dict, dtype: torch.dtype) -> Step:
+    """Forward under autocast, backward and optimizer, always on the same batch -> the loss."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True, capturable=GPU)
+
+    def step() -> Sequence[Tensor]:
+        with torch.autocast(DEVICE.type, dtype, enabled=dtype != torch.float32):
+            loss = forward(**batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return (loss.detach(),)
+
+    return step
+
+
+def hugging_face(ours: torch.nn.Module) -> torch.nn.Module:
+    """transformers' Llama of the same sizes and weights, whose names only get the prefix `model.`."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = ours.config
+    config = LlamaConfig(
+        vocab_size=sizes.vocab_size, hidden_size=sizes.hidden_dim, intermediate_size=sizes.intermediate_dim,
+        num_hidden_layers=sizes.num_layers, num_attention_heads=sizes.num_heads, num_key_value_heads=sizes.num_kv_heads,
+        max_position_embeddings=sizes.seq_len, rms_norm_eps=sizes.norm_eps, tie_word_embeddings=True, use_cache=False,
+        attn_implementation="sdpa",
+    )  # fmt: skip
+    theirs = LlamaForCausalLM(config).to(DEVICE).train()
+    weights = {f"model.{name}": value for name, value in ours.state_dict().items()}
+    theirs.load_state_dict({**weights, "lm_head.weight": weights["model.embed_tokens.weight"]})
+    return theirs
+
+
+def with_liger(model: torch.nn.Module, **chosen: bool) -> Callable[..., Tensor]:
+    """The forward pass to the loss with Liger's kernels. What it replaces in the library is so only while this runs."""
+    from liger_kernel.transformers import apply_liger_kernel_to_llama
+    from transformers.models.llama import modeling_llama
+
+    library, plain = vars(modeling_llama), dict(vars(modeling_llama))
+    apply_liger_kernel_to_llama(model=model, **chosen)
+    patched = dict(library)
+    library.update(plain)
+
+    def forward(**batch: Tensor) -> Tensor:
+        library.update(patched)
+        try:
+            return model(**batch).loss
+        finally:
+            library.update(plain)
+
+    return forward
+
+
+def can_be_captured(side: str, step: Step) -> bool:
+    """Otherwise a note says why not. A step that waits for the device is told apart before it spoils a capture."""
+    if not GPU:
+        return True
+    try:
+        step()
+        torch.cuda.set_sync_debug_mode("error")
+        step()
+        torch.cuda.set_sync_debug_mode("default")
+        with torch.cuda.stream(torch.cuda.current_stream()):  # a capture that fails would leave its own
+            captured(step, 1)
+    except Exception as error:
+        print(f"{PROG}: note: {side} is left out: no graph of it can be made ({error})", file=sys.stderr)
+        return False
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return True
+
+
+def llama(rounds: int, precisions: Sequence[str]) -> Iterator[dict]:
+    """Rows of the study. Liger's loss comes with and without: it asks the device for a number, which no graph can."""
+    with_transformers = optional("transformers")
+    liger_too = with_transformers and optional("liger_kernel")
+    for precision, name in itertools.product(precisions, [name for name in SHAPES if name.startswith("tiny_llama")]):
+        dtype, products = PRECISIONS[precision]
+        torch.set_float32_matmul_precision(products)
+        sides = {}
+        for version in ("v3", "v2"):
+            module = importlib.import_module(f"tiny_llama_{version}")
+            args = module.parse_args(SHAPES[name])
+            model = module.build_model(args, DEVICE)
+            batch = module.make_batches(args, DEVICE, args.seed).next_batch()
+            sides[version.upper()] = training_step(model, model, batch, dtype)
+        if with_transformers:
+            theirs = hugging_face(model)
+            sides["Hugging Face"] = training_step(lambda m=theirs, **b: m(**b).loss, theirs, batch, dtype)
+        for label, options in (("Liger", {}), ("Liger but its loss", {"fused_linear_cross_entropy": False})):
+            if liger_too:
+                theirs = hugging_face(model)
+                sides[label] = training_step(with_liger(theirs, **options), theirs, batch, dtype)
+        chosen = {side: step for side, step in sides.items() if can_be_captured(side, step)}
+        yield {"shape": name, "precision": precision, **in_turns(chosen, rounds)}
+
+
 STUDIES = {"attention": attention, "triangle": triangle, "causal": causal}
+STEPS = {"step": whole_step, "llama": llama}  # in bf16 unless asked for more
 
 
 def with_blocks(study: str, rounds: int, precisions: Sequence[str], tried: Sequence[str]) -> Iterator[dict]:
@@ -378,9 +544,56 @@ def rows_table(directory: Path) -> str:
     return markdown_table(["operator", "MB", "GB/s", "of a copy's rate"], lines) if lines else ""
 
 
+def step_tables(directory: Path) -> list[str]:
+    """The whole step and its floor, the time of each category, and the ten longest kernels of each shape."""
+    measured = {f"{row['shape']}, {row['precision']}": row for row in read_rows(directory / "step.json")}
+    if not measured:
+        return []
+    sums = {name: defaultdict(float) for name in measured}
+    steps, categories, tables = [], [], []
+    for name, row in measured.items():
+        for part in row["kernels"]:
+            sums[name][part["category"]] += part["us"]
+        floor = row["floor"]
+        numbers = row["ms"], sum(sums[name].values()) / 1e3, floor["gemm_ms"], floor["copy_ms"]
+        steps.append([name, *(f"{ms:.2f}" for ms in numbers), f"{row['over_floor']:.2f}x"])
+        longest = [
+            [
+                part["name"],
+                part["category"],
+                f"{part['calls']:g}",
+                f"{part['us']:.0f}",
+                f"{part['us'] / row['ms'] / 10:.1f} %",
+            ]
+            for part in row["kernels"][:10]
+        ]
+        tables.append(markdown_table([name, "what it does", "calls", "us per step", "of the step"], longest, 2))
+    for category in CATEGORIES:
+        if any(category in parts for parts in sums.values()):
+            categories.append([category, *(f"{parts[category]:.0f}" for parts in sums.values())])
+    header = ["V3, whole step", "ms", "in kernels, ms", "GEMM floor, ms", "bytes floor, ms", "step / sum of floors"]
+    return [markdown_table(header, steps), markdown_table(["us per step", *measured], categories), *tables]
+
+
+def llama_table(directory: Path) -> str:
+    """The whole step of each side in milliseconds, its time over V3's, and its extra memory."""
+    measured = read_rows(directory / "llama.json")
+    sides = list(dict.fromkeys(side for row in measured for side, value in row.items() if isinstance(value, dict)))
+    lines = []
+    for row in measured:
+        here = [row.get(side) for side in sides]
+        ratios = [s and [a / b for a, b in zip(s["turns_us"], row["V3"]["turns_us"], strict=True)] for s in here[1:]]
+        lines.append([f"{row['shape']}, {row['precision']}", *(f"{s['us'] / 1e3:.2f}" if s else "" for s in here)])
+        lines[-1] += [f"{statistics.median(r):.2f}x" if r else "" for r in ratios]
+        lines[-1] += [f"{s['extra_mb']:.0f}" if s and s["extra_mb"] is not None else "" for s in here]
+    header = ["whole step", *(f"{side}, ms" for side in sides), *(f"{side} / V3" for side in sides[1:])]
+    return markdown_table([*header, *(f"{side}, MB" for side in sides)], lines) if lines else ""
+
+
 def table(directory: Path) -> str:
     """The tables of one device as Markdown."""
     tables = [*(sides_table(directory, study) for study in STUDIES), rows_table(directory)]
+    tables += [*step_tables(directory), llama_table(directory)]
     if not any(tables):
         raise ToolError(f"{directory}: no result files of these studies")
     return "\n\n".join(filter(None, tables))
@@ -392,13 +605,15 @@ def run_study(args: argparse.Namespace) -> int:
         print(table(args.directory))
         return 0
     args.directory.mkdir(parents=True, exist_ok=True)
+    precisions = args.precisions or (["bf16"] if args.what in STEPS else list(PRECISIONS))
+    tried = args.what in STUDIES and args.tried
     if args.what == "rows":
         measured = rows(args.rounds, args.rows)
-    elif args.tried:
-        measured = with_blocks(args.what, args.rounds, args.precisions, args.tried)
+    elif tried:
+        measured = with_blocks(args.what, args.rounds, precisions, args.tried)
     else:
-        measured = STUDIES[args.what](args.rounds, args.precisions)
-    name = f"{args.what}_blocks" if args.tried else args.what
+        measured = (STUDIES | STEPS)[args.what](args.rounds, precisions)
+    name = f"{args.what}_blocks" if tried else args.what
     write_rows(args.directory / f"{name}.json", measured, rounds=args.rounds)
     return 0
 
@@ -407,10 +622,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     parser = documented_parser(PROG, __doc__)
     add = parser.add_argument
-    add("what", choices=(*STUDIES, "rows", "table"))
+    add("what", choices=(*STUDIES, "rows", *STEPS, "table"))
     add("directory", type=Path)
     add("--rounds", type=at_least(1), default=15, metavar="N", help="turns of each side (default: 15)")
-    add("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS), help="(default: all)")
+    add("--precisions", nargs="+", choices=PRECISIONS, help="(default: all; bf16 for step and llama)")
     add("--rows", type=at_least(512), default=65536, metavar="N", help="of the study of that name (default: 65536)")
     add(
         "--try", nargs="+", default=[], dest="tried", metavar="BLOCKS", help="as --blocks of the script; many in quotes"

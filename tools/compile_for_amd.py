@@ -118,7 +118,8 @@ class Launch:
         return self.kernel.__name__, *self.constants.items(), *seen
 
     def __str__(self) -> str:
-        return " ".join(f"{name}={value}" for name, value in self.constants.items())
+        constants = {name: value for name, value in self.constants.items() if not isinstance(value, float)}  # as eps is
+        return " ".join(f"{name}={value}" for name, value in constants.items())
 
 
 class Recorder:

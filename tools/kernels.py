@@ -30,19 +30,23 @@ KERNELS = (
     ("other", r"^autograd::|backward\d+$|accumulategrad$"),  # nodes of the autograd graph: the time between operators
     ("communication", r"nccl|rccl|^c10d::|^gloo:"),
     ("generated", r"^triton_|^cpp_fused|compiledfxgraph|^compiledfunction|^torch-compiled region"),
-    # AOTriton (attn_fwd, bwd_kernel_*), composable kernel (Fmha), CUTLASS (MemEffAttention), cuDNN (sdpa)
-    ("attention", r"flash|fmha|attn_fwd|attn_bwd|bwd_kernel_|bwd_preprocess|memeffattention|sdpa|dot_do_o|convert_dq_"),
+    # AOTriton (attn_fwd, bwd_kernel_*), composable kernel (Fmha), CUTLASS (MemEffAttention), cuDNN (sdpa), V3's own
+    ("attention", r"flash|fmha|attn_fwd|attn_bwd|bwd_kernel_|bwd_preprocess|attention|sdpa|dot_do_o|convert_dq_"),
     # The loss. The fifth template argument of softmax_warp_* is is_log_softmax.
-    ("other", r"log_?softmax|softmax_warp_\w+<[^,]+,[^,]+,[^,]+, *\d+, *true"),
+    ("other", r"cross_entropy|log_?softmax|softmax_warp_\w+<[^,]+,[^,]+,[^,]+, *\d+, *true"),
     ("attention", r"softmax"),
     ("normalisation", r"(layer|rms|batch|group)_?norm|rowwisemoments|gammabeta|computegradinput"),
     ("optimizer", r"adam|multi_tensor_apply|amp_(update|foreach|non_finite)"),  # only they work on lists of tensors
+    # V3's kernels that add up what programs or a product left in parts; triangle_weights does it for weights.
+    ("reductions", r"(sum|add)_parts|(^|_)sums?(_kernel|$)|_(weights|finish)_kernel"),
+    ("GEMM", r"triangle_|outer_product"),  # V3's: they multiply matrices, whatever else they do beside it
     # Cijk: rocBLAS and hipBLASLt name kernels by their index equation. nvjet, xmma, cutlass, splitK, dot: cuBLAS.
     ("GEMM", r"cijk_|gemm|gemv|nvjet|xmma|cutlass|splitk|dot_kernel|reduce_1block|rocblas_dot"),
     ("copies", r"memcpy|memset|copy_kernel|copy_device|batchedcopy|fillfunctor|fill_kernel|(copy|fill)buffer"),
     ("other", r"embedding|index|gather|scatter|nll_loss|searchsorted|bucketize|distribution|sort|scan_"),
     ("reductions", r"reduce"),
-    ("element-wise", r"elementwise|element_wise|pointwise|glu_backward|glu_kernel|triu_tril|unrolled_kernel|arange"),
+    ("element-wise", r"elementwise|element_wise|pointwise|triu_tril|unrolled_kernel|arange"),
+    ("element-wise", r"glu_|relu_|rotary|(^|_)rope"),
 )
 
 # Operators of a CPU, by their whole name without "aten::"; a trailing underscore (in place) makes no difference.
