@@ -163,10 +163,10 @@ def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentPar
 # the sum over its own rows, and one more launch adds these up, so that the same input gives the same bits.
 
 BACKEND = "interpreter" if INTERPRETED else "hip" if torch.version.hip else "cuda"
-# Block sizes and warps per kernel; a second line, for float32 or one backend, replaces what it names of the first.
-# TILE is the number of elements in a block of rows, PROGRAMS how many share the rows (4 for each of 132 SMs).
+# Block sizes and warps per kernel; a line for float32, TF32 or one backend replaces what it names of those before.
+# TILE is the number of elements in a block of rows, PROGRAMS how many share the rows: some for each of 132 SMs.
 BLOCKS: dict[str, dict[str, int]] = {
-    "sum_parts": {"TILE": 4096, "ROWS": 512, "num_warps": 4},
+    "sum_parts": {"TILE": 4096, "ROWS": 512, "num_warps": 8},
     "rms_norm_forward": {"TILE": 4096, "num_warps": 4},
     "rms_norm_backward": {"TILE": 2048, "PROGRAMS": 528, "num_warps": 4},
     "rotary": {"TILE": 4096, "num_warps": 4},
@@ -207,8 +207,10 @@ def read_blocks(text: str) -> tuple[str, dict[str, int]]:
 def blocks(kernel: str, dtype: torch.dtype | None = None) -> dict[str, int]:
     """Block sizes and warps of a kernel that multiplies matrices of this type, on this backend."""
     chosen = dict(BLOCKS[kernel])
-    kind = "float32" if dtype == torch.float32 else ""
-    for variant in (kind, BACKEND, f"{kind} {BACKEND}"):
+    variants = [BACKEND]
+    if dtype == torch.float32:
+        variants = ["float32", *(["TF32"] if dot_precision(dtype) == "tf32" else []), BACKEND, f"float32 {BACKEND}"]
+    for variant in variants:
         chosen |= BLOCKS.get(f"{kernel} {variant}", {})
     if INTERPRETED and "TILE" in chosen:
         chosen |= {"TILE": 1 << 16}  # its time goes by programs, not by elements

@@ -9,6 +9,7 @@ triton-triangle       norm, projections and gates of a triangle multiplication a
 triton-outer-product  the outer product is written as its projection reads it, and not kept for the backward pass
 triton-transition     bias and ReLU in one pass, and so are their gradients
 triton-bias-gradient  the gradient of a bias is a sum over all rows, which PyTorch leaves to a few slow programs
+cast-fusion           with AMP, all weights of a block in one launch instead of each in its own (PyTorch's own kernel)
 
 The GEMMs stay with the vendor's library where nothing can be fused to them, and V2's fusions stay: turn a kernel off to
 see what PyTorch does instead. Every kernel has its backward pass; the model, its weights and its loss are those of V1
@@ -59,6 +60,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
+from torch.func import functional_call
 from torch.library import triton_op, wrap_triton
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
@@ -101,6 +103,7 @@ class Fusions:
     triton_outer_product: bool = True
     triton_transition: bool = True
     triton_bias_gradient: bool = True
+    cast_fusion: bool = True
 
 
 FUSIONS: tuple[tuple[str, str, str], ...] = (
@@ -114,6 +117,7 @@ FUSIONS: tuple[tuple[str, str, str], ...] = (
     ("triton-outer-product", "triton_outer_product", "outer products in the layout of their projection"),
     ("triton-transition", "triton_transition", "bias and ReLU of the transitions as one kernel"),
     ("triton-bias-gradient", "triton_bias_gradient", "gradients of the other projections' biases"),
+    ("cast-fusion", "cast_fusion", "with AMP all weights of a block cast in one launch, and their gradients"),
 )
 
 
@@ -178,40 +182,53 @@ def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentPar
 # the sum over its own rows, and one more launch adds these up, so that the same input gives the same bits.
 
 BACKEND = "interpreter" if INTERPRETED else "hip" if torch.version.hip else "cuda"
-# Block sizes and warps per kernel; a second line, for float32 or one backend, replaces what it names of the first.
-# TILE is the number of elements in a block of rows, PROGRAMS how many share the rows (4 for each of 132 SMs).
+# Block sizes and warps per kernel; a line for float32, TF32 or one backend replaces what it names of those before.
+# TILE is the number of elements in a block of rows, PROGRAMS how many share the rows: some for each of 132 SMs.
 BLOCKS: dict[str, dict[str, int]] = {
-    "sum_parts": {"TILE": 4096, "ROWS": 512, "num_warps": 4},
-    "layer_norm_forward": {"TILE": 4096, "num_warps": 4},
-    "layer_norm_backward": {"TILE": 2048, "PROGRAMS": 528, "num_warps": 4},
-    "column_sums": {"TILE": 4096, "PROGRAMS": 528, "num_warps": 4},
-    "attention_forward": {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3},
-    "attention_forward hip": {"BLOCK_N": 32, "num_stages": 1},
-    "attention_backward_short": {"BLOCK_N": 64, "PROGRAMS": 528, "num_warps": 4, "num_stages": 2},
+    "sum_parts": {"TILE": 4096, "ROWS": 512, "num_warps": 8},
+    "layer_norm_forward": {"TILE": 1024, "num_warps": 1},
+    "layer_norm_backward": {"TILE": 1024, "PROGRAMS": 1056, "num_warps": 1},
+    "column_sums": {"TILE": 1024, "PROGRAMS": 528, "num_warps": 1},
+    "attention_forward": {"BLOCK_M": 128, "BLOCK_N": 32, "num_warps": 4, "num_stages": 3},
+    "attention_forward hip": {"BLOCK_M": 64, "BLOCK_N": 32, "num_stages": 1},
+    "attention_backward_short": {"BLOCK_N": 64, "PROGRAMS": 256, "num_warps": 4, "num_stages": 3},
+    "attention_backward_short float32": {"num_stages": 2},
     "attention_backward_short hip": {"BLOCK_N": 16, "num_stages": 1},
-    "attention_backward_query": {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3},
+    "attention_backward_query": {"BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 4, "num_stages": 4},
+    "attention_backward_query float32": {"BLOCK_N": 64, "num_stages": 3},
+    "attention_backward_query TF32": {"num_stages": 2},
     "attention_backward_query hip": {"BLOCK_N": 32, "num_stages": 2},
-    "attention_backward_key": {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3},
+    "attention_backward_key": {"BLOCK_M": 32, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3},
+    "attention_backward_key float32": {"BLOCK_M": 64},
+    "attention_backward_key TF32": {"BLOCK_M": 32, "BLOCK_N": 128, "num_warps": 8},
     "attention_backward_key hip": {"BLOCK_M": 32, "BLOCK_N": 32, "num_stages": 1},
-    "attention_backward_bias": {"BLOCK_M": 64, "BLOCK_N": 64, "PROGRAMS": 528, "num_warps": 4, "num_stages": 3},
+    "attention_backward_bias": {"BLOCK_M": 64, "BLOCK_N": 64, "PROGRAMS": 256, "num_warps": 4, "num_stages": 3},
     "attention_backward_bias hip": {"num_stages": 1},
     "triangle_project": {"BLOCK_M": 128, "BLOCK_C": 64, "num_warps": 8, "num_stages": 1},
-    "triangle_project float32": {"BLOCK_M": 64, "BLOCK_C": 32},
+    "triangle_project float32": {"BLOCK_M": 64, "num_warps": 4},
+    "triangle_project TF32": {"BLOCK_M": 128, "num_warps": 8},
     "triangle_project hip": {"num_warps": 4},
-    "triangle_project float32 hip": {"BLOCK_C": 64, "num_warps": 8},
-    "triangle_output": {"BLOCK_M": 128, "BLOCK_C": 64, "num_warps": 8, "num_stages": 1},
-    "triangle_output float32": {"BLOCK_M": 64, "BLOCK_C": 32},
-    "triangle_output float32 hip": {"num_warps": 4},
-    "triangle_output_backward": {"BLOCK_M": 64, "BLOCK_C": 64, "num_warps": 8, "num_stages": 1},
-    "triangle_output_backward float32": {"BLOCK_C": 32},
-    "triangle_output_backward hip": {"BLOCK_C": 32},
+    "triangle_project float32 hip": {"num_warps": 8},
+    "triangle_output": {"BLOCK_M": 128, "BLOCK_C": 64, "num_warps": 4, "num_stages": 1},
+    "triangle_output float32": {"BLOCK_M": 64},
+    "triangle_output hip": {"num_warps": 8},
+    "triangle_output float32 hip": {"BLOCK_C": 32, "num_warps": 4},
+    "triangle_output_backward": {"BLOCK_M": 64, "BLOCK_C": 64, "num_warps": 4, "num_stages": 1},
+    "triangle_output_backward float32": {"BLOCK_M": 32},
+    "triangle_output_backward TF32": {"BLOCK_M": 64, "BLOCK_C": 32},
+    "triangle_output_backward hip": {"BLOCK_M": 64, "BLOCK_C": 32, "num_warps": 8},
     "triangle_output_backward float32 hip": {"num_warps": 4},
     "triangle_project_backward": {"BLOCK_M": 64, "BLOCK_C": 64, "num_warps": 4, "num_stages": 1},
-    "triangle_project_backward float32": {"BLOCK_C": 32, "num_warps": 8},
+    "triangle_project_backward float32": {"BLOCK_C": 32},
+    "triangle_project_backward TF32": {"BLOCK_M": 128, "BLOCK_C": 64, "num_warps": 8},
     "triangle_project_backward hip": {"BLOCK_C": 32, "num_warps": 8},
-    "triangle_weights": {"ROWS": 4, "num_warps": 4},
-    "outer_product_forward": {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_S": 32, "num_warps": 8, "num_stages": 2},
-    "outer_product_backward": {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_S": 64, "num_warps": 4, "num_stages": 3},
+    "triangle_weights": {"ROWS": 1, "num_warps": 2},
+    "outer_product_forward": {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_S": 32, "num_warps": 4, "num_stages": 3},
+    "outer_product_forward float32": {"BLOCK_M": 128, "num_warps": 8, "num_stages": 2},
+    "outer_product_forward hip": {"BLOCK_M": 128, "num_warps": 8, "num_stages": 2},
+    "outer_product_backward": {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_S": 64, "num_warps": 4, "num_stages": 3},
+    "outer_product_backward float32": {"BLOCK_M": 32, "BLOCK_N": 64, "BLOCK_S": 128},
+    "outer_product_backward hip": {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_S": 64},
     "bias_relu_forward": {"TILE": 4096, "num_warps": 4},
     "bias_relu_backward": {"TILE": 4096, "PROGRAMS": 528, "num_warps": 4},
 }
@@ -238,8 +255,10 @@ def read_blocks(text: str) -> tuple[str, dict[str, int]]:
 def blocks(kernel: str, dtype: torch.dtype | None = None) -> dict[str, int]:
     """Block sizes and warps of a kernel that multiplies matrices of this type, on this backend."""
     chosen = dict(BLOCKS[kernel])
-    kind = "float32" if dtype == torch.float32 else ""
-    for variant in (kind, BACKEND, f"{kind} {BACKEND}"):
+    variants = [BACKEND]
+    if dtype == torch.float32:
+        variants = ["float32", *(["TF32"] if dot_precision(dtype) == "tf32" else []), BACKEND, f"float32 {BACKEND}"]
+    for variant in variants:
         chosen |= BLOCKS.get(f"{kernel} {variant}", {})
     if INTERPRETED and "TILE" in chosen:
         chosen |= {"TILE": 1 << 16}  # its time goes by programs, not by elements
@@ -1369,13 +1388,13 @@ class Linear(nn.Linear):
 class InputEmbedder(nn.Module):
     """Alignment and residue offsets to the first MSA and pair representation (AF2 SI, algorithms 3 to 5)."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, fusions: Fusions):
         super().__init__()
-        self.linear_tf_z_i = nn.Linear(NUM_TOKENS, config.pair_dim)
-        self.linear_tf_z_j = nn.Linear(NUM_TOKENS, config.pair_dim)
-        self.linear_tf_m = nn.Linear(NUM_TOKENS, config.msa_dim)
-        self.linear_msa_m = nn.Linear(NUM_TOKENS, config.msa_dim)
-        self.linear_relpos = nn.Linear(2 * MAX_OFFSET + 1, config.pair_dim)
+        self.linear_tf_z_i = Linear(NUM_TOKENS, config.pair_dim, fusions)
+        self.linear_tf_z_j = Linear(NUM_TOKENS, config.pair_dim, fusions)
+        self.linear_tf_m = Linear(NUM_TOKENS, config.msa_dim, fusions)
+        self.linear_msa_m = Linear(NUM_TOKENS, config.msa_dim, fusions)
+        self.linear_relpos = Linear(2 * MAX_OFFSET + 1, config.pair_dim, fusions)
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """tokens [B, S, N] -> msa [B, S, N, c_m], pair [B, N, N, c_z]."""
@@ -1543,7 +1562,7 @@ class Transition(nn.Module):
         super().__init__()
         self.triton = fusions.triton_transition
         self.layer_norm = LayerNorm(dim, fusions)
-        self.linear_1 = nn.Linear(dim, factor * dim)
+        self.linear_1 = Linear(dim, factor * dim, fusions)
         self.linear_2 = Linear(factor * dim, dim, fusions)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -1572,7 +1591,7 @@ class OuterProductMean(nn.Module):
         self.layer_norm = LayerNorm(config.msa_dim, fusions)
         self.linear_1 = Linear(config.msa_dim, hidden, fusions)
         self.linear_2 = Linear(config.msa_dim, hidden, fusions)
-        self.linear_out = nn.Linear(hidden * hidden, config.pair_dim)
+        self.linear_out = Linear(hidden * hidden, config.pair_dim, fusions)
 
     def forward(self, msa: Tensor) -> Tensor:
         """msa [B, S, N, c_m] -> update of pair [B, N, N, c_z]."""
@@ -1685,6 +1704,26 @@ class TriangleAttentionEndingNode(TriangleAttentionStartingNode):
         return self.attend(pair, bias, columns=True)
 
 
+class CastFunction(torch.autograd.Function):
+    """Tensors -> the same in `dtype`, all of them with one launch, and so their gradients."""
+
+    @staticmethod
+    def forward(ctx, dtype: torch.dtype, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.dtype = tensors[0].dtype
+        return cast_all(tensors, dtype)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        return None, *cast_all(grads, ctx.dtype)
+
+
+def cast_all(tensors: tuple[Tensor, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """The tensors in another type."""
+    results = [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
+    torch._foreach_copy_(results, tensors)
+    return tuple(results)
+
+
 class EvoformerBlock(nn.Module):
     """One block of the Evoformer stack, without dropout (AF2 SI, algorithm 6)."""
 
@@ -1699,6 +1738,21 @@ class EvoformerBlock(nn.Module):
         self.tri_att_start = TriangleAttentionStartingNode(config, fusions)
         self.tri_att_end = TriangleAttentionEndingNode(config, fusions)
         self.pair_transition = PairTransition(config.pair_dim, config.transition_factor, fusions)
+        self.cast_fusion = fusions.cast_fusion
+
+    def cast_weights(self) -> dict[str, Tensor]:
+        """Weights that GEMMs take as they are, in the type in which they take them; none where that is their own.
+
+        Autocast does the same at every use of a weight, and so for its gradient. torch.compile fuses its casts.
+        """
+        if not self.cast_fusion or torch.compiler.is_compiling():
+            return {}
+        modules = {name: m for name, m in self.named_modules() if isinstance(m, (Linear, QKVGLinear))}
+        weights = {f"{name}.weight": module.weight for name, module in modules.items()}
+        dtype = gemm_dtype(self.msa_transition.linear_1.weight)
+        if dtype == torch.float32:
+            return {}
+        return dict(zip(weights, CastFunction.apply(dtype, *weights.values()), strict=True))
 
     def forward(self, msa: Tensor, pair: Tensor) -> tuple[Tensor, Tensor]:
         """msa [B, S, N, c_m], pair [B, N, N, c_z] -> both, updated."""
@@ -1723,9 +1777,9 @@ def mean_per_protein(error: Tensor, counted: Tensor) -> Tensor:
 class DistogramHead(nn.Module):
     """Distances between residues as logits over bins (AF2 SI, section 1.9.8)."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, fusions: Fusions):
         super().__init__()
-        self.linear = nn.Linear(config.pair_dim, NUM_BINS)
+        self.linear = Linear(config.pair_dim, NUM_BINS, fusions)
 
     def forward(self, pair: Tensor) -> Tensor:
         """pair [B, N, N, c_z] -> logits [B, N, N, 64], symmetric in the residues."""
@@ -1746,9 +1800,9 @@ class DistogramHead(nn.Module):
 class MaskedMSAHead(nn.Module):
     """The tokens behind the masked positions of the alignment (AF2 SI, section 1.9.9)."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, fusions: Fusions):
         super().__init__()
-        self.linear = nn.Linear(config.msa_dim, NUM_TOKENS)
+        self.linear = Linear(config.msa_dim, NUM_TOKENS, fusions)
 
     def forward(self, msa: Tensor) -> Tensor:
         """msa [B, S, N, c_m] -> logits [B, S, N, 23]."""
@@ -1769,10 +1823,10 @@ class TinyOpenFold(nn.Module):
     def __init__(self, config: ModelConfig, fusions: Fusions):
         super().__init__()
         self.config = config
-        self.input_embedder = InputEmbedder(config)
+        self.input_embedder = InputEmbedder(config, fusions)
         self.blocks = nn.ModuleList(EvoformerBlock(config, fusions) for _ in range(config.num_blocks))
-        self.distogram = DistogramHead(config)
-        self.masked_msa = MaskedMSAHead(config)
+        self.distogram = DistogramHead(config, fusions)
+        self.masked_msa = MaskedMSAHead(config, fusions)
 
     def forward(
         self,
@@ -1788,7 +1842,8 @@ class TinyOpenFold(nn.Module):
         """
         msa, pair = self.input_embedder(tokens)
         for block in self.blocks:
-            msa, pair = block(msa, pair)
+            weights = block.cast_weights()
+            msa, pair = functional_call(block, weights, (msa, pair)) if weights else block(msa, pair)
         outputs = {"masked_msa": self.masked_msa(msa), "distogram": self.distogram(pair)}
         if true_tokens is None:
             return outputs

@@ -3,10 +3,12 @@
 import json
 import re
 import sys
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, random_state, relative_difference
+from conftest import ROOT, load, random_state, relative_difference
 
 sys.path.insert(0, str(ROOT))
 from tools import benchmark
@@ -158,13 +160,14 @@ def tiny_studies(monkeypatch):
     """Sizes for a CPU; V1's side is not compiled."""
     monkeypatch.setattr(kernels, "ATTENTION", {"N=4": (2, 2, 4, 1, 8)})
     monkeypatch.setattr(kernels, "TRIANGLE", {"N=3": (1, 3)})
+    monkeypatch.setattr(kernels, "BLOCK", {"N=3": (1, 2, 3, 8, 2)})
     monkeypatch.setattr(kernels, "CAUSAL", {"S=6": (1, 6, 2, 1, 8)})
     monkeypatch.setattr(kernels.torch, "compile", lambda function: function)
 
 
 @pytest.mark.parametrize("study", kernels.STUDIES)
 def test_all_sides_of_a_study_compute_the_same(study: str, tiny_studies, monkeypatch):
-    """The result and the gradient of the first input; what follows in a module depends on what it merges."""
+    """The result and the gradient of the first input, or a block's two results; the rest depends on what is merged."""
     found = {}
 
     def in_turns(sides: dict, rounds: int) -> dict:
@@ -175,7 +178,8 @@ def test_all_sides_of_a_study_compute_the_same(study: str, tiny_studies, monkeyp
     monkeypatch.setattr(torch, "randn_like", torch.ones_like)  # the same gradient of the result on all sides
     for version in ("v1", "v2", "v3"):  # and the same weights
         module = benchmark.importlib.import_module(f"tiny_openfold_{version}")
-        monkeypatch.setattr(module, "TriangleMultiplicationOutgoing", with_random_weights(module))
+        for name in ("TriangleMultiplicationOutgoing", "EvoformerBlock"):
+            monkeypatch.setattr(module, name, with_random_weights(getattr(module, name)))
     list(kernels.STUDIES[study](1, ["fp32"]))
     assert len(found) == 3
     ours = found.pop("triton")
@@ -184,14 +188,13 @@ def test_all_sides_of_a_study_compute_the_same(study: str, tiny_studies, monkeyp
             assert relative_difference(a, b) < 1e-5, name
 
 
-def with_random_weights(module):
-    """A version's triangle multiplication with weights that are the same in each version."""
-    original = module.TriangleMultiplicationOutgoing
+def with_random_weights(original):
+    """What a version builds, with weights that are the same in each version and make every part matter."""
 
     def build(*arguments):
-        layer = original(*arguments)
-        layer.load_state_dict(random_state(layer.state_dict()))
-        return layer
+        module = original(*arguments)
+        module.load_state_dict(random_state(module.state_dict()))
+        return module
 
     return build
 
@@ -214,3 +217,84 @@ def test_a_study_writes_its_turns_and_other_block_sizes_apart(tiny_studies, tmp_
     capsys.readouterr()
     assert kernels.main(["table", str(tmp_path)]) == 0
     assert re.search(r"\| N=4, fp32 +\| +\d+ \|", capsys.readouterr().out)
+
+
+def test_rows_calls_every_operator_as_it_is(tmp_path, monkeypatch):
+    monkeypatch.setattr(kernels, "in_turns", lambda sides, rounds: {s: {"us": 1.0, "turns_us": [1.0]} for s in sides})
+    assert kernels.main(["rows", str(tmp_path), "--rows", "512"]) == 0
+    rows = {row["operator"]: row["bytes"] for row in json.loads((tmp_path / "rows.json").read_text())["rows"]}
+    assert rows["swiglu_forward"] == 2 * 512 * (2048 + 1024)
+    assert "column_sums" in kernels.table(tmp_path)
+
+
+LLAMA = ["--num-layers", "1", "--hidden-dim", "32", "--num-heads", "4", "--num-kv-heads", "2", "--seq-len", "12"]
+LLAMA += ["--batch-size", "2", "--vocab-size", "50", "--warmup-steps", "2"]
+
+
+def test_the_whole_step_has_its_parts_and_its_floor(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(kernels, "SHAPES", {"tiny_llama, tiny": LLAMA})
+    ceilings = kernels.measure_ceilings
+    monkeypatch.setattr(kernels, "measure_ceilings", lambda *given: replace(ceilings(*given), copy_gb_per_s=2.0))
+    assert kernels.main(["step", str(tmp_path), "--rounds", "2"]) == 0
+    (row,) = json.loads((tmp_path / "step.json").read_text())["rows"]
+    assert (row["shape"], row["precision"], row["ceilings"]["precision"]) == ("tiny_llama, tiny", "bf16", "bfloat16")
+    assert row["ms"] == pytest.approx(sum(row["turns_ms"]) / 2)
+    assert row["floor"]["copy_ms"] == pytest.approx(row["bytes"] / 2e9 * 1e3)
+    assert row["floor"]["gemm_ms"] == pytest.approx(row["flop"] / row["ceilings"]["gemm_tflops"] / 1e9)
+    assert row["over_floor"] == pytest.approx(row["ms"] / sum(row["floor"].values()))
+    calls = {part["name"].rpartition("::")[2]: part["calls"] for part in row["kernels"]}
+    rms_norm = next(name for name in calls if name.startswith("rms_norm_backward"))  # the operator's or the kernel's
+    assert calls[rms_norm] == 3, "two in the layer and one after it"
+    assert 0 < sum(part["us"] for part in row["kernels"]) / 1e3 < 2 * row["ms"], "of one step, not of all"
+    capsys.readouterr()
+    assert kernels.main(["table", str(tmp_path)]) == 0
+    steps, categories, longest = capsys.readouterr().out.split("\n\n")
+    assert re.search(rf"\| tiny_llama, tiny, bf16 +\| +{row['ms']:.2f} \|", steps)
+    assert {"GEMM", "attention", "normalisation"} < {line.split("|")[1].strip() for line in categories.splitlines()}
+    assert row["kernels"][0]["name"] in longest.splitlines()[2]
+
+
+def test_the_bytes_of_a_step_are_those_of_its_operators_and_of_the_optimizer():
+    """A kernel of V3 counts with what it reads and writes, whatever it does inside."""
+    v3, x = load("tiny_llama_v3"), torch.randn(8, 64, device=kernels.DEVICE)
+    model = torch.nn.Linear(16, 4, bias=False, device=kernels.DEVICE)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    model.weight.grad = torch.ones_like(model.weight)
+    optimizer.step()  # makes its moments
+
+    def compute(batch: torch.Tensor) -> None:
+        v3.swiglu_forward(batch)
+        optimizer.step()
+
+    trainer = SimpleNamespace(model=model, next_batch=lambda: x, compute=compute)
+    assert kernels.bytes_of_step(trainer, v3.NO_WORK) == 4 * (8 * 64 + 8 * 32) + 7 * 4 * 64
+
+
+def test_llamas_that_are_compared_train_alike(tmp_path, monkeypatch, capsys):
+    """All have the same loss at the start and after a step; what does not run is left out."""
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(kernels, "SHAPES", {"tiny_llama, tiny": LLAMA, "tiny_openfold, default": []})
+    losses = {}
+    for module in map(load, ("tiny_llama_v2", "tiny_llama_v3")):
+        monkeypatch.setattr(module, "build_model", with_random_weights(module.build_model))
+
+    def in_turns(sides: dict, rounds: int) -> dict:
+        losses.update({name: [step()[0].item() for _ in range(2)] for name, step in sides.items()})
+        return {name: {"us": 3e3, "turns_us": [3e3], "extra_mb": None} for name in sides}
+
+    def fails(**batch: torch.Tensor) -> None:
+        raise RuntimeError("called a synchronizing CUDA operation\nand more")
+
+    monkeypatch.setattr(kernels, "in_turns", in_turns)
+    monkeypatch.setattr(kernels, "optional", lambda package: True)
+    monkeypatch.setattr(kernels, "with_liger", lambda model, **chosen: model if chosen else fails)
+    assert kernels.main(["llama", str(tmp_path), "--precisions", "fp32"]) == 0
+    assert list(losses) == ["V3", "V2", "Hugging Face", "Liger but its loss"]
+    assert losses["V3"][1] < losses["V3"][0]
+    for name, found in losses.items():
+        assert found == pytest.approx(losses["V3"], rel=1e-4 if kernels.GPU else 1e-5), name
+    (note,) = [line for line in capsys.readouterr().err.splitlines() if "left out" in line]
+    assert "Liger is left out" in note
+    assert "synchronizing CUDA operation" in note
+    assert kernels.main(["table", str(tmp_path)]) == 0
+    assert re.search(r"\| tiny_llama, tiny, fp32 \|( +3\.00 \|){4}( +1\.00x \|){3}", capsys.readouterr().out)

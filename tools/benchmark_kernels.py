@@ -8,6 +8,7 @@ the whole training step: where its time goes, and how long it is beside that of 
 Examples:
   python tools/benchmark_kernels.py attention results/DIR   attention with pair bias and gate: V3, SDPA, torch.compile
   python tools/benchmark_kernels.py triangle results/DIR    triangle multiplication: V3, V2, V1 under torch.compile
+  python tools/benchmark_kernels.py block results/DIR       a whole Evoformer block: V3, V2, V2 under torch.compile
   python tools/benchmark_kernels.py causal results/DIR      causal attention with grouped queries: V3, SDPA
   python tools/benchmark_kernels.py rows results/DIR        norms, SwiGLU, rotary: their bytes per second, and a copy's
   python tools/benchmark_kernels.py step results/DIR        V3's whole step by kernel, and how far it is from its floor
@@ -27,6 +28,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -57,20 +59,30 @@ ATTENTION = {  # samples, rows, length, heads, head dimension
     "MSA rows, N=256": (1, 128, 256, 8, 32),
 }
 TRIANGLE = {"N=256": (1, 256), "N=384": (1, 384), "N=64, batch 4": (4, 64)}  # samples, length
+BLOCK = {  # samples, sequences, length, MSA channels, MSA heads
+    "crop": (1, 128, 256, 256, 8),
+    "default": (4, 16, 64, 64, 4),
+}
+BLOCK_SIDES = {"triton": "v3", "V2": "v2", "V2, torch.compile": "v2"}
 CAUSAL = {"S=512": (16, 512, 16, 8, 64), "S=2048": (4, 2048, 16, 8, 64)}  # samples, length, heads, key heads, dimension
 PROFILED = 3  # steps
 Step = Callable[[], Sequence[Tensor]]  # forward and backward once
 
 
-def gradient_step(operation: Callable[..., Tensor], inputs: list[Tensor], parameters: Sequence[Tensor] = ()) -> Step:
-    """Forward and backward with a fixed gradient of the result -> the result, gradients of inputs and parameters."""
+def gradient_step(operation: Callable, inputs: list[Tensor], parameters: Sequence[Tensor] = ()) -> Step:
+    """Forward and backward with fixed gradients of the results -> these, and gradients of inputs and parameters."""
     inputs = [t.detach().requires_grad_() for t in inputs]
+
+    def results() -> tuple[Tensor, ...]:
+        found = operation(*inputs)
+        return (found,) if isinstance(found, Tensor) else found
+
     with torch.no_grad():
-        grad = torch.randn_like(operation(*inputs))
+        grads = [torch.randn_like(result) for result in results()]
 
     def step() -> Sequence[Tensor]:
-        out = operation(*inputs)
-        return out, *torch.autograd.grad(out, [*inputs, *parameters], grad)
+        found = results()
+        return *found, *torch.autograd.grad(found, [*inputs, *parameters], grads)
 
     return step
 
@@ -217,20 +229,20 @@ def triangle(rounds: int, precisions: Sequence[str], alone: bool = False) -> Ite
             model = module.TriangleMultiplicationOutgoing(module.ModelConfig(), module.Fusions()).to(DEVICE)
             forward = torch.compile(model) if version == "v1" else model
             label = {"v3": "triton", "v2": "V2", "v1": "torch.compile"}[version]
-            sides[label] = module_step(forward, model, pair, dtype)
+            sides[label] = module_step(forward, model, [pair], dtype)
             if version == "v1" and with_cuequivariance:
-                sides["cuEquivariance"] = module_step(cuequivariance_triangle(model), model, pair, dtype)
+                sides["cuEquivariance"] = module_step(cuequivariance_triangle(model), model, [pair], dtype)
         yield {"shape": name, "precision": precision, **in_turns(sides, rounds)}
 
 
-def module_step(forward: Callable[[Tensor], Tensor], model: torch.nn.Module, x: Tensor, dtype: torch.dtype) -> Step:
+def module_step(forward: Callable, model: torch.nn.Module, inputs: list[Tensor], dtype: torch.dtype) -> Step:
     """Forward under autocast and backward of what uses a module's parameters, their gradients included."""
 
-    def operation(x: Tensor) -> Tensor:
+    def operation(*inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
         with torch.autocast(DEVICE.type, dtype, enabled=dtype != torch.float32, cache_enabled=False):
-            return forward(x)
+            return forward(*inputs)
 
-    return gradient_step(operation, [x], list(model.parameters()))
+    return gradient_step(operation, inputs, list(model.parameters()))
 
 
 def cuequivariance_triangle(model: torch.nn.Module) -> Callable[[Tensor], Tensor]:
@@ -253,6 +265,32 @@ def cuequivariance_triangle(model: torch.nn.Module) -> Callable[[Tensor], Tensor
         )  # fmt: skip
 
     return forward
+
+
+# The whole Evoformer block
+
+
+def block(rounds: int, precisions: Sequence[str], alone: bool = False) -> Iterator[dict]:
+    """Rows of the study: one block of V3, of V2 and of V2 compiled, without embedding, heads and optimizer."""
+    for precision, (name, sizes) in itertools.product(precisions, BLOCK.items()):
+        dtype, products = PRECISIONS[precision]
+        torch.set_float32_matmul_precision(products)
+        samples, depth, length, msa_dim, heads = sizes
+        msa = torch.randn(samples, depth, length, msa_dim, device=DEVICE, dtype=dtype)
+        pair, sides = torch.randn(samples, length, length, 128, device=DEVICE, dtype=dtype), {}
+        for side, version in {"triton": "v3"}.items() if alone else BLOCK_SIDES.items():
+            module = importlib.import_module(f"tiny_openfold_{version}")
+            config = module.ModelConfig(msa_dim=msa_dim, num_heads_msa=heads)
+            model = module.EvoformerBlock(config, module.Fusions()).to(DEVICE)
+            forward = {"triton": partial(with_cast_weights, model), "V2": model}.get(side) or torch.compile(model)
+            sides[side] = module_step(forward, model, [msa, pair], dtype)
+        yield {"shape": name, "precision": precision, **in_turns(sides, rounds)}
+
+
+def with_cast_weights(model: torch.nn.Module, msa: Tensor, pair: Tensor) -> tuple[Tensor, Tensor]:
+    """V3's block as its model calls it."""
+    weights = model.cast_weights()
+    return torch.func.functional_call(model, weights, (msa, pair)) if weights else model(msa, pair)
 
 
 # Causal attention
@@ -306,7 +344,8 @@ def row_operators(rows: int) -> Iterator[tuple[str, str, list]]:
     yield llama, "cross_entropy_backward", [sums, logits, targets, sums]
     pair, scale = make(8 * rows, 128, device=DEVICE), torch.ones(128, device=DEVICE)
     yield openfold, "layer_norm_forward", [pair, scale, scale, 1e-5, bf16]
-    yield openfold, "layer_norm_backward", [pair.to(bf16), pair, scale, 1e-5]
+    yield openfold, "layer_norm_backward", [pair.to(bf16), pair, scale, scale, 1e-5]
+    yield openfold, "column_sums", [pair.to(bf16)]
     yield openfold, "bias_relu_forward", [wide.view(-1, 512), torch.ones(512, device=DEVICE)]
     yield openfold, "bias_relu_backward", [wide.view(-1, 512), wide.view(-1, 512).clone()]
 
@@ -395,13 +434,14 @@ def bytes_of_step(trainer, no_work: Sequence[str]) -> int:
 # The whole training step beside Hugging Face's Llama
 
 
-def training_step(forward: Callable[..., Tensor], model: torch.nn.Module, batch: dict, dtype: torch.dtype) -> Step:
+def training_step(forward: Callable, model: torch.nn.Module, batch: dict[str, Tensor], dtype: torch.dtype) -> Step:
     """Forward under autocast, backward and optimizer, always on the same batch -> the loss."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True, capturable=GPU)
 
     def step() -> Sequence[Tensor]:
         with torch.autocast(DEVICE.type, dtype, enabled=dtype != torch.float32):
-            loss = forward(**batch)
+            out = forward(**batch)
+        loss = out if isinstance(out, Tensor) else out.loss  # transformers gives more than the loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -427,8 +467,8 @@ def hugging_face(ours: torch.nn.Module) -> torch.nn.Module:
     return theirs
 
 
-def with_liger(model: torch.nn.Module, **chosen: bool) -> Callable[..., Tensor]:
-    """The forward pass to the loss with Liger's kernels. What it replaces in the library is so only while this runs."""
+def with_liger(model: torch.nn.Module, **chosen: bool) -> Callable:
+    """The model's forward pass with Liger's kernels. What they replace in the library is so only while this runs."""
     from liger_kernel.transformers import apply_liger_kernel_to_llama
     from transformers.models.llama import modeling_llama
 
@@ -437,10 +477,10 @@ def with_liger(model: torch.nn.Module, **chosen: bool) -> Callable[..., Tensor]:
     patched = dict(library)
     library.update(plain)
 
-    def forward(**batch: Tensor) -> Tensor:
+    def forward(**batch: Tensor) -> object:
         library.update(patched)
         try:
-            return model(**batch).loss
+            return model(**batch)
         finally:
             library.update(plain)
 
@@ -449,27 +489,29 @@ def with_liger(model: torch.nn.Module, **chosen: bool) -> Callable[..., Tensor]:
 
 def can_be_captured(side: str, step: Step) -> bool:
     """Otherwise a note says why not. A step that waits for the device is told apart before it spoils a capture."""
-    if not GPU:
-        return True
     try:
         step()
-        torch.cuda.set_sync_debug_mode("error")
-        step()
-        torch.cuda.set_sync_debug_mode("default")
-        with torch.cuda.stream(torch.cuda.current_stream()):  # a capture that fails would leave its own
-            captured(step, 1)
+        if GPU:
+            torch.cuda.set_sync_debug_mode("error")
+            step()
+            torch.cuda.set_sync_debug_mode("default")
+            with torch.cuda.stream(torch.cuda.current_stream()):  # a capture that fails would leave its own
+                captured(step, 1)
     except Exception as error:
-        print(f"{PROG}: note: {side} is left out: no graph of it can be made ({error})", file=sys.stderr)
+        why = str(error).partition("\n")[0]
+        print(f"{PROG}: note: {side} is left out: its step does not run as a graph here ({why})", file=sys.stderr)
         return False
     finally:
-        torch.cuda.set_sync_debug_mode("default")
+        if GPU:
+            torch.cuda.set_sync_debug_mode("default")
     return True
 
 
 def llama(rounds: int, precisions: Sequence[str]) -> Iterator[dict]:
     """Rows of the study. Liger's loss comes with and without: it asks the device for a number, which no graph can."""
-    with_transformers = optional("transformers")
-    liger_too = with_transformers and optional("liger_kernel")
+    theirs = {"Hugging Face": None} if optional("transformers") else {}
+    if theirs and optional("liger_kernel"):
+        theirs |= {"Liger": {}, "Liger but its loss": {"fused_linear_cross_entropy": False}}
     for precision, name in itertools.product(precisions, [name for name in SHAPES if name.startswith("tiny_llama")]):
         dtype, products = PRECISIONS[precision]
         torch.set_float32_matmul_precision(products)
@@ -477,21 +519,18 @@ def llama(rounds: int, precisions: Sequence[str]) -> Iterator[dict]:
         for version in ("v3", "v2"):
             module = importlib.import_module(f"tiny_llama_{version}")
             args = module.parse_args(SHAPES[name])
-            model = module.build_model(args, DEVICE)
+            ours = module.build_model(args, DEVICE)
             batch = module.make_batches(args, DEVICE, args.seed).next_batch()
-            sides[version.upper()] = training_step(model, model, batch, dtype)
-        if with_transformers:
-            theirs = hugging_face(model)
-            sides["Hugging Face"] = training_step(lambda m=theirs, **b: m(**b).loss, theirs, batch, dtype)
-        for label, options in (("Liger", {}), ("Liger but its loss", {"fused_linear_cross_entropy": False})):
-            if liger_too:
-                theirs = hugging_face(model)
-                sides[label] = training_step(with_liger(theirs, **options), theirs, batch, dtype)
+            sides[version.upper()] = training_step(ours, ours, batch, dtype)
+        for side, options in theirs.items():
+            model = hugging_face(ours)
+            forward = model if options is None else with_liger(model, **options)
+            sides[side] = training_step(forward, model, batch, dtype)
         chosen = {side: step for side, step in sides.items() if can_be_captured(side, step)}
         yield {"shape": name, "precision": precision, **in_turns(chosen, rounds)}
 
 
-STUDIES = {"attention": attention, "triangle": triangle, "causal": causal}
+STUDIES = {"attention": attention, "triangle": triangle, "block": block, "causal": causal}
 STEPS = {"step": whole_step, "llama": llama}  # in bf16 unless asked for more
 
 
@@ -557,16 +596,10 @@ def step_tables(directory: Path) -> list[str]:
         floor = row["floor"]
         numbers = row["ms"], sum(sums[name].values()) / 1e3, floor["gemm_ms"], floor["copy_ms"]
         steps.append([name, *(f"{ms:.2f}" for ms in numbers), f"{row['over_floor']:.2f}x"])
-        longest = [
-            [
-                part["name"],
-                part["category"],
-                f"{part['calls']:g}",
-                f"{part['us']:.0f}",
-                f"{part['us'] / row['ms'] / 10:.1f} %",
-            ]
-            for part in row["kernels"][:10]
-        ]
+        longest = []
+        for part in row["kernels"][:10]:
+            share = f"{part['us'] / row['ms'] / 10:.1f} %"
+            longest.append([part["name"], part["category"], f"{part['calls']:g}", f"{part['us']:.0f}", share])
         tables.append(markdown_table([name, "what it does", "calls", "us per step", "of the step"], longest, 2))
     for category in CATEGORIES:
         if any(category in parts for parts in sums.values()):
