@@ -508,12 +508,12 @@ def column_sums_kernel(
 
 
 @operator
-def column_sums(x: Tensor) -> Tensor:
-    """x [..., C] -> its sum over all rows [C], in float32."""
+def column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x [..., C] -> its sum over all rows [C], in `dtype`."""
     rows, programs, options = row_options("column_sums", x)
     sums = x.new_empty(programs, x.shape[-1], dtype=torch.float32)
     wrap_triton(column_sums_kernel)[(programs,)](x, sums, rows, **options)
-    return sum_parts(sums)
+    return sum_parts(sums, dtype)
 
 
 class BiasGradient(torch.autograd.Function):
@@ -521,11 +521,12 @@ class BiasGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, y: Tensor, bias: Tensor) -> Tensor:
+        ctx.dtype = bias.dtype
         return y.view_as(y)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return grad, column_sums(grad.contiguous())
+        return grad, column_sums(grad.contiguous(), ctx.dtype)
 
 
 # Attention of every row of a batch of rows, with a pair bias that they share, and the gate on its output.
@@ -919,9 +920,9 @@ def triangle_project_kernel(
 @triton.jit
 def triangle_output_kernel(
     X, NORM_WEIGHT, NORM_BIAS, WEIGHT, BIAS, PRODUCT, OUT_WEIGHT, OUT_BIAS, OUT, M, eps: tl.constexpr, C: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """sigmoid(gate of the normalised input) * projection of the normalised product, [M, C]."""
+    """sigmoid(gate of the normalised input) * projection of the normalised product, [M, C]; and RESIDUAL the input."""
     position = index(tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), WIDE)
     channel = tl.arange(0, C)
     x, _ = normalised(position_tile(X, position, C, channel, 1, M), True, eps, C)
@@ -933,8 +934,10 @@ def triangle_output_kernel(
         at = WEIGHT + (4 * C + row)[None, :] * C + channel[:, None]
         gate = tl.dot(x, tl.load(at), input_precision=PRECISION) + tl.load(BIAS + 4 * C + row)[None, :]
         out = tl.dot(y, tl.load(at + C * C), input_precision=PRECISION) + tl.load(BIAS + 5 * C + row)[None, :]
-        out = (out * tl.sigmoid(gate)).to(OUT.dtype.element_ty)
-        tl.store(OUT + position[:, None] * C + row[None, :], out, mask=(position < M)[:, None])
+        out *= tl.sigmoid(gate)
+        if RESIDUAL:
+            out += position_tile(X, position, C, row, 1, M)
+        tl.store(OUT + position[:, None] * C + row[None, :], out.to(OUT.dtype.element_ty), mask=(position < M)[:, None])
 
 
 @triton.jit
@@ -982,10 +985,13 @@ def triangle_output_backward_kernel(
 @triton.jit
 def triangle_project_backward_kernel(
     GRAD_AB, X, NORM_WEIGHT, NORM_BIAS, WEIGHT, WEIGHT_T, wt_in, wt_out, BIAS,
-    GRAD_LINEAR, NORMED, GRAD_X, M, eps: tl.constexpr, C: tl.constexpr,
+    GRAD_LINEAR, GRAD_OUT, NORMED, GRAD_X, M, eps: tl.constexpr, C: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the four projections before their weights and of the input, and the input normalised."""
+    """Gradients of the four projections before their weights and of the input, and the input normalised.
+
+    GRAD_OUT, if there, is the gradient of the input as a residual.
+    """
     position = index(tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), WIDE)
     channel = tl.arange(0, C)
     inside = (position < M)[:, None]
@@ -1015,6 +1021,8 @@ def triangle_project_backward_kernel(
         grad_x = tl.dot(grad_g, tl.load(at + 2 * C * wt_out), grad_x, input_precision=PRECISION)
     x, rstd = normalised(position_tile(X, position, C, channel, 1, M), True, eps, C)
     grad_x = through_norm(grad_x * tl.load(NORM_WEIGHT + channel)[None, :], x, rstd, C)
+    if GRAD_OUT is not None:
+        grad_x += position_tile(GRAD_OUT, position, C, channel, 1, M)
     tl.store(GRAD_X + m * C + channel[None, :], grad_x.to(GRAD_X.dtype.element_ty), mask=inside)
 
 
@@ -1048,12 +1056,13 @@ def triangle_weights_kernel(
 @operator
 def triangle_forward(
     x: Tensor, in_weight: Tensor, in_bias: Tensor, out_weight: Tensor, out_bias: Tensor, weight: Tensor, bias: Tensor,
-    incoming: bool, eps: float,
+    incoming: bool, eps: float, residual: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """x [B, N, N, C] -> update of x in the weight's type, and a and b [2 C, M] and their product [C, M] for later."""
+    """x [B, N, N, C] -> its update in the weight's type, or x and update; a and b [2 C, M] and their product [C, M]."""
     positions, dim = x.numel() // x.shape[-1], x.shape[-1]
     matrices = (dim * len(x), *x.shape[1:3])
-    ab, out = weight.new_empty(2 * dim, positions), torch.empty_like(x, dtype=weight.dtype)
+    dtype = torch.promote_types(x.dtype, weight.dtype) if residual else weight.dtype
+    ab, out = weight.new_empty(2 * dim, positions), torch.empty_like(x, dtype=dtype)
     options = triangle_options("triangle_project", x, weight)
     wrap_triton(triangle_project_kernel)[(triton.cdiv(positions, options["BLOCK_M"]), 2)](
         x, in_weight, in_bias, weight, bias, ab, positions, eps, **options
@@ -1062,7 +1071,8 @@ def triangle_forward(
     product = (torch.bmm(a.mT, b) if incoming else torch.bmm(a, b.mT)).view(dim, positions)
     options = triangle_options("triangle_output", x, weight)
     wrap_triton(triangle_output_kernel)[(triton.cdiv(positions, options["BLOCK_M"]),)](
-        x, in_weight, in_bias, weight, bias, product, out_weight, out_bias, out, positions, eps, **options
+        *(x, in_weight, in_bias, weight, bias, product, out_weight, out_bias, out, positions, eps),
+        **{"RESIDUAL": residual, **options},
     )
     return out, ab, product
 
@@ -1070,7 +1080,7 @@ def triangle_forward(
 @operator
 def triangle_backward(
     grad_out: Tensor, x: Tensor, in_weight: Tensor, in_bias: Tensor, out_weight: Tensor, out_bias: Tensor,
-    weight: Tensor, bias: Tensor, ab: Tensor, product: Tensor, incoming: bool, eps: float,
+    weight: Tensor, bias: Tensor, ab: Tensor, product: Tensor, incoming: bool, eps: float, residual: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of x, of weight [6 C, C] and bias [6 C] in float32, and of the two norms' parameters [2, C] each."""
     positions, dim = x.numel() // x.shape[-1], x.shape[-1]
@@ -1098,7 +1108,7 @@ def triangle_backward(
     grad_x = torch.empty_like(x)
     options = triangle_options("triangle_project_backward", x, weight)
     wrap_triton(triangle_project_backward_kernel)[(triton.cdiv(positions, options["BLOCK_M"]),)](
-        grad_ab, *common, grad_linear, normed, grad_x, positions, eps, **options
+        grad_ab, *common, grad_linear, grad_out if residual else None, normed, grad_x, positions, eps, **options
     )
     grad_norm_in = triangle_weight_gradients(
         grad_linear, normed, weight[: 5 * dim], in_weight, in_bias, grad_weight[: 5 * dim], grad_bias[: 5 * dim]
@@ -1133,29 +1143,29 @@ def triangle_weight_gradients(
 
 
 class TriangleMultiplicationFunction(torch.autograd.Function):
-    """The whole triangle multiplication of x [B, N, N, C] -> its update in `dtype`.
+    """The whole triangle multiplication of x [B, N, N, C] -> its update in `dtype`, or x + update with `residual`.
 
     The parameters: weight and bias of the norm before the product and of that after it, then the weights of a_p, b_p,
     a_g, b_g, g and z, in one piece or several, and their biases. Kept for later: x, a, b and their product.
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, incoming: bool, eps: float, dtype: torch.dtype, *parameters: Tensor) -> Tensor:
+    def forward(ctx, x: Tensor, incoming: bool, residual: bool, eps: float, dtype, *parameters: Tensor) -> Tensor:
         x, norms, linears = x.contiguous(), parameters[:4], parameters[4:]
         weights, biases = linears[: len(linears) // 2], linears[len(linears) // 2 :]
         weight, bias = torch.cat(weights).to(dtype), torch.cat(biases)
-        out, ab, product = triangle_forward(x, *norms, weight, bias, incoming, eps)
+        out, ab, product = triangle_forward(x, *norms, weight, bias, incoming, eps, residual)
         ctx.save_for_backward(x, *norms, weight, bias, ab, product)
-        ctx.incoming, ctx.eps, ctx.parts = incoming, eps, [len(bias) for bias in biases]
+        ctx.options, ctx.parts = (incoming, eps, residual), [len(bias) for bias in biases]
         return out
 
     @staticmethod
     def backward(ctx, grad_out: Tensor):
         grad_x, grad_weight, grad_bias, *norms = triangle_backward(
-            grad_out.contiguous(), *ctx.saved_tensors, ctx.incoming, ctx.eps
+            grad_out.contiguous(), *ctx.saved_tensors, *ctx.options
         )
         norms = [grad for pair in norms for grad in pair.unbind()]
-        return grad_x, None, None, None, *norms, *grad_weight.split(ctx.parts), *grad_bias.split(ctx.parts)
+        return grad_x, None, None, None, None, *norms, *grad_weight.split(ctx.parts), *grad_bias.split(ctx.parts)
 
 
 # Outer product mean. Of matrices [S, N x H] the products of all channels are one GEMM, but its result [N, H, N, H] is
@@ -1253,9 +1263,9 @@ class OuterProductMeanFunction(torch.autograd.Function):
         a, b, weight = ctx.saved_tensors
         rows = grad_out.flatten(0, 2)
         grad_weight = rows.mT @ outer_product_forward(a, b, ctx.factor).flatten(0, 2)
-        grad_bias = ctx.factor * column_sums(grad_out.contiguous())
+        grad_bias = ctx.factor * column_sums(grad_out.contiguous(), ctx.parameter_dtype)
         grad_a, grad_b = outer_product_backward(grad_out @ weight, a, b, ctx.factor)
-        return grad_a, grad_b, grad_weight.to(ctx.parameter_dtype), grad_bias.to(ctx.parameter_dtype), None
+        return grad_a, grad_b, grad_weight.to(ctx.parameter_dtype), grad_bias, None
 
 
 # Bias and ReLU between the two projections of a transition.
@@ -1303,12 +1313,12 @@ def bias_relu_forward(x: Tensor, bias: Tensor) -> Tensor:
 
 
 @operator
-def bias_relu_backward(grad: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of x and of the bias, the latter in float32."""
+def bias_relu_backward(grad: Tensor, out: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Gradients of x and of the bias, the latter in `dtype`."""
     rows, programs, options = row_options("bias_relu_backward", out)
     grad_x, grad_bias = torch.empty_like(out), out.new_empty(programs, out.shape[-1], dtype=torch.float32)
     wrap_triton(bias_relu_backward_kernel)[(programs,)](grad, out, grad_x, grad_bias, rows, **options)
-    return grad_x, sum_parts(grad_bias)
+    return grad_x, sum_parts(grad_bias, dtype)
 
 
 class BiasReLU(torch.autograd.Function):
@@ -1318,11 +1328,12 @@ class BiasReLU(torch.autograd.Function):
     def forward(ctx, x: Tensor, bias: Tensor) -> Tensor:
         out = bias_relu_forward(x.contiguous(), bias)
         ctx.save_for_backward(out)
+        ctx.dtype = bias.dtype
         return out
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return bias_relu_backward(grad.contiguous(), *ctx.saved_tensors)
+        return bias_relu_backward(grad.contiguous(), *ctx.saved_tensors, ctx.dtype)
 
 
 # --- model
@@ -1352,23 +1363,22 @@ class LayerNorm(nn.LayerNorm):
         super().__init__(dim)
         self.triton = fusions.triton_layer_norm
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., C] -> the same shape."""
-        if self.triton:
-            return LayerNormFunction.apply(x, self.weight, self.bias, self.eps, gemm_dtype(x))
-        return super().forward(x)
+    def forward(
+        self, x: Tensor, heads: nn.Linear | None = None, ending: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """x [..., C] -> the same shape.
 
-    def with_bias(self, pair: Tensor, linear: nn.Linear, ending: bool = False) -> tuple[Tensor, Tensor]:
-        """pair [B, N, N, C] -> its norm, and the attention bias [B, H, N, N] that `linear` makes of it.
-
-        With `ending` the bias is that of the transposed pairs.
+        With heads x is [B, N, N, C], and the result comes with the attention bias [B, H, N, N] that they make of it,
+        with `ending` that of the transposed pairs.
         """
         if self.triton:
-            options = (self.eps, gemm_dtype(pair), linear.weight, ending)
-            return LayerNormFunction.apply(pair, self.weight, self.bias, *options)
-        pair = self(pair)
-        bias = linear(pair)
-        return pair, bias.permute(0, 3, 2, 1) if ending else bias.permute(0, 3, 1, 2)
+            options = (self.eps, gemm_dtype(x)) if heads is None else (self.eps, gemm_dtype(x), heads.weight, ending)
+            return LayerNormFunction.apply(x, self.weight, self.bias, *options)
+        x = super().forward(x)
+        if heads is None:
+            return x
+        bias = heads(x)
+        return x, bias.permute(0, 3, 2, 1) if ending else bias.permute(0, 3, 1, 2)
 
 
 class Linear(nn.Linear):
@@ -1539,7 +1549,7 @@ class MSARowAttentionWithPairBias(GatedAttention):
 
     def forward(self, msa: Tensor, pair: Tensor) -> Tensor:
         """msa [B, S, N, c_m], pair [B, N, N, c_z] -> update of msa."""
-        _, bias = self.layer_norm_z.with_bias(pair, self.linear_z)
+        _, bias = self.layer_norm_z(pair, self.linear_z)
         return self.attend(self.layer_norm_m(msa), bias)
 
 
@@ -1627,10 +1637,12 @@ class TriangleMultiplication(nn.Module):
         self.linear_z = nn.Linear(dim, dim)
         self.layer_norm_out = LayerNorm(dim, fusions)
 
-    def forward(self, pair: Tensor) -> Tensor:
-        """pair [B, N, N, c_z] -> update of pair."""
+    def forward(self, pair: Tensor, residual: bool = False) -> Tensor:
+        """pair [B, N, N, c_z] -> update of pair, or pair + update with `residual`."""
         if self.triton:
-            return self.forward_triton(pair)
+            return self.forward_triton(pair, residual)
+        if residual:
+            return pair + self.forward(pair)
         pair = self.layer_norm_in(pair)
         if self.triangle_fusion:
             # The GEMM writes channels first: a and b then are batches of N x N matrices, which nobody has to transpose.
@@ -1644,7 +1656,7 @@ class TriangleMultiplication(nn.Module):
             product = torch.einsum(self.equation, a, b)
         return torch.sigmoid(self.linear_g(pair)) * self.linear_z(self.layer_norm_out(product))
 
-    def forward_triton(self, pair: Tensor) -> Tensor:
+    def forward_triton(self, pair: Tensor, residual: bool) -> Tensor:
         """The same with norms, projections and gates as one kernel on each side of the product."""
         if self.triangle_fusion:
             linears = (self.linear_ab, self.linear_g, self.linear_z)
@@ -1653,7 +1665,7 @@ class TriangleMultiplication(nn.Module):
         norms = (*self.layer_norm_in.parameters(), *self.layer_norm_out.parameters())
         weights, biases = (linear.weight for linear in linears), (linear.bias for linear in linears)
         return TriangleMultiplicationFunction.apply(
-            pair, self.incoming, self.layer_norm_in.eps, gemm_dtype(pair), *norms, *weights, *biases
+            pair, self.incoming, residual, self.layer_norm_in.eps, gemm_dtype(pair), *norms, *weights, *biases
         )
 
 
@@ -1691,7 +1703,7 @@ class TriangleAttentionStartingNode(GatedAttention):
 
     def forward(self, pair: Tensor) -> Tensor:
         """pair [B, N, N, c_z] -> update of pair."""
-        pair, bias = self.layer_norm.with_bias(pair, self.linear)
+        pair, bias = self.layer_norm(pair, self.linear)
         return self.attend(pair, bias)
 
 
@@ -1700,7 +1712,7 @@ class TriangleAttentionEndingNode(TriangleAttentionStartingNode):
 
     def forward(self, pair: Tensor) -> Tensor:
         """pair [B, N, N, c_z] -> update of pair."""
-        pair, bias = self.layer_norm.with_bias(pair, self.linear, ending=True)
+        pair, bias = self.layer_norm(pair, self.linear, ending=True)
         return self.attend(pair, bias, columns=True)
 
 
@@ -1741,14 +1753,18 @@ class EvoformerBlock(nn.Module):
         self.cast_fusion = fusions.cast_fusion
 
     def cast_weights(self) -> dict[str, Tensor]:
-        """Weights that GEMMs take as they are, in the type in which they take them; none where that is their own.
+        """Weights and biases that GEMMs take as they are, in the type in which they do; none where that is their own.
 
-        Autocast does the same at every use of a weight, and so for its gradient. torch.compile fuses its casts.
+        Autocast does the same at every use of each, and so for its gradient. torch.compile fuses its casts.
         """
         if not self.cast_fusion or torch.compiler.is_compiling():
             return {}
-        modules = {name: m for name, m in self.named_modules() if isinstance(m, (Linear, QKVGLinear))}
-        weights = {f"{name}.weight": module.weight for name, module in modules.items()}
+        weights = {}
+        for name, module in self.named_modules():
+            if isinstance(module, (Linear, QKVGLinear)):
+                weights[f"{name}.weight"] = module.weight
+            if isinstance(module, Linear):  # the bias of the other is the gate's, which the attention adds
+                weights[f"{name}.bias"] = module.bias
         dtype = gemm_dtype(self.msa_transition.linear_1.weight)
         if dtype == torch.float32:
             return {}
@@ -1760,8 +1776,8 @@ class EvoformerBlock(nn.Module):
         msa = msa + self.msa_att_col(msa)
         msa = msa + self.msa_transition(msa)
         pair = pair + self.outer_product_mean(msa)
-        pair = pair + self.tri_mul_out(pair)
-        pair = pair + self.tri_mul_in(pair)
+        pair = self.tri_mul_out(pair, residual=True)
+        pair = self.tri_mul_in(pair, residual=True)
         pair = pair + self.tri_att_start(pair)
         pair = pair + self.tri_att_end(pair)
         pair = pair + self.pair_transition(pair)

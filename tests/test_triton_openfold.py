@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import assert_one_error, load, needs_compiler, relative_difference, words
+from conftest import TINY, assert_one_error, load, needs_compiler, relative_difference, words
 from torch import Tensor
 
 v3 = load("tiny_openfold_v3")
@@ -69,6 +69,51 @@ def test_layer_norm_of_a_transposed_input():
         *(random(5, 7, 33), random(33), random(33)),
         limit=1e-5,
     )
+
+
+@both_types
+@pytest.mark.parametrize("ending", [False, True], ids=["starting", "ending"])
+@pytest.mark.parametrize(("samples", "length", "dim", "heads"), [(2, 7, 24, 3), (1, 9, 130, 8), (3, 4, 16, 1)])
+def test_layer_norm_with_pair_bias(samples: int, length: int, dim: int, heads: int, ending: bool, dtype: torch.dtype):
+    """The bias used alone, and both results."""
+    inputs = random(samples, length, length, dim, scale=3), random(dim), random(dim), random(heads, dim)
+
+    def reference(x: Tensor, w: Tensor, b: Tensor, projection: Tensor) -> tuple[Tensor, Tensor]:
+        normed = F.layer_norm(x, (dim,), w, b, 1e-5)
+        pair_bias = F.linear(normed, projection).permute(0, 3, 1, 2)
+        return normed, pair_bias.mT if ending else pair_bias
+
+    def kernel(x: Tensor, w: Tensor, b: Tensor, projection: Tensor) -> tuple[Tensor, Tensor]:
+        return v3.LayerNormFunction.apply(x, w, b, 1e-5, dtype, projection, ending)
+
+    for used in (slice(1, 2), slice(0, 2)):
+        check(
+            lambda *i, used=used: torch.cat([t.flatten() for t in kernel(*i)[used]]),
+            lambda *i, used=used: torch.cat([t.flatten() for t in reference(*i)[used]]),
+            *inputs,
+            limit=LIMITS[dtype],
+        )
+
+
+# Sums over rows
+
+
+@pytest.mark.parametrize(("parts", "width"), [(1, 5), (3, 130), (600, 7), (1030, 33)])
+def test_sum_of_parts(parts: int, width: int):
+    x = random(parts, width).detach()
+    assert relative_difference(v3.sum_parts(x), x.double().sum(0)) < 1e-6
+    assert v3.sum_parts(x, torch.bfloat16).dtype == torch.bfloat16
+
+
+@both_types
+@pytest.mark.parametrize("shape", [(1, 7), (3, 5, 33), (129, 64)])
+def test_gradient_of_a_bias(shape: tuple[int, ...], dtype: torch.dtype):
+    y, bias = random(*shape, dtype=dtype), random(shape[-1])
+    grad = torch.randn_like(y)
+    grad_y, grad_bias = torch.autograd.grad(v3.BiasGradient.apply(y, bias), (y, bias), grad)
+    assert torch.equal(grad_y, grad)
+    assert grad_bias.dtype == torch.float32
+    assert relative_difference(grad_bias, grad.double().flatten(0, -2).sum(0)) < 1e-6
 
 
 # Attention
@@ -165,15 +210,18 @@ def triangle_inputs(samples: int, length: int, dim: int) -> list[Tensor]:
     return [random(samples, length, length, dim), *norms, random(6 * dim, dim, scale=dim**-0.5), random(6 * dim)]
 
 
+@pytest.mark.parametrize("residual", [False, True], ids=["update", "residual"])
 @pytest.mark.parametrize("incoming", [False, True], ids=["outgoing", "incoming"])
 @pytest.mark.parametrize(
     ("samples", "length", "dim", "dtype"),
     [(1, 1, 16, torch.float32), (2, 7, 32, torch.float32), (1, 9, 64, torch.float32), (2, 9, 32, torch.bfloat16)],
 )
-def test_triangle_multiplication(samples: int, length: int, dim: int, dtype: torch.dtype, incoming: bool):
+def test_triangle_multiplication(
+    samples: int, length: int, dim: int, dtype: torch.dtype, incoming: bool, residual: bool
+):
     check(
-        lambda x, *parameters: v3.TriangleMultiplicationFunction.apply(x, incoming, 1e-5, dtype, *parameters),
-        lambda x, *parameters: triangle(incoming, x, *parameters),
+        lambda x, *parameters: v3.TriangleMultiplicationFunction.apply(x, incoming, residual, 1e-5, dtype, *parameters),
+        lambda x, *parameters: triangle(incoming, x, *parameters) + (x if residual else 0),
         *triangle_inputs(samples, length, dim),
         limit=LIMITS[dtype] * (3 if dtype == torch.bfloat16 else 1),  # six roundings follow each other
     )
@@ -213,15 +261,37 @@ def test_bias_relu_keeps_what_is_not_a_number():
     assert v3.BiasReLU.apply(torch.full((1, 4), math.nan, device=DEVICE), torch.zeros(4, device=DEVICE)).isnan().all()
 
 
+# Weights
+
+
+def test_weights_of_a_block_are_cast_once():
+    """With AMP all that GEMMs take as it is, gradients included; without it nothing."""
+    args = v3.parse_args([*TINY["openfold"], "--device", DEVICE.type])
+    block = v3.build_model(args, DEVICE).blocks[0]
+    assert block.cast_weights() == {}
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        weights = block.cast_weights()
+    assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
+    for part in ("msa_att_row.linear_qkvg.weight", "tri_att_end.linear_o.bias", "msa_transition.linear_1.weight"):
+        assert torch.equal(weights[part], block.get_parameter(part).bfloat16())
+        (grad,) = torch.autograd.grad(weights[part].sum(), block.get_parameter(part), retain_graph=True)
+        assert torch.equal(grad, torch.ones_like(block.get_parameter(part)))
+
+
 # All of them
 
 
 OPERATIONS = {
     "layer norm": (lambda x, w, b: v3.LayerNormFunction.apply(x, w, b, 1e-5, torch.float32), [(9, 12), (12,), (12,)]),
+    "pair bias": (
+        lambda x, w, b, heads: v3.LayerNormFunction.apply(x, w, b, 1e-5, torch.float32, heads, True)[1],
+        [(1, 5, 5, 12), (12,), (12,), (3, 12)],
+    ),
+    "bias": (v3.BiasGradient.apply, [(9, 12), (12,)]),
     "short attention": (v3.GatedAttentionFunction.apply, [(1, 3, 5, 1, 4, 8), (8,), (1, 1, 5, 5)]),
     "long attention": (v3.GatedAttentionFunction.apply, [(1, 2, 66, 1, 4, 8), (8,), (1, 1, 66, 66)]),
     "triangle": (
-        lambda x, *p: v3.TriangleMultiplicationFunction.apply(x, False, 1e-5, torch.float32, *p),
+        lambda x, *p: v3.TriangleMultiplicationFunction.apply(x, False, True, 1e-5, torch.float32, *p),
         [(1, 5, 5, 16), *4 * [(16,)], (96, 16), (96,)],
     ),
     "outer product": (
