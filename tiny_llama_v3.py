@@ -164,7 +164,7 @@ def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentPar
 
 BACKEND = "interpreter" if INTERPRETED else "hip" if torch.version.hip else "cuda"
 # Block sizes and warps per kernel; a line for float32, TF32 or one backend replaces what it names of those before.
-# TILE is the number of elements in a block of rows, PROGRAMS how many share the rows: some for each of 132 SMs.
+# TILE is the number of elements in a block of rows, PROGRAMS how many share the rows, more if each had more than 16.
 BLOCKS: dict[str, dict[str, int]] = {
     "sum_parts": {"TILE": 4096, "ROWS": 512, "num_warps": 8},
     "rms_norm_forward": {"TILE": 4096, "num_warps": 4},
@@ -270,7 +270,7 @@ def row_options(kernel: str, x: Tensor, whole: bool = True) -> tuple[int, int, d
     rows, tile_rows = x.numel() // dim, max(1, tile // width)
     programs = triton.cdiv(rows, tile_rows)
     if "PROGRAMS" in chosen:
-        programs = chosen["PROGRAMS"] = min(chosen["PROGRAMS"], programs)
+        programs = chosen["PROGRAMS"] = min(programs, max(chosen["PROGRAMS"], triton.cdiv(programs, 16)))
     return rows, programs, {"C": dim, "BLOCK_C": width, "ROWS": tile_rows, **chosen}
 
 

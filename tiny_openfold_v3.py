@@ -183,7 +183,7 @@ def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentPar
 
 BACKEND = "interpreter" if INTERPRETED else "hip" if torch.version.hip else "cuda"
 # Block sizes and warps per kernel; a line for float32, TF32 or one backend replaces what it names of those before.
-# TILE is the number of elements in a block of rows, PROGRAMS how many share the rows: some for each of 132 SMs.
+# TILE is the number of elements in a block of rows, PROGRAMS how many share the rows, more if each had more than 16.
 BLOCKS: dict[str, dict[str, int]] = {
     "sum_parts": {"TILE": 4096, "ROWS": 512, "num_warps": 8},
     "layer_norm_forward": {"TILE": 1024, "num_warps": 1},
@@ -202,7 +202,7 @@ BLOCKS: dict[str, dict[str, int]] = {
     "attention_backward_key float32": {"BLOCK_M": 64},
     "attention_backward_key TF32": {"BLOCK_M": 32, "BLOCK_N": 128, "num_warps": 8},
     "attention_backward_key hip": {"BLOCK_M": 32, "BLOCK_N": 32, "num_stages": 1},
-    "attention_backward_bias": {"BLOCK_M": 64, "BLOCK_N": 64, "PROGRAMS": 256, "num_warps": 4, "num_stages": 3},
+    "attention_backward_bias": {"BLOCK_M": 64, "BLOCK_N": 64, "PROGRAMS": 432, "num_warps": 4, "num_stages": 3},
     "attention_backward_bias hip": {"num_stages": 1},
     "triangle_project": {"BLOCK_M": 128, "BLOCK_C": 64, "num_warps": 8, "num_stages": 1},
     "triangle_project float32": {"BLOCK_M": 64, "num_warps": 4},
@@ -318,7 +318,7 @@ def row_options(kernel: str, x: Tensor, whole: bool = True) -> tuple[int, int, d
     rows, tile_rows = x.numel() // dim, max(1, tile // width)
     programs = triton.cdiv(rows, tile_rows)
     if "PROGRAMS" in chosen:
-        programs = chosen["PROGRAMS"] = min(chosen["PROGRAMS"], programs)
+        programs = chosen["PROGRAMS"] = min(programs, max(chosen["PROGRAMS"], triton.cdiv(programs, 16)))
     return rows, programs, {"C": dim, "BLOCK_C": width, "ROWS": tile_rows, **chosen}
 
 

@@ -43,6 +43,13 @@ every_v3 = pytest.mark.parametrize("script", ["tiny_llama_v3", "tiny_openfold_v3
 every_fused = pytest.mark.parametrize("script", [script for script in SCRIPTS if not script.endswith("v1")])
 
 
+@pytest.fixture(autouse=True)
+def freed():
+    """What a test leaves on the device, graphs of torch.compile above all, is not counted in the next one's memory."""
+    yield
+    free_memory()
+
+
 def outputs_loss_gradients(script: str, argv: list[str], amp: bool) -> tuple:
     """Of the same random weights and the same batch for all settings, on the GPU."""
     device = torch.device("cuda")

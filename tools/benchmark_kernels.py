@@ -61,7 +61,6 @@ ATTENTION = {  # samples, rows, length, heads, head dimension
 TRIANGLE = {"N=256": (1, 256), "N=384": (1, 384), "N=64, batch 4": (4, 64)}  # samples, length
 BLOCK = {  # samples, sequences, length, MSA channels, MSA heads
     "crop": (1, 128, 256, 256, 8),
-    "default": (4, 16, 64, 64, 4),
 }
 BLOCK_SIDES = {"triton": "v3", "V2": "v2", "V2, torch.compile": "v2"}
 CAUSAL = {"S=512": (16, 512, 16, 8, 64), "S=2048": (4, 2048, 16, 8, 64)}  # samples, length, heads, key heads, dimension
@@ -84,6 +83,7 @@ def gradient_step(operation: Callable, inputs: list[Tensor], parameters: Sequenc
         found = results()
         return *found, *torch.autograd.grad(found, [*inputs, *parameters], grads)
 
+    step.forward = results
     return step
 
 
@@ -96,6 +96,15 @@ def extra_memory(step: Step) -> float | None:
     torch.cuda.reset_peak_memory_stats()
     step()
     return (torch.cuda.max_memory_allocated() - before) / 1e6
+
+
+def held_memory(step: Step) -> float | None:
+    """MB that a forward pass keeps for the backward one, its results apart; None on a CPU or if not told apart."""
+    if not GPU or not hasattr(step, "forward"):
+        return None
+    before = torch.cuda.memory_allocated()
+    found = step.forward()
+    return (torch.cuda.memory_allocated() - before - sum(result.nbytes for result in found)) / 1e6
 
 
 def captured(step: Step, repeats: int) -> Callable[[], None]:
@@ -134,7 +143,7 @@ def in_turns(sides: dict[str, Step], rounds: int, repeats: int = 10) -> dict[str
     rows, graphs = {}, {}
     for name, step in sides.items():
         step()
-        rows[name] = {"extra_mb": extra_memory(step), "turns_us": []}
+        rows[name] = {"extra_mb": extra_memory(step), "held_mb": held_memory(step), "turns_us": []}
         graphs[name] = captured(step, repeats)
     for turn in range(rounds + 1):
         for name in list(graphs) if turn % 2 else reversed(graphs):
@@ -207,7 +216,7 @@ def attention(rounds: int, precisions: Sequence[str], alone: bool = False) -> It
             torch.randn(samples, heads, length, length, device=DEVICE, dtype=dtype),
         ]
         operations = {"triton": ours, "SDPA": library_attention, "torch.compile": torch.compile(plain_attention)}
-        if with_cuequivariance:
+        if with_cuequivariance and precision != "fp32":  # which its backward pass does not take
             operations["cuEquivariance"] = cuequivariance_attention
         chosen = ("triton",) if alone else operations
         sides = {side: gradient_step(operations[side], inputs) for side in chosen}
@@ -230,7 +239,7 @@ def triangle(rounds: int, precisions: Sequence[str], alone: bool = False) -> Ite
             forward = torch.compile(model) if version == "v1" else model
             label = {"v3": "triton", "v2": "V2", "v1": "torch.compile"}[version]
             sides[label] = module_step(forward, model, [pair], dtype)
-            if version == "v1" and with_cuequivariance:
+            if version == "v1" and with_cuequivariance and precision == "bf16":  # tuning takes minutes
                 sides["cuEquivariance"] = module_step(cuequivariance_triangle(model), model, [pair], dtype)
         yield {"shape": name, "precision": precision, **in_turns(sides, rounds)}
 
@@ -452,7 +461,7 @@ def training_step(forward: Callable, model: torch.nn.Module, batch: dict[str, Te
 
 def hugging_face(ours: torch.nn.Module) -> torch.nn.Module:
     """transformers' Llama of the same sizes and weights, whose names only get the prefix `model.`."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM, masking_utils
 
     sizes = ours.config
     config = LlamaConfig(
@@ -462,6 +471,8 @@ def hugging_face(ours: torch.nn.Module) -> torch.nn.Module:
         attn_implementation="sdpa",
     )  # fmt: skip
     theirs = LlamaForCausalLM(config).to(DEVICE).train()
+    # To find out whether sequences are packed, which they are not here, it would wait for the device in every step.
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
     weights = {f"model.{name}": value for name, value in ours.state_dict().items()}
     theirs.load_state_dict({**weights, "lm_head.weight": weights["model.embed_tokens.weight"]})
     return theirs
@@ -548,7 +559,7 @@ def with_blocks(study: str, rounds: int, precisions: Sequence[str], tried: Seque
 
 
 def sides_table(directory: Path, study: str) -> str:
-    """Time of each side, ours over the best of the others, and extra memory."""
+    """Time of each side, ours over the best of the others; extra memory at the peak, and held for the backward pass."""
     lines, sides = [], ["triton"]
     measured = read_rows(directory / f"{study}.json")
     for row in measured:
@@ -558,15 +569,15 @@ def sides_table(directory: Path, study: str) -> str:
         best = min(others, key=lambda name: others[name]["us"])
         turns = zip(others[best]["turns_us"], row["triton"]["turns_us"], strict=True)
         times = [f"{row[name]['us']:.0f}" if name in row else "" for name in sides]
-        memory = [row[name]["extra_mb"] if name in row else None for name in sides]
+        memory = [[row[name][kind] for kind in ("extra_mb", "held_mb")] if name in row else [] for name in sides]
         line = [
             f"{row['shape']}, {row['precision']}",
             *times,
             f"{statistics.median(o / t for o, t in turns):.2f}x ({best})",
         ]
-        lines.append(line + ["" if mb is None else f"{mb:.0f}" for mb in memory])
+        lines.append(line + [" / ".join(f"{mb:.0f}" for mb in both if mb is not None) for both in memory])
     header = [f"{study}, forward + backward", *(f"{name}, us" for name in sides), "best of the others / triton"]
-    return markdown_table([*header, *(f"{name}, MB" for name in sides)], lines) if lines else ""
+    return markdown_table([*header, *(f"{name}, MB / held" for name in sides)], lines) if lines else ""
 
 
 def rows_table(directory: Path) -> str:
