@@ -76,6 +76,7 @@ SCALING = {  # arguments and samples per GPU
     "tiny_openfold long": (["--seq-len", "128"], 8),
 }
 LENGTHS = (128, 256, 512, 1024, 2048)
+HEADLINES = ("headline.json", "headline_v3.json")  # V1 and V2 in all modes; V1 to V3 in those that graphs have
 
 
 def free_memory() -> None:
@@ -399,10 +400,10 @@ def ddp_table(directory: Path) -> str:
     return markdown_table(header, lines)
 
 
-def headline_tables(directory: Path) -> list[str]:
+def headline_tables(path: Path) -> list[str]:
     """Milliseconds per step of each size, precision and mode, the ratio as graphs, then kernels and memory."""
     lines: dict[str, dict[str, dict]] = {}
-    for row in read_rows(directory / "headline.json"):
+    for row in read_rows(path):
         lines.setdefault(f"{row['shape']}, {row['precision']}", {})[row["mode"]] = row
     if not lines:
         return []
@@ -410,9 +411,11 @@ def headline_tables(directory: Path) -> list[str]:
     def columns(modes: Iterable[str], value: Callable[[dict], str]) -> dict[str, list[str]]:
         """The columns of all versions in these modes, as far as they were measured."""
         return {
-            f"{mode} {version.upper()}": [value(line[mode][version]) for line in lines.values()]
+            f"{mode} {version.upper()}": [
+                value(line[mode][version]) if version in line.get(mode, ()) else "" for line in lines.values()
+            ]
             for mode, version in itertools.product(modes, VERSIONS)
-            if all(version in line.get(mode, ()) for line in lines.values())
+            if any(version in line.get(mode, ()) for line in lines.values())
         }
 
     def as_table(title: str, columns: dict[str, list[str]]) -> str:
@@ -421,9 +424,14 @@ def headline_tables(directory: Path) -> list[str]:
     times = columns(MODES, lambda side: f"{side['batch_ms']:.2f}")
     for before, after in itertools.pairwise(VERSIONS):
         if f"graph {after.upper()}" in times:
-            both = (ratios(line["graph"][before], line["graph"][after]) for line in lines.values())
-            times[f"{after.upper()} over {before.upper()}, graph"] = [f"{statistics.median(r):.2f}x" for r in both]
-    counts = columns(("eager", "compiled"), lambda side: str(side["per_step"]))
+            sides = [line.get("graph", {}) for line in lines.values()]
+            both = [ratios(side[before], side[after]) if after in side else [] for side in sides]
+            times[f"{after.upper()} over {before.upper()}, graph"] = [
+                f"{statistics.median(r):.2f}x" if r else "" for r in both
+            ]
+    counts = {}
+    for modes in (("eager", "compiled"), ("graph", "compiled graph")):  # a graph replays what its mode launches
+        counts = counts or columns(modes, lambda side: str(side["per_step"]))
     peaks = columns(("eager", "graph", "compiled graph"), lambda side: cell(side["peak_mb"], ".0f"))
     return [
         as_table("ms per step", times),
@@ -490,7 +498,7 @@ def memory_table(directory: Path) -> str:
 
 def table(directory: Path) -> str:
     """The README's tables of one device as Markdown: those whose result files lie in the directory."""
-    tables = headline_tables(directory)
+    tables = [table for name in HEADLINES for table in headline_tables(directory / name)]
     tables += [ablation_table(directory, f"{model}_{version}") for version in VERSIONS[1:] for model in MODELS]
     tables += [
         make(directory) for make in (grid_table, share_table, memory_table, counts_table, scaling_table, ddp_table)

@@ -569,7 +569,7 @@ def sides_table(directory: Path, study: str) -> str:
         best = min(others, key=lambda name: others[name]["us"])
         turns = zip(others[best]["turns_us"], row["triton"]["turns_us"], strict=True)
         times = [f"{row[name]['us']:.0f}" if name in row else "" for name in sides]
-        memory = [[row[name][kind] for kind in ("extra_mb", "held_mb")] if name in row else [] for name in sides]
+        memory = [[row[name].get(kind) for kind in ("extra_mb", "held_mb")] if name in row else [] for name in sides]
         line = [
             f"{row['shape']}, {row['precision']}",
             *times,

@@ -36,6 +36,7 @@ KERNELS = (
     ("other", r"cross_entropy|log_?softmax|softmax_warp_\w+<[^,]+,[^,]+,[^,]+, *\d+, *true"),
     ("attention", r"softmax"),
     ("normalisation", r"(layer|rms|batch|group)_?norm|rowwisemoments|gammabeta|computegradinput"),
+    ("copies", r"multi_tensor_apply.*copyfunctor"),  # a cast of many tensors
     ("optimizer", r"adam|multi_tensor_apply|amp_(update|foreach|non_finite)"),  # only they work on lists of tensors
     # V3's kernels that add up what programs or a product left in parts; triangle_weights does it for weights.
     ("reductions", r"(sum|add)_parts|(^|_)sums?(_kernel|$)|_(weights|finish)_kernel"),
