@@ -262,10 +262,12 @@ if INTERPRETED:
 def row_options(kernel: str, x: Tensor, whole: bool = True) -> tuple[int, int, dict[str, int]]:
     """Of a kernel that goes over the rows of x [..., C]: how many rows, how many programs, what it is compiled for.
 
-    A block is a TILE of rows; a row longer than that is a block if it must be whole, else several.
+    A block is a TILE of rows. A row longer than that is a block with more warps if it must be whole, else several.
     """
     chosen, dim = blocks(kernel), x.shape[-1]
     tile, width = chosen.pop("TILE"), triton.next_power_of_2(dim)
+    if whole and width > tile:
+        chosen["num_warps"] = min(16, chosen["num_warps"] * (width // tile))
     width = width if whole else min(width, tile)
     rows, tile_rows = x.numel() // dim, max(1, tile // width)
     programs = triton.cdiv(rows, tile_rows)
