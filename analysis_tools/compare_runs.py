@@ -3,16 +3,20 @@
 
 A PATH is a result file (<script>_summary.json) or the directory of a run (its --profile-dir); NAME=PATH names the row.
 Speed-up and memory change are over --baseline, the first run unless it says otherwise. Where the numbers of processes
-differ, the scaling efficiency is the speed-up over the ratio of these numbers. A note on stderr names runs that cannot
-be compared, because sizes, steps or the device differ or one of them replays its step as a graph, and runs that were
-disturbed, whose mean step is much longer than the median. A run that went out of memory is a row of its own; one that
-failed is too, and then the exit status is 1.
+differ, the scaling efficiency is the speed-up over the ratio of these numbers. Notes on stderr, above the table, name
+what differs: sizes, steps, precision, torch.compile, graphs, the device; and below it runs that were disturbed, whose
+mean step is much longer than the median. Runs of different models are refused. A run that went out of memory is a row
+of its own; one that failed is too, and then the exit status is 1.
+
+--csv has a row for each run with all that is known of it, whatever its outcome: sizes, each fusion as 0 or 1,
+precision, device, times, memory, kernels, launches and loss. A loop in the shell and this command are a sweep.
 
 Examples:
   python analysis_tools/compare_runs.py exercises/results/v1 exercises/results/v2
   python analysis_tools/compare_runs.py baseline=./unfused flash=./flash all=./fused --csv table.csv
   python analysis_tools/compare_runs.py ./flash ./qkv --baseline ./unfused
   python analysis_tools/compare_runs.py ./one_gpu ./four_gpus
+  python analysis_tools/compare_runs.py sweep/* --csv sweep.csv
 """
 
 from __future__ import annotations
@@ -25,7 +29,17 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from analysis_tools.results import NOT_FINISHED, Run, cell, differences, load_runs, report_failed, unsteady  # noqa: E402
+from analysis_tools.results import (  # noqa: E402
+    NOT_FINISHED,
+    Run,
+    cell,
+    check_family,
+    differences,
+    load_runs,
+    precision,
+    report_failed,
+    unsteady,
+)
 from tools.version_script import documented_parser, markdown_table, print_notes, run_tool, write_csv  # noqa: E402
 
 PROG = Path(__file__).name
@@ -36,9 +50,11 @@ MEASURED = {
     "compilation_ms": ("timing", "compilation_overhead_ms"),
     "peak_mb": ("memory", "peak_mb"),
     "kernels_per_step": ("kernels", "per_step"),
+    "host_launches": ("kernels", "host_launches"),
     "final_loss": ("loss", "final"),
     "processes": ("training", "processes"),
 }
+SETTINGS = ("batch_size", "num_steps", "warmup_steps", "learning_rate", "seed", "deterministic")  # of training
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -46,7 +62,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = documented_parser(PROG, __doc__)
     parser.add_argument("runs", nargs="+", metavar="[NAME=]PATH", help="result file or directory of a run")
     parser.add_argument("--baseline", metavar="[NAME=]PATH", help="what the others are compared with (default: first)")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="also write the unrounded numbers")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="also write all that is known, unrounded")
     return parser
 
 
@@ -67,6 +83,24 @@ def compared(run: Run, baseline: Run) -> dict:
     row["scaling_efficiency_percent"] = row["speedup"] and 100 * row["speedup"] * alone / row["processes"]
     row["memory_change_percent"] = None if memory is None else 100 * (memory - 1)
     return {**row, "path": str(run.path)}
+
+
+def csv_rows(rows: Sequence[dict], runs: Sequence[Run]) -> list[dict]:
+    """The rows with what each run was asked to do; all have the same columns, a fusion that a version lacks is off."""
+    sizes = dict.fromkeys(key for run in runs for key in run.result["config"])
+    fusions = dict.fromkeys(key for run in runs for key in run.result.get("fusions", ()))
+    wide = []
+    for row, run in zip(rows, runs, strict=True):
+        result, training = run.result, run.result["training"]
+        first = {key: row[key] for key in ("configuration", "script", "status")}
+        asked = {key: result["config"].get(key) for key in sizes} | {key: training.get(key) for key in SETTINGS}
+        asked |= {key: int(bool(result.get("fusions", {}).get(key))) for key in fusions}
+        asked["precision"] = precision(result)
+        asked["torch_compile"] = (training.get("torch_compile_mode") or "") if training.get("torch_compile") else ""
+        asked["cuda_graph"] = int(bool(training.get("cuda_graph")))
+        asked |= {key: result["environment"].get(key) for key in ("device", "device_name", "torch")}
+        wide.append({**first, **asked, **row, "error": result.get("error")})
+    return wide
 
 
 def unit(runs: Sequence[Run]) -> str:
@@ -114,11 +148,14 @@ def compare(args: argparse.Namespace) -> int:
         if baseline is None:  # it gets a row, too
             runs = load_runs([args.baseline, *args.runs])
             baseline = runs[0]
+    named = [(run.name, run.result) for run in runs]
+    check_family(named)
     rows = [compared(run, baseline) for run in runs]
-    print(table(rows, unit(runs)))
+    print_notes(PROG, *differences(named))
+    print(table(rows, unit(runs)), flush=True)
     if args.csv:
-        write_csv(args.csv, rows)
-    print_notes(PROG, *differences((run.name, run.result) for run in runs), *unsteady((run.name, run) for run in runs))
+        write_csv(args.csv, csv_rows(rows, runs))
+    print_notes(PROG, *unsteady((run.name, run) for run in runs))
     if baseline.status != "ok":
         print_notes(PROG, f"the baseline {baseline.name} did not finish, so there are no ratios")
     return report_failed(PROG, runs)

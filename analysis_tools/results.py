@@ -15,12 +15,11 @@ from tools.version_script import ToolError, read_json  # noqa: E402
 
 SCHEMA_VERSION = 1
 GROUPS = ("config", "training", "environment", "timing", "memory", "kernels", "loss")
-# What has to be the same for two runs to be compared; with the value where a file of an earlier harness has none.
-# Precision and torch.compile are not among it: comparing those is what runs are made for. A graph is: without the host
-# a step takes another time, whatever is fused.
+# What is named where it is not the same; with the value where a file of an earlier harness has none.
 SAME_TRAINING = {
     **dict.fromkeys(("batch_size", "num_steps", "warmup_steps", "learning_rate", "seed")),
     "processes": 1,
+    "torch_compile": False,
     "cuda_graph": False,
 }
 SAME_ENVIRONMENT = ("device_name", "torch")
@@ -118,12 +117,30 @@ def load_runs(arguments: Iterable[str]) -> list[Run]:
     return runs
 
 
+def check_family(named: Iterable[tuple[str, dict]]) -> None:
+    """ToolError if the (name, result) pairs are of different models, between which no ratio means anything."""
+    models = {result["script"].rpartition("_v")[0] or result["script"]: name for name, result in reversed([*named])}
+    if len(models) > 1:
+        (first, name), (second, other) = [*models.items()][-1:-3:-1]
+        raise ToolError(f"{name} is a run of {first}, {other} of {second}: different models cannot be compared")
+
+
+def precision(result: dict) -> str:
+    """The type of the matrix products, and how float32 ones are computed where that is not exactly."""
+    training = result["training"]
+    if training.get("use_amp"):
+        return str(training.get("amp_dtype"))
+    how = training.get("matmul_precision", "highest")
+    return "float32" if how == "highest" else f"float32 ({how})"
+
+
 def settings(result: dict) -> dict:
-    """What has to be the same for two runs to be compared."""
+    """What is to be the same in two runs, but for what they are compared for."""
     training, environment = result["training"], result["environment"]
     names = (*SAME_ENVIRONMENT, *(["cpu_threads"] if environment.get("device") == "cpu" else []))
     return {
         **result["config"],
+        "precision": precision(result),
         **{name: training.get(name, default) for name, default in SAME_TRAINING.items()},
         **{name: environment.get(name) for name in names},
     }

@@ -224,9 +224,45 @@ def test_files_of_an_earlier_harness_ran_in_one_process_and_without_a_graph(make
     assert call(compare_runs, old, make("new"))[2] == ""
 
 
-def test_precision_and_compilation_may_differ(make):
+def test_what_runs_are_compared_for_is_named_above_the_table(make):
+    """On a terminal: both streams in the order in which they were written."""
     other = make("b", training={"use_amp": True, "torch_compile": True})
-    assert call(compare_runs, make("a"), other)[2] == ""
+    command = [sys.executable, ROOT / "analysis_tools" / "compare_runs.py", make("a"), other]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    lines = done.stdout.splitlines()
+    assert lines[0].endswith("precision differs: float32 for a; bfloat16 for b")
+    assert lines[1].endswith("torch_compile differs: False for a; True for b")
+    assert lines[2].startswith("| configuration")
+
+
+@pytest.mark.parametrize("tool", ["compare", "plot"])
+def test_different_models_are_refused(make, tool):
+    """Their ratio would be a number without a meaning."""
+    runs = f"a={make('llama')}", f"b={make('openfold', script='tiny_openfold_v2')}"
+    answer = call(compare_runs, *runs) if tool == "compare" else call(plot_runs, "speedup", *runs)
+    assert_refused(answer, "is a run of tiny_llama", "of tiny_openfold", "cannot be compared")
+
+
+def test_a_sweep_is_a_row_for_each_run_whatever_its_outcome(make, tmp_path):
+    """A loop in the shell and --csv: every size and fusion as a column, also of what failed."""
+    more = {"fusions": {"qkv_fusion": True, "flash_attention": False}, "kernels": {"host_launches": 700}}
+    good = make("good", seq_len=64, **more)
+    bad = make("bad", status="failed", error="the loss became nan at step 3", fusions={})
+    gone = make(
+        "gone", training={"use_amp": True, "torch_compile": True, "torch_compile_mode": "default"}, **out_of_memory()
+    )
+    assert call(compare_runs, good, bad, gone, "--csv", tmp_path / "sweep.csv")[0] == 1
+    rows = {row["configuration"]: row for row in read_rows(tmp_path / "sweep.csv")}
+    assert [row["status"] for row in rows.values()] == ["ok", "failed", "oom"]
+    first = rows["good"]
+    assert (first["seq_len"], first["qkv_fusion"], first["flash_attention"]) == ("64", "1", "0")
+    assert (first["precision"], first["torch_compile"], first["cuda_graph"]) == ("float32", "", "0")
+    assert (first["device"], first["processes"], first["host_launches"]) == ("cpu", "1", "700")
+    assert float(first["final_loss"]) == summary(good)["loss"]["final"]
+    assert (rows["bad"]["error"], rows["bad"]["samples_per_sec"]) == ("the loss became nan at step 3", "")
+    assert rows["bad"]["qkv_fusion"] == "0", "a fusion that a version does not have is off"
+    assert (rows["gone"]["precision"], rows["gone"]["torch_compile"]) == ("bfloat16", "default")
+    assert rows["gone"]["hidden_dim"] == rows["good"]["hidden_dim"]
 
 
 def test_runs_from_directories_with_the_same_name_are_told_apart(make, tmp_path):
@@ -365,6 +401,21 @@ def test_memory_plot_table_and_csv(make, tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_any_number_of_the_settings_can_be_the_axis(make, tmp_path):
+    runs = [make(f"b{size}", peak=10 * size, training={"batch_size": size}) for size in (4, 1, 16)]
+    status, out, err = call(
+        plot_runs, "memory", f"v2={runs[0]}", *runs[1:], "--x", "batch_size", "--output", tmp_path / "m.png"
+    )
+    assert (status, err) == (0, "")
+    assert [(row["batch size"], row["v2, MB"]) for row in table_of(out)] == [
+        ("1", "10.0"),
+        ("4", "40.0"),
+        ("16", "160.0"),
+    ]
+    assert [row["batch_size"] for row in read_rows(tmp_path / "m.csv")] == ["1", "4", "16"]
+    assert_refused(call(plot_runs, "memory", f"v2={runs[0]}", "--x", "colour"), "colour is no number in this result")
+
+
 def test_speedup_is_over_the_first_name(make, tmp_path):
     pytest.importorskip("matplotlib")
     off = [make(f"off{length}", speed=speed, seq_len=length) for length, speed in ((64, 100), (128, 50))]
@@ -431,7 +482,7 @@ def test_what_cannot_be_plotted_is_one_line(make, tmp_path):
     run, twin = make("run"), make("twin")
     output = ("--output", tmp_path / "m.png")
     assert_refused(call(plot_runs, "memory", run, *output), "is not NAME=PATH")
-    assert_refused(call(plot_runs, "memory", f"a={run}", twin, *output), "two runs of sequence length 32")
+    assert_refused(call(plot_runs, "memory", f"a={run}", twin, *output), "two runs with seq_len 32")
     assert_refused(call(plot_runs, "memory", f"a={tmp_path}/none_*", *output), "the pattern matches no")
     assert_refused(call(plot_runs, "memory", f"a={run}", "--output", tmp_path / "m.gif"), "must end in .png")
     assert_refused(call(plot_runs, "colour", f"a={run}", *output), "invalid choice")

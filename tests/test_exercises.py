@@ -27,7 +27,7 @@ from tools.small_runs import COMMON, SIZES, shrink
 
 # Of each sheet: blocks that run here, and blocks that cannot. A sheet that gains or loses a block changes its line.
 BLOCKS = {
-    "README.md": (3, 3),
+    "README.md": (4, 3),
     "exercises/tiny_llama_v1/README.md": (20, 0),
     "exercises/tiny_llama_v2/README.md": (23, 0),
     "exercises/tiny_openfold_v2/README.md": (55, 0),

@@ -136,6 +136,10 @@ def take_over(connection: socket.socket) -> None:
 
 def serve() -> None:
     """Accept runs on the socket that is file descriptor 0, each in a process of its own."""
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # as V3 does: what follows imports Triton
     import torch._dynamo
     import torch._inductor.config
 
