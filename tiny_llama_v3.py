@@ -110,15 +110,16 @@ FUSIONS: tuple[tuple[str, str, str], ...] = (
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that only this model has."""
+    sizes = ModelConfig()
     add = parser.add_argument_group("model").add_argument
-    add("--vocab-size", type=at_least(2), metavar="V", help="(default: 1000; 256 with --text-file)")
-    add("--hidden-dim", type=at_least(1), default=512, metavar="D", help="width of the residual stream")
-    add("--num-layers", type=at_least(1), default=8, metavar="L", help="transformer layers")
-    add("--num-heads", type=at_least(1), default=8, metavar="H", help="query heads")
+    add("--vocab-size", type=at_least(2), metavar="V", help=f"(default: {sizes.vocab_size}; 256 with --text-file)")
+    add("--hidden-dim", type=at_least(1), default=sizes.hidden_dim, metavar="D", help="width of the residual stream")
+    add("--num-layers", type=at_least(1), default=sizes.num_layers, metavar="L", help="transformer layers")
+    add("--num-heads", type=at_least(1), default=sizes.num_heads, metavar="H", help="query heads")
     add("--num-kv-heads", type=at_least(1), metavar="K", help="key/value heads (default: half of the heads)")
     add("--intermediate-dim", type=at_least(1), metavar="I", help="width of the MLP (default: 4 x hidden)")
     add = parser.add_argument_group("data").add_argument
-    add("--seq-len", type=at_least(2), default=256, metavar="S", help="tokens per sample")
+    add("--seq-len", type=at_least(2), default=sizes.seq_len, metavar="S", help="tokens per sample")
     add("--batch-size", type=at_least(1), default=8, metavar="B", help="samples per step")
     add("--text-file", type=Path, metavar="FILE", help="train on the bytes of FILE instead of synthetic text")
     add = parser.add_argument_group("kernels").add_argument
@@ -139,7 +140,7 @@ def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentPar
         parser.error(f"--num-heads {args.num_heads} must be divisible by --num-kv-heads {args.num_kv_heads}")
     if args.text_file and args.vocab_size not in (None, 256):
         parser.error(f"--vocab-size {args.vocab_size} does not fit --text-file: bytes have a vocabulary of 256")
-    args.vocab_size = args.vocab_size or (256 if args.text_file else 1000)
+    args.vocab_size = args.vocab_size or (256 if args.text_file else ModelConfig.vocab_size)
     if args.text_file:
         read_text(args.text_file, args.seq_len)
     if args.triton_attention and args.hidden_dim > 128 * args.num_heads:

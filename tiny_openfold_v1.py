@@ -78,15 +78,16 @@ FUSIONS: tuple[tuple[str, str, str], ...] = ()
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that only this model has."""
+    sizes = ModelConfig()
     add = parser.add_argument_group("model").add_argument
-    add("--msa-dim", type=at_least(1), default=64, metavar="C", help="channels of the MSA representation")
-    add("--pair-dim", type=at_least(1), default=128, metavar="C", help="channels of the pair representation")
-    add("--num-blocks", type=at_least(1), default=4, metavar="L", help="Evoformer blocks")
-    add("--num-heads-msa", type=at_least(1), default=4, metavar="H", help="heads of the MSA attentions")
-    add("--num-heads-pair", type=at_least(1), default=4, metavar="H", help="heads of the triangle attentions")
+    add("--msa-dim", type=at_least(1), default=sizes.msa_dim, metavar="C", help="channels of the MSA representation")
+    add("--pair-dim", type=at_least(1), default=sizes.pair_dim, metavar="C", help="channels of the pair representation")
+    add("--num-blocks", type=at_least(1), default=sizes.num_blocks, metavar="L", help="Evoformer blocks")
+    add("--num-heads-msa", type=at_least(1), default=sizes.num_heads_msa, metavar="H", help="heads of MSA attention")
+    add("--num-heads-pair", type=at_least(1), default=sizes.num_heads_pair, metavar="H", help="heads of pair attention")
     add = parser.add_argument_group("data").add_argument
-    add("--num-seqs", type=at_least(1), default=16, metavar="S", help="sequences per alignment")
-    add("--seq-len", type=at_least(2), default=64, metavar="N", help="residues per sample")
+    add("--num-seqs", type=at_least(1), default=sizes.num_seqs, metavar="S", help="sequences per alignment")
+    add("--seq-len", type=at_least(2), default=sizes.seq_len, metavar="N", help="residues per sample")
     add("--batch-size", type=at_least(1), default=4, metavar="B", help="samples per step")
     add("--msa", type=Path, metavar="FILE.a3m", help="real alignment, query first (with --structure)")
     add("--structure", type=Path, metavar="FILE", help="its structure, PDB or mmCIF (with --msa)")
