@@ -14,7 +14,8 @@ usage() {
 Usage: $program [options] [script arguments]
 
 Runs the PyTorch profiler, the FLOPs count and, if asked, the ROCm profilers around a version script. What ran, what was
-skipped and why is in summary.md and summary.json. Ends with status 1 only if something that ran failed.
+skipped and why is in summary.md and summary.json. Ends with status 1 only if something that ran failed. Two such
+directories can be compared: python analysis_tools/analyze_kernel_reduction.py --baseline DIR --fused DIR
 
   --enable-rocm-tools   also rocprofv3, rocprof-sys and rocprof-compute (roofline), where they are installed
   --script FILE         version script to profile (default: $script)

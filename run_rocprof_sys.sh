@@ -10,9 +10,9 @@ usage() {
 Usage: $program [options] [script arguments]
 
 Runs rocprof-sys-run around a version script: a timeline of host and device for https://ui.perfetto.dev and a call-stack
-profile as text. Results land in rocprof_sys_results/baseline/ with --disable-all-fusion among the script arguments (and
-for V1), otherwise in rocprof_sys_results/fused/. Steps have the ranges data, forward, backward and optimizer; the first
-ones in the trace are warm-up.
+profile as text. Results land in rocprof_sys_results/, in baseline/ with all fusions off (V1, or --disable-all-fusion),
+in fused/ with all on, in partial/ with some of them. Steps have the ranges data, forward, backward and optimizer; the
+first ones in the trace are warm-up.
 
   --sample            also sample the call stacks of the host
 $common_options

@@ -12,8 +12,10 @@ usage() {
     cat <<END
 Usage: $program [options] [script arguments]
 
-Runs rocprofv3 around the measured steps of a version script. Results land in rocprofv3_results_baseline/ with
---disable-all-fusion among the script arguments (and for V1), otherwise in rocprofv3_results_fused/.
+Runs rocprofv3 around the measured steps of a version script. Results of a run with all fusions off (V1, or
+--disable-all-fusion) land in rocprofv3_results_baseline/, with all on in rocprofv3_results_fused/, and with some of
+them (--disable-all-fusion --enable-X, or --disable-X) in rocprofv3_results_partial/. Once baseline and fused are
+there, they are compared per step. Between two models there is no comparison: the results stay, the status is 2.
 
   --mode hotspots     kernel statistics: stats.csv, the top kernels, their number (the default)
   --mode trace        timeline of HIP calls, markers, copies and kernels: a .pftrace for https://ui.perfetto.dev
@@ -51,10 +53,16 @@ results_of() { # SIDE
     echo "$output_dir/rocprofv3_results_$1"
 }
 
-show_statistics() { # SIDE: the top kernels, and the reduction if there is another side
-    local other=fused
-    if [[ $1 == fused ]]; then other=baseline; fi
-    read_files show "$(results_of "$1")" "$(results_of "$other")"
+show_statistics() { # SIDE: the top kernels, and what fusion saved if both sides are there
+    local baseline fused
+    baseline=$(results_of baseline)
+    fused=$(results_of fused)
+    read_files show "$(results_of "$1")"
+    if [[ $1 == partial || ($1 == baseline && $compare == yes) ]]; then return; fi # --compare: fused is still to run
+    if [[ -f $baseline/stats.csv && -f $fused/stats.csv ]]; then
+        echo
+        "$python" "$root/analysis_tools/analyze_kernel_reduction.py" --baseline "$baseline" --fused "$fused" --top 0
+    fi
 }
 
 profile() { # SIDE [ARGUMENT...]: run the script once
@@ -112,6 +120,7 @@ if [[ $compare == yes ]]; then
     if given --disable-all-fusion || given --enable-all-fusion; then
         fail 2 "--compare sets --disable-all-fusion and --enable-all-fusion itself"
     fi
+    if single_fusion enable || single_fusion disable; then fail 2 "$flag: --compare has all fusions off, then on"; fi
     [[ $mode == hotspots ]] || fail 2 "--compare goes with --mode hotspots"
 fi
 find_tool rocprofiler-sdk rocprofv3

@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
 """Which kernels fusion removed, which ones it brought, and what that saved: two profiles compared by kernel name.
 
-A profile is a directory that run_pytorch_profiler.py wrote (<script>_kernels.csv, <script>_profile.json), or one of
-run_rocprofv3.sh (rocprofv3_results_*, with stats.csv). Launches are counted, per training step wherever the number of
-steps is known. Copies and memsets that the PyTorch profiler saw are no kernels; their time counts. On a CPU there are
-no kernels. There the reduction is that of the operators that the scripts themselves counted; the tables have all that
-the profiler saw: views, operators that only call others, nodes of the autograd graph, inner steps of a matrix product.
+A profile is a directory that run_pytorch_profiler.py wrote (<script>_kernels.csv, <script>_profile.json), one of
+run_rocprofv3.sh (rocprofv3_results_*, with stats.csv), or one of run_all_profilers.sh: from it the PyTorch profiler's
+is taken, else rocprofv3's. Profiles of different models are refused; different sizes, precision or devices are named
+at the top. Launches are counted, per training step wherever the number of steps is known. Copies and memsets that the
+PyTorch profiler saw are no kernels; their time counts. On a CPU there are no kernels. There the reduction is that of
+the operators that the scripts themselves counted; the tables have all that the profiler saw: views, operators that
+only call others, nodes of the autograd graph, inner steps of a matrix product.
 
 The tables go to stdout as Markdown. With --output they are also written to kernel_reduction.md in that directory,
 beside kernel_reduction.csv with every kernel under its full name.
@@ -14,6 +16,7 @@ Examples:
   python analysis_tools/analyze_kernel_reduction.py --baseline ./v1_analysis --fused ./v2_analysis
   python analysis_tools/analyze_kernel_reduction.py --baseline rocprofv3_results_baseline \\
       --fused rocprofv3_results_fused --output ./kernel_analysis
+  python analysis_tools/analyze_kernel_reduction.py --baseline profiles_tiny_llama_v1 --fused profiles_tiny_llama_v2
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from analysis_tools.results import (  # noqa: E402
+    check_family,
     check_schema,
     differences,
     load_result,
@@ -137,10 +141,16 @@ def load_profile(directory: Path) -> Profile:
     """The profile in a directory, of whichever tool."""
     if not directory.is_dir():
         raise ToolError(f"{directory}: no such directory")
-    if any(directory.glob("*_kernels.csv")):
-        return load_pytorch(directory)
+    for folder in (directory, directory / "pytorch"):  # the second is in what run_all_profilers.sh wrote
+        if any(folder.glob("*_kernels.csv")):
+            return load_pytorch(folder)
+    rocprofv3 = sorted(path.parent for path in directory.glob("rocprofv3_results_*/stats.csv"))
     if (directory / "stats.csv").is_file():
-        return load_rocprofv3(directory)
+        rocprofv3 = [directory]
+    if len(rocprofv3) > 1:
+        raise ToolError(f"{directory}: several profiles ({', '.join(p.name for p in rocprofv3)}), name one of them")
+    if rocprofv3:
+        return load_rocprofv3(rocprofv3[0])
     raise ToolError(f"{directory}: no profile: neither <script>_kernels.csv (run_pytorch_profiler.py) nor stats.csv "
                     "(run_rocprofv3.sh)")  # fmt: skip
 
@@ -210,7 +220,7 @@ def kernel_lines(title: str, kernels: Sequence[Kernel], sides: Sequence[int], to
     return lines
 
 
-def report(sides: Sequence[Profile], kernels: Sequence[Kernel], per_step: bool, top: int) -> str:
+def report(sides: Sequence[Profile], kernels: Sequence[Kernel], notes: Sequence[str], per_step: bool, top: int) -> str:
     """The whole comparison in Markdown."""
     per = " per step" if per_step else " in all"
     cpu = sides[0].unit == "operators"
@@ -223,6 +233,7 @@ def report(sides: Sequence[Profile], kernels: Sequence[Kernel], per_step: bool, 
         script = f"{side.settings['script']}, " if side.settings else ""
         steps = f"{side.steps} steps" if side.steps else "an unknown number of steps"
         lines.append(f"- {label}: `{side.directory}` ({script}{steps}, {side.source})")
+    lines += [f"- note: {note}" for note in notes]
     if cpu:
         lines += ["", "On a CPU there are no kernels. The table has all calls of operators, views and outer ones too."]
         before, after = (side.settings["kernels"].get("per_step") for side in sides)
@@ -283,6 +294,8 @@ def as_row(kernel: Kernel) -> dict:
 def analyse(args: argparse.Namespace) -> int:
     """Print and write the comparison; returns the exit status."""
     sides = [load_profile(args.baseline), load_profile(args.fused)]
+    known = [(label, side.settings) for label, side in zip(SIDES, sides, strict=True) if side.settings]
+    check_family(known)
     if sides[0].unit != sides[1].unit:
         raise ToolError(f"one side has {sides[0].unit}, the other {sides[1].unit}: profile both on the same device")
     per_step = all(side.steps for side in sides)
@@ -290,14 +303,15 @@ def analyse(args: argparse.Namespace) -> int:
     for side, launches in zip(sides, sums(kernels)[0], strict=True):
         if not launches:
             raise ToolError(f"{side.directory}: the profile has no kernels")
+    notes = differences(known, ignore=("num_steps", "warmup_steps") if per_step else ())
     if not per_step:
-        totals = "the number of steps is not known for both sides, so these are totals"
-        print_notes(PROG, f"{totals}; they compare only if both sides ran the same steps")
+        unknown = ", ".join(label for label, side in zip(SIDES, sides, strict=True) if not side.settings)
+        notes.append(f"the number of steps is not known for both sides, so these are totals; model, sizes and steps of "
+                     f"{unknown} are not checked: no result file of the script belongs to the statistics")  # fmt: skip
     if sides[0].source != sides[1].source:
-        print_notes(PROG, "two profilers may write the name of one kernel in two ways")
-    known = [(label, side.settings) for label, side in zip(SIDES, sides, strict=True) if side.settings]
-    print_notes(PROG, *differences(known, ignore=("num_steps", "warmup_steps") if per_step else ()))
-    text = report(sides, kernels, per_step, args.top)
+        notes.append("two profilers may write the name of one kernel in two ways")
+    print_notes(PROG, *notes)
+    text = report(sides, kernels, notes, per_step, args.top)
     print(text, end="")
     if args.output:
         write_csv(args.output / "kernel_reduction.csv", [as_row(kernel) for kernel in kernels])

@@ -58,12 +58,20 @@ AWKWARD = (
 # Notes its arguments and leaves a result, another one in every run; fails, or waits for Ctrl-C, if asked to.
 SCRIPT = """
 import json, os, pathlib, sys, time
+def value(name, default):
+    return sys.argv[sys.argv.index(name) + 1] if name in sys.argv else default
 with open(os.environ["RECORD"], "a") as record:
     record.write(json.dumps([sys.argv[1:], os.getcwd()]) + "\\n")
 if "--profile-dir" in sys.argv:
     directory = pathlib.Path(sys.argv[sys.argv.index("--profile-dir") + 1])
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "tiny_note_v2_summary.json").write_text(json.dumps({"process": os.getpid()}))
+    name, steps = pathlib.Path(sys.argv[0]).stem, int(value("--num-steps", "1"))
+    result = {group: {} for group in ("config", "training", "environment", "timing", "memory", "kernels", "loss")}
+    result |= {"schema_version": 1, "script": name, "status": "ok", "process": os.getpid(), "timing": {"steps": steps}}
+    result["config"] = {"seq_len": int(value("--seq-len", "64"))}
+    result["training"] = {"num_steps": steps, "use_amp": "--use-amp" in sys.argv, "amp_dtype": "bfloat16"}
+    result["environment"] = {"device": "cuda", "device_name": os.environ.get("DEVICE", "MI300A")}
+    (directory / f"{name}_summary.json").write_text(json.dumps(result))
 if "WAIT" in os.environ:
     try:
         time.sleep(60)
@@ -381,6 +389,7 @@ def test_an_own_option_and_its_value_may_be_one_word(bench, words):
         "run_rocprof_compute.sh --mode analyze --seq-len 64",
         "run_rocprofv3.sh --compare --mode trace",
         "run_rocprofv3.sh --compare --disable-all-fusion",
+        "run_rocprofv3.sh --compare --enable-flash-attention",
         "run_rocprofv3.sh --compare=yes",
     ],
 )
@@ -507,19 +516,25 @@ def test_hotspots(bench, rocm):
     assert list((bench.results() / "hotspots").glob("*_kernel_trace.csv"))
 
 
+def reduction(before: float, after: float, per: str = "per step") -> str:
+    """What the wrapper prints of the comparison."""
+    return f"- Kernels {per}: {before:.10g} -> {after:.10g}\n- Kernel reduction: {100 * (1 - after / before):.1f} %\n"
+
+
 def test_kernel_reduction_when_both_sides_exist(bench):
     bench.run("run_rocprofv3.sh", "--disable-all-fusion").succeeded()
     _, rows = read_csv(bench.work / "rocprofv3_results_baseline" / "stats.csv")
     assert (len(rows), sum(int(row["Calls"]) for row in rows)) == BASELINE
     assert any('masked_fill_kernel("float")' in row["Name"] for row in rows)
     result = bench.run("run_rocprofv3.sh", "--enable-all-fusion").succeeded()
-    percent = 100 * (1 - FUSED[1] / BASELINE[1])
-    assert f"Kernel reduction: {percent:.1f} % ({BASELINE[1]} -> {FUSED[1]} dispatches)" in result.stdout
+    assert reduction(BASELINE[1], FUSED[1]) in result.stdout
+    assert "differs" not in result.stdout + result.stderr
 
 
 def test_compare_runs_both_sides(bench):
+    bench.run("run_rocprofv3.sh", "--seq-len", "8").succeeded()  # an earlier fused run, which is not compared with
     result = bench.run("run_rocprofv3.sh", "--compare", "--note", "a b").succeeded()
-    first, second = bench.received()
+    first, second = bench.received()[1:]
     assert "--disable-all-fusion" in first
     assert "--enable-all-fusion" not in first
     assert "--enable-all-fusion" in second
@@ -528,7 +543,77 @@ def test_compare_runs_both_sides(bench):
         assert received[received.index("--note") + 1] == "a b"
     sides = [sum(int(row["Calls"]) for row in read_csv(path / "stats.csv")[1]) for path in sorted(bench.work.iterdir())]
     assert sides == [BASELINE[1], FUSED[1]]
-    assert f"({BASELINE[1]} -> {FUSED[1]} dispatches)" in result.stdout
+    assert result.stdout.count("Kernel reduction") == 1
+    assert reduction(BASELINE[1], FUSED[1]) in result.stdout
+    assert "differs" not in result.stdout + result.stderr
+
+
+def test_the_comparison_is_per_step_and_names_what_differs(bench):
+    bench.run("run_rocprofv3.sh", "--disable-all-fusion", "--num-steps", "2", DEVICE="MI210").succeeded()
+    argv = ["--num-steps", "5", "--seq-len", "8", "--use-amp"]
+    result = bench.run("run_rocprofv3.sh", *argv).succeeded()
+    assert reduction(BASELINE[1] / 2, FUSED[1] / 5) in result.stdout
+    top = result.stdout.partition("- Kernels per step")[0]
+    for note in (
+        "seq_len differs: 64 for baseline; 8 for fused",
+        "precision differs: float32 for",
+        "device_name differs",
+    ):
+        assert f"- note: {note}" in top
+    assert "steps differs" not in result.stdout
+    assert "- baseline: `rocprofv3_results_baseline` (tiny_note_v2, 2 steps" in top
+
+
+def test_totals_of_unknown_steps_are_said_to_be_totals(bench):
+    bench.run("run_rocprofv3.sh", "--disable-all-fusion").succeeded()
+    result = bench.run("run_rocprofv3.sh", "--profile-dir", "elsewhere").succeeded()
+    assert reduction(BASELINE[1], FUSED[1], "in all") in result.stdout
+    assert "- note: the number of steps is not known" in result.stdout
+    assert "sizes and steps of fused are not checked" in result.stdout
+
+
+def test_different_models_are_not_compared(bench):
+    bench.run("run_rocprofv3.sh", "--disable-all-fusion").succeeded()
+    baseline = files(bench.work)
+    bench.script = bench.script.rename(bench.directory / "tiny_other_v2.py")
+    result = bench.run("run_rocprofv3.sh", "--enable-all-fusion")
+    result.failed("baseline is a run of tiny_note, fused of tiny_other", status=2, lines=1)
+    assert f"Dispatches: {FUSED[1]}" in result.stdout.splitlines()
+    assert "Kernel reduction" not in result.stdout
+    assert (bench.results() / "hotspots" / "tiny_other_v2_summary.json").exists()
+    after = files(bench.work)
+    assert {name: after[name] for name in baseline} == baseline
+    bench.run("run_rocprofv3.sh", "--compare").succeeded()  # replaces both sides
+    bench.run("run_rocprofv3.sh", "--mode", "trace", "--disable-all-fusion").succeeded()  # nothing to compare
+
+
+PARTIAL = ["--disable-all-fusion --enable-flash-attention", "--disable-qkv-fusion", "--enable-a --disable-triton-b"]
+
+
+@pytest.mark.parametrize("words", PARTIAL)
+def test_a_part_of_the_fusions_has_a_folder_of_its_own(bench, words):
+    bench.run("run_rocprofv3.sh", "--compare").succeeded()
+    before = files(bench.work)
+    result = bench.run("run_rocprofv3.sh", *words.split(), "--enable-cuda-graph").succeeded()
+    assert "Kernel reduction" not in result.stdout
+    assert "rocprofv3_results_partial/stats.csv" in result.stdout
+    after = files(bench.work)
+    assert {name: after[name] for name in before} == before
+    assert {Path(name).parts[0] for name in after.keys() - before.keys()} == {"rocprofv3_results_partial"}
+
+
+@pytest.mark.parametrize(
+    ("words", "folder"),
+    [
+        ("--enable-flash-attention", "fused"),
+        ("--enable-torch-compile --enable-cuda-graph", "fused"),
+        ("--disable-all-fusion --disable-flash-attention", "baseline"),
+        ("--disable-all-fusion --enable-torch-compile --enable-cuda-graph --enable-memory-profiling", "baseline"),
+    ],
+)
+def test_all_on_and_all_off_are_the_two_sides(bench, words, folder):
+    bench.run("run_rocprofv3.sh", *words.split()).succeeded()
+    assert [path.name for path in bench.work.iterdir()] == [f"rocprofv3_results_{folder}"]
 
 
 def test_compare_dry_run_prints_both_commands(bench):
@@ -873,6 +958,33 @@ def test_all_profilers_skip_what_is_missing(bench, all_profilers):
     assert steps["rocprofv3"]["files"] == ["rocprofv3_results_fused/stats.csv"]
 
 
+def analyze(bench: Bench, baseline: str, fused: str) -> Done:
+    """The comparison of two folders."""
+    tool = str(ROOT / "analysis_tools" / "analyze_kernel_reduction.py")
+    process = bench.start([sys.executable, tool, "--baseline", baseline, "--fused", fused, "--top", "0"])
+    stdout, stderr = process.communicate(timeout=60)
+    return Done(process.returncode, stdout, stderr)
+
+
+def test_what_all_profilers_wrote_can_be_compared(bench, all_profilers):
+    """Where the PyTorch profiler left nothing, rocprofv3's statistics; test_analysis_tools.py has its profiles."""
+    bench.install("rocprofv3")
+    run = ["--enable-rocm-tools", "--profile-dir"]
+    all_profilers(*run, "off", "--disable-all-fusion", "--num-steps", "2").succeeded()
+    all_profilers(*run, "on", "--seq-len", "8").succeeded()
+    note, other = bench.script, bench.script.with_name("tiny_other_v2.py")
+    bench.script = shutil.copy(note, other)
+    all_profilers(*run, "other").succeeded()
+    bench.script = note
+    result = analyze(bench, "off", "on").succeeded()
+    assert reduction(BASELINE[1] / 2, FUSED[1]) in result.stdout
+    assert "- note: seq_len differs: 64 for baseline; 8 for fused" in result.stdout.partition("- Kernels")[0]
+    assert "- fused: `on/rocprofv3_results_fused` (tiny_note_v2, 1 steps" in result.stdout
+    analyze(bench, "off", "other").failed("fused of tiny_other", status=2, lines=1)
+    all_profilers(*run, "on", "--disable-all-fusion").succeeded()
+    analyze(bench, "off", "on").failed("several profiles", "rocprofv3_results_fused", status=2, lines=1)
+
+
 def test_all_profilers_go_on_after_a_failure(bench, all_profilers):
     environment = {"run_pytorch_profiler": "3", "STANDIN_FAIL": "rocprofv3:status"}
     all_profilers("--enable-rocm-tools", "--profile-dir", "out", **environment).failed("pytorch_profiler", "rocprofv3")
@@ -930,3 +1042,5 @@ def test_all_profilers_with_the_real_script(bench, tiny_llama):
         assert steps[name]["files"]
     assert steps["rocprof_sys"]["status"] == "skipped"
     assert missing in steps["rocprof_sys"]["reason"]
+    result = analyze(bench, "all results", "all results").succeeded()
+    assert "- fused: `all results/pytorch` (tiny_llama_v2, 3 steps, run_pytorch_profiler.py)" in result.stdout

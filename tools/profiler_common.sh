@@ -86,8 +86,26 @@ given() { # FLAG: is it among the script's arguments?
     return 1
 }
 
-side() { # baseline or fused: which side of a comparison these arguments are
-    if given --disable-all-fusion || [[ $script == *_v1.py ]]; then echo baseline; else echo fused; fi
+single_fusion() { # enable or disable: do the script's arguments switch one fusion so? Sets `flag` to the first such
+    for flag in ${script_args[@]+"${script_args[@]}"}; do
+        case $flag in
+        --*-all-fusion | --*-torch-compile | --*-cuda-graph | --*-profiler | --*-profiling) ;;
+        "--$1-"*) return 0 ;;
+        esac
+    done
+    return 1
+}
+
+side() { # baseline: all fusions off, and V1; fused: all on; partial: some
+    if [[ $script == *_v1.py ]]; then
+        echo baseline
+    elif given --disable-all-fusion; then
+        if single_fusion enable; then echo partial; else echo baseline; fi
+    elif single_fusion disable; then
+        echo partial
+    else
+        echo fused
+    fi
 }
 
 application() { # RESULT_DIR [ARGUMENT...]: sets `app` to the command that runs the script under a profiler

@@ -4,7 +4,7 @@
 Usage:
   rocm_files.py statistics DIR OUT.csv    merge the *_kernel_stats.csv of all processes in DIR
   rocm_files.py convert FILE.db OUT.csv   kernel statistics of a ROCm 7 database, by rocpd or straight from SQLite
-  rocm_files.py show DIR OTHER            top kernels of DIR/stats.csv, and the reduction if OTHER/stats.csv exists
+  rocm_files.py show DIR                  top kernels of DIR/stats.csv
   rocm_files.py dispatches DIR OUT.csv    dispatch, kernel, category and time from rocprof-compute's pmc_perf.csv
   rocm_files.py counters DIR PATTERN      print the counter files below DIR, after a look at each row
   rocm_files.py require DIR PATTERN       print the files below DIR that match; none is an error
@@ -15,7 +15,6 @@ A file that is missing, cut off or of another format is one line on stderr and s
 from __future__ import annotations
 
 import csv
-import json
 import shutil
 import sqlite3
 import subprocess
@@ -102,30 +101,14 @@ def convert(database: Path, out: Path) -> None:
     write_statistics(out, rows)
 
 
-def settings(directory: Path) -> dict:
-    """What the script ran with, from the result file that it left in the directory."""
-    paths = sorted(directory.glob("hotspots/*_summary.json"), key=lambda path: path.stat().st_mtime)
-    result = json.loads(paths[-1].read_text()) if paths else {}
-    return {**result.get("config", {}), **result.get("training", {})}
-
-
-def show(directory: Path, other: Path, count: int = 10) -> None:
-    """Print the top kernels and, beside another side, the reduction; the first folder is the one just profiled."""
+def show(directory: Path, *, count: int = 10) -> None:
+    """Print the top kernels."""
     rows = read_statistics(directory / "stats.csv")
     print(f"{'share':>7} {'calls':>8} {'total ms':>10} {'mean us':>9}  kernel")
     for row in rows[:count]:
         total, mean = row.total_ns / 1e6, row.average_ns / 1e3
         print(f"{row.percentage:6.1f}% {row.calls:8d} {total:10.3f} {mean:9.1f}  {short_name(row.name, 70)}")
-    dispatches = sum(row.calls for row in rows)
-    print(f"Distinct kernels: {len(rows)}\nDispatches: {dispatches}")
-    if (other / "stats.csv").exists():
-        theirs = sum(row.calls for row in read_statistics(other / "stats.csv"))
-        before, after = (theirs, dispatches) if directory.name.endswith("fused") else (dispatches, theirs)
-        print(f"Kernel reduction: {100 * (1 - after / before):.1f} % ({before} -> {after} dispatches)")
-        mine, yours = settings(directory), settings(other)
-        differing = [name for name in mine.keys() & yours.keys() if mine[name] != yours[name]]
-        if differing:
-            print(f"note: the two sides ran with different {', '.join(sorted(differing))}", file=sys.stderr)
+    print(f"Distinct kernels: {len(rows)}\nDispatches: {sum(row.calls for row in rows)}")
     print(f"All kernels: {directory / 'stats.csv'}")
 
 
@@ -159,11 +142,11 @@ def counters(directory: Path, pattern: Path) -> None:
 
 def main(argv: list[str]) -> int:
     commands = {f.__name__: f for f in (statistics, convert, show, dispatches, counters, require)}
-    if len(argv) != 3 or argv[0] not in commands:
+    if not argv or argv[0] not in commands or len(argv) != (2 if argv[0] == "show" else 3):
         print(__doc__, file=sys.stderr)
         return 2
     try:
-        commands[argv[0]](Path(argv[1]), Path(argv[2]))
+        commands[argv[0]](*map(Path, argv[1:]))
     except (ValueError, OSError, sqlite3.Error, csv.Error) as error:
         where = f"{argv[1]}: " if isinstance(error, sqlite3.Error) else ""
         print(f"{where}{error}", file=sys.stderr)
