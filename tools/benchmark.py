@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Take the measurements behind every figure in README.md, and print the tables from them.
+"""Take the measurements behind the figures of README and docs, and print the tables from them.
 
 Both sides of a ratio are measured in this process in short alternating turns, where there is a GPU as whole-step graphs
 unless a row says otherwise. A suite writes one file, which replaces an earlier one when its last row is measured; until
@@ -15,7 +15,7 @@ Examples:
   python tools/benchmark.py scaling results/DIR    the same batch per GPU on one GPU; for N of them, with torchrun:
   torchrun --nproc-per-node N tools/benchmark.py scaling results/DIR
   torchrun --nproc-per-node N tools/benchmark.py ddp results/DIR    where the time goes that scaling loses
-  python tools/benchmark.py table results/DIR      the README's tables, from what lies in DIR
+  python tools/benchmark.py table results/DIR      the tables, from what lies in DIR
 """
 
 import argparse
@@ -76,7 +76,6 @@ SCALING = {  # arguments and samples per GPU
     "tiny_openfold long": (["--seq-len", "128"], 8),
 }
 LENGTHS = (128, 256, 512, 1024, 2048)
-HEADLINES = ("headline.json", "headline_v3.json")  # V1 and V2 in all modes; V1 to V3 in those that graphs have
 
 
 def free_memory() -> None:
@@ -496,13 +495,24 @@ def memory_table(directory: Path) -> str:
     return markdown_table(["sequence length", *(str(row["seq_len"]) for row in rows)], lines)
 
 
-def table(directory: Path) -> str:
-    """The README's tables of one device as Markdown: those whose result files lie in the directory."""
-    tables = [table for name in HEADLINES for table in headline_tables(directory / name)]
-    tables += [ablation_table(directory, f"{model}_{version}") for version in VERSIONS[1:] for model in MODELS]
-    tables += [
-        make(directory) for make in (grid_table, share_table, memory_table, counts_table, scaling_table, ddp_table)
-    ]
+TABLES: dict[str, Callable[[Path], list[str]]] = {
+    "headline": lambda directory: headline_tables(directory / "headline.json"),  # V1 and V2, all modes
+    "versions": lambda directory: headline_tables(directory / "headline_v3.json"),  # V1 to V3, as graphs
+    "ablation": lambda directory: [
+        ablation_table(directory, f"{model}_{version}") for version in VERSIONS[1:] for model in MODELS
+    ],
+    "grid": lambda directory: [grid_table(directory)],
+    "share": lambda directory: [share_table(directory)],
+    "memory": lambda directory: [memory_table(directory)],
+    "counts": lambda directory: [counts_table(directory)],
+    "scaling": lambda directory: [scaling_table(directory)],
+    "ddp": lambda directory: [ddp_table(directory)],
+}
+
+
+def table(directory: Path, names: Sequence[str]) -> str:
+    """Tables of one device as Markdown: those of them whose result files lie in the directory."""
+    tables = [table for name in names for table in TABLES[name](directory)]
     if not any(tables):
         raise ToolError(f"{directory}: no result files of these measurements")
     return "\n\n".join(filter(None, tables))
@@ -521,6 +531,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), help="of headline")
     add("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS), help="likewise")
     add("--modes", nargs="+", choices=MODES, default=list(MODES), help="likewise")
+    add("--tables", nargs="+", choices=TABLES, default=list(TABLES), help="of table")
     return parser
 
 
@@ -528,7 +539,7 @@ def run_suite(args: argparse.Namespace) -> int:
     """Measure, or print the tables; returns the exit status."""
     if args.suite == "table":
         try:
-            print(table(args.directory))
+            print(table(args.directory, args.tables))
         except (KeyError, TypeError, AttributeError) as error:
             raise ToolError(f"{args.directory}: a file there is none of these measurements ({error!r})") from error
         return 0
