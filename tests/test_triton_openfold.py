@@ -227,6 +227,21 @@ def test_triangle_multiplication(
     )
 
 
+def test_wide_offsets_change_nothing(monkeypatch: pytest.MonkeyPatch):
+    """Those of 64 bits, which tensors of 2^31 elements need, on small ones."""
+    inputs = triangle_inputs(1, 7, 16)
+
+    def run() -> tuple[Tensor, ...]:
+        options = (False, True, 1e-5, torch.float32)
+        return results(lambda x, *p: v3.TriangleMultiplicationFunction.apply(x, *options, *p), inputs)
+
+    expected, options, wide = run(), v3.triangle_options, []
+    monkeypatch.setattr(v3, "triangle_options", lambda *a: wide.append(a[0]) or {**options(*a), "WIDE": True})
+    for found, right in zip(run(), expected, strict=True):
+        assert relative_difference(found, right) < 1e-6
+    assert len(wide) == 4
+
+
 # Outer product mean
 
 
