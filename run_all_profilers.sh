@@ -65,7 +65,7 @@ directory=${directory:-./profiles_$(basename "$script" .py)}
 mkdir -p "$directory/logs" 2>/dev/null && [[ -w $directory ]] || fail 2 "--profile-dir $directory: cannot write there"
 : >"$directory/steps.tsv"
 
-summarise() { "$python" "$root/tools/summarise_profiles.py" "$directory" "$(basename "$script")"; }
+summarise() { "$python" "$root/profiling/summarise_profiles.py" "$directory" "$(basename "$script")"; }
 trap 'summarise || true; fail 130 "interrupted; what ran until then is in $directory/summary.md"' INT
 
 step() { # NAME COMMAND...

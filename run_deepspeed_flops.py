@@ -33,7 +33,6 @@ import contextlib
 import importlib.util
 import json
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -41,14 +40,12 @@ from pathlib import Path
 from types import ModuleType
 
 import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
-from torch.utils.module_tracker import ModuleTracker
 
-from tools.kernels import has_gpu, kernels_of, range_of_each, ranges_of
-from tools.version_script import (
+from profiling.ceilings import Ceilings, measure_ceilings
+from profiling.kernels import has_gpu, kernels_of, range_of_each, ranges_of
+from profiling.program import (
     ToolError,
     load_script,
     markdown_table,
@@ -59,12 +56,11 @@ from tools.version_script import (
     write_file,
     write_text,
 )
+from profiling.traffic import Traffic
 
 PROG = Path(__file__).name
 RANGE = "module "  # what the names of the profiler's ranges begin with
 WARMUP, STEPS = 2, 3  # training steps before and under the profiler
-OVERWRITING = ("copy_", "fill_", "zero_")  # these do not read the tensor that they write
-LOOKUPS = ("embedding", "index", "index_select", "gather")  # these read only some of their first tensor
 
 
 @dataclass
@@ -82,17 +78,6 @@ class Row:
     achieved_tflops: float | None = None
     roof_tflops: float | None = None
     percent_of_roof: float | None = None
-
-
-@dataclass(frozen=True)
-class Ceilings:
-    """What this device reached in the precision of the run."""
-
-    precision: str
-    gemm_size: int
-    gemm_tflops: float
-    copy_bytes: int
-    copy_gb_per_s: float  # read and written
 
 
 def module_kinds(model: nn.Module) -> dict[str, str]:
@@ -128,62 +113,6 @@ def without_children(inclusive: dict[str, int], kinds: dict[str, str]) -> Counte
     for name, kind in kinds.items():
         total[kind] += own[name]
     return total
-
-
-def touched(tensor: Tensor) -> int:
-    """Bytes of memory behind a tensor; what is expanded (stride 0) is there once."""
-    count = 1
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        count *= size if stride or not size else 1
-    return count * tensor.element_size()
-
-
-class Traffic(TorchDispatchMode):
-    """Counts the bytes that operators read and write, for each of the modules that get a row.
-
-    After use `bytes_of` maps qualified names to bytes, without those of inner modules.
-    """
-
-    def __init__(self, model: nn.Module, kinds: dict[str, str], no_work: tuple[str, ...]):
-        super().__init__()
-        self.kinds, self.no_work, self.root = kinds, no_work, type(model).__name__
-        self.tracker = ModuleTracker()
-        self.bytes_of: Counter = Counter()
-
-    def __enter__(self) -> Traffic:
-        self.tracker.__enter__()
-        return super().__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
-        self.tracker.__exit__(*error)
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        result = function(*args, **kwargs)
-        self.bytes_of[self.innermost()] += self.moved(function, args, kwargs, result)
-        return result
-
-    def innermost(self) -> str:
-        """The innermost module with a row that is running now."""
-        running = (name.removeprefix(self.root).removeprefix(".") for name in self.tracker.parents)
-        return max((name for name in running if name in self.kinds), key=len, default="")
-
-    def moved(self, function, args: tuple, kwargs: dict, result: object) -> int:
-        """Bytes that one operator reads and writes."""
-        name = function.overloadpacket.__name__
-        if function.is_view or name.startswith(self.no_work):  # the harness leaves out the same when it counts
-            return 0
-        inputs, outputs = ([x for x in tree_leaves(tree) if isinstance(x, Tensor)] for tree in ((args, kwargs), result))
-        if not outputs:  # such as the choice among the kernels of fused attention
-            return 0
-        read, written = 0, sum(map(touched, outputs))
-        if name in OVERWRITING:
-            inputs = inputs[1:]
-        elif name in LOOKUPS:
-            read, inputs = min(touched(inputs[0]), written), inputs[1:]
-        different = {(leaf.data_ptr(), tuple(leaf.shape), leaf.stride()): leaf for leaf in inputs}
-        return read + written + sum(touched(leaf) for leaf in different.values())
 
 
 def flop_counter() -> FlopCounterMode:
@@ -303,48 +232,6 @@ def times_in_ranges(events: Sequence[dict], kinds: Iterable[str]) -> Counter:
             spent[outer[-1].name.removeprefix(RANGE)] -= duration
         outer.append(inner)
     return spent
-
-
-def best_seconds(work: Callable[[], object], device: torch.device, repetitions: int, budget: float) -> float:
-    """The shortest of several runs after a warm-up, by device events on a GPU; stops when `budget` seconds are over."""
-    work()
-    best, end = float("inf"), time.perf_counter() + budget
-    for _ in range(repetitions):
-        if device.type == "cuda":
-            events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-            events[0].record()
-            work()
-            events[1].record()
-            torch.cuda.synchronize()
-            seconds = events[0].elapsed_time(events[1]) / 1e3
-        else:
-            start = time.perf_counter()
-            work()
-            seconds = time.perf_counter() - start
-        best = min(best, seconds)
-        if time.perf_counter() > end:
-            break
-    return best
-
-
-def measure_ceilings(args: argparse.Namespace, device: torch.device) -> Ceilings:
-    """GEMM throughput in the precision of the run and copy bandwidth; about a second."""
-    gpu = device.type == "cuda"
-    dtype = getattr(torch, args.amp_dtype) if args.use_amp else torch.float32
-    fastest, fastest_size = 0.0, 0
-    for size in (2048, 4096, 8192) if gpu else (256, 512, 1024):
-        a, b = torch.randn(2, size, size, device=device).to(dtype)
-        out = torch.empty_like(a)
-        seconds = best_seconds(lambda a=a, b=b, out=out: torch.mm(a, b, out=out), device, 10, 0.2)
-        if (tflops := 2 * size**3 / seconds / 1e12) > fastest:
-            fastest, fastest_size = tflops, size
-        if not gpu and seconds > 0.05:
-            break  # the next would take eight times as long
-    source = torch.ones((2**30 if gpu else 2**26) // 4, device=device)
-    target = torch.empty_like(source)
-    seconds = best_seconds(lambda: target.copy_(source), device, 20, 0.3)
-    precision = args.amp_dtype if args.use_amp else f"float32, {args.matmul_precision}"
-    return Ceilings(precision, fastest_size, fastest, source.nbytes, 2 * source.nbytes / seconds / 1e9)
 
 
 def make_rows(model: nn.Module, kinds: dict[str, str], flop: Counter) -> list[Row]:

@@ -32,7 +32,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
 
-from tools.kernels import (
+from profiling.kernels import (
     CATEGORIES,
     Communication,
     Kernel,
@@ -49,7 +49,7 @@ from tools.kernels import (
     statistics_of,
     write_statistics,
 )
-from tools.version_script import (
+from profiling.program import (
     ToolError,
     load_script,
     markdown_table,

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # rocprof-sys around a version script: host and device on one timeline.
-# shellcheck source=tools/profiler_common.sh
-source "$(dirname "${BASH_SOURCE[0]}")/tools/profiler_common.sh"
+# shellcheck source=profiling/common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/profiling/common.sh"
 
 sample=no
 

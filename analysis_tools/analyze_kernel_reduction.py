@@ -37,8 +37,8 @@ from analysis_tools.results import (  # noqa: E402
     load_result,
     only_file,
 )
-from tools.kernels import CATEGORIES, KernelStatistics, category, read_statistics, short_name  # noqa: E402
-from tools.version_script import (  # noqa: E402
+from profiling.kernels import CATEGORIES, KernelStatistics, category, read_statistics, short_name  # noqa: E402
+from profiling.program import (  # noqa: E402
     ToolError,
     at_least,
     documented_parser,

@@ -30,9 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from analysis_tools.results import (  # noqa: E402
-    NOT_FINISHED,
     Run,
-    cell,
     check_family,
     differences,
     load_runs,
@@ -40,7 +38,7 @@ from analysis_tools.results import (  # noqa: E402
     report_failed,
     unsteady,
 )
-from tools.version_script import documented_parser, markdown_table, print_notes, run_tool, write_csv  # noqa: E402
+from profiling.program import NOT_FINISHED, cell, documented_parser, markdown_table, print_notes, run_tool, write_csv  # noqa: E402
 
 PROG = Path(__file__).name
 MEASURED = {

@@ -28,9 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from analysis_tools.results import (  # noqa: E402
-    NOT_FINISHED,
     Run,
-    cell,
     check_family,
     differences,
     load_run,
@@ -38,8 +36,10 @@ from analysis_tools.results import (  # noqa: E402
     split_name,
     unsteady,
 )
-from tools.version_script import (  # noqa: E402
+from profiling.program import (  # noqa: E402
+    NOT_FINISHED,
     ToolError,
+    cell,
     documented_parser,
     markdown_table,
     print_notes,

@@ -8,10 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from tools.version_script import ToolError, read_json  # noqa: E402
+from profiling.program import ToolError, read_json
 
 SCHEMA_VERSION = 1
 GROUPS = ("config", "training", "environment", "timing", "memory", "kernels", "loss")
@@ -25,7 +22,6 @@ SAME_TRAINING = {
 SAME_ENVIRONMENT = ("device_name", "torch")
 UNSTEADY = 1.1  # mean over median step, from which a run was disturbed; 1.00 to 1.06 in results/h100/tiny_*.json
 HUGE = 1e300  # numbers from here on, infinity and NaN are no measurements
-NOT_FINISHED = {"oom": "out of memory", "failed": "failed"}  # what tables say of a run with this status
 
 
 @dataclass(frozen=True)
@@ -180,8 +176,3 @@ def report_failed(prog: str, runs: Iterable[Run]) -> int:
         reason = run.result.get("error") or "no message"
         print(f"{prog}: {run.name} failed: {reason} ({run.path})", file=sys.stderr)
     return 1 if failed else 0
-
-
-def cell(value: float | None, form: str = ".1f", unit: str = "") -> str:
-    """A number for a table with its unit, a dash where there is none."""
-    return "-" if value is None else format(value, form) + unit

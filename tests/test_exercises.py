@@ -22,7 +22,8 @@ import pytest
 from conftest import ROOT, SCRIPTS, load, model_of
 
 sys.path.insert(0, str(ROOT))
-from tools import small_runs, version_script
+from profiling import program
+from tools import small_runs
 from tools.small_runs import COMMON, SIZES, shrink
 
 # Of each sheet: blocks that run here, and blocks that cannot. A sheet that gains or loses a block changes its line.
@@ -267,9 +268,9 @@ def test_seconds_of_each_exercise(run):
 
 def test_the_scratch_copy_has_what_git_has_or_would_take(tmp_path: Path):
     repository, sheet, logs = tmp_path / "repository", tmp_path / "sheet.md", tmp_path / "logs"
-    (repository / "tools").mkdir(parents=True)
-    for tool in ("run_sheet.py", "small_runs.py", "version_script.py"):
-        shutil.copy(ROOT / "tools" / tool, repository / "tools")
+    for file in ("tools/run_sheet.py", "tools/small_runs.py", "profiling/program.py"):
+        (repository / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / file, repository / file)
     (repository / ".gitignore").write_text("ignored\n")
     for name in ("changed", "deleted", "kept"):
         (repository / name).write_text("old\n")
@@ -282,7 +283,7 @@ def test_the_scratch_copy_has_what_git_has_or_would_take(tmp_path: Path):
     done = end(start(sheet, logs, root=repository), logs, repository)
     assert done.statuses == ["ok", "ok"], done.stdout + done.stderr
     copy, *files = done.log(0).split()
-    assert files == ["changed", "kept", "new", "tools", "new"]
+    assert files == ["changed", "kept", "new", "profiling", "tools", "new"]
     assert not Path(copy).exists()
     assert (repository / "kept").read_text() == "old\n"
 
@@ -388,7 +389,7 @@ def test_profilers_shrink_their_script():
         assert flag in command
         assert set(COMMON) <= set(command)
     assert "--pair-dim" in shrink(["run_deepspeed_flops.py"])
-    assert small_runs.DEFAULT_SCRIPT == version_script.DEFAULT_SCRIPT
+    assert small_runs.DEFAULT_SCRIPT == program.DEFAULT_SCRIPT
 
 
 # Shows what it was started with.

@@ -32,7 +32,7 @@ from conftest import (
 )
 
 sys.path.insert(0, str(ROOT))
-from tools.kernels import communication_of
+from profiling.kernels import communication_of
 
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 BATCH = ["--batch-size", "4"]

@@ -1,4 +1,4 @@
-"""run_pytorch_profiler.py and run_deepspeed_flops.py, and what both take from tools/: names, statistics and traces."""
+"""run_pytorch_profiler.py and run_deepspeed_flops.py, and what they take from profiling/: names, statistics, traces."""
 
 from __future__ import annotations
 
@@ -34,8 +34,9 @@ sys.path.insert(0, str(ROOT))
 
 import run_deepspeed_flops as flops_tool
 import run_pytorch_profiler as profiler_tool
-from tools import kernels
-from tools.version_script import MODES
+from profiling import kernels
+from profiling.program import MODES
+from profiling.traffic import Traffic, touched
 
 BOTH_TOOLS = pytest.mark.parametrize("tool", [profiler_tool, flops_tool], ids=lambda tool: tool.PROG)
 V2 = pytest.mark.parametrize("script", [f"tiny_{model}_v2" for model in MODELS])
@@ -553,7 +554,7 @@ class Small(nn.Module):
 def test_bytes_of_each_module_by_hand():
     model, index = Small(), torch.arange(5)
     kinds = flops_tool.module_kinds(model)
-    with flops_tool.Traffic(model, kinds, load("tiny_llama_v2").NO_WORK) as traffic:
+    with Traffic(model, kinds, load("tiny_llama_v2").NO_WORK) as traffic:
         model(index)
     linear = 4 * (5 * 8 + 8 * 16 + 16 + 5 * 16)  # input, weight, bias, output
     assert dict(traffic.bytes_of) == {
@@ -569,10 +570,10 @@ def test_bytes_of_each_module_by_hand():
 
 
 def test_memory_behind_a_tensor():
-    assert flops_tool.touched(torch.zeros(3, 4)) == 48
-    assert flops_tool.touched(torch.zeros(3, 1).expand(3, 4)) == 12
-    assert flops_tool.touched(torch.zeros(0, 4)) == 0
-    assert flops_tool.touched(torch.zeros(())) == 4
+    assert touched(torch.zeros(3, 4)) == 48
+    assert touched(torch.zeros(3, 1).expand(3, 4)) == 12
+    assert touched(torch.zeros(0, 4)) == 0
+    assert touched(torch.zeros(())) == 4
 
 
 def test_a_module_takes_the_time_of_its_kernels():

@@ -34,11 +34,12 @@ from types import ModuleType
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from analysis_tools.results import NOT_FINISHED, cell  # noqa: E402
-from tools.kernels import CATEGORIES  # noqa: E402
-from tools.version_script import (  # noqa: E402
+from profiling.kernels import CATEGORIES  # noqa: E402
+from profiling.program import (  # noqa: E402
+    NOT_FINISHED,
     ToolError,
     at_least,
+    cell,
     documented_parser,
     markdown_table,
     read_json,
@@ -510,7 +511,7 @@ TABLES: dict[str, Callable[[Path], list[str]]] = {
 }
 
 
-def table(directory: Path, names: Sequence[str]) -> str:
+def table(directory: Path, names: Iterable[str] = TABLES) -> str:
     """Tables of one device as Markdown: those of them whose result files lie in the directory."""
     tables = [table for name in names for table in TABLES[name](directory)]
     if not any(tables):

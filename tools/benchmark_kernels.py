@@ -38,11 +38,12 @@ import torch.nn.functional as F  # noqa: E402
 import triton  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from run_deepspeed_flops import Traffic, measure_ceilings  # noqa: E402
+from profiling.ceilings import measure_ceilings  # noqa: E402
+from profiling.kernels import CATEGORIES, kernels_of, short_name  # noqa: E402
+from profiling.program import ToolError, at_least, documented_parser, markdown_table, run_tool  # noqa: E402
+from profiling.traffic import Traffic  # noqa: E402
 from tools.benchmark import PRECISIONS as ARGUMENTS  # noqa: E402
 from tools.benchmark import SHAPES, free_memory, graph_of, read_rows, write_rows  # noqa: E402
-from tools.kernels import CATEGORIES, kernels_of, short_name  # noqa: E402
-from tools.version_script import ToolError, at_least, documented_parser, markdown_table, run_tool  # noqa: E402
 
 PROG = Path(__file__).name
 GPU = torch.cuda.is_available()

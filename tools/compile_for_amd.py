@@ -38,12 +38,22 @@ from unittest import mock
 
 os.environ["TRITON_INTERPRET"] = "0"  # before anything imports Triton: kernels are to be compiled
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # without it Triton 3.9 prints a warning
-import tables  # beside this file
 import torch
 import triton
 from torch._subclasses import FakeTensorMode
 from triton.backends.compiler import GPUTarget
-from version_script import ROOT, ToolError, documented_parser, load_script, markdown_table, print_notes, run_tool
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from profiling.program import (  # noqa: E402
+    ToolError,
+    documented_parser,
+    load_script,
+    markdown_table,
+    print_notes,
+    run_tool,
+)
+from tools import tables  # noqa: E402
 
 PROG = Path(__file__).name
 DOCUMENT = ROOT / "docs/ROCM.md"

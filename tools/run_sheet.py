@@ -33,10 +33,11 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import small_runs  # beside this file
-from version_script import ToolError, documented_parser, run_tool, write_text  # likewise
-
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from profiling.program import ToolError, documented_parser, run_tool, write_text  # noqa: E402
+from tools import small_runs  # noqa: E402
+
 PROG = Path(__file__).name
 TAIL = 20  # lines shown of what a failed block printed
 PATIENCE = 15  # seconds after Ctrl-C, for the scripts to leave their records

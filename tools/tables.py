@@ -20,10 +20,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from version_script import ToolError, documented_parser, run_tool, write_text  # beside this file
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from profiling.program import ToolError, documented_parser, run_tool, write_text  # noqa: E402
 
 PROG = Path(__file__).name
-ROOT = Path(__file__).resolve().parent.parent
 TABLE = re.compile(r"^(<!-- tables?: (.+?) -->\n)(.*?)^(<!-- end of tables? -->)$", re.MULTILINE | re.DOTALL)
 COMMENT = re.compile(r"<!-- (?:end of )?tables?\b")
 

@@ -26,7 +26,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tools.kernels import (  # noqa: E402
+from profiling.kernels import (  # noqa: E402
     KernelStatistics,
     category,
     merge_statistics,

@@ -1,4 +1,4 @@
-"""What the tools that run a version script (tiny_*_v*.py) in their own process share."""
+"""What the programs here share: command lines, errors, tables, files, and how to load a version script."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_SCRIPT = "tiny_openfold_v2.py"
 INTERFACE = ("build_parser", "parse_args", "build_model", "make_batches", "train", "main")
 MODES = ("compare_fusion", "verify_accuracy", "under_profiler")
+NOT_FINISHED = {"oom": "out of memory", "failed": "failed"}  # what tables say of a run with this status
 
 
 class ToolError(Exception):
@@ -150,6 +151,11 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], text_co
 
     rule = ["-" * width if i < text_columns else "-" * (width - 1) + ":" for i, width in enumerate(widths)]
     return "\n".join([line(header), line(rule), *map(line, rows)])
+
+
+def cell(value: float | None, form: str = ".1f", unit: str = "") -> str:
+    """A number for a table with its unit, a dash where there is none."""
+    return "-" if value is None else format(value, form) + unit
 
 
 def read_json(path: Path) -> dict:

@@ -1,0 +1,63 @@
+"""What a device reaches at best, measured: the rate of a large GEMM and of a large copy."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What this device reached in the precision of the run."""
+
+    precision: str
+    gemm_size: int
+    gemm_tflops: float
+    copy_bytes: int
+    copy_gb_per_s: float  # read and written
+
+
+def best_seconds(work: Callable[[], object], device: torch.device, repetitions: int, budget: float) -> float:
+    """The shortest of several runs after a warm-up, by device events on a GPU; stops when `budget` seconds are over."""
+    work()
+    best, end = float("inf"), time.perf_counter() + budget
+    for _ in range(repetitions):
+        if device.type == "cuda":
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            events[0].record()
+            work()
+            events[1].record()
+            torch.cuda.synchronize()
+            seconds = events[0].elapsed_time(events[1]) / 1e3
+        else:
+            start = time.perf_counter()
+            work()
+            seconds = time.perf_counter() - start
+        best = min(best, seconds)
+        if time.perf_counter() > end:
+            break
+    return best
+
+
+def measure_ceilings(args: argparse.Namespace, device: torch.device) -> Ceilings:
+    """GEMM throughput in the precision of the run and copy bandwidth; about a second."""
+    gpu = device.type == "cuda"
+    dtype = getattr(torch, args.amp_dtype) if args.use_amp else torch.float32
+    fastest, fastest_size = 0.0, 0
+    for size in (2048, 4096, 8192) if gpu else (256, 512, 1024):
+        a, b = torch.randn(2, size, size, device=device).to(dtype)
+        out = torch.empty_like(a)
+        seconds = best_seconds(lambda a=a, b=b, out=out: torch.mm(a, b, out=out), device, 10, 0.2)
+        if (tflops := 2 * size**3 / seconds / 1e12) > fastest:
+            fastest, fastest_size = tflops, size
+        if not gpu and seconds > 0.05:
+            break  # the next would take eight times as long
+    source = torch.ones((2**30 if gpu else 2**26) // 4, device=device)
+    target = torch.empty_like(source)
+    seconds = best_seconds(lambda: target.copy_(source), device, 20, 0.3)
+    precision = args.amp_dtype if args.use_amp else f"float32, {args.matmul_precision}"
+    return Ceilings(precision, fastest_size, fastest, source.nbytes, 2 * source.nbytes / seconds / 1e9)
