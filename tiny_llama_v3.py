@@ -417,7 +417,8 @@ def rotary_kernel(
 @operator
 def rotary(qkv: Tensor, cos: Tensor, sin: Tensor, values: int, sign: int) -> Tensor:
     """qkv [B, S, heads, head_dim] turned by `sign` times the angle of its position, but for the last `values` heads."""
-    (rows, programs, options), turned = row_options("rotary", qkv), torch.empty_like(qkv)
+    rows, programs, options = row_options("rotary", qkv)
+    turned = torch.empty_like(qkv)
     wrap_triton(rotary_kernel)[(programs,)](
         qkv, cos, sin, turned, rows, qkv.shape[1], HEADS=qkv.shape[2], VALUES=values, SIGN=sign, **options
     )
@@ -482,10 +483,8 @@ def swiglu_forward(gate_up: Tensor) -> Tensor:
 @operator
 def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
     """Gradient of gate_up, packed as it is."""
-    (rows, programs, options), grad_gate_up = (
-        row_options("swiglu_backward", grad, whole=False),
-        torch.empty_like(gate_up),
-    )
+    rows, programs, options = row_options("swiglu_backward", grad, whole=False)
+    grad_gate_up = torch.empty_like(gate_up)
     wrap_triton(swiglu_backward_kernel)[(programs, triton.cdiv(grad.shape[-1], options["BLOCK_C"]))](
         grad, gate_up, grad_gate_up, rows, **options
     )

@@ -1762,16 +1762,21 @@ class EvoformerBlock(nn.Module):
         """
         if not self.cast_fusion or torch.compiler.is_compiling():
             return {}
+        dtype = gemm_dtype(self.msa_transition.linear_1.weight)
+        if dtype == torch.float32:
+            return {}
         weights = {}
         for name, module in self.named_modules():
             if isinstance(module, (Linear, QKVGLinear)):
                 weights[f"{name}.weight"] = module.weight
             if isinstance(module, Linear):  # the bias of the other is the gate's, which the attention adds
                 weights[f"{name}.bias"] = module.bias
-        dtype = gemm_dtype(self.msa_transition.linear_1.weight)
-        if dtype == torch.float32:
-            return {}
         return dict(zip(weights, CastFunction.apply(dtype, *weights.values()), strict=True))
+
+    def with_cast_weights(self, msa: Tensor, pair: Tensor) -> tuple[Tensor, Tensor]:
+        """What `forward` does, all weights cast before it."""
+        weights = self.cast_weights()
+        return functional_call(self, weights, (msa, pair)) if weights else self(msa, pair)
 
     def forward(self, msa: Tensor, pair: Tensor) -> tuple[Tensor, Tensor]:
         """msa [B, S, N, c_m], pair [B, N, N, c_z] -> both, updated."""
@@ -1861,8 +1866,7 @@ class TinyOpenFold(nn.Module):
         """
         msa, pair = self.input_embedder(tokens)
         for block in self.blocks:
-            weights = block.cast_weights()
-            msa, pair = functional_call(block, weights, (msa, pair)) if weights else block(msa, pair)
+            msa, pair = block.with_cast_weights(msa, pair)
         outputs = {"masked_msa": self.masked_msa(msa), "distogram": self.distogram(pair)}
         if true_tokens is None:
             return outputs

@@ -28,7 +28,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -292,15 +291,10 @@ def block(rounds: int, precisions: Sequence[str], alone: bool = False) -> Iterat
             module = importlib.import_module(f"tiny_openfold_{version}")
             config = module.ModelConfig(msa_dim=msa_dim, num_heads_msa=heads)
             model = module.EvoformerBlock(config, module.Fusions()).to(DEVICE)
-            forward = {"triton": partial(with_cast_weights, model), "V2": model}.get(side) or torch.compile(model)
+            forward = model.with_cast_weights if version == "v3" else model  # as the whole model calls it
+            forward = torch.compile(model) if side.endswith("torch.compile") else forward
             sides[side] = module_step(forward, model, [msa, pair], dtype)
         yield {"shape": name, "precision": precision, **in_turns(sides, rounds)}
-
-
-def with_cast_weights(model: torch.nn.Module, msa: Tensor, pair: Tensor) -> tuple[Tensor, Tensor]:
-    """V3's block as its model calls it."""
-    weights = model.cast_weights()
-    return torch.func.functional_call(model, weights, (msa, pair)) if weights else model(msa, pair)
 
 
 # Causal attention
