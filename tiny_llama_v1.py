@@ -72,6 +72,7 @@ class Fusions:
 
 
 FUSIONS: tuple[tuple[str, str, str], ...] = ()
+MODES: tuple[str, ...] = ()  # functions that run in place of training, besides those of the harness
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -246,6 +247,11 @@ def build_model(args: argparse.Namespace, device: torch.device) -> nn.Module:
     return model
 
 
+def build_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW over all parameters, in a few launches of PyTorch's own kernel."""
+    return AdamW(model.parameters(), args.learning_rate, fused=True, capturable=args.cuda_graph)
+
+
 # --- data
 
 
@@ -307,8 +313,8 @@ def make_batches(args: argparse.Namespace, device: torch.device, seed: int) -> T
 
 # --- harness
 # The same bytes in every tiny_*_v*.py: edit it in one script, then run `python tools/sync_harness.py THAT_SCRIPT.py`.
-# It knows the model as docstring, VERSION, FUSIONS, add_model_arguments (with --batch-size), check_model_arguments,
-# build_model (with .config and .TARGETS) and make_batches (with .next_batch()); these use its at_least, fail and say.
+# It knows the model as docstring, VERSION, FUSIONS, MODES, add_model_arguments (--batch-size), check_model_arguments,
+# build_model (.config, .TARGETS), build_optimizer and make_batches (.next_batch()); these use its at_least, fail, say.
 SCRIPT = Path(__file__).stem
 PHASES = ("data", "forward", "backward", "optimizer")
 GRAPH_PHASES = ("data", "graph")  # with --enable-cuda-graph
@@ -378,7 +384,7 @@ def build_parser() -> argparse.ArgumentParser:
         ("all-fusion", "all_fusion", "every fusion of this version (the default), but not the last two"),
         *FUSIONS,
         ("torch-compile", "torch_compile", "compile the model with torch.compile"),
-        ("cuda-graph", "cuda_graph", "capture the whole step after the warm-up and replay it (one GPU)"),
+        ("cuda-graph", "cuda_graph", "the whole step as one graph after the warm-up (one GPU; the default of V4)"),
     ):
         add = group.add_mutually_exclusive_group().add_argument
         add(f"--enable-{flag}", dest=attribute, action="store_const", const=True, help=text)
@@ -438,7 +444,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     ):
         if wrong:
             fail(message, status)
-    args.torch_compile, args.cuda_graph = bool(args.torch_compile), bool(args.cuda_graph)
+    could = gpu and processes == 1 < args.warmup_steps and mode not in OWN_GRAPHS
+    args.cuda_graph = VERSION > 3 and could if args.cuda_graph is None else args.cuda_graph
+    args.torch_compile = bool(args.torch_compile)
     args.amp_dtype, args.num_gpus, args.device = args.amp_dtype or "bfloat16", processes, "cuda" if gpu else "cpu"
     args.profile_dir = args.profile_dir / f"rank{RANK}" if RANK else args.profile_dir
     signs = [n for n in PROFILER_SIGNS if n in os.environ] + re.findall("librocprof[^:]*", os.getenv("LD_PRELOAD", ""))
@@ -502,7 +510,7 @@ class Trainer:
         self.synchronize = torch.cuda.synchronize if self.gpu else lambda: None
         self.batches = make_batches(args, torch.device("cpu"), args.seed)
         self.model = build_model(args, device)
-        self.optimizer = AdamW(self.model.parameters(), args.learning_rate, fused=True, capturable=args.cuda_graph)
+        self.optimizer = build_optimizer(args, self.model)
         self.scaler = torch.amp.GradScaler(device.type, enabled=args.use_amp and args.amp_dtype == "float16")
         self.forward = torch.compile(self.model, mode=args.torch_compile_mode) if args.torch_compile else self.model
         if WORLD_SIZE > 1:  # buffers are constants, so they need no broadcast
@@ -680,11 +688,8 @@ class Run:
         settings += ["amp_dtype", "matmul_precision", "torch_compile", "torch_compile_mode", "cuda_graph"]
         self.curve: list[float] = []
         self.result = {
-            "schema_version": 1,
-            "script": SCRIPT,
-            "status": "failed",
-            "exit_status": 1,
-            "error": "it did not finish",
+            **{"schema_version": 1, "script": SCRIPT},
+            **{"status": "failed", "exit_status": 1, "error": "it did not finish"},
             "fusions": {attribute: getattr(args, attribute) for _, attribute, _ in FUSIONS},
             "training": {**{name: getattr(args, name) for name in settings}, "processes": WORLD_SIZE},
             "environment": environment(self.device),
@@ -718,6 +723,7 @@ class Run:
         if self.rows:
             result["timing"] = {"warmup_first_step_ms": sum(self.rows[0]), "warmup_ms": 1e3 * self.wall}
         if args.cuda_graph:
+            progress("capturing the step as one graph; --disable-cuda-graph goes without")
             self.trainer.capture()
             self.plan(1, "first replay")
             self.take(1)
@@ -986,9 +992,9 @@ def main(argv: list[str] | None = None) -> int:
         os.execv(sys.executable, [sys.executable, *torchrun, *(sys.argv[1:] if argv is None else argv)])
     if WORLD_SIZE > 1:
         join_processes(args)
-    modes = [mode for mode in (compare_fusion, verify_accuracy) if getattr(args, mode.__name__)]
+    modes = [name for name in ("compare_fusion", "verify_accuracy", *MODES) if getattr(args, name)]
     try:
-        status = modes[0](args) if modes else finish({"": train(args)})
+        status = globals()[modes[0]](args) if modes else finish({"": train(args)})
         sys.stdout.flush()
     except (KeyboardInterrupt, RuntimeError, MemoryError) as error:
         status, message = explain(error, args.profile_dir)

@@ -53,7 +53,8 @@ def test_all_versions_of_a_model_have_the_same_data(path: Path):
 
 
 # What each side may use of the other; the harness begins with a comment that says so.
-OF_THE_MODEL = {"VERSION", "FUSIONS", "add_model_arguments", "check_model_arguments", "build_model", "make_batches"}
+OF_THE_MODEL = {"VERSION", "FUSIONS", "MODES", "add_model_arguments", "check_model_arguments"}
+OF_THE_MODEL |= {"build_model", "build_optimizer", "make_batches"}
 OF_THE_HARNESS = {"at_least", "fail", "say"}
 
 
@@ -104,7 +105,9 @@ def test_script_imports_only_the_standard_library_torch_numpy_and_triton(path: P
 @every_script
 def test_script_offers_the_interface(path: Path):
     functions = {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}
-    assert functions >= {"build_parser", "parse_args", "build_model", "make_batches", "train", "main"}
+    assert functions >= {
+        *("build_parser", "parse_args", "build_model", "build_optimizer", "make_batches", "train", "main")
+    }
 
 
 # tools/sync_harness.py
