@@ -67,7 +67,7 @@ parse_arguments "$@"
 [[ $mode == profile || $mode == analyze ]] || fail 2 "--mode must be profile or analyze"
 if [[ $mode == profile ]] && ((${#dispatches[@]})); then fail 2 "--dispatch goes with --mode analyze"; fi
 find_tool rocprofiler-compute rocprof-compute
-parent=$output_dir/rocprof_compute_results
+parent=${result_dir:-$output_dir/rocprof_compute_results}
 
 if [[ $mode == analyze ]]; then
     ((${#script_args[@]} == 0)) || fail 2 "--mode analyze runs no script: ${script_args[0]} has no meaning here"
@@ -107,5 +107,14 @@ open_results "$folder"
 run_tool "${command[@]}"
 if [[ $roof_only == yes ]]; then read_files require "$results" '*.pdf'; fi
 read_files dispatches "$results" "$parent/roofline_analysis.csv"
+if [[ -n $result_dir && ! -e $folder/rocprof ]]; then # a name that does not depend on GPU and release
+    data=$(cd "$folder" && find . -name pmc_perf.csv -printf '%h\n' -quit)
+    ln -s "$data" "$folder/rocprof"
+fi
 keep_results
-echo "Dispatches: $parent/roofline_analysis.csv; next: ./$program --mode analyze --list-stats"
+if [[ -n $result_dir ]]; then
+    echo "Dispatches: $parent/roofline_analysis.csv; next, with one of them as N:"
+    echo "$(show "$tool" analyze -p "$folder/rocprof") --dispatch N"
+else
+    echo "Dispatches: $parent/roofline_analysis.csv; next: ./$program --mode analyze --list-stats"
+fi

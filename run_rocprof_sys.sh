@@ -31,7 +31,7 @@ wrapper_option() {
 
 parse_arguments "$@"
 find_tool rocprofiler-systems rocprof-sys-run omnitrace-run
-folder=$output_dir/rocprof_sys_results/$(side)
+folder=${result_dir:-$output_dir/rocprof_sys_results/$(side)}
 command=("$tool" --trace --profile)
 if [[ $sample == yes ]]; then command+=(--sample cputime); fi
 application "$folder"

@@ -5,6 +5,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/profiling/common.sh"
 
 mode=hotspots
 compare=no
+hsa=no
 database=
 counters="SQ_WAVES SQ_INSTS_VALU GRBM_GUI_ACTIVE"
 
@@ -19,8 +20,10 @@ there, they are compared per step. Between two models there is no comparison: th
 
   --mode hotspots     kernel statistics: stats.csv, the top kernels, their number (the default)
   --mode trace        timeline of HIP calls, markers, copies and kernels: a .pftrace for https://ui.perfetto.dev
+  --mode kernels      as hotspots, but rocprofv3 chooses the format: csv (ROCm 6) or a database for rocpd (ROCm 7)
   --mode counters     hardware counters of every dispatch, in one pass
   --counters "A B"    which counters (default: $counters); rocprofv3 --list-avail lists them
+  --hsa               also HSA calls (with --mode trace)
   --compare           hotspots with all fusions off, then on
   --from-db FILE.db   make stats.csv from a database that rocprofv3 of ROCm 7 wrote; runs no script
 $common_options
@@ -33,8 +36,11 @@ END
 
 wrapper_option() {
     case $1 in
-    --compare)
-        compare=yes
+    --compare | --hsa)
+        case $1 in
+        --compare) compare=yes ;;
+        --hsa) hsa=yes ;;
+        esac
         consumed=1
         ;;
     --mode | --counters | --from-db)
@@ -50,55 +56,87 @@ wrapper_option() {
 }
 
 results_of() { # SIDE
-    echo "$output_dir/rocprofv3_results_$1"
+    echo "${result_dir:-$output_dir/rocprofv3_results_$1}"
 }
 
 show_statistics() { # SIDE: the top kernels, and what fusion saved if both sides are there
     local baseline fused
+    read_files show "$(results_of "$1")"
+    if [[ -n $result_dir ]]; then
+        echo "Next: run_rocprofv3.sh --mode trace (when they ran), run_rocprof_compute.sh (why one is slow)."
+        return
+    fi
+    if [[ $1 == partial || ($1 == baseline && $compare == yes) ]]; then return; fi # --compare: fused is still to run
     baseline=$(results_of baseline)
     fused=$(results_of fused)
-    read_files show "$(results_of "$1")"
-    if [[ $1 == partial || ($1 == baseline && $compare == yes) ]]; then return; fi # --compare: fused is still to run
     if [[ -f $baseline/stats.csv && -f $fused/stats.csv ]]; then
         echo
         "$python" "$root/analysis_tools/analyze_kernel_reduction.py" --baseline "$baseline" --fused "$fused" --top 0
     fi
 }
 
+show_launches() { # DIR: which files have every launch, and what to do with databases
+    local databases
+    mapfile -t databases < <(find "$1" -name '*_results.db' | sort)
+    if ((${#databases[@]} == 0)); then
+        echo "Every launch: $1/*_kernel_trace.csv"
+        return
+    fi
+    echo "Every launch: in the database. Next:"
+    show rocpd summary -i "${databases[@]}" --region-categories KERNEL
+    show rocpd2csv -i "${databases[@]}" -o kernel_stats.csv
+    echo "or, where rocpd2csv is missing:"
+    show rocpd convert -i "${databases[@]}" -f csv -d "$1" -o kernel_stats
+}
+
 profile() { # SIDE [ARGUMENT...]: run the script once
-    local folder command
+    local folder raw command
     folder=$(results_of "$1")
+    raw=${result_dir:-$folder/$mode}
     # csv has to be asked for: ROCm 7 writes databases otherwise. --marker-trace records the phases, and rocprofv3
     # honours the regions that the script selects only with it. %pid% keeps the files of several processes apart.
     command=("$tool")
     case $mode in
     hotspots) command+=(--kernel-trace --stats --marker-trace --output-format csv) ;;
-    trace) command+=(--runtime-trace --output-format pftrace) ;;
+    kernels) command+=(--kernel-trace --stats --marker-trace) ;;
+    trace)
+        if [[ $hsa == yes ]]; then command+=(--sys-trace); else command+=(--runtime-trace); fi
+        command+=(--output-format pftrace)
+        ;;
     counters) command+=(--pmc "${counter_names[@]}" --marker-trace --output-format csv) ;;
     esac
-    application "$folder/$mode" "${@:2}"
-    command+=(--selected-regions -d "$folder/$mode" -o %pid% -- "${app[@]}")
+    application "$raw" "${@:2}"
+    command+=(--selected-regions -d "$raw" -o %pid% -- "${app[@]}")
     if [[ $dry_run == yes ]]; then
         show "${command[@]}"
         return
     fi
-    open_results "$folder/$mode"
+    open_results "$raw"
     run_tool "${command[@]}"
     case $mode in
     hotspots) read_files statistics "$results" "$folder/stats.csv" ;;
+    kernels) read_files statistics "$results" "$results/stats.csv" ;;
     trace) read_files require "$results" '*_results.pftrace' ;;
     counters) read_files counters "$results" '*_counter_collection.csv' ;;
     esac
     keep_results
     case $mode in
     hotspots) show_statistics "$1" ;;
+    kernels)
+        read_files show "$raw"
+        show_launches "$raw"
+        ;;
     trace) echo "Open with https://ui.perfetto.dev (Open trace file); it stays in the browser." ;;
     counters) echo "One row per dispatch and counter; GRBM_GUI_ACTIVE is in cycles." ;;
     esac
 }
 
 parse_arguments "$@"
-[[ $mode == hotspots || $mode == trace || $mode == counters ]] || fail 2 "--mode must be hotspots, trace or counters"
+case $mode in
+hotspots | kernels | trace | counters) ;;
+*) fail 2 "--mode must be hotspots, kernels, trace or counters" ;;
+esac
+[[ $hsa == no || $mode == trace ]] || fail 2 "--hsa goes with --mode trace"
 read -ra counter_names <<<"$counters"
 ((${#counter_names[@]})) || fail 2 "--counters names no counter"
 
@@ -109,7 +147,7 @@ if [[ -n $database ]]; then
         exit
     fi
     [[ -f $database ]] || fail 2 "--from-db $database: no such file"
-    mkdir -p "$folder" 2>/dev/null || fail 2 "--output-dir $output_dir: cannot write there"
+    mkdir -p "$folder" 2>/dev/null || fail 2 "$folder: cannot write there"
     read_files convert "$database" "$folder/stats.csv"
     show_statistics "$(side)"
     exit
@@ -122,6 +160,7 @@ if [[ $compare == yes ]]; then
     fi
     if single_fusion enable || single_fusion disable; then fail 2 "$flag: --compare has all fusions off, then on"; fi
     [[ $mode == hotspots ]] || fail 2 "--compare goes with --mode hotspots"
+    [[ -z $result_dir ]] || fail 2 "--compare needs two folders: give --output-dir instead of --result-dir"
 fi
 find_tool rocprofiler-sdk rocprofv3
 if [[ $compare == yes ]]; then

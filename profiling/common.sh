@@ -10,6 +10,7 @@ program=$(basename "$0")
 python=${PYTHON:-python3}
 script=tiny_openfold_v2.py
 output_dir=.
+result_dir=
 dry_run=no
 script_args=()
 results=
@@ -17,9 +18,11 @@ results=
 # shellcheck disable=SC2034  # for the usage text of each wrapper
 common_options="  --script FILE       version script to profile (default: $script)
   --output-dir DIR    where the result folder is made (default: the current directory)
+  --result-dir DIR    the result folder itself, a new one, instead of one named after the fusions
   --dry-run           print the command and run nothing
   --help              this text
-All other arguments go to the script as they are. PYTHON names another interpreter than python3."
+All other arguments go to the script as they are, and so do all behind --.
+PYTHON names another interpreter than python3."
 
 fail() { # STATUS MESSAGE
     echo "$program: error: $2" >&2
@@ -51,7 +54,17 @@ parse_arguments() { # "$@" of the wrapper
             output_dir=$2
             shift 2
             ;;
-        --script=* | --output-dir=*)
+        --result-dir)
+            need_value "$@"
+            result_dir=${2%/}
+            [[ -n $result_dir ]] || fail 2 "--result-dir needs a directory"
+            shift 2
+            ;;
+        --)
+            script_args+=("${@:2}")
+            shift $#
+            ;;
+        --script=* | --output-dir=* | --result-dir=*)
             set -- "${1%%=*}" "${1#*=}" "${@:2}"
             ;;
         *)
@@ -138,17 +151,18 @@ show() { # COMMAND...: print it as one could type it
 # failure they come back and what the tool left is in DIR.failed.
 open_results() { # DIR
     results=$1
+    if [[ $results == "$result_dir" && -e $results ]]; then fail 2 "--result-dir $results: it exists already"; fi
     if [[ -e $results.previous ]]; then # a wrapper was killed here
         rm -rf "$results"
         mv "$results.previous" "$results"
     fi
     rm -rf "$results.failed"
-    mkdir -p "$(dirname "$results")" 2>/dev/null || fail 2 "--output-dir $output_dir: cannot write there"
-    [[ -w $(dirname "$results") ]] || fail 2 "--output-dir $output_dir: cannot write there"
+    mkdir -p "$(dirname "$results")" 2>/dev/null || fail 2 "$(dirname "$results"): cannot write there"
+    [[ -w $(dirname "$results") ]] || fail 2 "$(dirname "$results"): cannot write there"
     if [[ -e $results ]]; then mv "$results" "$results.previous"; fi
     mkdir "$results"
     trap close_results EXIT
-    trap 'fail 130 interrupted' INT
+    trap 'fail 130 "interrupted; what was written is in $results.failed"' INT
     trap 'fail 143 terminated' TERM
 }
 

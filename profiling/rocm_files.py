@@ -2,7 +2,7 @@
 """Read the files that the ROCm profilers write; the run_rocprof*.sh wrappers call it.
 
 Usage:
-  rocm_files.py statistics DIR OUT.csv    merge the *_kernel_stats.csv of all processes in DIR
+  rocm_files.py statistics DIR OUT.csv    merge the *_kernel_stats.csv, or the databases, of all processes in DIR
   rocm_files.py convert FILE.db OUT.csv   kernel statistics of a ROCm 7 database, by rocpd or straight from SQLite
   rocm_files.py show DIR                  top kernels of DIR/stats.csv
   rocm_files.py dispatches DIR OUT.csv    dispatch, kernel, category and time from rocprof-compute's pmc_perf.csv
@@ -64,6 +64,9 @@ def matching(directory: Path, pattern: str, writer: str) -> list[Path]:
 
 def statistics(directory: Path, out: Path) -> None:
     """Merge what rocprofv3 wrote for each process."""
+    if databases := sorted(directory.rglob("*_results.db")):
+        write_statistics(out, of_dispatches([row for path in databases for row in read_database(path)], directory))
+        return
     files = [read_statistics(path) for path in matching(directory, "*_kernel_stats.csv", "rocprofv3")]
     files = [rows for rows in files if rows]
     write_statistics(out, files[0] if len(files) == 1 else merge_statistics([row for rows in files for row in rows]))
@@ -79,8 +82,8 @@ def of_dispatches(rows: list[list[str]], source: Path) -> list[KernelStatistics]
     return statistics_of(durations)
 
 
-def convert(database: Path, out: Path) -> None:
-    """Kernel statistics of a rocpd database (SQLite, the default format of ROCm 7)."""
+def read_database(database: Path) -> list[list[str]]:
+    """(name, start, end) of every dispatch in a rocpd database (SQLite, the default format of ROCm 7)."""
     if shutil.which("rocpd"):
         with tempfile.TemporaryDirectory() as folder:
             command = ["rocpd", "convert", "-i", str(database), "-f", "csv", "-d", folder, "-o", "converted"]
@@ -90,15 +93,16 @@ def convert(database: Path, out: Path) -> None:
                 raise ValueError(f"rocpd convert {database}: status {done.returncode}: {reason}")
             try:
                 trace = matching(Path(folder), "*kernel_trace.csv", "rocpd")[0]
-                columns = read_columns(trace, "Kernel_Name", "Start_Timestamp", "End_Timestamp")
+                return read_columns(trace, "Kernel_Name", "Start_Timestamp", "End_Timestamp")
             except ValueError as error:
                 raise ValueError(f"rocpd convert {database}: {str(error).replace(folder + '/', '')}") from error
-            rows = of_dispatches(columns, database)
-    else:
-        with sqlite3.connect(f"{database.resolve().as_uri()}?mode=ro", uri=True) as connection:
-            query = 'SELECT name, "start", "end" FROM kernels'
-            rows = of_dispatches(connection.execute(query).fetchall(), database)
-    write_statistics(out, rows)
+    with sqlite3.connect(f"{database.resolve().as_uri()}?mode=ro", uri=True) as connection:
+        return connection.execute('SELECT name, "start", "end" FROM kernels').fetchall()
+
+
+def convert(database: Path, out: Path) -> None:
+    """Kernel statistics of one database."""
+    write_statistics(out, of_dispatches(read_database(database), database))
 
 
 def show(directory: Path, *, count: int = 10) -> None:

@@ -32,6 +32,7 @@ BLOCKS = {
     "docs/MANY_GPUS.md": (1, 1),
     "exercises/tiny_llama_v1/README.md": (20, 0),
     "exercises/tiny_llama_v2/README.md": (23, 0),
+    "exercises/tiny_llama_v4/README.md": (13, 0),
     "exercises/tiny_openfold_v2/README.md": (55, 0),
 }
 WITH_TABLES = (

@@ -1,4 +1,4 @@
-"""The run_*.sh wrappers, with stand-ins for ROCm's profilers.
+"""The run_*.sh wrappers, and the exercises' scripts that call them, with stand-ins for ROCm's profilers.
 
 The stand-ins (tests/standins) take the options of the real tools, refuse all others, and write files of the same
 formats. Most tests profile a small script that notes its arguments, so that they take no longer than a few processes.
@@ -10,6 +10,7 @@ import csv
 import functools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -24,7 +25,7 @@ from conftest import ROOT, TINY, strict_json
 
 STANDINS = ROOT / "tests" / "standins"
 SYSTEM_PATH = "/usr/bin:/bin"
-TOOLS = ("rocprofv3", "rocpd", "rocprof-sys-run", "rocprof-compute", "rocminfo", "rocm-smi")
+TOOLS = ("rocprofv3", "rocpd", "rocpd2csv", "rocprof-sys-run", "rocprof-compute", "rocminfo", "rocm-smi")
 TOOL_OF = {
     "run_rocprofv3.sh": "rocprofv3",
     "run_rocprof_sys.sh": "rocprof-sys-run",
@@ -256,9 +257,9 @@ def test_standin_ends_as_the_application_ends(bench, options):
 def test_help_names_every_option(bench, wrapper):
     bench.install()
     result = bench.run(wrapper, "--help").succeeded()
-    own = {"run_rocprofv3.sh": "--mode --compare --from-db --counters", "run_rocprof_sys.sh": "--sample"}
+    own = {"run_rocprofv3.sh": "--mode --hsa --compare --from-db --counters", "run_rocprof_sys.sh": "--sample"}
     own["run_rocprof_compute.sh"] = "--roof-only --mode --dispatch --list-stats"
-    for option in ["--help", "--dry-run", "--script", "--output-dir", *own[wrapper].split()]:
+    for option in ["--help", "--dry-run", "--script", "--output-dir", "--result-dir", *own[wrapper].split()]:
         assert option in result.stdout
     assert not list(bench.work.iterdir())
 
@@ -296,6 +297,7 @@ def test_profile_dir_is_the_result_folder(bench, wrapper):
 DRY = [
     *([wrapper] for wrapper in WRAPPERS),
     ["run_rocprofv3.sh", "--mode", "trace"],
+    ["run_rocprofv3.sh", "--mode", "kernels"],
     ["run_rocprofv3.sh", "--mode", "counters", "--counters", "SQ_WAVES GRBM_COUNT"],
     ["run_rocprof_sys.sh", "--sample"],
     ["run_rocprof_compute.sh", "--roof-only"],
@@ -350,8 +352,8 @@ def test_output_dir_that_cannot_be_written(bench, wrapper):
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize(
     "argv",
-    [["--script", "missing.py"], ["--script", ""], ["--script"], ["--output-dir", ""], ["--output-dir"]],
-    ids=["no such script", "empty script", "no script", "empty directory", "no directory"],
+    [["--script", "missing.py"], ["--script", ""], ["--script"], ["--output-dir", ""], ["--result-dir", "/"]],
+    ids=["no such script", "empty script", "no script", "empty directory", "no new directory"],
 )
 def test_bad_common_option(bench, wrapper, argv):
     bench.run(wrapper, "--dry-run", *argv).failed(argv[0], status=2, lines=1)  # a dry run lest it writes into /
@@ -387,6 +389,8 @@ def test_an_own_option_and_its_value_may_be_one_word(bench, words):
         "run_rocprof_compute.sh --mode analyze --dispatch",
         "run_rocprof_compute.sh --dispatch 7",
         "run_rocprof_compute.sh --mode analyze --seq-len 64",
+        "run_rocprofv3.sh --hsa",
+        "run_rocprofv3.sh --compare --result-dir out",
         "run_rocprofv3.sh --compare --mode trace",
         "run_rocprofv3.sh --compare --disable-all-fusion",
         "run_rocprofv3.sh --compare --enable-flash-attention",
@@ -420,6 +424,7 @@ def failing(
 
 FAILING = [
     *failing("run_rocprofv3.sh"),
+    *failing("run_rocprofv3.sh", "--mode", "kernels", modes="status killed nothing truncated noformat"),
     *failing("run_rocprofv3.sh", "--mode", "trace", modes="status killed nothing truncated"),
     *failing("run_rocprofv3.sh", "--mode", "counters", modes="status killed nothing truncated noformat"),
     *failing("run_rocprof_sys.sh", modes="status killed nothing truncated"),
@@ -639,6 +644,16 @@ def test_statistics_are_merged_over_processes(bench):
         assert float(three["Percentage"]) == pytest.approx(float(one["Percentage"]), abs=0.01)
 
 
+@pytest.mark.parametrize(("rocm", "suffix"), [("6", "_kernel_trace.csv"), ("7", "_results.db")])
+def test_kernels_in_the_format_of_the_release(bench, rocm, suffix):
+    argv = ["--mode", "kernels"]
+    result = bench.run("run_rocprofv3.sh", *argv, STANDIN_ROCM=rocm, STANDIN_PROCESSES="2").succeeded()
+    expected = "--kernel-trace --stats --marker-trace --selected-regions -o %pid%"
+    assert rocprofv3_options(bench) == [expected.split()]
+    assert f"Dispatches: {2 * FUSED[1]}" in result.stdout.splitlines()
+    assert len(list((bench.results() / "kernels").glob(f"*{suffix}"))) == 2
+
+
 def test_a_second_run_replaces_the_first(bench):
     bench.run("run_rocprofv3.sh", STANDIN_PROCESSES="2").succeeded()
     result = bench.run("run_rocprofv3.sh").succeeded()
@@ -730,6 +745,16 @@ def test_a_failing_rocpd(bench, mode):
     database = make_database(bench)
     bench.run("run_rocprofv3.sh", "--from-db", str(database), STANDIN_FAIL=mode).failed("run_results.db")
     assert not list(bench.work.rglob("stats.csv"))
+
+
+@pytest.mark.parametrize("wrapper", ["run_rocprofv3.sh", "run_rocprof_sys.sh"])
+def test_a_result_folder_must_be_new(bench, wrapper):
+    """Else a directory of the user would be replaced."""
+    bench.run(wrapper, "--result-dir", "a/new one/").succeeded()
+    before = files(bench.work)
+    bench.run(wrapper, "--result-dir", "a/new one").failed("a/new one", "exists", status=2, lines=1)
+    assert before
+    assert files(bench.work) == before
 
 
 # --- run_rocprof_sys.sh
@@ -888,6 +913,98 @@ def test_real_script_under_rocprofv3(bench, tiny_llama):
     assert not any(summary["fusions"].values())
     assert summary["kernels"] == {}  # nothing but the training steps ran
     assert f"Dispatches: {BASELINE[1]}" in result.stdout.splitlines()
+
+
+# --- exercises/tiny_llama_v4/get_*.sh
+
+# Of each script: tool, result folder, options, and a file that it leaves there.
+GET = {
+    "get_trace.sh": ("rocprofv3", "traces/trace", "--sys-trace", "*_results.pftrace"),
+    "get_counters.sh": ("rocprofv3", "counters/counter", "--kernel-trace", "*_results.db"),
+    "get_hotspots.sh": ("rocprofv3", "hotspots/hotspot", "--kernel-trace --stats", "stats.csv"),
+    "get_rocprof_compute.sh": (
+        *("rocprof-compute", "rocprof_compute/profile", "profile"),
+        "workloads/tiny_llama_v4_fused/rocprof/pmc_perf.csv",
+    ),
+    "get_rocprof_sys.sh": ("rocprof-sys-run", "rocprof_sys/profile", "--trace --sample", "*/perfetto-trace-*.proto"),
+}
+
+
+@pytest.fixture
+def sheet(bench) -> Path:
+    """The folder of the scripts, in a copy where tiny_llama_v4.py is the script that notes its arguments."""
+    tree = bench.directory / "a copy"
+    folder = tree / "exercises" / "tiny_llama_v4"
+    folder.mkdir(parents=True)
+    for path in [*ROOT.glob("run_*.sh"), *ROOT.glob("profiling/*.*"), *ROOT.glob("exercises/tiny_llama_v4/*.sh")]:
+        place = tree / path.relative_to(ROOT)
+        place.parent.mkdir(exist_ok=True)
+        shutil.copy(path, place)
+    shutil.copy(bench.script, tree / "tiny_llama_v4.py")
+    return folder
+
+
+def get(bench: Bench, sheet: Path, script: str, *argv: str, inside: bool = True, **environment: str) -> Done:
+    """Run a script, standing in its folder or elsewhere."""
+    command = f"./{script}" if inside else str(sheet / script)
+    process = bench.start([command, *argv], sheet if inside else None, **environment)
+    stdout, stderr = process.communicate(timeout=120)
+    return Done(process.returncode, stdout, stderr)
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["inside", "by path"])
+@pytest.mark.parametrize("script", GET)
+def test_get_scripts(bench, sheet, script, inside):
+    tool, folder, options, file = GET[script]
+    argv = ["--mode", "benchmark", "--num-steps", "3", "two words", "*"]  # --mode is an option of the wrappers, too
+    result = get(bench, sheet, script, *argv, inside=inside).succeeded()
+    (call,) = bench.calls(tool)
+    assert set(options.split()) <= set(call["argv"][: call["argv"].index("--")])
+    assert all(received[-len(argv) :] == argv for received in bench.received())
+    (results,) = sheet.glob(f"{folder}_*")
+    assert re.fullmatch(r"\w+_\d{8}_\d{6}", results.name)
+    assert list(results.glob(file))
+    assert not list(bench.work.iterdir())
+    # What it says to do next can be typed.
+    typed = [line for line in result.stdout.splitlines() if re.match("rocpd|rocprof-compute analyze", line)]
+    for line in typed:
+        words = [re.sub("^N$", "1", word) for word in shell_words(line)]
+        process = bench.start([str(bench.bin / words[0]), *words[1:]], sheet if inside else None)
+        assert process.communicate(timeout=60)[1] == ""
+        assert process.returncode == 0
+    assert [line.split()[:2] for line in typed] == {
+        "get_counters.sh": [["rocpd", "summary"], ["rocpd2csv", "-i"], ["rocpd", "convert"]],
+        "get_rocprof_compute.sh": [["rocprof-compute", "analyze"]],
+    }.get(script, [])
+    assert typed or "ui.perfetto.dev" in result.stdout or "Next:" in result.stdout
+
+
+@pytest.mark.parametrize("script", GET)
+def test_get_scripts_that_fail(bench, sheet, script):
+    tool, folder, *_ = GET[script]
+    result = get(bench, sheet, script, STANDIN_FAIL="status")
+    result.failed(tool)
+    assert not re.search("Next|next|Open with|Every launch", result.stdout)
+    found = [path.name for path in (sheet / folder).parent.rglob("*") if path.is_dir()]
+    assert any(name.endswith(".failed") for name in found)
+    shutil.rmtree((sheet / folder).parent)
+    bench.install()
+    if not shutil.which(tool, path=SYSTEM_PATH):
+        get(bench, sheet, script).failed(tool, status=4, lines=1)
+    dry = get(bench, sheet, script, "--dry-run", "--seq-len", "8").succeeded()
+    assert shell_words(dry.stdout)[-2:] == ["--seq-len", "8"]
+    assert "--dry-run" in get(bench, sheet, script, "--help").succeeded().stdout
+    assert not (sheet / folder).parent.exists()
+
+
+def test_ctrl_c_leaves_what_a_get_script_has_written(bench, sheet):
+    process = bench.start(["./get_trace.sh"], sheet, WAIT="1")
+    stderr = interrupt(process, bench, runs=0)
+    assert process.returncode in (130, -signal.SIGINT), stderr
+    (results,) = sheet.glob("traces/*")
+    assert results.name.endswith(".failed")
+    assert results.name in stderr
+    assert (results / "tiny_llama_v4_summary.json").exists()
 
 
 # --- run_all_profilers.sh
