@@ -498,8 +498,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     ):
         if wrong:
             fail(message, status)
-    could = gpu and processes == 1 < args.warmup_steps and mode not in OWN_GRAPHS
-    args.cuda_graph = VERSION > 3 and could if args.cuda_graph is None else args.cuda_graph
+    if args.cuda_graph is None:
+        args.cuda_graph = VERSION > 3 and gpu and processes == 1 < args.warmup_steps and mode not in OWN_GRAPHS
     args.torch_compile = bool(args.torch_compile)
     args.amp_dtype, args.num_gpus, args.device = args.amp_dtype or "bfloat16", processes, "cuda" if gpu else "cpu"
     args.profile_dir = args.profile_dir / f"rank{RANK}" if RANK else args.profile_dir
@@ -617,7 +617,8 @@ class Trainer:
 
     def capture(self) -> None:
         """Capture the step as a graph, without running it; from now on it is replayed. A step must have run before."""
-        with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):
+        first = torch.cuda.Stream(priority=-1)  # before what a script puts on other streams
+        with torch.cuda.graph(graph := torch.cuda.CUDAGraph(), stream=first):
             self.loss = self.compute(self.inputs)
         self.graph, self.phases = graph, GRAPH_PHASES
 
@@ -777,9 +778,8 @@ class Run:
         if self.rows:
             result["timing"] = {"warmup_first_step_ms": sum(self.rows[0]), "warmup_ms": 1e3 * self.wall}
         if args.cuda_graph:
-            progress("capturing the step as one graph; --disable-cuda-graph goes without")
             self.trainer.capture()
-            self.plan(1, "first replay")
+            self.plan(1, "first replay of the graph")
             self.take(1)
         self.plan(args.num_steps, "step")
 

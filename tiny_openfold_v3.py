@@ -274,12 +274,15 @@ def dot_precision(dtype: torch.dtype) -> str:
     return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
-def operator(function: Callable) -> Callable:
-    """Make a function that allocates results and launches kernels an operator; torch.compile sees the kernels in it."""
+def operator(function: Callable, changes: tuple[str, ...] = ()) -> Callable:
+    """Make a function that launches kernels an operator; torch.compile sees the kernels in it.
+
+    It allocates its results, or writes into those of its arguments that `changes` names and returns nothing.
+    """
     name = f"{Path(__file__).stem}::{function.__name__}"
     if not INTERPRETED:
-        return triton_op(name, function, mutates_args=())
-    opaque = torch.library.custom_op(name, function, mutates_args=())
+        return triton_op(name, function, mutates_args=changes)
+    opaque = torch.library.custom_op(name, function, mutates_args=changes)
     opaque.register_fake(function)
     return opaque
 
@@ -2223,8 +2226,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     ):
         if wrong:
             fail(message, status)
-    could = gpu and processes == 1 < args.warmup_steps and mode not in OWN_GRAPHS
-    args.cuda_graph = VERSION > 3 and could if args.cuda_graph is None else args.cuda_graph
+    if args.cuda_graph is None:
+        args.cuda_graph = VERSION > 3 and gpu and processes == 1 < args.warmup_steps and mode not in OWN_GRAPHS
     args.torch_compile = bool(args.torch_compile)
     args.amp_dtype, args.num_gpus, args.device = args.amp_dtype or "bfloat16", processes, "cuda" if gpu else "cpu"
     args.profile_dir = args.profile_dir / f"rank{RANK}" if RANK else args.profile_dir
@@ -2342,7 +2345,8 @@ class Trainer:
 
     def capture(self) -> None:
         """Capture the step as a graph, without running it; from now on it is replayed. A step must have run before."""
-        with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):
+        first = torch.cuda.Stream(priority=-1)  # before what a script puts on other streams
+        with torch.cuda.graph(graph := torch.cuda.CUDAGraph(), stream=first):
             self.loss = self.compute(self.inputs)
         self.graph, self.phases = graph, GRAPH_PHASES
 
@@ -2502,9 +2506,8 @@ class Run:
         if self.rows:
             result["timing"] = {"warmup_first_step_ms": sum(self.rows[0]), "warmup_ms": 1e3 * self.wall}
         if args.cuda_graph:
-            progress("capturing the step as one graph; --disable-cuda-graph goes without")
             self.trainer.capture()
-            self.plan(1, "first replay")
+            self.plan(1, "first replay of the graph")
             self.take(1)
         self.plan(args.num_steps, "step")
 

@@ -1,0 +1,2579 @@
+#!/usr/bin/env python3
+"""TinyLlama V4: what is left to take away when the kernels of V3 are fast.
+
+direct-gradients   weight gradients leave their GEMM in float32, for the optimizer, without a pass that casts them
+fused-optimizer    AdamW over all parameters in one kernel, which also writes the weights that the next GEMMs take
+tied-embedding     the gradient of the embedding is added to that of the output projection, which has the same weight
+rotary-fusion      the kernels of the attention's backward pass turn the gradients of query and key back themselves
+swiglu-gemm        SwiGLU in the epilogue of a Triton GEMM, forward and backward
+overlap            gradients of weights, and their updates, beside the chain of the backward pass
+
+V3's kernels stay, and the vendor's library multiplies most matrices. The whole step is one graph by default. A graph
+keeps what depends on what, not an order: `overlap` makes use of that, so it does nothing in a step without a graph.
+`--mode benchmark` is inference: there a whole transformer layer is a single launch.
+
+Examples:
+  python tiny_llama_v4.py --use-amp --compare-fusion                           everything off against everything on
+  python tiny_llama_v4.py --use-amp --disable-overlap                          one kernel after the other
+  python tiny_llama_v4.py --mode benchmark --use-amp --batch-size 1            one launch per layer
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import ctypes
+import gc
+import gzip
+import importlib.util
+import itertools
+import json
+import math
+import os
+import platform
+import re
+import shutil
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton looks at it when it is imported
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns where it is not set
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+from torch.library import triton_op, wrap_triton
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+# --- configuration
+
+VERSION = 4
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # the kernels run on the CPU, in Python
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes of the model; the defaults are those of the command line."""
+
+    vocab_size: int = 1000
+    hidden_dim: int = 512
+    num_layers: int = 8
+    num_heads: int = 8
+    num_kv_heads: int = 4
+    intermediate_dim: int = 2048
+    seq_len: int = 256
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-5
+    blocks: str = "default"  # what --blocks replaces
+
+
+@dataclass(frozen=True)
+class Fusions:
+    """Which fusions are on."""
+
+    qkv_fusion: bool = True
+    flash_attention: bool = True
+    swiglu_fusion: bool = True
+    triton_rms_norm: bool = True
+    triton_rotary: bool = True
+    triton_attention: bool = True
+    triton_swiglu: bool = True
+    triton_cross_entropy: bool = True
+    direct_gradients: bool = True
+    fused_optimizer: bool = True
+    tied_embedding: bool = True
+    rotary_fusion: bool = True
+    swiglu_gemm: bool = True
+    overlap: bool = True
+
+
+FUSIONS: tuple[tuple[str, str, str], ...] = (
+    ("qkv-fusion", "qkv_fusion", "query, key and value projection as one GEMM"),
+    ("flash-attention", "flash_attention", "scaled_dot_product_attention instead of materialised scores"),
+    ("swiglu-fusion", "swiglu_fusion", "gate and up projection as one GEMM"),
+    ("triton-rms-norm", "triton_rms_norm", "residual addition and norm as one kernel"),
+    ("triton-rotary", "triton_rotary", "rotary embedding of the packed heads as one kernel"),
+    ("triton-attention", "triton_attention", "our own flash attention, which repeats no key or value"),
+    ("triton-swiglu", "triton_swiglu", "silu(gate) * up as one kernel"),
+    ("triton-cross-entropy", "triton_cross_entropy", "cross-entropy without a float32 copy of the logits"),
+    ("direct-gradients", "direct_gradients", "weight gradients leave their GEMM in float32"),
+    ("fused-optimizer", "fused_optimizer", "AdamW as one kernel, which also writes the weights that GEMMs take"),
+    ("tied-embedding", "tied_embedding", "embedding gradient added to that of the output projection"),
+    ("rotary-fusion", "rotary_fusion", "attention's backward kernels turn the gradients of query and key back"),
+    ("swiglu-gemm", "swiglu_gemm", "SwiGLU in the epilogue of a Triton GEMM, forward and backward"),
+    ("overlap", "overlap", "in a graph, gradients and updates of weights beside the backward pass"),
+)
+MODES: tuple[str, ...] = ("benchmark",)  # functions that run in place of training, besides those of the harness
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that only this model has."""
+    sizes = ModelConfig()
+    add = parser.add_argument_group("model").add_argument
+    add("--vocab-size", type=at_least(2), metavar="V", help=f"(default: {sizes.vocab_size}; 256 with --text-file)")
+    add("--hidden-dim", type=at_least(1), default=sizes.hidden_dim, metavar="D", help="width of the residual stream")
+    add("--num-layers", type=at_least(1), default=sizes.num_layers, metavar="L", help="transformer layers")
+    add("--num-heads", type=at_least(1), default=sizes.num_heads, metavar="H", help="query heads")
+    add("--num-kv-heads", type=at_least(1), metavar="K", help="key/value heads (default: half of the heads)")
+    add("--intermediate-dim", type=at_least(1), metavar="I", help="width of the MLP (default: 4 x hidden)")
+    add = parser.add_argument_group("data").add_argument
+    add("--seq-len", type=at_least(2), default=sizes.seq_len, metavar="S", help="tokens per sample")
+    add("--batch-size", type=at_least(1), default=8, metavar="B", help="samples per step")
+    add("--text-file", type=Path, metavar="FILE", help="train on the bytes of FILE instead of synthetic text")
+    add("--mode", choices=("train", "benchmark"), default="train", help="benchmark: inference, a layer as one launch")
+    add = parser.add_argument_group("kernels").add_argument
+    text = "other block sizes or warps for a kernel, powers of two; a wrong name lists those there are; can be repeated"
+    add("--blocks", type=read_blocks, action="append", metavar="KERNEL:NAME=NUMBER,...", help=text)
+
+
+def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Fill in the defaults that depend on other arguments and refuse sizes that do not fit together."""
+    args.num_kv_heads = args.num_kv_heads or max(1, args.num_heads // 2)
+    args.intermediate_dim = args.intermediate_dim or 4 * args.hidden_dim
+    if args.hidden_dim % (2 * args.num_heads):
+        parser.error(
+            f"--hidden-dim {args.hidden_dim} must be divisible by 2 x --num-heads {args.num_heads} "
+            "(rotary embedding turns pairs of channels)"
+        )
+    if args.num_heads % args.num_kv_heads:
+        parser.error(f"--num-heads {args.num_heads} must be divisible by --num-kv-heads {args.num_kv_heads}")
+    if args.text_file and args.vocab_size not in (None, 256):
+        parser.error(f"--vocab-size {args.vocab_size} does not fit --text-file: bytes have a vocabulary of 256")
+    args.vocab_size = args.vocab_size or (256 if args.text_file else ModelConfig.vocab_size)
+    if args.text_file:
+        read_text(args.text_file, args.seq_len)
+    if args.triton_attention and args.hidden_dim > 128 * args.num_heads:
+        parser.error("triton-attention takes up to 128 channels per head: raise --num-heads, or disable it")
+    args.benchmark = args.mode == "benchmark"
+    if args.benchmark and (args.compare_fusion or args.verify_accuracy):
+        parser.error("--mode benchmark goes without --compare-fusion and --verify-accuracy")
+    OVERRIDES.clear()
+    for kernel, chosen in args.blocks or ():
+        OVERRIDES[kernel] = OVERRIDES.get(kernel, {}) | chosen
+    texts = [f"{k}:{','.join(f'{name}={value}' for name, value in chosen.items())}" for k, chosen in OVERRIDES.items()]
+    args.blocks = " ".join(texts) or ModelConfig.blocks
+    if any(getattr(args, name) for _, name, _ in FUSIONS if name.startswith("triton")):
+        if INTERPRETED:
+            say("note", "the kernels run on the CPU in Triton's interpreter, right but slow: use small sizes")
+        elif args.device == "cpu" or not torch.cuda.is_available():
+            fail("on a CPU the kernels need Triton's interpreter: set TRITON_INTERPRET=1, or --disable-all-fusion", 4)
+
+
+# --- kernels
+#
+# An operation has a kernel forward and one or more backward. The functions under @operator allocate their results and
+# launch them; an autograd.Function ties forward and backward together. No kernel adds atomically: each program writes
+# the sum over its own rows, and one more launch adds these up, so that the same input gives the same bits.
+
+BACKEND = "interpreter" if INTERPRETED else "hip" if torch.version.hip else "cuda"
+# Block sizes and warps per kernel; a line for float32, TF32 or one backend replaces what it names of those before.
+# TILE is the number of elements in a block of rows, PROGRAMS how many share the rows, more if each had more than 16.
+BLOCKS: dict[str, dict[str, int]] = {
+    "sum_parts": {"TILE": 4096, "ROWS": 512, "num_warps": 8},
+    "rms_norm_forward": {"TILE": 2048, "num_warps": 2},
+    "rms_norm_backward": {"TILE": 1024, "PROGRAMS": 1056, "num_warps": 2},
+    "rotary": {"TILE": 2048, "num_warps": 4},
+    "swiglu_forward": {"TILE": 4096, "num_warps": 8},
+    "swiglu_backward": {"TILE": 4096, "num_warps": 8},
+    "attention_forward": {"BLOCK_Q": 64, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3},
+    "attention_forward float32": {"BLOCK_K": 32, "num_stages": 2},  # three TF32 products need more registers
+    "attention_forward hip": {"num_stages": 1},
+    "attention_backward_queries": {"BLOCK_Q": 64, "BLOCK_K": 64, "num_warps": 4, "num_stages": 2},
+    "attention_backward_queries float32": {"BLOCK_K": 32, "num_stages": 2},
+    "attention_backward_queries hip": {"BLOCK_K": 32, "num_stages": 1},
+    "attention_backward_keys": {"BLOCK_Q": 64, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3},
+    "attention_backward_keys float32": {"BLOCK_Q": 32, "BLOCK_K": 32, "num_stages": 1},
+    "attention_backward_keys hip": {"BLOCK_Q": 16, "BLOCK_K": 64, "num_stages": 1},
+    "cross_entropy_forward": {"TILE": 4096, "num_warps": 4},
+    "cross_entropy_backward": {"TILE": 4096, "num_warps": 4},
+    "mean_loss": {"BLOCK": 1024, "num_warps": 8},
+    "embedding_backward": {"BLOCK_C": 128, "ROWS": 8, "num_warps": 2},
+    "swiglu_gemm_forward": {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 32, "GROUP": 8, "num_warps": 8, "num_stages": 4},
+    "swiglu_gemm_forward float32": {"BLOCK_N": 64},
+    "swiglu_gemm_forward hip": {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 2},
+    "swiglu_gemm_backward": {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": 64, "GROUP": 8, "num_warps": 8, "num_stages": 4},
+    "swiglu_gemm_backward float32": {"BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_K": 32, "num_warps": 4},
+    "swiglu_gemm_backward hip": {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 32, "num_warps": 4, "num_stages": 2},
+    "adamw": {"BLOCK": 1024, "PROGRAMS": 1024, "num_warps": 4},
+    "transformer_block": {"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_C": 128, "BLOCK_Q": 16, "BLOCK_K": 64, "num_warps": 4},
+    "transformer_block float32": {"BLOCK_N": 32, "BLOCK_C": 32, "BLOCK_K": 32, "num_stages": 2},
+    "transformer_block cuda": {"maxnreg": 255},  # the only program on its multiprocessor
+    "transformer_block hip": {"BLOCK_N": 32, "BLOCK_C": 64, "BLOCK_K": 32, "num_stages": 2},
+    "transformer_block float32 hip": {"BLOCK_C": 32, "BLOCK_K": 16},
+}
+# With more rows than one tile of the above has on each multiprocessor; float32 and AMD have no room for it.
+MANY_ROWS = {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_C": 64, "BLOCK_Q": 64, "num_warps": 8}
+OVERRIDES: dict[str, dict[str, int]] = {}  # --blocks
+
+
+def read_blocks(text: str) -> tuple[str, dict[str, int]]:
+    """argparse type: "kernel:NAME=number,..." -> kernel and what to replace in its block sizes."""
+    kernel, _, settings = text.partition(":")
+    pairs = [pair.partition("=")[::2] for pair in settings.split(",")]
+    if kernel not in BLOCKS or " " in kernel:
+        raise argparse.ArgumentTypeError(
+            f"no kernel {kernel!r}; there are {', '.join(k for k in BLOCKS if ' ' not in k)}"
+        )
+    if wrong := [name for name, _ in pairs if name not in {"num_stages", *BLOCKS[kernel]}]:
+        raise argparse.ArgumentTypeError(f"{kernel} has no {wrong[0]!r}; it has {', '.join(BLOCKS[kernel])}")
+    for name, value in pairs:
+        low = 16 if name.startswith("BLOCK") else 1
+        if not value.isdecimal() or int(value).bit_count() != 1 or int(value) < low:
+            raise argparse.ArgumentTypeError(f"{kernel}: {name}={value} is not a power of two from {low}")
+    return kernel, {name: int(value) for name, value in pairs}
+
+
+def blocks(kernel: str, dtype: torch.dtype | None = None) -> dict[str, int]:
+    """Block sizes and warps of a kernel that multiplies matrices of this type, on this backend."""
+    chosen = dict(BLOCKS[kernel])
+    variants = [BACKEND]
+    if dtype == torch.float32:
+        variants = ["float32", *(["TF32"] if dot_precision(dtype) == "tf32" else []), BACKEND, f"float32 {BACKEND}"]
+    for variant in variants:
+        chosen |= BLOCKS.get(f"{kernel} {variant}", {})
+    if INTERPRETED and "TILE" in chosen:
+        chosen |= {"TILE": 1 << 16}  # its time goes by programs, not by elements
+    return chosen | OVERRIDES.get(kernel, {})
+
+
+def dot_precision(dtype: torch.dtype) -> str:
+    """How Triton multiplies float32 matrices; it ignores this for other types. TF32 exists on NVIDIA's GPUs only."""
+    if BACKEND != "cuda" or dtype != torch.float32:
+        return "ieee"
+    return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+def operator(function: Callable, changes: tuple[str, ...] = ()) -> Callable:
+    """Make a function that launches kernels an operator; torch.compile sees the kernels in it.
+
+    It allocates its results, or writes into those of its arguments that `changes` names and returns nothing.
+    """
+    name = f"{Path(__file__).stem}::{function.__name__}"
+    if not INTERPRETED:
+        return triton_op(name, function, mutates_args=changes)
+    opaque = torch.library.custom_op(name, function, mutates_args=changes)
+    opaque.register_fake(function)
+    return opaque
+
+
+if INTERPRETED:
+
+    class wrap_triton:  # PyTorch's takes compiled kernels only
+        """`wrap_triton(kernel)[grid](...)` runs the kernel, except where torch.compile only asks for shapes.
+
+        Triton 3 multiplies bfloat16 as integers here, without a word: so it gets float32, and its results are rounded.
+        """
+
+        def __init__(self, kernel: Callable):
+            self.kernel = kernel
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable:
+            def run(*arguments, **blocks) -> None:
+                given = [a for a in arguments if isinstance(a, Tensor)]
+                if isinstance(given[0], FakeTensor):
+                    return
+                narrow = [t for t in given if t.dtype == torch.bfloat16]
+                wide = {id(t): torch.empty_strided(t.shape, t.stride(), dtype=torch.float32).copy_(t) for t in narrow}
+                self.kernel[grid](*(wide.get(id(a), a) for a in arguments), **blocks)
+                for tensor in narrow:
+                    tensor.data.copy_(wide[id(tensor)])  # unseen by autograd, which the inputs among them belong to
+
+            return run
+
+
+def row_options(kernel: str, x: Tensor, whole: bool = True) -> tuple[int, int, dict[str, int]]:
+    """Of a kernel that goes over the rows of x [..., C]: how many rows, how many programs, what it is compiled for.
+
+    A block is a TILE of rows. A row longer than that is a block with more warps if it must be whole, else several.
+    """
+    chosen, dim = blocks(kernel), x.shape[-1]
+    tile, width = chosen.pop("TILE"), triton.next_power_of_2(dim)
+    if whole and width > tile:
+        chosen["num_warps"] = min(16, chosen["num_warps"] * (width // tile))
+    width = width if whole else min(width, tile)
+    rows, tile_rows = x.numel() // dim, max(1, tile // width)
+    programs = triton.cdiv(rows, tile_rows)
+    if "PROGRAMS" in chosen:
+        programs = chosen["PROGRAMS"] = min(programs, max(chosen["PROGRAMS"], triton.cdiv(programs, 16)))
+    return rows, programs, {"C": dim, "BLOCK_C": width, "ROWS": tile_rows, **chosen}
+
+
+@triton.jit
+def sum_parts_kernel(PARTS, OUT, parts, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([ROWS, BLOCK], tl.float32)
+    for start in range(0, parts, ROWS):
+        row = start + tl.arange(0, ROWS)
+        at = row.to(tl.int64)[:, None] * width + column[None, :]
+        total += tl.load(PARTS + at, mask=(row < parts)[:, None] & (column < width)[None, :], other=0.0)
+    tl.store(OUT + column, tl.sum(total, 0), mask=column < width)
+
+
+@partial(operator, changes=("out",))
+def sum_parts(parts: Tensor, out: Tensor) -> None:
+    """out = the sum of float32 [parts, ...], what each program found; torch.sum is slower at many short parts."""
+    chosen = blocks("sum_parts")
+    rows = min(chosen.pop("ROWS"), triton.next_power_of_2(len(parts)))
+    block = max(8, chosen.pop("TILE") // rows)
+    wrap_triton(sum_parts_kernel)[(triton.cdiv(out.numel(), block),)](
+        parts, out, len(parts), out.numel(), ROWS=rows, BLOCK=block, **chosen
+    )
+
+
+class Beside:
+    """Work that nobody waits for, beside the chain of the step, while this is captured as a graph.
+
+    A graph keeps what depends on what, not the order of the launches: so what is put on another stream here runs when
+    there is room for it. What it reads is kept until the chain has waited for it, `KEPT` pieces of work later.
+    """
+
+    KEPT = 8
+
+    def __init__(self):
+        self.active = False
+        self.streams: tuple[torch.cuda.Stream, ...] = ()
+        self.pending: collections.deque[tuple[torch.cuda.Event, tuple]] = collections.deque()
+        self.ready: dict[Room, tuple[torch.cuda.Event, ...]] = {}
+
+    def begin(self, wanted: bool) -> None:
+        """A step begins; is anything to be beside it?"""
+        self.active = wanted and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        if self.active:
+            self.begun = torch.cuda.current_stream().record_event()
+
+    def stream(self, number: int) -> torch.cuda.Stream:
+        """The first is for gradients, the second for updates."""
+        self.streams = self.streams or (torch.cuda.Stream(), torch.cuda.Stream())
+        return self.streams[number]
+
+    def run(self, work: Callable, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """The result of the work, which reads these inputs."""
+        if not self.active:
+            return work()
+        main, stream = torch.cuda.current_stream(), self.stream(0)
+        stream.wait_stream(main)
+        with torch.cuda.stream(stream):
+            result = work()
+            self.pending.append((stream.record_event(), inputs))
+        if len(self.pending) > self.KEPT:
+            main.wait_event(self.pending.popleft()[0])
+        return result
+
+    def finished(self, *parameters: Tensor) -> None:
+        """The gradients of these parameters are on their way, and this step does not need the parameters any more."""
+        for parameter in parameters if self.active else ():
+            room = getattr(parameter, "room", None)
+            if room and len(room.parameters) == 1:  # what shares its room, waits for all
+                self.ready[room] = torch.cuda.current_stream().record_event(), self.stream(0).record_event()
+
+    def join(self, grad: Tensor) -> None:
+        """A hook: let the chain wait for all gradients."""
+        torch.cuda.current_stream().wait_stream(self.stream(0))
+        self.pending.clear()
+
+
+BESIDE = Beside()
+
+
+class Room:
+    """Where the optimizer reads the gradients of some parameters: one buffer, from the first of a step to its end.
+
+    `begins`: of each parameter in the buffers of the optimizer, and the end of the last.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], begins: list[int]):
+        self.parameters, self.begins, self.end = parameters, dict(zip(parameters, begins, strict=False)), begins[-1]
+        self.begin, self.buffer = begins[0], None
+
+    def part(self, parameter: nn.Parameter) -> Tensor:
+        """The part of the buffer that is for this parameter; always another object, or autograd would copy it."""
+        if self.buffer is None:
+            self.buffer = torch.empty(self.end - self.begin, device=parameter.device)
+        return self.buffer[self.begins[parameter] - self.begin :][: parameter.numel()].view_as(parameter)
+
+
+def for_the_optimizer(parameter: Tensor, compute: Callable[[Tensor], None], *inputs: Tensor) -> Tensor:
+    """The gradient of a parameter, which `compute` finds from these inputs and writes into the tensor that it is given.
+
+    That is where the optimizer reads it, unless there is a gradient already that this one is to be added to.
+    """
+    direct = not torch.compiler.is_compiling() and parameter.grad is None and hasattr(parameter, "room")
+    room = parameter.room.part(parameter) if direct else None
+
+    def work() -> Tensor:
+        compute(gradient := torch.empty_like(parameter) if room is None else room)
+        return gradient
+
+    return BESIDE.run(work, *inputs)
+
+
+WIDE_RESULTS = "dtype_out" in torch.ops.aten.mm.overloads()  # from PyTorch 2.8 on
+
+
+def weight_gradient(weight: Tensor, grad: Tensor, x: Tensor, direct: bool) -> Tensor:
+    """Gradient grad^T x of a weight [N, K] from grad [T, N] and x [T, K]; `direct`: in the float32 of the GEMM."""
+
+    def compute(out: Tensor) -> None:
+        if out.dtype == x.dtype:
+            torch.mm(grad.t(), x, out=out)
+        elif direct and WIDE_RESULTS and x.is_cuda:
+            torch.mm(grad.t(), x, out_dtype=out.dtype, out=out)
+        else:
+            out.copy_(grad.t() @ x)
+
+    return for_the_optimizer(weight, compute, grad, x)
+
+
+def gemm_type(x: Tensor) -> torch.dtype:
+    """The type that GEMMs take here: that of autocast, or that of x."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+def in_type(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weight in this type, as the optimizer wrote it; cast where it did not, or where others changed the weight."""
+    if dtype != getattr(weight, "low", weight).dtype or not hasattr(weight, "low"):
+        return weight.detach().to(dtype)
+    if weight.low_version != weight._version:
+        weight.low.copy_(weight.detach())
+        weight.low_version = weight._version
+    return weight.low
+
+
+class Projection(torch.autograd.Function):
+    """x [..., K], weight [N, K] as a parameter and in the type of x -> x weight^T [..., N]."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, low: Tensor, direct: bool):
+        ctx.save_for_backward(x, low)
+        ctx.weight, ctx.direct = weight, direct
+        return F.linear(x, low)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        x, low = ctx.saved_tensors
+        rows = grad.flatten(0, -2)
+        grad_weight = weight_gradient(ctx.weight, rows, x.flatten(0, -2), ctx.direct)
+        grad_x = grad @ low
+        BESIDE.finished(ctx.weight)
+        return grad_x, grad_weight, None, None
+
+
+def linear(x: Tensor, weight: Tensor, fusions: Fusions) -> Tensor:
+    """x [..., K], weight [N, K] -> x weight^T [..., N]. Compiled, all of this is PyTorch's."""
+    if torch.compiler.is_compiling() or not (fusions.direct_gradients or fusions.fused_optimizer or fusions.overlap):
+        return F.linear(x, weight)
+    x = x.to(gemm_type(x))
+    return Projection.apply(x, weight, in_type(weight, x.dtype), fusions.direct_gradients)
+
+
+LOG2E = tl.constexpr(math.log2(math.e))  # scores are kept to the base 2: exp2 is what the hardware computes
+
+
+@triton.jit
+def rms_norm_forward_kernel(
+    X, UPDATE, WEIGHT, NORMED, SUMMED, RSTD, rows, eps: tl.constexpr,
+    C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    channel = tl.arange(0, BLOCK_C)
+    inside = (row < rows)[:, None] & (channel < C)[None, :]
+    at = row[:, None] * C + channel[None, :]
+    x = tl.load(X + at, mask=inside, other=0.0).to(tl.float32)
+    if UPDATE is not None:
+        x += tl.load(UPDATE + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(SUMMED + at, x, mask=inside)
+    rstd = 1 / tl.sqrt(tl.sum(x * x, 1) / C + eps)
+    weight = tl.load(WEIGHT + channel, mask=channel < C, other=0.0).to(tl.float32)
+    tl.store(NORMED + at, x * rstd[:, None] * weight[None, :], mask=inside)
+    tl.store(RSTD + row, rstd, mask=row < rows)
+
+
+@triton.jit
+def rms_norm_backward_kernel(
+    GRAD_NORMED, GRAD_SUMMED, SUMMED, WEIGHT, RSTD, GRAD_X, GRAD_UPDATE, GRAD_WEIGHT, rows,
+    C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr, PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    channel = tl.arange(0, BLOCK_C)
+    weight = tl.load(WEIGHT + channel, mask=channel < C, other=0.0).to(tl.float32)
+    grad_weight = tl.zeros([ROWS, BLOCK_C], tl.float32)  # a sum over rows costs more than these registers
+    for start in range(program * ROWS, rows, PROGRAMS * ROWS):
+        row = tl.cast(start, tl.int64) + tl.arange(0, ROWS)
+        inside = (row < rows)[:, None] & (channel < C)[None, :]
+        at = row[:, None] * C + channel[None, :]
+        rstd = tl.load(RSTD + row, mask=row < rows, other=0.0)[:, None]
+        normed = tl.load(SUMMED + at, mask=inside, other=0.0).to(tl.float32) * rstd
+        grad = tl.load(GRAD_NORMED + at, mask=inside, other=0.0).to(tl.float32)
+        grad_weight += grad * normed
+        grad *= weight[None, :]
+        grad = (grad - normed * (tl.sum(grad * normed, 1) / C)[:, None]) * rstd
+        if GRAD_SUMMED is not None:
+            grad += tl.load(GRAD_SUMMED + at, mask=inside, other=0.0).to(tl.float32)
+            tl.store(GRAD_UPDATE + at, grad, mask=inside)
+        tl.store(GRAD_X + at, grad, mask=inside)
+    tl.store(GRAD_WEIGHT + program * C + channel, tl.sum(grad_weight, 0), mask=channel < C)
+
+
+@operator
+def rms_norm_forward(
+    x: Tensor, update: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x and update [..., D] -> norm of their sum in `dtype`, the sum (empty without an update), 1 / rms [rows]."""
+    rows, programs, options = row_options("rms_norm_forward", x)
+    normed, rstd = torch.empty_like(x, dtype=dtype), x.new_empty(rows, dtype=torch.float32)
+    summed = x.new_empty(0) if update is None else torch.empty_like(x)
+    wrap_triton(rms_norm_forward_kernel)[(programs,)](x, update, weight, normed, summed, rstd, rows, eps, **options)
+    return normed, summed, rstd
+
+
+@operator
+def rms_norm_backward(
+    grad_normed: Tensor, grad_summed: Tensor | None, summed: Tensor, weight: Tensor, rstd: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x, of the update (in its `dtype`; empty without one) and of the weight, by program."""
+    rows, programs, options = row_options("rms_norm_backward", summed)
+    grad_x, grad_weight = torch.empty_like(summed), weight.new_empty(programs, len(weight), dtype=torch.float32)
+    grad_update = summed.new_empty(0) if grad_summed is None else torch.empty_like(summed, dtype=dtype)
+    wrap_triton(rms_norm_backward_kernel)[(programs,)](
+        grad_normed, grad_summed, summed, weight, rstd, grad_x, grad_update, grad_weight, rows, **options
+    )
+    return grad_x, grad_update, grad_weight
+
+
+class AddRMSNorm(torch.autograd.Function):
+    """x, update [..., D] -> norm(x + update) * weight in `dtype`, and x + update. Without an update only the norm."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, update: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype):
+        x, weight, update = x.contiguous(), weight.contiguous(), None if update is None else update.contiguous()
+        normed, summed, rstd = rms_norm_forward(x, update, weight, eps, dtype)
+        ctx.update_dtype = None if update is None else update.dtype
+        ctx.save_for_backward(x if update is None else summed, weight, rstd)
+        return normed if update is None else (normed, summed)
+
+    @staticmethod
+    def backward(ctx, grad_normed: Tensor, grad_summed: Tensor | None = None):
+        summed, weight, rstd = ctx.saved_tensors
+        if grad_summed is not None:
+            grad_summed = grad_summed.contiguous()
+        dtype = ctx.update_dtype or summed.dtype
+        grads = rms_norm_backward(grad_normed.contiguous(), grad_summed, summed, weight, rstd, dtype)
+        grad_weight = for_the_optimizer(weight, partial(sum_parts, grads[2]), grads[2])
+        return grads[0], None if ctx.update_dtype is None else grads[1], grad_weight, None, None
+
+
+@triton.jit
+def rotary_kernel(
+    QKV, COS, SIN, TURNED, rows, seq, HEADS: tl.constexpr, VALUES: tl.constexpr, SIGN: tl.constexpr,
+    C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # one head of one token
+    channel = tl.arange(0, BLOCK_C // 2)
+    inside = (row < rows)[:, None] & (channel < C // 2)[None, :]
+    turns = inside & (row % HEADS < HEADS - VALUES)[:, None]  # a value head turns by no angle
+    position = (row // HEADS).to(tl.int32) % seq
+    angle = position[:, None] * C + channel[None, :]
+    cos = tl.load(COS + angle, mask=turns, other=1.0).to(tl.float32)
+    sin = tl.load(SIN + angle, mask=turns, other=0.0).to(tl.float32) * SIGN
+    at = row[:, None] * C + channel[None, :]
+    first = tl.load(QKV + at, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(QKV + at + C // 2, mask=inside, other=0.0).to(tl.float32)
+    tl.store(TURNED + at, first * cos - second * sin, mask=inside)
+    tl.store(TURNED + at + C // 2, second * cos + first * sin, mask=inside)
+
+
+@operator
+def rotary(qkv: Tensor, cos: Tensor, sin: Tensor, values: int, sign: int) -> Tensor:
+    """qkv [B, S, heads, head_dim] turned by `sign` times the angle of its position, but for the last `values` heads."""
+    rows, programs, options = row_options("rotary", qkv)
+    turned = torch.empty_like(qkv)
+    wrap_triton(rotary_kernel)[(programs,)](
+        qkv, cos, sin, turned, rows, qkv.shape[1], HEADS=qkv.shape[2], VALUES=values, SIGN=sign, **options
+    )
+    return turned
+
+
+class Rotary(torch.autograd.Function):
+    """Packed heads [B, S, H + 2 K, head_dim] -> the same with query and key heads turned by their position along S.
+
+    Channel i turns with channel i + head_dim / 2. cos and sin [S or more, 1, head_dim] repeat their first half.
+    """
+
+    @staticmethod
+    def forward(ctx, qkv: Tensor, cos: Tensor, sin: Tensor, num_kv_heads: int):
+        ctx.save_for_backward(cos, sin)
+        ctx.values = num_kv_heads
+        return rotary(qkv.contiguous(), cos, sin, num_kv_heads, 1)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return rotary(grad.contiguous(), *ctx.saved_tensors, ctx.values, -1), None, None, None
+
+
+@triton.jit
+def swiglu_forward_kernel(GATE_UP, OUT, rows, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    inside = (row < rows)[:, None] & (channel < C)[None, :]
+    gate_at = row[:, None] * (2 * C) + channel[None, :]  # a row holds all gates, then all ups
+    gate = tl.load(GATE_UP + gate_at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(GATE_UP + gate_at + C, mask=inside, other=0.0).to(tl.float32)
+    tl.store(OUT + row[:, None] * C + channel[None, :], gate * tl.sigmoid(gate) * up, mask=inside)
+
+
+@triton.jit
+def swiglu_backward_kernel(
+    GRAD, GATE_UP, GRAD_GATE_UP, rows, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    inside = (row < rows)[:, None] & (channel < C)[None, :]
+    gate_at = row[:, None] * (2 * C) + channel[None, :]
+    grad = tl.load(GRAD + row[:, None] * C + channel[None, :], mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(GATE_UP + gate_at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(GATE_UP + gate_at + C, mask=inside, other=0.0).to(tl.float32)
+    sigmoid = tl.sigmoid(gate)
+    tl.store(GRAD_GATE_UP + gate_at, grad * up * sigmoid * (1 + gate * (1 - sigmoid)), mask=inside)
+    tl.store(GRAD_GATE_UP + gate_at + C, grad * gate * sigmoid, mask=inside)
+
+
+@operator
+def swiglu_forward(gate_up: Tensor) -> Tensor:
+    """gate_up [..., 2 I] -> silu(gate) * up [..., I]."""
+    out = gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+    rows, programs, options = row_options("swiglu_forward", out, whole=False)
+    wrap_triton(swiglu_forward_kernel)[(programs, triton.cdiv(out.shape[-1], options["BLOCK_C"]))](
+        gate_up, out, rows, **options
+    )
+    return out
+
+
+@operator
+def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
+    """Gradient of gate_up, packed as it is."""
+    rows, programs, options = row_options("swiglu_backward", grad, whole=False)
+    grad_gate_up = torch.empty_like(gate_up)
+    wrap_triton(swiglu_backward_kernel)[(programs, triton.cdiv(grad.shape[-1], options["BLOCK_C"]))](
+        grad, gate_up, grad_gate_up, rows, **options
+    )
+    return grad_gate_up
+
+
+class SwiGLUActivation(torch.autograd.Function):
+    """gate_up [..., 2 I], gates first -> silu(gate) * up [..., I]."""
+
+    @staticmethod
+    def forward(ctx, gate_up: Tensor):
+        gate_up = gate_up.contiguous()
+        ctx.save_for_backward(gate_up)
+        return swiglu_forward(gate_up)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return swiglu_backward(grad.contiguous(), *ctx.saved_tensors)
+
+
+@triton.jit
+def attention_forward_kernel(
+    QKV, OUT, LSE, seq, scale: tl.constexpr, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    TOKEN: tl.constexpr = (H + 2 * K) * D  # elements of a token in QKV
+    batch, head = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
+    first = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_Q  # those with the most keys start first
+    query, key, channel = first + tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_D)
+    token = batch * seq + query
+    inside = (query < seq)[:, None] & (channel < D)[None, :]
+    q = tl.load(QKV + (token * TOKEN + head * D)[:, None] + channel[None, :], mask=inside, other=0.0)
+    KEYS = QKV + batch * seq * TOKEN + (H + head // (H // K)) * D
+    key_at = key[:, None] * TOKEN + channel[None, :]
+    top = tl.full([BLOCK_Q], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_Q], tl.float32)
+    out = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
+    diagonal = first // BLOCK_K * BLOCK_K
+    for MASKED in tl.static_range(2):  # first the keys that every query of this block sees
+        begin = diagonal if MASKED else 0
+        end = tl.minimum(first + BLOCK_Q, seq) if MASKED else diagonal
+        for start in range(begin, end, BLOCK_K):
+            at = KEYS + tl.cast(start, tl.int64) * TOKEN + key_at
+            loaded = (start + key < seq)[:, None] & (channel < D)[None, :]
+            k = tl.load(at, mask=loaded, other=0.0)
+            v = tl.load(at + K * D, mask=loaded, other=0.0)
+            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * LOG2E)
+            if MASKED:
+                scores = tl.where(query[:, None] >= (start + key)[None, :], scores, float("-inf"))
+            new_top = tl.maximum(top, tl.max(scores, 1))  # finite from the first block on: every query sees key 0
+            p = tl.exp2(scores - new_top[:, None])
+            shrink = tl.exp2(top - new_top)
+            total = total * shrink + tl.sum(p, 1)
+            out = tl.dot(p.to(v.dtype), v, out * shrink[:, None], input_precision=PRECISION)
+            top = new_top
+    tl.store(OUT + ((token * H + head) * D)[:, None] + channel[None, :], out / total[:, None], mask=inside)
+    tl.store(LSE + (batch * H + head) * seq + query, top + tl.log2(total), mask=query < seq)
+
+
+@triton.jit
+def store_turned_back(GRAD, COS, SIN, grad, token_at, position, seq, D: tl.constexpr, ROWS: tl.constexpr):
+    """Store the gradient [ROWS, D] of a head that was turned by the angle of its position as that before it was."""
+    first, second = tl.split(tl.permute(tl.reshape(grad, (ROWS, 2, D // 2)), (0, 2, 1)))
+    channel, inside = tl.arange(0, D // 2), (position < seq)[:, None]
+    angle = position[:, None] * D + channel[None, :]
+    cos = tl.load(COS + angle, mask=inside, other=0.0).to(tl.float32)
+    sin = tl.load(SIN + angle, mask=inside, other=0.0).to(tl.float32)
+    at = token_at[:, None] + channel[None, :]
+    tl.store(GRAD + at, first * cos + second * sin, mask=inside)
+    tl.store(GRAD + at + D // 2, second * cos - first * sin, mask=inside)
+
+
+@triton.jit
+def attention_backward_queries_kernel(
+    QKV, OUT, LSE, GRAD, COS, SIN, DELTA, GRAD_QKV, seq, scale: tl.constexpr, H: tl.constexpr, K: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    TOKEN: tl.constexpr = (H + 2 * K) * D
+    batch, head = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
+    first = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_Q
+    query, key, channel = first + tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_D)
+    token = batch * seq + query
+    inside = (query < seq)[:, None] & (channel < D)[None, :]
+    query_at = (token * TOKEN + head * D)[:, None] + channel[None, :]
+    out_at = ((token * H + head) * D)[:, None] + channel[None, :]
+    q = tl.load(QKV + query_at, mask=inside, other=0.0)
+    grad = tl.load(GRAD + out_at, mask=inside, other=0.0)
+    delta = tl.sum(tl.load(OUT + out_at, mask=inside, other=0.0).to(tl.float32) * grad.to(tl.float32), 1)
+    tl.store(DELTA + (batch * H + head) * seq + query, delta, mask=query < seq)
+    lse = tl.load(LSE + (batch * H + head) * seq + query, mask=query < seq, other=0.0)
+    KEYS = QKV + batch * seq * TOKEN + (H + head // (H // K)) * D
+    key_at = key[:, None] * TOKEN + channel[None, :]
+    grad_q = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
+    diagonal = first // BLOCK_K * BLOCK_K
+    for MASKED in tl.static_range(2):
+        begin = diagonal if MASKED else 0
+        end = tl.minimum(first + BLOCK_Q, seq) if MASKED else diagonal
+        for start in range(begin, end, BLOCK_K):
+            at = KEYS + tl.cast(start, tl.int64) * TOKEN + key_at
+            loaded = (start + key < seq)[:, None] & (channel < D)[None, :]
+            k = tl.load(at, mask=loaded, other=0.0)
+            v = tl.load(at + K * D, mask=loaded, other=0.0)
+            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * LOG2E) - lse[:, None]
+            if MASKED:
+                scores = tl.where(query[:, None] >= (start + key)[None, :], scores, float("-inf"))
+            grad_p = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
+            grad_scores = tl.exp2(scores) * (grad_p - delta[:, None])
+            grad_q = tl.dot(grad_scores.to(k.dtype), k, grad_q, input_precision=PRECISION)
+    if COS is None:
+        tl.store(GRAD_QKV + query_at, grad_q * scale, mask=inside)
+    else:
+        store_turned_back(GRAD_QKV, COS, SIN, grad_q * scale, token * TOKEN + head * D, query, seq, D, BLOCK_Q)
+
+
+@triton.jit
+def attention_backward_keys_kernel(
+    QKV, LSE, GRAD, COS, SIN, DELTA, GRAD_QKV, seq, scale: tl.constexpr, H: tl.constexpr, K: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    TOKEN: tl.constexpr = (H + 2 * K) * D
+    batch, kv_head = (tl.program_id(0) // K).to(tl.int64), tl.program_id(0) % K
+    first = tl.program_id(1) * BLOCK_K
+    query, key, channel = tl.arange(0, BLOCK_Q), first + tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_D)
+    inside = (key < seq)[:, None] & (channel < D)[None, :]
+    key_at = ((batch * seq + key) * TOKEN + (H + kv_head) * D)[:, None] + channel[None, :]
+    k = tl.load(QKV + key_at, mask=inside, other=0.0)
+    v = tl.load(QKV + key_at + K * D, mask=inside, other=0.0)
+    query_at = query[:, None] * TOKEN + channel[None, :]
+    grad_at = query[:, None] * (H * D) + channel[None, :]
+    grad_k = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
+    grad_v = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
+    below = tl.minimum((first + BLOCK_K + BLOCK_Q - 1) // BLOCK_Q * BLOCK_Q, seq)
+    for head in range(kv_head * (H // K), (kv_head + 1) * (H // K)):  # the query heads of this group
+        row = (batch * H + head) * seq
+        for MASKED in tl.static_range(2):  # first the queries that see every key of this block
+            begin = first // BLOCK_Q * BLOCK_Q if MASKED else below
+            end = below if MASKED else seq
+            for start in range(begin, end, BLOCK_Q):
+                token = batch * seq + start
+                loaded = (start + query < seq)[:, None] & (channel < D)[None, :]
+                q = tl.load(QKV + (token * TOKEN + head * D) + query_at, mask=loaded, other=0.0)
+                grad = tl.load(GRAD + (token * H + head) * D + grad_at, mask=loaded, other=0.0)
+                lse = tl.load(LSE + row + start + query, mask=start + query < seq, other=0.0)
+                scores = tl.dot(k, tl.trans(q), input_precision=PRECISION) * (scale * LOG2E) - lse[None, :]
+                if MASKED:
+                    scores = tl.where((start + query)[None, :] >= key[:, None], scores, float("-inf"))
+                p = tl.exp2(scores)  # [keys, queries], so that no product needs it transposed
+                grad_v = tl.dot(p.to(grad.dtype), grad, grad_v, input_precision=PRECISION)
+                grad_p = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
+                delta = tl.load(DELTA + row + start + query, mask=start + query < seq, other=0.0)
+                grad_scores = p * (grad_p - delta[None, :])
+                grad_k = tl.dot(grad_scores.to(q.dtype), q, grad_k, input_precision=PRECISION)
+    if COS is None:
+        tl.store(GRAD_QKV + key_at, grad_k * scale, mask=inside)
+    else:
+        token_at = (batch * seq + key) * TOKEN + (H + kv_head) * D
+        store_turned_back(GRAD_QKV, COS, SIN, grad_k * scale, token_at, key, seq, D, BLOCK_K)
+    tl.store(GRAD_QKV + key_at + K * D, grad_v, mask=inside)
+
+
+def attention_sizes(qkv: Tensor, num_heads: int) -> dict:
+    """What the three kernels are compiled for, besides their blocks."""
+    packed, dim = qkv.shape[2:]
+    sizes = {"H": num_heads, "K": (packed - num_heads) // 2, "D": dim, "BLOCK_D": max(16, triton.next_power_of_2(dim))}
+    return {**sizes, "PRECISION": dot_precision(qkv.dtype)}
+
+
+@operator
+def attention_forward(qkv: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
+    """qkv [B, S, H + 2 K, D] -> attention [B, S, H, D] and the base-2 logarithm of the softmax's sums [B, H, S]."""
+    (batch, seq, _, dim), chosen = qkv.shape, blocks("attention_forward", qkv.dtype)
+    out, lse = qkv.new_empty(batch, seq, num_heads, dim), qkv.new_empty(batch, num_heads, seq, dtype=torch.float32)
+    wrap_triton(attention_forward_kernel)[(batch * num_heads, triton.cdiv(seq, chosen["BLOCK_Q"]))](
+        qkv, out, lse, seq, dim**-0.5, **attention_sizes(qkv, num_heads), **chosen
+    )
+    return out, lse
+
+
+@operator
+def attention_backward(
+    qkv: Tensor, out: Tensor, lse: Tensor, grad: Tensor, cos: Tensor | None, sin: Tensor | None
+) -> Tensor:
+    """Gradient of qkv, packed as it is; with cos and sin that of qkv before its heads were turned."""
+    batch, seq, num_heads, dim = out.shape
+    sizes, delta, grad_qkv = attention_sizes(qkv, num_heads), torch.empty_like(lse), torch.empty_like(qkv)
+    chosen = blocks("attention_backward_queries", qkv.dtype)
+    wrap_triton(attention_backward_queries_kernel)[(batch * num_heads, triton.cdiv(seq, chosen["BLOCK_Q"]))](
+        qkv, out, lse, grad, cos, sin, delta, grad_qkv, seq, dim**-0.5, **sizes, **chosen
+    )
+    chosen = blocks("attention_backward_keys", qkv.dtype)
+    wrap_triton(attention_backward_keys_kernel)[(batch * sizes["K"], triton.cdiv(seq, chosen["BLOCK_K"]))](
+        qkv, lse, grad, cos, sin, delta, grad_qkv, seq, dim**-0.5, **sizes, **chosen
+    )
+    return grad_qkv
+
+
+class CausalAttention(torch.autograd.Function):
+    """Packed heads [B, S, H + 2 K, D] -> causal attention [B, S, H, D]; H / K query heads share a key/value head.
+
+    Flash attention (Dao 2023): the backward pass computes the scores again from the sums that the forward pass kept.
+    With cos and sin query and key heads are turned first, and their gradients turned back where they are stored.
+    """
+
+    @staticmethod
+    def forward(ctx, qkv: Tensor, num_heads: int, cos: Tensor | None = None, sin: Tensor | None = None):
+        qkv = qkv.contiguous()
+        if cos is not None:
+            qkv = rotary(qkv, cos, sin, (qkv.shape[2] - num_heads) // 2, 1)
+        out, lse = attention_forward(qkv, num_heads)
+        ctx.save_for_backward(qkv, out, lse, cos, sin)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        qkv, out, lse, cos, sin = ctx.saved_tensors
+        return attention_backward(qkv, out, lse, grad.contiguous(), cos, sin), None, None, None
+
+
+@triton.jit
+def next_token(LABELS, row, rows, seq):
+    """The label of the token after this one; -100 for the last of its sample."""
+    known = (row < rows) & (row % seq < seq - 1)
+    return tl.load(LABELS + row + 1, mask=known, other=-100)
+
+
+@triton.jit
+def cross_entropy_forward_kernel(
+    LOGITS, LABELS, LOSSES, LSE, rows, seq, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    for start in range(0, C, BLOCK_C):
+        column = start + tl.arange(0, BLOCK_C)
+        inside = (row < rows)[:, None] & (column < C)[None, :]
+        logits = tl.load(LOGITS + row[:, None] * C + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        logits = tl.where((column < C)[None, :], logits, float("-inf"))
+        new_top = tl.maximum(top, tl.max(logits, 1))
+        total = total * tl.exp(top - new_top) + tl.sum(tl.exp(logits - new_top[:, None]), 1)
+        top = new_top
+    lse = top + tl.log(total)
+    target = next_token(LABELS, row, rows, seq)
+    known = (target >= 0) & (target < C)  # any other label but -100 makes the loss NaN
+    logit = tl.load(LOGITS + row * C + target, mask=known, other=float("nan")).to(tl.float32)
+    tl.store(LOSSES + row, tl.where(target == -100, 0.0, lse - logit), mask=row < rows)
+    tl.store(LSE + row, lse, mask=row < rows)
+
+
+@triton.jit
+def mean_loss_kernel(LOSSES, LABELS, LOSS, rows, seq, BLOCK: tl.constexpr):
+    total = tl.zeros([BLOCK], tl.float32)
+    known = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, rows, BLOCK):
+        row = start + tl.arange(0, BLOCK)
+        total += tl.load(LOSSES + row, mask=row < rows, other=0.0)
+        known += (next_token(LABELS, row, rows, seq) != -100).to(tl.int32)
+    number = tl.sum(known).to(tl.float32)
+    tl.store(LOSS, tl.sum(total) / number)
+    tl.store(LOSS + 1, number)
+
+
+@triton.jit
+def cross_entropy_backward_kernel(
+    GRAD, LOGITS, LABELS, LSE, LOSS, GRAD_LOGITS, rows, seq, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    target = next_token(LABELS, row, rows, seq)
+    lse = tl.load(LSE + row, mask=row < rows, other=0.0)
+    grad = tl.where(target == -100, 0.0, tl.load(GRAD) / tl.load(LOSS + 1))
+    for start in range(0, C, BLOCK_C):
+        column = start + tl.arange(0, BLOCK_C)
+        inside = (row < rows)[:, None] & (column < C)[None, :]
+        at = row[:, None] * C + column[None, :]
+        p = tl.exp(tl.load(LOGITS + at, mask=inside, other=0.0).to(tl.float32) - lse[:, None])
+        p -= tl.where(column[None, :] == target[:, None], 1.0, 0.0)
+        tl.store(GRAD_LOGITS + at, p * grad[:, None], mask=inside)
+
+
+@operator
+def cross_entropy_forward(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """logits [B, S, V], labels [B, S] -> mean loss and number of what it is the mean of [2], and log-sum-exp [B S]."""
+    rows, programs, options = row_options("cross_entropy_forward", logits, whole=False)
+    losses, lse, loss = (logits.new_empty(size, dtype=torch.float32) for size in (rows, rows, 2))
+    seq = labels.shape[-1]
+    wrap_triton(cross_entropy_forward_kernel)[(programs,)](logits, labels, losses, lse, rows, seq, **options)
+    wrap_triton(mean_loss_kernel)[(1,)](losses, labels, loss, rows, seq, **blocks("mean_loss"))
+    return loss, lse
+
+
+@operator
+def cross_entropy_backward(grad: Tensor, logits: Tensor, labels: Tensor, lse: Tensor, loss: Tensor) -> Tensor:
+    """Gradient of the logits, in their type."""
+    rows, programs, options = row_options("cross_entropy_backward", logits, whole=False)
+    grad_logits = torch.empty_like(logits)
+    wrap_triton(cross_entropy_backward_kernel)[(programs,)](
+        grad, logits, labels, lse, loss, grad_logits, rows, labels.shape[-1], **options
+    )
+    return grad_logits
+
+
+class NextTokenLoss(torch.autograd.Function):
+    """logits [B, S, V] of any type, labels [B, S], the same tokens -> mean cross-entropy of the next token, float32.
+
+    The kernels shift the labels and take the mean, which leaves ten small kernels out; a label of -100 is ignored.
+    """
+
+    @staticmethod
+    def forward(ctx, logits: Tensor, labels: Tensor):
+        logits, labels = logits.contiguous(), labels.contiguous()
+        loss, lse = cross_entropy_forward(logits, labels)
+        ctx.save_for_backward(logits, labels, lse, loss)
+        return loss[0]
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return cross_entropy_backward(grad, *ctx.saved_tensors), None
+
+
+@triton.jit
+def embedding_backward_kernel(
+    GRAD, ORDER, STARTS, OUT, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    word, channel = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    total = tl.load(OUT + word * C + channel, mask=channel < C, other=0.0)
+    end = tl.load(STARTS + word + 1)
+    for start in range(tl.load(STARTS + word), end, ROWS):
+        place = start + tl.arange(0, ROWS)
+        row = tl.load(ORDER + place, mask=place < end, other=0)
+        inside = (place < end)[:, None] & (channel < C)[None, :]
+        total += tl.sum(tl.load(GRAD + row[:, None] * C + channel[None, :], mask=inside, other=0.0).to(tl.float32), 0)
+    tl.store(OUT + word * C + channel, total, mask=channel < C)
+
+
+@partial(operator, changes=("out",))
+def embedding_backward(grad: Tensor, order: Tensor, starts: Tensor, out: Tensor) -> None:
+    """Add the rows of grad [T, D] to those of out [V, D]: to row v those at the places starts[v] to starts[v + 1]."""
+    chosen, dim = blocks("embedding_backward"), grad.shape[-1]
+    width = min(chosen.pop("BLOCK_C"), triton.next_power_of_2(dim))
+    wrap_triton(embedding_backward_kernel)[(len(out), triton.cdiv(dim, width))](
+        grad, order, starts, out, C=dim, BLOCK_C=width, **chosen
+    )
+
+
+class TiedEmbedding(torch.autograd.Function):
+    """tokens [...], weight [V, D] -> rows of the weight [..., D].
+
+    Which tokens look up the same row is found in the forward pass, beside it in a graph. The output projection has the
+    same weight, and the backward pass begins there: the gradient that is found here is added to that one.
+    """
+
+    @staticmethod
+    def forward(ctx, tokens: Tensor, weight: Tensor):
+        def sort() -> tuple[Tensor, Tensor]:
+            words, order = torch.sort(tokens.flatten(), stable=True)
+            return order, torch.searchsorted(words, torch.arange(len(weight) + 1, device=words.device))
+
+        ctx.save_for_backward(*BESIDE.run(sort, tokens))
+        ctx.parameter = weight
+        return F.embedding(tokens, weight)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        weight, grad = ctx.parameter, grad.contiguous().flatten(0, -2)
+        if weight.grad is None and hasattr(weight, "room"):
+            embedding_backward(grad, *ctx.saved_tensors, weight.room.part(weight))
+            return None, None
+        embedding_backward(grad, *ctx.saved_tensors, found := torch.zeros_like(weight))
+        return None, found
+
+
+@triton.jit
+def tile(rows, COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
+    """Rows and columns of this program's tile; GROUP tiles below each other come first, for the L2 cache's sake."""
+    across: tl.constexpr = (COLUMNS + BLOCK_N - 1) // BLOCK_N
+    group, place = tl.program_id(0) // (GROUP * across), tl.program_id(0) % (GROUP * across)
+    height = tl.minimum(tl.cdiv(rows, BLOCK_M) - group * GROUP, GROUP)
+    row = (group * GROUP + place % height).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    return row, place // height * BLOCK_N + tl.arange(0, BLOCK_N)
+
+
+@triton.jit
+def swiglu_gemm_forward_kernel(
+    X, WEIGHT, GATE_UP, OUT, rows, D: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    row, column = tile(rows, INNER, BLOCK_M, BLOCK_N, GROUP)
+    channel = tl.arange(0, BLOCK_K)
+    x_at = X + (row % rows)[:, None] * D + channel[None, :]  # beyond the end: some row, which is not stored
+    weight_at = WEIGHT + (column % INNER).to(tl.int64)[None, :] * D + channel[:, None]
+    gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, D, BLOCK_K):
+        left = D - start
+        x = tl.load(x_at + start, mask=(channel < left)[None, :], other=0.0)
+        weight = tl.load(weight_at + start, mask=(channel < left)[:, None], other=0.0)
+        gate = tl.dot(x, weight, gate, input_precision=PRECISION)
+        weight = tl.load(weight_at + INNER * D + start, mask=(channel < left)[:, None], other=0.0)
+        up = tl.dot(x, weight, up, input_precision=PRECISION)
+    inside = (row < rows)[:, None] & (column < INNER)[None, :]
+    at = row[:, None] * (2 * INNER) + column[None, :]
+    gate, up = gate.to(OUT.dtype.element_ty), up.to(OUT.dtype.element_ty)
+    tl.store(GATE_UP + at, gate, mask=inside)
+    tl.store(GATE_UP + at + INNER, up, mask=inside)
+    gate = gate.to(tl.float32)
+    tl.store(OUT + row[:, None] * INNER + column[None, :], gate * tl.sigmoid(gate) * up.to(tl.float32), mask=inside)
+
+
+@triton.jit
+def swiglu_gemm_backward_kernel(
+    GRAD, WEIGHT, GATE_UP, GRAD_GATE_UP, rows, D: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    row, column = tile(rows, INNER, BLOCK_M, BLOCK_N, GROUP)
+    channel = tl.arange(0, BLOCK_K)
+    grad_at = GRAD + (row % rows)[:, None] * D + channel[None, :]
+    weight_at = WEIGHT + (column % INNER)[None, :] + channel.to(tl.int64)[:, None] * INNER
+    grad = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, D, BLOCK_K):
+        left = D - start
+        g = tl.load(grad_at + start, mask=(channel < left)[None, :], other=0.0)
+        weight = tl.load(weight_at + start * INNER, mask=(channel < left)[:, None], other=0.0)
+        grad = tl.dot(g, weight, grad, input_precision=PRECISION)
+    inside = (row < rows)[:, None] & (column < INNER)[None, :]
+    at = row[:, None] * (2 * INNER) + column[None, :]
+    gate = tl.load(GATE_UP + at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(GATE_UP + at + INNER, mask=inside, other=0.0).to(tl.float32)
+    sigmoid = tl.sigmoid(gate)
+    tl.store(GRAD_GATE_UP + at, grad * up * sigmoid * (1 + gate * (1 - sigmoid)), mask=inside)
+    tl.store(GRAD_GATE_UP + at + INNER, grad * gate * sigmoid, mask=inside)
+
+
+def swiglu_gemm_options(kernel: str, x: Tensor, width: int) -> tuple[tuple[int], dict]:
+    """Grid and what the kernel is compiled for, for x [rows, D] and a result of `width` columns of the result."""
+    chosen, (rows, dim) = blocks(kernel, x.dtype), x.shape
+    tiles = triton.cdiv(rows, chosen["BLOCK_M"]) * triton.cdiv(width, chosen["BLOCK_N"])
+    return (tiles,), {"D": dim, "INNER": width, "PRECISION": dot_precision(x.dtype), **chosen}
+
+
+@operator
+def swiglu_gemm_forward(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """x [T, D], weight [2 I, D], gates first -> x weight^T [T, 2 I], and silu(gate) * up [T, I]."""
+    (rows, _), width = x.shape, len(weight) // 2
+    gate_up, out = x.new_empty(rows, 2 * width), x.new_empty(rows, width)
+    grid, options = swiglu_gemm_options("swiglu_gemm_forward", x, width)
+    wrap_triton(swiglu_gemm_forward_kernel)[grid](x, weight, gate_up, out, rows, **options)
+    return gate_up, out
+
+
+@operator
+def swiglu_gemm_backward(grad: Tensor, weight: Tensor, gate_up: Tensor) -> Tensor:
+    """Gradient of gate_up [T, 2 I] from that of the result of the MLP [T, D] and the weight [D, I] of its last GEMM."""
+    grid, options = swiglu_gemm_options("swiglu_gemm_backward", grad, weight.shape[1])
+    grad_gate_up = torch.empty_like(gate_up)
+    wrap_triton(swiglu_gemm_backward_kernel)[grid](grad, weight, gate_up, grad_gate_up, len(grad), **options)
+    return grad_gate_up
+
+
+def our_gemm_wins(x: Tensor) -> bool:
+    """Is a Triton GEMM with SwiGLU in its epilogue faster than the vendor's and an element-wise kernel?
+
+    Measured on an H100 for x [1024, 512] and [8192, 1024]: in exact float32, as three TF32 products, it is; in bfloat16
+    it takes 0.98 to 1.17 of their time forward and 1.05 to 1.10 backward, in TF32 1.02 and 1.8.
+    """
+    return INTERPRETED or dot_precision(x.dtype) == "tf32x3"
+
+
+class SwiGLUGEMM(torch.autograd.Function):
+    """x [..., D] -> down(silu(gate(x)) * up(x)) [..., D], from the weights as parameters and as the GEMMs take them."""
+
+    @staticmethod
+    def forward(
+        ctx, x: Tensor, gate_up: Tensor, down: Tensor, gate_up_low: Tensor, down_low: Tensor, direct: bool
+    ):  # fmt: skip
+        x = x.contiguous()
+        ctx.parameters, ctx.direct = (gate_up, down), direct
+        if our_gemm_wins(x):
+            gate_up, activation = swiglu_gemm_forward(x.flatten(0, -2), gate_up_low)
+        else:
+            activation = swiglu_forward(gate_up := F.linear(x.flatten(0, -2), gate_up_low))
+        ctx.save_for_backward(x, gate_up, activation, gate_up_low, down_low)
+        return F.linear(activation, down_low).view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        x, gate_up, activation, gate_up_low, down_low = ctx.saved_tensors
+        grad = grad.contiguous().flatten(0, -2)
+        grad_down = weight_gradient(ctx.parameters[1], grad, activation, ctx.direct)
+        if our_gemm_wins(x):
+            grad_gate_up = swiglu_gemm_backward(grad, down_low, gate_up)
+        else:
+            grad_gate_up = swiglu_backward(grad @ down_low, gate_up)
+        grad_weight = weight_gradient(ctx.parameters[0], grad_gate_up, x.flatten(0, -2), ctx.direct)
+        grad_x = (grad_gate_up @ gate_up_low).view_as(x)
+        BESIDE.finished(*ctx.parameters)
+        return grad_x, grad_weight, grad_down, None, None, None
+
+
+@triton.jit
+def adamw_kernel(
+    WEIGHTS, LOW, GRADS, AVERAGES, SQUARES, CORRECTIONS, SCALE, FOUND_INF, size, lr,
+    BETA1: tl.constexpr, BETA2: tl.constexpr, EPS: tl.constexpr, DECAY: tl.constexpr,
+    BLOCK: tl.constexpr, PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    if FOUND_INF is not None:  # of the gradient scaler: a step with one is left out
+        size = tl.where(tl.load(FOUND_INF) > 0, 0, size)
+    root_of_correction = tl.sqrt(tl.load(CORRECTIONS + 1)).to(tl.float32)
+    rate = lr / tl.load(CORRECTIONS).to(tl.float32)
+    for start in range(tl.program_id(0) * BLOCK, size, PROGRAMS * BLOCK):
+        at = tl.cast(start, tl.int64) + tl.arange(0, BLOCK)
+        inside = at < size
+        grad = tl.load(GRADS + at, mask=inside, other=0.0)
+        if SCALE is not None:
+            grad /= tl.load(SCALE)
+        average = tl.load(AVERAGES + at, mask=inside, other=0.0)
+        average += (1 - BETA1) * (grad - average)
+        square = tl.load(SQUARES + at, mask=inside, other=0.0)
+        square += (1 - BETA2) * (grad * grad - square)
+        weight = tl.load(WEIGHTS + at, mask=inside, other=0.0) * (1 - lr * DECAY)
+        weight -= rate * average / (tl.sqrt(square) / root_of_correction + EPS)
+        tl.store(AVERAGES + at, average, mask=inside)
+        tl.store(SQUARES + at, square, mask=inside)
+        tl.store(WEIGHTS + at, weight, mask=inside)
+        if LOW is not None:
+            tl.store(LOW + at, weight, mask=inside)
+
+
+@partial(operator, changes=("weights", "low", "averages", "squares"))
+def adamw(
+    weights: Tensor, low: Tensor | None, grads: Tensor, averages: Tensor, squares: Tensor, corrections: Tensor,
+    scale: Tensor | None, found_inf: Tensor | None, lr: float, beta1: float, beta2: float, eps: float, decay: float,
+) -> None:  # fmt: skip
+    """Update as many weights as there are gradients, and their moments; weights to `low` in its type, too.
+
+    corrections [2]: 1 - beta ** steps in float64. A scaler's `scale` divides gradients, its found_inf stops all.
+    """
+    options, size = blocks("adamw"), len(grads)
+    options["PROGRAMS"] = min(options["PROGRAMS"], triton.next_power_of_2(triton.cdiv(size, options["BLOCK"])))
+    wrap_triton(adamw_kernel)[(options["PROGRAMS"],)](
+        weights, low, grads, averages, squares, corrections, scale, found_inf, size, lr,
+        BETA1=beta1, BETA2=beta2, EPS=eps, DECAY=decay, **options,
+    )  # fmt: skip
+
+
+class FusedAdamW(torch.optim.Optimizer):
+    """AdamW (Loshchilov and Hutter 2019) with all parameters in one buffer, and one kernel that goes over it.
+
+    Weights, their copies in `dtype` for the GEMMs and moments are parts of buffers of the same order, so the kernel
+    needs no list of addresses; it is launched once for each of `groups`, which share a buffer of gradients. Gradients
+    are written anew in every step: there is nothing to clear.
+    """
+
+    _step_supports_amp_scaling = True  # GradScaler leaves it to the kernel to divide by its scale and to skip a step
+
+    def __init__(self, groups: Iterable[list[nn.Parameter]], lr: float, dtype: torch.dtype):
+        groups = list(groups)
+        parameters = [parameter for group in groups for parameter in group]
+        super().__init__(parameters, {"lr": lr, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01})
+        sizes = [triton.cdiv(p.numel(), 64) * 64 for p in parameters]  # each begins at a multiple of 128 bytes
+        begins, device = [0, *itertools.accumulate(sizes)], parameters[0].device
+        self.buffers = {name: torch.zeros(begins[-1], device=device) for name in ("weight", "exp_avg", "exp_avg_sq")}
+        if dtype != torch.float32:
+            self.buffers["low"] = torch.zeros(begins[-1], device=device, dtype=dtype)
+        self.steps = torch.zeros((), device=device)
+        self.betas = torch.tensor(self.defaults["betas"], device=device, dtype=torch.float64)
+        for parameter, begin in zip(parameters, begins, strict=False):
+            end = begin + parameter.numel()  # .data: or a change of one part would count as a change of all
+            views = {name: buffer[begin:end].view_as(parameter).data for name, buffer in self.buffers.items()}
+            parameter.data = views.pop("weight").copy_(parameter.detach())
+            if "low" in views:
+                parameter.low, parameter.low_version = views["low"], -1  # not written yet
+            self.state[parameter] = {"step": self.steps, **views}
+        ends = itertools.accumulate(map(len, groups))
+        self.rooms = [Room(g, begins[end - len(g) : end + 1]) for g, end in zip(groups, ends, strict=True)]
+        for room in self.rooms:
+            for parameter in room.parameters:
+                parameter.room = room
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Take the moments and the number of steps into the buffers."""
+        kept = {parameter: dict(values) for parameter, values in self.state.items()}
+        super().load_state_dict(state_dict)
+        for parameter, values in kept.items():
+            for name in ("step", "exp_avg", "exp_avg_sq"):
+                values[name].copy_(self.state[parameter][name])
+            self.state[parameter] = values
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Let go of the gradients."""
+        super().zero_grad(set_to_none)
+        for room in self.rooms if set_to_none else ():
+            room.buffer = None
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """Update all parameters; each must have a gradient.
+
+        In a graph that has work beside the chain each group is updated as soon as it can be.
+        """
+        main, skipped = torch.cuda.current_stream() if BESIDE.active else None, getattr(self, "found_inf", None)
+        for room in self.rooms:
+            for parameter in room.parameters:
+                if parameter.grad is None:
+                    raise RuntimeError("FusedAdamW: a parameter has no gradient")
+                if parameter.grad.data_ptr() != (part := room.part(parameter)).data_ptr():  # several GPUs, or added up
+                    part.copy_(parameter.grad)
+        with torch.cuda.stream(BESIDE.stream(1)) if main else contextlib.nullcontext():
+            if main:
+                BESIDE.stream(1).wait_event(BESIDE.begun if skipped is None else main.record_event())
+            self.steps += 1 if skipped is None else 1 - skipped
+            corrections = 1 - self.betas**self.steps
+            for room in reversed(self.rooms):
+                if main:
+                    for event in BESIDE.ready.pop(room, None) or (main.record_event(),):
+                        BESIDE.stream(1).wait_event(event)
+                self.update(room, corrections)
+        if main:
+            main.wait_stream(BESIDE.stream(1))
+
+    def update(self, room: Room, corrections: Tensor) -> None:
+        """Update these parameters."""
+        group, names = self.param_groups[0], ("weight", "low", "exp_avg", "exp_avg_sq")
+        weights, low, *moments = (self.buffers[n][room.begin :] if n in self.buffers else None for n in names)
+        scaler = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        settings = group["lr"], *group["betas"], group["eps"], group["weight_decay"]
+        adamw(weights, low, room.buffer, *moments, corrections, *scaler, *settings)
+
+
+# Inference with a transformer layer as one launch.
+#
+# One program per multiprocessor, so that all of them run at the same time, goes through the phases of the layer:
+#   1  norm, query, key and value projection, rotary embedding      x        -> qkv
+#   2  causal attention                                             qkv      -> attended
+#   3  output projection, residual addition                         attended -> summed
+#   4  norm, gate and up projection, SwiGLU                         summed   -> active
+#   5  down projection, residual addition                           active   -> out
+# In a phase the programs share out tiles of its result, and before the next they wait for each other. What a phase
+# leaves to the next is small enough to stay in the L2 cache.
+
+
+@triton.jit
+def grid_barrier(COUNTER, THREADS: tl.constexpr):
+    """Wait until every program of the grid has come here; what one has stored before it, all of them see after it.
+
+    A release publishes stores, an acquire drops what caches hold. On NVIDIA one of THREADS does it for the program; on
+    AMD, where no thread waits for the stores of other waves, all do. The counter only goes up: each multiple of what
+    the grid adds opens one barrier.
+    """
+    arrivals = tl.num_programs(0) * THREADS
+    counter = COUNTER + tl.zeros([THREADS], tl.int32)
+    tl.debug_barrier()  # every thread has stored
+    ticket = tl.max(tl.atomic_add(counter, 1, sem="release", scope="gpu"))
+    opens = (ticket // arrivals + 1) * arrivals
+    while tl.min(tl.atomic_add(counter, 0, sem="acquire", scope="gpu")) < opens:
+        pass
+    tl.debug_barrier()  # none loads before
+
+
+@triton.jit
+def load_tile(X, row, rows, column, COLUMNS: tl.constexpr, STRIDE: tl.constexpr):
+    inside = (row < rows)[:, None] & (column < COLUMNS)[None, :]
+    return tl.load(X + row.to(tl.int64)[:, None] * STRIDE + column[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def store_tile(X, tile, row, rows, column, COLUMNS: tl.constexpr, STRIDE: tl.constexpr):
+    inside = (row < rows)[:, None] & (column < COLUMNS)[None, :]
+    tl.store(X + row.to(tl.int64)[:, None] * STRIDE + column[None, :], tile, mask=inside)
+
+
+@triton.jit
+def norm_gemm(
+    X, NORM, WEIGHT, row, rows, feature, FEATURES: tl.constexpr, APART: tl.constexpr, C: tl.constexpr,
+    eps: tl.constexpr, PRECISION: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """norm(x) @ weight.T in these rows, for these features and for those APART from them.
+
+    A row's 1 / rms scales its products as well as its elements, so the one loop finds both.
+    """
+    squares = tl.zeros([row.shape[0], BLOCK_C], tl.float32)
+    first = tl.zeros([row.shape[0], feature.shape[0]], tl.float32)
+    second = tl.zeros([row.shape[0], feature.shape[0]], tl.float32)
+    for start in range(0, C, BLOCK_C):
+        channel = start + tl.arange(0, BLOCK_C)
+        x = load_tile(X, row, rows, channel, C, C).to(tl.float32)
+        squares += x * x
+        norm = tl.load(NORM + channel, mask=channel < C, other=0.0).to(tl.float32)
+        x = (x * norm[None, :]).to(WEIGHT.dtype.element_ty)
+        weight = load_tile(WEIGHT, feature, FEATURES, channel, C, C)
+        first = tl.dot(x, tl.trans(weight), first, input_precision=PRECISION)
+        weight = load_tile(WEIGHT, feature + APART, FEATURES, channel, C, C)
+        second = tl.dot(x, tl.trans(weight), second, input_precision=PRECISION)
+    rstd = 1 / tl.sqrt(tl.sum(squares, 1) / C + eps)[:, None]
+    return first * rstd, second * rstd
+
+
+@triton.jit
+def gemm_residual_tile(
+    A, WEIGHT, RESIDUAL, OUT, row, rows, column, C: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    out = tl.zeros([row.shape[0], column.shape[0]], tl.float32)
+    for start in range(0, C, BLOCK_C):
+        channel = start + tl.arange(0, BLOCK_C)
+        a = load_tile(A, row, rows, channel, C, C)
+        weight = load_tile(WEIGHT, column, COLUMNS, channel, C, C)
+        out = tl.dot(a, tl.trans(weight), out, input_precision=PRECISION)
+    out += load_tile(RESIDUAL, row, rows, column, COLUMNS, COLUMNS).to(tl.float32)
+    store_tile(OUT, out, row, rows, column, COLUMNS, COLUMNS)
+
+
+@triton.jit
+def attention_tile(
+    QKV, OUT, batch, head, first, seq, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    TOKEN: tl.constexpr = (H + 2 * K) * D  # elements of a token in QKV
+    channel, token, end = tl.arange(0, BLOCK_D), batch * seq + first + tl.arange(0, BLOCK_Q), (batch + 1) * seq
+    q = load_tile(QKV + head * D, token, end, channel, D, TOKEN)
+    KEYS = QKV + (H + head // (H // K)) * D
+    top = tl.full([BLOCK_Q], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_Q], tl.float32)
+    out = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
+    for start in range(0, tl.minimum(first + BLOCK_Q, seq), BLOCK_K):
+        key = batch * seq + start + tl.arange(0, BLOCK_K)
+        k = load_tile(KEYS, key, end, channel, D, TOKEN)
+        v = load_tile(KEYS + K * D, key, end, channel, D, TOKEN)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (D**-0.5 * LOG2E)
+        scores = tl.where(token[:, None] >= key[None, :], scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        p = tl.exp2(scores - new_top[:, None])
+        shrink = tl.exp2(top - new_top)
+        total = total * shrink + tl.sum(p, 1)
+        out = tl.dot(p.to(v.dtype), v, out * shrink[:, None], input_precision=PRECISION)
+        top = new_top
+    store_tile(OUT + head * D, out / total[:, None], token, end, channel, D, H * D)
+
+
+@triton.jit(do_not_specialize=["batches", "seq"])
+def transformer_block_kernel(
+    X, NORM_1, QKV_WEIGHT, O_WEIGHT, NORM_2, GATE_UP_WEIGHT, DOWN_WEIGHT, COS, SIN,
+    QKV, ATTENDED, ACTIVE, SUMMED, OUT, COUNTER, batches, seq, eps: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, INNER: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
+    THREADS: tl.constexpr, PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    C: tl.constexpr = H * D
+    HALF: tl.constexpr = D // 2
+    PACKED: tl.constexpr = (H + 2 * K) * D
+    rows = batches * seq
+    row_tiles = tl.cdiv(rows, BLOCK_M)
+    for PHASE in tl.static_range(FIRST, LAST + 1):
+        if PHASE > FIRST:
+            grid_barrier(COUNTER, THREADS)
+        if PHASE == 2:
+            tiles = tl.cdiv(seq, BLOCK_Q) * batches * H
+        else:
+            tiles = row_tiles * tl.cdiv(PACKED // 2 if PHASE == 1 else INNER if PHASE == 4 else C, BLOCK_N)
+        for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+            row = tile % row_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+            column = tile // row_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
+            if PHASE == 1:  # a column is a channel of the first half of a head, and its partner in the second half
+                feature = column // HALF * D + column % HALF
+                first, second = norm_gemm(
+                    X, NORM_1, QKV_WEIGHT, row, rows, feature, PACKED, HALF, C, eps, PRECISION, BLOCK_C
+                )
+                turns = (column // HALF < H + K)[None, :]  # a value head turns by no angle
+                cos = tl.where(turns, load_tile(COS, row % seq, seq, column % HALF, HALF, D).to(tl.float32), 1.0)
+                sin = tl.where(turns, load_tile(SIN, row % seq, seq, column % HALF, HALF, D).to(tl.float32), 0.0)
+                store_tile(QKV, first * cos - second * sin, row, rows, feature, PACKED, PACKED)
+                store_tile(QKV, second * cos + first * sin, row, rows, feature + HALF, PACKED, PACKED)
+            elif PHASE == 2:
+                start = (tiles - 1 - tile) // (batches * H) * BLOCK_Q  # those with the most keys start first
+                attention_tile(
+                    QKV, ATTENDED, tile // H % batches, tile % H, start, seq, H, K, D, BLOCK_D, PRECISION,
+                    BLOCK_Q, BLOCK_K,
+                )  # fmt: skip
+            elif PHASE == 3:
+                gemm_residual_tile(ATTENDED, O_WEIGHT, X, SUMMED, row, rows, column, C, C, PRECISION, BLOCK_C)
+            elif PHASE == 4:
+                gate, up = norm_gemm(
+                    SUMMED, NORM_2, GATE_UP_WEIGHT, row, rows, column, 2 * INNER, INNER, C, eps, PRECISION, BLOCK_C
+                )
+                store_tile(ACTIVE, gate * tl.sigmoid(gate) * up, row, rows, column, INNER, INNER)
+            else:
+                gemm_residual_tile(ACTIVE, DOWN_WEIGHT, SUMMED, OUT, row, rows, column, INNER, C, PRECISION, BLOCK_C)
+
+
+@operator
+def transformer_block(
+    x: Tensor, input_norm: Tensor, qkv: Tensor, o: Tensor, post_attention_norm: Tensor, gate_up: Tensor, down: Tensor,
+    cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int, eps: float, launches: int = 1,
+) -> Tensor:  # fmt: skip
+    """x [B, S, D] -> the residual stream after the layer with these weights. One launch, or 5: one for each phase."""
+    (batch, seq, width), (packed, inner), dtype = x.shape, (len(qkv), down.shape[1]), qkv.dtype
+    x, dim, chosen = x.contiguous(), width // num_heads, blocks("transformer_block", dtype)
+    if batch * seq > 256 and BACKEND == "cuda" and dtype != torch.float32:
+        chosen |= MANY_ROWS | OVERRIDES.get("transformer_block", {})
+    scratch = [x.new_empty(batch * seq, channels, dtype=dtype) for channels in (packed, width, inner)]
+    scratch.append(torch.empty_like(x, dtype=torch.float32))
+    out, counter = torch.empty_like(x), x.new_zeros(1, dtype=torch.int32)
+    # in the interpreter programs run one after the other, so in one launch there is one, which waits for no other
+    programs = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else launches
+    threads = 64 * chosen["num_warps"] if BACKEND == "hip" else 1
+    for first, last in [(1, 5)] if launches == 1 else [(phase, phase) for phase in range(1, 6)]:
+        wrap_triton(transformer_block_kernel)[(programs,)](
+            x, input_norm, qkv, o, post_attention_norm, gate_up, down, cos, sin, *scratch, out, counter,
+            batch, seq, eps, H=num_heads, K=num_kv_heads, D=dim, INNER=inner, FIRST=first, LAST=last, THREADS=threads,
+            PRECISION=dot_precision(dtype), BLOCK_D=max(16, triton.next_power_of_2(dim)), **chosen,
+        )  # fmt: skip
+    return out
+
+
+# --- model
+
+
+class RMSNorm(nn.Module):
+    """Root mean square norm, `x / rms(x) * weight` over the last dimension, computed in float32."""
+
+    def __init__(self, dim: int, eps: float, fusions: Fusions):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.eps = eps
+        self.fusions = fusions
+
+    def forward(self, x: Tensor, update: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """x and update [..., D] -> norm of their sum, in the type that the next GEMM takes, and their sum."""
+        if self.fusions.triton_rms_norm:
+            result = AddRMSNorm.apply(x, update, self.weight, self.eps, gemm_type(x))
+            return (result, x) if update is None else result
+        x = x if update is None else x + update
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype), x
+
+
+class Linear(nn.Linear):
+    """A projection without bias."""
+
+    def __init__(self, inputs: int, outputs: int, fusions: Fusions):
+        super().__init__(inputs, outputs, bias=False)
+        self.fusions = fusions
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., inputs] -> [..., outputs]."""
+        return linear(x, self.weight, self.fusions)
+
+
+class Embedding(nn.Embedding):
+    """Token embedding, whose weight the output projection has, too."""
+
+    def __init__(self, words: int, dim: int, fusions: Fusions):
+        super().__init__(words, dim)
+        self.fusions = fusions
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens [B, S] -> [B, S, D]."""
+        if self.fusions.tied_embedding and not torch.compiler.is_compiling():
+            return TiedEmbedding.apply(tokens, self.weight)
+        return super().forward(tokens)
+
+
+class RotaryEmbedding(nn.Module):
+    """Rotary position embedding in the rotate-half convention: channel i turns with channel i + head_dim / 2."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        half = config.hidden_dim // config.num_heads // 2
+        frequency = config.rope_theta ** (-torch.arange(half) / half)
+        angle = torch.outer(torch.arange(config.seq_len), frequency).repeat(1, 2)[:, None]  # [S, 1, head_dim]
+        self.register_buffer("cos", angle.cos(), persistent=False)
+        self.register_buffer("sin", angle.sin(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, S, heads, head_dim], rotated by its position along S."""
+        cos, sin = self.cos[: x.shape[1]].to(x.dtype), self.sin[: x.shape[1]].to(x.dtype)
+        first, second = x.chunk(2, dim=-1)
+        return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+def keep_separate_names(parent: nn.Module, fused: str, parts: dict[str, int]) -> None:
+    """Have state_dict list the rows of `parent.<fused>.weight` under the names of its parts, and load them from there.
+
+    `parts` maps the name of each projection to its output features, in the order of the rows.
+    """
+
+    def split(module: nn.Module, state: dict[str, Tensor], prefix: str, metadata: dict) -> None:
+        weights = state.pop(f"{prefix}{fused}.weight").split(list(parts.values()))
+        state.update({f"{prefix}{part}.weight": weight for part, weight in zip(parts, weights, strict=True)})
+
+    def merge(module: nn.Module, state: dict[str, Tensor], prefix: str, *unused) -> None:
+        names = [f"{prefix}{part}.weight" for part in parts]
+        if all(name in state for name in names):  # otherwise load_state_dict reports what is missing
+            state[f"{prefix}{fused}.weight"] = torch.cat([state.pop(name) for name in names])
+
+    parent.register_state_dict_post_hook(split)
+    parent.register_load_state_dict_pre_hook(merge)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with grouped key/value heads."""
+
+    def __init__(self, config: ModelConfig, fusions: Fusions):
+        super().__init__()
+        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
+        self.head_dim = config.hidden_dim // config.num_heads
+        kv_dim = self.num_kv_heads * self.head_dim
+        self.fusions = fusions
+        if fusions.qkv_fusion:
+            parts = {"q_proj": config.hidden_dim, "k_proj": kv_dim, "v_proj": kv_dim}
+            self.qkv_proj = Linear(config.hidden_dim, sum(parts.values()), fusions)
+            keep_separate_names(self, "qkv_proj", parts)
+        else:
+            self.q_proj = Linear(config.hidden_dim, config.hidden_dim, fusions)
+            self.k_proj = Linear(config.hidden_dim, kv_dim, fusions)
+            self.v_proj = Linear(config.hidden_dim, kv_dim, fusions)
+        self.o_proj = Linear(config.hidden_dim, config.hidden_dim, fusions)
+        self.rotary = RotaryEmbedding(config)
+        self.turns_back = fusions.rotary_fusion and fusions.triton_rotary and fusions.triton_attention
+        self.turns_back &= self.head_dim >= 16 and self.head_dim.bit_count() == 1  # else a block has channels beyond
+        if not (fusions.flash_attention or fusions.triton_attention):
+            mask = torch.full((config.seq_len, config.seq_len), -torch.inf).triu(1)  # 0 on and below the diagonal
+            self.register_buffer("causal_mask", mask, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, S, D] -> [B, S, D]."""
+        batch, seq, _ = x.shape
+        if self.fusions.triton_rotary:
+            if self.fusions.qkv_fusion:
+                qkv = self.qkv_proj(x)
+            else:
+                qkv = torch.cat((self.q_proj(x), self.k_proj(x), self.v_proj(x)), dim=-1)
+            qkv = qkv.view(batch, seq, -1, self.head_dim)
+            if self.turns_back:
+                out = CausalAttention.apply(qkv, self.num_heads, self.rotary.cos, self.rotary.sin)
+                return self.o_proj(out.flatten(2))
+            qkv = Rotary.apply(qkv, self.rotary.cos, self.rotary.sin, self.num_kv_heads)
+            q, k, v = qkv.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=2)
+        elif self.fusions.qkv_fusion:
+            qkv = self.qkv_proj(x).view(batch, seq, -1, self.head_dim)
+            qk, v = qkv.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=2)
+            q, k = self.rotary(qk).split([self.num_heads, self.num_kv_heads], dim=2)
+        else:
+            q = self.q_proj(x).view(batch, seq, self.num_heads, self.head_dim)
+            k = self.k_proj(x).view(batch, seq, self.num_kv_heads, self.head_dim)
+            v = self.v_proj(x).view(batch, seq, self.num_kv_heads, self.head_dim)
+            q, k = self.rotary(q), self.rotary(k)
+
+        if self.fusions.triton_attention:
+            qkv = qkv if self.fusions.triton_rotary else torch.cat((q, k, v), dim=2)
+            return self.o_proj(CausalAttention.apply(qkv, self.num_heads).flatten(2))
+        group = self.num_heads // self.num_kv_heads  # query heads that share a key/value head
+        q, k, v = (t.transpose(1, 2) for t in (q, k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)))
+        if self.fusions.flash_attention:
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            scores = q @ k.transpose(-2, -1) / math.sqrt(self.head_dim)  # [B, H, S, S]
+            scores = scores + self.causal_mask[:seq, :seq]
+            out = scores.softmax(-1, dtype=torch.float32).to(v.dtype) @ v
+        return self.o_proj(out.transpose(1, 2).reshape(batch, seq, -1))
+
+
+class SwiGLU(nn.Module):
+    """Gated MLP, `down(silu(gate(x)) * up(x))`."""
+
+    def __init__(self, config: ModelConfig, fusions: Fusions):
+        super().__init__()
+        self.fusions = fusions
+        if fusions.swiglu_fusion:
+            parts = {"gate_proj": config.intermediate_dim, "up_proj": config.intermediate_dim}
+            self.gate_up_proj = Linear(config.hidden_dim, sum(parts.values()), fusions)
+            keep_separate_names(self, "gate_up_proj", parts)
+        else:
+            self.gate_proj = Linear(config.hidden_dim, config.intermediate_dim, fusions)
+            self.up_proj = Linear(config.hidden_dim, config.intermediate_dim, fusions)
+        self.down_proj = Linear(config.intermediate_dim, config.hidden_dim, fusions)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, S, D] -> [B, S, D]."""
+        if self.fusions.swiglu_gemm and self.fusions.swiglu_fusion and not torch.compiler.is_compiling():
+            x, weights = x.to(gemm_type(x)), (self.gate_up_proj.weight, self.down_proj.weight)
+            low = (in_type(weight, x.dtype) for weight in weights)
+            return SwiGLUGEMM.apply(x, *weights, *low, self.fusions.direct_gradients)
+        if self.fusions.swiglu_fusion:
+            gate_up = self.gate_up_proj(x)
+            gate, up = gate_up.chunk(2, dim=-1)
+        else:
+            gate, up = self.gate_proj(x), self.up_proj(x)
+        if self.fusions.triton_swiglu:
+            gate_up = gate_up if self.fusions.swiglu_fusion else torch.cat((gate, up), dim=-1)
+            return self.down_proj(SwiGLUActivation.apply(gate_up))
+        return self.down_proj(F.silu(gate) * up)
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm attention and MLP, each added to the residual stream."""
+
+    def __init__(self, config: ModelConfig, fusions: Fusions):
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_dim, config.norm_eps, fusions)
+        self.self_attn = Attention(config, fusions)
+        self.post_attention_layernorm = RMSNorm(config.hidden_dim, config.norm_eps, fusions)
+        self.mlp = SwiGLU(config, fusions)
+
+    def forward(self, x: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Residual stream x and the update that is still to be added, both [B, S, D] -> the same after this layer."""
+        normed, x = self.input_layernorm(x, update)
+        normed, x = self.post_attention_layernorm(x, self.self_attn(normed))
+        return x, self.mlp(normed)
+
+
+class TinyLlama(nn.Module):
+    """Llama (Touvron et al. 2023) with tied input and output embedding; parameter names as in Hugging Face."""
+
+    TARGETS = ("labels",)
+
+    def __init__(self, config: ModelConfig, fusions: Fusions):
+        super().__init__()
+        self.config, self.fusions = config, fusions
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_dim, fusions)
+        self.layers = nn.ModuleList(DecoderLayer(config, fusions) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_dim, config.norm_eps, fusions)
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        """input_ids [B, S] -> logits [B, S, V]; with labels [B, S], the same tokens -> next-token cross-entropy."""
+        BESIDE.begin(self.fusions.overlap and torch.is_grad_enabled())
+        x, update = self.embed_tokens(input_ids), None
+        if BESIDE.active:
+            x.register_hook(BESIDE.join)
+        for layer in self.layers:
+            x, update = layer(x, update)
+        logits = linear(self.norm(x, update)[0], self.embed_tokens.weight, self.fusions)
+        if labels is None:
+            return logits
+        if self.fusions.triton_cross_entropy:
+            return NextTokenLoss.apply(logits, labels)
+        following = F.pad(labels[:, 1:], (0, 1), value=-100)  # -100 is ignored
+        return F.cross_entropy(logits.flatten(0, 1).float(), following.flatten())
+
+
+def build_model(args: argparse.Namespace, device: torch.device) -> nn.Module:
+    """The model of these arguments. The same seed gives the same weights in every version and fusion setting."""
+    fields = {name: getattr(args, name) for name in ModelConfig.__dataclass_fields__ if hasattr(args, name)}
+    fusions = Fusions(**{attribute: getattr(args, attribute) for _, attribute, _ in FUSIONS})
+    with device:
+        model = TinyLlama(ModelConfig(**fields), fusions)
+    if device.type != "meta":
+        generator = torch.Generator().manual_seed(args.seed)
+        state = model.state_dict()  # canonical names, so the order of the draws does not depend on what is fused
+        for name in sorted(state):
+            if "norm" not in name:
+                state[name] = torch.empty(state[name].shape).normal_(std=0.02, generator=generator)
+        model.load_state_dict(state)
+    return model
+
+
+def build_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW over all parameters: one kernel of ours, or a few launches of PyTorch's own."""
+    if args.fused_optimizer and not args.torch_compile:
+        weights = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
+        others = [p for p in model.parameters() if all(p is not weight for weight in weights)]  # small ones
+        dtype = getattr(torch, args.amp_dtype) if args.use_amp else torch.float32
+        return FusedAdamW([others, *([weight] for weight in weights)], args.learning_rate, dtype)
+    return AdamW(model.parameters(), args.learning_rate, fused=True, capturable=args.cuda_graph)
+
+
+# --- data
+
+
+class TextBatches:
+    """Random windows of a token stream kept in host memory: {"input_ids": [B, S], "labels": [B, S]}."""
+
+    def __init__(self, stream: Tensor, args: argparse.Namespace, device: torch.device, seed: int):
+        self.stream, self.seq_len, self.batch_size, self.device = stream, args.seq_len, args.batch_size, device
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def next_batch(self) -> dict[str, Tensor]:
+        starts = torch.randint(len(self.stream) - self.seq_len + 1, (self.batch_size, 1), generator=self.generator)
+        tokens = self.stream[starts + torch.arange(self.seq_len)].to(self.device)
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def markov_text(vocab_size: int, length: int, seed: int) -> Tensor:
+    """Synthetic text [length] from a fixed order-2 Markov chain.
+
+    The two previous tokens, each taken modulo 8, choose one of 64 contexts; a context has 16 possible successors with
+    probabilities 1/2, 1/4, 1/8, ... So the entropy of the next token is 1.39 nats, far below ln(vocab_size): a model
+    that has learnt nothing, only the frequencies, or the chain are three clearly different losses.
+    """
+    chain = np.random.default_rng(0)  # the language is the same for every seed; the seed chooses the text
+    successors = chain.integers(vocab_size, size=(64, 16))
+    rng = np.random.default_rng(seed)
+    streams = 256  # written side by side, because a chain can only be sampled one token after the other
+    steps = -(-length // streams)
+    choices = np.minimum(rng.geometric(0.5, size=(steps, streams)) - 1, 15)
+    text = np.empty((steps, streams), dtype=np.int64)
+    before, last = rng.integers(vocab_size, size=(2, streams))
+    for step in range(steps):
+        before, last = last, successors[before % 8 * 8 + last % 8, choices[step]]
+        text[step] = last
+    return torch.from_numpy(text.T.reshape(-1)[:length].copy())
+
+
+def read_text(path: Path, seq_len: int) -> Tensor:
+    """The bytes of a text file as tokens [length]."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        fail(f"--text-file {path}: {error.strerror}")
+    if b"\0" in content:
+        fail(f"--text-file {path}: this is a binary file; give a text file")
+    if len(content) < seq_len:
+        fail(f"--text-file {path}: {len(content)} bytes are fewer than --seq-len {seq_len}")
+    return torch.from_numpy(np.frombuffer(content, dtype=np.uint8).astype(np.int64))
+
+
+def make_batches(args: argparse.Namespace, device: torch.device, seed: int) -> TextBatches:
+    """The source of training batches: the bytes of --text-file, or synthetic text."""
+    if args.text_file:
+        stream = read_text(args.text_file, args.seq_len)
+    else:
+        stream = markov_text(args.vocab_size, length=max(1_000_000, 4 * args.seq_len), seed=seed)
+    return TextBatches(stream, args, device, seed)
+
+
+# --- harness
+# The same bytes in every tiny_*_v*.py: edit it in one script, then run `python tools/sync_harness.py THAT_SCRIPT.py`.
+# It knows the model as docstring, VERSION, FUSIONS, MODES, add_model_arguments (--batch-size), check_model_arguments,
+# build_model (.config, .TARGETS), build_optimizer and make_batches (.next_batch()); these use its at_least, fail, say.
+SCRIPT = Path(__file__).stem
+PHASES = ("data", "forward", "backward", "optimizer")
+GRAPH_PHASES = ("data", "graph")  # with --enable-cuda-graph
+OWN_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile that make graphs of their own
+NO_WORK = ("_unsafe_view", "empty", "new_empty", "_record_function")  # operators that move no data, besides views
+# torchrun sets these, one process per GPU; a plain run is the only one.
+RANK, LOCAL_RANK, WORLD_SIZE = (int(os.environ.get(n, n == "WORLD_SIZE")) for n in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+# Where a GPU profiler started this process, one of these is set: rocprofv3 (rocprof-compute uses it), nsys, ncu.
+PROFILER_SIGNS = ("ROCP_TOOL_LIBRARIES", "NSYS_PROFILING_SESSION_ID", "NV_NSIGHT_INJECTION_TRANSPORT_TYPE")
+REPORT = """\
+Average training speed: {timing[samples_per_sec]:.1f} samples/sec
+Average batch time: {timing[batch_ms]:.1f} ms (median {timing[batch_median_ms]:.1f}, p95 {timing[batch_p95_ms]:.1f})
+Average forward time: {timing[forward_ms]:.1f} ms
+Average backward time: {timing[backward_ms]:.1f} ms
+Average optimizer time: {timing[optimizer_ms]:.1f} ms
+Average graph time: {timing[graph_ms]:.1f} ms (forward, backward and optimizer are one graph, not separable)
+Warmup step time: {timing[warmup_first_step_ms]:.1f} ms (first step, includes compilation)
+Compilation overhead: {timing[compilation_overhead_ms]:.1f} ms
+Final loss: {loss[final]:.4f} (first step {loss[initial]:.4f})
+Peak memory usage: {memory[peak_mb]:.1f} MB
+Kernels per step: {kernels[per_step]}{all_off}{kernels[remark]}
+Kernel reduction: {kernels[reduction_percent]:.1f} %
+Host launches per step: {kernels[host_launches]}
+FLOPs per step: {flops[gflop]:.4g} GFLOP, achieved {flops[achieved_tflops]:.3g} TFLOP/s"""
+
+
+def say(kind: str, message: str) -> None:
+    """A line on stderr: an "error" of this process, or a "note", of which all processes together give one."""
+    if kind == "error" or (RANK == 0 and "TINY_LAUNCHED" not in os.environ):
+        print(f"{SCRIPT}.py: {kind}: {f'rank {RANK}: ' if RANK else ''}{message}", file=sys.stderr)
+
+
+def fail(message: str, status: int = 2) -> NoReturn:
+    """End with one line on stderr: something that the user can put right."""
+    say("error", message)
+    raise SystemExit(status)
+
+
+def progress(text: str = "") -> None:
+    """What happens now: on a terminal one line that is rewritten, and cleared at the end, elsewhere a line each."""
+    if sys.stdout.isatty():
+        print(f"\r{text[: shutil.get_terminal_size().columns - 1]}\033[K", end="", flush=True)
+    elif text:
+        print(text, flush=True)
+
+
+def at_least(low: int) -> Callable[[str], int]:
+    """argparse type: a whole number not below `low`, small enough for 32 bits."""
+
+    def whole_number(text: str) -> int:
+        if not low <= int(text) < 2**31:
+            raise argparse.ArgumentTypeError(f"must be {low} or more, not {text}")
+        return int(text)
+
+    return whole_number
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line: the model's own arguments and those that all versions share."""
+    description, _, examples = __doc__.partition("\nExamples:\n")
+    texts = {"description": description, "epilog": "examples:\n" + examples, "usage": argparse.SUPPRESS}
+    texts["formatter_class"] = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog=f"{SCRIPT}.py", **texts, allow_abbrev=False)
+    add_model_arguments(parser)
+    group = parser.add_argument_group("fusions", "Single flags win over all-fusion, whatever their order.")
+    for flag, attribute, text in (
+        ("all-fusion", "all_fusion", "every fusion of this version (the default), but not the last two"),
+        *FUSIONS,
+        ("torch-compile", "torch_compile", "compile the model with torch.compile"),
+        ("cuda-graph", "cuda_graph", "the whole step as one graph after the warm-up (one GPU; the default of V4)"),
+    ):
+        add = group.add_mutually_exclusive_group().add_argument
+        add(f"--enable-{flag}", dest=attribute, action="store_const", const=True, help=text)
+        add(f"--disable-{flag}", dest=attribute, action="store_const", const=False)
+    group.add_argument("--torch-compile-mode", choices=("default", *OWN_GRAPHS, "max-autotune-no-cudagraphs"))
+    add = parser.add_argument_group("training").add_argument
+    add("--num-steps", type=at_least(1), default=50, metavar="N", help="measured steps")
+    add("--warmup-steps", type=at_least(0), default=5, metavar="N", help="steps before those, not measured")
+    add("--learning-rate", type=float, default=3e-4, metavar="X", help="of AdamW")
+    add("--use-amp", action="store_true", help="automatic mixed precision")
+    add("--amp-dtype", choices=("bfloat16", "float16"), help="(default: bfloat16)")
+    add("--matmul-precision", choices=("highest", "high", "medium"), default="highest", help="of float32")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="AMD GPUs are 'cuda', too")
+    add("--num-gpus", type=at_least(1), metavar="N", help="sharing the batch (default: 1, or *_VISIBLE_DEVICES)")
+    add("--seed", type=at_least(0), default=42, metavar="N", help="of weights and data")
+    add("--deterministic", action="store_true", help="only algorithms that give the same bits every run")
+    add("--log-interval", type=at_least(1), default=10, metavar="N", help="steps between lines of progress")
+    add = parser.add_argument_group("profiling").add_argument
+    add("--enable-pytorch-profiler", action="store_true", help="operator tables and a trace of three steps")
+    add("--enable-memory-profiling", action="store_true", help="memory timeline of one step")
+    add("--enable-rocm-profiling", action="store_true", help="name phases and modules to a profiler around this run")
+    add("--under-profiler", action="store_true", help="launch nothing but the training steps")
+    add("--profile-dir", type=Path, default=f"pytorch_profiles_v{VERSION}", metavar="DIR", help="for results")
+    add = parser.add_argument_group("modes").add_mutually_exclusive_group().add_argument
+    add("--compare-fusion", action="store_true", help="all fusions off and as chosen in alternating turns; one table")
+    add("--verify-accuracy", action="store_true", help="same outputs and gradients as with everything off?")
+    for action in parser._actions:
+        if action.default not in (None, False, argparse.SUPPRESS):
+            action.help += " (default: %(default)s)"
+    return parser
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """Parse, fill in and check; what cannot work is one line on stderr and SystemExit with status 2 or 4."""
+    args = (parser := build_parser()).parse_args(argv)
+    vars(args).update({name: args.all_fusion is not False for _, name, _ in FUSIONS if getattr(args, name) is None})
+    check_model_arguments(args, parser)
+    gpu, found = args.device != "cpu" and torch.cuda.is_available(), torch.cuda.device_count()
+    named = [os.environ.get(f"{who}_VISIBLE_DEVICES") for who in ("ROCR", "HIP", "CUDA")]
+    named_gpus = min((len(text.split(",")) for text in named if text and gpu), default=1)
+    processes = WORLD_SIZE if "RANK" in os.environ else args.num_gpus or named_gpus
+    here = int(os.getenv("LOCAL_WORLD_SIZE", processes)) if gpu or args.num_gpus else 1  # on this host
+    mode, for_fusions = args.torch_compile_mode, not FUSIONS and (args.all_fusion or args.compare_fusion)
+    for wrong, status, message in (
+        (for_fusions, 2, f"--enable-all-fusion and --compare-fusion start with V2, {SCRIPT} has no fusions"),
+        (mode and not args.torch_compile, 2, f"--torch-compile-mode {mode} needs --enable-torch-compile"),
+        (args.amp_dtype and not args.use_amp, 2, f"--amp-dtype {args.amp_dtype} needs --use-amp"),
+        (not 0 < args.learning_rate < math.inf, 2, f"--learning-rate must be above 0, not {args.learning_rate}"),
+        (args.num_gpus not in (None, processes), 2, f"--num-gpus {args.num_gpus}, but torchrun started {processes}"),
+        (args.batch_size % processes, 2, f"--batch-size {args.batch_size} is not divisible by {processes} GPUs"),
+        (args.cuda_graph and processes > 1, 2, f"--enable-cuda-graph is for one GPU, not for {processes}"),
+        (args.cuda_graph and args.warmup_steps < 2, 2, "--enable-cuda-graph needs --warmup-steps 2 or more"),
+        (args.cuda_graph and mode in OWN_GRAPHS, 2, f"--enable-cuda-graph: mode {mode} makes graphs of its own"),
+        (args.cuda_graph and not gpu, 4, "--enable-cuda-graph: a graph needs a GPU, and this run has none"),
+        (args.device == "cuda" and not gpu, 4, "--device cuda: PyTorch finds no GPU here; use --device cpu or auto"),
+        (args.device != "cpu" and here > max(1, found), 4, f"{here} GPUs wanted, PyTorch finds {found}"),
+    ):
+        if wrong:
+            fail(message, status)
+    if args.cuda_graph is None:
+        args.cuda_graph = VERSION > 3 and gpu and processes == 1 < args.warmup_steps and mode not in OWN_GRAPHS
+    args.torch_compile = bool(args.torch_compile)
+    args.amp_dtype, args.num_gpus, args.device = args.amp_dtype or "bfloat16", processes, "cuda" if gpu else "cpu"
+    args.profile_dir = args.profile_dir / f"rank{RANK}" if RANK else args.profile_dir
+    signs = [n for n in PROFILER_SIGNS if n in os.environ] + re.findall("librocprof[^:]*", os.getenv("LD_PRELOAD", ""))
+    if signs and not args.under_profiler:
+        say("note", f"a GPU profiler started this run ({signs[0]}): --under-profiler is on")
+        args.under_profiler = True
+    if args.enable_rocm_profiling and not gpu:
+        say("note", "--enable-rocm-profiling: no GPU here, so nothing is marked")
+    return args
+
+
+def join_processes(args: argparse.Namespace) -> None:
+    """Meet the other processes that torchrun started. Only rank 0 prints; the others' files go to rankN/."""
+    if args.device == "cuda":
+        torch.cuda.set_device(LOCAL_RANK)
+    torch.distributed.init_process_group()  # NCCL (RCCL) for tensors on GPUs, gloo for those on the host
+    if RANK:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - stays open as long as the process
+
+
+def all_off(args: argparse.Namespace, **changes) -> argparse.Namespace:
+    """The same run with every fusion and torch.compile off, and these changes."""
+    off = {attribute: False for _, attribute, _ in FUSIONS}
+    return argparse.Namespace(**{**vars(args), **off, "torch_compile": False, "torch_compile_mode": None, **changes})
+
+
+def prepare(args: argparse.Namespace) -> torch.device:
+    """Make the settings that hold for the whole process, and return the device."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise the PyTorch profiler writes lines of its own on stderr
+    if args.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(args.deterministic)
+    torch.set_float32_matmul_precision(args.matmul_precision)
+    return torch.device("cuda", torch.cuda.current_device()) if args.device == "cuda" else torch.device("cpu")
+
+
+def environment(device: torch.device) -> dict:
+    """What the numbers were measured on."""
+    cpu = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    cpu = (re.findall(r"model name\s*: (.+)", cpu) or [platform.machine()])[0]
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu
+    triton = __import__("triton").__version__ if importlib.util.find_spec("triton") else None
+    found = {"device": device.type, "device_name": name, "cpu_threads": torch.get_num_threads(), "triton": triton}
+    versions = {"torch": torch.__version__, "hip": torch.version.hip, "cuda": torch.version.cuda}
+    return {**found, **versions, "python": platform.python_version()}
+
+
+def name_modules(model: nn.Module, named: Callable[[str], AbstractContextManager]) -> None:
+    """Have every module run its forward pass in a range of its name, for a profiler to show."""
+    for name, module in model.named_modules():
+        if name:
+            module.forward = named(name)(module.forward)  # a context manager is a decorator, too
+
+
+class Trainer:
+    """Model, optimizer and data, and the one training step that is measured, counted and profiled."""
+
+    def __init__(self, args: argparse.Namespace, device: torch.device):
+        self.args, self.device, self.gpu = args, device, device.type == "cuda"
+        self.autocast = partial(torch.autocast, device.type, getattr(torch, args.amp_dtype), enabled=args.use_amp)
+        self.synchronize = torch.cuda.synchronize if self.gpu else lambda: None
+        self.batches = make_batches(args, torch.device("cpu"), args.seed)
+        self.model = build_model(args, device)
+        self.optimizer = build_optimizer(args, self.model)
+        self.scaler = torch.amp.GradScaler(device.type, enabled=args.use_amp and args.amp_dtype == "float16")
+        self.forward = torch.compile(self.model, mode=args.torch_compile_mode) if args.torch_compile else self.model
+        if WORLD_SIZE > 1:  # buffers are constants, so they need no broadcast
+            warnings.filterwarnings("ignore", message=".*broadcast_buffers. is deprecated", category=FutureWarning)
+            self.forward = DistributedDataParallel(self.forward, broadcast_buffers=False, gradient_as_bucket_view=True)
+        self.inputs: dict[str, Tensor] = {}  # on a GPU, where every batch is copied to
+        self.graph, self.phases, self.marks = None, PHASES, []
+        self.named = torch.cuda.nvtx.range if args.enable_rocm_profiling and self.gpu else contextlib.nullcontext
+        if args.enable_rocm_profiling and self.gpu and not args.torch_compile:  # compiled, there are no modules left
+            name_modules(self.model, self.named)
+
+    def next_batch(self) -> dict[str, Tensor]:
+        """This process's share of the global batch, which is the same for any number of processes, on the device."""
+        share = self.args.batch_size // WORLD_SIZE
+        batch = {name: value[RANK * share :][:share] for name, value in self.batches.next_batch().items()}
+        if not self.gpu:
+            return batch
+        self.inputs = self.inputs or {n: torch.empty_like(t, device=self.device) for n, t in batch.items()}
+        for name, value in batch.items():
+            pinned = torch.empty_like(value, pin_memory=True).copy_(value)  # so that nobody waits for the copy
+            self.inputs[name].copy_(pinned, non_blocking=True)
+        return self.inputs
+
+    def step(self) -> Tensor:
+        """One training step; returns the loss of the global batch."""
+        with self.phase("data"):
+            batch = self.next_batch()
+        if not self.graph:
+            return self.compute(batch)
+        with self.phase("graph"):
+            self.graph.replay()
+        return self.loss
+
+    def compute(self, batch: dict[str, Tensor]) -> Tensor:
+        """The step on the device, which is what a graph captures."""
+        with self.phase("forward"), self.autocast():
+            if self.args.torch_compile:
+                torch.compiler.cudagraph_mark_step_begin()
+            loss = self.forward(**batch)
+        with self.phase("backward"):
+            self.scaler.scale(loss).backward()
+        with self.phase("optimizer"):
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.optimizer.zero_grad(set_to_none=True)
+            loss = loss.detach() / WORLD_SIZE if WORLD_SIZE > 1 else loss.detach()
+            if WORLD_SIZE > 1:
+                torch.distributed.all_reduce(loss)
+        return loss
+
+    def capture(self) -> None:
+        """Capture the step as a graph, without running it; from now on it is replayed. A step must have run before."""
+        first = torch.cuda.Stream(priority=-1)  # before what a script puts on other streams
+        with torch.cuda.graph(graph := torch.cuda.CUDAGraph(), stream=first):
+            self.loss = self.compute(self.inputs)
+        self.graph, self.phases = graph, GRAPH_PHASES
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Runs a phase of the step: a range of this name for a profiler, and a mark at its end for the clock."""
+        with self.named(name):
+            yield
+        self.mark()
+
+    def mark(self) -> None:
+        """Note this moment: an event in the stream, or on a CPU a clock reading."""
+        event = torch.cuda.Event(enable_timing=True) if self.gpu else None
+        self.marks.append(torch.cuda.current_stream().record_event(event) if self.gpu else time.perf_counter())
+
+    def profile(self, steps: int = 1, **options) -> torch.profiler.profile:
+        """Run training steps under the PyTorch profiler."""
+        with torch.profiler.profile(acc_events=True, **options) as profile:
+            if WORLD_SIZE > 1:  # otherwise the first step contains waiting for the process whose profiler starts last
+                torch.distributed.all_reduce(torch.zeros(1))  # on the host, without a kernel on the device
+            self.named = torch.profiler.record_function
+            for _ in range(steps):
+                self.step()
+            self.synchronize()
+        return profile
+
+    def trace(self, profile: torch.profiler.profile) -> dict:
+        """What the profiler writes as a Chrome trace, for a moment into the folder of the results."""
+        with tempfile.TemporaryDirectory(dir=self.args.profile_dir) as folder:
+            path = Path(folder) / "trace.json"
+            profile.export_chrome_trace(str(path))
+            return json.loads(path.read_text())
+
+
+class OperatorCounter(TorchDispatchMode):
+    """Counts the ATen operators that are dispatched inside, without those that move no data."""
+
+    calls = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.calls += not (function.is_view or function.overloadpacket.__name__.startswith(NO_WORK))
+        return function(*args, **(kwargs or {}))
+
+
+def count_kernels(trainer: Trainer) -> dict:
+    """Kernels that the device runs in one training step; on a CPU operators. Nothing where neither can be seen."""
+    if not trainer.gpu:  # of two samples: with a single one some copies are views, which would be another count
+        pair = Trainer(argparse.Namespace(**{**vars(trainer.args), "batch_size": 2 * WORLD_SIZE}), trainer.device)
+        pair.step()
+        batch = pair.next_batch()
+        with OperatorCounter() as counter:
+            pair.compute(batch)
+        return {"unit": "operator calls", "per_step": counter.calls, "remark": "; operator calls, counted on a CPU"}
+    trainer.step()  # the first one does more
+    events = trainer.trace(trainer.profile())["traceEvents"]
+    kernels = sum(e.get("cat") == "kernel" for e in events)  # a profiler that may not run sees none
+    launches = sum(e.get("cat") in ("cuda_runtime", "cuda_driver") and "Launch" in e["name"] for e in events)
+    return {"unit": "kernels", "remark": "", "per_step": kernels, "host_launches": launches} if kernels else {}
+
+
+def memory_of_a_step(trainer: Trainer) -> float:
+    """High-water mark of tensor memory in bytes; with --enable-memory-profiling its course is written, too."""
+    gc.collect()  # what is freed in the step was allocated in it
+    events = trainer.trace(trainer.profile(profile_memory=True))["traceEvents"]
+    kept = (*trainer.model.parameters(), *trainer.model.buffers(), *trainer.inputs.values())  # between two steps
+    used = sum(t.nbytes for t in kept) + sum(t.nbytes for e in trainer.optimizer.state.values() for t in e.values())
+    changes = (e for e in events if e["name"] == "[memory]" and e["args"]["Device Type"] == int(trainer.gpu))
+    changes = sorted(changes, key=lambda e: e["ts"])
+    course = [(e["ts"] - changes[0]["ts"], used := used + e["args"]["Bytes"]) for e in changes]
+    if trainer.args.enable_memory_profiling:
+        rows = [f"{time:.3f},{used:.0f}\n" for time, used in course]
+        (trainer.args.profile_dir / f"{SCRIPT}_memory_timeline.csv").write_text("time_us,bytes\n" + "".join(rows))
+    return max((used for _, used in course), default=used)  # a graph allocates nothing
+
+
+def gpu_memory(statistic: Callable[[], int]) -> int:
+    """Bytes by this statistic, with all of the private pools that graphs keep, which nobody else can use."""
+    pools = [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) != (0, 0)]
+    return statistic() + sum(s["total_size"] - s["allocated_size"] for s in pools)
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Is it, or did it follow from that? The end of a capture raises an error of its own."""
+    here = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
+    return here or (error is not None and is_out_of_memory(error.__context__))
+
+
+@contextlib.contextmanager
+def recorded_region(active: bool) -> Iterator[None]:
+    """Have an attached profiler record only what runs inside (cudaProfilerStart; under ROCm also ROCTx resume)."""
+    with torch.cuda.profiler.profile() if active else contextlib.nullcontext(), contextlib.ExitStack() as at_end:
+        if active and torch.version.hip:
+            try:
+                roctx = ctypes.CDLL("librocprofiler-sdk-roctx.so")
+            except OSError as error:
+                fail(f"--enable-rocm-profiling needs ROCm's rocprofiler-sdk-roctx: {error}", status=4)
+            roctx.roctxProfilerResume(0)
+            at_end.callback(roctx.roctxProfilerPause, 0)
+        yield
+
+
+def write_profile(trainer: Trainer, directory: Path) -> None:
+    """Operator tables as text, and a trace for ui.perfetto.dev and chrome://tracing."""
+    if not trainer.args.torch_compile:
+        name_modules(trainer.model, torch.profiler.record_function)
+    profile = trainer.profile(steps := 3, record_shapes=True)
+    averages = profile.key_averages()
+    for clock in ("cpu", "device") if trainer.gpu else ("cpu",):
+        total = sum(getattr(entry, f"self_{clock}_time_total") for entry in averages) / 1e3
+        table = averages.table(sort_by=f"self_{clock}_time_total", row_limit=40)
+        title = f"Self {'CPU' if clock == 'cpu' else 'device'} total: {total:.3f} ms in {steps} steps"
+        (directory / f"{SCRIPT}_operators_by_{clock}_time.txt").write_text(f"{title}\n\n{table}\n")
+    (directory / f"{SCRIPT}_trace.json.gz").write_bytes(gzip.compress(json.dumps(trainer.trace(profile)).encode()))
+
+
+class Run:
+    """One run: its arguments, its trainer with a clock, and `result`, its record, which is filled in as it goes."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.args, self.device = args, prepare(args)
+        settings = ["batch_size", "num_steps", "warmup_steps", "learning_rate", "seed", "deterministic", "use_amp"]
+        settings += ["amp_dtype", "matmul_precision", "torch_compile", "torch_compile_mode", "cuda_graph"]
+        self.curve: list[float] = []
+        self.result = {
+            **{"schema_version": 1, "script": SCRIPT},
+            **{"status": "failed", "exit_status": 1, "error": "it did not finish"},
+            "fusions": {attribute: getattr(args, attribute) for _, attribute, _ in FUSIONS},
+            "training": {**{name: getattr(args, name) for name in settings}, "processes": WORLD_SIZE},
+            "environment": environment(self.device),
+            **{group: {} for group in ("config", "timing", "memory", "kernels", "flops")},
+            "loss": {"warmup_steps": args.warmup_steps, "curve": self.curve},
+        }
+
+    def write(self) -> None:
+        """Write or replace <profile-dir>/<script>_summary.json; a reader never sees half a file."""
+        path = self.args.profile_dir / f"{SCRIPT}_summary.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.with_suffix(".tmp").write_text(json.dumps(self.result, indent=1) + "\n")
+        path.with_suffix(".tmp").replace(path)
+
+    def start(self) -> None:
+        """Build what trains, say what it is, and take the warm-up steps; the last one replays the graph."""
+        self.trainer, args, result = Trainer(self.args, self.device), self.args, self.result
+        result["config"] = asdict(self.trainer.model.config)
+        result["parameters"] = sum(p.numel() for p in self.trainer.model.parameters())
+        where = result["environment"]["device_name"] + (f" x {WORLD_SIZE}" if WORLD_SIZE > 1 else "")
+        sizes = [f"{name} {value}" for name, value in result["config"].items() if isinstance(value, int)]
+        precision = args.amp_dtype if args.use_amp else f"float32 (matmul precision {args.matmul_precision})"
+        on = [n for n in (*result["fusions"], "torch_compile", "cuda_graph") if getattr(args, n)] or ["nothing fused"]
+        progress()
+        print(f"{SCRIPT} on {where}: {result['parameters']:,} parameters, batch_size {args.batch_size},", end=" ")
+        print(f"{', '.join(sizes)}; {precision}; {', '.join(on).replace('_', '-')}", flush=True)
+        if args.torch_compile:
+            progress("compiling in the first step; this can take minutes")
+        self.plan(args.warmup_steps - args.cuda_graph, "warm-up step")
+        self.take(self.goal)
+        if self.rows:
+            result["timing"] = {"warmup_first_step_ms": sum(self.rows[0]), "warmup_ms": 1e3 * self.wall}
+        if args.cuda_graph:
+            self.trainer.capture()
+            self.plan(1, "first replay of the graph")
+            self.take(1)
+        self.plan(args.num_steps, "step")
+
+    def plan(self, steps: int, label: str) -> None:
+        """Begin to count: so many steps are to be taken, in one turn or several."""
+        self.goal, self.label, self.before, self.taken = steps, label, len(self.curve), 0
+        self.losses = torch.full((steps,), -math.inf, pin_memory=self.trainer.gpu)  # -inf: not arrived yet
+        self.rows, self.turns = [], []  # milliseconds: of each step a list of its phases; per step in each turn
+        self.wall, self.peak, self.shown = 0.0, 0, 0.0  # seconds in all turns, bytes, when progress was shown
+        self.started = self.began = time.perf_counter()  # the first turn, this turn
+
+    def take(self, steps: int) -> None:
+        """A turn of that many steps, with the device idle before the first and after the last."""
+        trainer, count = self.trainer, len(self.trainer.phases)
+        if trainer.gpu:
+            torch.cuda.reset_peak_memory_stats()
+        trainer.synchronize()
+        trainer.marks, self.began = [], time.perf_counter()
+        trainer.mark()
+        try:
+            for _ in range(steps):
+                self.losses[self.taken].copy_(trainer.step(), non_blocking=True)
+                self.taken += 1
+                self.look()
+        finally:  # after Ctrl-C, too: the steps until then count
+            trainer.synchronize()
+            seconds, pairs = time.perf_counter() - self.began, itertools.pairwise(trainer.marks)
+            gaps = [a.elapsed_time(b) if trainer.gpu else 1e3 * (b - a) for a, b in pairs]
+            self.rows += [gaps[i : i + count] for i in range(0, len(gaps) - count + 1, count)]
+            self.peak = max(self.peak, gpu_memory(torch.cuda.max_memory_allocated) if trainer.gpu else 0)
+            self.look()
+            self.turns.append(1e3 * seconds / max(1, steps))
+            self.wall += seconds
+
+    def look(self) -> None:
+        """Keep the losses that have arrived; show one every --log-interval steps, on a terminal ten times a second."""
+        args, done = self.args, len(self.curve) - self.before
+        while done < self.taken and (loss := float(self.losses[done])) != -math.inf:
+            done, now = done + 1, time.perf_counter()
+            if not math.isfinite(loss):
+                raise FloatingPointError(f"the loss became {loss} at {self.label} {done}; lower --learning-rate")
+            self.curve.append(loss)
+            due = now > self.shown + 0.1 if sys.stdout.isatty() else done % args.log_interval == 0
+            if due or done == self.goal:
+                speed = args.batch_size * done / (self.wall + now - self.began)
+                left, self.shown = (now - self.started) / done * (self.goal - done), now
+                progress(f"{self.label} {done}/{self.goal}  loss {loss:.4f}  {speed:.1f} samples/s  {left:.0f} s left")
+
+    def timing(self) -> dict:
+        """Speed, mean times of the finished steps, and time per step in each turn."""
+        if not (steps := len(self.curve) - self.before):
+            return {}
+        totals = (phases := np.array(self.rows[:steps])).sum(1)
+        wall = self.wall if steps == self.goal else float(totals.sum()) / 1e3  # if it was cut short
+        return {
+            **{"steps": steps, "wall_s": wall, "samples_per_sec": self.args.batch_size * steps / wall},
+            "batch_ms": 1e3 * wall / steps,
+            "batch_median_ms": float(np.median(totals)),
+            "batch_p95_ms": float(np.quantile(totals, 0.95, method="higher")),
+            **{f"{name}_ms": float(ms) for name, ms in zip(self.trainer.phases, phases.mean(0), strict=True)},
+            "turns_ms": self.turns,
+        }
+
+    def count(self) -> None:
+        """Extra steps that count what the measured ones did, and those that the profiling flags ask for."""
+        trainer, args, result = self.trainer, self.args, self.result
+        progress("counting kernels, memory and operations")
+        if trainer.gpu or not args.torch_compile:  # a loop that was compiled for a CPU is no operator
+            result["kernels"] = count_kernels(trainer)
+        if args.enable_memory_profiling or not trainer.gpu:
+            result["memory"] = {"peak_mb": memory_of_a_step(trainer) / 1e6} | result["memory"]  # on a GPU it is known
+        if args.enable_pytorch_profiler:
+            write_profile(trainer, args.profile_dir)
+        model = build_model(all_off(args), torch.device("meta"))  # of the unfused model, which is not run
+        with FlopCounterMode(display=False) as counter:
+            model(**{name: value.to("meta") for name, value in trainer.batches.next_batch().items()}).backward()
+        flops, seconds = counter.get_total_flops(), result["timing"]["batch_ms"] / 1e3
+        result["flops"] = {"per_step": flops, "gflop": flops / 1e9, "achieved_tflops": flops / seconds / 1e12}
+
+
+def measure(runs: list[Run]) -> None:
+    """Warm up each run, then take the measured steps of all in up to ten alternating turns, then count."""
+    at_rest, args, gpu = [], runs[-1].args, runs[-1].device.type == "cuda"
+    if len(runs) > 1:  # cuBLAS keeps workspaces from its first product on, which belong to neither run
+        nn.Linear(8, 8, device=args.device)(torch.ones(8, 8, device=args.device)).sum().backward()
+    for run in runs:
+        before = gpu_memory(torch.cuda.memory_allocated) if gpu else 0
+        run.start()
+        at_rest.append(gpu_memory(torch.cuda.memory_allocated) - before if gpu else 0)
+    turns = min(10, args.num_steps) if len(runs) > 1 else 1
+    try:
+        with recorded_region(args.enable_rocm_profiling and gpu):
+            for turn in range(turns):
+                for run in runs if turn % 2 == 0 else reversed(runs):
+                    run.take(args.num_steps * (turn + 1) // turns - args.num_steps * turn // turns)
+    finally:
+        for run, own in zip(runs, at_rest, strict=True):
+            run.result["timing"] |= run.timing()
+            if gpu:  # without what the other run keeps between its turns
+                run.result["memory"] = {"peak_mb": (run.peak - sum(at_rest) + own) / 1e6}
+    timing, warmup_steps = runs[-1].result["timing"], args.warmup_steps - args.cuda_graph
+    if args.torch_compile and warmup_steps:
+        timing["compilation_overhead_ms"] = timing["warmup_ms"] - warmup_steps * timing["batch_ms"]
+    for run in runs if not args.under_profiler else ():
+        run.count()
+        del run.trainer  # its memory is wanted for the model with everything off
+    for run in runs if WORLD_SIZE > 1 else ():
+        peak = torch.tensor(run.result["memory"].get("peak_mb", 0.0))
+        torch.distributed.all_reduce(peak, torch.distributed.ReduceOp.MAX)
+        run.result["memory"] = {"peak_mb": peak.item()} if peak else {}
+    kernels = runs[-1].result["kernels"]
+    if kernels and args != all_off(args):
+        kernels["all_off"] = runs[0].result["kernels"]["per_step"] if len(runs) > 1 else count_all_off(args, run.device)
+        if kernels["all_off"]:
+            kernels["reduction_percent"] = 100 * (1 - kernels["per_step"] / kernels["all_off"])
+
+
+def count_all_off(args: argparse.Namespace, device: torch.device) -> int | None:
+    """Kernels per step with everything off, on the same shapes; None where that does not fit into memory."""
+    progress("counting kernels with all fusions off")
+    torch.compiler.reset()  # lets go of the graphs that torch.compile made
+    gc.collect()
+    try:
+        return count_kernels(Trainer(all_off(args), device))["per_step"]
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+
+
+def explain(error: BaseException, directory: Path) -> tuple[int, str]:
+    """Exit status and line of an error that the user can do something about; any other one is raised again."""
+    message = (str(error).strip() or type(error).__name__).splitlines()[0]
+    if isinstance(error, KeyboardInterrupt):
+        return 130, "interrupted"
+    if is_out_of_memory(error):
+        return 3, f"out of memory: lower --batch-size or --seq-len ({message})"
+    if isinstance(error, FloatingPointError) or type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+        return 1, message
+    if isinstance(error, (OSError, json.JSONDecodeError)) and not isinstance(error, BrokenPipeError):
+        return 2, f"--profile-dir {directory}: cannot write there, is there space left? ({message})"
+    raise error
+
+
+def train_all(runs: list[Run]) -> None:
+    """Train all, in alternating turns. However that ends, each result is in <profile-dir>/<script>_summary.json."""
+    status, message = 1, "it did not finish"
+    try:
+        if RANK:
+            torch.distributed.barrier()  # rank 0 has left its record before another one can fail
+        for run in runs:
+            run.write()  # what a run leaves that is killed
+        if WORLD_SIZE > 1 and not RANK:
+            torch.distributed.barrier()
+        measure(runs)
+        status, message = 0, None
+    except (Exception, KeyboardInterrupt) as error:
+        message = str(error)
+        status, message = explain(error, runs[-1].args.profile_dir)
+    finally:
+        for run in runs:
+            run.result |= {"exit_status": status, "error": message, "status": {0: "ok", 3: "oom"}.get(status, "failed")}
+            run.result["loss"] |= {"initial": run.curve[0], "final": run.curve[-1]} if run.curve else {}
+            try:
+                run.write()
+            except OSError as error:
+                code, text = explain(error, run.args.profile_dir)
+                run.result |= {"exit_status": code, "error": text, "status": "failed"}
+
+
+def train(args: argparse.Namespace) -> dict:
+    """Train, measure and count; the result is also in <profile-dir>/<script>_summary.json."""
+    train_all([run := Run(args)])
+    return run.result
+
+
+def report(result: dict) -> str:
+    """The lines of REPORT whose values were measured."""
+    kernels, text = result["kernels"], ""
+    off = f" (all fusions off: {kernels['all_off'] or 'out of memory'})" if "all_off" in kernels else ""
+    for line in REPORT.splitlines():
+        with contextlib.suppress(KeyError):
+            text += line.format_map({**result, "all_off": off}) + "\n"
+    return text
+
+
+def finish(results: dict[str, dict]) -> int:
+    """Print the reports under their titles, and each error once; returns the exit status."""
+    progress()
+    for title, result in results.items():
+        print(title + report(result), end="", flush=True)
+    for message in dict.fromkeys(result["error"] for result in results.values() if result["error"]):
+        say("error", message)
+    return max(result["exit_status"] for result in results.values())
+
+
+def compare_fusion(args: argparse.Namespace) -> int:
+    """Everything off and as chosen, in turns; the result of the first goes to <profile-dir>/baseline."""
+    sides = [all_off(args, profile_dir=args.profile_dir / "baseline"), args]
+    train_all(runs := [Run(side) for side in sides])
+    before, after = (run.result for run in runs)
+    if before["status"] == "oom":
+        print("Both do not fit into memory side by side: each is measured alone, so there are no ratios.")
+        runs.clear()
+        before, after = (train(side) for side in sides)
+    elif before["status"] == "ok":
+        ratios = sorted(off / on for off, on in zip(runs[0].turns, runs[1].turns, strict=True))
+        progress()
+        print(f"\n{'':24}{'all off':>12}{'as chosen':>12}{'ratio':>9}")
+        for label, group, key, form in (
+            ("batch time, ms", "timing", "turns_ms", "12.2f"),
+            ("peak memory, MB", "memory", "peak_mb", "12.1f"),
+            (f"{after['kernels'].get('unit', 'kernels')} per step", "kernels", "per_step", "12.0f"),
+            ("final loss", "loss", "final", "12.4f"),
+        ):
+            if key in before[group] and key in after[group]:
+                off, on = np.median(before[group][key]), np.median(after[group][key])
+                ratio = np.median(ratios) if key == "turns_ms" else off / on
+                print(f"{label:24}{off:{form}}{on:{form}}" + (f"{ratio:8.2f}x" if key != "final" else ""))
+        few, mixed = len(ratios) < 5, ratios[0] <= 1 <= ratios[-1]
+        verdict = "too few turns to tell" if few else "no difference seen" if mixed else "all turns agree"
+        print(f"Batch time ratio in {len(ratios)} turns: {ratios[0]:.2f}x to {ratios[-1]:.2f}x ({verdict})")
+    return finish({"\nall off:\n": before, "\nas chosen:\n": after})
+
+
+def verify_accuracy(args: argparse.Namespace) -> int:
+    """Outputs, loss and gradients of the initial weights against those in float32 with everything off."""
+    device, precise, found = prepare(args), not args.use_amp and args.matmul_precision == "highest", []
+    for side in (all_off(args, use_amp=False, matmul_precision="highest"), args):
+        torch.set_float32_matmul_precision(side.matmul_precision)
+        trainer = Trainer(side, device)
+        batch = trainer.next_batch()
+        with torch.no_grad(), trainer.autocast():
+            outputs = trainer.forward(**{n: t for n, t in batch.items() if n not in trainer.model.TARGETS})
+        values = dict(outputs) if isinstance(outputs, dict) else {"outputs": outputs}
+        with trainer.autocast():  # anew: PyTorch 2.6 would reuse the weights that it cast without gradients
+            values["loss"] = trainer.forward(**batch)
+        values["loss"].backward()
+        for parameter in trainer.model.parameters():
+            parameter.data = parameter.grad  # state_dict then gives gradients, split where weights are fused
+        values |= {f"gradient of {name}": gradient for name, gradient in trainer.model.state_dict().items()}
+        found.append({name: value.detach().double() for name, value in values.items()})
+    expected, values = found
+    limit, gradients = 1e-4 if precise else 1e-1, [name for name in expected if name.startswith("gradient of ")]
+    # Rounding alone changes small gradients by their size, so they are compared with all gradients together.
+    floor = (1e-3 if precise else 1.0) * math.sqrt(sum(float(expected[name].square().sum()) for name in gradients))
+    norms = {name: max(float(e.norm()), floor if name in gradients else 1e-300) for name, e in expected.items()}
+    errors = {name: float((values[name] - e).norm()) / norms[name] for name, e in expected.items()}
+    worst = max(gradients, key=lambda name: np.nan_to_num(errors[name], nan=math.inf))
+    for name in [name for name in errors if name not in gradients or name == worst]:
+        label = f" (the worst of {len(gradients)})" if name == worst else ""
+        print(f"{name}{label}: relative error {errors[name]:.2e}, limit {limit:.0e}")
+    passed = all(error <= limit for error in errors.values())  # a NaN fails
+    print(f"Accuracy check: {'PASS' if passed else 'FAIL'}")
+    return 0 if passed else 1
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit status. For several GPUs this process becomes torchrun."""
+    args = parse_args(argv)
+    if args.num_gpus > 1 and "RANK" not in os.environ:
+        os.environ["TINY_LAUNCHED"] = "1"
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // args.num_gpus)))
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.num_gpus}", __file__]
+        os.execv(sys.executable, [sys.executable, *torchrun, *(sys.argv[1:] if argv is None else argv)])
+    if WORLD_SIZE > 1:
+        join_processes(args)
+    modes = [name for name in ("compare_fusion", "verify_accuracy", *MODES) if getattr(args, name)]
+    try:
+        status = globals()[modes[0]](args) if modes else finish({"": train(args)})
+        sys.stdout.flush()
+    except (KeyboardInterrupt, RuntimeError, MemoryError) as error:
+        status, message = explain(error, args.profile_dir)
+        say("error", message)
+    except BrokenPipeError:  # `... | head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 1
+    if WORLD_SIZE > 1:
+        if status:  # a tidy end could wait for a process that is gone
+            os._exit(status)
+        gc.collect()  # what still refers to the process group would keep its threads running into the exit
+        torch.distributed.destroy_process_group()
+    return status
+
+
+# --- end of harness
+
+
+def benchmark(args: argparse.Namespace) -> int:
+    """Inference: the first layer as one launch and in other ways, whether they agree, and on a GPU what each takes.
+
+    The result is also in <profile-dir>/tiny_llama_v4_benchmark.json.
+    """
+    device, dtype = prepare(args), getattr(torch, args.amp_dtype) if args.use_amp else torch.float32
+    x = torch.randn(args.batch_size, args.seq_len, args.hidden_dim, generator=torch.Generator().manual_seed(args.seed))
+    x = x.to(device)
+    packed = {"qkv_fusion": True, "swiglu_fusion": True}
+    layers = {}
+    for name, side in (("packed", {}), ("library", {"flash_attention": True})):
+        model = build_model(
+            all_off(args, **packed, **side) if side else argparse.Namespace(**vars(args) | packed), device
+        )
+        layers[name] = model.layers[0].requires_grad_(False)
+        for module in layers[name].modules():
+            if isinstance(module, nn.Linear):  # in training the optimizer or autocast does that
+                module.weight.data = module.weight.data.to(dtype)
+    ours = layers["packed"]
+    weights = (ours.input_layernorm.weight, ours.self_attn.qkv_proj.weight, ours.self_attn.o_proj.weight)
+    weights += (ours.post_attention_layernorm.weight, ours.mlp.gate_up_proj.weight, ours.mlp.down_proj.weight)
+    rotary, sizes = ours.self_attn.rotary, (args.num_heads, args.num_kv_heads, ModelConfig.norm_eps)
+
+    def in_launches(launches: int) -> Tensor:
+        return transformer_block(x, *weights, rotary.cos, rotary.sin, *sizes, launches)
+
+    def whole(layer: Callable) -> Tensor:
+        with torch.autocast(device.type, dtype, enabled=args.use_amp):
+            return torch.add(*layer(x, None))
+
+    sides = {"one launch": partial(in_launches, 1), "five launches": partial(in_launches, 5)}
+    sides |= {"kernels of training": partial(whole, ours)}
+    if device.type == "cuda":
+        sides["torch.compile"] = torch.compile(partial(whole, layers["library"]))
+    with torch.no_grad():
+        right = whole(layers["library"]) - x
+        errors = {name: float((side() - x - right).norm() / right.norm()) for name, side in sides.items()}
+        times = in_turns(sides) if device.type == "cuda" else {}
+    print(f"One layer, batch_size {args.batch_size}, seq_len {args.seq_len}, {str(dtype)[6:]}")
+    for name, error in errors.items():
+        time_of = f"{times[name]['us']:8.1f} us {times[name]['kernels']:4} kernels" if times else ""
+        print(f"{name:22}{time_of}  relative difference {error:.1e}")
+    if not times:
+        print("Not timed: the kernels run in Triton's interpreter.")
+    content = {"args": {**vars(args), "profile_dir": None}, "environment": environment(device), "errors": errors}
+    args.profile_dir.mkdir(parents=True, exist_ok=True)
+    path = args.profile_dir / f"{SCRIPT}_benchmark.json"
+    path.write_text(json.dumps({**content, "times": times}, indent=1, default=str) + "\n")
+    return int(not max(errors.values()) < (1e-4 if dtype == torch.float32 else 2e-2))
+
+
+def in_turns(sides: dict[str, Callable[[], Tensor]], rounds: int = 11, calls: int = 20) -> dict[str, dict]:
+    """Microseconds per call, the median of turns of as many calls in one graph, and kernels per call."""
+    graphs, turns, times = {}, {name: [] for name in sides}, {}
+    for name, side in sides.items():
+        side()
+        with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):
+            for _ in range(calls):
+                side()
+        graphs[name] = graph
+        graph.replay()
+    for turn in range(rounds):
+        for name in list(sides) if turn % 2 == 0 else reversed(sides):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            graphs[name].replay()
+            end.record()
+            end.synchronize()
+            turns[name].append(1e3 * begin.elapsed_time(end) / calls)
+    for name, side in sides.items():
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
+            side()
+            torch.cuda.synchronize()
+        kernels = sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())
+        times[name] = {"us": float(np.median(turns[name])), "turns_us": turns[name], "kernels": kernels}
+    return times
+
+
+if __name__ == "__main__":
+    sys.exit(main())
