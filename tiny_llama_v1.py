@@ -563,8 +563,9 @@ class Trainer:
 
     def capture(self) -> None:
         """Capture the step as a graph, without running it; from now on it is replayed. A step must have run before."""
-        first = torch.cuda.Stream(priority=-1)  # before what a script puts on other streams
-        with torch.cuda.graph(graph := torch.cuda.CUDAGraph(), stream=first):
+        first = torch.cuda.graph.default_capture_stream or torch.cuda.Stream(priority=-1)
+        torch.cuda.graph.default_capture_stream = first  # it comes before what a script puts on other streams
+        with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):
             self.loss = self.compute(self.inputs)
         self.graph, self.phases = graph, GRAPH_PHASES
 
@@ -782,11 +783,10 @@ class Run:
         wall = self.wall if steps == self.goal else float(totals.sum()) / 1e3  # if it was cut short
         return {
             **{"steps": steps, "wall_s": wall, "samples_per_sec": self.args.batch_size * steps / wall},
-            "batch_ms": 1e3 * wall / steps,
+            **{"batch_ms": 1e3 * wall / steps, "turns_ms": self.turns},
             "batch_median_ms": float(np.median(totals)),
             "batch_p95_ms": float(np.quantile(totals, 0.95, method="higher")),
             **{f"{name}_ms": float(ms) for name, ms in zip(self.trainer.phases, phases.mean(0), strict=True)},
-            "turns_ms": self.turns,
         }
 
     def count(self) -> None:

@@ -169,7 +169,8 @@ def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentPar
         OVERRIDES[kernel] = OVERRIDES.get(kernel, {}) | chosen
     texts = [f"{k}:{','.join(f'{name}={value}' for name, value in chosen.items())}" for k, chosen in OVERRIDES.items()]
     args.blocks = " ".join(texts) or ModelConfig.blocks
-    if any(getattr(args, name) for _, name, _ in FUSIONS if name.startswith("triton")):
+    ours = ("triton", "fused_optimizer", "tied_embedding", "swiglu_gemm", "benchmark")  # what has kernels
+    if any(getattr(args, name) for name in (*Fusions.__dataclass_fields__, "benchmark") if name.startswith(ours)):
         if INTERPRETED:
             say("note", "the kernels run on the CPU in Triton's interpreter, right but slow: use small sizes")
         elif args.device == "cpu" or not torch.cuda.is_available():
@@ -207,7 +208,7 @@ BLOCKS: dict[str, dict[str, int]] = {
     "embedding_backward": {"BLOCK_C": 128, "ROWS": 8, "num_warps": 2},
     "swiglu_gemm_forward": {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 32, "GROUP": 8, "num_warps": 8, "num_stages": 4},
     "swiglu_gemm_forward float32": {"BLOCK_N": 64},
-    "swiglu_gemm_forward hip": {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 2},
+    "swiglu_gemm_forward hip": {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 1},
     "swiglu_gemm_backward": {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": 64, "GROUP": 8, "num_warps": 8, "num_stages": 4},
     "swiglu_gemm_backward float32": {"BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_K": 32, "num_warps": 4},
     "swiglu_gemm_backward hip": {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 32, "num_warps": 4, "num_stages": 2},
@@ -218,8 +219,6 @@ BLOCKS: dict[str, dict[str, int]] = {
     "transformer_block hip": {"BLOCK_N": 32, "BLOCK_C": 64, "BLOCK_K": 32, "num_stages": 2},
     "transformer_block float32 hip": {"BLOCK_C": 32, "BLOCK_K": 16},
 }
-# With more rows than one tile of the above has on each multiprocessor; float32 and AMD have no room for it.
-MANY_ROWS = {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_C": 64, "BLOCK_Q": 64, "num_warps": 8}
 OVERRIDES: dict[str, dict[str, int]] = {}  # --blocks
 
 
@@ -352,11 +351,12 @@ class Beside:
         self.pending: collections.deque[tuple[torch.cuda.Event, tuple]] = collections.deque()
         self.ready: dict[Room, tuple[torch.cuda.Event, ...]] = {}
 
-    def begin(self, wanted: bool) -> None:
-        """A step begins; is anything to be beside it?"""
+    def begin(self, wanted: bool) -> bool:
+        """A step begins; will anything be beside it?"""
         self.active = wanted and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         if self.active:
             self.begun = torch.cuda.current_stream().record_event()
+        return self.active
 
     def stream(self, number: int) -> torch.cuda.Stream:
         """The first is for gradients, the second for updates."""
@@ -367,13 +367,13 @@ class Beside:
         """The result of the work, which reads these inputs."""
         if not self.active:
             return work()
-        main, stream = torch.cuda.current_stream(), self.stream(0)
-        stream.wait_stream(main)
+        chain, stream = torch.cuda.current_stream(), self.stream(0)
+        stream.wait_stream(chain)
         with torch.cuda.stream(stream):
             result = work()
             self.pending.append((stream.record_event(), inputs))
         if len(self.pending) > self.KEPT:
-            main.wait_event(self.pending.popleft()[0])
+            chain.wait_event(self.pending.popleft()[0])
         return result
 
     def finished(self, *parameters: Tensor) -> None:
@@ -406,6 +406,8 @@ class Room:
         """The part of the buffer that is for this parameter; always another object, or autograd would copy it."""
         if self.buffer is None:
             self.buffer = torch.empty(self.end - self.begin, device=parameter.device)
+            if len(self.parameters) > 1:
+                self.buffer.zero_()  # what lies between them
         return self.buffer[self.begins[parameter] - self.begin :][: parameter.numel()].view_as(parameter)
 
 
@@ -414,14 +416,15 @@ def for_the_optimizer(parameter: Tensor, compute: Callable[[Tensor], None], *inp
 
     That is where the optimizer reads it, unless there is a gradient already that this one is to be added to.
     """
-    direct = not torch.compiler.is_compiling() and parameter.grad is None and hasattr(parameter, "room")
+    compiling = torch.compiler.is_compiling()
+    direct = not compiling and parameter.grad is None and hasattr(parameter, "room")
     room = parameter.room.part(parameter) if direct else None
 
     def work() -> Tensor:
         compute(gradient := torch.empty_like(parameter) if room is None else room)
         return gradient
 
-    return BESIDE.run(work, *inputs)
+    return work() if compiling else BESIDE.run(work, *inputs)
 
 
 WIDE_RESULTS = "dtype_out" in torch.ops.aten.mm.overloads()  # from PyTorch 2.8 on
@@ -1004,13 +1007,13 @@ def embedding_backward_kernel(
     tl.store(OUT + word * C + channel, total, mask=channel < C)
 
 
-@partial(operator, changes=("out",))
-def embedding_backward(grad: Tensor, order: Tensor, starts: Tensor, out: Tensor) -> None:
-    """Add the rows of grad [T, D] to those of out [V, D]: to row v those at the places starts[v] to starts[v + 1]."""
+@partial(operator, changes=("total",))
+def embedding_backward(grad: Tensor, order: Tensor, starts: Tensor, total: Tensor) -> None:
+    """Add the rows of grad [T, D] to those of total [V, D]: to row v those at the places starts[v] to starts[v + 1]."""
     chosen, dim = blocks("embedding_backward"), grad.shape[-1]
     width = min(chosen.pop("BLOCK_C"), triton.next_power_of_2(dim))
-    wrap_triton(embedding_backward_kernel)[(len(out), triton.cdiv(dim, width))](
-        grad, order, starts, out, C=dim, BLOCK_C=width, **chosen
+    wrap_triton(embedding_backward_kernel)[(len(total), triton.cdiv(dim, width))](
+        grad, order, starts, total, C=dim, BLOCK_C=width, **chosen
     )
 
 
@@ -1027,7 +1030,8 @@ class TiedEmbedding(torch.autograd.Function):
             words, order = torch.sort(tokens.flatten(), stable=True)
             return order, torch.searchsorted(words, torch.arange(len(weight) + 1, device=words.device))
 
-        ctx.save_for_backward(*BESIDE.run(sort, tokens))
+        if weight.requires_grad:
+            ctx.save_for_backward(*BESIDE.run(sort, tokens))
         ctx.parameter = weight
         return F.embedding(tokens, weight)
 
@@ -1269,30 +1273,30 @@ class FusedAdamW(torch.optim.Optimizer):
 
         In a graph that has work beside the chain each group is updated as soon as it can be.
         """
-        main, skipped = torch.cuda.current_stream() if BESIDE.active else None, getattr(self, "found_inf", None)
+        chain, skipped = torch.cuda.current_stream() if BESIDE.active else None, getattr(self, "found_inf", None)
         for room in self.rooms:
             for parameter in room.parameters:
                 if parameter.grad is None:
                     raise RuntimeError("FusedAdamW: a parameter has no gradient")
                 if parameter.grad.data_ptr() != (part := room.part(parameter)).data_ptr():  # several GPUs, or added up
                     part.copy_(parameter.grad)
-        with torch.cuda.stream(BESIDE.stream(1)) if main else contextlib.nullcontext():
-            if main:
-                BESIDE.stream(1).wait_event(BESIDE.begun if skipped is None else main.record_event())
+        with torch.cuda.stream(BESIDE.stream(1)) if chain else contextlib.nullcontext():
+            if chain:
+                BESIDE.stream(1).wait_event(BESIDE.begun if skipped is None else chain.record_event())
             self.steps += 1 if skipped is None else 1 - skipped
             corrections = 1 - self.betas**self.steps
             for room in reversed(self.rooms):
-                if main:
-                    for event in BESIDE.ready.pop(room, None) or (main.record_event(),):
+                if chain:
+                    for event in BESIDE.ready.pop(room, None) or (chain.record_event(),):
                         BESIDE.stream(1).wait_event(event)
                 self.update(room, corrections)
-        if main:
-            main.wait_stream(BESIDE.stream(1))
+        if chain:
+            chain.wait_stream(BESIDE.stream(1))
 
     def update(self, room: Room, corrections: Tensor) -> None:
         """Update these parameters."""
         group, names = self.param_groups[0], ("weight", "low", "exp_avg", "exp_avg_sq")
-        weights, low, *moments = (self.buffers[n][room.begin :] if n in self.buffers else None for n in names)
+        weights, low, *moments = (self.buffers[n][room.begin : room.end] if n in self.buffers else None for n in names)
         scaler = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         settings = group["lr"], *group["betas"], group["eps"], group["weight_decay"]
         adamw(weights, low, room.buffer, *moments, corrections, *scaler, *settings)
@@ -1456,6 +1460,10 @@ def transformer_block_kernel(
                 store_tile(ACTIVE, gate * tl.sigmoid(gate) * up, row, rows, column, INNER, INNER)
             else:
                 gemm_residual_tile(ACTIVE, DOWN_WEIGHT, SUMMED, OUT, row, rows, column, INNER, C, PRECISION, BLOCK_C)
+
+
+# With more rows than one tile of the above has on each multiprocessor; float32 and AMD have no room for it.
+MANY_ROWS = {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_C": 64, "BLOCK_Q": 64, "num_warps": 8}
 
 
 @operator
@@ -1695,9 +1703,9 @@ class TinyLlama(nn.Module):
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
         """input_ids [B, S] -> logits [B, S, V]; with labels [B, S], the same tokens -> next-token cross-entropy."""
-        BESIDE.begin(self.fusions.overlap and torch.is_grad_enabled())
+        beside = not torch.compiler.is_compiling() and BESIDE.begin(self.fusions.overlap and torch.is_grad_enabled())
         x, update = self.embed_tokens(input_ids), None
-        if BESIDE.active:
+        if beside:
             x.register_hook(BESIDE.join)
         for layer in self.layers:
             x, update = layer(x, update)
@@ -2047,8 +2055,9 @@ class Trainer:
 
     def capture(self) -> None:
         """Capture the step as a graph, without running it; from now on it is replayed. A step must have run before."""
-        first = torch.cuda.Stream(priority=-1)  # before what a script puts on other streams
-        with torch.cuda.graph(graph := torch.cuda.CUDAGraph(), stream=first):
+        first = torch.cuda.graph.default_capture_stream or torch.cuda.Stream(priority=-1)
+        torch.cuda.graph.default_capture_stream = first  # it comes before what a script puts on other streams
+        with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):
             self.loss = self.compute(self.inputs)
         self.graph, self.phases = graph, GRAPH_PHASES
 
@@ -2266,11 +2275,10 @@ class Run:
         wall = self.wall if steps == self.goal else float(totals.sum()) / 1e3  # if it was cut short
         return {
             **{"steps": steps, "wall_s": wall, "samples_per_sec": self.args.batch_size * steps / wall},
-            "batch_ms": 1e3 * wall / steps,
+            **{"batch_ms": 1e3 * wall / steps, "turns_ms": self.turns},
             "batch_median_ms": float(np.median(totals)),
             "batch_p95_ms": float(np.quantile(totals, 0.95, method="higher")),
             **{f"{name}_ms": float(ms) for name, ms in zip(self.trainer.phases, phases.mean(0), strict=True)},
-            "turns_ms": self.turns,
         }
 
     def count(self) -> None:

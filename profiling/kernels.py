@@ -40,7 +40,8 @@ KERNELS = (
     ("optimizer", r"adam|multi_tensor_apply|amp_(update|foreach|non_finite)"),  # only they work on lists of tensors
     # V3's kernels that add up what programs or a product left in parts; triangle_weights does it for weights.
     ("reductions", r"(sum|add)_parts|(^|_)sums?(_kernel|$)|_(weights|finish)_kernel"),
-    ("GEMM", r"triangle_|outer_product"),  # V3's: they multiply matrices, whatever else they do beside it
+    # V3's, and V4's whole layer: they multiply matrices, whatever else they do beside it.
+    ("GEMM", r"triangle_|outer_product|transformer_block"),
     # Cijk: rocBLAS and hipBLASLt name kernels by their index equation. nvjet, xmma, cutlass, splitK, dot: cuBLAS.
     ("GEMM", r"cijk_|gemm|gemv|nvjet|xmma|cutlass|splitk|dot_kernel|reduce_1block|rocblas_dot"),
     ("copies", r"memcpy|memset|copy_kernel|copy_device|batchedcopy|fillfunctor|fill_kernel|(copy|fill)buffer"),

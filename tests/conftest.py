@@ -45,7 +45,9 @@ TINY = {
     ),
 }
 MODELS = tuple(TINY)
-SCRIPTS = tuple(f"tiny_{model}_v{version}" for model in MODELS for version in (1, 2, 3))
+VERSIONS = {"llama": (1, 2, 3, 4), "openfold": (1, 2, 3)}
+SCRIPTS = tuple(f"tiny_{model}_v{version}" for model, versions in VERSIONS.items() for version in versions)
+TRITON = tuple(script for script in SCRIPTS if script[-1] in "34")  # those with kernels of their own
 SCRIPT = "tiny_llama_v2"  # the one whose harness is tested
 QUICK = ["--num-steps", "3", "--warmup-steps", "1"]
 
@@ -86,9 +88,14 @@ def batches(script: str, *argv: str):
     return load(script).make_batches(args, CPU, args.seed)
 
 
+NEEDS = {"rotary-fusion": ["triton-rotary", "triton-attention"], "swiglu-gemm": ["swiglu-fusion"]}  # to do anything
+
+
 def fusion_settings(script: str) -> dict[str, list[str]]:
-    """Arguments for all fusions on, all off, and each of them alone."""
-    alone = {flag: ["--disable-all-fusion", f"--enable-{flag}"] for flag, _, _ in load(script).FUSIONS}
+    """Arguments for all fusions on, all off, and each alone that the version before does not have."""
+    before = {flag for flag, _, _ in load(f"{script[:-1]}{int(script[-1]) - 1}").FUSIONS}
+    flags = {flag: [flag, *NEEDS.get(flag, [])] for flag, _, _ in load(script).FUSIONS if flag not in before}
+    alone = {name: ["--disable-all-fusion", *(f"--enable-{flag}" for flag in on)] for name, on in flags.items()}
     return {"all-on": [], "all-off": ["--disable-all-fusion"], **alone}
 
 
@@ -226,7 +233,7 @@ def process_settings() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip GPU tests where there is no GPU, and where there is one those that run V3 on the CPU.
+    """Skip GPU tests where there is no GPU, and where there is one those that run Triton's kernels on the CPU.
 
     Triton compiles kernels or interprets them, in all of a process.
     """
@@ -236,5 +243,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         on_cpu = not item.path.name.startswith(("test_gpu", "test_triton", "test_compile", "test_harness"))
         if item.get_closest_marker("gpu") and not gpu:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
-        elif gpu and on_cpu and isinstance(script, str) and script.endswith("v3"):
+        elif gpu and on_cpu and script in TRITON:
             item.add_marker(pytest.mark.skip(reason="Triton's interpreter is for machines without a GPU"))

@@ -135,7 +135,7 @@ def test_out_of_memory_is_a_cell_and_its_steps_are_no_measurement(tmp_path, monk
         (["table", "."], '{"rows": [{"seq_len": 1}]}', "none of these measurements"),
         (["ddp", "."], None, "torchrun --nproc-per-node N"),
         (["grid", ".", "--rounds", "0"], None, "1 or more"),
-        (["fastest", "."], None, "invalid choice"),
+        (["quickest", "."], None, "invalid choice"),
     ],
 )
 def test_bad_input_is_one_line(tmp_path, monkeypatch, capsys, argv, content, line):
@@ -266,8 +266,21 @@ def test_the_bytes_of_a_step_are_those_of_its_operators_and_of_the_optimizer():
         v3.swiglu_forward(batch)
         optimizer.step()
 
-    trainer = SimpleNamespace(model=model, next_batch=lambda: x, compute=compute)
+    trainer = SimpleNamespace(model=model, optimizer=optimizer, next_batch=lambda: x, compute=compute)
     assert kernels.bytes_of_step(trainer, v3.NO_WORK) == 4 * (8 * 64 + 8 * 32) + 7 * 4 * 64
+
+
+def test_the_optimizer_of_v4_is_an_operator_and_counts_as_one():
+    """It reads weights, gradients and two moments, and writes all but the gradients, and weights in bfloat16."""
+    v4 = load("tiny_llama_v4")
+    model = torch.nn.Linear(16, 4, bias=False, device=kernels.DEVICE)
+    optimizer = v4.FusedAdamW([[model.weight]], 1e-3, torch.bfloat16)
+    model.weight.grad = torch.ones_like(model.weight)
+    trainer = SimpleNamespace(model=model, optimizer=optimizer, next_batch=lambda: None)
+    corrections = torch.ones(2, dtype=torch.float64, device=kernels.DEVICE)
+    trainer.compute = lambda batch: optimizer.update(optimizer.rooms[0], corrections)
+    optimizer.step()
+    assert kernels.bytes_of_step(trainer, v4.NO_WORK) == 64 * (7 * 4 + 2) + 2 * 8
 
 
 def test_llamas_that_are_compared_train_alike(tmp_path, monkeypatch, capsys):
@@ -275,7 +288,7 @@ def test_llamas_that_are_compared_train_alike(tmp_path, monkeypatch, capsys):
     pytest.importorskip("transformers")
     monkeypatch.setattr(kernels, "SHAPES", {"tiny_llama, tiny": LLAMA, "tiny_openfold, default": []})
     losses = {}
-    for module in map(load, ("tiny_llama_v2", "tiny_llama_v3")):
+    for module in map(load, ("tiny_llama_v2", "tiny_llama_v3", "tiny_llama_v4")):
         monkeypatch.setattr(module, "build_model", with_random_weights(module.build_model))
 
     def in_turns(sides: dict, rounds: int) -> dict:
@@ -289,7 +302,7 @@ def test_llamas_that_are_compared_train_alike(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(kernels, "optional", lambda package: True)
     monkeypatch.setattr(kernels, "with_liger", lambda model, **chosen: model if chosen else fails)
     assert kernels.main(["llama", str(tmp_path), "--precisions", "fp32"]) == 0
-    assert list(losses) == ["V3", "V2", "Hugging Face", "Liger but its loss"]
+    assert list(losses) == ["V4", "V3", "V2", "Hugging Face", "Liger but its loss"]
     assert losses["V3"][1] < losses["V3"][0]
     for name, found in losses.items():
         assert found == pytest.approx(losses["V3"], rel=1e-4 if kernels.GPU else 1e-5), name
@@ -297,4 +310,4 @@ def test_llamas_that_are_compared_train_alike(tmp_path, monkeypatch, capsys):
     assert "Liger is left out" in note
     assert "synchronizing CUDA operation" in note
     assert kernels.main(["table", str(tmp_path)]) == 0
-    assert re.search(r"\| tiny_llama, tiny, fp32 \|( +3\.00 \|){4}( +1\.00x \|){3}", capsys.readouterr().out)
+    assert re.search(r"\| tiny_llama, tiny, fp32 \|( +3\.00 \|){5}( +1\.00x \|){4}", capsys.readouterr().out)

@@ -33,6 +33,9 @@ BLOCKS = {
     "exercises/tiny_llama_v1/README.md": (20, 0),
     "exercises/tiny_llama_v2/README.md": (23, 0),
     "exercises/tiny_llama_v4/README.md": (13, 0),
+    "exercises/tiny_llama_v4/exercise_1_ultra_fusion.md": (7, 0),
+    "exercises/tiny_llama_v4/exercise_2_register_optimization.md": (6, 0),
+    "exercises/tiny_llama_v4/exercise_3_production_deployment.md": (8, 0),
     "exercises/tiny_openfold_v2/README.md": (55, 0),
 }
 WITH_TABLES = (
@@ -113,7 +116,8 @@ def test_every_block_of_a_sheet_runs_and_prints_what_it_should(sheet: str, runs:
 
 
 def test_every_sheet_is_in_the_list():
-    sheets = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("exercises/*/README.md"))
+    paths = [path for name in ("README.md", "exercise_*.md") for path in ROOT.glob(f"exercises/*/{name}")]
+    sheets = sorted(str(path.relative_to(ROOT)) for path in paths)
     assert sorted(BLOCKS) == ["README.md", "docs/MANY_GPUS.md", *sheets]
 
 

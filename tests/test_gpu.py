@@ -16,6 +16,7 @@ from conftest import (
     ROOT,
     SCRIPTS,
     TINY,
+    TRITON,
     assert_same_gradients,
     gradients,
     load,
@@ -39,7 +40,7 @@ PRECISIONS = {
     "fp16": ["--use-amp", "--amp-dtype", "float16"],
 }
 every_v2 = pytest.mark.parametrize("script", ["tiny_llama_v2", "tiny_openfold_v2"])
-every_v3 = pytest.mark.parametrize("script", ["tiny_llama_v3", "tiny_openfold_v3"])
+with_triton = pytest.mark.parametrize("script", TRITON)
 every_fused = pytest.mark.parametrize("script", [script for script in SCRIPTS if not script.endswith("v1")])
 
 
@@ -134,6 +135,7 @@ def test_cpu_and_gpu_follow_the_same_loss_curve(script: str, tmp_path: Path):
 # The whole step as a graph
 
 GRAPH = ["--device", "cuda", "--enable-cuda-graph"]
+EAGER = ["--device", "cuda", "--disable-cuda-graph"]  # V4 makes a graph unless it is told not to
 TWENTY = ["--num-steps", "20", "--warmup-steps", "3"]
 
 
@@ -142,24 +144,24 @@ TWENTY = ["--num-steps", "20", "--warmup-steps", "3"]
 def test_a_graph_trains_bit_for_bit_like_the_same_steps_without(script: str, precision: str, tmp_path: Path):
     """With --deterministic; otherwise two runs without a graph differ, too."""
     argv = [*TWENTY, "--under-profiler", "--deterministic", *PRECISIONS[precision]]
-    eager = run_main(script, tmp_path / "eager", *argv, "--device", "cuda")
+    eager = run_main(script, tmp_path / "eager", *argv, *EAGER)
     graph = run_main(script, tmp_path / "graph", *argv, *GRAPH)
     assert (eager.status, graph.status) == (0, 0), eager.stderr + graph.stderr
     assert len(graph.summary["loss"]["curve"]) == 23
     assert graph.summary["loss"]["curve"] == eager.summary["loss"]["curve"]
 
 
-@every_v3
+@with_triton
 def test_triton_kernels_follow_the_loss_curve_of_v1(script: str, tmp_path: Path):
     argv = [*TWENTY, "--under-profiler", "--device", "cuda"]
-    expected = run_main(script.replace("v3", "v1"), tmp_path / "v1", *argv).summary["loss"]["curve"]
-    assert run_main(script, tmp_path / "v3", *argv).summary["loss"]["curve"] == pytest.approx(expected, rel=1e-3)
+    expected = run_main(f"{script[:-1]}1", tmp_path / "v1", *argv).summary["loss"]["curve"]
+    assert run_main(script, tmp_path / script, *argv).summary["loss"]["curve"] == pytest.approx(expected, rel=1e-3)
 
 
-@pytest.mark.parametrize("script", ["tiny_llama_v2", "tiny_llama_v3", "tiny_openfold_v3"])
+@pytest.mark.parametrize("script", ["tiny_llama_v2", *TRITON])
 def test_a_graph_of_the_compiled_model_follows_the_same_loss_curve(script: str, tmp_path: Path):
     argv = [*TWENTY, "--under-profiler"]
-    eager = run_main(script, tmp_path / "eager", *argv, "--device", "cuda")
+    eager = run_main(script, tmp_path / "eager", *argv, *EAGER)
     graph = run_main(script, tmp_path / "graph", *argv, *GRAPH, "--enable-torch-compile")
     assert graph.status == 0, graph.stderr
     assert graph.summary["loss"]["curve"] == pytest.approx(eager.summary["loss"]["curve"], rel=1e-3)
@@ -167,7 +169,7 @@ def test_a_graph_of_the_compiled_model_follows_the_same_loss_curve(script: str, 
 
 @every_fused
 def test_a_graph_is_one_launch_of_the_same_kernels(script: str, tmp_path: Path):
-    eager = run_main(script, tmp_path / "eager", *QUICK, "--device", "cuda").summary
+    eager = run_main(script, tmp_path / "eager", *QUICK, *EAGER).summary
     result = run_main(script, tmp_path / "graph", *GRAPH, "--num-steps", "3", "--warmup-steps", "2")
     graph = result.summary
     assert graph["kernels"]["host_launches"] < 10 < eager["kernels"]["host_launches"]
@@ -181,8 +183,8 @@ def test_a_graph_is_one_launch_of_the_same_kernels(script: str, tmp_path: Path):
 @every_fused
 def test_the_peak_of_a_graph_includes_its_private_pool(script: str, tmp_path: Path):
     """Both without what there was before: what earlier tests left on the GPU, and cuBLAS's workspaces."""
-    argv, own = ["--device", "cuda", "--batch-size", "64", "--under-profiler", *TWENTY], {}
-    for name, graph in (("first", GRAPH), ("eager", []), ("graph", GRAPH)):  # the first makes the workspaces
+    argv, own = ["--batch-size", "64", "--under-profiler", *TWENTY], {}
+    for name, graph in (("first", GRAPH), ("eager", EAGER), ("graph", GRAPH)):  # the first makes the workspaces
         free_memory()
         before = load(script).gpu_memory(torch.cuda.memory_allocated) / 1e6
         result = run_main(script, tmp_path / name, *argv, *graph)

@@ -8,11 +8,12 @@ from collections import Counter
 
 import pytest
 import torch
-from conftest import CPU, batches, build, gradients, load, random_state, relative_difference, run_main
+from conftest import CPU, VERSIONS, batches, build, gradients, load, random_state, relative_difference, run_main
 from torch import Tensor
 
-LLAMAS = [(f"tiny_llama_v{version}", []) for version in (1, 2, 3)] + [("tiny_llama_v2", ["--num-kv-heads", "1"])]
-VERSIONS = pytest.mark.parametrize(("script", "argv"), LLAMAS, ids=["v1", "v2", "v3", "v2-one-kv-head"])
+LLAMAS = [pytest.param(f"tiny_llama_v{version}", [], id=f"v{version}") for version in VERSIONS["llama"]]
+LLAMAS += [pytest.param("tiny_llama_v2", ["--num-kv-heads", "1"], id="v2-one-kv-head")]
+every_version = pytest.mark.parametrize(("script", "argv"), LLAMAS)
 
 LAYER_NAMES = (
     "input_layernorm.weight",
@@ -68,7 +69,7 @@ def hugging_face(script: str, *argv: str) -> torch.nn.Module:
     return theirs
 
 
-@VERSIONS
+@every_version
 def test_logits_equal_hugging_face(script: str, argv: list[str]):
     ids = tokens()
     with torch.no_grad():
@@ -80,7 +81,7 @@ def test_logits_equal_hugging_face(script: str, argv: list[str]):
     assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
 
 
-@VERSIONS
+@every_version
 def test_loss_and_gradients_equal_hugging_face(script: str, argv: list[str]):
     ids = tokens()
     theirs, ours = hugging_face(script, *argv), with_random_weights(script, *argv)
@@ -94,7 +95,7 @@ def test_loss_and_gradients_equal_hugging_face(script: str, argv: list[str]):
     assert not wanted, "a parameter of Hugging Face's model has no counterpart"
 
 
-@VERSIONS
+@every_version
 def test_a_later_token_does_not_change_earlier_logits(script: str, argv: list[str]):
     model, ids = with_random_weights(script, *argv), tokens()
     changed = ids.clone()
@@ -106,14 +107,14 @@ def test_a_later_token_does_not_change_earlier_logits(script: str, argv: list[st
         assert relative_difference(after[:, position], before[:, position]) > 1e-3, "the token must matter from here on"
 
 
-@VERSIONS
+@every_version
 def test_a_prefix_gives_the_logits_of_its_positions(script: str, argv: list[str]):
     model, ids = with_random_weights(script, *argv), tokens()
     with torch.no_grad():
         assert torch.allclose(model(ids[:, :11]), model(ids)[:, :11], rtol=1e-4, atol=1e-4)
 
 
-@VERSIONS
+@every_version
 def test_labels_are_shifted_once(script: str, argv: list[str]):
     model, ids = with_random_weights(script, *argv), tokens()
     with torch.no_grad():
@@ -123,7 +124,7 @@ def test_labels_are_shifted_once(script: str, argv: list[str]):
     assert loss.item() == pytest.approx(float(sum(expected)) / len(expected), rel=1e-5)
 
 
-@VERSIONS
+@every_version
 def test_parameter_names_are_those_of_hugging_face(script: str, argv: list[str]):
     layers = {f"layers.{i}.{name}" for i in range(2) for name in LAYER_NAMES}
     assert set(build(script, *argv).state_dict()) == {"embed_tokens.weight", "norm.weight"} | layers

@@ -31,6 +31,7 @@ from conftest import (
     SCRIPT,
     SCRIPTS,
     TINY,
+    TRITON,
     Run,
     build,
     command_line,
@@ -43,14 +44,14 @@ from conftest import (
 )
 
 both_models = pytest.mark.parametrize("script", [f"tiny_{model}_v2" for model in MODELS])
-QUICK_SCRIPTS = tuple(script for script in SCRIPTS if not script.endswith("v3"))
+QUICK_SCRIPTS = tuple(script for script in SCRIPTS if script not in TRITON)
 STEPS, WARMUP = 6, 2
 NUMBER = r"(-?\d+(?:\.\d+)?(?:e[-+]\d+)?)"
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    """One run of each script that nothing else is asked of; V3 takes too long in Triton's interpreter."""
+    """One run of each script that nothing else is asked of; Triton's interpreter takes too long."""
     steps = ["--num-steps", str(STEPS), "--warmup-steps", str(WARMUP), "--log-interval", "2"]
     return {script: run_main(script, tmp_path_factory.mktemp(script), *steps) for script in QUICK_SCRIPTS}
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -128,23 +129,30 @@ def test_norm_adds_up_the_gradient_of_the_weight_over_programs(monkeypatch: pyte
 # Rotary embedding
 
 
+def angles(seq: int, dim: int) -> tuple[Tensor, Tensor]:
+    """cos and sin of a model whose sequences may be longer."""
+    tables = v3.RotaryEmbedding(v3.ModelConfig(hidden_dim=dim, num_heads=1, num_kv_heads=1, seq_len=seq + 5))
+    return tables.cos.to(DEVICE), tables.sin.to(DEVICE)
+
+
+def rotated(qkv: Tensor, cos: Tensor, sin: Tensor, kv_heads: int) -> Tensor:
+    """By multiplication with complex numbers."""
+    seq, half = qkv.shape[1], qkv.shape[3] // 2
+    qk, v = qkv.split([qkv.shape[2] - kv_heads, kv_heads], dim=2)
+    turn = torch.complex(cos[:seq, :, :half].double(), sin[:seq, :, :half].double())
+    turned = torch.complex(*qk.chunk(2, dim=-1)) * turn
+    return torch.cat((torch.cat((turned.real, turned.imag), dim=-1), v), dim=2)
+
+
 @both_types
 @dense_or_strided
 @pytest.mark.parametrize(
     ("batch", "seq", "heads", "kv_heads", "dim"), [(1, 1, 1, 1, 2), (2, 33, 4, 2, 20), (1, 65, 3, 1, 64)]
 )
 def test_rotary(batch: int, seq: int, heads: int, kv_heads: int, dim: int, strided: bool, dtype: torch.dtype):
-    config = v3.ModelConfig(hidden_dim=heads * dim, num_heads=heads, num_kv_heads=kv_heads, seq_len=seq + 5)
-    tables = v3.RotaryEmbedding(config).to(DEVICE)
-    turn = torch.complex(tables.cos[:seq, :, : dim // 2].double(), tables.sin[:seq, :, : dim // 2].double())
-
-    def rotated(qkv: Tensor) -> Tensor:
-        qk, v = qkv.split([heads + kv_heads, kv_heads], dim=2)
-        turned = torch.complex(*qk.chunk(2, dim=-1)) * turn
-        return torch.cat((torch.cat((turned.real, turned.imag), dim=-1), v), dim=2)
-
+    tables = (*angles(seq, dim), kv_heads)
     qkv = randn(batch, seq, heads + 2 * kv_heads, dim, dtype=dtype)
-    agree(lambda qkv: v3.Rotary.apply(qkv, tables.cos, tables.sin, kv_heads), rotated, [qkv], strided)
+    agree(lambda qkv: v3.Rotary.apply(qkv, *tables), lambda qkv: rotated(qkv, *tables), [qkv], strided)
 
 
 # SwiGLU activation
@@ -175,10 +183,15 @@ def check_attention(
     strided: bool = False,
     size: float = 1.0,
     limit: float | None = None,
+    module: ModuleType = v3,
+    turned: bool = False,
 ) -> None:
+    """`turned`: the operation turns queries and keys by their positions first."""
+    tables = angles(seq, dim) if turned else ()
     heads_of = [heads, heads // group, heads // group]
 
     def attention(qkv: Tensor) -> Tensor:
+        qkv = rotated(qkv, *tables, heads // group) if turned else qkv
         q, k, v = (t.transpose(1, 2) for t in qkv.split(heads_of, dim=2))
         scores = q @ k.repeat_interleave(group, 1).transpose(-2, -1) / dim**0.5
         scores = scores.masked_fill(torch.ones(seq, seq, dtype=torch.bool, device=DEVICE).triu(1), -torch.inf)
@@ -188,7 +201,7 @@ def check_attention(
     qkv = randn(batch, seq, sum(heads_of), dim)
     qkv = torch.cat((qkv[:, :, : -heads_of[2]] * size, qkv[:, :, -heads_of[2] :]), 2).to(dtype)
     parts = whole if seq == 1 else lambda grad: grad.split(heads_of, dim=2)  # of one token only the value matters
-    agree(lambda qkv: v3.CausalAttention.apply(qkv, heads), attention, [qkv], strided, parts, limit)
+    agree(lambda qkv: module.CausalAttention.apply(qkv, heads, *tables), attention, [qkv], strided, parts, limit)
 
 
 @both_types
@@ -408,6 +421,7 @@ def test_heads_too_wide_for_the_attention_kernel_are_refused(run):
     assert parse(V3, *HERE, *sizes, "--disable-triton-attention").hidden_dim == 260
 
 
-def test_every_kernel_has_blocks():
-    names = {name.removesuffix("_kernel") for name in vars(v3) if name.endswith("_kernel")}
-    assert names == {name for name in v3.BLOCKS if " " not in name}
+@pytest.mark.parametrize("module", [v3, load("tiny_llama_v4")], ids=["v3", "v4"])
+def test_every_kernel_has_blocks(module: ModuleType):
+    names = {name.removesuffix("_kernel") for name in vars(module) if name.endswith("_kernel")}
+    assert names == {name for name in module.BLOCKS if " " not in name}

@@ -8,7 +8,9 @@ then the rows are in NAME.partial.json.
 Examples:
   python tools/benchmark.py headline results/DIR   all versions: sizes, precisions, eager, graph and compiled
   python tools/benchmark.py grid results/DIR       V1 against V2 over batch sizes and sequence lengths
-  python tools/benchmark.py ablation results/DIR   what V2 and V3 add: each alone, and all but each, against none
+  python tools/benchmark.py fastest results/DIR    TinyLlama V4 against all versions compiled, and V3, as graphs
+  python tools/benchmark.py inference results/DIR  a transformer layer of V4 in one launch, and in other ways
+  python tools/benchmark.py ablation results/DIR   what a version adds: each alone, and all but each, against none
   python tools/benchmark.py memory results/DIR     peak memory of TinyLlama against the sequence length
   python tools/benchmark.py counts results/DIR     kernels (on a CPU operator calls) at batch sizes 1, 2 and 4
   python tools/benchmark.py overhead results/DIR   the measured loop against a loop of bare training steps
@@ -58,6 +60,7 @@ SHAPES = {  # of the headline table
 }
 MODELS = {"tiny_openfold": [], "tiny_llama": ["--seq-len", "128"]}  # the sizes of the ablation
 VERSIONS = ("v1", "v2", "v3")
+NEWEST = {"tiny_llama": "v4", "tiny_openfold": "v3"}
 PRECISIONS = {"fp32": [], "TF32": ["--matmul-precision", "high"], "bf16": ["--use-amp"]}
 GRAPH, COMPILE = ["--enable-cuda-graph"], ["--enable-torch-compile"]
 MODES = {  # the best mode of torch.compile is that with graphs of its own
@@ -77,6 +80,7 @@ SCALING = {  # arguments and samples per GPU
     "tiny_openfold long": (["--seq-len", "128"], 8),
 }
 LENGTHS = (128, 256, 512, 1024, 2048)
+INFERENCE = ((1, 16), (1, 128), (4, 128), (16, 128))  # samples, length
 
 
 def free_memory() -> None:
@@ -165,6 +169,27 @@ def headline(rounds: int, shapes: Sequence[str], precisions: Sequence[str], mode
         yield row | in_turns({v: (f"{shape.partition(',')[0]}_{v}", argv) for v in VERSIONS}, rounds)
 
 
+def fastest(rounds: int, shapes: Sequence[str], precisions: Sequence[str]) -> Iterator[dict]:
+    """TinyLlama V4, V3, and V1 to V3 compiled, all as whole-step graphs."""
+    for shape, precision in itertools.product([name for name in shapes if name.startswith("tiny_llama")], precisions):
+        argv = [*SHAPES[shape], *PRECISIONS[precision], *GRAPH]
+        sides = {"V4": ("tiny_llama_v4", argv), "V3": ("tiny_llama_v3", argv)}
+        sides |= {f"{v.upper()} compiled": (f"tiny_llama_{v}", [*argv, *COMPILE]) for v in reversed(VERSIONS)}
+        yield {"shape": shape, "precision": precision} | in_turns(sides, rounds)
+
+
+def inference() -> Iterator[dict]:
+    """What TinyLlama V4's --mode benchmark finds in bfloat16, by batch size and length."""
+    v4 = importlib.import_module("tiny_llama_v4")
+    for batch, length in INFERENCE:
+        with tempfile.TemporaryDirectory() as folder:
+            argv = ["--batch-size", str(batch), "--seq-len", str(length), "--use-amp", "--mode", "benchmark"]
+            if v4.main([*argv, "--profile-dir", folder]):
+                raise ToolError(f"{v4.SCRIPT} {' '.join(argv)}: the ways disagree", status=1)
+            found = read_json(Path(folder) / f"{v4.SCRIPT}_benchmark.json")
+        yield {"batch_size": batch, "seq_len": length, "times": found["times"], "errors": found["errors"]}
+
+
 def grid(model: str, rounds: int) -> Iterator[dict]:
     """V1 and V2 with everything on at each batch size and length, in float32 and bfloat16."""
     for precision, (batch, length) in itertools.product(("fp32", "bf16"), GRID[model]):
@@ -185,7 +210,7 @@ def outcome(result: dict) -> dict:
 
 def ablation(model: str, version: str, rounds: int) -> Iterator[dict]:
     """What a version adds to the one before: each alone, all but each, none and all; the speed-up is over none."""
-    versions = VERSIONS[VERSIONS.index(version) - 1 :][:2]
+    versions = f"v{int(version[1:]) - 1}", version
     before, after = (importlib.import_module(f"{model}_{name}").FUSIONS for name in versions)
     flags = [flag for flag, *_ in after if flag not in {name for name, *_ in before}]
     off = {flag: f"--disable-{flag}" for flag in flags}
@@ -441,6 +466,29 @@ def headline_tables(path: Path) -> list[str]:
     ]
 
 
+def fastest_table(directory: Path) -> str:
+    """Milliseconds per step of V4 and the others, theirs over V4's, peak memory."""
+    lines, sides = [], []
+    for row in read_rows(directory / "fastest.json"):
+        sides = [name for name, side in row.items() if isinstance(side, dict)]
+        others = [statistics.median(ratios(row[name], row["V4"])) for name in sides[1:]]
+        lines.append([f"{row['shape']}, {row['precision']}", *(f"{row[name]['batch_ms']:.2f}" for name in sides)])
+        lines[-1] += [*(f"{ratio:.2f}x" for ratio in others), *(cell(row[n]["peak_mb"], ".0f") for n in sides)]
+    header = ["as graphs", *(f"{name}, ms" for name in sides), *(f"{name} / V4" for name in sides[1:])]
+    return markdown_table([*header, *(f"{name}, MB" for name in sides)], lines) if lines else ""
+
+
+def inference_table(directory: Path) -> str:
+    """Microseconds of a layer in each way, and how many kernels these are."""
+    lines, header = [], []
+    for row in read_rows(directory / "inference.json"):
+        times = row["times"]
+        header = ["one layer, bf16", *(f"{name}, us ({side['kernels']} kernels)" for name, side in times.items())]
+        sizes = f"batch size {row['batch_size']}, length {row['seq_len']}"
+        lines.append([sizes, *(f"{side['us']:.1f}" for side in times.values())])
+    return markdown_table(header, lines) if lines else ""
+
+
 def grid_table(directory: Path) -> str:
     """V2 over V1 at all batch sizes and lengths."""
     lines = []
@@ -502,6 +550,8 @@ TABLES: dict[str, Callable[[Path], list[str]]] = {
     "ablation": lambda directory: [
         ablation_table(directory, f"{model}_{version}") for version in VERSIONS[1:] for model in MODELS
     ],
+    "inference": lambda directory: [inference_table(directory)],
+    "fastest": lambda directory: [fastest_table(directory), ablation_table(directory, "tiny_llama_v4")],
     "grid": lambda directory: [grid_table(directory)],
     "share": lambda directory: [share_table(directory)],
     "memory": lambda directory: [memory_table(directory)],
@@ -522,14 +572,26 @@ def table(directory: Path, names: Iterable[str] = TABLES) -> str:
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = documented_parser(PROG, __doc__)
-    suites = ("headline", "grid", "ablation", "memory", "counts", "overhead", "scaling", "ddp", "table")
+    suites = (
+        "headline",
+        "fastest",
+        "inference",
+        "grid",
+        "ablation",
+        "memory",
+        "counts",
+        "overhead",
+        "scaling",
+        "ddp",
+        "table",
+    )
     add = parser.add_argument
     add("suite", choices=suites)
     add("directory", type=Path)
     add("--rounds", type=at_least(1), default=5, metavar="N", help="of all but memory (default: 5)")
     add("--models", nargs="+", choices=MODELS, default=list(MODELS), help="of grid and ablation")
-    add("--versions", nargs="+", choices=VERSIONS[1:], default=list(VERSIONS[1:]), help="of ablation")
-    add("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), help="of headline")
+    add("--versions", nargs="+", choices=(*VERSIONS[1:], "v4"), default=list(VERSIONS[1:]), help="of ablation")
+    add("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), help="of headline and fastest")
     add("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS), help="likewise")
     add("--modes", nargs="+", choices=MODES, default=list(MODES), help="likewise")
     add("--tables", nargs="+", choices=TABLES, default=list(TABLES), help="of table")
@@ -548,6 +610,11 @@ def run_suite(args: argparse.Namespace) -> int:
     if args.suite == "headline":
         rows = headline(args.rounds, args.shapes, args.precisions, args.modes)
         write_rows(args.directory / "headline.json", rows, rounds=args.rounds)
+    elif args.suite == "fastest":
+        rows = fastest(args.rounds, args.shapes, args.precisions)
+        write_rows(args.directory / "fastest.json", rows, rounds=args.rounds)
+    elif args.suite == "inference":
+        write_rows(args.directory / "inference.json", inference())
     elif args.suite == "grid":
         for model in args.models:
             write_rows(args.directory / f"grid_{model}.json", grid(model, args.rounds), rounds=args.rounds)

@@ -11,8 +11,9 @@ Examples:
   python tools/benchmark_kernels.py block results/DIR       a whole Evoformer block: V3, V2, V2 under torch.compile
   python tools/benchmark_kernels.py causal results/DIR      causal attention with grouped queries: V3, SDPA
   python tools/benchmark_kernels.py rows results/DIR        norms, SwiGLU, rotary: their bytes per second, and a copy's
-  python tools/benchmark_kernels.py step results/DIR        V3's whole step by kernel, and how far it is from its floor
-  python tools/benchmark_kernels.py llama results/DIR       the whole step: V3, V2, Hugging Face, the same with Liger
+  python tools/benchmark_kernels.py step results/DIR        the newest step by kernel, and how far it is from its floor
+  python tools/benchmark_kernels.py llama results/DIR       the step: V4, V3, V2, Hugging Face, the same with Liger
+  python tools/benchmark_kernels.py traffic results/DIR     bytes that a step of each version reads and writes
   python tools/benchmark_kernels.py table results/DIR       the tables, from what lies in DIR
   python tools/benchmark_kernels.py attention results/DIR --try attention_forward:BLOCK_M=128   block sizes, V3 alone
 """
@@ -28,6 +29,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -41,8 +43,17 @@ from profiling.ceilings import measure_ceilings  # noqa: E402
 from profiling.kernels import CATEGORIES, kernels_of, short_name  # noqa: E402
 from profiling.program import ToolError, at_least, documented_parser, markdown_table, run_tool  # noqa: E402
 from profiling.traffic import Traffic  # noqa: E402
+from tools.benchmark import (  # noqa: E402
+    NEWEST,
+    SHAPES,
+    VERSIONS,
+    free_memory,
+    graph_of,
+    make_trainer,
+    read_rows,
+    write_rows,
+)
 from tools.benchmark import PRECISIONS as ARGUMENTS  # noqa: E402
-from tools.benchmark import SHAPES, free_memory, graph_of, read_rows, write_rows  # noqa: E402
 
 PROG = Path(__file__).name
 GPU = torch.cuda.is_available()
@@ -383,13 +394,14 @@ def rows(rounds: int, count: int) -> Iterator[dict]:
 
 
 def whole_step(rounds: int, precisions: Sequence[str]) -> Iterator[dict]:
-    """Rows of the study: V3's step, as a graph where there is a GPU, the time of its kernels, and its floor.
+    """Rows of the study: the newest version's step, as a graph where there is a GPU, its kernels, and its floor.
 
     The floor has two parts: the FLOP of the unfused model, as the scripts count them, at the rate of a large GEMM, and
-    the bytes that V3's operators read and write, once each, at the rate of a large copy.
+    the bytes that its operators read and write, once each, at the rate of a large copy.
     """
     for precision, (name, sizes) in itertools.product(precisions, SHAPES.items()):
-        module = importlib.import_module(f"{name.partition(',')[0]}_v3")
+        model = name.partition(",")[0]
+        module = importlib.import_module(f"{model}_{NEWEST[model]}")
         with tempfile.TemporaryDirectory() as folder:
             argv = [*sizes, *ARGUMENTS[precision], "--log-interval", "1000000", "--profile-dir", folder]
             run = module.Run(module.parse_args(graph_of(argv)))
@@ -426,13 +438,28 @@ def whole_step(rounds: int, precisions: Sequence[str]) -> Iterator[dict]:
 def bytes_of_step(trainer, no_work: Sequence[str]) -> int:
     """Bytes that the operators of a training step read and write.
 
-    The optimizer works in place and has no result to count: it reads weights, gradients and two moments, and writes
-    all of them but the gradients.
+    PyTorch's optimizer works in place and has no result to count: it reads weights, gradients and two moments, and
+    writes all of them but the gradients.
     """
     batch = trainer.next_batch()
     with Traffic(trainer.model, {}, tuple(no_work)) as traffic:
         trainer.compute(batch)
-    return sum(traffic.bytes_of.values()) + 7 * sum(p.nbytes for p in trainer.model.parameters())
+    optimizer = 7 if isinstance(trainer.optimizer, torch.optim.AdamW) else 0
+    return sum(traffic.bytes_of.values()) + optimizer * sum(p.nbytes for p in trainer.model.parameters())
+
+
+def traffic(precisions: Sequence[str]) -> Iterator[dict]:
+    """Rows of the study: GB that the operators of a step read and write, of each version."""
+    for precision, (name, sizes) in itertools.product(precisions, SHAPES.items()):
+        row, model = {"shape": name, "precision": precision}, name.partition(",")[0]
+        for version in (*VERSIONS, *({"v4"} & {NEWEST[model]})):
+            module = importlib.import_module(f"{model}_{version}")
+            trainer = make_trainer(module, [*sizes, *ARGUMENTS[precision]])
+            trainer.step()  # the first one does more
+            row[version] = bytes_of_step(trainer, module.NO_WORK) / 1e9
+            del trainer
+            free_memory()
+        yield row
 
 
 # The whole training step beside Hugging Face's Llama
@@ -513,6 +540,11 @@ def can_be_captured(side: str, step: Step) -> bool:
     return True
 
 
+def one_step(trainer, batch: dict[str, Tensor]) -> Sequence[Tensor]:
+    """A training step of a version's own trainer -> the loss."""
+    return (trainer.compute(batch),)
+
+
 def llama(rounds: int, precisions: Sequence[str]) -> Iterator[dict]:
     """Rows of the study. Liger's loss comes with and without: it asks the device for a number, which no graph can."""
     theirs = {"Hugging Face": None} if optional("transformers") else {}
@@ -522,8 +554,12 @@ def llama(rounds: int, precisions: Sequence[str]) -> Iterator[dict]:
         dtype, products = PRECISIONS[precision]
         torch.set_float32_matmul_precision(products)
         sides = {}
-        for version in ("v3", "v2"):
+        for version in ("v4", "v3", "v2"):
             module = importlib.import_module(f"tiny_llama_{version}")
+            if version == "v4":  # which has an optimizer of its own
+                trainer = make_trainer(module, [*SHAPES[name], *ARGUMENTS[precision], "--disable-cuda-graph"])
+                sides["V4"] = partial(one_step, trainer, trainer.next_batch())
+                continue
             args = module.parse_args(SHAPES[name])
             ours = module.build_model(args, DEVICE)
             batch = module.make_batches(args, DEVICE, args.seed).next_batch()
@@ -537,7 +573,7 @@ def llama(rounds: int, precisions: Sequence[str]) -> Iterator[dict]:
 
 
 STUDIES = {"attention": attention, "triangle": triangle, "block": block, "causal": causal}
-STEPS = {"step": whole_step, "llama": llama}  # in bf16 unless asked for more
+STEPS = {"step": whole_step, "llama": llama, "traffic": lambda rounds, precisions: traffic(precisions)}  # bf16
 
 
 def with_blocks(study: str, rounds: int, precisions: Sequence[str], tried: Sequence[str]) -> Iterator[dict]:
@@ -610,29 +646,42 @@ def step_tables(directory: Path) -> list[str]:
     for category in CATEGORIES:
         if any(category in parts for parts in sums.values()):
             categories.append([category, *(f"{parts[category]:.0f}" for parts in sums.values())])
-    header = ["V3, whole step", "ms", "in kernels, ms", "GEMM floor, ms", "bytes floor, ms", "step / sum of floors"]
+    header = ["whole step", "ms", "in kernels, ms", "GEMM floor, ms", "bytes floor, ms", "step / sum of floors"]
     return [markdown_table(header, steps), markdown_table(["us per step", *measured], categories), *tables]
 
 
 def llama_table(directory: Path) -> str:
-    """The whole step of each side in milliseconds, its time over V3's, and its extra memory."""
+    """The whole step of each side in milliseconds, its time over the first one's, and its extra memory."""
     measured = read_rows(directory / "llama.json")
     sides = list(dict.fromkeys(side for row in measured for side, value in row.items() if isinstance(value, dict)))
     lines = []
     for row in measured:
         here = [row.get(side) for side in sides]
-        ratios = [s and [a / b for a, b in zip(s["turns_us"], row["V3"]["turns_us"], strict=True)] for s in here[1:]]
+        ratios = [
+            s and [a / b for a, b in zip(s["turns_us"], row[sides[0]]["turns_us"], strict=True)] for s in here[1:]
+        ]
         lines.append([f"{row['shape']}, {row['precision']}", *(f"{s['us'] / 1e3:.2f}" if s else "" for s in here)])
         lines[-1] += [f"{statistics.median(r):.2f}x" if r else "" for r in ratios]
         lines[-1] += [f"{s['extra_mb']:.0f}" if s and s["extra_mb"] is not None else "" for s in here]
-    header = ["whole step", *(f"{side}, ms" for side in sides), *(f"{side} / V3" for side in sides[1:])]
+    header = ["whole step", *(f"{side}, ms" for side in sides), *(f"{side} / {sides[0]}" for side in sides[1:])]
     return markdown_table([*header, *(f"{side}, MB" for side in sides)], lines) if lines else ""
+
+
+def traffic_table(directory: Path) -> str:
+    """GB per step of each version, and the part of V1's that the newest one has left."""
+    lines = []
+    for row in read_rows(directory / "traffic.json"):
+        counted = [value for value in row.values() if not isinstance(value, str)]
+        cells = [*(f"{gb:.2f}" for gb in counted), *[""] * (4 - len(counted))]
+        lines.append([f"{row['shape']}, {row['precision']}", *cells, f"{100 * counted[-1] / counted[0]:.0f} %"])
+    header = ["GB read and written per step", "V1", "V2", "V3", "V4", "newest of V1"]
+    return markdown_table(header, lines) if lines else ""
 
 
 def table(directory: Path) -> str:
     """The tables of one device as Markdown."""
     tables = [*(sides_table(directory, study) for study in STUDIES), rows_table(directory)]
-    tables += [*step_tables(directory), llama_table(directory)]
+    tables += [*step_tables(directory), llama_table(directory), traffic_table(directory)]
     if not any(tables):
         raise ToolError(f"{directory}: no result files of these studies")
     return "\n\n".join(filter(None, tables))

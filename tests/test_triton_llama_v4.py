@@ -1,0 +1,378 @@
+"""What TinyLlama V4 adds to V3 gives what float64, and PyTorch's own optimizer, give.
+
+Sizes, limits and helpers are those of the tests of V3, whose kernels V4 keeps.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import ROOT, assert_one_error, assert_same_gradients, gradients, load, parse, random_state
+from conftest import relative_difference as difference
+from test_triton_llama import (
+    DEVICE,
+    HERE,
+    LIMITS,
+    agree,
+    angles,
+    both_types,
+    build,
+    check_attention,
+    dense_or_strided,
+    randn,
+    rotated,
+    tokens,
+)
+from torch import Tensor, nn
+
+V3, V4 = "tiny_llama_v3", "tiny_llama_v4"
+v4 = load(V4)
+CHANGED = {  # of V3's kernels
+    *("attention_backward_queries_kernel", "attention_backward_keys_kernel"),
+    *("cross_entropy_forward_kernel", "cross_entropy_backward_kernel"),
+}
+
+
+def kernels(script: str) -> dict[str, str]:
+    """The source of every function under @triton.jit."""
+    parts = (ROOT / f"{script}.py").read_text().split("\n\n\n")
+    return {re.search(r"^def (\w+)", part, re.MULTILINE)[1]: part for part in parts if part.startswith("@triton.jit")}
+
+
+def test_kernels_of_v3_are_the_same_except_for_those_that_v4_changes():
+    before, after = kernels(V3), kernels(V4)
+    assert len(before) >= 10
+    assert before.keys() < after.keys()
+    assert {name for name, source in before.items() if after[name] != source} == CHANGED
+
+
+# Projections and attention
+
+
+@both_types
+@pytest.mark.parametrize("direct", [True, False], ids=["direct", "cast"])
+def test_projection(direct: bool, dtype: torch.dtype):
+    """The weight is a float32 parameter in both types, and so is its gradient."""
+
+    def projection(weight: Tensor, x: Tensor) -> Tensor:
+        return v4.linear(x, weight, v4.Fusions(direct_gradients=direct))
+
+    agree(projection, lambda weight, x: x @ weight.T, [randn(35, 33), randn(2, 65, 33, dtype=dtype)])
+
+
+@both_types
+@pytest.mark.parametrize(
+    ("batch", "seq", "heads", "group", "dim"), [(1, 1, 4, 4, 16), (2, 33, 4, 2, 32), (1, 129, 2, 1, 64)]
+)
+def test_attention_turns_gradients_back(batch: int, seq: int, heads: int, group: int, dim: int, dtype: torch.dtype):
+    check_attention(batch, seq, heads, group, dim, dtype, strided=seq == 33, module=v4, turned=True)
+
+
+def test_attention_without_angles():
+    check_attention(2, 65, 2, 2, 33, module=v4)
+
+
+# SwiGLU in a GEMM
+
+
+def gates_and_ups(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    gate_up = x @ weight.T
+    gate, up = gate_up.chunk(2, dim=-1)
+    return gate_up, F.silu(gate) * up
+
+
+@both_types
+@pytest.mark.parametrize(("rows", "dim", "inner"), [(1, 1, 1), (33, 20, 35), (130, 65, 129)])
+def test_swiglu_kernels(rows: int, dim: int, inner: int, dtype: torch.dtype):
+    x, weight = randn(rows, dim, dtype=dtype), randn(2 * inner, dim, dtype=dtype, size=dim**-0.5)
+    found, expected = v4.swiglu_gemm_forward(x, weight), gates_and_ups(x.double(), weight.double())
+    assert max(map(difference, found, expected)) < LIMITS[dtype]
+
+    grad, down = randn(rows, dim, dtype=dtype), randn(dim, inner, dtype=dtype)
+    gate_up = found[0].detach()
+    wide = gate_up.double().requires_grad_()
+    gate, up = wide.chunk(2, dim=-1)
+    (expected,) = torch.autograd.grad(F.silu(gate) * up, wide, grad.double() @ down.double())
+    found = v4.swiglu_gemm_backward(grad, down, gate_up)
+    for value, right in zip(found.chunk(2, 1), expected.chunk(2, 1), strict=True):
+        assert difference(value, right) < LIMITS[dtype]
+
+
+def test_swiglu_kernels_with_tiles_in_several_groups(monkeypatch: pytest.MonkeyPatch):
+    for kernel in ("swiglu_gemm_forward", "swiglu_gemm_backward"):
+        monkeypatch.setitem(v4.OVERRIDES, kernel, {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 16, "GROUP": 2})
+    test_swiglu_kernels(81, 40, 99, torch.float32)
+
+
+@both_types
+@dense_or_strided
+def test_swiglu_gemm(strided: bool, dtype: torch.dtype):
+    """Weights are dense, as parameters are."""
+    weights = [randn(70, 33, size=33**-0.5), randn(33, 35, size=35**-0.5)]
+
+    def mlp(x: Tensor, *given: Tensor) -> Tensor:
+        return v4.SwiGLUGEMM.apply(x, *weights, *(v4.in_type(weight, dtype) for weight in weights), True)
+
+    def reference(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        return gates_and_ups(x, gate_up)[1] @ down.T
+
+    agree(mlp, reference, [randn(2, 9, 33, dtype=dtype), *weights], strided, limit=LIMITS[dtype])
+
+
+# Loss
+
+
+@both_types
+@dense_or_strided
+@pytest.mark.parametrize(("batch", "seq", "vocab"), [(1, 2, 7), (2, 33, 100), (3, 22, 1000)])
+@pytest.mark.parametrize("size", [1.0, 300.0], ids=["small", "large"])
+def test_loss_of_the_next_token(
+    batch: int, seq: int, vocab: int, size: float, strided: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+):
+    if vocab > 500:  # several blocks of a row, and of rows
+        monkeypatch.setitem(v4.OVERRIDES, "mean_loss", {"BLOCK": 16})
+        for kernel in ("cross_entropy_forward", "cross_entropy_backward"):
+            monkeypatch.setitem(v4.OVERRIDES, kernel, {"TILE": 128})
+    labels = torch.randint(vocab, (seq, batch), generator=torch.Generator().manual_seed(0)).T.to(DEVICE)
+    labels[:, 2::3] = -100
+
+    def reference(logits: Tensor) -> Tensor:
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+    logits = randn(batch, seq, vocab, dtype=dtype, size=size)
+    agree(lambda logits: v4.NextTokenLoss.apply(logits, labels), reference, [logits], strided)
+    assert not logits.grad[:, 1::3].any()
+    assert not logits.grad[:, -1].any()
+
+
+def test_a_label_outside_the_vocabulary_makes_the_loss_nan():
+    logits, labels = randn(1, 3, 33), torch.tensor([[33, 1, 2]], device=DEVICE)
+    assert v4.NextTokenLoss.apply(logits, labels).isfinite(), "nothing predicts the first"
+    assert v4.NextTokenLoss.apply(logits, labels.flip(1)).isnan()
+
+
+# Embedding
+
+
+@pytest.mark.parametrize(("words", "dim", "shape"), [(1, 1, (1,)), (67, 33, (2, 65)), (100, 129, (3, 7))])
+def test_embedding_adds_to_the_gradient_that_the_optimizer_has(words: int, dim: int, shape: tuple[int, ...]):
+    ids = torch.randint(words, shape, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    v4.FusedAdamW([[weight := nn.Parameter(randn(words, dim))]], 1e-2, torch.float32)
+    found, grad = weight.room.part(weight).copy_(randn(words, dim)), randn(*shape, dim)
+    expected = found.double().index_add(0, ids.flatten(), grad.flatten(0, -2).double())
+    v4.TiedEmbedding.apply(ids, weight).backward(grad)
+    assert difference(found, expected) < 1e-6
+    assert weight.grad is None
+
+
+def test_embedding():
+    """Of tokens that do not lie side by side."""
+    ids = torch.randint(67, (65, 2), generator=torch.Generator().manual_seed(0)).to(DEVICE).T
+    agree(lambda weight: v4.TiedEmbedding.apply(ids, weight), lambda weight: F.embedding(ids, weight), [randn(67, 33)])
+
+
+# Optimizer
+
+
+def parameters() -> list[nn.Parameter]:
+    """None fits a block; together they need several."""
+    return [nn.Parameter(randn(*shape)) for shape in [(33, 7), (5,), (64, 33), (1,)]]
+
+
+def fused(given: list[nn.Parameter], dtype: torch.dtype = torch.float32, lr: float = 1e-2) -> torch.optim.Optimizer:
+    """Our optimizer, with the parameters in two groups."""
+    return v4.FusedAdamW([given[2:], given[:2]], lr, dtype)
+
+
+def take_steps(optimizer: torch.optim.Optimizer, steps: range) -> None:
+    """Each step has gradients of its own."""
+    for step in steps:
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.grad = randn(step + 1, *parameter.shape)[-1]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+
+def state(optimizer: torch.optim.Optimizer, given: list[nn.Parameter]) -> list[Tensor]:
+    """What a step changes: weights, moments, number of steps."""
+    own = [optimizer.state[p][name] for p in given for name in ("exp_avg", "exp_avg_sq", "step")]
+    return [t.detach().clone() for t in (*given, *own)]
+
+
+def low(given: list[nn.Parameter]) -> list[Tensor]:
+    return [p.low.clone() for p in given]
+
+
+def equal(found: list[Tensor], expected: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_optimizer_takes_the_steps_of_pytorch():
+    ours, theirs = parameters(), parameters()
+    optimizers = fused(ours), torch.optim.AdamW(theirs, 1e-2)
+    for step in range(5):
+        for optimizer in optimizers:
+            take_steps(optimizer, range(step, step + 1))
+        assert max(map(difference, *map(state, optimizers, (ours, theirs)))) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_optimizer_writes_the_rounded_weights_too(dtype: torch.dtype):
+    take_steps(fused(given := parameters(), dtype), range(2))
+    assert equal(low(given), [p.detach().to(dtype) for p in given])
+
+
+def test_a_scaled_gradient_is_divided_and_a_step_with_an_infinite_one_changes_nothing():
+    ours, theirs = parameters(), parameters()
+    optimizer, plain = fused(ours, torch.float16), torch.optim.AdamW(theirs, 1e-2)
+    scaler = torch.amp.GradScaler(DEVICE.type, init_scale=512.0)
+    for wrong in (True, False, True, False):
+        before = state(optimizer, ours) + low(ours)
+        for a, b in zip(ours, theirs, strict=True):
+            b.grad = randn(*b.shape)
+            a.grad = scaler.scale(b.grad)
+        if wrong:
+            ours[2].grad[3, 2] = torch.inf
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        if wrong:
+            assert equal(state(optimizer, ours) + low(ours), before)
+        else:
+            plain.step()
+    assert scaler.get_scale() == 128
+    assert max(map(difference, state(optimizer, ours), state(plain, theirs))) < 1e-6
+    assert equal(low(ours), [p.detach().half() for p in ours])
+
+
+def test_optimizer_resumes_exactly():
+    first = parameters()
+    take_steps(optimizer := fused(first, torch.bfloat16), range(3))
+    second = [nn.Parameter(p.detach().clone()) for p in first]
+    resumed = fused(second, torch.bfloat16, lr=1.0)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for each in (optimizer, resumed):
+        take_steps(each, range(3, 5))
+    assert equal(state(resumed, second) + low(second), state(optimizer, first) + low(first))
+
+
+def test_a_parameter_without_gradient_is_an_error():
+    optimizer = fused(given := parameters())
+    for parameter in given[1:]:
+        parameter.grad = torch.zeros_like(parameter)
+    with pytest.raises(RuntimeError, match="no gradient"):
+        optimizer.step()
+
+
+def test_weights_that_are_loaded_are_used_at_once():
+    """In low precision, too, by the forward pass and by the step after it."""
+    layer, x = v4.Linear(33, 7, v4.Fusions()).to(DEVICE), randn(5, 33, dtype=torch.bfloat16)
+    optimizer = v4.FusedAdamW([[layer.weight]], 1e-2, torch.bfloat16)
+    for seed in (1, 2):
+        layer.load_state_dict(random_state(layer.state_dict(), seed))
+        assert torch.equal(layer(x), F.linear(x, layer.weight.to(torch.bfloat16)))
+        take_steps(optimizer, range(1))
+        assert torch.equal(layer(x), F.linear(x, layer.weight.to(torch.bfloat16)))
+
+
+# The model
+
+SMALL = ["--num-layers", "1", "--hidden-dim", "64", "--num-heads", "4", "--num-kv-heads", "1", "--seq-len", "9"]
+
+
+@pytest.mark.parametrize("precision", [[], ["--use-amp"]], ids=["float32", "bfloat16"])
+def test_gradients_are_found_where_the_optimizer_reads_them_and_add_up(precision: list[str]):
+    args = parse(V4, *HERE, *SMALL, *precision)
+    model, batch = v4.build_model(args, DEVICE), tokens(*SMALL)
+    optimizer = v4.build_optimizer(args, model)
+
+    def backward() -> dict[str, Tensor]:
+        with torch.autocast(DEVICE.type, torch.bfloat16, enabled=args.use_amp):
+            loss = model(**batch)
+        loss.backward()
+        return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+    once = backward()
+    assert [n for n, p in model.named_parameters() if p.grad.data_ptr() != p.room.part(p).data_ptr()] == []
+    twice = backward()
+    assert {name for name, grad in once.items() if not difference(twice[name], 2 * grad) < 1e-6} == set()
+    plain = [nn.Parameter(p.detach().clone()) for p in model.parameters()]
+    for parameter, grad in zip(plain, twice.values(), strict=True):
+        parameter.grad = grad
+    torch.optim.AdamW(plain, args.learning_rate).step()
+    optimizer.step()
+    assert max(map(difference, model.parameters(), plain)) < 1e-6
+
+
+@pytest.mark.parametrize(
+    "argv",
+    ["--disable-qkv-fusion --disable-swiglu-fusion", "--disable-triton-rotary", "--hidden-dim 40 --num-heads 2"],
+    ids=["separate-weights", "rotary-of-pytorch", "heads-of-20-channels"],
+)
+def test_fusions_do_without_others_and_with_any_size(argv: str):
+    argv = [*SMALL, *argv.split()]
+    first, second = build("tiny_llama_v1", *(a for a in argv if not a.startswith("--disable"))), build(V4, *argv)
+    weights = random_state(first.state_dict())
+    for model in (first, second):
+        model.load_state_dict(weights)
+        model(**tokens(*SMALL)).backward()
+    assert_same_gradients(gradients(second), gradients(first), 1e-4)
+
+
+@pytest.mark.parametrize("flag", ["fused-optimizer", "tied-embedding", "swiglu-gemm"])
+def test_on_a_cpu_without_the_interpreter_nothing_starts(flag: str, run, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(v4, "INTERPRETED", False)
+    on = ["--disable-all-fusion", "--enable-swiglu-fusion", f"--enable-{flag}"]
+    assert_one_error(run(V4, *on, "--num-steps", "1", "--under-profiler"), 4, "TRITON_INTERPRET=1")
+
+
+# A transformer layer in one launch
+
+
+def layer_of(
+    x: Tensor, norm_1: Tensor, qkv: Tensor, o: Tensor, norm_2: Tensor, gate_up: Tensor, down: Tensor,
+    cos: Tensor, sin: Tensor, heads: int, kv_heads: int, eps: float,
+) -> Tensor:  # fmt: skip
+    def norm(x: Tensor, weight: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+
+    packed = (norm(x, norm_1) @ qkv.T).unflatten(-1, (heads + 2 * kv_heads, -1))
+    packed = rotated(packed, cos, sin, kv_heads).transpose(1, 2)
+    q, k, v = packed.split([heads, kv_heads, kv_heads], dim=1)
+    k, v = (t.repeat_interleave(heads // kv_heads, 1) for t in (k, v))
+    x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2) @ o.T
+    return x + gates_and_ups(norm(x, norm_2), gate_up)[1] @ down.T
+
+
+def layer_arguments(batch: int, seq: int, heads: int, kv_heads: int, dim: int, inner: int, dtype: torch.dtype) -> tuple:
+    """Residual stream, weights in `dtype` (norms in float32), angles and sizes."""
+    width, packed = heads * dim, (heads + 2 * kv_heads) * dim
+    norms = [1 + 0.3 * randn(1, width)[0], 1 + 0.3 * randn(2, width)[1]]
+    shapes = [(packed, width), (width, width), (2 * inner, width), (width, inner)]
+    qkv, o, gate_up, down = (randn(*shape, size=shape[1] ** -0.5, dtype=dtype) for shape in shapes)
+    x = randn(batch, seq, width, size=2.0)
+    return x, norms[0], qkv, o, norms[1], gate_up, down, *angles(seq, dim), heads, kv_heads, 1e-5
+
+
+@both_types
+@pytest.mark.parametrize("launches", [1, 5])
+@pytest.mark.parametrize("sizes", [(1, 1, 4, 2, 16, 40), (2, 7, 4, 1, 24, 33), (1, 65, 2, 2, 10, 21)], ids=str)
+def test_a_layer_in_one_launch_and_in_five(sizes: tuple[int, ...], launches: int, dtype: torch.dtype):
+    """The residual stream is float32; what the layer adds to it is compared."""
+    given = layer_arguments(*sizes, dtype)
+    x, wide = given[0], [t.double() if isinstance(t, Tensor) else t for t in given]
+    found = v4.transformer_block(*given, launches)
+    assert found.dtype == x.dtype
+    assert difference(found - x, layer_of(*wide) - wide[0]) < LIMITS[dtype]
+
+
+@pytest.mark.parametrize("precision", [[], ["--use-amp"]], ids=["float32", "bfloat16"])
+def test_inference_says_that_all_ways_agree(precision: list[str], run):
+    result = run(V4, *HERE, *SMALL, "--mode", "benchmark", *precision)
+    assert result.status == 0, result.stdout + result.stderr
+    assert re.search(r"^one launch .*relative difference", result.stdout, re.MULTILINE)
+    assert (result.directory / f"{V4}_benchmark.json").is_file()
