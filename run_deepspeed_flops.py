@@ -32,6 +32,7 @@ import argparse
 import contextlib
 import importlib.util
 import json
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -40,6 +41,9 @@ from pathlib import Path
 from types import ModuleType
 
 import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # as the scripts do, before torch.utils.flop_counter imports Triton
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
@@ -49,6 +53,7 @@ from profiling.program import (
     ToolError,
     load_script,
     markdown_table,
+    print_notes,
     run_tool,
     script_arguments,
     tool_parser,
@@ -61,6 +66,7 @@ from profiling.traffic import Traffic
 PROG = Path(__file__).name
 RANGE = "module "  # what the names of the profiler's ranges begin with
 WARMUP, STEPS = 2, 3  # training steps before and under the profiler
+NOT_SEEN = ("triton-attention", "triton-triangle", "triton-outer-product", "swiglu-gemm")  # they multiply matrices
 
 
 @dataclass
@@ -354,6 +360,9 @@ def measure(module: ModuleType, args: argparse.Namespace, intensity: bool, roofl
         ceilings = measure_ceilings(args, device)
         add_rates(rows, spent, ceilings)
 
+    if hidden := [flag for flag, name, _ in module.FUSIONS if flag in NOT_SEEN and getattr(args, name)]:
+        off = " ".join(f"--disable-{flag}" for flag in hidden)
+        print_notes(PROG, f"what our own kernels multiply is not counted, so FLOP and rates are too low; try {off}")
     fusions = {attribute: getattr(args, attribute) for _, attribute, _ in module.FUSIONS}
     on = ", ".join(flag for flag, attribute, _ in module.FUSIONS if getattr(args, attribute)) or "nothing"
     total = sum(flop.values())

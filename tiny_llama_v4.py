@@ -1030,8 +1030,7 @@ class TiedEmbedding(torch.autograd.Function):
             words, order = torch.sort(tokens.flatten(), stable=True)
             return order, torch.searchsorted(words, torch.arange(len(weight) + 1, device=words.device))
 
-        if weight.requires_grad:
-            ctx.save_for_backward(*BESIDE.run(sort, tokens))
+        ctx.save_for_backward(*BESIDE.run(sort, tokens))
         ctx.parameter = weight
         return F.embedding(tokens, weight)
 
@@ -1280,6 +1279,7 @@ class FusedAdamW(torch.optim.Optimizer):
                     raise RuntimeError("FusedAdamW: a parameter has no gradient")
                 if parameter.grad.data_ptr() != (part := room.part(parameter)).data_ptr():  # several GPUs, or added up
                     part.copy_(parameter.grad)
+                    BESIDE.ready.pop(room, None)
         with torch.cuda.stream(BESIDE.stream(1)) if chain else contextlib.nullcontext():
             if chain:
                 BESIDE.stream(1).wait_event(BESIDE.begun if skipped is None else chain.record_event())
@@ -1535,7 +1535,7 @@ class Embedding(nn.Embedding):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens [B, S] -> [B, S, D]."""
-        if self.fusions.tied_embedding and not torch.compiler.is_compiling():
+        if self.fusions.tied_embedding and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             return TiedEmbedding.apply(tokens, self.weight)
         return super().forward(tokens)
 
@@ -2505,6 +2505,15 @@ def main(argv: list[str] | None = None) -> int:
 # --- end of harness
 
 
+def first_layer(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """The first layer of the model for inference, with the weights of its GEMMs in this type."""
+    layer = build_model(args, device).layers[0].requires_grad_(False)
+    for module in layer.modules():
+        if isinstance(module, nn.Linear):  # in training the optimizer or autocast does that
+            module.weight.data = module.weight.data.to(dtype)
+    return layer
+
+
 def benchmark(args: argparse.Namespace) -> int:
     """Inference: the first layer as one launch and in other ways, whether they agree, and on a GPU what each takes.
 
@@ -2512,18 +2521,9 @@ def benchmark(args: argparse.Namespace) -> int:
     """
     device, dtype = prepare(args), getattr(torch, args.amp_dtype) if args.use_amp else torch.float32
     x = torch.randn(args.batch_size, args.seq_len, args.hidden_dim, generator=torch.Generator().manual_seed(args.seed))
-    x = x.to(device)
-    packed = {"qkv_fusion": True, "swiglu_fusion": True}
-    layers = {}
-    for name, side in (("packed", {}), ("library", {"flash_attention": True})):
-        model = build_model(
-            all_off(args, **packed, **side) if side else argparse.Namespace(**vars(args) | packed), device
-        )
-        layers[name] = model.layers[0].requires_grad_(False)
-        for module in layers[name].modules():
-            if isinstance(module, nn.Linear):  # in training the optimizer or autocast does that
-                module.weight.data = module.weight.data.to(dtype)
-    ours = layers["packed"]
+    x, packed = x.to(device), {"qkv_fusion": True, "swiglu_fusion": True}
+    ours = first_layer(argparse.Namespace(**{**vars(args), **packed}), device, dtype)
+    library = first_layer(all_off(args, **packed, flash_attention=True), device, dtype)
     weights = (ours.input_layernorm.weight, ours.self_attn.qkv_proj.weight, ours.self_attn.o_proj.weight)
     weights += (ours.post_attention_layernorm.weight, ours.mlp.gate_up_proj.weight, ours.mlp.down_proj.weight)
     rotary, sizes = ours.self_attn.rotary, (args.num_heads, args.num_kv_heads, ModelConfig.norm_eps)
@@ -2531,29 +2531,34 @@ def benchmark(args: argparse.Namespace) -> int:
     def in_launches(launches: int) -> Tensor:
         return transformer_block(x, *weights, rotary.cos, rotary.sin, *sizes, launches)
 
-    def whole(layer: Callable) -> Tensor:
+    def whole(layer: nn.Module) -> Tensor:
         with torch.autocast(device.type, dtype, enabled=args.use_amp):
             return torch.add(*layer(x, None))
 
     sides = {"one launch": partial(in_launches, 1), "five launches": partial(in_launches, 5)}
     sides |= {"kernels of training": partial(whole, ours)}
     if device.type == "cuda":
-        sides["torch.compile"] = torch.compile(partial(whole, layers["library"]))
+        sides["torch.compile"] = torch.compile(partial(whole, library))
     with torch.no_grad():
-        right = whole(layers["library"]) - x
+        right = whole(library) - x
         errors = {name: float((side() - x - right).norm() / right.norm()) for name, side in sides.items()}
         times = in_turns(sides) if device.type == "cuda" else {}
     print(f"One layer, batch_size {args.batch_size}, seq_len {args.seq_len}, {str(dtype)[6:]}")
     for name, error in errors.items():
-        time_of = f"{times[name]['us']:8.1f} us {times[name]['kernels']:4} kernels" if times else ""
-        print(f"{name:22}{time_of}  relative difference {error:.1e}")
+        taken = f"{times[name]['us']:8.1f} us {times[name]['kernels']:4} kernels" if times else ""
+        print(f"{name:22}{taken}  relative difference {error:.1e}")
     if not times:
         print("Not timed: the kernels run in Triton's interpreter.")
+    passed = max(errors.values()) < (1e-4 if dtype == torch.float32 else 2e-2)  # a NaN fails
+    print(f"Accuracy check: {'PASS' if passed else 'FAIL'}")
     content = {"args": {**vars(args), "profile_dir": None}, "environment": environment(device), "errors": errors}
-    args.profile_dir.mkdir(parents=True, exist_ok=True)
-    path = args.profile_dir / f"{SCRIPT}_benchmark.json"
-    path.write_text(json.dumps({**content, "times": times}, indent=1, default=str) + "\n")
-    return int(not max(errors.values()) < (1e-4 if dtype == torch.float32 else 2e-2))
+    try:
+        args.profile_dir.mkdir(parents=True, exist_ok=True)
+        path = args.profile_dir / f"{SCRIPT}_benchmark.json"
+        path.write_text(json.dumps({**content, "times": times}, indent=1, default=str) + "\n")
+    except OSError as error:
+        fail(f"--profile-dir {args.profile_dir}: cannot write there ({error.strerror})")
+    return 0 if passed else 1
 
 
 def in_turns(sides: dict[str, Callable[[], Tensor]], rounds: int = 11, calls: int = 20) -> dict[str, dict]:
