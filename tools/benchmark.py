@@ -18,6 +18,7 @@ Examples:
   torchrun --nproc-per-node N tools/benchmark.py scaling results/DIR
   torchrun --nproc-per-node N tools/benchmark.py ddp results/DIR    where the time goes that scaling loses
   python tools/benchmark.py table results/DIR      the tables, from what lies in DIR
+  python tools/benchmark.py picture results/DIR    versions.png there: time, kernels and memory of the versions in bf16
 """
 
 import argparse
@@ -46,6 +47,7 @@ from profiling.program import (  # noqa: E402
     markdown_table,
     read_json,
     run_tool,
+    write_file,
     write_text,
 )
 
@@ -466,6 +468,51 @@ def headline_tables(path: Path) -> list[str]:
     ]
 
 
+def model_table(directory: Path, model: str) -> str:
+    """Of a model, as graphs: milliseconds per step of V1 to V3, and kernels and memory of the first and the last."""
+    lines = []
+    for row in read_rows(directory / "headline_v3.json"):
+        if row["mode"] == "graph" and row["shape"].startswith(model):
+            first, last = row["v1"], row[VERSIONS[-1]]
+            speed = statistics.median(ratios(first, last))
+            lines.append([f"{row['shape'].partition(', ')[2]}, {row['precision']}"])
+            lines[-1] += [*(f"{row[version]['batch_ms']:.2f}" for version in VERSIONS), f"{speed:.2f}x"]
+            lines[-1] += [f"{first['per_step']} / {last['per_step']}"]
+            lines[-1] += [f"{first['peak_mb']:.0f} / {last['peak_mb']:.0f}"]
+    header = [model, *(f"{version.upper()}, ms" for version in VERSIONS), "V3 over V1", "kernels, V1 / V3"]
+    return markdown_table([*header, "peak MB, V1 / V3"], lines) if lines else ""
+
+
+def draw_versions(directory: Path) -> None:
+    """versions.png: what a step in bf16 takes of each version as a graph, each figure as a part of V1's."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = [r for r in read_rows(directory / "headline_v3.json") if (r["precision"], r["mode"]) == ("bf16", "graph")]
+    figure, panels = pyplot.subplots(1, 3, figsize=(11, 3.6), sharey=True, layout="constrained")
+    units = {"batch_ms": ("time per step", "{:.3g} ms"), "per_step": ("kernels per step", "{:.0f}")}
+    units["peak_mb"] = ("peak memory", "{:.0f} MB")
+    width = 0.8 / len(VERSIONS)
+    for panel, (key, (title, form)) in zip(panels, units.items(), strict=True):
+        for number, version in enumerate(VERSIONS):
+            for place, row in enumerate(rows):
+                at, part = place + (number - 1) * width, row[version][key] / row["v1"][key]
+                label = version.upper() if place == 0 and panel is panels[0] else ""
+                panel.bar(at, part, width, color=f"C{number}", label=label)
+                label = form.format(row[version][key])
+                panel.text(at, part + 0.01, label, rotation=90, ha="center", va="bottom", fontsize="x-small")
+        panel.set_title(title)
+        panel.set_xticks(range(len(rows)), [r["shape"].replace("tiny_", "").replace(", ", "\n") for r in rows])
+        panel.set_ylim(0, 1.3)
+        panel.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("of V1")
+    figure.legend(loc="outside right upper", frameon=False)
+    write_file(directory / "versions.png", lambda temporary: figure.savefig(temporary, dpi=120))
+    pyplot.close(figure)
+
+
 def fastest_table(directory: Path) -> str:
     """Milliseconds per step of V4 and the others, theirs over V4's, peak memory."""
     lines, sides = [], []
@@ -550,6 +597,8 @@ TABLES: dict[str, Callable[[Path], list[str]]] = {
     "ablation": lambda directory: [
         ablation_table(directory, f"{model}_{version}") for version in VERSIONS[1:] for model in MODELS
     ],
+    "llama": lambda directory: [model_table(directory, "tiny_llama")],
+    "openfold": lambda directory: [model_table(directory, "tiny_openfold")],
     "inference": lambda directory: [inference_table(directory)],
     "fastest": lambda directory: [fastest_table(directory), ablation_table(directory, "tiny_llama_v4")],
     "grid": lambda directory: [grid_table(directory)],
@@ -584,6 +633,7 @@ def build_parser() -> argparse.ArgumentParser:
         "scaling",
         "ddp",
         "table",
+        "picture",
     )
     add = parser.add_argument
     add("suite", choices=suites)
@@ -605,6 +655,9 @@ def run_suite(args: argparse.Namespace) -> int:
             print(table(args.directory, args.tables))
         except (KeyError, TypeError, AttributeError) as error:
             raise ToolError(f"{args.directory}: a file there is none of these measurements ({error!r})") from error
+        return 0
+    if args.suite == "picture":
+        draw_versions(args.directory)
         return 0
     args.directory.mkdir(parents=True, exist_ok=True)
     if args.suite == "headline":
