@@ -51,6 +51,7 @@ from profiling.ceilings import Ceilings, measure_ceilings
 from profiling.kernels import has_gpu, kernels_of, range_of_each, ranges_of
 from profiling.program import (
     ToolError,
+    drawing,
     load_script,
     markdown_table,
     print_notes,
@@ -302,10 +303,8 @@ def table(rows: Sequence[Row], intensity: bool, roofline: bool) -> str:
 
 def draw(path: Path, title: str, rows: Sequence[Row], ceilings: Ceilings) -> None:
     """The roofline as a PNG: both ceilings, and a point for each kind of module that has FLOPs and a time."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot, ticker
+    pyplot = drawing()
+    from matplotlib import ticker
 
     points = [row for row in rows if row.achieved_tflops]
     ridge = 1e3 * ceilings.gemm_tflops / ceilings.copy_gb_per_s  # FLOP/byte at which the two ceilings meet

@@ -452,12 +452,13 @@ def gemm_type(x: Tensor) -> torch.dtype:
 
 def in_type(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """The weight in this type, as the optimizer wrote it; cast where it did not, or where others changed the weight."""
-    if dtype != getattr(weight, "low", weight).dtype or not hasattr(weight, "low"):
+    low = getattr(weight, "low", None)
+    if low is None or low.dtype != dtype:
         return weight.detach().to(dtype)
     if weight.low_version != weight._version:
-        weight.low.copy_(weight.detach())
+        low.copy_(weight.detach())
         weight.low_version = weight._version
-    return weight.low
+    return low
 
 
 class Projection(torch.autograd.Function):
@@ -2514,6 +2515,15 @@ def first_layer(args: argparse.Namespace, device: torch.device, dtype: torch.dty
     return layer
 
 
+def in_launches(launches: int, layer: nn.Module, x: Tensor) -> Tensor:
+    """The residual stream x [B, S, D] after this layer, which packs its projections, in 1 launch or 5."""
+    attention, mlp = layer.self_attn, layer.mlp
+    weights = layer.input_layernorm.weight, attention.qkv_proj.weight, attention.o_proj.weight
+    weights += layer.post_attention_layernorm.weight, mlp.gate_up_proj.weight, mlp.down_proj.weight
+    tables, heads = (attention.rotary.cos, attention.rotary.sin), (attention.num_heads, attention.num_kv_heads)
+    return transformer_block(x, *weights, *tables, *heads, layer.input_layernorm.eps, launches)
+
+
 def benchmark(args: argparse.Namespace) -> int:
     """Inference: the first layer as one launch and in other ways, whether they agree, and on a GPU what each takes.
 
@@ -2524,18 +2534,12 @@ def benchmark(args: argparse.Namespace) -> int:
     x, packed = x.to(device), {"qkv_fusion": True, "swiglu_fusion": True}
     ours = first_layer(argparse.Namespace(**{**vars(args), **packed}), device, dtype)
     library = first_layer(all_off(args, **packed, flash_attention=True), device, dtype)
-    weights = (ours.input_layernorm.weight, ours.self_attn.qkv_proj.weight, ours.self_attn.o_proj.weight)
-    weights += (ours.post_attention_layernorm.weight, ours.mlp.gate_up_proj.weight, ours.mlp.down_proj.weight)
-    rotary, sizes = ours.self_attn.rotary, (args.num_heads, args.num_kv_heads, ModelConfig.norm_eps)
-
-    def in_launches(launches: int) -> Tensor:
-        return transformer_block(x, *weights, rotary.cos, rotary.sin, *sizes, launches)
 
     def whole(layer: nn.Module) -> Tensor:
         with torch.autocast(device.type, dtype, enabled=args.use_amp):
             return torch.add(*layer(x, None))
 
-    sides = {"one launch": partial(in_launches, 1), "five launches": partial(in_launches, 5)}
+    sides = {"one launch": partial(in_launches, 1, ours, x), "five launches": partial(in_launches, 5, ours, x)}
     sides |= {"kernels of training": partial(whole, ours)}
     if device.type == "cuda":
         sides["torch.compile"] = torch.compile(partial(whole, library))

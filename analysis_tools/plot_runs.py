@@ -41,6 +41,7 @@ from profiling.program import (  # noqa: E402
     ToolError,
     cell,
     documented_parser,
+    drawing,
     markdown_table,
     print_notes,
     run_tool,
@@ -157,13 +158,7 @@ def table(what: str, x: str, series: Series, rows: Sequence[dict]) -> str:
 
 def draw(path: Path, what: str, x: str, series: Series, rows: Sequence[dict]) -> None:
     """The picture; out-of-memory runs are crosses at its top."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ToolError(f"the picture needs matplotlib (pip install matplotlib): {error}", status=4) from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = drawing()
     key = f"ratio_over_{next(iter(series))}" if what == "speedup" else MEASURED[what][1]
     figure, axes = pyplot.subplots(figsize=(8, 5))
     for number, name in enumerate(series):

@@ -153,6 +153,18 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], text_co
     return "\n".join([line(header), line(rule), *map(line, rows)])
 
 
+def drawing() -> ModuleType:
+    """matplotlib.pyplot, which writes files and opens no window; ToolError if matplotlib is missing."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ToolError(f"the picture needs matplotlib (pip install matplotlib): {error}", status=4) from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
 def cell(value: float | None, form: str = ".1f", unit: str = "") -> str:
     """A number for a table with its unit, a dash where there is none."""
     return "-" if value is None else format(value, form) + unit

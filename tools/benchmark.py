@@ -44,6 +44,7 @@ from profiling.program import (  # noqa: E402
     at_least,
     cell,
     documented_parser,
+    drawing,
     markdown_table,
     read_json,
     run_tool,
@@ -62,7 +63,7 @@ SHAPES = {  # of the headline table
 }
 MODELS = {"tiny_openfold": [], "tiny_llama": ["--seq-len", "128"]}  # the sizes of the ablation
 VERSIONS = ("v1", "v2", "v3")
-NEWEST = {"tiny_llama": "v4", "tiny_openfold": "v3"}
+VERSIONS_OF = {"tiny_llama": (*VERSIONS, "v4"), "tiny_openfold": VERSIONS}
 PRECISIONS = {"fp32": [], "TF32": ["--matmul-precision", "high"], "bf16": ["--use-amp"]}
 GRAPH, COMPILE = ["--enable-cuda-graph"], ["--enable-torch-compile"]
 MODES = {  # the best mode of torch.compile is that with graphs of its own
@@ -485,11 +486,7 @@ def model_table(directory: Path, model: str) -> str:
 
 def draw_versions(directory: Path) -> None:
     """versions.png: what a step in bf16 takes of each version as a graph, each figure as a part of V1's."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = drawing()
     rows = [r for r in read_rows(directory / "headline_v3.json") if (r["precision"], r["mode"]) == ("bf16", "graph")]
     figure, panels = pyplot.subplots(1, 3, figsize=(11, 3.6), sharey=True, layout="constrained")
     units = {"batch_ms": ("time per step", "{:.3g} ms"), "per_step": ("kernels per step", "{:.0f}")}

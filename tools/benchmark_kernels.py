@@ -43,17 +43,16 @@ from profiling.ceilings import measure_ceilings  # noqa: E402
 from profiling.kernels import CATEGORIES, kernels_of, short_name  # noqa: E402
 from profiling.program import ToolError, at_least, documented_parser, markdown_table, run_tool  # noqa: E402
 from profiling.traffic import Traffic  # noqa: E402
+from tools.benchmark import PRECISIONS as ARGUMENTS  # noqa: E402
 from tools.benchmark import (  # noqa: E402
-    NEWEST,
     SHAPES,
-    VERSIONS,
+    VERSIONS_OF,
     free_memory,
     graph_of,
     make_trainer,
     read_rows,
     write_rows,
 )
-from tools.benchmark import PRECISIONS as ARGUMENTS  # noqa: E402
 
 PROG = Path(__file__).name
 GPU = torch.cuda.is_available()
@@ -401,7 +400,7 @@ def whole_step(rounds: int, precisions: Sequence[str]) -> Iterator[dict]:
     """
     for precision, (name, sizes) in itertools.product(precisions, SHAPES.items()):
         model = name.partition(",")[0]
-        module = importlib.import_module(f"{model}_{NEWEST[model]}")
+        module = importlib.import_module(f"{model}_{VERSIONS_OF[model][-1]}")
         with tempfile.TemporaryDirectory() as folder:
             argv = [*sizes, *ARGUMENTS[precision], "--log-interval", "1000000", "--profile-dir", folder]
             run = module.Run(module.parse_args(graph_of(argv)))
@@ -452,7 +451,7 @@ def traffic(precisions: Sequence[str]) -> Iterator[dict]:
     """Rows of the study: GB that the operators of a step read and write, of each version."""
     for precision, (name, sizes) in itertools.product(precisions, SHAPES.items()):
         row, model = {"shape": name, "precision": precision}, name.partition(",")[0]
-        for version in (*VERSIONS, *({"v4"} & {NEWEST[model]})):
+        for version in VERSIONS_OF[model]:
             module = importlib.import_module(f"{model}_{version}")
             trainer = make_trainer(module, [*sizes, *ARGUMENTS[precision]])
             trainer.step()  # the first one does more

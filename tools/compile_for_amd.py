@@ -158,23 +158,6 @@ def kernels_of(module: ModuleType) -> set[str]:
     return {name for name in functions if name.endswith("_kernel")}
 
 
-def infer(module: ModuleType, model: torch.nn.Module, samples: int, dtype: torch.dtype) -> None:
-    """Inference of TinyLlama V4: a whole layer as one launch, and as one for each of its phases."""
-    layer, config = model.layers[0], model.config
-    attention, mlp = layer.self_attn, layer.mlp
-    x = torch.empty(samples, config.seq_len, config.hidden_dim)
-    norms = layer.input_layernorm.weight, layer.post_attention_layernorm.weight
-    qkv, o, gate_up, down = (
-        projection.weight.detach().to(dtype)
-        for projection in (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
-    )
-    tables, heads = (attention.rotary.cos, attention.rotary.sin), (config.num_heads, config.num_kv_heads)
-    for launches in (1, 5):
-        module.transformer_block(
-            x, norms[0], qkv, o, norms[1], gate_up, down, *tables, *heads, config.norm_eps, launches
-        )
-
-
 def take_step(module: ModuleType, args: argparse.Namespace) -> None:
     """A training step on tensors without contents; V4's inference, too."""
     cpu = torch.device("cpu")
@@ -191,7 +174,10 @@ def take_step(module: ModuleType, args: argparse.Namespace) -> None:
             optimizer.grad_scale, optimizer.found_inf = torch.ones(()), torch.ones(())
         optimizer.step()
         if hasattr(module, "transformer_block") and args.qkv_fusion and args.swiglu_fusion:
-            infer(module, model, args.batch_size, getattr(torch, args.amp_dtype) if args.use_amp else torch.float32)
+            layer = module.first_layer(args, cpu, getattr(torch, args.amp_dtype) if args.use_amp else torch.float32)
+            x = torch.empty(args.batch_size, args.seq_len, args.hidden_dim)
+            for launches in (1, 5):  # inference
+                module.in_launches(launches, layer, x)
 
 
 def record(module: ModuleType, backend: str, precisions: Iterable[str], sizes: Iterable[str]) -> list[Launch]:
