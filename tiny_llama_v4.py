@@ -376,12 +376,11 @@ class Beside:
             chain.wait_event(self.pending.popleft()[0])
         return result
 
-    def finished(self, *parameters: Tensor) -> None:
-        """The gradients of these parameters are on their way, and this step does not need the parameters any more."""
-        for parameter in parameters if self.active else ():
-            room = getattr(parameter, "room", None)
-            if room and len(room.parameters) == 1:  # what shares its room, waits for all
-                self.ready[room] = torch.cuda.current_stream().record_event(), self.stream(0).record_event()
+    def finished(self, parameter: Tensor) -> None:
+        """The gradient of this parameter is on its way, and this step does not need the parameter any more."""
+        room = getattr(parameter, "room", None)
+        if self.active and room and len(room.parameters) == 1:  # what shares its room, waits for all
+            self.ready[room] = torch.cuda.current_stream().record_event(), self.stream(0).record_event()
 
     def join(self, grad: Tensor) -> None:
         """A hook: let the chain wait for all gradients."""
@@ -1132,13 +1131,13 @@ def swiglu_gemm_backward(grad: Tensor, weight: Tensor, gate_up: Tensor) -> Tenso
     return grad_gate_up
 
 
-def our_gemm_wins(x: Tensor) -> bool:
+def our_gemm_wins(dtype: torch.dtype) -> bool:
     """Is a Triton GEMM with SwiGLU in its epilogue faster than the vendor's and an element-wise kernel?
 
     Measured on an H100 for x [1024, 512] and [8192, 1024]: in exact float32, as three TF32 products, it is; in bfloat16
     it takes 0.98 to 1.17 of their time forward and 1.05 to 1.10 backward, in TF32 1.02 and 1.8.
     """
-    return INTERPRETED or dot_precision(x.dtype) == "tf32x3"
+    return INTERPRETED or dot_precision(dtype) == "tf32x3"
 
 
 class SwiGLUGEMM(torch.autograd.Function):
@@ -1150,10 +1149,7 @@ class SwiGLUGEMM(torch.autograd.Function):
     ):  # fmt: skip
         x = x.contiguous()
         ctx.parameters, ctx.direct = (gate_up, down), direct
-        if our_gemm_wins(x):
-            gate_up, activation = swiglu_gemm_forward(x.flatten(0, -2), gate_up_low)
-        else:
-            activation = swiglu_forward(gate_up := F.linear(x.flatten(0, -2), gate_up_low))
+        gate_up, activation = swiglu_gemm_forward(x.flatten(0, -2), gate_up_low)
         ctx.save_for_backward(x, gate_up, activation, gate_up_low, down_low)
         return F.linear(activation, down_low).view_as(x)
 
@@ -1162,13 +1158,11 @@ class SwiGLUGEMM(torch.autograd.Function):
         x, gate_up, activation, gate_up_low, down_low = ctx.saved_tensors
         grad = grad.contiguous().flatten(0, -2)
         grad_down = weight_gradient(ctx.parameters[1], grad, activation, ctx.direct)
-        if our_gemm_wins(x):
-            grad_gate_up = swiglu_gemm_backward(grad, down_low, gate_up)
-        else:
-            grad_gate_up = swiglu_backward(grad @ down_low, gate_up)
+        grad_gate_up = swiglu_gemm_backward(grad, down_low, gate_up)
+        BESIDE.finished(ctx.parameters[1])
         grad_weight = weight_gradient(ctx.parameters[0], grad_gate_up, x.flatten(0, -2), ctx.direct)
         grad_x = (grad_gate_up @ gate_up_low).view_as(x)
-        BESIDE.finished(*ctx.parameters)
+        BESIDE.finished(ctx.parameters[0])
         return grad_x, grad_weight, grad_down, None, None, None
 
 
@@ -1658,7 +1652,8 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [B, S, D] -> [B, S, D]."""
-        if self.fusions.swiglu_gemm and self.fusions.swiglu_fusion and not torch.compiler.is_compiling():
+        ours = self.fusions.swiglu_gemm and self.fusions.swiglu_fusion and not torch.compiler.is_compiling()
+        if ours and our_gemm_wins(gemm_type(x)):
             x, weights = x.to(gemm_type(x)), (self.gate_up_proj.weight, self.down_proj.weight)
             low = (in_type(weight, x.dtype) for weight in weights)
             return SwiGLUGEMM.apply(x, *weights, *low, self.fusions.direct_gradients)

@@ -136,8 +136,8 @@ def in_turns(sides: dict[str, tuple[str, list[str]]], rounds: int) -> dict[str, 
         module = modules[name]
         run = runs[name] = module.Run(module.parse_args([*argv, *options]))
         gpu = run.device.type == "cuda"
-        warm = module.torch.ones(8, 8, device=run.device)
-        module.nn.Linear(8, 8, device=run.device)(warm).sum().backward()  # cuBLAS's workspace belongs to no side
+        if gpu:
+            module.torch._C._cuda_clearCublasWorkspaces()  # each side has workspaces of its own, as in a run alone
         before = module.gpu_memory(module.torch.cuda.memory_allocated) if gpu else 0
         run.start()
         run.plan(3, "step")
