@@ -300,9 +300,10 @@ def test_llamas_that_are_compared_train_alike(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(kernels, "in_turns", in_turns)
     monkeypatch.setattr(kernels, "optional", lambda package: True)
+    monkeypatch.setattr(torch, "compile", lambda model: model)
     monkeypatch.setattr(kernels, "with_liger", lambda model, **chosen: model if chosen else fails)
     assert kernels.main(["llama", str(tmp_path), "--precisions", "fp32"]) == 0
-    assert list(losses) == ["V4", "V3", "V2", "Hugging Face", "Liger but its loss"]
+    assert list(losses) == ["V4", "V3", "V2", "Hugging Face", "Hugging Face compiled", "Liger but its loss"]
     assert losses["V3"][1] < losses["V3"][0]
     for name, found in losses.items():
         assert found == pytest.approx(losses["V3"], rel=1e-4 if kernels.GPU else 1e-5), name
@@ -310,4 +311,4 @@ def test_llamas_that_are_compared_train_alike(tmp_path, monkeypatch, capsys):
     assert "Liger is left out" in note
     assert "synchronizing CUDA operation" in note
     assert kernels.main(["table", str(tmp_path)]) == 0
-    assert re.search(r"\| tiny_llama, tiny, fp32 \|( +3\.00 \|){5}( +1\.00x \|){4}", capsys.readouterr().out)
+    assert re.search(r"\| tiny_llama, tiny, fp32 \|( +3\.00 \|){6}( +1\.00x \|){5}", capsys.readouterr().out)

@@ -470,18 +470,34 @@ def headline_tables(path: Path) -> list[str]:
 
 
 def model_table(directory: Path, model: str) -> str:
-    """Of a model, as graphs: milliseconds per step of V1 to V3, and kernels and memory of the first and the last."""
-    lines = []
+    """Of a model, as graphs: milliseconds per step of each version, kernels and memory of the first and the last.
+
+    V4's columns are from a run of its own, and its ratios from that run alone.
+    """
+    lines, header = [], [model, *(f"{version.upper()}, ms" for version in VERSIONS), "V3 over V1"]
+    header += ["kernels, V1 / V3", "peak MB, V1 / V3"]
+    fastest = {(row["shape"], row["precision"]): row for row in read_rows(directory / "fastest.json")}
     for row in read_rows(directory / "headline_v3.json"):
-        if row["mode"] == "graph" and row["shape"].startswith(model):
-            first, last = row["v1"], row[VERSIONS[-1]]
-            speed = statistics.median(ratios(first, last))
-            lines.append([f"{row['shape'].partition(', ')[2]}, {row['precision']}"])
-            lines[-1] += [*(f"{row[version]['batch_ms']:.2f}" for version in VERSIONS), f"{speed:.2f}x"]
-            lines[-1] += [f"{first['per_step']} / {last['per_step']}"]
-            lines[-1] += [f"{first['peak_mb']:.0f} / {last['peak_mb']:.0f}"]
-    header = [model, *(f"{version.upper()}, ms" for version in VERSIONS), "V3 over V1", "kernels, V1 / V3"]
-    return markdown_table([*header, "peak MB, V1 / V3"], lines) if lines else ""
+        if row["mode"] != "graph" or not row["shape"].startswith(model):
+            continue
+        first, last = row["v1"], row[VERSIONS[-1]]
+        speed = statistics.median(ratios(first, last))
+        lines.append([f"{row['shape'].partition(', ')[2]}, {row['precision']}"])
+        lines[-1] += [*(f"{row[version]['batch_ms']:.2f}" for version in VERSIONS), f"{speed:.2f}x"]
+        lines[-1] += [f"{first['per_step']} / {last['per_step']}"]
+        lines[-1] += [f"{first['peak_mb']:.0f} / {last['peak_mb']:.0f}"]
+        if there := fastest.get((row["shape"], row["precision"])):
+            over = (statistics.median(ratios(there[name], there["V4"])) for name in ("V3", best_compiled(there)))
+            lines[-1] += [f"{there['V4']['batch_ms']:.2f}", *(f"{ratio:.2f}x" for ratio in over)]
+            lines[-1] += [str(there["V4"]["per_step"])]
+    if fastest and model == "tiny_llama":
+        header += ["V4, ms", "V4 over V3", "V4 over compiled", "its kernels"]
+    return markdown_table(header, lines) if lines else ""
+
+
+def best_compiled(row: dict) -> str:
+    """The fastest of the compiled sides of a row of `fastest`."""
+    return min((name for name in row if name.endswith("compiled")), key=lambda name: row[name]["batch_ms"])
 
 
 def draw_versions(directory: Path) -> None:
@@ -511,14 +527,15 @@ def draw_versions(directory: Path) -> None:
 
 
 def fastest_table(directory: Path) -> str:
-    """Milliseconds per step of V4 and the others, theirs over V4's, peak memory."""
+    """Milliseconds per step of V4 and the others, the best compiled one's over V4's, peak memory."""
     lines, sides = [], []
     for row in read_rows(directory / "fastest.json"):
         sides = [name for name, side in row.items() if isinstance(side, dict)]
-        others = [statistics.median(ratios(row[name], row["V4"])) for name in sides[1:]]
+        best = best_compiled(row)
         lines.append([f"{row['shape']}, {row['precision']}", *(f"{row[name]['batch_ms']:.2f}" for name in sides)])
-        lines[-1] += [*(f"{ratio:.2f}x" for ratio in others), *(cell(row[n]["peak_mb"], ".0f") for n in sides)]
-    header = ["as graphs", *(f"{name}, ms" for name in sides), *(f"{name} / V4" for name in sides[1:])]
+        lines[-1] += [f"{statistics.median(ratios(row[best], row['V4'])):.2f}x ({best})"]
+        lines[-1] += [cell(row[name]["peak_mb"], ".0f") for name in sides]
+    header = ["as graphs", *(f"{name}, ms" for name in sides), "best compiled / V4"]
     return markdown_table([*header, *(f"{name}, MB" for name in sides)], lines) if lines else ""
 
 

@@ -546,9 +546,11 @@ def one_step(trainer, batch: dict[str, Tensor]) -> Sequence[Tensor]:
 
 def llama(rounds: int, precisions: Sequence[str]) -> Iterator[dict]:
     """Rows of the study. Liger's loss comes with and without: it asks the device for a number, which no graph can."""
-    theirs = {"Hugging Face": None} if optional("transformers") else {}
-    if theirs and optional("liger_kernel"):
-        theirs |= {"Liger": {}, "Liger but its loss": {"fused_linear_cross_entropy": False}}
+    theirs = {}
+    if optional("transformers"):
+        theirs = {"Hugging Face": lambda model: model, "Hugging Face compiled": torch.compile}
+        if optional("liger_kernel"):
+            theirs |= {"Liger": with_liger, "Liger but its loss": partial(with_liger, fused_linear_cross_entropy=False)}
     for precision, name in itertools.product(precisions, [name for name in SHAPES if name.startswith("tiny_llama")]):
         dtype, products = PRECISIONS[precision]
         torch.set_float32_matmul_precision(products)
@@ -563,10 +565,9 @@ def llama(rounds: int, precisions: Sequence[str]) -> Iterator[dict]:
             ours = module.build_model(args, DEVICE)
             batch = module.make_batches(args, DEVICE, args.seed).next_batch()
             sides[version.upper()] = training_step(ours, ours, batch, dtype)
-        for side, options in theirs.items():
+        for side, made_fast in theirs.items():
             model = hugging_face(ours)
-            forward = model if options is None else with_liger(model, **options)
-            sides[side] = training_step(forward, model, batch, dtype)
+            sides[side] = training_step(made_fast(model), model, batch, dtype)
         chosen = {side: step for side, step in sides.items() if can_be_captured(side, step)}
         yield {"shape": name, "precision": precision, **in_turns(chosen, rounds)}
 
