@@ -22,18 +22,16 @@ Examples:
 """
 
 import argparse
-import gc
 import importlib
 import itertools
-import json
 import math
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from types import ModuleType
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -49,7 +47,18 @@ from profiling.program import (  # noqa: E402
     read_json,
     run_tool,
     write_file,
-    write_text,
+)
+from profiling.turns import (  # noqa: E402
+    GRAPH,
+    Part,
+    all_measured,
+    free_memory,
+    graph_of,
+    make_trainer,
+    measure_study,
+    ratios,
+    read_rows,
+    speedup,
 )
 
 PROG = Path(__file__).name
@@ -65,12 +74,12 @@ MODELS = {"tiny_openfold": [], "tiny_llama": ["--seq-len", "128"]}  # the sizes 
 VERSIONS = ("v1", "v2", "v3")
 VERSIONS_OF = {"tiny_llama": (*VERSIONS, "v4"), "tiny_openfold": VERSIONS}
 PRECISIONS = {"fp32": [], "TF32": ["--matmul-precision", "high"], "bf16": ["--use-amp"]}
-GRAPH, COMPILE = ["--enable-cuda-graph"], ["--enable-torch-compile"]
+COMPILE = ["--enable-torch-compile"]
 MODES = {  # the best mode of torch.compile is that with graphs of its own
     "eager": [],
-    "graph": GRAPH,
+    "graph": [GRAPH],
     "compiled": [*COMPILE, "--torch-compile-mode", "reduce-overhead"],
-    "compiled graph": [*COMPILE, *GRAPH],
+    "compiled graph": [*COMPILE, GRAPH],
 }
 GRID = {
     "tiny_llama": [(b, s) for s in (32, 128, 512) for b in (1, 4, 16)],
@@ -84,16 +93,6 @@ SCALING = {  # arguments and samples per GPU
 }
 LENGTHS = (128, 256, 512, 1024, 2048)
 INFERENCE = ((1, 16), (1, 128), (4, 128), (16, 128))  # samples, length
-
-
-def free_memory() -> None:
-    """Let go of what the runs before held on the device, graphs of torch.compile included."""
-    import torch
-
-    torch.compiler.reset()
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def short_run(script: str, argv: list[str]) -> dict:
@@ -110,95 +109,47 @@ def short_run(script: str, argv: list[str]) -> dict:
     return result
 
 
-def make_trainer(module: ModuleType, argv: list[str]):
-    """The Trainer of a script for this command line, not trained yet."""
-    args = module.parse_args([*argv, "--profile-dir", tempfile.gettempdir()])
-    return module.Trainer(args, module.prepare(args))
-
-
-def graph_of(argv: list[str]) -> list[str]:
-    """The same as a whole-step graph where there is a GPU."""
-    import torch
-
-    return [*argv, *GRAPH] if torch.cuda.is_available() else argv
-
-
-def in_turns(sides: dict[str, tuple[str, list[str]]], rounds: int) -> dict[str, dict]:
-    """What steps of each side (script, arguments) take, in turns of about 0.3 s and at least two steps.
-
-    The sides change their order from turn to turn. Milliseconds per step are the median of the turns, peak memory is
-    that of the side alone, kernels are counted after the last turn.
-    """
-    modules = {name: importlib.import_module(script) for name, (script, _) in sides.items()}
-    options = ["--log-interval", "1000000", "--profile-dir", tempfile.gettempdir()]
-    runs, rows, steps = {}, {}, {}
-    for name, (script, argv) in sides.items():
-        module = modules[name]
-        run = runs[name] = module.Run(module.parse_args([*argv, *options]))
-        gpu = run.device.type == "cuda"
-        if gpu:
-            module.torch._C._cuda_clearCublasWorkspaces()  # each side has workspaces of its own, as in a run alone
-        before = module.gpu_memory(module.torch.cuda.memory_allocated) if gpu else 0
-        run.start()
-        run.plan(3, "step")
-        run.take(3)
-        shared = "reduce-overhead" in argv  # the graphs of torch.compile: all sides use one pool of memory
-        peak = None if shared or not gpu else (run.peak - before) / 1e6
-        rows[name] = {"script": script, "argv": argv, "peak_mb": peak}
-        steps[name] = max(2, math.ceil(300 / run.turns[0]))
-        run.plan(rounds * steps[name], "step")
-    for turn in range(rounds):
-        for name in list(runs) if turn % 2 == 0 else reversed(runs):
-            runs[name].take(steps[name])
-    for name, run in runs.items():
-        rows[name] |= {"batch_ms": statistics.median(run.turns), "turns_ms": run.turns}
-        counts = modules[name].count_kernels(run.trainer)
-        rows[name] |= {key: value for key, value in counts.items() if key != "remark"}
-    del runs, run
-    free_memory()
-    return rows
-
-
-def ratios(first: dict, second: dict) -> list[float]:
-    """Time of the first side over that of the second, turn by turn."""
-    return [a / b for a, b in zip(first["turns_ms"], second["turns_ms"], strict=True)]
-
-
-def headline(rounds: int, shapes: Sequence[str], precisions: Sequence[str], modes: Sequence[str]) -> Iterator[dict]:
+def headline(rounds: int, shapes: Sequence[str], precisions: Sequence[str], modes: Sequence[str]) -> Iterator[Part]:
     """All versions in every size, precision and mode."""
     for shape, precision, mode in itertools.product(shapes, precisions, modes):
         argv = [*SHAPES[shape], *PRECISIONS[precision], *MODES[mode]]
-        row = {"shape": shape, "precision": precision, "mode": mode}
-        yield row | in_turns({v: (f"{shape.partition(',')[0]}_{v}", argv) for v in VERSIONS}, rounds)
+        sides = {v: (f"{shape.partition(',')[0]}_{v}", argv) for v in VERSIONS}
+        yield {"shape": shape, "precision": precision, "mode": mode}, partial(all_measured, sides, rounds)
 
 
-def fastest(rounds: int, shapes: Sequence[str], precisions: Sequence[str]) -> Iterator[dict]:
+def fastest(rounds: int, shapes: Sequence[str], precisions: Sequence[str]) -> Iterator[Part]:
     """TinyLlama V4, V3, and V1 to V3 compiled, all as whole-step graphs."""
     for shape, precision in itertools.product([name for name in shapes if name.startswith("tiny_llama")], precisions):
-        argv = [*SHAPES[shape], *PRECISIONS[precision], *GRAPH]
+        argv = [*SHAPES[shape], *PRECISIONS[precision], GRAPH]
         sides = {"V4": ("tiny_llama_v4", argv), "V3": ("tiny_llama_v3", argv)}
         sides |= {f"{v.upper()} compiled": (f"tiny_llama_{v}", [*argv, *COMPILE]) for v in reversed(VERSIONS)}
-        yield {"shape": shape, "precision": precision} | in_turns(sides, rounds)
+        yield {"shape": shape, "precision": precision}, partial(all_measured, sides, rounds)
 
 
-def inference() -> Iterator[dict]:
+def inference() -> Iterator[Part]:
     """What TinyLlama V4's --mode benchmark finds in bfloat16, by batch size and length."""
-    v4 = importlib.import_module("tiny_llama_v4")
     for batch, length in INFERENCE:
-        with tempfile.TemporaryDirectory() as folder:
-            argv = ["--batch-size", str(batch), "--seq-len", str(length), "--use-amp", "--mode", "benchmark"]
-            if v4.main([*argv, "--profile-dir", folder]):
-                raise ToolError(f"{v4.SCRIPT} {' '.join(argv)}: the ways disagree", status=1)
-            found = read_json(Path(folder) / f"{v4.SCRIPT}_benchmark.json")
-        yield {"batch_size": batch, "seq_len": length, "times": found["times"], "errors": found["errors"]}
+        yield {"batch_size": batch, "seq_len": length}, partial(one_layer, batch, length)
 
 
-def grid(model: str, rounds: int) -> Iterator[dict]:
+def one_layer(batch: int, length: int) -> dict:
+    """Times and errors of TinyLlama V4's --mode benchmark; ToolError if its ways disagree."""
+    v4 = importlib.import_module("tiny_llama_v4")
+    with tempfile.TemporaryDirectory() as folder:
+        argv = ["--batch-size", str(batch), "--seq-len", str(length), "--use-amp", "--mode", "benchmark"]
+        if v4.main([*argv, "--profile-dir", folder]):
+            raise ToolError(f"{v4.SCRIPT} {' '.join(argv)}: the ways disagree", status=1)
+        found = read_json(Path(folder) / f"{v4.SCRIPT}_benchmark.json")
+    return {"times": found["times"], "errors": found["errors"]}
+
+
+def grid(model: str, rounds: int) -> Iterator[Part]:
     """V1 and V2 with everything on at each batch size and length, in float32 and bfloat16."""
     for precision, (batch, length) in itertools.product(("fp32", "bf16"), GRID[model]):
         argv = graph_of(["--batch-size", str(batch), "--seq-len", str(length), *PRECISIONS[precision]])
-        row = {"precision": precision, "batch_size": batch, "seq_len": length}
-        yield row | in_turns({v: (f"{model}_{v}", argv) for v in ("v1", "v2")}, rounds)
+        sides = {v: (f"{model}_{v}", argv) for v in ("v1", "v2")}
+        names = {"precision": precision, "batch_size": batch, "seq_len": length}
+        yield names, partial(all_measured, sides, rounds)
 
 
 def outcome(result: dict) -> dict:
@@ -211,7 +162,7 @@ def outcome(result: dict) -> dict:
     }
 
 
-def ablation(model: str, version: str, rounds: int) -> Iterator[dict]:
+def ablation(model: str, version: str, rounds: int) -> Iterator[Part]:
     """What a version adds to the one before: each alone, all but each, none and all; the speed-up is over none."""
     versions = f"v{int(version[1:]) - 1}", version
     before, after = (importlib.import_module(f"{model}_{name}").FUSIONS for name in versions)
@@ -223,53 +174,72 @@ def ablation(model: str, version: str, rounds: int) -> Iterator[dict]:
     sets |= {"all": []}
     for precision in ("fp32", "bf16"):
         common = graph_of([*MODELS[model], *PRECISIONS[precision]])
-        rows = in_turns({name: (f"{model}_{version}", common + argv) for name, argv in sets.items()}, rounds)
-        for name, row in rows.items():
-            speedup = statistics.median(ratios(rows["none"], row))
-            yield {"precision": precision, "fusions": name, **row, "speedup": speedup}
+        sides = {name: (f"{model}_{version}", common + argv) for name, argv in sets.items()}
+        yield {"precision": precision}, partial(each_over_none, sides, rounds)
 
 
-def memory() -> Iterator[dict]:
+def each_over_none(sides: dict[str, tuple[str, list[str]]], rounds: int) -> list[dict]:
+    """A row for each set of fusions, with its speed-up over none."""
+    rows = all_measured(sides, rounds)
+    return [{"fusions": name, **row, "speedup": speedup(rows["none"], row)} for name, row in rows.items()]
+
+
+def memory() -> Iterator[Part]:
     """Peak memory of TinyLlama V2 with flash attention off and on, the other fusions on, batch size 4."""
     for length in LENGTHS:
-        row = {"seq_len": length}
-        for name, flag in (("scores", "--disable-flash-attention"), ("flash", "--enable-flash-attention")):
-            argv = ["--batch-size", "4", "--seq-len", str(length), "--num-steps", "3", "--warmup-steps", "2", flag]
-            row[name] = outcome(short_run("tiny_llama_v2", argv))
-        yield row
+        yield {"seq_len": length}, partial(memory_of_attention, length)
 
 
-def counts() -> Iterator[dict]:
+def memory_of_attention(length: int) -> dict:
+    """Outcome of a short run with materialised scores, and of one without."""
+    argv = ["--batch-size", "4", "--seq-len", str(length), "--num-steps", "3", "--warmup-steps", "2"]
+    flags = {"scores": "--disable-flash-attention", "flash": "--enable-flash-attention"}
+    return {name: outcome(short_run("tiny_llama_v2", [*argv, flag])) for name, flag in flags.items()}
+
+
+def counts() -> Iterator[Part]:
     """Kernels of a training step at batch sizes 1, 2 and 4; on a CPU operator calls, of two layers or blocks."""
     layers = {"tiny_llama": "--num-layers", "tiny_openfold": "--num-blocks"}
     for model, version, batch in itertools.product(layers, ("v1", "v2"), (1, 2, 4)):
-        module = importlib.import_module(f"{model}_{version}")
         argv = [layers[model], "2", "--seq-len", "32", "--batch-size", str(batch)]
-        counted = module.count_kernels(make_trainer(module, argv))
-        yield {"script": module.SCRIPT, "argv": argv, "unit": counted["unit"], "per_step": counted["per_step"]}
+        yield {"script": f"{model}_{version}", "argv": argv}, partial(kernels_of_a_step, f"{model}_{version}", argv)
 
 
-def overhead(rounds: int) -> Iterator[dict]:
+def kernels_of_a_step(script: str, argv: list[str]) -> dict:
+    """What is counted, and how many."""
+    module = importlib.import_module(script)
+    counted = module.count_kernels(make_trainer(module, argv))
+    return {"unit": counted["unit"], "per_step": counted["per_step"]}
+
+
+def overhead(rounds: int) -> Iterator[Part]:
     """Time per step of the harness's measured loop over that of a loop that only takes training steps."""
     for script, argv in (("tiny_openfold_v2", []), ("tiny_llama_v2", [*MODELS["tiny_llama"], "--use-amp"])):
         for mode, options in (("eager", argv), ("graph", graph_of(argv))):
-            module = importlib.import_module(script)
-            run = module.Run(module.parse_args([*options, "--log-interval", "1000000"]))
-            run.start()
-            steps, bare, mark = 50, [], run.trainer.mark
-            run.plan(rounds * steps, "step")
-            for turn in range(rounds):
-                for measured in (True, False) if turn % 2 else (False, True):
-                    if measured:
-                        run.take(steps)
-                    else:
-                        run.trainer.mark = lambda: None
-                        bare.append(statistics.fmean(step_times(run.trainer, steps)))
-                        run.trainer.mark = mark
-            row = {"script": script, "argv": options, "mode": mode, "measured_ms": run.turns, "bare_ms": bare}
-            yield row | {"ratio": statistics.median(m / b for m, b in zip(run.turns, bare, strict=True))}
-            del run
-            free_memory()
+            names = {"script": script, "argv": options, "mode": mode}
+            yield names, partial(measured_and_bare, script, options, rounds)
+
+
+def measured_and_bare(script: str, argv: list[str], rounds: int) -> dict:
+    """Milliseconds per step of both loops, in turns of 50 steps."""
+    module = importlib.import_module(script)
+    run = module.Run(module.parse_args([*argv, "--log-interval", "1000000"]))
+    run.start()
+    steps, bare, mark = 50, [], run.trainer.mark
+    run.plan(rounds * steps, "step")
+    for turn in range(rounds):
+        for measured in (True, False) if turn % 2 else (False, True):
+            if measured:
+                run.take(steps)
+            else:
+                run.trainer.mark = lambda: None
+                bare.append(statistics.fmean(step_times(run.trainer, steps)))
+                run.trainer.mark = mark
+    row = {"measured_ms": run.turns, "bare_ms": bare}
+    row["ratio"] = statistics.median(m / b for m, b in zip(run.turns, bare, strict=True))
+    del run
+    free_memory()
+    return row
 
 
 def join_processes(suite: str) -> int:
@@ -282,18 +252,24 @@ def join_processes(suite: str) -> int:
     return first.WORLD_SIZE
 
 
-def scaling(processes: int, rounds: int) -> Iterator[dict]:
+def scaling(processes: int, rounds: int) -> Iterator[Part]:
     """V1 and V2 with the same batch per GPU, on the GPUs that torchrun gave processes to; the best round."""
     for name, precision, argv in scaling_shapes(processes):
-        row = {"name": name, "precision": precision, "argv": argv}
-        for version in ("v1", "v2") * rounds:
-            result = short_run(f"{name.split()[0]}_{version}", [*argv, "--num-steps", "12"])
-            if result["status"] != "ok":
-                raise ToolError(f"{name} {precision}: {result['error']}", status=3)
-            timing = result["timing"]
-            if timing["batch_ms"] < row.get(version, timing | {"batch_ms": math.inf})["batch_ms"]:
-                row[version] = {key: timing[key] for key in ("batch_ms", "samples_per_sec", "backward_ms")}
-        yield row
+        names = {"name": name, "precision": precision, "argv": argv}
+        yield names, partial(best_rounds, name.split()[0], argv, rounds)
+
+
+def best_rounds(model: str, argv: list[str], rounds: int) -> dict:
+    """Times of V1 and V2, each from its fastest run."""
+    row: dict[str, dict] = {}
+    for version in ("v1", "v2") * rounds:
+        result = short_run(f"{model}_{version}", [*argv, "--num-steps", "12"])
+        if result["status"] != "ok":
+            raise ToolError(f"{model}_{version} {' '.join(argv)}: {result['error']}", status=3)
+        timing = result["timing"]
+        if timing["batch_ms"] < row.get(version, timing | {"batch_ms": math.inf})["batch_ms"]:
+            row[version] = {key: timing[key] for key in ("batch_ms", "samples_per_sec", "backward_ms")}
+    return row
 
 
 def scaling_shapes(processes: int) -> Iterator[tuple[str, str, list[str]]]:
@@ -303,7 +279,7 @@ def scaling_shapes(processes: int) -> Iterator[tuple[str, str, list[str]]]:
             yield name, precision, [*sizes, *PRECISIONS[precision], "--batch-size", str(per_gpu * processes)]
 
 
-def ddp(processes: int, rounds: int) -> Iterator[dict]:
+def ddp(processes: int, rounds: int) -> Iterator[Part]:
     """The same training steps on one GPU while the others idle, on all of them without DDP, and with it; in turn.
 
     Of the steps on all GPUs without DDP, `slowest` is the mean over the steps of the longest one among the processes:
@@ -317,24 +293,31 @@ def ddp(processes: int, rounds: int) -> Iterator[dict]:
         if precision == "fp32" and len(name.split()) > 1:
             continue
         for version in ("v1", "v2"):
-            module = importlib.import_module(f"{name.split()[0]}_{version}")
-            trainer = make_trainer(module, argv)
-            forward = {"alone": trainer.model, "together": trainer.model, "ddp": trainer.forward}
-            times: dict[str, list[float]] = {kind: [] for kind in (*forward, "slowest")}
-            for turn in range(rounds + 1):
-                for kind, trainer.forward in forward.items():
-                    torch.distributed.barrier(idle)
-                    steps = step_times(trainer, 12) if kind != "alone" or module.RANK == 0 else []
-                    everyone: list = [None] * processes
-                    torch.distributed.all_gather_object(everyone, steps, idle)
-                    if turn:  # the first warms up
-                        times[kind].append(statistics.fmean(everyone[0]))
-                    if turn and kind == "together":
-                        times["slowest"].append(statistics.fmean(map(max, zip(*everyone, strict=True))))
-            del trainer, forward
-            free_memory()
-            row = {"name": name, "precision": precision, "version": version, "argv": argv}
-            yield {**row, **{f"{kind}_ms": statistics.median(values) for kind, values in times.items()}}
+            names = {"name": name, "precision": precision, "version": version, "argv": argv}
+            yield names, partial(with_and_without_ddp, f"{name.split()[0]}_{version}", argv, processes, rounds, idle)
+
+
+def with_and_without_ddp(script: str, argv: list[str], processes: int, rounds: int, idle) -> dict:
+    """Milliseconds per step, where the processes wait for each other in the group `idle`."""
+    import torch
+
+    module = importlib.import_module(script)
+    trainer = make_trainer(module, argv)
+    forward = {"alone": trainer.model, "together": trainer.model, "ddp": trainer.forward}
+    times: dict[str, list[float]] = {kind: [] for kind in (*forward, "slowest")}
+    for turn in range(rounds + 1):
+        for kind, trainer.forward in forward.items():
+            torch.distributed.barrier(idle)
+            steps = step_times(trainer, 12) if kind != "alone" or module.RANK == 0 else []
+            everyone: list = [None] * processes
+            torch.distributed.all_gather_object(everyone, steps, idle)
+            if turn:  # the first warms up
+                times[kind].append(statistics.fmean(everyone[0]))
+            if turn and kind == "together":
+                times["slowest"].append(statistics.fmean(map(max, zip(*everyone, strict=True))))
+    del trainer, forward
+    free_memory()
+    return {f"{kind}_ms": statistics.median(values) for kind, values in times.items()}
 
 
 def step_times(trainer, steps: int) -> list[float]:
@@ -347,31 +330,6 @@ def step_times(trainer, steps: int) -> list[float]:
     trainer.synchronize()
     moments[-1] = time.perf_counter()
     return [1e3 * (after - before) for before, after in itertools.pairwise(moments)]
-
-
-def write_rows(path: Path, measured: Iterable[dict], **more: int) -> None:
-    """Print the rows as they are measured, and write them with what they were measured on; of several processes, one.
-
-    They are in NAME.partial.json until the last one is there, so that an earlier result is replaced by a whole one.
-    """
-    import torch
-
-    first = importlib.import_module("tiny_llama_v1")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    partial, rows = path.with_suffix(".partial.json"), []
-    for row in measured:
-        rows.append(row)
-        if first.RANK == 0:
-            print(row, flush=True)
-            content = {"environment": first.environment(device), **more, "rows": rows}
-            write_text(partial, json.dumps(content, indent=1) + "\n")
-    if first.RANK == 0:
-        partial.replace(path)
-
-
-def read_rows(path: Path) -> list[dict]:
-    """The rows of a result file of this tool; none if it is not there."""
-    return read_json(path)["rows"] if path.exists() else []
 
 
 def share_table(directory: Path) -> str:
@@ -481,13 +439,12 @@ def model_table(directory: Path, model: str) -> str:
         if row["mode"] != "graph" or not row["shape"].startswith(model):
             continue
         first, last = row["v1"], row[VERSIONS[-1]]
-        speed = statistics.median(ratios(first, last))
         lines.append([f"{row['shape'].partition(', ')[2]}, {row['precision']}"])
-        lines[-1] += [*(f"{row[version]['batch_ms']:.2f}" for version in VERSIONS), f"{speed:.2f}x"]
+        lines[-1] += [*(f"{row[version]['batch_ms']:.2f}" for version in VERSIONS), f"{speedup(first, last):.2f}x"]
         lines[-1] += [f"{first['per_step']} / {last['per_step']}"]
         lines[-1] += [f"{first['peak_mb']:.0f} / {last['peak_mb']:.0f}"]
         if there := fastest.get((row["shape"], row["precision"])):
-            over = (statistics.median(ratios(there[name], there["V4"])) for name in ("V3", best_compiled(there)))
+            over = (speedup(there[name], there["V4"]) for name in ("V3", best_compiled(there)))
             lines[-1] += [f"{there['V4']['batch_ms']:.2f}", *(f"{ratio:.2f}x" for ratio in over)]
             lines[-1] += [str(there["V4"]["per_step"])]
     if fastest and model == "tiny_llama":
@@ -533,7 +490,7 @@ def fastest_table(directory: Path) -> str:
         sides = [name for name, side in row.items() if isinstance(side, dict)]
         best = best_compiled(row)
         lines.append([f"{row['shape']}, {row['precision']}", *(f"{row[name]['batch_ms']:.2f}" for name in sides)])
-        lines[-1] += [f"{statistics.median(ratios(row[best], row['V4'])):.2f}x ({best})"]
+        lines[-1] += [f"{speedup(row[best], row['V4']):.2f}x ({best})"]
         lines[-1] += [cell(row[name]["peak_mb"], ".0f") for name in sides]
     header = ["as graphs", *(f"{name}, ms" for name in sides), "best compiled / V4"]
     return markdown_table([*header, *(f"{name}, MB" for name in sides)], lines) if lines else ""
@@ -557,7 +514,7 @@ def grid_table(directory: Path) -> str:
         rows = [row for row in read_rows(directory / f"grid_{model}.json") if row["precision"] == precision]
         if not rows:
             continue
-        speed = sorted(statistics.median(ratios(row["v1"], row["v2"])) for row in rows)
+        speed = sorted(speedup(row["v1"], row["v2"]) for row in rows)
         peak = sorted(row["v2"]["peak_mb"] / row["v1"]["peak_mb"] for row in rows)
         ends = [f"{speed[0]:.2f}x", f"{speed[-1]:.2f}x", f"{peak[0]:.2f} to {peak[-1]:.2f}"]
         lines.append([f"{model} {precision}", str(len(rows)), *ends])
@@ -676,29 +633,29 @@ def run_suite(args: argparse.Namespace) -> int:
     args.directory.mkdir(parents=True, exist_ok=True)
     if args.suite == "headline":
         rows = headline(args.rounds, args.shapes, args.precisions, args.modes)
-        write_rows(args.directory / "headline.json", rows, rounds=args.rounds)
+        measure_study(args.directory / "headline.json", rows, rounds=args.rounds)
     elif args.suite == "fastest":
         rows = fastest(args.rounds, args.shapes, args.precisions)
-        write_rows(args.directory / "fastest.json", rows, rounds=args.rounds)
+        measure_study(args.directory / "fastest.json", rows, rounds=args.rounds)
     elif args.suite == "inference":
-        write_rows(args.directory / "inference.json", inference())
+        measure_study(args.directory / "inference.json", inference())
     elif args.suite == "grid":
         for model in args.models:
-            write_rows(args.directory / f"grid_{model}.json", grid(model, args.rounds), rounds=args.rounds)
+            measure_study(args.directory / f"grid_{model}.json", grid(model, args.rounds), rounds=args.rounds)
     elif args.suite == "ablation":
         for model, version in itertools.product(args.models, args.versions):
             path = args.directory / f"ablation_{model}_{version}.json"
-            write_rows(path, ablation(model, version, args.rounds), rounds=args.rounds)
+            measure_study(path, ablation(model, version, args.rounds), rounds=args.rounds)
     elif args.suite == "memory":
-        write_rows(args.directory / "memory.json", memory(), batch_size=4)
+        measure_study(args.directory / "memory.json", memory(), batch_size=4)
     elif args.suite == "counts":
-        write_rows(args.directory / "counts.json", counts())
+        measure_study(args.directory / "counts.json", counts())
     elif args.suite == "overhead":
-        write_rows(args.directory / "overhead.json", overhead(args.rounds), rounds=args.rounds)
+        measure_study(args.directory / "overhead.json", overhead(args.rounds), rounds=args.rounds)
     else:
         processes = join_processes(args.suite)
         rows = {"scaling": scaling, "ddp": ddp}[args.suite](processes, args.rounds)
-        write_rows(args.directory / f"{args.suite}_{processes}.json", rows, processes=processes)
+        measure_study(args.directory / f"{args.suite}_{processes}.json", rows, processes=processes)
     return 0
 
 

@@ -43,15 +43,11 @@ from profiling.ceilings import measure_ceilings  # noqa: E402
 from profiling.kernels import CATEGORIES, kernels_of, short_name  # noqa: E402
 from profiling.program import ToolError, at_least, documented_parser, markdown_table, run_tool  # noqa: E402
 from profiling.traffic import Traffic  # noqa: E402
+from profiling.turns import Part, free_memory, graph_of, make_trainer, measure_study, read_rows  # noqa: E402
 from tools.benchmark import PRECISIONS as ARGUMENTS  # noqa: E402
 from tools.benchmark import (  # noqa: E402
     SHAPES,
     VERSIONS_OF,
-    free_memory,
-    graph_of,
-    make_trainer,
-    read_rows,
-    write_rows,
 )
 
 PROG = Path(__file__).name
@@ -213,7 +209,7 @@ def cuequivariance_attention(qkvg: Tensor, gate_bias: Tensor, bias: Tensor) -> T
     return gated(out, gate, gate_bias)
 
 
-def attention(rounds: int, precisions: Sequence[str], alone: bool = False) -> Iterator[dict]:
+def attention(rounds: int, precisions: Sequence[str], alone: bool = False) -> Iterator[Part]:
     """Rows of the study, on request of V3's side alone."""
     ours = importlib.import_module("tiny_openfold_v3").GatedAttentionFunction.apply
     with_cuequivariance = not alone and optional("cuequivariance_torch")
@@ -230,13 +226,13 @@ def attention(rounds: int, precisions: Sequence[str], alone: bool = False) -> It
             operations["cuEquivariance"] = cuequivariance_attention
         chosen = ("triton",) if alone else operations
         sides = {side: gradient_step(operations[side], inputs) for side in chosen}
-        yield {"shape": name, "precision": precision, **in_turns(sides, rounds)}
+        yield {"shape": name, "precision": precision}, partial(in_turns, sides, rounds)
 
 
 # Triangle multiplication
 
 
-def triangle(rounds: int, precisions: Sequence[str], alone: bool = False) -> Iterator[dict]:
+def triangle(rounds: int, precisions: Sequence[str], alone: bool = False) -> Iterator[Part]:
     """Rows of the study: the whole module of each version, norms and gates included, dimension 128."""
     with_cuequivariance = not alone and optional("cuequivariance_torch")
     for precision, (name, (samples, length)) in itertools.product(precisions, TRIANGLE.items()):
@@ -251,7 +247,7 @@ def triangle(rounds: int, precisions: Sequence[str], alone: bool = False) -> Ite
             sides[label] = module_step(forward, model, [pair], dtype)
             if version == "v1" and with_cuequivariance and precision == "bf16":  # tuning takes minutes
                 sides["cuEquivariance"] = module_step(cuequivariance_triangle(model), model, [pair], dtype)
-        yield {"shape": name, "precision": precision, **in_turns(sides, rounds)}
+        yield {"shape": name, "precision": precision}, partial(in_turns, sides, rounds)
 
 
 def module_step(forward: Callable, model: torch.nn.Module, inputs: list[Tensor], dtype: torch.dtype) -> Step:
@@ -289,7 +285,7 @@ def cuequivariance_triangle(model: torch.nn.Module) -> Callable[[Tensor], Tensor
 # The whole Evoformer block
 
 
-def block(rounds: int, precisions: Sequence[str], alone: bool = False) -> Iterator[dict]:
+def block(rounds: int, precisions: Sequence[str], alone: bool = False) -> Iterator[Part]:
     """Rows of the study: one block of V3, of V2 and of V2 compiled, without embedding, heads and optimizer."""
     for precision, (name, sizes) in itertools.product(precisions, BLOCK.items()):
         dtype, products = PRECISIONS[precision]
@@ -304,13 +300,13 @@ def block(rounds: int, precisions: Sequence[str], alone: bool = False) -> Iterat
             forward = model.with_cast_weights if version == "v3" else model  # as the whole model calls it
             forward = torch.compile(model) if side.endswith("torch.compile") else forward
             sides[side] = module_step(forward, model, [msa, pair], dtype)
-        yield {"shape": name, "precision": precision, **in_turns(sides, rounds)}
+        yield {"shape": name, "precision": precision}, partial(in_turns, sides, rounds)
 
 
 # Causal attention
 
 
-def causal(rounds: int, precisions: Sequence[str], alone: bool = False) -> Iterator[dict]:
+def causal(rounds: int, precisions: Sequence[str], alone: bool = False) -> Iterator[Part]:
     """Rows of the study: from the packed QKV result to the input of the output projection."""
     ours = importlib.import_module("tiny_llama_v3").CausalAttention.apply
     for precision, (name, (samples, length, heads, kv_heads, dim)) in itertools.product(precisions, CAUSAL.items()):
@@ -334,7 +330,7 @@ def causal(rounds: int, precisions: Sequence[str], alone: bool = False) -> Itera
         }
         chosen = ("triton",) if alone else operations
         sides = {side: gradient_step(operations[side], [qkv]) for side in chosen}
-        yield {"shape": name, "precision": precision, **in_turns(sides, rounds)}
+        yield {"shape": name, "precision": precision}, partial(in_turns, sides, rounds)
 
 
 # Kernels that move bytes
@@ -364,74 +360,84 @@ def row_operators(rows: int) -> Iterator[tuple[str, str, list]]:
     yield openfold, "bias_relu_backward", [wide.view(-1, 512), wide.view(-1, 512).clone(), torch.float32]
 
 
-def rows(rounds: int, count: int) -> Iterator[dict]:
+def rows(rounds: int, count: int) -> Iterator[Part]:
     """Rows of the study: bytes that an operator must read and write over its time, and over the rate of a copy."""
     source = torch.randn(64 * count * 16 if GPU else count, device=DEVICE)
+    for script, operator, arguments in row_operators(count):
+        function = getattr(importlib.import_module(script), operator)
+        yield {"operator": operator}, partial(beside_a_copy, function, arguments, source, rounds)
+
+
+def beside_a_copy(function: Callable, arguments: list, source: Tensor, rounds: int) -> dict:
+    """Bytes that a function must read and write, their rate, and its share of the rate of copying `source`."""
     target = torch.empty_like(source)
 
     def copy() -> Sequence[Tensor]:
         return (target.copy_(source),)
 
-    for script, operator, arguments in row_operators(count):
-        function = getattr(importlib.import_module(script), operator)
+    def step() -> Sequence[Tensor]:
+        found = function(*arguments)
+        return (found,) if isinstance(found, Tensor) else found
 
-        def step(function: Callable = function, arguments: list = arguments) -> Sequence[Tensor]:
-            found = function(*arguments)
-            return (found,) if isinstance(found, Tensor) else found
-
-        moved = sum(t.nbytes for t in (*arguments, *step()) if isinstance(t, Tensor))
-        sides = in_turns({"kernel": step, "copy": copy}, rounds)
-        rates = {"kernel": moved / sides["kernel"]["us"] / 1e3, "copy": 2 * source.nbytes / sides["copy"]["us"] / 1e3}
-        share = statistics.median(
-            moved / k / (2 * source.nbytes / c)
-            for k, c in zip(sides["kernel"]["turns_us"], sides["copy"]["turns_us"], strict=True)
-        )
-        yield {"operator": operator, "bytes": moved, "gb_per_s": rates, "of_copy": share, **sides}
+    moved = sum(t.nbytes for t in (*arguments, *step()) if isinstance(t, Tensor))
+    sides = in_turns({"kernel": step, "copy": copy}, rounds)
+    rates = {"kernel": moved / sides["kernel"]["us"] / 1e3, "copy": 2 * source.nbytes / sides["copy"]["us"] / 1e3}
+    share = statistics.median(
+        moved / k / (2 * source.nbytes / c)
+        for k, c in zip(sides["kernel"]["turns_us"], sides["copy"]["turns_us"], strict=True)
+    )
+    return {"bytes": moved, "gb_per_s": rates, "of_copy": share, **sides}
 
 
 # The whole training step
 
 
-def whole_step(rounds: int, precisions: Sequence[str]) -> Iterator[dict]:
-    """Rows of the study: the newest version's step, as a graph where there is a GPU, its kernels, and its floor.
+def whole_step(rounds: int, precisions: Sequence[str]) -> Iterator[Part]:
+    """Rows of the study: the newest version's step, as a graph where there is a GPU, its kernels, and its floor."""
+    for precision, (name, sizes) in itertools.product(precisions, SHAPES.items()):
+        model = name.partition(",")[0]
+        script = f"{model}_{VERSIONS_OF[model][-1]}"
+        argv = graph_of([*sizes, *ARGUMENTS[precision]])
+        yield {"shape": name, "precision": precision}, partial(kernels_and_floor, script, argv, rounds)
+
+
+def kernels_and_floor(script: str, argv: list[str], rounds: int) -> dict:
+    """Time of a step, its kernels, and its floor.
 
     The floor has two parts: the FLOP of the unfused model, as the scripts count them, at the rate of a large GEMM, and
     the bytes that its operators read and write, once each, at the rate of a large copy.
     """
-    for precision, (name, sizes) in itertools.product(precisions, SHAPES.items()):
-        model = name.partition(",")[0]
-        module = importlib.import_module(f"{model}_{VERSIONS_OF[model][-1]}")
-        with tempfile.TemporaryDirectory() as folder:
-            argv = [*sizes, *ARGUMENTS[precision], "--log-interval", "1000000", "--profile-dir", folder]
-            run = module.Run(module.parse_args(graph_of(argv)))
-            run.start()
-            run.plan(3, "step")
-            run.take(3)
-            steps = max(2, math.ceil(300 / run.turns[0]))
-            run.plan(rounds * steps, "step")
-            for _ in range(rounds):
-                run.take(steps)
-            run.result["timing"] |= run.timing()
-            run.count()
-            trainer, flop, turns = run.trainer, run.result["flops"]["per_step"], run.turns
-            launched = kernels_of(trainer.trace(trainer.profile(PROFILED))["traceEvents"])
-        moved, ceilings = bytes_of_step(trainer, module.NO_WORK), measure_ceilings(run.args, run.device)
-        del run, trainer
-        free_memory()
-        times = defaultdict(list)
-        for kernel in launched:
-            times[short_name(kernel.name), kernel.category].append(kernel.duration_ns / 1e3)
-        parts = [
-            {"name": name, "category": category, "calls": len(us) / PROFILED, "us": sum(us) / PROFILED}
-            for (name, category), us in times.items()
-        ]
-        ms = statistics.median(turns)
-        floor = {"gemm_ms": flop / ceilings.gemm_tflops / 1e9, "copy_ms": moved / ceilings.copy_gb_per_s / 1e6}
-        yield {
-            **{"shape": name, "precision": precision, "ms": ms, "turns_ms": turns, "flop": flop, "bytes": moved},
-            **{"floor": floor, "over_floor": ms / sum(floor.values()), "ceilings": asdict(ceilings)},
-            "kernels": sorted(parts, key=lambda part: -part["us"]),
-        }
+    module = importlib.import_module(script)
+    with tempfile.TemporaryDirectory() as folder:
+        run = module.Run(module.parse_args([*argv, "--log-interval", "1000000", "--profile-dir", folder]))
+        run.start()
+        run.plan(3, "step")
+        run.take(3)
+        steps = max(2, math.ceil(300 / run.turns[0]))
+        run.plan(rounds * steps, "step")
+        for _ in range(rounds):
+            run.take(steps)
+        run.result["timing"] |= run.timing()
+        run.count()
+        trainer, flop, turns = run.trainer, run.result["flops"]["per_step"], run.turns
+        launched = kernels_of(trainer.trace(trainer.profile(PROFILED))["traceEvents"])
+    moved, ceilings = bytes_of_step(trainer, module.NO_WORK), measure_ceilings(run.args, run.device)
+    del run, trainer
+    free_memory()
+    times = defaultdict(list)
+    for kernel in launched:
+        times[short_name(kernel.name), kernel.category].append(kernel.duration_ns / 1e3)
+    kernels = [
+        {"name": name, "category": category, "calls": len(us) / PROFILED, "us": sum(us) / PROFILED}
+        for (name, category), us in times.items()
+    ]
+    ms = statistics.median(turns)
+    floor = {"gemm_ms": flop / ceilings.gemm_tflops / 1e9, "copy_ms": moved / ceilings.copy_gb_per_s / 1e6}
+    return {
+        **{"ms": ms, "turns_ms": turns, "flop": flop, "bytes": moved},
+        **{"floor": floor, "over_floor": ms / sum(floor.values()), "ceilings": asdict(ceilings)},
+        "kernels": sorted(kernels, key=lambda kernel: -kernel["us"]),
+    }
 
 
 def bytes_of_step(trainer, no_work: Sequence[str]) -> int:
@@ -447,18 +453,24 @@ def bytes_of_step(trainer, no_work: Sequence[str]) -> int:
     return sum(traffic.bytes_of.values()) + optimizer * sum(p.nbytes for p in trainer.model.parameters())
 
 
-def traffic(precisions: Sequence[str]) -> Iterator[dict]:
-    """Rows of the study: GB that the operators of a step read and write, of each version."""
+def traffic(precisions: Sequence[str]) -> Iterator[Part]:
+    """Rows of the study: what the operators of a step read and write, of each version."""
     for precision, (name, sizes) in itertools.product(precisions, SHAPES.items()):
-        row, model = {"shape": name, "precision": precision}, name.partition(",")[0]
-        for version in VERSIONS_OF[model]:
-            module = importlib.import_module(f"{model}_{version}")
-            trainer = make_trainer(module, [*sizes, *ARGUMENTS[precision]])
-            trainer.step()  # the first one does more
-            row[version] = bytes_of_step(trainer, module.NO_WORK) / 1e9
-            del trainer
-            free_memory()
-        yield row
+        argv = [*sizes, *ARGUMENTS[precision]]
+        yield {"shape": name, "precision": precision}, partial(gigabytes, name.partition(",")[0], argv)
+
+
+def gigabytes(model: str, argv: list[str]) -> dict[str, float]:
+    """GB per step of each version."""
+    moved = {}
+    for version in VERSIONS_OF[model]:
+        module = importlib.import_module(f"{model}_{version}")
+        trainer = make_trainer(module, argv)
+        trainer.step()  # the first one does more
+        moved[version] = bytes_of_step(trainer, module.NO_WORK) / 1e9
+        del trainer
+        free_memory()
+    return moved
 
 
 # The whole training step beside Hugging Face's Llama
@@ -544,7 +556,7 @@ def one_step(trainer, batch: dict[str, Tensor]) -> Sequence[Tensor]:
     return (trainer.compute(batch),)
 
 
-def llama(rounds: int, precisions: Sequence[str]) -> Iterator[dict]:
+def llama(rounds: int, precisions: Sequence[str]) -> Iterator[Part]:
     """Rows of the study. Liger's loss comes with and without: it asks the device for a number, which no graph can."""
     theirs = {}
     if optional("transformers"):
@@ -569,24 +581,29 @@ def llama(rounds: int, precisions: Sequence[str]) -> Iterator[dict]:
             model = hugging_face(ours)
             sides[side] = training_step(made_fast(model), model, batch, dtype)
         chosen = {side: step for side, step in sides.items() if can_be_captured(side, step)}
-        yield {"shape": name, "precision": precision, **in_turns(chosen, rounds)}
+        yield {"shape": name, "precision": precision}, partial(in_turns, chosen, rounds)
 
 
 STUDIES = {"attention": attention, "triangle": triangle, "block": block, "causal": causal}
 STEPS = {"step": whole_step, "llama": llama, "traffic": lambda rounds, precisions: traffic(precisions)}  # bf16
 
 
-def with_blocks(study: str, rounds: int, precisions: Sequence[str], tried: Sequence[str]) -> Iterator[dict]:
+def with_blocks(study: str, rounds: int, precisions: Sequence[str], tried: Sequence[str]) -> Iterator[Part]:
     """V3's side of a study with the block sizes of the script, and with each of those that are tried."""
     module = importlib.import_module("tiny_llama_v3" if study == "causal" else "tiny_openfold_v3")
     for text in ("", *tried):
         module.OVERRIDES.clear()
         module.OVERRIDES.update(module.read_blocks(part) for part in text.split())
-        try:
-            for row in STUDIES[study](rounds, precisions, alone=True):
-                yield {"blocks": text or "as they are", **row}
-        except triton.runtime.errors.OutOfResources as error:
-            print(f"{PROG}: note: {text}: {error}", file=sys.stderr)
+        for names, measure in STUDIES[study](rounds, precisions, alone=True):
+            yield {"blocks": text or "as they are", **names}, partial(unless_too_large, measure)
+
+
+def unless_too_large(measure: Callable[[], dict]) -> dict:
+    """What was measured, or why these blocks do not fit."""
+    try:
+        return measure()
+    except triton.runtime.errors.OutOfResources as error:
+        return {"error": str(error)}
 
 
 def sides_table(directory: Path, study: str) -> str:
@@ -702,7 +719,7 @@ def run_study(args: argparse.Namespace) -> int:
     else:
         measured = (STUDIES | STEPS)[args.what](args.rounds, precisions)
     name = f"{args.what}_blocks" if tried else args.what
-    write_rows(args.directory / f"{name}.json", measured, rounds=args.rounds)
+    measure_study(args.directory / f"{name}.json", measured, rounds=args.rounds)
     return 0
 
 

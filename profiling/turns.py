@@ -1,0 +1,168 @@
+"""Runs of version scripts measured in short alternating turns in one process, and studies made of such rows."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import math
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence, Sized
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+
+from profiling.program import ToolError, read_json, write_text
+
+GRAPH = "--enable-cuda-graph"
+Part = tuple[dict, Callable[[], dict | list[dict]]]  # what names a row, and what measures the rest of it, or of several
+
+
+def free_memory() -> None:
+    """Let go of what the runs before held on the device, graphs of torch.compile included."""
+    import torch
+
+    torch.compiler.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def make_trainer(module: ModuleType, argv: Sequence[str]):
+    """The Trainer of a script for this command line, not trained yet."""
+    args = module.parse_args([*argv, "--profile-dir", tempfile.gettempdir()])
+    return module.Trainer(args, module.prepare(args))
+
+
+def graph_of(argv: Sequence[str]) -> list[str]:
+    """The same as a whole-step graph where there is a GPU."""
+    import torch
+
+    return [*argv, GRAPH] if torch.cuda.is_available() else [*argv]
+
+
+def begin(module: ModuleType, argv: Sequence[str], rounds: int) -> tuple[object, int, float | None]:
+    """A warm Run of a script, how many of its steps are a turn, and its peak memory in MB as that of a run alone."""
+    options = ["--log-interval", "1000000", "--profile-dir", tempfile.gettempdir()]
+    run = module.Run(module.parse_args([*argv, *options]))
+    cuda, gpu = module.torch.cuda, run.device.type == "cuda"
+    if gpu:
+        module.torch._C._cuda_clearCublasWorkspaces()  # each side has workspaces of its own
+    before = module.gpu_memory(cuda.memory_allocated) if gpu else 0
+    run.start()
+    run.plan(3, "step")
+    run.take(3)
+    shared = "reduce-overhead" in argv  # the graphs of torch.compile: all sides use one pool of memory
+    peak = None if shared or not gpu else (run.peak - before) / 1e6
+    steps = max(2, math.ceil(300 / run.turns[0]))
+    run.plan(rounds * steps, "step")
+    return run, steps, peak
+
+
+def in_turns(sides: dict[str, tuple[str, list[str]]], rounds: int) -> dict[str, dict]:
+    """What steps of each side (script, arguments) take, in turns of about 0.3 s and at least two steps.
+
+    The sides change their order from turn to turn. Milliseconds per step are the median of the turns, peak memory is
+    that of the side alone, kernels are counted after the last turn. A side that runs out of memory, or fails, has a
+    `status` and an `error` in place of these.
+    """
+    modules = {name: importlib.import_module(script) for name, (script, _) in sides.items()}
+    rows = {name: {"script": script, "argv": argv} for name, (script, argv) in sides.items()}
+    runs, steps = {}, {}
+
+    def attempt(name: str, work: Callable[[], None]) -> None:
+        """Do this for a side; from its first error on it has no run, and the error is in its row."""
+        try:
+            work()
+        except Exception as error:
+            runs.pop(name, None)
+            status = "oom" if modules[name].is_out_of_memory(error) else "failed"
+            rows[name] |= {"status": status, "error": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"}
+        if name not in runs:
+            free_memory()
+
+    def start(name: str) -> None:
+        runs[name], steps[name], rows[name]["peak_mb"] = begin(modules[name], sides[name][1], rounds)
+
+    def finish(name: str) -> None:
+        times = runs[name].turns
+        counts = modules[name].count_kernels(runs[name].trainer)
+        rows[name] |= {"batch_ms": statistics.median(times), "turns_ms": times}
+        rows[name] |= {key: value for key, value in counts.items() if key != "remark"}
+
+    for name in sides:
+        attempt(name, partial(start, name))
+    for turn in range(rounds):
+        for name in list(runs)[:: 1 if turn % 2 == 0 else -1]:
+            attempt(name, partial(runs[name].take, steps[name]))
+    for name in list(runs):
+        attempt(name, partial(finish, name))
+    runs.clear()
+    free_memory()
+    return rows
+
+
+def all_measured(sides: dict[str, tuple[str, list[str]]], rounds: int) -> dict[str, dict]:
+    """The same where every side is needed: ToolError for the first that did not finish."""
+    rows = in_turns(sides, rounds)
+    for row in rows.values():
+        if "error" in row:
+            command = " ".join([row["script"], *row["argv"]])
+            raise ToolError(f"{command}: {row['error']}", status=3 if row["status"] == "oom" else 1)
+    return rows
+
+
+def ratios(first: dict, second: dict) -> list[float]:
+    """Time of the first side over that of the second, turn by turn."""
+    return [a / b for a, b in zip(first["turns_ms"], second["turns_ms"], strict=True)]
+
+
+def speedup(first: dict, second: dict) -> float:
+    """How many times as fast the second side is: the median over the turns."""
+    return statistics.median(ratios(first, second))
+
+
+def measure_study(path: Path, parts: Iterable[Part], **settings: object) -> list[dict]:
+    """Measure what is not measured yet, and write the rows with what they were measured on; of several processes, one.
+
+    Rows are in NAME.partial.json until the last one is there, so that an earlier result is replaced by a whole one.
+    The same command goes on from there after an interruption; with other settings, or on another device, it is refused.
+    """
+    import torch
+
+    first = importlib.import_module("tiny_llama_v1")
+    content = {"environment": first.environment(torch.device("cuda" if torch.cuda.is_available() else "cpu"))}
+    content |= json.loads(json.dumps(settings))  # as they are read back
+    unfinished, rows = path.with_suffix(".partial.json"), []
+    if unfinished.exists():
+        earlier = read_json(unfinished)
+        rows = earlier.pop("rows", None)
+        if rows is None or earlier != content:
+            raise ToolError(f"{unfinished}: begun with other settings or on another device; delete it first")
+    seconds = []
+    for number, (names, measure) in enumerate(parts):
+        if any(all(row.get(key) == value for key, value in names.items()) for row in rows):
+            continue
+        if first.RANK == 0:
+            total = f" of {len(parts)}" if isinstance(parts, Sized) else ""
+            left = statistics.fmean(seconds) * (len(parts) - number) if total and seconds else None
+            words = (f"{key} {' '.join(value) if isinstance(value, list) else value}" for key, value in names.items())
+            print(f"{number + 1}{total}: {', '.join(words)}{f'; {left:.0f} s left' if left else ''}", file=sys.stderr)
+        started = time.monotonic()
+        found = measure()
+        seconds.append(time.monotonic() - started)
+        rows += [names | row for row in (found if isinstance(found, list) else [found])]
+        if first.RANK == 0:
+            write_text(unfinished, json.dumps({**content, "rows": rows}, indent=1) + "\n")
+    if first.RANK == 0:
+        write_text(path, json.dumps({**content, "rows": rows}, indent=1) + "\n")
+        unfinished.unlink(missing_ok=True)
+    return rows
+
+
+def read_rows(path: Path) -> list[dict]:
+    """The rows of a study; none if it is not there."""
+    return read_json(path)["rows"] if path.exists() else []

@@ -1,0 +1,70 @@
+"""profiling/turns.py: runs that fail beside others, and studies that go on where they were interrupted."""
+
+import json
+import sys
+from collections.abc import Callable, Iterable
+
+import pytest
+from conftest import ROOT, load
+
+sys.path.insert(0, str(ROOT))
+from profiling.program import ToolError
+from profiling.turns import all_measured, in_turns, measure_study, speedup
+
+SMALL = "--hidden-dim 32 --num-layers 1 --num-heads 2 --seq-len 8 --batch-size 2 --vocab-size 50".split()
+
+
+def test_a_side_that_fails_is_a_row_and_the_others_go_on(monkeypatch):
+    script = load("tiny_llama_v2")
+    build = script.build_model
+
+    def too_large(args, device):
+        if args.hidden_dim == 64:
+            raise MemoryError("can't allocate memory")
+        return build(args, device)
+
+    monkeypatch.setattr(script, "build_model", too_large)
+    nan = [*SMALL, "--learning-rate", "1e30"]
+    sides = {"good": SMALL, "large": [*SMALL, "--hidden-dim", "64"], "nan": nan}
+    sides = {name: ("tiny_llama_v2", argv) for name, argv in sides.items()}
+    rows = in_turns(sides, 3)
+    assert [rows[name].get("status") for name in sides] == [None, "oom", "failed"]
+    assert (len(rows["good"]["turns_ms"]), rows["good"]["unit"]) == (3, "operator calls")
+    assert "learning-rate" in rows["nan"]["error"]
+    assert "batch_ms" not in rows["large"] | rows["nan"]
+    with pytest.raises(ToolError, match="allocate memory") as error:
+        all_measured(sides, 3)
+    assert error.value.status == 3
+
+
+def test_speedup_is_the_median_over_the_turns():
+    first, second = {"turns_ms": [10.0, 30.0, 20.0]}, {"turns_ms": [5.0, 10.0, 20.0]}
+    assert speedup(first, second) == 2.0
+
+
+def counting(done: list[int], fails_at: int = -1) -> Iterable[tuple[dict, Callable[[], dict]]]:
+    """Parts of a study that note that they were measured."""
+
+    def measure(n: int) -> dict:
+        if n == fails_at:
+            raise KeyboardInterrupt
+        done.append(n)
+        return {"square": n * n}
+
+    return [({"n": n}, lambda n=n: measure(n)) for n in range(4)]
+
+
+def test_a_study_goes_on_where_it_was_interrupted(tmp_path, capsys):
+    done, path = [], tmp_path / "study.json"
+    with pytest.raises(KeyboardInterrupt):
+        measure_study(path, counting(done, fails_at=2), rounds=3)
+    assert not path.exists()
+    with pytest.raises(ToolError, match="other settings"):
+        measure_study(path, counting(done), rounds=4)
+    rows = measure_study(path, counting(done), rounds=3)
+    assert done == [0, 1, 2, 3], "none is measured twice"
+    assert rows == [{"n": n, "square": n * n} for n in range(4)]
+    written = json.loads(path.read_text())
+    assert (written["rows"], written["rounds"]) == (rows, 3)
+    assert [file.name for file in tmp_path.iterdir()] == ["study.json"]
+    assert "4 of 4: n 3" in capsys.readouterr().err
