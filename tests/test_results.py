@@ -2,10 +2,13 @@
 
 import itertools
 import json
+import re
 import sys
 
 import pytest
-from conftest import ROOT
+import torch
+from conftest import ROOT, load
+from torch.utils.flop_counter import FlopCounterMode
 
 sys.path.insert(0, str(ROOT))
 from tools.benchmark import MODES, PRECISIONS, SHAPES
@@ -45,3 +48,22 @@ def test_the_headline_table_is_whole_and_of_one_run():
             argv = [*SHAPES[shape], *PRECISIONS[precision], *MODES[mode]]
             assert (row[version]["argv"], len(row[version]["turns_ms"])) == (argv, study["rounds"])
         assert row["v2"]["per_step"] < row["v1"]["per_step"]
+
+
+@pytest.mark.parametrize("script", ["tiny_llama_v1", "tiny_openfold_v1"])
+def test_the_totals_in_architecture_are_counted(script):
+    """Parameters, and GFLOP forward and of the whole step, at the default sizes on the meta device."""
+    module, meta = load(script), torch.device("meta")
+    args = module.parse_args(["--device", "cpu"])
+    model = module.build_model(args, meta)
+    batch = {
+        name: value.to(meta) for name, value in module.make_batches(args, torch.device("cpu"), 1).next_batch().items()
+    }
+    with FlopCounterMode(display=False) as counter:
+        loss = model(**batch)
+        forward = counter.get_total_flops()
+        loss.backward()
+    text = (ROOT / "docs/ARCHITECTURE.md").read_text()
+    assert f"**{sum(parameter.numel() for parameter in model.parameters()):,}**" in text
+    totals = re.compile(rf"\*\*{forward / 1e9:.3f}\*\* \| \*\*{counter.get_total_flops() / 1e9:.3f}\*\*")
+    assert totals.search(text)
