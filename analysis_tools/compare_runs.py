@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Result files of several runs side by side, as a Markdown table.
 
-A PATH is a result file (<script>_summary.json) or the directory of a run (its --profile-dir); NAME=PATH names the row.
+A PATH is a result file (<script>_summary.json), the directory of a run (its --profile-dir), or FILE.json/NAME for a run
+in a file of several; NAME=PATH names the row.
 Speed-up and memory change are over --baseline, the first run unless it says otherwise. Where the numbers of processes
 differ, the scaling efficiency is the speed-up over the ratio of these numbers. Notes on stderr, above the table, name
 what differs: sizes, steps, precision, torch.compile, graphs, the device; and below it runs that were disturbed, whose
@@ -9,19 +10,22 @@ mean step is much longer than the median. Runs of different models are refused. 
 of its own; one that failed is too, and then the exit status is 1.
 
 --csv has a row for each run with all that is known of it, whatever its outcome: sizes, each fusion as 0 or 1,
-precision, device, times, memory, kernels, launches and loss. A loop in the shell and this command are a sweep.
+precision, device, times, memory, kernels, launches and loss. A loop in the shell and this command are a sweep. --save
+keeps the runs in one file, complete and under the names of their rows, for this tool and plot_runs.py to read.
 
 Examples:
   python analysis_tools/compare_runs.py exercises/results/v1 exercises/results/v2
   python analysis_tools/compare_runs.py baseline=./unfused flash=./flash all=./fused --csv table.csv
   python analysis_tools/compare_runs.py ./flash ./qkv --baseline ./unfused
   python analysis_tools/compare_runs.py ./one_gpu ./four_gpus
-  python analysis_tools/compare_runs.py sweep/* --csv sweep.csv
+  python analysis_tools/compare_runs.py sweep/* --csv sweep.csv --save sweep.json
+  python analysis_tools/compare_runs.py sweep.json/batch_1 sweep.json/batch_4
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,7 +42,16 @@ from analysis_tools.results import (  # noqa: E402
     report_failed,
     unsteady,
 )
-from profiling.program import NOT_FINISHED, cell, documented_parser, markdown_table, print_notes, run_tool, write_csv  # noqa: E402
+from profiling.program import (  # noqa: E402
+    NOT_FINISHED,
+    cell,
+    documented_parser,
+    markdown_table,
+    print_notes,
+    run_tool,
+    write_csv,
+    write_text,
+)
 
 PROG = Path(__file__).name
 MEASURED = {
@@ -61,6 +74,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("runs", nargs="+", metavar="[NAME=]PATH", help="result file or directory of a run")
     parser.add_argument("--baseline", metavar="[NAME=]PATH", help="what the others are compared with (default: first)")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="also write all that is known, unrounded")
+    parser.add_argument("--save", type=Path, metavar="FILE.json", help="also keep the runs in one file")
     return parser
 
 
@@ -153,6 +167,8 @@ def compare(args: argparse.Namespace) -> int:
     print(table(rows, unit(runs)), flush=True)
     if args.csv:
         write_csv(args.csv, csv_rows(rows, runs))
+    if args.save:
+        write_text(args.save, json.dumps({"runs": {run.name: run.result for run in runs}}, indent=1) + "\n")
     print_notes(PROG, *unsteady((run.name, run) for run in runs))
     if baseline.status != "ok":
         print_notes(PROG, f"the baseline {baseline.name} did not finish, so there are no ratios")

@@ -22,6 +22,7 @@ import argparse
 import glob
 import sys
 from collections.abc import Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -31,6 +32,7 @@ from analysis_tools.results import (  # noqa: E402
     Run,
     check_family,
     differences,
+    file_of_runs,
     load_run,
     report_failed,
     split_name,
@@ -69,6 +71,12 @@ def expand(path: str) -> list[Path]:
     """The path itself, or what a pattern matches."""
     if Path(path).exists() or not glob.has_magic(path):
         return [Path(path)]
+    if inside := file_of_runs(Path(path)):
+        runs, pattern = inside
+        file = Path(path.removesuffix(pattern))
+        if found := [file / name for name in sorted(runs) if fnmatch(name, pattern)]:
+            return found
+        raise ToolError(f"{path}: the pattern matches none of {', '.join(runs)}")
     found = [Path(match) for match in sorted(glob.glob(path))]
     found = [match for match in found if match.is_dir() or match.suffix == ".json"]
     if not found:

@@ -1,4 +1,7 @@
-"""Result files of the version scripts, `<script>_summary.json`: find, read and check them."""
+"""Result files of the version scripts, `<script>_summary.json`: find, read and check them.
+
+Several may be in one file, as `compare_runs.py --save` writes it; FILE.json/NAME is then the path of one of them.
+"""
 
 from __future__ import annotations
 
@@ -57,9 +60,26 @@ def check_schema(content: dict, path: Path, groups: Sequence[str] = GROUPS) -> N
         raise ToolError(f"{path}: not a result file of a version script, it has no {missing[0]}")
 
 
+def file_of_runs(path: Path) -> tuple[dict, str] | None:
+    """The runs in the file that this path goes through, and the rest of the path; None if it goes through none."""
+    file = next((parent for parent in path.parents if parent.suffix == ".json" and parent.is_file()), None)
+    if file is None:
+        return None
+    runs = read_json(file).get("runs")
+    if not isinstance(runs, dict):
+        raise ToolError(f"{file}: not a file of several runs, as compare_runs.py --save writes it")
+    return runs, path.relative_to(file).as_posix()
+
+
 def load_result(path: Path) -> dict:
-    """A checked result file."""
-    result = read_json(path)
+    """A checked result, from a file of its own or of several runs."""
+    result = None
+    if found := file_of_runs(path):
+        runs, name = found
+        result = runs.get(name)
+        if not isinstance(result, dict):
+            raise ToolError(f"{path}: no such run; there are {', '.join(runs)}")
+    result = read_json(path) if result is None else result
     check_schema(result, path)
     if result.get("status") not in ("ok", "oom", "failed"):
         raise ToolError(f"{path}: unknown status {result.get('status')!r}")
@@ -82,11 +102,11 @@ def load_run(path: Path, name: str | None = None) -> Run:
     """The result in a file or directory. It is called after the directory unless it has a name."""
     if path.is_dir():
         path = only_file(path, "*_summary.json", "no result file (*_summary.json)")
-    elif not path.exists():
+    elif not path.exists() and not file_of_runs(path):
         raise ToolError(f"{path}: no such file or directory")
     result = load_result(path)
     if name is None:
-        name = path.resolve().parent.name if path.name.endswith("_summary.json") else path.stem
+        name = path.resolve().parent.name if path.name.endswith("_summary.json") else path.name.removesuffix(".json")
     return Run(name, path, result)
 
 

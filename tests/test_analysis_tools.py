@@ -372,6 +372,21 @@ def test_disturbed_runs_are_named(make):
     assert call(plot_runs, "memory", f"quiet={quiet}", f"disturbed={disturbed}")[2] == ""  # memory is exact
 
 
+def test_runs_kept_in_one_file_are_read_as_from_their_directories(make, tmp_path):
+    directories = [make(f"batch_{n}", speed=100.0 * n, training={"batch_size": n}) for n in (1, 4)]
+    file = tmp_path / "sweep.json"
+    status, table, _ = call(compare_runs, *directories, "--save", file)
+    assert status == 0
+    assert call(compare_runs, file / "batch_1", file / "batch_4")[:2] == (0, table)
+    plotted = (call(plot_runs, "memory", f"a={path}/batch_*", "--x", "batch_size") for path in (file, tmp_path))
+    assert len({answer[:2] for answer in plotted}) == 1
+    assert_refused(call(compare_runs, file / "batch_2"), "batch_2: no such run", "batch_1, batch_4")
+    assert_refused(call(plot_runs, "memory", f"a={file}/x_*"), "matches none of batch_1, batch_4")
+    other = tmp_path / "other.json"
+    other.write_text("{}")
+    assert_refused(call(compare_runs, other / "batch_1"), "other.json", "--save")
+
+
 # plot_runs.py
 
 
