@@ -1,0 +1,152 @@
+#!/usr/bin/env python3
+"""Power and energy of version scripts: watts, joules per step and millijoules per sample, in long alternating turns.
+
+The GPU's own reading is taken every 50 ms while a script trains, by torch.cuda.power_draw, which needs nvidia-ml-py on
+NVIDIA's GPUs and amdsmi on AMD's. The reading is an average over a second on some GPUs: so a turn is long, and its
+first part does not count. On a GPU steps are graphs, so that the host does not count. Nothing is shown where power
+cannot be read.
+
+Every other argument goes to the scripts: sizes, precision and fusions.
+
+Examples:
+  python analysis_tools/measure_energy.py --scripts tiny_llama_v1.py tiny_llama_v4.py --use-amp --seq-len 128
+  python analysis_tools/measure_energy.py --scripts tiny_openfold_v1.py tiny_openfold_v3.py --output energy.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from profiling.program import (  # noqa: E402
+    ToolError,
+    at_least,
+    documented_parser,
+    load_script,
+    markdown_table,
+    run_tool,
+)
+from profiling.turns import begin, free_memory, graph_of, measure_study  # noqa: E402
+
+PROG = Path(__file__).name
+PERIOD = 0.05  # seconds between two readings
+SETTLE = 2.0  # seconds until a reading is one of this turn alone
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = documented_parser(PROG, __doc__, "%(prog)s --scripts FILE... [arguments of the scripts]")
+    parser.add_argument("--scripts", nargs="+", required=True, metavar="FILE", help="version scripts")
+    parser.add_argument("--seconds", type=at_least(3), default=8, metavar="N", help="of a turn (default: %(default)s)")
+    parser.add_argument("--rounds", type=at_least(1), default=3, metavar="N", help="turns of each (default: 3)")
+    parser.add_argument(
+        "--output", type=Path, default=Path("energy.json"), metavar="FILE.json", help="(default: %(default)s)"
+    )
+    return parser
+
+
+def watts() -> float:
+    """What the GPU draws now; ToolError where that cannot be read."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ToolError("power can be read on a GPU alone, and there is none here", status=4)
+    try:
+        return torch.cuda.power_draw() / 1e3
+    except (ImportError, RuntimeError, AttributeError, OSError) as error:
+        raise ToolError(f"power cannot be read here: {error} (nvidia-ml-py or amdsmi is needed)", status=4) from error
+
+
+def mean_watts(samples: Sequence[tuple[float, float]], start: float) -> float:
+    """The mean of (seconds, watts) readings from SETTLE seconds after the start on."""
+    settled = [power for moment, power in samples if moment >= start + SETTLE]
+    if not settled:
+        raise ToolError("no reading came after the first seconds of a turn: raise --seconds", status=1)
+    return statistics.fmean(settled)
+
+
+def take_with_power(run, steps: int) -> float:
+    """Take so many steps of a run; returns the mean power in watts."""
+    samples: list[tuple[float, float]] = []
+    done = threading.Event()
+
+    def read() -> None:
+        while not done.wait(PERIOD):
+            samples.append((time.monotonic(), watts()))
+
+    reader, start = threading.Thread(target=read), time.monotonic()
+    reader.start()
+    try:
+        run.take(steps)
+    finally:
+        done.set()
+        reader.join()
+    return mean_watts(samples, start)
+
+
+def energy(modules: Sequence, argv: list[str], seconds: int, rounds: int) -> list[dict]:
+    """A row for each script: power, time and energy of a step, and energy of a sample, medians over the turns."""
+    runs, steps = {}, {}
+    for module in modules:
+        run, short, _ = begin(module, argv, 1)
+        runs[module.SCRIPT], steps[module.SCRIPT] = run, round(short * seconds / 0.3)  # its turns are of 0.3 s
+        run.plan(rounds * steps[module.SCRIPT], "step")
+    powers: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(rounds):
+        for name in list(runs) if turn % 2 == 0 else reversed(runs):
+            powers[name].append(take_with_power(runs[name], steps[name]))
+    rows = []
+    for name, run in runs.items():
+        joules = [power * ms / 1e3 for power, ms in zip(powers[name], run.turns, strict=True)]
+        row = {"script": name, "argv": argv, "turns_watts": powers[name], "turns_ms": run.turns, "turns_joules": joules}
+        row |= {"watts": statistics.median(powers[name]), "batch_ms": statistics.median(run.turns)}
+        joule = statistics.median(joules)
+        rows.append(row | {"joules_per_step": joule, "mj_per_sample": 1e3 * joule / run.args.batch_size})
+    runs.clear()
+    free_memory()
+    return rows
+
+
+def table(rows: Sequence[dict]) -> str:
+    """The rows in Markdown, energy also as a part of the first one's."""
+    lines = []
+    for row in rows:
+        pairs = zip(row["turns_joules"], rows[0]["turns_joules"], strict=True)
+        part = statistics.median(own / first for own, first in pairs)
+        numbers = (f"{row[key]:{form}}" for key, form in FORMS.items())
+        lines.append([row["script"], *numbers, f"{part:.2f}"])
+    return markdown_table(["script", *UNITS, "energy, of the first"], lines)
+
+
+FORMS = {"watts": ".0f", "batch_ms": ".2f", "joules_per_step": ".3g", "mj_per_sample": ".3g"}
+UNITS = ("W", "ms per step", "J per step", "mJ per sample")
+
+
+def measure(args: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Measure and print the table; returns the exit status."""
+    modules = [load_script(name) for name in args.scripts]
+    watts()  # before anything takes long
+    argv = graph_of(rest)
+    part = {"argv": argv}, partial(energy, modules, argv, args.seconds, args.rounds)
+    scripts = [module.SCRIPT for module in modules]
+    print(table(measure_study(args.output, [part], scripts=scripts, seconds=args.seconds, rounds=args.rounds)))
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    args, rest = build_parser().parse_known_args(argv)
+    return run_tool(PROG, lambda: measure(args, rest))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,42 @@
+"""analysis_tools/measure_energy.py: on made-up power, since there is none to be read on a CPU."""
+
+import json
+import sys
+
+import pytest
+import torch
+from conftest import ROOT, TINY
+
+sys.path.insert(0, str(ROOT))
+from analysis_tools import measure_energy
+
+
+def test_energy_is_power_times_time(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(measure_energy, "watts", lambda: 200.0)
+    monkeypatch.setattr(measure_energy, "SETTLE", 0.0)
+    monkeypatch.setattr(measure_energy, "PERIOD", 0.001)
+    output, scripts = tmp_path / "energy.json", ["tiny_llama_v1.py", "tiny_llama_v2.py"]
+    argv = ["--scripts", *scripts, "--seconds", "3", "--rounds", "1", "--output", output, "--device", "cpu"]
+    assert measure_energy.main([*map(str, argv), *TINY["llama"]]) == 0
+    first, second = json.loads(output.read_text())["rows"]
+    for row in (first, second):
+        assert row["watts"] == 200.0
+        assert row["joules_per_step"] == pytest.approx(0.2 * row["batch_ms"])
+        assert row["mj_per_sample"] == pytest.approx(500 * row["joules_per_step"]), "of two samples a step"
+    part = second["joules_per_step"] / first["joules_per_step"]
+    assert f"{part:.2f} |" in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_readings_of_the_turn_before_do_not_count():
+    samples = [(10.5, 900.0), (12.5, 100.0), (13.0, 300.0)]
+    assert measure_energy.mean_watts(samples, 10.0) == 200.0
+    with pytest.raises(measure_energy.ToolError, match="--seconds"):
+        measure_energy.mean_watts(samples[:1], 10.0)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has power")
+def test_without_power_nothing_is_shown(tmp_path, capsys):
+    output = tmp_path / "energy.json"
+    assert measure_energy.main(["--scripts", "tiny_llama_v1.py", "--output", str(output)]) == 4
+    shown = capsys.readouterr()
+    assert (shown.out, len(shown.err.splitlines()), output.exists()) == ("", 1, False)
