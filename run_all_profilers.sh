@@ -1,13 +1,10 @@
 #!/usr/bin/env bash
 # Every profiler that works here around one version script, each in a folder of its own, and a summary of what ran.
-set -euo pipefail
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-program=$(basename "$0")
-python=${PYTHON:-python3}
-script=tiny_openfold_v2.py
+# shellcheck source=profiling/common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/profiling/common.sh"
+
 directory=
 rocm=no
-arguments=()
 
 usage() {
     cat <<END
@@ -20,6 +17,7 @@ directories can be compared: python analysis_tools/analyze_kernel_reduction.py -
   --enable-rocm-tools   also rocprofv3, rocprof-sys and rocprof-compute (roofline), where they are installed
   --script FILE         version script to profile (default: $script)
   --profile-dir DIR     for all results (default: ./profiles_SCRIPT)
+  --dry-run             print the commands and run nothing
   --help                this text
 All other arguments go to the script as they are. PYTHON names another interpreter than python3.
 
@@ -28,56 +26,44 @@ Example:
 END
 }
 
-fail() { # STATUS MESSAGE
-    echo "$program: error: $2" >&2
-    exit "$1"
-}
-
-while (($#)); do
+wrapper_option() {
     case $1 in
-    --help | -h)
-        usage
-        exit
-        ;;
     --enable-rocm-tools)
         rocm=yes
-        shift
+        consumed=1
         ;;
-    --script | --profile-dir)
-        (($# > 1)) || fail 2 "$1 needs a value"
-        if [[ $1 == --script ]]; then script=$2; else directory=$2; fi
-        shift 2
-        ;;
-    --script=* | --profile-dir=*)
-        set -- "${1%%=*}" "${1#*=}" "${@:2}"
-        ;;
-    *)
-        arguments+=("$1")
-        shift
+    --profile-dir)
+        need_value "$@"
+        directory=$2
+        consumed=2
         ;;
     esac
-done
-if [[ ! -f $script ]]; then
-    [[ -f $root/$script ]] || fail 2 "--script $script: no such file"
-    script=$root/$script
-fi
-directory=${directory:-./profiles_$(basename "$script" .py)}
-mkdir -p "$directory/logs" 2>/dev/null && [[ -w $directory ]] || fail 2 "--profile-dir $directory: cannot write there"
-: >"$directory/steps.tsv"
-
-summarise() { "$python" "$root/profiling/summarise_profiles.py" "$directory" "$(basename "$script")"; }
-trap 'summarise || true; fail 130 "interrupted; what ran until then is in $directory/summary.md"' INT
+}
 
 step() { # NAME COMMAND...
     local name=$1 status=0 start
     start=$(date +%s)
     shift
+    if [[ $dry_run == yes ]]; then
+        show "$@"
+        return
+    fi
     echo "$name: running, its output goes to $directory/logs/$name.log"
     "$@" >"$directory/logs/$name.log" 2>&1 || status=$?
     printf '%s\t%s\t%s\t%s\n' "$name" "$status" "$start" "$(($(date +%s) - start))" >>"$directory/steps.tsv"
 }
 
-common=(--script "$script" ${arguments[@]+"${arguments[@]}"})
+summarise() { "$python" "$root/profiling/summarise_profiles.py" "$directory" "$(basename "$script")"; }
+
+parse_arguments "$@"
+[[ $output_dir == . && -z $result_dir ]] || fail 2 "--output-dir, --result-dir: give --profile-dir for all results"
+directory=${directory:-./profiles_$(basename "$script" .py)}
+if [[ $dry_run == no ]]; then
+    mkdir -p "$directory/logs" 2>/dev/null && [[ -w $directory ]] || fail 2 "--profile-dir $directory: cannot write there"
+    : >"$directory/steps.tsv"
+    trap 'summarise || true; fail 130 "interrupted; what ran until then is in $directory/summary.md"' INT
+fi
+common=(--script "$script" ${script_args[@]+"${script_args[@]}"})
 step pytorch_profiler "$python" "$root/run_pytorch_profiler.py" --profile-dir "$directory/pytorch" --generate-report \
     "${common[@]}"
 step flops "$python" "$root/run_deepspeed_flops.py" --profile-dir "$directory/flops" --computational-intensity \
@@ -87,5 +73,6 @@ if [[ $rocm == yes ]]; then
     step rocprof_sys "$root/run_rocprof_sys.sh" --output-dir "$directory" "${common[@]}"
     step rocprof_compute "$root/run_rocprof_compute.sh" --roof-only --output-dir "$directory" "${common[@]}"
 fi
+if [[ $dry_run == yes ]]; then exit; fi
 trap - INT
 summarise

@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# What run_rocprofv3.sh, run_rocprof_sys.sh and run_rocprof_compute.sh share; they source it. Each defines
+# What run_rocprofv3.sh, run_rocprof_sys.sh, run_rocprof_compute.sh and run_all_profilers.sh share. Each defines
 #   usage           prints its help
 #   wrapper_option  looks at "$1"; if it is an option of its own, keeps it and sets `consumed` to its number of words
 # and gets from parse_arguments: script, output_dir, dry_run, script_args (all that no wrapper knows, in order).

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton
 torch.set_num_threads(1)  # the sizes are so small that threads only wait for each other, for long on a busy machine
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # and so in the processes that tests start
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
 
@@ -226,8 +227,10 @@ def assert_one_error(result: Run, status: int, *words: str) -> None:
 
 @pytest.fixture(autouse=True)
 def process_settings() -> Iterator[None]:
-    """Put back what a run sets for the whole process."""
+    """Put back what a run sets for the whole process, and a script in whose place a test has loaded its own."""
+    scripts = {name: sys.modules[name] for name in SCRIPTS if name in sys.modules}
     yield
+    sys.modules.update(scripts)
     torch.use_deterministic_algorithms(False)
     torch.set_float32_matmul_precision("highest")
 

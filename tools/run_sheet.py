@@ -196,9 +196,10 @@ def make_environment(files: Path, args: argparse.Namespace) -> dict[str, str]:
     """That of the blocks: `python` and `python3` are this interpreter; its programs and the stand-ins are on PATH."""
     shims = files / "bin"
     shims.mkdir()
-    script = f"#!/bin/sh\n{small_runs.redirection(files / 'socket') if args.shrink else ''}"
+    scripts, program = "|".join(small_runs.SCRIPTS), shlex.quote(small_runs.__file__)
+    small = f'case ${{1##*/}} in\n{scripts}) set -- {program} "$@" ;;\nesac\n' if args.shrink else ""
     for name in ("python", "python3"):
-        (shims / name).write_text(f'{script}exec {shlex.quote(sys.executable)} "$@"\n')
+        (shims / name).write_text(f'#!/bin/sh\n{small}exec {shlex.quote(sys.executable)} "$@"\n')
         (shims / name).chmod(0o755)
     standins = [ROOT / "tests" / "standins"] if args.with_standins else []
     places = [shims, *standins, Path(sys.executable).parent, os.environ.get("PATH", os.defpath)]
@@ -275,16 +276,14 @@ def run_sheet(args: argparse.Namespace) -> int:
         raise ToolError(f"--directory {args.directory}: no such directory")
     if args.log and args.log.exists() and not args.log.is_dir():
         raise ToolError(f"--log {args.log}: not a directory")
-    with contextlib.ExitStack() as stack:
-        place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="run_sheet_")))
+    with tempfile.TemporaryDirectory(prefix="run_sheet_") as name:
+        place = Path(name)
         files, copy, logs = place / "files", place / "copy", (args.log or place / "logs").resolve()
         for folder in (files, copy, logs):
             folder.mkdir(parents=True, exist_ok=True)
         if not args.directory:
             copy_repository(copy)
         environment = make_environment(files, args)
-        if args.shrink:
-            stack.enter_context(small_runs.server(files / "socket", environment))
         run_blocks(args, blocks, Session((args.directory or copy).resolve(), environment, files, logs))
     for exercise, seconds in seconds_by_exercise(blocks).items():
         print(f"{seconds:9.1f} s  {exercise}")

@@ -27,9 +27,11 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+from profiling.program import Parser, documented_parser  # noqa: E402
+
 REQUIREMENTS = ROOT / "requirements.txt"
 TRACKS = ("cpu", "nvidia", "rocm")
 KFD = Path("/dev/kfd")  # the device file of AMD's compute driver
@@ -371,16 +373,9 @@ def table(checks: list[Check]) -> str:
     return "\n".join(lines)
 
 
-class Parser(argparse.ArgumentParser):
-    """Answers a bad argument with one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message} (--help lists all arguments)\n")
-
-
 def run_checks(title: str, gather: Callable[[str], list[Check]], description: str, argv: list[str] | None) -> int:
     """The command line of a validation script: returns 0 if all that the track needs is there, otherwise 1."""
-    parser = Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = documented_parser(Path(sys.argv[0]).name, description)
     parser.add_argument("--track", choices=TRACKS, help="what to check for (default: what is detected)")
     parser.add_argument("--json", action="store_true", help="print JSON in place of the table")
     args = parser.parse_args(argv)

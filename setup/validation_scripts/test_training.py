@@ -10,21 +10,21 @@ Examples:
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from checks import ROOT, Parser
+from checks import ROOT
 
-DEFAULT_SCRIPT = "tiny_openfold_v2.py"
+from profiling.program import DEFAULT_SCRIPT, documented_parser
+
 SMALL = ("--batch-size=1", "--seq-len=32", "--num-gpus=1", "--num-steps=3", "--warmup-steps=1", "--under-profiler")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit status, 1 if the script did not end well."""
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = documented_parser(Path(__file__).name, __doc__)
     parser.add_argument("script", nargs="?", default=DEFAULT_SCRIPT, help="(default: %(default)s)")
     args, more = parser.parse_known_args(argv)
     script = next((path for path in (Path(args.script), ROOT / args.script) if path.is_file()), None)
