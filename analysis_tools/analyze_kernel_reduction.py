@@ -137,20 +137,30 @@ def total_of(rows: Sequence[KernelStatistics]) -> tuple[int, int]:
     return sum(row.calls for row in rows), sum(row.total_ns for row in rows)
 
 
+def pytorch_folder(directory: Path) -> Path | None:
+    """Where run_pytorch_profiler.py left a profile, also below what run_all_profilers.sh wrote."""
+    folders = (directory, directory / "pytorch")
+    return next((folder for folder in folders if any(folder.glob("*_kernels.csv"))), None)
+
+
+def rocprofv3_folder(directory: Path) -> Path | None:
+    """Where run_rocprofv3.sh left statistics, also below what run_all_profilers.sh wrote."""
+    if (directory / "stats.csv").is_file():
+        return directory
+    folders = sorted(path.parent for path in directory.glob("rocprofv3_results_*/stats.csv"))
+    if len(folders) > 1:
+        raise ToolError(f"{directory}: several profiles ({', '.join(p.name for p in folders)}), name one of them")
+    return folders[0] if folders else None
+
+
 def load_profile(directory: Path) -> Profile:
     """The profile in a directory, of whichever tool."""
     if not directory.is_dir():
         raise ToolError(f"{directory}: no such directory")
-    for folder in (directory, directory / "pytorch"):  # the second is in what run_all_profilers.sh wrote
-        if any(folder.glob("*_kernels.csv")):
-            return load_pytorch(folder)
-    rocprofv3 = sorted(path.parent for path in directory.glob("rocprofv3_results_*/stats.csv"))
-    if (directory / "stats.csv").is_file():
-        rocprofv3 = [directory]
-    if len(rocprofv3) > 1:
-        raise ToolError(f"{directory}: several profiles ({', '.join(p.name for p in rocprofv3)}), name one of them")
-    if rocprofv3:
-        return load_rocprofv3(rocprofv3[0])
+    if folder := pytorch_folder(directory):
+        return load_pytorch(folder)
+    if folder := rocprofv3_folder(directory):
+        return load_rocprofv3(folder)
     raise ToolError(f"{directory}: no profile: neither <script>_kernels.csv (run_pytorch_profiler.py) nor stats.csv "
                     "(run_rocprofv3.sh)")  # fmt: skip
 
@@ -216,7 +226,7 @@ def kernel_lines(title: str, kernels: Sequence[Kernel], sides: Sequence[int], to
     ]
     lines += ["", markdown_table(header, rows, text_columns=2)]
     if len(kernels) > top:
-        lines += ["", f"The first {top}; --top shows more, the CSV file of --output has all."]
+        lines += ["", f"The first {top}; --top shows more, --output of {PROG} writes all of them as CSV."]
     return lines
 
 
@@ -291,9 +301,8 @@ def as_row(kernel: Kernel) -> dict:
     }
 
 
-def analyse(args: argparse.Namespace) -> int:
-    """Print and write the comparison; returns the exit status."""
-    sides = [load_profile(args.baseline), load_profile(args.fused)]
+def compare(sides: Sequence[Profile], top: int) -> tuple[list[Kernel], list[str], str]:
+    """The kernels of both sides, what differs beside them, and the report; ToolError where they do not compare."""
     known = [(label, side.settings) for label, side in zip(SIDES, sides, strict=True) if side.settings]
     check_family(known)
     if sides[0].unit != sides[1].unit:
@@ -310,8 +319,13 @@ def analyse(args: argparse.Namespace) -> int:
                      f"{unknown} are not checked: no result file of the script belongs to the statistics")  # fmt: skip
     if sides[0].source != sides[1].source:
         notes.append("two profilers may write the name of one kernel in two ways")
+    return kernels, notes, report(sides, kernels, notes, per_step, top)
+
+
+def analyse(args: argparse.Namespace) -> int:
+    """Print and write the comparison; returns the exit status."""
+    kernels, notes, text = compare([load_profile(args.baseline), load_profile(args.fused)], args.top)
     print_notes(PROG, *notes)
-    text = report(sides, kernels, notes, per_step, args.top)
     print(text, end="")
     if args.output:
         write_csv(args.output / "kernel_reduction.csv", [as_row(kernel) for kernel in kernels])

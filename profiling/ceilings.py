@@ -20,6 +20,15 @@ class Ceilings:
     copy_bytes: int
     copy_gb_per_s: float  # read and written
 
+    @property
+    def ridge(self) -> float:
+        """FLOP per byte at which both ceilings meet."""
+        return 1e3 * self.gemm_tflops / self.copy_gb_per_s
+
+    def roof(self, flop_per_byte: float) -> float:
+        """TFLOP/s that can be reached at this intensity: the lower of GEMM throughput and bandwidth x intensity."""
+        return min(self.gemm_tflops, self.copy_gb_per_s * flop_per_byte / 1e3)
+
 
 def best_seconds(work: Callable[[], object], device: torch.device, repetitions: int, budget: float) -> float:
     """The shortest of several runs after a warm-up, by device events on a GPU; stops when `budget` seconds are over."""

@@ -25,7 +25,8 @@ def touched(tensor: Tensor) -> int:
 class Traffic(TorchDispatchMode):
     """Counts the bytes that operators read and write, for each of the modules that get a row.
 
-    After use `bytes_of` maps qualified names to bytes, without those of inner modules.
+    After use `bytes_of` maps qualified names to bytes, without those of inner modules, and `by_operator` maps operators
+    (`aten::mm`) to bytes.
     """
 
     def __init__(self, model: nn.Module, kinds: dict[str, str], no_work: tuple[str, ...]):
@@ -33,6 +34,7 @@ class Traffic(TorchDispatchMode):
         self.kinds, self.no_work, self.root = kinds, no_work, type(model).__name__
         self.tracker = ModuleTracker()
         self.bytes_of: Counter = Counter()
+        self.by_operator: Counter = Counter()
 
     def __enter__(self) -> Traffic:
         self.tracker.__enter__()
@@ -45,7 +47,9 @@ class Traffic(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         result = function(*args, **kwargs)
-        self.bytes_of[self.innermost()] += self.moved(function, args, kwargs, result)
+        moved = self.moved(function, args, kwargs, result)
+        self.bytes_of[self.innermost()] += moved
+        self.by_operator[function._schema.name] += moved
         return result
 
     def innermost(self) -> str:

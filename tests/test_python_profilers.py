@@ -8,6 +8,7 @@ import json
 import re
 import signal
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,7 +36,7 @@ sys.path.insert(0, str(ROOT))
 
 import run_deepspeed_flops as flops_tool
 import run_pytorch_profiler as profiler_tool
-from profiling import kernels
+from profiling import kernels, roofline
 from profiling.program import MODES
 from profiling.traffic import Traffic, touched
 
@@ -329,7 +330,7 @@ def test_the_innermost_of_nested_ranges_counts():
     assert kernels.range_of_each(launched, ranges) == names
 
 
-@pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b'{"traceEvents": [', gzip.compress(b"{" * 999)[:20]])
+@pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b'{"traceEvents": [', gzip.compress(b"{" * 999, mtime=0)[:20]])
 def test_a_broken_trace_is_a_value_error_with_its_name(tmp_path: Path, content: bytes):
     path = tmp_path / "x_trace.json.gz"
     path.write_bytes(content)
@@ -564,7 +565,7 @@ class Small(nn.Module):
 
 def test_bytes_of_each_module_by_hand():
     model, index = Small(), torch.arange(5)
-    kinds = flops_tool.module_kinds(model)
+    kinds = roofline.module_kinds(model)
     with Traffic(model, kinds, load("tiny_llama_v2").NO_WORK) as traffic:
         model(index)
     linear = 4 * (5 * 8 + 8 * 16 + 16 + 5 * 16)  # input, weight, bias, output
@@ -574,10 +575,12 @@ def test_bytes_of_each_module_by_hand():
         # x is read once for its square; of that, two columns are read and written, and in the end only written
         "": 4 * 2 * 5 * 16 + 4 * 2 * 2 * 5 + 4 * 2 * 5,
     }
-    rows = flops_tool.make_rows(model, kinds, flops_tool.Counter({"blocks.*.0": 2 * 5 * 8 * 16}))
-    flops_tool.add_intensity(rows, flops_tool.Counter({"blocks.*.0": linear}))
-    row = next(row for row in rows if row.module == "blocks.*.0")
-    assert row.flop_per_byte == pytest.approx(2 * 5 * 8 * 16 / linear)
+    flop, moved = Counter({"blocks.*.0": 2 * 5 * 8 * 16}), Counter({"blocks.*.0": linear})
+    rows = {row["module"]: row for row in roofline.module_rows(model, kinds, flop, moved, None, None)}
+    assert rows["blocks.*.0"]["flop_per_byte"] == pytest.approx(2 * 5 * 8 * 16 / linear)
+    assert rows["blocks.*.0"]["ms"] is None
+    assert traffic.by_operator["aten::zero_"] == 4 * 2 * 5
+    assert sum(traffic.by_operator.values()) == sum(traffic.bytes_of.values())
 
 
 def test_memory_behind_a_tensor():
@@ -588,12 +591,12 @@ def test_memory_behind_a_tensor():
 
 
 def test_a_module_takes_the_time_of_its_kernels():
-    found = flops_tool.times_in_ranges(MODULE_TRACE + GPU_TRACE, ["layers.*.mlp", "model (rest)"])
+    found = roofline.times_in_ranges(MODULE_TRACE + GPU_TRACE, ["layers.*.mlp", "model (rest)"])
     assert found == {"layers.*.mlp": 0.008, "model (rest)": pytest.approx(0.0115)}
 
 
 def test_without_a_gpu_a_module_takes_the_time_of_its_range():
-    found = flops_tool.times_in_ranges(MODULE_TRACE, ["layers.*.mlp", "model (rest)"])
+    found = roofline.times_in_ranges(MODULE_TRACE, ["layers.*.mlp", "model (rest)"])
     assert found == {"layers.*.mlp": pytest.approx(0.02 + 0.01), "model (rest)": pytest.approx(0.16 - 0.03)}
 
 
@@ -642,7 +645,7 @@ def test_out_of_memory_is_status_3(tmp_path: Path, monkeypatch, no_deepspeed):
     def fail(*unused):
         raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr(flops_tool, "count", fail)
+    monkeypatch.setattr(flops_tool, "count_modules", fail)
     assert_one_error(run_tool(flops_tool, tmp_path, *tiny("tiny_llama_v2")), 3, "--batch-size")
 
 

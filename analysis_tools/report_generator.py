@@ -1,0 +1,247 @@
+#!/usr/bin/env python3
+"""One report in Markdown of what two folders hold, without and with fusion.
+
+A folder is what run_all_profilers.sh wrote, or the results of a script, of run_pytorch_profiler.py, run_rocprofv3.sh,
+run_deepspeed_flops.py or roofline_analysis.py. The report has a section for each of these that both folders have, and
+for pictures that one of them has:
+
+  Runs         the result files, as compare_runs.py shows them
+  Kernels      before and after by the PyTorch profiler, and by rocprofv3, as analyze_kernel_reduction.py shows them
+  FLOPs        FLOP, bytes and intensity of each kind of module
+  Rooflines    pictures, and the tables of roofline_analysis.py
+
+What is not there is named in one line at the end, with the reason where run_all_profilers.sh noted one. Runs of
+different models are refused; different sizes, precision or devices are named at the top. Without --output the report
+goes to stdout. --output-dir writes fusion_report.md into a folder. Status 1 if one of the runs failed.
+
+Examples:
+  ./run_all_profilers.sh --script tiny_llama_v1.py && ./run_all_profilers.sh --script tiny_llama_v2.py
+  python analysis_tools/report_generator.py --output ./fusion_comparison_report.md
+  python analysis_tools/report_generator.py --baseline ./v1_analysis --fused ./v2_analysis --output-dir ./analysis
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from analysis_tools import analyze_kernel_reduction as kernels  # noqa: E402
+from analysis_tools import compare_runs  # noqa: E402
+from analysis_tools.results import (  # noqa: E402
+    Run,
+    check_family,
+    check_schema,
+    differences,
+    load_run,
+    only_file,
+    precision,
+    report_failed,
+    unsteady,
+)
+from profiling.program import (  # noqa: E402
+    ToolError,
+    at_least,
+    cell,
+    documented_parser,
+    markdown_table,
+    read_json,
+    run_tool,
+    write_text,
+)
+
+PROG = Path(__file__).name
+NAME = "fusion_report.md"
+MODULE = {"module", "flop", "bytes", "flop_per_byte"}  # what is taken from a row of run_deepspeed_flops.py
+
+
+class Side:
+    """One of the two folders, and what is in it; what is not there is None."""
+
+    def __init__(self, label: str, directory: Path):
+        if not directory.is_dir():
+            raise ToolError(f"--{label} {directory}: no such directory; run_all_profilers.sh makes one")
+        self.label, self.directory = label, directory
+        summary = directory / "summary.json"
+        try:
+            steps = read_json(summary)["steps"] if summary.is_file() else []
+            # What a step that was skipped or failed has in its folder is of an earlier run.
+            self.reasons = {step["name"]: step["reason"] for step in steps if step["status"] != "ok"}
+        except (KeyError, TypeError) as error:
+            raise ToolError(f"{summary}: not a summary of run_all_profilers.sh") from error
+
+    def place(self, pattern: str, folder: str, step: str | None = None) -> Path | None:
+        """Where such files are: here, or in the folder of this step of run_all_profilers.sh."""
+        places = [self.directory, *([] if step in self.reasons else [self.directory / folder])]
+        return next((place for place in places if any(place.glob(pattern))), None)
+
+    def run(self) -> Run | None:
+        """The result file, also that of a run that failed."""
+        place = self.place("*_summary.json", "pytorch")
+        return load_run(place, self.label) if place else None
+
+    def profile(self) -> kernels.Profile | None:
+        """Kernels by the PyTorch profiler."""
+        place = self.place("*_kernels.csv", "pytorch", "pytorch_profiler")
+        return kernels.load_pytorch(place) if place else None
+
+    def statistics(self) -> kernels.Profile | None:
+        """Kernels by rocprofv3."""
+        place = None if "rocprofv3" in self.reasons else kernels.rocprofv3_folder(self.directory)
+        return kernels.load_rocprofv3(place) if place else None
+
+    def flops(self) -> dict | None:
+        """What run_deepspeed_flops.py counted."""
+        place = self.place("*_flops.json", "flops", "flops")
+        if place is None:
+            return None
+        path = only_file(place, "*_flops.json", "no <script>_flops.json")
+        check_schema(content := read_json(path), path, ("config", "training", "environment"))
+        modules = content.get("modules")
+        if not isinstance(modules, list) or not all(isinstance(row, dict) and set(row) >= MODULE for row in modules):
+            raise ToolError(f"{path}: not a file of run_deepspeed_flops.py")
+        return content
+
+    def rooflines(self, base: Path) -> list[str]:
+        """The tables of roofline_analysis.py, and pictures as links from the folder `base`."""
+        lines, tables = [], self.files("roofline_analysis.json")
+        if tables:
+            from analysis_tools import roofline_analysis  # it needs torch, all else here does without
+        for path in tables:
+            try:
+                rows = read_json(path)["rows"]
+                name = next(iter(rows[0]))  # "script", or "kernel" in what came from rocprof-compute
+                table = roofline_analysis.table(rows[: roofline_analysis.TOP] if name == "kernel" else rows, name)
+            except (KeyError, TypeError, IndexError) as error:
+                raise ToolError(f"{path}: not a file of roofline_analysis.py") from error
+            lines += ["", f"{self.label}: `{path}`", "", table]
+        for path in self.files("*roofline*.png") + self.files("*Roof*.pdf"):
+            sign = "" if path.suffix == ".pdf" else "!"
+            lines += ["", f"{sign}[{self.label}: {path.name}](<{os.path.relpath(path, base)}>)"]
+        return lines
+
+    def files(self, pattern: str) -> list[Path]:
+        """All below the folder, without what the wrappers set aside."""
+        found = sorted(self.directory.rglob(pattern))
+        return [path for path in found if not any(part.endswith((".failed", ".previous")) for part in path.parts)]
+
+
+def run_lines(runs: Sequence[Run]) -> list[str]:
+    """The table of compare_runs.py, and what to know about it."""
+    rows = [compare_runs.compared(run, runs[0]) for run in runs]
+    notes = [f"- note: {note}" for note in unsteady((run.name, run) for run in runs)]
+    notes += [f"- note: {run.name} did not finish: {run.result.get('error')}" for run in runs if run.status != "ok"]
+    lines = [compare_runs.table(rows, compare_runs.unit(runs)), ""]
+    lines += [*notes, ""] if notes else []
+    return [*lines, "Each run was measured by itself. `--compare-fusion` of a script measures both sides in turns."]
+
+
+def kernel_lines(sides: Sequence[kernels.Profile], top: int) -> list[str]:
+    """The report of analyze_kernel_reduction.py as a section."""
+    text = kernels.compare(sides, top)[2].partition("\n")[2].strip()
+    return [re.sub(r"^##", "###", text, flags=re.MULTILINE)]
+
+
+def flops_lines(sides: Sequence[dict]) -> list[str]:
+    """FLOP and bytes of a forward pass, module by module."""
+    modules = [{row["module"]: row for row in side["modules"]} for side in sides]
+    header = [
+        "module",
+        *(f"{label} {what}" for what in ("GFLOP", "MB", "FLOP/byte") for label in ("baseline", "fused")),
+    ]
+    lines = []
+    for name in modules[0] | modules[1]:
+        columns = []
+        for key, unit, form in (("flop", 1e9, ".4f"), ("bytes", 1e6, ".2f"), ("flop_per_byte", 1, ".2f")):
+            values = [side.get(name, {}).get(key) for side in modules]
+            columns += [cell(None if value is None else value / unit, form) for value in values]
+        lines.append([name, *columns])
+    total = [cell(sum(row["flop"] for row in side.values()) / 1e9, ".4f") for side in modules]
+    by = " and ".join(dict.fromkeys(str(side.get("flops_counted_by")) for side in sides))
+    return [markdown_table(header, lines), "", f"A forward pass: {total[0]} and {total[1]} GFLOP, counted by {by}."]
+
+
+def describe(side: Side, result: dict | None) -> str:
+    """One line at the top of the report."""
+    if result is None:
+        return f"- {side.label}: `{side.directory}`"
+    fused = ", ".join(name for name, on in result.get("fusions", {}).items() if on).replace("_", "-") or "nothing"
+    return (f"- {side.label}: `{side.directory}`: {result['script']} on {result['environment'].get('device_name')}, "
+            f"{precision(result)}, fused: {fused}")  # fmt: skip
+
+
+def generate(args: argparse.Namespace) -> int:
+    """Write or print the report; returns the exit status."""
+    output = args.output or (args.output_dir / NAME if args.output_dir else None)
+    base = output.parent if output else Path()
+    sides = [Side("baseline", args.baseline), Side("fused", args.fused)]
+    runs, profiles, statistics, flops = (
+        [load(side) for side in sides] for load in (Side.run, Side.profile, Side.statistics, Side.flops)
+    )
+    named = [[(s.label, content) for s, content in zip(sides, kind, strict=True) if content] for kind in (
+        [run and run.result for run in runs],
+        *([profile and profile.settings for profile in kind] for kind in (profiles, statistics)),
+        flops,
+    )]  # fmt: skip
+    check_family([pair for pairs in named for pair in pairs])
+    known = next((pairs for pairs in named if len(pairs) == 2), [])
+
+    text = ["# Without and with fusion", ""]
+    text += [describe(side, dict(known).get(side.label)) for side in sides]
+    text += [f"- note: {note}" for note in differences(known)]
+    missing = []
+    for title, step, found, lines in (
+        ("Runs", "pytorch_profiler", runs, run_lines),
+        ("Kernels by the PyTorch profiler", "pytorch_profiler", profiles, lambda pair: kernel_lines(pair, args.top)),
+        ("Kernels by rocprofv3", "rocprofv3", statistics, lambda pair: kernel_lines(pair, args.top)),
+        ("FLOPs of modules", "flops", flops, flops_lines),
+    ):
+        if all(found):
+            text += ["", f"## {title}", "", *lines(found)]
+        else:
+            lacking = [side for side, content in zip(sides, found, strict=True) if not content]
+            why = {side.reasons.get(step) or "nothing there": None for side in lacking}
+            missing.append(f"{title} ({', '.join(side.label for side in lacking)}: {'; '.join(why)})")
+    rooflines = [line for side in sides for line in side.rooflines(base)]
+    if rooflines:
+        text += ["", "## Rooflines", *rooflines]
+    else:
+        missing.append("Rooflines (nothing there)")
+    if len(missing) == 5:
+        raise ToolError(f"{args.baseline}, {args.fused}: nothing that both have: {'; '.join(missing)}")
+    text += ["", f"Not in this report: {'; '.join(missing)}."] if missing else []
+    if output:
+        write_text(output, "\n".join(text) + "\n")
+        print(f"Written: {output}")
+    else:
+        print("\n".join(text))
+    return report_failed(PROG, [run for run in runs if run])
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = documented_parser(PROG, __doc__)
+    for label, script in (("baseline", "tiny_llama_v1"), ("fused", "tiny_llama_v2")):
+        default = Path(f"profiles_{script}")  # where run_all_profilers.sh leaves it
+        parser.add_argument(f"--{label}", type=Path, default=default, metavar="DIR", help="(default: ./%(default)s)")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--output", type=Path, metavar="FILE.md", help="write the report there")
+    where.add_argument("--output-dir", type=Path, metavar="DIR", help=f"write {NAME} into this folder")
+    parser.add_argument("--top", type=at_least(1), default=10, metavar="N", help="kernels per table (default: 10)")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    args = build_parser().parse_args(argv)
+    return run_tool(PROG, lambda: generate(args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
