@@ -18,6 +18,7 @@ from types import ModuleType
 from profiling.program import ToolError, read_json, write_text
 
 GRAPH = "--enable-cuda-graph"
+DECIDED = {GRAPH, "--disable-cuda-graph", "cpu", "reduce-overhead", "max-autotune"}  # the last two have own graphs
 Part = tuple[dict, Callable[[], dict | list[dict]]]  # what names a row, and what measures the rest of it, or of several
 
 
@@ -38,10 +39,25 @@ def make_trainer(module: ModuleType, argv: Sequence[str]):
 
 
 def graph_of(argv: Sequence[str]) -> list[str]:
-    """The same as a whole-step graph where there is a GPU."""
+    """The same as a whole-step graph where there is a GPU, unless these arguments decide it."""
     import torch
 
-    return [*argv, GRAPH] if torch.cuda.is_available() else [*argv]
+    decided = DECIDED & set(" ".join(argv).replace("=", " ").split())
+    return [*argv, GRAPH] if torch.cuda.is_available() and not decided else [*argv]
+
+
+def short_run(script: str, argv: Sequence[str]) -> dict:
+    """Train a few steps in this process, without counting and profiling. The result is `ok` or out of memory."""
+    module = importlib.import_module(script)
+    with tempfile.TemporaryDirectory() as folder:
+        args = module.parse_args([*argv, "--under-profiler", "--log-interval", "1000000", "--profile-dir", folder])
+        result = module.train(args)
+    free_memory()
+    if result["exit_status"] == 130:
+        raise KeyboardInterrupt
+    if result["status"] == "failed":
+        raise ToolError(f"{script} {' '.join(argv)}: {result['error']}", status=1)
+    return result
 
 
 def begin(module: ModuleType, argv: Sequence[str], rounds: int) -> tuple[object, int, float | None]:
@@ -88,8 +104,10 @@ def in_turns(sides: dict[str, tuple[str, list[str]]], rounds: int) -> dict[str, 
         runs[name], steps[name], rows[name]["peak_mb"] = begin(modules[name], sides[name][1], rounds)
 
     def finish(name: str) -> None:
-        times = runs[name].turns
-        counts = modules[name].count_kernels(runs[name].trainer)
+        times, trainer = runs[name].turns, runs[name].trainer
+        counts = modules[name].count_kernels(trainer)
+        if not trainer.gpu:
+            rows[name]["peak_mb"] = modules[name].memory_of_a_step(trainer) / 1e6
         rows[name] |= {"batch_ms": statistics.median(times), "turns_ms": times}
         rows[name] |= {key: value for key, value in counts.items() if key != "remark"}
 
@@ -115,6 +133,13 @@ def all_measured(sides: dict[str, tuple[str, list[str]]], rounds: int) -> dict[s
     return rows
 
 
+def check_failed(rows: Iterable[dict]) -> None:
+    """ToolError if one of these runs failed; out of memory is a result."""
+    if failed := [row for row in rows if row.get("status") == "failed"]:
+        command = " ".join([failed[0]["script"], *failed[0]["argv"]])
+        raise ToolError(f"{len(failed)} of the runs failed, first {command}: {failed[0]['error']}", status=1)
+
+
 def ratios(first: dict, second: dict) -> list[float]:
     """Time of the first side over that of the second, turn by turn."""
     return [a / b for a, b in zip(first["turns_ms"], second["turns_ms"], strict=True)]
@@ -125,23 +150,41 @@ def speedup(first: dict, second: dict) -> float:
     return statistics.median(ratios(first, second))
 
 
-def measure_study(path: Path, parts: Iterable[Part], **settings: object) -> list[dict]:
+def spread(ratios: Sequence[float]) -> str:
+    """The range of ratios turn by turn, and whether they show a difference, in the words of --compare-fusion."""
+    low, high = min(ratios), max(ratios)
+    verdict = ", too few turns to tell" if len(ratios) < 5 else ", no difference seen" if low <= 1 <= high else ""
+    return f"{low:.2f}x to {high:.2f}x{verdict}"
+
+
+def measure_study(path: Path, parts: Iterable[Part], keep: bool = False, **settings: object) -> list[dict]:
     """Measure what is not measured yet, and write the rows with what they were measured on; of several processes, one.
 
     Rows are in NAME.partial.json until the last one is there, so that an earlier result is replaced by a whole one.
     The same command goes on from there after an interruption; with other settings, or on another device, it is refused.
+    To `keep` an earlier result is to treat it in the same way: what it has is not measured again.
     """
     import torch
 
+    if path.suffix != ".json":
+        raise ToolError(f"{path}: the name of a study must end in .json")
     first = importlib.import_module("tiny_llama_v1")
     content = {"environment": first.environment(torch.device("cuda" if torch.cuda.is_available() else "cpu"))}
     content |= json.loads(json.dumps(settings))  # as they are read back
     unfinished, rows = path.with_suffix(".partial.json"), []
-    if unfinished.exists():
-        earlier = read_json(unfinished)
-        rows = earlier.pop("rows", None)
-        if rows is None or earlier != content:
-            raise ToolError(f"{unfinished}: begun with other settings or on another device; delete it first")
+    for file in (path, unfinished) if keep else (unfinished,):
+        if file.exists():
+            earlier = read_json(file)
+            rows = earlier.pop("rows", None)
+            if rows is None or earlier != content:
+                way_out = "name another file, or delete it" if keep else "delete it first"
+                raise ToolError(f"{file}: begun with other settings or on another device; {way_out}")
+
+    def write(file: Path) -> None:
+        if first.RANK == 0:
+            write_text(file, json.dumps({**content, "rows": rows}, indent=1) + "\n")
+
+    write(unfinished)  # a place where nothing can be written shows before anything is measured
     seconds = []
     for number, (names, measure) in enumerate(parts):
         if any(all(row.get(key) == value for key, value in names.items()) for row in rows):
@@ -155,10 +198,9 @@ def measure_study(path: Path, parts: Iterable[Part], **settings: object) -> list
         found = measure()
         seconds.append(time.monotonic() - started)
         rows += [names | row for row in (found if isinstance(found, list) else [found])]
-        if first.RANK == 0:
-            write_text(unfinished, json.dumps({**content, "rows": rows}, indent=1) + "\n")
+        write(unfinished)
+    write(path)
     if first.RANK == 0:
-        write_text(path, json.dumps({**content, "rows": rows}, indent=1) + "\n")
         unfinished.unlink(missing_ok=True)
     return rows
 
@@ -166,3 +208,22 @@ def measure_study(path: Path, parts: Iterable[Part], **settings: object) -> list
 def read_rows(path: Path) -> list[dict]:
     """The rows of a study; none if it is not there."""
     return read_json(path)["rows"] if path.exists() else []
+
+
+def read_study(path: Path, keys: Iterable[str]) -> dict:
+    """A study, finished or not, whose rows have these keys; ToolError if it is none, or one of something else."""
+    study = read_json(path)
+    rows, environment = study.get("rows"), study.get("environment")
+    if not isinstance(rows, list) or not rows or not isinstance(environment, dict):
+        raise ToolError(f"{path}: not the file of a study, or one without a row")
+    if missing := [key for key in keys if not all(isinstance(row, dict) and key in row for row in rows)]:
+        raise ToolError(f"{path}: a study of something else, or of an older version: its rows have no {missing[0]!r}")
+    return study
+
+
+def heading(study: dict, script: str) -> str:
+    """What was measured, on what and how, in a line above the tables of a study."""
+    environment, given = study["environment"], " ".join([script, *study.get("argv", [])])
+    return (
+        f"{given} on {environment.get('device_name')}, PyTorch {environment.get('torch')}, {study.get('rounds')} turns"
+    )

@@ -134,7 +134,7 @@ def test_out_of_memory_is_a_cell_and_its_steps_are_no_measurement(tmp_path, monk
         (["table", "."], '{"rows": [', "memory.json: not JSON"),
         (["table", "."], '{"rows": [{"seq_len": 1}]}', "none of these measurements"),
         (["ddp", "."], None, "torchrun --nproc-per-node N"),
-        (["grid", ".", "--rounds", "0"], None, "1 or more"),
+        (["ablation", ".", "--rounds", "0"], None, "1 or more"),
         (["quickest", "."], None, "invalid choice"),
     ],
 )

@@ -5,13 +5,13 @@ import sys
 from collections.abc import Callable, Iterable
 
 import pytest
-from conftest import ROOT, load
+from conftest import ROOT, load, words
 
 sys.path.insert(0, str(ROOT))
 from profiling.program import ToolError
 from profiling.turns import all_measured, in_turns, measure_study, speedup
 
-SMALL = "--hidden-dim 32 --num-layers 1 --num-heads 2 --seq-len 8 --batch-size 2 --vocab-size 50".split()
+SMALL = words("--hidden-dim 32 --num-layers 1 --num-heads 2 --seq-len 8 --batch-size 2 --vocab-size 50")
 
 
 def test_a_side_that_fails_is_a_row_and_the_others_go_on(monkeypatch):

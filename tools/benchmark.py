@@ -7,7 +7,6 @@ then the rows are in NAME.partial.json.
 
 Examples:
   python tools/benchmark.py headline results/DIR   all versions: sizes, precisions, eager, graph and compiled
-  python tools/benchmark.py grid results/DIR       V1 against V2 over batch sizes and sequence lengths
   python tools/benchmark.py fastest results/DIR    TinyLlama V4 against all versions compiled, and V3, as graphs
   python tools/benchmark.py inference results/DIR  a transformer layer of V4 in one launch, and in other ways
   python tools/benchmark.py ablation results/DIR   what a version adds: each alone, and all but each, against none
@@ -35,6 +34,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+from profiling.ablation import ablation, fusion_sets, new_fusions, sets_table  # noqa: E402
 from profiling.kernels import CATEGORIES  # noqa: E402
 from profiling.program import (  # noqa: E402
     NOT_FINISHED,
@@ -52,12 +52,14 @@ from profiling.turns import (  # noqa: E402
     GRAPH,
     Part,
     all_measured,
+    check_failed,
     free_memory,
     graph_of,
     make_trainer,
     measure_study,
     ratios,
     read_rows,
+    short_run,
     speedup,
 )
 
@@ -81,10 +83,6 @@ MODES = {  # the best mode of torch.compile is that with graphs of its own
     "compiled": [*COMPILE, "--torch-compile-mode", "reduce-overhead"],
     "compiled graph": [*COMPILE, GRAPH],
 }
-GRID = {
-    "tiny_llama": [(b, s) for s in (32, 128, 512) for b in (1, 4, 16)],
-    "tiny_openfold": [(b, s) for s in (32, 64, 128) for b in (1, 4, 16)] + [(1, 256), (4, 256)],
-}
 SCALING = {  # arguments and samples per GPU
     "tiny_llama": (["--seq-len", "128"], 8),
     "tiny_llama wide": (["--hidden-dim", "1024", "--num-layers", "12", "--seq-len", "512"], 16),
@@ -93,20 +91,6 @@ SCALING = {  # arguments and samples per GPU
 }
 LENGTHS = (128, 256, 512, 1024, 2048)
 INFERENCE = ((1, 16), (1, 128), (4, 128), (16, 128))  # samples, length
-
-
-def short_run(script: str, argv: list[str]) -> dict:
-    """Train a few steps in this process, without counting and profiling. The result is `ok` or out of memory."""
-    module = importlib.import_module(script)
-    with tempfile.TemporaryDirectory() as folder:
-        args = module.parse_args([*argv, "--under-profiler", "--log-interval", "1000000", "--profile-dir", folder])
-        result = module.train(args)
-    free_memory()
-    if result["exit_status"] == 130:
-        raise KeyboardInterrupt
-    if result["status"] == "failed":
-        raise ToolError(f"{script} {' '.join(argv)}: {result['error']}", status=1)
-    return result
 
 
 def headline(rounds: int, shapes: Sequence[str], precisions: Sequence[str], modes: Sequence[str]) -> Iterator[Part]:
@@ -143,15 +127,6 @@ def one_layer(batch: int, length: int) -> dict:
     return {"times": found["times"], "errors": found["errors"]}
 
 
-def grid(model: str, rounds: int) -> Iterator[Part]:
-    """V1 and V2 with everything on at each batch size and length, in float32 and bfloat16."""
-    for precision, (batch, length) in itertools.product(("fp32", "bf16"), GRID[model]):
-        argv = graph_of(["--batch-size", str(batch), "--seq-len", str(length), *PRECISIONS[precision]])
-        sides = {v: (f"{model}_{v}", argv) for v in ("v1", "v2")}
-        names = {"precision": precision, "batch_size": batch, "seq_len": length}
-        yield names, partial(all_measured, sides, rounds)
-
-
 def outcome(result: dict) -> dict:
     """What `memory` keeps of a result; the numbers of a run that went out of memory are none."""
     finished = result["status"] == "ok"
@@ -162,26 +137,12 @@ def outcome(result: dict) -> dict:
     }
 
 
-def ablation(model: str, version: str, rounds: int) -> Iterator[Part]:
+def single_fusions(model: str, version: str, rounds: int) -> list[Part]:
     """What a version adds to the one before: each alone, all but each, none and all; the speed-up is over none."""
-    versions = f"v{int(version[1:]) - 1}", version
-    before, after = (importlib.import_module(f"{model}_{name}").FUSIONS for name in versions)
-    flags = [flag for flag, *_ in after if flag not in {name for name, *_ in before}]
-    off = {flag: f"--disable-{flag}" for flag in flags}
-    sets = {"none": [*off.values()]}
-    sets |= {f"only {flag}": [off[other] for other in flags if other != flag] for flag in flags}
-    sets |= {f"all but {flag}": [off[flag]] for flag in flags}
-    sets |= {"all": []}
-    for precision in ("fp32", "bf16"):
-        common = graph_of([*MODELS[model], *PRECISIONS[precision]])
-        sides = {name: (f"{model}_{version}", common + argv) for name, argv in sets.items()}
-        yield {"precision": precision}, partial(each_over_none, sides, rounds)
-
-
-def each_over_none(sides: dict[str, tuple[str, list[str]]], rounds: int) -> list[dict]:
-    """A row for each set of fusions, with its speed-up over none."""
-    rows = all_measured(sides, rounds)
-    return [{"fusions": name, **row, "speedup": speedup(rows["none"], row)} for name, row in rows.items()]
+    script = f"{model}_{version}"
+    fusions = new_fusions(importlib.import_module(script))
+    arguments = {name: graph_of([*MODELS[model], *PRECISIONS[name]]) for name in ("fp32", "bf16")}
+    return ablation(script, arguments, fusions, fusion_sets(fusions), rounds)
 
 
 def memory() -> Iterator[Part]:
@@ -507,37 +468,10 @@ def inference_table(directory: Path) -> str:
     return markdown_table(header, lines) if lines else ""
 
 
-def grid_table(directory: Path) -> str:
-    """V2 over V1 at all batch sizes and lengths."""
-    lines = []
-    for model, precision in itertools.product(MODELS, ("fp32", "bf16")):
-        rows = [row for row in read_rows(directory / f"grid_{model}.json") if row["precision"] == precision]
-        if not rows:
-            continue
-        speed = sorted(speedup(row["v1"], row["v2"]) for row in rows)
-        peak = sorted(row["v2"]["peak_mb"] / row["v1"]["peak_mb"] for row in rows)
-        ends = [f"{speed[0]:.2f}x", f"{speed[-1]:.2f}x", f"{peak[0]:.2f} to {peak[-1]:.2f}"]
-        lines.append([f"{model} {precision}", str(len(rows)), *ends])
-    header = ["V2 over V1, as graphs", "shapes", "slowest", "fastest", "peak memory, smallest to largest ratio"]
-    return markdown_table(header, lines) if lines else ""
-
-
 def ablation_table(directory: Path, script: str) -> str:
     """What each fusion of a version gains alone, and what all of them gain without it."""
     rows = read_rows(directory / f"ablation_{script}.json")
-    if not rows:
-        return ""
-    columns = {
-        "per_step": (rows[0]["unit"], "{}"),
-        "batch_ms": ("ms per step", "{:.2f}"),
-        "speedup": ("speed-up", "{:.2f}x"),
-    }
-    lines = {row["fusions"]: [row["fusions"]] for row in rows}
-    for row in rows:  # all of the first precision, then all of the next
-        lines[row["fusions"]] += (form.format(row[key]) for key, (_, form) in columns.items())
-    precisions = dict.fromkeys(row["precision"] for row in rows)
-    header = [f"{precision} {label}" for precision in precisions for label, _ in columns.values()]
-    return markdown_table([script, *header], [*lines.values()])
+    return sets_table(script, rows) if rows else ""
 
 
 def counts_table(directory: Path) -> str:
@@ -572,7 +506,6 @@ TABLES: dict[str, Callable[[Path], list[str]]] = {
     "openfold": lambda directory: [model_table(directory, "tiny_openfold")],
     "inference": lambda directory: [inference_table(directory)],
     "fastest": lambda directory: [fastest_table(directory), ablation_table(directory, "tiny_llama_v4")],
-    "grid": lambda directory: [grid_table(directory)],
     "share": lambda directory: [share_table(directory)],
     "memory": lambda directory: [memory_table(directory)],
     "counts": lambda directory: [counts_table(directory)],
@@ -596,7 +529,6 @@ def build_parser() -> argparse.ArgumentParser:
         "headline",
         "fastest",
         "inference",
-        "grid",
         "ablation",
         "memory",
         "counts",
@@ -610,7 +542,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("suite", choices=suites)
     add("directory", type=Path)
     add("--rounds", type=at_least(1), default=5, metavar="N", help="of all but memory (default: 5)")
-    add("--models", nargs="+", choices=MODELS, default=list(MODELS), help="of grid and ablation")
+    add("--models", nargs="+", choices=MODELS, default=list(MODELS), help="of ablation")
     add("--versions", nargs="+", choices=(*VERSIONS[1:], "v4"), default=list(VERSIONS[1:]), help="of ablation")
     add("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), help="of headline and fastest")
     add("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS), help="likewise")
@@ -639,13 +571,10 @@ def run_suite(args: argparse.Namespace) -> int:
         measure_study(args.directory / "fastest.json", rows, rounds=args.rounds)
     elif args.suite == "inference":
         measure_study(args.directory / "inference.json", inference())
-    elif args.suite == "grid":
-        for model in args.models:
-            measure_study(args.directory / f"grid_{model}.json", grid(model, args.rounds), rounds=args.rounds)
     elif args.suite == "ablation":
         for model, version in itertools.product(args.models, args.versions):
             path = args.directory / f"ablation_{model}_{version}.json"
-            measure_study(path, ablation(model, version, args.rounds), rounds=args.rounds)
+            check_failed(measure_study(path, single_fusions(model, version, args.rounds), rounds=args.rounds))
     elif args.suite == "memory":
         measure_study(args.directory / "memory.json", memory(), batch_size=4)
     elif args.suite == "counts":

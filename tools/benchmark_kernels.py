@@ -41,6 +41,7 @@ from torch import Tensor  # noqa: E402
 
 from profiling.ceilings import measure_ceilings  # noqa: E402
 from profiling.kernels import CATEGORIES, kernels_of, short_name  # noqa: E402
+from profiling.peers import hugging_face, with_liger  # noqa: E402
 from profiling.program import ToolError, at_least, documented_parser, markdown_table, run_tool  # noqa: E402
 from profiling.traffic import Traffic  # noqa: E402
 from profiling.turns import Part, free_memory, graph_of, make_trainer, measure_study, read_rows  # noqa: E402
@@ -492,45 +493,6 @@ def training_step(forward: Callable, model: torch.nn.Module, batch: dict[str, Te
     return step
 
 
-def hugging_face(ours: torch.nn.Module) -> torch.nn.Module:
-    """transformers' Llama of the same sizes and weights, whose names only get the prefix `model.`."""
-    from transformers import LlamaConfig, LlamaForCausalLM, masking_utils
-
-    sizes = ours.config
-    config = LlamaConfig(
-        vocab_size=sizes.vocab_size, hidden_size=sizes.hidden_dim, intermediate_size=sizes.intermediate_dim,
-        num_hidden_layers=sizes.num_layers, num_attention_heads=sizes.num_heads, num_key_value_heads=sizes.num_kv_heads,
-        max_position_embeddings=sizes.seq_len, rms_norm_eps=sizes.norm_eps, tie_word_embeddings=True, use_cache=False,
-        attn_implementation="sdpa",
-    )  # fmt: skip
-    theirs = LlamaForCausalLM(config).to(DEVICE).train()
-    # To find out whether sequences are packed, which they are not here, it would wait for the device in every step.
-    masking_utils.find_packed_sequence_indices = lambda position_ids: None
-    weights = {f"model.{name}": value for name, value in ours.state_dict().items()}
-    theirs.load_state_dict({**weights, "lm_head.weight": weights["model.embed_tokens.weight"]})
-    return theirs
-
-
-def with_liger(model: torch.nn.Module, **chosen: bool) -> Callable:
-    """The model's forward pass with Liger's kernels. What they replace in the library is so only while this runs."""
-    from liger_kernel.transformers import apply_liger_kernel_to_llama
-    from transformers.models.llama import modeling_llama
-
-    library, plain = vars(modeling_llama), dict(vars(modeling_llama))
-    apply_liger_kernel_to_llama(model=model, **chosen)
-    patched = dict(library)
-    library.update(plain)
-
-    def forward(**batch: Tensor) -> object:
-        library.update(patched)
-        try:
-            return model(**batch)
-        finally:
-            library.update(plain)
-
-    return forward
-
-
 def can_be_captured(side: str, step: Step) -> bool:
     """Otherwise a note says why not. A step that waits for the device is told apart before it spoils a capture."""
     try:
@@ -675,7 +637,7 @@ def llama_table(directory: Path) -> str:
     for row in measured:
         here = [row.get(side) for side in sides]
         ratios = [
-            s and [a / b for a, b in zip(s["turns_us"], row[sides[0]]["turns_us"], strict=True)] for s in here[1:]
+            s and here[0] and [a / b for a, b in zip(s["turns_us"], here[0]["turns_us"], strict=True)] for s in here[1:]
         ]
         lines.append([f"{row['shape']}, {row['precision']}", *(f"{s['us'] / 1e3:.2f}" if s else "" for s in here)])
         lines[-1] += [f"{statistics.median(r):.2f}x" if r else "" for r in ratios]
