@@ -49,6 +49,17 @@ class Run:
             raise ToolError(f"{self.path}: {group}.{key} is not a number: {value!r}")
         return value
 
+    def row(self) -> dict:
+        """What was measured, as a row of a study has it (profiling/turns.py), with the final loss; or how it ended."""
+        row = {"script": self.result["script"]}
+        if self.status != "ok":
+            return {**row, "status": self.status, "error": self.result.get("error")}
+        times = ("samples_per_sec", "batch_ms", "batch_median_ms", "batch_p95_ms")
+        row |= {key: self.number("timing", key) for key in times}
+        row |= {key: self.number("kernels", key) for key in ("per_step", "host_launches")}
+        row |= {"peak_mb": self.number("memory", "peak_mb"), "final_loss": self.number("loss", "final")}
+        return row | {"unit": self.result["kernels"].get("unit"), "turns_ms": self.result["timing"].get("turns_ms")}
+
 
 def check_schema(content: dict, path: Path, groups: Sequence[str] = GROUPS) -> None:
     """ToolError unless this is a file of the harness, in the version that is read here, with these groups."""

@@ -693,7 +693,7 @@ def test_tools_run_from_anywhere_without_an_installation(tool, tmp_path):
 
 
 def test_committed_results_can_be_compared(tmp_path):
-    paths = [ROOT / "results" / "h100" / "exercises" / "llama_v2" / version for version in ("v1", "v2")]
+    paths = [ROOT / "results" / "h100" / "exercises.json" / "llama_v2" / version for version in ("v1", "v2")]
     status, out, err = call(compare_runs, *paths)
     assert (status, err) == (0, "")
     assert [row["kernels per step"] for row in table_of(out)] == ["1072", "759"]

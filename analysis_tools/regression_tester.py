@@ -1,0 +1,213 @@
+#!/usr/bin/env python3
+"""Has anything become slower? One result against an earlier one: exit status 1 if so, or if it is not fast enough.
+
+A result is a run (<script>_summary.json, or the directory of one), a file of several runs (compare_runs.py --save), or
+a study of runs in turns (compare_versions.py, tools/benchmark.py). Of several, those of the same name are compared, one
+by one. Other devices, models, sizes or another precision are refused; notes name what else differs.
+
+A time has the range of its turns, or, in a run of one turn, that of its steps up to the 95th percentile. Only where the
+two ranges do not overlap there is a verdict. Otherwise no difference was seen, and that is no regression. With
+--min-speedup the median decides, and the range of the speed-up stands beside it. A run that did not finish where the
+baseline did is a regression, too. Memory, kernels and final loss are shown and decide nothing.
+
+Examples:
+  python analysis_tools/regression_tester.py --baseline-results old/tiny_llama_v2_summary.json --current-results new
+  python analysis_tools/regression_tester.py --baseline-results profiles/v1 --current-results profiles/v2 \\
+      --min-speedup 1.3
+  python analysis_tools/regression_tester.py --baseline-results old/versions.json --current-results new/versions.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from analysis_tools.results import HUGE, Run, load_run, settings  # noqa: E402
+from profiling.program import (  # noqa: E402
+    NOT_FINISHED,
+    ToolError,
+    cell,
+    documented_parser,
+    markdown_table,
+    print_notes,
+    read_json,
+    run_tool,
+)
+
+PROG = Path(__file__).name
+# What may differ and is only named; all other settings have to be the same.
+NOTED = ("num_steps", "warmup_steps", "learning_rate", "seed", "torch_compile", "cuda_graph", "torch")
+NO_NAMES = ("script", "argv", "peak_mb", "per_step", "host_launches", "unit", "status", "error", "loss_steps")
+FEW = 5  # turns, below which their ranges part by chance
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A run or a row of a study: what was measured, and what has to be the same on the other side."""
+
+    path: Path
+    row: dict
+    settings: dict
+
+    def times(self) -> tuple[float, float, float, int]:
+        """Milliseconds per step: median, shortest and longest; and in how many turns."""
+        found = self.row.get("turns_ms") or []
+        turns = len(found) if isinstance(found, list) else 0
+        if turns < 2:
+            found = [self.row.get(f"batch_{key}ms") for key in ("median_", "", "p95_")]
+            found = [value for value in found if value is not None]
+        if not found or not all(type(value) in (int, float) and 0 < value < HUGE for value in found):
+            raise ToolError(f"{self.path}: the times of a step are no numbers: {found!r}")
+        return statistics.median(found) if turns > 1 else found[0], min(found), max(found), turns
+
+
+def model_of(script: str) -> str:
+    """The script without its version."""
+    return script.rpartition("_v")[0] or script
+
+
+def entry_of(run: Run) -> Entry:
+    """Of a run."""
+    first = {"model": model_of(run.result["script"]), "device_name": run.result["environment"].get("device_name")}
+    return Entry(run.path, run.row(), first | settings(run.result))
+
+
+def entries_of_study(path: Path, content: dict) -> dict[str, Entry]:
+    """The rows of a study, or the sides of its rows, that were measured in turns, by their names."""
+    environment, found = content.get("environment"), {}
+    if not isinstance(environment, dict) or not all(isinstance(row, dict) for row in content["rows"]):
+        raise ToolError(f"{path}: not a study of runs in turns")
+    same = {key: environment.get(key) for key in ("device_name", "torch")}
+    same |= {"cpu_threads": environment.get("cpu_threads")} if environment.get("device") == "cpu" else {}
+    for row in content["rows"]:
+        names = {k: v for k, v in row.items() if k not in NO_NAMES and type(v) in (str, int)}
+        words = [v if isinstance(v, str) else f"{k} {v}" for k, v in names.items()]
+        sides = {side: value for side, value in row.items() if isinstance(value, dict)} or {"": row}
+        for side, value in sides.items():
+            if {"turns_ms", "status"} & value.keys() and isinstance(value.get("script"), str):
+                name = ", ".join([*words, *([side] if side else [])]) or value["script"]
+                if name in found:
+                    raise ToolError(f"{path}: two rows are named {name}")
+                argv = [word for word in value.get("argv", ()) if not word.startswith(("--enable-", "--disable-"))]
+                asked = {"model": model_of(value["script"]), "arguments": " ".join(argv) or "none"}
+                found[name] = Entry(path, value, same | asked)
+    if not found:
+        raise ToolError(f"{path}: no row of this study was measured in turns")
+    return found
+
+
+def load(path: Path) -> dict[str, Entry]:
+    """What a file or directory holds, by name."""
+    content = read_json(path) if path.is_file() else {}
+    if isinstance(content.get("rows"), list):
+        return entries_of_study(path, content)
+    if isinstance(content.get("runs"), dict):
+        return {name: entry_of(load_run(path / name)) for name in content["runs"]}
+    run = load_run(path)
+    return {run.name: entry_of(run)}
+
+
+def pair(before: dict[str, Entry], after: dict[str, Entry]) -> dict[str, tuple[Entry, Entry]]:
+    """What is compared. ToolError if nothing has the same name, or what does cannot be compared; notes on stderr."""
+    (old, *_), ((name, new), *_) = before.values(), after.items()
+    if len(before) == len(after) == 1 and "arguments" not in old.settings:  # two runs, whatever they are called
+        pairs = {name: (old, new)}
+    else:
+        pairs = {name: (old, after[name]) for name, old in before.items() if name in after}
+        if not pairs:
+            raise ToolError("nothing has the same name in both files")
+        if alone := sorted(before.keys() ^ after.keys()):
+            print_notes(PROG, f"{len(alone)} are in one of the files only and left out, first {alone[0]}")
+    notes: dict[str, None] = {}
+    for name, (old, new) in pairs.items():
+        if ("arguments" in old.settings) != ("arguments" in new.settings):
+            raise ToolError(f"{name} cannot be compared: one is a run, the other a row of a study")
+        for key, first in old.settings.items():
+            second = new.settings.get(key, first)  # a run that failed early, or another version, may not have it
+            if first != second and key not in NOTED:
+                raise ToolError(f"{name} cannot be compared, {key} differs: {first} and {second}")
+            if first != second:
+                notes[f"{key} differs: {first} and {second}"] = None
+    print_notes(PROG, *notes)
+    return pairs
+
+
+def time_line(old: Entry, new: Entry, least: float | None) -> tuple[list[str], bool]:
+    """Verdict, baseline, current and speed-up with its range; and whether the verdict is good."""
+    ended = [NOT_FINISHED.get(entry.row.get("status")) for entry in (old, new)]
+    if any(ended):
+        verdict = "no baseline" if ended[0] else "did not finish"
+        cells = [words or f"{entry.times()[0]:.2f}" for words, entry in zip(ended, (old, new), strict=True)]
+        return [verdict, *cells, "-"], bool(ended[0])
+    (before, fast, slow, _), (after, low, high, _) = old.times(), new.times()
+    cells = [f"{before:.2f} ({fast:.2f} to {slow:.2f})", f"{after:.2f} ({low:.2f} to {high:.2f})"]
+    cells.append(f"{before / after:.2f}x ({fast / high:.2f}x to {slow / low:.2f}x)")
+    verdict = "slower" if low > slow else "faster" if high < fast else "no difference seen"
+    if least is None:
+        return [verdict, *cells], verdict != "slower"
+    good = before / after >= least
+    return [f"{verdict}, {'' if good else 'not '}{least:g}x as fast", *cells], good
+
+
+def lines_of(name: str, old: Entry, new: Entry, least: float | None) -> tuple[list[list[str]], bool]:
+    """The lines of a comparison, and whether it is good."""
+    cells, good = time_line(old, new, least)
+    lines = [[name, "ms per step", *cells]]
+    counted = new.row.get("unit") or old.row.get("unit") or "kernels"
+    for key, what, form in (
+        ("peak_mb", "peak MB", ".1f"),
+        ("per_step", f"{counted} per step", ".10g"),
+        ("final_loss", "final loss", ".4f"),
+    ):
+        before, after = old.row.get(key), new.row.get(key)
+        if before is not None and after is not None:
+            change = cell(100 * (after / before - 1), "+.2f", " %") if before else "-"
+            lines.append([name, what, "", cell(before, form), cell(after, form), change])
+    return lines, good
+
+
+def test(args: argparse.Namespace) -> int:
+    """Print the table; returns the exit status."""
+    if args.min_speedup is not None and not 0 < args.min_speedup < math.inf:
+        raise ToolError(f"--min-speedup must be above 0, not {args.min_speedup}")
+    pairs = pair(load(args.baseline_results), load(args.current_results))
+    if all("status" in old.row for old, _ in pairs.values()):
+        (old, _), *_ = pairs.values()
+        raise ToolError(f"{old.path}: the baseline did not finish ({old.row.get('error')})")
+    found = {name: lines_of(name, *entries, args.min_speedup) for name, entries in pairs.items()}
+    lines = [line for lines, _ in found.values() for line in lines]
+    print(markdown_table(["run", "what", "verdict", "baseline", "current", "change"], lines, text_columns=3))
+    if any(entry.times()[3] < FEW for entries in pairs.values() for entry in entries if "status" not in entry.row):
+        print_notes(PROG, f"fewer than {FEW} turns, or one: ranges can part by chance, as the speed of a host changes")
+    bad = [name for name, (_, good) in found.items() if not good]
+    wanted = "a regression" if args.min_speedup is None else f"not {args.min_speedup:g}x as fast"
+    print(f"\n{wanted.capitalize()}: {len(bad)} of {len(found)}{f', first {bad[0]}' if bad else ''}")
+    return 1 if bad else 0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = documented_parser(PROG, __doc__)
+    add = parser.add_argument
+    add("--baseline-results", type=Path, required=True, metavar="PATH", help="the earlier result")
+    add("--current-results", type=Path, required=True, metavar="PATH", help="the result that is tested")
+    add("--min-speedup", type=float, metavar="X", help="times as fast as the baseline that all have to be")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    args = build_parser().parse_args(argv)
+    return run_tool(PROG, lambda: test(args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,220 @@
+#!/usr/bin/env python3
+"""Does one version compute what another one computes? Across scripts, as --verify-accuracy is within one.
+
+Both scripts get the same arguments, the weights of the baseline and its batches. Compared are outputs, loss and the
+gradient of every parameter, first at the initial weights, then at those that the baseline has after --steps training
+steps; and the losses of these steps, which each script takes with its own optimizer and, where its arguments ask for
+one, as a graph. Names are those of state_dict(), where nothing is fused.
+
+A relative difference is the norm of the difference over the norm of the baseline's value. A gradient that is small
+beside all gradients together is measured against a part of these (1e-3 of them; below exact float32 all of them),
+because rounding alone changes it by its size. The limit is --tolerance, and ten times as much for the loss curve:
+rounding adds up from step to step. A parameter without a gradient is named and fails the check. With --use-amp or
+--matmul-precision high 1e-4 is out of reach: choose what you accept. Exit status 1 where something is off.
+
+Examples:
+  python analysis_tools/validate_numerical_accuracy.py --baseline tiny_llama_v1.py --optimized tiny_llama_v2.py
+  python analysis_tools/validate_numerical_accuracy.py --baseline tiny_llama_v1.py --optimized tiny_llama_v4.py \\
+      --tolerance 1e-4 --hidden-dim 64 --num-layers 2 --seq-len 32 --batch-size 2
+  python analysis_tools/validate_numerical_accuracy.py --baseline tiny_openfold_v1.py \\
+      --optimized tiny_openfold_v2.py --steps 10 --use-amp --tolerance 0.1
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from profiling.program import (  # noqa: E402
+    ToolError,
+    at_least,
+    documented_parser,
+    load_script,
+    markdown_table,
+    run_tool,
+    script_arguments,
+)
+from profiling.turns import free_memory  # noqa: E402
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PROG = Path(__file__).name
+CURVE = 10  # its limit over the tolerance
+EAGER_STEPS = 2  # before a step is captured as a graph
+QUIET = 5.0  # seconds between two lines of progress
+MISSING = "without a gradient"
+Line = tuple[list[str], bool]  # a row of the table, and whether it passed
+
+
+@dataclass(frozen=True)
+class Side:
+    """A script with its arguments, and what the other one has to share with it."""
+
+    name: str
+    module: ModuleType
+    args: argparse.Namespace
+
+    def trainer(self, weights: dict, first: Side):
+        """A new Trainer with these weights; its batches are those of the first side."""
+        import torch
+
+        trainer = self.module.Trainer(self.args, self.module.prepare(self.args))
+        trainer.model.load_state_dict(weights)
+        trainer.batches = first.module.make_batches(first.args, torch.device("cpu"), first.args.seed)
+        return trainer
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    usage = "%(prog)s --baseline FILE --optimized FILE [arguments] [arguments of both scripts]"
+    note = "Every other argument goes to both scripts.\n\n"
+    parser = documented_parser(PROG, __doc__, usage, note)
+    parser.add_argument("--baseline", required=True, metavar="FILE", help="version script whose values are expected")
+    parser.add_argument("--optimized", required=True, metavar="FILE", help="version script that is checked")
+    parser.add_argument("--tolerance", type=float, default=1e-4, metavar="X", help="limit (default: %(default)s)")
+    parser.add_argument("--steps", type=at_least(1), default=20, metavar="N", help="of the loss curve (default: 20)")
+    return parser
+
+
+def load_sides(args: argparse.Namespace, argv: Sequence[str]) -> tuple[Side, Side]:
+    """Both scripts, and ToolError if they are not versions of one model."""
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # as V3 and V4 do, before another script has imported Triton
+    paths = (args.baseline, args.optimized)
+    modules = [load_script(path) for path in paths]
+    parsed = [script_arguments(module, argv, None)[1] for module in modules]
+    sides = tuple(Side(Path(path).name, *side) for path, *side in zip(paths, modules, parsed, strict=True))
+    models = [side.module.build_model(side.args, torch.device("meta")) for side in sides]
+    shapes = [{name: tuple(value.shape) for name, value in model.state_dict().items()} for model in models]
+    if odd := sorted(dict(shapes[0].items() ^ shapes[1].items())):
+        both = " and ".join(side.name for side in sides)
+        raise ToolError(f"{both} are different models: not both have {odd[0]}, of the same shape")
+    return sides
+
+
+def values_of(trainer) -> tuple[dict[str, dict], list[str]]:
+    """Outputs, loss and gradients by their names, in float64 on the host; and the parameters without a gradient.
+
+    The trainer is of no use afterwards.
+    """
+    import torch
+
+    batch, model = trainer.next_batch(), trainer.model
+    with torch.no_grad(), trainer.autocast():
+        outputs = trainer.forward(**{name: value for name, value in batch.items() if name not in model.TARGETS})
+    with trainer.autocast():  # anew: PyTorch 2.6 would reuse the weights that it cast without gradients
+        loss = trainer.forward(**batch)
+    loss.backward()
+    missing = [name for name, parameter in model.named_parameters() if parameter.grad is None]
+    for parameter in model.parameters():  # state_dict then gives gradients, split where weights are fused
+        parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    found = {"outputs": dict(outputs) if isinstance(outputs, dict) else {"outputs": outputs}}
+    found |= {"loss": {"loss": loss}, "gradients": model.state_dict()}
+    wide = {what: {k: v.detach().double().cpu() for k, v in values.items()} for what, values in found.items()}
+    return wide, missing
+
+
+def loss_curve(trainer, name: str, steps: int) -> list[float]:
+    """Losses of so many training steps; progress is on stderr."""
+    losses, began = [], time.monotonic()
+    shown = began
+    for step in range(steps):
+        if trainer.args.cuda_graph and step == EAGER_STEPS:
+            trainer.capture()
+        losses.append(float(trainer.step()))
+        if (now := time.monotonic()) > shown + QUIET:
+            left, shown = (now - began) / (step + 1) * (steps - step - 1), now
+            print(f"{name}: step {step + 1} of {steps}, {left:.0f} s left", file=sys.stderr)
+    return losses
+
+
+def difference(value: Tensor, expected: Tensor, floor: float) -> float:
+    """Norm of the difference over the norm of what is expected, or over the floor if that is more."""
+    return float((value - expected).norm()) / max(float(expected.norm()), floor, 1e-300)
+
+
+def line(what: str, found: dict[str, float], limit: float) -> Line:
+    """A row with the worst of these differences, by the name of its place. What is not a number fails."""
+    worst = max(found, key=lambda name: math.inf if math.isnan(found[name]) else found[name])
+    passed = found[worst] <= limit
+    return [what, worst, f"{found[worst]:.2e}", f"{limit:.0e}", "pass" if passed else "FAIL"], passed
+
+
+def compare_values(sides: tuple[Side, Side], weights: dict, when: str, tolerance: float) -> list[Line]:
+    """Rows for outputs, loss and gradients at these weights."""
+    first = sides[0]
+    exact = not first.args.use_amp and first.args.matmul_precision == "highest"
+    (expected, _), (values, _) = found = [values_of(side.trainer(weights, first)) for side in sides]
+    total = math.sqrt(sum(float(gradient.square().sum()) for gradient in expected["gradients"].values()))
+    lines = []
+    for what, wanted in expected.items():
+        gradients = what == "gradients"
+        floor = (1e-3 if exact else 1.0) * total if gradients else 0.0
+        errors = {name: difference(values[what][name], value, floor) for name, value in wanted.items()}
+        lines.append(line(f"{len(wanted)} gradients {when}" if gradients else f"{what} {when}", errors, tolerance))
+    for side, (_, missing) in zip(sides, found, strict=True):
+        if missing:
+            row = [f"{MISSING} in {side.name} {when}", ", ".join(missing), str(len(missing)), "0", "FAIL"]
+            lines.append((row, False))
+    free_memory()
+    return lines
+
+
+def compare(sides: tuple[Side, Side], tolerance: float, steps: int) -> list[Line]:
+    """The rows of the table."""
+    first, curves = sides[0], []
+    weights = first.module.build_model(first.args, first.module.prepare(first.args)).state_dict()
+    lines, trained = compare_values(sides, weights, "at first", tolerance), {}
+    if any(row[0].startswith(MISSING) for row, _ in lines):
+        return lines  # an optimizer may refuse to go on
+    for side in sides:
+        trainer = side.trainer(weights, first)
+        curves.append(loss_curve(trainer, side.name, steps))
+        trained = trained or {name: value.clone() for name, value in trainer.model.state_dict().items()}
+        del trainer
+        free_memory()
+    lines += compare_values(sides, trained, f"after {steps} steps", tolerance)
+    pairs = enumerate(zip(*curves, strict=True), start=1)
+    errors = {f"step {number}": abs(loss - expected) / abs(expected) for number, (expected, loss) in pairs}
+    return [*lines, line(f"losses of {steps} steps", errors, CURVE * tolerance)]
+
+
+def validate(args: argparse.Namespace, argv: Sequence[str]) -> int:
+    """Print the table; returns the exit status."""
+    if not 0 < args.tolerance < math.inf:
+        raise ToolError(f"--tolerance must be above 0, not {args.tolerance}")
+    sides = load_sides(args, argv)
+    try:
+        lines = compare(sides, args.tolerance, args.steps)
+    except (RuntimeError, MemoryError) as error:
+        status, message = sides[0].module.explain(error, Path())
+        raise ToolError(message, status) from error
+    header = ["what", "worst", "relative difference", "limit", "verdict"]
+    print(markdown_table(header, [row for row, _ in lines], text_columns=2))
+    passed = all(good for _, good in lines)
+    print(f"\n{sides[1].name} against {sides[0].name}: {'PASS' if passed else 'FAIL'}")
+    return 0 if passed else 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    args, rest = build_parser().parse_known_args(argv)
+    return run_tool(PROG, lambda: validate(args, rest))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,214 @@
+"""Tools that compare results and say pass or fail: accuracy across versions, regressions, all versions of a model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import QUICK, ROOT, TINY, captured, run_main, strict_json
+
+sys.path.insert(0, str(ROOT))
+from analysis_tools import compare_versions, regression_tester, validate_numerical_accuracy
+from profiling.turns import short_run
+
+TINY_LLAMA = [*TINY["llama"], "--device", "cpu"]
+V1, V2 = ROOT / "tiny_llama_v1.py", ROOT / "tiny_llama_v2.py"
+
+
+def validate(optimized: Path, *argv: str, baseline: Path = V1) -> tuple[int, str, str]:
+    argv = ["--baseline", str(baseline), "--optimized", str(optimized), "--steps", "3", *TINY_LLAMA, *argv]
+    return captured(validate_numerical_accuracy.main, argv)
+
+
+def changed(path: Path, before: str, after: str) -> Path:
+    """A copy of V2 with an error in it."""
+    text = V2.read_text()
+    assert before in text
+    path.write_text(text.replace(before, after))
+    return path
+
+
+def assert_one_line(answer: tuple[int, str, str], *words: str, status: int = 2) -> None:
+    assert (answer[0], answer[1], len(answer[2].splitlines())) == (status, "", 1), answer
+    for word in words:
+        assert word in answer[2]
+
+
+def test_versions_agree_and_bfloat16_does_not_within_this_limit():
+    status, out, _ = validate(V2)
+    assert (status, out.count("pass"), out.count("20 gradients")) == (0, 7, 2), out
+    assert out.endswith("tiny_llama_v2.py against tiny_llama_v1.py: PASS\n")
+    assert validate(V2, "--use-amp")[0] == 1
+    assert validate(V2, "--use-amp", "--tolerance", "0.1")[0] == 0
+
+
+def test_a_wrong_weight_is_named(tmp_path):
+    """The weight of the last norm, which is 1 at first, is used twice: outputs show it only after some steps."""
+    wrong = changed(tmp_path / "tiny_llama_v2.py", "self.norm(x)", "self.norm(x) * self.norm.weight")
+    status, out, _ = validate(wrong)
+    lines = {line.split("|")[1].strip(): line for line in out.splitlines() if line.startswith("|")}
+    assert status == 1
+    assert "norm.weight" in lines["20 gradients at first"]
+    assert ("pass" in lines["outputs at first"], "FAIL" in lines["outputs after 3 steps"]) == (True, True)
+
+
+def test_a_parameter_without_a_gradient_is_named(tmp_path):
+    """Also where both have none."""
+    wrong = changed(tmp_path / "tiny_llama_v2.py", "return self.weight * wide", "return self.weight.detach() * wide")
+    status, out, _ = validate(wrong, baseline=wrong)
+    assert status == 1
+    line, _ = (line for line in out.splitlines() if "without a gradient in tiny_llama_v2.py at first" in line)
+    assert "| layers.0.input_layernorm.weight, " in line
+    assert line.count("norm.weight") == 5
+
+
+def test_what_accuracy_cannot_be_checked_of_is_refused():
+    both = ["--baseline", "tiny_llama_v1.py", "--optimized"]
+    for argv, words in (
+        ([*both, "tiny_openfold_v1.py"], "different models"),
+        ([*both, "../version2/tiny_llama_v2.py"], "no such file"),
+        ([*both, "tiny_llama_v2.py", "--tolerance", "nan"], "--tolerance must be above 0"),
+        ([*both, "tiny_llama_v2.py", "--verify-accuracy"], "--verify-accuracy does not fit here"),
+        ([*both, "tiny_llama_v2.py", "--num-blocks", "1"], "unrecognized arguments: --num-blocks"),
+    ):
+        assert_one_line(captured(validate_numerical_accuracy.main, argv), words)
+
+
+def regression(before: Path, after: Path, *argv: str) -> tuple[int, str, str]:
+    argv = ["--baseline-results", str(before), "--current-results", str(after), *argv]
+    return captured(regression_tester.main, argv)
+
+
+def study(path: Path, *turns: float, name: str = "default", argv: str = "--seq-len 32", **more) -> Path:
+    """A study with one row, in which V2 takes these milliseconds."""
+    side = {"script": "tiny_llama_v2", "argv": argv.split(), "turns_ms": turns, **more}
+    environment = {"device": "cuda", "device_name": "one"}
+    path.write_text(json.dumps({"environment": environment, "rows": [{"shape": name, "v2": side}]}))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("turns", "argv", "status", "words"),
+    [
+        ((9, 9.9, 10, 10.1, 11), [], 0, "no difference seen"),
+        ((11, 12, 12, 13, 14), [], 1, "slower"),
+        ((11, 12, 12, 13, 14), ["--min-speedup", "0.8"], 0, "slower, 0.8x as fast"),
+        ((5, 6, 6, 7, 8), [], 0, "faster"),
+        ((5, 8, 8, 8, 20), ["--min-speedup", "1.25"], 0, "1.25x (0.45x to 2.18x)"),
+        ((5, 6, 6, 7, 8), ["--min-speedup", "1.7"], 1, "faster, not 1.7x as fast"),
+    ],
+)
+def test_verdicts_follow_from_the_ranges_of_the_turns(tmp_path, turns, argv, status, words):
+    before, after = study(tmp_path / "a.json", 9, 9.5, 10, 10.5, 10.9), study(tmp_path / "b.json", *turns)
+    found, out, err = regression(before, after, *argv)
+    assert (found, err, "default, v2" in out) == (status, "", True)
+    assert words in out
+
+
+def test_studies_that_cannot_be_compared_are_refused(tmp_path):
+    good, other = study(tmp_path / "a.json", 9, 10), tmp_path / "b.json"
+    assert_one_line(regression(good, study(other, 9, 10, argv="--seq-len 64")), "arguments differs")
+    assert_one_line(regression(good, study(other, 9, 10, name="large")), "nothing has the same name")
+    assert_one_line(regression(good, study(other, 9, "x")), "no numbers")
+    other.write_text(good.read_text().replace('"one"', '"two"'))
+    assert_one_line(regression(good, other), "device_name differs: one and two")
+    status, out, _ = regression(good, study(other, status="oom", error="out of memory"))
+    assert (status, "did not finish" in out) == (1, True)
+    assert_one_line(regression(other, good), "the baseline did not finish (out of memory)")
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory) -> Path:
+    """A folder with tiny runs of V1 and V2."""
+    folder = tmp_path_factory.mktemp("versions")
+    for version in (1, 2):
+        assert run_main(f"tiny_llama_v{version}", folder / f"v{version}", *QUICK).status == 0
+    return folder
+
+
+def test_runs_are_compared_with_the_range_of_their_steps(runs, tmp_path):
+    path = runs / "v1" / "tiny_llama_v1_summary.json"
+    result = strict_json(path.read_text())
+    result["timing"] |= {"batch_median_ms": 10.0, "batch_ms": 10.5, "batch_p95_ms": 12.0}
+    folder, other = tmp_path / "before", tmp_path / "after.json"
+    folder.mkdir()
+    (folder / "tiny_llama_v1_summary.json").write_text(json.dumps(result))
+    for median, status, verdict in ((11.9, 0, "no difference seen"), (12.1, 1, "slower")):
+        times = {"batch_median_ms": median, "batch_ms": 12.5, "batch_p95_ms": 13.0}
+        other.write_text(json.dumps(result | {"timing": result["timing"] | times}))
+        found, out, err = regression(folder, other)
+        assert (found, verdict in out, "fewer than 5 turns" in err) == (status, True, True)
+        assert {"peak MB", "operator calls per step", "final loss"} < {
+            line.split("|")[2].strip() for line in out.splitlines()[:6]
+        }
+    for change, words in (
+        ({"schema_version": 0}, "schema_version 0"),
+        ({"config": result["config"] | {"seq_len": 64}}, "seq_len differs: 32 and 64"),
+        ({"training": result["training"] | {"use_amp": True}}, "precision differs: float32 and bfloat16"),
+        ({"environment": result["environment"] | {"device_name": "MI300X"}}, "device_name differs"),
+        ({"script": "tiny_openfold_v1"}, "model differs"),
+    ):
+        other.write_text(json.dumps(result | change))
+        assert_one_line(regression(folder, other), words)
+    other.write_text(json.dumps(result | {"status": "failed", "error": "nan"}))
+    assert_one_line(regression(other, folder), "the baseline did not finish (nan)")
+    other.write_text(path.read_text()[:500])
+    assert_one_line(regression(folder, other), "cut off")
+    assert_one_line(regression(folder, tmp_path), "no result file")
+
+
+def test_the_other_name_is_the_same_program(tmp_path):
+    before, after = study(tmp_path / "a.json", 5, 6), study(tmp_path / "b.json", 7, 8)
+    tool = [sys.executable, str(ROOT / "analysis_tools" / "performance_regression_test.py")]
+    done = subprocess.run([*tool, "--baseline-results", before, "--current-results", after], capture_output=True)
+    assert (done.returncode, b"slower" in done.stdout) == (1, True), done
+
+
+def compare(*argv: object) -> tuple[int, str, str]:
+    return captured(compare_versions.main, [str(word) for word in argv])
+
+
+def test_versions_are_measured_once_and_reported(tmp_path, monkeypatch):
+    argv = ["--family", "llama", "--versions", "v1", "v2", "--rounds", "2", "--output-dir", tmp_path, *TINY_LLAMA]
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(compare_versions, "short_run", interrupted)
+        status, out, err = compare(*argv)
+    assert (status, out, (tmp_path / "versions.json").exists()) == (130, "", False), err
+    status, out, err = compare(*argv)
+    assert (status, "| V2" in out, "too few turns to tell" in out) == (0, True, True), err
+    (row,) = strict_json((tmp_path / "versions.json").read_text())["rows"]
+    alone = short_run("tiny_llama_v1", [*compare_versions.LOSS_STEPS, *TINY_LLAMA])
+    assert row["v1"]["final_loss"] == pytest.approx(alone["loss"]["final"], rel=1e-5)
+    assert row["v2"]["per_step"] < row["v1"]["per_step"]
+
+    monkeypatch.setattr(compare_versions, "in_turns", interrupted)  # nothing is measured again
+    status, again, err = compare(*argv, "--generate-report")
+    assert (status, again.startswith(out.rstrip())) == (0, True), err
+    report = (tmp_path / "version_comparison.md").read_text()
+    assert f"{row['v2']['batch_ms']:.2f}" in report
+    assert (tmp_path / "versions.png").read_bytes().startswith(b"\x89PNG")
+    assert regression(tmp_path / "versions.json", tmp_path / "versions.json")[0] == 0
+    assert "other settings" in compare(*argv, "--seed", "1")[2]
+
+
+def test_versions_are_read_from_folders(runs, tmp_path):
+    status, out, err = compare("--v1", runs / "v1", "--v2", runs / "v2", "--generate-report", "--output-dir", tmp_path)
+    result = strict_json((runs / "v2" / "tiny_llama_v2_summary.json").read_text())
+    assert (status, err) == (0, "")
+    assert f"{result['timing']['batch_ms']:.2f}" in out
+    assert {path.name for path in tmp_path.iterdir()} == {"version_comparison.md", "versions.png"}
+    for argv, words in (
+        (["--v1", runs / "v2" / "tiny_llama_v2_summary.json"], "a run of tiny_llama_v2"),
+        (["--v1", tmp_path], "no tiny_llama_v1_summary.json or tiny_openfold_v1_summary.json"),
+        (["--v1", "../version1_pytorch_baseline"], "no such file or directory"),
+        (["--v1", runs / "v1", "--seq-len", "32"], "reads results"),
+        (["--family", "openfold", "--versions", "v4"], "tiny_openfold has no v4"),
+    ):
+        assert_one_line(compare(*argv), words)
