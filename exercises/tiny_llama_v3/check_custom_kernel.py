@@ -1,0 +1,165 @@
+#!/usr/bin/env python3
+"""Check a module that has the kernel of exercise 2, forward and backward, and time it beside PyTorch.
+
+Output and gradients are compared with float64. Which elements are dropped is read from the kernel itself, with x = 0,
+update = 1 and scale = 1; this mask must look random and depend on nothing but the seed and the place of an element.
+
+Examples:
+  python exercises/tiny_llama_v3/check_custom_kernel.py exercises/tiny_llama_v3/custom_kernel_solution.py
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from exercises.tiny_llama_v3 import measure
+from profiling.program import ToolError, at_least, documented_parser
+
+PROG = Path(__file__).name
+CASES = (  # shape, type of the update, share that is dropped
+    ((100, 96), torch.float32, 0.1),
+    ((3, 5, 64), torch.bfloat16, 0.5),
+    ((1, 1000), torch.float32, 0.0),
+)
+
+
+def load(path: Path) -> ModuleType:
+    """The module; ToolError if it is none, or has no residual_dropout."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if not path.is_file() or spec is None:
+        raise ToolError(f"{path}: no such module")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # Triton looks for the source there
+    spec.loader.exec_module(module)
+    if missing := [name for name in ("residual_dropout", "TILE", "PROGRAMS") if not hasattr(module, name)]:
+        raise ToolError(f"{path}: it has no {missing[0]}")
+    return module
+
+
+def seed(number: int) -> Tensor:
+    return torch.tensor([number], device=measure.DEVICE)
+
+
+def kept(module: ModuleType, shape: tuple[int, ...], p: float, number: int = 1) -> Tensor:
+    """Which elements are kept with this seed, as 1 and 0."""
+    ones = torch.ones(shape, device=measure.DEVICE)
+    factor = module.residual_dropout(torch.zeros_like(ones), ones, ones[(0,) * (ones.dim() - 1)], seed(number), p)
+    mask = (factor > 0).float()
+    measure.right(factor, mask / (1 - p), "the output with update = scale = 1, which must be 0 or 1 / (1 - p),")
+    return mask
+
+
+def check_mask(module: ModuleType) -> None:
+    """ToolError if the mask is not random, or depends on what it should not."""
+    shape, p = (100, 96), 0.5
+    mask = kept(module, shape, p)
+    deviation = (mask.mean().item() - (1 - p)) / (p * (1 - p) / mask.numel()) ** 0.5
+    if abs(deviation) > 5:
+        raise ToolError(f"the mask is wrong: {100 * mask.mean():.1f} % are kept, not {100 * (1 - p):.0f} %", status=1)
+    for what, lines in (("rows", mask), ("columns", mask.T)):
+        if len(lines.unique(dim=0)) < len(lines):
+            raise ToolError(f"the mask is wrong: {what} drop the same elements", status=1)
+    if not torch.equal(mask, kept(module, shape, p)):
+        raise ToolError("the mask is wrong: the same seed drops other elements the second time", status=1)
+    if torch.equal(mask, kept(module, shape, p, 2)):
+        raise ToolError("the mask is wrong: another seed drops the same elements", status=1)
+    with mock.patch.object(module, "TILE", 256):
+        if not torch.equal(mask, kept(module, shape, p)):
+            raise ToolError("the mask is wrong: with another TILE other elements are dropped", status=1)
+
+
+def check_case(module: ModuleType, shape: tuple[int, ...], dtype: torch.dtype, p: float) -> None:
+    """ToolError if output or a gradient is not what float64 gives."""
+    generator = torch.Generator().manual_seed(0)
+    x, update, scale, grad = (
+        torch.randn(size, generator=generator).to(measure.DEVICE) for size in (shape, shape, shape[-1:], shape)
+    )
+    update = update.to(dtype)
+    inputs = [tensor.requires_grad_() for tensor in (x, update, scale)]
+    exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    factor = kept(module, shape, p).double() / (1 - p)
+    out = module.residual_dropout(*inputs, seed(1), p)
+    expected = exact[0] + exact[2] * exact[1] * factor
+    where = f"of {list(shape)}, {str(dtype).removeprefix('torch.')}, p = {p},"
+    measure.right(out, expected, f"the output {where}")
+    found = torch.autograd.grad(out, inputs, grad)
+    for name, one, other in zip(
+        ("x", "update", "scale"), found, torch.autograd.grad(expected, exact, grad.double()), strict=True
+    ):
+        low = name == "update" and dtype != torch.float32
+        measure.right(one, other, f"the gradient of {name} {where}", 1e-2 if low else 1e-5)
+
+
+def check(module: ModuleType) -> str:
+    """What a good module says of itself; ToolError names the first thing that is wrong."""
+    try:
+        check_mask(module)
+        for case in CASES:
+            check_case(module, *case)
+        with mock.patch.multiple(module, TILE=256, PROGRAMS=3):  # so that a program has several blocks of rows
+            check_case(module, *CASES[0])
+    except NotImplementedError as error:
+        raise ToolError(f"still to be written: {error}", status=1) from error
+    return "mask, output, gradients of x, update and scale: right"
+
+
+def extra_bytes(function, inputs: list[Tensor]) -> int:
+    """Bytes kept for the backward pass, the inputs apart."""
+    known, extra = {tensor.data_ptr() for tensor in inputs}, {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.data_ptr() not in known:
+            extra[tensor.data_ptr()] = tensor.nbytes
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        function(*inputs)
+    return sum(extra.values())
+
+
+def measured(module: ModuleType, rows: int, dim: int, p: float = 0.1) -> Iterator[dict]:
+    """Rows of the table, the update in bfloat16. Of PyTorch's operators the bytes are counted."""
+    x, grad = torch.randn(2, rows, dim, device=measure.DEVICE)
+    update, scale = torch.randn_like(x).bfloat16(), torch.rand(dim, device=measure.DEVICE)
+    inputs, number = [tensor.requires_grad_() for tensor in (x, update, scale)], seed(1)
+    sides = {
+        Path(module.__file__).name: lambda x, update, scale: module.residual_dropout(x, update, scale, number, p),
+        "PyTorch": lambda x, update, scale: x + scale * F.dropout(update, p),
+    }
+    least = 2 * x.nbytes + update.nbytes, 3 * x.nbytes + 3 * update.nbytes  # forward, and with the backward pass
+    for name, function in sides.items():
+        steps = {
+            "forward": lambda function=function: function(*inputs),
+            "forward and backward": lambda function=function: torch.autograd.grad(function(*inputs), inputs, grad),
+        }
+        kept_mb = f"{extra_bytes(function, inputs) / 1e6:.0f}"
+        for (what, step), moved in zip(steps.items(), least, strict=True):
+            moved = measure.bytes_of(step) if name == "PyTorch" else moved
+            yield measure.timed(f"{name}, {what}", step, moved, **{"kept, MB": kept_mb})
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = documented_parser(PROG, __doc__)
+    add = parser.add_argument
+    add("module", type=Path, metavar="MODULE.py")
+    add("--rows", type=at_least(1), default=65536, metavar="N", help="that are timed on a GPU (default: %(default)s)")
+    add("--dim", type=at_least(1), default=1024, metavar="C", help="of these (default: %(default)s)")
+    measure.add_output(parser)
+    args = parser.parse_args(argv)
+    return measure.run(
+        PROG, lambda: check(load(args.module)), lambda: measured(load(args.module), args.rows, args.dim), args.output
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,132 @@
+#!/usr/bin/env python3
+"""What the programs of V3's exercises share: the time of a call, a table beside a copy's rate, and a file of both.
+
+Times are medians of ten replays of a CUDA graph with 20 ms of calls, by triton.testing.do_bench_cudagraph, so the host
+does not count. "of a copy" is the rate over that of a large copy in the same run.
+
+Examples:
+  python exercises/tiny_llama_v3/measure.py FILE.json   the table of a file that another program wrote with --output
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+import torch
+from torch import Tensor, nn
+
+import tiny_llama_v3 as v3  # before Triton: without a GPU it asks for the interpreter
+from profiling.program import ToolError, documented_parser, markdown_table, print_notes, read_json, run_tool, write_text
+from profiling.traffic import Traffic
+
+GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if GPU else "cpu")
+
+
+def right(found: Tensor, expected: Tensor, what: str, tolerance: float = 1e-5) -> float:
+    """The largest error over the largest value; ToolError if it is above the tolerance or not a number."""
+    error = ((found.double() - expected.double()).abs().max() / expected.double().abs().max().clamp(min=1e-30)).item()
+    if not error <= tolerance:
+        raise ToolError(f"{what} is wrong: the largest error is {error:.1g} of the largest value", status=1)
+    return error
+
+
+def bytes_of(function: Callable[[], object]) -> int:
+    """Bytes that PyTorch's operators in a call read and write, each its arguments and its result once."""
+    with Traffic(nn.Identity(), {}, v3.NO_WORK) as traffic:
+        function()
+    return sum(traffic.bytes_of.values())
+
+
+def timed(what: str, function: Callable[[], object], moved: int | None = None, **more: str) -> dict:
+    """A row of a table: microseconds of a call, the bytes that it moves, and more columns."""
+    from triton.testing import do_bench_cudagraph
+
+    return {"what": what, "us": 1e3 * do_bench_cudagraph(function, return_mode="median"), "bytes": moved, **more}
+
+
+def timed_copy(count: int = 2**28) -> dict:
+    """The row of a copy of so many float32 numbers."""
+    source = torch.ones(count, device=DEVICE)
+    target = torch.empty_like(source)
+    return timed("copy", lambda: target.copy_(source), 2 * source.nbytes)
+
+
+def table(rows: list[dict]) -> str:
+    """Rows of `timed` as Markdown, the copy's among them."""
+    copy = next(row["bytes"] / row["us"] for row in rows if row["what"] == "copy")
+    more = list(dict.fromkeys(key for row in rows for key in row if key not in ("what", "us", "bytes")))
+    lines = []
+    for row in rows:
+        cells = ["", "", ""]
+        if row["bytes"]:
+            rate = row["bytes"] / row["us"]
+            cells = [f"{row['bytes'] / 1e6:.0f}", f"{rate / 1e3:.0f}", f"{100 * rate / copy:.0f} %"]
+        lines.append([row["what"], f"{row['us']:.1f}", *cells, *(row.get(key, "") for key in more)])
+    return markdown_table(["what", "us", "MB", "GB/s", "of a copy", *more], lines)
+
+
+def power_of_two(high: int) -> Callable[[str], int]:
+    """argparse type: 1, 2, 4, ..., `high`."""
+
+    def power(text: str) -> int:
+        if not text.isdecimal() or int(text).bit_count() != 1 or int(text) > high:
+            raise argparse.ArgumentTypeError(f"must be a power of two up to {high}, not {text!r}")
+        return int(text)
+
+    return power
+
+
+def add_output(parser: argparse.ArgumentParser) -> None:
+    """The argument for `run`."""
+    parser.add_argument("--output", type=Path, metavar="FILE.json", help="keep what was measured")
+
+
+def run(prog: str, check: Callable[[], str], measured: Callable[[], Iterable[dict]], output: Path | None) -> int:
+    """Check and say so, then measure, print the table and keep it in a file; returns the exit status.
+
+    Without a GPU it says that nothing is timed.
+    """
+
+    def body() -> int:
+        if output and not GPU:
+            raise ToolError("--output needs a GPU: nothing is timed without one", status=4)
+        print(check())
+        if not GPU:
+            print_notes(prog, "no GPU: nothing is timed")
+            return 0
+        rows = [timed_copy(), *measured()]
+        print(table(rows))
+        if output:
+            write_text(output, json.dumps({"environment": v3.environment(DEVICE), "rows": rows}, indent=1) + "\n")
+        return 0
+
+    try:
+        return run_tool(prog, body)
+    except torch.OutOfMemoryError:
+        print(f"{prog}: error: out of memory: lower the sizes", file=sys.stderr)
+        return 3
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = documented_parser(Path(__file__).name, __doc__)
+    parser.add_argument("file", type=Path, metavar="FILE.json")
+    args = parser.parse_args(argv)
+
+    def body() -> int:
+        rows = read_json(args.file).get("rows")
+        if not rows or rows[0].get("what") != "copy":
+            raise ToolError(f"{args.file}: no file of these programs")
+        print(table(rows))
+        return 0
+
+    return run_tool(parser.prog, body)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+#!/usr/bin/env python3
+"""RMSNorm with one program per row: check it, and time it beside V3's kernel, the library and the plain formula.
+
+Examples:
+  python exercises/tiny_llama_v3/rms_norm.py --rows 1000 --dim 480
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton looks at it when it is imported
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+import tiny_llama_v3 as v3
+from exercises.tiny_llama_v3 import measure
+from profiling.program import at_least, documented_parser
+
+PROG = Path(__file__).name
+EPS = 1e-5
+
+
+@triton.jit
+def rms_norm_kernel(X, WEIGHT, OUT, eps: tl.constexpr, C: tl.constexpr, BLOCK_C: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)  # a tensor may have more than 2^31 elements
+    channel = tl.arange(0, BLOCK_C)
+    inside = channel < C
+    x = tl.load(X + row * C + channel, mask=inside, other=0.0).to(tl.float32)
+    rstd = 1 / tl.sqrt(tl.sum(x * x, 0) / C + eps)
+    weight = tl.load(WEIGHT + channel, mask=inside)
+    tl.store(OUT + row * C + channel, x * rstd * weight, mask=inside)
+
+
+def rms_norm(x: Tensor, weight: Tensor, warps: int) -> Tensor:
+    """x [rows, C] / rms(x) * weight [C]."""
+    (rows, dim), out = x.shape, torch.empty_like(x)
+    width = triton.next_power_of_2(dim)
+    rms_norm_kernel[(rows,)](x, weight, out, EPS, C=dim, BLOCK_C=width, num_warps=warps)
+    return out
+
+
+def inputs(rows: int, dim: int) -> tuple[Tensor, Tensor]:
+    """x and weight, in float32."""
+    torch.manual_seed(0)
+    return torch.randn(rows, dim, device=measure.DEVICE), torch.rand(dim, device=measure.DEVICE) + 0.5
+
+
+def check(rows: int, dim: int, warps: int) -> str:
+    """What a good kernel says of itself; ToolError if it is not right."""
+    x, weight = inputs(rows, dim)
+    expected = F.rms_norm(x.double(), (dim,), weight.double(), EPS)
+    errors = [
+        measure.right(rms_norm(x, weight, warps), expected, f"the norm of {dim} channels"),
+        measure.right(F.rms_norm(x, (dim,), weight, EPS), expected, "the library's norm"),
+    ]
+    return f"{rows} rows of {dim} channels: right; largest error {errors[0]:.1e}, the library's {errors[1]:.1e}"
+
+
+def measured(rows: int, dim: int, warps: int) -> Iterator[dict]:
+    """Rows of the table. Of PyTorch's operators the bytes are counted."""
+    x, weight = inputs(rows, dim)
+    formula = v3.RMSNorm(dim, EPS, v3.Fusions(triton_rms_norm=False)).to(measure.DEVICE)  # V1's
+    with torch.no_grad():
+        yield measure.timed("rms_norm_kernel", lambda: rms_norm(x, weight, warps), 2 * x.nbytes)
+        yield measure.timed("V3", lambda: v3.rms_norm_forward(x, None, weight, EPS, x.dtype), 2 * x.nbytes)
+        for what, function in (
+            ("F.rms_norm", lambda: F.rms_norm(x, (dim,), weight, EPS)),
+            ("the formula, as in V1", lambda: formula(x)),
+        ):
+            yield measure.timed(what, function, measure.bytes_of(function))
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = documented_parser(PROG, __doc__)
+    add = parser.add_argument
+    add("--rows", type=at_least(1), default=65536 if measure.GPU else 40, metavar="N", help="(default: %(default)s)")
+    add("--dim", type=at_least(1), default=1024 if measure.GPU else 96, metavar="C", help="(default: %(default)s)")
+    add("--warps", type=measure.power_of_two(32), default=4, metavar="N", help="of a program (default: %(default)s)")
+    measure.add_output(parser)
+    args = parser.parse_args(argv)
+
+    sizes = args.rows, args.dim, args.warps
+    return measure.run(PROG, lambda: check(*sizes), lambda: measured(*sizes), args.output)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,120 @@
+"""The programs of V3's exercises: what they check is right, a fault is named, nothing is timed without a GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, load
+
+sys.path.insert(0, str(ROOT))
+from exercises.tiny_llama_v3 import add_relu, check_custom_kernel, measure, rms_norm
+from exercises.tiny_openfold_v3 import attention_bias_atomics, triangle_layouts
+
+LLAMA = ROOT / "exercises/tiny_llama_v3"
+SOLUTION = LLAMA / "custom_kernel_solution.py"
+NOT_TIMED = "no GPU: nothing is timed"
+without_gpu = pytest.mark.skipif(measure.GPU, reason="sizes and notes of a CPU")
+
+
+def check_module(path: Path, capsys: pytest.CaptureFixture) -> tuple[int, str, str]:
+    """Status, stdout and stderr of the check of exercise 2."""
+    status = check_custom_kernel.main([str(path), "--rows", "64"])
+    return status, *capsys.readouterr()
+
+
+@without_gpu
+@pytest.mark.parametrize(
+    ("program", "argv", "printed"),
+    [
+        (add_relu, "--n 300 --block 128", "300 elements, 3 programs of 128, 84 masked off: right"),
+        (rms_norm, "--rows 5 --dim 97", "5 rows of 97 channels: right"),
+        (attention_bias_atomics, "--length 16 --rows 3 --group 2", "V3: right"),
+        (triangle_layouts, "--length 6", "whole update, V3"),
+    ],
+    ids=lambda value: getattr(value, "PROG", None),
+)
+def test_a_program_says_what_is_right_and_times_nothing(program, argv, printed, capsys):
+    assert program.main(argv.split()) == 0
+    out, err = capsys.readouterr()
+    assert printed in out
+    assert NOT_TIMED in err
+    assert program.main([*argv.split(), "--output", "times.json"]) == 4
+    assert "--output needs a GPU" in capsys.readouterr().err
+
+
+def test_the_solution_passes_also_with_four_numbers_of_a_counter(tmp_path, capsys):
+    four = tmp_path / "four.py"
+    four.write_text(SOLUTION.read_text().replace("FOUR = False", "FOUR = True"))
+    for path in (SOLUTION, four):
+        status, out, _ = check_module(path, capsys)
+        assert (status, out.splitlines()[0]) == (0, "mask, output, gradients of x, update and scale: right")
+
+
+def test_the_skeleton_says_what_is_still_to_be_written(capsys):
+    status, out, err = check_module(LLAMA / "custom_kernel_skeleton.py", capsys)
+    assert (status, out) == (1, "")
+    assert err.startswith("check_custom_kernel.py: error: still to be written: Tasks 1 and 2")
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "fault", "named"),
+    [
+        ("return grad, grad_update", "return 2 * grad, grad_update", "the gradient of x"),
+        ("grad * scale, mask=inside", "grad, mask=inside", "the gradient of update"),
+        ("grad_scale += grad *", "grad_scale = grad *", "the gradient of scale"),
+        ("x + scale * update", "x - scale * update", "the output"),
+        ("[:, None] * BLOCK_C + tl", "[:, None] * 0 + tl", "the mask"),
+        ("seed = tl.load(SEED)", "seed = 1", "the mask"),
+    ],
+)
+def test_a_fault_is_named(line, fault, named, tmp_path, capsys):
+    text = SOLUTION.read_text()
+    assert line in text
+    wrong = tmp_path / "wrong.py"
+    wrong.write_text(text.replace(line, fault))
+    status, out, err = check_module(wrong, capsys)
+    assert (status, out) == (1, "")
+    assert f"{named} " in err and "is wrong" in err
+
+
+def test_a_store_without_a_mask_is_noticed(tmp_path):
+    wrong = tmp_path / "no_mask.py"
+    wrong.write_text((LLAMA / "add_relu.py").read_text().replace(", mask=inside)", ")"))
+    argv = [sys.executable, wrong, "--n", "1000", "--block", "128"]
+    done = subprocess.run(argv, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True)
+    assert done.returncode == 1
+    assert b"24 elements behind the end were written" in done.stderr
+
+
+@without_gpu
+def test_all_ways_to_sum_the_bias_gradient_agree_with_v3s_backward_pass():
+    script = load("tiny_openfold_v3")
+    case = attention_bias_atomics.Case(1, 5, 20, 2, 16, group=2)
+    gate_bias = torch.zeros(32, device=measure.DEVICE)
+    out, lse = script.attention_forward(case.qkvg, gate_bias, case.bias)
+    # A gradient that is the same before the gate as the one of the case.
+    grad_out = case.grad_attention / case.qkvg[..., 3, :].flatten(3).sigmoid()
+    expected = script.attention_backward(grad_out, case.qkvg, gate_bias, case.bias, out, lse)[2]
+    for name, (function, _) in case.ways().items():
+        torch.testing.assert_close(function(), expected.float(), rtol=1e-4, atol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("program", "argv", "said"),
+    [
+        ("tune.py", "rms_norm_forward TILES 4", "rms_norm_forward has no 'TILES'; it has TILE"),
+        ("tune.py", "rms_norm_forward TILE 3", "must be a power of two"),
+        ("check_custom_kernel.py", "none.py", "none.py: no such module"),
+        ("measure.py", "results/h100/rows.json", "no file of these programs"),
+    ],
+)
+def test_bad_arguments_get_one_line(program, argv, said):
+    done = subprocess.run([sys.executable, LLAMA / program, *argv.split()], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert said in done.stderr and len(done.stderr.splitlines()) == 1
