@@ -1,0 +1,168 @@
+#!/usr/bin/env python3
+"""Loss, speed, memory and gradients of all stages in one Markdown table.
+
+SOURCE is the folder that run_all_stages.sh has filled (default: results/ beside this file), or a file that --output
+wrote. In a folder each stage also gets its kernels as <stage>_profile.csv, from rocprofv3 or from the PyTorch profiler:
+the columns of rocprofv3's *_kernel_stats.csv, with semicolons for the commas in names, so that `sort -t','` works.
+
+Kernel ms per step is the sum over the kernels of a profiled step; on a CPU there are none. A dash stands for what a run
+did not measure.
+
+Examples:
+  python exercises/performance_debugging/compare_stages.py
+  python exercises/performance_debugging/compare_stages.py --output results/h100/performance_debugging.json
+  python exercises/performance_debugging/compare_stages.py results/h100/performance_debugging.json
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from analysis_tools.results import Run, check_schema, differences, load_run, report_failed
+from profiling.kernels import KernelStatistics, load_trace, read_statistics, write_statistics
+from profiling.program import (
+    NOT_FINISHED,
+    ToolError,
+    cell,
+    documented_parser,
+    markdown_table,
+    print_notes,
+    read_json,
+    run_tool,
+    write_text,
+)
+from run_pytorch_profiler import analyse
+
+PROG = Path(__file__).name
+RESULTS = Path(__file__).resolve().parent / "results"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A run, with what its result file does not have."""
+
+    run: Run
+    gradient_percent: float | None  # of the parameters, those that have a gradient
+    kernel_ms: float | None  # per step
+
+
+def read_profile(folder: Path, result: dict) -> tuple[list[KernelStatistics], float | None] | None:
+    """Kernels of a stage and their time per step in milliseconds; on a CPU operators and None. None without a profile.
+
+    ValueError says what is wrong with the profiler's file.
+    """
+    training = result["training"]
+    if (path := folder / "rocprofv3" / "stats.csv").exists():
+        rows = read_statistics(path)
+        return rows, sum(row.total_ns for row in rows) / 1e6 / training["num_steps"]
+    if not (path := folder / f"{result['script']}_trace.json.gz").exists():
+        return None
+    profile = analyse(load_trace(path), ("data", "graph" if training["cuda_graph"] else "forward"))
+    milliseconds = sum(row.total_ns for row in profile.statistics) / 1e6 / profile.steps
+    return profile.statistics, milliseconds if profile.unit == "kernels" else None
+
+
+def read_folder(directory: Path) -> list[Stage]:
+    """The stages below this directory in order, each in a folder of its own; writes their kernels beside it."""
+    stages = []
+    for path in sorted(directory.glob("*/*_summary.json")):
+        folder, run = path.parent, load_run(path)
+        gradients = folder / f"{run.result['script']}_gradients.json"
+        try:
+            profile = read_profile(folder, run.result)
+        except ValueError as error:
+            raise ToolError(f"{folder}: {error}", status=1) from error
+        if profile:
+            rows = [replace(row, name=row.name.replace(",", ";")) for row in profile[0]]
+            write_statistics(directory / f"{folder.name}_profile.csv", rows)
+        percent = read_json(gradients)["percent"] if gradients.exists() else None
+        stages.append(Stage(run, percent, profile and profile[1]))
+    return stages
+
+
+def read_study(path: Path) -> list[Stage]:
+    """The stages in a file that --output wrote."""
+    stages = []
+    for entry in read_json(path).get("stages", ()):
+        check_schema(entry["result"], path)
+        run = Run(entry["stage"], path, entry["result"])
+        stages.append(Stage(run, entry["gradient_percent"], entry["kernel_ms"]))
+    return stages
+
+
+def study(stages: Sequence[Stage]) -> dict:
+    """What --output writes: the result files, and what they do not have."""
+    own = ({"stage": s.run.name, "gradient_percent": s.gradient_percent, "kernel_ms": s.kernel_ms} for s in stages)
+    rows = [{**entry, "result": stage.run.result} for entry, stage in zip(own, stages, strict=True)]
+    return {"environment": stages[0].run.result["environment"], "stages": rows}
+
+
+def table(stages: Sequence[Stage]) -> str:
+    """A row for each stage; what V1 is compared with is the row of the baseline."""
+    baseline = next((stage.run for stage in stages if stage.run.result["script"] == "tiny_llama_v1"), None)
+    reference = baseline and baseline.number("timing", "samples_per_sec")
+    unit = next((s.run.result["kernels"]["unit"] for s in stages if "unit" in s.run.result["kernels"]), "kernels")
+    header = [
+        "stage",
+        "script",
+        "first loss",
+        "final loss",
+        "samples/sec",
+        "over V1",
+        "ms per step",
+        "kernel ms per step",
+    ]
+    header += ["TFLOP/s", "peak MB", f"{unit} per step", "parameters with gradient"]
+    rows = []
+    for stage in stages:
+        run, number = stage.run, stage.run.number
+        speed = number("timing", "samples_per_sec")
+        rows.append(
+            [
+                run.name,
+                run.result["script"],
+                cell(number("loss", "initial"), ".4f"),
+                NOT_FINISHED.get(run.status) or cell(number("loss", "final"), ".4f"),
+                cell(speed, ".1f"),
+                cell(speed / reference if speed and reference else None, ".2f", "x"),
+                cell(number("timing", "batch_ms"), ".2f"),
+                cell(stage.kernel_ms, ".2f"),
+                cell(number("flops", "achieved_tflops"), ".3g"),
+                cell(number("memory", "peak_mb")),
+                cell(number("kernels", "per_step"), ".10g"),
+                cell(stage.gradient_percent, ".1f", " %"),
+            ]
+        )
+    return markdown_table(header, rows, text_columns=2)
+
+
+def compare(source: Path, output: Path | None) -> int:
+    """Print the table, and write the study if asked to; returns the exit status, 1 if a stage failed."""
+    if not source.exists():
+        raise ToolError(f"{source}: no such file or directory; run_all_stages.sh makes it")
+    stages = read_folder(source) if source.is_dir() else read_study(source)
+    if not stages:
+        raise ToolError(f"{source}: it has no results of stages")
+    print_notes(PROG, *differences((stage.run.name, stage.run.result) for stage in stages))
+    print(table(stages), flush=True)
+    if output:
+        write_text(output, json.dumps(study(stages), indent=1) + "\n")
+    return report_failed(PROG, [stage.run for stage in stages])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    parser = documented_parser(PROG, __doc__)
+    parser.add_argument("source", nargs="?", type=Path, default=RESULTS, metavar="SOURCE", help="folder or file")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="also write all of it as JSON")
+    args = parser.parse_args(argv)
+    return run_tool(PROG, lambda: compare(args.source, args.output))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,99 @@
+#!/usr/bin/env bash
+# Train and profile V1, all stages and the final version, and compare them.
+set -euo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+root=$(cd "$here/../.." && pwd)
+program=$(basename "$0")
+python=${PYTHON:-python3}
+results=$here/results
+arguments=(--batch-size 8 --seq-len 128 --num-steps 20)
+
+# name of its results, script
+stages=(
+    baseline "$root/tiny_llama_v1.py"
+    stage1 "$here/v3_stage1_broken_loss.py"
+    stage2 "$here/v3_stage2_slow_performance.py"
+    stage3 "$here/v3_stage3_fake_timing.py"
+    stage4 "$here/v3_stage4_slow_kernels.py"
+    stage5 "$root/tiny_llama_v3.py"
+    stage6 "$here/v3_stage6_too_fast.py"
+)
+
+usage() {
+    cat <<USAGE
+Usage: $program [--result-dir DIR] [arguments of tiny_llama_v1.py and tiny_llama_v3.py]
+
+Trains V1, stages 1 to 4, the final version (stage 5) and stage 6 one after the other with
+  ${arguments[*]}
+and what is given beyond that; the last of two equal arguments counts. Each is profiled, by rocprofv3 where it is
+installed, else by the PyTorch profiler, and its gradients are checked. A stage that fails is named at the end, and the
+status is 1; the others still run.
+
+  --result-dir DIR   where the results go (default: results/ beside this script)
+  --help             this text
+PYTHON names another interpreter than python3.
+
+In the result folder:
+  <stage>_output.log    what the stage printed, and one step of it looked at from inside
+  <stage>_profile.csv   its kernels (on a CPU: operators); sort -t',' -k4 -nr shows the slowest
+  comparison.md         loss, speed, memory and gradients of all in one table
+  <stage>/              the files of the script and of the profiler; <stage>_rocprofv3.log has what rocprofv3 printed
+
+On a CPU the kernels run in Triton's interpreter. Sizes that take a minute or two there:
+  ./$program --hidden-dim 32 --num-layers 1 --num-heads 2 --intermediate-dim 16 --vocab-size 100 \\
+      --seq-len 8 --batch-size 2 --num-steps 2 --warmup-steps 1
+USAGE
+}
+
+fail() { # STATUS MESSAGE
+    echo "$program: error: $2" >&2
+    exit "$1"
+}
+
+while (($#)); do
+    case $1 in
+    --help | -h)
+        usage
+        exit
+        ;;
+    --result-dir)
+        (($# > 1)) || fail 2 "--result-dir needs a value"
+        results=$2
+        shift 2
+        ;;
+    *)
+        arguments+=("$1")
+        shift
+        ;;
+    esac
+done
+mkdir -p "$results" 2>/dev/null && [[ -w $results ]] || fail 2 "$results: cannot write there"
+trap 'fail 130 interrupted' INT
+
+run_stage() { # NAME SCRIPT: train, check, profile; sets `log` to what has the output of the last of it
+    local folder=$results/$1 profiler=(--enable-pytorch-profiler)
+    if command -v rocprofv3 >/dev/null; then profiler=(); fi
+    log=$results/$1_output.log
+    "$python" "$here/check_step.py" --train "$2" "${arguments[@]}" ${profiler[@]+"${profiler[@]}"} \
+        --profile-dir "$folder" >"$log" 2>&1 || return
+    if ((${#profiler[@]} == 0)); then
+        log=$results/$1_rocprofv3.log
+        "$root/run_rocprofv3.sh" --script "$2" --result-dir "$folder/rocprofv3" -- "${arguments[@]}" >"$log" 2>&1
+    fi
+}
+
+failed=()
+for ((i = 0; i < ${#stages[@]}; i += 2)); do
+    name=${stages[i]} script=${stages[i + 1]} status=0
+    rm -rf "${results:?}/$name" "$results/$name"_{output.log,rocprofv3.log,profile.csv}
+    echo "$name: $(basename "$script"), its output goes to ${results#"$PWD"/}/${name}_output.log"
+    run_stage "$name" "$script" || status=$?
+    if ((status)); then
+        failed+=("$name")
+        echo "$name: status $status: $(tail -n 1 "$log")" >&2
+    fi
+done
+echo
+"$python" "$here/compare_stages.py" "$results" | tee "$results/comparison.md" ||
+    ((${#failed[@]})) || failed+=(comparison)
+((${#failed[@]} == 0)) || fail 1 "failed: ${failed[*]}"

@@ -1,0 +1,46 @@
+#!/usr/bin/env python3
+"""TinyLlama V3, stage 3: the same kernels as ever, and a report that should make you doubt.
+
+Takes the arguments of tiny_llama_v3.py. What differs from it is below.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+import tiny_llama_v3 as v3
+
+v3.SCRIPT, v3.__file__ = Path(__file__).stem, __file__  # its results bear this name
+
+
+class HostTime(float):
+    """A reading of the host's clock in seconds, in the place of an event in the GPU's stream."""
+
+    def elapsed_time(self, later: HostTime) -> float:
+        """Milliseconds, as of two events."""
+        return 1e3 * (later - self)
+
+
+class Trainer(v3.Trainer):
+    """Reads the clock at the end of a phase, whether the GPU has come that far or not."""
+
+    def mark(self) -> None:
+        self.marks.append(HostTime(time.perf_counter()))
+
+
+class Run(v3.Run):
+    """Takes the time from the first mark to the last for that of the steps; nobody waits for the GPU."""
+
+    def take(self, steps: int) -> None:
+        super().take(steps)
+        times = [sum(phases) for phases in self.rows]  # of all steps, in milliseconds
+        self.wall, self.turns[-1] = sum(times) / 1e3, sum(times[-steps:]) / max(1, steps)
+
+
+v3.Trainer, v3.Run = Trainer, Run
+
+if __name__ == "__main__":
+    sys.exit(v3.main())

@@ -1,0 +1,179 @@
+"""The stages of exercises/performance_debugging: each has its symptom and no other, and the programs there find it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from conftest import ROOT, captured, load, strict_json, words
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+FOLDER = ROOT / "exercises" / "performance_debugging"
+sys.path.insert(0, str(FOLDER))
+import check_step  # noqa: E402
+import compare_stages  # noqa: E402
+
+FINAL = ROOT / "tiny_llama_v3.py"
+SIZES = words(
+    "--hidden-dim 32 --num-layers 1 --num-heads 2 --intermediate-dim 8 --vocab-size 100 --seq-len 4 --batch-size 2"
+    " --num-steps 2 --warmup-steps 1 --device cpu"
+)
+
+
+def path_of(stage: int) -> Path:
+    """The file of a stage; 5 is the final version."""
+    return FINAL if stage == 5 else next(FOLDER.glob(f"v3_stage{stage}_*.py"))
+
+
+@pytest.fixture
+def v3() -> Iterator[ModuleType]:
+    """TinyLlama V3; what a stage replaces there is put back."""
+    module = load("tiny_llama_v3")
+    before = dict(vars(module))
+    yield module
+    vars(module).update(before)  # what is new stays: Triton's interpreter leaves names of its own
+
+
+@pytest.fixture
+def train(v3: ModuleType, tmp_path: Path) -> Callable[..., dict]:
+    """`train(stage, *argv)` runs a stage and returns its result; V3 stays changed."""
+
+    def run(stage: int, *argv: str) -> dict:
+        script = v3 if stage == 5 else check_step.load(path_of(stage))
+        status, _, stderr = captured(script.main, [*SIZES, "--profile-dir", str(tmp_path), *argv])
+        assert status == 0, stderr
+        return strict_json((tmp_path / f"{path_of(stage).stem}_summary.json").read_text())
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def final(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    """The result of the final version."""
+    folder = tmp_path_factory.mktemp("final")
+    captured(load(FINAL.stem).main, [*SIZES, "--profile-dir", str(folder)])
+    return strict_json((folder / f"{FINAL.stem}_summary.json").read_text())
+
+
+def test_stage_1_begins_far_above_equal_probabilities(train, final: dict):
+    knows_nothing = math.log(100)
+    assert final["loss"]["initial"] == pytest.approx(knows_nothing, rel=0.1)
+    assert train(1)["loss"]["initial"] > 3 * knows_nothing
+
+
+@pytest.mark.parametrize("stage", [2, 3, 4])
+def test_slow_stages_learn_what_the_final_version_learns(train, final: dict, stage: int):
+    slow = train(stage)
+    assert slow["loss"]["curve"] == pytest.approx(final["loss"]["curve"], rel=1e-5)
+    assert (slow["kernels"]["per_step"] > final["kernels"]["per_step"]) == (stage == 2)
+
+
+@pytest.mark.parametrize("stage", [2, 4])
+def test_slow_stages_have_the_right_gradients(v3: ModuleType, stage: int):
+    check_step.load(path_of(stage))
+    for precision in ([], ["--use-amp"]):
+        status, stdout, _ = captured(v3.main, [*SIZES, "--verify-accuracy", *precision])
+        assert (status, "Accuracy check: PASS" in stdout) == (0, True), stdout
+
+
+def test_stage_2_calls_attention_with_channels_that_are_not_last_in_memory(v3: ModuleType):
+    check_step.load(path_of(2))
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION), pytest.raises(RuntimeError, match="No available kernel"):
+        v3.CausalAttention.apply(torch.randn(2, 8, 4, 16), 2)
+
+
+def test_stage_3_does_not_wait_for_the_device(v3: ModuleType, train, monkeypatch):
+    """A device that finishes half a second later: V3's time per step contains it, that of stage 3 does not."""
+    own = v3.Trainer.__init__
+
+    def __init__(self, *args) -> None:
+        own(self, *args)
+        self.synchronize = lambda: time.sleep(0.5)
+
+    monkeypatch.setattr(v3.Trainer, "__init__", __init__)
+    for stage, waits in ((5, True), (3, False)):
+        timing = train(stage)["timing"]
+        phases = sum(timing[f"{name}_ms"] for name in v3.PHASES)
+        assert (timing["batch_ms"] > phases + 200) == waits
+        assert timing["batch_ms"] == pytest.approx(phases) or waits
+
+
+@pytest.mark.parametrize("stage", [1, 5, 6])
+def test_the_gradient_check_finds_parameters_that_do_not_train(v3: ModuleType, tmp_path: Path, stage: int):
+    argv = [str(path_of(stage)), *SIZES, "--profile-dir", str(tmp_path)]
+    status, stdout, _ = captured(check_step.main, argv)
+    found = strict_json((tmp_path / f"{path_of(stage).stem}_gradients.json").read_text())
+    rows = {line.split()[1]: line for line in stdout.splitlines() if ".weight" in line}
+    with_gradient = [name for name, line in rows.items() if not line.endswith(" - |")]
+    if stage == 6:
+        assert with_gradient == ["embed_tokens.weight"]
+        assert found["elements_with_gradient"] == 100 * 32
+    else:
+        assert len(with_gradient) == len(rows) == 8
+        assert found["elements_with_gradient"] == found["elements"]
+    assert found["percent"] == 100 * found["elements_with_gradient"] / found["elements"]
+    assert (status, "Gradient check: FAIL" in stdout) == (int(stage == 6), stage == 6)
+
+
+@pytest.mark.parametrize(
+    ("program", "argv", "message"),
+    [
+        (check_step, ["no.py"], "no.py: no such file"),
+        (check_step, [str(ROOT / "profiling" / "kernels.py")], "neither a stage nor a version of TinyLlama"),
+        (compare_stages, ["nowhere"], "nowhere: no such file or directory"),
+        (compare_stages, [str(ROOT / "examples")], "no results of stages"),
+        (compare_stages, [str(ROOT / "results/h100/memory.json")], "no results of stages"),
+    ],
+)
+def test_bad_input_is_one_line(program: ModuleType, argv: list[str], message: str):
+    status, stdout, stderr = captured(program.main, argv)
+    assert (status, stdout, stderr.count("\n")) == (2, "", 1)
+    assert message in stderr
+
+
+def test_all_stages_one_of_which_fails(tmp_path: Path):
+    for path in ROOT.iterdir():  # the repository with a folder of stages of its own
+        if path.name in ("analysis_tools", "profiling") or path.suffix == ".py":
+            (tmp_path / path.name).symlink_to(path)
+    folder, results = tmp_path / "exercises" / "stages", tmp_path / "results"
+    shutil.copytree(FOLDER, folder, ignore=shutil.ignore_patterns("results", "__pycache__"))
+    path_of_stage_2 = folder / path_of(2).name
+    path_of_stage_2.write_text(path_of_stage_2.read_text().replace("if __name__", "raise MemoryError\nif __name__"))
+    command = [folder / "run_all_stages.sh", "--result-dir", results, *SIZES]
+    environment = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment)
+
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == ["stage2: status 1: MemoryError", "run_all_stages.sh: error: failed: stage2"]
+    names = ["baseline", "stage1", "stage3", "stage4", "stage5", "stage6"]
+    table = done.stdout.partition("\n\n")[2]
+    assert [line.split()[1] for line in table.splitlines()[2:]] == names
+    assert (results / "comparison.md").read_text() == table
+    for name in names:
+        assert "Average training speed:" in (results / f"{name}_output.log").read_text()
+        lines = (results / f"{name}_profile.csv").read_text().splitlines()
+        assert all(len(line.split(",")) == 8 for line in lines)
+    sort = f"sort -t',' -k4 -nr {results}/stage4_profile.csv | head -20"
+    slowest = subprocess.run(["bash", "-c", sort], capture_output=True, text=True).stdout.splitlines()
+    assert "naive_matmul" in slowest[0]
+
+    study = tmp_path / "study.json"
+    status, stdout, _ = captured(compare_stages.main, [str(results), "--output", str(study)])
+    assert (status, stdout) == (0, table)
+    assert captured(compare_stages.main, [str(study)]) == (0, table, "")
+    content = json.loads(study.read_text())
+    content["stages"][0]["result"] |= {"status": "failed", "error": "no"}
+    study.write_text(json.dumps(content))
+    status, stdout, stderr = captured(compare_stages.main, [str(study)])
+    assert (status, stdout.splitlines()[2].split("|")[4].strip()) == (1, "failed")
+    assert "baseline failed: no" in stderr
