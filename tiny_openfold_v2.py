@@ -1391,8 +1391,8 @@ def verify_accuracy(args: argparse.Namespace) -> int:
         with trainer.autocast():  # anew: PyTorch 2.6 would reuse the weights that it cast without gradients
             values["loss"] = trainer.forward(**batch)
         values["loss"].backward()
-        for parameter in trainer.model.parameters():
-            parameter.data = parameter.grad  # state_dict then gives gradients, split where weights are fused
+        for parameter in trainer.model.parameters():  # state_dict then gives gradients, split where weights are fused
+            parameter.data = torch.full_like(parameter, math.nan) if parameter.grad is None else parameter.grad
         values |= {f"gradient of {name}": gradient for name, gradient in trainer.model.state_dict().items()}
         found.append({name: value.detach().double() for name, value in values.items()})
     expected, values = found

@@ -581,11 +581,13 @@ def test_verify_accuracy_fails_when_a_fused_weight_is_wrong(script: str, name: s
     assert "Accuracy check: FAIL" in result.stdout
 
 
-@pytest.mark.parametrize("error", ["output", "gradient", "nan"])
+@pytest.mark.parametrize("error", ["output", "gradient", "no gradient", "nan"])
 def test_verify_accuracy_fails_when_an_operation_is_wrong(error: str, run, monkeypatch: pytest.MonkeyPatch):
     attention = torch.nn.functional.scaled_dot_product_attention
 
     def wrong(q: torch.Tensor, *args: object, **options: object) -> torch.Tensor:
+        if error == "no gradient":
+            return attention(q.detach(), *(x.detach() for x in args), **options)
         if error == "gradient":
             q = q.detach() + 0.9 * (q - q.detach())  # the same value, nine tenths of the gradient
             out = attention(q, *args, **options)
