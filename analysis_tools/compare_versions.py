@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -99,11 +98,9 @@ def measured(args: argparse.Namespace, models: Sequence[str], argv: Sequence[str
     import torch
 
     gpu = torch.cuda.is_available()
-    if not gpu:
-        os.environ.setdefault("TRITON_INTERPRET", "1")  # as V3 and V4 do, before another script has imported Triton
-        if not args.versions:
-            left_out = "V3 and V4 would run in Triton's interpreter (see --versions)"
-            print_notes(PROG, f"no GPU: V1 and V2 only, {left_out}; at the default sizes this takes minutes")
+    if not gpu and not args.versions:
+        left_out = "V3 and V4 would run in Triton's interpreter (see --versions)"
+        print_notes(PROG, f"no GPU: V1 and V2 only, {left_out}; at the default sizes this takes minutes")
     wanted = [v for v in VERSIONS if v in (args.versions or (VERSIONS if gpu else ON_A_CPU))]
     there = {model: [v for v in wanted if (ROOT / f"{model}_{v}.py").is_file()] for model in models}
     for model, versions in there.items():

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -92,8 +91,6 @@ def load_sides(args: argparse.Namespace, argv: Sequence[str]) -> tuple[Side, Sid
     """Both scripts, and ToolError if they are not versions of one model."""
     import torch
 
-    if not torch.cuda.is_available():
-        os.environ.setdefault("TRITON_INTERPRET", "1")  # as V3 and V4 do, before another script has imported Triton
     paths = (args.baseline, args.optimized)
     modules = [load_script(path) for path in paths]
     parsed = [script_arguments(module, argv, None)[1] for module in modules]

@@ -7,6 +7,7 @@ import ast
 import csv
 import importlib.util
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -83,9 +84,18 @@ def find_script(name: str) -> Path:
     return path.resolve()
 
 
+def interpret_without_gpu() -> None:
+    """Without a GPU have Triton run kernels in its interpreter, as V3 and V4 do: before any script imports Triton."""
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
 def load_script(name: str) -> ModuleType:
     """Import a version script by its path. It is looked at before, so nothing else is ever run."""
     path = find_script(name)
+    interpret_without_gpu()
     loaded = sys.modules.get(path.stem)
     if loaded is not None and getattr(loaded, "__file__", None) == str(path):
         return loaded

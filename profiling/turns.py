@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from types import ModuleType
 
-from profiling.program import ToolError, read_json, write_text
+from profiling.program import ToolError, interpret_without_gpu, read_json, write_text
 
 GRAPH = "--enable-cuda-graph"
 DECIDED = {GRAPH, "--disable-cuda-graph", "cpu", "reduce-overhead", "max-autotune"}  # the last two have own graphs
@@ -168,6 +168,7 @@ def measure_study(path: Path, parts: Iterable[Part], keep: bool = False, **setti
 
     if path.suffix != ".json":
         raise ToolError(f"{path}: the name of a study must end in .json")
+    interpret_without_gpu()
     first = importlib.import_module("tiny_llama_v1")
     content = {"environment": first.environment(torch.device("cuda" if torch.cuda.is_available() else "cpu"))}
     content |= json.loads(json.dumps(settings))  # as they are read back
