@@ -268,7 +268,7 @@ def test_the_bytes_of_a_step_are_those_of_its_operators_and_of_the_optimizer():
         optimizer.step()
 
     trainer = SimpleNamespace(model=model, optimizer=optimizer, next_batch=lambda: x, compute=compute)
-    assert kernels.bytes_of_step(trainer, v3.NO_WORK) == 4 * (8 * 64 + 8 * 32) + 7 * 4 * 64
+    assert kernels.group_bytes(trainer, v3.NO_WORK).total() == 4 * (8 * 64 + 8 * 32) + 7 * 4 * 64
 
 
 def test_the_optimizer_of_v4_is_an_operator_and_counts_as_one():
@@ -281,7 +281,7 @@ def test_the_optimizer_of_v4_is_an_operator_and_counts_as_one():
     corrections = torch.ones(2, dtype=torch.float64, device=kernels.DEVICE)
     trainer.compute = lambda batch: optimizer.update(optimizer.rooms[0], corrections)
     optimizer.step()
-    assert kernels.bytes_of_step(trainer, v4.NO_WORK) == 64 * (7 * 4 + 2) + 2 * 8
+    assert kernels.group_bytes(trainer, v4.NO_WORK).total() == 64 * (7 * 4 + 2) + 2 * 8
 
 
 def test_llamas_that_are_compared_train_alike(tmp_path, monkeypatch, capsys):

@@ -43,7 +43,7 @@ from profiling.ceilings import measure_ceilings  # noqa: E402
 from profiling.kernels import CATEGORIES, kernels_of, short_name  # noqa: E402
 from profiling.peers import hugging_face, with_liger  # noqa: E402
 from profiling.program import ToolError, at_least, documented_parser, markdown_table, run_tool  # noqa: E402
-from profiling.traffic import Traffic  # noqa: E402
+from profiling.roofline import group_bytes  # noqa: E402
 from profiling.turns import Part, free_memory, graph_of, make_trainer, measure_study, read_rows  # noqa: E402
 from tools.benchmark import PRECISIONS as ARGUMENTS  # noqa: E402
 from tools.benchmark import (  # noqa: E402
@@ -422,7 +422,7 @@ def kernels_and_floor(script: str, argv: list[str], rounds: int) -> dict:
         run.count()
         trainer, flop, turns = run.trainer, run.result["flops"]["per_step"], run.turns
         launched = kernels_of(trainer.trace(trainer.profile(PROFILED))["traceEvents"])
-    moved, ceilings = bytes_of_step(trainer, module.NO_WORK), measure_ceilings(run.args, run.device)
+    moved, ceilings = group_bytes(trainer, module.NO_WORK).total(), measure_ceilings(run.args, run.device)
     del run, trainer
     free_memory()
     times = defaultdict(list)
@@ -441,19 +441,6 @@ def kernels_and_floor(script: str, argv: list[str], rounds: int) -> dict:
     }
 
 
-def bytes_of_step(trainer, no_work: Sequence[str]) -> int:
-    """Bytes that the operators of a training step read and write.
-
-    PyTorch's optimizer works in place and has no result to count: it reads weights, gradients and two moments, and
-    writes all of them but the gradients.
-    """
-    batch = trainer.next_batch()
-    with Traffic(trainer.model, {}, tuple(no_work)) as traffic:
-        trainer.compute(batch)
-    optimizer = 7 if isinstance(trainer.optimizer, torch.optim.AdamW) else 0
-    return sum(traffic.bytes_of.values()) + optimizer * sum(p.nbytes for p in trainer.model.parameters())
-
-
 def traffic(precisions: Sequence[str]) -> Iterator[Part]:
     """Rows of the study: what the operators of a step read and write, of each version."""
     for precision, (name, sizes) in itertools.product(precisions, SHAPES.items()):
@@ -468,7 +455,7 @@ def gigabytes(model: str, argv: list[str]) -> dict[str, float]:
         module = importlib.import_module(f"{model}_{version}")
         trainer = make_trainer(module, argv)
         trainer.step()  # the first one does more
-        moved[version] = bytes_of_step(trainer, module.NO_WORK) / 1e9
+        moved[version] = group_bytes(trainer, module.NO_WORK).total() / 1e9
         del trainer
         free_memory()
     return moved
