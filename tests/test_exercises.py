@@ -32,7 +32,7 @@ def files_with(mark: str, *patterns: str) -> list[str]:
     return sorted(str(path.relative_to(ROOT)) for path in found)
 
 
-SHEETS = files_with("^```(bash|python)", "README.md", "docs/MANY_GPUS.md", "exercises/*/*.md")
+SHEETS = files_with("^```(bash|python)", "README.md", "docs/MANY_GPUS.md", "docs/INSTRUCTOR.md", "exercises/*/*.md")
 SHEETS = [name for name in SHEETS if not name.endswith("solutions.md")]
 WITH_TABLES = files_with("^<!-- tables?: ", "README.md", "docs/*.md", "exercises/*/*.md")
 WITH_TABLES.remove("docs/ROCM.md")  # its command compiles for minutes

@@ -25,7 +25,7 @@ from pathlib import Path
 from types import ModuleType
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from profiling.program import ToolError, cell, documented_parser, markdown_table, run_tool, write_text
+from profiling.program import ToolError, cell, documented_parser, load_script, markdown_table, run_tool, write_text
 
 PROG = Path(__file__).name
 
@@ -34,6 +34,8 @@ def load(path: Path) -> ModuleType:
     """TinyLlama V3 as a stage changes it when it is imported, or the version of TinyLlama at this path."""
     if not path.is_file():
         raise ToolError(f"{path}: no such file")
+    if path.name.startswith("tiny_llama_"):
+        return load_script(str(path))
     spec = importlib.util.spec_from_file_location(path.stem, path)
     sys.modules[path.stem] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
