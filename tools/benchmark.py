@@ -496,12 +496,11 @@ def memory_table(directory: Path) -> str:
     return markdown_table(["sequence length", *(str(row["seq_len"]) for row in rows)], lines)
 
 
+ABLATED = [f"{model}_{version}" for version in VERSIONS[1:] for model in MODELS]
 TABLES: dict[str, Callable[[Path], list[str]]] = {
     "headline": lambda directory: headline_tables(directory / "headline.json"),  # V1 and V2, all modes
     "versions": lambda directory: headline_tables(directory / "headline_v3.json"),  # V1 to V3, as graphs
-    "ablation": lambda directory: [
-        ablation_table(directory, f"{model}_{version}") for version in VERSIONS[1:] for model in MODELS
-    ],
+    "ablation": lambda directory: [ablation_table(directory, script) for script in ABLATED],
     "llama": lambda directory: [model_table(directory, "tiny_llama")],
     "openfold": lambda directory: [model_table(directory, "tiny_openfold")],
     "inference": lambda directory: [inference_table(directory)],
@@ -512,11 +511,14 @@ TABLES: dict[str, Callable[[Path], list[str]]] = {
     "scaling": lambda directory: [scaling_table(directory)],
     "ddp": lambda directory: [ddp_table(directory)],
 }
+SINGLE = {  # one of those that come together
+    f"ablation_{script}": lambda directory, script=script: [ablation_table(directory, script)] for script in ABLATED
+}
 
 
 def table(directory: Path, names: Iterable[str] = TABLES) -> str:
     """Tables of one device as Markdown: those of them whose result files lie in the directory."""
-    tables = [table for name in names for table in TABLES[name](directory)]
+    tables = [table for name in names for table in (TABLES | SINGLE)[name](directory)]
     if not any(tables):
         raise ToolError(f"{directory}: no result files of these measurements")
     return "\n\n".join(filter(None, tables))
@@ -547,7 +549,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), help="of headline and fastest")
     add("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS), help="likewise")
     add("--modes", nargs="+", choices=MODES, default=list(MODES), help="likewise")
-    add("--tables", nargs="+", choices=TABLES, default=list(TABLES), help="of table")
+    add("--tables", nargs="+", choices=TABLES | SINGLE, default=list(TABLES), help="of table")
     return parser
 
 

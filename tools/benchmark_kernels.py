@@ -658,16 +658,17 @@ def run_study(args: argparse.Namespace) -> int:
     if args.what == "table":
         print(table(args.directory))
         return 0
+    if args.tried and args.what not in STUDIES:
+        raise ToolError(f"--try is for {', '.join(STUDIES)}, not for {args.what}")
     args.directory.mkdir(parents=True, exist_ok=True)
     precisions = args.precisions or (["bf16"] if args.what in STEPS else list(PRECISIONS))
-    tried = args.what in STUDIES and args.tried
     if args.what == "rows":
         measured = rows(args.rounds, args.rows)
-    elif tried:
+    elif args.tried:
         measured = with_blocks(args.what, args.rounds, precisions, args.tried)
     else:
         measured = (STUDIES | STEPS)[args.what](args.rounds, precisions)
-    name = f"{args.what}_blocks" if tried else args.what
+    name = f"{args.what}_blocks" if args.tried else args.what
     measure_study(args.directory / f"{name}.json", measured, rounds=args.rounds)
     return 0
 
