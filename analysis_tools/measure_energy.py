@@ -35,7 +35,7 @@ from profiling.program import (  # noqa: E402
     markdown_table,
     run_tool,
 )
-from profiling.turns import begin, free_memory, graph_of, measure_study  # noqa: E402
+from profiling.turns import TURN_MS, begin, free_memory, graph_of, measure_study  # noqa: E402
 
 PROG = Path(__file__).name
 PERIOD = 0.05  # seconds between two readings
@@ -98,7 +98,7 @@ def energy(modules: Sequence, argv: list[str], seconds: int, rounds: int) -> lis
     runs, steps = {}, {}
     for module in modules:
         run, short, _ = begin(module, argv, 1)
-        runs[module.SCRIPT], steps[module.SCRIPT] = run, round(short * seconds / 0.3)  # its turns are of 0.3 s
+        runs[module.SCRIPT], steps[module.SCRIPT] = run, round(short * 1e3 * seconds / TURN_MS)
         run.plan(rounds * steps[module.SCRIPT], "step")
     powers: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(rounds):

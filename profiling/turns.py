@@ -18,6 +18,7 @@ from types import ModuleType
 from profiling.program import ToolError, interpret_without_gpu, read_json, write_text
 
 GRAPH = "--enable-cuda-graph"
+TURN_MS = 300  # about how long a turn is
 DECIDED = {GRAPH, "--disable-cuda-graph", "cpu", "reduce-overhead", "max-autotune"}  # the last two have own graphs
 Part = tuple[dict, Callable[[], dict | list[dict]]]  # what names a row, and what measures the rest of it, or of several
 
@@ -73,7 +74,7 @@ def begin(module: ModuleType, argv: Sequence[str], rounds: int) -> tuple[object,
     run.take(3)
     shared = "reduce-overhead" in argv  # the graphs of torch.compile: all sides use one pool of memory
     peak = None if shared or not gpu else (run.peak - before) / 1e6
-    steps = max(2, math.ceil(300 / run.turns[0]))
+    steps = max(2, math.ceil(TURN_MS / run.turns[0]))
     run.plan(rounds * steps, "step")
     return run, steps, peak
 

@@ -24,7 +24,6 @@ import itertools
 import math
 import statistics
 import sys
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -44,7 +43,7 @@ from profiling.kernels import CATEGORIES, kernels_of, short_name  # noqa: E402
 from profiling.peers import hugging_face, with_liger  # noqa: E402
 from profiling.program import ToolError, at_least, documented_parser, markdown_table, run_tool  # noqa: E402
 from profiling.roofline import group_bytes  # noqa: E402
-from profiling.turns import Part, free_memory, graph_of, make_trainer, measure_study, read_rows  # noqa: E402
+from profiling.turns import Part, begin, free_memory, graph_of, make_trainer, measure_study, read_rows  # noqa: E402
 from tools.benchmark import PRECISIONS as ARGUMENTS  # noqa: E402
 from tools.benchmark import (  # noqa: E402
     SHAPES,
@@ -409,19 +408,13 @@ def kernels_and_floor(script: str, argv: list[str], rounds: int) -> dict:
     the bytes that its operators read and write, once each, at the rate of a large copy.
     """
     module = importlib.import_module(script)
-    with tempfile.TemporaryDirectory() as folder:
-        run = module.Run(module.parse_args([*argv, "--log-interval", "1000000", "--profile-dir", folder]))
-        run.start()
-        run.plan(3, "step")
-        run.take(3)
-        steps = max(2, math.ceil(300 / run.turns[0]))
-        run.plan(rounds * steps, "step")
-        for _ in range(rounds):
-            run.take(steps)
-        run.result["timing"] |= run.timing()
-        run.count()
-        trainer, flop, turns = run.trainer, run.result["flops"]["per_step"], run.turns
-        launched = kernels_of(trainer.trace(trainer.profile(PROFILED))["traceEvents"])
+    run, steps, _ = begin(module, argv, rounds)
+    for _ in range(rounds):
+        run.take(steps)
+    run.result["timing"] |= run.timing()
+    run.count()
+    trainer, flop, turns = run.trainer, run.result["flops"]["per_step"], run.turns
+    launched = kernels_of(trainer.trace(trainer.profile(PROFILED))["traceEvents"])
     moved, ceilings = group_bytes(trainer, module.NO_WORK).total(), measure_ceilings(run.args, run.device)
     del run, trainer
     free_memory()
