@@ -964,8 +964,8 @@ def gpu_memory(statistic: Callable[[], int]) -> int:
 
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Is it, or did it follow from that? The end of a capture raises an error of its own."""
-    here = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
-    return here or (error is not None and is_out_of_memory(error.__context__))
+    here = isinstance(error, MemoryError) or re.search("out of memory|allocate memory|ALLOC_FAILED", str(error))
+    return bool(here) or (error is not None and is_out_of_memory(error.__context__))
 
 
 @contextlib.contextmanager

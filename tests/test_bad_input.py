@@ -290,13 +290,21 @@ def test_verify_accuracy_that_does_not_fit_into_memory(run):
     assert_one_error(run(SCRIPT, *HUGE[SCRIPT], "--verify-accuracy"), 3, "out of memory", "lower")
 
 
-def test_out_of_memory_in_a_later_step_keeps_the_steps_before(run, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore lines."),
+        RuntimeError("CUDA error: out of memory\nMore lines."),  # another process has nearly all of it
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    ],
+)
+def test_out_of_memory_in_a_later_step_keeps_the_steps_before(error, run, monkeypatch: pytest.MonkeyPatch):
     step, calls = torch.optim.AdamW.step, []
 
     def fails_the_fourth_time(self, *args: object, **options: object):
         calls.append(1)
         if len(calls) == 4:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore lines.")
+            raise error
         return step(self, *args, **options)
 
     monkeypatch.setattr(torch.optim.AdamW, "step", fails_the_fourth_time)
