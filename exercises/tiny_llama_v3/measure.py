@@ -50,7 +50,7 @@ def timed(what: str, function: Callable[[], object], moved: int | None = None, *
     return {"what": what, "us": 1e3 * do_bench_cudagraph(function, return_mode="median"), "bytes": moved, **more}
 
 
-def timed_copy(count: int = 2**28) -> dict:
+def timed_copy(count: int = 2**26) -> dict:
     """The row of a copy of so many float32 numbers."""
     source = torch.ones(count, device=DEVICE)
     target = torch.empty_like(source)
