@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -83,13 +84,14 @@ def take_with_power(run, steps: int) -> float:
         while not done.wait(PERIOD):
             samples.append((time.monotonic(), watts()))
 
-    reader, start = threading.Thread(target=read), time.monotonic()
-    reader.start()
-    try:
-        run.take(steps)
-    finally:
-        done.set()
-        reader.join()
+    start = time.monotonic()
+    with ThreadPoolExecutor(1) as pool:
+        reader = pool.submit(read)
+        try:
+            run.take(steps)
+        finally:
+            done.set()
+        reader.result()  # raises what a reading did
     return mean_watts(samples, start)
 
 

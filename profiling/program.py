@@ -73,14 +73,14 @@ def find_script(name: str) -> Path:
     """The version script of this name, relative to the current directory or else to the repository."""
     path = next((path for path in (Path(name), ROOT / name) if path.is_file()), None)
     if path is None:
-        raise ToolError(f"--script {name}: no such file here or in {ROOT}")
+        raise ToolError(f"{name}: no such file here or in {ROOT}")
     try:
         tree = ast.parse(path.read_bytes())
     except (OSError, SyntaxError, ValueError) as error:
-        raise ToolError(f"--script {name}: not a Python script ({error})") from error
+        raise ToolError(f"{name}: not a Python script ({error})") from error
     defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
     if missing := [function for function in INTERFACE if function not in defined]:
-        raise ToolError(f"--script {name}: not a version script, it has no {missing[0]}()")
+        raise ToolError(f"{name}: not a version script, it has no {missing[0]}()")
     return path.resolve()
 
 

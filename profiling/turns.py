@@ -19,7 +19,7 @@ from profiling.program import ToolError, interpret_without_gpu, read_json, write
 
 GRAPH = "--enable-cuda-graph"
 TURN_MS = 300  # about how long a turn is
-DECIDED = {GRAPH, "--disable-cuda-graph", "cpu", "reduce-overhead", "max-autotune"}  # the last two have own graphs
+DECIDED = {GRAPH, "--disable-cuda-graph", "reduce-overhead", "max-autotune"}  # the last two have own graphs
 Part = tuple[dict, Callable[[], dict | list[dict]]]  # what names a row, and what measures the rest of it, or of several
 
 
@@ -39,12 +39,21 @@ def make_trainer(module: ModuleType, argv: Sequence[str]):
     return module.Trainer(args, module.prepare(args))
 
 
-def graph_of(argv: Sequence[str]) -> list[str]:
-    """The same as a whole-step graph where there is a GPU, unless these arguments decide it."""
+def words_of(argv: Sequence[str]) -> set[str]:
+    """Arguments and their values, also those in --name=value."""
+    return set(" ".join(argv).replace("=", " ").split())
+
+
+def on_gpu(argv: Sequence[str]) -> bool:
+    """Does a script with these arguments run on a GPU?"""
     import torch
 
-    decided = DECIDED & set(" ".join(argv).replace("=", " ").split())
-    return [*argv, GRAPH] if torch.cuda.is_available() and not decided else [*argv]
+    return torch.cuda.is_available() and "cpu" not in words_of(argv)
+
+
+def graph_of(argv: Sequence[str]) -> list[str]:
+    """The same as a whole-step graph where there is a GPU, unless these arguments decide it."""
+    return [*argv, GRAPH] if on_gpu(argv) and not DECIDED & words_of(argv) else [*argv]
 
 
 def short_run(script: str, argv: Sequence[str]) -> dict:
@@ -171,7 +180,8 @@ def measure_study(path: Path, parts: Iterable[Part], keep: bool = False, **setti
         raise ToolError(f"{path}: the name of a study must end in .json")
     interpret_without_gpu()
     first = importlib.import_module("tiny_llama_v1")
-    content = {"environment": first.environment(torch.device("cuda" if torch.cuda.is_available() else "cpu"))}
+    device = torch.device("cuda" if on_gpu(settings.get("argv", ())) else "cpu")
+    content = {"environment": first.environment(device)}
     content |= json.loads(json.dumps(settings))  # as they are read back
     unfinished, rows = path.with_suffix(".partial.json"), []
     for file in (path, unfinished) if keep else (unfinished,):

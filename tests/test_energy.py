@@ -2,6 +2,8 @@
 
 import json
 import sys
+import time
+import types
 
 import pytest
 import torch
@@ -32,6 +34,16 @@ def test_readings_of_the_turn_before_do_not_count():
     assert measure_energy.mean_watts(samples, 10.0) == 200.0
     with pytest.raises(measure_energy.ToolError, match="--seconds"):
         measure_energy.mean_watts(samples[:1], 10.0)
+
+
+def test_a_reading_that_fails_in_a_turn_ends_the_study(monkeypatch):
+    def lost() -> float:
+        raise measure_energy.ToolError("power cannot be read here: the driver is gone", status=4)
+
+    monkeypatch.setattr(measure_energy, "watts", lost)
+    monkeypatch.setattr(measure_energy, "PERIOD", 0.001)
+    with pytest.raises(measure_energy.ToolError, match="the driver is gone"):
+        measure_energy.take_with_power(types.SimpleNamespace(take=lambda steps: time.sleep(0.1)), 1)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has power")

@@ -5,11 +5,12 @@ import sys
 from collections.abc import Callable, Iterable
 
 import pytest
+import torch
 from conftest import ROOT, load, words
 
 sys.path.insert(0, str(ROOT))
 from profiling.program import ToolError
-from profiling.turns import all_measured, in_turns, measure_study, speedup
+from profiling.turns import GRAPH, all_measured, graph_of, in_turns, measure_study, on_gpu, speedup
 
 SMALL = words("--hidden-dim 32 --num-layers 1 --num-heads 2 --seq-len 8 --batch-size 2 --vocab-size 50")
 
@@ -35,6 +36,14 @@ def test_a_side_that_fails_is_a_row_and_the_others_go_on(monkeypatch):
     with pytest.raises(ToolError, match="allocate memory") as error:
         all_measured(sides, 3)
     assert error.value.status == 3
+
+
+@pytest.mark.parametrize("argv", [["--device", "cpu"], ["--device=cpu"], [], ["--disable-cuda-graph"]])
+def test_a_step_is_a_graph_on_a_gpu_only(argv, monkeypatch):
+    assert GRAPH not in graph_of(argv) or torch.cuda.is_available()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert on_gpu(argv) == ("cpu" not in " ".join(argv))
+    assert graph_of(argv) == ([GRAPH] if argv == [] else argv)
 
 
 def test_speedup_is_the_median_over_the_turns():
