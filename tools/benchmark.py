@@ -182,13 +182,13 @@ def overhead(rounds: int) -> Iterator[Part]:
 
 
 def measured_and_bare(script: str, argv: list[str], rounds: int) -> dict:
-    """Milliseconds per step of both loops, in turns of 50 steps."""
+    """Milliseconds per step of both loops, in turns so short that a host keeps its speed through a pair of them."""
     module = importlib.import_module(script)
     run = module.Run(module.parse_args([*argv, "--log-interval", "1000000"]))
     run.start()
-    steps, bare, mark = 50, [], run.trainer.mark
-    run.plan(rounds * steps, "step")
-    for turn in range(rounds):
+    steps, turns, bare, mark = 5, 10 * rounds, [], run.trainer.mark
+    run.plan(turns * steps, "step")
+    for turn in range(turns):
         for measured in (True, False) if turn % 2 else (False, True):
             if measured:
                 run.take(steps)
