@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -147,15 +148,17 @@ def test_all_stages_one_of_which_fails(tmp_path: Path):
             (tmp_path / path.name).symlink_to(path)
     folder, results = tmp_path / "exercises" / "stages", tmp_path / "results"
     shutil.copytree(FOLDER, folder, ignore=shutil.ignore_patterns("results", "__pycache__"))
+    program = folder / "run_all_stages.sh"  # of three stages: an exercise runs all
+    program.write_text(re.sub(r"^ +stage[1356] .*\n", "", program.read_text(), flags=re.MULTILINE))
     path_of_stage_2 = folder / path_of(2).name
     path_of_stage_2.write_text(path_of_stage_2.read_text().replace("if __name__", "raise MemoryError\nif __name__"))
-    command = [folder / "run_all_stages.sh", "--result-dir", results, *SIZES]
+    command = [program, "--result-dir", results, *SIZES]
     environment = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment)
 
     assert done.returncode == 1
     assert done.stderr.splitlines() == ["stage2: status 1: MemoryError", "run_all_stages.sh: error: failed: stage2"]
-    names = ["baseline", "stage1", "stage3", "stage4", "stage5", "stage6"]
+    names = ["baseline", "stage4"]
     table = done.stdout.partition("\n\n")[2]
     assert [line.split()[1] for line in table.splitlines()[2:]] == names
     assert (results / "comparison.md").read_text() == table
