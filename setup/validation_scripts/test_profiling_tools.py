@@ -46,7 +46,11 @@ ROCM_TOOLS = (
 ROCTX_PURPOSE = "--enable-rocm-profiling"
 # rocprof-compute has counters and metrics for these only: MI100, MI200, MI300 and MI350.
 DATA_CENTRE_GPU = re.compile(r"gfx908|gfx90a|gfx94.|gfx95.")
-PACKAGES = {"deepspeed": "run_deepspeed_flops.py (works without)", "matplotlib": "plots of the analysis tools"}
+PACKAGES = {
+    "deepspeed": "run_deepspeed_flops.py (works without)",
+    "matplotlib": "plots of the analysis tools",
+    "plotly": "analysis_tools/performance_dashboard.py",
+}
 
 
 def profile_matmul(gpu: bool) -> dict:
