@@ -103,6 +103,20 @@ def test_tables_are_what_their_commands_print(file: str):
     assert done.returncode == 0, done.stderr
 
 
+def test_links_between_pages_lead_somewhere():
+    def anchor(heading: str) -> str:  # as GitHub makes it
+        return re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-")
+
+    pages = [ROOT / name for name in subprocess.check_output(["git", "ls-files", "*.md"], cwd=ROOT, text=True).split()]
+    headings = {page: {anchor(h) for h in re.findall("^#+ (.*)", page.read_text(), re.MULTILINE)} for page in pages}
+    for page in pages:
+        for link in re.findall(r"\]\((?!http)([^)\s]+)\)", page.read_text()):
+            path, _, part = link.partition("#")
+            target = (page.parent / path).resolve() if path else page
+            assert target.exists(), f"{page.name}: {link}"
+            assert not part or part in headings[target], f"{page.name}: {link}"
+
+
 # --- tools/run_sheet.py
 
 
