@@ -41,7 +41,7 @@ from profiling.program import (  # noqa: E402
     script_arguments,
     write_csv,
 )
-from profiling.turns import check_failed, graph_of, heading, measure_study, read_study  # noqa: E402
+from profiling.turns import check_failed, graph_of, heading, measure_study, precision_of, read_study  # noqa: E402
 
 PROG = Path(__file__).name
 SCRIPT = "tiny_llama_v2.py"
@@ -83,8 +83,7 @@ def measure(args: argparse.Namespace, argv: Sequence[str]) -> Path:
     for choice in ("enable", "disable"):  # the script says what does not fit before anything is measured
         _, parsed = script_arguments(module, [*options, *(f"--{choice}-{fusion}" for fusion in fusions)], None)
     path = args.output or Path(f"ablation_{module.SCRIPT}.json")
-    half = {"bfloat16": "bf16", "float16": "fp16"}.get(parsed.amp_dtype) if parsed.use_amp else None
-    precision = half or {"highest": "fp32", "high": "TF32"}.get(parsed.matmul_precision, "medium fp32")
+    precision = precision_of(vars(parsed))
     sets, seeds = fusion_sets(fusions, args.all_combinations), args.seeds or [parsed.seed]
     parts = ablation(module.SCRIPT, {precision: options}, fusions, sets, args.rounds, seeds, args.group_size)
     settings = {"fusions": fusions, "sets": len(sets), "rounds": args.rounds, "seeds": seeds, "group": args.group_size}

@@ -39,7 +39,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from analysis_tools.results import SCHEMA_VERSION, check_schema, load_run  # noqa: E402
+from analysis_tools.results import HUGE, SCHEMA_VERSION, check_schema, load_run  # noqa: E402
 from profiling.ablation import set_name  # noqa: E402
 from profiling.kernels import CATEGORIES  # noqa: E402
 from profiling.program import (  # noqa: E402
@@ -51,7 +51,7 @@ from profiling.program import (  # noqa: E402
     run_tool,
     write_text,
 )
-from profiling.turns import ratios, spread  # noqa: E402
+from profiling.turns import precision_of, ratios, spread  # noqa: E402
 
 PROG = Path(__file__).name
 CHARTS = {  # title, how to read it, what makes its data
@@ -95,21 +95,15 @@ class Panel:
 
 @dataclass(frozen=True)
 class Found:
-    """A run or a profile that was measured by itself; a profile has milliseconds per step of each category."""
+    """A run, with its row, or a profile, with milliseconds per step of each category, that was measured by itself."""
 
     name: str
     result: dict
     categories: dict[str, float] | None = None
+    row: dict | None = None
 
 
 # --- in words
-
-
-def precision_of(training: Mapping) -> str:
-    """The type of the matrix products, as the studies name it."""
-    if training.get("use_amp"):
-        return {"float16": "fp16"}.get(training.get("amp_dtype"), "bf16")
-    return {"highest": "fp32", "high": "TF32"}.get(training.get("matmul_precision") or "highest", "medium fp32")
 
 
 def mode_of(training: Mapping) -> str:
@@ -177,7 +171,7 @@ def run_name(result: Mapping) -> str:
 
 def number(value: object) -> float:
     """The value, if it is a finite number."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e300:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < HUGE:
         raise ValueError(f"{value!r} is no number")
     return value
 
@@ -425,14 +419,12 @@ def found_panels(found: Sequence[Found]) -> Iterator[Panel]:
             group, name = groups[choice, sizes, result["unit"]], f"{run_name(result)}<br><sub>{name}</sub>"
             group[name if name not in group else f"{name} ({len(group)})"] = each.categories
             continue
-        row = {**result["timing"], **result["kernels"], **result["memory"], "status": result["status"]}
-        row |= {"error": result["error"]} if result["status"] != "ok" else {}
         group, name = groups[choice, sizes, None], f"{name}, {mode_of(result['training'])}".removesuffix(", eager")
         side = capital(result["script"].rpartition("_")[2])
-        group[name if name not in group else f"{name} ({len(group)})"] = {side: row}
+        group[name if name not in group else f"{name} ({len(group)})"] = {side: each.row}
         place = {"batch_size": result["training"]["batch_size"], "seq_len": result["config"]["seq_len"]}
         others = ", ".join(part for part in sizes.split(", ") if not part.startswith(("batch ", "length ")))
-        points[choice, others].append({**row, **place, "series": run_name(result)})
+        points[choice, others].append({**each.row, **place, "series": run_name(result)})
     for (choice, sizes, unit), group in groups.items():
         if unit:
             yield Panel("kernels", choice, f"profiles: {sizes}", "", draw_kernels(group, unit))
@@ -473,11 +465,12 @@ def read_scripts_file(path: Path, name: str, content: dict) -> Iterator[Panel | 
 
 def run_in(path: Path, name: str) -> Iterator[Found | str]:
     """A run, or a line on one that failed; nothing of one that ended before it had a model."""
-    result = load_run(path).result
+    run = load_run(path)
+    result = run.result
     if result["status"] == "failed":
         yield f"{name} failed: {result['error']} ({path})"
     elif result["config"]:
-        yield Found(name, result)
+        yield Found(name, result, row=run.row())
 
 
 def only(kind: type, found: Sequence) -> list:

@@ -10,7 +10,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -54,6 +54,13 @@ def on_gpu(argv: Sequence[str]) -> bool:
 def graph_of(argv: Sequence[str]) -> list[str]:
     """The same as a whole-step graph where there is a GPU, unless these arguments decide it."""
     return [*argv, GRAPH] if on_gpu(argv) and not DECIDED & words_of(argv) else [*argv]
+
+
+def precision_of(training: Mapping) -> str:
+    """The type of the matrix products as studies name it, from the arguments of a script or its result's `training`."""
+    if training.get("use_amp"):
+        return {"float16": "fp16"}.get(training.get("amp_dtype"), "bf16")
+    return {"highest": "fp32", "high": "TF32"}.get(training.get("matmul_precision") or "highest", "medium fp32")
 
 
 def short_run(script: str, argv: Sequence[str]) -> dict:
