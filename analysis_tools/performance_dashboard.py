@@ -254,7 +254,10 @@ def draw_ablation(rows: Sequence[dict]) -> Figure:
 
 def draw_memory(lines: Mapping[str, Mapping[float, dict]], title: str) -> Figure:
     """Peak MB of each line against a size: {name: {size: {"peak_mb", "status"}}}."""
-    data, ticks = [], sorted({at for line in lines.values() for at in line})
+    data, ticks = [], []
+    for at in sorted({at for line in lines.values() for at in line}):
+        if not ticks or at > 1.5 * ticks[-1]:  # closer ones would be written over each other
+            ticks.append(at)
     for index, (name, line) in enumerate(lines.items()):
         there = sorted(at for at, point in line.items() if point.get("peak_mb") is not None)
         look = {"color": COLOURS[index % 8], "dash": ("solid", "dash", "dot")[index // 8 % 3]}
