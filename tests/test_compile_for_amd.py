@@ -68,12 +68,21 @@ def forgotten_kernel(X):
     assert "Traceback" not in done.stderr
 
 
+def test_other_block_sizes_are_compiled_for_their_kernel_alone():
+    options = "--target gfx942 --dtype bfloat16 --size default --blocks attention_backward_keys:BLOCK_Q=32"
+    done = compile_for_amd(ROOT / "tiny_llama_v4.py", options)
+    assert done.returncode == 0, done.stderr
+    assert in_tables(done.stdout) == {"attention_backward_keys"}
+    assert "BLOCK_Q=32" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("script", "options", "words"),
     [
         (ROOT / "tiny_llama_v2.py", "", "tiny_llama_v2"),
         (ROOT / "README.md", "", "not a Python script"),
         (SCRIPTS[0], "--target gfx000", "gfx000"),
+        (SCRIPTS[0], "--blocks no_kernel:TILE=16", "no_kernel"),
     ],
 )
 def test_a_bad_argument_is_one_line(script: Path, options: str, words: str):

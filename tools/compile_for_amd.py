@@ -15,6 +15,7 @@ lowered here to what fits into the LDS of a compute unit.
 Examples:
   python tools/compile_for_amd.py                  all scripts from V3 on, all targets, precisions and sizes: minutes
   python tools/compile_for_amd.py tiny_llama_v3.py --target gfx942 --dtype bfloat16 --size default
+  python tools/compile_for_amd.py tiny_llama_v3.py --blocks attention_forward:BLOCK_Q=128    of this kernel alone
   python tools/compile_for_amd.py --target sm_90   the same for NVIDIA's H100, shared memory under LDS, bytes as spills
   python tools/compile_for_amd.py --write          the tables of docs/ROCM.md
 """
@@ -29,7 +30,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures.process import BrokenProcessPool, ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -180,8 +181,10 @@ def take_step(module: ModuleType, args: argparse.Namespace) -> None:
                 module.in_launches(launches, layer, x)
 
 
-def record(module: ModuleType, backend: str, precisions: Iterable[str], sizes: Iterable[str]) -> list[Launch]:
-    """What training steps of the script would launch on this backend, every launch once."""
+def record(
+    module: ModuleType, backend: str, precisions: Iterable[str], sizes: Iterable[str], options: Sequence[str] = ()
+) -> list[Launch]:
+    """What training steps of the script with these options would launch on this backend, every launch once."""
     module.BACKEND, module.wrap_triton, Recorder.launches = backend, Recorder, {}
     sizes_of_model = SIZES.get(module.__name__.rpartition("_v")[0])
     if not sizes_of_model or not kernels_of(module):
@@ -191,7 +194,7 @@ def record(module: ModuleType, backend: str, precisions: Iterable[str], sizes: I
         commands += [f"{sizes_of_model['default']} --disable-{flag}" for flag, *_ in module.FUSIONS]
     for command, Recorder.precision in itertools.product(commands, precisions):
         with mock.patch("torch.cuda.is_available", lambda: True):  # without a GPU a script asks for the interpreter
-            args = module.parse_args(f"{command} {PRECISIONS[Recorder.precision]}".split())
+            args = module.parse_args([*command.split(), *PRECISIONS[Recorder.precision].split(), *options])
         torch.set_float32_matmul_precision(args.matmul_precision)
         take_step(module, args)
         if backend == "hip" and hasattr(module, "our_gemm_wins"):  # not chosen there, where nobody has measured it
@@ -302,19 +305,22 @@ def markdown(launches: list[Launch], found: list[list[Needs | str]]) -> str:
 
 def check(args: argparse.Namespace) -> int:
     """Print the tables, and what is wrong on stderr; returns the exit status."""
-    wrong = []
+    wrong, chosen = [], args.blocks or ()
+    options = [part for blocks in chosen for part in ("--blocks", blocks)]
     for name in args.scripts or SCRIPTS:
         module = load_script(name)
+        kernels = {f"{blocks.partition(':')[0]}_kernel" for blocks in chosen} or kernels_of(module)
         for backend, targets in itertools.groupby(args.target, lambda target: TARGETS[target][0].backend):
             targets = list(targets)
-            launches = record(module, backend, args.dtype, args.size)
+            launches = record(module, backend, args.dtype, args.size, options)
+            launches = [launch for launch in launches if launch.kernel.__name__ in kernels]
             found = compile_all(launches, targets)
             print(f"{module.SCRIPT}, on {' / '.join(targets)}:\n\n{markdown(launches, found)}\n")
             for launch, results in zip(launches, found, strict=True):
                 if problem := problems(launch, results, targets):
                     name = f"{launch.kernel.__name__} in {', '.join(launch.precisions)}"
                     wrong.append(f"{module.SCRIPT}: {name} ({launch}): {problem}")
-            for kernel in sorted(kernels_of(module) - {launch.kernel.__name__ for launch in launches}):
+            for kernel in sorted(kernels - {launch.kernel.__name__ for launch in launches}):
                 wrong.append(f"{module.SCRIPT}: {kernel} is never launched")
             print_notes(PROG, f"{module.SCRIPT}: {len(launches)} configurations compiled for {', '.join(targets)}")
     for line in wrong:
@@ -341,6 +347,8 @@ def main(argv: list[str] | None = None) -> int:
     add("--target", AMD, TARGETS, " of AMD's")
     add("--dtype", list(PRECISIONS), PRECISIONS)
     add("--size", SIZE_NAMES, SIZE_NAMES)
+    text = "block sizes of one kernel, as the scripts take them (may be repeated); only such kernels are compiled"
+    parser.add_argument("--blocks", action="append", metavar="KERNEL:NAME=NUMBER,...", help=text)
     parser.add_argument("--write", action="store_true", help=f"write the tables of {DOCUMENT.name} instead of printing")
     args = parser.parse_args(argv)
     return run_tool(PROG, lambda: write() if args.write else check(args))
