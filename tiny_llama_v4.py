@@ -41,7 +41,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -143,6 +143,12 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     add("--blocks", type=read_blocks, action="append", metavar="KERNEL:NAME=NUMBER,...", help=text)
 
 
+@cache
+def note_interpreter() -> None:
+    """Say it once, however many runs a study has."""
+    say("note", "the kernels run on the CPU in Triton's interpreter, right but slow: use small sizes")
+
+
 def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Fill in the defaults that depend on other arguments and refuse sizes that do not fit together."""
     args.num_kv_heads = args.num_kv_heads or max(1, args.num_heads // 2)
@@ -172,7 +178,7 @@ def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentPar
     ours = ("triton", "fused_optimizer", "tied_embedding", "swiglu_gemm", "benchmark")  # what has kernels
     if any(getattr(args, name) for name in (*Fusions.__dataclass_fields__, "benchmark") if name.startswith(ours)):
         if INTERPRETED:
-            say("note", "the kernels run on the CPU in Triton's interpreter, right but slow: use small sizes")
+            note_interpreter()
         elif args.device == "cpu" or not torch.cuda.is_available():
             fail("on a CPU the kernels need Triton's interpreter: set TRITON_INTERPRET=1, or --disable-all-fusion", 4)
 

@@ -45,7 +45,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -144,6 +144,12 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     add("--blocks", type=read_blocks, action="append", metavar="KERNEL:NAME=NUMBER,...", help=text)
 
 
+@cache
+def note_interpreter() -> None:
+    """Say it once, however many runs a study has."""
+    say("note", "the kernels run on the CPU in Triton's interpreter, right but slow: use small sizes")
+
+
 def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Refuse sizes and inputs that do not fit together; lower what a real protein has less of."""
     for name in ("msa", "pair"):
@@ -172,7 +178,7 @@ def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentPar
     args.blocks = " ".join(texts) or ModelConfig.blocks
     if any(getattr(args, name) for _, name, _ in FUSIONS if name.startswith("triton")):
         if INTERPRETED:
-            say("note", "the kernels run on the CPU in Triton's interpreter, right but slow: use small sizes")
+            note_interpreter()
         elif args.device == "cpu" or not torch.cuda.is_available():
             fail("on a CPU the kernels need Triton's interpreter: set TRITON_INTERPRET=1, or --disable-all-fusion", 4)
 
