@@ -383,12 +383,14 @@ def test_blocks_change_what_is_launched_and_nothing_else(monkeypatch: pytest.Mon
 def test_blocks_are_recorded(run):
     quick = ["--num-steps", "1", "--warmup-steps", "0", "--under-profiler", "--num-layers", "1", "--batch-size", "1"]
     chosen = ["--blocks", "rotary:TILE=128", "--blocks", "rms_norm_forward:num_warps=8,TILE=64"]
+    v3.note_interpreter.cache_clear()
     result = run(V3, *HERE, *quick, *chosen)
     assert result.status == 0, result.stderr
     assert result.summary["config"]["blocks"] == "rotary:TILE=128 rms_norm_forward:num_warps=8,TILE=64"
     assert "blocks" not in result.stdout
     assert result.stderr.count("\n") == v3.INTERPRETED
     assert ("Triton's interpreter" in result.stderr) == v3.INTERPRETED
+    assert run(V3, *HERE, *quick).stderr == "", "it is said once"
     assert build(V3).config.blocks == "default"
 
 
