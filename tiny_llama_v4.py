@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """TinyLlama V4: what is left to take away when the kernels of V3 are fast.
 
-direct-gradients   weight gradients leave their GEMM in float32, for the optimizer, without a pass that casts them
+direct-gradients   weight gradients go from their GEMM to the optimizer, without a pass that casts them
 fused-optimizer    AdamW over all parameters in one kernel, which also writes the weights that the next GEMMs take
+norm-from-output   a norm's backward pass reads its output, which the next GEMM keeps anyway, in place of its input
 tied-embedding     the gradient of the embedding is added to that of the output projection, which has the same weight
 rotary-fusion      the kernels of the attention's backward pass turn the gradients of query and key back themselves
 swiglu-gemm        SwiGLU in the epilogue of a Triton GEMM, forward and backward
@@ -98,6 +99,7 @@ class Fusions:
     triton_cross_entropy: bool = True
     direct_gradients: bool = True
     fused_optimizer: bool = True
+    norm_from_output: bool = True
     tied_embedding: bool = True
     rotary_fusion: bool = True
     swiglu_gemm: bool = True
@@ -113,8 +115,9 @@ FUSIONS: tuple[tuple[str, str, str], ...] = (
     ("triton-attention", "triton_attention", "our own flash attention, which repeats no key or value"),
     ("triton-swiglu", "triton_swiglu", "silu(gate) * up as one kernel"),
     ("triton-cross-entropy", "triton_cross_entropy", "cross-entropy without a float32 copy of the logits"),
-    ("direct-gradients", "direct_gradients", "weight gradients leave their GEMM in float32"),
+    ("direct-gradients", "direct_gradients", "weight gradients go to the optimizer without being cast"),
     ("fused-optimizer", "fused_optimizer", "AdamW as one kernel, which also writes the weights that GEMMs take"),
+    ("norm-from-output", "norm_from_output", "the norm's backward pass reads its output in place of its input"),
     ("tied-embedding", "tied_embedding", "embedding gradient added to that of the output projection"),
     ("rotary-fusion", "rotary_fusion", "attention's backward kernels turn the gradients of query and key back"),
     ("swiglu-gemm", "swiglu_gemm", "SwiGLU in the epilogue of a Triton GEMM, forward and backward"),
@@ -349,7 +352,7 @@ class Beside:
     there is room for it. What it reads is kept until the chain has waited for it, `KEPT` pieces of work later.
     """
 
-    KEPT = 8
+    KEPT = 2
 
     def __init__(self):
         self.active = False
@@ -400,17 +403,21 @@ BESIDE = Beside()
 class Room:
     """Where the optimizer reads the gradients of some parameters: one buffer, from the first of a step to its end.
 
-    `begins`: of each parameter in the buffers of the optimizer, and the end of the last.
+    `begins`: of each parameter in the buffers of the optimizer, and the end of the last. `dtype`: of the gradients.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], begins: list[int]):
+    def __init__(self, parameters: list[nn.Parameter], begins: list[int], dtype: torch.dtype):
         self.parameters, self.begins, self.end = parameters, dict(zip(parameters, begins, strict=False)), begins[-1]
-        self.begin, self.buffer = begins[0], None
+        self.begin, self.dtype, self.buffer = begins[0], dtype, None
+        for parameter in parameters:
+            parameter.room = self
+            if dtype != parameter.dtype:
+                parameter.grad_dtype = dtype  # or autograd would cast it
 
     def part(self, parameter: nn.Parameter) -> Tensor:
         """The part of the buffer that is for this parameter; always another object, or autograd would copy it."""
         if self.buffer is None:
-            self.buffer = torch.empty(self.end - self.begin, device=parameter.device)
+            self.buffer = torch.empty(self.end - self.begin, device=parameter.device, dtype=self.dtype)
             if len(self.parameters) > 1:
                 self.buffer.zero_()  # what lies between them
         return self.buffer[self.begins[parameter] - self.begin :][: parameter.numel()].view_as(parameter)
@@ -433,10 +440,11 @@ def for_the_optimizer(parameter: Tensor, compute: Callable[[Tensor], None], *inp
 
 
 WIDE_RESULTS = "dtype_out" in torch.ops.aten.mm.overloads()  # from PyTorch 2.8 on
+NARROW_GRADIENTS = hasattr(Tensor, "grad_dtype")  # from PyTorch 2.10 on: a float32 parameter's in another type
 
 
 def weight_gradient(weight: Tensor, grad: Tensor, x: Tensor, direct: bool) -> Tensor:
-    """Gradient grad^T x of a weight [N, K] from grad [T, N] and x [T, K]; `direct`: in the float32 of the GEMM."""
+    """Gradient grad^T x of a weight [N, K] from grad [T, N] and x [T, K]; `direct`: no other kernel casts it."""
 
     def compute(out: Tensor) -> None:
         if out.dtype == x.dtype:
@@ -517,7 +525,7 @@ def rms_norm_forward_kernel(
 
 @triton.jit
 def rms_norm_backward_kernel(
-    GRAD_NORMED, GRAD_SUMMED, SUMMED, WEIGHT, RSTD, GRAD_X, GRAD_UPDATE, GRAD_WEIGHT, rows,
+    GRAD_NORMED, GRAD_SUMMED, KEPT, WEIGHT, RSTD, GRAD_X, GRAD_UPDATE, GRAD_WEIGHT, rows, FROM_OUTPUT: tl.constexpr,
     C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
@@ -529,7 +537,8 @@ def rms_norm_backward_kernel(
         inside = (row < rows)[:, None] & (channel < C)[None, :]
         at = row[:, None] * C + channel[None, :]
         rstd = tl.load(RSTD + row, mask=row < rows, other=0.0)[:, None]
-        normed = tl.load(SUMMED + at, mask=inside, other=0.0).to(tl.float32) * rstd
+        kept = tl.load(KEPT + at, mask=inside, other=0.0).to(tl.float32)
+        normed = tl.where((weight == 0)[None, :], 0.0, kept / weight[None, :]) if FROM_OUTPUT else kept * rstd
         grad = tl.load(GRAD_NORMED + at, mask=inside, other=0.0).to(tl.float32)
         grad_weight += grad * normed
         grad *= weight[None, :]
@@ -555,38 +564,50 @@ def rms_norm_forward(
 
 @operator
 def rms_norm_backward(
-    grad_normed: Tensor, grad_summed: Tensor | None, summed: Tensor, weight: Tensor, rstd: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x, of the update (in its `dtype`; empty without one) and of the weight, by program."""
-    rows, programs, options = row_options("rms_norm_backward", summed)
-    grad_x, grad_weight = torch.empty_like(summed), weight.new_empty(programs, len(weight), dtype=torch.float32)
-    grad_update = summed.new_empty(0) if grad_summed is None else torch.empty_like(summed, dtype=dtype)
+    grad_normed: Tensor, grad_summed: Tensor | None, kept: Tensor, weight: Tensor, rstd: Tensor, from_output: bool,
+    dtype: torch.dtype, update_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of x and of the update in their types (the second empty without one), of the weight by program.
+
+    kept: x + update, or `from_output` the norm's output.
+    """
+    rows, programs, options = row_options("rms_norm_backward", kept)
+    grad_x = torch.empty_like(kept, dtype=dtype)
+    grad_update = kept.new_empty(0) if grad_summed is None else torch.empty_like(kept, dtype=update_dtype)
+    grad_weight = weight.new_empty(programs, len(weight), dtype=torch.float32)
     wrap_triton(rms_norm_backward_kernel)[(programs,)](
-        grad_normed, grad_summed, summed, weight, rstd, grad_x, grad_update, grad_weight, rows, **options
+        grad_normed, grad_summed, kept, weight, rstd, grad_x, grad_update, grad_weight, rows, from_output, **options
     )
     return grad_x, grad_update, grad_weight
 
 
 class AddRMSNorm(torch.autograd.Function):
-    """x, update [..., D] -> norm(x + update) * weight in `dtype`, and x + update. Without an update only the norm."""
+    """x, update [..., D] -> norm(x + update) * weight in `dtype`, and x + update. Without an update only the norm.
+
+    `from_output`: the norm is kept for the backward pass, which divides it by the weight (Apex's memory_efficient). A
+    channel whose weight is exactly 0 is lost to it, and its gradients are 0.
+    """
 
     @staticmethod
-    def forward(ctx, x: Tensor, update: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype):
+    def forward(
+        ctx, x: Tensor, update: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype, from_output: bool
+    ):  # fmt: skip
         x, weight, update = x.contiguous(), weight.contiguous(), None if update is None else update.contiguous()
         normed, summed, rstd = rms_norm_forward(x, update, weight, eps, dtype)
-        ctx.update_dtype = None if update is None else update.dtype
-        ctx.save_for_backward(x if update is None else summed, weight, rstd)
+        ctx.from_output, ctx.dtypes = from_output, (x.dtype, x.dtype if update is None else update.dtype)
+        ctx.save_for_backward(normed if from_output else x if update is None else summed, weight, rstd)
         return normed if update is None else (normed, summed)
 
     @staticmethod
     def backward(ctx, grad_normed: Tensor, grad_summed: Tensor | None = None):
-        summed, weight, rstd = ctx.saved_tensors
-        if grad_summed is not None:
-            grad_summed = grad_summed.contiguous()
-        dtype = ctx.update_dtype or summed.dtype
-        grads = rms_norm_backward(grad_normed.contiguous(), grad_summed, summed, weight, rstd, dtype)
+        kept, weight, rstd = ctx.saved_tensors
+        alone = grad_summed is None  # without an update
+        grad_summed = None if alone else grad_summed.contiguous()
+        grads = rms_norm_backward(
+            grad_normed.contiguous(), grad_summed, kept, weight, rstd, ctx.from_output, *ctx.dtypes
+        )
         grad_weight = for_the_optimizer(weight, partial(sum_parts, grads[2]), grads[2])
-        return grads[0], None if ctx.update_dtype is None else grads[1], grad_weight, None, None
+        return grads[0], None if alone else grads[1], grad_weight, None, None, None
 
 
 @triton.jit
@@ -1185,7 +1206,7 @@ def adamw_kernel(
     for start in range(tl.program_id(0) * BLOCK, size, PROGRAMS * BLOCK):
         at = tl.cast(start, tl.int64) + tl.arange(0, BLOCK)
         inside = at < size
-        grad = tl.load(GRADS + at, mask=inside, other=0.0)
+        grad = tl.load(GRADS + at, mask=inside, other=0.0).to(tl.float32)
         if SCALE is not None:
             grad /= tl.load(SCALE)
         average = tl.load(AVERAGES + at, mask=inside, other=0.0)
@@ -1222,13 +1243,16 @@ class FusedAdamW(torch.optim.Optimizer):
     """AdamW (Loshchilov and Hutter 2019) with all parameters in one buffer, and one kernel that goes over it.
 
     Weights, their copies in `dtype` for the GEMMs and moments are parts of buffers of the same order, so the kernel
-    needs no list of addresses; it is launched once for each of `groups`, which share a buffer of gradients. Gradients
-    are written anew in every step: there is nothing to clear.
+    needs no list of addresses; it is launched once for each of `groups`, which share a buffer of gradients, that of a
+    single parameter in `grad_dtype`. Gradients are written anew in every step: there is nothing to clear.
     """
 
     _step_supports_amp_scaling = True  # GradScaler leaves it to the kernel to divide by its scale and to skip a step
 
-    def __init__(self, groups: Iterable[list[nn.Parameter]], lr: float, dtype: torch.dtype):
+    def __init__(
+        self, groups: Iterable[list[nn.Parameter]], lr: float, dtype: torch.dtype,
+        grad_dtype: torch.dtype = torch.float32,
+    ):  # fmt: skip
         groups = list(groups)
         parameters = [parameter for group in groups for parameter in group]
         super().__init__(parameters, {"lr": lr, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01})
@@ -1247,10 +1271,10 @@ class FusedAdamW(torch.optim.Optimizer):
                 parameter.low, parameter.low_version = views["low"], -1  # not written yet
             self.state[parameter] = {"step": self.steps, **views}
         ends = itertools.accumulate(map(len, groups))
-        self.rooms = [Room(g, begins[end - len(g) : end + 1]) for g, end in zip(groups, ends, strict=True)]
-        for room in self.rooms:
-            for parameter in room.parameters:
-                parameter.room = room
+        self.rooms = [
+            Room(group, begins[end - len(group) : end + 1], grad_dtype if len(group) == 1 else torch.float32)
+            for group, end in zip(groups, ends, strict=True)
+        ]
 
     def load_state_dict(self, state_dict: dict) -> None:
         """Take the moments and the number of steps into the buffers."""
@@ -1507,7 +1531,8 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor, update: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """x and update [..., D] -> norm of their sum, in the type that the next GEMM takes, and their sum."""
         if self.fusions.triton_rms_norm:
-            result = AddRMSNorm.apply(x, update, self.weight, self.eps, gemm_type(x))
+            options = self.eps, gemm_type(x), self.fusions.norm_from_output
+            result = AddRMSNorm.apply(x, update, self.weight, *options)
             return (result, x) if update is None else result
         x = x if update is None else x + update
         wide = x.float()
@@ -1742,7 +1767,9 @@ def build_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.O
         weights = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
         others = [p for p in model.parameters() if all(p is not weight for weight in weights)]  # small ones
         dtype = getattr(torch, args.amp_dtype) if args.use_amp else torch.float32
-        return FusedAdamW([others, *([weight] for weight in weights)], args.learning_rate, dtype)
+        narrow = args.direct_gradients and NARROW_GRADIENTS and not torch.distributed.is_initialized()  # DDP: float32
+        grad_dtype = dtype if narrow else torch.float32
+        return FusedAdamW([others, *([weight] for weight in weights)], args.learning_rate, dtype, grad_dtype)
     return AdamW(model.parameters(), args.learning_rate, fused=True, capturable=args.cuda_graph)
 
 

@@ -17,6 +17,7 @@ from test_triton_llama import (
     DEVICE,
     HERE,
     LIMITS,
+    add_rms_norm,
     agree,
     angles,
     both_types,
@@ -32,6 +33,7 @@ from torch import Tensor, nn
 V3, V4 = "tiny_llama_v3", "tiny_llama_v4"
 v4 = load(V4)
 CHANGED = {  # of V3's kernels
+    "rms_norm_backward_kernel",
     *("attention_backward_queries_kernel", "attention_backward_keys_kernel"),
     *("cross_entropy_forward_kernel", "cross_entropy_backward_kernel"),
 }
@@ -50,7 +52,38 @@ def test_kernels_of_v3_are_the_same_except_for_those_that_v4_changes():
     assert {name for name, source in before.items() if after[name] != source} == CHANGED
 
 
-# Projections and attention
+# Norm, projections and attention
+
+
+@both_types
+@dense_or_strided
+@pytest.mark.parametrize("with_update", [True, False], ids=["update", "alone"])
+@pytest.mark.parametrize("from_output", [True, False], ids=["from-output", "from-input"])
+def test_norm(from_output: bool, with_update: bool, strided: bool, dtype: torch.dtype):
+    inputs = [randn(2, 65, 33), 1 + 0.2 * randn(33)]
+    inputs += [randn(2, 65, 33, size=2.0, dtype=dtype)] if with_update else []
+
+    def ours(x: Tensor, weight: Tensor, update: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        return v4.AddRMSNorm.apply(x, update, weight, 1e-5, dtype, from_output)
+
+    def reference(x: Tensor, weight: Tensor, update: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        return add_rms_norm(x, update, weight)
+
+    agree(ours, reference, inputs, strided, limit=LIMITS[dtype])
+
+
+def test_norm_from_its_output_loses_only_the_channel_with_a_weight_of_zero():
+    x, weight = randn(33, 32), 1 + 0.2 * randn(32)
+    weight[5] = 0
+    grads = []
+    for from_output in (True, False):
+        leaves = [t.clone().requires_grad_() for t in (x, weight)]
+        v4.AddRMSNorm.apply(leaves[0], None, leaves[1], 1e-5, torch.float32, from_output).square().sum().backward()
+        grads.append([t.grad for t in leaves])
+    for found, expected in zip(*grads, strict=True):
+        assert not found[..., 5].any()
+        found[..., 5] = expected[..., 5]
+        assert difference(found, expected) < LIMITS[torch.float32]
 
 
 @both_types
@@ -302,7 +335,7 @@ def test_gradients_are_found_where_the_optimizer_reads_them_and_add_up(precision
     assert {name for name, grad in once.items() if not difference(twice[name], 2 * grad) < 1e-6} == set()
     plain = [nn.Parameter(p.detach().clone()) for p in model.parameters()]
     for parameter, grad in zip(plain, twice.values(), strict=True):
-        parameter.grad = grad
+        parameter.grad = grad.float()
     torch.optim.AdamW(plain, args.learning_rate).step()
     optimizer.step()
     assert max(map(difference, model.parameters(), plain)) < 1e-6
