@@ -212,13 +212,10 @@ BLOCKS: dict[str, dict[str, int]] = {
     "attention_backward_key hip": {"BLOCK_M": 32, "BLOCK_N": 32, "num_stages": 1},
     "attention_backward_bias": {"BLOCK_M": 64, "BLOCK_N": 64, "PROGRAMS": 432, "num_warps": 4, "num_stages": 3},
     "attention_backward_bias hip": {"num_stages": 1},
-    "triangle_project": {"BLOCK_M": 128, "BLOCK_C": 64, "num_warps": 8, "num_stages": 1},
-    "triangle_project float32": {"BLOCK_M": 64, "num_warps": 4},
+    "triangle_project": {"BLOCK_M": 64, "BLOCK_C": 64, "num_warps": 4, "num_stages": 1},
     "triangle_project TF32": {"BLOCK_M": 128, "num_warps": 8},
-    "triangle_project hip": {"num_warps": 4},
     "triangle_project float32 hip": {"num_warps": 8},
-    "triangle_output": {"BLOCK_M": 128, "BLOCK_C": 64, "num_warps": 4, "num_stages": 1},
-    "triangle_output float32": {"BLOCK_M": 64},
+    "triangle_output": {"BLOCK_M": 64, "BLOCK_C": 64, "num_warps": 4, "num_stages": 1},
     "triangle_output hip": {"num_warps": 8},
     "triangle_output float32 hip": {"BLOCK_C": 32, "num_warps": 4},
     "triangle_output_backward": {"BLOCK_M": 64, "BLOCK_C": 64, "num_warps": 4, "num_stages": 1},
@@ -227,9 +224,10 @@ BLOCKS: dict[str, dict[str, int]] = {
     "triangle_output_backward hip": {"BLOCK_M": 64, "BLOCK_C": 32, "num_warps": 8},
     "triangle_output_backward float32 hip": {"num_warps": 4},
     "triangle_project_backward": {"BLOCK_M": 64, "BLOCK_C": 64, "num_warps": 4, "num_stages": 1},
-    "triangle_project_backward float32": {"BLOCK_C": 32},
-    "triangle_project_backward TF32": {"BLOCK_M": 128, "BLOCK_C": 64, "num_warps": 8},
+    "triangle_project_backward float32": {"BLOCK_M": 128, "BLOCK_C": 32, "num_warps": 8},
+    "triangle_project_backward TF32": {"BLOCK_C": 64},
     "triangle_project_backward hip": {"BLOCK_C": 32, "num_warps": 8},
+    "triangle_project_backward float32 hip": {"BLOCK_M": 64},
     "triangle_weights": {"ROWS": 1, "num_warps": 2},
     "outer_product_forward": {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_S": 32, "num_warps": 4, "num_stages": 3},
     "outer_product_forward float32": {"BLOCK_M": 128, "num_warps": 8, "num_stages": 2},
@@ -915,14 +913,13 @@ def triangle_project_kernel(
     X, NORM_WEIGHT, NORM_BIAS, WEIGHT, BIAS, AB, M, eps: tl.constexpr, C: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """a (second grid dimension 0) or b (1) = projection * sigmoid(gate), channel first."""
-    half = tl.program_id(1)
+    """a and b = projection * sigmoid(gate), channel first."""
     position = index(tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), WIDE)
     channel = tl.arange(0, C)
     x, _ = normalised(position_tile(X, position, C, channel, 1, M), True, eps, C)
     x = tl.trans(scale_and_shift(x, NORM_WEIGHT, NORM_BIAS, C).to(WEIGHT.dtype.element_ty))
-    for first in tl.range(0, C, BLOCK_C, loop_unroll_factor=1):
-        row = half * C + first + tl.arange(0, BLOCK_C)
+    for first in tl.range(0, 2 * C, BLOCK_C, loop_unroll_factor=1):  # first the rows of a_p, then those of b_p
+        row = first + tl.arange(0, BLOCK_C)
         at = WEIGHT + row[:, None] * C + channel[None, :]
         gate = tl.dot(tl.load(at + 2 * C * C), x, input_precision=PRECISION) + tl.load(BIAS + 2 * C + row)[:, None]
         value = tl.dot(tl.load(at), x, input_precision=PRECISION) + tl.load(BIAS + row)[:, None]
@@ -1077,7 +1074,7 @@ def triangle_forward(
     dtype = torch.promote_types(x.dtype, weight.dtype) if residual else weight.dtype
     ab, out = weight.new_empty(2 * dim, positions), torch.empty_like(x, dtype=dtype)
     options = triangle_options("triangle_project", x, weight)
-    wrap_triton(triangle_project_kernel)[(triton.cdiv(positions, options["BLOCK_M"]), 2)](
+    wrap_triton(triangle_project_kernel)[(triton.cdiv(positions, options["BLOCK_M"]),)](
         x, in_weight, in_bias, weight, bias, ab, positions, eps, **options
     )
     a, b = (half.view(matrices) for half in ab.chunk(2))
@@ -1142,7 +1139,9 @@ def triangle_weight_gradients(
 ) -> Tensor:  # fmt: skip
     """Fill grad_weight [K, C] and grad_bias [K] from grad [M, K] and normed [M, C]; the norm's gradients [2, C]."""
     (positions, width), dim = grad.shape, normed.shape[1]
-    parts = 32  # of the positions: one GEMM over all of them has too few tiles to occupy the device
+    # One GEMM over all positions has too few tiles to occupy the device; parts of them are added up. In 16 bits few
+    # parts are as fast where there is much to read, and there is less to add up.
+    parts = 8 if width > dim and grad.element_size() == 2 and positions >= 2**15 else 32
     while parts > 1 and (positions % parts or positions < 512 * parts):
         parts //= 2
     products = torch.bmm(grad.view(parts, -1, width).mT, normed.view(parts, -1, dim))
