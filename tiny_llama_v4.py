@@ -352,7 +352,7 @@ class Beside:
     there is room for it. What it reads is kept until the chain has waited for it, `KEPT` pieces of work later.
     """
 
-    KEPT = 2
+    KEPT = 4
 
     def __init__(self):
         self.active = False
@@ -363,7 +363,8 @@ class Beside:
     def begin(self, wanted: bool) -> bool:
         """A step begins; will anything be beside it?"""
         self.active = wanted and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-        if self.active:
+        if self.active:  # the second stream needs a workspace for its GEMMs; those of eager steps are given back
+            torch._C._cuda_clearCublasWorkspaces()
             self.begun = torch.cuda.current_stream().record_event()
         return self.active
 

@@ -84,6 +84,7 @@ def begin(module: ModuleType, argv: Sequence[str], rounds: int) -> tuple[object,
     cuda, gpu = module.torch.cuda, run.device.type == "cuda"
     if gpu:
         module.torch._C._cuda_clearCublasWorkspaces()  # each side has workspaces of its own
+        cuda.empty_cache()  # or those of graphs that are gone would count as memory from before
     before = module.gpu_memory(cuda.memory_allocated) if gpu else 0
     run.start()
     run.plan(3, "step")
