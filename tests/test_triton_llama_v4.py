@@ -331,6 +331,8 @@ def test_gradients_are_found_where_the_optimizer_reads_them_and_add_up(precision
 
     once = backward()
     assert [n for n, p in model.named_parameters() if p.grad.data_ptr() != p.room.part(p).data_ptr()] == []
+    narrow = args.use_amp and v4.NARROW_GRADIENTS
+    assert once["layers.0.mlp.down_proj.weight"].dtype == (torch.bfloat16 if narrow else torch.float32)
     twice = backward()
     assert {name for name, grad in once.items() if not difference(twice[name], 2 * grad) < 1e-6} == set()
     plain = [nn.Parameter(p.detach().clone()) for p in model.parameters()]
