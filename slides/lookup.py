@@ -80,7 +80,9 @@ def select(source: str, rows: Sequence[str], columns: Sequence[str]) -> list[lis
 def figure(source: str, row: str, column: str) -> str:
     """A cell of a table, or a value in a result file."""
     if not source.endswith(".json"):
-        return select(source, [row], [column])[0][0]
+        if (found := select(source, [row], [column])[0][0]) == "-":
+            raise ToolError(f"{source}: {row} has no {column}")
+        return found
     value = read_json(ROOT / source)
     try:
         for key in row.split("."):

@@ -65,6 +65,7 @@ def test_commands_on_slides_and_in_notes_are_accepted(path):
         ("```code\ntiny_llama_v1.py SwiGLU.backward\n```", "tiny_llama_v1.py: no function SwiGLU.backward"),
         ("```code\ntiny_llama_v1.py SwiGLU.forward: gate ... relu\n```", "no lines 'gate ... relu'"),
         ("- {llama: small, bf16: V9, ms}", "llama: no table there"),
+        ("- {headline: tiny_llama, small, fp32: eager V1, MB}", "small, fp32 has no eager V1, MB"),
         ("- {results/h100/none.json: rounds: d}", "none.json: No such file"),
         ("- {results/h100/fastest.json: turns: d}", "fastest.json: no turns"),
         ("\n".join(["- too long"] * 20), "inches too many"),
