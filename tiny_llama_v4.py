@@ -531,7 +531,7 @@ def rms_norm_backward_kernel(
 ):  # fmt: skip
     program = tl.program_id(0)
     channel = tl.arange(0, BLOCK_C)
-    weight = tl.load(WEIGHT + channel, mask=channel < C, other=0.0).to(tl.float32)
+    weight = tl.load(WEIGHT + channel, mask=channel < C, other=1.0).to(tl.float32)
     grad_weight = tl.zeros([ROWS, BLOCK_C], tl.float32)  # a sum over rows costs more than these registers
     for start in range(program * ROWS, rows, PROGRAMS * ROWS):
         row = tl.cast(start, tl.int64) + tl.arange(0, ROWS)
