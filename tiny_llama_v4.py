@@ -602,13 +602,12 @@ class AddRMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_normed: Tensor, grad_summed: Tensor | None = None):
         kept, weight, rstd = ctx.saved_tensors
-        alone = grad_summed is None  # without an update
-        grad_summed = None if alone else grad_summed.contiguous()
-        grads = rms_norm_backward(
-            grad_normed.contiguous(), grad_summed, kept, weight, rstd, ctx.from_output, *ctx.dtypes
-        )
+        if grad_summed is not None:
+            grad_summed = grad_summed.contiguous()
+        options = ctx.from_output, *ctx.dtypes
+        grads = rms_norm_backward(grad_normed.contiguous(), grad_summed, kept, weight, rstd, *options)
         grad_weight = for_the_optimizer(weight, partial(sum_parts, grads[2]), grads[2])
-        return grads[0], None if alone else grads[1], grad_weight, None, None, None
+        return grads[0], None if grad_summed is None else grads[1], grad_weight, None, None, None
 
 
 @triton.jit
@@ -1532,8 +1531,7 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor, update: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """x and update [..., D] -> norm of their sum, in the type that the next GEMM takes, and their sum."""
         if self.fusions.triton_rms_norm:
-            options = self.eps, gemm_type(x), self.fusions.norm_from_output
-            result = AddRMSNorm.apply(x, update, self.weight, *options)
+            result = AddRMSNorm.apply(x, update, self.weight, self.eps, gemm_type(x), self.fusions.norm_from_output)
             return (result, x) if update is None else result
         x = x if update is None else x + update
         wide = x.float()
