@@ -2350,9 +2350,8 @@ class Trainer:
 
     def capture(self) -> None:
         """Capture the step as a graph, without running it; from now on it is replayed. A step must have run before."""
-        first = torch.cuda.graph.default_capture_stream or torch.cuda.Stream(priority=-1)
-        torch.cuda.graph.default_capture_stream = first  # it comes before what a script puts on other streams
-        with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):
+        # This stream comes before what a script puts on others, and as a new one it has workspaces of cuBLAS of its own.
+        with torch.cuda.graph(graph := torch.cuda.CUDAGraph(), stream=torch.cuda.Stream(priority=-1)):
             self.loss = self.compute(self.inputs)
         self.graph, self.phases = graph, GRAPH_PHASES
 

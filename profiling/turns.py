@@ -30,6 +30,7 @@ def free_memory() -> None:
     torch.compiler.reset()
     gc.collect()
     if torch.cuda.is_available():
+        torch._C._cuda_clearCublasWorkspaces()  # some lie in the memory of graphs that are gone, which they would keep
         torch.cuda.empty_cache()
 
 
@@ -81,11 +82,10 @@ def begin(module: ModuleType, argv: Sequence[str], rounds: int) -> tuple[object,
     """A warm Run of a script, how many of its steps are a turn, and its peak memory in MB as that of a run alone."""
     options = ["--log-interval", "1000000", "--profile-dir", tempfile.gettempdir()]
     run = module.Run(module.parse_args([*argv, *options]))
-    cuda, gpu = module.torch.cuda, run.device.type == "cuda"
+    gpu = run.device.type == "cuda"
     if gpu:
         module.torch._C._cuda_clearCublasWorkspaces()  # each side has workspaces of its own
-        cuda.empty_cache()  # or those of graphs that are gone would count as memory from before
-    before = module.gpu_memory(cuda.memory_allocated) if gpu else 0
+    before = module.gpu_memory(module.torch.cuda.memory_allocated) if gpu else 0
     run.start()
     run.plan(3, "step")
     run.take(3)

@@ -257,7 +257,9 @@ def test_compare_fusion_gives_each_side_the_memory_of_a_run_alone(graph: list[st
     result = run_main("tiny_openfold_v2", tmp_path / "both", "--compare-fusion", *argv)
     assert result.status == 0, result.stderr
     assert re.search(r"Batch time ratio in 10 turns: [\d.]+x to [\d.]+x \(.+\)", result.stdout)
+    free_memory()
     alone = run_main("tiny_openfold_v2", tmp_path / "alone", *argv).summary
+    free_memory()
     off = run_main("tiny_openfold_v2", tmp_path / "off", "--disable-all-fusion", *argv).summary
     baseline = strict_json((tmp_path / "both" / "baseline" / "tiny_openfold_v2_summary.json").read_text())
     assert result.summary["memory"]["peak_mb"] == pytest.approx(alone["memory"]["peak_mb"], rel=0.02)
