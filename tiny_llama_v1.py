@@ -259,12 +259,14 @@ class TextBatches:
     """Random windows of a token stream kept in host memory: {"input_ids": [B, S], "labels": [B, S]}."""
 
     def __init__(self, stream: Tensor, args: argparse.Namespace, device: torch.device, seed: int):
-        self.stream, self.seq_len, self.batch_size, self.device = stream, args.seq_len, args.batch_size, device
+        self.windows = np.lib.stride_tricks.sliding_window_view(stream.numpy(), args.seq_len)
+        self.batch_size, self.device = args.batch_size, device
         self.generator = torch.Generator().manual_seed(seed)
 
     def next_batch(self) -> dict[str, Tensor]:
-        starts = torch.randint(len(self.stream) - self.seq_len + 1, (self.batch_size, 1), generator=self.generator)
-        tokens = self.stream[starts + torch.arange(self.seq_len)].to(self.device)
+        starts = torch.randint(len(self.windows), (self.batch_size,), generator=self.generator)
+        # By NumPy, in this thread: from 3000 tokens on PyTorch would take all cores, and wait for each of a busy host.
+        tokens = torch.from_numpy(self.windows[starts.numpy()]).to(self.device)
         return {"input_ids": tokens, "labels": tokens}
 
 
@@ -563,7 +565,7 @@ class Trainer:
 
     def capture(self) -> None:
         """Capture the step as a graph, without running it; from now on it is replayed. A step must have run before."""
-        # This stream comes before what a script puts on others, and as a new one it has workspaces of cuBLAS of its own.
+        # This stream comes before what a script puts on others; as it is new, it has workspaces of cuBLAS of its own.
         with torch.cuda.graph(graph := torch.cuda.CUDAGraph(), stream=torch.cuda.Stream(priority=-1)):
             self.loss = self.compute(self.inputs)
         self.graph, self.phases = graph, GRAPH_PHASES
