@@ -1286,8 +1286,8 @@ class Trainer:
 
     def capture(self) -> None:
         """Capture the step as a graph, without running it; from now on it is replayed. A step must have run before."""
-        # This stream comes before what a script puts on others; as it is new, it has workspaces of cuBLAS of its own.
-        with torch.cuda.graph(graph := torch.cuda.CUDAGraph(), stream=torch.cuda.Stream(priority=-1)):
+        first = torch.cuda.Stream(priority=-1)  # before others of the script; with workspaces of cuBLAS of its own
+        with torch.cuda.graph(graph := torch.cuda.CUDAGraph(), stream=first):
             self.loss = self.compute(self.inputs)
         self.graph, self.phases = graph, GRAPH_PHASES
 
