@@ -1785,7 +1785,7 @@ class TextBatches:
 
     def next_batch(self) -> dict[str, Tensor]:
         starts = torch.randint(len(self.windows), (self.batch_size,), generator=self.generator)
-        # By NumPy, in this thread: from 3000 tokens on PyTorch would take all cores, and wait for each of a busy host.
+        # By NumPy, in one thread: from 3000 tokens on PyTorch takes a thread per core, and on a busy host one is late.
         tokens = torch.from_numpy(self.windows[starts.numpy()]).to(self.device)
         return {"input_ids": tokens, "labels": tokens}
 
@@ -2085,7 +2085,7 @@ class Trainer:
 
     def capture(self) -> None:
         """Capture the step as a graph, without running it; from now on it is replayed. A step must have run before."""
-        first = torch.cuda.Stream(priority=-1)  # before others of the script; with workspaces of cuBLAS of its own
+        first = torch.cuda.Stream(priority=-1)  # it goes before a script's others, and has its own cuBLAS workspaces
         with torch.cuda.graph(graph := torch.cuda.CUDAGraph(), stream=first):
             self.loss = self.compute(self.inputs)
         self.graph, self.phases = graph, GRAPH_PHASES

@@ -991,7 +991,7 @@ class Trainer:
 
     def capture(self) -> None:
         """Capture the step as a graph, without running it; from now on it is replayed. A step must have run before."""
-        first = torch.cuda.Stream(priority=-1)  # before others of the script; with workspaces of cuBLAS of its own
+        first = torch.cuda.Stream(priority=-1)  # it goes before a script's others, and has its own cuBLAS workspaces
         with torch.cuda.graph(graph := torch.cuda.CUDAGraph(), stream=first):
             self.loss = self.compute(self.inputs)
         self.graph, self.phases = graph, GRAPH_PHASES
