@@ -1778,8 +1778,8 @@ def build_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.O
 class TextBatches:
     """Random windows of a token stream kept in host memory: {"input_ids": [B, S], "labels": [B, S]}."""
 
-    def __init__(self, stream: Tensor, args: argparse.Namespace, device: torch.device, seed: int):
-        self.windows = np.lib.stride_tricks.sliding_window_view(stream.numpy(), args.seq_len)
+    def __init__(self, stream: np.ndarray, args: argparse.Namespace, device: torch.device, seed: int):
+        self.windows = np.lib.stride_tricks.sliding_window_view(stream, args.seq_len)
         self.batch_size, self.device = args.batch_size, device
         self.generator = torch.Generator().manual_seed(seed)
 
@@ -1790,7 +1790,7 @@ class TextBatches:
         return {"input_ids": tokens, "labels": tokens}
 
 
-def markov_text(vocab_size: int, length: int, seed: int) -> Tensor:
+def markov_text(vocab_size: int, length: int, seed: int) -> np.ndarray:
     """Synthetic text [length] from a fixed order-2 Markov chain.
 
     The two previous tokens, each taken modulo 8, choose one of 64 contexts; a context has 16 possible successors with
@@ -1808,10 +1808,10 @@ def markov_text(vocab_size: int, length: int, seed: int) -> Tensor:
     for step in range(steps):
         before, last = last, successors[before % 8 * 8 + last % 8, choices[step]]
         text[step] = last
-    return torch.from_numpy(text.T.reshape(-1)[:length].copy())
+    return text.T.reshape(-1)[:length]
 
 
-def read_text(path: Path, seq_len: int) -> Tensor:
+def read_text(path: Path, seq_len: int) -> np.ndarray:
     """The bytes of a text file as tokens [length]."""
     try:
         content = path.read_bytes()
@@ -1821,7 +1821,7 @@ def read_text(path: Path, seq_len: int) -> Tensor:
         fail(f"--text-file {path}: this is a binary file; give a text file")
     if len(content) < seq_len:
         fail(f"--text-file {path}: {len(content)} bytes are fewer than --seq-len {seq_len}")
-    return torch.from_numpy(np.frombuffer(content, dtype=np.uint8).astype(np.int64))
+    return np.frombuffer(content, dtype=np.uint8).astype(np.int64)
 
 
 def make_batches(args: argparse.Namespace, device: torch.device, seed: int) -> TextBatches:
