@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Power and energy of version scripts: watts, joules per step and millijoules per sample, in long alternating turns.
+"""Power, clock and energy of version scripts, per step and per sample, in long alternating turns.
 
-The GPU's own reading is taken every 50 ms while a script trains, by torch.cuda.power_draw, which needs nvidia-ml-py on
-NVIDIA's GPUs and amdsmi on AMD's. The reading is an average over a second on some GPUs: so a turn is long, and its
-first part does not count. On a GPU steps are graphs, so that the host does not count. Nothing is shown where power
-cannot be read.
+The GPU's own readings are taken every 50 ms while a script trains, by torch.cuda.power_draw and clock_rate, which need
+nvidia-ml-py on NVIDIA's GPUs and amdsmi on AMD's. The power is an average over a second on some GPUs: so a turn is
+long, and its first part does not count. On a GPU steps are graphs, so that the host does not count. Nothing is shown
+where power cannot be read. A GPU at its power limit lowers its clock: two versions there differ in time as in energy.
 
 Every other argument goes to the scripts: sizes, precision and fusions.
 
@@ -55,34 +55,35 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def watts() -> float:
-    """What the GPU draws now; ToolError where that cannot be read."""
+def reading() -> tuple[float, float]:
+    """What the GPU draws now in watts, and its clock in MHz; ToolError where these cannot be read."""
     import torch
 
     if not torch.cuda.is_available():
         raise ToolError("power can be read on a GPU alone, and there is none here", status=4)
     try:
-        return torch.cuda.power_draw() / 1e3
+        return torch.cuda.power_draw() / 1e3, torch.cuda.clock_rate()
     except (ImportError, RuntimeError, AttributeError, OSError) as error:
         raise ToolError(f"power cannot be read here: {error} (nvidia-ml-py or amdsmi is needed)", status=4) from error
 
 
-def mean_watts(samples: Sequence[tuple[float, float]], start: float) -> float:
-    """The mean of (seconds, watts) readings from SETTLE seconds after the start on."""
-    settled = [power for moment, power in samples if moment >= start + SETTLE]
+def means(samples: Sequence[tuple[float, float, float]], start: float) -> tuple[float, float]:
+    """The means of (seconds, watts, MHz) readings from SETTLE seconds after the start on: watts and MHz."""
+    settled = [values for moment, *values in samples if moment >= start + SETTLE]
     if not settled:
         raise ToolError("no reading came after the first seconds of a turn: raise --seconds", status=1)
-    return statistics.fmean(settled)
+    power, clock = map(statistics.fmean, zip(*settled, strict=True))
+    return power, clock
 
 
-def take_with_power(run, steps: int) -> float:
-    """Take so many steps of a run; returns the mean power in watts."""
-    samples: list[tuple[float, float]] = []
+def take_with_readings(run, steps: int) -> tuple[float, float]:
+    """Take so many steps of a run; returns the mean power in watts and the mean clock in MHz."""
+    samples: list[tuple[float, float, float]] = []
     done = threading.Event()
 
     def read() -> None:
         while not done.wait(PERIOD):
-            samples.append((time.monotonic(), watts()))
+            samples.append((time.monotonic(), *reading()))
 
     start = time.monotonic()
     with ThreadPoolExecutor(1) as pool:
@@ -92,27 +93,29 @@ def take_with_power(run, steps: int) -> float:
         finally:
             done.set()
         reader.result()  # raises what a reading did
-    return mean_watts(samples, start)
+    return means(samples, start)
 
 
 def energy(modules: Sequence, argv: list[str], seconds: int, rounds: int) -> list[dict]:
-    """A row for each script: power, time and energy of a step, and energy of a sample, medians over the turns."""
+    """A row for each script: power, clock, time and energy of a step, energy of a sample, medians over the turns."""
     runs, steps = {}, {}
     for module in modules:
         run, short, _ = begin(module, argv, 1)
         runs[module.SCRIPT], steps[module.SCRIPT] = run, round(short * 1e3 * seconds / TURN_MS)
         run.plan(rounds * steps[module.SCRIPT], "step")
-    powers: dict[str, list[float]] = {name: [] for name in runs}
+    readings: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
     for turn in range(rounds):
         for name in list(runs) if turn % 2 == 0 else reversed(runs):
-            powers[name].append(take_with_power(runs[name], steps[name]))
+            readings[name].append(take_with_readings(runs[name], steps[name]))
     rows = []
     for name, run in runs.items():
-        joules = [power * ms / 1e3 for power, ms in zip(powers[name], run.turns, strict=True)]
-        row = {"script": name, "argv": argv, "turns_watts": powers[name], "turns_ms": run.turns, "turns_joules": joules}
-        row |= {"watts": statistics.median(powers[name]), "batch_ms": statistics.median(run.turns)}
+        powers, clocks = zip(*readings[name], strict=True)
+        joules = [power * ms / 1e3 for power, ms in zip(powers, run.turns, strict=True)]
+        row = {"script": name, "argv": argv, "turns_watts": powers, "turns_mhz": clocks, "turns_ms": run.turns}
+        row |= {"turns_joules": joules, "watts": statistics.median(powers), "mhz": statistics.median(clocks)}
         joule = statistics.median(joules)
-        rows.append(row | {"joules_per_step": joule, "mj_per_sample": 1e3 * joule / run.args.batch_size})
+        row |= {"batch_ms": statistics.median(run.turns), "joules_per_step": joule}
+        rows.append(row | {"mj_per_sample": 1e3 * joule / run.args.batch_size})
     runs.clear()
     free_memory()
     return rows
@@ -129,14 +132,14 @@ def table(rows: Sequence[dict]) -> str:
     return markdown_table(["script", *UNITS, "energy, of the first"], lines)
 
 
-FORMS = {"watts": ".0f", "batch_ms": ".2f", "joules_per_step": ".3g", "mj_per_sample": ".3g"}
-UNITS = ("W", "ms per step", "J per step", "mJ per sample")
+FORMS = {"watts": ".0f", "mhz": ".0f", "batch_ms": ".2f", "joules_per_step": ".3g", "mj_per_sample": ".1f"}
+UNITS = ("W", "MHz", "ms per step", "J per step", "mJ per sample")
 
 
 def measure(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Measure and print the table; returns the exit status."""
     modules = [load_script(name) for name in args.scripts]
-    watts()  # before anything takes long
+    reading()  # before anything takes long
     argv = graph_of(rest)
     part = {"argv": argv}, partial(energy, modules, argv, args.seconds, args.rounds)
     scripts = [module.SCRIPT for module in modules]

@@ -14,7 +14,7 @@ from analysis_tools import measure_energy
 
 
 def test_energy_is_power_times_time(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(measure_energy, "watts", lambda: 200.0)
+    monkeypatch.setattr(measure_energy, "reading", lambda: (200.0, 1500.0))
     monkeypatch.setattr(measure_energy, "SETTLE", 0.0)
     monkeypatch.setattr(measure_energy, "PERIOD", 0.001)
     output, scripts = tmp_path / "energy.json", ["tiny_llama_v1.py", "tiny_llama_v2.py"]
@@ -22,7 +22,7 @@ def test_energy_is_power_times_time(tmp_path, monkeypatch, capsys):
     assert measure_energy.main([*map(str, argv), *TINY["llama"]]) == 0
     first, second = json.loads(output.read_text())["rows"]
     for row in (first, second):
-        assert row["watts"] == 200.0
+        assert (row["watts"], row["mhz"]) == (200.0, 1500.0)
         assert row["joules_per_step"] == pytest.approx(0.2 * row["batch_ms"])
         assert row["mj_per_sample"] == pytest.approx(500 * row["joules_per_step"]), "of two samples a step"
     part = second["joules_per_step"] / first["joules_per_step"]
@@ -30,20 +30,20 @@ def test_energy_is_power_times_time(tmp_path, monkeypatch, capsys):
 
 
 def test_readings_of_the_turn_before_do_not_count():
-    samples = [(10.5, 900.0), (12.5, 100.0), (13.0, 300.0)]
-    assert measure_energy.mean_watts(samples, 10.0) == 200.0
+    samples = [(10.5, 900.0, 1980.0), (12.5, 100.0, 1000.0), (13.0, 300.0, 1200.0)]
+    assert measure_energy.means(samples, 10.0) == (200.0, 1100.0)
     with pytest.raises(measure_energy.ToolError, match="--seconds"):
-        measure_energy.mean_watts(samples[:1], 10.0)
+        measure_energy.means(samples[:1], 10.0)
 
 
 def test_a_reading_that_fails_in_a_turn_ends_the_study(monkeypatch):
-    def lost() -> float:
+    def lost() -> tuple[float, float]:
         raise measure_energy.ToolError("power cannot be read here: the driver is gone", status=4)
 
-    monkeypatch.setattr(measure_energy, "watts", lost)
+    monkeypatch.setattr(measure_energy, "reading", lost)
     monkeypatch.setattr(measure_energy, "PERIOD", 0.001)
     with pytest.raises(measure_energy.ToolError, match="the driver is gone"):
-        measure_energy.take_with_power(types.SimpleNamespace(take=lambda steps: time.sleep(0.1)), 1)
+        measure_energy.take_with_readings(types.SimpleNamespace(take=lambda steps: time.sleep(0.1)), 1)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has power")
