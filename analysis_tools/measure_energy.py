@@ -111,10 +111,10 @@ def energy(modules: Sequence, argv: list[str], seconds: int, rounds: int) -> lis
     for name, run in runs.items():
         powers, clocks = zip(*readings[name], strict=True)
         joules = [power * ms / 1e3 for power, ms in zip(powers, run.turns, strict=True)]
-        row = {"script": name, "argv": argv, "turns_watts": powers, "turns_mhz": clocks, "turns_ms": run.turns}
-        row |= {"turns_joules": joules, "watts": statistics.median(powers), "mhz": statistics.median(clocks)}
-        joule = statistics.median(joules)
-        row |= {"batch_ms": statistics.median(run.turns), "joules_per_step": joule}
+        turns = {"watts": powers, "mhz": clocks, "ms": run.turns, "joules": joules}
+        watts, mhz, ms, joule = map(statistics.median, turns.values())
+        row = {"script": name, "argv": argv} | {f"turns_{unit}": values for unit, values in turns.items()}
+        row |= {"watts": watts, "mhz": mhz, "batch_ms": ms, "joules_per_step": joule}
         rows.append(row | {"mj_per_sample": 1e3 * joule / run.args.batch_size})
     runs.clear()
     free_memory()
