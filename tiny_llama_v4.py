@@ -35,8 +35,10 @@ import os
 import platform
 import re
 import shutil
+import signal
 import sys
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -46,22 +48,28 @@ from functools import cache, partial
 from pathlib import Path
 from typing import NoReturn
 
-import numpy as np
-import torch
+try:
+    import numpy as np
+    import torch
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton looks at it when it is imported
-os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns where it is not set
-import torch.nn.functional as F
-import triton
-import triton.language as tl
-from torch import Tensor, nn
-from torch._subclasses import FakeTensor
-from torch.library import triton_op, wrap_triton
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim import AdamW
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton looks at it when it is imported
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns where it is not set
+    import torch.nn.functional as F
+    import triton
+    import triton.language as tl
+    from torch import Tensor, nn
+    from torch._subclasses import FakeTensor
+    from torch.library import triton_op, wrap_triton
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.optim import AdamW
+    from torch.overrides import TorchFunctionMode
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils.flop_counter import FlopCounterMode
+except (ImportError, KeyboardInterrupt) as error:
+    missing = isinstance(error, ImportError)
+    print(f"{Path(__file__).name}: error: {error if missing else 'interrupted'}", file=sys.stderr)
+    sys.exit(4 if missing else 130)
 
 # --- configuration
 
@@ -126,6 +134,40 @@ FUSIONS: tuple[tuple[str, str, str], ...] = (
 MODES: tuple[str, ...] = ("benchmark",)  # functions that run in place of training, besides those of the harness
 
 
+def without_effect(args: argparse.Namespace) -> dict[str, str]:
+    """Fusions that change nothing beside the other arguments, on or off, and why."""
+    found, head_dim = {}, args.hidden_dim // args.num_heads
+    if args.triton_attention:
+        found["flash_attention"] = "triton-attention takes its place"
+    if not (args.triton_rotary and args.triton_attention):
+        found["rotary_fusion"] = "it joins triton-rotary and triton-attention, of which one is off"
+    elif head_dim < 16 or head_dim.bit_count() != 1:
+        found["rotary_fusion"] = f"a head has {head_dim} channels, no power of two from 16"
+    if not args.triton_rms_norm:
+        found["norm_from_output"] = "it changes triton-rms-norm, which is off"
+    if not args.use_amp:
+        found["direct_gradients"] = "without --use-amp no gradient is cast"
+    if not args.swiglu_fusion:
+        found["swiglu_gemm"] = "it needs swiglu-fusion"
+    elif not INTERPRETED and (args.use_amp or args.matmul_precision != "highest" or BACKEND != "cuda"):
+        found["swiglu_gemm"] = "in this precision a GEMM of the library and a kernel are faster, and run"
+    if not args.cuda_graph:
+        found["overlap"] = "it needs a graph, which this run has not"
+    if args.torch_compile:
+        names = ("direct_gradients", "fused_optimizer", "tied_embedding", "swiglu_gemm", "overlap")
+        found |= dict.fromkeys(names, "torch.compile does without it")
+    if args.swiglu_gemm and "swiglu_gemm" not in found:
+        found["triton_swiglu"] = "swiglu-gemm takes its place"
+    return found
+
+
+def use_settings(args: argparse.Namespace) -> None:
+    """Make the settings of this run that are this version's own those of the process: block sizes."""
+    OVERRIDES.clear()
+    if args.blocks != ModelConfig.blocks:
+        OVERRIDES.update(read_blocks(text) for text in args.blocks.split())
+
+
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that only this model has."""
     sizes = ModelConfig()
@@ -173,10 +215,10 @@ def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentPar
     args.benchmark = args.mode == "benchmark"
     if args.benchmark and (args.compare_fusion or args.verify_accuracy):
         parser.error("--mode benchmark goes without --compare-fusion and --verify-accuracy")
-    OVERRIDES.clear()
-    for kernel, chosen in args.blocks or ():
-        OVERRIDES[kernel] = OVERRIDES.get(kernel, {}) | chosen
-    texts = [f"{k}:{','.join(f'{name}={value}' for name, value in chosen.items())}" for k, chosen in OVERRIDES.items()]
+    chosen: dict[str, dict[str, int]] = {}
+    for kernel, sizes in args.blocks or ():
+        chosen[kernel] = chosen.get(kernel, {}) | sizes
+    texts = [f"{k}:{','.join(f'{name}={size}' for name, size in sizes.items())}" for k, sizes in chosen.items()]
     args.blocks = " ".join(texts) or ModelConfig.blocks
     ours = ("triton", "fused_optimizer", "tied_embedding", "swiglu_gemm", "benchmark")  # what has kernels
     if any(getattr(args, name) for name in (*Fusions.__dataclass_fields__, "benchmark") if name.startswith(ours)):
@@ -273,7 +315,8 @@ def operator(function: Callable, changes: tuple[str, ...] = ()) -> Callable:
 
     It allocates its results, or writes into those of its arguments that `changes` names and returns nothing.
     """
-    name = f"{Path(__file__).stem}::{function.__name__}"
+    namespace = re.sub(r"\W|^(?=\d)", "_", Path(__file__).stem, flags=re.ASCII)  # of a copy with any name
+    name = f"{namespace}::{function.__name__}"
     if not INTERPRETED:
         return triton_op(name, function, mutates_args=changes)
     opaque = torch.library.custom_op(name, function, mutates_args=changes)
@@ -1836,14 +1879,18 @@ def make_batches(args: argparse.Namespace, device: torch.device, seed: int) -> T
 # --- harness
 # The same bytes in every tiny_*_v*.py: edit it in one script, then run `python tools/sync_harness.py THAT_SCRIPT.py`.
 # It knows the model as docstring, VERSION, FUSIONS, MODES, add_model_arguments (--batch-size), check_model_arguments,
-# build_model (.config, .TARGETS), build_optimizer and make_batches (.next_batch()); these use its at_least, fail, say.
+# without_effect, use_settings, build_model (.config, .TARGETS), build_optimizer and make_batches (.next_batch()); these
+# use its at_least, fail, say.
 SCRIPT = Path(__file__).stem
 PHASES = ("data", "forward", "backward", "optimizer")
 GRAPH_PHASES = ("data", "graph")  # with --enable-cuda-graph
 OWN_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile that make graphs of their own
 NO_WORK = ("_unsafe_view", "empty", "new_empty", "_record_function")  # operators that move no data, besides views
 # torchrun sets these, one process per GPU; a plain run is the only one.
-RANK, LOCAL_RANK, WORLD_SIZE = (int(os.environ.get(n, n == "WORLD_SIZE")) for n in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+LAUNCHED = os.environ.get("RANK", "").isdecimal()
+RANK = int(os.environ["RANK"]) if LAUNCHED else 0
+LOCAL_RANK = int(os.environ.get("LOCAL_RANK") or 0) if LAUNCHED else 0
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE") or 1) if LAUNCHED else 1
 # Where a GPU profiler started this process, one of these is set: rocprofv3 (rocprof-compute uses it), nsys, ncu.
 PROFILER_SIGNS = ("ROCP_TOOL_LIBRARIES", "NSYS_PROFILING_SESSION_ID", "NV_NSIGHT_INJECTION_TRANSPORT_TYPE")
 REPORT = """\
@@ -1852,7 +1899,7 @@ Average batch time: {timing[batch_ms]:.1f} ms (median {timing[batch_median_ms]:.
 Average forward time: {timing[forward_ms]:.1f} ms
 Average backward time: {timing[backward_ms]:.1f} ms
 Average optimizer time: {timing[optimizer_ms]:.1f} ms
-Average graph time: {timing[graph_ms]:.1f} ms (forward, backward and optimizer are one graph, not separable)
+Average graph time: {timing[graph_ms]:.1f} ms (the whole step is one graph: compare it with runs that have one, too)
 Warmup step time: {timing[warmup_first_step_ms]:.1f} ms (first step, includes compilation)
 Compilation overhead: {timing[compilation_overhead_ms]:.1f} ms
 Final loss: {loss[final]:.4f} (first step {loss[initial]:.4f})
@@ -1896,7 +1943,7 @@ def at_least(low: int) -> Callable[[str], int]:
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line: the model's own arguments and those that all versions share."""
-    description, _, examples = __doc__.partition("\nExamples:\n")
+    description, _, examples = (__doc__ or "").partition("\nExamples:\n")  # python -OO has none
     texts = {"description": description, "epilog": "examples:\n" + examples, "usage": argparse.SUPPRESS}
     texts["formatter_class"] = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog=f"{SCRIPT}.py", **texts, allow_abbrev=False)
@@ -1942,12 +1989,13 @@ def build_parser() -> argparse.ArgumentParser:
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse, fill in and check; what cannot work is one line on stderr and SystemExit with status 2 or 4."""
     args = (parser := build_parser()).parse_args(argv)
-    vars(args).update({name: args.all_fusion is not False for _, name, _ in FUSIONS if getattr(args, name) is None})
+    given = {name: getattr(args, name) for _, name, _ in FUSIONS if getattr(args, name) is not None}
+    vars(args).update({name: args.all_fusion is not False for _, name, _ in FUSIONS if name not in given})
     check_model_arguments(args, parser)
     gpu, found = args.device != "cpu" and torch.cuda.is_available(), torch.cuda.device_count()
     named = [os.environ.get(f"{who}_VISIBLE_DEVICES") for who in ("ROCR", "HIP", "CUDA")]
     named_gpus = min((len(text.split(",")) for text in named if text and gpu), default=1)
-    processes = WORLD_SIZE if "RANK" in os.environ else args.num_gpus or named_gpus
+    processes = WORLD_SIZE if LAUNCHED else args.num_gpus or named_gpus
     here = int(os.getenv("LOCAL_WORLD_SIZE", processes)) if gpu or args.num_gpus else 1  # on this host
     mode, for_fusions = args.torch_compile_mode, not FUSIONS and (args.all_fusion or args.compare_fusion)
     for wrong, status, message in (
@@ -1977,6 +2025,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         args.under_profiler = True
     if args.enable_rocm_profiling and not gpu:
         say("note", "--enable-rocm-profiling: no GPU here, so nothing is marked")
+    if any(given.values()) and args.all_fusion is None:
+        say("note", "all fusions are on by default; for single ones add --disable-all-fusion")
+    args.without_effect = without_effect(args)
+    for flag, name, _ in FUSIONS:
+        if name in given and name in args.without_effect:
+            switch = "enable" if given[name] else "disable"
+            say("note", f"--{switch}-{flag} has no effect: {args.without_effect[name]}")
     return args
 
 
@@ -1985,6 +2040,15 @@ def join_processes(args: argparse.Namespace) -> None:
     if args.device == "cuda":
         torch.cuda.set_device(LOCAL_RANK)
     torch.distributed.init_process_group()  # NCCL (RCCL) for tensors on GPUs, gloo for those on the host
+    ours = {name: str(value) for name, value in vars(args).items() if name != "profile_dir"}
+    torch.distributed.all_gather_object(everyone := [{}] * WORLD_SIZE, {"script": SCRIPT, **ours})
+    for rank, theirs in enumerate(everyone):
+        for name, value in everyone[0].items():
+            if theirs.get(name) != value:
+                if RANK == 0:
+                    option, other = name.replace("_", "-"), theirs.get(name)
+                    say("error", f"rank {rank} was started with {option} {other}, rank 0 with {value}")
+                raise SystemExit(2)
     if RANK:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - stays open as long as the process
 
@@ -1992,16 +2056,18 @@ def join_processes(args: argparse.Namespace) -> None:
 def all_off(args: argparse.Namespace, **changes) -> argparse.Namespace:
     """The same run with every fusion and torch.compile off, and these changes."""
     off = {attribute: False for _, attribute, _ in FUSIONS}
-    return argparse.Namespace(**{**vars(args), **off, "torch_compile": False, "torch_compile_mode": None, **changes})
+    off |= {"torch_compile": False, "torch_compile_mode": None, "without_effect": {}}
+    return argparse.Namespace(**{**vars(args), **off, **changes})
 
 
 def prepare(args: argparse.Namespace) -> torch.device:
-    """Make the settings that hold for the whole process, and return the device."""
+    """Make this run's settings those of the process, as each of its turns does anew; returns the device."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise the PyTorch profiler writes lines of its own on stderr
     if args.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(args.deterministic)
     torch.set_float32_matmul_precision(args.matmul_precision)
+    use_settings(args)
     return torch.device("cuda", torch.cuda.current_device()) if args.device == "cuda" else torch.device("cpu")
 
 
@@ -2214,6 +2280,7 @@ class Run:
             **{"schema_version": 1, "script": SCRIPT},
             **{"status": "failed", "exit_status": 1, "error": "it did not finish"},
             "fusions": {attribute: getattr(args, attribute) for _, attribute, _ in FUSIONS},
+            "without_effect": args.without_effect,
             "training": {**{name: getattr(args, name) for name in settings}, "processes": WORLD_SIZE},
             "environment": environment(self.device),
             **{group: {} for group in ("config", "timing", "memory", "kernels", "flops")},
@@ -2221,11 +2288,20 @@ class Run:
         }
 
     def write(self) -> None:
-        """Write or replace <profile-dir>/<script>_summary.json; a reader never sees half a file."""
+        """Write or replace <profile-dir>/<script>_summary.json; a reader never sees half a file.
+
+        Where it cannot be written, an earlier run's is not left to be taken for this one's.
+        """
         path = self.args.profile_dir / f"{SCRIPT}_summary.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.with_suffix(".tmp").write_text(json.dumps(self.result, indent=1) + "\n")
-        path.with_suffix(".tmp").replace(path)
+        unfinished = path.with_suffix(f".{os.getpid()}.tmp")  # another process may write the same file
+        try:
+            unfinished.write_text(json.dumps(self.result, indent=1) + "\n")
+            unfinished.replace(path)
+        except OSError:
+            unfinished.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
+            raise
 
     def start(self) -> None:
         """Build what trains, say what it is, and take the warm-up steps; the last one replays the graph."""
@@ -2235,7 +2311,8 @@ class Run:
         where = result["environment"]["device_name"] + (f" x {WORLD_SIZE}" if WORLD_SIZE > 1 else "")
         sizes = [f"{name} {value}" for name, value in result["config"].items() if isinstance(value, int)]
         precision = args.amp_dtype if args.use_amp else f"float32 (matmul precision {args.matmul_precision})"
-        on = [n for n in (*result["fusions"], "torch_compile", "cuda_graph") if getattr(args, n)] or ["nothing fused"]
+        on = [n for n in (*result["fusions"], "torch_compile", "cuda_graph") if getattr(args, n)]
+        on = [name for name in on if name not in args.without_effect] or ["nothing fused"]
         progress()
         print(f"{SCRIPT} on {where}: {result['parameters']:,} parameters, batch_size {args.batch_size},", end=" ")
         print(f"{', '.join(sizes)}; {precision}; {', '.join(on).replace('_', '-')}", flush=True)
@@ -2261,6 +2338,7 @@ class Run:
 
     def take(self, steps: int) -> None:
         """A turn of that many steps, with the device idle before the first and after the last."""
+        prepare(self.args)  # another run may have had a turn
         trainer, count = self.trainer, len(self.trainer.phases)
         if trainer.gpu:
             torch.cuda.reset_peak_memory_stats()
@@ -2312,6 +2390,7 @@ class Run:
 
     def count(self) -> None:
         """Extra steps that count what the measured ones did, and those that the profiling flags ask for."""
+        prepare(self.args)
         trainer, args, result = self.trainer, self.args, self.result
         progress("counting kernels, memory and operations")
         if trainer.gpu or not args.torch_compile:  # a loop that was compiled for a CPU is no operator
@@ -2370,7 +2449,8 @@ def count_all_off(args: argparse.Namespace, device: torch.device) -> int | None:
     torch.compiler.reset()  # lets go of the graphs that torch.compile made
     gc.collect()
     try:
-        return count_kernels(Trainer(all_off(args), device))["per_step"]
+        prepare(off := all_off(args))
+        return count_kernels(Trainer(off, device))["per_step"]
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -2385,7 +2465,11 @@ def explain(error: BaseException, directory: Path) -> tuple[int, str]:
         return 3, f"out of memory: lower --batch-size or --seq-len ({message})"
     if isinstance(error, FloatingPointError) or type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
         return 1, message
-    if isinstance(error, (OSError, json.JSONDecodeError)) and not isinstance(error, BrokenPipeError):
+    if isinstance(error, BrokenPipeError):
+        raise error
+    if isinstance(error, OSError) and not str(error.filename or "").startswith(str(directory)):
+        return 2, f"{error.filename or 'standard output'}: {error.strerror}"
+    if isinstance(error, (OSError, json.JSONDecodeError)):  # half a trace is no JSON
         return 2, f"--profile-dir {directory}: cannot write there, is there space left? ({message})"
     raise error
 
@@ -2471,58 +2555,111 @@ def compare_fusion(args: argparse.Namespace) -> int:
     return finish({"\nall off:\n": before, "\nas chosen:\n": after})
 
 
+class InFloat64(TorchFunctionMode):
+    """Inside, what asks for float32 gets float64, so that a model in float64 stays in it."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        wide = {torch.float32: torch.float64}
+        args = [wide.get(a, a) if isinstance(a, torch.dtype) else a for a in args]
+        kwargs = {n: wide.get(a, a) if isinstance(a, torch.dtype) else a for n, a in (kwargs or {}).items()}
+        return function(*args, **kwargs) if function is not Tensor.float else args[0].double()
+
+
+def initial_values(args: argparse.Namespace, exact: bool = False) -> dict[str, Tensor]:
+    """Outputs, loss and gradients by canonical name, of the first batch and the initial weights.
+
+    A missing gradient is NaN. `exact`: in float64.
+    """
+    trainer = Trainer(args, prepare(args))
+    batch, model, forward = trainer.next_batch(), trainer.model, trainer.forward
+    context = InFloat64 if exact else trainer.autocast
+    if exact:
+        model = forward = build_model(args, trainer.device).double()
+        batch = {n: t.double() if t.is_floating_point() else t for n, t in batch.items()}
+    with torch.no_grad(), context():
+        outputs = forward(**{n: t for n, t in batch.items() if n not in model.TARGETS})
+    values = dict(outputs) if isinstance(outputs, dict) else {"outputs": outputs}
+    with context():  # anew: PyTorch 2.6 would reuse the weights that it cast without gradients
+        values["loss"] = forward(**batch)
+    (1024 * values["loss"]).backward()  # a power of two: away from float16's smallest numbers
+    for parameter in model.parameters():  # state_dict then splits gradients of fused weights
+        grad = torch.full_like(parameter, math.nan) if parameter.grad is None else parameter.grad
+        if exact and WORLD_SIZE > 1:  # as DistributedDataParallel does
+            torch.distributed.all_reduce(grad)
+            grad /= WORLD_SIZE
+        parameter.data = grad.double() / 1024
+    values |= {f"gradient of {name}": grad for name, grad in model.state_dict().items()}
+    return {name: value.detach().double() for name, value in values.items()}
+
+
+def relative_errors(exact: dict[str, Tensor], found: dict[str, Tensor]) -> dict[str, float]:
+    """Norm of each error over the norm of the exact value; a NaN is infinite.
+
+    Some gradients are zero in theory, as that of a bias which softmax takes out: no norm counts
+    for less than 1e-5 of that of all gradients.
+    """
+    norms = {name: float(value.norm()) for name, value in exact.items()}
+    least = 1e-5 * math.hypot(*(norm for name, norm in norms.items() if name.startswith("gradient")))
+    errors = {name: float((found[name] - value).norm()) for name, value in exact.items()}
+    return {name: errors[name] / max(norms[name], least) if math.isfinite(errors[name]) else math.inf for name in exact}
+
+
+def allowed_errors(unfused: dict[str, float]) -> dict[str, float]:
+    """Three times what rounding does to the unfused model in the same precision, each value by itself.
+
+    Or a thousandth: in float32, too, an argument of a ReLU may round to the other side of zero.
+    """
+    return {name: max(1e-3, 3 * error) for name, error in unfused.items()}
+
+
 def verify_accuracy(args: argparse.Namespace) -> int:
-    """Outputs, loss and gradients of the initial weights against those in float32 with everything off."""
-    device, precise, found = prepare(args), not args.use_amp and args.matmul_precision == "highest", []
-    for side in (all_off(args, use_amp=False, matmul_precision="highest"), args):
-        torch.set_float32_matmul_precision(side.matmul_precision)
-        trainer = Trainer(side, device)
-        batch = trainer.next_batch()
-        with torch.no_grad(), trainer.autocast():
-            outputs = trainer.forward(**{n: t for n, t in batch.items() if n not in trainer.model.TARGETS})
-        values = dict(outputs) if isinstance(outputs, dict) else {"outputs": outputs}
-        with trainer.autocast():  # anew: PyTorch 2.6 would reuse the weights that it cast without gradients
-            values["loss"] = trainer.forward(**batch)
-        values["loss"].backward()
-        for parameter in trainer.model.parameters():  # state_dict then gives gradients, split where weights are fused
-            parameter.data = torch.full_like(parameter, math.nan) if parameter.grad is None else parameter.grad
-        values |= {f"gradient of {name}": gradient for name, gradient in trainer.model.state_dict().items()}
-        found.append({name: value.detach().double() for name, value in values.items()})
-    expected, values = found
-    limit, gradients = 1e-4 if precise else 1e-1, [name for name in expected if name.startswith("gradient of ")]
-    # Rounding alone changes small gradients by their size, so they are compared with all gradients together.
-    floor = (1e-3 if precise else 1.0) * math.sqrt(sum(float(expected[name].square().sum()) for name in gradients))
-    norms = {name: max(float(e.norm()), floor if name in gradients else 1e-300) for name, e in expected.items()}
-    errors = {name: float((values[name] - e).norm()) / norms[name] for name, e in expected.items()}
-    worst = max(gradients, key=lambda name: np.nan_to_num(errors[name], nan=math.inf))
-    for name in [name for name in errors if name not in gradients or name == worst]:
+    """Outputs, loss and each gradient against float64, beside those of the unfused model."""
+    exact = initial_values(all_off(args, use_amp=False, matmul_precision="highest"), exact=True)
+    allowed = allowed_errors(relative_errors(exact, initial_values(all_off(args))))
+    errors = relative_errors(exact, initial_values(args))
+    wrong = [name for name in errors if errors[name] > allowed[name]]
+    gradients = [name for name in errors if name.startswith("gradient")]
+    worst = max(gradients, key=lambda name: errors[name] / allowed[name])
+    for name in [name for name in errors if name not in gradients or name in (worst, *wrong)]:
         label = f" (the worst of {len(gradients)})" if name == worst else ""
-        print(f"{name}{label}: relative error {errors[name]:.2e}, limit {limit:.0e}")
-    passed = all(error <= limit for error in errors.values())  # a NaN fails
-    print(f"Accuracy check: {'PASS' if passed else 'FAIL'}")
-    return 0 if passed else 1
+        print(f"{name}{label}: relative error {errors[name]:.2e}, limit {allowed[name]:.2e}")
+    coarse = [name for name in gradients if allowed[name] > 0.25]
+    if coarse:
+        print(f"Note: rounding alone hides errors of a quarter in {len(coarse)} gradients ({coarse[0]})")
+    print(f"Accuracy check: {'FAIL' if wrong else 'PASS'}")
+    return 1 if wrong else 0
+
+
+def interrupt(*_: object) -> NoReturn:
+    """What SIGTERM does, as Ctrl-C."""
+    raise KeyboardInterrupt
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit status. For several GPUs this process becomes torchrun."""
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - it was closed
     args = parse_args(argv)
-    if args.num_gpus > 1 and "RANK" not in os.environ:
+    if args.num_gpus > 1 and not LAUNCHED:
         os.environ["TINY_LAUNCHED"] = "1"
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // args.num_gpus)))
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.num_gpus}", __file__]
         os.execv(sys.executable, [sys.executable, *torchrun, *(sys.argv[1:] if argv is None else argv)])
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, interrupt)  # a time limit, which keeps what was measured
     if WORLD_SIZE > 1:
         join_processes(args)
     modes = [name for name in ("compare_fusion", "verify_accuracy", *MODES) if getattr(args, name)]
     try:
         status = globals()[modes[0]](args) if modes else finish({"": train(args)})
         sys.stdout.flush()
-    except (KeyboardInterrupt, RuntimeError, MemoryError) as error:
-        status, message = explain(error, args.profile_dir)
-        say("error", message)
-    except BrokenPipeError:  # `... | head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        status = 1
+    except (KeyboardInterrupt, RuntimeError, MemoryError, OSError) as error:
+        if isinstance(error, OSError) and error.filename is None:  # what is left to print goes nowhere
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):  # `... | head` has seen enough
+            status = 1
+        else:
+            status, message = explain(error, args.profile_dir)
+            say("error", message)
     if WORLD_SIZE > 1:
         if status:  # a tidy end could wait for a process that is gone
             os._exit(status)

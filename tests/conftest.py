@@ -153,6 +153,25 @@ def assert_same_gradients(found: dict[str, Tensor], expected: dict[str, Tensor],
     assert not wrong
 
 
+def faults_that_pass(module: ModuleType, args: argparse.Namespace) -> tuple[list[tuple[str, float]], int]:
+    """Gradients that --verify-accuracy would take for right if they were multiplied by 0, -1 or 1.3.
+
+    And how many it judges: not those that are zero in theory, where each of these is right.
+    """
+    off = module.all_off(args)
+    exact = module.initial_values(module.all_off(off, use_amp=False, matmul_precision="highest"), exact=True)
+    allowed = module.allowed_errors(module.relative_errors(exact, module.initial_values(off)))
+    found = module.initial_values(args)
+    norms = {name: float(value.norm()) for name, value in exact.items() if name.startswith("gradient of ")}
+    judged = [name for name, norm in norms.items() if norm > 1e-12 * max(norms.values())]
+    passed = []
+    for factor in (0.0, -1.0, 1.3):
+        wrong = found | {name: factor * found[name] for name in judged}
+        errors = module.relative_errors(exact, wrong)
+        passed += [(name, factor) for name in judged if errors[name] <= allowed[name]]
+    return passed, len(judged)
+
+
 @dataclass(frozen=True)
 class Run:
     """What a command line left behind."""

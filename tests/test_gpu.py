@@ -18,6 +18,7 @@ from conftest import (
     TINY,
     TRITON,
     assert_same_gradients,
+    faults_that_pass,
     gradients,
     load,
     model_of,
@@ -120,6 +121,15 @@ def test_peak_memory_is_the_allocators(script: str, tmp_path: Path):
 def test_verify_accuracy_passes_on_a_gpu(script: str, precision: str, tmp_path: Path):
     result = run_main(script, tmp_path, "--verify-accuracy", "--device", "cuda", *PRECISIONS[precision])
     assert result.status == 0, result.stdout
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_no_wrong_gradient_passes_at_real_sizes(script: str, precision: str):
+    module = load(script)
+    passed, judged = faults_that_pass(module, module.parse_args(["--device", "cuda", *PRECISIONS[precision]]))
+    assert passed == []
+    assert judged > 60
 
 
 @every_v2

@@ -1,0 +1,120 @@
+"""--verify-accuracy passes what rounding explains, and no wrong gradient, however small a part of all it is."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from conftest import MODELS, SCRIPT, SCRIPTS, faults_that_pass, load, parse, words
+
+both_models = pytest.mark.parametrize("script", [f"tiny_{model}_v2" for model in MODELS])
+
+
+@pytest.mark.parametrize("argv", [[], ["--use-amp"]], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_no_wrong_gradient_passes(script: str, argv: list[str]):
+    """Of every parameter, set to zero, negated, or larger by 0.3: on a GPU test_gpu.py asks the same of real sizes."""
+    module = load(script)
+    passed, judged = faults_that_pass(module, parse(script, *argv))
+    assert passed == []
+    parameters = sum(1 for _ in module.build_model(parse(script), torch.device("meta")).state_dict())
+    in_theory_zero = {"llama": 0, "openfold": 1}[script.split("_")[1]]  # layer_norm_z.bias: softmax takes it out
+    assert judged == parameters - in_theory_zero
+
+
+@pytest.mark.parametrize("argv", [[], ["--use-amp"]], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_verify_accuracy_passes(script: str, argv: list[str], run):
+    result = run(script, "--verify-accuracy", *argv)
+    assert result.status == 0, result.stdout
+    assert "Accuracy check: PASS" in result.stdout
+    errors = [float(e) for e in re.findall(r"relative error (\S+), limit", result.stdout)]
+    assert len(errors) >= 3, "outputs, loss and gradients"
+
+
+@pytest.mark.parametrize("argv", [[], ["--disable-all-fusion"]], ids=["all-on", "all-off"])
+def test_verify_accuracy_in_bfloat16_does_not_blame_rounding(argv: list[str], run):
+    """At real widths small gradients are mostly rounding; with everything off there is nothing else to blame."""
+    widths = words("--batch-size 1 --seq-len 64 --num-seqs 16 --msa-dim 64 --pair-dim 128")
+    result = run("tiny_openfold_v2", "--verify-accuracy", "--use-amp", *widths, *argv)
+    assert result.status == 0, result.stdout
+
+
+@both_models
+def test_verify_accuracy_passes_for_each_fusion(script: str, run):
+    for flag, _, _ in load(script).FUSIONS:
+        assert run(script, "--verify-accuracy", "--disable-all-fusion", f"--enable-{flag}").status == 0
+
+
+@pytest.mark.parametrize(
+    ("script", "name"),
+    [
+        ("tiny_llama_v2", "layers.0.self_attn.k_proj.weight"),
+        ("tiny_llama_v2", "layers.1.mlp.gate_proj.weight"),
+        ("tiny_openfold_v2", "blocks.0.msa_att_row.linear_k.weight"),
+        ("tiny_openfold_v2", "blocks.0.tri_att_end.linear_v.weight"),
+        ("tiny_openfold_v2", "blocks.0.tri_mul_out.linear_b_g.weight"),
+    ],
+)
+def test_verify_accuracy_fails_when_a_fused_weight_is_wrong(script: str, name: str, run, monkeypatch):
+    module = load(script)
+    build_model = module.build_model
+
+    def broken(args, device):
+        model = build_model(args, device)
+        if any(getattr(args, attribute) for _, attribute, _ in module.FUSIONS):
+            state = model.state_dict()
+            model.load_state_dict({**state, name: state[name].flip(0)})
+        return model
+
+    monkeypatch.setattr(module, "build_model", broken)
+    result = run(script, "--verify-accuracy")
+    assert result.status == 1
+    assert "Accuracy check: FAIL" in result.stdout
+
+
+@pytest.mark.parametrize("argv", [[], ["--use-amp"]], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("script", "name"),
+    [
+        ("tiny_llama_v2", "layers.1.self_attn.q_proj.weight"),
+        ("tiny_openfold_v2", "blocks.0.tri_mul_in.linear_a_g.bias"),
+    ],
+)
+def test_verify_accuracy_names_a_gradient_that_is_zero(script: str, name: str, argv: list[str], run, monkeypatch):
+    module = load(script)
+    initial_values = module.initial_values
+
+    def broken(args, exact: bool = False) -> dict[str, torch.Tensor]:
+        values = initial_values(args, exact)
+        if any(getattr(args, attribute) for _, attribute, _ in module.FUSIONS):
+            values[f"gradient of {name}"].zero_()
+        return values
+
+    monkeypatch.setattr(module, "initial_values", broken)
+    result = run(script, "--verify-accuracy", *argv)
+    assert result.status == 1
+    failed = [line for line in result.stdout.splitlines() if line.startswith("gradient of")]
+    assert len(failed) == 1, "the others are right"
+    assert failed[0].startswith(f"gradient of {name} (")
+
+
+@pytest.mark.parametrize("error", ["output", "gradient", "no gradient", "nan"])
+def test_verify_accuracy_fails_when_an_operation_is_wrong(error: str, run, monkeypatch: pytest.MonkeyPatch):
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def wrong(q: torch.Tensor, *args: object, **options: object) -> torch.Tensor:
+        if error == "no gradient":
+            return attention(q.detach(), *(x.detach() for x in args), **options)
+        if error == "gradient":
+            q = q.detach() + 0.9 * (q - q.detach())  # the same value, nine tenths of the gradient
+            out = attention(q, *args, **options)
+            return out.detach() + 0.9 * (out - out.detach())
+        return attention(q, *args, **options) * (1.01 if error == "output" else torch.nan)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", wrong)
+    result = run(SCRIPT, "--verify-accuracy")
+    assert result.status == 1
+    assert "Accuracy check: FAIL" in result.stdout
+    assert run(SCRIPT, "--verify-accuracy", "--disable-flash-attention").status == 0
