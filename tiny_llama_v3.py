@@ -1744,16 +1744,16 @@ class InFloat64(TorchFunctionMode):
         return function(*args, **kwargs) if function is not Tensor.float else args[0].double()
 
 
-def initial_values(args: argparse.Namespace, exact: bool = False) -> dict[str, Tensor]:
-    """Outputs, loss and gradients by canonical name, of the first batch and the initial weights.
+def values_of(trainer: Trainer, exact: bool = False) -> dict[str, Tensor]:
+    """Outputs, loss and gradients by canonical name, of the next batch; afterwards the trainer is of no use.
 
     A missing gradient is NaN. `exact`: in float64.
     """
-    trainer = Trainer(args, prepare(args))
-    batch, model, forward = trainer.next_batch(), trainer.model, trainer.forward
-    context = InFloat64 if exact else trainer.autocast
+    batch, model, forward, context = trainer.next_batch(), trainer.model, trainer.forward, trainer.autocast
     if exact:
-        model = forward = build_model(args, trainer.device).double()
+        weights, context = model.state_dict(), InFloat64
+        model = forward = build_model(trainer.args, trainer.device).double()
+        model.load_state_dict(weights)
         batch = {n: t.double() if t.is_floating_point() else t for n, t in batch.items()}
     with torch.no_grad(), context():
         outputs = forward(**{n: t for n, t in batch.items() if n not in model.TARGETS})
@@ -1780,29 +1780,37 @@ def relative_errors(exact: dict[str, Tensor], found: dict[str, Tensor]) -> dict[
     norms = {name: float(value.norm()) for name, value in exact.items()}
     least = 1e-5 * math.hypot(*(norm for name, norm in norms.items() if name.startswith("gradient")))
     errors = {name: float((found[name] - value).norm()) for name, value in exact.items()}
-    return {name: errors[name] / max(norms[name], least) if math.isfinite(errors[name]) else math.inf for name in exact}
+    return {
+        name: error / max(norms[name], least) if math.isfinite(error) else math.inf for name, error in errors.items()
+    }
 
 
-def allowed_errors(unfused: dict[str, float]) -> dict[str, float]:
-    """Three times what rounding does to the unfused model in the same precision, each value by itself.
+def judge(
+    exact: dict[str, Tensor], unfused: dict[str, Tensor], found: dict[str, Tensor], least: float = 1e-3
+) -> dict[str, tuple[float, float]]:
+    """Relative error of each value by itself, and its limit: three times what rounding does to the unfused model.
 
-    Or a thousandth: in float32, too, an argument of a ReLU may round to the other side of zero.
+    Or `least`: in float32, too, an argument of a ReLU may round to the other side of zero. Where the unfused value is
+    not a number, nothing is right.
     """
-    return {name: max(1e-3, 3 * error) for name, error in unfused.items()}
+    errors, rounding = relative_errors(exact, found), relative_errors(exact, unfused)
+    limits = {name: max(least, 3 * error) if error < math.inf else 0.0 for name, error in rounding.items()}
+    return {name: (error, limits[name]) for name, error in errors.items()}
 
 
 def verify_accuracy(args: argparse.Namespace) -> int:
-    """Outputs, loss and each gradient against float64, beside those of the unfused model."""
-    exact = initial_values(all_off(args, use_amp=False, matmul_precision="highest"), exact=True)
-    allowed = allowed_errors(relative_errors(exact, initial_values(all_off(args))))
-    errors = relative_errors(exact, initial_values(args))
-    wrong = [name for name in errors if errors[name] > allowed[name]]
-    gradients = [name for name in errors if name.startswith("gradient")]
-    worst = max(gradients, key=lambda name: errors[name] / allowed[name])
-    for name in [name for name in errors if name not in gradients or name in (worst, *wrong)]:
-        label = f" (the worst of {len(gradients)})" if name == worst else ""
-        print(f"{name}{label}: relative error {errors[name]:.2e}, limit {allowed[name]:.2e}")
-    coarse = [name for name in gradients if allowed[name] > 0.25]
+    """Outputs, loss and each gradient of the initial weights against float64, beside those of the unfused model."""
+    off = all_off(args)
+    exact = all_off(args, use_amp=False, matmul_precision="highest")
+    judged = judge(*(values_of(Trainer(a, prepare(a)), exact=a is exact) for a in (exact, off, args)))
+    wrong = [name for name, (error, limit) in judged.items() if error > limit]
+    gradients = [name for name in judged if name.startswith("gradient")]
+    worst = max(gradients, key=lambda name: judged[name][0] / max(judged[name][1], 1e-300))
+    for name, (error, limit) in judged.items():
+        if name not in gradients or name in (worst, *wrong):
+            label = f" (the worst of {len(gradients)})" if name == worst else ""
+            print(f"{name}{label}: relative error {error:.2e}, limit {limit:.2e}")
+    coarse = [name for name in gradients if judged[name][1] > 0.25]
     if coarse:
         print(f"Note: rounding alone hides errors of a quarter in {len(coarse)} gradients ({coarse[0]})")
     print(f"Accuracy check: {'FAIL' if wrong else 'PASS'}")

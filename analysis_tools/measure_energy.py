@@ -36,7 +36,7 @@ from profiling.program import (  # noqa: E402
     markdown_table,
     run_tool,
 )
-from profiling.turns import TURN_MS, begin, free_memory, graph_of, measure_study  # noqa: E402
+from profiling.turns import TURN_MS, begin, free_memory, graph_of, measure_study, parse_quiet  # noqa: E402
 
 PROG = Path(__file__).name
 PERIOD = 0.05  # seconds between two readings
@@ -100,7 +100,7 @@ def energy(modules: Sequence, argv: list[str], seconds: int, rounds: int) -> lis
     """A row for each script: power, clock, time and energy of a step, energy of a sample, medians over the turns."""
     runs, steps = {}, {}
     for module in modules:
-        run, short, _ = begin(module, argv, 1)
+        run, short, _ = begin(module, parse_quiet(module, argv), 1)
         runs[module.SCRIPT], steps[module.SCRIPT] = run, round(short * 1e3 * seconds / TURN_MS)
         run.plan(rounds * steps[module.SCRIPT], "step")
     readings: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import gc
 import importlib
 import json
@@ -78,10 +79,14 @@ def short_run(script: str, argv: Sequence[str]) -> dict:
     return result
 
 
-def begin(module: ModuleType, argv: Sequence[str], rounds: int) -> tuple[object, int, float | None]:
+def parse_quiet(module: ModuleType, argv: Sequence[str]) -> argparse.Namespace:
+    """The arguments of a run that shows no progress and leaves nothing behind."""
+    return module.parse_args([*argv, "--log-interval", "1000000", "--profile-dir", tempfile.gettempdir()])
+
+
+def begin(module: ModuleType, args: argparse.Namespace, rounds: int) -> tuple[object, int, float | None]:
     """A warm Run of a script, how many of its steps are a turn, and its peak memory in MB as that of a run alone."""
-    options = ["--log-interval", "1000000", "--profile-dir", tempfile.gettempdir()]
-    run = module.Run(module.parse_args([*argv, *options]))
+    run = module.Run(args)
     gpu = run.device.type == "cuda"
     if gpu:
         module.torch._C._cuda_clearCublasWorkspaces()  # each side has workspaces of its own
@@ -89,7 +94,7 @@ def begin(module: ModuleType, argv: Sequence[str], rounds: int) -> tuple[object,
     run.start()
     run.plan(3, "step")
     run.take(3)
-    shared = "reduce-overhead" in argv  # the graphs of torch.compile: all sides use one pool of memory
+    shared = args.torch_compile_mode in module.OWN_GRAPHS  # of which all use one pool of memory
     peak = None if shared or not gpu else (run.peak - before) / 1e6
     steps = max(2, math.ceil(TURN_MS / run.turns[0]))
     run.plan(rounds * steps, "step")
@@ -104,6 +109,7 @@ def in_turns(sides: dict[str, tuple[str, list[str]]], rounds: int) -> dict[str, 
     `status` and an `error` in place of these.
     """
     modules = {name: importlib.import_module(script) for name, (script, _) in sides.items()}
+    parsed = {name: parse_quiet(modules[name], argv) for name, (_, argv) in sides.items()}
     rows = {name: {"script": script, "argv": argv} for name, (script, argv) in sides.items()}
     runs, steps = {}, {}
 
@@ -119,10 +125,11 @@ def in_turns(sides: dict[str, tuple[str, list[str]]], rounds: int) -> dict[str, 
             free_memory()
 
     def start(name: str) -> None:
-        runs[name], steps[name], rows[name]["peak_mb"] = begin(modules[name], sides[name][1], rounds)
+        runs[name], steps[name], rows[name]["peak_mb"] = begin(modules[name], parsed[name], rounds)
 
     def finish(name: str) -> None:
         times, trainer = runs[name].turns, runs[name].trainer
+        modules[name].prepare(parsed[name])
         counts = modules[name].count_kernels(trainer)
         if not trainer.gpu:
             rows[name]["peak_mb"] = modules[name].memory_of_a_step(trainer) / 1e6

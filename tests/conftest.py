@@ -159,16 +159,15 @@ def faults_that_pass(module: ModuleType, args: argparse.Namespace) -> tuple[list
     And how many it judges: not those that are zero in theory, where each of these is right.
     """
     off = module.all_off(args)
-    exact = module.initial_values(module.all_off(off, use_amp=False, matmul_precision="highest"), exact=True)
-    allowed = module.allowed_errors(module.relative_errors(exact, module.initial_values(off)))
-    found = module.initial_values(args)
-    norms = {name: float(value.norm()) for name, value in exact.items() if name.startswith("gradient of ")}
+    exact = module.all_off(args, use_amp=False, matmul_precision="highest")
+    sides = [module.values_of(module.Trainer(a, module.prepare(a)), exact=a is exact) for a in (exact, off, args)]
+    norms = {name: float(value.norm()) for name, value in sides[0].items() if name.startswith("gradient of ")}
     judged = [name for name, norm in norms.items() if norm > 1e-12 * max(norms.values())]
     passed = []
     for factor in (0.0, -1.0, 1.3):
-        wrong = found | {name: factor * found[name] for name in judged}
-        errors = module.relative_errors(exact, wrong)
-        passed += [(name, factor) for name in judged if errors[name] <= allowed[name]]
+        wrong = sides[2] | {name: factor * sides[2][name] for name in judged}
+        verdicts = module.judge(*sides[:2], wrong)
+        passed += [(name, factor) for name in judged if verdicts[name][0] <= verdicts[name][1]]
     return passed, len(judged)
 
 

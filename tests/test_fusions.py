@@ -208,6 +208,55 @@ def test_a_flag_and_its_opposite_are_refused(flag: str, run):
         assert_one_error(run(SCRIPT, *order), 2, f"--enable-{flag}", f"--disable-{flag}")
 
 
+@pytest.mark.parametrize(
+    ("script", "argv", "name", "why"),
+    [
+        ("tiny_llama_v3", "--disable-flash-attention", "flash_attention", "triton-attention"),
+        ("tiny_openfold_v3", "--disable-flash-attention", "flash_attention", "triton-attention"),
+        ("tiny_llama_v4", "--disable-all-fusion --enable-rotary-fusion", "rotary_fusion", "triton-rotary"),
+        ("tiny_llama_v4", "--disable-all-fusion --enable-overlap", "overlap", "graph"),
+        ("tiny_openfold_v3", "--disable-all-fusion --enable-cast-fusion", "cast_fusion", "--use-amp"),
+    ],
+)
+def test_a_flag_without_effect_is_said_and_not_reported_as_in_effect(script: str, argv: str, name: str, why: str, run):
+    short = words("--num-steps 1 --warmup-steps 0 --under-profiler")
+    result = run(script, *words(argv), *short)
+    assert result.status == 0
+    notes = [line for line in result.stderr.splitlines() if "has no effect: " in line]
+    assert len(notes) == 1, "of the flags that were given, not of those that are on by default"
+    assert argv.split()[-1] in notes[0]
+    assert why in notes[0].partition("has no effect: ")[2]
+    assert why in result.summary["without_effect"][name]
+    assert name.replace("_", "-") not in result.stdout.splitlines()[0].partition(";")[2]
+
+
+def test_what_is_said_to_have_no_effect_has_none():
+    """With it and without it a step dispatches the same operators."""
+    script = load("tiny_llama_v4")
+
+    def operators(argv: list[str]) -> int:
+        args = parse("tiny_llama_v4", *argv)
+        trainer = script.Trainer(args, script.prepare(args))
+        trainer.step()
+        with script.OperatorCounter() as counter:
+            trainer.compute(trainer.next_batch())
+        return counter.calls
+
+    for preset, flag in (([], "--disable"), (["--disable-all-fusion"], "--enable")):
+        reference, idle = operators(preset), parse("tiny_llama_v4", *preset).without_effect
+        assert idle
+        for name in idle:
+            assert operators([*preset, f"{flag}-{name.replace('_', '-')}"]) == reference, name
+
+
+def test_fusions_that_are_on_anyhow_are_said(run):
+    short = words("--num-steps 1 --warmup-steps 0 --under-profiler")
+    result = run(SCRIPT, "--enable-flash-attention", *short)
+    assert result.stderr.count("note: all fusions are on by default") == 1
+    assert run(SCRIPT, "--disable-all-fusion", "--enable-flash-attention", *short).stderr == ""
+    assert run(SCRIPT, *short).stderr == ""
+
+
 @pytest.mark.parametrize("flag", FLAGS)
 def test_result_says_which_fusions_ran(flag: str, run):
     result = run(SCRIPT, "--disable-all-fusion", f"--enable-{flag}", "--under-profiler", "--num-steps", "1")

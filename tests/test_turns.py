@@ -38,6 +38,35 @@ def test_a_side_that_fails_is_a_row_and_the_others_go_on(monkeypatch):
     assert error.value.status == 3
 
 
+def test_each_turn_has_the_settings_of_its_own_side(monkeypatch):
+    """Block sizes and the precision of products hold for the process: parsing or measuring another side took them."""
+    script, seen = load("tiny_llama_v3"), {"small": [], "large": []}
+    step = script.Trainer.step
+
+    def watched(trainer):
+        blocks = script.blocks("attention_forward")["BLOCK_Q"]
+        seen["small" if "16" in trainer.args.blocks else "large"].append((blocks, torch.get_float32_matmul_precision()))
+        return step(trainer)
+
+    monkeypatch.setattr(script.Trainer, "step", watched)
+    blocks = "--disable-all-fusion --enable-triton-attention --blocks attention_forward:BLOCK_Q="
+    sides = {
+        "small": ("tiny_llama_v3", [*SMALL, *words(f"{blocks}16 --matmul-precision high")]),
+        "large": ("tiny_llama_v3", [*SMALL, *words(f"{blocks}32")]),
+    }
+    in_turns(sides, 2)
+    assert set(seen["small"]) == {(16, "high")}
+    assert set(seen["large"]) == {(32, "highest")}
+
+
+def test_parsing_changes_nothing_for_another_run():
+    script = load("tiny_llama_v3")
+    args = script.parse_args([*SMALL, "--blocks", "attention_forward:BLOCK_Q=16"])
+    script.prepare(args)
+    script.parse_args(SMALL)
+    assert script.blocks("attention_forward")["BLOCK_Q"] == 16
+
+
 @pytest.mark.parametrize("argv", [["--device", "cpu"], ["--device=cpu"], [], ["--disable-cuda-graph"]])
 def test_a_step_is_a_graph_on_a_gpu_only(argv, monkeypatch):
     assert GRAPH not in graph_of(argv) or torch.cuda.is_available()

@@ -84,15 +84,15 @@ def test_verify_accuracy_fails_when_a_fused_weight_is_wrong(script: str, name: s
 )
 def test_verify_accuracy_names_a_gradient_that_is_zero(script: str, name: str, argv: list[str], run, monkeypatch):
     module = load(script)
-    initial_values = module.initial_values
+    values_of = module.values_of
 
-    def broken(args, exact: bool = False) -> dict[str, torch.Tensor]:
-        values = initial_values(args, exact)
-        if any(getattr(args, attribute) for _, attribute, _ in module.FUSIONS):
+    def broken(trainer, exact: bool = False) -> dict[str, torch.Tensor]:
+        values = values_of(trainer, exact)
+        if any(getattr(trainer.args, attribute) for _, attribute, _ in module.FUSIONS):
             values[f"gradient of {name}"].zero_()
         return values
 
-    monkeypatch.setattr(module, "initial_values", broken)
+    monkeypatch.setattr(module, "values_of", broken)
     result = run(script, "--verify-accuracy", *argv)
     assert result.status == 1
     failed = [line for line in result.stdout.splitlines() if line.startswith("gradient of")]

@@ -43,7 +43,16 @@ from profiling.kernels import CATEGORIES, kernels_of, short_name  # noqa: E402
 from profiling.peers import hugging_face, with_liger  # noqa: E402
 from profiling.program import ToolError, at_least, documented_parser, markdown_table, run_tool  # noqa: E402
 from profiling.roofline import group_bytes  # noqa: E402
-from profiling.turns import Part, begin, free_memory, graph_of, make_trainer, measure_study, read_rows  # noqa: E402
+from profiling.turns import (  # noqa: E402
+    Part,
+    begin,
+    free_memory,
+    graph_of,
+    make_trainer,
+    measure_study,
+    parse_quiet,
+    read_rows,
+)
 from tools.benchmark import PRECISIONS as ARGUMENTS  # noqa: E402
 from tools.benchmark import (  # noqa: E402
     SHAPES,
@@ -408,7 +417,7 @@ def kernels_and_floor(script: str, argv: list[str], rounds: int) -> dict:
     the bytes that its operators read and write, once each, at the rate of a large copy.
     """
     module = importlib.import_module(script)
-    run, steps, _ = begin(module, argv, rounds)
+    run, steps, _ = begin(module, parse_quiet(module, argv), rounds)
     for _ in range(rounds):
         run.take(steps)
     run.result["timing"] |= run.timing()
