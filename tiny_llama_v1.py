@@ -35,6 +35,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -310,6 +311,8 @@ def markov_text(vocab_size: int, length: int, seed: int) -> np.ndarray:
 
 def read_text(path: Path, seq_len: int) -> np.ndarray:
     """The bytes of a text file as tokens [length]."""
+    if path.exists() and not path.is_file():  # a pipe can be read only once, /dev/zero has no end
+        fail(f"--text-file {path}: not a regular file")
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -336,6 +339,7 @@ def make_batches(args: argparse.Namespace, device: torch.device, seed: int) -> T
 # without_effect, use_settings, build_model (.config, .TARGETS), build_optimizer and make_batches (.next_batch()); these
 # use its at_least, fail, say.
 SCRIPT = Path(__file__).stem
+MEETING = timedelta(minutes=5)  # for the processes of a run to find each other
 PHASES = ("data", "forward", "backward", "optimizer")
 GRAPH_PHASES = ("data", "graph")  # with --enable-cuda-graph
 OWN_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile that make graphs of their own
@@ -493,7 +497,11 @@ def join_processes(args: argparse.Namespace) -> None:
     """Meet the other processes that torchrun started. Only rank 0 prints; the others' files go to rankN/."""
     if args.device == "cuda":
         torch.cuda.set_device(LOCAL_RANK)
-    torch.distributed.init_process_group()  # NCCL (RCCL) for tensors on GPUs, gloo for those on the host
+    try:
+        store = next(torch.distributed.rendezvous("env://", timeout=MEETING))[0]
+        torch.distributed.init_process_group(store=store, rank=RANK, world_size=WORLD_SIZE)  # NCCL (RCCL) and gloo
+    except (RuntimeError, ValueError) as error:
+        fail(f"the {WORLD_SIZE} processes cannot meet: {str(error).splitlines()[0]}", status=1)
     ours = {name: str(value) for name, value in vars(args).items() if name != "profile_dir"}
     torch.distributed.all_gather_object(everyone := [{}] * WORLD_SIZE, {"script": SCRIPT, **ours})
     for rank, theirs in enumerate(everyone):
@@ -722,6 +730,22 @@ def write_profile(trainer: Trainer, directory: Path) -> None:
     (directory / f"{SCRIPT}_trace.json.gz").write_bytes(gzip.compress(json.dumps(trainer.trace(profile)).encode()))
 
 
+def write_json(path: Path, content: dict) -> None:
+    """Write or replace a result; a reader never sees half a file, also where several processes write it.
+
+    Where it cannot be written, an earlier one is not left to be taken for this one.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        unfinished.write_text(json.dumps(content, indent=1, default=str) + "\n")
+        unfinished.replace(path)
+    except OSError:
+        unfinished.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
+        raise
+
+
 class Run:
     """One run: its arguments, its trainer with a clock, and `result`, its record, which is filled in as it goes."""
 
@@ -742,20 +766,8 @@ class Run:
         }
 
     def write(self) -> None:
-        """Write or replace <profile-dir>/<script>_summary.json; a reader never sees half a file.
-
-        Where it cannot be written, an earlier run's is not left to be taken for this one's.
-        """
-        path = self.args.profile_dir / f"{SCRIPT}_summary.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_suffix(f".{os.getpid()}.tmp")  # another process may write the same file
-        try:
-            unfinished.write_text(json.dumps(self.result, indent=1) + "\n")
-            unfinished.replace(path)
-        except OSError:
-            unfinished.unlink(missing_ok=True)
-            path.unlink(missing_ok=True)
-            raise
+        """Write or replace <profile-dir>/<script>_summary.json."""
+        write_json(self.args.profile_dir / f"{SCRIPT}_summary.json", self.result)
 
     def start(self) -> None:
         """Build what trains, say what it is, and take the warm-up steps; the last one replays the graph."""

@@ -154,6 +154,43 @@ def test_two_nodes_are_one_run(tmp_path: Path):
     assert summary_in(tmp_path / "two")["training"]["processes"] == 2
 
 
+@pytest.mark.parametrize("option", ["--seed 7", "--num-steps 3", "--learning-rate 1e-2"])
+def test_nodes_with_different_arguments_are_refused(option: str, tmp_path: Path):
+    """They would train on with another curve, or wait for each other for ever."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+    steps = words("--num-steps 2 --warmup-steps 0 --under-profiler")
+    command = command_line(SCRIPT, tmp_path, *BATCH, *steps)
+    nodes = [
+        subprocess.Popen(
+            [*command, *(words(option) if rank else [])],
+            env=os.environ | meeting | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    errors = [node.communicate(timeout=120)[1] for node in nodes]
+    assert [node.returncode for node in nodes] == [2, 2]
+    flag, value = words(option)
+    assert re.search(rf"rank 1 was started with {flag[2:]} {float(value):g}, rank 0 with ", errors[0])
+    assert errors[1] == ""
+    assert summary_in(tmp_path) is None
+
+
+def test_a_port_that_is_taken_is_one_line(tmp_path: Path):
+    with socket.socket() as taken:
+        taken.bind(("localhost", 0))
+        taken.listen()
+        meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(taken.getsockname()[1])}
+        ranks = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
+        done = finished(command_line(SCRIPT, tmp_path, *BATCH), **meeting, **ranks)
+    assert done.returncode == 1
+    (line,) = (line for line in done.stderr.splitlines() if not line.startswith("[W"))
+    assert "the 2 processes cannot meet: " in line
+
+
 # How a run ends
 
 

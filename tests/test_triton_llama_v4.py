@@ -409,5 +409,5 @@ def test_a_layer_in_one_launch_and_in_five(sizes: tuple[int, ...], launches: int
 def test_inference_says_that_all_ways_agree(precision: list[str], run):
     result = run(V4, *HERE, *SMALL, "--mode", "benchmark", *precision)
     assert result.status == 0, result.stdout + result.stderr
-    assert re.search(r"^one launch .*relative difference", result.stdout, re.MULTILINE)
+    assert re.search(r"^one launch .*relative error", result.stdout, re.MULTILINE)
     assert (result.directory / f"{V4}_benchmark.json").is_file()
