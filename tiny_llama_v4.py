@@ -373,6 +373,7 @@ class Beside:
 
     def begin(self, wanted: bool) -> bool:
         """A step begins; will anything be beside it?"""
+        self.written, self.ready = {}, {}  # a capture that failed leaves some
         self.active = wanted and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         if self.active:  # the second stream needs a workspace for its GEMMs; those of eager steps are given back
             torch._C._cuda_clearCublasWorkspaces()
@@ -544,13 +545,14 @@ class Projection(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        (x, low), (for_x, for_weight, *_) = ctx.saved_tensors, ctx.needs_input_grad
-        rows, grad_weight = grad.flatten(0, -2), None
-        if for_weight:
-            grad_weight = weight_gradient(ctx.weight, rows, x.flatten(0, -2), ctx.direct)
-        grad_x = grad @ low if for_x else None
+        x, low = ctx.saved_tensors
+        grad_x, grad_weight = None, None
+        if ctx.needs_input_grad[1]:
+            grad_weight = weight_gradient(ctx.weight, grad.flatten(0, -2), x.flatten(0, -2), ctx.direct)
+        if ctx.needs_input_grad[0]:
+            grad_x = grad @ low
         BESIDE.finished(ctx.weight)
-        if for_weight and ctx.embedding and torch._C._will_engine_execute_node(ctx.embedding):
+        if grad_weight is not None and ctx.embedding and torch._C._will_engine_execute_node(ctx.embedding):
             ctx.embedding.added_to, grad_weight = grad_weight, None
         return grad_x, grad_weight, None, None, None
 
@@ -1249,16 +1251,16 @@ class SwiGLUGEMM(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         x, gate_up, activation, gate_up_low, down_low = ctx.saved_tensors
-        for_x, for_weight, for_down, *_ = ctx.needs_input_grad
-        grad, grad_x, grad_weight, grad_down = grad.contiguous().flatten(0, -2), None, None, None
-        if for_down:
+        grad = grad.contiguous().flatten(0, -2)
+        grad_x, grad_weight, grad_down = None, None, None
+        if ctx.needs_input_grad[2]:
             grad_down = weight_gradient(ctx.parameters[1], grad, activation, ctx.direct)
-        if for_x or for_weight:
+        if any(ctx.needs_input_grad[:2]):
             grad_gate_up = swiglu_gemm_backward(grad, down_low, gate_up)
         BESIDE.finished(ctx.parameters[1])
-        if for_weight:
+        if ctx.needs_input_grad[1]:
             grad_weight = weight_gradient(ctx.parameters[0], grad_gate_up, x.flatten(0, -2), ctx.direct)
-        if for_x:
+        if ctx.needs_input_grad[0]:
             grad_x = (grad_gate_up @ gate_up_low).view_as(x)
         BESIDE.finished(ctx.parameters[0])
         return grad_x, grad_weight, grad_down, None, None, None
