@@ -309,6 +309,15 @@ def row_options(kernel: str, x: Tensor, whole: bool = True) -> tuple[int, int, d
     return rows, programs, {"C": dim, "BLOCK_C": width, "ROWS": tile_rows, **chosen}
 
 
+def check_sequences(x: Tensor, longest: int) -> None:
+    """Raise ValueError if x [B, S, ...] is empty, or longer than the tables of the rotary embedding."""
+    batch, seq = x.shape[:2]
+    if batch * seq == 0:
+        raise ValueError(f"an empty batch: {batch} sequences of {seq} tokens")
+    if seq > longest:
+        raise ValueError(f"sequences of {seq} tokens, but the model's seq_len is {longest}")
+
+
 @triton.jit
 def sum_parts_kernel(PARTS, OUT, parts, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -393,16 +402,17 @@ def rms_norm_forward(
 
 @operator
 def rms_norm_backward(
-    grad_normed: Tensor, grad_summed: Tensor | None, summed: Tensor, weight: Tensor, rstd: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x, of the update (in its `dtype`; empty without one) and of the weight."""
+    grad_normed: Tensor, grad_summed: Tensor | None, summed: Tensor, weight: Tensor, rstd: Tensor, dtype: torch.dtype,
+    with_weight: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of x, of the update (in its `dtype`; empty without one) and of the weight (empty if not wanted)."""
     rows, programs, options = row_options("rms_norm_backward", summed)
     grad_x, grad_weight = torch.empty_like(summed), weight.new_empty(programs, len(weight), dtype=torch.float32)
     grad_update = summed.new_empty(0) if grad_summed is None else torch.empty_like(summed, dtype=dtype)
     wrap_triton(rms_norm_backward_kernel)[(programs,)](
         grad_normed, grad_summed, summed, weight, rstd, grad_x, grad_update, grad_weight, rows, **options
     )
-    return grad_x, grad_update, sum_parts(grad_weight, weight.dtype)
+    return grad_x, grad_update, sum_parts(grad_weight, weight.dtype) if with_weight else weight.new_empty(0)
 
 
 class AddRMSNorm(torch.autograd.Function):
@@ -421,9 +431,10 @@ class AddRMSNorm(torch.autograd.Function):
         summed, weight, rstd = ctx.saved_tensors
         if grad_summed is not None:
             grad_summed = grad_summed.contiguous()
-        dtype = ctx.update_dtype or summed.dtype
-        grads = rms_norm_backward(grad_normed.contiguous(), grad_summed, summed, weight, rstd, dtype)
-        return grads[0], None if ctx.update_dtype is None else grads[1], grads[2], None, None
+        dtype, with_weight = ctx.update_dtype or summed.dtype, ctx.needs_input_grad[2]
+        grads = rms_norm_backward(grad_normed.contiguous(), grad_summed, summed, weight, rstd, dtype, with_weight)
+        grad_update = None if ctx.update_dtype is None else grads[1]
+        return grads[0], grad_update, grads[2] if with_weight else None, None, None
 
 
 @triton.jit
@@ -449,6 +460,7 @@ def rotary_kernel(
 @operator
 def rotary(qkv: Tensor, cos: Tensor, sin: Tensor, values: int, sign: int) -> Tensor:
     """qkv [B, S, heads, head_dim] turned by `sign` times the angle of its position, but for the last `values` heads."""
+    check_sequences(qkv, len(cos))
     rows, programs, options = row_options("rotary", qkv)
     turned = torch.empty_like(qkv)
     wrap_triton(rotary_kernel)[(programs,)](
@@ -714,7 +726,7 @@ def cross_entropy_forward_kernel(
     LOGITS, TARGETS, LOSSES, LSE, rows, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    top = tl.full([ROWS], float("-inf"), tl.float32)
+    top = tl.full([ROWS], -3e38, tl.float32)  # not -inf, which a whole block may be
     total = tl.zeros([ROWS], tl.float32)
     for start in range(0, C, BLOCK_C):
         column = start + tl.arange(0, BLOCK_C)
@@ -961,6 +973,7 @@ class TinyLlama(nn.Module):
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
         """input_ids [B, S] -> logits [B, S, V]; with labels [B, S], the same tokens -> next-token cross-entropy."""
+        check_sequences(input_ids, self.config.seq_len)
         x, update = self.embed_tokens(input_ids), None
         for layer in self.layers:
             x, update = layer(x, update)

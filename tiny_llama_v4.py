@@ -367,6 +367,15 @@ def row_options(kernel: str, x: Tensor, whole: bool = True) -> tuple[int, int, d
     return rows, programs, {"C": dim, "BLOCK_C": width, "ROWS": tile_rows, **chosen}
 
 
+def check_sequences(x: Tensor, longest: int) -> None:
+    """Raise ValueError if x [B, S, ...] is empty, or longer than the tables of the rotary embedding."""
+    batch, seq = x.shape[:2]
+    if batch * seq == 0:
+        raise ValueError(f"an empty batch: {batch} sequences of {seq} tokens")
+    if seq > longest:
+        raise ValueError(f"sequences of {seq} tokens, but the model's seq_len is {longest}")
+
+
 @triton.jit
 def sum_parts_kernel(PARTS, OUT, parts, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -394,6 +403,7 @@ class Beside:
 
     A graph keeps what depends on what, not the order of the launches: so what is put on another stream here runs when
     there is room for it. What it reads is kept until the chain has waited for it, `KEPT` pieces of work later.
+    Nobody may add to a gradient on its way from here to its parameter: that is an error.
     """
 
     KEPT = 4
@@ -402,10 +412,12 @@ class Beside:
         self.active = False
         self.streams: tuple[torch.cuda.Stream, ...] = ()
         self.pending: collections.deque[tuple[torch.cuda.Event, tuple]] = collections.deque()
-        self.ready: dict[Room, tuple[torch.cuda.Event, ...]] = {}
+        self.written: dict[Tensor, int] = {}  # the address of each parameter's gradient
+        self.ready: dict[Room, tuple[int, tuple[torch.cuda.Event, ...]]] = {}
 
     def begin(self, wanted: bool) -> bool:
         """A step begins; will anything be beside it?"""
+        self.written, self.ready = {}, {}  # a capture that failed leaves some
         self.active = wanted and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         if self.active:  # the second stream needs a workspace for its GEMMs; those of eager steps are given back
             torch._C._cuda_clearCublasWorkspaces()
@@ -433,13 +445,22 @@ class Beside:
     def finished(self, parameter: Tensor) -> None:
         """The gradient of this parameter is on its way, and this step does not need the parameter any more."""
         room = getattr(parameter, "room", None)
-        if self.active and room and len(room.parameters) == 1:  # what shares its room, waits for all
-            self.ready[room] = torch.cuda.current_stream().record_event(), self.stream(0).record_event()
+        if self.active and room and room.given and len(room.parameters) == 1:  # what shares its room, waits for all
+            events = torch.cuda.current_stream().record_event(), self.stream(0).record_event()
+            self.ready[room] = room.buffer._version, events
+
+    def before_update(self, room: Room, chain: torch.cuda.Stream) -> tuple[torch.cuda.Event, ...]:
+        """What the update of these parameters waits for; all of the chain, if a gradient was changed later."""
+        version, events = self.ready.pop(room, (None, ()))
+        return events if version == room.buffer._version else (chain.record_event(),)
 
     def join(self, grad: Tensor) -> None:
         """A hook: let the chain wait for all gradients."""
         torch.cuda.current_stream().wait_stream(self.stream(0))
         self.pending.clear()
+        written, self.written = self.written, {}
+        if any(p.grad is not None and p.grad.data_ptr() != place for p, place in written.items()):
+            raise RuntimeError("overlap: a weight got more than one gradient in a backward pass: use --disable-overlap")
 
 
 BESIDE = Beside()
@@ -449,15 +470,46 @@ class Room:
     """Where the optimizer reads the gradients of some parameters: one buffer, from the first of a step to its end.
 
     `begins`: of each parameter in the buffers of the optimizer, and the end of the last. `dtype`: of the gradients.
+    The first gradient of a parameter is written here; what is added to it later, autograd adds, in float32.
     """
 
     def __init__(self, parameters: list[nn.Parameter], begins: list[int], dtype: torch.dtype):
-        self.parameters, self.begins, self.end = parameters, dict(zip(parameters, begins, strict=False)), begins[-1]
-        self.begin, self.dtype, self.buffer = begins[0], dtype, None
+        self.parameters, self.begin, self.end = parameters, begins[0], begins[-1]
+        self.spans = dict(zip(parameters, itertools.pairwise(begins), strict=True))
+        self.clear()
+        self.set_type(dtype)
         for parameter in parameters:
             parameter.room = self
-            if dtype != parameter.dtype:
+
+    def set_type(self, dtype: torch.dtype) -> None:
+        """Have gradients in this type from now on."""
+        self.dtype = dtype
+        for parameter in self.parameters:
+            if dtype != (getattr(parameter, "grad_dtype", None) or parameter.dtype):
+                grad, parameter.grad = parameter.grad, None
                 parameter.grad_dtype = dtype  # or autograd would cast it
+                parameter.grad = grad if grad is None else grad.to(dtype)
+
+    def clear(self) -> None:
+        """Let go of the gradients."""
+        self.buffer, self.given = None, set()
+
+    def first(self, parameter: nn.Parameter) -> Tensor | None:
+        """The part for this parameter, if its gradient is the first since the last step."""
+        if parameter.grad is None and parameter not in self.given:
+            self.given.add(parameter)
+            return self.part(parameter)
+        self.set_type(torch.float32)
+        return None
+
+    def collect(self) -> bool:
+        """Bring those gradients here that are elsewhere: of several GPUs, or added up by autograd. Are there any?"""
+        given = [p for p in self.parameters if p.grad is not None]
+        if any(p.grad.data_ptr() != self.part(p).data_ptr() for p in given):
+            BESIDE.ready.pop(self, None)
+            self.buffer = None  # what torch.autograd.grad returned may be there
+            torch._foreach_copy_([self.part(p) for p in given], [p.grad for p in given])
+        return bool(given)
 
     def part(self, parameter: nn.Parameter) -> Tensor:
         """The part of the buffer that is for this parameter; always another object, or autograd would copy it."""
@@ -465,7 +517,7 @@ class Room:
             self.buffer = torch.empty(self.end - self.begin, device=parameter.device, dtype=self.dtype)
             if len(self.parameters) > 1:
                 self.buffer.zero_()  # what lies between them
-        return self.buffer[self.begins[parameter] - self.begin :][: parameter.numel()].view_as(parameter)
+        return self.buffer[self.spans[parameter][0] - self.begin :][: parameter.numel()].view_as(parameter)
 
 
 def for_the_optimizer(parameter: Tensor, compute: Callable[[Tensor], None], *inputs: Tensor) -> Tensor:
@@ -473,15 +525,19 @@ def for_the_optimizer(parameter: Tensor, compute: Callable[[Tensor], None], *inp
 
     That is where the optimizer reads it, unless there is a gradient already that this one is to be added to.
     """
-    compiling = torch.compiler.is_compiling()
-    direct = not compiling and parameter.grad is None and hasattr(parameter, "room")
-    room = parameter.room.part(parameter) if direct else None
+    room = None if torch.compiler.is_compiling() else getattr(parameter, "room", None)
+    place = room.first(parameter) if room else None
 
     def work() -> Tensor:
-        compute(gradient := torch.empty_like(parameter) if room is None else room)
+        compute(gradient := torch.empty_like(parameter) if place is None else place)
         return gradient
 
-    return work() if compiling else BESIDE.run(work, *inputs)
+    if torch.compiler.is_compiling() or parameter.grad is not None or (room and place is None):
+        return work()  # autograd adds it to another one at once
+    gradient = BESIDE.run(work, *inputs)
+    if BESIDE.active:
+        BESIDE.written[parameter] = gradient.data_ptr()
+    return gradient
 
 
 WIDE_RESULTS = "dtype_out" in torch.ops.aten.mm.overloads()  # from PyTorch 2.8 on
@@ -520,30 +576,41 @@ def in_type(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Projection(torch.autograd.Function):
-    """x [..., K], weight [N, K] as a parameter and in the type of x -> x weight^T [..., N]."""
+    """x [..., K], weight [N, K] as a parameter and in the type of x -> x weight^T [..., N].
+
+    `embedding`: the node of TiedEmbedding with this weight, which gets the gradient and adds its own, if it will run.
+    """
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, low: Tensor, direct: bool):
+    def forward(ctx, x: Tensor, weight: Tensor, low: Tensor, direct: bool, embedding: torch.autograd.graph.Node | None):
         ctx.save_for_backward(x, low)
-        ctx.weight, ctx.direct = weight, direct
+        ctx.weight, ctx.direct, ctx.embedding = weight, direct, embedding
         return F.linear(x, low)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         x, low = ctx.saved_tensors
-        rows = grad.flatten(0, -2)
-        grad_weight = weight_gradient(ctx.weight, rows, x.flatten(0, -2), ctx.direct)
-        grad_x = grad @ low
+        grad_x, grad_weight = None, None
+        if ctx.needs_input_grad[1]:
+            grad_weight = weight_gradient(ctx.weight, grad.flatten(0, -2), x.flatten(0, -2), ctx.direct)
+        if ctx.needs_input_grad[0]:
+            grad_x = grad @ low
         BESIDE.finished(ctx.weight)
-        return grad_x, grad_weight, None, None
+        if grad_weight is not None and ctx.embedding and torch._C._will_engine_execute_node(ctx.embedding):
+            ctx.embedding.added_to, grad_weight = grad_weight, None
+        return grad_x, grad_weight, None, None, None
 
 
-def linear(x: Tensor, weight: Tensor, fusions: Fusions) -> Tensor:
-    """x [..., K], weight [N, K] -> x weight^T [..., N]. Compiled, all of this is PyTorch's."""
+def linear(x: Tensor, weight: Tensor, fusions: Fusions, embedded: Tensor | None = None) -> Tensor:
+    """x [..., K], weight [N, K] -> x weight^T [..., N]. Compiled, all of this is PyTorch's.
+
+    embedded: the result of an embedding with the same weight.
+    """
     if torch.compiler.is_compiling() or not (fusions.direct_gradients or fusions.fused_optimizer or fusions.overlap):
         return F.linear(x, weight)
-    x = x.to(gemm_type(x))
-    return Projection.apply(x, weight, in_type(weight, x.dtype), fusions.direct_gradients)
+    x, node = x.to(gemm_type(x)), getattr(embedded, "grad_fn", None)
+    tied = node if hasattr(node, "added_to") else None  # only TiedEmbedding has it
+    return Projection.apply(x, weight, in_type(weight, x.dtype), fusions.direct_gradients, tied)
 
 
 LOG2E = tl.constexpr(math.log2(math.e))  # scores are kept to the base 2: exp2 is what the hardware computes
@@ -650,7 +717,9 @@ class AddRMSNorm(torch.autograd.Function):
             grad_summed = grad_summed.contiguous()
         options = ctx.from_output, *ctx.dtypes
         grads = rms_norm_backward(grad_normed.contiguous(), grad_summed, kept, weight, rstd, *options)
-        grad_weight = for_the_optimizer(weight, partial(sum_parts, grads[2]), grads[2])
+        grad_weight = None
+        if ctx.needs_input_grad[2]:
+            grad_weight = for_the_optimizer(weight, partial(sum_parts, grads[2]), grads[2])
         return grads[0], None if grad_summed is None else grads[1], grad_weight, None, None, None
 
 
@@ -677,6 +746,7 @@ def rotary_kernel(
 @operator
 def rotary(qkv: Tensor, cos: Tensor, sin: Tensor, values: int, sign: int) -> Tensor:
     """qkv [B, S, heads, head_dim] turned by `sign` times the angle of its position, but for the last `values` heads."""
+    check_sequences(qkv, len(cos))
     rows, programs, options = row_options("rotary", qkv)
     turned = torch.empty_like(qkv)
     wrap_triton(rotary_kernel)[(programs,)](
@@ -975,7 +1045,7 @@ def cross_entropy_forward_kernel(
     LOGITS, LABELS, LOSSES, LSE, rows, seq, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    top = tl.full([ROWS], float("-inf"), tl.float32)
+    top = tl.full([ROWS], -3e38, tl.float32)  # not -inf, which a whole block may be
     total = tl.zeros([ROWS], tl.float32)
     for start in range(0, C, BLOCK_C):
         column = start + tl.arange(0, BLOCK_C)
@@ -1092,7 +1162,7 @@ class TiedEmbedding(torch.autograd.Function):
     """tokens [...], weight [V, D] -> rows of the weight [..., D].
 
     Which tokens look up the same row is found in the forward pass, beside it in a graph. The output projection has the
-    same weight, and the backward pass begins there: the gradient that is found here is added to that one.
+    same weight, and the backward pass begins there: the gradient that is found here is added to that one, `added_to`.
     """
 
     @staticmethod
@@ -1102,17 +1172,15 @@ class TiedEmbedding(torch.autograd.Function):
             return order, torch.searchsorted(words, torch.arange(len(weight) + 1, device=words.device))
 
         ctx.save_for_backward(*BESIDE.run(sort, tokens))
-        ctx.parameter = weight
+        ctx.weight, ctx.added_to = weight, None
         return F.embedding(tokens, weight)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        weight, grad = ctx.parameter, grad.contiguous().flatten(0, -2)
-        if weight.grad is None and hasattr(weight, "room"):
-            embedding_backward(grad, *ctx.saved_tensors, weight.room.part(weight))
-            return None, None
-        embedding_backward(grad, *ctx.saved_tensors, found := torch.zeros_like(weight))
-        return None, found
+        total, ctx.added_to = ctx.added_to, None
+        total = torch.zeros_like(ctx.weight) if total is None else total
+        embedding_backward(grad.contiguous().flatten(0, -2), *ctx.saved_tensors, total)
+        return None, total
 
 
 @triton.jit
@@ -1228,23 +1296,29 @@ class SwiGLUGEMM(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         x, gate_up, activation, gate_up_low, down_low = ctx.saved_tensors
         grad = grad.contiguous().flatten(0, -2)
-        grad_down = weight_gradient(ctx.parameters[1], grad, activation, ctx.direct)
-        grad_gate_up = swiglu_gemm_backward(grad, down_low, gate_up)
+        grad_x, grad_weight, grad_down = None, None, None
+        if ctx.needs_input_grad[2]:
+            grad_down = weight_gradient(ctx.parameters[1], grad, activation, ctx.direct)
+        if any(ctx.needs_input_grad[:2]):
+            grad_gate_up = swiglu_gemm_backward(grad, down_low, gate_up)
         BESIDE.finished(ctx.parameters[1])
-        grad_weight = weight_gradient(ctx.parameters[0], grad_gate_up, x.flatten(0, -2), ctx.direct)
-        grad_x = (grad_gate_up @ gate_up_low).view_as(x)
+        if ctx.needs_input_grad[1]:
+            grad_weight = weight_gradient(ctx.parameters[0], grad_gate_up, x.flatten(0, -2), ctx.direct)
+        if ctx.needs_input_grad[0]:
+            grad_x = (grad_gate_up @ gate_up_low).view_as(x)
         BESIDE.finished(ctx.parameters[0])
         return grad_x, grad_weight, grad_down, None, None, None
 
 
 @triton.jit
 def adamw_kernel(
-    WEIGHTS, LOW, GRADS, AVERAGES, SQUARES, CORRECTIONS, SCALE, FOUND_INF, size, lr,
+    WEIGHTS, LOW, GRADS, AVERAGES, SQUARES, CORRECTIONS, LR, SCALE, FOUND_INF, size,
     BETA1: tl.constexpr, BETA2: tl.constexpr, EPS: tl.constexpr, DECAY: tl.constexpr,
     BLOCK: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     if FOUND_INF is not None:  # of the gradient scaler: a step with one is left out
         size = tl.where(tl.load(FOUND_INF) > 0, 0, size)
+    lr = tl.load(LR).to(tl.float32)
     root_of_correction = tl.sqrt(tl.load(CORRECTIONS + 1)).to(tl.float32)
     rate = lr / tl.load(CORRECTIONS).to(tl.float32)
     for start in range(tl.program_id(0) * BLOCK, size, PROGRAMS * BLOCK):
@@ -1269,18 +1343,35 @@ def adamw_kernel(
 @partial(operator, changes=("weights", "low", "averages", "squares"))
 def adamw(
     weights: Tensor, low: Tensor | None, grads: Tensor, averages: Tensor, squares: Tensor, corrections: Tensor,
-    scale: Tensor | None, found_inf: Tensor | None, lr: float, beta1: float, beta2: float, eps: float, decay: float,
+    lr: Tensor, scale: Tensor | None, found_inf: Tensor | None, beta1: float, beta2: float, eps: float, decay: float,
 ) -> None:  # fmt: skip
     """Update as many weights as there are gradients, and their moments; weights to `low` in its type, too.
 
-    corrections [2]: 1 - beta ** steps in float64. A scaler's `scale` divides gradients, its found_inf stops all.
+    corrections [2]: 1 - beta ** steps in float64; lr []: the learning rate. A scaler's `scale` divides gradients, its
+    found_inf stops all.
     """
     options, size = blocks("adamw"), len(grads)
     options["PROGRAMS"] = min(options["PROGRAMS"], triton.next_power_of_2(triton.cdiv(size, options["BLOCK"])))
     wrap_triton(adamw_kernel)[(options["PROGRAMS"],)](
-        weights, low, grads, averages, squares, corrections, scale, found_inf, size, lr,
+        weights, low, grads, averages, squares, corrections, lr, scale, found_inf, size,
         BETA1=beta1, BETA2=beta2, EPS=eps, DECAY=decay, **options,
     )  # fmt: skip
+
+
+class Options(dict):
+    """Those of a group of parameters. The learning rate is a number on the device, which the kernel reads.
+
+    So what is assigned, as schedulers do, is written there, and a graph of the step follows it. A kernel is compiled
+    for the others: ValueError.
+    """
+
+    def __setitem__(self, name: str, value: object) -> None:
+        if name == "lr" and name in self:
+            self[name].fill_(value)
+        elif name in ("betas", "eps", "weight_decay") and value != self.get(name, value):
+            raise ValueError(f"FusedAdamW: {name} was {self[name]} when it was made and cannot become {value}")
+        else:
+            super().__setitem__(name, value)
 
 
 class FusedAdamW(torch.optim.Optimizer):
@@ -1302,18 +1393,21 @@ class FusedAdamW(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": lr, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01})
         sizes = [triton.cdiv(p.numel(), 64) * 64 for p in parameters]  # each begins at a multiple of 128 bytes
         begins, device = [0, *itertools.accumulate(sizes)], parameters[0].device
+        rate = torch.full((), lr, device=device, dtype=torch.float64)
+        self.param_groups = [Options(self.param_groups[0], lr=rate)]
         self.buffers = {name: torch.zeros(begins[-1], device=device) for name in ("weight", "exp_avg", "exp_avg_sq")}
         if dtype != torch.float32:
             self.buffers["low"] = torch.zeros(begins[-1], device=device, dtype=dtype)
-        self.steps = torch.zeros((), device=device)
+        self.steps = torch.zeros(len(parameters), 1, device=device)
+        self.together = True  # all parameters have taken as many steps
         self.betas = torch.tensor(self.defaults["betas"], device=device, dtype=torch.float64)
-        for parameter, begin in zip(parameters, begins, strict=False):
+        for parameter, begin, steps in zip(parameters, begins, self.steps, strict=False):
             end = begin + parameter.numel()  # .data: or a change of one part would count as a change of all
             views = {name: buffer[begin:end].view_as(parameter).data for name, buffer in self.buffers.items()}
             parameter.data = views.pop("weight").copy_(parameter.detach())
             if "low" in views:
                 parameter.low, parameter.low_version = views["low"], -1  # not written yet
-            self.state[parameter] = {"step": self.steps, **views}
+            self.state[parameter] = {"step": steps[0], **views}
         ends = itertools.accumulate(map(len, groups))
         self.rooms = [
             Room(group, begins[end - len(group) : end + 1], grad_dtype if len(group) == 1 else torch.float32)
@@ -1321,54 +1415,65 @@ class FusedAdamW(torch.optim.Optimizer):
         ]
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Take the moments and the number of steps into the buffers."""
-        kept = {parameter: dict(values) for parameter, values in self.state.items()}
+        """Take the options, the moments and the numbers of steps to where the kernel reads them."""
+        options, kept = self.param_groups[0], {parameter: dict(values) for parameter, values in self.state.items()}
+        for name, value in state_dict["param_groups"][0].items():
+            if name != "params":
+                options[name] = value
         super().load_state_dict(state_dict)
+        self.param_groups = [options]
         for parameter, values in kept.items():
             for name in ("step", "exp_avg", "exp_avg_sq"):
                 values[name].copy_(self.state[parameter][name])
             self.state[parameter] = values
+        self.together = bool((self.steps == self.steps[0]).all())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Let go of the gradients."""
         super().zero_grad(set_to_none)
         for room in self.rooms if set_to_none else ():
-            room.buffer = None
+            room.clear()
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Update all parameters; each must have a gradient.
+        """Update all parameters that have a gradient.
 
         In a graph that has work beside the chain each group is updated as soon as it can be.
         """
         chain, skipped = torch.cuda.current_stream() if BESIDE.active else None, getattr(self, "found_inf", None)
-        for room in self.rooms:
-            for parameter in room.parameters:
-                if parameter.grad is None:
-                    raise RuntimeError("FusedAdamW: a parameter has no gradient")
-                if parameter.grad.data_ptr() != (part := room.part(parameter)).data_ptr():  # several GPUs, or added up
-                    part.copy_(parameter.grad)
-                    BESIDE.ready.pop(room, None)
+        rooms = [room for room in reversed(self.rooms) if room.collect()]
         with torch.cuda.stream(BESIDE.stream(1)) if chain else contextlib.nullcontext():
             if chain:
                 BESIDE.stream(1).wait_event(BESIDE.begun if skipped is None else chain.record_event())
-            self.steps += 1 if skipped is None else 1 - skipped
-            corrections = 1 - self.betas**self.steps
-            for room in reversed(self.rooms):
+            taken = 1 if skipped is None else 1 - skipped
+            self.steps += taken
+            parameters = self.param_groups[0]["params"]
+            for parameter in parameters:
+                if parameter.grad is None:
+                    self.state[parameter]["step"] -= taken
+                    self.together = False
+            corrections = dict(zip(parameters, 1 - self.betas**self.steps, strict=True))
+            for room in rooms:
                 if chain:
-                    for event in BESIDE.ready.pop(room, None) or (chain.record_event(),):
+                    for event in BESIDE.before_update(room, chain):
                         BESIDE.stream(1).wait_event(event)
-                self.update(room, corrections)
+                alone = [[p] for p in room.parameters if p.grad is not None]
+                for some in [room.parameters] if self.together else alone:
+                    self.update(some, corrections[some[0]])
         if chain:
             chain.wait_stream(BESIDE.stream(1))
+        for room in self.rooms:
+            room.clear()
 
-    def update(self, room: Room, corrections: Tensor) -> None:
-        """Update these parameters."""
-        group, names = self.param_groups[0], ("weight", "low", "exp_avg", "exp_avg_sq")
-        weights, low, *moments = (self.buffers[n][room.begin : room.end] if n in self.buffers else None for n in names)
+    def update(self, parameters: list[nn.Parameter], corrections: Tensor) -> None:
+        """Update these parameters, which lie side by side and have taken as many steps."""
+        group, names, room = self.param_groups[0], ("weight", "low", "exp_avg", "exp_avg_sq"), parameters[0].room
+        begin, end = room.spans[parameters[0]][0], room.spans[parameters[-1]][1]
+        weights, low, *moments = (self.buffers[n][begin:end] if n in self.buffers else None for n in names)
+        grads = room.buffer[begin - room.begin : end - room.begin]
         scaler = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        settings = group["lr"], *group["betas"], group["eps"], group["weight_decay"]
-        adamw(weights, low, room.buffer, *moments, corrections, *scaler, *settings)
+        settings = *group["betas"], group["eps"], group["weight_decay"]
+        adamw(weights, low, grads, *moments, corrections, group["lr"], *scaler, *settings)
 
 
 # Inference with a transformer layer as one launch.
@@ -1535,16 +1640,30 @@ def transformer_block_kernel(
 MANY_ROWS = {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_C": 64, "BLOCK_Q": 64, "num_warps": 8}
 
 
+triton_version = tuple(int(number) for number in triton.__version__.split(".")[:2])
+TOO_OLD = ""  # why a layer cannot be one launch
+if not INTERPRETED and triton_version < (3, 3):
+    TOO_OLD = f"a layer as one launch needs Triton 3.3 (PyTorch 2.7) for a cooperative launch, not {triton.__version__}"
+
+
 @operator
 def transformer_block(
     x: Tensor, input_norm: Tensor, qkv: Tensor, o: Tensor, post_attention_norm: Tensor, gate_up: Tensor, down: Tensor,
     cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int, eps: float, launches: int = 1,
 ) -> Tensor:  # fmt: skip
-    """x [B, S, D] -> the residual stream after the layer with these weights. One launch, or 5: one for each phase."""
+    """x [B, S, D] -> the residual stream after the layer with these weights. One launch, or 5: one for each phase.
+
+    Programs of one launch wait for each other, so it is cooperative: all run at the same time, or it is an error.
+    """
+    check_sequences(x, len(cos))
+    if launches == 1 and TOO_OLD:
+        raise RuntimeError(TOO_OLD)
     (batch, seq, width), (packed, inner), dtype = x.shape, (len(qkv), down.shape[1]), qkv.dtype
     x, dim, chosen = x.contiguous(), width // num_heads, blocks("transformer_block", dtype)
     if batch * seq > 256 and BACKEND == "cuda" and dtype != torch.float32:
         chosen |= MANY_ROWS | OVERRIDES.get("transformer_block", {})
+    if launches == 1 and BACKEND != "interpreter":
+        chosen["launch_cooperative_grid"] = True
     scratch = [x.new_empty(batch * seq, channels, dtype=dtype) for channels in (packed, width, inner)]
     scratch.append(torch.empty_like(x, dtype=torch.float32))
     out, counter = torch.empty_like(x), x.new_zeros(1, dtype=torch.int32)
@@ -1583,12 +1702,19 @@ class RMSNorm(nn.Module):
         return self.weight * wide.to(x.dtype), x
 
 
+def renew_low(module: nn.Module, *unused) -> None:
+    """A hook: a weight was loaded, so the copy that GEMMs take is written anew. A graph would not look."""
+    if hasattr(module.weight, "low"):
+        in_type(module.weight, module.weight.low.dtype)
+
+
 class Linear(nn.Linear):
     """A projection without bias."""
 
     def __init__(self, inputs: int, outputs: int, fusions: Fusions):
         super().__init__(inputs, outputs, bias=False)
         self.fusions = fusions
+        self.register_load_state_dict_post_hook(renew_low)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., inputs] -> [..., outputs]."""
@@ -1601,10 +1727,12 @@ class Embedding(nn.Embedding):
     def __init__(self, words: int, dim: int, fusions: Fusions):
         super().__init__(words, dim)
         self.fusions = fusions
+        self.register_load_state_dict_post_hook(renew_low)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens [B, S] -> [B, S, D]."""
-        if self.fusions.tied_embedding and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        ours = self.fusions.tied_embedding and self.weight.requires_grad and torch.is_grad_enabled()
+        if ours and not torch.compiler.is_compiling():
             return TiedEmbedding.apply(tokens, self.weight)
         return super().forward(tokens)
 
@@ -1773,13 +1901,16 @@ class TinyLlama(nn.Module):
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
         """input_ids [B, S] -> logits [B, S, V]; with labels [B, S], the same tokens -> next-token cross-entropy."""
-        beside = not torch.compiler.is_compiling() and BESIDE.begin(self.fusions.overlap and torch.is_grad_enabled())
-        x, update = self.embed_tokens(input_ids), None
+        check_sequences(input_ids, self.config.seq_len)
+        wanted = self.fusions.overlap and self.embed_tokens.weight.requires_grad and torch.is_grad_enabled()
+        beside = not torch.compiler.is_compiling() and BESIDE.begin(wanted)
+        embedded = self.embed_tokens(input_ids)
         if beside:
-            x.register_hook(BESIDE.join)
+            embedded.register_hook(BESIDE.join)
+        x, update = embedded, None
         for layer in self.layers:
             x, update = layer(x, update)
-        logits = linear(self.norm(x, update)[0], self.embed_tokens.weight, self.fusions)
+        logits = linear(self.norm(x, update)[0], self.embed_tokens.weight, self.fusions, embedded)
         if labels is None:
             return logits
         if self.fusions.triton_cross_entropy:
@@ -2714,6 +2845,8 @@ def benchmark(args: argparse.Namespace) -> int:
 
     The result is also in <profile-dir>/tiny_llama_v4_benchmark.json.
     """
+    if TOO_OLD:
+        fail(TOO_OLD, 4)
     device, dtype = prepare(args), getattr(torch, args.amp_dtype) if args.use_amp else torch.float32
     x = torch.randn(args.batch_size, args.seq_len, args.hidden_dim, generator=torch.Generator().manual_seed(args.seed))
     x, packed = x.to(device), {"qkv_fusion": True, "swiglu_fusion": True}

@@ -272,16 +272,16 @@ def test_the_bytes_of_a_step_are_those_of_its_operators_and_of_the_optimizer():
 
 
 def test_the_optimizer_of_v4_is_an_operator_and_counts_as_one():
-    """It reads weights, gradients and two moments, and writes all but the gradients, and weights in bfloat16."""
+    """It reads weights, gradients, two moments and three numbers, and writes weights, also in bfloat16, and moments."""
     v4 = load("tiny_llama_v4")
     model = torch.nn.Linear(16, 4, bias=False, device=kernels.DEVICE)
     optimizer = v4.FusedAdamW([[model.weight]], 1e-3, torch.bfloat16)
     model.weight.grad = torch.ones_like(model.weight)
     trainer = SimpleNamespace(model=model, optimizer=optimizer, next_batch=lambda: None)
     corrections = torch.ones(2, dtype=torch.float64, device=kernels.DEVICE)
-    trainer.compute = lambda batch: optimizer.update(optimizer.rooms[0], corrections)
-    optimizer.step()
-    assert kernels.group_bytes(trainer, v4.NO_WORK).total() == 64 * (7 * 4 + 2) + 2 * 8
+    trainer.compute = lambda batch: optimizer.update([model.weight], corrections)
+    optimizer.rooms[0].collect()
+    assert kernels.group_bytes(trainer, v4.NO_WORK).total() == 64 * (7 * 4 + 2) + 3 * 8
 
 
 def test_llamas_that_are_compared_train_alike(tmp_path, monkeypatch, capsys):

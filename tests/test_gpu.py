@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -259,6 +262,130 @@ def test_ctrl_c_in_a_graph_run_keeps_its_steps(tmp_path: Path):
     assert "Traceback" not in errors
     summary = strict_json((tmp_path / "tiny_llama_v2_summary.json").read_text())
     assert summary["timing"]["steps"] + 5 == len(summary["loss"]["curve"]) > 10
+
+
+# What V4's graph follows, and what it computes when a loop is not that of the harness
+
+V4 = "tiny_llama_v4"
+CUDA = torch.device("cuda")
+
+
+def trainer_of_v4(*argv: str):
+    """Model, optimizer and data of a tiny run, after a first step."""
+    args = parse(V4, "--device", "cuda", "--deterministic", *argv)
+    trainer = load(V4).Trainer(args, load(V4).prepare(args))
+    trainer.step()
+    return trainer
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_graph_follows_the_learning_rate_and_what_is_loaded(precision: str):
+    """Bit for bit as without a graph: a scheduler, a rate that is assigned, weights and moments of earlier."""
+    curves = {}
+    for side in ("eager", "graph"):
+        trainer = trainer_of_v4(*PRECISIONS[precision])
+        model, optimizer, curve = trainer.model, trainer.optimizer, curves.setdefault(side, [])
+        trainer.step()
+        kept = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        if side == "graph":
+            trainer.capture()
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.1)
+        for _ in range(3):
+            curve.append(trainer.step().item())
+            scheduler.step()
+        optimizer.param_groups[0]["lr"] = 1e-2
+        curve += [trainer.step().item() for _ in range(3)]
+        model.load_state_dict(kept[0])
+        optimizer.load_state_dict(kept[1])
+        curve += [trainer.step().item() for _ in range(3)]
+    assert curves["graph"] == curves["eager"]
+    assert len(set(curves["eager"])) == 9
+
+
+def two_passes(model: torch.nn.Module, ids: torch.Tensor) -> None:
+    (model(ids, ids) + model(ids.flip(1), ids)).backward()
+
+
+def micro_batches(model: torch.nn.Module, ids: torch.Tensor) -> None:
+    model(ids, ids).backward()
+    model(ids.flip(1), ids).backward()
+
+
+def clipped(model: torch.nn.Module, ids: torch.Tensor) -> None:
+    model(ids, ids).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+
+
+def one_layer_twice(model: torch.nn.Module, ids: torch.Tensor) -> None:
+    first, second = model.layers
+    model.layers = torch.nn.ModuleList([first, first, second])
+    model(ids, ids).backward()
+    model.layers = torch.nn.ModuleList([first, second])
+
+
+def moments_after(backward: Callable, graph: bool, *argv: str) -> dict[str, torch.Tensor]:
+    """Of all parameters, after three steps with this backward pass."""
+    trainer = trainer_of_v4("--use-amp", *argv)
+    trainer.model.forward = trainer.autocast()(trainer.model.forward)
+
+    def step() -> None:
+        backward(trainer.model, trainer.inputs["labels"])
+        trainer.optimizer.step()
+        trainer.optimizer.zero_grad()
+
+    step()
+    if graph:
+        with torch.cuda.graph(captured := torch.cuda.CUDAGraph(), stream=torch.cuda.Stream(priority=-1)):
+            step()
+    for _ in range(2):
+        captured.replay() if graph else step()
+    torch.cuda.synchronize()
+    names = {parameter: name for name, parameter in trainer.model.named_parameters()}
+    return {names[p]: values["exp_avg"].clone() for p, values in trainer.optimizer.state.items()}
+
+
+@pytest.mark.parametrize("overlap", ["enable", "disable"])
+@pytest.mark.parametrize("backward", [two_passes, micro_batches, clipped], ids=lambda function: function.__name__)
+def test_a_graph_of_another_loop_computes_what_its_steps_do(backward: Callable, overlap: str):
+    eager = moments_after(backward, graph=False)
+    graph = moments_after(backward, True, f"--{overlap}-overlap")
+    for name, value in eager.items():
+        assert relative_difference(graph[name], value) < 1e-3, name
+
+
+def test_a_weight_used_twice_beside_the_chain_is_an_error_and_right_without():
+    with pytest.raises(RuntimeError, match="--disable-overlap"):
+        moments_after(one_layer_twice, graph=True)
+    eager, graph = (moments_after(one_layer_twice, graph, "--disable-overlap") for graph in (False, True))
+    for name, value in eager.items():
+        assert relative_difference(graph[name], value) < 1e-3, name
+
+
+def test_overlap_works_with_the_optimizer_of_pytorch(tmp_path: Path):
+    result = run_main(V4, tmp_path, *GRAPH, "--use-amp", "--disable-fused-optimizer", *TWENTY, "--under-profiler")
+    assert result.status == 0, result.stderr
+
+
+def test_two_layers_at_a_time_wait_for_nobody_else_and_may_be_captured():
+    """Each is one launch whose programs wait for each other: without a cooperative launch two can hang."""
+    args = parse(V4, "--device", "cuda", "--hidden-dim", "256", "--batch-size", "8")
+    layer = load(V4).first_layer(args, CUDA, torch.bfloat16)
+    inputs = [torch.randn(8, 32, 256, device="cuda") for _ in range(2)]
+    one_layer = partial(load(V4).in_launches, 1, layer)
+    expected = [one_layer(x) for x in inputs]
+    torch.cuda.synchronize()
+    streams, found = [torch.cuda.Stream() for _ in inputs], [None, None]
+    for _ in range(50):
+        for number, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                found[number] = one_layer(inputs[number])
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):
+        found.append(one_layer(inputs[0]))
+    graph.replay()
+    for value, right in zip(found, [*expected, expected[0]], strict=True):
+        assert torch.equal(value, right)
 
 
 @pytest.mark.parametrize("graph", [[], ["--enable-cuda-graph"]], ids=["eager", "graph"])

@@ -5,6 +5,7 @@ Without a GPU the kernels run in Triton's interpreter, whose time goes by progra
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -25,6 +26,7 @@ from conftest import (
 from torch import Tensor
 
 V3 = "tiny_llama_v3"
+VERSIONS = (V3, "tiny_llama_v4")
 v3 = load(V3)
 DEVICE = torch.device("cpu" if v3.INTERPRETED else "cuda")
 HERE = ["--device", DEVICE.type]
@@ -246,8 +248,7 @@ def test_cross_entropy(
     rows: int, vocab: int, size: float, strided: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ):
     if vocab > 500:  # several blocks of a row
-        for kernel in ("cross_entropy_forward", "cross_entropy_backward"):
-            monkeypatch.setitem(v3.OVERRIDES, kernel, {"TILE": 128})
+        few_columns(monkeypatch, v3)
     targets = torch.randint(vocab, (rows,), generator=torch.Generator().manual_seed(0)).to(DEVICE)
     targets[1::3] = -100
     logits = randn(rows, vocab, dtype=dtype, size=size)
@@ -261,6 +262,28 @@ def test_cross_entropy_of_ignored_labels_only_is_zero():
     losses.sum().backward()
     assert not losses.any()
     assert not logits.grad.any()
+
+
+def banned(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Logits [4, 300] and targets: of a row its first blocks of 128, its last, or all but the target are -inf."""
+    logits, targets = randn(4, 300, dtype=dtype), torch.tensor([299, 0, 150, 7], device=DEVICE)
+    logits[0, :290] = logits[1, 150:] = logits[2, :150] = logits[2, 151:] = -torch.inf
+    return logits, targets
+
+
+def few_columns(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> None:
+    """Of the logits in a block."""
+    for kernel in ("cross_entropy_forward", "cross_entropy_backward"):
+        monkeypatch.setitem(module.OVERRIDES, kernel, {"TILE": 128})
+
+
+@both_types
+def test_cross_entropy_of_banned_tokens(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
+    few_columns(monkeypatch, v3)
+    logits, targets = banned(dtype)
+    agree(lambda x: v3.CrossEntropy.apply(x, targets), losses_of(targets), [logits])
+    logits = torch.full((1, 300), -torch.inf, device=DEVICE)
+    assert v3.CrossEntropy.apply(logits, targets[:1]).isnan().all(), "as in PyTorch"
 
 
 def test_a_label_outside_the_vocabulary_makes_the_loss_nan():
@@ -340,9 +363,9 @@ def test_the_residual_stream_stays_float32_under_autocast(argv: list[str]):
     assert seen["normed"] == (torch.float32 if argv else torch.bfloat16), "what the next GEMM takes"
 
 
-def launches(monkeypatch: pytest.MonkeyPatch, operation: Callable) -> list[tuple]:
+def launches(monkeypatch: pytest.MonkeyPatch, operation: Callable, module: ModuleType = v3) -> list[tuple]:
     """Grid and block sizes of every kernel that the operation launches."""
-    seen, launch = [], v3.wrap_triton
+    seen, launch = [], module.wrap_triton
 
     class Recorder:
         def __init__(self, kernel: Callable):
@@ -356,9 +379,60 @@ def launches(monkeypatch: pytest.MonkeyPatch, operation: Callable) -> list[tuple
             return run
 
     with monkeypatch.context() as patch:
-        patch.setattr(v3, "wrap_triton", Recorder)
+        patch.setattr(module, "wrap_triton", Recorder)
         operation()
     return seen
+
+
+@pytest.mark.parametrize("script", VERSIONS)
+@pytest.mark.parametrize(
+    ("shape", "words"),
+    [
+        ((2, 33), "33 tokens, but the model's seq_len is 32"),
+        ((0, 32), "an empty batch: 0 sequences of 32 tokens"),
+        ((2, 0), "an empty batch: 2 sequences of 0 tokens"),
+    ],
+    ids=["too-long", "no-samples", "no-tokens"],
+)
+def test_what_the_model_cannot_take_is_refused_before_any_launch(
+    script: str, shape: tuple[int, int], words: str, monkeypatch: pytest.MonkeyPatch
+):
+    model, module = build(script), load(script)
+    ids = torch.zeros(shape, dtype=torch.int64, device=DEVICE)
+
+    def forward() -> None:
+        with pytest.raises(ValueError, match=re.escape(words)):
+            model(ids, ids)
+
+    assert launches(monkeypatch, forward, module) == []
+
+
+@pytest.mark.parametrize("script", VERSIONS)
+def test_an_operation_does_not_read_behind_the_angles_either(script: str):
+    cos, sin = (table[:32] for table in angles(32, 8))
+    with pytest.raises(ValueError, match="33 tokens"):
+        load(script).Rotary.apply(randn(1, 33, 4, 8), cos, sin, 1)
+
+
+@pytest.mark.parametrize("script", VERSIONS)
+def test_nothing_is_launched_for_a_gradient_that_is_not_wanted(script: str, monkeypatch: pytest.MonkeyPatch):
+    """Of frozen weights; their gradients stay None, the others are what they were."""
+    model, batch = build(script), tokens()
+
+    def backward() -> None:
+        model(**batch).backward()
+
+    before = launches(monkeypatch, backward, load(script))
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    frozen = {name for name in expected if "norm" in name or "layers.1.mlp" in name}
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in frozen)
+        parameter.grad = None
+    after = launches(monkeypatch, backward, load(script))
+    assert len(after) == len(before) - sum("norm" in name for name in frozen), "each sums up parts"
+    assert {name for name, p in model.named_parameters() if p.grad is None} == frozen
+    for name in expected.keys() - frozen:
+        assert relative_difference(model.get_parameter(name).grad, expected[name]) < 1e-6, name
 
 
 def test_blocks_change_what_is_launched_and_nothing_else(monkeypatch: pytest.MonkeyPatch):
@@ -423,7 +497,7 @@ def test_heads_too_wide_for_the_attention_kernel_are_refused(run):
     assert parse(V3, *HERE, *sizes, "--disable-triton-attention").hidden_dim == 260
 
 
-@pytest.mark.parametrize("module", [v3, load("tiny_llama_v4")], ids=["v3", "v4"])
+@pytest.mark.parametrize("module", map(load, VERSIONS), ids=VERSIONS)
 def test_every_kernel_has_blocks(module: ModuleType):
     names = {name.removesuffix("_kernel") for name in vars(module) if name.endswith("_kernel")}
     assert names == {name for name in module.BLOCKS if " " not in name}

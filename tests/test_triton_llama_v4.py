@@ -20,15 +20,18 @@ from test_triton_llama import (
     add_rms_norm,
     agree,
     angles,
+    banned,
     both_types,
     build,
     check_attention,
     dense_or_strided,
+    few_columns,
     randn,
     rotated,
     tokens,
 )
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 V3, V4 = "tiny_llama_v3", "tiny_llama_v4"
 v4 = load(V4)
@@ -168,8 +171,7 @@ def test_loss_of_the_next_token(
 ):
     if vocab > 500:  # several blocks of a row, and of rows
         monkeypatch.setitem(v4.OVERRIDES, "mean_loss", {"BLOCK": 16})
-        for kernel in ("cross_entropy_forward", "cross_entropy_backward"):
-            monkeypatch.setitem(v4.OVERRIDES, kernel, {"TILE": 128})
+        few_columns(monkeypatch, v4)
     labels = torch.randint(vocab, (seq, batch), generator=torch.Generator().manual_seed(0)).T.to(DEVICE)
     labels[:, 2::3] = -100
 
@@ -182,6 +184,19 @@ def test_loss_of_the_next_token(
     assert not logits.grad[:, -1].any()
 
 
+@both_types
+def test_loss_with_banned_tokens(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
+    few_columns(monkeypatch, v4)
+    logits, targets = banned(dtype)
+    labels = F.pad(targets, (1, 0))[None]  # the first is predicted by nobody
+    padded = F.pad(logits, (0, 0, 0, 1))[None].contiguous()
+
+    def reference(logits: Tensor) -> Tensor:
+        return F.cross_entropy(logits[0, :-1], targets)
+
+    agree(lambda logits: v4.NextTokenLoss.apply(logits, labels), reference, [padded])
+
+
 def test_a_label_outside_the_vocabulary_makes_the_loss_nan():
     logits, labels = randn(1, 3, 33), torch.tensor([[33, 1, 2]], device=DEVICE)
     assert v4.NextTokenLoss.apply(logits, labels).isfinite(), "nothing predicts the first"
@@ -192,14 +207,16 @@ def test_a_label_outside_the_vocabulary_makes_the_loss_nan():
 
 
 @pytest.mark.parametrize(("words", "dim", "shape"), [(1, 1, (1,)), (67, 33, (2, 65)), (100, 129, (3, 7))])
-def test_embedding_adds_to_the_gradient_that_the_optimizer_has(words: int, dim: int, shape: tuple[int, ...]):
+def test_embedding_adds_to_the_gradient_of_the_output_projection(words: int, dim: int, shape: tuple[int, ...]):
+    """In place, so that nobody adds them up."""
     ids = torch.randint(words, shape, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     v4.FusedAdamW([[weight := nn.Parameter(randn(words, dim))]], 1e-2, torch.float32)
-    found, grad = weight.room.part(weight).copy_(randn(words, dim)), randn(*shape, dim)
-    expected = found.double().index_add(0, ids.flatten(), grad.flatten(0, -2).double())
-    v4.TiedEmbedding.apply(ids, weight).backward(grad)
-    assert difference(found, expected) < 1e-6
-    assert weight.grad is None
+    embedded = v4.TiedEmbedding.apply(ids, weight)
+    v4.linear(embedded, weight, v4.Fusions(), embedded).square().sum().backward()
+    wide = weight.detach().double().requires_grad_()
+    (F.embedding(ids, wide) @ wide.T).square().sum().backward()
+    assert difference(weight.grad, wide.grad) < 1e-5
+    assert weight.grad.data_ptr() == weight.room.part(weight).data_ptr()
 
 
 def test_embedding():
@@ -293,12 +310,79 @@ def test_optimizer_resumes_exactly():
     assert equal(state(resumed, second) + low(second), state(optimizer, first) + low(first))
 
 
-def test_a_parameter_without_gradient_is_an_error():
-    optimizer = fused(given := parameters())
-    for parameter in given[1:]:
-        parameter.grad = torch.zeros_like(parameter)
-    with pytest.raises(RuntimeError, match="no gradient"):
-        optimizer.step()
+def test_optimizer_leaves_alone_what_has_no_gradient():
+    """As PyTorch's, also when it has one again."""
+    ours, theirs = parameters(), parameters()
+    optimizers = fused(ours), torch.optim.AdamW(theirs, 1e-2)
+    for step, missing in enumerate([(), (0,), (2, 3), (1, 3), ()]):
+        for given, optimizer in zip((ours, theirs), optimizers, strict=True):
+            for number, parameter in enumerate(given):
+                parameter.grad = None if number in missing else randn(step + 1, *parameter.shape)[-1]
+            optimizer.step()
+        assert max(map(difference, *map(state, optimizers, (ours, theirs)))) < 1e-6
+    third = parameters()
+    resumed = fused(third)
+    resumed.load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
+    for given, optimizer in ((third, resumed), (ours, optimizers[0])):
+        for parameter, value in zip(given, ours, strict=True):
+            parameter.data.copy_(value)
+        take_steps(optimizer, range(1))
+    assert equal(state(resumed, third), state(optimizers[0], ours))
+
+
+def halves(optimizer: torch.optim.Optimizer, assign: bool) -> None:
+    """Its learning rate, as a scheduler of PyTorch does, or by hand."""
+    if assign:
+        for group in optimizer.param_groups:
+            group["lr"] = 0.5 * float(group["lr"])
+    else:
+        torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5).step()
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.parametrize("assign", [True, False], ids=["assigned", "scheduler"])
+def test_optimizer_follows_the_learning_rate(assign: bool):
+    ours, theirs = parameters(), parameters()
+    optimizers = fused(ours), torch.optim.AdamW(theirs, 1e-2)
+    for step in range(3):
+        for optimizer in optimizers:
+            take_steps(optimizer, range(step, step + 1))
+            halves(optimizer, assign)
+    assert float(optimizers[0].param_groups[0]["lr"]) == 1e-2 / 8
+    assert max(map(difference, *map(state, optimizers, (ours, theirs)))) < 1e-6
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.parametrize("how", ["assigned", "scheduler", "loaded"])
+def test_what_was_launched_once_follows_the_learning_rate(how: str, monkeypatch: pytest.MonkeyPatch):
+    """A graph launches with the same arguments again and again."""
+    calls, adamw = [], v4.adamw
+    monkeypatch.setattr(v4, "adamw", lambda *given: calls.append(given))
+    take_steps(optimizer := fused(parameters()), range(1))
+    (weights, *_), before = calls[0], calls[0][0].clone()
+    options = copy.deepcopy(optimizer.state_dict())
+    adamw(*calls[0])
+    moved = weights - before
+    calls[0][3].zero_(), calls[0][4].zero_()
+    weights.copy_(before)
+    if how == "loaded":
+        options["param_groups"][0]["lr"] = 5e-3
+        optimizer.load_state_dict(options)
+    else:
+        halves(optimizer, how == "assigned")
+    adamw(*calls[0])
+    assert difference(weights - before, 0.5 * moved) < 1e-4
+
+
+def test_options_that_a_kernel_is_compiled_for_cannot_change():
+    optimizer = fused(parameters())
+    wrong = copy.deepcopy(optimizer.state_dict())
+    wrong["param_groups"][0]["weight_decay"] = 0.5
+    with pytest.raises(ValueError, match=r"weight_decay was 0.01 .* 0.5"):
+        optimizer.load_state_dict(wrong)
+    with pytest.raises(ValueError, match="betas"):
+        torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, 10)
+    assert copy.deepcopy(optimizer.param_groups)[0]["lr"] == 1e-2
 
 
 def test_weights_that_are_loaded_are_used_at_once():
@@ -307,6 +391,7 @@ def test_weights_that_are_loaded_are_used_at_once():
     optimizer = v4.FusedAdamW([[layer.weight]], 1e-2, torch.bfloat16)
     for seed in (1, 2):
         layer.load_state_dict(random_state(layer.state_dict(), seed))
+        assert equal(low([layer.weight]), [layer.weight.to(torch.bfloat16)]), "a graph does not look"
         assert torch.equal(layer(x), F.linear(x, layer.weight.to(torch.bfloat16)))
         take_steps(optimizer, range(1))
         assert torch.equal(layer(x), F.linear(x, layer.weight.to(torch.bfloat16)))
@@ -341,6 +426,155 @@ def test_gradients_are_found_where_the_optimizer_reads_them_and_add_up(precision
     torch.optim.AdamW(plain, args.learning_rate).step()
     optimizer.step()
     assert max(map(difference, model.parameters(), plain)) < 1e-6
+
+
+def beside_pytorch(*argv: str, layers: int = 2) -> tuple[nn.Module, nn.Module]:
+    """V4's model and one with the same weights and the same parameters of which PyTorch computes everything."""
+    argv = [*SMALL, "--num-layers", str(layers), *argv]
+    fused_weights = ["--disable-all-fusion", "--enable-qkv-fusion", "--enable-swiglu-fusion"]
+    pair = build(V4, *argv), build(V4, *argv, *fused_weights)
+    for model in pair:
+        model.load_state_dict(random_state(model.state_dict()))
+    return pair
+
+
+def share_a_layer(model: nn.Module) -> None:
+    model.layers[1] = model.layers[0]
+
+
+LOSSES = {  # of a model and two batches; a weight is used twice in each
+    "two-passes": lambda model, first, second: model(**first) + 2 * model(**second),
+    "one-layer-twice": lambda model, first, second: model(**first),
+    "a-term-of-its-own": lambda model, first, second: (
+        model(**first) + sum(p.square().mean() for p in model.parameters())
+    ),
+    "an-embedding-alone": lambda model, first, second: (
+        model(**first) + model.embed_tokens(second["input_ids"]).square().mean()
+    ),
+}
+
+
+@pytest.mark.parametrize("precision", [[], ["--use-amp"]], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_weight_that_is_used_twice_has_the_sum_of_both_gradients(loss: str, precision: list[str]):
+    batches = [tokens(*SMALL, "--seed", seed) for seed in "12"]
+    pair, limit = beside_pytorch(), 0.1 if precision else 1e-4
+    for model in pair:
+        if loss == "one-layer-twice":
+            share_a_layer(model)
+    optimizer = v4.build_optimizer(parse(V4, *HERE, *SMALL, *precision), pair[0])
+    for _ in range(2):
+        for model in pair:
+            model.zero_grad()
+            with torch.autocast(DEVICE.type, torch.bfloat16, enabled=bool(precision)):
+                LOSSES[loss](model, *batches).backward()
+        expected = {name: parameter.grad for name, parameter in pair[1].named_parameters()}
+        assert_same_gradients({name: p.grad for name, p in pair[0].named_parameters()}, expected, limit)
+    grads = {name: parameter.grad.float() for name, parameter in pair[0].named_parameters()}
+    optimizer.step()
+    for name, parameter in pair[0].named_parameters():
+        assert difference(optimizer.state[parameter]["exp_avg"], 0.1 * grads[name]) < 1e-5, name
+
+
+def test_the_embedding_alone_has_its_gradient():
+    """The loss may be of something before the output projection."""
+    ids, pair = tokens(*SMALL)["input_ids"], beside_pytorch()
+    v4.build_optimizer(parse(V4, *HERE, *SMALL), pair[0])
+    for model in pair:
+        hidden = []
+        model.layers[1].register_forward_hook(lambda *given, kept=hidden: kept.append(given[-1][0]))
+        logits = model(ids)
+        hidden[0].square().mean().backward(retain_graph=True)
+        logits.square().mean().backward(retain_graph=True)
+        hidden[0].mean().backward()
+    assert difference(*(model.embed_tokens.weight.grad for model in pair)) < 1e-4
+
+
+def test_gradients_that_are_asked_for_belong_to_who_asked():
+    """torch.autograd.grad leaves nothing that a later backward pass or the optimizer writes into."""
+    batches = [tokens(*SMALL, "--seed", seed) for seed in "123"]
+    pair = beside_pytorch()
+    optimizer = v4.build_optimizer(parse(V4, *HERE, *SMALL), pair[0])
+    expected, found = (
+        [torch.autograd.grad(model(**batch), list(model.parameters())) for batch in batches[:2]]
+        for model in reversed(pair)
+    )
+    pair[0](**batches[2]).backward()
+    optimizer.step()
+    for one, other in zip(found, expected, strict=True):
+        assert max(map(difference, one, other)) < 1e-4
+
+
+def test_micro_batches_are_added_up_in_float32():
+    args, model = parse(V4, *HERE, *SMALL, "--use-amp"), build(V4, *SMALL)
+    optimizer, alone = v4.build_optimizer(args, model), []
+
+    def backward(seed: str) -> None:
+        with torch.autocast(DEVICE.type, torch.bfloat16):
+            loss = model(**tokens(*SMALL, "--seed", seed))
+        loss.backward()
+
+    for seed in "123":
+        backward(seed)
+        alone.append({name: parameter.grad.double() for name, parameter in model.named_parameters()})
+        optimizer.zero_grad()
+    for _ in range(2):
+        for seed in "123":
+            backward(seed)
+        for name, parameter in model.named_parameters():
+            assert parameter.grad.dtype == torch.float32
+            assert difference(parameter.grad, sum(grads[name] for grads in alone)) < 1e-3, name
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("frozen", ["embed_tokens", "mlp.down_proj", "layers.0", "mlp.gate_up_proj"])
+def test_frozen_parameters_stay_and_the_others_train(frozen: str):
+    batch, pair = tokens(*SMALL), beside_pytorch()
+    for model in pair:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(frozen not in name)
+    optimizer = v4.build_optimizer(parse(V4, *HERE, *SMALL), pair[0])
+    before = {name: parameter.detach().clone() for name, parameter in pair[0].named_parameters()}
+    for model in pair:
+        model(**batch).backward()
+    grads = [{n: p.grad for n, p in model.named_parameters() if frozen not in n} for model in pair]
+    assert_same_gradients(*grads, 1e-4)
+    optimizer.step()
+    same = {name for name, parameter in pair[0].named_parameters() if torch.equal(parameter, before[name])}
+    assert same == {name for name in before if frozen in name} != set()
+    assert all(parameter.grad is None for name, parameter in pair[0].named_parameters() if frozen in name)
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += str(function).startswith("aten.mm")
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "products"), [((1, 1, 1), 3), ((1, 0, 0), 1), ((0, 1, 0), 1), ((0, 0, 1), 1), ((0, 1, 1), 2)]
+)
+def test_swiglu_gemm_multiplies_for_no_gradient_that_is_not_wanted(wanted: tuple[int, int, int], products: int):
+    """Besides those of the Triton GEMM."""
+    leaves = [t.requires_grad_(bool(w)) for t, w in zip((randn(5, 6), randn(8, 6), randn(6, 4)), wanted, strict=True)]
+    out = v4.SwiGLUGEMM.apply(*leaves, *(t.detach() for t in leaves[1:]), True)
+    with Products() as seen:
+        out.sum().backward()
+    assert [t.grad is not None for t in leaves] == [bool(w) for w in wanted]
+    assert seen.count == products
+
+
+@pytest.mark.parametrize("wanted", [(1, 0), (0, 1)], ids=["input", "weight"])
+def test_a_projection_multiplies_for_no_gradient_that_is_not_wanted(wanted: tuple[int, int]):
+    x, weight = (t.requires_grad_(bool(w)) for t, w in zip((randn(5, 6), randn(8, 6)), wanted, strict=True))
+    out = v4.linear(x, weight, v4.Fusions())
+    with Products() as seen:
+        out.sum().backward()
+    assert (x.grad is None, weight.grad is None, seen.count) == (not wanted[0], not wanted[1], 1)
 
 
 @pytest.mark.parametrize(
@@ -403,6 +637,33 @@ def test_a_layer_in_one_launch_and_in_five(sizes: tuple[int, ...], launches: int
     found = v4.transformer_block(*given, launches)
     assert found.dtype == x.dtype
     assert difference(found - x, layer_of(*wide) - wide[0]) < LIMITS[dtype]
+
+
+def test_a_layer_is_launched_cooperatively_where_its_programs_wait(monkeypatch: pytest.MonkeyPatch):
+    """So that all of them run at the same time; programs of one phase alone need not."""
+    given, seen = layer_arguments(1, 7, 4, 1, 24, 33, torch.float32), []
+    monkeypatch.setattr(v4, "BACKEND", "cuda")
+    grids = {(n,): lambda *_, **options: seen.append(options) for n in (1, 5)}
+    monkeypatch.setattr(v4, "wrap_triton", lambda kernel: grids)
+    for launches in (1, 5):
+        v4.transformer_block(*given, launches)
+    assert [options.get("launch_cooperative_grid", False) for options in seen] == [True] + 5 * [False]
+
+
+def test_a_layer_in_one_launch_is_refused_where_triton_cannot_launch_it(run, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(v4, "TOO_OLD", "a layer as one launch needs Triton 3.3")
+    given = layer_arguments(1, 7, 4, 1, 24, 33, torch.float32)
+    with pytest.raises(RuntimeError, match=r"needs Triton 3\.3"):
+        v4.transformer_block(*given)
+    assert v4.transformer_block(*given, 5).isfinite().all()
+    assert_one_error(run(V4, *HERE, *SMALL, "--mode", "benchmark"), 4, "needs Triton 3.3")
+
+
+def test_a_layer_does_not_read_behind_the_angles():
+    given = list(layer_arguments(1, 7, 4, 1, 24, 33, torch.float32))
+    given[7], given[8] = given[7][:6], given[8][:6]
+    with pytest.raises(ValueError, match="7 tokens, but the model's seq_len is 6"):
+        v4.transformer_block(*given)
 
 
 @pytest.mark.parametrize("precision", [[], ["--use-amp"]], ids=["float32", "bfloat16"])
