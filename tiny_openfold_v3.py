@@ -544,7 +544,8 @@ class BiasGradient(torch.autograd.Function):
 #
 # QKVG [B, R, N, H, 4, D] is what the projection's GEMM wrote; R and N may have any strides, so that columns and ending
 # nodes are read where they lie. The output is kept after the gate: with g = sigmoid(gate) and out = g * attention,
-# grad_gate = grad_out * out * (1 - g), and the row sums that the softmax's gradient needs are those of grad_out * out.
+# grad_gate = grad_out * out * (1 - g), and the row sums that the softmax's gradient needs, "delta", are those of
+# grad_out * out but for its rounding.
 
 
 @triton.jit
@@ -635,10 +636,14 @@ def attention_forward_kernel(
 def attention_backward_query_kernel(
     GRAD_OUT, QKVG, GATE_BIAS, BIAS, OUT, LSE, GRAD_QKVG, GRAD_ATTENTION, DELTA, GRAD_GATE_BIAS,
     x_b, x_r, x_n, out_b, out_r, out_n, grad_b, grad_r, grad_n, R, H, N,
-    scale: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    scale: tl.constexpr, ROUNDED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of query and gate; what the other two kernels need: the gradient before the gate, and delta."""
+    """Gradients of query and gate; what the other two kernels need: the gradient before the gate, and delta.
+
+    Delta makes the gradients of a row's scores add up to 0, without which what all keys have in common would enter the
+    query's gradient. From a ROUNDED output it does so only roughly: what the sum is then, is taken off at the end.
+    """
     tile, head, r, b = split_program(tl.program_id(0), tl.cdiv(N, BLOCK_M), H, R)
     at_x = b * x_b + r * x_r + head * 4 * D
     at_out = b * out_b + r * out_r + head * D
@@ -657,9 +662,10 @@ def attention_backward_query_kernel(
     q = load_rows(QKVG, query, x_n, D, BLOCK_D, N, EVEN)
     grad = (grad_out.to(tl.float32) * gate).to(q.dtype)
     store_rows(GRAD_ATTENTION + at_out, grad, query, out_n, D, BLOCK_D, N, EVEN)
-    tl.store(DELTA + at_row + query, delta, mask=query < N)
     lse = tl.load(LSE + at_row + query, mask=query < N, other=0.0)
     grad_q = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    rest = tl.zeros([BLOCK_M], tl.float32)
+    mean_k = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for start in range(0, N, BLOCK_N):
         key = start + tl.arange(0, BLOCK_N)
         k = load_rows(QKVG + D, key, x_n, D, BLOCK_D, N, EVEN)
@@ -668,6 +674,11 @@ def attention_backward_query_kernel(
         p = tl.exp2(scores(q, k, bias, key, N, scale, EVEN, PRECISION) - lse[:, None])
         grad_s = p * (tl.dot(grad, tl.trans(v), input_precision=PRECISION) - delta[:, None])
         grad_q = tl.dot(grad_s.to(k.dtype), k, grad_q, input_precision=PRECISION)
+        if ROUNDED:
+            rest += tl.sum(grad_s, 1)
+            mean_k = tl.dot(p.to(k.dtype), k, mean_k, input_precision=PRECISION)
+    grad_q -= rest[:, None] * mean_k
+    tl.store(DELTA + at_row + query, delta + rest, mask=query < N)
     store_rows(GRAD_QKVG + at_x, grad_q * (scale / LOG2E), query, x_n, D, BLOCK_D, N, EVEN)
 
 
@@ -764,7 +775,8 @@ def attention_backward_short_kernel(
         p = tl.exp2(scores(q, k, bias, n, N, scale, EVEN, PRECISION) - lse[:, None])
         grad_v = tl.dot(tl.trans(p.to(grad.dtype)), grad, input_precision=PRECISION)
         store_rows(GRAD_QKVG + at_x + 2 * D, grad_v, n, x_n, D, BLOCK_D, N, EVEN)
-        grad_s = p * (tl.dot(grad, tl.trans(v), input_precision=PRECISION) - tl.sum(product, 1)[:, None])
+        grad_p = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
+        grad_s = p * (grad_p - tl.sum(p * grad_p, 1)[:, None])
         grad_bias += grad_s
         grad_s = (grad_s * (scale / LOG2E)).to(q.dtype)
         grad_q = tl.dot(grad_s, k, input_precision=PRECISION)
@@ -839,7 +851,7 @@ def attention_backward(
         wrap_triton(attention_backward_query_kernel)[(tiles * heads * rows * samples,)](
             *(grad_out, qkvg, gate_bias, bias, out, lse, grad_qkvg, grad_attention, delta, grad_gate_bias, *strides),
             *(*grad_strides, rows, heads, length, scale),
-            **options,
+            **{"ROUNDED": qkvg.dtype != torch.float32 or options["PRECISION"] == "tf32", **options},
         )
         options = attention_options("attention_backward_key", qkvg)
         bias_t = None if bias is None else bias.mT.contiguous()
@@ -950,20 +962,33 @@ def triangle_output_kernel(
         tl.store(OUT + position[:, None] * C + row[None, :], out.to(OUT.dtype.element_ty), mask=(position < M)[:, None])
 
 
+ONES = tl.constexpr(8)  # columns, so that rows of 16-bit numbers still begin at multiples of 16 bytes
+
+
 @triton.jit
-def with_ones(x, channel):
-    """For a GEMM that also adds up the columns of its other side: the channels of a normalised row add up to 0, so the
-    first follows from the rest, and its place can carry a 1."""
-    return tl.where((channel == 0)[None, :], 1.0, x)
+def store_with_ones(OUT, x, position, M, C: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Rows of x and ONES ones: the GEMM with a gradient that makes a weight's then makes the bias's sums, too."""
+    at = OUT + position[:, None] * (C + ONES)
+    inside = (position < M)[:, None]
+    tl.store(at + tl.arange(0, C)[None, :], x, mask=inside)
+    tl.store(at + C + tl.arange(0, ONES)[None, :], tl.full([BLOCK_M, ONES], 1.0, x.dtype), mask=inside)
+
+
+@triton.jit
+def store_norm_gradients(GRAD_NORM, grad, x, C: tl.constexpr):
+    """Gradients of a norm's weight and bias over this program's rows, from that of its result and x, normalised."""
+    at = GRAD_NORM + tl.program_id(0) * 2 * C + tl.arange(0, C)
+    tl.store(at, tl.sum(grad * x, 0))
+    tl.store(at + C, tl.sum(grad, 0))
 
 
 @triton.jit
 def triangle_output_backward_kernel(
     GRAD_OUT, X, NORM_WEIGHT, NORM_BIAS, WEIGHT, WEIGHT_T, wt_in, wt_out, BIAS, PRODUCT, OUT_WEIGHT, OUT_BIAS,
-    GRAD_PRODUCT, NORMED, GRAD_Z, GRAD_LINEAR, M, eps: tl.constexpr, C: tl.constexpr,
+    GRAD_PRODUCT, NORMED, GRAD_Z, GRAD_LINEAR, GRAD_NORM, M, eps: tl.constexpr, C: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of product (channel first), of z and g before their weights, and the product normalised, for theirs."""
+    """Gradients of product (channel first), of z and g before their weights, and the product's norm, for theirs."""
     position = index(tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), WIDE)
     channel = tl.arange(0, C)
     inside = (position < M)[:, None]
@@ -972,8 +997,8 @@ def triangle_output_backward_kernel(
     x, _ = normalised(position_tile(X, position, C, channel, 1, M), True, eps, C)
     x = scale_and_shift(x, NORM_WEIGHT, NORM_BIAS, C).to(dtype)
     y, _ = normalised(position_tile(PRODUCT, position, 1, index(channel, WIDE), M, M), True, eps, C)
-    tl.store(NORMED + m * C + channel[None, :], with_ones(y, channel).to(dtype), mask=inside)
     y = scale_and_shift(y, OUT_WEIGHT, OUT_BIAS, C).to(dtype)
+    store_with_ones(NORMED, y, position, M, C, BLOCK_M)
     grad_y = tl.zeros([BLOCK_M, C], tl.float32)
     for first in tl.range(0, C, BLOCK_C, loop_unroll_factor=1):
         row = first + tl.arange(0, BLOCK_C)
@@ -988,6 +1013,7 @@ def triangle_output_backward_kernel(
         grad_y = tl.dot(grad_z.to(dtype), weight, grad_y, input_precision=PRECISION)
     # Loaded and normalised once more: that is cheaper than keeping it in registers over the loop.
     y, rstd = normalised(position_tile(PRODUCT, position, 1, index(channel, WIDE), M, M), True, eps, C)
+    store_norm_gradients(GRAD_NORM, grad_y, y, C)
     grad_y = through_norm(grad_y * tl.load(OUT_WEIGHT + channel)[None, :], y, rstd, C)
     tl.store(GRAD_PRODUCT + index(channel, WIDE)[None, :] * M + m, grad_y.to(dtype), mask=inside)
 
@@ -995,10 +1021,10 @@ def triangle_output_backward_kernel(
 @triton.jit
 def triangle_project_backward_kernel(
     GRAD_AB, X, NORM_WEIGHT, NORM_BIAS, WEIGHT, WEIGHT_T, wt_in, wt_out, BIAS,
-    GRAD_LINEAR, GRAD_OUT, NORMED, GRAD_X, M, eps: tl.constexpr, C: tl.constexpr,
+    GRAD_LINEAR, GRAD_OUT, NORMED, GRAD_X, GRAD_NORM, M, eps: tl.constexpr, C: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the four projections before their weights and of the input, and the input normalised.
+    """Gradients of the four projections before their weights and of the input, and the input's norm.
 
     GRAD_OUT, if there, is the gradient of the input as a residual.
     """
@@ -1008,8 +1034,8 @@ def triangle_project_backward_kernel(
     m = position[:, None]
     dtype = WEIGHT.dtype.element_ty
     x, _ = normalised(position_tile(X, position, C, channel, 1, M), True, eps, C)
-    tl.store(NORMED + m * C + channel[None, :], with_ones(x, channel).to(dtype), mask=inside)
     x = scale_and_shift(x, NORM_WEIGHT, NORM_BIAS, C).to(dtype)
+    store_with_ones(NORMED, x, position, M, C, BLOCK_M)
     grad = tl.load(GRAD_LINEAR + m * (5 * C) + (4 * C + channel)[None, :], mask=inside, other=0.0)
     weight = tl.load(WEIGHT_T + (4 * C + channel)[:, None] * wt_out + channel[None, :] * wt_in)
     grad_x = tl.dot(grad, weight, input_precision=PRECISION)
@@ -1030,6 +1056,7 @@ def triangle_project_backward_kernel(
         grad_x = tl.dot(grad_p, tl.load(at), grad_x, input_precision=PRECISION)
         grad_x = tl.dot(grad_g, tl.load(at + 2 * C * wt_out), grad_x, input_precision=PRECISION)
     x, rstd = normalised(position_tile(X, position, C, channel, 1, M), True, eps, C)
+    store_norm_gradients(GRAD_NORM, grad_x, x, C)
     grad_x = through_norm(grad_x * tl.load(NORM_WEIGHT + channel)[None, :], x, rstd, C)
     if GRAD_OUT is not None:
         grad_x += position_tile(GRAD_OUT, position, C, channel, 1, M)
@@ -1038,29 +1065,17 @@ def triangle_project_backward_kernel(
 
 @triton.jit
 def triangle_weights_kernel(
-    PRODUCTS, WEIGHT, NORM_WEIGHT, NORM_BIAS, GRAD_WEIGHT, GRAD_BIAS, GRAD_NORM, K,
-    C: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
+    PRODUCTS, GRAD_WEIGHT, GRAD_BIAS, K, C: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr
 ):  # fmt: skip
-    """Of grad^T normed in parts [parts, K, C]: with y = normed * norm_weight + norm_bias, both pairs of gradients."""
+    """Sums over the parts of PRODUCTS [parts, K, C + ONES], whose last columns are all the bias's gradient."""
     channel = tl.arange(0, C)
     part = tl.arange(0, PARTS)
-    grad_norm_weight = tl.zeros([C], tl.float32)
-    grad_norm_bias = tl.zeros([C], tl.float32)
     for i in tl.static_range(ROWS):
         row = tl.program_id(0) * ROWS + i
-        at = part[:, None] * K * C + row * C + channel[None, :]
-        product = tl.sum(tl.load(PRODUCTS + at).to(tl.float32), 0)
-        total = tl.sum(tl.where(channel == 0, product, 0.0), 0)  # see with_ones
-        product = tl.where(channel == 0, total - tl.sum(product, 0), product)
-        grad = product * tl.load(NORM_WEIGHT + channel) + total * tl.load(NORM_BIAS + channel)
-        tl.store(GRAD_WEIGHT + row * C + channel, grad)
-        tl.store(GRAD_BIAS + row, total)
-        weight = tl.load(WEIGHT + row * C + channel).to(tl.float32)
-        grad_norm_weight += weight * product
-        grad_norm_bias += weight * total
-    at = GRAD_NORM + tl.program_id(0) * 2 * C + channel
-    tl.store(at, grad_norm_weight)
-    tl.store(at + C, grad_norm_bias)
+        at = PRODUCTS + (part * K + row) * (C + ONES)
+        grad = tl.load(at[:, None] + channel[None, :]).to(tl.float32)
+        tl.store(GRAD_WEIGHT + row * C + channel, tl.sum(grad, 0))
+        tl.store(GRAD_BIAS + row, tl.sum(tl.load(at + C).to(tl.float32), 0))
 
 
 @operator
@@ -1098,17 +1113,18 @@ def triangle_backward(
     weight_t = weight.t()  # tensor cores of an H100 read TF32 in one direction only
     weight_t = weight_t.contiguous() if weight.dtype == torch.float32 else weight_t
     common = (x, in_weight, in_bias, weight, weight_t, *weight_t.stride(), bias)
-    grad_product, normed = torch.empty_like(product), weight.new_empty(positions, dim)
-    grad_z, grad_linear = torch.empty_like(normed), weight.new_empty(positions, 5 * dim)
+    grad_product, normed = torch.empty_like(product), weight.new_empty(positions, dim + ONES.value)
+    grad_z, grad_linear = weight.new_empty(positions, dim), weight.new_empty(positions, 5 * dim)
+    grad_weight, grad_bias = x.new_empty(6 * dim, dim, dtype=torch.float32), x.new_empty(6 * dim, dtype=torch.float32)
     options = triangle_options("triangle_output_backward", x, weight)
-    wrap_triton(triangle_output_backward_kernel)[(triton.cdiv(positions, options["BLOCK_M"]),)](
-        *(grad_out, *common, product, out_weight, out_bias, grad_product, normed, grad_z, grad_linear, positions, eps),
+    programs = triton.cdiv(positions, options["BLOCK_M"])
+    grad_norm_out = x.new_empty(programs, 2, dim, dtype=torch.float32)
+    wrap_triton(triangle_output_backward_kernel)[(programs,)](
+        *(grad_out, *common, product, out_weight, out_bias),
+        *(grad_product, normed, grad_z, grad_linear, grad_norm_out, positions, eps),
         **options,
     )
-    grad_weight, grad_bias = x.new_empty(6 * dim, dim, dtype=torch.float32), x.new_empty(6 * dim, dtype=torch.float32)
-    grad_norm_out = triangle_weight_gradients(
-        grad_z, normed, weight[5 * dim :], out_weight, out_bias, grad_weight[5 * dim :], grad_bias[5 * dim :]
-    )
+    triangle_weight_gradients(grad_z, normed, grad_weight[5 * dim :], grad_bias[5 * dim :])
     grad_product = grad_product.view(matrices)
     a, b = (half.view(matrices) for half in ab.chunk(2))
     grad_ab = torch.empty_like(ab)
@@ -1117,13 +1133,15 @@ def triangle_backward(
     torch.bmm(a, grad_product, out=grad_b) if incoming else torch.bmm(grad_product.mT, a, out=grad_b)
     grad_x = torch.empty_like(x)
     options = triangle_options("triangle_project_backward", x, weight)
-    wrap_triton(triangle_project_backward_kernel)[(triton.cdiv(positions, options["BLOCK_M"]),)](
-        grad_ab, *common, grad_linear, grad_out if residual else None, normed, grad_x, positions, eps, **options
+    programs = triton.cdiv(positions, options["BLOCK_M"])
+    grad_norm_in = x.new_empty(programs, 2, dim, dtype=torch.float32)
+    wrap_triton(triangle_project_backward_kernel)[(programs,)](
+        *(grad_ab, *common, grad_linear, grad_out if residual else None),
+        *(normed, grad_x, grad_norm_in, positions, eps),
+        **options,
     )
-    grad_norm_in = triangle_weight_gradients(
-        grad_linear, normed, weight[: 5 * dim], in_weight, in_bias, grad_weight[: 5 * dim], grad_bias[: 5 * dim]
-    )
-    return grad_x, grad_weight, grad_bias, grad_norm_in, grad_norm_out
+    triangle_weight_gradients(grad_linear, normed, grad_weight[: 5 * dim], grad_bias[: 5 * dim])
+    return grad_x, grad_weight, grad_bias, sum_parts(grad_norm_in), sum_parts(grad_norm_out)
 
 
 def triangle_options(kernel: str, x: Tensor, weight: Tensor) -> dict[str, int | bool | str]:
@@ -1133,25 +1151,19 @@ def triangle_options(kernel: str, x: Tensor, weight: Tensor) -> dict[str, int | 
     return {**chosen, "C": x.shape[-1], "WIDE": 5 * x.numel() >= 2**31, "PRECISION": dot_precision(weight.dtype)}
 
 
-def triangle_weight_gradients(
-    grad: Tensor, normed: Tensor, weight: Tensor, norm_weight: Tensor, norm_bias: Tensor,
-    grad_weight: Tensor, grad_bias: Tensor,
-) -> Tensor:  # fmt: skip
-    """Fill grad_weight [K, C] and grad_bias [K] from grad [M, K] and normed [M, C]; the norm's gradients [2, C]."""
-    (positions, width), dim = grad.shape, normed.shape[1]
+def triangle_weight_gradients(grad: Tensor, normed: Tensor, grad_weight: Tensor, grad_bias: Tensor) -> None:
+    """Fill grad_weight [K, C] and grad_bias [K] from grad [M, K] and normed [M, C + ONES]."""
+    (positions, width), dim = grad.shape, grad_weight.shape[1]
     # One GEMM over all positions has too few tiles to occupy the device; parts of them are added up. In 16 bits few
     # parts are as fast where there is much to read, and there is less to add up.
     parts = 8 if width > dim and grad.element_size() == 2 and positions >= 2**15 else 32
     while parts > 1 and (positions % parts or positions < 512 * parts):
         parts //= 2
-    products = torch.bmm(grad.view(parts, -1, width).mT, normed.view(parts, -1, dim))
+    products = torch.bmm(grad.view(parts, -1, width).mT, normed.view(parts, -1, normed.shape[1]))
     chosen = blocks("triangle_weights")
-    grad_norm = grad_weight.new_empty(width // chosen["ROWS"], 2, dim)
-    wrap_triton(triangle_weights_kernel)[(len(grad_norm),)](
-        *(products, weight, norm_weight, norm_bias, grad_weight, grad_bias, grad_norm, width),
-        **{"C": dim, "PARTS": parts, **chosen},
+    wrap_triton(triangle_weights_kernel)[(width // chosen["ROWS"],)](
+        products, grad_weight, grad_bias, width, **{"C": dim, "PARTS": parts, **chosen}
     )
-    return sum_parts(grad_norm)
 
 
 class TriangleMultiplicationFunction(torch.autograd.Function):
