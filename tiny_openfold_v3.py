@@ -316,11 +316,24 @@ if INTERPRETED:
             return run
 
 
+def need_shape(name: str, tensor: Tensor | None, *shape: int) -> None:
+    """ValueError for another shape: a kernel goes by the sizes of one input, and would read beyond a smaller one."""
+    if tensor is not None and tensor.shape != shape:
+        raise ValueError(f"{name} must be {[*shape]}, not {[*tensor.shape]}")
+
+
+def need_rows(kernel: str, x: Tensor) -> None:
+    """ValueError for an empty batch, for which there is nothing to launch."""
+    if not x.numel():
+        raise ValueError(f"{kernel} needs at least one row, not {[*x.shape]}")
+
+
 def row_options(kernel: str, x: Tensor, whole: bool = True) -> tuple[int, int, dict[str, int]]:
     """Of a kernel that goes over the rows of x [..., C]: how many rows, how many programs, what it is compiled for.
 
     A block is a TILE of rows. A row longer than that is a block with more warps if it must be whole, else several.
     """
+    need_rows(kernel, x)
     chosen, dim = blocks(kernel), x.shape[-1]
     tile, width = chosen.pop("TILE"), triton.next_power_of_2(dim)
     if whole and width > tile:
@@ -463,9 +476,12 @@ def layer_norm_forward(
 @operator
 def layer_norm_backward(
     grad: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor, eps: float,
-    heads: Tensor | None = None, grad_pair_bias: Tensor | None = None, ending: bool = False,
+    heads: Tensor | None = None, grad_pair_bias: Tensor | None = None, ending: bool = False, parameters: bool = True,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Gradients of x, and of weight, bias and heads [2 + H, C]. Mean and variance are computed again from the row."""
+    """Gradients of x, and of weight, bias and heads [2 + H, C], or empty without `parameters`.
+
+    Mean and variance are computed again from the row.
+    """
     rows, programs, options = row_options("layer_norm_backward", x)
     count, length = (0, 1) if heads is None else (len(heads), x.shape[1])
     grad_x, sums = torch.empty_like(x), x.new_empty(programs, 2 + count, x.shape[-1], dtype=torch.float32)
@@ -473,7 +489,7 @@ def layer_norm_backward(
         *(grad, x, weight, bias, heads, grad_pair_bias, grad_x, sums, rows, length, eps),
         **{"H": count, "BLOCK_H": triton.next_power_of_2(max(count, 1)), "ENDING": ending, **options},
     )
-    return grad_x, sum_parts(sums)
+    return grad_x, sum_parts(sums) if parameters else x.new_empty(0)
 
 
 class LayerNormFunction(torch.autograd.Function):
@@ -486,7 +502,12 @@ class LayerNormFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype, heads=None, ending=False):
         ctx.set_materialize_grads(False)  # nobody may have used the norm, or the bias
-        x = x.contiguous()
+        x, dim = x.contiguous(), x.shape[-1]
+        need_shape("the norm's weight", weight, dim)
+        need_shape("the norm's bias", bias, dim)
+        if heads is not None:
+            need_shape("pair", x, len(x), x.shape[1], x.shape[1], dim)
+            need_shape("the weight of the heads", heads, len(heads), dim)
         ctx.save_for_backward(x, weight, bias, heads)
         ctx.eps, ctx.ending = eps, ending
         out, pair_bias = layer_norm_forward(x, weight, bias, eps, dtype, heads, ending)
@@ -497,7 +518,12 @@ class LayerNormFunction(torch.autograd.Function):
         x, weight, bias, heads = ctx.saved_tensors
         grad, grad_pair_bias = (None if g is None else g.contiguous() for g in (grad, grad_pair_bias))
         heads = None if grad_pair_bias is None else heads
-        grad_x, sums = layer_norm_backward(grad, x, weight, bias, ctx.eps, heads, grad_pair_bias, ctx.ending)
+        parameters = any(ctx.needs_input_grad[1:])
+        grad_x, sums = layer_norm_backward(
+            grad, x, weight, bias, ctx.eps, heads, grad_pair_bias, ctx.ending, parameters
+        )
+        if not parameters:
+            return grad_x, *6 * [None]
         return grad_x, sums[0], sums[1], None, None, None if heads is None else sums[2:], None
 
 
@@ -532,12 +558,13 @@ class BiasGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, y: Tensor, bias: Tensor) -> Tensor:
+        need_shape("bias", bias, y.shape[-1])
         ctx.dtype = bias.dtype
         return y.view_as(y)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return grad, column_sums(grad.contiguous(), ctx.dtype)
+        return grad, column_sums(grad.contiguous(), ctx.dtype) if ctx.needs_input_grad[1] else None
 
 
 # Attention of every row of a batch of rows, with a pair bias that they share, and the gate on its output.
@@ -784,13 +811,14 @@ def attention_backward_short_kernel(
         grad_k = tl.dot(tl.trans(grad_s), q, input_precision=PRECISION)
         store_rows(GRAD_QKVG + at_x + D, grad_k, n, x_n, D, BLOCK_D, N, EVEN)
     tl.store(GRAD_GATE_BIAS + tl.program_id(0) * D + column, grad_gate_bias, mask=column < D)
-    if BIAS is not None:
+    if GRAD_BIAS is not None:
         at = ((g * B + b) * H + head) * N * N + n[:, None] * N + n[None, :]
         tl.store(GRAD_BIAS + at, grad_bias, mask=(n < N)[:, None] & (n < N)[None, :])
 
 
 def attention_options(kernel: str, qkvg: Tensor) -> dict[str, int | bool | str]:
     """What an attention kernel is compiled for: block sizes, none longer than the rows, head dimension, precision."""
+    need_rows(kernel, qkvg)
     chosen, length, dim = blocks(kernel, qkvg.dtype), qkvg.shape[2], qkvg.shape[5]
     longest = max(16, triton.next_power_of_2(length))
     sizes = {name: min(size, longest) for name, size in chosen.items() if name.startswith("BLOCK")}
@@ -825,9 +853,10 @@ def attention_forward(qkvg: Tensor, gate_bias: Tensor, bias: Tensor | None) -> t
 
 @operator
 def attention_backward(
-    grad_out: Tensor, qkvg: Tensor, gate_bias: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of qkvg (in its layout), gate_bias and bias (empty without one)."""
+    grad_out: Tensor, qkvg: Tensor, gate_bias: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor,
+    of_gate_bias: bool, of_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of qkvg (in its layout), gate_bias and bias; the last two are empty unless they are asked for."""
     samples, rows, length, heads, _, dim = qkvg.shape
     scale = LOG2E.value / math.sqrt(dim)
     strides, grad_strides = (*qkvg.stride()[:3], *out.stride()[:3]), grad_out.stride()[:3]
@@ -836,7 +865,7 @@ def attention_backward(
     if short["BLOCK_N"] >= length:
         group = rows_per_program(short.pop("PROGRAMS"), heads * samples, rows)
         parts = triton.cdiv(rows, group)
-        grad_bias = qkvg.new_empty(0 if bias is None else parts, samples, heads, length, length, dtype=torch.float32)
+        grad_bias = qkvg.new_empty(parts, *bias.shape, dtype=torch.float32) if of_bias else None
         grad_gate_bias = qkvg.new_empty(samples * parts, heads * dim, dtype=torch.float32)
         wrap_triton(attention_backward_short_kernel)[(heads * parts * samples,)](
             *(grad_out, qkvg, gate_bias, bias, out, lse, grad_qkvg, grad_gate_bias, grad_bias, *strides),
@@ -858,20 +887,20 @@ def attention_backward(
         wrap_triton(attention_backward_key_kernel)[(triton.cdiv(length, options["BLOCK_N"]) * heads * rows * samples,)](
             *(qkvg, bias_t, lse, grad_attention, delta, grad_qkvg, *strides, rows, heads, length, scale), **options
         )
-        grad_bias = qkvg.new_empty(0, samples, heads, length, length, dtype=torch.float32)
-        if bias is not None:
+        if of_bias:
             options = attention_options("attention_backward_bias", qkvg)
             tiles = triton.cdiv(length, options["BLOCK_M"]) * triton.cdiv(length, options["BLOCK_N"])
             group = rows_per_program(options.pop("PROGRAMS"), tiles * heads * samples, rows)
             parts = triton.cdiv(rows, group)
-            grad_bias = qkvg.new_empty(parts, samples, heads, length, length, dtype=torch.float32)
+            grad_bias = qkvg.new_empty(parts, *bias.shape, dtype=torch.float32)
             wrap_triton(attention_backward_bias_kernel)[(tiles * heads * parts * samples,)](
                 *(qkvg, bias, lse, grad_attention, delta, grad_bias, *strides),
                 *(rows, heads, length, samples, group, scale),
                 **options,
             )
-    grad_bias = qkvg.new_empty(0) if bias is None else sum_parts(grad_bias, bias.dtype)
-    return grad_qkvg, sum_parts(grad_gate_bias), grad_bias
+    nothing = qkvg.new_empty(0)
+    grad_gate_bias = sum_parts(grad_gate_bias) if of_gate_bias else nothing
+    return grad_qkvg, grad_gate_bias, sum_parts(grad_bias, bias.dtype) if of_bias else torch.empty_like(nothing)
 
 
 class GatedAttentionFunction(torch.autograd.Function):
@@ -882,6 +911,10 @@ class GatedAttentionFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, qkvg: Tensor, gate_bias: Tensor, bias: Tensor | None) -> Tensor:
+        samples, rows, length, heads, _, dim = qkvg.shape
+        need_shape("qkvg", qkvg, samples, rows, length, heads, 4, dim)
+        need_shape("the gate's bias", gate_bias, heads * dim)
+        need_shape("the pair bias", bias, samples, heads, length, length)
         if torch.empty_like(qkvg, device="meta").stride() != qkvg.stride() or qkvg.stride(-1) != 1:
             qkvg = qkvg.contiguous()  # it has gaps, or channels are not side by side
         bias = None if bias is None else bias.contiguous()
@@ -892,8 +925,9 @@ class GatedAttentionFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_out: Tensor):
         grad_out = grad_out if grad_out.stride(-1) == 1 else grad_out.contiguous()
-        grad_qkvg, grad_gate_bias, grad_bias = attention_backward(grad_out, *ctx.saved_tensors)
-        return grad_qkvg, grad_gate_bias, grad_bias if ctx.saved_tensors[2] is not None else None
+        _, *wanted = ctx.needs_input_grad
+        grad_qkvg, *grads = attention_backward(grad_out, *ctx.saved_tensors, *wanted)
+        return grad_qkvg, *(grad if asked else None for grad, asked in zip(grads, wanted, strict=True))
 
 
 # Triangle multiplication. Positions are one dimension m = (b, i, j) of length M; "channel first" is [C, M], which
@@ -1106,8 +1140,12 @@ def triangle_forward(
 def triangle_backward(
     grad_out: Tensor, x: Tensor, in_weight: Tensor, in_bias: Tensor, out_weight: Tensor, out_bias: Tensor,
     weight: Tensor, bias: Tensor, ab: Tensor, product: Tensor, incoming: bool, eps: float, residual: bool,
+    linears: bool, norms: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of x, of weight [6 C, C] and bias [6 C] in float32, and of the two norms' parameters [2, C] each."""
+    """Gradients of x, of weight [6 C, C] and bias [6 C] in float32, and of the two norms' parameters [2, C] each.
+
+    Those of `linears` and `norms` are worth nothing unless they are asked for.
+    """
     positions, dim = x.numel() // x.shape[-1], x.shape[-1]
     matrices = (dim * len(x), *x.shape[1:3])
     weight_t = weight.t()  # tensor cores of an H100 read TF32 in one direction only
@@ -1124,7 +1162,8 @@ def triangle_backward(
         *(grad_product, normed, grad_z, grad_linear, grad_norm_out, positions, eps),
         **options,
     )
-    triangle_weight_gradients(grad_z, normed, grad_weight[5 * dim :], grad_bias[5 * dim :])
+    if linears:
+        triangle_weight_gradients(grad_z, normed, grad_weight[5 * dim :], grad_bias[5 * dim :])
     grad_product = grad_product.view(matrices)
     a, b = (half.view(matrices) for half in ab.chunk(2))
     grad_ab = torch.empty_like(ab)
@@ -1140,12 +1179,16 @@ def triangle_backward(
         *(normed, grad_x, grad_norm_in, positions, eps),
         **options,
     )
-    triangle_weight_gradients(grad_linear, normed, grad_weight[: 5 * dim], grad_bias[: 5 * dim])
-    return grad_x, grad_weight, grad_bias, sum_parts(grad_norm_in), sum_parts(grad_norm_out)
+    if linears:
+        triangle_weight_gradients(grad_linear, normed, grad_weight[: 5 * dim], grad_bias[: 5 * dim])
+    if norms:
+        grad_norm_in, grad_norm_out = sum_parts(grad_norm_in), sum_parts(grad_norm_out)
+    return grad_x, grad_weight, grad_bias, grad_norm_in, grad_norm_out
 
 
 def triangle_options(kernel: str, x: Tensor, weight: Tensor) -> dict[str, int | bool | str]:
     """What a kernel of the triangle multiplication is compiled for."""
+    need_rows(kernel, x)
     chosen = blocks(kernel, weight.dtype)
     chosen["BLOCK_C"] = min(chosen["BLOCK_C"], x.shape[-1])
     return {**chosen, "C": x.shape[-1], "WIDE": 5 * x.numel() >= 2**31, "PRECISION": dot_precision(weight.dtype)}
@@ -1178,6 +1221,12 @@ class TriangleMultiplicationFunction(torch.autograd.Function):
         x, norms, linears = x.contiguous(), parameters[:4], parameters[4:]
         weights, biases = linears[: len(linears) // 2], linears[len(linears) // 2 :]
         weight, bias = torch.cat(weights).to(dtype), torch.cat(biases)
+        dim = x.shape[-1]
+        need_shape("pair", x, len(x), x.shape[1], x.shape[1], dim)
+        for norm in norms:
+            need_shape("a norm's parameter", norm, dim)
+        need_shape("the projections' weight", weight, 6 * dim, dim)
+        need_shape("the projections' bias", bias, 6 * dim)
         out, ab, product = triangle_forward(x, *norms, weight, bias, incoming, eps, residual)
         ctx.save_for_backward(x, *norms, weight, bias, ab, product)
         ctx.options, ctx.parts = (incoming, eps, residual), [len(bias) for bias in biases]
@@ -1185,11 +1234,14 @@ class TriangleMultiplicationFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_out: Tensor):
-        grad_x, grad_weight, grad_bias, *norms = triangle_backward(
-            grad_out.contiguous(), *ctx.saved_tensors, *ctx.options
+        norms, linears = any(ctx.needs_input_grad[5:9]), any(ctx.needs_input_grad[9:])
+        grad_x, grad_weight, grad_bias, *pairs = triangle_backward(
+            grad_out.contiguous(), *ctx.saved_tensors, *ctx.options, linears, norms
         )
-        norms = [grad for pair in norms for grad in pair.unbind()]
-        return grad_x, None, None, None, None, *norms, *grad_weight.split(ctx.parts), *grad_bias.split(ctx.parts)
+        of_norms = [grad for pair in pairs for grad in pair.unbind()] if norms else 4 * [None]
+        of_linears = [*grad_weight.split(ctx.parts), *grad_bias.split(ctx.parts)]
+        of_linears = of_linears if linears else len(of_linears) * [None]
+        return grad_x, None, None, None, None, *of_norms, *of_linears
 
 
 # Outer product mean. Of matrices [S, N x H] the products of all channels are one GEMM, but its result [N, H, N, H] is
@@ -1242,6 +1294,7 @@ def outer_product_backward_kernel(
 
 def outer_product_options(kernel: str, a: Tensor) -> dict[str, int | str]:
     """What a kernel of the outer product is compiled for."""
+    need_rows(kernel, a)
     chosen = blocks(kernel, a.dtype)
     chosen["BLOCK_S"] = min(chosen["BLOCK_S"], max(16, triton.next_power_of_2(a.shape[1])))
     return {**chosen, "H": a.shape[3], "PRECISION": dot_precision(a.dtype)}
@@ -1277,6 +1330,7 @@ class OuterProductMeanFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, a: Tensor, b: Tensor, weight: Tensor, bias: Tensor, factor: float) -> Tensor:
+        need_shape("b", b, *a.shape)
         a, b, low = a.contiguous(), b.contiguous(), weight.to(a.dtype)
         ctx.save_for_backward(a, b, low)
         ctx.factor, ctx.parameter_dtype = factor, weight.dtype
@@ -1285,11 +1339,15 @@ class OuterProductMeanFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_out: Tensor):
         a, b, weight = ctx.saved_tensors
-        rows = grad_out.flatten(0, 2)
-        grad_weight = rows.mT @ outer_product_forward(a, b, ctx.factor).flatten(0, 2)
-        grad_bias = ctx.factor * column_sums(grad_out.contiguous(), ctx.parameter_dtype)
-        grad_a, grad_b = outer_product_backward(grad_out @ weight, a, b, ctx.factor)
-        return grad_a, grad_b, grad_weight.to(ctx.parameter_dtype), grad_bias, None
+        grad_a = grad_b = grad_weight = grad_bias = None
+        if ctx.needs_input_grad[2]:
+            outer = outer_product_forward(a, b, ctx.factor).flatten(0, 2)
+            grad_weight = (grad_out.flatten(0, 2).mT @ outer).to(ctx.parameter_dtype)
+        if ctx.needs_input_grad[3]:
+            grad_bias = ctx.factor * column_sums(grad_out.contiguous(), ctx.parameter_dtype)
+        if any(ctx.needs_input_grad[:2]):
+            grad_a, grad_b = outer_product_backward(grad_out @ weight, a, b, ctx.factor)
+        return grad_a, grad_b, grad_weight, grad_bias, None
 
 
 # Bias and ReLU between the two projections of a transition.
@@ -1337,12 +1395,12 @@ def bias_relu_forward(x: Tensor, bias: Tensor) -> Tensor:
 
 
 @operator
-def bias_relu_backward(grad: Tensor, out: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Gradients of x and of the bias, the latter in `dtype`."""
+def bias_relu_backward(grad: Tensor, out: Tensor, dtype: torch.dtype, of_bias: bool) -> tuple[Tensor, Tensor]:
+    """Gradients of x and of the bias, the latter in `dtype`, or empty unless it is asked for."""
     rows, programs, options = row_options("bias_relu_backward", out)
     grad_x, grad_bias = torch.empty_like(out), out.new_empty(programs, out.shape[-1], dtype=torch.float32)
     wrap_triton(bias_relu_backward_kernel)[(programs,)](grad, out, grad_x, grad_bias, rows, **options)
-    return grad_x, sum_parts(grad_bias, dtype)
+    return grad_x, sum_parts(grad_bias, dtype) if of_bias else out.new_empty(0)
 
 
 class BiasReLU(torch.autograd.Function):
@@ -1350,6 +1408,7 @@ class BiasReLU(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, bias: Tensor) -> Tensor:
+        need_shape("bias", bias, x.shape[-1])
         out = bias_relu_forward(x.contiguous(), bias)
         ctx.save_for_backward(out)
         ctx.dtype = bias.dtype
@@ -1357,7 +1416,9 @@ class BiasReLU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return bias_relu_backward(grad.contiguous(), *ctx.saved_tensors, ctx.dtype)
+        of_bias = ctx.needs_input_grad[1]
+        grad_x, grad_bias = bias_relu_backward(grad.contiguous(), *ctx.saved_tensors, ctx.dtype, of_bias)
+        return grad_x, grad_bias if of_bias else None
 
 
 # --- model
@@ -1746,7 +1807,10 @@ class CastFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, dtype: torch.dtype, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.dtype = tensors[0].dtype
-        return cast_all(tensors, dtype)
+        results = cast_all(tensors, dtype)
+        frozen = [not needed for needed in ctx.needs_input_grad[1:]]
+        ctx.mark_non_differentiable(*itertools.compress(results, frozen))
+        return results
 
     @staticmethod
     def backward(ctx, *grads: Tensor):

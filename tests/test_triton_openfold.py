@@ -366,6 +366,35 @@ def test_weights_of_a_block_are_cast_once():
         assert torch.equal(grad, torch.ones_like(block.get_parameter(part)))
 
 
+def test_frozen_parameters_get_no_gradient_and_change_no_other():
+    """Every second parameter of the model frozen, with weights cast as with AMP."""
+    args = v3.parse_args([*TINY["openfold"], "--device", DEVICE.type])
+    batch, found = v3.make_batches(args, DEVICE, 1).next_batch(), []
+    for every in (1, 2):
+        model = v3.build_model(args, DEVICE)
+        model.load_state_dict(random_state(model.state_dict()))
+        for i, parameter in enumerate(model.parameters()):
+            parameter.requires_grad_(i % every == 0)
+        with torch.autocast(DEVICE.type, torch.bfloat16):
+            loss = model(**batch)
+        loss.backward()
+        found.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    for i, (name, grad) in enumerate(found[1].items()):
+        assert grad is None if i % 2 else torch.equal(grad, found[0][name]), name
+
+
+def test_a_protein_longer_than_the_model_was_made_for():
+    """There is no table that it could be too long for: the same as in V1."""
+    values = []
+    for version in (load("tiny_openfold_v1"), v3):
+        args = version.parse_args([*TINY["openfold"], "--device", DEVICE.type])
+        model = version.build_model(args, DEVICE)
+        model.load_state_dict(random_state(model.state_dict()))
+        tokens = torch.arange(2 * 35).reshape(1, 2, 35) % version.NUM_TOKENS  # relative positions are clipped at 32
+        values.append(model(tokens.to(DEVICE))["distogram"])
+    assert relative_difference(values[1], values[0]) < 1e-4
+
+
 # All of them
 
 
@@ -403,6 +432,44 @@ def test_the_same_input_gives_the_same_bits(name: str):
     first = results(operation, inputs)
     for _ in range(20 if DEVICE.type == "cuda" else 1):
         assert all(torch.equal(a, b) for a, b in zip(first, results(operation, inputs), strict=True))
+
+
+@every_operation
+def test_no_rows_are_one_clear_error(name: str):
+    operation, shapes = OPERATIONS[name]
+    whole = [random(*shape) for shape in shapes]
+    batched = [random(0, *shape[1:]) if shape[0] == shapes[0][0] else t for shape, t in zip(shapes, whole, strict=True)]
+    with pytest.raises(ValueError, match="needs at least one row"):
+        results(operation, batched)
+
+
+@every_operation
+def test_an_input_of_another_size_is_refused_before_a_kernel_reads_beyond_it(name: str):
+    """Every tensor but the first, one smaller in its last dimension."""
+    operation, shapes = OPERATIONS[name]
+    inputs = [random(*shape) for shape in shapes]
+    for i, tensor in enumerate(inputs[1:], start=1):
+        with pytest.raises((ValueError, RuntimeError), match=r"not \[|shape|size"):
+            operation(*inputs[:i], tensor[..., :-1], *inputs[i + 1 :])
+
+
+@every_operation
+def test_what_is_frozen_costs_no_kernel_and_changes_no_other_gradient(name: str, monkeypatch: pytest.MonkeyPatch):
+    """Each input alone needs a gradient: its bits are the same, and it takes at most as many launches as all do."""
+    operation, shapes = OPERATIONS[name]
+    inputs, wrap, launched = [random(*shape) for shape in shapes], v3.wrap_triton, []
+    monkeypatch.setattr(v3, "wrap_triton", lambda kernel: launched.append(kernel.__name__) or wrap(kernel))
+    expected = results(operation, inputs)[1:]
+    for_all = len(launched)
+    counts = []
+    for i, right in enumerate(expected):
+        launched.clear()
+        one = [t.detach().requires_grad_(i == j) for j, t in enumerate(inputs)]
+        (found,) = torch.autograd.grad(operation(*one).square().sum(), one[i : i + 1])
+        assert torch.equal(found, right)
+        counts.append(len(launched))
+    assert max(counts) <= for_all
+    assert min(counts) < for_all
 
 
 @needs_compiler
