@@ -345,11 +345,24 @@ if INTERPRETED:
             return run
 
 
+def need_shape(name: str, tensor: Tensor | None, *shape: int) -> None:
+    """ValueError for another shape: a kernel goes by the sizes of one input, and would read beyond a smaller one."""
+    if tensor is not None and tensor.shape != shape:
+        raise ValueError(f"{name} must be {[*shape]}, not {[*tensor.shape]}")
+
+
+def need_rows(kernel: str, x: Tensor) -> None:
+    """ValueError for an empty batch, for which there is nothing to launch."""
+    if not x.numel():
+        raise ValueError(f"{kernel} needs at least one row, not {[*x.shape]}")
+
+
 def row_options(kernel: str, x: Tensor, whole: bool = True) -> tuple[int, int, dict[str, int]]:
     """Of a kernel that goes over the rows of x [..., C]: how many rows, how many programs, what it is compiled for.
 
     A block is a TILE of rows. A row longer than that is a block with more warps if it must be whole, else several.
     """
+    need_rows(kernel, x)
     chosen, dim = blocks(kernel), x.shape[-1]
     tile, width = chosen.pop("TILE"), triton.next_power_of_2(dim)
     if whole and width > tile:
@@ -492,9 +505,12 @@ def layer_norm_forward(
 @operator
 def layer_norm_backward(
     grad: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor, eps: float,
-    heads: Tensor | None = None, grad_pair_bias: Tensor | None = None, ending: bool = False,
+    heads: Tensor | None = None, grad_pair_bias: Tensor | None = None, ending: bool = False, parameters: bool = True,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Gradients of x, and of weight, bias and heads [2 + H, C]. Mean and variance are computed again from the row."""
+    """Gradients of x, and of weight, bias and heads [2 + H, C], or empty without `parameters`.
+
+    Mean and variance are computed again from the row.
+    """
     rows, programs, options = row_options("layer_norm_backward", x)
     count, length = (0, 1) if heads is None else (len(heads), x.shape[1])
     grad_x, sums = torch.empty_like(x), x.new_empty(programs, 2 + count, x.shape[-1], dtype=torch.float32)
@@ -502,7 +518,7 @@ def layer_norm_backward(
         *(grad, x, weight, bias, heads, grad_pair_bias, grad_x, sums, rows, length, eps),
         **{"H": count, "BLOCK_H": triton.next_power_of_2(max(count, 1)), "ENDING": ending, **options},
     )
-    return grad_x, sum_parts(sums)
+    return grad_x, sum_parts(sums) if parameters else x.new_empty(0)
 
 
 class LayerNormFunction(torch.autograd.Function):
@@ -515,7 +531,12 @@ class LayerNormFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype, heads=None, ending=False):
         ctx.set_materialize_grads(False)  # nobody may have used the norm, or the bias
-        x = x.contiguous()
+        x, dim = x.contiguous(), x.shape[-1]
+        need_shape("the norm's weight", weight, dim)
+        need_shape("the norm's bias", bias, dim)
+        if heads is not None:
+            need_shape("pair", x, len(x), x.shape[1], x.shape[1], dim)
+            need_shape("the weight of the heads", heads, len(heads), dim)
         ctx.save_for_backward(x, weight, bias, heads)
         ctx.eps, ctx.ending = eps, ending
         out, pair_bias = layer_norm_forward(x, weight, bias, eps, dtype, heads, ending)
@@ -526,7 +547,12 @@ class LayerNormFunction(torch.autograd.Function):
         x, weight, bias, heads = ctx.saved_tensors
         grad, grad_pair_bias = (None if g is None else g.contiguous() for g in (grad, grad_pair_bias))
         heads = None if grad_pair_bias is None else heads
-        grad_x, sums = layer_norm_backward(grad, x, weight, bias, ctx.eps, heads, grad_pair_bias, ctx.ending)
+        parameters = any(ctx.needs_input_grad[1:])
+        grad_x, sums = layer_norm_backward(
+            grad, x, weight, bias, ctx.eps, heads, grad_pair_bias, ctx.ending, parameters
+        )
+        if not parameters:
+            return grad_x, *6 * [None]
         return grad_x, sums[0], sums[1], None, None, None if heads is None else sums[2:], None
 
 
@@ -561,19 +587,21 @@ class BiasGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, y: Tensor, bias: Tensor) -> Tensor:
+        need_shape("bias", bias, y.shape[-1])
         ctx.dtype = bias.dtype
         return y.view_as(y)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return grad, column_sums(grad.contiguous(), ctx.dtype)
+        return grad, column_sums(grad.contiguous(), ctx.dtype) if ctx.needs_input_grad[1] else None
 
 
 # Attention of every row of a batch of rows, with a pair bias that they share, and the gate on its output.
 #
 # QKVG [B, R, N, H, 4, D] is what the projection's GEMM wrote; R and N may have any strides, so that columns and ending
 # nodes are read where they lie. The output is kept after the gate: with g = sigmoid(gate) and out = g * attention,
-# grad_gate = grad_out * out * (1 - g), and the row sums that the softmax's gradient needs are those of grad_out * out.
+# grad_gate = grad_out * out * (1 - g), and the row sums that the softmax's gradient needs, "delta", are those of
+# grad_out * out but for its rounding.
 
 
 @triton.jit
@@ -664,10 +692,14 @@ def attention_forward_kernel(
 def attention_backward_query_kernel(
     GRAD_OUT, QKVG, GATE_BIAS, BIAS, OUT, LSE, GRAD_QKVG, GRAD_ATTENTION, DELTA, GRAD_GATE_BIAS,
     x_b, x_r, x_n, out_b, out_r, out_n, grad_b, grad_r, grad_n, R, H, N,
-    scale: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    scale: tl.constexpr, ROUNDED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of query and gate; what the other two kernels need: the gradient before the gate, and delta."""
+    """Gradients of query and gate; what the other two kernels need: the gradient before the gate, and delta.
+
+    Delta makes the gradients of a row's scores add up to 0, without which what all keys have in common would enter the
+    query's gradient. From a ROUNDED output it does so only roughly: what the sum is then, is taken off at the end.
+    """
     tile, head, r, b = split_program(tl.program_id(0), tl.cdiv(N, BLOCK_M), H, R)
     at_x = b * x_b + r * x_r + head * 4 * D
     at_out = b * out_b + r * out_r + head * D
@@ -686,9 +718,10 @@ def attention_backward_query_kernel(
     q = load_rows(QKVG, query, x_n, D, BLOCK_D, N, EVEN)
     grad = (grad_out.to(tl.float32) * gate).to(q.dtype)
     store_rows(GRAD_ATTENTION + at_out, grad, query, out_n, D, BLOCK_D, N, EVEN)
-    tl.store(DELTA + at_row + query, delta, mask=query < N)
     lse = tl.load(LSE + at_row + query, mask=query < N, other=0.0)
     grad_q = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    rest = tl.zeros([BLOCK_M], tl.float32)
+    mean_k = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for start in range(0, N, BLOCK_N):
         key = start + tl.arange(0, BLOCK_N)
         k = load_rows(QKVG + D, key, x_n, D, BLOCK_D, N, EVEN)
@@ -697,6 +730,11 @@ def attention_backward_query_kernel(
         p = tl.exp2(scores(q, k, bias, key, N, scale, EVEN, PRECISION) - lse[:, None])
         grad_s = p * (tl.dot(grad, tl.trans(v), input_precision=PRECISION) - delta[:, None])
         grad_q = tl.dot(grad_s.to(k.dtype), k, grad_q, input_precision=PRECISION)
+        if ROUNDED:
+            rest += tl.sum(grad_s, 1)
+            mean_k = tl.dot(p.to(k.dtype), k, mean_k, input_precision=PRECISION)
+    grad_q -= rest[:, None] * mean_k
+    tl.store(DELTA + at_row + query, delta + rest, mask=query < N)
     store_rows(GRAD_QKVG + at_x, grad_q * (scale / LOG2E), query, x_n, D, BLOCK_D, N, EVEN)
 
 
@@ -793,7 +831,8 @@ def attention_backward_short_kernel(
         p = tl.exp2(scores(q, k, bias, n, N, scale, EVEN, PRECISION) - lse[:, None])
         grad_v = tl.dot(tl.trans(p.to(grad.dtype)), grad, input_precision=PRECISION)
         store_rows(GRAD_QKVG + at_x + 2 * D, grad_v, n, x_n, D, BLOCK_D, N, EVEN)
-        grad_s = p * (tl.dot(grad, tl.trans(v), input_precision=PRECISION) - tl.sum(product, 1)[:, None])
+        grad_p = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
+        grad_s = p * (grad_p - tl.sum(p * grad_p, 1)[:, None])
         grad_bias += grad_s
         grad_s = (grad_s * (scale / LOG2E)).to(q.dtype)
         grad_q = tl.dot(grad_s, k, input_precision=PRECISION)
@@ -801,13 +840,14 @@ def attention_backward_short_kernel(
         grad_k = tl.dot(tl.trans(grad_s), q, input_precision=PRECISION)
         store_rows(GRAD_QKVG + at_x + D, grad_k, n, x_n, D, BLOCK_D, N, EVEN)
     tl.store(GRAD_GATE_BIAS + tl.program_id(0) * D + column, grad_gate_bias, mask=column < D)
-    if BIAS is not None:
+    if GRAD_BIAS is not None:
         at = ((g * B + b) * H + head) * N * N + n[:, None] * N + n[None, :]
         tl.store(GRAD_BIAS + at, grad_bias, mask=(n < N)[:, None] & (n < N)[None, :])
 
 
 def attention_options(kernel: str, qkvg: Tensor) -> dict[str, int | bool | str]:
     """What an attention kernel is compiled for: block sizes, none longer than the rows, head dimension, precision."""
+    need_rows(kernel, qkvg)
     chosen, length, dim = blocks(kernel, qkvg.dtype), qkvg.shape[2], qkvg.shape[5]
     longest = max(16, triton.next_power_of_2(length))
     sizes = {name: min(size, longest) for name, size in chosen.items() if name.startswith("BLOCK")}
@@ -842,9 +882,10 @@ def attention_forward(qkvg: Tensor, gate_bias: Tensor, bias: Tensor | None) -> t
 
 @operator
 def attention_backward(
-    grad_out: Tensor, qkvg: Tensor, gate_bias: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of qkvg (in its layout), gate_bias and bias (empty without one)."""
+    grad_out: Tensor, qkvg: Tensor, gate_bias: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor,
+    of_gate_bias: bool, of_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of qkvg (in its layout), gate_bias and bias; the last two are empty unless they are asked for."""
     samples, rows, length, heads, _, dim = qkvg.shape
     scale = LOG2E.value / math.sqrt(dim)
     strides, grad_strides = (*qkvg.stride()[:3], *out.stride()[:3]), grad_out.stride()[:3]
@@ -853,7 +894,7 @@ def attention_backward(
     if short["BLOCK_N"] >= length:
         group = rows_per_program(short.pop("PROGRAMS"), heads * samples, rows)
         parts = triton.cdiv(rows, group)
-        grad_bias = qkvg.new_empty(0 if bias is None else parts, samples, heads, length, length, dtype=torch.float32)
+        grad_bias = qkvg.new_empty(parts, *bias.shape, dtype=torch.float32) if of_bias else None
         grad_gate_bias = qkvg.new_empty(samples * parts, heads * dim, dtype=torch.float32)
         wrap_triton(attention_backward_short_kernel)[(heads * parts * samples,)](
             *(grad_out, qkvg, gate_bias, bias, out, lse, grad_qkvg, grad_gate_bias, grad_bias, *strides),
@@ -868,27 +909,27 @@ def attention_backward(
         wrap_triton(attention_backward_query_kernel)[(tiles * heads * rows * samples,)](
             *(grad_out, qkvg, gate_bias, bias, out, lse, grad_qkvg, grad_attention, delta, grad_gate_bias, *strides),
             *(*grad_strides, rows, heads, length, scale),
-            **options,
+            **{"ROUNDED": qkvg.dtype != torch.float32 or options["PRECISION"] == "tf32", **options},
         )
         options = attention_options("attention_backward_key", qkvg)
         bias_t = None if bias is None else bias.mT.contiguous()
         wrap_triton(attention_backward_key_kernel)[(triton.cdiv(length, options["BLOCK_N"]) * heads * rows * samples,)](
             *(qkvg, bias_t, lse, grad_attention, delta, grad_qkvg, *strides, rows, heads, length, scale), **options
         )
-        grad_bias = qkvg.new_empty(0, samples, heads, length, length, dtype=torch.float32)
-        if bias is not None:
+        if of_bias:
             options = attention_options("attention_backward_bias", qkvg)
             tiles = triton.cdiv(length, options["BLOCK_M"]) * triton.cdiv(length, options["BLOCK_N"])
             group = rows_per_program(options.pop("PROGRAMS"), tiles * heads * samples, rows)
             parts = triton.cdiv(rows, group)
-            grad_bias = qkvg.new_empty(parts, samples, heads, length, length, dtype=torch.float32)
+            grad_bias = qkvg.new_empty(parts, *bias.shape, dtype=torch.float32)
             wrap_triton(attention_backward_bias_kernel)[(tiles * heads * parts * samples,)](
                 *(qkvg, bias, lse, grad_attention, delta, grad_bias, *strides),
                 *(rows, heads, length, samples, group, scale),
                 **options,
             )
-    grad_bias = qkvg.new_empty(0) if bias is None else sum_parts(grad_bias, bias.dtype)
-    return grad_qkvg, sum_parts(grad_gate_bias), grad_bias
+    nothing = qkvg.new_empty(0)
+    grad_gate_bias = sum_parts(grad_gate_bias) if of_gate_bias else nothing
+    return grad_qkvg, grad_gate_bias, sum_parts(grad_bias, bias.dtype) if of_bias else torch.empty_like(nothing)
 
 
 class GatedAttentionFunction(torch.autograd.Function):
@@ -899,6 +940,10 @@ class GatedAttentionFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, qkvg: Tensor, gate_bias: Tensor, bias: Tensor | None) -> Tensor:
+        samples, rows, length, heads, _, dim = qkvg.shape
+        need_shape("qkvg", qkvg, samples, rows, length, heads, 4, dim)
+        need_shape("the gate's bias", gate_bias, heads * dim)
+        need_shape("the pair bias", bias, samples, heads, length, length)
         if torch.empty_like(qkvg, device="meta").stride() != qkvg.stride() or qkvg.stride(-1) != 1:
             qkvg = qkvg.contiguous()  # it has gaps, or channels are not side by side
         bias = None if bias is None else bias.contiguous()
@@ -909,8 +954,9 @@ class GatedAttentionFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_out: Tensor):
         grad_out = grad_out if grad_out.stride(-1) == 1 else grad_out.contiguous()
-        grad_qkvg, grad_gate_bias, grad_bias = attention_backward(grad_out, *ctx.saved_tensors)
-        return grad_qkvg, grad_gate_bias, grad_bias if ctx.saved_tensors[2] is not None else None
+        _, *wanted = ctx.needs_input_grad
+        grad_qkvg, *grads = attention_backward(grad_out, *ctx.saved_tensors, *wanted)
+        return grad_qkvg, *(grad if asked else None for grad, asked in zip(grads, wanted, strict=True))
 
 
 # Triangle multiplication. Positions are one dimension m = (b, i, j) of length M; "channel first" is [C, M], which
@@ -979,20 +1025,33 @@ def triangle_output_kernel(
         tl.store(OUT + position[:, None] * C + row[None, :], out.to(OUT.dtype.element_ty), mask=(position < M)[:, None])
 
 
+ONES = tl.constexpr(8)  # columns, so that rows of 16-bit numbers still begin at multiples of 16 bytes
+
+
 @triton.jit
-def with_ones(x, channel):
-    """For a GEMM that also adds up the columns of its other side: the channels of a normalised row add up to 0, so the
-    first follows from the rest, and its place can carry a 1."""
-    return tl.where((channel == 0)[None, :], 1.0, x)
+def store_with_ones(OUT, x, position, M, C: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Rows of x and ONES ones: the GEMM with a gradient that makes a weight's then makes the bias's sums, too."""
+    at = OUT + position[:, None] * (C + ONES)
+    inside = (position < M)[:, None]
+    tl.store(at + tl.arange(0, C)[None, :], x, mask=inside)
+    tl.store(at + C + tl.arange(0, ONES)[None, :], tl.full([BLOCK_M, ONES], 1.0, x.dtype), mask=inside)
+
+
+@triton.jit
+def store_norm_gradients(GRAD_NORM, grad, x, C: tl.constexpr):
+    """Gradients of a norm's weight and bias over this program's rows, from that of its result and x, normalised."""
+    at = GRAD_NORM + tl.program_id(0) * 2 * C + tl.arange(0, C)
+    tl.store(at, tl.sum(grad * x, 0))
+    tl.store(at + C, tl.sum(grad, 0))
 
 
 @triton.jit
 def triangle_output_backward_kernel(
     GRAD_OUT, X, NORM_WEIGHT, NORM_BIAS, WEIGHT, WEIGHT_T, wt_in, wt_out, BIAS, PRODUCT, OUT_WEIGHT, OUT_BIAS,
-    GRAD_PRODUCT, NORMED, GRAD_Z, GRAD_LINEAR, M, eps: tl.constexpr, C: tl.constexpr,
+    GRAD_PRODUCT, NORMED, GRAD_Z, GRAD_LINEAR, GRAD_NORM, M, eps: tl.constexpr, C: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of product (channel first), of z and g before their weights, and the product normalised, for theirs."""
+    """Gradients of product (channel first), of z and g before their weights, and the product's norm, for theirs."""
     position = index(tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), WIDE)
     channel = tl.arange(0, C)
     inside = (position < M)[:, None]
@@ -1001,8 +1060,8 @@ def triangle_output_backward_kernel(
     x, _ = normalised(position_tile(X, position, C, channel, 1, M), True, eps, C)
     x = scale_and_shift(x, NORM_WEIGHT, NORM_BIAS, C).to(dtype)
     y, _ = normalised(position_tile(PRODUCT, position, 1, index(channel, WIDE), M, M), True, eps, C)
-    tl.store(NORMED + m * C + channel[None, :], with_ones(y, channel).to(dtype), mask=inside)
     y = scale_and_shift(y, OUT_WEIGHT, OUT_BIAS, C).to(dtype)
+    store_with_ones(NORMED, y, position, M, C, BLOCK_M)
     grad_y = tl.zeros([BLOCK_M, C], tl.float32)
     for first in tl.range(0, C, BLOCK_C, loop_unroll_factor=1):
         row = first + tl.arange(0, BLOCK_C)
@@ -1017,6 +1076,7 @@ def triangle_output_backward_kernel(
         grad_y = tl.dot(grad_z.to(dtype), weight, grad_y, input_precision=PRECISION)
     # Loaded and normalised once more: that is cheaper than keeping it in registers over the loop.
     y, rstd = normalised(position_tile(PRODUCT, position, 1, index(channel, WIDE), M, M), True, eps, C)
+    store_norm_gradients(GRAD_NORM, grad_y, y, C)
     grad_y = through_norm(grad_y * tl.load(OUT_WEIGHT + channel)[None, :], y, rstd, C)
     tl.store(GRAD_PRODUCT + index(channel, WIDE)[None, :] * M + m, grad_y.to(dtype), mask=inside)
 
@@ -1024,10 +1084,10 @@ def triangle_output_backward_kernel(
 @triton.jit
 def triangle_project_backward_kernel(
     GRAD_AB, X, NORM_WEIGHT, NORM_BIAS, WEIGHT, WEIGHT_T, wt_in, wt_out, BIAS,
-    GRAD_LINEAR, GRAD_OUT, NORMED, GRAD_X, M, eps: tl.constexpr, C: tl.constexpr,
+    GRAD_LINEAR, GRAD_OUT, NORMED, GRAD_X, GRAD_NORM, M, eps: tl.constexpr, C: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the four projections before their weights and of the input, and the input normalised.
+    """Gradients of the four projections before their weights and of the input, and the input's norm.
 
     GRAD_OUT, if there, is the gradient of the input as a residual.
     """
@@ -1037,8 +1097,8 @@ def triangle_project_backward_kernel(
     m = position[:, None]
     dtype = WEIGHT.dtype.element_ty
     x, _ = normalised(position_tile(X, position, C, channel, 1, M), True, eps, C)
-    tl.store(NORMED + m * C + channel[None, :], with_ones(x, channel).to(dtype), mask=inside)
     x = scale_and_shift(x, NORM_WEIGHT, NORM_BIAS, C).to(dtype)
+    store_with_ones(NORMED, x, position, M, C, BLOCK_M)
     grad = tl.load(GRAD_LINEAR + m * (5 * C) + (4 * C + channel)[None, :], mask=inside, other=0.0)
     weight = tl.load(WEIGHT_T + (4 * C + channel)[:, None] * wt_out + channel[None, :] * wt_in)
     grad_x = tl.dot(grad, weight, input_precision=PRECISION)
@@ -1059,6 +1119,7 @@ def triangle_project_backward_kernel(
         grad_x = tl.dot(grad_p, tl.load(at), grad_x, input_precision=PRECISION)
         grad_x = tl.dot(grad_g, tl.load(at + 2 * C * wt_out), grad_x, input_precision=PRECISION)
     x, rstd = normalised(position_tile(X, position, C, channel, 1, M), True, eps, C)
+    store_norm_gradients(GRAD_NORM, grad_x, x, C)
     grad_x = through_norm(grad_x * tl.load(NORM_WEIGHT + channel)[None, :], x, rstd, C)
     if GRAD_OUT is not None:
         grad_x += position_tile(GRAD_OUT, position, C, channel, 1, M)
@@ -1067,29 +1128,17 @@ def triangle_project_backward_kernel(
 
 @triton.jit
 def triangle_weights_kernel(
-    PRODUCTS, WEIGHT, NORM_WEIGHT, NORM_BIAS, GRAD_WEIGHT, GRAD_BIAS, GRAD_NORM, K,
-    C: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
+    PRODUCTS, GRAD_WEIGHT, GRAD_BIAS, K, C: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr
 ):  # fmt: skip
-    """Of grad^T normed in parts [parts, K, C]: with y = normed * norm_weight + norm_bias, both pairs of gradients."""
+    """Sums over the parts of PRODUCTS [parts, K, C + ONES], whose last columns are all the bias's gradient."""
     channel = tl.arange(0, C)
     part = tl.arange(0, PARTS)
-    grad_norm_weight = tl.zeros([C], tl.float32)
-    grad_norm_bias = tl.zeros([C], tl.float32)
     for i in tl.static_range(ROWS):
         row = tl.program_id(0) * ROWS + i
-        at = part[:, None] * K * C + row * C + channel[None, :]
-        product = tl.sum(tl.load(PRODUCTS + at).to(tl.float32), 0)
-        total = tl.sum(tl.where(channel == 0, product, 0.0), 0)  # see with_ones
-        product = tl.where(channel == 0, total - tl.sum(product, 0), product)
-        grad = product * tl.load(NORM_WEIGHT + channel) + total * tl.load(NORM_BIAS + channel)
-        tl.store(GRAD_WEIGHT + row * C + channel, grad)
-        tl.store(GRAD_BIAS + row, total)
-        weight = tl.load(WEIGHT + row * C + channel).to(tl.float32)
-        grad_norm_weight += weight * product
-        grad_norm_bias += weight * total
-    at = GRAD_NORM + tl.program_id(0) * 2 * C + channel
-    tl.store(at, grad_norm_weight)
-    tl.store(at + C, grad_norm_bias)
+        at = PRODUCTS + (part * K + row) * (C + ONES)
+        grad = tl.load(at[:, None] + channel[None, :]).to(tl.float32)
+        tl.store(GRAD_WEIGHT + row * C + channel, tl.sum(grad, 0))
+        tl.store(GRAD_BIAS + row, tl.sum(tl.load(at + C).to(tl.float32), 0))
 
 
 @operator
@@ -1120,24 +1169,30 @@ def triangle_forward(
 def triangle_backward(
     grad_out: Tensor, x: Tensor, in_weight: Tensor, in_bias: Tensor, out_weight: Tensor, out_bias: Tensor,
     weight: Tensor, bias: Tensor, ab: Tensor, product: Tensor, incoming: bool, eps: float, residual: bool,
+    linears: bool, norms: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of x, of weight [6 C, C] and bias [6 C] in float32, and of the two norms' parameters [2, C] each."""
+    """Gradients of x, of weight [6 C, C] and bias [6 C] in float32, and of the two norms' parameters [2, C] each.
+
+    Those of `linears` and `norms` are worth nothing unless they are asked for.
+    """
     positions, dim = x.numel() // x.shape[-1], x.shape[-1]
     matrices = (dim * len(x), *x.shape[1:3])
     weight_t = weight.t()  # tensor cores of an H100 read TF32 in one direction only
     weight_t = weight_t.contiguous() if weight.dtype == torch.float32 else weight_t
     common = (x, in_weight, in_bias, weight, weight_t, *weight_t.stride(), bias)
-    grad_product, normed = torch.empty_like(product), weight.new_empty(positions, dim)
-    grad_z, grad_linear = torch.empty_like(normed), weight.new_empty(positions, 5 * dim)
+    grad_product, normed = torch.empty_like(product), weight.new_empty(positions, dim + ONES.value)
+    grad_z, grad_linear = weight.new_empty(positions, dim), weight.new_empty(positions, 5 * dim)
+    grad_weight, grad_bias = x.new_empty(6 * dim, dim, dtype=torch.float32), x.new_empty(6 * dim, dtype=torch.float32)
     options = triangle_options("triangle_output_backward", x, weight)
-    wrap_triton(triangle_output_backward_kernel)[(triton.cdiv(positions, options["BLOCK_M"]),)](
-        *(grad_out, *common, product, out_weight, out_bias, grad_product, normed, grad_z, grad_linear, positions, eps),
+    programs = triton.cdiv(positions, options["BLOCK_M"])
+    grad_norm_out = x.new_empty(programs, 2, dim, dtype=torch.float32)
+    wrap_triton(triangle_output_backward_kernel)[(programs,)](
+        *(grad_out, *common, product, out_weight, out_bias),
+        *(grad_product, normed, grad_z, grad_linear, grad_norm_out, positions, eps),
         **options,
     )
-    grad_weight, grad_bias = x.new_empty(6 * dim, dim, dtype=torch.float32), x.new_empty(6 * dim, dtype=torch.float32)
-    grad_norm_out = triangle_weight_gradients(
-        grad_z, normed, weight[5 * dim :], out_weight, out_bias, grad_weight[5 * dim :], grad_bias[5 * dim :]
-    )
+    if linears:
+        triangle_weight_gradients(grad_z, normed, grad_weight[5 * dim :], grad_bias[5 * dim :])
     grad_product = grad_product.view(matrices)
     a, b = (half.view(matrices) for half in ab.chunk(2))
     grad_ab = torch.empty_like(ab)
@@ -1146,41 +1201,41 @@ def triangle_backward(
     torch.bmm(a, grad_product, out=grad_b) if incoming else torch.bmm(grad_product.mT, a, out=grad_b)
     grad_x = torch.empty_like(x)
     options = triangle_options("triangle_project_backward", x, weight)
-    wrap_triton(triangle_project_backward_kernel)[(triton.cdiv(positions, options["BLOCK_M"]),)](
-        grad_ab, *common, grad_linear, grad_out if residual else None, normed, grad_x, positions, eps, **options
+    programs = triton.cdiv(positions, options["BLOCK_M"])
+    grad_norm_in = x.new_empty(programs, 2, dim, dtype=torch.float32)
+    wrap_triton(triangle_project_backward_kernel)[(programs,)](
+        *(grad_ab, *common, grad_linear, grad_out if residual else None),
+        *(normed, grad_x, grad_norm_in, positions, eps),
+        **options,
     )
-    grad_norm_in = triangle_weight_gradients(
-        grad_linear, normed, weight[: 5 * dim], in_weight, in_bias, grad_weight[: 5 * dim], grad_bias[: 5 * dim]
-    )
+    if linears:
+        triangle_weight_gradients(grad_linear, normed, grad_weight[: 5 * dim], grad_bias[: 5 * dim])
+    if norms:
+        grad_norm_in, grad_norm_out = sum_parts(grad_norm_in), sum_parts(grad_norm_out)
     return grad_x, grad_weight, grad_bias, grad_norm_in, grad_norm_out
 
 
 def triangle_options(kernel: str, x: Tensor, weight: Tensor) -> dict[str, int | bool | str]:
     """What a kernel of the triangle multiplication is compiled for."""
+    need_rows(kernel, x)
     chosen = blocks(kernel, weight.dtype)
     chosen["BLOCK_C"] = min(chosen["BLOCK_C"], x.shape[-1])
     return {**chosen, "C": x.shape[-1], "WIDE": 5 * x.numel() >= 2**31, "PRECISION": dot_precision(weight.dtype)}
 
 
-def triangle_weight_gradients(
-    grad: Tensor, normed: Tensor, weight: Tensor, norm_weight: Tensor, norm_bias: Tensor,
-    grad_weight: Tensor, grad_bias: Tensor,
-) -> Tensor:  # fmt: skip
-    """Fill grad_weight [K, C] and grad_bias [K] from grad [M, K] and normed [M, C]; the norm's gradients [2, C]."""
-    (positions, width), dim = grad.shape, normed.shape[1]
+def triangle_weight_gradients(grad: Tensor, normed: Tensor, grad_weight: Tensor, grad_bias: Tensor) -> None:
+    """Fill grad_weight [K, C] and grad_bias [K] from grad [M, K] and normed [M, C + ONES]."""
+    (positions, width), dim = grad.shape, grad_weight.shape[1]
     # One GEMM over all positions has too few tiles to occupy the device; parts of them are added up. In 16 bits few
     # parts are as fast where there is much to read, and there is less to add up.
     parts = 8 if width > dim and grad.element_size() == 2 and positions >= 2**15 else 32
     while parts > 1 and (positions % parts or positions < 512 * parts):
         parts //= 2
-    products = torch.bmm(grad.view(parts, -1, width).mT, normed.view(parts, -1, dim))
+    products = torch.bmm(grad.view(parts, -1, width).mT, normed.view(parts, -1, normed.shape[1]))
     chosen = blocks("triangle_weights")
-    grad_norm = grad_weight.new_empty(width // chosen["ROWS"], 2, dim)
-    wrap_triton(triangle_weights_kernel)[(len(grad_norm),)](
-        *(products, weight, norm_weight, norm_bias, grad_weight, grad_bias, grad_norm, width),
-        **{"C": dim, "PARTS": parts, **chosen},
+    wrap_triton(triangle_weights_kernel)[(width // chosen["ROWS"],)](
+        products, grad_weight, grad_bias, width, **{"C": dim, "PARTS": parts, **chosen}
     )
-    return sum_parts(grad_norm)
 
 
 class TriangleMultiplicationFunction(torch.autograd.Function):
@@ -1195,6 +1250,12 @@ class TriangleMultiplicationFunction(torch.autograd.Function):
         x, norms, linears = x.contiguous(), parameters[:4], parameters[4:]
         weights, biases = linears[: len(linears) // 2], linears[len(linears) // 2 :]
         weight, bias = torch.cat(weights).to(dtype), torch.cat(biases)
+        dim = x.shape[-1]
+        need_shape("pair", x, len(x), x.shape[1], x.shape[1], dim)
+        for norm in norms:
+            need_shape("a norm's parameter", norm, dim)
+        need_shape("the projections' weight", weight, 6 * dim, dim)
+        need_shape("the projections' bias", bias, 6 * dim)
         out, ab, product = triangle_forward(x, *norms, weight, bias, incoming, eps, residual)
         ctx.save_for_backward(x, *norms, weight, bias, ab, product)
         ctx.options, ctx.parts = (incoming, eps, residual), [len(bias) for bias in biases]
@@ -1202,11 +1263,14 @@ class TriangleMultiplicationFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_out: Tensor):
-        grad_x, grad_weight, grad_bias, *norms = triangle_backward(
-            grad_out.contiguous(), *ctx.saved_tensors, *ctx.options
+        norms, linears = any(ctx.needs_input_grad[5:9]), any(ctx.needs_input_grad[9:])
+        grad_x, grad_weight, grad_bias, *pairs = triangle_backward(
+            grad_out.contiguous(), *ctx.saved_tensors, *ctx.options, linears, norms
         )
-        norms = [grad for pair in norms for grad in pair.unbind()]
-        return grad_x, None, None, None, None, *norms, *grad_weight.split(ctx.parts), *grad_bias.split(ctx.parts)
+        of_norms = [grad for pair in pairs for grad in pair.unbind()] if norms else 4 * [None]
+        of_linears = [*grad_weight.split(ctx.parts), *grad_bias.split(ctx.parts)]
+        of_linears = of_linears if linears else len(of_linears) * [None]
+        return grad_x, None, None, None, None, *of_norms, *of_linears
 
 
 # Outer product mean. Of matrices [S, N x H] the products of all channels are one GEMM, but its result [N, H, N, H] is
@@ -1259,6 +1323,7 @@ def outer_product_backward_kernel(
 
 def outer_product_options(kernel: str, a: Tensor) -> dict[str, int | str]:
     """What a kernel of the outer product is compiled for."""
+    need_rows(kernel, a)
     chosen = blocks(kernel, a.dtype)
     chosen["BLOCK_S"] = min(chosen["BLOCK_S"], max(16, triton.next_power_of_2(a.shape[1])))
     return {**chosen, "H": a.shape[3], "PRECISION": dot_precision(a.dtype)}
@@ -1294,6 +1359,7 @@ class OuterProductMeanFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, a: Tensor, b: Tensor, weight: Tensor, bias: Tensor, factor: float) -> Tensor:
+        need_shape("b", b, *a.shape)
         a, b, low = a.contiguous(), b.contiguous(), weight.to(a.dtype)
         ctx.save_for_backward(a, b, low)
         ctx.factor, ctx.parameter_dtype = factor, weight.dtype
@@ -1302,11 +1368,15 @@ class OuterProductMeanFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_out: Tensor):
         a, b, weight = ctx.saved_tensors
-        rows = grad_out.flatten(0, 2)
-        grad_weight = rows.mT @ outer_product_forward(a, b, ctx.factor).flatten(0, 2)
-        grad_bias = ctx.factor * column_sums(grad_out.contiguous(), ctx.parameter_dtype)
-        grad_a, grad_b = outer_product_backward(grad_out @ weight, a, b, ctx.factor)
-        return grad_a, grad_b, grad_weight.to(ctx.parameter_dtype), grad_bias, None
+        grad_a = grad_b = grad_weight = grad_bias = None
+        if ctx.needs_input_grad[2]:
+            outer = outer_product_forward(a, b, ctx.factor).flatten(0, 2)
+            grad_weight = (grad_out.flatten(0, 2).mT @ outer).to(ctx.parameter_dtype)
+        if ctx.needs_input_grad[3]:
+            grad_bias = ctx.factor * column_sums(grad_out.contiguous(), ctx.parameter_dtype)
+        if any(ctx.needs_input_grad[:2]):
+            grad_a, grad_b = outer_product_backward(grad_out @ weight, a, b, ctx.factor)
+        return grad_a, grad_b, grad_weight, grad_bias, None
 
 
 # Bias and ReLU between the two projections of a transition.
@@ -1354,12 +1424,12 @@ def bias_relu_forward(x: Tensor, bias: Tensor) -> Tensor:
 
 
 @operator
-def bias_relu_backward(grad: Tensor, out: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Gradients of x and of the bias, the latter in `dtype`."""
+def bias_relu_backward(grad: Tensor, out: Tensor, dtype: torch.dtype, of_bias: bool) -> tuple[Tensor, Tensor]:
+    """Gradients of x and of the bias, the latter in `dtype`, or empty unless it is asked for."""
     rows, programs, options = row_options("bias_relu_backward", out)
     grad_x, grad_bias = torch.empty_like(out), out.new_empty(programs, out.shape[-1], dtype=torch.float32)
     wrap_triton(bias_relu_backward_kernel)[(programs,)](grad, out, grad_x, grad_bias, rows, **options)
-    return grad_x, sum_parts(grad_bias, dtype)
+    return grad_x, sum_parts(grad_bias, dtype) if of_bias else out.new_empty(0)
 
 
 class BiasReLU(torch.autograd.Function):
@@ -1367,6 +1437,7 @@ class BiasReLU(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, bias: Tensor) -> Tensor:
+        need_shape("bias", bias, x.shape[-1])
         out = bias_relu_forward(x.contiguous(), bias)
         ctx.save_for_backward(out)
         ctx.dtype = bias.dtype
@@ -1374,7 +1445,9 @@ class BiasReLU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return bias_relu_backward(grad.contiguous(), *ctx.saved_tensors, ctx.dtype)
+        of_bias = ctx.needs_input_grad[1]
+        grad_x, grad_bias = bias_relu_backward(grad.contiguous(), *ctx.saved_tensors, ctx.dtype, of_bias)
+        return grad_x, grad_bias if of_bias else None
 
 
 # --- model
@@ -1763,7 +1836,10 @@ class CastFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, dtype: torch.dtype, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.dtype = tensors[0].dtype
-        return cast_all(tensors, dtype)
+        results = cast_all(tensors, dtype)
+        frozen = [not needed for needed in ctx.needs_input_grad[1:]]
+        ctx.mark_non_differentiable(*itertools.compress(results, frozen))
+        return results
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
