@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import difflib
 import gc
 import gzip
 import importlib.util
@@ -722,7 +723,11 @@ def build_parser() -> argparse.ArgumentParser:
     add_model_arguments(parser)
     group = parser.add_argument_group("fusions", "Single flags win over all-fusion, whatever their order.")
     for flag, attribute, text in (
-        ("all-fusion", "all_fusion", "every fusion of this version (the default), but not the last two"),
+        (
+            "all-fusion",
+            "all_fusion",
+            "every fusion of this version (the default), but not torch-compile and cuda-graph",
+        ),
         *FUSIONS,
         ("torch-compile", "torch_compile", "compile the model with torch.compile"),
         ("cuda-graph", "cuda_graph", "the whole step as one graph after the warm-up (one GPU; the default of V4)"),
@@ -730,7 +735,8 @@ def build_parser() -> argparse.ArgumentParser:
         add = group.add_mutually_exclusive_group().add_argument
         add(f"--enable-{flag}", dest=attribute, action="store_const", const=True, help=text)
         add(f"--disable-{flag}", dest=attribute, action="store_const", const=False)
-    group.add_argument("--torch-compile-mode", choices=("default", *OWN_GRAPHS, "max-autotune-no-cudagraphs"))
+    choices, text = ("default", *OWN_GRAPHS, "max-autotune-no-cudagraphs"), "how torch.compile spends its time"
+    group.add_argument("--torch-compile-mode", choices=choices, help=text)
     add = parser.add_argument_group("training").add_argument
     add("--num-steps", type=at_least(1), default=50, metavar="N", help="measured steps")
     add("--warmup-steps", type=at_least(0), default=5, metavar="N", help="steps before those, not measured")
@@ -760,7 +766,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse, fill in and check; what cannot work is one line on stderr and SystemExit with status 2 or 4."""
-    args = (parser := build_parser()).parse_args(argv)
+    args, unknown = (parser := build_parser()).parse_known_args(argv)
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], parser._option_string_actions, n=1)
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     given = {name: getattr(args, name) for _, name, _ in FUSIONS if getattr(args, name) is not None}
     vars(args).update({name: args.all_fusion is not False for _, name, _ in FUSIONS if name not in given})
     check_model_arguments(args, parser)

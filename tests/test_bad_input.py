@@ -73,6 +73,10 @@ def test_bad_flag_is_named(argv: str, run):
     assert_one_error(run(SCRIPT, *words(argv)), 2, argv)
 
 
+def test_an_unknown_flag_suggests_the_nearest(run):
+    assert_one_error(run(SCRIPT, "--enable-swiglu"), 2, "--enable-swiglu (did you mean --enable-swiglu-fusion?)")
+
+
 def test_two_modes_are_refused(run):
     assert_one_error(run(SCRIPT, "--compare-fusion", "--verify-accuracy"), 2, "--compare-fusion", "--verify-accuracy")
 
