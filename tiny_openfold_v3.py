@@ -2285,7 +2285,7 @@ def build_parser() -> argparse.ArgumentParser:
         (
             "all-fusion",
             "all_fusion",
-            "every fusion of this version (the default), but not torch-compile and cuda-graph",
+            "every fusion (the default), but not torch-compile and cuda-graph",
         ),
         *FUSIONS,
         ("torch-compile", "torch_compile", "compile the model with torch.compile"),
