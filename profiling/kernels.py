@@ -119,6 +119,7 @@ class KernelStatistics:
     std_dev_ns: float
 
 
+WITH_WARM_UP = "with_warm_up"  # a file of run_rocprofv3.sh: the profile has more than the measured steps (ROCm 6)
 HEADER = ("Name", "Calls", "TotalDurationNs", "AverageNs", "Percentage", "MinNs", "MaxNs", "StdDev")
 
 

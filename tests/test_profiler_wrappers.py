@@ -198,6 +198,16 @@ def counted(result: Done, kernels: int, dispatches: int) -> bool:
     return {f"Distinct kernels: {kernels}", f"Dispatches: {dispatches}"} <= set(result.stdout.splitlines())
 
 
+REFUSED_6 = "--selected-regions", "--pmc SQ_WAVES", "--collection-period 1:2:1", "--output-format rocpd"
+
+
+@pytest.mark.parametrize("options", REFUSED_6)
+def test_rocprofv3_of_rocm_6_refuses_what_came_later(bench, options):
+    command = words(f"rocprofv3 --kernel-trace {options} -- true")
+    bench.call(*command).succeeded()
+    bench.call(*command, STANDIN_ROCM="6").failed(status=2)
+
+
 REFUSED = "rocprofv3 --kernel-trace --metrics X -- true; rocprofv3 --stats -- true; rocprofv3 --kernel-tra -- true"
 REFUSED += "; rocprof-sys-run -P -F -- true; rocprof-sys-run -T true; rocprof-compute profile -- true"
 
@@ -435,6 +445,20 @@ def test_the_comparison_is_per_step_names_what_differs_and_is_of_one_model(bench
     assert (bench.results() / "hotspots" / "tiny_other_v2_summary.json").exists()
     assert baseline.items() <= files(bench.work).items()
     bench.run(ROCPROFV3, "--compare").succeeded()  # replaces both sides
+
+
+def test_rocm_6_records_the_warm_up_too_so_nothing_is_divided_by_steps(bench):
+    """Its rocprofv3 has no --selected-regions; how many of the dispatches are of measured steps is not known."""
+    run = functools.partial(bench.run, ROCPROFV3, STANDIN_ROCM="6")
+    dry = run("--dry-run", "--num-steps", "2").succeeded().stdout
+    assert "--selected-regions" not in dry
+    run("--disable-all-fusion", "--num-steps", "2").succeeded()
+    result = run("--num-steps", "2").succeeded()
+    assert [shell_words(dry)[1:]] == [call["argv"] for call in bench.calls("rocprofv3") if "-d" in call["argv"]][1:]
+    assert reduction(BASELINE[1], FUSED[1], "in all") in result.stdout
+    assert "baseline, fused have the warm-up" in result.stdout
+    assert run("--mode", "trace", "--hsa").succeeded()
+    run("--mode", "counters").failed("rocprofv3 does not know --pmc", status=4, lines=1)
 
 
 def test_a_profile_dir_of_the_user_stays_the_only_one(bench):
