@@ -328,8 +328,7 @@ def compare(sides: Sequence[Profile], top: int) -> tuple[list[Kernel], list[str]
         whole = ", ".join(label for label, side in of.items() if side.settings and not side.steps)
         notes.append("the number of steps is not known for both sides, so these are totals")
         if unknown:
-            notes[-1] += (f"; model, sizes and steps of {unknown} are not checked: no result file of the script belongs "
-                          "to the statistics")  # fmt: skip
+            notes[-1] += f"; model, sizes and steps of {unknown} are not checked: no result file belongs to the profile"
         if whole:
             notes[-1] += f"; {whole} have the warm-up, too, which rocprofv3 of ROCm 6 cannot leave out"
     if sides[0].source != sides[1].source:
