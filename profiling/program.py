@@ -122,9 +122,10 @@ def script_arguments(
     """
     argv = [*argv, *(["--profile-dir", profile_dir] if profile_dir else [])]
     args = module.parse_args(argv)
-    for mode in MODES:
-        if getattr(args, mode):
-            raise ToolError(f"--{mode.replace('_', '-')} does not fit here: run {module.SCRIPT}.py itself for it")
+    given = [f"--{mode.replace('_', '-')}" for mode in MODES if getattr(args, mode)]
+    given += [f"--mode {mode}" for mode in getattr(module, "MODES", ()) if getattr(args, mode)]
+    if given:
+        raise ToolError(f"{given[0]} does not fit here: run {module.SCRIPT}.py itself for it")
     return argv, args
 
 
