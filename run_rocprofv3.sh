@@ -158,7 +158,7 @@ if [[ -n $database ]]; then
         exit
     fi
     [[ -f $database ]] || fail 2 "--from-db $database: no such file"
-    mkdir -p "$folder" 2>/dev/null || fail 2 "$folder: cannot write there"
+    own "$folder"
     read_files convert "$database" "$folder/stats.csv"
     show_statistics "$(side)"
     exit
