@@ -150,6 +150,7 @@ show() { # COMMAND...: print it as one could type it
 
 own() { # DIR: be the only one that writes there, until the end of this program and of the tools that it has started
     mkdir -p "$1" 2>/dev/null && [[ -w $1 ]] || fail 2 "$1: cannot write there"
+    command -v flock >/dev/null || return 0 # a Mac, which has no ROCm
     exec {lock}<"$1"
     flock --nonblock "$lock" || fail 2 "$1: another profiler is writing there; wait for it, or give another folder"
 }
