@@ -49,7 +49,7 @@ step() { # NAME COMMAND...
         return
     fi
     echo "$name: running, its output goes to $directory/logs/$name.log"
-    "$@" >"$directory/logs/$name.log" 2>&1 || status=$?
+    in_group "$@" >"$directory/logs/$name.log" 2>&1 || status=$?
     printf '%s\t%s\t%s\t%s\n' "$name" "$status" "$start" "$(($(date +%s) - start))" >>"$directory/steps.tsv"
 }
 
@@ -59,9 +59,11 @@ parse_arguments "$@"
 [[ $output_dir == . && -z $result_dir ]] || fail 2 "--output-dir, --result-dir: give --profile-dir for all results"
 directory=${directory:-./profiles_$(basename "$script" .py)}
 if [[ $dry_run == no ]]; then
-    mkdir -p "$directory/logs" 2>/dev/null && [[ -w $directory ]] || fail 2 "--profile-dir $directory: cannot write there"
+    own "$directory"
+    mkdir -p "$directory/logs"
     : >"$directory/steps.tsv"
-    trap 'summarise || true; fail 130 "interrupted; what ran until then is in $directory/summary.md"' INT
+    trap 'summarise || true' EXIT
+    end_at_signals "what ran until then is in $directory/summary.md"
 fi
 common=(--script "$script" ${script_args[@]+"${script_args[@]}"})
 step pytorch_profiler "$python" "$root/run_pytorch_profiler.py" --profile-dir "$directory/pytorch" --generate-report \
@@ -74,5 +76,5 @@ if [[ $rocm == yes ]]; then
     step rocprof_compute "$root/run_rocprof_compute.sh" --roof-only --output-dir "$directory" "${common[@]}"
 fi
 if [[ $dry_run == yes ]]; then exit; fi
-trap - INT
+trap - EXIT INT TERM HUP
 summarise

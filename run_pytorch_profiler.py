@@ -53,6 +53,7 @@ from profiling.program import (
     ToolError,
     load_script,
     markdown_table,
+    read_json,
     run_tool,
     script_arguments,
     tool_parser,
@@ -223,8 +224,8 @@ def as_json(profile: Profile, summary: dict) -> dict:
     }
 
 
-def report(module: ModuleType, profile: Profile, summary: dict, directory: Path, trace: Path) -> str:
-    """The Markdown report of --generate-report."""
+def report(module: ModuleType, profile: Profile, summary: dict, files: Iterable[Path], trace: Path) -> str:
+    """The Markdown report of --generate-report, which ends with the files of this run."""
     environment, training = summary["environment"], summary["training"]
     modes = {name: training[name] for name in ("torch_compile", "cuda_graph")}
     on = [name for name, value in {**summary["fusions"], **modes}.items() if value]
@@ -237,8 +238,6 @@ def report(module: ModuleType, profile: Profile, summary: dict, directory: Path,
         "fused": ", ".join(on) or "nothing",
     }
     clock = "Device time" if profile.unit == "kernels" else "Self time of operators, measured on the host,"
-    files = sorted(path.name for path in directory.glob(f"{module.SCRIPT}_*") if path.suffix != ".tmp")
-    files = sorted({*files, f"{module.SCRIPT}_report.md"})
     lines = [
         f"# Profile of {module.SCRIPT}",
         *("", "## Settings", "", *(f"- {name}: {value}" for name, value in settings.items())),
@@ -254,16 +253,23 @@ def report(module: ModuleType, profile: Profile, summary: dict, directory: Path,
     if profile.unit == "kernels":  # on a CPU this would be the same table again
         lines += ["", f"## Top {TOP} operators", "", operators_text(profile, TOP)]
     lines += [
-        *("", "## Files", "", *(f"- `{name}`" for name in files), ""),
+        *("", "## Files", "", *(f"- `{name}`" for name in sorted({path.name for path in files})), ""),
         f"Open `{trace.name}` in https://ui.perfetto.dev (drag it there; it stays on this machine).",
     ]
     return "\n".join(lines) + "\n"
 
 
+def files_of(directory: Path, script: str) -> dict[Path, tuple[int, int]]:
+    """The files of a script in a directory, with what tells whether one was written anew."""
+    found = {path: path.stat() for path in directory.glob(f"{script}_*")}
+    return {path: (stat.st_mtime_ns, stat.st_ino) for path, stat in found.items()}
+
+
 def run_script(command: Sequence[str]) -> int:
     """Run the script and wait for it; returns its exit status. What to do about a signal is for it to decide."""
     process = subprocess.Popen(command)
-    answers = {signal.SIGINT: lambda *unused: None, signal.SIGTERM: lambda *unused: process.terminate()}
+    answers = {signal.SIGINT: lambda *unused: None}
+    answers |= dict.fromkeys((signal.SIGTERM, signal.SIGHUP), lambda *unused: process.terminate())
     before = {number: signal.signal(number, answer) for number, answer in answers.items()}  # Ctrl-C reaches it, too
     try:
         status = process.wait()
@@ -281,13 +287,17 @@ def profile_script(argv: Sequence[str] | None) -> int:
     module = load_script(own.script)
     rest, args = script_arguments(module, rest, own.profile_dir)
     flags = ["--enable-pytorch-profiler", "--enable-memory-profiling"]
+    directory, name = args.profile_dir, module.SCRIPT
+    before = files_of(directory, name)
     status = run_script([sys.executable, module.__file__, *rest, *flags])
     if status:
         return status
 
-    directory, name = args.profile_dir, module.SCRIPT
-    trace = directory / f"{name}_trace.json.gz"
-    summary = json.loads((directory / f"{name}_summary.json").read_text())
+    trace, result = directory / f"{name}_trace.json.gz", directory / f"{name}_summary.json"
+    written = {path for path, stamp in files_of(directory, name).items() if before.get(path) != stamp}
+    if missing := [path for path in (result, trace) if path not in written]:
+        raise ToolError(f"{missing[0]}: the script did not write this file", status=1)
+    summary = read_json(result)
     try:
         events = load_trace(trace)
         if summary["environment"]["device"] == "cuda" and not has_gpu(events):
@@ -310,7 +320,8 @@ def profile_script(argv: Sequence[str] | None) -> int:
     print(f"Trace for ui.perfetto.dev: {trace}")
     if own.generate_report:
         path = directory / f"{name}_report.md"
-        write_text(path, report(module, profile, summary, directory, trace))
+        files = [path for path, stamp in files_of(directory, name).items() if before.get(path) != stamp]
+        write_text(path, report(module, profile, summary, [*files, path], trace))
         print(f"Report: {path}")
     return 0
 

@@ -7,6 +7,7 @@ mode=hotspots
 compare=no
 hsa=no
 database=
+known= # what rocprofv3 --help says
 counters="SQ_WAVES SQ_INSTS_VALU GRBM_GUI_ACTIVE"
 
 usage() {
@@ -89,8 +90,14 @@ show_launches() { # DIR: which files have every launch, and what to do with data
     show rocpd convert -i "${databases[@]}" -f csv -d "$1" -o kernel_stats
 }
 
+knows() { # OPTION: does this rocprofv3 have it? Without one (--dry-run) that of ROCm 7 is assumed
+    if [[ -z $known ]] && command -v "$tool" >/dev/null; then known=$("$tool" --help 2>&1) || true; fi
+    [[ -z $known || $known == *"$1"* ]]
+}
+
 profile() { # SIDE [ARGUMENT...]: run the script once
-    local folder raw command
+    local folder raw command regions=(--selected-regions)
+    knows --selected-regions || regions=()
     folder=$(results_of "$1")
     raw=${result_dir:-$folder/$mode}
     # csv has to be asked for: ROCm 7 writes databases otherwise. --marker-trace records the phases, and rocprofv3
@@ -106,13 +113,17 @@ profile() { # SIDE [ARGUMENT...]: run the script once
     counters) command+=(--pmc "${counter_names[@]}" --marker-trace --output-format csv) ;;
     esac
     application "$raw" "${@:2}"
-    command+=(--selected-regions -d "$raw" -o %pid% -- "${app[@]}")
+    command+=(${regions[@]+"${regions[@]}"} -d "$raw" -o %pid% -- "${app[@]}")
     if [[ $dry_run == yes ]]; then
         show "${command[@]}"
         return
     fi
     open_results "$raw"
     run_tool "${command[@]}"
+    if ((${#regions[@]} == 0)); then # for readers that would divide by the measured steps
+        : >"$results/with_warm_up"
+        echo "$program: note: this rocprofv3 does not know --selected-regions, so the warm-up is recorded, too" >&2
+    fi
     case $mode in
     hotspots) read_files statistics "$results" "$folder/stats.csv" ;;
     kernels) read_files statistics "$results" "$results/stats.csv" ;;
@@ -147,7 +158,7 @@ if [[ -n $database ]]; then
         exit
     fi
     [[ -f $database ]] || fail 2 "--from-db $database: no such file"
-    mkdir -p "$folder" 2>/dev/null || fail 2 "$folder: cannot write there"
+    own "$folder"
     read_files convert "$database" "$folder/stats.csv"
     show_statistics "$(side)"
     exit
@@ -163,6 +174,7 @@ if [[ $compare == yes ]]; then
     [[ -z $result_dir ]] || fail 2 "--compare needs two folders: give --output-dir instead of --result-dir"
 fi
 find_tool rocprofiler-sdk rocprofv3
+if [[ $mode == counters ]] && ! knows --pmc; then fail 4 "this rocprofv3 does not know --pmc: --mode counters needs it"; fi
 if [[ $compare == yes ]]; then
     profile baseline --disable-all-fusion
     echo

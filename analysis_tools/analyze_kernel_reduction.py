@@ -37,7 +37,14 @@ from analysis_tools.results import (  # noqa: E402
     load_result,
     only_file,
 )
-from profiling.kernels import CATEGORIES, KernelStatistics, category, read_statistics, short_name  # noqa: E402
+from profiling.kernels import (  # noqa: E402
+    CATEGORIES,
+    WITH_WARM_UP,
+    KernelStatistics,
+    category,
+    read_statistics,
+    short_name,
+)
 from profiling.program import (  # noqa: E402
     ToolError,
     at_least,
@@ -129,6 +136,8 @@ def load_rocprofv3(directory: Path) -> Profile:
         steps = settings["timing"].get("steps")
         if not is_count(steps):
             raise ToolError(f"{summaries[0]}: timing.steps is {steps!r}")
+        if (summaries[0].parent / WITH_WARM_UP).exists():
+            steps = None
     return Profile(directory, "run_rocprofv3.sh", "kernels", steps, rows, settings)
 
 
@@ -314,9 +323,14 @@ def compare(sides: Sequence[Profile], top: int) -> tuple[list[Kernel], list[str]
             raise ToolError(f"{side.directory}: the profile has no kernels")
     notes = differences(known, ignore=("num_steps", "warmup_steps") if per_step else ())
     if not per_step:
-        unknown = ", ".join(label for label, side in zip(SIDES, sides, strict=True) if not side.settings)
-        notes.append(f"the number of steps is not known for both sides, so these are totals; model, sizes and steps of "
-                     f"{unknown} are not checked: no result file of the script belongs to the statistics")  # fmt: skip
+        of = dict(zip(SIDES, sides, strict=True))
+        unknown = ", ".join(label for label, side in of.items() if not side.settings)
+        whole = ", ".join(label for label, side in of.items() if side.settings and not side.steps)
+        notes.append("the number of steps is not known for both sides, so these are totals")
+        if unknown:
+            notes[-1] += f"; model, sizes and steps of {unknown} are not checked: no result file belongs to the profile"
+        if whole:
+            notes[-1] += f"; {whole} have the warm-up, too, which rocprofv3 of ROCm 6 cannot leave out"
     if sides[0].source != sides[1].source:
         notes.append("two profilers may write the name of one kernel in two ways")
     return kernels, notes, report(sides, kernels, notes, per_step, top)

@@ -11,7 +11,8 @@ of its own; one that failed is too, and then the exit status is 1.
 
 --csv has a row for each run with all that is known of it, whatever its outcome: sizes, each fusion as 0 or 1,
 precision, device, times, memory, kernels, launches and loss. A loop in the shell and this command are a sweep. --save
-keeps the runs in one file, complete and under the names of their rows, for this tool and plot_runs.py to read.
+keeps the runs in one file, complete and under the names of their rows, for this tool and others to read. A file that is
+read is not written on.
 
 Examples:
   python analysis_tools/compare_runs.py exercises/results/v1 exercises/results/v2
@@ -35,6 +36,7 @@ sys.path.insert(0, str(ROOT))
 
 from analysis_tools.results import (  # noqa: E402
     Run,
+    by_name,
     check_family,
     differences,
     load_runs,
@@ -168,7 +170,8 @@ def compare(args: argparse.Namespace) -> int:
     if args.csv:
         write_csv(args.csv, csv_rows(rows, runs))
     if args.save:
-        write_text(args.save, json.dumps({"runs": {run.name: run.result for run in runs}}, indent=1) + "\n")
+        content = {"runs": by_name((run.name, run.result) for run in runs)}
+        write_text(args.save, json.dumps(content, indent=1) + "\n")
     print_notes(PROG, *unsteady((run.name, run) for run in runs))
     if baseline.status != "ok":
         print_notes(PROG, f"the baseline {baseline.name} did not finish, so there are no ratios")

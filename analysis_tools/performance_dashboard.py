@@ -39,7 +39,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from analysis_tools.results import HUGE, SCHEMA_VERSION, check_schema, load_run  # noqa: E402
+from analysis_tools.results import HUGE, SCHEMA_VERSION, Run, check_schema, load_run, runs_in  # noqa: E402
 from profiling.ablation import set_name  # noqa: E402
 from profiling.kernels import CATEGORIES  # noqa: E402
 from profiling.program import (  # noqa: E402
@@ -463,17 +463,15 @@ def read_scripts_file(path: Path, name: str, content: dict) -> Iterator[Panel | 
         yield Found(name.removesuffix(f"/{content['script']}_profile.json"), content, times)
     else:
         where = Path(name).parent.as_posix()
-        yield from run_in(path, where if where != "." else path.stem.removesuffix("_summary"))
+        yield from found_in(load_run(path, where if where != "." else path.stem.removesuffix("_summary")))
 
 
-def run_in(path: Path, name: str) -> Iterator[Found | str]:
+def found_in(run: Run) -> Iterator[Found | str]:
     """A run, or a line on one that failed; nothing of one that ended before it had a model."""
-    run = load_run(path)
-    result = run.result
-    if result["status"] == "failed":
-        yield f"{name} failed: {result['error']} ({path})"
-    elif result["config"]:
-        yield Found(name, result, row=run.row())
+    if run.status == "failed":
+        yield f"{run.name} failed: {run.result['error']} ({run.path})"
+    elif run.result["config"]:
+        yield Found(run.name, run.result, row=run.row())
 
 
 def only(kind: type, found: Sequence) -> list:
@@ -488,7 +486,8 @@ def read(path: Path, name: str) -> list[Panel | Found | str]:
         if "schema_version" in content:
             found = [*read_scripts_file(path, name, content)]
         elif isinstance(content.get("runs"), dict):
-            found = [each for run in content["runs"] for each in run_in(path / run, run)]
+            runs = (Run(key, path, result) for key, result in runs_in(path, content).items())
+            found = [each for run in runs for each in found_in(run)]
         elif isinstance(content.get("rows"), list) and isinstance(content.get("environment"), dict):
             if not content["rows"]:
                 raise ToolError(f"{path}: a study without a row")

@@ -30,7 +30,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from analysis_tools.results import HUGE, Run, load_run, settings  # noqa: E402
+from analysis_tools.results import HUGE, Run, load_run, runs_in, settings  # noqa: E402
 from profiling.program import (  # noqa: E402
     NOT_FINISHED,
     ToolError,
@@ -110,7 +110,7 @@ def load(path: Path) -> dict[str, Entry]:
     if isinstance(content.get("rows"), list):
         return entries_of_study(path, content)
     if isinstance(content.get("runs"), dict):
-        return {name: entry_of(load_run(path / name)) for name in content["runs"]}
+        return {name: entry_of(Run(name, path, result)) for name, result in runs_in(path, content).items()}
     run = load_run(path)
     return {run.name: entry_of(run)}
 

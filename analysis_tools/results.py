@@ -9,7 +9,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from profiling.program import ToolError, read_json
 
@@ -71,26 +71,43 @@ def check_schema(content: dict, path: Path, groups: Sequence[str] = GROUPS) -> N
         raise ToolError(f"{path}: not a result file of a version script, it has no {missing[0]}")
 
 
-def file_of_runs(path: Path) -> tuple[dict, str] | None:
-    """The runs in the file that this path goes through, and the rest of the path; None if it goes through none."""
-    file = next((parent for parent in path.parents if parent.suffix == ".json" and parent.is_file()), None)
-    if file is None:
-        return None
-    runs = read_json(file).get("runs")
+def by_name(named: Iterable[tuple[str, dict]]) -> dict[str, dict]:
+    """Results for one file, by their names as a path below the file has them: 'a//b/' is 'a/b', '/a' is 'a'."""
+    runs: dict[str, dict] = {}
+    for name, result in named:
+        key = PurePosixPath(name.strip("/")).as_posix()
+        if key in runs or key == ".":
+            raise ToolError(f"{name!r} names no run, or two: give it another NAME=PATH")
+        runs[key] = result
+    return runs
+
+
+def runs_in(file: Path, content: dict) -> dict[str, dict]:
+    """The results in a file of several, by their names."""
+    runs = content.get("runs")
     if not isinstance(runs, dict):
         raise ToolError(f"{file}: not a file of several runs, as compare_runs.py --save writes it")
-    return runs, path.relative_to(file).as_posix()
+    return {name: checked(result, file / name) for name, result in by_name(runs.items()).items()}
+
+
+def file_of_runs(path: Path) -> tuple[dict[str, dict], str] | None:
+    """The runs in the file that this path goes through, and the rest of the path; None if it goes through none."""
+    file = next((parent for parent in path.parents if parent.suffix == ".json" and parent.is_file()), None)
+    return file and (runs_in(file, read_json(file)), path.relative_to(file).as_posix())
 
 
 def load_result(path: Path) -> dict:
     """A checked result, from a file of its own or of several runs."""
-    result = None
-    if found := file_of_runs(path):
-        runs, name = found
-        result = runs.get(name)
-        if not isinstance(result, dict):
-            raise ToolError(f"{path}: no such run; there are {', '.join(runs)}")
-    result = read_json(path) if result is None else result
+    if not (found := file_of_runs(path)):
+        return checked(read_json(path), path)
+    runs, name = found
+    if name not in runs:
+        raise ToolError(f"{path}: no such run; there are {', '.join(runs)}")
+    return runs[name]
+
+
+def checked(result: object, path: Path) -> dict:
+    """The result, if it is one; ToolError says what is wrong with it."""
     check_schema(result, path)
     if result.get("status") not in ("ok", "oom", "failed"):
         raise ToolError(f"{path}: unknown status {result.get('status')!r}")

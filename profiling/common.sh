@@ -14,6 +14,7 @@ result_dir=
 dry_run=no
 script_args=()
 results=
+group= # of the tool that runs
 
 # shellcheck disable=SC2034  # for the usage text of each wrapper
 common_options="  --script FILE       version script to profile (default: $script)
@@ -147,39 +148,81 @@ show() { # COMMAND...: print it as one could type it
     echo
 }
 
+own() { # DIR: be the only one that writes there, until the end of this program and of the tools that it has started
+    mkdir -p "$1" 2>/dev/null && [[ -w $1 ]] || fail 2 "$1: cannot write there"
+    command -v flock >/dev/null || return 0 # a Mac, which has no ROCm
+    exec {lock}<"$1"
+    flock --nonblock "$lock" || fail 2 "$1: another profiler is writing there; wait for it, or give another folder"
+}
+
 # Results are replaced only by complete ones: while a tool runs, the earlier results wait in DIR.previous, and after a
 # failure they come back and what the tool left is in DIR.failed.
 open_results() { # DIR
     results=$1
-    if [[ $results == "$result_dir" && -e $results ]]; then fail 2 "--result-dir $results: it exists already"; fi
-    if [[ -e $results.previous ]]; then # a wrapper was killed here
-        rm -rf "$results"
-        mv "$results.previous" "$results"
+    if [[ $results == "$result_dir" ]]; then
+        mkdir -p "$(dirname "$results")" 2>/dev/null && [[ -w $(dirname "$results") ]] ||
+            fail 2 "$(dirname "$results"): cannot write there"
+        mkdir "$results" 2>/dev/null || fail 2 "--result-dir $results: it exists already"
+    else
+        own "$(dirname "$results")"
+        if [[ -e $results.previous ]]; then # a wrapper was killed here
+            rm -rf "$results"
+            mv "$results.previous" "$results"
+        fi
+        if [[ -e $results ]]; then mv "$results" "$results.previous"; fi
+        mkdir "$results"
     fi
-    rm -rf "$results.failed"
-    mkdir -p "$(dirname "$results")" 2>/dev/null || fail 2 "$(dirname "$results"): cannot write there"
-    [[ -w $(dirname "$results") ]] || fail 2 "$(dirname "$results"): cannot write there"
-    if [[ -e $results ]]; then mv "$results" "$results.previous"; fi
-    mkdir "$results"
     trap close_results EXIT
-    trap 'fail 130 "interrupted; what was written is in $results.failed"' INT
-    trap 'fail 143 terminated' TERM
+    end_at_signals "what was written is in $results.failed"
 }
 
 close_results() {
+    rm -rf "$results.failed"
     mv "$results" "$results.failed"
     if [[ -e $results.previous ]]; then mv "$results.previous" "$results"; fi
 }
 
 keep_results() {
-    rm -rf "$results.previous"
-    trap - EXIT INT TERM
+    rm -rf "$results.previous" "$results.failed"
+    trap - EXIT INT TERM HUP
+}
+
+end_at_signals() { # WORDS: where to find what is left
+    left=$1
+    trap 'end_tool INT; fail 130 "interrupted; $left"' INT
+    trap 'end_tool TERM; fail 143 "terminated; $left"' TERM
+    trap 'end_tool TERM; fail 129 "the terminal is gone; $left"' HUP
+}
+
+# A tool runs in a group of its own, with all that it starts. So a signal reaches them all, and the wrapper, which waits
+# in the background, can answer at once.
+in_group() { # COMMAND...: returns its status
+    local status=0
+    set -m
+    "$@" </dev/null &
+    group=$!
+    set +m
+    wait "$group" || status=$?
+    group=
+    return "$status"
+}
+
+end_tool() { # SIGNAL: end the group, by force if it takes more than ten seconds
+    local tenth
+    trap '' INT TERM HUP
+    if [[ -z $group ]]; then return; fi
+    kill -"$1" -- "-$group" 2>/dev/null || true
+    for ((tenth = 0; tenth < 100; tenth++)); do
+        kill -0 -- "-$group" 2>/dev/null || return 0
+        sleep 0.1
+    done
+    kill -KILL -- "-$group" 2>/dev/null || true
 }
 
 run_tool() { # COMMAND...
     local status=0
     show "$@"
-    "$@" || status=$?
+    in_group "$@" || status=$?
     if ((status > 128)); then
         fail "$status" "$tool was ended by signal $((status - 128)); what it left is in $results.failed"
     elif ((status)); then

@@ -20,6 +20,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
+from profiling.program import reads, write_file
+
 CATEGORIES = (
     *("GEMM", "attention", "normalisation", "element-wise", "copies", "reductions", "optimizer", "generated"),
     *("communication", "other"),
@@ -119,6 +121,7 @@ class KernelStatistics:
     std_dev_ns: float
 
 
+WITH_WARM_UP = "with_warm_up"  # a file of run_rocprofv3.sh: the profile has more than the measured steps (ROCm 6)
 HEADER = ("Name", "Calls", "TotalDurationNs", "AverageNs", "Percentage", "MinNs", "MaxNs", "StdDev")
 
 
@@ -162,12 +165,14 @@ def merge_statistics(rows: Iterable[KernelStatistics]) -> list[KernelStatistics]
 
 def write_statistics(path: Path, rows: Sequence[KernelStatistics]) -> None:
     """Write rows in the format of rocprofv3's `*_kernel_stats.csv`; a reader never sees half a file."""
-    temporary = path.with_suffix(".tmp")
-    with temporary.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, quoting=csv.QUOTE_NONNUMERIC, lineterminator="\n")
-        writer.writerow(HEADER)
-        writer.writerows(astuple(row) for row in rows)
-    temporary.replace(path)
+
+    def write(temporary: Path) -> None:
+        with temporary.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file, quoting=csv.QUOTE_NONNUMERIC, lineterminator="\n")
+            writer.writerow(HEADER)
+            writer.writerows(astuple(row) for row in rows)
+
+    write_file(path, write)
 
 
 def read_statistics(path: Path) -> list[KernelStatistics]:
@@ -175,7 +180,7 @@ def read_statistics(path: Path) -> list[KernelStatistics]:
 
     ValueError says what is wrong with the file. A profiler that shortens names can list one twice.
     """
-    with Path(path).open(newline="", encoding="utf-8", errors="replace") as file:
+    with reads(Path(path)).open(newline="", encoding="utf-8", errors="replace") as file:
         try:
             lines = list(csv.reader(file))
         except csv.Error as error:
@@ -220,7 +225,7 @@ class Kernel:
 def load_trace(path: Path) -> list[dict]:
     """The events of a Chrome trace as the PyTorch profiler writes it, .json or .json.gz; ValueError if it is none."""
     try:
-        content = Path(path).read_bytes()
+        content = reads(Path(path)).read_bytes()
         if content[:2] == b"\x1f\x8b":
             content = gzip.decompress(content)
         return json.loads(content)["traceEvents"]

@@ -8,6 +8,8 @@ import csv
 import importlib.util
 import json
 import os
+import secrets
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,6 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_SCRIPT = "tiny_openfold_v2.py"
 INTERFACE = ("build_parser", "parse_args", "build_model", "make_batches", "train", "main")
 MODES = ("compare_fusion", "verify_accuracy", "under_profiler")
+_read: set[str] = set()  # the files that the program that runs has read; see `reads`
 NOT_FINISHED = {"oom": "out of memory", "failed": "failed"}  # what tables say of a run with this status
 
 
@@ -46,9 +49,9 @@ def at_least(low: int) -> Callable[[str], int]:
     return whole_number
 
 
-def documented_parser(prog: str, documentation: str, usage: str | None = None, note: str = "") -> Parser:
+def documented_parser(prog: str, documentation: str | None, usage: str | None = None, note: str = "") -> Parser:
     """A parser whose help is the documentation; its part after 'Examples:' comes last, behind the note."""
-    description, _, examples = documentation.partition("\nExamples:\n")
+    description, _, examples = (documentation or "").partition("\nExamples:\n")  # there is none under python -OO
     return Parser(
         prog=prog,
         usage=usage,
@@ -59,7 +62,7 @@ def documented_parser(prog: str, documentation: str, usage: str | None = None, n
     )
 
 
-def tool_parser(prog: str, documentation: str) -> Parser:
+def tool_parser(prog: str, documentation: str | None) -> Parser:
     """A documented parser with --script and --profile-dir; what it does not know is for the script."""
     usage = "%(prog)s [arguments] [arguments of the script]"
     note = f"Every other argument goes to the script: python {DEFAULT_SCRIPT} --help lists them.\n\n"
@@ -119,37 +122,55 @@ def script_arguments(
     """
     argv = [*argv, *(["--profile-dir", profile_dir] if profile_dir else [])]
     args = module.parse_args(argv)
-    for mode in MODES:
-        if getattr(args, mode):
-            raise ToolError(f"--{mode.replace('_', '-')} does not fit here: run {module.SCRIPT}.py itself for it")
+    given = [f"--{mode.replace('_', '-')}" for mode in MODES if getattr(args, mode)]
+    given += [f"--mode {mode}" for mode in getattr(module, "MODES", ()) if getattr(args, mode)]
+    if given:
+        raise ToolError(f"{given[0]} does not fit here: run {module.SCRIPT}.py itself for it")
     return argv, args
 
 
 def run_tool(prog: str, body: Callable[[], int]) -> int:
     """Call `body` and return its exit status; what the user can put right is one line on stderr."""
+    _read.clear()
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a name that the terminal's encoding does not have
     try:
-        return body()
+        status = body()
+        if sys.stdout:  # it is None where a shell has closed it
+            sys.stdout.flush()  # what cannot be written shows here and not after the end
+        return status
     except ToolError as error:
-        print(f"{prog}: error: {error}", file=sys.stderr)
-        return error.status
+        message, status = str(error), error.status
+    except ModuleNotFoundError as error:
+        package = (error.name or str(error)).partition(".")[0]
+        message, status = f"it needs the package {package}, which is not there (pip install {package})", 4
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except OSError as error:  # a file or directory that may not be read or written, named too long, in the way
         where = f"{error.filename}: " if error.filename else ""
-        print(f"{prog}: error: {where}{error.strerror or error}", file=sys.stderr)
-        return 2
+        message, status = f"{where}{error.strerror or error}", 2
     except KeyboardInterrupt:
         print(f"{prog}: interrupted", file=sys.stderr)
         return 130
+    print(f"{prog}: error: {one_line(message)}", file=sys.stderr)
+    return status
+
+
+def one_line(text: str) -> str:
+    """The text without line breaks, which a name of a file, run or device can have."""
+    return " ".join(text.splitlines())
 
 
 def print_notes(prog: str, *lines: str) -> None:
     """Say on stderr what the user should know beside a result."""
     for line in lines:
-        print(f"{prog}: note: {line}", file=sys.stderr)
+        print(f"{prog}: note: {one_line(line)}", file=sys.stderr)
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int = 1) -> str:
     """A Markdown table, its columns aligned in the source too; those after the first `text_columns` hold numbers."""
-    header, *rows = ([cell.replace("|", "\\|") for cell in line] for line in (header, *rows))
+    header, *rows = ([one_line(cell).replace("|", "\\|") for cell in line] for line in (header, *rows))
     widths = [max(3, *(len(line[i]) for line in (header, *rows))) for i in range(len(header))]
 
     def line(cells: Sequence[str]) -> str:
@@ -182,6 +203,7 @@ def cell(value: float | None, form: str = ".1f", unit: str = "") -> str:
 
 def read_json(path: Path) -> dict:
     """A JSON object; ToolError if the file cannot be read or holds something else."""
+    reads(path)
     try:
         content = json.loads(path.read_bytes())
     except OSError as error:
@@ -193,25 +215,45 @@ def read_json(path: Path) -> dict:
     return content
 
 
-def write_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Have `write` make a file beside `path` and move it there, so that a reader never sees half of it."""
+def reads(path: Path) -> Path:
+    """The path of a file that is about to be read, on which the program then does not write."""
+    _read.add(os.path.realpath(path))
+    return path
+
+
+def write_file(path: Path, write: Callable[[Path], object], replace: bool = False) -> None:
+    """Have `write` make a file beside `path` and move it there, so that a reader never sees half of it.
+
+    Each writer has a file of its own, so of several at once the last one wins. ToolError where this program has read
+    from `path`, unless it is to `replace` that.
+    """
     if not path.name:
         raise ToolError(f"{path}: not the name of a file")
-    temporary = path.with_name(f".{path.name}.tmp{path.suffix}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        target = Path(os.path.realpath(path))  # a link stays a link
+        if str(target) in _read and not replace:
+            raise ToolError(f"{path}: it is an input, so nothing is written there; name another file")
+        if target.exists() and not target.is_file():
+            raise ToolError(f"{path}: cannot write there (it is not a file)")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = target.with_name(f".{secrets.token_hex(8)}.tmp{target.suffix}")
         try:
             write(temporary)
-            temporary.replace(path)
+            temporary.replace(target)
         finally:
             temporary.unlink(missing_ok=True)
     except (OSError, UnicodeEncodeError) as error:
         raise ToolError(f"{path}: cannot write there ({getattr(error, 'strerror', None) or error})") from error
 
 
-def write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str, replace: bool = False) -> None:
     """Write or replace a text file."""
-    write_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    write_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8"), replace)
+
+
+def as_cell(value: object) -> object:
+    """The value for a CSV file: text that a spreadsheet would take for a formula begins with a '."""
+    return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")) else value
 
 
 def write_csv(path: Path, rows: Sequence[dict]) -> None:
@@ -219,8 +261,8 @@ def write_csv(path: Path, rows: Sequence[dict]) -> None:
 
     def write(temporary: Path) -> None:
         with temporary.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(map(as_cell, rows[0]))
+            writer.writerows([as_cell(row[name]) for name in rows[0]] for row in rows)
 
     write_file(path, write)

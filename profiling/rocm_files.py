@@ -35,6 +35,7 @@ from profiling.kernels import (  # noqa: E402
     statistics_of,
     write_statistics,
 )
+from profiling.program import ToolError, write_csv  # noqa: E402
 
 
 def read_columns(path: Path, *names: str) -> list[list[str]]:
@@ -122,12 +123,9 @@ def dispatches(directory: Path, out: Path) -> None:
     rows = read_columns(path, "Dispatch_ID", "Kernel_Name", "Start_Timestamp", "End_Timestamp")
     if not rows:
         raise ValueError(f"{path}: it has no dispatches")
-    with out.with_suffix(".tmp").open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["Dispatch_ID", "Category", "TimeNs", "Kernel_Name"])
-        for dispatch, name, start, end in rows:
-            writer.writerow([dispatch, category(name), int(end) - int(start), name])
-    out.with_suffix(".tmp").replace(out)
+    header = ("Dispatch_ID", "Category", "TimeNs", "Kernel_Name")
+    lines = ((dispatch, category(name), int(end) - int(start), name) for dispatch, name, start, end in rows)
+    write_csv(out, [dict(zip(header, line, strict=True)) for line in lines])
 
 
 def require(directory: Path, pattern: Path) -> None:
@@ -151,7 +149,7 @@ def main(argv: list[str]) -> int:
         return 2
     try:
         commands[argv[0]](*map(Path, argv[1:]))
-    except (ValueError, OSError, sqlite3.Error, csv.Error) as error:
+    except (ToolError, ValueError, OSError, sqlite3.Error, csv.Error) as error:
         where = f"{argv[1]}: " if isinstance(error, sqlite3.Error) else ""
         print(f"{where}{error}", file=sys.stderr)
         return 1

@@ -12,6 +12,9 @@ import json
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from profiling.program import write_text
+
 FILES = {  # where each step leaves what one looks at first, as a pattern below the directory
     "pytorch_profiler": "pytorch/*_report.md",
     "flops": "flops/*_flops.csv",
@@ -40,13 +43,13 @@ def read_step(directory: Path, line: str) -> dict:
 def main(argv: list[str]) -> int:
     directory, script = Path(argv[0]), argv[1]
     steps = [read_step(directory, line) for line in (directory / "steps.tsv").read_text().splitlines()]
-    (directory / "summary.json").write_text(json.dumps({"script": script, "steps": steps}, indent=1) + "\n")
+    write_text(directory / "summary.json", json.dumps({"script": script, "steps": steps}, indent=1) + "\n")
     lines = [f"# Profiles of {script}", "", "| step | result | seconds | where |", "| --- | --- | ---: | --- |"]
     for step in steps:
         where = ", ".join(f"`{name}`" for name in step["files"]) or (step["reason"] or "").replace("|", "\\|")
         lines.append(f"| {step['name']} | {step['status']} | {step['seconds']} | {where} |")
     text = "\n".join(lines)
-    (directory / "summary.md").write_text(text + "\n")
+    write_text(directory / "summary.md", text + "\n")
     print(text)
     failed = [step["name"] for step in steps if step["status"] == "failed"]
     if failed:

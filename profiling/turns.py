@@ -209,7 +209,7 @@ def measure_study(path: Path, parts: Iterable[Part], keep: bool = False, **setti
 
     def write(file: Path) -> None:
         if first.RANK == 0:
-            write_text(file, json.dumps({**content, "rows": rows}, indent=1) + "\n")
+            write_text(file, json.dumps({**content, "rows": rows}, indent=1) + "\n", replace=True)
 
     write(unfinished)  # a place where nothing can be written shows before anything is measured
     seconds = []

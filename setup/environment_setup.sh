@@ -28,6 +28,7 @@ END
 
 # fail MESSAGE [STATUS]
 fail() {
+    rm -f -- "${unfinished:-}"
     printf 'environment_setup.sh: error: %s\n' "$1" >&2
     exit "${2:-1}"
 }
@@ -102,13 +103,14 @@ fi
 target=${venv:-${active:-$root/.venv}}
 python=$target/bin/python
 create=''
-if [[ -e $target ]]; then
+unfinished=${target%/}.unfinished # is there from when we make an environment until all is installed
+if [[ -e $target && ! -e $unfinished ]]; then
     [[ -x $python && (-e $target/pyvenv.cfg || -d $target/conda-meta) ]] ||
         fail "$target exists and is not a Python environment: remove it, or give another --venv"
     recent_enough "$python" ||
         fail "$python does not work or is older than Python 3.10: remove $target, or give another --venv"
     echo "Environment: $target"
-elif [[ $target == "$active" ]]; then
+elif [[ $target == "$active" && ! -e $target ]]; then
     fail "the active environment $active does not exist: deactivate it first"
 else
     create=yes
@@ -157,7 +159,13 @@ if [[ $track == rocm && -z $torch && -z $index_url ]]; then
 fi
 
 if [[ $create ]]; then
-    run "$python" -m venv "${site_packages[@]}" "$target" || {
+    again=()
+    if [[ -e $target ]]; then again=(--clear); fi # an interrupted setup has left it
+    if [[ ! $dry_run ]]; then
+        mkdir -p "$(dirname "$target")" || fail "$target: cannot write there"
+        : >"$unfinished" || fail "$target: cannot write there"
+    fi
+    run "$python" -m venv "${again[@]}" "${site_packages[@]}" "$target" || {
         rm -rf -- "$target"
         fail "the environment could not be made, see the message above"
     }
@@ -207,6 +215,7 @@ else
     fi
 fi
 
+[[ $dry_run ]] || rm -f "$unfinished"
 [[ $target == "$active" ]] || echo "Activate it with: source $target/bin/activate"
 echo
 run "$target/bin/python" "$validation/test_environment.py" --track "$track"

@@ -157,7 +157,10 @@ def test_in_a_browser(tmp_path):
     programs = [shutil.which("chromium"), shutil.which("chromedriver")]
     if not all(programs):
         pytest.skip("needs Chromium: apt-get install chromium chromium-driver")
-    assert build(RESULTS / "h100", "--output", tmp_path / "page.html")[0] == 0
+    run = json.loads((RESULTS / "cpu/tiny_llama_v2_readme.json").read_text())
+    run["environment"]["device_name"] = "Intel(R)  Xeon(R) "  # as processors name themselves
+    odd = written(tmp_path, "run.json", run)
+    assert build(RESULTS / "h100", odd, "--output", tmp_path / "page.html")[0] == 0
     options = webdriver.ChromeOptions()
     options.binary_location = programs[0]
     quiet = ("background-networking", "component-update", "sync", "gpu", "dev-shm-usage")
@@ -197,6 +200,10 @@ def test_in_a_browser(tmp_path):
         first = shown("versions")
         choose("study-versions", "headline.json")
         assert shown("versions") != first
+        choose("model", "tiny_llama")
+        choose("precision", "fp32")
+        browser.find_element("xpath", "//select[@id='device']/option[starts-with(text(), 'Intel')]").click()
+        assert shown("versions") != []
         assert browser.get_log("browser") == []
         events = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
         asked = [e["params"]["request"]["url"] for e in events if e["method"] == "Network.requestWillBeSent"]

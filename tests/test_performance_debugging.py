@@ -150,14 +150,25 @@ def test_all_stages_one_of_which_fails(tmp_path: Path):
     shutil.copytree(FOLDER, folder, ignore=shutil.ignore_patterns("results", "__pycache__"))
     program = folder / "run_all_stages.sh"  # of three stages: an exercise runs all
     program.write_text(re.sub(r"^ +stage[1356] .*\n", "", program.read_text(), flags=re.MULTILINE))
+    earlier = results / "stage4" / "tiny_llama_v2_summary.json"  # of an earlier run
+    earlier.parent.mkdir(parents=True)
+    earlier.write_text("")
+    own = results / "notes.txt"
+    own.write_text("of the reader")
+    environment = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    for argv in (["--result-dir", results, "--num-stpes", "2"], [f"--result-dir={results}", "--num-steps", "0"]):
+        done = subprocess.run(list(map(str, [program, *argv])), capture_output=True, text=True, env=environment)
+        assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1), done.stderr
+        assert "--num-st" in done.stderr
+        assert sorted(results.rglob("*.*")) == [own, earlier]
     path_of_stage_2 = folder / path_of(2).name
     path_of_stage_2.write_text(path_of_stage_2.read_text().replace("if __name__", "raise MemoryError\nif __name__"))
     command = [program, "--result-dir", results, *SIZES]
-    environment = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment)
 
     assert done.returncode == 1
     assert done.stderr.splitlines() == ["stage2: status 1: MemoryError", "run_all_stages.sh: error: failed: stage2"]
+    assert (own.exists(), earlier.exists(), (results / "running").exists()) == (True, False, False)
     names = ["baseline", "stage4"]
     table = done.stdout.partition("\n\n")[2]
     assert [line.split()[1] for line in table.splitlines()[2:]] == names

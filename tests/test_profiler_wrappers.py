@@ -7,6 +7,7 @@ test_exercises.py.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import functools
 import json
@@ -25,7 +26,7 @@ import pytest
 from conftest import ROOT, strict_json, words
 
 STANDINS = ROOT / "tests" / "standins"
-PROGRAMS = words("bash basename cat cut date dirname find grep ln mkdir mv rm sed sort tail touch tr true")
+PROGRAMS = words("bash basename cat cut date dirname find flock grep ln mkdir mv rm sed sleep sort tail touch tr true")
 TOOLS = ("rocprofv3", "rocpd", "rocpd2csv", "rocprof-sys-run", "rocprof-compute", "rocminfo")
 ROCPROFV3, SYS, COMPUTE = "run_rocprofv3.sh", "run_rocprof_sys.sh", "run_rocprof_compute.sh"
 ALL = "run_all_profilers.sh"
@@ -198,6 +199,16 @@ def counted(result: Done, kernels: int, dispatches: int) -> bool:
     return {f"Distinct kernels: {kernels}", f"Dispatches: {dispatches}"} <= set(result.stdout.splitlines())
 
 
+REFUSED_6 = "--selected-regions", "--pmc SQ_WAVES", "--collection-period 1:2:1", "--output-format rocpd"
+
+
+@pytest.mark.parametrize("options", REFUSED_6)
+def test_rocprofv3_of_rocm_6_refuses_what_came_later(bench, options):
+    command = words(f"rocprofv3 --kernel-trace {options} -- true")
+    bench.call(*command).succeeded()
+    bench.call(*command, STANDIN_ROCM="6").failed(status=2)
+
+
 REFUSED = "rocprofv3 --kernel-trace --metrics X -- true; rocprofv3 --stats -- true; rocprofv3 --kernel-tra -- true"
 REFUSED += "; rocprof-sys-run -P -F -- true; rocprof-sys-run -T true; rocprof-compute profile -- true"
 
@@ -336,29 +347,60 @@ def test_a_failure_leaves_earlier_results(bench, command, modes):
         assert before.items() <= files(bench.work).items()
 
 
-def interrupt(process: subprocess.Popen, bench: Bench, runs: int) -> str:
-    """Ctrl-C once the script runs, of which there were `runs` runs before; returns what stderr got."""
+def wait_for_the_script(bench: Bench, runs: int) -> None:
+    """Until it runs, of which there were `runs` runs before."""
     deadline = time.monotonic() + 30
     while len(bench.received()) == runs and time.monotonic() < deadline:
         time.sleep(0.02)
     time.sleep(0.2)  # until the script sleeps
-    os.killpg(process.pid, signal.SIGINT)
+
+
+def interrupt(process: subprocess.Popen, bench: Bench, runs: int, number: int = signal.SIGINT) -> str:
+    """Send the wrapper a signal once the script runs; returns what stderr got, when nothing runs any more."""
+    wait_for_the_script(bench, runs)
+    os.kill(process.pid, number)
     stderr = process.communicate(timeout=30)[1]
-    assert process.returncode in (130, -signal.SIGINT), stderr
+    assert process.returncode == 128 + number, stderr
     assert len(bench.received()) == runs + 1  # nothing else was started
+    assert not running(bench.script)
     return stderr
 
 
-@every_wrapper
-def test_ctrl_c_leaves_earlier_results_and_what_was_written(bench, wrapper):
+def running(script: Path) -> list[str]:
+    """The processes that have this script on their command line."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            found += [process.name] * (str(script).encode() in (process / "cmdline").read_bytes())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "number"),
+    [*((wrapper, signal.SIGINT) for wrapper in TOOL_OF), (ROCPROFV3, signal.SIGTERM), (ROCPROFV3, signal.SIGHUP)],
+)
+def test_a_signal_leaves_earlier_results_and_what_was_written(bench, wrapper, number):
     bench.run(wrapper).succeeded()
     before = files(bench.work)
     process = bench.start(ROOT / wrapper, "--script", bench.script, WAIT="1")
-    stderr = interrupt(process, bench, runs=len(bench.received()))
+    stderr = interrupt(process, bench, len(bench.received()), number)
     assert before.items() <= files(bench.work).items()
     (summary,) = bench.work.rglob("*.failed/tiny_note_v2_summary.json")
     assert summary.parent.name in stderr
     bench.run(wrapper).succeeded()
+
+
+def test_a_folder_has_one_owner_at_a_time(bench):
+    """A second one would put its files among those of the first, and count them as its own."""
+    process = bench.start(ROOT / ROCPROFV3, "--script", bench.script, WAIT="1")
+    wait_for_the_script(bench, 0)
+    before = files(bench.work)
+    bench.run(ROCPROFV3).failed("_results_fused", "another profiler is writing there", status=2, lines=1)
+    assert files(bench.work) == before
+    bench.run(ROCPROFV3, "--output-dir", "other").succeeded()
+    os.kill(process.pid, signal.SIGTERM)
+    process.communicate(timeout=30)
+    bench.run(ROCPROFV3).succeeded()
 
 
 def test_a_result_folder_must_be_new(bench):
@@ -435,6 +477,20 @@ def test_the_comparison_is_per_step_names_what_differs_and_is_of_one_model(bench
     assert (bench.results() / "hotspots" / "tiny_other_v2_summary.json").exists()
     assert baseline.items() <= files(bench.work).items()
     bench.run(ROCPROFV3, "--compare").succeeded()  # replaces both sides
+
+
+def test_rocm_6_records_the_warm_up_too_so_nothing_is_divided_by_steps(bench):
+    """Its rocprofv3 has no --selected-regions; how many of the dispatches are of measured steps is not known."""
+    run = functools.partial(bench.run, ROCPROFV3, STANDIN_ROCM="6")
+    dry = run("--dry-run", "--num-steps", "2").succeeded().stdout
+    assert "--selected-regions" not in dry
+    run("--disable-all-fusion", "--num-steps", "2").succeeded()
+    result = run("--num-steps", "2").succeeded()
+    assert [shell_words(dry)[1:]] == [call["argv"] for call in bench.calls("rocprofv3") if "-d" in call["argv"]][1:]
+    assert reduction(BASELINE[1], FUSED[1], "in all") in result.stdout
+    assert "baseline, fused have the warm-up" in result.stdout
+    assert run("--mode", "trace", "--hsa").succeeded()
+    run("--mode", "counters").failed("rocprofv3 does not know --pmc", status=4, lines=1)
 
 
 def test_a_profile_dir_of_the_user_stays_the_only_one(bench):
@@ -665,9 +721,13 @@ def test_all_profilers_go_on_after_a_failure_and_skip_what_is_missing(bench):
     assert "rocprof-sys-run" in steps["rocprof_sys"]["reason"]
 
 
-def test_all_profilers_interrupted(bench):
-    process = bench.start(ROOT / ALL, "--script", bench.script, "--enable-rocm-tools", "--profile-dir", "out", WAIT="1")
-    interrupt(process, bench, runs=0)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_all_profilers_interrupted(bench, number):
+    argv = ["--script", bench.script, "--enable-rocm-tools", "--profile-dir", "out"]
+    process = bench.start(ROOT / ALL, *argv, WAIT="1")
+    wait_for_the_script(bench, 0)
+    bench.run(ALL, "--profile-dir", "out").failed("out", "another profiler is writing there", status=2, lines=1)
+    interrupt(process, bench, 0, number)
     assert list(all_steps(bench.work / "out"))[:2] == ["pytorch_profiler", "flops"]
 
 

@@ -402,6 +402,20 @@ def test_a_failed_run_leaves_no_profile(tmp_path: Path, capfd: pytest.CaptureFix
     assert [path.name for path in tmp_path.iterdir()] == [f"{script}_summary.json"]
 
 
+def test_files_of_an_earlier_run_are_not_taken_for_those_of_this_one(tmp_path: Path, monkeypatch):
+    for name in ("summary.json", "trace.json.gz", "memory_timeline.csv"):
+        (tmp_path / f"tiny_llama_v2_{name}").write_text("of an earlier run")
+    argv = tiny("tiny_llama_v2", *QUICK, "--generate-report")
+    with monkeypatch.context() as patch:
+        patch.setattr(profiler_tool, "run_script", lambda command: 0)
+        assert_one_error(run_tool(profiler_tool, tmp_path, *argv), 1, "summary.json", "did not write")
+    (tmp_path / "tiny_llama_v2_benchmark.json").write_text("of an earlier run")
+    assert run_tool(profiler_tool, tmp_path, *argv).status == 0
+    listed = (tmp_path / "tiny_llama_v2_report.md").read_text().partition("## Files")[2]
+    assert "tiny_llama_v2_profile.json" in listed
+    assert "benchmark.json" not in listed
+
+
 def test_of_a_step_that_is_one_graph_the_phases_are_data_and_graph():
     names = {"forward": "data", "backward": "graph"}
     trace = [{**e, "name": names.get(e["name"], e["name"])} for e in GPU_TRACE]
@@ -416,7 +430,10 @@ def test_of_a_step_that_is_one_graph_the_phases_are_data_and_graph():
         profiler_tool.analyse(GPU_TRACE, ("data", "graph"))
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 7), (signal.SIGTERM, 128 + signal.SIGTERM)])
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [(signal.SIGINT, 7), *((number, 128 + signal.SIGTERM) for number in (signal.SIGTERM, signal.SIGHUP))],
+)
 def test_what_a_signal_means_is_for_the_script_to_decide(number: int, status: int):
     """A terminal sends Ctrl-C to both processes; the script's answer to it is its status."""
     code = f"import os, signal, time; os.kill(os.getppid(), {int(number)}); time.sleep(0.2 if {status} == 7 else 60)"
@@ -454,6 +471,14 @@ def test_modes_that_measure_something_else_are_refused(tmp_path: Path, tool, mod
     flag = f"--{mode.replace('_', '-')}"
     assert_one_error(run_tool(tool, tmp_path, *tiny("tiny_llama_v2", flag)), 2, flag)
     assert not list(tmp_path.iterdir())
+
+
+@BOTH_TOOLS
+def test_inference_is_refused(tmp_path: Path, tool):
+    """V4's mode trains nothing: one tool would show an earlier profile, the other count a training step."""
+    argv = tiny("tiny_llama_v4", "--mode", "benchmark")
+    result = run_tool(tool, tmp_path, *argv)
+    assert (result.status, "--mode benchmark does not fit here" in result.stderr) == (2, True)
 
 
 @BOTH_TOOLS

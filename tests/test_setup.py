@@ -64,7 +64,7 @@ def write_program(path: Path, text: str) -> None:
 def link_coreutils(directory: Path) -> None:
     """What shell scripts need on PATH."""
     directory.mkdir(parents=True)
-    for name in words("bash cat dirname env grep rm"):
+    for name in words("bash cat dirname env grep mkdir rm"):
         (directory / name).symlink_to(shutil.which(name))
 
 
@@ -252,6 +252,25 @@ def test_environment_is_made(machine):
     assert "Nothing to install" in result.stdout
     assert "Activate it with: source new one/bin/activate" in result.stdout
     assert "include-system-site-packages = true" in (machine.path / "new one/pyvenv.cfg").read_text()
+
+
+def test_an_interrupted_setup_goes_on_at_the_next_call(machine):
+    """The process is killed while the environment is made, as by a power cut: no program of its own can clean up."""
+    half = f'test "$2" != venv || {{ mkdir -p .venv/bin; ln -s {BASE_PYTHON} .venv/bin/python; kill -9 $PPID; exit; }}'
+    write_program(machine.bin / "python3", f'{half}; exec {BASE_PYTHON} -S "$@"')
+    (machine.bin / "ln").symlink_to(shutil.which("ln"))
+    (machine.repository / "requirements.txt").write_text(f"{TORCH}\n")
+    variables = {"PYTHONPATH": str(write_torch(machine.site, CPU))}
+    assert machine.setup("--venv", ".venv", **variables).returncode == -9
+    python = f'test "$2" != venv || set -- "$@" --without-pip; exec {BASE_PYTHON} -S "$@"'
+    write_program(machine.bin / "python3", python)
+    result = machine.setup("--venv", ".venv", **variables)
+    assert result.returncode == 0, result.stderr
+    assert (machine.path / ".venv/pyvenv.cfg").exists()
+    assert [path.name for path in machine.path.glob(".venv*")] == [".venv"]
+    (machine.path / ".venv/mine").touch()
+    assert machine.setup("--venv", ".venv", **variables).returncode == 0
+    assert (machine.path / ".venv/mine").exists(), "a finished one is not made anew"
 
 
 def test_wrong_options(machine):

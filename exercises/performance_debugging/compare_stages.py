@@ -24,7 +24,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from analysis_tools.results import Run, check_schema, differences, load_run, report_failed
-from profiling.kernels import KernelStatistics, load_trace, read_statistics, write_statistics
+from profiling.kernels import WITH_WARM_UP, KernelStatistics, load_trace, read_statistics, write_statistics
 from profiling.program import (
     NOT_FINISHED,
     ToolError,
@@ -59,7 +59,8 @@ def read_profile(folder: Path, result: dict) -> tuple[list[KernelStatistics], fl
     training = result["training"]
     if (path := folder / "rocprofv3" / "stats.csv").exists():
         rows = read_statistics(path)
-        return rows, sum(row.total_ns for row in rows) / 1e6 / training["num_steps"]
+        whole = (path.parent / WITH_WARM_UP).exists()
+        return rows, None if whole else sum(row.total_ns for row in rows) / 1e6 / training["num_steps"]
     if not (path := folder / f"{result['script']}_trace.json.gz").exists():
         return None
     profile = analyse(load_trace(path), ("data", "graph" if training["cuda_graph"] else "forward"))

@@ -1,10 +1,8 @@
 #!/usr/bin/env bash
 # Train and profile V1, all stages and the final version, and compare them.
-set -euo pipefail
+# shellcheck source=profiling/common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/../../profiling/common.sh"
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-root=$(cd "$here/../.." && pwd)
-program=$(basename "$0")
-python=${PYTHON:-python3}
 results=$here/results
 arguments=(--batch-size 8 --seq-len 128 --num-steps 20)
 
@@ -29,7 +27,8 @@ and what is given beyond that; the last of two equal arguments counts. Each is p
 installed, else by the PyTorch profiler, and its gradients are checked. A stage that fails is named at the end, and the
 status is 1; the others still run.
 
-  --result-dir DIR   where the results go (default: results/ beside this script)
+  --result-dir DIR   where the results go (default: results/ beside this script); until the last stage has run they are
+                     in DIR/running, and earlier ones stay
   --help             this text
 PYTHON names another interpreter than python3.
 
@@ -45,11 +44,6 @@ On a CPU the kernels run in Triton's interpreter. Sizes that take a minute or tw
 USAGE
 }
 
-fail() { # STATUS MESSAGE
-    echo "$program: error: $2" >&2
-    exit "$1"
-}
-
 while (($#)); do
     case $1 in
     --help | -h)
@@ -57,9 +51,13 @@ while (($#)); do
         exit
         ;;
     --result-dir)
-        (($# > 1)) || fail 2 "--result-dir needs a value"
-        results=$2
+        need_value "$@"
+        results=${2%/}
+        [[ -n $results ]] || fail 2 "--result-dir needs a directory"
         shift 2
+        ;;
+    --result-dir=*)
+        set -- --result-dir "${1#*=}" "${@:2}"
         ;;
     *)
         arguments+=("$1")
@@ -67,25 +65,38 @@ while (($#)); do
         ;;
     esac
 done
-mkdir -p "$results" 2>/dev/null && [[ -w $results ]] || fail 2 "$results: cannot write there"
-trap 'fail 130 interrupted' INT
+new=$results/running # earlier results are replaced at the end
+
+check_arguments() { # before anything is done: do V1 and V3 know them?
+    "$python" - "$root" "${arguments[@]}" <<'END'
+import sys
+sys.path.insert(0, sys.argv[1])
+from profiling.program import load_script, run_tool, script_arguments
+scripts = [f"{sys.argv[1]}/tiny_llama_v{version}.py" for version in (1, 3)]
+sys.exit(run_tool("arguments", lambda: [script_arguments(load_script(s), sys.argv[2:], None) for s in scripts] and 0))
+END
+}
 
 run_stage() { # NAME SCRIPT: train, check, profile; sets `log` to what has the output of the last of it
-    local folder=$results/$1 profiler=(--enable-pytorch-profiler)
+    local folder=$new/$1 profiler=(--enable-pytorch-profiler)
     if command -v rocprofv3 >/dev/null; then profiler=(); fi
-    log=$results/$1_output.log
-    "$python" "$here/check_step.py" --train "$2" "${arguments[@]}" ${profiler[@]+"${profiler[@]}"} \
+    log=$new/$1_output.log
+    in_group "$python" "$here/check_step.py" --train "$2" "${arguments[@]}" ${profiler[@]+"${profiler[@]}"} \
         --profile-dir "$folder" >"$log" 2>&1 || return
     if ((${#profiler[@]} == 0)); then
-        log=$results/$1_rocprofv3.log
-        "$root/run_rocprofv3.sh" --script "$2" --result-dir "$folder/rocprofv3" -- "${arguments[@]}" >"$log" 2>&1
+        log=$new/$1_rocprofv3.log
+        in_group "$root/run_rocprofv3.sh" --script "$2" --result-dir "$folder/rocprofv3" -- "${arguments[@]}" >"$log" 2>&1
     fi
 }
 
+message=$(check_arguments 2>&1) || fail $? "${message##*$'\n'}"
+own "$results"
+rm -rf "$new" # what an interrupted run has left
+mkdir "$new"
+end_at_signals "what was written is in $new"
 failed=()
 for ((i = 0; i < ${#stages[@]}; i += 2)); do
     name=${stages[i]} script=${stages[i + 1]} status=0
-    rm -rf "${results:?}/$name" "$results/$name"_{output.log,rocprofv3.log,profile.csv}
     echo "$name: $(basename "$script"), its output goes to ${results#"$PWD"/}/${name}_output.log"
     run_stage "$name" "$script" || status=$?
     if ((status)); then
@@ -94,6 +105,10 @@ for ((i = 0; i < ${#stages[@]}; i += 2)); do
     fi
 done
 echo
-"$python" "$here/compare_stages.py" "$results" | tee "$results/comparison.md" ||
-    ((${#failed[@]})) || failed+=(comparison)
+"$python" "$here/compare_stages.py" "$new" | tee "$new/comparison.md" || ((${#failed[@]})) || failed+=(comparison)
+for ((i = 0; i < ${#stages[@]}; i += 2)); do
+    rm -rf "${results:?}/${stages[i]}" "$results/${stages[i]}"_{output.log,rocprofv3.log,profile.csv}
+done
+mv -f "$new"/* "$results"
+rmdir "$new"
 ((${#failed[@]} == 0)) || fail 1 "failed: ${failed[*]}"

@@ -6,7 +6,8 @@ rocprofiler-sdk 1.0 (ROCm 7).
 
 Environment variables for tests:
 STANDIN_LOG=FILE     append a line of JSON per call: tool, argv, application
-STANDIN_ROCM=6       rocprofv3 of ROCm 6: csv by default, without Stream_Id, Agent_Id is a number
+STANDIN_ROCM=6       rocprofv3 of ROCm 6 (rocprofiler-sdk 0.5.0): no --selected-regions, --pmc, --collection-period,
+                     --memory-allocation-trace and databases; csv by default, without Stream_Id, Agent_Id is a number
 STANDIN_GPU=gfx1100  another GPU than gfx942; also several (gfx1036,gfx942)
 STANDIN_PROCESSES=2  rocprofv3 writes files for so many processes
 STANDIN_FAIL=MODE    status, killed: the tool dies so; nothing: it writes no files; truncated, truncated-line: they are

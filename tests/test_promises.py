@@ -1,0 +1,173 @@
+"""What every program here promises about its results (docs/CONTRIBUTING.md): whole, its own, never over its input."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, captured
+
+sys.path.insert(0, str(ROOT))
+from analysis_tools import compare_runs, fusion_ablation_study, plot_runs, regression_tester
+from exercises.performance_debugging import compare_stages
+from profiling.program import ToolError, markdown_table, write_csv, write_file, write_text
+
+RUN = ROOT / "results/cpu/tiny_llama_v2_readme.json"
+STUDY = ROOT / "results/h100/ablation_tiny_llama_v2.json"
+STAGES = ROOT / "results/h100/performance_debugging.json"
+
+
+def call(tool, *argv: object) -> tuple[int, str, str]:
+    return captured(tool.main, [str(word) for word in argv])
+
+
+def run_at(folder: Path, ms: float = 10.0) -> Path:
+    """The directory of a run, with a step of so many milliseconds."""
+    result = json.loads(RUN.read_text())
+    result["timing"] |= {"batch_ms": ms, "batch_median_ms": ms, "batch_p95_ms": ms, "samples_per_sec": 8e3 / ms}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "tiny_llama_v2_summary.json").write_text(json.dumps(result))
+    return folder
+
+
+# --- what was saved is what is read
+
+
+def test_what_was_saved_is_read_and_not_what_is_there_now(tmp_path):
+    """Runs of the same name are saved under their paths, here absolute ones."""
+    folders = [run_at(tmp_path / part / "run") for part in "ab"]
+    assert call(compare_runs, *folders, "--save", tmp_path / "before.json")[0] == 0
+    for folder in folders:
+        run_at(folder, ms=1000.0)
+    assert call(compare_runs, *folders, "--save", tmp_path / "after.json")[0] == 0
+    argv = ["--baseline-results", tmp_path / "before.json", "--current-results", tmp_path / "after.json"]
+    status, out, _ = call(regression_tester, *argv)
+    assert (status, "A regression: 2 of 2" in out) == (1, True), out
+
+
+@pytest.mark.parametrize("form", ["{}/", "./{}", "{}//", ".//{}/."])
+def test_runs_are_saved_under_names_that_can_be_read(form, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for part in "ab":
+        run_at(Path(part) / "run")
+    given = [form.format(f"{part}/run") for part in "ab"]
+    assert call(compare_runs, *given, "--save", "saved.json")[0] == 0
+    for name in ("a/run", "b/run", *given):
+        assert call(compare_runs, f"saved.json/{name}")[0] == 0
+    assert call(plot_runs, "memory", "x=saved.json/a/*")[0] == 0
+
+
+def test_two_runs_are_not_saved_under_one_name(tmp_path):
+    one, two = (run_at(tmp_path / part) for part in "ab")
+    status, _, err = call(compare_runs, f"x={one}", f"x/={two}", "--save", tmp_path / "saved.json")
+    assert (status, "another NAME=PATH" in err, (tmp_path / "saved.json").exists()) == (2, True, False)
+
+
+# --- never over an input, never half a file
+
+
+@pytest.mark.parametrize(
+    ("tool", "source", "argv"),
+    [
+        (compare_runs, RUN, ["in.json", "--csv", "in.json"]),
+        (compare_runs, RUN, ["./in.json", "--save", "link.json"]),
+        (plot_runs, RUN, ["memory", "x=in.svg", "--output", "in.svg"]),
+        (fusion_ablation_study, STUDY, ["--table", "in.json", "--csv", "in.json"]),
+        (compare_stages, STAGES, ["in.json", "--output", "in.json"]),
+    ],
+)
+def test_an_input_is_not_written_on(tool, source, argv, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("in.json", "in.svg"):
+        Path(name).write_bytes(source.read_bytes())
+    Path("link.json").symlink_to("in.json")
+    status, _, err = call(tool, *argv)
+    assert (status, "is an input" in err.splitlines()[-1]) == (2, True), err
+    assert Path("in.json").read_bytes() == Path("in.svg").read_bytes() == source.read_bytes()
+    assert Path("link.json").is_symlink()
+
+
+def test_writers_at_once_leave_a_whole_file_each(tmp_path):
+    """With one temporary name for all, a second writer truncates what the first one moves into place."""
+    path, wrong = tmp_path / "result.json", []
+    first, second = threading.Event(), threading.Event()
+
+    def slow(temporary: Path) -> None:
+        temporary.write_text("slow, first half, ")
+        first.set()
+        second.wait(10)
+        with temporary.open("a") as file:
+            file.write("second half")
+
+    def write() -> None:
+        try:
+            write_file(path, slow)
+        except ToolError as error:
+            wrong.append(error)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    first.wait(10)
+    write_text(path, "quick")
+    assert path.read_text() == "quick"
+    second.set()
+    thread.join()
+    assert (wrong, path.read_text()) == ([], "slow, first half, second half")
+    assert os.listdir(tmp_path) == ["result.json"]
+
+
+def test_a_failure_while_writing_leaves_what_was_there(tmp_path):
+    path = tmp_path / "result.json"
+    write_text(path, "earlier")
+
+    def fails(temporary: Path) -> None:
+        temporary.write_text("half")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(ToolError, match="No space left"):
+        write_file(path, fails)
+    assert (path.read_text(), os.listdir(tmp_path)) == ("earlier", ["result.json"])
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ToolError, match="not a file"):
+        write_text(tmp_path / "pipe", "text")
+
+
+# --- tables and the terminal
+
+
+def test_a_name_is_no_formula_and_breaks_no_table(tmp_path):
+    rows = [{"name": text, "value": -1.5} for text in ("=1+1", "+x", "-x", "@x", "x=1", "")]
+    write_csv(tmp_path / "table.csv", rows)
+    with (tmp_path / "table.csv").open(newline="") as file:
+        found = [row["name"] for row in csv.DictReader(file)]
+    assert found == ["'=1+1", "'+x", "'-x", "'@x", "x=1", ""]
+    assert "-1.5" in (tmp_path / "table.csv").read_text()
+    assert len(markdown_table(["a"], [["two\nlines\r\nor\u2028three"]]).splitlines()) == 3
+
+
+def test_a_run_whose_name_has_a_line_break_is_one_row(tmp_path):
+    folder = run_at(tmp_path / "two\nlines")
+    status, out, _ = call(compare_runs, folder)
+    assert (status, len(out.splitlines())) == (0, 3)
+    assert call(compare_runs, tmp_path / "no\nsuch")[2].count("\n") == 1
+
+
+TOOL = "analysis_tools/compare_runs.py"
+
+
+def test_a_pipe_that_is_closed_is_no_error():
+    command = f"'{sys.executable}' {TOOL} {RUN} {'x=' + str(RUN)} | true; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=ROOT)
+    assert (done.stdout.strip() in ("0", "141"), done.stderr) == (True, "")
+
+
+def test_a_full_device_is_one_line():
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, TOOL, RUN], stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    assert (done.returncode, done.stderr.count("\n"), "No space left" in done.stderr) == (2, 1, True)
