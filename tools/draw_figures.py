@@ -242,8 +242,8 @@ def attention() -> Sheet:
     sheet = Sheet("Attention without the matrix", 500)
     left, top, tile, count = 104, 140, 54, 5
     size = tile * count
-    sheet.box(left, 86, size, 42, tint(BLUE, 0.3), "k, v", edge=BLUE)
-    sheet.box(46, top, 46, size, tint(BLUE, 0.3), "q", edge=BLUE)
+    sheet.box(left, 86, size, 42, tint(BLUE, 0.3), edge=BLUE)
+    sheet.box(46, top, 46, size, tint(BLUE, 0.3), edge=BLUE)
     sheet.box(left, top, size, size, WHITE, edge=GREY, linestyle=(0, (4, 3)))
     for i in range(1, count):
         sheet.line(left, top + i * tile, left + size, top + i * tile, PALE)
@@ -382,7 +382,7 @@ def evoformer_inputs() -> Sheet:
         for c in range(n):
             sheet.box(left + cell * c, top + cell * r, cell, cell, chosen.get((r, c), tint(GREY, 0.12)), edge=WHITE)
     for (r, c), name in (((1, 4), "ij"), ((1, 2), "ik"), ((4, 2), "jk")):
-        sheet.text(left + cell * (c + 0.5), top + cell * (r + 0.5), name, SMALL - 2, WHITE, weight="bold")
+        sheet.text(left + cell * (c + 0.5), top + cell * (r + 0.5), name, SMALL, WHITE, weight="bold")
     sheet.text(400, 322, "for every two residues\ni and j: a vector on\nhow they relate", SMALL, va="top")
     sheet.text(660, 84, "triangle", weight="bold")
     corners = {"i": (560, 270), "j": (760, 270), "k": (660, 130)}
@@ -476,15 +476,9 @@ def two_streams() -> Sheet:
         (440, "upd: AdamW", PURPLE),
     ):
         sheet.text(x, 402, words, ha="left", color=color, weight="bold")
-    sheet.text(
-        20,
-        442,
-        f"lengths are a sketch; measured: {none['batch_ms']:.2f} → {alone['batch_ms']:.2f} ms a step"
-        " (small TinyLlama, bf16, H100)",
-        ha="left",
-        size=SMALL - 1,
-        color=GREY,
-    )
+    times = f"{none['batch_ms']:.2f} → {alone['batch_ms']:.2f} ms"
+    words = f"lengths are a sketch; measured: {times} a step (small TinyLlama, bf16)"
+    sheet.text(20, 442, words, SMALL, GREY, ha="left")
     return sheet
 
 
@@ -569,131 +563,134 @@ def ticks(axis, values: tuple[float, ...]) -> None:
 
 def versions() -> Sheet:
     """Milliseconds of a step of every version, bf16, the whole step as one graph."""
-    shapes = (
-        ("tiny_llama, small", "TinyLlama, small"),
-        ("tiny_llama, medium", "TinyLlama, medium"),
-        ("tiny_openfold, default", "TinyOpenFold, default"),
-        ("tiny_openfold, crop", "TinyOpenFold, real crop"),
-    )
-    sheet = Sheet("One training step, bf16, as one graph: milliseconds", 560)
-    for i, (shape, title) in enumerate(shapes):
-        left, top = 20 + 395 * (i % 2), 76 + 218 * (i // 2)
+    shapes = {
+        "tiny_llama, small": "TinyLlama, small",
+        "tiny_llama, medium": "TinyLlama, medium",
+        "tiny_openfold, default": "TinyOpenFold, default",
+        "tiny_openfold, crop": "TinyOpenFold, real crop",
+    }
+    times = {}
+    for shape in shapes:
         row = row_of(H100 / "headline_v3.json", shape=shape, precision="bf16", mode="graph")
-        times = {version: row[version.lower()]["batch_ms"] for version in ("V1", "V2", "V3")}
-        for row in read(H100 / "fastest.json")["rows"]:
-            if (row["shape"], row["precision"]) == (shape, "bf16"):
-                times["V4"] = row["V4"]["batch_ms"]
+        times[shape] = {version: row[version.lower()]["batch_ms"] for version in ("V1", "V2", "V3")}
+    for row in read(H100 / "fastest.json")["rows"]:
+        if row["precision"] == "bf16":
+            times[row["shape"]]["V4"] = row["V4"]["batch_ms"]
+    heights = [66 + 40 * max(map(len, pair)) for pair in zip(*[iter(times.values())] * 2, strict=True)]
+    sheet = Sheet("One training step, bf16, as one graph: milliseconds", 106 + sum(heights))
+    for i, (shape, title) in enumerate(shapes.items()):
+        left, top = 20 + 395 * (i % 2), 76 + sum(heights[: i // 2])
         sheet.text(left, top + 14, title, ha="left", weight="bold")
-        for j, (version, ms) in enumerate(times.items()):
-            y, width = top + 36 + 40 * j, 240 * ms / times["V1"]
+        for j, (version, ms) in enumerate(times[shape].items()):
+            y, width = top + 36 + 40 * j, 240 * ms / times[shape]["V1"]
             sheet.text(left, y + 16, version, ha="left")
             sheet.box(left + 42, y, width, 33, VERSION[version], edge=None)
             sheet.text(left + 52 + width, y + 16, f"{ms:.2f}" if ms < 10 else f"{ms:.1f}", ha="left")
-    sheet.text(
-        20, 532, "one NVIDIA H100, medians of five turns; V4 was measured in turns with V3", SMALL, GREY, ha="left"
-    )
+    words = "one NVIDIA H100, medians of five turns; V4 was measured in turns with V3"
+    sheet.text(20, sheet.height - 24, words, SMALL, GREY, ha="left")
     return sheet
 
 
 def attention_memory() -> Sheet:
     """Peak memory against length, with the scores in memory and without, as START.md's readers measure it."""
-    rows = read(CPU / "attention_memory.json")["rows"]
+    study = read(CPU / "attention_memory.json")
+    lengths = [row["length"] for row in study["rows"]]
     sheet = Sheet("Memory of attention: quadratic and linear", 470)
-    axes = plot(sheet, 96, 84, 560, 300, xlabel="tokens", ylabel="MB")
-    lengths = [row["length"] for row in rows]
-    for name, words, color, marker in (("scores", "S × S scores", RED, "o"), ("fused", "fused", BLUE, "s")):
-        mb = [row[name] / 1e6 for row in rows]
+    axes = plot(sheet, 96, 84, 520, 290, xlabel="tokens", ylabel="MB")
+    for name, words, color, marker, rise in (
+        ("scores", "scores\nin memory", RED, "o", 0),
+        ("fused", "fused", BLUE, "s", 34),
+    ):
+        mb = [row[name] / 1e6 for row in study["rows"]]
         axes.plot(lengths, mb, color=color, marker=marker, linewidth=4, markersize=10, clip_on=False)
-        axes.text(
-            lengths[-1] + 60,
-            mb[-1],
-            f"{words}\n{mb[-1]:.0f} MB",
-            fontsize=SMALL,
-            color=color,
-            va="center",
-            weight="bold",
-        )
+        label = {"fontsize": SMALL, "color": color, "va": "center", "weight": "bold", "linespacing": 1.3}
+        axes.text(lengths[-1] + 60, mb[-1] + rise, f"{words}\n{mb[-1]:.0f} MB", **label)
     axes.set(xticks=lengths, xlim=(0, lengths[-1]), ylim=(0, None))
-    axes.set_xticks(lengths)
-    config = read(CPU / "attention_memory.json")["config"]
-    sheet.text(
-        400,
-        448,
-        f"forward and backward, {config['heads']} heads of {config['head_dim']}, float32, on a CPU",
-        SMALL,
-        GREY,
-    )
+    heads = f"{study['config']['heads']} heads of {study['config']['head_dim']}"
+    sheet.text(20, 446, f"forward and backward, {heads}, float32, on a CPU", SMALL, GREY, ha="left")
     return sheet
 
 
-KINDS = (  # of memory.json's purposes: key, words, colour
+PURPOSES = (  # of memory_by_purpose.json: key, words, colour
     ("weights", "weights", GREY),
-    ("optimizer", "AdamW's moments", PURPLE),
-    ("gradients", "gradients", ORANGE),
-    ("kept_attention", "kept: attention", RED),
-    ("kept_mlp", "kept: MLP", BLUE),
-    ("kept_other", "kept: norms and the rest", SKY),
-    ("temporary", "temporary", "#c8c8c8"),
+    ("moments", "AdamW's moments", PURPLE),
+    ("weight_copies", "weights in bf16", "#cc79a7"),
+    ("attention", "attention", RED),
+    ("triangle", "triangles, outer product", ORANGE),
+    ("mlp", "MLP, transitions", BLUE),
+    ("other", "norms, residuals", SKY),
+    ("rest", "logits, the rest", "#c4c8cc"),
 )
 
 
 def memory_of_a_step() -> Sheet:
-    """Stacked bars: peak memory of a training step by what it is for, version by version."""
-    study = read(H100 / "memory_by_purpose.json")
-    rows = study["rows"]
-    kinds = [kind for kind in KINDS if any(row["bytes"][kind[0]] for row in rows)]
-    highest = max(sum(row["bytes"].values()) for row in rows)
-    sheet = Sheet("Peak memory of a step, by what it is for", 130 + 62 * len(rows) + 34 * ((len(kinds) + 2) // 3))
-    for i, row in enumerate(rows):
-        y, x = 78 + 62 * i, 70.0
-        sheet.text(20, y + 24, row["version"], ha="left", weight="bold")
-        for key, _, color in kinds:
-            width = 600 * row["bytes"][key] / highest
-            sheet.box(x, y, width, 48, color, edge=WHITE)
-            x += width
-        sheet.text(x + 10, y + 24, f"{sum(row['bytes'].values()) / 1e9:.2f} GB", ha="left")
-    top = 100 + 62 * len(rows)
-    for i, (_, words, color) in enumerate(kinds):
-        x, y = 20 + 260 * (i % 3), top + 34 * (i // 3)
-        sheet.box(x, y - 10, 20, 20, color, edge=None)
-        sheet.text(x + 28, y, words, SMALL, ha="left")
-    return sheet
-
-
-def launch_timeline() -> Sheet:
-    """Two layers, forward: what the host launches and what the GPU runs, version by version on one axis."""
-    study = read(H100 / "timeline.json")
-    rows = study["rows"]
-    longest = max(event[1] + event[2] for row in rows for event in row["kernels"] + row["launches"])
-    sheet = Sheet("Two layers, forward: the host launches, the GPU runs", 120 + 104 * len(rows))
-    left, right = 150, 780
-    scale = (right - left) / longest
-    for i, row in enumerate(rows):
-        y = 76 + 104 * i
-        sheet.text(20, y + 40, row["label"].replace(", ", "\n"), ha="left", weight="bold")
-        for events, top, height, color in ((row["launches"], y, 26, GREY), (row["kernels"], y + 32, 40, None)):
-            sheet.box(left, top, right - left, height, tint(GREY, 0.08), edge=None)
-            for kind, start, duration in events:
-                fill = color or KERNEL.get(kind, KERNEL["other"])
-                sheet.box(left + start * scale, top, max(duration * scale, 0.6), height, fill, edge=None)
-        sheet.text(left - 8, y + 13, "host", SMALL - 2, GREY, ha="right")
-        sheet.text(left - 8, y + 52, "GPU", SMALL - 2, GREY, ha="right")
-    y = 76 + 104 * len(rows)
-    for step in range(0, int(longest) + 1, nice_step(longest)):
-        sheet.text(left + step * scale, y, f"{step} µs" if step else "0", SMALL, GREY)
-    for i, (kind, color) in enumerate(KERNEL.items()):
-        x = 20 + 155 * i
-        sheet.box(x, y + 20, 18, 18, color, edge=None)
-        sheet.text(x + 24, y + 29, kind, SMALL - 2, ha="left")
+    """Stacked bars: what memory holds when the forward pass ends, by what it is for, version by version."""
+    rows = read(H100 / "memory_by_purpose.json")["rows"]
+    shapes = list(dict.fromkeys(row["shape"] for row in rows))
+    bars = 44 * len(rows) + 46 * len(shapes)
+    sheet = Sheet("Memory at the end of the forward pass", 70 + bars + 34 * 3 + 20)
+    y = 66
+    for shape in shapes:
+        same = [row for row in rows if row["shape"] == shape]
+        highest = max(sum(row["bytes"].values()) for row in same)
+        model = "TinyOpenFold" if "openfold" in shape else "TinyLlama"
+        sheet.text(20, y + 18, f"{model}, {shape.partition(', ')[2]}, bf16", ha="left", weight="bold")
+        y += 40
+        for row in same:
+            sheet.text(20, y + 17, row["version"], ha="left")
+            x = 62.0
+            for key, _, color in PURPOSES:
+                width = 600 * row["bytes"][key] / highest
+                sheet.box(x, y, width, 36, color, edge=WHITE, linewidth=1)
+                x += width
+            sheet.text(x + 10, y + 17, f"{sum(row['bytes'].values()) / 1e9:.2f} GB", ha="left")
+            y += 44
+        y += 6
+    for i, (_, words, color) in enumerate(PURPOSES):
+        x, top = 20 + (0, 220, 525)[i % 3], y + 14 + 34 * (i // 3)
+        sheet.box(x, top, 20, 20, color, edge=None)
+        sheet.text(x + 28, top + 10, words, SMALL, ha="left")
     return sheet
 
 
 KERNEL = {"GEMM": BLUE, "attention": RED, "norm": GREEN, "element-wise": ORANGE, "other": PURPLE}
 
 
+def launch_timeline() -> Sheet:
+    """Two layers, forward: what the host launches and what the GPU runs, version by version on one axis."""
+    rows = read(H100 / "timeline.json")["rows"]
+    longest = max(start + duration for row in rows for _, start, duration, *_ in row["kernels"] + row["launches"])
+    sheet = Sheet("Two layers: the host launches, the GPU runs", 152 + 104 * len(rows))
+    left, right = 160, 780
+    scale = (right - left) / longest
+
+    def lane(name: str, top: float, height: float, events: list, color: str = "") -> None:
+        sheet.text(left - 8, top + height / 2, name, SMALL, GREY, ha="right")
+        sheet.box(left, top, right - left, height, tint(GREY, 0.08), edge=None)
+        for kind, start, duration, *_ in events:
+            sheet.box(left + start * scale, top, max(duration * scale, 0.8), height, color or KERNEL[kind], edge=None)
+
+    for i, row in enumerate(rows):
+        y = 72 + 104 * i
+        version, _, mode = row["label"].partition(", ")
+        sheet.text(20, y + 20, version, ha="left", weight="bold")
+        sheet.text(20, y + 48, mode, ha="left")
+        lane("host", y, 26, row["launches"], GREY)
+        lane("GPU", y + 31, 40, row["kernels"])
+        if not row["launches"]:
+            sheet.text(left + 8, y + 13, "one launch for the whole step, before this", SMALL, GREY, ha="left")
+    y = 66 + 104 * len(rows)
+    for mark in range(0, int(longest) + 1, nice_step(longest)):
+        sheet.text(left + mark * scale, y, f"{mark} µs" if mark else "0", SMALL, GREY)
+    for x, (kind, color) in zip((20, 140, 290, 400, 580), KERNEL.items(), strict=True):
+        sheet.box(x, y + 42, 20, 20, color, edge=None)
+        sheet.text(x + 28, y + 52, kind, SMALL, ha="left")
+    return sheet
+
+
 def nice_step(longest: float) -> int:
-    """A round distance of three to seven marks on an axis this long."""
-    return next(step for step in (50, 100, 200, 500, 1000, 2000, 5000, 10**6) if longest / step <= 7)
+    """A round distance that gives an axis of this length up to six marks."""
+    return next(step for step in (50, 100, 200, 500, 1000, 2000, 5000, 10**6) if longest / step <= 6)
 
 
 FIGURES_BY_NAME: dict[str, Callable[[], Sheet]] = {

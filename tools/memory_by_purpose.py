@@ -149,8 +149,12 @@ def main(argv: list[str] | None = None) -> int:
         write_text(args.output, json.dumps(study, indent=1) + "\n")
         header = ["MB", *PURPOSES, "sum", "peak of the step"]
         table = [
-            [f"{row['shape']}, {row['version']}", *(f"{row['bytes'][name] / 1e6:.0f}" for name in PURPOSES),
-             f"{sum(row['bytes'].values()) / 1e6:.0f}", cell(row["peak_bytes"] and row["peak_bytes"] / 1e6, ".0f")]
+            [
+                f"{row['shape']}, {row['version']}",
+                *(f"{row['bytes'][name] / 1e6:.0f}" for name in PURPOSES),
+                f"{sum(row['bytes'].values()) / 1e6:.0f}",
+                cell(row["peak_bytes"] and row["peak_bytes"] / 1e6, ".0f"),
+            ]
             for row in rows
         ]
         print(markdown_table(header, table))

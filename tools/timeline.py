@@ -96,8 +96,12 @@ def in_graph(trace: Trace, places: list[tuple[str, int]]) -> list[dict]:
 def row_of(label: str, trace: Trace, launches: list[dict], kernels: list[dict]) -> dict:
     """A row of the study; a kernel that a norm's module launched counts as norm, whatever it is called."""
     zero = launches[0]["ts"] if launches else kernels[0]["ts"]
-    norms = [r for name in (FIRST, LAST) for part in ("input", "post_attention")
-             for r in trace.steps(f"{name}.{part}_layernorm")]
+    norms = [
+        r
+        for name in (FIRST, LAST)
+        for part in ("input", "post_attention")
+        for r in trace.steps(f"{name}.{part}_layernorm")
+    ]
 
     def kind(kernel: dict) -> str:
         launch = trace.launched[kernel["args"]["correlation"]]
@@ -130,8 +134,13 @@ def study(folders: Sequence[tuple[str, Path]]) -> dict:
             rows.append(row_of(label, trace, launches, kernels))
         before = trace.script
     summary = trace.summary
-    return {"environment": summary["environment"], "config": summary["config"], "training": summary["training"],
-            "layers": [FIRST, LAST], "rows": rows}
+    return {
+        "environment": summary["environment"],
+        "config": summary["config"],
+        "training": summary["training"],
+        "layers": [FIRST, LAST],
+        "rows": rows,
+    }
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -151,8 +160,10 @@ def main(argv: list[str] | None = None) -> int:
         for row in read_json(args.output)["rows"]:
             end = max(start + duration for _, start, duration, _ in row["kernels"])
             busy = sum(duration for _, _, duration, _ in row["kernels"])
-            print(f"{row['label']:12} {len(row['launches']):4} launches {len(row['kernels']):4} kernels,"
-                  f" {busy:7.1f} us of {end:7.1f} us busy")
+            print(
+                f"{row['label']:12} {len(row['launches']):4} launches {len(row['kernels']):4} kernels,"
+                f" {busy:7.1f} us of {end:7.1f} us busy"
+            )
         return 0
 
     return run_tool(PROG, body)
