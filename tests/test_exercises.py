@@ -32,7 +32,8 @@ def files_with(mark: str, *patterns: str) -> list[str]:
     return sorted(str(path.relative_to(ROOT)) for path in found)
 
 
-SHEETS = files_with("^```(bash|python)", "README.md", "docs/MANY_GPUS.md", "docs/INSTRUCTOR.md", "exercises/*/*.md")
+PAGES = ("README.md", "docs/START.md", "docs/MANY_GPUS.md", "docs/INSTRUCTOR.md", "exercises/*/*.md")
+SHEETS = files_with("^```(bash|python)", *PAGES)
 SHEETS = [name for name in SHEETS if not name.endswith("solutions.md")]
 WITH_TABLES = files_with("^<!-- tables?: ", "README.md", "docs/*.md", "exercises/*/*.md")
 WITH_TABLES.remove("docs/ROCM.md")  # its command compiles for minutes
@@ -110,7 +111,7 @@ def test_links_between_pages_lead_somewhere():
     pages = [ROOT / name for name in subprocess.check_output(["git", "ls-files", "*.md"], cwd=ROOT, text=True).split()]
     headings = {page: {anchor(h) for h in re.findall("^#+ (.*)", page.read_text(), re.MULTILINE)} for page in pages}
     for page in pages:
-        for link in re.findall(r"\]\((?!http)([^)\s]+)\)", page.read_text()):
+        for link in re.findall(r"(?:\]\(|src=\")(?!http)([^)\"\s]+)", page.read_text()):
             path, _, part = link.partition("#")
             target = (page.parent / path).resolve() if path else page
             assert target.exists(), f"{page.name}: {link}"

@@ -1,0 +1,135 @@
+"""The figures: drawn again they are the committed ones, their numbers are those of the files, their text is large."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from conftest import ROOT, captured
+
+sys.path.insert(0, str(ROOT))
+from tools import draw_figures as figures
+from tools import timeline
+
+COMMITTED = sorted((ROOT / "docs/figures").glob("*.svg"))
+
+
+def elements(path: Path) -> list[tuple[str, str]]:
+    """What a picture says and where, coordinates to a tenth of a pixel; nothing that another matplotlib may change."""
+    found = []
+    for element in ElementTree.parse(path).iter():
+        kind = element.tag.rpartition("}")[2]
+        if kind == "text":
+            found.append((kind, " ".join(element.itertext()).strip()))
+        elif kind in ("path", "use") and "d" in element.attrib:
+            numbers = re.findall(r"-?\d+(?:\.\d+)?", element.attrib["d"])
+            found.append((kind, " ".join(f"{float(number):.1f}" for number in numbers)))
+    return found
+
+
+def words(sheet: figures.Sheet) -> str:
+    """All text of a figure."""
+    texts = [text for axes in sheet.figure.axes for text in axes.texts]
+    return "\n".join(text.get_text() for text in texts)
+
+
+def test_drawn_again_the_figures_are_the_committed_ones(tmp_path):
+    status, _, left_out = captured(figures.main, ["--output", str(tmp_path)])
+    assert status == 0
+    drawn = sorted(path.name for path in tmp_path.glob("*.svg"))
+    assert drawn == [path.name for path in COMMITTED]
+    assert len(drawn) + len(left_out.splitlines()) == len(figures.FIGURES_BY_NAME)
+    for path in COMMITTED:
+        assert elements(tmp_path / path.name) == elements(path), "python tools/draw_figures.py"
+
+
+@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
+def test_text_is_large_inside_the_picture_and_beside_other_text(path):
+    sheet = figures.FIGURES_BY_NAME[path.stem]()
+    texts = [text for axes in sheet.figure.axes for text in axes.texts if text.get_text()]
+    assert min(text.get_fontsize() for text in texts) >= figures.SMALL
+    boxes = [text.get_window_extent() for text in texts]
+    for i, (text, box) in enumerate(zip(texts, boxes, strict=True)):
+        assert sheet.figure.bbox.count_contains([(box.x0, box.y0), (box.x1, box.y1)]) == 2, text.get_text()
+        assert not [other.get_text() for other, its in zip(texts[:i], boxes, strict=False) if box.overlaps(its)]
+    assert f">{texts[0].get_text()}</text>" in path.read_text()  # it can be searched and selected
+
+
+def test_residual_norm_draws_as_many_trips_as_were_counted():
+    rows = {row["what"]: row for row in figures.read(figures.H100 / "exercises_v3/rms_norm.json")["rows"]}
+    tensor = rows["V3"]["bytes"] / 2
+    assert sum(len(kinds) for _, kinds in figures.NORM) == round(rows["the formula, as in V1"]["bytes"] / tensor)
+
+
+def test_memory_of_a_step_has_a_bar_for_each_version_and_its_sum(tmp_path, monkeypatch):
+    monkeypatch.setattr(figures, "H100", tmp_path)
+    purposes = dict.fromkeys((key for key, _, _ in figures.PURPOSES), 250_000_000)
+    rows = [{"shape": "tiny_openfold, crop", "version": name, "bytes": purposes} for name in ("V1", "V3")]
+    (tmp_path / "memory_by_purpose.json").write_text(json.dumps({"rows": rows}))
+    said = words(figures.memory_of_a_step())
+    assert said.count("2.00 GB") == 2
+    assert {"TinyOpenFold, crop, bf16", "V1", "V3"} <= set(said.splitlines())
+
+
+def trace(folder: Path, launch_every: float, graph: bool) -> Path:
+    """A run's trace and result file: two steps of five layers, each a norm, a GEMM and an addition."""
+    events, correlation = [], 0
+    folder.mkdir()
+
+    def add(cat: str, name: str, ts: float, dur: float, **args: object) -> None:
+        events.append({"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "pid": 1, "tid": 1, "args": args})
+
+    for step in range(3):
+        time = 10_000.0 * step
+        add("user_annotation", "data", time, 1)
+        gpu = time + 50
+        if graph:
+            correlation += 1
+            add("cuda_runtime", "cudaGraphLaunch", time + 5, 9, correlation=correlation)
+        for layer in range(5):
+            begin = time = time + 10
+            for name in ("rms_norm_forward_kernel", "cutlass_gemm", "vectorized_elementwise_kernel"):
+                if not graph:
+                    correlation += 1
+                    add("cuda_runtime", "cudaLaunchKernel", time, 4, correlation=correlation)
+                    gpu = max(gpu, time + 6)
+                    time += launch_every
+                add("kernel", name, gpu, 2, correlation=correlation)
+                gpu += 2.5
+            if not graph:
+                add("user_annotation", f"layers.{layer}", begin - 1, time - begin)
+                add("user_annotation", f"layers.{layer}.input_layernorm", begin - 1, 2)
+    (folder / "tiny_llama_v3_trace.json.gz").write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
+    summary = {"environment": {"device_name": "GPU"}, "config": {}, "training": {"cuda_graph": graph}}
+    (folder / "tiny_llama_v3_summary.json").write_text(json.dumps(summary))
+    return folder
+
+
+def test_the_timeline_keeps_two_layers_of_eager_steps_and_the_same_kernels_of_a_graph(tmp_path, monkeypatch):
+    runs = [f"V3, eager={trace(tmp_path / 'eager', 20, False)}", f"V3, graph={trace(tmp_path / 'graph', 20, True)}"]
+    status, table, errors = captured(timeline.main, [str(tmp_path / "timeline.json"), *runs])
+    assert (status, errors) == (0, "")
+    eager, graph = json.loads((tmp_path / "timeline.json").read_text())["rows"]
+    assert [len(eager["launches"]), len(graph["launches"])] == [6, 0]
+    assert [kernel[0] for kernel in eager["kernels"]] == ["norm", "GEMM", "element-wise"] * 2
+    assert eager["launches"][0] == ["launch", 0.0, 4.0]
+    assert eager["kernels"][0][1] == 6.0  # the GPU begins after the launch
+    assert eager["kernels"][-1][1] == 116.0  # and waits for each
+    assert [kernel[0] for kernel in graph["kernels"]] == [kernel[0] for kernel in eager["kernels"]]
+    assert [kernel[1] for kernel in graph["kernels"]] == [2.5 * i for i in range(6)]
+    assert "V3, graph" in table
+    monkeypatch.setattr(figures, "H100", tmp_path)
+    assert "one launch for the whole step" in words(figures.launch_timeline())
+
+
+def test_a_graph_without_the_eager_run_before_it_is_one_line(tmp_path):
+    run = f"V3, graph={trace(tmp_path / 'graph', 20, True)}"
+    status, _, errors = captured(timeline.main, [str(tmp_path / "timeline.json"), run])
+    assert status == 2
+    assert "without a graph" in errors
+    assert not (tmp_path / "timeline.json").exists()

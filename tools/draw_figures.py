@@ -1,0 +1,745 @@
+#!/usr/bin/env python3
+"""Draws the figures of docs/figures: SVG for pages and, on request, PNG without the headline for slides.
+
+Whatever number a figure shows is read from a file in results/, but for the sizes of memories, which are the vendors'.
+A figure whose file is not there is left out, and named.
+
+Examples:
+  python tools/draw_figures.py                               all figures into docs/figures
+  python tools/draw_figures.py add_relu attention --png      two of them, as PNG for slides too
+  python tools/draw_figures.py --output /tmp/figures         elsewhere, to look at
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import matplotlib
+import matplotlib.ticker
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyArrowPatch, Polygon, Rectangle
+
+ROOT = Path(__file__).resolve().parent.parent
+FIGURES = ROOT / "docs/figures"
+H100 = ROOT / "results/h100"
+CPU = ROOT / "results/cpu"
+
+# Text stays text. Where DejaVu Sans is missing Verdana stands in, which is as wide.
+matplotlib.rcParams.update(
+    {
+        "svg.fonttype": "none",
+        "svg.hashsalt": "figures",
+        "font.family": "sans-serif",
+        "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial"],
+        "hatch.linewidth": 1.5,
+        "path.simplify": False,
+    }
+)
+WIDTH = 800  # of every figure; a unit is a pixel of the page, and a point of a font
+TITLE, BODY, SMALL = 26, 20, 18  # nothing is smaller, so half a page's width is enough
+
+# Okabe and Ito's colours, which differ for colour-blind readers, too.
+INK, GREY, FAINT, PALE, WHITE = "#1a1a1a", "#5f6368", "#a8adb2", "#ececec", "#ffffff"
+BLUE, SKY, GREEN, ORANGE, RED, PURPLE = "#0072b2", "#56b4e9", "#009e73", "#e69f00", "#d55e00", "#aa4499"
+VERSION = {"V1": "#8a8f94", "V2": SKY, "V3": BLUE, "V4": RED}
+
+
+def tint(color: str, share: float = 0.25) -> str:
+    """This share of the colour, the rest white."""
+    parts = (int(color[i : i + 2], 16) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(255 + (part - 255) * share):02x}" for part in parts)
+
+
+def read(path: Path) -> dict:
+    """A result file."""
+    return json.loads(path.read_text())
+
+
+def row_of(path: Path, **wanted: str) -> dict:
+    """The one row of a study that has these values."""
+    return next(row for row in read(path)["rows"] if all(row[k] == v for k, v in wanted.items()))
+
+
+class Sheet:
+    """A figure `WIDTH` wide with a headline; x goes right, y goes down, both in pixels."""
+
+    def __init__(self, title: str, height: int, width: int = WIDTH):
+        self.width, self.height, self.top = width, height, 56
+        self.figure = Figure(figsize=(width / 72, height / 72), facecolor=WHITE)
+        self.axes: Axes = self.figure.add_axes((0, 0, 1, 1))
+        self.axes.set(xlim=(0, width), ylim=(height, 0))
+        self.axes.axis("off")
+        self.text(20, 30, title, size=TITLE, weight="bold", ha="left")
+
+    def text(self, x: float, y: float, words: str, size: int = BODY, color: str = INK, **more) -> None:
+        """Words around a point; `ha` and `va` say which side of them is there."""
+        options = {"ha": "center", "linespacing": 1.3, **more}
+        if "va" not in options:  # neighbours stand on one line, whatever their letters
+            options["va"], y = ("center", y) if "\n" in words else ("baseline", y + 0.36 * size)
+        self.axes.text(x, y, words, fontsize=size, color=color, **options)
+
+    def box(
+        self,
+        x: float,
+        y: float,
+        width: float,
+        height: float,
+        fill: str = PALE,
+        words: str = "",
+        edge: str | None = INK,
+        color: str = INK,
+        size: int = BODY,
+        weight: str = "normal",
+        **more,
+    ) -> None:
+        """A rectangle from its upper left corner, with words in its middle."""
+        options = {"facecolor": fill, "edgecolor": edge or "none", "linewidth": 1.5 if edge else 0}
+        self.axes.add_patch(Rectangle((x, y), width, height, **{**options, **more}))
+        if words:
+            self.text(x + width / 2, y + height / 2, words, size, color, weight=weight)
+
+    def arrow(self, x: float, y: float, to_x: float, to_y: float, color: str = INK, width: float = 3, **more) -> None:
+        """From one point to another."""
+        head = f"-|>,head_length={2.5 + 1.6 * width},head_width={1.5 + 1.0 * width}"
+        options = {"arrowstyle": head, "mutation_scale": 1, "shrinkA": 0, "shrinkB": 0, **more}
+        self.axes.add_patch(
+            FancyArrowPatch((x, y), (to_x, to_y), color=color, linewidth=width, joinstyle="miter", **options)
+        )
+
+    def line(self, x: float, y: float, to_x: float, to_y: float, color: str = GREY, width: float = 1.5, **more) -> None:
+        """A straight line."""
+        self.axes.plot([x, to_x], [y, to_y], color=color, linewidth=width, solid_capstyle="butt", **more)
+
+    def polygon(self, points: list[tuple[float, float]], fill: str, edge: str | None = INK, **more) -> None:
+        """A closed shape through these points."""
+        self.axes.add_patch(Polygon(points, closed=True, facecolor=fill, edgecolor=edge or "none", **more))
+
+    def save(self, folder: Path, name: str, png: bool) -> list[Path]:
+        """Write it as SVG, and as PNG without its headline; returns the paths."""
+        paths = [folder / f"{name}.svg"]
+        self.figure.savefig(paths[0], metadata={"Date": None, "Creator": None})
+        if png:
+            paths.append(folder / f"{name}.png")
+            inches = matplotlib.transforms.Bbox([[0, 0], [self.width / 72, (self.height - self.top) / 72]])
+            self.figure.savefig(paths[1], dpi=180, bbox_inches=inches, metadata={"Software": None})
+        return paths
+
+
+def where_numbers_live() -> Sheet:
+    """Registers, shared memory, caches, HBM: sizes and rates of the two GPUs.
+
+    Sources: NVIDIA H100 Tensor Core GPU Architecture (SXM5); ROCm's "AMD GPU specifications" and AMD's CDNA 3 white
+    paper (MI300X).
+    """
+    sheet = Sheet("Where numbers live", 480)
+    levels = (
+        ("registers", "256 KB each", "512 KB each", GREEN),
+        ("shared memory, LDS", "228 KB each", "64 KB each", GREEN),
+        ("L2 cache", "50 MB", "8 × 4 MB", SKY),
+        ("Infinity Cache", "–", "256 MB, 17 TB/s", SKY),
+        ("HBM", "80 GB, 3.35 TB/s", "192 GB, 5.3 TB/s", BLUE),
+    )
+    for x, name, units in ((465, "H100", "132 multiprocessors"), (685, "MI300X", "304 compute units")):
+        sheet.text(x, 76, name, weight="bold")
+        sheet.text(x, 102, units, SMALL, GREY)
+    for index, (name, h100, mi300x, color) in enumerate(levels):
+        y, half = 122 + 54 * index + (24 if index > 1 else 0), 108 + 11 * index
+        sheet.box(185 - half, y, 2 * half, 46, tint(color, 0.35), name, edge=color)
+        sheet.text(465, y + 23, h100)
+        sheet.text(685, y + 23, mi300x)
+    sheet.line(20, 238, 780, 238, color=INK, linestyle=(0, (4, 3)))
+    for y, words in (
+        (432, "Above the line a number is lost when its kernel ends."),
+        (460, "What the next kernel needs goes through what is below."),
+    ):
+        sheet.text(20, y, words, ha="left")
+    return sheet
+
+
+def add_relu() -> Sheet:
+    """relu(x + y) as two kernels and as one: what goes through memory, and how long it took."""
+    rows = {row["what"]: row for row in read(H100 / "exercises_v3/add_relu.json")["rows"]}
+    one, two = rows["add_relu_kernel"], rows["PyTorch, x + y and relu"]
+    vector = one["bytes"] / 3
+    sheet = Sheet("relu(x + y): the same numbers, fewer trips", 450)
+    memory = 268
+    for x, width in ((20, 425), (505, 275)):
+        sheet.box(x, memory, width, 46, tint(BLUE, 0.35), "HBM", edge=BLUE, weight="bold")
+
+    def kernel(x: float, width: float, name: str, reads: str, writes: str) -> None:
+        sheet.box(x, 116, width, 56, tint(GREEN, 0.35), name, edge=GREEN)
+        places = [x + width * (i + 1) / (len(reads) + len(writes) + 1) for i in range(len(reads) + len(writes))]
+        for place, vector_name in zip(places, reads + writes, strict=True):
+            ends = (memory, 176) if vector_name in reads and place in places[: len(reads)] else (176, memory)
+            color = BLUE if ends[0] == memory else RED
+            sheet.arrow(place, ends[0], place, ends[1], color=color, width=5)
+            sheet.text(place + 9, 226, vector_name, ha="left")
+
+    sheet.text(232, 90, "two kernels", weight="bold")
+    kernel(40, 190, "add", "xy", "t")
+    kernel(255, 170, "relu", "t", "z")
+    sheet.text(642, 90, "one kernel", weight="bold")
+    kernel(547, 190, "add, relu", "xy", "z")
+    for x, row in ((232, two), (642, one)):
+        count = round(row["bytes"] / vector)
+        sheet.text(x, 344, f"{count} × 4 = {4 * count} bytes a number")
+        sheet.text(x, 384, f"{row['us']:.0f} µs", size=TITLE, weight="bold")
+    sheet.text(
+        400,
+        430,
+        f"predicted {two['bytes'] / one['bytes']:.2f}x, measured {two['us'] / one['us']:.2f}x"
+        f"  (H100, {vector / 4e6:.0f} million numbers)",
+        size=SMALL,
+        color=GREY,
+    )
+    return sheet
+
+
+def merged_gemms() -> Sheet:
+    """q, k, v as one GEMM, gate and up as one: x is read once, the arithmetic stays."""
+    sheet = Sheet("Merging GEMMs: x is read once", 560)
+    for x, name in ((200, "apart"), (600, "merged")):
+        sheet.text(x, 84, name, weight="bold")
+    sheet.line(400, 76, 400, 470, color=PALE, width=3)
+
+    def group(top: float, parts: tuple[tuple[str, float], ...], merged: str) -> None:
+        height = sum(size for _, size in parts)
+        middle = top + height / 2
+        for left, apart in ((20, True), (420, False)):
+            sheet.box(left, middle - 38, 60, 76, tint(BLUE, 0.3), "x", edge=BLUE, weight="bold")
+            y = top
+            for name, size in parts:
+                gap = 8 if apart else 0
+                inner = size - gap
+                sheet.box(left + 160, y + gap / 2, 95, inner, tint(ORANGE, 0.45), f"W {name}", edge=ORANGE)
+                sheet.box(left + 305, y + gap / 2, 50, inner, tint(GREEN, 0.35), name, edge=GREEN)
+                if apart:
+                    sheet.arrow(left + 64, middle + (y + size / 2 - middle) * 0.3, left + 156, y + size / 2, BLUE, 4)
+                    sheet.arrow(left + 259, y + size / 2, left + 301, y + size / 2, GREY, 3)
+                y += size
+            if not apart:
+                sheet.arrow(left + 64, middle, left + 156, middle, BLUE, 7)
+                sheet.arrow(left + 259, middle, left + 301, middle, GREY, 3)
+                sheet.box(left + 160, top, 95, height, "none", edge=INK, linewidth=3)
+
+    group(112, (("q", 74), ("k", 46), ("v", 46)), "qkv")
+    group(310, (("gate", 78), ("up", 78)), "gate up")
+    sheet.text(20, 503, "saved:", ha="left", weight="bold", color=BLUE)
+    sheet.text(160, 503, "reading x again, a launch for each GEMM but one", ha="left")
+    sheet.text(20, 535, "not saved:", ha="left", weight="bold", color=RED)
+    sheet.text(160, 535, "arithmetic, weights, results", ha="left")
+    return sheet
+
+
+def attention() -> Sheet:
+    """Flash attention: tiles of the scores on the chip, an online softmax, and what is kept."""
+    row = next(row for row in read(H100 / "memory.json")["rows"] if row["seq_len"] == 2048)
+    sheet = Sheet("Attention without the matrix", 500)
+    left, top, tile, count = 104, 140, 54, 5
+    size = tile * count
+    sheet.box(left, 86, size, 42, tint(BLUE, 0.3), edge=BLUE)
+    sheet.box(46, top, 46, size, tint(BLUE, 0.3), edge=BLUE)
+    sheet.box(left, top, size, size, WHITE, edge=GREY, linestyle=(0, (4, 3)))
+    for i in range(1, count):
+        sheet.line(left, top + i * tile, left + size, top + i * tile, PALE)
+        sheet.line(left + i * tile, top, left + i * tile, top + size, PALE)
+    y = top + 2 * tile
+    sheet.box(46, y, 46, tile, BLUE, "q", edge=BLUE, color=WHITE, weight="bold")
+    for i, fill in enumerate((tint(ORANGE, 0.25), tint(ORANGE, 0.25), ORANGE)):
+        sheet.box(left + i * tile, y, tile, tile, fill, edge=ORANGE)
+    sheet.box(left + 2 * tile, 86, tile, 42, BLUE, "k, v", edge=BLUE, color=WHITE, weight="bold")
+    sheet.arrow(left + 3 * tile + 8, y + tile / 2, left + 5 * tile - 4, y + tile / 2, ORANGE, 5)
+    sheet.text(left + size / 2, top + size + 30, "S × S scores: never in memory", color=GREY)
+
+    x = 416
+    sheet.text(x, 106, "for each tile, on the chip", ha="left", weight="bold", color="#9a6a00")
+    for i, words in enumerate(("scores = q · k", "new maximum? rescale the sums", "add exp(scores) and its v")):
+        sheet.text(x, 142 + 34 * i, f"{i + 1}.  {words}", ha="left")
+    sheet.text(x, 270, "kept for the backward pass", ha="left", weight="bold", color=BLUE)
+    sheet.text(x, 306, "q, k, v and the result", ha="left")
+    sheet.text(x, 340, "one number per row of scores", ha="left")
+    sheet.text(x, 374, "the scores: computed again", ha="left")
+    scores, flash = (row[name]["peak_mb"] / 1e3 for name in ("scores", "flash"))
+    sheet.text(
+        400,
+        474,
+        f"TinyLlama, 2048 tokens, peak memory on an H100: {scores:.1f} GB → {flash:.1f} GB",
+        size=SMALL,
+        color=GREY,
+    )
+    return sheet
+
+
+def triton_grid() -> Sheet:
+    """Programs, blocks and masks, for vectors and for the rows of a matrix."""
+    sheet = Sheet("A grid of programs", 500)
+    colors = (SKY, ORANGE, GREEN, "#cc79a7", GREY)
+    sheet.text(20, 84, "relu(x + y): 10 numbers, BLOCK = 4", ha="left", weight="bold")
+    cell, top = 56, 132
+    for i in range(12):
+        color, inside = colors[i // 4], i < 10
+        x = 20 + cell * i + 12 * (i // 4)
+        more = {} if inside else {"hatch": "//", "linestyle": (0, (3, 2))}
+        sheet.box(
+            x,
+            top,
+            cell,
+            cell,
+            tint(color, 0.5) if inside else WHITE,
+            str(i) if inside else "",
+            edge=INK if inside else FAINT,
+            **more,
+        )
+    for program in range(3):
+        sheet.text(20 + 236 * program + 112, 114, f"program {program}", size=SMALL, color=GREY)
+    sheet.arrow(662, 238, 662, 196, RED, 4)
+    sheet.text(780, 254, "mask = at < 10: do not touch", ha="right", color=RED)
+    sheet.text(20, 254, "at = program × 4 + 0, 1, 2, 3", ha="left")
+
+    sheet.text(20, 308, "norm: a row each, 6 columns, BLOCK = 8", ha="left", weight="bold")
+    width, height = 48, 34
+    for r in range(4):
+        y = 332 + r * (height + 4)
+        sheet.text(112, y + height / 2, f"program {r}", size=SMALL, color=GREY)
+        for c in range(8):
+            inside = c < 6
+            more = {} if inside else {"hatch": "//", "linestyle": (0, (3, 2))}
+            sheet.box(
+                180 + c * width,
+                y,
+                width,
+                height,
+                tint(colors[r], 0.5) if inside else WHITE,
+                edge=INK if inside else FAINT,
+                **more,
+            )
+    sheet.text(590, 372, "load the row once,\nadd up its squares,\nscale, store", ha="left")
+    sheet.text(590, 452, "masked: 0 in the sum", ha="left", color=RED, size=SMALL)
+    return sheet
+
+
+NORM = (("x²", "rw"), ("mean", "r"), ("× 1/√", "rw"), ("× w", "rw"))  # V1's kernels: what each reads and writes
+
+
+def residual_norm() -> Sheet:
+    """The residual addition and the norm: five kernels in V1, one in V3."""
+    rows = {row["what"]: row for row in read(H100 / "exercises_v3/rms_norm.json")["rows"]}
+    formula, kernel = rows["the formula, as in V1"], rows["V3"]
+    sheet = Sheet("Residual + norm: the sum stays in registers", 480)
+    memory = 284
+    for x, width in ((20, 450), (510, 270)):
+        sheet.box(x, memory, width, 46, tint(BLUE, 0.35), "HBM", edge=BLUE, weight="bold")
+
+    def arrow(x: float, kind: str, name: str = "") -> None:
+        ends = (memory, 194) if kind == "r" else (194, memory)
+        sheet.arrow(x, ends[0], x, ends[1], BLUE if kind == "r" else RED, 4)
+        sheet.text(x + 8, 240, name, ha="left")
+
+    sheet.text(245, 84, "V1", weight="bold")
+    sheet.box(30, 110, 150, 80, tint(GREEN, 0.35), "add", edge=GREEN)
+    for x, kind, name in ((48, "r", "x"), (94, "r", "a"), (140, "w", "x'")):
+        arrow(x, kind, name)
+    for i, (name, kinds) in enumerate(NORM):
+        x = 200 + 66 * i
+        sheet.box(x, 110, 60, 80, tint(GREEN, 0.35), edge=GREEN)
+        sheet.text(x + 30, 150, name, SMALL)
+        for j, kind in enumerate(kinds):
+            arrow(x + 30 + 28 * (j - (len(kinds) - 1) / 2), kind)
+    sheet.text(645, 84, "V3", weight="bold")
+    sheet.box(530, 110, 230, 80, tint(GREEN, 0.35), "add + norm", edge=GREEN)
+    for x, kind, name in ((553, "r", "x"), (608, "r", "a"), (663, "w", "x'"), (718, "w", "n")):
+        arrow(x, kind, name)
+    passes = 3 + sum(len(kinds) for _, kinds in NORM)
+    sheet.text(245, 362, f"{passes} trips to memory")
+    sheet.text(645, 362, "4 trips")
+    for x, row in ((245, formula), (645, kernel)):
+        sheet.text(x, 402, f"norm alone: {row['us']:.0f} µs", TITLE - 2, weight="bold")
+    mb = kernel["bytes"] / 2e6
+    sheet.text(400, 452, f"an arrow is a tensor read or written; H100, {mb:.0f} MB each", SMALL, GREY)
+    return sheet
+
+
+def evoformer_inputs() -> Sheet:
+    """What an MSA, a pair representation and a triangle are."""
+    sheet = Sheet("What the Evoformer works on", 460)
+    sheet.text(140, 84, "MSA", weight="bold")
+    family = ("MKVLAE", "MRVLSE", "MKILAD", "MKVMAE")
+    fills = {"M": SKY, "K": ORANGE, "R": "#cc79a7", "V": GREEN, "I": "#f0e442", "L": BLUE, "A": GREY, "E": RED}
+    for r, sequence in enumerate(family):
+        for c, letter in enumerate(sequence):
+            fill = tint(fills.get(letter, PURPLE), 0.4)
+            sheet.box(26 + 38 * c, 112 + 38 * r, 38, 38, fill, letter, edge=WHITE)
+    sheet.text(140, 322, "one protein in four\nspecies, aligned:\na row each", SMALL, va="top")
+    sheet.text(400, 84, "pair", weight="bold")
+    n, cell, left, top = 6, 32, 304, 112
+    chosen = {(1, 4): RED, (1, 2): BLUE, (4, 2): ORANGE}
+    for r in range(n):
+        for c in range(n):
+            sheet.box(left + cell * c, top + cell * r, cell, cell, chosen.get((r, c), tint(GREY, 0.12)), edge=WHITE)
+    for (r, c), name in (((1, 4), "ij"), ((1, 2), "ik"), ((4, 2), "jk")):
+        sheet.text(left + cell * (c + 0.5), top + cell * (r + 0.5), name, SMALL, WHITE, weight="bold")
+    sheet.text(400, 322, "for every two residues\ni and j: a vector on\nhow they relate", SMALL, va="top")
+    sheet.text(660, 84, "triangle", weight="bold")
+    corners = {"i": (560, 270), "j": (760, 270), "k": (660, 130)}
+    for a, b, color in (("i", "j", RED), ("i", "k", BLUE), ("j", "k", ORANGE)):
+        sheet.line(*corners[a], *corners[b], color=color, width=6)
+    for name, (x, y) in corners.items():
+        sheet.axes.add_patch(
+            matplotlib.patches.Circle((x, y), 20, facecolor=WHITE, edgecolor=INK, linewidth=2, zorder=5)
+        )
+        sheet.text(x, y, name, weight="bold", zorder=6)
+    sheet.text(660, 322, "ij is updated from\nik and jk, for all k:\nwork grows as N³", SMALL, va="top")
+    sheet.text(400, 430, "What mutates together often touches: the MSA feeds the pair.", weight="bold")
+    return sheet
+
+
+PARTS = (  # of the Evoformer block, in order: name, what it works on, fused in V2, fused in V3
+    ("row attention", "MSA", "one GEMM, SDPA", "attention + bias + gate"),
+    ("column attention", "MSA", "one GEMM, SDPA", "attention + gate"),
+    ("transition", "MSA", "", "bias + ReLU"),
+    ("outer product mean", "MSA → pair", "", "product without copies"),
+    ("triangle ×, outgoing", "pair", "one GEMM", "norms + GEMMs + gates"),
+    ("triangle ×, incoming", "pair", "one GEMM", "norms + GEMMs + gates"),
+    ("triangle attention, start", "pair", "one GEMM, SDPA", "attention + bias + gate"),
+    ("triangle attention, end", "pair", "one GEMM, SDPA", "attention + bias + gate"),
+    ("transition", "pair", "", "bias + ReLU"),
+)
+
+
+def evoformer_block() -> Sheet:
+    """The nine parts of a block in order, and what V2 and V3 fuse in each."""
+    sheet = Sheet("The Evoformer block: nine parts, in order", 548)
+    fills = {"MSA": ORANGE, "MSA → pair": PURPLE, "pair": SKY}
+    for x, (place, color) in zip((20, 105, 260), fills.items(), strict=True):
+        sheet.box(x, 70, 20, 20, tint(color, 0.45), edge=None)
+        sheet.text(x + 28, 80, place, SMALL, ha="left")
+    for x, name in ((428, "V2"), (649, "V3")):
+        sheet.text(x, 80, name, weight="bold")
+    for i, (name, place, v2, v3) in enumerate(PARTS):
+        y = 104 + 44 * i
+        sheet.box(20, y, 306, 38, tint(fills[place], 0.45), edge=None)
+        sheet.text(32, y + 19, f"{i + 1}  {name}", SMALL, ha="left")
+        for x, width, words, color in ((340, 176, v2, GREEN), (528, 252, v3, BLUE)):
+            fill = tint(color, 0.3) if words else tint(GREY, 0.06)
+            sheet.box(x, y, width, 38, fill, words, edge=None, size=SMALL)
+    sheet.text(400, 522, "V3 also makes every layer norm one kernel", SMALL, GREY)
+    return sheet
+
+
+def two_streams() -> Sheet:
+    """V4's backward pass: gradients of activations as a chain, gradients of weights and updates beside it."""
+    study = [row for row in read(H100 / "ablation_tiny_llama_v4.json")["rows"] if row["precision"] == "bf16"]
+    alone = next(row for row in study if row["fusions"] == "only overlap")
+    none = next(row for row in study if row["fusions"] == "none" and row["group"] == alone["group"])
+    sheet = Sheet("V4's backward pass: only the chain must wait", 470)
+    layers = (8, 7, 6, 5)
+    chain, rest, height = 72, 58, 52
+
+    def box(x: float, y: float, kind: str, layer: int) -> None:
+        color, width = {"dx": (BLUE, chain), "dW": (ORANGE, rest), "upd": (PURPLE, rest)}[kind]
+        sheet.box(x, y, width, height, tint(color, 0.45), f"{kind}{layer}", edge=color, size=SMALL)
+
+    sheet.text(20, 92, "one stream", ha="left", weight="bold")
+    x = 20
+    for layer in layers:
+        for kind, width in (("dx", chain), ("dW", rest)):
+            box(x, 112, kind, layer)
+            x += width
+    for layer in layers:
+        box(x, 112, "upd", layer)
+        x += rest
+    end = x
+    sheet.text(20, 208, "two streams", ha="left", weight="bold")
+    x = 20
+    for layer in layers:
+        box(x, 228, "dx", layer)
+        x += chain
+    x = 20 + chain
+    for i, layer in enumerate(layers):
+        start = max(x, 20 + chain * (i + 1))
+        sheet.arrow(20 + chain * (i + 1) - 10, 280, start + 14, 306, GREY, 2)
+        for kind in ("dW", "upd"):
+            box(start, 308, kind, layer)
+            start += rest
+        x = start
+    sheet.line(x, 228, x, 372, color=INK, linestyle=(0, (4, 3)))
+    sheet.line(end, 112, end, 372, color=INK, linestyle=(0, (4, 3)))
+    sheet.arrow(end - 4, 340, x + 6, 340, GREEN, 4)
+    for x, words, color in (
+        (20, "dx: activations", BLUE),
+        (250, "dW: weights", "#9a6a00"),
+        (440, "upd: AdamW", PURPLE),
+    ):
+        sheet.text(x, 402, words, ha="left", color=color, weight="bold")
+    times = f"{none['batch_ms']:.2f} → {alone['batch_ms']:.2f} ms"
+    words = f"lengths are a sketch; measured: {times} a step (small TinyLlama, bf16)"
+    sheet.text(20, 442, words, SMALL, GREY, ha="left")
+    return sheet
+
+
+def plot(sheet: Sheet, x: float, y: float, width: float, height: float, **settings) -> Axes:
+    """Axes inside the figure, whose plotting area has this upper left corner and size, in pixels."""
+    place = (x / sheet.width, 1 - (y + height) / sheet.height, width / sheet.width, height / sheet.height)
+    axes = sheet.figure.add_axes(place)
+    axes.set(**settings)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(labelsize=SMALL, length=5, colors=INK)
+    axes.tick_params(which="minor", length=0)
+    for label in (axes.xaxis.label, axes.yaxis.label):
+        label.set(fontsize=SMALL, color=INK)
+    return axes
+
+
+def roofline() -> Sheet:
+    """Where the matrix products and the whole step stand under the roof, in V1 and in V4."""
+    data = read(H100 / "roofline_llama_v1_v4.json")
+    ceilings = data["runs"][0]["ceilings"]
+    flop = data["rows"][0]["flop"]
+    tflops, rate = ceilings["gemm_tflops"], ceilings["copy_gb_per_s"] / 1e3
+
+    def place(version: str, groups: tuple[str, ...] = ()) -> tuple[float, float]:
+        rows = [r for r in data["rows"] if r["script"].endswith(version) and (not groups or r["group"] in groups)]
+        moved, ms = (sum(row[key] for row in rows) for key in ("bytes", "ms"))
+        return flop / moved, flop / ms / 1e9
+
+    sheet = Sheet("The roofline that moves", 500)
+    axes = plot(
+        sheet,
+        96,
+        76,
+        660,
+        320,
+        xscale="log",
+        yscale="log",
+        xlim=(18, 1000),
+        ylim=(40, 1100),
+        xlabel="FLOP per byte",
+        ylabel="TFLOP/s",
+    )
+    knee = tflops / rate
+    axes.plot([18, knee, 1000], [18 * rate, tflops, tflops], color=INK, linewidth=3)
+    axes.text(22, 100, "memory", fontsize=SMALL, rotation=39, rotation_mode="anchor", color=INK)
+    axes.text(950, tflops * 1.1, "arithmetic", fontsize=SMALL, ha="right", color=INK)
+    for name, groups, color, side in (
+        ("whole step", (), RED, (1.0, 0.72)),
+        ("GEMMs and attention", ("gemm", "attention"), BLUE, (1.25, 0.72)),
+    ):
+        before, after = place("v1", groups), place("v4", groups)
+        axes.annotate(
+            "",
+            after,
+            before,
+            arrowprops={
+                "arrowstyle": "-|>,head_length=0.9,head_width=0.45",
+                "color": color,
+                "linewidth": 4,
+                "shrinkA": 0,
+                "shrinkB": 8,
+            },
+        )
+        axes.plot(*before, "o", markersize=13, color=color)
+        axes.plot(*after, "o", markersize=13, color=color)
+        for (x, y), version in ((before, "V1"), (after, "V4")):
+            axes.text(x, y * 1.16, version, fontsize=SMALL, ha="center", va="bottom", color=color, weight="bold")
+        middle = (before[0] * after[0]) ** 0.5, (before[1] * after[1]) ** 0.5
+        axes.text(middle[0] * side[0], middle[1] * side[1], name, fontsize=SMALL, ha="left", va="center", color=color)
+    ticks(axes.xaxis, (20, 50, 100, 200, 500, 1000))
+    ticks(axes.yaxis, (50, 100, 200, 500, 1000))
+    sheet.text(400, 476, "same arithmetic, fewer bytes, so further right and up; TinyLlama, bf16, H100", SMALL, GREY)
+    return sheet
+
+
+def ticks(axis, values: tuple[float, ...]) -> None:
+    """Plain numbers on a logarithmic axis."""
+    axis.set_major_locator(matplotlib.ticker.FixedLocator(values))
+    axis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_locator(matplotlib.ticker.NullLocator())
+
+
+def versions() -> Sheet:
+    """Milliseconds of a step of every version, bf16, the whole step as one graph."""
+    shapes = {
+        "tiny_llama, small": "TinyLlama, small",
+        "tiny_llama, medium": "TinyLlama, medium",
+        "tiny_openfold, default": "TinyOpenFold, default",
+        "tiny_openfold, crop": "TinyOpenFold, real crop",
+    }
+    times = {}
+    for shape in shapes:
+        row = row_of(H100 / "headline_v3.json", shape=shape, precision="bf16", mode="graph")
+        times[shape] = {version: row[version.lower()]["batch_ms"] for version in ("V1", "V2", "V3")}
+    for row in read(H100 / "fastest.json")["rows"]:
+        if row["precision"] == "bf16":
+            times[row["shape"]]["V4"] = row["V4"]["batch_ms"]
+    heights = [66 + 40 * max(map(len, pair)) for pair in zip(*[iter(times.values())] * 2, strict=True)]
+    sheet = Sheet("One training step, bf16, as one graph: milliseconds", 106 + sum(heights))
+    for i, (shape, title) in enumerate(shapes.items()):
+        left, top = 20 + 395 * (i % 2), 76 + sum(heights[: i // 2])
+        sheet.text(left, top + 14, title, ha="left", weight="bold")
+        for j, (version, ms) in enumerate(times[shape].items()):
+            y, width = top + 36 + 40 * j, 240 * ms / times[shape]["V1"]
+            sheet.text(left, y + 16, version, ha="left")
+            sheet.box(left + 42, y, width, 33, VERSION[version], edge=None)
+            sheet.text(left + 52 + width, y + 16, f"{ms:.2f}" if ms < 10 else f"{ms:.1f}", ha="left")
+    words = "one NVIDIA H100, medians of five turns; V4 was measured in turns with V3"
+    sheet.text(20, sheet.height - 24, words, SMALL, GREY, ha="left")
+    return sheet
+
+
+def attention_memory() -> Sheet:
+    """Peak memory against length, with the scores in memory and without, as START.md's readers measure it."""
+    study = read(CPU / "attention_memory.json")
+    lengths = [row["length"] for row in study["rows"]]
+    sheet = Sheet("Memory of attention: quadratic and linear", 470)
+    axes = plot(sheet, 96, 84, 520, 290, xlabel="tokens", ylabel="MB")
+    for name, words, color, marker, rise in (
+        ("scores", "scores\nin memory", RED, "o", 0),
+        ("fused", "fused", BLUE, "s", 34),
+    ):
+        mb = [row[name] / 1e6 for row in study["rows"]]
+        axes.plot(lengths, mb, color=color, marker=marker, linewidth=4, markersize=10, clip_on=False)
+        label = {"fontsize": SMALL, "color": color, "va": "center", "weight": "bold", "linespacing": 1.3}
+        axes.text(lengths[-1] + 60, mb[-1] + rise, f"{words}\n{mb[-1]:.0f} MB", **label)
+    axes.set(xticks=lengths, xlim=(0, lengths[-1]), ylim=(0, None))
+    heads = f"{study['config']['heads']} heads of {study['config']['head_dim']}"
+    sheet.text(20, 446, f"forward and backward, {heads}, float32, on a CPU", SMALL, GREY, ha="left")
+    return sheet
+
+
+PURPOSES = (  # of memory_by_purpose.json: key, words, colour
+    ("weights", "weights", GREY),
+    ("moments", "AdamW's moments", PURPLE),
+    ("weight_copies", "weights in bf16", "#cc79a7"),
+    ("attention", "attention", RED),
+    ("triangle", "triangles, outer product", ORANGE),
+    ("mlp", "MLP, transitions", BLUE),
+    ("other", "norms, residuals", SKY),
+    ("rest", "logits, the rest", "#c4c8cc"),
+)
+
+
+def memory_of_a_step() -> Sheet:
+    """Stacked bars: what memory holds when the forward pass ends, by what it is for, version by version."""
+    rows = read(H100 / "memory_by_purpose.json")["rows"]
+    shapes = list(dict.fromkeys(row["shape"] for row in rows))
+    bars = 44 * len(rows) + 46 * len(shapes)
+    sheet = Sheet("Memory at the end of the forward pass", 70 + bars + 34 * 3 + 20)
+    y = 66
+    for shape in shapes:
+        same = [row for row in rows if row["shape"] == shape]
+        highest = max(sum(row["bytes"].values()) for row in same)
+        model = "TinyOpenFold" if "openfold" in shape else "TinyLlama"
+        sheet.text(20, y + 18, f"{model}, {shape.partition(', ')[2]}, bf16", ha="left", weight="bold")
+        y += 40
+        for row in same:
+            sheet.text(20, y + 17, row["version"], ha="left")
+            x = 62.0
+            for key, _, color in PURPOSES:
+                width = 600 * row["bytes"][key] / highest
+                sheet.box(x, y, width, 36, color, edge=WHITE, linewidth=1)
+                x += width
+            sheet.text(x + 10, y + 17, f"{sum(row['bytes'].values()) / 1e9:.2f} GB", ha="left")
+            y += 44
+        y += 6
+    for i, (_, words, color) in enumerate(PURPOSES):
+        x, top = 20 + (0, 220, 525)[i % 3], y + 14 + 34 * (i // 3)
+        sheet.box(x, top, 20, 20, color, edge=None)
+        sheet.text(x + 28, top + 10, words, SMALL, ha="left")
+    return sheet
+
+
+KERNEL = {"GEMM": BLUE, "attention": RED, "norm": GREEN, "element-wise": ORANGE, "other": PURPLE}
+
+
+def launch_timeline() -> Sheet:
+    """Two layers, forward: what the host launches and what the GPU runs, version by version on one axis."""
+    rows = read(H100 / "timeline.json")["rows"]
+    longest = max(start + duration for row in rows for _, start, duration, *_ in row["kernels"] + row["launches"])
+    sheet = Sheet("Two layers: the host launches, the GPU runs", 152 + 104 * len(rows))
+    left, right = 160, 780
+    scale = (right - left) / longest
+
+    def lane(name: str, top: float, height: float, events: list, color: str = "") -> None:
+        sheet.text(left - 8, top + height / 2, name, SMALL, GREY, ha="right")
+        sheet.box(left, top, right - left, height, tint(GREY, 0.08), edge=None)
+        for kind, start, duration, *_ in events:
+            sheet.box(left + start * scale, top, max(duration * scale, 0.8), height, color or KERNEL[kind], edge=None)
+
+    for i, row in enumerate(rows):
+        y = 72 + 104 * i
+        version, _, mode = row["label"].partition(", ")
+        sheet.text(20, y + 20, version, ha="left", weight="bold")
+        sheet.text(20, y + 48, mode, ha="left")
+        lane("host", y, 26, row["launches"], GREY)
+        lane("GPU", y + 31, 40, row["kernels"])
+        if not row["launches"]:
+            sheet.text(left + 8, y + 13, "one launch for the whole step, before this", SMALL, GREY, ha="left")
+    y = 66 + 104 * len(rows)
+    for mark in range(0, int(longest) + 1, nice_step(longest)):
+        sheet.text(left + mark * scale, y, f"{mark} µs" if mark else "0", SMALL, GREY)
+    for x, (kind, color) in zip((20, 140, 290, 400, 580), KERNEL.items(), strict=True):
+        sheet.box(x, y + 42, 20, 20, color, edge=None)
+        sheet.text(x + 28, y + 52, kind, SMALL, ha="left")
+    return sheet
+
+
+def nice_step(longest: float) -> int:
+    """A round distance that gives an axis of this length up to six marks."""
+    return next(step for step in (50, 100, 200, 500, 1000, 2000, 5000, 10**6) if longest / step <= 6)
+
+
+FIGURES_BY_NAME: dict[str, Callable[[], Sheet]] = {
+    draw.__name__: draw
+    for draw in (
+        launch_timeline,
+        where_numbers_live,
+        add_relu,
+        merged_gemms,
+        attention,
+        attention_memory,
+        triton_grid,
+        residual_norm,
+        evoformer_inputs,
+        evoformer_block,
+        two_streams,
+        roofline,
+        versions,
+        memory_of_a_step,
+    )
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    description, _, examples = __doc__.partition("\nExamples:\n")
+    parser = argparse.ArgumentParser(
+        description=description,
+        epilog="examples:\n" + examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of: {', '.join(FIGURES_BY_NAME)} (default: all)")
+    parser.add_argument("--output", type=Path, default=FIGURES, metavar="DIR", help="(default: docs/figures)")
+    parser.add_argument("--png", action="store_true", help="PNG for slides beside each SVG, without the headline")
+    args = parser.parse_args(argv)
+    if unknown := set(args.names) - set(FIGURES_BY_NAME):
+        parser.error(f"no such figure: {', '.join(sorted(unknown))}")
+    args.output.mkdir(parents=True, exist_ok=True)
+    for name in args.names or FIGURES_BY_NAME:
+        try:
+            sheet = FIGURES_BY_NAME[name]()
+        except FileNotFoundError as error:
+            print(f"{name}: left out, there is no {Path(error.filename).relative_to(ROOT)}", file=sys.stderr)
+            if args.names:
+                return 2
+            continue
+        for path in sheet.save(args.output, name, args.png):
+            print(path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
