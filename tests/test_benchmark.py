@@ -81,6 +81,24 @@ def test_headline_compares_all_versions_turn_by_turn(tmp_path, monkeypatch):
     assert str(row["v2"]["per_step"]) in kernels
 
 
+def test_untuned_sizes_have_a_row_for_each_side_also_where_memory_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr(benchmark, "UNTUNED", {"tiny_llama, tiny": SMALL})
+    monkeypatch.setattr(benchmark, "COMPILE", [])
+    first = benchmark.importlib.import_module("tiny_llama_v1")
+
+    def no_room(run) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(first.Run, "start", no_room)
+    assert benchmark.main(["untuned", str(tmp_path), "--rounds", "2"]) == 0
+    rows = {row["side"]: row for row in json.loads((tmp_path / "untuned.json").read_text())["rows"]}
+    assert list(rows) == ["V4", "V3", "V2", "V1", "V3 compiled", "V2 compiled"]
+    assert rows["V1"]["status"] == "oom"
+    cells = [cell.strip() for cell in benchmark.table(tmp_path).splitlines()[2].split("|")[1:-1]]
+    assert cells[:2] == ["tiny_llama, tiny, bf16", f"{rows['V4']['batch_ms']:.2f}"]
+    assert (cells[4], cells[9]) == ("out of memory", "-")
+
+
 def fake_results(monkeypatch, results: list[dict]) -> None:
     """Every version script ends with the next of these results in place of training."""
     monkeypatch.setattr(benchmark, "MODELS", {"tiny_llama": []})
