@@ -67,6 +67,10 @@ from profiling.turns import (  # noqa: E402
 
 PROG = Path(__file__).name
 MEDIUM = "--hidden-dim 1024 --num-layers 12 --num-heads 16 --seq-len 512 --batch-size 16"
+GPT_2 = "--hidden-dim 768 --num-layers 12 --num-heads 12 --num-kv-heads 12"  # GPT-2 small's sizes
+GPT_2 += " --seq-len 1024 --batch-size 8 --vocab-size 50304"
+TINY_LLAMA = "--hidden-dim 2048 --num-layers 22 --num-heads 32 --num-kv-heads 4"  # TinyLlama 1.1B's
+TINY_LLAMA += " --intermediate-dim 5632 --seq-len 2048 --batch-size 2 --vocab-size 32000"
 CROP = "--batch-size 1 --num-blocks 1 --num-seqs 128 --seq-len 256 --msa-dim 256 --num-heads-msa 8"
 SHAPES = {  # of the headline table
     "tiny_llama, small": ["--seq-len", "128"],
@@ -74,15 +78,9 @@ SHAPES = {  # of the headline table
     "tiny_openfold, default": [],
     "tiny_openfold, crop": CROP.split(),
 }
-UNTUNED = {  # sizes that no block was chosen for: GPT-2 small's and TinyLlama 1.1B's
-    "tiny_llama, GPT-2 small": (
-        "--hidden-dim 768 --num-layers 12 --num-heads 12 --num-kv-heads 12 --seq-len 1024 --batch-size 8"
-        " --vocab-size 50304"
-    ).split(),
-    "tiny_llama, 1.1B": (
-        "--hidden-dim 2048 --num-layers 22 --num-heads 32 --num-kv-heads 4 --intermediate-dim 5632 --seq-len 2048"
-        " --batch-size 2 --vocab-size 32000"
-    ).split(),
+UNTUNED = {  # sizes that no block was chosen for
+    "tiny_llama, GPT-2 small": GPT_2.split(),
+    "tiny_llama, 1.1B": TINY_LLAMA.split(),
 }
 MODELS = {"tiny_openfold": [], "tiny_llama": ["--seq-len", "128"]}  # the sizes of the ablation
 VERSIONS = ("v1", "v2", "v3")
@@ -125,7 +123,7 @@ def fastest(rounds: int, shapes: Sequence[str], precisions: Sequence[str]) -> It
 def untuned(rounds: int) -> Iterator[Part]:
     """TinyLlama V4 to V1, V3 and V2 compiled, in bf16 at other sizes: one after the other, as two may not fit."""
     for shape, sizes in UNTUNED.items():
-        argv = [*sizes, *PRECISIONS["bf16"], GRAPH]
+        argv = graph_of([*sizes, *PRECISIONS["bf16"]])
         sides = {v.upper(): (f"tiny_llama_{v}", argv) for v in reversed(VERSIONS_OF["tiny_llama"])}
         sides |= {f"{v.upper()} compiled": (f"tiny_llama_{v}", [*argv, *COMPILE]) for v in ("v3", "v2")}
         for name, side in sides.items():
