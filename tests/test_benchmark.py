@@ -374,7 +374,7 @@ def test_rows_calls_every_operator_as_it_is(tmp_path, monkeypatch):
     assert "column_sums" in kernels.table(tmp_path)
 
 
-def test_the_whole_step_has_its_parts_and_its_floor(tmp_path, monkeypatch, capsys):
+def test_the_whole_step_has_its_parts_and_its_reference(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(kernels, "SHAPES", {"tiny_llama, tiny": LLAMA})
     ceilings = kernels.measure_ceilings
     monkeypatch.setattr(kernels, "measure_ceilings", lambda *given: replace(ceilings(*given), copy_gb_per_s=2.0))
