@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import MethodType
+from typing import NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +30,19 @@ os.environ.setdefault("CUEQ_TRIMUL_FALLBACK_THRESHOLD", "0")
 AUTOTUNE = "max-autotune-no-cudagraphs"  # of torch.compile's modes that with the most tuning; the graph is ours
 Operation = Callable[..., Tensor]
 Step = Callable[[], Sequence[Tensor]]  # what is done once, and what it leaves
+
+
+def cuequivariance(name: str) -> Operation:
+    """An operation of NVIDIA's library; without it, one that raises ImportError where it is called."""
+    try:
+        return getattr(importlib.import_module("cuequivariance_torch"), name)
+    except ImportError as error:
+        missing = error  # the name of an exception ends with its block
+
+    def absent(*arguments: object, **options: object) -> NoReturn:
+        raise missing
+
+    return absent
 
 
 # Attention with pair bias
@@ -59,10 +73,8 @@ def library_attention(qkvg: Tensor, gate_bias: Tensor, bias: Tensor) -> Tensor:
 
 def cuequivariance_attention(qkvg: Tensor, gate_bias: Tensor, bias: Tensor) -> Tensor:
     """NVIDIA's kernel for triangle attention without a mask, with the gate beside it."""
-    from cuequivariance_torch import triangle_attention
-
     q, k, v, gate = qkvg.transpose(2, 3).unbind(4)  # [B, R, H, N, D]
-    return gated(triangle_attention(q, k, v, bias[:, None]), gate, gate_bias)
+    return gated(cuequivariance("triangle_attention")(q, k, v, bias[:, None]), gate, gate_bias)
 
 
 def cudnn_attention(q: Tensor, k: Tensor, v: Tensor, *mask: Tensor, **options: bool) -> Tensor:
@@ -73,16 +85,20 @@ def cudnn_attention(q: Tensor, k: Tensor, v: Tensor, *mask: Tensor, **options: b
         return F.scaled_dot_product_attention(q, k, v, *mask, **options)
 
 
-def flex_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-    """FlexAttention, whose score function adds the bias and so has its gradient; q, k, v [B x R, H, N, D]."""
-    from torch.nn.attention import flex_attention as flex
+def flexible_attention(rows: int) -> Operation:
+    """FlexAttention compiled, whose score function adds the bias and so has its gradient.
 
-    rows = len(q) // len(bias)
+    q, k, v [B x R, H, N, D] with this number R of rows, bias [B, H, N, N].
+    """
+    from torch.nn.attention.flex_attention import flex_attention
 
-    def biased(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return score + bias[batch // rows, head, query, key]
+    def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        def biased(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return score + bias[batch // rows, head, query, key]
 
-    return flex.flex_attention(q, k, v, score_mod=biased)
+        return flex_attention(q, k, v, score_mod=biased)
+
+    return torch.compile(attend)
 
 
 @cache
@@ -108,11 +124,6 @@ def attention_peers(
     q, k, v [B, R, H, N, D], bias [B, H, N, N], `clone` of MegaFold -> operation and inputs of each.
     """
 
-    def cuequivariance(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-        from cuequivariance_torch import triangle_attention
-
-        return triangle_attention(q, k, v, bias)
-
     def evoformer(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
         return megafold(clone)(q, k, v, nothing_masked, bias)
 
@@ -124,11 +135,11 @@ def attention_peers(
         "SDPA": (F.scaled_dot_product_attention, [*heads_second, of_all]),
         "cuDNN": (cudnn_attention, [*heads_second, of_all]),
         "FlexAttention": (
-            torch.compile(flex_attention),
+            flexible_attention(q.shape[1]),
             [*(t.flatten(0, 1) for t in (q, k, v)), bias],
         ),
         "cuEquivariance": (  # before Blackwell its kernel reads the bias in float32
-            cuequivariance,
+            cuequivariance("triangle_attention"),
             [q, k, v, per_sample.float()],
         ),
         "MegaFold": (evoformer, [*heads_fourth, per_sample]),
@@ -157,7 +168,7 @@ class JoinedTriangle(nn.Module):
 
     def __init__(self, weights: Mapping[str, Tensor], direction: str, dtype: torch.dtype):
         super().__init__()
-        self.direction = direction
+        self.direction, self.operation = direction, cuequivariance("triangle_multiplicative_update")
         for name, parts in JOINED.items():
             for kind in ("weight", "bias"):
                 joined = torch.cat([weights[f"{part}.{kind}"] for part in parts]).to(dtype)
@@ -165,10 +176,7 @@ class JoinedTriangle(nn.Module):
 
     def forward(self, pair: Tensor) -> Tensor:
         """pair [B, N, N, c_z] -> update of pair."""
-        from cuequivariance_torch import triangle_multiplicative_update
-
-        weights = dict(self.named_parameters())
-        return triangle_multiplicative_update(pair, direction=self.direction, **weights)
+        return self.operation(pair, direction=self.direction, **dict(self.named_parameters()))
 
 
 # A whole Evoformer block
@@ -177,9 +185,9 @@ class JoinedTriangle(nn.Module):
 def with_cuequivariance(block: nn.Module) -> nn.Module:
     """V2's Evoformer block with NVIDIA's operations where they apply, in the type that its parameters have."""
 
-    def attend(self: nn.Module, x: Tensor, bias: Tensor) -> Tensor:
-        from cuequivariance_torch import triangle_attention
+    triangle_attention = cuequivariance("triangle_attention")
 
+    def attend(self: nn.Module, x: Tensor, bias: Tensor) -> Tensor:
         q, k, v, gate = self.project(x.reshape(-1, x.shape[-1]))  # [B x R x N, H, C / H]
         q, k, v = (t.view(*x.shape[:3], self.heads, -1).transpose(2, 3) for t in (q, k, v))
         out = triangle_attention(q, k, v, bias[:, None]).transpose(2, 3)  # [B, R, N, H, C / H]

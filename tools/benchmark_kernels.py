@@ -85,19 +85,19 @@ PRECISIONS = {  # type of the tensors, and torch's precision of float32 products
 ATTENTION = {  # samples, rows, length, heads, head dimension
     "N=256": (1, 256, 256, 4, 32),
     "N=384": (1, 384, 384, 4, 32),
-    "N=64, batch 4": (4, 64, 64, 4, 32),
-    "MSA rows, N=256": (1, 128, 256, 8, 32),
     "N=512": (1, 512, 512, 4, 32),
     "N=768": (1, 768, 768, 4, 32),
     "N=1024": (1, 1024, 1024, 4, 32),
+    "N=64, batch 4": (4, 64, 64, 4, 32),
+    "MSA rows, N=256": (1, 128, 256, 8, 32),
 }
 TRIANGLE = {  # samples, length
     "N=256": (1, 256),
     "N=384": (1, 384),
-    "N=64, batch 4": (4, 64),
     "N=512": (1, 512),
     "N=768": (1, 768),
     "N=1024": (1, 1024),
+    "N=64, batch 4": (4, 64),
 }
 AUTOTUNED = ("N=384",)  # tuned by torch.compile in bf16, too, which takes a minute
 LARGE = {"N=512", "N=768", "N=1024"}  # in bf16 only
@@ -198,10 +198,10 @@ class Side:
     def __init__(self, step: Step, pool: object, flush: Step | None):
         step()
         self.row = {"extra_mb": extra_memory(step), "held_mb": held_memory(step), "turns_us": []}
-        ms = 1e3 * seconds(step)
-        self.repeats = max(1, min(10, math.ceil(ENOUGH_MS / ms)))
+        self.repeats = max(1, min(10, math.ceil(ENOUGH_MS / 1e3 / seconds(step))))
         self.warm, self.cold = captured(step, self.repeats, pool), None
-        if flush and ms < SMALL_MS:
+        self.warm()
+        if flush and 1e3 * seconds(self.warm) / self.repeats < SMALL_MS:
             both = partial(after, flush, step)
             self.row["cold_turns_us"], self.cold = [], captured(both, self.repeats, pool)
 
@@ -357,6 +357,18 @@ def attention(sizes: tuple, dtype: torch.dtype, autotune: bool, wanted: Wanted) 
     return sides
 
 
+def with_weights(module: torch.nn.Module) -> torch.nn.Module:
+    """The module on the device, with the same weights in every version: some begin with what lies in memory."""
+    generator = torch.Generator().manual_seed(42)
+    state = module.state_dict()  # canonical names
+    for name in sorted(state):
+        if "norm" not in name:
+            drawn = torch.randn(state[name].shape, generator=generator)
+            state[name] = drawn / drawn.shape[-1] ** 0.5
+    module.load_state_dict(state)
+    return module.to(DEVICE)
+
+
 def triangle(sizes: tuple, dtype: torch.dtype, autotune: bool, wanted: Wanted) -> dict[str, Step]:
     """Triangle multiplication: the whole module of each version, norms and gates included, dimension 128."""
     samples, length = sizes
@@ -365,7 +377,7 @@ def triangle(sizes: tuple, dtype: torch.dtype, autotune: bool, wanted: Wanted) -
     def module_of(version: str) -> torch.nn.Module:
         module = importlib.import_module(f"tiny_openfold_{version}")
         build = module.TriangleMultiplicationOutgoing
-        return build(module.ModelConfig(), module.Fusions()).to(DEVICE)
+        return with_weights(build(module.ModelConfig(), module.Fusions()))
 
     ours = module_of("v3")
     sides = {"triton": module_step(ours, ours, [pair], dtype)}
@@ -406,7 +418,7 @@ def block(sizes: tuple, dtype: torch.dtype, autotune: bool, wanted: Wanted) -> d
     def block_of(version: str) -> torch.nn.Module:
         module = importlib.import_module(f"tiny_openfold_{version}")
         config = module.ModelConfig(msa_dim=msa_dim, num_heads_msa=heads)
-        return module.EvoformerBlock(config, module.Fusions()).to(DEVICE)
+        return with_weights(module.EvoformerBlock(config, module.Fusions()))
 
     ours = block_of("v3")  # called as the whole model calls it
     sides = {"triton": module_step(ours.with_cast_weights, ours, inputs, dtype)}
@@ -753,7 +765,8 @@ def sides_tables(directory: Path, study: str) -> list[str]:
         memory.append([name, *(" / ".join(dict.fromkeys(filter(None, mb))) for mb in both)])
     if not measured:
         return []
-    header = [f"{study}, forward + backward", *(f"{name}, us" for name in sides)]
+    work = "a step" if study == "optimizer" else "forward + backward"
+    header = [f"{study}, {work}, warm L2", *(f"{name}, us" for name in sides)]
     header += ["best of the others / triton", "with a cold L2 cache"]
     if not any(line[-1] for line in times):
         header, times = header[:-1], [line[:-1] for line in times]
