@@ -269,6 +269,28 @@ def test_in_their_own_layouts_libraries_compute_the_same_attention(tiny_studies,
         assert relative_difference(back[name](operation(*inputs)), expected) < 1e-5, name
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("study", "sizes"), [("attention", (1, 256, 256, 4, 32)), ("triangle", (1, 256))])
+def test_on_a_gpu_what_is_installed_computes_the_same(study: str, sizes: tuple, monkeypatch):
+    """In bfloat16, where the libraries' own kernels run: results, and gradients of the first input."""
+
+    def slope(t: torch.Tensor, **_: object) -> torch.Tensor:
+        return torch.linspace(-1, 1, t.numel(), device=t.device).view(t.shape).to(t.dtype)
+
+    monkeypatch.setattr(torch, "randn_like", slope)  # the same gradient on all sides
+    sides = kernels.STUDIES[study][1](sizes, torch.bfloat16, False, kernels.Wanted())
+    out, grad, *_ = sides.pop("triton")()
+    for name, step in sides.items():
+        if name.endswith("own layout"):
+            continue
+        try:
+            theirs = step()
+        except ImportError:
+            continue
+        assert relative_difference(theirs[0], out) < 5e-2, name
+        assert relative_difference(theirs[1], grad) < 5e-2, name
+
+
 def test_a_peer_that_fails_leaves_the_rest_of_the_row(tiny_studies, tmp_path, monkeypatch, capsys):
     def no_room(*given: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8 GiB\nand more")
