@@ -2,14 +2,16 @@
 """Time V3's kernels, forward and backward, beside what PyTorch and other libraries do for the same operation.
 
 All sides of a row are captured as CUDA graphs and replayed in short alternating turns, so that neither the host nor a
-change of its speed counts. A study writes one file. What is not installed is left out, and said so. Two studies are of
-the whole training step: where its time goes, and how long it is beside that of Hugging Face's Llama.
+change of its speed counts. A study writes one file. A side that is not installed, fails, or runs out of memory says so
+there. profiling/peers.py says what each library is given. Two studies are of the whole training step: where its time
+goes, and how long it is beside that of Hugging Face's Llama.
 
 Examples:
-  python tools/benchmark_kernels.py attention results/DIR   attention with pair bias and gate: V3, SDPA, torch.compile
-  python tools/benchmark_kernels.py triangle results/DIR    triangle multiplication: V3, V2, V1 under torch.compile
-  python tools/benchmark_kernels.py block results/DIR       a whole Evoformer block: V3, V2, V2 under torch.compile
-  python tools/benchmark_kernels.py causal results/DIR      causal attention with grouped queries: V3, SDPA
+  python tools/benchmark_kernels.py attention results/DIR   attention with pair bias: V3, libraries, their layouts
+  python tools/benchmark_kernels.py triangle results/DIR    triangle multiplication: V3, V2, compiled V1, cuEquivariance
+  python tools/benchmark_kernels.py block results/DIR       a whole Evoformer block: V3, V2, compiled, cuEquivariance
+  python tools/benchmark_kernels.py causal results/DIR      causal attention with grouped queries: V3, SDPA, cuDNN
+  python tools/benchmark_kernels.py optimizer results/DIR   AdamW with float32 weights and bf16 copies: V4, others
   python tools/benchmark_kernels.py rows results/DIR        norms, SwiGLU, rotary: their bytes per second, and a copy's
   python tools/benchmark_kernels.py step results/DIR        the newest step by kernel, and beside a reference
   python tools/benchmark_kernels.py llama results/DIR       the step: V4, V3, V2, Hugging Face, the same with Liger
