@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import importlib
 import json
@@ -17,6 +18,7 @@ from pathlib import Path
 from types import ModuleType
 
 from profiling.program import ToolError, interpret_without_gpu, read_json, write_text
+from profiling.provenance import provenance, watched
 
 GRAPH = "--enable-cuda-graph"
 TURN_MS = 300  # about how long a turn is
@@ -187,7 +189,8 @@ def measure_study(path: Path, parts: Iterable[Part], keep: bool = False, **setti
 
     Rows are in NAME.partial.json until the last one is there, so that an earlier result is replaced by a whole one.
     The same command goes on from there after an interruption; with other settings, or on another device, it is refused.
-    To `keep` an earlier result is to treat it in the same way: what it has is not measured again.
+    To `keep` an earlier result is to treat it in the same way: what it has is not measured again. On a GPU each session
+    leaves its `provenance`: commit, driver, clocks and power limit as read, and how long the GPU throttled meanwhile.
     """
     import torch
 
@@ -198,38 +201,48 @@ def measure_study(path: Path, parts: Iterable[Part], keep: bool = False, **setti
     device = torch.device("cuda" if on_gpu(settings.get("argv", ())) else "cpu")
     content = {"environment": first.environment(device)}
     content |= json.loads(json.dumps(settings))  # as they are read back
-    unfinished, rows = path.with_suffix(".partial.json"), []
+    unfinished, rows, sessions = path.with_suffix(".partial.json"), [], []
     for file in (path, unfinished) if keep else (unfinished,):
         if file.exists():
             earlier = read_json(file)
-            rows = earlier.pop("rows", None)
+            rows, sessions = earlier.pop("rows", None), earlier.pop("provenance", [])
             if rows is None or earlier != content:
                 way_out = "name another file, or delete it" if keep else "delete it first"
                 raise ToolError(f"{file}: begun with other settings or on another device; {way_out}")
 
     def write(file: Path) -> None:
         if first.RANK == 0:
-            write_text(file, json.dumps({**content, "rows": rows}, indent=1) + "\n", replace=True)
+            whole = {**content, **({"provenance": sessions} if sessions else {}), "rows": rows}
+            write_text(file, json.dumps(whole, indent=1) + "\n", replace=True)
 
+    gpu = device.type == "cuda"
+    sessions += [provenance()] if gpu else []
     write(unfinished)  # a place where nothing can be written shows before anything is measured
     seconds = []
-    for number, (names, measure) in enumerate(parts):
-        if any(all(row.get(key) == value for key, value in names.items()) for row in rows):
-            continue
-        if first.RANK == 0:
-            total = f" of {len(parts)}" if isinstance(parts, Sized) else ""
-            left = statistics.fmean(seconds) * (len(parts) - number) if total and seconds else None
-            words = (f"{key} {' '.join(value) if isinstance(value, list) else value}" for key, value in names.items())
-            print(f"{number + 1}{total}: {', '.join(words)}{f'; {left:.0f} s left' if left else ''}", file=sys.stderr)
-        started = time.monotonic()
-        found = measure()
-        seconds.append(time.monotonic() - started)
-        rows += [names | row for row in (found if isinstance(found, list) else [found])]
-        write(unfinished)
+    with watched() if gpu else contextlib.nullcontext({}) as meanwhile:
+        for number, (names, measure) in enumerate(parts):
+            if any(all(row.get(key) == value for key, value in names.items()) for row in rows):
+                continue
+            if first.RANK == 0:
+                whole = len(parts) if isinstance(parts, Sized) else None  # what comes next may follow from the rows
+                left = f"; {statistics.fmean(seconds) * (whole - number):.0f} s left" if whole and seconds else ""
+                print(f"{number + 1}{f' of {whole}' if whole else ''}: {in_words(names)}{left}", file=sys.stderr)
+            started = time.monotonic()
+            found = measure()
+            seconds.append(time.monotonic() - started)
+            rows += [names | row for row in (found if isinstance(found, list) else [found])]
+            write(unfinished)
+    if gpu:
+        sessions[-1] |= meanwhile
     write(path)
     if first.RANK == 0:
         unfinished.unlink(missing_ok=True)
     return rows
+
+
+def in_words(names: Mapping[str, object]) -> str:
+    """What names a row, for a line of progress."""
+    return ", ".join(f"{key} {' '.join(value) if isinstance(value, list) else value}" for key, value in names.items())
 
 
 def read_rows(path: Path) -> list[dict]:

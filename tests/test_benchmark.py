@@ -11,6 +11,7 @@ import torch
 from conftest import ROOT, load, random_state, relative_difference
 
 sys.path.insert(0, str(ROOT))
+from profiling import peers
 from tools import benchmark
 from tools import benchmark_kernels as kernels
 
@@ -78,6 +79,24 @@ def test_headline_compares_all_versions_turn_by_turn(tmp_path, monkeypatch):
         "tiny_llama, small, fp32", "60.00", "40.00", "20.00"
     ]  # fmt: skip
     assert str(row["v2"]["per_step"]) in kernels
+
+
+def test_untuned_sizes_have_a_row_for_each_side_also_where_memory_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr(benchmark, "UNTUNED", {"tiny_llama, tiny": SMALL})
+    monkeypatch.setattr(benchmark, "COMPILE", [])
+    first = benchmark.importlib.import_module("tiny_llama_v1")
+
+    def no_room(run) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(first.Run, "start", no_room)
+    assert benchmark.main(["untuned", str(tmp_path), "--rounds", "2"]) == 0
+    rows = {row["side"]: row for row in json.loads((tmp_path / "untuned.json").read_text())["rows"]}
+    assert list(rows) == ["V4", "V3", "V2", "V1", "V3 compiled", "V2 compiled"]
+    assert rows["V1"]["status"] == "oom"
+    cells = [cell.strip() for cell in benchmark.table(tmp_path).splitlines()[2].split("|")[1:-1]]
+    assert cells[:2] == ["tiny_llama, tiny, bf16", f"{rows['V4']['batch_ms']:.2f}"]
+    assert (cells[4], cells[9]) == ("out of memory", "-")
 
 
 def fake_results(monkeypatch, results: list[dict]) -> None:
@@ -155,38 +174,183 @@ def test_bad_input_is_one_line(tmp_path, monkeypatch, capsys, argv, content, lin
 # tools/benchmark_kernels.py
 
 
+LLAMA = ["--num-layers", "1", "--hidden-dim", "32", "--num-heads", "4", "--num-kv-heads", "2", "--seq-len", "12"]
+LLAMA += ["--batch-size", "2", "--vocab-size", "50", "--warmup-steps", "2"]
+
+
 @pytest.fixture
 def tiny_studies(monkeypatch):
     """Sizes for a CPU; V1's side is not compiled."""
-    monkeypatch.setattr(kernels, "ATTENTION", {"N=4": (2, 2, 4, 1, 8)})
-    monkeypatch.setattr(kernels, "TRIANGLE", {"N=3": (1, 3)})
-    monkeypatch.setattr(kernels, "BLOCK", {"N=3": (1, 2, 3, 8, 2)})
-    monkeypatch.setattr(kernels, "CAUSAL", {"S=6": (1, 6, 2, 1, 8)})
-    monkeypatch.setattr(kernels.torch, "compile", lambda function: function)
+    tiny = {"attention": {"N=4": (2, 2, 4, 1, 8)}, "triangle": {"N=3": (1, 3)}, "block": {"N=3": (1, 2, 3, 8, 2)}}
+    tiny |= {"causal": {"S=6": (1, 6, 2, 1, 8)}, "optimizer": {"tiny": LLAMA}}
+    for study, shapes in tiny.items():
+        monkeypatch.setitem(kernels.STUDIES, study, (shapes, kernels.STUDIES[study][1]))
+    monkeypatch.setattr(kernels.torch, "compile", lambda function, **mode: function)
 
 
-@pytest.mark.parametrize("study", kernels.STUDIES)
-def test_all_sides_of_a_study_compute_the_same(study: str, tiny_studies, monkeypatch):
+def triangle_attention(q, k, v, bias, mask=None):
+    """cuEquivariance's formula and argument shapes: q, k, v [B, N, H, S, D], bias [B, 1, H, S, S]."""
+    assert mask is None, "no mask where none is needed"
+    return (q @ k.mT / q.shape[-1] ** 0.5 + bias).softmax(-1) @ v
+
+
+def triangle_multiplicative_update(x, direction, **w):
+    """cuEquivariance's formula, of which the names of the arguments say the rest."""
+    linear, norm, dim = torch.nn.functional.linear, torch.nn.functional.layer_norm, x.shape[-1:]
+    x = norm(x, dim, w["norm_in_weight"], w["norm_in_bias"])
+    gate = linear(x, w["g_in_weight"], w["g_in_bias"]).sigmoid()
+    a, b = (gate * linear(x, w["p_in_weight"], w["p_in_bias"])).chunk(2, dim=-1)
+    product = torch.einsum({"outgoing": "bikc,bjkc->bijc", "incoming": "bkic,bkjc->bijc"}[direction], a, b)
+    product = norm(product, product.shape[-1:], w["norm_out_weight"], w["norm_out_bias"])
+    return linear(x, w["g_out_weight"], w["g_out_bias"]).sigmoid() * linear(product, w["p_out_weight"], w["p_out_bias"])
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Stand-ins with the interfaces of libraries that need an NVIDIA GPU."""
+    stand_in = SimpleNamespace(
+        triangle_attention=triangle_attention, triangle_multiplicative_update=triangle_multiplicative_update
+    )
+    monkeypatch.setitem(sys.modules, "cuequivariance_torch", stand_in)
+
+    def evoformer(q, k, v, mask, bias):  # [B, R, N, H, D]
+        heads_third = (t.transpose(2, 3) for t in (q, k, v))
+        return triangle_attention(*heads_third, bias + mask).transpose(2, 3)
+
+    monkeypatch.setattr(peers, "megafold", lambda clone: evoformer)
+    monkeypatch.setattr(kernels, "cudnn_attention", torch.nn.functional.scaled_dot_product_attention)
+    monkeypatch.setattr(peers, "cudnn_attention", torch.nn.functional.scaled_dot_product_attention)
+
+
+SAME = {  # sides that take and give what ours does
+    "attention": ["torch.compile", "SDPA", "cuEquivariance"],
+    "triangle": ["V2", "torch.compile", "cuEquivariance"],
+    "block": ["V2", "V2, torch.compile", "V2 with cuEquivariance, torch.compile"],
+    "causal": ["SDPA, grouped", "SDPA, repeated"],
+}
+
+
+@pytest.mark.parametrize("study", SAME)
+def test_all_sides_of_a_study_compute_the_same(study: str, tiny_studies, installed, monkeypatch):
     """The result and the gradient of the first input, or a block's two results; the rest depends on what is merged."""
     found = {}
 
-    def in_turns(sides: dict, rounds: int) -> dict:
-        found.update({name: step()[:2] for name, step in sides.items()})
+    def in_turns(sides: dict, rounds: int, cold: bool) -> dict:
+        chosen = [name for name in sides if not name.endswith("own layout")]
+        found.update({name: sides[name]()[:2] for name in chosen})
         return {}
 
     monkeypatch.setattr(kernels, "in_turns", in_turns)
-    monkeypatch.setattr(torch, "randn_like", torch.ones_like)  # the same gradient of the result on all sides
-    for version in ("v1", "v2", "v3"):  # and the same weights
-        module = benchmark.importlib.import_module(f"tiny_openfold_{version}")
-        for name in ("TriangleMultiplicationOutgoing", "EvoformerBlock"):
-            monkeypatch.setattr(module, name, with_random_weights(getattr(module, name)))
-    for _, measure in kernels.STUDIES[study](1, ["fp32"]):
+    monkeypatch.setattr(torch, "randn_like", lambda t, **_: torch.ones_like(t))  # the same gradient on all sides
+    for _, measure in kernels.wanted_parts(study, kernels.Wanted(1, ["fp32"])):
         measure()
-    assert len(found) == 3
     ours = found.pop("triton")
+    assert sorted(found) == sorted(SAME[study])
     for name, theirs in found.items():
         for a, b in zip(ours, theirs, strict=True):
             assert relative_difference(a, b) < 1e-5, name
+
+
+def test_in_their_own_layouts_libraries_compute_the_same_attention(tiny_studies, installed):
+    """Each library's result, put into one order, is that of the formula."""
+    q, k, v = torch.randn(3, 2, 3, 2, 5, 8).unbind()
+    bias = torch.randn(2, 2, 5, 5)
+    expected = triangle_attention(q, k, v, bias[:, None])
+    back = {
+        "SDPA": lambda out: out.unflatten(1, (2, 2)).transpose(0, 1),
+        "cuDNN": lambda out: out.unflatten(1, (2, 2)).transpose(0, 1),
+        "FlexAttention": lambda out: out.view(q.shape),
+        "cuEquivariance": lambda out: out,
+        "MegaFold": lambda out: out.transpose(2, 3),
+    }
+    found = peers.attention_peers(q, k, v, bias, None)
+    assert found.keys() == back.keys()
+    for name, (operation, inputs) in found.items():
+        assert relative_difference(back[name](operation(*inputs)), expected) < 1e-5, name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("study", "sizes"), [("attention", (1, 256, 256, 4, 32)), ("triangle", (1, 256))])
+def test_on_a_gpu_what_is_installed_computes_the_same(study: str, sizes: tuple, monkeypatch):
+    """In bfloat16, where the libraries' own kernels run: results, and gradients of the first input."""
+
+    def slope(t: torch.Tensor, **_: object) -> torch.Tensor:
+        return torch.linspace(-1, 1, t.numel(), device=t.device).view(t.shape).to(t.dtype)
+
+    monkeypatch.setattr(torch, "randn_like", slope)  # the same gradient on all sides
+    sides = kernels.STUDIES[study][1](sizes, torch.bfloat16, False, kernels.Wanted())
+    out, grad, *_ = sides.pop("triton")()
+    for name, step in sides.items():
+        if name.endswith("own layout"):
+            continue
+        try:
+            theirs = step()
+        except ImportError:
+            continue
+        assert relative_difference(theirs[0], out) < 5e-2, name
+        assert relative_difference(theirs[1], grad) < 5e-2, name
+
+
+def test_a_peer_that_fails_leaves_the_rest_of_the_row(tiny_studies, tmp_path, monkeypatch, capsys):
+    def no_room(*given: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8 GiB\nand more")
+
+    monkeypatch.setitem(sys.modules, "cuequivariance_torch", None)  # not installed
+    monkeypatch.setattr(kernels, "library_attention", no_room)
+    assert kernels.main(["attention", str(tmp_path), "--precisions", "fp32", "--rounds", "1"]) == 0
+    (row,) = json.loads((tmp_path / "attention.json").read_text())["rows"]
+    assert row["triton"]["us"] > 0
+    assert row["SDPA"] == {
+        "status": "oom",
+        "error": "OutOfMemoryError: CUDA out of memory. Tried to allocate 8 GiB",
+    }
+    assert [row[f"{name}, own layout"]["status"] for name in ("cuEquivariance", "MegaFold")] == ["missing"] * 2
+    assert "--megafold" in row["MegaFold, own layout"]["error"]
+    assert "note: SDPA: OutOfMemoryError" in capsys.readouterr().err
+    assert "out of memory" in kernels.table(tmp_path)
+    assert "not installed" in kernels.table(tmp_path)
+
+
+def test_a_kernel_of_ours_that_fails_fails_the_study(tiny_studies, tmp_path, monkeypatch, capsys):
+    def broken(*given: object) -> None:
+        raise RuntimeError("no such kernel")
+
+    v3 = benchmark.importlib.import_module("tiny_openfold_v3")
+    monkeypatch.setattr(v3, "attention_forward", broken)
+    assert kernels.main(["attention", str(tmp_path), "--precisions", "fp32", "--rounds", "1"]) == 1
+    assert "no such kernel" in capsys.readouterr().err.splitlines()[-1]
+    (row,) = json.loads((tmp_path / "attention.json").read_text())["rows"]
+    assert row["SDPA"]["us"] > 0, "what was measured is not lost"
+
+
+def test_a_cold_cache_is_told_where_it_changes_the_ratio(tmp_path):
+    def side(us: float, cold: float) -> dict:
+        return {"us": us, "turns_us": [us], "cold_us": cold, "cold_turns_us": [cold], "extra_mb": 5.0, "held_mb": 1.0}
+
+    rows = [
+        {"shape": name, "precision": "bf16", "triton": side(10.0, ours), "SDPA": side(20.0, theirs)}
+        for name, ours, theirs in (("small", 16.0, 24.0), ("large", 11.0, 22.0))
+    ]
+    (tmp_path / "attention.json").write_text(json.dumps({"rows": rows}))
+    small, large = (line.split("|")[4:6] for line in kernels.table(tmp_path).splitlines()[2:4])
+    assert [cell.strip() for cell in small] == ["2.00x (SDPA)", "1.50x"]
+    assert [cell.strip() for cell in large] == ["2.00x (SDPA)", ""]
+
+
+def test_optimizers_with_master_weights_take_the_step_that_ours_takes():
+    masters = [torch.nn.Parameter(torch.randn(4, 3)), torch.nn.Parameter(torch.randn(5))]
+    expected = [torch.nn.Parameter(master.detach().clone()) for master in masters]
+    low = [master.detach().to(torch.bfloat16) for master in masters]
+    step = peers.torch_adamw(masters, low, narrow=True)
+    step()
+    reference = torch.optim.AdamW(expected, lr=3e-4)
+    for parameter, master in zip(expected, masters, strict=True):
+        assert torch.equal(master.grad, master.grad.to(torch.bfloat16).float()), "widened from bfloat16"
+        parameter.grad = master.grad.clone()
+    reference.step()
+    for parameter, master, narrow in zip(expected, masters, low, strict=True):
+        assert relative_difference(master, parameter) < 1e-6
+        assert torch.equal(narrow, master.to(torch.bfloat16))
 
 
 def with_random_weights(original):
@@ -228,11 +392,7 @@ def test_rows_calls_every_operator_as_it_is(tmp_path, monkeypatch):
     assert "column_sums" in kernels.table(tmp_path)
 
 
-LLAMA = ["--num-layers", "1", "--hidden-dim", "32", "--num-heads", "4", "--num-kv-heads", "2", "--seq-len", "12"]
-LLAMA += ["--batch-size", "2", "--vocab-size", "50", "--warmup-steps", "2"]
-
-
-def test_the_whole_step_has_its_parts_and_its_floor(tmp_path, monkeypatch, capsys):
+def test_the_whole_step_has_its_parts_and_its_reference(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(kernels, "SHAPES", {"tiny_llama, tiny": LLAMA})
     ceilings = kernels.measure_ceilings
     monkeypatch.setattr(kernels, "measure_ceilings", lambda *given: replace(ceilings(*given), copy_gb_per_s=2.0))
@@ -285,31 +445,28 @@ def test_the_optimizer_of_v4_is_an_operator_and_counts_as_one():
 
 
 def test_llamas_that_are_compared_train_alike(tmp_path, monkeypatch, capsys):
-    """All have the same loss at the start and after a step; what does not run is left out."""
+    """All have the same loss at the start and after a step; Liger with its loss runs without a graph."""
     pytest.importorskip("transformers")
-    monkeypatch.setattr(kernels, "SHAPES", {"tiny_llama, tiny": LLAMA, "tiny_openfold, default": []})
-    losses = {}
+    monkeypatch.setattr(kernels, "LLAMAS", {"tiny_llama, tiny": LLAMA})
+    losses, eager = {}, []
     for module in map(load, ("tiny_llama_v2", "tiny_llama_v3", "tiny_llama_v4")):
         monkeypatch.setattr(module, "build_model", with_random_weights(module.build_model))
 
     def in_turns(sides: dict, rounds: int) -> dict:
         losses.update({name: [step()[0].item() for _ in range(2)] for name, step in sides.items()})
+        eager.extend(name for name, step in sides.items() if getattr(step, "eager", False))
         return {name: {"us": 3e3, "turns_us": [3e3], "extra_mb": None} for name in sides}
-
-    def fails(**batch: torch.Tensor) -> None:
-        raise RuntimeError("called a synchronizing CUDA operation\nand more")
 
     monkeypatch.setattr(kernels, "in_turns", in_turns)
     monkeypatch.setattr(kernels, "optional", lambda package: True)
     monkeypatch.setattr(torch, "compile", lambda model: model)
-    monkeypatch.setattr(kernels, "with_liger", lambda model, **chosen: model if chosen else fails)
+    monkeypatch.setattr(kernels, "with_liger", lambda model, **chosen: model)
     assert kernels.main(["llama", str(tmp_path), "--precisions", "fp32"]) == 0
-    assert list(losses) == ["V4", "V3", "V2", "Hugging Face", "Hugging Face compiled", "Liger but its loss"]
+    liger = ["Liger, eager", "Liger but its loss", "Liger but its loss, compiled"]
+    assert list(losses) == ["V4", "V3", "V2", "Hugging Face", "Hugging Face compiled", *liger]
+    assert eager == ["Liger, eager"]
     assert losses["V3"][1] < losses["V3"][0]
     for name, found in losses.items():
         assert found == pytest.approx(losses["V3"], rel=1e-4 if kernels.GPU else 1e-5), name
-    (note,) = [line for line in capsys.readouterr().err.splitlines() if "left out" in line]
-    assert "Liger is left out" in note
-    assert "synchronizing CUDA operation" in note
     assert kernels.main(["table", str(tmp_path)]) == 0
-    assert re.search(r"\| tiny_llama, tiny, fp32 \|( +3\.00 \|){6}( +1\.00x \|){5}", capsys.readouterr().out)
+    assert re.search(r"\| tiny_llama, tiny, fp32 \|( +3\.00 \|){8}( +1\.00x \|){7}", capsys.readouterr().out)

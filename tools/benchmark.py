@@ -8,6 +8,7 @@ then the rows are in NAME.partial.json.
 Examples:
   python tools/benchmark.py headline results/DIR   all versions: sizes, precisions, eager, graph and compiled
   python tools/benchmark.py fastest results/DIR    TinyLlama V4 against all versions compiled, and V3, as graphs
+  python tools/benchmark.py untuned results/DIR    the same at GPT-2 small's and TinyLlama 1.1B's sizes, in bf16
   python tools/benchmark.py inference results/DIR  a transformer layer of V4 in one launch, and in other ways
   python tools/benchmark.py ablation results/DIR   what a version adds: each alone, and all but each, against none
   python tools/benchmark.py memory results/DIR     peak memory of TinyLlama against the sequence length
@@ -55,6 +56,7 @@ from profiling.turns import (  # noqa: E402
     check_failed,
     free_memory,
     graph_of,
+    in_turns,
     make_trainer,
     measure_study,
     ratios,
@@ -65,12 +67,20 @@ from profiling.turns import (  # noqa: E402
 
 PROG = Path(__file__).name
 MEDIUM = "--hidden-dim 1024 --num-layers 12 --num-heads 16 --seq-len 512 --batch-size 16"
+GPT_2 = "--hidden-dim 768 --num-layers 12 --num-heads 12 --num-kv-heads 12"  # GPT-2 small's sizes
+GPT_2 += " --seq-len 1024 --batch-size 8 --vocab-size 50304"
+TINY_LLAMA = "--hidden-dim 2048 --num-layers 22 --num-heads 32 --num-kv-heads 4"  # TinyLlama 1.1B's
+TINY_LLAMA += " --intermediate-dim 5632 --seq-len 2048 --batch-size 2 --vocab-size 32000"
 CROP = "--batch-size 1 --num-blocks 1 --num-seqs 128 --seq-len 256 --msa-dim 256 --num-heads-msa 8"
 SHAPES = {  # of the headline table
     "tiny_llama, small": ["--seq-len", "128"],
     "tiny_llama, medium": MEDIUM.split(),
     "tiny_openfold, default": [],
     "tiny_openfold, crop": CROP.split(),
+}
+UNTUNED = {  # sizes that no block was chosen for
+    "tiny_llama, GPT-2 small": GPT_2.split(),
+    "tiny_llama, 1.1B": TINY_LLAMA.split(),
 }
 MODELS = {"tiny_openfold": [], "tiny_llama": ["--seq-len", "128"]}  # the sizes of the ablation
 VERSIONS = ("v1", "v2", "v3")
@@ -108,6 +118,21 @@ def fastest(rounds: int, shapes: Sequence[str], precisions: Sequence[str]) -> It
         sides = {"V4": ("tiny_llama_v4", argv), "V3": ("tiny_llama_v3", argv)}
         sides |= {f"{v.upper()} compiled": (f"tiny_llama_{v}", [*argv, *COMPILE]) for v in reversed(VERSIONS)}
         yield {"shape": shape, "precision": precision}, partial(all_measured, sides, rounds)
+
+
+def untuned(rounds: int) -> Iterator[Part]:
+    """TinyLlama V4 to V1, V3 and V2 compiled, in bf16 at other sizes: one after the other, as two may not fit."""
+    for shape, sizes in UNTUNED.items():
+        argv = graph_of([*sizes, *PRECISIONS["bf16"]])
+        sides = {v.upper(): (f"tiny_llama_{v}", argv) for v in reversed(VERSIONS_OF["tiny_llama"])}
+        sides |= {f"{v.upper()} compiled": (f"tiny_llama_{v}", [*argv, *COMPILE]) for v in ("v3", "v2")}
+        for name, side in sides.items():
+            yield {"shape": shape, "precision": "bf16", "side": name}, partial(one_side, name, side, rounds)
+
+
+def one_side(name: str, side: tuple[str, list[str]], rounds: int) -> dict:
+    """Turns of a side alone."""
+    return in_turns({name: side}, rounds)[name]
 
 
 def inference() -> Iterator[Part]:
@@ -457,6 +482,26 @@ def fastest_table(directory: Path) -> str:
     return markdown_table([*header, *(f"{name}, MB" for name in sides)], lines) if lines else ""
 
 
+def untuned_table(directory: Path) -> str:
+    """Milliseconds per step and peak memory of each side, and its time over V4's."""
+    measured: dict[str, dict[str, dict]] = {}
+    for row in read_rows(directory / "untuned.json"):
+        measured.setdefault(f"{row['shape']}, {row['precision']}", {})[row["side"]] = row
+    names = list(dict.fromkeys(name for sides in measured.values() for name in sides))
+    lines = []
+    for shape, sides in measured.items():
+        here = [sides.get(name, {}) for name in names]
+        lines.append(
+            [shape, *(NOT_FINISHED.get(side.get("status")) or cell(side.get("batch_ms"), ".2f") for side in here)]
+        )
+        both = ((side.get("batch_ms"), sides.get("V4", {}).get("batch_ms")) for side in here[1:])
+        lines[-1] += [f"{ms / v4:.2f}x" if ms and v4 else "-" for ms, v4 in both]
+        lines[-1] += [cell(side.get("peak_mb"), ".0f") for side in here]
+    header = ["as graphs, one after the other", *(f"{name}, ms" for name in names)]
+    header += [f"{name} / V4" for name in names[1:]]
+    return markdown_table([*header, *(f"{name}, MB" for name in names)], lines) if lines else ""
+
+
 def inference_table(directory: Path) -> str:
     """Microseconds of a layer in each way, and how many kernels these are."""
     lines, header = [], []
@@ -505,6 +550,7 @@ TABLES: dict[str, Callable[[Path], list[str]]] = {
     "openfold": lambda directory: [model_table(directory, "tiny_openfold")],
     "inference": lambda directory: [inference_table(directory)],
     "fastest": lambda directory: [fastest_table(directory), ablation_table(directory, "tiny_llama_v4")],
+    "untuned": lambda directory: [untuned_table(directory)],
     "share": lambda directory: [share_table(directory)],
     "memory": lambda directory: [memory_table(directory)],
     "counts": lambda directory: [counts_table(directory)],
@@ -530,6 +576,7 @@ def build_parser() -> argparse.ArgumentParser:
     suites = (
         "headline",
         "fastest",
+        "untuned",
         "inference",
         "ablation",
         "memory",
@@ -571,6 +618,8 @@ def run_suite(args: argparse.Namespace) -> int:
     elif args.suite == "fastest":
         rows = fastest(args.rounds, args.shapes, args.precisions)
         measure_study(args.directory / "fastest.json", rows, rounds=args.rounds)
+    elif args.suite == "untuned":
+        measure_study(args.directory / "untuned.json", untuned(args.rounds), rounds=args.rounds)
     elif args.suite == "inference":
         measure_study(args.directory / "inference.json", inference())
     elif args.suite == "ablation":

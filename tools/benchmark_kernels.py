@@ -2,16 +2,18 @@
 """Time V3's kernels, forward and backward, beside what PyTorch and other libraries do for the same operation.
 
 All sides of a row are captured as CUDA graphs and replayed in short alternating turns, so that neither the host nor a
-change of its speed counts. A study writes one file. What is not installed is left out, and said so. Two studies are of
-the whole training step: where its time goes, and how long it is beside that of Hugging Face's Llama.
+change of its speed counts. A study writes one file. A side that is not installed, fails, or runs out of memory says so
+there. profiling/peers.py says what each library is given. Two studies are of the whole training step: where its time
+goes, and how long it is beside that of Hugging Face's Llama.
 
 Examples:
-  python tools/benchmark_kernels.py attention results/DIR   attention with pair bias and gate: V3, SDPA, torch.compile
-  python tools/benchmark_kernels.py triangle results/DIR    triangle multiplication: V3, V2, V1 under torch.compile
-  python tools/benchmark_kernels.py block results/DIR       a whole Evoformer block: V3, V2, V2 under torch.compile
-  python tools/benchmark_kernels.py causal results/DIR      causal attention with grouped queries: V3, SDPA
+  python tools/benchmark_kernels.py attention results/DIR   attention with pair bias: V3, libraries, their layouts
+  python tools/benchmark_kernels.py triangle results/DIR    triangle multiplication: V3, V2, compiled V1, cuEquivariance
+  python tools/benchmark_kernels.py block results/DIR       a whole Evoformer block: V3, V2, compiled, cuEquivariance
+  python tools/benchmark_kernels.py causal results/DIR      causal attention with grouped queries: V3, SDPA, cuDNN
+  python tools/benchmark_kernels.py optimizer results/DIR   AdamW with float32 weights and bf16 copies: V4, others
   python tools/benchmark_kernels.py rows results/DIR        norms, SwiGLU, rotary: their bytes per second, and a copy's
-  python tools/benchmark_kernels.py step results/DIR        the newest step by kernel, and how far it is from its floor
+  python tools/benchmark_kernels.py step results/DIR        the newest step by kernel, and beside a reference
   python tools/benchmark_kernels.py llama results/DIR       the step: V4, V3, V2, Hugging Face, the same with Liger
   python tools/benchmark_kernels.py traffic results/DIR     bytes that a step of each version reads and writes
   python tools/benchmark_kernels.py table results/DIR       the tables, from what lies in DIR
@@ -19,6 +21,7 @@ Examples:
 """
 
 import argparse
+import contextlib
 import importlib
 import itertools
 import math
@@ -26,22 +29,44 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
-import triton  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from profiling.ceilings import measure_ceilings  # noqa: E402
 from profiling.kernels import CATEGORIES, kernels_of, short_name  # noqa: E402
-from profiling.peers import hugging_face, with_liger  # noqa: E402
-from profiling.program import ToolError, at_least, documented_parser, markdown_table, run_tool  # noqa: E402
+from profiling.peers import (  # noqa: E402
+    AUTOTUNE,
+    JoinedTriangle,
+    Step,
+    attention_peers,
+    cudnn_attention,
+    cuequivariance_attention,
+    fused_adam,
+    hugging_face,
+    library_attention,
+    plain_attention,
+    torch_adamw,
+    with_cuequivariance,
+    with_liger,
+)
+from profiling.program import (  # noqa: E402
+    NOT_FINISHED,
+    ToolError,
+    at_least,
+    cell,
+    documented_parser,
+    markdown_table,
+    run_tool,
+)
 from profiling.roofline import group_bytes  # noqa: E402
 from profiling.turns import (  # noqa: E402
     Part,
@@ -53,11 +78,12 @@ from profiling.turns import (  # noqa: E402
     parse_quiet,
     read_rows,
 )
-from tools.benchmark import PRECISIONS as ARGUMENTS  # noqa: E402
 from tools.benchmark import (  # noqa: E402
+    MEDIUM,
     SHAPES,
     VERSIONS_OF,
 )
+from tools.benchmark import PRECISIONS as ARGUMENTS  # noqa: E402
 
 PROG = Path(__file__).name
 GPU = torch.cuda.is_available()
@@ -70,32 +96,48 @@ PRECISIONS = {  # type of the tensors, and torch's precision of float32 products
 ATTENTION = {  # samples, rows, length, heads, head dimension
     "N=256": (1, 256, 256, 4, 32),
     "N=384": (1, 384, 384, 4, 32),
+    "N=512": (1, 512, 512, 4, 32),
+    "N=768": (1, 768, 768, 4, 32),
+    "N=1024": (1, 1024, 1024, 4, 32),
     "N=64, batch 4": (4, 64, 64, 4, 32),
     "MSA rows, N=256": (1, 128, 256, 8, 32),
 }
-TRIANGLE = {"N=256": (1, 256), "N=384": (1, 384), "N=64, batch 4": (4, 64)}  # samples, length
+TRIANGLE = {  # samples, length
+    "N=256": (1, 256),
+    "N=384": (1, 384),
+    "N=512": (1, 512),
+    "N=768": (1, 768),
+    "N=1024": (1, 1024),
+    "N=64, batch 4": (4, 64),
+}
+AUTOTUNED = ("N=384",)  # tuned by torch.compile in bf16, too, which takes a minute
+LARGE = {"N=512", "N=768", "N=1024"}  # in bf16 only
 BLOCK = {  # samples, sequences, length, MSA channels, MSA heads
     "crop": (1, 128, 256, 256, 8),
 }
-BLOCK_SIDES = {"triton": "v3", "V2": "v2", "V2, torch.compile": "v2"}
 CAUSAL = {"S=512": (16, 512, 16, 8, 64), "S=2048": (4, 2048, 16, 8, 64)}  # samples, length, heads, key heads, dimension
+LLAMAS = {name: sizes for name, sizes in SHAPES.items() if name.startswith("tiny_llama")}
+OPTIMIZER = dict(LLAMAS)  # whose weights
+LLAMAS["tiny_llama, medium, vocabulary 32000"] = [*MEDIUM.split(), "--vocab-size", "32000"]
+SMALL_MS, ENOUGH_MS = 2, 50  # a longer step does not live in a cache; a graph of so long is measured well
+FLUSH_MB = 256  # several times the L2 cache of any GPU that we measure on
 PROFILED = 3  # steps
-Step = Callable[[], Sequence[Tensor]]  # forward and backward once
+REASONS = NOT_FINISHED | {"missing": "not installed"}  # why a side has no figures
 
 
 def gradient_step(operation: Callable, inputs: list[Tensor], parameters: Sequence[Tensor] = ()) -> Step:
     """Forward and backward with fixed gradients of the results -> these, and gradients of inputs and parameters."""
     inputs = [t.detach().requires_grad_() for t in inputs]
+    grads: list[Tensor] = []
 
     def results() -> tuple[Tensor, ...]:
         found = operation(*inputs)
         return (found,) if isinstance(found, Tensor) else found
 
-    with torch.no_grad():
-        grads = [torch.randn_like(result) for result in results()]
-
     def step() -> Sequence[Tensor]:
         found = results()
+        if not grads:  # the first time
+            grads.extend(torch.randn_like(result, requires_grad=False) for result in found)
         return *found, *torch.autograd.grad(found, [*inputs, *parameters], grads)
 
     step.forward = results
@@ -122,19 +164,34 @@ def held_memory(step: Step) -> float | None:
     return (torch.cuda.memory_allocated() - before - sum(result.nbytes for result in found)) / 1e6
 
 
-def captured(step: Step, repeats: int) -> Callable[[], None]:
-    """So many steps as one graph; on a CPU as they are."""
-    if not GPU:
-        return lambda: [step() for _ in range(repeats)] and None
+def warm_up(step: Step) -> None:
+    """Some steps as a capture wants them before it.
+
+    RuntimeError if one waits for the device, which would spoil a capture; a step that is marked `unchecked` does so
+    outside graphs only.
+    """
+    if not GPU or getattr(step, "eager", False):
+        return
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(3):
             step()
+        torch.cuda.set_sync_debug_mode("default" if getattr(step, "unchecked", False) else "error")
+        try:
+            step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
     torch.cuda.current_stream().wait_stream(side)
+
+
+def captured(step: Step, repeats: int, pool: object = None) -> Callable[[], None]:
+    """So many steps as one graph with memory from this pool; as they are on a CPU, or if marked `eager`."""
+    if not GPU or getattr(step, "eager", False):
+        return lambda: [step() for _ in range(repeats)] and None
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(repeats):
+    with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph, pool=pool):
+        for _ in range(repeats):  # the outer stream: a capture that fails would leave its own
             step()
     return graph.replay
 
@@ -153,23 +210,96 @@ def seconds(run: Callable[[], None]) -> float:
     return first.elapsed_time(last) / 1e3
 
 
-def in_turns(sides: dict[str, Step], rounds: int, repeats: int = 10) -> dict[str, dict]:
-    """Microseconds per step of each side: the median of the turns, which change their order, and extra peak memory."""
-    rows, graphs = {}, {}
-    for name, step in sides.items():
+class Side:
+    """A step that is measured: its graphs of `repeats` steps, and what was found, in `row`."""
+
+    def __init__(self, step: Step, pool: object, flush: Step | None):
         step()
-        rows[name] = {"extra_mb": extra_memory(step), "held_mb": held_memory(step), "turns_us": []}
-        graphs[name] = captured(step, repeats)
+        self.row = {"extra_mb": extra_memory(step), "held_mb": held_memory(step), "turns_us": []}
+        self.repeats = max(1, min(10, math.ceil(ENOUGH_MS / 1e3 / seconds(step))))
+        warm_up(step)
+        self.warm, self.cold = captured(step, self.repeats, pool), None
+        self.warm()
+        if flush and 1e3 * seconds(self.warm) / self.repeats < SMALL_MS:
+            both = partial(after, flush, step)
+            self.row["cold_turns_us"], self.cold = [], captured(both, self.repeats, pool)
+
+    def take(self, flushed: float) -> None:
+        """A turn: microseconds of a step, then with a cold cache, of which `flushed` are for emptying it."""
+        self.row["turns_us"].append(1e6 * seconds(self.warm) / self.repeats)
+        if self.cold:
+            self.row["cold_turns_us"].append(1e6 * seconds(self.cold) / self.repeats - flushed)
+
+
+def after(flush: Step, step: Step) -> Sequence[Tensor]:
+    """A step that finds nothing of its own in the cache."""
+    flush()
+    return step()
+
+
+def cache_flush() -> Step:
+    """Reading a large buffer: it leaves lines in the L2 cache that need not be written back while the step runs."""
+    buffer = torch.zeros(FLUSH_MB << 18, device=DEVICE)
+
+    def flush() -> Sequence[Tensor]:
+        return (buffer.sum(),)
+
+    warm_up(flush)
+    return flush
+
+
+def in_turns(sides: dict[str, Step], rounds: int, cold: bool = False) -> dict[str, dict]:
+    """Microseconds per step of each side: the median of the turns, which change their order, and extra peak memory.
+
+    A graph that is replayed finds in the L2 cache what its last step left there; `cold` times are those of short steps
+    with a cache that was emptied before each. The graphs share their memory, since they never run beside each other.
+    A side that runs out of memory, is not installed or fails has a `status` and an `error` in place of its times.
+    """
+    rows, ready = {}, {}
+    pool = torch.cuda.graph_pool_handle() if GPU else None
+    flush = cache_flush() if GPU and cold else None
+    flushing = captured(flush, 10, pool) if flush else None
+
+    def attempt(name: str, work: Callable[[], None]) -> None:
+        """Do this for a side, which is out from its first error on."""
+        try:
+            work()
+        except Exception as error:
+            ready.pop(name, None)
+            rows[name] = failure(error)
+            print(f"{PROG}: note: {name}: {rows[name]['error']}", file=sys.stderr)
+        if name not in ready:
+            free_memory()
+
+    def prepare(name: str) -> None:
+        ready[name] = Side(sides[name], pool, flush)
+        rows[name] = ready[name].row
+
+    for name in sides:
+        attempt(name, partial(prepare, name))
+        if GPU:
+            torch.cuda.empty_cache()  # what the side took outside its graph is for the next one's
     for turn in range(rounds + 1):
-        for name in list(graphs) if turn % 2 else reversed(graphs):
-            elapsed = 1e6 * seconds(graphs[name]) / repeats
-            if turn:  # the first warms up
-                rows[name]["turns_us"].append(elapsed)
-    for row in rows.values():
-        row["us"] = statistics.median(row["turns_us"])
-    graphs.clear()
+        flushed = 1e6 * seconds(flushing) / 10 if flushing else 0.0
+        for name in list(ready)[:: 1 if turn % 2 else -1]:
+            attempt(name, partial(ready[name].take, flushed))
+        if turn == 0:  # which warms up
+            for side in ready.values():
+                side.row |= {key: [] for key in ("turns_us", "cold_turns_us") if key in side.row}
+    for side in ready.values():
+        for key in ("turns_us", "cold_turns_us"):
+            if key in side.row:
+                side.row[key.replace("turns_", "")] = statistics.median(side.row[key])
+    ready.clear()
     free_memory()
     return rows
+
+
+def failure(error: Exception) -> dict[str, str]:
+    """What a row says of a side that did not finish."""
+    oom = importlib.import_module("tiny_llama_v1").is_out_of_memory(error)
+    status = "missing" if isinstance(error, ImportError) else "oom" if oom else "failed"
+    return {"status": status, "error": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"}
 
 
 def optional(package: str) -> bool:
@@ -182,85 +312,120 @@ def optional(package: str) -> bool:
     return True
 
 
-# Attention with pair bias and gate
+# Studies of one operation: each builds its sides for a shape, a type of the tensors and what is wanted of it.
+# The libraries' sides, and what each of them is given, are in profiling/peers.py.
 
 
-def gated(out: Tensor, gate: Tensor, gate_bias: Tensor) -> Tensor:
-    """out and gate [B, R, H, N, D], gate_bias [H x D] -> sigmoid(gate + gate_bias) * out, [B, R, N, H x D]."""
-    gate = gate.transpose(2, 3) + gate_bias.view(out.shape[2], -1).to(gate.dtype)
-    return (torch.sigmoid(gate) * out.transpose(2, 3)).flatten(3)
+@dataclass(frozen=True)
+class Wanted:
+    """What a study is to measure: all its `shapes` if none is named; V3's side `alone` or all."""
+
+    rounds: int = 15
+    precisions: Sequence[str] = ("bf16",)
+    shapes: Sequence[str] = ()
+    autotuned: Sequence[str] = ()  # the shapes of which torch.compile has a side with all its tuning: it takes a minute
+    megafold: Path = Path("no clone is named")
+    alone: bool = False
 
 
-def plain_attention(qkvg: Tensor, gate_bias: Tensor, bias: Tensor) -> Tensor:
-    """With scores in memory, for torch.compile."""
-    q, k, v, gate = qkvg.transpose(2, 3).unbind(4)
-    out = (q @ k.mT / math.sqrt(q.shape[-1]) + bias[:, None]).softmax(-1) @ v
-    return gated(out, gate, gate_bias)
+def wanted_parts(study: str, wanted: Wanted) -> Iterator[Part]:
+    """Rows of a study. Large shapes are measured in bf16 only, unless they are named."""
+    shapes, sides_of = STUDIES[study]
+    for precision, name in itertools.product(wanted.precisions, shapes):
+        asked = name in wanted.shapes if wanted.shapes else precision == "bf16" or name not in LARGE
+        if asked:
+            names = {"shape": name, "precision": precision}
+            yield names, partial(measure_shape, sides_of, name, shapes[name], precision, wanted)
 
 
-def library_attention(qkvg: Tensor, gate_bias: Tensor, bias: Tensor) -> Tensor:
-    """As V2 does: samples and heads in one dimension, so that the bias is the same for all rows and is not copied."""
-    samples, rows, length, heads, _, dim = qkvg.shape
-    q, k, v, gate = qkvg.permute(4, 1, 0, 3, 2, 5).flatten(2, 3).unbind()  # [R, B x H, N, D]
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias.flatten(0, 1)[None])
-    gate = gate.unflatten(1, (samples, heads)) + gate_bias.view(heads, 1, dim).to(gate.dtype)
-    out = torch.sigmoid(gate) * out.unflatten(1, (samples, heads))
-    return out.permute(1, 0, 3, 2, 4).reshape(samples, rows, length, heads * dim)
+def measure_shape(sides_of: Callable, name: str, sizes: tuple, precision: str, wanted: Wanted) -> dict:
+    """A row: the sides in turns, with this precision of float32 products."""
+    dtype, products = PRECISIONS[precision]
+    with matmul_precision(products):
+        autotune = name in wanted.autotuned and dtype == torch.bfloat16
+        return in_turns(sides_of(sizes, dtype, autotune, wanted), wanted.rounds, cold=True)
 
 
-def cuequivariance_attention(qkvg: Tensor, gate_bias: Tensor, bias: Tensor) -> Tensor:
-    """NVIDIA's kernel for triangle attention, with the gate beside it."""
-    from cuequivariance_torch import triangle_attention
+@contextlib.contextmanager
+def matmul_precision(products: str) -> Iterator[None]:
+    """Float32 products with this precision, and then as before."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(products)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
-    q, k, v, gate = qkvg.transpose(2, 3).unbind(4)  # [B, R, H, N, D]
-    mask = torch.ones(*q.shape[:2], 1, 1, q.shape[3], dtype=torch.bool, device=q.device)
-    out = triangle_attention(q.contiguous(), k.contiguous(), v.contiguous(), bias[:, None], mask)
-    return gated(out, gate, gate_bias)
 
+def attention(sizes: tuple, dtype: torch.dtype, autotune: bool, wanted: Wanted) -> dict[str, Step]:
+    """Attention with pair bias and gate on the packed result of the projection; libraries also in their own layout.
 
-def attention(rounds: int, precisions: Sequence[str], alone: bool = False) -> Iterator[Part]:
-    """Rows of the study, on request of V3's side alone."""
+    There they do less: attention alone, without the gate and without what changes the layout.
+    """
+    samples, rows, length, heads, dim = sizes
+    packed = torch.randn(samples, rows, length, heads, 4, dim, device=DEVICE, dtype=dtype)
+    gate_bias = torch.randn(heads * dim, device=DEVICE)
+    bias = torch.randn(samples, heads, length, length, device=DEVICE, dtype=dtype)
     ours = importlib.import_module("tiny_openfold_v3").GatedAttentionFunction.apply
-    with_cuequivariance = not alone and optional("cuequivariance_torch")
-    for precision, (name, (samples, rows, length, heads, dim)) in itertools.product(precisions, ATTENTION.items()):
-        dtype, products = PRECISIONS[precision]
-        torch.set_float32_matmul_precision(products)
-        inputs = [
-            torch.randn(samples, rows, length, heads, 4, dim, device=DEVICE, dtype=dtype),
-            torch.randn(heads * dim, device=DEVICE),
-            torch.randn(samples, heads, length, length, device=DEVICE, dtype=dtype),
-        ]
-        operations = {"triton": ours, "SDPA": library_attention, "torch.compile": torch.compile(plain_attention)}
-        if with_cuequivariance and precision != "fp32":  # which its backward pass does not take
-            operations["cuEquivariance"] = cuequivariance_attention
-        chosen = ("triton",) if alone else operations
-        sides = {side: gradient_step(operations[side], inputs) for side in chosen}
-        yield {"shape": name, "precision": precision}, partial(in_turns, sides, rounds)
+    inputs = [packed, gate_bias, bias]
+    if wanted.alone:
+        return {"triton": gradient_step(ours, inputs)}
+    operations = {"triton": ours, "SDPA": library_attention, "torch.compile": torch.compile(plain_attention)}
+    if autotune:
+        operations["torch.compile, max-autotune"] = torch.compile(plain_attention, mode=AUTOTUNE)
+    operations["cuEquivariance"] = cuequivariance_attention
+    sides = {side: gradient_step(operation, inputs) for side, operation in operations.items()}
+    q, k, v, _ = (t.contiguous() for t in packed.transpose(2, 3).unbind(4))
+    for side, (operation, own) in attention_peers(q, k, v, bias, wanted.megafold).items():
+        sides[f"{side}, own layout"] = gradient_step(operation, own)
+    return sides
 
 
-# Triangle multiplication
+def with_weights(module: torch.nn.Module) -> torch.nn.Module:
+    """The module on the device, with the same weights in every version: some begin with what lies in memory."""
+    generator = torch.Generator().manual_seed(42)
+    state = module.state_dict()  # canonical names
+    for name in sorted(state):
+        if "norm" not in name:
+            drawn = torch.randn(state[name].shape, generator=generator)
+            state[name] = drawn / drawn.shape[-1] ** 0.5
+    module.load_state_dict(state)
+    return module.to(DEVICE)
 
 
-def triangle(rounds: int, precisions: Sequence[str], alone: bool = False) -> Iterator[Part]:
-    """Rows of the study: the whole module of each version, norms and gates included, dimension 128."""
-    with_cuequivariance = not alone and optional("cuequivariance_torch")
-    for precision, (name, (samples, length)) in itertools.product(precisions, TRIANGLE.items()):
-        dtype, products = PRECISIONS[precision]
-        torch.set_float32_matmul_precision(products)
-        pair, sides = torch.randn(samples, length, length, 128, device=DEVICE, dtype=dtype), {}
-        for version in ("v3",) if alone else ("v3", "v2", "v1"):
-            module = importlib.import_module(f"tiny_openfold_{version}")
-            model = module.TriangleMultiplicationOutgoing(module.ModelConfig(), module.Fusions()).to(DEVICE)
-            forward = torch.compile(model) if version == "v1" else model
-            label = {"v3": "triton", "v2": "V2", "v1": "torch.compile"}[version]
-            sides[label] = module_step(forward, model, [pair], dtype)
-            if version == "v1" and with_cuequivariance and precision == "bf16":  # tuning takes minutes
-                sides["cuEquivariance"] = module_step(cuequivariance_triangle(model), model, [pair], dtype)
-        yield {"shape": name, "precision": precision}, partial(in_turns, sides, rounds)
+def triangle(sizes: tuple, dtype: torch.dtype, autotune: bool, wanted: Wanted) -> dict[str, Step]:
+    """Triangle multiplication: the whole module of each version, norms and gates included, dimension 128."""
+    samples, length = sizes
+    pair = torch.randn(samples, length, length, 128, device=DEVICE, dtype=dtype)
+
+    def module_of(version: str) -> torch.nn.Module:
+        module = importlib.import_module(f"tiny_openfold_{version}")
+        build = module.TriangleMultiplicationOutgoing
+        return with_weights(build(module.ModelConfig(), module.Fusions()))
+
+    ours = module_of("v3")
+    sides = {"triton": module_step(ours, ours, [pair], dtype)}
+    if wanted.alone:
+        return sides
+    v2, v1 = module_of("v2"), module_of("v1")
+    sides["V2"] = module_step(v2, v2, [pair], dtype)
+    sides["torch.compile"] = module_step(torch.compile(v1), v1, [pair], dtype)
+    if autotune:
+        compiled = torch.compile(v1, mode=AUTOTUNE)
+        sides["torch.compile, max-autotune"] = module_step(compiled, v1, [pair], dtype)
+    theirs = JoinedTriangle(v1.state_dict(), "outgoing", torch.float32)
+    sides["cuEquivariance"] = module_step(theirs, theirs, [pair], dtype)
+    if dtype == torch.bfloat16:
+        theirs = JoinedTriangle(v1.state_dict(), "outgoing", dtype)
+        sides["cuEquivariance, bf16 parameters"] = step = module_step(theirs, theirs, [pair])
+        step.unchecked = True
+    return sides
 
 
-def module_step(forward: Callable, model: torch.nn.Module, inputs: list[Tensor], dtype: torch.dtype) -> Step:
-    """Forward under autocast and backward of what uses a module's parameters, their gradients included."""
+def module_step(
+    forward: Callable, model: torch.nn.Module, inputs: list[Tensor], dtype: torch.dtype = torch.float32
+) -> Step:
+    """Forward and backward of what uses a module's parameters, their gradients included; autocast unless float32."""
 
     def operation(*inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
         with torch.autocast(DEVICE.type, dtype, enabled=dtype != torch.float32, cache_enabled=False):
@@ -269,77 +434,102 @@ def module_step(forward: Callable, model: torch.nn.Module, inputs: list[Tensor],
     return gradient_step(operation, inputs, list(model.parameters()))
 
 
-def cuequivariance_triangle(model: torch.nn.Module) -> Callable[[Tensor], Tensor]:
-    """NVIDIA's fused operation with the weights of V1's module."""
-    from cuequivariance_torch import triangle_multiplicative_update
+def block(sizes: tuple, dtype: torch.dtype, autotune: bool, wanted: Wanted) -> dict[str, Step]:
+    """A whole Evoformer block without embedding, heads and optimizer; V2 also with cuEquivariance's operations."""
+    samples, depth, length, msa_dim, heads = sizes
+    msa = torch.randn(samples, depth, length, msa_dim, device=DEVICE, dtype=dtype)
+    inputs = [msa, torch.randn(samples, length, length, 128, device=DEVICE, dtype=dtype)]
 
-    def forward(pair: Tensor) -> Tensor:
-        def stacked(*names: str) -> tuple[Tensor, Tensor]:
-            linears = [getattr(model, f"linear_{name}") for name in names]
-            return torch.cat([m.weight for m in linears]), torch.cat([m.bias for m in linears])
+    def block_of(version: str) -> torch.nn.Module:
+        module = importlib.import_module(f"tiny_openfold_{version}")
+        config = module.ModelConfig(msa_dim=msa_dim, num_heads_msa=heads)
+        return with_weights(module.EvoformerBlock(config, module.Fusions()))
 
-        (p, p_bias), (g, g_bias) = stacked("a_p", "b_p"), stacked("a_g", "b_g")
-        return triangle_multiplicative_update(
-            pair, direction="outgoing", mask=None,
-            norm_in_weight=model.layer_norm_in.weight, norm_in_bias=model.layer_norm_in.bias,
-            p_in_weight=p, p_in_bias=p_bias, g_in_weight=g, g_in_bias=g_bias,
-            norm_out_weight=model.layer_norm_out.weight, norm_out_bias=model.layer_norm_out.bias,
-            p_out_weight=model.linear_z.weight, p_out_bias=model.linear_z.bias,
-            g_out_weight=model.linear_g.weight, g_out_bias=model.linear_g.bias,
-        )  # fmt: skip
-
-    return forward
-
-
-# The whole Evoformer block
-
-
-def block(rounds: int, precisions: Sequence[str], alone: bool = False) -> Iterator[Part]:
-    """Rows of the study: one block of V3, of V2 and of V2 compiled, without embedding, heads and optimizer."""
-    for precision, (name, sizes) in itertools.product(precisions, BLOCK.items()):
-        dtype, products = PRECISIONS[precision]
-        torch.set_float32_matmul_precision(products)
-        samples, depth, length, msa_dim, heads = sizes
-        msa = torch.randn(samples, depth, length, msa_dim, device=DEVICE, dtype=dtype)
-        pair, sides = torch.randn(samples, length, length, 128, device=DEVICE, dtype=dtype), {}
-        for side, version in {"triton": "v3"}.items() if alone else BLOCK_SIDES.items():
-            module = importlib.import_module(f"tiny_openfold_{version}")
-            config = module.ModelConfig(msa_dim=msa_dim, num_heads_msa=heads)
-            model = module.EvoformerBlock(config, module.Fusions()).to(DEVICE)
-            forward = model.with_cast_weights if version == "v3" else model  # as the whole model calls it
-            forward = torch.compile(model) if side.endswith("torch.compile") else forward
-            sides[side] = module_step(forward, model, [msa, pair], dtype)
-        yield {"shape": name, "precision": precision}, partial(in_turns, sides, rounds)
+    ours = block_of("v3")  # called as the whole model calls it
+    sides = {"triton": module_step(ours.with_cast_weights, ours, inputs, dtype)}
+    if wanted.alone:
+        return sides
+    v2, theirs = block_of("v2"), with_cuequivariance(block_of("v2"))
+    sides["V2"] = module_step(v2, v2, inputs, dtype)
+    sides["V2, torch.compile"] = module_step(torch.compile(v2), v2, inputs, dtype)
+    if autotune:
+        compiled = torch.compile(v2, mode=AUTOTUNE)
+        sides["V2, torch.compile, max-autotune"] = module_step(compiled, v2, inputs, dtype)
+    sides["V2 with cuEquivariance, torch.compile"] = module_step(torch.compile(theirs), theirs, inputs, dtype)
+    if dtype == torch.bfloat16:
+        theirs = with_cuequivariance(block_of("v2").to(dtype))
+        compiled = torch.compile(theirs)
+        sides["the same, bf16 parameters"] = step = module_step(compiled, theirs, inputs)
+        step.unchecked = True
+    return sides
 
 
-# Causal attention
+def causal(sizes: tuple, dtype: torch.dtype, autotune: bool, wanted: Wanted) -> dict[str, Step]:
+    """Causal attention from the packed QKV result to the input of the output projection.
 
-
-def causal(rounds: int, precisions: Sequence[str], alone: bool = False) -> Iterator[Part]:
-    """Rows of the study: from the packed QKV result to the input of the output projection."""
+    In their own layout libraries begin with q, k and v apart, as [B, S, H, D] in memory, which is what their flash
+    kernels read and write without a copy.
+    """
+    samples, length, heads, kv_heads, dim = sizes
     ours = importlib.import_module("tiny_llama_v3").CausalAttention.apply
-    for precision, (name, (samples, length, heads, kv_heads, dim)) in itertools.product(precisions, CAUSAL.items()):
-        dtype, products = PRECISIONS[precision]
-        torch.set_float32_matmul_precision(products)
+    qkv = torch.randn(samples, length, heads + 2 * kv_heads, dim, device=DEVICE, dtype=dtype)
+    grouped = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
 
-        def library(qkv: Tensor, heads: int = heads, kv_heads: int = kv_heads) -> Tensor:
-            q, k, v = qkv.transpose(1, 2).split([heads, kv_heads, kv_heads], dim=1)
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+    def split(qkv: Tensor) -> tuple[Tensor, ...]:
+        return qkv.transpose(1, 2).split([heads, kv_heads, kv_heads], dim=1)
 
-        def repeating(qkv: Tensor, heads: int = heads, kv_heads: int = kv_heads) -> Tensor:
-            q, k, v = qkv.transpose(1, 2).split([heads, kv_heads, kv_heads], dim=1)
-            k, v = (t.repeat_interleave(heads // kv_heads, 1) for t in (k, v))
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+    def repeating(qkv: Tensor) -> Tensor:
+        q, k, v = split(qkv)
+        k, v = (t.repeat_interleave(heads // kv_heads, 1) for t in (k, v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
-        qkv = torch.randn(samples, length, heads + 2 * kv_heads, dim, device=DEVICE, dtype=dtype)
-        operations = {
-            "triton": lambda qkv, heads=heads: ours(qkv, heads),
-            "SDPA, grouped": library,
-            "SDPA, repeated": repeating,
-        }
-        chosen = ("triton",) if alone else operations
-        sides = {side: gradient_step(operations[side], [qkv]) for side in chosen}
-        yield {"shape": name, "precision": precision}, partial(in_turns, sides, rounds)
+    sides = {"triton": gradient_step(lambda qkv: ours(qkv, heads), [qkv])}
+    if wanted.alone:
+        return sides
+    sides["SDPA, grouped"] = gradient_step(lambda qkv: grouped(*split(qkv)).transpose(1, 2), [qkv])
+    sides["SDPA, repeated"] = gradient_step(repeating, [qkv])
+    own = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in split(qkv)]
+    sides["SDPA, own layout"] = gradient_step(grouped, own)
+    cudnn = partial(cudnn_attention, is_causal=True, enable_gqa=True)
+    sides["cuDNN, own layout"] = gradient_step(cudnn, own)
+    return sides
+
+
+def optimizer(sizes: list[str], dtype: torch.dtype, autotune: bool, wanted: Wanted) -> dict[str, Step]:
+    """AdamW over a model's weights in float32, and their copies in bfloat16 for the matrix products."""
+    v4 = importlib.import_module("tiny_llama_v4")
+    trainer = make_trainer(v4, [*sizes, *ARGUMENTS["bf16"], "--disable-cuda-graph"])
+    for room in trainer.optimizer.rooms:
+        for parameter in room.parameters:
+            parameter.grad = room.part(parameter).normal_()
+
+    def ours() -> Sequence[Tensor]:
+        trainer.optimizer.step()
+        return ()
+
+    weights = [parameter.detach() for parameter in trainer.model.parameters()]
+
+    def masters() -> list[torch.nn.Parameter]:
+        return [torch.nn.Parameter(weight.clone()) for weight in weights]
+
+    low = [weight.to(dtype) for weight in weights]
+    sides = {"triton": ours}
+    if wanted.alone:
+        return sides
+    sides["PyTorch fused, float32 gradients"] = torch_adamw(masters(), low, narrow=False)
+    sides["PyTorch fused, bf16 gradients"] = torch_adamw(masters(), low, narrow=True)
+    sides["Transformer Engine"] = fused_adam("transformer_engine.pytorch.optimizers", low)
+    sides["Apex"] = fused_adam("apex.optimizers", low)
+    return sides
+
+
+STUDIES = {  # shapes and sides
+    "attention": (ATTENTION, attention),
+    "triangle": (TRIANGLE, triangle),
+    "block": (BLOCK, block),
+    "causal": (CAUSAL, causal),
+    "optimizer": (OPTIMIZER, optimizer),
+}
 
 
 # Kernels that move bytes
@@ -390,6 +580,7 @@ def beside_a_copy(function: Callable, arguments: list, source: Tensor, rounds: i
 
     moved = sum(t.nbytes for t in (*arguments, *step()) if isinstance(t, Tensor))
     sides = in_turns({"kernel": step, "copy": copy}, rounds)
+    check_failed(sides)
     rates = {"kernel": moved / sides["kernel"]["us"] / 1e3, "copy": 2 * source.nbytes / sides["copy"]["us"] / 1e3}
     share = statistics.median(
         moved / k / (2 * source.nbytes / c)
@@ -402,19 +593,20 @@ def beside_a_copy(function: Callable, arguments: list, source: Tensor, rounds: i
 
 
 def whole_step(rounds: int, precisions: Sequence[str]) -> Iterator[Part]:
-    """Rows of the study: the newest version's step, as a graph where there is a GPU, its kernels, and its floor."""
+    """Rows of the study: the newest version's step, as a graph where there is a GPU, its kernels, and a reference."""
     for precision, (name, sizes) in itertools.product(precisions, SHAPES.items()):
         model = name.partition(",")[0]
         script = f"{model}_{VERSIONS_OF[model][-1]}"
         argv = graph_of([*sizes, *ARGUMENTS[precision]])
-        yield {"shape": name, "precision": precision}, partial(kernels_and_floor, script, argv, rounds)
+        yield {"shape": name, "precision": precision}, partial(kernels_and_reference, script, argv, rounds)
 
 
-def kernels_and_floor(script: str, argv: list[str], rounds: int) -> dict:
-    """Time of a step, its kernels, and its floor.
+def kernels_and_reference(script: str, argv: list[str], rounds: int) -> dict:
+    """Time of a step, its kernels, and a reference.
 
-    The floor has two parts: the FLOP of the unfused model, as the scripts count them, at the rate of a large GEMM, and
-    the bytes that its operators read and write, once each, at the rate of a large copy.
+    The reference (`floor` in the files) has two parts: the FLOP of the unfused model, as the scripts count them, at the
+    rate of a large GEMM, and the bytes that its operators read and write, once each, at the rate of a large copy. It is
+    no bound: every fusion lowers these bytes, and caches can be faster than a copy.
     """
     module = importlib.import_module(script)
     run, steps, _ = begin(module, parse_quiet(module, argv), rounds)
@@ -435,10 +627,10 @@ def kernels_and_floor(script: str, argv: list[str], rounds: int) -> dict:
         for (name, category), us in times.items()
     ]
     ms = statistics.median(turns)
-    floor = {"gemm_ms": flop / ceilings.gemm_tflops / 1e9, "copy_ms": moved / ceilings.copy_gb_per_s / 1e6}
+    reference = {"gemm_ms": flop / ceilings.gemm_tflops / 1e9, "copy_ms": moved / ceilings.copy_gb_per_s / 1e6}
     return {
         **{"ms": ms, "turns_ms": turns, "flop": flop, "bytes": moved},
-        **{"floor": floor, "over_floor": ms / sum(floor.values()), "ceilings": asdict(ceilings)},
+        **{"floor": reference, "over_floor": ms / sum(reference.values()), "ceilings": asdict(ceilings)},
         "kernels": sorted(kernels, key=lambda kernel: -kernel["us"]),
     }
 
@@ -482,101 +674,130 @@ def training_step(forward: Callable, model: torch.nn.Module, batch: dict[str, Te
     return step
 
 
-def can_be_captured(side: str, step: Step) -> bool:
-    """Otherwise a note says why not. A step that waits for the device is told apart before it spoils a capture."""
-    try:
-        step()
-        if GPU:
-            torch.cuda.set_sync_debug_mode("error")
-            step()
-            torch.cuda.set_sync_debug_mode("default")
-            with torch.cuda.stream(torch.cuda.current_stream()):  # a capture that fails would leave its own
-                captured(step, 1)
-    except Exception as error:
-        why = str(error).partition("\n")[0]
-        print(f"{PROG}: note: {side} is left out: its step does not run as a graph here ({why})", file=sys.stderr)
-        return False
-    finally:
-        if GPU:
-            torch.cuda.set_sync_debug_mode("default")
-    return True
-
-
 def one_step(trainer, batch: dict[str, Tensor]) -> Sequence[Tensor]:
     """A training step of a version's own trainer -> the loss."""
     return (trainer.compute(batch),)
 
 
-def llama(rounds: int, precisions: Sequence[str]) -> Iterator[Part]:
-    """Rows of the study. Liger's loss comes with and without: it asks the device for a number, which no graph can."""
-    theirs = {}
-    if optional("transformers"):
-        theirs = {"Hugging Face": lambda model: model, "Hugging Face compiled": torch.compile}
-        if optional("liger_kernel"):
-            theirs |= {"Liger": with_liger, "Liger but its loss": partial(with_liger, fused_linear_cross_entropy=False)}
-    for precision, name in itertools.product(precisions, [name for name in SHAPES if name.startswith("tiny_llama")]):
-        dtype, products = PRECISIONS[precision]
-        torch.set_float32_matmul_precision(products)
-        sides = {}
+def llama(wanted: Wanted) -> Iterator[Part]:
+    """Rows of the study: whole steps of V2 to V4, of Hugging Face's Llama, and of that with Liger's kernels."""
+    for precision, (name, sizes) in itertools.product(wanted.precisions, LLAMAS.items()):
+        if not wanted.shapes or name in wanted.shapes:
+            names = {"shape": name, "precision": precision}
+            yield names, partial(llamas_in_turns, sizes, precision, wanted.rounds)
+
+
+def llamas_in_turns(sizes: list[str], precision: str, rounds: int) -> dict[str, dict]:
+    """A row. Liger's loss asks the device for a number, which no graph can: that side is eager."""
+    dtype, products = PRECISIONS[precision]
+    sides = {}
+    with matmul_precision(products):
         for version in ("v4", "v3", "v2"):
             module = importlib.import_module(f"tiny_llama_{version}")
             if version == "v4":  # which has an optimizer of its own
-                trainer = make_trainer(module, [*SHAPES[name], *ARGUMENTS[precision], "--disable-cuda-graph"])
+                trainer = make_trainer(module, [*sizes, *ARGUMENTS[precision], "--disable-cuda-graph"])
                 sides["V4"] = partial(one_step, trainer, trainer.next_batch())
                 continue
-            args = module.parse_args(SHAPES[name])
+            args = module.parse_args(sizes)
             ours = module.build_model(args, DEVICE)
             batch = module.make_batches(args, DEVICE, args.seed).next_batch()
             sides[version.upper()] = training_step(ours, ours, batch, dtype)
-        for side, made_fast in theirs.items():
+        for side, made_fast in libraries_llamas().items():
             model = hugging_face(ours)
             sides[side] = training_step(made_fast(model), model, batch, dtype)
-        chosen = {side: step for side, step in sides.items() if can_be_captured(side, step)}
-        yield {"shape": name, "precision": precision}, partial(in_turns, chosen, rounds)
+            sides[side].eager = side == EAGER
+        return in_turns(sides, rounds)
 
 
-STUDIES = {"attention": attention, "triangle": triangle, "block": block, "causal": causal}
-STEPS = {"step": whole_step, "llama": llama, "traffic": lambda rounds, precisions: traffic(precisions)}  # bf16
+EAGER = "Liger, eager"
 
 
-def with_blocks(study: str, rounds: int, precisions: Sequence[str], tried: Sequence[str]) -> Iterator[Part]:
+def libraries_llamas() -> dict[str, Callable]:
+    """What is made of Hugging Face's Llama: all that is installed."""
+    if not optional("transformers"):
+        return {}
+    theirs = {"Hugging Face": lambda model: model, "Hugging Face compiled": torch.compile}
+    if optional("liger_kernel"):
+        without = partial(with_liger, fused_linear_cross_entropy=False)
+        theirs |= {EAGER: with_liger, "Liger but its loss": without}
+        theirs["Liger but its loss, compiled"] = partial(without, compiled=True)
+    return theirs
+
+
+STEPS = {  # in bf16 if nothing else is asked for
+    "step": lambda wanted: whole_step(wanted.rounds, wanted.precisions),
+    "llama": llama,
+    "traffic": lambda wanted: traffic(wanted.precisions),
+}
+
+
+def with_blocks(study: str, wanted: Wanted, tried: Sequence[str]) -> Iterator[Part]:
     """V3's side of a study with the block sizes of the script, and with each of those that are tried."""
     module = importlib.import_module("tiny_llama_v3" if study == "causal" else "tiny_openfold_v3")
     for text in ("", *tried):
-        module.OVERRIDES.clear()
-        module.OVERRIDES.update(module.read_blocks(part) for part in text.split())
-        for names, measure in STUDIES[study](rounds, precisions, alone=True):
-            yield {"blocks": text or "as they are", **names}, partial(unless_too_large, measure)
+        for names, measure in wanted_parts(study, replace(wanted, alone=True)):
+            yield {"blocks": text or "as they are", **names}, partial(with_these, module, text, measure)
 
 
-def unless_too_large(measure: Callable[[], dict]) -> dict:
-    """What was measured, or why these blocks do not fit."""
+def with_these(module: ModuleType, blocks: str, measure: Callable[[], dict]) -> dict:
+    """What is measured with these blocks, after which the script has its own again."""
     try:
+        module.OVERRIDES.update(module.read_blocks(part) for part in blocks.split())
         return measure()
-    except triton.runtime.errors.OutOfResources as error:
-        return {"error": str(error)}
+    finally:
+        module.OVERRIDES.clear()
 
 
-def sides_table(directory: Path, study: str) -> str:
-    """Time of each side, ours over the best of the others; extra memory at the peak, and held for the backward pass."""
-    lines, sides = [], ["triton"]
+def check_failed(sides: Mapping[str, dict]) -> None:
+    """ToolError if one of our kernels failed; that others do, or that memory is short, is a result."""
+    for name, side in sides.items():
+        if name in ("triton", "kernel", "copy") and side.get("status") == "failed":
+            raise ToolError(f"{name}: {side['error']}", status=1)
+
+
+def cell_of(side: dict | None, key: str, scale: float = 1.0, form: str = ".0f") -> str:
+    """A figure of a side, or why there is none."""
+    if not side or key not in side:
+        return REASONS.get((side or {}).get("status"), "")
+    return cell(side[key] and side[key] / scale, form, "") if side[key] is not None else ""
+
+
+def over(first: dict, second: dict, key: str = "turns_us") -> float | None:
+    """How many times as long the first side takes: the median over the turns."""
+    if key not in first or key not in second:
+        return None
+    return statistics.median(a / b for a, b in zip(first[key], second[key], strict=True))
+
+
+def sides_tables(directory: Path, study: str) -> list[str]:
+    """Time of each side, the best of the others over ours; then memory at the peak, and held for the backward pass.
+
+    A ratio with a cold cache stands beside the other where it differs by more than 5 %.
+    """
     measured = read_rows(directory / f"{study}.json")
+    sides = list(dict.fromkeys(n for row in measured for n, value in row.items() if isinstance(value, dict)))
+    times, memory = [], []
     for row in measured:
-        sides += [name for name, value in row.items() if isinstance(value, dict) and name not in sides]
-    for row in measured:
-        others = {name: row[name] for name in sides[1:] if name in row}
-        best = min(others, key=lambda name: others[name]["us"])
-        turns = zip(others[best]["turns_us"], row["triton"]["turns_us"], strict=True)
-        times = [f"{row[name]['us']:.0f}" if name in row else "" for name in sides]
-        memory = [[row[name].get(kind) for kind in ("extra_mb", "held_mb")] if name in row else [] for name in sides]
-        line = [
-            f"{row['shape']}, {row['precision']}",
-            *times,
-            f"{statistics.median(o / t for o, t in turns):.2f}x ({best})",
-        ]
-        lines.append(line + [" / ".join(f"{mb:.0f}" for mb in both if mb is not None) for both in memory])
-    header = [f"{study}, forward + backward", *(f"{name}, us" for name in sides), "best of the others / triton"]
-    return markdown_table([*header, *(f"{name}, MB / held" for name in sides)], lines) if lines else ""
+        name, ours = f"{row['shape']}, {row['precision']}", row["triton"]
+        here = [row.get(side) for side in sides]
+        times.append([name, *(cell_of(side, "us") for side in here)])
+        finished = [side for side in sides if side != "triton" and "us" in row.get(side, ())]
+        best = min(finished, key=lambda side: row[side]["us"], default=None)
+        warm = over(row[best], ours) if best else None
+        cold = over(row[best], ours, "cold_turns_us") if best else None
+        times[-1].append(f"{warm:.2f}x ({best})" if warm else "")
+        times[-1].append(f"{cold:.2f}x" if warm and cold and abs(cold / warm - 1) > 0.05 else "")
+        both = [[cell_of(side, "extra_mb"), side and cell_of(side, "held_mb")] for side in here]
+        memory.append([name, *(" / ".join(dict.fromkeys(filter(None, mb))) for mb in both)])
+    if not measured:
+        return []
+    work = "a step" if study == "optimizer" else "forward + backward"
+    header = [f"{study}, {work}, warm L2", *(f"{name}, us" for name in sides)]
+    header += ["best of the others / triton", "with a cold L2 cache"]
+    if not any(line[-1] for line in times):
+        header, times = header[:-1], [line[:-1] for line in times]
+    held = [f"{study}, MB at the peak / held", *sides]
+    return [markdown_table(header, times), *([markdown_table(held, memory)] if any(map(any, memory)) else [])]
 
 
 def rows_table(directory: Path) -> str:
@@ -594,7 +815,7 @@ def rows_table(directory: Path) -> str:
 
 
 def step_tables(directory: Path) -> list[str]:
-    """The whole step and its floor, the time of each category, and the ten longest kernels of each shape."""
+    """The whole step beside its reference, the time of each category, and the ten longest kernels of each shape."""
     measured = {f"{row['shape']}, {row['precision']}": row for row in read_rows(directory / "step.json")}
     if not measured:
         return []
@@ -603,8 +824,8 @@ def step_tables(directory: Path) -> list[str]:
     for name, row in measured.items():
         for part in row["kernels"]:
             sums[name][part["category"]] += part["us"]
-        floor = row["floor"]
-        numbers = row["ms"], sum(sums[name].values()) / 1e3, floor["gemm_ms"], floor["copy_ms"]
+        reference = row["floor"]
+        numbers = row["ms"], sum(sums[name].values()) / 1e3, reference["gemm_ms"], reference["copy_ms"]
         steps.append([name, *(f"{ms:.2f}" for ms in numbers), f"{row['over_floor']:.2f}x"])
         longest = []
         for part in row["kernels"][:10]:
@@ -614,7 +835,8 @@ def step_tables(directory: Path) -> list[str]:
     for category in CATEGORIES:
         if any(category in parts for parts in sums.values()):
             categories.append([category, *(f"{parts[category]:.0f}" for parts in sums.values())])
-    header = ["whole step", "ms", "in kernels, ms", "GEMM floor, ms", "bytes floor, ms", "step / sum of floors"]
+    header = ["whole step", "ms", "in kernels, ms", "FLOPs as a large GEMM, ms", "bytes as a copy, ms"]
+    header.append("step / both")
     return [markdown_table(header, steps), markdown_table(["us per step", *measured], categories), *tables]
 
 
@@ -625,12 +847,10 @@ def llama_table(directory: Path) -> str:
     lines = []
     for row in measured:
         here = [row.get(side) for side in sides]
-        ratios = [
-            s and here[0] and [a / b for a, b in zip(s["turns_us"], here[0]["turns_us"], strict=True)] for s in here[1:]
-        ]
-        lines.append([f"{row['shape']}, {row['precision']}", *(f"{s['us'] / 1e3:.2f}" if s else "" for s in here)])
-        lines[-1] += [f"{statistics.median(r):.2f}x" if r else "" for r in ratios]
-        lines[-1] += [f"{s['extra_mb']:.0f}" if s and s["extra_mb"] is not None else "" for s in here]
+        ratios = [side and over(side, here[0]) for side in here[1:]]
+        lines.append([f"{row['shape']}, {row['precision']}", *(cell_of(side, "us", 1e3, ".2f") for side in here)])
+        lines[-1] += [f"{ratio:.2f}x" if ratio else "" for ratio in ratios]
+        lines[-1] += [cell_of(side, "extra_mb") for side in here]
     header = ["whole step", *(f"{side}, ms" for side in sides), *(f"{side} / {sides[0]}" for side in sides[1:])]
     return markdown_table([*header, *(f"{side}, MB" for side in sides)], lines) if lines else ""
 
@@ -648,7 +868,8 @@ def traffic_table(directory: Path) -> str:
 
 def table(directory: Path) -> str:
     """The tables of one device as Markdown."""
-    tables = [*(sides_table(directory, study) for study in STUDIES), rows_table(directory)]
+    tables = [part for study in STUDIES for part in sides_tables(directory, study)]
+    tables.append(rows_table(directory))
     tables += [*step_tables(directory), llama_table(directory), traffic_table(directory)]
     if not any(tables):
         raise ToolError(f"{directory}: no result files of these studies")
@@ -663,15 +884,24 @@ def run_study(args: argparse.Namespace) -> int:
     if args.tried and args.what not in STUDIES:
         raise ToolError(f"--try is for {', '.join(STUDIES)}, not for {args.what}")
     args.directory.mkdir(parents=True, exist_ok=True)
-    precisions = args.precisions or (["bf16"] if args.what in STEPS else list(PRECISIONS))
+    shapes = args.shapes or ()
+    known = STUDIES.get(args.what, (LLAMAS,))[0]
+    if unknown := [name for name in shapes if name not in known]:
+        raise ToolError(f"{args.what} has no shape {unknown[0]!r}; it has {', '.join(map(repr, known))}")
+    precisions = args.precisions or (["bf16"] if args.what in (*STEPS, "optimizer") else list(PRECISIONS))
+    wanted = Wanted(args.rounds, precisions, shapes, args.autotune, args.megafold)
     if args.what == "rows":
         measured = rows(args.rounds, args.rows)
     elif args.tried:
-        measured = with_blocks(args.what, args.rounds, precisions, args.tried)
+        measured = with_blocks(args.what, wanted, args.tried)
+    elif args.what in STEPS:
+        measured = STEPS[args.what](wanted)
     else:
-        measured = (STUDIES | STEPS)[args.what](args.rounds, precisions)
+        measured = wanted_parts(args.what, wanted)
     name = f"{args.what}_blocks" if args.tried else args.what
-    measure_study(args.directory / f"{name}.json", measured, rounds=args.rounds)
+    found = measure_study(args.directory / f"{name}.json", measured, rounds=args.rounds)
+    for row in found if args.what in STUDIES and not args.tried else ():
+        check_failed({"triton": row["triton"]})
     return 0
 
 
@@ -683,6 +913,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("directory", type=Path)
     add("--rounds", type=at_least(1), default=15, metavar="N", help="turns of each side (default: 15)")
     add("--precisions", nargs="+", choices=PRECISIONS, help="(default: all; bf16 for step and llama)")
+    add("--shapes", nargs="+", metavar="SHAPE", help="of a study of one operation, or of llama (default: all)")
+    add(
+        "--autotune", nargs="*", default=AUTOTUNED, metavar="SHAPE", help="of which torch.compile has a tuned side, too"
+    )
+    add("--megafold", type=Path, default=Wanted.megafold, metavar="CLONE", help="of MegaFold, for attention")
     add("--rows", type=at_least(512), default=65536, metavar="N", help="of the study of that name (default: 65536)")
     add(
         "--try", nargs="+", default=[], dest="tried", metavar="BLOCKS", help="as --blocks of the script; many in quotes"

@@ -1,0 +1,73 @@
+"""profiling/provenance.py, with a stand-in for nvidia-smi."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+sys.path.insert(0, str(ROOT))
+from profiling import provenance
+
+LOG = """<?xml version="1.0" ?>
+<!DOCTYPE nvidia_smi_log SYSTEM "nvsmi_device_v12.dtd">
+<nvidia_smi_log>
+  <driver_version>580.95.05</driver_version>
+  <gpu id="00000000:04:00.0">
+    <clocks_event_reasons_counters>
+      <clocks_event_reasons_counters_sw_power_cap>{} us</clocks_event_reasons_counters_sw_power_cap>
+      <clocks_event_reasons_counters_hw_thermal_slowdown>7 us</clocks_event_reasons_counters_hw_thermal_slowdown>
+    </clocks_event_reasons_counters>
+    <temperature><gpu_temp>41 C</gpu_temp></temperature>
+    <gpu_power_readings><current_power_limit>700.00 W</current_power_limit></gpu_power_readings>
+    <clocks><sm_clock>1980 MHz</sm_clock><mem_clock>N/A</mem_clock></clocks>
+    <max_clocks><sm_clock>2000 MHz</sm_clock></max_clocks>
+  </gpu>
+</nvidia_smi_log>
+"""
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch) -> Path:
+    """A PATH with nothing but a stand-in nvidia-smi, which prints the file `log`."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("SOURCE_COMMIT", raising=False)
+    monkeypatch.setattr(provenance, "this_gpu", lambda: "GPU-1")
+    program = tmp_path / "nvidia-smi"
+    program.write_text(
+        f'#!/bin/sh\n[ "$*" = "-q -x -i GPU-1" ] && while read -r line; do echo "$line"; done < {tmp_path}/log\n'
+    )
+    program.chmod(0o755)
+    (tmp_path / "log").write_text(LOG.format(100))
+    return tmp_path
+
+
+def test_what_the_gpu_says_of_itself(machine):
+    found = provenance.provenance()
+    assert found["driver"] == {"value": "580.95.05", "unit": None, "source": "nvidia-smi"}
+    assert found["sm_clock"] == {"value": 1980.0, "unit": "MHz", "source": "nvidia-smi"}
+    assert (found["power_limit"]["value"], found["temperature"]["value"]) == (700.0, 41.0)
+    assert found["memory_clock"]["value"] is None, "not every GPU says all"
+    assert "nvidia-smi" in found["memory_clock"]["reason"]
+
+
+def test_throttling_is_what_was_added_meanwhile(machine):
+    with provenance.watched() as found:
+        (machine / "log").write_text(LOG.format(350))
+    assert found["throttled"]["value"] == {"sw_power_cap": 250.0, "hw_thermal_slowdown": 0.0}
+    assert found["throttled"]["unit"] == "us"
+    assert found["temperature"]["value"] == 41.0
+
+
+def test_without_tools_there_are_reasons(machine, monkeypatch):
+    (machine / "nvidia-smi").unlink()
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    with provenance.watched() as found:
+        pass
+    for name, figure in (provenance.provenance() | found).items():
+        assert name == "seconds" or (figure["value"] is None and figure["reason"]), name
+
+
+def test_the_commit_of_a_copy_without_history(machine, monkeypatch):
+    monkeypatch.setenv("SOURCE_COMMIT", "abc123")
+    assert provenance.commit()["commit"] == {"value": "abc123", "unit": None, "source": "SOURCE_COMMIT"}
