@@ -493,7 +493,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         args.under_profiler = True
     if args.enable_rocm_profiling and not gpu:
         say("note", "--enable-rocm-profiling: no GPU here, so nothing is marked")
-    if any(given.values()) and args.all_fusion is None:
+    if given and all(given.values()) and len(given) < len(FUSIONS) and args.all_fusion is None:
         say("note", "all fusions are on by default; for single ones add --disable-all-fusion")
     args.without_effect = without_effect(args)
     for flag, name, _ in FUSIONS:
