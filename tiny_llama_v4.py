@@ -471,7 +471,7 @@ class Room:
     """Where the optimizer reads the gradients of some parameters: one buffer, from the first of a step to its end.
 
     `begins`: of each parameter in the buffers of the optimizer, and the end of the last. `dtype`: of the gradients.
-    The first gradient of a parameter is written here; what is added to it later, autograd adds, in float32.
+    The first gradient of a parameter in a step is written here. Autograd adds others to it, in float32.
     """
 
     def __init__(self, parameters: list[nn.Parameter], begins: list[int], dtype: torch.dtype):
@@ -496,7 +496,7 @@ class Room:
         self.buffer, self.given = None, set()
 
     def first(self, parameter: nn.Parameter) -> Tensor | None:
-        """The part for this parameter, if its gradient is the first since the last step."""
+        """The part of this parameter for its first gradient in a step; None for another one."""
         if parameter.grad is None and parameter not in self.given:
             self.given.add(parameter)
             return self.part(parameter)
@@ -504,7 +504,7 @@ class Room:
         return None
 
     def collect(self) -> bool:
-        """Bring those gradients here that are elsewhere: of several GPUs, or added up by autograd. Are there any?"""
+        """Are there gradients? Those of several GPUs, or that autograd added up, are elsewhere: bring them here."""
         given = [p for p in self.parameters if p.grad is not None]
         if any(p.grad.data_ptr() != self.part(p).data_ptr() for p in given):
             BESIDE.ready.pop(self, None)
@@ -579,7 +579,7 @@ def in_type(weight: Tensor, dtype: torch.dtype) -> Tensor:
 class Projection(torch.autograd.Function):
     """x [..., K], weight [N, K] as a parameter and in the type of x -> x weight^T [..., N].
 
-    `embedding`: the node of TiedEmbedding with this weight, which gets the gradient and adds its own, if it will run.
+    `embedding`: the node of a TiedEmbedding of this weight. If that will run, it gets the gradient and adds its own.
     """
 
     @staticmethod
@@ -1360,10 +1360,10 @@ def adamw(
 
 
 class Options(dict):
-    """Those of a group of parameters. The learning rate is a number on the device, which the kernel reads.
+    """The options of the optimizer. The kernel reads the learning rate from the device, and is compiled for the others.
 
-    So what is assigned, as schedulers do, is written there, and a graph of the step follows it. A kernel is compiled
-    for the others: ValueError.
+    So a learning rate that is assigned, as some schedulers do, is written there, where a graph of the step finds it.
+    Another value for one of the others is a ValueError.
     """
 
     def __setitem__(self, name: str, value: object) -> None:
@@ -1639,11 +1639,8 @@ def transformer_block_kernel(
 
 # With more rows than one tile of the above has on each multiprocessor; float32 and AMD have no room for it.
 MANY_ROWS = {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_C": 64, "BLOCK_Q": 64, "num_warps": 8}
-
-
-triton_version = tuple(int(number) for number in triton.__version__.split(".")[:2])
 TOO_OLD = ""  # why a layer cannot be one launch
-if not INTERPRETED and triton_version < (3, 3):
+if not INTERPRETED and tuple(map(int, triton.__version__.split(".")[:2])) < (3, 3):
     TOO_OLD = f"a layer as one launch needs Triton 3.3 (PyTorch 2.7) for a cooperative launch, not {triton.__version__}"
 
 
