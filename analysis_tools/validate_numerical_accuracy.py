@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from profiling.accuracy import values_of  # noqa: E402
 from profiling.program import (  # noqa: E402
     ToolError,
     at_least,
@@ -101,28 +102,6 @@ def load_sides(args: argparse.Namespace, argv: Sequence[str]) -> tuple[Side, Sid
         both = " and ".join(side.name for side in sides)
         raise ToolError(f"{both} are different models: not both have {odd[0]}, of the same shape")
     return sides
-
-
-def values_of(trainer) -> tuple[dict[str, dict], list[str]]:
-    """Outputs, loss and gradients by their names, in float64 on the host; and the parameters without a gradient.
-
-    The trainer is of no use afterwards.
-    """
-    import torch
-
-    batch, model = trainer.next_batch(), trainer.model
-    with torch.no_grad(), trainer.autocast():
-        outputs = trainer.forward(**{name: value for name, value in batch.items() if name not in model.TARGETS})
-    with trainer.autocast():  # anew: PyTorch 2.6 would reuse the weights that it cast without gradients
-        loss = trainer.forward(**batch)
-    loss.backward()
-    missing = [name for name, parameter in model.named_parameters() if parameter.grad is None]
-    for parameter in model.parameters():  # state_dict then gives gradients, split where weights are fused
-        parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-    found = {"outputs": dict(outputs) if isinstance(outputs, dict) else {"outputs": outputs}}
-    found |= {"loss": {"loss": loss}, "gradients": model.state_dict()}
-    wide = {what: {k: v.detach().double().cpu() for k, v in values.items()} for what, values in found.items()}
-    return wide, missing
 
 
 def loss_curve(trainer, name: str, steps: int) -> list[float]:
