@@ -1221,6 +1221,8 @@ def triangle_options(kernel: str, x: Tensor, weight: Tensor) -> dict[str, int | 
     need_rows(kernel, x)
     chosen = blocks(kernel, weight.dtype)
     chosen["BLOCK_C"] = min(chosen["BLOCK_C"], x.shape[-1])
+    # With more, too little is left for each where channels are few: then one kernel spills on an MI300.
+    chosen["num_warps"] = min(chosen["num_warps"], max(4, chosen["BLOCK_M"] * x.shape[-1] // 512))
     return {**chosen, "C": x.shape[-1], "WIDE": 5 * x.numel() >= 2**31, "PRECISION": dot_precision(weight.dtype)}
 
 
