@@ -76,6 +76,29 @@ def test_memory_of_a_step_has_a_bar_for_each_version_and_its_sum(tmp_path, monke
     assert {"TinyOpenFold, crop, bf16", "V1", "V3"} <= set(said.splitlines())
 
 
+def test_modules_move_under_the_roof_by_their_bytes_and_times(tmp_path, monkeypatch):
+    monkeypatch.setattr(figures, "H100", tmp_path)
+    (tmp_path / "roofline/bf16").mkdir(parents=True)
+    for version, moved in (("v1", 4e8), ("v4", 1e8)):
+        names = {"layers.*.input_layernorm": 0, "norm": 0, "layers.* (rest)": 0, "layers.*.self_attn": 34e9}
+        rows = [
+            {"module": name, "flop": flop, "bytes": moved, "ms": moved / 3e9}
+            for name, flop in {**names, "layers.*.mlp": 103e9}.items()
+        ]
+        run = {
+            "config": {"seq_len": 256, "hidden_dim": 512, "num_layers": 8},
+            "training": {"batch_size": 8},
+            "ceilings": {"gemm_tflops": 800, "copy_gb_per_s": 3000},
+            "modules": rows,
+        }
+        (tmp_path / f"roofline/bf16/tiny_llama_{version}_flops.json").write_text(json.dumps(run))
+    lines = [line.get_xydata()[0] for line in figures.roofline_modules().figure.axes[1].lines[1:]]
+    norm, attention = (lines[0], lines[1]), (lines[2], lines[3])
+    flop = 5 * 8 * 256 * 512 * 17  # two norms a layer and a last one
+    assert norm[0] == pytest.approx([flop / 12e8, flop / (12e8 / 3e9) / 1e9])
+    assert attention[1] == pytest.approx([340, 34e9 / (1e8 / 3e9) / 1e9])
+
+
 def trace(folder: Path, launch_every: float, graph: bool) -> Path:
     """A run's trace and result file: two steps of five layers, each a norm, a GEMM and an addition."""
     events, correlation = [], 0

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -495,63 +496,75 @@ def plot(sheet: Sheet, x: float, y: float, width: float, height: float, **settin
     return axes
 
 
+Point = tuple[float, float]  # under a roofline: FLOP per byte, TFLOP/s
+
+
+def under_the_roof(ceilings: dict, left: float, bottom: float, arrows: dict[str, tuple]) -> Sheet:
+    """A roofline from these corners on, with an arrow for each name: V1, V4, colour, and where its name goes."""
+    sheet = Sheet("The roofline that moves", 500)
+    tflops, rate = ceilings["gemm_tflops"], ceilings["copy_gb_per_s"] / 1e3
+    axes = plot(sheet, 96, 76, 660, 320, xscale="log", yscale="log", xlim=(left, 1000), ylim=(bottom, 1100))
+    axes.set(xlabel="FLOP per byte", ylabel="TFLOP/s")
+    axes.plot([left, tflops / rate, 1000], [left * rate, tflops, tflops], color=INK, linewidth=3)
+    axes.text(950, tflops * 1.1, "arithmetic", fontsize=SMALL, ha="right", color=INK)
+    start, end = axes.transData.transform([(left, left * rate), (tflops / rate, tflops)])
+    angle = math.degrees(math.atan2(end[1] - start[1], end[0] - start[0]))
+    along = {"rotation": angle, "rotation_mode": "anchor", "ha": "center", "va": "bottom"}
+    middle = (left * tflops / rate) ** 0.5 * 0.85
+    axes.text(middle, middle * rate * 1.05, "memory", fontsize=SMALL, color=INK, **along)
+    for name, (before, after, color, (right, down)) in arrows.items():
+        head = {"arrowstyle": "-|>,head_length=0.9,head_width=0.45", "shrinkA": 8, "shrinkB": 8}
+        axes.annotate("", after, before, arrowprops={"color": color, "linewidth": 4, **head})
+        for (x, y), fill in ((before, WHITE), (after, color)):
+            axes.plot(x, y, "o", markersize=14, markerfacecolor=fill, markeredgecolor=color, markeredgewidth=3)
+        middle = (before[0] * after[0]) ** 0.5, (before[1] * after[1]) ** 0.5
+        label = {"fontsize": SMALL, "color": color, "va": "center", "weight": "bold"}
+        axes.annotate(name, middle, xytext=(right, down), textcoords="offset points", **label)
+    ticks(axes.xaxis, (0.1, 1, 10, 20, 50, 100, 200, 500, 1000) if left > 10 else (0.1, 1, 10, 100, 1000))
+    ticks(axes.yaxis, (50, 100, 200, 500, 1000) if left > 10 else (0.1, 1, 10, 100, 1000))
+    sheet.text(400, 476, "○ V1, ● V4: same arithmetic, fewer bytes; TinyLlama, bf16, H100", SMALL, GREY)
+    return sheet
+
+
 def roofline() -> Sheet:
     """Where the matrix products and the whole step stand under the roof, in V1 and in V4."""
     data = read(H100 / "roofline_llama_v1_v4.json")
-    ceilings = data["runs"][0]["ceilings"]
     flop = data["rows"][0]["flop"]
-    tflops, rate = ceilings["gemm_tflops"], ceilings["copy_gb_per_s"] / 1e3
 
-    def place(version: str, groups: tuple[str, ...] = ()) -> tuple[float, float]:
+    def place(version: str, groups: tuple[str, ...] = ()) -> Point:
         rows = [r for r in data["rows"] if r["script"].endswith(version) and (not groups or r["group"] in groups)]
         moved, ms = (sum(row[key] for row in rows) for key in ("bytes", "ms"))
         return flop / moved, flop / ms / 1e9
 
-    sheet = Sheet("The roofline that moves", 500)
-    axes = plot(
-        sheet,
-        96,
-        76,
-        660,
-        320,
-        xscale="log",
-        yscale="log",
-        xlim=(18, 1000),
-        ylim=(40, 1100),
-        xlabel="FLOP per byte",
-        ylabel="TFLOP/s",
-    )
-    knee = tflops / rate
-    axes.plot([18, knee, 1000], [18 * rate, tflops, tflops], color=INK, linewidth=3)
-    axes.text(22, 100, "memory", fontsize=SMALL, rotation=39, rotation_mode="anchor", color=INK)
-    axes.text(950, tflops * 1.1, "arithmetic", fontsize=SMALL, ha="right", color=INK)
-    for name, groups, color, side in (
-        ("whole step", (), RED, (1.0, 0.72)),
-        ("GEMMs and attention", ("gemm", "attention"), BLUE, (1.25, 0.72)),
+    products = ("gemm", "attention")
+    arrows = {
+        "whole step": (place("v1"), place("v4"), RED, (12, -22)),
+        "GEMMs and attention": (place("v1", products), place("v4", products), BLUE, (-20, -26)),
+    }
+    return under_the_roof(data["runs"][0]["ceilings"], 18, 40, arrows)
+
+
+def roofline_modules() -> Sheet:
+    """The same for norms, attention and MLP of a forward pass; a norm and its residual are 5 FLOPs a number."""
+    v1, v4 = (read(H100 / f"roofline/bf16/tiny_llama_{version}_flops.json") for version in ("v1", "v4"))
+    config, batch = v1["config"], v1["training"]["batch_size"]
+    numbers = batch * config["seq_len"] * config["hidden_dim"] * (2 * config["num_layers"] + 1)
+
+    def total(run: dict, key: str, parts: tuple[str, ...]) -> float:
+        return sum(module[key] for module in run["modules"] if module["module"].endswith(parts))
+
+    def place(run: dict, parts: tuple[str, ...], flop: float) -> Point:
+        return flop / total(run, "bytes", parts), flop / total(run, "ms", parts) / 1e9
+
+    arrows = {}
+    for name, parts, color, side in (
+        ("norm, residual", ("norm", "layers.* (rest)"), GREEN, (14, -18)),
+        ("attention", ("self_attn",), RED, (4, -26)),
+        ("MLP", ("mlp",), BLUE, (-64, 12)),
     ):
-        before, after = place("v1", groups), place("v4", groups)
-        axes.annotate(
-            "",
-            after,
-            before,
-            arrowprops={
-                "arrowstyle": "-|>,head_length=0.9,head_width=0.45",
-                "color": color,
-                "linewidth": 4,
-                "shrinkA": 0,
-                "shrinkB": 8,
-            },
-        )
-        axes.plot(*before, "o", markersize=13, color=color)
-        axes.plot(*after, "o", markersize=13, color=color)
-        for (x, y), version in ((before, "V1"), (after, "V4")):
-            axes.text(x, y * 1.16, version, fontsize=SMALL, ha="center", va="bottom", color=color, weight="bold")
-        middle = (before[0] * after[0]) ** 0.5, (before[1] * after[1]) ** 0.5
-        axes.text(middle[0] * side[0], middle[1] * side[1], name, fontsize=SMALL, ha="left", va="center", color=color)
-    ticks(axes.xaxis, (20, 50, 100, 200, 500, 1000))
-    ticks(axes.yaxis, (50, 100, 200, 500, 1000))
-    sheet.text(400, 476, "same arithmetic, fewer bytes, so further right and up; TinyLlama, bf16, H100", SMALL, GREY)
-    return sheet
+        flop = total(v1, "flop", parts) or 5 * numbers
+        arrows[name] = (place(v1, parts, flop), place(v4, parts, flop), color, side)
+    return under_the_roof(v1["ceilings"], 0.05, 0.05, arrows)
 
 
 def ticks(axis, values: tuple[float, ...]) -> None:
@@ -708,6 +721,7 @@ FIGURES_BY_NAME: dict[str, Callable[[], Sheet]] = {
         evoformer_block,
         two_streams,
         roofline,
+        roofline_modules,
         versions,
         memory_of_a_step,
     )

@@ -1,8 +1,9 @@
-"""START.md: its two programs measure what the page says, and the page shows what was measured."""
+"""Pages for readers: START.md shows what its programs measure, the tables of claims and of names name what exists."""
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 
 import pytest
@@ -59,3 +60,18 @@ def test_words_in_italics_are_in_the_table(word):
     text, _, table = PAGE.partition("## Words")
     assert f"*{word}" in text
     assert f"| {word} |" in table
+
+
+def test_every_result_file_behind_a_claim_is_there():
+    text = (ROOT / "docs/CLAIMS.md").read_text()
+    files = set(re.findall(r"`([\w/.*]+\.(?:json|csv))`", text))
+    assert len(files) > 10
+    assert not [name for name in files if not [*(ROOT / "results/h100").glob(name)]]
+
+
+def test_what_an_older_name_became_is_there():
+    rows = re.findall(r"^\| (.*) \| (.*) \|$", (ROOT / "docs/FROM_OTHER_EDITIONS.md").read_text(), re.MULTILINE)
+    named = {word for _, here in rows for word in re.findall(r"[\w/.-]+\.(?:py|sh|md|txt)", here)}
+    assert len(named) > 20
+    named.remove("analysis_tools/NAME.py")
+    assert not [name for name in named if not (ROOT / name).exists() and not (ROOT / "docs" / name).exists()]
