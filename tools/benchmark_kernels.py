@@ -556,7 +556,7 @@ def row_operators(rows: int) -> Iterator[tuple[str, str, list]]:
     yield openfold, "layer_norm_backward", [pair.to(bf16), pair, scale, scale, 1e-5]
     yield openfold, "column_sums", [pair.to(bf16), torch.float32]
     yield openfold, "bias_relu_forward", [wide.view(-1, 512), torch.ones(512, device=DEVICE)]
-    yield openfold, "bias_relu_backward", [wide.view(-1, 512), wide.view(-1, 512).clone(), torch.float32]
+    yield openfold, "bias_relu_backward", [wide.view(-1, 512), wide.view(-1, 512).clone(), torch.float32, True]
 
 
 def rows(rounds: int, count: int) -> Iterator[Part]:
