@@ -11,11 +11,12 @@ import importlib
 import importlib.util
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from types import MethodType
+from types import MethodType, ModuleType
 from typing import NoReturn
 
 import torch
@@ -201,6 +202,41 @@ def with_cuequivariance(block: nn.Module) -> nn.Module:
         module = getattr(block, name)
         module.attend = MethodType(attend, module)
     return block
+
+
+def openfold_block(ours: nn.Module, config: object, clone: Path) -> nn.Module:
+    """OpenFold's own EvoformerBlock with the weights of ours: forward(msa, pair). ImportError without a clone.
+
+    Its masks are ones, which it always multiplies by. Its extension for inference is not built, nor called here, nor
+    is DeepSpeed's attention, which it can call where that is installed.
+    """
+    if not (clone / "openfold" / "model" / "evoformer.py").exists():
+        raise ImportError(f"no OpenFold in {clone}: name a clone of github.com/aqlaboratory/openfold with --openfold")
+    sys.modules.setdefault("attn_core_inplace_cuda", ModuleType("attn_core_inplace_cuda"))
+    for name in ("openfold", "openfold.model"):  # whose own __init__ import what reads data and draws structures
+        package = sys.modules.setdefault(name, ModuleType(name))
+        package.__path__ = [str(clone / name.replace(".", "/"))]
+    dim, pair = config.msa_dim, config.pair_dim
+    theirs = importlib.import_module("openfold.model.evoformer").EvoformerBlock(
+        c_m=dim, c_z=pair,
+        c_hidden_msa_att=dim // config.num_heads_msa, no_heads_msa=config.num_heads_msa,
+        c_hidden_pair_att=pair // config.num_heads_pair, no_heads_pair=config.num_heads_pair,
+        c_hidden_opm=config.outer_product_dim, c_hidden_mul=pair, transition_n=config.transition_factor,
+        msa_dropout=0.0, pair_dropout=0.0, no_column_attention=False, opm_first=False,
+        fuse_projection_weights=False, inf=1e9, eps=1e-3,
+    )  # fmt: skip
+    names = {re.sub(r"\b(core|pair_stack|mha|_msa_att)\.", "", name): name for name in theirs.state_dict()}
+    theirs.load_state_dict({names[name]: value for name, value in ours.state_dict().items()})
+
+    class Unmasked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = theirs
+
+        def forward(self, msa: Tensor, pair: Tensor) -> tuple[Tensor, Tensor]:
+            return self.block(msa, pair, msa.new_ones(msa.shape[:-1]), pair.new_ones(pair.shape[:-1]))
+
+    return Unmasked().to(next(ours.parameters()).device)
 
 
 # Optimizers that keep float32 weights beside those of the matrix products

@@ -34,6 +34,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
+from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -53,6 +54,7 @@ from profiling.peers import (  # noqa: E402
     fused_adam,
     hugging_face,
     library_attention,
+    openfold_block,
     plain_attention,
     torch_adamw,
     with_cuequivariance,
@@ -324,7 +326,8 @@ class Wanted:
     precisions: Sequence[str] = ("bf16",)
     shapes: Sequence[str] = ()
     autotuned: Sequence[str] = ()  # the shapes of which torch.compile has a side with all its tuning: it takes a minute
-    megafold: Path = Path("no clone is named")
+    megafold: Path = Path("no clone")
+    openfold: Path = Path("no clone")
     alone: bool = False
 
 
@@ -440,9 +443,10 @@ def block(sizes: tuple, dtype: torch.dtype, autotune: bool, wanted: Wanted) -> d
     msa = torch.randn(samples, depth, length, msa_dim, device=DEVICE, dtype=dtype)
     inputs = [msa, torch.randn(samples, length, length, 128, device=DEVICE, dtype=dtype)]
 
+    config = importlib.import_module("tiny_openfold_v1").ModelConfig(msa_dim=msa_dim, num_heads_msa=heads)
+
     def block_of(version: str) -> torch.nn.Module:
         module = importlib.import_module(f"tiny_openfold_{version}")
-        config = module.ModelConfig(msa_dim=msa_dim, num_heads_msa=heads)
         return with_weights(module.EvoformerBlock(config, module.Fusions()))
 
     ours = block_of("v3")  # called as the whole model calls it
@@ -461,7 +465,19 @@ def block(sizes: tuple, dtype: torch.dtype, autotune: bool, wanted: Wanted) -> d
         compiled = torch.compile(theirs)
         sides["the same, bf16 parameters"] = step = module_step(compiled, theirs, inputs)
         step.unchecked = True
+    try:
+        theirs = openfold_block(v2, config, wanted.openfold)
+    except ImportError as error:
+        sides["OpenFold"] = partial(absent, error)
+    else:
+        sides["OpenFold"] = module_step(theirs, theirs, inputs, dtype)
+        sides["OpenFold, torch.compile"] = module_step(torch.compile(theirs), theirs, inputs, dtype)
     return sides
+
+
+def absent(error: ImportError) -> NoReturn:
+    """The step of what is not installed."""
+    raise error
 
 
 def causal(sizes: tuple, dtype: torch.dtype, autotune: bool, wanted: Wanted) -> dict[str, Step]:
@@ -889,7 +905,7 @@ def run_study(args: argparse.Namespace) -> int:
     if unknown := [name for name in shapes if name not in known]:
         raise ToolError(f"{args.what} has no shape {unknown[0]!r}; it has {', '.join(map(repr, known))}")
     precisions = args.precisions or (["bf16"] if args.what in (*STEPS, "optimizer") else list(PRECISIONS))
-    wanted = Wanted(args.rounds, precisions, shapes, args.autotune, args.megafold)
+    wanted = Wanted(args.rounds, precisions, shapes, args.autotune, args.megafold, args.openfold)
     if args.what == "rows":
         measured = rows(args.rounds, args.rows)
     elif args.tried:
@@ -899,7 +915,7 @@ def run_study(args: argparse.Namespace) -> int:
     else:
         measured = wanted_parts(args.what, wanted)
     name = f"{args.what}_blocks" if args.tried else args.what
-    found = measure_study(args.directory / f"{name}.json", measured, rounds=args.rounds)
+    found = measure_study(args.directory / f"{name}.json", measured, keep=args.keep, rounds=args.rounds)
     for row in found if args.what in STUDIES and not args.tried else ():
         check_failed({"triton": row["triton"]})
     return 0
@@ -918,6 +934,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--autotune", nargs="*", default=AUTOTUNED, metavar="SHAPE", help="of which torch.compile has a tuned side, too"
     )
     add("--megafold", type=Path, default=Wanted.megafold, metavar="CLONE", help="of MegaFold, for attention")
+    add("--openfold", type=Path, default=Wanted.openfold, metavar="CLONE", help="of OpenFold, for block")
+    add("--keep", action="store_true", help="add to the rows of an earlier file, and measure none of them again")
     add("--rows", type=at_least(512), default=65536, metavar="N", help="of the study of that name (default: 65536)")
     add(
         "--try", nargs="+", default=[], dest="tried", metavar="BLOCKS", help="as --blocks of the script; many in quotes"
