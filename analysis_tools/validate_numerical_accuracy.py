@@ -33,7 +33,6 @@ from types import ModuleType
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from profiling.accuracy import values_of  # noqa: E402
 from profiling.program import (  # noqa: E402
     ToolError,
     at_least,
