@@ -29,18 +29,15 @@ import importlib.util
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
-from profiling.accuracy import take_gradients, values_of  # noqa: E402
 from profiling.program import (  # noqa: E402
     at_least,
     documented_parser,
@@ -90,6 +87,13 @@ def on_host(values: Values) -> Values:
     return {what: {n: v.detach().double().cpu() for n, v in several.items()} for what, several in values.items()}
 
 
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    """Gradients by the names of state_dict(), where nothing is fused. The model's weights are lost."""
+    for parameter in model.parameters():
+        parameter.data = parameter.grad
+    return model.state_dict()
+
+
 def same_bits(run: Callable[[], list[Tensor]], runs: int) -> bool | None:
     """Are the tensors of so many runs equal to the last bit? None for no run. The device is asked once, at the end."""
     if not runs:
@@ -122,7 +126,7 @@ def trainer_of(script: str, argv: Sequence[str], weights: dict[str, Tensor]):
 def model_side(script: str, argv: Sequence[str], weights: dict[str, Tensor], runs: int = 0, exact: bool = False):
     """Values of a version, or the `exact` ones: in float64, also where it asks for float32, as for its losses."""
     trainer = trainer_of(script, argv, weights)
-    batch, double = trainer.next_batch(), mock.patch.object(Tensor, "float", Tensor.double)
+    batch = trainer.next_batch()
 
     def run() -> list[Tensor]:
         trainer.model.zero_grad(set_to_none=True)
@@ -134,10 +138,9 @@ def model_side(script: str, argv: Sequence[str], weights: dict[str, Tensor], run
     equal = same_bits(run, runs)
     trainer.model.zero_grad(set_to_none=True)
     trainer.next_batch = lambda: batch
-    if exact:
-        trainer.model.double()
-    with double if exact else nullcontext():
-        return values_of(trainer)[0], equal
+    found = load_script(f"{script}.py").values_of(trainer, exact)
+    gradients = {name: found.pop(f"gradient of {name}") for name in weights}
+    return on_host({"loss": {"loss": found.pop("loss")}, "outputs": found, "gradients": gradients}), equal
 
 
 def liger_side(argv: Sequence[str], weights: dict[str, Tensor]) -> tuple[Values, None]:
@@ -150,7 +153,7 @@ def liger_side(argv: Sequence[str], weights: dict[str, Tensor]) -> tuple[Values,
     with ours.autocast():
         found = forward(**batch)
     found.loss.backward()
-    gradients = {name.removeprefix("model."): gradient for name, gradient in take_gradients(theirs)[0].items()}
+    gradients = {name.removeprefix("model."): gradient for name, gradient in gradients_of(theirs).items()}
     return on_host({"outputs": {"outputs": found.logits}, "loss": {"loss": found.loss}, "gradients": gradients}), None
 
 
@@ -194,7 +197,7 @@ def part_side(
 
     equal = same_bits(run, runs)
     out, grad_x, *_ = run()
-    gradients = {"x": grad_x.flatten(0, -2), **take_gradients(part)[0]}
+    gradients = {"x": grad_x.flatten(0, -2), **gradients_of(part)}
     return on_host({"outputs": {"update": out}, "loss": {}, "gradients": gradients}), equal
 
 
