@@ -62,6 +62,7 @@ PARTS = {
 LENGTHS = {"plain": 96, "outlier": 96, "large logits": 96, "odd": 61}  # of the parts in each case
 SUBJECTS = (*SIZES, *PARTS)
 OUTLIER = 5  # the channel
+HUGE = sys.float_info.max  # what JSON has for infinity
 QUERY_AND_KEY = ("q_proj.weight", "k_proj.weight", "linear_q.weight", "linear_k.weight")
 EMBEDDINGS = ("embed_tokens.weight", "linear_relpos.weight", "linear_msa_m.weight")  # what the first block reads
 Values = dict[str, dict[str, Tensor]]  # outputs, loss and gradients; of each by name, in float64 on the host
@@ -255,9 +256,9 @@ def norms(value: Tensor, dim: int | None) -> Tensor:
 
 
 def relative(error: Tensor, exact: Tensor, rounding: Tensor | None, dim: int | None) -> tuple[float, str]:
-    """The largest error of a tensor's lines along `dim`, and which; not a number is infinite."""
+    """The largest error of a tensor's lines along `dim`, and which; what is not a number is larger than any."""
     floor = 1e-300 if rounding is None else 10 * float(norms(rounding, dim).square().mean().sqrt())
-    errors = (norms(error, dim) / norms(exact, dim).clamp(min=max(floor, 1e-300))).nan_to_num(nan=torch.inf)
+    errors = (norms(error, dim) / norms(exact, dim).clamp(min=max(floor, 1e-300))).nan_to_num(nan=HUGE)
     place = int(errors.argmax())
     return float(errors[place]), {None: "", 0: f"[:, {place}]", 1: f"[{place}]"}[dim]
 
@@ -278,16 +279,17 @@ def errors_of(values: Values, exact: Values, baseline: Values) -> dict:
 
 
 def compared(make: Callable[[], tuple[Side, dict[str, Side]]]) -> dict[str, dict]:
-    """The errors of each side, V1 first; of another side that raises, why."""
+    """The errors of each side, V1 first; of a library that raises, why."""
     make_exact, sides = make()
-    (exact, _), baseline, row = make_exact(), None, {}
+    (exact, _), baseline, row = make_exact(), {}, {}
     for side, measure in sides.items():
         try:
             values, equal = measure()
-        except (RuntimeError, ValueError, NotImplementedError) as error:
-            if baseline is None:
+        except Exception as error:
+            if side.startswith("V"):  # one of ours; a library may not take what it is given
                 raise
-            row[side] = {"failed": str(error).partition("\n")[0]}
+            row[side] = {"failed": f"{type(error).__name__}: {error}".partition("\n")[0]}
+            print_notes(PROG, f"{side} failed: {row[side]['failed']}")
             continue
         baseline = baseline or values
         row[side] = errors_of(values, exact, baseline) | {"equal_bits": equal}
@@ -313,10 +315,11 @@ def furthest(row: dict) -> str:
     """The parameter in whose gradient one of our versions is furthest above V1, by their worst rows and columns."""
     before = row["V1"]["lines"]
     ratios = [
-        (row[side]["lines"][name][0] / max(worst, 1e-300), side, name + row[side]["lines"][name][1])
+        (row[side]["lines"][name][0] / worst, side, name + row[side]["lines"][name][1])
         for side in row
         if side.startswith("V") and side != "V1" and "lines" in row[side]
         for name, (worst, _) in before.items()
+        if worst
     ]
     ratio, side, name = max(ratios)
     return f"{ratio:.1f}x {side}: {name}"
