@@ -1510,23 +1510,32 @@ def relative_errors(exact: dict[str, Tensor], found: dict[str, Tensor]) -> dict[
 
 
 def judge(
-    exact: dict[str, Tensor], unfused: dict[str, Tensor], found: dict[str, Tensor], least: float = 1e-3
+    exact: dict[str, Tensor], unfused: dict[str, Tensor], found: dict[str, Tensor], least: float
 ) -> dict[str, tuple[float, float]]:
     """Relative error of each value by itself, and its limit: three times what rounding does to the unfused model.
 
-    Or `least`: in float32, too, an argument of a ReLU may round to the other side of zero. Where the unfused value is
-    not a number, nothing is right.
+    Or `least`, if that is more. Where the unfused value is not a number, nothing is right.
     """
     errors, rounding = relative_errors(exact, found), relative_errors(exact, unfused)
     limits = {name: max(least, 3 * error) if error < math.inf else 0.0 for name, error in rounding.items()}
     return {name: (error, limits[name]) for name, error in errors.items()}
 
 
+def least_limit(args: argparse.Namespace) -> float:
+    """Below it no error is judged: an argument of a ReLU may round to the other side of zero.
+
+    That is rare in float32. In TF32 it was seen to change gradients of a model of 60 positions by 4 %.
+    """
+    return 0.05 if args.use_amp or args.matmul_precision != "highest" else 1e-3
+
+
 def verify_accuracy(args: argparse.Namespace) -> int:
     """Outputs, loss and each gradient of the initial weights against float64, beside those of the unfused model."""
     off = all_off(args)
     exact = all_off(args, use_amp=False, matmul_precision="highest")
-    judged = judge(*(values_of(Trainer(a, prepare(a)), exact=a is exact) for a in (exact, off, args)))
+    judged = judge(
+        *(values_of(Trainer(a, prepare(a)), exact=a is exact) for a in (exact, off, args)), least_limit(args)
+    )
     wrong = [name for name, (error, limit) in judged.items() if error > limit]
     gradients = [name for name in judged if name.startswith("gradient")]
     worst = max(gradients, key=lambda name: judged[name][0] / max(judged[name][1], 1e-300))

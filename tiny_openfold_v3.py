@@ -803,7 +803,7 @@ def attention_backward_bias_kernel(
 
 @triton.jit
 def attention_backward_short_kernel(
-    GRAD_OUT, QKVG, GATE_BIAS, BIAS, OUT, LSE, GRAD_QKVG, GRAD_GATE_BIAS, GRAD_BIAS,
+    GRAD_OUT, QKVG, GATE_BIAS, BIAS, OUT, GRAD_QKVG, GRAD_GATE_BIAS, GRAD_BIAS,
     x_b, x_r, x_n, out_b, out_r, out_n, grad_b, grad_r, grad_n, R, H, N, B, group, scale: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -828,8 +828,11 @@ def attention_backward_short_kernel(
         grad_gate_bias += tl.sum(grad_gate, 0)
         store_rows(GRAD_QKVG + at_x + 3 * D, grad_gate, n, x_n, D, BLOCK_D, N, EVEN)
         grad = (grad_out.to(tl.float32) * gate).to(q.dtype)
-        lse = tl.load(LSE + ((b * R + r) * H + head) * N + n, mask=n < N, other=0.0)
-        p = tl.exp2(scores(q, k, bias, n, N, scale, EVEN, PRECISION) - lse[:, None])
+        p = scores(
+            q, k, bias, n, N, scale, EVEN, PRECISION
+        )  # a whole row's: its own sum is more exact than a rounded LSE
+        p = tl.exp2(p - tl.max(p, 1)[:, None])
+        p /= tl.sum(p, 1)[:, None]
         grad_v = tl.dot(tl.trans(p.to(grad.dtype)), grad, input_precision=PRECISION)
         store_rows(GRAD_QKVG + at_x + 2 * D, grad_v, n, x_n, D, BLOCK_D, N, EVEN)
         grad_p = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
@@ -898,7 +901,7 @@ def attention_backward(
         grad_bias = qkvg.new_empty(parts, *bias.shape, dtype=torch.float32) if of_bias else None
         grad_gate_bias = qkvg.new_empty(samples * parts, heads * dim, dtype=torch.float32)
         wrap_triton(attention_backward_short_kernel)[(heads * parts * samples,)](
-            *(grad_out, qkvg, gate_bias, bias, out, lse, grad_qkvg, grad_gate_bias, grad_bias, *strides),
+            *(grad_out, qkvg, gate_bias, bias, out, grad_qkvg, grad_gate_bias, grad_bias, *strides),
             *(*grad_strides, rows, heads, length, samples, group, scale),
             **short,
         )
@@ -2958,23 +2961,32 @@ def relative_errors(exact: dict[str, Tensor], found: dict[str, Tensor]) -> dict[
 
 
 def judge(
-    exact: dict[str, Tensor], unfused: dict[str, Tensor], found: dict[str, Tensor], least: float = 1e-3
+    exact: dict[str, Tensor], unfused: dict[str, Tensor], found: dict[str, Tensor], least: float
 ) -> dict[str, tuple[float, float]]:
     """Relative error of each value by itself, and its limit: three times what rounding does to the unfused model.
 
-    Or `least`: in float32, too, an argument of a ReLU may round to the other side of zero. Where the unfused value is
-    not a number, nothing is right.
+    Or `least`, if that is more. Where the unfused value is not a number, nothing is right.
     """
     errors, rounding = relative_errors(exact, found), relative_errors(exact, unfused)
     limits = {name: max(least, 3 * error) if error < math.inf else 0.0 for name, error in rounding.items()}
     return {name: (error, limits[name]) for name, error in errors.items()}
 
 
+def least_limit(args: argparse.Namespace) -> float:
+    """Below it no error is judged: an argument of a ReLU may round to the other side of zero.
+
+    That is rare in float32. In TF32 it was seen to change gradients of a model of 60 positions by 4 %.
+    """
+    return 0.05 if args.use_amp or args.matmul_precision != "highest" else 1e-3
+
+
 def verify_accuracy(args: argparse.Namespace) -> int:
     """Outputs, loss and each gradient of the initial weights against float64, beside those of the unfused model."""
     off = all_off(args)
     exact = all_off(args, use_amp=False, matmul_precision="highest")
-    judged = judge(*(values_of(Trainer(a, prepare(a)), exact=a is exact) for a in (exact, off, args)))
+    judged = judge(
+        *(values_of(Trainer(a, prepare(a)), exact=a is exact) for a in (exact, off, args)), least_limit(args)
+    )
     wrong = [name for name, (error, limit) in judged.items() if error > limit]
     gradients = [name for name in judged if name.startswith("gradient")]
     worst = max(gradients, key=lambda name: judged[name][0] / max(judged[name][1], 1e-300))

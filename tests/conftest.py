@@ -166,7 +166,7 @@ def faults_that_pass(module: ModuleType, args: argparse.Namespace) -> tuple[list
     passed = []
     for factor in (0.0, -1.0, 1.3):
         wrong = sides[2] | {name: factor * sides[2][name] for name in judged}
-        verdicts = module.judge(*sides[:2], wrong)
+        verdicts = module.judge(*sides[:2], wrong, module.least_limit(args))
         passed += [(name, factor) for name in judged if verdicts[name][0] <= verdicts[name][1]]
     return passed, len(judged)
 

@@ -441,11 +441,11 @@ def test_blocks_change_what_is_launched_and_nothing_else(monkeypatch: pytest.Mon
     def attend() -> Tensor:
         return v3.CausalAttention.apply(qkv, 2)
 
-    parse(V3, *HERE)
+    v3.prepare(parse(V3, *HERE))
     expected, before = attend(), launches(monkeypatch, attend)
     assert before[0][0] == (2, 1)
     changes = ["--blocks", "attention_forward:BLOCK_Q=16,num_warps=2", "--blocks", "attention_forward:BLOCK_K=16"]
-    parse(V3, *HERE, *changes)
+    v3.prepare(parse(V3, *HERE, *changes))
     after = launches(monkeypatch, attend)
     assert after[0][0] == (2, 3)
     assert after[0][1] == {**before[0][1], "BLOCK_Q": 16, "BLOCK_K": 16, "num_warps": 2}
