@@ -310,15 +310,6 @@ def row_options(kernel: str, x: Tensor, whole: bool = True) -> tuple[int, int, d
     return rows, programs, {"C": dim, "BLOCK_C": width, "ROWS": tile_rows, **chosen}
 
 
-def check_sequences(x: Tensor, longest: int) -> None:
-    """Raise ValueError if x [B, S, ...] is empty, or longer than the tables of the rotary embedding."""
-    batch, seq = x.shape[:2]
-    if batch * seq == 0:
-        raise ValueError(f"an empty batch: {batch} sequences of {seq} tokens")
-    if seq > longest:
-        raise ValueError(f"sequences of {seq} tokens, but the model's seq_len is {longest}")
-
-
 @triton.jit
 def sum_parts_kernel(PARTS, OUT, parts, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -436,6 +427,15 @@ class AddRMSNorm(torch.autograd.Function):
         grads = rms_norm_backward(grad_normed.contiguous(), grad_summed, summed, weight, rstd, dtype, with_weight)
         grad_update = None if ctx.update_dtype is None else grads[1]
         return grads[0], grad_update, grads[2] if with_weight else None, None, None
+
+
+def check_sequences(x: Tensor, longest: int) -> None:
+    """Raise ValueError if x [B, S, ...] is empty, or longer than the tables of the rotary embedding."""
+    batch, seq = x.shape[:2]
+    if batch * seq == 0:
+        raise ValueError(f"an empty batch: {batch} sequences of {seq} tokens")
+    if seq > longest:
+        raise ValueError(f"sequences of {seq} tokens, but the model's seq_len is {longest}")
 
 
 @triton.jit

@@ -368,15 +368,6 @@ def row_options(kernel: str, x: Tensor, whole: bool = True) -> tuple[int, int, d
     return rows, programs, {"C": dim, "BLOCK_C": width, "ROWS": tile_rows, **chosen}
 
 
-def check_sequences(x: Tensor, longest: int) -> None:
-    """Raise ValueError if x [B, S, ...] is empty, or longer than the tables of the rotary embedding."""
-    batch, seq = x.shape[:2]
-    if batch * seq == 0:
-        raise ValueError(f"an empty batch: {batch} sequences of {seq} tokens")
-    if seq > longest:
-        raise ValueError(f"sequences of {seq} tokens, but the model's seq_len is {longest}")
-
-
 @triton.jit
 def sum_parts_kernel(PARTS, OUT, parts, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -722,6 +713,15 @@ class AddRMSNorm(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             grad_weight = for_the_optimizer(weight, partial(sum_parts, grads[2]), grads[2])
         return grads[0], None if grad_summed is None else grads[1], grad_weight, None, None, None
+
+
+def check_sequences(x: Tensor, longest: int) -> None:
+    """Raise ValueError if x [B, S, ...] is empty, or longer than the tables of the rotary embedding."""
+    batch, seq = x.shape[:2]
+    if batch * seq == 0:
+        raise ValueError(f"an empty batch: {batch} sequences of {seq} tokens")
+    if seq > longest:
+        raise ValueError(f"sequences of {seq} tokens, but the model's seq_len is {longest}")
 
 
 @triton.jit
