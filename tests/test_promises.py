@@ -171,3 +171,71 @@ def test_a_full_device_is_one_line():
     with open("/dev/full", "w") as full:
         done = subprocess.run([sys.executable, TOOL, RUN], stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     assert (done.returncode, done.stderr.count("\n"), "No space left" in done.stderr) == (2, 1, True)
+
+
+# --- what is missing, and odd ways to start
+
+PROGRAMS = [
+    *(path for path in sorted((ROOT / "analysis_tools").glob("*.py")) if path.name != "results.py"),
+    *sorted(ROOT.glob("run_*.py")),
+    *(ROOT / "tools" / f"{name}.py" for name in ("benchmark", "run_sheet", "tables")),
+    ROOT / "exercises/performance_debugging/check_step.py",
+    ROOT / "exercises/performance_debugging/compare_stages.py",
+]
+BLOCK = """
+import sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "numpy", "triton", "matplotlib", "plotly"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Missing())
+"""
+
+
+@pytest.fixture
+def without_packages(tmp_path) -> dict[str, str]:
+    """The environment of a process in which there is nothing but the standard library."""
+    (tmp_path / "sitecustomize.py").write_text(BLOCK)
+    return {**os.environ, "PYTHONPATH": str(tmp_path)}
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda path: path.name)
+def test_help_needs_no_package_and_no_docstring(program, without_packages):
+    for options in ([], ["-OO"]):
+        command = [sys.executable, *options, program, "--help"]
+        done = subprocess.run(command, capture_output=True, text=True, env=without_packages)
+        assert (done.returncode, done.stderr) == (0, ""), options
+
+
+TRAINS = {
+    "run_pytorch_profiler.py": "",
+    "run_deepspeed_flops.py": "",
+    "analysis_tools/benchmark_suite.py": "",
+    "analysis_tools/compare_versions.py": "",
+    "analysis_tools/fusion_ablation_study.py": "",
+    "analysis_tools/measure_energy.py": "--scripts tiny_llama_v1.py",
+    "analysis_tools/optimize_batch_size.py": "",
+    "analysis_tools/roofline_analysis.py": "",
+    "analysis_tools/validate_numerical_accuracy.py": "--baseline tiny_llama_v1.py --optimized tiny_llama_v2.py",
+    "tools/benchmark.py": "counts .",
+    "tools/benchmark_kernels.py": "table .",
+    "tools/compile_for_amd.py": "--help",
+}
+
+
+@pytest.mark.parametrize("program", TRAINS)
+def test_a_package_that_is_missing_is_one_line(program, without_packages, tmp_path):
+    command = [sys.executable, ROOT / program, *TRAINS[program].split()]
+    done = subprocess.run(command, capture_output=True, text=True, env=without_packages, cwd=tmp_path)
+    lines = done.stderr.splitlines()
+    assert (done.returncode, done.stdout) == (4, ""), done.stderr
+    assert " error: " in lines[-1]
+    assert "torch" in lines[-1] or "matplotlib" in lines[-1]
+    assert not [line for line in lines[:-1] if ": note: " not in line]
+
+
+def test_a_name_that_the_terminal_cannot_show():
+    command = [sys.executable, TOOL, f"Läufe={RUN}"]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert (done.returncode, "L\\xe4ufe" in done.stdout) == (0, True), done.stderr
