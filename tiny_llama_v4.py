@@ -1277,7 +1277,10 @@ class FusedAdamW(torch.optim.Optimizer):
         ]
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Take the moments and the number of steps into the buffers."""
+        """Take the moments and the number of steps into the buffers; ValueError if they are in another order."""
+        given = {index: values["exp_avg"].shape for index, values in state_dict["state"].items()}
+        if given != {index: values["exp_avg"].shape for index, values in self.state_dict()["state"].items()}:
+            raise ValueError("the state is of other parameters, or in another order, such as that of PyTorch's AdamW")
         kept = {parameter: dict(values) for parameter, values in self.state.items()}
         super().load_state_dict(state_dict)
         for parameter, values in kept.items():

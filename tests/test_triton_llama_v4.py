@@ -293,6 +293,20 @@ def test_optimizer_resumes_exactly():
     assert equal(state(resumed, second) + low(second), state(optimizer, first) + low(first))
 
 
+def test_the_state_of_an_optimizer_that_orders_parameters_otherwise_is_refused():
+    """That of PyTorch's AdamW has the order of the model, here small parameters come first."""
+    other = torch.optim.AdamW(given := parameters())
+    take_steps(other, range(1))
+    optimizer = fused(mine := parameters())
+    before = state(optimizer, mine)
+    with pytest.raises(ValueError, match="in another order"):
+        optimizer.load_state_dict(other.state_dict())
+    assert equal(state(optimizer, mine), before)
+    again = torch.optim.AdamW([*given[2:], *given[:2]])
+    take_steps(again, range(1))
+    optimizer.load_state_dict(again.state_dict())
+
+
 def test_a_parameter_without_gradient_is_an_error():
     optimizer = fused(given := parameters())
     for parameter in given[1:]:
