@@ -40,7 +40,7 @@ class Run:
 
     def number(self, group: str, key: str) -> float | None:
         """A measured value, None if the run does not have it or did not finish."""
-        return self.result[group].get(key) if self.status == "ok" else None
+        return self.result.get(group, {}).get(key) if self.status == "ok" else None
 
     def row(self) -> dict:
         """What was measured, as a row of a study has it (profiling/turns.py), with the final loss; or how it ended."""

@@ -76,7 +76,7 @@ class Timing:
     batch_ms: Positive | None = None
     batch_median_ms: Positive | None = None
     batch_p95_ms: Positive | None = None
-    turns_ms: Turns | None = None
+    turns_ms: list[Positive] | None = None  # empty where a run failed before the first one ended
     others: ClassVar = float | None
 
 
@@ -521,9 +521,7 @@ def _words(kind: object) -> str:
     """What is expected."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Annotated:
-        return (
-            f"{_words(arguments[0])} {arguments[1]}" if _shape(kind) is float else f"{_words(arguments[0])}, not empty"
-        )
+        return f"{_words(arguments[0])} {arguments[1] if _shape(kind) is float else 'that is not empty'}"
     if origin is Literal:
         return " or ".join(map(repr, arguments))
     if origin in UNIONS:

@@ -41,7 +41,7 @@ RESULTS = ROOT / "results"
 MUTATIONS = int(os.environ.get("MUTATIONS", "12"))
 VALUES = (None, True, 0, -1, 7, 1.5, 1e308, float("nan"), "", "x", [], [1], ["x"], [[]], {}, {"x": 1}, "=1", "a\nb")
 # It is a file of something else now, or some of its rows are.
-REFUSED = ("cannot be compared", "is a run of", "folder: rows of the table")
+REFUSED = ("cannot be compared", "is a run of", "folder: ")
 Answer = tuple[int, str, str]
 Reader = Callable[[Path], Answer]
 

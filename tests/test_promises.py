@@ -11,7 +11,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, captured
+from conftest import ROOT, captured, run_main
 
 sys.path.insert(0, str(ROOT))
 from analysis_tools import compare_runs, fusion_ablation_study, plot_runs, regression_tester
@@ -67,6 +67,17 @@ def test_two_runs_are_not_saved_under_one_name(tmp_path):
     one, two = (run_at(tmp_path / part) for part in "ab")
     status, _, err = call(compare_runs, f"x={one}", f"x/={two}", "--save", tmp_path / "saved.json")
     assert (status, "another NAME=PATH" in err, (tmp_path / "saved.json").exists()) == (2, True, False)
+
+
+@pytest.mark.parametrize(
+    ("argv", "status", "outcome"),
+    [("--learning-rate 1e30 --warmup-steps 0", 1, "failed"), ("--text-file README.md --vocab-size 256", 0, "1.00x")],
+)
+def test_what_a_script_leaves_is_read(argv, status, outcome, tmp_path):
+    """Also of a run that failed, which has no turns and no rates."""
+    run_main("tiny_llama_v2", tmp_path, "--num-steps", "9", *argv.replace("README", f"{ROOT}/README").split())
+    found, out, _ = call(compare_runs, tmp_path)
+    assert (found, outcome in out.splitlines()[2]) == (status, True), out
 
 
 # --- never over an input, never half a file
