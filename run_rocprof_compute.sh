@@ -71,8 +71,9 @@ parent=${result_dir:-$output_dir/rocprof_compute_results}
 
 if [[ $mode == analyze ]]; then
     ((${#script_args[@]} == 0)) || fail 2 "--mode analyze runs no script: ${script_args[0]} has no meaning here"
-    last=$(find "$parent/workloads" -name pmc_perf.csv -not -path '*.failed/*' -printf '%T@ %h\n' 2>/dev/null | sort -n |
-        tail -n 1 | cut -d ' ' -f 2- || true)
+    last=$(find "$parent/workloads" -name pmc_perf.csv -not -path '*.failed/*' -printf '%T@ %h\0' 2>/dev/null |
+        sort -zn | tail -zn 1 | tr -d '\0' || true)
+    last=${last#* }
     if [[ -z $last ]]; then
         if [[ $dry_run == no ]]; then fail 2 "no profile in $parent: run ./$program without --mode analyze first"; fi
         last=$parent/workloads/NAME/GPU

@@ -78,7 +78,7 @@ show_statistics() { # SIDE: the top kernels, and what fusion saved if both sides
 
 show_launches() { # DIR: which files have every launch, and what to do with databases
     local databases
-    mapfile -t databases < <(find "$1" -name '*_results.db' | sort)
+    mapfile -d '' databases < <(find "$1" -name '*_results.db' -print0 | sort -z)
     if ((${#databases[@]} == 0)); then
         echo "Every launch: $1/*_kernel_trace.csv"
         return

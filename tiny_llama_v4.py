@@ -1416,7 +1416,13 @@ class FusedAdamW(torch.optim.Optimizer):
         ]
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Take the options, the moments and the numbers of steps to where the kernel reads them."""
+        """Take the options, the moments and the numbers of steps to where the kernel reads them.
+
+        ValueError if they are in another order.
+        """
+        given = {index: values["exp_avg"].shape for index, values in state_dict["state"].items()}
+        if given != {index: values["exp_avg"].shape for index, values in self.state_dict()["state"].items()}:
+            raise ValueError("the state is of other parameters, or in another order, such as that of PyTorch's AdamW")
         options, kept = self.param_groups[0], {parameter: dict(values) for parameter, values in self.state.items()}
         for name, value in state_dict["param_groups"][0].items():
             if name != "params":

@@ -30,13 +30,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from analysis_tools.results import (  # noqa: E402
-    check_family,
-    check_schema,
-    differences,
-    load_result,
-    only_file,
-)
+from analysis_tools.results import check_family, differences, load_result, only_file  # noqa: E402
+from profiling import records  # noqa: E402
 from profiling.kernels import (  # noqa: E402
     CATEGORIES,
     WITH_WARM_UP,
@@ -51,7 +46,6 @@ from profiling.program import (  # noqa: E402
     documented_parser,
     markdown_table,
     print_notes,
-    read_json,
     run_tool,
     write_csv,
     write_text,
@@ -89,11 +83,6 @@ class Kernel:
         return "both" if all(self.calls) else SIDES[not self.calls[0]]
 
 
-def is_count(value: object) -> bool:
-    """Can this be the number of steps of a run, or of operators in a step?"""
-    return isinstance(value, int) and 0 < value < 2**31
-
-
 def statistics_in(path: Path) -> list[KernelStatistics]:
     """The rows of a statistics file; ToolError says what is wrong with it."""
     try:
@@ -108,19 +97,12 @@ def load_pytorch(directory: Path) -> Profile:
     """What run_pytorch_profiler.py wrote."""
     kernels = only_file(directory, "*_kernels.csv", "no <script>_kernels.csv")
     path = kernels.with_name(kernels.name.removesuffix("_kernels.csv") + "_profile.json")
-    content = read_json(path)
-    check_schema(content, path, ("config", "training", "environment"))
-    steps, unit = content.get("steps"), content.get("unit")
-    if not is_count(steps) or unit not in ("kernels", "operators"):
-        raise ToolError(f"{path}: steps {steps!r} of {unit!r} make no profile")
-    rows, per_step = statistics_in(kernels), content.get(f"{unit}_per_step")
+    content = records.read(records.Profile, path)
+    steps, unit = content["steps"], content["unit"]
+    rows, per_step = statistics_in(kernels), content.get(f"{unit}_per_step", 0)
     calls = sum(row.calls for row in rows if not is_copy(row.name))
-    if not isinstance(per_step, (int, float)) or abs(calls - steps * per_step) > 0.5:
+    if abs(calls - steps * per_step) > 0.5:
         raise ToolError(f"{kernels}: {calls} calls do not belong to {path.name}, {steps} steps of {per_step} {unit}")
-    if unit == "operators":
-        check_schema(content, path, ("kernels",))
-        if not is_count(content["kernels"].get("per_step", 1)):
-            raise ToolError(f"{path}: kernels.per_step is {content['kernels']['per_step']!r}")
     return Profile(directory, "run_pytorch_profiler.py", unit, steps, rows, content)
 
 
@@ -134,8 +116,6 @@ def load_rocprofv3(directory: Path) -> Profile:
     if len(summaries) == 1 and total_of(rows) == total_of([row for part in parts for row in part]):
         settings = load_result(summaries[0])
         steps = settings["timing"].get("steps")
-        if not is_count(steps):
-            raise ToolError(f"{summaries[0]}: timing.steps is {steps!r}")
         if (summaries[0].parent / WITH_WARM_UP).exists():
             steps = None
     return Profile(directory, "run_rocprofv3.sh", "kernels", steps, rows, settings)
@@ -255,7 +235,7 @@ def report(sides: Sequence[Profile], kernels: Sequence[Kernel], notes: Sequence[
     lines += [f"- note: {note}" for note in notes]
     if cpu:
         lines += ["", "On a CPU there are no kernels. The table has all calls of operators, views and outer ones too."]
-        before, after = (side.settings["kernels"].get("per_step") for side in sides)
+        before, after = (side.settings.get("kernels", {}).get("per_step") for side in sides)
     lines.append("")
     if before and after:
         lines += [

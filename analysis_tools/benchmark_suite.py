@@ -202,7 +202,7 @@ def benchmark(args: argparse.Namespace, argv: Sequence[str]) -> int:
     if args.table and argv:
         raise ToolError(f"--table measures nothing, so it takes no arguments of a script: {' '.join(argv)}")
     path = args.table or measure(args, argv)
-    content = read_study(path, ("batch_size", "seq_len", "model", "script", "argv"))
+    content = read_study(path, ("batch_size", "seq_len", "model", "script", "argv"), measured=())
     rows = []
     for _, group in itertools.groupby(content["rows"], key=lambda row: (row["batch_size"], row["seq_len"])):
         first, *others = group

@@ -32,6 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from analysis_tools.results import Run, differences, load_run  # noqa: E402
+from profiling import records  # noqa: E402
 from profiling.program import (  # noqa: E402
     NOT_FINISHED,
     ToolError,
@@ -42,7 +43,6 @@ from profiling.program import (  # noqa: E402
     load_script,
     markdown_table,
     print_notes,
-    read_json,
     run_tool,
     script_arguments,
     write_file,
@@ -115,7 +115,7 @@ def measured(args: argparse.Namespace, models: Sequence[str], argv: Sequence[str
     settings = {"rounds": args.rounds, "versions": wanted, "argv": [*argv]}
     rows = {row["model"]: row for row in measure_study(path, parts, keep=True, **settings)}
     found = {model: {v: rows[model][v] for v in versions} for model, versions in there.items()}
-    environment = read_json(path)["environment"]
+    environment = records.read(records.Study, path)["environment"]
     graphs = any(GRAPH in row["argv"] for versions in found.values() for row in versions.values())
     where = f"{environment['device_name']}, PyTorch {environment['torch']}, Triton {environment['triton']}"
     turns = f"{args.rounds} short alternating turns, {'whole steps as graphs' if graphs else 'eager steps'}"
@@ -165,7 +165,7 @@ def table(model: str, rows: dict[str, dict]) -> str:
     lines = []
     for version, row in rows.items():
         over = between = None
-        if "batch_ms" in first and "batch_ms" in row:
+        if first.get("batch_ms") and row.get("batch_ms"):
             over = speedup(first, row) if turns else first["batch_ms"] / row["batch_ms"]
             between = spread(ratios(first, row)) if turns and row is not first else None
         speed = row.get("samples_per_sec")

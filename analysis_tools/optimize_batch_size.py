@@ -53,6 +53,7 @@ TARGETS = {  # of a row, the smaller the better
     "latency": lambda row: row["batch_ms"],
     "memory": lambda row: row["peak_mb"] / row["batch_size"],
 }
+ROWS = {"keys": ("batch_size", "script", "argv"), "measured": ("batch_ms", "turns_ms", "peak_mb")}
 GROWTH = 1.03  # more samples per second than by this factor is growth
 
 
@@ -121,7 +122,7 @@ def next_size(rows: Sequence[dict], limit_mb: float, most: int, host_mb: float |
 def search(path: Path, script: str, argv: Sequence[str], rounds: int, **limits) -> Iterator[Part]:
     """Parts of the study; which comes next follows from the rows that are there."""
     unfinished = path.with_suffix(".partial.json")
-    while size := next_size(read_rows(path) or read_rows(unfinished), **limits):
+    while size := next_size(read_rows(path, **ROWS) or read_rows(unfinished, **ROWS), **limits):
         side = (script, [*argv, "--batch-size", str(size)])
         yield {"batch_size": size}, partial(measured_alone, side, rounds)
 
@@ -223,7 +224,7 @@ def optimize(args: argparse.Namespace, argv: Sequence[str]) -> int:
     settings = {"script": module.SCRIPT, "argv": list(argv), "rounds": args.rounds, **limits}
     with contextlib.redirect_stdout(sys.stderr):  # the lines of the runs
         measure_study(path, parts, keep=True, **settings)
-    content = read_study(path, ("batch_size", "script", "argv"))
+    content = read_study(path, **ROWS)
     rows = [numbers(row, total, target) for row in sorted(content["rows"], key=lambda row: row["batch_size"])]
     print(f"{heading(content, module.SCRIPT)}\n\n{table(rows)}\n", flush=True)
     check_failed(content["rows"])

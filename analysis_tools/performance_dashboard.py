@@ -39,7 +39,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from analysis_tools.results import HUGE, SCHEMA_VERSION, Run, check_schema, load_run, runs_in  # noqa: E402
+from analysis_tools.results import Run, load_run, runs_in  # noqa: E402
+from profiling import records  # noqa: E402
 from profiling.ablation import set_name  # noqa: E402
 from profiling.kernels import CATEGORIES  # noqa: E402
 from profiling.program import (  # noqa: E402
@@ -51,6 +52,7 @@ from profiling.program import (  # noqa: E402
     run_tool,
     write_text,
 )
+from profiling.records import ForwardFlops, Profile, Rooflines, checked  # noqa: E402
 from profiling.turns import precision_of, ratios, spread  # noqa: E402
 
 PROG = Path(__file__).name
@@ -169,13 +171,6 @@ def run_name(result: Mapping) -> str:
     return capital(result["script"].rpartition("_")[2]) + fused + (f", {mode}" if mode else "")
 
 
-def number(value: object) -> float:
-    """The value, if it is a finite number."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < HUGE:
-        raise ValueError(f"{value!r} is no number")
-    return value
-
-
 # --- charts
 
 
@@ -194,8 +189,8 @@ def draw_versions(cells: Mapping[str, Mapping[str, dict]], absolute: bool = Fals
                 row, base = rows.get(side), rows.get(sides[0], {})
                 if row is None:
                     continue
-                value = number(row[key]) if row.get(key) is not None and "error" not in row else None
-                height = value if absolute else value / number(base[key]) if value and base.get(key) else None
+                value = row[key] if row.get(key) is not None and "error" not in row else None
+                height = value if absolute else value / base[key] if value and base.get(key) else None
                 hover = [f"<b>{side}</b>", cell, "" if value is None else f"{value:{form}} {title.format(unit)}"]
                 if key == "batch_ms" and height and not absolute and row is not base:
                     turns = ratios(base, row) if base.get("turns_ms") and row.get("turns_ms") else []
@@ -232,12 +227,12 @@ def draw_ablation(rows: Sequence[dict]) -> Figure:
     for name, same in sets.items():
         pairs = [(none.get((row.get("seed"), row.get("group")), {}), row) for row in same]
         turns = [r for base, row in pairs if "turns_ms" in base and "turns_ms" in row for r in ratios(base, row)]
-        gains = [number(row["speedup"]) for row in same if row.get("speedup") is not None]
+        gains = [row["speedup"] for row in same if row.get("speedup") is not None]
         gain = statistics.median(gains) if gains else 1.0
         ended = next((NOT_FINISHED[row["status"]] for row in same if "status" in row), "nothing to compare with")
         text = f"{gain:.2f}x" if gains else ended
         hover = [f"<b>{name}</b>: {text}", *([f"in turns {spread(turns)}"] if turns else [])]
-        hover += [f"{number(row['batch_ms']):.2f} ms per step" for row in same if row.get("batch_ms")]
+        hover += [f"{row['batch_ms']:.2f} ms per step" for row in same if row.get("batch_ms")]
         ends = {"array": max([*turns, gain]) - gain, "arrayminus": gain - min([*turns, gain])}
         for key, item in {"x": gain, "y": name, "text": text, "hovertext": "<br>".join(hover), **ends}.items():
             points[key].append(item)
@@ -263,7 +258,7 @@ def draw_memory(lines: Mapping[str, Mapping[float, dict]], title: str) -> Figure
         look = {"color": COLOURS[index % 8], "dash": ("solid", "dash", "dot")[index // 8 % 3]}
         data.append({
             "type": "scatter", "mode": "lines+markers", "name": name, "line": look, "x": there,
-            "y": [number(line[at]["peak_mb"]) for at in there], "hovertemplate": "%{y:,.0f} MB",
+            "y": [line[at]["peak_mb"] for at in there], "hovertemplate": "%{y:,.0f} MB",
             "marker": {"size": 9, "symbol": SYMBOLS[index % len(SYMBOLS)]},
         })  # fmt: skip
     axis = {"type": "log", "tickvals": ticks, "ticktext": [f"{at:g}" for at in ticks], "title": {"text": title}}
@@ -275,7 +270,7 @@ def draw_kernels(bars: Mapping[str, Mapping[str, float]], unit: str) -> Figure:
     """Milliseconds per step by category, a bar for each profile."""
     data = []
     for kind, colour in zip(CATEGORIES, COLOURS, strict=True):
-        values = {name: number(parts[kind]) for name, parts in bars.items() if parts.get(kind)}
+        values = {name: parts[kind] for name, parts in bars.items() if parts.get(kind)}
         hover = [f"{kind}: {ms:.3g} ms, {ms / sum(bars[name].values()):.1%}" for name, ms in values.items()]
         data.append({
             "type": "bar", "orientation": "h", "name": kind, "x": [*values.values()], "y": [*values],
@@ -289,9 +284,9 @@ def draw_kernels(bars: Mapping[str, Mapping[str, float]], unit: str) -> Figure:
 
 def draw_roofline(points: Mapping[str, Mapping], ceilings: Mapping) -> Figure:
     """TFLOP/s over FLOP per byte: both ceilings, and each point that has `flop`, `bytes` and `ms`."""
-    top, bandwidth = number(ceilings["gemm_tflops"]), number(ceilings["copy_gb_per_s"])
+    top, bandwidth = ceilings["gemm_tflops"], ceilings["copy_gb_per_s"]
     points = {name: row for name, row in points.items() if all(row.get(key) for key in ("flop", "bytes", "ms"))}
-    places = {name: number(row["flop"]) / number(row["bytes"]) for name, row in points.items()}
+    places = {name: row["flop"] / row["bytes"] for name, row in points.items()}
     ridge, data = 1e3 * top / bandwidth, []
     low, high = min([ridge, *places.values()]) / 6, max([ridge, *places.values()]) * 5
     copy, gemm = f"copy {bandwidth:,.0f} GB/s", f"GEMM {top:.3g} TFLOP/s ({ceilings['precision']})"
@@ -300,7 +295,7 @@ def draw_roofline(points: Mapping[str, Mapping], ceilings: Mapping) -> Figure:
         line = {"color": "#333", "dash": dash}
         data.append({"type": "scatter", "mode": "lines", "name": name, "x": ends, "y": heights, "line": line})
     for index, (name, x) in enumerate(places.items()):
-        ms = number(points[name]["ms"])
+        ms = points[name]["ms"]
         y = points[name]["flop"] / ms / 1e9
         rates = f"{y:.3g} TFLOP/s, {y / min(top, bandwidth * x / 1e3):.0%} of the line"
         look = {"size": 12, "color": COLOURS[index % 9], "symbol": SYMBOLS[index % len(SYMBOLS)]}
@@ -354,7 +349,7 @@ class Study:
         for row in self.content["rows"]:
             (choice, sizes, _), parts = self.choice(row, row.get("argv", ()), row.get("script")), Counter()
             for kernel in row["kernels"]:
-                parts[kernel["category"]] += number(kernel["us"]) / 1e3
+                parts[kernel["category"]] += kernel["us"] / 1e3
             study, name = f"{self.name}: {sizes}", "newest version"
             yield Panel("kernels", choice, study, f"{capital(sizes)}.", draw_kernels({name: parts}, "kernels"))
             figure = draw_roofline({f"{name}, whole step": row}, row["ceilings"])
@@ -396,7 +391,7 @@ def memory_panels(points: Sequence[dict], choice: Choice, study: str, sizes: str
         lines: dict[tuple, dict[float, dict]] = defaultdict(dict)
         for point in points:
             if point.get(x) is not None and (point.get("peak_mb") is not None or point.get("status") == "oom"):
-                lines[point["series"], point.get(other)].setdefault(number(point[x]), point)
+                lines[point["series"], point.get(other)].setdefault(point[x], point)
         lines = {key: line for key, line in lines.items() if len(line) > 1}
         if not lines:
             continue
@@ -440,9 +435,8 @@ def found_panels(found: Sequence[Found]) -> Iterator[Panel]:
 
 def read_scripts_file(path: Path, name: str, content: dict) -> Iterator[Panel | Found]:
     """A file with a schema version: a run, a profile, FLOPs of modules, or roofline_analysis.py's."""
-    if content["schema_version"] != SCHEMA_VERSION:
-        raise ToolError(f"{path}: schema_version {content['schema_version']!r}, need {SCHEMA_VERSION}")
     if "rows" in content:
+        checked(Rooflines, content, path)
         groups = defaultdict(list)
         for run in content.get("runs", ()):  # a profile of rocprof-compute tells no model and device
             groups[choice_of(run)].append(run)
@@ -452,14 +446,14 @@ def read_scripts_file(path: Path, name: str, content: dict) -> Iterator[Panel | 
             note = f"A training step of {' and of '.join(map(run_name, runs))}; {sizes_of(runs[0])}."
             yield Panel("roofline", choice, name, note, draw_roofline(points, runs[0]["ceilings"]))
     elif "modules" in content:
-        check_schema(content, path, ("config", "training", "environment"))
+        checked(ForwardFlops, content, path)
         if content.get("ceilings"):  # without --generate-roofline there are none
             points = {row["module"]: row for row in content["modules"]}
             note = f"A forward pass of {run_name(content)} by module; {sizes_of(content)}."
             yield Panel("roofline", choice_of(content), name, note, draw_roofline(points, content["ceilings"]))
     elif "categories" in content:
-        check_schema(content, path, ("config", "training", "environment", "categories"))
-        times = {kind: number(row["ms_per_step"]) for kind, row in content["categories"].items()}
+        checked(Profile, content, path)
+        times = {kind: row["ms_per_step"] for kind, row in content["categories"].items()}
         yield Found(name.removesuffix(f"/{content['script']}_profile.json"), content, times)
     else:
         where = Path(name).parent.as_posix()
@@ -489,7 +483,7 @@ def read(path: Path, name: str) -> list[Panel | Found | str]:
             runs = (Run(key, path, result) for key, result in runs_in(path, content).items())
             found = [each for run in runs for each in found_in(run)]
         elif isinstance(content.get("rows"), list) and isinstance(content.get("environment"), dict):
-            if not content["rows"]:
+            if not checked(records.Study, content, path)["rows"]:
                 raise ToolError(f"{path}: a study without a row")
             sides = [side for row in content["rows"] for side in (row, *row.values()) if isinstance(side, dict)]
             failed = [side for side in sides if side.get("status") == "failed"]

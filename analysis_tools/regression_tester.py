@@ -30,7 +30,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from analysis_tools.results import HUGE, Run, load_run, runs_in, settings  # noqa: E402
+from analysis_tools.results import Run, load_run, runs_in, settings  # noqa: E402
 from profiling.program import (  # noqa: E402
     NOT_FINISHED,
     ToolError,
@@ -41,6 +41,7 @@ from profiling.program import (  # noqa: E402
     read_json,
     run_tool,
 )
+from profiling.records import Study, checked  # noqa: E402
 
 PROG = Path(__file__).name
 # What may differ and is only named; all other settings have to be the same.
@@ -60,12 +61,11 @@ class Entry:
     def times(self) -> tuple[float, float, float, int]:
         """Milliseconds per step: median, shortest and longest; and in how many turns."""
         found = self.row.get("turns_ms") or []
-        turns = len(found) if isinstance(found, list) else 0
+        turns = len(found)
         if turns < 2:
-            found = [self.row.get(f"batch_{key}ms") for key in ("median_", "", "p95_")]
-            found = [value for value in found if value is not None]
-        if not found or not all(type(value) in (int, float) and 0 < value < HUGE for value in found):
-            raise ToolError(f"{self.path}: the times of a step are no numbers: {found!r}")
+            found = [value for key in ("median_", "", "p95_") if (value := self.row.get(f"batch_{key}ms"))]
+        if not found:
+            raise ToolError(f"{self.path}: it has no times of a step")
         return statistics.median(found) if turns > 1 else found[0], min(found), max(found), turns
 
 
@@ -82,9 +82,7 @@ def entry_of(run: Run) -> Entry:
 
 def entries_of_study(path: Path, content: dict) -> dict[str, Entry]:
     """The rows of a study, or the sides of its rows, that were measured in turns, by their names."""
-    environment, found = content.get("environment"), {}
-    if not isinstance(environment, dict) or not all(isinstance(row, dict) for row in content["rows"]):
-        raise ToolError(f"{path}: not a study of runs in turns")
+    environment, found = content["environment"], {}
     same = {key: environment.get(key) for key in ("device_name", "torch")}
     same |= {"cpu_threads": environment.get("cpu_threads")} if environment.get("device") == "cpu" else {}
     for row in content["rows"]:
@@ -92,7 +90,7 @@ def entries_of_study(path: Path, content: dict) -> dict[str, Entry]:
         words = [v if isinstance(v, str) else f"{k} {v}" for k, v in names.items()]
         sides = {side: value for side, value in row.items() if isinstance(value, dict)} or {"": row}
         for side, value in sides.items():
-            if {"turns_ms", "status"} & value.keys() and isinstance(value.get("script"), str):
+            if {"turns_ms", "status"} & value.keys() and "script" in value:
                 name = ", ".join([*words, *([side] if side else [])]) or value["script"]
                 if name in found:
                     raise ToolError(f"{path}: two rows are named {name}")
@@ -108,7 +106,7 @@ def load(path: Path) -> dict[str, Entry]:
     """What a file or directory holds, by name."""
     content = read_json(path) if path.is_file() else {}
     if isinstance(content.get("rows"), list):
-        return entries_of_study(path, content)
+        return entries_of_study(path, checked(Study, content, path))
     if isinstance(content.get("runs"), dict):
         return {name: entry_of(Run(name, path, result)) for name, result in runs_in(path, content).items()}
     run = load_run(path)

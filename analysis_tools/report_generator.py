@@ -37,7 +37,6 @@ from analysis_tools import compare_runs  # noqa: E402
 from analysis_tools.results import (  # noqa: E402
     Run,
     check_family,
-    check_schema,
     differences,
     load_run,
     only_file,
@@ -51,14 +50,13 @@ from profiling.program import (  # noqa: E402
     cell,
     documented_parser,
     markdown_table,
-    read_json,
     run_tool,
     write_text,
 )
+from profiling.records import ForwardFlops, Rooflines, Steps, read  # noqa: E402
 
 PROG = Path(__file__).name
 NAME = "fusion_report.md"
-MODULE = {"module", "flop", "bytes", "flop_per_byte"}  # what is taken from a row of run_deepspeed_flops.py
 
 
 class Side:
@@ -69,12 +67,9 @@ class Side:
             raise ToolError(f"--{label} {directory}: no such directory; run_all_profilers.sh makes one")
         self.label, self.directory = label, directory
         summary = directory / "summary.json"
-        try:
-            steps = read_json(summary)["steps"] if summary.is_file() else []
-            # What a step that was skipped or failed has in its folder is of an earlier run.
-            self.reasons = {step["name"]: step["reason"] for step in steps if step["status"] != "ok"}
-        except (KeyError, TypeError) as error:
-            raise ToolError(f"{summary}: not a summary of run_all_profilers.sh") from error
+        steps = read(Steps, summary)["steps"] if summary.is_file() else []
+        # What a step that was skipped or failed has in its folder is of an earlier run.
+        self.reasons = {step["name"]: step["reason"] for step in steps if step["status"] != "ok"}
 
     def place(self, pattern: str, folder: str, step: str | None = None) -> Path | None:
         """Where such files are: here, or in the folder of this step of run_all_profilers.sh."""
@@ -101,12 +96,7 @@ class Side:
         place = self.place("*_flops.json", "flops", "flops")
         if place is None:
             return None
-        path = only_file(place, "*_flops.json", "no <script>_flops.json")
-        check_schema(content := read_json(path), path, ("config", "training", "environment"))
-        modules = content.get("modules")
-        if not isinstance(modules, list) or not all(isinstance(row, dict) and set(row) >= MODULE for row in modules):
-            raise ToolError(f"{path}: not a file of run_deepspeed_flops.py")
-        return content
+        return read(ForwardFlops, only_file(place, "*_flops.json", "no <script>_flops.json"))
 
     def rooflines(self, base: Path) -> list[str]:
         """The tables of roofline_analysis.py, and pictures as links from the folder `base`."""
@@ -114,12 +104,9 @@ class Side:
         if tables:
             from analysis_tools import roofline_analysis  # it needs torch, all else here does without
         for path in tables:
-            try:
-                rows = read_json(path)["rows"]
-                name = next(iter(rows[0]))  # "script", or "kernel" in what came from rocprof-compute
-                table = roofline_analysis.table(rows[: roofline_analysis.TOP] if name == "kernel" else rows, name)
-            except (KeyError, TypeError, IndexError) as error:
-                raise ToolError(f"{path}: not a file of roofline_analysis.py") from error
+            rows = read(Rooflines, path)["rows"]
+            name = "kernel" if "kernel" in rows[0] else "script"  # in what came from rocprof-compute
+            table = roofline_analysis.table(rows[: roofline_analysis.TOP] if name == "kernel" else rows, name)
             lines += ["", f"{self.label}: `{path}`", "", table]
         for path in self.files("*roofline*.png") + self.files("*Roof*.pdf"):
             sign = "" if path.suffix == ".pdf" else "!"

@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 from profiling.program import ToolError, read_json
+from profiling.records import Summary, checked, read
 
-SCHEMA_VERSION = 1
-GROUPS = ("config", "training", "environment", "timing", "memory", "kernels", "loss")
 # What is named where it is not the same; with the value where a file of an earlier harness has none.
 SAME_TRAINING = {
     **dict.fromkeys(("batch_size", "num_steps", "warmup_steps", "learning_rate", "seed")),
@@ -24,7 +23,6 @@ SAME_TRAINING = {
 }
 SAME_ENVIRONMENT = ("device_name", "torch")
 UNSTEADY = 1.1  # mean over median step, from which a run was disturbed; 1.00 to 1.06 in results/h100/tiny_*.json
-HUGE = 1e300  # numbers from here on, infinity and NaN are no measurements
 
 
 @dataclass(frozen=True)
@@ -41,13 +39,8 @@ class Run:
         return self.result["status"]
 
     def number(self, group: str, key: str) -> float | None:
-        """A measured value, None if the run does not have it or did not finish; ToolError if it is no number."""
-        value = self.result[group].get(key) if self.status == "ok" else None
-        if value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < HUGE:
-            raise ToolError(f"{self.path}: {group}.{key} is not a number: {value!r}")
-        return value
+        """A measured value, None if the run does not have it or did not finish."""
+        return self.result.get(group, {}).get(key) if self.status == "ok" else None
 
     def row(self) -> dict:
         """What was measured, as a row of a study has it (profiling/turns.py), with the final loss; or how it ended."""
@@ -59,16 +52,6 @@ class Run:
         row |= {key: self.number("kernels", key) for key in ("per_step", "host_launches")}
         row |= {"peak_mb": self.number("memory", "peak_mb"), "final_loss": self.number("loss", "final")}
         return row | {"unit": self.result["kernels"].get("unit"), "turns_ms": self.result["timing"].get("turns_ms")}
-
-
-def check_schema(content: dict, path: Path, groups: Sequence[str] = GROUPS) -> None:
-    """ToolError unless this is a file of the harness, in the version that is read here, with these groups."""
-    if content.get("schema_version") != SCHEMA_VERSION:
-        raise ToolError(f"{path}: schema_version {content.get('schema_version')!r}, need {SCHEMA_VERSION}")
-    missing = [group for group in groups if not isinstance(content.get(group), dict)]
-    missing += [] if isinstance(content.get("script"), str) else ["script"]
-    if missing:
-        raise ToolError(f"{path}: not a result file of a version script, it has no {missing[0]}")
 
 
 def by_name(named: Iterable[tuple[str, dict]]) -> dict[str, dict]:
@@ -87,7 +70,7 @@ def runs_in(file: Path, content: dict) -> dict[str, dict]:
     runs = content.get("runs")
     if not isinstance(runs, dict):
         raise ToolError(f"{file}: not a file of several runs, as compare_runs.py --save writes it")
-    return {name: checked(result, file / name) for name, result in by_name(runs.items()).items()}
+    return {name: checked(Summary, result, file / name) for name, result in by_name(runs.items()).items()}
 
 
 def file_of_runs(path: Path) -> tuple[dict[str, dict], str] | None:
@@ -99,21 +82,11 @@ def file_of_runs(path: Path) -> tuple[dict[str, dict], str] | None:
 def load_result(path: Path) -> dict:
     """A checked result, from a file of its own or of several runs."""
     if not (found := file_of_runs(path)):
-        return checked(read_json(path), path)
+        return read(Summary, path)
     runs, name = found
     if name not in runs:
         raise ToolError(f"{path}: no such run; there are {', '.join(runs)}")
     return runs[name]
-
-
-def checked(result: object, path: Path) -> dict:
-    """The result, if it is one; ToolError says what is wrong with it."""
-    check_schema(result, path)
-    if result.get("status") not in ("ok", "oom", "failed"):
-        raise ToolError(f"{path}: unknown status {result.get('status')!r}")
-    if not isinstance(result["kernels"].get("unit", ""), str):
-        raise ToolError(f"{path}: kernels.unit is no text: {result['kernels']['unit']!r}")
-    return result
 
 
 def only_file(directory: Path, pattern: str, what: str) -> Path:

@@ -162,7 +162,8 @@ def sets_table(script: str, rows: Sequence[dict], wide: bool = False) -> str:
             if ended:
                 lines[-1][-1] = ended
             if wide:
-                turns = [math.exp(log) for log in logs[precision].get(frozenset(same[0]["on"]), {}).values()]
+                on = same[0]["on"] if same else ()
+                turns = [math.exp(log) for log in logs[precision].get(frozenset(on), {}).values()]
                 lines[-1].append(spread(turns) if turns and name != "none" else "-")
     header = [*(label for label, *_ in columns.values()), *(["in turns"] if wide else [])]
     return markdown_table([script, *(f"{precision} {label}" for precision in precisions for label in header)], lines)

@@ -6,8 +6,10 @@ import argparse
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,8 @@ class Ceilings:
 
 def best_seconds(work: Callable[[], object], device: torch.device, repetitions: int, budget: float) -> float:
     """The shortest of several runs after a warm-up, by device events on a GPU; stops when `budget` seconds are over."""
+    import torch
+
     work()
     best, end = float("inf"), time.perf_counter() + budget
     for _ in range(repetitions):
@@ -54,6 +58,8 @@ def best_seconds(work: Callable[[], object], device: torch.device, repetitions: 
 
 def measure_ceilings(args: argparse.Namespace, device: torch.device) -> Ceilings:
     """GEMM throughput in the precision of the run and copy bandwidth; about a second."""
+    import torch
+
     gpu = device.type == "cuda"
     dtype = getattr(torch, args.amp_dtype) if args.use_amp else torch.float32
     fastest, fastest_size = 0.0, 0

@@ -20,6 +20,7 @@ DEFAULT_SCRIPT = "tiny_openfold_v2.py"
 INTERFACE = ("build_parser", "parse_args", "build_model", "make_batches", "train", "main")
 MODES = ("compare_fusion", "verify_accuracy", "under_profiler")
 _read: set[str] = set()  # the files that the program that runs has read; see `reads`
+MISSING = "it needs the package {0}, which is not there (pip install {0})"
 NOT_FINISHED = {"oom": "out of memory", "failed": "failed"}  # what tables say of a run with this status
 
 
@@ -36,6 +37,18 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> None:
         self.exit(2, f"{self.prog}: error: {message} (--help lists all arguments)\n")
+
+
+def require(*packages: str) -> None:
+    """End with one line and status 4 where a package is missing that a program cannot even be read without."""
+    for package in packages:
+        try:
+            found = package in sys.modules or importlib.util.find_spec(package)
+        except ImportError:
+            found = None
+        if not found:
+            print(f"{Path(sys.argv[0]).name}: error: {MISSING.format(package)}", file=sys.stderr)
+            sys.exit(4)
 
 
 def at_least(low: int) -> Callable[[str], int]:
@@ -143,7 +156,7 @@ def run_tool(prog: str, body: Callable[[], int]) -> int:
         message, status = str(error), error.status
     except ModuleNotFoundError as error:
         package = (error.name or str(error)).partition(".")[0]
-        message, status = f"it needs the package {package}, which is not there (pip install {package})", 4
+        message, status = MISSING.format(package), 4
     except BrokenPipeError:  # `| head` has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE

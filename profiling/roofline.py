@@ -8,23 +8,20 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
-
-import torch
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # as the scripts do, before torch.utils.flop_counter imports Triton
-from torch import nn
-from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+from typing import TYPE_CHECKING
 
 from profiling.ceilings import Ceilings
 from profiling.kernels import category, complete, has_gpu, kernels_of, range_of_each, ranges_of
-from profiling.program import ToolError, drawing, write_file
-from profiling.traffic import Traffic
+from profiling.program import ToolError, drawing, interpret_without_gpu, write_file
+
+if TYPE_CHECKING:  # where it is missing, --help of the programs works
+    import torch
+    from torch import nn
+    from torch.utils.flop_counter import FlopCounterMode
 
 RANGE = "module "  # what the names of the profiler's ranges begin with
 WARMUP, STEPS = 2, 3  # training steps before and under the profiler
@@ -32,6 +29,10 @@ WARMUP, STEPS = 2, 3  # training steps before and under the profiler
 
 def flop_counter() -> FlopCounterMode:
     """torch's counter, with the one fused attention that it does not know: that of CPUs."""
+    import torch
+
+    interpret_without_gpu()  # it imports Triton
+    from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
     def forward(query, key, value, *unused, out_shape=None, **options) -> int:
         return sdpa_flop_count(query, key, value)
@@ -58,6 +59,8 @@ def profiled_steps(trainer) -> Iterator[list[dict]]:
 
 def module_kinds(model: nn.Module) -> dict[str, str]:
     """The modules that get a row, as {qualified name: kind}: the model, its children, and those of repeated blocks."""
+    from torch import nn
+
     kinds = {"": "model (rest)"}
     for name, child in model.named_children():
         if not isinstance(child, (nn.ModuleList, nn.Sequential)):
@@ -93,6 +96,8 @@ def without_children(inclusive: dict[str, int], kinds: dict[str, str]) -> Counte
 
 def count_modules(trainer, kinds: dict[str, str], no_work: tuple[str, ...]) -> tuple[Counter, int, Counter]:
     """FLOP of one forward pass per kind of module, FLOP of forward and backward, bytes of the forward per kind."""
+    from profiling.traffic import Traffic
+
     batch, root = trainer.next_batch(), type(trainer.model).__name__
     with flop_counter() as counter:
         with Traffic(trainer.model, kinds, no_work) as traffic, trainer.autocast():
@@ -110,6 +115,8 @@ def count_modules(trainer, kinds: dict[str, str], no_work: tuple[str, ...]) -> t
 @contextlib.contextmanager
 def named_ranges(model: nn.Module, kinds: dict[str, str]) -> Iterator[None]:
     """Make each forward pass of these modules a range of the profiler."""
+    import torch
+
     open_ranges, handles = [], []
 
     def enter(kind: str) -> Callable:
@@ -194,6 +201,8 @@ def group_flops(module: ModuleType, args: argparse.Namespace, device: torch.devi
     kernel multiplies is what its unfused parts multiply, and a counter does not see into our own kernels. Attention has
     what PyTorch's GEMM operators no longer compute once its fused kernels are on; GEMM has the rest.
     """
+    import torch
+
     meta = torch.device("meta")
     batch = module.make_batches(args, torch.device("cpu"), args.seed).next_batch()
     model = module.build_model(module.all_off(args), meta)
@@ -219,6 +228,10 @@ def group_bytes(trainer, no_work: tuple[str, ...]) -> Counter:
     PyTorch's optimizer works in place and has no result to count: it reads weights, gradients and two moments, and
     writes all of them but the gradients.
     """
+    import torch
+
+    from profiling.traffic import Traffic
+
     batch = trainer.next_batch()
     with Traffic(trainer.model, {}, no_work) as traffic:
         trainer.compute(batch)

@@ -17,8 +17,9 @@ from functools import partial
 from pathlib import Path
 from types import ModuleType
 
-from profiling.program import ToolError, interpret_without_gpu, read_json, write_text
+from profiling.program import ToolError, interpret_without_gpu, write_text
 from profiling.provenance import provenance, watched
+from profiling.records import Row, Study, checked, read
 
 GRAPH = "--enable-cuda-graph"
 TURN_MS = 300  # about how long a turn is
@@ -204,9 +205,9 @@ def measure_study(path: Path, parts: Iterable[Part], keep: bool = False, **setti
     unfinished, rows, sessions = path.with_suffix(".partial.json"), [], []
     for file in (path, unfinished) if keep else (unfinished,):
         if file.exists():
-            earlier = read_json(file)
-            rows, sessions = earlier.pop("rows", None), earlier.pop("provenance", [])
-            if rows is None or earlier != content:
+            earlier = read(Study, file)
+            rows, sessions = earlier.pop("rows"), earlier.pop("provenance", [])
+            if earlier != content:
                 way_out = "name another file, or delete it" if keep else "delete it first"
                 raise ToolError(f"{file}: begun with other settings or on another device; {way_out}")
 
@@ -245,19 +246,29 @@ def in_words(names: Mapping[str, object]) -> str:
     return ", ".join(f"{key} {' '.join(value) if isinstance(value, list) else value}" for key, value in names.items())
 
 
-def read_rows(path: Path) -> list[dict]:
-    """The rows of a study; none if it is not there."""
-    return read_json(path)["rows"] if path.exists() else []
+def read_rows(path: Path, keys: Iterable[str] = (), measured: Iterable[str] = (), row: type = Row) -> list[dict]:
+    """The rows of a study; none if it is not there.
+
+    ToolError names what is wrong with a row: not of this kind, without one of the keys, or neither a status and an
+    error nor all that is to be `measured`.
+    """
+    if not path.exists():
+        return []
+    rows = read(Study, path)["rows"]
+    for number, content in enumerate(rows):
+        checked(row, content, path, f"rows[{number}]")
+        missing = [key for key in keys if key not in content]
+        missing += [key for key in (("error",) if "status" in content else measured) if content.get(key) is None]
+        if missing:
+            raise ToolError(f"{path}: rows[{number}] has no {missing[0]}: another study, or of an older version")
+    return rows
 
 
-def read_study(path: Path, keys: Iterable[str]) -> dict:
-    """A study, finished or not, whose rows have these keys; ToolError if it is none, or one of something else."""
-    study = read_json(path)
-    rows, environment = study.get("rows"), study.get("environment")
-    if not isinstance(rows, list) or not rows or not isinstance(environment, dict):
-        raise ToolError(f"{path}: not the file of a study, or one without a row")
-    if missing := [key for key in keys if not all(isinstance(row, dict) and key in row for row in rows)]:
-        raise ToolError(f"{path}: a study of something else, or of an older version: its rows have no {missing[0]!r}")
+def read_study(path: Path, keys: Iterable[str], measured: Iterable[str] = ("batch_ms", "turns_ms")) -> dict:
+    """A study, finished or not, with at least one row; its rows are checked as by `read_rows`."""
+    study = read(Study, path)
+    if not read_rows(path, keys, measured):
+        raise ToolError(f"{path}: a study without a row")
     return study
 
 

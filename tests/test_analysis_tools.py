@@ -194,9 +194,8 @@ def test_scaling_efficiency_where_the_numbers_of_processes_differ(make, tmp_path
     ]
     assert column not in call(compare_runs, two, make("again", speed=90, training={"processes": 2}))[1]
     assert column not in call(compare_runs, one, make("gone", **out_of_memory(), training={"processes": 2}))[1]
-    assert_refused(
-        call(compare_runs, one, make("odd", training={"processes": "two"})), "training.processes is not a number"
-    )
+    odd = make("odd", training={"processes": "two"})
+    assert_refused(call(compare_runs, one, odd), "training.processes is 'two', not a whole number")
 
 
 def test_a_step_that_is_one_graph_has_a_column_of_its_own(make):
@@ -279,9 +278,9 @@ BROKEN = {
     "empty": ("", "cut off"),
     "a list": ("[1]", "not a JSON object"),
     "binary": ("\udcff\udcfe", "not JSON"),
-    "another schema": ('{"schema_version": 2}', "schema_version 2"),
-    "no schema": ('{"status": "ok"}', "schema_version None"),
-    "not a result": ('{"schema_version": 1, "config": {}}', "not a result file"),
+    "another schema": ('{"schema_version": 2}', "schema_version is 2, not 1"),
+    "no schema": ('{"status": "ok"}', "no schema_version"),
+    "not a result": ('{"schema_version": 1, "config": {}}', "it has no script"),
     "nested too deep": ("[" * 100_000, "not JSON"),
 }
 
@@ -305,14 +304,14 @@ def test_a_broken_result_file_is_one_line(kind, tool, make, tmp_path):
 def test_a_value_that_is_no_number_is_one_line(value, make):
     path = make("run") / "tiny_llama_v2_summary.json"
     path.write_text(re.sub(r'"samples_per_sec": [^,]+', f'"samples_per_sec": {value}', path.read_text()))
-    assert_refused(call(compare_runs, path), "timing.samples_per_sec is not a number")
+    assert_refused(call(compare_runs, path), "timing.samples_per_sec is", "not a number")
 
 
 def test_a_median_that_is_no_number_is_one_line_too(make):
     status, _, err = call(compare_runs, make("run", timing={"batch_median_ms": "fast"}))
     assert status == 2
     assert len(err.splitlines()) == 1
-    assert "timing.batch_median_ms is not a number: 'fast'" in err
+    assert "timing.batch_median_ms is 'fast', not a number" in err
 
 
 def test_directories_that_do_not_hold_one_result_are_one_line(make, tmp_path):
@@ -324,9 +323,9 @@ def test_directories_that_do_not_hold_one_result_are_one_line(make, tmp_path):
     (several / "tiny_llama_v1_summary.json").write_text("{}")
     assert_refused(call(compare_runs, several), "tiny_llama_v1_summary.json, tiny_llama_v2_summary.json")
     odd = make("odd", status="done")
-    assert_refused(call(compare_runs, odd), "unknown status 'done'")
-    assert_refused(call(compare_runs, make("unit", kernels={"unit": 5})), "kernels.unit is no text: 5")
-    assert_refused(call(compare_runs, make("script", script=None)), "it has no script")
+    assert_refused(call(compare_runs, odd), "status is 'done', not")
+    assert_refused(call(compare_runs, make("unit", kernels={"unit": 5})), "kernels.unit is 5, not text")
+    assert_refused(call(compare_runs, make("script", script=None)), "script is None, not text")
 
 
 def test_paths_that_the_system_refuses_are_one_line(make, tmp_path):
@@ -661,15 +660,15 @@ def test_broken_profiles_are_one_line(runs, gpu_profile, rocprof_profile, tmp_pa
     refused(tmp_path / "missing", "no such directory")
     refused(tmp_path / "nothing", "neither <script>_kernels.csv (run_pytorch_profiler.py) nor stats.csv")
     refused(runs.v1, "one side has kernels, the other operators")
-    refused(gpu_profile("steps", {GEMM: (2, 10)}, 0), "make no profile")
+    refused(gpu_profile("steps", {GEMM: (2, 10)}, 0), "steps is 0, not")
     refused(gpu_profile("copies", {COPY: (2, 10)}, 1), "the profile has no kernels")
-    refused(gpu_profile("schema", {GEMM: (2, 10)}, 1, schema_version=7), "schema_version 7")
+    refused(gpu_profile("schema", {GEMM: (2, 10)}, 1, schema_version=7), "schema_version is 7")
     mixed = gpu_profile("mixed", {GEMM: (2, 10)}, 1)
     (mixed / "x_kernels.csv").write_text(statistics_text({GEMM: (3, 10)}))
     refused(mixed, "3 calls do not belong to x_profile.json, 1 steps of 2.0 kernels")
     odd = shutil.copytree(runs.v1, tmp_path / "odd") / "tiny_llama_v1_profile.json"
     odd.write_text(re.sub(r'"per_step": \d+', '"per_step": "many"', odd.read_text()))
-    refused(odd.parent, "kernels.per_step is 'many'")
+    refused(odd.parent, "kernels.per_step is 'many', not")
     alone = gpu_profile("alone", {GEMM: (2, 10)}, 1)
     (alone / "x_profile.json").unlink()
     refused(alone, "x_profile.json")

@@ -151,7 +151,11 @@ def test_out_of_memory_is_a_cell_and_its_steps_are_no_measurement(tmp_path, monk
     [
         (["table", "missing"], None, "missing: no result files"),
         (["table", "."], '{"rows": [', "memory.json: not JSON"),
-        (["table", "."], '{"rows": [{"seq_len": 1}]}', "none of these measurements"),
+        (
+            ["table", "."],
+            '{"environment": {"device_name": "x"}, "rows": [{"seq_len": 1}]}',
+            "it has no rows[0].scores",
+        ),
         (["ddp", "."], None, "torchrun --nproc-per-node N"),
         (["ablation", ".", "--rounds", "0"], None, "1 or more"),
         (["quickest", "."], None, "invalid choice"),

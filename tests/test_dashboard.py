@@ -76,7 +76,7 @@ def test_studies_as_the_tools_write_them(tmp_path):
     sets = [{"fusions": "none", "speedup": 1.0, **slow}, {"fusions": "only x", "speedup": 2.0, **fast}]
     sets += [{"fusions": "all", "speedup": None, **gone}]
     written(tmp_path, "sets.json", {"environment": HERE, "rows": [{"group": 1, "seed": 1, **row} for row in sets]})
-    row = {"script": "tiny_llama_v2", "group": "gemm", "flop": 8e9, "bytes": 1e9, "ms": 1.0}
+    row = {"script": "tiny_llama_v2", "group": "gemm", "flop": 8e9, "bytes": 1e9, "flop_per_byte": 8.0, "ms": 1.0}
     ceilings = {"precision": "bfloat16", "gemm_tflops": 100.0, "copy_gb_per_s": 2000.0}
     run = {**LLAMA, "script": "tiny_llama_v2", "ceilings": ceilings}
     run["training"] = {"batch_size": 8, "use_amp": True}
@@ -122,13 +122,13 @@ STUDY = {"environment": HERE, "rows": [{"fusions": "none", "speedup": 1.0, "argv
     ("name", "text", "line"),
     [
         ("cut.json", '{"rows": [', "not JSON, or cut off"),
-        ("old.json", '{"schema_version": 0, "rows": []}', "schema_version 0, need 1"),
-        ("other_summary.json", '{"schema_version": 1}', "it has no config"),
+        ("old.json", '{"schema_version": 0, "rows": []}', "schema_version is 0, not 1"),
+        ("other_summary.json", '{"schema_version": 1}', "it has no script"),
         ("package.json", "{}", "no chart shows"),
-        ("rows.json", '{"environment": {}, "rows": []}', "without a row"),
+        ("rows.json", '{"environment": {"device_name": "x"}, "rows": []}', "without a row"),
         ("study.json", json.dumps(STUDY), "it names no model"),
-        ("tiny_llama_v2.json", json.dumps(STUDY).replace("1.0", '"fast"').replace("none", "all"), "is no number"),
-        ("tiny_llama_v2.json", json.dumps(STUDY).replace("1.0", "NaN").replace("none", "all"), "is no number"),
+        ("tiny_llama_v2.json", json.dumps(STUDY).replace("1.0", '"fast"').replace("none", "all"), "not a number"),
+        ("tiny_llama_v2.json", json.dumps(STUDY).replace("1.0", "NaN").replace("none", "all"), "not a number"),
         (None, "", "no results in there"),
     ],
 )

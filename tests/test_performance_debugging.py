@@ -133,7 +133,7 @@ def test_the_gradient_check_finds_parameters_that_do_not_train(v3: ModuleType, t
         (check_step, [str(ROOT / "profiling" / "kernels.py")], "neither a stage nor a version of TinyLlama"),
         (compare_stages, ["nowhere"], "nowhere: no such file or directory"),
         (compare_stages, [str(ROOT / "examples")], "no results of stages"),
-        (compare_stages, [str(ROOT / "results/h100/memory.json")], "no results of stages"),
+        (compare_stages, [str(ROOT / "results/h100/memory.json")], "it has no stages"),
     ],
 )
 def test_bad_input_is_one_line(program: ModuleType, argv: list[str], message: str):

@@ -49,6 +49,7 @@ if directory := value("--profile-dir", None):
     name, steps = pathlib.Path(sys.argv[0]).stem, int(value("--num-steps", "1"))
     result = {group: {} for group in ("training", "environment", "memory", "kernels", "loss")}
     result |= {"schema_version": 1, "script": name, "status": "ok", "timing": {"steps": steps}}
+    result["environment"] = {"device_name": "a stand-in"}
     result["config"] = {"seq_len": int(value("--seq-len", "64"))}
     (directory / f"{name}_summary.json").write_text(json.dumps(result))
 if "WAIT" in os.environ:
@@ -259,7 +260,7 @@ COMMANDS = {  # a wrapper with options of its own, the options of the tool, and 
 def test_the_printed_command_is_the_one_that_is_run(bench, command):
     """With awkward arguments, from another directory, into another one, by another Python."""
     (wrapper, *own), (options, file) = words(command), COMMANDS[command]
-    tool, home, parent = TOOL_OF[wrapper], bench.directory / "home", bench.directory / "a place; with $(odd) name"
+    tool, home, parent = TOOL_OF[wrapper], bench.directory / "home", bench.directory / 'a "place\\"; with\n $(odd) name'
     python = str(shutil.copy(bench.bin / "python3", bench.directory / "my python"))
     argv = ["--note", *AWKWARD, "--seq-len=8", "--num-steps", "3", "--warmup-steps", "0"]
     run = functools.partial(bench.run, wrapper, *own, f"--output-dir={parent}", *argv, cwd=home, PYTHON=python)
@@ -572,6 +573,11 @@ def test_rocprof_sys_by_its_older_name(bench):
 
 
 def test_rocprof_compute_and_analyze_of_its_last_profile(bench):
+    bench.run(COMPUTE, "--output-dir", "two\nlines").succeeded()
+    assert "Dispatch List" in bench.run(COMPUTE, "--output-dir", "two\nlines", "--list-stats").succeeded().stdout
+    shutil.rmtree(bench.work / "two\nlines")
+    for name in ("log", "record"):
+        (bench.directory / name).unlink()
     result = bench.run(COMPUTE).succeeded()
     for received in bench.received():  # several runs, so few steps unless told otherwise
         assert received[-4:] == words("--num-steps 2 --warmup-steps 1")

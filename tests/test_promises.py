@@ -11,7 +11,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, captured
+from conftest import ROOT, captured, run_main
 
 sys.path.insert(0, str(ROOT))
 from analysis_tools import compare_runs, fusion_ablation_study, plot_runs, regression_tester
@@ -67,6 +67,17 @@ def test_two_runs_are_not_saved_under_one_name(tmp_path):
     one, two = (run_at(tmp_path / part) for part in "ab")
     status, _, err = call(compare_runs, f"x={one}", f"x/={two}", "--save", tmp_path / "saved.json")
     assert (status, "another NAME=PATH" in err, (tmp_path / "saved.json").exists()) == (2, True, False)
+
+
+@pytest.mark.parametrize(
+    ("argv", "status", "outcome"),
+    [("--learning-rate 1e30 --warmup-steps 0", 1, "failed"), ("--text-file README.md --vocab-size 256", 0, "1.00x")],
+)
+def test_what_a_script_leaves_is_read(argv, status, outcome, tmp_path):
+    """Also of a run that failed, which has no turns and no rates."""
+    run_main("tiny_llama_v2", tmp_path, "--num-steps", "9", *argv.replace("README", f"{ROOT}/README").split())
+    found, out, _ = call(compare_runs, tmp_path)
+    assert (found, outcome in out.splitlines()[2]) == (status, True), out
 
 
 # --- never over an input, never half a file
@@ -171,3 +182,71 @@ def test_a_full_device_is_one_line():
     with open("/dev/full", "w") as full:
         done = subprocess.run([sys.executable, TOOL, RUN], stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     assert (done.returncode, done.stderr.count("\n"), "No space left" in done.stderr) == (2, 1, True)
+
+
+# --- what is missing, and odd ways to start
+
+PROGRAMS = [
+    *(path for path in sorted((ROOT / "analysis_tools").glob("*.py")) if path.name != "results.py"),
+    *sorted(ROOT.glob("run_*.py")),
+    *(ROOT / "tools" / f"{name}.py" for name in ("benchmark", "run_sheet", "tables")),
+    ROOT / "exercises/performance_debugging/check_step.py",
+    ROOT / "exercises/performance_debugging/compare_stages.py",
+]
+BLOCK = """
+import sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "numpy", "triton", "matplotlib", "plotly"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Missing())
+"""
+
+
+@pytest.fixture
+def without_packages(tmp_path) -> dict[str, str]:
+    """The environment of a process in which there is nothing but the standard library."""
+    (tmp_path / "sitecustomize.py").write_text(BLOCK)
+    return {**os.environ, "PYTHONPATH": str(tmp_path)}
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda path: path.name)
+def test_help_needs_no_package_and_no_docstring(program, without_packages):
+    for options in ([], ["-OO"]):
+        command = [sys.executable, *options, program, "--help"]
+        done = subprocess.run(command, capture_output=True, text=True, env=without_packages)
+        assert (done.returncode, done.stderr) == (0, ""), options
+
+
+TRAINS = {
+    "run_pytorch_profiler.py": "",
+    "run_deepspeed_flops.py": "",
+    "analysis_tools/benchmark_suite.py": "",
+    "analysis_tools/compare_versions.py": "",
+    "analysis_tools/fusion_ablation_study.py": "",
+    "analysis_tools/measure_energy.py": "--scripts tiny_llama_v1.py",
+    "analysis_tools/optimize_batch_size.py": "",
+    "analysis_tools/roofline_analysis.py": "",
+    "analysis_tools/validate_numerical_accuracy.py": "--baseline tiny_llama_v1.py --optimized tiny_llama_v2.py",
+    "tools/benchmark.py": "counts .",
+    "tools/benchmark_kernels.py": "table .",
+    "tools/compile_for_amd.py": "--help",
+}
+
+
+@pytest.mark.parametrize("program", TRAINS)
+def test_a_package_that_is_missing_is_one_line(program, without_packages, tmp_path):
+    command = [sys.executable, ROOT / program, *TRAINS[program].split()]
+    done = subprocess.run(command, capture_output=True, text=True, env=without_packages, cwd=tmp_path)
+    lines = done.stderr.splitlines()
+    assert (done.returncode, done.stdout) == (4, ""), done.stderr
+    assert " error: " in lines[-1]
+    assert "torch" in lines[-1] or "matplotlib" in lines[-1]
+    assert not [line for line in lines[:-1] if ": note: " not in line]
+
+
+def test_a_name_that_the_terminal_cannot_show():
+    command = [sys.executable, TOOL, f"Läufe={RUN}"]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert (done.returncode, "L\\xe4ufe" in done.stdout) == (0, True), done.stderr

@@ -219,7 +219,7 @@ def test_the_best_batch_size_is_below_the_limit(steady, monkeypatch, tmp_path):
         (fusion_ablation_study, ["--enable-qkv-fusion"], "not allowed with argument"),
         (fusion_ablation_study, ["--compare-fusion"], "does not fit here"),
         (fusion_ablation_study, ["--output", "study.txt"], "must end in .json"),
-        (fusion_ablation_study, ["--table", "other.json"], "a study of something else"),
+        (fusion_ablation_study, ["--table", "other.json"], "another study"),
         (fusion_ablation_study, ["--table", "cut.json"], "not JSON, or cut off"),
         (fusion_ablation_study, ["--table", "missing.json"], "No such file"),
         (fusion_ablation_study, ["--seeds", "one"], "a whole number"),
@@ -236,7 +236,7 @@ def test_the_best_batch_size_is_below_the_limit(steady, monkeypatch, tmp_path):
 def test_bad_input_is_one_line(tool, argv, line, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("cut.json").write_text('{"rows": [')
-    Path("other.json").write_text(json.dumps({"environment": {}, "rows": [{"batch_size": 1}]}))
+    Path("other.json").write_text(json.dumps({"environment": {"device_name": "x"}, "rows": [{"batch_size": 1}]}))
     status, out, err = call(tool, *argv)
     assert (status, out, len(err.splitlines())) == (2, "", 1), err
     assert line in err

@@ -386,6 +386,20 @@ def test_options_that_a_kernel_is_compiled_for_cannot_change():
     assert copy.deepcopy(optimizer.param_groups)[0]["lr"] == 1e-2
 
 
+def test_the_state_of_an_optimizer_that_orders_parameters_otherwise_is_refused():
+    """That of PyTorch's AdamW has the order of the model, here small parameters come first."""
+    other = torch.optim.AdamW(given := parameters())
+    take_steps(other, range(1))
+    optimizer = fused(mine := parameters())
+    before = state(optimizer, mine)
+    with pytest.raises(ValueError, match="in another order"):
+        optimizer.load_state_dict(other.state_dict())
+    assert equal(state(optimizer, mine), before)
+    again = torch.optim.AdamW([*given[2:], *given[:2]])
+    take_steps(again, range(1))
+    optimizer.load_state_dict(again.state_dict())
+
+
 def test_weights_that_are_loaded_are_used_at_once():
     """In low precision, too, by the forward pass and by the step after it."""
     layer, x = v4.Linear(33, 7, v4.Fusions()).to(DEVICE), randn(5, 33, dtype=torch.bfloat16)

@@ -99,7 +99,7 @@ def regression(before: Path, after: Path, *argv: str) -> tuple[int, str, str]:
 
 def study(path: Path, *turns: float, name: str = "default", argv: str = "--seq-len 32", **more) -> Path:
     """A study with one row, in which V2 takes these milliseconds."""
-    side = {"script": "tiny_llama_v2", "argv": argv.split(), "turns_ms": turns, **more}
+    side = {"script": "tiny_llama_v2", "argv": argv.split(), **({"turns_ms": turns} if turns else {}), **more}
     environment = {"device": "cuda", "device_name": "one"}
     path.write_text(json.dumps({"environment": environment, "rows": [{"shape": name, "v2": side}]}))
     return path
@@ -127,7 +127,7 @@ def test_studies_that_cannot_be_compared_are_refused(tmp_path):
     good, other = study(tmp_path / "a.json", 9, 10), tmp_path / "b.json"
     assert_one_line(regression(good, study(other, 9, 10, argv="--seq-len 64")), "arguments differs")
     assert_one_line(regression(good, study(other, 9, 10, name="large")), "nothing has the same name")
-    assert_one_line(regression(good, study(other, 9, "x")), "no numbers")
+    assert_one_line(regression(good, study(other, 9, "x")), "turns_ms[1] is 'x', not a number")
     other.write_text(good.read_text().replace('"one"', '"two"'))
     assert_one_line(regression(good, other), "device_name differs: one and two")
     status, out, _ = regression(good, study(other, status="oom", error="out of memory"))
@@ -160,7 +160,7 @@ def test_runs_are_compared_with_the_range_of_their_steps(runs, tmp_path):
             line.split("|")[2].strip() for line in out.splitlines()[:6]
         }
     for change, words in (
-        ({"schema_version": 0}, "schema_version 0"),
+        ({"schema_version": 0}, "schema_version is 0"),
         ({"config": result["config"] | {"seq_len": 64}}, "seq_len differs: 32 and 64"),
         ({"training": result["training"] | {"use_amp": True}}, "precision differs: float32 and bfloat16"),
         ({"environment": result["environment"] | {"device_name": "MI300X"}}, "device_name differs"),

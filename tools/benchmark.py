@@ -35,6 +35,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+from profiling import records  # noqa: E402
 from profiling.ablation import ablation, fusion_sets, new_fusions, sets_table  # noqa: E402
 from profiling.kernels import CATEGORIES  # noqa: E402
 from profiling.program import (  # noqa: E402
@@ -320,7 +321,7 @@ def step_times(trainer, steps: int) -> list[float]:
 
 def share_table(directory: Path) -> str:
     """What the kernels of a step do, from the profiles of run_pytorch_profiler.py that lie in the directory."""
-    profiles = [read_json(path) for path in sorted(directory.glob("profile_tiny_*.json"))]
+    profiles = [records.read(records.Profile, path) for path in sorted(directory.glob("profile_tiny_*.json"))]
     if not profiles:
         return ""
     lines = []
@@ -375,7 +376,7 @@ def ddp_table(directory: Path) -> str:
 def headline_tables(path: Path) -> list[str]:
     """Milliseconds per step of each size, precision and mode, the ratio as graphs, then kernels and memory."""
     lines: dict[str, dict[str, dict]] = {}
-    for row in read_rows(path):
+    for row in read_rows(path, row=records.Versions):
         lines.setdefault(f"{row['shape']}, {row['precision']}", {})[row["mode"]] = row
     if not lines:
         return []
@@ -420,8 +421,10 @@ def model_table(directory: Path, model: str) -> str:
     """
     lines, header = [], [model, *(f"{version.upper()}, ms" for version in VERSIONS), "V3 over V1"]
     header += ["kernels, V1 / V3", "peak MB, V1 / V3"]
-    fastest = {(row["shape"], row["precision"]): row for row in read_rows(directory / "fastest.json")}
-    for row in read_rows(directory / "headline_v3.json"):
+    fastest = {
+        (row["shape"], row["precision"]): row for row in read_rows(directory / "fastest.json", row=records.Fastest)
+    }
+    for row in read_rows(directory / "headline_v3.json", row=records.Versions):
         if row["mode"] != "graph" or not row["shape"].startswith(model):
             continue
         first, last = row["v1"], row[VERSIONS[-1]]
@@ -446,7 +449,11 @@ def best_compiled(row: dict) -> str:
 def draw_versions(directory: Path) -> None:
     """versions.png: what a step in bf16 takes of each version as a graph, each figure as a part of V1's."""
     pyplot = drawing()
-    rows = [r for r in read_rows(directory / "headline_v3.json") if (r["precision"], r["mode"]) == ("bf16", "graph")]
+    rows = [
+        r
+        for r in read_rows(directory / "headline_v3.json", row=records.Versions)
+        if (r["precision"], r["mode"]) == ("bf16", "graph")
+    ]
     figure, panels = pyplot.subplots(1, 3, figsize=(11, 3.6), sharey=True, layout="constrained")
     units = {"batch_ms": ("time per step", "{:.3g} ms"), "per_step": ("kernels per step", "{:.0f}")}
     units["peak_mb"] = ("peak memory", "{:.0f} MB")
@@ -472,7 +479,7 @@ def draw_versions(directory: Path) -> None:
 def fastest_table(directory: Path) -> str:
     """Milliseconds per step of V4 and the others, the best compiled one's over V4's, peak memory."""
     lines, sides = [], []
-    for row in read_rows(directory / "fastest.json"):
+    for row in read_rows(directory / "fastest.json", row=records.Fastest):
         sides = [name for name, side in row.items() if isinstance(side, dict)]
         best = best_compiled(row)
         lines.append([f"{row['shape']}, {row['precision']}", *(f"{row[name]['batch_ms']:.2f}" for name in sides)])
@@ -505,7 +512,7 @@ def untuned_table(directory: Path) -> str:
 def inference_table(directory: Path) -> str:
     """Microseconds of a layer in each way, and how many kernels these are."""
     lines, header = [], []
-    for row in read_rows(directory / "inference.json"):
+    for row in read_rows(directory / "inference.json", row=records.Inference):
         times = row["times"]
         header = ["one layer, bf16", *(f"{name}, us ({side['kernels']} kernels)" for name, side in times.items())]
         sizes = f"batch size {row['batch_size']}, length {row['seq_len']}"
@@ -515,13 +522,13 @@ def inference_table(directory: Path) -> str:
 
 def ablation_table(directory: Path, script: str) -> str:
     """What each fusion of a version gains alone, and what all of them gain without it."""
-    rows = read_rows(directory / f"ablation_{script}.json")
+    rows = read_rows(directory / f"ablation_{script}.json", row=records.Ablated)
     return sets_table(script, rows) if rows else ""
 
 
 def counts_table(directory: Path) -> str:
     """Kernels per step at each batch size."""
-    rows = read_rows(directory / "counts.json")
+    rows = read_rows(directory / "counts.json", row=records.Counted)
     lines: dict[str, list[str]] = {}
     for row in rows:
         lines.setdefault(row["script"], [f"{row['script']} {' '.join(row['argv'][:4])}"]).append(str(row["per_step"]))
@@ -531,7 +538,7 @@ def counts_table(directory: Path) -> str:
 
 def memory_table(directory: Path) -> str:
     """Peak memory of TinyLlama V2 at each length."""
-    rows = read_rows(directory / "memory.json")
+    rows = read_rows(directory / "memory.json", row=records.Memories)
     if not rows:
         return ""
     lines = []
@@ -564,7 +571,12 @@ SINGLE = {  # one of those that come together
 
 def table(directory: Path, names: Iterable[str] = TABLES) -> str:
     """Tables of one device as Markdown: those of them whose result files lie in the directory."""
-    tables = [table for name in names for table in (TABLES | SINGLE)[name](directory)]
+    tables = []
+    for name in names:
+        try:
+            tables += (TABLES | SINGLE)[name](directory)
+        except (LookupError, TypeError, ValueError) as error:
+            raise ToolError(f"{directory}: rows of the table {name} do not belong together ({error!r})") from error
     if not any(tables):
         raise ToolError(f"{directory}: no result files of these measurements")
     return "\n\n".join(filter(None, tables))
@@ -603,10 +615,7 @@ def build_parser() -> argparse.ArgumentParser:
 def run_suite(args: argparse.Namespace) -> int:
     """Measure, or print the tables; returns the exit status."""
     if args.suite == "table":
-        try:
-            print(table(args.directory, args.tables))
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ToolError(f"{args.directory}: a file there is none of these measurements ({error!r})") from error
+        print(table(args.directory, args.tables))
         return 0
     if args.suite == "picture":
         draw_versions(args.directory)

@@ -40,13 +40,16 @@ from unittest import mock
 
 os.environ["TRITON_INTERPRET"] = "0"  # before anything imports Triton: kernels are to be compiled
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # without it Triton 3.9 prints a warning
-import torch
-import triton
-from torch._subclasses import FakeTensorMode
-from triton.backends.compiler import GPUTarget
-
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+from profiling.program import require  # noqa: E402
+
+require("torch", "triton", "numpy")
+import torch  # noqa: E402
+import triton  # noqa: E402
+from torch._subclasses import FakeTensorMode  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+
 from profiling.program import (  # noqa: E402
     ToolError,
     documented_parser,

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from analysis_tools.results import Run, check_schema, differences, load_run, report_failed
+from analysis_tools.results import Run, differences, load_run, report_failed
 from profiling.kernels import WITH_WARM_UP, KernelStatistics, load_trace, read_statistics, write_statistics
 from profiling.program import (
     NOT_FINISHED,
@@ -32,10 +32,10 @@ from profiling.program import (
     documented_parser,
     markdown_table,
     print_notes,
-    read_json,
     run_tool,
     write_text,
 )
+from profiling.records import Gradients, Stages, read
 from run_pytorch_profiler import analyse
 
 PROG = Path(__file__).name
@@ -81,7 +81,7 @@ def read_folder(directory: Path) -> list[Stage]:
         if profile:
             rows = [replace(row, name=row.name.replace(",", ";")) for row in profile[0]]
             write_statistics(directory / f"{folder.name}_profile.csv", rows)
-        percent = read_json(gradients)["percent"] if gradients.exists() else None
+        percent = read(Gradients, gradients)["percent"] if gradients.exists() else None
         stages.append(Stage(run, percent, profile and profile[1]))
     return stages
 
@@ -89,8 +89,7 @@ def read_folder(directory: Path) -> list[Stage]:
 def read_study(path: Path) -> list[Stage]:
     """The stages in a file that --output wrote."""
     stages = []
-    for entry in read_json(path).get("stages", ()):
-        check_schema(entry["result"], path)
+    for entry in read(Stages, path)["stages"]:
         run = Run(entry["stage"], path, entry["result"])
         stages.append(Stage(run, entry["gradient_percent"], entry["kernel_ms"]))
     return stages

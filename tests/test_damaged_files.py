@@ -1,0 +1,183 @@
+"""Result files in which one value was changed, taken away or given another type: each tool reads them, or says so.
+
+A tool that is given such a file ends with a result, or with one line that names the file; there is no third way.
+`MUTATIONS=2000 python -m pytest -n0 tests/test_damaged_files.py` tries so many for each tool and file.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import random
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, captured
+
+sys.path.insert(0, str(ROOT))
+from analysis_tools import (
+    analyze_kernel_reduction,
+    benchmark_suite,
+    compare_runs,
+    compare_versions,
+    fusion_ablation_study,
+    optimize_batch_size,
+    performance_dashboard,
+    plot_runs,
+    regression_tester,
+    report_generator,
+)
+from exercises.performance_debugging import compare_stages
+from profiling.program import run_tool
+from profiling.turns import measure_study, read_study
+from tools import benchmark
+
+RESULTS = ROOT / "results"
+MUTATIONS = int(os.environ.get("MUTATIONS", "12"))
+VALUES = (None, True, 0, -1, 7, 1.5, 1e308, float("nan"), "", "x", [], [1], ["x"], [[]], {}, {"x": 1}, "=1", "a\nb")
+# It is a file of something else now, or some of its rows are.
+REFUSED = ("cannot be compared", "is a run of", "folder: ")
+Answer = tuple[int, str, str]
+Reader = Callable[[Path], Answer]
+
+
+def tool(module, *argv: object) -> Answer:
+    return captured(module.main, [str(word) for word in argv])
+
+
+def search(path: Path) -> Answer:
+    """How optimize_batch_size.py reads a search, which it refuses as a whole if it was made on another device."""
+
+    def body() -> int:
+        rows = read_study(path, **optimize_batch_size.ROWS)["rows"]
+        optimize_batch_size.next_size(rows, 1e5, 1024)
+        found = [optimize_batch_size.numbers(row, 1e5, 0.8) for row in rows]
+        print(optimize_batch_size.table(found))
+        if fitting := [row for row in found if row["fits"]]:
+            print([optimize_batch_size.answer(fitting, target) for target in optimize_batch_size.TARGETS])
+        return 0
+
+    return captured(lambda argv: run_tool("optimize_batch_size.py", body), [])
+
+
+def unfinished(path: Path) -> Answer:
+    """How every study goes on from what an interrupted one has left."""
+    partial_file = path.with_suffix(".partial.json")
+    shutil.copy(path, partial_file)
+    status, out, err = captured(lambda argv: run_tool("study", lambda: bool(measure_study(path, []))), [])
+    return status, out, err.replace(".partial.json", ".json")
+
+
+def in_folder(path: Path, name: str) -> Path:
+    """The file under the name that a tool looks for, in a folder of its own."""
+    folder = path.parent / "folder"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    (folder / name).write_bytes(path.read_bytes())
+    return folder
+
+
+def profile(path: Path) -> Answer:
+    folder = in_folder(path, "tiny_llama_v1_profile.json")
+    shutil.copy(RESULTS / "h100/profiles/tiny_llama_v1/tiny_llama_v1_kernels.csv", folder)
+    return tool(analyze_kernel_reduction, "--baseline", folder, "--fused", RESULTS / "h100/profiles/tiny_llama_v2")
+
+
+def report(name: str, path: Path) -> Answer:
+    return tool(report_generator, "--baseline", in_folder(path, name), "--fused", path.parent / "folder")
+
+
+def versions(path: Path) -> Answer:
+    folder = in_folder(path, "tiny_llama_v2_summary.json")
+    return tool(compare_versions, "--v2", folder, "--family", "llama")
+
+
+def regression(source: Path, path: Path) -> Answer:
+    return tool(regression_tester, "--baseline-results", source, "--current-results", path)
+
+
+def tables(name: str, path: Path) -> Answer:
+    return tool(benchmark, "table", in_folder(path, name))
+
+
+def dashboard(path: Path) -> Answer:
+    return tool(performance_dashboard, path, "--output", path.with_suffix(".html"))
+
+
+RUN, RUNS = RESULTS / "cpu/tiny_llama_v2_readme.json", RESULTS / "cpu/exercises.json"
+ABLATION, SUITE = RESULTS / "h100/ablation_tiny_llama_v2.json", RESULTS / "h100/suite_llama.json"
+STUDIES = ("headline", "headline_v3", "fastest", "inference", "memory", "counts", "ablation_tiny_llama_v3")
+READERS: dict[str, tuple[Path, Reader]] = {
+    "compare_runs": (RUN, lambda path: tool(compare_runs, RUN, path)),
+    "compare_runs, several": (RUNS, lambda path: tool(compare_runs, path / "baseline")),
+    "compare_versions": (RUN, versions),
+    "plot_runs": (RUN, lambda path: tool(plot_runs, "memory", f"x={path}")),
+    "regression_tester, run": (RUN, partial(regression, RUN)),
+    "regression_tester, study": (SUITE, partial(regression, SUITE)),
+    "fusion_ablation_study": (ABLATION, lambda path: tool(fusion_ablation_study, "--table", path)),
+    "benchmark_suite": (SUITE, lambda path: tool(benchmark_suite, "--table", path)),
+    "optimize_batch_size": (RESULTS / "h100/batch_size_tiny_llama_v4.json", search),
+    "unfinished study": (RESULTS / "h100/energy.json", unfinished),
+    "analyze_kernel_reduction": (RESULTS / "h100/profile_tiny_llama_v1.json", profile),
+    "report_generator, run": (RUN, partial(report, "tiny_llama_v2_summary.json")),
+    "report_generator, FLOPs": (RESULTS / "h100/flops_tiny_llama_v2.json", partial(report, "tiny_llama_v2_flops.json")),
+    "compare_stages": (RESULTS / "h100/performance_debugging.json", lambda path: tool(compare_stages, path)),
+    **{
+        f"dashboard, {name}": (RESULTS / f"h100/{name}.json", dashboard)
+        for name in ("ablation_tiny_llama_v2", "suite_llama", "headline_v3", "memory", "step", "profile_tiny_llama_v1")
+    },
+    **{
+        f"dashboard, {path.stem}": (path, dashboard)
+        for path in (RUN, RESULTS / "h100/flops_tiny_llama_v2.json", RESULTS / "h100/roofline_llama_v1_v4.json")
+    },
+    **{f"benchmark, {name}": (RESULTS / f"h100/{name}.json", partial(tables, f"{name}.json")) for name in STUDIES},
+}
+
+
+def places(value: object, path: tuple = ()) -> Iterator[tuple]:
+    """The way to each value of a file, but not to each of many like numbers."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        yield (*path, key)
+        yield from places(item, (*path, key))
+
+
+def mutated(content: dict, place: tuple, rng: random.Random) -> dict:
+    """The content with another value there, or with none."""
+    content = copy.deepcopy(content)
+    inner = content
+    for key in place[:-1]:
+        inner = inner[key]
+    if rng.random() < 0.25:
+        del inner[place[-1]]
+    else:
+        inner[place[-1]] = rng.choice(VALUES)
+    return content
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_damaged_file_is_read_or_named(name: str, tmp_path: Path):
+    source, read = READERS[name]
+    content, rng, wrong = json.loads(source.read_text()), random.Random(name), []
+    everywhere = list(places(content))
+    path = tmp_path / source.name
+    for _ in range(MUTATIONS):
+        place = rng.choice(everywhere)
+        damaged = mutated(content, place, rng)
+        path.write_text(json.dumps(damaged))
+        what = ".".join(map(str, place))
+        try:
+            status, _, err = read(path)
+        except Exception as error:
+            wrong.append(f"{what}: {type(error).__name__}: {error}")
+            continue
+        lines = [line for line in err.splitlines() if ": error: " in line]
+        named = len(lines) == 1 and any(words in lines[0] for words in (path.name, "folder/", *REFUSED))
+        if status == 2 and not named:
+            wrong.append(f"{what}: {err}")
+    assert not wrong, f"{len(wrong)} of {MUTATIONS}: " + "\n".join(wrong[:40])
