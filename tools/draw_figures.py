@@ -39,7 +39,6 @@ STYLE = {  # of the files
     "svg.hashsalt": "figures",  # the same file each time
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial"],  # Verdana, where the first is missing, is as wide
-    "hatch.linewidth": 1.5,
     "path.simplify": False,
 }
 WIDTH = 800  # of every figure; a unit is a pixel of the page, and a point of a font
@@ -116,7 +115,8 @@ class Sheet:
 
     def line(self, x: float, y: float, to_x: float, to_y: float, color: str = GREY, width: float = 1.5, **more) -> None:
         """A straight line."""
-        self.axes.plot([x, to_x], [y, to_y], color=color, linewidth=width, solid_capstyle="butt", **more)
+        options = {"solid_capstyle": "butt", "zorder": 1, **more}  # under what is drawn later
+        self.axes.plot([x, to_x], [y, to_y], color=color, linewidth=width, **options)
 
     def save(self, folder: Path, name: str, png: bool) -> list[Path]:
         """Write it as SVG, and as PNG without its headline; returns the paths."""
