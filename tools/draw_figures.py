@@ -612,8 +612,9 @@ def attention_memory() -> Sheet:
     ):
         mb = [row[name] / 1e6 for row in study["rows"]]
         axes.plot(lengths, mb, color=color, marker=marker, linewidth=4, markersize=10, clip_on=False)
+        number = f"{mb[-1]:.0f}" if mb[-1] > 100 else f"{mb[-1]:.1f}"
         label = {"fontsize": SMALL, "color": color, "va": "center", "weight": "bold", "linespacing": 1.3}
-        axes.text(lengths[-1] + 60, mb[-1] + rise, f"{words}\n{mb[-1]:{'.0f' if mb[-1] > 100 else '.1f'}} MB", **label)
+        axes.text(lengths[-1] + 60, mb[-1] + rise, f"{words}\n{number} MB", **label)
     axes.set(xticks=lengths, xlim=(0, lengths[-1]), ylim=(0, None))
     heads = f"{study['config']['heads']} heads of {study['config']['head_dim']}"
     sheet.text(20, 446, f"forward and backward, {heads}, float32, on a CPU", SMALL, GREY, ha="left")
