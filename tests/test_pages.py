@@ -28,9 +28,12 @@ def test_fused_attention_is_the_same_and_its_memory_grows_with_the_length_alone(
     assert fused[1] < 3 * fused[0]
 
 
-def test_the_page_shows_the_table_that_was_measured():
-    rows = json.loads((ROOT / "results/cpu/attention_memory.json").read_text())["rows"]
-    for row in rows:
+def test_the_page_shows_what_its_commands_printed_and_the_table_that_the_figure_draws():
+    run = json.loads((ROOT / "results/cpu/start.json").read_text())
+    assert sum(run["seconds"].values()) < 180
+    for lines in run["printed"].values():
+        assert not [line for line in lines if line not in PAGE and not line.startswith("drawn:")]
+    for row in json.loads((ROOT / "results/cpu/attention_memory.json").read_text())["rows"]:
         mb = [f"{row[way] / 1e6:.1f} |" for way in ("scores", "fused")]
         assert any(line.startswith(f"| {row['length']} ") and all(n in line for n in mb) for line in PAGE.splitlines())
 

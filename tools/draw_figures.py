@@ -12,7 +12,6 @@ Examples:
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
@@ -23,25 +22,27 @@ import matplotlib
 import matplotlib.ticker
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import FancyArrowPatch, Polygon, Rectangle
+from matplotlib.patches import Circle, FancyArrowPatch, Rectangle
+from matplotlib.transforms import Bbox
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from profiling.program import documented_parser, print_notes, run_tool  # noqa: E402
+
+PROG = Path(__file__).name
 FIGURES = ROOT / "docs/figures"
 H100 = ROOT / "results/h100"
 CPU = ROOT / "results/cpu"
 
-# Text stays text. Where DejaVu Sans is missing Verdana stands in, which is as wide.
-matplotlib.rcParams.update(
-    {
-        "svg.fonttype": "none",
-        "svg.hashsalt": "figures",
-        "font.family": "sans-serif",
-        "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial"],
-        "hatch.linewidth": 1.5,
-        "path.simplify": False,
-    }
-)
+STYLE = {  # of the files
+    "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "figures",  # the same file each time
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial"],  # Verdana, where the first is missing, is as wide
+    "path.simplify": False,
+}
 WIDTH = 800  # of every figure; a unit is a pixel of the page, and a point of a font
+HEADLINE = 56  # the height of its part of a figure
 TITLE, BODY, SMALL = 26, 20, 18  # nothing is smaller, so half a page's width is enough
 
 # Okabe and Ito's colours, which differ for colour-blind readers, too.
@@ -69,11 +70,11 @@ def row_of(path: Path, **wanted: str) -> dict:
 class Sheet:
     """A figure `WIDTH` wide with a headline; x goes right, y goes down, both in pixels."""
 
-    def __init__(self, title: str, height: int, width: int = WIDTH):
-        self.width, self.height, self.top = width, height, 56
-        self.figure = Figure(figsize=(width / 72, height / 72), facecolor=WHITE)
+    def __init__(self, title: str, height: int):
+        self.height = height
+        self.figure = Figure(figsize=(WIDTH / 72, height / 72), facecolor=WHITE)
         self.axes: Axes = self.figure.add_axes((0, 0, 1, 1))
-        self.axes.set(xlim=(0, width), ylim=(height, 0))
+        self.axes.set(xlim=(0, WIDTH), ylim=(height, 0))
         self.axes.axis("off")
         self.text(20, 30, title, size=TITLE, weight="bold", ha="left")
 
@@ -114,20 +115,18 @@ class Sheet:
 
     def line(self, x: float, y: float, to_x: float, to_y: float, color: str = GREY, width: float = 1.5, **more) -> None:
         """A straight line."""
-        self.axes.plot([x, to_x], [y, to_y], color=color, linewidth=width, solid_capstyle="butt", **more)
-
-    def polygon(self, points: list[tuple[float, float]], fill: str, edge: str | None = INK, **more) -> None:
-        """A closed shape through these points."""
-        self.axes.add_patch(Polygon(points, closed=True, facecolor=fill, edgecolor=edge or "none", **more))
+        options = {"solid_capstyle": "butt", "zorder": 1, **more}  # under what is drawn later
+        self.axes.plot([x, to_x], [y, to_y], color=color, linewidth=width, **options)
 
     def save(self, folder: Path, name: str, png: bool) -> list[Path]:
         """Write it as SVG, and as PNG without its headline; returns the paths."""
         paths = [folder / f"{name}.svg"]
-        self.figure.savefig(paths[0], metadata={"Date": None, "Creator": None})
-        if png:
-            paths.append(folder / f"{name}.png")
-            inches = matplotlib.transforms.Bbox([[0, 0], [self.width / 72, (self.height - self.top) / 72]])
-            self.figure.savefig(paths[1], dpi=180, bbox_inches=inches, metadata={"Software": None})
+        with matplotlib.rc_context(STYLE):
+            self.figure.savefig(paths[0], metadata={"Date": None, "Creator": None})
+            if png:
+                paths.append(folder / f"{name}.png")
+                inches = Bbox([[0, 0], [WIDTH / 72, (self.height - HEADLINE) / 72]])
+                self.figure.savefig(paths[1], dpi=180, bbox_inches=inches, metadata={"Software": None})
         return paths
 
 
@@ -166,7 +165,7 @@ def add_relu() -> Sheet:
     """relu(x + y) as two kernels and as one: what goes through memory, and how long it took."""
     rows = {row["what"]: row for row in read(H100 / "exercises_v3/add_relu.json")["rows"]}
     one, two = rows["add_relu_kernel"], rows["PyTorch, x + y and relu"]
-    vector = one["bytes"] / 3
+    size = one["bytes"] / 3  # of a vector
     sheet = Sheet("relu(x + y): the same numbers, fewer trips", 450)
     memory = 268
     for x, width in ((20, 425), (505, 275)):
@@ -174,12 +173,11 @@ def add_relu() -> Sheet:
 
     def kernel(x: float, width: float, name: str, reads: str, writes: str) -> None:
         sheet.box(x, 116, width, 56, tint(GREEN, 0.35), name, edge=GREEN)
-        places = [x + width * (i + 1) / (len(reads) + len(writes) + 1) for i in range(len(reads) + len(writes))]
-        for place, vector_name in zip(places, reads + writes, strict=True):
-            ends = (memory, 176) if vector_name in reads and place in places[: len(reads)] else (176, memory)
-            color = BLUE if ends[0] == memory else RED
+        for i, vector in enumerate(reads + writes):
+            place = x + width * (i + 1) / (len(reads + writes) + 1)
+            ends, color = ((memory, 176), BLUE) if i < len(reads) else ((176, memory), RED)
             sheet.arrow(place, ends[0], place, ends[1], color=color, width=5)
-            sheet.text(place + 9, 226, vector_name, ha="left")
+            sheet.text(place + 9, 226, vector, ha="left")
 
     sheet.text(232, 90, "two kernels", weight="bold")
     kernel(40, 190, "add", "xy", "t")
@@ -187,14 +185,14 @@ def add_relu() -> Sheet:
     sheet.text(642, 90, "one kernel", weight="bold")
     kernel(547, 190, "add, relu", "xy", "z")
     for x, row in ((232, two), (642, one)):
-        count = round(row["bytes"] / vector)
+        count = round(row["bytes"] / size)
         sheet.text(x, 344, f"{count} × 4 = {4 * count} bytes a number")
         sheet.text(x, 384, f"{row['us']:.0f} µs", size=TITLE, weight="bold")
     sheet.text(
         400,
         430,
         f"predicted {two['bytes'] / one['bytes']:.2f}x, measured {two['us'] / one['us']:.2f}x"
-        f"  (H100, {vector / 4e6:.0f} million numbers)",
+        f"  (H100, {size / 4e6:.0f} million numbers)",
         size=SMALL,
         color=GREY,
     )
@@ -390,9 +388,7 @@ def evoformer_inputs() -> Sheet:
     for a, b, color in (("i", "j", RED), ("i", "k", BLUE), ("j", "k", ORANGE)):
         sheet.line(*corners[a], *corners[b], color=color, width=6)
     for name, (x, y) in corners.items():
-        sheet.axes.add_patch(
-            matplotlib.patches.Circle((x, y), 20, facecolor=WHITE, edgecolor=INK, linewidth=2, zorder=5)
-        )
+        sheet.axes.add_patch(Circle((x, y), 20, facecolor=WHITE, edgecolor=INK, linewidth=2, zorder=5))
         sheet.text(x, y, name, weight="bold", zorder=6)
     sheet.text(660, 322, "ij is updated from\nik and jk, for all k:\nwork grows as N³", SMALL, va="top")
     sheet.text(400, 430, "What mutates together often touches: the MSA feeds the pair.", weight="bold")
@@ -485,7 +481,7 @@ def two_streams() -> Sheet:
 
 def plot(sheet: Sheet, x: float, y: float, width: float, height: float, **settings) -> Axes:
     """Axes inside the figure, whose plotting area has this upper left corner and size, in pixels."""
-    place = (x / sheet.width, 1 - (y + height) / sheet.height, width / sheet.width, height / sheet.height)
+    place = (x / WIDTH, 1 - (y + height) / sheet.height, width / WIDTH, height / sheet.height)
     axes = sheet.figure.add_axes(place)
     axes.set(**settings)
     axes.spines[["top", "right"]].set_visible(False)
@@ -616,8 +612,9 @@ def attention_memory() -> Sheet:
     ):
         mb = [row[name] / 1e6 for row in study["rows"]]
         axes.plot(lengths, mb, color=color, marker=marker, linewidth=4, markersize=10, clip_on=False)
+        number = f"{mb[-1]:.0f}" if mb[-1] > 100 else f"{mb[-1]:.1f}"
         label = {"fontsize": SMALL, "color": color, "va": "center", "weight": "bold", "linespacing": 1.3}
-        axes.text(lengths[-1] + 60, mb[-1] + rise, f"{words}\n{mb[-1]:.0f} MB", **label)
+        axes.text(lengths[-1] + 60, mb[-1] + rise, f"{words}\n{number} MB", **label)
     axes.set(xticks=lengths, xlim=(0, lengths[-1]), ylim=(0, None))
     heads = f"{study['config']['heads']} heads of {study['config']['head_dim']}"
     sheet.text(20, 446, f"forward and backward, {heads}, float32, on a CPU", SMALL, GREY, ha="left")
@@ -729,30 +726,30 @@ FIGURES_BY_NAME: dict[str, Callable[[], Sheet]] = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    description, _, examples = __doc__.partition("\nExamples:\n")
-    parser = argparse.ArgumentParser(
-        description=description,
-        epilog="examples:\n" + examples,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of: {', '.join(FIGURES_BY_NAME)} (default: all)")
-    parser.add_argument("--output", type=Path, default=FIGURES, metavar="DIR", help="(default: docs/figures)")
-    parser.add_argument("--png", action="store_true", help="PNG for slides beside each SVG, without the headline")
+    parser = documented_parser(PROG, __doc__)
+    add = parser.add_argument
+    add("names", nargs="*", metavar="NAME", help=f"of: {', '.join(FIGURES_BY_NAME)} (default: all)")
+    add("--output", type=Path, default=FIGURES, metavar="DIR", help="(default: docs/figures)")
+    add("--png", action="store_true", help="PNG for slides beside each SVG, without the headline")
     args = parser.parse_args(argv)
     if unknown := set(args.names) - set(FIGURES_BY_NAME):
         parser.error(f"no such figure: {', '.join(sorted(unknown))}")
-    args.output.mkdir(parents=True, exist_ok=True)
-    for name in args.names or FIGURES_BY_NAME:
-        try:
-            sheet = FIGURES_BY_NAME[name]()
-        except FileNotFoundError as error:
-            print(f"{name}: left out, there is no {Path(error.filename).relative_to(ROOT)}", file=sys.stderr)
-            if args.names:
-                return 2
-            continue
-        for path in sheet.save(args.output, name, args.png):
-            print(path)
-    return 0
+
+    def body() -> int:
+        args.output.mkdir(parents=True, exist_ok=True)
+        for name in args.names or FIGURES_BY_NAME:
+            try:
+                sheet = FIGURES_BY_NAME[name]()
+            except FileNotFoundError as error:
+                if args.names:
+                    raise
+                print_notes(PROG, f"{name} is left out: there is no {error.filename}")
+                continue
+            for path in sheet.save(args.output, name, args.png):
+                print(path)
+        return 0
+
+    return run_tool(PROG, body)
 
 
 if __name__ == "__main__":
