@@ -293,11 +293,18 @@ if INTERPRETED:
             return run
 
 
+def need_rows(kernel: str, x: Tensor) -> None:
+    """ValueError for an empty batch, for which there is nothing to launch."""
+    if not x.numel():
+        raise ValueError(f"{kernel} needs at least one row, not {[*x.shape]}")
+
+
 def row_options(kernel: str, x: Tensor, whole: bool = True) -> tuple[int, int, dict[str, int]]:
     """Of a kernel that goes over the rows of x [..., C]: how many rows, how many programs, what it is compiled for.
 
     A block is a TILE of rows. A row longer than that is a block with more warps if it must be whole, else several.
     """
+    need_rows(kernel, x)
     chosen, dim = blocks(kernel), x.shape[-1]
     tile, width = chosen.pop("TILE"), triton.next_power_of_2(dim)
     if whole and width > tile:

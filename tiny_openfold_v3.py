@@ -346,12 +346,6 @@ if INTERPRETED:
             return run
 
 
-def need_shape(name: str, tensor: Tensor | None, *shape: int) -> None:
-    """ValueError for another shape: a kernel goes by the sizes of one input, and would read beyond a smaller one."""
-    if tensor is not None and tensor.shape != shape:
-        raise ValueError(f"{name} must be {[*shape]}, not {[*tensor.shape]}")
-
-
 def need_rows(kernel: str, x: Tensor) -> None:
     """ValueError for an empty batch, for which there is nothing to launch."""
     if not x.numel():
@@ -399,6 +393,12 @@ def sum_parts(parts: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 LOG2E = tl.constexpr(math.log2(math.e))  # scores are kept to the base 2: exp2 is what the hardware computes
+
+
+def need_shape(name: str, tensor: Tensor | None, *shape: int) -> None:
+    """ValueError for another shape: a kernel goes by the sizes of one input, and would read beyond a smaller one."""
+    if tensor is not None and tensor.shape != shape:
+        raise ValueError(f"{name} must be {[*shape]}, not {[*tensor.shape]}")
 
 
 @triton.jit

@@ -450,7 +450,7 @@ def test_blocks_change_what_is_launched_and_nothing_else(monkeypatch: pytest.Mon
     assert after[0][0] == (2, 3)
     assert after[0][1] == {**before[0][1], "BLOCK_Q": 16, "BLOCK_K": 16, "num_warps": 2}
     assert relative_difference(attend(), expected) < (1e-6 if v3.INTERPRETED else LIMITS[torch.float32])
-    parse(V3, *HERE)
+    v3.prepare(parse(V3, *HERE))
     assert launches(monkeypatch, attend) == before, "the next command line does not inherit them"
 
 
