@@ -667,40 +667,60 @@ KERNEL = {"GEMM": BLUE, "attention": RED, "norm": GREEN, "element-wise": ORANGE,
 
 
 def launch_timeline() -> Sheet:
-    """Two layers, forward: what the host launches and what the GPU runs, version by version on one axis."""
-    rows = read(H100 / "timeline.json")["rows"]
-    longest = max(start + duration for row in rows for _, start, duration, *_ in row["kernels"] + row["launches"])
-    sheet = Sheet("Two layers: the host launches, the GPU runs", 152 + 104 * len(rows))
-    left, right = 160, 780
-    scale = (right - left) / longest
+    """Two layers, forward: what the host launches and what the GPU runs, then the beginning much wider."""
+    study = read(H100 / "timeline.json")
+    rows = study["rows"]
+    graph = next(row for row in rows if not row["launches"])
+    longest, wide = (max(start + ms for row in few for _, start, ms, *_ in row["kernels"]) for few in (rows, [graph]))
+    below = 80 + 78 * len(rows)  # where the second part begins
+    sheet = Sheet("Two layers: the host launches, the GPU runs", below + 362)
+    left, right = 130, 776
 
-    def lane(name: str, top: float, height: float, events: list, color: str = "") -> None:
+    def lane(name: str, top: float, height: float, end: float, events: list, color: str = "") -> None:
         sheet.text(left - 8, top + height / 2, name, SMALL, GREY, ha="right")
         sheet.box(left, top, right - left, height, tint(GREY, 0.08), edge=None)
+        scale = (right - left) / end
         for kind, start, duration, *_ in events:
-            sheet.box(left + start * scale, top, max(duration * scale, 0.8), height, color or KERNEL[kind], edge=None)
+            width = min(duration, end - start) * scale
+            if width > 0:
+                sheet.box(left + start * scale, top, max(width, 0.8), height, color or KERNEL[kind], edge=None)
+
+    def axis(y: float, end: float) -> None:
+        step = nice_step(end)
+        for mark in range(0, int(end) + 1, step):
+            sheet.text(left + mark * (right - left) / end, y, f"{mark} µs" if mark else "0", SMALL, GREY)
+
+    def pair(row: dict, y: float, end: float) -> None:
+        version, _, mode = row["label"].partition(", ")
+        sheet.text(20, y + 14, version, ha="left", weight="bold")
+        sheet.text(20, y + 42, mode, SMALL, ha="left")
+        lane("host", y, 22, end, row["launches"], GREY)
+        lane("GPU", y + 26, 34, end, row["kernels"])
+        if row is graph:
+            sheet.text(left + 8, y + 11, "one launch for the whole step, before this", SMALL, GREY, ha="left")
 
     for i, row in enumerate(rows):
-        y = 72 + 104 * i
-        version, _, mode = row["label"].partition(", ")
-        sheet.text(20, y + 20, version, ha="left", weight="bold")
-        sheet.text(20, y + 48, mode, ha="left")
-        lane("host", y, 26, row["launches"], GREY)
-        lane("GPU", y + 31, 40, row["kernels"])
-        if not row["launches"]:
-            sheet.text(left + 8, y + 13, "one launch for the whole step, before this", SMALL, GREY, ha="left")
-    y = 66 + 104 * len(rows)
-    for mark in range(0, int(longest) + 1, nice_step(longest)):
-        sheet.text(left + mark * scale, y, f"{mark} µs" if mark else "0", SMALL, GREY)
+        pair(row, 66 + 78 * i, longest)
+    axis(below, longest)
+    edge = left + (right - left) * wide / longest
+    y = below + 46
+    sheet.text(20, y, f"The first {wide:.0f} µs of it, {longest / wide:.0f} times as wide", ha="left", weight="bold")
+    sheet.line(edge, below - 14, edge, below - 24, INK, 2)
+    for i, row in enumerate((rows[0], graph)):
+        pair(row, y + 26 + 78 * i, wide)
+    axis(y + 196, wide)
     for x, (kind, color) in zip((20, 140, 290, 400, 580), KERNEL.items(), strict=True):
-        sheet.box(x, y + 42, 20, 20, color, edge=None)
-        sheet.text(x + 28, y + 52, kind, SMALL, ha="left")
+        sheet.box(x, y + 228, 20, 20, color, edge=None)
+        sheet.text(x + 28, y + 238, kind, SMALL, ha="left")
+    name = study["environment"]["device_name"].split("GB")[0]
+    words = f"TinyLlama in a trace of {name} GB; the profiler slows every launch"
+    sheet.text(20, y + 286, words, SMALL, GREY, ha="left")
     return sheet
 
 
 def nice_step(longest: float) -> int:
     """A round distance that gives an axis of this length up to six marks."""
-    return next(step for step in (50, 100, 200, 500, 1000, 2000, 5000, 10**6) if longest / step <= 6)
+    return next(step for step in (20, 50, 100, 200, 500, 1000, 2000, 5000, 10**6) if longest / step <= 6)
 
 
 FIGURES_BY_NAME: dict[str, Callable[[], Sheet]] = {
