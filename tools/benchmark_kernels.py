@@ -940,7 +940,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         nargs="*",
         default=(),
         metavar="SHAPE",
-        help="of which torch.compile has a tuned side, too (minutes)",
+        help="of which torch.compile is tuned, too (minutes)",
     )
     add("--megafold", type=Path, default=Wanted.megafold, metavar="CLONE", help="of MegaFold, for attention")
     add("--openfold", type=Path, default=Wanted.openfold, metavar="CLONE", help="of OpenFold, for block")
