@@ -275,6 +275,7 @@ SCHEMA = {
     **fields("script status", str),
     **fields("config fusions", dict),
     "error": type(None),
+    "without_effect": dict,
     "training": fields("batch_size num_steps warmup_steps seed processes", int)
     | fields("deterministic use_amp torch_compile cuda_graph", bool)
     | fields("amp_dtype matmul_precision", str)
