@@ -1186,7 +1186,9 @@ def build_parser() -> argparse.ArgumentParser:
     add("--enable-rocm-profiling", action="store_true", help="name phases and modules to a profiler around this run")
     add("--under-profiler", action="store_true", help="launch nothing but the training steps")
     add("--profile-dir", type=Path, default=f"pytorch_profiles_v{VERSION}", metavar="DIR", help="for results")
-    add = parser.add_argument_group("modes").add_mutually_exclusive_group().add_argument
+    group = parser.add_argument_group("modes")
+    group.add_argument("--full-report", action="store_true", help="with --compare-fusion: the report of each side, too")
+    add = group.add_mutually_exclusive_group().add_argument
     add("--compare-fusion", action="store_true", help="all fusions off and as chosen in alternating turns; one table")
     add("--verify-accuracy", action="store_true", help="same outputs and gradients as with everything off?")
     for action in parser._actions:
@@ -1215,6 +1217,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         (for_fusions, 2, f"--enable-all-fusion and --compare-fusion start with V2, {SCRIPT} has no fusions"),
         (mode and not args.torch_compile, 2, f"--torch-compile-mode {mode} needs --enable-torch-compile"),
         (args.amp_dtype and not args.use_amp, 2, f"--amp-dtype {args.amp_dtype} needs --use-amp"),
+        (args.full_report and not args.compare_fusion, 2, "--full-report needs --compare-fusion"),
         (not 0 < args.learning_rate < math.inf, 2, f"--learning-rate must be above 0, not {args.learning_rate}"),
         (args.num_gpus not in (None, processes), 2, f"--num-gpus {args.num_gpus}, but torchrun started {processes}"),
         (args.batch_size % processes, 2, f"--batch-size {args.batch_size} is not divisible by {processes} GPUs"),
@@ -1504,8 +1507,8 @@ def write_json(path: Path, content: dict) -> None:
 class Run:
     """One run: its arguments, its trainer with a clock, and `result`, its record, which is filled in as it goes."""
 
-    def __init__(self, args: argparse.Namespace):
-        self.args, self.device = args, prepare(args)
+    def __init__(self, args: argparse.Namespace, title: str = ""):
+        self.args, self.device, self.title = args, prepare(args), title
         settings = ["batch_size", "num_steps", "warmup_steps", "learning_rate", "seed", "deterministic", "use_amp"]
         settings += ["amp_dtype", "matmul_precision", "torch_compile", "torch_compile_mode", "cuda_graph"]
         self.curve: list[float] = []
@@ -1551,7 +1554,7 @@ class Run:
 
     def plan(self, steps: int, label: str) -> None:
         """Begin to count: so many steps are to be taken, in one turn or several."""
-        self.goal, self.label, self.before, self.taken = steps, label, len(self.curve), 0
+        self.goal, self.label, self.before, self.taken = steps, self.title + label, len(self.curve), 0
         self.losses = torch.full((steps,), -math.inf, pin_memory=self.trainer.gpu)  # -inf: not arrived yet
         self.rows, self.turns = [], []  # milliseconds: of each step a list of its phases; per step in each turn
         self.wall, self.peak, self.shown = 0.0, 0, 0.0  # seconds in all turns, bytes, when progress was shown
@@ -1737,10 +1740,10 @@ def report(result: dict) -> str:
     return text
 
 
-def finish(results: dict[str, dict]) -> int:
+def finish(results: dict[str, dict], reports: bool = True) -> int:
     """Print the reports under their titles, and each error once; returns the exit status."""
     progress()
-    for title, result in results.items():
+    for title, result in results.items() if reports else ():
         print(title + report(result), end="", flush=True)
     for message in dict.fromkeys(result["error"] for result in results.values() if result["error"]):
         say("error", message)
@@ -1750,7 +1753,7 @@ def finish(results: dict[str, dict]) -> int:
 def compare_fusion(args: argparse.Namespace) -> int:
     """Everything off and as chosen, in turns; the result of the first goes to <profile-dir>/baseline."""
     sides = [all_off(args, profile_dir=args.profile_dir / "baseline"), args]
-    train_all(runs := [Run(side) for side in sides])
+    train_all(runs := [Run(side, title) for side, title in zip(sides, ("all off: ", "as chosen: "), strict=True)])
     before, after = (run.result for run in runs)
     if before["status"] == "oom":
         print("Both do not fit into memory side by side: each is measured alone, so there are no ratios.")
@@ -1773,7 +1776,8 @@ def compare_fusion(args: argparse.Namespace) -> int:
         few, mixed = len(ratios) < 5, ratios[0] <= 1 <= ratios[-1]
         verdict = "too few turns to tell" if few else "no difference seen" if mixed else "all turns agree"
         print(f"Batch time ratio in {len(ratios)} turns: {ratios[0]:.2f}x to {ratios[-1]:.2f}x ({verdict})")
-    return finish({"\nall off:\n": before, "\nas chosen:\n": after})
+    complete = before["status"] == after["status"] == "ok" and bool(runs)
+    return finish({"\nall off:\n": before, "\nas chosen:\n": after}, args.full_report or not complete)
 
 
 class InFloat64(TorchFunctionMode):
@@ -1869,7 +1873,8 @@ def verify_accuracy(args: argparse.Namespace) -> int:
 
 
 def interrupt(*_: object) -> NoReturn:
-    """What SIGTERM does, as Ctrl-C."""
+    """What SIGTERM does, as Ctrl-C; once, as a launcher may send it to this process and to its group."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 

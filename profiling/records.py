@@ -23,6 +23,7 @@ Positive = Annotated[float, "above 0"]
 Count = Annotated[int, "above 0"]
 Turns = Annotated[list[Positive], "above 0"]  # at least one
 Outcome = Literal["ok", "oom", "failed"]
+OfPeer = Literal["ok", "oom", "failed", "missing"]  # of a library that may not be installed
 Value = str | float | bool | None
 
 
@@ -230,7 +231,7 @@ class Side:
 
     script: str = None
     argv: list[str] = None
-    status: Outcome = None
+    status: OfPeer = None
     error: str = None
     unit: str = None
     batch_ms: Positive | None = None

@@ -335,7 +335,7 @@ def test_a_cold_cache_is_told_where_it_changes_the_ratio(tmp_path):
         {"shape": name, "precision": "bf16", "triton": side(10.0, ours), "SDPA": side(20.0, theirs)}
         for name, ours, theirs in (("small", 16.0, 24.0), ("large", 11.0, 22.0))
     ]
-    (tmp_path / "attention.json").write_text(json.dumps({"rows": rows}))
+    (tmp_path / "attention.json").write_text(json.dumps({"environment": {"device_name": "a GPU"}, "rows": rows}))
     small, large = (line.split("|")[4:6] for line in kernels.table(tmp_path).splitlines()[2:4])
     assert [cell.strip() for cell in small] == ["2.00x (SDPA)", "1.50x"]
     assert [cell.strip() for cell in large] == ["2.00x (SDPA)", ""]

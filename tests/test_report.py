@@ -275,6 +275,7 @@ SCHEMA = {
     **fields("script status", str),
     **fields("config fusions", dict),
     "error": type(None),
+    "without_effect": dict,
     "training": fields("batch_size num_steps warmup_steps seed processes", int)
     | fields("deterministic use_amp torch_compile cuda_graph", bool)
     | fields("amp_dtype matmul_precision", str)
@@ -388,11 +389,10 @@ def test_another_preloaded_library_is_no_profiler(run, monkeypatch: pytest.Monke
 
 
 def table_of(text: str) -> dict[str, list[str]]:
-    """The rows of the one table, which comes before the reports of both sides."""
-    table, *reports = re.split(r"^(?:all off|as chosen):$", text, flags=re.MULTILINE)
-    assert [report.count("Average training speed") for report in reports] == [1, 1]
+    """The rows of the one table; the reports of both sides are printed on request alone."""
+    assert "Average training speed" not in text
     rows = [
-        re.split(r"\s{2,}", line.strip()) for line in table.partition("all off   as chosen    ratio\n")[2].splitlines()
+        re.split(r"\s{2,}", line.strip()) for line in text.partition("all off   as chosen    ratio\n")[2].splitlines()
     ]
     return {label: cells for label, *cells in rows if cells}
 
@@ -416,6 +416,14 @@ def test_compare_fusion_prints_one_table_of_two_results(run, tmp_path: Path):
             assert rows[label][2] == f"{off / on:.2f}x", "as with times: how many times less"
     assert baseline["kernels"]["per_step"] == fused["kernels"]["all_off"]
     assert fused["loss"]["curve"] == pytest.approx(baseline["loss"]["curve"], rel=1e-3)
+
+
+def test_compare_fusion_prints_both_reports_on_request(run):
+    text = run(SCRIPT, "--compare-fusion", "--full-report", *QUICK).stdout
+    _, *reports = re.split(r"^(?:all off|as chosen):$", text, flags=re.MULTILINE)
+    assert [report.count("Average training speed") for report in reports] == [1, 1]
+    assert set(re.findall(r"^(.*): step \d", text, re.MULTILINE)) == {"all off", "as chosen"}
+    assert run(SCRIPT, "--full-report", *QUICK).status == 2
 
 
 def test_compare_fusion_prints_no_ratio_of_what_was_not_measured(run):

@@ -100,7 +100,7 @@ def test_all_ways_to_sum_the_bias_gradient_agree_with_v3s_backward_pass():
     out, lse = script.attention_forward(case.qkvg, gate_bias, case.bias)
     # A gradient that is the same before the gate as the one of the case.
     grad_out = case.grad_attention / case.qkvg[..., 3, :].flatten(3).sigmoid()
-    expected = script.attention_backward(grad_out, case.qkvg, gate_bias, case.bias, out, lse)[2]
+    expected = script.attention_backward(grad_out, case.qkvg, gate_bias, case.bias, out, lse, True, True)[2]
     for name, (function, _) in case.ways().items():
         torch.testing.assert_close(function(), expected.float(), rtol=1e-4, atol=1e-4, msg=name)
 

@@ -63,7 +63,7 @@ def test_a_gradient_that_is_zero_is_named(precision: list[str], tmp_path):
 def test_a_wrong_weight_is_named(tmp_path):
     """The weight of the last norm, which is 1 at first, is used twice: outputs show it only after some steps."""
     wrong = changed(tmp_path / "tiny_llama_v2.py", "self.norm(x)", "self.norm(x) * self.norm.weight")
-    status, out, _ = validate(wrong, "--tolerance", "1e-4")
+    status, out, _ = validate(wrong, "--learning-rate", "1e-2")
     lines = {line.split("|")[1].strip(): line for line in out.splitlines() if line.startswith("|")}
     assert status == 1
     assert "norm.weight" in lines["20 gradients at first"]

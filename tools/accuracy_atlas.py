@@ -354,7 +354,7 @@ def run_atlas(args: argparse.Namespace) -> int:
         args.runs = args.runs or (3 if args.device == "cpu" else 100)
         settings = {name: getattr(args, name) for name in ("subjects", "precisions", "runs", "sizes")}
         measure_study(args.output, atlas(args), argv=["--device", args.device], **settings)
-    print(table(read_study(args.table or args.output, ["subject", "case", "precision", "V1"])))
+    print(table(read_study(args.table or args.output, ["subject", "case", "precision", "V1"], measured=())))
     return 0
 
 

@@ -199,6 +199,7 @@ def record(
         with mock.patch("torch.cuda.is_available", lambda: True):  # without a GPU a script asks for the interpreter
             args = module.parse_args([*command.split(), *PRECISIONS[Recorder.precision].split(), *options])
         torch.set_float32_matmul_precision(args.matmul_precision)
+        module.use_settings(args)
         take_step(module, args)
         if backend == "hip" and hasattr(module, "our_gemm_wins"):  # not chosen there, where nobody has measured it
             with mock.patch.object(module, "our_gemm_wins", lambda x: True):
