@@ -52,7 +52,7 @@ def test_commands_on_slides_and_in_notes_are_accepted(path):
     """Those of the version scripts by their parsers; of the others the program is there."""
     text = path.read_text()
     shown = re.findall(r"^Show: `(.*)`$", text, re.MULTILINE) + re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
-    for words in (shlex.split(line) for block in shown for line in block.splitlines()):
+    for words in (shlex.split(line) for block in shown for line in block.replace("\\\n", " ").splitlines()):
         program = words[words[0] in ("python", "bash")]
         assert words[0] in ("source", "diff") or (ROOT / program).is_file()
         if program.startswith("tiny_") and "--help" not in words:
