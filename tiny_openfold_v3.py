@@ -2969,7 +2969,7 @@ def judge(
 ) -> dict[str, tuple[float, float]]:
     """Relative error of each value by itself, and its limit: three times what rounding does to the unfused model.
 
-    Or `least` (1e-3 for what is no gradient), if that is more. Where the unfused value is a NaN, nothing is right.
+    Or `least` (1e-3 for what is no gradient), if that is more. Where the unfused one is a NaN, none is right.
     """
     errors, rounding, judged = relative_errors(exact, found), relative_errors(exact, unfused), {}
     for name, error in errors.items():
