@@ -1184,7 +1184,7 @@ def verify_accuracy(args: argparse.Namespace) -> int:
 
 
 def interrupt(*_: object) -> NoReturn:
-    """What SIGTERM does, as Ctrl-C; once, as a launcher may send it to this process and to its group."""
+    """What SIGTERM does, once: a launcher may send it to a process and to its group."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise KeyboardInterrupt
 
