@@ -486,8 +486,8 @@ def read(path: Path, name: str) -> list[Panel | Found | str]:
             if not checked(records.Study, content, path)["rows"]:
                 raise ToolError(f"{path}: a study without a row")
             sides = [side for row in content["rows"] for side in (row, *row.values()) if isinstance(side, dict)]
-            failed = [side for side in sides if side.get("status") == "failed"]
-            found = [f"{side.get('script')} failed: {side.get('error')} ({path})" for side in failed]
+            failed = [side for side in sides if side.get("status") == "failed" and "script" in side]  # not a library
+            found = [f"{side['script']} failed: {side.get('error')} ({path})" for side in failed]
             found += Study(name, path, content).panels()
         else:
             return []

@@ -69,7 +69,7 @@ def test_residual_norm_draws_as_many_trips_as_were_counted():
 def test_memory_of_a_step_has_a_bar_for_each_version_and_its_sum(tmp_path, monkeypatch):
     monkeypatch.setattr(figures, "H100", tmp_path)
     purposes = dict.fromkeys((key for key, _, _ in figures.PURPOSES), 250_000_000)
-    rows = [{"shape": "tiny_openfold, crop", "version": name, "bytes": purposes} for name in ("V1", "V3")]
+    rows = [{"shape": "tiny_openfold, crop", "version": name, "parts": purposes} for name in ("V1", "V3")]
     (tmp_path / "memory_by_purpose.json").write_text(json.dumps({"rows": rows}))
     said = words(figures.memory_of_a_step())
     assert said.count("2.00 GB") == 2
@@ -78,7 +78,7 @@ def test_memory_of_a_step_has_a_bar_for_each_version_and_its_sum(tmp_path, monke
 
 def test_what_is_kept_is_told_apart_by_what_it_is_for():
     argv = [*TINY["llama"], "--device", "cpu", "--use-amp"]
-    rows = {v: memory_by_purpose.measure(load(f"tiny_llama_{v}"), argv)["bytes"] for v in ("v1", "v2")}
+    rows = {v: memory_by_purpose.measure(load(f"tiny_llama_{v}"), argv)["parts"] for v in ("v1", "v2")}
     args = load("tiny_llama_v1").parse_args(argv)
     parameters = [*load("tiny_llama_v1").build_model(args, CPU).parameters()]
     scores = 4 * args.batch_size * args.num_heads * args.seq_len**2 * args.num_layers
@@ -151,7 +151,7 @@ def test_the_timeline_keeps_two_layers_of_eager_steps_and_the_same_kernels_of_a_
     runs = [f"V3, eager={trace(tmp_path / 'eager', 20, False)}", f"V3, graph={trace(tmp_path / 'graph', 20, True)}"]
     status, table, errors = captured(timeline.main, [str(tmp_path / "timeline.json"), *runs])
     assert (status, errors) == (0, "")
-    eager, graph = json.loads((tmp_path / "timeline.json").read_text())["rows"]
+    eager, graph = json.loads((tmp_path / "timeline.json").read_text())["traces"]
     assert [len(eager["launches"]), len(graph["launches"])] == [6, 0]
     assert [kernel[0] for kernel in eager["kernels"]] == ["norm", "GEMM", "element-wise"] * 2
     assert eager["launches"][0] == ["launch", 0.0, 4.0]

@@ -642,7 +642,7 @@ def memory_of_a_step() -> Sheet:
     y = 66
     for shape in shapes:
         same = [row for row in rows if row["shape"] == shape]
-        highest = max(sum(row["bytes"].values()) for row in same)
+        highest = max(sum(row["parts"].values()) for row in same)
         model = "TinyOpenFold" if "openfold" in shape else "TinyLlama"
         sheet.text(20, y + 18, f"{model}, {shape.partition(', ')[2]}, bf16", ha="left", weight="bold")
         y += 40
@@ -650,10 +650,10 @@ def memory_of_a_step() -> Sheet:
             sheet.text(20, y + 17, row["version"], ha="left")
             x = 62.0
             for key, _, color in PURPOSES:
-                width = 600 * row["bytes"][key] / highest
+                width = 600 * row["parts"][key] / highest
                 sheet.box(x, y, width, 36, color, edge=WHITE, linewidth=1)
                 x += width
-            sheet.text(x + 10, y + 17, f"{sum(row['bytes'].values()) / 1e9:.2f} GB", ha="left")
+            sheet.text(x + 10, y + 17, f"{sum(row['parts'].values()) / 1e9:.2f} GB", ha="left")
             y += 44
         y += 6
     for i, (_, words, color) in enumerate(PURPOSES):
@@ -669,7 +669,7 @@ KERNEL = {"GEMM": BLUE, "attention": RED, "norm": GREEN, "element-wise": ORANGE,
 def launch_timeline() -> Sheet:
     """Two layers, forward: what the host launches and what the GPU runs, then the beginning much wider."""
     study = read(H100 / "timeline.json")
-    rows = study["rows"]
+    rows = study["traces"]
     graph = next(row for row in rows if not row["launches"])
     longest, wide = (max(start + ms for row in few for _, start, ms, *_ in row["kernels"]) for few in (rows, [graph]))
     below = 80 + 78 * len(rows)  # where the second part begins

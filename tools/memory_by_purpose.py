@@ -117,7 +117,7 @@ def measure(module: ModuleType, argv: list[str]) -> dict:
     return {
         "script": module.SCRIPT,
         "argv": argv,
-        "bytes": {name: named.get(name, 0) for name in PURPOSES},
+        "parts": {name: named.get(name, 0) for name in PURPOSES},
         "peak_bytes": peak,
     }
 
@@ -151,8 +151,8 @@ def main(argv: list[str] | None = None) -> int:
         table = [
             [
                 f"{row['shape']}, {row['version']}",
-                *(f"{row['bytes'][name] / 1e6:.0f}" for name in PURPOSES),
-                f"{sum(row['bytes'].values()) / 1e6:.0f}",
+                *(f"{row['parts'][name] / 1e6:.0f}" for name in PURPOSES),
+                f"{sum(row['parts'].values()) / 1e6:.0f}",
                 cell(row["peak_bytes"] and row["peak_bytes"] / 1e6, ".0f"),
             ]
             for row in rows

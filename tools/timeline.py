@@ -139,7 +139,7 @@ def study(folders: Sequence[tuple[str, Path]]) -> dict:
         "config": summary["config"],
         "training": summary["training"],
         "layers": [FIRST, LAST],
-        "rows": rows,
+        "traces": rows,
     }
 
 
@@ -154,10 +154,10 @@ def main(argv: list[str] | None = None) -> int:
         if any(not label for label, _ in folders):
             raise ToolError("a run is LABEL=DIR")
         found = study(folders)
-        lines = ",\n  ".join(json.dumps(row, ensure_ascii=False) for row in found.pop("rows"))
+        lines = ",\n  ".join(json.dumps(row, ensure_ascii=False) for row in found.pop("traces"))
         head = json.dumps(found, indent=1)[:-2]
-        write_text(args.output, f'{head},\n "rows": [\n  {lines}\n ]\n}}\n')
-        for row in read_json(args.output)["rows"]:
+        write_text(args.output, f'{head},\n "traces": [\n  {lines}\n ]\n}}\n')
+        for row in read_json(args.output)["traces"]:
             end = max(start + duration for _, start, duration, _ in row["kernels"])
             busy = sum(duration for _, _, duration, _ in row["kernels"])
             print(
