@@ -8,9 +8,9 @@ one, as a graph. Names are those of state_dict(), where nothing is fused.
 
 An error is the norm of the difference from float64 over the norm of the value, each gradient by itself. Its limit is
 three times the error of the baseline with everything unfused in the same precision, or --tolerance where that is more
-(0.05 below float32, where an argument of a ReLU may round to the other side of zero);
---tolerance is also the limit of the two loss curves' relative difference. A parameter without a gradient is named and
-fails the check. Exit status 1 where something is off.
+(0.05 below float32, where an argument of a ReLU may round to the other side of zero); --tolerance is also the limit of
+the two loss curves' relative difference. A parameter without a gradient is named and fails the check. Exit status 1
+where something is off.
 
 Examples:
   python analysis_tools/validate_numerical_accuracy.py --baseline tiny_llama_v1.py --optimized tiny_llama_v2.py
@@ -114,8 +114,13 @@ def loss_curve(trainer, name: str, steps: int) -> list[float]:
 
 
 def line(what: str, judged: dict[str, tuple[float, float]]) -> Line:
-    """A row with the worst of these relative errors and its limit, by the name of its place."""
-    worst = max(judged, key=lambda name: judged[name][0] / max(judged[name][1], 1e-300))
+    """A row with the worst of these relative errors, by the name of its place, and its limit. A NaN fails."""
+
+    def beyond(name: str) -> float:
+        error, limit = judged[name]
+        return math.inf if math.isnan(error) else error / max(limit, 1e-300)
+
+    worst = max(judged, key=beyond)
     error, limit = judged[worst]
     passed = error <= limit
     return [what, worst, f"{error:.2e}", f"{limit:.2e}", "pass" if passed else "FAIL"], passed

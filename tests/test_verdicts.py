@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -47,6 +48,13 @@ def test_versions_agree(precision: list[str]):
 
 def test_a_limit_below_rounding_fails():
     assert validate(V2, "--use-amp", "--tolerance", "1e-9")[0] == 1, "the loss curve, which has no other limit"
+
+
+def test_what_is_no_number_fails_wherever_it_stands():
+    for place in range(3):
+        judged = {f"step {n}": (math.nan if n == place else 0.5, 1.0) for n in range(3)}
+        row, passed = validate_numerical_accuracy.line("losses", judged)
+        assert (row[1], row[-1], passed) == (f"step {place}", "FAIL", False)
 
 
 @pytest.mark.parametrize("precision", [[], ["--use-amp"]], ids=["float32", "bfloat16"])
