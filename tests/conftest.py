@@ -1,8 +1,8 @@
 """Helpers of all tests: the scripts as modules, sizes that are quick on a CPU, and a way to run a command line.
 
 The scripts are imported from the repository root by path, so the tests need no installation. A test that can run in
-this process does so through `run`, because a new process spends seconds on importing torch. What the harness does is
-tested on one script: test_harness.py shows that the others have the same one.
+this process does so through `run`, because a new process spends seconds on importing torch; `forking_python` starts
+others. What the harness does is tested on one script: test_harness.py shows that the others have the same one.
 """
 
 from __future__ import annotations
@@ -226,9 +226,10 @@ def arguments(script: str, directory: Path, *argv: str) -> list[str]:
     return [*TINY[model_of(script)], "--device", "cpu", "--profile-dir", str(directory), *argv]
 
 
-def command_line(script: str, directory: Path, *argv: str) -> list[str]:
-    """The same run as a process of its own."""
-    return [sys.executable, "-B", str(ROOT / f"{script}.py"), *arguments(script, directory, *argv)]
+def command_line(script: str, directory: Path, *argv: str, fresh: bool = False) -> list[str]:
+    """The same run as a process of its own: a fork, or a fresh one where a test interrupts it or tests its start."""
+    python = sys.executable if fresh else forking_python()
+    return [python, "-B", str(ROOT / f"{script}.py"), *arguments(script, directory, *argv)]
 
 
 def run_main(script: str, directory: Path, *argv: str) -> Run:

@@ -100,7 +100,7 @@ def test_every_block_of_a_sheet_runs_and_prints_what_it_should(sheet: str, tmp_p
 
 @pytest.mark.parametrize("file", WITH_TABLES)
 def test_tables_are_what_their_commands_print(file: str):
-    check = [sys.executable, "tools/tables.py", "--check", file]
+    check = [forking_python(), "tools/tables.py", "--check", file]
     done = subprocess.run(check, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
