@@ -295,6 +295,19 @@ def test_on_a_gpu_what_is_installed_computes_the_same(study: str, sizes: tuple, 
         assert relative_difference(theirs[1], grad) < 5e-2, name
 
 
+@pytest.mark.gpu
+def test_on_a_gpu_a_capture_that_fails_leaves_random_numbers_to_what_comes_next():
+    ones = torch.ones(8, device="cuda")
+
+    def waits() -> tuple[torch.Tensor]:
+        return (torch.randn(8, device="cuda") * ones.sum().item(),)
+
+    waits.unchecked = True
+    rows = kernels.in_turns({"waits": waits, "fine": lambda: (ones + 1,)}, rounds=1)
+    assert rows["waits"]["status"] == "failed" and rows["fine"]["us"] > 0
+    assert torch.randn(8, device="cuda").isfinite().all()
+
+
 def test_a_peer_that_fails_leaves_the_rest_of_the_row(tiny_studies, tmp_path, monkeypatch, capsys):
     def no_room(*given: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8 GiB\nand more")

@@ -194,9 +194,14 @@ def captured(step: Step, repeats: int, pool: object = None) -> Callable[[], None
     if not GPU or getattr(step, "eager", False):
         return lambda: [step() for _ in range(repeats)] and None
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph, pool=pool):
-        for _ in range(repeats):  # the outer stream: a capture that fails would leave its own
-            step()
+    try:
+        with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph, pool=pool):
+            for _ in range(repeats):  # the outer stream: a capture that fails would leave its own
+                step()
+    except Exception:
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        generator.graphsafe_set_state(generator.clone_state())  # the old one waits for the capture
+        raise
     return graph.replay
 
 
