@@ -193,10 +193,11 @@ def captured(step: Step, repeats: int, pool: object = None) -> Callable[[], None
     """So many steps as one graph with memory from this pool; as they are on a CPU, or if marked `eager`."""
     if not GPU or getattr(step, "eager", False):
         return lambda: [step() for _ in range(repeats)] and None
-    graph = torch.cuda.CUDAGraph()
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     try:
-        with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph, pool=pool):
-            for _ in range(repeats):  # the outer stream: a capture that fails would leave its own
+        outer = torch.cuda.stream(torch.cuda.current_stream())  # a failed capture would leave its own
+        with outer, torch.cuda.graph(graph, pool=pool, stream=stream):
+            for _ in range(repeats):
                 step()
     except Exception:
         generator = torch.cuda.default_generators[torch.cuda.current_device()]
@@ -265,7 +266,7 @@ def in_turns(sides: dict[str, Step], rounds: int, cold: bool = False) -> dict[st
     A side that runs out of memory, is not installed or fails has a `status` and an `error` in place of its times.
     """
     rows, ready = {}, {}
-    pool = torch.cuda.graph_pool_handle() if GPU else None
+    pools = [torch.cuda.graph_pool_handle()] if GPU else [None]
     flush = cache_flush() if GPU and cold else None
     flushing = captured(flush, 10, pool) if flush else None
 
@@ -277,11 +278,13 @@ def in_turns(sides: dict[str, Step], rounds: int, cold: bool = False) -> dict[st
             ready.pop(name, None)
             rows[name] = failure(error)
             print(f"{PROG}: note: {name}: {rows[name]['error']}", file=sys.stderr)
+            if GPU:  # the old one may still belong to a capture that failed
+                pools.append(torch.cuda.graph_pool_handle())
         if name not in ready:
             free_memory()
 
     def prepare(name: str) -> None:
-        ready[name] = Side(sides[name], pool, flush)
+        ready[name] = Side(sides[name], pools[-1], flush)
         rows[name] = ready[name].row
 
     for name in sides:
@@ -746,7 +749,6 @@ def libraries_llamas() -> dict[str, Callable]:
     if optional("liger_kernel"):
         without = partial(with_liger, fused_linear_cross_entropy=False)
         theirs |= {EAGER: with_liger, "Liger but its loss": without}
-        theirs["Liger but its loss, compiled"] = partial(without, compiled=True)
     return theirs
 
 
