@@ -268,7 +268,7 @@ def in_turns(sides: dict[str, Step], rounds: int, cold: bool = False) -> dict[st
     rows, ready = {}, {}
     pools = [torch.cuda.graph_pool_handle()] if GPU else [None]
     flush = cache_flush() if GPU and cold else None
-    flushing = captured(flush, 10, pool) if flush else None
+    flushing = captured(flush, 10, pools[-1]) if flush else None
 
     def attempt(name: str, work: Callable[[], None]) -> None:
         """Do this for a side, which is out from its first error on."""
