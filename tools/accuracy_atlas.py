@@ -130,14 +130,14 @@ def model_side(script: str, argv: Sequence[str], weights: dict[str, Tensor], run
     batch = trainer.next_batch()
 
     def run() -> list[Tensor]:
-        trainer.model.zero_grad(set_to_none=True)
+        trainer.optimizer.zero_grad(set_to_none=True)
         with trainer.autocast():
             loss = trainer.forward(**batch)
         loss.backward()
         return [loss.detach(), *(p.grad for p in trainer.model.parameters() if p.grad is not None)]
 
     equal = same_bits(run, runs)
-    trainer.model.zero_grad(set_to_none=True)
+    trainer.optimizer.zero_grad(set_to_none=True)
     trainer.next_batch = lambda: batch
     found = load_script(f"{script}.py").values_of(trainer, exact)
     gradients = {name: found.pop(f"gradient of {name}") for name in weights}
