@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, captured, run_main
 
-sys.path.insert(0, str(ROOT))
 from analysis_tools import compare_runs, fusion_ablation_study, plot_runs, regression_tester
 from exercises.performance_debugging import compare_stages
-from profiling.program import ToolError, markdown_table, write_csv, write_file, write_text
+from workshop.cli import ToolError
+from workshop.files import write_csv, write_file, write_text
+from workshop.show import markdown_table
 
 RUN = ROOT / "results/cpu/tiny_llama_v2_readme.json"
 STUDY = ROOT / "results/h100/ablation_tiny_llama_v2.json"
@@ -228,9 +229,9 @@ TRAINS = {
     "analysis_tools/optimize_batch_size.py": "",
     "analysis_tools/roofline_analysis.py": "",
     "analysis_tools/validate_numerical_accuracy.py": "--baseline tiny_llama_v1.py --optimized tiny_llama_v2.py",
-    "tools/benchmark.py": "counts .",
-    "tools/benchmark_kernels.py": "table .",
-    "tools/compile_for_amd.py": "--help",
+    "bench/versions.py": "counts .",
+    "bench/operations.py": "table .",
+    "bench/compile_for_amd.py": "--help",
 }
 
 
