@@ -1,7 +1,7 @@
 """The commands of README and exercise sheets run as they stand, and the tables of the answers are current.
 
-Sheets run with small models and with stand-ins for ROCm's tools. The tools that do it (run_sheet.py, small_runs.py and
-tables.py in tools/) are tested with made-up sheets.
+Sheets run with small models and with stand-ins for ROCm's tools. The tools that do it (run_sheet.py and
+small_runs.py in tools/, tables.py in bench/) are tested with made-up sheets.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, SCRIPTS, load, model_of
-from tools.small_runs import COMMON, SIZES, shrink
 
 from tools.run_sheet import parse_sheet
+from tools.small_runs import COMMON, SIZES, shrink
 
 
 def files_with(mark: str, *patterns: str) -> list[str]:
@@ -430,7 +430,7 @@ def test_a_small_run_gets_what_its_script_would_get(run, tmp_path: Path):
 
 
 def tables(*argv: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, ROOT / "tools" / "tables.py", *argv]
+    command = [sys.executable, ROOT / "bench" / "tables.py", *argv]
     return subprocess.run(list(map(str, command)), capture_output=True, text=True)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -188,9 +189,9 @@ def test_a_full_device_is_one_line():
 # --- what is missing, and odd ways to start
 
 PROGRAMS = [
-    *(path for path in sorted((ROOT / "analysis_tools").glob("*.py")) if path.name != "results.py"),
+    *(path for path in sorted((ROOT / "analysis_tools").glob("*.py")) if path.name != "_root.py"),
     *sorted(ROOT.glob("run_*.py")),
-    *(ROOT / "tools" / f"{name}.py" for name in ("benchmark", "run_sheet", "tables")),
+    *(ROOT / name for name in ("bench/versions.py", "bench/tables.py", "tools/run_sheet.py")),
     ROOT / "exercises/performance_debugging/check_step.py",
     ROOT / "exercises/performance_debugging/compare_stages.py",
 ]
@@ -217,6 +218,15 @@ def test_help_needs_no_package_and_no_docstring(program, without_packages):
         command = [sys.executable, *options, program, "--help"]
         done = subprocess.run(command, capture_output=True, text=True, env=without_packages)
         assert (done.returncode, done.stderr) == (0, ""), options
+
+
+def test_programs_in_folders_import_in_one_way():
+    copies = {path.read_text() for path in ROOT.rglob("_root.py") if ".venv" not in path.parts}
+    assert len(copies) == 1
+    for path in ROOT.rglob("*.py"):
+        text, room = path.read_text(), path.relative_to(ROOT).parts[0]
+        if room not in (".venv", "tests") and path.name != "_root.py":
+            assert not re.search(r"^sys\.path", text, re.MULTILINE), path
 
 
 TRAINS = {
