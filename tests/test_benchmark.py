@@ -1,4 +1,4 @@
-"""tools/benchmark.py: what its measurements write, and the tables from it."""
+"""bench/versions.py: what its measurements write, and the tables from it."""
 
 import json
 import re
@@ -8,12 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, load, random_state, relative_difference
+from conftest import load, random_state, relative_difference
 
-sys.path.insert(0, str(ROOT))
-from profiling import peers
-from tools import benchmark
-from tools import benchmark_kernels as kernels
+from bench import operations as kernels
+from bench import versions as benchmark
+from workshop import baselines as peers
 
 SMALL = ["--hidden-dim", "32", "--num-layers", "2", "--seq-len", "16", "--batch-size", "2"]
 FUSIONS = ("qkv-fusion", "flash-attention", "swiglu-fusion")
@@ -120,7 +119,7 @@ def call(capsys, *argv) -> tuple[int, str, str]:
 
 @pytest.mark.parametrize(
     ("ending", "status", "line"),
-    [(("failed", 130), 130, "benchmark.py: interrupted"), (("failed", 1), 1, "why it ended")],
+    [(("failed", 130), 130, "versions.py: interrupted"), (("failed", 1), 1, "why it ended")],
     ids=["Ctrl-C", "failure"],
 )
 def test_a_run_that_fails_ends_the_suite_and_keeps_the_earlier_file(
@@ -175,7 +174,7 @@ def test_bad_input_is_one_line(tmp_path, monkeypatch, capsys, argv, content, lin
     assert not (tmp_path / "missing").exists()
 
 
-# tools/benchmark_kernels.py
+# bench/operations.py
 
 
 LLAMA = ["--num-layers", "1", "--hidden-dim", "32", "--num-heads", "4", "--num-kv-heads", "2", "--seq-len", "12"]

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from profiling.program import ROOT
+from workshop.files import ROOT
 
 # cuEquivariance runs PyTorch's operators for up to 100 positions, unless it is told not to; it reads this on import.
 os.environ.setdefault("CUEQ_TRIATTN_FALLBACK_THRESHOLD", "0")
