@@ -2404,10 +2404,9 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: ModelConfig, fusions: Fusions, side: SideStreams):
         super().__init__()
-        norm = config.hidden_dim, config.norm_eps, fusions, side
-        self.input_layernorm = RMSNorm(*norm)
+        self.input_layernorm = RMSNorm(config.hidden_dim, config.norm_eps, fusions, side)
         self.self_attn = Attention(config, fusions, side)
-        self.post_attention_layernorm = RMSNorm(*norm)
+        self.post_attention_layernorm = RMSNorm(config.hidden_dim, config.norm_eps, fusions, side)
         self.mlp = SwiGLU(config, fusions, side)
 
     def forward(self, x: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor]:
