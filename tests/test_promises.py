@@ -197,7 +197,7 @@ BLOCK = """
 import sys
 class Missing:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("torch", "numpy", "triton", "matplotlib", "plotly"):
+        if name.partition(".")[0] in ("torch", "numpy", "triton", "matplotlib"):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Missing())
 """

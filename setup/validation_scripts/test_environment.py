@@ -44,7 +44,6 @@ PACKAGES = {
     "numpy": "everything",
     "gemmi": "--structure (real proteins)",
     "matplotlib": "plots of the analysis tools",
-    "plotly": "analysis_tools/performance_dashboard.py",
     "deepspeed": "run_deepspeed_flops.py (works without)",
 }
 
