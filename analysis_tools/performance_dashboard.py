@@ -342,8 +342,8 @@ class Study:
             for kernel in row["kernels"]:
                 parts[kernel["category"]] += kernel["us"] / 1e3
             study, profile = f"{self.name}: {sizes}", {"batch_ms": parts.total(), "categories": parts}
-            html = draw_kernels({sizes: {name: profile}}, "kernels")
-            yield Panel("kernels", choice, study, "", html)
+            note = f"The step takes {row['ms']:.2f} ms; kernels that run at the same time are added up."
+            yield Panel("kernels", choice, study, note, draw_kernels({sizes: {name: profile}}, "kernels"))
             html = draw_roofline({name: row}, row["ceilings"])
             yield Panel("roofline", choice, study, "", html)
 

@@ -18,7 +18,6 @@ Examples:
   torchrun --nproc-per-node N tools/benchmark.py scaling results/DIR
   torchrun --nproc-per-node N tools/benchmark.py ddp results/DIR    where the time goes that scaling loses
   python tools/benchmark.py table results/DIR      the tables, from what lies in DIR
-  python tools/benchmark.py picture results/DIR    versions.png there: time, kernels and memory of the versions in bf16
 """
 
 import argparse
@@ -44,11 +43,9 @@ from profiling.program import (  # noqa: E402
     at_least,
     cell,
     documented_parser,
-    drawing,
     markdown_table,
     read_json,
     run_tool,
-    write_file,
 )
 from profiling.turns import (  # noqa: E402
     GRAPH,
@@ -446,36 +443,6 @@ def best_compiled(row: dict) -> str:
     return min((name for name in row if name.endswith("compiled")), key=lambda name: row[name]["batch_ms"])
 
 
-def draw_versions(directory: Path) -> None:
-    """versions.png: what a step in bf16 takes of each version as a graph, each figure as a part of V1's."""
-    pyplot = drawing()
-    rows = [
-        r
-        for r in read_rows(directory / "headline_v3.json", row=records.Versions)
-        if (r["precision"], r["mode"]) == ("bf16", "graph")
-    ]
-    figure, panels = pyplot.subplots(1, 3, figsize=(11, 3.6), sharey=True, layout="constrained")
-    units = {"batch_ms": ("time per step", "{:.3g} ms"), "per_step": ("kernels per step", "{:.0f}")}
-    units["peak_mb"] = ("peak memory", "{:.0f} MB")
-    width = 0.8 / len(VERSIONS)
-    for panel, (key, (title, form)) in zip(panels, units.items(), strict=True):
-        for number, version in enumerate(VERSIONS):
-            for place, row in enumerate(rows):
-                at, part = place + (number - 1) * width, row[version][key] / row["v1"][key]
-                label = version.upper() if place == 0 and panel is panels[0] else ""
-                panel.bar(at, part, width, color=f"C{number}", label=label)
-                label = form.format(row[version][key])
-                panel.text(at, part + 0.01, label, rotation=90, ha="center", va="bottom", fontsize="x-small")
-        panel.set_title(title)
-        panel.set_xticks(range(len(rows)), [r["shape"].replace("tiny_", "").replace(", ", "\n") for r in rows])
-        panel.set_ylim(0, 1.3)
-        panel.spines[["top", "right"]].set_visible(False)
-    panels[0].set_ylabel("of V1")
-    figure.legend(loc="outside right upper", frameon=False)
-    write_file(directory / "versions.png", lambda temporary: figure.savefig(temporary, dpi=120))
-    pyplot.close(figure)
-
-
 def fastest_table(directory: Path) -> str:
     """Milliseconds per step of V4 and the others, the best compiled one's over V4's, peak memory."""
     lines, sides = [], []
@@ -597,7 +564,6 @@ def build_parser() -> argparse.ArgumentParser:
         "scaling",
         "ddp",
         "table",
-        "picture",
     )
     add = parser.add_argument
     add("suite", choices=suites)
@@ -616,9 +582,6 @@ def run_suite(args: argparse.Namespace) -> int:
     """Measure, or print the tables; returns the exit status."""
     if args.suite == "table":
         print(table(args.directory, args.tables))
-        return 0
-    if args.suite == "picture":
-        draw_versions(args.directory)
         return 0
     args.directory.mkdir(parents=True, exist_ok=True)
     if args.suite == "headline":
