@@ -33,6 +33,7 @@ sys.path.insert(0, str(ROOT))
 from profiling.ablation import GROUP, ablation, effects_tables, fusion_sets, new_fusions, sets_table  # noqa: E402
 from profiling.program import (  # noqa: E402
     ToolError,
+    add_script,
     at_least,
     documented_parser,
     load_script,
@@ -55,7 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
     note = f"Every other argument goes to the script: python {SCRIPT} --help lists them.\n\n"
     parser = documented_parser(PROG, __doc__, usage, note)
     add = parser.add_argument
-    add("--script", default=SCRIPT, metavar="FILE", help="(default: %(default)s)")
+    add_script(parser, SCRIPT)
     add("--all-combinations", action="store_true", help="every set of the fusions")
     add("--fusions", type=lambda text: text.split(","), metavar="A,B", help="that vary (default: what is new)")
     add("--rounds", type=at_least(1), default=10, metavar="N", help="turns of each set (default: 10)")

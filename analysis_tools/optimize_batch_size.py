@@ -32,6 +32,7 @@ sys.path.insert(0, str(ROOT))
 from profiling.program import (  # noqa: E402
     NOT_FINISHED,
     ToolError,
+    add_script,
     at_least,
     cell,
     documented_parser,
@@ -74,7 +75,7 @@ def build_parser() -> argparse.ArgumentParser:
     note = f"Every other argument goes to the script: python {SCRIPT} --help lists them.\n\n"
     parser = documented_parser(PROG, __doc__, usage, note)
     add = parser.add_argument
-    add("--script", default=SCRIPT, metavar="FILE", help="(default: %(default)s)")
+    add_script(parser, SCRIPT)
     add("--target-memory-usage", type=part_of_memory, default=0.8, metavar="X", help="part of memory (default: 0.8)")
     add("--optimization-target", choices=TARGETS, default="throughput", help="(default: %(default)s)")
     add("--max-batch-size", type=at_least(1), default=65536, metavar="N", help="end there (default: 65536)")

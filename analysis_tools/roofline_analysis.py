@@ -45,6 +45,7 @@ from profiling.kernels import CATEGORIES, category, short_name  # noqa: E402
 from profiling.program import (  # noqa: E402
     DEFAULT_SCRIPT,
     ToolError,
+    add_script,
     cell,
     documented_parser,
     drawing,
@@ -254,7 +255,7 @@ def build_parser() -> argparse.ArgumentParser:
     note = f"Every other argument goes to the scripts: python {DEFAULT_SCRIPT} --help lists them.\n\n"
     parser = documented_parser(PROG, __doc__, "%(prog)s [arguments] [arguments of the scripts]", note)
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--script", default=DEFAULT_SCRIPT, metavar="FILE", help="(default: %(default)s)")
+    add_script(what, DEFAULT_SCRIPT)
     what.add_argument("--scripts", nargs="+", metavar="FILE", help="several, in one table and picture")
     what.add_argument("--from-rocprof-compute", type=Path, metavar="DIR", help="read a profile, run nothing")
     parser.add_argument("--output", type=Path, default=Path(NAME), metavar="DIR", help="(default: ./%(default)s)")
