@@ -18,10 +18,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from profiling.program import ToolError, at_least, documented_parser, require, run_tool
+
+require("torch")
 import torch
 from torch import Tensor
-
-from profiling.program import ToolError, at_least, documented_parser, run_tool
 
 PROG = Path(__file__).name
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -21,11 +21,21 @@ from pathlib import Path
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise the profiler writes lines of its own on stderr
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from profiling.program import (
+    at_least,
+    documented_parser,
+    drawing,
+    markdown_table,
+    require,
+    run_tool,
+    write_file,
+    write_text,
+)
+
+require("torch")
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from profiling.program import at_least, documented_parser, drawing, markdown_table, run_tool, write_file, write_text
 
 PROG = Path(__file__).name
 HEADS, HEAD_DIM = 8, 16

@@ -12,6 +12,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from profiling.program import ToolError, at_least, documented_parser, require
+
+require("torch", "triton", "numpy")
 import torch
 
 if not torch.cuda.is_available():
@@ -20,9 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from exercises.tiny_llama_v3 import measure
-from profiling.program import ToolError, at_least, documented_parser
 
 PROG = Path(__file__).name
 

@@ -18,12 +18,14 @@ from types import ModuleType
 from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from profiling.program import ToolError, at_least, documented_parser, require
+
+require("torch", "triton", "numpy")
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from exercises.tiny_llama_v3 import measure
-from profiling.program import ToolError, at_least, documented_parser
 
 PROG = Path(__file__).name
 CASES = (  # shape, type of the update, share that is dropped

@@ -17,11 +17,22 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from profiling.program import (
+    ToolError,
+    documented_parser,
+    markdown_table,
+    print_notes,
+    read_json,
+    require,
+    run_tool,
+    write_text,
+)
+
+require("torch", "triton", "numpy")
 import torch
 from torch import Tensor, nn
 
 import tiny_llama_v3 as v3  # before Triton: without a GPU it asks for the interpreter
-from profiling.program import ToolError, documented_parser, markdown_table, print_notes, read_json, run_tool, write_text
 from profiling.traffic import Traffic
 
 GPU = torch.cuda.is_available()

@@ -21,12 +21,14 @@ from unittest import mock
 
 os.environ["TRITON_INTERPRET"] = "0"  # before anything imports Triton: kernels are to be compiled
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from profiling.program import ToolError, documented_parser, markdown_table, print_notes, require, run_tool
+
+require("torch", "triton", "numpy")
 import torch
 import triton
 
 import tiny_llama_v3 as v3
 from exercises.tiny_llama_v3 import measure
-from profiling.program import ToolError, documented_parser, markdown_table, print_notes, run_tool
 from tools import compile_for_amd
 
 PROG = Path(__file__).name

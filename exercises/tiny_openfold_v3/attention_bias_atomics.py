@@ -19,6 +19,10 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from profiling.program import at_least, documented_parser, require
+
+require("torch", "triton", "numpy")
 import torch
 
 if not torch.cuda.is_available():
@@ -27,10 +31,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import tiny_openfold_v3 as v3
 from exercises.tiny_llama_v3 import measure
-from profiling.program import at_least, documented_parser
 from tiny_openfold_v3 import load_bias, load_rows, scores, split_program
 
 PROG = Path(__file__).name

@@ -15,19 +15,20 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from profiling.program import at_least, documented_parser, markdown_table, require
+
+require("torch", "triton", "numpy")
 import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton looks at it when it is imported
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 import tiny_openfold_v1 as v1
 import tiny_openfold_v2 as v2
 import tiny_openfold_v3 as v3
 from exercises.tiny_llama_v3 import measure
-from profiling.program import at_least, documented_parser, markdown_table
 
 PROG = Path(__file__).name
 DTYPE = torch.bfloat16 if measure.GPU else torch.float32
