@@ -14,7 +14,7 @@ names the command that makes it. Nothing is measured here.
 
 A PATH is a file, or a folder, searched with all below it: studies of compare_versions.py,
 fusion_ablation_study.py, benchmark_suite.py, optimize_batch_size.py, roofline_analysis.py and
-tools/benchmark.py; results of the scripts (*_summary.json, also several in one file); profiles of
+bench/versions.py; results of the scripts (*_summary.json, also several in one file); profiles of
 run_pytorch_profiler.py and *_flops.json, also where run_all_profilers.sh collected them. Status 1
 if one of the runs failed; the page then has all others.
 
@@ -25,6 +25,8 @@ Examples:
 """
 
 from __future__ import annotations
+
+import _root
 
 import argparse
 import io
@@ -40,26 +42,16 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from analysis_tools.results import Run, load_run, runs_in  # noqa: E402
-from profiling import records  # noqa: E402
-from profiling.ablation import set_name  # noqa: E402
-from profiling.ceilings import Ceilings  # noqa: E402
-from profiling.kernels import CATEGORIES  # noqa: E402
-from profiling.program import (  # noqa: E402
-    NOT_FINISHED,
-    ToolError,
-    documented_parser,
-    drawing,
-    print_notes,
-    read_json,
-    run_tool,
-    write_text,
-)
-from profiling.records import checked  # noqa: E402
-from profiling.turns import precision_of, ratios, spread  # noqa: E402
+from workshop import records
+from workshop.ablation import set_name
+from workshop.cli import ToolError, documented_parser, print_notes, run_tool
+from workshop.files import ROOT, read_json, write_text
+from workshop.profile.ceilings import Ceilings
+from workshop.profile.kernels import CATEGORIES
+from workshop.records import checked
+from workshop.results import Run, load_run, runs_in
+from workshop.show import NOT_FINISHED, drawing
+from workshop.turns import precision_of, ratios, spread
 
 PROG = Path(__file__).name
 CHARTS = ("versions", "memory", "ablation", "kernels", "roofline")
@@ -279,7 +271,7 @@ def draw_kernels(cells: Cells, unit: str) -> str:
 
 def draw_roofline(points: Mapping[str, Mapping], measured: Mapping) -> str:
     """TFLOP/s over FLOP per byte: both ceilings, and each point with `flop`, `bytes` and `ms`."""
-    from profiling import roofline
+    from workshop.profile import roofline
 
     pyplot, text = drawing(), io.StringIO()
     ceilings = Ceilings(**{"gemm_size": 0, "copy_bytes": 0, **measured})
@@ -335,7 +327,7 @@ class Study:
             yield Panel("ablation", choice, self.name, note, draw_ablation(same))
 
     def steps(self) -> Iterator[Panel]:
-        """Kernels of a whole step, and its place under the roofline (benchmark_kernels.py step)."""
+        """Kernels of a whole step, and its place under the roofline (bench/operations.py step)."""
         for row in self.content["rows"]:
             choice, sizes, _ = self.choice(row, row.get("argv", ()), row.get("script"))
             name, parts = f"{version_of(row['script'])}, whole step", Counter()

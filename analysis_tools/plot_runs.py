@@ -19,6 +19,8 @@ Examples:
 
 from __future__ import annotations
 
+import _root
+
 import argparse
 import glob
 import statistics
@@ -27,10 +29,9 @@ from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from analysis_tools.results import (  # noqa: E402
+from workshop.cli import ToolError, documented_parser, print_notes, run_tool
+from workshop.files import write_csv, write_file
+from workshop.results import (
     Run,
     check_family,
     differences,
@@ -41,19 +42,8 @@ from analysis_tools.results import (  # noqa: E402
     split_name,
     unsteady,
 )
-from profiling.program import (  # noqa: E402
-    NOT_FINISHED,
-    ToolError,
-    cell,
-    documented_parser,
-    drawing,
-    markdown_table,
-    print_notes,
-    run_tool,
-    write_csv,
-    write_file,
-)
-from profiling.turns import ratios  # noqa: E402
+from workshop.show import NOT_FINISHED, cell, drawing, markdown_table
+from workshop.turns import ratios
 
 PROG = Path(__file__).name
 MEASURED = {"memory": ("memory", "peak_mb"), "speedup": ("timing", "samples_per_sec")}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -13,7 +14,6 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, captured, run_main
 
-sys.path.insert(0, str(ROOT))
 import run_deepspeed_flops
 import run_pytorch_profiler
 from analysis_tools import (
@@ -25,7 +25,10 @@ from analysis_tools import (
     roofline_analysis,
 )
 from exercises.performance_debugging import compare_stages
-from profiling.program import DEFAULT_SCRIPT, ToolError, markdown_table, write_csv, write_file, write_text
+from workshop.cli import ToolError
+from workshop.files import write_csv, write_file, write_text
+from workshop.script import DEFAULT_SCRIPT
+from workshop.show import markdown_table
 
 RUN = ROOT / "results/cpu/tiny_llama_v2_readme.json"
 STUDY = ROOT / "results/h100/ablation_tiny_llama_v2.json"
@@ -196,9 +199,9 @@ def test_a_full_device_is_one_line():
 # --- what is missing, and odd ways to start
 
 PROGRAMS = [
-    *(path for path in sorted((ROOT / "analysis_tools").glob("*.py")) if path.name != "results.py"),
+    *(path for path in sorted((ROOT / "analysis_tools").glob("*.py")) if path.name != "_root.py"),
     *sorted(ROOT.glob("run_*.py")),
-    *(ROOT / "tools" / f"{name}.py" for name in ("benchmark", "run_sheet", "tables")),
+    *(ROOT / name for name in ("bench/versions.py", "bench/tables.py", "tools/run_sheet.py")),
     ROOT / "exercises/performance_debugging/check_step.py",
     ROOT / "exercises/performance_debugging/compare_stages.py",
 ]
@@ -227,6 +230,15 @@ def test_help_needs_no_package_and_no_docstring(program, without_packages):
         assert (done.returncode, done.stderr) == (0, ""), options
 
 
+def test_programs_in_folders_import_in_one_way():
+    copies = {path.read_text() for path in ROOT.rglob("_root.py") if ".venv" not in path.parts}
+    assert len(copies) == 1
+    for path in ROOT.rglob("*.py"):
+        text, room = path.read_text(), path.relative_to(ROOT).parts[0]
+        if room not in (".venv", "tests") and path.name != "_root.py":
+            assert not re.search(r"^sys\.path", text, re.MULTILINE), path
+
+
 TRAINS = {
     "run_pytorch_profiler.py": "",
     "run_deepspeed_flops.py": "",
@@ -237,9 +249,9 @@ TRAINS = {
     "analysis_tools/optimize_batch_size.py": "",
     "analysis_tools/roofline_analysis.py": "",
     "analysis_tools/validate_numerical_accuracy.py": "--baseline tiny_llama_v1.py --optimized tiny_llama_v2.py",
-    "tools/benchmark.py": "counts .",
-    "tools/benchmark_kernels.py": "table .",
-    "tools/compile_for_amd.py": "--help",
+    "bench/versions.py": "counts .",
+    "bench/operations.py": "table .",
+    "bench/compile_for_amd.py": "--help",
     "exercises/performance_debugging/check_step.py": f"{ROOT}/tiny_llama_v1.py",
     **{
         path.relative_to(ROOT).as_posix(): ""

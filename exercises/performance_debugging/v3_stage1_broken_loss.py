@@ -6,18 +6,19 @@ Takes the arguments of tiny_llama_v3.py. What differs from it is below.
 
 from __future__ import annotations
 
+import _root
+
 import argparse
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from profiling.program import require
+from workshop.cli import needed
 
-require("torch", "triton", "numpy")
-import torch
-from torch import nn
+with needed():
+    import torch
+    from torch import nn
 
-import tiny_llama_v3 as v3
+    import tiny_llama_v3 as v3
 
 v3.SCRIPT, v3.__file__ = Path(__file__).stem, __file__  # its results bear this name
 

@@ -12,6 +12,8 @@ Examples:
 
 from __future__ import annotations
 
+import _root
+
 import itertools
 import math
 import os
@@ -19,21 +21,20 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from profiling.program import at_least, documented_parser, require
+from workshop.cli import at_least, documented_parser, needed
 
-require("torch", "triton", "numpy")
-import torch
+with needed():
+    import torch
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton looks at it when it is imported
-import triton
-import triton.language as tl
-from torch import Tensor
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton looks at it when it is imported
+    import triton
+    import triton.language as tl
+    from torch import Tensor
 
-import tiny_openfold_v3 as v3
-from exercises.tiny_llama_v3 import measure
-from tiny_openfold_v3 import load_bias, load_rows, scores, split_program
+    import tiny_openfold_v3 as v3
+    from exercises.tiny_llama_v3 import measure
+    from tiny_openfold_v3 import load_bias, load_rows, scores, split_program
 
 PROG = Path(__file__).name
 REPEATS = 5  # runs whose bits are compared
