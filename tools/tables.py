@@ -6,7 +6,7 @@ Tables stand between two comments, of which the first names the command; it runs
   <!-- table: python tools/benchmark.py table results/h100 -->
   <!-- end of table -->
 
-Of a command that prints several, `COMMAND, only "TITLE" ...` takes those whose first cell begins so, in this order.
+Of a command that prints several, `COMMAND, only "TITLE" ...` takes those whose header begins so, in this order.
 
 Examples:
   python tools/tables.py README.md           run the commands and put what they print between the comments
@@ -54,8 +54,9 @@ def printed_by(command: str) -> str:
 
 
 def table_of(printed: str, title: str) -> str:
-    """The one table whose first cell begins with this title."""
-    found = [table for table in printed.strip().split("\n\n") if table.startswith(f"| {title}")]
+    """The one table whose header begins with this title, however its columns are padded."""
+    tables = printed.strip().split("\n\n")
+    found = [table for table in tables if " ".join(table.partition("\n")[0].split()).startswith(f"| {title}")]
     if len(found) != 1:
         raise ToolError(f"its command prints {len(found)} tables, not one table that begins with {title!r}")
     return found[0] + "\n"
