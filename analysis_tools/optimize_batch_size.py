@@ -18,6 +18,8 @@ Examples:
 
 from __future__ import annotations
 
+import _root
+
 import argparse
 import contextlib
 import os
@@ -26,25 +28,12 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from profiling.program import (  # noqa: E402
-    NOT_FINISHED,
-    ToolError,
-    at_least,
-    cell,
-    documented_parser,
-    drawing,
-    load_script,
-    markdown_table,
-    print_notes,
-    run_tool,
-    script_arguments,
-    write_csv,
-    write_file,
-)
-from profiling.turns import Part, check_failed, graph_of, heading, in_turns, measure_study, read_rows, read_study  # noqa: E402
+from workshop.cli import ToolError, at_least, documented_parser, print_notes, run_tool
+from workshop.files import write_csv, write_file
+from workshop.script import load_script, script_arguments
+from workshop.show import NOT_FINISHED, cell, drawing, markdown_table
+from workshop.study import Part, check_failed, heading, measure_study, read_rows, read_study
+from workshop.turns import graph_of, in_turns
 
 PROG = Path(__file__).name
 SCRIPT = "tiny_llama_v2.py"

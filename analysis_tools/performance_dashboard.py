@@ -12,7 +12,7 @@ or sizes has a drop-down of its own. Ratios are from within one study; runs of t
 without data names the command that makes it. Nothing is measured here.
 
 A PATH is a file, or a folder, searched with all below it: studies of compare_versions.py, fusion_ablation_study.py,
-benchmark_suite.py, optimize_batch_size.py, roofline_analysis.py and tools/benchmark.py; results of the scripts
+benchmark_suite.py, optimize_batch_size.py, roofline_analysis.py and bench/versions.py; results of the scripts
 (*_summary.json, also several in one file); profiles of run_pytorch_profiler.py and *_flops.json, also where
 run_all_profilers.sh collected them. Status 1 if one of the runs failed; the page then has all others.
 
@@ -23,6 +23,8 @@ Examples:
 """
 
 from __future__ import annotations
+
+import _root
 
 import argparse
 import itertools
@@ -36,24 +38,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from analysis_tools.results import Run, load_run, runs_in  # noqa: E402
-from profiling import records  # noqa: E402
-from profiling.ablation import set_name  # noqa: E402
-from profiling.kernels import CATEGORIES  # noqa: E402
-from profiling.program import (  # noqa: E402
-    NOT_FINISHED,
-    ToolError,
-    documented_parser,
-    print_notes,
-    read_json,
-    run_tool,
-    write_text,
-)
-from profiling.records import ForwardFlops, Profile, Rooflines, checked  # noqa: E402
-from profiling.turns import precision_of, ratios, spread  # noqa: E402
+from workshop import records
+from workshop.ablation import set_name
+from workshop.cli import ToolError, documented_parser, print_notes, run_tool
+from workshop.files import ROOT, read_json, write_text
+from workshop.profile.kernels import CATEGORIES
+from workshop.records import ForwardFlops, Profile, Rooflines, checked
+from workshop.results import Run, load_run, runs_in
+from workshop.show import NOT_FINISHED
+from workshop.turns import precision_of, ratios, spread
 
 PROG = Path(__file__).name
 CHARTS = {  # title, how to read it, what makes its data
@@ -73,7 +66,7 @@ FLAGS = {"fp32": "", "TF32": " --matmul-precision high", "bf16": " --use-amp", "
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#F0E442", "#333333", "#8C8C8C", "#CFCFCF")
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "triangle-down", "cross", "star", "pentagon", "hexagon")
 MEASURES = {"batch_ms": ("ms per step", ".2f"), "per_step": ("{} per step", ".0f"), "peak_mb": ("peak MB", ".0f")}
-ATTENTION = {"scores": "V2, scores in memory", "flash": "V2, flash attention"}  # of tools/benchmark.py memory
+ATTENTION = {"scores": "V2, scores in memory", "flash": "V2, flash attention"}  # of bench/versions.py memory
 SIZES = ("batch_size", "seq_len", "num_blocks", "num_layers", "hidden_dim", "num_seqs")  # that are always named
 NOT_OURS = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, argparse.ArgumentError)
 Choice = tuple[str, str, str]  # model, device, precision
@@ -345,7 +338,7 @@ class Study:
             yield Panel("ablation", choice, self.name, f"{capital(sizes)}, {mode}.", draw_ablation(same))
 
     def steps(self) -> Iterator[Panel]:
-        """Kernels of the newest version, and its step in the roofline (tools/benchmark_kernels.py step)."""
+        """Kernels of the newest version, and its step in the roofline (bench/operations.py step)."""
         for row in self.content["rows"]:
             (choice, sizes, _), parts = self.choice(row, row.get("argv", ()), row.get("script")), Counter()
             for kernel in row["kernels"]:

@@ -18,6 +18,8 @@ Examples:
 
 from __future__ import annotations
 
+import _root
+
 import argparse
 import glob
 import sys
@@ -25,31 +27,10 @@ from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from analysis_tools.results import (  # noqa: E402
-    Run,
-    check_family,
-    differences,
-    file_of_runs,
-    load_run,
-    report_failed,
-    split_name,
-    unsteady,
-)
-from profiling.program import (  # noqa: E402
-    NOT_FINISHED,
-    ToolError,
-    cell,
-    documented_parser,
-    drawing,
-    markdown_table,
-    print_notes,
-    run_tool,
-    write_csv,
-    write_file,
-)
+from workshop.cli import ToolError, documented_parser, print_notes, run_tool
+from workshop.files import write_csv, write_file
+from workshop.results import Run, check_family, differences, file_of_runs, load_run, report_failed, split_name, unsteady
+from workshop.show import NOT_FINISHED, cell, drawing, markdown_table
 
 PROG = Path(__file__).name
 MEASURED = {"memory": ("memory", "peak_mb"), "speedup": ("timing", "samples_per_sec")}

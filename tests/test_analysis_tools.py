@@ -17,8 +17,6 @@ from types import ModuleType
 import pytest
 from conftest import QUICK, ROOT, TINY, captured, strict_json
 
-sys.path.insert(0, str(ROOT))
-
 import run_pytorch_profiler as profiler_tool
 from analysis_tools import analyze_kernel_reduction, compare_runs, plot_runs
 

@@ -1,7 +1,7 @@
 """The kernels compile for AMD's GPUs, without spills and within their LDS, as the scripts would launch them there.
 
 Here once for each script, as COVERED says; on every target, in every precision and with odd sizes by
-python tools/compile_for_amd.py, which takes minutes.
+python bench/compile_for_amd.py, which takes minutes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LDS = 65536  # bytes that a workgroup can have there
 
 
 def compile_for_amd(script: Path, options: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(ROOT / "tools/compile_for_amd.py"), str(script), *options.split()]
+    command = [sys.executable, str(ROOT / "bench/compile_for_amd.py"), str(script), *options.split()]
     return subprocess.run(command, capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "1"})
 
 

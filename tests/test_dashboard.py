@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, captured
 
-sys.path.insert(0, str(ROOT))
 from analysis_tools import performance_dashboard as dashboard
 
 RESULTS = ROOT / "results"

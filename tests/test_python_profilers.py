@@ -1,4 +1,4 @@
-"""run_pytorch_profiler.py and run_deepspeed_flops.py, and what they take from profiling/: names, statistics, traces."""
+"""run_pytorch_profiler.py, run_deepspeed_flops.py and what they take from workshop/profile: names, traces."""
 
 from __future__ import annotations
 
@@ -32,13 +32,11 @@ from conftest import (
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-sys.path.insert(0, str(ROOT))
-
 import run_deepspeed_flops as flops_tool
 import run_pytorch_profiler as profiler_tool
-from profiling import kernels, roofline
-from profiling.program import MODES
-from profiling.traffic import Traffic, touched
+from workshop.profile import kernels, roofline
+from workshop.profile.traffic import Traffic, touched
+from workshop.script import MODES
 
 BOTH_TOOLS = pytest.mark.parametrize("tool", [profiler_tool, flops_tool], ids=lambda tool: tool.PROG)
 V2 = pytest.mark.parametrize("script", [f"tiny_{model}_v2" for model in MODELS])

@@ -1,16 +1,15 @@
-"""profiling/turns.py: runs that fail beside others, and studies that go on where they were interrupted."""
+"""workshop/turns.py: runs that fail beside others, and studies that go on where they were interrupted."""
 
 import json
-import sys
 from collections.abc import Callable, Iterable
 
 import pytest
 import torch
-from conftest import ROOT, load, words
+from conftest import load, words
 
-sys.path.insert(0, str(ROOT))
-from profiling.program import ToolError
-from profiling.turns import GRAPH, all_measured, graph_of, in_turns, measure_study, on_gpu, speedup
+from workshop.cli import ToolError
+from workshop.study import measure_study
+from workshop.turns import GRAPH, all_measured, graph_of, in_turns, on_gpu, speedup
 
 SMALL = words("--hidden-dim 32 --num-layers 1 --num-heads 2 --seq-len 8 --batch-size 2 --vocab-size 50")
 

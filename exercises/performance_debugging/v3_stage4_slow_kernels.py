@@ -6,13 +6,14 @@ Takes the arguments of tiny_llama_v3.py. What differs from it is below.
 
 from __future__ import annotations
 
+import _root
+
 import sys
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import tiny_llama_v3 as v3
 from tiny_llama_v3 import tl, triton  # from there, because without a GPU it chooses Triton's interpreter first
 

@@ -11,17 +11,18 @@ Examples:
 
 from __future__ import annotations
 
+import _root
+
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from torch import Tensor
 
-from profiling.program import ToolError, at_least, documented_parser, run_tool
+from workshop.cli import ToolError, at_least, documented_parser, run_tool
 
 PROG = Path(__file__).name
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -16,13 +16,14 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton looks at it when it is imported
+import _root
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from exercises.tiny_llama_v3 import measure
-from profiling.program import ToolError, at_least, documented_parser
+from workshop.cli import ToolError, at_least, documented_parser
 
 PROG = Path(__file__).name
 

@@ -3,7 +3,7 @@
 
 Registers are those of a training step at the default sizes with --use-amp, compiled for the GPU at hand or --target; of
 several configurations the one with the most. Times are of kernels that only move bytes, on tensors of 65536 rows, which
-are those of tools/benchmark_kernels.py and longer than those of the step.
+are those of bench/operations.py and longer than those of the step.
 
 Examples:
   python exercises/tiny_llama_v3/tune.py rms_norm_forward TILE 1024 4096 16384
@@ -20,14 +20,16 @@ from pathlib import Path
 from unittest import mock
 
 os.environ["TRITON_INTERPRET"] = "0"  # before anything imports Triton: kernels are to be compiled
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+import _root
+
 import torch
 import triton
 
 import tiny_llama_v3 as v3
+from bench import compile_for_amd
 from exercises.tiny_llama_v3 import measure
-from profiling.program import ToolError, documented_parser, markdown_table, print_notes, run_tool
-from tools import compile_for_amd
+from workshop.cli import ToolError, documented_parser, print_notes, run_tool
+from workshop.show import markdown_table
 
 PROG = Path(__file__).name
 
@@ -70,14 +72,12 @@ def needs(kernel: str, name: str, value: int, target: str) -> dict[str, str]:
 
 def measured(kernel: str, name: str, values: dict[int, dict[str, str]]) -> Iterator[dict]:
     """Rows of the table, with the columns of `needs`."""
-    from tools.benchmark_kernels import row_operators
+    from bench.operations import row_operators
 
     operators = ((operator, inputs) for script, operator, inputs in row_operators(65536) if script == v3.__name__)
     inputs = next((inputs for operator, inputs in operators if operator == kernel), None)
     if inputs is None:
-        raise ToolError(
-            f"{kernel} does not only move bytes: give --target here, and time it with tools/benchmark_kernels.py"
-        )
+        raise ToolError(f"{kernel} does not only move bytes: give --target here, and time it with bench/operations.py")
     function = getattr(v3, kernel)
     for value, columns in values.items():
         with chosen(kernel, name, value, v3.BACKEND):

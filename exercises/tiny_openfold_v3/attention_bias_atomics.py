@@ -23,15 +23,16 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton looks at it when it is imported
+import _root
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import tiny_openfold_v3 as v3
 from exercises.tiny_llama_v3 import measure
-from profiling.program import at_least, documented_parser
 from tiny_openfold_v3 import load_bias, load_rows, scores, split_program
+from workshop.cli import at_least, documented_parser
 
 PROG = Path(__file__).name
 REPEATS = 5  # runs whose bits are compared

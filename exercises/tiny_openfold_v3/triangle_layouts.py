@@ -19,15 +19,16 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton looks at it when it is imported
-from torch import Tensor
+import _root
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from torch import Tensor
 
 import tiny_openfold_v1 as v1
 import tiny_openfold_v2 as v2
 import tiny_openfold_v3 as v3
 from exercises.tiny_llama_v3 import measure
-from profiling.program import at_least, documented_parser, markdown_table
+from workshop.cli import at_least, documented_parser
+from workshop.show import markdown_table
 
 PROG = Path(__file__).name
 DTYPE = torch.bfloat16 if measure.GPU else torch.float32

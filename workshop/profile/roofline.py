@@ -14,9 +14,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from profiling.ceilings import Ceilings
-from profiling.kernels import category, complete, has_gpu, kernels_of, range_of_each, ranges_of
-from profiling.program import ToolError, drawing, interpret_without_gpu, write_file
+from workshop.cli import ToolError
+from workshop.files import write_file
+from workshop.profile.ceilings import Ceilings
+from workshop.profile.kernels import category, complete, has_gpu, kernels_of, range_of_each, ranges_of
+from workshop.script import interpret_without_gpu
+from workshop.show import drawing
 
 if TYPE_CHECKING:  # where it is missing, --help of the programs works
     import torch
@@ -96,7 +99,7 @@ def without_children(inclusive: dict[str, int], kinds: dict[str, str]) -> Counte
 
 def count_modules(trainer, kinds: dict[str, str], no_work: tuple[str, ...]) -> tuple[Counter, int, Counter]:
     """FLOP of one forward pass per kind of module, FLOP of forward and backward, bytes of the forward per kind."""
-    from profiling.traffic import Traffic
+    from workshop.profile.traffic import Traffic
 
     batch, root = trainer.next_batch(), type(trainer.model).__name__
     with flop_counter() as counter:
@@ -230,7 +233,7 @@ def group_bytes(trainer, no_work: tuple[str, ...]) -> Counter:
     """
     import torch
 
-    from profiling.traffic import Traffic
+    from workshop.profile.traffic import Traffic
 
     batch = trainer.next_batch()
     with Traffic(trainer.model, {}, no_work) as traffic:

@@ -3,22 +3,24 @@
 
 All sides of a row are captured as CUDA graphs and replayed in short alternating turns, so that neither the host nor a
 change of its speed counts. A study writes one file. A side that is not installed, fails, or runs out of memory says so
-there. profiling/peers.py says what each library is given. Two studies are of the whole training step: where its time
+there. workshop/baselines.py says what each library is given. Two studies are of the whole training step: where its time
 goes, and how long it is beside that of Hugging Face's Llama.
 
 Examples:
-  python tools/benchmark_kernels.py attention results/DIR   attention with pair bias: V3, libraries, their layouts
-  python tools/benchmark_kernels.py triangle results/DIR    triangle multiplication: V3, V2, compiled V1, cuEquivariance
-  python tools/benchmark_kernels.py block results/DIR       a whole Evoformer block: V3, V2, compiled, cuEquivariance
-  python tools/benchmark_kernels.py causal results/DIR      causal attention with grouped queries: V3, SDPA, cuDNN
-  python tools/benchmark_kernels.py optimizer results/DIR   AdamW with float32 weights and bf16 copies: V4, others
-  python tools/benchmark_kernels.py rows results/DIR        norms, SwiGLU, rotary: their bytes per second, and a copy's
-  python tools/benchmark_kernels.py step results/DIR        the newest step by kernel, and beside a reference
-  python tools/benchmark_kernels.py llama results/DIR       the step: V4, V3, V2, Hugging Face, the same with Liger
-  python tools/benchmark_kernels.py traffic results/DIR     bytes that a step of each version reads and writes
-  python tools/benchmark_kernels.py table results/DIR       the tables, from what lies in DIR
-  python tools/benchmark_kernels.py attention results/DIR --try attention_forward:BLOCK_M=128   block sizes, V3 alone
+  python bench/operations.py attention results/DIR   attention with pair bias: V3, libraries, their layouts
+  python bench/operations.py triangle results/DIR    triangle multiplication: V3, V2, compiled V1, cuEquivariance
+  python bench/operations.py block results/DIR       a whole Evoformer block: V3, V2, compiled, cuEquivariance
+  python bench/operations.py causal results/DIR      causal attention with grouped queries: V3, SDPA, cuDNN
+  python bench/operations.py optimizer results/DIR   AdamW with float32 weights and bf16 copies: V4, others
+  python bench/operations.py rows results/DIR        norms, SwiGLU, rotary: their bytes per second, and a copy's
+  python bench/operations.py step results/DIR        the newest step by kernel, and beside a reference
+  python bench/operations.py llama results/DIR       the step: V4, V3, V2, Hugging Face, the same with Liger
+  python bench/operations.py traffic results/DIR     bytes that a step of each version reads and writes
+  python bench/operations.py table results/DIR       the tables, from what lies in DIR
+  python bench/operations.py attention results/DIR --try attention_forward:BLOCK_M=128   block sizes, V3 alone
 """
+
+import _root
 
 import argparse
 import contextlib
@@ -36,59 +38,38 @@ from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-from profiling.program import require  # noqa: E402
+from workshop.cli import needed
 
-require("torch", "triton", "numpy")
-import torch  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
-from torch import Tensor  # noqa: E402
+with needed():
+    import torch
+    import torch.nn.functional as F
+    from torch import Tensor
 
-from profiling.ceilings import measure_ceilings  # noqa: E402
-from profiling.kernels import CATEGORIES, kernels_of, short_name  # noqa: E402
-from profiling.peers import (  # noqa: E402
-    AUTOTUNE,
-    JoinedTriangle,
-    Step,
-    attention_peers,
-    cudnn_attention,
-    cuequivariance_attention,
-    fused_adam,
-    hugging_face,
-    library_attention,
-    openfold_block,
-    plain_attention,
-    torch_adamw,
-    with_cuequivariance,
-    with_liger,
-)
-from profiling.program import (  # noqa: E402
-    NOT_FINISHED,
-    ToolError,
-    at_least,
-    cell,
-    documented_parser,
-    markdown_table,
-    run_tool,
-)
-from profiling.roofline import group_bytes  # noqa: E402
-from profiling.turns import (  # noqa: E402
-    Part,
-    begin,
-    free_memory,
-    graph_of,
-    make_trainer,
-    measure_study,
-    parse_quiet,
-    read_rows,
-)
-from tools.benchmark import (  # noqa: E402
-    MEDIUM,
-    SHAPES,
-    VERSIONS_OF,
-)
-from tools.benchmark import PRECISIONS as ARGUMENTS  # noqa: E402
+    from bench.versions import MEDIUM, SHAPES, VERSIONS_OF
+    from bench.versions import PRECISIONS as ARGUMENTS
+    from workshop.baselines import (
+        AUTOTUNE,
+        JoinedTriangle,
+        Step,
+        attention_peers,
+        cudnn_attention,
+        cuequivariance_attention,
+        fused_adam,
+        hugging_face,
+        library_attention,
+        openfold_block,
+        plain_attention,
+        torch_adamw,
+        with_cuequivariance,
+        with_liger,
+    )
+    from workshop.cli import ToolError, at_least, documented_parser, run_tool
+    from workshop.profile.ceilings import measure_ceilings
+    from workshop.profile.kernels import CATEGORIES, kernels_of, short_name
+    from workshop.profile.roofline import group_bytes
+    from workshop.show import NOT_FINISHED, cell, markdown_table
+    from workshop.study import Part, measure_study, read_rows
+    from workshop.turns import begin, free_memory, graph_of, make_trainer, parse_quiet
 
 PROG = Path(__file__).name
 GPU = torch.cuda.is_available()
@@ -193,10 +174,16 @@ def captured(step: Step, repeats: int, pool: object = None) -> Callable[[], None
     """So many steps as one graph with memory from this pool; as they are on a CPU, or if marked `eager`."""
     if not GPU or getattr(step, "eager", False):
         return lambda: [step() for _ in range(repeats)] and None
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph, pool=pool):
-        for _ in range(repeats):  # the outer stream: a capture that fails would leave its own
-            step()
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    try:
+        outer = torch.cuda.stream(torch.cuda.current_stream())  # a failed capture would leave its own
+        with outer, torch.cuda.graph(graph, pool=pool, stream=stream):
+            for _ in range(repeats):
+                step()
+    except Exception:
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        generator.graphsafe_set_state(generator.clone_state())  # the old one waits for the capture
+        raise
     return graph.replay
 
 
@@ -260,9 +247,9 @@ def in_turns(sides: dict[str, Step], rounds: int, cold: bool = False) -> dict[st
     A side that runs out of memory, is not installed or fails has a `status` and an `error` in place of its times.
     """
     rows, ready = {}, {}
-    pool = torch.cuda.graph_pool_handle() if GPU else None
+    pools = [torch.cuda.graph_pool_handle()] if GPU else [None]
     flush = cache_flush() if GPU and cold else None
-    flushing = captured(flush, 10, pool) if flush else None
+    flushing = captured(flush, 10, pools[-1]) if flush else None
 
     def attempt(name: str, work: Callable[[], None]) -> None:
         """Do this for a side, which is out from its first error on."""
@@ -272,11 +259,13 @@ def in_turns(sides: dict[str, Step], rounds: int, cold: bool = False) -> dict[st
             ready.pop(name, None)
             rows[name] = failure(error)
             print(f"{PROG}: note: {name}: {rows[name]['error']}", file=sys.stderr)
+            if GPU:  # the old one may still belong to a capture that failed
+                pools.append(torch.cuda.graph_pool_handle())
         if name not in ready:
             free_memory()
 
     def prepare(name: str) -> None:
-        ready[name] = Side(sides[name], pool, flush)
+        ready[name] = Side(sides[name], pools[-1], flush)
         rows[name] = ready[name].row
 
     for name in sides:
@@ -317,7 +306,7 @@ def optional(package: str) -> bool:
 
 
 # Studies of one operation: each builds its sides for a shape, a type of the tensors and what is wanted of it.
-# The libraries' sides, and what each of them is given, are in profiling/peers.py.
+# The libraries' sides, and what each of them is given, are in workshop/baselines.py.
 
 
 @dataclass(frozen=True)
@@ -741,7 +730,6 @@ def libraries_llamas() -> dict[str, Callable]:
     if optional("liger_kernel"):
         without = partial(with_liger, fused_linear_cross_entropy=False)
         theirs |= {EAGER: with_liger, "Liger but its loss": without}
-        theirs["Liger but its loss, compiled"] = partial(without, compiled=True)
     return theirs
 
 

@@ -13,11 +13,11 @@ LDS leave room for: the compiler's own figure knows the registers only, because 
 lowered here to what fits into the LDS of a compute unit.
 
 Examples:
-  python tools/compile_for_amd.py                  all scripts from V3 on, all targets, precisions and sizes: minutes
-  python tools/compile_for_amd.py tiny_llama_v3.py --target gfx942 --dtype bfloat16 --size default
-  python tools/compile_for_amd.py tiny_llama_v3.py --blocks attention_forward:BLOCK_Q=128    of this kernel alone
-  python tools/compile_for_amd.py --target sm_90   the same for NVIDIA's H100, shared memory under LDS, bytes as spills
-  python tools/compile_for_amd.py --write          the tables of docs/ROCM.md
+  python bench/compile_for_amd.py                  all scripts from V3 on, all targets, precisions and sizes: minutes
+  python bench/compile_for_amd.py tiny_llama_v3.py --target gfx942 --dtype bfloat16 --size default
+  python bench/compile_for_amd.py tiny_llama_v3.py --blocks attention_forward:BLOCK_Q=128    of this kernel alone
+  python bench/compile_for_amd.py --target sm_90   the same for NVIDIA's H100, shared memory under LDS, bytes as spills
+  python bench/compile_for_amd.py --write          the tables of docs/ROCM.md
 """
 
 from __future__ import annotations
@@ -40,25 +40,21 @@ from unittest import mock
 
 os.environ["TRITON_INTERPRET"] = "0"  # before anything imports Triton: kernels are to be compiled
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # without it Triton 3.9 prints a warning
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-from profiling.program import require  # noqa: E402
+import _root
 
-require("torch", "triton", "numpy")
-import torch  # noqa: E402
-import triton  # noqa: E402
-from torch._subclasses import FakeTensorMode  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
+from workshop.cli import needed
+from workshop.files import ROOT
 
-from profiling.program import (  # noqa: E402
-    ToolError,
-    documented_parser,
-    load_script,
-    markdown_table,
-    print_notes,
-    run_tool,
-)
-from tools import tables  # noqa: E402
+with needed():
+    import torch
+    import triton
+    from torch._subclasses import FakeTensorMode
+    from triton.backends.compiler import GPUTarget
+
+    from bench import tables
+    from workshop.cli import ToolError, documented_parser, print_notes, run_tool
+    from workshop.script import load_script
+    from workshop.show import markdown_table
 
 PROG = Path(__file__).name
 DOCUMENT = ROOT / "docs/ROCM.md"

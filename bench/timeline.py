@@ -8,20 +8,21 @@ layers begin and end. `tools/draw_figures.py launch_timeline` draws the result.
 
 Examples:
   python tiny_llama_v1.py --use-amp --seq-len 128 --num-steps 5 --enable-pytorch-profiler --profile-dir traces/v1
-  python tools/timeline.py results/DIR/timeline.json "V1, eager=traces/v1" "V3, eager=traces/v3" "V3, graph=traces/v3g"
+  python bench/timeline.py results/DIR/timeline.json "V1, eager=traces/v1" "V3, eager=traces/v3" "V3, graph=traces/v3g"
 """
 
 from __future__ import annotations
+
+import _root
 
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-from profiling.kernels import category, complete, load_trace, ranges_of, short_name  # noqa: E402
-from profiling.program import ToolError, documented_parser, read_json, run_tool, write_text  # noqa: E402
+from workshop.cli import ToolError, documented_parser, run_tool
+from workshop.files import read_json, write_text
+from workshop.profile.kernels import category, complete, load_trace, ranges_of, short_name
 
 PROG = Path(__file__).name
 FIRST, LAST = "layers.2", "layers.3"

@@ -8,12 +8,13 @@ Status 1 if a step failed; a step that ended with status 4 (tool, package or dev
 
 from __future__ import annotations
 
+import _root
+
 import json
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from profiling.program import write_text
+from workshop.files import write_text
 
 FILES = {  # where each step leaves what one looks at first, as a pattern below the directory
     "pytorch_profiler": "pytorch/*_report.md",

@@ -14,7 +14,8 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
-from profiling.program import ToolError, read_json
+from workshop.cli import ToolError
+from workshop.files import read_json
 
 HUGE = 1e300  # numbers from here on, infinity and NaN are no measurements
 WORDS = {str: "text", int: "a whole number", float: "a number", bool: "true or false", NoneType: "null"}
@@ -290,7 +291,7 @@ class Row(Side):
     others: ClassVar = Side | str | float | list[float] | None
 
 
-# Rows of the studies of tools/benchmark.py, whose tables need all of this: field() makes a field that has to be there.
+# Rows of the studies of bench/versions.py, whose tables need all of this: field() makes a field that has to be there.
 
 
 @dataclass(kw_only=True)
@@ -305,7 +306,7 @@ class Timed(Side):
 
 @dataclass(kw_only=True)
 class Versions(Row):
-    """A row of `benchmark.py headline`."""
+    """A row of `versions.py headline`."""
 
     shape: str = field()
     precision: str = field()
@@ -318,7 +319,7 @@ class Versions(Row):
 
 @dataclass(kw_only=True)
 class Fastest(Row):
-    """A row of `benchmark.py fastest`; the other sides are under their names."""
+    """A row of `versions.py fastest`; the other sides are under their names."""
 
     shape: str = field()
     precision: str = field()
@@ -337,7 +338,7 @@ class Layer:
 
 @dataclass(kw_only=True)
 class Inference(Row):
-    """A row of `benchmark.py inference`."""
+    """A row of `versions.py inference`."""
 
     batch_size: Count = field()
     seq_len: Count = field()
@@ -346,7 +347,7 @@ class Inference(Row):
 
 @dataclass(kw_only=True)
 class Counted(Row):
-    """A row of `benchmark.py counts`."""
+    """A row of `versions.py counts`."""
 
     script: str = field()
     argv: Annotated[list[str], "above 0"] = field()
@@ -364,7 +365,7 @@ class Peak(Side):
 
 @dataclass(kw_only=True)
 class Memories(Row):
-    """A row of `benchmark.py memory`."""
+    """A row of `versions.py memory`."""
 
     seq_len: Count = field()
     scores: Peak = field()
@@ -373,7 +374,7 @@ class Memories(Row):
 
 @dataclass(kw_only=True)
 class Ablated(Row):
-    """A row of `benchmark.py ablation`."""
+    """A row of `versions.py ablation`."""
 
     precision: str = field()
     fusions: str = field()

@@ -6,20 +6,22 @@ unless a row says otherwise. A suite writes one file, which replaces an earlier 
 then the rows are in NAME.partial.json.
 
 Examples:
-  python tools/benchmark.py headline results/DIR   all versions: sizes, precisions, eager, graph and compiled
-  python tools/benchmark.py fastest results/DIR    TinyLlama V4 against all versions compiled, and V3, as graphs
-  python tools/benchmark.py untuned results/DIR    the same at GPT-2 small's and TinyLlama 1.1B's sizes, in bf16
-  python tools/benchmark.py inference results/DIR  a transformer layer of V4 in one launch, and in other ways
-  python tools/benchmark.py ablation results/DIR   what a version adds: each alone, and all but each, against none
-  python tools/benchmark.py memory results/DIR     peak memory of TinyLlama against the sequence length
-  python tools/benchmark.py counts results/DIR     kernels (on a CPU operator calls) at batch sizes 1, 2 and 4
-  python tools/benchmark.py overhead results/DIR   the measured loop against a loop of bare training steps
-  python tools/benchmark.py scaling results/DIR    the same batch per GPU on one GPU; for N of them, with torchrun:
-  torchrun --nproc-per-node N tools/benchmark.py scaling results/DIR
-  torchrun --nproc-per-node N tools/benchmark.py ddp results/DIR    where the time goes that scaling loses
-  python tools/benchmark.py table results/DIR      the tables, from what lies in DIR
-  python tools/benchmark.py picture results/DIR    versions.png there: time, kernels and memory of the versions in bf16
+  python bench/versions.py headline results/DIR   all versions: sizes, precisions, eager, graph and compiled
+  python bench/versions.py fastest results/DIR    TinyLlama V4 against all versions compiled, and V3, as graphs
+  python bench/versions.py untuned results/DIR    the same at GPT-2 small's and TinyLlama 1.1B's sizes, in bf16
+  python bench/versions.py inference results/DIR  a transformer layer of V4 in one launch, and in other ways
+  python bench/versions.py ablation results/DIR   what a version adds: each alone, and all but each, against none
+  python bench/versions.py memory results/DIR     peak memory of TinyLlama against the sequence length
+  python bench/versions.py counts results/DIR     kernels (on a CPU operator calls) at batch sizes 1, 2 and 4
+  python bench/versions.py overhead results/DIR   the measured loop against a loop of bare training steps
+  python bench/versions.py scaling results/DIR    the same batch per GPU on one GPU; for N of them, with torchrun:
+  torchrun --nproc-per-node N bench/versions.py scaling results/DIR
+  torchrun --nproc-per-node N bench/versions.py ddp results/DIR    where the time goes that scaling loses
+  python bench/versions.py table results/DIR      the tables, from what lies in DIR
+  python bench/versions.py picture results/DIR    versions.png there: time, kernels and memory of the versions in bf16
 """
+
+import _root
 
 import argparse
 import importlib
@@ -33,35 +35,21 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-from profiling import records  # noqa: E402
-from profiling.ablation import ablation, fusion_sets, new_fusions, sets_table  # noqa: E402
-from profiling.kernels import CATEGORIES  # noqa: E402
-from profiling.program import (  # noqa: E402
-    NOT_FINISHED,
-    ToolError,
-    at_least,
-    cell,
-    documented_parser,
-    drawing,
-    markdown_table,
-    read_json,
-    run_tool,
-    write_file,
-)
-from profiling.turns import (  # noqa: E402
+from workshop import records
+from workshop.ablation import ablation, fusion_sets, new_fusions, sets_table
+from workshop.cli import ToolError, at_least, documented_parser, run_tool
+from workshop.files import read_json, write_file
+from workshop.profile.kernels import CATEGORIES
+from workshop.show import NOT_FINISHED, cell, drawing, markdown_table
+from workshop.study import Part, check_failed, measure_study, read_rows
+from workshop.turns import (
     GRAPH,
-    Part,
     all_measured,
-    check_failed,
     free_memory,
     graph_of,
     in_turns,
     make_trainer,
-    measure_study,
     ratios,
-    read_rows,
     short_run,
     speedup,
 )
@@ -235,7 +223,7 @@ def join_processes(suite: str) -> int:
     if first.WORLD_SIZE > 1:
         first.join_processes(first.parse_args(["--batch-size", str(first.WORLD_SIZE)]))
     elif suite == "ddp":
-        raise ToolError("ddp needs several processes: torchrun --nproc-per-node N tools/benchmark.py ddp results/DIR")
+        raise ToolError("ddp needs several processes: torchrun --nproc-per-node N bench/versions.py ddp results/DIR")
     return first.WORLD_SIZE
 
 

@@ -2,17 +2,19 @@
 """Read the files that the ROCm profilers write; the run_rocprof*.sh wrappers call it.
 
 Usage:
-  rocm_files.py statistics DIR OUT.csv    merge the *_kernel_stats.csv, or the databases, of all processes in DIR
-  rocm_files.py convert FILE.db OUT.csv   kernel statistics of a ROCm 7 database, by rocpd or straight from SQLite
-  rocm_files.py show DIR                  top kernels of DIR/stats.csv
-  rocm_files.py dispatches DIR OUT.csv    dispatch, kernel, category and time from rocprof-compute's pmc_perf.csv
-  rocm_files.py counters DIR PATTERN      print the counter files below DIR, after a look at each row
-  rocm_files.py require DIR PATTERN       print the files below DIR that match; none is an error
+  files.py statistics DIR OUT.csv    merge the *_kernel_stats.csv, or the databases, of all processes in DIR
+  files.py convert FILE.db OUT.csv   kernel statistics of a ROCm 7 database, by rocpd or straight from SQLite
+  files.py show DIR                  top kernels of DIR/stats.csv
+  files.py dispatches DIR OUT.csv    dispatch, kernel, category and time from rocprof-compute's pmc_perf.csv
+  files.py counters DIR PATTERN      print the counter files below DIR, after a look at each row
+  files.py require DIR PATTERN       print the files below DIR that match; none is an error
 
 A file that is missing, cut off or of another format is one line on stderr and status 1.
 """
 
 from __future__ import annotations
+
+import _root
 
 import csv
 import shutil
@@ -23,10 +25,9 @@ import tempfile
 from collections import defaultdict
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from profiling.kernels import (  # noqa: E402
+from workshop.cli import ToolError
+from workshop.files import write_csv
+from workshop.profile.kernels import (
     KernelStatistics,
     category,
     merge_statistics,
@@ -35,7 +36,6 @@ from profiling.kernels import (  # noqa: E402
     statistics_of,
     write_statistics,
 )
-from profiling.program import ToolError, write_csv  # noqa: E402
 
 
 def read_columns(path: Path, *names: str) -> list[list[str]]:

@@ -3,17 +3,19 @@
 
 Tables stand between two comments, of which the first names the command; it runs in the root of the repository:
 
-  <!-- table: python tools/benchmark.py table results/h100 -->
+  <!-- table: python bench/versions.py table results/h100 -->
   <!-- end of table -->
 
 Of a command that prints several, `COMMAND, only "TITLE" ...` takes those whose header begins so, in this order.
 
 Examples:
-  python tools/tables.py README.md           run the commands and put what they print between the comments
-  python tools/tables.py --check README.md   exit 1 and name the tables that differ, or whose command fails
+  python bench/tables.py README.md           run the commands and put what they print between the comments
+  python bench/tables.py --check README.md   exit 1 and name the tables that differ, or whose command fails
 """
 
 from __future__ import annotations
+
+import _root
 
 import argparse
 import re
@@ -22,9 +24,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-from profiling.program import ToolError, documented_parser, run_tool, write_text  # noqa: E402
+from workshop.cli import ToolError, documented_parser, run_tool
+from workshop.files import ROOT, write_text
 
 PROG = Path(__file__).name
 TABLE = re.compile(r"^(<!-- tables?: (.+?) -->\n)(.*?)^(<!-- end of tables? -->)$", re.MULTILINE | re.DOTALL)
@@ -76,7 +77,7 @@ def update(path: Path, check: bool) -> list[str]:
         try:
             printed = printed_by(table[2])
             if check and printed != table[3]:
-                raise ToolError(f"its command prints another table; python tools/tables.py {path} writes it")
+                raise ToolError(f"its command prints another table; python bench/tables.py {path} writes it")
         except ToolError as error:
             wrong.append(f"{path}:{text.count(chr(10), 0, table.start()) + 1}: {error}")
             continue

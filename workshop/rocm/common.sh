@@ -5,7 +5,7 @@
 # and gets from parse_arguments: script, output_dir, dry_run, script_args (all that no wrapper knows, in order).
 
 set -euo pipefail
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 program=$(basename "$0")
 python=${PYTHON:-python3}
 script=tiny_openfold_v2.py
@@ -230,9 +230,9 @@ run_tool() { # COMMAND...
     fi
 }
 
-read_files() { # SUBCOMMAND ARGUMENT...: profiling/rocm_files.py; if it fails, what it says is the one line
+read_files() { # SUBCOMMAND ARGUMENT...: workshop/rocm/files.py; if it fails, what it says is the one line
     local message status=0
-    { message=$("$python" "$root/profiling/rocm_files.py" "$@" 2>&1 >&3) || status=$?; } 3>&1
+    { message=$("$python" "$root/workshop/rocm/files.py" "$@" 2>&1 >&3) || status=$?; } 3>&1
     if ((status)); then
         local folder=${results#./} # its files are about to move, see close_results
         if [[ -n $folder ]]; then message=${message//"$folder"/"$folder.failed"}; fi

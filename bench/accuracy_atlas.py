@@ -17,12 +17,14 @@ Equal bits: are loss and gradients of so many --runs, of plain input in the last
 What is not installed is left out, and said so.
 
 Examples:
-  python tools/accuracy_atlas.py --output results/h100/accuracy.json
-  python tools/accuracy_atlas.py --table results/h100/accuracy.json      the table again, for docs/RESULTS.md
-  python tools/accuracy_atlas.py --device cpu --subjects "triangle attention" --sizes 13 --output accuracy.json
+  python bench/accuracy_atlas.py --output results/h100/accuracy.json
+  python bench/accuracy_atlas.py --table results/h100/accuracy.json      the table again, for docs/RESULTS.md
+  python bench/accuracy_atlas.py --device cpu --subjects "triangle attention" --sizes 13 --output accuracy.json
 """
 
 from __future__ import annotations
+
+import _root
 
 import argparse
 import importlib.util
@@ -33,20 +35,14 @@ from functools import partial
 from pathlib import Path
 from types import ModuleType
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-import torch  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
+import torch
+from torch import Tensor, nn
 
-from profiling.program import (  # noqa: E402
-    at_least,
-    documented_parser,
-    load_script,
-    markdown_table,
-    print_notes,
-    run_tool,
-)
-from profiling.turns import Part, measure_study, read_study  # noqa: E402
+from workshop.cli import at_least, documented_parser, print_notes, run_tool
+from workshop.files import ROOT
+from workshop.script import load_script
+from workshop.show import markdown_table
+from workshop.study import Part, measure_study, read_study
 
 PROG = Path(__file__).name
 PRECISIONS = {"fp32": [], "TF32": ["--matmul-precision", "high"], "bf16": ["--use-amp"]}
@@ -130,14 +126,14 @@ def model_side(script: str, argv: Sequence[str], weights: dict[str, Tensor], run
     batch = trainer.next_batch()
 
     def run() -> list[Tensor]:
-        trainer.model.zero_grad(set_to_none=True)
+        trainer.optimizer.zero_grad(set_to_none=True)
         with trainer.autocast():
             loss = trainer.forward(**batch)
         loss.backward()
         return [loss.detach(), *(p.grad for p in trainer.model.parameters() if p.grad is not None)]
 
     equal = same_bits(run, runs)
-    trainer.model.zero_grad(set_to_none=True)
+    trainer.optimizer.zero_grad(set_to_none=True)
     trainer.next_batch = lambda: batch
     found = load_script(f"{script}.py").values_of(trainer, exact)
     gradients = {name: found.pop(f"gradient of {name}") for name in weights}
@@ -146,7 +142,7 @@ def model_side(script: str, argv: Sequence[str], weights: dict[str, Tensor], run
 
 def liger_side(argv: Sequence[str], weights: dict[str, Tensor]) -> tuple[Values, None]:
     """Hugging Face's Llama with Liger's kernels and our weights."""
-    from profiling.peers import hugging_face, with_liger
+    from workshop.baselines import hugging_face, with_liger
 
     ours = trainer_of("tiny_llama_v1", argv, weights)
     theirs, batch = hugging_face(ours.model), ours.next_batch()
@@ -204,7 +200,7 @@ def part_side(
 
 def with_cuequivariance(part: nn.Module) -> Callable[[Tensor], Tensor]:
     """NVIDIA's operation with the parameters of V1's part."""
-    from profiling.peers import JOINED, cuequivariance
+    from workshop.baselines import JOINED, cuequivariance
 
     def multiplication(pair: Tensor) -> Tensor:
         joined = {

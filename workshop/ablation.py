@@ -15,8 +15,10 @@ from functools import partial
 from pathlib import Path
 from types import ModuleType
 
-from profiling.program import NOT_FINISHED, cell, load_script, markdown_table
-from profiling.turns import Part, in_turns, ratios, spread
+from workshop.script import load_script
+from workshop.show import NOT_FINISHED, cell, markdown_table
+from workshop.study import Part
+from workshop.turns import in_turns, ratios, spread
 
 GROUP = 8  # sides that are in memory together
 Set = tuple[str, ...]  # the fusions that are on

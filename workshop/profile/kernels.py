@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
-from profiling.program import reads, write_file
+from workshop.files import reads, write_file
 
 CATEGORIES = (
     *("GEMM", "attention", "normalisation", "element-wise", "copies", "reductions", "optimizer", "generated"),

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from profiling.program import ROOT
+from workshop.files import ROOT
 
 # cuEquivariance runs PyTorch's operators for up to 100 positions, unless it is told not to; it reads this on import.
 os.environ.setdefault("CUEQ_TRIATTN_FALLBACK_THRESHOLD", "0")
@@ -303,8 +303,8 @@ def hugging_face(ours: nn.Module) -> nn.Module:
     return theirs
 
 
-def with_liger(model: nn.Module, compiled: bool = False, **chosen: bool) -> Callable:
-    """The model's forward pass with Liger's kernels, on request compiled.
+def with_liger(model: nn.Module, **chosen: bool) -> Callable:
+    """The model's forward pass with Liger's kernels.
 
     What they replace in the library is so only while this runs.
     """
@@ -315,12 +315,11 @@ def with_liger(model: nn.Module, compiled: bool = False, **chosen: bool) -> Call
     apply_liger_kernel_to_llama(model=model, **chosen)
     patched = dict(library)
     library.update(plain)
-    run = torch.compile(model) if compiled else model
 
     def forward(**batch: Tensor) -> object:
         library.update(patched)
         try:
-            return run(**batch)
+            return model(**batch)
         finally:
             library.update(plain)
 

@@ -11,8 +11,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
-from profiling.program import ToolError, read_json
-from profiling.records import Summary, checked, read
+from workshop.cli import ToolError
+from workshop.files import read_json
+from workshop.records import Summary, checked, read
 
 # What is named where it is not the same; with the value where a file of an earlier harness has none.
 SAME_TRAINING = {
@@ -43,7 +44,7 @@ class Run:
         return self.result.get(group, {}).get(key) if self.status == "ok" else None
 
     def row(self) -> dict:
-        """What was measured, as a row of a study has it (profiling/turns.py), with the final loss; or how it ended."""
+        """What was measured, as a row of a study has it (workshop/turns.py), with the final loss; or how it ended."""
         row = {"script": self.result["script"]}
         if self.status != "ok":
             return {**row, "status": self.status, "error": self.result.get("error")}

@@ -7,11 +7,13 @@ that is named, such as logits, low-precision copies of weights that a version ke
 in bf16. On a CPU, which has no such allocator, there is neither rest nor peak.
 
 Examples:
-  python tools/memory_by_purpose.py results/DIR/memory_by_purpose.json
-  python tools/memory_by_purpose.py /tmp/memory.json --only "tiny_llama, small"
+  python bench/memory_by_purpose.py results/DIR/memory_by_purpose.json
+  python bench/memory_by_purpose.py /tmp/memory.json --only "tiny_llama, small"
 """
 
 from __future__ import annotations
+
+import _root
 
 import gc
 import json
@@ -21,14 +23,15 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from types import ModuleType
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-import torch  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
+import torch
+from torch import Tensor, nn
 
-from profiling.program import cell, documented_parser, load_script, markdown_table, run_tool, write_text  # noqa: E402
-from profiling.turns import free_memory, make_trainer  # noqa: E402
-from tools.benchmark import SHAPES  # noqa: E402
+from bench.versions import SHAPES
+from workshop.cli import documented_parser, run_tool
+from workshop.files import write_text
+from workshop.script import load_script
+from workshop.show import cell, markdown_table
+from workshop.turns import free_memory, make_trainer
 
 PROG = Path(__file__).name
 GPU = torch.cuda.is_available()
