@@ -736,8 +736,8 @@ def column_sums_kernel(
     for start in range(program * ROWS, rows, PROGRAMS * ROWS):
         row = tl.cast(start, tl.int64) + tl.arange(0, ROWS)
         inside = (row < rows)[:, None] & (channel < C)[None, :]
-        at = row[:, None] * C + channel[None, :]
-        total += tl.load(X + at, mask=inside, other=0.0).to(tl.float32)
+        at = X + row[:, None] * C + channel[None, :]
+        total += tl.load(at, mask=inside, other=0.0).to(tl.float32)
     tl.store(SUMS + program * C + channel, tl.sum(total, 0), mask=channel < C)
 
 
@@ -870,9 +870,8 @@ def attention_forward_kernel(
         key = start + tl.arange(0, BLOCK_N)
         k = load_rows(QKVG + D, key, x_n, D, BLOCK_D, N, EVEN)
         v = load_rows(QKVG + 2 * D, key, x_n, D, BLOCK_D, N, EVEN)
-        bias = 0.0
-        if BIAS is not None:
-            bias = load_bias(BIAS + (b * H + head) * N * N, query, key, N, EVEN)
+        at_bias = (b * H + head) * N * N
+        bias = 0.0 if BIAS is None else load_bias(BIAS + at_bias, query, key, N, EVEN)
         s = scores(q, k, bias, key, N, scale, EVEN, PRECISION)  # S = scale * Q K^T + B
         # Online softmax: what was added up so far belongs to the maximum so far.
         new_row_max = tl.maximum(row_max, tl.max(s, 1))
@@ -937,9 +936,8 @@ def attention_backward_query_kernel(
         key = start + tl.arange(0, BLOCK_N)
         k = load_rows(QKVG + D, key, x_n, D, BLOCK_D, N, EVEN)
         v = load_rows(QKVG + 2 * D, key, x_n, D, BLOCK_D, N, EVEN)
-        bias = 0.0
-        if BIAS is not None:
-            bias = load_bias(BIAS + (b * H + head) * N * N, query, key, N, EVEN)
+        at_bias = (b * H + head) * N * N
+        bias = 0.0 if BIAS is None else load_bias(BIAS + at_bias, query, key, N, EVEN)
         s = scores(q, k, bias, key, N, scale, EVEN, PRECISION)  # S = scale * Q K^T + B
         p = tl.exp2(s - log_sum_exp[:, None])  # P
         grad_p = tl.dot(grad, tl.trans(v), input_precision=PRECISION)  # dP = dO V^T
@@ -982,9 +980,8 @@ def attention_backward_key_kernel(
         grad = load_rows(GRAD_ATTENTION, query, out_n, D, BLOCK_D, N, EVEN)
         log_sum_exp = tl.load(LOG_SUM_EXP + at_row + query, mask=query < N, other=0.0)
         delta = tl.load(DELTA + at_row + query, mask=query < N, other=0.0)
-        bias = 0.0
-        if BIAS_T is not None:
-            bias = load_bias(BIAS_T + (b * H + head) * N * N, key, query, N, EVEN)
+        at_bias = (b * H + head) * N * N
+        bias = 0.0 if BIAS_T is None else load_bias(BIAS_T + at_bias, key, query, N, EVEN)
         s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale + bias  # S^T
         p = tl.exp2(s - log_sum_exp[None, :])  # P^T
         grad_v = tl.dot(p.to(grad.dtype), grad, grad_v, input_precision=PRECISION)  # dV += P^T dO
@@ -1017,8 +1014,9 @@ def attention_backward_bias_kernel(
     GRAD_ATTENTION += b * out_b + head * D
     bias = load_bias(BIAS + (b * H + head) * N * N, query, key, N, EVEN)
     grad_bias = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    first = (g * group).to(tl.int32)
     last = tl.minimum(g * group + group, R).to(tl.int32)
-    for step in range((g * group).to(tl.int32), last):
+    for step in range(first, last):
         r = tl.cast(step, tl.int64)
         q = load_rows(QKVG + r * x_r, query, x_n, D, BLOCK_D, N, EVEN)
         k = load_rows(QKVG + r * x_r + D, key, x_n, D, BLOCK_D, N, EVEN)
@@ -1052,23 +1050,23 @@ def attention_backward_short_kernel(
     _, head, g, b = split_program(tl.program_id(0), 1, H, tl.cdiv(R, group))
     n = tl.arange(0, BLOCK_N)
     column = tl.arange(0, BLOCK_D)
-    bias = 0.0
-    if BIAS is not None:
-        bias = load_bias(BIAS + (b * H + head) * N * N, n, n, N, EVEN)
+    at_bias = (b * H + head) * N * N
+    bias = 0.0 if BIAS is None else load_bias(BIAS + at_bias, n, n, N, EVEN)
     grad_bias = tl.zeros([BLOCK_N, BLOCK_N], tl.float32)
     grad_gate_bias = tl.zeros([BLOCK_D], tl.float32)
+    first = (g * group).to(tl.int32)
     last = tl.minimum(g * group + group, R).to(tl.int32)
-    for step in range((g * group).to(tl.int32), last):
+    for step in range(first, last):
         r = tl.cast(step, tl.int64)
         at_x = b * x_b + r * x_r + head * 4 * D
-        at_grad = GRAD_OUT + b * grad_b + r * grad_r + head * D
-        at_out = OUT + b * out_b + r * out_r + head * D
         q = load_rows(QKVG + at_x, n, x_n, D, BLOCK_D, N, EVEN)
         k = load_rows(QKVG + at_x + D, n, x_n, D, BLOCK_D, N, EVEN)
         v = load_rows(QKVG + at_x + 2 * D, n, x_n, D, BLOCK_D, N, EVEN)
         gate = load_gate(QKVG + at_x, GATE_BIAS + head * D, n, x_n, D, BLOCK_D, N, EVEN)
-        grad_out = load_rows(at_grad, n, grad_n, D, BLOCK_D, N, EVEN)
-        out = load_rows(at_out, n, out_n, D, BLOCK_D, N, EVEN)
+        at = GRAD_OUT + b * grad_b + r * grad_r + head * D
+        grad_out = load_rows(at, n, grad_n, D, BLOCK_D, N, EVEN)
+        at = OUT + b * out_b + r * out_r + head * D
+        out = load_rows(at, n, out_n, D, BLOCK_D, N, EVEN)
         product = grad_out.to(tl.float32) * out.to(tl.float32)
         grad_gate = product * (1 - gate)
         grad_gate_bias += tl.sum(grad_gate, 0)
@@ -1090,8 +1088,8 @@ def attention_backward_short_kernel(
         store_rows(GRAD_QKVG + at_x + D, grad_k, n, x_n, D, BLOCK_D, N, EVEN)
     tl.store(GRAD_GATE_BIAS + tl.program_id(0) * D + column, grad_gate_bias, mask=column < D)
     if GRAD_BIAS is not None:
-        at = ((g * B + b) * H + head) * N * N + n[:, None] * N + n[None, :]
-        tl.store(GRAD_BIAS + at, grad_bias, mask=(n < N)[:, None] & (n < N)[None, :])
+        at_grad = ((g * B + b) * H + head) * N * N + n[:, None] * N + n[None, :]
+        tl.store(GRAD_BIAS + at_grad, grad_bias, mask=(n < N)[:, None] & (n < N)[None, :])
 
 
 def attention_options(kernel: str, qkvg: Tensor) -> dict[str, int | bool | str]:
@@ -1500,10 +1498,10 @@ def triangle_project_backward_kernel(
     x, _ = normalise(load_positions(X, position, C, channel, 1, M), True, eps, C)
     y = scale_and_shift(x, NORM_WEIGHT, NORM_BIAS, C).to(dtype)
     store_with_ones(NORMED, y, position, M, C, BLOCK_M)
-    at = GRAD_LINEAR + m * (5 * C) + (channel + G * C)[None, :]
-    grad_g = tl.load(at, mask=inside, other=0.0)
-    weight = tl.load(WEIGHT_T + (channel + G * C)[:, None] * wt_out + channel[None, :] * wt_in)
-    grad_y = tl.dot(grad_g, weight, input_precision=PRECISION)  # dy = dg W_g^T
+    at_g = GRAD_LINEAR + m * (5 * C) + (channel + G * C)[None, :]
+    grad_g = tl.load(at_g, mask=inside, other=0.0)
+    weight_g = tl.load(WEIGHT_T + (channel + G * C)[:, None] * wt_out + channel[None, :] * wt_in)
+    grad_y = tl.dot(grad_g, weight_g, input_precision=PRECISION)  # dy = dg W_g^T
     for first in tl.range(A_P * C, A_G * C, BLOCK_C, loop_unroll_factor=1):  # a_p, then b_p
         row = first + tl.arange(0, BLOCK_C)
         at = WEIGHT + row[None, :] * C + channel[:, None]

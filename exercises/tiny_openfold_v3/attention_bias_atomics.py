@@ -55,8 +55,9 @@ def atomic_bias_kernel(
     GRAD_ATTENTION += b * out_b + head * D
     bias = load_bias(BIAS + (b * H + head) * N * N, query, key, N, EVEN)
     grad_bias = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    first = (g * group).to(tl.int32)
     last = tl.minimum(g * group + group, R).to(tl.int32)
-    for step in range((g * group).to(tl.int32), last):
+    for step in range(first, last):
         r = tl.cast(step, tl.int64)
         q = load_rows(QKVG + r * x_r, query, x_n, D, BLOCK_D, N, EVEN)
         k = load_rows(QKVG + r * x_r + D, key, x_n, D, BLOCK_D, N, EVEN)
