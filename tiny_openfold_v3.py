@@ -809,12 +809,12 @@ def store_rows(
 ):  # fmt: skip
     """Store rows of a matrix [N, D] that lie `stride` apart, in its type, none beyond its ends."""
     column = tl.arange(0, BLOCK_D)
-    at = row.to(tl.int64)[:, None] * stride + column[None, :]
+    at = X + (row.to(tl.int64)[:, None] * stride + column[None, :])
     value = value.to(X.dtype.element_ty)
     if EVEN:
-        tl.store(X + at, value)
+        tl.store(at, value)
     else:
-        tl.store(X + at, value, mask=(row < N)[:, None] & (column < D)[None, :])
+        tl.store(at, value, mask=(row < N)[:, None] & (column < D)[None, :])
 
 
 @triton.jit
@@ -1383,7 +1383,6 @@ def triangle_output_kernel(
     product = load_positions(PRODUCT, position, 1, index(channel, WIDE), M, M)
     product, _ = normalise(product, True, eps, C)
     normed = scale_and_shift(product, OUT_WEIGHT, OUT_BIAS, C).to(dtype)
-    inside = (position < M)[:, None]
     for first in tl.range(0, C, BLOCK_C, loop_unroll_factor=1):
         row = first + tl.arange(0, BLOCK_C)
         at = WEIGHT + (row + G * C)[None, :] * C + channel[:, None]
@@ -1394,8 +1393,8 @@ def triangle_output_kernel(
         out *= tl.sigmoid(gate)
         if RESIDUAL:
             out += load_positions(X, position, C, row, 1, M)
-        out = out.to(OUT.dtype.element_ty)
-        tl.store(OUT + position[:, None] * C + row[None, :], out, mask=inside)
+        at = OUT + position[:, None] * C + row[None, :]
+        tl.store(at, out.to(OUT.dtype.element_ty), mask=(position < M)[:, None])
 
 
 ONES = tl.constexpr(8)  # columns: rows of 16-bit numbers still begin at multiples of 16 bytes
