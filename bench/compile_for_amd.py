@@ -15,7 +15,7 @@ lowered here to what fits into the LDS of a compute unit.
 Examples:
   python bench/compile_for_amd.py                  all scripts from V3 on, all targets, precisions and sizes: minutes
   python bench/compile_for_amd.py tiny_llama_v3.py --target gfx942 --dtype bfloat16 --size default
-  python bench/compile_for_amd.py tiny_llama_v3.py --blocks attention_forward:BLOCK_Q=128    of this kernel alone
+  python bench/compile_for_amd.py tiny_llama_v3.py --blocks attention_forward:BLOCK_M=128    of this kernel alone
   python bench/compile_for_amd.py --target sm_90   the same for NVIDIA's H100, shared memory under LDS, bytes as spills
   python bench/compile_for_amd.py --write          the tables of docs/ROCM.md
 """
