@@ -12,6 +12,8 @@ Examples:
 
 from __future__ import annotations
 
+import _root
+
 import argparse
 import os
 import sys
@@ -20,16 +22,17 @@ from pathlib import Path
 from unittest import mock
 
 os.environ["TRITON_INTERPRET"] = "0"  # before anything imports Triton: kernels are to be compiled
-import _root
 
-import torch
-import triton
-
-import tiny_llama_v3 as v3
-from bench import compile_for_amd
-from exercises.tiny_llama_v3 import measure
-from workshop.cli import ToolError, documented_parser, print_notes, run_tool
+from workshop.cli import ToolError, documented_parser, needed, print_notes, run_tool
 from workshop.show import markdown_table
+
+with needed():
+    import torch
+    import triton
+
+    import tiny_llama_v3 as v3
+    from bench import compile_for_amd
+    from exercises.tiny_llama_v3 import measure
 
 PROG = Path(__file__).name
 
