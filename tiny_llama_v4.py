@@ -501,6 +501,8 @@ class SideStreams:
         self.casts: dict[Tensor, Tensor] = {}  # of each parameter, in the type of the GEMMs
         self.versions: dict[Tensor, int] = {}  # of the parameter when it was cast
         self.active = False
+        self.begun: torch.cuda.Event | None = None  # of the forward pass
+        self.chain: torch.cuda.Stream | None = None  # while updates run
         self.streams: tuple[torch.cuda.Stream, ...] = ()
         self.pending: collections.deque[tuple[torch.cuda.Event, tuple]] = collections.deque()
         self.written: dict[Tensor, int] = {}  # the address of each parameter's gradient
