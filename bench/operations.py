@@ -608,7 +608,8 @@ def whole_step(rounds: int, precisions: Sequence[str]) -> Iterator[Part]:
         model = name.partition(",")[0]
         script = f"{model}_{VERSIONS_OF[model][-1]}"
         argv = graph_of([*sizes, *ARGUMENTS[precision]])
-        yield {"shape": name, "precision": precision}, partial(kernels_and_reference, script, argv, rounds)
+        names = {"shape": name, "precision": precision, "script": script}
+        yield names, partial(kernels_and_reference, script, argv, rounds)
 
 
 def kernels_and_reference(script: str, argv: list[str], rounds: int) -> dict:
@@ -751,10 +752,10 @@ def with_blocks(study: str, wanted: Wanted, tried: Sequence[str]) -> Iterator[Pa
 def with_these(module: ModuleType, blocks: str, measure: Callable[[], dict]) -> dict:
     """What is measured with these blocks, after which the script has its own again."""
     try:
-        module.OVERRIDES.update(module.read_blocks(part) for part in blocks.split())
+        module.use_blocks(blocks or "default")
         return measure()
     finally:
-        module.OVERRIDES.clear()
+        module.use_blocks("default")
 
 
 def check_failed(sides: Mapping[str, dict]) -> None:
