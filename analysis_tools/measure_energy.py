@@ -31,7 +31,7 @@ from workshop.cli import ToolError, at_least, documented_parser, run_tool
 from workshop.script import load_script
 from workshop.show import markdown_table
 from workshop.study import measure_study
-from workshop.turns import TURN_MS, begin, free_memory, graph_of, parse_quiet
+from workshop.turns import TURN_MS, begin, free_memory, graph_of, named, parse_quiet
 
 PROG = Path(__file__).name
 PERIOD = 0.05  # seconds between two readings
@@ -108,7 +108,7 @@ def energy(modules: Sequence, argv: list[str], seconds: int, rounds: int) -> lis
         joules = [power * ms / 1e3 for power, ms in zip(powers, run.turns, strict=True)]
         turns = {"watts": powers, "mhz": clocks, "ms": run.turns, "joules": joules}
         watts, mhz, ms, joule = map(statistics.median, turns.values())
-        row = {"script": name, "argv": argv} | {f"turns_{unit}": values for unit, values in turns.items()}
+        row = named(name, argv, run.args) | {f"turns_{unit}": values for unit, values in turns.items()}
         row |= {"watts": watts, "mhz": mhz, "batch_ms": ms, "joules_per_step": joule}
         rows.append(row | {"mj_per_sample": 1e3 * joule / run.args.batch_size})
     runs.clear()
