@@ -65,6 +65,7 @@ if [[ $dry_run == no ]]; then
     trap 'summarise || true' EXIT
     end_at_signals "what ran until then is in $directory/summary.md"
 fi
+name_default
 common=(--script "$script" ${script_args[@]+"${script_args[@]}"})
 step pytorch_profiler "$python" "$root/run_pytorch_profiler.py" --profile-dir "$directory/pytorch" --generate-report \
     "${common[@]}"

@@ -30,7 +30,7 @@ from pathlib import Path
 
 from workshop.cli import ToolError, at_least, documented_parser, print_notes, run_tool
 from workshop.files import write_csv, write_file
-from workshop.script import load_script, script_arguments
+from workshop.script import add_script, load_script, script_arguments
 from workshop.show import NOT_FINISHED, cell, drawing, markdown_table
 from workshop.study import Part, check_failed, heading, measure_study, read_rows, read_study
 from workshop.turns import graph_of, in_turns
@@ -63,7 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
     note = f"Every other argument goes to the script: python {SCRIPT} --help lists them.\n\n"
     parser = documented_parser(PROG, __doc__, usage, note)
     add = parser.add_argument
-    add("--script", default=SCRIPT, metavar="FILE", help="(default: %(default)s)")
+    add_script(parser, SCRIPT)
     add("--target-memory-usage", type=part_of_memory, default=0.8, metavar="X", help="part of memory (default: 0.8)")
     add("--optimization-target", choices=TARGETS, default="throughput", help="(default: %(default)s)")
     add("--max-batch-size", type=at_least(1), default=65536, metavar="N", help="end there (default: 65536)")

@@ -45,7 +45,7 @@ from workshop.profile.ceilings import Ceilings, measure_ceilings
 from workshop.profile.kernels import CATEGORIES, category, short_name
 from workshop.profile.roofline import draw, group_bytes, group_flops, group_times, rates
 from workshop.rocm.files import matching, read_columns
-from workshop.script import DEFAULT_SCRIPT, load_script, script_arguments
+from workshop.script import DEFAULT_SCRIPT, add_script, load_script, script_arguments
 from workshop.show import cell, drawing, markdown_table
 from workshop.turns import free_memory
 
@@ -243,7 +243,7 @@ def build_parser() -> argparse.ArgumentParser:
     note = f"Every other argument goes to the scripts: python {DEFAULT_SCRIPT} --help lists them.\n\n"
     parser = documented_parser(PROG, __doc__, "%(prog)s [arguments] [arguments of the scripts]", note)
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--script", default=DEFAULT_SCRIPT, metavar="FILE", help="(default: %(default)s)")
+    add_script(what, DEFAULT_SCRIPT)
     what.add_argument("--scripts", nargs="+", metavar="FILE", help="several, in one table and picture")
     what.add_argument("--from-rocprof-compute", type=Path, metavar="DIR", help="read a profile, run nothing")
     parser.add_argument("--output", type=Path, default=Path(NAME), metavar="DIR", help="(default: ./%(default)s)")

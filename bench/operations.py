@@ -607,7 +607,8 @@ def whole_step(rounds: int, precisions: Sequence[str]) -> Iterator[Part]:
         model = name.partition(",")[0]
         script = f"{model}_{VERSIONS_OF[model][-1]}"
         argv = graph_of([*sizes, *ARGUMENTS[precision]])
-        yield {"shape": name, "precision": precision}, partial(kernels_and_reference, script, argv, rounds)
+        names = {"shape": name, "precision": precision, "script": script}
+        yield names, partial(kernels_and_reference, script, argv, rounds)
 
 
 def kernels_and_reference(script: str, argv: list[str], rounds: int) -> dict:

@@ -18,7 +18,6 @@ Examples:
   torchrun --nproc-per-node N bench/versions.py scaling results/DIR
   torchrun --nproc-per-node N bench/versions.py ddp results/DIR    where the time goes that scaling loses
   python bench/versions.py table results/DIR      the tables, from what lies in DIR
-  python bench/versions.py picture results/DIR    versions.png there: time, kernels and memory of the versions in bf16
 """
 
 import _root
@@ -37,10 +36,10 @@ from pathlib import Path
 from workshop import records
 from workshop.ablation import ablation, fusion_sets, new_fusions, sets_table
 from workshop.cli import ToolError, at_least, documented_parser, run_tool
-from workshop.files import read_json, write_file
+from workshop.files import read_json
 from workshop.profile.kernels import CATEGORIES
 from workshop.results import Run
-from workshop.show import NOT_FINISHED, cell, drawing, markdown_table
+from workshop.show import NOT_FINISHED, cell, markdown_table
 from workshop.study import Part, as_rows, by_side, check_failed, measure_study, read_rows
 from workshop.turns import (
     GRAPH,
@@ -443,33 +442,6 @@ def best_compiled(sides: Mapping[str, dict]) -> str:
     return min((name for name in sides if name.endswith("compiled")), key=lambda name: sides[name]["batch_ms"])
 
 
-def draw_versions(directory: Path) -> None:
-    """versions.png: what a step in bf16 takes of each version as a graph, each figure as a part of V1's."""
-    pyplot = drawing()
-    found = versions_of(directory / "headline_v3.json", "mode").items()
-    shapes = {shape: sides for (shape, *how), sides in found if how == ["bf16", "graph"]}
-    figure, panels = pyplot.subplots(1, 3, figsize=(11, 3.6), sharey=True, layout="constrained")
-    units = {"batch_ms": ("time per step", "{:.3g} ms"), "per_step": ("kernels per step", "{:.0f}")}
-    units["peak_mb"] = ("peak memory", "{:.0f} MB")
-    width = 0.8 / len(VERSIONS)
-    for panel, (key, (title, form)) in zip(panels, units.items(), strict=True):
-        for number, version in enumerate(map(str.upper, VERSIONS)):
-            for place, sides in enumerate(shapes.values()):
-                at, part = place + (number - 1) * width, sides[version][key] / sides["V1"][key]
-                label = version if place == 0 and panel is panels[0] else ""
-                panel.bar(at, part, width, color=f"C{number}", label=label)
-                label = form.format(sides[version][key])
-                panel.text(at, part + 0.01, label, rotation=90, ha="center", va="bottom", fontsize="x-small")
-        panel.set_title(title)
-        panel.set_xticks(range(len(shapes)), [s.replace("tiny_", "").replace(", ", "\n") for s in shapes])
-        panel.set_ylim(0, 1.3)
-        panel.spines[["top", "right"]].set_visible(False)
-    panels[0].set_ylabel("of V1")
-    figure.legend(loc="outside right upper", frameon=False)
-    write_file(directory / "versions.png", lambda temporary: figure.savefig(temporary, dpi=120))
-    pyplot.close(figure)
-
-
 def fastest_table(directory: Path) -> str:
     """Milliseconds per step of V4 and the others, the best compiled one's over V4's, peak memory."""
     lines, sides = [], []
@@ -586,7 +558,6 @@ def build_parser() -> argparse.ArgumentParser:
         "scaling",
         "ddp",
         "table",
-        "picture",
     )
     add = parser.add_argument
     add("suite", choices=suites)
@@ -605,9 +576,6 @@ def run_suite(args: argparse.Namespace) -> int:
     """Measure, or print the tables; returns the exit status."""
     if args.suite == "table":
         print(table(args.directory, args.tables))
-        return 0
-    if args.suite == "picture":
-        draw_versions(args.directory)
         return 0
     args.directory.mkdir(parents=True, exist_ok=True)
     if args.suite == "headline":

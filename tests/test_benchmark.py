@@ -424,7 +424,8 @@ def test_the_whole_step_has_its_parts_and_its_reference(tmp_path, monkeypatch, c
     monkeypatch.setattr(kernels, "measure_ceilings", lambda *given: replace(ceilings(*given), copy_gb_per_s=2.0))
     assert kernels.main(["step", str(tmp_path), "--rounds", "2"]) == 0
     (row,) = json.loads((tmp_path / "step.json").read_text())["rows"]
-    assert (row["shape"], row["precision"], row["ceilings"]["precision"]) == ("tiny_llama, tiny", "bf16", "bfloat16")
+    assert (row["shape"], row["precision"], row["script"]) == ("tiny_llama, tiny", "bf16", "tiny_llama_v4")
+    assert row["ceilings"]["precision"] == "bfloat16"
     assert row["ms"] == pytest.approx(sum(row["turns_ms"]) / 2)
     assert row["floor"]["copy_ms"] == pytest.approx(row["bytes"] / 2e9 * 1e3)
     assert row["floor"]["gemm_ms"] == pytest.approx(row["flop"] / row["ceilings"]["gemm_tflops"] / 1e9)

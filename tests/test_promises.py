@@ -14,10 +14,20 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, captured, run_main
 
-from analysis_tools import compare_runs, fusion_ablation_study, plot_runs, regression_tester
+import run_deepspeed_flops
+import run_pytorch_profiler
+from analysis_tools import (
+    compare_runs,
+    fusion_ablation_study,
+    optimize_batch_size,
+    plot_runs,
+    regression_tester,
+    roofline_analysis,
+)
 from exercises.performance_debugging import compare_stages
 from workshop.cli import ToolError
 from workshop.files import write_csv, write_file, write_text
+from workshop.script import DEFAULT_SCRIPT
 from workshop.show import markdown_table
 
 RUN = ROOT / "results/cpu/tiny_llama_v2_readme.json"
@@ -199,7 +209,7 @@ BLOCK = """
 import sys
 class Missing:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("torch", "numpy", "triton", "matplotlib", "plotly"):
+        if name.partition(".")[0] in ("torch", "numpy", "triton", "matplotlib"):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Missing())
 """
@@ -261,3 +271,24 @@ def test_a_name_that_the_terminal_cannot_show():
     environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "1"}
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
     assert (done.returncode, "L\\xe4ufe" in done.stdout) == (0, True), done.stderr
+
+
+# --- what was run is named
+
+
+@pytest.mark.parametrize(
+    "tool", [run_pytorch_profiler, run_deepspeed_flops, fusion_ablation_study, optimize_batch_size, roofline_analysis]
+)
+def test_a_tool_names_the_script_that_nobody_gave(tool):
+    default = getattr(tool, "SCRIPT", DEFAULT_SCRIPT)
+    for given, notes in ([], 1), (["--script", default], 0):
+        status, _, err = call(tool, *given, "--no-such-flag")  # the script refuses it, so nothing is measured
+        assert (status, err.count(f"note: no --script is given, {default} is taken")) == (2, notes)
+
+
+@pytest.mark.parametrize("wrapper", ["run_rocprofv3", "run_rocprof_sys", "run_rocprof_compute", "run_all_profilers"])
+def test_a_wrapper_names_the_script_that_nobody_gave(wrapper):
+    for given, notes in ([], 1), (["--script", "tiny_openfold_v2.py"], 0):
+        command = [ROOT / f"{wrapper}.sh", "--dry-run", *given]
+        err = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stderr
+        assert err.count("note: no --script is given, tiny_openfold_v2.py is taken") == notes

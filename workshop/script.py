@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 
-from workshop.cli import Parser, ToolError, documented_parser
+from workshop.cli import Parser, ToolError, documented_parser, print_notes
 from workshop.files import ROOT
 
 DEFAULT_SCRIPT = "tiny_openfold_v2.py"
@@ -20,12 +20,21 @@ INTERFACE = ("build_parser", "parse_args", "build_model", "make_batches", "train
 MODES = ("compare_fusion", "verify_accuracy", "under_profiler")
 
 
+class Default(str):
+    """A script that no argument names: load_script says that it is taken."""
+
+
+def add_script(parser: argparse.ArgumentParser | argparse._MutuallyExclusiveGroup, default: str) -> None:
+    """Add --script with this default."""
+    parser.add_argument("--script", default=Default(default), metavar="FILE", help="(default: %(default)s)")
+
+
 def tool_parser(prog: str, documentation: str | None) -> Parser:
     """A documented parser with --script and --profile-dir; what it does not know is for the script."""
     usage = "%(prog)s [arguments] [arguments of the script]"
     note = f"Every other argument goes to the script: python {DEFAULT_SCRIPT} --help lists them.\n\n"
     parser = documented_parser(prog, documentation, usage, note)
-    parser.add_argument("--script", default=DEFAULT_SCRIPT, metavar="FILE", help="(default: %(default)s)")
+    add_script(parser, DEFAULT_SCRIPT)
     parser.add_argument("--profile-dir", metavar="DIR", help="for results (default: the script's own)")
     return parser
 
@@ -75,6 +84,8 @@ def interpret_without_gpu() -> None:
 def load_script(name: str) -> ModuleType:
     """Import a version script by its path. It is looked at before, so nothing else is ever run."""
     path = find_script(name)
+    if isinstance(name, Default):
+        print_notes(Path(sys.argv[0]).name, f"no --script is given, {name} is taken")
     interpret_without_gpu()
     loaded = sys.modules.get(path.stem)
     if loaded is not None and getattr(loaded, "__file__", None) == str(path):

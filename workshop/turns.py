@@ -62,6 +62,8 @@ def named(script: str, argv: Sequence[str], args: argparse.Namespace) -> dict:
     return {
         "model": model,
         **({"version": version} if version else {}),
+        "batch_size": args.batch_size,
+        "seq_len": args.seq_len,
         "precision": precision_of(given),
         "mode": mode_of(given),
         "fusions": fusions,

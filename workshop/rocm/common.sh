@@ -9,6 +9,7 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 program=$(basename "$0")
 python=${PYTHON:-python3}
 script=tiny_openfold_v2.py
+script_given=no
 output_dir=.
 result_dir=
 dry_run=no
@@ -48,6 +49,7 @@ parse_arguments() { # "$@" of the wrapper
         --script)
             need_value "$@"
             script=$2
+            script_given=yes
             shift 2
             ;;
         --output-dir)
@@ -122,7 +124,13 @@ side() { # baseline: all fusions off, and V1; fused: all on; partial: some
     fi
 }
 
+name_default() { # once, where no --script is given
+    [[ $script_given == yes ]] || echo "$program: note: no --script is given, $(basename "$script") is taken" >&2
+    script_given=yes
+}
+
 application() { # RESULT_DIR [ARGUMENT...]: sets `app` to the command that runs the script under a profiler
+    name_default
     app=("$python" "$script" --under-profiler --enable-rocm-profiling)
     if ! given --profile-dir; then app+=(--profile-dir "$1"); fi
     app+=("${@:2}" ${script_args[@]+"${script_args[@]}"})
