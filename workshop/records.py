@@ -276,7 +276,7 @@ class Row:
     gb: Positive = None
     gb_per_s: Positive = None
     of_copy: Positive = None  # of the rate of a copy
-    kernels: list[StepKernel] | int = None
+    kernels: list[StepKernel] | int | str = None
     # other
     final_loss: float | None = None
     loss_steps: int = None
