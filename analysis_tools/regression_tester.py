@@ -38,7 +38,7 @@ from workshop.show import NOT_FINISHED, cell, markdown_table
 PROG = Path(__file__).name
 # What may differ and is only named; all other settings have to be the same.
 NOTED = ("num_steps", "warmup_steps", "learning_rate", "seed", "torch_compile", "cuda_graph", "torch")
-NAMES = ("shape", "name", "batch_size", "seq_len", "precision", "mode", "seed", "group", "side")  # that rows bear
+SIZES, NAMES = ("batch_size", "seq_len"), ("precision", "mode", "seed", "group", "side")  # what names a row
 FEW = 5  # turns, below which their ranges part by chance
 
 
@@ -75,8 +75,9 @@ def entries_of_study(path: Path, content: dict) -> dict[str, Entry]:
     same |= {"cpu_threads": environment.get("cpu_threads")} if environment.get("device") == "cpu" else {}
     for row in content["rows"]:
         if {"turns_ms", "status"} & row.keys() and {"script", "model"} <= row.keys():
-            names = {key: row[key] for key in NAMES if key in row}
-            name = ", ".join(v if isinstance(v, str) else f"{k} {v}" for k, v in names.items()) or row["script"]
+            sizes = next(((key,) for key in ("shape", "name") if key in row), SIZES)
+            names = {key: row[key] for key in (*sizes, *NAMES) if key in row} or {"script": row["script"]}
+            name = ", ".join(v if isinstance(v, str) else f"{k} {v}" for k, v in names.items())
             if name in found:
                 raise ToolError(f"{path}: two rows are named {name}")
             argv = [word for word in row.get("argv", ()) if not word.startswith(("--enable-", "--disable-"))]

@@ -69,7 +69,7 @@ with needed():
     from workshop.profile.roofline import group_bytes
     from workshop.show import NOT_FINISHED, cell, markdown_table
     from workshop.study import Part, as_rows, by_side, measure_study, read_rows
-    from workshop.turns import begin, free_memory, graph_of, make_trainer, named, parse_quiet
+    from workshop.turns import alternating, begin, free_memory, graph_of, make_trainer, named, parse_quiet
 
 PROG = Path(__file__).name
 GPU = torch.cuda.is_available()
@@ -239,7 +239,7 @@ def cache_flush() -> Step:
     return flush
 
 
-def in_turns(sides: dict[str, Step], rounds: int, cold: bool = False) -> dict[str, dict]:
+def steps_in_turns(sides: dict[str, Step], rounds: int, cold: bool = False) -> dict[str, dict]:
     """Microseconds per step of each side: the median of the turns, which change their order, and extra peak memory.
 
     A graph that is replayed finds in the L2 cache what its last step left there; `cold` times are those of short steps
@@ -272,16 +272,13 @@ def in_turns(sides: dict[str, Step], rounds: int, cold: bool = False) -> dict[st
         attempt(name, partial(prepare, name))
         if GPU:
             torch.cuda.empty_cache()  # what the side took outside its graph is for the next one's
-    for turn in range(rounds + 1):
+    for _, name in alternating(ready, rounds + 1):
         flushed = 1e6 * seconds(flushing) / 10 if flushing else 0.0
-        for name in list(ready)[:: 1 if turn % 2 else -1]:
-            attempt(name, partial(ready[name].take, flushed))
-        if turn == 0:  # which warms up
-            for side in ready.values():
-                side.row |= {key: [] for key in ("turns_us", "cold_turns_us") if key in side.row}
+        attempt(name, partial(ready[name].take, flushed))
     for side in ready.values():
         for key in ("turns_us", "cold_turns_us"):
             if key in side.row:
+                side.row[key] = side.row[key][1:]  # the first one warms up
                 side.row[key.replace("turns_", "")] = statistics.median(side.row[key])
     ready.clear()
     free_memory()
@@ -337,7 +334,7 @@ def measure_shape(sides_of: Callable, name: str, sizes: tuple, precision: str, w
     dtype, products = PRECISIONS[precision]
     with matmul_precision(products):
         autotune = name in wanted.autotuned and dtype == torch.bfloat16
-        return as_rows(in_turns(sides_of(sizes, dtype, autotune, wanted), wanted.rounds, cold=True))
+        return as_rows(steps_in_turns(sides_of(sizes, dtype, autotune, wanted), wanted.rounds, cold=True))
 
 
 @contextlib.contextmanager
@@ -589,7 +586,7 @@ def beside_a_copy(function: Callable, arguments: list, source: Tensor, rounds: i
         return (found,) if isinstance(found, Tensor) else found
 
     moved = sum(t.nbytes for t in (*arguments, *step()) if isinstance(t, Tensor))
-    sides = in_turns({"kernel": step, "copy": copy}, rounds)
+    sides = steps_in_turns({"kernel": step, "copy": copy}, rounds)
     check_failed(sides)
     for side, count in (("kernel", moved), ("copy", 2 * source.nbytes)):
         sides[side] |= {"bytes": count, "gb_per_s": count / sides[side]["us"] / 1e3}
@@ -719,7 +716,7 @@ def llamas_in_turns(sizes: list[str], precision: str, rounds: int) -> list[dict]
             model = hugging_face(ours)
             sides[side] = training_step(made_fast(model), model, batch, dtype)
             sides[side].eager = side == EAGER
-        return as_rows(in_turns(sides, rounds))
+        return as_rows(steps_in_turns(sides, rounds))
 
 
 EAGER = "Liger, eager"

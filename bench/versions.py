@@ -44,6 +44,7 @@ from workshop.study import Part, as_rows, by_side, check_failed, measure_study, 
 from workshop.turns import (
     GRAPH,
     all_measured,
+    alternating,
     free_memory,
     graph_of,
     in_turns,
@@ -205,14 +206,13 @@ def measured_and_bare(script: str, argv: list[str], rounds: int) -> dict:
     run.start()
     steps, turns, bare, mark = 5, 10 * rounds, [], run.trainer.mark
     run.plan(turns * steps, "step")
-    for turn in range(turns):
-        for measured in (True, False) if turn % 2 else (False, True):
-            if measured:
-                run.take(steps)
-            else:
-                run.trainer.mark = lambda: None
-                bare.append(statistics.fmean(step_times(run.trainer, steps)))
-                run.trainer.mark = mark
+    for _, side in alternating(("bare", "measured"), turns):
+        if side == "measured":
+            run.take(steps)
+        else:
+            run.trainer.mark = lambda: None
+            bare.append(statistics.fmean(step_times(run.trainer, steps)))
+            run.trainer.mark = mark
     row = named(script, argv, run.args) | {"measured_ms": run.turns, "bare_ms": bare}
     row["ratio"] = statistics.median(m / b for m, b in zip(run.turns, bare, strict=True))
     del run
@@ -282,16 +282,16 @@ def with_and_without_ddp(script: str, argv: list[str], processes: int, rounds: i
     trainer = make_trainer(module, argv)
     forward = {"alone": trainer.model, "together": trainer.model, "ddp": trainer.forward}
     times: dict[str, list[float]] = {kind: [] for kind in (*forward, "slowest")}
-    for turn in range(rounds + 1):
-        for kind, trainer.forward in forward.items():
-            torch.distributed.barrier(idle)
-            steps = step_times(trainer, 12) if kind != "alone" or module.RANK == 0 else []
-            everyone: list = [None] * processes
-            torch.distributed.all_gather_object(everyone, steps, idle)
-            if turn:  # the first warms up
-                times[kind].append(statistics.fmean(everyone[0]))
-            if turn and kind == "together":
-                times["slowest"].append(statistics.fmean(map(max, zip(*everyone, strict=True))))
+    for turn, kind in alternating(forward, rounds + 1):
+        trainer.forward = forward[kind]
+        torch.distributed.barrier(idle)
+        steps = step_times(trainer, 12) if kind != "alone" or module.RANK == 0 else []
+        everyone: list = [None] * processes
+        torch.distributed.all_gather_object(everyone, steps, idle)
+        if turn:  # the first warms up
+            times[kind].append(statistics.fmean(everyone[0]))
+        if turn and kind == "together":
+            times["slowest"].append(statistics.fmean(map(max, zip(*everyone, strict=True))))
     found = {f"{kind}_ms": statistics.median(values) for kind, values in times.items()}
     row = named(script, argv, trainer.args) | found
     del trainer, forward

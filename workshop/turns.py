@@ -8,7 +8,7 @@ import importlib
 import math
 import statistics
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from types import ModuleType
 
@@ -108,6 +108,17 @@ def begin(module: ModuleType, args: argparse.Namespace, rounds: int) -> tuple[ob
     return run, steps, peak
 
 
+def alternating(sides: Collection[str], rounds: int) -> Iterator[tuple[int, str]]:
+    """The number of the turn and the side whose turn it is: first to last, then last to first, and so on.
+
+    A side that is no longer among them, because it failed, is left out from then on.
+    """
+    for turn in range(rounds):
+        for side in [*sides][:: 1 if turn % 2 == 0 else -1]:
+            if side in sides:
+                yield turn, side
+
+
 def in_turns(sides: dict[str, tuple[str, list[str]]], rounds: int) -> dict[str, dict]:
     """What steps of each side (script, arguments) take, in turns of about 0.3 s and at least two steps.
 
@@ -145,9 +156,8 @@ def in_turns(sides: dict[str, tuple[str, list[str]]], rounds: int) -> dict[str, 
 
     for name in sides:
         attempt(name, partial(start, name))
-    for turn in range(rounds):
-        for name in list(runs)[:: 1 if turn % 2 == 0 else -1]:
-            attempt(name, partial(runs[name].take, steps[name]))
+    for _, name in alternating(runs, rounds):
+        attempt(name, partial(runs[name].take, steps[name]))
     for name in list(runs):
         attempt(name, partial(finish, name))
     runs.clear()
