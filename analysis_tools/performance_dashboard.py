@@ -298,7 +298,7 @@ class Study:
             yield Panel("ablation", choice, self.name, note, draw_ablation(same))
 
     def steps(self) -> Iterator[Panel]:
-        """Kernels of a whole step, and its place under the roofline (benchmark_kernels.py step)."""
+        """Kernels of a whole step, and its place under the roofline (bench/operations.py step)."""
         for row in self.content["rows"]:
             choice, sizes = self.choice(row), self.sizes(row)
             name, parts = f"{row['version']}, whole step", Counter()

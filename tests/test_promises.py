@@ -252,6 +252,12 @@ TRAINS = {
     "bench/versions.py": "counts .",
     "bench/operations.py": "table .",
     "bench/compile_for_amd.py": "--help",
+    "exercises/performance_debugging/check_step.py": f"{ROOT}/tiny_llama_v1.py",
+    **{
+        path.relative_to(ROOT).as_posix(): ""
+        for path in sorted(ROOT.glob("exercises/*/*.py"))
+        if path not in PROGRAMS and path.read_text().startswith("#!")  # else it is no program
+    },
 }
 
 

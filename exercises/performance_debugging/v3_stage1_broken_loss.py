@@ -12,10 +12,13 @@ import argparse
 import sys
 from pathlib import Path
 
-import torch
-from torch import nn
+from workshop.cli import needed
 
-import tiny_llama_v3 as v3
+with needed():
+    import torch
+    from torch import nn
+
+    import tiny_llama_v3 as v3
 
 v3.SCRIPT, v3.__file__ = Path(__file__).stem, __file__  # its results bear this name
 

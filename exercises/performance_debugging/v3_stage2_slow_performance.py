@@ -11,10 +11,13 @@ import _root
 import sys
 from pathlib import Path
 
-import torch.nn.functional as F
-from torch import Tensor
+from workshop.cli import needed
 
-import tiny_llama_v3 as v3
+with needed():
+    import torch.nn.functional as F
+    from torch import Tensor
+
+    import tiny_llama_v3 as v3
 
 v3.SCRIPT, v3.__file__ = Path(__file__).stem, __file__  # its results bear this name
 

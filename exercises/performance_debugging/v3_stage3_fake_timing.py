@@ -12,7 +12,10 @@ import sys
 import time
 from pathlib import Path
 
-import tiny_llama_v3 as v3
+from workshop.cli import needed
+
+with needed():
+    import tiny_llama_v3 as v3
 
 v3.SCRIPT, v3.__file__ = Path(__file__).stem, __file__  # its results bear this name
 

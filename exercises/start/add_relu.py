@@ -19,10 +19,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-from torch import Tensor
+from workshop.cli import ToolError, at_least, documented_parser, needed, run_tool
 
-from workshop.cli import ToolError, at_least, documented_parser, run_tool
+with needed():
+    import torch
+    from torch import Tensor
 
 PROG = Path(__file__).name
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -7,23 +7,25 @@ Examples:
 
 from __future__ import annotations
 
+import _root
+
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
+from workshop.cli import ToolError, at_least, documented_parser, needed
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton looks at it when it is imported
-import _root
+with needed():
+    import torch
 
-import triton
-import triton.language as tl
-from torch import Tensor
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton looks at it when it is imported
+    import triton
+    import triton.language as tl
+    from torch import Tensor
 
-from exercises.tiny_llama_v3 import measure
-from workshop.cli import ToolError, at_least, documented_parser
+    from exercises.tiny_llama_v3 import measure
 
 PROG = Path(__file__).name
 

@@ -19,12 +19,14 @@ from pathlib import Path
 from types import ModuleType
 from unittest import mock
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
+from workshop.cli import ToolError, at_least, documented_parser, needed
 
-from exercises.tiny_llama_v3 import measure
-from workshop.cli import ToolError, at_least, documented_parser
+with needed():
+    import torch
+    import torch.nn.functional as F
+    from torch import Tensor
+
+    from exercises.tiny_llama_v3 import measure
 
 PROG = Path(__file__).name
 CASES = (  # shape, type of the update, share that is dropped

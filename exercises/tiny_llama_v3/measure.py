@@ -18,14 +18,16 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-import torch
-from torch import Tensor, nn
-
-import tiny_llama_v3 as v3  # before Triton: without a GPU it asks for the interpreter
-from workshop.cli import ToolError, documented_parser, print_notes, run_tool
+from workshop.cli import ToolError, documented_parser, needed, print_notes, run_tool
 from workshop.files import read_json, write_text
-from workshop.profile.traffic import Traffic
 from workshop.show import markdown_table
+
+with needed():
+    import torch
+    from torch import Tensor, nn
+
+    import tiny_llama_v3 as v3  # before Triton: without a GPU it asks for the interpreter
+    from workshop.profile.traffic import Traffic
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
