@@ -31,7 +31,7 @@ from workshop.cli import ToolError, at_least, documented_parser, run_tool
 from workshop.script import load_script
 from workshop.show import markdown_table
 from workshop.study import measure_study
-from workshop.turns import TURN_MS, begin, free_memory, graph_of, parse_quiet
+from workshop.turns import TURN_MS, alternating, begin, free_memory, graph_of, named, parse_quiet
 
 PROG = Path(__file__).name
 PERIOD = 0.05  # seconds between two readings
@@ -99,16 +99,15 @@ def energy(modules: Sequence, argv: list[str], seconds: int, rounds: int) -> lis
         runs[module.SCRIPT], steps[module.SCRIPT] = run, round(short * 1e3 * seconds / TURN_MS)
         run.plan(rounds * steps[module.SCRIPT], "step")
     readings: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
-    for turn in range(rounds):
-        for name in list(runs) if turn % 2 == 0 else reversed(runs):
-            readings[name].append(take_with_readings(runs[name], steps[name]))
+    for _, name in alternating(runs, rounds):
+        readings[name].append(take_with_readings(runs[name], steps[name]))
     rows = []
     for name, run in runs.items():
         powers, clocks = zip(*readings[name], strict=True)
         joules = [power * ms / 1e3 for power, ms in zip(powers, run.turns, strict=True)]
         turns = {"watts": powers, "mhz": clocks, "ms": run.turns, "joules": joules}
         watts, mhz, ms, joule = map(statistics.median, turns.values())
-        row = {"script": name, "argv": argv} | {f"turns_{unit}": values for unit, values in turns.items()}
+        row = {"side": name} | named(name, argv, run.args) | {f"turns_{unit}": values for unit, values in turns.items()}
         row |= {"watts": watts, "mhz": mhz, "batch_ms": ms, "joules_per_step": joule}
         rows.append(row | {"mj_per_sample": 1e3 * joule / run.args.batch_size})
     runs.clear()

@@ -84,7 +84,7 @@ def speedups_over_unfused(sides: dict[Set, tuple[str, tuple[str, list[str]]]], r
         row = measured[name]
         finished = "turns_ms" in row and "turns_ms" in measured["none"]
         gain = statistics.median(ratios(measured["none"], row)) if finished else None
-        rows.append({"fusions": name, "on": [*on], **row, "speedup": gain})
+        rows.append({"side": name, "on": [*on], **row, "speedup": gain})
     return rows
 
 
@@ -153,10 +153,10 @@ def sets_table(script: str, rows: Sequence[dict], wide: bool = False) -> str:
         precision: log_speedups(r for r in rows if r["precision"] == precision) if wide else {}
         for precision in precisions
     }
-    for name in dict.fromkeys(row["fusions"] for row in rows):
+    for name in dict.fromkeys(row["side"] for row in rows):
         lines.append([name])
         for precision in precisions:
-            same = [row for row in rows if (row["fusions"], row["precision"]) == (name, precision)]
+            same = [row for row in rows if (row["side"], row["precision"]) == (name, precision)]
             ended = next((NOT_FINISHED[row["status"]] for row in same if "status" in row), None)
             for key, (_, form, suffix) in columns.items():
                 values = [row[key] for row in same if row.get(key) is not None]

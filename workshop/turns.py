@@ -8,11 +8,12 @@ import importlib
 import math
 import statistics
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from types import ModuleType
 
 from workshop.cli import ToolError
+from workshop.script import mode_of, model_and_version, precision_of
 
 GRAPH = "--enable-cuda-graph"
 TURN_MS = 300  # about how long a turn is
@@ -53,11 +54,22 @@ def graph_of(argv: Sequence[str]) -> list[str]:
     return [*argv, GRAPH] if on_gpu(argv) and not DECIDED & words_of(argv) else [*argv]
 
 
-def precision_of(training: Mapping) -> str:
-    """The type of the matrix products as studies name it, from the arguments of a script or its result's `training`."""
-    if training.get("use_amp"):
-        return {"float16": "fp16"}.get(training.get("amp_dtype"), "bf16")
-    return {"highest": "fp32", "high": "TF32"}.get(training.get("matmul_precision") or "highest", "medium fp32")
+def named(script: str, argv: Sequence[str], args: argparse.Namespace) -> dict:
+    """What a run of a script is, as rows of studies name it; `args` are its arguments as parsed."""
+    model, version = model_and_version(script)
+    given, module = vars(args), importlib.import_module(script)
+    fusions = [flag for flag, attribute, _ in module.FUSIONS if given[attribute]]
+    return {
+        "model": model,
+        **({"version": version} if version else {}),
+        "batch_size": args.batch_size,
+        "seq_len": args.seq_len,
+        "precision": precision_of(given),
+        "mode": mode_of(given),
+        "fusions": fusions,
+        "script": script,
+        "argv": argv,
+    }
 
 
 def short_run(script: str, argv: Sequence[str]) -> dict:
@@ -96,6 +108,17 @@ def begin(module: ModuleType, args: argparse.Namespace, rounds: int) -> tuple[ob
     return run, steps, peak
 
 
+def alternating(sides: Collection[str], rounds: int) -> Iterator[tuple[int, str]]:
+    """The number of the turn and the side whose turn it is: first to last, then last to first, and so on.
+
+    A side that is no longer among them, because it failed, is left out from then on.
+    """
+    for turn in range(rounds):
+        for side in [*sides][:: 1 if turn % 2 == 0 else -1]:
+            if side in sides:
+                yield turn, side
+
+
 def in_turns(sides: dict[str, tuple[str, list[str]]], rounds: int) -> dict[str, dict]:
     """What steps of each side (script, arguments) take, in turns of about 0.3 s and at least two steps.
 
@@ -105,7 +128,7 @@ def in_turns(sides: dict[str, tuple[str, list[str]]], rounds: int) -> dict[str, 
     """
     modules = {name: importlib.import_module(script) for name, (script, _) in sides.items()}
     parsed = {name: parse_quiet(modules[name], argv) for name, (_, argv) in sides.items()}
-    rows = {name: {"script": script, "argv": argv} for name, (script, argv) in sides.items()}
+    rows = {name: named(script, argv, parsed[name]) for name, (script, argv) in sides.items()}
     runs, steps = {}, {}
 
     def attempt(name: str, work: Callable[[], None]) -> None:
@@ -133,9 +156,8 @@ def in_turns(sides: dict[str, tuple[str, list[str]]], rounds: int) -> dict[str, 
 
     for name in sides:
         attempt(name, partial(start, name))
-    for turn in range(rounds):
-        for name in list(runs)[:: 1 if turn % 2 == 0 else -1]:
-            attempt(name, partial(runs[name].take, steps[name]))
+    for _, name in alternating(runs, rounds):
+        attempt(name, partial(runs[name].take, steps[name]))
     for name in list(runs):
         attempt(name, partial(finish, name))
     runs.clear()
