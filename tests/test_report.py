@@ -35,6 +35,7 @@ from conftest import (
     Run,
     build,
     command_line,
+    forking_python,
     load,
     model_of,
     parse,
@@ -639,7 +640,7 @@ def test_script_is_a_program_with_an_exit_status(tmp_path: Path):
     shutil.copy(ROOT / f"{SCRIPT}.py", tmp_path)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     options = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True, "timeout": 120}
-    command = [sys.executable, "-B", f"{SCRIPT}.py", *TINY[model_of(SCRIPT)], *QUICK, "--device", "cpu"]
+    command = [forking_python(), "-B", f"{SCRIPT}.py", *TINY[model_of(SCRIPT)], *QUICK, "--device", "cpu"]
     good = subprocess.run([*command, "--under-profiler"], **options)
     assert (good.returncode, good.stderr) == (0, "")
     assert "Final loss: " in good.stdout
