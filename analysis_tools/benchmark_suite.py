@@ -19,6 +19,8 @@ Examples:
 
 from __future__ import annotations
 
+import _root
+
 import argparse
 import contextlib
 import importlib.util
@@ -29,33 +31,12 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from profiling.program import (  # noqa: E402
-    NOT_FINISHED,
-    ToolError,
-    at_least,
-    cell,
-    documented_parser,
-    load_script,
-    markdown_table,
-    print_notes,
-    run_tool,
-    script_arguments,
-    write_csv,
-)
-from profiling.turns import (  # noqa: E402
-    check_failed,
-    graph_of,
-    heading,
-    in_turns,
-    measure_study,
-    ratios,
-    read_study,
-    short_run,
-    spread,
-)
+from workshop.cli import ToolError, at_least, documented_parser, print_notes, run_tool
+from workshop.files import ROOT, write_csv
+from workshop.script import load_script, script_arguments
+from workshop.show import NOT_FINISHED, cell, markdown_table
+from workshop.study import check_failed, heading, measure_study, read_study
+from workshop.turns import graph_of, in_turns, ratios, short_run, spread
 
 PROG = Path(__file__).name
 METRICS = ("throughput", "memory", "accuracy")
@@ -97,7 +78,7 @@ def scripts_of(args: argparse.Namespace) -> dict[str, tuple[str, list[str]]]:
         sides["v1 compiled"] = (f"tiny_{args.family}_v1", ["--enable-torch-compile"])
         for name, package in PACKAGES.items() if args.family == "llama" else ():
             if all(importlib.util.find_spec(needed) for needed in ("transformers", package)):
-                from profiling.peers import peer_script
+                from workshop.baselines import peer_script
 
                 sides[name.replace("_", " ")] = (peer_script(name), [])
             else:

@@ -21,6 +21,8 @@ Examples:
 
 from __future__ import annotations
 
+import _root
+
 import argparse
 import contextlib
 import sys
@@ -28,27 +30,14 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from analysis_tools.results import Run, differences, load_run  # noqa: E402
-from profiling import records  # noqa: E402
-from profiling.program import (  # noqa: E402
-    NOT_FINISHED,
-    ToolError,
-    at_least,
-    cell,
-    documented_parser,
-    drawing,
-    load_script,
-    markdown_table,
-    print_notes,
-    run_tool,
-    script_arguments,
-    write_file,
-    write_text,
-)
-from profiling.turns import GRAPH, graph_of, in_turns, measure_study, ratios, short_run, speedup, spread  # noqa: E402
+from workshop import records
+from workshop.cli import ToolError, at_least, documented_parser, print_notes, run_tool
+from workshop.files import ROOT, write_file, write_text
+from workshop.results import Run, differences, load_run
+from workshop.script import load_script, script_arguments
+from workshop.show import NOT_FINISHED, cell, drawing, markdown_table
+from workshop.study import measure_study
+from workshop.turns import GRAPH, graph_of, in_turns, ratios, short_run, speedup, spread
 
 PROG = Path(__file__).name
 MODELS = ("tiny_llama", "tiny_openfold")

@@ -15,6 +15,8 @@ Examples:
 
 from __future__ import annotations
 
+import _root
+
 import argparse
 import statistics
 import sys
@@ -25,18 +27,11 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from profiling.program import (  # noqa: E402
-    ToolError,
-    at_least,
-    documented_parser,
-    load_script,
-    markdown_table,
-    run_tool,
-)
-from profiling.turns import TURN_MS, begin, free_memory, graph_of, measure_study, parse_quiet  # noqa: E402
+from workshop.cli import ToolError, at_least, documented_parser, run_tool
+from workshop.script import load_script
+from workshop.show import markdown_table
+from workshop.study import measure_study
+from workshop.turns import TURN_MS, begin, free_memory, graph_of, parse_quiet
 
 PROG = Path(__file__).name
 PERIOD = 0.05  # seconds between two readings

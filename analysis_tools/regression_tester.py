@@ -2,7 +2,7 @@
 """Has anything become slower? One result against an earlier one: exit status 1 if so, or if it is not fast enough.
 
 A result is a run (<script>_summary.json, or the directory of one), a file of several runs (compare_runs.py --save), or
-a study of runs in turns (compare_versions.py, tools/benchmark.py). Of several, those of the same name are compared, one
+a study of runs in turns (compare_versions.py, bench/versions.py). Of several, those of the same name are compared, one
 by one. Other devices, models, sizes or another precision are refused; notes name what else differs.
 
 A time has the range of its turns, or, in a run of one turn, that of its steps up to the 95th percentile. Only where the
@@ -19,6 +19,8 @@ Examples:
 
 from __future__ import annotations
 
+import _root
+
 import argparse
 import math
 import statistics
@@ -27,21 +29,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from analysis_tools.results import Run, load_run, runs_in, settings  # noqa: E402
-from profiling.program import (  # noqa: E402
-    NOT_FINISHED,
-    ToolError,
-    cell,
-    documented_parser,
-    markdown_table,
-    print_notes,
-    read_json,
-    run_tool,
-)
-from profiling.records import Study, checked  # noqa: E402
+from workshop.cli import ToolError, documented_parser, print_notes, run_tool
+from workshop.files import read_json
+from workshop.records import Study, checked
+from workshop.results import Run, load_run, runs_in, settings
+from workshop.show import NOT_FINISHED, cell, markdown_table
 
 PROG = Path(__file__).name
 # What may differ and is only named; all other settings have to be the same.

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-from profiling.program import ROOT, ToolError, read_json
-from profiling.turns import ratios
-from tools.tables import printed_by
+from bench.tables import printed_by
+from workshop.cli import ToolError
+from workshop.files import ROOT, read_json
+from workshop.turns import ratios
 
 FIGURE = re.compile(r"\{([^{}:]+): ([^{}:]+): ([^{}:]+)\}")  # source, row and column, or file, keys and format
-BENCHMARK = "python tools/benchmark.py table results/h100 --tables"
-KERNELS = "python tools/benchmark_kernels.py table results/h100"
+BENCHMARK = "python bench/versions.py table results/h100 --tables"
+KERNELS = "python bench/operations.py table results/h100"
 
 
 @cache

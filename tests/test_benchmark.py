@@ -1,4 +1,4 @@
-"""tools/benchmark.py: what its measurements write, and the tables from it."""
+"""bench/versions.py: what its measurements write, and the tables from it."""
 
 import json
 import re
@@ -8,12 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, load, random_state, relative_difference
+from conftest import load, random_state, relative_difference
 
-sys.path.insert(0, str(ROOT))
-from profiling import peers
-from tools import benchmark
-from tools import benchmark_kernels as kernels
+from bench import operations as kernels
+from bench import versions as benchmark
+from workshop import baselines as peers
 
 SMALL = ["--hidden-dim", "32", "--num-layers", "2", "--seq-len", "16", "--batch-size", "2"]
 FUSIONS = ("qkv-fusion", "flash-attention", "swiglu-fusion")
@@ -131,7 +130,7 @@ def call(capsys, *argv) -> tuple[int, str, str]:
 
 @pytest.mark.parametrize(
     ("ending", "status", "line"),
-    [(("failed", 130), 130, "benchmark.py: interrupted"), (("failed", 1), 1, "why it ended")],
+    [(("failed", 130), 130, "versions.py: interrupted"), (("failed", 1), 1, "why it ended")],
     ids=["Ctrl-C", "failure"],
 )
 def test_a_run_that_fails_ends_the_suite_and_keeps_the_earlier_file(
@@ -186,7 +185,7 @@ def test_bad_input_is_one_line(tmp_path, monkeypatch, capsys, argv, content, lin
     assert not (tmp_path / "missing").exists()
 
 
-# tools/benchmark_kernels.py
+# bench/operations.py
 
 
 LLAMA = ["--num-layers", "1", "--hidden-dim", "32", "--num-heads", "4", "--num-kv-heads", "2", "--seq-len", "12"]
@@ -306,6 +305,19 @@ def test_on_a_gpu_what_is_installed_computes_the_same(study: str, sizes: tuple, 
         assert relative_difference(theirs[1], grad) < 5e-2, name
 
 
+@pytest.mark.gpu
+def test_on_a_gpu_a_capture_that_fails_leaves_random_numbers_to_what_comes_next():
+    ones = torch.ones(8, device="cuda")
+
+    def waits() -> tuple[torch.Tensor]:
+        return (torch.randn(8, device="cuda") * ones.sum().item(),)
+
+    waits.unchecked = True
+    rows = kernels.in_turns({"waits": waits, "fine": lambda: (ones + 1,)}, rounds=1)
+    assert rows["waits"]["status"] == "failed" and rows["fine"]["us"] > 0
+    assert torch.randn(8, device="cuda").isfinite().all()
+
+
 def test_a_peer_that_fails_leaves_the_rest_of_the_row(tiny_studies, tmp_path, monkeypatch, capsys):
     def no_room(*given: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8 GiB\nand more")
@@ -423,7 +435,8 @@ def test_the_whole_step_has_its_parts_and_its_reference(tmp_path, monkeypatch, c
     monkeypatch.setattr(kernels, "measure_ceilings", lambda *given: replace(ceilings(*given), copy_gb_per_s=2.0))
     assert kernels.main(["step", str(tmp_path), "--rounds", "2"]) == 0
     (row,) = json.loads((tmp_path / "step.json").read_text())["rows"]
-    assert (row["shape"], row["precision"], row["ceilings"]["precision"]) == ("tiny_llama, tiny", "bf16", "bfloat16")
+    assert (row["shape"], row["precision"], row["script"]) == ("tiny_llama, tiny", "bf16", "tiny_llama_v4")
+    assert row["ceilings"]["precision"] == "bfloat16"
     assert row["ms"] == pytest.approx(sum(row["turns_ms"]) / 2)
     assert row["floor"]["copy_ms"] == pytest.approx(row["bytes"] / 2e9 * 1e3)
     assert row["floor"]["gemm_ms"] == pytest.approx(row["flop"] / row["ceilings"]["gemm_tflops"] / 1e9)
@@ -465,7 +478,7 @@ def test_the_optimizer_of_v4_is_an_operator_and_counts_as_one():
     trainer = SimpleNamespace(model=model, optimizer=optimizer, next_batch=lambda: None)
     corrections = torch.ones(2, dtype=torch.float64, device=kernels.DEVICE)
     trainer.compute = lambda batch: optimizer.update([model.weight], corrections)
-    optimizer.rooms[0].collect()
+    optimizer.gradients[0].collect()
     assert kernels.group_bytes(trainer, v4.NO_WORK).total() == 64 * (7 * 4 + 2) + 3 * 8
 
 
@@ -487,7 +500,7 @@ def test_llamas_that_are_compared_train_alike(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch, "compile", lambda model: model)
     monkeypatch.setattr(kernels, "with_liger", lambda model, **chosen: model)
     assert kernels.main(["llama", str(tmp_path), "--precisions", "fp32"]) == 0
-    liger = ["Liger, eager", "Liger but its loss", "Liger but its loss, compiled"]
+    liger = ["Liger, eager", "Liger but its loss"]
     assert list(losses) == ["V4", "V3", "V2", "Hugging Face", "Hugging Face compiled", *liger]
     assert eager == ["Liger, eager"]
     assert losses["V3"][1] < losses["V3"][0]

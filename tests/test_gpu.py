@@ -32,8 +32,7 @@ from conftest import (
     strict_json,
 )
 
-sys.path.insert(0, str(ROOT))
-from profiling.turns import free_memory, in_turns
+from workshop.turns import free_memory, in_turns
 
 pytestmark = pytest.mark.gpu
 every_setting = pytest.mark.parametrize(("script", "argv"), ALL_SETTINGS)

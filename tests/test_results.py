@@ -3,15 +3,13 @@
 import itertools
 import json
 import re
-import sys
 
 import pytest
 import torch
 from conftest import ROOT, load
 from torch.utils.flop_counter import FlopCounterMode
 
-sys.path.insert(0, str(ROOT))
-from tools.benchmark import MODES, PRECISIONS, SHAPES
+from bench.versions import MODES, PRECISIONS, SHAPES
 
 RUNS = sorted((ROOT / "results").glob("*/tiny_*.json"))
 EXERCISES = [

@@ -9,11 +9,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import CPU, QUICK, ROOT, TINY, captured, load, strict_json
+from conftest import CPU, QUICK, TINY, captured, load, strict_json
 
-sys.path.insert(0, str(ROOT))
 from analysis_tools import benchmark_suite, fusion_ablation_study, optimize_batch_size
-from profiling import ablation
+from workshop import ablation
 
 SMALL = [*TINY["llama"], "--device", "cpu"]
 GAINS = {"qkv-fusion": 1.25, "flash-attention": 2.0, "swiglu-fusion": 1.1}
@@ -167,7 +166,7 @@ def test_versions_train_to_the_same_loss(tmp_path):
 
 def test_a_peer_has_the_weights_and_the_loss_of_v1():
     pytest.importorskip("transformers")
-    from profiling.peers import peer_script
+    from workshop.baselines import peer_script
 
     losses = []
     for module in (load("tiny_llama_v1"), sys.modules[peer_script("hugging_face")]):

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 from conftest import QUICK, ROOT, TINY, captured, run_main, strict_json
 
-sys.path.insert(0, str(ROOT))
 from analysis_tools import compare_versions, regression_tester, validate_numerical_accuracy
-from profiling.turns import short_run
+from workshop.turns import short_run
 
 TINY_LLAMA = [*TINY["llama"], "--device", "cpu"]
 V1, V2 = ROOT / "tiny_llama_v1.py", ROOT / "tiny_llama_v2.py"

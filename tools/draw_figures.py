@@ -12,6 +12,8 @@ Examples:
 
 from __future__ import annotations
 
+import _root
+
 import json
 import math
 import sys
@@ -25,9 +27,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Circle, FancyArrowPatch, Rectangle
 from matplotlib.transforms import Bbox
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-from profiling.program import documented_parser, print_notes, run_tool  # noqa: E402
+from workshop.cli import documented_parser, print_notes, run_tool
+from workshop.files import ROOT
 
 PROG = Path(__file__).name
 FIGURES = ROOT / "docs/figures"

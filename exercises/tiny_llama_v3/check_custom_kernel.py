@@ -10,6 +10,8 @@ Examples:
 
 from __future__ import annotations
 
+import _root
+
 import importlib.util
 import sys
 from collections.abc import Iterator
@@ -17,13 +19,14 @@ from pathlib import Path
 from types import ModuleType
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-import torch
-import torch.nn.functional as F
-from torch import Tensor
+from workshop.cli import ToolError, at_least, documented_parser, needed
 
-from exercises.tiny_llama_v3 import measure
-from profiling.program import ToolError, at_least, documented_parser
+with needed():
+    import torch
+    import torch.nn.functional as F
+    from torch import Tensor
+
+    from exercises.tiny_llama_v3 import measure
 
 PROG = Path(__file__).name
 CASES = (  # shape, type of the update, share that is dropped

@@ -10,19 +10,24 @@ Examples:
 
 from __future__ import annotations
 
+import _root
+
 import argparse
 import json
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-import torch
-from torch import Tensor, nn
+from workshop.cli import ToolError, documented_parser, needed, print_notes, run_tool
+from workshop.files import read_json, write_text
+from workshop.show import markdown_table
 
-import tiny_llama_v3 as v3  # before Triton: without a GPU it asks for the interpreter
-from profiling.program import ToolError, documented_parser, markdown_table, print_notes, read_json, run_tool, write_text
-from profiling.traffic import Traffic
+with needed():
+    import torch
+    from torch import Tensor, nn
+
+    import tiny_llama_v3 as v3  # before Triton: without a GPU it asks for the interpreter
+    from workshop.profile.traffic import Traffic
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
