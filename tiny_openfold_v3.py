@@ -290,6 +290,8 @@ BLOCKS: dict[str, str] = {
     "bias_relu_forward": "TILE=4096,num_warps=4",
     "bias_relu_backward": "TILE=4096,PROGRAMS=528,num_warps=4",
 }
+# --- launch
+# Copied from common/launch.py by tools/sync_common.py: edit it there.
 OVERRIDES: dict[str, dict[str, int]] = {}  # what --blocks replaces, for this run
 
 
@@ -420,6 +422,9 @@ def row_launch(kernel: str, x: Tensor, whole: bool = True) -> tuple[int, int, di
         most = max(chosen["PROGRAMS"], triton.cdiv(programs, 16))
         programs = chosen["PROGRAMS"] = min(programs, most)
     return rows, programs, {"C": dim, "BLOCK_C": width, "ROWS": tile_rows, **chosen}
+
+
+# --- end of launch
 
 
 @triton.jit
@@ -2700,6 +2705,7 @@ def build_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.O
 
 
 # --- data
+# Copied from common/data_openfold.py by tools/sync_common.py: edit it there.
 
 
 @dataclass(frozen=True)
@@ -2929,9 +2935,11 @@ def make_batches(args: argparse.Namespace, device: torch.device, seed: int) -> P
     return ProteinBatches(proteins, args, device, seed)
 
 
+# --- end of data
+
 # fmt: off
 # --- harness
-# The same in every tiny_*_v*.py: edit common/harness.py, then run `python tools/sync_common.py`.
+# Copied from common/harness.py by tools/sync_common.py: edit it there.
 # It knows the model by docstring, VERSION, FUSIONS, TRITON_FUSIONS, MODES, add_model_arguments
 # (--batch-size), check_model_arguments, without_effect, use_settings, build_model (.config,
 # .TARGETS), build_optimizer, make_batches (.next_batch()); these use its at_least, fail, say.
@@ -3809,9 +3817,11 @@ def main(argv: list[str] | None = None) -> int:
         gc.collect()  # what refers to the group keeps its threads alive
         dist.destroy_process_group()
     return status
+
+
 # --- end of harness
 # --- modes
-# The same in every tiny_*_v*.py: edit common/modes.py, then run `python tools/sync_common.py`.
+# Copied from common/modes.py by tools/sync_common.py: edit it there.
 # What can run in place of training; the harness knows a mode by its entry in MODES alone.
 
 
@@ -3954,6 +3964,8 @@ def verify_accuracy(args: argparse.Namespace) -> int:
 
 
 MODES |= {"compare_fusion": compare_fusion, "verify_accuracy": verify_accuracy}
+
+
 # --- end of modes
 # fmt: on
 

@@ -1,4 +1,4 @@
-# The same in every tiny_*_v*.py: edit common/harness.py, then run `python tools/sync_common.py`.
+# Copied from common/harness.py by tools/sync_common.py: edit it there.
 # It knows the model by docstring, VERSION, FUSIONS, TRITON_FUSIONS, MODES, add_model_arguments
 # (--batch-size), check_model_arguments, without_effect, use_settings, build_model (.config,
 # .TARGETS), build_optimizer, make_batches (.next_batch()); these use its at_least, fail, say.

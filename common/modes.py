@@ -1,4 +1,4 @@
-# The same in every tiny_*_v*.py: edit common/modes.py, then run `python tools/sync_common.py`.
+# Copied from common/modes.py by tools/sync_common.py: edit it there.
 # What can run in place of training; the harness knows a mode by its entry in MODES alone.
 
 

@@ -26,7 +26,7 @@ def split(path: Path, name: str) -> tuple[str, str, str] | None:
         sys.exit(f"{path}: not one line '{begin.strip()}' with one line '{end.strip()}' after it")
     before, _, rest = text.partition(begin)
     part, _, after = rest.partition(end)
-    return before + begin, part + "\n", end[1:] + after
+    return before + begin, part.rstrip() + "\n", "\n" + end + after
 
 
 def main() -> int:
