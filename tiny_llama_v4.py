@@ -2588,11 +2588,11 @@ SETTINGS += ("torch_compile", "torch_compile_mode", "cuda_graph")
 # Set by GPU profilers: rocprofv3, nsys, ncu.
 PROFILER_SIGNS = ("ROCP_TOOL_LIBRARIES", "NSYS_PROFILING_SESSION_ID")
 PROFILER_SIGNS += ("NV_NSIGHT_INJECTION_TRANSPORT_TYPE",)
-# Set by torchrun, in a process for each GPU; a plain run is the only one.
+# Set by torchrun; a plain run is the only process.
 LAUNCHED = os.environ.get("RANK", "").isdecimal()
 RANK = int(os.environ["RANK"]) if LAUNCHED else 0
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE") or 1) if LAUNCHED else 1
-# A line of the report is printed where all of its values were measured.
+# A line is printed where all of its values were measured.
 REPORT = """\
 Average training speed: {timing[samples_per_sec]:.1f} samples/sec
 Average batch time: {timing[batch_ms]:.1f} ms \
@@ -2664,7 +2664,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     group = parser.add_argument_group("fusions", "Single flags win over all-fusion.")
     for flag, attribute, text in (
-        ("all-fusion", "all_fusion", "all of these but the last two (default)"),
+        ("all-fusion", "all_fusion", "all (the default) but torch-compile and cuda-graph"),
         *FUSIONS,
         ("torch-compile", "torch_compile", "torch.compile of the model"),
         ("cuda-graph", "cuda_graph", "the step as one graph (one GPU; the default of V4)"),
@@ -2829,7 +2829,9 @@ def prepare(args: argparse.Namespace) -> torch.device:
     torch.use_deterministic_algorithms(args.deterministic)
     torch.set_float32_matmul_precision(args.matmul_precision)
     use_settings(args)
-    return torch.device(args.device)
+    if args.device == "cpu":
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def environment(device: torch.device) -> dict:
@@ -2854,7 +2856,7 @@ def environment(device: torch.device) -> dict:
 
 
 class Trainer:
-    """Model, optimizer and data, and the training step that they take."""
+    """Model, optimizer and data, and their training step."""
 
     def __init__(self, args: argparse.Namespace, device: torch.device):
         self.args = args
@@ -2866,7 +2868,7 @@ class Trainer:
         scaled = args.use_amp and args.amp_dtype == "float16"
         self.scaler = torch.amp.GradScaler(device.type, enabled=scaled)
         self.batches = make_batches(args, torch.device("cpu"), args.seed)
-        self.inputs: dict[str, Tensor] = {}  # on a GPU, where every batch is copied to
+        self.inputs: dict[str, Tensor] = {}  # on a GPU, where batches are copied
         self.model = self.forward = build_model(args, device)
         self.optimizer = build_optimizer(args, self.model)
         if args.torch_compile:
@@ -2937,11 +2939,10 @@ class Trainer:
 
     def mark(self) -> None:
         """Note this moment: an event in the stream, or on a CPU the time."""
+        moment = torch.cuda.Event(enable_timing=True) if self.gpu else time.perf_counter()
         if self.gpu:
-            event = torch.cuda.Event(enable_timing=True)
-            self.marks.append(torch.cuda.current_stream().record_event(event))
-        else:
-            self.marks.append(time.perf_counter())
+            moment.record()
+        self.marks.append(moment)
 
     def times(self, steps: int) -> dict[str, list[float]]:
         """Return the milliseconds of each phase in the marked steps."""
@@ -3017,7 +3018,7 @@ def count_kernels(trainer: Trainer) -> dict:
 
 
 def count_all_off(args: argparse.Namespace, device: torch.device) -> int | None:
-    """Count with everything off, on the same shapes; None where memory runs out."""
+    """Count with everything off; None where memory runs out."""
     progress("counting kernels with all fusions off")
     torch.compiler.reset()  # lets go of the graphs that torch.compile made
     gc.collect()
@@ -3073,7 +3074,7 @@ def gpu_memory(device: torch.device, statistic: str = "memory_allocated") -> int
 
 @contextlib.contextmanager
 def recorded_region(active: bool) -> Iterator[None]:
-    """Have a profiler record what runs inside (cudaProfilerStart; for ROCm also ROCTx)."""
+    """Have a profiler record what runs inside (cudaProfilerStart, ROCTx)."""
     with contextlib.ExitStack() as at_end:
         if active:
             at_end.enter_context(torch.cuda.profiler.profile())
@@ -3251,7 +3252,7 @@ class Run:
         curve = [loss for turn in self.turns for loss in turn.losses]
         ends = {"initial": curve[0], "final": curve[-1]} if curve else {}
         times = timing([turn for turn in self.turns if turn.label == "step"], args.batch_size)
-        if self.turns and (warmup := self.turns[0]).label == "warm-up step" and warmup.steps:
+        if self.turns and (warmup := self.turns[0]).steps:
             times["warmup_first_step_ms"] = sum(ms[0] for ms in warmup.phases.values())
             times["warmup_ms"] = 1e3 * warmup.seconds
             if args.torch_compile and "batch_ms" in times:
@@ -3388,8 +3389,8 @@ def explain(error: BaseException, directory: Path) -> tuple[int, str]:
 
 def report(result: dict) -> str:
     """Return the lines of REPORT whose values were measured."""
-    used = {name for name, on in result["fusions"].items() if on} - result["without_effect"].keys()
-    triton = result["environment"]["device"] == "cuda" and used & {*TRITON_FUSIONS}
+    acting = {name for name, on in result["fusions"].items() if on} - {*result["without_effect"]}
+    triton = acting & {*TRITON_FUSIONS} and result["environment"]["device"] == "cuda"
     compiled = ", includes compilation" if triton or result["training"]["torch_compile"] else ""
     off = result["kernels"].get("all_off", 0)
     all_off = f" (all fusions off: {off or 'out of memory'})" if off != 0 else ""
@@ -3413,7 +3414,7 @@ def finish(result: dict) -> int:
 
 
 def interrupt(*_: object) -> NoReturn:
-    """Handle SIGTERM, once: launchers send it to a process and to its group."""
+    """Handle SIGTERM once: a process and its group may both be sent it."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise KeyboardInterrupt
 
