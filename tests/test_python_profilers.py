@@ -444,7 +444,7 @@ def test_what_a_signal_means_is_for_the_script_to_decide(number: int, status: in
 
 
 @BOTH_TOOLS
-@pytest.mark.parametrize("name", ["no_such_script.py", "tools/sync_harness.py", "README.md", "tests"])
+@pytest.mark.parametrize("name", ["no_such_script.py", "tools/sync_common.py", "README.md", "tests"])
 def test_what_is_no_version_script_is_refused(tmp_path: Path, tool, name: str):
     assert_one_error(run_tool(tool, tmp_path, "--script", name), 2, tool.PROG, name)
 
