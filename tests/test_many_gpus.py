@@ -32,8 +32,7 @@ from conftest import (
     words,
 )
 
-sys.path.insert(0, str(ROOT))
-from profiling.kernels import communication_of
+from workshop.profile.kernels import communication_of
 
 BATCH = ["--batch-size", "4"]
 TORCHRUN = ["-m", "torch.distributed.run"]

@@ -99,7 +99,8 @@ VERSIONS = [
     *(p for p in ALL_SETTINGS if "openfold_v2" in p.id or p.id == "openfold_v3-all-on"),
 ]
 every_version = pytest.mark.parametrize(("script", "argv"), VERSIONS)
-# Triton's kernels run in Python: of V3 each operation is tested here, and the whole model in test_fusions.py.
+# Triton's kernels run in Python: each operation of V3 is tested here, and all of its model
+# against V1 in test_fusions.py.
 every_quick_version = pytest.mark.parametrize(("script", "argv"), VERSIONS[:-1])
 TYPES = {"tiny_openfold_v1": torch.float64, "tiny_openfold_v2": torch.float64, "tiny_openfold_v3": torch.float32}
 LIMITS = {torch.float64: 1e-11, torch.float32: 1e-6}

@@ -6,19 +6,16 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from conftest import QUICK, ROOT, TINY, captured, forking_python
 
-sys.path.insert(0, str(ROOT))
-
 import run_deepspeed_flops as flops_tool
 import run_pytorch_profiler as profiler_tool
 from analysis_tools import report_generator
-from profiling.kernels import statistics_of, write_statistics
+from workshop.profile.kernels import statistics_of, write_statistics
 
 
 def report(*argv: object) -> tuple[int, str, str]:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import ROOT, forking_python, load
 
-sys.path.insert(0, str(ROOT))
 from exercises.tiny_llama_v3 import add_relu, check_custom_kernel, measure, rms_norm
 from exercises.tiny_openfold_v3 import attention_bias_atomics, triangle_layouts
 

@@ -17,6 +17,8 @@ Examples:
 
 from __future__ import annotations
 
+import _root
+
 import argparse
 import contextlib
 import json
@@ -33,10 +35,9 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-from profiling.program import ToolError, documented_parser, run_tool, write_text  # noqa: E402
-from tools import small_runs  # noqa: E402
+from tools import small_runs
+from workshop.cli import ToolError, documented_parser, run_tool
+from workshop.files import ROOT, write_text
 
 PROG = Path(__file__).name
 TAIL = 20  # lines shown of what a failed block printed
