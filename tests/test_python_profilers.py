@@ -26,6 +26,7 @@ from conftest import (
     batches,
     build,
     captured,
+    forking_python,
     load,
     model_of,
 )
@@ -40,6 +41,12 @@ from workshop.script import MODES
 
 BOTH_TOOLS = pytest.mark.parametrize("tool", [profiler_tool, flops_tool], ids=lambda tool: tool.PROG)
 V2 = pytest.mark.parametrize("script", [f"tiny_{model}_v2" for model in MODELS])
+
+
+@pytest.fixture(autouse=True)
+def forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the tools start in a process of its own is forked."""
+    monkeypatch.setattr(sys, "executable", forking_python())
 
 
 def run_tool(tool, directory: Path, *argv: str) -> Run:

@@ -76,7 +76,8 @@ def ask(directory: str, argv: list[str]) -> int:
             signal.signal(number, lambda number, _: connection.send(bytes([number])))
         status = int(connection.recv(16))
     if status < 0:
-        signal.signal(-status, signal.SIG_DFL)
+        if -status != signal.SIGKILL:  # which has no other answer
+            signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
     return status
 
@@ -93,7 +94,8 @@ def watch(pid: int, connection: socket.socket) -> None:
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     os.killpg(pid, signal.SIGKILL)  # what it has left; the group exists until the next line
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    connection.sendall(str(status).encode())
+    with contextlib.suppress(BrokenPipeError):  # its caller is gone
+        connection.sendall(str(status).encode())
 
 
 def answer(connection: socket.socket, directory: str) -> None:
