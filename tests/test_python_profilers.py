@@ -43,6 +43,9 @@ BOTH_TOOLS = pytest.mark.parametrize("tool", [profiler_tool, flops_tool], ids=la
 V2 = pytest.mark.parametrize("script", [f"tiny_{model}_v2" for model in MODELS])
 
 
+FRESH = sys.executable
+
+
 @pytest.fixture(autouse=True)
 def forks(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the tools start in a process of its own is forked."""
@@ -443,7 +446,7 @@ def test_what_a_signal_means_is_for_the_script_to_decide(number: int, status: in
     """A terminal sends Ctrl-C to both processes; the script's answer to it is its status."""
     code = f"import os, signal, time; os.kill(os.getppid(), {int(number)}); time.sleep(0.2 if {status} == 7 else 60)"
     before = signal.getsignal(number)
-    assert profiler_tool.run_script([sys.executable, "-c", f"{code}; raise SystemExit(7)"]) == status
+    assert profiler_tool.run_script([FRESH, "-c", f"{code}; raise SystemExit(7)"]) == status
     assert signal.getsignal(number) == before
 
 

@@ -9,6 +9,9 @@ The server forks for each program. It has one thread and never runs a tensor ope
 fork is as good as a fresh process. Where it would not be, the interpreter itself runs the
 program: see `needs_fresh_process`. A program has a process group of its own; nothing of it
 outlives the program or its caller. The server ends with the process that started it.
+
+Not as in a fresh process: the program's parent is a part of the server, its command line in /proc
+is the server's, and what Python does with modules at its very end is left out.
 """
 
 from __future__ import annotations
