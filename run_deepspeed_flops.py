@@ -165,6 +165,8 @@ def count_script(argv: Sequence[str] | None) -> int:
     if own.generate_roofline and importlib.util.find_spec("matplotlib") is None:
         raise ToolError("--generate-roofline needs the package matplotlib (pip install matplotlib)", status=4)
     module = load_script(own.script)
+    if "--enable-cuda-graph" not in rest:
+        rest.append("--disable-cuda-graph")  # V4's default, in which modules cannot be told apart
     _, args = script_arguments(module, rest, own.profile_dir)
     for attribute in ("torch_compile", "cuda_graph"):
         if getattr(args, attribute):

@@ -1,16 +1,18 @@
 #!/usr/bin/env python3
 """TinyLlama V2: fusions that PyTorch itself offers, each on a flag of its own.
 
-qkv-fusion       query, key and value are one GEMM, and one rotary embedding turns query and key heads together
-flash-attention  scaled_dot_product_attention: scores never reach device memory, which is then linear in the length
+qkv-fusion       query, key and value are one GEMM, and one rotary embedding rotates query and key
+flash-attention  scaled_dot_product_attention: scores never reach device memory, which then grows
+                 linearly with the length
 swiglu-fusion    gate and up projection are one GEMM
 
-Fewer, larger kernels help where launching them or moving their intermediate results takes longer than the arithmetic.
-The model, its weights and its loss are those of V1: `diff tiny_llama_v1.py tiny_llama_v2.py` is the whole lesson.
+Fewer, larger kernels help where launching them or moving their intermediate results takes longer
+than the arithmetic. The model, its weights and its loss are those of V1:
+`diff tiny_llama_v1.py tiny_llama_v2.py` is the whole lesson.
 
 Examples:
-  python tiny_llama_v2.py --compare-fusion                                     everything off against everything on
-  python tiny_llama_v2.py --disable-all-fusion --enable-flash-attention        one fusion alone
+  python tiny_llama_v2.py --compare-fusion                                 all off against all on
+  python tiny_llama_v2.py --disable-all-fusion --enable-flash-attention    one fusion alone
   python tiny_llama_v2.py --use-amp --enable-torch-compile --torch-compile-mode reduce-overhead
 """
 
@@ -90,39 +92,47 @@ class Fusions:
 
 FUSIONS: tuple[tuple[str, str, str], ...] = (
     ("qkv-fusion", "qkv_fusion", "query, key and value projection as one GEMM"),
-    ("flash-attention", "flash_attention", "scaled_dot_product_attention instead of materialised scores"),
+    ("flash-attention", "flash_attention", "SDPA of PyTorch instead of materialised scores"),
     ("swiglu-fusion", "swiglu_fusion", "gate and up projection as one GEMM"),
 )
-MODES: tuple[str, ...] = ()  # functions that run in place of training, besides those of the harness
+MODES: tuple[str, ...] = ()  # functions that run in place of training, besides the harness's own
 
 
 def without_effect(args: argparse.Namespace) -> dict[str, str]:
-    """Fusions that change nothing beside the other arguments, on or off, and why."""
+    """Return the fusions that change nothing beside the other arguments, on or off, and why."""
     return {}
 
 
 def use_settings(args: argparse.Namespace) -> None:
-    """Make the settings of this run that are this version's own those of the process: there are none."""
+    """Make this version's own settings of a run those of the process: there are none."""
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that only this model has."""
     sizes = ModelConfig()
     add = parser.add_argument_group("model").add_argument
-    add("--vocab-size", type=at_least(2), metavar="V", help=f"(default: {sizes.vocab_size}; 256 with --text-file)")
-    add("--hidden-dim", type=at_least(1), default=sizes.hidden_dim, metavar="D", help="width of the residual stream")
-    add("--num-layers", type=at_least(1), default=sizes.num_layers, metavar="L", help="transformer layers")
-    add("--num-heads", type=at_least(1), default=sizes.num_heads, metavar="H", help="query heads")
-    add("--num-kv-heads", type=at_least(1), metavar="K", help="key/value heads (default: half of the heads)")
-    add("--intermediate-dim", type=at_least(1), metavar="I", help="width of the MLP (default: 4 x hidden)")
+    text = f"(default: {sizes.vocab_size}; 256 with --text-file)"
+    add("--vocab-size", type=at_least(2), metavar="V", help=text)
+    text = "width of the residual stream"
+    add("--hidden-dim", type=at_least(1), default=sizes.hidden_dim, metavar="D", help=text)
+    text = "transformer layers"
+    add("--num-layers", type=at_least(1), default=sizes.num_layers, metavar="L", help=text)
+    text = "query heads"
+    add("--num-heads", type=at_least(1), default=sizes.num_heads, metavar="H", help=text)
+    text = "key/value heads (default: half of the heads)"
+    add("--num-kv-heads", type=at_least(1), metavar="K", help=text)
+    text = "width of the MLP (default: 4 x hidden)"
+    add("--intermediate-dim", type=at_least(1), metavar="I", help=text)
     add = parser.add_argument_group("data").add_argument
-    add("--seq-len", type=at_least(2), default=sizes.seq_len, metavar="S", help="tokens per sample")
+    text = "tokens per sample"
+    add("--seq-len", type=at_least(2), default=sizes.seq_len, metavar="S", help=text)
     add("--batch-size", type=at_least(1), default=8, metavar="B", help="samples per step")
-    add("--text-file", type=Path, metavar="FILE", help="train on the bytes of FILE instead of synthetic text")
+    text = "train on the bytes of FILE instead of synthetic text"
+    add("--text-file", type=Path, metavar="FILE", help=text)
 
 
 def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Fill in the defaults that depend on other arguments and refuse sizes that do not fit together."""
+    """Fill in defaults that depend on other arguments; refuse sizes that do not fit together."""
     args.num_kv_heads = args.num_kv_heads or max(1, args.num_heads // 2)
     args.intermediate_dim = args.intermediate_dim or 4 * args.hidden_dim
     if args.hidden_dim % (2 * args.num_heads):
@@ -131,9 +141,11 @@ def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentPar
             "(rotary embedding turns pairs of channels)"
         )
     if args.num_heads % args.num_kv_heads:
-        parser.error(f"--num-heads {args.num_heads} must be divisible by --num-kv-heads {args.num_kv_heads}")
+        heads = f"--num-heads {args.num_heads}"
+        parser.error(f"{heads} must be divisible by --num-kv-heads {args.num_kv_heads}")
     if args.text_file and args.vocab_size not in (None, 256):
-        parser.error(f"--vocab-size {args.vocab_size} does not fit --text-file: bytes have a vocabulary of 256")
+        vocabulary = f"--vocab-size {args.vocab_size}"
+        parser.error(f"{vocabulary} does not fit --text-file: bytes have a vocabulary of 256")
     args.vocab_size = args.vocab_size or (256 if args.text_file else ModelConfig.vocab_size)
     if args.text_file:
         read_text(args.text_file, args.seq_len)
@@ -157,36 +169,39 @@ class RMSNorm(nn.Module):
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotary position embedding in the rotate-half convention: channel i turns with channel i + head_dim / 2."""
+    """Rotary position embedding: channel i is rotated with channel i + head_dim / 2."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         half = config.hidden_dim // config.num_heads // 2
         frequency = config.rope_theta ** (-torch.arange(half) / half)
-        angle = torch.outer(torch.arange(config.seq_len), frequency).repeat(1, 2)[:, None]  # [S, 1, head_dim]
+        angle = torch.outer(torch.arange(config.seq_len), frequency)
+        angle = angle.repeat(1, 2)[:, None]  # [S, 1, head_dim]
         self.register_buffer("cos", angle.cos(), persistent=False)
         self.register_buffer("sin", angle.sin(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [B, S, heads, head_dim], rotated by its position along S."""
+        """Rotate x [B, S, heads, head_dim] by its position along S."""
         cos, sin = self.cos[: x.shape[1]].to(x.dtype), self.sin[: x.shape[1]].to(x.dtype)
         first, second = x.chunk(2, dim=-1)
         return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
 def keep_separate_names(parent: nn.Module, fused: str, parts: dict[str, int]) -> None:
-    """Have state_dict list the rows of `parent.<fused>.weight` under the names of its parts, and load them from there.
+    """Have state_dict list the rows of `parent.<fused>.weight` under the names of its parts.
 
-    `parts` maps the name of each projection to its output features, in the order of the rows.
+    They are loaded from there, too. `parts` maps the name of each projection to its output
+    features, in the order of the rows.
     """
 
     def split(module: nn.Module, state: dict[str, Tensor], prefix: str, metadata: dict) -> None:
         weights = state.pop(f"{prefix}{fused}.weight").split(list(parts.values()))
-        state.update({f"{prefix}{part}.weight": weight for part, weight in zip(parts, weights, strict=True)})
+        for part, weight in zip(parts, weights, strict=True):
+            state[f"{prefix}{part}.weight"] = weight
 
     def merge(module: nn.Module, state: dict[str, Tensor], prefix: str, *unused) -> None:
         names = [f"{prefix}{part}.weight" for part in parts]
-        if all(name in state for name in names):  # otherwise load_state_dict reports what is missing
+        if all(name in state for name in names):  # else load_state_dict reports what is missing
             state[f"{prefix}{fused}.weight"] = torch.cat([state.pop(name) for name in names])
 
     parent.register_state_dict_post_hook(split)
@@ -213,11 +228,12 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(config.hidden_dim, config.hidden_dim, bias=False)
         self.rotary = RotaryEmbedding(config)
         if not fusions.flash_attention:
-            mask = torch.full((config.seq_len, config.seq_len), -torch.inf).triu(1)  # 0 on and below the diagonal
+            mask = torch.full((config.seq_len, config.seq_len), -torch.inf)
+            mask = mask.triu(1)  # 0 on and below the diagonal
             self.register_buffer("causal_mask", mask, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [B, S, D] -> [B, S, D]."""
+        """Map x [B, S, D] to [B, S, D]."""
         batch, seq, _ = x.shape
         if self.fusions.qkv_fusion:
             qkv = self.qkv_proj(x).view(batch, seq, -1, self.head_dim)
@@ -230,7 +246,8 @@ class Attention(nn.Module):
             q, k = self.rotary(q), self.rotary(k)
 
         group = self.num_heads // self.num_kv_heads  # query heads that share a key/value head
-        q, k, v = (t.transpose(1, 2) for t in (q, k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)))
+        k, v = (t.repeat_interleave(group, 2) for t in (k, v))
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         if self.fusions.flash_attention:
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         else:
@@ -256,7 +273,7 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_dim, config.hidden_dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [B, S, D] -> [B, S, D]."""
+        """Map x [B, S, D] to [B, S, D]."""
         if self.fusions.swiglu_fusion:
             gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
         else:
@@ -275,13 +292,16 @@ class DecoderLayer(nn.Module):
         self.mlp = SwiGLU(config, fusions)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [B, S, D] -> [B, S, D]."""
+        """Map x [B, S, D] to [B, S, D]."""
         x = x + self.self_attn(self.input_layernorm(x))
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class TinyLlama(nn.Module):
-    """Llama (Touvron et al. 2023) with tied input and output embedding; parameter names as in Hugging Face."""
+    """Llama (Touvron et al. 2023) with tied input and output embedding.
+
+    Parameter names are those of Hugging Face.
+    """
 
     TARGETS = ("labels",)
 
@@ -293,26 +313,32 @@ class TinyLlama(nn.Module):
         self.norm = RMSNorm(config.hidden_dim, config.norm_eps)
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
-        """input_ids [B, S] -> logits [B, S, V]; with labels [B, S], the same tokens -> next-token cross-entropy."""
+        """Map input_ids [B, S] to logits [B, S, V], with labels, the same tokens, to the loss."""
         x = self.embed_tokens(input_ids)
         for layer in self.layers:
             x = layer(x)
         logits = F.linear(self.norm(x), self.embed_tokens.weight)
         if labels is None:
             return logits
-        following = F.pad(labels[:, 1:], (0, 1), value=-100)  # the one place where labels are shifted; -100 is ignored
+        # the one place where labels are shifted; -100 is ignored
+        following = F.pad(labels[:, 1:], (0, 1), value=-100)
         return F.cross_entropy(logits.flatten(0, 1).float(), following.flatten())
 
 
 def build_model(args: argparse.Namespace, device: torch.device) -> nn.Module:
-    """The model of these arguments. The same seed gives the same weights in every version and fusion setting."""
-    fields = {name: getattr(args, name) for name in ModelConfig.__dataclass_fields__ if hasattr(args, name)}
+    """Build the model of these arguments.
+
+    The same seed gives the same weights in every version and fusion setting.
+    """
+    names = [name for name in ModelConfig.__dataclass_fields__ if hasattr(args, name)]
+    fields = {name: getattr(args, name) for name in names}
     fusions = Fusions(**{attribute: getattr(args, attribute) for _, attribute, _ in FUSIONS})
     with device:
         model = TinyLlama(ModelConfig(**fields), fusions)
     if device.type != "meta":
         generator = torch.Generator().manual_seed(args.seed)
-        state = model.state_dict()  # canonical names, so the order of the draws does not depend on what is fused
+        # canonical names, so the order of the draws does not depend on what is fused
+        state = model.state_dict()
         for name in sorted(state):
             if "norm" not in name:
                 state[name] = torch.empty(state[name].shape).normal_(std=0.02, generator=generator)
@@ -329,31 +355,35 @@ def build_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.O
 
 
 class TextBatches:
-    """Random windows of a token stream kept in host memory: {"input_ids": [B, S], "labels": [B, S]}."""
+    """Random windows of a token stream in host memory: {"input_ids": [B, S], "labels": [B, S]}."""
 
-    def __init__(self, stream: np.ndarray, args: argparse.Namespace, device: torch.device, seed: int):
+    def __init__(
+        self, stream: np.ndarray, args: argparse.Namespace, device: torch.device, seed: int
+    ):  # fmt: skip
         self.windows = np.lib.stride_tricks.sliding_window_view(stream, args.seq_len)
         self.batch_size, self.device = args.batch_size, device
         self.generator = torch.Generator().manual_seed(seed)
 
     def next_batch(self) -> dict[str, Tensor]:
         starts = torch.randint(len(self.windows), (self.batch_size,), generator=self.generator)
-        # By NumPy, in one thread: from 3000 tokens on PyTorch takes a thread per core, and on a busy host one is late.
+        # By NumPy, in one thread: from 3000 tokens on PyTorch takes a thread per core, and on a
+        # busy host one is late.
         tokens = torch.from_numpy(self.windows[starts.numpy()]).to(self.device)
         return {"input_ids": tokens, "labels": tokens}
 
 
 def markov_text(vocab_size: int, length: int, seed: int) -> np.ndarray:
-    """Synthetic text [length] from a fixed order-2 Markov chain.
+    """Make synthetic text [length] from a fixed order-2 Markov chain.
 
-    The two previous tokens, each taken modulo 8, choose one of 64 contexts; a context has 16 possible successors with
-    probabilities 1/2, 1/4, 1/8, ... So the entropy of the next token is 1.39 nats, far below ln(vocab_size): a model
-    that has learnt nothing, only the frequencies, or the chain are three clearly different losses.
+    The two previous tokens, each taken modulo 8, choose one of 64 contexts; a context has 16
+    possible successors with probabilities 1/2, 1/4, 1/8, ... So the entropy of the next token is
+    1.39 nats, far below ln(vocab_size): a model that has learnt nothing, only the frequencies, or
+    the chain are three clearly different losses.
     """
-    chain = np.random.default_rng(0)  # the language is the same for every seed; the seed chooses the text
+    chain = np.random.default_rng(0)  # the language is the same for every seed, the text is not
     successors = chain.integers(vocab_size, size=(64, 16))
     rng = np.random.default_rng(seed)
-    streams = 256  # written side by side, because a chain can only be sampled one token after the other
+    streams = 256  # written side by side, as a chain can only be sampled token after token
     steps = -(-length // streams)
     choices = np.minimum(rng.geometric(0.5, size=(steps, streams)) - 1, 15)
     text = np.empty((steps, streams), dtype=np.int64)
@@ -365,7 +395,7 @@ def markov_text(vocab_size: int, length: int, seed: int) -> np.ndarray:
 
 
 def read_text(path: Path, seq_len: int) -> np.ndarray:
-    """The bytes of a text file as tokens [length]."""
+    """Read the bytes of a text file as tokens [length]."""
     if path.exists() and not path.is_file():  # a pipe can be read only once, /dev/zero has no end
         fail(f"--text-file {path}: not a regular file")
     try:
@@ -380,7 +410,7 @@ def read_text(path: Path, seq_len: int) -> np.ndarray:
 
 
 def make_batches(args: argparse.Namespace, device: torch.device, seed: int) -> TextBatches:
-    """The source of training batches: the bytes of --text-file, or synthetic text."""
+    """Make the source of training batches: the bytes of --text-file, or synthetic text."""
     if args.text_file:
         stream = read_text(args.text_file, args.seq_len)
     else:

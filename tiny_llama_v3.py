@@ -1,20 +1,21 @@
 #!/usr/bin/env python3
-"""TinyLlama V3: hand-written Triton kernels for what memory or launches limit, each on a flag of its own.
+"""TinyLlama V3: Triton kernels for what memory or launches limit, each on a flag of its own.
 
-triton-rms-norm       residual addition and norm in one pass, written in the type that the next GEMM takes
-triton-rotary         query and key heads turned in one pass over the packed result of the QKV GEMM
-triton-attention      causal flash attention that reads the packed heads; no key or value is repeated for its group
-triton-swiglu         silu(gate) * up in one pass; the backward pass computes it again instead of keeping it
+triton-rms-norm       residual addition and norm in one pass, in the type that the next GEMM takes
+triton-rotary         query and key heads rotated in one pass over the packed result of the QKV GEMM
+triton-attention      causal flash attention that reads the packed heads, and repeats no key
+triton-swiglu         silu(gate) * up in one pass; the backward pass computes it again
 triton-cross-entropy  the loss from the logits as the GEMM wrote them, without a copy in float32
 
-The GEMMs stay with the vendor's library, and V2's fusions stay: turn a kernel off to see what PyTorch does instead.
-Every kernel has its backward pass; the model, its weights and its loss are those of V1 and V2. Without a GPU the
-kernels run in Triton's interpreter, which shows that they are right, not how fast they are.
+The GEMMs stay with the vendor's library, and V2's fusions stay: turn a kernel off to see what
+PyTorch does instead. Every kernel has its backward pass; the model, its weights and its loss are
+those of V1 and V2. Without a GPU the kernels run in Triton's interpreter, which shows that they are
+right, not how fast they are.
 
 Examples:
-  python tiny_llama_v3.py --compare-fusion                                     everything off against everything on
-  python tiny_llama_v3.py --use-amp --disable-triton-attention                 scaled_dot_product_attention instead
-  python tiny_llama_v3.py --blocks rms_norm_forward:TILE=8192,num_warps=8      another block size for one kernel
+  python tiny_llama_v3.py --compare-fusion                                   all off against all on
+  python tiny_llama_v3.py --use-amp --disable-triton-attention               PyTorch's SDPA instead
+  python tiny_llama_v3.py --blocks rms_norm_forward:TILE=8192,num_warps=8    other block sizes
 """
 
 from __future__ import annotations
@@ -108,56 +109,64 @@ class Fusions:
 
 FUSIONS: tuple[tuple[str, str, str], ...] = (
     ("qkv-fusion", "qkv_fusion", "query, key and value projection as one GEMM"),
-    ("flash-attention", "flash_attention", "scaled_dot_product_attention instead of materialised scores"),
+    ("flash-attention", "flash_attention", "SDPA of PyTorch instead of materialised scores"),
     ("swiglu-fusion", "swiglu_fusion", "gate and up projection as one GEMM"),
     ("triton-rms-norm", "triton_rms_norm", "residual addition and norm as one kernel"),
     ("triton-rotary", "triton_rotary", "rotary embedding of the packed heads as one kernel"),
-    ("triton-attention", "triton_attention", "our own flash attention, which repeats no key or value"),
+    ("triton-attention", "triton_attention", "our own flash attention, which repeats no key"),
     ("triton-swiglu", "triton_swiglu", "silu(gate) * up as one kernel"),
-    ("triton-cross-entropy", "triton_cross_entropy", "cross-entropy without a float32 copy of the logits"),
+    ("triton-cross-entropy", "triton_cross_entropy", "loss without a float32 copy of the logits"),
 )
-MODES: tuple[str, ...] = ()  # functions that run in place of training, besides those of the harness
+MODES: tuple[str, ...] = ()  # functions that run in place of training, besides the harness's own
 
 
 def without_effect(args: argparse.Namespace) -> dict[str, str]:
-    """Fusions that change nothing beside the other arguments, on or off, and why."""
+    """Return the fusions that change nothing beside the other arguments, on or off, and why."""
     return {"flash_attention": "triton-attention takes its place"} if args.triton_attention else {}
 
 
 def use_settings(args: argparse.Namespace) -> None:
-    """Make the settings of this run that are this version's own those of the process: block sizes."""
-    OVERRIDES.clear()
-    if args.blocks != ModelConfig.blocks:
-        OVERRIDES.update(read_blocks(text) for text in args.blocks.split())
+    """Make this version's own settings of a run those of the process: block sizes."""
+    use_blocks(args.blocks)
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that only this model has."""
     sizes = ModelConfig()
     add = parser.add_argument_group("model").add_argument
-    add("--vocab-size", type=at_least(2), metavar="V", help=f"(default: {sizes.vocab_size}; 256 with --text-file)")
-    add("--hidden-dim", type=at_least(1), default=sizes.hidden_dim, metavar="D", help="width of the residual stream")
-    add("--num-layers", type=at_least(1), default=sizes.num_layers, metavar="L", help="transformer layers")
-    add("--num-heads", type=at_least(1), default=sizes.num_heads, metavar="H", help="query heads")
-    add("--num-kv-heads", type=at_least(1), metavar="K", help="key/value heads (default: half of the heads)")
-    add("--intermediate-dim", type=at_least(1), metavar="I", help="width of the MLP (default: 4 x hidden)")
+    text = f"(default: {sizes.vocab_size}; 256 with --text-file)"
+    add("--vocab-size", type=at_least(2), metavar="V", help=text)
+    text = "width of the residual stream"
+    add("--hidden-dim", type=at_least(1), default=sizes.hidden_dim, metavar="D", help=text)
+    text = "transformer layers"
+    add("--num-layers", type=at_least(1), default=sizes.num_layers, metavar="L", help=text)
+    text = "query heads"
+    add("--num-heads", type=at_least(1), default=sizes.num_heads, metavar="H", help=text)
+    text = "key/value heads (default: half of the heads)"
+    add("--num-kv-heads", type=at_least(1), metavar="K", help=text)
+    text = "width of the MLP (default: 4 x hidden)"
+    add("--intermediate-dim", type=at_least(1), metavar="I", help=text)
     add = parser.add_argument_group("data").add_argument
-    add("--seq-len", type=at_least(2), default=sizes.seq_len, metavar="S", help="tokens per sample")
+    text = "tokens per sample"
+    add("--seq-len", type=at_least(2), default=sizes.seq_len, metavar="S", help=text)
     add("--batch-size", type=at_least(1), default=8, metavar="B", help="samples per step")
-    add("--text-file", type=Path, metavar="FILE", help="train on the bytes of FILE instead of synthetic text")
+    text = "train on the bytes of FILE instead of synthetic text"
+    add("--text-file", type=Path, metavar="FILE", help=text)
     add = parser.add_argument_group("kernels").add_argument
-    text = "other block sizes or warps for a kernel, powers of two; a wrong name lists those there are; can be repeated"
-    add("--blocks", type=read_blocks, action="append", metavar="KERNEL:NAME=NUMBER,...", help=text)
+    text = "other block sizes or warps for a kernel, powers of two; a wrong name lists those there "
+    text, form = f"{text}are; can be repeated", "KERNEL:NAME=NUMBER,..."
+    add("--blocks", type=read_blocks, action="append", metavar=form, help=text)
 
 
 @cache
 def note_interpreter() -> None:
     """Say it once, however many runs a study has."""
-    say("note", "the kernels run on the CPU in Triton's interpreter, right but slow: use small sizes")
+    text = "the kernels run on the CPU in Triton's interpreter, right but slow: use small sizes"
+    say("note", text)
 
 
 def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Fill in the defaults that depend on other arguments and refuse sizes that do not fit together."""
+    """Fill in defaults that depend on other arguments; refuse sizes that do not fit together."""
     args.num_kv_heads = args.num_kv_heads or max(1, args.num_heads // 2)
     args.intermediate_dim = args.intermediate_dim or 4 * args.hidden_dim
     if args.hidden_dim % (2 * args.num_heads):
@@ -166,89 +175,118 @@ def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentPar
             "(rotary embedding turns pairs of channels)"
         )
     if args.num_heads % args.num_kv_heads:
-        parser.error(f"--num-heads {args.num_heads} must be divisible by --num-kv-heads {args.num_kv_heads}")
+        heads = f"--num-heads {args.num_heads}"
+        parser.error(f"{heads} must be divisible by --num-kv-heads {args.num_kv_heads}")
     if args.text_file and args.vocab_size not in (None, 256):
-        parser.error(f"--vocab-size {args.vocab_size} does not fit --text-file: bytes have a vocabulary of 256")
+        vocabulary = f"--vocab-size {args.vocab_size}"
+        parser.error(f"{vocabulary} does not fit --text-file: bytes have a vocabulary of 256")
     args.vocab_size = args.vocab_size or (256 if args.text_file else ModelConfig.vocab_size)
     if args.text_file:
         read_text(args.text_file, args.seq_len)
     if args.triton_attention and args.hidden_dim > 128 * args.num_heads:
-        parser.error("triton-attention takes up to 128 channels per head: raise --num-heads, or disable it")
+        limit = "triton-attention takes up to 128 channels per head"
+        parser.error(f"{limit}: raise --num-heads, or disable it")
     chosen: dict[str, dict[str, int]] = {}
     for kernel, sizes in args.blocks or ():
         chosen[kernel] = chosen.get(kernel, {}) | sizes
-    texts = [f"{k}:{','.join(f'{name}={size}' for name, size in sizes.items())}" for k, sizes in chosen.items()]
+    texts = []
+    for kernel, sizes in chosen.items():
+        texts.append(f"{kernel}:{','.join(f'{name}={size}' for name, size in sizes.items())}")
     args.blocks = " ".join(texts) or ModelConfig.blocks
     if any(getattr(args, name) for _, name, _ in FUSIONS if name.startswith("triton")):
         if INTERPRETED:
             note_interpreter()
         elif args.device == "cpu" or not torch.cuda.is_available():
-            fail("on a CPU the kernels need Triton's interpreter: set TRITON_INTERPRET=1, or --disable-all-fusion", 4)
+            remedy = "set TRITON_INTERPRET=1, or --disable-all-fusion"
+            fail(f"on a CPU the kernels need Triton's interpreter: {remedy}", 4)
 
 
 # --- kernels
 #
-# An operation has a kernel forward and one or more backward. The functions under @operator allocate their results and
-# launch them; an autograd.Function ties forward and backward together. No kernel adds atomically: each program writes
-# the sum over its own rows, and one more launch adds these up, so that the same input gives the same bits.
+# An operation has a kernel forward and one or more backward. The functions under @operator allocate
+# their results and launch them; an autograd.Function ties forward and backward together. No kernel
+# adds atomically: each program writes the sum over its own rows, and one more launch adds these up,
+# so that the same input gives the same bits.
+#
+# In kernels, pointers and sizes at compile time are in capitals; `grad_x` is the dx of formulas.
 
 BACKEND = "interpreter" if INTERPRETED else "hip" if torch.version.hip else "cuda"
-# Block sizes and warps per kernel; a line for float32, TF32 or one backend replaces what it names of those before.
-# TILE is the number of elements in a block of rows, PROGRAMS how many share the rows, more if each had more than 16.
-BLOCKS: dict[str, dict[str, int]] = {
-    "sum_parts": {"TILE": 4096, "ROWS": 512, "num_warps": 8},
-    "rms_norm_forward": {"TILE": 4096, "num_warps": 4},
-    "rms_norm_backward": {"TILE": 2048, "PROGRAMS": 528, "num_warps": 4},
-    "rotary": {"TILE": 4096, "num_warps": 4},
-    "swiglu_forward": {"TILE": 2048, "num_warps": 4},
-    "swiglu_backward": {"TILE": 2048, "num_warps": 4},
-    "attention_forward": {"BLOCK_Q": 64, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3},
-    "attention_forward float32": {"BLOCK_K": 32, "num_stages": 2},  # three TF32 products need more registers
-    "attention_forward hip": {"num_stages": 1},
-    "attention_backward_queries": {"BLOCK_Q": 64, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3},
-    "attention_backward_queries float32": {"BLOCK_K": 32, "num_stages": 2},
-    "attention_backward_queries hip": {"BLOCK_K": 32, "num_stages": 1},
-    "attention_backward_keys": {"BLOCK_Q": 64, "BLOCK_K": 64, "num_warps": 4, "num_stages": 2},
-    "attention_backward_keys float32": {"BLOCK_Q": 32, "BLOCK_K": 32, "num_stages": 1},
-    "attention_backward_keys hip": {"BLOCK_Q": 16, "BLOCK_K": 64, "num_stages": 1},
-    "cross_entropy_forward": {"TILE": 4096, "num_warps": 4},
-    "cross_entropy_backward": {"TILE": 4096, "num_warps": 4},
+# Block sizes and warps, as --blocks takes them: for 16 bits on NVIDIA's GPUs, and a line of its own
+# for float32, TF32 or AMD's GPUs where they differ. TILE is the number of elements in a block of
+# rows, PROGRAMS how many programs share the rows, more if each had more than 16 blocks of them.
+BLOCKS: dict[str, str] = {
+    "sum_parts": "TILE=4096,ROWS=512,num_warps=8",
+    "rms_norm_forward": "TILE=4096,num_warps=4",
+    "rms_norm_backward": "TILE=2048,PROGRAMS=528,num_warps=4",
+    "rotary": "TILE=4096,num_warps=4",
+    "swiglu_forward": "TILE=2048,num_warps=4",
+    "swiglu_backward": "TILE=2048,num_warps=4",
+    # three TF32 products need more registers, hence smaller blocks in float32
+    "attention_forward": "BLOCK_M=64,BLOCK_N=64,num_warps=4,num_stages=3",
+    "attention_forward float32": "BLOCK_M=64,BLOCK_N=32,num_warps=4,num_stages=2",
+    "attention_forward hip": "BLOCK_M=64,BLOCK_N=64,num_warps=4,num_stages=1",
+    "attention_forward hip float32": "BLOCK_M=64,BLOCK_N=32,num_warps=4,num_stages=1",
+    "attention_backward_queries": "BLOCK_M=64,BLOCK_N=64,num_warps=4,num_stages=3",
+    "attention_backward_queries float32": "BLOCK_M=64,BLOCK_N=32,num_warps=4,num_stages=2",
+    "attention_backward_queries hip": "BLOCK_M=64,BLOCK_N=32,num_warps=4,num_stages=1",
+    "attention_backward_keys": "BLOCK_M=64,BLOCK_N=64,num_warps=4,num_stages=2",
+    "attention_backward_keys float32": "BLOCK_M=32,BLOCK_N=32,num_warps=4,num_stages=1",
+    "attention_backward_keys hip": "BLOCK_M=16,BLOCK_N=64,num_warps=4,num_stages=1",
+    "cross_entropy_forward": "TILE=4096,num_warps=4",
+    "cross_entropy_backward": "TILE=4096,num_warps=4",
 }
-OVERRIDES: dict[str, dict[str, int]] = {}  # --blocks
+OVERRIDES: dict[str, dict[str, int]] = {}  # what --blocks replaces, for this run
 
 
 def read_blocks(text: str) -> tuple[str, dict[str, int]]:
-    """argparse type: "kernel:NAME=number,..." -> kernel and what to replace in its block sizes."""
+    """Parse "kernel:NAME=number,..." of --blocks (an argparse type): the kernel, its new sizes."""
     kernel, _, settings = text.partition(":")
     pairs = [pair.partition("=")[::2] for pair in settings.split(",")]
-    if kernel not in BLOCKS or " " in kernel:
-        raise argparse.ArgumentTypeError(
-            f"no kernel {kernel!r}; there are {', '.join(k for k in BLOCKS if ' ' not in k)}"
-        )
-    if wrong := [name for name, _ in pairs if name not in {"num_stages", *BLOCKS[kernel]}]:
-        raise argparse.ArgumentTypeError(f"{kernel} has no {wrong[0]!r}; it has {', '.join(BLOCKS[kernel])}")
+    kernels = [name for name in BLOCKS if " " not in name]
+    if kernel not in kernels:
+        raise argparse.ArgumentTypeError(f"no kernel {kernel!r}; there are {', '.join(kernels)}")
+    names = block_sizes(BLOCKS[kernel])
+    if wrong := [name for name, _ in pairs if name not in {"num_stages", *names}]:
+        message = f"{kernel} has no {wrong[0]!r}; it has {', '.join(names)}"
+        raise argparse.ArgumentTypeError(message)
     for name, value in pairs:
         low = 16 if name.startswith("BLOCK") else 1
         if not value.isdecimal() or int(value).bit_count() != 1 or int(value) < low:
-            raise argparse.ArgumentTypeError(f"{kernel}: {name}={value} is not a power of two from {low}")
-    return kernel, {name: int(value) for name, value in pairs}
+            message = f"{kernel}: {name}={value} is not a power of two from {low}"
+            raise argparse.ArgumentTypeError(message)
+    return kernel, block_sizes(settings)
+
+
+def block_sizes(settings: str) -> dict[str, int]:
+    """Parse "NAME=number,..."."""
+    pairs = (pair.split("=") for pair in settings.split(","))
+    return {name: int(value) for name, value in pairs}
+
+
+def use_blocks(text: str) -> None:
+    """Make these the block sizes of the process: ModelConfig.blocks, which --blocks fills."""
+    OVERRIDES.clear()
+    if text != ModelConfig.blocks:
+        OVERRIDES.update(read_blocks(part) for part in text.split())
 
 
 def blocks(kernel: str, dtype: torch.dtype | None = None) -> dict[str, int]:
-    """Block sizes and warps of a kernel that multiplies matrices of this type, on this backend."""
-    chosen = dict(BLOCKS[kernel])
-    variants = [BACKEND]
-    if dtype == torch.float32:
-        variants = ["float32", *(["TF32"] if dot_precision(dtype) == "tf32" else []), BACKEND, f"float32 {BACKEND}"]
-    for variant in variants:
-        chosen |= BLOCKS.get(f"{kernel} {variant}", {})
+    """Return block sizes and warps of a kernel that multiplies matrices of this type."""
+    precisions = [" float32", ""] if dtype == torch.float32 else [""]
+    if dot_precision(dtype) == "tf32":
+        precisions = [" TF32", *precisions]
+    lines = [f"{kernel}{on}{precision}" for on in (f" {BACKEND}", "") for precision in precisions]
+    chosen = block_sizes(next(BLOCKS[line] for line in lines if line in BLOCKS))
     if INTERPRETED and "TILE" in chosen:
-        chosen |= {"TILE": 1 << 16}  # its time goes by programs, not by elements
+        chosen["TILE"] = 1 << 16  # its time goes by programs, not by elements
     return chosen | OVERRIDES.get(kernel, {})
 
 
 def dot_precision(dtype: torch.dtype) -> str:
-    """How Triton multiplies float32 matrices; it ignores this for other types. TF32 exists on NVIDIA's GPUs only."""
+    """Return how Triton multiplies float32 matrices; other types have no choice.
+
+    TF32 exists on NVIDIA's GPUs only.
+    """
     if BACKEND != "cuda" or dtype != torch.float32:
         return "ieee"
     return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
@@ -257,10 +295,11 @@ def dot_precision(dtype: torch.dtype) -> str:
 def operator(function: Callable, changes: tuple[str, ...] = ()) -> Callable:
     """Make a function that launches kernels an operator; torch.compile sees the kernels in it.
 
-    It allocates its results, or writes into those of its arguments that `changes` names and returns nothing.
+    It allocates its results, or writes into those of its arguments that `changes` names and
+    returns nothing.
     """
-    namespace = re.sub(r"\W|^(?=\d)", "_", Path(__file__).stem, flags=re.ASCII)  # of a copy with any name
-    name = f"{namespace}::{function.__name__}"
+    script = re.sub(r"\W|^(?=\d)", "_", Path(__file__).stem, flags=re.ASCII)  # a copy of any name
+    name = f"{script}::{function.__name__}"
     if not INTERPRETED:
         return triton_op(name, function, mutates_args=changes)
     opaque = torch.library.custom_op(name, function, mutates_args=changes)
@@ -271,40 +310,50 @@ def operator(function: Callable, changes: tuple[str, ...] = ()) -> Callable:
 if INTERPRETED:
 
     class wrap_triton:  # PyTorch's takes compiled kernels only
-        """`wrap_triton(kernel)[grid](...)` runs the kernel, except where torch.compile only asks for shapes.
+        """Run a kernel by `wrap_triton(kernel)[grid](NAME=value, ...)`.
 
-        Triton 3 multiplies bfloat16 as integers here, without a word: so it gets float32, and its results are rounded.
+        Where torch.compile only asks for shapes nothing runs. Triton 3 multiplies bfloat16 as
+        integers here, without a word: so the kernel gets float32, and its results are rounded.
         """
 
         def __init__(self, kernel: Callable):
             self.kernel = kernel
 
         def __getitem__(self, grid: tuple[int, ...]) -> Callable:
-            def run(*arguments, **blocks) -> None:
-                given = [a for a in arguments if isinstance(a, Tensor)]
-                if isinstance(given[0], FakeTensor):
+            def run(**arguments) -> None:
+                tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
+                if isinstance(tensors[0], FakeTensor):
                     return
-                narrow = [t for t in given if t.dtype == torch.bfloat16]
-                wide = {id(t): torch.empty_strided(t.shape, t.stride(), dtype=torch.float32).copy_(t) for t in narrow}
-                self.kernel[grid](*(wide.get(id(a), a) for a in arguments), **blocks)
+                narrow = [tensor for tensor in tensors if tensor.dtype == torch.bfloat16]
+                wide = {id(tensor): self.widened(tensor) for tensor in narrow}
+                given = {name: wide.get(id(value), value) for name, value in arguments.items()}
+                self.kernel[grid](**given)
                 for tensor in narrow:
-                    tensor.data.copy_(wide[id(tensor)])  # unseen by autograd, which the inputs among them belong to
+                    # Unseen by autograd, which the inputs among them belong to.
+                    tensor.data.copy_(wide[id(tensor)])
 
             return run
 
+        @staticmethod
+        def widened(tensor: Tensor) -> Tensor:
+            """Copy to float32 with the same strides."""
+            wide = torch.empty_strided(tensor.shape, tensor.stride(), dtype=torch.float32)
+            return wide.copy_(tensor)
 
-def need_rows(kernel: str, x: Tensor) -> None:
-    """ValueError for an empty batch, for which there is nothing to launch."""
+
+def check_not_empty(kernel: str, x: Tensor) -> None:
+    """Raise ValueError for an empty batch, for which there is nothing to launch."""
     if not x.numel():
         raise ValueError(f"{kernel} needs at least one row, not {[*x.shape]}")
 
 
-def row_options(kernel: str, x: Tensor, whole: bool = True) -> tuple[int, int, dict[str, int]]:
-    """Of a kernel that goes over the rows of x [..., C]: how many rows, how many programs, what it is compiled for.
+def row_launch(kernel: str, x: Tensor, whole: bool = True) -> tuple[int, int, dict[str, int]]:
+    """Return how many rows x [..., C] has, how many programs share them, and their block sizes.
 
-    A block is a TILE of rows. A row longer than that is a block with more warps if it must be whole, else several.
+    A block is a TILE of rows. A row longer than that is a block with more warps if it must be
+    whole, else several.
     """
-    need_rows(kernel, x)
+    check_not_empty(kernel, x)
     chosen, dim = blocks(kernel), x.shape[-1]
     tile, width = chosen.pop("TILE"), triton.next_power_of_2(dim)
     if whole and width > tile:
@@ -313,33 +362,45 @@ def row_options(kernel: str, x: Tensor, whole: bool = True) -> tuple[int, int, d
     rows, tile_rows = x.numel() // dim, max(1, tile // width)
     programs = triton.cdiv(rows, tile_rows)
     if "PROGRAMS" in chosen:
-        programs = chosen["PROGRAMS"] = min(programs, max(chosen["PROGRAMS"], triton.cdiv(programs, 16)))
+        most = max(chosen["PROGRAMS"], triton.cdiv(programs, 16))
+        programs = chosen["PROGRAMS"] = min(programs, most)
     return rows, programs, {"C": dim, "BLOCK_C": width, "ROWS": tile_rows, **chosen}
 
 
 @triton.jit
 def sum_parts_kernel(PARTS, OUT, parts, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Add up what each program found: out = sum over p of parts[p].
+
+    PARTS [parts, width], OUT [width]. A program owns BLOCK columns, and reads ROWS parts at a time.
+    """
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([ROWS, BLOCK], tl.float32)
     for start in range(0, parts, ROWS):
         row = start + tl.arange(0, ROWS)
         at = row.to(tl.int64)[:, None] * width + column[None, :]
-        total += tl.load(PARTS + at, mask=(row < parts)[:, None] & (column < width)[None, :], other=0.0)
+        total += tl.load(
+            PARTS + at,
+            mask=(row < parts)[:, None] & (column < width)[None, :],
+            other=0.0,
+        )
     tl.store(OUT + column, tl.sum(total, 0), mask=column < width)
 
 
 def sum_parts(parts: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """float32 [parts, ...], what each program found -> their sum; torch.sum is slower at many short parts."""
+    """Add up float32 parts [parts, ...], what each program found, and return the sum in `dtype`.
+
+    torch.sum is slower at many short parts.
+    """
     chosen, out = blocks("sum_parts"), torch.empty_like(parts[0], dtype=dtype)
     rows = min(chosen.pop("ROWS"), triton.next_power_of_2(len(parts)))
     block = max(8, chosen.pop("TILE") // rows)
     wrap_triton(sum_parts_kernel)[(triton.cdiv(out.numel(), block),)](
-        parts, out, len(parts), out.numel(), ROWS=rows, BLOCK=block, **chosen
-    )
+        PARTS=parts, OUT=out, parts=len(parts), width=out.numel(), ROWS=rows, BLOCK=block, **chosen
+    )  # fmt: skip
     return out
 
 
-LOG2E = tl.constexpr(math.log2(math.e))  # scores are kept to the base 2: exp2 is what the hardware computes
+LOG2E = tl.constexpr(math.log2(math.e))  # scores are kept to the base 2: hardware computes exp2
 
 
 @triton.jit
@@ -347,6 +408,13 @@ def rms_norm_forward_kernel(
     X, UPDATE, WEIGHT, NORMED, SUMMED, RSTD, rows, eps: tl.constexpr,
     C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
+    """Add an update to the residual stream x, and normalise the sum.
+
+        x = x + update;  rstd = 1 / sqrt(mean(x^2) + eps);  normed = x * rstd * weight
+
+    X, UPDATE, NORMED, SUMMED [rows, C], WEIGHT [C], RSTD [rows]. Without an update (None) SUMMED is
+    not written. A program owns ROWS whole rows.
+    """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     channel = tl.arange(0, BLOCK_C)
     inside = (row < rows)[:, None] & (channel < C)[None, :]
@@ -366,20 +434,29 @@ def rms_norm_backward_kernel(
     GRAD_NORMED, GRAD_SUMMED, SUMMED, WEIGHT, RSTD, GRAD_X, GRAD_UPDATE, GRAD_WEIGHT, rows,
     C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
+    """Compute the gradients of a norm's input and weight from those of the norm and of the sum.
+
+        xhat = x * rstd;  g = dnormed * weight;  dweight = sum over rows of dnormed * xhat
+        dx = rstd * (g - xhat * mean(g * xhat)) + dsummed;  dupdate = dx
+
+    GRAD_NORMED, GRAD_SUMMED, SUMMED (it holds x), GRAD_X, GRAD_UPDATE [rows, C], WEIGHT [C],
+    RSTD [rows], GRAD_WEIGHT [PROGRAMS, C]. Without an update GRAD_SUMMED is None. A program owns
+    every PROGRAMS-th block of ROWS whole rows, and a row of GRAD_WEIGHT: its own sum of dweight.
+    """
     program = tl.program_id(0)
     channel = tl.arange(0, BLOCK_C)
     weight = tl.load(WEIGHT + channel, mask=channel < C, other=0.0).to(tl.float32)
-    grad_weight = tl.zeros([ROWS, BLOCK_C], tl.float32)  # a sum over rows costs more than these registers
+    grad_weight = tl.zeros([ROWS, BLOCK_C], tl.float32)  # summing rows here would cost more
     for start in range(program * ROWS, rows, PROGRAMS * ROWS):
         row = tl.cast(start, tl.int64) + tl.arange(0, ROWS)
         inside = (row < rows)[:, None] & (channel < C)[None, :]
         at = row[:, None] * C + channel[None, :]
         rstd = tl.load(RSTD + row, mask=row < rows, other=0.0)[:, None]
-        normed = tl.load(SUMMED + at, mask=inside, other=0.0).to(tl.float32) * rstd
+        xhat = tl.load(SUMMED + at, mask=inside, other=0.0).to(tl.float32) * rstd
         grad = tl.load(GRAD_NORMED + at, mask=inside, other=0.0).to(tl.float32)
-        grad_weight += grad * normed
-        grad *= weight[None, :]
-        grad = (grad - normed * (tl.sum(grad * normed, 1) / C)[:, None]) * rstd
+        grad_weight += grad * xhat
+        grad *= weight[None, :]  # g
+        grad = (grad - xhat * (tl.sum(grad * xhat, 1) / C)[:, None]) * rstd
         if GRAD_SUMMED is not None:
             grad += tl.load(GRAD_SUMMED + at, mask=inside, other=0.0).to(tl.float32)
             tl.store(GRAD_UPDATE + at, grad, mask=inside)
@@ -391,35 +468,56 @@ def rms_norm_backward_kernel(
 def rms_norm_forward(
     x: Tensor, update: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x and update [..., D] -> norm of their sum in `dtype`, the sum (empty without an update), 1 / rms [rows]."""
-    rows, programs, options = row_options("rms_norm_forward", x)
+    """Add x and update [..., D] and normalise the sum.
+
+    Returns the norm in `dtype`, the sum (empty without an update) and 1 / rms [rows].
+    """
+    rows, programs, options = row_launch("rms_norm_forward", x)
     normed, rstd = torch.empty_like(x, dtype=dtype), x.new_empty(rows, dtype=torch.float32)
     summed = x.new_empty(0) if update is None else torch.empty_like(x)
-    wrap_triton(rms_norm_forward_kernel)[(programs,)](x, update, weight, normed, summed, rstd, rows, eps, **options)
+    wrap_triton(rms_norm_forward_kernel)[(programs,)](
+        X=x, UPDATE=update, WEIGHT=weight, NORMED=normed, SUMMED=summed, RSTD=rstd,
+        rows=rows, eps=eps, **options,
+    )  # fmt: skip
     return normed, summed, rstd
 
 
 @operator
 def rms_norm_backward(
-    grad_normed: Tensor, grad_summed: Tensor | None, summed: Tensor, weight: Tensor, rstd: Tensor, dtype: torch.dtype,
-    with_weight: bool = True,
+    grad_normed: Tensor, grad_summed: Tensor | None, summed: Tensor, weight: Tensor, rstd: Tensor,
+    dtype: torch.dtype, with_weight: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of x, of the update (in its `dtype`; empty without one) and of the weight (empty if not wanted)."""
-    rows, programs, options = row_options("rms_norm_backward", summed)
-    grad_x, grad_weight = torch.empty_like(summed), weight.new_empty(programs, len(weight), dtype=torch.float32)
-    grad_update = summed.new_empty(0) if grad_summed is None else torch.empty_like(summed, dtype=dtype)
+    """Compute the gradients of x, of the update and of the weight.
+
+    That of the update is of type `dtype` (empty without one), that of the weight is empty where it
+    is not wanted.
+    """
+    rows, programs, options = row_launch("rms_norm_backward", summed)
+    grad_x = torch.empty_like(summed)
+    grad_update = summed.new_empty(0)
+    if grad_summed is not None:
+        grad_update = torch.empty_like(summed, dtype=dtype)
+    grad_weight = weight.new_empty(programs, len(weight), dtype=torch.float32)
     wrap_triton(rms_norm_backward_kernel)[(programs,)](
-        grad_normed, grad_summed, summed, weight, rstd, grad_x, grad_update, grad_weight, rows, **options
-    )
-    return grad_x, grad_update, sum_parts(grad_weight, weight.dtype) if with_weight else weight.new_empty(0)
+        GRAD_NORMED=grad_normed, GRAD_SUMMED=grad_summed, SUMMED=summed, WEIGHT=weight, RSTD=rstd,
+        GRAD_X=grad_x, GRAD_UPDATE=grad_update, GRAD_WEIGHT=grad_weight, rows=rows, **options,
+    )  # fmt: skip
+    grad_weight = sum_parts(grad_weight, weight.dtype) if with_weight else weight.new_empty(0)
+    return grad_x, grad_update, grad_weight
 
 
 class AddRMSNorm(torch.autograd.Function):
-    """x, update [..., D] -> norm(x + update) * weight in `dtype`, and x + update. Without an update only the norm."""
+    """Compute norm(x + update) * weight in `dtype`, and x + update, of x and update [..., D].
+
+    Without an update (None) the norm is the only result.
+    """
 
     @staticmethod
-    def forward(ctx, x: Tensor, update: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype):
-        x, weight, update = x.contiguous(), weight.contiguous(), None if update is None else update.contiguous()
+    def forward(
+        ctx, x: Tensor, update: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype
+    ):  # fmt: skip
+        x, weight = x.contiguous(), weight.contiguous()
+        update = None if update is None else update.contiguous()
         normed, summed, rstd = rms_norm_forward(x, update, weight, eps, dtype)
         ctx.update_dtype = None if update is None else update.dtype
         ctx.save_for_backward(x if update is None else summed, weight, rstd)
@@ -428,16 +526,18 @@ class AddRMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_normed: Tensor, grad_summed: Tensor | None = None):
         summed, weight, rstd = ctx.saved_tensors
-        if grad_summed is not None:
-            grad_summed = grad_summed.contiguous()
+        grad_normed = grad_normed.contiguous()
+        grad_summed = None if grad_summed is None else grad_summed.contiguous()
         dtype, with_weight = ctx.update_dtype or summed.dtype, ctx.needs_input_grad[2]
-        grads = rms_norm_backward(grad_normed.contiguous(), grad_summed, summed, weight, rstd, dtype, with_weight)
-        grad_update = None if ctx.update_dtype is None else grads[1]
-        return grads[0], grad_update, grads[2] if with_weight else None, None, None
+        grad_x, grad_update, grad_weight = rms_norm_backward(
+            grad_normed, grad_summed, summed, weight, rstd, dtype, with_weight
+        )
+        grad_update = None if ctx.update_dtype is None else grad_update
+        return grad_x, grad_update, grad_weight if with_weight else None, None, None
 
 
 def check_sequences(x: Tensor, longest: int) -> None:
-    """Raise ValueError if x [B, S, ...] is empty, or longer than the tables of the rotary embedding."""
+    """Raise ValueError if x [B, S, ...] is empty, or longer than the rotary embedding's tables."""
     batch, seq = x.shape[:2]
     if batch * seq == 0:
         raise ValueError(f"an empty batch: {batch} sequences of {seq} tokens")
@@ -447,40 +547,53 @@ def check_sequences(x: Tensor, longest: int) -> None:
 
 @triton.jit
 def rotary_kernel(
-    QKV, COS, SIN, TURNED, rows, seq, HEADS: tl.constexpr, VALUES: tl.constexpr, SIGN: tl.constexpr,
-    C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr,
+    QKV, COS, SIN, ROTATED, rows, seq, HEADS: tl.constexpr, VALUES: tl.constexpr,
+    SIGN: tl.constexpr, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # one head of one token
+    """Rotate query and key heads by the angle t of their position, or by -t (SIGN -1, backward).
+
+        y1 = x1 cos(t) - x2 sin(t);  y2 = x2 cos(t) + x1 sin(t)
+
+    x1 and x2 are the halves of a head. QKV, ROTATED [rows, C]: a row is one of the HEADS heads of a
+    token, of which the last VALUES are copied. COS, SIN [seq or more, C], by position. A program
+    owns ROWS whole rows.
+    """
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     channel = tl.arange(0, BLOCK_C // 2)
     inside = (row < rows)[:, None] & (channel < C // 2)[None, :]
-    turns = inside & (row % HEADS < HEADS - VALUES)[:, None]  # a value head turns by no angle
+    rotates = inside & (row % HEADS < HEADS - VALUES)[:, None]  # a value head's angle is 0
     position = (row // HEADS).to(tl.int32) % seq
     angle = position[:, None] * C + channel[None, :]
-    cos = tl.load(COS + angle, mask=turns, other=1.0).to(tl.float32)
-    sin = tl.load(SIN + angle, mask=turns, other=0.0).to(tl.float32) * SIGN
+    cos = tl.load(COS + angle, mask=rotates, other=1.0).to(tl.float32)
+    sin = tl.load(SIN + angle, mask=rotates, other=0.0).to(tl.float32) * SIGN
     at = row[:, None] * C + channel[None, :]
     first = tl.load(QKV + at, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(QKV + at + C // 2, mask=inside, other=0.0).to(tl.float32)
-    tl.store(TURNED + at, first * cos - second * sin, mask=inside)
-    tl.store(TURNED + at + C // 2, second * cos + first * sin, mask=inside)
+    tl.store(ROTATED + at, first * cos - second * sin, mask=inside)
+    tl.store(ROTATED + at + C // 2, second * cos + first * sin, mask=inside)
 
 
 @operator
 def rotary(qkv: Tensor, cos: Tensor, sin: Tensor, values: int, sign: int) -> Tensor:
-    """qkv [B, S, heads, head_dim] turned by `sign` times the angle of its position, but for the last `values` heads."""
+    """Rotate qkv [B, S, heads, head_dim] by `sign` times the angle of its position.
+
+    The last `values` heads are copied.
+    """
     check_sequences(qkv, len(cos))
-    rows, programs, options = row_options("rotary", qkv)
-    turned = torch.empty_like(qkv)
+    rows, programs, options = row_launch("rotary", qkv)
+    rotated = torch.empty_like(qkv)
     wrap_triton(rotary_kernel)[(programs,)](
-        qkv, cos, sin, turned, rows, qkv.shape[1], HEADS=qkv.shape[2], VALUES=values, SIGN=sign, **options
-    )
-    return turned
+        QKV=qkv, COS=cos, SIN=sin, ROTATED=rotated, rows=rows, seq=qkv.shape[1],
+        HEADS=qkv.shape[2], VALUES=values, SIGN=sign, **options,
+    )  # fmt: skip
+    return rotated
 
 
 class Rotary(torch.autograd.Function):
-    """Packed heads [B, S, H + 2 K, head_dim] -> the same with query and key heads turned by their position along S.
+    """Rotate the query and key heads of qkv [B, S, H + 2 K, head_dim] by their position along S.
 
-    Channel i turns with channel i + head_dim / 2. cos and sin [S or more, 1, head_dim] repeat their first half.
+    Channel i is rotated with channel i + head_dim / 2. cos and sin [S or more, 1, head_dim] repeat
+    their first half.
     """
 
     @staticmethod
@@ -495,56 +608,74 @@ class Rotary(torch.autograd.Function):
 
 
 @triton.jit
-def swiglu_forward_kernel(GATE_UP, OUT, rows, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr):
+def swiglu_forward_kernel(
+    GATE_UP, OUT, rows, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    """Compute out = silu(gate) * up, where silu(gate) = gate * sigmoid(gate).
+
+    GATE_UP [rows, 2 C], a row holds all gates, then all ups; OUT [rows, C]. A program owns ROWS
+    rows of BLOCK_C channels.
+    """
+    UP: tl.constexpr = C  # from a gate to its up
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     inside = (row < rows)[:, None] & (channel < C)[None, :]
-    gate_at = row[:, None] * (2 * C) + channel[None, :]  # a row holds all gates, then all ups
+    gate_at = row[:, None] * (2 * C) + channel[None, :]
     gate = tl.load(GATE_UP + gate_at, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(GATE_UP + gate_at + C, mask=inside, other=0.0).to(tl.float32)
-    tl.store(OUT + row[:, None] * C + channel[None, :], gate * tl.sigmoid(gate) * up, mask=inside)
+    up = tl.load(GATE_UP + gate_at + UP, mask=inside, other=0.0).to(tl.float32)
+    at = OUT + row[:, None] * C + channel[None, :]
+    tl.store(at, gate * tl.sigmoid(gate) * up, mask=inside)
 
 
 @triton.jit
 def swiglu_backward_kernel(
     GRAD, GATE_UP, GRAD_GATE_UP, rows, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
+    """Compute the gradients of gate and up; silu is computed again.
+
+        s = sigmoid(gate);  dgate = dout * up * s * (1 + gate * (1 - s));  dup = dout * gate * s
+
+    GRAD [rows, C], GATE_UP and GRAD_GATE_UP [rows, 2 C], all gates of a row first. A program owns
+    ROWS rows of BLOCK_C channels.
+    """
+    UP: tl.constexpr = C  # from a gate to its up
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     inside = (row < rows)[:, None] & (channel < C)[None, :]
     gate_at = row[:, None] * (2 * C) + channel[None, :]
-    grad = tl.load(GRAD + row[:, None] * C + channel[None, :], mask=inside, other=0.0).to(tl.float32)
+    at = GRAD + row[:, None] * C + channel[None, :]
+    grad = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     gate = tl.load(GATE_UP + gate_at, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(GATE_UP + gate_at + C, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(GATE_UP + gate_at + UP, mask=inside, other=0.0).to(tl.float32)
     sigmoid = tl.sigmoid(gate)
     tl.store(GRAD_GATE_UP + gate_at, grad * up * sigmoid * (1 + gate * (1 - sigmoid)), mask=inside)
-    tl.store(GRAD_GATE_UP + gate_at + C, grad * gate * sigmoid, mask=inside)
+    tl.store(GRAD_GATE_UP + gate_at + UP, grad * gate * sigmoid, mask=inside)
 
 
 @operator
 def swiglu_forward(gate_up: Tensor) -> Tensor:
-    """gate_up [..., 2 I] -> silu(gate) * up [..., I]."""
+    """Compute silu(gate) * up [..., I] of gate_up [..., 2 I]."""
     out = gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
-    rows, programs, options = row_options("swiglu_forward", out, whole=False)
-    wrap_triton(swiglu_forward_kernel)[(programs, triton.cdiv(out.shape[-1], options["BLOCK_C"]))](
-        gate_up, out, rows, **options
-    )
+    rows, programs, options = row_launch("swiglu_forward", out, whole=False)
+    grid = (programs, triton.cdiv(out.shape[-1], options["BLOCK_C"]))
+    wrap_triton(swiglu_forward_kernel)[grid](GATE_UP=gate_up, OUT=out, rows=rows, **options)
     return out
 
 
 @operator
 def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
-    """Gradient of gate_up, packed as it is."""
-    rows, programs, options = row_options("swiglu_backward", grad, whole=False)
+    """Compute the gradient of gate_up, packed as it is."""
+    rows, programs, options = row_launch("swiglu_backward", grad, whole=False)
     grad_gate_up = torch.empty_like(gate_up)
-    wrap_triton(swiglu_backward_kernel)[(programs, triton.cdiv(grad.shape[-1], options["BLOCK_C"]))](
-        grad, gate_up, grad_gate_up, rows, **options
+    grid = (programs, triton.cdiv(grad.shape[-1], options["BLOCK_C"]))
+    wrap_triton(swiglu_backward_kernel)[grid](
+        GRAD=grad, GATE_UP=gate_up, GRAD_GATE_UP=grad_gate_up, rows=rows, **options
     )
     return grad_gate_up
 
 
 class SwiGLUActivation(torch.autograd.Function):
-    """gate_up [..., 2 I], gates first -> silu(gate) * up [..., I]."""
+    """Compute silu(gate) * up [..., I] of gate_up [..., 2 I], gates first."""
 
     @staticmethod
     def forward(ctx, gate_up: Tensor):
@@ -557,171 +688,252 @@ class SwiGLUActivation(torch.autograd.Function):
         return swiglu_backward(grad.contiguous(), *ctx.saved_tensors)
 
 
+# Causal attention of packed heads, QKV [B, S, H + 2 K, D]: the H query heads of a token, its K key
+# heads, its K value heads. A key head serves a group of H / K query heads.
+
+
 @triton.jit
 def attention_forward_kernel(
-    QKV, OUT, LSE, seq, scale: tl.constexpr, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    QKV, OUT, LOG_SUM_EXP, seq, scale: tl.constexpr, H: tl.constexpr, K: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
+    """Compute O = softmax(scale * Q K^T) V below the diagonal, and the logarithm of each row's sum.
+
+    The softmax is online: row_max and row_sum are those of the keys so far, and what was summed up
+    with an earlier maximum is multiplied by exp2(row_max - new_row_max).
+
+    QKV as above, OUT [B, S, H, D], LOG_SUM_EXP [B, H, S] to the base 2. A program owns BLOCK_M
+    queries of one head, and goes through their keys by BLOCK_N.
+    """
     TOKEN: tl.constexpr = (H + 2 * K) * D  # elements of a token in QKV
+    VALUE: tl.constexpr = K * D  # from a key head to its value head
     batch, head = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
-    first = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_Q  # those with the most keys start first
-    query, key, channel = first + tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_D)
+    # programs with the most keys start first
+    first = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_M
+    query, key = first + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+    channel = tl.arange(0, BLOCK_D)
     token = batch * seq + query
     inside = (query < seq)[:, None] & (channel < D)[None, :]
-    q = tl.load(QKV + (token * TOKEN + head * D)[:, None] + channel[None, :], mask=inside, other=0.0)
+    QUERIES = QKV + (token * TOKEN + head * D)[:, None] + channel[None, :]
+    q = tl.load(QUERIES, mask=inside, other=0.0)
     KEYS = QKV + batch * seq * TOKEN + (H + head // (H // K)) * D
     key_at = key[:, None] * TOKEN + channel[None, :]
-    top = tl.full([BLOCK_Q], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_Q], tl.float32)
-    out = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
-    diagonal = first // BLOCK_K * BLOCK_K
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    out = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    diagonal = first // BLOCK_N * BLOCK_N
     for MASKED in tl.static_range(2):  # first the keys that every query of this block sees
         begin = diagonal if MASKED else 0
-        end = tl.minimum(first + BLOCK_Q, seq) if MASKED else diagonal
-        for start in range(begin, end, BLOCK_K):
+        end = tl.minimum(first + BLOCK_M, seq) if MASKED else diagonal
+        for start in range(begin, end, BLOCK_N):
             at = KEYS + tl.cast(start, tl.int64) * TOKEN + key_at
             loaded = (start + key < seq)[:, None] & (channel < D)[None, :]
             k = tl.load(at, mask=loaded, other=0.0)
-            v = tl.load(at + K * D, mask=loaded, other=0.0)
+            v = tl.load(at + VALUE, mask=loaded, other=0.0)
+            # S = Q K^T
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * LOG2E)
             if MASKED:
-                scores = tl.where(query[:, None] >= (start + key)[None, :], scores, float("-inf"))
-            new_top = tl.maximum(top, tl.max(scores, 1))  # finite from the first block on: every query sees key 0
-            p = tl.exp2(scores - new_top[:, None])
-            shrink = tl.exp2(top - new_top)
-            total = total * shrink + tl.sum(p, 1)
-            out = tl.dot(p.to(v.dtype), v, out * shrink[:, None], input_precision=PRECISION)
-            top = new_top
-    tl.store(OUT + ((token * H + head) * D)[:, None] + channel[None, :], out / total[:, None], mask=inside)
-    tl.store(LSE + (batch * H + head) * seq + query, top + tl.log2(total), mask=query < seq)
+                seen = query[:, None] >= (start + key)[None, :]
+                scores = tl.where(seen, scores, float("-inf"))
+            # online softmax; the maximum is finite from the first block on: all queries see key 0
+            new_row_max = tl.maximum(row_max, tl.max(scores, 1))
+            p = tl.exp2(scores - new_row_max[:, None])
+            rescale = tl.exp2(row_max - new_row_max)
+            row_sum = row_sum * rescale + tl.sum(p, 1)
+            # O += P V
+            out = tl.dot(p.to(v.dtype), v, out * rescale[:, None], input_precision=PRECISION)
+            row_max = new_row_max
+    at = OUT + ((token * H + head) * D)[:, None] + channel[None, :]
+    tl.store(at, out / row_sum[:, None], mask=inside)
+    at = LOG_SUM_EXP + (batch * H + head) * seq + query
+    tl.store(at, row_max + tl.log2(row_sum), mask=query < seq)
 
 
 @triton.jit
 def attention_backward_queries_kernel(
-    QKV, OUT, LSE, GRAD, DELTA, GRAD_QKV, seq, scale: tl.constexpr, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    QKV, OUT, LOG_SUM_EXP, GRAD, DELTA, GRAD_QKV, seq, scale: tl.constexpr, H: tl.constexpr,
+    K: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    TOKEN: tl.constexpr = (H + 2 * K) * D
+    """Compute the gradient of the queries, and delta, which that of the keys needs, too.
+
+        P = exp(S - log_sum_exp);  dP = dO V^T;  delta = rowsum(dO * O)
+        dS = P * (dP - delta);  dQ = scale * dS K
+
+    QKV, OUT and LOG_SUM_EXP as in the forward kernel, GRAD (dO) as OUT, DELTA as LOG_SUM_EXP,
+    GRAD_QKV as QKV. A program owns BLOCK_M queries of one head, and goes through their keys by
+    BLOCK_N.
+    """
+    TOKEN: tl.constexpr = (H + 2 * K) * D  # elements of a token in QKV
+    VALUE: tl.constexpr = K * D  # from a key head to its value head
     batch, head = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
-    first = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_Q
-    query, key, channel = first + tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_D)
+    # programs with the most keys start first
+    first = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_M
+    query, key = first + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+    channel = tl.arange(0, BLOCK_D)
     token = batch * seq + query
     inside = (query < seq)[:, None] & (channel < D)[None, :]
     query_at = (token * TOKEN + head * D)[:, None] + channel[None, :]
     out_at = ((token * H + head) * D)[:, None] + channel[None, :]
     q = tl.load(QKV + query_at, mask=inside, other=0.0)
     grad = tl.load(GRAD + out_at, mask=inside, other=0.0)
-    delta = tl.sum(tl.load(OUT + out_at, mask=inside, other=0.0).to(tl.float32) * grad.to(tl.float32), 1)
+    out = tl.load(OUT + out_at, mask=inside, other=0.0)
+    delta = tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1)
     tl.store(DELTA + (batch * H + head) * seq + query, delta, mask=query < seq)
-    lse = tl.load(LSE + (batch * H + head) * seq + query, mask=query < seq, other=0.0)
+    LOG_SUM_EXP += (batch * H + head) * seq  # to this head's
+    log_sum_exp = tl.load(LOG_SUM_EXP + query, mask=query < seq, other=0.0)
     KEYS = QKV + batch * seq * TOKEN + (H + head // (H // K)) * D
     key_at = key[:, None] * TOKEN + channel[None, :]
-    grad_q = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
-    diagonal = first // BLOCK_K * BLOCK_K
-    for MASKED in tl.static_range(2):
+    grad_q = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    diagonal = first // BLOCK_N * BLOCK_N
+    for MASKED in tl.static_range(2):  # first the keys that every query of this block sees
         begin = diagonal if MASKED else 0
-        end = tl.minimum(first + BLOCK_Q, seq) if MASKED else diagonal
-        for start in range(begin, end, BLOCK_K):
+        end = tl.minimum(first + BLOCK_M, seq) if MASKED else diagonal
+        for start in range(begin, end, BLOCK_N):
             at = KEYS + tl.cast(start, tl.int64) * TOKEN + key_at
             loaded = (start + key < seq)[:, None] & (channel < D)[None, :]
             k = tl.load(at, mask=loaded, other=0.0)
-            v = tl.load(at + K * D, mask=loaded, other=0.0)
-            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * LOG2E) - lse[:, None]
+            v = tl.load(at + VALUE, mask=loaded, other=0.0)
+            # S = Q K^T
+            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * LOG2E)
+            scores = scores - log_sum_exp[:, None]
             if MASKED:
-                scores = tl.where(query[:, None] >= (start + key)[None, :], scores, float("-inf"))
+                seen = query[:, None] >= (start + key)[None, :]
+                scores = tl.where(seen, scores, float("-inf"))
+            # dP = dO V^T
             grad_p = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
+            # dS = P * (dP - delta)
             grad_scores = tl.exp2(scores) * (grad_p - delta[:, None])
+            # dQ += dS K
             grad_q = tl.dot(grad_scores.to(k.dtype), k, grad_q, input_precision=PRECISION)
     tl.store(GRAD_QKV + query_at, grad_q * scale, mask=inside)
 
 
 @triton.jit
 def attention_backward_keys_kernel(
-    QKV, LSE, GRAD, DELTA, GRAD_QKV, seq, scale: tl.constexpr, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    QKV, LOG_SUM_EXP, GRAD, DELTA, GRAD_QKV, seq, scale: tl.constexpr, H: tl.constexpr,
+    K: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    TOKEN: tl.constexpr = (H + 2 * K) * D
+    """Compute the gradients of keys and values; a key head has the sum over its query heads.
+
+        P = exp(S - log_sum_exp);  dV = P^T dO;  dP = dO V^T
+        dS = P * (dP - delta);  dK = scale * dS^T Q
+
+    P, dP and dS are computed transposed, [keys, queries], so that no product has to transpose them.
+    Tensors are those of the kernel of the queries, which has written DELTA. A program owns BLOCK_N
+    keys of one key head, and goes through the queries that see them by BLOCK_M.
+    """
+    TOKEN: tl.constexpr = (H + 2 * K) * D  # elements of a token in QKV
+    VALUE: tl.constexpr = K * D  # from a key head to its value head
     batch, kv_head = (tl.program_id(0) // K).to(tl.int64), tl.program_id(0) % K
-    first = tl.program_id(1) * BLOCK_K
-    query, key, channel = tl.arange(0, BLOCK_Q), first + tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_D)
+    first = tl.program_id(1) * BLOCK_N
+    query, key = tl.arange(0, BLOCK_M), first + tl.arange(0, BLOCK_N)
+    channel = tl.arange(0, BLOCK_D)
     inside = (key < seq)[:, None] & (channel < D)[None, :]
     key_at = ((batch * seq + key) * TOKEN + (H + kv_head) * D)[:, None] + channel[None, :]
     k = tl.load(QKV + key_at, mask=inside, other=0.0)
-    v = tl.load(QKV + key_at + K * D, mask=inside, other=0.0)
+    v = tl.load(QKV + key_at + VALUE, mask=inside, other=0.0)
     query_at = query[:, None] * TOKEN + channel[None, :]
     grad_at = query[:, None] * (H * D) + channel[None, :]
-    grad_k = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
-    grad_v = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
-    below = tl.minimum((first + BLOCK_K + BLOCK_Q - 1) // BLOCK_Q * BLOCK_Q, seq)
-    for head in range(kv_head * (H // K), (kv_head + 1) * (H // K)):  # the query heads of this group
+    grad_k = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    grad_v = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    below = tl.minimum((first + BLOCK_N + BLOCK_M - 1) // BLOCK_M * BLOCK_M, seq)
+    for head in range(kv_head * (H // K), (kv_head + 1) * (H // K)):  # query heads of this group
         row = (batch * H + head) * seq
-        for MASKED in tl.static_range(2):  # first the queries that see every key of this block
-            begin = first // BLOCK_Q * BLOCK_Q if MASKED else below
+        for MASKED in tl.static_range(2):  # at last the queries that see every key of this block
+            begin = first // BLOCK_M * BLOCK_M if MASKED else below
             end = below if MASKED else seq
-            for start in range(begin, end, BLOCK_Q):
+            for start in range(begin, end, BLOCK_M):
                 token = batch * seq + start
                 loaded = (start + query < seq)[:, None] & (channel < D)[None, :]
                 q = tl.load(QKV + (token * TOKEN + head * D) + query_at, mask=loaded, other=0.0)
                 grad = tl.load(GRAD + (token * H + head) * D + grad_at, mask=loaded, other=0.0)
-                lse = tl.load(LSE + row + start + query, mask=start + query < seq, other=0.0)
-                scores = tl.dot(k, tl.trans(q), input_precision=PRECISION) * (scale * LOG2E) - lse[None, :]
+                at = LOG_SUM_EXP + row + start + query
+                log_sum_exp = tl.load(at, mask=start + query < seq, other=0.0)
+                # S^T = K Q^T
+                scores = tl.dot(k, tl.trans(q), input_precision=PRECISION) * (scale * LOG2E)
+                scores = scores - log_sum_exp[None, :]
                 if MASKED:
-                    scores = tl.where((start + query)[None, :] >= key[:, None], scores, float("-inf"))
-                p = tl.exp2(scores)  # [keys, queries], so that no product needs it transposed
+                    seen = (start + query)[None, :] >= key[:, None]
+                    scores = tl.where(seen, scores, float("-inf"))
+                p = tl.exp2(scores)
+                # dV += P^T dO
                 grad_v = tl.dot(p.to(grad.dtype), grad, grad_v, input_precision=PRECISION)
+                # dP^T = V dO^T
                 grad_p = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
                 delta = tl.load(DELTA + row + start + query, mask=start + query < seq, other=0.0)
+                # dS = P * (dP - delta)
                 grad_scores = p * (grad_p - delta[None, :])
+                # dK += dS^T Q
                 grad_k = tl.dot(grad_scores.to(q.dtype), q, grad_k, input_precision=PRECISION)
     tl.store(GRAD_QKV + key_at, grad_k * scale, mask=inside)
-    tl.store(GRAD_QKV + key_at + K * D, grad_v, mask=inside)
+    tl.store(GRAD_QKV + key_at + VALUE, grad_v, mask=inside)
 
 
 def attention_sizes(qkv: Tensor, num_heads: int) -> dict:
-    """What the three kernels are compiled for, besides their blocks."""
+    """Return what the three kernels are compiled for, besides their blocks."""
     packed, dim = qkv.shape[2:]
-    sizes = {"H": num_heads, "K": (packed - num_heads) // 2, "D": dim, "BLOCK_D": max(16, triton.next_power_of_2(dim))}
-    return {**sizes, "PRECISION": dot_precision(qkv.dtype)}
+    return {
+        "H": num_heads,
+        "K": (packed - num_heads) // 2,
+        "D": dim,
+        "BLOCK_D": max(16, triton.next_power_of_2(dim)),
+        "PRECISION": dot_precision(qkv.dtype),
+    }
 
 
 @operator
 def attention_forward(qkv: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
-    """qkv [B, S, H + 2 K, D] -> attention [B, S, H, D] and the base-2 logarithm of the softmax's sums [B, H, S]."""
+    """Compute causal attention [B, S, H, D] of qkv [B, S, H + 2 K, D].
+
+    Returns it, and the base-2 logarithm of the softmax's sums [B, H, S].
+    """
     (batch, seq, _, dim), chosen = qkv.shape, blocks("attention_forward", qkv.dtype)
-    out, lse = qkv.new_empty(batch, seq, num_heads, dim), qkv.new_empty(batch, num_heads, seq, dtype=torch.float32)
-    wrap_triton(attention_forward_kernel)[(batch * num_heads, triton.cdiv(seq, chosen["BLOCK_Q"]))](
-        qkv, out, lse, seq, dim**-0.5, **attention_sizes(qkv, num_heads), **chosen
-    )
-    return out, lse
+    out = qkv.new_empty(batch, seq, num_heads, dim)
+    log_sum_exp = qkv.new_empty(batch, num_heads, seq, dtype=torch.float32)
+    grid = (batch * num_heads, triton.cdiv(seq, chosen["BLOCK_M"]))
+    wrap_triton(attention_forward_kernel)[grid](
+        QKV=qkv, OUT=out, LOG_SUM_EXP=log_sum_exp, seq=seq, scale=dim**-0.5,
+        **attention_sizes(qkv, num_heads), **chosen,
+    )  # fmt: skip
+    return out, log_sum_exp
 
 
 @operator
-def attention_backward(qkv: Tensor, out: Tensor, lse: Tensor, grad: Tensor) -> Tensor:
-    """Gradient of qkv, packed as it is."""
+def attention_backward(qkv: Tensor, out: Tensor, log_sum_exp: Tensor, grad: Tensor) -> Tensor:
+    """Compute the gradient of qkv, packed as it is."""
     batch, seq, num_heads, dim = out.shape
-    sizes, delta, grad_qkv = attention_sizes(qkv, num_heads), torch.empty_like(lse), torch.empty_like(qkv)
+    sizes = {"seq": seq, "scale": dim**-0.5, **attention_sizes(qkv, num_heads)}
+    delta, grad_qkv = torch.empty_like(log_sum_exp), torch.empty_like(qkv)
     chosen = blocks("attention_backward_queries", qkv.dtype)
-    wrap_triton(attention_backward_queries_kernel)[(batch * num_heads, triton.cdiv(seq, chosen["BLOCK_Q"]))](
-        qkv, out, lse, grad, delta, grad_qkv, seq, dim**-0.5, **sizes, **chosen
-    )
+    grid = (batch * num_heads, triton.cdiv(seq, chosen["BLOCK_M"]))
+    wrap_triton(attention_backward_queries_kernel)[grid](
+        QKV=qkv, OUT=out, LOG_SUM_EXP=log_sum_exp, GRAD=grad, DELTA=delta, GRAD_QKV=grad_qkv,
+        **sizes, **chosen,
+    )  # fmt: skip
     chosen = blocks("attention_backward_keys", qkv.dtype)
-    wrap_triton(attention_backward_keys_kernel)[(batch * sizes["K"], triton.cdiv(seq, chosen["BLOCK_K"]))](
-        qkv, lse, grad, delta, grad_qkv, seq, dim**-0.5, **sizes, **chosen
-    )
+    grid = (batch * sizes["K"], triton.cdiv(seq, chosen["BLOCK_N"]))
+    wrap_triton(attention_backward_keys_kernel)[grid](
+        QKV=qkv, LOG_SUM_EXP=log_sum_exp, GRAD=grad, DELTA=delta, GRAD_QKV=grad_qkv,
+        **sizes, **chosen,
+    )  # fmt: skip
     return grad_qkv
 
 
 class CausalAttention(torch.autograd.Function):
-    """Packed heads [B, S, H + 2 K, D] -> causal attention [B, S, H, D]; H / K query heads share a key/value head.
+    """Compute causal attention [B, S, H, D] of packed heads [B, S, H + 2 K, D].
 
-    Flash attention (Dao 2023): the backward pass computes the scores again from the sums that the forward pass kept.
+    Flash attention (Dao 2023): the backward pass computes the scores again from the sums that the
+    forward pass kept.
     """
 
     @staticmethod
     def forward(ctx, qkv: Tensor, num_heads: int):
         qkv = qkv.contiguous()
-        out, lse = attention_forward(qkv, num_heads)
-        ctx.save_for_backward(qkv, out, lse)
+        out, log_sum_exp = attention_forward(qkv, num_heads)
+        ctx.save_for_backward(qkv, out, log_sum_exp)
         return out
 
     @staticmethod
@@ -731,70 +943,99 @@ class CausalAttention(torch.autograd.Function):
 
 @triton.jit
 def cross_entropy_forward_kernel(
-    LOGITS, TARGETS, LOSSES, LSE, rows, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr
-):
+    LOGITS, TARGETS, LOSSES, LOG_SUM_EXP, rows, C: tl.constexpr, BLOCK_C: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """Compute loss = log(sum(exp(logits))) - logits[target] of each row; 0 for a target of -100.
+
+    The sum is online, as that of attention. LOGITS [rows, C], TARGETS, LOSSES, LOG_SUM_EXP [rows].
+    A program owns ROWS rows, and goes through their columns by BLOCK_C.
+    """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    top = tl.full([ROWS], -3e38, tl.float32)  # not -inf, which a whole block may be
-    total = tl.zeros([ROWS], tl.float32)
+    row_max = tl.full([ROWS], -3e38, tl.float32)  # not -inf, which a whole block may be
+    row_sum = tl.zeros([ROWS], tl.float32)
     for start in range(0, C, BLOCK_C):
         column = start + tl.arange(0, BLOCK_C)
         inside = (row < rows)[:, None] & (column < C)[None, :]
-        logits = tl.load(LOGITS + row[:, None] * C + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        at = LOGITS + row[:, None] * C + column[None, :]
+        logits = tl.load(at, mask=inside, other=0.0).to(tl.float32)
         logits = tl.where((column < C)[None, :], logits, float("-inf"))
-        new_top = tl.maximum(top, tl.max(logits, 1))
-        total = total * tl.exp(top - new_top) + tl.sum(tl.exp(logits - new_top[:, None]), 1)
-        top = new_top
-    lse = top + tl.log(total)
+        new_row_max = tl.maximum(row_max, tl.max(logits, 1))
+        rescale = tl.exp(row_max - new_row_max)
+        row_sum = row_sum * rescale + tl.sum(tl.exp(logits - new_row_max[:, None]), 1)
+        row_max = new_row_max
+    log_sum_exp = row_max + tl.log(row_sum)
     target = tl.load(TARGETS + row, mask=row < rows, other=-100)
     known = (target >= 0) & (target < C)  # any other label but -100 makes the loss NaN
     logit = tl.load(LOGITS + row * C + target, mask=known, other=float("nan")).to(tl.float32)
-    tl.store(LOSSES + row, tl.where(target == -100, 0.0, lse - logit), mask=row < rows)
-    tl.store(LSE + row, lse, mask=row < rows)
+    tl.store(LOSSES + row, tl.where(target == -100, 0.0, log_sum_exp - logit), mask=row < rows)
+    tl.store(LOG_SUM_EXP + row, log_sum_exp, mask=row < rows)
 
 
 @triton.jit
 def cross_entropy_backward_kernel(
-    GRAD, LOGITS, TARGETS, LSE, GRAD_LOGITS, rows, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr
-):
+    GRAD, LOGITS, TARGETS, LOG_SUM_EXP, GRAD_LOGITS, rows, C: tl.constexpr, BLOCK_C: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """Compute dlogits = (softmax(logits) - onehot(target)) * dloss; 0 for a target of -100.
+
+    GRAD (dloss), TARGETS, LOG_SUM_EXP [rows], LOGITS, GRAD_LOGITS [rows, C]. A program owns ROWS
+    rows, and goes through their columns by BLOCK_C.
+    """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     target = tl.load(TARGETS + row, mask=row < rows, other=-100)
-    lse = tl.load(LSE + row, mask=row < rows, other=0.0)
+    log_sum_exp = tl.load(LOG_SUM_EXP + row, mask=row < rows, other=0.0)
     grad = tl.load(GRAD + row, mask=target != -100, other=0.0)
     for start in range(0, C, BLOCK_C):
         column = start + tl.arange(0, BLOCK_C)
         inside = (row < rows)[:, None] & (column < C)[None, :]
         at = row[:, None] * C + column[None, :]
-        p = tl.exp(tl.load(LOGITS + at, mask=inside, other=0.0).to(tl.float32) - lse[:, None])
+        logits = tl.load(LOGITS + at, mask=inside, other=0.0).to(tl.float32)
+        p = tl.exp(logits - log_sum_exp[:, None])
         p -= tl.where(column[None, :] == target[:, None], 1.0, 0.0)
         tl.store(GRAD_LOGITS + at, p * grad[:, None], mask=inside)
 
 
 @operator
 def cross_entropy_forward(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """logits [T, V], targets [T] -> losses [T], 0 where the target is -100, and log-sum-exp [T], both float32."""
-    rows, programs, options = row_options("cross_entropy_forward", logits, whole=False)
-    losses, lse = (logits.new_empty(rows, dtype=torch.float32) for _ in range(2))
-    wrap_triton(cross_entropy_forward_kernel)[(programs,)](logits, targets, losses, lse, rows, **options)
-    return losses, lse
+    """Compute the losses [T] of logits [T, V] and targets [T], 0 where the target is -100.
+
+    Returns them and log-sum-exp [T], both float32.
+    """
+    rows, programs, options = row_launch("cross_entropy_forward", logits, whole=False)
+    losses, log_sum_exp = (logits.new_empty(rows, dtype=torch.float32) for _ in range(2))
+    wrap_triton(cross_entropy_forward_kernel)[(programs,)](
+        LOGITS=logits, TARGETS=targets, LOSSES=losses, LOG_SUM_EXP=log_sum_exp,
+        rows=rows, **options,
+    )  # fmt: skip
+    return losses, log_sum_exp
 
 
 @operator
-def cross_entropy_backward(grad: Tensor, logits: Tensor, targets: Tensor, lse: Tensor) -> Tensor:
-    """Gradient of the logits, in their type."""
-    rows, programs, options = row_options("cross_entropy_backward", logits, whole=False)
+def cross_entropy_backward(
+    grad: Tensor, logits: Tensor, targets: Tensor, log_sum_exp: Tensor
+) -> Tensor:  # fmt: skip
+    """Compute the gradient of the logits, in their type."""
+    rows, programs, options = row_launch("cross_entropy_backward", logits, whole=False)
     grad_logits = torch.empty_like(logits)
-    wrap_triton(cross_entropy_backward_kernel)[(programs,)](grad, logits, targets, lse, grad_logits, rows, **options)
+    wrap_triton(cross_entropy_backward_kernel)[(programs,)](
+        GRAD=grad, LOGITS=logits, TARGETS=targets, LOG_SUM_EXP=log_sum_exp,
+        GRAD_LOGITS=grad_logits, rows=rows, **options,
+    )  # fmt: skip
     return grad_logits
 
 
 class CrossEntropy(torch.autograd.Function):
-    """logits [T, V] of any type, targets [T] -> losses [T] in float32, 0 where the target is -100."""
+    """Compute the losses [T] of logits [T, V] of any type and targets [T], in float32.
+
+    A loss is 0 where the target is -100.
+    """
 
     @staticmethod
     def forward(ctx, logits: Tensor, targets: Tensor):
         logits, targets = logits.contiguous(), targets.contiguous()
-        losses, lse = cross_entropy_forward(logits, targets)
-        ctx.save_for_backward(logits, targets, lse)
+        losses, log_sum_exp = cross_entropy_forward(logits, targets)
+        ctx.save_for_backward(logits, targets, log_sum_exp)
         return losses
 
     @staticmethod
@@ -803,6 +1044,12 @@ class CrossEntropy(torch.autograd.Function):
 
 
 # --- model
+
+
+def gemm_dtype(x: Tensor) -> torch.dtype:
+    """Return the type in which a matrix product takes x: that of autocast, or its own."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 class RMSNorm(nn.Module):
@@ -815,11 +1062,9 @@ class RMSNorm(nn.Module):
         self.fusions = fusions
 
     def forward(self, x: Tensor, update: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """x and update [..., D] -> norm of their sum, in the type that the next GEMM takes, and their sum."""
+        """Return x + update [..., D] normalised, in the type of the next GEMM, and the sum."""
         if self.fusions.triton_rms_norm:
-            device = x.device.type
-            dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-            result = AddRMSNorm.apply(x, update, self.weight, self.eps, dtype)
+            result = AddRMSNorm.apply(x, update, self.weight, self.eps, gemm_dtype(x))
             return (result, x) if update is None else result
         x = x if update is None else x + update
         wide = x.float()
@@ -828,36 +1073,39 @@ class RMSNorm(nn.Module):
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotary position embedding in the rotate-half convention: channel i turns with channel i + head_dim / 2."""
+    """Rotary position embedding: channel i is rotated with channel i + head_dim / 2."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         half = config.hidden_dim // config.num_heads // 2
         frequency = config.rope_theta ** (-torch.arange(half) / half)
-        angle = torch.outer(torch.arange(config.seq_len), frequency).repeat(1, 2)[:, None]  # [S, 1, head_dim]
+        angle = torch.outer(torch.arange(config.seq_len), frequency)
+        angle = angle.repeat(1, 2)[:, None]  # [S, 1, head_dim]
         self.register_buffer("cos", angle.cos(), persistent=False)
         self.register_buffer("sin", angle.sin(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [B, S, heads, head_dim], rotated by its position along S."""
+        """Rotate x [B, S, heads, head_dim] by its position along S."""
         cos, sin = self.cos[: x.shape[1]].to(x.dtype), self.sin[: x.shape[1]].to(x.dtype)
         first, second = x.chunk(2, dim=-1)
         return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
 def keep_separate_names(parent: nn.Module, fused: str, parts: dict[str, int]) -> None:
-    """Have state_dict list the rows of `parent.<fused>.weight` under the names of its parts, and load them from there.
+    """Have state_dict list the rows of `parent.<fused>.weight` under the names of its parts.
 
-    `parts` maps the name of each projection to its output features, in the order of the rows.
+    They are loaded from there, too. `parts` maps the name of each projection to its output
+    features, in the order of the rows.
     """
 
     def split(module: nn.Module, state: dict[str, Tensor], prefix: str, metadata: dict) -> None:
         weights = state.pop(f"{prefix}{fused}.weight").split(list(parts.values()))
-        state.update({f"{prefix}{part}.weight": weight for part, weight in zip(parts, weights, strict=True)})
+        for part, weight in zip(parts, weights, strict=True):
+            state[f"{prefix}{part}.weight"] = weight
 
     def merge(module: nn.Module, state: dict[str, Tensor], prefix: str, *unused) -> None:
         names = [f"{prefix}{part}.weight" for part in parts]
-        if all(name in state for name in names):  # otherwise load_state_dict reports what is missing
+        if all(name in state for name in names):  # else load_state_dict reports what is missing
             state[f"{prefix}{fused}.weight"] = torch.cat([state.pop(name) for name in names])
 
     parent.register_state_dict_post_hook(split)
@@ -884,11 +1132,12 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(config.hidden_dim, config.hidden_dim, bias=False)
         self.rotary = RotaryEmbedding(config)
         if not (fusions.flash_attention or fusions.triton_attention):
-            mask = torch.full((config.seq_len, config.seq_len), -torch.inf).triu(1)  # 0 on and below the diagonal
+            mask = torch.full((config.seq_len, config.seq_len), -torch.inf)
+            mask = mask.triu(1)  # 0 on and below the diagonal
             self.register_buffer("causal_mask", mask, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [B, S, D] -> [B, S, D]."""
+        """Map x [B, S, D] to [B, S, D]."""
         batch, seq, _ = x.shape
         if self.fusions.triton_rotary:
             if self.fusions.qkv_fusion:
@@ -912,7 +1161,8 @@ class Attention(nn.Module):
             qkv = qkv if self.fusions.triton_rotary else torch.cat((q, k, v), dim=2)
             return self.o_proj(CausalAttention.apply(qkv, self.num_heads).flatten(2))
         group = self.num_heads // self.num_kv_heads  # query heads that share a key/value head
-        q, k, v = (t.transpose(1, 2) for t in (q, k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)))
+        k, v = (t.repeat_interleave(group, 2) for t in (k, v))
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         if self.fusions.flash_attention:
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         else:
@@ -938,7 +1188,7 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_dim, config.hidden_dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [B, S, D] -> [B, S, D]."""
+        """Map x [B, S, D] to [B, S, D]."""
         if self.fusions.swiglu_fusion:
             gate_up = self.gate_up_proj(x)
             gate, up = gate_up.chunk(2, dim=-1)
@@ -961,14 +1211,17 @@ class DecoderLayer(nn.Module):
         self.mlp = SwiGLU(config, fusions)
 
     def forward(self, x: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Residual stream x and the update that is still to be added, both [B, S, D] -> the same after this layer."""
+        """Map the residual stream x and an update not yet added to it, both [B, S, D], likewise."""
         normed, x = self.input_layernorm(x, update)
         normed, x = self.post_attention_layernorm(x, self.self_attn(normed))
         return x, self.mlp(normed)
 
 
 class TinyLlama(nn.Module):
-    """Llama (Touvron et al. 2023) with tied input and output embedding; parameter names as in Hugging Face."""
+    """Llama (Touvron et al. 2023) with tied input and output embedding.
+
+    Parameter names are those of Hugging Face.
+    """
 
     TARGETS = ("labels",)
 
@@ -980,7 +1233,7 @@ class TinyLlama(nn.Module):
         self.norm = RMSNorm(config.hidden_dim, config.norm_eps, fusions)
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
-        """input_ids [B, S] -> logits [B, S, V]; with labels [B, S], the same tokens -> next-token cross-entropy."""
+        """Map input_ids [B, S] to logits [B, S, V], with labels, the same tokens, to the loss."""
         check_sequences(input_ids, self.config.seq_len)
         x, update = self.embed_tokens(input_ids), None
         for layer in self.layers:
@@ -988,7 +1241,8 @@ class TinyLlama(nn.Module):
         logits = F.linear(self.norm(x, update)[0], self.embed_tokens.weight)
         if labels is None:
             return logits
-        following = F.pad(labels[:, 1:], (0, 1), value=-100)  # the one place where labels are shifted; -100 is ignored
+        # the one place where labels are shifted; -100 is ignored
+        following = F.pad(labels[:, 1:], (0, 1), value=-100)
         if self.fusions.triton_cross_entropy:
             losses = CrossEntropy.apply(logits.flatten(0, 1), following.flatten())
             return losses.sum() / (following != -100).sum()
@@ -996,14 +1250,19 @@ class TinyLlama(nn.Module):
 
 
 def build_model(args: argparse.Namespace, device: torch.device) -> nn.Module:
-    """The model of these arguments. The same seed gives the same weights in every version and fusion setting."""
-    fields = {name: getattr(args, name) for name in ModelConfig.__dataclass_fields__ if hasattr(args, name)}
+    """Build the model of these arguments.
+
+    The same seed gives the same weights in every version and fusion setting.
+    """
+    names = [name for name in ModelConfig.__dataclass_fields__ if hasattr(args, name)]
+    fields = {name: getattr(args, name) for name in names}
     fusions = Fusions(**{attribute: getattr(args, attribute) for _, attribute, _ in FUSIONS})
     with device:
         model = TinyLlama(ModelConfig(**fields), fusions)
     if device.type != "meta":
         generator = torch.Generator().manual_seed(args.seed)
-        state = model.state_dict()  # canonical names, so the order of the draws does not depend on what is fused
+        # canonical names, so the order of the draws does not depend on what is fused
+        state = model.state_dict()
         for name in sorted(state):
             if "norm" not in name:
                 state[name] = torch.empty(state[name].shape).normal_(std=0.02, generator=generator)
@@ -1020,31 +1279,35 @@ def build_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.O
 
 
 class TextBatches:
-    """Random windows of a token stream kept in host memory: {"input_ids": [B, S], "labels": [B, S]}."""
+    """Random windows of a token stream in host memory: {"input_ids": [B, S], "labels": [B, S]}."""
 
-    def __init__(self, stream: np.ndarray, args: argparse.Namespace, device: torch.device, seed: int):
+    def __init__(
+        self, stream: np.ndarray, args: argparse.Namespace, device: torch.device, seed: int
+    ):  # fmt: skip
         self.windows = np.lib.stride_tricks.sliding_window_view(stream, args.seq_len)
         self.batch_size, self.device = args.batch_size, device
         self.generator = torch.Generator().manual_seed(seed)
 
     def next_batch(self) -> dict[str, Tensor]:
         starts = torch.randint(len(self.windows), (self.batch_size,), generator=self.generator)
-        # By NumPy, in one thread: from 3000 tokens on PyTorch takes a thread per core, and on a busy host one is late.
+        # By NumPy, in one thread: from 3000 tokens on PyTorch takes a thread per core, and on a
+        # busy host one is late.
         tokens = torch.from_numpy(self.windows[starts.numpy()]).to(self.device)
         return {"input_ids": tokens, "labels": tokens}
 
 
 def markov_text(vocab_size: int, length: int, seed: int) -> np.ndarray:
-    """Synthetic text [length] from a fixed order-2 Markov chain.
+    """Make synthetic text [length] from a fixed order-2 Markov chain.
 
-    The two previous tokens, each taken modulo 8, choose one of 64 contexts; a context has 16 possible successors with
-    probabilities 1/2, 1/4, 1/8, ... So the entropy of the next token is 1.39 nats, far below ln(vocab_size): a model
-    that has learnt nothing, only the frequencies, or the chain are three clearly different losses.
+    The two previous tokens, each taken modulo 8, choose one of 64 contexts; a context has 16
+    possible successors with probabilities 1/2, 1/4, 1/8, ... So the entropy of the next token is
+    1.39 nats, far below ln(vocab_size): a model that has learnt nothing, only the frequencies, or
+    the chain are three clearly different losses.
     """
-    chain = np.random.default_rng(0)  # the language is the same for every seed; the seed chooses the text
+    chain = np.random.default_rng(0)  # the language is the same for every seed, the text is not
     successors = chain.integers(vocab_size, size=(64, 16))
     rng = np.random.default_rng(seed)
-    streams = 256  # written side by side, because a chain can only be sampled one token after the other
+    streams = 256  # written side by side, as a chain can only be sampled token after token
     steps = -(-length // streams)
     choices = np.minimum(rng.geometric(0.5, size=(steps, streams)) - 1, 15)
     text = np.empty((steps, streams), dtype=np.int64)
@@ -1056,7 +1319,7 @@ def markov_text(vocab_size: int, length: int, seed: int) -> np.ndarray:
 
 
 def read_text(path: Path, seq_len: int) -> np.ndarray:
-    """The bytes of a text file as tokens [length]."""
+    """Read the bytes of a text file as tokens [length]."""
     if path.exists() and not path.is_file():  # a pipe can be read only once, /dev/zero has no end
         fail(f"--text-file {path}: not a regular file")
     try:
@@ -1071,7 +1334,7 @@ def read_text(path: Path, seq_len: int) -> np.ndarray:
 
 
 def make_batches(args: argparse.Namespace, device: torch.device, seed: int) -> TextBatches:
-    """The source of training batches: the bytes of --text-file, or synthetic text."""
+    """Make the source of training batches: the bytes of --text-file, or synthetic text."""
     if args.text_file:
         stream = read_text(args.text_file, args.seq_len)
     else:

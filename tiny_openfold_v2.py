@@ -3,17 +3,21 @@
 
 qkv-fusion-msa       query, key, value and gate of the two MSA attentions are one GEMM
 qkv-fusion-triangle  the same for the two triangle attentions
-flash-attention      scaled_dot_product_attention with the pair bias as additive mask: scores never reach device memory
-triangle-fusion      the four projections and gates of a triangle multiplication are one GEMM and one GLU
+flash-attention      scaled_dot_product_attention with the pair bias as additive mask: scores never
+                     reach device memory
+triangle-fusion      the four projections and gates of a triangle multiplication are one GEMM and
+                     one GLU
 
-Fewer, larger kernels help where launching them or moving their intermediate results takes longer than the arithmetic.
-The model, its weights and its loss are those of V1: `diff tiny_openfold_v1.py tiny_openfold_v2.py` is the whole lesson.
+Fewer, larger kernels help where launching them or moving their intermediate results takes longer
+than the arithmetic. The model, its weights and its loss are those of V1:
+`diff tiny_openfold_v1.py tiny_openfold_v2.py` is the whole lesson.
 
-The Evoformer follows the supplementary information of Jumper et al. 2021 (AF2 SI below), names follow OpenFold.
+The Evoformer follows the supplementary information of Jumper et al. 2021 (AF2 SI below), names
+follow OpenFold.
 
 Examples:
-  python tiny_openfold_v2.py --compare-fusion                                  everything off against everything on
-  python tiny_openfold_v2.py --disable-all-fusion --enable-flash-attention     one fusion alone
+  python tiny_openfold_v2.py --compare-fusion                                all off, all on
+  python tiny_openfold_v2.py --disable-all-fusion --enable-flash-attention   one fusion alone
   python tiny_openfold_v2.py --use-amp --enable-torch-compile --torch-compile-mode reduce-overhead
 """
 
@@ -93,37 +97,42 @@ class Fusions:
 
 
 FUSIONS: tuple[tuple[str, str, str], ...] = (
-    ("qkv-fusion-msa", "qkv_fusion_msa", "query, key, value and gate of the MSA attentions as one GEMM"),
-    ("qkv-fusion-triangle", "qkv_fusion_triangle", "query, key, value and gate of the triangle attentions as one GEMM"),
-    ("flash-attention", "flash_attention", "scaled_dot_product_attention instead of materialised scores"),
-    ("triangle-fusion", "triangle_fusion", "projections and gates of the triangle multiplications as one GEMM"),
+    ("qkv-fusion-msa", "qkv_fusion_msa", "MSA attention's projections as one GEMM"),
+    ("qkv-fusion-triangle", "qkv_fusion_triangle", "triangle attention's projections as one GEMM"),
+    ("flash-attention", "flash_attention", "scaled_dot_product_attention, which stores no scores"),
+    ("triangle-fusion", "triangle_fusion", "projections of a triangle product as one GEMM"),
 )
 MODES: tuple[str, ...] = ()  # functions that run in place of training, besides those of the harness
 
 
 def without_effect(args: argparse.Namespace) -> dict[str, str]:
-    """Fusions that change nothing beside the other arguments, on or off, and why."""
+    """Name the fusions that change nothing beside the other arguments, on or off, and why."""
     return {}
 
 
 def use_settings(args: argparse.Namespace) -> None:
-    """Make the settings of this run that are this version's own those of the process: there are none."""
+    """Make this run's own settings those of the process: there are none."""
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that only this model has."""
     sizes = ModelConfig()
-    add = parser.add_argument_group("model").add_argument
-    add("--msa-dim", type=at_least(1), default=sizes.msa_dim, metavar="C", help="channels of the MSA representation")
-    add("--pair-dim", type=at_least(1), default=sizes.pair_dim, metavar="C", help="channels of the pair representation")
-    add("--num-blocks", type=at_least(1), default=sizes.num_blocks, metavar="L", help="Evoformer blocks")
-    add("--num-heads-msa", type=at_least(1), default=sizes.num_heads_msa, metavar="H", help="heads of MSA attention")
-    add("--num-heads-pair", type=at_least(1), default=sizes.num_heads_pair, metavar="H", help="heads of pair attention")
+    add = partial(parser.add_argument_group("model").add_argument, type=at_least(1))
+    add("--msa-dim", default=sizes.msa_dim, metavar="C", help="channels of the MSA representation")
+    text = "channels of the pair representation"
+    add("--pair-dim", default=sizes.pair_dim, metavar="C", help=text)
+    add("--num-blocks", default=sizes.num_blocks, metavar="L", help="Evoformer blocks")
+    add("--num-heads-msa", default=sizes.num_heads_msa, metavar="H", help="heads of MSA attention")
+    heads = sizes.num_heads_pair
+    add("--num-heads-pair", default=heads, metavar="H", help="heads of pair attention")
     add = parser.add_argument_group("data").add_argument
-    add("--num-seqs", type=at_least(1), default=sizes.num_seqs, metavar="S", help="sequences per alignment")
-    add("--seq-len", type=at_least(2), default=sizes.seq_len, metavar="N", help="residues per sample")
+    text = "sequences per alignment"
+    add("--num-seqs", type=at_least(1), default=sizes.num_seqs, metavar="S", help=text)
+    text = "residues per sample"
+    add("--seq-len", type=at_least(2), default=sizes.seq_len, metavar="N", help=text)
     add("--batch-size", type=at_least(1), default=4, metavar="B", help="samples per step")
-    add("--msa", type=Path, metavar="FILE.a3m", help="real alignment, query first (with --structure)")
+    text = "real alignment, query first (with --structure)"
+    add("--msa", type=Path, metavar="FILE.a3m", help=text)
     add("--structure", type=Path, metavar="FILE", help="its structure, PDB or mmCIF (with --msa)")
 
 
@@ -134,15 +143,16 @@ def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentPar
         if dim % heads:
             parser.error(f"--{name}-dim {dim} must be divisible by --num-heads-{name} {heads}")
     if bool(args.msa) != bool(args.structure):
-        parser.error("--msa and --structure belong together: give both, or neither for synthetic proteins")
+        parser.error(
+            "--msa and --structure belong together: give both, or neither for synthetic proteins",
+        )
     if args.msa:
         protein = read_protein(args.msa, args.structure)
         for name, found in zip(("num_seqs", "seq_len"), protein.tokens.shape, strict=True):
-            if getattr(args, name) > found:
-                say(
-                    "note",
-                    f"--{name.replace('_', '-')} {getattr(args, name)} lowered to {found}: {args.msa} has no more",
-                )
+            wanted = getattr(args, name)
+            if wanted > found:
+                flag = f"--{name.replace('_', '-')}"
+                say("note", f"{flag} {wanted} lowered to {found}: {args.msa} has no more")
                 setattr(args, name, found)
 
 
@@ -156,12 +166,15 @@ NUM_BINS, FIRST_EDGE, LAST_EDGE = 64, 2.0, 22.0  # distogram, in Angstrom
 
 
 def one_hot(tokens: Tensor, classes: int) -> Tensor:
-    """tokens [...] -> float32 [..., classes]."""
+    """Turn tokens [...] into float32 [..., classes], 1 at the token and 0 elsewhere."""
     return (tokens[..., None] == torch.arange(classes, device=tokens.device)).float()
 
 
 class InputEmbedder(nn.Module):
-    """Alignment and residue offsets to the first MSA and pair representation (AF2 SI, algorithms 3 to 5)."""
+    """Embed alignment and residue offsets as MSA and pair representation.
+
+    AF2 SI, algorithms 3 to 5.
+    """
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -172,7 +185,7 @@ class InputEmbedder(nn.Module):
         self.linear_relpos = nn.Linear(2 * MAX_OFFSET + 1, config.pair_dim)
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """tokens [B, S, N] -> msa [B, S, N, c_m], pair [B, N, N, c_z]."""
+        """Embed tokens [B, S, N] -> msa [B, S, N, c_m], pair [B, N, N, c_z]."""
         alignment = one_hot(tokens, NUM_TOKENS)
         query = alignment[:, 0]
         position = torch.arange(tokens.shape[-1], device=tokens.device)
@@ -185,15 +198,18 @@ class InputEmbedder(nn.Module):
 def keep_separate_names(
     parent: nn.Module, fused: str, parts: tuple[str, ...], biased: tuple[str, ...], heads: int = 1
 ) -> None:
-    """Have state_dict list the rows of `parent.<fused>` under the names of its parts, and load them from there.
+    """Have state_dict list the rows of `parent.<fused>` under the names of its parts.
 
-    The parts are equally wide. Their rows run head by head and, within a head, part by part; `biased` are the parts
-    that have a bias.
+    They are loaded from these, too. The parts are equally wide. Their rows run head by head and,
+    within a head, part by part; `biased` are the parts that have a bias.
     """
 
     def names(prefix: str) -> dict[str, list[str]]:
         owners = {"weight": parts, "bias": biased}
-        return {f"{prefix}{fused}.{kind}": [f"{prefix}{part}.{kind}" for part in owners[kind]] for kind in owners}
+        return {
+            f"{prefix}{fused}.{kind}": [f"{prefix}{part}.{kind}" for part in with_kind]
+            for kind, with_kind in owners.items()
+        }
 
     def split(module: nn.Module, state: dict[str, Tensor], prefix: str, metadata: dict) -> None:
         for merged, separate in names(prefix).items():
@@ -202,7 +218,8 @@ def keep_separate_names(
 
     def merge(module: nn.Module, state: dict[str, Tensor], prefix: str, *unused) -> None:
         for merged, separate in names(prefix).items():
-            if all(name in state for name in separate):  # otherwise load_state_dict reports what is missing
+            # Otherwise load_state_dict reports what is missing.
+            if all(name in state for name in separate):
                 rows = [state.pop(name).unflatten(0, (heads, -1)) for name in separate]
                 state[merged] = torch.stack(rows, dim=1).flatten(0, 2)
 
@@ -220,18 +237,24 @@ class QKVGLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(dim))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """x [P, C] -> q, k, v, gate, each [P, H, C / H]. The four of one head lie side by side in memory."""
+        """Project x [P, C] -> q, k, v, gate, each [P, H, C / H].
+
+        The four of one head lie side by side in memory.
+        """
         q, k, v, gate = F.linear(x, self.weight).view(len(x), self.heads, 4, -1).unbind(2)
         return q, k, v, gate + self.bias.view(self.heads, -1).to(gate.dtype)
 
 
 class GatedAttention(nn.Module):
-    """Multi-head attention along one axis with a sigmoid gate on the output: what the four attentions share."""
+    """Attend along one axis in several heads, with a sigmoid gate on the output.
 
-    def __init__(self, dim: int, heads: int, qkv_fusion: bool, flash_attention: bool):
+    The four attentions share it.
+    """
+
+    def __init__(self, dim: int, heads: int, qkv_fusion: bool, fusions: Fusions):
         super().__init__()
         self.heads, self.head_dim = heads, dim // heads
-        self.qkv_fusion, self.flash_attention = qkv_fusion, flash_attention
+        self.qkv_fusion, self.flash_attention = qkv_fusion, fusions.flash_attention
         if qkv_fusion:
             parts = ("linear_q", "linear_k", "linear_v", "linear_g")
             self.linear_qkvg = QKVGLinear(dim, heads)
@@ -244,12 +267,17 @@ class GatedAttention(nn.Module):
         self.linear_o = nn.Linear(dim, dim)
 
     def attend(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [B, R, N, C]: each of the R rows attends to itself; bias [B, H, N, N] is the same for all rows."""
+        """Let each of the R rows of x [B, R, N, C] attend to itself.
+
+        bias [B, H, N, N] is the same for all rows.
+        """
         if self.flash_attention:
             return self.attend_flash(x, bias)
         q, k, v, gate = self.project(x.reshape(-1, x.shape[-1]))
-        # Samples and rows in one dimension: torch.compile's attention pattern (PyTorch 2.11) fails on five dimensions.
-        q, k, v = (t.view(-1, x.shape[2], self.heads, self.head_dim).transpose(1, 2) for t in (q, k, v))
+        # Samples and rows in one dimension: torch.compile's attention pattern (PyTorch 2.11) fails
+        # on five dimensions.
+        shape = (-1, x.shape[2], self.heads, self.head_dim)
+        q, k, v = (t.view(shape).transpose(1, 2) for t in (q, k, v))
         scores = (q / math.sqrt(self.head_dim)) @ k.transpose(-2, -1)  # [B x R, H, N, N]
         if bias is not None:
             scores = (scores.unflatten(0, x.shape[:2]) + bias[:, None]).flatten(0, 1)
@@ -257,55 +285,62 @@ class GatedAttention(nn.Module):
         return self.linear_o(torch.sigmoid(gate.reshape(x.shape)) * out)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """x [P, C] -> q, k, v, gate, each [P, H, C / H]."""
+        """Project x [P, C] -> q, k, v, gate, each [P, H, C / H]."""
         if self.qkv_fusion:
             return self.linear_qkvg(x)
         linears = (self.linear_q, self.linear_k, self.linear_v, self.linear_g)
         return tuple(linear(x).view(len(x), self.heads, -1) for linear in linears)
 
     def attend_flash(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """The same without scores in memory.
+        """Attend as `attend` does, without scores in memory.
 
-        SDPA takes [batch, heads, N, D]. Here its batch are the rows, and its heads are ours of all samples: so one
-        bias [B x H, N, N] serves every row by broadcasting, where it would otherwise be copied R times, which is as
-        large as the scores are.
+        SDPA takes [batch, heads, N, D]. Here its batch are the rows, and its heads are ours of all
+        samples: so one bias [B x H, N, N] serves every row by broadcasting, where it would
+        otherwise be copied R times, which is as large as the scores are.
         """
         samples, rows, length, dim = x.shape
-        if bias is None:
-            samples, rows = 1, samples * rows  # nothing to share: every row of every sample is a batch of its own
+        if bias is None:  # nothing to share: every row of every sample is a batch of its own
+            samples, rows = 1, samples * rows
         else:
             x, bias = x.permute(1, 2, 0, 3), bias.flatten(0, 1)[None].contiguous()
         q, k, v, gate = self.project(x.reshape(-1, dim))  # [R x N x B, H, C / H]
-        q, k, v = (t.view(rows, length, samples * self.heads, -1).transpose(1, 2) for t in (q, k, v))
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2)  # [R, N, B x H, C / H]
-        out = self.linear_o((torch.sigmoid(gate) * out.reshape(gate.shape)).flatten(1)).view(x.shape)
+        shape = (rows, length, samples * self.heads, -1)
+        q, k, v = (t.view(shape).transpose(1, 2) for t in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+        out = out.transpose(1, 2).reshape(gate.shape)  # [R x N x B, H, C / H]
+        out = self.linear_o((torch.sigmoid(gate) * out).flatten(1)).view(x.shape)
         return out if bias is None else out.permute(2, 0, 1, 3)
 
 
 class MSARowAttentionWithPairBias(GatedAttention):
-    """Residues of one sequence attend to each other, biased by the pair representation (AF2 SI, algorithm 7)."""
+    """Let residues of a sequence attend to each other, biased by the pair representation.
+
+    AF2 SI, algorithm 7.
+    """
 
     def __init__(self, config: ModelConfig, fusions: Fusions):
-        super().__init__(config.msa_dim, config.num_heads_msa, fusions.qkv_fusion_msa, fusions.flash_attention)
+        qkv = fusions.qkv_fusion_msa
+        super().__init__(config.msa_dim, config.num_heads_msa, qkv, fusions)
         self.layer_norm_m = nn.LayerNorm(config.msa_dim)
         self.layer_norm_z = nn.LayerNorm(config.pair_dim)
         self.linear_z = nn.Linear(config.pair_dim, config.num_heads_msa, bias=False)
 
     def forward(self, msa: Tensor, pair: Tensor) -> Tensor:
-        """msa [B, S, N, c_m], pair [B, N, N, c_z] -> update of msa."""
+        """Compute the update of msa [B, S, N, c_m] from it and pair [B, N, N, c_z]."""
         bias = self.linear_z(self.layer_norm_z(pair)).permute(0, 3, 1, 2)
         return self.attend(self.layer_norm_m(msa), bias)
 
 
 class MSAColumnAttention(GatedAttention):
-    """The sequences attend to each other at one residue (AF2 SI, algorithm 8)."""
+    """Let sequences attend to each other at one residue (AF2 SI, algorithm 8)."""
 
     def __init__(self, config: ModelConfig, fusions: Fusions):
-        super().__init__(config.msa_dim, config.num_heads_msa, fusions.qkv_fusion_msa, fusions.flash_attention)
+        qkv = fusions.qkv_fusion_msa
+        super().__init__(config.msa_dim, config.num_heads_msa, qkv, fusions)
         self.layer_norm_m = nn.LayerNorm(config.msa_dim)
 
     def forward(self, msa: Tensor) -> Tensor:
-        """msa [B, S, N, c_m] -> update of msa."""
+        """Compute the update of msa [B, S, N, c_m]."""
         return self.attend(self.layer_norm_m(msa.transpose(1, 2))).transpose(1, 2)
 
 
@@ -319,7 +354,7 @@ class Transition(nn.Module):
         self.linear_2 = nn.Linear(factor * dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., C] -> update of x."""
+        """Compute the update of x [..., C]."""
         return self.linear_2(F.relu(self.linear_1(self.layer_norm(x))))
 
 
@@ -332,7 +367,7 @@ class PairTransition(Transition):
 
 
 class OuterProductMean(nn.Module):
-    """Update of the pair representation from pairs of MSA columns (AF2 SI, algorithm 10)."""
+    """Update the pair representation from pairs of MSA columns (AF2 SI, algorithm 10)."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -343,14 +378,18 @@ class OuterProductMean(nn.Module):
         self.linear_out = nn.Linear(hidden * hidden, config.pair_dim)
 
     def forward(self, msa: Tensor) -> Tensor:
-        """msa [B, S, N, c_m] -> update of pair [B, N, N, c_z]."""
+        """Compute the update of pair [B, N, N, c_z] from msa [B, S, N, c_m]."""
         msa = self.layer_norm(msa)
         outer = torch.einsum("bsic,bsjd->bijcd", self.linear_1(msa), self.linear_2(msa)).flatten(3)
-        return self.linear_out(outer) / (msa.shape[1] + 1e-3)  # the bias, too, as AlphaFold's code does
+        # The bias is divided, too, as AlphaFold's code does.
+        return self.linear_out(outer) / (msa.shape[1] + 1e-3)
 
 
 class TriangleMultiplication(nn.Module):
-    """What the two triangle multiplications share; they differ in which edges of the triangle they multiply."""
+    """Update each edge from the two others of its triangles.
+
+    The two triangle multiplications differ in which edges of a triangle they multiply.
+    """
 
     equation: str
 
@@ -373,10 +412,11 @@ class TriangleMultiplication(nn.Module):
         self.layer_norm_out = nn.LayerNorm(dim)
 
     def forward(self, pair: Tensor) -> Tensor:
-        """pair [B, N, N, c_z] -> update of pair."""
+        """Compute the update of pair [B, N, N, c_z]."""
         pair = self.layer_norm_in(pair)
         if self.triangle_fusion:
-            # The GEMM writes channels first: a and b then are batches of N x N matrices, which nobody has to transpose.
+            # The GEMM writes channels first: a and b then are batches of N x N matrices, which
+            # nobody has to transpose.
             ab = (self.linear_ab.weight @ pair.flatten(0, 2).T).add_(self.linear_ab.bias[:, None])
             samples, length, _, dim = pair.shape
             a, b = F.glu(ab, dim=0).view(2, dim * samples, length, length).unbind()
@@ -389,46 +429,53 @@ class TriangleMultiplication(nn.Module):
 
 
 class TriangleMultiplicationOutgoing(TriangleMultiplication):
-    """Edge ij from the edges ik and jk (AF2 SI, algorithm 11)."""
+    """Update edge ij from the edges ik and jk (AF2 SI, algorithm 11)."""
 
     equation = "bikc,bjkc->bijc"
 
     @staticmethod
     def multiply(a: Tensor, b: Tensor) -> Tensor:
-        """The same for matrices a and b, one for each channel and sample [C x B, N, N]."""
+        """Multiply matrices a and b, one for each channel and sample [C x B, N, N]."""
         return torch.bmm(a, b.mT)
 
 
 class TriangleMultiplicationIncoming(TriangleMultiplication):
-    """Edge ij from the edges ki and kj (AF2 SI, algorithm 12)."""
+    """Update edge ij from the edges ki and kj (AF2 SI, algorithm 12)."""
 
     equation = "bkic,bkjc->bijc"
 
     @staticmethod
     def multiply(a: Tensor, b: Tensor) -> Tensor:
-        """The same for matrices a and b, one for each channel and sample [C x B, N, N]."""
+        """Multiply matrices a and b, one for each channel and sample [C x B, N, N]."""
         return torch.bmm(a.mT, b)
 
 
 class TriangleAttentionStartingNode(GatedAttention):
-    """Edges ij and ik, which start at the same node, attend to each other, biased by edge jk (AF2 SI, algorithm 13)."""
+    """Let edges ij and ik, which start at the same node, attend to each other, biased by edge jk.
+
+    AF2 SI, algorithm 13.
+    """
 
     def __init__(self, config: ModelConfig, fusions: Fusions):
-        super().__init__(config.pair_dim, config.num_heads_pair, fusions.qkv_fusion_triangle, fusions.flash_attention)
+        qkv = fusions.qkv_fusion_triangle
+        super().__init__(config.pair_dim, config.num_heads_pair, qkv, fusions)
         self.layer_norm = nn.LayerNorm(config.pair_dim)
         self.linear = nn.Linear(config.pair_dim, config.num_heads_pair, bias=False)
 
     def forward(self, pair: Tensor) -> Tensor:
-        """pair [B, N, N, c_z] -> update of pair."""
+        """Compute the update of pair [B, N, N, c_z]."""
         pair = self.layer_norm(pair)
         return self.attend(pair, self.linear(pair).permute(0, 3, 1, 2))
 
 
 class TriangleAttentionEndingNode(TriangleAttentionStartingNode):
-    """The same for edges that end at the same node: starting node on the transposed pairs (AF2 SI, algorithm 14)."""
+    """Let edges ij and kj, which end at the same node, attend to each other, biased by edge ki.
+
+    AF2 SI, algorithm 14: attention around the starting node, on the transposed pairs.
+    """
 
     def forward(self, pair: Tensor) -> Tensor:
-        """pair [B, N, N, c_z] -> update of pair."""
+        """Compute the update of pair [B, N, N, c_z]."""
         return super().forward(pair.transpose(1, 2)).transpose(1, 2)
 
 
@@ -448,7 +495,7 @@ class EvoformerBlock(nn.Module):
         self.pair_transition = PairTransition(config.pair_dim, config.transition_factor)
 
     def forward(self, msa: Tensor, pair: Tensor) -> tuple[Tensor, Tensor]:
-        """msa [B, S, N, c_m], pair [B, N, N, c_z] -> both, updated."""
+        """Update msa [B, S, N, c_m] and pair [B, N, N, c_z]."""
         msa = msa + self.msa_att_row(msa, pair)
         msa = msa + self.msa_att_col(msa)
         msa = msa + self.msa_transition(msa)
@@ -462,54 +509,65 @@ class EvoformerBlock(nn.Module):
 
 
 def mean_per_protein(error: Tensor, counted: Tensor) -> Tensor:
-    """Mean over the counted positions of each protein, then over the batch; both [B, ...] -> scalar."""
+    """Average over the counted positions of each protein, then over the batch.
+
+    error and counted are [B, ...], the result is a scalar.
+    """
     error, counted = (error * counted).flatten(1), counted.flatten(1)
     return (error.sum(1) / counted.sum(1).clamp(min=1)).mean()
 
 
 class DistogramHead(nn.Module):
-    """Distances between residues as logits over bins (AF2 SI, section 1.9.8)."""
+    """Predict distances between residues as logits over bins (AF2 SI, section 1.9.8)."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.linear = nn.Linear(config.pair_dim, NUM_BINS)
 
     def forward(self, pair: Tensor) -> Tensor:
-        """pair [B, N, N, c_z] -> logits [B, N, N, 64], symmetric in the residues."""
+        """Predict logits [B, N, N, 64], symmetric in the residues, from pair [B, N, N, c_z]."""
         logits = self.linear(pair)
         return logits + logits.transpose(1, 2)
 
     @staticmethod
     def loss(logits: Tensor, coords: Tensor, observed: Tensor) -> Tensor:
-        """Cross-entropy over the pairs of observed residues; coords [B, N, 3] in Angstrom, observed [B, N]."""
+        """Average the cross-entropy over the pairs of observed residues -> scalar.
+
+        logits are [B, N, N, 64], coords [B, N, 3] in Angstrom, observed [B, N].
+        """
         distance = (coords[:, :, None] - coords[:, None]).norm(dim=-1)
         width = (LAST_EDGE - FIRST_EDGE) / NUM_BINS
-        edges = torch.linspace(FIRST_EDGE + width, LAST_EDGE - width, NUM_BINS - 1, device=coords.device)
+        first, last = FIRST_EDGE + width, LAST_EDGE - width
+        edges = torch.linspace(first, last, NUM_BINS - 1, device=coords.device)
         bins = torch.bucketize(distance, edges)
         error = F.cross_entropy(logits.flatten(0, 2).float(), bins.flatten(), reduction="none")
         return mean_per_protein(error.view(bins.shape), observed[:, :, None] & observed[:, None])
 
 
 class MaskedMSAHead(nn.Module):
-    """The tokens behind the masked positions of the alignment (AF2 SI, section 1.9.9)."""
+    """Predict the tokens behind the masked positions of the alignment (AF2 SI, section 1.9.9)."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.linear = nn.Linear(config.msa_dim, NUM_TOKENS)
 
     def forward(self, msa: Tensor) -> Tensor:
-        """msa [B, S, N, c_m] -> logits [B, S, N, 23]."""
+        """Predict logits [B, S, N, 23] from msa [B, S, N, c_m]."""
         return self.linear(msa)
 
     @staticmethod
     def loss(logits: Tensor, true_tokens: Tensor, masked: Tensor) -> Tensor:
-        """Cross-entropy over the masked positions; true_tokens and masked [B, S, N]."""
-        error = F.cross_entropy(logits.flatten(0, 2).float(), true_tokens.flatten(), reduction="none")
+        """Average the cross-entropy over the masked positions -> scalar.
+
+        logits are [B, S, N, 23], true_tokens and masked [B, S, N].
+        """
+        logits = logits.flatten(0, 2).float()
+        error = F.cross_entropy(logits, true_tokens.flatten(), reduction="none")
         return mean_per_protein(error.view(masked.shape), masked)
 
 
 class TinyOpenFold(nn.Module):
-    """Input embedding, Evoformer stack, distogram and masked-MSA heads."""
+    """Chain input embedding, Evoformer stack, distogram and masked-MSA heads."""
 
     TARGETS = ("true_tokens", "masked", "coords", "observed")
 
@@ -517,7 +575,8 @@ class TinyOpenFold(nn.Module):
         super().__init__()
         self.config = config
         self.input_embedder = InputEmbedder(config)
-        self.blocks = nn.ModuleList(EvoformerBlock(config, fusions) for _ in range(config.num_blocks))
+        blocks = (EvoformerBlock(config, fusions) for _ in range(config.num_blocks))
+        self.blocks = nn.ModuleList(blocks)
         self.distogram = DistogramHead(config)
         self.masked_msa = MaskedMSAHead(config)
 
@@ -529,9 +588,9 @@ class TinyOpenFold(nn.Module):
         coords: Tensor | None = None,
         observed: Tensor | None = None,
     ) -> Tensor | dict[str, Tensor]:
-        """tokens [B, S, N] -> {"masked_msa": [B, S, N, 23], "distogram": [B, N, N, 64]}; with the targets -> the loss.
+        """Predict {"masked_msa": [B, S, N, 23], "distogram": [B, N, N, 64]} from tokens [B, S, N].
 
-        The loss is 0.3 x distogram + 2.0 x masked MSA (AF2 SI, section 1.9).
+        With the targets return the loss, 0.3 x distogram + 2.0 x masked MSA (AF2 SI, section 1.9).
         """
         msa, pair = self.input_embedder(tokens)
         for block in self.blocks:
@@ -540,33 +599,39 @@ class TinyOpenFold(nn.Module):
         if true_tokens is None:
             return outputs
         distogram = self.distogram.loss(outputs["distogram"], coords, observed)
-        return 0.3 * distogram + 2.0 * self.masked_msa.loss(outputs["masked_msa"], true_tokens, masked)
+        masked_msa = self.masked_msa.loss(outputs["masked_msa"], true_tokens, masked)
+        return 0.3 * distogram + 2.0 * masked_msa
 
 
 def build_model(args: argparse.Namespace, device: torch.device) -> nn.Module:
-    """The model of these arguments. The same seed gives the same weights in every version and fusion setting."""
-    fields = {name: getattr(args, name) for name in ModelConfig.__dataclass_fields__ if hasattr(args, name)}
+    """Build the model of these arguments.
+
+    The same seed gives the same weights in every version and fusion setting.
+    """
+    names = (name for name in ModelConfig.__dataclass_fields__ if hasattr(args, name))
+    fields = {name: getattr(args, name) for name in names}
     fusions = Fusions(**{attribute: getattr(args, attribute) for _, attribute, _ in FUSIONS})
     with device:
         model = TinyOpenFold(ModelConfig(**fields), fusions)
     if device.type != "meta":
         generator = torch.Generator().manual_seed(args.seed)
-        state = model.state_dict()  # canonical names, so the order of the draws does not depend on what is fused
+        # Canonical names, so the order of the draws does not depend on what is fused.
+        state = model.state_dict()
         for name in sorted(state):
             if name.endswith("bias"):
                 state[name] = torch.zeros(state[name].shape)
             elif "layer_norm" not in name:
                 shape = state[name].shape
-                scale = (
-                    0.1 if name.startswith(("distogram", "masked_msa")) else 1.0
-                )  # near-uniform predictions at first
-                state[name] = torch.empty(shape).normal_(std=scale * shape[1] ** -0.5, generator=generator)
+                std = shape[1] ** -0.5
+                if name.startswith(("distogram", "masked_msa")):
+                    std *= 0.1  # near-uniform predictions at first
+                state[name] = torch.empty(shape).normal_(std=std, generator=generator)
         model.load_state_dict(state)
     return model
 
 
 def build_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW over all parameters, in a few launches of PyTorch's own kernel."""
+    """Build AdamW over all parameters: a few launches of PyTorch's own kernel."""
     return AdamW(model.parameters(), args.learning_rate, fused=True, capturable=args.cuda_graph)
 
 
@@ -583,19 +648,27 @@ class Protein:
 
 
 class ProteinBatches:
-    """Random crops of proteins kept in host memory, with 15 % of the alignment masked.
+    """Crop proteins at random, from host memory, and mask 15 % of the alignment.
 
-    A batch is {"tokens", "true_tokens", "masked": [B, S, N], "coords": [B, N, 3], "observed": [B, N]}.
+    A batch has tokens, true_tokens and masked [B, S, N], coords [B, N, 3] and observed [B, N].
     """
 
-    def __init__(self, proteins: list[Protein], args: argparse.Namespace, device: torch.device, seed: int):
+    def __init__(
+        self,
+        proteins: list[Protein],
+        args: argparse.Namespace,
+        device: torch.device,
+        seed: int,
+    ):
         self.proteins, self.device = proteins, device
         self.batch_size, self.num_seqs, self.seq_len = args.batch_size, args.num_seqs, args.seq_len
         self.rng = np.random.default_rng(seed)
 
     def next_batch(self) -> dict[str, Tensor]:
-        crops = [self._crop(self.proteins[i]) for i in self.rng.integers(len(self.proteins), size=self.batch_size)]
-        true_tokens, coords, observed = (torch.from_numpy(np.stack(part)) for part in zip(*crops, strict=True))
+        chosen = self.rng.integers(len(self.proteins), size=self.batch_size)
+        crops = [self._crop(self.proteins[i]) for i in chosen]
+        stacked = (torch.from_numpy(np.stack(part)) for part in zip(*crops, strict=True))
+        true_tokens, coords, observed = stacked
         masked = torch.from_numpy(self.rng.random(true_tokens.shape, dtype=np.float32) < 0.15)
         masked[:, 0, 0] = True  # so that there is always something to predict
         batch = {
@@ -616,20 +689,27 @@ class ProteinBatches:
         return tokens, protein.coords[window], protein.observed[window]
 
 
-# Synthetic proteins: what kind of local structure a residue is in decides its geometry and its possible amino acids.
-# Virtual bond angle and torsion between successive residues in degrees, each with its spread; helix, strand, loop.
+# Synthetic proteins: what kind of local structure a residue is in, helix, strand or loop, decides
+# its geometry and its possible amino acids. Of each: virtual bond angle and torsion between
+# successive residues in degrees, each with its spread.
 GEOMETRY = np.array([[91, 4, 52, 6], [123, 8, -170, 15], [110, 20, 0, 180]])
-RESIDUES = np.array([[AMINO_ACIDS.index(letter) for letter in kind] for kind in ("ALEMQK", "VIYFWT", "GPNDSR")])
+KINDS = ("ALEMQK", "VIYFWT", "GPNDSR")
+RESIDUES = np.array([[AMINO_ACIDS.index(letter) for letter in kind] for kind in KINDS])
 STEP_LENGTH = 3.8  # Angstrom between the C-alpha atoms of successive residues
 
 
 def synthetic_chains(kinds: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Coordinates [P, N, 3] of chains of residues of the given kinds [P, N], each placed after the last three."""
-    angle_mean, angle_spread, torsion_mean, torsion_spread = np.deg2rad(GEOMETRY[kinds]).transpose(2, 0, 1)
+    """Build chains of residues of the given kinds [P, N] -> coordinates [P, N, 3].
+
+    Each residue is placed after the last three.
+    """
+    geometry = np.deg2rad(GEOMETRY[kinds]).transpose(2, 0, 1)
+    angle_mean, angle_spread, torsion_mean, torsion_spread = geometry
     angle = angle_mean + angle_spread * rng.uniform(-1, 1, kinds.shape)
     torsion = torsion_mean + torsion_spread * rng.uniform(-1, 1, kinds.shape)
     coords = np.zeros((*kinds.shape, 3))
-    before, last = np.array([[0.0, 1, 0], [1, 0, 0]])[:, None].repeat(len(kinds), 1)  # the last two steps, unit length
+    # The last two steps, of unit length.
+    before, last = np.array([[0.0, 1, 0], [1, 0, 0]])[:, None].repeat(len(kinds), 1)
     for i in range(1, kinds.shape[1]):
         normal = np.cross(before, last)
         normal /= np.linalg.norm(normal, axis=-1, keepdims=True)
@@ -641,7 +721,10 @@ def synthetic_chains(kinds: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 
 def contact_partners(coords: np.ndarray) -> np.ndarray:
-    """For each residue [N] the one it touches (nearest to each other, under 8 Angstrom, 3 or more apart), or itself."""
+    """Find for each residue [N] the one it touches, or itself.
+
+    Two that touch are nearest to each other, under 8 Angstrom, and 3 or more apart in the chain.
+    """
     index = np.arange(len(coords))
     distance = np.linalg.norm(coords[:, None] - coords, axis=-1)
     distance[np.abs(index[:, None] - index) < 3] = np.inf
@@ -650,10 +733,14 @@ def contact_partners(coords: np.ndarray) -> np.ndarray:
 
 
 def synthetic_proteins(count: int, depth: int, length: int, seed: int) -> list[Protein]:
-    """Proteins with helices, strands and loops, and families in which touching residues mutate together."""
+    """Make proteins with helices, strands and loops.
+
+    In their families residues that touch mutate together.
+    """
     rng = np.random.default_rng(seed)
     kinds = rng.integers(3, size=(count, length))
-    stays = rng.random((count, length)) < 0.9  # so that a stretch of one kind is 15 residues long on average
+    # So that a stretch of one kind is 15 residues long on average.
+    stays = rng.random((count, length)) < 0.9
     for i in range(1, length):
         kinds[:, i] = np.where(stays[:, i], kinds[:, i - 1], kinds[:, i])
     proteins = []
@@ -661,7 +748,8 @@ def synthetic_proteins(count: int, depth: int, length: int, seed: int) -> list[P
         partner = contact_partners(coords)
         shape = (depth, length)
         choices = RESIDUES.shape[1]
-        mutation = rng.integers(1, choices, shape) * (rng.random(shape) < 0.3)  # 0: the residue stays what it is
+        # 0: the residue stays what it is.
+        mutation = rng.integers(1, choices, shape) * (rng.random(shape) < 0.3)
         mutation = mutation[:, np.minimum(np.arange(length), partner)]  # partners share theirs
         mutation[0] = 0
         tokens = RESIDUES[kind, (rng.integers(choices, size=length) + mutation) % choices]
@@ -672,7 +760,10 @@ def synthetic_proteins(count: int, depth: int, length: int, seed: int) -> list[P
 
 
 def read_a3m(path: Path) -> np.ndarray:
-    """Tokens [depth, length] of an alignment in A3M format; insertions (lower case) are dropped."""
+    """Read an alignment in A3M format -> tokens [depth, length].
+
+    Insertions, which are in lower case, are dropped.
+    """
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -684,11 +775,15 @@ def read_a3m(path: Path) -> np.ndarray:
         if line.startswith(">"):
             rows.append("")
         elif rows:
-            rows[-1] += "".join(letter for letter in line.strip() if not letter.islower() and letter != ".")
+            letters = (letter for letter in line.strip() if not letter.islower())
+            rows[-1] += "".join(letters).replace(".", "")
     wrong = [i for i, row in enumerate(rows) if len(row) != len(rows[0])]
     if not rows or not rows[0] or wrong:
-        where = f"sequence {wrong[0] + 1} has {len(rows[wrong[0]])} columns, the query" if wrong else "the query"
-        fail(f"--msa {path}: {where} has {len(rows[0]) if rows else 0} columns (lower case not counted)")
+        columns = len(rows[0]) if rows else 0
+        where = "the query"
+        if wrong:
+            where = f"sequence {wrong[0] + 1} has {len(rows[wrong[0]])} columns, the query"
+        fail(f"--msa {path}: {where} has {columns} columns (lower case not counted)")
     code = np.full(128, UNKNOWN, dtype=np.uint8)
     code[[ord(letter) for letter in AMINO_ACIDS]] = np.arange(20)
     code[ord("-")] = GAP
@@ -699,7 +794,10 @@ def read_a3m(path: Path) -> np.ndarray:
 
 
 def read_structure(path: Path, query: str) -> tuple[np.ndarray, np.ndarray]:
-    """Coordinates [length, 3] and observed [length] of the chain of a PDB or mmCIF file that matches the query."""
+    """Read the chain of a PDB or mmCIF file that matches the query.
+
+    Returns coordinates [length, 3] and observed [length].
+    """
     try:
         import gemmi
     except ImportError:
@@ -720,10 +818,12 @@ def read_structure(path: Path, query: str) -> tuple[np.ndarray, np.ndarray]:
             best, best_identity = [(i, residues[j]) for i, j in pairs], identity
     if not best or best_identity < 0.9 or len(best) < 0.5 * len(query):
         fail(
-            f"--structure {path}: no chain matches the query of the alignment (best: {len(best or ())} of {len(query)} "
-            f"residues aligned, {100 * best_identity:.0f} % identical; at least half and 90 % are needed)"
+            f"--structure {path}: no chain matches the query of the alignment "
+            f"(best: {len(best or ())} of {len(query)} residues aligned, "
+            f"{100 * best_identity:.0f} % identical; at least half and 90 % are needed)"
         )
-    coords, observed = np.zeros((len(query), 3), dtype=np.float32), np.zeros(len(query), dtype=bool)
+    coords = np.zeros((len(query), 3), dtype=np.float32)
+    observed = np.zeros(len(query), dtype=bool)
     for i, residue in best:
         atom = residue.find_atom("CB", "*") or residue.find_atom("CA", "*")
         if atom:
@@ -732,7 +832,7 @@ def read_structure(path: Path, query: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def alignment_pairs(cigar: str) -> list[tuple[int, int]]:
-    """Positions (first, second) that a CIGAR string such as 3I70M2D aligns."""
+    """List the positions (first, second) that a CIGAR string such as 3I70M2D aligns."""
     pairs, first, second = [], 0, 0
     for length, operation in re.findall(r"(\d+)([MID])", cigar):
         if operation == "M":
@@ -743,9 +843,10 @@ def alignment_pairs(cigar: str) -> list[tuple[int, int]]:
 
 
 def read_protein(msa: Path, structure: Path) -> Protein:
-    """The protein of --msa and --structure."""
+    """Read the protein of --msa and --structure."""
     for flag, path in (("--msa", msa), ("--structure", structure)):
-        if path.exists() and not path.is_file():  # a pipe can be read only once, /dev/zero has no end
+        # A pipe can be read only once, /dev/zero has no end.
+        if path.exists() and not path.is_file():
             fail(f"{flag} {path}: not a regular file")
     tokens = read_a3m(msa)
     query = "".join((AMINO_ACIDS + "X-")[token] for token in tokens[0])
@@ -753,7 +854,10 @@ def read_protein(msa: Path, structure: Path) -> Protein:
 
 
 def make_batches(args: argparse.Namespace, device: torch.device, seed: int) -> ProteinBatches:
-    """The source of training batches: the protein of --msa and --structure, or 64 synthetic ones."""
+    """Make the source of training batches.
+
+    They are crops of the protein of --msa and --structure, or of 64 synthetic ones.
+    """
     if args.msa:
         proteins = [read_protein(args.msa, args.structure)]
     else:

@@ -1,26 +1,33 @@
 #!/usr/bin/env python3
-"""TinyOpenFold V3: hand-written Triton kernels for what memory or launches limit, each on a flag of its own.
+"""TinyOpenFold V3: Triton kernels for what memory or launches limit, each on a flag of its own.
 
-triton-layer-norm     a norm reads its input once and writes the type that the next GEMM takes, and the pair bias
-triton-attention      attention with pair bias and gate in one pass; nothing is transposed, and no gradient is added up
-                      atomically: a program sums the bias gradient of a tile over the rows that share it
-triton-triangle       norm, projections and gates of a triangle multiplication are one kernel before its batched product
-                      and one after it
-triton-outer-product  the outer product is written as its projection reads it, and not kept for the backward pass
+triton-layer-norm     a norm reads its input once and writes the type that the next GEMM takes, and
+                      the pair bias
+triton-attention      attention with pair bias and gate in one pass; nothing is transposed, and no
+                      gradient is added up atomically: a program sums the bias gradient of a tile
+                      over the rows that share it
+triton-triangle       norm, projections and gates of a triangle multiplication are one kernel before
+                      its batched product and one after it
+triton-outer-product  the outer product is written as its projection reads it, and not kept for the
+                      backward pass
 triton-transition     bias and ReLU in one pass, and so are their gradients
-triton-bias-gradient  the gradient of a bias is a sum over all rows, which PyTorch leaves to a few slow programs
-cast-fusion           with AMP, all weights of a block in one launch instead of each in its own (PyTorch's own kernel)
+triton-bias-gradient  the gradient of a bias is a sum over all rows, which PyTorch leaves to a few
+                      slow programs
+cast-fusion           with AMP, all weights of a block in one launch instead of each in its own
+                      (PyTorch's own kernel)
 
-The GEMMs stay with the vendor's library where nothing can be fused to them, and V2's fusions stay: turn a kernel off to
-see what PyTorch does instead. Every kernel has its backward pass; the model, its weights and its loss are those of V1
-and V2. Without a GPU the kernels run in Triton's interpreter, which shows that they are right, not how fast they are.
+The GEMMs stay with the vendor's library where nothing can be fused to them, and V2's fusions stay:
+turn a kernel off to see what PyTorch does instead. Every kernel has its backward pass; the model,
+its weights and its loss are those of V1 and V2. Without a GPU the kernels run in Triton's
+interpreter, which shows that they are right, not how fast they are.
 
-The Evoformer follows the supplementary information of Jumper et al. 2021 (AF2 SI below), names follow OpenFold.
+The Evoformer follows the supplementary information of Jumper et al. 2021 (AF2 SI below), names
+follow OpenFold.
 
 Examples:
-  python tiny_openfold_v3.py --compare-fusion                                  everything off against everything on
-  python tiny_openfold_v3.py --use-amp --disable-triton-attention              scaled_dot_product_attention instead
-  python tiny_openfold_v3.py --blocks attention_forward:BLOCK_M=128,num_warps=8   another block size for one kernel
+  python tiny_openfold_v3.py --compare-fusion                            all off, all on
+  python tiny_openfold_v3.py --use-amp --disable-triton-attention        PyTorch's attention instead
+  python tiny_openfold_v3.py --blocks attention_forward:BLOCK_M=128,num_warps=8   other block sizes
 """
 
 from __future__ import annotations
@@ -117,23 +124,23 @@ class Fusions:
 
 
 FUSIONS: tuple[tuple[str, str, str], ...] = (
-    ("qkv-fusion-msa", "qkv_fusion_msa", "query, key, value and gate of the MSA attentions as one GEMM"),
-    ("qkv-fusion-triangle", "qkv_fusion_triangle", "query, key, value and gate of the triangle attentions as one GEMM"),
-    ("flash-attention", "flash_attention", "scaled_dot_product_attention instead of materialised scores"),
-    ("triangle-fusion", "triangle_fusion", "projections and gates of the triangle multiplications as one GEMM"),
+    ("qkv-fusion-msa", "qkv_fusion_msa", "MSA attention's projections as one GEMM"),
+    ("qkv-fusion-triangle", "qkv_fusion_triangle", "triangle attention's projections as one GEMM"),
+    ("flash-attention", "flash_attention", "scaled_dot_product_attention, which stores no scores"),
+    ("triangle-fusion", "triangle_fusion", "projections of a triangle product as one GEMM"),
     ("triton-layer-norm", "triton_layer_norm", "layer norms that write the type of the next GEMM"),
     ("triton-attention", "triton_attention", "attention with pair bias and gate as one kernel"),
-    ("triton-triangle", "triton_triangle", "triangle multiplications as a kernel before and one after the product"),
-    ("triton-outer-product", "triton_outer_product", "outer products in the layout of their projection"),
+    ("triton-triangle", "triton_triangle", "a kernel before and one after a triangle product"),
+    ("triton-outer-product", "triton_outer_product", "outer products as the projection reads them"),
     ("triton-transition", "triton_transition", "bias and ReLU of the transitions as one kernel"),
     ("triton-bias-gradient", "triton_bias_gradient", "gradients of the other projections' biases"),
-    ("cast-fusion", "cast_fusion", "with AMP all weights of a block cast in one launch, and their gradients"),
+    ("cast-fusion", "cast_fusion", "with AMP all weights of a block cast in one launch"),
 )
 MODES: tuple[str, ...] = ()  # functions that run in place of training, besides those of the harness
 
 
 def without_effect(args: argparse.Namespace) -> dict[str, str]:
-    """Fusions that change nothing beside the other arguments, on or off, and why."""
+    """Name the fusions that change nothing beside the other arguments, on or off, and why."""
     found = {}
     if args.triton_attention:
         found["flash_attention"] = "triton-attention takes its place"
@@ -145,38 +152,42 @@ def without_effect(args: argparse.Namespace) -> dict[str, str]:
 
 
 def use_settings(args: argparse.Namespace) -> None:
-    """Make the settings of this run that are this version's own those of the process: block sizes."""
-    OVERRIDES.clear()
-    if args.blocks != ModelConfig.blocks:
-        OVERRIDES.update(read_blocks(text) for text in args.blocks.split())
+    """Make this run's own settings those of the process: block sizes."""
+    use_blocks(args.blocks)
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that only this model has."""
     sizes = ModelConfig()
-    add = parser.add_argument_group("model").add_argument
-    add("--msa-dim", type=at_least(1), default=sizes.msa_dim, metavar="C", help="channels of the MSA representation")
-    add("--pair-dim", type=at_least(1), default=sizes.pair_dim, metavar="C", help="channels of the pair representation")
-    add("--num-blocks", type=at_least(1), default=sizes.num_blocks, metavar="L", help="Evoformer blocks")
-    add("--num-heads-msa", type=at_least(1), default=sizes.num_heads_msa, metavar="H", help="heads of MSA attention")
-    add("--num-heads-pair", type=at_least(1), default=sizes.num_heads_pair, metavar="H", help="heads of pair attention")
+    add = partial(parser.add_argument_group("model").add_argument, type=at_least(1))
+    add("--msa-dim", default=sizes.msa_dim, metavar="C", help="channels of the MSA representation")
+    text = "channels of the pair representation"
+    add("--pair-dim", default=sizes.pair_dim, metavar="C", help=text)
+    add("--num-blocks", default=sizes.num_blocks, metavar="L", help="Evoformer blocks")
+    add("--num-heads-msa", default=sizes.num_heads_msa, metavar="H", help="heads of MSA attention")
+    heads = sizes.num_heads_pair
+    add("--num-heads-pair", default=heads, metavar="H", help="heads of pair attention")
     add = parser.add_argument_group("data").add_argument
-    add("--num-seqs", type=at_least(1), default=sizes.num_seqs, metavar="S", help="sequences per alignment")
-    add("--seq-len", type=at_least(2), default=sizes.seq_len, metavar="N", help="residues per sample")
+    text = "sequences per alignment"
+    add("--num-seqs", type=at_least(1), default=sizes.num_seqs, metavar="S", help=text)
+    text = "residues per sample"
+    add("--seq-len", type=at_least(2), default=sizes.seq_len, metavar="N", help=text)
     add("--batch-size", type=at_least(1), default=4, metavar="B", help="samples per step")
-    add("--msa", type=Path, metavar="FILE.a3m", help="real alignment, query first (with --structure)")
+    text = "real alignment, query first (with --structure)"
+    add("--msa", type=Path, metavar="FILE.a3m", help=text)
     add("--structure", type=Path, metavar="FILE", help="its structure, PDB or mmCIF (with --msa)")
     add = parser.add_argument_group("kernels").add_argument
-    text = (
-        "other block sizes or warps for one kernel, powers of two (an unknown name lists the kernels); can be repeated"
-    )
-    add("--blocks", type=read_blocks, action="append", metavar="KERNEL:NAME=NUMBER,...", help=text)
+    text = "other block sizes or warps for one kernel, powers of two"
+    text += " (an unknown name lists the kernels); can be repeated"
+    metavar = "KERNEL:NAME=NUMBER,..."
+    add("--blocks", type=read_blocks, action="append", metavar=metavar, help=text)
 
 
 @cache
 def note_interpreter() -> None:
     """Say it once, however many runs a study has."""
-    say("note", "the kernels run on the CPU in Triton's interpreter, right but slow: use small sizes")
+    text = "the kernels run on the CPU in Triton's interpreter, right but slow: use small sizes"
+    say("note", text)
 
 
 def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
@@ -186,122 +197,149 @@ def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentPar
         if dim % heads:
             parser.error(f"--{name}-dim {dim} must be divisible by --num-heads-{name} {heads}")
         if args.triton_attention and dim > 64 * heads:
-            parser.error(f"triton-attention takes up to 64 channels per head: raise --num-heads-{name}, or disable it")
+            way_out = f"raise --num-heads-{name}, or disable it"
+            parser.error(f"triton-attention takes up to 64 channels per head: {way_out}")
     if bool(args.msa) != bool(args.structure):
-        parser.error("--msa and --structure belong together: give both, or neither for synthetic proteins")
+        parser.error(
+            "--msa and --structure belong together: give both, or neither for synthetic proteins",
+        )
     if args.msa:
         protein = read_protein(args.msa, args.structure)
         for name, found in zip(("num_seqs", "seq_len"), protein.tokens.shape, strict=True):
-            if getattr(args, name) > found:
-                say(
-                    "note",
-                    f"--{name.replace('_', '-')} {getattr(args, name)} lowered to {found}: {args.msa} has no more",
-                )
+            wanted = getattr(args, name)
+            if wanted > found:
+                flag = f"--{name.replace('_', '-')}"
+                say("note", f"{flag} {wanted} lowered to {found}: {args.msa} has no more")
                 setattr(args, name, found)
-    if args.triton_triangle and (args.pair_dim < 16 or args.pair_dim.bit_count() != 1):
-        parser.error(f"--pair-dim {args.pair_dim}: a power of two from 16, or --disable-triton-triangle")
+    dim = args.pair_dim
+    if args.triton_triangle and (dim < 16 or dim.bit_count() != 1):
+        parser.error(f"--pair-dim {dim}: a power of two from 16, or --disable-triton-triangle")
     chosen: dict[str, dict[str, int]] = {}
     for kernel, sizes in args.blocks or ():
         chosen[kernel] = chosen.get(kernel, {}) | sizes
-    texts = [f"{k}:{','.join(f'{name}={size}' for name, size in sizes.items())}" for k, sizes in chosen.items()]
+    texts = []
+    for kernel, sizes in chosen.items():
+        settings = ",".join(f"{name}={size}" for name, size in sizes.items())
+        texts.append(f"{kernel}:{settings}")
     args.blocks = " ".join(texts) or ModelConfig.blocks
     if any(getattr(args, name) for _, name, _ in FUSIONS if name.startswith("triton")):
         if INTERPRETED:
             note_interpreter()
         elif args.device == "cpu" or not torch.cuda.is_available():
-            fail("on a CPU the kernels need Triton's interpreter: set TRITON_INTERPRET=1, or --disable-all-fusion", 4)
+            way_out = "set TRITON_INTERPRET=1, or --disable-all-fusion"
+            fail(f"on a CPU the kernels need Triton's interpreter: {way_out}", status=4)
 
 
 # --- kernels
 #
-# An operation has a kernel forward and one or more backward. The functions under @operator allocate their results and
-# launch them; an autograd.Function ties forward and backward together. No kernel adds atomically: each program writes
-# the sum over its own rows, and one more launch adds these up, so that the same input gives the same bits.
+# An operation has a kernel forward and one or more backward. The functions under @operator allocate
+# their results and launch them; an autograd.Function ties forward and backward together. No kernel
+# adds atomically: each program writes the sum over its own rows, and one more launch adds these up,
+# so that the same input gives the same bits.
+#
+# In kernels, pointers and sizes at compile time are in capitals; `grad_x` is the dx of formulas.
 
 BACKEND = "interpreter" if INTERPRETED else "hip" if torch.version.hip else "cuda"
-# Block sizes and warps per kernel; a line for float32, TF32 or one backend replaces what it names of those before.
-# TILE is the number of elements in a block of rows, PROGRAMS how many share the rows, more if each had more than 16.
-BLOCKS: dict[str, dict[str, int]] = {
-    "sum_parts": {"TILE": 4096, "ROWS": 512, "num_warps": 8},
-    "layer_norm_forward": {"TILE": 1024, "num_warps": 1},
-    "layer_norm_backward": {"TILE": 1024, "PROGRAMS": 1056, "num_warps": 1},
-    "column_sums": {"TILE": 1024, "PROGRAMS": 528, "num_warps": 1},
-    "attention_forward": {"BLOCK_M": 128, "BLOCK_N": 32, "num_warps": 4, "num_stages": 3},
-    "attention_forward hip": {"BLOCK_M": 64, "BLOCK_N": 32, "num_stages": 1},
-    "attention_backward_short": {"BLOCK_N": 64, "PROGRAMS": 256, "num_warps": 4, "num_stages": 3},
-    "attention_backward_short float32": {"num_stages": 2},
-    "attention_backward_short hip": {"BLOCK_N": 16, "num_stages": 1},
-    "attention_backward_query": {"BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 4, "num_stages": 4},
-    "attention_backward_query float32": {"BLOCK_N": 64, "num_stages": 3},
-    "attention_backward_query TF32": {"num_stages": 2},
-    "attention_backward_query hip": {"BLOCK_N": 32, "num_stages": 2},
-    "attention_backward_key": {"BLOCK_M": 32, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3},
-    "attention_backward_key float32": {"BLOCK_M": 64},
-    "attention_backward_key TF32": {"BLOCK_M": 32, "BLOCK_N": 128, "num_warps": 8},
-    "attention_backward_key hip": {"BLOCK_M": 32, "BLOCK_N": 32, "num_stages": 1},
-    "attention_backward_bias": {"BLOCK_M": 64, "BLOCK_N": 64, "PROGRAMS": 432, "num_warps": 4, "num_stages": 3},
-    "attention_backward_bias hip": {"num_stages": 1},
-    "triangle_project": {"BLOCK_M": 64, "BLOCK_C": 64, "num_warps": 4, "num_stages": 1},
-    "triangle_project TF32": {"BLOCK_M": 128, "num_warps": 8},
-    "triangle_project float32 hip": {"num_warps": 8},
-    "triangle_output": {"BLOCK_M": 64, "BLOCK_C": 64, "num_warps": 4, "num_stages": 1},
-    "triangle_output hip": {"num_warps": 8},
-    "triangle_output float32 hip": {"BLOCK_C": 32, "num_warps": 4},
-    "triangle_output_backward": {"BLOCK_M": 64, "BLOCK_C": 64, "num_warps": 4, "num_stages": 1},
-    "triangle_output_backward float32": {"BLOCK_M": 32},
-    "triangle_output_backward TF32": {"BLOCK_M": 64, "BLOCK_C": 32},
-    "triangle_output_backward hip": {"BLOCK_M": 64, "BLOCK_C": 32, "num_warps": 8},
-    "triangle_output_backward float32 hip": {"num_warps": 4},
-    "triangle_project_backward": {"BLOCK_M": 64, "BLOCK_C": 64, "num_warps": 4, "num_stages": 1},
-    "triangle_project_backward float32": {"BLOCK_M": 128, "BLOCK_C": 32, "num_warps": 8},
-    "triangle_project_backward TF32": {"BLOCK_C": 64},
-    "triangle_project_backward hip": {"BLOCK_C": 32, "num_warps": 8},
-    "triangle_project_backward float32 hip": {"BLOCK_M": 64},
-    "triangle_weights": {"ROWS": 1, "num_warps": 2},
-    "outer_product_forward": {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_S": 32, "num_warps": 4, "num_stages": 3},
-    "outer_product_forward float32": {"BLOCK_M": 128, "num_warps": 8, "num_stages": 2},
-    "outer_product_forward hip": {"BLOCK_M": 128, "num_warps": 8, "num_stages": 2},
-    "outer_product_backward": {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_S": 64, "num_warps": 4, "num_stages": 3},
-    "outer_product_backward float32": {"BLOCK_M": 32, "BLOCK_N": 64, "BLOCK_S": 128},
-    "outer_product_backward hip": {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_S": 64},
-    "bias_relu_forward": {"TILE": 4096, "num_warps": 4},
-    "bias_relu_backward": {"TILE": 4096, "PROGRAMS": 528, "num_warps": 4},
+# Block sizes and warps, as --blocks takes them: for 16 bits on NVIDIA's GPUs, and a line of its own
+# for float32, TF32 or AMD's GPUs where they differ. TILE is the number of elements in a block of
+# rows, PROGRAMS how many programs share the rows, more if each had more than 16 blocks of them.
+BLOCKS: dict[str, str] = {
+    "sum_parts": "TILE=4096,ROWS=512,num_warps=8",
+    "layer_norm_forward": "TILE=1024,num_warps=1",
+    "layer_norm_backward": "TILE=1024,PROGRAMS=1056,num_warps=1",
+    "column_sums": "TILE=1024,PROGRAMS=528,num_warps=1",
+    "attention_forward": "BLOCK_M=128,BLOCK_N=32,num_warps=4,num_stages=3",
+    "attention_forward hip": "BLOCK_M=64,BLOCK_N=32,num_warps=4,num_stages=1",
+    "attention_backward_short": "BLOCK_N=64,PROGRAMS=256,num_warps=4,num_stages=3",
+    "attention_backward_short float32": "BLOCK_N=64,PROGRAMS=256,num_warps=4,num_stages=2",
+    "attention_backward_short hip": "BLOCK_N=16,PROGRAMS=256,num_warps=4,num_stages=1",
+    "attention_backward_query": "BLOCK_M=64,BLOCK_N=32,num_warps=4,num_stages=4",
+    "attention_backward_query float32": "BLOCK_M=64,BLOCK_N=64,num_warps=4,num_stages=3",
+    "attention_backward_query TF32": "BLOCK_M=64,BLOCK_N=64,num_warps=4,num_stages=2",
+    "attention_backward_query hip": "BLOCK_M=64,BLOCK_N=32,num_warps=4,num_stages=2",
+    "attention_backward_key": "BLOCK_M=32,BLOCK_N=64,num_warps=4,num_stages=3",
+    "attention_backward_key float32": "BLOCK_M=64,BLOCK_N=64,num_warps=4,num_stages=3",
+    "attention_backward_key TF32": "BLOCK_M=32,BLOCK_N=128,num_warps=8,num_stages=3",
+    "attention_backward_key hip": "BLOCK_M=32,BLOCK_N=32,num_warps=4,num_stages=1",
+    "attention_backward_bias": "BLOCK_M=64,BLOCK_N=64,PROGRAMS=432,num_warps=4,num_stages=3",
+    "attention_backward_bias hip": "BLOCK_M=64,BLOCK_N=64,PROGRAMS=432,num_warps=4,num_stages=1",
+    "triangle_project": "BLOCK_M=64,BLOCK_C=64,num_warps=4,num_stages=1",
+    "triangle_project TF32": "BLOCK_M=128,BLOCK_C=64,num_warps=8,num_stages=1",
+    "triangle_project hip float32": "BLOCK_M=64,BLOCK_C=64,num_warps=8,num_stages=1",
+    "triangle_output": "BLOCK_M=64,BLOCK_C=64,num_warps=4,num_stages=1",
+    "triangle_output hip": "BLOCK_M=64,BLOCK_C=64,num_warps=8,num_stages=1",
+    "triangle_output hip float32": "BLOCK_M=64,BLOCK_C=32,num_warps=4,num_stages=1",
+    "triangle_output_backward": "BLOCK_M=64,BLOCK_C=64,num_warps=4,num_stages=1",
+    "triangle_output_backward float32": "BLOCK_M=32,BLOCK_C=64,num_warps=4,num_stages=1",
+    "triangle_output_backward TF32": "BLOCK_M=64,BLOCK_C=32,num_warps=4,num_stages=1",
+    "triangle_output_backward hip": "BLOCK_M=64,BLOCK_C=32,num_warps=8,num_stages=1",
+    "triangle_output_backward hip float32": "BLOCK_M=64,BLOCK_C=32,num_warps=4,num_stages=1",
+    "triangle_project_backward": "BLOCK_M=64,BLOCK_C=64,num_warps=4,num_stages=1",
+    "triangle_project_backward float32": "BLOCK_M=128,BLOCK_C=32,num_warps=8,num_stages=1",
+    "triangle_project_backward TF32": "BLOCK_M=128,BLOCK_C=64,num_warps=8,num_stages=1",
+    "triangle_project_backward hip": "BLOCK_M=64,BLOCK_C=32,num_warps=8,num_stages=1",
+    "triangle_weights": "ROWS=1,num_warps=2",
+    "outer_product_forward": "BLOCK_M=64,BLOCK_N=128,BLOCK_S=32,num_warps=4,num_stages=3",
+    "outer_product_forward float32": "BLOCK_M=128,BLOCK_N=128,BLOCK_S=32,num_warps=8,num_stages=2",
+    "outer_product_forward hip": "BLOCK_M=128,BLOCK_N=128,BLOCK_S=32,num_warps=8,num_stages=2",
+    "outer_product_backward": "BLOCK_M=64,BLOCK_N=128,BLOCK_S=64,num_warps=4,num_stages=3",
+    "outer_product_backward float32": "BLOCK_M=32,BLOCK_N=64,BLOCK_S=128,num_warps=4,num_stages=3",
+    "outer_product_backward hip": "BLOCK_M=64,BLOCK_N=64,BLOCK_S=64,num_warps=4,num_stages=3",
+    "bias_relu_forward": "TILE=4096,num_warps=4",
+    "bias_relu_backward": "TILE=4096,PROGRAMS=528,num_warps=4",
 }
-OVERRIDES: dict[str, dict[str, int]] = {}  # --blocks
+OVERRIDES: dict[str, dict[str, int]] = {}  # what --blocks replaces, for this run
 
 
 def read_blocks(text: str) -> tuple[str, dict[str, int]]:
-    """argparse type: "kernel:NAME=number,..." -> kernel and what to replace in its block sizes."""
+    """Parse "kernel:NAME=number,..." of --blocks (an argparse type): the kernel, its new sizes."""
     kernel, _, settings = text.partition(":")
     pairs = [pair.partition("=")[::2] for pair in settings.split(",")]
-    if kernel not in BLOCKS or " " in kernel:
-        raise argparse.ArgumentTypeError(
-            f"no kernel {kernel!r}; there are {', '.join(k for k in BLOCKS if ' ' not in k)}"
-        )
-    if wrong := [name for name, _ in pairs if name not in {"num_stages", *BLOCKS[kernel]}]:
-        raise argparse.ArgumentTypeError(f"{kernel} has no {wrong[0]!r}; it has {', '.join(BLOCKS[kernel])}")
+    kernels = [name for name in BLOCKS if " " not in name]
+    if kernel not in kernels:
+        raise argparse.ArgumentTypeError(f"no kernel {kernel!r}; there are {', '.join(kernels)}")
+    names = block_sizes(BLOCKS[kernel])
+    if wrong := [name for name, _ in pairs if name not in {"num_stages", *names}]:
+        message = f"{kernel} has no {wrong[0]!r}; it has {', '.join(names)}"
+        raise argparse.ArgumentTypeError(message)
     for name, value in pairs:
         low = 16 if name.startswith("BLOCK") else 1
         if not value.isdecimal() or int(value).bit_count() != 1 or int(value) < low:
-            raise argparse.ArgumentTypeError(f"{kernel}: {name}={value} is not a power of two from {low}")
-    return kernel, {name: int(value) for name, value in pairs}
+            message = f"{kernel}: {name}={value} is not a power of two from {low}"
+            raise argparse.ArgumentTypeError(message)
+    return kernel, block_sizes(settings)
+
+
+def block_sizes(settings: str) -> dict[str, int]:
+    """Parse "NAME=number,..."."""
+    pairs = (pair.split("=") for pair in settings.split(","))
+    return {name: int(value) for name, value in pairs}
+
+
+def use_blocks(text: str) -> None:
+    """Make these the block sizes of the process: ModelConfig.blocks, which --blocks fills."""
+    OVERRIDES.clear()
+    if text != ModelConfig.blocks:
+        OVERRIDES.update(read_blocks(part) for part in text.split())
 
 
 def blocks(kernel: str, dtype: torch.dtype | None = None) -> dict[str, int]:
-    """Block sizes and warps of a kernel that multiplies matrices of this type, on this backend."""
-    chosen = dict(BLOCKS[kernel])
-    variants = [BACKEND]
-    if dtype == torch.float32:
-        variants = ["float32", *(["TF32"] if dot_precision(dtype) == "tf32" else []), BACKEND, f"float32 {BACKEND}"]
-    for variant in variants:
-        chosen |= BLOCKS.get(f"{kernel} {variant}", {})
+    """Return block sizes and warps of a kernel that multiplies matrices of this type."""
+    precisions = [" float32", ""] if dtype == torch.float32 else [""]
+    if dot_precision(dtype) == "tf32":
+        precisions = [" TF32", *precisions]
+    lines = [f"{kernel}{on}{precision}" for on in (f" {BACKEND}", "") for precision in precisions]
+    chosen = block_sizes(next(BLOCKS[line] for line in lines if line in BLOCKS))
     if INTERPRETED and "TILE" in chosen:
-        chosen |= {"TILE": 1 << 16}  # its time goes by programs, not by elements
+        chosen["TILE"] = 1 << 16  # its time goes by programs, not by elements
     return chosen | OVERRIDES.get(kernel, {})
 
 
 def dot_precision(dtype: torch.dtype) -> str:
-    """How Triton multiplies float32 matrices; it ignores this for other types. TF32 exists on NVIDIA's GPUs only."""
+    """Return how Triton multiplies float32 matrices; other types have no choice.
+
+    TF32 exists on NVIDIA's GPUs only.
+    """
     if BACKEND != "cuda" or dtype != torch.float32:
         return "ieee"
     return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
@@ -310,10 +348,11 @@ def dot_precision(dtype: torch.dtype) -> str:
 def operator(function: Callable, changes: tuple[str, ...] = ()) -> Callable:
     """Make a function that launches kernels an operator; torch.compile sees the kernels in it.
 
-    It allocates its results, or writes into those of its arguments that `changes` names and returns nothing.
+    It allocates its results, or writes into those of its arguments that `changes` names and
+    returns nothing.
     """
-    namespace = re.sub(r"\W|^(?=\d)", "_", Path(__file__).stem, flags=re.ASCII)  # of a copy with any name
-    name = f"{namespace}::{function.__name__}"
+    script = re.sub(r"\W|^(?=\d)", "_", Path(__file__).stem, flags=re.ASCII)  # a copy of any name
+    name = f"{script}::{function.__name__}"
     if not INTERPRETED:
         return triton_op(name, function, mutates_args=changes)
     opaque = torch.library.custom_op(name, function, mutates_args=changes)
@@ -324,40 +363,50 @@ def operator(function: Callable, changes: tuple[str, ...] = ()) -> Callable:
 if INTERPRETED:
 
     class wrap_triton:  # PyTorch's takes compiled kernels only
-        """`wrap_triton(kernel)[grid](...)` runs the kernel, except where torch.compile only asks for shapes.
+        """Run a kernel by `wrap_triton(kernel)[grid](NAME=value, ...)`.
 
-        Triton 3 multiplies bfloat16 as integers here, without a word: so it gets float32, and its results are rounded.
+        Where torch.compile only asks for shapes nothing runs. Triton 3 multiplies bfloat16 as
+        integers here, without a word: so the kernel gets float32, and its results are rounded.
         """
 
         def __init__(self, kernel: Callable):
             self.kernel = kernel
 
         def __getitem__(self, grid: tuple[int, ...]) -> Callable:
-            def run(*arguments, **blocks) -> None:
-                given = [a for a in arguments if isinstance(a, Tensor)]
-                if isinstance(given[0], FakeTensor):
+            def run(**arguments) -> None:
+                tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
+                if isinstance(tensors[0], FakeTensor):
                     return
-                narrow = [t for t in given if t.dtype == torch.bfloat16]
-                wide = {id(t): torch.empty_strided(t.shape, t.stride(), dtype=torch.float32).copy_(t) for t in narrow}
-                self.kernel[grid](*(wide.get(id(a), a) for a in arguments), **blocks)
+                narrow = [tensor for tensor in tensors if tensor.dtype == torch.bfloat16]
+                wide = {id(tensor): self.widened(tensor) for tensor in narrow}
+                given = {name: wide.get(id(value), value) for name, value in arguments.items()}
+                self.kernel[grid](**given)
                 for tensor in narrow:
-                    tensor.data.copy_(wide[id(tensor)])  # unseen by autograd, which the inputs among them belong to
+                    # Unseen by autograd, which the inputs among them belong to.
+                    tensor.data.copy_(wide[id(tensor)])
 
             return run
 
+        @staticmethod
+        def widened(tensor: Tensor) -> Tensor:
+            """Copy to float32 with the same strides."""
+            wide = torch.empty_strided(tensor.shape, tensor.stride(), dtype=torch.float32)
+            return wide.copy_(tensor)
 
-def need_rows(kernel: str, x: Tensor) -> None:
-    """ValueError for an empty batch, for which there is nothing to launch."""
+
+def check_not_empty(kernel: str, x: Tensor) -> None:
+    """Raise ValueError for an empty batch, for which there is nothing to launch."""
     if not x.numel():
         raise ValueError(f"{kernel} needs at least one row, not {[*x.shape]}")
 
 
-def row_options(kernel: str, x: Tensor, whole: bool = True) -> tuple[int, int, dict[str, int]]:
-    """Of a kernel that goes over the rows of x [..., C]: how many rows, how many programs, what it is compiled for.
+def row_launch(kernel: str, x: Tensor, whole: bool = True) -> tuple[int, int, dict[str, int]]:
+    """Return how many rows x [..., C] has, how many programs share them, and their block sizes.
 
-    A block is a TILE of rows. A row longer than that is a block with more warps if it must be whole, else several.
+    A block is a TILE of rows. A row longer than that is a block with more warps if it must be
+    whole, else several.
     """
-    need_rows(kernel, x)
+    check_not_empty(kernel, x)
     chosen, dim = blocks(kernel), x.shape[-1]
     tile, width = chosen.pop("TILE"), triton.next_power_of_2(dim)
     if whole and width > tile:
@@ -366,58 +415,87 @@ def row_options(kernel: str, x: Tensor, whole: bool = True) -> tuple[int, int, d
     rows, tile_rows = x.numel() // dim, max(1, tile // width)
     programs = triton.cdiv(rows, tile_rows)
     if "PROGRAMS" in chosen:
-        programs = chosen["PROGRAMS"] = min(programs, max(chosen["PROGRAMS"], triton.cdiv(programs, 16)))
+        most = max(chosen["PROGRAMS"], triton.cdiv(programs, 16))
+        programs = chosen["PROGRAMS"] = min(programs, most)
     return rows, programs, {"C": dim, "BLOCK_C": width, "ROWS": tile_rows, **chosen}
 
 
 @triton.jit
 def sum_parts_kernel(PARTS, OUT, parts, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Add up the rows of a matrix: out_j = sum_i parts_ij.
+
+    PARTS is [parts, width] in float32, OUT [width] in any type. A program owns BLOCK columns.
+    """
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([ROWS, BLOCK], tl.float32)
     for start in range(0, parts, ROWS):
         row = start + tl.arange(0, ROWS)
         at = row.to(tl.int64)[:, None] * width + column[None, :]
-        total += tl.load(PARTS + at, mask=(row < parts)[:, None] & (column < width)[None, :], other=0.0)
+        inside = (row < parts)[:, None] & (column < width)[None, :]
+        total += tl.load(PARTS + at, mask=inside, other=0.0)
     tl.store(OUT + column, tl.sum(total, 0), mask=column < width)
 
 
 def sum_parts(parts: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """float32 [parts, ...], what each program found -> their sum; torch.sum is slower at many short parts."""
+    """Add up what each program found: float32 [parts, ...] -> [...] in `dtype`.
+
+    torch.sum is slower at many short parts.
+    """
     chosen, out = blocks("sum_parts"), torch.empty_like(parts[0], dtype=dtype)
     rows = min(chosen.pop("ROWS"), triton.next_power_of_2(len(parts)))
     block = max(8, chosen.pop("TILE") // rows)
     wrap_triton(sum_parts_kernel)[(triton.cdiv(out.numel(), block),)](
-        parts, out, len(parts), out.numel(), ROWS=rows, BLOCK=block, **chosen
+        PARTS=parts,
+        OUT=out,
+        parts=len(parts),
+        width=out.numel(),
+        ROWS=rows,
+        BLOCK=block,
+        **chosen,
     )
     return out
 
 
-LOG2E = tl.constexpr(math.log2(math.e))  # scores are kept to the base 2: exp2 is what the hardware computes
+# Scores are kept to the base 2: exp2 is what the hardware computes.
+LOG2E = tl.constexpr(math.log2(math.e))
 
 
-def need_shape(name: str, tensor: Tensor | None, *shape: int) -> None:
-    """ValueError for another shape: a kernel goes by the sizes of one input, and would read beyond a smaller one."""
+def check_shape(name: str, tensor: Tensor | None, *shape: int) -> None:
+    """Raise ValueError for another shape.
+
+    A kernel goes by the sizes of one input, and would read beyond a smaller one.
+    """
     if tensor is not None and tensor.shape != shape:
         raise ValueError(f"{name} must be {[*shape]}, not {[*tensor.shape]}")
 
 
+# Layer norm over the channels, and the pair bias that an attention makes of its result.
+
+
 @triton.jit
-def normalised(x, inside, eps, C: tl.constexpr):
-    """Rows [rows, C] of a tile with mean 0 and variance 1 (zeros where not `inside`), and 1 / standard deviation."""
+def normalise(x, inside, eps, C: tl.constexpr):
+    """Compute x_hat = (x - mean(x)) * rstd and rstd = 1 / sqrt(var(x) + eps) for rows [rows, C].
+
+    Where not `inside` x_hat is 0.
+    """
     x = tl.where(inside, x - tl.sum(x, 1)[:, None] / C, 0.0)
     rstd = 1 / tl.sqrt(tl.sum(x * x, 1) / C + eps)
     return x * rstd[:, None], rstd
 
 
 @triton.jit
-def through_norm(grad, x, rstd, C: tl.constexpr):
-    """Gradient before the norm, from that of its result x."""
-    return (grad - tl.sum(grad, 1)[:, None] / C - x * (tl.sum(grad * x, 1)[:, None] / C)) * rstd[:, None]
+def norm_backward(grad, x, rstd, C: tl.constexpr):
+    """Compute dx = rstd * (g - mean(g) - x_hat * mean(g * x_hat)) from g = dx_hat and x_hat."""
+    mean_grad = tl.sum(grad, 1)[:, None] / C
+    return (grad - mean_grad - x * (tl.sum(grad * x, 1)[:, None] / C)) * rstd[:, None]
 
 
 @triton.jit
-def pair_bias_at(row, head, N, H: tl.constexpr, ENDING: tl.constexpr):
-    """Where a bias [B, H, N, N] holds what pair `row` (b, i, j) gives; ENDING changes the places of i and j."""
+def pair_bias_offset(row, head, N, H: tl.constexpr, ENDING: tl.constexpr):
+    """Find the place in a bias [B, H, N, N] of what pair `row` = (b, i, j) gives.
+
+    It is bias[b, head, i, j], and with ENDING bias[b, head, j, i].
+    """
     b, pair = row // (N * N), row % (N * N)
     if ENDING:
         pair = pair % N * N + pair // N
@@ -426,16 +504,22 @@ def pair_bias_at(row, head, N, H: tl.constexpr, ENDING: tl.constexpr):
 
 @triton.jit
 def layer_norm_forward_kernel(
-    X, WEIGHT, BIAS, OUT, HEADS, PAIR_BIAS, rows, N, eps: tl.constexpr, H: tl.constexpr, ENDING: tl.constexpr,
+    X, WEIGHT, BIAS, OUT, HEADS, PAIR_BIAS, rows, N,
+    eps: tl.constexpr, H: tl.constexpr, ENDING: tl.constexpr,
     C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """With heads, HEADS [H, C] projects the normalised rows, which are pairs then, to a bias of an attention."""
+    """Normalise rows: y = x_hat * weight + bias.
+
+    X and OUT are [rows, C]. With H heads the rows are pairs, and HEADS [H, C] projects them to the
+    bias of an attention, PAIR_BIAS_h = sum_c y_c HEADS_hc in [B, H, N, N]. A program owns ROWS
+    rows.
+    """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     channel = tl.arange(0, BLOCK_C)
     inside = (row < rows)[:, None] & (channel < C)[None, :]
     at = row[:, None] * C + channel[None, :]
     x = tl.load(X + at, mask=inside, other=0.0).to(tl.float32)
-    x, _ = normalised(x, inside, eps, C)
+    x, _ = normalise(x, inside, eps, C)
     weight = tl.load(WEIGHT + channel, mask=channel < C, other=0.0)
     bias = tl.load(BIAS + channel, mask=channel < C, other=0.0)
     y = x * weight[None, :] + bias[None, :]
@@ -443,7 +527,9 @@ def layer_norm_forward_kernel(
     for head in tl.static_range(H):
         projection = tl.load(HEADS + head * C + channel, mask=channel < C, other=0.0)
         pair_bias = tl.sum(y * projection[None, :], 1)
-        tl.store(PAIR_BIAS + pair_bias_at(row, head, N, H, ENDING), pair_bias, mask=row < rows)
+        tl.store(
+            PAIR_BIAS + pair_bias_offset(row, head, N, H, ENDING), pair_bias, mask=row < rows,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -452,92 +538,154 @@ def layer_norm_backward_kernel(
     eps: tl.constexpr, H: tl.constexpr, BLOCK_H: tl.constexpr, ENDING: tl.constexpr,
     C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """SUMS [PROGRAMS, 2 + H, C] are the gradients of weight, bias and heads over the rows of each program."""
+    """Compute the gradients of a norm and of the pair bias, with x_hat and rstd made again from X.
+
+    dy = GRAD + sum_h dPAIR_BIAS_h HEADS_h, g = dy * weight,
+    dx = rstd * (g - mean(g) - x_hat * mean(g * x_hat)); over the rows
+    dweight = sum dy * x_hat, dbias = sum dy, dHEADS_h = sum dPAIR_BIAS_h y.
+    A program owns every PROGRAMS-th block of ROWS rows, and of SUMS [PROGRAMS, 2 + H, C] the sums
+    dweight, dbias and dHEADS over them.
+    """
     program = tl.program_id(0)
     channel = tl.arange(0, BLOCK_C)
     weight = tl.load(WEIGHT + channel, mask=channel < C, other=0.0)
     bias = tl.load(BIAS + channel, mask=channel < C, other=0.0)
-    grad_weight = tl.zeros([ROWS, BLOCK_C], tl.float32)  # a sum over rows costs more than these registers
+    # A sum over rows in every round costs more than these registers.
+    grad_weight = tl.zeros([ROWS, BLOCK_C], tl.float32)
     grad_bias = tl.zeros([ROWS, BLOCK_C], tl.float32)
     grad_heads = tl.zeros([BLOCK_H, BLOCK_C], tl.float32)
     for start in range(program * ROWS, rows, PROGRAMS * ROWS):
         row = tl.cast(start, tl.int64) + tl.arange(0, ROWS)
         inside = (row < rows)[:, None] & (channel < C)[None, :]
         at = row[:, None] * C + channel[None, :]
-        x, rstd = normalised(tl.load(X + at, mask=inside, other=0.0).to(tl.float32), inside, eps, C)
+        x = tl.load(X + at, mask=inside, other=0.0).to(tl.float32)
+        x, rstd = normalise(x, inside, eps, C)
         grad = tl.zeros([ROWS, BLOCK_C], tl.float32)
         if GRAD is not None:
             grad += tl.load(GRAD + at, mask=inside, other=0.0).to(tl.float32)
         for head in tl.static_range(H):
             projection = tl.load(HEADS + head * C + channel, mask=channel < C, other=0.0)
-            pair_bias_at_row = GRAD_PAIR_BIAS + pair_bias_at(row, head, N, H, ENDING)
-            grad_pair_bias = tl.load(pair_bias_at_row, mask=row < rows, other=0.0).to(tl.float32)[:, None]
+            at_pair = GRAD_PAIR_BIAS + pair_bias_offset(row, head, N, H, ENDING)
+            grad_pair_bias = tl.load(at_pair, mask=row < rows, other=0.0).to(tl.float32)[:, None]
             grad += grad_pair_bias * projection[None, :]
             grad_head = tl.sum(grad_pair_bias * (x * weight[None, :] + bias[None, :]), 0)
-            grad_heads += tl.where((tl.arange(0, BLOCK_H) == head)[:, None], grad_head[None, :], 0.0)
+            is_head = (tl.arange(0, BLOCK_H) == head)[:, None]
+            grad_heads += tl.where(is_head, grad_head[None, :], 0.0)
         grad_weight += grad * x
         grad_bias += grad
-        grad = through_norm(grad * weight[None, :], x, rstd, C)
+        grad = norm_backward(grad * weight[None, :], x, rstd, C)
         tl.store(GRAD_X + at, grad, mask=inside)
     SUMS += program * (2 + H) * C + channel
     tl.store(SUMS, tl.sum(grad_weight, 0), mask=channel < C)
     tl.store(SUMS + C, tl.sum(grad_bias, 0), mask=channel < C)
     if H > 0:
         head = tl.arange(0, BLOCK_H)[:, None]
-        tl.store(SUMS[None, :] + (2 + head) * C, grad_heads, mask=(head < H) & (channel < C)[None, :])
+        at_head = SUMS[None, :] + (2 + head) * C
+        tl.store(at_head, grad_heads, mask=(head < H) & (channel < C)[None, :])
 
 
 @operator
 def layer_norm_forward(
-    x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype,
-    heads: Tensor | None = None, ending: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """x [..., C], normalised over C, in `dtype`; of x [B, N, N, C] by heads [H, C] a bias [B, H, N, N], else empty."""
-    rows, programs, options = row_options("layer_norm_forward", x)
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    dtype: torch.dtype,
+    heads: Tensor | None = None,
+    ending: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Normalise x [..., C] over C: the norm in `dtype`, and a pair bias.
+
+    The latter is [B, H, N, N], made from x [B, N, N, C] by heads [H, C]; empty without heads.
+    """
+    rows, programs, options = row_launch("layer_norm_forward", x)
     count, length = (0, 1) if heads is None else (len(heads), x.shape[1])
     out = torch.empty_like(x, dtype=dtype)
-    pair_bias = out.new_empty(0) if heads is None else out.new_empty(len(x), count, length, length)
+    pair_bias = out.new_empty(0)
+    if heads is not None:
+        pair_bias = out.new_empty(len(x), count, length, length)
     wrap_triton(layer_norm_forward_kernel)[(programs,)](
-        x, weight, bias, out, heads, pair_bias, rows, length, eps, H=count, ENDING=ending, **options
+        X=x,
+        WEIGHT=weight,
+        BIAS=bias,
+        OUT=out,
+        HEADS=heads,
+        PAIR_BIAS=pair_bias,
+        rows=rows,
+        N=length,
+        eps=eps,
+        H=count,
+        ENDING=ending,
+        **options,
     )
     return out, pair_bias
 
 
 @operator
 def layer_norm_backward(
-    grad: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor, eps: float,
-    heads: Tensor | None = None, grad_pair_bias: Tensor | None = None, ending: bool = False, parameters: bool = True,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Gradients of x, and of weight, bias and heads [2 + H, C], or empty without `parameters`.
+    grad: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    heads: Tensor | None = None,
+    grad_pair_bias: Tensor | None = None,
+    ending: bool = False,
+    parameters: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Compute the gradients of x, and of weight, bias and heads as [2 + H, C].
 
-    Mean and variance are computed again from the row.
+    The second result is empty without `parameters`. Mean and variance are computed again.
     """
-    rows, programs, options = row_options("layer_norm_backward", x)
+    rows, programs, options = row_launch("layer_norm_backward", x)
     count, length = (0, 1) if heads is None else (len(heads), x.shape[1])
-    grad_x, sums = torch.empty_like(x), x.new_empty(programs, 2 + count, x.shape[-1], dtype=torch.float32)
+    grad_x = torch.empty_like(x)
+    sums = x.new_empty(programs, 2 + count, x.shape[-1], dtype=torch.float32)
     wrap_triton(layer_norm_backward_kernel)[(programs,)](
-        *(grad, x, weight, bias, heads, grad_pair_bias, grad_x, sums, rows, length, eps),
-        **{"H": count, "BLOCK_H": triton.next_power_of_2(max(count, 1)), "ENDING": ending, **options},
+        GRAD=grad,
+        X=x,
+        WEIGHT=weight,
+        BIAS=bias,
+        HEADS=heads,
+        GRAD_PAIR_BIAS=grad_pair_bias,
+        GRAD_X=grad_x,
+        SUMS=sums,
+        rows=rows,
+        N=length,
+        eps=eps,
+        H=count,
+        BLOCK_H=triton.next_power_of_2(max(count, 1)),
+        ENDING=ending,
+        **options,
     )
     return grad_x, sum_parts(sums) if parameters else x.new_empty(0)
 
 
 class LayerNormFunction(torch.autograd.Function):
-    """x [..., C] -> LayerNorm over C, in `dtype`.
+    """Normalise x [..., C] over C, in `dtype`.
 
-    With heads [H, C] x is [B, N, N, C], and the norm comes with its projection to them, [B, H, N, N]: the bias of an
-    attention, with `ending` that of the transposed pairs.
+    With heads [H, C] x is [B, N, N, C], and the norm comes with its projection to them,
+    [B, H, N, N]: the bias of an attention, with `ending` that of the transposed pairs.
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype, heads=None, ending=False):
+    def forward(
+        ctx,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        eps: float,
+        dtype: torch.dtype,
+        heads: Tensor | None = None,
+        ending: bool = False,
+    ):
         ctx.set_materialize_grads(False)  # nobody may have used the norm, or the bias
         x, dim = x.contiguous(), x.shape[-1]
-        need_shape("the norm's weight", weight, dim)
-        need_shape("the norm's bias", bias, dim)
+        check_shape("the norm's weight", weight, dim)
+        check_shape("the norm's bias", bias, dim)
         if heads is not None:
-            need_shape("pair", x, len(x), x.shape[1], x.shape[1], dim)
-            need_shape("the weight of the heads", heads, len(heads), dim)
+            check_shape("pair", x, len(x), x.shape[1], x.shape[1], dim)
+            check_shape("the weight of the heads", heads, len(heads), dim)
         ctx.save_for_backward(x, weight, bias, heads)
         ctx.eps, ctx.ending = eps, ending
         out, pair_bias = layer_norm_forward(x, weight, bias, eps, dtype, heads, ending)
@@ -546,75 +694,108 @@ class LayerNormFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor | None, grad_pair_bias: Tensor | None = None):
         x, weight, bias, heads = ctx.saved_tensors
-        grad, grad_pair_bias = (None if g is None else g.contiguous() for g in (grad, grad_pair_bias))
-        heads = None if grad_pair_bias is None else heads
+        grad = None if grad is None else grad.contiguous()
+        if grad_pair_bias is None:
+            heads = None
+        else:
+            grad_pair_bias = grad_pair_bias.contiguous()
         parameters = any(ctx.needs_input_grad[1:])
         grad_x, sums = layer_norm_backward(
-            grad, x, weight, bias, ctx.eps, heads, grad_pair_bias, ctx.ending, parameters
+            grad,
+            x,
+            weight,
+            bias,
+            ctx.eps,
+            heads,
+            grad_pair_bias,
+            ctx.ending,
+            parameters,
         )
         if not parameters:
             return grad_x, *6 * [None]
-        return grad_x, sums[0], sums[1], None, None, None if heads is None else sums[2:], None
+        grad_heads = None if heads is None else sums[2:]
+        return grad_x, sums[0], sums[1], None, None, grad_heads, None
 
 
-# The bias of a projection. Adding it costs nothing, the GEMM does it; its gradient is the sum over all rows.
+# The bias of a projection. Adding it costs nothing, the GEMM does it; its gradient is the sum over
+# all rows.
 
 
 @triton.jit
 def column_sums_kernel(
-    X, SUMS, rows, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr, PROGRAMS: tl.constexpr
+    X, SUMS, rows,
+    C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
+    """Add up rows: sums_pc = sum of x_rc over the rows r of program p.
+
+    X is [rows, C], SUMS [PROGRAMS, C]. A program owns every PROGRAMS-th block of ROWS rows.
+    """
     program = tl.program_id(0)
     channel = tl.arange(0, BLOCK_C)
     total = tl.zeros([ROWS, BLOCK_C], tl.float32)
     for start in range(program * ROWS, rows, PROGRAMS * ROWS):
         row = tl.cast(start, tl.int64) + tl.arange(0, ROWS)
         inside = (row < rows)[:, None] & (channel < C)[None, :]
-        total += tl.load(X + row[:, None] * C + channel[None, :], mask=inside, other=0.0).to(tl.float32)
+        at = X + row[:, None] * C + channel[None, :]
+        total += tl.load(at, mask=inside, other=0.0).to(tl.float32)
     tl.store(SUMS + program * C + channel, tl.sum(total, 0), mask=channel < C)
 
 
 @operator
 def column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x [..., C] -> its sum over all rows [C], in `dtype`."""
-    rows, programs, options = row_options("column_sums", x)
+    """Add up all rows: x [..., C] -> [C], in `dtype`."""
+    rows, programs, options = row_launch("column_sums", x)
     sums = x.new_empty(programs, x.shape[-1], dtype=torch.float32)
-    wrap_triton(column_sums_kernel)[(programs,)](x, sums, rows, **options)
+    wrap_triton(column_sums_kernel)[(programs,)](X=x, SUMS=sums, rows=rows, **options)
     return sum_parts(sums, dtype)
 
 
 class BiasGradient(torch.autograd.Function):
-    """y [..., C] as it is; the gradient of the bias [C] that the GEMM has added to it."""
+    """Hand y [..., C] on, and the bias [C] that the GEMM has added to it its gradient."""
 
     @staticmethod
     def forward(ctx, y: Tensor, bias: Tensor) -> Tensor:
-        need_shape("bias", bias, y.shape[-1])
+        check_shape("bias", bias, y.shape[-1])
         ctx.dtype = bias.dtype
         return y.view_as(y)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return grad, column_sums(grad.contiguous(), ctx.dtype) if ctx.needs_input_grad[1] else None
+        if not ctx.needs_input_grad[1]:
+            return grad, None
+        return grad, column_sums(grad.contiguous(), ctx.dtype)
 
 
-# Attention of every row of a batch of rows, with a pair bias that they share, and the gate on its output.
+# Attention of every row of a batch of rows, with a pair bias B that they share, and a gate:
 #
-# QKVG [B, R, N, H, 4, D] is what the projection's GEMM wrote; R and N may have any strides, so that columns and ending
-# nodes are read where they lie. The output is kept after the gate: with g = sigmoid(gate) and out = g * attention,
-# grad_gate = grad_out * out * (1 - g), and the row sums that the softmax's gradient needs, "delta", are those of
-# grad_out * out but for its rounding.
+#   S = scale * Q K^T + B,   P = softmax(S),   O = P V,   out = sigmoid(gate + gate_bias) * O
+#
+# QKVG [B, R, N, H, 4, D] is what the projection's GEMM wrote; R and N may have any strides, so that
+# columns and ending nodes are read where they lie. The output is kept after the gate: with
+# g = sigmoid(gate + gate_bias) it gives dgate = dout * out * (1 - g), and what the softmax's
+# gradient needs, delta = rowsum(dO * O), as rowsum(dout * out), but for the rounding of out. In the
+# backward pass
+#
+#   dV = P^T dO,   dP = dO V^T,   dS = P * (dP - delta),   dQ = dS K,   dK = dS^T Q,   dB = sum_r dS
+#
+# Scores are kept to the base 2: `scale` and the bias are multiplied by log2(e), and dQ and dK are
+# divided by it. `x_b`, `x_r` and `x_n` are the strides of QKVG, `out_...` those of OUT and of the
+# gradient of O, `grad_...` those of GRAD_OUT.
 
 
 @triton.jit
 def split_program(program, tiles, H, R):
-    """Number of a program -> tile, head, row, sample; programs that share a bias tile run close to each other."""
+    """Split the number of a program into tile, head, row and sample.
+
+    Programs that share a tile of the bias run close to each other.
+    """
     rest = program // tiles
     return program % tiles, rest % H, (rest // H % R).to(tl.int64), (rest // H // R).to(tl.int64)
 
 
 @triton.jit
 def load_rows(X, row, stride, D: tl.constexpr, BLOCK_D: tl.constexpr, N, EVEN: tl.constexpr):
-    """Rows of a matrix [N, D] with its rows `stride` apart, zeros beyond its ends."""
+    """Load rows of a matrix [N, D] that lie `stride` apart, zeros beyond its ends."""
     column = tl.arange(0, BLOCK_D)
     at = row.to(tl.int64)[:, None] * stride + column[None, :]
     if EVEN:
@@ -623,93 +804,121 @@ def load_rows(X, row, stride, D: tl.constexpr, BLOCK_D: tl.constexpr, N, EVEN: t
 
 
 @triton.jit
-def store_rows(X, value, row, stride, D: tl.constexpr, BLOCK_D: tl.constexpr, N, EVEN: tl.constexpr):
+def store_rows(
+    X, value, row, stride, D: tl.constexpr, BLOCK_D: tl.constexpr, N, EVEN: tl.constexpr
+):  # fmt: skip
+    """Store rows of a matrix [N, D] that lie `stride` apart, in its type, none beyond its ends."""
     column = tl.arange(0, BLOCK_D)
-    at = row.to(tl.int64)[:, None] * stride + column[None, :]
+    at = X + (row.to(tl.int64)[:, None] * stride + column[None, :])
+    value = value.to(X.dtype.element_ty)
     if EVEN:
-        tl.store(X + at, value.to(X.dtype.element_ty))
+        tl.store(at, value)
     else:
-        tl.store(X + at, value.to(X.dtype.element_ty), mask=(row < N)[:, None] & (column < D)[None, :])
+        tl.store(at, value, mask=(row < N)[:, None] & (column < D)[None, :])
 
 
 @triton.jit
 def load_bias(BIAS, row, column, N, EVEN: tl.constexpr):
-    """Tile of a pair bias [N, N], for scores to the base 2."""
+    """Load a tile of a pair bias [N, N], for scores to the base 2."""
     at = row.to(tl.int64)[:, None] * N + column[None, :]
     if EVEN:
         bias = tl.load(BIAS + at)
     else:
-        bias = tl.load(BIAS + at, mask=(row < N)[:, None] & (column < N)[None, :], other=0.0)
+        inside = (row < N)[:, None] & (column < N)[None, :]
+        bias = tl.load(BIAS + at, mask=inside, other=0.0)
     return bias.to(tl.float32) * LOG2E
 
 
 @triton.jit
 def scores(q, k, bias, key, N, scale, EVEN: tl.constexpr, PRECISION: tl.constexpr):
-    """[queries, keys], to the base 2; -inf beyond the last key."""
+    """Compute S = scale * Q K^T + B, [queries, keys], to the base 2; -inf beyond the last key."""
     score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale + bias
     return score if EVEN else tl.where((key < N)[None, :], score, float("-inf"))
 
 
 @triton.jit
-def gate_of(QKVG, GATE_BIAS, row, stride, D: tl.constexpr, BLOCK_D: tl.constexpr, N, EVEN: tl.constexpr):
-    """sigmoid(gate + bias) [queries, D] of one head."""
+def load_gate(
+    QKVG, GATE_BIAS, row, stride, D: tl.constexpr, BLOCK_D: tl.constexpr, N, EVEN: tl.constexpr
+):  # fmt: skip
+    """Load sigmoid(gate + gate_bias) [queries, D] of one head."""
     column = tl.arange(0, BLOCK_D)
     bias = tl.load(GATE_BIAS + column, mask=column < D, other=0.0).to(tl.float32)
-    return tl.sigmoid(load_rows(QKVG + 3 * D, row, stride, D, BLOCK_D, N, EVEN).to(tl.float32) + bias[None, :])
+    gate = load_rows(QKVG + 3 * D, row, stride, D, BLOCK_D, N, EVEN).to(tl.float32)
+    return tl.sigmoid(gate + bias[None, :])
 
 
 @triton.jit
 def attention_forward_kernel(
-    QKVG, GATE_BIAS, BIAS, OUT, LSE, x_b, x_r, x_n, out_b, out_r, out_n, R, H, N,
-    scale: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    QKVG, GATE_BIAS, BIAS, OUT, LOG_SUM_EXP, x_b, x_r, x_n, out_b, out_r, out_n, R, H, N,
+    scale: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """Compute out = sigmoid(gate + gate_bias) * softmax(scale * Q K^T + B) V without storing S.
+
+    QKVG is [B, R, N, H, 4, D], GATE_BIAS [H x D], BIAS [B, H, N, N] or None, OUT [B, R, N, H x D],
+    LOG_SUM_EXP [B, R, H, N] that of each row of S. A program owns BLOCK_M queries of a head of a
+    row, and goes over their keys BLOCK_N at a time.
+    """
     tile, head, r, b = split_program(tl.program_id(0), tl.cdiv(N, BLOCK_M), H, R)
     QKVG += b * x_b + r * x_r + head * 4 * D
     query = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     q = load_rows(QKVG, query, x_n, D, BLOCK_D, N, EVEN)
-    highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
     out = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for start in range(0, N, BLOCK_N):
         key = start + tl.arange(0, BLOCK_N)
         k = load_rows(QKVG + D, key, x_n, D, BLOCK_D, N, EVEN)
         v = load_rows(QKVG + 2 * D, key, x_n, D, BLOCK_D, N, EVEN)
-        bias = 0.0 if BIAS is None else load_bias(BIAS + (b * H + head) * N * N, query, key, N, EVEN)
-        s = scores(q, k, bias, key, N, scale, EVEN, PRECISION)
-        new_highest = tl.maximum(highest, tl.max(s, 1))
-        p = tl.exp2(s - new_highest[:, None])
-        shrink = tl.exp2(highest - new_highest)
-        total = total * shrink + tl.sum(p, 1)
-        out = tl.dot(p.to(v.dtype), v, out * shrink[:, None], input_precision=PRECISION)
-        highest = new_highest
-    gate = gate_of(QKVG, GATE_BIAS + head * D, query, x_n, D, BLOCK_D, N, EVEN)
-    out = out / total[:, None] * gate
-    store_rows(OUT + b * out_b + r * out_r + head * D, out, query, out_n, D, BLOCK_D, N, EVEN)
-    tl.store(LSE + ((b * R + r) * H + head) * N + query, highest + tl.log2(total), mask=query < N)
+        at_bias = (b * H + head) * N * N
+        bias = 0.0 if BIAS is None else load_bias(BIAS + at_bias, query, key, N, EVEN)
+        s = scores(q, k, bias, key, N, scale, EVEN, PRECISION)  # S = scale * Q K^T + B
+        # Online softmax: what was added up so far belongs to the maximum so far.
+        new_row_max = tl.maximum(row_max, tl.max(s, 1))
+        p = tl.exp2(s - new_row_max[:, None])
+        rescale = tl.exp2(row_max - new_row_max)
+        row_sum = row_sum * rescale + tl.sum(p, 1)
+        # O += P V
+        out = tl.dot(p.to(v.dtype), v, out * rescale[:, None], input_precision=PRECISION)
+        row_max = new_row_max
+    gate = load_gate(QKVG, GATE_BIAS + head * D, query, x_n, D, BLOCK_D, N, EVEN)
+    out = out / row_sum[:, None] * gate
+    OUT = OUT + b * out_b + r * out_r + head * D
+    store_rows(OUT, out, query, out_n, D, BLOCK_D, N, EVEN)
+    LOG_SUM_EXP += ((b * R + r) * H + head) * N
+    tl.store(LOG_SUM_EXP + query, row_max + tl.log2(row_sum), mask=query < N)
 
 
 @triton.jit
 def attention_backward_query_kernel(
-    GRAD_OUT, QKVG, GATE_BIAS, BIAS, OUT, LSE, GRAD_QKVG, GRAD_ATTENTION, DELTA, GRAD_GATE_BIAS,
+    GRAD_OUT, QKVG, GATE_BIAS, BIAS, OUT, LOG_SUM_EXP,
+    GRAD_QKVG, GRAD_ATTENTION, DELTA, GRAD_GATE_BIAS,
     x_b, x_r, x_n, out_b, out_r, out_n, grad_b, grad_r, grad_n, R, H, N,
-    scale: tl.constexpr, ROUNDED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    scale: tl.constexpr, ROUNDED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of query and gate; what the other two kernels need: the gradient before the gate, and delta.
+    """Compute dQ and dgate, and what the other two kernels need: dO and delta.
 
-    Delta makes the gradients of a row's scores add up to 0, without which what all keys have in common would enter the
-    query's gradient. From a ROUNDED output it does so only roughly: what the sum is then, is taken off at the end.
+    dgate = dout * out * (1 - g), dO = dout * g, delta = rowsum(dout * out),
+    dS = P * (dO V^T - delta), dQ = dS K. GRAD_ATTENTION holds dO in the layout of OUT, DELTA lies
+    as LOG_SUM_EXP does; GRAD_GATE_BIAS [B, R, tiles, H x D] is the sum of dgate over the queries of
+    a tile. A program owns BLOCK_M queries of a head of a row.
+
+    Delta makes the gradients of a row's scores add up to 0, without which what all keys have in
+    common would enter the query's gradient. From a ROUNDED output it does so only roughly: what the
+    sum is then, rowsum(dS), is taken off at the end, times P K, the mean of the keys.
     """
     tile, head, r, b = split_program(tl.program_id(0), tl.cdiv(N, BLOCK_M), H, R)
     at_x = b * x_b + r * x_r + head * 4 * D
     at_out = b * out_b + r * out_r + head * D
     at_row = ((b * R + r) * H + head) * N
     QKVG += at_x
+    GRAD_OUT = GRAD_OUT + b * grad_b + r * grad_r + head * D
     query = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    grad_out = load_rows(GRAD_OUT + b * grad_b + r * grad_r + head * D, query, grad_n, D, BLOCK_D, N, EVEN)
-    gate = gate_of(QKVG, GATE_BIAS + head * D, query, x_n, D, BLOCK_D, N, EVEN)
-    product = grad_out.to(tl.float32) * load_rows(OUT + at_out, query, out_n, D, BLOCK_D, N, EVEN).to(tl.float32)
+    grad_out = load_rows(GRAD_OUT, query, grad_n, D, BLOCK_D, N, EVEN)
+    gate = load_gate(QKVG, GATE_BIAS + head * D, query, x_n, D, BLOCK_D, N, EVEN)
+    out = load_rows(OUT + at_out, query, out_n, D, BLOCK_D, N, EVEN)
+    product = grad_out.to(tl.float32) * out.to(tl.float32)
     delta = tl.sum(product, 1)
     grad_gate = product * (1 - gate)
     store_rows(GRAD_QKVG + at_x + 3 * D, grad_gate, query, x_n, D, BLOCK_D, N, EVEN)
@@ -719,7 +928,7 @@ def attention_backward_query_kernel(
     q = load_rows(QKVG, query, x_n, D, BLOCK_D, N, EVEN)
     grad = (grad_out.to(tl.float32) * gate).to(q.dtype)
     store_rows(GRAD_ATTENTION + at_out, grad, query, out_n, D, BLOCK_D, N, EVEN)
-    lse = tl.load(LSE + at_row + query, mask=query < N, other=0.0)
+    log_sum_exp = tl.load(LOG_SUM_EXP + at_row + query, mask=query < N, other=0.0)
     grad_q = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     rest = tl.zeros([BLOCK_M], tl.float32)
     mean_k = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -727,13 +936,16 @@ def attention_backward_query_kernel(
         key = start + tl.arange(0, BLOCK_N)
         k = load_rows(QKVG + D, key, x_n, D, BLOCK_D, N, EVEN)
         v = load_rows(QKVG + 2 * D, key, x_n, D, BLOCK_D, N, EVEN)
-        bias = 0.0 if BIAS is None else load_bias(BIAS + (b * H + head) * N * N, query, key, N, EVEN)
-        p = tl.exp2(scores(q, k, bias, key, N, scale, EVEN, PRECISION) - lse[:, None])
-        grad_s = p * (tl.dot(grad, tl.trans(v), input_precision=PRECISION) - delta[:, None])
-        grad_q = tl.dot(grad_s.to(k.dtype), k, grad_q, input_precision=PRECISION)
+        at_bias = (b * H + head) * N * N
+        bias = 0.0 if BIAS is None else load_bias(BIAS + at_bias, query, key, N, EVEN)
+        s = scores(q, k, bias, key, N, scale, EVEN, PRECISION)  # S = scale * Q K^T + B
+        p = tl.exp2(s - log_sum_exp[:, None])  # P
+        grad_p = tl.dot(grad, tl.trans(v), input_precision=PRECISION)  # dP = dO V^T
+        grad_s = p * (grad_p - delta[:, None])  # dS
+        grad_q = tl.dot(grad_s.to(k.dtype), k, grad_q, input_precision=PRECISION)  # dQ += dS K
         if ROUNDED:
             rest += tl.sum(grad_s, 1)
-            mean_k = tl.dot(p.to(k.dtype), k, mean_k, input_precision=PRECISION)
+            mean_k = tl.dot(p.to(k.dtype), k, mean_k, input_precision=PRECISION)  # P K
     grad_q -= rest[:, None] * mean_k
     tl.store(DELTA + at_row + query, delta + rest, mask=query < N)
     store_rows(GRAD_QKVG + at_x, grad_q * (scale / LOG2E), query, x_n, D, BLOCK_D, N, EVEN)
@@ -741,11 +953,17 @@ def attention_backward_query_kernel(
 
 @triton.jit
 def attention_backward_key_kernel(
-    QKVG, BIAS_T, LSE, GRAD_ATTENTION, DELTA, GRAD_QKVG, x_b, x_r, x_n, out_b, out_r, out_n, R, H, N,
-    scale: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    QKVG, BIAS_T, LOG_SUM_EXP, GRAD_ATTENTION, DELTA, GRAD_QKVG,
+    x_b, x_r, x_n, out_b, out_r, out_n, R, H, N,
+    scale: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of key and value. Scores are [keys, queries] here, as both products take them, and BIAS_T is [j, i]."""
+    """Compute dK = dS^T Q and dV = P^T dO.
+
+    S, P and dS are transposed here, [keys, queries], as both products take them, and so is
+    BIAS_T [B, H, N, N]. A program owns BLOCK_N keys of a head of a row, and goes over the queries
+    BLOCK_M at a time.
+    """
     tile, head, r, b = split_program(tl.program_id(0), tl.cdiv(N, BLOCK_N), H, R)
     at_x = b * x_b + r * x_r + head * 4 * D
     at_row = ((b * R + r) * H + head) * N
@@ -760,43 +978,57 @@ def attention_backward_key_kernel(
         query = start + tl.arange(0, BLOCK_M)
         q = load_rows(QKVG, query, x_n, D, BLOCK_D, N, EVEN)
         grad = load_rows(GRAD_ATTENTION, query, out_n, D, BLOCK_D, N, EVEN)
-        lse = tl.load(LSE + at_row + query, mask=query < N, other=0.0)
+        log_sum_exp = tl.load(LOG_SUM_EXP + at_row + query, mask=query < N, other=0.0)
         delta = tl.load(DELTA + at_row + query, mask=query < N, other=0.0)
-        bias = 0.0 if BIAS_T is None else load_bias(BIAS_T + (b * H + head) * N * N, key, query, N, EVEN)
-        s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale + bias
-        p = tl.exp2(s - lse[None, :])
-        grad_v = tl.dot(p.to(grad.dtype), grad, grad_v, input_precision=PRECISION)
-        grad_s = p * (tl.dot(v, tl.trans(grad), input_precision=PRECISION) - delta[None, :])
-        grad_k = tl.dot(grad_s.to(q.dtype), q, grad_k, input_precision=PRECISION)
+        at_bias = (b * H + head) * N * N
+        bias = 0.0 if BIAS_T is None else load_bias(BIAS_T + at_bias, key, query, N, EVEN)
+        s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale + bias  # S^T
+        p = tl.exp2(s - log_sum_exp[None, :])  # P^T
+        grad_v = tl.dot(p.to(grad.dtype), grad, grad_v, input_precision=PRECISION)  # dV += P^T dO
+        grad_p = tl.dot(v, tl.trans(grad), input_precision=PRECISION)  # dP^T = V dO^T
+        grad_s = p * (grad_p - delta[None, :])  # dS^T
+        grad_k = tl.dot(grad_s.to(q.dtype), q, grad_k, input_precision=PRECISION)  # dK += dS^T Q
     store_rows(GRAD_QKVG + at_x + D, grad_k * (scale / LOG2E), key, x_n, D, BLOCK_D, N, EVEN)
     store_rows(GRAD_QKVG + at_x + 2 * D, grad_v, key, x_n, D, BLOCK_D, N, EVEN)
 
 
 @triton.jit
 def attention_backward_bias_kernel(
-    QKVG, BIAS, LSE, GRAD_ATTENTION, DELTA, GRAD_BIAS, x_b, x_r, x_n, out_b, out_r, out_n, R, H, N, B, group,
-    scale: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    QKVG, BIAS, LOG_SUM_EXP, GRAD_ATTENTION, DELTA, GRAD_BIAS,
+    x_b, x_r, x_n, out_b, out_r, out_n, R, H, N, B, group,
+    scale: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of a bias tile: a program adds up `group` of the rows that share it, so nothing is added atomically."""
-    tile, head, g, b = split_program(tl.program_id(0), tl.cdiv(N, BLOCK_M) * tl.cdiv(N, BLOCK_N), H, tl.cdiv(R, group))
-    query = tile // tl.cdiv(N, BLOCK_N) * BLOCK_M + tl.arange(0, BLOCK_M)
-    key = tile % tl.cdiv(N, BLOCK_N) * BLOCK_N + tl.arange(0, BLOCK_N)
+    """Compute the gradient of the bias, dB = sum of dS over the rows that share it.
+
+    GRAD_BIAS is [groups, B, H, N, N]. A program owns a tile [BLOCK_M, BLOCK_N] of it and adds up
+    `group` of the rows, so nothing is added atomically.
+    """
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    tile, head, g, b = split_program(
+        tl.program_id(0), tl.cdiv(N, BLOCK_M) * tiles_n, H, tl.cdiv(R, group)
+    )  # fmt: skip
+    query = tile // tiles_n * BLOCK_M + tl.arange(0, BLOCK_M)
+    key = tile % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
     QKVG += b * x_b + head * 4 * D
     GRAD_ATTENTION += b * out_b + head * D
     bias = load_bias(BIAS + (b * H + head) * N * N, query, key, N, EVEN)
     grad_bias = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for step in range((g * group).to(tl.int32), tl.minimum(g * group + group, R).to(tl.int32)):
+    first = (g * group).to(tl.int32)
+    last = tl.minimum(g * group + group, R).to(tl.int32)
+    for step in range(first, last):
         r = tl.cast(step, tl.int64)
         q = load_rows(QKVG + r * x_r, query, x_n, D, BLOCK_D, N, EVEN)
         k = load_rows(QKVG + r * x_r + D, key, x_n, D, BLOCK_D, N, EVEN)
         v = load_rows(QKVG + r * x_r + 2 * D, key, x_n, D, BLOCK_D, N, EVEN)
         grad = load_rows(GRAD_ATTENTION + r * out_r, query, out_n, D, BLOCK_D, N, EVEN)
         at_row = ((b * R + r) * H + head) * N
-        lse = tl.load(LSE + at_row + query, mask=query < N, other=0.0)
+        log_sum_exp = tl.load(LOG_SUM_EXP + at_row + query, mask=query < N, other=0.0)
         delta = tl.load(DELTA + at_row + query, mask=query < N, other=0.0)
-        p = tl.exp2(scores(q, k, bias, key, N, scale, EVEN, PRECISION) - lse[:, None])
-        grad_bias += p * (tl.dot(grad, tl.trans(v), input_precision=PRECISION) - delta[:, None])
+        s = scores(q, k, bias, key, N, scale, EVEN, PRECISION)  # S = scale * Q K^T + B
+        p = tl.exp2(s - log_sum_exp[:, None])  # P
+        grad_p = tl.dot(grad, tl.trans(v), input_precision=PRECISION)  # dP = dO V^T
+        grad_bias += p * (grad_p - delta[:, None])  # dB += dS
     at = ((g * B + b) * H + head) * N * N + query.to(tl.int64)[:, None] * N + key[None, :]
     tl.store(GRAD_BIAS + at, grad_bias, mask=(query < N)[:, None] & (key < N)[None, :])
 
@@ -804,185 +1036,304 @@ def attention_backward_bias_kernel(
 @triton.jit
 def attention_backward_short_kernel(
     GRAD_OUT, QKVG, GATE_BIAS, BIAS, OUT, GRAD_QKVG, GRAD_GATE_BIAS, GRAD_BIAS,
-    x_b, x_r, x_n, out_b, out_r, out_n, grad_b, grad_r, grad_n, R, H, N, B, group, scale: tl.constexpr,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    x_b, x_r, x_n, out_b, out_r, out_n, grad_b, grad_r, grad_n, R, H, N, B, group,
+    scale: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """All gradients of `group` rows, where a row's scores are a single tile: no sum is left to another kernel."""
+    """Compute all gradients of an attention whose rows are at most BLOCK_N long.
+
+    A row's S is a single tile then, so no sum is left to another kernel: dgate, dV = P^T dO,
+    dS = P * (dP - rowsum(P * dP)), dQ = dS K, dK = dS^T Q. A program owns `group` rows of a head,
+    and the sums of dgate and of dS over them: of GRAD_GATE_BIAS [B, groups, H x D] and of
+    GRAD_BIAS [groups, B, H, N, N].
+    """
     _, head, g, b = split_program(tl.program_id(0), 1, H, tl.cdiv(R, group))
     n = tl.arange(0, BLOCK_N)
     column = tl.arange(0, BLOCK_D)
-    bias = 0.0 if BIAS is None else load_bias(BIAS + (b * H + head) * N * N, n, n, N, EVEN)
+    at_bias = (b * H + head) * N * N
+    bias = 0.0 if BIAS is None else load_bias(BIAS + at_bias, n, n, N, EVEN)
     grad_bias = tl.zeros([BLOCK_N, BLOCK_N], tl.float32)
     grad_gate_bias = tl.zeros([BLOCK_D], tl.float32)
-    for step in range((g * group).to(tl.int32), tl.minimum(g * group + group, R).to(tl.int32)):
+    first = (g * group).to(tl.int32)
+    last = tl.minimum(g * group + group, R).to(tl.int32)
+    for step in range(first, last):
         r = tl.cast(step, tl.int64)
         at_x = b * x_b + r * x_r + head * 4 * D
         q = load_rows(QKVG + at_x, n, x_n, D, BLOCK_D, N, EVEN)
         k = load_rows(QKVG + at_x + D, n, x_n, D, BLOCK_D, N, EVEN)
         v = load_rows(QKVG + at_x + 2 * D, n, x_n, D, BLOCK_D, N, EVEN)
-        gate = gate_of(QKVG + at_x, GATE_BIAS + head * D, n, x_n, D, BLOCK_D, N, EVEN)
-        grad_out = load_rows(GRAD_OUT + b * grad_b + r * grad_r + head * D, n, grad_n, D, BLOCK_D, N, EVEN)
-        out = load_rows(OUT + b * out_b + r * out_r + head * D, n, out_n, D, BLOCK_D, N, EVEN)
+        gate = load_gate(QKVG + at_x, GATE_BIAS + head * D, n, x_n, D, BLOCK_D, N, EVEN)
+        at = GRAD_OUT + b * grad_b + r * grad_r + head * D
+        grad_out = load_rows(at, n, grad_n, D, BLOCK_D, N, EVEN)
+        at = OUT + b * out_b + r * out_r + head * D
+        out = load_rows(at, n, out_n, D, BLOCK_D, N, EVEN)
         product = grad_out.to(tl.float32) * out.to(tl.float32)
         grad_gate = product * (1 - gate)
         grad_gate_bias += tl.sum(grad_gate, 0)
         store_rows(GRAD_QKVG + at_x + 3 * D, grad_gate, n, x_n, D, BLOCK_D, N, EVEN)
         grad = (grad_out.to(tl.float32) * gate).to(q.dtype)
-        p = scores(
-            q, k, bias, n, N, scale, EVEN, PRECISION
-        )  # a whole row's: its own sum is more exact than a rounded LSE
-        p = tl.exp2(p - tl.max(p, 1)[:, None])
-        p /= tl.sum(p, 1)[:, None]
-        grad_v = tl.dot(tl.trans(p.to(grad.dtype)), grad, input_precision=PRECISION)
+        s = scores(q, k, bias, n, N, scale, EVEN, PRECISION)  # S = scale * Q K^T + B
+        # A whole row is here: its own sum is more exact than a log-sum-exp that was rounded.
+        p = tl.exp2(s - tl.max(s, 1)[:, None])
+        p /= tl.sum(p, 1)[:, None]  # P
+        grad_v = tl.dot(tl.trans(p.to(grad.dtype)), grad, input_precision=PRECISION)  # dV = P^T dO
         store_rows(GRAD_QKVG + at_x + 2 * D, grad_v, n, x_n, D, BLOCK_D, N, EVEN)
-        grad_p = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
-        grad_s = p * (grad_p - tl.sum(p * grad_p, 1)[:, None])
-        grad_bias += grad_s
+        grad_p = tl.dot(grad, tl.trans(v), input_precision=PRECISION)  # dP = dO V^T
+        grad_s = p * (grad_p - tl.sum(p * grad_p, 1)[:, None])  # dS
+        grad_bias += grad_s  # dB += dS
         grad_s = (grad_s * (scale / LOG2E)).to(q.dtype)
-        grad_q = tl.dot(grad_s, k, input_precision=PRECISION)
+        grad_q = tl.dot(grad_s, k, input_precision=PRECISION)  # dQ = dS K
         store_rows(GRAD_QKVG + at_x, grad_q, n, x_n, D, BLOCK_D, N, EVEN)
-        grad_k = tl.dot(tl.trans(grad_s), q, input_precision=PRECISION)
+        grad_k = tl.dot(tl.trans(grad_s), q, input_precision=PRECISION)  # dK = dS^T Q
         store_rows(GRAD_QKVG + at_x + D, grad_k, n, x_n, D, BLOCK_D, N, EVEN)
     tl.store(GRAD_GATE_BIAS + tl.program_id(0) * D + column, grad_gate_bias, mask=column < D)
     if GRAD_BIAS is not None:
-        at = ((g * B + b) * H + head) * N * N + n[:, None] * N + n[None, :]
-        tl.store(GRAD_BIAS + at, grad_bias, mask=(n < N)[:, None] & (n < N)[None, :])
+        at_grad = ((g * B + b) * H + head) * N * N + n[:, None] * N + n[None, :]
+        tl.store(GRAD_BIAS + at_grad, grad_bias, mask=(n < N)[:, None] & (n < N)[None, :])
 
 
 def attention_options(kernel: str, qkvg: Tensor) -> dict[str, int | bool | str]:
-    """What an attention kernel is compiled for: block sizes, none longer than the rows, head dimension, precision."""
-    need_rows(kernel, qkvg)
+    """Return what an attention kernel is compiled for; no block is longer than the rows."""
+    check_not_empty(kernel, qkvg)
     chosen, length, dim = blocks(kernel, qkvg.dtype), qkvg.shape[2], qkvg.shape[5]
     longest = max(16, triton.next_power_of_2(length))
-    sizes = {name: min(size, longest) for name, size in chosen.items() if name.startswith("BLOCK")}
+    sizes = {
+        name: min(size, longest) for name, size in chosen.items() if name.startswith("BLOCK")
+    }  # fmt: skip
     chosen |= {**sizes, "D": dim, "BLOCK_D": max(16, triton.next_power_of_2(dim))}
-    chosen["EVEN"] = dim == chosen["BLOCK_D"] and all(length % size == 0 for size in sizes.values())
+    even_rows = all(length % size == 0 for size in sizes.values())
+    chosen["EVEN"] = dim == chosen["BLOCK_D"] and even_rows
     tile = math.prod(sizes.values()) if len(sizes) == 2 else longest**2
     chosen["num_warps"] = max(1, min(chosen["num_warps"], tile // 512))
     return {**chosen, "PRECISION": dot_precision(qkvg.dtype)}
 
 
 def rows_per_program(programs: int, tiles: int, rows: int) -> int:
-    """How many of the rows that share a tile a program takes, so that there are about `programs` of them."""
+    """Return how many rows that share a tile go to one program, for about `programs` in all."""
     return triton.cdiv(rows, max(1, min(rows, programs // tiles)))
 
 
+def attention_sizes(qkvg: Tensor, out: Tensor) -> dict[str, int | float]:
+    """Return what all attention kernels are told of their inputs: strides, sizes and scale."""
+    x_b, x_r, x_n = qkvg.stride()[:3]
+    out_b, out_r, out_n = out.stride()[:3]
+    _, rows, length, heads, _, dim = qkvg.shape
+    return {
+        "x_b": x_b,
+        "x_r": x_r,
+        "x_n": x_n,
+        "out_b": out_b,
+        "out_r": out_r,
+        "out_n": out_n,
+        "R": rows,
+        "H": heads,
+        "N": length,
+        "scale": LOG2E.value / math.sqrt(dim),
+    }
+
+
 @operator
-def attention_forward(qkvg: Tensor, gate_bias: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """qkvg [B, R, N, H, 4, D], gate_bias [H x D], bias [B, H, N, N] -> gated output [B, R, N, H x D], log-sum-exp."""
+def attention_forward(
+    qkvg: Tensor,
+    gate_bias: Tensor,
+    bias: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Compute gated attention: the output [B, R, N, H x D], and log-sum-exp [B, R, H, N].
+
+    qkvg is [B, R, N, H, 4, D], gate_bias [H x D], bias [B, H, N, N].
+    """
     samples, rows, length, heads, _, dim = qkvg.shape
     swapped = qkvg.stride(1) < qkvg.stride(2)  # then the output is laid out like that, too
-    out = qkvg.new_empty(samples, *((length, rows) if swapped else (rows, length)), heads * dim)
-    out = out.transpose(1, 2) if swapped else out
-    lse = qkvg.new_empty(samples, rows, heads, length, dtype=torch.float32)
+    if swapped:
+        out = qkvg.new_empty(samples, length, rows, heads * dim).transpose(1, 2)
+    else:
+        out = qkvg.new_empty(samples, rows, length, heads * dim)
+    log_sum_exp = qkvg.new_empty(samples, rows, heads, length, dtype=torch.float32)
     options = attention_options("attention_forward", qkvg)
-    wrap_triton(attention_forward_kernel)[(triton.cdiv(length, options["BLOCK_M"]) * heads * rows * samples,)](
-        *(qkvg, gate_bias, bias, out, lse, *qkvg.stride()[:3], *out.stride()[:3], rows, heads, length),
-        *(LOG2E.value / math.sqrt(dim),),
+    tiles = triton.cdiv(length, options["BLOCK_M"])
+    wrap_triton(attention_forward_kernel)[(tiles * heads * rows * samples,)](
+        QKVG=qkvg,
+        GATE_BIAS=gate_bias,
+        BIAS=bias,
+        OUT=out,
+        LOG_SUM_EXP=log_sum_exp,
+        **attention_sizes(qkvg, out),
         **options,
     )
-    return out, lse
+    return out, log_sum_exp
 
 
 @operator
 def attention_backward(
-    grad_out: Tensor, qkvg: Tensor, gate_bias: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor,
-    of_gate_bias: bool, of_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of qkvg (in its layout), gate_bias and bias; the last two are empty unless they are asked for."""
+    grad_out: Tensor,
+    qkvg: Tensor,
+    gate_bias: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    log_sum_exp: Tensor,
+    of_gate_bias: bool,
+    of_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the gradients of qkvg (in its layout), gate_bias and bias.
+
+    The last two are empty unless `of_gate_bias` and `of_bias` ask for them.
+    """
     samples, rows, length, heads, _, dim = qkvg.shape
-    scale = LOG2E.value / math.sqrt(dim)
-    strides, grad_strides = (*qkvg.stride()[:3], *out.stride()[:3]), grad_out.stride()[:3]
+    sizes = attention_sizes(qkvg, out)
+    grad_b, grad_r, grad_n = grad_out.stride()[:3]
     grad_qkvg = torch.empty_like(qkvg)
     short = attention_options("attention_backward_short", qkvg)
     if short["BLOCK_N"] >= length:
         group = rows_per_program(short.pop("PROGRAMS"), heads * samples, rows)
         parts = triton.cdiv(rows, group)
-        grad_bias = qkvg.new_empty(parts, *bias.shape, dtype=torch.float32) if of_bias else None
+        grad_bias = None
+        if of_bias:
+            grad_bias = qkvg.new_empty(parts, *bias.shape, dtype=torch.float32)
         grad_gate_bias = qkvg.new_empty(samples * parts, heads * dim, dtype=torch.float32)
         wrap_triton(attention_backward_short_kernel)[(heads * parts * samples,)](
-            *(grad_out, qkvg, gate_bias, bias, out, grad_qkvg, grad_gate_bias, grad_bias, *strides),
-            *(*grad_strides, rows, heads, length, samples, group, scale),
+            GRAD_OUT=grad_out,
+            QKVG=qkvg,
+            GATE_BIAS=gate_bias,
+            BIAS=bias,
+            OUT=out,
+            GRAD_QKVG=grad_qkvg,
+            GRAD_GATE_BIAS=grad_gate_bias,
+            GRAD_BIAS=grad_bias,
+            grad_b=grad_b,
+            grad_r=grad_r,
+            grad_n=grad_n,
+            B=samples,
+            group=group,
+            **sizes,
             **short,
         )
     else:
-        grad_attention, delta = torch.empty_like(out), torch.empty_like(lse)
+        grad_attention, delta = torch.empty_like(out), torch.empty_like(log_sum_exp)
         options = attention_options("attention_backward_query", qkvg)
+        rounded = qkvg.dtype != torch.float32 or options["PRECISION"] == "tf32"
         tiles = triton.cdiv(length, options["BLOCK_M"])
-        grad_gate_bias = qkvg.new_empty(samples * rows * tiles, heads * dim, dtype=torch.float32)
+        parts = samples * rows * tiles
+        grad_gate_bias = qkvg.new_empty(parts, heads * dim, dtype=torch.float32)
         wrap_triton(attention_backward_query_kernel)[(tiles * heads * rows * samples,)](
-            *(grad_out, qkvg, gate_bias, bias, out, lse, grad_qkvg, grad_attention, delta, grad_gate_bias, *strides),
-            *(*grad_strides, rows, heads, length, scale),
-            **{"ROUNDED": qkvg.dtype != torch.float32 or options["PRECISION"] == "tf32", **options},
+            GRAD_OUT=grad_out,
+            QKVG=qkvg,
+            GATE_BIAS=gate_bias,
+            BIAS=bias,
+            OUT=out,
+            LOG_SUM_EXP=log_sum_exp,
+            GRAD_QKVG=grad_qkvg,
+            GRAD_ATTENTION=grad_attention,
+            DELTA=delta,
+            GRAD_GATE_BIAS=grad_gate_bias,
+            grad_b=grad_b,
+            grad_r=grad_r,
+            grad_n=grad_n,
+            ROUNDED=rounded,
+            **sizes,
+            **options,
         )
         options = attention_options("attention_backward_key", qkvg)
-        bias_t = None if bias is None else bias.mT.contiguous()
-        wrap_triton(attention_backward_key_kernel)[(triton.cdiv(length, options["BLOCK_N"]) * heads * rows * samples,)](
-            *(qkvg, bias_t, lse, grad_attention, delta, grad_qkvg, *strides, rows, heads, length, scale), **options
+        tiles = triton.cdiv(length, options["BLOCK_N"])
+        wrap_triton(attention_backward_key_kernel)[(tiles * heads * rows * samples,)](
+            QKVG=qkvg,
+            BIAS_T=None if bias is None else bias.mT.contiguous(),
+            LOG_SUM_EXP=log_sum_exp,
+            GRAD_ATTENTION=grad_attention,
+            DELTA=delta,
+            GRAD_QKVG=grad_qkvg,
+            **sizes,
+            **options,
         )
         if of_bias:
             options = attention_options("attention_backward_bias", qkvg)
-            tiles = triton.cdiv(length, options["BLOCK_M"]) * triton.cdiv(length, options["BLOCK_N"])
+            tiles = math.prod(triton.cdiv(length, options[size]) for size in ("BLOCK_M", "BLOCK_N"))
             group = rows_per_program(options.pop("PROGRAMS"), tiles * heads * samples, rows)
             parts = triton.cdiv(rows, group)
             grad_bias = qkvg.new_empty(parts, *bias.shape, dtype=torch.float32)
             wrap_triton(attention_backward_bias_kernel)[(tiles * heads * parts * samples,)](
-                *(qkvg, bias, lse, grad_attention, delta, grad_bias, *strides),
-                *(rows, heads, length, samples, group, scale),
+                QKVG=qkvg,
+                BIAS=bias,
+                LOG_SUM_EXP=log_sum_exp,
+                GRAD_ATTENTION=grad_attention,
+                DELTA=delta,
+                GRAD_BIAS=grad_bias,
+                B=samples,
+                group=group,
+                **sizes,
                 **options,
             )
     nothing = qkvg.new_empty(0)
-    grad_gate_bias = sum_parts(grad_gate_bias) if of_gate_bias else nothing
-    return grad_qkvg, grad_gate_bias, sum_parts(grad_bias, bias.dtype) if of_bias else torch.empty_like(nothing)
+    return (
+        grad_qkvg,
+        sum_parts(grad_gate_bias) if of_gate_bias else nothing,
+        sum_parts(grad_bias, bias.dtype) if of_bias else torch.empty_like(nothing),
+    )
 
 
 class GatedAttentionFunction(torch.autograd.Function):
-    """sigmoid(gate + gate_bias) * softmax(q k^T / sqrt(D) + bias) v for qkvg [B, R, N, H, 4, D] -> [B, R, N, H x D].
+    """Compute sigmoid(gate + gate_bias) * softmax(q k^T / sqrt(D) + bias) v.
 
-    bias [B, H, N, N] is the same for all rows R; it may be None.
+    qkvg [B, R, N, H, 4, D] holds q, k, v and gate; the result is [B, R, N, H x D]. The bias
+    [B, H, N, N] is the same for all rows R; it may be None.
     """
 
     @staticmethod
     def forward(ctx, qkvg: Tensor, gate_bias: Tensor, bias: Tensor | None) -> Tensor:
         samples, rows, length, heads, _, dim = qkvg.shape
-        need_shape("qkvg", qkvg, samples, rows, length, heads, 4, dim)
-        need_shape("the gate's bias", gate_bias, heads * dim)
-        need_shape("the pair bias", bias, samples, heads, length, length)
-        if torch.empty_like(qkvg, device="meta").stride() != qkvg.stride() or qkvg.stride(-1) != 1:
-            qkvg = qkvg.contiguous()  # it has gaps, or channels are not side by side
+        check_shape("qkvg", qkvg, samples, rows, length, heads, 4, dim)
+        check_shape("the gate's bias", gate_bias, heads * dim)
+        check_shape("the pair bias", bias, samples, heads, length, length)
+        has_gaps = torch.empty_like(qkvg, device="meta").stride() != qkvg.stride()
+        if has_gaps or qkvg.stride(-1) != 1:  # the kernels take channels that lie side by side
+            qkvg = qkvg.contiguous()
         bias = None if bias is None else bias.contiguous()
-        out, lse = attention_forward(qkvg, gate_bias, bias)
-        ctx.save_for_backward(qkvg, gate_bias, bias, out, lse)
+        out, log_sum_exp = attention_forward(qkvg, gate_bias, bias)
+        ctx.save_for_backward(qkvg, gate_bias, bias, out, log_sum_exp)
         return out
 
     @staticmethod
     def backward(ctx, grad_out: Tensor):
-        grad_out = grad_out if grad_out.stride(-1) == 1 else grad_out.contiguous()
+        if grad_out.stride(-1) != 1:
+            grad_out = grad_out.contiguous()
         _, *wanted = ctx.needs_input_grad
         grad_qkvg, *grads = attention_backward(grad_out, *ctx.saved_tensors, *wanted)
-        return grad_qkvg, *(grad if asked else None for grad, asked in zip(grads, wanted, strict=True))
+        return grad_qkvg, *(g if asked else None for g, asked in zip(grads, wanted, strict=True))
 
 
-# Triangle multiplication. Positions are one dimension m = (b, i, j) of length M; "channel first" is [C, M], which
-# torch.bmm takes as C x B matrices [N, N]. Norm, projections and gates are one kernel on each side of the product.
-# WEIGHT [6 C, C] are the rows of a_p, b_p, a_g, b_g, g, z, as BIAS [6 C] are. C must be a power of two.
+# Triangle multiplication of x [B, N, N, C]:
+#
+#   y = LayerNorm(x),   a = sigmoid(y W_ag) * (y W_ap),   b = sigmoid(y W_bg) * (y W_bp)
+#   X_ij = sum_k a_ik * b_jk (outgoing) or sum_k a_ki * b_kj (incoming), for each channel
+#   out = sigmoid(y W_g) * (LayerNorm(X) W_z)
+#
+# Positions are one dimension m = (b, i, j) of length M; "channel first" is [C, M], which torch.bmm
+# takes as C x B matrices [N, N]. Norm, projections and gates are one kernel on each side of the
+# product. C must be a power of two.
+
+# Which C rows of the packed WEIGHT [6 C, C] and BIAS [6 C] a projection has, and which columns of
+# GRAD_LINEAR [M, 5 C] its gradient (that of z lies apart).
+A_P, B_P, A_G, B_G, G, Z = (tl.constexpr(part) for part in range(6))
 
 
 @triton.jit
 def index(i, WIDE: tl.constexpr):
-    """What to count elements with: 64 bits take registers that tensors below 2^31 elements can do without."""
+    """Widen what elements are counted with to 64 bits, where a tensor has 2^31 or more of them.
+
+    Elsewhere 64 bits would take registers for nothing.
+    """
     return i.to(tl.int64) if WIDE else i
 
 
 @triton.jit
-def position_tile(X, position, stride_m, channel, stride_c, M):
-    """Tile [positions, C] in float32, zeros beyond the last position."""
+def load_positions(X, position, stride_m, channel, stride_c, M):
+    """Load a tile [positions, C] in float32, zeros beyond the last position."""
     at = position[:, None] * stride_m + channel[None, :] * stride_c
     return tl.load(X + at, mask=(position < M)[:, None], other=0.0).to(tl.float32)
 
 
 @triton.jit
 def scale_and_shift(x, WEIGHT, BIAS, C: tl.constexpr):
+    """Compute x_hat * weight + bias."""
     channel = tl.arange(0, C)
     return x * tl.load(WEIGHT + channel)[None, :] + tl.load(BIAS + channel)[None, :]
 
@@ -992,58 +1343,79 @@ def triangle_project_kernel(
     X, NORM_WEIGHT, NORM_BIAS, WEIGHT, BIAS, AB, M, eps: tl.constexpr, C: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """a and b = projection * sigmoid(gate), channel first."""
+    """Compute a = sigmoid(y W_ag) * (y W_ap), and b likewise, from y = LayerNorm(x).
+
+    X is [M, C]; AB [2 C, M] are a and b, channel first. A program owns BLOCK_M positions, and goes
+    over the channels of a and b BLOCK_C at a time.
+    """
     position = index(tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), WIDE)
     channel = tl.arange(0, C)
-    x, _ = normalised(position_tile(X, position, C, channel, 1, M), True, eps, C)
-    x = tl.trans(scale_and_shift(x, NORM_WEIGHT, NORM_BIAS, C).to(WEIGHT.dtype.element_ty))
-    for first in tl.range(0, 2 * C, BLOCK_C, loop_unroll_factor=1):  # first the rows of a_p, then those of b_p
+    x, _ = normalise(load_positions(X, position, C, channel, 1, M), True, eps, C)
+    y = tl.trans(scale_and_shift(x, NORM_WEIGHT, NORM_BIAS, C).to(WEIGHT.dtype.element_ty))
+    inside = (position < M)[None, :]
+    for first in tl.range(A_P * C, A_G * C, BLOCK_C, loop_unroll_factor=1):  # a_p, then b_p
         row = first + tl.arange(0, BLOCK_C)
         at = WEIGHT + row[:, None] * C + channel[None, :]
-        gate = tl.dot(tl.load(at + 2 * C * C), x, input_precision=PRECISION) + tl.load(BIAS + 2 * C + row)[:, None]
-        value = tl.dot(tl.load(at), x, input_precision=PRECISION) + tl.load(BIAS + row)[:, None]
+        gate = tl.dot(tl.load(at + A_G * C * C), y, input_precision=PRECISION)  # W_ag y^T
+        gate = gate + tl.load(BIAS + A_G * C + row)[:, None]
+        value = tl.dot(tl.load(at), y, input_precision=PRECISION)  # W_ap y^T
+        value = value + tl.load(BIAS + row)[:, None]
         value = (value * tl.sigmoid(gate)).to(AB.dtype.element_ty)
-        tl.store(AB + index(row, WIDE)[:, None] * M + position[None, :], value, mask=(position < M)[None, :])
+        tl.store(AB + index(row, WIDE)[:, None] * M + position[None, :], value, mask=inside)
 
 
 @triton.jit
 def triangle_output_kernel(
-    X, NORM_WEIGHT, NORM_BIAS, WEIGHT, BIAS, PRODUCT, OUT_WEIGHT, OUT_BIAS, OUT, M, eps: tl.constexpr, C: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, RESIDUAL: tl.constexpr,
+    X, NORM_WEIGHT, NORM_BIAS, WEIGHT, BIAS, PRODUCT, OUT_WEIGHT, OUT_BIAS, OUT, M,
+    eps: tl.constexpr, C: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+    WIDE: tl.constexpr, PRECISION: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """sigmoid(gate of the normalised input) * projection of the normalised product, [M, C]; and RESIDUAL the input."""
+    """Compute out = sigmoid(y W_g) * (LayerNorm(X) W_z), with RESIDUAL plus x; y = LayerNorm(x).
+
+    X and OUT are [M, C], PRODUCT [C, M] is channel first. A program owns BLOCK_M positions, and
+    goes over their channels BLOCK_C at a time.
+    """
     position = index(tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), WIDE)
     channel = tl.arange(0, C)
-    x, _ = normalised(position_tile(X, position, C, channel, 1, M), True, eps, C)
-    x = scale_and_shift(x, NORM_WEIGHT, NORM_BIAS, C).to(WEIGHT.dtype.element_ty)
-    y, _ = normalised(position_tile(PRODUCT, position, 1, index(channel, WIDE), M, M), True, eps, C)
-    y = scale_and_shift(y, OUT_WEIGHT, OUT_BIAS, C).to(WEIGHT.dtype.element_ty)
+    dtype = WEIGHT.dtype.element_ty
+    x, _ = normalise(load_positions(X, position, C, channel, 1, M), True, eps, C)
+    y = scale_and_shift(x, NORM_WEIGHT, NORM_BIAS, C).to(dtype)
+    product = load_positions(PRODUCT, position, 1, index(channel, WIDE), M, M)
+    product, _ = normalise(product, True, eps, C)
+    normed = scale_and_shift(product, OUT_WEIGHT, OUT_BIAS, C).to(dtype)
     for first in tl.range(0, C, BLOCK_C, loop_unroll_factor=1):
         row = first + tl.arange(0, BLOCK_C)
-        at = WEIGHT + (4 * C + row)[None, :] * C + channel[:, None]
-        gate = tl.dot(x, tl.load(at), input_precision=PRECISION) + tl.load(BIAS + 4 * C + row)[None, :]
-        out = tl.dot(y, tl.load(at + C * C), input_precision=PRECISION) + tl.load(BIAS + 5 * C + row)[None, :]
+        at = WEIGHT + (row + G * C)[None, :] * C + channel[:, None]
+        gate = tl.dot(y, tl.load(at), input_precision=PRECISION)  # y W_g
+        gate = gate + tl.load(BIAS + G * C + row)[None, :]
+        out = tl.dot(normed, tl.load(at + C * C), input_precision=PRECISION)  # LayerNorm(X) W_z
+        out = out + tl.load(BIAS + Z * C + row)[None, :]
         out *= tl.sigmoid(gate)
         if RESIDUAL:
-            out += position_tile(X, position, C, row, 1, M)
-        tl.store(OUT + position[:, None] * C + row[None, :], out.to(OUT.dtype.element_ty), mask=(position < M)[:, None])
+            out += load_positions(X, position, C, row, 1, M)
+        at = OUT + position[:, None] * C + row[None, :]
+        tl.store(at, out.to(OUT.dtype.element_ty), mask=(position < M)[:, None])
 
 
-ONES = tl.constexpr(8)  # columns, so that rows of 16-bit numbers still begin at multiples of 16 bytes
+ONES = tl.constexpr(8)  # columns: rows of 16-bit numbers still begin at multiples of 16 bytes
 
 
 @triton.jit
 def store_with_ones(OUT, x, position, M, C: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Rows of x and ONES ones: the GEMM with a gradient that makes a weight's then makes the bias's sums, too."""
+    """Store rows of x and ONES ones beside them.
+
+    The GEMM with a gradient that makes a weight's then makes the sums for the bias, too.
+    """
     at = OUT + position[:, None] * (C + ONES)
     inside = (position < M)[:, None]
     tl.store(at + tl.arange(0, C)[None, :], x, mask=inside)
-    tl.store(at + C + tl.arange(0, ONES)[None, :], tl.full([BLOCK_M, ONES], 1.0, x.dtype), mask=inside)
+    ones = tl.full([BLOCK_M, ONES], 1.0, x.dtype)
+    tl.store(at + C + tl.arange(0, ONES)[None, :], ones, mask=inside)
 
 
 @triton.jit
 def store_norm_gradients(GRAD_NORM, grad, x, C: tl.constexpr):
-    """Gradients of a norm's weight and bias over this program's rows, from that of its result and x, normalised."""
+    """Store dweight = sum dy * x_hat and dbias = sum dy of a norm over this program's rows."""
     at = GRAD_NORM + tl.program_id(0) * 2 * C + tl.arange(0, C)
     tl.store(at, tl.sum(grad * x, 0))
     tl.store(at + C, tl.sum(grad, 0))
@@ -1051,38 +1423,55 @@ def store_norm_gradients(GRAD_NORM, grad, x, C: tl.constexpr):
 
 @triton.jit
 def triangle_output_backward_kernel(
-    GRAD_OUT, X, NORM_WEIGHT, NORM_BIAS, WEIGHT, WEIGHT_T, wt_in, wt_out, BIAS, PRODUCT, OUT_WEIGHT, OUT_BIAS,
-    GRAD_PRODUCT, NORMED, GRAD_Z, GRAD_LINEAR, GRAD_NORM, M, eps: tl.constexpr, C: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    GRAD_OUT, X, NORM_WEIGHT, NORM_BIAS, WEIGHT, WEIGHT_T, wt_in, wt_out, BIAS,
+    PRODUCT, OUT_WEIGHT, OUT_BIAS, GRAD_PRODUCT, NORMED, GRAD_Z, GRAD_LINEAR, GRAD_NORM, M,
+    eps: tl.constexpr, C: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+    WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of product (channel first), of z and g before their weights, and the product's norm, for theirs."""
+    """Compute the gradients behind the product, which X = PRODUCT [C, M] is.
+
+    With g = sigmoid(y W_g) and z = LayerNorm(X) W_z:  dz = dout * g,  dg = dout * z * g * (1 - g),
+    dLayerNorm(X) = dz W_z^T,  dX through the norm. Written are dX (GRAD_PRODUCT [C, M]), dz
+    (GRAD_Z [M, C]), dg (in GRAD_LINEAR [M, 5 C]), LayerNorm(X) for the weights' gradients (NORMED
+    [M, C + ONES]) and sums over the program's positions for the norm's parameters (GRAD_NORM
+    [programs, 2, C]). A program owns BLOCK_M positions. WEIGHT_T is WEIGHT^T with the strides
+    `wt_in` and `wt_out`.
+    """
     position = index(tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), WIDE)
     channel = tl.arange(0, C)
     inside = (position < M)[:, None]
     m = position[:, None]
     dtype = WEIGHT.dtype.element_ty
-    x, _ = normalised(position_tile(X, position, C, channel, 1, M), True, eps, C)
-    x = scale_and_shift(x, NORM_WEIGHT, NORM_BIAS, C).to(dtype)
-    y, _ = normalised(position_tile(PRODUCT, position, 1, index(channel, WIDE), M, M), True, eps, C)
-    y = scale_and_shift(y, OUT_WEIGHT, OUT_BIAS, C).to(dtype)
-    store_with_ones(NORMED, y, position, M, C, BLOCK_M)
-    grad_y = tl.zeros([BLOCK_M, C], tl.float32)
+    x, _ = normalise(load_positions(X, position, C, channel, 1, M), True, eps, C)
+    y = scale_and_shift(x, NORM_WEIGHT, NORM_BIAS, C).to(dtype)
+    product = load_positions(PRODUCT, position, 1, index(channel, WIDE), M, M)
+    product, _ = normalise(product, True, eps, C)
+    normed = scale_and_shift(product, OUT_WEIGHT, OUT_BIAS, C).to(dtype)
+    store_with_ones(NORMED, normed, position, M, C, BLOCK_M)
+    grad_normed = tl.zeros([BLOCK_M, C], tl.float32)
     for first in tl.range(0, C, BLOCK_C, loop_unroll_factor=1):
         row = first + tl.arange(0, BLOCK_C)
-        at = WEIGHT + (4 * C + row)[None, :] * C + channel[:, None]
-        gate = tl.sigmoid(tl.dot(x, tl.load(at), input_precision=PRECISION) + tl.load(BIAS + 4 * C + row)[None, :])
-        z = tl.dot(y, tl.load(at + C * C), input_precision=PRECISION) + tl.load(BIAS + 5 * C + row)[None, :]
-        grad_z = tl.load(GRAD_OUT + m * C + row[None, :], mask=inside, other=0.0).to(tl.float32) * gate
+        at = WEIGHT + (row + G * C)[None, :] * C + channel[:, None]
+        gate = tl.dot(y, tl.load(at), input_precision=PRECISION)  # y W_g
+        gate = tl.sigmoid(gate + tl.load(BIAS + G * C + row)[None, :])
+        z = tl.dot(normed, tl.load(at + C * C), input_precision=PRECISION)  # LayerNorm(X) W_z
+        z = z + tl.load(BIAS + Z * C + row)[None, :]
+        grad_out = tl.load(GRAD_OUT + m * C + row[None, :], mask=inside, other=0.0)
+        grad_z = grad_out.to(tl.float32) * gate
         grad_g = grad_z * (1 - gate) * z
         tl.store(GRAD_Z + m * C + row[None, :], grad_z.to(dtype), mask=inside)
-        tl.store(GRAD_LINEAR + m * (5 * C) + (4 * C + row)[None, :], grad_g.to(dtype), mask=inside)
-        weight = tl.load(WEIGHT_T + (5 * C + row)[:, None] * wt_out + channel[None, :] * wt_in)
-        grad_y = tl.dot(grad_z.to(dtype), weight, grad_y, input_precision=PRECISION)
+        at = GRAD_LINEAR + m * (5 * C) + (row + G * C)[None, :]
+        tl.store(at, grad_g.to(dtype), mask=inside)
+        weight = tl.load(WEIGHT_T + (row + Z * C)[:, None] * wt_out + channel[None, :] * wt_in)
+        # dLayerNorm(X) += dz W_z^T
+        grad_normed = tl.dot(grad_z.to(dtype), weight, grad_normed, input_precision=PRECISION)
     # Loaded and normalised once more: that is cheaper than keeping it in registers over the loop.
-    y, rstd = normalised(position_tile(PRODUCT, position, 1, index(channel, WIDE), M, M), True, eps, C)
-    store_norm_gradients(GRAD_NORM, grad_y, y, C)
-    grad_y = through_norm(grad_y * tl.load(OUT_WEIGHT + channel)[None, :], y, rstd, C)
-    tl.store(GRAD_PRODUCT + index(channel, WIDE)[None, :] * M + m, grad_y.to(dtype), mask=inside)
+    product = load_positions(PRODUCT, position, 1, index(channel, WIDE), M, M)
+    product, rstd = normalise(product, True, eps, C)
+    store_norm_gradients(GRAD_NORM, grad_normed, product, C)
+    grad = grad_normed * tl.load(OUT_WEIGHT + channel)[None, :]
+    grad = norm_backward(grad, product, rstd, C)
+    tl.store(GRAD_PRODUCT + index(channel, WIDE)[None, :] * M + m, grad.to(dtype), mask=inside)
 
 
 @triton.jit
@@ -1091,42 +1480,51 @@ def triangle_project_backward_kernel(
     GRAD_LINEAR, GRAD_OUT, NORMED, GRAD_X, GRAD_NORM, M, eps: tl.constexpr, C: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the four projections before their weights and of the input, and the input's norm.
+    """Compute the gradients before the product, from those of a and b (GRAD_AB [2 C, M]).
 
-    GRAD_OUT, if there, is the gradient of the input as a residual.
+    With s = sigmoid(y W_ag) and p = y W_ap:  dp = da * s,  ds = da * p * s * (1 - s), for b
+    likewise;  dy = dg W_g^T + sum of dp W_p^T and ds W_s^T,  dx through the norm, plus GRAD_OUT,
+    the gradient of x as a residual, if it is there. Written are dx (GRAD_X [M, C]), dp and ds (in
+    GRAD_LINEAR [M, 5 C], where dg is), y for the weights' gradients (NORMED [M, C + ONES]) and
+    sums over the program's positions for the norm's parameters (GRAD_NORM [programs, 2, C]). A
+    program owns BLOCK_M positions.
     """
     position = index(tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), WIDE)
     channel = tl.arange(0, C)
     inside = (position < M)[:, None]
     m = position[:, None]
     dtype = WEIGHT.dtype.element_ty
-    x, _ = normalised(position_tile(X, position, C, channel, 1, M), True, eps, C)
-    x = scale_and_shift(x, NORM_WEIGHT, NORM_BIAS, C).to(dtype)
-    store_with_ones(NORMED, x, position, M, C, BLOCK_M)
-    grad = tl.load(GRAD_LINEAR + m * (5 * C) + (4 * C + channel)[None, :], mask=inside, other=0.0)
-    weight = tl.load(WEIGHT_T + (4 * C + channel)[:, None] * wt_out + channel[None, :] * wt_in)
-    grad_x = tl.dot(grad, weight, input_precision=PRECISION)
-    for first in tl.range(0, 2 * C, BLOCK_C, loop_unroll_factor=1):  # first the rows of a_p, then those of b_p
+    x, _ = normalise(load_positions(X, position, C, channel, 1, M), True, eps, C)
+    y = scale_and_shift(x, NORM_WEIGHT, NORM_BIAS, C).to(dtype)
+    store_with_ones(NORMED, y, position, M, C, BLOCK_M)
+    at_g = GRAD_LINEAR + m * (5 * C) + (channel + G * C)[None, :]
+    grad_g = tl.load(at_g, mask=inside, other=0.0)
+    weight_g = tl.load(WEIGHT_T + (channel + G * C)[:, None] * wt_out + channel[None, :] * wt_in)
+    grad_y = tl.dot(grad_g, weight_g, input_precision=PRECISION)  # dy = dg W_g^T
+    for first in tl.range(A_P * C, A_G * C, BLOCK_C, loop_unroll_factor=1):  # a_p, then b_p
         row = first + tl.arange(0, BLOCK_C)
         at = WEIGHT + row[None, :] * C + channel[:, None]
-        gate = tl.dot(x, tl.load(at + 2 * C * C), input_precision=PRECISION) + tl.load(BIAS + 2 * C + row)[None, :]
-        value = tl.dot(x, tl.load(at), input_precision=PRECISION) + tl.load(BIAS + row)[None, :]
+        gate = tl.dot(y, tl.load(at + A_G * C * C), input_precision=PRECISION)  # y W_ag
+        gate = gate + tl.load(BIAS + A_G * C + row)[None, :]
+        value = tl.dot(y, tl.load(at), input_precision=PRECISION)  # y W_ap
+        value = value + tl.load(BIAS + row)[None, :]
         gate = tl.sigmoid(gate)
         grad_ab = tl.load(GRAD_AB + index(row, WIDE)[None, :] * M + m, mask=inside, other=0.0)
         grad_p = grad_ab.to(tl.float32) * gate
-        grad_g = (grad_p * (1 - gate) * value).to(dtype)
+        grad_s = (grad_p * (1 - gate) * value).to(dtype)
         grad_p = grad_p.to(dtype)
         at = GRAD_LINEAR + m * (5 * C) + row[None, :]
         tl.store(at, grad_p, mask=inside)
-        tl.store(at + 2 * C, grad_g, mask=inside)
+        tl.store(at + A_G * C, grad_s, mask=inside)
         at = WEIGHT_T + row[:, None] * wt_out + channel[None, :] * wt_in
-        grad_x = tl.dot(grad_p, tl.load(at), grad_x, input_precision=PRECISION)
-        grad_x = tl.dot(grad_g, tl.load(at + 2 * C * wt_out), grad_x, input_precision=PRECISION)
-    x, rstd = normalised(position_tile(X, position, C, channel, 1, M), True, eps, C)
-    store_norm_gradients(GRAD_NORM, grad_x, x, C)
-    grad_x = through_norm(grad_x * tl.load(NORM_WEIGHT + channel)[None, :], x, rstd, C)
+        grad_y = tl.dot(grad_p, tl.load(at), grad_y, input_precision=PRECISION)  # dy += dp W_ap^T
+        weight = tl.load(at + wt_out * (A_G * C))
+        grad_y = tl.dot(grad_s, weight, grad_y, input_precision=PRECISION)  # dy += ds W_ag^T
+    x, rstd = normalise(load_positions(X, position, C, channel, 1, M), True, eps, C)
+    store_norm_gradients(GRAD_NORM, grad_y, x, C)
+    grad_x = norm_backward(grad_y * tl.load(NORM_WEIGHT + channel)[None, :], x, rstd, C)
     if GRAD_OUT is not None:
-        grad_x += position_tile(GRAD_OUT, position, C, channel, 1, M)
+        grad_x += load_positions(GRAD_OUT, position, C, channel, 1, M)
     tl.store(GRAD_X + m * C + channel[None, :], grad_x.to(GRAD_X.dtype.element_ty), mask=inside)
 
 
@@ -1134,7 +1532,11 @@ def triangle_project_backward_kernel(
 def triangle_weights_kernel(
     PRODUCTS, GRAD_WEIGHT, GRAD_BIAS, K, C: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr
 ):  # fmt: skip
-    """Sums over the parts of PRODUCTS [parts, K, C + ONES], whose last columns are all the bias's gradient."""
+    """Add up the parts of a weight's gradient [K, C] and of its bias's [K].
+
+    PRODUCTS is [parts, K, C + ONES]; its last columns are all the bias's gradient. A program owns
+    ROWS rows of the weight.
+    """
     channel = tl.arange(0, C)
     part = tl.arange(0, PARTS)
     for i in tl.static_range(ROWS):
@@ -1147,121 +1549,221 @@ def triangle_weights_kernel(
 
 @operator
 def triangle_forward(
-    x: Tensor, in_weight: Tensor, in_bias: Tensor, out_weight: Tensor, out_bias: Tensor, weight: Tensor, bias: Tensor,
-    incoming: bool, eps: float, residual: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """x [B, N, N, C] -> its update in the weight's type, or x and update; a and b [2 C, M] and their product [C, M]."""
+    x: Tensor,
+    in_weight: Tensor,
+    in_bias: Tensor,
+    out_weight: Tensor,
+    out_bias: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    incoming: bool,
+    eps: float,
+    residual: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Multiply triangles: the update of x [B, N, N, C], a and b [2 C, M], their product [C, M].
+
+    The update is in the weight's type; with `residual` it is x + update.
+    """
     positions, dim = x.numel() // x.shape[-1], x.shape[-1]
     matrices = (dim * len(x), *x.shape[1:3])
     dtype = torch.promote_types(x.dtype, weight.dtype) if residual else weight.dtype
     ab, out = weight.new_empty(2 * dim, positions), torch.empty_like(x, dtype=dtype)
+    common = {
+        "X": x,
+        "NORM_WEIGHT": in_weight,
+        "NORM_BIAS": in_bias,
+        "WEIGHT": weight,
+        "BIAS": bias,
+        "M": positions,
+        "eps": eps,
+    }
     options = triangle_options("triangle_project", x, weight)
     wrap_triton(triangle_project_kernel)[(triton.cdiv(positions, options["BLOCK_M"]),)](
-        x, in_weight, in_bias, weight, bias, ab, positions, eps, **options
+        AB=ab,
+        **common,
+        **options,
     )
     a, b = (half.view(matrices) for half in ab.chunk(2))
-    product = (torch.bmm(a.mT, b) if incoming else torch.bmm(a, b.mT)).view(dim, positions)
+    product = torch.bmm(a.mT, b) if incoming else torch.bmm(a, b.mT)
+    product = product.view(dim, positions)
     options = triangle_options("triangle_output", x, weight)
     wrap_triton(triangle_output_kernel)[(triton.cdiv(positions, options["BLOCK_M"]),)](
-        *(x, in_weight, in_bias, weight, bias, product, out_weight, out_bias, out, positions, eps),
-        **{"RESIDUAL": residual, **options},
+        PRODUCT=product,
+        OUT_WEIGHT=out_weight,
+        OUT_BIAS=out_bias,
+        OUT=out,
+        RESIDUAL=residual,
+        **common,
+        **options,
     )
     return out, ab, product
 
 
 @operator
 def triangle_backward(
-    grad_out: Tensor, x: Tensor, in_weight: Tensor, in_bias: Tensor, out_weight: Tensor, out_bias: Tensor,
-    weight: Tensor, bias: Tensor, ab: Tensor, product: Tensor, incoming: bool, eps: float, residual: bool,
-    linears: bool, norms: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of x, of weight [6 C, C] and bias [6 C] in float32, and of the two norms' parameters [2, C] each.
+    grad_out: Tensor,
+    x: Tensor,
+    in_weight: Tensor,
+    in_bias: Tensor,
+    out_weight: Tensor,
+    out_bias: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    ab: Tensor,
+    product: Tensor,
+    incoming: bool,
+    eps: float,
+    residual: bool,
+    linears: bool,
+    norms: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Compute the gradients of a triangle multiplication.
 
-    Those of `linears` and `norms` are worth nothing unless they are asked for.
+    They are those of x, of weight [6 C, C] and bias [6 C] in float32, and of the two norms'
+    parameters [2, C] each. Those of `linears` and `norms` are worth nothing unless asked for.
     """
     positions, dim = x.numel() // x.shape[-1], x.shape[-1]
     matrices = (dim * len(x), *x.shape[1:3])
-    weight_t = weight.t()  # tensor cores of an H100 read TF32 in one direction only
-    weight_t = weight_t.contiguous() if weight.dtype == torch.float32 else weight_t
-    common = (x, in_weight, in_bias, weight, weight_t, *weight_t.stride(), bias)
-    grad_product, normed = torch.empty_like(product), weight.new_empty(positions, dim + ONES.value)
+    weight_t = weight.t()
+    if weight.dtype == torch.float32:
+        weight_t = weight_t.contiguous()  # tensor cores of an H100 read TF32 in one direction only
+    wt_in, wt_out = weight_t.stride()
+    normed = weight.new_empty(positions, dim + ONES.value)
     grad_z, grad_linear = weight.new_empty(positions, dim), weight.new_empty(positions, 5 * dim)
-    grad_weight, grad_bias = x.new_empty(6 * dim, dim, dtype=torch.float32), x.new_empty(6 * dim, dtype=torch.float32)
+    grad_weight = x.new_empty(6 * dim, dim, dtype=torch.float32)
+    grad_bias = x.new_empty(6 * dim, dtype=torch.float32)
+    common = {
+        "X": x,
+        "NORM_WEIGHT": in_weight,
+        "NORM_BIAS": in_bias,
+        "WEIGHT": weight,
+        "WEIGHT_T": weight_t,
+        "wt_in": wt_in,
+        "wt_out": wt_out,
+        "BIAS": bias,
+        "NORMED": normed,
+        "GRAD_LINEAR": grad_linear,
+        "M": positions,
+        "eps": eps,
+    }
+    grad_product = torch.empty_like(product)
     options = triangle_options("triangle_output_backward", x, weight)
     programs = triton.cdiv(positions, options["BLOCK_M"])
     grad_norm_out = x.new_empty(programs, 2, dim, dtype=torch.float32)
     wrap_triton(triangle_output_backward_kernel)[(programs,)](
-        *(grad_out, *common, product, out_weight, out_bias),
-        *(grad_product, normed, grad_z, grad_linear, grad_norm_out, positions, eps),
+        GRAD_OUT=grad_out,
+        PRODUCT=product,
+        OUT_WEIGHT=out_weight,
+        OUT_BIAS=out_bias,
+        GRAD_PRODUCT=grad_product,
+        GRAD_Z=grad_z,
+        GRAD_NORM=grad_norm_out,
+        **common,
         **options,
     )
+    of_z = slice(Z.value * dim, None)
     if linears:
-        triangle_weight_gradients(grad_z, normed, grad_weight[5 * dim :], grad_bias[5 * dim :])
+        triangle_weight_gradients(grad_z, normed, grad_weight[of_z], grad_bias[of_z])
     grad_product = grad_product.view(matrices)
     a, b = (half.view(matrices) for half in ab.chunk(2))
     grad_ab = torch.empty_like(ab)
     grad_a, grad_b = (half.view(matrices) for half in grad_ab.chunk(2))
-    torch.bmm(b, grad_product.mT, out=grad_a) if incoming else torch.bmm(grad_product, b, out=grad_a)
-    torch.bmm(a, grad_product, out=grad_b) if incoming else torch.bmm(grad_product.mT, a, out=grad_b)
+    if incoming:  # X = a^T b
+        torch.bmm(b, grad_product.mT, out=grad_a)
+        torch.bmm(a, grad_product, out=grad_b)
+    else:  # X = a b^T
+        torch.bmm(grad_product, b, out=grad_a)
+        torch.bmm(grad_product.mT, a, out=grad_b)
     grad_x = torch.empty_like(x)
     options = triangle_options("triangle_project_backward", x, weight)
     programs = triton.cdiv(positions, options["BLOCK_M"])
     grad_norm_in = x.new_empty(programs, 2, dim, dtype=torch.float32)
     wrap_triton(triangle_project_backward_kernel)[(programs,)](
-        *(grad_ab, *common, grad_linear, grad_out if residual else None),
-        *(normed, grad_x, grad_norm_in, positions, eps),
+        GRAD_AB=grad_ab,
+        GRAD_OUT=grad_out if residual else None,
+        GRAD_X=grad_x,
+        GRAD_NORM=grad_norm_in,
+        **common,
         **options,
     )
+    of_others = slice(None, Z.value * dim)
     if linears:
-        triangle_weight_gradients(grad_linear, normed, grad_weight[: 5 * dim], grad_bias[: 5 * dim])
+        triangle_weight_gradients(
+            grad_linear,
+            normed,
+            grad_weight[of_others],
+            grad_bias[of_others],
+        )
     if norms:
         grad_norm_in, grad_norm_out = sum_parts(grad_norm_in), sum_parts(grad_norm_out)
     return grad_x, grad_weight, grad_bias, grad_norm_in, grad_norm_out
 
 
 def triangle_options(kernel: str, x: Tensor, weight: Tensor) -> dict[str, int | bool | str]:
-    """What a kernel of the triangle multiplication is compiled for."""
-    need_rows(kernel, x)
-    chosen = blocks(kernel, weight.dtype)
-    chosen["BLOCK_C"] = min(chosen["BLOCK_C"], x.shape[-1])
-    # With more, too little is left for each where channels are few: then one kernel spills on an MI300.
-    chosen["num_warps"] = min(chosen["num_warps"], max(4, chosen["BLOCK_M"] * x.shape[-1] // 512))
-    return {**chosen, "C": x.shape[-1], "WIDE": 5 * x.numel() >= 2**31, "PRECISION": dot_precision(weight.dtype)}
+    """Return what a kernel of the triangle multiplication is compiled for."""
+    check_not_empty(kernel, x)
+    chosen, dim = blocks(kernel, weight.dtype), x.shape[-1]
+    chosen["BLOCK_C"] = min(chosen["BLOCK_C"], dim)
+    # Where channels are few more warps leave too little for each: one kernel spills on an MI300.
+    chosen["num_warps"] = min(chosen["num_warps"], max(4, chosen["BLOCK_M"] * dim // 512))
+    precision = dot_precision(weight.dtype)
+    return {**chosen, "C": dim, "WIDE": 5 * x.numel() >= 2**31, "PRECISION": precision}
 
 
-def triangle_weight_gradients(grad: Tensor, normed: Tensor, grad_weight: Tensor, grad_bias: Tensor) -> None:
+def triangle_weight_gradients(
+    grad: Tensor,
+    normed: Tensor,
+    grad_weight: Tensor,
+    grad_bias: Tensor,
+) -> None:
     """Fill grad_weight [K, C] and grad_bias [K] from grad [M, K] and normed [M, C + ONES]."""
     (positions, width), dim = grad.shape, grad_weight.shape[1]
-    # One GEMM over all positions has too few tiles to occupy the device; parts of them are added up. In 16 bits few
-    # parts are as fast where there is much to read, and there is less to add up.
-    parts = 8 if width > dim and grad.element_size() == 2 and positions >= 2**15 else 32
+    # One GEMM over all positions has too few tiles to occupy the device; parts of them are added
+    # up. In 16 bits few parts are as fast where there is much to read, and less is to add up.
+    wide = width > dim and grad.element_size() == 2 and positions >= 2**15
+    parts = 8 if wide else 32
     while parts > 1 and (positions % parts or positions < 512 * parts):
         parts //= 2
     products = torch.bmm(grad.view(parts, -1, width).mT, normed.view(parts, -1, normed.shape[1]))
     chosen = blocks("triangle_weights")
     wrap_triton(triangle_weights_kernel)[(width // chosen["ROWS"],)](
-        products, grad_weight, grad_bias, width, **{"C": dim, "PARTS": parts, **chosen}
+        PRODUCTS=products,
+        GRAD_WEIGHT=grad_weight,
+        GRAD_BIAS=grad_bias,
+        K=width,
+        C=dim,
+        PARTS=parts,
+        **chosen,
     )
 
 
 class TriangleMultiplicationFunction(torch.autograd.Function):
-    """The whole triangle multiplication of x [B, N, N, C] -> its update in `dtype`, or x + update with `residual`.
+    """Multiply the triangles of x [B, N, N, C] -> its update in `dtype`, or x + update.
 
-    The parameters: weight and bias of the norm before the product and of that after it, then the weights of a_p, b_p,
-    a_g, b_g, g and z, in one piece or several, and their biases. Kept for later: x, a, b and their product.
+    The latter is with `residual`. The parameters: weight and bias of the norm before the product
+    and of that after it, then the weights of a_p, b_p, a_g, b_g, g and z, in one piece or several,
+    and their biases. Kept for later: x, a, b and their product.
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, incoming: bool, residual: bool, eps: float, dtype, *parameters: Tensor) -> Tensor:
+    def forward(
+        ctx,
+        x: Tensor,
+        incoming: bool,
+        residual: bool,
+        eps: float,
+        dtype: torch.dtype,
+        *parameters: Tensor,
+    ) -> Tensor:
         x, norms, linears = x.contiguous(), parameters[:4], parameters[4:]
         weights, biases = linears[: len(linears) // 2], linears[len(linears) // 2 :]
         weight, bias = torch.cat(weights).to(dtype), torch.cat(biases)
         dim = x.shape[-1]
-        need_shape("pair", x, len(x), x.shape[1], x.shape[1], dim)
+        check_shape("pair", x, len(x), x.shape[1], x.shape[1], dim)
         for norm in norms:
-            need_shape("a norm's parameter", norm, dim)
-        need_shape("the projections' weight", weight, 6 * dim, dim)
-        need_shape("the projections' bias", bias, 6 * dim)
+            check_shape("a norm's parameter", norm, dim)
+        check_shape("the projections' weight", weight, 6 * dim, dim)
+        check_shape("the projections' bias", bias, 6 * dim)
         out, ab, product = triangle_forward(x, *norms, weight, bias, incoming, eps, residual)
         ctx.save_for_backward(x, *norms, weight, bias, ab, product)
         ctx.options, ctx.parts = (incoming, eps, residual), [len(bias) for bias in biases]
@@ -1271,7 +1773,11 @@ class TriangleMultiplicationFunction(torch.autograd.Function):
     def backward(ctx, grad_out: Tensor):
         norms, linears = any(ctx.needs_input_grad[5:9]), any(ctx.needs_input_grad[9:])
         grad_x, grad_weight, grad_bias, *pairs = triangle_backward(
-            grad_out.contiguous(), *ctx.saved_tensors, *ctx.options, linears, norms
+            grad_out.contiguous(),
+            *ctx.saved_tensors,
+            *ctx.options,
+            linears,
+            norms,
         )
         of_norms = [grad for pair in pairs for grad in pair.unbind()] if norms else 4 * [None]
         of_linears = [*grad_weight.split(ctx.parts), *grad_bias.split(ctx.parts)]
@@ -1279,15 +1785,21 @@ class TriangleMultiplicationFunction(torch.autograd.Function):
         return grad_x, None, None, None, None, *of_norms, *of_linears
 
 
-# Outer product mean. Of matrices [S, N x H] the products of all channels are one GEMM, but its result [N, H, N, H] is
-# not what the projection takes: these kernels write and read it as [N, N, H, H]. The backward pass makes it again.
+# Outer product mean: out_ij = (1 / S) sum_s a_si (x) b_sj. Of matrices [S, N x H] the products of
+# all channels are one GEMM, but its result [N, H, N, H] is not what the projection takes: these
+# kernels write and read it as [N, N, H, H]. The backward pass makes it again.
 
 
 @triton.jit
 def outer_product_forward_kernel(
-    A, B, OUT, S, N, factor: tl.constexpr,
-    H: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, PRECISION: tl.constexpr,
+    A, B, OUT, S, N, factor: tl.constexpr, H: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """Compute OUT_ijcd = factor * sum_s A_sic * B_sjd for each sample.
+
+    A and B are [samples, S, N, H], OUT is [samples, N, N, H x H]. A program owns BLOCK_M of the
+    N x H pairs (i, c) and BLOCK_N of (j, d), and goes over the sequences BLOCK_S at a time.
+    """
     width = N * H
     left = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)  # (i, c)
     right = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)  # (j, d)
@@ -1296,20 +1808,30 @@ def outer_product_forward_kernel(
     for start in range(0, S, BLOCK_S):
         s = start + tl.arange(0, BLOCK_S)
         row = ((sample * S + s) * width)[:, None]
-        a = tl.load(A + row + left[None, :], mask=(s < S)[:, None] & (left < width)[None, :], other=0.0)
-        b = tl.load(B + row + right[None, :], mask=(s < S)[:, None] & (right < width)[None, :], other=0.0)
-        product = tl.dot(tl.trans(a), b, product, input_precision=PRECISION)
+        inside_a = (s < S)[:, None] & (left < width)[None, :]
+        a = tl.load(A + row + left[None, :], mask=inside_a, other=0.0)
+        inside_b = (s < S)[:, None] & (right < width)[None, :]
+        b = tl.load(B + row + right[None, :], mask=inside_b, other=0.0)
+        product = tl.dot(tl.trans(a), b, product, input_precision=PRECISION)  # A^T B
     pair = (sample * N + left // H)[:, None] * N + (right // H)[None, :]
     at = pair * (H * H) + (left % H * H)[:, None] + (right % H)[None, :]
-    tl.store(OUT + at, product * factor, mask=(left < width)[:, None] & (right < width)[None, :])
+    inside = (left < width)[:, None] & (right < width)[None, :]
+    tl.store(OUT + at, product * factor, mask=inside)
 
 
 @triton.jit
 def outer_product_backward_kernel(
     GRAD, OTHER, GRAD_ONE, S, N, one_n, one_h, other_n, other_h, factor: tl.constexpr,
-    H: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, PRECISION: tl.constexpr,
+    H: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of one of a and b from the other; their channels have these strides in a sample of GRAD."""
+    """Compute the gradient of one of a and b from the other: dA_sic = factor * sum_jd G_ijcd B_sjd.
+
+    GRAD is [samples, N, N, H x H], in which the residues and channels of the one and of the other
+    have the strides `one_...` and `other_...`; OTHER and GRAD_ONE are [samples, S, N, H]. A program
+    owns BLOCK_S sequences and BLOCK_M of the N x H pairs (i, c), and goes over (j, d) BLOCK_N at a
+    time.
+    """
     width = N * H
     one = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     s = tl.program_id(1) * BLOCK_S + tl.arange(0, BLOCK_S)
@@ -1322,14 +1844,17 @@ def outer_product_backward_kernel(
         at = (one // H).to(tl.int64)[:, None] * one_n + (one % H * one_h)[:, None]
         at += (k // H).to(tl.int64)[None, :] * other_n + (k % H * other_h)[None, :]
         grad = tl.load(GRAD + at, mask=(one < width)[:, None] & (k < width)[None, :], other=0.0)
-        other = tl.load(OTHER + row + k[None, :], mask=(s < S)[:, None] & (k < width)[None, :], other=0.0)
+        inside = (s < S)[:, None] & (k < width)[None, :]
+        other = tl.load(OTHER + row + k[None, :], mask=inside, other=0.0)
+        # dA += B G^T
         grad_one = tl.dot(other, tl.trans(grad), grad_one, input_precision=PRECISION)
-    tl.store(GRAD_ONE + row + one[None, :], grad_one * factor, mask=(s < S)[:, None] & (one < width)[None, :])
+    inside = (s < S)[:, None] & (one < width)[None, :]
+    tl.store(GRAD_ONE + row + one[None, :], grad_one * factor, mask=inside)
 
 
 def outer_product_options(kernel: str, a: Tensor) -> dict[str, int | str]:
-    """What a kernel of the outer product is compiled for."""
-    need_rows(kernel, a)
+    """Return what a kernel of the outer product is compiled for."""
+    check_not_empty(kernel, a)
     chosen = blocks(kernel, a.dtype)
     chosen["BLOCK_S"] = min(chosen["BLOCK_S"], max(16, triton.next_power_of_2(a.shape[1])))
     return {**chosen, "H": a.shape[3], "PRECISION": dot_precision(a.dtype)}
@@ -1337,39 +1862,76 @@ def outer_product_options(kernel: str, a: Tensor) -> dict[str, int | str]:
 
 @operator
 def outer_product_forward(a: Tensor, b: Tensor, factor: float) -> Tensor:
-    """a, b [B, S, N, H] -> factor * sum over S of their outer products, [B, N, N, H x H]."""
+    """Multiply a and b [B, S, N, H] -> factor * sum over S of outer products [B, N, N, H x H]."""
     samples, depth, length, dim = a.shape
-    options, out = outer_product_options("outer_product_forward", a), a.new_empty(samples, length, length, dim * dim)
-    grid = (triton.cdiv(length * dim, options["BLOCK_M"]), triton.cdiv(length * dim, options["BLOCK_N"]), samples)
-    wrap_triton(outer_product_forward_kernel)[grid](a, b, out, depth, length, factor, **options)
+    options = outer_product_options("outer_product_forward", a)
+    out = a.new_empty(samples, length, length, dim * dim)
+    left, right = (triton.cdiv(length * dim, options[size]) for size in ("BLOCK_M", "BLOCK_N"))
+    wrap_triton(outer_product_forward_kernel)[(left, right, samples)](
+        A=a,
+        B=b,
+        OUT=out,
+        S=depth,
+        N=length,
+        factor=factor,
+        **options,
+    )
     return out
 
 
 @operator
-def outer_product_backward(grad: Tensor, a: Tensor, b: Tensor, factor: float) -> tuple[Tensor, Tensor]:
-    """Gradients of a and b from that of the result, grad [B, N, N, H x H]."""
+def outer_product_backward(
+    grad: Tensor,
+    a: Tensor,
+    b: Tensor,
+    factor: float,
+) -> tuple[Tensor, Tensor]:
+    """Compute the gradients of a and b from that of the result, grad [B, N, N, H x H]."""
     samples, depth, length, dim = a.shape
     grad_a, grad_b = torch.empty_like(a), torch.empty_like(b)
     options = outer_product_options("outer_product_backward", a)
-    grid = (triton.cdiv(length * dim, options["BLOCK_M"]), triton.cdiv(depth, options["BLOCK_S"]), samples)
-    strides = (length * dim * dim, dim), (dim * dim, 1)  # of i and its channel, of j and its channel
-    for other, out, (one, rest) in ((b, grad_a, strides), (a, grad_b, strides[::-1])):
+    tiles = triton.cdiv(length * dim, options["BLOCK_M"])
+    grid = (tiles, triton.cdiv(depth, options["BLOCK_S"]), samples)
+    of_a = (length * dim * dim, dim)  # strides in grad of i and its channel
+    of_b = (dim * dim, 1)  # of j and its channel
+    for other, out, one, rest in ((b, grad_a, of_a, of_b), (a, grad_b, of_b, of_a)):
         wrap_triton(outer_product_backward_kernel)[grid](
-            grad, other, out, depth, length, *one, *rest, factor, **options
+            GRAD=grad,
+            OTHER=other,
+            GRAD_ONE=out,
+            S=depth,
+            N=length,
+            one_n=one[0],
+            one_h=one[1],
+            other_n=rest[0],
+            other_h=rest[1],
+            factor=factor,
+            **options,
         )
     return grad_a, grad_b
 
 
 class OuterProductMeanFunction(torch.autograd.Function):
-    """factor * (sum over S of a x b, as [B, N, N, H x H], times weight^T, plus bias) for a, b [B, S, N, H]."""
+    """Compute factor * (sum over S of a (x) b, as [B, N, N, H x H], times weight^T, plus bias).
+
+    a and b are [B, S, N, H], the result is [B, N, N, C].
+    """
 
     @staticmethod
-    def forward(ctx, a: Tensor, b: Tensor, weight: Tensor, bias: Tensor, factor: float) -> Tensor:
-        need_shape("b", b, *a.shape)
+    def forward(
+        ctx,
+        a: Tensor,
+        b: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        factor: float,
+    ) -> Tensor:
+        check_shape("b", b, *a.shape)
         a, b, low = a.contiguous(), b.contiguous(), weight.to(a.dtype)
         ctx.save_for_backward(a, b, low)
         ctx.factor, ctx.parameter_dtype = factor, weight.dtype
-        return F.linear(outer_product_forward(a, b, factor), low, (factor * bias).to(a.dtype))
+        outer = outer_product_forward(a, b, factor)
+        return F.linear(outer, low, (factor * bias).to(a.dtype))
 
     @staticmethod
     def backward(ctx, grad_out: Tensor):
@@ -1392,6 +1954,10 @@ class OuterProductMeanFunction(torch.autograd.Function):
 def bias_relu_forward_kernel(
     X, BIAS, OUT, rows, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
+    """Compute out = max(x + bias, 0), which keeps what is not a number.
+
+    X and OUT are [rows, C]. A program owns ROWS rows.
+    """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     channel = tl.arange(0, BLOCK_C)
     inside = (row < rows)[:, None] & (channel < C)[None, :]
@@ -1406,6 +1972,11 @@ def bias_relu_backward_kernel(
     GRAD, OUT, GRAD_X, GRAD_BIAS, rows,
     C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
+    """Compute dx = dout where out > 0, else 0, and dbias = sum of dx.
+
+    GRAD, OUT and GRAD_X are [rows, C]. A program owns every PROGRAMS-th block of ROWS rows, and of
+    GRAD_BIAS [PROGRAMS, C] the sum over them.
+    """
     program = tl.program_id(0)
     channel = tl.arange(0, BLOCK_C)
     grad_bias = tl.zeros([ROWS, BLOCK_C], tl.float32)
@@ -1422,28 +1993,50 @@ def bias_relu_backward_kernel(
 
 @operator
 def bias_relu_forward(x: Tensor, bias: Tensor) -> Tensor:
-    """relu(x + bias) for x [..., C]."""
-    rows, programs, options = row_options("bias_relu_forward", x)
+    """Compute relu(x + bias) for x [..., C]."""
+    rows, programs, options = row_launch("bias_relu_forward", x)
     out = torch.empty_like(x)
-    wrap_triton(bias_relu_forward_kernel)[(programs,)](x, bias, out, rows, **options)
+    wrap_triton(bias_relu_forward_kernel)[(programs,)](
+        X=x,
+        BIAS=bias,
+        OUT=out,
+        rows=rows,
+        **options,
+    )
     return out
 
 
 @operator
-def bias_relu_backward(grad: Tensor, out: Tensor, dtype: torch.dtype, of_bias: bool) -> tuple[Tensor, Tensor]:
-    """Gradients of x and of the bias, the latter in `dtype`, or empty unless it is asked for."""
-    rows, programs, options = row_options("bias_relu_backward", out)
-    grad_x, grad_bias = torch.empty_like(out), out.new_empty(programs, out.shape[-1], dtype=torch.float32)
-    wrap_triton(bias_relu_backward_kernel)[(programs,)](grad, out, grad_x, grad_bias, rows, **options)
+def bias_relu_backward(
+    grad: Tensor,
+    out: Tensor,
+    dtype: torch.dtype,
+    of_bias: bool,
+) -> tuple[Tensor, Tensor]:
+    """Compute the gradients of x and of the bias; the latter in `dtype`, empty if not asked for."""
+    rows, programs, options = row_launch("bias_relu_backward", out)
+    grad_x = torch.empty_like(out)
+    grad_bias = out.new_empty(programs, out.shape[-1], dtype=torch.float32)
+    wrap_triton(bias_relu_backward_kernel)[(programs,)](
+        GRAD=grad,
+        OUT=out,
+        GRAD_X=grad_x,
+        GRAD_BIAS=grad_bias,
+        rows=rows,
+        **options,
+    )
     return grad_x, sum_parts(grad_bias, dtype) if of_bias else out.new_empty(0)
 
 
 class BiasReLU(torch.autograd.Function):
-    """relu(x + bias) for x [..., C]; the backward pass masks the gradient and sums it for the bias in one go."""
+    """Compute relu(x + bias) for x [..., C].
+
+    The backward pass masks the gradient and sums it for the bias in one go.
+    """
 
     @staticmethod
     def forward(ctx, x: Tensor, bias: Tensor) -> Tensor:
-        need_shape("bias", bias, x.shape[-1])
+        check_shape("bias", bias, x.shape[-1])
         out = bias_relu_forward(x.contiguous(), bias)
         ctx.save_for_backward(out)
         ctx.dtype = bias.dtype
@@ -1452,7 +2045,8 @@ class BiasReLU(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         of_bias = ctx.needs_input_grad[1]
-        grad_x, grad_bias = bias_relu_backward(grad.contiguous(), *ctx.saved_tensors, ctx.dtype, of_bias)
+        (out,) = ctx.saved_tensors
+        grad_x, grad_bias = bias_relu_backward(grad.contiguous(), out, ctx.dtype, of_bias)
         return grad_x, grad_bias if of_bias else None
 
 
@@ -1466,18 +2060,18 @@ NUM_BINS, FIRST_EDGE, LAST_EDGE = 64, 2.0, 22.0  # distogram, in Angstrom
 
 
 def one_hot(tokens: Tensor, classes: int) -> Tensor:
-    """tokens [...] -> float32 [..., classes]."""
+    """Turn tokens [...] into float32 [..., classes], 1 at the token and 0 elsewhere."""
     return (tokens[..., None] == torch.arange(classes, device=tokens.device)).float()
 
 
 def gemm_dtype(x: Tensor) -> torch.dtype:
-    """The type in which a matrix product takes x here."""
+    """Return the type in which a matrix product takes x here."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 class LayerNorm(nn.LayerNorm):
-    """Layer norm over the channels; the kernel writes the type that the next GEMM takes."""
+    """Normalise over the channels; the kernel writes the type that the next GEMM takes."""
 
     def __init__(self, dim: int, fusions: Fusions):
         super().__init__(dim)
@@ -1486,14 +2080,21 @@ class LayerNorm(nn.LayerNorm):
     def forward(
         self, x: Tensor, heads: nn.Linear | None = None, ending: bool = False
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """x [..., C] -> the same shape.
+        """Normalise x [..., C] over C.
 
-        With heads x is [B, N, N, C], and the result comes with the attention bias [B, H, N, N] that they make of it,
-        with `ending` that of the transposed pairs.
+        With heads x is [B, N, N, C], and the result comes with the attention bias [B, H, N, N] that
+        they make of it, with `ending` that of the transposed pairs.
         """
         if self.triton:
-            options = (self.eps, gemm_dtype(x)) if heads is None else (self.eps, gemm_dtype(x), heads.weight, ending)
-            return LayerNormFunction.apply(x, self.weight, self.bias, *options)
+            options = () if heads is None else (heads.weight, ending)
+            return LayerNormFunction.apply(
+                x,
+                self.weight,
+                self.bias,
+                self.eps,
+                gemm_dtype(x),
+                *options,
+            )
         x = super().forward(x)
         if heads is None:
             return x
@@ -1502,21 +2103,24 @@ class LayerNorm(nn.LayerNorm):
 
 
 class Linear(nn.Linear):
-    """A projection with a bias, whose gradient a kernel sums."""
+    """Project with a bias, whose gradient a kernel sums."""
 
     def __init__(self, dim_in: int, dim_out: int, fusions: Fusions):
         super().__init__(dim_in, dim_out)
         self.triton = fusions.triton_bias_gradient
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., dim_in] -> [..., dim_out]."""
+        """Project x [..., dim_in] -> [..., dim_out]."""
         if self.triton:
             return BiasGradient.apply(F.linear(x, self.weight, self.bias.detach()), self.bias)
         return super().forward(x)
 
 
 class InputEmbedder(nn.Module):
-    """Alignment and residue offsets to the first MSA and pair representation (AF2 SI, algorithms 3 to 5)."""
+    """Embed alignment and residue offsets as MSA and pair representation.
+
+    AF2 SI, algorithms 3 to 5.
+    """
 
     def __init__(self, config: ModelConfig, fusions: Fusions):
         super().__init__()
@@ -1527,7 +2131,7 @@ class InputEmbedder(nn.Module):
         self.linear_relpos = Linear(2 * MAX_OFFSET + 1, config.pair_dim, fusions)
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """tokens [B, S, N] -> msa [B, S, N, c_m], pair [B, N, N, c_z]."""
+        """Embed tokens [B, S, N] -> msa [B, S, N, c_m], pair [B, N, N, c_z]."""
         alignment = one_hot(tokens, NUM_TOKENS)
         query = alignment[:, 0]
         position = torch.arange(tokens.shape[-1], device=tokens.device)
@@ -1540,15 +2144,18 @@ class InputEmbedder(nn.Module):
 def keep_separate_names(
     parent: nn.Module, fused: str, parts: tuple[str, ...], biased: tuple[str, ...], heads: int = 1
 ) -> None:
-    """Have state_dict list the rows of `parent.<fused>` under the names of its parts, and load them from there.
+    """Have state_dict list the rows of `parent.<fused>` under the names of its parts.
 
-    The parts are equally wide. Their rows run head by head and, within a head, part by part; `biased` are the parts
-    that have a bias.
+    They are loaded from these, too. The parts are equally wide. Their rows run head by head and,
+    within a head, part by part; `biased` are the parts that have a bias.
     """
 
     def names(prefix: str) -> dict[str, list[str]]:
         owners = {"weight": parts, "bias": biased}
-        return {f"{prefix}{fused}.{kind}": [f"{prefix}{part}.{kind}" for part in owners[kind]] for kind in owners}
+        return {
+            f"{prefix}{fused}.{kind}": [f"{prefix}{part}.{kind}" for part in with_kind]
+            for kind, with_kind in owners.items()
+        }
 
     def split(module: nn.Module, state: dict[str, Tensor], prefix: str, metadata: dict) -> None:
         for merged, separate in names(prefix).items():
@@ -1557,7 +2164,8 @@ def keep_separate_names(
 
     def merge(module: nn.Module, state: dict[str, Tensor], prefix: str, *unused) -> None:
         for merged, separate in names(prefix).items():
-            if all(name in state for name in separate):  # otherwise load_state_dict reports what is missing
+            # Otherwise load_state_dict reports what is missing.
+            if all(name in state for name in separate):
                 rows = [state.pop(name).unflatten(0, (heads, -1)) for name in separate]
                 state[merged] = torch.stack(rows, dim=1).flatten(0, 2)
 
@@ -1575,13 +2183,19 @@ class QKVGLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(dim))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """x [P, C] -> q, k, v, gate, each [P, H, C / H]. The four of one head lie side by side in memory."""
+        """Project x [P, C] -> q, k, v, gate, each [P, H, C / H].
+
+        The four of one head lie side by side in memory.
+        """
         q, k, v, gate = F.linear(x, self.weight).view(len(x), self.heads, 4, -1).unbind(2)
         return q, k, v, gate + self.bias.view(self.heads, -1).to(gate.dtype)
 
 
 class GatedAttention(nn.Module):
-    """Multi-head attention along one axis with a sigmoid gate on the output: what the four attentions share."""
+    """Attend along one axis in several heads, with a sigmoid gate on the output.
+
+    The four attentions share it.
+    """
 
     def __init__(self, dim: int, heads: int, qkv_fusion: bool, fusions: Fusions):
         super().__init__()
@@ -1600,9 +2214,10 @@ class GatedAttention(nn.Module):
         self.linear_o = Linear(dim, dim, fusions)
 
     def attend(self, x: Tensor, bias: Tensor | None = None, columns: bool = False) -> Tensor:
-        """x [B, R, N, C]: each of the R rows attends to itself; bias [B, H, N, N] is the same for all rows.
+        """Let each of the R rows of x [B, R, N, C] attend to itself.
 
-        With `columns` each of the N columns attends to itself, and the bias is [B, H, R, R].
+        bias [B, H, N, N] is the same for all rows. With `columns` each of the N columns attends to
+        itself, and the bias is [B, H, R, R].
         """
         if self.triton:
             return self.attend_triton(x, bias, columns)
@@ -1611,8 +2226,10 @@ class GatedAttention(nn.Module):
         if self.flash_attention:
             return self.attend_flash(x, bias)
         q, k, v, gate = self.project(x.reshape(-1, x.shape[-1]))
-        # Samples and rows in one dimension: torch.compile's attention pattern (PyTorch 2.11) fails on five dimensions.
-        q, k, v = (t.view(-1, x.shape[2], self.heads, self.head_dim).transpose(1, 2) for t in (q, k, v))
+        # Samples and rows in one dimension: torch.compile's attention pattern (PyTorch 2.11) fails
+        # on five dimensions.
+        shape = (-1, x.shape[2], self.heads, self.head_dim)
+        q, k, v = (t.view(shape).transpose(1, 2) for t in (q, k, v))
         scores = (q / math.sqrt(self.head_dim)) @ k.transpose(-2, -1)  # [B x R, H, N, N]
         if bias is not None:
             scores = (scores.unflatten(0, x.shape[:2]) + bias[:, None]).flatten(0, 1)
@@ -1620,68 +2237,80 @@ class GatedAttention(nn.Module):
         return self.linear_o(torch.sigmoid(gate.reshape(x.shape)) * out)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """x [P, C] -> q, k, v, gate, each [P, H, C / H]."""
+        """Project x [P, C] -> q, k, v, gate, each [P, H, C / H]."""
         if self.qkv_fusion:
             return self.linear_qkvg(x)
         linears = (self.linear_q, self.linear_k, self.linear_v, self.linear_g)
         return tuple(linear(x).view(len(x), self.heads, -1) for linear in linears)
 
     def attend_triton(self, x: Tensor, bias: Tensor | None, columns: bool) -> Tensor:
-        """The same as one kernel, which reads the packed projections where they lie, columns by their strides."""
+        """Attend as `attend` does, as one kernel.
+
+        It reads the packed projections where they lie, columns by their strides.
+        """
         if self.qkv_fusion:
             qkvg, gate_bias = F.linear(x, self.linear_qkvg.weight), self.linear_qkvg.bias
             qkvg = qkvg.unflatten(-1, (self.heads, 4, -1))
         else:
             linears = (self.linear_q, self.linear_k, self.linear_v, self.linear_g)
-            parts = [F.linear(x, linear.weight).unflatten(-1, (self.heads, -1)) for linear in linears]
+            parts = [F.linear(x, linear.weight) for linear in linears]
+            parts = [part.unflatten(-1, (self.heads, -1)) for part in parts]
             qkvg, gate_bias = torch.stack(parts, dim=-2), self.linear_g.bias
         if columns:
-            return self.linear_o(GatedAttentionFunction.apply(qkvg.transpose(1, 2), gate_bias, bias).transpose(1, 2))
+            out = GatedAttentionFunction.apply(qkvg.transpose(1, 2), gate_bias, bias)
+            return self.linear_o(out.transpose(1, 2))
         return self.linear_o(GatedAttentionFunction.apply(qkvg, gate_bias, bias))
 
     def attend_flash(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """The same without scores in memory.
+        """Attend as `attend` does, without scores in memory.
 
-        SDPA takes [batch, heads, N, D]. Here its batch are the rows, and its heads are ours of all samples: so one
-        bias [B x H, N, N] serves every row by broadcasting, where it would otherwise be copied R times, which is as
-        large as the scores are.
+        SDPA takes [batch, heads, N, D]. Here its batch are the rows, and its heads are ours of all
+        samples: so one bias [B x H, N, N] serves every row by broadcasting, where it would
+        otherwise be copied R times, which is as large as the scores are.
         """
         samples, rows, length, dim = x.shape
-        if bias is None:
-            samples, rows = 1, samples * rows  # nothing to share: every row of every sample is a batch of its own
+        if bias is None:  # nothing to share: every row of every sample is a batch of its own
+            samples, rows = 1, samples * rows
         else:
             x, bias = x.permute(1, 2, 0, 3), bias.flatten(0, 1)[None].contiguous()
         q, k, v, gate = self.project(x.reshape(-1, dim))  # [R x N x B, H, C / H]
-        q, k, v = (t.view(rows, length, samples * self.heads, -1).transpose(1, 2) for t in (q, k, v))
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2)  # [R, N, B x H, C / H]
-        out = self.linear_o((torch.sigmoid(gate) * out.reshape(gate.shape)).flatten(1)).view(x.shape)
+        shape = (rows, length, samples * self.heads, -1)
+        q, k, v = (t.view(shape).transpose(1, 2) for t in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+        out = out.transpose(1, 2).reshape(gate.shape)  # [R x N x B, H, C / H]
+        out = self.linear_o((torch.sigmoid(gate) * out).flatten(1)).view(x.shape)
         return out if bias is None else out.permute(2, 0, 1, 3)
 
 
 class MSARowAttentionWithPairBias(GatedAttention):
-    """Residues of one sequence attend to each other, biased by the pair representation (AF2 SI, algorithm 7)."""
+    """Let residues of a sequence attend to each other, biased by the pair representation.
+
+    AF2 SI, algorithm 7.
+    """
 
     def __init__(self, config: ModelConfig, fusions: Fusions):
-        super().__init__(config.msa_dim, config.num_heads_msa, fusions.qkv_fusion_msa, fusions)
+        qkv = fusions.qkv_fusion_msa
+        super().__init__(config.msa_dim, config.num_heads_msa, qkv, fusions)
         self.layer_norm_m = LayerNorm(config.msa_dim, fusions)
         self.layer_norm_z = LayerNorm(config.pair_dim, fusions)
         self.linear_z = nn.Linear(config.pair_dim, config.num_heads_msa, bias=False)
 
     def forward(self, msa: Tensor, pair: Tensor) -> Tensor:
-        """msa [B, S, N, c_m], pair [B, N, N, c_z] -> update of msa."""
+        """Compute the update of msa [B, S, N, c_m] from it and pair [B, N, N, c_z]."""
         _, bias = self.layer_norm_z(pair, self.linear_z)
         return self.attend(self.layer_norm_m(msa), bias)
 
 
 class MSAColumnAttention(GatedAttention):
-    """The sequences attend to each other at one residue (AF2 SI, algorithm 8)."""
+    """Let sequences attend to each other at one residue (AF2 SI, algorithm 8)."""
 
     def __init__(self, config: ModelConfig, fusions: Fusions):
-        super().__init__(config.msa_dim, config.num_heads_msa, fusions.qkv_fusion_msa, fusions)
+        qkv = fusions.qkv_fusion_msa
+        super().__init__(config.msa_dim, config.num_heads_msa, qkv, fusions)
         self.layer_norm_m = LayerNorm(config.msa_dim, fusions)
 
     def forward(self, msa: Tensor) -> Tensor:
-        """msa [B, S, N, c_m] -> update of msa."""
+        """Compute the update of msa [B, S, N, c_m]."""
         return self.attend(self.layer_norm_m(msa), columns=True)
 
 
@@ -1696,10 +2325,11 @@ class Transition(nn.Module):
         self.linear_2 = Linear(factor * dim, dim, fusions)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., C] -> update of x."""
+        """Compute the update of x [..., C]."""
         x = self.layer_norm(x)
         if self.triton:
-            return self.linear_2(BiasReLU.apply(F.linear(x, self.linear_1.weight), self.linear_1.bias))
+            hidden = F.linear(x, self.linear_1.weight)
+            return self.linear_2(BiasReLU.apply(hidden, self.linear_1.bias))
         return self.linear_2(F.relu(self.linear_1(x)))
 
 
@@ -1712,7 +2342,7 @@ class PairTransition(Transition):
 
 
 class OuterProductMean(nn.Module):
-    """Update of the pair representation from pairs of MSA columns (AF2 SI, algorithm 10)."""
+    """Update the pair representation from pairs of MSA columns (AF2 SI, algorithm 10)."""
 
     def __init__(self, config: ModelConfig, fusions: Fusions):
         super().__init__()
@@ -1724,17 +2354,22 @@ class OuterProductMean(nn.Module):
         self.linear_out = Linear(hidden * hidden, config.pair_dim, fusions)
 
     def forward(self, msa: Tensor) -> Tensor:
-        """msa [B, S, N, c_m] -> update of pair [B, N, N, c_z]."""
+        """Compute the update of pair [B, N, N, c_z] from msa [B, S, N, c_m]."""
         msa = self.layer_norm(msa)
         if self.triton:
-            a, b, factor = self.linear_1(msa), self.linear_2(msa), 1 / (msa.shape[1] + 1e-3)
-            return OuterProductMeanFunction.apply(a, b, self.linear_out.weight, self.linear_out.bias, factor)
+            a, b, out = self.linear_1(msa), self.linear_2(msa), self.linear_out
+            factor = 1 / (msa.shape[1] + 1e-3)
+            return OuterProductMeanFunction.apply(a, b, out.weight, out.bias, factor)
         outer = torch.einsum("bsic,bsjd->bijcd", self.linear_1(msa), self.linear_2(msa)).flatten(3)
-        return self.linear_out(outer) / (msa.shape[1] + 1e-3)  # the bias, too, as AlphaFold's code does
+        # The bias is divided, too, as AlphaFold's code does.
+        return self.linear_out(outer) / (msa.shape[1] + 1e-3)
 
 
 class TriangleMultiplication(nn.Module):
-    """What the two triangle multiplications share; they differ in which edges of the triangle they multiply."""
+    """Update each edge from the two others of its triangles.
+
+    The two triangle multiplications differ in which edges of a triangle they multiply.
+    """
 
     equation: str
     incoming: bool
@@ -1758,14 +2393,15 @@ class TriangleMultiplication(nn.Module):
         self.layer_norm_out = LayerNorm(dim, fusions)
 
     def forward(self, pair: Tensor, residual: bool = False) -> Tensor:
-        """pair [B, N, N, c_z] -> update of pair, or pair + update with `residual`."""
+        """Compute the update of pair [B, N, N, c_z], or pair + update with `residual`."""
         if self.triton:
             return self.forward_triton(pair, residual)
         if residual:
             return pair + self.forward(pair)
         pair = self.layer_norm_in(pair)
         if self.triangle_fusion:
-            # The GEMM writes channels first: a and b then are batches of N x N matrices, which nobody has to transpose.
+            # The GEMM writes channels first: a and b then are batches of N x N matrices, which
+            # nobody has to transpose.
             ab = (self.linear_ab.weight @ pair.flatten(0, 2).T).add_(self.linear_ab.bias[:, None])
             samples, length, _, dim = pair.shape
             a, b = F.glu(ab, dim=0).view(2, dim * samples, length, length).unbind()
@@ -1777,67 +2413,84 @@ class TriangleMultiplication(nn.Module):
         return torch.sigmoid(self.linear_g(pair)) * self.linear_z(self.layer_norm_out(product))
 
     def forward_triton(self, pair: Tensor, residual: bool) -> Tensor:
-        """The same with norms, projections and gates as one kernel on each side of the product."""
+        """Do as `forward`, with one kernel before and one after the product."""
         if self.triangle_fusion:
             linears = (self.linear_ab, self.linear_g, self.linear_z)
         else:
-            linears = (self.linear_a_p, self.linear_b_p, self.linear_a_g, self.linear_b_g, self.linear_g, self.linear_z)
+            linears = (
+                *(self.linear_a_p, self.linear_b_p, self.linear_a_g, self.linear_b_g),
+                *(self.linear_g, self.linear_z),
+            )
         norms = (*self.layer_norm_in.parameters(), *self.layer_norm_out.parameters())
         weights, biases = (linear.weight for linear in linears), (linear.bias for linear in linears)
         return TriangleMultiplicationFunction.apply(
-            pair, self.incoming, residual, self.layer_norm_in.eps, gemm_dtype(pair), *norms, *weights, *biases
+            pair,
+            self.incoming,
+            residual,
+            self.layer_norm_in.eps,
+            gemm_dtype(pair),
+            *norms,
+            *weights,
+            *biases,
         )
 
 
 class TriangleMultiplicationOutgoing(TriangleMultiplication):
-    """Edge ij from the edges ik and jk (AF2 SI, algorithm 11)."""
+    """Update edge ij from the edges ik and jk (AF2 SI, algorithm 11)."""
 
     equation = "bikc,bjkc->bijc"
     incoming = False
 
     @staticmethod
     def multiply(a: Tensor, b: Tensor) -> Tensor:
-        """The same for matrices a and b, one for each channel and sample [C x B, N, N]."""
+        """Multiply matrices a and b, one for each channel and sample [C x B, N, N]."""
         return torch.bmm(a, b.mT)
 
 
 class TriangleMultiplicationIncoming(TriangleMultiplication):
-    """Edge ij from the edges ki and kj (AF2 SI, algorithm 12)."""
+    """Update edge ij from the edges ki and kj (AF2 SI, algorithm 12)."""
 
     equation = "bkic,bkjc->bijc"
     incoming = True
 
     @staticmethod
     def multiply(a: Tensor, b: Tensor) -> Tensor:
-        """The same for matrices a and b, one for each channel and sample [C x B, N, N]."""
+        """Multiply matrices a and b, one for each channel and sample [C x B, N, N]."""
         return torch.bmm(a.mT, b)
 
 
 class TriangleAttentionStartingNode(GatedAttention):
-    """Edges ij and ik, which start at the same node, attend to each other, biased by edge jk (AF2 SI, algorithm 13)."""
+    """Let edges ij and ik, which start at the same node, attend to each other, biased by edge jk.
+
+    AF2 SI, algorithm 13.
+    """
 
     def __init__(self, config: ModelConfig, fusions: Fusions):
-        super().__init__(config.pair_dim, config.num_heads_pair, fusions.qkv_fusion_triangle, fusions)
+        qkv = fusions.qkv_fusion_triangle
+        super().__init__(config.pair_dim, config.num_heads_pair, qkv, fusions)
         self.layer_norm = LayerNorm(config.pair_dim, fusions)
         self.linear = nn.Linear(config.pair_dim, config.num_heads_pair, bias=False)
 
     def forward(self, pair: Tensor) -> Tensor:
-        """pair [B, N, N, c_z] -> update of pair."""
+        """Compute the update of pair [B, N, N, c_z]."""
         pair, bias = self.layer_norm(pair, self.linear)
         return self.attend(pair, bias)
 
 
 class TriangleAttentionEndingNode(TriangleAttentionStartingNode):
-    """The same for edges that end at the same node: starting node on the transposed pairs (AF2 SI, algorithm 14)."""
+    """Let edges ij and kj, which end at the same node, attend to each other, biased by edge ki.
+
+    AF2 SI, algorithm 14: attention around the starting node, on the transposed pairs.
+    """
 
     def forward(self, pair: Tensor) -> Tensor:
-        """pair [B, N, N, c_z] -> update of pair."""
+        """Compute the update of pair [B, N, N, c_z]."""
         pair, bias = self.layer_norm(pair, self.linear, ending=True)
         return self.attend(pair, bias, columns=True)
 
 
 class CastFunction(torch.autograd.Function):
-    """Tensors -> the same in `dtype`, all of them with one launch, and so their gradients."""
+    """Cast tensors to `dtype`, all of them with one launch, and so their gradients."""
 
     @staticmethod
     def forward(ctx, dtype: torch.dtype, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -1853,7 +2506,7 @@ class CastFunction(torch.autograd.Function):
 
 
 def cast_all(tensors: tuple[Tensor, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """The tensors in another type."""
+    """Cast the tensors with one launch."""
     results = [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
     torch._foreach_copy_(results, tensors)
     return tuple(results)
@@ -1876,9 +2529,10 @@ class EvoformerBlock(nn.Module):
         self.cast_fusion = fusions.cast_fusion
 
     def cast_weights(self) -> dict[str, Tensor]:
-        """Weights and biases that GEMMs take as they are, in the type in which they do; none where that is their own.
+        """Cast the weights and biases that GEMMs take as they are: {name: tensor}.
 
-        Autocast does the same at every use of each, and so for its gradient. torch.compile fuses its casts.
+        The result is empty where their own type will do. Autocast does the same at every use of
+        each, and so for its gradient. torch.compile fuses its casts.
         """
         if not self.cast_fusion or torch.compiler.is_compiling():
             return {}
@@ -1889,17 +2543,18 @@ class EvoformerBlock(nn.Module):
         for name, module in self.named_modules():
             if isinstance(module, (Linear, QKVGLinear)):
                 weights[f"{name}.weight"] = module.weight
-            if isinstance(module, Linear):  # the bias of the other is the gate's, which the attention adds
+            # The bias of QKVGLinear is the gate's, which the attention adds.
+            if isinstance(module, Linear):
                 weights[f"{name}.bias"] = module.bias
         return dict(zip(weights, CastFunction.apply(dtype, *weights.values()), strict=True))
 
     def with_cast_weights(self, msa: Tensor, pair: Tensor) -> tuple[Tensor, Tensor]:
-        """What `forward` does, all weights cast before it."""
+        """Do as `forward`, all weights cast before it."""
         weights = self.cast_weights()
         return functional_call(self, weights, (msa, pair)) if weights else self(msa, pair)
 
     def forward(self, msa: Tensor, pair: Tensor) -> tuple[Tensor, Tensor]:
-        """msa [B, S, N, c_m], pair [B, N, N, c_z] -> both, updated."""
+        """Update msa [B, S, N, c_m] and pair [B, N, N, c_z]."""
         msa = msa + self.msa_att_row(msa, pair)
         msa = msa + self.msa_att_col(msa)
         msa = msa + self.msa_transition(msa)
@@ -1913,54 +2568,65 @@ class EvoformerBlock(nn.Module):
 
 
 def mean_per_protein(error: Tensor, counted: Tensor) -> Tensor:
-    """Mean over the counted positions of each protein, then over the batch; both [B, ...] -> scalar."""
+    """Average over the counted positions of each protein, then over the batch.
+
+    error and counted are [B, ...], the result is a scalar.
+    """
     error, counted = (error * counted).flatten(1), counted.flatten(1)
     return (error.sum(1) / counted.sum(1).clamp(min=1)).mean()
 
 
 class DistogramHead(nn.Module):
-    """Distances between residues as logits over bins (AF2 SI, section 1.9.8)."""
+    """Predict distances between residues as logits over bins (AF2 SI, section 1.9.8)."""
 
     def __init__(self, config: ModelConfig, fusions: Fusions):
         super().__init__()
         self.linear = Linear(config.pair_dim, NUM_BINS, fusions)
 
     def forward(self, pair: Tensor) -> Tensor:
-        """pair [B, N, N, c_z] -> logits [B, N, N, 64], symmetric in the residues."""
+        """Predict logits [B, N, N, 64], symmetric in the residues, from pair [B, N, N, c_z]."""
         logits = self.linear(pair)
         return logits + logits.transpose(1, 2)
 
     @staticmethod
     def loss(logits: Tensor, coords: Tensor, observed: Tensor) -> Tensor:
-        """Cross-entropy over the pairs of observed residues; coords [B, N, 3] in Angstrom, observed [B, N]."""
+        """Average the cross-entropy over the pairs of observed residues -> scalar.
+
+        logits are [B, N, N, 64], coords [B, N, 3] in Angstrom, observed [B, N].
+        """
         distance = (coords[:, :, None] - coords[:, None]).norm(dim=-1)
         width = (LAST_EDGE - FIRST_EDGE) / NUM_BINS
-        edges = torch.linspace(FIRST_EDGE + width, LAST_EDGE - width, NUM_BINS - 1, device=coords.device)
+        first, last = FIRST_EDGE + width, LAST_EDGE - width
+        edges = torch.linspace(first, last, NUM_BINS - 1, device=coords.device)
         bins = torch.bucketize(distance, edges)
         error = F.cross_entropy(logits.flatten(0, 2).float(), bins.flatten(), reduction="none")
         return mean_per_protein(error.view(bins.shape), observed[:, :, None] & observed[:, None])
 
 
 class MaskedMSAHead(nn.Module):
-    """The tokens behind the masked positions of the alignment (AF2 SI, section 1.9.9)."""
+    """Predict the tokens behind the masked positions of the alignment (AF2 SI, section 1.9.9)."""
 
     def __init__(self, config: ModelConfig, fusions: Fusions):
         super().__init__()
         self.linear = Linear(config.msa_dim, NUM_TOKENS, fusions)
 
     def forward(self, msa: Tensor) -> Tensor:
-        """msa [B, S, N, c_m] -> logits [B, S, N, 23]."""
+        """Predict logits [B, S, N, 23] from msa [B, S, N, c_m]."""
         return self.linear(msa)
 
     @staticmethod
     def loss(logits: Tensor, true_tokens: Tensor, masked: Tensor) -> Tensor:
-        """Cross-entropy over the masked positions; true_tokens and masked [B, S, N]."""
-        error = F.cross_entropy(logits.flatten(0, 2).float(), true_tokens.flatten(), reduction="none")
+        """Average the cross-entropy over the masked positions -> scalar.
+
+        logits are [B, S, N, 23], true_tokens and masked [B, S, N].
+        """
+        logits = logits.flatten(0, 2).float()
+        error = F.cross_entropy(logits, true_tokens.flatten(), reduction="none")
         return mean_per_protein(error.view(masked.shape), masked)
 
 
 class TinyOpenFold(nn.Module):
-    """Input embedding, Evoformer stack, distogram and masked-MSA heads."""
+    """Chain input embedding, Evoformer stack, distogram and masked-MSA heads."""
 
     TARGETS = ("true_tokens", "masked", "coords", "observed")
 
@@ -1968,7 +2634,8 @@ class TinyOpenFold(nn.Module):
         super().__init__()
         self.config = config
         self.input_embedder = InputEmbedder(config, fusions)
-        self.blocks = nn.ModuleList(EvoformerBlock(config, fusions) for _ in range(config.num_blocks))
+        blocks = (EvoformerBlock(config, fusions) for _ in range(config.num_blocks))
+        self.blocks = nn.ModuleList(blocks)
         self.distogram = DistogramHead(config, fusions)
         self.masked_msa = MaskedMSAHead(config, fusions)
 
@@ -1980,9 +2647,9 @@ class TinyOpenFold(nn.Module):
         coords: Tensor | None = None,
         observed: Tensor | None = None,
     ) -> Tensor | dict[str, Tensor]:
-        """tokens [B, S, N] -> {"masked_msa": [B, S, N, 23], "distogram": [B, N, N, 64]}; with the targets -> the loss.
+        """Predict {"masked_msa": [B, S, N, 23], "distogram": [B, N, N, 64]} from tokens [B, S, N].
 
-        The loss is 0.3 x distogram + 2.0 x masked MSA (AF2 SI, section 1.9).
+        With the targets return the loss, 0.3 x distogram + 2.0 x masked MSA (AF2 SI, section 1.9).
         """
         msa, pair = self.input_embedder(tokens)
         for block in self.blocks:
@@ -1991,33 +2658,39 @@ class TinyOpenFold(nn.Module):
         if true_tokens is None:
             return outputs
         distogram = self.distogram.loss(outputs["distogram"], coords, observed)
-        return 0.3 * distogram + 2.0 * self.masked_msa.loss(outputs["masked_msa"], true_tokens, masked)
+        masked_msa = self.masked_msa.loss(outputs["masked_msa"], true_tokens, masked)
+        return 0.3 * distogram + 2.0 * masked_msa
 
 
 def build_model(args: argparse.Namespace, device: torch.device) -> nn.Module:
-    """The model of these arguments. The same seed gives the same weights in every version and fusion setting."""
-    fields = {name: getattr(args, name) for name in ModelConfig.__dataclass_fields__ if hasattr(args, name)}
+    """Build the model of these arguments.
+
+    The same seed gives the same weights in every version and fusion setting.
+    """
+    names = (name for name in ModelConfig.__dataclass_fields__ if hasattr(args, name))
+    fields = {name: getattr(args, name) for name in names}
     fusions = Fusions(**{attribute: getattr(args, attribute) for _, attribute, _ in FUSIONS})
     with device:
         model = TinyOpenFold(ModelConfig(**fields), fusions)
     if device.type != "meta":
         generator = torch.Generator().manual_seed(args.seed)
-        state = model.state_dict()  # canonical names, so the order of the draws does not depend on what is fused
+        # Canonical names, so the order of the draws does not depend on what is fused.
+        state = model.state_dict()
         for name in sorted(state):
             if name.endswith("bias"):
                 state[name] = torch.zeros(state[name].shape)
             elif "layer_norm" not in name:
                 shape = state[name].shape
-                scale = (
-                    0.1 if name.startswith(("distogram", "masked_msa")) else 1.0
-                )  # near-uniform predictions at first
-                state[name] = torch.empty(shape).normal_(std=scale * shape[1] ** -0.5, generator=generator)
+                std = shape[1] ** -0.5
+                if name.startswith(("distogram", "masked_msa")):
+                    std *= 0.1  # near-uniform predictions at first
+                state[name] = torch.empty(shape).normal_(std=std, generator=generator)
         model.load_state_dict(state)
     return model
 
 
 def build_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW over all parameters, in a few launches of PyTorch's own kernel."""
+    """Build AdamW over all parameters: a few launches of PyTorch's own kernel."""
     return AdamW(model.parameters(), args.learning_rate, fused=True, capturable=args.cuda_graph)
 
 
@@ -2034,19 +2707,27 @@ class Protein:
 
 
 class ProteinBatches:
-    """Random crops of proteins kept in host memory, with 15 % of the alignment masked.
+    """Crop proteins at random, from host memory, and mask 15 % of the alignment.
 
-    A batch is {"tokens", "true_tokens", "masked": [B, S, N], "coords": [B, N, 3], "observed": [B, N]}.
+    A batch has tokens, true_tokens and masked [B, S, N], coords [B, N, 3] and observed [B, N].
     """
 
-    def __init__(self, proteins: list[Protein], args: argparse.Namespace, device: torch.device, seed: int):
+    def __init__(
+        self,
+        proteins: list[Protein],
+        args: argparse.Namespace,
+        device: torch.device,
+        seed: int,
+    ):
         self.proteins, self.device = proteins, device
         self.batch_size, self.num_seqs, self.seq_len = args.batch_size, args.num_seqs, args.seq_len
         self.rng = np.random.default_rng(seed)
 
     def next_batch(self) -> dict[str, Tensor]:
-        crops = [self._crop(self.proteins[i]) for i in self.rng.integers(len(self.proteins), size=self.batch_size)]
-        true_tokens, coords, observed = (torch.from_numpy(np.stack(part)) for part in zip(*crops, strict=True))
+        chosen = self.rng.integers(len(self.proteins), size=self.batch_size)
+        crops = [self._crop(self.proteins[i]) for i in chosen]
+        stacked = (torch.from_numpy(np.stack(part)) for part in zip(*crops, strict=True))
+        true_tokens, coords, observed = stacked
         masked = torch.from_numpy(self.rng.random(true_tokens.shape, dtype=np.float32) < 0.15)
         masked[:, 0, 0] = True  # so that there is always something to predict
         batch = {
@@ -2067,20 +2748,27 @@ class ProteinBatches:
         return tokens, protein.coords[window], protein.observed[window]
 
 
-# Synthetic proteins: what kind of local structure a residue is in decides its geometry and its possible amino acids.
-# Virtual bond angle and torsion between successive residues in degrees, each with its spread; helix, strand, loop.
+# Synthetic proteins: what kind of local structure a residue is in, helix, strand or loop, decides
+# its geometry and its possible amino acids. Of each: virtual bond angle and torsion between
+# successive residues in degrees, each with its spread.
 GEOMETRY = np.array([[91, 4, 52, 6], [123, 8, -170, 15], [110, 20, 0, 180]])
-RESIDUES = np.array([[AMINO_ACIDS.index(letter) for letter in kind] for kind in ("ALEMQK", "VIYFWT", "GPNDSR")])
+KINDS = ("ALEMQK", "VIYFWT", "GPNDSR")
+RESIDUES = np.array([[AMINO_ACIDS.index(letter) for letter in kind] for kind in KINDS])
 STEP_LENGTH = 3.8  # Angstrom between the C-alpha atoms of successive residues
 
 
 def synthetic_chains(kinds: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Coordinates [P, N, 3] of chains of residues of the given kinds [P, N], each placed after the last three."""
-    angle_mean, angle_spread, torsion_mean, torsion_spread = np.deg2rad(GEOMETRY[kinds]).transpose(2, 0, 1)
+    """Build chains of residues of the given kinds [P, N] -> coordinates [P, N, 3].
+
+    Each residue is placed after the last three.
+    """
+    geometry = np.deg2rad(GEOMETRY[kinds]).transpose(2, 0, 1)
+    angle_mean, angle_spread, torsion_mean, torsion_spread = geometry
     angle = angle_mean + angle_spread * rng.uniform(-1, 1, kinds.shape)
     torsion = torsion_mean + torsion_spread * rng.uniform(-1, 1, kinds.shape)
     coords = np.zeros((*kinds.shape, 3))
-    before, last = np.array([[0.0, 1, 0], [1, 0, 0]])[:, None].repeat(len(kinds), 1)  # the last two steps, unit length
+    # The last two steps, of unit length.
+    before, last = np.array([[0.0, 1, 0], [1, 0, 0]])[:, None].repeat(len(kinds), 1)
     for i in range(1, kinds.shape[1]):
         normal = np.cross(before, last)
         normal /= np.linalg.norm(normal, axis=-1, keepdims=True)
@@ -2092,7 +2780,10 @@ def synthetic_chains(kinds: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 
 def contact_partners(coords: np.ndarray) -> np.ndarray:
-    """For each residue [N] the one it touches (nearest to each other, under 8 Angstrom, 3 or more apart), or itself."""
+    """Find for each residue [N] the one it touches, or itself.
+
+    Two that touch are nearest to each other, under 8 Angstrom, and 3 or more apart in the chain.
+    """
     index = np.arange(len(coords))
     distance = np.linalg.norm(coords[:, None] - coords, axis=-1)
     distance[np.abs(index[:, None] - index) < 3] = np.inf
@@ -2101,10 +2792,14 @@ def contact_partners(coords: np.ndarray) -> np.ndarray:
 
 
 def synthetic_proteins(count: int, depth: int, length: int, seed: int) -> list[Protein]:
-    """Proteins with helices, strands and loops, and families in which touching residues mutate together."""
+    """Make proteins with helices, strands and loops.
+
+    In their families residues that touch mutate together.
+    """
     rng = np.random.default_rng(seed)
     kinds = rng.integers(3, size=(count, length))
-    stays = rng.random((count, length)) < 0.9  # so that a stretch of one kind is 15 residues long on average
+    # So that a stretch of one kind is 15 residues long on average.
+    stays = rng.random((count, length)) < 0.9
     for i in range(1, length):
         kinds[:, i] = np.where(stays[:, i], kinds[:, i - 1], kinds[:, i])
     proteins = []
@@ -2112,7 +2807,8 @@ def synthetic_proteins(count: int, depth: int, length: int, seed: int) -> list[P
         partner = contact_partners(coords)
         shape = (depth, length)
         choices = RESIDUES.shape[1]
-        mutation = rng.integers(1, choices, shape) * (rng.random(shape) < 0.3)  # 0: the residue stays what it is
+        # 0: the residue stays what it is.
+        mutation = rng.integers(1, choices, shape) * (rng.random(shape) < 0.3)
         mutation = mutation[:, np.minimum(np.arange(length), partner)]  # partners share theirs
         mutation[0] = 0
         tokens = RESIDUES[kind, (rng.integers(choices, size=length) + mutation) % choices]
@@ -2123,7 +2819,10 @@ def synthetic_proteins(count: int, depth: int, length: int, seed: int) -> list[P
 
 
 def read_a3m(path: Path) -> np.ndarray:
-    """Tokens [depth, length] of an alignment in A3M format; insertions (lower case) are dropped."""
+    """Read an alignment in A3M format -> tokens [depth, length].
+
+    Insertions, which are in lower case, are dropped.
+    """
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -2135,11 +2834,15 @@ def read_a3m(path: Path) -> np.ndarray:
         if line.startswith(">"):
             rows.append("")
         elif rows:
-            rows[-1] += "".join(letter for letter in line.strip() if not letter.islower() and letter != ".")
+            letters = (letter for letter in line.strip() if not letter.islower())
+            rows[-1] += "".join(letters).replace(".", "")
     wrong = [i for i, row in enumerate(rows) if len(row) != len(rows[0])]
     if not rows or not rows[0] or wrong:
-        where = f"sequence {wrong[0] + 1} has {len(rows[wrong[0]])} columns, the query" if wrong else "the query"
-        fail(f"--msa {path}: {where} has {len(rows[0]) if rows else 0} columns (lower case not counted)")
+        columns = len(rows[0]) if rows else 0
+        where = "the query"
+        if wrong:
+            where = f"sequence {wrong[0] + 1} has {len(rows[wrong[0]])} columns, the query"
+        fail(f"--msa {path}: {where} has {columns} columns (lower case not counted)")
     code = np.full(128, UNKNOWN, dtype=np.uint8)
     code[[ord(letter) for letter in AMINO_ACIDS]] = np.arange(20)
     code[ord("-")] = GAP
@@ -2150,7 +2853,10 @@ def read_a3m(path: Path) -> np.ndarray:
 
 
 def read_structure(path: Path, query: str) -> tuple[np.ndarray, np.ndarray]:
-    """Coordinates [length, 3] and observed [length] of the chain of a PDB or mmCIF file that matches the query."""
+    """Read the chain of a PDB or mmCIF file that matches the query.
+
+    Returns coordinates [length, 3] and observed [length].
+    """
     try:
         import gemmi
     except ImportError:
@@ -2171,10 +2877,12 @@ def read_structure(path: Path, query: str) -> tuple[np.ndarray, np.ndarray]:
             best, best_identity = [(i, residues[j]) for i, j in pairs], identity
     if not best or best_identity < 0.9 or len(best) < 0.5 * len(query):
         fail(
-            f"--structure {path}: no chain matches the query of the alignment (best: {len(best or ())} of {len(query)} "
-            f"residues aligned, {100 * best_identity:.0f} % identical; at least half and 90 % are needed)"
+            f"--structure {path}: no chain matches the query of the alignment "
+            f"(best: {len(best or ())} of {len(query)} residues aligned, "
+            f"{100 * best_identity:.0f} % identical; at least half and 90 % are needed)"
         )
-    coords, observed = np.zeros((len(query), 3), dtype=np.float32), np.zeros(len(query), dtype=bool)
+    coords = np.zeros((len(query), 3), dtype=np.float32)
+    observed = np.zeros(len(query), dtype=bool)
     for i, residue in best:
         atom = residue.find_atom("CB", "*") or residue.find_atom("CA", "*")
         if atom:
@@ -2183,7 +2891,7 @@ def read_structure(path: Path, query: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def alignment_pairs(cigar: str) -> list[tuple[int, int]]:
-    """Positions (first, second) that a CIGAR string such as 3I70M2D aligns."""
+    """List the positions (first, second) that a CIGAR string such as 3I70M2D aligns."""
     pairs, first, second = [], 0, 0
     for length, operation in re.findall(r"(\d+)([MID])", cigar):
         if operation == "M":
@@ -2194,9 +2902,10 @@ def alignment_pairs(cigar: str) -> list[tuple[int, int]]:
 
 
 def read_protein(msa: Path, structure: Path) -> Protein:
-    """The protein of --msa and --structure."""
+    """Read the protein of --msa and --structure."""
     for flag, path in (("--msa", msa), ("--structure", structure)):
-        if path.exists() and not path.is_file():  # a pipe can be read only once, /dev/zero has no end
+        # A pipe can be read only once, /dev/zero has no end.
+        if path.exists() and not path.is_file():
             fail(f"{flag} {path}: not a regular file")
     tokens = read_a3m(msa)
     query = "".join((AMINO_ACIDS + "X-")[token] for token in tokens[0])
@@ -2204,7 +2913,10 @@ def read_protein(msa: Path, structure: Path) -> Protein:
 
 
 def make_batches(args: argparse.Namespace, device: torch.device, seed: int) -> ProteinBatches:
-    """The source of training batches: the protein of --msa and --structure, or 64 synthetic ones."""
+    """Make the source of training batches.
+
+    They are crops of the protein of --msa and --structure, or of 64 synthetic ones.
+    """
     if args.msa:
         proteins = [read_protein(args.msa, args.structure)]
     else:

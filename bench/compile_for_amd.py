@@ -15,7 +15,7 @@ lowered here to what fits into the LDS of a compute unit.
 Examples:
   python bench/compile_for_amd.py                  all scripts from V3 on, all targets, precisions and sizes: minutes
   python bench/compile_for_amd.py tiny_llama_v3.py --target gfx942 --dtype bfloat16 --size default
-  python bench/compile_for_amd.py tiny_llama_v3.py --blocks attention_forward:BLOCK_Q=128    of this kernel alone
+  python bench/compile_for_amd.py tiny_llama_v3.py --blocks attention_forward:BLOCK_M=128    of this kernel alone
   python bench/compile_for_amd.py --target sm_90   the same for NVIDIA's H100, shared memory under LDS, bytes as spills
   python bench/compile_for_amd.py --write          the tables of docs/ROCM.md
 """
@@ -111,13 +111,12 @@ class Pointer:
 class Launch:
     """A launch of a kernel, and the precisions in which one like it was seen."""
 
-    def __init__(self, kernel: triton.JITFunction, arguments: tuple, options: dict):
-        self.kernel, self.arguments, self.options = kernel, arguments, options
+    def __init__(self, kernel: triton.JITFunction, arguments: dict):
+        self.kernel, self.arguments = kernel, arguments
         self.precisions: dict[str, None] = {}  # as an ordered set
-        given = dict(zip(kernel.arg_names, arguments, strict=False)) | options
         variable = set(kernel.arg_names) - {kernel.arg_names[i] for i in kernel.constexprs}
-        self.constants = {name: value for name, value in given.items() if name not in variable or value is None}
-        self.variables = {name: value for name, value in given.items() if name not in self.constants}
+        self.constants = {name: value for name, value in arguments.items() if name not in variable or value is None}
+        self.variables = {name: value for name, value in arguments.items() if name not in self.constants}
 
     def key(self) -> tuple:
         """Equal for launches that the same compiled kernel serves."""
@@ -135,7 +134,7 @@ class Launch:
 
 
 class Recorder:
-    """Stands for a script's wrap_triton: `Recorder(kernel)[grid](...)` notes the launch and runs nothing."""
+    """Stands for a script's wrap_triton: `Recorder(kernel)[grid](NAME=value, ...)` notes the launch, nothing runs."""
 
     launches: ClassVar[dict[tuple, Launch]] = {}  # those of the script at work
     precision = ""
@@ -146,9 +145,9 @@ class Recorder:
     def __getitem__(self, grid: tuple[int, ...]) -> Callable:
         return self.record
 
-    def record(self, *arguments, **options) -> None:
-        pointers = (Pointer(value) if isinstance(value, torch.Tensor) else value for value in arguments)
-        launch = Launch(self.kernel, tuple(pointers), options)
+    def record(self, **arguments) -> None:
+        pointers = {n: Pointer(value) if isinstance(value, torch.Tensor) else value for n, value in arguments.items()}
+        launch = Launch(self.kernel, pointers)
         self.launches.setdefault(launch.key(), launch).precisions[self.precision] = None
 
 
@@ -254,7 +253,7 @@ def compile_launch(index: int, target: str) -> Needs | str:
     )
     triton.runtime.driver.set_active(driver)
     try:
-        return needs(launch.kernel.run(*launch.arguments, grid=(1,), warmup=True, **launch.options), kib)
+        return needs(launch.kernel.run(grid=(1,), warmup=True, **launch.arguments), kib)
     except Exception as error:  # of many kinds, down to a failed pass of the compiler
         return (str(error).strip() or type(error).__name__).splitlines()[-1]
 

@@ -752,10 +752,10 @@ def with_blocks(study: str, wanted: Wanted, tried: Sequence[str]) -> Iterator[Pa
 def with_these(module: ModuleType, blocks: str, measure: Callable[[], dict]) -> dict:
     """What is measured with these blocks, after which the script has its own again."""
     try:
-        module.OVERRIDES.update(module.read_blocks(part) for part in blocks.split())
+        module.use_blocks(blocks or "default")
         return measure()
     finally:
-        module.OVERRIDES.clear()
+        module.use_blocks("default")
 
 
 def check_failed(sides: Mapping[str, dict]) -> None:

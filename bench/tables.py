@@ -6,6 +6,8 @@ Tables stand between two comments, of which the first names the command; it runs
   <!-- table: python bench/versions.py table results/h100 -->
   <!-- end of table -->
 
+Of a command that prints several, `COMMAND, only "TITLE" ...` takes those whose header begins so, in this order.
+
 Examples:
   python bench/tables.py README.md           run the commands and put what they print between the comments
   python bench/tables.py --check README.md   exit 1 and name the tables that differ, or whose command fails
@@ -27,11 +29,13 @@ from workshop.files import ROOT, write_text
 
 PROG = Path(__file__).name
 TABLE = re.compile(r"^(<!-- tables?: (.+?) -->\n)(.*?)^(<!-- end of tables? -->)$", re.MULTILINE | re.DOTALL)
+ONLY = re.compile(r', only ((?: ?"[^"]+")+)$')
 COMMENT = re.compile(r"<!-- (?:end of )?tables?\b")
 
 
 def printed_by(command: str) -> str:
-    """What a command prints; `python` is this interpreter."""
+    """What a command prints, or the tables of it that it names; `python` is this interpreter."""
+    command, *titles = ONLY.split(command)
     try:
         words = shlex.split(command)
         if not words:
@@ -45,7 +49,18 @@ def printed_by(command: str) -> str:
         raise ToolError(f"status {done.returncode} of its command: {said[-1]}")
     if not done.stdout.strip():
         raise ToolError("its command prints nothing")
+    if titles:
+        return "\n".join(table_of(done.stdout, title) for title in re.findall('"(.+?)"', titles[0]))
     return done.stdout.strip() + "\n"
+
+
+def table_of(printed: str, title: str) -> str:
+    """The one table whose header begins with this title, however its columns are padded."""
+    tables = printed.strip().split("\n\n")
+    found = [table for table in tables if " ".join(table.partition("\n")[0].split()).startswith(f"| {title}")]
+    if len(found) != 1:
+        raise ToolError(f"its command prints {len(found)} tables, not one table that begins with {title!r}")
+    return found[0] + "\n"
 
 
 def update(path: Path, check: bool) -> list[str]:

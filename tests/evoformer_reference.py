@@ -1,15 +1,15 @@
 """Slow float64 reference of the AlphaFold 2 Evoformer block, for tests.
 
-Written from the equations of the AlphaFold 2 supplementary information (algorithms 6 to 15), with explicit
-indices and nothing but elementary torch operations, so that it shares no code with a fast implementation and
-can be differentiated by torch.autograd. There are no masks and no dropout.
+Written from the equations of the AlphaFold 2 supplementary information (algorithms 6 to 15), with
+explicit indices and nothing but elementary torch operations, so that it shares no code with a fast
+implementation and can be differentiated by torch.autograd. There are no masks and no dropout.
 
-Every operation takes a flat dict `p` of parameters named relative to its module and returns the update
-without the residual. Shapes: msa [B, S, N, c_m], pair [B, N, N, c_z].
+Every operation takes a flat dict `p` of parameters named relative to its module and returns the
+update without the residual. Shapes: msa [B, S, N, c_m], pair [B, N, N, c_z].
 
-Index letters: b batch; s, t sequences; i, j, k residues; h head; d, e channels inside a head or of a hidden
-layer; c input channel; o output channel. Weights are [output, input]; of a weight [heads*d, c], row h*d + i
-belongs to head h, channel i.
+Index letters: b batch; s, t sequences; i, j, k residues; h head; d, e channels inside a head or of
+a hidden layer; c input channel; o output channel. Weights are [output, input]; of a weight
+[heads*d, c], row h*d + i belongs to head h, channel i.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LAYER_NORM_EPS = 1e-5
 
 
 def _layer_norm(p: Params, name: str, x: Tensor) -> Tensor:
-    """Normalise the last axis to mean 0 and (biased) variance 1, then scale and shift each channel."""
+    """Normalise the last axis to mean 0 and (biased) variance 1, scale and shift each channel."""
     assert x.dtype == torch.float64, "the reference must be given float64 tensors"
     size = x.shape[-1]
     centred = x - x.sum(dim=-1, keepdim=True) / size
@@ -60,7 +60,10 @@ def _sigmoid(x: Tensor) -> Tensor:
 
 
 def _softmax(x: Tensor, dim: int) -> Tensor:
-    """exp(x) / sum exp(x); the largest entry is subtracted as a constant, which does not change the result."""
+    """Compute exp(x) / sum exp(x).
+
+    The largest entry is subtracted as a constant, which does not change the result.
+    """
     e = torch.exp(x - x.amax(dim=dim, keepdim=True).detach())
     return e / e.sum(dim=dim, keepdim=True)
 
@@ -73,10 +76,14 @@ def _transition(p: Params, x: Tensor) -> Tensor:
 
 
 def msa_att_row(p: Params, msa: Tensor, pair: Tensor, heads: int) -> Tensor:
-    """Algorithm 7, MSA row-wise gated self-attention with pair bias: [B, S, N, c_m] and [B, N, N, c_z] -> msa."""
+    """Compute algorithm 7, MSA row-wise gated self-attention with pair bias: -> [B, S, N, c_m]."""
     m = _layer_norm(p, "layer_norm_m", msa)  # line 1
     q, k, v = (_heads(_linear_no_bias(p, f"linear_{name}", m), heads) for name in "qkv")  # line 2
-    bias = _linear_no_bias(p, "linear_z", _layer_norm(p, "layer_norm_z", pair))  # line 3: b_ij^h as [b, i, j, h]
+    bias = _linear_no_bias(
+        p,
+        "linear_z",
+        _layer_norm(p, "layer_norm_z", pair),
+    )  # line 3: b_ij^h as [b, i, j, h]
     g = _heads(_sigmoid(_linear(p, "linear_g", m)), heads)  # line 4
     # line 5: a_sij^h = softmax_j(q_si . k_sj / sqrt(d) + b_ij)
     logits = torch.einsum("bsihd,bsjhd->bsijh", q, k) / math.sqrt(q.shape[-1])
@@ -107,7 +114,7 @@ def outer_product_mean(p: Params, msa: Tensor) -> Tensor:
     m = _layer_norm(p, "layer_norm", msa)  # line 1
     a = _linear(p, "linear_1", m)  # line 2: a_si, b_si
     b = _linear(p, "linear_2", m)
-    # line 3: o_ij = flatten(sum_s(a_si outer b_sj)), flat index = (channel of a) * c + (channel of b)
+    # line 3: o_ij = flatten(sum_s(a_si outer b_sj)), index (channel of a) * c + (channel of b)
     total = torch.einsum("bsid,bsje->bijde", a, b)
     o = total.reshape(*total.shape[:3], total.shape[3] * total.shape[4])
     # line 4; the mean is taken behind it, bias included, as the code of AlphaFold and OpenFold does
@@ -125,17 +132,17 @@ def _tri_mul(p: Params, pair: Tensor, subscripts: str) -> Tensor:
 
 
 def tri_mul_out(p: Params, pair: Tensor) -> Tensor:
-    """Algorithm 11, triangle multiplication with outgoing edges (sum_k a_ik * b_jk): [B, N, N, c_z] -> same."""
+    """Compute algorithm 11, triangle multiplication of outgoing edges: sum_k a_ik * b_jk."""
     return _tri_mul(p, pair, "bikd,bjkd->bijd")
 
 
 def tri_mul_in(p: Params, pair: Tensor) -> Tensor:
-    """Algorithm 12, triangle multiplication with incoming edges (sum_k a_ki * b_kj): [B, N, N, c_z] -> same."""
+    """Compute algorithm 12, triangle multiplication of incoming edges: sum_k a_ki * b_kj."""
     return _tri_mul(p, pair, "bkid,bkjd->bijd")
 
 
 def tri_att_start(p: Params, pair: Tensor, heads: int) -> Tensor:
-    """Algorithm 13, triangle gated self-attention around the starting node: [B, N, N, c_z] -> the same shape."""
+    """Compute algorithm 13, triangle gated self-attention around the starting node."""
     z = _layer_norm(p, "layer_norm", pair)  # line 1
     q, k, v = (_heads(_linear_no_bias(p, f"linear_{name}", z), heads) for name in "qkv")  # line 2
     bias = _linear_no_bias(p, "linear", z)  # line 3: b_ij^h
@@ -149,14 +156,15 @@ def tri_att_start(p: Params, pair: Tensor, heads: int) -> Tensor:
 
 
 def tri_att_end(p: Params, pair: Tensor, heads: int) -> Tensor:
-    """Algorithm 14, triangle gated self-attention around the ending node: [B, N, N, c_z] -> the same shape."""
+    """Compute algorithm 14, triangle gated self-attention around the ending node."""
     z = _layer_norm(p, "layer_norm", pair)  # line 1
     q, k, v = (_heads(_linear_no_bias(p, f"linear_{name}", z), heads) for name in "qkv")  # line 2
     bias = _linear_no_bias(p, "linear", z)  # line 3: b_ij^h
     g = _heads(_sigmoid(_linear(p, "linear_g", z)), heads)  # line 4
     # line 5: a_ijk^h = softmax_k(q_ij . k_kj / sqrt(d) + b_ki)
     logits = torch.einsum("bijhd,bkjhd->bijkh", q, k) / math.sqrt(q.shape[-1])
-    logits = logits + torch.einsum("bkih->bikh", bias)[:, :, None, :, :]  # the same bias for every j
+    bias = torch.einsum("bkih->bikh", bias)
+    logits = logits + bias[:, :, None, :, :]  # the same bias for every j
     a = _softmax(logits, dim=3)
     o = g * torch.einsum("bijkh,bkjhd->bijhd", a, v)  # line 6
     return _linear(p, "linear_o", _concat_heads(o))  # line 7
@@ -167,8 +175,14 @@ def pair_transition(p: Params, pair: Tensor) -> Tensor:
     return _transition(p, pair)
 
 
-def evoformer_block(p: Params, msa: Tensor, pair: Tensor, heads_msa: int, heads_pair: int) -> tuple[Tensor, Tensor]:
-    """Algorithm 6, lines 2 to 10 (one block): returns the new msa [B, S, N, c_m] and pair [B, N, N, c_z]."""
+def evoformer_block(
+    p: Params,
+    msa: Tensor,
+    pair: Tensor,
+    heads_msa: int,
+    heads_pair: int,
+) -> tuple[Tensor, Tensor]:
+    """Compute algorithm 6, lines 2 to 10, which are one block -> new msa and pair."""
 
     def of(module: str) -> Params:
         prefix = module + "."
@@ -187,18 +201,19 @@ def evoformer_block(p: Params, msa: Tensor, pair: Tensor, heads_msa: int, heads_
 
 
 def _cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
-    """-log softmax(logits)[target] over the last axis: [..., classes] and integer [...] -> [...]."""
+    """Compute -log softmax(logits)[target] of [..., classes] and integer [...] -> [...]."""
     assert logits.dtype == torch.float64, "the reference must be given float64 tensors"
     shifted = logits - logits.amax(dim=-1, keepdim=True).detach()
-    return torch.log(torch.exp(shifted).sum(dim=-1)) - shifted.gather(-1, target[..., None].long())[..., 0]
+    of_target = shifted.gather(-1, target[..., None].long())[..., 0]
+    return torch.log(torch.exp(shifted).sum(dim=-1)) - of_target
 
 
 def distogram_targets(coords: Tensor) -> Tensor:
-    """Distance bins (supplement section 1.9.8): coords [B, N, 3] in Angstrom -> bin index 0 to 63 as [B, N, N].
+    """Find distance bins, 0 to 63 as [B, N, N], of coords [B, N, 3] in Angstrom.
 
-    The 64 bins between 2 and 22 Angstrom are equally wide, so the 63 boundaries between them are 2 + 20 k / 64 with
-    k from 1 to 63; the first and the last bin also take what lies outside. The bin of a pair is the number of
-    boundaries that its distance exceeds.
+    Supplement section 1.9.8. The 64 bins between 2 and 22 Angstrom are equally wide, so the 63
+    boundaries between them are 2 + 20 k / 64 with k from 1 to 63; the first and the last bin also
+    take what lies outside. The bin of a pair is the number of boundaries that its distance exceeds.
     """
     x = coords.double()
     difference = x[:, :, None, :] - x[:, None, :, :]

@@ -467,7 +467,7 @@ def test_the_optimizer_of_v4_is_an_operator_and_counts_as_one():
     trainer = SimpleNamespace(model=model, optimizer=optimizer, next_batch=lambda: None)
     corrections = torch.ones(2, dtype=torch.float64, device=kernels.DEVICE)
     trainer.compute = lambda batch: optimizer.update([model.weight], corrections)
-    optimizer.rooms[0].collect()
+    optimizer.gradients[0].collect()
     assert kernels.group_bytes(trainer, v4.NO_WORK).total() == 64 * (7 * 4 + 2) + 3 * 8
 
 

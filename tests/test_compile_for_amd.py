@@ -50,7 +50,7 @@ def test_every_kernel_compiles_without_spills_and_fits(script: Path):
 def test_what_does_not_fit_and_what_is_never_launched_is_named(tmp_path: Path):
     script = tmp_path / "tiny_llama_v3.py"
     wrong = """
-BLOCKS["attention_forward hip"] = {"BLOCK_Q": 64, "BLOCK_K": 128, "num_warps": 8, "num_stages": 3}
+BLOCKS["attention_forward hip"] = "BLOCK_M=64,BLOCK_N=128,num_warps=8,num_stages=3"
 
 
 @triton.jit
@@ -63,17 +63,17 @@ def forgotten_kernel(X):
     script.write_text((ROOT / script.name).read_text().replace("\n# --- model\n", wrong))
     done = compile_for_amd(script, COVERED)
     assert done.returncode == 1, done.stderr
-    assert re.search(r"attention_forward_kernel in .*BLOCK_K=128.*\): gfx942 needs \d+ bytes of LDS", done.stderr)
+    assert re.search(r"attention_forward_kernel in .*BLOCK_N=128.*\): gfx942 needs \d+ bytes of LDS", done.stderr)
     assert "forgotten_kernel is never launched" in done.stderr
     assert "Traceback" not in done.stderr
 
 
 def test_other_block_sizes_are_compiled_for_their_kernel_alone():
-    options = "--target gfx942 --dtype bfloat16 --size default --blocks attention_backward_keys:BLOCK_Q=32"
+    options = "--target gfx942 --dtype bfloat16 --size default --blocks attention_backward_keys:BLOCK_M=32"
     done = compile_for_amd(ROOT / "tiny_llama_v4.py", options)
     assert done.returncode == 0, done.stderr
     assert in_tables(done.stdout) == {"attention_backward_keys"}
-    assert "BLOCK_Q=32" in done.stdout
+    assert "BLOCK_M=32" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -452,6 +452,20 @@ def test_tables_are_written_and_checked(tmp_path: Path):
     assert tables("--check", file).returncode == 0
 
 
+def test_a_marker_can_take_some_of_the_tables_that_its_command_prints(tmp_path: Path):
+    file = tmp_path / "x.md"
+    command = r"printf '| time    | V1 |\n| - | - |\n\n| time | V2 |\n| - | - |\n\n| MB |\n| - |\n'"
+    file.write_text(table_of(f'{command}, only "MB" "time | V1"', "old\n"))
+    assert tables(file).returncode == 0
+    assert "-->\n| MB |\n| - |\n\n| time    | V1 |\n| - | - |\n<!--" in file.read_text()
+    for wrong in ("time", "watts"):
+        text = file.read_text().replace('"MB"', f'"{wrong}"')
+        (tmp_path / "wrong.md").write_text(text)
+        done = tables(tmp_path / "wrong.md")
+        assert (done.returncode, f"one table that begins with '{wrong}'" in done.stderr) == (1, True)
+        assert (tmp_path / "wrong.md").read_text() == text
+
+
 @pytest.mark.parametrize("command", ["sh -c 'echo x; exit 3'", "true", "no_such_program", "echo 'x", "  "])
 def test_a_command_without_a_table_changes_nothing(tmp_path: Path, command: str):
     file = tmp_path / "x.md"

@@ -78,15 +78,14 @@ def guarded(wrap_triton: Callable, launched: set[str]) -> Callable:
     def wrap(kernel):
         class Launcher:
             def __getitem__(self, grid):
-                def launch(*arguments, **options) -> None:
-                    tensors = [value for value in arguments if isinstance(value, Tensor)]
-                    copies = {id(tensor): Guarded(tensor) for tensor in tensors}  # one given twice has one copy
-                    replaced = [copies[id(value)].copy if isinstance(value, Tensor) else value for value in arguments]
-                    wrap_triton(kernel)[grid](*replaced, **options)
+                def launch(**arguments) -> None:
+                    tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+                    copies = {id(t): Guarded(t) for t in tensors.values()}  # one given twice has one copy
+                    replaced = {name: copies[id(tensor)].copy for name, tensor in tensors.items()}
+                    wrap_triton(kernel)[grid](**arguments | replaced)
                     launched.add(kernel.__name__)
-                    for name, value in zip(kernel.arg_names, arguments, strict=False):
-                        if isinstance(value, Tensor):
-                            copies[id(value)].finish(f"{name} by {kernel.__name__}")
+                    for name, tensor in tensors.items():
+                        copies[id(tensor)].finish(f"{name} by {kernel.__name__}")
 
                 return launch
 
@@ -154,7 +153,7 @@ def copy_shifted(script: str, read: int, write: int) -> Tensor:
         tl.store(OUT + at + WRITE, tl.load(X + at + READ, mask=at < size), mask=at < size)
 
     x, out = torch.arange(100.0, device=DEVICE), torch.zeros(100, device=DEVICE)
-    guarded(module.wrap_triton, set())(shift_kernel)[(1,)](x, out, 100, READ=read, WRITE=write, BLOCK=128)
+    guarded(module.wrap_triton, set())(shift_kernel)[(1,)](X=x, OUT=out, size=100, READ=read, WRITE=write, BLOCK=128)
     return out
 
 

@@ -544,6 +544,13 @@ def test_flops_are_those_of_torch_and_of_the_harness(tmp_path: Path, script: str
     assert "FLOPs counted by torch.utils.flop_counter" in result.stdout
 
 
+@pytest.mark.gpu
+def test_on_a_gpu_flops_of_v4_need_no_flag_against_its_graph(tmp_path: Path, no_deepspeed):
+    argv = ["--script", "tiny_llama_v4.py", "--num-layers", "1", "--seq-len", "32"]
+    assert flops_tool.main([*argv, "--profile-dir", str(tmp_path)]) == 0
+    assert flops_tool.main([*argv, "--enable-cuda-graph", "--profile-dir", str(tmp_path)]) == 2
+
+
 def test_flops_that_our_own_kernels_hide_are_said(tmp_path: Path, no_deepspeed):
     result = run_tool(flops_tool, tmp_path, *tiny("tiny_llama_v4"))
     assert result.status == 0

@@ -229,7 +229,7 @@ def test_attention_with_scores_of_several_hundred(dtype: torch.dtype):
 @pytest.mark.parametrize(("queries", "keys"), [(16, 64), (64, 16), (32, 32)])
 def test_attention_with_blocks_of_any_shape(queries: int, keys: int, monkeypatch: pytest.MonkeyPatch):
     for kernel in ("attention_forward", "attention_backward_queries", "attention_backward_keys"):
-        monkeypatch.setitem(v3.OVERRIDES, kernel, {"BLOCK_Q": queries, "BLOCK_K": keys})
+        monkeypatch.setitem(v3.OVERRIDES, kernel, {"BLOCK_M": queries, "BLOCK_N": keys})
     check_attention(1, 100, 2, 2, 16)
 
 
@@ -364,7 +364,7 @@ def test_the_residual_stream_stays_float32_under_autocast(argv: list[str]):
 
 
 def launches(monkeypatch: pytest.MonkeyPatch, operation: Callable, module: ModuleType = v3) -> list[tuple]:
-    """Grid and block sizes of every kernel that the operation launches."""
+    """Grid and all arguments but tensors of every kernel that the operation launches."""
     seen, launch = [], module.wrap_triton
 
     class Recorder:
@@ -372,9 +372,9 @@ def launches(monkeypatch: pytest.MonkeyPatch, operation: Callable, module: Modul
             self.kernel = kernel
 
         def __getitem__(self, grid: tuple[int, ...]) -> Callable:
-            def run(*args, **settings) -> None:
-                seen.append((grid, settings))
-                launch(self.kernel)[grid](*args, **settings)
+            def run(**arguments) -> None:
+                seen.append((grid, {name: a for name, a in arguments.items() if not isinstance(a, Tensor)}))
+                launch(self.kernel)[grid](**arguments)
 
             return run
 
@@ -444,11 +444,11 @@ def test_blocks_change_what_is_launched_and_nothing_else(monkeypatch: pytest.Mon
     v3.prepare(parse(V3, *HERE))
     expected, before = attend(), launches(monkeypatch, attend)
     assert before[0][0] == (2, 1)
-    changes = ["--blocks", "attention_forward:BLOCK_Q=16,num_warps=2", "--blocks", "attention_forward:BLOCK_K=16"]
+    changes = ["--blocks", "attention_forward:BLOCK_M=16,num_warps=2", "--blocks", "attention_forward:BLOCK_N=16"]
     v3.prepare(parse(V3, *HERE, *changes))
     after = launches(monkeypatch, attend)
     assert after[0][0] == (2, 3)
-    assert after[0][1] == {**before[0][1], "BLOCK_Q": 16, "BLOCK_K": 16, "num_warps": 2}
+    assert after[0][1] == {**before[0][1], "BLOCK_M": 16, "BLOCK_N": 16, "num_warps": 2}
     assert relative_difference(attend(), expected) < (1e-6 if v3.INTERPRETED else LIMITS[torch.float32])
     v3.prepare(parse(V3, *HERE))
     assert launches(monkeypatch, attend) == before, "the next command line does not inherit them"
@@ -472,12 +472,12 @@ def test_blocks_are_recorded(run):
     ("text", "words"),
     [
         ("nonsense:TILE=64", ["no kernel 'nonsense'", "rms_norm_forward", "cross_entropy_backward"]),
-        ("attention_forward float32:BLOCK_Q=64", ["no kernel 'attention_forward float32'"]),
-        ("rotary:BLOCK_Q=64", ["rotary has no 'BLOCK_Q'", "TILE"]),
+        ("attention_forward float32:BLOCK_M=64", ["no kernel 'attention_forward float32'"]),
+        ("rotary:BLOCK_M=64", ["rotary has no 'BLOCK_M'", "TILE"]),
         ("rotary", ["rotary has no ''", "TILE"]),
         ("rotary:TILE=100", ["TILE=100 is not a power of two from 1"]),
         ("rotary:TILE=", ["TILE= is not a power of two from 1"]),
-        ("attention_forward:BLOCK_Q=8", ["BLOCK_Q=8 is not a power of two from 16"]),
+        ("attention_forward:BLOCK_M=8", ["BLOCK_M=8 is not a power of two from 16"]),
     ],
     ids=["kernel", "variant", "name", "nothing", "number", "no-number", "too-small"],
 )

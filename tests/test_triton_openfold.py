@@ -1,6 +1,7 @@
 """TinyOpenFold's Triton kernels, forward and backward, against the same operations in float64.
 
-On a machine without a GPU they run in Triton's interpreter, whose time goes by programs: hence the small sizes.
+On a machine without a GPU they run in Triton's interpreter, whose time goes by programs: hence the
+small sizes.
 """
 
 from __future__ import annotations
@@ -30,8 +31,13 @@ LIMITS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 both_types = pytest.mark.parametrize("dtype", list(LIMITS), ids=str)
 
 
-def random(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0, shift: float = 0.0) -> Tensor:
-    """Random numbers that need a gradient; from the generator that each test seeds by its position."""
+def random(
+    *shape: int,
+    dtype: torch.dtype = torch.float32,
+    scale: float = 1.0,
+    shift: float = 0.0,
+) -> Tensor:
+    """Draw random numbers that need a gradient, from the generator that each test seeds."""
     return (scale * torch.randn(shape) + shift).to(DEVICE, dtype).requires_grad_()
 
 
@@ -40,21 +46,30 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
-def check(
-    operation: Callable[..., Tensor], reference: Callable[..., Tensor], *inputs: Tensor | None, limit: float
+def check_close(
+    operation: Callable[..., Tensor],
+    reference: Callable[..., Tensor],
+    *inputs: Tensor | None,
+    limit: float,
 ) -> None:
-    """Result and every gradient agree with those of `reference` in float64."""
+    """Assert that result and every gradient agree with those of `reference` in float64."""
     exact = [None if t is None else t.detach().double().requires_grad_() for t in inputs]
     found, expected = operation(*inputs), reference(*exact)
     grad = torch.randn(expected.shape, device=DEVICE).to(found.dtype)
     given = [t for t in inputs if t is not None]
     found_grads = torch.autograd.grad(found, given, grad)
-    expected_grads = torch.autograd.grad(expected, [t for t in exact if t is not None], grad.double())
+    expected_grads = torch.autograd.grad(
+        expected,
+        [t for t in exact if t is not None],
+        grad.double(),
+    )
     total = math.sqrt(sum(float(g.square().sum()) for g in expected_grads))
     assert relative_difference(found, expected) < limit
-    for i, (value, right) in enumerate(zip(found_grads, expected_grads, strict=True)):
+    floor = max(1e-2, 10 * limit) * total
+    for i, (value, exact_value) in enumerate(zip(found_grads, expected_grads, strict=True)):
         assert value.dtype == given[i].dtype
-        assert relative_difference(value, right, floor=max(1e-2, 10 * limit) * total) < limit, f"gradient of input {i}"
+        error = relative_difference(value, exact_value, floor=floor)
+        assert error < limit, f"gradient of input {i}"
 
 
 # Layer norm
@@ -64,7 +79,7 @@ def check(
 @pytest.mark.parametrize("shape", [(1, 7), (7, 1, 33), (63, 65), (129, 100), (3, 5, 64)])
 def test_layer_norm(shape: tuple[int, ...], dtype: torch.dtype):
     """Input in float32, as under autocast; the output in the type of the next GEMM."""
-    check(
+    check_close(
         lambda x, w, b: v3.LayerNormFunction.apply(x, w, b, 1e-5, dtype),
         lambda x, w, b: F.layer_norm(x, shape[-1:], w, b, 1e-5),
         *(random(*shape, scale=3, shift=5), random(shape[-1]), random(shape[-1])),
@@ -73,7 +88,7 @@ def test_layer_norm(shape: tuple[int, ...], dtype: torch.dtype):
 
 
 def test_layer_norm_of_a_transposed_input():
-    check(
+    check_close(
         lambda x, w, b: v3.LayerNormFunction.apply(x.transpose(0, 1), w, b, 1e-5, torch.float32),
         lambda x, w, b: F.layer_norm(x.transpose(0, 1), (33,), w, b, 1e-5),
         *(random(5, 7, 33), random(33), random(33)),
@@ -83,10 +98,25 @@ def test_layer_norm_of_a_transposed_input():
 
 @both_types
 @pytest.mark.parametrize("ending", [False, True], ids=["starting", "ending"])
-@pytest.mark.parametrize(("samples", "length", "dim", "heads"), [(2, 7, 24, 3), (1, 9, 130, 8), (3, 4, 16, 1)])
-def test_layer_norm_with_pair_bias(samples: int, length: int, dim: int, heads: int, ending: bool, dtype: torch.dtype):
+@pytest.mark.parametrize(
+    ("samples", "length", "dim", "heads"),
+    [(2, 7, 24, 3), (1, 9, 130, 8), (3, 4, 16, 1)],
+)
+def test_layer_norm_with_pair_bias(
+    samples: int,
+    length: int,
+    dim: int,
+    heads: int,
+    ending: bool,
+    dtype: torch.dtype,
+):
     """The bias used alone, and both results."""
-    inputs = random(samples, length, length, dim, scale=3), random(dim), random(dim), random(heads, dim)
+    inputs = (
+        random(samples, length, length, dim, scale=3),
+        random(dim),
+        random(dim),
+        random(heads, dim),
+    )
 
     def reference(x: Tensor, w: Tensor, b: Tensor, projection: Tensor) -> tuple[Tensor, Tensor]:
         normed = F.layer_norm(x, (dim,), w, b, 1e-5)
@@ -97,7 +127,7 @@ def test_layer_norm_with_pair_bias(samples: int, length: int, dim: int, heads: i
         return v3.LayerNormFunction.apply(x, w, b, 1e-5, dtype, projection, ending)
 
     for used in (slice(1, 2), slice(0, 2)):
-        check(
+        check_close(
             lambda *i, used=used: torch.cat([t.flatten() for t in kernel(*i)[used]]),
             lambda *i, used=used: torch.cat([t.flatten() for t in reference(*i)[used]]),
             *inputs,
@@ -130,7 +160,7 @@ def test_gradient_of_a_bias(shape: tuple[int, ...], dtype: torch.dtype):
 
 
 def attention(qkvg: Tensor, gate_bias: Tensor, bias: Tensor | None) -> Tensor:
-    """Softmax attention along the third dimension of qkvg [B, R, N, H, 4, D], with scores in memory."""
+    """Attend along the third dimension of qkvg [B, R, N, H, 4, D], with scores in memory."""
     q, k, v, gate = qkvg.transpose(2, 3).unbind(4)  # [B, R, H, N, D]
     scores = q @ k.mT / math.sqrt(q.shape[-1])
     scores = scores if bias is None else scores + bias[:, None]
@@ -154,9 +184,17 @@ def attention(qkvg: Tensor, gate_bias: Tensor, bias: Tensor | None) -> Tensor:
         (2, 2, 128, 1, 32, True),
     ],
 )
-def test_attention(samples: int, rows: int, length: int, heads: int, dim: int, biased: bool, dtype: torch.dtype):
+def test_attention(
+    samples: int,
+    rows: int,
+    length: int,
+    heads: int,
+    dim: int,
+    biased: bool,
+    dtype: torch.dtype,
+):
     """Up to 64 positions one kernel makes all gradients, beyond that there are three."""
-    check(
+    check_close(
         v3.GatedAttentionFunction.apply,
         attention,
         random(samples, rows, length, heads, 4, dim, dtype=dtype),
@@ -173,16 +211,29 @@ def test_attention_of_columns_reads_them_where_they_lie(length: int):
     def columns(operation: Callable) -> Callable:
         return lambda qkvg, *others: operation(qkvg.transpose(1, 2), *others)
 
-    check(columns(v3.GatedAttentionFunction.apply), columns(attention), qkvg, gate_bias, bias, limit=1e-5)
-    assert v3.GatedAttentionFunction.apply(qkvg.transpose(1, 2), gate_bias, bias).transpose(1, 2).is_contiguous()
-    (grad,) = torch.autograd.grad(columns(v3.GatedAttentionFunction.apply)(qkvg, gate_bias, bias).sum(), qkvg)
+    check_close(
+        columns(v3.GatedAttentionFunction.apply),
+        columns(attention),
+        qkvg,
+        gate_bias,
+        bias,
+        limit=1e-5,
+    )
+    out = v3.GatedAttentionFunction.apply(qkvg.transpose(1, 2), gate_bias, bias)
+    assert out.transpose(1, 2).is_contiguous()
+    (grad,) = torch.autograd.grad(
+        columns(v3.GatedAttentionFunction.apply)(qkvg, gate_bias, bias).sum(),
+        qkvg,
+    )
     assert grad.is_contiguous()
 
 
 def test_attention_of_views_with_gaps():
-    check(
+    check_close(
         lambda qkvg, gate_bias, bias: v3.GatedAttentionFunction.apply(
-            qkvg[..., :8], gate_bias, bias.permute(0, 3, 1, 2)
+            qkvg[..., :8],
+            gate_bias,
+            bias.permute(0, 3, 1, 2),
         ),
         lambda qkvg, gate_bias, bias: attention(qkvg[..., :8], gate_bias, bias.permute(0, 3, 1, 2)),
         *(random(1, 2, 9, 2, 4, 11), random(16), random(1, 9, 9, 2)),
@@ -193,47 +244,84 @@ def test_attention_of_views_with_gaps():
 @pytest.mark.parametrize("length", [20, 70])
 def test_attention_with_scores_of_several_hundred(length: int):
     """exp() of them overflows float32, so their maximum must be taken off first."""
-    inputs = random(1, 2, length, 1, 4, 16, scale=12), random(16), random(1, 1, length, length, scale=300)
-    scores = (
-        inputs[0].detach()[..., 0, :].abs().max() * inputs[0].detach()[..., 1, :].abs().max() + inputs[2].abs().max()
+    inputs = (
+        random(1, 2, length, 1, 4, 16, scale=12),
+        random(16),
+        random(1, 1, length, length, scale=300),
     )
-    assert scores > 700
-    check(v3.GatedAttentionFunction.apply, attention, *inputs, limit=1e-3)  # of which rounding the scores is 1e-4
+    q, k, _, _ = (part.detach().abs().max() for part in inputs[0].unbind(-2))
+    assert q * k + inputs[2].detach().abs().max() > 700
+    check_close(
+        v3.GatedAttentionFunction.apply,
+        attention,
+        *inputs,
+        limit=1e-3,
+    )  # of which rounding the scores is 1e-4
 
 
 # Triangle multiplication
 
 
 def triangle(incoming: bool, x: Tensor, *parameters: Tensor) -> Tensor:
-    """Algorithms 11 and 12 of the AlphaFold 2 supplement, weights and biases of a_p, b_p, a_g, b_g, g and z stacked."""
+    """Compute algorithms 11 and 12 of the AlphaFold 2 supplement.
+
+    The weights and biases of a_p, b_p, a_g, b_g, g and z are stacked.
+    """
     norm_in, norm_out, (weight, bias) = parameters[:2], parameters[2:4], parameters[4:]
     dim = x.shape[-1:]
     normed = F.layer_norm(x, dim, *norm_in)
     a_p, b_p, a_g, b_g, g = F.linear(normed, weight[: -dim[0]], bias[: -dim[0]]).chunk(5, -1)
     a, b = a_p * a_g.sigmoid(), b_p * b_g.sigmoid()
     product = torch.einsum("bkic,bkjc->bijc" if incoming else "bikc,bjkc->bijc", a, b)
-    return g.sigmoid() * F.linear(F.layer_norm(product, dim, *norm_out), weight[-dim[0] :], bias[-dim[0] :])
+    return g.sigmoid() * F.linear(
+        F.layer_norm(product, dim, *norm_out),
+        weight[-dim[0] :],
+        bias[-dim[0] :],
+    )
 
 
 def triangle_inputs(samples: int, length: int, dim: int) -> list[Tensor]:
     norms = [random(dim, scale=0.2, shift=float(i % 2 == 0)) for i in range(4)]
-    return [random(samples, length, length, dim), *norms, random(6 * dim, dim, scale=dim**-0.5), random(6 * dim)]
+    return [
+        random(samples, length, length, dim),
+        *norms,
+        random(6 * dim, dim, scale=dim**-0.5),
+        random(6 * dim),
+    ]
 
 
 @pytest.mark.parametrize("residual", [False, True], ids=["update", "residual"])
 @pytest.mark.parametrize("incoming", [False, True], ids=["outgoing", "incoming"])
 @pytest.mark.parametrize(
     ("samples", "length", "dim", "dtype"),
-    [(1, 1, 16, torch.float32), (2, 7, 32, torch.float32), (1, 9, 64, torch.float32), (2, 9, 32, torch.bfloat16)],
+    [
+        (1, 1, 16, torch.float32),
+        (2, 7, 32, torch.float32),
+        (1, 9, 64, torch.float32),
+        (2, 9, 32, torch.bfloat16),
+    ],
 )
 def test_triangle_multiplication(
-    samples: int, length: int, dim: int, dtype: torch.dtype, incoming: bool, residual: bool
+    samples: int,
+    length: int,
+    dim: int,
+    dtype: torch.dtype,
+    incoming: bool,
+    residual: bool,
 ):
-    check(
-        lambda x, *parameters: v3.TriangleMultiplicationFunction.apply(x, incoming, residual, 1e-5, dtype, *parameters),
+    check_close(
+        lambda x, *parameters: v3.TriangleMultiplicationFunction.apply(
+            x,
+            incoming,
+            residual,
+            1e-5,
+            dtype,
+            *parameters,
+        ),
         lambda x, *parameters: triangle(incoming, x, *parameters) + (x if residual else 0),
         *triangle_inputs(samples, length, dim),
-        limit=LIMITS[dtype] * (3 if dtype == torch.bfloat16 else 1),  # six roundings follow each other
+        # Six roundings follow each other.
+        limit=LIMITS[dtype] * (3 if dtype == torch.bfloat16 else 1),
     )
 
 
@@ -243,12 +331,19 @@ def test_wide_offsets_change_nothing(monkeypatch: pytest.MonkeyPatch):
 
     def run() -> tuple[Tensor, ...]:
         options = (False, True, 1e-5, torch.float32)
-        return results(lambda x, *p: v3.TriangleMultiplicationFunction.apply(x, *options, *p), inputs)
+        return results(
+            lambda x, *p: v3.TriangleMultiplicationFunction.apply(x, *options, *p),
+            inputs,
+        )
 
     expected, options, wide = run(), v3.triangle_options, []
-    monkeypatch.setattr(v3, "triangle_options", lambda *a: wide.append(a[0]) or {**options(*a), "WIDE": True})
-    for found, right in zip(run(), expected, strict=True):
-        assert relative_difference(found, right) < 1e-6
+    monkeypatch.setattr(
+        v3,
+        "triangle_options",
+        lambda *a: wide.append(a[0]) or {**options(*a), "WIDE": True},
+    )
+    for found, narrow in zip(run(), expected, strict=True):
+        assert relative_difference(found, narrow) < 1e-6
     assert len(wide) == 4
 
 
@@ -257,16 +352,21 @@ def test_wide_offsets_change_nothing(monkeypatch: pytest.MonkeyPatch):
 
 @both_types
 @pytest.mark.parametrize(
-    ("samples", "depth", "length", "dim"), [(1, 1, 1, 8), (2, 7, 5, 8), (1, 33, 3, 32), (1, 65, 9, 16)]
+    ("samples", "depth", "length", "dim"),
+    [(1, 1, 1, 8), (2, 7, 5, 8), (1, 33, 3, 32), (1, 65, 9, 16)],
 )
 def test_outer_product_mean(samples: int, depth: int, length: int, dim: int, dtype: torch.dtype):
     def reference(a: Tensor, b: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return F.linear(torch.einsum("bsic,bsjd->bijcd", a, b).flatten(3), weight, bias) / (depth + 1e-3)
+        outer = torch.einsum("bsic,bsjd->bijcd", a, b).flatten(3)
+        return F.linear(outer, weight, bias) / (depth + 1e-3)
 
-    check(
+    check_close(
         lambda *inputs: v3.OuterProductMeanFunction.apply(*inputs, 1 / (depth + 1e-3)),
         reference,
-        *(random(samples, depth, length, dim, dtype=dtype), random(samples, depth, length, dim, dtype=dtype)),
+        *(
+            random(samples, depth, length, dim, dtype=dtype),
+            random(samples, depth, length, dim, dtype=dtype),
+        ),
         *(random(24, dim * dim, scale=1 / dim), random(24)),
         limit=LIMITS[dtype],
     )
@@ -279,18 +379,40 @@ def test_outer_product_mean(samples: int, depth: int, length: int, dim: int, dty
 @pytest.mark.parametrize("shape", [(1, 7), (3, 5, 33), (129, 64)])
 def test_bias_relu(shape: tuple[int, ...], dtype: torch.dtype):
     bias = random(shape[-1])
-    check(v3.BiasReLU.apply, lambda x, b: F.relu(x + b), random(*shape, dtype=dtype), bias, limit=LIMITS[dtype])
+    check_close(
+        v3.BiasReLU.apply,
+        lambda x, b: F.relu(x + b),
+        random(*shape, dtype=dtype),
+        bias,
+        limit=LIMITS[dtype],
+    )
 
 
 def test_bias_relu_keeps_what_is_not_a_number():
-    assert v3.BiasReLU.apply(torch.full((1, 4), math.nan, device=DEVICE), torch.zeros(4, device=DEVICE)).isnan().all()
+    assert (
+        v3.BiasReLU.apply(
+            torch.full((1, 4), math.nan, device=DEVICE),
+            torch.zeros(4, device=DEVICE),
+        )
+        .isnan()
+        .all()
+    )
 
 
 # Gradients by row and column, of parts in bfloat16 beside V1's
 
 
-def part_gradients(version: ModuleType, name: str, state: dict[str, Tensor], x: Tensor, dtype: torch.dtype):
-    """Gradients of a part's input, [positions, C], and of its parameters; float64 or under autocast."""
+def part_gradients(
+    version: ModuleType,
+    name: str,
+    state: dict[str, Tensor],
+    x: Tensor,
+    dtype: torch.dtype,
+):
+    """Compute the gradients of a part's input, [positions, C], and of its parameters.
+
+    They are computed in float64 or under autocast.
+    """
     config = version.ModelConfig(pair_dim=x.shape[-1], num_heads_pair=2)
     part = getattr(version, name)(config, version.Fusions()).to(DEVICE)
     part.load_state_dict(state)
@@ -303,8 +425,11 @@ def part_gradients(version: ModuleType, name: str, state: dict[str, Tensor], x: 
 
 
 def worst_line(error: Tensor, exact: Tensor, rounding: Tensor, dim: int) -> float:
-    """Largest error of a line along `dim` over its norm, or over ten times V1's mean error in a line, if that is more:
-    below that V1 has not one digit right itself."""
+    """Find the largest error of a line along `dim` over its norm.
+
+    Or over ten times V1's mean error in a line, if that is more: below that V1 has not one digit
+    right itself.
+    """
     floor = 10 * rounding.norm(dim=dim).square().mean().sqrt()
     return float((error.norm(dim=dim) / exact.norm(dim=dim).maximum(floor)).max())
 
@@ -317,19 +442,29 @@ def worst_line(error: Tensor, exact: Tensor, rounding: Tensor, dim: int) -> floa
         ("TriangleMultiplicationOutgoing", 13, "cancelled outlier"),
         ("TriangleAttentionStartingNode", 13, "plain"),
         ("TriangleAttentionStartingNode", 13, "large outlier"),
-        ("TriangleAttentionStartingNode", 19, "large outlier"),  # three kernels, with the block size below
+        (
+            "TriangleAttentionStartingNode",
+            19,
+            "large outlier",
+        ),  # three kernels, with the block size below
         ("TriangleAttentionStartingNode", 19, "large logits"),
     ],
 )
 def test_no_row_or_column_of_a_gradient_is_less_exact_than_in_v1(
-    part: str, length: int, case: str, monkeypatch: pytest.MonkeyPatch
+    part: str,
+    length: int,
+    case: str,
+    monkeypatch: pytest.MonkeyPatch,
 ):
     """An outlier channel stands above the others at all positions, as they do in trained models."""
     monkeypatch.setitem(v3.OVERRIDES, "attention_backward_short", {"BLOCK_N": 16})
     v1 = load("tiny_openfold_v1")
     x = torch.randn(1, length, length, 32)
     x[..., 5] += {"outlier": 10.0, "cancelled outlier": 10.0, "large outlier": 100.0}.get(case, 0.0)
-    state = getattr(v1, part)(v1.ModelConfig(pair_dim=32, num_heads_pair=2), v1.Fusions()).state_dict()
+    state = getattr(v1, part)(
+        v1.ModelConfig(pair_dim=32, num_heads_pair=2),
+        v1.Fusions(),
+    ).state_dict()
     state = random_state(state)
     for name in state:
         if case == "cancelled outlier" and name in ("layer_norm.bias", "layer_norm_in.bias"):
@@ -338,15 +473,19 @@ def test_no_row_or_column_of_a_gradient_is_less_exact_than_in_v1(
         if case == "large logits" and name in ("linear_q.weight", "linear_k.weight"):
             state[name] *= 5
     exact = part_gradients(v1, part, state, x.to(DEVICE), torch.float64)
-    sides = [part_gradients(version, part, state, x.to(DEVICE), torch.bfloat16) for version in (v1, v3)]
-    if v3.INTERPRETED and length > 16:  # it does not round a gradient before the kernel has used it, as a GPU does
+    x = x.to(DEVICE)
+    sides = [part_gradients(version, part, state, x, torch.bfloat16) for version in (v1, v3)]
+    # The interpreter does not round a gradient before the kernel has used it, as a GPU does.
+    if v3.INTERPRETED and length > 16:
         del exact["linear_k.weight"], exact["linear.weight"]
     for name, expected in exact.items():
-        rounding, error = ((side[name].double() - expected).reshape(len(expected), -1) for side in sides)
+        errors = (side[name].double() - expected for side in sides)
+        rounding, error = (e.reshape(len(expected), -1) for e in errors)
         expected = expected.reshape(error.shape)
         for dim, line in enumerate(("column", "row")[: exact[name].dim()]):
             before, after = (worst_line(e, expected, rounding, dim) for e in (rounding, error))
-            assert after <= 3 * before, f"a {line} of the gradient of {name}: {after:.2g}, V1 {before:.2g}"
+            message = f"a {line} of the gradient of {name}: {after:.2g}, V1 {before:.2g}"
+            assert after <= 3 * before, message
 
 
 # Weights
@@ -360,9 +499,17 @@ def test_weights_of_a_block_are_cast_once():
     with torch.autocast(DEVICE.type, torch.bfloat16):
         weights = block.cast_weights()
     assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
-    for part in ("msa_att_row.linear_qkvg.weight", "tri_att_end.linear_o.bias", "msa_transition.linear_1.weight"):
+    for part in (
+        "msa_att_row.linear_qkvg.weight",
+        "tri_att_end.linear_o.bias",
+        "msa_transition.linear_1.weight",
+    ):
         assert torch.equal(weights[part], block.get_parameter(part).bfloat16())
-        (grad,) = torch.autograd.grad(weights[part].sum(), block.get_parameter(part), retain_graph=True)
+        (grad,) = torch.autograd.grad(
+            weights[part].sum(),
+            block.get_parameter(part),
+            retain_graph=True,
+        )
         assert torch.equal(grad, torch.ones_like(block.get_parameter(part)))
 
 
@@ -390,7 +537,8 @@ def test_a_protein_longer_than_the_model_was_made_for():
         args = version.parse_args([*TINY["openfold"], "--device", DEVICE.type])
         model = version.build_model(args, DEVICE)
         model.load_state_dict(random_state(model.state_dict()))
-        tokens = torch.arange(2 * 35).reshape(1, 2, 35) % version.NUM_TOKENS  # relative positions are clipped at 32
+        # Relative positions are clipped at 32.
+        tokens = torch.arange(2 * 35).reshape(1, 2, 35) % version.NUM_TOKENS
         values.append(model(tokens.to(DEVICE))["distogram"])
     assert relative_difference(values[1], values[0]) < 1e-4
 
@@ -399,16 +547,37 @@ def test_a_protein_longer_than_the_model_was_made_for():
 
 
 OPERATIONS = {
-    "layer norm": (lambda x, w, b: v3.LayerNormFunction.apply(x, w, b, 1e-5, torch.float32), [(9, 12), (12,), (12,)]),
+    "layer norm": (
+        lambda x, w, b: v3.LayerNormFunction.apply(x, w, b, 1e-5, torch.float32),
+        [(9, 12), (12,), (12,)],
+    ),
     "pair bias": (
-        lambda x, w, b, heads: v3.LayerNormFunction.apply(x, w, b, 1e-5, torch.float32, heads, True)[1],
+        lambda x, w, b, heads: v3.LayerNormFunction.apply(
+            x,
+            w,
+            b,
+            1e-5,
+            torch.float32,
+            heads,
+            True,
+        )[1],
         [(1, 5, 5, 12), (12,), (12,), (3, 12)],
     ),
     "bias": (v3.BiasGradient.apply, [(9, 12), (12,)]),
     "short attention": (v3.GatedAttentionFunction.apply, [(1, 3, 5, 1, 4, 8), (8,), (1, 1, 5, 5)]),
-    "long attention": (v3.GatedAttentionFunction.apply, [(1, 2, 66, 1, 4, 8), (8,), (1, 1, 66, 66)]),
+    "long attention": (
+        v3.GatedAttentionFunction.apply,
+        [(1, 2, 66, 1, 4, 8), (8,), (1, 1, 66, 66)],
+    ),
     "triangle": (
-        lambda x, *p: v3.TriangleMultiplicationFunction.apply(x, False, True, 1e-5, torch.float32, *p),
+        lambda x, *p: v3.TriangleMultiplicationFunction.apply(
+            x,
+            False,
+            True,
+            1e-5,
+            torch.float32,
+            *p,
+        ),
         [(1, 5, 5, 16), *4 * [(16,)], (96, 16), (96,)],
     ),
     "outer product": (
@@ -431,14 +600,16 @@ def test_the_same_input_gives_the_same_bits(name: str):
     inputs = [random(*shape) for shape in shapes]
     first = results(operation, inputs)
     for _ in range(20 if DEVICE.type == "cuda" else 1):
-        assert all(torch.equal(a, b) for a, b in zip(first, results(operation, inputs), strict=True))
+        again = results(operation, inputs)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
 @every_operation
 def test_no_rows_are_one_clear_error(name: str):
     operation, shapes = OPERATIONS[name]
     whole = [random(*shape) for shape in shapes]
-    batched = [random(0, *shape[1:]) if shape[0] == shapes[0][0] else t for shape, t in zip(shapes, whole, strict=True)]
+    samples = len(whole[0])
+    batched = [random(0, *t.shape[1:]) if len(t) == samples else t for t in whole]
     with pytest.raises(ValueError, match="needs at least one row"):
         results(operation, batched)
 
@@ -454,19 +625,29 @@ def test_an_input_of_another_size_is_refused_before_a_kernel_reads_beyond_it(nam
 
 
 @every_operation
-def test_what_is_frozen_costs_no_kernel_and_changes_no_other_gradient(name: str, monkeypatch: pytest.MonkeyPatch):
-    """Each input alone needs a gradient: its bits are the same, and it takes at most as many launches as all do."""
+def test_what_is_frozen_costs_no_kernel_and_changes_no_other_gradient(
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Let each input alone need a gradient.
+
+    Its bits are the same, and it takes at most as many launches as all do.
+    """
     operation, shapes = OPERATIONS[name]
     inputs, wrap, launched = [random(*shape) for shape in shapes], v3.wrap_triton, []
-    monkeypatch.setattr(v3, "wrap_triton", lambda kernel: launched.append(kernel.__name__) or wrap(kernel))
+    monkeypatch.setattr(
+        v3,
+        "wrap_triton",
+        lambda kernel: launched.append(kernel.__name__) or wrap(kernel),
+    )
     expected = results(operation, inputs)[1:]
     for_all = len(launched)
     counts = []
-    for i, right in enumerate(expected):
+    for i, alone in enumerate(expected):
         launched.clear()
         one = [t.detach().requires_grad_(i == j) for j, t in enumerate(inputs)]
         (found,) = torch.autograd.grad(operation(*one).square().sum(), one[i : i + 1])
-        assert torch.equal(found, right)
+        assert torch.equal(found, alone)
         counts.append(len(launched))
     assert max(counts) <= for_all
     assert min(counts) < for_all
@@ -478,9 +659,19 @@ def test_torch_compile_finds_no_reason_to_break_its_graph(name: str):
     operation, shapes = OPERATIONS[name]
     inputs = [random(*shape) for shape in shapes]
     torch.compiler.reset()  # or sizes that differ from those of the test before become symbols
-    expected, found = results(operation, inputs), results(torch.compile(operation, fullgraph=True), inputs)
+    expected, found = (
+        results(operation, inputs),
+        results(torch.compile(operation, fullgraph=True), inputs),
+    )
     for a, b in zip(found, expected, strict=True):
         assert relative_difference(a, b) < 1e-5
+
+
+def test_every_line_of_block_sizes_is_complete():
+    """What a backend or precision gets is read off one line, and no line has a name too many."""
+    for line, settings in v3.BLOCKS.items():
+        kernel = line.partition(" ")[0]
+        assert v3.block_sizes(settings).keys() == v3.block_sizes(v3.BLOCKS[kernel]).keys(), line
 
 
 @pytest.mark.parametrize(

@@ -43,12 +43,12 @@ def test_each_turn_has_the_settings_of_its_own_side(monkeypatch):
     step = script.Trainer.step
 
     def watched(trainer):
-        blocks = script.blocks("attention_forward")["BLOCK_Q"]
+        blocks = script.blocks("attention_forward")["BLOCK_M"]
         seen["small" if "16" in trainer.args.blocks else "large"].append((blocks, torch.get_float32_matmul_precision()))
         return step(trainer)
 
     monkeypatch.setattr(script.Trainer, "step", watched)
-    blocks = "--disable-all-fusion --enable-triton-attention --blocks attention_forward:BLOCK_Q="
+    blocks = "--disable-all-fusion --enable-triton-attention --blocks attention_forward:BLOCK_M="
     sides = {
         "small": ("tiny_llama_v3", [*SMALL, *words(f"{blocks}16 --matmul-precision high")]),
         "large": ("tiny_llama_v3", [*SMALL, *words(f"{blocks}32")]),
@@ -60,10 +60,10 @@ def test_each_turn_has_the_settings_of_its_own_side(monkeypatch):
 
 def test_parsing_changes_nothing_for_another_run():
     script = load("tiny_llama_v3")
-    args = script.parse_args([*SMALL, "--blocks", "attention_forward:BLOCK_Q=16"])
+    args = script.parse_args([*SMALL, "--blocks", "attention_forward:BLOCK_M=16"])
     script.prepare(args)
     script.parse_args(SMALL)
-    assert script.blocks("attention_forward")["BLOCK_Q"] == 16
+    assert script.blocks("attention_forward")["BLOCK_M"] == 16
 
 
 @pytest.mark.parametrize("argv", [["--device", "cpu"], ["--device=cpu"], [], ["--disable-cuda-graph"]])

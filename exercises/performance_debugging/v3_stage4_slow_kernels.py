@@ -39,7 +39,10 @@ def naive_matmul_kernel(X, WEIGHT, OUT, columns, D, BLOCK: tl.constexpr):
 def naive_matmul(x: Tensor, weight: Tensor) -> Tensor:
     """x [T, D], weight [N, D] -> x @ weight.T [T, N]."""
     out = x.new_empty(len(x), len(weight))
-    v3.wrap_triton(naive_matmul_kernel)[(out.numel(),)](x, weight, out, *weight.shape, BLOCK=128, num_warps=1)
+    columns, dim = weight.shape
+    v3.wrap_triton(naive_matmul_kernel)[(out.numel(),)](
+        X=x, WEIGHT=weight, OUT=out, columns=columns, D=dim, BLOCK=128, num_warps=1
+    )
     return out
 
 

@@ -27,10 +27,14 @@ class AddRMSNorm:
 
     @staticmethod
     def apply(x: Tensor, update: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype):
-        """x, update [..., D] -> norm(x + update) * weight in `dtype`, and x + update; without an update the norm."""
-        rows, programs, options = v3.row_options("rms_norm_forward", x)
-        normed, summed, rstd = torch.empty_like(x, dtype=dtype), torch.empty_like(x), x.new_empty(rows)
-        v3.rms_norm_forward_kernel[(programs,)](x, update, weight, normed, summed, rstd, rows, eps, **options)
+        """Compute norm(x + update) * weight in `dtype`, and x + update; without an update the norm."""
+        rows, programs, options = v3.row_launch("rms_norm_forward", x)
+        normed, summed = torch.empty_like(x, dtype=dtype), torch.empty_like(x)
+        rstd = x.new_empty(rows)
+        v3.rms_norm_forward_kernel[(programs,)](
+            X=x, UPDATE=update, WEIGHT=weight, NORMED=normed, SUMMED=summed, RSTD=rstd,
+            rows=rows, eps=eps, **options,
+        )  # fmt: skip
         return normed if update is None else (normed, summed)
 
 

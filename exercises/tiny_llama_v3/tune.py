@@ -49,17 +49,12 @@ def target_here() -> str:
     return name
 
 
-def chosen(kernel: str, name: str, value: int, backend: str):
-    """Within it the kernel has this block size or number of warps."""
-    own = f"{kernel} {backend}"
-    return mock.patch.dict(v3.BLOCKS, {own: v3.BLOCKS.get(own, {}) | {name: value}})
-
-
 def needs(kernel: str, name: str, value: int, target: str) -> dict[str, str]:
     """Columns: what the kernel takes of a compute unit of this target."""
     backend = compile_for_amd.TARGETS[target][0].backend
-    with mock.patch.multiple(v3, BACKEND=backend, wrap_triton=None), chosen(kernel, name, value, backend):
-        launches = compile_for_amd.record(v3, backend, ["bfloat16"], ["default"])
+    with mock.patch.multiple(v3, BACKEND=backend, wrap_triton=None):
+        blocks = ["--blocks", f"{kernel}:{name}={value}"]
+        launches = compile_for_amd.record(v3, backend, ["bfloat16"], ["default"], blocks)
         launches = [launch for launch in launches if launch.kernel.__name__ == f"{kernel}_kernel"]
         found = [result for (result,) in compile_for_amd.compile_all(launches, [target])]
     if failed := [text for text in found if isinstance(text, str)]:
@@ -83,14 +78,14 @@ def measured(kernel: str, name: str, values: dict[int, dict[str, str]]) -> Itera
         raise ToolError(f"{kernel} does not only move bytes: give --target here, and time it with bench/operations.py")
     function = getattr(v3, kernel)
     for value, columns in values.items():
-        with chosen(kernel, name, value, v3.BACKEND):
-            try:
-                results = function(*inputs)
-                results = (results,) if isinstance(results, torch.Tensor) else results
-                moved = sum(t.nbytes for t in (*inputs, *results) if isinstance(t, torch.Tensor))
-                yield measure.timed(f"{name}={value}", lambda: function(*inputs), moved, **columns)
-            except triton.runtime.errors.OutOfResources as error:
-                print_notes(PROG, f"{name}={value}: {error}")
+        v3.use_blocks(f"{kernel}:{name}={value}")
+        try:
+            results = function(*inputs)
+            results = (results,) if isinstance(results, torch.Tensor) else results
+            moved = sum(t.nbytes for t in (*inputs, *results) if isinstance(t, torch.Tensor))
+            yield measure.timed(f"{name}={value}", lambda: function(*inputs), moved, **columns)
+        except triton.runtime.errors.OutOfResources as error:
+            print_notes(PROG, f"{name}={value}: {error}")
 
 
 def main(argv: list[str] | None = None) -> int:

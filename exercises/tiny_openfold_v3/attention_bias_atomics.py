@@ -42,31 +42,40 @@ REPEATS = 5  # runs whose bits are compared
 
 @triton.jit
 def atomic_bias_kernel(
-    QKVG, BIAS, LSE, GRAD_ATTENTION, DELTA, GRAD_BIAS, x_b, x_r, x_n, out_b, out_r, out_n, R, H, N, B, group,
-    scale: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    QKVG, BIAS, LOG_SUM_EXP, GRAD_ATTENTION, DELTA, GRAD_BIAS,
+    x_b, x_r, x_n, out_b, out_r, out_n, R, H, N, B, group,
+    scale: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """V3's attention_backward_bias_kernel but for its last two lines: all groups add to one tile."""
-    tile, head, g, b = split_program(tl.program_id(0), tl.cdiv(N, BLOCK_M) * tl.cdiv(N, BLOCK_N), H, tl.cdiv(R, group))
-    query = tile // tl.cdiv(N, BLOCK_N) * BLOCK_M + tl.arange(0, BLOCK_M)
-    key = tile % tl.cdiv(N, BLOCK_N) * BLOCK_N + tl.arange(0, BLOCK_N)
+    """Add dS of `group` rows to a tile of the bias's gradient, as V3 does, but atomically."""
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    tile, head, g, b = split_program(
+        tl.program_id(0), tl.cdiv(N, BLOCK_M) * tiles_n, H, tl.cdiv(R, group)
+    )  # fmt: skip
+    query = tile // tiles_n * BLOCK_M + tl.arange(0, BLOCK_M)
+    key = tile % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
     QKVG += b * x_b + head * 4 * D
     GRAD_ATTENTION += b * out_b + head * D
     bias = load_bias(BIAS + (b * H + head) * N * N, query, key, N, EVEN)
     grad_bias = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for step in range((g * group).to(tl.int32), tl.minimum(g * group + group, R).to(tl.int32)):
+    first = (g * group).to(tl.int32)
+    last = tl.minimum(g * group + group, R).to(tl.int32)
+    for step in range(first, last):
         r = tl.cast(step, tl.int64)
         q = load_rows(QKVG + r * x_r, query, x_n, D, BLOCK_D, N, EVEN)
         k = load_rows(QKVG + r * x_r + D, key, x_n, D, BLOCK_D, N, EVEN)
         v = load_rows(QKVG + r * x_r + 2 * D, key, x_n, D, BLOCK_D, N, EVEN)
         grad = load_rows(GRAD_ATTENTION + r * out_r, query, out_n, D, BLOCK_D, N, EVEN)
         at_row = ((b * R + r) * H + head) * N
-        lse = tl.load(LSE + at_row + query, mask=query < N, other=0.0)
+        log_sum_exp = tl.load(LOG_SUM_EXP + at_row + query, mask=query < N, other=0.0)
         delta = tl.load(DELTA + at_row + query, mask=query < N, other=0.0)
-        p = tl.exp2(scores(q, k, bias, key, N, scale, EVEN, PRECISION) - lse[:, None])
-        grad_bias += p * (tl.dot(grad, tl.trans(v), input_precision=PRECISION) - delta[:, None])
+        s = scores(q, k, bias, key, N, scale, EVEN, PRECISION)  # S = scale * Q K^T + B
+        p = tl.exp2(s - log_sum_exp[:, None])  # P
+        grad_p = tl.dot(grad, tl.trans(v), input_precision=PRECISION)  # dP = dO V^T
+        grad_bias += p * (grad_p - delta[:, None])  # dB += dS
     at = (b * H + head) * N * N + query.to(tl.int64)[:, None] * N + key[None, :]
-    tl.atomic_add(GRAD_BIAS + at, grad_bias, mask=(query < N)[:, None] & (key < N)[None, :], sem="relaxed")
+    inside = (query < N)[:, None] & (key < N)[None, :]
+    tl.atomic_add(GRAD_BIAS + at, grad_bias, mask=inside, sem="relaxed")
 
 
 class Case:
@@ -80,7 +89,7 @@ class Case:
         self.bias = torch.randn(samples, heads, length, length, device=device, dtype=dtype)
         grad_out = torch.randn(samples, rows, length, heads * dim, device=device, dtype=dtype)
         gate_bias = torch.zeros(heads * dim, device=device)
-        out, self.lse = v3.attention_forward(self.qkvg, gate_bias, self.bias)
+        out, self.log_sum_exp = v3.attention_forward(self.qkvg, gate_bias, self.bias)
         gate = self.qkvg[..., 3, :].flatten(3).float().sigmoid()
         self.grad_attention = (grad_out * gate).to(dtype)  # before the gate
         self.delta = (grad_out.float() * out.float()).unflatten(3, (heads, dim)).sum(-1).transpose(2, 3).contiguous()
@@ -92,23 +101,29 @@ class Case:
 
     def launch(self, kernel: Callable, target: Tensor, group: int) -> None:
         """Run a kernel in which a program adds up `group` rows."""
-        samples, rows, length, heads, _, dim = self.qkvg.shape
+        rows = self.qkvg.shape[1]
         v3.wrap_triton(kernel)[(self.tiles * triton.cdiv(rows, group),)](
-            *(self.qkvg, self.bias, self.lse, self.grad_attention, self.delta, target, *self.qkvg.stride()[:3]),
-            *(*self.grad_attention.stride()[:3], rows, heads, length, samples, group),
-            *(v3.LOG2E.value / math.sqrt(dim),),
+            QKVG=self.qkvg,
+            BIAS=self.bias,
+            LOG_SUM_EXP=self.log_sum_exp,
+            GRAD_ATTENTION=self.grad_attention,
+            DELTA=self.delta,
+            GRAD_BIAS=target,
+            B=len(self.qkvg),
+            group=group,
+            **v3.attention_sizes(self.qkvg, self.grad_attention),
             **self.options,
         )
 
     def parts(self, group: int) -> Tensor:
         """The gradient [B, H, N, N] by V3's kernel, each group with a place of its own."""
-        parts = self.lse.new_empty(triton.cdiv(self.qkvg.shape[1], group), *self.bias.shape)
+        parts = self.log_sum_exp.new_empty(triton.cdiv(self.qkvg.shape[1], group), *self.bias.shape)
         self.launch(v3.attention_backward_bias_kernel, parts, group)
         return v3.sum_parts(parts)
 
     def atomic(self, group: int) -> Tensor:
         """The gradient [B, H, N, N], each group added to the same place."""
-        total = self.lse.new_zeros(self.bias.shape)
+        total = self.log_sum_exp.new_zeros(self.bias.shape)
         self.launch(atomic_bias_kernel, total, group)
         return total
 

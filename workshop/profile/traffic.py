@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.module_tracker import ModuleTracker
 
 OVERWRITING = ("copy_", "fill_", "zero_")  # these do not read the tensor that they write
-ONLY_WRITTEN = ("out", "low")  # arguments of our own operators
+ONLY_WRITTEN = ("out", "casts")  # arguments of our own operators
 LOOKUPS = ("embedding", "index", "index_select", "gather")  # these read only some of their first tensor
 
 
