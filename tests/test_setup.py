@@ -116,7 +116,7 @@ class Machine:
         for name in (
             "requirements.txt",
             "requirements-dev.txt",
-            *(f"workshop/{file}.py" for file in ("__init__", "cli", "files")),
+            *(f"workshop/{file}.py" for file in ("__init__", "cli", "files", "script")),
         ):
             (self.repository / name).parent.mkdir(exist_ok=True)
             shutil.copy(ROOT / name, self.repository / name)
