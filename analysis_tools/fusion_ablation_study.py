@@ -38,7 +38,7 @@ from workshop.turns import graph_of, precision_of
 
 PROG = Path(__file__).name
 SCRIPT = "tiny_llama_v2.py"
-KEYS = ("script", "argv", "precision", "seed", "group", "fusions", "on", "speedup")  # of a row, whatever its outcome
+KEYS = ("script", "argv", "precision", "seed", "group", "side", "on", "speedup")  # of a row, whatever its outcome
 MEASURED = ("batch_ms", "speedup", "peak_mb", "unit", "per_step", "host_launches")  # of one that finished
 
 
@@ -87,7 +87,7 @@ def measure(args: argparse.Namespace, argv: Sequence[str]) -> Path:
 
 def csv_row(row: dict, fusions: Sequence[str]) -> dict:
     """A row for a spreadsheet, each fusion 0 or 1."""
-    names = {key: row[key] for key in ("script", "precision", "seed", "group", "fusions")}
+    names = {key: row[key] for key in ("script", "precision", "seed", "group")} | {"fusions": row["side"]}
     outcome = {"status": row.get("status", "ok"), "error": row.get("error"), "argv": " ".join(row["argv"])}
     return names | {f: int(f in row["on"]) for f in fusions} | {key: row.get(key) for key in MEASURED} | outcome
 

@@ -50,8 +50,9 @@ from workshop.profile.ceilings import Ceilings
 from workshop.profile.kernels import CATEGORIES
 from workshop.records import checked
 from workshop.results import Run, load_run, runs_in
+from workshop.script import mode_of, model_and_version, precision_of
 from workshop.show import NOT_FINISHED, drawing
-from workshop.turns import precision_of, ratios, spread
+from workshop.turns import ratios, spread
 
 PROG = Path(__file__).name
 CHARTS = ("versions", "memory", "ablation", "kernels", "roofline")
@@ -100,40 +101,12 @@ class Found:
 # --- in words
 
 
-def mode_of(training: Mapping) -> str:
-    """How steps are launched."""
-    compiled, graph = training.get("torch_compile"), training.get("cuda_graph")
-    return " ".join(["compiled"] * bool(compiled) + ["graph"] * bool(graph)) or "eager"
-
-
 def in_words(sizes: str) -> str:
     """'seq-len 128, num_layers 2' as 'length 128, layers 2'."""
     text = re.sub(r"(?<=[a-z])[-_](?=[a-z])", " ", sizes)
     for long, short in (("num ", ""), ("seq len", "length"), ("batch size", "batch")):
         text = text.replace(long, short)
     return text.strip()
-
-
-def understood(argv: Sequence[str]) -> tuple[dict, str]:
-    """What arguments of a script say of precision and mode, and the others in words."""
-    given = dict(re.findall(r"--([\w-]+)(?:[ =]([^\s-]\S*))?", " ".join(map(str, argv))))
-    training = {
-        "use_amp": "use-amp" in given,
-        "amp_dtype": given.get("amp-dtype"),
-        "matmul_precision": given.get("matmul-precision"),
-        "torch_compile": "enable-torch-compile" in given,
-        "cuda_graph": "enable-cuda-graph" in given,
-    }
-    sizes = [f"{name} {value}" for name, value in given.items() if value and name not in NO_SIZES]
-    return training, in_words(", ".join(sizes)) or "default sizes"
-
-
-def model_of(*texts: str | None) -> str:
-    """The first model named by a script, a shape or a file."""
-    for text in texts:
-        if found := re.search(r"tiny_[a-z]+", text or ""):
-            return found[0]
-    raise ValueError("it names no model")
 
 
 def device_of(content: Mapping) -> str:
@@ -145,17 +118,13 @@ def device_of(content: Mapping) -> str:
 
 def choice_of(result: Mapping) -> Choice:
     """What the result of a script was measured for."""
-    return model_of(result["script"]), device_of(result), precision_of(result["training"])
+    model, _ = model_and_version(result["script"])
+    return model, device_of(result), precision_of(result["training"])
 
 
 def capital(name: str) -> str:
     """'v1 compiled' as 'V1 compiled'."""
     return (name[:1].upper() + name[1:]).replace("Hugging face", "Hugging Face")
-
-
-def version_of(script: str) -> str:
-    """'tiny_llama_v4' as 'V4'."""
-    return capital(script.rpartition("_")[2])
 
 
 def sizes_of(result: Mapping, others: Sequence[str] = ()) -> str:
@@ -168,7 +137,8 @@ def sizes_of(result: Mapping, others: Sequence[str] = ()) -> str:
 def run_name(result: Mapping) -> str:
     """Version, what is fused, and the mode unless steps are launched kernel by kernel."""
     fusions = {name.replace("_", "-"): on for name, on in (result.get("fusions") or {}).items()}
-    name, mode = version_of(result["script"]), mode_of(result["training"])
+    model, version = model_and_version(result["script"])
+    name, mode = version or model, mode_of(result["training"])
     if fusions:
         name += f", fused: {set_name(tuple(f for f, on in fusions.items() if on), [*fusions])}"
     return name if mode == "eager" else f"{name}, {mode}"
@@ -231,17 +201,17 @@ def beside(row: dict, first: dict) -> str:
 
 def draw_ablation(rows: Sequence[dict]) -> str:
     """A point for each set of fusions: its speed-up over none, and the range of the turns."""
-    none = {(row.get("seed"), row.get("group")): row for row in rows if row["fusions"] == "none"}
-    turns = {row["fusions"]: [] for row in rows if row["fusions"] != "none"}
+    none = {(row.get("seed"), row.get("group")): row for row in rows if not row["on"]}
+    turns = {row["side"]: [] for row in rows if row["on"]}
     for row in rows:
         base = none.get((row.get("seed"), row.get("group")), {})
-        if row["fusions"] in turns and "turns_ms" in row and "turns_ms" in base:
-            turns[row["fusions"]] += ratios(base, row)
+        if row["side"] in turns and "turns_ms" in row and "turns_ms" in base:
+            turns[row["side"]] += ratios(base, row)
     every = [1, 1.01, *itertools.chain(*turns.values())]
     low, high = min(every), max(every)
     lines = []
     for name, gains in turns.items():
-        ended = (NOT_FINISHED[r["status"]] for r in rows if r["fusions"] == name and "status" in r)
+        ended = (NOT_FINISHED[r["status"]] for r in rows if r["side"] == name and "status" in r)
         axis, text = "", next(ended, "nothing to compare with")
         if gains:
             marks = 1, min(gains), max(gains), statistics.median(gains)
@@ -300,20 +270,21 @@ class Study:
     path: Path
     content: dict
 
-    def choice(self, row: Mapping, argv: Sequence[str], script: str | None) -> tuple[Choice, str, str]:
-        """What a row was measured for, its sizes, its mode."""
-        training, sizes = understood(argv)
-        attention = "tiny_llama" if ATTENTION.keys() <= row.keys() else None
-        family = f"tiny_{self.content.get('family', '')}"
-        model = model_of(script, row.get("shape"), family, attention, self.path.stem)
-        precision = str(row.get("precision") or precision_of(training))
-        sizes = row.get("shape", "").partition(", ")[2] or sizes
-        return (model, device_of(self.content), precision), sizes, mode_of(training)
+    def choice(self, row: Mapping) -> Choice:
+        """What a row was measured for."""
+        return row["model"], device_of(self.content), row.get("precision", "fp32")
+
+    def sizes(self, row: Mapping) -> str:
+        """The sizes of a row in words, or their name."""
+        if shape := row.get("shape"):
+            return shape.partition(", ")[2]
+        sizes = {key: row.get(key, self.content.get(key)) for key in ("batch_size", "seq_len")}
+        return ", ".join(in_words(f"{key} {value}") for key, value in sizes.items() if value)
 
     def panels(self) -> Iterator[Panel]:
         """Its charts; none if it is about something else."""
         first = self.content["rows"][0]
-        if first.keys() >= {"fusions", "speedup"}:
+        if first.keys() >= {"on", "speedup"}:
             return self.ablations()
         return self.steps() if first.keys() >= {"kernels", "ceilings"} else self.comparisons()
 
@@ -321,7 +292,7 @@ class Study:
         """Speed-ups of sets of fusions, a chart for each precision."""
         groups = defaultdict(list)
         for row in self.content["rows"]:
-            groups[self.choice(row, row["argv"], row.get("script"))].append(row)
+            groups[self.choice(row), self.sizes(row), row["mode"]].append(row)
         for (choice, sizes, mode), same in groups.items():
             note = f"{capital(sizes)}, {mode}."
             yield Panel("ablation", choice, self.name, note, draw_ablation(same))
@@ -329,46 +300,37 @@ class Study:
     def steps(self) -> Iterator[Panel]:
         """Kernels of a whole step, and its place under the roofline (bench/operations.py step)."""
         for row in self.content["rows"]:
-            choice, sizes, _ = self.choice(row, row.get("argv", ()), row.get("script"))
-            name, parts = f"{version_of(row['script'])}, whole step", Counter()
+            choice, sizes = self.choice(row), self.sizes(row)
+            name, parts = f"{row['version']}, whole step", Counter()
             for kernel in row["kernels"]:
                 parts[kernel["category"]] += kernel["us"] / 1e3
             study, profile = f"{self.name}: {sizes}", {"batch_ms": parts.total(), "categories": parts}
-            note = f"The step takes {row['ms']:.2f} ms; kernels that run at the same time are added up."
+            note = f"The step takes {row['batch_ms']:.2f} ms; kernels that run at the same time are added up."
             yield Panel("kernels", choice, study, note, draw_kernels({sizes: {name: profile}}, "kernels"))
-            html = draw_roofline({name: row}, row["ceilings"])
+            html = draw_roofline({name: {**row, "ms": row["batch_ms"]}}, row["ceilings"])
             yield Panel("roofline", choice, study, "", html)
 
     def comparisons(self) -> Iterator[Panel]:
         """Versions side by side, and their memory over sizes."""
         cells, memory = (defaultdict(lambda: defaultdict(dict)) for _ in range(2))
         for row in self.content["rows"]:
-            sides = {k: v for k, v in row.items() if isinstance(v, dict) and {"batch_ms", "error"} & v.keys()}
-            if not sides and {"script", "batch_size"} <= row.keys():  # a row for each side
-                sides = {row.get("model") or row["script"].rpartition("_")[2]: row}
-            place = {key: row.get(key, self.content.get(key)) for key in ("batch_size", "seq_len")}
-            place = {key: value for key, value in place.items() if value}
-            first = next(iter(sides.values()), {})
-            if not sides or ("script" not in first and not place):
+            sizes = self.sizes(row)
+            if "model" not in row or not sizes or not {"batch_ms", "error"} & row.keys():
                 continue  # about something else
-            argv = first.get("argv", self.content.get("argv", ()))
-            choice, sizes, mode = self.choice(row, argv, first.get("script"))
-            if place:
-                sizes = ", ".join(in_words(f"{key} {value}") for key, value in place.items())
-            if "model" in row:  # whose name says what is compiled
+            side = row.get("side") or row.get("version") or row["script"]
+            mode = row.get("mode", "eager")
+            if "compiled" in side:  # the name says it
                 mode = mode.removeprefix("compiled ")
-            for side, of in sides.items():
-                if "script" in of:
-                    cells[choice][f"{sizes}, {mode}"][capital(side)] = of
-                memory[choice][f"{sizes}, {mode}"][ATTENTION.get(side, capital(side))] = of
+            if "script" in row:
+                cells[self.choice(row)][f"{sizes}, {mode}"][capital(side)] = row
+            memory[self.choice(row)][f"{sizes}, {mode}"][ATTENTION.get(side, capital(side))] = row
         note = f"{self.content['rounds']} turns." if "rounds" in self.content else ""
         for choice, groups in cells.items():
             if any(len(sides) > 1 for sides in groups.values()):
                 html = draw_bars(groups, SPEED)
                 yield Panel("versions", choice, self.name, note, html)
-        sizes = understood(self.content["argv"])[1] if self.content.get("argv") else ""
         for choice, groups in memory.items():
-            yield from memory_panel(groups, choice, self.name, capital(sizes))
+            yield from memory_panel(groups, choice, self.name, "")
 
 
 def memory_panel(cells: Cells, choice: Choice, study: str, note: str) -> Iterator[Panel]:
@@ -416,7 +378,8 @@ def read_scripts_file(path: Path, name: str, content: dict) -> Iterator[Panel | 
         for run in content.get("runs", ()):  # a profile of rocprof-compute tells no model and device
             groups[choice_of(run)].append(run)
         for choice, runs in groups.items():
-            labels = {run["script"]: f"{version_of(run['script'])} " * (len(runs) > 1) for run in runs}
+            versions = {run["script"]: model_and_version(run["script"])[1] for run in runs}
+            labels = {script: f"{version} " * (len(runs) > 1) for script, version in versions.items()}
             points = {f"{labels[r['script']]}{r['group']}": r for r in content["rows"] if r["script"] in labels}
             note = f"A training step of {' and of '.join(map(run_name, runs))}; {sizes_of(runs[0])}."
             yield Panel("roofline", choice, name, note, draw_roofline(points, runs[0]["ceilings"]))
@@ -460,8 +423,8 @@ def read(path: Path, name: str) -> list[Panel | Found | str]:
         elif isinstance(content.get("rows"), list) and isinstance(content.get("environment"), dict):
             if not checked(records.Study, content, path)["rows"]:
                 raise ToolError(f"{path}: a study without a row")
-            sides = [side for row in content["rows"] for side in (row, *row.values()) if isinstance(side, dict)]
-            failed = [side for side in sides if side.get("status") == "failed" and "script" in side]  # no library
+            rows = content["rows"]
+            failed = [row for row in rows if row.get("status") == "failed" and "script" in row]  # no library
             found = [f"{side['script']} failed: {side.get('error')} ({path})" for side in failed]
             found += Study(name, path, content).panels()
         else:

@@ -68,8 +68,8 @@ with needed():
     from workshop.profile.kernels import CATEGORIES, kernels_of, short_name
     from workshop.profile.roofline import group_bytes
     from workshop.show import NOT_FINISHED, cell, markdown_table
-    from workshop.study import Part, measure_study, read_rows
-    from workshop.turns import begin, free_memory, graph_of, make_trainer, parse_quiet
+    from workshop.study import Part, as_rows, by_side, measure_study, read_rows
+    from workshop.turns import alternating, begin, free_memory, graph_of, make_trainer, named, parse_quiet
 
 PROG = Path(__file__).name
 GPU = torch.cuda.is_available()
@@ -239,7 +239,7 @@ def cache_flush() -> Step:
     return flush
 
 
-def in_turns(sides: dict[str, Step], rounds: int, cold: bool = False) -> dict[str, dict]:
+def steps_in_turns(sides: dict[str, Step], rounds: int, cold: bool = False) -> dict[str, dict]:
     """Microseconds per step of each side: the median of the turns, which change their order, and extra peak memory.
 
     A graph that is replayed finds in the L2 cache what its last step left there; `cold` times are those of short steps
@@ -272,16 +272,13 @@ def in_turns(sides: dict[str, Step], rounds: int, cold: bool = False) -> dict[st
         attempt(name, partial(prepare, name))
         if GPU:
             torch.cuda.empty_cache()  # what the side took outside its graph is for the next one's
-    for turn in range(rounds + 1):
+    for _, name in alternating(ready, rounds + 1):
         flushed = 1e6 * seconds(flushing) / 10 if flushing else 0.0
-        for name in list(ready)[:: 1 if turn % 2 else -1]:
-            attempt(name, partial(ready[name].take, flushed))
-        if turn == 0:  # which warms up
-            for side in ready.values():
-                side.row |= {key: [] for key in ("turns_us", "cold_turns_us") if key in side.row}
+        attempt(name, partial(ready[name].take, flushed))
     for side in ready.values():
         for key in ("turns_us", "cold_turns_us"):
             if key in side.row:
+                side.row[key] = side.row[key][1:]  # the first one warms up
                 side.row[key.replace("turns_", "")] = statistics.median(side.row[key])
     ready.clear()
     free_memory()
@@ -332,12 +329,12 @@ def wanted_parts(study: str, wanted: Wanted) -> Iterator[Part]:
             yield names, partial(measure_shape, sides_of, name, shapes[name], precision, wanted)
 
 
-def measure_shape(sides_of: Callable, name: str, sizes: tuple, precision: str, wanted: Wanted) -> dict:
-    """A row: the sides in turns, with this precision of float32 products."""
+def measure_shape(sides_of: Callable, name: str, sizes: tuple, precision: str, wanted: Wanted) -> list[dict]:
+    """A row for each side, in turns, with this precision of float32 products."""
     dtype, products = PRECISIONS[precision]
     with matmul_precision(products):
         autotune = name in wanted.autotuned and dtype == torch.bfloat16
-        return in_turns(sides_of(sizes, dtype, autotune, wanted), wanted.rounds, cold=True)
+        return as_rows(steps_in_turns(sides_of(sizes, dtype, autotune, wanted), wanted.rounds, cold=True))
 
 
 @contextlib.contextmanager
@@ -577,8 +574,8 @@ def rows(rounds: int, count: int) -> Iterator[Part]:
         yield {"operator": operator}, partial(beside_a_copy, function, arguments, source, rounds)
 
 
-def beside_a_copy(function: Callable, arguments: list, source: Tensor, rounds: int) -> dict:
-    """Bytes that a function must read and write, their rate, and its share of the rate of copying `source`."""
+def beside_a_copy(function: Callable, arguments: list, source: Tensor, rounds: int) -> list[dict]:
+    """A row of a function, with the bytes that it must read and write and their rate, and one of copying `source`."""
     target = torch.empty_like(source)
 
     def copy() -> Sequence[Tensor]:
@@ -589,14 +586,13 @@ def beside_a_copy(function: Callable, arguments: list, source: Tensor, rounds: i
         return (found,) if isinstance(found, Tensor) else found
 
     moved = sum(t.nbytes for t in (*arguments, *step()) if isinstance(t, Tensor))
-    sides = in_turns({"kernel": step, "copy": copy}, rounds)
+    sides = steps_in_turns({"kernel": step, "copy": copy}, rounds)
     check_failed(sides)
-    rates = {"kernel": moved / sides["kernel"]["us"] / 1e3, "copy": 2 * source.nbytes / sides["copy"]["us"] / 1e3}
-    share = statistics.median(
-        moved / k / (2 * source.nbytes / c)
-        for k, c in zip(sides["kernel"]["turns_us"], sides["copy"]["turns_us"], strict=True)
-    )
-    return {"bytes": moved, "gb_per_s": rates, "of_copy": share, **sides}
+    for side, count in (("kernel", moved), ("copy", 2 * source.nbytes)):
+        sides[side] |= {"bytes": count, "gb_per_s": count / sides[side]["us"] / 1e3}
+    longer = over(sides["copy"], sides["kernel"])
+    sides["kernel"]["of_copy"] = longer * moved / (2 * source.nbytes)
+    return as_rows(sides)
 
 
 # The whole training step
@@ -615,17 +611,16 @@ def whole_step(rounds: int, precisions: Sequence[str]) -> Iterator[Part]:
 def kernels_and_reference(script: str, argv: list[str], rounds: int) -> dict:
     """Time of a step, its kernels, and a reference.
 
-    The reference (`floor` in the files) has two parts: the FLOP of the unfused model, as the scripts count them, at the
+    The reference has two parts: the FLOP of the unfused model, as the scripts count them, at the
     rate of a large GEMM, and the bytes that its operators read and write, once each, at the rate of a large copy. It is
     no bound: every fusion lowers these bytes, and caches can be faster than a copy.
     """
     module = importlib.import_module(script)
     run, steps, _ = begin(module, parse_quiet(module, argv), rounds)
-    for _ in range(rounds):
-        run.take(steps)
-    run.result["timing"] |= run.timing()
+    turns = [run.take(steps).step_ms for _ in range(rounds)]
     run.count()
-    trainer, flop, turns = run.trainer, run.result["flops"]["per_step"], run.turns
+    side = named(script, argv, run.args)
+    trainer, flop = run.trainer, run.flops
     launched = kernels_of(trainer.trace(trainer.profile(PROFILED))["traceEvents"])
     moved, ceilings = group_bytes(trainer, module.NO_WORK).total(), measure_ceilings(run.args, run.device)
     del run, trainer
@@ -640,8 +635,9 @@ def kernels_and_reference(script: str, argv: list[str], rounds: int) -> dict:
     ms = statistics.median(turns)
     reference = {"gemm_ms": flop / ceilings.gemm_tflops / 1e9, "copy_ms": moved / ceilings.copy_gb_per_s / 1e6}
     return {
-        **{"ms": ms, "turns_ms": turns, "flop": flop, "bytes": moved},
-        **{"floor": reference, "over_floor": ms / sum(reference.values()), "ceilings": asdict(ceilings)},
+        **side,
+        **{"batch_ms": ms, "turns_ms": turns, "flop": flop, "bytes": moved},
+        **{**reference, "over_reference": ms / sum(reference.values()), "ceilings": asdict(ceilings)},
         "kernels": sorted(kernels, key=lambda kernel: -kernel["us"]),
     }
 
@@ -653,17 +649,18 @@ def traffic(precisions: Sequence[str]) -> Iterator[Part]:
         yield {"shape": name, "precision": precision}, partial(gigabytes, name.partition(",")[0], argv)
 
 
-def gigabytes(model: str, argv: list[str]) -> dict[str, float]:
-    """GB per step of each version."""
+def gigabytes(model: str, argv: list[str]) -> list[dict]:
+    """A row with the GB per step of each version."""
     moved = {}
     for version in VERSIONS_OF[model]:
         module = importlib.import_module(f"{model}_{version}")
         trainer = make_trainer(module, argv)
         trainer.step()  # the first one does more
-        moved[version] = group_bytes(trainer, module.NO_WORK).total() / 1e9
+        gb = group_bytes(trainer, module.NO_WORK).total() / 1e9
+        moved[version.upper()] = named(f"{model}_{version}", argv, trainer.args) | {"gb": gb}
         del trainer
         free_memory()
-    return moved
+    return as_rows(moved)
 
 
 # The whole training step beside Hugging Face's Llama
@@ -698,8 +695,8 @@ def llama(wanted: Wanted) -> Iterator[Part]:
             yield names, partial(llamas_in_turns, sizes, precision, wanted.rounds)
 
 
-def llamas_in_turns(sizes: list[str], precision: str, rounds: int) -> dict[str, dict]:
-    """A row. Liger's loss asks the device for a number, which no graph can: that side is eager."""
+def llamas_in_turns(sizes: list[str], precision: str, rounds: int) -> list[dict]:
+    """A row for each side. Liger's loss asks the device for a number, which no graph can: that side is eager."""
     dtype, products = PRECISIONS[precision]
     sides = {}
     with matmul_precision(products):
@@ -717,7 +714,7 @@ def llamas_in_turns(sizes: list[str], precision: str, rounds: int) -> dict[str, 
             model = hugging_face(ours)
             sides[side] = training_step(made_fast(model), model, batch, dtype)
             sides[side].eager = side == EAGER
-        return in_turns(sides, rounds)
+        return as_rows(steps_in_turns(sides, rounds))
 
 
 EAGER = "Liger, eager"
@@ -784,11 +781,10 @@ def sides_tables(directory: Path, study: str) -> list[str]:
 
     A ratio with a cold cache stands beside the other where it differs by more than 5 %.
     """
-    measured = read_rows(directory / f"{study}.json")
-    sides = list(dict.fromkeys(n for row in measured for n, value in row.items() if isinstance(value, dict)))
+    measured, sides = rows_of(directory / f"{study}.json")
     times, memory = [], []
-    for row in measured:
-        name, ours = f"{row['shape']}, {row['precision']}", row["triton"]
+    for name, row in measured.items():
+        ours = row["triton"]
         here = [row.get(side) for side in sides]
         times.append([name, *(cell_of(side, "us") for side in here)])
         finished = [side for side in sides if side != "triton" and "us" in row.get(side, ())]
@@ -810,16 +806,24 @@ def sides_tables(directory: Path, study: str) -> list[str]:
     return [markdown_table(header, times), *([markdown_table(held, memory)] if any(map(any, memory)) else [])]
 
 
+def rows_of(path: Path) -> tuple[dict[str, dict[str, dict]], list[str]]:
+    """The rows of a study by shape and precision, then by side; and the names of the sides."""
+    rows = read_rows(path, ("shape", "precision", "side"))
+    groups = by_side(rows, "shape", "precision").items()
+    return {", ".join(place): sides for place, sides in groups}, list(dict.fromkeys(row["side"] for row in rows))
+
+
 def rows_table(directory: Path) -> str:
     """Rate of each kernel that moves bytes."""
     lines = [
         [
             row["operator"],
             f"{row['bytes'] / 1e6:.0f}",
-            f"{row['gb_per_s']['kernel']:.0f}",
+            f"{row['gb_per_s']:.0f}",
             f"{100 * row['of_copy']:.0f} %",
         ]
-        for row in read_rows(directory / "rows.json")
+        for row in read_rows(directory / "rows.json", ("operator", "side", "bytes", "gb_per_s"))
+        if row["side"] == "kernel"
     ]
     return markdown_table(["operator", "MB", "GB/s", "of a copy's rate"], lines) if lines else ""
 
@@ -834,12 +838,11 @@ def step_tables(directory: Path) -> list[str]:
     for name, row in measured.items():
         for part in row["kernels"]:
             sums[name][part["category"]] += part["us"]
-        reference = row["floor"]
-        numbers = row["ms"], sum(sums[name].values()) / 1e3, reference["gemm_ms"], reference["copy_ms"]
-        steps.append([name, *(f"{ms:.2f}" for ms in numbers), f"{row['over_floor']:.2f}x"])
+        numbers = row["batch_ms"], sum(sums[name].values()) / 1e3, row["gemm_ms"], row["copy_ms"]
+        steps.append([name, *(f"{ms:.2f}" for ms in numbers), f"{row['over_reference']:.2f}x"])
         longest = []
         for part in row["kernels"][:10]:
-            share = f"{part['us'] / row['ms'] / 10:.1f} %"
+            share = f"{part['us'] / row['batch_ms'] / 10:.1f} %"
             longest.append([part["name"], part["category"], f"{part['calls']:g}", f"{part['us']:.0f}", share])
         tables.append(markdown_table([name, "what it does", "calls", "us per step", "of the step"], longest, 2))
     for category in CATEGORIES:
@@ -852,13 +855,12 @@ def step_tables(directory: Path) -> list[str]:
 
 def llama_table(directory: Path) -> str:
     """The whole step of each side in milliseconds, its time over the first one's, and its extra memory."""
-    measured = read_rows(directory / "llama.json")
-    sides = list(dict.fromkeys(side for row in measured for side, value in row.items() if isinstance(value, dict)))
+    measured, sides = rows_of(directory / "llama.json")
     lines = []
-    for row in measured:
+    for name, row in measured.items():
         here = [row.get(side) for side in sides]
         ratios = [side and over(side, here[0]) for side in here[1:]]
-        lines.append([f"{row['shape']}, {row['precision']}", *(cell_of(side, "us", 1e3, ".2f") for side in here)])
+        lines.append([name, *(cell_of(side, "us", 1e3, ".2f") for side in here)])
         lines[-1] += [f"{ratio:.2f}x" if ratio else "" for ratio in ratios]
         lines[-1] += [cell_of(side, "extra_mb") for side in here]
     header = ["whole step", *(f"{side}, ms" for side in sides), *(f"{side} / {sides[0]}" for side in sides[1:])]
@@ -868,10 +870,10 @@ def llama_table(directory: Path) -> str:
 def traffic_table(directory: Path) -> str:
     """GB per step of each version, and the part of V1's that the newest one has left."""
     lines = []
-    for row in read_rows(directory / "traffic.json"):
-        counted = [value for value in row.values() if not isinstance(value, str)]
+    for name, versions in rows_of(directory / "traffic.json")[0].items():
+        counted = [side["gb"] for side in versions.values()]
         cells = [*(f"{gb:.2f}" for gb in counted), *[""] * (4 - len(counted))]
-        lines.append([f"{row['shape']}, {row['precision']}", *cells, f"{100 * counted[-1] / counted[0]:.0f} %"])
+        lines.append([name, *cells, f"{100 * counted[-1] / counted[0]:.0f} %"])
     header = ["GB read and written per step", "V1", "V2", "V3", "V4", "newest of V1"]
     return markdown_table(header, lines) if lines else ""
 
@@ -911,7 +913,7 @@ def run_study(args: argparse.Namespace) -> int:
     name = f"{args.what}_blocks" if args.tried else args.what
     found = measure_study(args.directory / f"{name}.json", measured, keep=args.keep, rounds=args.rounds)
     for row in found if args.what in STUDIES and not args.tried else ():
-        check_failed({"triton": row["triton"]})
+        check_failed({row["side"]: row})
     return 0
 
 

@@ -25,12 +25,11 @@ import _root
 import argparse
 import importlib
 import itertools
-import math
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -39,15 +38,18 @@ from workshop.ablation import ablation, fusion_sets, new_fusions, sets_table
 from workshop.cli import ToolError, at_least, documented_parser, run_tool
 from workshop.files import read_json
 from workshop.profile.kernels import CATEGORIES
+from workshop.results import Run
 from workshop.show import NOT_FINISHED, cell, markdown_table
-from workshop.study import Part, check_failed, measure_study, read_rows
+from workshop.study import Part, as_rows, by_side, check_failed, measure_study, read_rows
 from workshop.turns import (
     GRAPH,
     all_measured,
+    alternating,
     free_memory,
     graph_of,
     in_turns,
     make_trainer,
+    named,
     ratios,
     short_run,
     speedup,
@@ -87,6 +89,7 @@ SCALING = {  # arguments and samples per GPU
     "tiny_openfold": ([], 4),
     "tiny_openfold long": (["--seq-len", "128"], 8),
 }
+FINISHED = ("batch_ms", "turns_ms", "per_step")  # what a side has that finished
 LENGTHS = (128, 256, 512, 1024, 2048)
 INFERENCE = ((1, 16), (1, 128), (4, 128), (16, 128))  # samples, length
 
@@ -95,8 +98,8 @@ def headline(rounds: int, shapes: Sequence[str], precisions: Sequence[str], mode
     """All versions in every size, precision and mode."""
     for shape, precision, mode in itertools.product(shapes, precisions, modes):
         argv = [*SHAPES[shape], *PRECISIONS[precision], *MODES[mode]]
-        sides = {v: (f"{shape.partition(',')[0]}_{v}", argv) for v in VERSIONS}
-        yield {"shape": shape, "precision": precision, "mode": mode}, partial(all_measured, sides, rounds)
+        sides = {v.upper(): (f"{shape.partition(',')[0]}_{v}", argv) for v in VERSIONS}
+        yield {"shape": shape, "precision": precision, "mode": mode}, partial(all_sides, sides, rounds)
 
 
 def fastest(rounds: int, shapes: Sequence[str], precisions: Sequence[str]) -> Iterator[Part]:
@@ -105,7 +108,12 @@ def fastest(rounds: int, shapes: Sequence[str], precisions: Sequence[str]) -> It
         argv = [*SHAPES[shape], *PRECISIONS[precision], GRAPH]
         sides = {"V4": ("tiny_llama_v4", argv), "V3": ("tiny_llama_v3", argv)}
         sides |= {f"{v.upper()} compiled": (f"tiny_llama_{v}", [*argv, *COMPILE]) for v in reversed(VERSIONS)}
-        yield {"shape": shape, "precision": precision}, partial(all_measured, sides, rounds)
+        yield {"shape": shape, "precision": precision}, partial(all_sides, sides, rounds)
+
+
+def all_sides(sides: Mapping[str, tuple[str, list[str]]], rounds: int) -> list[dict]:
+    """A row for each side; all of them have to finish."""
+    return as_rows(all_measured(sides, rounds))
 
 
 def untuned(rounds: int) -> Iterator[Part]:
@@ -129,25 +137,19 @@ def inference() -> Iterator[Part]:
         yield {"batch_size": batch, "seq_len": length}, partial(one_layer, batch, length)
 
 
-def one_layer(batch: int, length: int) -> dict:
-    """Times and errors of TinyLlama V4's --mode benchmark; ToolError if its ways disagree."""
+def one_layer(batch: int, length: int) -> list[dict]:
+    """A row with time and error for each way of TinyLlama V4's --mode benchmark; ToolError if its ways disagree."""
     v4 = importlib.import_module("tiny_llama_v4")
     with tempfile.TemporaryDirectory() as folder:
         argv = ["--batch-size", str(batch), "--seq-len", str(length), "--use-amp", "--mode", "benchmark"]
         if v4.main([*argv, "--profile-dir", folder]):
             raise ToolError(f"{v4.SCRIPT} {' '.join(argv)}: the ways disagree", status=1)
         found = read_json(Path(folder) / f"{v4.SCRIPT}_benchmark.json")
-    return {"times": found["times"], "errors": found["errors"]}
-
-
-def outcome(result: dict) -> dict:
-    """What `memory` keeps of a result; the numbers of a run that went out of memory are none."""
-    finished = result["status"] == "ok"
-    return {
-        "status": result["status"],
-        "batch_ms": result["timing"]["batch_ms"] if finished else None,
-        "peak_mb": result["memory"].get("peak_mb") if finished else None,
-    }
+    same = {"model": "tiny_llama", "version": "V4", "precision": "bf16"}
+    return [
+        {"side": side, **same, **times, "error_of_output": found["errors"][side]}
+        for side, times in found["times"].items()
+    ]
 
 
 def single_fusions(model: str, version: str, rounds: int) -> list[Part]:
@@ -164,11 +166,12 @@ def memory() -> Iterator[Part]:
         yield {"seq_len": length}, partial(memory_of_attention, length)
 
 
-def memory_of_attention(length: int) -> dict:
-    """Outcome of a short run with materialised scores, and of one without."""
+def memory_of_attention(length: int) -> list[dict]:
+    """The row of a short run with materialised scores, and of one without."""
     argv = ["--batch-size", "4", "--seq-len", str(length), "--num-steps", "3", "--warmup-steps", "2"]
     flags = {"scores": ["--disable-flash-attention"], "flash": []}
-    return {name: outcome(short_run("tiny_llama_v2", [*argv, *more])) for name, more in flags.items()}
+    runs = {name: Run(name, Path(), short_run("tiny_llama_v2", [*argv, *more])) for name, more in flags.items()}
+    return as_rows({name: run.row() for name, run in runs.items()})
 
 
 def counts() -> Iterator[Part]:
@@ -182,8 +185,10 @@ def counts() -> Iterator[Part]:
 def kernels_of_a_step(script: str, argv: list[str]) -> dict:
     """What is counted, and how many."""
     module = importlib.import_module(script)
-    counted = module.count_kernels(make_trainer(module, argv))
-    return {"unit": counted["unit"], "per_step": counted["per_step"]}
+    trainer = make_trainer(module, argv)
+    counted = module.count_kernels(trainer)
+    found = {"unit": counted["unit"], "per_step": counted["per_step"]}
+    return named(script, argv, trainer.args) | found
 
 
 def overhead(rounds: int) -> Iterator[Part]:
@@ -199,18 +204,17 @@ def measured_and_bare(script: str, argv: list[str], rounds: int) -> dict:
     module = importlib.import_module(script)
     run = module.Run(module.parse_args([*argv, "--log-interval", "1000000"]))
     run.start()
-    steps, turns, bare, mark = 5, 10 * rounds, [], run.trainer.mark
+    steps, turns, measured_ms, bare, mark = 5, 10 * rounds, [], [], run.trainer.mark
     run.plan(turns * steps, "step")
-    for turn in range(turns):
-        for measured in (True, False) if turn % 2 else (False, True):
-            if measured:
-                run.take(steps)
-            else:
-                run.trainer.mark = lambda: None
-                bare.append(statistics.fmean(step_times(run.trainer, steps)))
-                run.trainer.mark = mark
-    row = {"measured_ms": run.turns, "bare_ms": bare}
-    row["ratio"] = statistics.median(m / b for m, b in zip(run.turns, bare, strict=True))
+    for _, side in alternating(("bare", "measured"), turns):
+        if side == "measured":
+            measured_ms.append(run.take(steps).step_ms)
+        else:
+            run.trainer.mark = lambda: None
+            bare.append(statistics.fmean(step_times(run.trainer, steps)))
+            run.trainer.mark = mark
+    row = named(script, argv, run.args) | {"measured_ms": measured_ms, "bare_ms": bare}
+    row["ratio"] = statistics.median(m / b for m, b in zip(measured_ms, bare, strict=True))
     del run
     free_memory()
     return row
@@ -233,17 +237,16 @@ def scaling(processes: int, rounds: int) -> Iterator[Part]:
         yield names, partial(best_rounds, name.split()[0], argv, rounds)
 
 
-def best_rounds(model: str, argv: list[str], rounds: int) -> dict:
-    """Times of V1 and V2, each from its fastest run."""
-    row: dict[str, dict] = {}
+def best_rounds(model: str, argv: list[str], rounds: int) -> list[dict]:
+    """Rows of V1 and V2, each from its fastest run."""
+    best: dict[str, dict] = {}
     for version in ("v1", "v2") * rounds:
         result = short_run(f"{model}_{version}", [*argv, "--num-steps", "12"])
         if result["status"] != "ok":
             raise ToolError(f"{model}_{version} {' '.join(argv)}: {result['error']}", status=3)
-        timing = result["timing"]
-        if timing["batch_ms"] < row.get(version, timing | {"batch_ms": math.inf})["batch_ms"]:
-            row[version] = {key: timing[key] for key in ("batch_ms", "samples_per_sec", "backward_ms")}
-    return row
+        row = Run(version, Path(), result).row() | {"backward_ms": result["timing"]["backward_ms"]}
+        best[version.upper()] = min(best.get(version.upper(), row), row, key=lambda row: row["batch_ms"])
+    return as_rows(best)
 
 
 def scaling_shapes(processes: int) -> Iterator[tuple[str, str, list[str]]]:
@@ -267,7 +270,7 @@ def ddp(processes: int, rounds: int) -> Iterator[Part]:
         if precision == "fp32" and len(name.split()) > 1:
             continue
         for version in ("v1", "v2"):
-            names = {"name": name, "precision": precision, "version": version, "argv": argv}
+            names = {"name": name, "precision": precision, "version": version.upper(), "argv": argv}
             yield names, partial(with_and_without_ddp, f"{name.split()[0]}_{version}", argv, processes, rounds, idle)
 
 
@@ -279,19 +282,21 @@ def with_and_without_ddp(script: str, argv: list[str], processes: int, rounds: i
     trainer = make_trainer(module, argv)
     forward = {"alone": trainer.model, "together": trainer.model, "ddp": trainer.forward}
     times: dict[str, list[float]] = {kind: [] for kind in (*forward, "slowest")}
-    for turn in range(rounds + 1):
-        for kind, trainer.forward in forward.items():
-            torch.distributed.barrier(idle)
-            steps = step_times(trainer, 12) if kind != "alone" or module.RANK == 0 else []
-            everyone: list = [None] * processes
-            torch.distributed.all_gather_object(everyone, steps, idle)
-            if turn:  # the first warms up
-                times[kind].append(statistics.fmean(everyone[0]))
-            if turn and kind == "together":
-                times["slowest"].append(statistics.fmean(map(max, zip(*everyone, strict=True))))
+    for turn, kind in alternating(forward, rounds + 1):
+        trainer.forward = forward[kind]
+        torch.distributed.barrier(idle)
+        steps = step_times(trainer, 12) if kind != "alone" or module.RANK == 0 else []
+        everyone: list = [None] * processes
+        torch.distributed.all_gather_object(everyone, steps, idle)
+        if turn:  # the first warms up
+            times[kind].append(statistics.fmean(everyone[0]))
+        if turn and kind == "together":
+            times["slowest"].append(statistics.fmean(map(max, zip(*everyone, strict=True))))
+    found = {f"{kind}_ms": statistics.median(values) for kind, values in times.items()}
+    row = named(script, argv, trainer.args) | found
     del trainer, forward
     free_memory()
-    return {f"{kind}_ms": statistics.median(values) for kind, values in times.items()}
+    return row
 
 
 def step_times(trainer, steps: int) -> list[float]:
@@ -322,18 +327,19 @@ def share_table(directory: Path) -> str:
 
 def scaling_table(directory: Path) -> str:
     """Weak scaling: samples per second and GPU over those of one GPU."""
-    runs = [read_rows(directory / f"scaling_{n}.json") for n in (1, 2, 4)]
+    keys = ("name", "precision", "side")
+    runs = [read_rows(directory / f"scaling_{n}.json", keys, ["samples_per_sec"]) for n in (1, 2, 4)]
     if not all(runs):
         return ""
     lines = []
-    for rows in zip(*runs, strict=True):
-        one, *more = rows
+    one, *more = (by_side(rows, "name", "precision") for rows in runs)
+    for place, sides in one.items():
         ratios = (
-            row[version]["samples_per_sec"] / one[version]["samples_per_sec"] / n
-            for n, row in zip((2, 4), more, strict=True)
-            for version in ("v1", "v2")
+            of[place][version]["samples_per_sec"] / sides[version]["samples_per_sec"] / n
+            for n, of in zip((2, 4), more, strict=True)
+            for version in ("V1", "V2")
         )
-        lines.append([described(one["name"], one["precision"]), *(f"{ratio:.2f}" for ratio in ratios)])
+        lines.append([described(*place), *(f"{ratio:.2f}" for ratio in ratios)])
     header = [f"{n} GPUs, {version}" for n in (2, 4) for version in ("V1", "V2")]
     return markdown_table(["same batch per GPU", *header], lines)
 
@@ -351,7 +357,7 @@ def ddp_table(directory: Path) -> str:
         return ""
     lines = [
         [
-            f"{described(row['name'], row['precision'])}, {row['version'].upper()}",
+            f"{described(row['name'], row['precision'])}, {row['version']}",
             *(f"{row[kind]:.1f}" for kind in ("alone_ms", "together_ms", "slowest_ms", "ddp_ms")),
         ]
         for row in rows
@@ -360,21 +366,28 @@ def ddp_table(directory: Path) -> str:
     return markdown_table(header, lines)
 
 
+def versions_of(path: Path, *keys: str) -> dict[tuple, dict[str, dict]]:
+    """The sides of a study of versions, all of which have to have finished, by shape, precision and these keys."""
+    names = ("shape", "precision", *keys)
+    rows = read_rows(path, (*names, "side", *FINISHED), FINISHED)
+    return by_side(rows, *names)
+
+
 def headline_tables(path: Path) -> list[str]:
     """Milliseconds per step of each size, precision and mode, the ratio as graphs, then kernels and memory."""
     lines: dict[str, dict[str, dict]] = {}
-    for row in read_rows(path, row=records.Versions):
-        lines.setdefault(f"{row['shape']}, {row['precision']}", {})[row["mode"]] = row
+    for (shape, precision, mode), sides in versions_of(path, "mode").items():
+        lines.setdefault(f"{shape}, {precision}", {})[mode] = sides
     if not lines:
         return []
 
     def columns(modes: Iterable[str], value: Callable[[dict], str]) -> dict[str, list[str]]:
         """The columns of all versions in these modes, as far as they were measured."""
         return {
-            f"{mode} {version.upper()}": [
+            f"{mode} {version}": [
                 value(line[mode][version]) if version in line.get(mode, ()) else "" for line in lines.values()
             ]
-            for mode, version in itertools.product(modes, VERSIONS)
+            for mode, version in itertools.product(modes, map(str.upper, VERSIONS))
             if any(version in line.get(mode, ()) for line in lines.values())
         }
 
@@ -382,13 +395,11 @@ def headline_tables(path: Path) -> list[str]:
         return markdown_table([title, *columns], [*zip(lines, *columns.values(), strict=True)])
 
     times = columns(MODES, lambda side: f"{side['batch_ms']:.2f}")
-    for before, after in itertools.pairwise(VERSIONS):
-        if f"graph {after.upper()}" in times:
+    for before, after in itertools.pairwise(map(str.upper, VERSIONS)):
+        if f"graph {after}" in times:
             sides = [line.get("graph", {}) for line in lines.values()]
             both = [ratios(side[before], side[after]) if after in side else [] for side in sides]
-            times[f"{after.upper()} over {before.upper()}, graph"] = [
-                f"{statistics.median(r):.2f}x" if r else "" for r in both
-            ]
+            times[f"{after} over {before}, graph"] = [f"{statistics.median(r):.2f}x" if r else "" for r in both]
     counts = {}
     for modes in (("eager", "compiled"), ("graph", "compiled graph")):  # a graph replays what its mode launches
         counts = counts or columns(modes, lambda side: str(side["per_step"]))
@@ -408,18 +419,16 @@ def model_table(directory: Path, model: str) -> str:
     """
     lines, header = [], [model, *(f"{version.upper()}, ms" for version in VERSIONS), "V3 over V1"]
     header += ["kernels, V1 / V3", "peak MB, V1 / V3"]
-    fastest = {
-        (row["shape"], row["precision"]): row for row in read_rows(directory / "fastest.json", row=records.Fastest)
-    }
-    for row in read_rows(directory / "headline_v3.json", row=records.Versions):
-        if row["mode"] != "graph" or not row["shape"].startswith(model):
+    fastest = versions_of(directory / "fastest.json")
+    for (shape, precision, mode), sides in versions_of(directory / "headline_v3.json", "mode").items():
+        first, last = sides["V1"], sides[VERSIONS[-1].upper()]
+        if mode != "graph" or first["model"] != model:
             continue
-        first, last = row["v1"], row[VERSIONS[-1]]
-        lines.append([f"{row['shape'].partition(', ')[2]}, {row['precision']}"])
-        lines[-1] += [*(f"{row[version]['batch_ms']:.2f}" for version in VERSIONS), f"{speedup(first, last):.2f}x"]
+        lines.append([f"{shape.partition(', ')[2]}, {precision}"])
+        lines[-1] += [*(f"{side['batch_ms']:.2f}" for side in sides.values()), f"{speedup(first, last):.2f}x"]
         lines[-1] += [f"{first['per_step']} / {last['per_step']}"]
         lines[-1] += [f"{first['peak_mb']:.0f} / {last['peak_mb']:.0f}"]
-        if there := fastest.get((row["shape"], row["precision"])):
+        if there := fastest.get((shape, precision)):
             over = (speedup(there[name], there["V4"]) for name in ("V3", best_compiled(there)))
             lines[-1] += [f"{there['V4']['batch_ms']:.2f}", *(f"{ratio:.2f}x" for ratio in over)]
             lines[-1] += [str(there["V4"]["per_step"])]
@@ -428,35 +437,33 @@ def model_table(directory: Path, model: str) -> str:
     return markdown_table(header, lines) if lines else ""
 
 
-def best_compiled(row: dict) -> str:
-    """The fastest of the compiled sides of a row of `fastest`."""
-    return min((name for name in row if name.endswith("compiled")), key=lambda name: row[name]["batch_ms"])
+def best_compiled(sides: Mapping[str, dict]) -> str:
+    """The fastest of the compiled sides of `fastest`."""
+    return min((name for name in sides if name.endswith("compiled")), key=lambda name: sides[name]["batch_ms"])
 
 
 def fastest_table(directory: Path) -> str:
     """Milliseconds per step of V4 and the others, the best compiled one's over V4's, peak memory."""
     lines, sides = [], []
-    for row in read_rows(directory / "fastest.json", row=records.Fastest):
-        sides = [name for name, side in row.items() if isinstance(side, dict)]
-        best = best_compiled(row)
-        lines.append([f"{row['shape']}, {row['precision']}", *(f"{row[name]['batch_ms']:.2f}" for name in sides)])
-        lines[-1] += [f"{speedup(row[best], row['V4']):.2f}x ({best})"]
-        lines[-1] += [cell(row[name]["peak_mb"], ".0f") for name in sides]
+    for place, sides in versions_of(directory / "fastest.json").items():
+        best = best_compiled(sides)
+        lines.append([", ".join(place), *(f"{side['batch_ms']:.2f}" for side in sides.values())])
+        lines[-1] += [f"{speedup(sides[best], sides['V4']):.2f}x ({best})"]
+        lines[-1] += [cell(side["peak_mb"], ".0f") for side in sides.values()]
     header = ["as graphs", *(f"{name}, ms" for name in sides), "best compiled / V4"]
     return markdown_table([*header, *(f"{name}, MB" for name in sides)], lines) if lines else ""
 
 
 def untuned_table(directory: Path) -> str:
     """Milliseconds per step and peak memory of each side, and its time over V4's."""
-    measured: dict[str, dict[str, dict]] = {}
-    for row in read_rows(directory / "untuned.json"):
-        measured.setdefault(f"{row['shape']}, {row['precision']}", {})[row["side"]] = row
+    keys = ("shape", "precision", "side")
+    measured = by_side(read_rows(directory / "untuned.json", keys), "shape", "precision")
     names = list(dict.fromkeys(name for sides in measured.values() for name in sides))
     lines = []
     for shape, sides in measured.items():
         here = [sides.get(name, {}) for name in names]
         lines.append(
-            [shape, *(NOT_FINISHED.get(side.get("status")) or cell(side.get("batch_ms"), ".2f") for side in here)]
+            [", ".join(shape), *(NOT_FINISHED.get(s.get("status")) or cell(s.get("batch_ms"), ".2f") for s in here)]
         )
         both = ((side.get("batch_ms"), sides.get("V4", {}).get("batch_ms")) for side in here[1:])
         lines[-1] += [f"{ms / v4:.2f}x" if ms and v4 else "-" for ms, v4 in both]
@@ -469,23 +476,22 @@ def untuned_table(directory: Path) -> str:
 def inference_table(directory: Path) -> str:
     """Microseconds of a layer in each way, and how many kernels these are."""
     lines, header = [], []
-    for row in read_rows(directory / "inference.json", row=records.Inference):
-        times = row["times"]
-        header = ["one layer, bf16", *(f"{name}, us ({side['kernels']} kernels)" for name, side in times.items())]
-        sizes = f"batch size {row['batch_size']}, length {row['seq_len']}"
-        lines.append([sizes, *(f"{side['us']:.1f}" for side in times.values())])
+    rows = read_rows(directory / "inference.json", ("batch_size", "seq_len", "side", "us", "kernels"))
+    for (batch, length), sides in by_side(rows, "batch_size", "seq_len").items():
+        header = ["one layer, bf16", *(f"{name}, us ({side['kernels']} kernels)" for name, side in sides.items())]
+        lines.append([f"batch size {batch}, length {length}", *(f"{side['us']:.1f}" for side in sides.values())])
     return markdown_table(header, lines) if lines else ""
 
 
 def ablation_table(directory: Path, script: str) -> str:
     """What each fusion of a version gains alone, and what all of them gain without it."""
-    rows = read_rows(directory / f"ablation_{script}.json", row=records.Ablated)
+    rows = read_rows(directory / f"ablation_{script}.json", ("precision", "side"))
     return sets_table(script, rows) if rows else ""
 
 
 def counts_table(directory: Path) -> str:
     """Kernels per step at each batch size."""
-    rows = read_rows(directory / "counts.json", row=records.Counted)
+    rows = read_rows(directory / "counts.json", ("script", "argv", "unit", "per_step"))
     lines: dict[str, list[str]] = {}
     for row in rows:
         lines.setdefault(row["script"], [f"{row['script']} {' '.join(row['argv'][:4])}"]).append(str(row["per_step"]))
@@ -495,14 +501,12 @@ def counts_table(directory: Path) -> str:
 
 def memory_table(directory: Path) -> str:
     """Peak memory of TinyLlama V2 at each length."""
-    rows = read_rows(directory / "memory.json", row=records.Memories)
-    if not rows:
-        return ""
-    lines = []
+    rows = read_rows(directory / "memory.json", ("seq_len", "side"), ["peak_mb"])
+    lengths, lines = by_side(rows, "seq_len"), []
     for name, label in (("scores", "materialised scores, MB"), ("flash", "flash attention, MB")):
-        runs = (row[name] for row in rows)
-        lines.append([label, *(NOT_FINISHED.get(run["status"]) or cell(run["peak_mb"], ".0f") for run in runs)])
-    return markdown_table(["sequence length", *(str(row["seq_len"]) for row in rows)], lines)
+        runs = (sides[name] for sides in lengths.values())
+        lines.append([label, *(NOT_FINISHED.get(run.get("status")) or f"{run['peak_mb']:.0f}" for run in runs)])
+    return markdown_table(["sequence length", *(str(length) for (length,) in lengths)], lines) if rows else ""
 
 
 ABLATED = [f"{model}_{version}" for version in VERSIONS[1:] for model in MODELS]

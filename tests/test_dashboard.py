@@ -14,6 +14,8 @@ import pytest
 from conftest import ROOT, captured
 
 from analysis_tools import performance_dashboard as dashboard
+from workshop.script import model_and_version
+from workshop.study import by_side
 
 RESULTS = ROOT / "results"
 HERE = {"device": "cuda", "device_name": "GPU", "torch": "2"}
@@ -45,7 +47,9 @@ def written(folder: Path, name: str, content: dict) -> Path:
 
 
 def side(script: str, *turns: float, **more) -> dict:
-    row = {"script": script, "argv": ["--batch-size", "4", "--use-amp"], "turns_ms": [*turns], "per_step": 10}
+    model, version = model_and_version(script)
+    row = {"model": model, "version": version, "batch_size": 4, "precision": "bf16", "mode": "eager", "script": script}
+    row |= {"argv": ["--batch-size", "4", "--use-amp"], "turns_ms": [*turns], "per_step": 10}
     return {**row, "batch_ms": statistics.median(turns), "peak_mb": 10 * turns[0], "unit": "kernels", **more}
 
 
@@ -56,12 +60,12 @@ def test_the_committed_results_fill_the_page(tmp_path):
     panels = page_in(tmp_path / "page.html")
     assert {p["chart"] for p in panels} == {*dashboard.CHARTS}
     rows = json.loads((RESULTS / "h100/headline_v3.json").read_text())["rows"]
-    row = next(r for r in rows if (r["shape"], r["precision"], r["mode"]) == ("tiny_llama, small", "bf16", "graph"))
+    row = by_side(rows, "shape", "precision", "mode")["tiny_llama, small", "bf16", "graph"]
     shown = words(panel(panels, "versions", "tiny_llama", "bf16", "h100/headline_v3.json"))
     after = shown[shown.index("small, graph") :]
-    faster = statistics.median(a / b for a, b in zip(row["v1"]["turns_ms"], row["v3"]["turns_ms"], strict=True))
+    faster = statistics.median(a / b for a, b in zip(row["V1"]["turns_ms"], row["V3"]["turns_ms"], strict=True))
     v3 = after.index("V3")
-    assert after[v3 + 1] == f"{row['v3']['batch_ms']:.2f}"
+    assert after[v3 + 1] == f"{row['V3']['batch_ms']:.2f}"
     assert after[v3 + 2].startswith(f"{faster:.2f}x")
     steps = [p for p in panels if p["study"].startswith("h100/step.json: small")]
     assert [words(p).count("V4, whole step") for p in steps] == [1, 1]  # not "newest version"
@@ -72,14 +76,15 @@ def test_the_committed_results_fill_the_page(tmp_path):
 
 def test_studies_as_the_tools_write_them(tmp_path):
     slow, fast = side("tiny_llama_v1", 8, 10, 12), side("tiny_llama_v2", 4, 5, 8)
-    gone = {"script": "tiny_llama_v1", "argv": slow["argv"], "status": "oom", "error": "no room"}
-    rows = [{"model": "v1", **slow, "batch_size": 4, "seq_len": n} for n in (128, 256)]
-    rows += [{"model": "v1", **gone, "batch_size": 4, "seq_len": 512}]
+    names = ("model", "version", "batch_size", "precision", "mode", "script", "argv")
+    gone = {**{key: slow[key] for key in names}, "status": "oom", "error": "no room"}
+    rows = [{"side": "v1", **slow, "seq_len": n} for n in (128, 256)]
+    rows += [{"side": "v1", **gone, "seq_len": 512}]
     written(tmp_path, "suite.json", {"environment": HERE, "family": "llama", "rows": rows})
-    versions = [{"model": "tiny_llama", "v1": slow, "v2": fast}]
+    versions = [{"side": "V1", **slow}, {"side": "V2", **fast}]
     written(tmp_path, "versions.json", {"environment": HERE, "rounds": 3, "argv": [], "rows": versions})
-    sets = [{"fusions": "none", "speedup": 1.0, **slow}, {"fusions": "only x", "speedup": 2.0, **fast}]
-    sets += [{"fusions": "all", "speedup": None, **gone}]
+    sets = [{"side": "none", "on": [], "speedup": 1.0, **slow}, {"side": "only x", "on": ["x"], "speedup": 2.0, **fast}]
+    sets += [{"side": "all", "on": ["x", "y"], "speedup": None, **gone}]
     written(tmp_path, "sets.json", {"environment": HERE, "rows": [{"group": 1, "seed": 1, **row} for row in sets]})
     row = {"script": "tiny_llama_v2", "group": "gemm", "flop": 8e9, "bytes": 1e9, "flop_per_byte": 8.0, "ms": 1.0}
     ceilings = {"precision": "bfloat16", "gemm_tflops": 100.0, "copy_gb_per_s": 2000.0}
@@ -129,7 +134,7 @@ def test_alike_runs_are_one_bar(tmp_path):
     assert shown[3:6] == ["V2, fused: all", "20.00", "3 runs: 10.00 to 30.00"]
 
 
-STUDY = {"environment": HERE, "rows": [{"fusions": "none", "speedup": 1.0, "argv": [], "precision": "fp32"}]}
+STUDY = {"environment": HERE, "rows": [{"side": "none", "on": [], "speedup": 1.0}]}
 
 
 @pytest.mark.parametrize(
@@ -140,7 +145,7 @@ STUDY = {"environment": HERE, "rows": [{"fusions": "none", "speedup": 1.0, "argv
         ("other_summary.json", '{"schema_version": 1}', "it has no script"),
         ("package.json", "{}", "no chart shows"),
         ("rows.json", '{"environment": {"device_name": "x"}, "rows": []}', "without a row"),
-        ("study.json", json.dumps(STUDY), "it names no model"),
+        ("study.json", json.dumps(STUDY), "it has no 'model'"),
         ("tiny_llama_v2.json", json.dumps(STUDY).replace("1.0", '"fast"').replace("none", "all"), "not a number"),
         ("tiny_llama_v2.json", json.dumps(STUDY).replace("1.0", "NaN").replace("none", "all"), "not a number"),
         (None, "", "no results in there"),

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, load, words
+from conftest import ROOT, forking_python, load, words
 
 VALIDATION = ROOT / "setup" / "validation_scripts"
 BASE_PYTHON = Path(sys.base_prefix) / "bin" / f"python3.{sys.version_info.minor}"
@@ -509,7 +509,7 @@ sys.exit(int(sys.argv[-1]))"""
 
 def test_three_training_steps_of_a_script_and_wrong_options(machine):
     def check(script: str, *argv: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, machine.repository / "setup/validation_scripts" / script, *argv]
+        command = [forking_python(), machine.repository / "setup/validation_scripts" / script, *argv]
         return subprocess.run(command, cwd=machine.path, capture_output=True, text=True)
 
     (machine.repository / "tiny_a_v1.py").write_text(TRAINS)  # from elsewhere it is found in the repository

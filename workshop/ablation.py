@@ -73,18 +73,18 @@ def ablation(
         for on in chosen:
             flags = [f"--{'enable' if fusion in on else 'disable'}-{fusion}" for fusion in fusions]
             sides[on] = (set_name(on, fusions), (script, [*argv, "--seed", str(seed), *flags]))
-        parts.append((names, partial(over_none, sides, rounds)))
+        parts.append((names, partial(speedups_over_unfused, sides, rounds)))
     return parts
 
 
-def over_none(sides: dict[Set, tuple[str, tuple[str, list[str]]]], rounds: int) -> list[dict]:
-    """A row for each set, with its speed-up over none in the same turns; without one, if either did not finish."""
+def speedups_over_unfused(sides: dict[Set, tuple[str, tuple[str, list[str]]]], rounds: int) -> list[dict]:
+    """Measure each set in turns with none; a row has its speed-up over none, if both finished."""
     measured, rows = in_turns(dict(sides.values()), rounds), []
     for on, (name, _) in sides.items():
         row = measured[name]
         finished = "turns_ms" in row and "turns_ms" in measured["none"]
         gain = statistics.median(ratios(measured["none"], row)) if finished else None
-        rows.append({"fusions": name, "on": [*on], **row, "speedup": gain})
+        rows.append({"side": name, "on": [*on], **row, "speedup": gain})
     return rows
 
 
@@ -153,10 +153,10 @@ def sets_table(script: str, rows: Sequence[dict], wide: bool = False) -> str:
         precision: log_speedups(r for r in rows if r["precision"] == precision) if wide else {}
         for precision in precisions
     }
-    for name in dict.fromkeys(row["fusions"] for row in rows):
+    for name in dict.fromkeys(row["side"] for row in rows):
         lines.append([name])
         for precision in precisions:
-            same = [row for row in rows if (row["fusions"], row["precision"]) == (name, precision)]
+            same = [row for row in rows if (row["side"], row["precision"]) == (name, precision)]
             ended = next((NOT_FINISHED[row["status"]] for row in same if "status" in row), None)
             for key, (_, form, suffix) in columns.items():
                 values = [row[key] for row in same if row.get(key) is not None]

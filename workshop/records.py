@@ -8,7 +8,7 @@ happened to the file; ToolError names the file and the field that does not.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
@@ -227,157 +227,69 @@ class StepKernel:
 
 
 @dataclass(kw_only=True)
-class Side:
-    """What was measured of one side of a row, in turns; or how it ended."""
+class Row:
+    """One side that was measured: what it is, and what came out, or how it ended.
 
+    Rows of a study that have the same model, shape, precision and so on are its sides, which took
+    turns. Ratios are between them. Lists whose names begin with `turns` have a value for each turn.
+    """
+
+    # what was measured
+    model: str = None  # tiny_llama or tiny_openfold
+    version: str = None  # V1 to V4; a library has none
+    side: str = None  # its name among the sides: V1, V3 compiled, cuEquivariance, none, only overlap
+    shape: str = None  # a name for the sizes
+    batch_size: Count = None
+    seq_len: Count = None
+    precision: str = None  # fp32, TF32, bf16, fp16
+    mode: str = None  # eager, graph, compiled, compiled graph
+    fusions: list[str] = None  # flags of those in effect
+    on: list[str] = None  # of an ablation: of those that vary
+    seed: int = None
+    group: int = None  # of an ablation: which sides took turns
+    operator: str = None
+    blocks: str = None
     script: str = None
     argv: list[str] = None
+    # how it ended, unless it finished
     status: OfPeer = None
     error: str = None
-    unit: str = None
+    # time, in milliseconds or microseconds per step
     batch_ms: Positive | None = None
     turns_ms: Turns = None
     us: Positive = None
     turns_us: Turns = None
-    turns_joules: Turns = None
+    cold_us: float = None  # with an empty L2 cache
+    cold_turns_us: Turns = None
+    samples_per_sec: Positive = None
+    speedup: Positive | None = None  # over the side `none`
+    # memory, in MB
     peak_mb: Positive | None = None
     extra_mb: float | None = None
     held_mb: float | None = None
+    # counts of a step
     per_step: Count = None
+    unit: str = None  # of per_step: kernels or operators
     host_launches: int | None = None
-    kernels: list[StepKernel] | int | str = None
-    samples_per_sec: Positive = None
-    final_loss: float | None = None
-    loss_steps: int = None
-    speedup: Positive | None = None
-
-
-@dataclass(kw_only=True)
-class Row(Side):
-    """A row of a study: what it was measured for, and the sides, under their names; or the one side that it is."""
-
-    model: str = None
-    shape: str = None
-    precision: str = None
-    mode: str = None
-    name: str = None
-    version: str = None
-    operator: str = None
-    what: str = None
-    batch_size: Count = None
-    seq_len: Count = None
-    seed: int = None
-    group: int = None
-    fusions: str = None
-    on: list[str] = None
     flop: Count = None
     bytes: Count | None = None
-    ms: Positive = None
-    over_floor: float = None
-    of_copy: float = None
-    floor: dict[str, float] = None
-    gb_per_s: dict[str, float] = None
-    errors: dict[str, float] = None
-    times: dict[str, Side] = None
-    ceilings: Ceilings = None
+    gb: Positive = None
+    gb_per_s: Positive = None
+    of_copy: Positive = None  # of the rate of a copy
+    kernels: list[StepKernel] | int | str = None
+    # other
+    final_loss: float | None = None
+    loss_steps: int = None
+    error_of_output: float = None
     watts: float = None
     mhz: float = None
+    turns_joules: Turns = None
     joules_per_step: float = None
     mj_per_sample: float = None
-    alone_ms: float = None
-    together_ms: float = None
-    slowest_ms: float = None
-    ddp_ms: float = None
-    others: ClassVar = Side | str | float | list[float] | None
-
-
-# Rows of the studies of bench/versions.py, whose tables need all of this: field() makes a field that has to be there.
-
-
-@dataclass(kw_only=True)
-class Timed(Side):
-    """A side that finished its turns, of a study in which all have to."""
-
-    batch_ms: Positive = field()
-    turns_ms: Turns = field()
-    per_step: Count = field()
-    peak_mb: Positive | None = field()
-
-
-@dataclass(kw_only=True)
-class Versions(Row):
-    """A row of `versions.py headline`."""
-
-    shape: str = field()
-    precision: str = field()
-    mode: str = field()
-    v1: Timed = field()
-    v2: Timed = field()
-    v3: Timed = None
-    others: ClassVar = None
-
-
-@dataclass(kw_only=True)
-class Fastest(Row):
-    """A row of `versions.py fastest`; the other sides are under their names."""
-
-    shape: str = field()
-    precision: str = field()
-    V4: Timed = field()
-    V3: Timed = field()
-    others: ClassVar = Timed
-
-
-@dataclass(kw_only=True)
-class Layer:
-    """A way to run a layer."""
-
-    us: Positive = field()
-    kernels: int = field()
-
-
-@dataclass(kw_only=True)
-class Inference(Row):
-    """A row of `versions.py inference`."""
-
-    batch_size: Count = field()
-    seq_len: Count = field()
-    times: dict[str, Layer] = field()
-
-
-@dataclass(kw_only=True)
-class Counted(Row):
-    """A row of `versions.py counts`."""
-
-    script: str = field()
-    argv: Annotated[list[str], "above 0"] = field()
-    unit: str = field()
-    per_step: Count = field()
-
-
-@dataclass(kw_only=True)
-class Peak(Side):
-    """How much memory a run took."""
-
-    status: Outcome = field()
-    peak_mb: Positive | None = field()
-
-
-@dataclass(kw_only=True)
-class Memories(Row):
-    """A row of `versions.py memory`."""
-
-    seq_len: Count = field()
-    scores: Peak = field()
-    flash: Peak = field()
-
-
-@dataclass(kw_only=True)
-class Ablated(Row):
-    """A row of `versions.py ablation`."""
-
-    precision: str = field()
-    fusions: str = field()
+    gemm_ms: Positive = None
+    copy_ms: Positive = None
+    ceilings: Ceilings = None
+    others: ClassVar = str | float | bool | list | dict | None
 
 
 @dataclass(kw_only=True)
@@ -449,14 +361,12 @@ def checked(kind: type, value: object, path: Path, where: str = "") -> dict:
 
 
 def check_turns(rows: Iterable[dict], path: Path) -> None:
-    """ToolError unless all rows and sides that were measured in turns have equally many, in which they are compared."""
+    """ToolError unless all rows that were measured in turns have equally many, in which they are compared."""
     first = None
     for number, row in enumerate(rows):
-        for name, side in [("", row), *((f".{name}", side) for name, side in row.items() if isinstance(side, dict))]:
-            for key in ("turns_ms", "turns_us"):
-                if key in side and len(side[key]) != (first := first or len(side[key])):
-                    place = f"rows[{number}]{name}.{key}"
-                    raise ToolError(f"{path}: {place} has {len(side[key])} turns, others have {first}")
+        for key in ("turns_ms", "turns_us"):
+            if key in row and len(row[key]) != (first := first or len(row[key])):
+                raise ToolError(f"{path}: rows[{number}].{key} has {len(row[key])} turns, others have {first}")
 
 
 @cache

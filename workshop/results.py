@@ -14,6 +14,7 @@ from pathlib import Path, PurePosixPath
 from workshop.cli import ToolError
 from workshop.files import read_json
 from workshop.records import Summary, checked, read
+from workshop.script import mode_of, model_and_version, precision_of
 
 # What is named where it is not the same; with the value where a file of an earlier harness has none.
 SAME_TRAINING = {
@@ -45,7 +46,11 @@ class Run:
 
     def row(self) -> dict:
         """What was measured, as a row of a study has it (workshop/turns.py), with the final loss; or how it ended."""
-        row = {"script": self.result["script"]}
+        result, training = self.result, self.result["training"]
+        model, version = model_and_version(result["script"])
+        row = {"model": model, **({"version": version} if version else {}), "script": result["script"]}
+        row |= {"precision": precision_of(training), "mode": mode_of(training)}
+        row |= {"fusions": [name.replace("_", "-") for name, on in (result.get("fusions") or {}).items() if on]}
         if self.status != "ok":
             return {**row, "status": self.status, "error": self.result.get("error")}
         times = ("samples_per_sec", "batch_ms", "batch_median_ms", "batch_p95_ms")
@@ -137,7 +142,7 @@ def load_runs(arguments: Iterable[str]) -> list[Run]:
 
 def check_family(named: Iterable[tuple[str, dict]]) -> None:
     """ToolError if the (name, result) pairs are of different models, between which no ratio means anything."""
-    models = {result["script"].rpartition("_v")[0] or result["script"]: name for name, result in reversed([*named])}
+    models = {model_and_version(result["script"])[0]: name for name, result in reversed([*named])}
     if len(models) > 1:
         (first, name), (second, other) = [*models.items()][-1:-3:-1]
         raise ToolError(f"{name} is a run of {first}, {other} of {second}: different models cannot be compared")

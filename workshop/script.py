@@ -6,8 +6,9 @@ import argparse
 import ast
 import importlib.util
 import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -36,6 +37,25 @@ def tool_parser(prog: str, documentation: str | None) -> Parser:
     add_script(parser, DEFAULT_SCRIPT)
     parser.add_argument("--profile-dir", metavar="DIR", help="for results (default: the script's own)")
     return parser
+
+
+def model_and_version(script: str) -> tuple[str, str | None]:
+    """'tiny_llama_v4' as 'tiny_llama' and 'V4'; other scripts have no version, and those of no model are one."""
+    found = re.fullmatch(r"(tiny_[a-z]+)_(?:v(\d+)|\w+)", script)
+    return (found[1], found[2] and f"V{found[2]}") if found else (script, None)
+
+
+def precision_of(training: Mapping) -> str:
+    """The type of the matrix products as studies name it, from the arguments of a script or its result's `training`."""
+    if training.get("use_amp"):
+        return {"float16": "fp16"}.get(training.get("amp_dtype"), "bf16")
+    return {"highest": "fp32", "high": "TF32"}.get(training.get("matmul_precision") or "highest", "medium fp32")
+
+
+def mode_of(training: Mapping) -> str:
+    """How a step is launched, from the arguments of a script or its result's `training`."""
+    graph, compiled = training.get("cuda_graph"), training.get("torch_compile")
+    return " ".join(["compiled"] * bool(compiled) + ["graph"] * bool(graph)) or "eager"
 
 
 def find_script(name: str) -> Path:

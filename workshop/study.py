@@ -14,7 +14,7 @@ from pathlib import Path
 from workshop.cli import ToolError
 from workshop.files import write_text
 from workshop.provenance import provenance, watched
-from workshop.records import Row, Study, checked, read
+from workshop.records import Study, read
 from workshop.script import interpret_without_gpu
 from workshop.turns import on_gpu
 
@@ -74,7 +74,7 @@ def measure_study(path: Path, parts: Iterable[Part], keep: bool = False, **setti
             started = time.monotonic()
             found = measure()
             seconds.append(time.monotonic() - started)
-            rows += [names | row for row in (found if isinstance(found, list) else [found])]
+            rows += [names | row | names for row in (found if isinstance(found, list) else [found])]
             write(unfinished)
     if gpu:
         sessions[-1] |= meanwhile
@@ -89,22 +89,34 @@ def in_words(names: Mapping[str, object]) -> str:
     return ", ".join(f"{key} {' '.join(value) if isinstance(value, list) else value}" for key, value in names.items())
 
 
-def read_rows(path: Path, keys: Iterable[str] = (), measured: Iterable[str] = (), row: type = Row) -> list[dict]:
+def read_rows(path: Path, keys: Iterable[str] = (), measured: Iterable[str] = ()) -> list[dict]:
     """The rows of a study; none if it is not there.
 
-    ToolError names what is wrong with a row: not of this kind, without one of the keys, or neither a status and an
-    error nor all that is to be `measured`.
+    ToolError names what is wrong with a row: without one of the keys, or neither a status and an error nor all that is
+    to be `measured`.
     """
     if not path.exists():
         return []
     rows = read(Study, path)["rows"]
     for number, content in enumerate(rows):
-        checked(row, content, path, f"rows[{number}]")
         missing = [key for key in keys if key not in content]
         missing += [key for key in (("error",) if "status" in content else measured) if content.get(key) is None]
         if missing:
             raise ToolError(f"{path}: rows[{number}] has no {missing[0]}: another study, or of an older version")
     return rows
+
+
+def by_side(rows: Iterable[dict], *keys: str) -> dict[tuple, dict[str, dict]]:
+    """Rows that took turns, under the names of their sides, for each of the values that they share of these keys."""
+    groups: dict[tuple, dict[str, dict]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row.get(key) for key in keys), {})[row["side"]] = row
+    return groups
+
+
+def as_rows(sides: Mapping[str, dict]) -> list[dict]:
+    """What was measured of each side as rows that have its name."""
+    return [{"side": name, **row} for name, row in sides.items()]
 
 
 def read_study(path: Path, keys: Iterable[str], measured: Iterable[str] = ("batch_ms", "turns_ms")) -> dict:

@@ -8,11 +8,12 @@ import importlib
 import math
 import statistics
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from types import ModuleType
 
 from workshop.cli import ToolError
+from workshop.script import mode_of, model_and_version, precision_of
 
 GRAPH = "--enable-cuda-graph"
 TURN_MS = 300  # about how long a turn is
@@ -53,11 +54,22 @@ def graph_of(argv: Sequence[str]) -> list[str]:
     return [*argv, GRAPH] if on_gpu(argv) and not DECIDED & words_of(argv) else [*argv]
 
 
-def precision_of(training: Mapping) -> str:
-    """The type of the matrix products as studies name it, from the arguments of a script or its result's `training`."""
-    if training.get("use_amp"):
-        return {"float16": "fp16"}.get(training.get("amp_dtype"), "bf16")
-    return {"highest": "fp32", "high": "TF32"}.get(training.get("matmul_precision") or "highest", "medium fp32")
+def named(script: str, argv: Sequence[str], args: argparse.Namespace) -> dict:
+    """What a run of a script is, as rows of studies name it; `args` are its arguments as parsed."""
+    model, version = model_and_version(script)
+    given, module = vars(args), importlib.import_module(script)
+    fusions = [flag for flag, attribute, _ in module.FUSIONS if given[attribute]]
+    return {
+        "model": model,
+        **({"version": version} if version else {}),
+        "batch_size": args.batch_size,
+        "seq_len": args.seq_len,
+        "precision": precision_of(given),
+        "mode": mode_of(given),
+        "fusions": fusions,
+        "script": script,
+        "argv": argv,
+    }
 
 
 def short_run(script: str, argv: Sequence[str]) -> dict:
@@ -85,15 +97,25 @@ def begin(module: ModuleType, args: argparse.Namespace, rounds: int) -> tuple[ob
     gpu = run.device.type == "cuda"
     if gpu:
         module.torch._C._cuda_clearCublasWorkspaces()  # each side has workspaces of its own
-    before = module.gpu_memory(module.torch.cuda.memory_allocated) if gpu else 0
     run.start()
-    run.plan(3, "step")
-    run.take(3)
+    run.plan(3, "trial step")
+    trial = run.take(3)
     shared = args.torch_compile_mode in module.OWN_GRAPHS  # of which all use one pool of memory
-    peak = None if shared or not gpu else (run.peak - before) / 1e6
-    steps = max(2, math.ceil(TURN_MS / run.turns[0]))
+    peak = None if shared or not gpu else trial.peak / 1e6
+    steps = max(2, math.ceil(TURN_MS / trial.step_ms))
     run.plan(rounds * steps, "step")
     return run, steps, peak
+
+
+def alternating(sides: Collection[str], rounds: int) -> Iterator[tuple[int, str]]:
+    """The number of the turn and the side whose turn it is: first to last, then last to first, and so on.
+
+    A side that is no longer among them, because it failed, is left out from then on.
+    """
+    for turn in range(rounds):
+        for side in [*sides][:: 1 if turn % 2 == 0 else -1]:
+            if side in sides:
+                yield turn, side
 
 
 def in_turns(sides: dict[str, tuple[str, list[str]]], rounds: int) -> dict[str, dict]:
@@ -105,8 +127,8 @@ def in_turns(sides: dict[str, tuple[str, list[str]]], rounds: int) -> dict[str, 
     """
     modules = {name: importlib.import_module(script) for name, (script, _) in sides.items()}
     parsed = {name: parse_quiet(modules[name], argv) for name, (_, argv) in sides.items()}
-    rows = {name: {"script": script, "argv": argv} for name, (script, argv) in sides.items()}
-    runs, steps = {}, {}
+    rows = {name: named(script, argv, parsed[name]) for name, (script, argv) in sides.items()}
+    runs, steps, times = {}, {}, {name: [] for name in sides}
 
     def attempt(name: str, work: Callable[[], None]) -> None:
         """Do this for a side; from its first error on it has no run, and the error is in its row."""
@@ -122,20 +144,22 @@ def in_turns(sides: dict[str, tuple[str, list[str]]], rounds: int) -> dict[str, 
     def start(name: str) -> None:
         runs[name], steps[name], rows[name]["peak_mb"] = begin(modules[name], parsed[name], rounds)
 
+    def take(name: str) -> None:
+        times[name].append(runs[name].take(steps[name]).step_ms)
+
     def finish(name: str) -> None:
-        times, trainer = runs[name].turns, runs[name].trainer
+        trainer = runs[name].trainer
         modules[name].prepare(parsed[name])
         counts = modules[name].count_kernels(trainer)
         if not trainer.gpu:
             rows[name]["peak_mb"] = modules[name].memory_of_a_step(trainer) / 1e6
-        rows[name] |= {"batch_ms": statistics.median(times), "turns_ms": times}
+        rows[name] |= {"batch_ms": statistics.median(times[name]), "turns_ms": times[name]}
         rows[name] |= {key: value for key, value in counts.items() if key != "remark"}
 
     for name in sides:
         attempt(name, partial(start, name))
-    for turn in range(rounds):
-        for name in list(runs)[:: 1 if turn % 2 == 0 else -1]:
-            attempt(name, partial(runs[name].take, steps[name]))
+    for _, name in alternating(runs, rounds):
+        attempt(name, partial(take, name))
     for name in list(runs):
         attempt(name, partial(finish, name))
     runs.clear()
