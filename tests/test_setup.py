@@ -113,7 +113,11 @@ class Machine:
     def __init__(self, path: Path):
         self.path, self.bin, self.repository, self.site = path, path / "bin", path / "repository", path / "site"
         shutil.copytree(ROOT / "setup", self.repository / "setup", ignore=shutil.ignore_patterns("__pycache__"))
-        for name in ("requirements.txt", "requirements-dev.txt", "workshop/__init__.py", "workshop/cli.py"):
+        for name in (
+            "requirements.txt",
+            "requirements-dev.txt",
+            *(f"workshop/{file}.py" for file in ("__init__", "cli", "files", "script")),
+        ):
             (self.repository / name).parent.mkdir(exist_ok=True)
             shutil.copy(ROOT / name, self.repository / name)
         (self.repository / "setup/validation_scripts/test_environment.py").write_text(CHECK)
