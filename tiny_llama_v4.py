@@ -2080,7 +2080,7 @@ def transformer_block_kernel(
     """Compute phases FIRST to LAST of a layer, see above.
 
         x = x + attention(rotary(norm_1(x) Wqkv^T)) Wo^T
-        out = x + silu(norm_2(x) Wgate^T) * (norm_2(x) Wup^T) Wdown^T
+        out = x + (silu(norm_2(x) Wgate^T) * (norm_2(x) Wup^T)) Wdown^T
 
     X, SUMMED, OUT [B S, H D], weights [out, in], those of query, key and value and those of gate
     and up packed. In a phase program p owns the tiles p, p + programs, ... of its result: of a GEMM
