@@ -884,8 +884,11 @@ def attention_forward_kernel(
     gate = load_gate(QKVG, GATE_BIAS + head * D, query, x_n, D, BLOCK_D, N, EVEN)
     out = out / row_sum[:, None] * gate
     store_rows(OUT + b * out_b + r * out_r + head * D, out, query, out_n, D, BLOCK_D, N, EVEN)
-    at_row = LOG_SUM_EXP + ((b * R + r) * H + head) * N + query
-    tl.store(at_row, row_max + tl.log2(row_sum), mask=query < N)
+    tl.store(
+        LOG_SUM_EXP + ((b * R + r) * H + head) * N + query,
+        row_max + tl.log2(row_sum),
+        mask=query < N,
+    )
 
 
 @triton.jit
