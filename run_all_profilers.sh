@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Every profiler that works here around one version script, each in a folder of its own, and a summary of what ran.
-# shellcheck source=profiling/common.sh
-source "$(dirname "${BASH_SOURCE[0]}")/profiling/common.sh"
+# shellcheck source=workshop/rocm/common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/workshop/rocm/common.sh"
 
 directory=
 rocm=no
@@ -53,7 +53,7 @@ step() { # NAME COMMAND...
     printf '%s\t%s\t%s\t%s\n' "$name" "$status" "$start" "$(($(date +%s) - start))" >>"$directory/steps.tsv"
 }
 
-summarise() { "$python" "$root/profiling/summarise_profiles.py" "$directory" "$(basename "$script")"; }
+summarise() { "$python" "$root/workshop/rocm/summarise_profiles.py" "$directory" "$(basename "$script")"; }
 
 parse_arguments "$@"
 [[ $output_dir == . && -z $result_dir ]] || fail 2 "--output-dir, --result-dir: give --profile-dir for all results"
@@ -65,6 +65,7 @@ if [[ $dry_run == no ]]; then
     trap 'summarise || true' EXIT
     end_at_signals "what ran until then is in $directory/summary.md"
 fi
+name_default
 common=(--script "$script" ${script_args[@]+"${script_args[@]}"})
 step pytorch_profiler "$python" "$root/run_pytorch_profiler.py" --profile-dir "$directory/pytorch" --generate-report \
     "${common[@]}"

@@ -39,20 +39,12 @@ from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 
-from profiling.ceilings import measure_ceilings
-from profiling.program import (
-    ToolError,
-    cell,
-    load_script,
-    markdown_table,
-    print_notes,
-    run_tool,
-    script_arguments,
-    tool_parser,
-    write_csv,
-    write_text,
-)
-from profiling.roofline import count_modules, draw, module_kinds, module_rows, module_times, without_children
+from workshop.cli import ToolError, print_notes, run_tool
+from workshop.files import write_csv, write_text
+from workshop.profile.ceilings import measure_ceilings
+from workshop.profile.roofline import count_modules, draw, module_kinds, module_rows, module_times, without_children
+from workshop.script import load_script, script_arguments, tool_parser
+from workshop.show import cell, markdown_table
 
 PROG = Path(__file__).name
 NOT_SEEN = ("triton-attention", "triton-triangle", "triton-outer-product", "swiglu-gemm")  # they multiply matrices
@@ -173,6 +165,8 @@ def count_script(argv: Sequence[str] | None) -> int:
     if own.generate_roofline and importlib.util.find_spec("matplotlib") is None:
         raise ToolError("--generate-roofline needs the package matplotlib (pip install matplotlib)", status=4)
     module = load_script(own.script)
+    if "--enable-cuda-graph" not in rest:
+        rest.append("--disable-cuda-graph")  # V4's default, in which modules cannot be told apart
     _, args = script_arguments(module, rest, own.profile_dir)
     for attribute in ("torch_compile", "cuda_graph"):
         if getattr(args, attribute):

@@ -32,7 +32,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
 
-from profiling.kernels import (
+from workshop.cli import ToolError, run_tool
+from workshop.files import read_json, write_csv, write_text
+from workshop.profile.kernels import (
     CATEGORIES,
     Communication,
     Kernel,
@@ -49,17 +51,8 @@ from profiling.kernels import (
     statistics_of,
     write_statistics,
 )
-from profiling.program import (
-    ToolError,
-    load_script,
-    markdown_table,
-    read_json,
-    run_tool,
-    script_arguments,
-    tool_parser,
-    write_csv,
-    write_text,
-)
+from workshop.script import load_script, script_arguments, tool_parser
+from workshop.show import markdown_table
 
 PROG = Path(__file__).name
 TOP = 10

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # rocprof-compute around a version script: roofline, and hardware counters of single kernels.
-# shellcheck source=profiling/common.sh
-source "$(dirname "${BASH_SOURCE[0]}")/profiling/common.sh"
+# shellcheck source=workshop/rocm/common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/workshop/rocm/common.sh"
 
 mode=profile
 roof_only=no

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # rocprof-sys around a version script: host and device on one timeline.
-# shellcheck source=profiling/common.sh
-source "$(dirname "${BASH_SOURCE[0]}")/profiling/common.sh"
+# shellcheck source=workshop/rocm/common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/workshop/rocm/common.sh"
 
 sample=no
 

@@ -1,22 +1,23 @@
 #!/usr/bin/env python3
 """TinyLlama V4: what is left to take away when the kernels of V3 are fast.
 
-direct-gradients   weight gradients go from their GEMM to the optimizer, without a pass that casts them
-fused-optimizer    AdamW over all parameters in one kernel, which also writes the weights that the next GEMMs take
-norm-from-output   a norm's backward pass reads its output, which the next GEMM keeps anyway, in place of its input
-tied-embedding     the gradient of the embedding is added to that of the output projection, which has the same weight
-rotary-fusion      the kernels of the attention's backward pass turn the gradients of query and key back themselves
+direct-gradients   weight gradients go from their GEMM to the optimizer, and nothing casts them
+fused-optimizer    AdamW as one kernel, which also writes the weights that the next GEMMs take
+norm-from-output   a norm's backward pass reads its output, which the next GEMM keeps anyway
+tied-embedding     the embedding's gradient is added to that of the output projection, in its place
+rotary-fusion      attention's backward kernels rotate gradients of query and key back themselves
 swiglu-gemm        SwiGLU in the epilogue of a Triton GEMM, forward and backward
-overlap            gradients of weights, and their updates, beside the chain of the backward pass
+overlap            weight gradients and updates on side streams, beside the backward pass
 
-V3's kernels stay, and the vendor's library multiplies most matrices. The whole step is one graph by default. A graph
-keeps what depends on what, not an order: `overlap` makes use of that, so it does nothing in a step without a graph.
-`--mode benchmark` is inference: there a whole transformer layer is a single launch.
+V3's kernels stay, and the vendor's library multiplies most matrices. The whole step is one graph by
+default. A graph keeps what depends on what, not an order: `overlap` makes use of that, so it does
+nothing in a step without a graph. `--mode benchmark` is inference: there a whole transformer layer
+is a single launch.
 
 Examples:
-  python tiny_llama_v4.py --use-amp --compare-fusion                           everything off against everything on
-  python tiny_llama_v4.py --use-amp --disable-overlap                          one kernel after the other
-  python tiny_llama_v4.py --mode benchmark --use-amp --batch-size 1            one launch per layer
+  python tiny_llama_v4.py --use-amp --compare-fusion                   all off against all on
+  python tiny_llama_v4.py --use-amp --disable-overlap                  one kernel after the other
+  python tiny_llama_v4.py --mode benchmark --use-amp --batch-size 1    one launch per layer
 """
 
 from __future__ import annotations
@@ -43,7 +44,6 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import cache, partial
@@ -53,6 +53,7 @@ from typing import NoReturn
 try:
     import numpy as np
     import torch
+    import torch.distributed as dist
 
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton looks at it when it is imported
@@ -118,27 +119,31 @@ class Fusions:
 
 FUSIONS: tuple[tuple[str, str, str], ...] = (
     ("qkv-fusion", "qkv_fusion", "query, key and value projection as one GEMM"),
-    ("flash-attention", "flash_attention", "scaled_dot_product_attention instead of materialised scores"),
+    ("flash-attention", "flash_attention", "SDPA of PyTorch instead of materialised scores"),
     ("swiglu-fusion", "swiglu_fusion", "gate and up projection as one GEMM"),
     ("triton-rms-norm", "triton_rms_norm", "residual addition and norm as one kernel"),
     ("triton-rotary", "triton_rotary", "rotary embedding of the packed heads as one kernel"),
-    ("triton-attention", "triton_attention", "our own flash attention, which repeats no key or value"),
+    ("triton-attention", "triton_attention", "our own flash attention, which repeats no key"),
     ("triton-swiglu", "triton_swiglu", "silu(gate) * up as one kernel"),
-    ("triton-cross-entropy", "triton_cross_entropy", "cross-entropy without a float32 copy of the logits"),
-    ("direct-gradients", "direct_gradients", "weight gradients go to the optimizer without being cast"),
-    ("fused-optimizer", "fused_optimizer", "AdamW as one kernel, which also writes the weights that GEMMs take"),
-    ("norm-from-output", "norm_from_output", "the norm's backward pass reads its output in place of its input"),
-    ("tied-embedding", "tied_embedding", "embedding gradient added to that of the output projection"),
-    ("rotary-fusion", "rotary_fusion", "attention's backward kernels turn the gradients of query and key back"),
+    ("triton-cross-entropy", "triton_cross_entropy", "loss without a float32 copy of the logits"),
+    ("direct-gradients", "direct_gradients", "weight gradients reach the optimizer without a cast"),
+    ("fused-optimizer", "fused_optimizer", "AdamW as one kernel, which casts weights, too"),
+    ("norm-from-output", "norm_from_output", "the norm's backward pass reads its output"),
+    ("tied-embedding", "tied_embedding", "embedding gradient added to the output projection's"),
+    ("rotary-fusion", "rotary_fusion", "attention's backward kernels rotate gradients back"),
     ("swiglu-gemm", "swiglu_gemm", "SwiGLU in the epilogue of a Triton GEMM, forward and backward"),
-    ("overlap", "overlap", "in a graph, gradients and updates of weights beside the backward pass"),
+    ("overlap", "overlap", "in a graph, weight gradients and updates beside the backward pass"),
 )
-MODES: tuple[str, ...] = ("benchmark",)  # functions that run in place of training, besides those of the harness
+# Those whose kernels the first step compiles.
+TRITON_FUSIONS = tuple(name for _, name, _ in FUSIONS if name.startswith("triton"))
+TRITON_FUSIONS += ("fused_optimizer", "tied_embedding", "swiglu_gemm")
+MODES: dict[str, Callable[[argparse.Namespace], int]] = {}  # what runs in place of training
 
 
 def without_effect(args: argparse.Namespace) -> dict[str, str]:
-    """Fusions that change nothing beside the other arguments, on or off, and why."""
+    """Return the fusions that change nothing beside the other arguments, on or off, and why."""
     found, head_dim = {}, args.hidden_dim // args.num_heads
+    exact_float32 = not args.use_amp and args.matmul_precision == "highest"
     if args.triton_attention:
         found["flash_attention"] = "triton-attention takes its place"
     if not (args.triton_rotary and args.triton_attention):
@@ -151,8 +156,8 @@ def without_effect(args: argparse.Namespace) -> dict[str, str]:
         found["direct_gradients"] = "without --use-amp no gradient is cast"
     if not args.swiglu_fusion:
         found["swiglu_gemm"] = "it needs swiglu-fusion"
-    elif not INTERPRETED and (args.use_amp or args.matmul_precision != "highest" or BACKEND != "cuda"):
-        found["swiglu_gemm"] = "in this precision a GEMM of the library and a kernel are faster, and run"
+    elif not (INTERPRETED or (BACKEND == "cuda" and exact_float32)):
+        found["swiglu_gemm"] = "in this precision a library's GEMM and a kernel are faster, and run"
     if not args.cuda_graph:
         found["overlap"] = "it needs a graph, which this run has not"
     if args.torch_compile:
@@ -164,40 +169,49 @@ def without_effect(args: argparse.Namespace) -> dict[str, str]:
 
 
 def use_settings(args: argparse.Namespace) -> None:
-    """Make the settings of this run that are this version's own those of the process: block sizes."""
-    OVERRIDES.clear()
-    if args.blocks != ModelConfig.blocks:
-        OVERRIDES.update(read_blocks(text) for text in args.blocks.split())
+    """Make this version's own settings of a run those of the process: block sizes."""
+    use_blocks(args.blocks)
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that only this model has."""
     sizes = ModelConfig()
     add = parser.add_argument_group("model").add_argument
-    add("--vocab-size", type=at_least(2), metavar="V", help=f"(default: {sizes.vocab_size}; 256 with --text-file)")
-    add("--hidden-dim", type=at_least(1), default=sizes.hidden_dim, metavar="D", help="width of the residual stream")
-    add("--num-layers", type=at_least(1), default=sizes.num_layers, metavar="L", help="transformer layers")
-    add("--num-heads", type=at_least(1), default=sizes.num_heads, metavar="H", help="query heads")
-    add("--num-kv-heads", type=at_least(1), metavar="K", help="key/value heads (default: half of the heads)")
-    add("--intermediate-dim", type=at_least(1), metavar="I", help="width of the MLP (default: 4 x hidden)")
+    text = f"(default: {sizes.vocab_size}; 256 with --text-file)"
+    add("--vocab-size", type=at_least(2), metavar="V", help=text)
+    text = "width of the residual stream"
+    add("--hidden-dim", type=at_least(1), default=sizes.hidden_dim, metavar="D", help=text)
+    text = "transformer layers"
+    add("--num-layers", type=at_least(1), default=sizes.num_layers, metavar="L", help=text)
+    text = "query heads"
+    add("--num-heads", type=at_least(1), default=sizes.num_heads, metavar="H", help=text)
+    text = "key/value heads (default: half of the heads)"
+    add("--num-kv-heads", type=at_least(1), metavar="K", help=text)
+    text = "width of the MLP (default: 4 x hidden)"
+    add("--intermediate-dim", type=at_least(1), metavar="I", help=text)
     add = parser.add_argument_group("data").add_argument
-    add("--seq-len", type=at_least(2), default=sizes.seq_len, metavar="S", help="tokens per sample")
+    text = "tokens per sample"
+    add("--seq-len", type=at_least(2), default=sizes.seq_len, metavar="S", help=text)
     add("--batch-size", type=at_least(1), default=8, metavar="B", help="samples per step")
-    add("--text-file", type=Path, metavar="FILE", help="train on the bytes of FILE instead of synthetic text")
-    add("--mode", choices=("train", "benchmark"), default="train", help="benchmark: inference, a layer as one launch")
+    text = "train on the bytes of FILE instead of synthetic text"
+    add("--text-file", type=Path, metavar="FILE", help=text)
+    text = "benchmark: inference, a layer as one launch"
+    add("--mode", choices=("train", "benchmark"), default="train", help=text)
     add = parser.add_argument_group("kernels").add_argument
-    text = "other block sizes or warps for a kernel, powers of two; a wrong name lists those there are; can be repeated"
-    add("--blocks", type=read_blocks, action="append", metavar="KERNEL:NAME=NUMBER,...", help=text)
+    text = "other block sizes or warps for a kernel, powers of two; a wrong name lists those there "
+    text, form = f"{text}are; can be repeated", "KERNEL:NAME=NUMBER,..."
+    add("--blocks", type=read_blocks, action="append", metavar=form, help=text)
 
 
 @cache
 def note_interpreter() -> None:
     """Say it once, however many runs a study has."""
-    say("note", "the kernels run on the CPU in Triton's interpreter, right but slow: use small sizes")
+    text = "the kernels run on the CPU in Triton's interpreter, right but slow: use small sizes"
+    say("note", text)
 
 
 def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Fill in the defaults that depend on other arguments and refuse sizes that do not fit together."""
+    """Fill in defaults that depend on other arguments; refuse sizes that do not fit together."""
     args.num_kv_heads = args.num_kv_heads or max(1, args.num_heads // 2)
     args.intermediate_dim = args.intermediate_dim or 4 * args.hidden_dim
     if args.hidden_dim % (2 * args.num_heads):
@@ -206,107 +220,148 @@ def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentPar
             "(rotary embedding turns pairs of channels)"
         )
     if args.num_heads % args.num_kv_heads:
-        parser.error(f"--num-heads {args.num_heads} must be divisible by --num-kv-heads {args.num_kv_heads}")
+        heads = f"--num-heads {args.num_heads}"
+        parser.error(f"{heads} must be divisible by --num-kv-heads {args.num_kv_heads}")
     if args.text_file and args.vocab_size not in (None, 256):
-        parser.error(f"--vocab-size {args.vocab_size} does not fit --text-file: bytes have a vocabulary of 256")
+        vocabulary = f"--vocab-size {args.vocab_size}"
+        parser.error(f"{vocabulary} does not fit --text-file: bytes have a vocabulary of 256")
     args.vocab_size = args.vocab_size or (256 if args.text_file else ModelConfig.vocab_size)
     if args.text_file:
         read_text(args.text_file, args.seq_len)
     if args.triton_attention and args.hidden_dim > 128 * args.num_heads:
-        parser.error("triton-attention takes up to 128 channels per head: raise --num-heads, or disable it")
+        limit = "triton-attention takes up to 128 channels per head"
+        parser.error(f"{limit}: raise --num-heads, or disable it")
     args.benchmark = args.mode == "benchmark"
     if args.benchmark and (args.compare_fusion or args.verify_accuracy):
         parser.error("--mode benchmark goes without --compare-fusion and --verify-accuracy")
     chosen: dict[str, dict[str, int]] = {}
     for kernel, sizes in args.blocks or ():
         chosen[kernel] = chosen.get(kernel, {}) | sizes
-    texts = [f"{k}:{','.join(f'{name}={size}' for name, size in sizes.items())}" for k, sizes in chosen.items()]
+    texts = []
+    for kernel, sizes in chosen.items():
+        texts.append(f"{kernel}:{','.join(f'{name}={size}' for name, size in sizes.items())}")
     args.blocks = " ".join(texts) or ModelConfig.blocks
-    ours = ("triton", "fused_optimizer", "tied_embedding", "swiglu_gemm", "benchmark")  # what has kernels
-    if any(getattr(args, name) for name in (*Fusions.__dataclass_fields__, "benchmark") if name.startswith(ours)):
+    with_kernels = [name for _, name, _ in FUSIONS if name.startswith("triton")]
+    with_kernels += ["fused_optimizer", "tied_embedding", "swiglu_gemm", "benchmark"]
+    if any(getattr(args, name) for name in with_kernels):
         if INTERPRETED:
             note_interpreter()
         elif args.device == "cpu" or not torch.cuda.is_available():
-            fail("on a CPU the kernels need Triton's interpreter: set TRITON_INTERPRET=1, or --disable-all-fusion", 4)
+            remedy = "set TRITON_INTERPRET=1, or --disable-all-fusion"
+            fail(f"on a CPU the kernels need Triton's interpreter: {remedy}", 4)
 
 
 # --- kernels
 #
-# An operation has a kernel forward and one or more backward. The functions under @operator allocate their results and
-# launch them; an autograd.Function ties forward and backward together. No kernel adds atomically: each program writes
-# the sum over its own rows, and one more launch adds these up, so that the same input gives the same bits.
+# An operation has a kernel forward and one or more backward. The functions under @operator allocate
+# their results and launch them; an autograd.Function ties forward and backward together. No kernel
+# adds atomically: each program writes the sum over its own rows, and one more launch adds these up,
+# so that the same input gives the same bits.
+#
+# In kernels, pointers and sizes at compile time are in capitals; `grad_x` is the dx of formulas.
 
 BACKEND = "interpreter" if INTERPRETED else "hip" if torch.version.hip else "cuda"
-# Block sizes and warps per kernel; a line for float32, TF32 or one backend replaces what it names of those before.
-# TILE is the number of elements in a block of rows, PROGRAMS how many share the rows, more if each had more than 16.
-BLOCKS: dict[str, dict[str, int]] = {
-    "sum_parts": {"TILE": 4096, "ROWS": 512, "num_warps": 8},
-    "rms_norm_forward": {"TILE": 2048, "num_warps": 2},
-    "rms_norm_backward": {"TILE": 1024, "PROGRAMS": 1056, "num_warps": 2},
-    "rotary": {"TILE": 2048, "num_warps": 4},
-    "swiglu_forward": {"TILE": 4096, "num_warps": 8},
-    "swiglu_backward": {"TILE": 4096, "num_warps": 8},
-    "attention_forward": {"BLOCK_Q": 64, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3},
-    "attention_forward float32": {"BLOCK_K": 32, "num_stages": 2},  # three TF32 products need more registers
-    "attention_forward hip": {"num_stages": 1},
-    "attention_backward_queries": {"BLOCK_Q": 64, "BLOCK_K": 64, "num_warps": 4, "num_stages": 2},
-    "attention_backward_queries float32": {"BLOCK_K": 32, "num_stages": 2},
-    "attention_backward_queries hip": {"BLOCK_K": 32, "num_stages": 1},
-    "attention_backward_keys": {"BLOCK_Q": 64, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3},
-    "attention_backward_keys float32": {"BLOCK_Q": 32, "BLOCK_K": 32, "num_stages": 1},
-    "attention_backward_keys hip": {"BLOCK_Q": 16, "BLOCK_K": 64, "num_stages": 1},
-    "cross_entropy_forward": {"TILE": 4096, "num_warps": 4},
-    "cross_entropy_backward": {"TILE": 4096, "num_warps": 4},
-    "mean_loss": {"BLOCK": 1024, "num_warps": 8},
-    "embedding_backward": {"BLOCK_C": 128, "ROWS": 8, "num_warps": 2},
-    "swiglu_gemm_forward": {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 32, "GROUP": 8, "num_warps": 8, "num_stages": 4},
-    "swiglu_gemm_forward float32": {"BLOCK_N": 64},
-    "swiglu_gemm_forward hip": {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 1},
-    "swiglu_gemm_backward": {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": 64, "GROUP": 8, "num_warps": 8, "num_stages": 4},
-    "swiglu_gemm_backward float32": {"BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_K": 32, "num_warps": 4},
-    "swiglu_gemm_backward hip": {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 32, "num_warps": 4, "num_stages": 2},
-    "adamw": {"BLOCK": 1024, "PROGRAMS": 1024, "num_warps": 4},
-    "transformer_block": {"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_C": 128, "BLOCK_Q": 16, "BLOCK_K": 64, "num_warps": 4},
-    "transformer_block float32": {"BLOCK_N": 32, "BLOCK_C": 32, "BLOCK_K": 32, "num_stages": 2},
-    "transformer_block cuda": {"maxnreg": 255},  # the only program on its multiprocessor
-    "transformer_block hip": {"BLOCK_N": 32, "BLOCK_C": 64, "BLOCK_K": 32, "num_stages": 2},
-    "transformer_block float32 hip": {"BLOCK_C": 32, "BLOCK_K": 16},
-}
-OVERRIDES: dict[str, dict[str, int]] = {}  # --blocks
+# Block sizes and warps, as --blocks takes them: for 16 bits on NVIDIA's GPUs, and a line of its own
+# for float32, TF32 or AMD's GPUs where they differ. TILE is the number of elements in a block of
+# rows, PROGRAMS how many programs share the rows, more if each had more than 16 blocks of them.
+BLOCKS: dict[str, str] = {
+    "sum_parts": "TILE=4096,ROWS=512,num_warps=8",
+    "rms_norm_forward": "TILE=2048,num_warps=2",
+    "rms_norm_backward": "TILE=1024,PROGRAMS=1056,num_warps=2",
+    "rotary": "TILE=2048,num_warps=4",
+    "swiglu_forward": "TILE=4096,num_warps=8",
+    "swiglu_backward": "TILE=4096,num_warps=8",
+    # three TF32 products need more registers, hence smaller blocks in float32
+    "attention_forward": "BLOCK_M=64,BLOCK_N=64,num_warps=4,num_stages=3",
+    "attention_forward float32": "BLOCK_M=64,BLOCK_N=32,num_warps=4,num_stages=2",
+    "attention_forward hip": "BLOCK_M=64,BLOCK_N=64,num_warps=4,num_stages=1",
+    "attention_forward hip float32": "BLOCK_M=64,BLOCK_N=32,num_warps=4,num_stages=1",
+    "attention_backward_queries": "BLOCK_M=64,BLOCK_N=64,num_warps=4,num_stages=2",
+    "attention_backward_queries float32": "BLOCK_M=64,BLOCK_N=32,num_warps=4,num_stages=2",
+    "attention_backward_queries hip": "BLOCK_M=64,BLOCK_N=32,num_warps=4,num_stages=1",
+    "attention_backward_keys": "BLOCK_M=64,BLOCK_N=64,num_warps=4,num_stages=3",
+    "attention_backward_keys float32": "BLOCK_M=32,BLOCK_N=32,num_warps=4,num_stages=1",
+    "attention_backward_keys hip": "BLOCK_M=16,BLOCK_N=64,num_warps=4,num_stages=1",
+    "cross_entropy_forward": "TILE=4096,num_warps=4",
+    "cross_entropy_backward": "TILE=4096,num_warps=4",
+    "mean_loss": "BLOCK=1024,num_warps=8",
+    "embedding_backward": "BLOCK_C=128,ROWS=8,num_warps=2",
+    "swiglu_gemm_forward": "BLOCK_M=128,BLOCK_N=128,BLOCK_K=32,GROUP=8,num_warps=8,num_stages=4",
+    "swiglu_gemm_forward float32": "BLOCK_M=128,BLOCK_N=64,BLOCK_K=32,GROUP=8,"
+        "num_warps=8,num_stages=4",
+    "swiglu_gemm_forward hip": "BLOCK_M=64,BLOCK_N=64,BLOCK_K=32,GROUP=8,num_warps=4,num_stages=1",
+    "swiglu_gemm_backward": "BLOCK_M=64,BLOCK_N=128,BLOCK_K=64,GROUP=8,num_warps=8,num_stages=4",
+    "swiglu_gemm_backward float32": "BLOCK_M=128,BLOCK_N=64,BLOCK_K=32,GROUP=8,"
+        "num_warps=4,num_stages=4",
+    "swiglu_gemm_backward hip": "BLOCK_M=64,BLOCK_N=64,BLOCK_K=32,GROUP=8,num_warps=4,num_stages=2",
+    "adamw": "BLOCK=1024,PROGRAMS=1024,num_warps=4",
+    # BLOCK_M, BLOCK_N and BLOCK_K of its GEMMs, BLOCK_QUERY and BLOCK_KEY of its attention
+    "transformer_block": "BLOCK_M=16,BLOCK_N=64,BLOCK_K=128,BLOCK_QUERY=16,BLOCK_KEY=64,"
+        "num_warps=4",
+    "transformer_block float32": "BLOCK_M=16,BLOCK_N=32,BLOCK_K=32,BLOCK_QUERY=16,BLOCK_KEY=32,"
+        "num_warps=4,num_stages=2",
+    "transformer_block hip": "BLOCK_M=16,BLOCK_N=32,BLOCK_K=64,BLOCK_QUERY=16,BLOCK_KEY=32,"
+        "num_warps=4,num_stages=2",
+    "transformer_block hip float32": "BLOCK_M=16,BLOCK_N=32,BLOCK_K=32,BLOCK_QUERY=16,BLOCK_KEY=16,"
+        "num_warps=4,num_stages=2",
+    # of 16 bits on NVIDIA's GPUs, with more rows than a tile of the above on each multiprocessor
+    "transformer_block many rows": "BLOCK_M=64,BLOCK_N=128,BLOCK_K=64,BLOCK_QUERY=64,BLOCK_KEY=64,"
+        "num_warps=8",
+}  # fmt: skip
+# --- launch
+# Copied from common/launch.py by tools/sync_common.py: edit it there.
+OVERRIDES: dict[str, dict[str, int]] = {}  # what --blocks replaces, for this run
 
 
 def read_blocks(text: str) -> tuple[str, dict[str, int]]:
-    """argparse type: "kernel:NAME=number,..." -> kernel and what to replace in its block sizes."""
+    """Parse "kernel:NAME=number,..." of --blocks (an argparse type): the kernel, its new sizes."""
     kernel, _, settings = text.partition(":")
     pairs = [pair.partition("=")[::2] for pair in settings.split(",")]
-    if kernel not in BLOCKS or " " in kernel:
-        raise argparse.ArgumentTypeError(
-            f"no kernel {kernel!r}; there are {', '.join(k for k in BLOCKS if ' ' not in k)}"
-        )
-    if wrong := [name for name, _ in pairs if name not in {"num_stages", *BLOCKS[kernel]}]:
-        raise argparse.ArgumentTypeError(f"{kernel} has no {wrong[0]!r}; it has {', '.join(BLOCKS[kernel])}")
+    kernels = [name for name in BLOCKS if " " not in name]
+    if kernel not in kernels:
+        raise argparse.ArgumentTypeError(f"no kernel {kernel!r}; there are {', '.join(kernels)}")
+    names = block_sizes(BLOCKS[kernel])
+    if wrong := [name for name, _ in pairs if name not in {"num_stages", *names}]:
+        message = f"{kernel} has no {wrong[0]!r}; it has {', '.join(names)}"
+        raise argparse.ArgumentTypeError(message)
     for name, value in pairs:
         low = 16 if name.startswith("BLOCK") else 1
         if not value.isdecimal() or int(value).bit_count() != 1 or int(value) < low:
-            raise argparse.ArgumentTypeError(f"{kernel}: {name}={value} is not a power of two from {low}")
-    return kernel, {name: int(value) for name, value in pairs}
+            message = f"{kernel}: {name}={value} is not a power of two from {low}"
+            raise argparse.ArgumentTypeError(message)
+    return kernel, block_sizes(settings)
+
+
+def block_sizes(settings: str) -> dict[str, int]:
+    """Parse "NAME=number,..."."""
+    pairs = (pair.split("=") for pair in settings.split(","))
+    return {name: int(value) for name, value in pairs}
+
+
+def use_blocks(text: str) -> None:
+    """Make these the block sizes of the process: ModelConfig.blocks, which --blocks fills."""
+    OVERRIDES.clear()
+    if text != ModelConfig.blocks:
+        OVERRIDES.update(read_blocks(part) for part in text.split())
 
 
 def blocks(kernel: str, dtype: torch.dtype | None = None) -> dict[str, int]:
-    """Block sizes and warps of a kernel that multiplies matrices of this type, on this backend."""
-    chosen = dict(BLOCKS[kernel])
-    variants = [BACKEND]
-    if dtype == torch.float32:
-        variants = ["float32", *(["TF32"] if dot_precision(dtype) == "tf32" else []), BACKEND, f"float32 {BACKEND}"]
-    for variant in variants:
-        chosen |= BLOCKS.get(f"{kernel} {variant}", {})
+    """Return block sizes and warps of a kernel that multiplies matrices of this type."""
+    precisions = [" float32", ""] if dtype == torch.float32 else [""]
+    if dot_precision(dtype) == "tf32":
+        precisions = [" TF32", *precisions]
+    lines = [f"{kernel}{on}{precision}" for on in (f" {BACKEND}", "") for precision in precisions]
+    chosen = block_sizes(next(BLOCKS[line] for line in lines if line in BLOCKS))
     if INTERPRETED and "TILE" in chosen:
-        chosen |= {"TILE": 1 << 16}  # its time goes by programs, not by elements
+        chosen["TILE"] = 1 << 16  # its time goes by programs, not by elements
     return chosen | OVERRIDES.get(kernel, {})
 
 
 def dot_precision(dtype: torch.dtype) -> str:
-    """How Triton multiplies float32 matrices; it ignores this for other types. TF32 exists on NVIDIA's GPUs only."""
+    """Return how Triton multiplies float32 matrices; other types have no choice.
+
+    TF32 exists on NVIDIA's GPUs only.
+    """
     if BACKEND != "cuda" or dtype != torch.float32:
         return "ieee"
     return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
@@ -315,10 +370,11 @@ def dot_precision(dtype: torch.dtype) -> str:
 def operator(function: Callable, changes: tuple[str, ...] = ()) -> Callable:
     """Make a function that launches kernels an operator; torch.compile sees the kernels in it.
 
-    It allocates its results, or writes into those of its arguments that `changes` names and returns nothing.
+    It allocates its results, or writes into those of its arguments that `changes` names and
+    returns nothing.
     """
-    namespace = re.sub(r"\W|^(?=\d)", "_", Path(__file__).stem, flags=re.ASCII)  # of a copy with any name
-    name = f"{namespace}::{function.__name__}"
+    script = re.sub(r"\W|^(?=\d)", "_", Path(__file__).stem, flags=re.ASCII)  # a copy of any name
+    name = f"{script}::{function.__name__}"
     if not INTERPRETED:
         return triton_op(name, function, mutates_args=changes)
     opaque = torch.library.custom_op(name, function, mutates_args=changes)
@@ -329,40 +385,50 @@ def operator(function: Callable, changes: tuple[str, ...] = ()) -> Callable:
 if INTERPRETED:
 
     class wrap_triton:  # PyTorch's takes compiled kernels only
-        """`wrap_triton(kernel)[grid](...)` runs the kernel, except where torch.compile only asks for shapes.
+        """Run a kernel by `wrap_triton(kernel)[grid](NAME=value, ...)`.
 
-        Triton 3 multiplies bfloat16 as integers here, without a word: so it gets float32, and its results are rounded.
+        Where torch.compile only asks for shapes nothing runs. Triton 3 multiplies bfloat16 as
+        integers here, without a word: so the kernel gets float32, and its results are rounded.
         """
 
         def __init__(self, kernel: Callable):
             self.kernel = kernel
 
         def __getitem__(self, grid: tuple[int, ...]) -> Callable:
-            def run(*arguments, **blocks) -> None:
-                given = [a for a in arguments if isinstance(a, Tensor)]
-                if isinstance(given[0], FakeTensor):
+            def run(**arguments) -> None:
+                tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
+                if isinstance(tensors[0], FakeTensor):
                     return
-                narrow = [t for t in given if t.dtype == torch.bfloat16]
-                wide = {id(t): torch.empty_strided(t.shape, t.stride(), dtype=torch.float32).copy_(t) for t in narrow}
-                self.kernel[grid](*(wide.get(id(a), a) for a in arguments), **blocks)
+                narrow = [tensor for tensor in tensors if tensor.dtype == torch.bfloat16]
+                wide = {id(tensor): self.widened(tensor) for tensor in narrow}
+                given = {name: wide.get(id(value), value) for name, value in arguments.items()}
+                self.kernel[grid](**given)
                 for tensor in narrow:
-                    tensor.data.copy_(wide[id(tensor)])  # unseen by autograd, which the inputs among them belong to
+                    # Unseen by autograd, which the inputs among them belong to.
+                    tensor.data.copy_(wide[id(tensor)])
 
             return run
 
+        @staticmethod
+        def widened(tensor: Tensor) -> Tensor:
+            """Copy to float32 with the same strides."""
+            wide = torch.empty_strided(tensor.shape, tensor.stride(), dtype=torch.float32)
+            return wide.copy_(tensor)
 
-def need_rows(kernel: str, x: Tensor) -> None:
-    """ValueError for an empty batch, for which there is nothing to launch."""
+
+def check_not_empty(kernel: str, x: Tensor) -> None:
+    """Raise ValueError for an empty batch, for which there is nothing to launch."""
     if not x.numel():
         raise ValueError(f"{kernel} needs at least one row, not {[*x.shape]}")
 
 
-def row_options(kernel: str, x: Tensor, whole: bool = True) -> tuple[int, int, dict[str, int]]:
-    """Of a kernel that goes over the rows of x [..., C]: how many rows, how many programs, what it is compiled for.
+def row_launch(kernel: str, x: Tensor, whole: bool = True) -> tuple[int, int, dict[str, int]]:
+    """Return how many rows x [..., C] has, how many programs share them, and their block sizes.
 
-    A block is a TILE of rows. A row longer than that is a block with more warps if it must be whole, else several.
+    A block is a TILE of rows. A row longer than that is a block with more warps if it must be
+    whole, else several.
     """
-    need_rows(kernel, x)
+    check_not_empty(kernel, x)
     chosen, dim = blocks(kernel), x.shape[-1]
     tile, width = chosen.pop("TILE"), triton.next_power_of_2(dim)
     if whole and width > tile:
@@ -371,65 +437,106 @@ def row_options(kernel: str, x: Tensor, whole: bool = True) -> tuple[int, int, d
     rows, tile_rows = x.numel() // dim, max(1, tile // width)
     programs = triton.cdiv(rows, tile_rows)
     if "PROGRAMS" in chosen:
-        programs = chosen["PROGRAMS"] = min(programs, max(chosen["PROGRAMS"], triton.cdiv(programs, 16)))
+        most = max(chosen["PROGRAMS"], triton.cdiv(programs, 16))
+        programs = chosen["PROGRAMS"] = min(programs, most)
     return rows, programs, {"C": dim, "BLOCK_C": width, "ROWS": tile_rows, **chosen}
+
+
+# --- end of launch
 
 
 @triton.jit
 def sum_parts_kernel(PARTS, OUT, parts, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Add up what each program found: out = sum over p of parts[p].
+
+    PARTS [parts, width], OUT [width]. A program owns BLOCK columns, and reads ROWS parts at a time.
+    """
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([ROWS, BLOCK], tl.float32)
     for start in range(0, parts, ROWS):
         row = start + tl.arange(0, ROWS)
         at = row.to(tl.int64)[:, None] * width + column[None, :]
-        total += tl.load(PARTS + at, mask=(row < parts)[:, None] & (column < width)[None, :], other=0.0)
+        total += tl.load(
+            PARTS + at,
+            mask=(row < parts)[:, None] & (column < width)[None, :],
+            other=0.0,
+        )
     tl.store(OUT + column, tl.sum(total, 0), mask=column < width)
 
 
 @partial(operator, changes=("out",))
 def sum_parts(parts: Tensor, out: Tensor) -> None:
-    """out = the sum of float32 [parts, ...], what each program found; torch.sum is slower at many short parts."""
+    """Write the sum of float32 parts [parts, ...], what each program found, into out.
+
+    torch.sum is slower at many short parts.
+    """
     chosen = blocks("sum_parts")
     rows = min(chosen.pop("ROWS"), triton.next_power_of_2(len(parts)))
     block = max(8, chosen.pop("TILE") // rows)
     wrap_triton(sum_parts_kernel)[(triton.cdiv(out.numel(), block),)](
-        parts, out, len(parts), out.numel(), ROWS=rows, BLOCK=block, **chosen
-    )
+        PARTS=parts, OUT=out, parts=len(parts), width=out.numel(), ROWS=rows, BLOCK=block, **chosen
+    )  # fmt: skip
 
 
-class Beside:
-    """Work that nobody waits for, beside the chain of the step, while this is captured as a graph.
+class SideStreams:
+    """Share gradients and cast weights between a model and its optimizer, and overlap their work.
 
-    A graph keeps what depends on what, not the order of the launches: so what is put on another stream here runs when
-    there is room for it. What it reads is kept until the chain has waited for it, `KEPT` pieces of work later.
-    Nobody may add to a gradient on its way from here to its parameter: that is an error.
+    build_model makes one and gives it to the modules; build_optimizer gives it to FusedAdamW, which
+    enters buffers and casts. The streams are for `overlap`, while a step is captured as a graph: a
+    graph keeps what depends on what, not the order of the launches, so work on a side stream runs
+    where there is room for it. A step, time goes down, an arrow is a wait:
+
+        chain (forward, backward)       gradients                 updates
+        begin_step -------------------------------------------->  corrections of the moments
+        token ids -------------------->  run: sort them
+        grad of layer L's output ----->  run: its weight gradient
+        grad of its input
+        weight no more needed --------------- finish (both) --->  AdamW, cast of this weight
+        KEPT pieces of work later <----  done: its inputs may go
+        ... next layer                  ...                       ...
+        grad of the embedding <--------  join: all of them
+        end of optimizer.step <---------------------------------  all of them
+
+    What work on a side stream reads must stay as it is until the chain has waited for that work:
+    `pending` keeps it from being freed. Autograd may not add to a gradient on its way from a side
+    stream to its parameter: join raises RuntimeError.
     """
 
     KEPT = 4
 
     def __init__(self):
+        self.buffers: dict[Tensor, GradientBuffer] = {}  # of each parameter
+        self.casts: dict[Tensor, Tensor] = {}  # of each parameter, in the type of the GEMMs
+        self.versions: dict[Tensor, int] = {}  # of the parameter when it was cast
         self.active = False
+        self.begun: torch.cuda.Event | None = None  # of the forward pass
+        self.chain: torch.cuda.Stream | None = None  # while updates run
         self.streams: tuple[torch.cuda.Stream, ...] = ()
         self.pending: collections.deque[tuple[torch.cuda.Event, tuple]] = collections.deque()
         self.written: dict[Tensor, int] = {}  # the address of each parameter's gradient
-        self.ready: dict[Room, tuple[int, tuple[torch.cuda.Event, ...]]] = {}
+        self.finished: dict[GradientBuffer, tuple[Tensor, int, tuple[torch.cuda.Event, ...]]] = {}
 
-    def begin(self, wanted: bool) -> bool:
-        """A step begins; will anything be beside it?"""
-        self.written, self.ready = {}, {}  # a capture that failed leaves some
-        self.active = wanted and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-        if self.active:  # the second stream needs a workspace for its GEMMs; those of eager steps are given back
+    def __deepcopy__(self, memo: dict) -> SideStreams:
+        """Return one without an optimizer, which a copy of a model has not."""
+        return SideStreams()
+
+    def begin_step(self, wanted: bool) -> None:
+        """Begin a forward pass; from here on work is put beside it, if wanted and captured."""
+        self.written, self.finished = {}, {}  # a capture that failed leaves some
+        capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        self.active = wanted and capturing
+        if self.active:
+            # GEMMs beside the chain need a workspace of their own; eager steps give theirs back.
             torch._C._cuda_clearCublasWorkspaces()
             self.begun = torch.cuda.current_stream().record_event()
-        return self.active
 
     def stream(self, number: int) -> torch.cuda.Stream:
-        """The first is for gradients, the second for updates."""
+        """Return the first stream, for gradients, or the second, for updates."""
         self.streams = self.streams or (torch.cuda.Stream(), torch.cuda.Stream())
         return self.streams[number]
 
     def run(self, work: Callable, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """The result of the work, which reads these inputs."""
+        """Return the result of the work, which reads these inputs, from the stream of gradients."""
         if not self.active:
             return work()
         chain, stream = torch.cuda.current_stream(), self.stream(0)
@@ -441,46 +548,96 @@ class Beside:
             chain.wait_event(self.pending.popleft()[0])
         return result
 
-    def finished(self, parameter: Tensor) -> None:
-        """The gradient of this parameter is on its way, and this step does not need the parameter any more."""
-        room = getattr(parameter, "room", None)
-        if self.active and room and room.given and len(room.parameters) == 1:  # what shares its room, waits for all
+    def finish(self, parameter: Tensor) -> None:
+        """Note that this step has no more use for a parameter whose gradient is on its way."""
+        buffer = self.buffers.get(parameter)
+        if not (self.active and buffer and buffer.given):
+            return
+        if len(buffer.parameters) == 1:  # parameters that share a buffer wait for all of the chain
             events = torch.cuda.current_stream().record_event(), self.stream(0).record_event()
-            self.ready[room] = room.buffer._version, events
+            self.finished[buffer] = buffer.tensor, buffer.tensor._version, events
 
-    def before_update(self, room: Room, chain: torch.cuda.Stream) -> tuple[torch.cuda.Event, ...]:
-        """What the update of these parameters waits for; all of the chain, if a gradient was changed later."""
-        version, events = self.ready.pop(room, (None, ()))
-        return events if version == room.buffer._version else (chain.record_event(),)
+    @contextlib.contextmanager
+    def updating(self, after_chain: bool) -> Iterator[None]:
+        """Run updates on their stream, for which the chain waits at the end.
 
-    def join(self, grad: Tensor) -> None:
-        """A hook: let the chain wait for all gradients."""
+        They begin where the forward pass does, or `after_chain`, at the end of the chain so far.
+        """
+        if not self.active:
+            yield
+            return
+        self.chain, updates = torch.cuda.current_stream(), self.stream(1)
+        with torch.cuda.stream(updates):
+            updates.wait_event(self.chain.record_event() if after_chain else self.begun)
+            yield
+        self.chain.wait_stream(updates)
+
+    def wait_for(self, buffer: GradientBuffer) -> None:
+        """Let updates wait for the gradients in a buffer, and for the last use of the weight.
+
+        If they were changed after `finish`, that is the end of the chain.
+        """
+        if not self.active:
+            return
+        tensor, version, events = self.finished.pop(buffer, (None, 0, ()))
+        if tensor is not buffer.tensor or version != tensor._version:
+            events = (self.chain.record_event(),)
+        for event in events:
+            self.stream(1).wait_event(event)
+
+    def join(self) -> None:
+        """Let the chain wait for all gradients. Raises RuntimeError if one was added to."""
         torch.cuda.current_stream().wait_stream(self.stream(0))
         self.pending.clear()
         written, self.written = self.written, {}
-        if any(p.grad is not None and p.grad.data_ptr() != place for p, place in written.items()):
-            raise RuntimeError("overlap: a weight got more than one gradient in a backward pass: use --disable-overlap")
+        if any(p.grad is not None and p.grad.data_ptr() != at for p, at in written.items()):
+            wrong = "a weight got more than one gradient in a backward pass"
+            raise RuntimeError(f"overlap: {wrong}: use --disable-overlap")
+
+    def cached_cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return a weight in this type, as the optimizer wrote it.
+
+        It is cast here where the optimizer did not, or where others changed the weight since.
+        """
+        cast = self.casts.get(weight)
+        if cast is None or cast.dtype != dtype:
+            return weight.detach().to(dtype)
+        if self.versions[weight] != weight._version:
+            cast.copy_(weight.detach())
+            self.versions[weight] = weight._version
+        return cast
 
 
-BESIDE = Beside()
+class JoinSideStreams(torch.autograd.Function):
+    """Pass x on; in the backward pass the chain waits here for the gradients on the side stream."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, side: SideStreams):
+        ctx.side = side
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        ctx.side.join()
+        return grad, None
 
 
-class Room:
-    """Where the optimizer reads the gradients of some parameters: one buffer, from the first of a step to its end.
+class GradientBuffer:
+    """Hold the gradients of some parameters where the optimizer reads them, in one tensor.
 
-    `begins`: of each parameter in the buffers of the optimizer, and the end of the last. `dtype`: of the gradients.
-    The first gradient of a parameter in a step is written here. Autograd adds others to it, in float32.
+    `begins`: where each parameter begins in the buffers of the optimizer, and where the last ends.
+    `dtype`: of the gradients. The tensor lives from the first gradient of a step to the end of the
+    update. A parameter's first gradient in a step is written here; autograd adds others to it, in
+    float32.
     """
 
     def __init__(self, parameters: list[nn.Parameter], begins: list[int], dtype: torch.dtype):
         self.parameters, self.begin, self.end = parameters, begins[0], begins[-1]
         self.spans = dict(zip(parameters, itertools.pairwise(begins), strict=True))
         self.clear()
-        self.set_type(dtype)
-        for parameter in parameters:
-            parameter.room = self
+        self.set_dtype(dtype)
 
-    def set_type(self, dtype: torch.dtype) -> None:
+    def set_dtype(self, dtype: torch.dtype) -> None:
         """Have gradients in this type from now on."""
         self.dtype = dtype
         for parameter in self.parameters:
@@ -491,60 +648,77 @@ class Room:
 
     def clear(self) -> None:
         """Let go of the gradients."""
-        self.buffer, self.given = None, set()
+        self.tensor, self.given = None, set()
 
-    def first(self, parameter: nn.Parameter) -> Tensor | None:
-        """The part of this parameter for its first gradient in a step; None for another one."""
+    def give(self, parameter: nn.Parameter) -> Tensor | None:
+        """Return the part for a parameter's first gradient in a step; None for a later one."""
         if parameter.grad is None and parameter not in self.given:
             self.given.add(parameter)
             return self.part(parameter)
-        self.set_type(torch.float32)
+        self.set_dtype(torch.float32)
         return None
 
     def collect(self) -> bool:
-        """Are there gradients? Those of several GPUs, or that autograd added up, are elsewhere: bring them here."""
+        """Bring gradients here that are elsewhere; return whether there are any.
+
+        Those of several GPUs are elsewhere, and those that autograd added up.
+        """
         given = [p for p in self.parameters if p.grad is not None]
         if any(p.grad.data_ptr() != self.part(p).data_ptr() for p in given):
-            BESIDE.ready.pop(self, None)
-            self.buffer = None  # what torch.autograd.grad returned may be there
+            self.tensor = None  # what torch.autograd.grad returned may be there
             torch._foreach_copy_([self.part(p) for p in given], [p.grad for p in given])
         return bool(given)
 
     def part(self, parameter: nn.Parameter) -> Tensor:
-        """The part of the buffer that is for this parameter; always another object, or autograd would copy it."""
-        if self.buffer is None:
-            self.buffer = torch.empty(self.end - self.begin, device=parameter.device, dtype=self.dtype)
+        """Return a parameter's part of the tensor.
+
+        It is always another object, or autograd would copy it.
+        """
+        if self.tensor is None:
+            size, device = self.end - self.begin, parameter.device
+            self.tensor = torch.empty(size, device=device, dtype=self.dtype)
             if len(self.parameters) > 1:
-                self.buffer.zero_()  # what lies between them
-        return self.buffer[self.spans[parameter][0] - self.begin :][: parameter.numel()].view_as(parameter)
+                self.tensor.zero_()  # what lies between them
+        begin = self.spans[parameter][0] - self.begin
+        return self.tensor[begin:][: parameter.numel()].view_as(parameter)
 
 
-def for_the_optimizer(parameter: Tensor, compute: Callable[[Tensor], None], *inputs: Tensor) -> Tensor:
-    """The gradient of a parameter, which `compute` finds from these inputs and writes into the tensor that it is given.
+def gradient_into_buffer(
+    side: SideStreams | None, parameter: Tensor, compute: Callable[[Tensor], None], *inputs: Tensor
+) -> Tensor:  # fmt: skip
+    """Return the gradient of a parameter, which `compute` finds from these inputs.
 
-    That is where the optimizer reads it, unless there is a gradient already that this one is to be added to.
+    `compute` writes it into the tensor that it is given. That is where the optimizer reads it,
+    unless there is a gradient already that this one is to be added to. `side` is None under
+    torch.compile.
     """
-    room = None if torch.compiler.is_compiling() else getattr(parameter, "room", None)
-    place = room.first(parameter) if room else None
+    buffer = side.buffers.get(parameter) if side else None
+    part = buffer.give(parameter) if buffer else None
 
     def work() -> Tensor:
-        compute(gradient := torch.empty_like(parameter) if place is None else place)
+        compute(gradient := torch.empty_like(parameter) if part is None else part)
         return gradient
 
-    if torch.compiler.is_compiling() or parameter.grad is not None or (room and place is None):
+    if side is None or parameter.grad is not None or (buffer and part is None):
         return work()  # autograd adds it to another one at once
-    gradient = BESIDE.run(work, *inputs)
-    if BESIDE.active:
-        BESIDE.written[parameter] = gradient.data_ptr()
+    gradient = side.run(work, *inputs)
+    if side.active:
+        side.written[parameter] = gradient.data_ptr()
     return gradient
 
 
 WIDE_RESULTS = "dtype_out" in torch.ops.aten.mm.overloads()  # from PyTorch 2.8 on
-NARROW_GRADIENTS = hasattr(Tensor, "grad_dtype")  # from PyTorch 2.10 on: a float32 parameter's in another type
+# From PyTorch 2.10 on the gradient of a float32 parameter may have another type.
+NARROW_GRADIENTS = hasattr(Tensor, "grad_dtype")
 
 
-def weight_gradient(weight: Tensor, grad: Tensor, x: Tensor, direct: bool) -> Tensor:
-    """Gradient grad^T x of a weight [N, K] from grad [T, N] and x [T, K]; `direct`: no other kernel casts it."""
+def weight_gradient(
+    side: SideStreams, weight: Tensor, grad: Tensor, x: Tensor, direct: bool
+) -> Tensor:  # fmt: skip
+    """Compute the gradient dW = dy^T x of a weight [N, K] from grad [T, N] and x [T, K].
+
+    `direct`: no other kernel casts it.
+    """
 
     def compute(out: Tensor) -> None:
         if out.dtype == x.dtype:
@@ -554,65 +728,58 @@ def weight_gradient(weight: Tensor, grad: Tensor, x: Tensor, direct: bool) -> Te
         else:
             out.copy_(grad.t() @ x)
 
-    return for_the_optimizer(weight, compute, grad, x)
-
-
-def gemm_type(x: Tensor) -> torch.dtype:
-    """The type that GEMMs take here: that of autocast, or that of x."""
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-
-
-def in_type(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weight in this type, as the optimizer wrote it; cast where it did not, or where others changed the weight."""
-    low = getattr(weight, "low", None)
-    if low is None or low.dtype != dtype:
-        return weight.detach().to(dtype)
-    if weight.low_version != weight._version:
-        low.copy_(weight.detach())
-        weight.low_version = weight._version
-    return low
+    return gradient_into_buffer(side, weight, compute, grad, x)
 
 
 class Projection(torch.autograd.Function):
-    """x [..., K], weight [N, K] as a parameter and in the type of x -> x weight^T [..., N].
+    """Compute x weight^T [..., N] of x [..., K] and weight [N, K].
 
-    `embedding`: the node of a TiedEmbedding of this weight. If that will run, it gets the gradient and adds its own.
+    The weight is given as a parameter and, `cast`, in the type of x. `embedding`: the node of a
+    TiedEmbedding of this weight. If that will run, it gets the gradient and adds its own.
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, low: Tensor, direct: bool, embedding: torch.autograd.graph.Node | None):
-        ctx.save_for_backward(x, low)
-        ctx.weight, ctx.direct, ctx.embedding = weight, direct, embedding
-        return F.linear(x, low)
+    def forward(
+        ctx, x: Tensor, weight: Tensor, cast: Tensor, direct: bool,
+        embedding: torch.autograd.graph.Node | None, side: SideStreams,
+    ):  # fmt: skip
+        ctx.save_for_backward(x, cast)
+        ctx.weight, ctx.direct, ctx.embedding, ctx.side = weight, direct, embedding, side
+        return F.linear(x, cast)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        x, low = ctx.saved_tensors
+        x, cast = ctx.saved_tensors
         grad_x, grad_weight = None, None
         if ctx.needs_input_grad[1]:
-            grad_weight = weight_gradient(ctx.weight, grad.flatten(0, -2), x.flatten(0, -2), ctx.direct)
+            rows = grad.flatten(0, -2), x.flatten(0, -2)
+            grad_weight = weight_gradient(ctx.side, ctx.weight, *rows, ctx.direct)
         if ctx.needs_input_grad[0]:
-            grad_x = grad @ low
-        BESIDE.finished(ctx.weight)
-        if grad_weight is not None and ctx.embedding and torch._C._will_engine_execute_node(ctx.embedding):
+            grad_x = grad @ cast
+        ctx.side.finish(ctx.weight)
+        tied = ctx.embedding and torch._C._will_engine_execute_node(ctx.embedding)
+        if grad_weight is not None and tied:
             ctx.embedding.added_to, grad_weight = grad_weight, None
-        return grad_x, grad_weight, None, None, None
+        return grad_x, grad_weight, None, None, None, None
 
 
-def linear(x: Tensor, weight: Tensor, fusions: Fusions, embedded: Tensor | None = None) -> Tensor:
-    """x [..., K], weight [N, K] -> x weight^T [..., N]. Compiled, all of this is PyTorch's.
+def linear(
+    x: Tensor, weight: Tensor, fusions: Fusions, side: SideStreams, embedded: Tensor | None = None
+) -> Tensor:  # fmt: skip
+    """Compute x weight^T [..., N] of x [..., K] and weight [N, K]; compiled, by PyTorch's own.
 
     embedded: the result of an embedding with the same weight.
     """
-    if torch.compiler.is_compiling() or not (fusions.direct_gradients or fusions.fused_optimizer or fusions.overlap):
+    ours = fusions.direct_gradients or fusions.fused_optimizer or fusions.overlap
+    if torch.compiler.is_compiling() or not ours:
         return F.linear(x, weight)
-    x, node = x.to(gemm_type(x)), getattr(embedded, "grad_fn", None)
+    x, node = x.to(gemm_dtype(x)), getattr(embedded, "grad_fn", None)
     tied = node if hasattr(node, "added_to") else None  # only TiedEmbedding has it
-    return Projection.apply(x, weight, in_type(weight, x.dtype), fusions.direct_gradients, tied)
+    cast = side.cached_cast(weight, x.dtype)
+    return Projection.apply(x, weight, cast, fusions.direct_gradients, tied, side)
 
 
-LOG2E = tl.constexpr(math.log2(math.e))  # scores are kept to the base 2: exp2 is what the hardware computes
+LOG2E = tl.constexpr(math.log2(math.e))  # scores are kept to the base 2: hardware computes exp2
 
 
 @triton.jit
@@ -620,6 +787,13 @@ def rms_norm_forward_kernel(
     X, UPDATE, WEIGHT, NORMED, SUMMED, RSTD, rows, eps: tl.constexpr,
     C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
+    """Add an update to the residual stream x, and normalise the sum.
+
+        x = x + update;  rstd = 1 / sqrt(mean(x^2) + eps);  normed = x * rstd * weight
+
+    X, UPDATE, NORMED, SUMMED [rows, C], WEIGHT [C], RSTD [rows]. Without an update (None) SUMMED is
+    not written. A program owns ROWS whole rows.
+    """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     channel = tl.arange(0, BLOCK_C)
     inside = (row < rows)[:, None] & (channel < C)[None, :]
@@ -636,24 +810,39 @@ def rms_norm_forward_kernel(
 
 @triton.jit
 def rms_norm_backward_kernel(
-    GRAD_NORMED, GRAD_SUMMED, KEPT, WEIGHT, RSTD, GRAD_X, GRAD_UPDATE, GRAD_WEIGHT, rows, FROM_OUTPUT: tl.constexpr,
-    C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr, PROGRAMS: tl.constexpr,
+    GRAD_NORMED, GRAD_SUMMED, KEPT, WEIGHT, RSTD, GRAD_X, GRAD_UPDATE, GRAD_WEIGHT, rows,
+    FROM_OUTPUT: tl.constexpr, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
 ):  # fmt: skip
+    """Compute the gradients of a norm's input and weight from those of the norm and of the sum.
+
+        xhat = x * rstd;  g = dnormed * weight;  dweight = sum over rows of dnormed * xhat
+        dx = rstd * (g - xhat * mean(g * xhat)) + dsummed;  dupdate = dx
+
+    GRAD_NORMED, GRAD_SUMMED, KEPT, GRAD_X, GRAD_UPDATE [rows, C], WEIGHT [C], RSTD [rows],
+    GRAD_WEIGHT [PROGRAMS, C]. KEPT holds x, or FROM_OUTPUT normed, and then xhat = normed / weight.
+    Without an update GRAD_SUMMED is None. A program owns every PROGRAMS-th block of ROWS whole
+    rows, and a row of GRAD_WEIGHT: its own sum of dweight.
+    """
     program = tl.program_id(0)
     channel = tl.arange(0, BLOCK_C)
     weight = tl.load(WEIGHT + channel, mask=channel < C, other=1.0).to(tl.float32)
-    grad_weight = tl.zeros([ROWS, BLOCK_C], tl.float32)  # a sum over rows costs more than these registers
+    grad_weight = tl.zeros([ROWS, BLOCK_C], tl.float32)  # summing rows here would cost more
     for start in range(program * ROWS, rows, PROGRAMS * ROWS):
         row = tl.cast(start, tl.int64) + tl.arange(0, ROWS)
         inside = (row < rows)[:, None] & (channel < C)[None, :]
         at = row[:, None] * C + channel[None, :]
         rstd = tl.load(RSTD + row, mask=row < rows, other=0.0)[:, None]
         kept = tl.load(KEPT + at, mask=inside, other=0.0).to(tl.float32)
-        normed = tl.where((weight == 0)[None, :], 0.0, kept / weight[None, :]) if FROM_OUTPUT else kept * rstd
+        if FROM_OUTPUT:
+            lost = (weight == 0)[None, :]
+            xhat = tl.where(lost, 0.0, kept / weight[None, :])
+        else:
+            xhat = kept * rstd
         grad = tl.load(GRAD_NORMED + at, mask=inside, other=0.0).to(tl.float32)
-        grad_weight += grad * normed
-        grad *= weight[None, :]
-        grad = (grad - normed * (tl.sum(grad * normed, 1) / C)[:, None]) * rstd
+        grad_weight += grad * xhat
+        grad *= weight[None, :]  # g
+        grad = (grad - xhat * (tl.sum(grad * xhat, 1) / C)[:, None]) * rstd
         if GRAD_SUMMED is not None:
             grad += tl.load(GRAD_SUMMED + at, mask=inside, other=0.0).to(tl.float32)
             tl.store(GRAD_UPDATE + at, grad, mask=inside)
@@ -665,65 +854,84 @@ def rms_norm_backward_kernel(
 def rms_norm_forward(
     x: Tensor, update: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x and update [..., D] -> norm of their sum in `dtype`, the sum (empty without an update), 1 / rms [rows]."""
-    rows, programs, options = row_options("rms_norm_forward", x)
+    """Add x and update [..., D] and normalise the sum.
+
+    Returns the norm in `dtype`, the sum (empty without an update) and 1 / rms [rows].
+    """
+    rows, programs, options = row_launch("rms_norm_forward", x)
     normed, rstd = torch.empty_like(x, dtype=dtype), x.new_empty(rows, dtype=torch.float32)
     summed = x.new_empty(0) if update is None else torch.empty_like(x)
-    wrap_triton(rms_norm_forward_kernel)[(programs,)](x, update, weight, normed, summed, rstd, rows, eps, **options)
+    wrap_triton(rms_norm_forward_kernel)[(programs,)](
+        X=x, UPDATE=update, WEIGHT=weight, NORMED=normed, SUMMED=summed, RSTD=rstd,
+        rows=rows, eps=eps, **options,
+    )  # fmt: skip
     return normed, summed, rstd
 
 
 @operator
 def rms_norm_backward(
-    grad_normed: Tensor, grad_summed: Tensor | None, kept: Tensor, weight: Tensor, rstd: Tensor, from_output: bool,
-    dtype: torch.dtype, update_dtype: torch.dtype,
+    grad_normed: Tensor, grad_summed: Tensor | None, kept: Tensor, weight: Tensor, rstd: Tensor,
+    from_output: bool, dtype: torch.dtype, update_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of x and of the update in their types (the second empty without one), of the weight by program.
+    """Compute the gradients of x, of the update and, by program, of the weight.
 
-    kept: x + update, or `from_output` the norm's output.
+    Those of x and the update are of the types given; without an update the second is empty. kept:
+    x + update, or `from_output` the norm's output.
     """
-    rows, programs, options = row_options("rms_norm_backward", kept)
+    rows, programs, options = row_launch("rms_norm_backward", kept)
     grad_x = torch.empty_like(kept, dtype=dtype)
-    grad_update = kept.new_empty(0) if grad_summed is None else torch.empty_like(kept, dtype=update_dtype)
+    grad_update = kept.new_empty(0)
+    if grad_summed is not None:
+        grad_update = torch.empty_like(kept, dtype=update_dtype)
     grad_weight = weight.new_empty(programs, len(weight), dtype=torch.float32)
     wrap_triton(rms_norm_backward_kernel)[(programs,)](
-        grad_normed, grad_summed, kept, weight, rstd, grad_x, grad_update, grad_weight, rows, from_output, **options
-    )
+        GRAD_NORMED=grad_normed, GRAD_SUMMED=grad_summed, KEPT=kept, WEIGHT=weight, RSTD=rstd,
+        GRAD_X=grad_x, GRAD_UPDATE=grad_update, GRAD_WEIGHT=grad_weight, rows=rows,
+        FROM_OUTPUT=from_output, **options,
+    )  # fmt: skip
     return grad_x, grad_update, grad_weight
 
 
 class AddRMSNorm(torch.autograd.Function):
-    """x, update [..., D] -> norm(x + update) * weight in `dtype`, and x + update. Without an update only the norm.
+    """Compute norm(x + update) * weight in `dtype`, and x + update, of x and update [..., D].
 
-    `from_output`: the norm is kept for the backward pass, which divides it by the weight (Apex's memory_efficient). A
-    channel whose weight is exactly 0 is lost to it, and its gradients are 0.
+    Without an update (None) the norm is the only result. `from_output`: the norm is kept for the
+    backward pass, which divides it by the weight (Apex's memory_efficient). A channel whose weight
+    is exactly 0 is lost to it, and its gradients are 0.
     """
 
     @staticmethod
     def forward(
-        ctx, x: Tensor, update: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype, from_output: bool
+        ctx, x: Tensor, update: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype,
+        from_output: bool, side: SideStreams | None = None,
     ):  # fmt: skip
-        x, weight, update = x.contiguous(), weight.contiguous(), None if update is None else update.contiguous()
+        x, weight = x.contiguous(), weight.contiguous()
+        update = None if update is None else update.contiguous()
         normed, summed, rstd = rms_norm_forward(x, update, weight, eps, dtype)
-        ctx.from_output, ctx.dtypes = from_output, (x.dtype, x.dtype if update is None else update.dtype)
-        ctx.save_for_backward(normed if from_output else x if update is None else summed, weight, rstd)
+        ctx.from_output, ctx.side = from_output, side
+        ctx.dtypes = x.dtype, x.dtype if update is None else update.dtype
+        kept = normed if from_output else x if update is None else summed
+        ctx.save_for_backward(kept, weight, rstd)
         return normed if update is None else (normed, summed)
 
     @staticmethod
     def backward(ctx, grad_normed: Tensor, grad_summed: Tensor | None = None):
         kept, weight, rstd = ctx.saved_tensors
-        if grad_summed is not None:
-            grad_summed = grad_summed.contiguous()
-        options = ctx.from_output, *ctx.dtypes
-        grads = rms_norm_backward(grad_normed.contiguous(), grad_summed, kept, weight, rstd, *options)
+        grad_normed = grad_normed.contiguous()
+        grad_summed = None if grad_summed is None else grad_summed.contiguous()
+        grad_x, grad_update, parts = rms_norm_backward(
+            grad_normed, grad_summed, kept, weight, rstd, ctx.from_output, *ctx.dtypes
+        )
+        grad_update = None if grad_summed is None else grad_update
         grad_weight = None
         if ctx.needs_input_grad[2]:
-            grad_weight = for_the_optimizer(weight, partial(sum_parts, grads[2]), grads[2])
-        return grads[0], None if grad_summed is None else grads[1], grad_weight, None, None, None
+            add_up = partial(sum_parts, parts)
+            grad_weight = gradient_into_buffer(ctx.side, weight, add_up, parts)
+        return grad_x, grad_update, grad_weight, None, None, None, None
 
 
 def check_sequences(x: Tensor, longest: int) -> None:
-    """Raise ValueError if x [B, S, ...] is empty, or longer than the tables of the rotary embedding."""
+    """Raise ValueError if x [B, S, ...] is empty, or longer than the rotary embedding's tables."""
     batch, seq = x.shape[:2]
     if batch * seq == 0:
         raise ValueError(f"an empty batch: {batch} sequences of {seq} tokens")
@@ -733,40 +941,53 @@ def check_sequences(x: Tensor, longest: int) -> None:
 
 @triton.jit
 def rotary_kernel(
-    QKV, COS, SIN, TURNED, rows, seq, HEADS: tl.constexpr, VALUES: tl.constexpr, SIGN: tl.constexpr,
-    C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr,
+    QKV, COS, SIN, ROTATED, rows, seq, HEADS: tl.constexpr, VALUES: tl.constexpr,
+    SIGN: tl.constexpr, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # one head of one token
+    """Rotate query and key heads by the angle t of their position, or by -t (SIGN -1, backward).
+
+        y1 = x1 cos(t) - x2 sin(t);  y2 = x2 cos(t) + x1 sin(t)
+
+    x1 and x2 are the halves of a head. QKV, ROTATED [rows, C]: a row is one of the HEADS heads of a
+    token, of which the last VALUES are copied. COS, SIN [seq or more, C], by position. A program
+    owns ROWS whole rows.
+    """
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     channel = tl.arange(0, BLOCK_C // 2)
     inside = (row < rows)[:, None] & (channel < C // 2)[None, :]
-    turns = inside & (row % HEADS < HEADS - VALUES)[:, None]  # a value head turns by no angle
+    rotates = inside & (row % HEADS < HEADS - VALUES)[:, None]  # a value head's angle is 0
     position = (row // HEADS).to(tl.int32) % seq
     angle = position[:, None] * C + channel[None, :]
-    cos = tl.load(COS + angle, mask=turns, other=1.0).to(tl.float32)
-    sin = tl.load(SIN + angle, mask=turns, other=0.0).to(tl.float32) * SIGN
+    cos = tl.load(COS + angle, mask=rotates, other=1.0).to(tl.float32)
+    sin = tl.load(SIN + angle, mask=rotates, other=0.0).to(tl.float32) * SIGN
     at = row[:, None] * C + channel[None, :]
     first = tl.load(QKV + at, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(QKV + at + C // 2, mask=inside, other=0.0).to(tl.float32)
-    tl.store(TURNED + at, first * cos - second * sin, mask=inside)
-    tl.store(TURNED + at + C // 2, second * cos + first * sin, mask=inside)
+    tl.store(ROTATED + at, first * cos - second * sin, mask=inside)
+    tl.store(ROTATED + at + C // 2, second * cos + first * sin, mask=inside)
 
 
 @operator
 def rotary(qkv: Tensor, cos: Tensor, sin: Tensor, values: int, sign: int) -> Tensor:
-    """qkv [B, S, heads, head_dim] turned by `sign` times the angle of its position, but for the last `values` heads."""
+    """Rotate qkv [B, S, heads, head_dim] by `sign` times the angle of its position.
+
+    The last `values` heads are copied.
+    """
     check_sequences(qkv, len(cos))
-    rows, programs, options = row_options("rotary", qkv)
-    turned = torch.empty_like(qkv)
+    rows, programs, options = row_launch("rotary", qkv)
+    rotated = torch.empty_like(qkv)
     wrap_triton(rotary_kernel)[(programs,)](
-        qkv, cos, sin, turned, rows, qkv.shape[1], HEADS=qkv.shape[2], VALUES=values, SIGN=sign, **options
-    )
-    return turned
+        QKV=qkv, COS=cos, SIN=sin, ROTATED=rotated, rows=rows, seq=qkv.shape[1],
+        HEADS=qkv.shape[2], VALUES=values, SIGN=sign, **options,
+    )  # fmt: skip
+    return rotated
 
 
 class Rotary(torch.autograd.Function):
-    """Packed heads [B, S, H + 2 K, head_dim] -> the same with query and key heads turned by their position along S.
+    """Rotate the query and key heads of qkv [B, S, H + 2 K, head_dim] by their position along S.
 
-    Channel i turns with channel i + head_dim / 2. cos and sin [S or more, 1, head_dim] repeat their first half.
+    Channel i is rotated with channel i + head_dim / 2. cos and sin [S or more, 1, head_dim] repeat
+    their first half.
     """
 
     @staticmethod
@@ -781,56 +1002,74 @@ class Rotary(torch.autograd.Function):
 
 
 @triton.jit
-def swiglu_forward_kernel(GATE_UP, OUT, rows, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr):
+def swiglu_forward_kernel(
+    GATE_UP, OUT, rows, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    """Compute out = silu(gate) * up, where silu(gate) = gate * sigmoid(gate).
+
+    GATE_UP [rows, 2 C], a row holds all gates, then all ups; OUT [rows, C]. A program owns ROWS
+    rows of BLOCK_C channels.
+    """
+    UP: tl.constexpr = C  # from a gate to its up
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     inside = (row < rows)[:, None] & (channel < C)[None, :]
-    gate_at = row[:, None] * (2 * C) + channel[None, :]  # a row holds all gates, then all ups
+    gate_at = row[:, None] * (2 * C) + channel[None, :]
     gate = tl.load(GATE_UP + gate_at, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(GATE_UP + gate_at + C, mask=inside, other=0.0).to(tl.float32)
-    tl.store(OUT + row[:, None] * C + channel[None, :], gate * tl.sigmoid(gate) * up, mask=inside)
+    up = tl.load(GATE_UP + gate_at + UP, mask=inside, other=0.0).to(tl.float32)
+    at = OUT + row[:, None] * C + channel[None, :]
+    tl.store(at, gate * tl.sigmoid(gate) * up, mask=inside)
 
 
 @triton.jit
 def swiglu_backward_kernel(
     GRAD, GATE_UP, GRAD_GATE_UP, rows, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
+    """Compute the gradients of gate and up; silu is computed again.
+
+        s = sigmoid(gate);  dgate = dout * up * s * (1 + gate * (1 - s));  dup = dout * gate * s
+
+    GRAD [rows, C], GATE_UP and GRAD_GATE_UP [rows, 2 C], all gates of a row first. A program owns
+    ROWS rows of BLOCK_C channels.
+    """
+    UP: tl.constexpr = C  # from a gate to its up
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     inside = (row < rows)[:, None] & (channel < C)[None, :]
     gate_at = row[:, None] * (2 * C) + channel[None, :]
-    grad = tl.load(GRAD + row[:, None] * C + channel[None, :], mask=inside, other=0.0).to(tl.float32)
+    at = GRAD + row[:, None] * C + channel[None, :]
+    grad = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     gate = tl.load(GATE_UP + gate_at, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(GATE_UP + gate_at + C, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(GATE_UP + gate_at + UP, mask=inside, other=0.0).to(tl.float32)
     sigmoid = tl.sigmoid(gate)
     tl.store(GRAD_GATE_UP + gate_at, grad * up * sigmoid * (1 + gate * (1 - sigmoid)), mask=inside)
-    tl.store(GRAD_GATE_UP + gate_at + C, grad * gate * sigmoid, mask=inside)
+    tl.store(GRAD_GATE_UP + gate_at + UP, grad * gate * sigmoid, mask=inside)
 
 
 @operator
 def swiglu_forward(gate_up: Tensor) -> Tensor:
-    """gate_up [..., 2 I] -> silu(gate) * up [..., I]."""
+    """Compute silu(gate) * up [..., I] of gate_up [..., 2 I]."""
     out = gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
-    rows, programs, options = row_options("swiglu_forward", out, whole=False)
-    wrap_triton(swiglu_forward_kernel)[(programs, triton.cdiv(out.shape[-1], options["BLOCK_C"]))](
-        gate_up, out, rows, **options
-    )
+    rows, programs, options = row_launch("swiglu_forward", out, whole=False)
+    grid = (programs, triton.cdiv(out.shape[-1], options["BLOCK_C"]))
+    wrap_triton(swiglu_forward_kernel)[grid](GATE_UP=gate_up, OUT=out, rows=rows, **options)
     return out
 
 
 @operator
 def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
-    """Gradient of gate_up, packed as it is."""
-    rows, programs, options = row_options("swiglu_backward", grad, whole=False)
+    """Compute the gradient of gate_up, packed as it is."""
+    rows, programs, options = row_launch("swiglu_backward", grad, whole=False)
     grad_gate_up = torch.empty_like(gate_up)
-    wrap_triton(swiglu_backward_kernel)[(programs, triton.cdiv(grad.shape[-1], options["BLOCK_C"]))](
-        grad, gate_up, grad_gate_up, rows, **options
+    grid = (programs, triton.cdiv(grad.shape[-1], options["BLOCK_C"]))
+    wrap_triton(swiglu_backward_kernel)[grid](
+        GRAD=grad, GATE_UP=gate_up, GRAD_GATE_UP=grad_gate_up, rows=rows, **options
     )
     return grad_gate_up
 
 
 class SwiGLUActivation(torch.autograd.Function):
-    """gate_up [..., 2 I], gates first -> silu(gate) * up [..., I]."""
+    """Compute silu(gate) * up [..., I] of gate_up [..., 2 I], gates first."""
 
     @staticmethod
     def forward(ctx, gate_up: Tensor):
@@ -843,48 +1082,78 @@ class SwiGLUActivation(torch.autograd.Function):
         return swiglu_backward(grad.contiguous(), *ctx.saved_tensors)
 
 
+# Causal attention of packed heads, QKV [B, S, H + 2 K, D]: the H query heads of a token, its K key
+# heads, its K value heads. A key head serves a group of H / K query heads.
+
+
 @triton.jit
 def attention_forward_kernel(
-    QKV, OUT, LSE, seq, scale: tl.constexpr, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    QKV, OUT, LOG_SUM_EXP, seq, scale: tl.constexpr, H: tl.constexpr, K: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
+    """Compute O = softmax(scale * Q K^T) V below the diagonal, and the logarithm of each row's sum.
+
+    The softmax is online: row_max and row_sum are those of the keys so far, and what was summed up
+    with an earlier maximum is multiplied by exp2(row_max - new_row_max).
+
+    QKV as above, OUT [B, S, H, D], LOG_SUM_EXP [B, H, S] to the base 2. A program owns BLOCK_M
+    queries of one head, and goes through their keys by BLOCK_N.
+    """
     TOKEN: tl.constexpr = (H + 2 * K) * D  # elements of a token in QKV
+    VALUE: tl.constexpr = K * D  # from a key head to its value head
     batch, head = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
-    first = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_Q  # those with the most keys start first
-    query, key, channel = first + tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_D)
+    # programs with the most keys start first
+    first = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_M
+    query, key = first + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+    channel = tl.arange(0, BLOCK_D)
     token = batch * seq + query
     inside = (query < seq)[:, None] & (channel < D)[None, :]
-    q = tl.load(QKV + (token * TOKEN + head * D)[:, None] + channel[None, :], mask=inside, other=0.0)
+    QUERIES = QKV + (token * TOKEN + head * D)[:, None] + channel[None, :]
+    q = tl.load(QUERIES, mask=inside, other=0.0)
     KEYS = QKV + batch * seq * TOKEN + (H + head // (H // K)) * D
     key_at = key[:, None] * TOKEN + channel[None, :]
-    top = tl.full([BLOCK_Q], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_Q], tl.float32)
-    out = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
-    diagonal = first // BLOCK_K * BLOCK_K
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    out = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    diagonal = first // BLOCK_N * BLOCK_N
     for MASKED in tl.static_range(2):  # first the keys that every query of this block sees
         begin = diagonal if MASKED else 0
-        end = tl.minimum(first + BLOCK_Q, seq) if MASKED else diagonal
-        for start in range(begin, end, BLOCK_K):
+        end = tl.minimum(first + BLOCK_M, seq) if MASKED else diagonal
+        for start in range(begin, end, BLOCK_N):
             at = KEYS + tl.cast(start, tl.int64) * TOKEN + key_at
             loaded = (start + key < seq)[:, None] & (channel < D)[None, :]
             k = tl.load(at, mask=loaded, other=0.0)
-            v = tl.load(at + K * D, mask=loaded, other=0.0)
+            v = tl.load(at + VALUE, mask=loaded, other=0.0)
+            # S = Q K^T
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * LOG2E)
             if MASKED:
-                scores = tl.where(query[:, None] >= (start + key)[None, :], scores, float("-inf"))
-            new_top = tl.maximum(top, tl.max(scores, 1))  # finite from the first block on: every query sees key 0
-            p = tl.exp2(scores - new_top[:, None])
-            shrink = tl.exp2(top - new_top)
-            total = total * shrink + tl.sum(p, 1)
-            out = tl.dot(p.to(v.dtype), v, out * shrink[:, None], input_precision=PRECISION)
-            top = new_top
-    tl.store(OUT + ((token * H + head) * D)[:, None] + channel[None, :], out / total[:, None], mask=inside)
-    tl.store(LSE + (batch * H + head) * seq + query, top + tl.log2(total), mask=query < seq)
+                seen = query[:, None] >= (start + key)[None, :]
+                scores = tl.where(seen, scores, float("-inf"))
+            # online softmax; the maximum is finite from the first block on: all queries see key 0
+            new_row_max = tl.maximum(row_max, tl.max(scores, 1))
+            p = tl.exp2(scores - new_row_max[:, None])
+            rescale = tl.exp2(row_max - new_row_max)
+            row_sum = row_sum * rescale + tl.sum(p, 1)
+            # O += P V
+            out = tl.dot(p.to(v.dtype), v, out * rescale[:, None], input_precision=PRECISION)
+            row_max = new_row_max
+    at = OUT + ((token * H + head) * D)[:, None] + channel[None, :]
+    tl.store(at, out / row_sum[:, None], mask=inside)
+    at = LOG_SUM_EXP + (batch * H + head) * seq + query
+    tl.store(at, row_max + tl.log2(row_sum), mask=query < seq)
 
 
 @triton.jit
-def store_turned_back(GRAD, COS, SIN, grad, token_at, position, seq, D: tl.constexpr, ROWS: tl.constexpr):
-    """Store the gradient [ROWS, D] of a head that was turned by the angle of its position as that before it was."""
+def store_unrotated(
+    GRAD, COS, SIN, grad, token_at, position, seq, D: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    """Store the gradient [ROWS, D] of a head before its rotation, given that of the rotated head.
+
+        dx1 = dy1 cos(t) + dy2 sin(t);  dx2 = dy2 cos(t) - dy1 sin(t)
+
+    token_at [ROWS]: where the head is in GRAD. position [ROWS]: of its token, below seq.
+    """
     first, second = tl.split(tl.permute(tl.reshape(grad, (ROWS, 2, D // 2)), (0, 2, 1)))
     channel, inside = tl.arange(0, D // 2), (position < seq)[:, None]
     angle = position[:, None] * D + channel[None, :]
@@ -897,182 +1166,262 @@ def store_turned_back(GRAD, COS, SIN, grad, token_at, position, seq, D: tl.const
 
 @triton.jit
 def attention_backward_queries_kernel(
-    QKV, OUT, LSE, GRAD, COS, SIN, DELTA, GRAD_QKV, seq, scale: tl.constexpr, H: tl.constexpr, K: tl.constexpr,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    QKV, OUT, LOG_SUM_EXP, GRAD, COS, SIN, DELTA, GRAD_QKV, seq, scale: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    TOKEN: tl.constexpr = (H + 2 * K) * D
+    """Compute the gradient of the queries, and delta, which that of the keys needs, too.
+
+        P = exp(S - log_sum_exp);  dP = dO V^T;  delta = rowsum(dO * O)
+        dS = P * (dP - delta);  dQ = scale * dS K
+
+    QKV, OUT and LOG_SUM_EXP as in the forward kernel, GRAD (dO) as OUT, DELTA as LOG_SUM_EXP,
+    GRAD_QKV as QKV; with COS and SIN (or None) that of QKV before its heads were rotated. A program
+    owns BLOCK_M queries of one head, and goes through their keys by
+    BLOCK_N.
+    """
+    TOKEN: tl.constexpr = (H + 2 * K) * D  # elements of a token in QKV
+    VALUE: tl.constexpr = K * D  # from a key head to its value head
     batch, head = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
-    first = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_Q
-    query, key, channel = first + tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_D)
+    # programs with the most keys start first
+    first = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_M
+    query, key = first + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+    channel = tl.arange(0, BLOCK_D)
     token = batch * seq + query
     inside = (query < seq)[:, None] & (channel < D)[None, :]
     query_at = (token * TOKEN + head * D)[:, None] + channel[None, :]
     out_at = ((token * H + head) * D)[:, None] + channel[None, :]
     q = tl.load(QKV + query_at, mask=inside, other=0.0)
     grad = tl.load(GRAD + out_at, mask=inside, other=0.0)
-    delta = tl.sum(tl.load(OUT + out_at, mask=inside, other=0.0).to(tl.float32) * grad.to(tl.float32), 1)
+    out = tl.load(OUT + out_at, mask=inside, other=0.0)
+    delta = tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1)
     tl.store(DELTA + (batch * H + head) * seq + query, delta, mask=query < seq)
-    lse = tl.load(LSE + (batch * H + head) * seq + query, mask=query < seq, other=0.0)
+    LOG_SUM_EXP += (batch * H + head) * seq  # to this head's
+    log_sum_exp = tl.load(LOG_SUM_EXP + query, mask=query < seq, other=0.0)
     KEYS = QKV + batch * seq * TOKEN + (H + head // (H // K)) * D
     key_at = key[:, None] * TOKEN + channel[None, :]
-    grad_q = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
-    diagonal = first // BLOCK_K * BLOCK_K
-    for MASKED in tl.static_range(2):
+    grad_q = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    diagonal = first // BLOCK_N * BLOCK_N
+    for MASKED in tl.static_range(2):  # first the keys that every query of this block sees
         begin = diagonal if MASKED else 0
-        end = tl.minimum(first + BLOCK_Q, seq) if MASKED else diagonal
-        for start in range(begin, end, BLOCK_K):
+        end = tl.minimum(first + BLOCK_M, seq) if MASKED else diagonal
+        for start in range(begin, end, BLOCK_N):
             at = KEYS + tl.cast(start, tl.int64) * TOKEN + key_at
             loaded = (start + key < seq)[:, None] & (channel < D)[None, :]
             k = tl.load(at, mask=loaded, other=0.0)
-            v = tl.load(at + K * D, mask=loaded, other=0.0)
-            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * LOG2E) - lse[:, None]
+            v = tl.load(at + VALUE, mask=loaded, other=0.0)
+            # S = Q K^T
+            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * LOG2E)
+            scores = scores - log_sum_exp[:, None]
             if MASKED:
-                scores = tl.where(query[:, None] >= (start + key)[None, :], scores, float("-inf"))
+                seen = query[:, None] >= (start + key)[None, :]
+                scores = tl.where(seen, scores, float("-inf"))
+            # dP = dO V^T
             grad_p = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
+            # dS = P * (dP - delta)
             grad_scores = tl.exp2(scores) * (grad_p - delta[:, None])
+            # dQ += dS K
             grad_q = tl.dot(grad_scores.to(k.dtype), k, grad_q, input_precision=PRECISION)
     if COS is None:
         tl.store(GRAD_QKV + query_at, grad_q * scale, mask=inside)
     else:
-        store_turned_back(GRAD_QKV, COS, SIN, grad_q * scale, token * TOKEN + head * D, query, seq, D, BLOCK_Q)
+        token_at = token * TOKEN + head * D
+        store_unrotated(GRAD_QKV, COS, SIN, grad_q * scale, token_at, query, seq, D, BLOCK_M)
 
 
 @triton.jit
 def attention_backward_keys_kernel(
-    QKV, LSE, GRAD, COS, SIN, DELTA, GRAD_QKV, seq, scale: tl.constexpr, H: tl.constexpr, K: tl.constexpr,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    QKV, LOG_SUM_EXP, GRAD, COS, SIN, DELTA, GRAD_QKV, seq, scale: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    TOKEN: tl.constexpr = (H + 2 * K) * D
+    """Compute the gradients of keys and values; a key head has the sum over its query heads.
+
+        P = exp(S - log_sum_exp);  dV = P^T dO;  dP = dO V^T
+        dS = P * (dP - delta);  dK = scale * dS^T Q
+
+    P, dP and dS are computed transposed, [keys, queries], so that no product has to transpose them.
+    Tensors are those of the kernel of the queries, which has written DELTA. A program owns BLOCK_N
+    keys of one key head, and goes through the queries that see them by BLOCK_M.
+    """
+    TOKEN: tl.constexpr = (H + 2 * K) * D  # elements of a token in QKV
+    VALUE: tl.constexpr = K * D  # from a key head to its value head
     batch, kv_head = (tl.program_id(0) // K).to(tl.int64), tl.program_id(0) % K
-    first = tl.program_id(1) * BLOCK_K
-    query, key, channel = tl.arange(0, BLOCK_Q), first + tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_D)
+    first = tl.program_id(1) * BLOCK_N
+    query, key = tl.arange(0, BLOCK_M), first + tl.arange(0, BLOCK_N)
+    channel = tl.arange(0, BLOCK_D)
     inside = (key < seq)[:, None] & (channel < D)[None, :]
     key_at = ((batch * seq + key) * TOKEN + (H + kv_head) * D)[:, None] + channel[None, :]
     k = tl.load(QKV + key_at, mask=inside, other=0.0)
-    v = tl.load(QKV + key_at + K * D, mask=inside, other=0.0)
+    v = tl.load(QKV + key_at + VALUE, mask=inside, other=0.0)
     query_at = query[:, None] * TOKEN + channel[None, :]
     grad_at = query[:, None] * (H * D) + channel[None, :]
-    grad_k = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
-    grad_v = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
-    below = tl.minimum((first + BLOCK_K + BLOCK_Q - 1) // BLOCK_Q * BLOCK_Q, seq)
-    for head in range(kv_head * (H // K), (kv_head + 1) * (H // K)):  # the query heads of this group
+    grad_k = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    grad_v = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    below = tl.minimum((first + BLOCK_N + BLOCK_M - 1) // BLOCK_M * BLOCK_M, seq)
+    for head in range(kv_head * (H // K), (kv_head + 1) * (H // K)):  # query heads of this group
         row = (batch * H + head) * seq
-        for MASKED in tl.static_range(2):  # first the queries that see every key of this block
-            begin = first // BLOCK_Q * BLOCK_Q if MASKED else below
+        for MASKED in tl.static_range(2):  # at last the queries that see every key of this block
+            begin = first // BLOCK_M * BLOCK_M if MASKED else below
             end = below if MASKED else seq
-            for start in range(begin, end, BLOCK_Q):
+            for start in range(begin, end, BLOCK_M):
                 token = batch * seq + start
                 loaded = (start + query < seq)[:, None] & (channel < D)[None, :]
                 q = tl.load(QKV + (token * TOKEN + head * D) + query_at, mask=loaded, other=0.0)
                 grad = tl.load(GRAD + (token * H + head) * D + grad_at, mask=loaded, other=0.0)
-                lse = tl.load(LSE + row + start + query, mask=start + query < seq, other=0.0)
-                scores = tl.dot(k, tl.trans(q), input_precision=PRECISION) * (scale * LOG2E) - lse[None, :]
+                at = LOG_SUM_EXP + row + start + query
+                log_sum_exp = tl.load(at, mask=start + query < seq, other=0.0)
+                # S^T = K Q^T
+                scores = tl.dot(k, tl.trans(q), input_precision=PRECISION) * (scale * LOG2E)
+                scores = scores - log_sum_exp[None, :]
                 if MASKED:
-                    scores = tl.where((start + query)[None, :] >= key[:, None], scores, float("-inf"))
-                p = tl.exp2(scores)  # [keys, queries], so that no product needs it transposed
+                    seen = (start + query)[None, :] >= key[:, None]
+                    scores = tl.where(seen, scores, float("-inf"))
+                p = tl.exp2(scores)
+                # dV += P^T dO
                 grad_v = tl.dot(p.to(grad.dtype), grad, grad_v, input_precision=PRECISION)
+                # dP^T = V dO^T
                 grad_p = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
                 delta = tl.load(DELTA + row + start + query, mask=start + query < seq, other=0.0)
+                # dS = P * (dP - delta)
                 grad_scores = p * (grad_p - delta[None, :])
+                # dK += dS^T Q
                 grad_k = tl.dot(grad_scores.to(q.dtype), q, grad_k, input_precision=PRECISION)
     if COS is None:
         tl.store(GRAD_QKV + key_at, grad_k * scale, mask=inside)
     else:
         token_at = (batch * seq + key) * TOKEN + (H + kv_head) * D
-        store_turned_back(GRAD_QKV, COS, SIN, grad_k * scale, token_at, key, seq, D, BLOCK_K)
-    tl.store(GRAD_QKV + key_at + K * D, grad_v, mask=inside)
+        store_unrotated(GRAD_QKV, COS, SIN, grad_k * scale, token_at, key, seq, D, BLOCK_N)
+    tl.store(GRAD_QKV + key_at + VALUE, grad_v, mask=inside)
 
 
 def attention_sizes(qkv: Tensor, num_heads: int) -> dict:
-    """What the three kernels are compiled for, besides their blocks."""
+    """Return what the three kernels are compiled for, besides their blocks."""
     packed, dim = qkv.shape[2:]
-    sizes = {"H": num_heads, "K": (packed - num_heads) // 2, "D": dim, "BLOCK_D": max(16, triton.next_power_of_2(dim))}
-    return {**sizes, "PRECISION": dot_precision(qkv.dtype)}
+    return {
+        "H": num_heads,
+        "K": (packed - num_heads) // 2,
+        "D": dim,
+        "BLOCK_D": max(16, triton.next_power_of_2(dim)),
+        "PRECISION": dot_precision(qkv.dtype),
+    }
 
 
 @operator
 def attention_forward(qkv: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
-    """qkv [B, S, H + 2 K, D] -> attention [B, S, H, D] and the base-2 logarithm of the softmax's sums [B, H, S]."""
+    """Compute causal attention [B, S, H, D] of qkv [B, S, H + 2 K, D].
+
+    Returns it, and the base-2 logarithm of the softmax's sums [B, H, S].
+    """
     (batch, seq, _, dim), chosen = qkv.shape, blocks("attention_forward", qkv.dtype)
-    out, lse = qkv.new_empty(batch, seq, num_heads, dim), qkv.new_empty(batch, num_heads, seq, dtype=torch.float32)
-    wrap_triton(attention_forward_kernel)[(batch * num_heads, triton.cdiv(seq, chosen["BLOCK_Q"]))](
-        qkv, out, lse, seq, dim**-0.5, **attention_sizes(qkv, num_heads), **chosen
-    )
-    return out, lse
+    out = qkv.new_empty(batch, seq, num_heads, dim)
+    log_sum_exp = qkv.new_empty(batch, num_heads, seq, dtype=torch.float32)
+    grid = (batch * num_heads, triton.cdiv(seq, chosen["BLOCK_M"]))
+    wrap_triton(attention_forward_kernel)[grid](
+        QKV=qkv, OUT=out, LOG_SUM_EXP=log_sum_exp, seq=seq, scale=dim**-0.5,
+        **attention_sizes(qkv, num_heads), **chosen,
+    )  # fmt: skip
+    return out, log_sum_exp
 
 
 @operator
 def attention_backward(
-    qkv: Tensor, out: Tensor, lse: Tensor, grad: Tensor, cos: Tensor | None, sin: Tensor | None
-) -> Tensor:
-    """Gradient of qkv, packed as it is; with cos and sin that of qkv before its heads were turned."""
+    qkv: Tensor, out: Tensor, log_sum_exp: Tensor, grad: Tensor, cos: Tensor | None,
+    sin: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Compute the gradient of qkv, packed as it is.
+
+    With cos and sin it is that of qkv before its heads were rotated.
+    """
     batch, seq, num_heads, dim = out.shape
-    sizes, delta, grad_qkv = attention_sizes(qkv, num_heads), torch.empty_like(lse), torch.empty_like(qkv)
+    sizes = {"seq": seq, "scale": dim**-0.5, **attention_sizes(qkv, num_heads)}
+    delta, grad_qkv = torch.empty_like(log_sum_exp), torch.empty_like(qkv)
     chosen = blocks("attention_backward_queries", qkv.dtype)
-    wrap_triton(attention_backward_queries_kernel)[(batch * num_heads, triton.cdiv(seq, chosen["BLOCK_Q"]))](
-        qkv, out, lse, grad, cos, sin, delta, grad_qkv, seq, dim**-0.5, **sizes, **chosen
-    )
+    grid = (batch * num_heads, triton.cdiv(seq, chosen["BLOCK_M"]))
+    wrap_triton(attention_backward_queries_kernel)[grid](
+        QKV=qkv, OUT=out, LOG_SUM_EXP=log_sum_exp, GRAD=grad, COS=cos, SIN=sin, DELTA=delta,
+        GRAD_QKV=grad_qkv, **sizes, **chosen,
+    )  # fmt: skip
     chosen = blocks("attention_backward_keys", qkv.dtype)
-    wrap_triton(attention_backward_keys_kernel)[(batch * sizes["K"], triton.cdiv(seq, chosen["BLOCK_K"]))](
-        qkv, lse, grad, cos, sin, delta, grad_qkv, seq, dim**-0.5, **sizes, **chosen
-    )
+    grid = (batch * sizes["K"], triton.cdiv(seq, chosen["BLOCK_N"]))
+    wrap_triton(attention_backward_keys_kernel)[grid](
+        QKV=qkv, LOG_SUM_EXP=log_sum_exp, GRAD=grad, COS=cos, SIN=sin, DELTA=delta,
+        GRAD_QKV=grad_qkv, **sizes, **chosen,
+    )  # fmt: skip
     return grad_qkv
 
 
 class CausalAttention(torch.autograd.Function):
-    """Packed heads [B, S, H + 2 K, D] -> causal attention [B, S, H, D]; H / K query heads share a key/value head.
+    """Compute causal attention [B, S, H, D] of packed heads [B, S, H + 2 K, D].
 
-    Flash attention (Dao 2023): the backward pass computes the scores again from the sums that the forward pass kept.
-    With cos and sin query and key heads are turned first, and their gradients turned back where they are stored.
+    Flash attention (Dao 2023): the backward pass computes the scores again from the sums that the
+    forward pass kept. With cos and sin query and key heads are rotated first, and their gradients
+    rotated back where they are stored.
     """
 
     @staticmethod
-    def forward(ctx, qkv: Tensor, num_heads: int, cos: Tensor | None = None, sin: Tensor | None = None):
+    def forward(
+        ctx, qkv: Tensor, num_heads: int, cos: Tensor | None = None, sin: Tensor | None = None
+    ):  # fmt: skip
         qkv = qkv.contiguous()
         if cos is not None:
             qkv = rotary(qkv, cos, sin, (qkv.shape[2] - num_heads) // 2, 1)
-        out, lse = attention_forward(qkv, num_heads)
-        ctx.save_for_backward(qkv, out, lse, cos, sin)
+        out, log_sum_exp = attention_forward(qkv, num_heads)
+        ctx.save_for_backward(qkv, out, log_sum_exp, cos, sin)
         return out
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        qkv, out, lse, cos, sin = ctx.saved_tensors
-        return attention_backward(qkv, out, lse, grad.contiguous(), cos, sin), None, None, None
+        qkv, out, log_sum_exp, cos, sin = ctx.saved_tensors
+        grad = attention_backward(qkv, out, log_sum_exp, grad.contiguous(), cos, sin)
+        return grad, None, None, None
 
 
 @triton.jit
 def next_token(LABELS, row, rows, seq):
-    """The label of the token after this one; -100 for the last of its sample."""
+    """Return the label of the token after this one; -100 for the last of its sample."""
     known = (row < rows) & (row % seq < seq - 1)
     return tl.load(LABELS + row + 1, mask=known, other=-100)
 
 
 @triton.jit
 def cross_entropy_forward_kernel(
-    LOGITS, LABELS, LOSSES, LSE, rows, seq, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr
-):
+    LOGITS, LABELS, LOSSES, LOG_SUM_EXP, rows, seq, C: tl.constexpr, BLOCK_C: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """Compute loss = log(sum(exp(logits))) - logits[target] of each row; 0 for a target of -100.
+
+    The sum is online, as that of attention. LOGITS [rows, C], LABELS, LOSSES, LOG_SUM_EXP [rows].
+    A row's target is the next token's label. A program owns ROWS rows, and goes through their
+    columns by BLOCK_C.
+    """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    top = tl.full([ROWS], -3e38, tl.float32)  # not -inf, which a whole block may be
-    total = tl.zeros([ROWS], tl.float32)
+    row_max = tl.full([ROWS], -3e38, tl.float32)  # not -inf, which a whole block may be
+    row_sum = tl.zeros([ROWS], tl.float32)
     for start in range(0, C, BLOCK_C):
         column = start + tl.arange(0, BLOCK_C)
         inside = (row < rows)[:, None] & (column < C)[None, :]
-        logits = tl.load(LOGITS + row[:, None] * C + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        at = LOGITS + row[:, None] * C + column[None, :]
+        logits = tl.load(at, mask=inside, other=0.0).to(tl.float32)
         logits = tl.where((column < C)[None, :], logits, float("-inf"))
-        new_top = tl.maximum(top, tl.max(logits, 1))
-        total = total * tl.exp(top - new_top) + tl.sum(tl.exp(logits - new_top[:, None]), 1)
-        top = new_top
-    lse = top + tl.log(total)
+        new_row_max = tl.maximum(row_max, tl.max(logits, 1))
+        rescale = tl.exp(row_max - new_row_max)
+        row_sum = row_sum * rescale + tl.sum(tl.exp(logits - new_row_max[:, None]), 1)
+        row_max = new_row_max
+    log_sum_exp = row_max + tl.log(row_sum)
     target = next_token(LABELS, row, rows, seq)
     known = (target >= 0) & (target < C)  # any other label but -100 makes the loss NaN
     logit = tl.load(LOGITS + row * C + target, mask=known, other=float("nan")).to(tl.float32)
-    tl.store(LOSSES + row, tl.where(target == -100, 0.0, lse - logit), mask=row < rows)
-    tl.store(LSE + row, lse, mask=row < rows)
+    tl.store(LOSSES + row, tl.where(target == -100, 0.0, log_sum_exp - logit), mask=row < rows)
+    tl.store(LOG_SUM_EXP + row, log_sum_exp, mask=row < rows)
 
 
 @triton.jit
 def mean_loss_kernel(LOSSES, LABELS, LOSS, rows, seq, BLOCK: tl.constexpr):
+    """Compute the mean of the losses of rows that have a target, and how many these are.
+
+    LOSSES, LABELS [rows], LOSS [2]. One program owns all.
+    """
     total = tl.zeros([BLOCK], tl.float32)
     known = tl.zeros([BLOCK], tl.int32)
     for start in range(0, rows, BLOCK):
@@ -1086,54 +1435,73 @@ def mean_loss_kernel(LOSSES, LABELS, LOSS, rows, seq, BLOCK: tl.constexpr):
 
 @triton.jit
 def cross_entropy_backward_kernel(
-    GRAD, LOGITS, LABELS, LSE, LOSS, GRAD_LOGITS, rows, seq, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr
-):
+    GRAD, LOGITS, LABELS, LOG_SUM_EXP, LOSS, GRAD_LOGITS, rows, seq, C: tl.constexpr,
+    BLOCK_C: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Compute dlogits = (softmax(logits) - onehot(target)) * dloss / n; 0 for a target of -100.
+
+    GRAD (dloss) [], LABELS, LOG_SUM_EXP [rows], LOSS [2] of which n is the second, LOGITS,
+    GRAD_LOGITS [rows, C]. A program owns ROWS rows, and goes through their columns by BLOCK_C.
+    """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     target = next_token(LABELS, row, rows, seq)
-    lse = tl.load(LSE + row, mask=row < rows, other=0.0)
+    log_sum_exp = tl.load(LOG_SUM_EXP + row, mask=row < rows, other=0.0)
     grad = tl.where(target == -100, 0.0, tl.load(GRAD) / tl.load(LOSS + 1))
     for start in range(0, C, BLOCK_C):
         column = start + tl.arange(0, BLOCK_C)
         inside = (row < rows)[:, None] & (column < C)[None, :]
         at = row[:, None] * C + column[None, :]
-        p = tl.exp(tl.load(LOGITS + at, mask=inside, other=0.0).to(tl.float32) - lse[:, None])
+        logits = tl.load(LOGITS + at, mask=inside, other=0.0).to(tl.float32)
+        p = tl.exp(logits - log_sum_exp[:, None])
         p -= tl.where(column[None, :] == target[:, None], 1.0, 0.0)
         tl.store(GRAD_LOGITS + at, p * grad[:, None], mask=inside)
 
 
 @operator
 def cross_entropy_forward(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """logits [B, S, V], labels [B, S] -> mean loss and number of what it is the mean of [2], and log-sum-exp [B S]."""
-    rows, programs, options = row_options("cross_entropy_forward", logits, whole=False)
-    losses, lse, loss = (logits.new_empty(size, dtype=torch.float32) for size in (rows, rows, 2))
-    seq = labels.shape[-1]
-    wrap_triton(cross_entropy_forward_kernel)[(programs,)](logits, labels, losses, lse, rows, seq, **options)
-    wrap_triton(mean_loss_kernel)[(1,)](losses, labels, loss, rows, seq, **blocks("mean_loss"))
-    return loss, lse
+    """Compute the mean loss of logits [B, S, V] and labels [B, S], the same tokens.
+
+    Returns it with the number of losses that it is the mean of [2], and log-sum-exp [B S].
+    """
+    rows, programs, options = row_launch("cross_entropy_forward", logits, whole=False)
+    losses, log_sum_exp = (logits.new_empty(rows, dtype=torch.float32) for _ in range(2))
+    loss, seq = logits.new_empty(2, dtype=torch.float32), labels.shape[-1]
+    wrap_triton(cross_entropy_forward_kernel)[(programs,)](
+        LOGITS=logits, LABELS=labels, LOSSES=losses, LOG_SUM_EXP=log_sum_exp,
+        rows=rows, seq=seq, **options,
+    )  # fmt: skip
+    wrap_triton(mean_loss_kernel)[(1,)](
+        LOSSES=losses, LABELS=labels, LOSS=loss, rows=rows, seq=seq, **blocks("mean_loss")
+    )
+    return loss, log_sum_exp
 
 
 @operator
-def cross_entropy_backward(grad: Tensor, logits: Tensor, labels: Tensor, lse: Tensor, loss: Tensor) -> Tensor:
-    """Gradient of the logits, in their type."""
-    rows, programs, options = row_options("cross_entropy_backward", logits, whole=False)
+def cross_entropy_backward(
+    grad: Tensor, logits: Tensor, labels: Tensor, log_sum_exp: Tensor, loss: Tensor
+) -> Tensor:  # fmt: skip
+    """Compute the gradient of the logits, in their type."""
+    rows, programs, options = row_launch("cross_entropy_backward", logits, whole=False)
     grad_logits = torch.empty_like(logits)
     wrap_triton(cross_entropy_backward_kernel)[(programs,)](
-        grad, logits, labels, lse, loss, grad_logits, rows, labels.shape[-1], **options
-    )
+        GRAD=grad, LOGITS=logits, LABELS=labels, LOG_SUM_EXP=log_sum_exp, LOSS=loss,
+        GRAD_LOGITS=grad_logits, rows=rows, seq=labels.shape[-1], **options,
+    )  # fmt: skip
     return grad_logits
 
 
 class NextTokenLoss(torch.autograd.Function):
-    """logits [B, S, V] of any type, labels [B, S], the same tokens -> mean cross-entropy of the next token, float32.
+    """Compute the mean cross-entropy of the next token, float32, of logits [B, S, V] of any type.
 
-    The kernels shift the labels and take the mean, which leaves ten small kernels out; a label of -100 is ignored.
+    labels [B, S] are the same tokens. The kernels shift them and take the mean, which leaves ten
+    small kernels out; a label of -100 is ignored.
     """
 
     @staticmethod
     def forward(ctx, logits: Tensor, labels: Tensor):
         logits, labels = logits.contiguous(), labels.contiguous()
-        loss, lse = cross_entropy_forward(logits, labels)
-        ctx.save_for_backward(logits, labels, lse, loss)
+        loss, log_sum_exp = cross_entropy_forward(logits, labels)
+        ctx.save_for_backward(logits, labels, log_sum_exp, loss)
         return loss[0]
 
     @staticmethod
@@ -1145,41 +1513,53 @@ class NextTokenLoss(torch.autograd.Function):
 def embedding_backward_kernel(
     GRAD, ORDER, STARTS, OUT, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
-    word, channel = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    """Add dW[v] += sum of dy[t] over the tokens t that are word v.
+
+    GRAD (dy) [tokens, C], OUT (dW) [words, C]. ORDER [tokens] lists tokens sorted by word, those of
+    word v from STARTS[v] to STARTS[v + 1]. A program owns BLOCK_C channels of one word.
+    """
+    word = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     total = tl.load(OUT + word * C + channel, mask=channel < C, other=0.0)
     end = tl.load(STARTS + word + 1)
     for start in range(tl.load(STARTS + word), end, ROWS):
         place = start + tl.arange(0, ROWS)
         row = tl.load(ORDER + place, mask=place < end, other=0)
         inside = (place < end)[:, None] & (channel < C)[None, :]
-        total += tl.sum(tl.load(GRAD + row[:, None] * C + channel[None, :], mask=inside, other=0.0).to(tl.float32), 0)
+        at = GRAD + row[:, None] * C + channel[None, :]
+        total += tl.sum(tl.load(at, mask=inside, other=0.0).to(tl.float32), 0)
     tl.store(OUT + word * C + channel, total, mask=channel < C)
 
 
 @partial(operator, changes=("total",))
 def embedding_backward(grad: Tensor, order: Tensor, starts: Tensor, total: Tensor) -> None:
-    """Add the rows of grad [T, D] to those of total [V, D]: to row v those at the places starts[v] to starts[v + 1]."""
+    """Add rows of grad [T, D] to those of total [V, D].
+
+    Row v gets those that `order` names at the places starts[v] to starts[v + 1].
+    """
     chosen, dim = blocks("embedding_backward"), grad.shape[-1]
     width = min(chosen.pop("BLOCK_C"), triton.next_power_of_2(dim))
     wrap_triton(embedding_backward_kernel)[(len(total), triton.cdiv(dim, width))](
-        grad, order, starts, total, C=dim, BLOCK_C=width, **chosen
+        GRAD=grad, ORDER=order, STARTS=starts, OUT=total, C=dim, BLOCK_C=width, **chosen
     )
 
 
 class TiedEmbedding(torch.autograd.Function):
-    """tokens [...], weight [V, D] -> rows of the weight [..., D].
+    """Look up rows [..., D] of a weight [V, D] for tokens [...].
 
-    Which tokens look up the same row is found in the forward pass, beside it in a graph. The output projection has the
-    same weight, and the backward pass begins there: the gradient that is found here is added to that one, `added_to`.
+    Which tokens look up the same row is found in the forward pass, beside it in a graph. The output
+    projection has the same weight, and the backward pass begins there: the gradient that is found
+    here is added to that one, `added_to`.
     """
 
     @staticmethod
-    def forward(ctx, tokens: Tensor, weight: Tensor):
+    def forward(ctx, tokens: Tensor, weight: Tensor, side: SideStreams):
         def sort() -> tuple[Tensor, Tensor]:
             words, order = torch.sort(tokens.flatten(), stable=True)
-            return order, torch.searchsorted(words, torch.arange(len(weight) + 1, device=words.device))
+            wanted = torch.arange(len(weight) + 1, device=words.device)
+            return order, torch.searchsorted(words, wanted)
 
-        ctx.save_for_backward(*BESIDE.run(sort, tokens))
+        ctx.save_for_backward(*side.run(sort, tokens))
         ctx.weight, ctx.added_to = weight, None
         return F.embedding(tokens, weight)
 
@@ -1188,12 +1568,17 @@ class TiedEmbedding(torch.autograd.Function):
         total, ctx.added_to = ctx.added_to, None
         total = torch.zeros_like(ctx.weight) if total is None else total
         embedding_backward(grad.contiguous().flatten(0, -2), *ctx.saved_tensors, total)
-        return None, total
+        return None, total, None
 
 
 @triton.jit
-def tile(rows, COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
-    """Rows and columns of this program's tile; GROUP tiles below each other come first, for the L2 cache's sake."""
+def tile(
+    rows, COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr
+):  # fmt: skip
+    """Return the rows [BLOCK_M] and columns [BLOCK_N] of this program's tile of the result.
+
+    GROUP tiles below each other come first, for the L2 cache's sake.
+    """
     across: tl.constexpr = (COLUMNS + BLOCK_N - 1) // BLOCK_N
     group, place = tl.program_id(0) // (GROUP * across), tl.program_id(0) % (GROUP * across)
     height = tl.minimum(tl.cdiv(rows, BLOCK_M) - group * GROUP, GROUP)
@@ -1206,9 +1591,17 @@ def swiglu_gemm_forward_kernel(
     X, WEIGHT, GATE_UP, OUT, rows, D: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
+    """Compute gate = X Wgate^T, up = X Wup^T and out = silu(gate) * up.
+
+    X [rows, D], WEIGHT [2 INNER, D], the rows of Wgate first, GATE_UP [rows, 2 INNER], OUT
+    [rows, INNER]. A program owns a tile [BLOCK_M, BLOCK_N] of gate, up and out, and goes through D
+    by BLOCK_K.
+    """
+    UP: tl.constexpr = INNER  # from a gate to its up, in rows of WEIGHT and columns of GATE_UP
     row, column = tile(rows, INNER, BLOCK_M, BLOCK_N, GROUP)
     channel = tl.arange(0, BLOCK_K)
-    x_at = X + (row % rows)[:, None] * D + channel[None, :]  # beyond the end: some row, which is not stored
+    # beyond the end: some row, which is not stored
+    x_at = X + (row % rows)[:, None] * D + channel[None, :]
     weight_at = WEIGHT + (column % INNER).to(tl.int64)[None, :] * D + channel[:, None]
     gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -1217,27 +1610,38 @@ def swiglu_gemm_forward_kernel(
         x = tl.load(x_at + start, mask=(channel < left)[None, :], other=0.0)
         weight = tl.load(weight_at + start, mask=(channel < left)[:, None], other=0.0)
         gate = tl.dot(x, weight, gate, input_precision=PRECISION)
-        weight = tl.load(weight_at + INNER * D + start, mask=(channel < left)[:, None], other=0.0)
+        weight = tl.load(weight_at + UP * D + start, mask=(channel < left)[:, None], other=0.0)
         up = tl.dot(x, weight, up, input_precision=PRECISION)
     inside = (row < rows)[:, None] & (column < INNER)[None, :]
     at = row[:, None] * (2 * INNER) + column[None, :]
     gate, up = gate.to(OUT.dtype.element_ty), up.to(OUT.dtype.element_ty)
     tl.store(GATE_UP + at, gate, mask=inside)
-    tl.store(GATE_UP + at + INNER, up, mask=inside)
+    tl.store(GATE_UP + at + UP, up, mask=inside)
     gate = gate.to(tl.float32)
-    tl.store(OUT + row[:, None] * INNER + column[None, :], gate * tl.sigmoid(gate) * up.to(tl.float32), mask=inside)
+    out_at = OUT + row[:, None] * INNER + column[None, :]
+    tl.store(out_at, gate * tl.sigmoid(gate) * up.to(tl.float32), mask=inside)
 
 
 @triton.jit
 def swiglu_gemm_backward_kernel(
-    GRAD, WEIGHT, GATE_UP, GRAD_GATE_UP, rows, D: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    GRAD, WEIGHT, GATE_UP, GRAD_GATE_UP, rows, D: tl.constexpr, INNER: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
 ):  # fmt: skip
+    """Compute the gradients of gate and up from dy, that of the result of the last GEMM.
+
+        dout = dy Wdown;  s = sigmoid(gate)
+        dgate = dout * up * s * (1 + gate * (1 - s));  dup = dout * gate * s
+
+    GRAD (dy) [rows, D], WEIGHT (Wdown) [D, INNER], GATE_UP, GRAD_GATE_UP [rows, 2 INNER]. A program
+    owns a tile [BLOCK_M, BLOCK_N] of dgate and dup, and goes through D by BLOCK_K.
+    """
+    UP: tl.constexpr = INNER  # from a gate to its up
     row, column = tile(rows, INNER, BLOCK_M, BLOCK_N, GROUP)
     channel = tl.arange(0, BLOCK_K)
     grad_at = GRAD + (row % rows)[:, None] * D + channel[None, :]
     weight_at = WEIGHT + (column % INNER)[None, :] + channel.to(tl.int64)[:, None] * INNER
-    grad = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    grad = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)  # dout
     for start in range(0, D, BLOCK_K):
         left = D - start
         g = tl.load(grad_at + start, mask=(channel < left)[None, :], other=0.0)
@@ -1246,85 +1650,113 @@ def swiglu_gemm_backward_kernel(
     inside = (row < rows)[:, None] & (column < INNER)[None, :]
     at = row[:, None] * (2 * INNER) + column[None, :]
     gate = tl.load(GATE_UP + at, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(GATE_UP + at + INNER, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(GATE_UP + at + UP, mask=inside, other=0.0).to(tl.float32)
     sigmoid = tl.sigmoid(gate)
     tl.store(GRAD_GATE_UP + at, grad * up * sigmoid * (1 + gate * (1 - sigmoid)), mask=inside)
-    tl.store(GRAD_GATE_UP + at + INNER, grad * gate * sigmoid, mask=inside)
+    tl.store(GRAD_GATE_UP + at + UP, grad * gate * sigmoid, mask=inside)
 
 
-def swiglu_gemm_options(kernel: str, x: Tensor, width: int) -> tuple[tuple[int], dict]:
-    """Grid and what the kernel is compiled for, for x [rows, D] and a result of `width` columns of the result."""
+def swiglu_gemm_launch(kernel: str, x: Tensor, width: int) -> tuple[tuple[int], dict]:
+    """Return grid and block sizes for x [rows, D] and a result of `width` columns."""
     chosen, (rows, dim) = blocks(kernel, x.dtype), x.shape
     tiles = triton.cdiv(rows, chosen["BLOCK_M"]) * triton.cdiv(width, chosen["BLOCK_N"])
-    return (tiles,), {"D": dim, "INNER": width, "PRECISION": dot_precision(x.dtype), **chosen}
+    sizes = {"rows": rows, "D": dim, "INNER": width, "PRECISION": dot_precision(x.dtype)}
+    return (tiles,), {**sizes, **chosen}
 
 
 @operator
 def swiglu_gemm_forward(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """x [T, D], weight [2 I, D], gates first -> x weight^T [T, 2 I], and silu(gate) * up [T, I]."""
+    """Compute x weight^T [T, 2 I] and silu(gate) * up [T, I] of x [T, D] and weight [2 I, D].
+
+    Gates come first.
+    """
     (rows, _), width = x.shape, len(weight) // 2
     gate_up, out = x.new_empty(rows, 2 * width), x.new_empty(rows, width)
-    grid, options = swiglu_gemm_options("swiglu_gemm_forward", x, width)
-    wrap_triton(swiglu_gemm_forward_kernel)[grid](x, weight, gate_up, out, rows, **options)
+    grid, options = swiglu_gemm_launch("swiglu_gemm_forward", x, width)
+    wrap_triton(swiglu_gemm_forward_kernel)[grid](
+        X=x, WEIGHT=weight, GATE_UP=gate_up, OUT=out, **options
+    )  # fmt: skip
     return gate_up, out
 
 
 @operator
 def swiglu_gemm_backward(grad: Tensor, weight: Tensor, gate_up: Tensor) -> Tensor:
-    """Gradient of gate_up [T, 2 I] from that of the result of the MLP [T, D] and the weight [D, I] of its last GEMM."""
-    grid, options = swiglu_gemm_options("swiglu_gemm_backward", grad, weight.shape[1])
+    """Compute the gradient of gate_up [T, 2 I].
+
+    grad [T, D]: of the result of the MLP. weight [D, I]: of its last GEMM.
+    """
+    grid, options = swiglu_gemm_launch("swiglu_gemm_backward", grad, weight.shape[1])
     grad_gate_up = torch.empty_like(gate_up)
-    wrap_triton(swiglu_gemm_backward_kernel)[grid](grad, weight, gate_up, grad_gate_up, len(grad), **options)
+    wrap_triton(swiglu_gemm_backward_kernel)[grid](
+        GRAD=grad, WEIGHT=weight, GATE_UP=gate_up, GRAD_GATE_UP=grad_gate_up, **options
+    )
     return grad_gate_up
 
 
 def our_gemm_wins(dtype: torch.dtype) -> bool:
-    """Is a Triton GEMM with SwiGLU in its epilogue faster than the vendor's and an element-wise kernel?
+    """Tell whether a Triton GEMM with SwiGLU in its epilogue beats the vendor's and a kernel.
 
-    Measured on an H100 for x [1024, 512] and [8192, 1024]: in exact float32, as three TF32 products, it is; in bfloat16
-    it takes 0.98 to 1.17 of their time forward and 1.05 to 1.10 backward, in TF32 1.02 and 1.8.
+    Measured on an H100 for x [1024, 512] and [8192, 1024]: in exact float32, as three TF32
+    products, it does; in bfloat16 it takes 0.98 to 1.17 of their time forward and 1.05 to 1.10
+    backward, in TF32 1.02 and 1.8.
     """
     return INTERPRETED or dot_precision(dtype) == "tf32x3"
 
 
 class SwiGLUGEMM(torch.autograd.Function):
-    """x [..., D] -> down(silu(gate(x)) * up(x)) [..., D], from the weights as parameters and as the GEMMs take them."""
+    """Compute down(silu(gate(x)) * up(x)) [..., D] of x [..., D].
+
+    The weights are given as parameters, and as the GEMMs take them.
+    """
 
     @staticmethod
     def forward(
-        ctx, x: Tensor, gate_up: Tensor, down: Tensor, gate_up_low: Tensor, down_low: Tensor, direct: bool
+        ctx, x: Tensor, gate_up: Tensor, down: Tensor, gate_up_cast: Tensor, down_cast: Tensor,
+        direct: bool, side: SideStreams,
     ):  # fmt: skip
         x = x.contiguous()
-        ctx.parameters, ctx.direct = (gate_up, down), direct
-        gate_up, activation = swiglu_gemm_forward(x.flatten(0, -2), gate_up_low)
-        ctx.save_for_backward(x, gate_up, activation, gate_up_low, down_low)
-        return F.linear(activation, down_low).view_as(x)
+        ctx.parameters, ctx.direct, ctx.side = (gate_up, down), direct, side
+        gate_up, activation = swiglu_gemm_forward(x.flatten(0, -2), gate_up_cast)
+        ctx.save_for_backward(x, gate_up, activation, gate_up_cast, down_cast)
+        return F.linear(activation, down_cast).view_as(x)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        x, gate_up, activation, gate_up_low, down_low = ctx.saved_tensors
-        grad = grad.contiguous().flatten(0, -2)
+        x, gate_up, activation, gate_up_cast, down_cast = ctx.saved_tensors
+        weight, down = ctx.parameters
+        grad, side = grad.contiguous().flatten(0, -2), ctx.side
         grad_x, grad_weight, grad_down = None, None, None
         if ctx.needs_input_grad[2]:
-            grad_down = weight_gradient(ctx.parameters[1], grad, activation, ctx.direct)
+            grad_down = weight_gradient(side, down, grad, activation, ctx.direct)
         if any(ctx.needs_input_grad[:2]):
-            grad_gate_up = swiglu_gemm_backward(grad, down_low, gate_up)
-        BESIDE.finished(ctx.parameters[1])
+            grad_gate_up = swiglu_gemm_backward(grad, down_cast, gate_up)
+        side.finish(down)
         if ctx.needs_input_grad[1]:
-            grad_weight = weight_gradient(ctx.parameters[0], grad_gate_up, x.flatten(0, -2), ctx.direct)
+            rows = grad_gate_up, x.flatten(0, -2)
+            grad_weight = weight_gradient(side, weight, *rows, ctx.direct)
         if ctx.needs_input_grad[0]:
-            grad_x = (grad_gate_up @ gate_up_low).view_as(x)
-        BESIDE.finished(ctx.parameters[0])
-        return grad_x, grad_weight, grad_down, None, None, None
+            grad_x = (grad_gate_up @ gate_up_cast).view_as(x)
+        side.finish(weight)
+        return grad_x, grad_weight, grad_down, None, None, None, None
 
 
 @triton.jit
 def adamw_kernel(
-    WEIGHTS, LOW, GRADS, AVERAGES, SQUARES, CORRECTIONS, LR, SCALE, FOUND_INF, size,
+    WEIGHTS, CASTS, GRADS, AVERAGES, SQUARES, CORRECTIONS, LR, SCALE, FOUND_INF, size,
     BETA1: tl.constexpr, BETA2: tl.constexpr, EPS: tl.constexpr, DECAY: tl.constexpr,
     BLOCK: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    if FOUND_INF is not None:  # of the gradient scaler: a step with one is left out
+    """Update weights w from their gradients g, and write them in the type of the GEMMs, too.
+
+        m += (1 - beta1) * (g - m);  v += (1 - beta2) * (g^2 - v)
+        w = w * (1 - lr * decay) - lr / c1 * m / (sqrt(v) / sqrt(c2) + eps)
+
+    WEIGHTS, CASTS (or None), GRADS, AVERAGES (m), SQUARES (v) [size]. CORRECTIONS [2] are
+    c = 1 - beta^steps; LR [] is the learning rate. Of a gradient scaler, or None: gradients are
+    divided by SCALE [], and FOUND_INF [] leaves the step out. A program owns every PROGRAMS-th
+    block of BLOCK elements.
+    """
+    if FOUND_INF is not None:
         size = tl.where(tl.load(FOUND_INF) > 0, 0, size)
     lr = tl.load(LR).to(tl.float32)
     root_of_correction = tl.sqrt(tl.load(CORRECTIONS + 1)).to(tl.float32)
@@ -1344,93 +1776,112 @@ def adamw_kernel(
         tl.store(AVERAGES + at, average, mask=inside)
         tl.store(SQUARES + at, square, mask=inside)
         tl.store(WEIGHTS + at, weight, mask=inside)
-        if LOW is not None:
-            tl.store(LOW + at, weight, mask=inside)
+        if CASTS is not None:
+            tl.store(CASTS + at, weight, mask=inside)
 
 
-@partial(operator, changes=("weights", "low", "averages", "squares"))
+@partial(operator, changes=("weights", "casts", "averages", "squares"))
 def adamw(
-    weights: Tensor, low: Tensor | None, grads: Tensor, averages: Tensor, squares: Tensor, corrections: Tensor,
-    lr: Tensor, scale: Tensor | None, found_inf: Tensor | None, beta1: float, beta2: float, eps: float, decay: float,
+    weights: Tensor, casts: Tensor | None, grads: Tensor, averages: Tensor, squares: Tensor,
+    corrections: Tensor, lr: Tensor, scale: Tensor | None, found_inf: Tensor | None,
+    beta1: float, beta2: float, eps: float, decay: float,
 ) -> None:  # fmt: skip
-    """Update as many weights as there are gradients, and their moments; weights to `low` in its type, too.
+    """Update as many weights as there are gradients, and their moments; write casts, too.
 
-    corrections [2]: 1 - beta ** steps in float64; lr []: the learning rate. A scaler's `scale` divides gradients, its
-    found_inf stops all.
+    corrections [2]: 1 - beta ** steps in float64; lr []: the learning rate. A scaler's `scale`
+    divides gradients, its found_inf stops all.
     """
     options, size = blocks("adamw"), len(grads)
-    options["PROGRAMS"] = min(options["PROGRAMS"], triton.next_power_of_2(triton.cdiv(size, options["BLOCK"])))
+    wanted = triton.next_power_of_2(triton.cdiv(size, options["BLOCK"]))
+    options["PROGRAMS"] = min(options["PROGRAMS"], wanted)
     wrap_triton(adamw_kernel)[(options["PROGRAMS"],)](
-        weights, low, grads, averages, squares, corrections, lr, scale, found_inf, size,
+        WEIGHTS=weights, CASTS=casts, GRADS=grads, AVERAGES=averages, SQUARES=squares,
+        CORRECTIONS=corrections, LR=lr, SCALE=scale, FOUND_INF=found_inf, size=size,
         BETA1=beta1, BETA2=beta2, EPS=eps, DECAY=decay, **options,
     )  # fmt: skip
 
 
 class Options(dict):
-    """The options of the optimizer. The kernel reads the learning rate from the device, and is compiled for the others.
+    """Hold the options of the optimizer, of which only the learning rate may change.
 
-    So a learning rate that is assigned, as some schedulers do, is written there, where a graph of the step finds it.
-    Another value for one of the others is a ValueError.
+    The kernel reads the learning rate from the device, and is compiled for the others. So a
+    learning rate that is assigned, as some schedulers do, is written there, where a graph of the
+    step finds it. Another value for one of the others raises ValueError.
     """
 
     def __setitem__(self, name: str, value: object) -> None:
         if name == "lr" and name in self:
             self[name].fill_(value)
         elif name in ("betas", "eps", "weight_decay") and value != self.get(name, value):
-            raise ValueError(f"FusedAdamW: {name} was {self[name]} when it was made and cannot become {value}")
+            wrong = f"{name} was {self[name]} when it was made and cannot become {value}"
+            raise ValueError(f"FusedAdamW: {wrong}")
         else:
             super().__setitem__(name, value)
 
 
 class FusedAdamW(torch.optim.Optimizer):
-    """AdamW (Loshchilov and Hutter 2019) with all parameters in one buffer, and one kernel that goes over it.
+    """AdamW (Loshchilov and Hutter 2019) with all parameters in one buffer, and one kernel for it.
 
-    Weights, their copies in `dtype` for the GEMMs and moments are parts of buffers of the same order, so the kernel
-    needs no list of addresses; it is launched once for each of `groups`, which share a buffer of gradients, that of a
-    single parameter in `grad_dtype`. Gradients are written anew in every step: there is nothing to clear.
+    Weights, their casts to `dtype` for the GEMMs and moments are parts of buffers of the same
+    order, so the kernel needs no list of addresses. It is launched once for each of `groups`, which
+    share a buffer of gradients; that of a single parameter is in `grad_dtype`. Gradients are
+    written anew in every step: there is nothing to clear. `side`: what it shares with the model.
     """
 
-    _step_supports_amp_scaling = True  # GradScaler leaves it to the kernel to divide by its scale and to skip a step
+    _step_supports_amp_scaling = True  # the kernel divides by GradScaler's scale and skips a step
 
     def __init__(
         self, groups: Iterable[list[nn.Parameter]], lr: float, dtype: torch.dtype,
-        grad_dtype: torch.dtype = torch.float32,
+        grad_dtype: torch.dtype = torch.float32, side: SideStreams | None = None,
     ):  # fmt: skip
-        groups = list(groups)
+        groups, self.side = list(groups), side or SideStreams()
         parameters = [parameter for group in groups for parameter in group]
-        super().__init__(parameters, {"lr": lr, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01})
-        sizes = [triton.cdiv(p.numel(), 64) * 64 for p in parameters]  # each begins at a multiple of 128 bytes
+        defaults = {"lr": lr, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+        super().__init__(parameters, defaults)
+        # each parameter begins at a multiple of 128 bytes
+        sizes = [triton.cdiv(p.numel(), 64) * 64 for p in parameters]
         begins, device = [0, *itertools.accumulate(sizes)], parameters[0].device
         rate = torch.full((), lr, device=device, dtype=torch.float64)
         self.param_groups = [Options(self.param_groups[0], lr=rate)]
-        self.buffers = {name: torch.zeros(begins[-1], device=device) for name in ("weight", "exp_avg", "exp_avg_sq")}
+        names = ("weight", "exp_avg", "exp_avg_sq")
+        self.buffers = {name: torch.zeros(begins[-1], device=device) for name in names}
         if dtype != torch.float32:
-            self.buffers["low"] = torch.zeros(begins[-1], device=device, dtype=dtype)
+            self.buffers["cast"] = torch.zeros(begins[-1], device=device, dtype=dtype)
         self.steps = torch.zeros(len(parameters), 1, device=device)
         self.together = True  # all parameters have taken as many steps
         self.betas = torch.tensor(self.defaults["betas"], device=device, dtype=torch.float64)
         for parameter, begin, steps in zip(parameters, begins, self.steps, strict=False):
-            end = begin + parameter.numel()  # .data: or a change of one part would count as a change of all
-            views = {name: buffer[begin:end].view_as(parameter).data for name, buffer in self.buffers.items()}
+            end, views = begin + parameter.numel(), {}
+            for name, buffer in self.buffers.items():
+                # .data: or a change of one part would count as a change of all
+                views[name] = buffer[begin:end].view_as(parameter).data
             parameter.data = views.pop("weight").copy_(parameter.detach())
-            if "low" in views:
-                parameter.low, parameter.low_version = views["low"], -1  # not written yet
+            if "cast" in views:
+                self.side.casts[parameter] = views["cast"]
+                self.side.versions[parameter] = -1  # not written yet
             self.state[parameter] = {"step": steps[0], **views}
         ends = itertools.accumulate(map(len, groups))
-        self.rooms = [
-            Room(group, begins[end - len(group) : end + 1], grad_dtype if len(group) == 1 else torch.float32)
-            for group, end in zip(groups, ends, strict=True)
-        ]
+        self.gradients = []
+        for group, end in zip(groups, ends, strict=True):
+            own_dtype = grad_dtype if len(group) == 1 else torch.float32
+            buffer = GradientBuffer(group, begins[end - len(group) : end + 1], own_dtype)
+            self.gradients.append(buffer)
+            self.side.buffers |= dict.fromkeys(group, buffer)
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Take the options, the moments and the numbers of steps to where the kernel reads them.
+        """Take options, moments and numbers of steps to where the kernel reads them.
 
-        ValueError if they are in another order.
+        Raises ValueError if they are in another order.
         """
-        given = {index: values["exp_avg"].shape for index, values in state_dict["state"].items()}
-        if given != {index: values["exp_avg"].shape for index, values in self.state_dict()["state"].items()}:
-            raise ValueError("the state is of other parameters, or in another order, such as that of PyTorch's AdamW")
-        options, kept = self.param_groups[0], {parameter: dict(values) for parameter, values in self.state.items()}
+        given, own = (
+            {index: values["exp_avg"].shape for index, values in state["state"].items()}
+            for state in (state_dict, self.state_dict())
+        )
+        if given != own:
+            wrong = "the state is of other parameters, or in another order"
+            raise ValueError(f"{wrong}, such as that of PyTorch's AdamW")
+        kept = {parameter: dict(values) for parameter, values in self.state.items()}
+        options = self.param_groups[0]
         for name, value in state_dict["param_groups"][0].items():
             if name != "params":
                 options[name] = value
@@ -1445,8 +1896,8 @@ class FusedAdamW(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Let go of the gradients."""
         super().zero_grad(set_to_none)
-        for room in self.rooms if set_to_none else ():
-            room.clear()
+        for buffer in self.gradients if set_to_none else ():
+            buffer.clear()
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -1454,11 +1905,9 @@ class FusedAdamW(torch.optim.Optimizer):
 
         In a graph that has work beside the chain each group is updated as soon as it can be.
         """
-        chain, skipped = torch.cuda.current_stream() if BESIDE.active else None, getattr(self, "found_inf", None)
-        rooms = [room for room in reversed(self.rooms) if room.collect()]
-        with torch.cuda.stream(BESIDE.stream(1)) if chain else contextlib.nullcontext():
-            if chain:
-                BESIDE.stream(1).wait_event(BESIDE.begun if skipped is None else chain.record_event())
+        skipped = getattr(self, "found_inf", None)
+        buffers = [buffer for buffer in reversed(self.gradients) if buffer.collect()]
+        with self.side.updating(after_chain=skipped is not None):
             taken = 1 if skipped is None else 1 - skipped
             self.steps += taken
             parameters = self.param_groups[0]["params"]
@@ -1467,48 +1916,46 @@ class FusedAdamW(torch.optim.Optimizer):
                     self.state[parameter]["step"] -= taken
                     self.together = False
             corrections = dict(zip(parameters, 1 - self.betas**self.steps, strict=True))
-            for room in rooms:
-                if chain:
-                    for event in BESIDE.before_update(room, chain):
-                        BESIDE.stream(1).wait_event(event)
-                alone = [[p] for p in room.parameters if p.grad is not None]
-                for some in [room.parameters] if self.together else alone:
+            for buffer in buffers:
+                self.side.wait_for(buffer)
+                alone = [[p] for p in buffer.parameters if p.grad is not None]
+                for some in [buffer.parameters] if self.together else alone:
                     self.update(some, corrections[some[0]])
-        if chain:
-            chain.wait_stream(BESIDE.stream(1))
-        for room in self.rooms:
-            room.clear()
+        for buffer in self.gradients:
+            buffer.clear()
 
     def update(self, parameters: list[nn.Parameter], corrections: Tensor) -> None:
         """Update these parameters, which lie side by side and have taken as many steps."""
-        group, names, room = self.param_groups[0], ("weight", "low", "exp_avg", "exp_avg_sq"), parameters[0].room
-        begin, end = room.spans[parameters[0]][0], room.spans[parameters[-1]][1]
-        weights, low, *moments = (self.buffers[n][begin:end] if n in self.buffers else None for n in names)
-        grads = room.buffer[begin - room.begin : end - room.begin]
+        gradients, group = self.side.buffers[parameters[0]], self.param_groups[0]
+        begin, end = gradients.spans[parameters[0]][0], gradients.spans[parameters[-1]][1]
+        parts = {name: buffer[begin:end] for name, buffer in self.buffers.items()}
+        tensors = parts["weight"], parts.get("cast")
+        tensors += (gradients.tensor[begin - gradients.begin : end - gradients.begin],)
+        tensors += parts["exp_avg"], parts["exp_avg_sq"], corrections, group["lr"]
         scaler = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        settings = *group["betas"], group["eps"], group["weight_decay"]
-        adamw(weights, low, grads, *moments, corrections, group["lr"], *scaler, *settings)
+        adamw(*tensors, *scaler, *group["betas"], group["eps"], group["weight_decay"])
 
 
 # Inference with a transformer layer as one launch.
 #
-# One program per multiprocessor, so that all of them run at the same time, goes through the phases of the layer:
+# One program per multiprocessor, so that all of them run at the same time, goes through the phases
+# of the layer:
 #   1  norm, query, key and value projection, rotary embedding      x        -> qkv
 #   2  causal attention                                             qkv      -> attended
 #   3  output projection, residual addition                         attended -> summed
 #   4  norm, gate and up projection, SwiGLU                         summed   -> active
 #   5  down projection, residual addition                           active   -> out
-# In a phase the programs share out tiles of its result, and before the next they wait for each other. What a phase
-# leaves to the next is small enough to stay in the L2 cache.
+# In a phase the programs share out tiles of its result, and before the next they wait for each
+# other. What a phase leaves to the next is small enough to stay in the L2 cache.
 
 
 @triton.jit
 def grid_barrier(COUNTER, THREADS: tl.constexpr):
-    """Wait until every program of the grid has come here; what one has stored before it, all of them see after it.
+    """Wait until every program of the grid has come here; all see what one has stored before.
 
-    A release publishes stores, an acquire drops what caches hold. On NVIDIA one of THREADS does it for the program; on
-    AMD, where no thread waits for the stores of other waves, all do. The counter only goes up: each multiple of what
-    the grid adds opens one barrier.
+    A release publishes stores, an acquire drops what caches hold. On NVIDIA one of THREADS does it
+    for the program; on AMD, where no thread waits for the stores of other waves, all do. The
+    counter only goes up: each multiple of what the grid adds opens one barrier.
     """
     arrivals = tl.num_programs(0) * THREADS
     counter = COUNTER + tl.zeros([THREADS], tl.int32)
@@ -1522,30 +1969,37 @@ def grid_barrier(COUNTER, THREADS: tl.constexpr):
 
 @triton.jit
 def load_tile(X, row, rows, column, COLUMNS: tl.constexpr, STRIDE: tl.constexpr):
+    """Load X[row, column], with rows STRIDE apart and zeros beyond its rows and COLUMNS."""
     inside = (row < rows)[:, None] & (column < COLUMNS)[None, :]
-    return tl.load(X + row.to(tl.int64)[:, None] * STRIDE + column[None, :], mask=inside, other=0.0)
+    at = X + row.to(tl.int64)[:, None] * STRIDE + column[None, :]
+    return tl.load(at, mask=inside, other=0.0)
 
 
 @triton.jit
 def store_tile(X, tile, row, rows, column, COLUMNS: tl.constexpr, STRIDE: tl.constexpr):
+    """Store X[row, column] = tile, with rows STRIDE apart, within its rows and COLUMNS."""
     inside = (row < rows)[:, None] & (column < COLUMNS)[None, :]
-    tl.store(X + row.to(tl.int64)[:, None] * STRIDE + column[None, :], tile, mask=inside)
+    at = X + row.to(tl.int64)[:, None] * STRIDE + column[None, :]
+    tl.store(at, tile, mask=inside)
 
 
 @triton.jit
 def norm_gemm(
-    X, NORM, WEIGHT, row, rows, feature, FEATURES: tl.constexpr, APART: tl.constexpr, C: tl.constexpr,
-    eps: tl.constexpr, PRECISION: tl.constexpr, BLOCK_C: tl.constexpr,
+    X, NORM, WEIGHT, row, rows, feature, FEATURES: tl.constexpr, APART: tl.constexpr,
+    C: tl.constexpr, eps: tl.constexpr, PRECISION: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """norm(x) @ weight.T in these rows, for these features and for those APART from them.
+    """Return norm(x) W^T in these rows, for these features and for those APART from them.
 
-    A row's 1 / rms scales its products as well as its elements, so the one loop finds both.
+        norm(x) W^T = rstd * ((x * NORM) W^T)
+
+    A row's rstd scales its products as well as its elements, so the one loop over channels finds
+    both. X [rows, C], NORM [C], WEIGHT (W) [FEATURES, C].
     """
-    squares = tl.zeros([row.shape[0], BLOCK_C], tl.float32)
+    squares = tl.zeros([row.shape[0], BLOCK_K], tl.float32)
     first = tl.zeros([row.shape[0], feature.shape[0]], tl.float32)
     second = tl.zeros([row.shape[0], feature.shape[0]], tl.float32)
-    for start in range(0, C, BLOCK_C):
-        channel = start + tl.arange(0, BLOCK_C)
+    for start in range(0, C, BLOCK_K):
+        channel = start + tl.arange(0, BLOCK_K)
         x = load_tile(X, row, rows, channel, C, C).to(tl.float32)
         squares += x * x
         norm = tl.load(NORM + channel, mask=channel < C, other=0.0).to(tl.float32)
@@ -1560,12 +2014,16 @@ def norm_gemm(
 
 @triton.jit
 def gemm_residual_tile(
-    A, WEIGHT, RESIDUAL, OUT, row, rows, column, C: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_C: tl.constexpr,
+    A, WEIGHT, RESIDUAL, OUT, row, rows, column, C: tl.constexpr, COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
+    """Store a tile of OUT = A W^T + RESIDUAL.
+
+    A [rows, C], WEIGHT (W) [COLUMNS, C], RESIDUAL, OUT [rows, COLUMNS].
+    """
     out = tl.zeros([row.shape[0], column.shape[0]], tl.float32)
-    for start in range(0, C, BLOCK_C):
-        channel = start + tl.arange(0, BLOCK_C)
+    for start in range(0, C, BLOCK_K):
+        channel = start + tl.arange(0, BLOCK_K)
         a = load_tile(A, row, rows, channel, C, C)
         weight = load_tile(WEIGHT, column, COLUMNS, channel, C, C)
         out = tl.dot(a, tl.trans(weight), out, input_precision=PRECISION)
@@ -1575,96 +2033,135 @@ def gemm_residual_tile(
 
 @triton.jit
 def attention_tile(
-    QKV, OUT, batch, head, first, seq, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    QKV, OUT, batch, head, first, seq, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
+    """Store the causal attention of one head for the queries from `first` on, BLOCK_M of them.
+
+    As attention_forward_kernel, but without the sums, which only a backward pass needs.
+    """
     TOKEN: tl.constexpr = (H + 2 * K) * D  # elements of a token in QKV
-    channel, token, end = tl.arange(0, BLOCK_D), batch * seq + first + tl.arange(0, BLOCK_Q), (batch + 1) * seq
+    VALUE: tl.constexpr = K * D  # from a key head to its value head
+    channel, token = tl.arange(0, BLOCK_D), batch * seq + first + tl.arange(0, BLOCK_M)
+    end = (batch + 1) * seq
     q = load_tile(QKV + head * D, token, end, channel, D, TOKEN)
     KEYS = QKV + (H + head // (H // K)) * D
-    top = tl.full([BLOCK_Q], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_Q], tl.float32)
-    out = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
-    for start in range(0, tl.minimum(first + BLOCK_Q, seq), BLOCK_K):
-        key = batch * seq + start + tl.arange(0, BLOCK_K)
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    out = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for start in range(0, tl.minimum(first + BLOCK_M, seq), BLOCK_N):
+        key = batch * seq + start + tl.arange(0, BLOCK_N)
         k = load_tile(KEYS, key, end, channel, D, TOKEN)
-        v = load_tile(KEYS + K * D, key, end, channel, D, TOKEN)
+        v = load_tile(KEYS + VALUE, key, end, channel, D, TOKEN)
+        # S = Q K^T
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (D**-0.5 * LOG2E)
         scores = tl.where(token[:, None] >= key[None, :], scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        p = tl.exp2(scores - new_top[:, None])
-        shrink = tl.exp2(top - new_top)
-        total = total * shrink + tl.sum(p, 1)
-        out = tl.dot(p.to(v.dtype), v, out * shrink[:, None], input_precision=PRECISION)
-        top = new_top
-    store_tile(OUT + head * D, out / total[:, None], token, end, channel, D, H * D)
+        # online softmax
+        new_row_max = tl.maximum(row_max, tl.max(scores, 1))
+        p = tl.exp2(scores - new_row_max[:, None])
+        rescale = tl.exp2(row_max - new_row_max)
+        row_sum = row_sum * rescale + tl.sum(p, 1)
+        # O += P V
+        out = tl.dot(p.to(v.dtype), v, out * rescale[:, None], input_precision=PRECISION)
+        row_max = new_row_max
+    store_tile(OUT + head * D, out / row_sum[:, None], token, end, channel, D, H * D)
 
 
 @triton.jit(do_not_specialize=["batches", "seq"])
 def transformer_block_kernel(
     X, NORM_1, QKV_WEIGHT, O_WEIGHT, NORM_2, GATE_UP_WEIGHT, DOWN_WEIGHT, COS, SIN,
     QKV, ATTENDED, ACTIVE, SUMMED, OUT, COUNTER, batches, seq, eps: tl.constexpr,
-    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, INNER: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
-    THREADS: tl.constexpr, PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_C: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, INNER: tl.constexpr,
+    FIRST: tl.constexpr, LAST: tl.constexpr, THREADS: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_QUERY: tl.constexpr, BLOCK_KEY: tl.constexpr,
 ):  # fmt: skip
+    """Compute phases FIRST to LAST of a layer, see above.
+
+        x = x + attention(rotary(norm_1(x) Wqkv^T)) Wo^T
+        out = x + silu(norm_2(x) Wgate^T) * (norm_2(x) Wup^T) Wdown^T
+
+    X, SUMMED, OUT [B S, H D], weights [out, in], those of query, key and value and those of gate
+    and up packed. In a phase program p owns the tiles p, p + programs, ... of its result: of a GEMM
+    BLOCK_M x BLOCK_N, which it sums over BLOCK_K channels at a time, of the attention BLOCK_QUERY
+    queries of a head, which go through BLOCK_KEY keys at a time.
+    """
     C: tl.constexpr = H * D
     HALF: tl.constexpr = D // 2
     PACKED: tl.constexpr = (H + 2 * K) * D
+    UP: tl.constexpr = INNER  # from a gate to its up
     rows = batches * seq
     row_tiles = tl.cdiv(rows, BLOCK_M)
     for PHASE in tl.static_range(FIRST, LAST + 1):
         if PHASE > FIRST:
             grid_barrier(COUNTER, THREADS)
-        if PHASE == 2:
-            tiles = tl.cdiv(seq, BLOCK_Q) * batches * H
+        if PHASE == 1:
+            tiles = row_tiles * tl.cdiv(PACKED // 2, BLOCK_N)
+        elif PHASE == 2:
+            tiles = tl.cdiv(seq, BLOCK_QUERY) * batches * H
+        elif PHASE == 4:
+            tiles = row_tiles * tl.cdiv(INNER, BLOCK_N)
         else:
-            tiles = row_tiles * tl.cdiv(PACKED // 2 if PHASE == 1 else INNER if PHASE == 4 else C, BLOCK_N)
+            tiles = row_tiles * tl.cdiv(C, BLOCK_N)
         for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
             row = tile % row_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
             column = tile // row_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
-            if PHASE == 1:  # a column is a channel of the first half of a head, and its partner in the second half
+            if PHASE == 1:  # a column is a channel of a head's first half, and that HALF from it
                 feature = column // HALF * D + column % HALF
                 first, second = norm_gemm(
-                    X, NORM_1, QKV_WEIGHT, row, rows, feature, PACKED, HALF, C, eps, PRECISION, BLOCK_C
-                )
-                turns = (column // HALF < H + K)[None, :]  # a value head turns by no angle
-                cos = tl.where(turns, load_tile(COS, row % seq, seq, column % HALF, HALF, D).to(tl.float32), 1.0)
-                sin = tl.where(turns, load_tile(SIN, row % seq, seq, column % HALF, HALF, D).to(tl.float32), 0.0)
-                store_tile(QKV, first * cos - second * sin, row, rows, feature, PACKED, PACKED)
-                store_tile(QKV, second * cos + first * sin, row, rows, feature + HALF, PACKED, PACKED)
+                    X, NORM_1, QKV_WEIGHT, row, rows, feature, PACKED, HALF, C, eps, PRECISION,
+                    BLOCK_K,
+                )  # fmt: skip
+                rotates = (column // HALF < H + K)[None, :]  # a value head's angle is 0
+                cos = load_tile(COS, row % seq, seq, column % HALF, HALF, D).to(tl.float32)
+                cos = tl.where(rotates, cos, 1.0)
+                sin = load_tile(SIN, row % seq, seq, column % HALF, HALF, D).to(tl.float32)
+                sin = tl.where(rotates, sin, 0.0)
+                rotated = first * cos - second * sin
+                store_tile(QKV, rotated, row, rows, feature, PACKED, PACKED)
+                rotated = second * cos + first * sin
+                store_tile(QKV, rotated, row, rows, feature + HALF, PACKED, PACKED)
             elif PHASE == 2:
-                start = (tiles - 1 - tile) // (batches * H) * BLOCK_Q  # those with the most keys start first
+                # those with the most keys start first
+                start = (tiles - 1 - tile) // (batches * H) * BLOCK_QUERY
                 attention_tile(
-                    QKV, ATTENDED, tile // H % batches, tile % H, start, seq, H, K, D, BLOCK_D, PRECISION,
-                    BLOCK_Q, BLOCK_K,
+                    QKV, ATTENDED, tile // H % batches, tile % H, start, seq, H, K, D, BLOCK_D,
+                    PRECISION, BLOCK_QUERY, BLOCK_KEY,
                 )  # fmt: skip
             elif PHASE == 3:
-                gemm_residual_tile(ATTENDED, O_WEIGHT, X, SUMMED, row, rows, column, C, C, PRECISION, BLOCK_C)
+                gemm_residual_tile(
+                    ATTENDED, O_WEIGHT, X, SUMMED, row, rows, column, C, C, PRECISION, BLOCK_K
+                )  # fmt: skip
             elif PHASE == 4:
                 gate, up = norm_gemm(
-                    SUMMED, NORM_2, GATE_UP_WEIGHT, row, rows, column, 2 * INNER, INNER, C, eps, PRECISION, BLOCK_C
-                )
-                store_tile(ACTIVE, gate * tl.sigmoid(gate) * up, row, rows, column, INNER, INNER)
+                    SUMMED, NORM_2, GATE_UP_WEIGHT, row, rows, column, 2 * INNER, UP, C, eps,
+                    PRECISION, BLOCK_K,
+                )  # fmt: skip
+                active = gate * tl.sigmoid(gate) * up
+                store_tile(ACTIVE, active, row, rows, column, INNER, INNER)
             else:
-                gemm_residual_tile(ACTIVE, DOWN_WEIGHT, SUMMED, OUT, row, rows, column, INNER, C, PRECISION, BLOCK_C)
+                gemm_residual_tile(
+                    ACTIVE, DOWN_WEIGHT, SUMMED, OUT, row, rows, column, INNER, C, PRECISION,
+                    BLOCK_K,
+                )  # fmt: skip
 
 
-# With more rows than one tile of the above has on each multiprocessor; float32 and AMD have no room for it.
-MANY_ROWS = {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_C": 64, "BLOCK_Q": 64, "num_warps": 8}
 TOO_OLD = ""  # why a layer cannot be one launch
 if not INTERPRETED and tuple(map(int, triton.__version__.split(".")[:2])) < (3, 3):
-    TOO_OLD = f"a layer as one launch needs Triton 3.3 (PyTorch 2.7) for a cooperative launch, not {triton.__version__}"
+    needed = "Triton 3.3 (PyTorch 2.7) for a cooperative launch"
+    TOO_OLD = f"a layer as one launch needs {needed}, not {triton.__version__}"
 
 
 @operator
 def transformer_block(
-    x: Tensor, input_norm: Tensor, qkv: Tensor, o: Tensor, post_attention_norm: Tensor, gate_up: Tensor, down: Tensor,
-    cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int, eps: float, launches: int = 1,
+    x: Tensor, input_norm: Tensor, qkv: Tensor, o: Tensor, post_attention_norm: Tensor,
+    gate_up: Tensor, down: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int,
+    eps: float, launches: int = 1,
 ) -> Tensor:  # fmt: skip
-    """x [B, S, D] -> the residual stream after the layer with these weights. One launch, or 5: one for each phase.
+    """Return the residual stream x [B, S, D] after the layer with these weights.
 
-    Programs of one launch wait for each other, so it is cooperative: all run at the same time, or it is an error.
+    One launch, or 5: one for each phase. Programs of one launch wait for each other, so it is
+    cooperative: all run at the same time, or it is an error.
     """
     check_sequences(x, len(cos))
     if launches == 1 and TOO_OLD:
@@ -1672,20 +2169,32 @@ def transformer_block(
     (batch, seq, width), (packed, inner), dtype = x.shape, (len(qkv), down.shape[1]), qkv.dtype
     x, dim, chosen = x.contiguous(), width // num_heads, blocks("transformer_block", dtype)
     if batch * seq > 256 and BACKEND == "cuda" and dtype != torch.float32:
-        chosen |= MANY_ROWS | OVERRIDES.get("transformer_block", {})
+        chosen = block_sizes(BLOCKS["transformer_block many rows"])
+        chosen |= OVERRIDES.get("transformer_block", {})
+    if BACKEND == "cuda":
+        chosen["maxnreg"] = 255  # the only program on its multiprocessor
     if launches == 1 and BACKEND != "interpreter":
         chosen["launch_cooperative_grid"] = True
-    scratch = [x.new_empty(batch * seq, channels, dtype=dtype) for channels in (packed, width, inner)]
-    scratch.append(torch.empty_like(x, dtype=torch.float32))
+    packed_heads, attended, active = (
+        x.new_empty(batch * seq, channels, dtype=dtype) for channels in (packed, width, inner)
+    )
+    summed = torch.empty_like(x, dtype=torch.float32)
     out, counter = torch.empty_like(x), x.new_zeros(1, dtype=torch.int32)
-    # in the interpreter programs run one after the other, so in one launch there is one, which waits for no other
-    programs = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else launches
+    # In the interpreter programs run one after the other, so in one launch there is one, which
+    # waits for no other.
+    programs = launches
+    if x.is_cuda:
+        programs = torch.cuda.get_device_properties(x.device).multi_processor_count
     threads = 64 * chosen["num_warps"] if BACKEND == "hip" else 1
-    for first, last in [(1, 5)] if launches == 1 else [(phase, phase) for phase in range(1, 6)]:
+    phases = [(1, 5)] if launches == 1 else [(phase, phase) for phase in range(1, 6)]
+    for first, last in phases:
         wrap_triton(transformer_block_kernel)[(programs,)](
-            x, input_norm, qkv, o, post_attention_norm, gate_up, down, cos, sin, *scratch, out, counter,
-            batch, seq, eps, H=num_heads, K=num_kv_heads, D=dim, INNER=inner, FIRST=first, LAST=last, THREADS=threads,
-            PRECISION=dot_precision(dtype), BLOCK_D=max(16, triton.next_power_of_2(dim)), **chosen,
+            X=x, NORM_1=input_norm, QKV_WEIGHT=qkv, O_WEIGHT=o, NORM_2=post_attention_norm,
+            GATE_UP_WEIGHT=gate_up, DOWN_WEIGHT=down, COS=cos, SIN=sin, QKV=packed_heads,
+            ATTENDED=attended, ACTIVE=active, SUMMED=summed, OUT=out, COUNTER=counter,
+            batches=batch, seq=seq, eps=eps, H=num_heads, K=num_kv_heads, D=dim, INNER=inner,
+            FIRST=first, LAST=last, THREADS=threads, PRECISION=dot_precision(dtype),
+            BLOCK_D=max(16, triton.next_power_of_2(dim)), **chosen,
         )  # fmt: skip
     return out
 
@@ -1693,19 +2202,27 @@ def transformer_block(
 # --- model
 
 
+def gemm_dtype(x: Tensor) -> torch.dtype:
+    """Return the type in which a matrix product takes x: that of autocast, or its own."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
 class RMSNorm(nn.Module):
     """Root mean square norm, `x / rms(x) * weight` over the last dimension, computed in float32."""
 
-    def __init__(self, dim: int, eps: float, fusions: Fusions):
+    def __init__(self, dim: int, eps: float, fusions: Fusions, side: SideStreams):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(dim))
         self.eps = eps
-        self.fusions = fusions
+        self.fusions, self.side = fusions, side
 
     def forward(self, x: Tensor, update: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """x and update [..., D] -> norm of their sum, in the type that the next GEMM takes, and their sum."""
+        """Return x + update [..., D] normalised, in the type of the next GEMM, and the sum."""
         if self.fusions.triton_rms_norm:
-            result = AddRMSNorm.apply(x, update, self.weight, self.eps, gemm_type(x), self.fusions.norm_from_output)
+            settings = self.eps, gemm_dtype(x), self.fusions.norm_from_output
+            side = None if torch.compiler.is_compiling() else self.side
+            result = AddRMSNorm.apply(x, update, self.weight, *settings, side)
             return (result, x) if update is None else result
         x = x if update is None else x + update
         wide = x.float()
@@ -1713,72 +2230,75 @@ class RMSNorm(nn.Module):
         return self.weight * wide.to(x.dtype), x
 
 
-def renew_low(module: nn.Module, *unused) -> None:
-    """A hook: a weight was loaded, so the copy that GEMMs take is written anew. A graph would not look."""
-    if hasattr(module.weight, "low"):
-        in_type(module.weight, module.weight.low.dtype)
+def renew_cast(module: nn.Module, *unused) -> None:
+    """Cast a weight that was loaded anew, as load_state_dict's hook: a graph would not look."""
+    if module.weight in module.side.casts:
+        module.side.cached_cast(module.weight, module.side.casts[module.weight].dtype)
 
 
 class Linear(nn.Linear):
     """A projection without bias."""
 
-    def __init__(self, inputs: int, outputs: int, fusions: Fusions):
+    def __init__(self, inputs: int, outputs: int, fusions: Fusions, side: SideStreams):
         super().__init__(inputs, outputs, bias=False)
-        self.fusions = fusions
-        self.register_load_state_dict_post_hook(renew_low)
+        self.fusions, self.side = fusions, side
+        self.register_load_state_dict_post_hook(renew_cast)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., inputs] -> [..., outputs]."""
-        return linear(x, self.weight, self.fusions)
+        """Map x [..., inputs] to [..., outputs]."""
+        return linear(x, self.weight, self.fusions, self.side)
 
 
 class Embedding(nn.Embedding):
     """Token embedding, whose weight the output projection has, too."""
 
-    def __init__(self, words: int, dim: int, fusions: Fusions):
+    def __init__(self, words: int, dim: int, fusions: Fusions, side: SideStreams):
         super().__init__(words, dim)
-        self.fusions = fusions
-        self.register_load_state_dict_post_hook(renew_low)
+        self.fusions, self.side = fusions, side
+        self.register_load_state_dict_post_hook(renew_cast)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """tokens [B, S] -> [B, S, D]."""
+        """Map tokens [B, S] to [B, S, D]."""
         ours = self.fusions.tied_embedding and self.weight.requires_grad and torch.is_grad_enabled()
         if ours and not torch.compiler.is_compiling():
-            return TiedEmbedding.apply(tokens, self.weight)
+            return TiedEmbedding.apply(tokens, self.weight, self.side)
         return super().forward(tokens)
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotary position embedding in the rotate-half convention: channel i turns with channel i + head_dim / 2."""
+    """Rotary position embedding: channel i is rotated with channel i + head_dim / 2."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         half = config.hidden_dim // config.num_heads // 2
         frequency = config.rope_theta ** (-torch.arange(half) / half)
-        angle = torch.outer(torch.arange(config.seq_len), frequency).repeat(1, 2)[:, None]  # [S, 1, head_dim]
+        angle = torch.outer(torch.arange(config.seq_len), frequency)
+        angle = angle.repeat(1, 2)[:, None]  # [S, 1, head_dim]
         self.register_buffer("cos", angle.cos(), persistent=False)
         self.register_buffer("sin", angle.sin(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [B, S, heads, head_dim], rotated by its position along S."""
+        """Rotate x [B, S, heads, head_dim] by its position along S."""
         cos, sin = self.cos[: x.shape[1]].to(x.dtype), self.sin[: x.shape[1]].to(x.dtype)
         first, second = x.chunk(2, dim=-1)
         return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
 def keep_separate_names(parent: nn.Module, fused: str, parts: dict[str, int]) -> None:
-    """Have state_dict list the rows of `parent.<fused>.weight` under the names of its parts, and load them from there.
+    """Have state_dict list the rows of `parent.<fused>.weight` under the names of its parts.
 
-    `parts` maps the name of each projection to its output features, in the order of the rows.
+    They are loaded from there, too. `parts` maps the name of each projection to its output
+    features, in the order of the rows.
     """
 
     def split(module: nn.Module, state: dict[str, Tensor], prefix: str, metadata: dict) -> None:
         weights = state.pop(f"{prefix}{fused}.weight").split(list(parts.values()))
-        state.update({f"{prefix}{part}.weight": weight for part, weight in zip(parts, weights, strict=True)})
+        for part, weight in zip(parts, weights, strict=True):
+            state[f"{prefix}{part}.weight"] = weight
 
     def merge(module: nn.Module, state: dict[str, Tensor], prefix: str, *unused) -> None:
         names = [f"{prefix}{part}.weight" for part in parts]
-        if all(name in state for name in names):  # otherwise load_state_dict reports what is missing
+        if all(name in state for name in names):  # else load_state_dict reports what is missing
             state[f"{prefix}{fused}.weight"] = torch.cat([state.pop(name) for name in names])
 
     parent.register_state_dict_post_hook(split)
@@ -1788,7 +2308,7 @@ def keep_separate_names(parent: nn.Module, fused: str, parts: dict[str, int]) ->
 class Attention(nn.Module):
     """Causal self-attention with grouped key/value heads."""
 
-    def __init__(self, config: ModelConfig, fusions: Fusions):
+    def __init__(self, config: ModelConfig, fusions: Fusions, side: SideStreams):
         super().__init__()
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         self.head_dim = config.hidden_dim // config.num_heads
@@ -1796,22 +2316,28 @@ class Attention(nn.Module):
         self.fusions = fusions
         if fusions.qkv_fusion:
             parts = {"q_proj": config.hidden_dim, "k_proj": kv_dim, "v_proj": kv_dim}
-            self.qkv_proj = Linear(config.hidden_dim, sum(parts.values()), fusions)
+            self.qkv_proj = Linear(config.hidden_dim, sum(parts.values()), fusions, side)
             keep_separate_names(self, "qkv_proj", parts)
         else:
-            self.q_proj = Linear(config.hidden_dim, config.hidden_dim, fusions)
-            self.k_proj = Linear(config.hidden_dim, kv_dim, fusions)
-            self.v_proj = Linear(config.hidden_dim, kv_dim, fusions)
-        self.o_proj = Linear(config.hidden_dim, config.hidden_dim, fusions)
+            self.q_proj = Linear(config.hidden_dim, config.hidden_dim, fusions, side)
+            self.k_proj = Linear(config.hidden_dim, kv_dim, fusions, side)
+            self.v_proj = Linear(config.hidden_dim, kv_dim, fusions, side)
+        self.o_proj = Linear(config.hidden_dim, config.hidden_dim, fusions, side)
         self.rotary = RotaryEmbedding(config)
-        self.turns_back = fusions.rotary_fusion and fusions.triton_rotary and fusions.triton_attention
-        self.turns_back &= self.head_dim >= 16 and self.head_dim.bit_count() == 1  # else a block has channels beyond
+        self.fuse_rotary_backward = (
+            fusions.rotary_fusion
+            and fusions.triton_rotary
+            and fusions.triton_attention
+            and self.head_dim >= 16
+            and self.head_dim.bit_count() == 1  # else a block has channels beyond
+        )
         if not (fusions.flash_attention or fusions.triton_attention):
-            mask = torch.full((config.seq_len, config.seq_len), -torch.inf).triu(1)  # 0 on and below the diagonal
+            mask = torch.full((config.seq_len, config.seq_len), -torch.inf)
+            mask = mask.triu(1)  # 0 on and below the diagonal
             self.register_buffer("causal_mask", mask, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [B, S, D] -> [B, S, D]."""
+        """Map x [B, S, D] to [B, S, D]."""
         batch, seq, _ = x.shape
         if self.fusions.triton_rotary:
             if self.fusions.qkv_fusion:
@@ -1819,7 +2345,7 @@ class Attention(nn.Module):
             else:
                 qkv = torch.cat((self.q_proj(x), self.k_proj(x), self.v_proj(x)), dim=-1)
             qkv = qkv.view(batch, seq, -1, self.head_dim)
-            if self.turns_back:
+            if self.fuse_rotary_backward:
                 out = CausalAttention.apply(qkv, self.num_heads, self.rotary.cos, self.rotary.sin)
                 return self.o_proj(out.flatten(2))
             qkv = Rotary.apply(qkv, self.rotary.cos, self.rotary.sin, self.num_kv_heads)
@@ -1838,7 +2364,8 @@ class Attention(nn.Module):
             qkv = qkv if self.fusions.triton_rotary else torch.cat((q, k, v), dim=2)
             return self.o_proj(CausalAttention.apply(qkv, self.num_heads).flatten(2))
         group = self.num_heads // self.num_kv_heads  # query heads that share a key/value head
-        q, k, v = (t.transpose(1, 2) for t in (q, k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)))
+        k, v = (t.repeat_interleave(group, 2) for t in (k, v))
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         if self.fusions.flash_attention:
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         else:
@@ -1851,25 +2378,26 @@ class Attention(nn.Module):
 class SwiGLU(nn.Module):
     """Gated MLP, `down(silu(gate(x)) * up(x))`."""
 
-    def __init__(self, config: ModelConfig, fusions: Fusions):
+    def __init__(self, config: ModelConfig, fusions: Fusions, side: SideStreams):
         super().__init__()
-        self.fusions = fusions
+        self.fusions, self.side = fusions, side
         if fusions.swiglu_fusion:
             parts = {"gate_proj": config.intermediate_dim, "up_proj": config.intermediate_dim}
-            self.gate_up_proj = Linear(config.hidden_dim, sum(parts.values()), fusions)
+            self.gate_up_proj = Linear(config.hidden_dim, sum(parts.values()), fusions, side)
             keep_separate_names(self, "gate_up_proj", parts)
         else:
-            self.gate_proj = Linear(config.hidden_dim, config.intermediate_dim, fusions)
-            self.up_proj = Linear(config.hidden_dim, config.intermediate_dim, fusions)
-        self.down_proj = Linear(config.intermediate_dim, config.hidden_dim, fusions)
+            self.gate_proj = Linear(config.hidden_dim, config.intermediate_dim, fusions, side)
+            self.up_proj = Linear(config.hidden_dim, config.intermediate_dim, fusions, side)
+        self.down_proj = Linear(config.intermediate_dim, config.hidden_dim, fusions, side)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [B, S, D] -> [B, S, D]."""
-        ours = self.fusions.swiglu_gemm and self.fusions.swiglu_fusion and not torch.compiler.is_compiling()
-        if ours and our_gemm_wins(gemm_type(x)):
-            x, weights = x.to(gemm_type(x)), (self.gate_up_proj.weight, self.down_proj.weight)
-            low = (in_type(weight, x.dtype) for weight in weights)
-            return SwiGLUGEMM.apply(x, *weights, *low, self.fusions.direct_gradients)
+        """Map x [B, S, D] to [B, S, D]."""
+        ours = self.fusions.swiglu_gemm and self.fusions.swiglu_fusion
+        if ours and not torch.compiler.is_compiling() and our_gemm_wins(gemm_dtype(x)):
+            x, weights = x.to(gemm_dtype(x)), (self.gate_up_proj.weight, self.down_proj.weight)
+            casts = (self.side.cached_cast(weight, x.dtype) for weight in weights)
+            direct = self.fusions.direct_gradients
+            return SwiGLUGEMM.apply(x, *weights, *casts, direct, self.side)
         if self.fusions.swiglu_fusion:
             gate_up = self.gate_up_proj(x)
             gate, up = gate_up.chunk(2, dim=-1)
@@ -1884,44 +2412,50 @@ class SwiGLU(nn.Module):
 class DecoderLayer(nn.Module):
     """Pre-norm attention and MLP, each added to the residual stream."""
 
-    def __init__(self, config: ModelConfig, fusions: Fusions):
+    def __init__(self, config: ModelConfig, fusions: Fusions, side: SideStreams):
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_dim, config.norm_eps, fusions)
-        self.self_attn = Attention(config, fusions)
-        self.post_attention_layernorm = RMSNorm(config.hidden_dim, config.norm_eps, fusions)
-        self.mlp = SwiGLU(config, fusions)
+        self.input_layernorm = RMSNorm(config.hidden_dim, config.norm_eps, fusions, side)
+        self.self_attn = Attention(config, fusions, side)
+        self.post_attention_layernorm = RMSNorm(config.hidden_dim, config.norm_eps, fusions, side)
+        self.mlp = SwiGLU(config, fusions, side)
 
     def forward(self, x: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Residual stream x and the update that is still to be added, both [B, S, D] -> the same after this layer."""
+        """Map the residual stream x and an update not yet added to it, both [B, S, D], likewise."""
         normed, x = self.input_layernorm(x, update)
         normed, x = self.post_attention_layernorm(x, self.self_attn(normed))
         return x, self.mlp(normed)
 
 
 class TinyLlama(nn.Module):
-    """Llama (Touvron et al. 2023) with tied input and output embedding; parameter names as in Hugging Face."""
+    """Llama (Touvron et al. 2023) with tied input and output embedding.
+
+    Parameter names are those of Hugging Face.
+    """
 
     TARGETS = ("labels",)
 
-    def __init__(self, config: ModelConfig, fusions: Fusions):
+    def __init__(self, config: ModelConfig, fusions: Fusions, side: SideStreams):
         super().__init__()
-        self.config, self.fusions = config, fusions
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_dim, fusions)
-        self.layers = nn.ModuleList(DecoderLayer(config, fusions) for _ in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_dim, config.norm_eps, fusions)
+        self.config, self.fusions, self.side = config, fusions, side
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_dim, fusions, side)
+        layers = (DecoderLayer(config, fusions, side) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(layers)
+        self.norm = RMSNorm(config.hidden_dim, config.norm_eps, fusions, side)
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
-        """input_ids [B, S] -> logits [B, S, V]; with labels [B, S], the same tokens -> next-token cross-entropy."""
+        """Map input_ids [B, S] to logits [B, S, V], with labels, the same tokens, to the loss."""
         check_sequences(input_ids, self.config.seq_len)
-        wanted = self.fusions.overlap and self.embed_tokens.weight.requires_grad and torch.is_grad_enabled()
-        beside = not torch.compiler.is_compiling() and BESIDE.begin(wanted)
+        weight, compiling = self.embed_tokens.weight, torch.compiler.is_compiling()
+        if not compiling:
+            trains = weight.requires_grad and torch.is_grad_enabled()
+            self.side.begin_step(self.fusions.overlap and trains)
         embedded = self.embed_tokens(input_ids)
-        if beside:
-            embedded.register_hook(BESIDE.join)
         x, update = embedded, None
+        if not compiling and self.side.active:
+            x = JoinSideStreams.apply(embedded, self.side)
         for layer in self.layers:
             x, update = layer(x, update)
-        logits = linear(self.norm(x, update)[0], self.embed_tokens.weight, self.fusions, embedded)
+        logits = linear(self.norm(x, update)[0], weight, self.fusions, self.side, embedded)
         if labels is None:
             return logits
         if self.fusions.triton_cross_entropy:
@@ -1931,14 +2465,19 @@ class TinyLlama(nn.Module):
 
 
 def build_model(args: argparse.Namespace, device: torch.device) -> nn.Module:
-    """The model of these arguments. The same seed gives the same weights in every version and fusion setting."""
-    fields = {name: getattr(args, name) for name in ModelConfig.__dataclass_fields__ if hasattr(args, name)}
+    """Build the model of these arguments.
+
+    The same seed gives the same weights in every version and fusion setting.
+    """
+    names = [name for name in ModelConfig.__dataclass_fields__ if hasattr(args, name)]
+    fields = {name: getattr(args, name) for name in names}
     fusions = Fusions(**{attribute: getattr(args, attribute) for _, attribute, _ in FUSIONS})
     with device:
-        model = TinyLlama(ModelConfig(**fields), fusions)
+        model = TinyLlama(ModelConfig(**fields), fusions, SideStreams())
     if device.type != "meta":
         generator = torch.Generator().manual_seed(args.seed)
-        state = model.state_dict()  # canonical names, so the order of the draws does not depend on what is fused
+        # canonical names, so the order of the draws does not depend on what is fused
+        state = model.state_dict()
         for name in sorted(state):
             if "norm" not in name:
                 state[name] = torch.empty(state[name].shape).normal_(std=0.02, generator=generator)
@@ -1947,46 +2486,56 @@ def build_model(args: argparse.Namespace, device: torch.device) -> nn.Module:
 
 
 def build_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW over all parameters: one kernel of ours, or a few launches of PyTorch's own."""
+    """Build AdamW over all parameters: one kernel of ours, or a few launches of PyTorch's own."""
     if args.fused_optimizer and not args.torch_compile:
         weights = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
-        others = [p for p in model.parameters() if all(p is not weight for weight in weights)]  # small ones
+        small = [p for p in model.parameters() if all(p is not weight for weight in weights)]
+        groups = [small, *([weight] for weight in weights)]
         dtype = getattr(torch, args.amp_dtype) if args.use_amp else torch.float32
-        narrow = args.direct_gradients and NARROW_GRADIENTS and not torch.distributed.is_initialized()  # DDP: float32
+        alone = not torch.distributed.is_initialized()  # DDP adds up in float32
+        narrow = args.direct_gradients and NARROW_GRADIENTS and alone
         grad_dtype = dtype if narrow else torch.float32
-        return FusedAdamW([others, *([weight] for weight in weights)], args.learning_rate, dtype, grad_dtype)
-    return AdamW(model.parameters(), args.learning_rate, fused=True, capturable=args.cuda_graph)
+        return FusedAdamW(groups, args.learning_rate, dtype, grad_dtype, model.side)
+    rate = args.learning_rate
+    if args.device == "cuda":  # a tensor, so that a captured step follows a scheduler
+        rate = torch.tensor(rate, device=next(model.parameters()).device)
+    return AdamW(model.parameters(), rate, fused=True, capturable=args.cuda_graph)
 
 
 # --- data
+# Copied from common/data_llama.py by tools/sync_common.py: edit it there.
 
 
 class TextBatches:
-    """Random windows of a token stream kept in host memory: {"input_ids": [B, S], "labels": [B, S]}."""
+    """Random windows of a token stream in host memory: {"input_ids": [B, S], "labels": [B, S]}."""
 
-    def __init__(self, stream: np.ndarray, args: argparse.Namespace, device: torch.device, seed: int):
+    def __init__(
+        self, stream: np.ndarray, args: argparse.Namespace, device: torch.device, seed: int
+    ):  # fmt: skip
         self.windows = np.lib.stride_tricks.sliding_window_view(stream, args.seq_len)
         self.batch_size, self.device = args.batch_size, device
         self.generator = torch.Generator().manual_seed(seed)
 
     def next_batch(self) -> dict[str, Tensor]:
         starts = torch.randint(len(self.windows), (self.batch_size,), generator=self.generator)
-        # By NumPy, in one thread: from 3000 tokens on PyTorch takes a thread per core, and on a busy host one is late.
+        # By NumPy, in one thread: from 3000 tokens on PyTorch takes a thread per core, and on a
+        # busy host one is late.
         tokens = torch.from_numpy(self.windows[starts.numpy()]).to(self.device)
         return {"input_ids": tokens, "labels": tokens}
 
 
 def markov_text(vocab_size: int, length: int, seed: int) -> np.ndarray:
-    """Synthetic text [length] from a fixed order-2 Markov chain.
+    """Make synthetic text [length] from a fixed order-2 Markov chain.
 
-    The two previous tokens, each taken modulo 8, choose one of 64 contexts; a context has 16 possible successors with
-    probabilities 1/2, 1/4, 1/8, ... So the entropy of the next token is 1.39 nats, far below ln(vocab_size): a model
-    that has learnt nothing, only the frequencies, or the chain are three clearly different losses.
+    The two previous tokens, each taken modulo 8, choose one of 64 contexts; a context has 16
+    possible successors with probabilities 1/2, 1/4, 1/8, ... So the entropy of the next token is
+    1.39 nats, far below ln(vocab_size): a model that has learnt nothing, only the frequencies, or
+    the chain are three clearly different losses.
     """
-    chain = np.random.default_rng(0)  # the language is the same for every seed; the seed chooses the text
+    chain = np.random.default_rng(0)  # the language is the same for every seed, the text is not
     successors = chain.integers(vocab_size, size=(64, 16))
     rng = np.random.default_rng(seed)
-    streams = 256  # written side by side, because a chain can only be sampled one token after the other
+    streams = 256  # written side by side, as a chain can only be sampled token after token
     steps = -(-length // streams)
     choices = np.minimum(rng.geometric(0.5, size=(steps, streams)) - 1, 15)
     text = np.empty((steps, streams), dtype=np.int64)
@@ -1998,7 +2547,7 @@ def markov_text(vocab_size: int, length: int, seed: int) -> np.ndarray:
 
 
 def read_text(path: Path, seq_len: int) -> np.ndarray:
-    """The bytes of a text file as tokens [length]."""
+    """Read the bytes of a text file as tokens [length]."""
     if path.exists() and not path.is_file():  # a pipe can be read only once, /dev/zero has no end
         fail(f"--text-file {path}: not a regular file")
     try:
@@ -2013,7 +2562,7 @@ def read_text(path: Path, seq_len: int) -> np.ndarray:
 
 
 def make_batches(args: argparse.Namespace, device: torch.device, seed: int) -> TextBatches:
-    """The source of training batches: the bytes of --text-file, or synthetic text."""
+    """Make the source of training batches: the bytes of --text-file, or synthetic text."""
     if args.text_file:
         stream = read_text(args.text_file, args.seq_len)
     else:
@@ -2021,63 +2570,76 @@ def make_batches(args: argparse.Namespace, device: torch.device, seed: int) -> T
     return TextBatches(stream, args, device, seed)
 
 
+# --- end of data
+
+# fmt: off
 # --- harness
-# The same bytes in every tiny_*_v*.py: edit it in one script, then run `python tools/sync_harness.py THAT_SCRIPT.py`.
-# It knows the model as docstring, VERSION, FUSIONS, MODES, add_model_arguments (--batch-size), check_model_arguments,
-# without_effect, use_settings, build_model (.config, .TARGETS), build_optimizer and make_batches (.next_batch()); these
-# use its at_least, fail, say.
+# Copied from common/harness.py by tools/sync_common.py: edit it there.
+# It knows the model by docstring, VERSION, FUSIONS, TRITON_FUSIONS, MODES, add_model_arguments
+# (--batch-size), check_model_arguments, without_effect, use_settings, build_model (.config,
+# .TARGETS), build_optimizer, make_batches (.next_batch()); these use its at_least, fail, say.
 SCRIPT = Path(__file__).stem
-MEETING = timedelta(minutes=5)  # for the processes of a run to find each other
 PHASES = ("data", "forward", "backward", "optimizer")
 GRAPH_PHASES = ("data", "graph")  # with --enable-cuda-graph
-OWN_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile that make graphs of their own
-NO_WORK = ("_unsafe_view", "empty", "new_empty", "_record_function")  # operators that move no data, besides views
-# torchrun sets these, one process per GPU; a plain run is the only one.
+OWN_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile
+NO_WORK = ("_unsafe_view", "empty", "new_empty", "_record_function")  # and views move no data
+SETTINGS = ("batch_size", "num_steps", "warmup_steps", "learning_rate", "seed", "deterministic")
+SETTINGS += ("use_amp", "amp_dtype", "matmul_precision")
+SETTINGS += ("torch_compile", "torch_compile_mode", "cuda_graph")
+# Set by GPU profilers: rocprofv3, nsys, ncu.
+PROFILER_SIGNS = ("ROCP_TOOL_LIBRARIES", "NSYS_PROFILING_SESSION_ID")
+PROFILER_SIGNS += ("NV_NSIGHT_INJECTION_TRANSPORT_TYPE",)
+# Set by torchrun; a plain run is the only process.
 LAUNCHED = os.environ.get("RANK", "").isdecimal()
 RANK = int(os.environ["RANK"]) if LAUNCHED else 0
-LOCAL_RANK = int(os.environ.get("LOCAL_RANK") or 0) if LAUNCHED else 0
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE") or 1) if LAUNCHED else 1
-# Where a GPU profiler started this process, one of these is set: rocprofv3 (rocprof-compute uses it), nsys, ncu.
-PROFILER_SIGNS = ("ROCP_TOOL_LIBRARIES", "NSYS_PROFILING_SESSION_ID", "NV_NSIGHT_INJECTION_TRANSPORT_TYPE")
+# A line is printed where all of its values were measured.
 REPORT = """\
 Average training speed: {timing[samples_per_sec]:.1f} samples/sec
-Average batch time: {timing[batch_ms]:.1f} ms (median {timing[batch_median_ms]:.1f}, p95 {timing[batch_p95_ms]:.1f})
+Average batch time: {timing[batch_ms]:.1f} ms \
+(median {timing[batch_median_ms]:.1f}, p95 {timing[batch_p95_ms]:.1f})
 Average forward time: {timing[forward_ms]:.1f} ms
 Average backward time: {timing[backward_ms]:.1f} ms
 Average optimizer time: {timing[optimizer_ms]:.1f} ms
-Average graph time: {timing[graph_ms]:.1f} ms (the whole step is one graph: compare it with runs that have one, too)
-Warmup step time: {timing[warmup_first_step_ms]:.1f} ms (first step, includes compilation)
+Average graph time: {timing[graph_ms]:.1f} ms (the whole step; its phases cannot be told apart)
+Warmup step time: {timing[warmup_first_step_ms]:.1f} ms (first step{compiled})
 Compilation overhead: {timing[compilation_overhead_ms]:.1f} ms
 Final loss: {loss[final]:.4f} (first step {loss[initial]:.4f})
 Peak memory usage: {memory[peak_mb]:.1f} MB
 Kernels per step: {kernels[per_step]}{all_off}{kernels[remark]}
 Kernel reduction: {kernels[reduction_percent]:.1f} %
 Host launches per step: {kernels[host_launches]}
-FLOPs per step: {flops[gflop]:.4g} GFLOP, achieved {flops[achieved_tflops]:.3g} TFLOP/s"""
+FLOPs per step: {flops[gflop]:.4g} GFLOP, achieved {flops[achieved_tflops]:.3g} TFLOP/s
+"""
 
 
 def say(kind: str, message: str) -> None:
-    """A line on stderr: an "error" of this process, or a "note", of which all processes together give one."""
+    """Print an "error" of this process on stderr, or a "note" of all processes together."""
     if kind == "error" or (RANK == 0 and "TINY_LAUNCHED" not in os.environ):
-        print(f"{SCRIPT}.py: {kind}: {f'rank {RANK}: ' if RANK else ''}{message}", file=sys.stderr)
+        rank = f"rank {RANK}: " if RANK else ""
+        print(f"{SCRIPT}.py: {kind}: {rank}{message}", file=sys.stderr)
 
 
 def fail(message: str, status: int = 2) -> NoReturn:
-    """End with one line on stderr: something that the user can put right."""
+    """End with one line on stderr, about what a user can put right."""
     say("error", message)
     raise SystemExit(status)
 
 
 def progress(text: str = "") -> None:
-    """What happens now: on a terminal one line that is rewritten, and cleared at the end, elsewhere a line each."""
+    """Say what happens now, on a terminal in one line, cleared in the end."""
     if sys.stdout.isatty():
-        print(f"\r{text[: shutil.get_terminal_size().columns - 1]}\033[K", end="", flush=True)
+        width = shutil.get_terminal_size().columns - 1
+        print(f"\r{text[:width]}\033[K", end="", flush=True)
     elif text:
         print(text, flush=True)
 
 
+# The command line
+
+
 def at_least(low: int) -> Callable[[str], int]:
-    """argparse type: a whole number not below `low`, small enough for 32 bits."""
+    """Make an argparse type: a whole number from `low` to 32 bits."""
 
     def whole_number(text: str) -> int:
         if not low <= int(text) < 2**31:
@@ -2088,96 +2650,131 @@ def at_least(low: int) -> Callable[[str], int]:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line: the model's own arguments and those that all versions share."""
+    """Build the command line: arguments of the model, and of all versions."""
     description, _, examples = (__doc__ or "").partition("\nExamples:\n")  # python -OO has none
-    texts = {"description": description, "epilog": "examples:\n" + examples, "usage": argparse.SUPPRESS}
-    texts["formatter_class"] = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog=f"{SCRIPT}.py", **texts, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog=f"{SCRIPT}.py",
+        usage=argparse.SUPPRESS,
+        description=description,
+        epilog="examples:\n" + examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     add_model_arguments(parser)
-    group = parser.add_argument_group("fusions", "Single flags win over all-fusion, whatever their order.")
+    switch = {"action": "store_true"}
+
+    group = parser.add_argument_group("fusions", "Single flags win over all-fusion.")
     for flag, attribute, text in (
-        (
-            "all-fusion",
-            "all_fusion",
-            "every fusion (the default), but not torch-compile and cuda-graph",
-        ),
+        ("all-fusion", "all_fusion", "all (the default) but torch-compile and cuda-graph"),
         *FUSIONS,
-        ("torch-compile", "torch_compile", "compile the model with torch.compile"),
-        ("cuda-graph", "cuda_graph", "the whole step as one graph after the warm-up (one GPU; the default of V4)"),
+        ("torch-compile", "torch_compile", "torch.compile of the model"),
+        ("cuda-graph", "cuda_graph", "the step as one graph (one GPU; the default of V4)"),
     ):
         add = group.add_mutually_exclusive_group().add_argument
         add(f"--enable-{flag}", dest=attribute, action="store_const", const=True, help=text)
         add(f"--disable-{flag}", dest=attribute, action="store_const", const=False)
-    choices, text = ("default", *OWN_GRAPHS, "max-autotune-no-cudagraphs"), "how torch.compile spends its time"
-    group.add_argument("--torch-compile-mode", choices=choices, help=text)
+    choices = ("default", *OWN_GRAPHS, "max-autotune-no-cudagraphs")
+    group.add_argument("--torch-compile-mode", choices=choices, help="compile longer to run faster")
+
     add = parser.add_argument_group("training").add_argument
-    add("--num-steps", type=at_least(1), default=50, metavar="N", help="measured steps")
-    add("--warmup-steps", type=at_least(0), default=5, metavar="N", help="steps before those, not measured")
-    add("--learning-rate", type=float, default=3e-4, metavar="X", help="of AdamW")
-    add("--use-amp", action="store_true", help="automatic mixed precision")
+    add("--num-steps", type=at_least(1), default=50, help="measured steps")
+    add("--warmup-steps", type=at_least(0), default=5, help="steps before those")
+    add("--learning-rate", type=float, default=3e-4, help="of AdamW")
+    add("--use-amp", **switch, help="automatic mixed precision")
     add("--amp-dtype", choices=("bfloat16", "float16"), help="(default: bfloat16)")
-    add("--matmul-precision", choices=("highest", "high", "medium"), default="highest", help="of float32")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="AMD GPUs are 'cuda', too")
-    add("--num-gpus", type=at_least(1), metavar="N", help="sharing the batch (default: 1, or *_VISIBLE_DEVICES)")
-    add("--seed", type=at_least(0), default=42, metavar="N", help="of weights and data")
-    add("--deterministic", action="store_true", help="only algorithms that give the same bits every run")
-    add("--log-interval", type=at_least(1), default=10, metavar="N", help="steps between lines of progress")
+    choices = ("highest", "high", "medium")
+    add("--matmul-precision", choices=choices, default="highest", help="of float32")
+    choices = ("auto", "cpu", "cuda")
+    add("--device", choices=choices, default="auto", help="AMD GPUs are 'cuda', too")
+    add("--num-gpus", type=at_least(1), help="share the batch (default: 1, or *_VISIBLE_DEVICES)")
+    add("--seed", type=at_least(0), default=42, help="of weights and data")
+    add("--deterministic", **switch, help="the same bits in every run")
+    add("--log-interval", type=at_least(1), default=10, help="steps between lines")
+
     add = parser.add_argument_group("profiling").add_argument
-    add("--enable-pytorch-profiler", action="store_true", help="operator tables and a trace of three steps")
-    add("--enable-memory-profiling", action="store_true", help="memory timeline of one step")
-    add("--enable-rocm-profiling", action="store_true", help="name phases and modules to a profiler around this run")
-    add("--under-profiler", action="store_true", help="launch nothing but the training steps")
-    add("--profile-dir", type=Path, default=f"pytorch_profiles_v{VERSION}", metavar="DIR", help="for results")
+    add("--enable-pytorch-profiler", **switch, help="operator tables, trace of 3 steps")
+    add("--enable-memory-profiling", **switch, help="memory timeline of one step")
+    add("--enable-rocm-profiling", **switch, help="names of phases for a profiler")
+    add("--under-profiler", **switch, help="launch nothing but the training steps")
+    folder = f"pytorch_profiles_v{VERSION}"
+    add("--profile-dir", type=Path, default=folder, metavar="DIR", help="for results")
+
     group = parser.add_argument_group("modes")
-    group.add_argument("--full-report", action="store_true", help="with --compare-fusion: the report of each side, too")
+    group.add_argument("--full-report", **switch, help="of each side that is compared")
     add = group.add_mutually_exclusive_group().add_argument
-    add("--compare-fusion", action="store_true", help="all fusions off and as chosen in alternating turns; one table")
-    add("--verify-accuracy", action="store_true", help="same outputs and gradients as with everything off?")
+    add("--compare-fusion", **switch, help="all fusions off and as chosen, in turns")
+    add("--verify-accuracy", **switch, help="outputs and gradients as with all off?")
+
     for action in parser._actions:
+        if action.type and not action.metavar:
+            action.metavar = "N"
         if action.default not in (None, False, argparse.SUPPRESS):
             action.help += " (default: %(default)s)"
     return parser
 
 
+def check_arguments(args: argparse.Namespace, gpu: bool, processes: int) -> None:
+    """Refuse what cannot work."""
+    mode = args.torch_compile_mode
+    if not FUSIONS and (args.all_fusion or args.compare_fusion):
+        fail(f"--enable-all-fusion and --compare-fusion start with V2, {SCRIPT} has no fusions")
+    if args.full_report and not args.compare_fusion:
+        fail("--full-report needs --compare-fusion")
+    if mode and not args.torch_compile:
+        fail(f"--torch-compile-mode {mode} needs --enable-torch-compile")
+    if args.amp_dtype and not args.use_amp:
+        fail(f"--amp-dtype {args.amp_dtype} needs --use-amp")
+    if not 0 < args.learning_rate < math.inf:
+        fail(f"--learning-rate must be above 0, not {args.learning_rate}")
+    if args.num_gpus not in (None, processes):
+        fail(f"--num-gpus {args.num_gpus}, but torchrun started {processes}")
+    if args.batch_size % processes:
+        fail(f"--batch-size {args.batch_size} is not divisible by {processes} GPUs")
+    if args.cuda_graph:
+        if processes > 1:
+            fail(f"--enable-cuda-graph is for one GPU, not for {processes}")
+        if args.warmup_steps < 2:
+            fail("--enable-cuda-graph needs --warmup-steps 2 or more")
+        if mode in OWN_GRAPHS:
+            fail(f"--enable-cuda-graph: mode {mode} makes graphs of its own")
+        if not gpu:
+            fail("--enable-cuda-graph: a graph needs a GPU, and this run has none", 4)
+    if args.device == "cuda" and not gpu:
+        fail("--device cuda: PyTorch finds no GPU here; use --device cpu or auto", 4)
+    found = torch.cuda.device_count()
+    here = int(os.getenv("LOCAL_WORLD_SIZE", processes)) if gpu or args.num_gpus else 1
+    if args.device != "cpu" and here > max(1, found):
+        fail(f"{here} GPUs wanted, PyTorch finds {found}", 4)
+
+
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """Parse, fill in and check; what cannot work is one line on stderr and SystemExit with status 2 or 4."""
-    args, unknown = (parser := build_parser()).parse_known_args(argv)
+    """Parse, fill in and check; what cannot work is one line on stderr and SystemExit (2 or 4)."""
+    parser = build_parser()
+    args, unknown = parser.parse_known_args(argv)
     if unknown:
         near = difflib.get_close_matches(unknown[0], parser._option_string_actions, n=1)
         hint = f" (did you mean {near[0]}?)" if near else ""
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
-    given = {name: getattr(args, name) for _, name, _ in FUSIONS if getattr(args, name) is not None}
-    vars(args).update({name: args.all_fusion is not False for _, name, _ in FUSIONS if name not in given})
+    given = {name: on for _, name, _ in FUSIONS if (on := getattr(args, name)) is not None}
+    for _, name, _ in FUSIONS:
+        setattr(args, name, given.get(name, args.all_fusion is not False))
     check_model_arguments(args, parser)
-    gpu, found = args.device != "cpu" and torch.cuda.is_available(), torch.cuda.device_count()
-    named = [os.environ.get(f"{who}_VISIBLE_DEVICES") for who in ("ROCR", "HIP", "CUDA")]
-    named_gpus = min((len(text.split(",")) for text in named if text and gpu), default=1)
-    processes = WORLD_SIZE if LAUNCHED else args.num_gpus or named_gpus
-    here = int(os.getenv("LOCAL_WORLD_SIZE", processes)) if gpu or args.num_gpus else 1  # on this host
-    mode, for_fusions = args.torch_compile_mode, not FUSIONS and (args.all_fusion or args.compare_fusion)
-    for wrong, status, message in (
-        (for_fusions, 2, f"--enable-all-fusion and --compare-fusion start with V2, {SCRIPT} has no fusions"),
-        (mode and not args.torch_compile, 2, f"--torch-compile-mode {mode} needs --enable-torch-compile"),
-        (args.amp_dtype and not args.use_amp, 2, f"--amp-dtype {args.amp_dtype} needs --use-amp"),
-        (args.full_report and not args.compare_fusion, 2, "--full-report needs --compare-fusion"),
-        (not 0 < args.learning_rate < math.inf, 2, f"--learning-rate must be above 0, not {args.learning_rate}"),
-        (args.num_gpus not in (None, processes), 2, f"--num-gpus {args.num_gpus}, but torchrun started {processes}"),
-        (args.batch_size % processes, 2, f"--batch-size {args.batch_size} is not divisible by {processes} GPUs"),
-        (args.cuda_graph and processes > 1, 2, f"--enable-cuda-graph is for one GPU, not for {processes}"),
-        (args.cuda_graph and args.warmup_steps < 2, 2, "--enable-cuda-graph needs --warmup-steps 2 or more"),
-        (args.cuda_graph and mode in OWN_GRAPHS, 2, f"--enable-cuda-graph: mode {mode} makes graphs of its own"),
-        (args.cuda_graph and not gpu, 4, "--enable-cuda-graph: a graph needs a GPU, and this run has none"),
-        (args.device == "cuda" and not gpu, 4, "--device cuda: PyTorch finds no GPU here; use --device cpu or auto"),
-        (args.device != "cpu" and here > max(1, found), 4, f"{here} GPUs wanted, PyTorch finds {found}"),
-    ):
-        if wrong:
-            fail(message, status)
+    gpu = args.device != "cpu" and torch.cuda.is_available()
+    visible = [os.environ.get(f"{who}_VISIBLE_DEVICES") for who in ("ROCR", "HIP", "CUDA")]
+    named = min((len(text.split(",")) for text in visible if text and gpu), default=1)
+    processes = WORLD_SIZE if LAUNCHED else args.num_gpus or named
+    check_arguments(args, gpu, processes)
+
     if args.cuda_graph is None:
-        args.cuda_graph = VERSION > 3 and gpu and processes == 1 < args.warmup_steps and mode not in OWN_GRAPHS
+        possible = gpu and processes == 1 and args.warmup_steps > 1
+        args.cuda_graph = VERSION > 3 and possible and args.torch_compile_mode not in OWN_GRAPHS
     args.torch_compile = bool(args.torch_compile)
-    args.amp_dtype, args.num_gpus, args.device = args.amp_dtype or "bfloat16", processes, "cuda" if gpu else "cpu"
-    args.profile_dir = args.profile_dir / f"rank{RANK}" if RANK else args.profile_dir
-    signs = [n for n in PROFILER_SIGNS if n in os.environ] + re.findall("librocprof[^:]*", os.getenv("LD_PRELOAD", ""))
+    args.amp_dtype = args.amp_dtype or "bfloat16"
+    args.num_gpus = processes
+    args.device = "cuda" if gpu else "cpu"
+    args.profile_dir /= f"rank{RANK}" if RANK else ""
+    signs = [name for name in PROFILER_SIGNS if name in os.environ]
+    signs += re.findall("librocprof[^:]*", os.getenv("LD_PRELOAD", ""))
     if signs and not args.under_profiler:
         say("note", f"a GPU profiler started this run ({signs[0]}): --under-profiler is on")
         args.under_profiler = True
@@ -2193,99 +2790,114 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def join_processes(args: argparse.Namespace) -> None:
-    """Meet the other processes that torchrun started. Only rank 0 prints; the others' files go to rankN/."""
-    if args.device == "cuda":
-        torch.cuda.set_device(LOCAL_RANK)
-    try:
-        store = next(torch.distributed.rendezvous("env://", timeout=MEETING))[0]
-        torch.distributed.init_process_group(store=store, rank=RANK, world_size=WORLD_SIZE)  # NCCL (RCCL) and gloo
-    except (RuntimeError, ValueError) as error:
-        fail(f"the {WORLD_SIZE} processes cannot meet: {str(error).splitlines()[0]}", status=1)
-    ours = {name: str(value) for name, value in vars(args).items() if name != "profile_dir"}
-    torch.distributed.all_gather_object(everyone := [{}] * WORLD_SIZE, {"script": SCRIPT, **ours})
-    for rank, theirs in enumerate(everyone):
-        for name, value in everyone[0].items():
-            if theirs.get(name) != value:
-                if RANK == 0:
-                    option, other = name.replace("_", "-"), theirs.get(name)
-                    say("error", f"rank {rank} was started with {option} {other}, rank 0 with {value}")
-                raise SystemExit(2)
-    if RANK:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - stays open as long as the process
-
-
 def all_off(args: argparse.Namespace, **changes) -> argparse.Namespace:
-    """The same run with every fusion and torch.compile off, and these changes."""
-    off = {attribute: False for _, attribute, _ in FUSIONS}
+    """Return these arguments with everything off, and changes."""
+    off = {name: False for _, name, _ in FUSIONS}
     off |= {"torch_compile": False, "torch_compile_mode": None, "without_effect": {}}
     return argparse.Namespace(**{**vars(args), **off, **changes})
 
 
+# The process
+
+
+def join_processes(args: argparse.Namespace) -> None:
+    """Meet the other processes; only rank 0 prints from now on."""
+    if args.device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK") or 0))
+    try:  # without the name of a backend: NCCL (RCCL) on GPUs, and gloo on the host
+        store = next(dist.rendezvous("env://", timeout=timedelta(minutes=5)))[0]
+        dist.init_process_group(store=store, rank=RANK, world_size=WORLD_SIZE)
+    except (RuntimeError, ValueError) as error:
+        fail(f"the {WORLD_SIZE} processes cannot meet: {str(error).splitlines()[0]}", 1)
+    everyone: list[dict] = [{}] * WORLD_SIZE
+    dist.all_gather_object(everyone, {"script": SCRIPT, **vars(args), "profile_dir": None})
+    for rank, theirs in enumerate(everyone):
+        for name, value in everyone[0].items():
+            if theirs.get(name) != value:
+                if RANK == 0:
+                    option = f"{name.replace('_', '-')} {theirs.get(name)}"
+                    say("error", f"rank {rank} was started with {option}, rank 0 with {value}")
+                raise SystemExit(2)
+    if RANK:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
+
+
 def prepare(args: argparse.Namespace) -> torch.device:
-    """Make this run's settings those of the process, as each of its turns does anew; returns the device."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise the PyTorch profiler writes lines of its own on stderr
+    """Make this run's settings those of the process, before each turn; returns the device."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler writes on stderr
     if args.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(args.deterministic)
     torch.set_float32_matmul_precision(args.matmul_precision)
     use_settings(args)
-    return torch.device("cuda", torch.cuda.current_device()) if args.device == "cuda" else torch.device("cpu")
+    if args.device == "cpu":
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def environment(device: torch.device) -> dict:
-    """What the numbers were measured on."""
-    cpu = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    cpu = (re.findall(r"model name\s*: (.+)", cpu) or [platform.machine()])[0]
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu
-    triton = __import__("triton").__version__ if importlib.util.find_spec("triton") else None
-    found = {"device": device.type, "device_name": name, "cpu_threads": torch.get_num_threads(), "triton": triton}
-    versions = {"torch": torch.__version__, "hip": torch.version.hip, "cuda": torch.version.cuda}
-    return {**found, **versions, "python": platform.python_version()}
+    """Return what the numbers are measured on."""
+    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    cpu = re.search(r"(?<=model name\t: ).+", info)
+    name = cpu[0] if cpu else platform.machine()
+    with_triton = importlib.util.find_spec("triton")
+    return {
+        "device": device.type,
+        "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else name,
+        "cpu_threads": torch.get_num_threads(),
+        "triton": __import__("triton").__version__ if with_triton else None,
+        "torch": torch.__version__,
+        "hip": torch.version.hip,
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+    }
 
 
-def name_modules(model: nn.Module, named: Callable[[str], AbstractContextManager]) -> None:
-    """Have every module run its forward pass in a range of its name, for a profiler to show."""
-    for name, module in model.named_modules():
-        if name:
-            module.forward = named(name)(module.forward)  # a context manager is a decorator, too
+# One training step
 
 
 class Trainer:
-    """Model, optimizer and data, and the one training step that is measured, counted and profiled."""
+    """Model, optimizer and data, and their training step."""
 
     def __init__(self, args: argparse.Namespace, device: torch.device):
-        self.args, self.device, self.gpu = args, device, device.type == "cuda"
-        self.autocast = partial(torch.autocast, device.type, getattr(torch, args.amp_dtype), enabled=args.use_amp)
+        self.args = args
+        self.device = device
+        self.gpu = device.type == "cuda"
         self.synchronize = torch.cuda.synchronize if self.gpu else lambda: None
+        dtype = getattr(torch, args.amp_dtype)
+        self.autocast = partial(torch.autocast, device.type, dtype, enabled=args.use_amp)
+        scaled = args.use_amp and args.amp_dtype == "float16"
+        self.scaler = torch.amp.GradScaler(device.type, enabled=scaled)
         self.batches = make_batches(args, torch.device("cpu"), args.seed)
-        self.model = build_model(args, device)
+        self.inputs: dict[str, Tensor] = {}  # on a GPU, where batches are copied
+        self.model = self.forward = build_model(args, device)
         self.optimizer = build_optimizer(args, self.model)
-        self.scaler = torch.amp.GradScaler(device.type, enabled=args.use_amp and args.amp_dtype == "float16")
-        self.forward = torch.compile(self.model, mode=args.torch_compile_mode) if args.torch_compile else self.model
-        if WORLD_SIZE > 1:  # buffers are constants, so they need no broadcast
-            warnings.filterwarnings("ignore", message=".*broadcast_buffers. is deprecated", category=FutureWarning)
-            self.forward = DistributedDataParallel(self.forward, broadcast_buffers=False, gradient_as_bucket_view=True)
-        self.inputs: dict[str, Tensor] = {}  # on a GPU, where every batch is copied to
-        self.graph, self.phases, self.marks = None, PHASES, []
-        self.named = torch.cuda.nvtx.range if args.enable_rocm_profiling and self.gpu else contextlib.nullcontext
-        if args.enable_rocm_profiling and self.gpu and not args.torch_compile:  # compiled, there are no modules left
-            name_modules(self.model, self.named)
+        if args.torch_compile:
+            self.forward = torch.compile(self.model, mode=args.torch_compile_mode)
+        if WORLD_SIZE > 1:
+            warnings.filterwarnings("ignore", ".*broadcast_buffers. is deprecated", FutureWarning)
+            options = {"broadcast_buffers": False, "gradient_as_bucket_view": True}
+            self.forward = DistributedDataParallel(self.forward, **options)
+        self.graph = None
+        self.phases = PHASES
+        self.marks = []  # moments: a first one, and after each phase
+        self.named = contextlib.nullcontext  # ranges of phases for a profiler
 
     def next_batch(self) -> dict[str, Tensor]:
-        """This process's share of the global batch, which is the same for any number of processes, on the device."""
+        """Return this process's share of the global batch, on the device."""
         share = self.args.batch_size // WORLD_SIZE
-        batch = {name: value[RANK * share :][:share] for name, value in self.batches.next_batch().items()}
+        batch = {n: t[RANK * share :][:share] for n, t in self.batches.next_batch().items()}
         if not self.gpu:
             return batch
-        self.inputs = self.inputs or {n: torch.empty_like(t, device=self.device) for n, t in batch.items()}
         for name, value in batch.items():
-            pinned = torch.empty_like(value, pin_memory=True).copy_(value)  # so that nobody waits for the copy
-            self.inputs[name].copy_(pinned, non_blocking=True)
+            pinned = torch.empty_like(value, pin_memory=True)  # nobody waits for the copy
+            if name not in self.inputs:
+                self.inputs[name] = torch.empty_like(value, device=self.device)
+            self.inputs[name].copy_(pinned.copy_(value), non_blocking=True)
         return self.inputs
 
     def step(self) -> Tensor:
-        """One training step; returns the loss of the global batch."""
+        """Take one training step; returns the loss of the global batch."""
         with self.phase("data"):
             batch = self.next_batch()
         if not self.graph:
@@ -2295,7 +2907,7 @@ class Trainer:
         return self.loss
 
     def compute(self, batch: dict[str, Tensor]) -> Tensor:
-        """The step on the device, which is what a graph captures."""
+        """Compute the step on the device, which is what a graph captures."""
         with self.phase("forward"), self.autocast():
             if self.args.torch_compile:
                 torch.compiler.cudagraph_mark_step_begin()
@@ -2306,541 +2918,529 @@ class Trainer:
             self.scaler.step(self.optimizer)
             self.scaler.update()
             self.optimizer.zero_grad(set_to_none=True)
-            loss = loss.detach() / WORLD_SIZE if WORLD_SIZE > 1 else loss.detach()
             if WORLD_SIZE > 1:
-                torch.distributed.all_reduce(loss)
-        return loss
+                loss = loss.detach() / WORLD_SIZE
+                dist.all_reduce(loss)
+        return loss.detach()
 
     def capture(self) -> None:
-        """Capture the step as a graph, without running it; from now on it is replayed. A step must have run before."""
-        first = torch.cuda.Stream(priority=-1)  # it goes before a script's others, and has its own cuBLAS workspaces
-        with torch.cuda.graph(graph := torch.cuda.CUDAGraph(), stream=first):
+        """Capture the step, to be replayed from now on; a step must have run before."""
+        graph = torch.cuda.CUDAGraph()
+        stream = torch.cuda.Stream(priority=-1)  # before others, with its own cuBLAS workspaces
+        with torch.cuda.graph(graph, stream=stream):
             self.loss = self.compute(self.inputs)
         self.graph, self.phases = graph, GRAPH_PHASES
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Runs a phase of the step: a range of this name for a profiler, and a mark at its end for the clock."""
+        """Run a phase of the step in a range, with a mark at its end."""
         with self.named(name):
             yield
         self.mark()
 
     def mark(self) -> None:
-        """Note this moment: an event in the stream, or on a CPU a clock reading."""
-        event = torch.cuda.Event(enable_timing=True) if self.gpu else None
-        self.marks.append(torch.cuda.current_stream().record_event(event) if self.gpu else time.perf_counter())
+        """Note this moment: an event in the stream, or on a CPU the time."""
+        moment = torch.cuda.Event(enable_timing=True) if self.gpu else time.perf_counter()
+        if self.gpu:
+            moment.record()
+        self.marks.append(moment)
+
+    def times(self, steps: int) -> dict[str, list[float]]:
+        """Return the milliseconds of each phase in the marked steps."""
+        pairs = itertools.pairwise(self.marks)
+        gaps = [a.elapsed_time(b) if self.gpu else 1e3 * (b - a) for a, b in pairs]
+        return {name: gaps[i :: len(self.phases)][:steps] for i, name in enumerate(self.phases)}
+
+    @contextlib.contextmanager
+    def ranges(self, named: Callable) -> Iterator[None]:
+        """Run phases and modules inside in ranges of their names."""
+        modules = [] if self.args.torch_compile else list(self.model.named_modules())[1:]
+        for name, module in modules:
+            module.forward = named(name)(module.forward)  # a context manager is a decorator, too
+        self.named = named
+        try:
+            yield
+        finally:
+            self.named = contextlib.nullcontext
+            for _, module in modules:
+                del module.forward  # that of its class again
 
     def profile(self, steps: int = 1, **options) -> torch.profiler.profile:
-        """Run training steps under the PyTorch profiler."""
-        with torch.profiler.profile(acc_events=True, **options) as profile:
-            if WORLD_SIZE > 1:  # otherwise the first step contains waiting for the process whose profiler starts last
-                torch.distributed.all_reduce(torch.zeros(1))  # on the host, without a kernel on the device
-            self.named = torch.profiler.record_function
+        """Take steps under the PyTorch profiler."""
+        profile = torch.profiler.profile(acc_events=True, **options)
+        with profile, self.ranges(torch.profiler.record_function):
+            if WORLD_SIZE > 1:  # wait for the profilers of others, without a kernel
+                dist.all_reduce(torch.zeros(1))
             for _ in range(steps):
                 self.step()
             self.synchronize()
         return profile
 
     def trace(self, profile: torch.profiler.profile) -> dict:
-        """What the profiler writes as a Chrome trace, for a moment into the folder of the results."""
+        """Return what the profiler writes as a Chrome trace."""
         with tempfile.TemporaryDirectory(dir=self.args.profile_dir) as folder:
             path = Path(folder) / "trace.json"
             profile.export_chrome_trace(str(path))
             return json.loads(path.read_text())
 
 
+# What is counted in extra steps
+
+
 class OperatorCounter(TorchDispatchMode):
-    """Counts the ATen operators that are dispatched inside, without those that move no data."""
+    """Counts ATen operators inside that move data."""
 
     calls = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.calls += not (function.is_view or function.overloadpacket.__name__.startswith(NO_WORK))
+        name = function.overloadpacket.__name__
+        self.calls += not (function.is_view or name.startswith(NO_WORK))
         return function(*args, **(kwargs or {}))
 
 
 def count_kernels(trainer: Trainer) -> dict:
-    """Kernels that the device runs in one training step; on a CPU operators. Nothing where neither can be seen."""
-    if not trainer.gpu:  # of two samples: with a single one some copies are views, which would be another count
-        pair = Trainer(argparse.Namespace(**{**vars(trainer.args), "batch_size": 2 * WORLD_SIZE}), trainer.device)
-        pair.step()
-        batch = pair.next_batch()
+    """Count the kernels of a step, on a CPU its operators; {} where none can be seen."""
+    if not trainer.gpu:  # of two samples: of a single one some copies are views
+        two = argparse.Namespace(**{**vars(trainer.args), "batch_size": 2 * WORLD_SIZE})
+        trainer = Trainer(two, trainer.device)
+        trainer.step()
+        batch = trainer.next_batch()
         with OperatorCounter() as counter:
-            pair.compute(batch)
-        return {"unit": "operator calls", "per_step": counter.calls, "remark": "; operator calls, counted on a CPU"}
+            trainer.compute(batch)
+        remark = "; operator calls, counted on a CPU"
+        return {"unit": "operator calls", "per_step": counter.calls, "remark": remark}
     trainer.step()  # the first one does more
     events = trainer.trace(trainer.profile())["traceEvents"]
-    kernels = sum(e.get("cat") == "kernel" for e in events)  # a profiler that may not run sees none
-    launches = sum(e.get("cat") in ("cuda_runtime", "cuda_driver") and "Launch" in e["name"] for e in events)
-    return {"unit": "kernels", "remark": "", "per_step": kernels, "host_launches": launches} if kernels else {}
+    calls = [e["name"] for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")]
+    found = {"unit": "kernels", "remark": ""}
+    found["per_step"] = sum(e.get("cat") == "kernel" for e in events)
+    found["host_launches"] = sum("Launch" in name for name in calls)
+    return found if found["per_step"] else {}  # a profiler that may not look sees none
+
+
+def count_all_off(args: argparse.Namespace, device: torch.device) -> int | None:
+    """Count with everything off; None where memory runs out."""
+    progress("counting kernels with all fusions off")
+    torch.compiler.reset()  # lets go of the graphs that torch.compile made
+    gc.collect()
+    off = all_off(args)
+    prepare(off)
+    try:
+        return count_kernels(Trainer(off, device))["per_step"]
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return None
 
 
 def memory_of_a_step(trainer: Trainer) -> float:
-    """High-water mark of tensor memory in bytes; with --enable-memory-profiling its course is written, too."""
+    """Return the most bytes of tensors in a step; a flag writes their course, too."""
     gc.collect()  # what is freed in the step was allocated in it
     events = trainer.trace(trainer.profile(profile_memory=True))["traceEvents"]
-    kept = (*trainer.model.parameters(), *trainer.model.buffers(), *trainer.inputs.values())  # between two steps
-    used = sum(t.nbytes for t in kept) + sum(t.nbytes for e in trainer.optimizer.state.values() for t in e.values())
-    changes = (e for e in events if e["name"] == "[memory]" and e["args"]["Device Type"] == int(trainer.gpu))
-    changes = sorted(changes, key=lambda e: e["ts"])
-    course = [(e["ts"] - changes[0]["ts"], used := used + e["args"]["Bytes"]) for e in changes]
+    kept = [*trainer.model.parameters(), *trainer.model.buffers(), *trainer.inputs.values()]
+    kept += [t for state in trainer.optimizer.state.values() for t in state.values()]
+    used = sum(tensor.nbytes for tensor in kept)  # between two steps
+    events = sorted((e for e in events if e["name"] == "[memory]"), key=lambda e: e["ts"])
+    events = [e for e in events if e["args"]["Device Type"] == int(trainer.gpu)]
+    course = [(e["ts"] - events[0]["ts"], used := used + e["args"]["Bytes"]) for e in events]
     if trainer.args.enable_memory_profiling:
-        rows = [f"{time:.3f},{used:.0f}\n" for time, used in course]
-        (trainer.args.profile_dir / f"{SCRIPT}_memory_timeline.csv").write_text("time_us,bytes\n" + "".join(rows))
+        rows = ["time_us,bytes\n", *(f"{time:.3f},{used:.0f}\n" for time, used in course)]
+        (trainer.args.profile_dir / f"{SCRIPT}_memory_timeline.csv").write_text("".join(rows))
     return max((used for _, used in course), default=used)  # a graph allocates nothing
 
 
-def gpu_memory(statistic: Callable[[], int]) -> int:
-    """Bytes by this statistic, with all of the private pools that graphs keep, which nobody else can use."""
+def write_profile(trainer: Trainer) -> None:
+    """Write operator tables, and a trace for ui.perfetto.dev."""
+    start = str(trainer.args.profile_dir / SCRIPT)
+    profile = trainer.profile(steps := 3, record_shapes=True)
+    averages = profile.key_averages()
+    for clock in ("cpu", "device") if trainer.gpu else ("cpu",):
+        key = f"self_{clock}_time_total"
+        total = sum(getattr(entry, key) for entry in averages) / 1e3
+        title = f"Self {clock.replace('cpu', 'CPU')} total: {total:.3f} ms in {steps} steps"
+        text = f"{title}\n\n{averages.table(sort_by=key, row_limit=40)}\n"
+        Path(f"{start}_operators_by_{clock}_time.txt").write_text(text)
+    trace = json.dumps(trainer.trace(profile)).encode()
+    Path(f"{start}_trace.json.gz").write_bytes(gzip.compress(trace))
+
+
+def gpu_memory(device: torch.device, statistic: str = "memory_allocated") -> int:
+    """Return bytes by this statistic, with all of the pools that graphs keep; 0 on a CPU."""
+    if device.type == "cpu":
+        return 0
     pools = [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) != (0, 0)]
-    return statistic() + sum(s["total_size"] - s["allocated_size"] for s in pools)
-
-
-def is_out_of_memory(error: BaseException | None) -> bool:
-    """Is it, or did it follow from that? The end of a capture raises an error of its own."""
-    here = isinstance(error, MemoryError) or re.search("out of memory|allocate memory|ALLOC_FAILED", str(error))
-    return bool(here) or (error is not None and is_out_of_memory(error.__context__))
+    used = getattr(torch.cuda, statistic)()
+    return used + sum(s["total_size"] - s["allocated_size"] for s in pools)
 
 
 @contextlib.contextmanager
 def recorded_region(active: bool) -> Iterator[None]:
-    """Have an attached profiler record only what runs inside (cudaProfilerStart; under ROCm also ROCTx resume)."""
-    with torch.cuda.profiler.profile() if active else contextlib.nullcontext(), contextlib.ExitStack() as at_end:
+    """Have a profiler record what runs inside (cudaProfilerStart, ROCTx)."""
+    with contextlib.ExitStack() as at_end:
+        if active:
+            at_end.enter_context(torch.cuda.profiler.profile())
         if active and torch.version.hip:
             try:
                 roctx = ctypes.CDLL("librocprofiler-sdk-roctx.so")
             except OSError as error:
-                fail(f"--enable-rocm-profiling needs ROCm's rocprofiler-sdk-roctx: {error}", status=4)
+                fail(f"--enable-rocm-profiling needs ROCm's rocprofiler-sdk-roctx: {error}", 4)
             roctx.roctxProfilerResume(0)
             at_end.callback(roctx.roctxProfilerPause, 0)
         yield
 
 
-def write_profile(trainer: Trainer, directory: Path) -> None:
-    """Operator tables as text, and a trace for ui.perfetto.dev and chrome://tracing."""
-    if not trainer.args.torch_compile:
-        name_modules(trainer.model, torch.profiler.record_function)
-    profile = trainer.profile(steps := 3, record_shapes=True)
-    averages = profile.key_averages()
-    for clock in ("cpu", "device") if trainer.gpu else ("cpu",):
-        total = sum(getattr(entry, f"self_{clock}_time_total") for entry in averages) / 1e3
-        table = averages.table(sort_by=f"self_{clock}_time_total", row_limit=40)
-        title = f"Self {'CPU' if clock == 'cpu' else 'device'} total: {total:.3f} ms in {steps} steps"
-        (directory / f"{SCRIPT}_operators_by_{clock}_time.txt").write_text(f"{title}\n\n{table}\n")
-    (directory / f"{SCRIPT}_trace.json.gz").write_bytes(gzip.compress(json.dumps(trainer.trace(profile)).encode()))
+# A run
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Steps in a row, with the device idle before the first and after the last."""
+
+    label: str  # the kind of steps
+    steps: int
+    seconds: float  # of all of them, by the host's clock
+    phases: dict[str, list[float]]  # milliseconds of each phase in each step
+    losses: list[float]
+    peak: int  # bytes of GPU memory
+
+    @property
+    def step_ms(self) -> float:
+        return 1e3 * self.seconds / self.steps
+
+
+def timing(turns: list[Turn], batch_size: int) -> dict:
+    """Return speed, mean times of a step and its phases, time per step by turn."""
+    if not (steps := sum(turn.steps for turn in turns)):
+        return {}
+    seconds = sum(turn.seconds for turn in turns)
+    phases = {name: np.concatenate([t.phases[name] for t in turns]) for name in turns[0].phases}
+    totals = sum(phases.values())
+    return {
+        "steps": steps,
+        "wall_s": seconds,
+        "samples_per_sec": batch_size * steps / seconds,
+        "batch_ms": 1e3 * seconds / steps,
+        "turns_ms": [turn.step_ms for turn in turns if turn.steps],
+        "batch_median_ms": float(np.median(totals)),
+        "batch_p95_ms": float(np.quantile(totals, 0.95, method="higher")),
+        **{f"{name}_ms": float(ms.mean()) for name, ms in phases.items()},
+    }
+
+
+class Run:
+    """One run: its arguments, its trainer, and what is known of it by now."""
+
+    def __init__(self, args: argparse.Namespace, title: str = ""):
+        self.args = args
+        self.title = title
+        self.device = prepare(args)
+        self.model: dict = {"config": {}}
+        self.turns: list[Turn] = []
+        self.kept = 0  # bytes of GPU memory between two turns
+        self.peak = 0  # bytes in a measured step
+        self.kernels: dict = {}
+        self.flops = 0
+        self.status, self.error = 1, "it did not finish"
+
+    def start(self) -> None:
+        """Build what trains, say what it is, and take the warm-up steps."""
+        args, before = self.args, gpu_memory(self.device)
+        self.trainer = Trainer(args, self.device)
+        config = asdict(self.trainer.model.config)
+        parameters = sum(p.numel() for p in self.trainer.model.parameters())
+        self.model = {"config": config, "parameters": parameters}
+        several = f" x {WORLD_SIZE}" if WORLD_SIZE > 1 else ""
+        sizes = [f"{name} {value}" for name, value in config.items() if isinstance(value, int)]
+        precision = f"float32 (matmul precision {args.matmul_precision})"
+        names = (*(name for _, name, _ in FUSIONS), "torch_compile", "cuda_graph")
+        on = [n for n in names if getattr(args, n) and n not in args.without_effect]
+        progress()
+        print(
+            f"{SCRIPT} on {environment(self.device)['device_name']}{several}:",
+            f"{parameters:,} parameters, batch_size {args.batch_size}, {', '.join(sizes)};",
+            f"{args.amp_dtype if args.use_amp else precision};",
+            ", ".join(on or ["nothing fused"]).replace("_", "-"),
+            flush=True,
+        )
+        if args.torch_compile:
+            progress("compiling in the first step; this can take minutes")
+        self.plan(args.warmup_steps, "warm-up step")
+        self.take(args.warmup_steps - args.cuda_graph)
+        if args.cuda_graph:
+            self.trainer.capture()
+            self.take(1)
+        self.kept = gpu_memory(self.device) - before
+        self.plan(args.num_steps, "step")
+
+    def plan(self, steps: int, label: str) -> None:
+        """Begin to count: so many steps of this kind follow, in one turn or several."""
+        self.goal, self.label, self.done = steps, label, 0
+        self.started = time.perf_counter()
+        self.shown = 0.0  # when progress was shown
+
+    def take(self, steps: int) -> Turn:
+        """Take a turn; one that is cut short has its steps until then."""
+        prepare(self.args)  # another run may have had a turn
+        trainer, losses = self.trainer, []
+        arriving = torch.full((steps,), -math.inf, pin_memory=trainer.gpu)  # -inf: not there yet
+        if trainer.gpu:
+            torch.cuda.reset_peak_memory_stats()
+        trainer.synchronize()
+        others = gpu_memory(self.device) - self.kept  # which belongs to runs that rest
+        trainer.marks.clear()
+        self.began = time.perf_counter()
+        trainer.mark()
+        try:
+            for step in range(steps):
+                arriving[step].copy_(trainer.step(), non_blocking=True)
+                if not self.collect(arriving, losses):
+                    break
+        finally:  # after Ctrl-C, too
+            trainer.synchronize()
+            seconds = time.perf_counter() - self.began
+            self.collect(arriving, losses)
+            done, phases = len(losses), trainer.times(len(losses))
+            if done < steps:
+                seconds = sum(map(sum, phases.values())) / 1e3
+            peak = gpu_memory(self.device, "max_memory_allocated") - others
+            self.turns.append(Turn(self.label, done, seconds, phases, losses, peak))
+            if self.label == "step":
+                self.peak = max(peak, self.peak)
+        if done < steps:
+            where = f"{self.title}{self.label} {self.done + 1}; lower --learning-rate"
+            raise FloatingPointError(f"the loss became {float(arriving[done])} at {where}")
+        return self.turns[-1]
+
+    def collect(self, arriving: Tensor, losses: list[float]) -> bool:
+        """Move losses that have arrived to the list; False at one that is no number."""
+        while len(losses) < len(arriving) and (loss := float(arriving[len(losses)])) != -math.inf:
+            if not math.isfinite(loss):
+                return False
+            losses.append(loss)
+            self.done += 1
+            now, due = time.perf_counter(), self.done % self.args.log_interval == 0
+            if sys.stdout.isatty():
+                due = now > self.shown + 0.1
+            if due or self.done == self.goal:
+                self.shown = now
+                speed = self.args.batch_size * len(losses) / (now - self.began)
+                left = (now - self.started) / self.done * (self.goal - self.done)
+                text = f"{self.title}{self.label} {self.done}/{self.goal}  loss {loss:.4f}"
+                progress(f"{text}  {speed:.1f} samples/s  {left:.0f} s left")
+        return True
+
+    def count(self) -> None:
+        """Count in extra steps what the measured ones did, and profile as flags ask."""
+        progress("counting kernels, memory and operations")
+        prepare(self.args)
+        trainer, args = self.trainer, self.args
+        if trainer.gpu or not args.torch_compile:  # a loop compiled for a CPU is no operator
+            self.kernels = count_kernels(trainer)
+        if args.enable_memory_profiling or not trainer.gpu:
+            memory = memory_of_a_step(trainer)
+            self.peak = self.peak or memory
+        if args.enable_pytorch_profiler:
+            write_profile(trainer)
+        model = build_model(all_off(args), torch.device("meta"))
+        batch = trainer.batches.next_batch()
+        with FlopCounterMode(display=False) as counter:
+            model(**{name: value.to("meta") for name, value in batch.items()}).backward()
+        self.flops = counter.get_total_flops()
+
+    def result(self) -> dict:
+        """Put together what is known of this run for its file."""
+        args, kernels, flops = self.args, dict(self.kernels), {}
+        curve = [loss for turn in self.turns for loss in turn.losses]
+        ends = {"initial": curve[0], "final": curve[-1]} if curve else {}
+        times = timing([turn for turn in self.turns if turn.label == "step"], args.batch_size)
+        if self.turns and (warmup := self.turns[0]).steps:
+            times["warmup_first_step_ms"] = sum(ms[0] for ms in warmup.phases.values())
+            times["warmup_ms"] = 1e3 * warmup.seconds
+            if args.torch_compile and "batch_ms" in times:
+                steady_ms = warmup.steps * times["batch_ms"]
+                times["compilation_overhead_ms"] = times["warmup_ms"] - steady_ms
+        if kernels.get("all_off"):
+            kernels["reduction_percent"] = 100 * (1 - kernels["per_step"] / kernels["all_off"])
+        if self.flops:
+            rate = self.flops / times["batch_ms"] / 1e9
+            flops = {"per_step": self.flops, "gflop": self.flops / 1e9, "achieved_tflops": rate}
+        return {
+            "schema_version": 1,
+            "script": SCRIPT,
+            "status": {0: "ok", 3: "oom"}.get(self.status, "failed"),
+            "exit_status": self.status,
+            "error": self.error,
+            "fusions": {name: getattr(args, name) for _, name, _ in FUSIONS},
+            "without_effect": args.without_effect,
+            "training": {n: getattr(args, n) for n in SETTINGS} | {"processes": WORLD_SIZE},
+            "environment": environment(self.device),
+            **self.model,
+            "timing": times,
+            "memory": {"peak_mb": self.peak / 1e6} if self.peak else {},
+            "kernels": kernels,
+            "flops": flops,
+            "loss": {"warmup_steps": args.warmup_steps, "curve": curve, **ends},
+        }
+
+    def write(self) -> None:
+        """Write or replace <profile-dir>/<script>_summary.json."""
+        write_json(self.args.profile_dir / f"{SCRIPT}_summary.json", self.result())
 
 
 def write_json(path: Path, content: dict) -> None:
-    """Write or replace a result; a reader never sees half a file, also where several processes write it.
-
-    Where it cannot be written, an earlier one is not left to be taken for this one.
-    """
+    """Write or replace a result: whole, or if that fails there is none."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(f".{os.getpid()}.tmp")
     try:
         unfinished.write_text(json.dumps(content, indent=1, default=str) + "\n")
         unfinished.replace(path)
     except OSError:
-        unfinished.unlink(missing_ok=True)
-        path.unlink(missing_ok=True)
+        for file in (unfinished, path):
+            file.unlink(missing_ok=True)
         raise
 
 
-class Run:
-    """One run: its arguments, its trainer with a clock, and `result`, its record, which is filled in as it goes."""
-
-    def __init__(self, args: argparse.Namespace, title: str = ""):
-        self.args, self.device, self.title = args, prepare(args), title
-        settings = ["batch_size", "num_steps", "warmup_steps", "learning_rate", "seed", "deterministic", "use_amp"]
-        settings += ["amp_dtype", "matmul_precision", "torch_compile", "torch_compile_mode", "cuda_graph"]
-        self.curve: list[float] = []
-        self.result = {
-            **{"schema_version": 1, "script": SCRIPT},
-            **{"status": "failed", "exit_status": 1, "error": "it did not finish"},
-            "fusions": {attribute: getattr(args, attribute) for _, attribute, _ in FUSIONS},
-            "without_effect": args.without_effect,
-            "training": {**{name: getattr(args, name) for name in settings}, "processes": WORLD_SIZE},
-            "environment": environment(self.device),
-            **{group: {} for group in ("config", "timing", "memory", "kernels", "flops")},
-            "loss": {"warmup_steps": args.warmup_steps, "curve": self.curve},
-        }
-
-    def write(self) -> None:
-        """Write or replace <profile-dir>/<script>_summary.json."""
-        write_json(self.args.profile_dir / f"{SCRIPT}_summary.json", self.result)
-
-    def start(self) -> None:
-        """Build what trains, say what it is, and take the warm-up steps; the last one replays the graph."""
-        self.trainer, args, result = Trainer(self.args, self.device), self.args, self.result
-        result["config"] = asdict(self.trainer.model.config)
-        result["parameters"] = sum(p.numel() for p in self.trainer.model.parameters())
-        where = result["environment"]["device_name"] + (f" x {WORLD_SIZE}" if WORLD_SIZE > 1 else "")
-        sizes = [f"{name} {value}" for name, value in result["config"].items() if isinstance(value, int)]
-        precision = args.amp_dtype if args.use_amp else f"float32 (matmul precision {args.matmul_precision})"
-        on = [n for n in (*result["fusions"], "torch_compile", "cuda_graph") if getattr(args, n)]
-        on = [name for name in on if name not in args.without_effect] or ["nothing fused"]
-        progress()
-        print(f"{SCRIPT} on {where}: {result['parameters']:,} parameters, batch_size {args.batch_size},", end=" ")
-        print(f"{', '.join(sizes)}; {precision}; {', '.join(on).replace('_', '-')}", flush=True)
-        if args.torch_compile:
-            progress("compiling in the first step; this can take minutes")
-        self.plan(args.warmup_steps - args.cuda_graph, "warm-up step")
-        self.take(self.goal)
-        if self.rows:
-            result["timing"] = {"warmup_first_step_ms": sum(self.rows[0]), "warmup_ms": 1e3 * self.wall}
-        if args.cuda_graph:
-            self.trainer.capture()
-            self.plan(1, "first replay of the graph")
-            self.take(1)
-        self.plan(args.num_steps, "step")
-
-    def plan(self, steps: int, label: str) -> None:
-        """Begin to count: so many steps are to be taken, in one turn or several."""
-        self.goal, self.label, self.before, self.taken = steps, self.title + label, len(self.curve), 0
-        self.losses = torch.full((steps,), -math.inf, pin_memory=self.trainer.gpu)  # -inf: not arrived yet
-        self.rows, self.turns = [], []  # milliseconds: of each step a list of its phases; per step in each turn
-        self.wall, self.peak, self.shown = 0.0, 0, 0.0  # seconds in all turns, bytes, when progress was shown
-        self.started = self.began = time.perf_counter()  # the first turn, this turn
-
-    def take(self, steps: int) -> None:
-        """A turn of that many steps, with the device idle before the first and after the last."""
-        prepare(self.args)  # another run may have had a turn
-        trainer, count = self.trainer, len(self.trainer.phases)
-        if trainer.gpu:
-            torch.cuda.reset_peak_memory_stats()
-        trainer.synchronize()
-        trainer.marks, self.began = [], time.perf_counter()
-        trainer.mark()
-        try:
-            for _ in range(steps):
-                self.losses[self.taken].copy_(trainer.step(), non_blocking=True)
-                self.taken += 1
-                self.look()
-        finally:  # after Ctrl-C, too: the steps until then count
-            trainer.synchronize()
-            seconds, pairs = time.perf_counter() - self.began, itertools.pairwise(trainer.marks)
-            gaps = [a.elapsed_time(b) if trainer.gpu else 1e3 * (b - a) for a, b in pairs]
-            self.rows += [gaps[i : i + count] for i in range(0, len(gaps) - count + 1, count)]
-            self.peak = max(self.peak, gpu_memory(torch.cuda.max_memory_allocated) if trainer.gpu else 0)
-            self.look()
-            self.turns.append(1e3 * seconds / max(1, steps))
-            self.wall += seconds
-
-    def look(self) -> None:
-        """Keep the losses that have arrived; show one every --log-interval steps, on a terminal ten times a second."""
-        args, done = self.args, len(self.curve) - self.before
-        while done < self.taken and (loss := float(self.losses[done])) != -math.inf:
-            done, now = done + 1, time.perf_counter()
-            if not math.isfinite(loss):
-                raise FloatingPointError(f"the loss became {loss} at {self.label} {done}; lower --learning-rate")
-            self.curve.append(loss)
-            due = now > self.shown + 0.1 if sys.stdout.isatty() else done % args.log_interval == 0
-            if due or done == self.goal:
-                speed = args.batch_size * done / (self.wall + now - self.began)
-                left, self.shown = (now - self.started) / done * (self.goal - done), now
-                progress(f"{self.label} {done}/{self.goal}  loss {loss:.4f}  {speed:.1f} samples/s  {left:.0f} s left")
-
-    def timing(self) -> dict:
-        """Speed, mean times of the finished steps, and time per step in each turn."""
-        if not (steps := len(self.curve) - self.before):
-            return {}
-        totals = (phases := np.array(self.rows[:steps])).sum(1)
-        wall = self.wall if steps == self.goal else float(totals.sum()) / 1e3  # if it was cut short
-        return {
-            **{"steps": steps, "wall_s": wall, "samples_per_sec": self.args.batch_size * steps / wall},
-            **{"batch_ms": 1e3 * wall / steps, "turns_ms": self.turns},
-            "batch_median_ms": float(np.median(totals)),
-            "batch_p95_ms": float(np.quantile(totals, 0.95, method="higher")),
-            **{f"{name}_ms": float(ms) for name, ms in zip(self.trainer.phases, phases.mean(0), strict=True)},
-        }
-
-    def count(self) -> None:
-        """Extra steps that count what the measured ones did, and those that the profiling flags ask for."""
-        prepare(self.args)
-        trainer, args, result = self.trainer, self.args, self.result
-        progress("counting kernels, memory and operations")
-        if trainer.gpu or not args.torch_compile:  # a loop that was compiled for a CPU is no operator
-            result["kernels"] = count_kernels(trainer)
-        if args.enable_memory_profiling or not trainer.gpu:
-            result["memory"] = {"peak_mb": memory_of_a_step(trainer) / 1e6} | result["memory"]  # on a GPU it is known
-        if args.enable_pytorch_profiler:
-            write_profile(trainer, args.profile_dir)
-        model = build_model(all_off(args), torch.device("meta"))  # of the unfused model, which is not run
-        with FlopCounterMode(display=False) as counter:
-            model(**{name: value.to("meta") for name, value in trainer.batches.next_batch().items()}).backward()
-        flops, seconds = counter.get_total_flops(), result["timing"]["batch_ms"] / 1e3
-        result["flops"] = {"per_step": flops, "gflop": flops / 1e9, "achieved_tflops": flops / seconds / 1e12}
-
-
 def measure(runs: list[Run]) -> None:
-    """Warm up each run, then take the measured steps of all in up to ten alternating turns, then count."""
-    at_rest, args, gpu = [], runs[-1].args, runs[-1].device.type == "cuda"
-    if len(runs) > 1:  # cuBLAS keeps workspaces from its first product on, which belong to neither run
-        nn.Linear(8, 8, device=args.device)(torch.ones(8, 8, device=args.device)).sum().backward()
+    """Warm up, take the steps of all in up to ten alternating turns, then count."""
+    args, device = runs[-1].args, runs[-1].device
     for run in runs:
-        before = gpu_memory(torch.cuda.memory_allocated) if gpu else 0
         run.start()
-        at_rest.append(gpu_memory(torch.cuda.memory_allocated) - before if gpu else 0)
     turns = min(10, args.num_steps) if len(runs) > 1 else 1
-    try:
-        with recorded_region(args.enable_rocm_profiling and gpu):
-            for turn in range(turns):
-                for run in runs if turn % 2 == 0 else reversed(runs):
-                    run.take(args.num_steps * (turn + 1) // turns - args.num_steps * turn // turns)
-    finally:
-        for run, own in zip(runs, at_rest, strict=True):
-            run.result["timing"] |= run.timing()
-            if gpu:  # without what the other run keeps between its turns
-                run.result["memory"] = {"peak_mb": (run.peak - sum(at_rest) + own) / 1e6}
-    timing, warmup_steps = runs[-1].result["timing"], args.warmup_steps - args.cuda_graph
-    if args.torch_compile and warmup_steps:
-        timing["compilation_overhead_ms"] = timing["warmup_ms"] - warmup_steps * timing["batch_ms"]
+    marked = args.enable_rocm_profiling and device.type == "cuda"
+    with recorded_region(marked), contextlib.ExitStack() as ranges:
+        for run in runs if marked else ():
+            ranges.enter_context(run.trainer.ranges(torch.cuda.nvtx.range))
+        for turn in range(turns):
+            steps = args.num_steps * (turn + 1) // turns - args.num_steps * turn // turns
+            for run in runs if turn % 2 == 0 else reversed(runs):
+                run.take(steps)
     for run in runs if not args.under_profiler else ():
         run.count()
         del run.trainer  # its memory is wanted for the model with everything off
     for run in runs if WORLD_SIZE > 1 else ():
-        peak = torch.tensor(run.result["memory"].get("peak_mb", 0.0))
-        torch.distributed.all_reduce(peak, torch.distributed.ReduceOp.MAX)
-        run.result["memory"] = {"peak_mb": peak.item()} if peak else {}
-    kernels = runs[-1].result["kernels"]
+        peak = torch.tensor(run.peak, dtype=torch.float64)
+        dist.all_reduce(peak, dist.ReduceOp.MAX)
+        run.peak = peak.item()
+    kernels = runs[-1].kernels
     if kernels and args != all_off(args):
-        kernels["all_off"] = runs[0].result["kernels"]["per_step"] if len(runs) > 1 else count_all_off(args, run.device)
-        if kernels["all_off"]:
-            kernels["reduction_percent"] = 100 * (1 - kernels["per_step"] / kernels["all_off"])
+        first = runs[0].kernels["per_step"]
+        kernels["all_off"] = first if len(runs) > 1 else count_all_off(args, device)
 
 
-def count_all_off(args: argparse.Namespace, device: torch.device) -> int | None:
-    """Kernels per step with everything off, on the same shapes; None where that does not fit into memory."""
-    progress("counting kernels with all fusions off")
-    torch.compiler.reset()  # lets go of the graphs that torch.compile made
-    gc.collect()
+def train_all(runs: list[Run]) -> None:
+    """Train all; however that ends, each result is in its JSON file."""
+    end = runs[-1].status, runs[-1].error
     try:
-        prepare(off := all_off(args))
-        return count_kernels(Trainer(off, device))["per_step"]
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
+        if RANK:
+            dist.barrier()  # rank 0 leaves its record before another one can fail
+        for run in runs:
+            run.write()  # what a run leaves that is killed
+        if WORLD_SIZE > 1 and not RANK:
+            dist.barrier()
+        measure(runs)
+        end = 0, None
+    except (Exception, KeyboardInterrupt) as error:
+        end = 1, str(error)
+        end = explain(error, runs[-1].args.profile_dir)
+    finally:
+        for run in runs:
+            run.status, run.error = end
+            try:
+                run.write()
+            except OSError as error:
+                run.status, run.error = explain(error, run.args.profile_dir)
+
+
+def train(args: argparse.Namespace) -> dict:
+    """Train, measure and count; the result is also in its JSON file."""
+    run = Run(args)
+    train_all([run])
+    return run.result()
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Tell if it is, or came from that: the end of a capture raises its own error."""
+    if error is None or isinstance(error, MemoryError):
+        return error is not None
+    said = re.search("out of memory|allocate memory|ALLOC_FAILED", str(error))
+    return bool(said) or is_out_of_memory(error.__context__)
 
 
 def explain(error: BaseException, directory: Path) -> tuple[int, str]:
-    """Exit status and line of an error that the user can do something about; any other one is raised again."""
-    message = (str(error).strip() or type(error).__name__).splitlines()[0]
+    """Return status and line of an error that a user can mend; raise any other."""
+    line = (str(error).strip() or type(error).__name__).splitlines()[0]
+    compiler = type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
     if isinstance(error, KeyboardInterrupt):
         return 130, "interrupted"
     if is_out_of_memory(error):
-        return 3, f"out of memory: lower --batch-size or --seq-len ({message})"
-    if isinstance(error, FloatingPointError) or type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
-        return 1, message
+        return 3, f"out of memory: lower --batch-size or --seq-len ({line})"
+    if compiler or isinstance(error, FloatingPointError):
+        return 1, line
     if isinstance(error, BrokenPipeError):
         raise error
     if isinstance(error, OSError) and not str(error.filename or "").startswith(str(directory)):
         return 2, f"{error.filename or 'standard output'}: {error.strerror}"
     if isinstance(error, (OSError, json.JSONDecodeError)):  # half a trace is no JSON
-        return 2, f"--profile-dir {directory}: cannot write there, is there space left? ({message})"
+        return 2, f"--profile-dir {directory}: cannot write there, is there space left? ({line})"
     raise error
 
 
-def train_all(runs: list[Run]) -> None:
-    """Train all, in alternating turns. However that ends, each result is in <profile-dir>/<script>_summary.json."""
-    status, message = 1, "it did not finish"
-    try:
-        if RANK:
-            torch.distributed.barrier()  # rank 0 has left its record before another one can fail
-        for run in runs:
-            run.write()  # what a run leaves that is killed
-        if WORLD_SIZE > 1 and not RANK:
-            torch.distributed.barrier()
-        measure(runs)
-        status, message = 0, None
-    except (Exception, KeyboardInterrupt) as error:
-        message = str(error)
-        status, message = explain(error, runs[-1].args.profile_dir)
-    finally:
-        for run in runs:
-            run.result |= {"exit_status": status, "error": message, "status": {0: "ok", 3: "oom"}.get(status, "failed")}
-            run.result["loss"] |= {"initial": run.curve[0], "final": run.curve[-1]} if run.curve else {}
-            try:
-                run.write()
-            except OSError as error:
-                code, text = explain(error, run.args.profile_dir)
-                run.result |= {"exit_status": code, "error": text, "status": "failed"}
-
-
-def train(args: argparse.Namespace) -> dict:
-    """Train, measure and count; the result is also in <profile-dir>/<script>_summary.json."""
-    train_all([run := Run(args)])
-    return run.result
+# What is printed
 
 
 def report(result: dict) -> str:
-    """The lines of REPORT whose values were measured."""
-    kernels, text = result["kernels"], ""
-    off = f" (all fusions off: {kernels['all_off'] or 'out of memory'})" if "all_off" in kernels else ""
-    for line in REPORT.splitlines():
-        with contextlib.suppress(KeyError):
-            text += line.format_map({**result, "all_off": off}) + "\n"
+    """Return the lines of REPORT whose values were measured."""
+    acting = {name for name, on in result["fusions"].items() if on} - {*result["without_effect"]}
+    triton = acting & {*TRITON_FUSIONS} and result["environment"]["device"] == "cuda"
+    compiled = ", includes compilation" if triton or result["training"]["torch_compile"] else ""
+    off = result["kernels"].get("all_off", 0)
+    all_off = f" (all fusions off: {off or 'out of memory'})" if off != 0 else ""
+    text = ""
+    for line in REPORT.splitlines(keepends=True):
+        if all(key in result[group] for group, key in re.findall(r"{(\w+)\[(\w+)\]", line)):
+            text += line.format(**result, all_off=all_off, compiled=compiled)
     return text
 
 
-def finish(results: dict[str, dict], reports: bool = True) -> int:
-    """Print the reports under their titles, and each error once; returns the exit status."""
+def finish(result: dict) -> int:
+    """Print the report and the error of a result; returns the exit status."""
     progress()
-    for title, result in results.items() if reports else ():
-        print(title + report(result), end="", flush=True)
-    for message in dict.fromkeys(result["error"] for result in results.values() if result["error"]):
-        say("error", message)
-    return max(result["exit_status"] for result in results.values())
+    print(report(result), end="", flush=True)
+    if result["error"]:
+        say("error", result["error"])
+    return result["exit_status"]
 
 
-def compare_fusion(args: argparse.Namespace) -> int:
-    """Everything off and as chosen, in turns; the result of the first goes to <profile-dir>/baseline."""
-    sides = [all_off(args, profile_dir=args.profile_dir / "baseline"), args]
-    train_all(runs := [Run(side, title) for side, title in zip(sides, ("all off: ", "as chosen: "), strict=True)])
-    before, after = (run.result for run in runs)
-    if before["status"] == "oom":
-        print("Both do not fit into memory side by side: each is measured alone, so there are no ratios.")
-        runs.clear()
-        before, after = (train(side) for side in sides)
-    elif before["status"] == "ok":
-        ratios = sorted(off / on for off, on in zip(runs[0].turns, runs[1].turns, strict=True))
-        progress()
-        print(f"\n{'':24}{'all off':>12}{'as chosen':>12}{'ratio':>9}")
-        for label, group, key, form in (
-            ("batch time, ms", "timing", "turns_ms", "12.2f"),
-            ("peak memory, MB", "memory", "peak_mb", "12.1f"),
-            (f"{after['kernels'].get('unit', 'kernels')} per step", "kernels", "per_step", "12.0f"),
-            ("final loss", "loss", "final", "12.4f"),
-        ):
-            if key in before[group] and key in after[group]:
-                off, on = np.median(before[group][key]), np.median(after[group][key])
-                ratio = np.median(ratios) if key == "turns_ms" else off / on
-                print(f"{label:24}{off:{form}}{on:{form}}" + (f"{ratio:8.2f}x" if key != "final" else ""))
-        few, mixed = len(ratios) < 5, ratios[0] <= 1 <= ratios[-1]
-        verdict = "too few turns to tell" if few else "no difference seen" if mixed else "all turns agree"
-        print(f"Batch time ratio in {len(ratios)} turns: {ratios[0]:.2f}x to {ratios[-1]:.2f}x ({verdict})")
-    complete = before["status"] == after["status"] == "ok" and bool(runs)
-    return finish({"\nall off:\n": before, "\nas chosen:\n": after}, args.full_report or not complete)
-
-
-class InFloat64(TorchFunctionMode):
-    """Inside, what asks for float32 gets float64, so that a model in float64 stays in it."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        wide = {torch.float32: torch.float64}
-        args = [wide.get(a, a) if isinstance(a, torch.dtype) else a for a in args]
-        kwargs = {n: wide.get(a, a) if isinstance(a, torch.dtype) else a for n, a in (kwargs or {}).items()}
-        return function(*args, **kwargs) if function is not Tensor.float else args[0].double()
-
-
-def values_of(trainer: Trainer, exact: bool = False) -> dict[str, Tensor]:
-    """Outputs, loss and gradients by canonical name, of the next batch; afterwards the trainer is of no use.
-
-    A missing gradient is NaN. `exact`: in float64.
-    """
-    batch, model, forward, context = trainer.next_batch(), trainer.model, trainer.forward, trainer.autocast
-    if exact:
-        weights, context = model.state_dict(), InFloat64
-        model = forward = build_model(trainer.args, trainer.device).double()
-        model.load_state_dict(weights)
-        batch = {n: t.double() if t.is_floating_point() else t for n, t in batch.items()}
-    with torch.no_grad(), context():
-        outputs = forward(**{n: t for n, t in batch.items() if n not in model.TARGETS})
-    values = dict(outputs) if isinstance(outputs, dict) else {"outputs": outputs}
-    with context():  # anew: PyTorch 2.6 would reuse the weights that it cast without gradients
-        values["loss"] = forward(**batch)
-    (1024 * values["loss"]).backward()  # a power of two: away from float16's smallest numbers
-    for parameter in model.parameters():  # state_dict then splits gradients of fused weights
-        grad = torch.full_like(parameter, math.nan) if parameter.grad is None else parameter.grad
-        if exact and WORLD_SIZE > 1:  # as DistributedDataParallel does
-            torch.distributed.all_reduce(grad)
-            grad /= WORLD_SIZE
-        parameter.data = grad.double() / 1024
-    values |= {f"gradient of {name}": grad for name, grad in model.state_dict().items()}
-    return {name: value.detach().double() for name, value in values.items()}
-
-
-def relative_errors(exact: dict[str, Tensor], found: dict[str, Tensor]) -> dict[str, float]:
-    """Norm of each error over the norm of the exact value; a NaN is infinite.
-
-    Some gradients are zero in theory, as that of a bias which softmax takes out: no norm counts
-    for less than 1e-5 of that of all gradients.
-    """
-    norms = {name: float(value.norm()) for name, value in exact.items()}
-    least = 1e-5 * math.hypot(*(norm for name, norm in norms.items() if name.startswith("gradient")))
-    errors = {name: float((found[name] - value).norm()) for name, value in exact.items()}
-    return {
-        name: error / max(norms[name], least) if math.isfinite(error) else math.inf for name, error in errors.items()
-    }
-
-
-def judge(
-    exact: dict[str, Tensor], unfused: dict[str, Tensor], found: dict[str, Tensor], least: float
-) -> dict[str, tuple[float, float]]:
-    """Relative error of each value by itself, and its limit: three times what rounding does to the unfused model.
-
-    Or `least` (1e-3 for what is no gradient), if that is more. Where the unfused one is a NaN, none is right.
-    """
-    errors, rounding, judged = relative_errors(exact, found), relative_errors(exact, unfused), {}
-    for name, error in errors.items():
-        floor = least if name.startswith("gradient") else min(least, 1e-3)
-        judged[name] = error, max(floor, 3 * rounding[name]) if rounding[name] < math.inf else 0.0
-    return judged
-
-
-def least_limit(args: argparse.Namespace) -> float:
-    """No error below is judged: a ReLU's argument may round to the other side of zero.
-
-    That is rare in float32. In TF32 gradients of a model of 60 positions were 4 % off.
-    """
-    return 0.05 if args.use_amp or args.matmul_precision != "highest" else 1e-3
-
-
-def verify_accuracy(args: argparse.Namespace) -> int:
-    """Outputs, loss and each gradient of the initial weights against float64, beside those of the unfused model."""
-    off = all_off(args)
-    exact = all_off(args, use_amp=False, matmul_precision="highest")
-    judged = judge(
-        *(values_of(Trainer(a, prepare(a)), exact=a is exact) for a in (exact, off, args)), least_limit(args)
-    )
-    wrong = [name for name, (error, limit) in judged.items() if error > limit]
-    gradients = [name for name in judged if name.startswith("gradient")]
-    worst = max(gradients, key=lambda name: judged[name][0] / max(judged[name][1], 1e-300))
-    for name, (error, limit) in judged.items():
-        if name not in gradients or name in (worst, *wrong):
-            label = f" (the worst of {len(gradients)})" if name == worst else ""
-            print(f"{name}{label}: relative error {error:.2e}, limit {limit:.2e}")
-    coarse = [name for name in gradients if judged[name][1] > 0.25]
-    if coarse:
-        print(f"Note: rounding alone hides errors of a quarter in {len(coarse)} gradients ({coarse[0]})")
-    print(f"Accuracy check: {'FAIL' if wrong else 'PASS'}")
-    return 1 if wrong else 0
+# The program
 
 
 def interrupt(*_: object) -> NoReturn:
-    """What SIGTERM does, once: a launcher may send it to a process and to its group."""
+    """Handle SIGTERM once: a process and its group may both be sent it."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit status. For several GPUs this process becomes torchrun."""
+    """Run the command line; returns the exit status."""
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - it was closed
     args = parse_args(argv)
-    if args.num_gpus > 1 and not LAUNCHED:
+    if args.num_gpus > 1 and not LAUNCHED:  # this process becomes torchrun
+        threads = max(1, (os.cpu_count() or 1) // args.num_gpus)
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads))
         os.environ["TINY_LAUNCHED"] = "1"
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // args.num_gpus)))
-        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.num_gpus}", __file__]
-        os.execv(sys.executable, [sys.executable, *torchrun, *(sys.argv[1:] if argv is None else argv)])
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        torchrun += [f"--nproc-per-node={args.num_gpus}", __file__]
+        os.execv(sys.executable, torchrun + (sys.argv[1:] if argv is None else argv))
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, interrupt)  # a time limit, which keeps what was measured
+        signal.signal(signal.SIGTERM, interrupt)  # a time limit
     if WORLD_SIZE > 1:
         join_processes(args)
-    modes = [name for name in ("compare_fusion", "verify_accuracy", *MODES) if getattr(args, name)]
+    modes = [run for name, run in MODES.items() if getattr(args, name)]
     try:
-        status = globals()[modes[0]](args) if modes else finish({"": train(args)})
+        status = modes[0](args) if modes else finish(train(args))
         sys.stdout.flush()
     except (KeyboardInterrupt, RuntimeError, MemoryError, OSError) as error:
-        if isinstance(error, OSError) and error.filename is None:  # what is left to print goes nowhere
+        if isinstance(error, OSError) and error.filename is None:  # what is left goes nowhere
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):  # `... | head` has seen enough
             status = 1
@@ -2850,16 +3450,162 @@ def main(argv: list[str] | None = None) -> int:
     if WORLD_SIZE > 1:
         if status:  # a tidy end could wait for a process that is gone
             os._exit(status)
-        gc.collect()  # what still refers to the process group would keep its threads running into the exit
-        torch.distributed.destroy_process_group()
+        gc.collect()  # what refers to the group keeps its threads alive
+        dist.destroy_process_group()
     return status
 
 
 # --- end of harness
+# --- modes
+# Copied from common/modes.py by tools/sync_common.py: edit it there.
+# What can run in place of training; the harness knows a mode by its entry in MODES alone.
+
+
+def compare_fusion(args: argparse.Namespace) -> int:
+    """Measure everything off (results in <profile-dir>/baseline) and as chosen, in turns."""
+    sides = all_off(args, profile_dir=args.profile_dir / "baseline"), args
+    runs = [Run(sides[0], "all off: "), Run(sides[1], "as chosen: ")]
+    if args.device == "cuda":  # cuBLAS keeps workspaces from its first product on, of no run
+        nn.Linear(8, 8, device="cuda")(torch.ones(8, 8, device="cuda")).sum().backward()
+    train_all(runs)
+    before, after = (run.result() for run in runs)
+    compared = before["status"] == "ok"
+    if before["status"] == "oom":
+        print("Both do not fit into memory side by side: each is measured alone, without ratios.")
+        runs.clear()
+        before, after = (train(side) for side in sides)
+    progress()
+    if compared:
+        print_comparison(before, after)
+    if args.full_report or not compared:
+        print(f"\nall off:\n{report(before)}\nas chosen:\n{report(after)}", end="")
+    for error in dict.fromkeys([before["error"], after["error"]]):
+        if error:
+            say("error", error)
+    return max(before["exit_status"], after["exit_status"])
+
+
+def print_comparison(before: dict, after: dict) -> None:
+    """Print the table of both sides, and what the ratios of their turns show."""
+    turns = zip(before["timing"]["turns_ms"], after["timing"]["turns_ms"], strict=True)
+    ratios = sorted(off / on for off, on in turns)
+    print(f"\n{'':24}{'all off':>12}{'as chosen':>12}{'ratio':>9}")
+    for label, group, key, digits in (
+        ("batch time, ms", "timing", "turns_ms", 2),
+        ("peak memory, MB", "memory", "peak_mb", 1),
+        (f"{after['kernels'].get('unit', 'kernels')} per step", "kernels", "per_step", 0),
+        ("final loss", "loss", "final", 4),
+    ):
+        if key in before[group] and key in after[group]:
+            off, on = np.median(before[group][key]), np.median(after[group][key])
+            ratio = np.median(ratios) if key == "turns_ms" else off / on
+            times = f"{ratio:8.2f}x" if key != "final" else ""
+            print(f"{label:24}{off:12.{digits}f}{on:12.{digits}f}{times}")
+    low, high = ratios[0], ratios[-1]
+    verdict = "no difference seen" if low <= 1 <= high else "all turns agree"
+    if len(ratios) < 5:
+        verdict = "too few turns to tell"
+    print(f"Batch time ratio in {len(ratios)} turns: {low:.2f}x to {high:.2f}x ({verdict})")
+
+
+class InFloat64(TorchFunctionMode):
+    """Inside, what asks for float32 gets float64, so that a model in float64 stays in it."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is Tensor.float:
+            return args[0].double()
+
+        def wide(value):
+            return torch.float64 if value is torch.float32 else value
+
+        kwargs = {name: wide(value) for name, value in (kwargs or {}).items()}
+        return function(*map(wide, args), **kwargs)
+
+
+def values_of(trainer: Trainer, exact: bool = False) -> dict[str, Tensor]:
+    """Return outputs, loss and gradients by canonical name; a missing gradient is NaN.
+
+    `exact`: in float64. Afterwards the trainer is of no use.
+    """
+    batch, model, forward = trainer.next_batch(), trainer.model, trainer.forward
+    context = trainer.autocast
+    if exact:
+        model = forward = build_model(trainer.args, trainer.device).double()
+        model.load_state_dict(trainer.model.state_dict())
+        batch = {n: t.double() if t.is_floating_point() else t for n, t in batch.items()}
+        context = InFloat64
+    with torch.no_grad(), context():
+        outputs = forward(**{n: t for n, t in batch.items() if n not in model.TARGETS})
+    values = dict(outputs) if isinstance(outputs, dict) else {"outputs": outputs}
+    with context():  # anew: PyTorch 2.6 would reuse the weights that it cast without gradients
+        values["loss"] = forward(**batch)
+    scale = 1024  # a power of two: away from the smallest numbers of float16
+    (scale * values["loss"]).backward()
+    for parameter in model.parameters():  # state_dict then splits gradients of fused weights
+        grad = torch.full_like(parameter, math.nan) if parameter.grad is None else parameter.grad
+        if exact and WORLD_SIZE > 1:  # as DistributedDataParallel does
+            dist.all_reduce(grad)
+            grad /= WORLD_SIZE
+        parameter.data = grad.double() / scale
+    values |= {f"gradient of {name}": grad for name, grad in model.state_dict().items()}
+    return {name: value.detach().double() for name, value in values.items()}
+
+
+def judge(exact: dict, unfused: dict, found: dict, least: float) -> dict[str, tuple[float, float]]:
+    """Return each value's relative error and its limit, three times that of the unfused model.
+
+    Or `least` (1e-3 for what is no gradient), if that is more. Where the unfused one is a NaN,
+    none is right. Some gradients are zero in theory, as that of a bias which softmax takes out:
+    no norm counts for less than 1e-5 of that of all gradients.
+    """
+    norms = {name: float(value.norm()) for name, value in exact.items()}
+    gradients = [norm for name, norm in norms.items() if name.startswith("gradient")]
+    judged, smallest = {}, 1e-5 * math.hypot(*gradients)
+    for name, norm in norms.items():
+        sizes = [float((side[name] - exact[name]).norm()) for side in (found, unfused)]
+        error, rounding = (s / max(norm, smallest) if math.isfinite(s) else math.inf for s in sizes)
+        floor = least if name.startswith("gradient") else min(least, 1e-3)
+        judged[name] = error, max(floor, 3 * rounding) if rounding < math.inf else 0.0
+    return judged
+
+
+def least_limit(args: argparse.Namespace) -> float:
+    """Return the error below which nothing is judged: a ReLU's argument may round beyond zero.
+
+    That is rare in float32. In TF32 gradients of a model of 60 positions were 4 % off.
+    """
+    return 0.05 if args.use_amp or args.matmul_precision != "highest" else 1e-3
+
+
+def verify_accuracy(args: argparse.Namespace) -> int:
+    """Judge the outputs, loss and gradients of the initial weights by those in float64."""
+    exact = all_off(args, use_amp=False, matmul_precision="highest")
+    sides = exact, all_off(args), args
+    values = [values_of(Trainer(side, prepare(side)), exact=side is exact) for side in sides]
+    judged = judge(*values, least_limit(args))
+    wrong = [name for name, (error, limit) in judged.items() if error > limit]
+    gradients = [name for name in judged if name.startswith("gradient")]
+    worst = max(gradients, key=lambda name: judged[name][0] / max(judged[name][1], 1e-300))
+    for name, (error, limit) in judged.items():
+        if name not in gradients or name in (worst, *wrong):
+            label = f" (the worst of {len(gradients)})" if name == worst else ""
+            print(f"{name}{label}: relative error {error:.2e}, limit {limit:.2e}")
+    if coarse := [name for name in gradients if judged[name][1] > 0.25]:
+        hidden = f"{len(coarse)} gradients ({coarse[0]})"
+        print(f"Note: rounding alone hides errors of a quarter in {hidden}")
+    print(f"Accuracy check: {'FAIL' if wrong else 'PASS'}")
+    return 1 if wrong else 0
+
+
+MODES |= {"compare_fusion": compare_fusion, "verify_accuracy": verify_accuracy}
+
+
+# --- end of modes
+# fmt: on
 
 
 def first_layer(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """The first layer of the model for inference, with the weights of its GEMMs in this type."""
+    """Build the first layer of the model for inference, the weights of its GEMMs in this type."""
     layer = build_model(args, device).layers[0].requires_grad_(False)
     for module in layer.modules():
         if isinstance(module, nn.Linear):  # in training the optimizer or autocast does that
@@ -2868,23 +3614,38 @@ def first_layer(args: argparse.Namespace, device: torch.device, dtype: torch.dty
 
 
 def in_launches(launches: int, layer: nn.Module, x: Tensor) -> Tensor:
-    """The residual stream x [B, S, D] after this layer, which packs its projections, in 1 launch or 5."""
+    """Return the residual stream x [B, S, D] after this layer, in 1 launch or 5.
+
+    The layer's projections must be packed.
+    """
     attention, mlp = layer.self_attn, layer.mlp
-    weights = layer.input_layernorm.weight, attention.qkv_proj.weight, attention.o_proj.weight
-    weights += layer.post_attention_layernorm.weight, mlp.gate_up_proj.weight, mlp.down_proj.weight
-    tables, heads = (attention.rotary.cos, attention.rotary.sin), (attention.num_heads, attention.num_kv_heads)
-    return transformer_block(x, *weights, *tables, *heads, layer.input_layernorm.eps, launches)
+    return transformer_block(
+        x,
+        input_norm=layer.input_layernorm.weight,
+        qkv=attention.qkv_proj.weight,
+        o=attention.o_proj.weight,
+        post_attention_norm=layer.post_attention_layernorm.weight,
+        gate_up=mlp.gate_up_proj.weight,
+        down=mlp.down_proj.weight,
+        cos=attention.rotary.cos,
+        sin=attention.rotary.sin,
+        num_heads=attention.num_heads,
+        num_kv_heads=attention.num_kv_heads,
+        eps=layer.input_layernorm.eps,
+        launches=launches,
+    )
 
 
 def benchmark(args: argparse.Namespace) -> int:
-    """Inference: the first layer as one launch and in other ways, whether they agree, and on a GPU what each takes.
+    """Run the first layer as one launch and in other ways, and check that they agree.
 
-    The result is also in <profile-dir>/tiny_llama_v4_benchmark.json.
+    On a GPU each is timed. The result is also in <profile-dir>/tiny_llama_v4_benchmark.json.
     """
     if TOO_OLD:
         fail(TOO_OLD, 4)
     device, dtype = prepare(args), getattr(torch, args.amp_dtype) if args.use_amp else torch.float32
-    x = torch.randn(args.batch_size, args.seq_len, args.hidden_dim, generator=torch.Generator().manual_seed(args.seed))
+    generator = torch.Generator().manual_seed(args.seed)
+    x = torch.randn(args.batch_size, args.seq_len, args.hidden_dim, generator=generator)
     x, packed = x.to(device), {"qkv_fusion": True, "swiglu_fusion": True}
     ours = first_layer(argparse.Namespace(**{**vars(args), **packed}), device, dtype)
     library = first_layer(all_off(args, **packed, flash_attention=True), device, dtype)
@@ -2893,17 +3654,24 @@ def benchmark(args: argparse.Namespace) -> int:
         with torch.autocast(device.type, dtype, enabled=args.use_amp):
             return torch.add(*layer(x, None))
 
-    sides = {"one launch": partial(in_launches, 1, ours, x), "five launches": partial(in_launches, 5, ours, x)}
-    sides |= {"kernels of training": partial(whole, ours)}
+    sides = {
+        "one launch": partial(in_launches, 1, ours, x),
+        "five launches": partial(in_launches, 5, ours, x),
+        "kernels of training": partial(whole, ours),
+    }
     if device.type == "cuda":
         sides["torch.compile"] = torch.compile(partial(whole, library))
     plain = all_off(args, **packed, use_amp=False, matmul_precision="highest")
     with torch.no_grad():
         with InFloat64():
-            exact = torch.add(*first_layer(plain, device, torch.float64).double()(x.double(), None)) - x
+            layer = first_layer(plain, device, torch.float64).double()
+            exact = torch.add(*layer(x.double(), None)) - x
         found = {**{name: side() for name, side in sides.items()}, "library": whole(library)}
-        errors = {name: float((result - x - exact).norm() / exact.norm()) for name, result in found.items()}
-        limit = max(1e-4, 3 * errors.pop("library"))  # three times what rounding does to PyTorch's own operators
+        errors = {}
+        for name, result in found.items():
+            errors[name] = float((result - x - exact).norm() / exact.norm())
+        # three times what rounding does to PyTorch's own operators
+        limit = max(1e-4, 3 * errors.pop("library"))
         times = in_turns(sides) if device.type == "cuda" else {}
     print(f"One layer, batch_size {args.batch_size}, seq_len {args.seq_len}, {str(dtype)[6:]}")
     for name, error in errors.items():
@@ -2913,13 +3681,23 @@ def benchmark(args: argparse.Namespace) -> int:
         print("Not timed: the kernels run in Triton's interpreter.")
     passed = all(error <= limit for error in errors.values())  # a NaN fails
     print(f"Accuracy check: {'PASS' if passed else 'FAIL'}")
-    content = {"args": {**vars(args), "profile_dir": None}, "environment": environment(device), "errors": errors}
-    write_json(args.profile_dir / f"{SCRIPT}_benchmark.json", {**content, "times": times})
+    content = {
+        "args": {**vars(args), "profile_dir": None},
+        "environment": environment(device),
+        "errors": errors,
+        "times": times,
+    }
+    write_json(args.profile_dir / f"{SCRIPT}_benchmark.json", content)
     return 0 if passed else 1
 
 
-def in_turns(sides: dict[str, Callable[[], Tensor]], rounds: int = 11, calls: int = 20) -> dict[str, dict]:
-    """Microseconds per call, the median of turns of as many calls in one graph, and kernels per call."""
+MODES["benchmark"] = benchmark
+
+
+def in_turns(
+    sides: dict[str, Callable[[], Tensor]], rounds: int = 11, calls: int = 20
+) -> dict[str, dict]:  # fmt: skip
+    """Measure microseconds per call, the median of turns of one graph each, and count kernels."""
     graphs, turns, times = {}, {name: [] for name in sides}, {}
     for name, side in sides.items():
         side()
@@ -2936,12 +3714,14 @@ def in_turns(sides: dict[str, Callable[[], Tensor]], rounds: int = 11, calls: in
             end.record()
             end.synchronize()
             turns[name].append(1e3 * begin.elapsed_time(end) / calls)
+    on_gpu, activity = torch.autograd.DeviceType.CUDA, torch.profiler.ProfilerActivity.CUDA
     for name, side in sides.items():
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
+        with torch.profiler.profile(activities=[activity], acc_events=True) as profile:
             side()
             torch.cuda.synchronize()
-        kernels = sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())
-        times[name] = {"us": float(np.median(turns[name])), "turns_us": turns[name], "kernels": kernels}
+        kernels = sum(event.device_type == on_gpu for event in profile.events())
+        us = float(np.median(turns[name]))
+        times[name] = {"us": us, "turns_us": turns[name], "kernels": kernels}
     return times
 
 

@@ -21,35 +21,20 @@ Examples:
 
 from __future__ import annotations
 
+import _root
+
 import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from analysis_tools.results import check_family, differences, load_result, only_file  # noqa: E402
-from profiling import records  # noqa: E402
-from profiling.kernels import (  # noqa: E402
-    CATEGORIES,
-    WITH_WARM_UP,
-    KernelStatistics,
-    category,
-    read_statistics,
-    short_name,
-)
-from profiling.program import (  # noqa: E402
-    ToolError,
-    at_least,
-    documented_parser,
-    markdown_table,
-    print_notes,
-    run_tool,
-    write_csv,
-    write_text,
-)
+from workshop import records
+from workshop.cli import ToolError, at_least, documented_parser, print_notes, run_tool
+from workshop.files import write_csv, write_text
+from workshop.profile.kernels import CATEGORIES, WITH_WARM_UP, KernelStatistics, category, read_statistics, short_name
+from workshop.results import check_family, differences, load_result, only_file
+from workshop.show import markdown_table
 
 PROG = Path(__file__).name
 SIDES = ("baseline", "fused")

@@ -19,6 +19,8 @@ Examples:
 
 from __future__ import annotations
 
+import _root
+
 import argparse
 import contextlib
 import importlib.util
@@ -29,33 +31,12 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from profiling.program import (  # noqa: E402
-    NOT_FINISHED,
-    ToolError,
-    at_least,
-    cell,
-    documented_parser,
-    load_script,
-    markdown_table,
-    print_notes,
-    run_tool,
-    script_arguments,
-    write_csv,
-)
-from profiling.turns import (  # noqa: E402
-    check_failed,
-    graph_of,
-    heading,
-    in_turns,
-    measure_study,
-    ratios,
-    read_study,
-    short_run,
-    spread,
-)
+from workshop.cli import ToolError, at_least, documented_parser, print_notes, run_tool
+from workshop.files import ROOT, write_csv
+from workshop.script import load_script, script_arguments
+from workshop.show import NOT_FINISHED, cell, markdown_table
+from workshop.study import as_rows, check_failed, heading, measure_study, read_study
+from workshop.turns import graph_of, in_turns, named, parse_quiet, ratios, short_run, spread
 
 PROG = Path(__file__).name
 METRICS = ("throughput", "memory", "accuracy")
@@ -97,7 +78,7 @@ def scripts_of(args: argparse.Namespace) -> dict[str, tuple[str, list[str]]]:
         sides["v1 compiled"] = (f"tiny_{args.family}_v1", ["--enable-torch-compile"])
         for name, package in PACKAGES.items() if args.family == "llama" else ():
             if all(importlib.util.find_spec(needed) for needed in ("transformers", package)):
-                from profiling.peers import peer_script
+                from workshop.baselines import peer_script
 
                 sides[name.replace("_", " ")] = (peer_script(name), [])
             else:
@@ -127,9 +108,12 @@ def measure(args: argparse.Namespace, argv: Sequence[str]) -> Path:
 
 def one_cell(sides: Sides, metrics: Collection[str], rounds: int) -> list[dict]:
     """A row for each model."""
-    rows = {name: {"script": script, "argv": argv} for name, (script, argv) in sides.items()}
     if {"throughput", "memory"} & {*metrics}:
         rows = in_turns(sides, rounds)
+    else:
+        modules = {name: importlib.import_module(script) for name, (script, _) in sides.items()}
+        parsed = {name: parse_quiet(modules[name], argv) for name, (_, argv) in sides.items()}
+        rows = {name: named(script, argv, parsed[name]) for name, (script, argv) in sides.items()}
     for name, (script, argv) in sides.items():
         if "accuracy" in metrics and "error" not in rows[name]:
             try:
@@ -139,7 +123,7 @@ def one_cell(sides: Sides, metrics: Collection[str], rounds: int) -> list[dict]:
                     rows[name] |= {"status": "oom", "error": result["error"]}
             except Exception as error:  # a row, as in turns
                 rows[name] |= {"status": "failed", "error": str(error).partition("\n")[0]}
-    return [{"model": name, **row} for name, row in rows.items()]
+    return as_rows(rows)
 
 
 def compared(row: dict, first: dict) -> dict:
@@ -154,7 +138,7 @@ def compared(row: dict, first: dict) -> dict:
 
     loss = ratio("final_loss")
     return {
-        **{key: row[key] for key in ("batch_size", "seq_len", "model", "script")},
+        **{"batch_size": row["batch_size"], "seq_len": row["seq_len"], "model": row["side"], "script": row["script"]},
         "status": row.get("status", "ok"),
         "samples_per_sec": statistics.median(speeds) if speeds else None,
         "samples_per_sec_min": min(speeds, default=None),
@@ -202,7 +186,7 @@ def benchmark(args: argparse.Namespace, argv: Sequence[str]) -> int:
     if args.table and argv:
         raise ToolError(f"--table measures nothing, so it takes no arguments of a script: {' '.join(argv)}")
     path = args.table or measure(args, argv)
-    content = read_study(path, ("batch_size", "seq_len", "model", "script", "argv"), measured=())
+    content = read_study(path, ("batch_size", "seq_len", "side", "script", "argv"), measured=())
     rows = []
     for _, group in itertools.groupby(content["rows"], key=lambda row: (row["batch_size"], row["seq_len"])):
         first, *others = group

@@ -25,35 +25,18 @@ Examples:
 
 from __future__ import annotations
 
+import _root
+
 import argparse
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from analysis_tools.results import (  # noqa: E402
-    Run,
-    by_name,
-    check_family,
-    differences,
-    load_runs,
-    precision,
-    report_failed,
-    unsteady,
-)
-from profiling.program import (  # noqa: E402
-    NOT_FINISHED,
-    cell,
-    documented_parser,
-    markdown_table,
-    print_notes,
-    run_tool,
-    write_csv,
-    write_text,
-)
+from workshop.cli import documented_parser, print_notes, run_tool
+from workshop.files import write_csv, write_text
+from workshop.results import Run, by_name, check_family, differences, load_runs, precision, report_failed, unsteady
+from workshop.show import NOT_FINISHED, cell, markdown_table
 
 PROG = Path(__file__).name
 MEASURED = {

@@ -21,6 +21,8 @@ Examples:
 
 from __future__ import annotations
 
+import _root
+
 import argparse
 import contextlib
 import sys
@@ -28,27 +30,14 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from analysis_tools.results import Run, differences, load_run  # noqa: E402
-from profiling import records  # noqa: E402
-from profiling.program import (  # noqa: E402
-    NOT_FINISHED,
-    ToolError,
-    at_least,
-    cell,
-    documented_parser,
-    drawing,
-    load_script,
-    markdown_table,
-    print_notes,
-    run_tool,
-    script_arguments,
-    write_file,
-    write_text,
-)
-from profiling.turns import GRAPH, graph_of, in_turns, measure_study, ratios, short_run, speedup, spread  # noqa: E402
+from workshop import records
+from workshop.cli import ToolError, at_least, documented_parser, print_notes, run_tool
+from workshop.files import ROOT, write_file, write_text
+from workshop.results import Run, differences, load_run
+from workshop.script import load_script, script_arguments
+from workshop.show import NOT_FINISHED, cell, drawing, markdown_table
+from workshop.study import as_rows, by_side, measure_study
+from workshop.turns import graph_of, in_turns, ratios, short_run, speedup, spread
 
 PROG = Path(__file__).name
 MODELS = ("tiny_llama", "tiny_openfold")
@@ -79,9 +68,9 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def measure(model: str, argv: Sequence[str], versions: Sequence[str], rounds: int) -> dict[str, dict]:
-    """What was measured of each version of a model, in turns; what the runs print goes to stderr."""
-    sides = {version: (f"{model}_{version}", graph_of(argv)) for version in versions}
+def measure(model: str, argv: Sequence[str], versions: Sequence[str], rounds: int) -> list[dict]:
+    """A row for each version of a model, measured in turns; what the runs print goes to stderr."""
+    sides = {version.upper(): (f"{model}_{version}", graph_of(argv)) for version in versions}
     with contextlib.redirect_stdout(sys.stderr):
         rows = in_turns(sides, rounds)
         for version, (script, options) in sides.items():
@@ -90,7 +79,7 @@ def measure(model: str, argv: Sequence[str], versions: Sequence[str], rounds: in
                 speed = 1e3 * result["training"]["batch_size"] / rows[version]["batch_ms"]
                 loss = {"final_loss": result["loss"].get("final"), "loss_steps": len(result["loss"]["curve"])}
                 rows[version] |= {"samples_per_sec": speed, **loss}
-    return rows
+    return as_rows(rows)
 
 
 def measured(args: argparse.Namespace, models: Sequence[str], argv: Sequence[str]) -> tuple[Found, str]:
@@ -113,10 +102,10 @@ def measured(args: argparse.Namespace, models: Sequence[str], argv: Sequence[str
         print_notes(PROG, f"what is in {path} is not measured again")
     parts = [({"model": m}, partial(measure, m, argv, versions, args.rounds)) for m, versions in there.items()]
     settings = {"rounds": args.rounds, "versions": wanted, "argv": [*argv]}
-    rows = {row["model"]: row for row in measure_study(path, parts, keep=True, **settings)}
-    found = {model: {v: rows[model][v] for v in versions} for model, versions in there.items()}
+    by_model = by_side(measure_study(path, parts, keep=True, **settings), "model")
+    found = {model: by_model[(model,)] for model in there}
     environment = records.read(records.Study, path)["environment"]
-    graphs = any(GRAPH in row["argv"] for versions in found.values() for row in versions.values())
+    graphs = any("graph" in row["mode"] for versions in found.values() for row in versions.values())
     where = f"{environment['device_name']}, PyTorch {environment['torch']}, Triton {environment['triton']}"
     turns = f"{args.rounds} short alternating turns, {'whole steps as graphs' if graphs else 'eager steps'}"
     return found, f"{where}; arguments: {' '.join(argv) or 'none'}. Measured in {turns}."
@@ -152,16 +141,15 @@ def read(given: dict[str, Path], models: Sequence[str]) -> tuple[Found, str]:
     for by_version in runs.values():
         print_notes(PROG, *differences((run.result["script"], run.result) for run in by_version.values()))
     devices = {str(run.result["environment"].get("device_name")) for rs in runs.values() for run in rs.values()}
-    found = {model: {v: run.row() for v, run in by_version.items()} for model, by_version in runs.items()}
+    found = {model: {v.upper(): run.row() for v, run in by_version.items()} for model, by_version in runs.items()}
     return found, f"{', '.join(sorted(devices))}. Read from results of single runs, which were not measured in turns."
 
 
-def table(model: str, rows: dict[str, dict]) -> str:
-    """A row for each version; speed-ups are over the first."""
+def table(model: str, rows: dict[str, dict], turns: bool) -> str:
+    """A row for each version; speed-ups are over the first, turn by turn where they took turns."""
     base, first = next(iter(rows.items()))
     steps = {f"loss after {row['loss_steps']} steps" for row in rows.values() if "loss_steps" in row}
     unit = next((row["unit"] for row in rows.values() if row.get("unit")), "kernels")
-    turns = all("argv" in row for row in rows.values())  # those of one process
     lines = []
     for version, row in rows.items():
         over = between = None
@@ -170,11 +158,11 @@ def table(model: str, rows: dict[str, dict]) -> str:
             between = spread(ratios(first, row)) if turns and row is not first else None
         speed = row.get("samples_per_sec")
         speed = NOT_FINISHED.get(row.get("status")) or cell(speed, ".1f" if (speed or 0) >= 10 else ".2f")
-        lines.append([version.upper(), speed, cell(row.get("batch_ms"), ".2f"), cell(over, ".2f", "x")])
+        lines.append([version, speed, cell(row.get("batch_ms"), ".2f"), cell(over, ".2f", "x")])
         lines[-1] += [between or "-"] if turns else []
         lines[-1] += [cell(row.get("peak_mb")), *(cell(row.get(k), ".10g") for k in ("per_step", "host_launches"))]
         lines[-1] += [cell(row.get("final_loss"), ".4f")]
-    header = [model, "samples/sec", "ms per step", f"over {base.upper()}", *(["in turns"] if turns else [])]
+    header = [model, "samples/sec", "ms per step", f"over {base}", *(["in turns"] if turns else [])]
     header += ["peak MB", f"{unit} per step", "host launches", steps.pop() if len(steps) == 1 else "final loss"]
     return markdown_table(header, lines)
 
@@ -183,7 +171,7 @@ def draw(path: Path, found: Found) -> None:
     """Time, kernels and memory of each version, as a part of the first one's of the model."""
     pyplot = drawing()
     figure, panels = pyplot.subplots(1, len(PANELS), figsize=(11, 3.6), sharey=True, layout="constrained")
-    versions = [v for v in VERSIONS if any(v in rows for rows in found.values())]
+    versions = [v.upper() for v in VERSIONS if any(v.upper() in rows for rows in found.values())]
     width, labels, highest = 0.8 / len(versions), {}, 1.0
     for panel, (key, (title, form)) in zip(panels, PANELS.items(), strict=True):
         for place, rows in enumerate(found.values()):
@@ -193,7 +181,7 @@ def draw(path: Path, found: Found) -> None:
                     continue
                 number, part = versions.index(version), row[key] / base
                 at, highest = place + (number - (len(versions) - 1) / 2) * width, max(highest, part)
-                labels[version.upper()] = panel.bar(at, part, width, color=f"C{number}")
+                labels[version] = panel.bar(at, part, width, color=f"C{number}")
                 label = form.format(row[key])
                 panel.text(at, part + 0.01, label, rotation=90, ha="center", va="bottom", fontsize="x-small")
         unit = next((row["unit"] for rows in found.values() for row in rows.values() if row.get("unit")), "kernels")
@@ -218,7 +206,7 @@ def compare(args: argparse.Namespace, argv: Sequence[str]) -> int:
     if args.generate_report:
         drawing()  # if it is missing, that is said now
     found, how = read(given, models) if given else measured(args, models, argv)
-    tables = [table(model, rows) for model, rows in found.items()]
+    tables = [table(model, rows, turns=not given) for model, rows in found.items()]
     print(f"{how}\n", *tables, sep="\n", flush=True)
     if args.generate_report:
         report = args.output_dir / "version_comparison.md"

@@ -21,31 +21,24 @@ Examples:
 
 from __future__ import annotations
 
+import _root
+
 import argparse
 import contextlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from profiling.ablation import GROUP, ablation, effects_tables, fusion_sets, new_fusions, sets_table  # noqa: E402
-from profiling.program import (  # noqa: E402
-    ToolError,
-    at_least,
-    documented_parser,
-    load_script,
-    print_notes,
-    run_tool,
-    script_arguments,
-    write_csv,
-)
-from profiling.turns import check_failed, graph_of, heading, measure_study, precision_of, read_study  # noqa: E402
+from workshop.ablation import GROUP, ablation, effects_tables, fusion_sets, new_fusions, sets_table
+from workshop.cli import ToolError, at_least, documented_parser, print_notes, run_tool
+from workshop.files import write_csv
+from workshop.script import add_script, load_script, script_arguments
+from workshop.study import check_failed, heading, measure_study, read_study
+from workshop.turns import graph_of, precision_of
 
 PROG = Path(__file__).name
 SCRIPT = "tiny_llama_v2.py"
-KEYS = ("script", "argv", "precision", "seed", "group", "fusions", "on", "speedup")  # of a row, whatever its outcome
+KEYS = ("script", "argv", "precision", "seed", "group", "side", "on", "speedup")  # of a row, whatever its outcome
 MEASURED = ("batch_ms", "speedup", "peak_mb", "unit", "per_step", "host_launches")  # of one that finished
 
 
@@ -55,7 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
     note = f"Every other argument goes to the script: python {SCRIPT} --help lists them.\n\n"
     parser = documented_parser(PROG, __doc__, usage, note)
     add = parser.add_argument
-    add("--script", default=SCRIPT, metavar="FILE", help="(default: %(default)s)")
+    add_script(parser, SCRIPT)
     add("--all-combinations", action="store_true", help="every set of the fusions")
     add("--fusions", type=lambda text: text.split(","), metavar="A,B", help="that vary (default: what is new)")
     add("--rounds", type=at_least(1), default=10, metavar="N", help="turns of each set (default: 10)")
@@ -94,7 +87,7 @@ def measure(args: argparse.Namespace, argv: Sequence[str]) -> Path:
 
 def csv_row(row: dict, fusions: Sequence[str]) -> dict:
     """A row for a spreadsheet, each fusion 0 or 1."""
-    names = {key: row[key] for key in ("script", "precision", "seed", "group", "fusions")}
+    names = {key: row[key] for key in ("script", "precision", "seed", "group")} | {"fusions": row["side"]}
     outcome = {"status": row.get("status", "ok"), "error": row.get("error"), "argv": " ".join(row["argv"])}
     return names | {f: int(f in row["on"]) for f in fusions} | {key: row.get(key) for key in MEASURED} | outcome
 

@@ -18,6 +18,8 @@ Examples:
 
 from __future__ import annotations
 
+import _root
+
 import argparse
 import contextlib
 import os
@@ -26,25 +28,12 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from profiling.program import (  # noqa: E402
-    NOT_FINISHED,
-    ToolError,
-    at_least,
-    cell,
-    documented_parser,
-    drawing,
-    load_script,
-    markdown_table,
-    print_notes,
-    run_tool,
-    script_arguments,
-    write_csv,
-    write_file,
-)
-from profiling.turns import Part, check_failed, graph_of, heading, in_turns, measure_study, read_rows, read_study  # noqa: E402
+from workshop.cli import ToolError, at_least, documented_parser, print_notes, run_tool
+from workshop.files import write_csv, write_file
+from workshop.script import add_script, load_script, script_arguments
+from workshop.show import NOT_FINISHED, cell, drawing, markdown_table
+from workshop.study import Part, check_failed, heading, measure_study, read_rows, read_study
+from workshop.turns import graph_of, in_turns
 
 PROG = Path(__file__).name
 SCRIPT = "tiny_llama_v2.py"
@@ -74,7 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
     note = f"Every other argument goes to the script: python {SCRIPT} --help lists them.\n\n"
     parser = documented_parser(PROG, __doc__, usage, note)
     add = parser.add_argument
-    add("--script", default=SCRIPT, metavar="FILE", help="(default: %(default)s)")
+    add_script(parser, SCRIPT)
     add("--target-memory-usage", type=part_of_memory, default=0.8, metavar="X", help="part of memory (default: 0.8)")
     add("--optimization-target", choices=TARGETS, default="throughput", help="(default: %(default)s)")
     add("--max-batch-size", type=at_least(1), default=65536, metavar="N", help="end there (default: 65536)")

@@ -7,8 +7,9 @@
 NAME=PATH starts a line; the paths after it, until the next NAME=, belong to it too. A path is a result file, the
 directory of a run (its --profile-dir), or a quoted pattern, of whose matches the directories and .json files are taken.
 --x takes any number among the settings of a run, such as batch_size, num_layers or processes. Runs that went out of
-memory are marked. The numbers are printed as a Markdown table and, with --output, written as CSV
-beside the picture.
+memory are marked. Where --compare-fusion ran both sides in turns (DIR/baseline and DIR), a speed-up is the median of
+the turns, with their range. That of runs one after the other has no range, so no line joins it to the next. The
+numbers are printed as a Markdown table and, with --output, written as CSV beside the picture.
 
 Examples:
   python analysis_tools/plot_runs.py memory scores='results/scores_*' flash='results/flash_*' --output memory.png
@@ -18,38 +19,31 @@ Examples:
 
 from __future__ import annotations
 
+import _root
+
 import argparse
 import glob
+import statistics
 import sys
 from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from analysis_tools.results import (  # noqa: E402
+from workshop.cli import ToolError, documented_parser, print_notes, run_tool
+from workshop.files import write_csv, write_file
+from workshop.results import (
     Run,
     check_family,
     differences,
     file_of_runs,
     load_run,
+    precision,
     report_failed,
     split_name,
     unsteady,
 )
-from profiling.program import (  # noqa: E402
-    NOT_FINISHED,
-    ToolError,
-    cell,
-    documented_parser,
-    drawing,
-    markdown_table,
-    print_notes,
-    run_tool,
-    write_csv,
-    write_file,
-)
+from workshop.show import NOT_FINISHED, cell, drawing, markdown_table
+from workshop.turns import ratios
 
 PROG = Path(__file__).name
 MEASURED = {"memory": ("memory", "peak_mb"), "speedup": ("timing", "samples_per_sec")}
@@ -111,8 +105,19 @@ def load_series(arguments: Sequence[str], x: str) -> tuple[Series, list[Run]]:
     return series, nowhere
 
 
+def in_turns(base: Run | None, run: Run) -> list[float]:
+    """Speed-ups of the turns of --compare-fusion, if the runs are its two sides."""
+    if base is None or base.path not in (run.path / "baseline", run.path.parent / "baseline" / run.path.name):
+        return []
+    both = [side.result["timing"] for side in (base, run)]
+    return ratios(*both) if all(side.get("turns_ms") for side in both) else []
+
+
 def values_of(what: str, x: str, series: Series) -> list[dict]:
-    """One row per name and place: status, the measured value, its ratio over the first name; None where missing."""
+    """One row per name and place: status, the measured value, its ratio over the first name and their range in turns.
+
+    None is what is missing.
+    """
     first = next(iter(series))
 
     def measured(run: Run | None) -> float | None:
@@ -122,13 +127,17 @@ def values_of(what: str, x: str, series: Series) -> list[dict]:
     for name, runs in series.items():
         for place, run in sorted(runs.items()):
             value, base = measured(run), measured(series[first].get(place))
+            ratio = value / base if value is not None and base else None
+            turns = in_turns(series[first].get(place), run) if what == "speedup" and ratio else []
             rows.append(
                 {
                     "name": name,
                     x: place,
                     "status": run.status,
                     MEASURED[what][1]: value,
-                    f"ratio_over_{first}": value / base if value is not None and base else None,
+                    f"ratio_over_{first}": statistics.median(turns) if turns else ratio,
+                    "lowest_of_turns": min(turns, default=None),
+                    "highest_of_turns": max(turns, default=None),
                     "path": str(run.path),
                 }
             )
@@ -154,7 +163,10 @@ def table(what: str, x: str, series: Series, rows: Sequence[dict]) -> str:
 
     def over_first(name: str, place: float) -> str:
         row = by_place.get((name, place))
-        return cell(row and row[ratio], ".2f")
+        text = cell(row and row[ratio], ".2f")
+        return (
+            f"{text} ({low:.2f} to {row['highest_of_turns']:.2f})" if (low := row and row["lowest_of_turns"]) else text
+        )
 
     lines = [
         [str(place), *(value(name, place) for name in series), *(over_first(name, place) for name in others)]
@@ -162,6 +174,16 @@ def table(what: str, x: str, series: Series, rows: Sequence[dict]) -> str:
     ]
     header = [title(x), *(f"{name}, {unit}" for name in series), *(f"{name} / {first}" for name in others)]
     return markdown_table(header, lines)
+
+
+def measured_on(series: Series) -> str:
+    """Scripts, devices and precisions of all runs, for the title."""
+    results = [run.result for runs in series.values() for run in runs.values()]
+    scripts, devices, precisions = (
+        ", ".join(dict.fromkeys(map(of, results)))
+        for of in (lambda r: r["script"], lambda r: str(r["environment"].get("device_name")), precision)
+    )
+    return f"{scripts} on {devices}, {precisions}"
 
 
 def draw(path: Path, what: str, x: str, series: Series, rows: Sequence[dict]) -> None:
@@ -173,7 +195,13 @@ def draw(path: Path, what: str, x: str, series: Series, rows: Sequence[dict]) ->
         mine = [row for row in rows if row["name"] == name]
         points = [row for row in mine if row[key] is not None]
         places, heights = [row[x] for row in points], [row[key] for row in points]
-        (line,) = axes.plot(places, heights, "osD^v"[number % 5] + "-", label=name)
+        ranges = [(row["lowest_of_turns"], row["highest_of_turns"]) for row in points]
+        known = what == "memory" or name == next(iter(series)) or all(low for low, _ in ranges)
+        label = name if known else f"{name}, single runs"
+        (line,) = axes.plot(places, heights, "osD^v"[number % 5] + "-" * known, label=label)
+        for place, (low, high) in zip(places, ranges, strict=True):
+            if low:
+                axes.plot([place, place], [low, high], "_-", color=line.get_color(), markersize=10)
         gone = [row[x] for row in mine if row["status"] == "oom"]
         if gone:
             # In parts of the axes' height; crosses of several lines at one length must not hide each other.
@@ -181,6 +209,7 @@ def draw(path: Path, what: str, x: str, series: Series, rows: Sequence[dict]) ->
             axes.plot(gone, heights, "x", color=line.get_color(), transform=where, label=f"{name}: out of memory")
     axes.set_xticks(sorted({row[x] for row in rows}))  # a linear axis: linear growth is a straight line
     axes.set_ylim(0, 1.15 * axes.get_ylim()[1])  # room for the crosses
+    axes.set_title(measured_on(series), fontsize="medium")
     axes.set_xlabel(title(x))
     axes.set_ylabel("peak memory, MB" if what == "memory" else f"samples/sec over {next(iter(series))}")
     axes.grid(alpha=0.3)

@@ -2,7 +2,7 @@
 """Has anything become slower? One result against an earlier one: exit status 1 if so, or if it is not fast enough.
 
 A result is a run (<script>_summary.json, or the directory of one), a file of several runs (compare_runs.py --save), or
-a study of runs in turns (compare_versions.py, tools/benchmark.py). Of several, those of the same name are compared, one
+a study of runs in turns (compare_versions.py, bench/versions.py). Of several, those of the same name are compared, one
 by one. Other devices, models, sizes or another precision are refused; notes name what else differs.
 
 A time has the range of its turns, or, in a run of one turn, that of its steps up to the 95th percentile. Only where the
@@ -19,6 +19,8 @@ Examples:
 
 from __future__ import annotations
 
+import _root
+
 import argparse
 import math
 import statistics
@@ -27,26 +29,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from analysis_tools.results import Run, load_run, runs_in, settings  # noqa: E402
-from profiling.program import (  # noqa: E402
-    NOT_FINISHED,
-    ToolError,
-    cell,
-    documented_parser,
-    markdown_table,
-    print_notes,
-    read_json,
-    run_tool,
-)
-from profiling.records import Study, checked  # noqa: E402
+from workshop.cli import ToolError, documented_parser, print_notes, run_tool
+from workshop.files import read_json
+from workshop.records import Study, checked
+from workshop.results import Run, load_run, runs_in, settings
+from workshop.show import NOT_FINISHED, cell, markdown_table
 
 PROG = Path(__file__).name
 # What may differ and is only named; all other settings have to be the same.
 NOTED = ("num_steps", "warmup_steps", "learning_rate", "seed", "torch_compile", "cuda_graph", "torch")
-NO_NAMES = ("script", "argv", "peak_mb", "per_step", "host_launches", "unit", "status", "error", "loss_steps")
+SIZES, NAMES = ("batch_size", "seq_len"), ("precision", "mode", "seed", "group", "side")  # what names a row
 FEW = 5  # turns, below which their ranges part by chance
 
 
@@ -69,34 +61,28 @@ class Entry:
         return statistics.median(found) if turns > 1 else found[0], min(found), max(found), turns
 
 
-def model_of(script: str) -> str:
-    """The script without its version."""
-    return script.rpartition("_v")[0] or script
-
-
 def entry_of(run: Run) -> Entry:
     """Of a run."""
-    first = {"model": model_of(run.result["script"]), "device_name": run.result["environment"].get("device_name")}
-    return Entry(run.path, run.row(), first | settings(run.result))
+    row = run.row()
+    first = {"model": row["model"], "device_name": run.result["environment"].get("device_name")}
+    return Entry(run.path, row, first | settings(run.result))
 
 
 def entries_of_study(path: Path, content: dict) -> dict[str, Entry]:
-    """The rows of a study, or the sides of its rows, that were measured in turns, by their names."""
+    """The rows of a study that were measured in turns, by their names."""
     environment, found = content["environment"], {}
     same = {key: environment.get(key) for key in ("device_name", "torch")}
     same |= {"cpu_threads": environment.get("cpu_threads")} if environment.get("device") == "cpu" else {}
     for row in content["rows"]:
-        names = {k: v for k, v in row.items() if k not in NO_NAMES and type(v) in (str, int)}
-        words = [v if isinstance(v, str) else f"{k} {v}" for k, v in names.items()]
-        sides = {side: value for side, value in row.items() if isinstance(value, dict)} or {"": row}
-        for side, value in sides.items():
-            if {"turns_ms", "status"} & value.keys() and "script" in value:
-                name = ", ".join([*words, *([side] if side else [])]) or value["script"]
-                if name in found:
-                    raise ToolError(f"{path}: two rows are named {name}")
-                argv = [word for word in value.get("argv", ()) if not word.startswith(("--enable-", "--disable-"))]
-                asked = {"model": model_of(value["script"]), "arguments": " ".join(argv) or "none"}
-                found[name] = Entry(path, value, same | asked)
+        if {"turns_ms", "status"} & row.keys() and {"script", "model"} <= row.keys():
+            sizes = next(((key,) for key in ("shape", "name") if key in row), SIZES)
+            names = {key: row[key] for key in (*sizes, *NAMES) if key in row} or {"script": row["script"]}
+            name = ", ".join(v if isinstance(v, str) else f"{k} {v}" for k, v in names.items())
+            if name in found:
+                raise ToolError(f"{path}: two rows are named {name}")
+            argv = [word for word in row.get("argv", ()) if not word.startswith(("--enable-", "--disable-"))]
+            asked = {"model": row["model"], "arguments": " ".join(argv) or "none"}
+            found[name] = Entry(path, row, same | asked)
     if not found:
         raise ToolError(f"{path}: no row of this study was measured in turns")
     return found

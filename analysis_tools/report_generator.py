@@ -22,6 +22,8 @@ Examples:
 
 from __future__ import annotations
 
+import _root
+
 import argparse
 import os
 import re
@@ -29,31 +31,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from analysis_tools import analyze_kernel_reduction as kernels  # noqa: E402
-from analysis_tools import compare_runs  # noqa: E402
-from analysis_tools.results import (  # noqa: E402
-    Run,
-    check_family,
-    differences,
-    load_run,
-    only_file,
-    precision,
-    report_failed,
-    unsteady,
-)
-from profiling.program import (  # noqa: E402
-    ToolError,
-    at_least,
-    cell,
-    documented_parser,
-    markdown_table,
-    run_tool,
-    write_text,
-)
-from profiling.records import ForwardFlops, Rooflines, Steps, read  # noqa: E402
+from analysis_tools import analyze_kernel_reduction as kernels
+from analysis_tools import compare_runs
+from workshop.cli import ToolError, at_least, documented_parser, run_tool
+from workshop.files import write_text
+from workshop.records import ForwardFlops, Rooflines, Steps, read
+from workshop.results import Run, check_family, differences, load_run, only_file, precision, report_failed, unsteady
+from workshop.show import cell, markdown_table
 
 PROG = Path(__file__).name
 NAME = "fusion_report.md"

@@ -28,6 +28,8 @@ Examples:
 
 from __future__ import annotations
 
+import _root
+
 import argparse
 import json
 import math
@@ -37,28 +39,15 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from profiling.ceilings import Ceilings, measure_ceilings  # noqa: E402
-from profiling.kernels import CATEGORIES, category, short_name  # noqa: E402
-from profiling.program import (  # noqa: E402
-    DEFAULT_SCRIPT,
-    ToolError,
-    cell,
-    documented_parser,
-    drawing,
-    load_script,
-    markdown_table,
-    print_notes,
-    run_tool,
-    script_arguments,
-    write_csv,
-    write_text,
-)
-from profiling.rocm_files import matching, read_columns  # noqa: E402
-from profiling.roofline import draw, group_bytes, group_flops, group_times, rates  # noqa: E402
-from profiling.turns import free_memory  # noqa: E402
+from workshop.cli import ToolError, documented_parser, print_notes, run_tool
+from workshop.files import write_csv, write_text
+from workshop.profile.ceilings import Ceilings, measure_ceilings
+from workshop.profile.kernels import CATEGORIES, category, short_name
+from workshop.profile.roofline import draw, group_bytes, group_flops, group_times, rates
+from workshop.rocm.files import matching, read_columns
+from workshop.script import DEFAULT_SCRIPT, add_script, load_script, script_arguments
+from workshop.show import cell, drawing, markdown_table
+from workshop.turns import free_memory
 
 PROG = Path(__file__).name
 NAME = "roofline_analysis"
@@ -254,7 +243,7 @@ def build_parser() -> argparse.ArgumentParser:
     note = f"Every other argument goes to the scripts: python {DEFAULT_SCRIPT} --help lists them.\n\n"
     parser = documented_parser(PROG, __doc__, "%(prog)s [arguments] [arguments of the scripts]", note)
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--script", default=DEFAULT_SCRIPT, metavar="FILE", help="(default: %(default)s)")
+    add_script(what, DEFAULT_SCRIPT)
     what.add_argument("--scripts", nargs="+", metavar="FILE", help="several, in one table and picture")
     what.add_argument("--from-rocprof-compute", type=Path, metavar="DIR", help="read a profile, run nothing")
     parser.add_argument("--output", type=Path, default=Path(NAME), metavar="DIR", help="(default: ./%(default)s)")

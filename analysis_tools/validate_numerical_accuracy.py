@@ -22,6 +22,8 @@ Examples:
 
 from __future__ import annotations
 
+import _root
+
 import argparse
 import math
 import sys
@@ -31,19 +33,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from profiling.program import (  # noqa: E402
-    ToolError,
-    at_least,
-    documented_parser,
-    load_script,
-    markdown_table,
-    run_tool,
-    script_arguments,
-)
-from profiling.turns import free_memory  # noqa: E402
+from workshop.cli import ToolError, at_least, documented_parser, run_tool
+from workshop.script import load_script, script_arguments
+from workshop.show import markdown_table
+from workshop.turns import free_memory
 
 PROG = Path(__file__).name
 EAGER_STEPS = 2  # before a step is captured as a graph

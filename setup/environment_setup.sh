@@ -52,7 +52,7 @@ run() {
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 validation=$root/setup/validation_scripts
 checks=$validation/checks.py
-requirements=$root/requirements.txt
+requirements=$root/setup/requirements.txt
 track=auto venv='' index_url='' dry_run=''
 
 while (($#)); do

@@ -16,12 +16,14 @@ and, from `Show:` on, what to run meanwhile. What could go stale is named, not t
   ```
   ```sh               commands, as they stand
 
-A source is a table that tools/benchmark.py prints from results/h100, `kernels`, or one of MADE_HERE in lookup.py.
+A source is a table that bench/versions.py prints from results/h100, `kernels`, or one of MADE_HERE in lookup.py.
 
 Examples:
   python slides/build.py                    all decks
   python slides/build.py --output DIR       the same into another folder
 """
+
+import _root
 
 import re
 import sys
@@ -29,9 +31,9 @@ from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from profiling.program import ToolError, documented_parser, run_tool, write_file
 from slides.lookup import FIGURE, as_cells, cut, figure, origin, select
+from workshop.cli import ToolError, documented_parser, run_tool
+from workshop.files import write_file
 
 PROG = Path(__file__).name
 try:

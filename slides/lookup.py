@@ -7,13 +7,15 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-from profiling.program import ROOT, ToolError, read_json
-from profiling.turns import ratios
-from tools.tables import printed_by
+from bench.tables import printed_by
+from workshop.cli import ToolError
+from workshop.files import ROOT, read_json
+from workshop.study import by_side, read_rows
+from workshop.turns import ratios
 
 FIGURE = re.compile(r"\{([^{}:]+): ([^{}:]+): ([^{}:]+)\}")  # source, row and column, or file, keys and format
-BENCHMARK = "python tools/benchmark.py table results/h100 --tables"
-KERNELS = "python tools/benchmark_kernels.py table results/h100"
+BENCHMARK = "python bench/versions.py table results/h100 --tables"
+KERNELS = "python bench/operations.py table results/h100"
 
 
 @cache
@@ -41,9 +43,9 @@ def as_cells(table: str) -> list[list[str]]:
 def turns(path: Path) -> list[list[str]]:
     """How far the ratio of V1 to V2 differs from turn to turn, eager and as a graph."""
     lines: dict[str, list[str]] = {}
-    for row in read_json(path)["rows"]:
-        if row["mode"] in ("eager", "graph"):
-            found, name = ratios(row["v1"], row["v2"]), f"{row['shape']}, {row['precision']}"
+    for (shape, precision, mode), sides in by_side(read_rows(path), "shape", "precision", "mode").items():
+        if mode in ("eager", "graph"):
+            found, name = ratios(sides["V1"], sides["V2"]), f"{shape}, {precision}"
             lines.setdefault(name, [name]).append(f"{min(found):.2f}x to {max(found):.2f}x")
     return [["V1 over V2", "eager", "graph"], *lines.values()]
 

@@ -1,16 +1,14 @@
-"""tools/accuracy_atlas.py: its table is of what was computed, and shows what a version computes wrongly."""
+"""bench/accuracy_atlas.py: its table is of what was computed, and shows what a version computes wrongly."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, TINY, captured, load, strict_json
+from conftest import TINY, captured, load, strict_json
 
-sys.path.insert(0, str(ROOT))
-from tools import accuracy_atlas
+from bench import accuracy_atlas
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs the kernels in Triton's interpreter")
 

@@ -17,8 +17,6 @@ from types import ModuleType
 import pytest
 from conftest import QUICK, ROOT, TINY, captured, strict_json
 
-sys.path.insert(0, str(ROOT))
-
 import run_pytorch_profiler as profiler_tool
 from analysis_tools import analyze_kernel_reduction, compare_runs, plot_runs
 
@@ -440,6 +438,30 @@ def test_speedup_is_over_the_first_name(make, tmp_path):
     assert status == 0
     assert [(row["sequence length"], row["on / off"]) for row in table_of(out)] == [("64", "1.50"), ("128", "4.00")]
     assert "<svg" in (tmp_path / "speed.svg").read_text()
+
+
+def test_speedups_are_joined_only_where_turns_give_their_range(make, tmp_path, monkeypatch):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    drawn, subplots = [], pyplot.subplots
+    monkeypatch.setattr(pyplot, "subplots", lambda **options: drawn.append(subplots(**options)) or drawn[-1])
+    for length in (64, 128):
+        make(f"{length}", seq_len=length, timing={"turns_ms": [1.0, 2.0, 3.0]})
+        make(f"{length}/baseline", seq_len=length, timing={"turns_ms": [2.0, 6.0, 15.0]})
+        make(f"alone{length}", seq_len=length)
+    sides = [f"{name}={tmp_path}/{pattern}" for name, pattern in (("off", "[0-9]*/baseline"), ("on", "[0-9]*"))]
+    status, out, _ = call(plot_runs, "speedup", *sides, f"alone={tmp_path}/alone*", "--output", tmp_path / "m.svg")
+    assert status == 0
+    assert [row["on / off"] for row in table_of(out)] == ["3.00 (2.00 to 5.00)"] * 2
+    assert [(row["lowest_of_turns"], row["highest_of_turns"]) for row in read_rows(tmp_path / "m.csv")][2] == (
+        "2.0",
+        "5.0",
+    )
+    axes = drawn[0][1]
+    styles = {line.get_label(): line.get_linestyle() for line in axes.lines}
+    assert (styles["on"], styles["alone, single runs"]) == ("-", "None")
+    assert [list(line.get_ydata()) for line in axes.lines if line.get_marker() == "_"] == [[2, 5]] * 2
+    assert axes.get_title().startswith("tiny_llama_v2 on ")
+    assert axes.get_title().endswith(", float32")
 
 
 def test_the_picture_shows_what_the_table_says(make, tmp_path, monkeypatch):

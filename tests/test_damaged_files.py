@@ -11,7 +11,6 @@ import json
 import os
 import random
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,6 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, captured
 
-sys.path.insert(0, str(ROOT))
 from analysis_tools import (
     analyze_kernel_reduction,
     benchmark_suite,
@@ -32,10 +30,10 @@ from analysis_tools import (
     regression_tester,
     report_generator,
 )
+from bench import versions as benchmark
 from exercises.performance_debugging import compare_stages
-from profiling.program import run_tool
-from profiling.turns import measure_study, read_study
-from tools import benchmark
+from workshop.cli import run_tool
+from workshop.study import measure_study, read_study
 
 RESULTS = ROOT / "results"
 MUTATIONS = int(os.environ.get("MUTATIONS", "12"))

@@ -1,15 +1,13 @@
 """analysis_tools/measure_energy.py: on made-up power, since there is none to be read on a CPU."""
 
 import json
-import sys
 import time
 import types
 
 import pytest
 import torch
-from conftest import ROOT, TINY
+from conftest import TINY
 
-sys.path.insert(0, str(ROOT))
 from analysis_tools import measure_energy
 
 

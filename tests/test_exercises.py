@@ -1,7 +1,7 @@
 """The commands of README and exercise sheets run as they stand, and the tables of the answers are current.
 
-Sheets run with small models and with stand-ins for ROCm's tools. The tools that do it (run_sheet.py, small_runs.py and
-tables.py in tools/) are tested with made-up sheets.
+Sheets run with small models and with stand-ins for ROCm's tools. The tools that do it (run_sheet.py and
+small_runs.py in tools/, tables.py in bench/) are tested with made-up sheets.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, SCRIPTS, load, model_of
+from conftest import ROOT, SCRIPTS, forking_python, load, model_of
 
-sys.path.insert(0, str(ROOT))
 from tools.run_sheet import parse_sheet
 from tools.small_runs import COMMON, SIZES, shrink
 
@@ -92,14 +91,15 @@ def test_every_block_of_a_sheet_runs_and_prints_what_it_should(sheet: str, tmp_p
     blocks = parse_sheet((ROOT / sheet).read_text())
     unmarked = [block.line for block in blocks if NOT_HERE.search(block.text) and not block.not_in_ci]
     assert not unmarked, "these lines need <!-- not run in CI: why -->"
-    done = end(start(ROOT / sheet, tmp_path, "--shrink", "--with-standins", "--ci", "--keep-going"), tmp_path, ROOT)
+    options = ("--python", forking_python(), "--shrink", "--with-standins", "--ci", "--keep-going")
+    done = end(start(ROOT / sheet, tmp_path, *options), tmp_path, ROOT)
     assert done.status == 0, done.stdout + done.stderr
     assert set(done.statuses) <= {"ok", "not run in CI"}, done.stdout
 
 
 @pytest.mark.parametrize("file", WITH_TABLES)
 def test_tables_are_what_their_commands_print(file: str):
-    check = [sys.executable, "tools/tables.py", "--check", file]
+    check = [forking_python(), "bench/tables.py", "--check", file]
     done = subprocess.run(check, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
@@ -263,7 +263,8 @@ def test_seconds_of_each_exercise(run):
 
 def test_the_scratch_copy_has_what_git_has_or_would_take(tmp_path: Path):
     repository, sheet, logs = tmp_path / "repository", tmp_path / "sheet.md", tmp_path / "logs"
-    for file in ("tools/run_sheet.py", "tools/small_runs.py", "profiling/program.py"):
+    shared = [f"workshop/{name}.py" for name in ("__init__", "cli", "files", "script")]
+    for file in ("tools/_root.py", "tools/run_sheet.py", "tools/small_runs.py", *shared):
         (repository / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / file, repository / file)
     (repository / ".gitignore").write_text("ignored\n")
@@ -278,7 +279,7 @@ def test_the_scratch_copy_has_what_git_has_or_would_take(tmp_path: Path):
     done = end(start(sheet, logs, root=repository), logs, repository)
     assert done.statuses == ["ok", "ok"], done.stdout + done.stderr
     copy, *files = done.log(0).split()
-    assert files == ["changed", "kept", "new", "profiling", "tools", "new"]
+    assert files == ["changed", "kept", "new", "tools", "workshop", "new"]
     assert not Path(copy).exists()
     assert (repository / "kept").read_text() == "old\n"
 
@@ -426,11 +427,11 @@ def test_a_small_run_gets_what_its_script_would_get(run, tmp_path: Path):
     assert (result["status"], result["config"]["seq_len"], result["training"]["num_steps"]) == ("ok", 24, 1)
 
 
-# --- tools/tables.py
+# --- bench/tables.py
 
 
 def tables(*argv: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, ROOT / "tools" / "tables.py", *argv]
+    command = [sys.executable, ROOT / "bench" / "tables.py", *argv]
     return subprocess.run(list(map(str, command)), capture_output=True, text=True)
 
 
@@ -450,6 +451,20 @@ def test_tables_are_written_and_checked(tmp_path: Path):
     assert tables(file).returncode == 0
     assert file.read_text() == table_of(commands[0], "| a |\n| - |\n") + table_of(commands[1], "| b |\n")
     assert tables("--check", file).returncode == 0
+
+
+def test_a_marker_can_take_some_of_the_tables_that_its_command_prints(tmp_path: Path):
+    file = tmp_path / "x.md"
+    command = r"printf '| time    | V1 |\n| - | - |\n\n| time | V2 |\n| - | - |\n\n| MB |\n| - |\n'"
+    file.write_text(table_of(f'{command}, only "MB" "time | V1"', "old\n"))
+    assert tables(file).returncode == 0
+    assert "-->\n| MB |\n| - |\n\n| time    | V1 |\n| - | - |\n<!--" in file.read_text()
+    for wrong in ("time", "watts"):
+        text = file.read_text().replace('"MB"', f'"{wrong}"')
+        (tmp_path / "wrong.md").write_text(text)
+        done = tables(tmp_path / "wrong.md")
+        assert (done.returncode, f"one table that begins with '{wrong}'" in done.stderr) == (1, True)
+        assert (tmp_path / "wrong.md").read_text() == text
 
 
 @pytest.mark.parametrize("command", ["sh -c 'echo x; exit 3'", "true", "no_such_program", "echo 'x", "  "])

@@ -5,16 +5,14 @@ from __future__ import annotations
 import gzip
 import json
 import re
-import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 from conftest import CPU, ROOT, TINY, captured, load
 
-sys.path.insert(0, str(ROOT))
+from bench import memory_by_purpose, timeline
 from tools import draw_figures as figures
-from tools import memory_by_purpose, timeline
 
 COMMITTED = sorted((ROOT / "docs/figures").glob("*.svg"))
 

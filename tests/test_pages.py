@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 
 import pytest
 import torch
 from conftest import ROOT, captured, needs_compiler
 
-sys.path.insert(0, str(ROOT))
 from exercises.start import add_relu, attention_memory
 
 PAGE = (ROOT / "docs/START.md").read_text()

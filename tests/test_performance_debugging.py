@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,14 +15,12 @@ from types import ModuleType
 
 import pytest
 import torch
-from conftest import ROOT, captured, load, strict_json, words
+from conftest import ROOT, captured, forking_python, load, strict_json, words
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-FOLDER = ROOT / "exercises" / "performance_debugging"
-sys.path.insert(0, str(FOLDER))
-import check_step  # noqa: E402
-import compare_stages  # noqa: E402
+from exercises.performance_debugging import check_step, compare_stages
 
+FOLDER = ROOT / "exercises" / "performance_debugging"
 FINAL = ROOT / "tiny_llama_v3.py"
 SIZES = words(
     "--hidden-dim 32 --num-layers 1 --num-heads 2 --intermediate-dim 8 --vocab-size 100 --seq-len 4 --batch-size 2"
@@ -130,7 +127,7 @@ def test_the_gradient_check_finds_parameters_that_do_not_train(v3: ModuleType, t
     ("program", "argv", "message"),
     [
         (check_step, ["no.py"], "no.py: no such file"),
-        (check_step, [str(ROOT / "profiling" / "kernels.py")], "neither a stage nor a version of TinyLlama"),
+        (check_step, [str(ROOT / "workshop/profile/kernels.py")], "neither a stage nor a version of TinyLlama"),
         (compare_stages, ["nowhere"], "nowhere: no such file or directory"),
         (compare_stages, [str(ROOT / "examples")], "no results of stages"),
         (compare_stages, [str(ROOT / "results/h100/memory.json")], "it has no stages"),
@@ -144,7 +141,7 @@ def test_bad_input_is_one_line(program: ModuleType, argv: list[str], message: st
 
 def test_all_stages_one_of_which_fails(tmp_path: Path):
     for path in ROOT.iterdir():  # the repository with a folder of stages of its own
-        if path.name in ("analysis_tools", "profiling") or path.suffix == ".py":
+        if path.name in ("analysis_tools", "workshop") or path.suffix == ".py":
             (tmp_path / path.name).symlink_to(path)
     folder, results = tmp_path / "exercises" / "stages", tmp_path / "results"
     shutil.copytree(FOLDER, folder, ignore=shutil.ignore_patterns("results", "__pycache__"))
@@ -155,7 +152,7 @@ def test_all_stages_one_of_which_fails(tmp_path: Path):
     earlier.write_text("")
     own = results / "notes.txt"
     own.write_text("of the reader")
-    environment = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHON": forking_python()}
     for argv in (["--result-dir", results, "--num-stpes", "2"], [f"--result-dir={results}", "--num-steps", "0"]):
         done = subprocess.run(list(map(str, [program, *argv])), capture_output=True, text=True, env=environment)
         assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1), done.stderr

@@ -634,7 +634,7 @@ GET = {
 def sheet(bench) -> Path:
     """The folder of the scripts, in a copy where tiny_llama_v4.py is the script that notes its arguments."""
     tree = bench.directory / "a copy"
-    for path in [*ROOT.glob("run_*.sh"), *ROOT.glob("profiling/*.*"), *ROOT.glob("exercises/tiny_llama_v4/*.sh")]:
+    for path in [*ROOT.glob("run_*.sh"), *ROOT.glob("workshop/**/*.*"), *ROOT.glob("exercises/tiny_llama_v4/*.sh")]:
         place = tree / path.relative_to(ROOT)
         place.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, place)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -13,10 +14,21 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, captured, run_main
 
-sys.path.insert(0, str(ROOT))
-from analysis_tools import compare_runs, fusion_ablation_study, plot_runs, regression_tester
+import run_deepspeed_flops
+import run_pytorch_profiler
+from analysis_tools import (
+    compare_runs,
+    fusion_ablation_study,
+    optimize_batch_size,
+    plot_runs,
+    regression_tester,
+    roofline_analysis,
+)
 from exercises.performance_debugging import compare_stages
-from profiling.program import ToolError, markdown_table, write_csv, write_file, write_text
+from workshop.cli import ToolError
+from workshop.files import write_csv, write_file, write_text
+from workshop.script import DEFAULT_SCRIPT
+from workshop.show import markdown_table
 
 RUN = ROOT / "results/cpu/tiny_llama_v2_readme.json"
 STUDY = ROOT / "results/h100/ablation_tiny_llama_v2.json"
@@ -187,9 +199,9 @@ def test_a_full_device_is_one_line():
 # --- what is missing, and odd ways to start
 
 PROGRAMS = [
-    *(path for path in sorted((ROOT / "analysis_tools").glob("*.py")) if path.name != "results.py"),
+    *(path for path in sorted((ROOT / "analysis_tools").glob("*.py")) if path.name != "_root.py"),
     *sorted(ROOT.glob("run_*.py")),
-    *(ROOT / "tools" / f"{name}.py" for name in ("benchmark", "run_sheet", "tables")),
+    *(ROOT / name for name in ("bench/versions.py", "bench/tables.py", "tools/run_sheet.py")),
     ROOT / "exercises/performance_debugging/check_step.py",
     ROOT / "exercises/performance_debugging/compare_stages.py",
 ]
@@ -197,7 +209,7 @@ BLOCK = """
 import sys
 class Missing:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("torch", "numpy", "triton", "matplotlib", "plotly"):
+        if name.partition(".")[0] in ("torch", "numpy", "triton", "matplotlib"):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Missing())
 """
@@ -218,6 +230,15 @@ def test_help_needs_no_package_and_no_docstring(program, without_packages):
         assert (done.returncode, done.stderr) == (0, ""), options
 
 
+def test_programs_in_folders_import_in_one_way():
+    copies = {path.read_text() for path in ROOT.rglob("_root.py") if ".venv" not in path.parts}
+    assert len(copies) == 1
+    for path in ROOT.rglob("*.py"):
+        text, room = path.read_text(), path.relative_to(ROOT).parts[0]
+        if room not in (".venv", "tests") and path.name != "_root.py":
+            assert not re.search(r"^sys\.path", text, re.MULTILINE), path
+
+
 TRAINS = {
     "run_pytorch_profiler.py": "",
     "run_deepspeed_flops.py": "",
@@ -228,9 +249,15 @@ TRAINS = {
     "analysis_tools/optimize_batch_size.py": "",
     "analysis_tools/roofline_analysis.py": "",
     "analysis_tools/validate_numerical_accuracy.py": "--baseline tiny_llama_v1.py --optimized tiny_llama_v2.py",
-    "tools/benchmark.py": "counts .",
-    "tools/benchmark_kernels.py": "table .",
-    "tools/compile_for_amd.py": "--help",
+    "bench/versions.py": "counts .",
+    "bench/operations.py": "table .",
+    "bench/compile_for_amd.py": "--help",
+    "exercises/performance_debugging/check_step.py": f"{ROOT}/tiny_llama_v1.py",
+    **{
+        path.relative_to(ROOT).as_posix(): ""
+        for path in sorted(ROOT.glob("exercises/*/*.py"))
+        if path not in PROGRAMS and path.read_text().startswith("#!")  # else it is no program
+    },
 }
 
 
@@ -250,3 +277,24 @@ def test_a_name_that_the_terminal_cannot_show():
     environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "1"}
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
     assert (done.returncode, "L\\xe4ufe" in done.stdout) == (0, True), done.stderr
+
+
+# --- what was run is named
+
+
+@pytest.mark.parametrize(
+    "tool", [run_pytorch_profiler, run_deepspeed_flops, fusion_ablation_study, optimize_batch_size, roofline_analysis]
+)
+def test_a_tool_names_the_script_that_nobody_gave(tool):
+    default = getattr(tool, "SCRIPT", DEFAULT_SCRIPT)
+    for given, notes in ([], 1), (["--script", default], 0):
+        status, _, err = call(tool, *given, "--no-such-flag")  # the script refuses it, so nothing is measured
+        assert (status, err.count(f"note: no --script is given, {default} is taken")) == (2, notes)
+
+
+@pytest.mark.parametrize("wrapper", ["run_rocprofv3", "run_rocprof_sys", "run_rocprof_compute", "run_all_profilers"])
+def test_a_wrapper_names_the_script_that_nobody_gave(wrapper):
+    for given, notes in ([], 1), (["--script", "tiny_openfold_v2.py"], 0):
+        command = [ROOT / f"{wrapper}.sh", "--dry-run", *given]
+        err = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stderr
+        assert err.count("note: no --script is given, tiny_openfold_v2.py is taken") == notes

@@ -1,13 +1,11 @@
-"""profiling/provenance.py, with a stand-in for nvidia-smi."""
+"""workshop/provenance.py, with a stand-in for nvidia-smi."""
 
 import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
 
-sys.path.insert(0, str(ROOT))
-from profiling import provenance
+from workshop import provenance
 
 LOG = """<?xml version="1.0" ?>
 <!DOCTYPE nvidia_smi_log SYSTEM "nvsmi_device_v12.dtd">

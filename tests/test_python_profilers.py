@@ -1,4 +1,4 @@
-"""run_pytorch_profiler.py and run_deepspeed_flops.py, and what they take from profiling/: names, statistics, traces."""
+"""run_pytorch_profiler.py, run_deepspeed_flops.py and what they take from workshop/profile: names, traces."""
 
 from __future__ import annotations
 
@@ -32,13 +32,11 @@ from conftest import (
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-sys.path.insert(0, str(ROOT))
-
 import run_deepspeed_flops as flops_tool
 import run_pytorch_profiler as profiler_tool
-from profiling import kernels, roofline
-from profiling.program import MODES
-from profiling.traffic import Traffic, touched
+from workshop.profile import kernels, roofline
+from workshop.profile.traffic import Traffic, bytes_behind
+from workshop.script import MODES
 
 BOTH_TOOLS = pytest.mark.parametrize("tool", [profiler_tool, flops_tool], ids=lambda tool: tool.PROG)
 V2 = pytest.mark.parametrize("script", [f"tiny_{model}_v2" for model in MODELS])
@@ -446,7 +444,7 @@ def test_what_a_signal_means_is_for_the_script_to_decide(number: int, status: in
 
 
 @BOTH_TOOLS
-@pytest.mark.parametrize("name", ["no_such_script.py", "tools/sync_harness.py", "README.md", "tests"])
+@pytest.mark.parametrize("name", ["no_such_script.py", "tools/sync_common.py", "README.md", "tests"])
 def test_what_is_no_version_script_is_refused(tmp_path: Path, tool, name: str):
     assert_one_error(run_tool(tool, tmp_path, "--script", name), 2, tool.PROG, name)
 
@@ -546,6 +544,13 @@ def test_flops_are_those_of_torch_and_of_the_harness(tmp_path: Path, script: str
     assert "FLOPs counted by torch.utils.flop_counter" in result.stdout
 
 
+@pytest.mark.gpu
+def test_on_a_gpu_flops_of_v4_need_no_flag_against_its_graph(tmp_path: Path, no_deepspeed):
+    argv = ["--script", "tiny_llama_v4.py", "--num-layers", "1", "--seq-len", "32"]
+    assert flops_tool.main([*argv, "--profile-dir", str(tmp_path)]) == 0
+    assert flops_tool.main([*argv, "--enable-cuda-graph", "--profile-dir", str(tmp_path)]) == 2
+
+
 def test_flops_that_our_own_kernels_hide_are_said(tmp_path: Path, no_deepspeed):
     result = run_tool(flops_tool, tmp_path, *tiny("tiny_llama_v4"))
     assert result.status == 0
@@ -609,10 +614,10 @@ def test_bytes_of_each_module_by_hand():
 
 
 def test_memory_behind_a_tensor():
-    assert touched(torch.zeros(3, 4)) == 48
-    assert touched(torch.zeros(3, 1).expand(3, 4)) == 12
-    assert touched(torch.zeros(0, 4)) == 0
-    assert touched(torch.zeros(())) == 4
+    assert bytes_behind(torch.zeros(3, 4)) == 48
+    assert bytes_behind(torch.zeros(3, 1).expand(3, 4)) == 12
+    assert bytes_behind(torch.zeros(0, 4)) == 0
+    assert bytes_behind(torch.zeros(())) == 4
 
 
 def test_a_module_takes_the_time_of_its_kernels():

@@ -3,15 +3,14 @@
 import itertools
 import json
 import re
-import sys
 
 import pytest
 import torch
 from conftest import ROOT, load
 from torch.utils.flop_counter import FlopCounterMode
 
-sys.path.insert(0, str(ROOT))
-from tools.benchmark import MODES, PRECISIONS, SHAPES
+from bench.versions import MODES, PRECISIONS, SHAPES
+from workshop.study import by_side
 
 RUNS = sorted((ROOT / "results").glob("*/tiny_*.json"))
 EXERCISES = [
@@ -43,13 +42,13 @@ def test_the_runs_behind_the_answers_finished_on_the_device_they_lie_under(devic
 def test_the_headline_table_is_whole_and_of_one_run():
     study = json.loads((ROOT / "results/h100/headline.json").read_text())
     assert "H100" in study["environment"]["device_name"]
-    rows = {(row["shape"], row["precision"], row["mode"]): row for row in study["rows"]}
+    rows = by_side(study["rows"], "shape", "precision", "mode")
     assert sorted(rows) == sorted(itertools.product(SHAPES, PRECISIONS, MODES))
     for (shape, precision, mode), row in rows.items():
-        for version in ("v1", "v2"):
+        for version in ("V1", "V2"):
             argv = [*SHAPES[shape], *PRECISIONS[precision], *MODES[mode]]
             assert (row[version]["argv"], len(row[version]["turns_ms"])) == (argv, study["rounds"])
-        assert row["v2"]["per_step"] < row["v1"]["per_step"]
+        assert row["V2"]["per_step"] < row["V1"]["per_step"]
 
 
 @pytest.mark.parametrize("script", ["tiny_llama_v1", "tiny_openfold_v1"])

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import csv
 import json
-import sys
 from pathlib import Path
 
 import pytest
 from conftest import CPU, ROOT, TINY, captured, load, parse, strict_json, words
 
-sys.path.insert(0, str(ROOT))
-
 from analysis_tools import roofline_analysis
-from profiling.ceilings import Ceilings
-from profiling.kernels import kernels_of
-from profiling.roofline import group_bytes, group_flops, rates, times_of_operators
-from profiling.traffic import Traffic
+from workshop.profile.ceilings import Ceilings
+from workshop.profile.kernels import kernels_of
+from workshop.profile.roofline import group_bytes, group_flops, rates, times_of_operators
+from workshop.profile.traffic import Traffic
 
 SMALL = words("--hidden-dim 32 --num-layers 1 --num-heads 2 --seq-len 8 --batch-size 2 --vocab-size 50")
 CEILINGS = Ceilings("float32, highest", 1024, gemm_tflops=2.0, copy_bytes=1, copy_gb_per_s=100.0)

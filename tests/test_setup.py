@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, load, words
+from conftest import ROOT, forking_python, load, words
 
 VALIDATION = ROOT / "setup" / "validation_scripts"
 BASE_PYTHON = Path(sys.base_prefix) / "bin" / f"python3.{sys.version_info.minor}"
@@ -38,6 +38,7 @@ ROCMINFO = """cat <<END
       Name:                    amdgcn-amd-amdhsa--gfx90a:sramecc+:xnack-
 END"""
 TORCH = "torch>=2.6,<2.14"
+REST = ["numpy", "matplotlib>=3.8"]
 HIP, CUDA, CPU = ("2.9.1+rocm6.4", "6.4.43484", None), ("2.9.1+cu128", None, "12.8"), ("2.9.1", None, None)
 BAD_TORCH = [  # a build, or the code of one that cannot be imported; the track; what is said of it
     (("2.5.1", None, None), "cpu", f"2.5.1 is out of range, {TORCH} is needed"),
@@ -112,7 +113,7 @@ class Machine:
     def __init__(self, path: Path):
         self.path, self.bin, self.repository, self.site = path, path / "bin", path / "repository", path / "site"
         shutil.copytree(ROOT / "setup", self.repository / "setup", ignore=shutil.ignore_patterns("__pycache__"))
-        for name in ("requirements.txt", "requirements-dev.txt", "profiling/program.py"):
+        for name in ("requirements.txt", "requirements-dev.txt", "workshop/__init__.py", "workshop/cli.py"):
             (self.repository / name).parent.mkdir(exist_ok=True)
             shutil.copy(ROOT / name, self.repository / name)
         (self.repository / "setup/validation_scripts/test_environment.py").write_text(CHECK)
@@ -152,11 +153,11 @@ def test_cpu_track_installs_the_requirements_file_or_takes_pytorch_from_an_index
     venv, repository = machine.repository / ".venv", machine.repository
     install = [str(venv / "bin/python"), "-m", "pip", "install", "-r"]
     made = [str(machine.bin / "python3"), "-m", "venv", str(venv)]
-    assert machine.commands() == [made, [*install, str(repository / "requirements.txt")]]
+    assert machine.commands() == [made, [*install, str(repository / "setup/requirements.txt")]]
     assert machine.commands("--dev") == [made, [*install, str(repository / "requirements-dev.txt")]]
     _, torch, rest = machine.commands("--index-url", "https://example.org/whl")
     assert torch[3:] == ["install", "--index-url", "https://example.org/whl", TORCH]
-    assert rest[-2:] == ["triton", "numpy"]
+    assert rest[-3:] == ["triton", *REST]
 
 
 def test_nvidia_is_found_where_nvidia_smi_lists_a_gpu(machine):
@@ -178,7 +179,7 @@ def test_rocm_track_takes_pytorch_from_the_index_of_that_rocm(machine):
         _, torch, rest = machine.commands()
         assert torch[3:] == ["install", "--index-url", f"https://download.pytorch.org/whl/rocm{index}", TORCH]
         # Without triton: PyPI's would be installed over that of the ROCm build.
-        assert rest[3:] == ["install", "--constraint", "<(echo", "torch==VERSION_INSTALLED_ABOVE)", "numpy"]
+        assert rest[3:] == ["install", "--constraint", "<(echo", "torch==VERSION_INSTALLED_ABOVE)", *REST]
 
 
 @pytest.mark.parametrize(("track", "build"), [("rocm", HIP), ("nvidia", CUDA), ("cpu", HIP)])
@@ -187,10 +188,10 @@ def test_pytorch_of_a_site_is_kept(machine, track, build):
     machine.add_python(write_torch(machine.site, build, version))
     venv, install = machine.commands("--track", track)
     assert venv[1:4] == ["-m", "venv", "--system-site-packages"]
-    assert install[3:] == ["install", "--constraint", "<(echo", f"torch=={version})", "triton", "numpy"]
+    assert install[3:] == ["install", "--constraint", "<(echo", f"torch=={version})", "triton", *REST]
     if track == "rocm":
         (machine.site / "triton.py").touch()  # such a build's has the module's name, but not the package's
-        assert machine.commands("--track", track)[-1][-2:] == [f"torch=={version})", "numpy"]
+        assert machine.commands("--track", track)[-1][-3:] == [f"torch=={version})", *REST]
 
 
 @pytest.mark.parametrize(("build", "track", "reason"), BAD_TORCH[1:6:2])
@@ -216,6 +217,7 @@ def test_only_what_is_missing_is_installed_and_pytorch_never_changes(machine):
     write_wheel(wheels, "torch")
     write_wheel(wheels, "greedy", "Requires-Dist: torch<2\n")
     (machine.repository / "requirements.txt").write_text(f"{TORCH}\nabsent  # why\npytest\n")
+    (machine.repository / "setup/requirements.txt").write_text("-r ../requirements.txt\n")
     (machine.repository / "requirements-dev.txt").write_text("-r requirements.txt\ngreedy\n")
     subprocess.run([BASE_PYTHON, "-m", "venv", "--without-pip", venv], check=True)
     assert "has no pip" in machine.setup("--venv", str(venv)).stderr.splitlines()[-1]
@@ -246,7 +248,7 @@ def test_environment_is_made(machine):
     """It sees the site's PyTorch; here without pip, which takes seconds to install."""
     python = f'test "$2" != venv || set -- "$@" --without-pip; exec {BASE_PYTHON} -S "$@"'
     write_program(machine.bin / "python3", python)
-    (machine.repository / "requirements.txt").write_text(f"{TORCH}\n")
+    (machine.repository / "setup/requirements.txt").write_text(f"{TORCH}\n")
     result = machine.setup("--venv", "new one", PYTHONPATH=str(write_torch(machine.site, CPU)))
     assert result.returncode == 0, result.stderr
     assert "Nothing to install" in result.stdout
@@ -259,7 +261,7 @@ def test_an_interrupted_setup_goes_on_at_the_next_call(machine):
     half = f'test "$2" != venv || {{ mkdir -p .venv/bin; ln -s {BASE_PYTHON} .venv/bin/python; kill -9 $PPID; exit; }}'
     write_program(machine.bin / "python3", f'{half}; exec {BASE_PYTHON} -S "$@"')
     (machine.bin / "ln").symlink_to(shutil.which("ln"))
-    (machine.repository / "requirements.txt").write_text(f"{TORCH}\n")
+    (machine.repository / "setup/requirements.txt").write_text(f"{TORCH}\n")
     variables = {"PYTHONPATH": str(write_torch(machine.site, CPU))}
     assert machine.setup("--venv", ".venv", **variables).returncode == -9
     python = f'test "$2" != venv || set -- "$@" --without-pip; exec {BASE_PYTHON} -S "$@"'
@@ -503,7 +505,7 @@ sys.exit(int(sys.argv[-1]))"""
 
 def test_three_training_steps_of_a_script_and_wrong_options(machine):
     def check(script: str, *argv: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, machine.repository / "setup/validation_scripts" / script, *argv]
+        command = [forking_python(), machine.repository / "setup/validation_scripts" / script, *argv]
         return subprocess.run(command, cwd=machine.path, capture_output=True, text=True)
 
     (machine.repository / "tiny_a_v1.py").write_text(TRAINS)  # from elsewhere it is found in the repository

@@ -2,16 +2,14 @@
 
 import re
 import shlex
-import sys
 from pathlib import Path
 
 import pytest
 from conftest import ROOT, load
 from pptx import Presentation
 
-sys.path.insert(0, str(ROOT))
-from profiling.program import run_tool
 from slides import build
+from workshop.cli import run_tool
 
 DECKS = sorted((ROOT / "slides").glob("*.md"))
 

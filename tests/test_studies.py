@@ -6,13 +6,13 @@ import json
 import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from conftest import CPU, QUICK, ROOT, TINY, captured, load, strict_json
+from conftest import CPU, QUICK, TINY, captured, load, strict_json
 
-sys.path.insert(0, str(ROOT))
 from analysis_tools import benchmark_suite, fusion_ablation_study, optimize_batch_size
-from profiling import ablation
+from workshop import ablation
 
 SMALL = [*TINY["llama"], "--device", "cpu"]
 GAINS = {"qkv-fusion": 1.25, "flash-attention": 2.0, "swiglu-fusion": 1.1}
@@ -76,9 +76,11 @@ def steady(monkeypatch):
     """Steps of V1 take 20 ms, those of V2 that over the gains of its fusions; no step is taken in a turn."""
     for version in (1, 2):
 
-        def take(run, steps: int) -> None:
+        def take(run, steps: int) -> SimpleNamespace:
             on = [gain for fusion, gain in GAINS.items() if getattr(run.args, fusion.replace("-", "_"), False)]
-            run.turns.append(20.0 / math.prod(on) * (1 + len(run.turns) / 10))
+            taken = sum(turn.label == "step" for turn in run.turns)
+            run.turns.append(SimpleNamespace(label=run.label, step_ms=20.0 / math.prod(on) * (1 + taken / 10), peak=0))
+            return run.turns[-1]
 
         monkeypatch.setattr(load(f"tiny_llama_v{version}").Run, "take", take)
 
@@ -164,7 +166,7 @@ def test_versions_train_to_the_same_loss(tmp_path):
 
 def test_a_peer_has_the_weights_and_the_loss_of_v1():
     pytest.importorskip("transformers")
-    from profiling.peers import peer_script
+    from workshop.baselines import peer_script
 
     losses = []
     for module in (load("tiny_llama_v1"), sys.modules[peer_script("hugging_face")]):

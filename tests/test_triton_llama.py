@@ -61,7 +61,7 @@ def whole(x: Tensor) -> tuple[Tensor]:
     return (x,)
 
 
-def agree(
+def check_close(
     operation: Callable,
     reference: Callable,
     inputs: list[Tensor],
@@ -109,13 +109,13 @@ def test_norm(shape: tuple[int, ...], strided: bool, dtype: torch.dtype):
     def with_update(x: Tensor, weight: Tensor, update: Tensor):
         return v3.AddRMSNorm.apply(x, update, weight, 1e-5, dtype)
 
-    agree(with_update, lambda x, weight, update: add_rms_norm(x, update, weight), [x, weight, update], strided)
+    check_close(with_update, lambda x, weight, update: add_rms_norm(x, update, weight), [x, weight, update], strided)
 
 
 @both_types
 def test_norm_without_an_update(dtype: torch.dtype):
     x, weight = randn(63, 33, size=300.0, dtype=dtype), 1 + 0.2 * randn(33, dtype=dtype)
-    agree(
+    check_close(
         lambda x, weight: v3.AddRMSNorm.apply(x, None, weight, 1e-5, dtype),
         lambda x, weight: add_rms_norm(x, None, weight),
         [x, weight],
@@ -125,7 +125,7 @@ def test_norm_without_an_update(dtype: torch.dtype):
 def test_norm_adds_up_the_gradient_of_the_weight_over_programs(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(v3.OVERRIDES, "rms_norm_backward", {"TILE": 64, "PROGRAMS": 4})  # two rows, several rounds
     inputs = [randn(33, 32), randn(33, 32), 1 + 0.2 * randn(32)]
-    agree(lambda *x: v3.AddRMSNorm.apply(*x, 1e-5, torch.float32), add_rms_norm, inputs)
+    check_close(lambda *x: v3.AddRMSNorm.apply(*x, 1e-5, torch.float32), add_rms_norm, inputs)
 
 
 # Rotary embedding
@@ -154,7 +154,7 @@ def rotated(qkv: Tensor, cos: Tensor, sin: Tensor, kv_heads: int) -> Tensor:
 def test_rotary(batch: int, seq: int, heads: int, kv_heads: int, dim: int, strided: bool, dtype: torch.dtype):
     tables = (*angles(seq, dim), kv_heads)
     qkv = randn(batch, seq, heads + 2 * kv_heads, dim, dtype=dtype)
-    agree(lambda qkv: v3.Rotary.apply(qkv, *tables), lambda qkv: rotated(qkv, *tables), [qkv], strided)
+    check_close(lambda qkv: v3.Rotary.apply(qkv, *tables), lambda qkv: rotated(qkv, *tables), [qkv], strided)
 
 
 # SwiGLU activation
@@ -169,7 +169,7 @@ def test_swiglu(rows: int, dim: int, size: float, strided: bool, dtype: torch.dt
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
 
-    agree(v3.SwiGLUActivation.apply, activated, [randn(rows, 2 * dim, dtype=dtype, size=size)], strided)
+    check_close(v3.SwiGLUActivation.apply, activated, [randn(rows, 2 * dim, dtype=dtype, size=size)], strided)
 
 
 # Causal attention
@@ -203,7 +203,7 @@ def check_attention(
     qkv = randn(batch, seq, sum(heads_of), dim)
     qkv = torch.cat((qkv[:, :, : -heads_of[2]] * size, qkv[:, :, -heads_of[2] :]), 2).to(dtype)
     parts = whole if seq == 1 else lambda grad: grad.split(heads_of, dim=2)  # of one token only the value matters
-    agree(lambda qkv: module.CausalAttention.apply(qkv, heads, *tables), attention, [qkv], strided, parts, limit)
+    check_close(lambda qkv: module.CausalAttention.apply(qkv, heads, *tables), attention, [qkv], strided, parts, limit)
 
 
 @both_types
@@ -229,7 +229,7 @@ def test_attention_with_scores_of_several_hundred(dtype: torch.dtype):
 @pytest.mark.parametrize(("queries", "keys"), [(16, 64), (64, 16), (32, 32)])
 def test_attention_with_blocks_of_any_shape(queries: int, keys: int, monkeypatch: pytest.MonkeyPatch):
     for kernel in ("attention_forward", "attention_backward_queries", "attention_backward_keys"):
-        monkeypatch.setitem(v3.OVERRIDES, kernel, {"BLOCK_Q": queries, "BLOCK_K": keys})
+        monkeypatch.setitem(v3.OVERRIDES, kernel, {"BLOCK_M": queries, "BLOCK_N": keys})
     check_attention(1, 100, 2, 2, 16)
 
 
@@ -252,7 +252,7 @@ def test_cross_entropy(
     targets = torch.randint(vocab, (rows,), generator=torch.Generator().manual_seed(0)).to(DEVICE)
     targets[1::3] = -100
     logits = randn(rows, vocab, dtype=dtype, size=size)
-    agree(lambda x: v3.CrossEntropy.apply(x, targets), losses_of(targets), [logits], strided)
+    check_close(lambda x: v3.CrossEntropy.apply(x, targets), losses_of(targets), [logits], strided)
     assert not logits.grad[targets == -100].any()
 
 
@@ -281,7 +281,7 @@ def few_columns(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> None:
 def test_cross_entropy_of_banned_tokens(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
     few_columns(monkeypatch, v3)
     logits, targets = banned(dtype)
-    agree(lambda x: v3.CrossEntropy.apply(x, targets), losses_of(targets), [logits])
+    check_close(lambda x: v3.CrossEntropy.apply(x, targets), losses_of(targets), [logits])
     logits = torch.full((1, 300), -torch.inf, device=DEVICE)
     assert v3.CrossEntropy.apply(logits, targets[:1]).isnan().all(), "as in PyTorch"
 
@@ -364,7 +364,7 @@ def test_the_residual_stream_stays_float32_under_autocast(argv: list[str]):
 
 
 def launches(monkeypatch: pytest.MonkeyPatch, operation: Callable, module: ModuleType = v3) -> list[tuple]:
-    """Grid and block sizes of every kernel that the operation launches."""
+    """Grid and all arguments but tensors of every kernel that the operation launches."""
     seen, launch = [], module.wrap_triton
 
     class Recorder:
@@ -372,9 +372,9 @@ def launches(monkeypatch: pytest.MonkeyPatch, operation: Callable, module: Modul
             self.kernel = kernel
 
         def __getitem__(self, grid: tuple[int, ...]) -> Callable:
-            def run(*args, **settings) -> None:
-                seen.append((grid, settings))
-                launch(self.kernel)[grid](*args, **settings)
+            def run(**arguments) -> None:
+                seen.append((grid, {name: a for name, a in arguments.items() if not isinstance(a, Tensor)}))
+                launch(self.kernel)[grid](**arguments)
 
             return run
 
@@ -444,11 +444,11 @@ def test_blocks_change_what_is_launched_and_nothing_else(monkeypatch: pytest.Mon
     v3.prepare(parse(V3, *HERE))
     expected, before = attend(), launches(monkeypatch, attend)
     assert before[0][0] == (2, 1)
-    changes = ["--blocks", "attention_forward:BLOCK_Q=16,num_warps=2", "--blocks", "attention_forward:BLOCK_K=16"]
+    changes = ["--blocks", "attention_forward:BLOCK_M=16,num_warps=2", "--blocks", "attention_forward:BLOCK_N=16"]
     v3.prepare(parse(V3, *HERE, *changes))
     after = launches(monkeypatch, attend)
     assert after[0][0] == (2, 3)
-    assert after[0][1] == {**before[0][1], "BLOCK_Q": 16, "BLOCK_K": 16, "num_warps": 2}
+    assert after[0][1] == {**before[0][1], "BLOCK_M": 16, "BLOCK_N": 16, "num_warps": 2}
     assert relative_difference(attend(), expected) < (1e-6 if v3.INTERPRETED else LIMITS[torch.float32])
     v3.prepare(parse(V3, *HERE))
     assert launches(monkeypatch, attend) == before, "the next command line does not inherit them"
@@ -472,12 +472,12 @@ def test_blocks_are_recorded(run):
     ("text", "words"),
     [
         ("nonsense:TILE=64", ["no kernel 'nonsense'", "rms_norm_forward", "cross_entropy_backward"]),
-        ("attention_forward float32:BLOCK_Q=64", ["no kernel 'attention_forward float32'"]),
-        ("rotary:BLOCK_Q=64", ["rotary has no 'BLOCK_Q'", "TILE"]),
+        ("attention_forward float32:BLOCK_M=64", ["no kernel 'attention_forward float32'"]),
+        ("rotary:BLOCK_M=64", ["rotary has no 'BLOCK_M'", "TILE"]),
         ("rotary", ["rotary has no ''", "TILE"]),
         ("rotary:TILE=100", ["TILE=100 is not a power of two from 1"]),
         ("rotary:TILE=", ["TILE= is not a power of two from 1"]),
-        ("attention_forward:BLOCK_Q=8", ["BLOCK_Q=8 is not a power of two from 16"]),
+        ("attention_forward:BLOCK_M=8", ["BLOCK_M=8 is not a power of two from 16"]),
     ],
     ids=["kernel", "variant", "name", "nothing", "number", "no-number", "too-small"],
 )

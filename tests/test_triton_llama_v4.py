@@ -19,12 +19,12 @@ from test_triton_llama import (
     HERE,
     LIMITS,
     add_rms_norm,
-    agree,
     angles,
     banned,
     both_types,
     build,
     check_attention,
+    check_close,
     dense_or_strided,
     few_columns,
     randn,
@@ -73,7 +73,7 @@ def test_norm(from_output: bool, with_update: bool, strided: bool, dtype: torch.
     def reference(x: Tensor, weight: Tensor, update: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         return add_rms_norm(x, update, weight)
 
-    agree(ours, reference, inputs, strided, limit=LIMITS[dtype])
+    check_close(ours, reference, inputs, strided, limit=LIMITS[dtype])
 
 
 def test_norm_from_its_output_loses_only_the_channel_with_a_weight_of_zero():
@@ -96,16 +96,16 @@ def test_projection(direct: bool, dtype: torch.dtype):
     """The weight is a float32 parameter in both types, and so is its gradient."""
 
     def projection(weight: Tensor, x: Tensor) -> Tensor:
-        return v4.linear(x, weight, v4.Fusions(direct_gradients=direct))
+        return v4.linear(x, weight, v4.Fusions(direct_gradients=direct), v4.SideStreams())
 
-    agree(projection, lambda weight, x: x @ weight.T, [randn(35, 33), randn(2, 65, 33, dtype=dtype)])
+    check_close(projection, lambda weight, x: x @ weight.T, [randn(35, 33), randn(2, 65, 33, dtype=dtype)])
 
 
 @both_types
 @pytest.mark.parametrize(
     ("batch", "seq", "heads", "group", "dim"), [(1, 1, 4, 4, 16), (2, 33, 4, 2, 32), (1, 129, 2, 1, 64)]
 )
-def test_attention_turns_gradients_back(batch: int, seq: int, heads: int, group: int, dim: int, dtype: torch.dtype):
+def test_attention_rotates_gradients_back(batch: int, seq: int, heads: int, group: int, dim: int, dtype: torch.dtype):
     check_attention(batch, seq, heads, group, dim, dtype, strided=seq == 33, module=v4, turned=True)
 
 
@@ -152,12 +152,13 @@ def test_swiglu_gemm(strided: bool, dtype: torch.dtype):
     weights = [randn(70, 33, size=33**-0.5), randn(33, 35, size=35**-0.5)]
 
     def mlp(x: Tensor, *given: Tensor) -> Tensor:
-        return v4.SwiGLUGEMM.apply(x, *weights, *(v4.in_type(weight, dtype) for weight in weights), True)
+        casts = (weight.detach().to(dtype) for weight in weights)
+        return v4.SwiGLUGEMM.apply(x, *weights, *casts, True, v4.SideStreams())
 
     def reference(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
         return gates_and_ups(x, gate_up)[1] @ down.T
 
-    agree(mlp, reference, [randn(2, 9, 33, dtype=dtype), *weights], strided, limit=LIMITS[dtype])
+    check_close(mlp, reference, [randn(2, 9, 33, dtype=dtype), *weights], strided, limit=LIMITS[dtype])
 
 
 # Loss
@@ -180,7 +181,7 @@ def test_loss_of_the_next_token(
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
     logits = randn(batch, seq, vocab, dtype=dtype, size=size)
-    agree(lambda logits: v4.NextTokenLoss.apply(logits, labels), reference, [logits], strided)
+    check_close(lambda logits: v4.NextTokenLoss.apply(logits, labels), reference, [logits], strided)
     assert not logits.grad[:, 1::3].any()
     assert not logits.grad[:, -1].any()
 
@@ -195,7 +196,7 @@ def test_loss_with_banned_tokens(dtype: torch.dtype, monkeypatch: pytest.MonkeyP
     def reference(logits: Tensor) -> Tensor:
         return F.cross_entropy(logits[0, :-1], targets)
 
-    agree(lambda logits: v4.NextTokenLoss.apply(logits, labels), reference, [padded])
+    check_close(lambda logits: v4.NextTokenLoss.apply(logits, labels), reference, [padded])
 
 
 def test_a_label_outside_the_vocabulary_makes_the_loss_nan():
@@ -211,19 +212,24 @@ def test_a_label_outside_the_vocabulary_makes_the_loss_nan():
 def test_embedding_adds_to_the_gradient_of_the_output_projection(words: int, dim: int, shape: tuple[int, ...]):
     """In place, so that nobody adds them up."""
     ids = torch.randint(words, shape, generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    v4.FusedAdamW([[weight := nn.Parameter(randn(words, dim))]], 1e-2, torch.float32)
-    embedded = v4.TiedEmbedding.apply(ids, weight)
-    v4.linear(embedded, weight, v4.Fusions(), embedded).square().sum().backward()
+    side = v4.FusedAdamW([[weight := nn.Parameter(randn(words, dim))]], 1e-2, torch.float32).side
+    embedded = v4.TiedEmbedding.apply(ids, weight, side)
+    v4.linear(embedded, weight, v4.Fusions(), side, embedded).square().sum().backward()
     wide = weight.detach().double().requires_grad_()
     (F.embedding(ids, wide) @ wide.T).square().sum().backward()
     assert difference(weight.grad, wide.grad) < 1e-5
-    assert weight.grad.data_ptr() == weight.room.part(weight).data_ptr()
+    assert weight.grad.data_ptr() == side.buffers[weight].part(weight).data_ptr()
 
 
 def test_embedding():
     """Of tokens that do not lie side by side."""
     ids = torch.randint(67, (65, 2), generator=torch.Generator().manual_seed(0)).to(DEVICE).T
-    agree(lambda weight: v4.TiedEmbedding.apply(ids, weight), lambda weight: F.embedding(ids, weight), [randn(67, 33)])
+    side = v4.SideStreams()
+    check_close(
+        lambda weight: v4.TiedEmbedding.apply(ids, weight, side),
+        lambda weight: F.embedding(ids, weight),
+        [randn(67, 33)],
+    )
 
 
 # Optimizer
@@ -254,8 +260,8 @@ def state(optimizer: torch.optim.Optimizer, given: list[nn.Parameter]) -> list[T
     return [t.detach().clone() for t in (*given, *own)]
 
 
-def low(given: list[nn.Parameter]) -> list[Tensor]:
-    return [p.low.clone() for p in given]
+def casts(optimizer: torch.optim.Optimizer, given: list[nn.Parameter]) -> list[Tensor]:
+    return [optimizer.side.casts[p].clone() for p in given]
 
 
 def equal(found: list[Tensor], expected: list[Tensor]) -> bool:
@@ -273,8 +279,8 @@ def test_optimizer_takes_the_steps_of_pytorch():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_optimizer_writes_the_rounded_weights_too(dtype: torch.dtype):
-    take_steps(fused(given := parameters(), dtype), range(2))
-    assert equal(low(given), [p.detach().to(dtype) for p in given])
+    take_steps(optimizer := fused(given := parameters(), dtype), range(2))
+    assert equal(casts(optimizer, given), [p.detach().to(dtype) for p in given])
 
 
 def test_a_scaled_gradient_is_divided_and_a_step_with_an_infinite_one_changes_nothing():
@@ -282,7 +288,7 @@ def test_a_scaled_gradient_is_divided_and_a_step_with_an_infinite_one_changes_no
     optimizer, plain = fused(ours, torch.float16), torch.optim.AdamW(theirs, 1e-2)
     scaler = torch.amp.GradScaler(DEVICE.type, init_scale=512.0)
     for wrong in (True, False, True, False):
-        before = state(optimizer, ours) + low(ours)
+        before = state(optimizer, ours) + casts(optimizer, ours)
         for a, b in zip(ours, theirs, strict=True):
             b.grad = randn(*b.shape)
             a.grad = scaler.scale(b.grad)
@@ -292,12 +298,12 @@ def test_a_scaled_gradient_is_divided_and_a_step_with_an_infinite_one_changes_no
         scaler.update()
         optimizer.zero_grad()
         if wrong:
-            assert equal(state(optimizer, ours) + low(ours), before)
+            assert equal(state(optimizer, ours) + casts(optimizer, ours), before)
         else:
             plain.step()
     assert scaler.get_scale() == 128
     assert max(map(difference, state(optimizer, ours), state(plain, theirs))) < 1e-6
-    assert equal(low(ours), [p.detach().half() for p in ours])
+    assert equal(casts(optimizer, ours), [p.detach().half() for p in ours])
 
 
 def test_optimizer_resumes_exactly():
@@ -308,7 +314,8 @@ def test_optimizer_resumes_exactly():
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for each in (optimizer, resumed):
         take_steps(each, range(3, 5))
-    assert equal(state(resumed, second) + low(second), state(optimizer, first) + low(first))
+    ends = [state(o, p) + casts(o, p) for o, p in ((resumed, second), (optimizer, first))]
+    assert equal(*ends)
 
 
 def test_optimizer_leaves_alone_what_has_no_gradient():
@@ -402,11 +409,11 @@ def test_the_state_of_an_optimizer_that_orders_parameters_otherwise_is_refused()
 
 def test_weights_that_are_loaded_are_used_at_once():
     """In low precision, too, by the forward pass and by the step after it."""
-    layer, x = v4.Linear(33, 7, v4.Fusions()).to(DEVICE), randn(5, 33, dtype=torch.bfloat16)
-    optimizer = v4.FusedAdamW([[layer.weight]], 1e-2, torch.bfloat16)
+    layer, x = v4.Linear(33, 7, v4.Fusions(), v4.SideStreams()).to(DEVICE), randn(5, 33, dtype=torch.bfloat16)
+    optimizer = v4.FusedAdamW([[layer.weight]], 1e-2, torch.bfloat16, side=layer.side)
     for seed in (1, 2):
         layer.load_state_dict(random_state(layer.state_dict(), seed))
-        assert equal(low([layer.weight]), [layer.weight.to(torch.bfloat16)]), "a graph does not look"
+        assert equal(casts(optimizer, [layer.weight]), [layer.weight.to(torch.bfloat16)]), "a graph does not look"
         assert torch.equal(layer(x), F.linear(x, layer.weight.to(torch.bfloat16)))
         take_steps(optimizer, range(1))
         assert torch.equal(layer(x), F.linear(x, layer.weight.to(torch.bfloat16)))
@@ -430,7 +437,8 @@ def test_gradients_are_found_where_the_optimizer_reads_them_and_add_up(precision
         return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
     once = backward()
-    assert [n for n, p in model.named_parameters() if p.grad.data_ptr() != p.room.part(p).data_ptr()] == []
+    read = {name: model.side.buffers[p].part(p) for name, p in model.named_parameters()}
+    assert [n for n, p in model.named_parameters() if p.grad.data_ptr() != read[n].data_ptr()] == []
     narrow = args.use_amp and v4.NARROW_GRADIENTS
     assert once["layers.0.mlp.down_proj.weight"].dtype == (torch.bfloat16 if narrow else torch.float32)
     twice = backward()
@@ -577,7 +585,7 @@ class Products(TorchDispatchMode):
 def test_swiglu_gemm_multiplies_for_no_gradient_that_is_not_wanted(wanted: tuple[int, int, int], products: int):
     """Besides those of the Triton GEMM."""
     leaves = [t.requires_grad_(bool(w)) for t, w in zip((randn(5, 6), randn(8, 6), randn(6, 4)), wanted, strict=True)]
-    out = v4.SwiGLUGEMM.apply(*leaves, *(t.detach() for t in leaves[1:]), True)
+    out = v4.SwiGLUGEMM.apply(*leaves, *(t.detach() for t in leaves[1:]), True, v4.SideStreams())
     with Products() as seen:
         out.sum().backward()
     assert [t.grad is not None for t in leaves] == [bool(w) for w in wanted]
@@ -587,7 +595,7 @@ def test_swiglu_gemm_multiplies_for_no_gradient_that_is_not_wanted(wanted: tuple
 @pytest.mark.parametrize("wanted", [(1, 0), (0, 1)], ids=["input", "weight"])
 def test_a_projection_multiplies_for_no_gradient_that_is_not_wanted(wanted: tuple[int, int]):
     x, weight = (t.requires_grad_(bool(w)) for t, w in zip((randn(5, 6), randn(8, 6)), wanted, strict=True))
-    out = v4.linear(x, weight, v4.Fusions())
+    out = v4.linear(x, weight, v4.Fusions(), v4.SideStreams())
     with Products() as seen:
         out.sum().backward()
     assert (x.grad is None, weight.grad is None, seen.count) == (not wanted[0], not wanted[1], 1)

@@ -1,16 +1,15 @@
-"""profiling/turns.py: runs that fail beside others, and studies that go on where they were interrupted."""
+"""workshop/turns.py: runs that fail beside others, and studies that go on where they were interrupted."""
 
 import json
-import sys
 from collections.abc import Callable, Iterable
 
 import pytest
 import torch
-from conftest import ROOT, load, words
+from conftest import load, words
 
-sys.path.insert(0, str(ROOT))
-from profiling.program import ToolError
-from profiling.turns import GRAPH, all_measured, graph_of, in_turns, measure_study, on_gpu, speedup
+from workshop.cli import ToolError
+from workshop.study import measure_study
+from workshop.turns import GRAPH, all_measured, graph_of, in_turns, on_gpu, speedup
 
 SMALL = words("--hidden-dim 32 --num-layers 1 --num-heads 2 --seq-len 8 --batch-size 2 --vocab-size 50")
 
@@ -44,12 +43,12 @@ def test_each_turn_has_the_settings_of_its_own_side(monkeypatch):
     step = script.Trainer.step
 
     def watched(trainer):
-        blocks = script.blocks("attention_forward")["BLOCK_Q"]
+        blocks = script.blocks("attention_forward")["BLOCK_M"]
         seen["small" if "16" in trainer.args.blocks else "large"].append((blocks, torch.get_float32_matmul_precision()))
         return step(trainer)
 
     monkeypatch.setattr(script.Trainer, "step", watched)
-    blocks = "--disable-all-fusion --enable-triton-attention --blocks attention_forward:BLOCK_Q="
+    blocks = "--disable-all-fusion --enable-triton-attention --blocks attention_forward:BLOCK_M="
     sides = {
         "small": ("tiny_llama_v3", [*SMALL, *words(f"{blocks}16 --matmul-precision high")]),
         "large": ("tiny_llama_v3", [*SMALL, *words(f"{blocks}32")]),
@@ -61,10 +60,10 @@ def test_each_turn_has_the_settings_of_its_own_side(monkeypatch):
 
 def test_parsing_changes_nothing_for_another_run():
     script = load("tiny_llama_v3")
-    args = script.parse_args([*SMALL, "--blocks", "attention_forward:BLOCK_Q=16"])
+    args = script.parse_args([*SMALL, "--blocks", "attention_forward:BLOCK_M=16"])
     script.prepare(args)
     script.parse_args(SMALL)
-    assert script.blocks("attention_forward")["BLOCK_Q"] == 16
+    assert script.blocks("attention_forward")["BLOCK_M"] == 16
 
 
 @pytest.mark.parametrize("argv", [["--device", "cpu"], ["--device=cpu"], [], ["--disable-cuda-graph"]])

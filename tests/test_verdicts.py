@@ -6,15 +6,13 @@ import json
 import math
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from conftest import QUICK, ROOT, TINY, captured, run_main, strict_json
+from conftest import QUICK, ROOT, TINY, captured, forking_python, run_main, strict_json
 
-sys.path.insert(0, str(ROOT))
 from analysis_tools import compare_versions, regression_tester, validate_numerical_accuracy
-from profiling.turns import short_run
+from workshop.turns import short_run
 
 TINY_LLAMA = [*TINY["llama"], "--device", "cpu"]
 V1, V2 = ROOT / "tiny_llama_v1.py", ROOT / "tiny_llama_v2.py"
@@ -107,9 +105,15 @@ def regression(before: Path, after: Path, *argv: str) -> tuple[int, str, str]:
 
 def study(path: Path, *turns: float, name: str = "default", argv: str = "--seq-len 32", **more) -> Path:
     """A study with one row, in which V2 takes these milliseconds."""
-    side = {"script": "tiny_llama_v2", "argv": argv.split(), **({"turns_ms": turns} if turns else {}), **more}
+    side = {
+        "model": "tiny_llama",
+        "script": "tiny_llama_v2",
+        "argv": argv.split(),
+        **({"turns_ms": turns} if turns else {}),
+        **more,
+    }
     environment = {"device": "cuda", "device_name": "one"}
-    path.write_text(json.dumps({"environment": environment, "rows": [{"shape": name, "v2": side}]}))
+    path.write_text(json.dumps({"environment": environment, "rows": [{"shape": name, "side": "V2", **side}]}))
     return path
 
 
@@ -127,7 +131,7 @@ def study(path: Path, *turns: float, name: str = "default", argv: str = "--seq-l
 def test_verdicts_follow_from_the_ranges_of_the_turns(tmp_path, turns, argv, status, words):
     before, after = study(tmp_path / "a.json", 9, 9.5, 10, 10.5, 10.9), study(tmp_path / "b.json", *turns)
     found, out, err = regression(before, after, *argv)
-    assert (found, err, "default, v2" in out) == (status, "", True)
+    assert (found, err, "default, V2" in out) == (status, "", True)
     assert words in out
 
 
@@ -185,7 +189,7 @@ def test_runs_are_compared_with_the_range_of_their_steps(runs, tmp_path):
 
 def test_the_other_name_is_the_same_program(tmp_path):
     before, after = study(tmp_path / "a.json", 5, 6), study(tmp_path / "b.json", 7, 8)
-    tool = [sys.executable, str(ROOT / "analysis_tools" / "performance_regression_test.py")]
+    tool = [forking_python(), str(ROOT / "analysis_tools" / "performance_regression_test.py")]
     done = subprocess.run([*tool, "--baseline-results", before, "--current-results", after], capture_output=True)
     assert (done.returncode, b"slower" in done.stdout) == (1, True), done
 
@@ -206,16 +210,16 @@ def test_versions_are_measured_once_and_reported(tmp_path, monkeypatch):
     assert (status, out, (tmp_path / "versions.json").exists()) == (130, "", False), err
     status, out, err = compare(*argv)
     assert (status, "| V2" in out, "too few turns to tell" in out) == (0, True, True), err
-    (row,) = strict_json((tmp_path / "versions.json").read_text())["rows"]
+    v1, v2 = strict_json((tmp_path / "versions.json").read_text())["rows"]
     alone = short_run("tiny_llama_v1", [*compare_versions.LOSS_STEPS, *TINY_LLAMA])
-    assert row["v1"]["final_loss"] == pytest.approx(alone["loss"]["final"], rel=1e-5)
-    assert row["v2"]["per_step"] < row["v1"]["per_step"]
+    assert v1["final_loss"] == pytest.approx(alone["loss"]["final"], rel=1e-5)
+    assert v2["per_step"] < v1["per_step"]
 
     monkeypatch.setattr(compare_versions, "in_turns", interrupted)  # nothing is measured again
     status, again, err = compare(*argv, "--generate-report")
     assert (status, again.startswith(out.rstrip())) == (0, True), err
     report = (tmp_path / "version_comparison.md").read_text()
-    assert f"{row['v2']['batch_ms']:.2f}" in report
+    assert f"{v2['batch_ms']:.2f}" in report
     assert (tmp_path / "versions.png").read_bytes().startswith(b"\x89PNG")
     assert regression(tmp_path / "versions.json", tmp_path / "versions.json")[0] == 0
     assert "other settings" in compare(*argv, "--seed", "1")[2]

@@ -12,6 +12,8 @@ Examples:
 
 from __future__ import annotations
 
+import _root
+
 import json
 import math
 import sys
@@ -25,9 +27,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Circle, FancyArrowPatch, Rectangle
 from matplotlib.transforms import Bbox
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-from profiling.program import documented_parser, print_notes, run_tool  # noqa: E402
+from workshop.cli import documented_parser, print_notes, run_tool
+from workshop.files import ROOT
 
 PROG = Path(__file__).name
 FIGURES = ROOT / "docs/figures"
@@ -237,7 +238,7 @@ def merged_gemms() -> Sheet:
 
 def attention() -> Sheet:
     """Flash attention: tiles of the scores on the chip, an online softmax, and what is kept."""
-    row = next(row for row in read(H100 / "memory.json")["rows"] if row["seq_len"] == 2048)
+    memory = {row["side"]: row for row in read(H100 / "memory.json")["rows"] if row["seq_len"] == 2048}
     sheet = Sheet("Attention without the matrix", 500)
     left, top, tile, count = 104, 140, 54, 5
     size = tile * count
@@ -263,7 +264,7 @@ def attention() -> Sheet:
     sheet.text(x, 306, "q, k, v and the result", ha="left")
     sheet.text(x, 340, "one number per row of scores", ha="left")
     sheet.text(x, 374, "the scores: computed again", ha="left")
-    scores, flash = (row[name]["peak_mb"] / 1e3 for name in ("scores", "flash"))
+    scores, flash = (memory[name]["peak_mb"] / 1e3 for name in ("scores", "flash"))
     sheet.text(
         400,
         474,
@@ -431,8 +432,8 @@ def evoformer_block() -> Sheet:
 def two_streams() -> Sheet:
     """V4's backward pass: gradients of activations as a chain, gradients of weights and updates beside it."""
     study = [row for row in read(H100 / "ablation_tiny_llama_v4.json")["rows"] if row["precision"] == "bf16"]
-    alone = next(row for row in study if row["fusions"] == "only overlap")
-    none = next(row for row in study if row["fusions"] == "none" and row["group"] == alone["group"])
+    alone = next(row for row in study if row["on"] == ["overlap"])
+    none = next(row for row in study if not row["on"] and row["group"] == alone["group"])
     sheet = Sheet("V4's backward pass: only the chain must wait", 470)
     layers = (8, 7, 6, 5)
     chain, rest, height = 72, 58, 52
@@ -580,11 +581,12 @@ def versions() -> Sheet:
     }
     times = {}
     for shape in shapes:
-        row = row_of(H100 / "headline_v3.json", shape=shape, precision="bf16", mode="graph")
-        times[shape] = {version: row[version.lower()]["batch_ms"] for version in ("V1", "V2", "V3")}
+        same = {"shape": shape, "precision": "bf16", "mode": "graph"}
+        sides = {v: row_of(H100 / "headline_v3.json", side=v, **same) for v in ("V1", "V2", "V3")}
+        times[shape] = {version: row["batch_ms"] for version, row in sides.items()}
     for row in read(H100 / "fastest.json")["rows"]:
-        if row["precision"] == "bf16":
-            times[row["shape"]]["V4"] = row["V4"]["batch_ms"]
+        if (row["precision"], row["side"]) == ("bf16", "V4"):
+            times[row["shape"]]["V4"] = row["batch_ms"]
     heights = [66 + 40 * max(map(len, pair)) for pair in zip(*[iter(times.values())] * 2, strict=True)]
     sheet = Sheet("One training step, bf16, as one graph: milliseconds", 106 + sum(heights))
     for i, (shape, title) in enumerate(shapes.items()):

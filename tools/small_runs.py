@@ -12,15 +12,15 @@ Example:
 
 from __future__ import annotations
 
+import _root
+
 import os
 import re
 import runpy
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from profiling.program import DEFAULT_SCRIPT
+from workshop.script import DEFAULT_SCRIPT
 
 Scale = Callable[[int], int]
 

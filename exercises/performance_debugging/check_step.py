@@ -15,6 +15,8 @@ Examples:
 
 from __future__ import annotations
 
+import _root
+
 import argparse
 import importlib.util
 import json
@@ -24,8 +26,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from profiling.program import ToolError, cell, documented_parser, load_script, markdown_table, run_tool, write_text
+from workshop.cli import ToolError, documented_parser, run_tool
+from workshop.files import write_text
+from workshop.script import load_script
+from workshop.show import cell, markdown_table
 
 PROG = Path(__file__).name
 

@@ -16,27 +16,21 @@ Examples:
 
 from __future__ import annotations
 
+import _root
+
 import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from analysis_tools.results import Run, differences, load_run, report_failed
-from profiling.kernels import WITH_WARM_UP, KernelStatistics, load_trace, read_statistics, write_statistics
-from profiling.program import (
-    NOT_FINISHED,
-    ToolError,
-    cell,
-    documented_parser,
-    markdown_table,
-    print_notes,
-    run_tool,
-    write_text,
-)
-from profiling.records import Gradients, Stages, read
 from run_pytorch_profiler import analyse
+from workshop.cli import ToolError, documented_parser, print_notes, run_tool
+from workshop.files import write_text
+from workshop.profile.kernels import WITH_WARM_UP, KernelStatistics, load_trace, read_statistics, write_statistics
+from workshop.records import Gradients, Stages, read
+from workshop.results import Run, differences, load_run, report_failed
+from workshop.show import NOT_FINISHED, cell, markdown_table
 
 PROG = Path(__file__).name
 RESULTS = Path(__file__).resolve().parent / "results"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Train and profile V1, all stages and the final version, and compare them.
-# shellcheck source=profiling/common.sh
-source "$(dirname "${BASH_SOURCE[0]}")/../../profiling/common.sh"
+# shellcheck source=workshop/rocm/common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/../../workshop/rocm/common.sh"
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 results=$here/results
 arguments=(--batch-size 8 --seq-len 128 --num-steps 20)
@@ -71,7 +71,8 @@ check_arguments() { # before anything is done: do V1 and V3 know them?
     "$python" - "$root" "${arguments[@]}" <<'END'
 import sys
 sys.path.insert(0, sys.argv[1])
-from profiling.program import load_script, run_tool, script_arguments
+from workshop.cli import run_tool
+from workshop.script import load_script, script_arguments
 scripts = [f"{sys.argv[1]}/tiny_llama_v{version}.py" for version in (1, 3)]
 sys.exit(run_tool("arguments", lambda: [script_arguments(load_script(s), sys.argv[2:], None) for s in scripts] and 0))
 END

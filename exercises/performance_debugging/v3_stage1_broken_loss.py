@@ -6,15 +6,19 @@ Takes the arguments of tiny_llama_v3.py. What differs from it is below.
 
 from __future__ import annotations
 
+import _root
+
 import argparse
 import sys
 from pathlib import Path
 
-import torch
-from torch import nn
+from workshop.cli import needed
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-import tiny_llama_v3 as v3
+with needed():
+    import torch
+    from torch import nn
+
+    import tiny_llama_v3 as v3
 
 v3.SCRIPT, v3.__file__ = Path(__file__).stem, __file__  # its results bear this name
 

@@ -6,15 +6,19 @@ Takes the arguments of tiny_llama_v3.py. What differs from it is below.
 
 from __future__ import annotations
 
+import _root
+
 import sys
 from pathlib import Path
 
-import torch
-from torch import Tensor
+from workshop.cli import needed
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-import tiny_llama_v3 as v3
-from tiny_llama_v3 import tl, triton  # from there, because without a GPU it chooses Triton's interpreter first
+with needed():
+    import torch
+    from torch import Tensor
+
+    import tiny_llama_v3 as v3
+    from tiny_llama_v3 import tl, triton  # from there, because without a GPU it chooses Triton's interpreter first
 
 v3.SCRIPT, v3.__file__ = Path(__file__).stem, __file__  # its results bear this name
 
@@ -35,7 +39,10 @@ def naive_matmul_kernel(X, WEIGHT, OUT, columns, D, BLOCK: tl.constexpr):
 def naive_matmul(x: Tensor, weight: Tensor) -> Tensor:
     """x [T, D], weight [N, D] -> x @ weight.T [T, N]."""
     out = x.new_empty(len(x), len(weight))
-    v3.wrap_triton(naive_matmul_kernel)[(out.numel(),)](x, weight, out, *weight.shape, BLOCK=128, num_warps=1)
+    columns, dim = weight.shape
+    v3.wrap_triton(naive_matmul_kernel)[(out.numel(),)](
+        X=x, WEIGHT=weight, OUT=out, columns=columns, D=dim, BLOCK=128, num_warps=1
+    )
     return out
 
 

@@ -6,14 +6,18 @@ Takes the arguments of tiny_llama_v3.py. What differs from it is below.
 
 from __future__ import annotations
 
+import _root
+
 import sys
 from pathlib import Path
 
-import torch
-from torch import Tensor
+from workshop.cli import needed
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-import tiny_llama_v3 as v3
+with needed():
+    import torch
+    from torch import Tensor
+
+    import tiny_llama_v3 as v3
 
 v3.SCRIPT, v3.__file__ = Path(__file__).stem, __file__  # its results bear this name
 
@@ -23,10 +27,14 @@ class AddRMSNorm:
 
     @staticmethod
     def apply(x: Tensor, update: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype):
-        """x, update [..., D] -> norm(x + update) * weight in `dtype`, and x + update; without an update the norm."""
-        rows, programs, options = v3.row_options("rms_norm_forward", x)
-        normed, summed, rstd = torch.empty_like(x, dtype=dtype), torch.empty_like(x), x.new_empty(rows)
-        v3.rms_norm_forward_kernel[(programs,)](x, update, weight, normed, summed, rstd, rows, eps, **options)
+        """Compute norm(x + update) * weight in `dtype`, and x + update; without an update the norm."""
+        rows, programs, options = v3.row_launch("rms_norm_forward", x)
+        normed, summed = torch.empty_like(x, dtype=dtype), torch.empty_like(x)
+        rstd = x.new_empty(rows)
+        v3.rms_norm_forward_kernel[(programs,)](
+            X=x, UPDATE=update, WEIGHT=weight, NORMED=normed, SUMMED=summed, RSTD=rstd,
+            rows=rows, eps=eps, **options,
+        )  # fmt: skip
         return normed if update is None else (normed, summed)
 
 

@@ -11,17 +11,19 @@ Examples:
 
 from __future__ import annotations
 
+import _root
+
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-import torch
-from torch import Tensor
+from workshop.cli import ToolError, at_least, documented_parser, needed, run_tool
 
-from profiling.program import ToolError, at_least, documented_parser, run_tool
+with needed():
+    import torch
+    from torch import Tensor
 
 PROG = Path(__file__).name
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -10,6 +10,8 @@ Examples:
 
 from __future__ import annotations
 
+import _root
+
 import json
 import math
 import os
@@ -20,12 +22,15 @@ from itertools import accumulate
 from pathlib import Path
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise the profiler writes lines of its own on stderr
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-import torch
-import torch.nn.functional as F
-from torch import Tensor
 
-from profiling.program import at_least, documented_parser, drawing, markdown_table, run_tool, write_file, write_text
+from workshop.cli import at_least, documented_parser, needed, run_tool
+from workshop.files import write_file, write_text
+from workshop.show import drawing, markdown_table
+
+with needed():
+    import torch
+    import torch.nn.functional as F
+    from torch import Tensor
 
 PROG = Path(__file__).name
 HEADS, HEAD_DIM = 8, 16

@@ -10,6 +10,8 @@ Examples:
 
 from __future__ import annotations
 
+import _root
+
 import importlib.util
 import sys
 from collections.abc import Iterator
@@ -17,13 +19,14 @@ from pathlib import Path
 from types import ModuleType
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-import torch
-import torch.nn.functional as F
-from torch import Tensor
+from workshop.cli import ToolError, at_least, documented_parser, needed
 
-from exercises.tiny_llama_v3 import measure
-from profiling.program import ToolError, at_least, documented_parser
+with needed():
+    import torch
+    import torch.nn.functional as F
+    from torch import Tensor
+
+    from exercises.tiny_llama_v3 import measure
 
 PROG = Path(__file__).name
 CASES = (  # shape, type of the update, share that is dropped
@@ -55,7 +58,7 @@ def kept(module: ModuleType, shape: tuple[int, ...], p: float, number: int = 1) 
     ones = torch.ones(shape, device=measure.DEVICE)
     factor = module.residual_dropout(torch.zeros_like(ones), ones, ones[(0,) * (ones.dim() - 1)], seed(number), p)
     mask = (factor > 0).float()
-    measure.right(factor, mask / (1 - p), "the output with update = scale = 1, which must be 0 or 1 / (1 - p),")
+    measure.check_close(factor, mask / (1 - p), "the output with update = scale = 1, which must be 0 or 1 / (1 - p),")
     return mask
 
 
@@ -91,13 +94,13 @@ def check_case(module: ModuleType, shape: tuple[int, ...], dtype: torch.dtype, p
     out = module.residual_dropout(*inputs, seed(1), p)
     expected = exact[0] + exact[2] * exact[1] * factor
     where = f"of {list(shape)}, {str(dtype).removeprefix('torch.')}, p = {p},"
-    measure.right(out, expected, f"the output {where}")
+    measure.check_close(out, expected, f"the output {where}")
     found = torch.autograd.grad(out, inputs, grad)
     for name, one, other in zip(
         ("x", "update", "scale"), found, torch.autograd.grad(expected, exact, grad.double()), strict=True
     ):
         low = name == "update" and dtype != torch.float32
-        measure.right(one, other, f"the gradient of {name} {where}", 1e-2 if low else 1e-5)
+        measure.check_close(one, other, f"the gradient of {name} {where}", 1e-2 if low else 1e-5)
 
 
 def check(module: ModuleType) -> str:

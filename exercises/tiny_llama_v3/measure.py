@@ -10,26 +10,31 @@ Examples:
 
 from __future__ import annotations
 
+import _root
+
 import argparse
 import json
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-import torch
-from torch import Tensor, nn
+from workshop.cli import ToolError, documented_parser, needed, print_notes, run_tool
+from workshop.files import read_json, write_text
+from workshop.show import markdown_table
 
-import tiny_llama_v3 as v3  # before Triton: without a GPU it asks for the interpreter
-from profiling.program import ToolError, documented_parser, markdown_table, print_notes, read_json, run_tool, write_text
-from profiling.traffic import Traffic
+with needed():
+    import torch
+    from torch import Tensor, nn
+
+    import tiny_llama_v3 as v3  # before Triton: without a GPU it asks for the interpreter
+    from workshop.profile.traffic import Traffic
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
 
 
-def right(found: Tensor, expected: Tensor, what: str, tolerance: float = 1e-5) -> float:
-    """The largest error over the largest value; ToolError if it is above the tolerance or not a number."""
+def check_close(found: Tensor, expected: Tensor, what: str, tolerance: float = 1e-5) -> float:
+    """Return the largest error over the largest value; raise ToolError above the tolerance."""
     error = ((found.double() - expected.double()).abs().max() / expected.double().abs().max().clamp(min=1e-30)).item()
     if not error <= tolerance:
         raise ToolError(f"{what} is wrong: the largest error is {error:.1g} of the largest value", status=1)

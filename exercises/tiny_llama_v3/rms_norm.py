@@ -7,24 +7,27 @@ Examples:
 
 from __future__ import annotations
 
+import _root
+
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
+from workshop.cli import at_least, documented_parser, needed
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton looks at it when it is imported
-import torch.nn.functional as F
-import triton
-import triton.language as tl
-from torch import Tensor
+with needed():
+    import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-import tiny_llama_v3 as v3
-from exercises.tiny_llama_v3 import measure
-from profiling.program import at_least, documented_parser
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton looks at it when it is imported
+    import torch.nn.functional as F
+    import triton
+    import triton.language as tl
+    from torch import Tensor
+
+    import tiny_llama_v3 as v3
+    from exercises.tiny_llama_v3 import measure
 
 PROG = Path(__file__).name
 EPS = 1e-5
@@ -60,8 +63,8 @@ def check(rows: int, dim: int, warps: int) -> str:
     x, weight = inputs(rows, dim)
     expected = F.rms_norm(x.double(), (dim,), weight.double(), EPS)
     errors = [
-        measure.right(rms_norm(x, weight, warps), expected, f"the norm of {dim} channels"),
-        measure.right(F.rms_norm(x, (dim,), weight, EPS), expected, "the library's norm"),
+        measure.check_close(rms_norm(x, weight, warps), expected, f"the norm of {dim} channels"),
+        measure.check_close(F.rms_norm(x, (dim,), weight, EPS), expected, "the library's norm"),
     ]
     return f"{rows} rows of {dim} channels: right; largest error {errors[0]:.1e}, the library's {errors[1]:.1e}"
 

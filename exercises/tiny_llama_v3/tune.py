@@ -3,7 +3,7 @@
 
 Registers are those of a training step at the default sizes with --use-amp, compiled for the GPU at hand or --target; of
 several configurations the one with the most. Times are of kernels that only move bytes, on tensors of 65536 rows, which
-are those of tools/benchmark_kernels.py and longer than those of the step.
+are those of bench/operations.py and longer than those of the step.
 
 Examples:
   python exercises/tiny_llama_v3/tune.py rms_norm_forward TILE 1024 4096 16384
@@ -11,6 +11,8 @@ Examples:
 """
 
 from __future__ import annotations
+
+import _root
 
 import argparse
 import os
@@ -20,14 +22,17 @@ from pathlib import Path
 from unittest import mock
 
 os.environ["TRITON_INTERPRET"] = "0"  # before anything imports Triton: kernels are to be compiled
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-import torch
-import triton
 
-import tiny_llama_v3 as v3
-from exercises.tiny_llama_v3 import measure
-from profiling.program import ToolError, documented_parser, markdown_table, print_notes, run_tool
-from tools import compile_for_amd
+from workshop.cli import ToolError, documented_parser, needed, print_notes, run_tool
+from workshop.show import markdown_table
+
+with needed():
+    import torch
+    import triton
+
+    import tiny_llama_v3 as v3
+    from bench import compile_for_amd
+    from exercises.tiny_llama_v3 import measure
 
 PROG = Path(__file__).name
 
@@ -44,17 +49,12 @@ def target_here() -> str:
     return name
 
 
-def chosen(kernel: str, name: str, value: int, backend: str):
-    """Within it the kernel has this block size or number of warps."""
-    own = f"{kernel} {backend}"
-    return mock.patch.dict(v3.BLOCKS, {own: v3.BLOCKS.get(own, {}) | {name: value}})
-
-
 def needs(kernel: str, name: str, value: int, target: str) -> dict[str, str]:
     """Columns: what the kernel takes of a compute unit of this target."""
     backend = compile_for_amd.TARGETS[target][0].backend
-    with mock.patch.multiple(v3, BACKEND=backend, wrap_triton=None), chosen(kernel, name, value, backend):
-        launches = compile_for_amd.record(v3, backend, ["bfloat16"], ["default"])
+    with mock.patch.multiple(v3, BACKEND=backend, wrap_triton=None):
+        blocks = ["--blocks", f"{kernel}:{name}={value}"]
+        launches = compile_for_amd.record(v3, backend, ["bfloat16"], ["default"], blocks)
         launches = [launch for launch in launches if launch.kernel.__name__ == f"{kernel}_kernel"]
         found = [result for (result,) in compile_for_amd.compile_all(launches, [target])]
     if failed := [text for text in found if isinstance(text, str)]:
@@ -70,24 +70,22 @@ def needs(kernel: str, name: str, value: int, target: str) -> dict[str, str]:
 
 def measured(kernel: str, name: str, values: dict[int, dict[str, str]]) -> Iterator[dict]:
     """Rows of the table, with the columns of `needs`."""
-    from tools.benchmark_kernels import row_operators
+    from bench.operations import row_operators
 
     operators = ((operator, inputs) for script, operator, inputs in row_operators(65536) if script == v3.__name__)
     inputs = next((inputs for operator, inputs in operators if operator == kernel), None)
     if inputs is None:
-        raise ToolError(
-            f"{kernel} does not only move bytes: give --target here, and time it with tools/benchmark_kernels.py"
-        )
+        raise ToolError(f"{kernel} does not only move bytes: give --target here, and time it with bench/operations.py")
     function = getattr(v3, kernel)
     for value, columns in values.items():
-        with chosen(kernel, name, value, v3.BACKEND):
-            try:
-                results = function(*inputs)
-                results = (results,) if isinstance(results, torch.Tensor) else results
-                moved = sum(t.nbytes for t in (*inputs, *results) if isinstance(t, torch.Tensor))
-                yield measure.timed(f"{name}={value}", lambda: function(*inputs), moved, **columns)
-            except triton.runtime.errors.OutOfResources as error:
-                print_notes(PROG, f"{name}={value}: {error}")
+        v3.use_blocks(f"{kernel}:{name}={value}")
+        try:
+            results = function(*inputs)
+            results = (results,) if isinstance(results, torch.Tensor) else results
+            moved = sum(t.nbytes for t in (*inputs, *results) if isinstance(t, torch.Tensor))
+            yield measure.timed(f"{name}={value}", lambda: function(*inputs), moved, **columns)
+        except triton.runtime.errors.OutOfResources as error:
+            print_notes(PROG, f"{name}={value}: {error}")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -12,6 +12,8 @@ Examples:
 
 from __future__ import annotations
 
+import _root
+
 import itertools
 import math
 import os
@@ -19,19 +21,20 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import torch
+from workshop.cli import at_least, documented_parser, needed
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton looks at it when it is imported
-import triton
-import triton.language as tl
-from torch import Tensor
+with needed():
+    import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-import tiny_openfold_v3 as v3
-from exercises.tiny_llama_v3 import measure
-from profiling.program import at_least, documented_parser
-from tiny_openfold_v3 import load_bias, load_rows, scores, split_program
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton looks at it when it is imported
+    import triton
+    import triton.language as tl
+    from torch import Tensor
+
+    import tiny_openfold_v3 as v3
+    from exercises.tiny_llama_v3 import measure
+    from tiny_openfold_v3 import load_bias, load_rows, scores, split_program
 
 PROG = Path(__file__).name
 REPEATS = 5  # runs whose bits are compared
@@ -151,7 +154,7 @@ def check(case: Case) -> str:
     lines = [f"{length} positions, {rows} rows in groups of {case.group}"]
     for name, (function, _) in case.ways().items():
         found = [function() for _ in range(REPEATS)]
-        error = measure.right(found[0], expected, name, 1e-4)
+        error = measure.check_close(found[0], expected, name, 1e-4)
         different = max(int((found[0] != other).sum()) for other in found[1:])
         said = f"up to {different} of {expected.numel()} numbers differ" if different else "equal bits"
         lines.append(f"{name}: right (largest error {error:.0e}); {REPEATS} runs: {said}")

@@ -9,25 +9,28 @@ Examples:
 
 from __future__ import annotations
 
+import _root
+
 import os
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-import torch
+from workshop.cli import at_least, documented_parser, needed
+from workshop.show import markdown_table
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton looks at it when it is imported
-from torch import Tensor
+with needed():
+    import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton looks at it when it is imported
+    from torch import Tensor
 
-import tiny_openfold_v1 as v1
-import tiny_openfold_v2 as v2
-import tiny_openfold_v3 as v3
-from exercises.tiny_llama_v3 import measure
-from profiling.program import at_least, documented_parser, markdown_table
+    import tiny_openfold_v1 as v1
+    import tiny_openfold_v2 as v2
+    import tiny_openfold_v3 as v3
+    from exercises.tiny_llama_v3 import measure
 
 PROG = Path(__file__).name
 DTYPE = torch.bfloat16 if measure.GPU else torch.float32
@@ -98,7 +101,7 @@ def check(found: list[Ways]) -> str:
         (reference, _), *_ = ways.values()
         expected = reference()
         for name, (function, moved) in ways.items():
-            measure.right(function(), expected, name, 5e-2 if measure.GPU else 1e-5)
+            measure.check_close(function(), expected, name, 5e-2 if measure.GPU else 1e-5)
             lines.append([name, f"{moved / 1e6:.2f}"])
     return markdown_table(["read and written", "MB"], lines)
 

@@ -11,6 +11,8 @@ For environment_setup.sh:
 
 from __future__ import annotations
 
+import _root
+
 import argparse
 import dataclasses
 import importlib.metadata
@@ -28,9 +30,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-from profiling.program import Parser, documented_parser  # noqa: E402
+from workshop.cli import Parser, documented_parser
+from workshop.files import ROOT
 
 REQUIREMENTS = ROOT / "requirements.txt"
 TRACKS = ("cpu", "nvidia", "rocm")

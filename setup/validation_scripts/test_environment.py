@@ -43,8 +43,7 @@ MIN_MEMORY, MIN_DISK = 4 * GB, 1 * GB  # below these there is a remark, not a fa
 PACKAGES = {
     "numpy": "everything",
     "gemmi": "--structure (real proteins)",
-    "matplotlib": "plots of the analysis tools",
-    "plotly": "analysis_tools/performance_dashboard.py",
+    "matplotlib": "plots (docs/START.md, analysis tools)",
     "deepspeed": "run_deepspeed_flops.py (works without)",
 }
 

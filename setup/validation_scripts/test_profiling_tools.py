@@ -48,8 +48,7 @@ ROCTX_PURPOSE = "--enable-rocm-profiling"
 DATA_CENTRE_GPU = re.compile(r"gfx908|gfx90a|gfx94.|gfx95.")
 PACKAGES = {
     "deepspeed": "run_deepspeed_flops.py (works without)",
-    "matplotlib": "plots of the analysis tools",
-    "plotly": "analysis_tools/performance_dashboard.py",
+    "matplotlib": "plots (docs/START.md, analysis tools)",
 }
 
 

@@ -1,0 +1,1 @@
+"""Programs that measure this repository: where the figures in results/ come from."""

@@ -1,0 +1,108 @@
+#!/usr/bin/env python3
+"""Write the tables of Markdown files that a command prints, or check that they are what it prints now.
+
+Tables stand between two comments, of which the first names the command; it runs in the root of the repository:
+
+  <!-- table: python bench/versions.py table results/h100 -->
+  <!-- end of table -->
+
+Of a command that prints several, `COMMAND, only "TITLE" ...` takes those whose header begins so, in this order.
+
+Examples:
+  python bench/tables.py README.md           run the commands and put what they print between the comments
+  python bench/tables.py --check README.md   exit 1 and name the tables that differ, or whose command fails
+"""
+
+from __future__ import annotations
+
+import _root
+
+import argparse
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+from workshop.cli import ToolError, documented_parser, run_tool
+from workshop.files import ROOT, write_text
+
+PROG = Path(__file__).name
+TABLE = re.compile(r"^(<!-- tables?: (.+?) -->\n)(.*?)^(<!-- end of tables? -->)$", re.MULTILINE | re.DOTALL)
+ONLY = re.compile(r', only ((?: ?"[^"]+")+)$')
+COMMENT = re.compile(r"<!-- (?:end of )?tables?\b")
+
+
+def printed_by(command: str) -> str:
+    """What a command prints, or the tables of it that it names; `python` is this interpreter."""
+    command, *titles = ONLY.split(command)
+    try:
+        words = shlex.split(command)
+        if not words:
+            raise ToolError("the comment names no command")
+        words[0] = sys.executable if words[0] in ("python", "python3") else words[0]
+        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    except (OSError, ValueError) as error:
+        raise ToolError(f"{command}: {error}") from error
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or ["nothing on stderr"]
+        raise ToolError(f"status {done.returncode} of its command: {said[-1]}")
+    if not done.stdout.strip():
+        raise ToolError("its command prints nothing")
+    if titles:
+        return "\n".join(table_of(done.stdout, title) for title in re.findall('"(.+?)"', titles[0]))
+    return done.stdout.strip() + "\n"
+
+
+def table_of(printed: str, title: str) -> str:
+    """The one table whose header begins with this title, however its columns are padded."""
+    tables = printed.strip().split("\n\n")
+    found = [table for table in tables if " ".join(table.partition("\n")[0].split()).startswith(f"| {title}")]
+    if len(found) != 1:
+        raise ToolError(f"its command prints {len(found)} tables, not one table that begins with {title!r}")
+    return found[0] + "\n"
+
+
+def update(path: Path, check: bool) -> list[str]:
+    """Write the tables of a file, all or none; returns what is wrong, a line each."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        return [f"{path}: {getattr(error, 'strerror', None) or error}"]
+    tables = list(TABLE.finditer(text))
+    if len(COMMENT.findall(text)) != 2 * len(tables):
+        return [f"{path}: a comment that begins or ends a table lacks the other one, or is not a line of its own"]
+    wrong, parts, end = [], [], 0
+    for table in tables:
+        try:
+            printed = printed_by(table[2])
+            if check and printed != table[3]:
+                raise ToolError(f"its command prints another table; python bench/tables.py {path} writes it")
+        except ToolError as error:
+            wrong.append(f"{path}:{text.count(chr(10), 0, table.start()) + 1}: {error}")
+            continue
+        parts += [text[end : table.start(3)], printed]
+        end = table.end(3)
+    if not wrong and not check:
+        write_text(path, "".join([*parts, text[end:]]))
+    return wrong
+
+
+def update_all(args: argparse.Namespace) -> int:
+    """Name on stderr what is wrong; returns the exit status."""
+    wrong = [line for path in args.files for line in update(path, args.check)]
+    for line in wrong:
+        print(f"{PROG}: {line}", file=sys.stderr)
+    return int(bool(wrong))
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = documented_parser(PROG, __doc__)
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE.md")
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    args = parser.parse_args(argv)
+    return run_tool(PROG, lambda: update_all(args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,356 @@
+"""What other libraries offer for our operations and models, each given what its authors would.
+
+That is its own layout where it has one, the parameter type its newest kernels take, weights joined beforehand, no mask
+where none is needed, and its settings for this GPU. A side that names no layout begins with what our projection leaves
+and ends with what the next one takes, as in a model.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from types import MethodType, ModuleType
+from typing import NoReturn
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from workshop.files import ROOT
+
+# cuEquivariance runs PyTorch's operators for up to 100 positions, unless it is told not to; it reads this on import.
+os.environ.setdefault("CUEQ_TRIATTN_FALLBACK_THRESHOLD", "0")
+os.environ.setdefault("CUEQ_TRIMUL_FALLBACK_THRESHOLD", "0")
+AUTOTUNE = "max-autotune-no-cudagraphs"  # of torch.compile's modes that with the most tuning; the graph is ours
+Operation = Callable[..., Tensor]
+Step = Callable[[], Sequence[Tensor]]  # what is done once, and what it leaves
+
+
+def cuequivariance(name: str) -> Operation:
+    """An operation of NVIDIA's library; without it, one that raises ImportError where it is called."""
+    try:
+        return getattr(importlib.import_module("cuequivariance_torch"), name)
+    except ImportError as error:
+        missing = error  # the name of an exception ends with its block
+
+    def absent(*arguments: object, **options: object) -> NoReturn:
+        raise missing
+
+    return absent
+
+
+# Attention with pair bias
+
+
+def gated(out: Tensor, gate: Tensor, gate_bias: Tensor) -> Tensor:
+    """out and gate [B, R, H, N, D], gate_bias [H x D] -> sigmoid(gate + gate_bias) * out, [B, R, N, H x D]."""
+    gate = gate.transpose(2, 3) + gate_bias.view(out.shape[2], -1).to(gate.dtype)
+    return (torch.sigmoid(gate) * out.transpose(2, 3)).flatten(3)
+
+
+def plain_attention(qkvg: Tensor, gate_bias: Tensor, bias: Tensor) -> Tensor:
+    """qkvg [B, R, N, H, 4, D], bias [B, H, N, N]: with scores in memory, for torch.compile."""
+    q, k, v, gate = qkvg.transpose(2, 3).unbind(4)
+    out = (q @ k.mT / math.sqrt(q.shape[-1]) + bias[:, None]).softmax(-1) @ v
+    return gated(out, gate, gate_bias)
+
+
+def library_attention(qkvg: Tensor, gate_bias: Tensor, bias: Tensor) -> Tensor:
+    """As V2 does: samples and heads in one dimension, so that the bias is the same for all rows and is not copied."""
+    samples, rows, length, heads, _, dim = qkvg.shape
+    q, k, v, gate = qkvg.permute(4, 1, 0, 3, 2, 5).flatten(2, 3).unbind()  # [R, B x H, N, D]
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias.flatten(0, 1)[None])
+    gate = gate.unflatten(1, (samples, heads)) + gate_bias.view(heads, 1, dim).to(gate.dtype)
+    out = torch.sigmoid(gate) * out.unflatten(1, (samples, heads))
+    return out.permute(1, 0, 3, 2, 4).reshape(samples, rows, length, heads * dim)
+
+
+def cuequivariance_attention(qkvg: Tensor, gate_bias: Tensor, bias: Tensor) -> Tensor:
+    """NVIDIA's kernel for triangle attention without a mask, with the gate beside it."""
+    q, k, v, gate = qkvg.transpose(2, 3).unbind(4)  # [B, R, H, N, D]
+    return gated(cuequivariance("triangle_attention")(q, k, v, bias[:, None]), gate, gate_bias)
+
+
+def cudnn_attention(q: Tensor, k: Tensor, v: Tensor, *mask: Tensor, **options: bool) -> Tensor:
+    """scaled_dot_product_attention by cuDNN or not at all."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return F.scaled_dot_product_attention(q, k, v, *mask, **options)
+
+
+def flexible_attention(rows: int) -> Operation:
+    """FlexAttention compiled, whose score function adds the bias and so has its gradient.
+
+    q, k, v [B x R, H, N, D] with this number R of rows, bias [B, H, N, N].
+    """
+    from torch.nn.attention.flex_attention import flex_attention
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        def biased(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return score + bias[batch // rows, head, query, key]
+
+        return flex_attention(q, k, v, score_mod=biased)
+
+    return torch.compile(attend)
+
+
+@cache
+def megafold(clone: Path) -> Operation:
+    """TritonEvoformer of github.com/Supercomputing-System-AI-Lab/MegaFold with the blocks that its authors tuned.
+
+    q, k, v [B, R, N, H, D], mask [B, R, 1, 1, N], which is added, bias [B, 1, H, N, N]. ImportError without a clone.
+    """
+    file = clone / "megafold" / "model" / "FusedEvoAttention" / "evoattention.py"
+    if not file.exists():
+        raise ImportError(f"no MegaFold in {clone}: name a clone of it with --megafold")
+    spec = importlib.util.spec_from_file_location("megafold_evoattention", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.TritonEvoformer
+
+
+def attention_peers(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, clone: Path
+) -> dict[str, tuple[Operation, list[Tensor]]]:
+    """Attention alone, without the gate, from the layout that each library takes to the one that it leaves.
+
+    q, k, v [B, R, H, N, D], bias [B, H, N, N], `clone` of MegaFold -> operation and inputs of each.
+    """
+
+    def evoformer(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        return megafold(clone)(q, k, v, nothing_masked, bias)
+
+    heads_second = [t.transpose(0, 1).flatten(1, 2).contiguous() for t in (q, k, v)]  # [R, B x H, N, D]
+    heads_fourth = [t.transpose(2, 3).contiguous() for t in (q, k, v)]  # [B, R, N, H, D]
+    nothing_masked = q.new_zeros(*q.shape[:2], 1, 1, q.shape[3])
+    per_sample, of_all = bias[:, None], bias.flatten(0, 1)[None]  # [B, 1, H, N, N], [1, B x H, N, N]
+    return {
+        "SDPA": (F.scaled_dot_product_attention, [*heads_second, of_all]),
+        "cuDNN": (cudnn_attention, [*heads_second, of_all]),
+        "FlexAttention": (
+            flexible_attention(q.shape[1]),
+            [*(t.flatten(0, 1) for t in (q, k, v)), bias],
+        ),
+        "cuEquivariance": (  # before Blackwell its kernel reads the bias in float32
+            cuequivariance("triangle_attention"),
+            [q, k, v, per_sample.float()],
+        ),
+        "MegaFold": (evoformer, [*heads_fourth, per_sample]),
+    }
+
+
+# Triangle multiplication
+
+
+JOINED = {  # arguments of triangle_multiplicative_update, and the modules of ours that they join
+    "norm_in": ("layer_norm_in",),
+    "p_in": ("linear_a_p", "linear_b_p"),
+    "g_in": ("linear_a_g", "linear_b_g"),
+    "norm_out": ("layer_norm_out",),
+    "p_out": ("linear_z",),
+    "g_out": ("linear_g",),
+}
+
+
+class JoinedTriangle(nn.Module):
+    """NVIDIA's fused operation with the weights of our module: joined here and once, as its interface wants them.
+
+    `dtype` of the parameters: in bfloat16, and without autocast, its newest kernel for training runs. Settings of its
+    other kernels come with the package for this GPU; CUEQ_TRITON_TUNING=ONDEMAND tunes them anew, in minutes a shape.
+    """
+
+    def __init__(self, weights: Mapping[str, Tensor], direction: str, dtype: torch.dtype):
+        super().__init__()
+        self.direction, self.operation = direction, cuequivariance("triangle_multiplicative_update")
+        for name, parts in JOINED.items():
+            for kind in ("weight", "bias"):
+                joined = torch.cat([weights[f"{part}.{kind}"] for part in parts]).to(dtype)
+                self.register_parameter(f"{name}_{kind}", nn.Parameter(joined))
+
+    def forward(self, pair: Tensor) -> Tensor:
+        """pair [B, N, N, c_z] -> update of pair."""
+        return self.operation(pair, direction=self.direction, **dict(self.named_parameters()))
+
+
+# A whole Evoformer block
+
+
+def with_cuequivariance(block: nn.Module) -> nn.Module:
+    """V2's Evoformer block with NVIDIA's operations where they apply, in the type that its parameters have."""
+
+    triangle_attention = cuequivariance("triangle_attention")
+
+    def attend(self: nn.Module, x: Tensor, bias: Tensor) -> Tensor:
+        q, k, v, gate = self.project(x.reshape(-1, x.shape[-1]))  # [B x R x N, H, C / H]
+        q, k, v = (t.view(*x.shape[:3], self.heads, -1).transpose(2, 3) for t in (q, k, v))
+        out = triangle_attention(q, k, v, bias[:, None]).transpose(2, 3)  # [B, R, N, H, C / H]
+        return self.linear_o((torch.sigmoid(gate) * out.reshape(gate.shape)).view(x.shape))
+
+    for name, direction in (("tri_mul_out", "outgoing"), ("tri_mul_in", "incoming")):
+        weights = getattr(block, name).state_dict()
+        dtype = weights["linear_z.weight"].dtype
+        setattr(block, name, JoinedTriangle(weights, direction, dtype))
+    for name in ("msa_att_row", "tri_att_start", "tri_att_end"):
+        module = getattr(block, name)
+        module.attend = MethodType(attend, module)
+    return block
+
+
+def openfold_block(ours: nn.Module, config: object, clone: Path) -> nn.Module:
+    """OpenFold's own EvoformerBlock with the weights of ours: forward(msa, pair). ImportError without a clone.
+
+    Its masks are ones, which it always multiplies by. Its extension for inference is not built, nor called here, nor
+    is DeepSpeed's attention, which it can call where that is installed.
+    """
+    if not (clone / "openfold" / "model" / "evoformer.py").exists():
+        raise ImportError(f"no OpenFold in {clone}: name a clone of github.com/aqlaboratory/openfold with --openfold")
+    sys.modules.setdefault("attn_core_inplace_cuda", ModuleType("attn_core_inplace_cuda"))
+    for name in ("openfold", "openfold.model"):  # whose own __init__ import what reads data and draws structures
+        package = sys.modules.setdefault(name, ModuleType(name))
+        package.__path__ = [str(clone / name.replace(".", "/"))]
+    dim, pair = config.msa_dim, config.pair_dim
+    theirs = importlib.import_module("openfold.model.evoformer").EvoformerBlock(
+        c_m=dim, c_z=pair,
+        c_hidden_msa_att=dim // config.num_heads_msa, no_heads_msa=config.num_heads_msa,
+        c_hidden_pair_att=pair // config.num_heads_pair, no_heads_pair=config.num_heads_pair,
+        c_hidden_opm=config.outer_product_dim, c_hidden_mul=pair, transition_n=config.transition_factor,
+        msa_dropout=0.0, pair_dropout=0.0, no_column_attention=False, opm_first=False,
+        fuse_projection_weights=False, inf=1e9, eps=1e-3,
+    )  # fmt: skip
+    names = {re.sub(r"\b(core|pair_stack|mha|_msa_att)\.", "", name): name for name in theirs.state_dict()}
+    theirs.load_state_dict({names[name]: value for name, value in ours.state_dict().items()})
+
+    class Unmasked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = theirs
+
+        def forward(self, msa: Tensor, pair: Tensor) -> tuple[Tensor, Tensor]:
+            return self.block(msa, pair, msa.new_ones(msa.shape[:-1]), pair.new_ones(pair.shape[:-1]))
+
+    return Unmasked().to(next(ours.parameters()).device)
+
+
+# Optimizers that keep float32 weights beside those of the matrix products
+
+
+def torch_adamw(masters: Sequence[nn.Parameter], low: Sequence[Tensor], narrow: bool) -> Step:
+    """PyTorch's fused AdamW on float32 weights and then their copies in `low` -> a step.
+
+    `narrow`: gradients come in the type of the copies and are widened first, otherwise they are float32 as autocast's.
+    """
+    optimizer = torch.optim.AdamW(masters, lr=3e-4, fused=True, capturable=masters[0].is_cuda)
+    for master in masters:
+        master.grad = torch.randn_like(master)
+    wide, grads = [master.grad for master in masters], [torch.randn_like(weight) for weight in low]
+
+    @torch.no_grad()
+    def step() -> Sequence[Tensor]:
+        if narrow:
+            torch._foreach_copy_(wide, grads)
+        optimizer.step()
+        torch._foreach_copy_(low, list(masters))
+        return ()
+
+    return step
+
+
+def fused_adam(module: str, low: Sequence[Tensor]) -> Step:
+    """FusedAdam of Apex or Transformer Engine, with master weights of its own -> a step."""
+    optimizers: list[torch.optim.Optimizer] = []
+
+    def step() -> Sequence[Tensor]:
+        if not optimizers:
+            weights = [nn.Parameter(weight.clone()) for weight in low]
+            for weight in weights:
+                weight.grad = torch.randn_like(weight)
+            build = importlib.import_module(module).FusedAdam
+            settings = {"lr": 3e-4, "weight_decay": 0.01, "capturable": True, "master_weights": True}
+            optimizers.append(build(weights, **settings))
+        optimizers[0].step()
+        return ()
+
+    return step
+
+
+# Llamas with our sizes and weights
+
+
+def hugging_face(ours: nn.Module) -> nn.Module:
+    """transformers' Llama of the same sizes and weights, whose names only get the prefix `model.`."""
+    from transformers import LlamaConfig, LlamaForCausalLM, masking_utils
+
+    sizes = ours.config
+    config = LlamaConfig(
+        vocab_size=sizes.vocab_size, hidden_size=sizes.hidden_dim, intermediate_size=sizes.intermediate_dim,
+        num_hidden_layers=sizes.num_layers, num_attention_heads=sizes.num_heads, num_key_value_heads=sizes.num_kv_heads,
+        max_position_embeddings=sizes.seq_len, rms_norm_eps=sizes.norm_eps, tie_word_embeddings=True, use_cache=False,
+        attn_implementation="sdpa",
+    )  # fmt: skip
+    theirs = LlamaForCausalLM(config).to(next(ours.parameters()).device).train()
+    # To find out whether sequences are packed, which they are not here, it would wait for the device in every step.
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    weights = {f"model.{name}": value for name, value in ours.state_dict().items()}
+    theirs.load_state_dict({**weights, "lm_head.weight": weights["model.embed_tokens.weight"]})
+    return theirs
+
+
+def with_liger(model: nn.Module, **chosen: bool) -> Callable:
+    """The model's forward pass with Liger's kernels.
+
+    What they replace in the library is so only while this runs.
+    """
+    from liger_kernel.transformers import apply_liger_kernel_to_llama
+    from transformers.models.llama import modeling_llama
+
+    library, plain = vars(modeling_llama), dict(vars(modeling_llama))
+    apply_liger_kernel_to_llama(model=model, **chosen)
+    patched = dict(library)
+    library.update(plain)
+
+    def forward(**batch: Tensor) -> object:
+        library.update(patched)
+        try:
+            return model(**batch)
+        finally:
+            library.update(plain)
+
+    return forward
+
+
+class Peer(nn.Module):
+    """Another library's model as the harness calls ours: model(input_ids, labels) -> the loss."""
+
+    def __init__(self, ours: nn.Module, made_fast: Callable[[nn.Module], Callable]):
+        super().__init__()
+        self.config, self.model = ours.config, hugging_face(ours)
+        self.run = made_fast(self.model)
+
+    def forward(self, **batch: Tensor) -> Tensor:
+        return self.run(**batch).loss
+
+
+PEERS = {  # what Hugging Face's Llama is made into; Liger's loss asks the device for a number, which no graph can
+    "hugging_face": lambda model: model,
+    "hugging_face_compiled": torch.compile,
+    "liger": lambda model: with_liger(model, fused_linear_cross_entropy=False),
+}
+
+
+def peer_script(name: str) -> str:
+    """A module like TinyLlama V1, with its data, optimizer and clock, whose model is this peer -> the module's name."""
+    script = f"tiny_llama_{name}"
+    spec = importlib.util.spec_from_file_location(script, ROOT / "tiny_llama_v1.py")
+    sys.modules[script] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    build, module.SCRIPT = module.build_model, script
+    module.build_model = lambda args, device: Peer(build(args, device), PEERS[name])
+    return script

@@ -1,0 +1,81 @@
+"""Files: read as checked, written whole or not at all, and never over an input."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import secrets
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from workshop.cli import ToolError, inputs
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def read_json(path: Path) -> dict:
+    """A JSON object; ToolError if the file cannot be read or holds something else."""
+    reads(path)
+    try:
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ToolError(f"{path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise ToolError(f"{path}: not JSON, or cut off ({error})") from error
+    if not isinstance(content, dict):
+        raise ToolError(f"{path}: not a JSON object")
+    return content
+
+
+def reads(path: Path) -> Path:
+    """The path of a file that is about to be read, on which the program then does not write."""
+    inputs.add(os.path.realpath(path))
+    return path
+
+
+def write_file(path: Path, write: Callable[[Path], object], replace: bool = False) -> None:
+    """Have `write` make a file beside `path` and move it there, so that a reader never sees half of it.
+
+    Each writer has a file of its own, so of several at once the last one wins. ToolError where this program has read
+    from `path`, unless it is to `replace` that.
+    """
+    if not path.name:
+        raise ToolError(f"{path}: not the name of a file")
+    try:
+        target = Path(os.path.realpath(path))  # a link stays a link
+        if str(target) in inputs and not replace:
+            raise ToolError(f"{path}: it is an input, so nothing is written there; name another file")
+        if target.exists() and not target.is_file():
+            raise ToolError(f"{path}: cannot write there (it is not a file)")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = target.with_name(f".{secrets.token_hex(8)}.tmp{target.suffix}")
+        try:
+            write(temporary)
+            temporary.replace(target)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except (OSError, UnicodeEncodeError) as error:
+        raise ToolError(f"{path}: cannot write there ({getattr(error, 'strerror', None) or error})") from error
+
+
+def write_text(path: Path, text: str, replace: bool = False) -> None:
+    """Write or replace a text file."""
+    write_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8"), replace)
+
+
+def as_cell(value: object) -> object:
+    """The value for a CSV file: text that a spreadsheet would take for a formula begins with a '."""
+    return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")) else value
+
+
+def write_csv(path: Path, rows: Sequence[dict]) -> None:
+    """Write rows with the same keys, which become the header; None is an empty cell."""
+
+    def write(temporary: Path) -> None:
+        with temporary.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(map(as_cell, rows[0]))
+            writer.writerows([as_cell(row[name]) for name in rows[0]] for row in rows)
+
+    write_file(path, write)

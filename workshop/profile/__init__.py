@@ -1,0 +1,1 @@
+"""Profiles of training steps: kernels by name, FLOPs and bytes, and the ceilings of a device."""

@@ -1,0 +1,338 @@
+"""FLOPs, bytes and times of the parts of a model or of a training step, the rates that follow, and their picture.
+
+A part is a kind of module (`layers.*.mlp`) in one forward pass, or a group of operators (GEMM, attention, ...) in a
+whole training step. `trainer` is the Trainer of a version script throughout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from workshop.cli import ToolError
+from workshop.files import write_file
+from workshop.profile.ceilings import Ceilings
+from workshop.profile.kernels import category, complete, has_gpu, kernels_of, range_of_each, ranges_of
+from workshop.script import interpret_without_gpu
+from workshop.show import drawing
+
+if TYPE_CHECKING:  # where it is missing, --help of the programs works
+    import torch
+    from torch import nn
+    from torch.utils.flop_counter import FlopCounterMode
+
+RANGE = "module "  # what the names of the profiler's ranges begin with
+WARMUP, STEPS = 2, 3  # training steps before and under the profiler
+
+
+def flop_counter() -> FlopCounterMode:
+    """torch's counter, with the one fused attention that it does not know: that of CPUs."""
+    import torch
+
+    interpret_without_gpu()  # it imports Triton
+    from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+    def forward(query, key, value, *unused, out_shape=None, **options) -> int:
+        return sdpa_flop_count(query, key, value)
+
+    def backward(grad, query, key, value, *unused, out_shape=None, **options) -> int:
+        return sdpa_backward_flop_count(grad, query, key, value)
+
+    name = "_scaled_dot_product_flash_attention_for_cpu"
+    formulas = {getattr(torch.ops.aten, name): forward, getattr(torch.ops.aten, f"{name}_backward"): backward}
+    return FlopCounterMode(display=False, custom_mapping=formulas)
+
+
+def profiled_steps(trainer) -> Iterator[list[dict]]:
+    """The events of STEPS training steps, each in a trace of its own; the first step must have been taken."""
+    for _ in range(STEPS):
+        events = trainer.trace(trainer.profile())["traceEvents"]
+        if trainer.gpu and not has_gpu(events):
+            raise ToolError("the profiler saw no kernels on the GPU: may this user profile it?", status=1)
+        yield events
+
+
+# --- kinds of modules, one forward pass
+
+
+def module_kinds(model: nn.Module) -> dict[str, str]:
+    """The modules that get a row, as {qualified name: kind}: the model, its children, and those of repeated blocks."""
+    from torch import nn
+
+    kinds = {"": "model (rest)"}
+    for name, child in model.named_children():
+        if not isinstance(child, (nn.ModuleList, nn.Sequential)):
+            kinds[name] = name
+            continue
+        for index, block in child.named_children():
+            parts = [part for part, _ in block.named_children()]
+            kinds[f"{name}.{index}"] = f"{name}.* (rest)" if parts else f"{name}.*"
+            kinds |= {f"{name}.{index}.{part}": f"{name}.*.{part}" for part in parts}
+    return kinds
+
+
+def enclosing(name: str, kinds: dict[str, str]) -> str | None:
+    """The innermost other module of `kinds` around this one; None for the model itself."""
+    while name:
+        name = name.rpartition(".")[0]
+        if name in kinds:
+            return name
+    return None
+
+
+def without_children(inclusive: dict[str, int], kinds: dict[str, str]) -> Counter:
+    """Counts that include inner modules -> counts per kind that include none of those that have a row themselves."""
+    own = Counter({name: inclusive.get(name, 0) for name in kinds})
+    for name in kinds:
+        if (outer := enclosing(name, kinds)) is not None:
+            own[outer] -= inclusive.get(name, 0)
+    total: Counter = Counter()
+    for name, kind in kinds.items():
+        total[kind] += own[name]
+    return total
+
+
+def count_modules(trainer, kinds: dict[str, str], no_work: tuple[str, ...]) -> tuple[Counter, int, Counter]:
+    """FLOP of one forward pass per kind of module, FLOP of forward and backward, bytes of the forward per kind."""
+    from workshop.profile.traffic import Traffic
+
+    batch, root = trainer.next_batch(), type(trainer.model).__name__
+    with flop_counter() as counter:
+        with Traffic(trainer.model, kinds, no_work) as traffic, trainer.autocast():
+            loss = trainer.model(**batch)
+        counts = counter.get_flop_counts()
+        inclusive = {name: sum(counts.get(f"{root}.{name}" if name else root, {}).values()) for name in kinds}
+        loss.backward()
+    trainer.model.zero_grad(set_to_none=True)
+    moved: Counter = Counter()
+    for name, amount in traffic.bytes_of.items():
+        moved[kinds[name]] += amount
+    return without_children(inclusive, kinds), counter.get_total_flops(), moved
+
+
+@contextlib.contextmanager
+def named_ranges(model: nn.Module, kinds: dict[str, str]) -> Iterator[None]:
+    """Make each forward pass of these modules a range of the profiler."""
+    import torch
+
+    open_ranges, handles = [], []
+
+    def enter(kind: str) -> Callable:
+        def hook(*unused) -> None:
+            open_ranges.append(torch.profiler.record_function(RANGE + kind))
+            open_ranges[-1].__enter__()
+
+        return hook
+
+    def leave(*unused) -> None:
+        open_ranges.pop().__exit__(None, None, None)
+
+    for name, module in model.named_modules():
+        if name in kinds:
+            handles += [module.register_forward_pre_hook(enter(kinds[name])), module.register_forward_hook(leave)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def module_times(trainer, kinds: dict[str, str]) -> Counter:
+    """Milliseconds of one forward pass per kind of module, without the inner modules that have a row themselves."""
+    for _ in range(WARMUP):
+        trainer.step()
+    spent: Counter = Counter()
+    with named_ranges(trainer.model, kinds):
+        for events in profiled_steps(trainer):
+            spent.update(times_in_ranges(events, kinds.values()))
+    return Counter({kind: ms / STEPS for kind, ms in spent.items()})
+
+
+def times_in_ranges(events: Sequence[dict], kinds: Iterable[str]) -> Counter:
+    """Milliseconds in the ranges of each kind but not in a range inside: of kernels, or without a GPU of the host."""
+    ranges = ranges_of(events, {RANGE + kind for kind in kinds})
+    spent: Counter = Counter()
+    if has_gpu(events):
+        kernels = kernels_of(events)
+        for name, kernel in zip(range_of_each(kernels, ranges), kernels, strict=True):
+            if name is not None:
+                spent[name.removeprefix(RANGE)] += kernel.duration_ns / 1e6
+        return spent
+    outer = []
+    for inner in ranges:
+        while outer and outer[-1].end <= inner.start:
+            outer.pop()
+        duration = (inner.end - inner.start) / 1e3
+        spent[inner.name.removeprefix(RANGE)] += duration
+        if outer:
+            spent[outer[-1].name.removeprefix(RANGE)] -= duration
+        outer.append(inner)
+    return spent
+
+
+def module_rows(
+    model: nn.Module, kinds: dict[str, str], flop: Counter, moved: Counter | None, spent: Counter | None,
+    ceilings: Ceilings | None,
+) -> list[dict]:  # fmt: skip
+    """A row for each kind of module, in the order of the model; what was not counted or measured is None."""
+    rows: dict[str, dict] = {}
+    for name, kind in kinds.items():
+        module = model.get_submodule(name)
+        rest = any(enclosing(other, kinds) == name for other in kinds)  # the others' parameters are in their rows
+        row = rows.setdefault(kind, {"module": kind, "blocks": 0, "parameters": 0})
+        row["blocks"] += 1
+        row["parameters"] += sum(parameter.numel() for parameter in module.parameters(recurse=not rest))
+    for kind, row in rows.items():
+        row |= {"flop": flop[kind], "share_percent": 100 * flop[kind] / flop.total()}
+        counted = (None if values is None else values[kind] for values in (moved, spent))
+        row |= rates(flop[kind], *counted, ceilings)
+    return list(rows.values())
+
+
+# --- groups of operators, a whole training step
+
+
+def group_flops(module: ModuleType, args: argparse.Namespace, device: torch.device) -> Counter:
+    """FLOP of the matrix products of one training step, for the group that computes them here.
+
+    All of them are counted on the model with everything off, as the scripts count their "FLOPs per step": what a fused
+    kernel multiplies is what its unfused parts multiply, and a counter does not see into our own kernels. Attention has
+    what PyTorch's GEMM operators no longer compute once its fused kernels are on; GEMM has the rest.
+    """
+    import torch
+
+    meta = torch.device("meta")
+    batch = module.make_batches(args, torch.device("cpu"), args.seed).next_batch()
+    model = module.build_model(module.all_off(args), meta)
+    with flop_counter() as counter:
+        model(**{name: value.to(meta) for name, value in batch.items()}).backward()
+    flop = Counter({"GEMM": counter.get_total_flops()})
+    fused = {name: True for flag, name, _ in module.FUSIONS if "attention" in flag and getattr(args, name)}
+    if fused:
+        trainer = module.Trainer(module.all_off(args, **fused), device)
+        with flop_counter() as counter:
+            with trainer.autocast():
+                loss = trainer.model(**trainer.next_batch())
+            loss.backward()
+        counts = counter.get_flop_counts()["Global"]
+        seen = sum(n for operator, n in counts.items() if category(f"aten::{operator.__name__}") == "GEMM")
+        flop = Counter({"GEMM": seen, "attention": flop["GEMM"] - seen})
+    return flop
+
+
+def group_bytes(trainer, no_work: tuple[str, ...]) -> Counter:
+    """Bytes that the operators of one training step read and write, per group.
+
+    PyTorch's optimizer works in place and has no result to count: it reads weights, gradients and two moments, and
+    writes all of them but the gradients.
+    """
+    import torch
+
+    from workshop.profile.traffic import Traffic
+
+    batch = trainer.next_batch()
+    with Traffic(trainer.model, {}, no_work) as traffic:
+        trainer.compute(batch)
+    moved: Counter = Counter()
+    for operator, amount in traffic.by_operator.items():
+        moved[category(operator)] += amount
+    if isinstance(trainer.optimizer, torch.optim.AdamW):
+        moved["optimizer"] += 7 * sum(parameter.nbytes for parameter in trainer.model.parameters())
+    return moved
+
+
+def group_times(trainer) -> Counter:
+    """Milliseconds of one training step per group: of kernels, or without a GPU of operators."""
+    for _ in range(WARMUP):
+        trainer.step()
+    spent: Counter = Counter()
+    for events in profiled_steps(trainer):
+        spent.update(times_of_operators(events))
+    return Counter({group: ms / STEPS for group, ms in spent.items()})
+
+
+def times_of_operators(events: Sequence[dict]) -> Counter:
+    """Milliseconds per group of the operator that launched each kernel, because bytes are counted by operator too.
+
+    Where a trace does not tell the operator, the name of the kernel decides.
+    """
+    names = {call.get("args", {}).get("External id"): call["name"] for call in complete(events, "cpu_op")}
+    names.pop(None, None)
+    spent: Counter = Counter()
+    for kernel in kernels_of(events):
+        spent[category(names.get(kernel.operator, kernel.name))] += kernel.duration_ns / 1e6
+    return spent
+
+
+# --- both
+
+
+def rates(flop: int, moved: int | None = None, ms: float | None = None, ceilings: Ceilings | None = None) -> dict:
+    """Bytes, time and rates of a part as the columns of its row; None where not measured, or without FLOP or time."""
+    intensity = flop / moved if moved else None
+    achieved = flop / ms / 1e9 if flop and ms and intensity and ceilings else None
+    roof = ceilings.roof(intensity) if achieved else None
+    return {
+        "bytes": moved,
+        "flop_per_byte": intensity,
+        "ms": ms,
+        "achieved_tflops": achieved,
+        "roof_tflops": roof,
+        "percent_of_roof": 100 * achieved / roof if achieved else None,
+    }
+
+
+def draw(path: Path, title: str, rows: dict[str, dict], ceilings: Ceilings, bandwidths: bool = False) -> None:
+    """The roofline as PNG: both ceilings, and a point for each labelled row that has FLOP and a time.
+
+    With `bandwidths` there are bars beside it: GB/s of every row, which also shows those that multiply nothing.
+    """
+    pyplot = drawing()
+    size = (15, max(6, 0.27 * len(rows))) if bandwidths else (10, 6)
+    figure, panels = pyplot.subplots(1, 1 + bandwidths, figsize=size, layout="constrained", squeeze=False)
+    draw_roofline(panels[0, 0], {label: row for label, row in rows.items() if row["achieved_tflops"]}, ceilings)
+    if bandwidths:
+        draw_bandwidths(panels[0, 1], rows, ceilings)
+    place = {"loc": "outside lower center", "ncols": 3} if bandwidths else {"loc": "outside right upper"}
+    figure.legend(*panels[0, 0].get_legend_handles_labels(), **place, fontsize="small")
+    figure.suptitle(title)
+    write_file(path, lambda temporary: figure.savefig(temporary, dpi=150))
+    pyplot.close(figure)
+
+
+def draw_roofline(axes, points: dict[str, dict], ceilings: Ceilings) -> None:
+    """TFLOP/s over FLOP per byte."""
+    from matplotlib import ticker
+
+    places = [ceilings.ridge, *(row["flop_per_byte"] for row in points.values())]
+    low, high = min(places) / 3, max(places) * 10
+    bandwidth = f"copy {ceilings.copy_gb_per_s:.4g} GB/s"
+    peak = f"GEMM {ceilings.gemm_tflops:.3g} TFLOP/s ({ceilings.precision})"
+    ridge, top = ceilings.ridge, ceilings.gemm_tflops
+    axes.plot([low, ridge], [ceilings.roof(low), top], color="black", label=bandwidth)
+    axes.plot([ridge, high], [top, top], color="black", linestyle="--", label=peak)
+    for index, (label, row) in enumerate(points.items()):
+        marker = "osD^v<>Ph*X8p"[index % 13]
+        axes.plot(row["flop_per_byte"], row["achieved_tflops"], marker, color=f"C{index % 10}", label=label)
+    axes.set(xscale="log", yscale="log", xlabel="FLOP per byte moved", ylabel="TFLOP/s")
+    for axis in (axes.xaxis, axes.yaxis):  # 10, 20, 50 in place of powers of ten alone, where there is room
+        first, last = axis.get_view_interval()
+        axis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5) if last < 1e4 * first else (1,), numticks=20))
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_locator(ticker.NullLocator())
+    axes.grid(alpha=0.2)
+
+
+def draw_bandwidths(axes, rows: dict[str, dict], ceilings: Ceilings) -> None:
+    """GB/s of each row that moves bytes, beside the rate of a copy."""
+    bars = {label: row["bytes"] / row["ms"] / 1e6 for label, row in rows.items() if row["bytes"] and row["ms"]}
+    axes.barh([*bars], [*bars.values()], color="C7")
+    axes.axvline(ceilings.copy_gb_per_s, color="black")
+    axes.invert_yaxis()
+    axes.set_xlabel(f"GB/s moved; the line is a copy, {ceilings.copy_gb_per_s:.4g} GB/s")
+    axes.grid(axis="x", alpha=0.2)

@@ -1,0 +1,79 @@
+"""Bytes that operators read and write: each reads its tensors from device memory and writes its results there, once."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.module_tracker import ModuleTracker
+
+OVERWRITING = ("copy_", "fill_", "zero_")  # these do not read the tensor that they write
+ONLY_WRITTEN = ("out", "casts")  # arguments of our own operators
+LOOKUPS = ("embedding", "index", "index_select", "gather")  # these read only some of their first tensor
+
+
+def bytes_behind(tensor: Tensor) -> int:
+    """Count the bytes of memory behind a tensor; what is expanded (stride 0) is there once."""
+    count = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        count *= size if stride or not size else 1
+    return count * tensor.element_size()
+
+
+class Traffic(TorchDispatchMode):
+    """Counts the bytes that operators read and write, for each of the modules that get a row.
+
+    After use `bytes_of` maps qualified names to bytes, without those of inner modules, and `by_operator` maps operators
+    (`aten::mm`) to bytes.
+    """
+
+    def __init__(self, model: nn.Module, kinds: dict[str, str], no_work: tuple[str, ...]):
+        super().__init__()
+        self.kinds, self.no_work, self.root = kinds, no_work, type(model).__name__
+        self.tracker = ModuleTracker()
+        self.bytes_of: Counter = Counter()
+        self.by_operator: Counter = Counter()
+
+    def __enter__(self) -> Traffic:
+        self.tracker.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self.tracker.__exit__(*error)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        result = function(*args, **kwargs)
+        moved = self.moved(function, args, kwargs, result)
+        self.bytes_of[self.innermost()] += moved
+        self.by_operator[function._schema.name] += moved
+        return result
+
+    def innermost(self) -> str:
+        """The innermost module with a row that is running now."""
+        running = (name.removeprefix(self.root).removeprefix(".") for name in self.tracker.parents)
+        return max((name for name in running if name in self.kinds), key=len, default="")
+
+    def moved(self, function, args: tuple, kwargs: dict, result: object) -> int:
+        """Bytes that one operator reads and writes."""
+        name = function.overloadpacket.__name__
+        if function.is_view or name.startswith(self.no_work):  # the harness leaves out the same when it counts
+            return 0
+        given = args, {key: value for key, value in kwargs.items() if key not in ONLY_WRITTEN}
+        inputs, outputs = ([x for x in tree_leaves(tree) if isinstance(x, Tensor)] for tree in (given, result))
+        if not outputs and function.namespace != "aten":  # an operator of ours that writes into its arguments
+            named = [*zip(function._schema.arguments, args, strict=False)]
+            outputs = [x for argument, x in named if argument.is_write and isinstance(x, Tensor)]
+            inputs = [x for argument, x in named if argument.name not in ONLY_WRITTEN and isinstance(x, Tensor)]
+        if not outputs:  # such as the choice among the kernels of fused attention
+            return 0
+        read, written = 0, sum(map(bytes_behind, outputs))
+        if name in OVERWRITING:
+            inputs = inputs[1:]
+        elif name in LOOKUPS:
+            read, inputs = min(bytes_behind(inputs[0]), written), inputs[1:]
+        different = {(leaf.data_ptr(), tuple(leaf.shape), leaf.stride()): leaf for leaf in inputs}
+        return read + written + sum(bytes_behind(leaf) for leaf in different.values())

@@ -1,0 +1,205 @@
+"""Result files of the version scripts, `<script>_summary.json`: find, read and check them.
+
+Several may be in one file, as `compare_runs.py --save` writes it; FILE.json/NAME is then the path of one of them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+
+from workshop.cli import ToolError
+from workshop.files import read_json
+from workshop.records import Summary, checked, read
+from workshop.script import mode_of, model_and_version, precision_of
+
+# What is named where it is not the same; with the value where a file of an earlier harness has none.
+SAME_TRAINING = {
+    **dict.fromkeys(("batch_size", "num_steps", "warmup_steps", "learning_rate", "seed")),
+    "processes": 1,
+    "torch_compile": False,
+    "cuda_graph": False,
+}
+SAME_ENVIRONMENT = ("device_name", "torch")
+UNSTEADY = 1.1  # mean over median step, from which a run was disturbed; 1.00 to 1.06 in results/h100/tiny_*.json
+
+
+@dataclass(frozen=True)
+class Run:
+    """One result file under the name that its row or line gets."""
+
+    name: str
+    path: Path
+    result: dict
+
+    @property
+    def status(self) -> str:
+        """'ok', 'oom' or 'failed'."""
+        return self.result["status"]
+
+    def number(self, group: str, key: str) -> float | None:
+        """A measured value, None if the run does not have it or did not finish."""
+        return self.result.get(group, {}).get(key) if self.status == "ok" else None
+
+    def row(self) -> dict:
+        """What was measured, as a row of a study has it (workshop/turns.py), with the final loss; or how it ended."""
+        result, training = self.result, self.result["training"]
+        model, version = model_and_version(result["script"])
+        row = {"model": model, **({"version": version} if version else {}), "script": result["script"]}
+        row |= {"precision": precision_of(training), "mode": mode_of(training)}
+        row |= {"fusions": [name.replace("_", "-") for name, on in (result.get("fusions") or {}).items() if on]}
+        if self.status != "ok":
+            return {**row, "status": self.status, "error": self.result.get("error")}
+        times = ("samples_per_sec", "batch_ms", "batch_median_ms", "batch_p95_ms")
+        row |= {key: self.number("timing", key) for key in times}
+        row |= {key: self.number("kernels", key) for key in ("per_step", "host_launches")}
+        row |= {"peak_mb": self.number("memory", "peak_mb"), "final_loss": self.number("loss", "final")}
+        return row | {"unit": self.result["kernels"].get("unit"), "turns_ms": self.result["timing"].get("turns_ms")}
+
+
+def by_name(named: Iterable[tuple[str, dict]]) -> dict[str, dict]:
+    """Results for one file, by their names as a path below the file has them: 'a//b/' is 'a/b', '/a' is 'a'."""
+    runs: dict[str, dict] = {}
+    for name, result in named:
+        key = PurePosixPath(name.strip("/")).as_posix()
+        if key in runs or key == ".":
+            raise ToolError(f"{name!r} names no run, or two: give it another NAME=PATH")
+        runs[key] = result
+    return runs
+
+
+def runs_in(file: Path, content: dict) -> dict[str, dict]:
+    """The results in a file of several, by their names."""
+    runs = content.get("runs")
+    if not isinstance(runs, dict):
+        raise ToolError(f"{file}: not a file of several runs, as compare_runs.py --save writes it")
+    return {name: checked(Summary, result, file / name) for name, result in by_name(runs.items()).items()}
+
+
+def file_of_runs(path: Path) -> tuple[dict[str, dict], str] | None:
+    """The runs in the file that this path goes through, and the rest of the path; None if it goes through none."""
+    file = next((parent for parent in path.parents if parent.suffix == ".json" and parent.is_file()), None)
+    return file and (runs_in(file, read_json(file)), path.relative_to(file).as_posix())
+
+
+def load_result(path: Path) -> dict:
+    """A checked result, from a file of its own or of several runs."""
+    if not (found := file_of_runs(path)):
+        return read(Summary, path)
+    runs, name = found
+    if name not in runs:
+        raise ToolError(f"{path}: no such run; there are {', '.join(runs)}")
+    return runs[name]
+
+
+def only_file(directory: Path, pattern: str, what: str) -> Path:
+    """The one file in a directory that matches."""
+    paths = sorted(directory.glob(pattern))
+    if not paths:
+        raise ToolError(f"{directory}: {what} in this directory")
+    if len(paths) > 1:
+        raise ToolError(f"{directory}: several files {pattern} ({', '.join(p.name for p in paths)}), name one of them")
+    return paths[0]
+
+
+def load_run(path: Path, name: str | None = None) -> Run:
+    """The result in a file or directory. It is called after the directory unless it has a name."""
+    if path.is_dir():
+        path = only_file(path, "*_summary.json", "no result file (*_summary.json)")
+    elif not path.exists() and not file_of_runs(path):
+        raise ToolError(f"{path}: no such file or directory")
+    result = load_result(path)
+    if name is None:
+        name = path.resolve().parent.name if path.name.endswith("_summary.json") else path.name.removesuffix(".json")
+    return Run(name, path, result)
+
+
+def split_name(argument: str) -> tuple[str | None, str]:
+    """NAME=PATH as (NAME, PATH), and PATH as (None, PATH), also where the path itself has an equals sign."""
+    name, sign, path = argument.partition("=")
+    if not sign or Path(argument).exists():
+        return None, argument
+    if not name or not path:
+        raise ToolError(f"{argument!r} is not NAME=PATH")
+    return name, path
+
+
+def load_runs(arguments: Iterable[str]) -> list[Run]:
+    """Runs given as PATH or NAME=PATH. Where names are alike, the paths as given take their place."""
+    given = [split_name(argument) for argument in arguments]
+    runs = [load_run(Path(path), name) for name, path in given]
+    count = Counter(run.name for run in runs)
+    for index, (name, path) in enumerate(given):
+        if count[runs[index].name] > 1:
+            if name is not None:
+                raise ToolError(f"two runs are named {name}")
+            runs[index] = replace(runs[index], name=path)
+    return runs
+
+
+def check_family(named: Iterable[tuple[str, dict]]) -> None:
+    """ToolError if the (name, result) pairs are of different models, between which no ratio means anything."""
+    models = {model_and_version(result["script"])[0]: name for name, result in reversed([*named])}
+    if len(models) > 1:
+        (first, name), (second, other) = [*models.items()][-1:-3:-1]
+        raise ToolError(f"{name} is a run of {first}, {other} of {second}: different models cannot be compared")
+
+
+def precision(result: dict) -> str:
+    """The type of the matrix products, and how float32 ones are computed where that is not exactly."""
+    training = result["training"]
+    if training.get("use_amp"):
+        return str(training.get("amp_dtype"))
+    how = training.get("matmul_precision", "highest")
+    return "float32" if how == "highest" else f"float32 ({how})"
+
+
+def settings(result: dict) -> dict:
+    """What is to be the same in two runs, but for what they are compared for."""
+    training, environment = result["training"], result["environment"]
+    names = (*SAME_ENVIRONMENT, *(["cpu_threads"] if environment.get("device") == "cpu" else []))
+    return {
+        **result["config"],
+        "precision": precision(result),
+        **{name: training.get(name, default) for name, default in SAME_TRAINING.items()},
+        **{name: environment.get(name) for name in names},
+    }
+
+
+def differences(named: Iterable[tuple[str, dict]], ignore: Sequence[str] = ()) -> list[str]:
+    """One line for each setting that is not the same in all (name, result) pairs: what it is for which of them.
+
+    A run that ended before it had built its model has no configuration, and no say.
+    """
+    values: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for name, result in named:
+        if result["config"]:
+            for key, value in settings(result).items():
+                values[key][str(value)].append(name)
+    return [
+        f"{key} differs: " + "; ".join(f"{value} for {', '.join(names)}" for value, names in by_value.items())
+        for key, by_value in values.items()
+        if len(by_value) > 1 and key not in ignore
+    ]
+
+
+def unsteady(named: Iterable[tuple[str, Run]]) -> list[str]:
+    """One line for each (name, run) pair whose mean step is much longer than its median."""
+    lines = []
+    for name, run in named:
+        mean, median, steps = (run.number("timing", key) for key in ("batch_ms", "batch_median_ms", "steps"))
+        if mean and median and steps and steps >= 5 and mean > UNSTEADY * median:
+            lines.append(f"{name} was disturbed, its mean step took {mean / median:.2f} times the median: run it again")
+    return lines
+
+
+def report_failed(prog: str, runs: Iterable[Run]) -> int:
+    """Name runs that failed on stderr; returns the exit status, 1 if there are any. Out of memory is a result."""
+    failed = [run for run in runs if run.status == "failed"]
+    for run in failed:
+        reason = run.result.get("error") or "no message"
+        print(f"{prog}: {run.name} failed: {reason} ({run.path})", file=sys.stderr)
+    return 1 if failed else 0

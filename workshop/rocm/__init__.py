@@ -1,0 +1,1 @@
+"""What ROCm's profilers write, and what their wrappers in the root share."""

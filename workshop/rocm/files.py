@@ -1,0 +1,160 @@
+#!/usr/bin/env python3
+"""Read the files that the ROCm profilers write; the run_rocprof*.sh wrappers call it.
+
+Usage:
+  files.py statistics DIR OUT.csv    merge the *_kernel_stats.csv, or the databases, of all processes in DIR
+  files.py convert FILE.db OUT.csv   kernel statistics of a ROCm 7 database, by rocpd or straight from SQLite
+  files.py show DIR                  top kernels of DIR/stats.csv
+  files.py dispatches DIR OUT.csv    dispatch, kernel, category and time from rocprof-compute's pmc_perf.csv
+  files.py counters DIR PATTERN      print the counter files below DIR, after a look at each row
+  files.py require DIR PATTERN       print the files below DIR that match; none is an error
+
+A file that is missing, cut off or of another format is one line on stderr and status 1.
+"""
+
+from __future__ import annotations
+
+import _root
+
+import csv
+import shutil
+import sqlite3
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+
+from workshop.cli import ToolError
+from workshop.files import write_csv
+from workshop.profile.kernels import (
+    KernelStatistics,
+    category,
+    merge_statistics,
+    read_statistics,
+    short_name,
+    statistics_of,
+    write_statistics,
+)
+
+
+def read_columns(path: Path, *names: str) -> list[list[str]]:
+    """The named columns of a CSV file, row by row; columns are found by name because their order differs by release."""
+    with path.open(newline="", encoding="utf-8", errors="replace") as file:
+        rows = [row for row in csv.reader(file) if row]
+    if not rows:
+        raise ValueError(f"{path}: the file is empty")
+    if missing := [name for name in names if name not in rows[0]]:
+        raise ValueError(f"{path}: the header lacks {', '.join(missing)}")
+    for number, row in enumerate(rows[1:], start=2):
+        if len(row) != len(rows[0]):
+            raise ValueError(f"{path}: row {number} has {len(row)} of {len(rows[0])} columns, is the file cut off?")
+    columns = [rows[0].index(name) for name in names]
+    return [[row[column] for column in columns] for row in rows[1:]]
+
+
+def matching(directory: Path, pattern: str, writer: str) -> list[Path]:
+    """Files below a directory; a ValueError if there are none or one is empty."""
+    paths = sorted(path for path in directory.rglob(pattern) if path.is_file())
+    if not paths:
+        raise ValueError(f"{writer} wrote no {pattern.lstrip('*_')} into {directory}: did anything run on an AMD GPU?")
+    if empty := [path for path in paths if not path.stat().st_size]:
+        raise ValueError(f"{empty[0]}: the file is empty")
+    return paths
+
+
+def statistics(directory: Path, out: Path) -> None:
+    """Merge what rocprofv3 wrote for each process."""
+    if databases := sorted(directory.rglob("*_results.db")):
+        write_statistics(out, of_dispatches([row for path in databases for row in read_database(path)], directory))
+        return
+    files = [read_statistics(path) for path in matching(directory, "*_kernel_stats.csv", "rocprofv3")]
+    files = [rows for rows in files if rows]
+    write_statistics(out, files[0] if len(files) == 1 else merge_statistics([row for rows in files for row in rows]))
+
+
+def of_dispatches(rows: list[list[str]], source: Path) -> list[KernelStatistics]:
+    """Statistics from (name, start, end) of every dispatch, in nanoseconds."""
+    durations: dict[str, list[int]] = defaultdict(list)
+    for name, start, end in rows:
+        durations[name].append(int(end) - int(start))
+    if not durations:
+        raise ValueError(f"{source}: it has no kernel dispatches")
+    return statistics_of(durations)
+
+
+def read_database(database: Path) -> list[list[str]]:
+    """(name, start, end) of every dispatch in a rocpd database (SQLite, the default format of ROCm 7)."""
+    if shutil.which("rocpd"):
+        with tempfile.TemporaryDirectory() as folder:
+            command = ["rocpd", "convert", "-i", str(database), "-f", "csv", "-d", folder, "-o", "converted"]
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
+                raise ValueError(f"rocpd convert {database}: status {done.returncode}: {reason}")
+            try:
+                trace = matching(Path(folder), "*kernel_trace.csv", "rocpd")[0]
+                return read_columns(trace, "Kernel_Name", "Start_Timestamp", "End_Timestamp")
+            except ValueError as error:
+                raise ValueError(f"rocpd convert {database}: {str(error).replace(folder + '/', '')}") from error
+    with sqlite3.connect(f"{database.resolve().as_uri()}?mode=ro", uri=True) as connection:
+        return connection.execute('SELECT name, "start", "end" FROM kernels').fetchall()
+
+
+def convert(database: Path, out: Path) -> None:
+    """Kernel statistics of one database."""
+    write_statistics(out, of_dispatches(read_database(database), database))
+
+
+def show(directory: Path, *, count: int = 10) -> None:
+    """Print the top kernels."""
+    rows = read_statistics(directory / "stats.csv")
+    print(f"{'share':>7} {'calls':>8} {'total ms':>10} {'mean us':>9}  kernel")
+    for row in rows[:count]:
+        total, mean = row.total_ns / 1e6, row.average_ns / 1e3
+        print(f"{row.percentage:6.1f}% {row.calls:8d} {total:10.3f} {mean:9.1f}  {short_name(row.name, 70)}")
+    print(f"Distinct kernels: {len(rows)}\nDispatches: {sum(row.calls for row in rows)}")
+    print(f"All kernels: {directory / 'stats.csv'}")
+
+
+def dispatches(directory: Path, out: Path) -> None:
+    """The dispatches that rocprof-compute profiled; the category makes `grep -i gemm` find rocBLAS's Cijk_ kernels."""
+    path = matching(directory, "pmc_perf.csv", "rocprof-compute")[0]
+    rows = read_columns(path, "Dispatch_ID", "Kernel_Name", "Start_Timestamp", "End_Timestamp")
+    if not rows:
+        raise ValueError(f"{path}: it has no dispatches")
+    header = ("Dispatch_ID", "Category", "TimeNs", "Kernel_Name")
+    lines = ((dispatch, category(name), int(end) - int(start), name) for dispatch, name, start, end in rows)
+    write_csv(out, [dict(zip(header, line, strict=True)) for line in lines])
+
+
+def require(directory: Path, pattern: Path) -> None:
+    """Print the files that were asked for."""
+    for path in matching(directory, str(pattern), "the profiler"):
+        print(path)
+
+
+def counters(directory: Path, pattern: Path) -> None:
+    """Print the counter files, none of which may be cut off."""
+    for path in matching(directory, str(pattern), "rocprofv3"):
+        if not read_columns(path, "Dispatch_Id", "Kernel_Name", "Counter_Name", "Counter_Value"):
+            raise ValueError(f"{path}: it has no dispatches")
+        print(path)
+
+
+def main(argv: list[str]) -> int:
+    commands = {f.__name__: f for f in (statistics, convert, show, dispatches, counters, require)}
+    if not argv or argv[0] not in commands or len(argv) != (2 if argv[0] == "show" else 3):
+        print(__doc__, file=sys.stderr)
+        return 2
+    try:
+        commands[argv[0]](*map(Path, argv[1:]))
+    except (ToolError, ValueError, OSError, sqlite3.Error, csv.Error) as error:
+        where = f"{argv[1]}: " if isinstance(error, sqlite3.Error) else ""
+        print(f"{where}{error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,62 @@
+#!/usr/bin/env python3
+"""Write summary.json and summary.md of what run_all_profilers.sh ran into its directory, and print the latter.
+
+Usage: summarise_profiles.py DIR SCRIPT. DIR/steps.tsv has one line per step: name, exit status, start as Unix time,
+seconds.
+Status 1 if a step failed; a step that ended with status 4 (tool, package or device missing) was skipped.
+"""
+
+from __future__ import annotations
+
+import _root
+
+import json
+import sys
+from pathlib import Path
+
+from workshop.files import write_text
+
+FILES = {  # where each step leaves what one looks at first, as a pattern below the directory
+    "pytorch_profiler": "pytorch/*_report.md",
+    "flops": "flops/*_flops.csv",
+    "rocprofv3": "rocprofv3_results_*/stats.csv",
+    "rocprof_sys": "rocprof_sys_results/**/*.proto",
+    "rocprof_compute": "rocprof_compute_results/**/*.[cp][sd][vf]",
+}
+
+
+def read_step(directory: Path, line: str) -> dict:
+    """One step with its outcome, the last line of its log if it did not work, and its files."""
+    name, *numbers = line.split("\t")
+    status, start, seconds = map(int, numbers)
+    written = [path for path in directory.glob(FILES[name]) if path.stat().st_mtime >= start]  # not by an earlier run
+    log = (directory / "logs" / f"{name}.log").read_text(errors="replace").strip().splitlines()
+    return {
+        "name": name,
+        "status": {0: "ok", 4: "skipped"}.get(status, "failed"),
+        "exit_status": status,
+        "seconds": seconds,
+        "reason": (log or ["it printed nothing"])[-1] if status else None,
+        "files": [] if status else sorted(str(path.relative_to(directory)) for path in written),
+    }
+
+
+def main(argv: list[str]) -> int:
+    directory, script = Path(argv[0]), argv[1]
+    steps = [read_step(directory, line) for line in (directory / "steps.tsv").read_text().splitlines()]
+    write_text(directory / "summary.json", json.dumps({"script": script, "steps": steps}, indent=1) + "\n")
+    lines = [f"# Profiles of {script}", "", "| step | result | seconds | where |", "| --- | --- | ---: | --- |"]
+    for step in steps:
+        where = ", ".join(f"`{name}`" for name in step["files"]) or (step["reason"] or "").replace("|", "\\|")
+        lines.append(f"| {step['name']} | {step['status']} | {step['seconds']} | {where} |")
+    text = "\n".join(lines)
+    write_text(directory / "summary.md", text + "\n")
+    print(text)
+    failed = [step["name"] for step in steps if step["status"] == "failed"]
+    if failed:
+        print(f"run_all_profilers.sh: error: failed: {', '.join(failed)}; see {directory}/logs", file=sys.stderr)
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

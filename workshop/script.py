@@ -1,0 +1,117 @@
+"""Version scripts: find one, load it, and read its arguments."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib.util
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+
+from workshop.cli import Parser, ToolError, documented_parser, print_notes
+from workshop.files import ROOT
+
+DEFAULT_SCRIPT = "tiny_openfold_v2.py"
+INTERFACE = ("build_parser", "parse_args", "build_model", "make_batches", "train", "main")
+MODES = ("compare_fusion", "verify_accuracy", "under_profiler")
+
+
+class Default(str):
+    """A script that no argument names: load_script says that it is taken."""
+
+
+def add_script(parser: argparse.ArgumentParser | argparse._MutuallyExclusiveGroup, default: str) -> None:
+    """Add --script with this default."""
+    parser.add_argument("--script", default=Default(default), metavar="FILE", help="(default: %(default)s)")
+
+
+def tool_parser(prog: str, documentation: str | None) -> Parser:
+    """A documented parser with --script and --profile-dir; what it does not know is for the script."""
+    usage = "%(prog)s [arguments] [arguments of the script]"
+    note = f"Every other argument goes to the script: python {DEFAULT_SCRIPT} --help lists them.\n\n"
+    parser = documented_parser(prog, documentation, usage, note)
+    add_script(parser, DEFAULT_SCRIPT)
+    parser.add_argument("--profile-dir", metavar="DIR", help="for results (default: the script's own)")
+    return parser
+
+
+def model_and_version(script: str) -> tuple[str, str | None]:
+    """'tiny_llama_v4' as 'tiny_llama' and 'V4'; other scripts have no version, and those of no model are one."""
+    found = re.fullmatch(r"(tiny_[a-z]+)_(?:v(\d+)|\w+)", script)
+    return (found[1], found[2] and f"V{found[2]}") if found else (script, None)
+
+
+def precision_of(training: Mapping) -> str:
+    """The type of the matrix products as studies name it, from the arguments of a script or its result's `training`."""
+    if training.get("use_amp"):
+        return {"float16": "fp16"}.get(training.get("amp_dtype"), "bf16")
+    return {"highest": "fp32", "high": "TF32"}.get(training.get("matmul_precision") or "highest", "medium fp32")
+
+
+def mode_of(training: Mapping) -> str:
+    """How a step is launched, from the arguments of a script or its result's `training`."""
+    graph, compiled = training.get("cuda_graph"), training.get("torch_compile")
+    return " ".join(["compiled"] * bool(compiled) + ["graph"] * bool(graph)) or "eager"
+
+
+def find_script(name: str) -> Path:
+    """The version script of this name, relative to the current directory or else to the repository."""
+    path = next((path for path in (Path(name), ROOT / name) if path.is_file()), None)
+    if path is None:
+        raise ToolError(f"{name}: no such file here or in {ROOT}")
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError) as error:
+        raise ToolError(f"{name}: not a Python script ({error})") from error
+    defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    if missing := [function for function in INTERFACE if function not in defined]:
+        raise ToolError(f"{name}: not a version script, it has no {missing[0]}()")
+    return path.resolve()
+
+
+def interpret_without_gpu() -> None:
+    """Without a GPU have Triton run kernels in its interpreter, as V3 and V4 do: before any script imports Triton."""
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def load_script(name: str) -> ModuleType:
+    """Import a version script by its path. It is looked at before, so nothing else is ever run."""
+    path = find_script(name)
+    if isinstance(name, Default):
+        print_notes(Path(sys.argv[0]).name, f"no --script is given, {name} is taken")
+    interpret_without_gpu()
+    loaded = sys.modules.get(path.stem)
+    if loaded is not None and getattr(loaded, "__file__", None) == str(path):
+        return loaded
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    try:
+        spec.loader.exec_module(module)
+    except ImportError as error:
+        del sys.modules[path.stem]
+        raise ToolError(f"--script {name}: it needs a package that is not there ({error})", status=4) from error
+    return module
+
+
+def script_arguments(
+    module: ModuleType, argv: Sequence[str], profile_dir: str | None
+) -> tuple[list[str], argparse.Namespace]:
+    """The script's command line with --profile-dir, and what it parses it to: no mode that measures something else.
+
+    The script itself says what is wrong with its arguments, and ends the program.
+    """
+    argv = [*argv, *(["--profile-dir", profile_dir] if profile_dir else [])]
+    args = module.parse_args(argv)
+    given = [f"--{mode.replace('_', '-')}" for mode in MODES if getattr(args, mode)]
+    given += [f"--mode {mode}" for mode in getattr(module, "MODES", ()) if getattr(args, mode)]
+    if given:
+        raise ToolError(f"{given[0]} does not fit here: run {module.SCRIPT}.py itself for it")
+    return argv, args

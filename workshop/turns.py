@@ -1,0 +1,194 @@
+"""Runs of version scripts measured in short alternating turns in one process."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import math
+import statistics
+import tempfile
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
+from types import ModuleType
+
+from workshop.cli import ToolError
+from workshop.script import mode_of, model_and_version, precision_of
+
+GRAPH = "--enable-cuda-graph"
+TURN_MS = 300  # about how long a turn is
+DECIDED = {GRAPH, "--disable-cuda-graph", "reduce-overhead", "max-autotune"}  # the last two have own graphs
+
+
+def free_memory() -> None:
+    """Let go of what the runs before held on the device, graphs of torch.compile included."""
+    import torch
+
+    torch.compiler.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch._C._cuda_clearCublasWorkspaces()  # some lie in the memory of graphs that are gone, which they would keep
+        torch.cuda.empty_cache()
+
+
+def make_trainer(module: ModuleType, argv: Sequence[str]):
+    """The Trainer of a script for this command line, not trained yet."""
+    args = module.parse_args([*argv, "--profile-dir", tempfile.gettempdir()])
+    return module.Trainer(args, module.prepare(args))
+
+
+def words_of(argv: Sequence[str]) -> set[str]:
+    """Arguments and their values, also those in --name=value."""
+    return set(" ".join(argv).replace("=", " ").split())
+
+
+def on_gpu(argv: Sequence[str]) -> bool:
+    """Does a script with these arguments run on a GPU?"""
+    import torch
+
+    return torch.cuda.is_available() and "cpu" not in words_of(argv)
+
+
+def graph_of(argv: Sequence[str]) -> list[str]:
+    """The same as a whole-step graph where there is a GPU, unless these arguments decide it."""
+    return [*argv, GRAPH] if on_gpu(argv) and not DECIDED & words_of(argv) else [*argv]
+
+
+def named(script: str, argv: Sequence[str], args: argparse.Namespace) -> dict:
+    """What a run of a script is, as rows of studies name it; `args` are its arguments as parsed."""
+    model, version = model_and_version(script)
+    given, module = vars(args), importlib.import_module(script)
+    fusions = [flag for flag, attribute, _ in module.FUSIONS if given[attribute]]
+    return {
+        "model": model,
+        **({"version": version} if version else {}),
+        "batch_size": args.batch_size,
+        "seq_len": args.seq_len,
+        "precision": precision_of(given),
+        "mode": mode_of(given),
+        "fusions": fusions,
+        "script": script,
+        "argv": argv,
+    }
+
+
+def short_run(script: str, argv: Sequence[str]) -> dict:
+    """Train a few steps in this process, without counting and profiling. The result is `ok` or out of memory."""
+    module = importlib.import_module(script)
+    with tempfile.TemporaryDirectory() as folder:
+        args = module.parse_args([*argv, "--under-profiler", "--log-interval", "1000000", "--profile-dir", folder])
+        result = module.train(args)
+    free_memory()
+    if result["exit_status"] == 130:
+        raise KeyboardInterrupt
+    if result["status"] == "failed":
+        raise ToolError(f"{script} {' '.join(argv)}: {result['error']}", status=1)
+    return result
+
+
+def parse_quiet(module: ModuleType, argv: Sequence[str]) -> argparse.Namespace:
+    """The arguments of a run that shows no progress and leaves nothing behind."""
+    return module.parse_args([*argv, "--log-interval", "1000000", "--profile-dir", tempfile.gettempdir()])
+
+
+def begin(module: ModuleType, args: argparse.Namespace, rounds: int) -> tuple[object, int, float | None]:
+    """A warm Run of a script, how many of its steps are a turn, and its peak memory in MB as that of a run alone."""
+    run = module.Run(args)
+    gpu = run.device.type == "cuda"
+    if gpu:
+        module.torch._C._cuda_clearCublasWorkspaces()  # each side has workspaces of its own
+    run.start()
+    run.plan(3, "trial step")
+    trial = run.take(3)
+    shared = args.torch_compile_mode in module.OWN_GRAPHS  # of which all use one pool of memory
+    peak = None if shared or not gpu else trial.peak / 1e6
+    steps = max(2, math.ceil(TURN_MS / trial.step_ms))
+    run.plan(rounds * steps, "step")
+    return run, steps, peak
+
+
+def alternating(sides: Collection[str], rounds: int) -> Iterator[tuple[int, str]]:
+    """The number of the turn and the side whose turn it is: first to last, then last to first, and so on.
+
+    A side that is no longer among them, because it failed, is left out from then on.
+    """
+    for turn in range(rounds):
+        for side in [*sides][:: 1 if turn % 2 == 0 else -1]:
+            if side in sides:
+                yield turn, side
+
+
+def in_turns(sides: dict[str, tuple[str, list[str]]], rounds: int) -> dict[str, dict]:
+    """What steps of each side (script, arguments) take, in turns of about 0.3 s and at least two steps.
+
+    The sides change their order from turn to turn. Milliseconds per step are the median of the turns, peak memory is
+    that of the side alone, kernels are counted after the last turn. A side that runs out of memory, or fails, has a
+    `status` and an `error` in place of these.
+    """
+    modules = {name: importlib.import_module(script) for name, (script, _) in sides.items()}
+    parsed = {name: parse_quiet(modules[name], argv) for name, (_, argv) in sides.items()}
+    rows = {name: named(script, argv, parsed[name]) for name, (script, argv) in sides.items()}
+    runs, steps, times = {}, {}, {name: [] for name in sides}
+
+    def attempt(name: str, work: Callable[[], None]) -> None:
+        """Do this for a side; from its first error on it has no run, and the error is in its row."""
+        try:
+            work()
+        except Exception as error:
+            runs.pop(name, None)
+            status = "oom" if modules[name].is_out_of_memory(error) else "failed"
+            rows[name] |= {"status": status, "error": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"}
+        if name not in runs:
+            free_memory()
+
+    def start(name: str) -> None:
+        runs[name], steps[name], rows[name]["peak_mb"] = begin(modules[name], parsed[name], rounds)
+
+    def take(name: str) -> None:
+        times[name].append(runs[name].take(steps[name]).step_ms)
+
+    def finish(name: str) -> None:
+        trainer = runs[name].trainer
+        modules[name].prepare(parsed[name])
+        counts = modules[name].count_kernels(trainer)
+        if not trainer.gpu:
+            rows[name]["peak_mb"] = modules[name].memory_of_a_step(trainer) / 1e6
+        rows[name] |= {"batch_ms": statistics.median(times[name]), "turns_ms": times[name]}
+        rows[name] |= {key: value for key, value in counts.items() if key != "remark"}
+
+    for name in sides:
+        attempt(name, partial(start, name))
+    for _, name in alternating(runs, rounds):
+        attempt(name, partial(take, name))
+    for name in list(runs):
+        attempt(name, partial(finish, name))
+    runs.clear()
+    free_memory()
+    return rows
+
+
+def all_measured(sides: dict[str, tuple[str, list[str]]], rounds: int) -> dict[str, dict]:
+    """The same where every side is needed: ToolError for the first that did not finish."""
+    rows = in_turns(sides, rounds)
+    for row in rows.values():
+        if "error" in row:
+            command = " ".join([row["script"], *row["argv"]])
+            raise ToolError(f"{command}: {row['error']}", status=3 if row["status"] == "oom" else 1)
+    return rows
+
+
+def ratios(first: dict, second: dict) -> list[float]:
+    """Time of the first side over that of the second, turn by turn."""
+    return [a / b for a, b in zip(first["turns_ms"], second["turns_ms"], strict=True)]
+
+
+def speedup(first: dict, second: dict) -> float:
+    """How many times as fast the second side is: the median over the turns."""
+    return statistics.median(ratios(first, second))
+
+
+def spread(ratios: Sequence[float]) -> str:
+    """The range of ratios turn by turn, and whether they show a difference, in the words of --compare-fusion."""
+    low, high = min(ratios), max(ratios)
+    verdict = ", too few turns to tell" if len(ratios) < 5 else ", no difference seen" if low <= 1 <= high else ""
+    return f"{low:.2f}x to {high:.2f}x{verdict}"
