@@ -891,10 +891,12 @@ def attention_forward_kernel(
         row_max = new_row_max
     gate = load_gate(QKVG, GATE_BIAS + head * D, query, x_n, D, BLOCK_D, N, EVEN)
     out = out / row_sum[:, None] * gate
-    OUT = OUT + b * out_b + r * out_r + head * D
-    store_rows(OUT, out, query, out_n, D, BLOCK_D, N, EVEN)
-    LOG_SUM_EXP += ((b * R + r) * H + head) * N
-    tl.store(LOG_SUM_EXP + query, row_max + tl.log2(row_sum), mask=query < N)
+    store_rows(OUT + b * out_b + r * out_r + head * D, out, query, out_n, D, BLOCK_D, N, EVEN)
+    tl.store(
+        LOG_SUM_EXP + ((b * R + r) * H + head) * N + query,
+        row_max + tl.log2(row_sum),
+        mask=query < N,
+    )
 
 
 @triton.jit
@@ -921,12 +923,12 @@ def attention_backward_query_kernel(
     at_out = b * out_b + r * out_r + head * D
     at_row = ((b * R + r) * H + head) * N
     QKVG += at_x
-    GRAD_OUT = GRAD_OUT + b * grad_b + r * grad_r + head * D
     query = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    grad_out = load_rows(GRAD_OUT, query, grad_n, D, BLOCK_D, N, EVEN)
+    at = GRAD_OUT + b * grad_b + r * grad_r + head * D
+    grad_out = load_rows(at, query, grad_n, D, BLOCK_D, N, EVEN)
     gate = load_gate(QKVG, GATE_BIAS + head * D, query, x_n, D, BLOCK_D, N, EVEN)
-    out = load_rows(OUT + at_out, query, out_n, D, BLOCK_D, N, EVEN)
-    product = grad_out.to(tl.float32) * out.to(tl.float32)
+    product = grad_out.to(tl.float32)
+    product *= load_rows(OUT + at_out, query, out_n, D, BLOCK_D, N, EVEN).to(tl.float32)
     delta = tl.sum(product, 1)
     grad_gate = product * (1 - gate)
     store_rows(GRAD_QKVG + at_x + 3 * D, grad_gate, query, x_n, D, BLOCK_D, N, EVEN)
