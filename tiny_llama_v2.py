@@ -39,7 +39,6 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
@@ -49,6 +48,7 @@ from typing import NoReturn
 try:
     import numpy as np
     import torch
+    import torch.distributed as dist
     import torch.nn.functional as F
     from torch import Tensor, nn
     from torch.nn.parallel import DistributedDataParallel
@@ -95,7 +95,9 @@ FUSIONS: tuple[tuple[str, str, str], ...] = (
     ("flash-attention", "flash_attention", "SDPA of PyTorch instead of materialised scores"),
     ("swiglu-fusion", "swiglu_fusion", "gate and up projection as one GEMM"),
 )
-MODES: tuple[str, ...] = ()  # functions that run in place of training, besides the harness's own
+# Those whose kernels the first step compiles.
+TRITON_FUSIONS: tuple[str, ...] = ()
+MODES: dict[str, Callable[[argparse.Namespace], int]] = {}  # what runs in place of training
 
 
 def without_effect(args: argparse.Namespace) -> dict[str, str]:
@@ -348,10 +350,14 @@ def build_model(args: argparse.Namespace, device: torch.device) -> nn.Module:
 
 def build_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.Optimizer:
     """AdamW over all parameters, in a few launches of PyTorch's own kernel."""
-    return AdamW(model.parameters(), args.learning_rate, fused=True, capturable=args.cuda_graph)
+    rate = args.learning_rate
+    if args.device == "cuda":  # a tensor, so that a captured step follows a scheduler
+        rate = torch.tensor(rate, device=next(model.parameters()).device)
+    return AdamW(model.parameters(), rate, fused=True, capturable=args.cuda_graph)
 
 
 # --- data
+# Copied from common/data_llama.py by tools/sync_common.py: edit it there.
 
 
 class TextBatches:
@@ -418,63 +424,76 @@ def make_batches(args: argparse.Namespace, device: torch.device, seed: int) -> T
     return TextBatches(stream, args, device, seed)
 
 
+# --- end of data
+
+# fmt: off
 # --- harness
-# The same bytes in every tiny_*_v*.py: edit it in one script, then run `python tools/sync_harness.py THAT_SCRIPT.py`.
-# It knows the model as docstring, VERSION, FUSIONS, MODES, add_model_arguments (--batch-size), check_model_arguments,
-# without_effect, use_settings, build_model (.config, .TARGETS), build_optimizer and make_batches (.next_batch()); these
-# use its at_least, fail, say.
+# Copied from common/harness.py by tools/sync_common.py: edit it there.
+# It knows the model by docstring, VERSION, FUSIONS, TRITON_FUSIONS, MODES, add_model_arguments
+# (--batch-size), check_model_arguments, without_effect, use_settings, build_model (.config,
+# .TARGETS), build_optimizer, make_batches (.next_batch()); these use its at_least, fail, say.
 SCRIPT = Path(__file__).stem
-MEETING = timedelta(minutes=5)  # for the processes of a run to find each other
 PHASES = ("data", "forward", "backward", "optimizer")
 GRAPH_PHASES = ("data", "graph")  # with --enable-cuda-graph
-OWN_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile that make graphs of their own
-NO_WORK = ("_unsafe_view", "empty", "new_empty", "_record_function")  # operators that move no data, besides views
-# torchrun sets these, one process per GPU; a plain run is the only one.
+OWN_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile
+NO_WORK = ("_unsafe_view", "empty", "new_empty", "_record_function")  # and views move no data
+SETTINGS = ("batch_size", "num_steps", "warmup_steps", "learning_rate", "seed", "deterministic")
+SETTINGS += ("use_amp", "amp_dtype", "matmul_precision")
+SETTINGS += ("torch_compile", "torch_compile_mode", "cuda_graph")
+# Set by GPU profilers: rocprofv3, nsys, ncu.
+PROFILER_SIGNS = ("ROCP_TOOL_LIBRARIES", "NSYS_PROFILING_SESSION_ID")
+PROFILER_SIGNS += ("NV_NSIGHT_INJECTION_TRANSPORT_TYPE",)
+# Set by torchrun; a plain run is the only process.
 LAUNCHED = os.environ.get("RANK", "").isdecimal()
 RANK = int(os.environ["RANK"]) if LAUNCHED else 0
-LOCAL_RANK = int(os.environ.get("LOCAL_RANK") or 0) if LAUNCHED else 0
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE") or 1) if LAUNCHED else 1
-# Where a GPU profiler started this process, one of these is set: rocprofv3 (rocprof-compute uses it), nsys, ncu.
-PROFILER_SIGNS = ("ROCP_TOOL_LIBRARIES", "NSYS_PROFILING_SESSION_ID", "NV_NSIGHT_INJECTION_TRANSPORT_TYPE")
+# A line is printed where all of its values were measured.
 REPORT = """\
 Average training speed: {timing[samples_per_sec]:.1f} samples/sec
-Average batch time: {timing[batch_ms]:.1f} ms (median {timing[batch_median_ms]:.1f}, p95 {timing[batch_p95_ms]:.1f})
+Average batch time: {timing[batch_ms]:.1f} ms \
+(median {timing[batch_median_ms]:.1f}, p95 {timing[batch_p95_ms]:.1f})
 Average forward time: {timing[forward_ms]:.1f} ms
 Average backward time: {timing[backward_ms]:.1f} ms
 Average optimizer time: {timing[optimizer_ms]:.1f} ms
-Average graph time: {timing[graph_ms]:.1f} ms (the whole step is one graph: compare it with runs that have one, too)
-Warmup step time: {timing[warmup_first_step_ms]:.1f} ms (first step, includes compilation)
+Average graph time: {timing[graph_ms]:.1f} ms (the whole step; its phases cannot be told apart)
+Warmup step time: {timing[warmup_first_step_ms]:.1f} ms (first step{compiled})
 Compilation overhead: {timing[compilation_overhead_ms]:.1f} ms
 Final loss: {loss[final]:.4f} (first step {loss[initial]:.4f})
 Peak memory usage: {memory[peak_mb]:.1f} MB
 Kernels per step: {kernels[per_step]}{all_off}{kernels[remark]}
 Kernel reduction: {kernels[reduction_percent]:.1f} %
 Host launches per step: {kernels[host_launches]}
-FLOPs per step: {flops[gflop]:.4g} GFLOP, achieved {flops[achieved_tflops]:.3g} TFLOP/s"""
+FLOPs per step: {flops[gflop]:.4g} GFLOP, achieved {flops[achieved_tflops]:.3g} TFLOP/s
+"""
 
 
 def say(kind: str, message: str) -> None:
-    """A line on stderr: an "error" of this process, or a "note", of which all processes together give one."""
+    """Print an "error" of this process on stderr, or a "note" of all processes together."""
     if kind == "error" or (RANK == 0 and "TINY_LAUNCHED" not in os.environ):
-        print(f"{SCRIPT}.py: {kind}: {f'rank {RANK}: ' if RANK else ''}{message}", file=sys.stderr)
+        rank = f"rank {RANK}: " if RANK else ""
+        print(f"{SCRIPT}.py: {kind}: {rank}{message}", file=sys.stderr)
 
 
 def fail(message: str, status: int = 2) -> NoReturn:
-    """End with one line on stderr: something that the user can put right."""
+    """End with one line on stderr, about what a user can put right."""
     say("error", message)
     raise SystemExit(status)
 
 
 def progress(text: str = "") -> None:
-    """What happens now: on a terminal one line that is rewritten, and cleared at the end, elsewhere a line each."""
+    """Say what happens now, on a terminal in one line, cleared in the end."""
     if sys.stdout.isatty():
-        print(f"\r{text[: shutil.get_terminal_size().columns - 1]}\033[K", end="", flush=True)
+        width = shutil.get_terminal_size().columns - 1
+        print(f"\r{text[:width]}\033[K", end="", flush=True)
     elif text:
         print(text, flush=True)
 
 
+# The command line
+
+
 def at_least(low: int) -> Callable[[str], int]:
-    """argparse type: a whole number not below `low`, small enough for 32 bits."""
+    """Make an argparse type: a whole number from `low` to 32 bits."""
 
     def whole_number(text: str) -> int:
         if not low <= int(text) < 2**31:
@@ -485,96 +504,131 @@ def at_least(low: int) -> Callable[[str], int]:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line: the model's own arguments and those that all versions share."""
+    """Build the command line: arguments of the model, and of all versions."""
     description, _, examples = (__doc__ or "").partition("\nExamples:\n")  # python -OO has none
-    texts = {"description": description, "epilog": "examples:\n" + examples, "usage": argparse.SUPPRESS}
-    texts["formatter_class"] = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog=f"{SCRIPT}.py", **texts, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog=f"{SCRIPT}.py",
+        usage=argparse.SUPPRESS,
+        description=description,
+        epilog="examples:\n" + examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     add_model_arguments(parser)
-    group = parser.add_argument_group("fusions", "Single flags win over all-fusion, whatever their order.")
+    switch = {"action": "store_true"}
+
+    group = parser.add_argument_group("fusions", "Single flags win over all-fusion.")
     for flag, attribute, text in (
-        (
-            "all-fusion",
-            "all_fusion",
-            "every fusion (the default), but not torch-compile and cuda-graph",
-        ),
+        ("all-fusion", "all_fusion", "all (the default) but torch-compile and cuda-graph"),
         *FUSIONS,
-        ("torch-compile", "torch_compile", "compile the model with torch.compile"),
-        ("cuda-graph", "cuda_graph", "the whole step as one graph after the warm-up (one GPU; the default of V4)"),
+        ("torch-compile", "torch_compile", "torch.compile of the model"),
+        ("cuda-graph", "cuda_graph", "the step as one graph (one GPU; the default of V4)"),
     ):
         add = group.add_mutually_exclusive_group().add_argument
         add(f"--enable-{flag}", dest=attribute, action="store_const", const=True, help=text)
         add(f"--disable-{flag}", dest=attribute, action="store_const", const=False)
-    choices, text = ("default", *OWN_GRAPHS, "max-autotune-no-cudagraphs"), "how torch.compile spends its time"
-    group.add_argument("--torch-compile-mode", choices=choices, help=text)
+    choices = ("default", *OWN_GRAPHS, "max-autotune-no-cudagraphs")
+    group.add_argument("--torch-compile-mode", choices=choices, help="compile longer to run faster")
+
     add = parser.add_argument_group("training").add_argument
-    add("--num-steps", type=at_least(1), default=50, metavar="N", help="measured steps")
-    add("--warmup-steps", type=at_least(0), default=5, metavar="N", help="steps before those, not measured")
-    add("--learning-rate", type=float, default=3e-4, metavar="X", help="of AdamW")
-    add("--use-amp", action="store_true", help="automatic mixed precision")
+    add("--num-steps", type=at_least(1), default=50, help="measured steps")
+    add("--warmup-steps", type=at_least(0), default=5, help="steps before those")
+    add("--learning-rate", type=float, default=3e-4, help="of AdamW")
+    add("--use-amp", **switch, help="automatic mixed precision")
     add("--amp-dtype", choices=("bfloat16", "float16"), help="(default: bfloat16)")
-    add("--matmul-precision", choices=("highest", "high", "medium"), default="highest", help="of float32")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="AMD GPUs are 'cuda', too")
-    add("--num-gpus", type=at_least(1), metavar="N", help="sharing the batch (default: 1, or *_VISIBLE_DEVICES)")
-    add("--seed", type=at_least(0), default=42, metavar="N", help="of weights and data")
-    add("--deterministic", action="store_true", help="only algorithms that give the same bits every run")
-    add("--log-interval", type=at_least(1), default=10, metavar="N", help="steps between lines of progress")
+    choices = ("highest", "high", "medium")
+    add("--matmul-precision", choices=choices, default="highest", help="of float32")
+    choices = ("auto", "cpu", "cuda")
+    add("--device", choices=choices, default="auto", help="AMD GPUs are 'cuda', too")
+    add("--num-gpus", type=at_least(1), help="share the batch (default: 1, or *_VISIBLE_DEVICES)")
+    add("--seed", type=at_least(0), default=42, help="of weights and data")
+    add("--deterministic", **switch, help="the same bits in every run")
+    add("--log-interval", type=at_least(1), default=10, help="steps between lines")
+
     add = parser.add_argument_group("profiling").add_argument
-    add("--enable-pytorch-profiler", action="store_true", help="operator tables and a trace of three steps")
-    add("--enable-memory-profiling", action="store_true", help="memory timeline of one step")
-    add("--enable-rocm-profiling", action="store_true", help="name phases and modules to a profiler around this run")
-    add("--under-profiler", action="store_true", help="launch nothing but the training steps")
-    add("--profile-dir", type=Path, default=f"pytorch_profiles_v{VERSION}", metavar="DIR", help="for results")
+    add("--enable-pytorch-profiler", **switch, help="operator tables, trace of 3 steps")
+    add("--enable-memory-profiling", **switch, help="memory timeline of one step")
+    add("--enable-rocm-profiling", **switch, help="names of phases for a profiler")
+    add("--under-profiler", **switch, help="launch nothing but the training steps")
+    folder = f"pytorch_profiles_v{VERSION}"
+    add("--profile-dir", type=Path, default=folder, metavar="DIR", help="for results")
+
     group = parser.add_argument_group("modes")
-    group.add_argument("--full-report", action="store_true", help="with --compare-fusion: the report of each side, too")
+    group.add_argument("--full-report", **switch, help="of each side that is compared")
     add = group.add_mutually_exclusive_group().add_argument
-    add("--compare-fusion", action="store_true", help="all fusions off and as chosen in alternating turns; one table")
-    add("--verify-accuracy", action="store_true", help="same outputs and gradients as with everything off?")
+    add("--compare-fusion", **switch, help="all fusions off and as chosen, in turns")
+    add("--verify-accuracy", **switch, help="outputs and gradients as with all off?")
+
     for action in parser._actions:
+        if action.type and not action.metavar:
+            action.metavar = "N"
         if action.default not in (None, False, argparse.SUPPRESS):
             action.help += " (default: %(default)s)"
     return parser
 
 
+def check_arguments(args: argparse.Namespace, gpu: bool, processes: int) -> None:
+    """Refuse what cannot work."""
+    mode = args.torch_compile_mode
+    if not FUSIONS and (args.all_fusion or args.compare_fusion):
+        fail(f"--enable-all-fusion and --compare-fusion start with V2, {SCRIPT} has no fusions")
+    if args.full_report and not args.compare_fusion:
+        fail("--full-report needs --compare-fusion")
+    if mode and not args.torch_compile:
+        fail(f"--torch-compile-mode {mode} needs --enable-torch-compile")
+    if args.amp_dtype and not args.use_amp:
+        fail(f"--amp-dtype {args.amp_dtype} needs --use-amp")
+    if not 0 < args.learning_rate < math.inf:
+        fail(f"--learning-rate must be above 0, not {args.learning_rate}")
+    if args.num_gpus not in (None, processes):
+        fail(f"--num-gpus {args.num_gpus}, but torchrun started {processes}")
+    if args.batch_size % processes:
+        fail(f"--batch-size {args.batch_size} is not divisible by {processes} GPUs")
+    if args.cuda_graph:
+        if processes > 1:
+            fail(f"--enable-cuda-graph is for one GPU, not for {processes}")
+        if args.warmup_steps < 2:
+            fail("--enable-cuda-graph needs --warmup-steps 2 or more")
+        if mode in OWN_GRAPHS:
+            fail(f"--enable-cuda-graph: mode {mode} makes graphs of its own")
+        if not gpu:
+            fail("--enable-cuda-graph: a graph needs a GPU, and this run has none", 4)
+    if args.device == "cuda" and not gpu:
+        fail("--device cuda: PyTorch finds no GPU here; use --device cpu or auto", 4)
+    found = torch.cuda.device_count()
+    here = int(os.getenv("LOCAL_WORLD_SIZE", processes)) if gpu or args.num_gpus else 1
+    if args.device != "cpu" and here > max(1, found):
+        fail(f"{here} GPUs wanted, PyTorch finds {found}", 4)
+
+
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """Parse, fill in and check; what cannot work is one line on stderr and SystemExit with status 2 or 4."""
-    args, unknown = (parser := build_parser()).parse_known_args(argv)
+    """Parse, fill in and check; what cannot work is one line on stderr and SystemExit (2 or 4)."""
+    parser = build_parser()
+    args, unknown = parser.parse_known_args(argv)
     if unknown:
         near = difflib.get_close_matches(unknown[0], parser._option_string_actions, n=1)
         hint = f" (did you mean {near[0]}?)" if near else ""
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
-    given = {name: getattr(args, name) for _, name, _ in FUSIONS if getattr(args, name) is not None}
-    vars(args).update({name: args.all_fusion is not False for _, name, _ in FUSIONS if name not in given})
+    given = {name: on for _, name, _ in FUSIONS if (on := getattr(args, name)) is not None}
+    for _, name, _ in FUSIONS:
+        setattr(args, name, given.get(name, args.all_fusion is not False))
     check_model_arguments(args, parser)
-    gpu, found = args.device != "cpu" and torch.cuda.is_available(), torch.cuda.device_count()
-    named = [os.environ.get(f"{who}_VISIBLE_DEVICES") for who in ("ROCR", "HIP", "CUDA")]
-    named_gpus = min((len(text.split(",")) for text in named if text and gpu), default=1)
-    processes = WORLD_SIZE if LAUNCHED else args.num_gpus or named_gpus
-    here = int(os.getenv("LOCAL_WORLD_SIZE", processes)) if gpu or args.num_gpus else 1  # on this host
-    mode, for_fusions = args.torch_compile_mode, not FUSIONS and (args.all_fusion or args.compare_fusion)
-    for wrong, status, message in (
-        (for_fusions, 2, f"--enable-all-fusion and --compare-fusion start with V2, {SCRIPT} has no fusions"),
-        (mode and not args.torch_compile, 2, f"--torch-compile-mode {mode} needs --enable-torch-compile"),
-        (args.amp_dtype and not args.use_amp, 2, f"--amp-dtype {args.amp_dtype} needs --use-amp"),
-        (args.full_report and not args.compare_fusion, 2, "--full-report needs --compare-fusion"),
-        (not 0 < args.learning_rate < math.inf, 2, f"--learning-rate must be above 0, not {args.learning_rate}"),
-        (args.num_gpus not in (None, processes), 2, f"--num-gpus {args.num_gpus}, but torchrun started {processes}"),
-        (args.batch_size % processes, 2, f"--batch-size {args.batch_size} is not divisible by {processes} GPUs"),
-        (args.cuda_graph and processes > 1, 2, f"--enable-cuda-graph is for one GPU, not for {processes}"),
-        (args.cuda_graph and args.warmup_steps < 2, 2, "--enable-cuda-graph needs --warmup-steps 2 or more"),
-        (args.cuda_graph and mode in OWN_GRAPHS, 2, f"--enable-cuda-graph: mode {mode} makes graphs of its own"),
-        (args.cuda_graph and not gpu, 4, "--enable-cuda-graph: a graph needs a GPU, and this run has none"),
-        (args.device == "cuda" and not gpu, 4, "--device cuda: PyTorch finds no GPU here; use --device cpu or auto"),
-        (args.device != "cpu" and here > max(1, found), 4, f"{here} GPUs wanted, PyTorch finds {found}"),
-    ):
-        if wrong:
-            fail(message, status)
+    gpu = args.device != "cpu" and torch.cuda.is_available()
+    visible = [os.environ.get(f"{who}_VISIBLE_DEVICES") for who in ("ROCR", "HIP", "CUDA")]
+    named = min((len(text.split(",")) for text in visible if text and gpu), default=1)
+    processes = WORLD_SIZE if LAUNCHED else args.num_gpus or named
+    check_arguments(args, gpu, processes)
+
     if args.cuda_graph is None:
-        args.cuda_graph = VERSION > 3 and gpu and processes == 1 < args.warmup_steps and mode not in OWN_GRAPHS
+        possible = gpu and processes == 1 and args.warmup_steps > 1
+        args.cuda_graph = VERSION > 3 and possible and args.torch_compile_mode not in OWN_GRAPHS
     args.torch_compile = bool(args.torch_compile)
-    args.amp_dtype, args.num_gpus, args.device = args.amp_dtype or "bfloat16", processes, "cuda" if gpu else "cpu"
-    args.profile_dir = args.profile_dir / f"rank{RANK}" if RANK else args.profile_dir
-    signs = [n for n in PROFILER_SIGNS if n in os.environ] + re.findall("librocprof[^:]*", os.getenv("LD_PRELOAD", ""))
+    args.amp_dtype = args.amp_dtype or "bfloat16"
+    args.num_gpus = processes
+    args.device = "cuda" if gpu else "cpu"
+    args.profile_dir /= f"rank{RANK}" if RANK else ""
+    signs = [name for name in PROFILER_SIGNS if name in os.environ]
+    signs += re.findall("librocprof[^:]*", os.getenv("LD_PRELOAD", ""))
     if signs and not args.under_profiler:
         say("note", f"a GPU profiler started this run ({signs[0]}): --under-profiler is on")
         args.under_profiler = True
@@ -590,99 +644,114 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def join_processes(args: argparse.Namespace) -> None:
-    """Meet the other processes that torchrun started. Only rank 0 prints; the others' files go to rankN/."""
-    if args.device == "cuda":
-        torch.cuda.set_device(LOCAL_RANK)
-    try:
-        store = next(torch.distributed.rendezvous("env://", timeout=MEETING))[0]
-        torch.distributed.init_process_group(store=store, rank=RANK, world_size=WORLD_SIZE)  # NCCL (RCCL) and gloo
-    except (RuntimeError, ValueError) as error:
-        fail(f"the {WORLD_SIZE} processes cannot meet: {str(error).splitlines()[0]}", status=1)
-    ours = {name: str(value) for name, value in vars(args).items() if name != "profile_dir"}
-    torch.distributed.all_gather_object(everyone := [{}] * WORLD_SIZE, {"script": SCRIPT, **ours})
-    for rank, theirs in enumerate(everyone):
-        for name, value in everyone[0].items():
-            if theirs.get(name) != value:
-                if RANK == 0:
-                    option, other = name.replace("_", "-"), theirs.get(name)
-                    say("error", f"rank {rank} was started with {option} {other}, rank 0 with {value}")
-                raise SystemExit(2)
-    if RANK:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - stays open as long as the process
-
-
 def all_off(args: argparse.Namespace, **changes) -> argparse.Namespace:
-    """The same run with every fusion and torch.compile off, and these changes."""
-    off = {attribute: False for _, attribute, _ in FUSIONS}
+    """Return these arguments with everything off, and changes."""
+    off = {name: False for _, name, _ in FUSIONS}
     off |= {"torch_compile": False, "torch_compile_mode": None, "without_effect": {}}
     return argparse.Namespace(**{**vars(args), **off, **changes})
 
 
+# The process
+
+
+def join_processes(args: argparse.Namespace) -> None:
+    """Meet the other processes; only rank 0 prints from now on."""
+    if args.device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK") or 0))
+    try:  # without the name of a backend: NCCL (RCCL) on GPUs, and gloo on the host
+        store = next(dist.rendezvous("env://", timeout=timedelta(minutes=5)))[0]
+        dist.init_process_group(store=store, rank=RANK, world_size=WORLD_SIZE)
+    except (RuntimeError, ValueError) as error:
+        fail(f"the {WORLD_SIZE} processes cannot meet: {str(error).splitlines()[0]}", 1)
+    everyone: list[dict] = [{}] * WORLD_SIZE
+    dist.all_gather_object(everyone, {"script": SCRIPT, **vars(args), "profile_dir": None})
+    for rank, theirs in enumerate(everyone):
+        for name, value in everyone[0].items():
+            if theirs.get(name) != value:
+                if RANK == 0:
+                    option = f"{name.replace('_', '-')} {theirs.get(name)}"
+                    say("error", f"rank {rank} was started with {option}, rank 0 with {value}")
+                raise SystemExit(2)
+    if RANK:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
+
+
 def prepare(args: argparse.Namespace) -> torch.device:
-    """Make this run's settings those of the process, as each of its turns does anew; returns the device."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise the PyTorch profiler writes lines of its own on stderr
+    """Make this run's settings those of the process, before each turn; returns the device."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler writes on stderr
     if args.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(args.deterministic)
     torch.set_float32_matmul_precision(args.matmul_precision)
     use_settings(args)
-    return torch.device("cuda", torch.cuda.current_device()) if args.device == "cuda" else torch.device("cpu")
+    if args.device == "cpu":
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def environment(device: torch.device) -> dict:
-    """What the numbers were measured on."""
-    cpu = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    cpu = (re.findall(r"model name\s*: (.+)", cpu) or [platform.machine()])[0]
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu
-    triton = __import__("triton").__version__ if importlib.util.find_spec("triton") else None
-    found = {"device": device.type, "device_name": name, "cpu_threads": torch.get_num_threads(), "triton": triton}
-    versions = {"torch": torch.__version__, "hip": torch.version.hip, "cuda": torch.version.cuda}
-    return {**found, **versions, "python": platform.python_version()}
+    """Return what the numbers are measured on."""
+    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    cpu = re.search(r"(?<=model name\t: ).+", info)
+    name = cpu[0] if cpu else platform.machine()
+    with_triton = importlib.util.find_spec("triton")
+    return {
+        "device": device.type,
+        "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else name,
+        "cpu_threads": torch.get_num_threads(),
+        "triton": __import__("triton").__version__ if with_triton else None,
+        "torch": torch.__version__,
+        "hip": torch.version.hip,
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+    }
 
 
-def name_modules(model: nn.Module, named: Callable[[str], AbstractContextManager]) -> None:
-    """Have every module run its forward pass in a range of its name, for a profiler to show."""
-    for name, module in model.named_modules():
-        if name:
-            module.forward = named(name)(module.forward)  # a context manager is a decorator, too
+# One training step
 
 
 class Trainer:
-    """Model, optimizer and data, and the one training step that is measured, counted and profiled."""
+    """Model, optimizer and data, and their training step."""
 
     def __init__(self, args: argparse.Namespace, device: torch.device):
-        self.args, self.device, self.gpu = args, device, device.type == "cuda"
-        self.autocast = partial(torch.autocast, device.type, getattr(torch, args.amp_dtype), enabled=args.use_amp)
+        self.args = args
+        self.device = device
+        self.gpu = device.type == "cuda"
         self.synchronize = torch.cuda.synchronize if self.gpu else lambda: None
+        dtype = getattr(torch, args.amp_dtype)
+        self.autocast = partial(torch.autocast, device.type, dtype, enabled=args.use_amp)
+        scaled = args.use_amp and args.amp_dtype == "float16"
+        self.scaler = torch.amp.GradScaler(device.type, enabled=scaled)
         self.batches = make_batches(args, torch.device("cpu"), args.seed)
-        self.model = build_model(args, device)
+        self.inputs: dict[str, Tensor] = {}  # on a GPU, where batches are copied
+        self.model = self.forward = build_model(args, device)
         self.optimizer = build_optimizer(args, self.model)
-        self.scaler = torch.amp.GradScaler(device.type, enabled=args.use_amp and args.amp_dtype == "float16")
-        self.forward = torch.compile(self.model, mode=args.torch_compile_mode) if args.torch_compile else self.model
-        if WORLD_SIZE > 1:  # buffers are constants, so they need no broadcast
-            warnings.filterwarnings("ignore", message=".*broadcast_buffers. is deprecated", category=FutureWarning)
-            self.forward = DistributedDataParallel(self.forward, broadcast_buffers=False, gradient_as_bucket_view=True)
-        self.inputs: dict[str, Tensor] = {}  # on a GPU, where every batch is copied to
-        self.graph, self.phases, self.marks = None, PHASES, []
-        self.named = torch.cuda.nvtx.range if args.enable_rocm_profiling and self.gpu else contextlib.nullcontext
-        if args.enable_rocm_profiling and self.gpu and not args.torch_compile:  # compiled, there are no modules left
-            name_modules(self.model, self.named)
+        if args.torch_compile:
+            self.forward = torch.compile(self.model, mode=args.torch_compile_mode)
+        if WORLD_SIZE > 1:
+            warnings.filterwarnings("ignore", ".*broadcast_buffers. is deprecated", FutureWarning)
+            options = {"broadcast_buffers": False, "gradient_as_bucket_view": True}
+            self.forward = DistributedDataParallel(self.forward, **options)
+        self.graph = None
+        self.phases = PHASES
+        self.marks = []  # moments: a first one, and after each phase
+        self.named = contextlib.nullcontext  # ranges of phases for a profiler
 
     def next_batch(self) -> dict[str, Tensor]:
-        """This process's share of the global batch, which is the same for any number of processes, on the device."""
+        """Return this process's share of the global batch, on the device."""
         share = self.args.batch_size // WORLD_SIZE
-        batch = {name: value[RANK * share :][:share] for name, value in self.batches.next_batch().items()}
+        batch = {n: t[RANK * share :][:share] for n, t in self.batches.next_batch().items()}
         if not self.gpu:
             return batch
-        self.inputs = self.inputs or {n: torch.empty_like(t, device=self.device) for n, t in batch.items()}
         for name, value in batch.items():
-            pinned = torch.empty_like(value, pin_memory=True).copy_(value)  # so that nobody waits for the copy
-            self.inputs[name].copy_(pinned, non_blocking=True)
+            pinned = torch.empty_like(value, pin_memory=True)  # nobody waits for the copy
+            if name not in self.inputs:
+                self.inputs[name] = torch.empty_like(value, device=self.device)
+            self.inputs[name].copy_(pinned.copy_(value), non_blocking=True)
         return self.inputs
 
     def step(self) -> Tensor:
-        """One training step; returns the loss of the global batch."""
+        """Take one training step; returns the loss of the global batch."""
         with self.phase("data"):
             batch = self.next_batch()
         if not self.graph:
@@ -692,7 +761,7 @@ class Trainer:
         return self.loss
 
     def compute(self, batch: dict[str, Tensor]) -> Tensor:
-        """The step on the device, which is what a graph captures."""
+        """Compute the step on the device, which is what a graph captures."""
         with self.phase("forward"), self.autocast():
             if self.args.torch_compile:
                 torch.compiler.cudagraph_mark_step_begin()
@@ -703,541 +772,529 @@ class Trainer:
             self.scaler.step(self.optimizer)
             self.scaler.update()
             self.optimizer.zero_grad(set_to_none=True)
-            loss = loss.detach() / WORLD_SIZE if WORLD_SIZE > 1 else loss.detach()
             if WORLD_SIZE > 1:
-                torch.distributed.all_reduce(loss)
-        return loss
+                loss = loss.detach() / WORLD_SIZE
+                dist.all_reduce(loss)
+        return loss.detach()
 
     def capture(self) -> None:
-        """Capture the step as a graph, without running it; from now on it is replayed. A step must have run before."""
-        first = torch.cuda.Stream(priority=-1)  # it goes before a script's others, and has its own cuBLAS workspaces
-        with torch.cuda.graph(graph := torch.cuda.CUDAGraph(), stream=first):
+        """Capture the step, to be replayed from now on; a step must have run before."""
+        graph = torch.cuda.CUDAGraph()
+        stream = torch.cuda.Stream(priority=-1)  # before others, with its own cuBLAS workspaces
+        with torch.cuda.graph(graph, stream=stream):
             self.loss = self.compute(self.inputs)
         self.graph, self.phases = graph, GRAPH_PHASES
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Runs a phase of the step: a range of this name for a profiler, and a mark at its end for the clock."""
+        """Run a phase of the step in a range, with a mark at its end."""
         with self.named(name):
             yield
         self.mark()
 
     def mark(self) -> None:
-        """Note this moment: an event in the stream, or on a CPU a clock reading."""
-        event = torch.cuda.Event(enable_timing=True) if self.gpu else None
-        self.marks.append(torch.cuda.current_stream().record_event(event) if self.gpu else time.perf_counter())
+        """Note this moment: an event in the stream, or on a CPU the time."""
+        moment = torch.cuda.Event(enable_timing=True) if self.gpu else time.perf_counter()
+        if self.gpu:
+            moment.record()
+        self.marks.append(moment)
+
+    def times(self, steps: int) -> dict[str, list[float]]:
+        """Return the milliseconds of each phase in the marked steps."""
+        pairs = itertools.pairwise(self.marks)
+        gaps = [a.elapsed_time(b) if self.gpu else 1e3 * (b - a) for a, b in pairs]
+        return {name: gaps[i :: len(self.phases)][:steps] for i, name in enumerate(self.phases)}
+
+    @contextlib.contextmanager
+    def ranges(self, named: Callable) -> Iterator[None]:
+        """Run phases and modules inside in ranges of their names."""
+        modules = [] if self.args.torch_compile else list(self.model.named_modules())[1:]
+        for name, module in modules:
+            module.forward = named(name)(module.forward)  # a context manager is a decorator, too
+        self.named = named
+        try:
+            yield
+        finally:
+            self.named = contextlib.nullcontext
+            for _, module in modules:
+                del module.forward  # that of its class again
 
     def profile(self, steps: int = 1, **options) -> torch.profiler.profile:
-        """Run training steps under the PyTorch profiler."""
-        with torch.profiler.profile(acc_events=True, **options) as profile:
-            if WORLD_SIZE > 1:  # otherwise the first step contains waiting for the process whose profiler starts last
-                torch.distributed.all_reduce(torch.zeros(1))  # on the host, without a kernel on the device
-            self.named = torch.profiler.record_function
+        """Take steps under the PyTorch profiler."""
+        profile = torch.profiler.profile(acc_events=True, **options)
+        with profile, self.ranges(torch.profiler.record_function):
+            if WORLD_SIZE > 1:  # wait for the profilers of others, without a kernel
+                dist.all_reduce(torch.zeros(1))
             for _ in range(steps):
                 self.step()
             self.synchronize()
         return profile
 
     def trace(self, profile: torch.profiler.profile) -> dict:
-        """What the profiler writes as a Chrome trace, for a moment into the folder of the results."""
+        """Return what the profiler writes as a Chrome trace."""
         with tempfile.TemporaryDirectory(dir=self.args.profile_dir) as folder:
             path = Path(folder) / "trace.json"
             profile.export_chrome_trace(str(path))
             return json.loads(path.read_text())
 
 
+# What is counted in extra steps
+
+
 class OperatorCounter(TorchDispatchMode):
-    """Counts the ATen operators that are dispatched inside, without those that move no data."""
+    """Counts ATen operators inside that move data."""
 
     calls = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.calls += not (function.is_view or function.overloadpacket.__name__.startswith(NO_WORK))
+        name = function.overloadpacket.__name__
+        self.calls += not (function.is_view or name.startswith(NO_WORK))
         return function(*args, **(kwargs or {}))
 
 
 def count_kernels(trainer: Trainer) -> dict:
-    """Kernels that the device runs in one training step; on a CPU operators. Nothing where neither can be seen."""
-    if not trainer.gpu:  # of two samples: with a single one some copies are views, which would be another count
-        pair = Trainer(argparse.Namespace(**{**vars(trainer.args), "batch_size": 2 * WORLD_SIZE}), trainer.device)
-        pair.step()
-        batch = pair.next_batch()
+    """Count the kernels of a step, on a CPU its operators; {} where none can be seen."""
+    if not trainer.gpu:  # of two samples: of a single one some copies are views
+        two = argparse.Namespace(**{**vars(trainer.args), "batch_size": 2 * WORLD_SIZE})
+        trainer = Trainer(two, trainer.device)
+        trainer.step()
+        batch = trainer.next_batch()
         with OperatorCounter() as counter:
-            pair.compute(batch)
-        return {"unit": "operator calls", "per_step": counter.calls, "remark": "; operator calls, counted on a CPU"}
+            trainer.compute(batch)
+        remark = "; operator calls, counted on a CPU"
+        return {"unit": "operator calls", "per_step": counter.calls, "remark": remark}
     trainer.step()  # the first one does more
     events = trainer.trace(trainer.profile())["traceEvents"]
-    kernels = sum(e.get("cat") == "kernel" for e in events)  # a profiler that may not run sees none
-    launches = sum(e.get("cat") in ("cuda_runtime", "cuda_driver") and "Launch" in e["name"] for e in events)
-    return {"unit": "kernels", "remark": "", "per_step": kernels, "host_launches": launches} if kernels else {}
+    calls = [e["name"] for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")]
+    found = {"unit": "kernels", "remark": ""}
+    found["per_step"] = sum(e.get("cat") == "kernel" for e in events)
+    found["host_launches"] = sum("Launch" in name for name in calls)
+    return found if found["per_step"] else {}  # a profiler that may not look sees none
+
+
+def count_all_off(args: argparse.Namespace, device: torch.device) -> int | None:
+    """Count with everything off; None where memory runs out."""
+    progress("counting kernels with all fusions off")
+    torch.compiler.reset()  # lets go of the graphs that torch.compile made
+    gc.collect()
+    off = all_off(args)
+    prepare(off)
+    try:
+        return count_kernels(Trainer(off, device))["per_step"]
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return None
 
 
 def memory_of_a_step(trainer: Trainer) -> float:
-    """High-water mark of tensor memory in bytes; with --enable-memory-profiling its course is written, too."""
+    """Return the most bytes of tensors in a step; a flag writes their course, too."""
     gc.collect()  # what is freed in the step was allocated in it
     events = trainer.trace(trainer.profile(profile_memory=True))["traceEvents"]
-    kept = (*trainer.model.parameters(), *trainer.model.buffers(), *trainer.inputs.values())  # between two steps
-    used = sum(t.nbytes for t in kept) + sum(t.nbytes for e in trainer.optimizer.state.values() for t in e.values())
-    changes = (e for e in events if e["name"] == "[memory]" and e["args"]["Device Type"] == int(trainer.gpu))
-    changes = sorted(changes, key=lambda e: e["ts"])
-    course = [(e["ts"] - changes[0]["ts"], used := used + e["args"]["Bytes"]) for e in changes]
+    kept = [*trainer.model.parameters(), *trainer.model.buffers(), *trainer.inputs.values()]
+    kept += [t for state in trainer.optimizer.state.values() for t in state.values()]
+    used = sum(tensor.nbytes for tensor in kept)  # between two steps
+    events = sorted((e for e in events if e["name"] == "[memory]"), key=lambda e: e["ts"])
+    events = [e for e in events if e["args"]["Device Type"] == int(trainer.gpu)]
+    course = [(e["ts"] - events[0]["ts"], used := used + e["args"]["Bytes"]) for e in events]
     if trainer.args.enable_memory_profiling:
-        rows = [f"{time:.3f},{used:.0f}\n" for time, used in course]
-        (trainer.args.profile_dir / f"{SCRIPT}_memory_timeline.csv").write_text("time_us,bytes\n" + "".join(rows))
+        rows = ["time_us,bytes\n", *(f"{time:.3f},{used:.0f}\n" for time, used in course)]
+        (trainer.args.profile_dir / f"{SCRIPT}_memory_timeline.csv").write_text("".join(rows))
     return max((used for _, used in course), default=used)  # a graph allocates nothing
 
 
-def gpu_memory(statistic: Callable[[], int]) -> int:
-    """Bytes by this statistic, with all of the private pools that graphs keep, which nobody else can use."""
+def write_profile(trainer: Trainer) -> None:
+    """Write operator tables, and a trace for ui.perfetto.dev."""
+    start = str(trainer.args.profile_dir / SCRIPT)
+    profile = trainer.profile(steps := 3, record_shapes=True)
+    averages = profile.key_averages()
+    for clock in ("cpu", "device") if trainer.gpu else ("cpu",):
+        key = f"self_{clock}_time_total"
+        total = sum(getattr(entry, key) for entry in averages) / 1e3
+        title = f"Self {clock.replace('cpu', 'CPU')} total: {total:.3f} ms in {steps} steps"
+        text = f"{title}\n\n{averages.table(sort_by=key, row_limit=40)}\n"
+        Path(f"{start}_operators_by_{clock}_time.txt").write_text(text)
+    trace = json.dumps(trainer.trace(profile)).encode()
+    Path(f"{start}_trace.json.gz").write_bytes(gzip.compress(trace))
+
+
+def gpu_memory(device: torch.device, statistic: str = "memory_allocated") -> int:
+    """Return bytes by this statistic, with all of the pools that graphs keep; 0 on a CPU."""
+    if device.type == "cpu":
+        return 0
     pools = [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) != (0, 0)]
-    return statistic() + sum(s["total_size"] - s["allocated_size"] for s in pools)
-
-
-def is_out_of_memory(error: BaseException | None) -> bool:
-    """Is it, or did it follow from that? The end of a capture raises an error of its own."""
-    here = isinstance(error, MemoryError) or re.search("out of memory|allocate memory|ALLOC_FAILED", str(error))
-    return bool(here) or (error is not None and is_out_of_memory(error.__context__))
+    used = getattr(torch.cuda, statistic)()
+    return used + sum(s["total_size"] - s["allocated_size"] for s in pools)
 
 
 @contextlib.contextmanager
 def recorded_region(active: bool) -> Iterator[None]:
-    """Have an attached profiler record only what runs inside (cudaProfilerStart; under ROCm also ROCTx resume)."""
-    with torch.cuda.profiler.profile() if active else contextlib.nullcontext(), contextlib.ExitStack() as at_end:
+    """Have a profiler record what runs inside (cudaProfilerStart, ROCTx)."""
+    with contextlib.ExitStack() as at_end:
+        if active:
+            at_end.enter_context(torch.cuda.profiler.profile())
         if active and torch.version.hip:
             try:
                 roctx = ctypes.CDLL("librocprofiler-sdk-roctx.so")
             except OSError as error:
-                fail(f"--enable-rocm-profiling needs ROCm's rocprofiler-sdk-roctx: {error}", status=4)
+                fail(f"--enable-rocm-profiling needs ROCm's rocprofiler-sdk-roctx: {error}", 4)
             roctx.roctxProfilerResume(0)
             at_end.callback(roctx.roctxProfilerPause, 0)
         yield
 
 
-def write_profile(trainer: Trainer, directory: Path) -> None:
-    """Operator tables as text, and a trace for ui.perfetto.dev and chrome://tracing."""
-    if not trainer.args.torch_compile:
-        name_modules(trainer.model, torch.profiler.record_function)
-    profile = trainer.profile(steps := 3, record_shapes=True)
-    averages = profile.key_averages()
-    for clock in ("cpu", "device") if trainer.gpu else ("cpu",):
-        total = sum(getattr(entry, f"self_{clock}_time_total") for entry in averages) / 1e3
-        table = averages.table(sort_by=f"self_{clock}_time_total", row_limit=40)
-        title = f"Self {'CPU' if clock == 'cpu' else 'device'} total: {total:.3f} ms in {steps} steps"
-        (directory / f"{SCRIPT}_operators_by_{clock}_time.txt").write_text(f"{title}\n\n{table}\n")
-    (directory / f"{SCRIPT}_trace.json.gz").write_bytes(gzip.compress(json.dumps(trainer.trace(profile)).encode()))
+# A run
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Steps in a row, with the device idle before the first and after the last."""
+
+    label: str  # the kind of steps
+    steps: int
+    seconds: float  # of all of them, by the host's clock
+    phases: dict[str, list[float]]  # milliseconds of each phase in each step
+    losses: list[float]
+    peak: int  # bytes of GPU memory
+
+    @property
+    def step_ms(self) -> float:
+        return 1e3 * self.seconds / self.steps
+
+
+def timing(turns: list[Turn], batch_size: int) -> dict:
+    """Return speed, mean times of a step and its phases, time per step by turn."""
+    if not (steps := sum(turn.steps for turn in turns)):
+        return {}
+    seconds = sum(turn.seconds for turn in turns)
+    phases = {name: np.concatenate([t.phases[name] for t in turns]) for name in turns[0].phases}
+    totals = sum(phases.values())
+    return {
+        "steps": steps,
+        "wall_s": seconds,
+        "samples_per_sec": batch_size * steps / seconds,
+        "batch_ms": 1e3 * seconds / steps,
+        "turns_ms": [turn.step_ms for turn in turns if turn.steps],
+        "batch_median_ms": float(np.median(totals)),
+        "batch_p95_ms": float(np.quantile(totals, 0.95, method="higher")),
+        **{f"{name}_ms": float(ms.mean()) for name, ms in phases.items()},
+    }
+
+
+class Run:
+    """One run: its arguments, its trainer, and what is known of it by now."""
+
+    def __init__(self, args: argparse.Namespace, title: str = ""):
+        self.args = args
+        self.title = title
+        self.device = prepare(args)
+        self.model: dict = {"config": {}}
+        self.turns: list[Turn] = []
+        self.kept = 0  # bytes of GPU memory between two turns
+        self.peak = 0  # bytes in a measured step
+        self.kernels: dict = {}
+        self.flops = 0
+        self.status, self.error = 1, "it did not finish"
+
+    def start(self) -> None:
+        """Build what trains, say what it is, and take the warm-up steps."""
+        args, before = self.args, gpu_memory(self.device)
+        self.trainer = Trainer(args, self.device)
+        config = asdict(self.trainer.model.config)
+        parameters = sum(p.numel() for p in self.trainer.model.parameters())
+        self.model = {"config": config, "parameters": parameters}
+        several = f" x {WORLD_SIZE}" if WORLD_SIZE > 1 else ""
+        sizes = [f"{name} {value}" for name, value in config.items() if isinstance(value, int)]
+        precision = f"float32 (matmul precision {args.matmul_precision})"
+        names = (*(name for _, name, _ in FUSIONS), "torch_compile", "cuda_graph")
+        on = [n for n in names if getattr(args, n) and n not in args.without_effect]
+        progress()
+        print(
+            f"{SCRIPT} on {environment(self.device)['device_name']}{several}:",
+            f"{parameters:,} parameters, batch_size {args.batch_size}, {', '.join(sizes)};",
+            f"{args.amp_dtype if args.use_amp else precision};",
+            ", ".join(on or ["nothing fused"]).replace("_", "-"),
+            flush=True,
+        )
+        if args.torch_compile:
+            progress("compiling in the first step; this can take minutes")
+        self.plan(args.warmup_steps, "warm-up step")
+        self.take(args.warmup_steps - args.cuda_graph)
+        if args.cuda_graph:
+            self.trainer.capture()
+            self.take(1)
+        self.kept = gpu_memory(self.device) - before
+        self.plan(args.num_steps, "step")
+
+    def plan(self, steps: int, label: str) -> None:
+        """Begin to count: so many steps of this kind follow, in one turn or several."""
+        self.goal, self.label, self.done = steps, label, 0
+        self.started = time.perf_counter()
+        self.shown = 0.0  # when progress was shown
+
+    def take(self, steps: int) -> Turn:
+        """Take a turn; one that is cut short has its steps until then."""
+        prepare(self.args)  # another run may have had a turn
+        trainer, losses = self.trainer, []
+        arriving = torch.full((steps,), -math.inf, pin_memory=trainer.gpu)  # -inf: not there yet
+        if trainer.gpu:
+            torch.cuda.reset_peak_memory_stats()
+        trainer.synchronize()
+        others = gpu_memory(self.device) - self.kept  # which belongs to runs that rest
+        trainer.marks.clear()
+        self.began = time.perf_counter()
+        trainer.mark()
+        try:
+            for step in range(steps):
+                arriving[step].copy_(trainer.step(), non_blocking=True)
+                if not self.collect(arriving, losses):
+                    break
+        finally:  # after Ctrl-C, too
+            trainer.synchronize()
+            seconds = time.perf_counter() - self.began
+            self.collect(arriving, losses)
+            done, phases = len(losses), trainer.times(len(losses))
+            if done < steps:
+                seconds = sum(map(sum, phases.values())) / 1e3
+            peak = gpu_memory(self.device, "max_memory_allocated") - others
+            self.turns.append(Turn(self.label, done, seconds, phases, losses, peak))
+            if self.label == "step":
+                self.peak = max(peak, self.peak)
+        if done < steps:
+            where = f"{self.title}{self.label} {self.done + 1}; lower --learning-rate"
+            raise FloatingPointError(f"the loss became {float(arriving[done])} at {where}")
+        return self.turns[-1]
+
+    def collect(self, arriving: Tensor, losses: list[float]) -> bool:
+        """Move losses that have arrived to the list; False at one that is no number."""
+        while len(losses) < len(arriving) and (loss := float(arriving[len(losses)])) != -math.inf:
+            if not math.isfinite(loss):
+                return False
+            losses.append(loss)
+            self.done += 1
+            now, due = time.perf_counter(), self.done % self.args.log_interval == 0
+            if sys.stdout.isatty():
+                due = now > self.shown + 0.1
+            if due or self.done == self.goal:
+                self.shown = now
+                speed = self.args.batch_size * len(losses) / (now - self.began)
+                left = (now - self.started) / self.done * (self.goal - self.done)
+                text = f"{self.title}{self.label} {self.done}/{self.goal}  loss {loss:.4f}"
+                progress(f"{text}  {speed:.1f} samples/s  {left:.0f} s left")
+        return True
+
+    def count(self) -> None:
+        """Count in extra steps what the measured ones did, and profile as flags ask."""
+        progress("counting kernels, memory and operations")
+        prepare(self.args)
+        trainer, args = self.trainer, self.args
+        if trainer.gpu or not args.torch_compile:  # a loop compiled for a CPU is no operator
+            self.kernels = count_kernels(trainer)
+        if args.enable_memory_profiling or not trainer.gpu:
+            memory = memory_of_a_step(trainer)
+            self.peak = self.peak or memory
+        if args.enable_pytorch_profiler:
+            write_profile(trainer)
+        model = build_model(all_off(args), torch.device("meta"))
+        batch = trainer.batches.next_batch()
+        with FlopCounterMode(display=False) as counter:
+            model(**{name: value.to("meta") for name, value in batch.items()}).backward()
+        self.flops = counter.get_total_flops()
+
+    def result(self) -> dict:
+        """Put together what is known of this run for its file."""
+        args, kernels, flops = self.args, dict(self.kernels), {}
+        curve = [loss for turn in self.turns for loss in turn.losses]
+        ends = {"initial": curve[0], "final": curve[-1]} if curve else {}
+        times = timing([turn for turn in self.turns if turn.label == "step"], args.batch_size)
+        if self.turns and (warmup := self.turns[0]).steps:
+            times["warmup_first_step_ms"] = sum(ms[0] for ms in warmup.phases.values())
+            times["warmup_ms"] = 1e3 * warmup.seconds
+            if args.torch_compile and "batch_ms" in times:
+                steady_ms = warmup.steps * times["batch_ms"]
+                times["compilation_overhead_ms"] = times["warmup_ms"] - steady_ms
+        if kernels.get("all_off"):
+            kernels["reduction_percent"] = 100 * (1 - kernels["per_step"] / kernels["all_off"])
+        if self.flops:
+            rate = self.flops / times["batch_ms"] / 1e9
+            flops = {"per_step": self.flops, "gflop": self.flops / 1e9, "achieved_tflops": rate}
+        return {
+            "schema_version": 1,
+            "script": SCRIPT,
+            "status": {0: "ok", 3: "oom"}.get(self.status, "failed"),
+            "exit_status": self.status,
+            "error": self.error,
+            "fusions": {name: getattr(args, name) for _, name, _ in FUSIONS},
+            "without_effect": args.without_effect,
+            "training": {n: getattr(args, n) for n in SETTINGS} | {"processes": WORLD_SIZE},
+            "environment": environment(self.device),
+            **self.model,
+            "timing": times,
+            "memory": {"peak_mb": self.peak / 1e6} if self.peak else {},
+            "kernels": kernels,
+            "flops": flops,
+            "loss": {"warmup_steps": args.warmup_steps, "curve": curve, **ends},
+        }
+
+    def write(self) -> None:
+        """Write or replace <profile-dir>/<script>_summary.json."""
+        write_json(self.args.profile_dir / f"{SCRIPT}_summary.json", self.result())
 
 
 def write_json(path: Path, content: dict) -> None:
-    """Write or replace a result; a reader never sees half a file, also where several processes write it.
-
-    Where it cannot be written, an earlier one is not left to be taken for this one.
-    """
+    """Write or replace a result: whole, or if that fails there is none."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(f".{os.getpid()}.tmp")
     try:
         unfinished.write_text(json.dumps(content, indent=1, default=str) + "\n")
         unfinished.replace(path)
     except OSError:
-        unfinished.unlink(missing_ok=True)
-        path.unlink(missing_ok=True)
+        for file in (unfinished, path):
+            file.unlink(missing_ok=True)
         raise
 
 
-class Run:
-    """One run: its arguments, its trainer with a clock, and `result`, its record, which is filled in as it goes."""
-
-    def __init__(self, args: argparse.Namespace, title: str = ""):
-        self.args, self.device, self.title = args, prepare(args), title
-        settings = ["batch_size", "num_steps", "warmup_steps", "learning_rate", "seed", "deterministic", "use_amp"]
-        settings += ["amp_dtype", "matmul_precision", "torch_compile", "torch_compile_mode", "cuda_graph"]
-        self.curve: list[float] = []
-        self.result = {
-            **{"schema_version": 1, "script": SCRIPT},
-            **{"status": "failed", "exit_status": 1, "error": "it did not finish"},
-            "fusions": {attribute: getattr(args, attribute) for _, attribute, _ in FUSIONS},
-            "without_effect": args.without_effect,
-            "training": {**{name: getattr(args, name) for name in settings}, "processes": WORLD_SIZE},
-            "environment": environment(self.device),
-            **{group: {} for group in ("config", "timing", "memory", "kernels", "flops")},
-            "loss": {"warmup_steps": args.warmup_steps, "curve": self.curve},
-        }
-
-    def write(self) -> None:
-        """Write or replace <profile-dir>/<script>_summary.json."""
-        write_json(self.args.profile_dir / f"{SCRIPT}_summary.json", self.result)
-
-    def start(self) -> None:
-        """Build what trains, say what it is, and take the warm-up steps; the last one replays the graph."""
-        self.trainer, args, result = Trainer(self.args, self.device), self.args, self.result
-        result["config"] = asdict(self.trainer.model.config)
-        result["parameters"] = sum(p.numel() for p in self.trainer.model.parameters())
-        where = result["environment"]["device_name"] + (f" x {WORLD_SIZE}" if WORLD_SIZE > 1 else "")
-        sizes = [f"{name} {value}" for name, value in result["config"].items() if isinstance(value, int)]
-        precision = args.amp_dtype if args.use_amp else f"float32 (matmul precision {args.matmul_precision})"
-        on = [n for n in (*result["fusions"], "torch_compile", "cuda_graph") if getattr(args, n)]
-        on = [name for name in on if name not in args.without_effect] or ["nothing fused"]
-        progress()
-        print(f"{SCRIPT} on {where}: {result['parameters']:,} parameters, batch_size {args.batch_size},", end=" ")
-        print(f"{', '.join(sizes)}; {precision}; {', '.join(on).replace('_', '-')}", flush=True)
-        if args.torch_compile:
-            progress("compiling in the first step; this can take minutes")
-        self.plan(args.warmup_steps - args.cuda_graph, "warm-up step")
-        self.take(self.goal)
-        if self.rows:
-            result["timing"] = {"warmup_first_step_ms": sum(self.rows[0]), "warmup_ms": 1e3 * self.wall}
-        if args.cuda_graph:
-            self.trainer.capture()
-            self.plan(1, "first replay of the graph")
-            self.take(1)
-        self.plan(args.num_steps, "step")
-
-    def plan(self, steps: int, label: str) -> None:
-        """Begin to count: so many steps are to be taken, in one turn or several."""
-        self.goal, self.label, self.before, self.taken = steps, self.title + label, len(self.curve), 0
-        self.losses = torch.full((steps,), -math.inf, pin_memory=self.trainer.gpu)  # -inf: not arrived yet
-        self.rows, self.turns = [], []  # milliseconds: of each step a list of its phases; per step in each turn
-        self.wall, self.peak, self.shown = 0.0, 0, 0.0  # seconds in all turns, bytes, when progress was shown
-        self.started = self.began = time.perf_counter()  # the first turn, this turn
-
-    def take(self, steps: int) -> None:
-        """A turn of that many steps, with the device idle before the first and after the last."""
-        prepare(self.args)  # another run may have had a turn
-        trainer, count = self.trainer, len(self.trainer.phases)
-        if trainer.gpu:
-            torch.cuda.reset_peak_memory_stats()
-        trainer.synchronize()
-        trainer.marks, self.began = [], time.perf_counter()
-        trainer.mark()
-        try:
-            for _ in range(steps):
-                self.losses[self.taken].copy_(trainer.step(), non_blocking=True)
-                self.taken += 1
-                self.look()
-        finally:  # after Ctrl-C, too: the steps until then count
-            trainer.synchronize()
-            seconds, pairs = time.perf_counter() - self.began, itertools.pairwise(trainer.marks)
-            gaps = [a.elapsed_time(b) if trainer.gpu else 1e3 * (b - a) for a, b in pairs]
-            self.rows += [gaps[i : i + count] for i in range(0, len(gaps) - count + 1, count)]
-            self.peak = max(self.peak, gpu_memory(torch.cuda.max_memory_allocated) if trainer.gpu else 0)
-            self.look()
-            self.turns.append(1e3 * seconds / max(1, steps))
-            self.wall += seconds
-
-    def look(self) -> None:
-        """Keep the losses that have arrived; show one every --log-interval steps, on a terminal ten times a second."""
-        args, done = self.args, len(self.curve) - self.before
-        while done < self.taken and (loss := float(self.losses[done])) != -math.inf:
-            done, now = done + 1, time.perf_counter()
-            if not math.isfinite(loss):
-                raise FloatingPointError(f"the loss became {loss} at {self.label} {done}; lower --learning-rate")
-            self.curve.append(loss)
-            due = now > self.shown + 0.1 if sys.stdout.isatty() else done % args.log_interval == 0
-            if due or done == self.goal:
-                speed = args.batch_size * done / (self.wall + now - self.began)
-                left, self.shown = (now - self.started) / done * (self.goal - done), now
-                progress(f"{self.label} {done}/{self.goal}  loss {loss:.4f}  {speed:.1f} samples/s  {left:.0f} s left")
-
-    def timing(self) -> dict:
-        """Speed, mean times of the finished steps, and time per step in each turn."""
-        if not (steps := len(self.curve) - self.before):
-            return {}
-        totals = (phases := np.array(self.rows[:steps])).sum(1)
-        wall = self.wall if steps == self.goal else float(totals.sum()) / 1e3  # if it was cut short
-        return {
-            **{"steps": steps, "wall_s": wall, "samples_per_sec": self.args.batch_size * steps / wall},
-            **{"batch_ms": 1e3 * wall / steps, "turns_ms": self.turns},
-            "batch_median_ms": float(np.median(totals)),
-            "batch_p95_ms": float(np.quantile(totals, 0.95, method="higher")),
-            **{f"{name}_ms": float(ms) for name, ms in zip(self.trainer.phases, phases.mean(0), strict=True)},
-        }
-
-    def count(self) -> None:
-        """Extra steps that count what the measured ones did, and those that the profiling flags ask for."""
-        prepare(self.args)
-        trainer, args, result = self.trainer, self.args, self.result
-        progress("counting kernels, memory and operations")
-        if trainer.gpu or not args.torch_compile:  # a loop that was compiled for a CPU is no operator
-            result["kernels"] = count_kernels(trainer)
-        if args.enable_memory_profiling or not trainer.gpu:
-            result["memory"] = {"peak_mb": memory_of_a_step(trainer) / 1e6} | result["memory"]  # on a GPU it is known
-        if args.enable_pytorch_profiler:
-            write_profile(trainer, args.profile_dir)
-        model = build_model(all_off(args), torch.device("meta"))  # of the unfused model, which is not run
-        with FlopCounterMode(display=False) as counter:
-            model(**{name: value.to("meta") for name, value in trainer.batches.next_batch().items()}).backward()
-        flops, seconds = counter.get_total_flops(), result["timing"]["batch_ms"] / 1e3
-        result["flops"] = {"per_step": flops, "gflop": flops / 1e9, "achieved_tflops": flops / seconds / 1e12}
-
-
 def measure(runs: list[Run]) -> None:
-    """Warm up each run, then take the measured steps of all in up to ten alternating turns, then count."""
-    at_rest, args, gpu = [], runs[-1].args, runs[-1].device.type == "cuda"
-    if len(runs) > 1:  # cuBLAS keeps workspaces from its first product on, which belong to neither run
-        nn.Linear(8, 8, device=args.device)(torch.ones(8, 8, device=args.device)).sum().backward()
+    """Warm up, take the steps of all in up to ten alternating turns, then count."""
+    args, device = runs[-1].args, runs[-1].device
     for run in runs:
-        before = gpu_memory(torch.cuda.memory_allocated) if gpu else 0
         run.start()
-        at_rest.append(gpu_memory(torch.cuda.memory_allocated) - before if gpu else 0)
     turns = min(10, args.num_steps) if len(runs) > 1 else 1
-    try:
-        with recorded_region(args.enable_rocm_profiling and gpu):
-            for turn in range(turns):
-                for run in runs if turn % 2 == 0 else reversed(runs):
-                    run.take(args.num_steps * (turn + 1) // turns - args.num_steps * turn // turns)
-    finally:
-        for run, own in zip(runs, at_rest, strict=True):
-            run.result["timing"] |= run.timing()
-            if gpu:  # without what the other run keeps between its turns
-                run.result["memory"] = {"peak_mb": (run.peak - sum(at_rest) + own) / 1e6}
-    timing, warmup_steps = runs[-1].result["timing"], args.warmup_steps - args.cuda_graph
-    if args.torch_compile and warmup_steps:
-        timing["compilation_overhead_ms"] = timing["warmup_ms"] - warmup_steps * timing["batch_ms"]
+    marked = args.enable_rocm_profiling and device.type == "cuda"
+    with recorded_region(marked), contextlib.ExitStack() as ranges:
+        for run in runs if marked else ():
+            ranges.enter_context(run.trainer.ranges(torch.cuda.nvtx.range))
+        for turn in range(turns):
+            steps = args.num_steps * (turn + 1) // turns - args.num_steps * turn // turns
+            for run in runs if turn % 2 == 0 else reversed(runs):
+                run.take(steps)
     for run in runs if not args.under_profiler else ():
         run.count()
         del run.trainer  # its memory is wanted for the model with everything off
     for run in runs if WORLD_SIZE > 1 else ():
-        peak = torch.tensor(run.result["memory"].get("peak_mb", 0.0))
-        torch.distributed.all_reduce(peak, torch.distributed.ReduceOp.MAX)
-        run.result["memory"] = {"peak_mb": peak.item()} if peak else {}
-    kernels = runs[-1].result["kernels"]
+        peak = torch.tensor(run.peak, dtype=torch.float64)
+        dist.all_reduce(peak, dist.ReduceOp.MAX)
+        run.peak = peak.item()
+    kernels = runs[-1].kernels
     if kernels and args != all_off(args):
-        kernels["all_off"] = runs[0].result["kernels"]["per_step"] if len(runs) > 1 else count_all_off(args, run.device)
-        if kernels["all_off"]:
-            kernels["reduction_percent"] = 100 * (1 - kernels["per_step"] / kernels["all_off"])
+        first = runs[0].kernels["per_step"]
+        kernels["all_off"] = first if len(runs) > 1 else count_all_off(args, device)
 
 
-def count_all_off(args: argparse.Namespace, device: torch.device) -> int | None:
-    """Kernels per step with everything off, on the same shapes; None where that does not fit into memory."""
-    progress("counting kernels with all fusions off")
-    torch.compiler.reset()  # lets go of the graphs that torch.compile made
-    gc.collect()
+def train_all(runs: list[Run]) -> None:
+    """Train all; however that ends, each result is in its JSON file."""
+    end = runs[-1].status, runs[-1].error
     try:
-        prepare(off := all_off(args))
-        return count_kernels(Trainer(off, device))["per_step"]
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
+        if RANK:
+            dist.barrier()  # rank 0 leaves its record before another one can fail
+        for run in runs:
+            run.write()  # what a run leaves that is killed
+        if WORLD_SIZE > 1 and not RANK:
+            dist.barrier()
+        measure(runs)
+        end = 0, None
+    except (Exception, KeyboardInterrupt) as error:
+        end = 1, str(error)
+        end = explain(error, runs[-1].args.profile_dir)
+    finally:
+        for run in runs:
+            run.status, run.error = end
+            try:
+                run.write()
+            except OSError as error:
+                run.status, run.error = explain(error, run.args.profile_dir)
+
+
+def train(args: argparse.Namespace) -> dict:
+    """Train, measure and count; the result is also in its JSON file."""
+    run = Run(args)
+    train_all([run])
+    return run.result()
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Tell if it is, or came from that: the end of a capture raises its own error."""
+    if error is None or isinstance(error, MemoryError):
+        return error is not None
+    said = re.search("out of memory|allocate memory|ALLOC_FAILED", str(error))
+    return bool(said) or is_out_of_memory(error.__context__)
 
 
 def explain(error: BaseException, directory: Path) -> tuple[int, str]:
-    """Exit status and line of an error that the user can do something about; any other one is raised again."""
-    message = (str(error).strip() or type(error).__name__).splitlines()[0]
+    """Return status and line of an error that a user can mend; raise any other."""
+    line = (str(error).strip() or type(error).__name__).splitlines()[0]
+    compiler = type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
     if isinstance(error, KeyboardInterrupt):
         return 130, "interrupted"
     if is_out_of_memory(error):
-        return 3, f"out of memory: lower --batch-size or --seq-len ({message})"
-    if isinstance(error, FloatingPointError) or type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
-        return 1, message
+        return 3, f"out of memory: lower --batch-size or --seq-len ({line})"
+    if compiler or isinstance(error, FloatingPointError):
+        return 1, line
     if isinstance(error, BrokenPipeError):
         raise error
     if isinstance(error, OSError) and not str(error.filename or "").startswith(str(directory)):
         return 2, f"{error.filename or 'standard output'}: {error.strerror}"
     if isinstance(error, (OSError, json.JSONDecodeError)):  # half a trace is no JSON
-        return 2, f"--profile-dir {directory}: cannot write there, is there space left? ({message})"
+        return 2, f"--profile-dir {directory}: cannot write there, is there space left? ({line})"
     raise error
 
 
-def train_all(runs: list[Run]) -> None:
-    """Train all, in alternating turns. However that ends, each result is in <profile-dir>/<script>_summary.json."""
-    status, message = 1, "it did not finish"
-    try:
-        if RANK:
-            torch.distributed.barrier()  # rank 0 has left its record before another one can fail
-        for run in runs:
-            run.write()  # what a run leaves that is killed
-        if WORLD_SIZE > 1 and not RANK:
-            torch.distributed.barrier()
-        measure(runs)
-        status, message = 0, None
-    except (Exception, KeyboardInterrupt) as error:
-        message = str(error)
-        status, message = explain(error, runs[-1].args.profile_dir)
-    finally:
-        for run in runs:
-            run.result |= {"exit_status": status, "error": message, "status": {0: "ok", 3: "oom"}.get(status, "failed")}
-            run.result["loss"] |= {"initial": run.curve[0], "final": run.curve[-1]} if run.curve else {}
-            try:
-                run.write()
-            except OSError as error:
-                code, text = explain(error, run.args.profile_dir)
-                run.result |= {"exit_status": code, "error": text, "status": "failed"}
-
-
-def train(args: argparse.Namespace) -> dict:
-    """Train, measure and count; the result is also in <profile-dir>/<script>_summary.json."""
-    train_all([run := Run(args)])
-    return run.result
+# What is printed
 
 
 def report(result: dict) -> str:
-    """The lines of REPORT whose values were measured."""
-    kernels, text = result["kernels"], ""
-    off = f" (all fusions off: {kernels['all_off'] or 'out of memory'})" if "all_off" in kernels else ""
-    for line in REPORT.splitlines():
-        with contextlib.suppress(KeyError):
-            text += line.format_map({**result, "all_off": off}) + "\n"
+    """Return the lines of REPORT whose values were measured."""
+    acting = {name for name, on in result["fusions"].items() if on} - {*result["without_effect"]}
+    triton = acting & {*TRITON_FUSIONS} and result["environment"]["device"] == "cuda"
+    compiled = ", includes compilation" if triton or result["training"]["torch_compile"] else ""
+    off = result["kernels"].get("all_off", 0)
+    all_off = f" (all fusions off: {off or 'out of memory'})" if off != 0 else ""
+    text = ""
+    for line in REPORT.splitlines(keepends=True):
+        if all(key in result[group] for group, key in re.findall(r"{(\w+)\[(\w+)\]", line)):
+            text += line.format(**result, all_off=all_off, compiled=compiled)
     return text
 
 
-def finish(results: dict[str, dict], reports: bool = True) -> int:
-    """Print the reports under their titles, and each error once; returns the exit status."""
+def finish(result: dict) -> int:
+    """Print the report and the error of a result; returns the exit status."""
     progress()
-    for title, result in results.items() if reports else ():
-        print(title + report(result), end="", flush=True)
-    for message in dict.fromkeys(result["error"] for result in results.values() if result["error"]):
-        say("error", message)
-    return max(result["exit_status"] for result in results.values())
+    print(report(result), end="", flush=True)
+    if result["error"]:
+        say("error", result["error"])
+    return result["exit_status"]
 
 
-def compare_fusion(args: argparse.Namespace) -> int:
-    """Everything off and as chosen, in turns; the result of the first goes to <profile-dir>/baseline."""
-    sides = [all_off(args, profile_dir=args.profile_dir / "baseline"), args]
-    train_all(runs := [Run(side, title) for side, title in zip(sides, ("all off: ", "as chosen: "), strict=True)])
-    before, after = (run.result for run in runs)
-    if before["status"] == "oom":
-        print("Both do not fit into memory side by side: each is measured alone, so there are no ratios.")
-        runs.clear()
-        before, after = (train(side) for side in sides)
-    elif before["status"] == "ok":
-        ratios = sorted(off / on for off, on in zip(runs[0].turns, runs[1].turns, strict=True))
-        progress()
-        print(f"\n{'':24}{'all off':>12}{'as chosen':>12}{'ratio':>9}")
-        for label, group, key, form in (
-            ("batch time, ms", "timing", "turns_ms", "12.2f"),
-            ("peak memory, MB", "memory", "peak_mb", "12.1f"),
-            (f"{after['kernels'].get('unit', 'kernels')} per step", "kernels", "per_step", "12.0f"),
-            ("final loss", "loss", "final", "12.4f"),
-        ):
-            if key in before[group] and key in after[group]:
-                off, on = np.median(before[group][key]), np.median(after[group][key])
-                ratio = np.median(ratios) if key == "turns_ms" else off / on
-                print(f"{label:24}{off:{form}}{on:{form}}" + (f"{ratio:8.2f}x" if key != "final" else ""))
-        few, mixed = len(ratios) < 5, ratios[0] <= 1 <= ratios[-1]
-        verdict = "too few turns to tell" if few else "no difference seen" if mixed else "all turns agree"
-        print(f"Batch time ratio in {len(ratios)} turns: {ratios[0]:.2f}x to {ratios[-1]:.2f}x ({verdict})")
-    complete = before["status"] == after["status"] == "ok" and bool(runs)
-    return finish({"\nall off:\n": before, "\nas chosen:\n": after}, args.full_report or not complete)
-
-
-class InFloat64(TorchFunctionMode):
-    """Inside, what asks for float32 gets float64, so that a model in float64 stays in it."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        wide = {torch.float32: torch.float64}
-        args = [wide.get(a, a) if isinstance(a, torch.dtype) else a for a in args]
-        kwargs = {n: wide.get(a, a) if isinstance(a, torch.dtype) else a for n, a in (kwargs or {}).items()}
-        return function(*args, **kwargs) if function is not Tensor.float else args[0].double()
-
-
-def values_of(trainer: Trainer, exact: bool = False) -> dict[str, Tensor]:
-    """Outputs, loss and gradients by canonical name, of the next batch; afterwards the trainer is of no use.
-
-    A missing gradient is NaN. `exact`: in float64.
-    """
-    batch, model, forward, context = trainer.next_batch(), trainer.model, trainer.forward, trainer.autocast
-    if exact:
-        weights, context = model.state_dict(), InFloat64
-        model = forward = build_model(trainer.args, trainer.device).double()
-        model.load_state_dict(weights)
-        batch = {n: t.double() if t.is_floating_point() else t for n, t in batch.items()}
-    with torch.no_grad(), context():
-        outputs = forward(**{n: t for n, t in batch.items() if n not in model.TARGETS})
-    values = dict(outputs) if isinstance(outputs, dict) else {"outputs": outputs}
-    with context():  # anew: PyTorch 2.6 would reuse the weights that it cast without gradients
-        values["loss"] = forward(**batch)
-    (1024 * values["loss"]).backward()  # a power of two: away from float16's smallest numbers
-    for parameter in model.parameters():  # state_dict then splits gradients of fused weights
-        grad = torch.full_like(parameter, math.nan) if parameter.grad is None else parameter.grad
-        if exact and WORLD_SIZE > 1:  # as DistributedDataParallel does
-            torch.distributed.all_reduce(grad)
-            grad /= WORLD_SIZE
-        parameter.data = grad.double() / 1024
-    values |= {f"gradient of {name}": grad for name, grad in model.state_dict().items()}
-    return {name: value.detach().double() for name, value in values.items()}
-
-
-def relative_errors(exact: dict[str, Tensor], found: dict[str, Tensor]) -> dict[str, float]:
-    """Norm of each error over the norm of the exact value; a NaN is infinite.
-
-    Some gradients are zero in theory, as that of a bias which softmax takes out: no norm counts
-    for less than 1e-5 of that of all gradients.
-    """
-    norms = {name: float(value.norm()) for name, value in exact.items()}
-    least = 1e-5 * math.hypot(*(norm for name, norm in norms.items() if name.startswith("gradient")))
-    errors = {name: float((found[name] - value).norm()) for name, value in exact.items()}
-    return {
-        name: error / max(norms[name], least) if math.isfinite(error) else math.inf for name, error in errors.items()
-    }
-
-
-def judge(
-    exact: dict[str, Tensor], unfused: dict[str, Tensor], found: dict[str, Tensor], least: float
-) -> dict[str, tuple[float, float]]:
-    """Relative error of each value by itself, and its limit: three times what rounding does to the unfused model.
-
-    Or `least` (1e-3 for what is no gradient), if that is more. Where the unfused one is a NaN, none is right.
-    """
-    errors, rounding, judged = relative_errors(exact, found), relative_errors(exact, unfused), {}
-    for name, error in errors.items():
-        floor = least if name.startswith("gradient") else min(least, 1e-3)
-        judged[name] = error, max(floor, 3 * rounding[name]) if rounding[name] < math.inf else 0.0
-    return judged
-
-
-def least_limit(args: argparse.Namespace) -> float:
-    """No error below is judged: a ReLU's argument may round to the other side of zero.
-
-    That is rare in float32. In TF32 gradients of a model of 60 positions were 4 % off.
-    """
-    return 0.05 if args.use_amp or args.matmul_precision != "highest" else 1e-3
-
-
-def verify_accuracy(args: argparse.Namespace) -> int:
-    """Outputs, loss and each gradient of the initial weights against float64, beside those of the unfused model."""
-    off = all_off(args)
-    exact = all_off(args, use_amp=False, matmul_precision="highest")
-    judged = judge(
-        *(values_of(Trainer(a, prepare(a)), exact=a is exact) for a in (exact, off, args)), least_limit(args)
-    )
-    wrong = [name for name, (error, limit) in judged.items() if error > limit]
-    gradients = [name for name in judged if name.startswith("gradient")]
-    worst = max(gradients, key=lambda name: judged[name][0] / max(judged[name][1], 1e-300))
-    for name, (error, limit) in judged.items():
-        if name not in gradients or name in (worst, *wrong):
-            label = f" (the worst of {len(gradients)})" if name == worst else ""
-            print(f"{name}{label}: relative error {error:.2e}, limit {limit:.2e}")
-    coarse = [name for name in gradients if judged[name][1] > 0.25]
-    if coarse:
-        print(f"Note: rounding alone hides errors of a quarter in {len(coarse)} gradients ({coarse[0]})")
-    print(f"Accuracy check: {'FAIL' if wrong else 'PASS'}")
-    return 1 if wrong else 0
+# The program
 
 
 def interrupt(*_: object) -> NoReturn:
-    """What SIGTERM does, once: a launcher may send it to a process and to its group."""
+    """Handle SIGTERM once: a process and its group may both be sent it."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit status. For several GPUs this process becomes torchrun."""
+    """Run the command line; returns the exit status."""
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - it was closed
     args = parse_args(argv)
-    if args.num_gpus > 1 and not LAUNCHED:
+    if args.num_gpus > 1 and not LAUNCHED:  # this process becomes torchrun
+        threads = max(1, (os.cpu_count() or 1) // args.num_gpus)
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads))
         os.environ["TINY_LAUNCHED"] = "1"
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // args.num_gpus)))
-        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.num_gpus}", __file__]
-        os.execv(sys.executable, [sys.executable, *torchrun, *(sys.argv[1:] if argv is None else argv)])
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        torchrun += [f"--nproc-per-node={args.num_gpus}", __file__]
+        os.execv(sys.executable, torchrun + (sys.argv[1:] if argv is None else argv))
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, interrupt)  # a time limit, which keeps what was measured
+        signal.signal(signal.SIGTERM, interrupt)  # a time limit
     if WORLD_SIZE > 1:
         join_processes(args)
-    modes = [name for name in ("compare_fusion", "verify_accuracy", *MODES) if getattr(args, name)]
+    modes = [run for name, run in MODES.items() if getattr(args, name)]
     try:
-        status = globals()[modes[0]](args) if modes else finish({"": train(args)})
+        status = modes[0](args) if modes else finish(train(args))
         sys.stdout.flush()
     except (KeyboardInterrupt, RuntimeError, MemoryError, OSError) as error:
-        if isinstance(error, OSError) and error.filename is None:  # what is left to print goes nowhere
+        if isinstance(error, OSError) and error.filename is None:  # what is left goes nowhere
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):  # `... | head` has seen enough
             status = 1
@@ -1247,12 +1304,158 @@ def main(argv: list[str] | None = None) -> int:
     if WORLD_SIZE > 1:
         if status:  # a tidy end could wait for a process that is gone
             os._exit(status)
-        gc.collect()  # what still refers to the process group would keep its threads running into the exit
-        torch.distributed.destroy_process_group()
+        gc.collect()  # what refers to the group keeps its threads alive
+        dist.destroy_process_group()
     return status
 
 
 # --- end of harness
+# --- modes
+# Copied from common/modes.py by tools/sync_common.py: edit it there.
+# What can run in place of training; the harness knows a mode by its entry in MODES alone.
+
+
+def compare_fusion(args: argparse.Namespace) -> int:
+    """Measure everything off (results in <profile-dir>/baseline) and as chosen, in turns."""
+    sides = all_off(args, profile_dir=args.profile_dir / "baseline"), args
+    runs = [Run(sides[0], "all off: "), Run(sides[1], "as chosen: ")]
+    if args.device == "cuda":  # cuBLAS keeps workspaces from its first product on, of no run
+        nn.Linear(8, 8, device="cuda")(torch.ones(8, 8, device="cuda")).sum().backward()
+    train_all(runs)
+    before, after = (run.result() for run in runs)
+    compared = before["status"] == "ok"
+    if before["status"] == "oom":
+        print("Both do not fit into memory side by side: each is measured alone, without ratios.")
+        runs.clear()
+        before, after = (train(side) for side in sides)
+    progress()
+    if compared:
+        print_comparison(before, after)
+    if args.full_report or not compared:
+        print(f"\nall off:\n{report(before)}\nas chosen:\n{report(after)}", end="")
+    for error in dict.fromkeys([before["error"], after["error"]]):
+        if error:
+            say("error", error)
+    return max(before["exit_status"], after["exit_status"])
+
+
+def print_comparison(before: dict, after: dict) -> None:
+    """Print the table of both sides, and what the ratios of their turns show."""
+    turns = zip(before["timing"]["turns_ms"], after["timing"]["turns_ms"], strict=True)
+    ratios = sorted(off / on for off, on in turns)
+    print(f"\n{'':24}{'all off':>12}{'as chosen':>12}{'ratio':>9}")
+    for label, group, key, digits in (
+        ("batch time, ms", "timing", "turns_ms", 2),
+        ("peak memory, MB", "memory", "peak_mb", 1),
+        (f"{after['kernels'].get('unit', 'kernels')} per step", "kernels", "per_step", 0),
+        ("final loss", "loss", "final", 4),
+    ):
+        if key in before[group] and key in after[group]:
+            off, on = np.median(before[group][key]), np.median(after[group][key])
+            ratio = np.median(ratios) if key == "turns_ms" else off / on
+            times = f"{ratio:8.2f}x" if key != "final" else ""
+            print(f"{label:24}{off:12.{digits}f}{on:12.{digits}f}{times}")
+    low, high = ratios[0], ratios[-1]
+    verdict = "no difference seen" if low <= 1 <= high else "all turns agree"
+    if len(ratios) < 5:
+        verdict = "too few turns to tell"
+    print(f"Batch time ratio in {len(ratios)} turns: {low:.2f}x to {high:.2f}x ({verdict})")
+
+
+class InFloat64(TorchFunctionMode):
+    """Inside, what asks for float32 gets float64, so that a model in float64 stays in it."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is Tensor.float:
+            return args[0].double()
+
+        def wide(value):
+            return torch.float64 if value is torch.float32 else value
+
+        kwargs = {name: wide(value) for name, value in (kwargs or {}).items()}
+        return function(*map(wide, args), **kwargs)
+
+
+def values_of(trainer: Trainer, exact: bool = False) -> dict[str, Tensor]:
+    """Return outputs, loss and gradients by canonical name; a missing gradient is NaN.
+
+    `exact`: in float64. Afterwards the trainer is of no use.
+    """
+    batch, model, forward = trainer.next_batch(), trainer.model, trainer.forward
+    context = trainer.autocast
+    if exact:
+        model = forward = build_model(trainer.args, trainer.device).double()
+        model.load_state_dict(trainer.model.state_dict())
+        batch = {n: t.double() if t.is_floating_point() else t for n, t in batch.items()}
+        context = InFloat64
+    with torch.no_grad(), context():
+        outputs = forward(**{n: t for n, t in batch.items() if n not in model.TARGETS})
+    values = dict(outputs) if isinstance(outputs, dict) else {"outputs": outputs}
+    with context():  # anew: PyTorch 2.6 would reuse the weights that it cast without gradients
+        values["loss"] = forward(**batch)
+    scale = 1024  # a power of two: away from the smallest numbers of float16
+    (scale * values["loss"]).backward()
+    for parameter in model.parameters():  # state_dict then splits gradients of fused weights
+        grad = torch.full_like(parameter, math.nan) if parameter.grad is None else parameter.grad
+        if exact and WORLD_SIZE > 1:  # as DistributedDataParallel does
+            dist.all_reduce(grad)
+            grad /= WORLD_SIZE
+        parameter.data = grad.double() / scale
+    values |= {f"gradient of {name}": grad for name, grad in model.state_dict().items()}
+    return {name: value.detach().double() for name, value in values.items()}
+
+
+def judge(exact: dict, unfused: dict, found: dict, least: float) -> dict[str, tuple[float, float]]:
+    """Return each value's relative error and its limit, three times that of the unfused model.
+
+    Or `least` (1e-3 for what is no gradient), if that is more. Where the unfused one is a NaN,
+    none is right. Some gradients are zero in theory, as that of a bias which softmax takes out:
+    no norm counts for less than 1e-5 of that of all gradients.
+    """
+    norms = {name: float(value.norm()) for name, value in exact.items()}
+    gradients = [norm for name, norm in norms.items() if name.startswith("gradient")]
+    judged, smallest = {}, 1e-5 * math.hypot(*gradients)
+    for name, norm in norms.items():
+        sizes = [float((side[name] - exact[name]).norm()) for side in (found, unfused)]
+        error, rounding = (s / max(norm, smallest) if math.isfinite(s) else math.inf for s in sizes)
+        floor = least if name.startswith("gradient") else min(least, 1e-3)
+        judged[name] = error, max(floor, 3 * rounding) if rounding < math.inf else 0.0
+    return judged
+
+
+def least_limit(args: argparse.Namespace) -> float:
+    """Return the error below which nothing is judged: a ReLU's argument may round beyond zero.
+
+    That is rare in float32. In TF32 gradients of a model of 60 positions were 4 % off.
+    """
+    return 0.05 if args.use_amp or args.matmul_precision != "highest" else 1e-3
+
+
+def verify_accuracy(args: argparse.Namespace) -> int:
+    """Judge the outputs, loss and gradients of the initial weights by those in float64."""
+    exact = all_off(args, use_amp=False, matmul_precision="highest")
+    sides = exact, all_off(args), args
+    values = [values_of(Trainer(side, prepare(side)), exact=side is exact) for side in sides]
+    judged = judge(*values, least_limit(args))
+    wrong = [name for name, (error, limit) in judged.items() if error > limit]
+    gradients = [name for name in judged if name.startswith("gradient")]
+    worst = max(gradients, key=lambda name: judged[name][0] / max(judged[name][1], 1e-300))
+    for name, (error, limit) in judged.items():
+        if name not in gradients or name in (worst, *wrong):
+            label = f" (the worst of {len(gradients)})" if name == worst else ""
+            print(f"{name}{label}: relative error {error:.2e}, limit {limit:.2e}")
+    if coarse := [name for name in gradients if judged[name][1] > 0.25]:
+        hidden = f"{len(coarse)} gradients ({coarse[0]})"
+        print(f"Note: rounding alone hides errors of a quarter in {hidden}")
+    print(f"Accuracy check: {'FAIL' if wrong else 'PASS'}")
+    return 1 if wrong else 0
+
+
+MODES |= {"compare_fusion": compare_fusion, "verify_accuracy": verify_accuracy}
+
+
+# --- end of modes
+# fmt: on
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -71,8 +71,8 @@ def means(samples: Sequence[tuple[float, float, float]], start: float) -> tuple[
     return power, clock
 
 
-def take_with_readings(run, steps: int) -> tuple[float, float]:
-    """Take so many steps of a run; returns the mean power in watts and the mean clock in MHz."""
+def take_with_readings(run, steps: int) -> tuple[float, float, float]:
+    """Take so many steps of a run; returns mean power in watts, mean clock in MHz and milliseconds per step."""
     samples: list[tuple[float, float, float]] = []
     done = threading.Event()
 
@@ -84,11 +84,11 @@ def take_with_readings(run, steps: int) -> tuple[float, float]:
     with ThreadPoolExecutor(1) as pool:
         reader = pool.submit(read)
         try:
-            run.take(steps)
+            turn = run.take(steps)
         finally:
             done.set()
         reader.result()  # raises what a reading did
-    return means(samples, start)
+    return *means(samples, start), turn.step_ms
 
 
 def energy(modules: Sequence, argv: list[str], seconds: int, rounds: int) -> list[dict]:
@@ -98,14 +98,14 @@ def energy(modules: Sequence, argv: list[str], seconds: int, rounds: int) -> lis
         run, short, _ = begin(module, parse_quiet(module, argv), 1)
         runs[module.SCRIPT], steps[module.SCRIPT] = run, round(short * 1e3 * seconds / TURN_MS)
         run.plan(rounds * steps[module.SCRIPT], "step")
-    readings: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
+    readings: dict[str, list[tuple[float, float, float]]] = {name: [] for name in runs}
     for _, name in alternating(runs, rounds):
         readings[name].append(take_with_readings(runs[name], steps[name]))
     rows = []
     for name, run in runs.items():
-        powers, clocks = zip(*readings[name], strict=True)
-        joules = [power * ms / 1e3 for power, ms in zip(powers, run.turns, strict=True)]
-        turns = {"watts": powers, "mhz": clocks, "ms": run.turns, "joules": joules}
+        powers, clocks, times = zip(*readings[name], strict=True)
+        joules = [power * ms / 1e3 for power, ms in zip(powers, times, strict=True)]
+        turns = {"watts": powers, "mhz": clocks, "ms": times, "joules": joules}
         watts, mhz, ms, joule = map(statistics.median, turns.values())
         row = {"side": name} | named(name, argv, run.args) | {f"turns_{unit}": values for unit, values in turns.items()}
         row |= {"watts": watts, "mhz": mhz, "batch_ms": ms, "joules_per_step": joule}

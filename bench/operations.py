@@ -617,12 +617,10 @@ def kernels_and_reference(script: str, argv: list[str], rounds: int) -> dict:
     """
     module = importlib.import_module(script)
     run, steps, _ = begin(module, parse_quiet(module, argv), rounds)
-    for _ in range(rounds):
-        run.take(steps)
-    run.result["timing"] |= run.timing()
+    turns = [run.take(steps).step_ms for _ in range(rounds)]
     run.count()
     side = named(script, argv, run.args)
-    trainer, flop, turns = run.trainer, run.result["flops"]["per_step"], run.turns
+    trainer, flop = run.trainer, run.flops
     launched = kernels_of(trainer.trace(trainer.profile(PROFILED))["traceEvents"])
     moved, ceilings = group_bytes(trainer, module.NO_WORK).total(), measure_ceilings(run.args, run.device)
     del run, trainer

@@ -204,17 +204,17 @@ def measured_and_bare(script: str, argv: list[str], rounds: int) -> dict:
     module = importlib.import_module(script)
     run = module.Run(module.parse_args([*argv, "--log-interval", "1000000"]))
     run.start()
-    steps, turns, bare, mark = 5, 10 * rounds, [], run.trainer.mark
+    steps, turns, measured_ms, bare, mark = 5, 10 * rounds, [], [], run.trainer.mark
     run.plan(turns * steps, "step")
     for _, side in alternating(("bare", "measured"), turns):
         if side == "measured":
-            run.take(steps)
+            measured_ms.append(run.take(steps).step_ms)
         else:
             run.trainer.mark = lambda: None
             bare.append(statistics.fmean(step_times(run.trainer, steps)))
             run.trainer.mark = mark
-    row = named(script, argv, run.args) | {"measured_ms": run.turns, "bare_ms": bare}
-    row["ratio"] = statistics.median(m / b for m, b in zip(run.turns, bare, strict=True))
+    row = named(script, argv, run.args) | {"measured_ms": measured_ms, "bare_ms": bare}
+    row["ratio"] = statistics.median(m / b for m, b in zip(measured_ms, bare, strict=True))
     del run
     free_memory()
     return row

@@ -193,7 +193,7 @@ else
         if [[ $dry_run ]]; then
             torch=VERSION_INSTALLED_ABOVE
             if [[ $create ]]; then
-                questions+=(-I -S) # as in the new environment: nothing but the standard library
+                questions+=(-E -s -S) # as in the new environment: nothing but the standard library
             fi
         else
             torch=$("$python" "$checks" torch "$track") || fail "PyTorch from $index_url: $torch"

@@ -367,8 +367,9 @@ def started(run) -> Iterator[subprocess.Popen]:
     """A run in the middle of its steps, in a directory that has an earlier, good result."""
     earlier = run(SCRIPT, *QUICK, "--under-profiler")
     assert earlier.summary["status"] == "ok"
+    argv = words("--num-steps 100000 --warmup-steps 0 --log-interval 1")
     process = subprocess.Popen(
-        command_line(SCRIPT, earlier.directory, *words("--num-steps 100000 --warmup-steps 0 --log-interval 1")),
+        command_line(SCRIPT, earlier.directory, *argv, fresh=True),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -418,7 +419,7 @@ def test_a_reader_that_has_seen_enough_ends_the_run_quietly(started: subprocess.
 def run_with_small_files(limit: int, directory: Path, *argv: str) -> subprocess.CompletedProcess:
     """A run that fails to write more than `limit` bytes to a file, as on a full disk."""
     return subprocess.run(
-        command_line(SCRIPT, directory, *QUICK, *argv),
+        command_line(SCRIPT, directory, *QUICK, *argv, fresh=True),
         capture_output=True,
         text=True,
         timeout=120,

@@ -19,13 +19,24 @@ SMALL = ["--hidden-dim", "32", "--num-layers", "2", "--seq-len", "16", "--batch-
 FUSIONS = ("qkv-fusion", "flash-attention", "swiglu-fusion")
 
 
+def a_turn(run, ms: float) -> SimpleNamespace:
+    """What a run keeps and returns in place of a turn that was taken."""
+    run.turns.append(SimpleNamespace(label=run.label, step_ms=ms, peak=0))
+    return run.turns[-1]
+
+
+def turns_of(run) -> int:
+    """How many turns it took since the last plan."""
+    return sum(turn.label == run.label for turn in run.turns)
+
+
 def on_a_host_that_slows_down(monkeypatch) -> None:
     """Steps take 10 ms, each fusion saves one; with every turn of a side they take half as long again."""
     script = benchmark.importlib.import_module("tiny_llama_v2")
 
-    def take(run, steps: int) -> None:
+    def take(run, steps: int):
         on = sum(getattr(run.args, fusion.replace("-", "_")) for fusion in FUSIONS)
-        run.turns.append((10 - on) * (1 + len(run.turns) / 2))
+        return a_turn(run, (10 - on) * (1 + turns_of(run) / 2))
 
     monkeypatch.setattr(script.Run, "take", take)
 
@@ -66,10 +77,10 @@ def test_headline_compares_all_versions_turn_by_turn(tmp_path, monkeypatch):
     for version in benchmark.VERSIONS:
         script = benchmark.importlib.import_module(f"tiny_llama_{version}")
 
-        def take(run, steps: int, version: str = version) -> None:
-            if run.label == "step" and run.goal > 3:
+        def take(run, steps: int, version: str = version):
+            if run.label == "step":
                 order.append(version)
-            run.turns.append({"v1": 30.0, "v2": 20.0, "v3": 10.0}[version] * (1 + len(run.turns)))
+            return a_turn(run, {"v1": 30.0, "v2": 20.0, "v3": 10.0}[version] * (1 + turns_of(run)))
 
         monkeypatch.setattr(script.Run, "take", take)
     monkeypatch.setattr(benchmark, "SHAPES", {"tiny_llama, small": SMALL})

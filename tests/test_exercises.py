@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, SCRIPTS, load, model_of
+from conftest import ROOT, SCRIPTS, forking_python, load, model_of
 
 from tools.run_sheet import parse_sheet
 from tools.small_runs import COMMON, SIZES, shrink
@@ -91,14 +91,15 @@ def test_every_block_of_a_sheet_runs_and_prints_what_it_should(sheet: str, tmp_p
     blocks = parse_sheet((ROOT / sheet).read_text())
     unmarked = [block.line for block in blocks if NOT_HERE.search(block.text) and not block.not_in_ci]
     assert not unmarked, "these lines need <!-- not run in CI: why -->"
-    done = end(start(ROOT / sheet, tmp_path, "--shrink", "--with-standins", "--ci", "--keep-going"), tmp_path, ROOT)
+    options = ("--python", forking_python(), "--shrink", "--with-standins", "--ci", "--keep-going")
+    done = end(start(ROOT / sheet, tmp_path, *options), tmp_path, ROOT)
     assert done.status == 0, done.stdout + done.stderr
     assert set(done.statuses) <= {"ok", "not run in CI"}, done.stdout
 
 
 @pytest.mark.parametrize("file", WITH_TABLES)
 def test_tables_are_what_their_commands_print(file: str):
-    check = [sys.executable, "bench/tables.py", "--check", file]
+    check = [forking_python(), "bench/tables.py", "--check", file]
     done = subprocess.run(check, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 

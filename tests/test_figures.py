@@ -100,15 +100,23 @@ def test_modules_move_under_the_roof_by_their_bytes_and_times(tmp_path, monkeypa
         run = {
             "config": {"seq_len": 256, "hidden_dim": 512, "num_layers": 8},
             "training": {"batch_size": 8},
-            "ceilings": {"gemm_tflops": 800, "copy_gb_per_s": 3000},
+            "ceilings": {"precision": "bfloat16", "gemm_tflops": 800, "copy_gb_per_s": 3000},
+            "environment": {"device_name": "NVIDIA H100 80GB HBM3"},
             "modules": rows,
         }
         (tmp_path / f"roofline/bf16/tiny_llama_{version}_flops.json").write_text(json.dumps(run))
-    lines = [line.get_xydata()[0] for line in figures.roofline_modules().figure.axes[1].lines[1:]]
+    lines = [line.get_xydata()[0] for line in figures.roofline().figure.axes[1].lines[1:]]
     norm, attention = (lines[0], lines[1]), (lines[2], lines[3])
     flop = 5 * 8 * 256 * 512 * 17  # two norms a layer and a last one
     assert norm[0] == pytest.approx([flop / 12e8, flop / (12e8 / 3e9) / 1e9])
     assert attention[1] == pytest.approx([340, 34e9 / (1e8 / 3e9) / 1e9])
+
+
+def test_the_contact_sheet_has_every_figure_as_on_half_a_page(tmp_path):
+    status, out, _ = captured(figures.main, ["add_relu", "attention", "--contact-sheet", str(tmp_path / "all.png")])
+    assert (status, out.strip()) == (0, str(tmp_path / "all.png"))
+    height, width, _ = figures.matplotlib.image.imread(tmp_path / "all.png").shape
+    assert (width, height) == (2 * 420, 500 / 2 + 20)  # side by side, the higher one and its margin
 
 
 def trace(folder: Path, launch_every: float, graph: bool) -> Path:

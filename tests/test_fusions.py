@@ -33,13 +33,22 @@ from conftest import (
 )
 
 every_setting = pytest.mark.parametrize(("script", "argv"), ALL_SETTINGS)
-# Triton's kernels run in Python here, so there is time for runs with all of them only, and for TinyOpenFold short ones.
+# Triton's kernels run in Python here, so there is time for short runs with all of them only, of a single layer.
 every_long_run = pytest.mark.parametrize(
     ("script", "argv"), [s for s in ALL_SETTINGS if s.values[0] not in TRITON or s.id.endswith("all-on")]
 )
 both_models = pytest.mark.parametrize("script", [f"tiny_{model}_v2" for model in MODELS])
 TWENTY_STEPS = words("--num-steps 20 --warmup-steps 0 --under-profiler --learning-rate 1e-3 --batch-size 1")
-SHORT = {"tiny_openfold_v3": words("--num-steps 5 --num-seqs 2 --seq-len 6 --learning-rate 3e-3")}
+SMALLEST = {
+    "llama": words("--num-layers 1 --seq-len 8 --batch-size 1"),
+    "openfold": words("--num-seqs 2 --seq-len 6 --batch-size 1"),
+}
+
+
+def steps_of(script: str) -> list[str]:
+    """Arguments of a run long enough to show a wrong gradient or update."""
+    short = [*SMALLEST[model_of(script)], *words("--num-steps 3 --learning-rate 3e-3")]
+    return [*TWENTY_STEPS, *(short if script in TRITON else [])]
 
 
 def baseline(script: str) -> str:
@@ -149,11 +158,17 @@ def test_every_parameter_of_v1_gets_a_gradient(script: str, initial: bool):
 
 @every_long_run
 def test_loss_curve_is_that_of_v1(script: str, argv: list[str]):
-    steps = [*TWENTY_STEPS, *SHORT.get(script, [])]
+    steps = steps_of(script)
     expected, found = curve(baseline(script), *steps), curve(script, *steps, *argv)
-    assert len(found) == (5 if script in SHORT else 20)
+    assert len(found) == (3 if script in TRITON else 20)
     assert expected[-1] < expected[0], "it must be training"
     assert found == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", [script for script in TRITON if model_of(script) == "llama"])
+def test_loss_curve_of_twenty_steps_is_that_of_v1(script: str):
+    assert curve(script, *TWENTY_STEPS) == pytest.approx(curve(baseline(script), *TWENTY_STEPS), rel=1e-3)
 
 
 @both_models
@@ -220,7 +235,7 @@ def test_a_flag_and_its_opposite_are_refused(flag: str, run):
 )
 def test_a_flag_without_effect_is_said_and_not_reported_as_in_effect(script: str, argv: str, name: str, why: str, run):
     short = words("--num-steps 1 --warmup-steps 0 --under-profiler")
-    result = run(script, *words(argv), *short)
+    result = run(script, *words(argv), *short, *SMALLEST[model_of(script)])
     assert result.status == 0
     notes = [line for line in result.stderr.splitlines() if "has no effect: " in line]
     assert len(notes) == 1, "of the flags that were given, not of those that are on by default"
@@ -235,7 +250,7 @@ def test_what_is_said_to_have_no_effect_has_none():
     script = load("tiny_llama_v4")
 
     def operators(argv: list[str]) -> int:
-        args = parse("tiny_llama_v4", *argv)
+        args = parse("tiny_llama_v4", *SMALLEST["llama"], *argv)
         trainer = script.Trainer(args, script.prepare(args))
         trainer.step()
         with script.OperatorCounter() as counter:
@@ -304,9 +319,9 @@ def test_loss_falls_in_mixed_precision(script: str, dtype: str, tmp_path: Path):
 
 @every_long_run
 def test_mixed_precision_changes_the_loss_little(script: str, argv: list[str]):
-    steps = [*TWENTY_STEPS, *SHORT.get(script, [])]
-    mixed = curve(script, *steps, *argv, "--use-amp", "--num-steps", "5")
-    exact = curve(script, *steps, *argv)[:5]
+    steps = steps_of(script)
+    mixed = curve(script, *steps, *argv, "--use-amp", "--num-steps", "3")
+    exact = curve(script, *steps, *argv)[:3]
     assert mixed == pytest.approx(exact, rel=0.05)
     assert mixed != exact, "bfloat16 must be used"
 
@@ -320,9 +335,11 @@ def test_use_amp_computes_in_the_chosen_type():
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
-@needs_compiler
-def test_torch_compile_follows_the_same_loss_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=[pytest.mark.slow, needs_compiler])])
+def test_torch_compile_follows_the_same_loss_curve(backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    compile_with = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda model, mode: compile_with(model, backend=backend))
     sizes = ["--num-layers", "1", "--hidden-dim", "32", "--num-heads", "2", "--seq-len", "16"]
     argv = [*sizes, "--num-steps", "10", "--warmup-steps", "2", "--learning-rate", "1e-3"]
     eager = run_main(SCRIPT, tmp_path / "eager", *argv, "--under-profiler")

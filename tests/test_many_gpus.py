@@ -23,6 +23,7 @@ from conftest import (
     assert_one_error,
     assert_same_gradients,
     command_line,
+    forking_python,
     gradients,
     load,
     needs_compiler,
@@ -34,7 +35,7 @@ from conftest import (
 from workshop.profile.kernels import communication_of
 
 BATCH = ["--batch-size", "4"]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+TORCHRUN = ["-m", "torch.distributed.run"]
 # Writes the gradients of one step, under their canonical names, as the process of rank 0 sees them.
 ONE_STEP = """
 import gc, sys, torch
@@ -53,9 +54,9 @@ torch.distributed.destroy_process_group()
 """
 
 
-def two_processes(directory: Path, *argv: str) -> list[str]:
-    """A tiny run of two processes on the CPU."""
-    return command_line(SCRIPT, directory, *BATCH, "--num-gpus", "2", *argv)
+def two_processes(directory: Path, *argv: str, fresh: bool = False) -> list[str]:
+    """A tiny run of two processes on the CPU; these are forks, too, where the one that starts them is."""
+    return command_line(SCRIPT, directory, *BATCH, "--num-gpus", "2", *argv, fresh=fresh)
 
 
 def finished(command: list[str], **variables: str) -> subprocess.CompletedProcess:
@@ -66,7 +67,7 @@ def test_gradients_are_those_of_one_process_on_the_global_batch(tmp_path: Path):
     program, found = tmp_path / "one_step.py", tmp_path / "gradients.pt"
     program.write_text(ONE_STEP)
     argv = [str(ROOT / "tests"), str(found), *arguments(SCRIPT, tmp_path, *BATCH)]
-    done = finished([*TORCHRUN, "--standalone", "--nproc-per-node=2", str(program), *argv])
+    done = finished([forking_python(), *TORCHRUN, "--standalone", "--nproc-per-node=2", str(program), *argv])
     assert done.returncode == 0, done.stderr
     trainer = load(SCRIPT).Trainer(parse(SCRIPT, *BATCH), CPU)
     trainer.forward(**trainer.next_batch()).backward()
@@ -113,7 +114,7 @@ def test_two_processes_report_what_one_process_would(tmp_path: Path, run):
     [
         ("--compare-fusion --use-amp", "all off   as chosen"),
         ("--verify-accuracy", "Accuracy check: PASS"),
-        pytest.param("--enable-torch-compile", "Average training speed", marks=needs_compiler),
+        pytest.param("--enable-torch-compile", "Average training speed", marks=[pytest.mark.slow, needs_compiler]),
     ],
     ids=["comparison", "accuracy", "compiled"],
 )
@@ -138,7 +139,7 @@ def test_two_nodes_are_one_run(tmp_path: Path):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         endpoint = f"--rdzv-endpoint=localhost:{free.getsockname()[1]}"
-    torchrun = [*TORCHRUN, "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", endpoint]
+    torchrun = [sys.executable, *TORCHRUN, "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", endpoint]
     steps = words("--num-steps 2 --warmup-steps 0 --under-profiler")
     command = [*torchrun, str(ROOT / f"{SCRIPT}.py"), *arguments(SCRIPT, tmp_path / "two", *BATCH, *steps)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -210,7 +211,7 @@ def processes_of(directory: Path) -> dict[int, int]:
 @pytest.fixture
 def long_run(tmp_path: Path) -> Iterator[subprocess.Popen]:
     """A run of two processes that is in the middle of its steps."""
-    argv = two_processes(tmp_path / "two", *words("--num-steps 1000000 --warmup-steps 2 --log-interval 10"))
+    argv = two_processes(tmp_path / "two", *words("--num-steps 1000000 --warmup-steps 2 --log-interval 10"), fresh=True)
     launcher = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     for line in launcher.stdout:
         if line.startswith("step"):

@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from conftest import ROOT, captured, load, strict_json, words
+from conftest import ROOT, captured, forking_python, load, strict_json, words
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from exercises.performance_debugging import check_step, compare_stages
@@ -153,7 +152,7 @@ def test_all_stages_one_of_which_fails(tmp_path: Path):
     earlier.write_text("")
     own = results / "notes.txt"
     own.write_text("of the reader")
-    environment = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHON": forking_python()}
     for argv in (["--result-dir", results, "--num-stpes", "2"], [f"--result-dir={results}", "--num-steps", "0"]):
         done = subprocess.run(list(map(str, [program, *argv])), capture_output=True, text=True, env=environment)
         assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1), done.stderr

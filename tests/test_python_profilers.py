@@ -35,7 +35,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import run_deepspeed_flops as flops_tool
 import run_pytorch_profiler as profiler_tool
 from workshop.profile import kernels, roofline
-from workshop.profile.traffic import Traffic, touched
+from workshop.profile.traffic import Traffic, bytes_behind
 from workshop.script import MODES
 
 BOTH_TOOLS = pytest.mark.parametrize("tool", [profiler_tool, flops_tool], ids=lambda tool: tool.PROG)
@@ -444,7 +444,7 @@ def test_what_a_signal_means_is_for_the_script_to_decide(number: int, status: in
 
 
 @BOTH_TOOLS
-@pytest.mark.parametrize("name", ["no_such_script.py", "tools/sync_harness.py", "README.md", "tests"])
+@pytest.mark.parametrize("name", ["no_such_script.py", "tools/sync_common.py", "README.md", "tests"])
 def test_what_is_no_version_script_is_refused(tmp_path: Path, tool, name: str):
     assert_one_error(run_tool(tool, tmp_path, "--script", name), 2, tool.PROG, name)
 
@@ -614,10 +614,10 @@ def test_bytes_of_each_module_by_hand():
 
 
 def test_memory_behind_a_tensor():
-    assert touched(torch.zeros(3, 4)) == 48
-    assert touched(torch.zeros(3, 1).expand(3, 4)) == 12
-    assert touched(torch.zeros(0, 4)) == 0
-    assert touched(torch.zeros(())) == 4
+    assert bytes_behind(torch.zeros(3, 4)) == 48
+    assert bytes_behind(torch.zeros(3, 1).expand(3, 4)) == 12
+    assert bytes_behind(torch.zeros(0, 4)) == 0
+    assert bytes_behind(torch.zeros(())) == 4
 
 
 def test_a_module_takes_the_time_of_its_kernels():

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import CPU, MODELS, QUICK, SCRIPT, assert_one_error, batches, build, load, parse
+from conftest import CPU, MODELS, QUICK, SCRIPT, assert_one_error, load, parse
 
 PHASES = ["data", "forward", "backward", "optimizer"]
 # The modules that a participant looks for, as they are named in the model.
@@ -69,20 +69,20 @@ def test_the_region_holds_the_measured_steps_and_nothing_else(mode: list[str], a
 
 def test_a_step_is_marked_phase_by_phase(calls: list[str]):
     trainer = load(SCRIPT).Trainer(parse(SCRIPT), CPU)
-    trainer.named = torch.cuda.nvtx.range
-    trainer.step()
-    assert [call for call in calls if call != "step"] == [
-        f"{end} {phase}" for phase in PHASES for end in ("push", "pop")
-    ]
+    with trainer.ranges(torch.cuda.nvtx.range):
+        trainer.step()
+    phases = [call for call in calls if call.split()[-1] in PHASES]
+    assert phases == [f"{end} {phase}" for phase in PHASES for end in ("push", "pop")]
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_each_module_is_a_range_of_its_name_and_computes_what_it_did_before(model: str, calls: list[str]):
-    script = f"tiny_{model}_v2"
-    network, batch = build(script), batches(script).next_batch()
+    trainer = load(f"tiny_{model}_v2").Trainer(parse(f"tiny_{model}_v2"), CPU)
+    network, batch = trainer.model, trainer.next_batch()
     before = network(**batch)
-    load(script).name_modules(network, torch.cuda.nvtx.range)
-    assert torch.equal(network(**batch), before)
+    with trainer.ranges(torch.cuda.nvtx.range):
+        assert torch.equal(network(**batch), before)
+    assert not any("forward" in vars(module) for module in network.modules()), "every module has its own method again"
     names = {name for name, _ in network.named_modules()}
     pushed = [call.removeprefix("push ") for call in calls if call.startswith("push ")]
     assert set(pushed) <= names

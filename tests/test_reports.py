@@ -6,12 +6,11 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import QUICK, ROOT, TINY, captured
+from conftest import QUICK, ROOT, TINY, captured, forking_python
 
 import run_deepspeed_flops as flops_tool
 import run_pytorch_profiler as profiler_tool
@@ -107,7 +106,7 @@ def test_the_other_name_is_the_same_program_and_has_default_folders(folders, tmp
     for folder, version in zip(folders, (1, 2), strict=True):
         folder.rename(tmp_path / f"profiles_tiny_llama_v{version}")
     program = ROOT / "analysis_tools" / "generate_fusion_report.py"
-    command = [sys.executable, str(program), "--output-dir", "./optimization_analysis"]
+    command = [forking_python(), str(program), "--output-dir", "./optimization_analysis"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     text = (tmp_path / "optimization_analysis" / "fusion_report.md").read_text()

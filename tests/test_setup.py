@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, load, words
+from conftest import ROOT, forking_python, load, words
 
 VALIDATION = ROOT / "setup" / "validation_scripts"
 BASE_PYTHON = Path(sys.base_prefix) / "bin" / f"python3.{sys.version_info.minor}"
@@ -113,7 +113,11 @@ class Machine:
     def __init__(self, path: Path):
         self.path, self.bin, self.repository, self.site = path, path / "bin", path / "repository", path / "site"
         shutil.copytree(ROOT / "setup", self.repository / "setup", ignore=shutil.ignore_patterns("__pycache__"))
-        for name in ("requirements.txt", "requirements-dev.txt", "workshop/__init__.py", "workshop/cli.py"):
+        for name in (
+            "requirements.txt",
+            "requirements-dev.txt",
+            *(f"workshop/{file}.py" for file in ("__init__", "cli", "files", "script")),
+        ):
             (self.repository / name).parent.mkdir(exist_ok=True)
             shutil.copy(ROOT / name, self.repository / name)
         (self.repository / "setup/validation_scripts/test_environment.py").write_text(CHECK)
@@ -505,7 +509,7 @@ sys.exit(int(sys.argv[-1]))"""
 
 def test_three_training_steps_of_a_script_and_wrong_options(machine):
     def check(script: str, *argv: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, machine.repository / "setup/validation_scripts" / script, *argv]
+        command = [forking_python(), machine.repository / "setup/validation_scripts" / script, *argv]
         return subprocess.run(command, cwd=machine.path, capture_output=True, text=True)
 
     (machine.repository / "tiny_a_v1.py").write_text(TRAINS)  # from elsewhere it is found in the repository

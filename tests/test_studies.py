@@ -6,6 +6,7 @@ import json
 import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import CPU, QUICK, TINY, captured, load, strict_json
@@ -75,9 +76,11 @@ def steady(monkeypatch):
     """Steps of V1 take 20 ms, those of V2 that over the gains of its fusions; no step is taken in a turn."""
     for version in (1, 2):
 
-        def take(run, steps: int) -> None:
+        def take(run, steps: int) -> SimpleNamespace:
             on = [gain for fusion, gain in GAINS.items() if getattr(run.args, fusion.replace("-", "_"), False)]
-            run.turns.append(20.0 / math.prod(on) * (1 + len(run.turns) / 10))
+            taken = sum(turn.label == "step" for turn in run.turns)
+            run.turns.append(SimpleNamespace(label=run.label, step_ms=20.0 / math.prod(on) * (1 + taken / 10), peak=0))
+            return run.turns[-1]
 
         monkeypatch.setattr(load(f"tiny_llama_v{version}").Run, "take", take)
 

@@ -61,7 +61,7 @@ def whole(x: Tensor) -> tuple[Tensor]:
     return (x,)
 
 
-def agree(
+def check_close(
     operation: Callable,
     reference: Callable,
     inputs: list[Tensor],
@@ -109,13 +109,13 @@ def test_norm(shape: tuple[int, ...], strided: bool, dtype: torch.dtype):
     def with_update(x: Tensor, weight: Tensor, update: Tensor):
         return v3.AddRMSNorm.apply(x, update, weight, 1e-5, dtype)
 
-    agree(with_update, lambda x, weight, update: add_rms_norm(x, update, weight), [x, weight, update], strided)
+    check_close(with_update, lambda x, weight, update: add_rms_norm(x, update, weight), [x, weight, update], strided)
 
 
 @both_types
 def test_norm_without_an_update(dtype: torch.dtype):
     x, weight = randn(63, 33, size=300.0, dtype=dtype), 1 + 0.2 * randn(33, dtype=dtype)
-    agree(
+    check_close(
         lambda x, weight: v3.AddRMSNorm.apply(x, None, weight, 1e-5, dtype),
         lambda x, weight: add_rms_norm(x, None, weight),
         [x, weight],
@@ -125,7 +125,7 @@ def test_norm_without_an_update(dtype: torch.dtype):
 def test_norm_adds_up_the_gradient_of_the_weight_over_programs(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(v3.OVERRIDES, "rms_norm_backward", {"TILE": 64, "PROGRAMS": 4})  # two rows, several rounds
     inputs = [randn(33, 32), randn(33, 32), 1 + 0.2 * randn(32)]
-    agree(lambda *x: v3.AddRMSNorm.apply(*x, 1e-5, torch.float32), add_rms_norm, inputs)
+    check_close(lambda *x: v3.AddRMSNorm.apply(*x, 1e-5, torch.float32), add_rms_norm, inputs)
 
 
 # Rotary embedding
@@ -154,7 +154,7 @@ def rotated(qkv: Tensor, cos: Tensor, sin: Tensor, kv_heads: int) -> Tensor:
 def test_rotary(batch: int, seq: int, heads: int, kv_heads: int, dim: int, strided: bool, dtype: torch.dtype):
     tables = (*angles(seq, dim), kv_heads)
     qkv = randn(batch, seq, heads + 2 * kv_heads, dim, dtype=dtype)
-    agree(lambda qkv: v3.Rotary.apply(qkv, *tables), lambda qkv: rotated(qkv, *tables), [qkv], strided)
+    check_close(lambda qkv: v3.Rotary.apply(qkv, *tables), lambda qkv: rotated(qkv, *tables), [qkv], strided)
 
 
 # SwiGLU activation
@@ -169,7 +169,7 @@ def test_swiglu(rows: int, dim: int, size: float, strided: bool, dtype: torch.dt
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
 
-    agree(v3.SwiGLUActivation.apply, activated, [randn(rows, 2 * dim, dtype=dtype, size=size)], strided)
+    check_close(v3.SwiGLUActivation.apply, activated, [randn(rows, 2 * dim, dtype=dtype, size=size)], strided)
 
 
 # Causal attention
@@ -203,7 +203,7 @@ def check_attention(
     qkv = randn(batch, seq, sum(heads_of), dim)
     qkv = torch.cat((qkv[:, :, : -heads_of[2]] * size, qkv[:, :, -heads_of[2] :]), 2).to(dtype)
     parts = whole if seq == 1 else lambda grad: grad.split(heads_of, dim=2)  # of one token only the value matters
-    agree(lambda qkv: module.CausalAttention.apply(qkv, heads, *tables), attention, [qkv], strided, parts, limit)
+    check_close(lambda qkv: module.CausalAttention.apply(qkv, heads, *tables), attention, [qkv], strided, parts, limit)
 
 
 @both_types
@@ -252,7 +252,7 @@ def test_cross_entropy(
     targets = torch.randint(vocab, (rows,), generator=torch.Generator().manual_seed(0)).to(DEVICE)
     targets[1::3] = -100
     logits = randn(rows, vocab, dtype=dtype, size=size)
-    agree(lambda x: v3.CrossEntropy.apply(x, targets), losses_of(targets), [logits], strided)
+    check_close(lambda x: v3.CrossEntropy.apply(x, targets), losses_of(targets), [logits], strided)
     assert not logits.grad[targets == -100].any()
 
 
@@ -281,7 +281,7 @@ def few_columns(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> None:
 def test_cross_entropy_of_banned_tokens(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
     few_columns(monkeypatch, v3)
     logits, targets = banned(dtype)
-    agree(lambda x: v3.CrossEntropy.apply(x, targets), losses_of(targets), [logits])
+    check_close(lambda x: v3.CrossEntropy.apply(x, targets), losses_of(targets), [logits])
     logits = torch.full((1, 300), -torch.inf, device=DEVICE)
     assert v3.CrossEntropy.apply(logits, targets[:1]).isnan().all(), "as in PyTorch"
 

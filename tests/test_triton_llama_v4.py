@@ -19,12 +19,12 @@ from test_triton_llama import (
     HERE,
     LIMITS,
     add_rms_norm,
-    agree,
     angles,
     banned,
     both_types,
     build,
     check_attention,
+    check_close,
     dense_or_strided,
     few_columns,
     randn,
@@ -73,7 +73,7 @@ def test_norm(from_output: bool, with_update: bool, strided: bool, dtype: torch.
     def reference(x: Tensor, weight: Tensor, update: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         return add_rms_norm(x, update, weight)
 
-    agree(ours, reference, inputs, strided, limit=LIMITS[dtype])
+    check_close(ours, reference, inputs, strided, limit=LIMITS[dtype])
 
 
 def test_norm_from_its_output_loses_only_the_channel_with_a_weight_of_zero():
@@ -98,7 +98,7 @@ def test_projection(direct: bool, dtype: torch.dtype):
     def projection(weight: Tensor, x: Tensor) -> Tensor:
         return v4.linear(x, weight, v4.Fusions(direct_gradients=direct), v4.SideStreams())
 
-    agree(projection, lambda weight, x: x @ weight.T, [randn(35, 33), randn(2, 65, 33, dtype=dtype)])
+    check_close(projection, lambda weight, x: x @ weight.T, [randn(35, 33), randn(2, 65, 33, dtype=dtype)])
 
 
 @both_types
@@ -158,7 +158,7 @@ def test_swiglu_gemm(strided: bool, dtype: torch.dtype):
     def reference(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
         return gates_and_ups(x, gate_up)[1] @ down.T
 
-    agree(mlp, reference, [randn(2, 9, 33, dtype=dtype), *weights], strided, limit=LIMITS[dtype])
+    check_close(mlp, reference, [randn(2, 9, 33, dtype=dtype), *weights], strided, limit=LIMITS[dtype])
 
 
 # Loss
@@ -181,7 +181,7 @@ def test_loss_of_the_next_token(
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
     logits = randn(batch, seq, vocab, dtype=dtype, size=size)
-    agree(lambda logits: v4.NextTokenLoss.apply(logits, labels), reference, [logits], strided)
+    check_close(lambda logits: v4.NextTokenLoss.apply(logits, labels), reference, [logits], strided)
     assert not logits.grad[:, 1::3].any()
     assert not logits.grad[:, -1].any()
 
@@ -196,7 +196,7 @@ def test_loss_with_banned_tokens(dtype: torch.dtype, monkeypatch: pytest.MonkeyP
     def reference(logits: Tensor) -> Tensor:
         return F.cross_entropy(logits[0, :-1], targets)
 
-    agree(lambda logits: v4.NextTokenLoss.apply(logits, labels), reference, [padded])
+    check_close(lambda logits: v4.NextTokenLoss.apply(logits, labels), reference, [padded])
 
 
 def test_a_label_outside_the_vocabulary_makes_the_loss_nan():
@@ -225,7 +225,7 @@ def test_embedding():
     """Of tokens that do not lie side by side."""
     ids = torch.randint(67, (65, 2), generator=torch.Generator().manual_seed(0)).to(DEVICE).T
     side = v4.SideStreams()
-    agree(
+    check_close(
         lambda weight: v4.TiedEmbedding.apply(ids, weight, side),
         lambda weight: F.embedding(ids, weight),
         [randn(67, 33)],

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, load
+from conftest import ROOT, forking_python, load
 
 from exercises.tiny_llama_v3 import add_relu, check_custom_kernel, measure, rms_norm
 from exercises.tiny_openfold_v3 import attention_bias_atomics, triangle_layouts
@@ -85,7 +84,7 @@ def test_a_fault_is_named(line, fault, named, tmp_path, capsys):
 def test_a_store_without_a_mask_is_noticed(tmp_path):
     wrong = tmp_path / "no_mask.py"
     wrong.write_text((LLAMA / "add_relu.py").read_text().replace(", mask=inside)", ")"))
-    argv = [sys.executable, wrong, "--n", "1000", "--block", "128"]
+    argv = [forking_python(), wrong, "--n", "1000", "--block", "128"]
     done = subprocess.run(argv, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True)
     assert done.returncode == 1
     assert b"24 elements behind the end were written" in done.stderr
@@ -114,6 +113,6 @@ def test_all_ways_to_sum_the_bias_gradient_agree_with_v3s_backward_pass():
     ],
 )
 def test_bad_arguments_get_one_line(program, argv, said):
-    done = subprocess.run([sys.executable, LLAMA / program, *argv.split()], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([forking_python(), LLAMA / program, *argv.split()], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
     assert said in done.stderr and len(done.stderr.splitlines()) == 1

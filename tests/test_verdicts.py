@@ -6,11 +6,10 @@ import json
 import math
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from conftest import QUICK, ROOT, TINY, captured, run_main, strict_json
+from conftest import QUICK, ROOT, TINY, captured, forking_python, run_main, strict_json
 
 from analysis_tools import compare_versions, regression_tester, validate_numerical_accuracy
 from workshop.turns import short_run
@@ -190,7 +189,7 @@ def test_runs_are_compared_with_the_range_of_their_steps(runs, tmp_path):
 
 def test_the_other_name_is_the_same_program(tmp_path):
     before, after = study(tmp_path / "a.json", 5, 6), study(tmp_path / "b.json", 7, 8)
-    tool = [sys.executable, str(ROOT / "analysis_tools" / "performance_regression_test.py")]
+    tool = [forking_python(), str(ROOT / "analysis_tools" / "performance_regression_test.py")]
     done = subprocess.run([*tool, "--baseline-results", before, "--current-results", after], capture_output=True)
     assert (done.returncode, b"slower" in done.stdout) == (1, True), done
 

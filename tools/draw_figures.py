@@ -8,6 +8,7 @@ Examples:
   python tools/draw_figures.py                               all figures into docs/figures
   python tools/draw_figures.py add_relu attention --png      two of them, as PNG for slides too
   python tools/draw_figures.py --output /tmp/figures         elsewhere, to look at
+  python tools/draw_figures.py --contact-sheet /tmp/all.png  all of them in one picture, as wide as half a page each
 """
 
 from __future__ import annotations
@@ -17,12 +18,15 @@ import _root
 import json
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import matplotlib
+import matplotlib.image
 import matplotlib.ticker
+import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Circle, FancyArrowPatch, Rectangle
 from matplotlib.transforms import Bbox
@@ -318,8 +322,8 @@ def triton_grid() -> Sheet:
                 edge=INK if inside else FAINT,
                 **more,
             )
-    sheet.text(590, 372, "load the row once,\nadd up its squares,\nscale, store", ha="left")
-    sheet.text(590, 452, "masked: 0 in the sum", ha="left", color=RED, size=SMALL)
+    sheet.text(576, 372, "load the row once,\nadd up its squares,\nscale, store", ha="left")
+    sheet.text(576, 452, "masked: 0 in the sum", ha="left", color=RED, size=SMALL)
     return sheet
 
 
@@ -493,38 +497,68 @@ def plot(sheet: Sheet, x: float, y: float, width: float, height: float, **settin
     return axes
 
 
+def contact_sheet(sheets: Iterable[Sheet], path: Path, columns: int = 4) -> None:
+    """Write the figures as one PNG, each 400 pixels wide, below each other in columns of about the same height."""
+    stacks: list[list[np.ndarray]] = [[] for _ in range(columns)]
+    for sheet in sheets:
+        with matplotlib.rc_context(STYLE):
+            canvas = FigureCanvasAgg(sheet.figure)
+            sheet.figure.set_dpi(72 * 400 / WIDTH)
+            canvas.draw()
+        picture = np.asarray(canvas.buffer_rgba())[..., :3]
+        stack = min(stacks, key=lambda stack: sum(map(len, stack)))
+        stack.append(np.pad(picture, ((0, 20), (0, 20), (0, 0)), constant_values=200))
+    whole = [np.concatenate(stack) for stack in stacks if stack]
+    height = max(map(len, whole))
+    whole = [np.pad(part, ((0, height - len(part)), (0, 0), (0, 0)), constant_values=200) for part in whole]
+    matplotlib.image.imsave(path, np.concatenate(whole, axis=1))
+
+
 Point = tuple[float, float]  # under a roofline: FLOP per byte, TFLOP/s
 
 
-def under_the_roof(ceilings: dict, left: float, bottom: float, arrows: dict[str, tuple]) -> Sheet:
-    """A roofline from these corners on, with an arrow for each name: V1, V4, colour, and where its name goes."""
+def under_the_roof(run: dict, arrows: dict[str, tuple]) -> Sheet:
+    """The roofline of a run, with an arrow for each name: V1, V4, colour, and where its name goes."""
     sheet = Sheet("The roofline that moves", 500)
+    ceilings, device = run["ceilings"], run["environment"]["device_name"].partition("GB")[0].rpartition(" ")[0]
     tflops, rate = ceilings["gemm_tflops"], ceilings["copy_gb_per_s"] / 1e3
-    axes = plot(sheet, 96, 76, 660, 320, xscale="log", yscale="log", xlim=(left, 1000), ylim=(bottom, 1100))
+    points = [point for before, after, *_ in arrows.values() for point in (before, after)]
+    left, right = min(x for x, _ in points) / 2.3, 3.8 * tflops / rate
+    bottom, top = min(y for _, y in points) / 1.75, 1.4 * tflops
+    axes = plot(sheet, 96, 76, 660, 320, xscale="log", yscale="log", xlim=(left, right), ylim=(bottom, top))
     axes.set(xlabel="FLOP per byte", ylabel="TFLOP/s")
-    axes.plot([left, tflops / rate, 1000], [left * rate, tflops, tflops], color=INK, linewidth=3)
-    axes.text(950, tflops * 1.1, "arithmetic", fontsize=SMALL, ha="right", color=INK)
+    axes.plot([left, tflops / rate, right], [left * rate, tflops, tflops], color=INK, linewidth=3)
+    axes.text(0.95 * right, tflops * 1.1, "arithmetic", fontsize=SMALL, ha="right", color=INK)
     start, end = axes.transData.transform([(left, left * rate), (tflops / rate, tflops)])
     angle = math.degrees(math.atan2(end[1] - start[1], end[0] - start[0]))
     along = {"rotation": angle, "rotation_mode": "anchor", "ha": "center", "va": "bottom"}
-    middle = (left * tflops / rate) ** 0.5 * 0.85
+    seen = max(left, bottom / rate)  # where the line comes in
+    middle = (seen * tflops / rate) ** 0.5 * 0.85
     axes.text(middle, middle * rate * 1.05, "memory", fontsize=SMALL, color=INK, **along)
-    for name, (before, after, color, (right, down)) in arrows.items():
+    for name, (before, after, color, offset) in arrows.items():
         head = {"arrowstyle": "-|>,head_length=0.9,head_width=0.45", "shrinkA": 8, "shrinkB": 8}
         axes.annotate("", after, before, arrowprops={"color": color, "linewidth": 4, **head})
         for (x, y), fill in ((before, WHITE), (after, color)):
             axes.plot(x, y, "o", markersize=14, markerfacecolor=fill, markeredgecolor=color, markeredgewidth=3)
         middle = (before[0] * after[0]) ** 0.5, (before[1] * after[1]) ** 0.5
         label = {"fontsize": SMALL, "color": color, "va": "center", "weight": "bold"}
-        axes.annotate(name, middle, xytext=(right, down), textcoords="offset points", **label)
-    ticks(axes.xaxis, (0.1, 1, 10, 20, 50, 100, 200, 500, 1000) if left > 10 else (0.1, 1, 10, 100, 1000))
-    ticks(axes.yaxis, (50, 100, 200, 500, 1000) if left > 10 else (0.1, 1, 10, 100, 1000))
-    sheet.text(400, 476, "○ V1, ● V4: same arithmetic, fewer bytes; TinyLlama, bf16, H100", SMALL, GREY)
+        axes.annotate(name, middle, xytext=offset, textcoords="offset points", **label)
+    for axis, low, high in ((axes.xaxis, left, right), (axes.yaxis, bottom, top)):
+        digits = (1, 2, 5) if high < 150 * low else (1,)
+        ticks(axis, [mark for power in range(-4, 5) for d in digits if low < (mark := d * 10.0**power) < high])
+    words = f"○ V1, ● V4: same arithmetic, fewer bytes; TinyLlama, {ceilings['precision']}, {device}"
+    sheet.text(400, 476, words, SMALL, GREY)
     return sheet
 
 
 def roofline() -> Sheet:
-    """Where the matrix products and the whole step stand under the roof, in V1 and in V4."""
+    """Where norms, attention and MLP stand under the roof, in V1 and in V4.
+
+    While they are not measured by module: the matrix products and the whole step.
+    """
+    modules = [H100 / f"roofline/bf16/tiny_llama_{version}_flops.json" for version in ("v1", "v4")]
+    if all(path.exists() for path in modules):
+        return roofline_modules(*map(read, modules))
     data = read(H100 / "roofline_llama_v1_v4.json")
     flop = data["rows"][0]["flop"]
 
@@ -538,12 +572,11 @@ def roofline() -> Sheet:
         "whole step": (place("v1"), place("v4"), RED, (12, -22)),
         "GEMMs and attention": (place("v1", products), place("v4", products), BLUE, (-20, -26)),
     }
-    return under_the_roof(data["runs"][0]["ceilings"], 18, 40, arrows)
+    return under_the_roof(data["runs"][0], arrows)
 
 
-def roofline_modules() -> Sheet:
-    """The same for norms, attention and MLP of a forward pass; a norm and its residual are 5 FLOPs a number."""
-    v1, v4 = (read(H100 / f"roofline/bf16/tiny_llama_{version}_flops.json") for version in ("v1", "v4"))
+def roofline_modules(v1: dict, v4: dict) -> Sheet:
+    """The parts of a forward pass; a norm and its residual are 5 FLOPs a number."""
     config, batch = v1["config"], v1["training"]["batch_size"]
     numbers = batch * config["seq_len"] * config["hidden_dim"] * (2 * config["num_layers"] + 1)
 
@@ -561,10 +594,10 @@ def roofline_modules() -> Sheet:
     ):
         flop = total(v1, "flop", parts) or 5 * numbers
         arrows[name] = (place(v1, parts, flop), place(v4, parts, flop), color, side)
-    return under_the_roof(v1["ceilings"], 0.05, 0.05, arrows)
+    return under_the_roof(v1, arrows)
 
 
-def ticks(axis, values: tuple[float, ...]) -> None:
+def ticks(axis, values: Sequence[float]) -> None:
     """Plain numbers on a logarithmic axis."""
     axis.set_major_locator(matplotlib.ticker.FixedLocator(values))
     axis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda value, _: f"{value:g}"))
@@ -740,7 +773,6 @@ FIGURES_BY_NAME: dict[str, Callable[[], Sheet]] = {
         evoformer_block,
         two_streams,
         roofline,
-        roofline_modules,
         versions,
         memory_of_a_step,
     )
@@ -753,20 +785,26 @@ def main(argv: list[str] | None = None) -> int:
     add("names", nargs="*", metavar="NAME", help=f"of: {', '.join(FIGURES_BY_NAME)} (default: all)")
     add("--output", type=Path, default=FIGURES, metavar="DIR", help="(default: docs/figures)")
     add("--png", action="store_true", help="PNG for slides beside each SVG, without the headline")
+    add("--contact-sheet", type=Path, metavar="FILE.png", help="one picture of all of them, and nothing else")
     args = parser.parse_args(argv)
     if unknown := set(args.names) - set(FIGURES_BY_NAME):
         parser.error(f"no such figure: {', '.join(sorted(unknown))}")
 
     def body() -> int:
-        args.output.mkdir(parents=True, exist_ok=True)
+        sheets = {}
         for name in args.names or FIGURES_BY_NAME:
             try:
-                sheet = FIGURES_BY_NAME[name]()
+                sheets[name] = FIGURES_BY_NAME[name]()
             except FileNotFoundError as error:
                 if args.names:
                     raise
                 print_notes(PROG, f"{name} is left out: there is no {error.filename}")
-                continue
+        if args.contact_sheet:
+            contact_sheet(sheets.values(), args.contact_sheet)
+            print(args.contact_sheet)
+            return 0
+        args.output.mkdir(parents=True, exist_ok=True)
+        for name, sheet in sheets.items():
             for path in sheet.save(args.output, name, args.png):
                 print(path)
         return 0

@@ -2,8 +2,8 @@
 """Run the commands of an exercise sheet in order, and check that they print what the sheet says.
 
 All ```bash and ```python blocks of a Markdown file run one after the other, as a reader would type them: the working
-directory, variables and functions carry over from block to block. `python` is the interpreter that runs this tool. A
-block fails if one of its commands fails, or if a phrase of the line `Prints: ...` behind it is missing from its output.
+directory, variables and functions carry over from block to block. `python` is the interpreter of --python. A block
+fails if one of its commands fails, or if a phrase of the line `Prints: ...` behind it is missing from its output.
 On a machine without ROCm a block that stops for want of a ROCm tool is skipped, not failed, and so is the rest of its
 section. Nothing that a block has started outlives it.
 
@@ -200,7 +200,7 @@ def make_environment(files: Path, args: argparse.Namespace) -> dict[str, str]:
     scripts, program = "|".join(small_runs.SCRIPTS), shlex.quote(small_runs.__file__)
     small = f'case ${{1##*/}} in\n{scripts}) set -- {program} "$@" ;;\nesac\n' if args.shrink else ""
     for name in ("python", "python3"):
-        (shims / name).write_text(f'#!/bin/sh\n{small}exec {shlex.quote(sys.executable)} "$@"\n')
+        (shims / name).write_text(f'#!/bin/sh\n{small}exec {shlex.quote(args.python)} "$@"\n')
         (shims / name).chmod(0o755)
     standins = [ROOT / "tests" / "standins"] if args.with_standins else []
     places = [shims, *standins, Path(sys.executable).parent, os.environ.get("PATH", os.defpath)]
@@ -301,6 +301,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--directory", type=Path, metavar="DIR", help="run there, not in a scratch copy")
     add("--log", type=Path, metavar="DIR", help="keep the output of each block, and summary.json, there")
     add("--keep-going", action="store_true", help="run the blocks behind a failed one")
+    text = "runs what the commands call python (default: the interpreter of this tool)"
+    add("--python", default=sys.executable, metavar="FILE", help=text)
     add("--shrink", action="store_true", help="small models and a single step (tools/small_runs.py), for tests")
     add("--with-standins", action="store_true", help="tests/standins in place of ROCm's tools")
     add("--ci", action="store_true", help="leave out blocks behind <!-- not run in CI: REASON -->")

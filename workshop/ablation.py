@@ -73,12 +73,12 @@ def ablation(
         for on in chosen:
             flags = [f"--{'enable' if fusion in on else 'disable'}-{fusion}" for fusion in fusions]
             sides[on] = (set_name(on, fusions), (script, [*argv, "--seed", str(seed), *flags]))
-        parts.append((names, partial(over_none, sides, rounds)))
+        parts.append((names, partial(speedups_over_unfused, sides, rounds)))
     return parts
 
 
-def over_none(sides: dict[Set, tuple[str, tuple[str, list[str]]]], rounds: int) -> list[dict]:
-    """A row for each set, with its speed-up over none in the same turns; without one, if either did not finish."""
+def speedups_over_unfused(sides: dict[Set, tuple[str, tuple[str, list[str]]]], rounds: int) -> list[dict]:
+    """Measure each set in turns with none; a row has its speed-up over none, if both finished."""
     measured, rows = in_turns(dict(sides.values()), rounds), []
     for on, (name, _) in sides.items():
         row = measured[name]

@@ -97,13 +97,12 @@ def begin(module: ModuleType, args: argparse.Namespace, rounds: int) -> tuple[ob
     gpu = run.device.type == "cuda"
     if gpu:
         module.torch._C._cuda_clearCublasWorkspaces()  # each side has workspaces of its own
-    before = module.gpu_memory(module.torch.cuda.memory_allocated) if gpu else 0
     run.start()
-    run.plan(3, "step")
-    run.take(3)
+    run.plan(3, "trial step")
+    trial = run.take(3)
     shared = args.torch_compile_mode in module.OWN_GRAPHS  # of which all use one pool of memory
-    peak = None if shared or not gpu else (run.peak - before) / 1e6
-    steps = max(2, math.ceil(TURN_MS / run.turns[0]))
+    peak = None if shared or not gpu else trial.peak / 1e6
+    steps = max(2, math.ceil(TURN_MS / trial.step_ms))
     run.plan(rounds * steps, "step")
     return run, steps, peak
 
@@ -129,7 +128,7 @@ def in_turns(sides: dict[str, tuple[str, list[str]]], rounds: int) -> dict[str, 
     modules = {name: importlib.import_module(script) for name, (script, _) in sides.items()}
     parsed = {name: parse_quiet(modules[name], argv) for name, (_, argv) in sides.items()}
     rows = {name: named(script, argv, parsed[name]) for name, (script, argv) in sides.items()}
-    runs, steps = {}, {}
+    runs, steps, times = {}, {}, {name: [] for name in sides}
 
     def attempt(name: str, work: Callable[[], None]) -> None:
         """Do this for a side; from its first error on it has no run, and the error is in its row."""
@@ -145,19 +144,22 @@ def in_turns(sides: dict[str, tuple[str, list[str]]], rounds: int) -> dict[str, 
     def start(name: str) -> None:
         runs[name], steps[name], rows[name]["peak_mb"] = begin(modules[name], parsed[name], rounds)
 
+    def take(name: str) -> None:
+        times[name].append(runs[name].take(steps[name]).step_ms)
+
     def finish(name: str) -> None:
-        times, trainer = runs[name].turns, runs[name].trainer
+        trainer = runs[name].trainer
         modules[name].prepare(parsed[name])
         counts = modules[name].count_kernels(trainer)
         if not trainer.gpu:
             rows[name]["peak_mb"] = modules[name].memory_of_a_step(trainer) / 1e6
-        rows[name] |= {"batch_ms": statistics.median(times), "turns_ms": times}
+        rows[name] |= {"batch_ms": statistics.median(times[name]), "turns_ms": times[name]}
         rows[name] |= {key: value for key, value in counts.items() if key != "remark"}
 
     for name in sides:
         attempt(name, partial(start, name))
     for _, name in alternating(runs, rounds):
-        attempt(name, partial(runs[name].take, steps[name]))
+        attempt(name, partial(take, name))
     for name in list(runs):
         attempt(name, partial(finish, name))
     runs.clear()

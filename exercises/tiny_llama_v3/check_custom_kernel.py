@@ -58,7 +58,7 @@ def kept(module: ModuleType, shape: tuple[int, ...], p: float, number: int = 1) 
     ones = torch.ones(shape, device=measure.DEVICE)
     factor = module.residual_dropout(torch.zeros_like(ones), ones, ones[(0,) * (ones.dim() - 1)], seed(number), p)
     mask = (factor > 0).float()
-    measure.right(factor, mask / (1 - p), "the output with update = scale = 1, which must be 0 or 1 / (1 - p),")
+    measure.check_close(factor, mask / (1 - p), "the output with update = scale = 1, which must be 0 or 1 / (1 - p),")
     return mask
 
 
@@ -94,13 +94,13 @@ def check_case(module: ModuleType, shape: tuple[int, ...], dtype: torch.dtype, p
     out = module.residual_dropout(*inputs, seed(1), p)
     expected = exact[0] + exact[2] * exact[1] * factor
     where = f"of {list(shape)}, {str(dtype).removeprefix('torch.')}, p = {p},"
-    measure.right(out, expected, f"the output {where}")
+    measure.check_close(out, expected, f"the output {where}")
     found = torch.autograd.grad(out, inputs, grad)
     for name, one, other in zip(
         ("x", "update", "scale"), found, torch.autograd.grad(expected, exact, grad.double()), strict=True
     ):
         low = name == "update" and dtype != torch.float32
-        measure.right(one, other, f"the gradient of {name} {where}", 1e-2 if low else 1e-5)
+        measure.check_close(one, other, f"the gradient of {name} {where}", 1e-2 if low else 1e-5)
 
 
 def check(module: ModuleType) -> str:

@@ -33,8 +33,8 @@ GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
 
 
-def right(found: Tensor, expected: Tensor, what: str, tolerance: float = 1e-5) -> float:
-    """The largest error over the largest value; ToolError if it is above the tolerance or not a number."""
+def check_close(found: Tensor, expected: Tensor, what: str, tolerance: float = 1e-5) -> float:
+    """Return the largest error over the largest value; raise ToolError above the tolerance."""
     error = ((found.double() - expected.double()).abs().max() / expected.double().abs().max().clamp(min=1e-30)).item()
     if not error <= tolerance:
         raise ToolError(f"{what} is wrong: the largest error is {error:.1g} of the largest value", status=1)

@@ -63,8 +63,8 @@ def check(rows: int, dim: int, warps: int) -> str:
     x, weight = inputs(rows, dim)
     expected = F.rms_norm(x.double(), (dim,), weight.double(), EPS)
     errors = [
-        measure.right(rms_norm(x, weight, warps), expected, f"the norm of {dim} channels"),
-        measure.right(F.rms_norm(x, (dim,), weight, EPS), expected, "the library's norm"),
+        measure.check_close(rms_norm(x, weight, warps), expected, f"the norm of {dim} channels"),
+        measure.check_close(F.rms_norm(x, (dim,), weight, EPS), expected, "the library's norm"),
     ]
     return f"{rows} rows of {dim} channels: right; largest error {errors[0]:.1e}, the library's {errors[1]:.1e}"
 

@@ -154,7 +154,7 @@ def check(case: Case) -> str:
     lines = [f"{length} positions, {rows} rows in groups of {case.group}"]
     for name, (function, _) in case.ways().items():
         found = [function() for _ in range(REPEATS)]
-        error = measure.right(found[0], expected, name, 1e-4)
+        error = measure.check_close(found[0], expected, name, 1e-4)
         different = max(int((found[0] != other).sum()) for other in found[1:])
         said = f"up to {different} of {expected.numel()} numbers differ" if different else "equal bits"
         lines.append(f"{name}: right (largest error {error:.0e}); {REPEATS} runs: {said}")

@@ -101,7 +101,7 @@ def check(found: list[Ways]) -> str:
         (reference, _), *_ = ways.values()
         expected = reference()
         for name, (function, moved) in ways.items():
-            measure.right(function(), expected, name, 5e-2 if measure.GPU else 1e-5)
+            measure.check_close(function(), expected, name, 5e-2 if measure.GPU else 1e-5)
             lines.append([name, f"{moved / 1e6:.2f}"])
     return markdown_table(["read and written", "MB"], lines)
 

@@ -14,8 +14,8 @@ ONLY_WRITTEN = ("out", "casts")  # arguments of our own operators
 LOOKUPS = ("embedding", "index", "index_select", "gather")  # these read only some of their first tensor
 
 
-def touched(tensor: Tensor) -> int:
-    """Bytes of memory behind a tensor; what is expanded (stride 0) is there once."""
+def bytes_behind(tensor: Tensor) -> int:
+    """Count the bytes of memory behind a tensor; what is expanded (stride 0) is there once."""
     count = 1
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         count *= size if stride or not size else 1
@@ -70,10 +70,10 @@ class Traffic(TorchDispatchMode):
             inputs = [x for argument, x in named if argument.name not in ONLY_WRITTEN and isinstance(x, Tensor)]
         if not outputs:  # such as the choice among the kernels of fused attention
             return 0
-        read, written = 0, sum(map(touched, outputs))
+        read, written = 0, sum(map(bytes_behind, outputs))
         if name in OVERWRITING:
             inputs = inputs[1:]
         elif name in LOOKUPS:
-            read, inputs = min(touched(inputs[0]), written), inputs[1:]
+            read, inputs = min(bytes_behind(inputs[0]), written), inputs[1:]
         different = {(leaf.data_ptr(), tuple(leaf.shape), leaf.stride()): leaf for leaf in inputs}
-        return read + written + sum(touched(leaf) for leaf in different.values())
+        return read + written + sum(bytes_behind(leaf) for leaf in different.values())

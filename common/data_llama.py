@@ -1,0 +1,65 @@
+# Copied from common/data_llama.py by tools/sync_common.py: edit it there.
+
+
+class TextBatches:
+    """Random windows of a token stream in host memory: {"input_ids": [B, S], "labels": [B, S]}."""
+
+    def __init__(
+        self, stream: np.ndarray, args: argparse.Namespace, device: torch.device, seed: int
+    ):  # fmt: skip
+        self.windows = np.lib.stride_tricks.sliding_window_view(stream, args.seq_len)
+        self.batch_size, self.device = args.batch_size, device
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def next_batch(self) -> dict[str, Tensor]:
+        starts = torch.randint(len(self.windows), (self.batch_size,), generator=self.generator)
+        # By NumPy, in one thread: from 3000 tokens on PyTorch takes a thread per core, and on a
+        # busy host one is late.
+        tokens = torch.from_numpy(self.windows[starts.numpy()]).to(self.device)
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def markov_text(vocab_size: int, length: int, seed: int) -> np.ndarray:
+    """Make synthetic text [length] from a fixed order-2 Markov chain.
+
+    The two previous tokens, each taken modulo 8, choose one of 64 contexts; a context has 16
+    possible successors with probabilities 1/2, 1/4, 1/8, ... So the entropy of the next token is
+    1.39 nats, far below ln(vocab_size): a model that has learnt nothing, only the frequencies, or
+    the chain are three clearly different losses.
+    """
+    chain = np.random.default_rng(0)  # the language is the same for every seed, the text is not
+    successors = chain.integers(vocab_size, size=(64, 16))
+    rng = np.random.default_rng(seed)
+    streams = 256  # written side by side, as a chain can only be sampled token after token
+    steps = -(-length // streams)
+    choices = np.minimum(rng.geometric(0.5, size=(steps, streams)) - 1, 15)
+    text = np.empty((steps, streams), dtype=np.int64)
+    before, last = rng.integers(vocab_size, size=(2, streams))
+    for step in range(steps):
+        before, last = last, successors[before % 8 * 8 + last % 8, choices[step]]
+        text[step] = last
+    return text.T.reshape(-1)[:length]
+
+
+def read_text(path: Path, seq_len: int) -> np.ndarray:
+    """Read the bytes of a text file as tokens [length]."""
+    if path.exists() and not path.is_file():  # a pipe can be read only once, /dev/zero has no end
+        fail(f"--text-file {path}: not a regular file")
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        fail(f"--text-file {path}: {error.strerror}")
+    if b"\0" in content:
+        fail(f"--text-file {path}: this is a binary file; give a text file")
+    if len(content) < seq_len:
+        fail(f"--text-file {path}: {len(content)} bytes are fewer than --seq-len {seq_len}")
+    return np.frombuffer(content, dtype=np.uint8).astype(np.int64)
+
+
+def make_batches(args: argparse.Namespace, device: torch.device, seed: int) -> TextBatches:
+    """Make the source of training batches: the bytes of --text-file, or synthetic text."""
+    if args.text_file:
+        stream = read_text(args.text_file, args.seq_len)
+    else:
+        stream = markov_text(args.vocab_size, length=max(1_000_000, 4 * args.seq_len), seed=seed)
+    return TextBatches(stream, args, device, seed)

@@ -1,0 +1,879 @@
+# Copied from common/harness.py by tools/sync_common.py: edit it there.
+# It knows the model by docstring, VERSION, FUSIONS, TRITON_FUSIONS, MODES, add_model_arguments
+# (--batch-size), check_model_arguments, without_effect, use_settings, build_model (.config,
+# .TARGETS), build_optimizer, make_batches (.next_batch()); these use its at_least, fail, say.
+SCRIPT = Path(__file__).stem
+PHASES = ("data", "forward", "backward", "optimizer")
+GRAPH_PHASES = ("data", "graph")  # with --enable-cuda-graph
+OWN_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile
+NO_WORK = ("_unsafe_view", "empty", "new_empty", "_record_function")  # and views move no data
+SETTINGS = ("batch_size", "num_steps", "warmup_steps", "learning_rate", "seed", "deterministic")
+SETTINGS += ("use_amp", "amp_dtype", "matmul_precision")
+SETTINGS += ("torch_compile", "torch_compile_mode", "cuda_graph")
+# Set by GPU profilers: rocprofv3, nsys, ncu.
+PROFILER_SIGNS = ("ROCP_TOOL_LIBRARIES", "NSYS_PROFILING_SESSION_ID")
+PROFILER_SIGNS += ("NV_NSIGHT_INJECTION_TRANSPORT_TYPE",)
+# Set by torchrun; a plain run is the only process.
+LAUNCHED = os.environ.get("RANK", "").isdecimal()
+RANK = int(os.environ["RANK"]) if LAUNCHED else 0
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE") or 1) if LAUNCHED else 1
+# A line is printed where all of its values were measured.
+REPORT = """\
+Average training speed: {timing[samples_per_sec]:.1f} samples/sec
+Average batch time: {timing[batch_ms]:.1f} ms \
+(median {timing[batch_median_ms]:.1f}, p95 {timing[batch_p95_ms]:.1f})
+Average forward time: {timing[forward_ms]:.1f} ms
+Average backward time: {timing[backward_ms]:.1f} ms
+Average optimizer time: {timing[optimizer_ms]:.1f} ms
+Average graph time: {timing[graph_ms]:.1f} ms (the whole step; its phases cannot be told apart)
+Warmup step time: {timing[warmup_first_step_ms]:.1f} ms (first step{compiled})
+Compilation overhead: {timing[compilation_overhead_ms]:.1f} ms
+Final loss: {loss[final]:.4f} (first step {loss[initial]:.4f})
+Peak memory usage: {memory[peak_mb]:.1f} MB
+Kernels per step: {kernels[per_step]}{all_off}{kernels[remark]}
+Kernel reduction: {kernels[reduction_percent]:.1f} %
+Host launches per step: {kernels[host_launches]}
+FLOPs per step: {flops[gflop]:.4g} GFLOP, achieved {flops[achieved_tflops]:.3g} TFLOP/s
+"""
+
+
+def say(kind: str, message: str) -> None:
+    """Print an "error" of this process on stderr, or a "note" of all processes together."""
+    if kind == "error" or (RANK == 0 and "TINY_LAUNCHED" not in os.environ):
+        rank = f"rank {RANK}: " if RANK else ""
+        print(f"{SCRIPT}.py: {kind}: {rank}{message}", file=sys.stderr)
+
+
+def fail(message: str, status: int = 2) -> NoReturn:
+    """End with one line on stderr, about what a user can put right."""
+    say("error", message)
+    raise SystemExit(status)
+
+
+def progress(text: str = "") -> None:
+    """Say what happens now, on a terminal in one line, cleared in the end."""
+    if sys.stdout.isatty():
+        width = shutil.get_terminal_size().columns - 1
+        print(f"\r{text[:width]}\033[K", end="", flush=True)
+    elif text:
+        print(text, flush=True)
+
+
+# The command line
+
+
+def at_least(low: int) -> Callable[[str], int]:
+    """Make an argparse type: a whole number from `low` to 32 bits."""
+
+    def whole_number(text: str) -> int:
+        if not low <= int(text) < 2**31:
+            raise argparse.ArgumentTypeError(f"must be {low} or more, not {text}")
+        return int(text)
+
+    return whole_number
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Build the command line: arguments of the model, and of all versions."""
+    description, _, examples = (__doc__ or "").partition("\nExamples:\n")  # python -OO has none
+    parser = argparse.ArgumentParser(
+        prog=f"{SCRIPT}.py",
+        usage=argparse.SUPPRESS,
+        description=description,
+        epilog="examples:\n" + examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_model_arguments(parser)
+    switch = {"action": "store_true"}
+
+    group = parser.add_argument_group("fusions", "Single flags win over all-fusion.")
+    for flag, attribute, text in (
+        ("all-fusion", "all_fusion", "all (the default) but torch-compile and cuda-graph"),
+        *FUSIONS,
+        ("torch-compile", "torch_compile", "torch.compile of the model"),
+        ("cuda-graph", "cuda_graph", "the step as one graph (one GPU; the default of V4)"),
+    ):
+        add = group.add_mutually_exclusive_group().add_argument
+        add(f"--enable-{flag}", dest=attribute, action="store_const", const=True, help=text)
+        add(f"--disable-{flag}", dest=attribute, action="store_const", const=False)
+    choices = ("default", *OWN_GRAPHS, "max-autotune-no-cudagraphs")
+    group.add_argument("--torch-compile-mode", choices=choices, help="compile longer to run faster")
+
+    add = parser.add_argument_group("training").add_argument
+    add("--num-steps", type=at_least(1), default=50, help="measured steps")
+    add("--warmup-steps", type=at_least(0), default=5, help="steps before those")
+    add("--learning-rate", type=float, default=3e-4, help="of AdamW")
+    add("--use-amp", **switch, help="automatic mixed precision")
+    add("--amp-dtype", choices=("bfloat16", "float16"), help="(default: bfloat16)")
+    choices = ("highest", "high", "medium")
+    add("--matmul-precision", choices=choices, default="highest", help="of float32")
+    choices = ("auto", "cpu", "cuda")
+    add("--device", choices=choices, default="auto", help="AMD GPUs are 'cuda', too")
+    add("--num-gpus", type=at_least(1), help="share the batch (default: 1, or *_VISIBLE_DEVICES)")
+    add("--seed", type=at_least(0), default=42, help="of weights and data")
+    add("--deterministic", **switch, help="the same bits in every run")
+    add("--log-interval", type=at_least(1), default=10, help="steps between lines")
+
+    add = parser.add_argument_group("profiling").add_argument
+    add("--enable-pytorch-profiler", **switch, help="operator tables, trace of 3 steps")
+    add("--enable-memory-profiling", **switch, help="memory timeline of one step")
+    add("--enable-rocm-profiling", **switch, help="names of phases for a profiler")
+    add("--under-profiler", **switch, help="launch nothing but the training steps")
+    folder = f"pytorch_profiles_v{VERSION}"
+    add("--profile-dir", type=Path, default=folder, metavar="DIR", help="for results")
+
+    group = parser.add_argument_group("modes")
+    group.add_argument("--full-report", **switch, help="of each side that is compared")
+    add = group.add_mutually_exclusive_group().add_argument
+    add("--compare-fusion", **switch, help="all fusions off and as chosen, in turns")
+    add("--verify-accuracy", **switch, help="outputs and gradients as with all off?")
+
+    for action in parser._actions:
+        if action.type and not action.metavar:
+            action.metavar = "N"
+        if action.default not in (None, False, argparse.SUPPRESS):
+            action.help += " (default: %(default)s)"
+    return parser
+
+
+def check_arguments(args: argparse.Namespace, gpu: bool, processes: int) -> None:
+    """Refuse what cannot work."""
+    mode = args.torch_compile_mode
+    if not FUSIONS and (args.all_fusion or args.compare_fusion):
+        fail(f"--enable-all-fusion and --compare-fusion start with V2, {SCRIPT} has no fusions")
+    if args.full_report and not args.compare_fusion:
+        fail("--full-report needs --compare-fusion")
+    if mode and not args.torch_compile:
+        fail(f"--torch-compile-mode {mode} needs --enable-torch-compile")
+    if args.amp_dtype and not args.use_amp:
+        fail(f"--amp-dtype {args.amp_dtype} needs --use-amp")
+    if not 0 < args.learning_rate < math.inf:
+        fail(f"--learning-rate must be above 0, not {args.learning_rate}")
+    if args.num_gpus not in (None, processes):
+        fail(f"--num-gpus {args.num_gpus}, but torchrun started {processes}")
+    if args.batch_size % processes:
+        fail(f"--batch-size {args.batch_size} is not divisible by {processes} GPUs")
+    if args.cuda_graph:
+        if processes > 1:
+            fail(f"--enable-cuda-graph is for one GPU, not for {processes}")
+        if args.warmup_steps < 2:
+            fail("--enable-cuda-graph needs --warmup-steps 2 or more")
+        if mode in OWN_GRAPHS:
+            fail(f"--enable-cuda-graph: mode {mode} makes graphs of its own")
+        if not gpu:
+            fail("--enable-cuda-graph: a graph needs a GPU, and this run has none", 4)
+    if args.device == "cuda" and not gpu:
+        fail("--device cuda: PyTorch finds no GPU here; use --device cpu or auto", 4)
+    found = torch.cuda.device_count()
+    here = int(os.getenv("LOCAL_WORLD_SIZE", processes)) if gpu or args.num_gpus else 1
+    if args.device != "cpu" and here > max(1, found):
+        fail(f"{here} GPUs wanted, PyTorch finds {found}", 4)
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """Parse, fill in and check; what cannot work is one line on stderr and SystemExit (2 or 4)."""
+    parser = build_parser()
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], parser._option_string_actions, n=1)
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+    given = {name: on for _, name, _ in FUSIONS if (on := getattr(args, name)) is not None}
+    for _, name, _ in FUSIONS:
+        setattr(args, name, given.get(name, args.all_fusion is not False))
+    check_model_arguments(args, parser)
+    gpu = args.device != "cpu" and torch.cuda.is_available()
+    visible = [os.environ.get(f"{who}_VISIBLE_DEVICES") for who in ("ROCR", "HIP", "CUDA")]
+    named = min((len(text.split(",")) for text in visible if text and gpu), default=1)
+    processes = WORLD_SIZE if LAUNCHED else args.num_gpus or named
+    check_arguments(args, gpu, processes)
+
+    if args.cuda_graph is None:
+        possible = gpu and processes == 1 and args.warmup_steps > 1
+        args.cuda_graph = VERSION > 3 and possible and args.torch_compile_mode not in OWN_GRAPHS
+    args.torch_compile = bool(args.torch_compile)
+    args.amp_dtype = args.amp_dtype or "bfloat16"
+    args.num_gpus = processes
+    args.device = "cuda" if gpu else "cpu"
+    args.profile_dir /= f"rank{RANK}" if RANK else ""
+    signs = [name for name in PROFILER_SIGNS if name in os.environ]
+    signs += re.findall("librocprof[^:]*", os.getenv("LD_PRELOAD", ""))
+    if signs and not args.under_profiler:
+        say("note", f"a GPU profiler started this run ({signs[0]}): --under-profiler is on")
+        args.under_profiler = True
+    if args.enable_rocm_profiling and not gpu:
+        say("note", "--enable-rocm-profiling: no GPU here, so nothing is marked")
+    if given and all(given.values()) and len(given) < len(FUSIONS) and args.all_fusion is None:
+        say("note", "all fusions are on by default; for single ones add --disable-all-fusion")
+    args.without_effect = without_effect(args)
+    for flag, name, _ in FUSIONS:
+        if name in given and name in args.without_effect:
+            switch = "enable" if given[name] else "disable"
+            say("note", f"--{switch}-{flag} has no effect: {args.without_effect[name]}")
+    return args
+
+
+def all_off(args: argparse.Namespace, **changes) -> argparse.Namespace:
+    """Return these arguments with everything off, and changes."""
+    off = {name: False for _, name, _ in FUSIONS}
+    off |= {"torch_compile": False, "torch_compile_mode": None, "without_effect": {}}
+    return argparse.Namespace(**{**vars(args), **off, **changes})
+
+
+# The process
+
+
+def join_processes(args: argparse.Namespace) -> None:
+    """Meet the other processes; only rank 0 prints from now on."""
+    if args.device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK") or 0))
+    try:  # without the name of a backend: NCCL (RCCL) on GPUs, and gloo on the host
+        store = next(dist.rendezvous("env://", timeout=timedelta(minutes=5)))[0]
+        dist.init_process_group(store=store, rank=RANK, world_size=WORLD_SIZE)
+    except (RuntimeError, ValueError) as error:
+        fail(f"the {WORLD_SIZE} processes cannot meet: {str(error).splitlines()[0]}", 1)
+    everyone: list[dict] = [{}] * WORLD_SIZE
+    dist.all_gather_object(everyone, {"script": SCRIPT, **vars(args), "profile_dir": None})
+    for rank, theirs in enumerate(everyone):
+        for name, value in everyone[0].items():
+            if theirs.get(name) != value:
+                if RANK == 0:
+                    option = f"{name.replace('_', '-')} {theirs.get(name)}"
+                    say("error", f"rank {rank} was started with {option}, rank 0 with {value}")
+                raise SystemExit(2)
+    if RANK:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
+
+
+def prepare(args: argparse.Namespace) -> torch.device:
+    """Make this run's settings those of the process, before each turn; returns the device."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler writes on stderr
+    if args.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(args.deterministic)
+    torch.set_float32_matmul_precision(args.matmul_precision)
+    use_settings(args)
+    if args.device == "cpu":
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def environment(device: torch.device) -> dict:
+    """Return what the numbers are measured on."""
+    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    cpu = re.search(r"(?<=model name\t: ).+", info)
+    name = cpu[0] if cpu else platform.machine()
+    with_triton = importlib.util.find_spec("triton")
+    return {
+        "device": device.type,
+        "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else name,
+        "cpu_threads": torch.get_num_threads(),
+        "triton": __import__("triton").__version__ if with_triton else None,
+        "torch": torch.__version__,
+        "hip": torch.version.hip,
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+    }
+
+
+# One training step
+
+
+class Trainer:
+    """Model, optimizer and data, and their training step."""
+
+    def __init__(self, args: argparse.Namespace, device: torch.device):
+        self.args = args
+        self.device = device
+        self.gpu = device.type == "cuda"
+        self.synchronize = torch.cuda.synchronize if self.gpu else lambda: None
+        dtype = getattr(torch, args.amp_dtype)
+        self.autocast = partial(torch.autocast, device.type, dtype, enabled=args.use_amp)
+        scaled = args.use_amp and args.amp_dtype == "float16"
+        self.scaler = torch.amp.GradScaler(device.type, enabled=scaled)
+        self.batches = make_batches(args, torch.device("cpu"), args.seed)
+        self.inputs: dict[str, Tensor] = {}  # on a GPU, where batches are copied
+        self.model = self.forward = build_model(args, device)
+        self.optimizer = build_optimizer(args, self.model)
+        if args.torch_compile:
+            self.forward = torch.compile(self.model, mode=args.torch_compile_mode)
+        if WORLD_SIZE > 1:
+            warnings.filterwarnings("ignore", ".*broadcast_buffers. is deprecated", FutureWarning)
+            options = {"broadcast_buffers": False, "gradient_as_bucket_view": True}
+            self.forward = DistributedDataParallel(self.forward, **options)
+        self.graph = None
+        self.phases = PHASES
+        self.marks = []  # moments: a first one, and after each phase
+        self.named = contextlib.nullcontext  # ranges of phases for a profiler
+
+    def next_batch(self) -> dict[str, Tensor]:
+        """Return this process's share of the global batch, on the device."""
+        share = self.args.batch_size // WORLD_SIZE
+        batch = {n: t[RANK * share :][:share] for n, t in self.batches.next_batch().items()}
+        if not self.gpu:
+            return batch
+        for name, value in batch.items():
+            pinned = torch.empty_like(value, pin_memory=True)  # nobody waits for the copy
+            if name not in self.inputs:
+                self.inputs[name] = torch.empty_like(value, device=self.device)
+            self.inputs[name].copy_(pinned.copy_(value), non_blocking=True)
+        return self.inputs
+
+    def step(self) -> Tensor:
+        """Take one training step; returns the loss of the global batch."""
+        with self.phase("data"):
+            batch = self.next_batch()
+        if not self.graph:
+            return self.compute(batch)
+        with self.phase("graph"):
+            self.graph.replay()
+        return self.loss
+
+    def compute(self, batch: dict[str, Tensor]) -> Tensor:
+        """Compute the step on the device, which is what a graph captures."""
+        with self.phase("forward"), self.autocast():
+            if self.args.torch_compile:
+                torch.compiler.cudagraph_mark_step_begin()
+            loss = self.forward(**batch)
+        with self.phase("backward"):
+            self.scaler.scale(loss).backward()
+        with self.phase("optimizer"):
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.optimizer.zero_grad(set_to_none=True)
+            if WORLD_SIZE > 1:
+                loss = loss.detach() / WORLD_SIZE
+                dist.all_reduce(loss)
+        return loss.detach()
+
+    def capture(self) -> None:
+        """Capture the step, to be replayed from now on; a step must have run before."""
+        graph = torch.cuda.CUDAGraph()
+        stream = torch.cuda.Stream(priority=-1)  # before others, with its own cuBLAS workspaces
+        with torch.cuda.graph(graph, stream=stream):
+            self.loss = self.compute(self.inputs)
+        self.graph, self.phases = graph, GRAPH_PHASES
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Run a phase of the step in a range, with a mark at its end."""
+        with self.named(name):
+            yield
+        self.mark()
+
+    def mark(self) -> None:
+        """Note this moment: an event in the stream, or on a CPU the time."""
+        moment = torch.cuda.Event(enable_timing=True) if self.gpu else time.perf_counter()
+        if self.gpu:
+            moment.record()
+        self.marks.append(moment)
+
+    def times(self, steps: int) -> dict[str, list[float]]:
+        """Return the milliseconds of each phase in the marked steps."""
+        pairs = itertools.pairwise(self.marks)
+        gaps = [a.elapsed_time(b) if self.gpu else 1e3 * (b - a) for a, b in pairs]
+        return {name: gaps[i :: len(self.phases)][:steps] for i, name in enumerate(self.phases)}
+
+    @contextlib.contextmanager
+    def ranges(self, named: Callable) -> Iterator[None]:
+        """Run phases and modules inside in ranges of their names."""
+        modules = [] if self.args.torch_compile else list(self.model.named_modules())[1:]
+        for name, module in modules:
+            module.forward = named(name)(module.forward)  # a context manager is a decorator, too
+        self.named = named
+        try:
+            yield
+        finally:
+            self.named = contextlib.nullcontext
+            for _, module in modules:
+                del module.forward  # that of its class again
+
+    def profile(self, steps: int = 1, **options) -> torch.profiler.profile:
+        """Take steps under the PyTorch profiler."""
+        profile = torch.profiler.profile(acc_events=True, **options)
+        with profile, self.ranges(torch.profiler.record_function):
+            if WORLD_SIZE > 1:  # wait for the profilers of others, without a kernel
+                dist.all_reduce(torch.zeros(1))
+            for _ in range(steps):
+                self.step()
+            self.synchronize()
+        return profile
+
+    def trace(self, profile: torch.profiler.profile) -> dict:
+        """Return what the profiler writes as a Chrome trace."""
+        with tempfile.TemporaryDirectory(dir=self.args.profile_dir) as folder:
+            path = Path(folder) / "trace.json"
+            profile.export_chrome_trace(str(path))
+            return json.loads(path.read_text())
+
+
+# What is counted in extra steps
+
+
+class OperatorCounter(TorchDispatchMode):
+    """Counts ATen operators inside that move data."""
+
+    calls = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        self.calls += not (function.is_view or name.startswith(NO_WORK))
+        return function(*args, **(kwargs or {}))
+
+
+def count_kernels(trainer: Trainer) -> dict:
+    """Count the kernels of a step, on a CPU its operators; {} where none can be seen."""
+    if not trainer.gpu:  # of two samples: of a single one some copies are views
+        two = argparse.Namespace(**{**vars(trainer.args), "batch_size": 2 * WORLD_SIZE})
+        trainer = Trainer(two, trainer.device)
+        trainer.step()
+        batch = trainer.next_batch()
+        with OperatorCounter() as counter:
+            trainer.compute(batch)
+        remark = "; operator calls, counted on a CPU"
+        return {"unit": "operator calls", "per_step": counter.calls, "remark": remark}
+    trainer.step()  # the first one does more
+    events = trainer.trace(trainer.profile())["traceEvents"]
+    calls = [e["name"] for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")]
+    found = {"unit": "kernels", "remark": ""}
+    found["per_step"] = sum(e.get("cat") == "kernel" for e in events)
+    found["host_launches"] = sum("Launch" in name for name in calls)
+    return found if found["per_step"] else {}  # a profiler that may not look sees none
+
+
+def count_all_off(args: argparse.Namespace, device: torch.device) -> int | None:
+    """Count with everything off; None where memory runs out."""
+    progress("counting kernels with all fusions off")
+    torch.compiler.reset()  # lets go of the graphs that torch.compile made
+    gc.collect()
+    off = all_off(args)
+    prepare(off)
+    try:
+        return count_kernels(Trainer(off, device))["per_step"]
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return None
+
+
+def memory_of_a_step(trainer: Trainer) -> float:
+    """Return the most bytes of tensors in a step; a flag writes their course, too."""
+    gc.collect()  # what is freed in the step was allocated in it
+    events = trainer.trace(trainer.profile(profile_memory=True))["traceEvents"]
+    kept = [*trainer.model.parameters(), *trainer.model.buffers(), *trainer.inputs.values()]
+    kept += [t for state in trainer.optimizer.state.values() for t in state.values()]
+    used = sum(tensor.nbytes for tensor in kept)  # between two steps
+    events = sorted((e for e in events if e["name"] == "[memory]"), key=lambda e: e["ts"])
+    events = [e for e in events if e["args"]["Device Type"] == int(trainer.gpu)]
+    course = [(e["ts"] - events[0]["ts"], used := used + e["args"]["Bytes"]) for e in events]
+    if trainer.args.enable_memory_profiling:
+        rows = ["time_us,bytes\n", *(f"{time:.3f},{used:.0f}\n" for time, used in course)]
+        (trainer.args.profile_dir / f"{SCRIPT}_memory_timeline.csv").write_text("".join(rows))
+    return max((used for _, used in course), default=used)  # a graph allocates nothing
+
+
+def write_profile(trainer: Trainer) -> None:
+    """Write operator tables, and a trace for ui.perfetto.dev."""
+    start = str(trainer.args.profile_dir / SCRIPT)
+    profile = trainer.profile(steps := 3, record_shapes=True)
+    averages = profile.key_averages()
+    for clock in ("cpu", "device") if trainer.gpu else ("cpu",):
+        key = f"self_{clock}_time_total"
+        total = sum(getattr(entry, key) for entry in averages) / 1e3
+        title = f"Self {clock.replace('cpu', 'CPU')} total: {total:.3f} ms in {steps} steps"
+        text = f"{title}\n\n{averages.table(sort_by=key, row_limit=40)}\n"
+        Path(f"{start}_operators_by_{clock}_time.txt").write_text(text)
+    trace = json.dumps(trainer.trace(profile)).encode()
+    Path(f"{start}_trace.json.gz").write_bytes(gzip.compress(trace))
+
+
+def gpu_memory(device: torch.device, statistic: str = "memory_allocated") -> int:
+    """Return bytes by this statistic, with all of the pools that graphs keep; 0 on a CPU."""
+    if device.type == "cpu":
+        return 0
+    pools = [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) != (0, 0)]
+    used = getattr(torch.cuda, statistic)()
+    return used + sum(s["total_size"] - s["allocated_size"] for s in pools)
+
+
+@contextlib.contextmanager
+def recorded_region(active: bool) -> Iterator[None]:
+    """Have a profiler record what runs inside (cudaProfilerStart, ROCTx)."""
+    with contextlib.ExitStack() as at_end:
+        if active:
+            at_end.enter_context(torch.cuda.profiler.profile())
+        if active and torch.version.hip:
+            try:
+                roctx = ctypes.CDLL("librocprofiler-sdk-roctx.so")
+            except OSError as error:
+                fail(f"--enable-rocm-profiling needs ROCm's rocprofiler-sdk-roctx: {error}", 4)
+            roctx.roctxProfilerResume(0)
+            at_end.callback(roctx.roctxProfilerPause, 0)
+        yield
+
+
+# A run
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Steps in a row, with the device idle before the first and after the last."""
+
+    label: str  # the kind of steps
+    steps: int
+    seconds: float  # of all of them, by the host's clock
+    phases: dict[str, list[float]]  # milliseconds of each phase in each step
+    losses: list[float]
+    peak: int  # bytes of GPU memory
+
+    @property
+    def step_ms(self) -> float:
+        return 1e3 * self.seconds / self.steps
+
+
+def timing(turns: list[Turn], batch_size: int) -> dict:
+    """Return speed, mean times of a step and its phases, time per step by turn."""
+    if not (steps := sum(turn.steps for turn in turns)):
+        return {}
+    seconds = sum(turn.seconds for turn in turns)
+    phases = {name: np.concatenate([t.phases[name] for t in turns]) for name in turns[0].phases}
+    totals = sum(phases.values())
+    return {
+        "steps": steps,
+        "wall_s": seconds,
+        "samples_per_sec": batch_size * steps / seconds,
+        "batch_ms": 1e3 * seconds / steps,
+        "turns_ms": [turn.step_ms for turn in turns if turn.steps],
+        "batch_median_ms": float(np.median(totals)),
+        "batch_p95_ms": float(np.quantile(totals, 0.95, method="higher")),
+        **{f"{name}_ms": float(ms.mean()) for name, ms in phases.items()},
+    }
+
+
+class Run:
+    """One run: its arguments, its trainer, and what is known of it by now."""
+
+    def __init__(self, args: argparse.Namespace, title: str = ""):
+        self.args = args
+        self.title = title
+        self.device = prepare(args)
+        self.model: dict = {"config": {}}
+        self.turns: list[Turn] = []
+        self.kept = 0  # bytes of GPU memory between two turns
+        self.peak = 0  # bytes in a measured step
+        self.kernels: dict = {}
+        self.flops = 0
+        self.status, self.error = 1, "it did not finish"
+
+    def start(self) -> None:
+        """Build what trains, say what it is, and take the warm-up steps."""
+        args, before = self.args, gpu_memory(self.device)
+        self.trainer = Trainer(args, self.device)
+        config = asdict(self.trainer.model.config)
+        parameters = sum(p.numel() for p in self.trainer.model.parameters())
+        self.model = {"config": config, "parameters": parameters}
+        several = f" x {WORLD_SIZE}" if WORLD_SIZE > 1 else ""
+        sizes = [f"{name} {value}" for name, value in config.items() if isinstance(value, int)]
+        precision = f"float32 (matmul precision {args.matmul_precision})"
+        names = (*(name for _, name, _ in FUSIONS), "torch_compile", "cuda_graph")
+        on = [n for n in names if getattr(args, n) and n not in args.without_effect]
+        progress()
+        print(
+            f"{SCRIPT} on {environment(self.device)['device_name']}{several}:",
+            f"{parameters:,} parameters, batch_size {args.batch_size}, {', '.join(sizes)};",
+            f"{args.amp_dtype if args.use_amp else precision};",
+            ", ".join(on or ["nothing fused"]).replace("_", "-"),
+            flush=True,
+        )
+        if args.torch_compile:
+            progress("compiling in the first step; this can take minutes")
+        self.plan(args.warmup_steps, "warm-up step")
+        self.take(args.warmup_steps - args.cuda_graph)
+        if args.cuda_graph:
+            self.trainer.capture()
+            self.take(1)
+        self.kept = gpu_memory(self.device) - before
+        self.plan(args.num_steps, "step")
+
+    def plan(self, steps: int, label: str) -> None:
+        """Begin to count: so many steps of this kind follow, in one turn or several."""
+        self.goal, self.label, self.done = steps, label, 0
+        self.started = time.perf_counter()
+        self.shown = 0.0  # when progress was shown
+
+    def take(self, steps: int) -> Turn:
+        """Take a turn; one that is cut short has its steps until then."""
+        prepare(self.args)  # another run may have had a turn
+        trainer, losses = self.trainer, []
+        arriving = torch.full((steps,), -math.inf, pin_memory=trainer.gpu)  # -inf: not there yet
+        if trainer.gpu:
+            torch.cuda.reset_peak_memory_stats()
+        trainer.synchronize()
+        others = gpu_memory(self.device) - self.kept  # which belongs to runs that rest
+        trainer.marks.clear()
+        self.began = time.perf_counter()
+        trainer.mark()
+        try:
+            for step in range(steps):
+                arriving[step].copy_(trainer.step(), non_blocking=True)
+                if not self.collect(arriving, losses):
+                    break
+        finally:  # after Ctrl-C, too
+            trainer.synchronize()
+            seconds = time.perf_counter() - self.began
+            self.collect(arriving, losses)
+            done, phases = len(losses), trainer.times(len(losses))
+            if done < steps:
+                seconds = sum(map(sum, phases.values())) / 1e3
+            peak = gpu_memory(self.device, "max_memory_allocated") - others
+            self.turns.append(Turn(self.label, done, seconds, phases, losses, peak))
+            if self.label == "step":
+                self.peak = max(peak, self.peak)
+        if done < steps:
+            where = f"{self.title}{self.label} {self.done + 1}; lower --learning-rate"
+            raise FloatingPointError(f"the loss became {float(arriving[done])} at {where}")
+        return self.turns[-1]
+
+    def collect(self, arriving: Tensor, losses: list[float]) -> bool:
+        """Move losses that have arrived to the list; False at one that is no number."""
+        while len(losses) < len(arriving) and (loss := float(arriving[len(losses)])) != -math.inf:
+            if not math.isfinite(loss):
+                return False
+            losses.append(loss)
+            self.done += 1
+            now, due = time.perf_counter(), self.done % self.args.log_interval == 0
+            if sys.stdout.isatty():
+                due = now > self.shown + 0.1
+            if due or self.done == self.goal:
+                self.shown = now
+                speed = self.args.batch_size * len(losses) / (now - self.began)
+                left = (now - self.started) / self.done * (self.goal - self.done)
+                text = f"{self.title}{self.label} {self.done}/{self.goal}  loss {loss:.4f}"
+                progress(f"{text}  {speed:.1f} samples/s  {left:.0f} s left")
+        return True
+
+    def count(self) -> None:
+        """Count in extra steps what the measured ones did, and profile as flags ask."""
+        progress("counting kernels, memory and operations")
+        prepare(self.args)
+        trainer, args = self.trainer, self.args
+        if trainer.gpu or not args.torch_compile:  # a loop compiled for a CPU is no operator
+            self.kernels = count_kernels(trainer)
+        if args.enable_memory_profiling or not trainer.gpu:
+            memory = memory_of_a_step(trainer)
+            self.peak = self.peak or memory
+        if args.enable_pytorch_profiler:
+            write_profile(trainer)
+        model = build_model(all_off(args), torch.device("meta"))
+        batch = trainer.batches.next_batch()
+        with FlopCounterMode(display=False) as counter:
+            model(**{name: value.to("meta") for name, value in batch.items()}).backward()
+        self.flops = counter.get_total_flops()
+
+    def result(self) -> dict:
+        """Put together what is known of this run for its file."""
+        args, kernels, flops = self.args, dict(self.kernels), {}
+        curve = [loss for turn in self.turns for loss in turn.losses]
+        ends = {"initial": curve[0], "final": curve[-1]} if curve else {}
+        times = timing([turn for turn in self.turns if turn.label == "step"], args.batch_size)
+        if self.turns and (warmup := self.turns[0]).steps:
+            times["warmup_first_step_ms"] = sum(ms[0] for ms in warmup.phases.values())
+            times["warmup_ms"] = 1e3 * warmup.seconds
+            if args.torch_compile and "batch_ms" in times:
+                steady_ms = warmup.steps * times["batch_ms"]
+                times["compilation_overhead_ms"] = times["warmup_ms"] - steady_ms
+        if kernels.get("all_off"):
+            kernels["reduction_percent"] = 100 * (1 - kernels["per_step"] / kernels["all_off"])
+        if self.flops:
+            rate = self.flops / times["batch_ms"] / 1e9
+            flops = {"per_step": self.flops, "gflop": self.flops / 1e9, "achieved_tflops": rate}
+        return {
+            "schema_version": 1,
+            "script": SCRIPT,
+            "status": {0: "ok", 3: "oom"}.get(self.status, "failed"),
+            "exit_status": self.status,
+            "error": self.error,
+            "fusions": {name: getattr(args, name) for _, name, _ in FUSIONS},
+            "without_effect": args.without_effect,
+            "training": {n: getattr(args, n) for n in SETTINGS} | {"processes": WORLD_SIZE},
+            "environment": environment(self.device),
+            **self.model,
+            "timing": times,
+            "memory": {"peak_mb": self.peak / 1e6} if self.peak else {},
+            "kernels": kernels,
+            "flops": flops,
+            "loss": {"warmup_steps": args.warmup_steps, "curve": curve, **ends},
+        }
+
+    def write(self) -> None:
+        """Write or replace <profile-dir>/<script>_summary.json."""
+        write_json(self.args.profile_dir / f"{SCRIPT}_summary.json", self.result())
+
+
+def write_json(path: Path, content: dict) -> None:
+    """Write or replace a result: whole, or if that fails there is none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        unfinished.write_text(json.dumps(content, indent=1, default=str) + "\n")
+        unfinished.replace(path)
+    except OSError:
+        for file in (unfinished, path):
+            file.unlink(missing_ok=True)
+        raise
+
+
+def measure(runs: list[Run]) -> None:
+    """Warm up, take the steps of all in up to ten alternating turns, then count."""
+    args, device = runs[-1].args, runs[-1].device
+    for run in runs:
+        run.start()
+    turns = min(10, args.num_steps) if len(runs) > 1 else 1
+    marked = args.enable_rocm_profiling and device.type == "cuda"
+    with recorded_region(marked), contextlib.ExitStack() as ranges:
+        for run in runs if marked else ():
+            ranges.enter_context(run.trainer.ranges(torch.cuda.nvtx.range))
+        for turn in range(turns):
+            steps = args.num_steps * (turn + 1) // turns - args.num_steps * turn // turns
+            for run in runs if turn % 2 == 0 else reversed(runs):
+                run.take(steps)
+    for run in runs if not args.under_profiler else ():
+        run.count()
+        del run.trainer  # its memory is wanted for the model with everything off
+    for run in runs if WORLD_SIZE > 1 else ():
+        peak = torch.tensor(run.peak, dtype=torch.float64)
+        dist.all_reduce(peak, dist.ReduceOp.MAX)
+        run.peak = peak.item()
+    kernels = runs[-1].kernels
+    if kernels and args != all_off(args):
+        first = runs[0].kernels["per_step"]
+        kernels["all_off"] = first if len(runs) > 1 else count_all_off(args, device)
+
+
+def train_all(runs: list[Run]) -> None:
+    """Train all; however that ends, each result is in its JSON file."""
+    end = runs[-1].status, runs[-1].error
+    try:
+        if RANK:
+            dist.barrier()  # rank 0 leaves its record before another one can fail
+        for run in runs:
+            run.write()  # what a run leaves that is killed
+        if WORLD_SIZE > 1 and not RANK:
+            dist.barrier()
+        measure(runs)
+        end = 0, None
+    except (Exception, KeyboardInterrupt) as error:
+        end = 1, str(error)
+        end = explain(error, runs[-1].args.profile_dir)
+    finally:
+        for run in runs:
+            run.status, run.error = end
+            try:
+                run.write()
+            except OSError as error:
+                run.status, run.error = explain(error, run.args.profile_dir)
+
+
+def train(args: argparse.Namespace) -> dict:
+    """Train, measure and count; the result is also in its JSON file."""
+    run = Run(args)
+    train_all([run])
+    return run.result()
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Tell if it is, or came from that: the end of a capture raises its own error."""
+    if error is None or isinstance(error, MemoryError):
+        return error is not None
+    said = re.search("out of memory|allocate memory|ALLOC_FAILED", str(error))
+    return bool(said) or is_out_of_memory(error.__context__)
+
+
+def explain(error: BaseException, directory: Path) -> tuple[int, str]:
+    """Return status and line of an error that a user can mend; raise any other."""
+    line = (str(error).strip() or type(error).__name__).splitlines()[0]
+    compiler = type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
+    if isinstance(error, KeyboardInterrupt):
+        return 130, "interrupted"
+    if is_out_of_memory(error):
+        return 3, f"out of memory: lower --batch-size or --seq-len ({line})"
+    if compiler or isinstance(error, FloatingPointError):
+        return 1, line
+    if isinstance(error, BrokenPipeError):
+        raise error
+    if isinstance(error, OSError) and not str(error.filename or "").startswith(str(directory)):
+        return 2, f"{error.filename or 'standard output'}: {error.strerror}"
+    if isinstance(error, (OSError, json.JSONDecodeError)):  # half a trace is no JSON
+        return 2, f"--profile-dir {directory}: cannot write there, is there space left? ({line})"
+    raise error
+
+
+# What is printed
+
+
+def report(result: dict) -> str:
+    """Return the lines of REPORT whose values were measured."""
+    acting = {name for name, on in result["fusions"].items() if on} - {*result["without_effect"]}
+    triton = acting & {*TRITON_FUSIONS} and result["environment"]["device"] == "cuda"
+    compiled = ", includes compilation" if triton or result["training"]["torch_compile"] else ""
+    off = result["kernels"].get("all_off", 0)
+    all_off = f" (all fusions off: {off or 'out of memory'})" if off != 0 else ""
+    text = ""
+    for line in REPORT.splitlines(keepends=True):
+        if all(key in result[group] for group, key in re.findall(r"{(\w+)\[(\w+)\]", line)):
+            text += line.format(**result, all_off=all_off, compiled=compiled)
+    return text
+
+
+def finish(result: dict) -> int:
+    """Print the report and the error of a result; returns the exit status."""
+    progress()
+    print(report(result), end="", flush=True)
+    if result["error"]:
+        say("error", result["error"])
+    return result["exit_status"]
+
+
+# The program
+
+
+def interrupt(*_: object) -> NoReturn:
+    """Handle SIGTERM once: a process and its group may both be sent it."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - it was closed
+    args = parse_args(argv)
+    if args.num_gpus > 1 and not LAUNCHED:  # this process becomes torchrun
+        threads = max(1, (os.cpu_count() or 1) // args.num_gpus)
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+        os.environ["TINY_LAUNCHED"] = "1"
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        torchrun += [f"--nproc-per-node={args.num_gpus}", __file__]
+        os.execv(sys.executable, torchrun + (sys.argv[1:] if argv is None else argv))
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, interrupt)  # a time limit
+    if WORLD_SIZE > 1:
+        join_processes(args)
+    modes = [run for name, run in MODES.items() if getattr(args, name)]
+    try:
+        status = modes[0](args) if modes else finish(train(args))
+        sys.stdout.flush()
+    except (KeyboardInterrupt, RuntimeError, MemoryError, OSError) as error:
+        if isinstance(error, OSError) and error.filename is None:  # what is left goes nowhere
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):  # `... | head` has seen enough
+            status = 1
+        else:
+            status, message = explain(error, args.profile_dir)
+            say("error", message)
+    if WORLD_SIZE > 1:
+        if status:  # a tidy end could wait for a process that is gone
+            os._exit(status)
+        gc.collect()  # what refers to the group keeps its threads alive
+        dist.destroy_process_group()
+    return status

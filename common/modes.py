@@ -1,0 +1,141 @@
+# Copied from common/modes.py by tools/sync_common.py: edit it there.
+# What can run in place of training; the harness knows a mode by its entry in MODES alone.
+
+
+def compare_fusion(args: argparse.Namespace) -> int:
+    """Measure everything off (results in <profile-dir>/baseline) and as chosen, in turns."""
+    sides = all_off(args, profile_dir=args.profile_dir / "baseline"), args
+    runs = [Run(sides[0], "all off: "), Run(sides[1], "as chosen: ")]
+    if args.device == "cuda":  # cuBLAS keeps workspaces from its first product on, of no run
+        nn.Linear(8, 8, device="cuda")(torch.ones(8, 8, device="cuda")).sum().backward()
+    train_all(runs)
+    before, after = (run.result() for run in runs)
+    compared = before["status"] == "ok"
+    if before["status"] == "oom":
+        print("Both do not fit into memory side by side: each is measured alone, without ratios.")
+        runs.clear()
+        before, after = (train(side) for side in sides)
+    progress()
+    if compared:
+        print_comparison(before, after)
+    if args.full_report or not compared:
+        print(f"\nall off:\n{report(before)}\nas chosen:\n{report(after)}", end="")
+    for error in dict.fromkeys([before["error"], after["error"]]):
+        if error:
+            say("error", error)
+    return max(before["exit_status"], after["exit_status"])
+
+
+def print_comparison(before: dict, after: dict) -> None:
+    """Print the table of both sides, and what the ratios of their turns show."""
+    turns = zip(before["timing"]["turns_ms"], after["timing"]["turns_ms"], strict=True)
+    ratios = sorted(off / on for off, on in turns)
+    print(f"\n{'':24}{'all off':>12}{'as chosen':>12}{'ratio':>9}")
+    for label, group, key, digits in (
+        ("batch time, ms", "timing", "turns_ms", 2),
+        ("peak memory, MB", "memory", "peak_mb", 1),
+        (f"{after['kernels'].get('unit', 'kernels')} per step", "kernels", "per_step", 0),
+        ("final loss", "loss", "final", 4),
+    ):
+        if key in before[group] and key in after[group]:
+            off, on = np.median(before[group][key]), np.median(after[group][key])
+            ratio = np.median(ratios) if key == "turns_ms" else off / on
+            times = f"{ratio:8.2f}x" if key != "final" else ""
+            print(f"{label:24}{off:12.{digits}f}{on:12.{digits}f}{times}")
+    low, high = ratios[0], ratios[-1]
+    verdict = "no difference seen" if low <= 1 <= high else "all turns agree"
+    if len(ratios) < 5:
+        verdict = "too few turns to tell"
+    print(f"Batch time ratio in {len(ratios)} turns: {low:.2f}x to {high:.2f}x ({verdict})")
+
+
+class InFloat64(TorchFunctionMode):
+    """Inside, what asks for float32 gets float64, so that a model in float64 stays in it."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is Tensor.float:
+            return args[0].double()
+
+        def wide(value):
+            return torch.float64 if value is torch.float32 else value
+
+        kwargs = {name: wide(value) for name, value in (kwargs or {}).items()}
+        return function(*map(wide, args), **kwargs)
+
+
+def values_of(trainer: Trainer, exact: bool = False) -> dict[str, Tensor]:
+    """Return outputs, loss and gradients by canonical name; a missing gradient is NaN.
+
+    `exact`: in float64. Afterwards the trainer is of no use.
+    """
+    batch, model, forward = trainer.next_batch(), trainer.model, trainer.forward
+    context = trainer.autocast
+    if exact:
+        model = forward = build_model(trainer.args, trainer.device).double()
+        model.load_state_dict(trainer.model.state_dict())
+        batch = {n: t.double() if t.is_floating_point() else t for n, t in batch.items()}
+        context = InFloat64
+    with torch.no_grad(), context():
+        outputs = forward(**{n: t for n, t in batch.items() if n not in model.TARGETS})
+    values = dict(outputs) if isinstance(outputs, dict) else {"outputs": outputs}
+    with context():  # anew: PyTorch 2.6 would reuse the weights that it cast without gradients
+        values["loss"] = forward(**batch)
+    scale = 1024  # a power of two: away from the smallest numbers of float16
+    (scale * values["loss"]).backward()
+    for parameter in model.parameters():  # state_dict then splits gradients of fused weights
+        grad = torch.full_like(parameter, math.nan) if parameter.grad is None else parameter.grad
+        if exact and WORLD_SIZE > 1:  # as DistributedDataParallel does
+            dist.all_reduce(grad)
+            grad /= WORLD_SIZE
+        parameter.data = grad.double() / scale
+    values |= {f"gradient of {name}": grad for name, grad in model.state_dict().items()}
+    return {name: value.detach().double() for name, value in values.items()}
+
+
+def judge(exact: dict, unfused: dict, found: dict, least: float) -> dict[str, tuple[float, float]]:
+    """Return each value's relative error and its limit, three times that of the unfused model.
+
+    Or `least` (1e-3 for what is no gradient), if that is more. Where the unfused one is a NaN,
+    none is right. Some gradients are zero in theory, as that of a bias which softmax takes out:
+    no norm counts for less than 1e-5 of that of all gradients.
+    """
+    norms = {name: float(value.norm()) for name, value in exact.items()}
+    gradients = [norm for name, norm in norms.items() if name.startswith("gradient")]
+    judged, smallest = {}, 1e-5 * math.hypot(*gradients)
+    for name, norm in norms.items():
+        sizes = [float((side[name] - exact[name]).norm()) for side in (found, unfused)]
+        error, rounding = (s / max(norm, smallest) if math.isfinite(s) else math.inf for s in sizes)
+        floor = least if name.startswith("gradient") else min(least, 1e-3)
+        judged[name] = error, max(floor, 3 * rounding) if rounding < math.inf else 0.0
+    return judged
+
+
+def least_limit(args: argparse.Namespace) -> float:
+    """Return the error below which nothing is judged: a ReLU's argument may round beyond zero.
+
+    That is rare in float32. In TF32 gradients of a model of 60 positions were 4 % off.
+    """
+    return 0.05 if args.use_amp or args.matmul_precision != "highest" else 1e-3
+
+
+def verify_accuracy(args: argparse.Namespace) -> int:
+    """Judge the outputs, loss and gradients of the initial weights by those in float64."""
+    exact = all_off(args, use_amp=False, matmul_precision="highest")
+    sides = exact, all_off(args), args
+    values = [values_of(Trainer(side, prepare(side)), exact=side is exact) for side in sides]
+    judged = judge(*values, least_limit(args))
+    wrong = [name for name, (error, limit) in judged.items() if error > limit]
+    gradients = [name for name in judged if name.startswith("gradient")]
+    worst = max(gradients, key=lambda name: judged[name][0] / max(judged[name][1], 1e-300))
+    for name, (error, limit) in judged.items():
+        if name not in gradients or name in (worst, *wrong):
+            label = f" (the worst of {len(gradients)})" if name == worst else ""
+            print(f"{name}{label}: relative error {error:.2e}, limit {limit:.2e}")
+    if coarse := [name for name in gradients if judged[name][1] > 0.25]:
+        hidden = f"{len(coarse)} gradients ({coarse[0]})"
+        print(f"Note: rounding alone hides errors of a quarter in {hidden}")
+    print(f"Accuracy check: {'FAIL' if wrong else 'PASS'}")
+    return 1 if wrong else 0
+
+
+MODES |= {"compare_fusion": compare_fusion, "verify_accuracy": verify_accuracy}
