@@ -90,7 +90,7 @@ def test_headline_compares_all_versions_turn_by_turn(tmp_path, monkeypatch):
     sides = sides_in(tmp_path / "headline.json")
     assert {name: row["batch_ms"] for name, row in sides.items()} == {"V1": 60.0, "V2": 40.0, "V3": 20.0}
     what = [sides["V2"][key] for key in ("model", "version", "shape", "precision", "mode", "batch_size", "seq_len")]
-    assert what == ["tiny_llama", "V2", "tiny_llama, small", "fp32", "eager", 2, 8]
+    assert what == ["tiny_llama", "V2", "tiny_llama, small", "fp32", "eager", 2, 16]
     assert sides["V2"]["fusions"] == [*FUSIONS]
     assert benchmark.ratios(sides["V1"], sides["V2"]) == [1.5, 1.5, 1.5]
     times, kernels = benchmark.table(tmp_path).split("\n\n")

@@ -19,7 +19,9 @@ GAINS = {"qkv-fusion": 1.25, "flash-attention": 2.0, "swiglu-fusion": 1.1}
 
 
 def call(tool, *argv: object) -> tuple[int, str, str]:
-    return captured(tool.main, [str(word) for word in argv])
+    """Status, stdout and stderr of a tool, without its note on which script it takes."""
+    status, out, err = captured(tool.main, [str(word) for word in argv])
+    return status, out, "".join(line for line in err.splitlines(True) if "no --script is given" not in line)
 
 
 def table_of(text: str) -> list[list[str]]:
