@@ -349,6 +349,7 @@ def read_blocks(text: str) -> tuple[str, dict[str, int]]:
     return kernel, block_sizes(settings)
 
 
+@cache  # a launch asks for them each time
 def block_sizes(settings: str) -> dict[str, int]:
     """Parse "NAME=number,..."."""
     pairs = (pair.split("=") for pair in settings.split(","))
@@ -370,7 +371,7 @@ def blocks(kernel: str, dtype: torch.dtype | None = None) -> dict[str, int]:
     lines = [f"{kernel}{on}{precision}" for on in (f" {BACKEND}", "") for precision in precisions]
     chosen = block_sizes(next(BLOCKS[line] for line in lines if line in BLOCKS))
     if INTERPRETED and "TILE" in chosen:
-        chosen["TILE"] = 1 << 16  # its time goes by programs, not by elements
+        chosen = chosen | {"TILE": 1 << 16}  # its time goes by programs, not by elements
     return chosen | OVERRIDES.get(kernel, {})
 
 
