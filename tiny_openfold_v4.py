@@ -3207,9 +3207,9 @@ class Transition(nn.Module):
 
     def forward(self, x: Tensor, residual: bool = False) -> Tensor:
         """Compute the update of x [..., C], or x + update with `residual`."""
-        fits = whole_transition_fits(x.shape[-1], gemm_dtype(x))
-        if self.whole and fits and not torch.compiler.is_compiling():
-            return self.forward_whole(x, residual)
+        if self.whole and not torch.compiler.is_compiling():
+            if whole_transition_fits(x.shape[-1], gemm_dtype(x)):
+                return self.forward_whole(x, residual)
         if residual:
             return x + self.forward(x)
         x = self.layer_norm(x)
