@@ -127,9 +127,10 @@ def fake_results(monkeypatch, results: list[dict]) -> None:
 
 
 def result(status: str = "ok", exit_status: int = 0, batch_ms: float = 10.0, peak_mb: float | None = 100.0) -> dict:
-    timing, memory = {"batch_ms": batch_ms}, {"peak_mb": peak_mb}
+    timing, memory = {"batch_ms": batch_ms, "turns_ms": [batch_ms]}, {"peak_mb": peak_mb}
     error = None if status == "ok" else "why it ended"
-    return {"status": status, "exit_status": exit_status, "timing": timing, "memory": memory, "error": error}
+    ended = {"status": status, "exit_status": exit_status, "error": error}
+    return {"script": "tiny_llama_v2", "training": {}, "kernels": {}, "timing": timing, "memory": memory, **ended}
 
 
 def call(capsys, *argv) -> tuple[int, str, str]:
@@ -153,7 +154,7 @@ def test_a_run_that_fails_ends_the_suite_and_keeps_the_earlier_file(
     assert [part.partition("; ")[0] for part in err.splitlines()[:-1]] == ["1: seq_len 16", "2: seq_len 32"]
     assert line in err.splitlines()[-1]
     assert earlier.read_text() == "earlier"
-    assert len(json.loads((tmp_path / "memory.partial.json").read_text())["rows"]) == 1
+    assert len(json.loads((tmp_path / "memory.partial.json").read_text())["rows"]) == 2  # of one length
 
 
 def test_out_of_memory_is_a_cell_and_its_steps_are_no_measurement(tmp_path, monkeypatch, capsys):
@@ -173,7 +174,7 @@ def test_out_of_memory_is_a_cell_and_its_steps_are_no_measurement(tmp_path, monk
         (
             ["table", "."],
             '{"environment": {"device_name": "x"}, "rows": [{"seq_len": 1}]}',
-            "it has no rows[0].scores",
+            "rows[0] has no side",
         ),
         (["ddp", "."], None, "torchrun --nproc-per-node N"),
         (["ablation", ".", "--rounds", "0"], None, "1 or more"),
@@ -518,4 +519,4 @@ def test_llamas_that_are_compared_train_alike(tmp_path, monkeypatch, capsys):
     for name, found in losses.items():
         assert found == pytest.approx(losses["V3"], rel=1e-4 if kernels.GPU else 1e-5), name
     assert kernels.main(["table", str(tmp_path)]) == 0
-    assert re.search(r"\| tiny_llama, tiny, fp32 \|( +3\.00 \|){8}( +1\.00x \|){7}", capsys.readouterr().out)
+    assert re.search(r"\| tiny_llama, tiny, fp32 \|( +3\.00 \|){7}( +1\.00x \|){6}", capsys.readouterr().out)

@@ -57,7 +57,8 @@ class Run:
         row |= {key: self.number("timing", key) for key in times}
         row |= {key: self.number("kernels", key) for key in ("per_step", "host_launches")}
         row |= {"peak_mb": self.number("memory", "peak_mb"), "final_loss": self.number("loss", "final")}
-        return row | {"unit": self.result["kernels"].get("unit"), "turns_ms": self.result["timing"].get("turns_ms")}
+        row |= {"unit": self.result["kernels"].get("unit"), "turns_ms": self.result["timing"].get("turns_ms")}
+        return {key: value for key, value in row.items() if value is not None}
 
 
 def by_name(named: Iterable[tuple[str, dict]]) -> dict[str, dict]:
