@@ -84,9 +84,9 @@ class Panel:
     note: str
     html: str
 
-    def order(self) -> int:
-        """Studies of more versions come first."""
-        return -len(set(re.findall(r">V\d<", self.html)))
+    def order(self) -> tuple[bool, int]:
+        """Studies with turns enough to tell come first, and of these those of more versions."""
+        return "too few turns" in self.html, -len(set(re.findall(r">V\d<", self.html)))
 
 
 @dataclass(frozen=True)
