@@ -501,11 +501,11 @@ def counts_table(directory: Path) -> str:
 
 def memory_table(directory: Path) -> str:
     """Peak memory of TinyLlama V2 at each length."""
-    rows = read_rows(directory / "memory.json", ("seq_len", "side"))
+    rows = read_rows(directory / "memory.json", ("seq_len", "side", "peak_mb"))
     lengths, lines = by_side(rows, "seq_len"), []
     for name, label in (("scores", "materialised scores, MB"), ("flash", "flash attention, MB")):
         runs = (sides[name] for sides in lengths.values())
-        lines.append([label, *(NOT_FINISHED.get(run.get("status")) or cell(run.get("peak_mb"), ".0f") for run in runs)])
+        lines.append([label, *(NOT_FINISHED.get(run.get("status")) or cell(run["peak_mb"], ".0f") for run in runs)])
     return markdown_table(["sequence length", *(str(length) for (length,) in lengths)], lines) if rows else ""
 
 

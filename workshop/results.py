@@ -45,20 +45,24 @@ class Run:
         return self.result.get(group, {}).get(key) if self.status == "ok" else None
 
     def row(self) -> dict:
-        """What was measured, as a row of a study has it (workshop/turns.py), with the final loss; or how it ended."""
+        """What was measured, as a row of a study has it (workshop/turns.py), with the final loss; or how it ended.
+
+        Its peak memory is null where there is none; else what was not measured is left out.
+        """
         result, training = self.result, self.result["training"]
         model, version = model_and_version(result["script"])
         row = {"model": model, **({"version": version} if version else {}), "script": result["script"]}
         row |= {"precision": precision_of(training), "mode": mode_of(training)}
         row |= {"fusions": [name.replace("_", "-") for name, on in (result.get("fusions") or {}).items() if on]}
+        row |= {"peak_mb": self.number("memory", "peak_mb")}
         if self.status != "ok":
             return {**row, "status": self.status, "error": self.result.get("error")}
         times = ("samples_per_sec", "batch_ms", "batch_median_ms", "batch_p95_ms")
-        row |= {key: self.number("timing", key) for key in times}
-        row |= {key: self.number("kernels", key) for key in ("per_step", "host_launches")}
-        row |= {"peak_mb": self.number("memory", "peak_mb"), "final_loss": self.number("loss", "final")}
-        row |= {"unit": self.result["kernels"].get("unit"), "turns_ms": self.result["timing"].get("turns_ms")}
-        return {key: value for key, value in row.items() if value is not None}
+        measured = {key: self.number("timing", key) for key in times}
+        measured |= {key: self.number("kernels", key) for key in ("per_step", "host_launches")}
+        measured |= {"unit": result["kernels"].get("unit"), "turns_ms": result["timing"].get("turns_ms")}
+        measured |= {"final_loss": self.number("loss", "final")}
+        return row | {key: value for key, value in measured.items() if value is not None}
 
 
 def by_name(named: Iterable[tuple[str, dict]]) -> dict[str, dict]:
