@@ -51,7 +51,7 @@ def words(text: str) -> list[str]:
 TINY = {
     "llama": words("--hidden-dim 64 --num-layers 2 --num-heads 4 --seq-len 32 --batch-size 2 --vocab-size 100"),
     "openfold": words(
-        "--num-blocks 1 --seq-len 10 --num-seqs 3 --batch-size 2 --msa-dim 32 --pair-dim 32"
+        "--num-blocks 1 --seq-len 7 --num-seqs 3 --batch-size 2 --msa-dim 32 --pair-dim 32"
         " --num-heads-msa 2 --num-heads-pair 2"
     ),
 }
@@ -59,6 +59,7 @@ MODELS = tuple(TINY)
 VERSIONS = {"llama": (1, 2, 3, 4), "openfold": (1, 2, 3)}
 SCRIPTS = tuple(f"tiny_{model}_v{version}" for model, versions in VERSIONS.items() for version in versions)
 TRITON = tuple(script for script in SCRIPTS if script[-1] in "34")  # those with kernels of their own
+COMPILER = "inductor" if torch.cuda.is_available() else "aot_eager"  # for a CPU it would generate C++, which takes long
 SCRIPT = "tiny_llama_v2"  # the one whose harness is tested
 QUICK = ["--num-steps", "3", "--warmup-steps", "1"]
 
