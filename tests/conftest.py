@@ -31,7 +31,10 @@ torch.set_num_threads(1)  # the sizes are so small that threads only wait for ea
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # and so in the processes that tests start
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from tools import fork_server  # noqa: E402
+from tools import fork_server, interpreter  # noqa: E402
+
+if not torch.cuda.is_available():
+    interpreter.make_quicker()
 
 CPU = torch.device("cpu")
 

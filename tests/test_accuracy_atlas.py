@@ -24,7 +24,9 @@ def measured(path: Path, *argv: str) -> tuple[list[dict], str]:
 
 def test_a_whole_model(tmp_path: Path):
     sizes = "--sizes=" + " ".join([*TINY["llama"], "--num-layers 1 --seq-len 8"])
-    rows, table = measured(tmp_path / "a.json", "--subjects", "tiny_llama", "--precisions", "fp32", "--runs", "2", sizes)
+    rows, table = measured(
+        tmp_path / "a.json", "--subjects", "tiny_llama", "--precisions", "fp32", "--runs", "2", sizes
+    )
     assert [row["case"] for row in rows] == ["plain", "outlier", "large logits"]
     names = set(
         load("tiny_llama_v1")

@@ -478,9 +478,7 @@ LOSSES = {  # of a model and two batches; a weight is used twice in each
 }
 
 
-@pytest.mark.parametrize(
-    ("loss", "precision"), [*((loss, []) for loss in LOSSES), ("two-passes", ["--use-amp"])]
-)
+@pytest.mark.parametrize(("loss", "precision"), [*((loss, []) for loss in LOSSES), ("two-passes", ["--use-amp"])])
 def test_a_weight_that_is_used_twice_has_the_sum_of_both_gradients(loss: str, precision: list[str]):
     batches = [tokens(*SMALL, "--seed", seed) for seed in "12"]
     pair, limit = beside_pytorch(), 0.1 if precision else 1e-4

@@ -160,8 +160,11 @@ def become(argv: list[str], python: str) -> int:
 
 def serve(directory: str) -> None:
     """Answer requests as long as the process that started this one lives, each in a fork."""
+    import interpreter  # of this directory
     import torch._dynamo
     import torch.distributed.run  # noqa: F401 - what many programs would import
+
+    interpreter.make_quicker()
 
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, "a fork would not have the other threads: is OMP_NUM_THREADS 1?"
