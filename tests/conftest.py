@@ -271,8 +271,10 @@ def process_settings() -> Iterator[None]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip GPU tests where there is no GPU, and where there is one those that run Triton's kernels on the CPU.
 
-    Triton compiles kernels or interprets them, in all of a process.
+    Triton compiles kernels or interprets them, in all of a process. Sheets come first: they take longest, and what
+    comes last should be short, so that no worker waits for the other.
     """
+    items.sort(key=lambda item: "block_of_a_sheet" not in item.name)
     gpu = torch.cuda.is_available()
     for item in items:
         script = item.callspec.params.get("script") if hasattr(item, "callspec") else None

@@ -160,7 +160,7 @@ def test_all_stages_one_of_which_fails(tmp_path: Path):
         assert sorted(results.rglob("*.*")) == [own, earlier]
     path_of_stage_2 = folder / path_of(2).name
     path_of_stage_2.write_text(path_of_stage_2.read_text().replace("if __name__", "raise MemoryError\nif __name__"))
-    command = [program, "--result-dir", results, *SIZES]
+    command = [program, "--result-dir", results, *SIZES, *words("--vocab-size 20 --seq-len 2 --num-steps 1")]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment)
 
     assert done.returncode == 1
