@@ -91,18 +91,18 @@ def test_stage_2_calls_attention_with_channels_that_are_not_last_in_memory(v3: M
 
 
 def test_stage_3_does_not_wait_for_the_device(v3: ModuleType, train, monkeypatch):
-    """A device that finishes half a second later: V3's time per step contains it, that of stage 3 does not."""
+    """A device that finishes 0.2 s later: V3's time per step contains it, that of stage 3 does not."""
     own = v3.Trainer.__init__
 
     def __init__(self, *args) -> None:
         own(self, *args)
-        self.synchronize = lambda: time.sleep(0.5)
+        self.synchronize = lambda: time.sleep(0.2)
 
     monkeypatch.setattr(v3.Trainer, "__init__", __init__)
     for stage, waits in ((5, True), (3, False)):
         timing = train(stage)["timing"]
         phases = sum(timing[f"{name}_ms"] for name in v3.PHASES)
-        assert (timing["batch_ms"] > phases + 200) == waits
+        assert (timing["batch_ms"] > phases + 80) == waits
         assert timing["batch_ms"] == pytest.approx(phases) or waits
 
 

@@ -38,7 +38,8 @@ from collections.abc import Mapping
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Variables that Python, PyTorch, Triton or a library of theirs looks at when it is imported.
 AT_IMPORT = re.compile(
-    r"PYTHON(?!UNBUFFERED)\w|LANG|LC_|LD_|OMP_|MKL_|OPENBLAS_|PYTORCH_|TORCH(?!ELASTIC_|_NCCL_|INDUCTOR_CACHE_)|TRITON_"
+    r"PYTHON(?!UNBUFFERED|PATH)\w|LANG|LC_|LD_|OMP_|MKL_|OPENBLAS_"
+    r"|PYTORCH_|TORCH(?!ELASTIC_|_NCCL_|INDUCTOR_CACHE_)|TRITON_"
 )
 
 
@@ -134,6 +135,7 @@ def become(argv: list[str], python: str) -> int:
     sys.executable = python  # what the program starts is forked, too
     options = [argv.pop(0) for word in list(argv) if argv[0] in ("-B", "-u")]
     sys.dont_write_bytecode |= "-B" in options
+    sys.path[1:1] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     unbuffered = "-u" in options or "PYTHONUNBUFFERED" in os.environ
     sys.stdout.reconfigure(line_buffering=unbuffered or sys.stdout.isatty())
     try:
