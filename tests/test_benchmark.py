@@ -80,7 +80,7 @@ def test_headline_compares_all_versions_turn_by_turn(tmp_path, monkeypatch):
         def take(run, steps: int, version: str = version):
             if run.label == "step":
                 order.append(version)
-            return a_turn(run, {"v1": 30.0, "v2": 20.0, "v3": 10.0}[version] * (1 + turns_of(run)))
+            return a_turn(run, {"v1": 30.0, "v2": 20.0, "v3": 10.0}[version] * (1 + turns_of(run) ** 2))
 
         monkeypatch.setattr(script.Run, "take", take)
     monkeypatch.setattr(benchmark, "SHAPES", {"tiny_llama, small": SMALL})

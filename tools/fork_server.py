@@ -57,7 +57,7 @@ def needs_fresh_process(argv: list[str], server: dict[str, str]) -> bool:
     if settings(os.environ) != server or files != 3:
         return True
     words = [word for word in argv if word not in ("-B", "-u")]
-    if words[:1] in (["-c"], ["-m"]):
+    if words[:1] in (["-c"], ["-m"], ["-"]):
         return False
     if not words or words[0].startswith("-") or not os.path.isfile(words[0]):
         return True
@@ -143,9 +143,10 @@ def become(argv: list[str], python: str) -> int:
             sys.path[0], sys.argv = os.getcwd(), argv[1:]
             sys.modules.pop(argv[1], None)  # runpy would warn that it is imported already
             runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
-        elif argv[0] == "-c":
-            sys.path[0], sys.argv = "", ["-c", *argv[2:]]
-            exec(compile(argv[1], "<string>", "exec"), {"__name__": "__main__"})
+        elif argv[0] in ("-c", "-"):
+            text, name = (argv.pop(1), "<string>") if argv[0] == "-c" else (sys.stdin.read(), "<stdin>")
+            sys.path[0], sys.argv = "", argv
+            exec(compile(text, name, "exec"), {"__name__": "__main__"})
         else:
             sys.path[0], sys.argv = os.path.dirname(os.path.realpath(argv[0])), argv
             runpy.run_path(argv[0], run_name="__main__")
