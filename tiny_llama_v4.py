@@ -3145,6 +3145,8 @@ class Run:
 
     def start(self) -> None:
         """Build what trains, say what it is, and take the warm-up steps."""
+        gc.collect()  # so that nothing of an earlier run goes while this one is measured
+        torch.cuda.empty_cache()
         args, before = self.args, gpu_memory(self.device)
         self.trainer = Trainer(args, self.device)
         config = asdict(self.trainer.model.config)
