@@ -54,7 +54,7 @@ def words(text: str) -> list[str]:
 TINY = {
     "llama": words("--hidden-dim 64 --num-layers 2 --num-heads 4 --seq-len 32 --batch-size 2 --vocab-size 100"),
     "openfold": words(
-        "--num-blocks 1 --seq-len 7 --num-seqs 3 --batch-size 2 --msa-dim 32 --pair-dim 32"
+        "--num-blocks 1 --seq-len 10 --num-seqs 3 --batch-size 2 --msa-dim 32 --pair-dim 32"
         " --num-heads-msa 2 --num-heads-pair 2"
     ),
 }
@@ -170,13 +170,15 @@ def assert_same_gradients(found: dict[str, Tensor], expected: dict[str, Tensor],
 def faults_that_pass(module: ModuleType, args: argparse.Namespace) -> tuple[list[tuple[str, float]], int]:
     """Gradients that --verify-accuracy would take for right if they were multiplied by 0, -1 or 1.3.
 
-    And how many it judges: not those that are zero in theory, where each of these is right.
+    And how many it judges: not those that are zero in theory, where each of these is right. As they are, all pass.
     """
     off = module.all_off(args)
     exact = module.all_off(args, use_amp=False, matmul_precision="highest")
     sides = [module.values_of(module.Trainer(a, module.prepare(a)), exact=a is exact) for a in (exact, off, args)]
     norms = {name: float(value.norm()) for name, value in sides[0].items() if name.startswith("gradient of ")}
     judged = [name for name, norm in norms.items() if norm > 1e-12 * max(norms.values())]
+    verdicts = module.judge(*sides, module.least_limit(args))
+    assert [name for name, (error, limit) in verdicts.items() if not error <= limit] == []
     passed = []
     for factor in (0.0, -1.0, 1.3):
         wrong = sides[2] | {name: factor * sides[2][name] for name in judged}

@@ -41,7 +41,7 @@ both_models = pytest.mark.parametrize("script", [f"tiny_{model}_v2" for model in
 TWENTY_STEPS = words("--num-steps 20 --warmup-steps 0 --under-profiler --learning-rate 1e-3 --batch-size 1")
 SMALLEST = {
     "llama": words("--num-layers 1 --seq-len 8 --batch-size 1"),
-    "openfold": words("--num-seqs 2 --seq-len 5 --batch-size 1"),
+    "openfold": words("--num-seqs 2 --seq-len 6 --batch-size 1"),
 }
 
 
