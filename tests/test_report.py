@@ -130,6 +130,14 @@ def test_numbers_agree_with_each_other(plain: Run):
     assert (loss["initial"], loss["final"]) == (loss["curve"][0], loss["curve"][-1])
 
 
+def test_times_of_known_steps():
+    script = load(SCRIPT)
+    turn = script.Turn("step", 20, 0.04, {"forward": [9.0, *18 * [1.0], 5.0]}, [], 0)
+    found = script.timing([turn], batch_size=8)
+    assert [found[f"batch_{key}ms"] for key in ("", "median_", "p95_")] == pytest.approx([2.0, 1.0, 9.0])
+    assert (found["samples_per_sec"], found["forward_ms"]) == pytest.approx((4000.0, 1.6))
+
+
 PROGRESS = rf"(warm-up step|step) (\d+)/(\d+)  loss {NUMBER}  {NUMBER} samples/s  \d+ s left"
 
 
