@@ -3151,7 +3151,7 @@ class Run:
         parameters = sum(p.numel() for p in self.trainer.model.parameters())
         self.model = {"config": config, "parameters": parameters}
         several = f" x {WORLD_SIZE}" if WORLD_SIZE > 1 else ""
-        sizes = [f"{name} {value}" for name, value in config.items() if isinstance(value, int)]
+        sizes = [f"{name} {n}" for name, n in config.items() if isinstance(n, int) and n]
         precision = f"float32 (matmul precision {args.matmul_precision})"
         names = (*(name for _, name, _ in FUSIONS), "torch_compile", "cuda_graph")
         on = [n for n in names if getattr(args, n) and n not in args.without_effect]
@@ -3242,7 +3242,7 @@ class Run:
             self.peak = self.peak or memory
         if args.enable_pytorch_profiler:
             write_profile(trainer)
-        model = build_model(all_off(args), torch.device("meta"))
+        model = build_model(all_off(args, checkpoint_blocks=False), torch.device("meta"))
         batch = trainer.batches.next_batch()
         with FlopCounterMode(display=False) as counter:
             model(**{name: value.to("meta") for name, value in batch.items()}).backward()

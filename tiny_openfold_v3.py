@@ -78,6 +78,7 @@ try:
     from torch.optim import AdamW
     from torch.overrides import TorchFunctionMode
     from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils.checkpoint import checkpoint
     from torch.utils.flop_counter import FlopCounterMode
 except (ImportError, KeyboardInterrupt) as error:
     missing = isinstance(error, ImportError)
@@ -92,7 +93,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # the kernels run on th
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of the model; the defaults are those of the command line."""
+    """Sizes of the model and how it runs; the defaults are those of the command line."""
 
     msa_dim: int = 64
     pair_dim: int = 128
@@ -103,6 +104,7 @@ class ModelConfig:
     seq_len: int = 64
     outer_product_dim: int = 32
     transition_factor: int = 4
+    checkpoint_blocks: bool = False
     blocks: str = "default"  # what --blocks replaces
 
 
@@ -169,6 +171,9 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     add("--num-heads-msa", default=sizes.num_heads_msa, metavar="H", help="heads of MSA attention")
     heads = sizes.num_heads_pair
     add("--num-heads-pair", default=heads, metavar="H", help="heads of pair attention")
+    add = parser.add_argument_group("memory").add_argument
+    text = "keep only what goes into a block, and compute the block again in the backward pass"
+    add("--checkpoint-blocks", action="store_true", help=text)
     add = parser.add_argument_group("data").add_argument
     text = "sequences per alignment"
     add("--num-seqs", type=at_least(1), default=sizes.num_seqs, metavar="S", help=text)
@@ -2663,7 +2668,11 @@ class TinyOpenFold(nn.Module):
         """
         msa, pair = self.input_embedder(tokens)
         for block in self.blocks:
-            msa, pair = block.with_cast_weights(msa, pair)
+            if self.config.checkpoint_blocks:  # without random numbers: a block draws none
+                options = {"use_reentrant": False, "preserve_rng_state": False}
+                msa, pair = checkpoint(block.with_cast_weights, msa, pair, **options)
+            else:
+                msa, pair = block.with_cast_weights(msa, pair)
         outputs = {"masked_msa": self.masked_msa(msa), "distogram": self.distogram(pair)}
         if true_tokens is None:
             return outputs
@@ -3518,7 +3527,7 @@ class Run:
         parameters = sum(p.numel() for p in self.trainer.model.parameters())
         self.model = {"config": config, "parameters": parameters}
         several = f" x {WORLD_SIZE}" if WORLD_SIZE > 1 else ""
-        sizes = [f"{name} {value}" for name, value in config.items() if isinstance(value, int)]
+        sizes = [f"{name} {n}" for name, n in config.items() if isinstance(n, int) and n]
         precision = f"float32 (matmul precision {args.matmul_precision})"
         names = (*(name for _, name, _ in FUSIONS), "torch_compile", "cuda_graph")
         on = [n for n in names if getattr(args, n) and n not in args.without_effect]
@@ -3609,7 +3618,7 @@ class Run:
             self.peak = self.peak or memory
         if args.enable_pytorch_profiler:
             write_profile(trainer)
-        model = build_model(all_off(args), torch.device("meta"))
+        model = build_model(all_off(args, checkpoint_blocks=False), torch.device("meta"))
         batch = trainer.batches.next_batch()
         with FlopCounterMode(display=False) as counter:
             model(**{name: value.to("meta") for name, value in batch.items()}).backward()
