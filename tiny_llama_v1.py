@@ -413,7 +413,7 @@ FLOPs per step: {flops[gflop]:.4g} GFLOP, achieved {flops[achieved_tflops]:.3g} 
 
 def say(kind: str, message: str) -> None:
     """Print an "error" of this process on stderr, or a "note" of all processes together."""
-    if kind == "error" or (RANK == 0 and "TINY_LAUNCHED" not in os.environ):
+    if kind == "error" or (not RANK and "TINY_LAUNCHED" not in os.environ):
         rank = f"rank {RANK}: " if RANK else ""
         print(f"{SCRIPT}.py: {kind}: {rank}{message}", file=sys.stderr)
 
@@ -476,7 +476,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     add = parser.add_argument_group("training").add_argument
     add("--num-steps", type=at_least(1), default=50, help="measured steps")
-    add("--warmup-steps", type=at_least(0), help="before those (default: 5, on several GPUs 12)")
+    add("--warmup-steps", type=at_least(0), help="before those, on several GPUs 12 (default: 5)")
     add("--learning-rate", type=float, default=3e-4, help="of AdamW")
     add("--use-amp", **switch, help="automatic mixed precision")
     add("--amp-dtype", choices=("bfloat16", "float16"), help="(default: bfloat16)")
@@ -511,7 +511,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def check_arguments(args: argparse.Namespace, gpu: bool, processes: int) -> None:
-    """Refuse what cannot work; decide on warm-up and graph where no flag does."""
+    """Refuse what cannot work; choose warm-up and graph where no flag does."""
     mode = args.torch_compile_mode
     if not FUSIONS and (args.all_fusion or args.compare_fusion):
         fail(f"--enable-all-fusion and --compare-fusion start with V2, {SCRIPT} has no fusions")
@@ -601,7 +601,7 @@ def join_processes(args: argparse.Namespace) -> None:
     """Meet the other processes; only rank 0 prints from now on."""
     if args.device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK") or 0))
-    if args.cuda_graph:  # as PyTorch says; NCCL then does not see a lost process
+    if args.cuda_graph:  # says PyTorch; NCCL then sees no lost process
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
     try:  # without the name of a backend: NCCL (RCCL) on GPUs, and gloo on the host
         store = next(dist.rendezvous("env://", timeout=timedelta(minutes=5)))[0]
@@ -613,7 +613,7 @@ def join_processes(args: argparse.Namespace) -> None:
     for rank, theirs in enumerate(everyone):
         for name, value in everyone[0].items():
             if theirs.get(name) != value:
-                if RANK == 0:
+                if not RANK:
                     option = f"{name.replace('_', '-')} {theirs.get(name)}"
                     say("error", f"rank {rank} was started with {option}, rank 0 with {value}")
                 raise SystemExit(2)
@@ -629,19 +629,18 @@ def prepare(args: argparse.Namespace) -> torch.device:
     torch.use_deterministic_algorithms(args.deterministic)
     torch.set_float32_matmul_precision(args.matmul_precision)
     use_settings(args)
-    return torch.empty(0, device=args.device).device  # with the number of a GPU
+    return torch.empty(0, device=args.device).device
 
 
 def environment(device: torch.device) -> dict:
     """Return what the numbers are measured on."""
-    info = Path("/proc/cpuinfo")
-    names = re.findall(r"model name\t: (.+)", info.read_text() if info.exists() else "")
-    if device.type == "cuda":
-        names = [torch.cuda.get_device_name(device)]
+    names = [torch.cuda.get_device_name(device)] if device.type == "cuda" else []
+    if (info := Path("/proc/cpuinfo")).exists():
+        names += re.findall(r"model name\t: (.+)", info.read_text())
     with_triton = importlib.util.find_spec("triton")
     return {
         "device": device.type,
-        "device_name": names[0] if names else platform.machine(),
+        "device_name": [*names, platform.machine()][0],
         "cpu_threads": torch.get_num_threads(),
         "triton": __import__("triton").__version__ if with_triton else None,
         "torch": torch.__version__,
@@ -670,13 +669,12 @@ class Trainer:
         self.inputs: dict[str, Tensor] = {}  # on a GPU, where batches are copied
         self.model = self.forward = build_model(args, device)
         self.optimizer = build_optimizer(args, self.model)
-        # Of the capture: before others, with its own cuBLAS workspaces.
-        self.stream = torch.cuda.Stream(priority=-1) if args.cuda_graph else None
+        self.stream = torch.cuda.Stream(priority=-1) if args.cuda_graph else None  # before others
         if args.torch_compile:
             self.forward = torch.compile(self.model, mode=args.torch_compile_mode)
         if WORLD_SIZE > 1:
             warnings.filterwarnings("ignore", ".*broadcast_buffers. is deprecated", FutureWarning)
-            with torch.cuda.stream(self.stream):  # where autograd then adds gradients up
+            with torch.cuda.stream(self.stream):  # where autograd adds gradients up
                 self.forward = DistributedDataParallel(
                     self.forward, broadcast_buffers=False, gradient_as_bucket_view=True
                 )
@@ -928,7 +926,11 @@ class Run:
         self.status, self.error = 1, "it did not finish"
 
     def start(self) -> None:
-        """Build what trains, say what it is, and take the warm-up steps."""
+        """Build the trainer, say what it is, take the warm-up steps."""
+        gc.collect()  # earlier runs
+        if self.device.type == "cuda":
+            torch._C._cuda_clearCublasWorkspaces()
+            torch.cuda.empty_cache()
         args, before = self.args, gpu_memory(self.device)
         self.trainer = Trainer(args, self.device)
         config = asdict(self.trainer.model.config)
@@ -958,7 +960,7 @@ class Run:
         self.plan(args.num_steps, "step")
 
     def plan(self, steps: int, label: str) -> None:
-        """Begin to count: so many steps of this kind follow, in one turn or several."""
+        """Begin to count: so many steps of this kind follow."""
         self.goal, self.label, self.done = steps, label, 0
         self.started = time.perf_counter()
         self.shown = 0.0  # when progress was shown
@@ -978,9 +980,9 @@ class Run:
         try:
             for step in range(steps):
                 arriving[step].copy_(trainer.step(), non_blocking=True)
-                self.collect(arriving, losses, step - 100)  # a full queue would not hear a signal
+                self.collect(arriving, losses, step - 100)  # a full queue hears no signal
             self.collect(arriving, losses, steps)
-        finally:  # after Ctrl-C, too; the device may wait for a lost process
+        finally:  # after Ctrl-C, too, without a wait for lost processes
             seconds, phases = self.ended - self.began, trainer.times(len(losses))
             peak = gpu_memory(self.device, "max_memory_allocated") - others
             self.turns.append(Turn(self.label, len(losses), seconds, phases, losses, peak))
@@ -989,14 +991,14 @@ class Run:
         return self.turns[-1]
 
     def collect(self, arriving: Tensor, losses: list[float], needed: int) -> None:
-        """Move losses that have arrived to the list; wait for as many as needed."""
+        """List losses that have arrived; wait for as many as needed."""
         end = time.perf_counter() + PATIENCE
         while len(losses) < len(arriving):
             loss, now = float(arriving[len(losses)]), time.perf_counter()
             if loss == -math.inf:
                 if len(losses) >= needed:
                     break
-                self.trainer.marks[-1].query()  # raises what the device has failed with
+                self.trainer.marks[-1].query()  # raises an error of the device
                 if now > end:
                     raise TimeoutError(f"no step ended in {PATIENCE} s: is a process lost?")
                 continue
@@ -1026,13 +1028,14 @@ class Run:
         if args.enable_memory_profiling or not trainer.gpu:
             memory = memory_of_a_step(trainer)
             self.peak = self.peak or memory
-        if args.enable_pytorch_profiler:  # trace: ui.perfetto.dev
+        if args.enable_pytorch_profiler:
             start, profile = args.profile_dir / SCRIPT, trainer.profile(steps=3, record_shapes=True)
             for clock in ("cpu", "device") if trainer.gpu else ("cpu",):
                 table = profile.key_averages().table(f"self_{clock}_time_total", row_limit=40)
-                Path(f"{start}_operators_by_{clock}_time.txt").write_text(table)
-            trace = json.dumps(trainer.trace(profile)).encode()
-            Path(f"{start}_trace.json.gz").write_bytes(gzip.compress(trace))
+                path = Path(f"{start}_operators_by_{clock}_time.txt")
+                path.write_text(table.replace("time total", "total"))
+            with gzip.open(f"{start}_trace.json.gz", "wt") as file:
+                json.dump(trainer.trace(profile), file)
         model = build_model(all_off(args, checkpoint_blocks=False), torch.device("meta"))
         batch = trainer.batches.next_batch()
         with FlopCounterMode(display=False) as counter:
@@ -1256,8 +1259,6 @@ def compare_fusion(args: argparse.Namespace) -> int:
     """Measure everything off (results in <profile-dir>/baseline) and as chosen, in turns."""
     sides = all_off(args, profile_dir=args.profile_dir / "baseline"), args
     runs = [Run(sides[0], "all off: "), Run(sides[1], "as chosen: ")]
-    if args.device == "cuda":  # cuBLAS keeps workspaces from its first product on, of no run
-        nn.Linear(8, 8, device="cuda")(torch.ones(8, 8, device="cuda")).sum().backward()
     train_all(runs)
     before, after = (run.result() for run in runs)
     compared = before["status"] == "ok"
