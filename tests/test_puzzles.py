@@ -59,7 +59,7 @@ def test_the_picture_shows_which_program_touched_which_element(checker):
 def with_fault(checker, number: int, line: str, fault: str, folder: Path):
     """A puzzle with its solution, one line of it changed."""
     puzzle = checker.load(FILES[number - 1]).PUZZLE
-    text = (checker.SOLUTIONS / puzzle.file.name).read_text()
+    text = (checker.solution_of(puzzle)).read_text()
     assert line in text
     wrong = folder / "wrong.py"
     wrong.write_text(text.replace(line, fault))
@@ -70,7 +70,7 @@ def with_fault(checker, number: int, line: str, fault: str, folder: Path):
 @pytest.mark.parametrize(
     ("number", "line", "fault", "kind", "where"),
     [
-        (1, "OUT + at", "OUT + at + 1", "writes out of bounds", "line 11: program 1 goes to out + 16, but out [16] has"),
+        (1, "OUT + at", "OUT + at + 1", "writes out of bounds", "line 11: program 1 goes to out + 16, but out [16]"),
         (1, "X + at", "X + at - 1", "reads out of bounds", "line 11: program 0 goes to x - 1, but x [16] has"),
         (2, "x + y, mask=inside", "x + y", "writes out of bounds", "the store has no mask"),
         (2, "X + at, mask=inside", "X + at", "reads out of bounds", "the load has no mask"),
@@ -112,4 +112,4 @@ def test_all_solutions_are_right_on_the_gpu_and_timed(tmp_path):
     argv = [sys.executable, FOLDER / "all_puzzles.py", "--solution", "--scoreboard"]
     done = subprocess.run(argv, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert all(f"| {file.stem}, PyTorch " in done.stdout for file in FILES)
+    assert all(f"| {file.stem} " in done.stdout for file in FILES)

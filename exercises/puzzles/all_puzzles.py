@@ -15,6 +15,7 @@ from pathlib import Path
 
 from exercises.puzzles import checker
 from workshop.cli import run_tool
+from workshop.files import read_json
 
 PROG = Path(__file__).name
 FILES = sorted(Path(__file__).parent.glob("puzzle_*.py"))
@@ -23,9 +24,13 @@ FILES = sorted(Path(__file__).parent.glob("puzzle_*.py"))
 def main(argv: list[str] | None = None) -> int:
     parser = checker.parser_for(PROG, __doc__)
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="keep what was measured")
+    parser.add_argument("--table", type=Path, metavar="FILE.json", help="print the table of such a file, and no more")
     args = parser.parse_args(argv)
 
     def body() -> int:
+        if args.table:
+            print(checker.scoreboard(read_json(args.table)["rows"]))
+            return 0
         puzzles, solved = [], 0
         for file in FILES:
             try:
@@ -34,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
                 print(f"{file.stem}: {checker.explained(error, {str(file)})}")
                 continue
             if args.solution:
-                checker.use_kernels_of(puzzle, checker.SOLUTIONS / file.name)
+                checker.use_kernels_of(puzzle, checker.solution_of(puzzle))
             puzzles.append(puzzle)
             if not args.scoreboard:
                 right, text, _ = checker.verdict(puzzle)

@@ -28,6 +28,8 @@ from types import ModuleType
 
 from workshop.cli import ToolError, documented_parser, needed, run_tool
 from workshop.files import write_text
+from workshop.show import markdown_table
+from workshop.turns import spread
 
 SCOREBOARD = "--scoreboard" in sys.argv
 if not SCOREBOARD:
@@ -38,14 +40,12 @@ with needed():
     import torch
     from torch import Tensor
 
-SOLUTIONS = Path(__file__).parent / "solutions"
 CPU = torch.device("cpu")
 GUARD = 4096  # elements before and behind a tensor
 NOBODY, SEVERAL = -1, -2  # in place of the number of a program
 SIGNS = string.digits + string.ascii_letters
 ROUNDING = 5e-3  # errors below this share of the largest value are rounding to 16 bits
 KINDS = ("writes out of bounds", "reads out of bounds", "writes to an input", "atomic operation", "race")
-TURNS = 5
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Area:
         bits = torch.int16 if self.buffer.itemsize == 2 else torch.int32
         self.bits = self.buffer.view(bits)
         self.before = self.bits.clone()
-        self.written_by = np.full(self.size, NOBODY)
+        self.written_by = np.full(self.size if device == CPU else 0, NOBODY)  # nobody looks at a GPU's stores
         self.reads: dict[int, np.ndarray] = {}  # program: which elements it read
         self.behind: dict[int, int] = {}  # place in the buffer: program that went there
 
@@ -464,61 +464,58 @@ def drawn(area: Area, lines: int = 12, columns: int = 64) -> str:
 # --- the scoreboard
 
 
-def scores(puzzle: Puzzle) -> list[dict]:
-    """Check on the GPU, then time beside PyTorch, as CUDA graphs in turns: rows for measure.table."""
+def score(puzzle: Puzzle) -> dict:
+    """Check on the GPU, then time beside PyTorch: microseconds of both, turn by turn."""
     from exercises.tiny_llama_v3 import measure
-    from workshop.turns import alternating
 
     check_on_gpu(puzzle, puzzle.sizes[-1], puzzle.blocks)
     check_on_gpu(puzzle, puzzle.large, {})
-    areas, _ = prepare(puzzle, puzzle.dtypes[-1], puzzle.large, torch.device("cuda"))
+    dtype = puzzle.dtypes[-1]
+    areas, _ = prepare(puzzle, dtype, puzzle.large, torch.device("cuda"))
     tensors = [area.tensor for area in areas]
     inputs = [area.tensor for area in areas if not area.output]
-    name = puzzle.file.stem
-    sides = {name: lambda: puzzle.launch(*tensors), f"{name}, PyTorch": puzzle.pytorch(*inputs)}
-    turns = {what: [] for what in sides}
-    moved = sum(tensor.nbytes for tensor in tensors)
-    for _, what in alternating(sides, TURNS):
-        turns[what].append(measure.timed(what, sides[what])["us"])
-    work = {"flops": puzzle.flops(**puzzle.large)} if puzzle.flops else {"bytes": moved}
-    rows = []
-    for what, times in turns.items():
-        row = {"what": what, "us": statistics.median(times), "turns_us": times, "bytes": None, **work}
-        rows.append(row | {"sizes": puzzle.large, "dtype": str(puzzle.dtypes[-1])})
-    return rows
+    times = measure.in_turns({"us": lambda: puzzle.launch(*tensors), "pytorch_us": puzzle.pytorch(*inputs)})
+    row = {"puzzle": puzzle.file.stem, "sizes": described(puzzle.large, dtype), **times}
+    if puzzle.flops:
+        return row | {"flops": puzzle.flops(**puzzle.large)}
+    return row | {"bytes": sum(tensor.nbytes for tensor in tensors)}
 
 
 def scoreboard(rows: list[dict]) -> str:
-    """These rows as a table, the copy's first."""
-    from exercises.tiny_llama_v3 import measure
-
-    shown = []
+    """These rows as a table. Bytes are those of inputs and outputs, each once, on both sides."""
+    lines = []
     for row in rows:
-        more = {}
-        if row.get("flops"):
-            more["TFLOP/s"] = f"{row['flops'] / row['us'] / 1e6:.0f}"
-        shown.append({key: row[key] for key in ("what", "us", "bytes")} | more)
-    return measure.table(shown)
+        us, pytorch = (statistics.median(row[side]) for side in ("us", "pytorch_us"))
+        work, unit = (row["flops"] / 1e6, "TFLOP/s") if "flops" in row else (row["bytes"] / 1e3, "GB/s")
+        ratios = [other / own for own, other in zip(row["us"], row["pytorch_us"], strict=True)]
+        rates = [f"{work / time:.0f} {unit}" for time in (us, pytorch)]
+        speedup = f"{statistics.median(ratios):.2f}x ({spread(ratios)})"
+        lines.append([row["puzzle"], row["sizes"], f"{us:.1f}", f"{pytorch:.1f}", *rates, speedup])
+    header = ["puzzle", "sizes", "kernel, us", "PyTorch, us", "kernel", "PyTorch", "times as fast"]
+    return markdown_table(header, lines, text_columns=2)
 
 
 def measured(puzzles: list[Puzzle], output: Path | None) -> int:
-    """Print the scoreboard of some puzzles; 1 if one is not solved."""
+    """Print the scoreboard of some puzzles, and keep it; 1 if one is not solved."""
     from exercises.tiny_llama_v3 import measure
 
     if not measure.GPU:
         raise ToolError("the scoreboard needs a GPU", status=4)
-    rows, unsolved = [measure.timed_copy()], 0
+    copy, rows = measure.timed_copy(), []
     for puzzle in puzzles:
         try:
-            rows += scores(puzzle)
+            rows.append(score(puzzle))
         except Fault as fault:
             print(f"{puzzle.file.stem}: {fault}", flush=True)
-            unsolved = 1
-    print(scoreboard(rows))
+        except Exception as error:  # of PyTorch's side, or out of memory
+            print(f"{puzzle.file.stem}: not timed: {explained(error, set())}", flush=True)
+    if rows:
+        print(scoreboard(rows))
+    print(f"a large copy: {copy['bytes'] / copy['us'] / 1e3:.0f} GB/s")
     if output:
-        environment = measure.v3.environment(measure.DEVICE)
-        write_text(output, json.dumps({"environment": environment, "rows": rows}, indent=1) + "\n")
-    return unsolved
+        result = {"environment": measure.v3.environment(measure.DEVICE), "copy": copy, "rows": rows}
+        write_text(output, json.dumps(result, indent=1) + "\n")
+    return 0 if len(rows) == len(puzzles) else 1
 
 
 # --- the programs
@@ -538,6 +535,10 @@ def use_kernels_of(puzzle: Puzzle, path: Path) -> None:
     """Put the kernels of another file in place of those in the puzzle's."""
     kernels = {name: value for name, value in vars(load(path)).items() if name.endswith("_kernel")}
     puzzle.launch.__globals__.update(kernels)
+
+
+def solution_of(puzzle: Puzzle) -> Path:
+    return puzzle.file.parent / "solutions" / puzzle.file.name
 
 
 def verdict(puzzle: Puzzle) -> tuple[bool, str, list[Area]]:
@@ -567,7 +568,7 @@ def main(puzzle: Puzzle, argv: list[str] | None = None) -> int:
 
     def body() -> int:
         if args.solution:
-            use_kernels_of(puzzle, SOLUTIONS / file.name)
+            use_kernels_of(puzzle, solution_of(puzzle))
         if args.scoreboard:
             return measured([puzzle], None)
         solved, text, areas = verdict(puzzle)

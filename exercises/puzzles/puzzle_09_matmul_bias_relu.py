@@ -38,9 +38,7 @@ def linear_relu_kernel(
     pass
 
 
-def linear_relu(
-    a: Tensor, b: Tensor, bias: Tensor, c: Tensor, BLOCK_M=128, BLOCK_N=128, BLOCK_K=64
-) -> None:
+def linear_relu(a: Tensor, b: Tensor, bias: Tensor, c: Tensor, BLOCK_M=128, BLOCK_N=128, BLOCK_K=64) -> None:
     """a [M, K], b [K, N], bias [N], c [M, N]."""
     (M, K), N = a.shape, b.shape[1]
     grid = (triton.cdiv(M, BLOCK_M), triton.cdiv(N, BLOCK_N))
@@ -63,6 +61,7 @@ PUZZLE = Puzzle(
     blocks={"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 16},
     large={"M": 4096, "N": 4096, "K": 4096},
     dtypes=(torch.float16,),
+    tolerance=5e-5,  # what tensor cores add up
     flops=lambda M, N, K: 2 * M * N * K,
     pytorch=lambda a, b, bias: lambda: torch.relu(torch.addmm(bias, a, b)),
 )

@@ -89,6 +89,7 @@ PUZZLE = Puzzle(
     large={"rows": 64, "n": 1024, "D": 64},
     dtypes=(torch.float16,),
     float32=("grad_bias",),
+    tolerance=5e-5,  # what tensor cores add up
     flops=lambda rows, n, D: 4 * rows * n * n * D,
     pytorch=lambda *tensors: lambda: score_gradients(*tensors).sum(0),
 )
