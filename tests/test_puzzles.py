@@ -1,7 +1,9 @@
-"""The puzzles: every solution is right, what is not written yet is said, and each kind of fault is named."""
+"""Puzzles and the fusion built with them: solutions are right, what is missing is said, each kind of fault is named."""
 
 from __future__ import annotations
 
+import importlib
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -84,8 +86,11 @@ def with_fault(checker, number: int, line: str, fault: str, folder: Path):
         (2, "inside = at < n", "inside = at < n - 1", "never written", "out[15], 1 of 16 elements"),
         (6, "PARTS + program * C", "PARTS", "race", "program 1 writes parts[0, 0], and so did program number 0"),
         (3, "tl.sum(x, 0))", "tl.sum(x, 0) + tl.load(OUT + row * 0))", "race", "program 1 reads out[0], which another"),
+        (3, "OUT + row, ", "OUT + row, tl.load(OUT + row + 1, mask=row < 2) + ", "race", "which another program reads"),
         (12, "tl.store(", "tl.atomic_add(", "atomic operation", "line 35: "),
-        (4, "x - tl.max(x, 0)", "x", "wrong: ", "out[1, 7] is nan and should be 0.999998"),
+        (4, "x - tl.max(x, 0)", "x", "wrong: ", " is nan and should be "),
+        (4, '-float("inf")', "0.0", "wrong at odd sizes only", "out[0, "),
+        (11, "(key < n)[None, :], scores", "True, scores", "wrong at odd sizes only", "out[0, 0, 0]"),
         (3, "tl.sum", "tl.sun", "error", "line 12: AttributeError: "),
     ],
 )  # fmt: skip
@@ -113,3 +118,51 @@ def test_all_solutions_are_right_on_the_gpu_and_timed(tmp_path):
     done = subprocess.run(argv, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert all(f"| {file.stem} " in done.stdout for file in FILES)
+
+
+# --- build one fusion yourself
+
+
+@pytest.fixture
+def swiglu(checker):
+    """The program, its kernels those of the reader."""
+    for name in ("puzzles.puzzle_07_swiglu", "build_a_fusion.swiglu_backward", "build_a_fusion.swiglu"):
+        sys.modules.pop(f"exercises.{name}", None)
+    return importlib.import_module("exercises.build_a_fusion.swiglu")
+
+
+def test_each_step_checks_what_the_reader_has(swiglu):
+    status, _, err = captured(swiglu.main, ["kernels"])
+    assert (status, "step 3, puzzle_07_swiglu.py: not solved yet" in err) == (1, True)
+    assert captured(swiglu.main, ["kernels", "--solution"]) == (0, "your kernels: output and gradient are right\n", "")
+    assert captured(swiglu.main, ["--scoreboard"])[0] == 4
+    assert captured(swiglu.main, [])[0] == 2
+
+
+def test_bytes_of_the_operators_are_counted(swiglu):
+    status, out, _ = captured(swiglu.main, ["operators"])
+    assert status == 0
+    assert "all 8, needed 3: predicted 2.67x" in out
+    assert "all 30, needed 8: predicted 3.75x" in out
+
+
+@pytest.mark.parametrize("line", ["grad * gate * s", "(s + gate * s * (1 - s))"])
+def test_a_wrong_gradient_is_noticed(swiglu, checker, line, tmp_path):
+    text = checker.solution_of(swiglu.swiglu_backward.PUZZLE).read_text()
+    assert line in text
+    (tmp_path / "wrong.py").write_text(text.replace(line, "s"))
+    checker.use_kernels_of(swiglu.swiglu_backward.PUZZLE, tmp_path / "wrong.py")
+    right, text, _ = checker.verdict(swiglu.swiglu_backward.PUZZLE)
+    assert not right
+    assert text.startswith("wrong: grad_x[0, ")
+
+
+def test_the_figure_of_the_h100_is_drawn_from_its_file(swiglu, tmp_path):
+    """All sides at all sizes, with the turns behind each point."""
+    file = ROOT / "results/h100/build_a_fusion.json"
+    rows = json.loads(file.read_text())["rows"]
+    assert len(rows) == len(swiglu.ROWS) * len(swiglu.LEAST)
+    assert all([*row["us"]] == ["copy", "operators", "torch.compile", "kernels"] for row in rows)
+    status, out, _ = captured(swiglu.main, ["--draw", str(file), "--plot", str(tmp_path / "figure.png")])
+    assert (status, len(out.splitlines())) == (0, len(rows) + 3)
+    assert (tmp_path / "figure.png").stat().st_size > 10_000

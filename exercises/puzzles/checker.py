@@ -105,13 +105,15 @@ class Area:
         bits = torch.int16 if self.buffer.itemsize == 2 else torch.int32
         self.bits = self.buffer.view(bits)
         self.before = self.bits.clone()
+        self.first = self.tensor.data_ptr()
+        self.last = self.first + self.tensor.nbytes - 1
         self.written_by = np.full(self.size if device == CPU else 0, NOBODY)  # nobody looks at a GPU's stores
         self.reads: dict[int, np.ndarray] = {}  # program: which elements it read
         self.behind: dict[int, int] = {}  # place in the buffer: program that went there
 
     def places(self, addresses: np.ndarray) -> np.ndarray:
         """Which element each address is; below 0 or from `size` on it is none."""
-        return (addresses.astype(np.int64) - self.tensor.data_ptr()) // self.tensor.itemsize
+        return (addresses.astype(np.int64) - self.first) // self.tensor.itemsize
 
     def named(self, place: int) -> str:
         """out[3, 4]; outside the tensor out + 13, as the kernel computes it."""
@@ -155,7 +157,7 @@ def prepare(
 
 @dataclass
 class Recorder:
-    """Every load and store of a launch. `faults` are kind -> the first of that kind."""
+    """Looks at every load and store of a launch. `faults` are kind -> the first of that kind."""
 
     areas: list[Area]
     files: set[str]  # of the kernel
@@ -179,8 +181,8 @@ class Recorder:
 
     def area(self, addresses: np.ndarray) -> Area:
         """The tensor that the first of these addresses belongs to, or is nearest to."""
-        first = int(addresses.flat[0])
-        return min(self.areas, key=lambda area: max(area.tensor.data_ptr() - first, first - area.last, 0))
+        address = int(addresses.flat[0])
+        return min(self.areas, key=lambda area: max(area.first - address, address - area.last, 0))
 
     def fault(self, kind: str, text: str) -> None:
         self.faults.setdefault(kind, text)
@@ -207,10 +209,8 @@ class Recorder:
         touched = places[allowed]
         area.reads.setdefault(number, np.zeros(area.size, bool))[touched] = True
         others = area.written_by[touched]
-        if area.output and ((others != NOBODY) & (others != number)).any():
-            place = touched[(others != NOBODY) & (others != number)][0]
-            text = f"{name} reads {area.named(place)}, which another program writes: which comes first?"
-            self.fault("race", f"{self.line()}: {text}")
+        if (foreign := touched[(others != NOBODY) & (others != number)]).size:
+            self.fault("race", f"{self.line()}: {name} reads {area.named(foreign[0])}, which another program writes")
         result = original(pointer, type(mask)(allowed, mask.dtype), other, *rest)
         if np.issubdtype(result.data.dtype, np.floating):
             result.data[wanted & ~allowed] = np.nan
@@ -233,13 +233,18 @@ class Recorder:
             place, other = touched[race][0], others[race][0]
             text = f"{name} writes {area.named(place)}, and so did program number {other}, with another value"
             self.fault("race", f"{self.line()}: {text}")
+        for reader, seen in area.reads.items():
+            if reader != number and (foreign := touched[seen[touched]]).size:
+                self.fault(
+                    "race", f"{self.line()}: {name} writes {area.named(foreign[0])}, which another program reads"
+                )
         area.written_by[touched] = np.where(race, SEVERAL, number)
         return result
 
     def atomic(self, original, *arguments):
-        text = f"{self.line()}: what an atomic operation adds to is not 0 here, and its order changes from run to run"
+        text = f"{self.line()}: the tensor that it changes is not 0 at first, and the order changes from run to run"
         self.fault("atomic operation", text)
-        return original(*arguments)
+        return arguments[2]  # the value, of all kinds
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -247,8 +252,6 @@ class Recorder:
         from triton.runtime.interpreter import interpreter_builder
 
         self.builder = interpreter_builder
-        for area in self.areas:
-            area.last = area.tensor.data_ptr() + area.tensor.nbytes - 1
 
         def without_mask(original, *arguments):
             self.unmasked = True
