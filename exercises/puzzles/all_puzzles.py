@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
 
     def body() -> int:
         if args.table:
-            print(checker.scoreboard(read_json(args.table)["rows"]))
+            print(checker.scoreboard(read_json(args.table)))
             return 0
         puzzles, solved = [], 0
         for file in FILES:

@@ -484,10 +484,10 @@ def score(puzzle: Puzzle) -> dict:
     return row | {"bytes": sum(tensor.nbytes for tensor in tensors)}
 
 
-def scoreboard(rows: list[dict]) -> str:
-    """These rows as a table. Bytes are those of inputs and outputs, each once, on both sides."""
-    lines = []
-    for row in rows:
+def scoreboard(result: dict) -> str:
+    """What was measured, as a table. Bytes are those of inputs and outputs, each once, on both sides."""
+    lines, copy = [], result["copy"]
+    for row in result["rows"]:
         us, pytorch = (statistics.median(row[side]) for side in ("us", "pytorch_us"))
         work, unit = (row["flops"] / 1e6, "TFLOP/s") if "flops" in row else (row["bytes"] / 1e3, "GB/s")
         ratios = [other / own for own, other in zip(row["us"], row["pytorch_us"], strict=True)]
@@ -495,7 +495,8 @@ def scoreboard(rows: list[dict]) -> str:
         speedup = f"{statistics.median(ratios):.2f}x ({spread(ratios)})"
         lines.append([row["puzzle"], row["sizes"], f"{us:.1f}", f"{pytorch:.1f}", *rates, speedup])
     header = ["puzzle", "sizes", "kernel, us", "PyTorch, us", "kernel", "PyTorch", "times as fast"]
-    return markdown_table(header, lines, text_columns=2)
+    table = markdown_table(header, lines, text_columns=2)
+    return f"{table}\n\nA large copy in the same run: {copy['bytes'] / copy['us'] / 1e3:.0f} GB/s."
 
 
 def measured(puzzles: list[Puzzle], output: Path | None) -> int:
@@ -512,11 +513,10 @@ def measured(puzzles: list[Puzzle], output: Path | None) -> int:
             print(f"{puzzle.file.stem}: {fault}", flush=True)
         except Exception as error:  # of PyTorch's side, or out of memory
             print(f"{puzzle.file.stem}: not timed: {explained(error, set())}", flush=True)
+    result = {"environment": measure.v3.environment(measure.DEVICE), "copy": copy, "rows": rows}
     if rows:
-        print(scoreboard(rows))
-    print(f"a large copy: {copy['bytes'] / copy['us'] / 1e3:.0f} GB/s")
+        print(scoreboard(result))
     if output:
-        result = {"environment": measure.v3.environment(measure.DEVICE), "copy": copy, "rows": rows}
         write_text(output, json.dumps(result, indent=1) + "\n")
     return 0 if len(rows) == len(puzzles) else 1
 

@@ -38,7 +38,7 @@ from torch import Tensor
 
 @triton.jit
 def add_kernel(X, Y, OUT, BLOCK: tl.constexpr):
-    # your code: which elements are mine? load, add, store
+    # your code, in place of `pass`: which elements are mine? load, add, store
     pass
 
 
