@@ -62,7 +62,9 @@ def needs_fresh_process(argv: list[str], server: dict[str, str]) -> bool:
     if not words or words[0].startswith("-") or not os.path.isfile(words[0]):
         return True
     with open(words[0], "rb") as file:  # Triton is imported already, with another setting
-        return b'os.environ["TRITON_INTERPRET"] =' in file.read()
+        text = file.read()
+    interpreted = server.get("TRITON_INTERPRET") == "1"
+    return b'os.environ["TRITON_INTERPRET"] =' in text or (b"exercises.puzzles" in text and not interpreted)
 
 
 def ask(directory: str, argv: list[str]) -> int:
