@@ -124,9 +124,11 @@ def test_an_element_beside_a_tensor_is_in_the_picture_and_nothing_is_written_the
 )
 def test_guard_zones_show_a_fault_where_nobody_looks_at_loads_and_stores(checker, number, line, fault, named, tmp_path):
     """As on a GPU."""
+    from exercises.puzzles import scoreboard
+
     puzzle = with_fault(checker, number, line, fault, tmp_path)
     with pytest.raises(checker.Fault, match=re.escape(named)):
-        checker.check_between_guards(puzzle, puzzle.even, puzzle.blocks, checker.CPU)
+        scoreboard.check_between_guards(puzzle, puzzle.even, puzzle.blocks, checker.CPU)
 
 
 def test_the_scoreboard_needs_a_gpu_and_says_so(checker):
