@@ -9,9 +9,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from conftest import forking_python
+
+from tools import fork_server
 
 SHOWS = """
 import json, os, sys
@@ -106,3 +109,12 @@ def test_nothing_outlives_a_program_or_its_caller(program, how: str):
         process.wait(60)
     assert process.returncode == (0 if how == "its end" else -signal.Signals[how])
     assert gone(child)
+
+
+@pytest.mark.parametrize(("interpret", "fresh"), [("0", True), ("1", False)])
+def test_a_puzzle_is_no_fork_of_a_process_that_compiles_kernels(interpret, fresh, program):
+    path = program("from exercises.puzzles.checker import Puzzle\n")
+    three_files = mock.patch.object(os, "listdir", return_value=range(4))  # and the one that lists them
+    with mock.patch.dict(os.environ, TRITON_INTERPRET=interpret), three_files:
+        server = fork_server.settings(os.environ)
+        assert fork_server.needs_fresh_process([str(path)], server) == fresh

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -95,6 +96,7 @@ def with_fault(checker, number: int, line: str, fault: str, folder: Path):
         (4, "x - tl.max(x, 0)", "x", "wrong: ", " is nan and should be "),
         (4, '-float("inf")', "0.0", "wrong at odd sizes only", "out[0, "),
         (11, "(key < n)[None, :], scores", "True, scores", "wrong at odd sizes only", "out[0, 0, 0]"),
+        (10, "/ row_sum", "/ (row_sum - row_sum)", "wrong: ", "out[0, 0] is nan and should be"),
         (3, "tl.sum", "tl.sun", "error", "line 12: AttributeError: "),
     ],
 )  # fmt: skip
@@ -109,6 +111,24 @@ def test_an_element_beside_a_tensor_is_in_the_picture_and_nothing_is_written_the
     _, _, areas = checker.verdict(with_fault(checker, 2, "x + y, mask=inside", "x + y", tmp_path))
     assert checker.drawn(areas[-1]).splitlines()[1:] == ["    0000000011111", "    outside: 111"]
     assert not areas[-1].changed_outside()
+
+
+@pytest.mark.parametrize(
+    ("number", "line", "fault", "named"),
+    [
+        (1, "OUT + at", "OUT + at + 1", "writes out of bounds: beside out [16]"),
+        (1, "X + at", "X + at - 1", "reads out of bounds, or computes NaN: out[0] is nan"),
+        (2, "inside = at < n", "inside = at < n - 1", "never written: out[15], 1 of 16 elements"),
+        (1, "tl.load(X + at)", "1", "wrong on this device: out[0] is "),
+    ],
+)
+def test_guard_zones_show_a_fault_where_nobody_looks_at_loads_and_stores(checker, number, line, fault, named, tmp_path):
+    """As on a GPU."""
+    from exercises.puzzles import scoreboard
+
+    puzzle = with_fault(checker, number, line, fault, tmp_path)
+    with pytest.raises(checker.Fault, match=re.escape(named)):
+        scoreboard.check_between_guards(puzzle, puzzle.even, puzzle.blocks, checker.CPU)
 
 
 def test_the_scoreboard_needs_a_gpu_and_says_so(checker):

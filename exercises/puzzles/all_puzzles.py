@@ -28,8 +28,10 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
 
     def body() -> int:
+        from exercises.puzzles import scoreboard
+
         if args.table:
-            print(checker.scoreboard(read_json(args.table)))
+            print(scoreboard.table(read_json(args.table)))
             return 0
         puzzles, solved = [], 0
         for file in FILES:
@@ -46,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
                 solved += right
                 print(f"{file.stem}: {text}", flush=True)
         if args.scoreboard:
-            return checker.measured(puzzles, args.output)
+            return scoreboard.measured(puzzles, args.output)
         print(f"{solved} of {len(FILES)} solved")
         return 0 if solved == len(FILES) else 1
 

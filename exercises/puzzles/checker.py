@@ -1,51 +1,38 @@
 """Check a puzzle's kernel: run it in Triton's interpreter, name the first thing that is wrong, draw who touched what.
 
-The interpreter runs one program after the other, in Python. Here each of its loads and stores is looked at before it
-happens: which program, which line, which elements of which tensor. What lies outside is not done but reported, a lane
-that a mask leaves out is NaN, and a second program that writes another value into an element is a race. The results
-are compared with float64.
-
-With --scoreboard the kernel is compiled for the GPU. Nobody can look at its loads there, so the tensors lie between
-guard zones of NaN; then it is timed beside PyTorch.
+The interpreter runs one program after the other, in Python. recorder.py looks at each load and store, at sizes that
+fill their blocks and others, and the results are compared with float64. With --scoreboard the kernel is compiled for
+the GPU instead; see scoreboard.py.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
 import itertools
-import json
 import os
-import statistics
-import string
 import sys
 import traceback
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-from workshop.cli import ToolError, documented_parser, needed, run_tool
-from workshop.files import write_text
-from workshop.show import markdown_table
-from workshop.turns import spread
+from workshop.cli import documented_parser, needed, run_tool
 
 with needed():
     import numpy as np
     import torch
     from torch import Tensor
 
+    from exercises.puzzles.areas import CPU, NOBODY, Area, drawn
+    from exercises.puzzles.recorder import KINDS, Recorder
+
 SCOREBOARD = "--scoreboard" in sys.argv
 if not (SCOREBOARD or "compiled" in sys.argv) or not torch.cuda.is_available():  # compiled: a step of build_a_fusion
     os.environ["TRITON_INTERPRET"] = "1"  # Triton looks at it when it is imported
 
-CPU = torch.device("cpu")
-GUARD = 4096  # elements before and behind a tensor
-NOBODY, SEVERAL = -1, -2  # in place of the number of a program
-SIGNS = string.digits + string.ascii_letters
 ROUNDING = 5e-3  # errors below this share of the largest value are rounding to 16 bits
-KINDS = ("writes out of bounds", "reads out of bounds", "writes to an input", "atomic operation", "race")
 
 
 @dataclass(frozen=True)
@@ -90,54 +77,6 @@ class Fault(Exception):
         self.areas: list[Area] = []
 
 
-# --- tensors between guard zones
-
-
-class Area:
-    """A tensor in the middle of a buffer of NaN, and which programs touched its elements."""
-
-    def __init__(self, name: str, shape: torch.Size, dtype: torch.dtype, values: Tensor | None, device: torch.device):
-        self.name, self.shape, self.size, self.output = name, shape, shape.numel(), values is None
-        self.buffer = torch.full((self.size + 2 * GUARD,), torch.nan, dtype=dtype, device=device)
-        self.tensor = self.buffer[GUARD : GUARD + self.size].view(shape)
-        if values is not None:
-            self.tensor.copy_(values)
-        bits = torch.int16 if self.buffer.itemsize == 2 else torch.int32
-        self.bits = self.buffer.view(bits)
-        self.before = self.bits.clone()
-        self.first = self.tensor.data_ptr()
-        self.last = self.first + self.tensor.nbytes - 1
-        self.written_by = np.full(self.size if device == CPU else 0, NOBODY)  # nobody looks at a GPU's stores
-        self.reads: dict[int, np.ndarray] = {}  # program: which elements it read
-        self.behind: dict[int, int] = {}  # place in the buffer: program that went there
-
-    def places(self, addresses: np.ndarray) -> np.ndarray:
-        """Which element each address is; below 0 or from `size` on it is none."""
-        return (addresses.astype(np.int64) - self.first) // self.tensor.itemsize
-
-    def named(self, place: int) -> str:
-        """out[3, 4]; outside the tensor out + 13, as the kernel computes it."""
-        if 0 <= place < self.size:
-            return f"{self.name}[{', '.join(map(str, np.unravel_index(place, self.shape)))}]"
-        return f"{self.name} {'-' if place < 0 else '+'} {abs(place)}"
-
-    def title(self) -> str:
-        return f"{self.name} [{' x '.join(map(str, self.shape))}]"
-
-    def touched(self) -> bool:
-        """Did any program read or write it, or go beside it?"""
-        return bool(self.reads or self.behind or (self.written_by != NOBODY).any())
-
-    def changed_outside(self) -> bool:
-        """Was anything written to the guard zones?"""
-        changed = self.bits != self.before
-        return bool(changed[:GUARD].any() or changed[GUARD + self.size :].any())
-
-    def untouched(self) -> np.ndarray:
-        """Places that are as they were."""
-        return (self.bits == self.before)[GUARD : GUARD + self.size].nonzero().flatten().cpu().numpy()
-
-
 def prepare(
     puzzle: Puzzle, dtype: torch.dtype, sizes: dict[str, int], device: torch.device
 ) -> tuple[list[Area], dict[str, Tensor]]:
@@ -150,136 +89,6 @@ def prepare(
     for name, tensor in expected.items():
         areas.append(Area(name, tensor.shape, torch.float32 if name in puzzle.float32 else dtype, None, device))
     return areas, expected
-
-
-# --- looking over the interpreter's shoulder
-
-
-@dataclass
-class Recorder:
-    """Looks at every load and store of a launch. `faults` are kind -> the first of that kind."""
-
-    areas: list[Area]
-    files: set[str]  # of the kernel
-    poison: float = torch.nan  # what a lane is that a mask leaves out, where tl.load has no `other`
-    faults: dict[str, str] = field(default_factory=dict)
-    left_out: str = ""  # the first line where it was needed
-    unmasked: bool = False
-
-    def line(self) -> str:
-        """The line of the kernel that runs."""
-        frame = sys._getframe()
-        while frame and frame.f_code.co_filename not in self.files:
-            frame = frame.f_back
-        return f"line {frame.f_lineno}" if frame else "the launch"
-
-    def program(self) -> tuple[int, str]:
-        """Number and name of the program that runs."""
-        (x, y, z), (_, ny, nz) = self.builder.grid_idx, self.builder.grid_dim
-        name = ", ".join(map(str, (x, y, z)[: 3 if nz > 1 else 2 if ny > 1 else 1]))
-        return (x * ny + y) * nz + z, f"program ({name})" if "," in name else f"program {name}"
-
-    def area(self, addresses: np.ndarray) -> Area:
-        """The tensor that the first of these addresses belongs to, or is nearest to."""
-        address = int(addresses.flat[0])
-        return min(self.areas, key=lambda area: max(area.first - address, address - area.last, 0))
-
-    def fault(self, kind: str, text: str) -> None:
-        self.faults.setdefault(kind, text)
-
-    def touch(self, what: str, addresses: np.ndarray, mask: np.ndarray) -> tuple[Area, np.ndarray, np.ndarray]:
-        """The tensor, the element of each lane, and which lanes may go on."""
-        area = self.area(addresses[mask] if mask.any() else addresses)
-        places = area.places(addresses)
-        inside = (places >= 0) & (places < area.size)
-        if (outside := mask & ~inside).any():
-            number, name = self.program()
-            place = int(places[outside][0])
-            area.behind |= {int(place): number for place in places[outside]}
-            why = f"the {what} has no mask" if self.unmasked else "the mask is true there"
-            text = f"{name} goes to {area.named(place)}, but {area.title()} has {area.size} elements: {why}"
-            kind = "writes out of bounds" if what == "store" else "reads out of bounds"
-            self.fault(kind, f"{self.line()}: {text}")
-        return area, places, mask & inside
-
-    def load(self, original, pointer, mask, other, *rest):
-        wanted = mask.data.astype(bool)
-        area, places, allowed = self.touch("load", pointer.data, wanted)
-        number, name = self.program()
-        touched = places[allowed]
-        area.reads.setdefault(number, np.zeros(area.size, bool))[touched] = True
-        others = area.written_by[touched]
-        if (foreign := touched[(others != NOBODY) & (others != number)]).size:
-            self.fault("race", f"{self.line()}: {name} reads {area.named(foreign[0])}, which another program writes")
-        result = original(pointer, type(mask)(allowed, mask.dtype), other, *rest)
-        if np.issubdtype(result.data.dtype, np.floating):
-            result.data[wanted & ~allowed] = np.nan
-            if other is None and not wanted.all():
-                self.left_out = self.left_out or self.line()
-                result.data[~wanted] = self.poison
-        return result
-
-    def store(self, original, pointer, value, mask, *rest):
-        area, places, allowed = self.touch("store", pointer.data, mask.data.astype(bool))
-        number, name = self.program()
-        touched = places[allowed]
-        if not area.output:
-            self.fault("writes to an input", f"{self.line()}: {area.name} is only to be read")
-        bits = area.bits[GUARD : GUARD + area.size].numpy()
-        old, others = bits[touched], area.written_by[touched]
-        result = original(pointer, value, type(mask)(allowed, mask.dtype), *rest)
-        race = (others != NOBODY) & (others != number) & (bits[touched] != old)
-        if race.any():
-            place, other = touched[race][0], others[race][0]
-            text = f"{name} writes {area.named(place)}, and so did program number {other}, with another value"
-            self.fault("race", f"{self.line()}: {text}")
-        for reader, seen in area.reads.items():
-            if reader != number and (foreign := touched[seen[touched]]).size:
-                self.fault(
-                    "race", f"{self.line()}: {name} writes {area.named(foreign[0])}, which another program reads"
-                )
-        area.written_by[touched] = np.where(race, SEVERAL, number)
-        return result
-
-    def atomic(self, original, *arguments):
-        text = f"{self.line()}: the tensor that it changes is not 0 at first, and the order changes from run to run"
-        self.fault("atomic operation", text)
-        return arguments[2]  # the value, of all kinds
-
-    @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
-        """Put this recorder between the kernel and the interpreter."""
-        from triton.runtime.interpreter import interpreter_builder
-
-        self.builder = interpreter_builder
-
-        def without_mask(original, *arguments):
-            self.unmasked = True
-            try:
-                return original(*arguments)
-            finally:
-                self.unmasked = False
-
-        wrappers = {
-            "create_load": without_mask,
-            "create_store": without_mask,
-            "create_masked_load": self.load,
-            "create_masked_store": self.store,
-            "create_atomic_rmw": self.atomic,
-            "create_atomic_cas": self.atomic,
-        }
-
-        def wrapped(wrapper: Callable, original: Callable) -> Callable:
-            return lambda *arguments: wrapper(original, *arguments)
-
-        for name, wrapper in wrappers.items():
-            setattr(interpreter_builder, name, wrapped(wrapper, getattr(interpreter_builder, name)))
-        try:
-            with np.errstate(all="ignore"):
-                yield
-        finally:
-            for name in wrappers:
-                delattr(interpreter_builder, name)  # the method of the class is there again
 
 
 # --- one run, and what all of them say
@@ -363,7 +172,7 @@ def check_masks(puzzle: Puzzle, areas: list[Area], dtype: torch.dtype, sizes: di
     """Fault if the result depends on what a load without `other` returns where its mask is false."""
     again, _ = prepare(puzzle, dtype, sizes, CPU)
     interpret(puzzle, again, poison=0.0)
-    if not all(a.tensor.equal(b.tensor) for a, b in zip(areas, again, strict=True)):
+    if not all(one.bits.equal(other.bits) for one, other in zip(areas, again, strict=True)):
         raise Fault("mask", f"{line} loads without `other`, and what the mask leaves out reaches the result")
 
 
@@ -408,117 +217,6 @@ def kind_of(puzzle: Puzzle, wrong: list[tuple]) -> str:
     if all(error < ROUNDING for _, _, error, *_ in wrong):
         return "dtype, the errors are as large as those of 16 bits"
     return "wrong"
-
-
-def check_on_gpu(puzzle: Puzzle, sizes: dict[str, int], blocks: dict[str, int]) -> None:
-    """Fault if the compiled kernel is wrong, in the last of the dtypes."""
-    areas, expected = prepare(puzzle, puzzle.dtypes[-1], sizes, torch.device("cuda"))
-    launch(puzzle, areas, blocks)
-    for area in areas:
-        if area.changed_outside():
-            raise Fault("writes out of bounds", f"beside {area.title()} ({described(sizes)})")
-    check_written({area: area.untouched() for area in areas if area.output})
-    _, text = difference(puzzle, areas, expected)
-    if text:
-        raise Fault("wrong on the GPU", f"{text} ({described(sizes)})")
-
-
-# --- the picture
-
-
-def sign(number: int) -> str:
-    """How a program is drawn."""
-    return {NOBODY: ".", SEVERAL: "*"}.get(number) or SIGNS[number % len(SIGNS)]
-
-
-def owners(area: Area) -> tuple[str, np.ndarray]:
-    """What is drawn of a tensor, and for each element a program: who wrote it, or who read it.
-
-    Where programs share what they read, it is the elements that one of them read.
-    """
-    if area.output:
-        return "written by program", area.written_by
-    programs = sorted(area.reads)
-    if sum(area.reads.values(), np.zeros(area.size, int)).max(initial=0) > 1:
-        return f"read by several programs, by program {sign(programs[0])}", np.where(
-            area.reads[programs[0]], programs[0], NOBODY
-        )
-    numbers = np.full(area.size, NOBODY)
-    for program in programs:
-        numbers[area.reads[program]] = program
-    return "read by program", numbers
-
-
-def drawn(area: Area, lines: int = 12, columns: int = 64) -> str:
-    """Which program touched each element of a tensor, as text."""
-    title, numbers = owners(area)
-    grid = numbers.reshape(-1, area.shape[-1])
-    rows = ["".join(map(sign, row[:columns])) + "..." * (len(row) > columns) for row in grid]
-    alike = [(row, len(list(group))) for row, group in itertools.groupby(rows)]
-    text = [f"    {row}" + (f"  {count} rows" if count > 1 else "") for row, count in alike[:lines]]
-    if len(alike) > lines:
-        text.append("    ...")
-    if area.behind:
-        beyond = "".join(sign(number) for _, number in sorted(area.behind.items()))
-        text.append(f"    outside: {beyond[:columns]}")
-    return "\n".join([f"{area.title()}: {title}", *text])
-
-
-# --- the scoreboard
-
-
-def score(puzzle: Puzzle) -> dict:
-    """Check on the GPU, then time beside PyTorch: microseconds of both, turn by turn."""
-    from exercises.tiny_llama_v3 import measure
-
-    check_on_gpu(puzzle, puzzle.sizes[-1], puzzle.blocks)
-    check_on_gpu(puzzle, puzzle.large, {})
-    dtype = puzzle.dtypes[-1]
-    areas, _ = prepare(puzzle, dtype, puzzle.large, torch.device("cuda"))
-    tensors = [area.tensor for area in areas]
-    inputs = [area.tensor for area in areas if not area.output]
-    times = measure.in_turns({"us": lambda: puzzle.launch(*tensors), "pytorch_us": puzzle.pytorch(*inputs)})
-    row = {"puzzle": puzzle.file.stem, "sizes": described(puzzle.large, dtype), **times}
-    if puzzle.flops:
-        return row | {"flops": puzzle.flops(**puzzle.large)}
-    return row | {"bytes": sum(tensor.nbytes for tensor in tensors)}
-
-
-def scoreboard(result: dict) -> str:
-    """What was measured, as a table. Bytes are those of inputs and outputs, each once, on both sides."""
-    lines, copy = [], result["copy"]
-    for row in result["rows"]:
-        us, pytorch = (statistics.median(row[side]) for side in ("us", "pytorch_us"))
-        work, unit = (row["flops"] / 1e6, "TFLOP/s") if "flops" in row else (row["bytes"] / 1e3, "GB/s")
-        ratios = [other / own for own, other in zip(row["us"], row["pytorch_us"], strict=True)]
-        rates = [f"{work / time:.0f} {unit}" for time in (us, pytorch)]
-        speedup = f"{statistics.median(ratios):.2f}x ({spread(ratios)})"
-        lines.append([row["puzzle"], row["sizes"], f"{us:.1f}", f"{pytorch:.1f}", *rates, speedup])
-    header = ["puzzle", "sizes", "kernel, us", "PyTorch, us", "kernel", "PyTorch", "times as fast"]
-    table = markdown_table(header, lines, text_columns=2)
-    return f"{table}\n\nA large copy in the same run: {copy['bytes'] / copy['us'] / 1e3:.0f} GB/s."
-
-
-def measured(puzzles: list[Puzzle], output: Path | None) -> int:
-    """Print the scoreboard of some puzzles, and keep it; 1 if one is not solved."""
-    from exercises.tiny_llama_v3 import measure
-
-    if not measure.GPU:
-        raise ToolError("the scoreboard needs a GPU", status=4)
-    copy, rows = measure.timed_copy(), []
-    for puzzle in puzzles:
-        try:
-            rows.append(score(puzzle))
-        except Fault as fault:
-            print(f"{puzzle.file.stem}: {fault}", flush=True)
-        except Exception as error:  # of PyTorch's side, or out of memory
-            print(f"{puzzle.file.stem}: not timed: {explained(error, set())}", flush=True)
-    result = {"environment": measure.v3.environment(measure.DEVICE), "copy": copy, "rows": rows}
-    if rows:
-        print(scoreboard(result))
-    if output:
-        write_text(output, json.dumps(result, indent=1) + "\n")
-    return 0 if len(rows) == len(puzzles) else 1
 
 
 # --- the programs
@@ -573,7 +271,9 @@ def main(puzzle: Puzzle, argv: list[str] | None = None) -> int:
         if args.solution:
             use_kernels_of(puzzle, solution_of(puzzle))
         if args.scoreboard:
-            return measured([puzzle], None)
+            from exercises.puzzles import scoreboard
+
+            return scoreboard.measured([puzzle], None)
         solved, text, areas = verdict(puzzle)
         if any(area.touched() for area in areas):
             print("\n".join(map(drawn, areas)))

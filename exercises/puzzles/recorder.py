@@ -1,0 +1,146 @@
+"""Looks over the interpreter's shoulder: at each load and store of a kernel, before it happens.
+
+Which program, which line, which elements of which tensor? What lies outside is not done but noted, a lane that a mask
+leaves out is NaN where tl.load has no `other`, and a second program that writes another value is a race.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from exercises.puzzles.areas import GUARD, NOBODY, SEVERAL, Area
+
+KINDS = ("writes out of bounds", "reads out of bounds", "writes to an input", "atomic operation", "race")
+
+
+@dataclass
+class Recorder:
+    """Looks at every load and store of a launch. `faults` are kind -> the first of that kind."""
+
+    areas: list[Area]
+    files: set[str]  # of the kernel
+    poison: float = torch.nan  # what a lane is that a mask leaves out, where tl.load has no `other`
+    faults: dict[str, str] = field(default_factory=dict)
+    left_out: str = ""  # the first line where it was needed
+    unmasked: bool = False
+
+    def line(self) -> str:
+        """The line of the kernel that runs."""
+        frame = sys._getframe()
+        while frame and frame.f_code.co_filename not in self.files:
+            frame = frame.f_back
+        return f"line {frame.f_lineno}" if frame else "the launch"
+
+    def program(self) -> tuple[int, str]:
+        """Number and name of the program that runs."""
+        (x, y, z), (_, ny, nz) = self.builder.grid_idx, self.builder.grid_dim
+        name = ", ".join(map(str, (x, y, z)[: 3 if nz > 1 else 2 if ny > 1 else 1]))
+        return (x * ny + y) * nz + z, f"program ({name})" if "," in name else f"program {name}"
+
+    def area(self, addresses: np.ndarray) -> Area:
+        """The tensor that the first of these addresses belongs to, or is nearest to."""
+        address = int(addresses.flat[0])
+        return min(self.areas, key=lambda area: max(area.first - address, address - area.last, 0))
+
+    def fault(self, kind: str, text: str) -> None:
+        self.faults.setdefault(kind, text)
+
+    def touch(self, what: str, addresses: np.ndarray, mask: np.ndarray) -> tuple[Area, np.ndarray, np.ndarray]:
+        """The tensor, the element of each lane, and which lanes may go on."""
+        area = self.area(addresses[mask] if mask.any() else addresses)
+        places = area.places(addresses)
+        inside = (places >= 0) & (places < area.size)
+        if (outside := mask & ~inside).any():
+            number, name = self.program()
+            place = int(places[outside][0])
+            area.behind |= {int(place): number for place in places[outside]}
+            why = f"the {what} has no mask" if self.unmasked else "the mask is true there"
+            text = f"{name} goes to {area.named(place)}, but {area.title()} has {area.size} elements: {why}"
+            kind = "writes out of bounds" if what == "store" else "reads out of bounds"
+            self.fault(kind, f"{self.line()}: {text}")
+        return area, places, mask & inside
+
+    def load(self, original, pointer, mask, other, *rest):
+        wanted = mask.data.astype(bool)
+        area, places, allowed = self.touch("load", pointer.data, wanted)
+        number, name = self.program()
+        touched = places[allowed]
+        area.reads.setdefault(number, np.zeros(area.size, bool))[touched] = True
+        others = area.written_by[touched]
+        if (foreign := touched[(others != NOBODY) & (others != number)]).size:
+            self.fault("race", f"{self.line()}: {name} reads {area.named(foreign[0])}, which another program writes")
+        result = original(pointer, type(mask)(allowed, mask.dtype), other, *rest)
+        if np.issubdtype(result.data.dtype, np.floating):
+            result.data[wanted & ~allowed] = np.nan
+            if other is None and not wanted.all():
+                self.left_out = self.left_out or self.line()
+                result.data[~wanted] = self.poison
+        return result
+
+    def store(self, original, pointer, value, mask, *rest):
+        area, places, allowed = self.touch("store", pointer.data, mask.data.astype(bool))
+        number, name = self.program()
+        touched = places[allowed]
+        if not area.output:
+            self.fault("writes to an input", f"{self.line()}: {area.name} is only to be read")
+        bits = area.bits[GUARD : GUARD + area.size].numpy()
+        old, others = bits[touched], area.written_by[touched]
+        result = original(pointer, value, type(mask)(allowed, mask.dtype), *rest)
+        race = (others != NOBODY) & (others != number) & (bits[touched] != old)
+        if race.any():
+            place, other = touched[race][0], others[race][0]
+            text = f"{name} writes {area.named(place)}, and so did program number {other}, with another value"
+            self.fault("race", f"{self.line()}: {text}")
+        for reader, seen in area.reads.items():
+            if reader != number and (foreign := touched[seen[touched]]).size:
+                self.fault(
+                    "race", f"{self.line()}: {name} writes {area.named(foreign[0])}, which another program reads"
+                )
+        area.written_by[touched] = np.where(race, SEVERAL, number)
+        return result
+
+    def atomic(self, original, *arguments):
+        text = f"{self.line()}: the tensor that it changes is not 0 at first, and the order changes from run to run"
+        self.fault("atomic operation", text)
+        return arguments[2]  # the value, of all kinds
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Put this recorder between the kernel and the interpreter."""
+        from triton.runtime.interpreter import interpreter_builder
+
+        self.builder = interpreter_builder
+
+        def without_mask(original, *arguments):
+            self.unmasked = True
+            try:
+                return original(*arguments)
+            finally:
+                self.unmasked = False
+
+        wrappers = {
+            "create_load": without_mask,
+            "create_store": without_mask,
+            "create_masked_load": self.load,
+            "create_masked_store": self.store,
+            "create_atomic_rmw": self.atomic,
+            "create_atomic_cas": self.atomic,
+        }
+
+        def wrapped(wrapper: Callable, original: Callable) -> Callable:
+            return lambda *arguments: wrapper(original, *arguments)
+
+        for name, wrapper in wrappers.items():
+            setattr(interpreter_builder, name, wrapped(wrapper, getattr(interpreter_builder, name)))
+        try:
+            with np.errstate(all="ignore"):
+                yield
+        finally:
+            for name in wrappers:
+                delattr(interpreter_builder, name)  # the method of the class is there again

@@ -1,0 +1,89 @@
+"""Puzzles on a GPU: checked between guard zones of NaN, as nobody can look at loads there, and timed beside PyTorch."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+
+import torch
+
+from exercises.puzzles.checker import (
+    Fault,
+    Puzzle,
+    check_written,
+    described,
+    difference,
+    explained,
+    launch,
+    prepare,
+)
+from exercises.tiny_llama_v3 import measure
+from workshop.cli import ToolError
+from workshop.files import write_text
+from workshop.show import markdown_table
+from workshop.turns import spread
+
+
+def check_between_guards(puzzle: Puzzle, sizes: dict[str, int], blocks: dict[str, int], device: torch.device) -> None:
+    """Fault if the kernel is wrong, in the last of the dtypes, as far as its results and the guard zones show."""
+    areas, expected = prepare(puzzle, puzzle.dtypes[-1], sizes, device)
+    launch(puzzle, areas, blocks)
+    for area in areas:
+        if area.changed_outside():
+            raise Fault("writes out of bounds", f"beside {area.title()} ({described(sizes)})")
+    check_written({area: area.untouched() for area in areas if area.output})
+    _, text = difference(puzzle, areas, expected)
+    if text:
+        kind = "reads out of bounds, or computes NaN" if " is nan and " in text else "wrong on this device"
+        raise Fault(kind, f"{text} ({described(sizes)})")
+
+
+def score(puzzle: Puzzle) -> dict:
+    """Check on the GPU, then time beside PyTorch: microseconds of both, turn by turn."""
+    check_between_guards(puzzle, puzzle.sizes[-1], puzzle.blocks, measure.DEVICE)
+    check_between_guards(puzzle, puzzle.large, {}, measure.DEVICE)
+    dtype = puzzle.dtypes[-1]
+    areas, _ = prepare(puzzle, dtype, puzzle.large, measure.DEVICE)
+    tensors = [area.tensor for area in areas]
+    inputs = [area.tensor for area in areas if not area.output]
+    times = measure.in_turns({"us": lambda: puzzle.launch(*tensors), "pytorch_us": puzzle.pytorch(*inputs)})
+    row = {"puzzle": puzzle.file.stem, "sizes": described(puzzle.large, dtype), **times}
+    if puzzle.flops:
+        return row | {"flops": puzzle.flops(**puzzle.large)}
+    return row | {"bytes": sum(tensor.nbytes for tensor in tensors)}
+
+
+def table(result: dict) -> str:
+    """What was measured, as a table. Bytes are those of inputs and outputs, each once, on both sides."""
+    lines, copy = [], result["copy"]
+    for row in result["rows"]:
+        us, pytorch = (statistics.median(row[side]) for side in ("us", "pytorch_us"))
+        work, unit = (row["flops"] / 1e6, "TFLOP/s") if "flops" in row else (row["bytes"] / 1e3, "GB/s")
+        ratios = [other / own for own, other in zip(row["us"], row["pytorch_us"], strict=True)]
+        rates = [f"{work / time:.0f} {unit}" for time in (us, pytorch)]
+        speedup = f"{statistics.median(ratios):.2f}x ({spread(ratios)})"
+        lines.append([row["puzzle"], row["sizes"], f"{us:.1f}", f"{pytorch:.1f}", *rates, speedup])
+    header = ["puzzle", "sizes", "kernel, us", "PyTorch, us", "kernel", "PyTorch", "times as fast"]
+    found = markdown_table(header, lines, text_columns=2)
+    return f"{found}\n\nA large copy in the same run: {copy['bytes'] / copy['us'] / 1e3:.0f} GB/s."
+
+
+def measured(puzzles: list[Puzzle], output: Path | None) -> int:
+    """Print the scoreboard of some puzzles, and keep it; 1 if one is not solved."""
+    if not measure.GPU:
+        raise ToolError("the scoreboard needs a GPU", status=4)
+    copy, rows = measure.timed_copy(), []
+    for puzzle in puzzles:
+        try:
+            rows.append(score(puzzle))
+        except Fault as fault:
+            print(f"{puzzle.file.stem}: {fault}", flush=True)
+        except Exception as error:  # of PyTorch's side, or out of memory
+            print(f"{puzzle.file.stem}: not timed: {explained(error, set())}", flush=True)
+    result = {"environment": measure.v3.environment(measure.DEVICE), "copy": copy, "rows": rows}
+    if rows:
+        print(table(result))
+    if output:
+        write_text(output, json.dumps(result, indent=1) + "\n")
+    return 0 if len(rows) == len(puzzles) else 1
