@@ -255,7 +255,7 @@ BLOCKS: dict[str, str] = {
     "attention_backward_short": "BLOCK_N=64,PROGRAMS=256,num_warps=4,num_stages=3",
     "attention_backward_short float32": "BLOCK_N=64,PROGRAMS=256,num_warps=4,num_stages=2",
     "attention_backward_short hip": "BLOCK_N=16,PROGRAMS=256,num_warps=4,num_stages=1",
-    "attention_backward_query": "BLOCK_M=64,BLOCK_N=32,num_warps=4,num_stages=4",
+    "attention_backward_query": "BLOCK_M=64,BLOCK_N=32,num_warps=4,num_stages=3",
     "attention_backward_query float32": "BLOCK_M=64,BLOCK_N=64,num_warps=4,num_stages=3",
     "attention_backward_query TF32": "BLOCK_M=64,BLOCK_N=64,num_warps=4,num_stages=2",
     "attention_backward_query hip": "BLOCK_M=64,BLOCK_N=32,num_warps=4,num_stages=2",
@@ -263,7 +263,7 @@ BLOCKS: dict[str, str] = {
     "attention_backward_key float32": "BLOCK_M=64,BLOCK_N=64,num_warps=4,num_stages=3",
     "attention_backward_key TF32": "BLOCK_M=32,BLOCK_N=128,num_warps=8,num_stages=3",
     "attention_backward_key hip": "BLOCK_M=32,BLOCK_N=32,num_warps=4,num_stages=1",
-    "attention_backward_bias": "BLOCK_M=64,BLOCK_N=64,PROGRAMS=432,num_warps=4,num_stages=3",
+    "attention_backward_bias": "BLOCK_M=64,BLOCK_N=64,PROGRAMS=396,num_warps=4,num_stages=3",
     "attention_backward_bias hip": "BLOCK_M=64,BLOCK_N=64,PROGRAMS=432,num_warps=4,num_stages=1",
     "triangle_project": "BLOCK_M=64,BLOCK_C=64,num_warps=4,num_stages=1",
     "triangle_project TF32": "BLOCK_M=128,BLOCK_C=64,num_warps=8,num_stages=1",
@@ -464,40 +464,17 @@ def sum_parts(parts: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     return out
 
 
-# exp2 is what the hardware computes.
-LOG2E = tl.constexpr(math.log2(math.e))
-NVIDIA = tl.constexpr(BACKEND == "cuda")
-
-
-@triton.jit
-def exp2(x):
-    """Compute 2^x in float32, 0 for what is below 2^-126 on NVIDIA's GPUs.
-
-    Their instruction needs three more beside it for such small numbers.
-    """
-    if NVIDIA:
-        return tl.inline_asm_elementwise(
-            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )  # fmt: skip
-    return tl.exp2(x)
+LOG2E = tl.constexpr(math.log2(math.e))  # exp2 is what the hardware computes
 
 
 @triton.jit
 def sigmoid(x):
     """Compute 1 / (1 + exp(-x)) in float32.
 
-    On NVIDIA's GPUs by their reciprocal, within one unit in the last place.
+    1 / a is the square of 1 / sqrt(a), an instruction; a division is six of them.
     """
-    if NVIDIA:
-        return tl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;",
-            "=f,f",
-            [1 + exp2(-x * LOG2E)],
-            dtype=tl.float32,
-            is_pure=True,
-            pack=1,
-        )
-    return tl.sigmoid(x)
+    root = tl.rsqrt(1 + tl.exp2(-x * LOG2E))
+    return root * root
 
 
 def check_shape(name: str, tensor: Tensor | None, *shape: int) -> None:
@@ -914,8 +891,8 @@ def attention_forward_kernel(
         s = scores(q, k, bias, key, N, scale, EVEN, PRECISION)  # S = scale * Q K^T + B
         # Online softmax: what was added up so far belongs to the maximum so far.
         new_row_max = tl.maximum(row_max, tl.max(s, 1) * LOG2E)  # to the base 2
-        p = exp2(s * LOG2E - new_row_max[:, None])
-        rescale = exp2(row_max - new_row_max)
+        p = tl.exp2(s * LOG2E - new_row_max[:, None])
+        rescale = tl.exp2(row_max - new_row_max)
         row_sum = row_sum * rescale + tl.sum(p, 1)
         # O += P V
         out = tl.dot(p.to(v.dtype), v, out * rescale[:, None], input_precision=PRECISION)
@@ -980,7 +957,7 @@ def attention_backward_query_kernel(
         at_bias = (b * H + head) * N * N
         bias = 0.0 if BIAS is None else load_bias(BIAS + at_bias, query, key, N, EVEN)
         s = scores(q, k, bias, key, N, scale, EVEN, PRECISION)  # S = scale * Q K^T + B
-        p = exp2(s * LOG2E - log_sum_exp[:, None])  # P
+        p = tl.exp2(s * LOG2E - log_sum_exp[:, None])  # P
         grad_p = tl.dot(grad, tl.trans(v), input_precision=PRECISION)  # dP = dO V^T
         grad_s = p * (grad_p - delta[:, None])  # dS
         grad_q = tl.dot(grad_s.to(k.dtype), k, grad_q, input_precision=PRECISION)  # dQ += dS K
@@ -1024,7 +1001,7 @@ def attention_backward_key_kernel(
         at_bias = (b * H + head) * N * N
         bias = 0.0 if BIAS_T is None else load_bias(BIAS_T + at_bias, key, query, N, EVEN)
         s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale + bias  # S^T
-        p = exp2(s * LOG2E - log_sum_exp[None, :])  # P^T
+        p = tl.exp2(s * LOG2E - log_sum_exp[None, :])  # P^T
         grad_v = tl.dot(p.to(grad.dtype), grad, grad_v, input_precision=PRECISION)  # dV += P^T dO
         grad_p = tl.dot(v, tl.trans(grad), input_precision=PRECISION)  # dP^T = V dO^T
         grad_s = p * (grad_p - delta[None, :])  # dS^T
@@ -1067,7 +1044,7 @@ def attention_backward_bias_kernel(
         log_sum_exp = tl.load(LOG_SUM_EXP + at_row + query, mask=query < N, other=0.0)
         delta = tl.load(DELTA + at_row + query, mask=query < N, other=0.0)
         s = scores(q, k, bias, key, N, scale, EVEN, PRECISION)  # S = scale * Q K^T + B
-        p = exp2(s * LOG2E - log_sum_exp[:, None])  # P
+        p = tl.exp2(s * LOG2E - log_sum_exp[:, None])  # P
         grad_p = tl.dot(grad, tl.trans(v), input_precision=PRECISION)  # dP = dO V^T
         grad_bias += p * (grad_p - delta[:, None])  # dB += dS
     at = ((g * B + b) * H + head) * N * N + query.to(tl.int64)[:, None] * N + key[None, :]
@@ -1115,7 +1092,7 @@ def attention_backward_short_kernel(
         grad = (grad_out.to(tl.float32) * gate).to(q.dtype)
         s = scores(q, k, bias, n, N, scale, EVEN, PRECISION)  # S = scale * Q K^T + B
         # A whole row is here: its own sum is more exact than a log-sum-exp that was rounded.
-        p = exp2(s * LOG2E - (tl.max(s, 1) * LOG2E)[:, None])
+        p = tl.exp2(s * LOG2E - (tl.max(s, 1) * LOG2E)[:, None])
         p /= tl.sum(p, 1)[:, None]  # P
         grad_v = tl.dot(tl.trans(p.to(grad.dtype)), grad, input_precision=PRECISION)  # dV = P^T dO
         store_rows(GRAD_QKVG + at_x + 2 * D, grad_v, n, x_n, D, BLOCK_D, N, EVEN)
@@ -1442,7 +1419,8 @@ def triangle_project_kernel(
 @triton.jit
 def triangle_output_kernel(
     X, NORM_WEIGHT, NORM_BIAS, WEIGHT, BIAS, STATISTICS,
-    PRODUCT, OUT_WEIGHT, OUT_BIAS, OUT, OUT_STATISTICS, M, eps: tl.constexpr, C: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+    PRODUCT, OUT_WEIGHT, OUT_BIAS, OUT, OUT_STATISTICS, M, eps: tl.constexpr, C: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
     WIDE: tl.constexpr, PRECISION: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     """Compute out = sigmoid(y W_g) * (LayerNorm(X) W_z), with RESIDUAL plus x; y = LayerNorm(x).
