@@ -259,6 +259,19 @@ def test_attention_with_scores_of_several_hundred(length: int):
     )  # of which rounding the scores is 1e-4
 
 
+@pytest.mark.parametrize(("tiles", "rows"), [(64, 256), (144, 384), (576, 768), (1, 3), (1000, 1)])
+def test_groups_of_rows_fill_the_last_wave(tiles: int, rows: int):
+    """No number of groups is done sooner, but for what adding up their sums takes."""
+
+    def rows_in_turn(group: int) -> int:
+        return math.ceil(tiles * math.ceil(rows / group) / 396) * group
+
+    group = v3.rows_per_program(396, tiles, rows)
+    assert 1 <= group <= rows
+    best = min(rows_in_turn(other) for other in range(1, rows + 1))
+    assert rows_in_turn(group) <= 1.15 * best + 2
+
+
 # Triangle multiplication
 
 
