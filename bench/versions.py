@@ -138,7 +138,7 @@ def one_side(name: str, side: tuple[str, list[str]], rounds: int) -> dict:
     return in_turns({name: side}, rounds)[name]
 
 
-def trunk(rounds: int, shapes: Iterable[str], clone: Path) -> Iterator[Part]:
+def trunk(rounds: int, shapes: Iterable[str], wanted: Sequence[str] | None, clone: Path) -> Iterator[Part]:
     """48 blocks in bf16, each side alone: versions, OpenFold's own blocks, compiled ones; with and without checkpoints.
 
     What is compiled is one block, which serves all: compiling 48 at once takes too long.
@@ -149,15 +149,14 @@ def trunk(rounds: int, shapes: Iterable[str], clone: Path) -> Iterator[Part]:
 
     config = importlib.import_module("tiny_openfold_v1").ModelConfig(msa_dim=256, num_heads_msa=8)
     theirs = partial(openfold_block, config=config, clone=clone)
-    kinds = {
-        "V3": ("v3", None),
-        "V2": ("v2", None),
-        "V1": ("v1", None),
-        "OpenFold": ("v1", theirs),
-        "V2 compiled": ("v2", torch.compile),
-        "OpenFold compiled": ("v1", lambda block: torch.compile(theirs(block))),
-    }
-    for shape, (kind, (version, change)), more in itertools.product(shapes, kinds.items(), ([], [CHECKPOINTED])):
+    kinds = {version.upper(): (version, None) for version in reversed(VERSIONS_OF["tiny_openfold"])}
+    kinds["OpenFold"] = "v1", theirs
+    kinds["V2 compiled"] = "v2", torch.compile
+    kinds["OpenFold compiled"] = "v1", lambda block: torch.compile(theirs(block))
+    if unknown := set(wanted or ()) - set(kinds):
+        raise ToolError(f"trunk has no side {min(unknown)}; it has {', '.join(kinds)}")
+    for shape, kind, more in itertools.product(shapes, wanted or kinds, ([], [CHECKPOINTED])):
+        version, change = kinds[kind]
         side = f"{kind}, checkpointed" if more else kind
         argv = graph_of([*TRUNKS[shape], *PRECISIONS["bf16"], "--warmup-steps", "2", *more])
         names = {"shape": shape, "precision": "bf16", "side": side}
@@ -637,6 +636,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), help="of headline and fastest")
     add("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS), help="likewise")
     add("--trunks", nargs="+", choices=TRUNKS, default=list(TRUNKS), help="sizes of trunk")
+    add("--sides", nargs="+", metavar="SIDE", help="of trunk: V1, V2, OpenFold, 'V2 compiled', ... (default: all)")
     add("--openfold", type=Path, default=Path("no clone"), metavar="CLONE", help="of OpenFold, for trunk")
     add("--modes", nargs="+", choices=MODES, default=list(MODES), help="likewise")
     add("--tables", nargs="+", choices=TABLES | SINGLE, default=list(TABLES), help="of table")
@@ -658,8 +658,8 @@ def run_suite(args: argparse.Namespace) -> int:
     elif args.suite == "untuned":
         measure_study(args.directory / "untuned.json", untuned(args.rounds), rounds=args.rounds)
     elif args.suite == "trunk":
-        rows = trunk(args.rounds, args.trunks, args.openfold)
-        measure_study(args.directory / "trunk.json", rows, rounds=args.rounds)
+        rows = trunk(args.rounds, args.trunks, args.sides, args.openfold)
+        measure_study(args.directory / "trunk.json", rows, keep=True, rounds=args.rounds)
     elif args.suite == "inference":
         measure_study(args.directory / "inference.json", inference())
     elif args.suite == "ablation":
