@@ -1588,6 +1588,7 @@ def join_processes(args: argparse.Namespace) -> None:
     """Meet the other processes; only rank 0 prints from now on."""
     if args.device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK") or 0))
+    warnings.filterwarnings("ignore", ".*(barrier|broadcast_buffers|AccumulateGrad node's stream)")
     if args.cuda_graph:  # says PyTorch; NCCL then sees no lost process
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
     try:  # without the name of a backend: NCCL (RCCL) on GPUs, and gloo on the host
@@ -1660,7 +1661,6 @@ class Trainer:
         if args.torch_compile:
             self.forward = torch.compile(self.model, mode=args.torch_compile_mode)
         if WORLD_SIZE > 1:
-            warnings.filterwarnings("ignore", ".*broadcast_buffers. is deprecated", FutureWarning)
             with torch.cuda.stream(self.stream):  # where autograd adds gradients up
                 self.forward = DistributedDataParallel(
                     self.forward, broadcast_buffers=False, gradient_as_bucket_view=True

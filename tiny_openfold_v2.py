@@ -138,9 +138,10 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     text = "residues per sample"
     add("--seq-len", type=at_least(2), default=sizes.seq_len, metavar="N", help=text)
     add("--batch-size", type=at_least(1), default=4, metavar="B", help="samples per step")
-    text = "real alignment, query first (with --structure)"
-    add("--msa", type=Path, metavar="FILE.a3m", help=text)
-    add("--structure", type=Path, metavar="FILE", help="its structure, PDB or mmCIF (with --msa)")
+    text = "real alignments, query first (with --structure); can be repeated, or a folder"
+    add("--msa", type=Path, action="append", metavar="FILE.a3m", help=text)
+    text = "their structures, PDB or mmCIF, in the same order (with --msa)"
+    add("--structure", type=Path, action="append", metavar="FILE", help=text)
 
 
 def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
@@ -154,12 +155,12 @@ def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentPar
             "--msa and --structure belong together: give both, or neither for synthetic proteins",
         )
     if args.msa:
-        protein = read_protein(args.msa, args.structure)
-        for name, found in zip(("num_seqs", "seq_len"), protein.tokens.shape, strict=True):
+        sizes = zip(*(protein.tokens.shape for protein in read_proteins(args)), strict=True)
+        for name, found in zip(("num_seqs", "seq_len"), map(max, sizes), strict=True):
             wanted = getattr(args, name)
             if wanted > found:
-                flag = f"--{name.replace('_', '-')}"
-                say("note", f"{flag} {wanted} lowered to {found}: {args.msa} has no more")
+                flag, files = f"--{name.replace('_', '-')}", ", ".join(map(str, args.msa))
+                say("note", f"{flag} {wanted} lowered to {found}: {files} has no more")
                 setattr(args, name, found)
 
 
@@ -252,6 +253,15 @@ class QKVGLinear(nn.Module):
         return q, k, v, gate + self.bias.view(self.heads, -1).to(gate.dtype)
 
 
+def without_padding(bias: Tensor, present: Tensor) -> Tensor:
+    """Set a bias [B or 1, H or 1, N or 1, N] where no key is present [B, N].
+
+    It is so low that the weight is 0, and a number in float16, too: where all keys are padding, and
+    so is the query, no NaN arises.
+    """
+    return bias.masked_fill(~present[:, None, None], -1e4)
+
+
 class GatedAttention(nn.Module):
     """Attend along one axis in several heads, with a sigmoid gate on the output.
 
@@ -273,11 +283,19 @@ class GatedAttention(nn.Module):
             self.linear_g = nn.Linear(dim, dim)
         self.linear_o = nn.Linear(dim, dim)
 
-    def attend(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def attend(
+        self,
+        x: Tensor,
+        bias: Tensor | None = None,
+        present: Tensor | None = None,
+    ) -> Tensor:
         """Let each of the R rows of x [B, R, N, C] attend to itself.
 
-        bias [B, H, N, N] is the same for all rows.
+        bias [B, H, N, N] is the same for all rows, and so is present [B, N], which is False for
+        padding, that nobody attends to.
         """
+        if present is not None:
+            bias = without_padding(x.new_zeros(1) if bias is None else bias, present)
         if self.flash_attention:
             return self.attend_flash(x, bias)
         q, k, v, gate = self.project(x.reshape(-1, x.shape[-1]))
@@ -309,7 +327,8 @@ class GatedAttention(nn.Module):
         if bias is None:  # nothing to share: every row of every sample is a batch of its own
             samples, rows = 1, samples * rows
         else:
-            x, bias = x.permute(1, 2, 0, 3), bias.flatten(0, 1)[None].contiguous()
+            bias = bias.expand(samples, self.heads, length, length).flatten(0, 1)[None]
+            x, bias = x.permute(1, 2, 0, 3), bias.contiguous()
         q, k, v, gate = self.project(x.reshape(-1, dim))  # [R x N x B, H, C / H]
         shape = (rows, length, samples * self.heads, -1)
         q, k, v = (t.view(shape).transpose(1, 2) for t in (q, k, v))
@@ -332,10 +351,13 @@ class MSARowAttentionWithPairBias(GatedAttention):
         self.layer_norm_z = nn.LayerNorm(config.pair_dim)
         self.linear_z = nn.Linear(config.pair_dim, config.num_heads_msa, bias=False)
 
-    def forward(self, msa: Tensor, pair: Tensor) -> Tensor:
-        """Compute the update of msa [B, S, N, c_m] from it and pair [B, N, N, c_z]."""
+    def forward(self, msa: Tensor, pair: Tensor, residues: Tensor | None = None) -> Tensor:
+        """Compute the update of msa [B, S, N, c_m] from it and pair [B, N, N, c_z].
+
+        residues [B, N] are False for padding.
+        """
         bias = self.linear_z(self.layer_norm_z(pair)).permute(0, 3, 1, 2)
-        return self.attend(self.layer_norm_m(msa), bias)
+        return self.attend(self.layer_norm_m(msa), bias, residues)
 
 
 class MSAColumnAttention(GatedAttention):
@@ -346,9 +368,10 @@ class MSAColumnAttention(GatedAttention):
         super().__init__(config.msa_dim, config.num_heads_msa, qkv, fusions)
         self.layer_norm_m = nn.LayerNorm(config.msa_dim)
 
-    def forward(self, msa: Tensor) -> Tensor:
-        """Compute the update of msa [B, S, N, c_m]."""
-        return self.attend(self.layer_norm_m(msa.transpose(1, 2))).transpose(1, 2)
+    def forward(self, msa: Tensor, sequences: Tensor | None = None) -> Tensor:
+        """Compute the update of msa [B, S, N, c_m]; sequences [B, S] are False for padding."""
+        msa = self.layer_norm_m(msa.transpose(1, 2))
+        return self.attend(msa, present=sequences).transpose(1, 2)
 
 
 class Transition(nn.Module):
@@ -384,12 +407,21 @@ class OuterProductMean(nn.Module):
         self.linear_2 = nn.Linear(config.msa_dim, hidden)
         self.linear_out = nn.Linear(hidden * hidden, config.pair_dim)
 
-    def forward(self, msa: Tensor) -> Tensor:
-        """Compute the update of pair [B, N, N, c_z] from msa [B, S, N, c_m]."""
-        msa = self.layer_norm(msa)
-        outer = torch.einsum("bsic,bsjd->bijcd", self.linear_1(msa), self.linear_2(msa)).flatten(3)
+    def forward(self, msa: Tensor, sequences: Tensor | None = None) -> Tensor:
+        """Compute the update of pair [B, N, N, c_z] from msa [B, S, N, c_m].
+
+        sequences [B, S] are False for padding.
+        """
+        msa, depth = self.layer_norm(msa), msa.shape[1]
+        if sequences is not None:
+            dtype = torch.promote_types(msa.dtype, torch.float32)
+            depth = sequences.sum(1, dtype=dtype)[:, None, None, None]
+        a, b = self.linear_1(msa), self.linear_2(msa)
+        if sequences is not None:
+            a = a * sequences[:, :, None, None]
+        outer = torch.einsum("bsic,bsjd->bijcd", a, b).flatten(3)
         # The bias is divided, too, as AlphaFold's code does.
-        return self.linear_out(outer) / (msa.shape[1] + 1e-3)
+        return self.linear_out(outer) / (depth + 1e-3)
 
 
 class TriangleMultiplication(nn.Module):
@@ -418,19 +450,24 @@ class TriangleMultiplication(nn.Module):
         self.linear_z = nn.Linear(dim, dim)
         self.layer_norm_out = nn.LayerNorm(dim)
 
-    def forward(self, pair: Tensor) -> Tensor:
-        """Compute the update of pair [B, N, N, c_z]."""
+    def forward(self, pair: Tensor, residues: Tensor | None = None) -> Tensor:
+        """Compute the update of pair [B, N, N, c_z]; residues [B, N] are False for padding."""
         pair = self.layer_norm_in(pair)
         if self.triangle_fusion:
             # The GEMM writes channels first: a and b then are batches of N x N matrices, which
             # nobody has to transpose.
             ab = (self.linear_ab.weight @ pair.flatten(0, 2).T).add_(self.linear_ab.bias[:, None])
             samples, length, _, dim = pair.shape
-            a, b = F.glu(ab, dim=0).view(2, dim * samples, length, length).unbind()
+            a, b = F.glu(ab, dim=0).view(2, dim, samples, length, length).unbind()
+            if residues is not None:
+                a = a * (residues[:, :, None] & residues[:, None])
+            a, b = a.flatten(0, 1), b.flatten(0, 1)
             product = self.multiply(a, b).view(dim, samples, length, length).permute(1, 2, 3, 0)
         else:
             a = torch.sigmoid(self.linear_a_g(pair)) * self.linear_a_p(pair)
             b = torch.sigmoid(self.linear_b_g(pair)) * self.linear_b_p(pair)
+            if residues is not None:
+                a = a * (residues[:, :, None] & residues[:, None])[..., None]
             product = torch.einsum(self.equation, a, b)
         return torch.sigmoid(self.linear_g(pair)) * self.linear_z(self.layer_norm_out(product))
 
@@ -469,10 +506,10 @@ class TriangleAttentionStartingNode(GatedAttention):
         self.layer_norm = nn.LayerNorm(config.pair_dim)
         self.linear = nn.Linear(config.pair_dim, config.num_heads_pair, bias=False)
 
-    def forward(self, pair: Tensor) -> Tensor:
-        """Compute the update of pair [B, N, N, c_z]."""
+    def forward(self, pair: Tensor, residues: Tensor | None = None) -> Tensor:
+        """Compute the update of pair [B, N, N, c_z]; residues [B, N] are False for padding."""
         pair = self.layer_norm(pair)
-        return self.attend(pair, self.linear(pair).permute(0, 3, 1, 2))
+        return self.attend(pair, self.linear(pair).permute(0, 3, 1, 2), residues)
 
 
 class TriangleAttentionEndingNode(TriangleAttentionStartingNode):
@@ -481,9 +518,9 @@ class TriangleAttentionEndingNode(TriangleAttentionStartingNode):
     AF2 SI, algorithm 14: attention around the starting node, on the transposed pairs.
     """
 
-    def forward(self, pair: Tensor) -> Tensor:
-        """Compute the update of pair [B, N, N, c_z]."""
-        return super().forward(pair.transpose(1, 2)).transpose(1, 2)
+    def forward(self, pair: Tensor, residues: Tensor | None = None) -> Tensor:
+        """Compute the update of pair [B, N, N, c_z]; residues [B, N] are False for padding."""
+        return super().forward(pair.transpose(1, 2), residues).transpose(1, 2)
 
 
 class EvoformerBlock(nn.Module):
@@ -501,16 +538,25 @@ class EvoformerBlock(nn.Module):
         self.tri_att_end = TriangleAttentionEndingNode(config, fusions)
         self.pair_transition = PairTransition(config.pair_dim, config.transition_factor)
 
-    def forward(self, msa: Tensor, pair: Tensor) -> tuple[Tensor, Tensor]:
-        """Update msa [B, S, N, c_m] and pair [B, N, N, c_z]."""
-        msa = msa + self.msa_att_row(msa, pair)
-        msa = msa + self.msa_att_col(msa)
+    def forward(
+        self,
+        msa: Tensor,
+        pair: Tensor,
+        sequences: Tensor | None = None,
+        residues: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Update msa [B, S, N, c_m] and pair [B, N, N, c_z].
+
+        sequences [B, S] and residues [B, N] are False for padding, which changes nothing elsewhere.
+        """
+        msa = msa + self.msa_att_row(msa, pair, residues)
+        msa = msa + self.msa_att_col(msa, sequences)
         msa = msa + self.msa_transition(msa)
-        pair = pair + self.outer_product_mean(msa)
-        pair = pair + self.tri_mul_out(pair)
-        pair = pair + self.tri_mul_in(pair)
-        pair = pair + self.tri_att_start(pair)
-        pair = pair + self.tri_att_end(pair)
+        pair = pair + self.outer_product_mean(msa, sequences)
+        pair = pair + self.tri_mul_out(pair, residues)
+        pair = pair + self.tri_mul_in(pair, residues)
+        pair = pair + self.tri_att_start(pair, residues)
+        pair = pair + self.tri_att_end(pair, residues)
         pair = pair + self.pair_transition(pair)
         return msa, pair
 
@@ -594,18 +640,21 @@ class TinyOpenFold(nn.Module):
         masked: Tensor | None = None,
         coords: Tensor | None = None,
         observed: Tensor | None = None,
+        sequences: Tensor | None = None,
+        residues: Tensor | None = None,
     ) -> Tensor | dict[str, Tensor]:
         """Predict {"masked_msa": [B, S, N, 23], "distogram": [B, N, N, 64]} from tokens [B, S, N].
 
+        Where tokens are padded, sequences [B, S] and residues [B, N] are False.
         With the targets return the loss, 0.3 x distogram + 2.0 x masked MSA (AF2 SI, section 1.9).
         """
         msa, pair = self.input_embedder(tokens)
         for block in self.blocks:
             if self.config.checkpoint_blocks:  # without random numbers: a block draws none
                 options = {"use_reentrant": False, "preserve_rng_state": False}
-                msa, pair = checkpoint(block, msa, pair, **options)
+                msa, pair = checkpoint(block, msa, pair, sequences, residues, **options)
             else:
-                msa, pair = block(msa, pair)
+                msa, pair = block(msa, pair, sequences, residues)
         outputs = {"masked_msa": self.masked_msa(msa), "distogram": self.distogram(pair)}
         if true_tokens is None:
             return outputs
@@ -665,7 +714,9 @@ class Protein:
 class ProteinBatches:
     """Crop proteins at random, from host memory, and mask 15 % of the alignment.
 
-    A batch has tokens, true_tokens and masked [B, S, N], coords [B, N, 3] and observed [B, N].
+    A batch has tokens, true_tokens and masked [B, S, N], coords [B, N, 3] and observed [B, N]. If
+    any protein is smaller than a crop, it is padded, and batches have sequences [B, S] and residues
+    [B, N], which are False for padding.
     """
 
     def __init__(
@@ -677,14 +728,17 @@ class ProteinBatches:
     ):
         self.proteins, self.device = proteins, device
         self.batch_size, self.num_seqs, self.seq_len = args.batch_size, args.num_seqs, args.seq_len
+        crop = (args.num_seqs, args.seq_len)
+        self.padded = any((np.array(p.tokens.shape) < crop).any() for p in proteins)
         self.rng = np.random.default_rng(seed)
 
     def next_batch(self) -> dict[str, Tensor]:
         chosen = self.rng.integers(len(self.proteins), size=self.batch_size)
         crops = [self._crop(self.proteins[i]) for i in chosen]
         stacked = (torch.from_numpy(np.stack(part)) for part in zip(*crops, strict=True))
-        true_tokens, coords, observed = stacked
+        true_tokens, coords, observed, sequences, residues = stacked
         masked = torch.from_numpy(self.rng.random(true_tokens.shape, dtype=np.float32) < 0.15)
+        masked &= sequences[:, :, None] & residues[:, None]
         masked[:, 0, 0] = True  # so that there is always something to predict
         batch = {
             "tokens": torch.where(masked, MASK, true_tokens),
@@ -693,15 +747,25 @@ class ProteinBatches:
             "coords": coords,
             "observed": observed,
         }
+        if self.padded:
+            batch |= {"sequences": sequences, "residues": residues}
         return {name: value.to(self.device) for name, value in batch.items()}
 
-    def _crop(self, protein: Protein) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _crop(self, protein: Protein) -> tuple[np.ndarray, ...]:
         depth, length = protein.tokens.shape
         others = 1 + self.rng.permutation(depth - 1)[: self.num_seqs - 1]
-        start = self.rng.integers(length - self.seq_len + 1)
+        start = self.rng.integers(max(0, length - self.seq_len) + 1)
         window = slice(start, start + self.seq_len)
         tokens = protein.tokens[np.concatenate(([0], others)), window].astype(np.int64)
-        return tokens, protein.coords[window], protein.observed[window]
+        depth, length = tokens.shape
+        right = (0, self.seq_len - length)
+        return (
+            np.pad(tokens, ((0, self.num_seqs - depth), right), constant_values=GAP),
+            np.pad(protein.coords[window], (right, (0, 0))),
+            np.pad(protein.observed[window], right),
+            np.arange(self.num_seqs) < depth,
+            np.arange(self.seq_len) < length,
+        )
 
 
 # Synthetic proteins: what kind of local structure a residue is in, helix, strand or loop, decides
@@ -858,7 +922,7 @@ def alignment_pairs(cigar: str) -> list[tuple[int, int]]:
 
 
 def read_protein(msa: Path, structure: Path) -> Protein:
-    """Read the protein of --msa and --structure."""
+    """Read an alignment and the structure of its query."""
     for flag, path in (("--msa", msa), ("--structure", structure)):
         # A pipe can be read only once, /dev/zero has no end.
         if path.exists() and not path.is_file():
@@ -868,15 +932,35 @@ def read_protein(msa: Path, structure: Path) -> Protein:
     return Protein(tokens, *read_structure(structure, query))
 
 
+def files_of(flag: str, paths: list[Path], *endings: str) -> list[Path]:
+    """List these files, and of folders those with one of these endings, by name."""
+    files: list[Path] = []
+    for path in paths:
+        found = sorted(file for file in path.glob("*") if file.name.endswith(endings))
+        if path.is_dir() and not found:
+            fail(f"{flag} {path}: no file in this folder ends in {' or '.join(endings)}")
+        files += found if path.is_dir() else [path]
+    return files
+
+
+def read_proteins(args: argparse.Namespace) -> list[Protein]:
+    """Read the proteins of --msa and --structure."""
+    alignments = files_of("--msa", args.msa, ".a3m")
+    structures = files_of("--structure", args.structure, ".pdb", ".cif", ".pdb.gz", ".cif.gz")
+    if len(alignments) != len(structures):
+        found = f"{len(alignments)} alignments, --structure {len(structures)} structures"
+        fail(f"--msa has {found}: they belong together in this order")
+    return [read_protein(*pair) for pair in zip(alignments, structures, strict=True)]
+
+
 def make_batches(args: argparse.Namespace, device: torch.device, seed: int) -> ProteinBatches:
     """Make the source of training batches.
 
-    They are crops of the protein of --msa and --structure, or of 64 synthetic ones.
+    They are crops of the proteins of --msa and --structure, or of 64 synthetic ones.
     """
     if args.msa:
-        proteins = [read_protein(args.msa, args.structure)]
-    else:
-        proteins = synthetic_proteins(64, args.num_seqs, args.seq_len, seed)
+        return ProteinBatches(read_proteins(args), args, device, seed)
+    proteins = synthetic_proteins(64, args.num_seqs, args.seq_len, seed)
     return ProteinBatches(proteins, args, device, seed)
 
 
@@ -1114,6 +1198,7 @@ def join_processes(args: argparse.Namespace) -> None:
     """Meet the other processes; only rank 0 prints from now on."""
     if args.device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK") or 0))
+    warnings.filterwarnings("ignore", ".*(barrier|broadcast_buffers|AccumulateGrad node's stream)")
     if args.cuda_graph:  # says PyTorch; NCCL then sees no lost process
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
     try:  # without the name of a backend: NCCL (RCCL) on GPUs, and gloo on the host
@@ -1186,7 +1271,6 @@ class Trainer:
         if args.torch_compile:
             self.forward = torch.compile(self.model, mode=args.torch_compile_mode)
         if WORLD_SIZE > 1:
-            warnings.filterwarnings("ignore", ".*broadcast_buffers. is deprecated", FutureWarning)
             with torch.cuda.stream(self.stream):  # where autograd adds gradients up
                 self.forward = DistributedDataParallel(
                     self.forward, broadcast_buffers=False, gradient_as_bucket_view=True

@@ -180,9 +180,10 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     text = "residues per sample"
     add("--seq-len", type=at_least(2), default=sizes.seq_len, metavar="N", help=text)
     add("--batch-size", type=at_least(1), default=4, metavar="B", help="samples per step")
-    text = "real alignment, query first (with --structure)"
-    add("--msa", type=Path, metavar="FILE.a3m", help=text)
-    add("--structure", type=Path, metavar="FILE", help="its structure, PDB or mmCIF (with --msa)")
+    text = "real alignments, query first (with --structure); can be repeated, or a folder"
+    add("--msa", type=Path, action="append", metavar="FILE.a3m", help=text)
+    text = "their structures, PDB or mmCIF, in the same order (with --msa)"
+    add("--structure", type=Path, action="append", metavar="FILE", help=text)
     add = parser.add_argument_group("kernels").add_argument
     text = "other block sizes or warps for one kernel, powers of two"
     text += " (an unknown name lists the kernels); can be repeated"
@@ -211,12 +212,12 @@ def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentPar
             "--msa and --structure belong together: give both, or neither for synthetic proteins",
         )
     if args.msa:
-        protein = read_protein(args.msa, args.structure)
-        for name, found in zip(("num_seqs", "seq_len"), protein.tokens.shape, strict=True):
+        sizes = zip(*(protein.tokens.shape for protein in read_proteins(args)), strict=True)
+        for name, found in zip(("num_seqs", "seq_len"), map(max, sizes), strict=True):
             wanted = getattr(args, name)
             if wanted > found:
-                flag = f"--{name.replace('_', '-')}"
-                say("note", f"{flag} {wanted} lowered to {found}: {args.msa} has no more")
+                flag, files = f"--{name.replace('_', '-')}", ", ".join(map(str, args.msa))
+                say("note", f"{flag} {wanted} lowered to {found}: {files} has no more")
                 setattr(args, name, found)
     dim = args.pair_dim
     if args.triton_triangle and (dim < 16 or dim.bit_count() != 1):
@@ -2261,6 +2262,15 @@ class QKVGLinear(nn.Module):
         return q, k, v, gate + self.bias.view(self.heads, -1).to(gate.dtype)
 
 
+def without_padding(bias: Tensor, present: Tensor) -> Tensor:
+    """Set a bias [B or 1, H or 1, N or 1, N] where no key is present [B, N].
+
+    It is so low that the weight is 0, and a number in float16, too: where all keys are padding, and
+    so is the query, no NaN arises.
+    """
+    return bias.masked_fill(~present[:, None, None], -1e4)
+
+
 class GatedAttention(nn.Module):
     """Attend along one axis in several heads, with a sigmoid gate on the output.
 
@@ -2283,12 +2293,21 @@ class GatedAttention(nn.Module):
             self.linear_g = nn.Linear(dim, dim)
         self.linear_o = Linear(dim, dim, fusions)
 
-    def attend(self, x: Tensor, bias: Tensor | None = None, columns: bool = False) -> Tensor:
+    def attend(
+        self,
+        x: Tensor,
+        bias: Tensor | None = None,
+        present: Tensor | None = None,
+        columns: bool = False,
+    ) -> Tensor:
         """Let each of the R rows of x [B, R, N, C] attend to itself.
 
-        bias [B, H, N, N] is the same for all rows. With `columns` each of the N columns attends to
-        itself, and the bias is [B, H, R, R].
+        bias [B, H, N, N] is the same for all rows, and so is present [B, N], which is False for
+        padding, that nobody attends to. With `columns` each of the N columns attends to itself, and
+        the bias is [B, H, R, R], present [B, R].
         """
+        if present is not None:
+            bias = without_padding(x.new_zeros(1) if bias is None else bias, present)
         if self.triton:
             return self.attend_triton(x, bias, columns)
         if columns:
@@ -2326,10 +2345,11 @@ class GatedAttention(nn.Module):
             parts = [F.linear(x, linear.weight) for linear in linears]
             parts = [part.unflatten(-1, (self.heads, -1)) for part in parts]
             qkvg, gate_bias = torch.stack(parts, dim=-2), self.linear_g.bias
-        if columns:
-            out = GatedAttentionFunction.apply(qkvg.transpose(1, 2), gate_bias, bias)
-            return self.linear_o(out.transpose(1, 2))
-        return self.linear_o(GatedAttentionFunction.apply(qkvg, gate_bias, bias))
+        qkvg = qkvg.transpose(1, 2) if columns else qkvg
+        if bias is not None:
+            bias = bias.expand(-1, self.heads, qkvg.shape[2], -1)
+        out = GatedAttentionFunction.apply(qkvg, gate_bias, bias)
+        return self.linear_o(out.transpose(1, 2) if columns else out)
 
     def attend_flash(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Attend as `attend` does, without scores in memory.
@@ -2342,7 +2362,8 @@ class GatedAttention(nn.Module):
         if bias is None:  # nothing to share: every row of every sample is a batch of its own
             samples, rows = 1, samples * rows
         else:
-            x, bias = x.permute(1, 2, 0, 3), bias.flatten(0, 1)[None].contiguous()
+            bias = bias.expand(samples, self.heads, length, length).flatten(0, 1)[None]
+            x, bias = x.permute(1, 2, 0, 3), bias.contiguous()
         q, k, v, gate = self.project(x.reshape(-1, dim))  # [R x N x B, H, C / H]
         shape = (rows, length, samples * self.heads, -1)
         q, k, v = (t.view(shape).transpose(1, 2) for t in (q, k, v))
@@ -2365,10 +2386,13 @@ class MSARowAttentionWithPairBias(GatedAttention):
         self.layer_norm_z = LayerNorm(config.pair_dim, fusions)
         self.linear_z = nn.Linear(config.pair_dim, config.num_heads_msa, bias=False)
 
-    def forward(self, msa: Tensor, pair: Tensor) -> Tensor:
-        """Compute the update of msa [B, S, N, c_m] from it and pair [B, N, N, c_z]."""
+    def forward(self, msa: Tensor, pair: Tensor, residues: Tensor | None = None) -> Tensor:
+        """Compute the update of msa [B, S, N, c_m] from it and pair [B, N, N, c_z].
+
+        residues [B, N] are False for padding.
+        """
         _, bias = self.layer_norm_z(pair, self.linear_z)
-        return self.attend(self.layer_norm_m(msa), bias)
+        return self.attend(self.layer_norm_m(msa), bias, residues)
 
 
 class MSAColumnAttention(GatedAttention):
@@ -2379,9 +2403,9 @@ class MSAColumnAttention(GatedAttention):
         super().__init__(config.msa_dim, config.num_heads_msa, qkv, fusions)
         self.layer_norm_m = LayerNorm(config.msa_dim, fusions)
 
-    def forward(self, msa: Tensor) -> Tensor:
-        """Compute the update of msa [B, S, N, c_m]."""
-        return self.attend(self.layer_norm_m(msa), columns=True)
+    def forward(self, msa: Tensor, sequences: Tensor | None = None) -> Tensor:
+        """Compute the update of msa [B, S, N, c_m]; sequences [B, S] are False for padding."""
+        return self.attend(self.layer_norm_m(msa), present=sequences, columns=True)
 
 
 class Transition(nn.Module):
@@ -2423,16 +2447,29 @@ class OuterProductMean(nn.Module):
         self.linear_2 = Linear(config.msa_dim, hidden, fusions)
         self.linear_out = Linear(hidden * hidden, config.pair_dim, fusions)
 
-    def forward(self, msa: Tensor) -> Tensor:
-        """Compute the update of pair [B, N, N, c_z] from msa [B, S, N, c_m]."""
-        msa = self.layer_norm(msa)
+    def forward(self, msa: Tensor, sequences: Tensor | None = None) -> Tensor:
+        """Compute the update of pair [B, N, N, c_z] from msa [B, S, N, c_m].
+
+        sequences [B, S] are False for padding.
+        """
+        msa, depth = self.layer_norm(msa), msa.shape[1]
+        if sequences is not None:
+            dtype = torch.promote_types(msa.dtype, torch.float32)
+            depth = sequences.sum(1, dtype=dtype)[:, None, None, None]
         if self.triton:
             a, b, out = self.linear_1(msa), self.linear_2(msa), self.linear_out
-            factor = 1 / (msa.shape[1] + 1e-3)
-            return OuterProductMeanFunction.apply(a, b, out.weight, out.bias, factor)
-        outer = torch.einsum("bsic,bsjd->bijcd", self.linear_1(msa), self.linear_2(msa)).flatten(3)
+            factor = 1 / (depth + 1e-3)
+            if sequences is None:
+                return OuterProductMeanFunction.apply(a, b, out.weight, out.bias, factor)
+            a = (a * sequences[:, :, None, None] * factor).to(a.dtype)
+            zero = torch.zeros_like(out.bias)
+            return OuterProductMeanFunction.apply(a, b, out.weight, zero, 1.0) + factor * out.bias
+        a, b = self.linear_1(msa), self.linear_2(msa)
+        if sequences is not None:
+            a = a * sequences[:, :, None, None]
+        outer = torch.einsum("bsic,bsjd->bijcd", a, b).flatten(3)
         # The bias is divided, too, as AlphaFold's code does.
-        return self.linear_out(outer) / (msa.shape[1] + 1e-3)
+        return self.linear_out(outer) / (depth + 1e-3)
 
 
 class TriangleMultiplication(nn.Module):
@@ -2462,23 +2499,31 @@ class TriangleMultiplication(nn.Module):
         self.linear_z = nn.Linear(dim, dim)
         self.layer_norm_out = LayerNorm(dim, fusions)
 
-    def forward(self, pair: Tensor, residual: bool = False) -> Tensor:
-        """Compute the update of pair [B, N, N, c_z], or pair + update with `residual`."""
-        if self.triton:
+    def forward(self, pair: Tensor, residues: Tensor | None = None, residual: bool = False) -> Tensor:
+        """Compute the update of pair [B, N, N, c_z], or pair + update with `residual`.
+
+        residues [B, N] are False for padding, which the kernels do not know.
+        """
+        if self.triton and residues is None:
             return self.forward_triton(pair, residual)
         if residual:
-            return pair + self.forward(pair)
+            return pair + self.forward(pair, residues)
         pair = self.layer_norm_in(pair)
         if self.triangle_fusion:
             # The GEMM writes channels first: a and b then are batches of N x N matrices, which
             # nobody has to transpose.
             ab = (self.linear_ab.weight @ pair.flatten(0, 2).T).add_(self.linear_ab.bias[:, None])
             samples, length, _, dim = pair.shape
-            a, b = F.glu(ab, dim=0).view(2, dim * samples, length, length).unbind()
+            a, b = F.glu(ab, dim=0).view(2, dim, samples, length, length).unbind()
+            if residues is not None:
+                a = a * (residues[:, :, None] & residues[:, None])
+            a, b = a.flatten(0, 1), b.flatten(0, 1)
             product = self.multiply(a, b).view(dim, samples, length, length).permute(1, 2, 3, 0)
         else:
             a = torch.sigmoid(self.linear_a_g(pair)) * self.linear_a_p(pair)
             b = torch.sigmoid(self.linear_b_g(pair)) * self.linear_b_p(pair)
+            if residues is not None:
+                a = a * (residues[:, :, None] & residues[:, None])[..., None]
             product = torch.einsum(self.equation, a, b)
         return torch.sigmoid(self.linear_g(pair)) * self.linear_z(self.layer_norm_out(product))
 
@@ -2541,10 +2586,10 @@ class TriangleAttentionStartingNode(GatedAttention):
         self.layer_norm = LayerNorm(config.pair_dim, fusions)
         self.linear = nn.Linear(config.pair_dim, config.num_heads_pair, bias=False)
 
-    def forward(self, pair: Tensor) -> Tensor:
-        """Compute the update of pair [B, N, N, c_z]."""
+    def forward(self, pair: Tensor, residues: Tensor | None = None) -> Tensor:
+        """Compute the update of pair [B, N, N, c_z]; residues [B, N] are False for padding."""
         pair, bias = self.layer_norm(pair, self.linear)
-        return self.attend(pair, bias)
+        return self.attend(pair, bias, residues)
 
 
 class TriangleAttentionEndingNode(TriangleAttentionStartingNode):
@@ -2553,10 +2598,10 @@ class TriangleAttentionEndingNode(TriangleAttentionStartingNode):
     AF2 SI, algorithm 14: attention around the starting node, on the transposed pairs.
     """
 
-    def forward(self, pair: Tensor) -> Tensor:
-        """Compute the update of pair [B, N, N, c_z]."""
+    def forward(self, pair: Tensor, residues: Tensor | None = None) -> Tensor:
+        """Compute the update of pair [B, N, N, c_z]; residues [B, N] are False for padding."""
         pair, bias = self.layer_norm(pair, self.linear, ending=True)
-        return self.attend(pair, bias, columns=True)
+        return self.attend(pair, bias, residues, columns=True)
 
 
 class CastFunction(torch.autograd.Function):
@@ -2618,21 +2663,30 @@ class EvoformerBlock(nn.Module):
                 weights[f"{name}.bias"] = module.bias
         return dict(zip(weights, CastFunction.apply(dtype, *weights.values()), strict=True))
 
-    def with_cast_weights(self, msa: Tensor, pair: Tensor) -> tuple[Tensor, Tensor]:
+    def with_cast_weights(self, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
         """Do as `forward`, all weights cast before it."""
         weights = self.cast_weights()
-        return functional_call(self, weights, (msa, pair)) if weights else self(msa, pair)
+        return functional_call(self, weights, inputs) if weights else self(*inputs)
 
-    def forward(self, msa: Tensor, pair: Tensor) -> tuple[Tensor, Tensor]:
-        """Update msa [B, S, N, c_m] and pair [B, N, N, c_z]."""
-        msa = msa + self.msa_att_row(msa, pair)
-        msa = msa + self.msa_att_col(msa)
+    def forward(
+        self,
+        msa: Tensor,
+        pair: Tensor,
+        sequences: Tensor | None = None,
+        residues: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Update msa [B, S, N, c_m] and pair [B, N, N, c_z].
+
+        sequences [B, S] and residues [B, N] are False for padding, which changes nothing elsewhere.
+        """
+        msa = msa + self.msa_att_row(msa, pair, residues)
+        msa = msa + self.msa_att_col(msa, sequences)
         msa = msa + self.msa_transition(msa)
-        pair = pair + self.outer_product_mean(msa)
-        pair = self.tri_mul_out(pair, residual=True)
-        pair = self.tri_mul_in(pair, residual=True)
-        pair = pair + self.tri_att_start(pair)
-        pair = pair + self.tri_att_end(pair)
+        pair = pair + self.outer_product_mean(msa, sequences)
+        pair = self.tri_mul_out(pair, residues, residual=True)
+        pair = self.tri_mul_in(pair, residues, residual=True)
+        pair = pair + self.tri_att_start(pair, residues)
+        pair = pair + self.tri_att_end(pair, residues)
         pair = pair + self.pair_transition(pair)
         return msa, pair
 
@@ -2716,18 +2770,21 @@ class TinyOpenFold(nn.Module):
         masked: Tensor | None = None,
         coords: Tensor | None = None,
         observed: Tensor | None = None,
+        sequences: Tensor | None = None,
+        residues: Tensor | None = None,
     ) -> Tensor | dict[str, Tensor]:
         """Predict {"masked_msa": [B, S, N, 23], "distogram": [B, N, N, 64]} from tokens [B, S, N].
 
+        Where tokens are padded, sequences [B, S] and residues [B, N] are False.
         With the targets return the loss, 0.3 x distogram + 2.0 x masked MSA (AF2 SI, section 1.9).
         """
         msa, pair = self.input_embedder(tokens)
         for block in self.blocks:
             if self.config.checkpoint_blocks:  # without random numbers: a block draws none
                 options = {"use_reentrant": False, "preserve_rng_state": False}
-                msa, pair = checkpoint(block.with_cast_weights, msa, pair, **options)
+                msa, pair = checkpoint(block.with_cast_weights, msa, pair, sequences, residues, **options)
             else:
-                msa, pair = block.with_cast_weights(msa, pair)
+                msa, pair = block.with_cast_weights(msa, pair, sequences, residues)
         outputs = {"masked_msa": self.masked_msa(msa), "distogram": self.distogram(pair)}
         if true_tokens is None:
             return outputs
@@ -2787,7 +2844,9 @@ class Protein:
 class ProteinBatches:
     """Crop proteins at random, from host memory, and mask 15 % of the alignment.
 
-    A batch has tokens, true_tokens and masked [B, S, N], coords [B, N, 3] and observed [B, N].
+    A batch has tokens, true_tokens and masked [B, S, N], coords [B, N, 3] and observed [B, N]. If
+    any protein is smaller than a crop, it is padded, and batches have sequences [B, S] and residues
+    [B, N], which are False for padding.
     """
 
     def __init__(
@@ -2799,14 +2858,17 @@ class ProteinBatches:
     ):
         self.proteins, self.device = proteins, device
         self.batch_size, self.num_seqs, self.seq_len = args.batch_size, args.num_seqs, args.seq_len
+        crop = (args.num_seqs, args.seq_len)
+        self.padded = any((np.array(p.tokens.shape) < crop).any() for p in proteins)
         self.rng = np.random.default_rng(seed)
 
     def next_batch(self) -> dict[str, Tensor]:
         chosen = self.rng.integers(len(self.proteins), size=self.batch_size)
         crops = [self._crop(self.proteins[i]) for i in chosen]
         stacked = (torch.from_numpy(np.stack(part)) for part in zip(*crops, strict=True))
-        true_tokens, coords, observed = stacked
+        true_tokens, coords, observed, sequences, residues = stacked
         masked = torch.from_numpy(self.rng.random(true_tokens.shape, dtype=np.float32) < 0.15)
+        masked &= sequences[:, :, None] & residues[:, None]
         masked[:, 0, 0] = True  # so that there is always something to predict
         batch = {
             "tokens": torch.where(masked, MASK, true_tokens),
@@ -2815,15 +2877,25 @@ class ProteinBatches:
             "coords": coords,
             "observed": observed,
         }
+        if self.padded:
+            batch |= {"sequences": sequences, "residues": residues}
         return {name: value.to(self.device) for name, value in batch.items()}
 
-    def _crop(self, protein: Protein) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _crop(self, protein: Protein) -> tuple[np.ndarray, ...]:
         depth, length = protein.tokens.shape
         others = 1 + self.rng.permutation(depth - 1)[: self.num_seqs - 1]
-        start = self.rng.integers(length - self.seq_len + 1)
+        start = self.rng.integers(max(0, length - self.seq_len) + 1)
         window = slice(start, start + self.seq_len)
         tokens = protein.tokens[np.concatenate(([0], others)), window].astype(np.int64)
-        return tokens, protein.coords[window], protein.observed[window]
+        depth, length = tokens.shape
+        right = (0, self.seq_len - length)
+        return (
+            np.pad(tokens, ((0, self.num_seqs - depth), right), constant_values=GAP),
+            np.pad(protein.coords[window], (right, (0, 0))),
+            np.pad(protein.observed[window], right),
+            np.arange(self.num_seqs) < depth,
+            np.arange(self.seq_len) < length,
+        )
 
 
 # Synthetic proteins: what kind of local structure a residue is in, helix, strand or loop, decides
@@ -2980,7 +3052,7 @@ def alignment_pairs(cigar: str) -> list[tuple[int, int]]:
 
 
 def read_protein(msa: Path, structure: Path) -> Protein:
-    """Read the protein of --msa and --structure."""
+    """Read an alignment and the structure of its query."""
     for flag, path in (("--msa", msa), ("--structure", structure)):
         # A pipe can be read only once, /dev/zero has no end.
         if path.exists() and not path.is_file():
@@ -2990,15 +3062,35 @@ def read_protein(msa: Path, structure: Path) -> Protein:
     return Protein(tokens, *read_structure(structure, query))
 
 
+def files_of(flag: str, paths: list[Path], *endings: str) -> list[Path]:
+    """List these files, and of folders those with one of these endings, by name."""
+    files: list[Path] = []
+    for path in paths:
+        found = sorted(file for file in path.glob("*") if file.name.endswith(endings))
+        if path.is_dir() and not found:
+            fail(f"{flag} {path}: no file in this folder ends in {' or '.join(endings)}")
+        files += found if path.is_dir() else [path]
+    return files
+
+
+def read_proteins(args: argparse.Namespace) -> list[Protein]:
+    """Read the proteins of --msa and --structure."""
+    alignments = files_of("--msa", args.msa, ".a3m")
+    structures = files_of("--structure", args.structure, ".pdb", ".cif", ".pdb.gz", ".cif.gz")
+    if len(alignments) != len(structures):
+        found = f"{len(alignments)} alignments, --structure {len(structures)} structures"
+        fail(f"--msa has {found}: they belong together in this order")
+    return [read_protein(*pair) for pair in zip(alignments, structures, strict=True)]
+
+
 def make_batches(args: argparse.Namespace, device: torch.device, seed: int) -> ProteinBatches:
     """Make the source of training batches.
 
-    They are crops of the protein of --msa and --structure, or of 64 synthetic ones.
+    They are crops of the proteins of --msa and --structure, or of 64 synthetic ones.
     """
     if args.msa:
-        proteins = [read_protein(args.msa, args.structure)]
-    else:
-        proteins = synthetic_proteins(64, args.num_seqs, args.seq_len, seed)
+        return ProteinBatches(read_proteins(args), args, device, seed)
+    proteins = synthetic_proteins(64, args.num_seqs, args.seq_len, seed)
     return ProteinBatches(proteins, args, device, seed)
 
 
@@ -3236,6 +3328,7 @@ def join_processes(args: argparse.Namespace) -> None:
     """Meet the other processes; only rank 0 prints from now on."""
     if args.device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK") or 0))
+    warnings.filterwarnings("ignore", ".*(barrier|broadcast_buffers|AccumulateGrad node's stream)")
     if args.cuda_graph:  # says PyTorch; NCCL then sees no lost process
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
     try:  # without the name of a backend: NCCL (RCCL) on GPUs, and gloo on the host
@@ -3308,7 +3401,6 @@ class Trainer:
         if args.torch_compile:
             self.forward = torch.compile(self.model, mode=args.torch_compile_mode)
         if WORLD_SIZE > 1:
-            warnings.filterwarnings("ignore", ".*broadcast_buffers. is deprecated", FutureWarning)
             with torch.cuda.stream(self.stream):  # where autograd adds gradients up
                 self.forward = DistributedDataParallel(
                     self.forward, broadcast_buffers=False, gradient_as_bucket_view=True

@@ -9,6 +9,7 @@ Examples:
   python bench/versions.py headline results/DIR   all versions: sizes, precisions, eager, graph and compiled
   python bench/versions.py fastest results/DIR    TinyLlama V4 against all versions compiled, and V3, as graphs
   python bench/versions.py untuned results/DIR    the same at GPT-2 small's and TinyLlama 1.1B's sizes, in bf16
+  python bench/versions.py trunk results/DIR      48 Evoformer blocks, with and without --checkpoint-blocks
   python bench/versions.py inference results/DIR  a transformer layer of V4 in one launch, and in other ways
   python bench/versions.py ablation results/DIR   what a version adds: each alone, and all but each, against none
   python bench/versions.py memory results/DIR     peak memory of TinyLlama against the sequence length
@@ -72,6 +73,12 @@ UNTUNED = {  # sizes that no block was chosen for
     "tiny_llama, GPT-2 small": GPT_2.split(),
     "tiny_llama, 1.1B": TINY_LLAMA.split(),
 }
+CHECKPOINTED = "--checkpoint-blocks"
+TRUNK = CROP.replace("--num-blocks 1", "--num-blocks 48")
+TRUNKS = {  # sequences and residues of AlphaFold 2's training, and of its fine-tuning
+    "128 x 256": TRUNK.split(),
+    "512 x 384": [*TRUNK.split(), "--num-seqs", "512", "--seq-len", "384"],
+}
 MODELS = {"tiny_openfold": [], "tiny_llama": ["--seq-len", "128"]}  # the sizes of the ablation
 VERSIONS = ("v1", "v2", "v3")
 VERSIONS_OF = {"tiny_llama": (*VERSIONS, "v4"), "tiny_openfold": VERSIONS}
@@ -129,6 +136,49 @@ def untuned(rounds: int) -> Iterator[Part]:
 def one_side(name: str, side: tuple[str, list[str]], rounds: int) -> dict:
     """Turns of a side alone."""
     return in_turns({name: side}, rounds)[name]
+
+
+def trunk(rounds: int, shapes: Iterable[str], wanted: Sequence[str] | None, clone: Path) -> Iterator[Part]:
+    """48 blocks in bf16, each side alone: versions, OpenFold's own blocks, compiled ones; with and without checkpoints.
+
+    What is compiled is one block, which serves all: compiling 48 at once takes too long.
+    """
+    import torch
+
+    from workshop.baselines import openfold_block
+
+    config = importlib.import_module("tiny_openfold_v1").ModelConfig(msa_dim=256, num_heads_msa=8)
+    theirs = partial(openfold_block, config=config, clone=clone)
+    kinds = {version.upper(): (version, None) for version in reversed(VERSIONS_OF["tiny_openfold"])}
+    kinds["OpenFold"] = "v1", theirs
+    kinds["V2 compiled"] = "v2", torch.compile
+    kinds["OpenFold compiled"] = "v1", lambda block: torch.compile(theirs(block))
+    if unknown := set(wanted or ()) - set(kinds):
+        raise ToolError(f"trunk has no side {min(unknown)}; it has {', '.join(kinds)}")
+    for shape, kind, more in itertools.product(shapes, wanted or kinds, ([], [CHECKPOINTED])):
+        version, change = kinds[kind]
+        side = f"{kind}, checkpointed" if more else kind
+        argv = graph_of([*TRUNKS[shape], *PRECISIONS["bf16"], "--warmup-steps", "2", *more])
+        names = {"shape": shape, "precision": "bf16", "side": side}
+        yield names, partial(with_blocks, change, side, (f"tiny_openfold_{version}", argv), rounds)
+
+
+def with_blocks(change: Callable | None, name: str, side: tuple[str, list[str]], rounds: int) -> dict:
+    """Turns of a side alone, with what `change` makes of each of its blocks."""
+    module = importlib.import_module(side[0])
+    build = module.build_model
+
+    def build_changed(*args: object) -> object:
+        model = build(*args)
+        for number, block in enumerate(model.blocks):
+            model.blocks[number] = change(block)
+        return model
+
+    module.build_model = build_changed if change else build
+    try:
+        return one_side(name, side, rounds)
+    finally:
+        module.build_model = build
 
 
 def inference() -> Iterator[Part]:
@@ -473,6 +523,22 @@ def untuned_table(directory: Path) -> str:
     return markdown_table([*header, *(f"{name}, MB" for name in names)], lines) if lines else ""
 
 
+def trunk_table(directory: Path) -> str:
+    """Milliseconds per step and peak memory of each side, with the activations of all blocks and of one at a time."""
+    rows = read_rows(directory / "trunk.json", ("shape", "side"))
+    lines = []
+    for (shape,), sides in by_side(rows, "shape").items():
+        for kind in sides:
+            if kind.endswith("checkpointed"):
+                continue
+            both = [sides.get(name, {}) for name in (kind, f"{kind}, checkpointed")]
+            lines.append([f"{shape}, {kind}"])
+            for key, digits in (("batch_ms", ".0f"), ("peak_mb", ".0f")):
+                lines[-1] += [NOT_FINISHED.get(side.get("status")) or cell(side.get(key), digits) for side in both]
+    header = ["48 blocks, bf16", "ms", "ms, checkpointed", "MB", "MB, checkpointed"]
+    return markdown_table(header, lines) if lines else ""
+
+
 def inference_table(directory: Path) -> str:
     """Microseconds of a layer in each way, and how many kernels these are."""
     lines, header = [], []
@@ -519,6 +585,7 @@ TABLES: dict[str, Callable[[Path], list[str]]] = {
     "inference": lambda directory: [inference_table(directory)],
     "fastest": lambda directory: [fastest_table(directory), ablation_table(directory, "tiny_llama_v4")],
     "untuned": lambda directory: [untuned_table(directory)],
+    "trunk": lambda directory: [trunk_table(directory)],
     "share": lambda directory: [share_table(directory)],
     "memory": lambda directory: [memory_table(directory)],
     "counts": lambda directory: [counts_table(directory)],
@@ -550,6 +617,7 @@ def build_parser() -> argparse.ArgumentParser:
         "headline",
         "fastest",
         "untuned",
+        "trunk",
         "inference",
         "ablation",
         "memory",
@@ -567,6 +635,9 @@ def build_parser() -> argparse.ArgumentParser:
     add("--versions", nargs="+", choices=(*VERSIONS[1:], "v4"), default=list(VERSIONS[1:]), help="of ablation")
     add("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), help="of headline and fastest")
     add("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS), help="likewise")
+    add("--trunks", nargs="+", choices=TRUNKS, default=list(TRUNKS), help="sizes of trunk")
+    add("--sides", nargs="+", metavar="SIDE", help="of trunk: V1, V2, OpenFold, 'V2 compiled', ... (default: all)")
+    add("--openfold", type=Path, default=Path("no clone"), metavar="CLONE", help="of OpenFold, for trunk")
     add("--modes", nargs="+", choices=MODES, default=list(MODES), help="likewise")
     add("--tables", nargs="+", choices=TABLES | SINGLE, default=list(TABLES), help="of table")
     return parser
@@ -586,6 +657,9 @@ def run_suite(args: argparse.Namespace) -> int:
         measure_study(args.directory / "fastest.json", rows, rounds=args.rounds)
     elif args.suite == "untuned":
         measure_study(args.directory / "untuned.json", untuned(args.rounds), rounds=args.rounds)
+    elif args.suite == "trunk":
+        rows = trunk(args.rounds, args.trunks, args.sides, args.openfold)
+        measure_study(args.directory / "trunk.json", rows, keep=True, rounds=args.rounds)
     elif args.suite == "inference":
         measure_study(args.directory / "inference.json", inference())
     elif args.suite == "ablation":

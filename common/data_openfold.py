@@ -13,7 +13,9 @@ class Protein:
 class ProteinBatches:
     """Crop proteins at random, from host memory, and mask 15 % of the alignment.
 
-    A batch has tokens, true_tokens and masked [B, S, N], coords [B, N, 3] and observed [B, N].
+    A batch has tokens, true_tokens and masked [B, S, N], coords [B, N, 3] and observed [B, N]. If
+    any protein is smaller than a crop, it is padded, and batches have sequences [B, S] and residues
+    [B, N], which are False for padding.
     """
 
     def __init__(
@@ -25,14 +27,17 @@ class ProteinBatches:
     ):
         self.proteins, self.device = proteins, device
         self.batch_size, self.num_seqs, self.seq_len = args.batch_size, args.num_seqs, args.seq_len
+        crop = (args.num_seqs, args.seq_len)
+        self.padded = any((np.array(p.tokens.shape) < crop).any() for p in proteins)
         self.rng = np.random.default_rng(seed)
 
     def next_batch(self) -> dict[str, Tensor]:
         chosen = self.rng.integers(len(self.proteins), size=self.batch_size)
         crops = [self._crop(self.proteins[i]) for i in chosen]
         stacked = (torch.from_numpy(np.stack(part)) for part in zip(*crops, strict=True))
-        true_tokens, coords, observed = stacked
+        true_tokens, coords, observed, sequences, residues = stacked
         masked = torch.from_numpy(self.rng.random(true_tokens.shape, dtype=np.float32) < 0.15)
+        masked &= sequences[:, :, None] & residues[:, None]
         masked[:, 0, 0] = True  # so that there is always something to predict
         batch = {
             "tokens": torch.where(masked, MASK, true_tokens),
@@ -41,15 +46,25 @@ class ProteinBatches:
             "coords": coords,
             "observed": observed,
         }
+        if self.padded:
+            batch |= {"sequences": sequences, "residues": residues}
         return {name: value.to(self.device) for name, value in batch.items()}
 
-    def _crop(self, protein: Protein) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _crop(self, protein: Protein) -> tuple[np.ndarray, ...]:
         depth, length = protein.tokens.shape
         others = 1 + self.rng.permutation(depth - 1)[: self.num_seqs - 1]
-        start = self.rng.integers(length - self.seq_len + 1)
+        start = self.rng.integers(max(0, length - self.seq_len) + 1)
         window = slice(start, start + self.seq_len)
         tokens = protein.tokens[np.concatenate(([0], others)), window].astype(np.int64)
-        return tokens, protein.coords[window], protein.observed[window]
+        depth, length = tokens.shape
+        right = (0, self.seq_len - length)
+        return (
+            np.pad(tokens, ((0, self.num_seqs - depth), right), constant_values=GAP),
+            np.pad(protein.coords[window], (right, (0, 0))),
+            np.pad(protein.observed[window], right),
+            np.arange(self.num_seqs) < depth,
+            np.arange(self.seq_len) < length,
+        )
 
 
 # Synthetic proteins: what kind of local structure a residue is in, helix, strand or loop, decides
@@ -206,7 +221,7 @@ def alignment_pairs(cigar: str) -> list[tuple[int, int]]:
 
 
 def read_protein(msa: Path, structure: Path) -> Protein:
-    """Read the protein of --msa and --structure."""
+    """Read an alignment and the structure of its query."""
     for flag, path in (("--msa", msa), ("--structure", structure)):
         # A pipe can be read only once, /dev/zero has no end.
         if path.exists() and not path.is_file():
@@ -216,13 +231,33 @@ def read_protein(msa: Path, structure: Path) -> Protein:
     return Protein(tokens, *read_structure(structure, query))
 
 
+def files_of(flag: str, paths: list[Path], *endings: str) -> list[Path]:
+    """List these files, and of folders those with one of these endings, by name."""
+    files: list[Path] = []
+    for path in paths:
+        found = sorted(file for file in path.glob("*") if file.name.endswith(endings))
+        if path.is_dir() and not found:
+            fail(f"{flag} {path}: no file in this folder ends in {' or '.join(endings)}")
+        files += found if path.is_dir() else [path]
+    return files
+
+
+def read_proteins(args: argparse.Namespace) -> list[Protein]:
+    """Read the proteins of --msa and --structure."""
+    alignments = files_of("--msa", args.msa, ".a3m")
+    structures = files_of("--structure", args.structure, ".pdb", ".cif", ".pdb.gz", ".cif.gz")
+    if len(alignments) != len(structures):
+        found = f"{len(alignments)} alignments, --structure {len(structures)} structures"
+        fail(f"--msa has {found}: they belong together in this order")
+    return [read_protein(*pair) for pair in zip(alignments, structures, strict=True)]
+
+
 def make_batches(args: argparse.Namespace, device: torch.device, seed: int) -> ProteinBatches:
     """Make the source of training batches.
 
-    They are crops of the protein of --msa and --structure, or of 64 synthetic ones.
+    They are crops of the proteins of --msa and --structure, or of 64 synthetic ones.
     """
     if args.msa:
-        proteins = [read_protein(args.msa, args.structure)]
-    else:
-        proteins = synthetic_proteins(64, args.num_seqs, args.seq_len, seed)
+        return ProteinBatches(read_proteins(args), args, device, seed)
+    proteins = synthetic_proteins(64, args.num_seqs, args.seq_len, seed)
     return ProteinBatches(proteins, args, device, seed)

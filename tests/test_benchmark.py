@@ -121,6 +121,37 @@ def test_untuned_sizes_have_a_row_for_each_side_also_where_memory_ends(tmp_path,
     assert (cells[4], cells[9]) == ("out of memory", "-")
 
 
+def test_the_trunk_has_a_row_for_each_version_with_and_without_checkpoints(tmp_path, monkeypatch):
+    """Where memory ends and where OpenFold is missing, too; a change of blocks is undone."""
+    sizes = "--num-blocks 1 --num-seqs 2 --seq-len 4 --msa-dim 32 --pair-dim 32 --num-heads-msa 2 --num-heads-pair 2"
+    monkeypatch.setattr(benchmark, "TRUNKS", {"2 x 4": [*sizes.split(), "--batch-size", "1"]})
+    first, third = (benchmark.importlib.import_module(f"tiny_openfold_{version}") for version in ("v1", "v3"))
+    build, start = first.build_model, first.Run.start
+
+    def room_for_one_block(run) -> None:
+        if not run.args.checkpoint_blocks:
+            raise MemoryError("no room")
+        start(run)
+
+    def no_room(run) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(first.Run, "start", room_for_one_block)
+    monkeypatch.setattr(third.Run, "start", no_room)
+    monkeypatch.setattr(torch, "compile", lambda block: torch.nn.Sequential())  # which does not take two arguments
+    assert benchmark.main(["trunk", str(tmp_path), "--rounds", "1"]) == 0
+    assert first.build_model is build
+    rows = sides_in(tmp_path / "trunk.json")
+    kinds = ("V3", "V2", "V1", "OpenFold", "V2 compiled", "OpenFold compiled")
+    assert list(rows) == [name for kind in kinds for name in (kind, f"{kind}, checkpointed")]
+    assert [rows[name]["argv"].count("--checkpoint-blocks") for name in ("V1", "V1, checkpointed")] == [0, 1]
+    assert [rows[name]["status"] for name in ("V1", "V2 compiled")] == ["oom", "failed"]
+    assert "no OpenFold in" in rows["OpenFold, checkpointed"]["error"]
+    lines = benchmark.table(tmp_path).splitlines()
+    cells = {line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]] for line in lines[2:]}
+    assert cells["2 x 4, V1"][:2] == ["out of memory", f"{rows['V1, checkpointed']['batch_ms']:.0f}"]
+
+
 def fake_results(monkeypatch, results: list[dict]) -> None:
     """Every version script ends with the next of these results in place of training."""
     monkeypatch.setattr(benchmark, "MODELS", {"tiny_llama": []})

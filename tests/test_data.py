@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, batches, run_main, words
+from conftest import ROOT, assert_one_error, batches, run_main, words
 from torch import Tensor
 
 A3M, CIF = ROOT / "examples" / "bpti.a3m", ROOT / "examples" / "bpti.cif"
@@ -257,6 +257,46 @@ def test_chain_of_the_query_is_found_among_others(tmp_path: Path):
     observed = batch["observed"][0].numpy()
     assert np.flatnonzero(~observed).tolist() == [30]
     np.testing.assert_allclose(batch["coords"][0].numpy()[observed], expected_coordinates()[observed], atol=2e-3)
+
+
+# Several proteins
+
+
+def half(folder: Path, name: str, columns: int) -> tuple[Path, Path]:
+    """The first columns of the example's first ten sequences, and their structure."""
+    rows = [row[:columns] for row in rows_of_example()[:10]]
+    msa = folder / f"{name}.a3m"
+    msa.write_text("".join(f">{i}\n{row}\n" for i, row in enumerate(rows)))
+    return msa, pdb_without(folder / f"{name}.pdb", *range(columns, 58))
+
+
+@pytest.mark.parametrize("as_folder", [False, True], ids=["files", "folder"])
+def test_proteins_smaller_than_the_crop_are_padded(as_folder: bool, tmp_path: Path):
+    msa, structure = half(tmp_path, "a", 40)
+    files = [*words("--num-seqs 20 --seq-len 50 --batch-size 8"), "--msa", str(A3M), "--structure", str(CIF)]
+    more = (tmp_path, tmp_path) if as_folder else (msa, structure)
+    source = batches(OPENFOLD, *files, "--msa", str(more[0]), "--structure", str(more[1]))
+    batch = source.next_batch()
+    small = ~batch["residues"].all(1)
+    assert 0 < small.sum() < 8, "crops of both"
+    for name, size, whole in (("sequences", 10, 20), ("residues", 40, 50)):
+        assert torch.equal(batch[name], torch.arange(whole) < torch.where(small, size, whole)[:, None]), name
+    there = batch["sequences"][:, :, None] & batch["residues"][:, None]
+    assert (batch["true_tokens"][~there] == GAP).all()
+    assert not batch["masked"][~there].any()
+    assert not batch["observed"][small][:, 40:].any()
+    np.testing.assert_allclose(batch["coords"][small][0, :40].numpy(), expected_coordinates()[:40], atol=2e-3)
+
+
+def test_a_batch_without_padding_has_no_masks():
+    assert not {"sequences", "residues"} & set(real(num_seqs=8, seq_len=20).next_batch())
+
+
+def test_an_alignment_without_a_structure_is_one_line(tmp_path: Path):
+    msa, structure = half(tmp_path, "a", 40)
+    argv = ["--msa", str(A3M), "--msa", str(msa), "--structure", str(structure)]
+    result = run_main(OPENFOLD, tmp_path, *argv)
+    assert_one_error(result, 2, "--msa has 2 alignments, --structure 1 structures")
 
 
 def test_loss_on_the_example_protein_falls(tmp_path: Path):

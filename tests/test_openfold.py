@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 
 import evoformer_reference as reference
@@ -13,6 +14,7 @@ from conftest import (
     batches,
     build,
     gradients,
+    load,
     random_state,
     relative_difference,
     run_main,
@@ -341,6 +343,47 @@ def test_loss_on_synthetic_proteins_falls(script: str, tmp_path):
     argv = ["--num-steps", "50", "--warmup-steps", "0", "--learning-rate", "2e-3", "--under-profiler"]
     curve = run_main(script, tmp_path, *argv, "--batch-size", "4").summary["loss"]["curve"]
     assert sum(curve[-5:]) / 5 < 0.8 * curve[0]
+
+
+# Padding
+
+
+def padded(batch: dict[str, Tensor], depth: int, length: int) -> dict[str, Tensor]:
+    """The same samples, this much larger: what is behind their ends is random, and may change nothing."""
+    generator = torch.Generator().manual_seed(5)
+    size, larger = batch["tokens"].shape, (len(batch["tokens"]), depth, length)
+    sequences, residues = torch.arange(depth) < size[1], torch.arange(length) < size[2]
+    shapes = {"tokens": larger, "true_tokens": larger, "masked": larger}
+    shapes |= {"coords": (size[0], length, 3), "observed": (size[0], length)}
+    found = {}
+    for name, value in batch.items():
+        found[name] = torch.randint(0, 20, shapes[name], generator=generator).to(value.dtype)
+        found[name][tuple(slice(0, n) for n in value.shape)] = value
+    found["masked"] &= sequences[:, None] & residues
+    found["observed"] &= residues
+    return found | {"sequences": sequences.expand(size[0], -1), "residues": residues.expand(size[0], -1)}
+
+
+@every_version
+def test_padding_changes_neither_loss_nor_outputs_nor_gradients(script: str, argv: list[str]):
+    quick = ["--batch-size", "1"] if script == "tiny_openfold_v3" else []
+    batch = batches(script, *SIZES, *quick).next_batch()
+    sides = []
+    for inputs in (batch, padded(batch, S + 2, N + 3)):
+        model = with_random_weights(script, *argv, *quick).to(TYPES[script])
+        inputs = {n: x.to(TYPES[script]) if x.is_floating_point() else x for n, x in inputs.items()}
+        with load(script).InFloat64() if TYPES[script] == torch.float64 else contextlib.nullcontext():
+            loss = model(**inputs)
+            with torch.no_grad():
+                outputs = model(**{n: x for n, x in inputs.items() if n not in model.TARGETS})
+        loss.backward()
+        sides.append((outputs, loss, gradients(model)))
+    (expected, loss, wanted), (found, again, same) = sides
+    limit = 100 * LIMITS[TYPES[script]]
+    assert relative_difference(again, loss) < limit
+    assert relative_difference(found["masked_msa"][:, :S, :N], expected["masked_msa"]) < limit
+    assert relative_difference(found["distogram"][:, :N, :N], expected["distogram"]) < limit
+    assert_same_gradients(same, wanted, limit)
 
 
 # Activation checkpointing
