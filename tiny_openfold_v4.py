@@ -116,6 +116,7 @@ class Fusions:
     fused_optimizer: bool = True
     packed_weights: bool = True
     transition_fusion: bool = True
+    projection_fusion: bool = True
     overlap: bool = True
 
 
@@ -135,11 +136,13 @@ FUSIONS: tuple[tuple[str, str, str], ...] = (
     ("fused-optimizer", "fused_optimizer", "AdamW as one kernel, which casts weights, too"),
     ("packed-weights", "packed_weights", "a triangle product's projections as one weight"),
     ("transition-fusion", "transition_fusion", "a transition as one kernel, forward and backward"),
+    ("projection-fusion", "projection_fusion", "norm and residual in the kernels of projections"),
     ("overlap", "overlap", "in a graph, gradients of parameters beside the backward pass"),
 )
 # Those whose kernels the first step compiles.
 TRITON_FUSIONS = tuple(name for _, name, _ in FUSIONS if name.startswith("triton"))
-TRITON_FUSIONS += ("direct_gradients", "fused_optimizer", "transition_fusion", "overlap")
+TRITON_FUSIONS += ("direct_gradients", "fused_optimizer", "transition_fusion", "projection_fusion")
+TRITON_FUSIONS += ("overlap",)
 MODES: dict[str, Callable[[argparse.Namespace], int]] = {}  # what runs in place of training
 
 
@@ -323,6 +326,14 @@ BLOCKS: dict[str, str] = {
     "transition_backward_weights float32": "BLOCK_M=32,BLOCK_N=32,PROGRAMS=528,num_warps=8",
     "transition_backward_weights hip": "BLOCK_M=32,BLOCK_N=32,PROGRAMS=528,num_warps=4",
     "transition_backward_weights hip float32": "BLOCK_M=32,BLOCK_N=16,PROGRAMS=528,num_warps=8",
+    "norm_project": "BLOCK_M=64,BLOCK_N=64,num_warps=4,num_stages=2",
+    "norm_project hip": "BLOCK_M=64,BLOCK_N=32,num_warps=4,num_stages=1",
+    "norm_project_backward": "BLOCK_M=64,BLOCK_K=64,num_warps=4,num_stages=3",
+    "norm_project_backward hip": "BLOCK_M=32,BLOCK_K=32,num_warps=4,num_stages=1",
+    "project_residual": "BLOCK_M=64,BLOCK_K=64,num_warps=4,num_stages=3",
+    "project_residual hip": "BLOCK_M=64,BLOCK_K=32,num_warps=4,num_stages=1",
+    "weight_parts": "BLOCK_M=64,BLOCK_N=64,BLOCK_K=128,PROGRAMS=264,num_warps=4,num_stages=3",
+    "weight_parts hip": "BLOCK_M=32,BLOCK_N=64,BLOCK_K=64,PROGRAMS=264,num_warps=4,num_stages=1",
     "adamw": "BLOCK=1024,PROGRAMS=1024,num_warps=4",
 }
 # --- launch
@@ -508,6 +519,56 @@ def add_up(parts: Tensor, out: Tensor) -> None:
     sum_parts_to(parts, out)
 
 
+@triton.jit
+def sum_columns(PARTS, OUT, block, parts, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Write the sum over all rows of one block of columns of PARTS [parts, width]."""
+    column = block * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([ROWS, BLOCK], tl.float32)
+    for start in range(0, parts, ROWS):
+        row = start + tl.arange(0, ROWS)
+        at = row.to(tl.int64)[:, None] * width + column[None, :]
+        inside = (row < parts)[:, None] & (column < width)[None, :]
+        total += tl.load(PARTS + at, mask=inside, other=0.0)
+    tl.store(OUT + column, tl.sum(total, 0), mask=column < width)
+
+
+@triton.jit
+def sum_two_parts_kernel(
+    PARTS_1, OUT_1, parts_1, width_1, PARTS_2, OUT_2, parts_2, width_2,
+    ROWS_1: tl.constexpr, BLOCK_1: tl.constexpr, ROWS_2: tl.constexpr, BLOCK_2: tl.constexpr,
+):  # fmt: skip
+    """Add up the rows of two matrices, as sum_parts_kernel those of one.
+
+    The first programs own BLOCK_1 columns of the first matrix each, the others BLOCK_2 of the
+    second.
+    """
+    program, programs = tl.program_id(0), tl.cdiv(width_1, BLOCK_1)
+    if program < programs:
+        sum_columns(PARTS_1, OUT_1, program, parts_1, width_1, ROWS_1, BLOCK_1)
+    else:
+        sum_columns(PARTS_2, OUT_2, program - programs, parts_2, width_2, ROWS_2, BLOCK_2)
+
+
+@partial(operator, changes=("out_1", "out_2"))
+def add_up_two(parts_1: Tensor, out_1: Tensor, parts_2: Tensor, out_2: Tensor) -> None:
+    """Write the sums of parts_1 [parts, ...] to out_1 and of parts_2 to out_2 in one launch."""
+    chosen, programs, arguments = blocks("sum_parts"), 0, {}
+    tile, most = chosen.pop("TILE"), chosen.pop("ROWS")
+    for number, parts, out in ((1, parts_1, out_1), (2, parts_2, out_2)):
+        rows = min(most, triton.next_power_of_2(len(parts)))
+        block = max(8, tile // rows)
+        programs += triton.cdiv(out.numel(), block)
+        arguments |= {
+            f"PARTS_{number}": parts,
+            f"OUT_{number}": out,
+            f"parts_{number}": len(parts),
+            f"width_{number}": out.numel(),
+            f"ROWS_{number}": rows,
+            f"BLOCK_{number}": block,
+        }
+    wrap_triton(sum_two_parts_kernel)[(programs,)](**arguments, **chosen)
+
+
 class SideStreams:
     """Share gradients and cast weights between a model and its optimizer, and overlap their work.
 
@@ -673,28 +734,33 @@ class GradientBuffer:
 
 def gradients_into_buffer(
     side: SideStreams,
-    parameters: Sequence[Tensor],
-    compute: Callable[[Tensor], None],
+    groups: Sequence[Sequence[Tensor]],
+    compute: Callable[..., None],
     *inputs: Tensor,
 ) -> tuple[Tensor, ...]:
-    """Return the gradients of parameters, which `compute` finds from these inputs.
+    """Return the gradients of groups of parameters, which `compute` finds from these inputs.
 
-    `compute` writes them side by side into the float32 tensor [elements] that it is given. That is
-    where the optimizer reads them, unless there are gradients that these are to be added to.
+    `compute` is given a float32 tensor [elements] for each group, and writes the gradients of its
+    parameters there side by side. That is where the optimizer reads them, unless there are
+    gradients that these are to be added to.
     """
+    parameters = [parameter for group in groups for parameter in group]
     known = side.buffer and all(p in side.buffer.begins for p in parameters)
-    part = side.buffer.give(parameters) if known else None
+    places = [side.buffer.give(group) if known else None for group in groups]
 
     def work() -> tuple[Tensor, ...]:
-        out = part
-        if out is None:
-            elements = sum(p.numel() for p in parameters)
-            out = torch.empty(elements, device=parameters[0].device)
-        compute(out)
-        grads = out.split([p.numel() for p in parameters])
-        return tuple(g.view_as(p) for g, p in zip(grads, parameters, strict=True))
+        grads = []
+        outs = list(places)
+        for number, group in enumerate(groups):
+            sizes = [p.numel() for p in group]
+            if outs[number] is None:
+                outs[number] = torch.empty(sum(sizes), device=group[0].device)
+            parts = outs[number].split(sizes)
+            grads += [part.view_as(p) for part, p in zip(parts, group, strict=True)]
+        compute(*outs)
+        return tuple(grads)
 
-    added = known and part is None
+    added = known and None in places
     if not side.active or added or any(p.grad is not None for p in parameters):
         return work()  # autograd may add them to others at once
     grads = side.run(work, *inputs)
@@ -726,13 +792,13 @@ def weight_gradient(
         else:
             out.copy_(grad.t() @ x)
 
-    (gradient,) = gradients_into_buffer(side, (weight,), compute, grad, x)
+    (gradient,) = gradients_into_buffer(side, ((weight,),), compute, grad, x)
     return gradient
 
 
 def bias_gradient(side: SideStreams, bias: Tensor, grad: Tensor) -> Tensor:
     """Compute the gradient of a bias [N], the sum of grad [..., N] over all rows."""
-    (gradient,) = gradients_into_buffer(side, (bias,), partial(column_sums_to, grad), grad)
+    (gradient,) = gradients_into_buffer(side, ((bias,),), partial(column_sums_to, grad), grad)
     return gradient
 
 
@@ -1061,7 +1127,7 @@ class LayerNormFunction(torch.autograd.Function):
             grads = sums[0], sums[1], None if heads is None else sums[2:]
         else:
             of = ctx.parameters[: 2 if heads is None else 3]
-            grads = *gradients_into_buffer(ctx.side, of, partial(add_up, sums), sums), None
+            grads = *gradients_into_buffer(ctx.side, (of,), partial(add_up, sums), sums), None
         return grad_x, grads[0], grads[1], None, None, grads[2], None, None
 
 
@@ -1975,13 +2041,12 @@ def triangle_backward(
     incoming: bool,
     eps: float,
     residual: bool,
-    linears: bool,
-    norms: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Compute the gradients of a triangle multiplication.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Compute the gradient of x, and what those of the parameters are made of.
 
-    They are those of x, of weight [6 C, C] and bias [6 C] in float32, and of the two norms'
-    parameters [2, C] each. Those of `linears` and `norms` are worth nothing unless asked for.
+    That is, for the projections before the product the gradient of their results [M, 5 C] and their
+    input with ones beside it [M, C + ONES], for z likewise, and for the norms before and after the
+    product parts [programs, 2, C] of the gradients of weight and bias.
     """
     positions, dim = x.numel() // x.shape[-1], x.shape[-1]
     matrices = (dim * len(x), *x.shape[1:3])
@@ -1989,10 +2054,8 @@ def triangle_backward(
     if weight.dtype == torch.float32:
         weight_t = weight_t.contiguous()  # tensor cores of an H100 read TF32 in one direction only
     wt_in, wt_out = weight_t.stride()
-    normed = weight.new_empty(positions, dim + ONES.value)
+    normed, normed_z = (weight.new_empty(positions, dim + ONES.value) for _ in range(2))
     grad_z, grad_linear = weight.new_empty(positions, dim), weight.new_empty(positions, 5 * dim)
-    grad_weight = x.new_empty(6 * dim, dim, dtype=torch.float32)
-    grad_bias = x.new_empty(6 * dim, dtype=torch.float32)
     common = {
         "X": x,
         "NORM_WEIGHT": in_weight,
@@ -2002,7 +2065,6 @@ def triangle_backward(
         "wt_in": wt_in,
         "wt_out": wt_out,
         "BIAS": bias,
-        "NORMED": normed,
         "GRAD_LINEAR": grad_linear,
         "M": positions,
         "eps": eps,
@@ -2017,14 +2079,12 @@ def triangle_backward(
         OUT_WEIGHT=out_weight,
         OUT_BIAS=out_bias,
         GRAD_PRODUCT=grad_product,
+        NORMED=normed_z,
         GRAD_Z=grad_z,
         GRAD_NORM=grad_norm_out,
         **common,
         **options,
     )
-    of_z = slice(Z.value * dim, None)
-    if linears:
-        triangle_weight_gradients(grad_z, normed, grad_weight[of_z], grad_bias[of_z])
     grad_product = grad_product.view(matrices)
     a, b = (half.view(matrices) for half in ab.chunk(2))
     grad_ab = torch.empty_like(ab)
@@ -2042,22 +2102,13 @@ def triangle_backward(
     wrap_triton(triangle_project_backward_kernel)[(programs,)](
         GRAD_AB=grad_ab,
         GRAD_OUT=grad_out if residual else None,
+        NORMED=normed,
         GRAD_X=grad_x,
         GRAD_NORM=grad_norm_in,
         **common,
         **options,
     )
-    of_others = slice(None, Z.value * dim)
-    if linears:
-        triangle_weight_gradients(
-            grad_linear,
-            normed,
-            grad_weight[of_others],
-            grad_bias[of_others],
-        )
-    if norms:
-        grad_norm_in, grad_norm_out = sum_parts(grad_norm_in), sum_parts(grad_norm_out)
-    return grad_x, grad_weight, grad_bias, grad_norm_in, grad_norm_out
+    return grad_x, grad_linear, normed, grad_z, normed_z, grad_norm_in, grad_norm_out
 
 
 def triangle_options(kernel: str, x: Tensor, weight: Tensor) -> dict[str, int | bool | str]:
@@ -2071,6 +2122,7 @@ def triangle_options(kernel: str, x: Tensor, weight: Tensor) -> dict[str, int | 
     return {**chosen, "C": dim, "WIDE": 5 * x.numel() >= 2**31, "PRECISION": precision}
 
 
+@partial(operator, changes=("grad_weight", "grad_bias"))
 def triangle_weight_gradients(
     grad: Tensor,
     normed: Tensor,
@@ -2132,23 +2184,34 @@ class TriangleMultiplicationFunction(torch.autograd.Function):
         check_shape("the projections' bias", bias, 6 * dim)
         out, ab, product = triangle_forward(x, *norms, weight, bias, incoming, eps, residual)
         ctx.save_for_backward(x, *norms, weight, bias, ab, product)
-        ctx.options, ctx.parts = (incoming, eps, residual), [len(bias) for bias in biases]
+        ctx.options, ctx.side, ctx.parameters = (incoming, eps, residual), side, parameters
         return out
 
     @staticmethod
     def backward(ctx, grad_out: Tensor):
-        norms, linears = any(ctx.needs_input_grad[6:10]), any(ctx.needs_input_grad[10:])
-        grad_x, grad_weight, grad_bias, *pairs = triangle_backward(
+        norms, linears = ctx.parameters[:4], ctx.parameters[4:]
+        grad_x, *read = triangle_backward(
             grad_out.contiguous(),
             *ctx.saved_tensors,
             *ctx.options,
-            linears,
-            norms,
         )
-        of_norms = [grad for pair in pairs for grad in pair.unbind()] if norms else 4 * [None]
-        of_linears = [*grad_weight.split(ctx.parts), *grad_bias.split(ctx.parts)]
-        of_linears = of_linears if linears else len(of_linears) * [None]
-        return grad_x, None, None, None, None, None, *of_norms, *of_linears
+        grad_linear, normed, grad_z, normed_z, *sums = read
+        dim = grad_z.shape[1]
+        of_z = Z.value * dim
+
+        def compute(out: Tensor, out_of_in: Tensor, out_of_out: Tensor) -> None:
+            weight, bias = out[: 6 * dim * dim].view(-1, dim), out[6 * dim * dim :]
+            triangle_weight_gradients(grad_z, normed_z, weight[of_z:], bias[of_z:])
+            triangle_weight_gradients(grad_linear, normed, weight[:of_z], bias[:of_z])
+            add_up_two(sums[0], out_of_in, sums[1], out_of_out)
+
+        grads = len(ctx.parameters) * [None]
+        if any(ctx.needs_input_grad[6:]):
+            groups = (linears, norms[:2], norms[2:])
+            side = ctx.side or SideStreams()
+            *of_linears, a, b, c, d = gradients_into_buffer(side, groups, compute, *read)
+            grads = [a, b, c, d, *of_linears]
+        return grad_x, None, None, None, None, None, *grads
 
 
 # Outer product mean: out_ij = (1 / S) sum_s a_si (x) b_sj. Of matrices [S, N x H] the products of
@@ -2251,10 +2314,14 @@ def outer_product_backward(
     a: Tensor,
     b: Tensor,
     factor: float,
-) -> tuple[Tensor, Tensor]:
-    """Compute the gradients of a and b from that of the result, grad [B, N, N, H x H]."""
+) -> Tensor:
+    """Compute the gradients of a and b from that of the result, grad [B, N, N, H x H].
+
+    They are side by side, [2, B, S, N, H].
+    """
     samples, depth, length, dim = a.shape
-    grad_a, grad_b = torch.empty_like(a), torch.empty_like(b)
+    grads = a.new_empty(2, *a.shape)
+    grad_a, grad_b = grads
     options = outer_product_options("outer_product_backward", a)
     tiles = triton.cdiv(length * dim, options["BLOCK_M"])
     grid = (tiles, triton.cdiv(depth, options["BLOCK_S"]), samples)
@@ -2274,7 +2341,7 @@ def outer_product_backward(
             factor=factor,
             **options,
         )
-    return grad_a, grad_b
+    return grads
 
 
 class OuterProductMeanFunction(torch.autograd.Function):
@@ -2319,6 +2386,52 @@ class OuterProductMeanFunction(torch.autograd.Function):
         if any(ctx.needs_input_grad[:2]):
             grad_a, grad_b = outer_product_backward(grad_out @ weight, a, b, ctx.factor)
         return grad_a, grad_b, grad_weight, grad_bias, None, None, None
+
+
+class OuterProductWithResidual(torch.autograd.Function):
+    """Compute pair + factor * (sum over S of a (x) b, as [B, N, N, H x H], times W^T, plus bias).
+
+    ab is [2, B, S, N, H], pair [B, N, N, C]; `cast` is W in the type of ab.
+    """
+
+    @staticmethod
+    def forward(
+        ctx,
+        ab: Tensor,
+        pair: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        cast: Tensor,
+        factor: float,
+        side: SideStreams,
+    ) -> Tensor:
+        ab, pair = ab.contiguous(), pair.contiguous()
+        _, samples, _, length, dim = ab.shape
+        check_shape("pair", pair, samples, length, length, pair.shape[-1])
+        check_shape("the projection's weight", weight, pair.shape[-1], dim * dim)
+        check_shape("the projection's bias", bias, pair.shape[-1])
+        ctx.save_for_backward(ab, cast)
+        ctx.factor, ctx.parameters, ctx.side = factor, (weight, bias), side
+        outer = outer_product_forward(*ab.unbind(), factor)
+        return project_residual(outer, cast, bias, pair, factor)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        ab, cast = ctx.saved_tensors
+        residual, grad = grad, grad.contiguous().to(ab.dtype)
+        a, b = ab.unbind()
+
+        def compute(out: Tensor) -> None:
+            outer = outer_product_forward(a, b, ctx.factor)
+            add_up(weight_parts(grad, outer, None, None, 0.0, 1, True), out)
+            out[cast.numel() :].mul_(ctx.factor)
+
+        of_weight = of_bias = None
+        if any(ctx.needs_input_grad[2:4]):
+            found = gradients_into_buffer(ctx.side, (ctx.parameters,), compute, grad, ab)
+            of_weight, of_bias = found
+        grad_ab = outer_product_backward(grad @ cast, a, b, ctx.factor)
+        return grad_ab, residual, of_weight, of_bias, None, None, None
 
 
 # Bias and ReLU between the two projections of a transition.
@@ -2692,13 +2805,460 @@ class TransitionFunction(torch.autograd.Function):
             add_up(transition_backward_weights(grad_out, *inputs, ctx.eps), out)
 
         if any(parameter.requires_grad for parameter in linears):
-            found = gradients_into_buffer(ctx.side, linears, compute, grad_out, *inputs)
+            found = gradients_into_buffer(ctx.side, (linears,), compute, grad_out, *inputs)
             grads |= dict(zip(linears, found, strict=True))
         others = (norm_weight, norm_bias, bias_2)
         if any(parameter.requires_grad for parameter in others):
             grads |= dict(zip(others, sum_parts(sums).unbind(), strict=True))
         wanted = (grads.get(parameter) for parameter in ctx.parameters)
         return grad_x, None, None, None, None, *wanted
+
+
+# A norm before a projection, y W^T + b with y = LayerNorm(x), and a residual after one,
+# x + o W^T + b, in the kernels of the projections: neither y nor an update is in memory, and no
+# kernel adds gradients of the residual stream up. The backward pass makes y again. C must be a
+# power of two.
+
+
+@triton.jit
+def norm_project_kernel(
+    X, NORM_WEIGHT, NORM_BIAS, WEIGHT, BIAS, OUT, HEADS, PAIR_BIAS, M, N,
+    eps: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr,
+    H: tl.constexpr, ENDING: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    WIDE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute out = y W^T + b from y = LayerNorm(x), and a pair bias as layer_norm_forward_kernel.
+
+    X is [M, C], WEIGHT [WIDTH, C], BIAS [WIDTH] or None, OUT [WIDTH / PART, M, PART]; WIDTH may be
+    0. PAIR_BIAS_h = sum_c y_c HEADS_hc in [B, H, N, N]. A program owns BLOCK_M rows, and goes over
+    the columns BLOCK_N at a time.
+    """
+    position = index(tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), WIDE)
+    channel = tl.arange(0, C)
+    inside = position < M
+    x, _ = normalise(load_positions(X, position, C, channel, 1, M), True, eps, C)
+    y = scale_and_shift(x, NORM_WEIGHT, NORM_BIAS, C)
+    for head in tl.static_range(H):
+        projection = tl.load(HEADS + head * C + channel)
+        at = PAIR_BIAS + pair_bias_offset(position, head, N, H, ENDING)
+        tl.store(at, tl.sum(y * projection[None, :], 1), mask=inside)
+    if WIDTH > 0:
+        rows = y.to(WEIGHT.dtype.element_ty)
+        for first in tl.range(0, WIDTH, BLOCK_N):
+            column = first + tl.arange(0, BLOCK_N)
+            weight = tl.load(WEIGHT + column[None, :] * C + channel[:, None])
+            out = tl.dot(rows, weight, input_precision=PRECISION)  # y W^T
+            if BIAS is not None:
+                out += tl.load(BIAS + column)[None, :]
+            at = OUT + index(first // PART, WIDE) * M * PART + position[:, None] * PART
+            at += (first % PART + tl.arange(0, BLOCK_N))[None, :]
+            tl.store(at, out.to(OUT.dtype.element_ty), mask=inside[:, None])
+
+
+@triton.jit
+def norm_project_backward_kernel(
+    GRAD, RESIDUAL, X, NORM_WEIGHT, NORM_BIAS, WEIGHT, HEADS, GRAD_PAIR_BIAS, GRAD_X, SUMS, M, N,
+    eps: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr,
+    H: tl.constexpr, ENDING: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    WIDE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute dx from GRAD = dout and dPAIR_BIAS, plus RESIDUAL, what x has from elsewhere.
+
+    dy = dout W + sum_h dPAIR_BIAS_h HEADS_h, then through the norm. GRAD is [WIDTH / PART, M,
+    PART]; X, RESIDUAL (or None) and GRAD_X are [M, C]. SUMS [programs, 2 + H, C] are those over the
+    program's rows for the norm's weight, its bias and HEADS. A program owns BLOCK_M rows.
+    """
+    position = index(tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), WIDE)
+    channel = tl.arange(0, C)
+    inside = (position < M)[:, None]
+    grad_y = tl.zeros([BLOCK_M, C], tl.float32)
+    if WIDTH > 0:
+        for first in tl.range(0, WIDTH, BLOCK_K):
+            column = first + tl.arange(0, BLOCK_K)
+            at = GRAD + index(first // PART, WIDE) * M * PART + position[:, None] * PART
+            at += (first % PART + tl.arange(0, BLOCK_K))[None, :]
+            grad = tl.load(at, mask=inside, other=0.0)
+            weight = tl.load(WEIGHT + column[:, None] * C + channel[None, :])
+            grad_y = tl.dot(grad, weight, grad_y, input_precision=PRECISION)  # dy += dout W
+    x, rstd = normalise(load_positions(X, position, C, channel, 1, M), True, eps, C)
+    SUMS += tl.program_id(0) * (2 + H) * C + channel
+    for head in tl.static_range(H):
+        projection = tl.load(HEADS + head * C + channel)
+        at = GRAD_PAIR_BIAS + pair_bias_offset(position, head, N, H, ENDING)
+        grad = tl.load(at, mask=position < M, other=0.0).to(tl.float32)[:, None]
+        grad_y += grad * projection[None, :]
+        y = scale_and_shift(x, NORM_WEIGHT, NORM_BIAS, C)
+        tl.store(SUMS + (2 + head) * C, tl.sum(grad * y, 0))
+    tl.store(SUMS, tl.sum(grad_y * x, 0))
+    tl.store(SUMS + C, tl.sum(grad_y, 0))
+    grad_x = norm_backward(grad_y * tl.load(NORM_WEIGHT + channel)[None, :], x, rstd, C)
+    if RESIDUAL is not None:
+        grad_x += load_positions(RESIDUAL, position, C, channel, 1, M)
+    at = GRAD_X + position[:, None] * C + channel[None, :]
+    tl.store(at, grad_x.to(GRAD_X.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def project_residual_kernel(
+    X, WEIGHT, BIAS, RESIDUAL, OUT, M, factor: tl.constexpr, C: tl.constexpr, K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute out = residual + x W^T + factor * b.
+
+    X is [M, K], WEIGHT [C, K], RESIDUAL and OUT [M, C]. A program owns BLOCK_M rows.
+    """
+    position = index(tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), WIDE)
+    channel = tl.arange(0, C)
+    inside = (position < M)[:, None]
+    out = tl.zeros([BLOCK_M, C], tl.float32)
+    for first in tl.range(0, K, BLOCK_K):
+        k = first + tl.arange(0, BLOCK_K)
+        x = tl.load(X + position[:, None] * K + k[None, :], mask=inside, other=0.0)
+        weight = tl.load(WEIGHT + channel[None, :] * K + k[:, None])
+        out = tl.dot(x, weight, out, input_precision=PRECISION)  # out += x W^T
+    out += factor * tl.load(BIAS + channel)[None, :]
+    out += load_positions(RESIDUAL, position, C, channel, 1, M)
+    at = OUT + position[:, None] * C + channel[None, :]
+    tl.store(at, out.to(OUT.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def weight_parts_kernel(
+    GRAD, X, NORM_WEIGHT, NORM_BIAS, SUMS, M, eps: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    PART: tl.constexpr, OF_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, PROGRAMS: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute dW = dout^T x, or with the norm's parameters dout^T LayerNorm(x), and db = sum dout.
+
+    GRAD is dout [N / PART, M, PART], X [M, K]; SUMS [PROGRAMS, N x K + N] are dW and, with OF_BIAS,
+    db. A program owns a tile [BLOCK_N, BLOCK_K] of the weight in one of these rows, the sum over
+    every PROGRAMS-th block of BLOCK_M rows of X. A norm needs BLOCK_K = K.
+    """
+    first = tl.program_id(0) % (N // BLOCK_N) * BLOCK_N
+    first_k = tl.program_id(0) // (N // BLOCK_N) * BLOCK_K
+    k = first_k + tl.arange(0, BLOCK_K)
+    GRAD += index(first // PART, WIDE) * M * PART + first % PART
+    grad_weight = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    grad_bias = tl.zeros([BLOCK_N], tl.float32)
+    for start in tl.range(tl.program_id(1) * BLOCK_M, M, PROGRAMS * BLOCK_M):
+        position = index(start + tl.arange(0, BLOCK_M), WIDE)
+        inside = (position < M)[:, None]
+        at = GRAD + position[:, None] * PART + tl.arange(0, BLOCK_N)[None, :]
+        grad = tl.load(at, mask=inside, other=0.0)
+        if NORM_WEIGHT is None:
+            x = tl.load(X + position[:, None] * K + k[None, :], mask=inside, other=0.0)
+        else:
+            x = load_norm(X, NORM_WEIGHT, NORM_BIAS, position, M, GRAD.dtype.element_ty, eps, K)
+        # dW += dout^T x
+        grad_weight = tl.dot(tl.trans(grad), x, grad_weight, input_precision=PRECISION)
+        if OF_BIAS:
+            grad_bias += tl.sum(grad.to(tl.float32), 0)
+    row = first + tl.arange(0, BLOCK_N)
+    SUMS += tl.program_id(1) * (N * K + N if OF_BIAS else N * K)
+    tl.store(SUMS + row[:, None] * K + k[None, :], grad_weight)
+    if OF_BIAS:
+        rows = tl.where(first_k == 0, N, 0)  # those of one tile are enough
+        tl.store(SUMS + N * K + row, grad_bias, mask=row < rows)
+
+
+def projection_options(
+    kernel: str,
+    x: Tensor,
+    dtype: torch.dtype,
+    part: int,
+) -> dict[str, int | bool | str]:
+    """Return what a kernel of a projection of x [..., C] in `dtype` is compiled for.
+
+    `part` columns lie side by side. Few rows are cut into smaller blocks, to occupy the device.
+    """
+    check_not_empty(kernel, x)
+    chosen, dim = blocks(kernel, dtype), x.shape[-1]
+    rows = x.numel() // dim
+    for size in {"BLOCK_N", "BLOCK_K"} & chosen.keys():
+        chosen[size] = min(chosen[size], part)
+    while chosen["BLOCK_M"] > 32 and rows < 128 * chosen["BLOCK_M"]:
+        chosen["BLOCK_M"] //= 2
+    chosen["num_warps"] = max(chosen["num_warps"], chosen["BLOCK_M"] * dim // 2048)
+    return {**chosen, "WIDE": 4 * x.numel() >= 2**31, "PRECISION": dot_precision(dtype)}
+
+
+@operator
+def norm_project(
+    x: Tensor,
+    norm_weight: Tensor,
+    norm_bias: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    heads: Tensor | None,
+    eps: float,
+    parts: int,
+    ending: bool,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """Project LayerNorm(x), x [..., C] -> y W^T + b and a pair bias [B, H, N, N], both in `dtype`.
+
+    The former is [..., WIDTH], or [parts, ..., WIDTH / parts]. What has no weight is empty.
+    """
+    width, count = (0 if given is None else len(given) for given in (weight, heads))
+    length = x.shape[1] if count else 1
+    part, split = max(1, width // parts), (parts,) if parts > 1 else ()
+    out = x.new_empty(*split, *x.shape[:-1], width // parts, dtype=dtype)
+    pair_bias = x.new_empty(len(x) if count else 0, count, length, length, dtype=dtype)
+    options = projection_options("norm_project", x, dtype, max(16, part))
+    rows = x.numel() // x.shape[-1]
+    wrap_triton(norm_project_kernel)[(triton.cdiv(rows, options["BLOCK_M"]),)](
+        X=x,
+        NORM_WEIGHT=norm_weight,
+        NORM_BIAS=norm_bias,
+        WEIGHT=weight,
+        BIAS=bias,
+        OUT=out,
+        HEADS=heads,
+        PAIR_BIAS=pair_bias,
+        M=rows,
+        N=length,
+        eps=eps,
+        C=x.shape[-1],
+        WIDTH=width,
+        PART=part,
+        H=count,
+        ENDING=ending,
+        **options,
+    )
+    return out, pair_bias
+
+
+@operator
+def norm_project_backward(
+    grad: Tensor | None,
+    grad_pair_bias: Tensor | None,
+    residual: Tensor | None,
+    x: Tensor,
+    norm_weight: Tensor,
+    norm_bias: Tensor,
+    weight: Tensor | None,
+    heads: Tensor | None,
+    eps: float,
+    parts: int,
+    ending: bool,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """Compute the gradient of x, plus `residual`, and parts of those of the norm and the heads.
+
+    The parts are [programs, 2 + H, C]. Without a gradient of the projection, or of the pair bias,
+    the other is all there is.
+    """
+    width = 0 if grad is None else len(weight)
+    count = 0 if grad_pair_bias is None else len(heads)
+    part = max(1, width // parts)
+    options = projection_options("norm_project_backward", x, dtype, max(16, part))
+    rows, dim = x.numel() // x.shape[-1], x.shape[-1]
+    programs = triton.cdiv(rows, options["BLOCK_M"])
+    grad_x = torch.empty_like(x)
+    sums = x.new_empty(programs, 2 + count, dim, dtype=torch.float32)
+    wrap_triton(norm_project_backward_kernel)[(programs,)](
+        GRAD=grad,
+        RESIDUAL=residual,
+        X=x,
+        NORM_WEIGHT=norm_weight,
+        NORM_BIAS=norm_bias,
+        WEIGHT=weight,
+        HEADS=heads,
+        GRAD_PAIR_BIAS=grad_pair_bias,
+        GRAD_X=grad_x,
+        SUMS=sums,
+        M=rows,
+        N=x.shape[1] if count else 1,
+        eps=eps,
+        C=dim,
+        WIDTH=width,
+        PART=part,
+        H=count,
+        ENDING=ending,
+        **options,
+    )
+    return grad_x, sums
+
+
+@operator
+def weight_parts(
+    grad: Tensor,
+    x: Tensor,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    eps: float,
+    parts: int,
+    of_bias: bool,
+) -> Tensor:
+    """Compute parts [programs, elements] of the gradients of a weight and, if asked for, its bias.
+
+    grad is [..., N] or [parts, ..., N / parts], x [..., K]; with the norm's parameters the weight
+    was multiplied by LayerNorm(x).
+    """
+    dim, rows = x.shape[-1], x.numel() // x.shape[-1]
+    part = grad.shape[-1]
+    width = parts * part
+    options = projection_options("weight_parts", x, grad.dtype, dim)
+    options["BLOCK_K"] = dim if norm_weight is not None else min(dim, options["BLOCK_K"])
+    options["BLOCK_N"] = min(part, options["BLOCK_N"])
+    tile = options["BLOCK_N"] * options["BLOCK_K"]
+    options["num_warps"] = max(4, min(8, tile // 2048))
+    tiles = width * dim // tile
+    # Each program reads several blocks of rows, or what it writes would be more than it reads.
+    most = triton.cdiv(rows, 4 * options["BLOCK_M"])
+    options["PROGRAMS"] = min(most, triton.cdiv(options["PROGRAMS"], tiles))
+    elements = width * dim + (width if of_bias else 0)
+    sums = x.new_empty(options["PROGRAMS"], elements, dtype=torch.float32)
+    wrap_triton(weight_parts_kernel)[(tiles, options["PROGRAMS"])](
+        GRAD=grad,
+        X=x,
+        NORM_WEIGHT=norm_weight,
+        NORM_BIAS=norm_bias,
+        SUMS=sums,
+        M=rows,
+        eps=eps,
+        N=width,
+        K=dim,
+        PART=part,
+        OF_BIAS=of_bias,
+        **options,
+    )
+    return sums
+
+
+@operator
+def project_residual(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    residual: Tensor,
+    factor: float,
+) -> Tensor:
+    """Compute residual + x W^T + factor * b [..., C] from x [..., K]."""
+    dim, width = weight.shape
+    options = projection_options("project_residual", residual, weight.dtype, width)
+    rows = x.numel() // width
+    out = torch.empty_like(residual)
+    wrap_triton(project_residual_kernel)[(triton.cdiv(rows, options["BLOCK_M"]),)](
+        X=x,
+        WEIGHT=weight,
+        BIAS=bias,
+        RESIDUAL=residual,
+        OUT=out,
+        M=rows,
+        factor=factor,
+        C=dim,
+        K=width,
+        **options,
+    )
+    return out
+
+
+class NormProjection(torch.autograd.Function):
+    """Compute y W^T + b with y = LayerNorm(x), and from y a pair bias; hand x [..., C] on.
+
+    What x becomes takes it from here: then its gradient comes here first, and the kernel adds it.
+    `cast` is the weight in the type of the GEMM. Weight (with the bias) and heads may be None.
+    Kept for later: x alone.
+    """
+
+    @staticmethod
+    def forward(
+        ctx,
+        x: Tensor,
+        norm_weight: Tensor,
+        norm_bias: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        heads: Tensor | None,
+        cast: Tensor | None,
+        eps: float,
+        parts: int,
+        ending: bool,
+        side: SideStreams,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        kept, dim = x.contiguous(), x.shape[-1]
+        check_shape("the norm's weight", norm_weight, dim)
+        check_shape("the norm's bias", norm_bias, dim)
+        if weight is not None:
+            check_shape("the projection's weight", weight, len(weight), dim)
+            check_shape("the projection's bias", bias, len(weight))
+        if heads is not None:
+            check_shape("pair", x, len(x), x.shape[1], x.shape[1], dim)
+            check_shape("the weight of the heads", heads, len(heads), dim)
+        ctx.save_for_backward(kept, norm_weight, norm_bias, cast, heads)
+        ctx.parameters, ctx.side = (norm_weight, norm_bias, weight, bias, heads), side
+        ctx.settings = eps, parts, ending, gemm_dtype(x) if cast is None else cast.dtype
+        out, pair_bias = norm_project(
+            kept, norm_weight, norm_bias, cast, bias, heads, *ctx.settings
+        )  # fmt: skip
+        return x.view_as(x), out, pair_bias
+
+    @staticmethod
+    def backward(ctx, residual: Tensor | None, grad: Tensor | None, grad_pair_bias: Tensor | None):
+        x, norm_weight, norm_bias, cast, heads = ctx.saved_tensors
+        eps, parts, *_ = ctx.settings
+        given = (grad, grad_pair_bias, residual)
+        given = grad, grad_pair_bias, _ = [None if g is None else g.contiguous() for g in given]
+        inputs = x, norm_weight, norm_bias, cast, heads
+        grad_x, sums = norm_project_backward(*given, *inputs, *ctx.settings)
+        *of_norm, weight, bias, of_heads = ctx.parameters
+        groups = [[*of_norm, *(() if grad_pair_bias is None else (of_heads,))]]
+        if grad is not None:
+            groups.append([weight, *(() if bias is None else (bias,))])
+
+        def compute(out: Tensor, *out_of_weight: Tensor) -> None:
+            if not out_of_weight:
+                add_up(sums, out)
+                return
+            products = weight_parts(grad, x, norm_weight, norm_bias, eps, parts, bias is not None)
+            add_up_two(sums, out, products, *out_of_weight)
+
+        grads: dict[Tensor, Tensor] = {}
+        if any(ctx.needs_input_grad[1:6]):
+            flat = [parameter for group in groups for parameter in group]
+            read = [t for t in (sums, grad, x) if t is not None]
+            found = gradients_into_buffer(ctx.side, groups, compute, *read)
+            grads = dict(zip(flat, found, strict=True))
+        wanted = (None if p is None else grads.get(p) for p in ctx.parameters)
+        return grad_x, *wanted, *5 * [None]
+
+
+class ProjectionWithResidual(torch.autograd.Function):
+    """Compute residual [..., C] + x W^T + b from x [..., K]; `cast` is W in the type of x."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        cast: Tensor,
+        side: SideStreams,
+    ) -> Tensor:
+        x, residual, dim = x.contiguous(), residual.contiguous(), residual.shape[-1]
+        check_shape("x", x, *residual.shape[:-1], x.shape[-1])
+        check_shape("the projection's weight", weight, dim, x.shape[-1])
+        check_shape("the projection's bias", bias, dim)
+        ctx.save_for_backward(x, cast)
+        ctx.parameters, ctx.side = (weight, bias), side
+        return project_residual(x, cast, bias, residual, 1.0)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        x, cast = ctx.saved_tensors
+        residual, grad = grad, grad.contiguous().to(x.dtype)
+
+        def compute(out: Tensor) -> None:
+            add_up(weight_parts(grad, x, None, None, 0.0, 1, True), out)
+
+        of_weight = of_bias = None
+        if any(ctx.needs_input_grad[2:4]):
+            found = gradients_into_buffer(ctx.side, (ctx.parameters,), compute, grad, x)
+            of_weight, of_bias = found
+        return grad @ cast, residual, of_weight, of_bias, None, None
 
 
 # The optimizer, as in tiny_llama_v4.py, but with one launch for all parameters.
@@ -3076,7 +3636,7 @@ class GatedAttention(nn.Module):
         super().__init__()
         self.heads, self.head_dim = heads, dim // heads
         self.qkv_fusion, self.flash_attention = qkv_fusion, fusions.flash_attention
-        self.triton = fusions.triton_attention
+        self.triton, self.fusions, self.side = fusions.triton_attention, fusions, side
         if qkv_fusion:
             parts = ("linear_q", "linear_k", "linear_v", "linear_g")
             self.linear_qkvg = QKVGLinear(dim, heads, fusions, side)
@@ -3136,6 +3696,37 @@ class GatedAttention(nn.Module):
             return self.linear_o(out.transpose(1, 2))
         return self.linear_o(GatedAttentionFunction.apply(qkvg, gate_bias, bias))
 
+    def fused(self, x: Tensor, *dims: int) -> bool:
+        """Return whether norms and residual of x [..., C] are computed in other kernels."""
+        ours = self.triton and self.qkv_fusion
+        return ours and projections_fit(self.fusions, x, x.shape[-1], *dims)
+
+    def attend_fused(
+        self,
+        norm: LayerNorm,
+        x: Tensor,
+        bias: Tensor | None = None,
+        heads: nn.Linear | None = None,
+        columns: bool = False,
+    ) -> Tensor:
+        """Compute x + the attention of norm(x), its norm and its residual in other kernels.
+
+        With `heads` the bias comes from the norm, too.
+        """
+        linear, linear_o, dtype = self.linear_qkvg, self.linear_o, gemm_dtype(x)
+        x, qkvg, own_bias = normed_projection(self.side, norm, x, linear, None, heads, columns)
+        bias = bias if heads is None else own_bias
+        qkvg = qkvg.unflatten(-1, (self.heads, 4, -1))
+        if columns:
+            out = GatedAttentionFunction.apply(qkvg.transpose(1, 2), linear.bias, bias)
+            out = out.transpose(1, 2)
+        else:
+            out = GatedAttentionFunction.apply(qkvg, linear.bias, bias)
+        cast = self.side.cached_cast(linear_o.weight, dtype)
+        return ProjectionWithResidual.apply(
+            out, x, linear_o.weight, linear_o.bias, cast, self.side
+        )  # fmt: skip
+
     def attend_flash(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Attend as `attend` does, without scores in memory.
 
@@ -3157,6 +3748,35 @@ class GatedAttention(nn.Module):
         return out if bias is None else out.permute(2, 0, 1, 3)
 
 
+def projections_fit(fusions: Fusions, x: Tensor, *dims: int) -> bool:
+    """Return whether norms and residuals of x go into the kernels of projections.
+
+    `dims` are the widths of which a program holds whole rows.
+    """
+    most = 512 // gemm_dtype(x).itemsize
+    fit = all(16 <= dim <= most and dim.bit_count() == 1 for dim in dims)
+    wanted = fusions.projection_fusion and fusions.triton_layer_norm
+    return wanted and fit and not torch.compiler.is_compiling()
+
+
+def normed_projection(
+    side: SideStreams,
+    norm: LayerNorm,
+    x: Tensor,
+    linear: nn.Module | None,
+    bias: Tensor | None,
+    heads: nn.Linear | None = None,
+    ending: bool = False,
+    parts: int = 1,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return x handed on, its projection behind the norm, and a pair bias; see NormProjection."""
+    weight = None if linear is None else linear.weight
+    cast = None if linear is None else side.cached_cast(weight, gemm_dtype(x))
+    heads = None if heads is None else heads.weight
+    parameters = norm.weight, norm.bias, weight, bias, heads
+    return NormProjection.apply(x, *parameters, cast, norm.eps, parts, ending, side)
+
+
 class MSARowAttentionWithPairBias(GatedAttention):
     """Let residues of a sequence attend to each other, biased by the pair representation.
 
@@ -3170,10 +3790,23 @@ class MSARowAttentionWithPairBias(GatedAttention):
         self.layer_norm_z = LayerNorm(config.pair_dim, fusions, side)
         self.linear_z = nn.Linear(config.pair_dim, config.num_heads_msa, bias=False)
 
-    def forward(self, msa: Tensor, pair: Tensor) -> Tensor:
-        """Compute the update of msa [B, S, N, c_m] from it and pair [B, N, N, c_z]."""
+    def forward(
+        self,
+        msa: Tensor,
+        pair: Tensor,
+        residual: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Compute the update of msa [B, S, N, c_m] from it and pair [B, N, N, c_z].
+
+        With `residual` return msa + update, and pair handed on.
+        """
+        if residual and self.fused(msa, pair.shape[-1]):
+            norm, heads = self.layer_norm_z, self.linear_z
+            pair, _, bias = normed_projection(self.side, norm, pair, None, None, heads)
+            return self.attend_fused(self.layer_norm_m, msa, bias), pair
         _, bias = self.layer_norm_z(pair, self.linear_z)
-        return self.attend(self.layer_norm_m(msa), bias)
+        update = self.attend(self.layer_norm_m(msa), bias)
+        return (msa + update, pair) if residual else update
 
 
 class MSAColumnAttention(GatedAttention):
@@ -3184,9 +3817,12 @@ class MSAColumnAttention(GatedAttention):
         super().__init__(config.msa_dim, config.num_heads_msa, qkv, fusions, side)
         self.layer_norm_m = LayerNorm(config.msa_dim, fusions, side)
 
-    def forward(self, msa: Tensor) -> Tensor:
-        """Compute the update of msa [B, S, N, c_m]."""
-        return self.attend(self.layer_norm_m(msa), columns=True)
+    def forward(self, msa: Tensor, residual: bool = False) -> Tensor:
+        """Compute the update of msa [B, S, N, c_m], or msa + update with `residual`."""
+        if residual and self.fused(msa):
+            return self.attend_fused(self.layer_norm_m, msa, columns=True)
+        update = self.attend(self.layer_norm_m(msa), columns=True)
+        return msa + update if residual else update
 
 
 def whole_transition_fits(dim: int, dtype: torch.dtype) -> bool:
@@ -3246,16 +3882,42 @@ class OuterProductMean(nn.Module):
         self.triton = fusions.triton_outer_product
         self.fusions, self.side = fusions, side
         self.layer_norm = LayerNorm(config.msa_dim, fusions, side)
-        self.linear_1 = Linear(config.msa_dim, hidden, fusions, side)
-        self.linear_2 = Linear(config.msa_dim, hidden, fusions, side)
+        self.packed = fusions.packed_weights and self.triton
+        if self.packed:
+            self.linears = Linear(config.msa_dim, 2 * hidden, fusions, side)
+            parts = ("linear_1", "linear_2")
+            keep_separate_names(self, "linears", parts, biased=parts)
+        else:
+            self.linear_1 = Linear(config.msa_dim, hidden, fusions, side)
+            self.linear_2 = Linear(config.msa_dim, hidden, fusions, side)
         self.linear_out = Linear(hidden * hidden, config.pair_dim, fusions, side)
 
-    def forward(self, msa: Tensor) -> Tensor:
-        """Compute the update of pair [B, N, N, c_z] from msa [B, S, N, c_m]."""
+    def forward_fused(self, msa: Tensor, pair: Tensor) -> tuple[Tensor, Tensor]:
+        """Return msa handed on, and pair + update, norm and residual in other kernels."""
+        linears, out, side = self.linears, self.linear_out, self.side
+        norm, bias = self.layer_norm, linears.bias
+        msa, ab, _ = normed_projection(side, norm, msa, linears, bias, parts=2)
+        cast, factor = side.cached_cast(out.weight, ab.dtype), 1 / (msa.shape[1] + 1e-3)
+        parameters = out.weight, out.bias, cast
+        return msa, OuterProductWithResidual.apply(ab, pair, *parameters, factor, side)
+
+    def forward(self, msa: Tensor, pair: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """Compute the update of pair [B, N, N, c_z] from msa [B, S, N, c_m].
+
+        With `pair` return msa handed on, and pair + update.
+        """
+        if pair is not None:
+            dims = msa.shape[-1], pair.shape[-1]
+            if self.packed and projections_fit(self.fusions, msa, *dims):
+                return self.forward_fused(msa, pair)
+            return msa, pair + self(msa)
         msa = self.layer_norm(msa)
         if self.triton:
-            a, b, out = self.linear_1(msa), self.linear_2(msa), self.linear_out
-            factor = 1 / (msa.shape[1] + 1e-3)
+            if self.packed:
+                a, b = self.linears(msa).chunk(2, dim=-1)
+            else:
+                a, b = self.linear_1(msa), self.linear_2(msa)
+            out, factor = self.linear_out, 1 / (msa.shape[1] + 1e-3)
             side = self.side if takes_over(self.fusions) else None
             settings = factor, self.fusions.direct_gradients, side
             return OuterProductMeanFunction.apply(a, b, out.weight, out.bias, *settings)
@@ -3373,16 +4035,22 @@ class TriangleAttentionStartingNode(GatedAttention):
     AF2 SI, algorithm 13.
     """
 
+    ending = False
+
     def __init__(self, config: ModelConfig, fusions: Fusions, side: SideStreams):
         qkv = fusions.qkv_fusion_triangle
         super().__init__(config.pair_dim, config.num_heads_pair, qkv, fusions, side)
         self.layer_norm = LayerNorm(config.pair_dim, fusions, side)
         self.linear = nn.Linear(config.pair_dim, config.num_heads_pair, bias=False)
 
-    def forward(self, pair: Tensor) -> Tensor:
-        """Compute the update of pair [B, N, N, c_z]."""
-        pair, bias = self.layer_norm(pair, self.linear)
-        return self.attend(pair, bias)
+    def forward(self, pair: Tensor, residual: bool = False) -> Tensor:
+        """Compute the update of pair [B, N, N, c_z], or pair + update with `residual`."""
+        if residual and self.fused(pair):
+            heads, columns = self.linear, self.ending
+            return self.attend_fused(self.layer_norm, pair, heads=heads, columns=columns)
+        normed, bias = self.layer_norm(pair, self.linear, ending=self.ending)
+        update = self.attend(normed, bias, columns=self.ending)
+        return pair + update if residual else update
 
 
 class TriangleAttentionEndingNode(TriangleAttentionStartingNode):
@@ -3391,10 +4059,7 @@ class TriangleAttentionEndingNode(TriangleAttentionStartingNode):
     AF2 SI, algorithm 14: attention around the starting node, on the transposed pairs.
     """
 
-    def forward(self, pair: Tensor) -> Tensor:
-        """Compute the update of pair [B, N, N, c_z]."""
-        pair, bias = self.layer_norm(pair, self.linear, ending=True)
-        return self.attend(pair, bias, columns=True)
+    ending = True
 
 
 class CastFunction(torch.autograd.Function):
@@ -3467,14 +4132,14 @@ class EvoformerBlock(nn.Module):
 
     def forward(self, msa: Tensor, pair: Tensor) -> tuple[Tensor, Tensor]:
         """Update msa [B, S, N, c_m] and pair [B, N, N, c_z]."""
-        msa = msa + self.msa_att_row(msa, pair)
-        msa = msa + self.msa_att_col(msa)
+        msa, pair = self.msa_att_row(msa, pair, residual=True)
+        msa = self.msa_att_col(msa, residual=True)
         msa = self.msa_transition(msa, residual=True)
-        pair = pair + self.outer_product_mean(msa)
+        msa, pair = self.outer_product_mean(msa, pair)
         pair = self.tri_mul_out(pair, residual=True)
         pair = self.tri_mul_in(pair, residual=True)
-        pair = pair + self.tri_att_start(pair)
-        pair = pair + self.tri_att_end(pair)
+        pair = self.tri_att_start(pair, residual=True)
+        pair = self.tri_att_end(pair, residual=True)
         pair = self.pair_transition(pair, residual=True)
         return msa, pair
 
