@@ -318,11 +318,11 @@ BLOCKS: dict[str, str] = {
     "transition_forward float32": "BLOCK_M=64,BLOCK_N=32,num_warps=8,num_stages=1",
     "transition_forward hip": "BLOCK_M=64,BLOCK_N=32,num_warps=4,num_stages=1",
     "transition_forward hip float32": "BLOCK_M=32,BLOCK_N=32,num_warps=4,num_stages=1",
-    "transition_backward_input": "BLOCK_M=64,BLOCK_N=64,num_warps=8,num_stages=2",
+    "transition_backward_input": "BLOCK_M=64,BLOCK_N=64,num_warps=4,num_stages=2",
     "transition_backward_input float32": "BLOCK_M=32,BLOCK_N=32,num_warps=8,num_stages=1",
     "transition_backward_input hip": "BLOCK_M=32,BLOCK_N=32,num_warps=4,num_stages=1",
     "transition_backward_input hip float32": "BLOCK_M=32,BLOCK_N=16,num_warps=8,num_stages=1",
-    "transition_backward_weights": "BLOCK_M=32,BLOCK_N=64,PROGRAMS=528,num_warps=8",
+    "transition_backward_weights": "BLOCK_M=64,BLOCK_N=128,PROGRAMS=132,num_warps=8",
     "transition_backward_weights float32": "BLOCK_M=32,BLOCK_N=32,PROGRAMS=528,num_warps=8",
     "transition_backward_weights hip": "BLOCK_M=32,BLOCK_N=32,PROGRAMS=528,num_warps=4",
     "transition_backward_weights hip float32": "BLOCK_M=32,BLOCK_N=16,PROGRAMS=528,num_warps=8",
@@ -2597,7 +2597,8 @@ def transition_backward_input_kernel(
     inside = (position < M)[:, None]
     dtype = WEIGHT_1.dtype.element_ty
     y = load_norm(X, NORM_WEIGHT, NORM_BIAS, position, M, dtype, eps, C)
-    grad_out = load_positions(GRAD_OUT, position, C, channel, 1, M).to(dtype)
+    at = GRAD_OUT + position[:, None] * C + channel[None, :]
+    grad_out = tl.load(at, mask=inside, other=0.0).to(dtype)
     grad_y = tl.zeros([BLOCK_M, C], tl.float32)
     for first in tl.range(0, HIDDEN, BLOCK_N):
         hidden = first + tl.arange(0, BLOCK_N)
@@ -2635,24 +2636,26 @@ def transition_backward_weights_kernel(
     hidden = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     channel = tl.arange(0, C)
     dtype = WEIGHT_1.dtype.element_ty
-    weight_1 = tl.load(WEIGHT_1 + hidden[None, :] * C + channel[:, None])  # [C, BLOCK_N]
-    weight_2 = tl.load(WEIGHT_2 + channel[:, None] * HIDDEN + hidden[None, :])  # [C, BLOCK_N]
-    bias = tl.load(BIAS_1 + hidden)[None, :]
+    # [BLOCK_N, C] both, and [BLOCK_N, BLOCK_M] what they make: so products of these, which take
+    # rows of hidden channels, read them from registers.
+    weight_1 = tl.load(WEIGHT_1 + hidden[:, None] * C + channel[None, :])
+    weight_2 = tl.load(WEIGHT_2 + channel[None, :] * HIDDEN + hidden[:, None])
+    bias = tl.load(BIAS_1 + hidden)[:, None]
     grad_weight_1 = tl.zeros([BLOCK_N, C], tl.float32)
     grad_bias_1 = tl.zeros([BLOCK_N], tl.float32)
     grad_weight_2 = tl.zeros([BLOCK_N, C], tl.float32)
     for start in range(tl.program_id(1) * BLOCK_M, M, PROGRAMS * BLOCK_M):
         position = index(start + tl.arange(0, BLOCK_M), WIDE)
         y = load_norm(X, NORM_WEIGHT, NORM_BIAS, position, M, dtype, eps, C)
-        grad_out = load_positions(GRAD_OUT, position, C, channel, 1, M).to(dtype)
-        h = tl.dot(y, weight_1, input_precision=PRECISION) + bias
-        grad_h = tl.dot(grad_out, weight_2, input_precision=PRECISION)  # dout W2
+        at = GRAD_OUT + position[:, None] * C + channel[None, :]
+        grad_out = tl.load(at, mask=(position < M)[:, None], other=0.0).to(dtype)
+        h = tl.dot(weight_1, tl.trans(y), input_precision=PRECISION) + bias
+        grad_h = tl.dot(weight_2, tl.trans(grad_out), input_precision=PRECISION)  # (dout W2)^T
         grad_h = tl.where(h > 0, grad_h, 0.0)
-        grad_bias_1 += tl.sum(grad_h, 0)
-        grad_h = tl.trans(grad_h.to(dtype))
+        grad_bias_1 += tl.sum(grad_h, 1)
         # dW1 += dh^T y
-        grad_weight_1 = tl.dot(grad_h, y, grad_weight_1, input_precision=PRECISION)
-        h = tl.trans(tl.maximum(h, 0.0).to(dtype))
+        grad_weight_1 = tl.dot(grad_h.to(dtype), y, grad_weight_1, input_precision=PRECISION)
+        h = tl.maximum(h, 0.0).to(dtype)
         # dW2^T += relu(h)^T dout
         grad_weight_2 = tl.dot(h, grad_out, grad_weight_2, input_precision=PRECISION)
     SUMS += tl.program_id(1) * (2 * HIDDEN * C + HIDDEN)
@@ -2821,11 +2824,19 @@ class TransitionFunction(torch.autograd.Function):
 
 
 @triton.jit
+def load_heads(HEADS, H: tl.constexpr, BLOCK_H: tl.constexpr, C: tl.constexpr):
+    """Load the projections [BLOCK_H, C] of H heads, zeros beyond the last."""
+    head, channel = tl.arange(0, BLOCK_H), tl.arange(0, C)
+    at = HEADS + head[:, None] * C + channel[None, :]
+    return tl.load(at, mask=(head < H)[:, None], other=0.0)
+
+
+@triton.jit
 def norm_project_kernel(
     X, NORM_WEIGHT, NORM_BIAS, WEIGHT, BIAS, OUT, HEADS, PAIR_BIAS, M, N,
     eps: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr,
-    H: tl.constexpr, ENDING: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    H: tl.constexpr, BLOCK_H: tl.constexpr, ENDING: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute out = y W^T + b from y = LayerNorm(x), and a pair bias as layer_norm_forward_kernel.
 
@@ -2837,17 +2848,18 @@ def norm_project_kernel(
     channel = tl.arange(0, C)
     inside = position < M
     x, _ = normalise(load_positions(X, position, C, channel, 1, M), True, eps, C)
-    y = scale_and_shift(x, NORM_WEIGHT, NORM_BIAS, C)
-    for head in tl.static_range(H):
-        projection = tl.load(HEADS + head * C + channel)
-        at = PAIR_BIAS + pair_bias_offset(position, head, N, H, ENDING)
-        tl.store(at, tl.sum(y * projection[None, :], 1), mask=inside)
+    y = scale_and_shift(x, NORM_WEIGHT, NORM_BIAS, C).to(OUT.dtype.element_ty)
+    if H > 0:
+        head = tl.arange(0, BLOCK_H)
+        projection = load_heads(HEADS, H, BLOCK_H, C).to(y.dtype)
+        pair_bias = tl.dot(y, tl.trans(projection), input_precision=PRECISION)  # y HEADS^T
+        to = PAIR_BIAS + pair_bias_offset(position[:, None], head[None, :], N, H, ENDING)
+        tl.store(to, pair_bias.to(y.dtype), mask=inside[:, None] & (head < H)[None, :])
     if WIDTH > 0:
-        rows = y.to(WEIGHT.dtype.element_ty)
         for first in tl.range(0, WIDTH, BLOCK_N):
             column = first + tl.arange(0, BLOCK_N)
             weight = tl.load(WEIGHT + column[None, :] * C + channel[:, None])
-            out = tl.dot(rows, weight, input_precision=PRECISION)  # y W^T
+            out = tl.dot(y, weight, input_precision=PRECISION)  # y W^T
             if BIAS is not None:
                 out += tl.load(BIAS + column)[None, :]
             at = OUT + index(first // PART, WIDE) * M * PART + position[:, None] * PART
@@ -2859,8 +2871,8 @@ def norm_project_kernel(
 def norm_project_backward_kernel(
     GRAD, RESIDUAL, X, NORM_WEIGHT, NORM_BIAS, WEIGHT, HEADS, GRAD_PAIR_BIAS, GRAD_X, SUMS, M, N,
     eps: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr,
-    H: tl.constexpr, ENDING: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
-    WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    H: tl.constexpr, BLOCK_H: tl.constexpr, ENDING: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute dx from GRAD = dout and dPAIR_BIAS, plus RESIDUAL, what x has from elsewhere.
 
@@ -2882,13 +2894,17 @@ def norm_project_backward_kernel(
             grad_y = tl.dot(grad, weight, grad_y, input_precision=PRECISION)  # dy += dout W
     x, rstd = normalise(load_positions(X, position, C, channel, 1, M), True, eps, C)
     SUMS += tl.program_id(0) * (2 + H) * C + channel
-    for head in tl.static_range(H):
-        projection = tl.load(HEADS + head * C + channel)
-        at = GRAD_PAIR_BIAS + pair_bias_offset(position, head, N, H, ENDING)
-        grad = tl.load(at, mask=position < M, other=0.0).to(tl.float32)[:, None]
-        grad_y += grad * projection[None, :]
-        y = scale_and_shift(x, NORM_WEIGHT, NORM_BIAS, C)
-        tl.store(SUMS + (2 + head) * C, tl.sum(grad * y, 0))
+    if H > 0:
+        head = tl.arange(0, BLOCK_H)
+        to = GRAD_PAIR_BIAS + pair_bias_offset(position[:, None], head[None, :], N, H, ENDING)
+        bias = tl.load(to, mask=inside & (head < H)[None, :], other=0.0)
+        projection = load_heads(HEADS, H, BLOCK_H, C).to(bias.dtype)
+        # dy += dPAIR_BIAS HEADS
+        grad_y = tl.dot(bias, projection, grad_y, input_precision=PRECISION)
+        y = scale_and_shift(x, NORM_WEIGHT, NORM_BIAS, C).to(bias.dtype)
+        grad_heads = tl.dot(tl.trans(bias), y, input_precision=PRECISION)  # dPAIR_BIAS^T y
+        to = SUMS[None, :] + (2 + head)[:, None] * C
+        tl.store(to, grad_heads, mask=(head < H)[:, None] & (channel < C)[None, :])
     tl.store(SUMS, tl.sum(grad_y * x, 0))
     tl.store(SUMS + C, tl.sum(grad_y, 0))
     grad_x = norm_backward(grad_y * tl.load(NORM_WEIGHT + channel)[None, :], x, rstd, C)
@@ -3022,6 +3038,7 @@ def norm_project(
         WIDTH=width,
         PART=part,
         H=count,
+        BLOCK_H=max(16, triton.next_power_of_2(count)),
         ENDING=ending,
         **options,
     )
@@ -3074,6 +3091,7 @@ def norm_project_backward(
         WIDTH=width,
         PART=part,
         H=count,
+        BLOCK_H=max(16, triton.next_power_of_2(count)),
         ENDING=ending,
         **options,
     )
