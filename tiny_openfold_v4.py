@@ -117,6 +117,8 @@ class Fusions:
     packed_weights: bool = True
     transition_fusion: bool = True
     projection_fusion: bool = True
+    embedding_fusion: bool = True
+    loss_fusion: bool = True
     overlap: bool = True
 
 
@@ -137,12 +139,14 @@ FUSIONS: tuple[tuple[str, str, str], ...] = (
     ("packed-weights", "packed_weights", "a triangle product's projections as one weight"),
     ("transition-fusion", "transition_fusion", "a transition as one kernel, forward and backward"),
     ("projection-fusion", "projection_fusion", "norm and residual in the kernels of projections"),
+    ("embedding-fusion", "embedding_fusion", "rows of a table in place of one-hot GEMMs"),
+    ("loss-fusion", "loss_fusion", "heads and losses in one kernel each, without logits"),
     ("overlap", "overlap", "in a graph, gradients of parameters beside the backward pass"),
 )
 # Those whose kernels the first step compiles.
 TRITON_FUSIONS = tuple(name for _, name, _ in FUSIONS if name.startswith("triton"))
 TRITON_FUSIONS += ("direct_gradients", "fused_optimizer", "transition_fusion", "projection_fusion")
-TRITON_FUSIONS += ("overlap",)
+TRITON_FUSIONS += ("embedding_fusion", "loss_fusion", "overlap")
 MODES: dict[str, Callable[[argparse.Namespace], int]] = {}  # what runs in place of training
 
 
@@ -334,6 +338,14 @@ BLOCKS: dict[str, str] = {
     "project_residual hip": "BLOCK_M=64,BLOCK_K=32,num_warps=4,num_stages=1",
     "weight_parts": "BLOCK_M=64,BLOCK_N=64,BLOCK_K=128,PROGRAMS=264,num_warps=4,num_stages=3",
     "weight_parts hip": "BLOCK_M=32,BLOCK_N=64,BLOCK_K=64,PROGRAMS=264,num_warps=4,num_stages=1",
+    "embedding_forward": "TILE=4096,num_warps=4",
+    "embedding_backward": "BLOCK_M=64,PROGRAMS=132,num_warps=8,num_stages=3",
+    "embedding_backward hip": "BLOCK_M=32,PROGRAMS=132,num_warps=8,num_stages=1",
+    "head_loss": "BLOCK_M=64,num_warps=4",
+    "head_loss hip": "BLOCK_M=32,num_warps=4",
+    "head_loss_backward": "BLOCK_M=64,PROGRAMS=264,num_warps=4,num_stages=2",
+    "head_loss_backward hip": "BLOCK_M=32,PROGRAMS=264,num_warps=4,num_stages=1",
+    "mean_losses": "BLOCK=1024,num_warps=4",
     "adamw": "BLOCK=1024,PROGRAMS=1024,num_warps=4",
 }
 # --- launch
@@ -3279,6 +3291,506 @@ class ProjectionWithResidual(torch.autograd.Function):
         return grad @ cast, residual, of_weight, of_bias, None, None
 
 
+# Input embedding and losses: what lies before and behind the blocks. A one-hot vector times a
+# weight is a column of the weight, so the embedding reads columns. Its gradient is the product of
+# all one-hot vectors with the gradient of the result, and theirs with ones that of the biases.
+
+
+@triton.jit
+def embedded_rows(TOKENS, position, S, N, TOKEN_COUNT: tl.constexpr, REACH: tl.constexpr):
+    """Return which rows of the embedding's table are added up at these positions.
+
+    TOKENS is [B, S, N], row 0 of S the query. Without a REACH a position is (b, s, n), and its
+    third row none, -1; with one it is a pair (b, i, j), the third row that of their clipped offset.
+    """
+    first = position % N
+    if REACH > 0:
+        b, i = position // (N * N), position // N % N
+        offset = tl.minimum(tl.maximum(i - first, -REACH), REACH) + REACH
+        one = tl.load(TOKENS + b * S * N + i)
+        other = tl.load(TOKENS + b * S * N + first)
+        return one, other + TOKEN_COUNT, offset + 2 * TOKEN_COUNT
+    query = tl.load(TOKENS + position // (S * N) * (S * N) + first)
+    own = tl.load(TOKENS + position)
+    return query, own + TOKEN_COUNT, tl.zeros_like(own) - 1
+
+
+@triton.jit
+def embedding_forward_kernel(
+    TOKENS, TABLE, OUT, M, S, N, ROWS: tl.constexpr, TOKEN_COUNT: tl.constexpr,
+    REACH: tl.constexpr, C: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Add up rows of TABLE [ROWS + 1, C], whose last row is the biases', to OUT [M, C].
+
+    Which rows, embedded_rows tells. A program owns BLOCK_M positions.
+    """
+    position = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    position = tl.minimum(position, M - 1)  # those beyond the last write it once more
+    channel = tl.arange(0, BLOCK_C)
+    inside = (channel < C)[None, :]
+    one, other, third = embedded_rows(TOKENS, position, S, N, TOKEN_COUNT, REACH)
+    out = tl.load(TABLE + ROWS * C + channel, mask=channel < C, other=0.0)[None, :]
+    out += tl.load(TABLE + one[:, None] * C + channel[None, :], mask=inside, other=0.0)
+    out += tl.load(TABLE + other[:, None] * C + channel[None, :], mask=inside, other=0.0)
+    if REACH > 0:
+        out += tl.load(TABLE + third[:, None] * C + channel[None, :], mask=inside, other=0.0)
+    at = OUT + position[:, None] * C + channel[None, :]
+    tl.store(at, out.to(OUT.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def embedding_backward_kernel(
+    TOKENS, GRAD, SUMS, M, S, N, ROWS: tl.constexpr, TOKEN_COUNT: tl.constexpr,
+    REACH: tl.constexpr, BLOCK_ROWS: tl.constexpr, C: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_M: tl.constexpr, PROGRAMS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute the gradients of the embedding's parameters from GRAD [M, C].
+
+    They are rows of hot^T dout, with a one in `hot` for every row of the table that a position
+    reads, the biases' included. SUMS [PROGRAMS, elements] hold each weight [C, columns] with its
+    bias [C] behind it, over every PROGRAMS-th block of BLOCK_M positions, which a program owns.
+    """
+    row, channel = tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_C)
+    total = tl.zeros([BLOCK_ROWS, BLOCK_C], tl.float32)
+    for start in range(tl.program_id(0) * BLOCK_M, M, PROGRAMS * BLOCK_M):
+        position = tl.cast(start, tl.int64) + tl.arange(0, BLOCK_M)
+        inside = position < M
+        at = GRAD + position[:, None] * C + channel[None, :]
+        grad = tl.load(at, mask=inside[:, None] & (channel < C)[None, :], other=0.0)
+        position = tl.minimum(position, M - 1)
+        one, other, third = embedded_rows(TOKENS, position, S, N, TOKEN_COUNT, REACH)
+        hot = (row[:, None] == one[None, :]) | (row[:, None] == other[None, :])
+        hot = hot | (row[:, None] == third[None, :]) | (row == ROWS)[:, None]
+        # dTABLE += hot dout
+        total = tl.dot(hot.to(grad.dtype), grad, total, input_precision=PRECISION)
+    WEIGHTS: tl.constexpr = 2 if REACH == 0 else 3
+    SUMS += tl.program_id(0) * (ROWS + WEIGHTS) * C
+    for number in tl.static_range(WEIGHTS):
+        first: tl.constexpr = number * TOKEN_COUNT
+        columns: tl.constexpr = TOKEN_COUNT if number < 2 else ROWS - 2 * TOKEN_COUNT
+        at = SUMS + channel[None, :] * columns + (row - first)[:, None]
+        own = (row >= first) & (row < first + columns)
+        tl.store(at, total, mask=own[:, None] & (channel < C)[None, :])
+        SUMS += C * columns
+        at = SUMS + tl.zeros_like(row)[:, None] + channel[None, :]
+        tl.store(at, total, mask=(row == ROWS)[:, None] & (channel < C)[None, :])
+        SUMS += C
+
+
+@operator
+def embedding_forward(tokens: Tensor, table: Tensor, reach: int, dtype: torch.dtype) -> Tensor:
+    """Embed tokens [B, S, N] as the MSA [B, S, N, C], with a `reach` as pairs [B, N, N, C].
+
+    table [rows + 1, C]: see embedded_rows; the last row is added everywhere.
+    """
+    samples, depth, length = tokens.shape
+    shape = (samples, length if reach else depth, length, table.shape[1])
+    out = table.new_empty(shape, dtype=dtype)
+    chosen, positions = blocks("embedding_forward"), math.prod(shape[:3])
+    block_c = triton.next_power_of_2(shape[3])
+    block = max(1, chosen.pop("TILE") // block_c)
+    wrap_triton(embedding_forward_kernel)[(triton.cdiv(positions, block),)](
+        TOKENS=tokens,
+        TABLE=table,
+        OUT=out,
+        M=positions,
+        S=depth,
+        N=length,
+        ROWS=len(table) - 1,
+        TOKEN_COUNT=NUM_TOKENS,
+        REACH=reach,
+        C=shape[3],
+        BLOCK_C=block_c,
+        BLOCK_M=block,
+        **chosen,
+    )
+    return out
+
+
+@operator
+def embedding_backward(tokens: Tensor, grad: Tensor, reach: int, rows: int) -> Tensor:
+    """Compute parts [programs, elements] of the parameters' gradients from grad [..., C]."""
+    _, depth, length = tokens.shape
+    dim, positions = grad.shape[-1], grad.numel() // grad.shape[-1]
+    chosen = blocks("embedding_backward", grad.dtype)
+    most = triton.cdiv(positions, chosen["BLOCK_M"])
+    chosen["PROGRAMS"] = min(chosen["PROGRAMS"], most)
+    elements = (rows + (3 if reach else 2)) * dim
+    sums = grad.new_empty(chosen["PROGRAMS"], elements, dtype=torch.float32)
+    wrap_triton(embedding_backward_kernel)[(chosen["PROGRAMS"],)](
+        TOKENS=tokens,
+        GRAD=grad,
+        SUMS=sums,
+        M=positions,
+        S=depth,
+        N=length,
+        ROWS=rows,
+        TOKEN_COUNT=NUM_TOKENS,
+        REACH=reach,
+        BLOCK_ROWS=max(16, triton.next_power_of_2(rows + 1)),
+        C=dim,
+        BLOCK_C=max(16, triton.next_power_of_2(dim)),
+        PRECISION=dot_precision(grad.dtype),
+        **chosen,
+    )
+    return sums
+
+
+class EmbeddingFunction(torch.autograd.Function):
+    """Add up columns of weights [C, columns] and biases [C]: see embedding_forward.
+
+    The parameters are weight and bias of each of two or three projections in turn.
+    """
+
+    @staticmethod
+    def forward(
+        ctx,
+        tokens: Tensor,
+        reach: int,
+        dtype: torch.dtype,
+        side: SideStreams,
+        *parameters: Tensor,
+    ) -> Tensor:
+        weights, biases = parameters[::2], parameters[1::2]
+        for weight, width in zip(weights, (NUM_TOKENS, NUM_TOKENS, 2 * reach + 1), strict=False):
+            check_shape("an embedding's weight", weight, len(biases[0]), width)
+        bias = torch.stack([bias.detach() for bias in biases], 1).sum(1, keepdim=True)
+        table = torch.cat([*(weight.detach() for weight in weights), bias], 1).t().contiguous()
+        ctx.save_for_backward(tokens := tokens.contiguous())
+        ctx.reach, ctx.side, ctx.parameters = reach, side, parameters
+        return embedding_forward(tokens, table, reach, dtype)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        (tokens,) = ctx.saved_tensors
+        rows, grad = sum(weight.shape[1] for weight in ctx.parameters[::2]), grad.contiguous()
+
+        def compute(out: Tensor) -> None:
+            add_up(embedding_backward(tokens, grad, ctx.reach, rows), out)
+
+        grads = gradients_into_buffer(ctx.side, (ctx.parameters,), compute, tokens, grad)
+        return None, None, None, None, *grads
+
+
+# A head and its loss: logits = x W^T + b, and their cross-entropy with a target. The distogram's x
+# is the sum of a pair and its mirror image, its target the bin of their distance. Logits are in no
+# memory, the backward pass makes them again.
+
+
+@triton.jit
+def head_targets(
+    TARGETS, COUNTED, b, row, N, ROWS_OF_SAMPLE, COORDINATES: tl.constexpr,
+    FIRST: tl.constexpr, WIDTH: tl.constexpr, BINS: tl.constexpr, BLOCK_BINS: tl.constexpr,
+):  # fmt: skip
+    """Return the target of each row of sample b, and whether it counts, as 1.0 or 0.0.
+
+    TARGETS [B, rows] are tokens, COUNTED [B, rows]; with COORDINATES they are [B, N, 3] and [B, N],
+    and the rows are pairs, whose target is the number of the inner edges below their distance.
+    """
+    inside = row < ROWS_OF_SAMPLE
+    if COORDINATES:
+        i, j = tl.minimum(row // N, N - 1), row % N
+        square = tl.zeros_like(row).to(tl.float32)
+        for axis in tl.static_range(3):
+            difference = tl.load(TARGETS + (b * N + i) * 3 + axis)
+            difference -= tl.load(TARGETS + (b * N + j) * 3 + axis)
+            square += difference * difference
+        edge = tl.arange(0, BLOCK_BINS)
+        beyond = tl.sqrt(square)[:, None] > (FIRST + WIDTH * (edge + 1))[None, :]
+        target = tl.sum((beyond & (edge < BINS - 1)[None, :]).to(tl.int32), 1)
+        counted = tl.load(COUNTED + b * N + i).to(tl.int1)
+        counted = counted & tl.load(COUNTED + b * N + j).to(tl.int1)
+    else:
+        at = b * ROWS_OF_SAMPLE + row
+        target = tl.load(TARGETS + at, mask=inside, other=0).to(tl.int32)
+        counted = tl.load(COUNTED + at, mask=inside, other=0).to(tl.int1)
+    return target, (counted & inside).to(tl.float32)
+
+
+@triton.jit
+def head_logits(
+    X, WEIGHT, BIAS, b, row, N, ROWS_OF_SAMPLE, PAIRS: tl.constexpr, BINS: tl.constexpr,
+    BLOCK_BINS: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Return x [rows, C], with PAIRS plus that of the mirrored pair, and the logits.
+
+    Those beyond BINS are -inf.
+    """
+    label, channel = tl.arange(0, BLOCK_BINS), tl.arange(0, C)
+    inside = (row < ROWS_OF_SAMPLE)[:, None]
+    X += b * ROWS_OF_SAMPLE * C
+    x = tl.load(X + row[:, None] * C + channel[None, :], mask=inside, other=0.0)
+    weight = load_heads(WEIGHT, BINS, BLOCK_BINS, C)
+    bias = tl.load(BIAS + label, mask=label < BINS, other=float("-inf")).to(tl.float32)
+    if PAIRS:
+        mirrored = row % N * N + row // N
+        other = tl.load(X + mirrored[:, None] * C + channel[None, :], mask=inside, other=0.0)
+        x = (x.to(tl.float32) + other.to(tl.float32)).to(weight.dtype)
+        bias *= 2
+    x = x.to(weight.dtype)
+    return x, tl.dot(x, tl.trans(weight), input_precision=PRECISION) + bias[None, :]
+
+
+@triton.jit
+def head_loss_kernel(
+    X, WEIGHT, BIAS, TARGETS, COUNTED, SUMS, N, ROWS_OF_SAMPLE, PAIRS: tl.constexpr,
+    FIRST: tl.constexpr, WIDTH: tl.constexpr, BINS: tl.constexpr, BLOCK_BINS: tl.constexpr,
+    C: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add up the cross-entropies of rows that count, and their number: SUMS [B, tiles, 2].
+
+    X is [B, rows, C], WEIGHT [BINS, C], BIAS [BINS]; TARGETS and COUNTED as in head_targets. A
+    program owns BLOCK_M rows of a sample.
+    """
+    tile, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    target, counted = head_targets(
+        TARGETS, COUNTED, b, row, N, ROWS_OF_SAMPLE, PAIRS, FIRST, WIDTH, BINS, BLOCK_BINS
+    )  # fmt: skip
+    _, logits = head_logits(
+        X, WEIGHT, BIAS, b, row, N, ROWS_OF_SAMPLE, PAIRS, BINS, BLOCK_BINS, C, PRECISION
+    )  # fmt: skip
+    is_target = tl.arange(0, BLOCK_BINS)[None, :] == target[:, None]
+    highest = tl.max(logits, 1)
+    error = tl.log(tl.sum(tl.exp(logits - highest[:, None]), 1)) + highest
+    error -= tl.sum(tl.where(is_target, logits, 0.0), 1)
+    at = SUMS + (b * tl.num_programs(0) + tile) * 2
+    tl.store(at, tl.sum(tl.where(counted > 0, error, 0.0), 0))
+    tl.store(at + 1, tl.sum(counted, 0))
+
+
+@triton.jit
+def head_loss_backward_kernel(
+    GRAD, SCALES, X, WEIGHT, BIAS, TARGETS, COUNTED, GRAD_X, SUMS, N, ROWS_OF_SAMPLE,
+    PAIRS: tl.constexpr, FIRST: tl.constexpr, WIDTH: tl.constexpr, BINS: tl.constexpr,
+    BLOCK_BINS: tl.constexpr, C: tl.constexpr, BLOCK_M: tl.constexpr, PROGRAMS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute dx, dW and db: dl = scale_b * dloss * (softmax(l) - onehot), dx = dl W, dW = dl^T x.
+
+    GRAD [] is dloss, SCALES [B]. A pair's logits are those of its mirror image, too: dx and db are
+    twice as much there. SUMS [B, PROGRAMS, BINS x C + BINS] are dW and db over every PROGRAMS-th
+    block of BLOCK_M rows of a sample, which a program owns.
+    """
+    b = tl.program_id(1).to(tl.int64)
+    label, channel = tl.arange(0, BLOCK_BINS), tl.arange(0, C)
+    dtype = WEIGHT.dtype.element_ty
+    scale = tl.load(GRAD).to(tl.float32) * tl.load(SCALES + b)
+    grad_weight = tl.zeros([BLOCK_BINS, C], tl.float32)
+    grad_bias = tl.zeros([BLOCK_BINS], tl.float32)
+    for start in range(tl.program_id(0) * BLOCK_M, ROWS_OF_SAMPLE, PROGRAMS * BLOCK_M):
+        row = start + tl.arange(0, BLOCK_M)
+        target, counted = head_targets(
+            TARGETS, COUNTED, b, row, N, ROWS_OF_SAMPLE, PAIRS, FIRST, WIDTH, BINS, BLOCK_BINS
+        )  # fmt: skip
+        x, logits = head_logits(
+            X, WEIGHT, BIAS, b, row, N, ROWS_OF_SAMPLE, PAIRS, BINS, BLOCK_BINS, C, PRECISION
+        )  # fmt: skip
+        grad = tl.exp(logits - tl.max(logits, 1)[:, None])
+        grad /= tl.sum(grad, 1)[:, None]
+        grad -= (label[None, :] == target[:, None]).to(tl.float32)
+        grad = tl.where((counted > 0)[:, None], grad * scale, 0.0)
+        grad_bias += tl.sum(grad, 0)
+        grad = grad.to(dtype)
+        # dW += dl^T x
+        grad_weight = tl.dot(tl.trans(grad), x, grad_weight, input_precision=PRECISION)
+        weight = load_heads(WEIGHT, BINS, BLOCK_BINS, C)
+        grad_x = tl.dot(grad, weight, input_precision=PRECISION)  # dl W
+        if PAIRS:
+            grad_x *= 2
+        at = GRAD_X + (b * ROWS_OF_SAMPLE + row)[:, None] * C + channel[None, :]
+        tl.store(at, grad_x.to(GRAD_X.dtype.element_ty), mask=(row < ROWS_OF_SAMPLE)[:, None])
+    if PAIRS:
+        grad_bias *= 2
+    SUMS += (b * PROGRAMS + tl.program_id(0)) * (BINS * C + BINS)
+    at = SUMS + label[:, None] * C + channel[None, :]
+    tl.store(at, grad_weight, mask=(label < BINS)[:, None])
+    tl.store(SUMS + BINS * C + label, grad_bias, mask=label < BINS)
+
+
+def head_arguments(
+    kernel: str,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    targets: Tensor,
+    counted: Tensor,
+) -> dict[str, Tensor | int | float | bool | str]:
+    """Return what both kernels of a head's loss are told, by its name there.
+
+    targets [B, N, 3] are coordinates and x [B, N, N, C] pairs, or targets [B, S, N] tokens and x
+    [B, S, N, C] the MSA.
+    """
+    check_not_empty(kernel, x)
+    bins = len(weight)
+    return {
+        "X": x,
+        "WEIGHT": weight,
+        "BIAS": bias,
+        "TARGETS": targets,
+        "COUNTED": counted,
+        "N": x.shape[2],
+        "ROWS_OF_SAMPLE": x.shape[1] * x.shape[2],
+        "PAIRS": targets.is_floating_point(),
+        "FIRST": FIRST_EDGE,
+        "WIDTH": (LAST_EDGE - FIRST_EDGE) / NUM_BINS,
+        "BINS": bins,
+        "BLOCK_BINS": max(16, triton.next_power_of_2(bins)),
+        "C": x.shape[-1],
+        "PRECISION": dot_precision(weight.dtype),
+    }
+
+
+@operator
+def head_loss(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    targets: Tensor,
+    counted: Tensor,
+) -> Tensor:
+    """Add up cross-entropies, and how many count -> [B, tiles, 2]; see head_arguments."""
+    arguments = head_arguments("head_loss", x, weight, bias, targets, counted)
+    chosen = blocks("head_loss", weight.dtype)
+    tiles = triton.cdiv(arguments["ROWS_OF_SAMPLE"], chosen["BLOCK_M"])
+    sums = x.new_empty(len(x), tiles, 2, dtype=torch.float32)
+    wrap_triton(head_loss_kernel)[(tiles, len(x))](SUMS=sums, **arguments, **chosen)
+    return sums
+
+
+@operator
+def head_loss_backward(
+    grad: Tensor,
+    scales: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    targets: Tensor,
+    counted: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Compute the gradient of x, and parts [programs, elements] of those of weight and bias."""
+    arguments = head_arguments("head_loss_backward", x, weight, bias, targets, counted)
+    chosen = blocks("head_loss_backward", weight.dtype)
+    tiles = triton.cdiv(arguments["ROWS_OF_SAMPLE"], chosen["BLOCK_M"])
+    chosen["PROGRAMS"] = min(tiles, triton.cdiv(chosen["PROGRAMS"], len(x)))
+    elements = weight.numel() + bias.numel()
+    sums = x.new_empty(len(x) * chosen["PROGRAMS"], elements, dtype=torch.float32)
+    grad_x = torch.empty_like(x)
+    wrap_triton(head_loss_backward_kernel)[(chosen["PROGRAMS"], len(x))](
+        GRAD=grad,
+        SCALES=scales,
+        GRAD_X=grad_x,
+        SUMS=sums,
+        **arguments,
+        **chosen,
+    )
+    return grad_x, sums
+
+
+@triton.jit
+def mean_loss(SUMS, SCALES, b, tiles, B, factor: tl.constexpr, BLOCK: tl.constexpr):
+    """Return factor / B * error / max(count, 1) of sample b; SCALES gets what scaled the error."""
+    error = tl.zeros([BLOCK], tl.float32)
+    count = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, tiles, BLOCK):
+        tile = start + tl.arange(0, BLOCK)
+        at = SUMS + (b * tiles + tile) * 2
+        error += tl.load(at, mask=tile < tiles, other=0.0)
+        count += tl.load(at + 1, mask=tile < tiles, other=0.0)
+    scale = factor / B / tl.maximum(tl.sum(count, 0), 1.0)
+    tl.store(SCALES + b, scale)
+    return scale * tl.sum(error, 0)
+
+
+@triton.jit
+def mean_losses_kernel(
+    SUMS_1, SUMS_2, LOSS, SCALES, tiles_1, tiles_2, B, FACTOR_1: tl.constexpr,
+    FACTOR_2: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Average the losses of two heads over each protein, then over the batch, and add them up.
+
+    SUMS_... are [B, tiles, 2], SCALES [2, B] what each error is multiplied by. One program.
+    """
+    loss = tl.zeros([1], tl.float32)
+    for b in range(B):
+        loss += mean_loss(SUMS_1, SCALES, b, tiles_1, B, FACTOR_1, BLOCK)
+        loss += mean_loss(SUMS_2, SCALES + B, b, tiles_2, B, FACTOR_2, BLOCK)
+    tl.store(LOSS + tl.arange(0, 1), loss)
+
+
+@operator
+def mean_losses(
+    sums_1: Tensor,
+    sums_2: Tensor,
+    factor_1: float,
+    factor_2: float,
+) -> tuple[Tensor, Tensor]:
+    """Average two losses over the batch -> the sum [], and what multiplies each error [2, B]."""
+    samples = len(sums_1)
+    loss, scales = sums_1.new_empty(()), sums_1.new_empty(2, samples)
+    wrap_triton(mean_losses_kernel)[(1,)](
+        SUMS_1=sums_1,
+        SUMS_2=sums_2,
+        LOSS=loss,
+        SCALES=scales,
+        tiles_1=sums_1.shape[1],
+        tiles_2=sums_2.shape[1],
+        B=samples,
+        FACTOR_1=factor_1,
+        FACTOR_2=factor_2,
+        **blocks("mean_losses"),
+    )
+    return loss, scales
+
+
+class LossFunction(torch.autograd.Function):
+    """Compute 0.3 x the distogram's loss + 2.0 x that of the masked MSA, heads included.
+
+    msa [B, S, N, c_m], pair [B, N, N, c_z], true_tokens and masked [B, S, N], coords [B, N, 3],
+    observed [B, N]; `casts` are the two weights in the type of the GEMM.
+    """
+
+    @staticmethod
+    def forward(
+        ctx,
+        msa: Tensor,
+        pair: Tensor,
+        of_msa: tuple[Tensor, Tensor],
+        of_pair: tuple[Tensor, Tensor],
+        casts: tuple[Tensor, Tensor],
+        side: SideStreams,
+        *parameters: Tensor,
+    ) -> Tensor:
+        samples, depth, length, _ = msa.shape
+        check_shape("pair", pair, samples, length, length, pair.shape[-1])
+        for target in of_msa:
+            check_shape("tokens and mask", target, samples, depth, length)
+        check_shape("coords", of_pair[0], samples, length, 3)
+        check_shape("observed", of_pair[1], samples, length)
+        of_msa, of_pair = ([t.contiguous() for t in given] for given in (of_msa, of_pair))
+        heads = (
+            (pair.contiguous(), casts[0], parameters[1], *of_pair),
+            (msa.contiguous(), casts[1], parameters[3], *of_msa),
+        )
+        loss, scales = mean_losses(*(head_loss(*head) for head in heads), 0.3, 2.0)
+        ctx.save_for_backward(scales, *(tensor for head in heads for tensor in head))
+        ctx.side, ctx.parameters = side, parameters
+        return loss
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        scales, *tensors = ctx.saved_tensors
+        grad_pair, sums_1 = head_loss_backward(grad, scales[0], *tensors[:5])
+        grad_msa, sums_2 = head_loss_backward(grad, scales[1], *tensors[5:])
+
+        def compute(out_1: Tensor, out_2: Tensor) -> None:
+            add_up_two(sums_1, out_1, sums_2, out_2)
+
+        groups = (ctx.parameters[:2], ctx.parameters[2:])
+        grads = gradients_into_buffer(ctx.side, groups, compute, sums_1, sums_2)
+        return grad_msa, grad_pair, None, None, None, None, *grads
+
+
 # The optimizer, as in tiny_llama_v4.py, but with one launch for all parameters.
 
 
@@ -3568,12 +4080,23 @@ class InputEmbedder(nn.Module):
         super().__init__()
         self.linear_tf_z_i = Linear(NUM_TOKENS, config.pair_dim, fusions, side)
         self.linear_tf_z_j = Linear(NUM_TOKENS, config.pair_dim, fusions, side)
+        self.linear_relpos = Linear(2 * MAX_OFFSET + 1, config.pair_dim, fusions, side)
         self.linear_tf_m = Linear(NUM_TOKENS, config.msa_dim, fusions, side)
         self.linear_msa_m = Linear(NUM_TOKENS, config.msa_dim, fusions, side)
-        self.linear_relpos = Linear(2 * MAX_OFFSET + 1, config.pair_dim, fusions, side)
+        self.fusions, self.side = fusions, side
+
+    def embed(self, tokens: Tensor, *linears: nn.Linear, reach: int = 0) -> Tensor:
+        """Embed tokens [B, S, N] as `forward` does, by reading rows of a table."""
+        dtype = gemm_dtype(linears[0].weight)
+        parameters = [p for linear in linears for p in (linear.weight, linear.bias)]
+        return EmbeddingFunction.apply(tokens, reach, dtype, self.side, *parameters)
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Embed tokens [B, S, N] -> msa [B, S, N, c_m], pair [B, N, N, c_z]."""
+        if self.fusions.embedding_fusion and not torch.compiler.is_compiling():
+            of_pair = self.linear_tf_z_i, self.linear_tf_z_j, self.linear_relpos
+            msa = self.embed(tokens, self.linear_tf_m, self.linear_msa_m)
+            return msa, self.embed(tokens, *of_pair, reach=MAX_OFFSET)
         alignment = one_hot(tokens, NUM_TOKENS)
         query = alignment[:, 0]
         position = torch.arange(tokens.shape[-1], device=tokens.device)
@@ -3766,15 +4289,19 @@ class GatedAttention(nn.Module):
         return out if bias is None else out.permute(2, 0, 1, 3)
 
 
+def rows_fit(dtype: torch.dtype, *dims: int) -> bool:
+    """Return whether a program can hold whole rows of these widths."""
+    most = 512 // dtype.itemsize
+    return all(16 <= dim <= most and dim.bit_count() == 1 for dim in dims)
+
+
 def projections_fit(fusions: Fusions, x: Tensor, *dims: int) -> bool:
     """Return whether norms and residuals of x go into the kernels of projections.
 
     `dims` are the widths of which a program holds whole rows.
     """
-    most = 512 // gemm_dtype(x).itemsize
-    fit = all(16 <= dim <= most and dim.bit_count() == 1 for dim in dims)
     wanted = fusions.projection_fusion and fusions.triton_layer_norm
-    return wanted and fit and not torch.compiler.is_compiling()
+    return wanted and rows_fit(gemm_dtype(x), *dims) and not torch.compiler.is_compiling()
 
 
 def normed_projection(
@@ -4162,6 +4689,13 @@ class EvoformerBlock(nn.Module):
         return msa, pair
 
 
+def heads_fit(fusions: Fusions, msa: Tensor, pair: Tensor) -> bool:
+    """Return whether heads and losses are computed by kernels that hold whole rows."""
+    fit = rows_fit(gemm_dtype(msa), msa.shape[-1], pair.shape[-1])
+    small = max(msa[0].numel(), pair[0].numel()) < 2**31  # the kernels count in 32 bits
+    return fusions.loss_fusion and fit and small and not torch.compiler.is_compiling()
+
+
 def mean_per_protein(error: Tensor, counted: Tensor) -> Tensor:
     """Average over the counted positions of each protein, then over the batch.
 
@@ -4262,6 +4796,12 @@ class TinyOpenFold(nn.Module):
                 msa, pair = JoinSideStreams.apply(self.side, msa, pair)
         for block in self.blocks:
             msa, pair = block.with_cast_weights(msa, pair)
+        if true_tokens is not None and heads_fit(self.fusions, msa, pair):
+            heads = self.distogram.linear, self.masked_msa.linear
+            casts = tuple(self.side.cached_cast(head.weight, gemm_dtype(msa)) for head in heads)
+            parameters = [p for head in heads for p in (head.weight, head.bias)]
+            targets = (true_tokens, masked), (coords, observed)
+            return LossFunction.apply(msa, pair, *targets, casts, self.side, *parameters)
         outputs = {"masked_msa": self.masked_msa(msa), "distogram": self.distogram(pair)}
         if true_tokens is None:
             return outputs
