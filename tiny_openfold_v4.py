@@ -318,7 +318,7 @@ BLOCKS: dict[str, str] = {
     "outer_product_backward hip": "BLOCK_M=64,BLOCK_N=64,BLOCK_S=64,num_warps=4,num_stages=3",
     "bias_relu_forward": "TILE=4096,num_warps=4",
     "bias_relu_backward": "TILE=4096,PROGRAMS=528,num_warps=4",
-    "transition_forward": "BLOCK_M=64,BLOCK_N=64,num_warps=4,num_stages=2",
+    "transition_forward": "BLOCK_M=64,BLOCK_N=64,num_warps=4,num_stages=3",
     "transition_forward float32": "BLOCK_M=64,BLOCK_N=32,num_warps=8,num_stages=1",
     "transition_forward hip": "BLOCK_M=64,BLOCK_N=32,num_warps=4,num_stages=1",
     "transition_forward hip float32": "BLOCK_M=32,BLOCK_N=32,num_warps=4,num_stages=1",
@@ -330,9 +330,9 @@ BLOCKS: dict[str, str] = {
     "transition_backward_weights float32": "BLOCK_M=32,BLOCK_N=32,PROGRAMS=528,num_warps=8",
     "transition_backward_weights hip": "BLOCK_M=32,BLOCK_N=32,PROGRAMS=528,num_warps=4",
     "transition_backward_weights hip float32": "BLOCK_M=32,BLOCK_N=16,PROGRAMS=528,num_warps=8",
-    "norm_project": "BLOCK_M=64,BLOCK_N=64,num_warps=4,num_stages=2",
+    "norm_project": "BLOCK_M=64,BLOCK_N=128,num_warps=4,num_stages=2",
     "norm_project hip": "BLOCK_M=64,BLOCK_N=32,num_warps=4,num_stages=1",
-    "norm_project_backward": "BLOCK_M=64,BLOCK_K=64,num_warps=4,num_stages=3",
+    "norm_project_backward": "BLOCK_M=64,BLOCK_K=128,num_warps=4,num_stages=2",
     "norm_project_backward hip": "BLOCK_M=32,BLOCK_K=32,num_warps=4,num_stages=1",
     "project_residual": "BLOCK_M=64,BLOCK_K=64,num_warps=4,num_stages=3",
     "project_residual hip": "BLOCK_M=64,BLOCK_K=32,num_warps=4,num_stages=1",
@@ -783,6 +783,19 @@ def gradients_into_buffer(
 WIDE_RESULTS = "dtype_out" in torch.ops.aten.mm.overloads()  # from PyTorch 2.8 on
 
 
+def multiply_to(grad: Tensor, x: Tensor, out: Tensor, direct: bool) -> None:
+    """Write grad^T x [N, K] of grad [T, N] and x [T, K] to `out`.
+
+    `direct`: no other kernel casts it.
+    """
+    if out.dtype == x.dtype:
+        torch.mm(grad.t(), x, out=out)
+    elif direct and WIDE_RESULTS and x.is_cuda:
+        torch.mm(grad.t(), x, out_dtype=out.dtype, out=out)
+    else:
+        out.copy_(grad.t() @ x)
+
+
 def weight_gradient(
     side: SideStreams,
     weight: Tensor,
@@ -796,13 +809,7 @@ def weight_gradient(
     """
 
     def compute(out: Tensor) -> None:
-        out = out.view_as(weight)
-        if out.dtype == x.dtype:
-            torch.mm(grad.t(), x, out=out)
-        elif direct and WIDE_RESULTS and x.is_cuda:
-            torch.mm(grad.t(), x, out_dtype=out.dtype, out=out)
-        else:
-            out.copy_(grad.t() @ x)
+        multiply_to(grad, x, out.view_as(weight), direct)
 
     (gradient,) = gradients_into_buffer(side, ((weight,),), compute, grad, x)
     return gradient
@@ -2415,6 +2422,7 @@ class OuterProductWithResidual(torch.autograd.Function):
         bias: Tensor,
         cast: Tensor,
         factor: float,
+        direct: bool,
         side: SideStreams,
     ) -> Tensor:
         ab, pair = ab.contiguous(), pair.contiguous()
@@ -2423,7 +2431,8 @@ class OuterProductWithResidual(torch.autograd.Function):
         check_shape("the projection's weight", weight, pair.shape[-1], dim * dim)
         check_shape("the projection's bias", bias, pair.shape[-1])
         ctx.save_for_backward(ab, cast)
-        ctx.factor, ctx.parameters, ctx.side = factor, (weight, bias), side
+        ctx.factor, ctx.direct = factor, direct
+        ctx.parameters, ctx.side = (weight, bias), side
         outer = outer_product_forward(*ab.unbind(), factor)
         return project_residual(outer, cast, bias, pair, factor)
 
@@ -2435,7 +2444,7 @@ class OuterProductWithResidual(torch.autograd.Function):
 
         def compute(out: Tensor) -> None:
             outer = outer_product_forward(a, b, ctx.factor)
-            add_up(weight_parts(grad, outer, None, None, 0.0, 1, True), out)
+            linear_gradients_to(grad.flatten(0, 2), outer, out, ctx.direct)
             out[cast.numel() :].mul_(ctx.factor)
 
         of_weight = of_bias = None
@@ -2443,7 +2452,7 @@ class OuterProductWithResidual(torch.autograd.Function):
             found = gradients_into_buffer(ctx.side, (ctx.parameters,), compute, grad, ab)
             of_weight, of_bias = found
         grad_ab = outer_product_backward(grad @ cast, a, b, ctx.factor)
-        return grad_ab, residual, of_weight, of_bias, None, None, None
+        return grad_ab, residual, of_weight, of_bias, *4 * [None]
 
 
 # Bias and ReLU between the two projections of a transition.
@@ -2889,8 +2898,9 @@ def norm_project_backward_kernel(
     """Compute dx from GRAD = dout and dPAIR_BIAS, plus RESIDUAL, what x has from elsewhere.
 
     dy = dout W + sum_h dPAIR_BIAS_h HEADS_h, then through the norm. GRAD is [WIDTH / PART, M,
-    PART]; X, RESIDUAL (or None) and GRAD_X are [M, C]. SUMS [programs, 2 + H, C] are those over the
-    program's rows for the norm's weight, its bias and HEADS. A program owns BLOCK_M rows.
+    PART] or, without a WEIGHT, dout W [M, C]; X, RESIDUAL (or None) and GRAD_X are [M, C]. SUMS
+    [programs, 2 + H, C] are those over the program's rows for the norm's weight, its bias and
+    HEADS. A program owns BLOCK_M rows.
     """
     position = index(tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), WIDE)
     channel = tl.arange(0, C)
@@ -2904,6 +2914,8 @@ def norm_project_backward_kernel(
             grad = tl.load(at, mask=inside, other=0.0)
             weight = tl.load(WEIGHT + column[:, None] * C + channel[None, :])
             grad_y = tl.dot(grad, weight, grad_y, input_precision=PRECISION)  # dy += dout W
+    elif GRAD is not None:
+        grad_y += load_positions(GRAD, position, C, channel, 1, M)
     x, rstd = normalise(load_positions(X, position, C, channel, 1, M), True, eps, C)
     SUMS += tl.program_id(0) * (2 + H) * C + channel
     if H > 0:
@@ -2952,41 +2964,32 @@ def project_residual_kernel(
 
 @triton.jit
 def weight_parts_kernel(
-    GRAD, X, NORM_WEIGHT, NORM_BIAS, SUMS, M, eps: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-    PART: tl.constexpr, OF_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, PROGRAMS: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    GRAD, X, SUMS, M, N: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PROGRAMS: tl.constexpr, WIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute dW = dout^T x, or with the norm's parameters dout^T LayerNorm(x), and db = sum dout.
+    """Compute dW = dout^T x and db = sum dout from GRAD = dout [M, N] and X [M, K].
 
-    GRAD is dout [N / PART, M, PART], X [M, K]; SUMS [PROGRAMS, N x K + N] are dW and, with OF_BIAS,
-    db. A program owns a tile [BLOCK_N, BLOCK_K] of the weight in one of these rows, the sum over
-    every PROGRAMS-th block of BLOCK_M rows of X. A norm needs BLOCK_K = K.
+    SUMS [PROGRAMS, N x K + N] are dW and db. A program owns a tile [BLOCK_N, BLOCK_K] of the weight
+    in one of these rows, the sum over every PROGRAMS-th block of BLOCK_M rows of X.
     """
     first = tl.program_id(0) % (N // BLOCK_N) * BLOCK_N
     first_k = tl.program_id(0) // (N // BLOCK_N) * BLOCK_K
-    k = first_k + tl.arange(0, BLOCK_K)
-    GRAD += index(first // PART, WIDE) * M * PART + first % PART
+    row, k = first + tl.arange(0, BLOCK_N), first_k + tl.arange(0, BLOCK_K)
     grad_weight = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     grad_bias = tl.zeros([BLOCK_N], tl.float32)
     for start in tl.range(tl.program_id(1) * BLOCK_M, M, PROGRAMS * BLOCK_M):
         position = index(start + tl.arange(0, BLOCK_M), WIDE)
         inside = (position < M)[:, None]
-        at = GRAD + position[:, None] * PART + tl.arange(0, BLOCK_N)[None, :]
-        grad = tl.load(at, mask=inside, other=0.0)
-        if NORM_WEIGHT is None:
-            x = tl.load(X + position[:, None] * K + k[None, :], mask=inside, other=0.0)
-        else:
-            x = load_norm(X, NORM_WEIGHT, NORM_BIAS, position, M, GRAD.dtype.element_ty, eps, K)
+        grad = tl.load(GRAD + position[:, None] * N + row[None, :], mask=inside, other=0.0)
+        x = tl.load(X + position[:, None] * K + k[None, :], mask=inside, other=0.0)
         # dW += dout^T x
         grad_weight = tl.dot(tl.trans(grad), x, grad_weight, input_precision=PRECISION)
-        if OF_BIAS:
-            grad_bias += tl.sum(grad.to(tl.float32), 0)
-    row = first + tl.arange(0, BLOCK_N)
-    SUMS += tl.program_id(1) * (N * K + N if OF_BIAS else N * K)
+        grad_bias += tl.sum(grad.to(tl.float32), 0)
+    SUMS += tl.program_id(1) * (N * K + N)
     tl.store(SUMS + row[:, None] * K + k[None, :], grad_weight)
-    if OF_BIAS:
-        rows = tl.where(first_k == 0, N, 0)  # those of one tile are enough
-        tl.store(SUMS + N * K + row, grad_bias, mask=row < rows)
+    rows = tl.where(first_k == 0, N, 0)  # those of one tile are enough
+    tl.store(SUMS + N * K + row, grad_bias, mask=row < rows)
 
 
 def projection_options(
@@ -3006,7 +3009,8 @@ def projection_options(
         chosen[size] = min(chosen[size], part)
     while chosen["BLOCK_M"] > 32 and rows < 128 * chosen["BLOCK_M"]:
         chosen["BLOCK_M"] //= 2
-    chosen["num_warps"] = max(chosen["num_warps"], chosen["BLOCK_M"] * dim // 2048)
+    if kernel != "weight_parts":  # whole rows are in registers
+        chosen["num_warps"] = max(chosen["num_warps"], chosen["BLOCK_M"] * dim // 2048)
     return {**chosen, "WIDE": 4 * x.numel() >= 2**31, "PRECISION": dot_precision(dtype)}
 
 
@@ -3077,7 +3081,7 @@ def norm_project_backward(
     The parts are [programs, 2 + H, C]. Without a gradient of the projection, or of the pair bias,
     the other is all there is.
     """
-    width = 0 if grad is None else len(weight)
+    width = 0 if grad is None or weight is None else len(weight)
     count = 0 if grad_pair_bias is None else len(heads)
     part = max(1, width // parts)
     options = projection_options("norm_project_backward", x, dtype, max(16, part))
@@ -3111,46 +3115,25 @@ def norm_project_backward(
 
 
 @operator
-def weight_parts(
-    grad: Tensor,
-    x: Tensor,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    eps: float,
-    parts: int,
-    of_bias: bool,
-) -> Tensor:
-    """Compute parts [programs, elements] of the gradients of a weight and, if asked for, its bias.
+def weight_parts(grad: Tensor, x: Tensor) -> Tensor:
+    """Compute parts [programs, elements] of the gradients of a weight and its bias.
 
-    grad is [..., N] or [parts, ..., N / parts], x [..., K]; with the norm's parameters the weight
-    was multiplied by LayerNorm(x).
+    grad is [..., N], x [..., K].
     """
-    dim, rows = x.shape[-1], x.numel() // x.shape[-1]
-    part = grad.shape[-1]
-    width = parts * part
-    options = projection_options("weight_parts", x, grad.dtype, dim)
-    options["BLOCK_K"] = dim if norm_weight is not None else min(dim, options["BLOCK_K"])
-    options["BLOCK_N"] = min(part, options["BLOCK_N"])
-    tile = options["BLOCK_N"] * options["BLOCK_K"]
-    options["num_warps"] = max(4, min(8, tile // 2048))
-    tiles = width * dim // tile
+    width, dim, rows = grad.shape[-1], x.shape[-1], x.numel() // x.shape[-1]
+    options = projection_options("weight_parts", x, grad.dtype, min(width, dim))
+    tiles = width // options["BLOCK_N"] * (dim // options["BLOCK_K"])
     # Each program reads several blocks of rows, or what it writes would be more than it reads.
     most = triton.cdiv(rows, 4 * options["BLOCK_M"])
     options["PROGRAMS"] = min(most, triton.cdiv(options["PROGRAMS"], tiles))
-    elements = width * dim + (width if of_bias else 0)
-    sums = x.new_empty(options["PROGRAMS"], elements, dtype=torch.float32)
+    sums = x.new_empty(options["PROGRAMS"], width * dim + width, dtype=torch.float32)
     wrap_triton(weight_parts_kernel)[(tiles, options["PROGRAMS"])](
         GRAD=grad,
         X=x,
-        NORM_WEIGHT=norm_weight,
-        NORM_BIAS=norm_bias,
         SUMS=sums,
         M=rows,
-        eps=eps,
         N=width,
         K=dim,
-        PART=part,
-        OF_BIAS=of_bias,
         **options,
     )
     return sums
@@ -3205,6 +3188,7 @@ class NormProjection(torch.autograd.Function):
         eps: float,
         parts: int,
         ending: bool,
+        direct: bool,
         side: SideStreams,
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.set_materialize_grads(False)
@@ -3218,41 +3202,65 @@ class NormProjection(torch.autograd.Function):
             check_shape("pair", x, len(x), x.shape[1], x.shape[1], dim)
             check_shape("the weight of the heads", heads, len(heads), dim)
         ctx.save_for_backward(kept, norm_weight, norm_bias, cast, heads)
-        ctx.parameters, ctx.side = (norm_weight, norm_bias, weight, bias, heads), side
-        ctx.settings = eps, parts, ending, gemm_dtype(x) if cast is None else cast.dtype
-        out, pair_bias = norm_project(
-            kept, norm_weight, norm_bias, cast, bias, heads, *ctx.settings
-        )  # fmt: skip
+        ctx.parameters = norm_weight, norm_bias, weight, bias, heads
+        dtype = gemm_dtype(x) if cast is None else cast.dtype
+        ctx.settings, ctx.direct, ctx.side = (eps, parts, ending, dtype), direct, side
+        norm = kept, norm_weight, norm_bias
+        # Many or long rows keep the library's GEMM busy: it and a norm are faster than one kernel.
+        if cast is None or (x.numel() <= 2**21 and dim <= 128):
+            out, pair_bias = norm_project(*norm, cast, bias, heads, *ctx.settings)
+        else:
+            y, pair_bias = layer_norm_forward(*norm, eps, dtype, heads, ending)
+            out = F.linear(y, cast, None if bias is None else bias.to(dtype))
+            if parts > 1:
+                out = out.unflatten(-1, (parts, -1)).movedim(-2, 0).contiguous()
         return x.view_as(x), out, pair_bias
 
     @staticmethod
     def backward(ctx, residual: Tensor | None, grad: Tensor | None, grad_pair_bias: Tensor | None):
         x, norm_weight, norm_bias, cast, heads = ctx.saved_tensors
-        eps, parts, *_ = ctx.settings
+        eps, parts, _, dtype = ctx.settings
         given = (grad, grad_pair_bias, residual)
-        given = grad, grad_pair_bias, _ = [None if g is None else g.contiguous() for g in given]
-        inputs = x, norm_weight, norm_bias, cast, heads
-        grad_x, sums = norm_project_backward(*given, *inputs, *ctx.settings)
-        *of_norm, weight, bias, of_heads = ctx.parameters
-        groups = [[*of_norm, *(() if grad_pair_bias is None else (of_heads,))]]
+        grad, grad_pair_bias, residual = (None if g is None else g.contiguous() for g in given)
+        groups = [[norm_weight, norm_bias, *(() if grad_pair_bias is None else (heads,))]]
+        grad_y, rows = grad, None
         if grad is not None:
-            groups.append([weight, *(() if bias is None else (bias,))])
+            groups.append([p for p in ctx.parameters[2:4] if p is not None])
+            rows = grad if parts == 1 else grad.movedim(0, -2)
+            rows = rows.reshape(-1, len(cast))  # [rows of x, WIDTH]
+            if x.shape[-1] > 128:
+                grad_y, cast = rows @ cast, None
+        inputs = x, norm_weight, norm_bias, cast, heads
+        grad_x, sums = norm_project_backward(
+            grad_y, grad_pair_bias, residual, *inputs, *ctx.settings
+        )  # fmt: skip
 
-        def compute(out: Tensor, *out_of_weight: Tensor) -> None:
-            if not out_of_weight:
-                add_up(sums, out)
-                return
-            products = weight_parts(grad, x, norm_weight, norm_bias, eps, parts, bias is not None)
-            add_up_two(sums, out, products, *out_of_weight)
+        def compute(out: Tensor, *out_of_linear: Tensor) -> None:
+            add_up(sums, out)
+            for of_linear in out_of_linear:
+                y, _ = layer_norm_forward(x, norm_weight, norm_bias, eps, dtype)
+                linear_gradients_to(rows, y, of_linear, ctx.direct)
 
         grads: dict[Tensor, Tensor] = {}
         if any(ctx.needs_input_grad[1:6]):
             flat = [parameter for group in groups for parameter in group]
-            read = [t for t in (sums, grad, x) if t is not None]
+            read = [tensor for tensor in (sums, rows, x) if tensor is not None]
             found = gradients_into_buffer(ctx.side, groups, compute, *read)
             grads = dict(zip(flat, found, strict=True))
         wanted = (None if p is None else grads.get(p) for p in ctx.parameters)
-        return grad_x, *wanted, *5 * [None]
+        return grad_x, *wanted, *6 * [None]
+
+
+def linear_gradients_to(grad: Tensor, x: Tensor, out: Tensor, direct: bool) -> None:
+    """Write the gradients of a weight [N, K] and, where there is room, its bias [N] to `out`.
+
+    grad is [T, N], x [..., K].
+    """
+    x = x.flatten(0, -2)
+    weight, bias = out.split([grad.shape[1] * x.shape[1], len(out) - grad.shape[1] * x.shape[1]])
+    multiply_to(grad, x, weight.view(grad.shape[1], x.shape[1]), direct)
+    if len(bias):
+        column_sums_to(grad, bias)
 
 
 class ProjectionWithResidual(torch.autograd.Function):
@@ -3282,7 +3290,7 @@ class ProjectionWithResidual(torch.autograd.Function):
         residual, grad = grad, grad.contiguous().to(x.dtype)
 
         def compute(out: Tensor) -> None:
-            add_up(weight_parts(grad, x, None, None, 0.0, 1, True), out)
+            add_up(weight_parts(grad, x), out)
 
         of_weight = of_bias = None
         if any(ctx.needs_input_grad[2:4]):
@@ -4255,7 +4263,7 @@ class GatedAttention(nn.Module):
         With `heads` the bias comes from the norm, too.
         """
         linear, linear_o, dtype = self.linear_qkvg, self.linear_o, gemm_dtype(x)
-        x, qkvg, own_bias = normed_projection(self.side, norm, x, linear, None, heads, columns)
+        x, qkvg, own_bias = normed_projection(norm, x, linear, None, heads, columns)
         bias = bias if heads is None else own_bias
         qkvg = qkvg.unflatten(-1, (self.heads, 4, -1))
         if columns:
@@ -4298,14 +4306,16 @@ def rows_fit(dtype: torch.dtype, *dims: int) -> bool:
 def projections_fit(fusions: Fusions, x: Tensor, *dims: int) -> bool:
     """Return whether norms and residuals of x go into the kernels of projections.
 
-    `dims` are the widths of which a program holds whole rows.
+    `dims` are the widths of which a program holds whole rows. In TF32 Triton's products are less
+    exact than the library's: with all of these the outputs exceeded their limit.
     """
+    dtype = gemm_dtype(x)
     wanted = fusions.projection_fusion and fusions.triton_layer_norm
-    return wanted and rows_fit(gemm_dtype(x), *dims) and not torch.compiler.is_compiling()
+    wanted = wanted and (INTERPRETED or dtype != torch.float32)
+    return wanted and rows_fit(dtype, *dims) and not torch.compiler.is_compiling()
 
 
 def normed_projection(
-    side: SideStreams,
     norm: LayerNorm,
     x: Tensor,
     linear: nn.Module | None,
@@ -4316,10 +4326,11 @@ def normed_projection(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return x handed on, its projection behind the norm, and a pair bias; see NormProjection."""
     weight = None if linear is None else linear.weight
-    cast = None if linear is None else side.cached_cast(weight, gemm_dtype(x))
+    cast = None if linear is None else norm.side.cached_cast(weight, gemm_dtype(x))
     heads = None if heads is None else heads.weight
     parameters = norm.weight, norm.bias, weight, bias, heads
-    return NormProjection.apply(x, *parameters, cast, norm.eps, parts, ending, side)
+    settings = cast, norm.eps, parts, ending, norm.fusions.direct_gradients, norm.side
+    return NormProjection.apply(x, *parameters, *settings)
 
 
 class MSARowAttentionWithPairBias(GatedAttention):
@@ -4347,7 +4358,7 @@ class MSARowAttentionWithPairBias(GatedAttention):
         """
         if residual and self.fused(msa, pair.shape[-1]):
             norm, heads = self.layer_norm_z, self.linear_z
-            pair, _, bias = normed_projection(self.side, norm, pair, None, None, heads)
+            pair, _, bias = normed_projection(norm, pair, None, None, heads)
             return self.attend_fused(self.layer_norm_m, msa, bias), pair
         _, bias = self.layer_norm_z(pair, self.linear_z)
         update = self.attend(self.layer_norm_m(msa), bias)
@@ -4441,10 +4452,10 @@ class OuterProductMean(nn.Module):
         """Return msa handed on, and pair + update, norm and residual in other kernels."""
         linears, out, side = self.linears, self.linear_out, self.side
         norm, bias = self.layer_norm, linears.bias
-        msa, ab, _ = normed_projection(side, norm, msa, linears, bias, parts=2)
+        msa, ab, _ = normed_projection(norm, msa, linears, bias, parts=2)
         cast, factor = side.cached_cast(out.weight, ab.dtype), 1 / (msa.shape[1] + 1e-3)
-        parameters = out.weight, out.bias, cast
-        return msa, OuterProductWithResidual.apply(ab, pair, *parameters, factor, side)
+        settings = cast, factor, self.fusions.direct_gradients, side
+        return msa, OuterProductWithResidual.apply(ab, pair, out.weight, out.bias, *settings)
 
     def forward(self, msa: Tensor, pair: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """Compute the update of pair [B, N, N, c_z] from msa [B, S, N, c_m].
