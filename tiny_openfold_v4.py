@@ -3374,8 +3374,8 @@ def embedding_backward_kernel(
     WEIGHTS: tl.constexpr = 2 if REACH == 0 else 3
     SUMS += tl.program_id(0) * (ROWS + WEIGHTS) * C
     for number in tl.static_range(WEIGHTS):
-        first: tl.constexpr = number * TOKEN_COUNT
-        columns: tl.constexpr = TOKEN_COUNT if number < 2 else ROWS - 2 * TOKEN_COUNT
+        first = number * TOKEN_COUNT
+        columns = TOKEN_COUNT if number < 2 else ROWS - 2 * TOKEN_COUNT
         at = SUMS + channel[None, :] * columns + (row - first)[:, None]
         own = (row >= first) & (row < first + columns)
         tl.store(at, total, mask=own[:, None] & (channel < C)[None, :])
@@ -3679,6 +3679,8 @@ def head_loss_backward(
     """Compute the gradient of x, and parts [programs, elements] of those of weight and bias."""
     arguments = head_arguments("head_loss_backward", x, weight, bias, targets, counted)
     chosen = blocks("head_loss_backward", weight.dtype)
+    warps = chosen["BLOCK_M"] * x.shape[-1] // 2048
+    chosen["num_warps"] = max(chosen["num_warps"], warps)
     tiles = triton.cdiv(arguments["ROWS_OF_SAMPLE"], chosen["BLOCK_M"])
     chosen["PROGRAMS"] = min(tiles, triton.cdiv(chosen["PROGRAMS"], len(x)))
     elements = weight.numel() + bias.numel()
