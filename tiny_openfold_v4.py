@@ -3,9 +3,13 @@
 
 direct-gradients   weight gradients go from their GEMM to the optimizer, and nothing casts them
 fused-optimizer    AdamW as one kernel, which also writes the weights that the next GEMMs take
-packed-weights     the projections of a triangle multiplication are one weight: nothing is joined
+packed-weights     projections of the same input are one weight: nothing is joined
 transition-fusion  a transition as one kernel; its hidden layer never reaches memory, and the
                    backward pass makes it again
+projection-fusion  the norm before a projection and the residual after one in their kernels, and so
+                   are their gradients: no kernel adds up gradients of the residual stream
+embedding-fusion   the input embedding reads rows of a table, without one-hot vectors in memory
+loss-fusion        heads and losses in one kernel each; no logits in memory
 overlap            gradients of weights and biases on a side stream, beside the backward pass
 
 V3's kernels stay. The whole step is one graph by default. A graph keeps what depends on what, not
@@ -167,19 +171,33 @@ def without_effect(args: argparse.Namespace) -> dict[str, str]:
     if not args.cuda_graph:
         found["overlap"] = "it needs a graph, which this run has not"
     if args.torch_compile:
-        names = ("direct_gradients", "fused_optimizer", "transition_fusion", "overlap")
+        names = ("direct_gradients", "fused_optimizer", "transition_fusion", "projection_fusion")
+        names += ("embedding_fusion", "loss_fusion", "overlap")
         found |= dict.fromkeys(names, "torch.compile does without it")
     elif args.direct_gradients or args.fused_optimizer or args.overlap:
         found["triton_bias_gradient"] = "what takes weight gradients takes those of biases, too"
+    dtype = getattr(torch, args.amp_dtype) if args.use_amp else torch.float32
+    dims = (args.msa_dim, args.pair_dim)
+    if not args.triton_layer_norm:
+        found["projection_fusion"] = "it joins triton-layer-norm, which is off"
+    elif not (INTERPRETED or args.use_amp):
+        found["projection_fusion"] = "without --use-amp the library's GEMMs run"
+    elif not any(rows_fit(dtype, dim) for dim in dims):
+        found["projection_fusion"] = widths_that_fit(512 // dtype.itemsize)
+    if not rows_fit(dtype, *dims):
+        found["loss_fusion"] = f"not both {widths_that_fit(512 // dtype.itemsize)[3:]}"
     if args.transition_fusion and "transition_fusion" not in found:
-        dtype = getattr(torch, args.amp_dtype) if args.use_amp else torch.float32
-        fit = [whole_transition_fits(dim, dtype) for dim in (args.msa_dim, args.pair_dim)]
+        fit = [whole_transition_fits(dim, dtype) for dim in dims]
         if not any(fit):
-            most = 256 // dtype.itemsize
-            found["transition_fusion"] = f"no width is a power of two from 16 to {most}"
+            found["transition_fusion"] = widths_that_fit(256 // dtype.itemsize)
         elif all(fit):
             found["triton_transition"] = "transition-fusion takes its place"
     return found
+
+
+def widths_that_fit(most: int) -> str:
+    """Say which widths there should be."""
+    return f"no width is a power of two from 16 to {most}"
 
 
 def use_settings(args: argparse.Namespace) -> None:
@@ -5448,7 +5466,7 @@ class Trainer:
     def capture(self) -> None:
         """Capture the step, to be replayed from now on; a step must have run before."""
         graph = torch.cuda.CUDAGraph()
-        stream = torch.cuda.Stream(priority=-1)  # before others, with its own cuBLAS workspaces
+        stream = torch.cuda.Stream(priority=-1)  # before others
         with torch.cuda.graph(graph, stream=stream):
             self.loss = self.compute(self.inputs)
         self.graph, self.phases = graph, GRAPH_PHASES
@@ -5665,7 +5683,11 @@ class Run:
         self.status, self.error = 1, "it did not finish"
 
     def start(self) -> None:
-        """Build what trains, say what it is, and take the warm-up steps."""
+        """Build the trainer, say what it is, take the warm-up steps."""
+        gc.collect()  # earlier runs
+        if self.device.type == "cuda":
+            torch._C._cuda_clearCublasWorkspaces()
+            torch.cuda.empty_cache()
         args, before = self.args, gpu_memory(self.device)
         self.trainer = Trainer(args, self.device)
         config = asdict(self.trainer.model.config)
@@ -5695,7 +5717,7 @@ class Run:
         self.plan(args.num_steps, "step")
 
     def plan(self, steps: int, label: str) -> None:
-        """Begin to count: so many steps of this kind follow, in one turn or several."""
+        """Begin to count: so many steps of this kind follow."""
         self.goal, self.label, self.done = steps, label, 0
         self.started = time.perf_counter()
         self.shown = 0.0  # when progress was shown
@@ -5987,8 +6009,6 @@ def compare_fusion(args: argparse.Namespace) -> int:
     """Measure everything off (results in <profile-dir>/baseline) and as chosen, in turns."""
     sides = all_off(args, profile_dir=args.profile_dir / "baseline"), args
     runs = [Run(sides[0], "all off: "), Run(sides[1], "as chosen: ")]
-    if args.device == "cuda":  # cuBLAS keeps workspaces from its first product on, of no run
-        nn.Linear(8, 8, device="cuda")(torch.ones(8, 8, device="cuda")).sum().backward()
     train_all(runs)
     before, after = (run.result() for run in runs)
     compared = before["status"] == "ok"

@@ -7,7 +7,7 @@ then the rows are in NAME.partial.json.
 
 Examples:
   python bench/versions.py headline results/DIR   all versions: sizes, precisions, eager, graph and compiled
-  python bench/versions.py fastest results/DIR    TinyLlama V4 against all versions compiled, and V3, as graphs
+  python bench/versions.py fastest results/DIR    V4 against all versions compiled, and V3, as graphs
   python bench/versions.py untuned results/DIR    the same at GPT-2 small's and TinyLlama 1.1B's sizes, in bf16
   python bench/versions.py inference results/DIR  a transformer layer of V4 in one launch, and in other ways
   python bench/versions.py ablation results/DIR   what a version adds: each alone, and all but each, against none
@@ -74,7 +74,7 @@ UNTUNED = {  # sizes that no block was chosen for
 }
 MODELS = {"tiny_openfold": [], "tiny_llama": ["--seq-len", "128"]}  # the sizes of the ablation
 VERSIONS = ("v1", "v2", "v3")
-VERSIONS_OF = {"tiny_llama": (*VERSIONS, "v4"), "tiny_openfold": VERSIONS}
+NEWEST = "v4"  # in studies of its own
 PRECISIONS = {"fp32": [], "TF32": ["--matmul-precision", "high"], "bf16": ["--use-amp"]}
 COMPILE = ["--enable-torch-compile"]
 MODES = {  # the best mode of torch.compile is that with graphs of its own
@@ -103,11 +103,11 @@ def headline(rounds: int, shapes: Sequence[str], precisions: Sequence[str], mode
 
 
 def fastest(rounds: int, shapes: Sequence[str], precisions: Sequence[str]) -> Iterator[Part]:
-    """TinyLlama V4, V3, and V1 to V3 compiled, all as whole-step graphs."""
-    for shape, precision in itertools.product([name for name in shapes if name.startswith("tiny_llama")], precisions):
-        argv = [*SHAPES[shape], *PRECISIONS[precision], GRAPH]
-        sides = {"V4": ("tiny_llama_v4", argv), "V3": ("tiny_llama_v3", argv)}
-        sides |= {f"{v.upper()} compiled": (f"tiny_llama_{v}", [*argv, *COMPILE]) for v in reversed(VERSIONS)}
+    """V4, V3, and V1 to V3 compiled, all as whole-step graphs."""
+    for shape, precision in itertools.product(shapes, precisions):
+        argv, model = [*SHAPES[shape], *PRECISIONS[precision], GRAPH], shape.partition(",")[0]
+        sides = {v.upper(): (f"{model}_{v}", argv) for v in (NEWEST, VERSIONS[-1])}
+        sides |= {f"{v.upper()} compiled": (f"{model}_{v}", [*argv, *COMPILE]) for v in reversed(VERSIONS)}
         yield {"shape": shape, "precision": precision}, partial(all_sides, sides, rounds)
 
 
@@ -120,7 +120,7 @@ def untuned(rounds: int) -> Iterator[Part]:
     """TinyLlama V4 to V1, V3 and V2 compiled, in bf16 at other sizes: one after the other, as two may not fit."""
     for shape, sizes in UNTUNED.items():
         argv = graph_of([*sizes, *PRECISIONS["bf16"]])
-        sides = {v.upper(): (f"tiny_llama_{v}", argv) for v in reversed(VERSIONS_OF["tiny_llama"])}
+        sides = {v.upper(): (f"tiny_llama_{v}", argv) for v in (NEWEST, *reversed(VERSIONS))}
         sides |= {f"{v.upper()} compiled": (f"tiny_llama_{v}", [*argv, *COMPILE]) for v in ("v3", "v2")}
         for name, side in sides.items():
             yield {"shape": shape, "precision": "bf16", "side": name}, partial(one_side, name, side, rounds)
@@ -517,7 +517,10 @@ TABLES: dict[str, Callable[[Path], list[str]]] = {
     "llama": lambda directory: [model_table(directory, "tiny_llama")],
     "openfold": lambda directory: [model_table(directory, "tiny_openfold")],
     "inference": lambda directory: [inference_table(directory)],
-    "fastest": lambda directory: [fastest_table(directory), ablation_table(directory, "tiny_llama_v4")],
+    "fastest": lambda directory: [
+        fastest_table(directory),
+        *(ablation_table(directory, f"{model}_{NEWEST}") for model in MODELS),
+    ],
     "untuned": lambda directory: [untuned_table(directory)],
     "share": lambda directory: [share_table(directory)],
     "memory": lambda directory: [memory_table(directory)],
@@ -564,7 +567,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("directory", type=Path)
     add("--rounds", type=at_least(1), default=5, metavar="N", help="of all but memory (default: 5)")
     add("--models", nargs="+", choices=MODELS, default=list(MODELS), help="of ablation")
-    add("--versions", nargs="+", choices=(*VERSIONS[1:], "v4"), default=list(VERSIONS[1:]), help="of ablation")
+    add("--versions", nargs="+", choices=(*VERSIONS[1:], NEWEST), default=list(VERSIONS[1:]), help="of ablation")
     add("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), help="of headline and fastest")
     add("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS), help="likewise")
     add("--modes", nargs="+", choices=MODES, default=list(MODES), help="likewise")

@@ -56,7 +56,7 @@ TINY = {
     ),
 }
 MODELS = tuple(TINY)
-VERSIONS = {"llama": (1, 2, 3, 4), "openfold": (1, 2, 3)}
+VERSIONS = {"llama": (1, 2, 3, 4), "openfold": (1, 2, 3, 4)}
 SCRIPTS = tuple(f"tiny_{model}_v{version}" for model, versions in VERSIONS.items() for version in versions)
 TRITON = tuple(script for script in SCRIPTS if script[-1] in "34")  # those with kernels of their own
 SCRIPT = "tiny_llama_v2"  # the one whose harness is tested
