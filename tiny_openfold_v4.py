@@ -362,7 +362,7 @@ BLOCKS: dict[str, str] = {
     "head_loss": "BLOCK_M=64,num_warps=4",
     "head_loss hip": "BLOCK_M=32,num_warps=4",
     "head_loss_backward": "BLOCK_M=64,PROGRAMS=264,num_warps=4,num_stages=2",
-    "head_loss_backward hip": "BLOCK_M=32,PROGRAMS=264,num_warps=4,num_stages=1",
+    "head_loss_backward hip": "BLOCK_M=16,PROGRAMS=264,num_warps=4,num_stages=1",
     "mean_losses": "BLOCK=1024,num_warps=4",
     "adamw": "BLOCK=1024,PROGRAMS=1024,num_warps=4",
 }
