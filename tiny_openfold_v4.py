@@ -550,13 +550,13 @@ def add_up(parts: Tensor, out: Tensor) -> None:
 
 
 @triton.jit
-def sum_columns(PARTS, OUT, block, parts, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Write the sum over all rows of one block of columns of PARTS [parts, width]."""
+def sum_columns(PARTS, OUT, block, parts, stride, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Write the sum over all rows of a block of columns of PARTS [parts, width], `stride` apart."""
     column = block * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([ROWS, BLOCK], tl.float32)
     for start in range(0, parts, ROWS):
         row = start + tl.arange(0, ROWS)
-        at = row.to(tl.int64)[:, None] * width + column[None, :]
+        at = row.to(tl.int64)[:, None] * stride + column[None, :]
         inside = (row < parts)[:, None] & (column < width)[None, :]
         total += tl.load(PARTS + at, mask=inside, other=0.0)
     tl.store(OUT + column, tl.sum(total, 0), mask=column < width)
@@ -564,7 +564,7 @@ def sum_columns(PARTS, OUT, block, parts, width, ROWS: tl.constexpr, BLOCK: tl.c
 
 @triton.jit
 def sum_two_parts_kernel(
-    PARTS_1, OUT_1, parts_1, width_1, PARTS_2, OUT_2, parts_2, width_2,
+    PARTS_1, OUT_1, parts_1, stride_1, width_1, PARTS_2, OUT_2, parts_2, stride_2, width_2,
     ROWS_1: tl.constexpr, BLOCK_1: tl.constexpr, ROWS_2: tl.constexpr, BLOCK_2: tl.constexpr,
 ):  # fmt: skip
     """Add up the rows of two matrices, as sum_parts_kernel those of one.
@@ -574,14 +574,18 @@ def sum_two_parts_kernel(
     """
     program, programs = tl.program_id(0), tl.cdiv(width_1, BLOCK_1)
     if program < programs:
-        sum_columns(PARTS_1, OUT_1, program, parts_1, width_1, ROWS_1, BLOCK_1)
+        sum_columns(PARTS_1, OUT_1, program, parts_1, stride_1, width_1, ROWS_1, BLOCK_1)
     else:
-        sum_columns(PARTS_2, OUT_2, program - programs, parts_2, width_2, ROWS_2, BLOCK_2)
+        program -= programs
+        sum_columns(PARTS_2, OUT_2, program, parts_2, stride_2, width_2, ROWS_2, BLOCK_2)
 
 
 @partial(operator, changes=("out_1", "out_2"))
 def add_up_two(parts_1: Tensor, out_1: Tensor, parts_2: Tensor, out_2: Tensor) -> None:
-    """Write the sums of parts_1 [parts, ...] to out_1 and of parts_2 to out_2 in one launch."""
+    """Write the sums of parts_1 [parts, ...] to out_1 and of parts_2 to out_2 in one launch.
+
+    A part lies together, parts may be apart.
+    """
     chosen, programs, arguments = blocks("sum_parts"), 0, {}
     tile, most = chosen.pop("TILE"), chosen.pop("ROWS")
     for number, parts, out in ((1, parts_1, out_1), (2, parts_2, out_2)):
@@ -592,6 +596,7 @@ def add_up_two(parts_1: Tensor, out_1: Tensor, parts_2: Tensor, out_2: Tensor) -
             f"PARTS_{number}": parts,
             f"OUT_{number}": out,
             f"parts_{number}": len(parts),
+            f"stride_{number}": parts.stride(0),
             f"width_{number}": out.numel(),
             f"ROWS_{number}": rows,
             f"BLOCK_{number}": block,
@@ -611,7 +616,8 @@ class SideStreams:
         begin_step
         grad of a layer's output ---->  run: its weight's and bias's gradient
         grad of its input
-        KEPT pieces of work later <---  done: its inputs may go
+        KEPT pieces of work later,
+        or KEPT_BYTES of inputs   <---  done: its inputs may go
         ... layer before                ...
         grad of the embedding <-------  join: all of them
         optimizer.step
@@ -621,7 +627,7 @@ class SideStreams:
     stream to its parameter: join raises RuntimeError.
     """
 
-    KEPT = 4
+    KEPT, KEPT_BYTES = 4, 2 * 10**8
 
     def __init__(self):
         self.buffer: GradientBuffer | None = None  # where the optimizer reads gradients
@@ -653,9 +659,13 @@ class SideStreams:
         with torch.cuda.stream(self.stream):
             result = work()
             self.pending.append((self.stream.record_event(), inputs))
-        if len(self.pending) > self.KEPT:
+        while len(self.pending) > self.KEPT or self.pending_bytes() > self.KEPT_BYTES:
             chain.wait_event(self.pending.popleft()[0])
         return result
+
+    def pending_bytes(self) -> int:
+        """Count the bytes that work in progress reads."""
+        return sum(tensor.nbytes for _, inputs in self.pending for tensor in inputs)
 
     def join(self) -> None:
         """Let the chain wait for all gradients, and take what follows.
@@ -1640,7 +1650,8 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of qkvg (in its layout), gate_bias and bias.
 
-    The last two are empty unless `of_gate_bias` and `of_bias` ask for them.
+    That of gate_bias is in parts [parts, H x D]. The last two are empty unless `of_gate_bias` and
+    `of_bias` ask for them.
     """
     samples, rows, length, heads, _, dim = qkvg.shape
     sizes = attention_sizes(qkvg, out)
@@ -1729,7 +1740,7 @@ def attention_backward(
     nothing = qkvg.new_empty(0)
     return (
         grad_qkvg,
-        sum_parts(grad_gate_bias) if of_gate_bias else nothing,
+        grad_gate_bias if of_gate_bias else nothing,
         sum_parts(grad_bias, bias.dtype) if of_bias else torch.empty_like(nothing),
     )
 
@@ -1742,7 +1753,13 @@ class GatedAttentionFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, qkvg: Tensor, gate_bias: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(
+        ctx,
+        qkvg: Tensor,
+        gate_bias: Tensor,
+        bias: Tensor | None,
+        side: SideStreams | None = None,
+    ) -> Tensor:
         samples, rows, length, heads, _, dim = qkvg.shape
         check_shape("qkvg", qkvg, samples, rows, length, heads, 4, dim)
         check_shape("the gate's bias", gate_bias, heads * dim)
@@ -1753,15 +1770,23 @@ class GatedAttentionFunction(torch.autograd.Function):
         bias = None if bias is None else bias.contiguous()
         out, log_sum_exp = attention_forward(qkvg, gate_bias, bias)
         ctx.save_for_backward(qkvg, gate_bias, bias, out, log_sum_exp)
+        ctx.gate_bias, ctx.side = gate_bias, side or SideStreams()
         return out
 
     @staticmethod
     def backward(ctx, grad_out: Tensor):
         if grad_out.stride(-1) != 1:
             grad_out = grad_out.contiguous()
-        _, *wanted = ctx.needs_input_grad
-        grad_qkvg, *grads = attention_backward(grad_out, *ctx.saved_tensors, *wanted)
-        return grad_qkvg, *(g if asked else None for g, asked in zip(grads, wanted, strict=True))
+        of_gate_bias, of_bias = ctx.needs_input_grad[1:3]
+        grad_qkvg, parts, grad_bias = attention_backward(
+            grad_out, *ctx.saved_tensors, of_gate_bias, of_bias
+        )  # fmt: skip
+        grad_gate_bias = None
+        if of_gate_bias:
+            groups = ((ctx.gate_bias,),)
+            compute = partial(add_up, parts)
+            (grad_gate_bias,) = gradients_into_buffer(ctx.side, groups, compute, parts)
+        return grad_qkvg, grad_gate_bias, grad_bias if of_bias else None, None
 
 
 # Triangle multiplication of x [B, N, N, C]:
@@ -2839,21 +2864,18 @@ class TransitionFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_out: Tensor):
-        grad_out, inputs, grads = grad_out.contiguous(), ctx.saved_tensors, {}
-        norm_weight, norm_bias, *linears, bias_2 = ctx.parameters
+        grad_out, inputs = grad_out.contiguous(), ctx.saved_tensors
         grad_x, sums = transition_backward_input(grad_out, *inputs, ctx.eps, ctx.residual)
 
-        def compute(out: Tensor) -> None:
-            add_up(transition_backward_weights(grad_out, *inputs, ctx.eps), out)
+        def compute(of_norm: Tensor, of_linears: Tensor, of_bias: Tensor) -> None:
+            add_up(transition_backward_weights(grad_out, *inputs, ctx.eps), of_linears)
+            add_up_two(sums[:, :2], of_norm, sums[:, 2:], of_bias)
 
-        if any(parameter.requires_grad for parameter in linears):
-            found = gradients_into_buffer(ctx.side, (linears,), compute, grad_out, *inputs)
-            grads |= dict(zip(linears, found, strict=True))
-        others = (norm_weight, norm_bias, bias_2)
-        if any(parameter.requires_grad for parameter in others):
-            grads |= dict(zip(others, sum_parts(sums).unbind(), strict=True))
-        wanted = (grads.get(parameter) for parameter in ctx.parameters)
-        return grad_x, None, None, None, None, *wanted
+        grads = 6 * [None]
+        if any(parameter.requires_grad for parameter in ctx.parameters):
+            groups = (ctx.parameters[:2], ctx.parameters[2:5], ctx.parameters[5:])
+            grads = gradients_into_buffer(ctx.side, groups, compute, grad_out, sums, *inputs)
+        return grad_x, None, None, None, None, *grads
 
 
 # A norm before a projection, y W^T + b with y = LayerNorm(x), and a residual after one,
@@ -4260,10 +4282,11 @@ class GatedAttention(nn.Module):
             parts = [F.linear(x, linear.weight) for linear in linears]
             parts = [part.unflatten(-1, (self.heads, -1)) for part in parts]
             qkvg, gate_bias = torch.stack(parts, dim=-2), self.linear_g.bias
+        side = self.side if takes_over(self.fusions) else None
         if columns:
-            out = GatedAttentionFunction.apply(qkvg.transpose(1, 2), gate_bias, bias)
+            out = GatedAttentionFunction.apply(qkvg.transpose(1, 2), gate_bias, bias, side)
             return self.linear_o(out.transpose(1, 2))
-        return self.linear_o(GatedAttentionFunction.apply(qkvg, gate_bias, bias))
+        return self.linear_o(GatedAttentionFunction.apply(qkvg, gate_bias, bias, side))
 
     def fused(self, x: Tensor, *dims: int) -> bool:
         """Return whether norms and residual of x [..., C] are computed in other kernels."""
@@ -4282,19 +4305,17 @@ class GatedAttention(nn.Module):
 
         With `heads` the bias comes from the norm, too.
         """
-        linear, linear_o, dtype = self.linear_qkvg, self.linear_o, gemm_dtype(x)
+        linear, linear_o, dtype, side = self.linear_qkvg, self.linear_o, gemm_dtype(x), self.side
         x, qkvg, own_bias = normed_projection(norm, x, linear, None, heads, columns)
         bias = bias if heads is None else own_bias
         qkvg = qkvg.unflatten(-1, (self.heads, 4, -1))
         if columns:
-            out = GatedAttentionFunction.apply(qkvg.transpose(1, 2), linear.bias, bias)
+            out = GatedAttentionFunction.apply(qkvg.transpose(1, 2), linear.bias, bias, side)
             out = out.transpose(1, 2)
         else:
-            out = GatedAttentionFunction.apply(qkvg, linear.bias, bias)
-        cast = self.side.cached_cast(linear_o.weight, dtype)
-        return ProjectionWithResidual.apply(
-            out, x, linear_o.weight, linear_o.bias, cast, self.side
-        )  # fmt: skip
+            out = GatedAttentionFunction.apply(qkvg, linear.bias, bias, side)
+        cast = side.cached_cast(linear_o.weight, dtype)
+        return ProjectionWithResidual.apply(out, x, linear_o.weight, linear_o.bias, cast, side)
 
     def attend_flash(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Attend as `attend` does, without scores in memory.
