@@ -47,7 +47,8 @@ KERNELS = (
     # Cijk: rocBLAS and hipBLASLt name kernels by their index equation. nvjet, xmma, cutlass, splitK, dot: cuBLAS.
     ("GEMM", r"cijk_|gemm|gemv|nvjet|xmma|cutlass|splitk|dot_kernel|reduce_1block|rocblas_dot"),
     ("copies", r"memcpy|memset|copy_kernel|copy_device|batchedcopy|fillfunctor|fill_kernel|(copy|fill)buffer"),
-    ("other", r"embedding|head_loss|mean_losses|index|gather|scatter|nll_loss|searchsorted|bucketize|distribution|sort|scan_"),
+    ("other", r"head_loss|mean_losses"),  # V4's
+    ("other", r"embedding|index|gather|scatter|nll_loss|searchsorted|bucketize|distribution|sort|scan_"),
     ("reductions", r"reduce"),
     ("element-wise", r"elementwise|element_wise|pointwise|triu_tril|unrolled_kernel|arange"),
     ("element-wise", r"glu_|relu_|rotary|(^|_)rope"),
