@@ -7,7 +7,7 @@ then the rows are in NAME.partial.json.
 
 Examples:
   python bench/versions.py headline results/DIR   all versions: sizes, precisions, eager, graph and compiled
-  python bench/versions.py fastest results/DIR    TinyLlama V4 against all versions compiled, and V3, as graphs
+  python bench/versions.py fastest results/DIR    V4 against all versions compiled, and V3, as graphs
   python bench/versions.py untuned results/DIR    the same at GPT-2 small's and TinyLlama 1.1B's sizes, in bf16
   python bench/versions.py trunk results/DIR      48 Evoformer blocks, with and without --checkpoint-blocks
   python bench/versions.py inference results/DIR  a transformer layer of V4 in one launch, and in other ways
@@ -81,7 +81,8 @@ TRUNKS = {  # sequences and residues of AlphaFold 2's training, and of its fine-
 }
 MODELS = {"tiny_openfold": [], "tiny_llama": ["--seq-len", "128"]}  # the sizes of the ablation
 VERSIONS = ("v1", "v2", "v3")
-VERSIONS_OF = {"tiny_llama": (*VERSIONS, "v4"), "tiny_openfold": VERSIONS}
+NEWEST = "v4"  # in studies of its own
+FASTEST = {"tiny_llama": "fastest.json", "tiny_openfold": "fastest_openfold.json"}
 PRECISIONS = {"fp32": [], "TF32": ["--matmul-precision", "high"], "bf16": ["--use-amp"]}
 COMPILE = ["--enable-torch-compile"]
 MODES = {  # the best mode of torch.compile is that with graphs of its own
@@ -109,12 +110,12 @@ def headline(rounds: int, shapes: Sequence[str], precisions: Sequence[str], mode
         yield {"shape": shape, "precision": precision, "mode": mode}, partial(all_sides, sides, rounds)
 
 
-def fastest(rounds: int, shapes: Sequence[str], precisions: Sequence[str]) -> Iterator[Part]:
-    """TinyLlama V4, V3, and V1 to V3 compiled, all as whole-step graphs."""
-    for shape, precision in itertools.product([name for name in shapes if name.startswith("tiny_llama")], precisions):
+def fastest(model: str, rounds: int, shapes: Sequence[str], precisions: Sequence[str]) -> Iterator[Part]:
+    """V4, V3, and V1 to V3 compiled, all as whole-step graphs."""
+    for shape, precision in itertools.product([name for name in shapes if name.startswith(model)], precisions):
         argv = [*SHAPES[shape], *PRECISIONS[precision], GRAPH]
-        sides = {"V4": ("tiny_llama_v4", argv), "V3": ("tiny_llama_v3", argv)}
-        sides |= {f"{v.upper()} compiled": (f"tiny_llama_{v}", [*argv, *COMPILE]) for v in reversed(VERSIONS)}
+        sides = {v.upper(): (f"{model}_{v}", argv) for v in (NEWEST, VERSIONS[-1])}
+        sides |= {f"{v.upper()} compiled": (f"{model}_{v}", [*argv, *COMPILE]) for v in reversed(VERSIONS)}
         yield {"shape": shape, "precision": precision}, partial(all_sides, sides, rounds)
 
 
@@ -127,7 +128,7 @@ def untuned(rounds: int) -> Iterator[Part]:
     """TinyLlama V4 to V1, V3 and V2 compiled, in bf16 at other sizes: one after the other, as two may not fit."""
     for shape, sizes in UNTUNED.items():
         argv = graph_of([*sizes, *PRECISIONS["bf16"]])
-        sides = {v.upper(): (f"tiny_llama_{v}", argv) for v in reversed(VERSIONS_OF["tiny_llama"])}
+        sides = {v.upper(): (f"tiny_llama_{v}", argv) for v in (NEWEST, *reversed(VERSIONS))}
         sides |= {f"{v.upper()} compiled": (f"tiny_llama_{v}", [*argv, *COMPILE]) for v in ("v3", "v2")}
         for name, side in sides.items():
             yield {"shape": shape, "precision": "bf16", "side": name}, partial(one_side, name, side, rounds)
@@ -469,7 +470,7 @@ def model_table(directory: Path, model: str) -> str:
     """
     lines, header = [], [model, *(f"{version.upper()}, ms" for version in VERSIONS), "V3 over V1"]
     header += ["kernels, V1 / V3", "peak MB, V1 / V3"]
-    fastest = versions_of(directory / "fastest.json")
+    fastest = versions_of(directory / FASTEST[model])
     for (shape, precision, mode), sides in versions_of(directory / "headline_v3.json", "mode").items():
         first, last = sides["V1"], sides[VERSIONS[-1].upper()]
         if mode != "graph" or first["model"] != model:
@@ -482,7 +483,9 @@ def model_table(directory: Path, model: str) -> str:
             over = (speedup(there[name], there["V4"]) for name in ("V3", best_compiled(there)))
             lines[-1] += [f"{there['V4']['batch_ms']:.2f}", *(f"{ratio:.2f}x" for ratio in over)]
             lines[-1] += [str(there["V4"]["per_step"])]
-    if fastest and model == "tiny_llama":
+        elif fastest:
+            lines[-1] += 4 * [""]
+    if fastest:
         header += ["V4, ms", "V4 over V3", "V4 over compiled", "its kernels"]
     return markdown_table(header, lines) if lines else ""
 
@@ -492,10 +495,10 @@ def best_compiled(sides: Mapping[str, dict]) -> str:
     return min((name for name in sides if name.endswith("compiled")), key=lambda name: sides[name]["batch_ms"])
 
 
-def fastest_table(directory: Path) -> str:
+def fastest_table(directory: Path, model: str) -> str:
     """Milliseconds per step of V4 and the others, the best compiled one's over V4's, peak memory."""
     lines, sides = [], []
-    for place, sides in versions_of(directory / "fastest.json").items():
+    for place, sides in versions_of(directory / FASTEST[model]).items():
         best = best_compiled(sides)
         lines.append([", ".join(place), *(f"{side['batch_ms']:.2f}" for side in sides.values())])
         lines[-1] += [f"{speedup(sides[best], sides['V4']):.2f}x ({best})"]
@@ -583,7 +586,10 @@ TABLES: dict[str, Callable[[Path], list[str]]] = {
     "llama": lambda directory: [model_table(directory, "tiny_llama")],
     "openfold": lambda directory: [model_table(directory, "tiny_openfold")],
     "inference": lambda directory: [inference_table(directory)],
-    "fastest": lambda directory: [fastest_table(directory), ablation_table(directory, "tiny_llama_v4")],
+    "fastest": lambda directory: [
+        *(fastest_table(directory, model) for model in FASTEST),
+        *(ablation_table(directory, f"{model}_{NEWEST}") for model in FASTEST),
+    ],
     "untuned": lambda directory: [untuned_table(directory)],
     "trunk": lambda directory: [trunk_table(directory)],
     "share": lambda directory: [share_table(directory)],
@@ -631,8 +637,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("suite", choices=suites)
     add("directory", type=Path)
     add("--rounds", type=at_least(1), default=5, metavar="N", help="of all but memory (default: 5)")
-    add("--models", nargs="+", choices=MODELS, default=list(MODELS), help="of ablation")
-    add("--versions", nargs="+", choices=(*VERSIONS[1:], "v4"), default=list(VERSIONS[1:]), help="of ablation")
+    add("--models", nargs="+", choices=MODELS, default=list(MODELS), help="of ablation and fastest")
+    add("--versions", nargs="+", choices=(*VERSIONS[1:], NEWEST), default=list(VERSIONS[1:]), help="of ablation")
     add("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), help="of headline and fastest")
     add("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS), help="likewise")
     add("--trunks", nargs="+", choices=TRUNKS, default=list(TRUNKS), help="sizes of trunk")
@@ -653,8 +659,9 @@ def run_suite(args: argparse.Namespace) -> int:
         rows = headline(args.rounds, args.shapes, args.precisions, args.modes)
         measure_study(args.directory / "headline.json", rows, rounds=args.rounds)
     elif args.suite == "fastest":
-        rows = fastest(args.rounds, args.shapes, args.precisions)
-        measure_study(args.directory / "fastest.json", rows, rounds=args.rounds)
+        for model in args.models:
+            rows = fastest(model, args.rounds, args.shapes, args.precisions)
+            measure_study(args.directory / FASTEST[model], rows, rounds=args.rounds)
     elif args.suite == "untuned":
         measure_study(args.directory / "untuned.json", untuned(args.rounds), rounds=args.rounds)
     elif args.suite == "trunk":

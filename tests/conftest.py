@@ -59,7 +59,7 @@ TINY = {
     ),
 }
 MODELS = tuple(TINY)
-VERSIONS = {"llama": (1, 2, 3, 4), "openfold": (1, 2, 3)}
+VERSIONS = {"llama": (1, 2, 3, 4), "openfold": (1, 2, 3, 4)}
 SCRIPTS = tuple(f"tiny_{model}_v{version}" for model, versions in VERSIONS.items() for version in versions)
 TRITON = tuple(script for script in SCRIPTS if script[-1] in "34")  # those with kernels of their own
 COMPILER = "inductor" if torch.cuda.is_available() else "aot_eager"  # for a CPU it would generate C++, which takes long

@@ -22,6 +22,12 @@ NOT_IN_A_STEP = {  # of V4 inference, and its own GEMMs or, where they win, V3's
         {"transformer_block_kernel", f"swiglu_{gemm}forward_kernel", f"swiglu_{gemm}backward_kernel"}
         for gemm in ("", "gemm_")
     ],
+    # 16 bits: a row of 128 fits into V4's transition; float32 on a GPU: the library projects
+    "tiny_openfold_v4": [
+        set(),
+        {"bias_relu_forward_kernel", "bias_relu_backward_kernel", "layer_norm_backward_kernel"},
+        {"norm_project_kernel", "norm_project_backward_kernel", "project_residual_kernel", "weight_parts_kernel"},
+    ],
 }
 ZONE = 1 << 16  # elements on each side: more than a block of rows that lies wrongly
 PATTERN = 0x5A5A5A5A5A5A5A5A  # of integers: as a label or an index it is out of range
@@ -43,6 +49,11 @@ SIZES = {  # odd ones, with more than one block; each launches every kernel
         "small": "--msa-dim 24 --pair-dim 16 --num-heads-msa 2 --num-heads-pair 1 --num-blocks 1 --num-seqs 2"
         " --seq-len 17 --batch-size 1 --blocks attention_backward_short:BLOCK_N=16",  # short is 2, but not 17
         "large": "--msa-dim 96 --pair-dim 64 --num-blocks 2 --num-seqs 7 --seq-len 129 --batch-size 2",
+    },
+    "tiny_openfold_v4": {  # in float32 rows of 128 do not fit into V4's transition, so that V3's is there, too
+        "small": "--msa-dim 16 --pair-dim 128 --num-heads-msa 2 --num-heads-pair 4 --num-blocks 1 --num-seqs 2"
+        " --seq-len 17 --batch-size 1 --blocks attention_backward_short:BLOCK_N=16",
+        "large": "--msa-dim 64 --pair-dim 128 --num-blocks 1 --num-seqs 7 --seq-len 129 --batch-size 2",
     },
 }
 

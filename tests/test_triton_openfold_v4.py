@@ -1,0 +1,332 @@
+"""What TinyOpenFold V4 adds to V3 gives what float64, PyTorch's own optimizer and V3 give.
+
+Sizes, limits and helpers are those of the tests of V3, whose kernels V4 keeps.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import ROOT, TINY, gradients, load, random_state, relative_difference, words
+from test_triton_openfold import DEVICE, LIMITS, both_types, check_close, random
+from torch import Tensor, nn
+
+V3, V4 = "tiny_openfold_v3", "tiny_openfold_v4"
+v4 = load(V4)
+SMALL = words(
+    "--num-blocks 1 --seq-len 5 --num-seqs 2 --batch-size 2 --msa-dim 16 --pair-dim 16"
+    " --num-heads-msa 1 --num-heads-pair 1"
+)
+
+
+def kernels(script: str) -> dict[str, str]:
+    """Find the source of every function under @triton.jit."""
+    parts = (ROOT / f"{script}.py").read_text().split("\n\n\n")
+    jitted = [part for part in parts if part.startswith("@triton.jit")]
+    return {re.search(r"^def (\w+)", part, re.MULTILINE)[1]: part for part in jitted}
+
+
+def test_kernels_of_v3_stay_to_the_byte():
+    before, after = kernels(V3), kernels(V4)
+    assert len(before) >= 20
+    assert before.items() < after.items()
+
+
+# The whole transition
+
+
+def transition(residual: bool, x: Tensor, *parameters: Tensor) -> Tensor:
+    """Compute algorithm 15 of the AlphaFold 2 supplement, and with `residual` add x."""
+    norm_weight, norm_bias, weight_1, bias_1, weight_2, bias_2 = parameters
+    y = F.layer_norm(x, x.shape[-1:], norm_weight, norm_bias, 1e-5)
+    update = F.linear(F.relu(F.linear(y, weight_1, bias_1)), weight_2, bias_2)
+    return x + update if residual else update
+
+
+def transition_inputs(rows: int, dim: int) -> list[Tensor]:
+    """Draw x and the parameters of a transition.
+
+    The first bias keeps the hidden layer away from 0, where rounding would switch a ReLU.
+    """
+    norm = [random(dim, scale=0.2, shift=1.0), random(dim, scale=0.2)]
+    bias = random(4 * dim).detach().sign().mul(4).requires_grad_()
+    first = [random(4 * dim, dim, scale=0.25 * dim**-0.5), bias]
+    second = [random(dim, 4 * dim, scale=dim**-0.5), random(dim)]
+    return [random(rows, dim, scale=3.0, shift=2.0), *norm, *first, *second]
+
+
+@both_types
+@pytest.mark.parametrize("residual", [False, True], ids=["update", "residual"])
+@pytest.mark.parametrize(("rows", "dim"), [(1, 16), (130, 32)])
+def test_whole_transition(rows: int, dim: int, residual: bool, dtype: torch.dtype):
+    """In bfloat16 x and the parameters stay float32, as under autocast."""
+
+    def whole(x: Tensor, *parameters: Tensor) -> Tensor:
+        casts = tuple(parameters[i].detach().to(dtype) for i in (2, 4))
+        settings = (residual, 1e-5, casts, v4.SideStreams())
+        return v4.TransitionFunction.apply(x, *settings, *parameters)
+
+    def reference(x: Tensor, *parameters: Tensor) -> Tensor:
+        return transition(residual, x, *parameters)
+
+    check_close(whole, reference, *transition_inputs(rows, dim), limit=LIMITS[dtype])
+
+
+def test_whole_transition_keeps_what_is_not_a_number():
+    x, *parameters = transition_inputs(3, 16)
+    casts, x = (parameters[2], parameters[4]), x.detach()
+    x[1, 5] = torch.nan
+    out = v4.TransitionFunction.apply(x, True, 1e-5, casts, v4.SideStreams(), *parameters)
+    assert out.isnan().any(1).tolist() == [False, True, False]
+
+
+# A norm before and a residual after a projection
+
+
+def joined(*tensors: Tensor | None) -> Tensor:
+    """Put all elements of several results into one tensor."""
+    return torch.cat([tensor.flatten().to(torch.float64) for tensor in tensors if tensor is not None])
+
+
+@both_types
+@pytest.mark.parametrize(
+    ("dim", "width", "parts", "heads", "ending"),
+    [(16, 64, 1, 3, True), (32, 32, 2, 0, False), (16, 0, 1, 2, False), (256, 32, 2, 1, False)],
+    ids=["pair-bias", "two-parts", "pair-bias-alone", "wide-rows"],
+)
+def test_norm_and_projection(dim: int, width: int, parts: int, heads: int, ending: bool, dtype: torch.dtype):
+    """What is handed on has gradients of its own."""
+    projection = [random(width, dim, scale=dim**-0.5), random(width)] if width else [None, None]
+    head = random(heads, dim, scale=dim**-0.5) if heads else None
+    inputs = [random(2, 5, 5, dim, scale=3.0, shift=2.0), random(dim, shift=1.0), random(dim), *projection, head]
+
+    def ours(x: Tensor, norm_weight: Tensor, norm_bias: Tensor, *rest: Tensor | None) -> Tensor:
+        cast = torch.empty(0, dtype=dtype) if rest[0] is None else rest[0].detach().to(dtype)
+        settings = cast if width else None, 1e-5, parts, ending, True, v4.SideStreams()
+        with torch.autocast(DEVICE.type, dtype, enabled=dtype != torch.float32):
+            x, out, bias = v4.NormProjection.apply(x, norm_weight, norm_bias, *rest, *settings)
+        return joined(x, out if width else None, bias if heads else None)
+
+    def reference(x: Tensor, norm_weight: Tensor, norm_bias: Tensor, *rest: Tensor | None) -> Tensor:
+        weight, bias, head = rest
+        y = F.layer_norm(x, (dim,), norm_weight, norm_bias, 1e-5)
+        out = None
+        if width:
+            out = torch.stack(F.linear(y, weight, bias).chunk(parts, -1))
+        pair_bias = None
+        if heads:
+            pair_bias = (y @ head.T).permute(0, 3, *((2, 1) if ending else (1, 2)))
+        return joined(x, out, pair_bias)
+
+    check_close(ours, reference, *inputs, limit=LIMITS[dtype])
+
+
+@both_types
+def test_projection_with_residual(dtype: torch.dtype):
+    inputs = [random(2, 65, 16, dtype=dtype), random(2, 65, 32), random(32, 16), random(32)]
+
+    def ours(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        cast = weight.detach().to(dtype)
+        return v4.ProjectionWithResidual.apply(x, residual, weight, bias, cast, v4.SideStreams())
+
+    check_close(ours, lambda x, r, w, b: r + F.linear(x, w, b), *inputs, limit=LIMITS[dtype])
+
+
+@both_types
+def test_outer_product_with_residual(dtype: torch.dtype):
+    factor, dim = 1 / 7, 8
+    inputs = [random(2, 2, 7, 5, dim, dtype=dtype), random(2, 5, 5, 16)]
+    inputs += [random(16, dim * dim, scale=1 / dim), random(16)]
+
+    def ours(ab: Tensor, pair: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        settings = weight.detach().to(dtype), factor, True, v4.SideStreams()
+        return v4.OuterProductWithResidual.apply(ab, pair, weight, bias, *settings)
+
+    def reference(ab: Tensor, pair: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        outer = torch.einsum("bsic,bsjd->bijcd", *ab).flatten(3)
+        return pair + factor * F.linear(outer, weight, bias)
+
+    check_close(ours, reference, *inputs, limit=LIMITS[dtype])
+
+
+# Embedding and losses
+
+
+@both_types
+@pytest.mark.parametrize("reach", [0, 2], ids=["msa", "pair"])
+def test_embedding(reach: int, dtype: torch.dtype):
+    """Against one-hot vectors; the channels are no power of two."""
+    tokens = torch.randint(23, (2, 3, 9), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    widths = [23, 23, *([2 * reach + 1] if reach else [])]
+    parameters = [t for width in widths for t in (random(20, width), random(20))]
+
+    def hot(indices: Tensor, width: int) -> Tensor:
+        return F.one_hot(indices, width).double()
+
+    def reference(*p: Tensor) -> Tensor:
+        query, place = hot(tokens[:, 0], 23), torch.arange(9, device=DEVICE)
+        if not reach:
+            return F.linear(query, *p[:2])[:, None] + F.linear(hot(tokens, 23), *p[2:])
+        offset = (place[:, None] - place).clamp(-reach, reach) + reach
+        pair = F.linear(query, *p[:2])[:, :, None] + F.linear(query, *p[2:4])[:, None]
+        return pair + F.linear(hot(offset, widths[2]), *p[4:])
+
+    check_close(
+        lambda *p: v4.EmbeddingFunction.apply(tokens, reach, dtype, v4.SideStreams(), *p),
+        reference,
+        *parameters,
+        limit=LIMITS[dtype],
+    )
+
+
+@both_types
+def test_loss(dtype: torch.dtype):
+    """Of a protein where nothing counts, too; distances lie on the edges of bins as well."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(23, (2, 3, 9), generator=generator).to(DEVICE)
+    masked = (torch.rand(2, 3, 9, generator=generator) < 0.4).to(DEVICE)
+    masked[1] = False
+    coords = (5 * torch.randn(2, 9, 3, generator=generator)).to(DEVICE)
+    coords[0, :, 1:] = 0
+    coords[0, :, 0] = 2.3125 * torch.arange(9)
+    observed = torch.tensor([[True, False] + 7 * [True], 9 * [True]], device=DEVICE)
+    inputs = [random(2, 3, 9, 16, dtype=dtype), random(2, 9, 9, 32, dtype=dtype)]
+    inputs += [random(64, 32, scale=0.2), random(64), random(23, 16, scale=0.2), random(23)]
+
+    def ours(msa: Tensor, pair: Tensor, *parameters: Tensor) -> Tensor:
+        casts = tuple(parameters[i].detach().to(dtype) for i in (0, 2))
+        targets = (tokens, masked), (coords, observed)
+        return v4.LossFunction.apply(msa, pair, *targets, casts, v4.SideStreams(), *parameters)
+
+    def reference(msa: Tensor, pair: Tensor, *parameters: Tensor) -> Tensor:
+        logits = F.linear(pair, *parameters[:2])
+        counted = observed[:, :, None] & observed[:, None]
+        with v4.InFloat64():
+            distogram = v4.DistogramHead.loss(logits + logits.transpose(1, 2), coords, observed)
+            of_msa = v4.MaskedMSAHead.loss(F.linear(msa, *parameters[2:]), tokens, masked)
+        assert counted.any()
+        return 0.3 * distogram + 2.0 * of_msa
+
+    check_close(ours, reference, *inputs, limit=LIMITS[dtype])
+
+
+# Optimizer and gradients
+
+
+def build(script: str, *argv: str) -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Tensor]]:
+    """Build a model with random weights, its optimizer and a batch."""
+    version = load(script)
+    args = version.parse_args([*SMALL, "--device", DEVICE.type, *argv])
+    model = version.build_model(args, DEVICE)
+    optimizer = version.build_optimizer(args, model)
+    model.load_state_dict(random_state(model.state_dict()))
+    return model, optimizer, version.make_batches(args, DEVICE, 1).next_batch()
+
+
+@functools.cache
+def loss_and_gradients(script: str, *argv: str) -> dict[str, Tensor]:
+    """Compute the loss and every parameter's gradient by its canonical name."""
+    model, _, batch = build(script, *argv)
+    loss = model(**batch)
+    loss.backward()
+    return {"loss": loss.detach(), **gradients(model)}
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "",
+        "--disable-fused-optimizer --disable-packed-weights --disable-loss-fusion",
+        "--disable-all-fusion --enable-transition-fusion --enable-embedding-fusion --enable-packed-weights",
+    ],
+)
+def test_gradients_are_those_of_v3(argv: str):
+    """All on, and fallbacks: each operation by itself is compared with float64 above."""
+    expected = loss_and_gradients(V3)
+    found = loss_and_gradients(V4, *argv.split())
+    assert found.keys() == expected.keys()
+    floor = 1e-3 * max(float(value.norm()) for value in expected.values())
+    for name, value in found.items():
+        assert relative_difference(value, expected[name], floor=floor) < 1e-4, name
+
+
+def test_fused_optimizer_takes_the_steps_of_pytorchs():
+    """It casts weights as they become, and no gradient of a weight of a GEMM is copied."""
+    model, ours, batch = build(V4, "--use-amp")
+    other, theirs, _ = build(V4, "--use-amp", "--disable-fused-optimizer")
+    buffer = model.side.buffer
+    for _ in range(2):
+        model(**batch).backward()
+        for parameter, copied in zip(other.parameters(), model.parameters(), strict=True):
+            parameter.grad = copied.grad.clone()
+        for name, parameter in model.named_parameters():
+            if "linear_1.weight" in name or "qkvg.weight" in name:
+                part = buffer.part(parameter, buffer.begins[parameter] + parameter.numel())
+                assert parameter.grad.data_ptr() == part.data_ptr(), name
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    for (name, found), expected in zip(model.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6, msg=name)
+        assert torch.equal(model.side.casts[found], found.bfloat16()), name
+
+
+def optimizers(dtype: torch.dtype) -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
+    """Make parameters of odd sizes and our optimizer over them."""
+    parameters = [nn.Parameter(random(*shape).detach()) for shape in [(33, 7), (5,), (64, 33)]]
+    return parameters, v4.FusedAdamW(parameters, 1e-2, dtype)
+
+
+def take_step(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer, seed: int) -> None:
+    """Take a step with the gradients of this seed."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in parameters:
+        parameter.grad = torch.randn(parameter.shape, generator=generator).to(DEVICE)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_optimizer_resumes_exactly():
+    first, optimizer = optimizers(torch.bfloat16)
+    take_step(first, optimizer, 0)
+    second, resumed = optimizers(torch.bfloat16)
+    for to, parameter in zip(second, first, strict=True):
+        to.data.copy_(parameter.data)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for parameters, each in ((first, optimizer), (second, resumed)):
+        take_step(parameters, each, 1)
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(optimizer.side.casts[a], resumed.side.casts[b])
+
+
+def test_an_infinite_gradient_of_float16_changes_nothing():
+    parameters, optimizer = optimizers(torch.float16)
+    scaler = torch.amp.GradScaler(DEVICE.type, init_scale=512.0)
+    before = [parameter.detach().clone() for parameter in parameters]
+    for infinite in (True, False):
+        for parameter in parameters:
+            parameter.grad = scaler.scale(torch.ones_like(parameter))
+        parameters[2].grad[3, 2] = torch.inf if infinite else 1.0
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        same = [torch.equal(a, b) for a, b in zip(parameters, before, strict=True)]
+        assert all(same) if infinite else not any(same)
+    assert scaler.get_scale() == 256
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["", "--use-amp"], ids=["float32", "bfloat16"])
+def test_overlap_changes_no_bit_of_a_graph(precision: str, tmp_path):
+    losses = []
+    for flag in ("--enable-overlap", "--disable-overlap"):
+        argv = [*TINY["openfold"], *precision.split(), flag, "--num-steps", "5"]
+        args = v4.parse_args([*argv, "--profile-dir", str(tmp_path)])
+        losses.append(v4.train(args)["loss"]["curve"])
+    assert losses[0] == losses[1]
