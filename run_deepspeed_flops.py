@@ -40,11 +40,11 @@ from pathlib import Path
 from types import ModuleType
 
 from workshop.cli import ToolError, print_notes, run_tool
-from workshop.files import write_csv, write_text
+from workshop.files import write_text
 from workshop.profile.ceilings import measure_ceilings
 from workshop.profile.roofline import count_modules, draw, module_kinds, module_rows, module_times, without_children
-from workshop.script import load_script, script_arguments, tool_parser
-from workshop.show import cell, markdown_table
+from workshop.script import load_script, measured_with, script_arguments, tool_parser
+from workshop.show import Column, render, write_csv
 
 PROG = Path(__file__).name
 NOT_SEEN = ("triton-attention", "triton-triangle", "triton-outer-product", "swiglu-gemm")  # they multiply matrices
@@ -80,26 +80,28 @@ def count_with_deepspeed(profiler: ModuleType, trainer, kinds: dict[str, str], p
 
 def table(rows: Sequence[dict], intensity: bool, roofline: bool) -> str:
     """The rows as a Markdown table."""
-    header = ["module", "blocks", "parameters", "GFLOP forward", "share"]
-    header += ["MB moved", "FLOP/byte"] if intensity else []
-    header += ["ms", "TFLOP/s", "roof", "of roof"] if roofline else []
-    lines = []
-    for row in rows:
-        line = [row["module"], str(row["blocks"]), f"{row['parameters']:,}", f"{row['flop'] / 1e9:.4f}"]
-        line.append(f"{row['share_percent']:.1f} %")
-        if intensity:
-            line += [f"{row['bytes'] / 1e6:.2f}", cell(row["flop_per_byte"], ".2f")]
-        if roofline:
-            line += [cell(row[key], ".3f") for key in ("ms", "achieved_tflops", "roof_tflops")]
-            line.append(cell(row["percent_of_roof"], ".1f", " %"))
-        lines.append(line)
-    return markdown_table(header, lines)
+    columns = [
+        Column("module", "module"),
+        Column("blocks", "blocks"),
+        Column("parameters", "parameters", ","),
+        Column("GFLOP forward", lambda row: row["flop"] / 1e9, ".4f"),
+        Column("share", "share_percent", ".1f", " %"),
+    ]
+    if intensity:
+        columns.append(Column("MB moved", lambda row: row["bytes"] / 1e6, ".2f"))
+        columns.append(Column("FLOP/byte", "flop_per_byte", ".2f"))
+    if roofline:
+        columns.append(Column("ms", "ms", ".3f"))
+        columns.append(Column("TFLOP/s", "achieved_tflops", ".3f"))
+        columns.append(Column("roof", "roof_tflops", ".3f"))
+        columns.append(Column("of roof", "percent_of_roof", ".1f", " %"))
+    return render(columns, rows)
 
 
 def measure(module: ModuleType, args: argparse.Namespace, intensity: bool, roofline: bool) -> int:
     """Count and measure what was asked for, write the files and print the table; returns the exit status."""
     device = module.prepare(args)
-    environment, directory = module.environment(device), args.profile_dir
+    directory, device_name = args.profile_dir, module.environment(device)["device_name"]
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -120,16 +122,11 @@ def measure(module: ModuleType, args: argparse.Namespace, intensity: bool, roofl
     if hidden := [flag for flag, name, _ in module.FUSIONS if flag in NOT_SEEN and getattr(args, name)]:
         off = " ".join(f"--disable-{flag}" for flag in hidden)
         print_notes(PROG, f"what our own kernels multiply is not counted, so FLOP and rates are too low; try {off}")
-    fusions = {attribute: getattr(args, attribute) for _, attribute, _ in module.FUSIONS}
     on = ", ".join(flag for flag, attribute, _ in module.FUSIONS if getattr(args, attribute)) or "nothing"
     total = sum(flop.values())
     result = {
         "schema_version": 1,
-        "script": module.SCRIPT,
-        "config": asdict(trainer.model.config),
-        "fusions": fusions,
-        "training": {name: getattr(args, name) for name in ("batch_size", "use_amp", "amp_dtype", "matmul_precision")},
-        "environment": environment,
+        **measured_with(module, args, trainer.model.config, device),
         "flops_counted_by": source,
         "forward_flop": total,
         "forward_backward_flop": both,  # always by torch.utils.flop_counter
@@ -140,18 +137,17 @@ def measure(module: ModuleType, args: argparse.Namespace, intensity: bool, roofl
     write_text(stem.with_suffix(".json"), json.dumps(result, indent=1) + "\n")
     write_csv(stem.with_suffix(".csv"), rows)
 
-    print(f"{module.SCRIPT} on {environment['device_name']}, batch size {args.batch_size}, fused: {on}")
+    print(f"{module.SCRIPT} on {device_name}, batch size {args.batch_size}, fused: {on}")
     print(f"FLOPs counted by {source}, of the model with these fusions\n")
     print(table(rows, intensity, roofline) + "\n")
     print(f"Forward: {total / 1e9:.3f} GFLOP")
     print(f"Forward and backward: {both / 1e9:.3f} GFLOP (by torch.utils.flop_counter)")
     files = [stem.with_suffix(".csv"), stem.with_suffix(".json"), *([text] if text else [])]
     if ceilings:
-        print(f"GEMM ceiling: {ceilings.gemm_tflops:.3f} TFLOP/s ({ceilings.precision}, size {ceilings.gemm_size})")
-        print(f"Copy ceiling: {ceilings.copy_gb_per_s:.1f} GB/s (read and written)")
+        print(ceilings)
         files.append(directory / f"{module.SCRIPT}_roofline.png")
         labelled = {row["module"]: row for row in rows}
-        draw(files[-1], f"{module.SCRIPT} forward on {environment['device_name']}", labelled, ceilings)
+        draw(files[-1], f"{module.SCRIPT} forward on {device_name}", labelled, ceilings)
     print(f"Written: {', '.join(map(str, files))}")
     return 0
 

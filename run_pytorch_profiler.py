@@ -28,12 +28,12 @@ import subprocess
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from types import ModuleType
 
 from workshop.cli import ToolError, run_tool
-from workshop.files import read_json, write_csv, write_text
+from workshop.files import read_json, write_text
 from workshop.profile.kernels import (
     CATEGORIES,
     Communication,
@@ -52,7 +52,7 @@ from workshop.profile.kernels import (
     write_statistics,
 )
 from workshop.script import load_script, script_arguments, tool_parser
-from workshop.show import markdown_table
+from workshop.show import Column, render, write_csv
 
 PROG = Path(__file__).name
 TOP = 10
@@ -148,45 +148,42 @@ def analyse(events: list[dict], phases: Sequence[str]) -> Profile:
 
 def share_table(profile: Profile, title: str, parts: dict[str, Share]) -> str:
     """Categories or phases as a Markdown table with a total."""
-    copies = profile.unit == "kernels"
-    header = [title, f"{profile.unit} per step", *(["copies per step"] if copies else []), "ms per step", "share"]
-    values = [(name, part.kernels_per_step, part.copies_per_step, part.ms_per_step, part.percent)
-              for name, part in parts.items()]  # fmt: skip
-    values.append(("all", *(sum(column) for column in list(zip(*values, strict=True))[1:])))
-    rows = [
-        [name, f"{count:.10g}", *([f"{copied:.10g}"] if copies else []), f"{time:.3f}", f"{percent:.1f} %"]
-        for name, count, copied, time, percent in values
+    total = Share(*(sum(numbers) for numbers in zip(*map(astuple, parts.values()), strict=True)))
+    columns = [
+        Column(title, lambda row: row[0]),
+        Column(f"{profile.unit} per step", lambda row: row[1].kernels_per_step, ".10g"),
+        Column("copies per step", lambda row: row[1].copies_per_step, ".10g"),
+        Column("ms per step", lambda row: row[1].ms_per_step, ".3f"),
+        Column("share", lambda row: row[1].percent, ".1f", " %"),
     ]
-    return markdown_table(header, rows)
+    if profile.unit == "operators":
+        columns.pop(2)  # a CPU has none
+    return render(columns, [*parts.items(), ("all", total)])
 
 
 def kernel_table(profile: Profile, limit: int | None = None) -> str:
     """Kernels (on a CPU, operators), the longest total first."""
-    rows = [
-        [
-            f"`{short_name(row.name)}`",
-            category(row.name),
-            f"{row.calls / profile.steps:.10g}",
-            f"{row.total_ns / profile.steps / 1e6:.3f}",
-            f"{row.average_ns / 1e3:.1f}",
-            f"{row.percentage:.1f} %",
-        ]
-        for row in profile.statistics[:limit]
+    columns = [
+        Column(profile.unit.removesuffix("s"), lambda row: f"`{short_name(row.name)}`"),
+        Column("category", lambda row: category(row.name), text=True),
+        Column("calls per step", lambda row: row.calls / profile.steps, ".10g"),
+        Column("ms per step", lambda row: row.total_ns / profile.steps / 1e6, ".3f"),
+        Column("mean, us", lambda row: row.average_ns / 1e3, ".1f"),
+        Column("share", "percentage", ".1f", " %"),
     ]
-    header = (profile.unit.removesuffix("s"), "category", "calls per step", "ms per step", "mean, us", "share")
-    return markdown_table(header, rows, text_columns=2)
+    return render(columns, profile.statistics[:limit])
 
 
 def operators_text(profile: Profile, limit: int | None = None) -> str:
     """Operators by self time on the host; on a GPU also the time of their kernels."""
-    gpu = profile.unit == "kernels"
-    header = ["operator", "category", "calls per step", "self ms per step", *(["device ms per step"] if gpu else [])]
-    rows = []
-    for row in profile.operators[:limit]:
-        times = (row.self_ns, row.device_ns) if gpu else (row.self_ns,)
-        cells = [f"{time / profile.steps / 1e6:.3f}" for time in times]
-        rows.append([f"`{short_name(row.name)}`", row.category, f"{row.calls / profile.steps:.10g}", *cells])
-    return markdown_table(header, rows, text_columns=2)
+    columns = [
+        Column("operator", lambda row: f"`{short_name(row.name)}`"),
+        Column("category", "category", text=True),
+        Column("calls per step", lambda row: row.calls / profile.steps, ".10g"),
+        Column("self ms per step", lambda row: row.self_ns / profile.steps / 1e6, ".3f"),
+        Column("device ms per step", lambda row: row.device_ns / profile.steps / 1e6, ".3f"),
+    ]
+    return render(columns if profile.unit == "kernels" else columns[:-1], profile.operators[:limit])
 
 
 def communication_line(profile: Profile) -> list[str]:

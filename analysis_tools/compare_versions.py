@@ -24,18 +24,17 @@ from __future__ import annotations
 import _root
 
 import argparse
-import contextlib
 import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 from workshop import records
-from workshop.cli import ToolError, at_least, documented_parser, print_notes, run_tool
-from workshop.files import ROOT, write_file, write_text
+from workshop.cli import Parser, ToolError, documented_parser, print_notes, program
+from workshop.files import ROOT, write_text
 from workshop.results import Run, differences, load_run
 from workshop.script import load_script, script_arguments
-from workshop.show import NOT_FINISHED, cell, drawing, markdown_table
+from workshop.show import Column, drawing, rate, render, save_figure
 from workshop.study import as_rows, by_side, measure_study
 from workshop.turns import graph_of, in_turns, ratios, short_run, speedup, spread
 
@@ -52,33 +51,34 @@ PANELS = {  # key of a row: title and form of its values
 Found = dict[str, dict[str, dict]]  # model, version, what was measured
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """The command line."""
     usage = "%(prog)s [arguments] [arguments of all scripts]"
     note = "Every other argument goes to all scripts; those of one model need --family.\n\n"
     parser = documented_parser(PROG, __doc__, usage, note)
     add = parser.add_argument
     add("--family", choices=("llama", "openfold"), help="(default: both)")
-    add("--versions", nargs="+", choices=VERSIONS, help="to measure (default: all; without a GPU v1 v2)")
-    add("--rounds", type=at_least(1), default=5, metavar="N", help="turns of each version (default: 5)")
+    taken = "to measure (default: all; without a GPU v1 v2)"
+    add("--versions", nargs="+", choices=VERSIONS, help=taken)
+    parser.add_count("--rounds", 5, "turns of each version")
     for version in VERSIONS:
-        add(f"--{version}", type=Path, metavar="DIR", help=f"read the result of {version.upper()} from there")
-    add("--generate-report", action="store_true", help="write a report and a picture")
-    add("--output-dir", type=Path, default=Path("version_comparison"), metavar="DIR", help="(default: %(default)s)")
+        parser.add_path(f"--{version}", "DIR", f"read the result of {version.upper()} from there")
+    parser.add_flag("--generate-report", "write a report and a picture")
+    parser.add_path("--output-dir", "DIR", default=Path("version_comparison"))
     return parser
 
 
 def measure(model: str, argv: Sequence[str], versions: Sequence[str], rounds: int) -> list[dict]:
-    """A row for each version of a model, measured in turns; what the runs print goes to stderr."""
+    """A row for each version of a model, measured in turns."""
     sides = {version.upper(): (f"{model}_{version}", graph_of(argv)) for version in versions}
-    with contextlib.redirect_stdout(sys.stderr):
-        rows = in_turns(sides, rounds)
-        for version, (script, options) in sides.items():
-            if "turns_ms" in rows[version]:
-                result = short_run(script, [*LOSS_STEPS, *options])
-                speed = 1e3 * result["training"]["batch_size"] / rows[version]["batch_ms"]
-                loss = {"final_loss": result["loss"].get("final"), "loss_steps": len(result["loss"]["curve"])}
-                rows[version] |= {"samples_per_sec": speed, **loss}
+    rows = in_turns(sides, rounds)
+    for version, (script, options) in sides.items():
+        if "turns_ms" in rows[version]:
+            result = short_run(script, [*LOSS_STEPS, *options])
+            speed = 1e3 * result["training"]["batch_size"] / rows[version]["batch_ms"]
+            loss = result["loss"]
+            rows[version] |= {"samples_per_sec": speed, "final_loss": loss.get("final")}
+            rows[version] |= {"loss_steps": len(loss["curve"])}
     return as_rows(rows)
 
 
@@ -89,26 +89,32 @@ def measured(args: argparse.Namespace, models: Sequence[str], argv: Sequence[str
     gpu = torch.cuda.is_available()
     if not gpu and not args.versions:
         left_out = "V3 and V4 would run in Triton's interpreter (see --versions)"
-        print_notes(PROG, f"no GPU: V1 and V2 only, {left_out}; at the default sizes this takes minutes")
+        wait = "at the default sizes this takes minutes"
+        print_notes(PROG, f"no GPU: V1 and V2 only, {left_out}; {wait}")
     wanted = [v for v in VERSIONS if v in (args.versions or (VERSIONS if gpu else ON_A_CPU))]
     there = {model: [v for v in wanted if (ROOT / f"{model}_{v}.py").is_file()] for model in models}
     for model, versions in there.items():
         if not versions:
             raise ToolError(f"{model} has no {' and no '.join(wanted)}")
-        for version in versions:  # what is wrong with the arguments is said before anything is measured
+        for version in versions:  # what does not fit is said before anything is measured
             script_arguments(load_script(f"{model}_{version}.py"), argv, None)
     path = args.output_dir / "versions.json"
     if path.exists():
         print_notes(PROG, f"what is in {path} is not measured again")
-    parts = [({"model": m}, partial(measure, m, argv, versions, args.rounds)) for m, versions in there.items()]
+    parts = [
+        ({"model": model}, partial(measure, model, argv, versions, args.rounds))
+        for model, versions in there.items()
+    ]
     settings = {"rounds": args.rounds, "versions": wanted, "argv": [*argv]}
     by_model = by_side(measure_study(path, parts, keep=True, **settings), "model")
     found = {model: by_model[(model,)] for model in there}
     environment = records.read(records.Study, path)["environment"]
     graphs = any("graph" in row["mode"] for versions in found.values() for row in versions.values())
-    where = f"{environment['device_name']}, PyTorch {environment['torch']}, Triton {environment['triton']}"
-    turns = f"{args.rounds} short alternating turns, {'whole steps as graphs' if graphs else 'eager steps'}"
-    return found, f"{where}; arguments: {' '.join(argv) or 'none'}. Measured in {turns}."
+    software = f"PyTorch {environment['torch']}, Triton {environment['triton']}"
+    asked = f"arguments: {' '.join(argv) or 'none'}"
+    turns = f"{args.rounds} short alternating turns"
+    how = f"{turns}, {'whole steps as graphs' if graphs else 'eager steps'}"
+    return found, f"{environment['device_name']}, {software}; {asked}. Measured in {how}."
 
 
 def results_of(version: str, path: Path, models: Sequence[str]) -> dict[str, Run]:
@@ -130,19 +136,27 @@ def results_of(version: str, path: Path, models: Sequence[str]) -> dict[str, Run
 
 
 def read(given: dict[str, Path], models: Sequence[str]) -> tuple[Found, str]:
-    """The results of these versions that are there, and a line that says how they came about; notes on stderr."""
+    """The results of these versions that are there, and how they came about; notes on stderr."""
     runs: dict[str, dict[str, Run]] = {model: {} for model in models}
     for version, path in given.items():
         for model, run in results_of(version, path, models).items():
             runs[model][version] = run
-    runs = {model: by_version for model, by_version in runs.items() if len(by_version) >= min(2, len(given))}
+    enough = min(2, len(given))
+    runs = {model: by_version for model, by_version in runs.items() if len(by_version) >= enough}
     if not runs:
-        raise ToolError(f"no model has results of two versions in {', '.join(map(str, given.values()))}")
+        places = ", ".join(map(str, given.values()))
+        raise ToolError(f"no model has results of two versions in {places}")
     for by_version in runs.values():
-        print_notes(PROG, *differences((run.result["script"], run.result) for run in by_version.values()))
-    devices = {str(run.result["environment"].get("device_name")) for rs in runs.values() for run in rs.values()}
-    found = {model: {v.upper(): run.row() for v, run in by_version.items()} for model, by_version in runs.items()}
-    return found, f"{', '.join(sorted(devices))}. Read from results of single runs, which were not measured in turns."
+        named = ((run.result["script"], run.result) for run in by_version.values())
+        print_notes(PROG, *differences(named))
+    every = [run for by_version in runs.values() for run in by_version.values()]
+    devices = sorted({str(run.result["environment"].get("device_name")) for run in every})
+    found = {
+        model: {version.upper(): run.row() for version, run in by_version.items()}
+        for model, by_version in runs.items()
+    }
+    how = "Read from results of single runs, which were not measured in turns."
+    return found, f"{', '.join(devices)}. {how}"
 
 
 def table(model: str, rows: dict[str, dict], turns: bool) -> str:
@@ -150,21 +164,27 @@ def table(model: str, rows: dict[str, dict], turns: bool) -> str:
     base, first = next(iter(rows.items()))
     steps = {f"loss after {row['loss_steps']} steps" for row in rows.values() if "loss_steps" in row}
     unit = next((row["unit"] for row in rows.values() if row.get("unit")), "kernels")
-    lines = []
-    for version, row in rows.items():
-        over = between = None
-        if first.get("batch_ms") and row.get("batch_ms"):
-            over = speedup(first, row) if turns else first["batch_ms"] / row["batch_ms"]
-            between = spread(ratios(first, row)) if turns and row is not first else None
-        speed = row.get("samples_per_sec")
-        speed = NOT_FINISHED.get(row.get("status")) or cell(speed, ".1f" if (speed or 0) >= 10 else ".2f")
-        lines.append([version, speed, cell(row.get("batch_ms"), ".2f"), cell(over, ".2f", "x")])
-        lines[-1] += [between or "-"] if turns else []
-        lines[-1] += [cell(row.get("peak_mb")), *(cell(row.get(k), ".10g") for k in ("per_step", "host_launches"))]
-        lines[-1] += [cell(row.get("final_loss"), ".4f")]
-    header = [model, "samples/sec", "ms per step", f"over {base}", *(["in turns"] if turns else [])]
-    header += ["peak MB", f"{unit} per step", "host launches", steps.pop() if len(steps) == 1 else "final loss"]
-    return markdown_table(header, lines)
+
+    def over_first(row: dict) -> float | None:
+        if not (first.get("batch_ms") and row.get("batch_ms")):
+            return None
+        return speedup(first, row) if turns else first["batch_ms"] / row["batch_ms"]
+
+    def between(row: dict) -> str | None:
+        return None if row is first or over_first(row) is None else spread(ratios(first, row))
+
+    columns = [
+        Column(model, lambda row: next(version for version, each in rows.items() if each is row)),
+        Column("samples/sec", lambda row: rate(row.get("samples_per_sec"))).or_ended(),
+        Column("ms per step", "batch_ms", ".2f"),
+        Column(f"over {base}", over_first, ".2f", "x"),
+        *[Column("in turns", between)] * turns,
+        Column("peak MB", "peak_mb", ".1f"),
+        Column(f"{unit} per step", "per_step", ".10g"),
+        Column("host launches", "host_launches", ".10g"),
+        Column(steps.pop() if len(steps) == 1 else "final loss", "final_loss", ".4f"),
+    ]
+    return render(columns, [*rows.values()])
 
 
 def draw(path: Path, found: Found) -> None:
@@ -191,10 +211,7 @@ def draw(path: Path, found: Found) -> None:
     panels[0].set_ylabel("of the first version")
     panels[0].set_ylim(0, highest + 0.35)  # with room for the numbers
     figure.legend(labels.values(), labels.keys(), loc="outside right upper", frameon=False)
-    try:
-        write_file(path, lambda temporary: figure.savefig(temporary, dpi=120))
-    finally:
-        pyplot.close(figure)
+    save_figure(figure, path, dpi=120)
 
 
 def compare(args: argparse.Namespace, argv: Sequence[str]) -> int:
@@ -221,11 +238,7 @@ def compare(args: argparse.Namespace, argv: Sequence[str]) -> int:
     return 1 if failed else 0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
-    args, rest = build_parser().parse_known_args(argv)
-    return run_tool(PROG, lambda: compare(args, rest))
-
+main = program(build_parser, compare, of_scripts=True)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -27,9 +27,9 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from workshop.cli import ToolError, at_least, documented_parser, run_tool
+from workshop.cli import Parser, ToolError, documented_parser, program
 from workshop.script import load_script
-from workshop.show import markdown_table
+from workshop.show import Column, render
 from workshop.study import measure_study
 from workshop.turns import TURN_MS, alternating, begin, free_memory, graph_of, named, parse_quiet
 
@@ -38,15 +38,14 @@ PERIOD = 0.05  # seconds between two readings
 SETTLE = 2.0  # seconds until a reading is one of this turn alone
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """The command line."""
     parser = documented_parser(PROG, __doc__, "%(prog)s --scripts FILE... [arguments of the scripts]")
-    parser.add_argument("--scripts", nargs="+", required=True, metavar="FILE", help="version scripts")
-    parser.add_argument("--seconds", type=at_least(3), default=8, metavar="N", help="of a turn (default: %(default)s)")
-    parser.add_argument("--rounds", type=at_least(1), default=3, metavar="N", help="turns of each (default: 3)")
-    parser.add_argument(
-        "--output", type=Path, default=Path("energy.json"), metavar="FILE.json", help="(default: %(default)s)"
-    )
+    scripts = {"nargs": "+", "required": True, "metavar": "FILE", "help": "version scripts"}
+    parser.add_argument("--scripts", **scripts)
+    parser.add_count("--seconds", 8, "of a turn", least=3)
+    parser.add_count("--rounds", 3, "turns of each")
+    parser.add_path("--output", "FILE.json", default=Path("energy.json"))
     return parser
 
 
@@ -117,17 +116,21 @@ def energy(modules: Sequence, argv: list[str], seconds: int, rounds: int) -> lis
 
 def table(rows: Sequence[dict]) -> str:
     """The rows in Markdown, energy also as a part of the first one's."""
-    lines = []
-    for row in rows:
-        pairs = zip(row["turns_joules"], rows[0]["turns_joules"], strict=True)
-        part = statistics.median(own / first for own, first in pairs)
-        numbers = (f"{row[key]:{form}}" for key, form in FORMS.items())
-        lines.append([row["script"], *numbers, f"{part:.2f}"])
-    return markdown_table(["script", *UNITS, "energy, of the first"], lines)
 
+    def of_first(row: dict) -> float:
+        both = zip(row["turns_joules"], rows[0]["turns_joules"], strict=True)
+        return statistics.median(own / first for own, first in both)
 
-FORMS = {"watts": ".0f", "mhz": ".0f", "batch_ms": ".2f", "joules_per_step": ".3g", "mj_per_sample": ".1f"}
-UNITS = ("W", "MHz", "ms per step", "J per step", "mJ per sample")
+    columns = [
+        Column("script", "script"),
+        Column("W", "watts", ".0f"),
+        Column("MHz", "mhz", ".0f"),
+        Column("ms per step", "batch_ms", ".2f"),
+        Column("J per step", "joules_per_step", ".3g"),
+        Column("mJ per sample", "mj_per_sample", ".1f"),
+        Column("energy, of the first", of_first, ".2f"),
+    ]
+    return render(columns, rows)
 
 
 def measure(args: argparse.Namespace, rest: Sequence[str]) -> int:
@@ -141,11 +144,7 @@ def measure(args: argparse.Namespace, rest: Sequence[str]) -> int:
     return 0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
-    args, rest = build_parser().parse_known_args(argv)
-    return run_tool(PROG, lambda: measure(args, rest))
-
+main = program(build_parser, measure, of_scripts=True)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -21,19 +21,17 @@ from __future__ import annotations
 import _root
 
 import argparse
-import contextlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from workshop.cli import ToolError, at_least, documented_parser, print_notes, run_tool
-from workshop.files import write_csv, write_file
-from workshop.script import add_script, load_script, script_arguments
-from workshop.show import NOT_FINISHED, cell, drawing, markdown_table
+from workshop.cli import Parser, ToolError, print_notes, program
+from workshop.script import add_script, load_script, parser_around, script_arguments
+from workshop.show import Column, cell, drawing, range_of, render, save_figure, write_csv
 from workshop.study import Part, check_failed, heading, measure_study, read_rows, read_study
-from workshop.turns import graph_of, in_turns
+from workshop.turns import graph_of, in_turns, speeds
 
 PROG = Path(__file__).name
 SCRIPT = "tiny_llama_v2.py"
@@ -57,24 +55,20 @@ def part_of_memory(text: str) -> float:
     return value
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """The command line."""
-    usage = "%(prog)s [arguments] [arguments of the script]"
-    note = f"Every other argument goes to the script: python {SCRIPT} --help lists them.\n\n"
-    parser = documented_parser(PROG, __doc__, usage, note)
+    parser = parser_around(PROG, __doc__, SCRIPT)
     add = parser.add_argument
     add_script(parser, SCRIPT)
-    add("--target-memory-usage", type=part_of_memory, default=0.8, metavar="X", help="part of memory (default: 0.8)")
-    add("--optimization-target", choices=TARGETS, default="throughput", help="(default: %(default)s)")
-    add("--max-batch-size", type=at_least(1), default=65536, metavar="N", help="end there (default: 65536)")
-    add("--rounds", type=at_least(1), default=5, metavar="N", help="turns of each size (default: 5)")
-    add(
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="picture (.png, .svg, .pdf), with its numbers in FILE.json beside it",
-    )
-    add("--csv", type=Path, metavar="FILE", help="also write the table, unrounded")
+    part = {"type": part_of_memory, "default": 0.8, "metavar": "X"}
+    add("--target-memory-usage", **part, help="part of memory (default: 0.8)")
+    targets = {"choices": TARGETS, "default": "throughput"}
+    add("--optimization-target", **targets, help="(default: %(default)s)")
+    parser.add_count("--max-batch-size", 65536, "end there")
+    parser.add_count("--rounds", 5, "turns of each size")
+    picture = "picture (.png, .svg, .pdf), with its numbers in FILE.json beside it"
+    parser.add_path("--output", "FILE", picture)
+    parser.add_path("--csv", "FILE", "also write the table, unrounded")
     return parser
 
 
@@ -126,16 +120,14 @@ def measured_alone(side: tuple[str, list[str]], rounds: int) -> dict:
 
 def numbers(row: dict, total_mb: float, target: float) -> dict:
     """What the table says of a row."""
-    speeds = [1e3 * row["batch_size"] / ms for ms in row.get("turns_ms", ())]
-    part = row["peak_mb"] / total_mb if speeds else None
+    finished = bool(row.get("turns_ms"))
+    part = row["peak_mb"] / total_mb if finished else None
     return {
         "batch_size": row["batch_size"],
         "status": row.get("status", "ok"),
-        "samples_per_sec": 1e3 * row["batch_size"] / row["batch_ms"] if speeds else None,
-        "samples_per_sec_min": min(speeds, default=None),
-        "samples_per_sec_max": max(speeds, default=None),
+        **speeds(row),
         "batch_ms": row.get("batch_ms"),
-        "peak_mb": row["peak_mb"] if speeds else None,
+        "peak_mb": row["peak_mb"] if finished else None,
         "part_of_memory": part,
         "fits": part is not None and part <= target,
         "error": row.get("error"),
@@ -144,14 +136,20 @@ def numbers(row: dict, total_mb: float, target: float) -> dict:
 
 def table(rows: Sequence[dict]) -> str:
     """The rows in Markdown."""
-    lines = []
-    for row in rows:
-        low, high = row["samples_per_sec_min"], row["samples_per_sec_max"]
-        speed = NOT_FINISHED.get(row["status"]) or cell(row["samples_per_sec"])
-        lines.append([str(row["batch_size"]), speed, f"{low:.1f} to {high:.1f}" if low else "-"])
-        above = "" if row["fits"] or row["part_of_memory"] is None else ", above the limit"
-        lines[-1] += [cell(row["batch_ms"], ".2f"), cell(row["peak_mb"]), cell(row["part_of_memory"], ".1%", above)]
-    return markdown_table(["batch size", "samples/sec", "in turns", "ms per step", "peak MB", "of memory"], lines)
+
+    def memory(row: dict) -> str:
+        above = "" if row["fits"] else ", above the limit"
+        return cell(row["part_of_memory"], ".1%", above)
+
+    columns = [
+        Column("batch size", lambda row: str(row["batch_size"])),
+        Column("samples/sec", "samples_per_sec", ".1f").or_ended(),
+        Column("in turns", lambda r: range_of(r["samples_per_sec_min"], r["samples_per_sec_max"])),
+        Column("ms per step", "batch_ms", ".2f"),
+        Column("peak MB", "peak_mb", ".1f"),
+        Column("of memory", memory),
+    ]
+    return render(columns, rows)
 
 
 def answer(rows: Sequence[dict], objective: str) -> list[str]:
@@ -188,10 +186,7 @@ def draw(path: Path, rows: Sequence[dict], target: float) -> None:
     for axes in (speed, memory):
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
-    try:
-        write_file(path, lambda temporary: figure.savefig(temporary, dpi=150))
-    finally:
-        pyplot.close(figure)
+    save_figure(figure, path)
 
 
 def optimize(args: argparse.Namespace, argv: Sequence[str]) -> int:
@@ -211,8 +206,7 @@ def optimize(args: argparse.Namespace, argv: Sequence[str]) -> int:
     limits = {"limit_mb": target * total, "most": args.max_batch_size, "host_mb": total if host else None}
     parts = search(path, module.SCRIPT, options, args.rounds, **limits)
     settings = {"script": module.SCRIPT, "argv": list(argv), "rounds": args.rounds, **limits}
-    with contextlib.redirect_stdout(sys.stderr):  # the lines of the runs
-        measure_study(path, parts, keep=True, **settings)
+    measure_study(path, parts, keep=True, **settings)
     content = read_study(path, **ROWS)
     rows = [numbers(row, total, target) for row in sorted(content["rows"], key=lambda row: row["batch_size"])]
     print(f"{heading(content, module.SCRIPT)}\n\n{table(rows)}\n", flush=True)
@@ -228,11 +222,7 @@ def optimize(args: argparse.Namespace, argv: Sequence[str]) -> int:
     return 0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
-    args, rest = build_parser().parse_known_args(argv)
-    return run_tool(PROG, lambda: optimize(args, rest))
-
+main = program(build_parser, optimize, of_scripts=True)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -29,8 +29,7 @@ from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
-from workshop.cli import ToolError, documented_parser, print_notes, run_tool
-from workshop.files import write_csv, write_file
+from workshop.cli import Parser, ToolError, documented_parser, print_notes, program
 from workshop.results import (
     Run,
     check_family,
@@ -42,22 +41,25 @@ from workshop.results import (
     split_name,
     unsteady,
 )
-from workshop.show import NOT_FINISHED, cell, drawing, markdown_table
+from workshop.show import Column, cell, drawing, render, save_figure, write_csv
 from workshop.turns import ratios
 
 PROG = Path(__file__).name
 MEASURED = {"memory": ("memory", "peak_mb"), "speedup": ("timing", "samples_per_sec")}
+UNITS = {"memory": "MB", "speedup": "samples/sec"}
 PICTURES = (".png", ".svg", ".pdf")
 Series = dict[str, dict[float, Run]]  # name, place on the x-axis
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """The command line."""
     parser = documented_parser(PROG, __doc__)
-    parser.add_argument("what", choices=tuple(MEASURED))
-    parser.add_argument("runs", nargs="+", metavar="NAME=PATH", help="a line and its runs; more PATHs may follow")
-    parser.add_argument("--x", default="seq_len", metavar="SETTING", help="what runs differ in (default: seq_len)")
-    parser.add_argument("--output", type=Path, metavar="FILE.png", help="also draw a picture (or .svg, .pdf)")
+    add = parser.add_argument
+    add("what", choices=tuple(MEASURED))
+    add("runs", nargs="+", metavar="NAME=PATH", help="a line and its runs; more PATHs may follow")
+    setting = "what runs differ in (default: seq_len)"
+    add("--x", default="seq_len", metavar="SETTING", help=setting)
+    parser.add_path("--output", "FILE.png", "also draw a picture (or .svg, .pdf)")
     return parser
 
 
@@ -152,28 +154,24 @@ def title(x: str) -> str:
 def table(what: str, x: str, series: Series, rows: Sequence[dict]) -> str:
     """Places down, names across: the value of each, then its ratio over the first name."""
     first, *others = series
-    key, ratio = MEASURED[what][1], f"ratio_over_{first}"
-    unit = "MB" if what == "memory" else "samples/sec"
-    by_place = {(row["name"], row[x]): row for row in rows}
+    at: dict[float, dict[str, dict]] = {place: {} for place in sorted({row[x] for row in rows})}
+    for row in rows:
+        at[row[x]][row["name"]] = row
 
-    def value(name: str, place: float) -> str:
-        row = by_place.get((name, place))
-        outcome = NOT_FINISHED.get(row["status"]) if row else None
-        return outcome or cell(row and row[key])
+    def value(name: str) -> Column:
+        of_run = Column("", MEASURED[what][1]).or_ended().of
+        return Column(f"{name}, {UNITS[what]}", lambda place: of_run(at[place].get(name, {})), ".1f")
 
-    def over_first(name: str, place: float) -> str:
-        row = by_place.get((name, place))
-        text = cell(row and row[ratio], ".2f")
-        return (
-            f"{text} ({low:.2f} to {row['highest_of_turns']:.2f})" if (low := row and row["lowest_of_turns"]) else text
-        )
+    def over_first(name: str) -> Column:
+        def ratio(place: float) -> str:
+            row = at[place].get(name, {})
+            text = cell(row.get(f"ratio_over_{first}"), ".2f")
+            low, high = row.get("lowest_of_turns"), row.get("highest_of_turns")
+            return f"{text} ({low:.2f} to {high:.2f})" if low else text
 
-    lines = [
-        [str(place), *(value(name, place) for name in series), *(over_first(name, place) for name in others)]
-        for place in sorted({row[x] for row in rows})
-    ]
-    header = [title(x), *(f"{name}, {unit}" for name in series), *(f"{name} / {first}" for name in others)]
-    return markdown_table(header, lines)
+        return Column(f"{name} / {first}", ratio)
+
+    return render([Column(title(x), str), *map(value, series), *map(over_first, others)], [*at])
 
 
 def measured_on(series: Series) -> str:
@@ -215,10 +213,7 @@ def draw(path: Path, what: str, x: str, series: Series, rows: Sequence[dict]) ->
     axes.grid(alpha=0.3)
     axes.legend()
     figure.tight_layout()
-    try:
-        write_file(path, lambda temporary: figure.savefig(temporary, dpi=150))
-    finally:
-        pyplot.close(figure)
+    save_figure(figure, path)
 
 
 def plot(args: argparse.Namespace) -> int:
@@ -245,11 +240,7 @@ def plot(args: argparse.Namespace) -> int:
     return report_failed(PROG, [*runs, *nowhere])
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
-    args = build_parser().parse_args(argv)
-    return run_tool(PROG, lambda: plot(args))
-
+main = program(build_parser, plot)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -33,9 +33,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 
-from workshop.cli import ToolError, at_least, documented_parser, run_tool
+from workshop.cli import Parser, ToolError, documented_parser, program
 from workshop.script import load_script, script_arguments
-from workshop.show import markdown_table
+from workshop.show import Column, render
 from workshop.turns import free_memory
 
 PROG = Path(__file__).name
@@ -43,7 +43,13 @@ EAGER_STEPS = 2  # before a step is captured as a graph
 QUIET = 5.0  # seconds between two lines of progress
 MISSING = "without a gradient"
 GRADIENT = "gradient of "
-Line = tuple[list[str], bool]  # a row of the table, and whether it passed
+COLUMNS = [
+    Column("what", "what"),
+    Column("worst", "worst", text=True),
+    Column("relative difference", "error"),
+    Column("limit", "limit"),
+    Column("verdict", lambda row: "pass" if row["passed"] else "FAIL"),
+]
 
 
 @dataclass(frozen=True)
@@ -64,15 +70,16 @@ class Side:
         return trainer
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """The command line."""
     usage = "%(prog)s --baseline FILE --optimized FILE [arguments] [arguments of both scripts]"
     note = "Every other argument goes to both scripts.\n\n"
     parser = documented_parser(PROG, __doc__, usage, note)
-    parser.add_argument("--baseline", required=True, metavar="FILE", help="version script whose values are expected")
-    parser.add_argument("--optimized", required=True, metavar="FILE", help="version script that is checked")
-    parser.add_argument("--tolerance", type=float, default=1e-3, metavar="X", help="limit (default: %(default)s)")
-    parser.add_argument("--steps", type=at_least(1), default=20, metavar="N", help="of the loss curve (default: 20)")
+    parser.add_path("--baseline", "FILE", "version script whose values are expected", required=True)
+    parser.add_path("--optimized", "FILE", "version script that is checked", required=True)
+    limit = {"type": float, "default": 1e-3, "metavar": "X", "help": "limit (default: %(default)s)"}
+    parser.add_argument("--tolerance", **limit)
+    parser.add_count("--steps", 20, "of the loss curve")
     return parser
 
 
@@ -81,9 +88,9 @@ def load_sides(args: argparse.Namespace, argv: Sequence[str]) -> tuple[Side, Sid
     import torch
 
     paths = (args.baseline, args.optimized)
-    modules = [load_script(path) for path in paths]
+    modules = [load_script(str(path)) for path in paths]
     parsed = [script_arguments(module, argv, None)[1] for module in modules]
-    sides = tuple(Side(Path(path).name, *side) for path, *side in zip(paths, modules, parsed, strict=True))
+    sides = tuple(Side(path.name, *side) for path, *side in zip(paths, modules, parsed, strict=True))
     models = [side.module.build_model(side.args, torch.device("meta")) for side in sides]
     shapes = [{name: tuple(value.shape) for name, value in model.state_dict().items()} for model in models]
     if odd := sorted(dict(shapes[0].items() ^ shapes[1].items())):
@@ -106,7 +113,7 @@ def loss_curve(trainer, name: str, steps: int) -> list[float]:
     return losses
 
 
-def line(what: str, judged: dict[str, tuple[float, float]]) -> Line:
+def line(what: str, judged: dict[str, tuple[float, float]]) -> dict:
     """A row with the worst of these relative errors, by the name of its place, and its limit. A NaN fails."""
 
     def beyond(name: str) -> float:
@@ -115,11 +122,11 @@ def line(what: str, judged: dict[str, tuple[float, float]]) -> Line:
 
     worst = max(judged, key=beyond)
     error, limit = judged[worst]
-    passed = error <= limit
-    return [what, worst, f"{error:.2e}", f"{limit:.2e}", "pass" if passed else "FAIL"], passed
+    shown = {"error": f"{error:.2e}", "limit": f"{limit:.2e}", "passed": error <= limit}
+    return {"what": what, "worst": worst, **shown}
 
 
-def compare_values(sides: tuple[Side, Side], weights: dict, when: str, tolerance: float) -> list[Line]:
+def compare_values(sides: tuple[Side, Side], weights: dict, when: str, tolerance: float) -> list[dict]:
     """Rows for outputs, loss and gradients at these weights, judged as --verify-accuracy judges them."""
     first, second = sides
     all_off, judge = first.module.all_off, first.module.judge
@@ -137,17 +144,18 @@ def compare_values(sides: tuple[Side, Side], weights: dict, when: str, tolerance
     for side, found in zip(sides, values[2:], strict=True):
         missing = [name.removeprefix(GRADIENT) for name, value in found.items() if bool(value.isnan().all())]
         if missing:
-            row = [f"{MISSING} in {side.name} {when}", ", ".join(missing), str(len(missing)), "0", "FAIL"]
-            lines.append((row, False))
+            shown = {"error": str(len(missing)), "limit": "0", "passed": False}
+            what = f"{MISSING} in {side.name} {when}"
+            lines.append({"what": what, "worst": ", ".join(missing), **shown})
     return lines
 
 
-def compare(sides: tuple[Side, Side], tolerance: float, steps: int) -> list[Line]:
+def compare(sides: tuple[Side, Side], tolerance: float, steps: int) -> list[dict]:
     """The rows of the table."""
     first, curves = sides[0], []
     weights = first.module.build_model(first.args, first.module.prepare(first.args)).state_dict()
     lines, trained = compare_values(sides, weights, "at first", tolerance), {}
-    if any(row[0].startswith(MISSING) for row, _ in lines):
+    if any(line["what"].startswith(MISSING) for line in lines):
         return lines  # an optimizer may refuse to go on
     for side in sides:
         trainer = side.trainer(weights, first)
@@ -171,18 +179,13 @@ def validate(args: argparse.Namespace, argv: Sequence[str]) -> int:
     except (RuntimeError, MemoryError) as error:
         status, message = sides[0].module.explain(error, Path())
         raise ToolError(message, status) from error
-    header = ["what", "worst", "relative difference", "limit", "verdict"]
-    print(markdown_table(header, [row for row, _ in lines], text_columns=2))
-    passed = all(good for _, good in lines)
+    print(render(COLUMNS, lines))
+    passed = all(line["passed"] for line in lines)
     print(f"\n{sides[1].name} against {sides[0].name}: {'PASS' if passed else 'FAIL'}")
     return 0 if passed else 1
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
-    args, rest = build_parser().parse_known_args(argv)
-    return run_tool(PROG, lambda: validate(args, rest))
-
+main = program(build_parser, validate, of_scripts=True)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -10,13 +10,13 @@ import itertools
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType
 
 from workshop.script import load_script
-from workshop.show import NOT_FINISHED, cell, markdown_table
+from workshop.show import Column, ended, render
 from workshop.study import Part
 from workshop.turns import in_turns, ratios, spread
 
@@ -138,63 +138,105 @@ def additivity(logs: Logs, fusions: Sequence[str]) -> str:
     return f"The gains {answer} (on log times): {found}; all over the product {low:.2f}x to {high:.2f}x in turns."
 
 
+def varying(rows: Iterable[dict]) -> list[str]:
+    """The fusions that vary in these rows."""
+    return max((row["on"] for row in rows), key=len)
+
+
 def sets_table(script: str, rows: Sequence[dict], wide: bool = False) -> str:
-    """Kernels, time and speed-up over none of each set in each precision; wide: memory and the range of turns, too."""
+    """Kernels, time and speed-up over none of each set in each precision.
+
+    `wide`: memory and the range of turns, too.
+    """
     unit = next((row["unit"] for row in rows if "unit" in row), "kernels")
-    columns = {
-        "per_step": (unit, ".10g", ""),
-        "batch_ms": ("ms per step", ".2f", ""),
-        "speedup": ("speed-up", ".2f", "x"),
-    }
-    if wide:
-        columns = {"peak_mb": ("peak MB", ".1f", "")} | columns
-    precisions, lines = list(dict.fromkeys(row["precision"] for row in rows)), []
-    logs = {
-        precision: log_speedups(r for r in rows if r["precision"] == precision) if wide else {}
-        for precision in precisions
-    }
-    for name in dict.fromkeys(row["side"] for row in rows):
-        lines.append([name])
-        for precision in precisions:
-            same = [row for row in rows if (row["side"], row["precision"]) == (name, precision)]
-            ended = next((NOT_FINISHED[row["status"]] for row in same if "status" in row), None)
-            for key, (_, form, suffix) in columns.items():
-                values = [row[key] for row in same if row.get(key) is not None]
-                lines[-1].append(cell(statistics.median(values) if values else None, form, suffix))
-            if ended:
-                lines[-1][-1] = ended
-            if wide:
-                on = same[0]["on"] if same else ()
-                turns = [math.exp(log) for log in logs[precision].get(frozenset(on), {}).values()]
-                lines[-1].append(spread(turns) if turns and name != "none" else "-")
-    header = [*(label for label, *_ in columns.values()), *(["in turns"] if wide else [])]
-    return markdown_table([script, *(f"{precision} {label}" for precision in precisions for label in header)], lines)
+    sets = {row["side"]: {"name": row["side"]} for row in rows}  # and its rows of each precision
+    for row in rows:
+        sets[row["side"]].setdefault(row["precision"], []).append(row)
+    columns = [Column(script, "name")]
+    for precision in dict.fromkeys(row["precision"] for row in rows):
+        columns += [
+            *[Column(f"{precision} peak MB", median_of(precision, "peak_mb"), ".1f")] * wide,
+            Column(f"{precision} {unit}", median_of(precision, "per_step"), ".10g"),
+            Column(f"{precision} ms per step", median_of(precision, "batch_ms"), ".2f"),
+            Column(f"{precision} speed-up", partial(gain_or_end, precision), ".2f", "x"),
+        ]
+        if wide:
+            logs = log_speedups(row for row in rows if row["precision"] == precision)
+            columns.append(Column(f"{precision} in turns", partial(gain_in_turns, precision, logs)))
+    return render(columns, [*sets.values()])
+
+
+def median_of(precision: str, key: str) -> Callable[[dict], float | None]:
+    """Of a set: the median of its rows in this precision."""
+
+    def value(of_set: dict) -> float | None:
+        found = (row.get(key) for row in of_set.get(precision, ()))
+        return median([number for number in found if number is not None])
+
+    return value
+
+
+def gain_or_end(precision: str, of_set: dict) -> object:
+    """Of a set: its speed-up, or how the first of its rows ended that did not finish."""
+    ends = filter(None, map(ended, of_set.get(precision, ())))
+    return next(ends, None) or median_of(precision, "speedup")(of_set)
+
+
+def gain_in_turns(precision: str, logs: Logs, of_set: dict) -> str | None:
+    """Of a set: the range of its speed-up over none."""
+    rows = of_set.get(precision)
+    turns = logs.get(frozenset(rows[0]["on"]), {}) if rows and rows[0]["on"] else {}
+    return spread(list(map(math.exp, turns.values()))) if turns else None
 
 
 def effects_tables(rows: Sequence[dict]) -> list[str]:
-    """In each precision what each fusion gains, how pairs of them interact, and whether their gains are additive."""
-    fusions, found = max((row["on"] for row in rows), key=len), []
-
-    def cells(ratios: Sequence[float]) -> list[str]:
-        return [f"{statistics.median(ratios):.2f}x", spread(ratios)] if ratios else ["-", "-"]
-
+    """In each precision what each fusion gains, how two interact, and whether gains are additive."""
+    fusions, found = varying(rows), []
     for precision in dict.fromkeys(row["precision"] for row in rows):
-        logs, lines = log_speedups(row for row in rows if row["precision"] == precision), []
-        for fusion in fusions:
-            alone = effect(logs, [{frozenset([fusion]): 1}])[0]
-            last = effect(logs, [{frozenset(fusions): 1, frozenset(fusions) - {fusion}: -1}])[0]
-            turns, pairs = main_effect(logs, fusion)
-            lines.append([fusion, cells(alone)[0], cells(last)[0], *cells(turns)])
-            lines[-1].append(f"{min(pairs):.2f}x to {max(pairs):.2f}x in {len(pairs)}" if pairs else "-")
-        header = [f"{precision}, fusion", "alone", "added last", "main effect", "in turns", "between pairs of sets"]
-        found.append(markdown_table(header, lines))
-        lines = [
-            [f"{first}, {second}", *cells(interaction(logs, first, second)[0])]
-            for first, second in itertools.combinations(fusions, 2)
+        logs = log_speedups(row for row in rows if row["precision"] == precision)
+        gains = [{"name": fusion, **gains_of(logs, fusions, fusion)} for fusion in fusions]
+        columns = [
+            Column(f"{precision}, fusion", "name"),
+            Column("alone", "alone", ".2f", "x"),
+            Column("added last", "last", ".2f", "x"),
+            Column("main effect", "main", ".2f", "x"),
+            Column("in turns", "turns"),
+            Column("between pairs of sets", "pairs"),
         ]
-        if any(line[1] != "-" for line in lines):
-            found.append(
-                markdown_table([f"{precision}, two fusions", "together over their product", "in turns"], lines)
-            )
+        found.append(render(columns, gains))
+        pairs = []
+        for first, second in itertools.combinations(fusions, 2):
+            turns = interaction(logs, first, second)[0]
+            pairs.append({"name": f"{first}, {second}", "together": median(turns), "turns": in_words(turns)})
+        columns = [
+            Column(f"{precision}, two fusions", "name"),
+            Column("together over their product", "together", ".2f", "x"),
+            Column("in turns", "turns"),
+        ]
+        if any(pair["turns"] for pair in pairs):
+            found.append(render(columns, pairs))
         found.append(f"{precision}: {additivity(logs, fusions)}")
     return found
+
+
+def gains_of(logs: Logs, fusions: Sequence[str], fusion: str) -> dict[str, object]:
+    """What a fusion gains alone, added last, and on the whole with its ranges; None where not measured."""
+    all_of_them = frozenset(fusions)
+    turns, pairs = main_effect(logs, fusion)
+    return {
+        "alone": median(effect(logs, [{frozenset([fusion]): 1}])[0]),
+        "last": median(effect(logs, [{all_of_them: 1, all_of_them - {fusion}: -1}])[0]),
+        "main": median(turns),
+        "turns": in_words(turns),
+        "pairs": f"{min(pairs):.2f}x to {max(pairs):.2f}x in {len(pairs)}" if pairs else None,
+    }
+
+
+def median(ratios: Sequence[float]) -> float | None:
+    """None where nothing was measured."""
+    return statistics.median(ratios) if ratios else None
+
+
+def in_words(ratios: Sequence[float]) -> str | None:
+    """The range of ratios turn by turn, None where there are none."""
+    return spread(ratios) if ratios else None

@@ -7,7 +7,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 inputs: set[str] = set()  # the files that the program that runs has read; see files.py
@@ -22,10 +22,32 @@ class ToolError(Exception):
 
 
 class Parser(argparse.ArgumentParser):
-    """Answers a bad argument with one line."""
+    """Answers a bad argument with one line; help says what is taken if an argument is not given."""
 
     def error(self, message: str) -> None:
         self.exit(2, f"{self.prog}: error: {message} (--help lists all arguments)\n")
+
+    def add_flag(self, name: str, help: str) -> None:
+        """Add an argument without a value."""
+        self.add_argument(name, action="store_true", help=help)
+
+    def add_count(self, name: str, default: int, help: str = "", least: int = 1) -> None:
+        """Add an argument that is a whole number."""
+        help = f"{help} (default: {default})".strip()
+        self.add_argument(name, type=at_least(least), default=default, metavar="N", help=help)
+
+    def add_path(
+        self,
+        name: str,
+        metavar: str,
+        help: str = "",
+        default: Path | None = None,
+        required: bool = False,
+    ) -> None:
+        """Add an argument that is a file or a folder."""
+        help = f"{help} (default: {default})".strip() if default else help
+        more = {"required": True} if required else {}
+        self.add_argument(name, type=Path, default=default, metavar=metavar, help=help, **more)
 
 
 @contextlib.contextmanager
@@ -53,6 +75,11 @@ def at_least(low: int) -> Callable[[str], int]:
         return int(text)
 
     return whole_number
+
+
+def several(kind: Callable[[str], object] = str) -> Callable[[str], list]:
+    """argparse type: values of this type with commas between them, each once."""
+    return lambda text: list(dict.fromkeys(kind(part) for part in text.split(",")))
 
 
 def documented_parser(prog: str, documentation: str | None, usage: str | None = None, note: str = "") -> Parser:
@@ -93,6 +120,26 @@ def run_tool(prog: str, body: Callable[[], int]) -> int:
         return 130
     print(f"{prog}: error: {one_line(message)}", file=sys.stderr)
     return status
+
+
+def program(
+    build_parser: Callable[[], Parser], body: Callable[..., int], of_scripts: bool = False
+) -> Callable[[Sequence[str] | None], int]:
+    """The `main` of a program, which returns its exit status: `body` is called with the arguments.
+
+    With `of_scripts`, arguments that the parser does not know are those of version scripts: the
+    body gets them as a second list.
+    """
+
+    def main(argv: Sequence[str] | None = None) -> int:
+        parser = build_parser()
+        if not of_scripts:
+            args = parser.parse_args(argv)
+            return run_tool(parser.prog, lambda: body(args))
+        args, rest = parser.parse_known_args(argv)
+        return run_tool(parser.prog, lambda: body(args, rest))
+
+    return main
 
 
 def one_line(text: str) -> str:

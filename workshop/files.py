@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from workshop.cli import ToolError, inputs
@@ -62,20 +61,3 @@ def write_file(path: Path, write: Callable[[Path], object], replace: bool = Fals
 def write_text(path: Path, text: str, replace: bool = False) -> None:
     """Write or replace a text file."""
     write_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8"), replace)
-
-
-def as_cell(value: object) -> object:
-    """The value for a CSV file: text that a spreadsheet would take for a formula begins with a '."""
-    return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")) else value
-
-
-def write_csv(path: Path, rows: Sequence[dict]) -> None:
-    """Write rows with the same keys, which become the header; None is an empty cell."""
-
-    def write(temporary: Path) -> None:
-        with temporary.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file, lineterminator="\n")
-            writer.writerow(map(as_cell, rows[0]))
-            writer.writerows([as_cell(row[name]) for name in rows[0]] for row in rows)
-
-    write_file(path, write)

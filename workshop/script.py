@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 
@@ -29,11 +30,18 @@ def add_script(parser: argparse.ArgumentParser | argparse._MutuallyExclusiveGrou
     parser.add_argument("--script", default=Default(default), metavar="FILE", help="(default: %(default)s)")
 
 
+def parser_around(
+    prog: str, documentation: str | None, example: str, scripts: str = "the script"
+) -> Parser:
+    """A documented parser of a program that hands what it does not know to scripts like `example`."""
+    usage = f"%(prog)s [arguments] [arguments of {scripts}]"
+    note = f"Every other argument goes to {scripts}: python {example} --help lists them.\n\n"
+    return documented_parser(prog, documentation, usage, note)
+
+
 def tool_parser(prog: str, documentation: str | None) -> Parser:
-    """A documented parser with --script and --profile-dir; what it does not know is for the script."""
-    usage = "%(prog)s [arguments] [arguments of the script]"
-    note = f"Every other argument goes to the script: python {DEFAULT_SCRIPT} --help lists them.\n\n"
-    parser = documented_parser(prog, documentation, usage, note)
+    """The parser of a program around one script, with --script and --profile-dir."""
+    parser = parser_around(prog, documentation, DEFAULT_SCRIPT)
     add_script(parser, DEFAULT_SCRIPT)
     parser.add_argument("--profile-dir", metavar="DIR", help="for results (default: the script's own)")
     return parser
@@ -116,3 +124,15 @@ def script_arguments(
     if given:
         raise ToolError(f"{given[0]} does not fit here: run {module.SCRIPT}.py itself for it")
     return argv, args
+
+
+def measured_with(module: ModuleType, args: argparse.Namespace, config: object, device: object) -> dict:
+    """What a program that measures a script's model notes of it: see `Settings` of records.py."""
+    training = ("batch_size", "use_amp", "amp_dtype", "matmul_precision")
+    return {
+        "script": module.SCRIPT,
+        "config": asdict(config),
+        "fusions": {attribute: getattr(args, attribute) for _, attribute, _ in module.FUSIONS},
+        "training": {key: getattr(args, key) for key in training},
+        "environment": module.environment(device),
+    }

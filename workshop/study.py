@@ -8,7 +8,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from pathlib import Path
 
 from workshop.cli import ToolError
@@ -72,7 +72,8 @@ def measure_study(path: Path, parts: Iterable[Part], keep: bool = False, **setti
                 left = f"; {statistics.fmean(seconds) * (whole - number):.0f} s left" if whole and seconds else ""
                 print(f"{number + 1}{f' of {whole}' if whole else ''}: {in_words(names)}{left}", file=sys.stderr)
             started = time.monotonic()
-            found = measure()
+            with contextlib.redirect_stdout(sys.stderr):  # the lines of the runs
+                found = measure()
             seconds.append(time.monotonic() - started)
             rows += [names | row | names for row in (found if isinstance(found, list) else [found])]
             write(unfinished)
@@ -125,6 +126,14 @@ def read_study(path: Path, keys: Iterable[str], measured: Iterable[str] = ("batc
     if not read_rows(path, keys, measured):
         raise ToolError(f"{path}: a study without a row")
     return study
+
+
+def study_asked_for(table: Path | None, argv: Sequence[str]) -> Path | None:
+    """The study that --table names; ToolError if arguments of a script are beside it."""
+    if table and argv:
+        reason = "--table measures nothing, so it takes no arguments of a script"
+        raise ToolError(f"{reason}: {' '.join(argv)}")
+    return table
 
 
 def heading(study: dict, script: str) -> str:

@@ -177,6 +177,16 @@ def all_measured(sides: dict[str, tuple[str, list[str]]], rounds: int) -> dict[s
     return rows
 
 
+def speeds(row: dict) -> dict[str, float | None]:
+    """Samples per second of a row: the median of its turns, the lowest and the highest."""
+    found = [1e3 * row["batch_size"] / ms for ms in row.get("turns_ms") or ()]
+    return {
+        "samples_per_sec": statistics.median(found) if found else None,
+        "samples_per_sec_min": min(found, default=None),
+        "samples_per_sec_max": max(found, default=None),
+    }
+
+
 def ratios(first: dict, second: dict) -> list[float]:
     """Time of the first side over that of the second, turn by turn."""
     return [a / b for a, b in zip(first["turns_ms"], second["turns_ms"], strict=True)]

@@ -22,6 +22,12 @@ class Ceilings:
     copy_bytes: int
     copy_gb_per_s: float  # read and written
 
+    def __str__(self) -> str:
+        """Both ceilings, as reports have them: a line for each."""
+        gemm = f"{self.gemm_tflops:.3f} TFLOP/s ({self.precision}, size {self.gemm_size})"
+        copy = f"{self.copy_gb_per_s:.1f} GB/s (read and written)"
+        return f"GEMM ceiling: {gemm}\nCopy ceiling: {copy}"
+
     @property
     def ridge(self) -> float:
         """FLOP per byte at which both ceilings meet."""

@@ -15,11 +15,18 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from workshop.cli import ToolError
-from workshop.files import write_file
 from workshop.profile.ceilings import Ceilings
-from workshop.profile.kernels import category, complete, has_gpu, kernels_of, range_of_each, ranges_of
+from workshop.profile.kernels import (
+    category,
+    complete,
+    has_gpu,
+    kernels_of,
+    range_of_each,
+    ranges_of,
+    short_name,
+)
 from workshop.script import interpret_without_gpu
-from workshop.show import drawing
+from workshop.show import Column, drawing, render, save_figure
 
 if TYPE_CHECKING:  # where it is missing, --help of the programs works
     import torch
@@ -28,6 +35,7 @@ if TYPE_CHECKING:  # where it is missing, --help of the programs works
 
 RANGE = "module "  # what the names of the profiler's ranges begin with
 WARMUP, STEPS = 2, 3  # training steps before and under the profiler
+TOP = 12  # kernels in the table and the picture of a ROCm profile
 
 
 def flop_counter() -> FlopCounterMode:
@@ -269,6 +277,39 @@ def times_of_operators(events: Sequence[dict]) -> Counter:
     return spent
 
 
+def make_row(names: dict, flop: Counter, key: str, moved: int, ms: float, ceilings: Ceilings) -> dict:
+    """A row of a training step: its names, FLOP with its share of all, bytes, time and rates."""
+    share = 100 * flop[key] / flop.total() if flop.total() else 0.0
+    gb_per_s = moved / ms / 1e6 if moved and ms else None
+    return {
+        **names,
+        **{"flop": flop[key], "share_percent": share, **rates(flop[key], moved, ms, ceilings), "gb_per_s": gb_per_s},
+        "percent_of_copy": 100 * gb_per_s / ceilings.copy_gb_per_s if gb_per_s else None,
+    }
+
+
+def table(rows: Sequence[dict], name: str) -> str:
+    """Rows of `make_row` in Markdown; `name` is the column that names them beside their group."""
+
+    def named(row: dict) -> str:
+        return f"`{short_name(row[name], 45)}`" if name == "kernel" else row[name]
+
+    columns = [
+        Column(name, named),
+        Column("group", "group", text=True),
+        Column("GFLOP", lambda row: row["flop"] / 1e9, ".4f"),
+        Column("share", "share_percent", ".1f", " %"),
+        Column("MB moved", lambda row: row["bytes"] / 1e6, ".2f"),
+        Column("FLOP/byte", lambda row: row["flop_per_byte"] or None, ".2f"),
+        Column("ms", "ms", ".3f"),
+        Column("TFLOP/s", "achieved_tflops", ".4g"),
+        Column("of roof", "percent_of_roof", ".1f", " %"),
+        Column("GB/s", "gb_per_s", ".4g"),
+        Column("of copy", "percent_of_copy", ".1f", " %"),
+    ]
+    return render(columns, rows)
+
+
 # --- both
 
 
@@ -301,8 +342,7 @@ def draw(path: Path, title: str, rows: dict[str, dict], ceilings: Ceilings, band
     place = {"loc": "outside lower center", "ncols": 3} if bandwidths else {"loc": "outside right upper"}
     figure.legend(*panels[0, 0].get_legend_handles_labels(), **place, fontsize="small")
     figure.suptitle(title)
-    write_file(path, lambda temporary: figure.savefig(temporary, dpi=150))
-    pyplot.close(figure)
+    save_figure(figure, path)
 
 
 def draw_roofline(axes, points: dict[str, dict], ceilings: Ceilings) -> None:
