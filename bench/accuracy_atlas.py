@@ -41,7 +41,7 @@ from torch import Tensor, nn
 from workshop.cli import at_least, documented_parser, print_notes, run_tool
 from workshop.files import ROOT
 from workshop.script import load_script
-from workshop.show import markdown_table
+from workshop.show import Column, render
 from workshop.study import Part, measure_study, read_study
 
 PROG = Path(__file__).name
@@ -321,25 +321,41 @@ def furthest(row: dict) -> str:
     return f"{ratio:.1f}x {side}: {name}"
 
 
+def worst(found: dict | None) -> str:
+    """Of a side: its worst errors of outputs, of parameters, and of their rows and columns."""
+    if found is None or "failed" in found:
+        return "failed" if found else ""
+    line = max(error for error, _ in found["lines"].values())
+    errors = found["outputs"], max(found["parameters"].values()), line
+    return " / ".join(f"{error:.1e}" for error in errors)
+
+
+def equal_bits(rows: Sequence[dict], side: str) -> str:
+    """The answer of all rows that have one."""
+    found = [row[side].get("equal_bits") for row in rows if side in row]
+    return "no" if False in found else "yes" if True in found else ""
+
+
 def table(study: dict) -> str:
     """A line for each subject, case and precision."""
-
-    def text(found: dict | None) -> str:
-        if found is None or "failed" in found:
-            return "failed" if found else ""
-        line = max(error for error, _ in found["lines"].values())
-        return " / ".join(f"{error:.1e}" for error in (found["outputs"], max(found["parameters"].values()), line))
-
     rows = study["rows"]
     sides = list(dict.fromkeys(side for row in rows for side, found in row.items() if isinstance(found, dict)))
     lines = [
-        [f"{r['subject']}, {r['case']}, {r['precision']}", *(text(r.get(side)) for side in sides), furthest(r)]
-        for r in rows
+        {
+            "name": f"{row['subject']}, {row['case']}, {row['precision']}",
+            **{side: worst(row.get(side)) for side in sides},
+            "furthest": furthest(row),
+        }
+        for row in rows
     ]
-    answers = {side: [row[side].get("equal_bits") for row in rows if side in row] for side in sides}
-    said = ["no" if False in found else "yes" if True in found else "" for found in answers.values()]
-    lines.append([f"equal bits in {study['runs']} runs, {study['precisions'][-1]}", *said, ""])
-    return markdown_table(["outputs / worst parameter / worst row or column", *sides, "furthest above V1"], lines)
+    asked = f"equal bits in {study['runs']} runs, {study['precisions'][-1]}"
+    lines.append({"name": asked, **{side: equal_bits(rows, side) for side in sides}, "furthest": ""})
+    columns = [
+        Column("outputs / worst parameter / worst row or column", "name"),
+        *(Column(side, side) for side in sides),
+        Column("furthest above V1", "furthest"),
+    ]
+    return render(columns, lines)
 
 
 def run_atlas(args: argparse.Namespace) -> int:

@@ -30,7 +30,7 @@ from bench.versions import SHAPES
 from workshop.cli import documented_parser, run_tool
 from workshop.files import write_text
 from workshop.script import load_script
-from workshop.show import cell, markdown_table
+from workshop.show import Column, render
 from workshop.turns import free_memory, make_trainer
 
 PROG = Path(__file__).name
@@ -132,6 +132,21 @@ STUDY = {
 }
 
 
+def table(rows: list[dict]) -> str:
+    """The rows in Markdown, in MB."""
+
+    def peak(row: dict) -> float | None:
+        return row["peak_bytes"] and row["peak_bytes"] / 1e6
+
+    columns = [
+        Column("MB", lambda row: f"{row['shape']}, {row['version']}"),
+        *(Column(name, lambda row, n=name: row["parts"][n] / 1e6, ".0f") for name in PURPOSES),
+        Column("sum", lambda row: sum(row["parts"].values()) / 1e6, ".0f"),
+        Column("peak of the step", peak, ".0f"),
+    ]
+    return render(columns, rows)
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = documented_parser(PROG, __doc__)
     parser.add_argument("output", type=Path, metavar="FILE.json")
@@ -144,23 +159,13 @@ def main(argv: list[str] | None = None) -> int:
         for shape in args.only or list(STUDY)[1:]:
             model, versions = STUDY[shape]
             for version in versions:
-                words = [*SHAPES[shape], "--use-amp", *args.argv.split()]
+                words = [*SHAPES[shape].argv, "--use-amp", *args.argv.split()]
                 module = load_script(f"{model}_v{version}.py")
                 rows.append({"shape": shape, "version": f"V{version}", **measure(module, words)})
                 free_memory()
         study = {"environment": module.environment(torch.device("cuda" if GPU else "cpu")), "rows": rows}
         write_text(args.output, json.dumps(study, indent=1) + "\n")
-        header = ["MB", *PURPOSES, "sum", "peak of the step"]
-        table = [
-            [
-                f"{row['shape']}, {row['version']}",
-                *(f"{row['parts'][name] / 1e6:.0f}" for name in PURPOSES),
-                f"{sum(row['parts'].values()) / 1e6:.0f}",
-                cell(row["peak_bytes"] and row["peak_bytes"] / 1e6, ".0f"),
-            ]
-            for row in rows
-        ]
-        print(markdown_table(header, table))
+        print(table(rows))
         return 0
 
     try:

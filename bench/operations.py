@@ -30,7 +30,7 @@ import math
 import statistics
 import sys
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -45,7 +45,7 @@ with needed():
     import torch.nn.functional as F
     from torch import Tensor
 
-    from bench.versions import MEDIUM, SHAPES, VERSIONS_OF
+    from bench.versions import MEDIUM, SHAPES, VERSIONS_OF, lines_of, script_of
     from bench.versions import PRECISIONS as ARGUMENTS
     from workshop.baselines import (
         AUTOTUNE,
@@ -63,13 +63,23 @@ with needed():
         with_cuequivariance,
         with_liger,
     )
-    from workshop.cli import ToolError, at_least, documented_parser, run_tool
+    from workshop.cli import Parser, ToolError, documented_parser, print_notes, program
     from workshop.profile.ceilings import measure_ceilings
     from workshop.profile.kernels import CATEGORIES, kernels_of, short_name
     from workshop.profile.roofline import group_bytes
-    from workshop.show import NOT_FINISHED, cell, markdown_table
+    from workshop.show import Column, ended, render, side_columns
     from workshop.study import Part, as_rows, by_side, measure_study, read_rows
-    from workshop.turns import alternating, begin, free_memory, graph_of, make_trainer, named, parse_quiet
+    from workshop.turns import (
+        alternating,
+        attempt,
+        begin,
+        failure,
+        free_memory,
+        graph_of,
+        make_trainer,
+        named,
+        parse_quiet,
+    )
 
 PROG = Path(__file__).name
 GPU = torch.cuda.is_available()
@@ -101,13 +111,12 @@ BLOCK = {  # samples, sequences, length, MSA channels, MSA heads
     "crop": (1, 128, 256, 256, 8),
 }
 CAUSAL = {"S=512": (16, 512, 16, 8, 64), "S=2048": (4, 2048, 16, 8, 64)}  # samples, length, heads, key heads, dimension
-LLAMAS = {name: sizes for name, sizes in SHAPES.items() if name.startswith("tiny_llama")}
+LLAMAS = {name: argv for name, (model, argv) in SHAPES.items() if model == "tiny_llama"}
 OPTIMIZER = dict(LLAMAS)  # whose weights
 LLAMAS["tiny_llama, medium, vocabulary 32000"] = [*MEDIUM.split(), "--vocab-size", "32000"]
 SMALL_MS, ENOUGH_MS = 2, 50  # a longer step does not live in a cache; a graph of so long is measured well
 FLUSH_MB = 256  # several times the L2 cache of any GPU that we measure on
 PROFILED = 3  # steps
-REASONS = NOT_FINISHED | {"missing": "not installed"}  # why a side has no figures
 
 
 def gradient_step(operation: Callable, inputs: list[Tensor], parameters: Sequence[Tensor] = ()) -> Step:
@@ -251,30 +260,24 @@ def steps_in_turns(sides: dict[str, Step], rounds: int, cold: bool = False) -> d
     flush = cache_flush() if GPU and cold else None
     flushing = captured(flush, 10, pools[-1]) if flush else None
 
-    def attempt(name: str, work: Callable[[], None]) -> None:
-        """Do this for a side, which is out from its first error on."""
-        try:
-            work()
-        except Exception as error:
-            ready.pop(name, None)
-            rows[name] = failure(error)
-            print(f"{PROG}: note: {name}: {rows[name]['error']}", file=sys.stderr)
-            if GPU:  # the old one may still belong to a capture that failed
-                pools.append(torch.cuda.graph_pool_handle())
-        if name not in ready:
-            free_memory()
+    def failed(name: str, error: Exception) -> None:
+        missing = {"status": "missing"} if isinstance(error, ImportError) else {}
+        rows[name] = failure(error) | missing
+        print_notes(PROG, f"{name}: {rows[name]['error']}")
+        if GPU:  # the old one may still belong to a capture that failed
+            pools.append(torch.cuda.graph_pool_handle())
 
     def prepare(name: str) -> None:
         ready[name] = Side(sides[name], pools[-1], flush)
         rows[name] = ready[name].row
 
     for name in sides:
-        attempt(name, partial(prepare, name))
+        attempt(name, partial(prepare, name), ready, failed)
         if GPU:
             torch.cuda.empty_cache()  # what the side took outside its graph is for the next one's
     for _, name in alternating(ready, rounds + 1):
         flushed = 1e6 * seconds(flushing) / 10 if flushing else 0.0
-        attempt(name, partial(ready[name].take, flushed))
+        attempt(name, partial(ready[name].take, flushed), ready, failed)
     for side in ready.values():
         for key in ("turns_us", "cold_turns_us"):
             if key in side.row:
@@ -285,19 +288,12 @@ def steps_in_turns(sides: dict[str, Step], rounds: int, cold: bool = False) -> d
     return rows
 
 
-def failure(error: Exception) -> dict[str, str]:
-    """What a row says of a side that did not finish."""
-    oom = importlib.import_module("tiny_llama_v1").is_out_of_memory(error)
-    status = "missing" if isinstance(error, ImportError) else "oom" if oom else "failed"
-    return {"status": status, "error": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"}
-
-
 def optional(package: str) -> bool:
     """Is a library installed that a comparison can do without?"""
     try:
         importlib.import_module(package)
     except ImportError as error:
-        print(f"{PROG}: note: {package} is left out ({error})", file=sys.stderr)
+        print_notes(PROG, f"{package} is left out ({error})")
         return False
     return True
 
@@ -587,7 +583,7 @@ def beside_a_copy(function: Callable, arguments: list, source: Tensor, rounds: i
 
     moved = sum(t.nbytes for t in (*arguments, *step()) if isinstance(t, Tensor))
     sides = steps_in_turns({"kernel": step, "copy": copy}, rounds)
-    check_failed(sides)
+    check_ours(sides)
     for side, count in (("kernel", moved), ("copy", 2 * source.nbytes)):
         sides[side] |= {"bytes": count, "gb_per_s": count / sides[side]["us"] / 1e3}
     longer = over(sides["copy"], sides["kernel"])
@@ -600,10 +596,9 @@ def beside_a_copy(function: Callable, arguments: list, source: Tensor, rounds: i
 
 def whole_step(rounds: int, precisions: Sequence[str]) -> Iterator[Part]:
     """Rows of the study: the newest version's step, as a graph where there is a GPU, its kernels, and a reference."""
-    for precision, (name, sizes) in itertools.product(precisions, SHAPES.items()):
-        model = name.partition(",")[0]
-        script = f"{model}_{VERSIONS_OF[model][-1]}"
-        argv = graph_of([*sizes, *ARGUMENTS[precision]])
+    for precision, (name, shape) in itertools.product(precisions, SHAPES.items()):
+        script = script_of(shape.model, VERSIONS_OF[shape.model][-1])
+        argv = graph_of([*shape.argv, *ARGUMENTS[precision]])
         names = {"shape": name, "precision": precision, "script": script}
         yield names, partial(kernels_and_reference, script, argv, rounds)
 
@@ -644,20 +639,21 @@ def kernels_and_reference(script: str, argv: list[str], rounds: int) -> dict:
 
 def traffic(precisions: Sequence[str]) -> Iterator[Part]:
     """Rows of the study: what the operators of a step read and write, of each version."""
-    for precision, (name, sizes) in itertools.product(precisions, SHAPES.items()):
-        argv = [*sizes, *ARGUMENTS[precision]]
-        yield {"shape": name, "precision": precision}, partial(gigabytes, name.partition(",")[0], argv)
+    for precision, (name, shape) in itertools.product(precisions, SHAPES.items()):
+        argv = [*shape.argv, *ARGUMENTS[precision]]
+        yield {"shape": name, "precision": precision}, partial(gigabytes, shape.model, argv)
 
 
 def gigabytes(model: str, argv: list[str]) -> list[dict]:
     """A row with the GB per step of each version."""
     moved = {}
     for version in VERSIONS_OF[model]:
-        module = importlib.import_module(f"{model}_{version}")
+        script = script_of(model, version)
+        module = importlib.import_module(script)
         trainer = make_trainer(module, argv)
         trainer.step()  # the first one does more
         gb = group_bytes(trainer, module.NO_WORK).total() / 1e9
-        moved[version.upper()] = named(f"{model}_{version}", argv, trainer.args) | {"gb": gb}
+        moved[version] = named(script, argv, trainer.args) | {"gb": gb}
         del trainer
         free_memory()
     return as_rows(moved)
@@ -700,16 +696,17 @@ def llamas_in_turns(sizes: list[str], precision: str, rounds: int) -> list[dict]
     dtype, products = PRECISIONS[precision]
     sides = {}
     with matmul_precision(products):
-        for version in ("v4", "v3", "v2"):
-            module = importlib.import_module(f"tiny_llama_{version}")
-            if version == "v4":  # which has an optimizer of its own
-                trainer = make_trainer(module, [*sizes, *ARGUMENTS[precision], "--disable-cuda-graph"])
+        for version in ("V4", "V3", "V2"):
+            module = importlib.import_module(script_of("tiny_llama", version))
+            if version == "V4":  # which has an optimizer of its own
+                argv = [*sizes, *ARGUMENTS[precision], "--disable-cuda-graph"]
+                trainer = make_trainer(module, argv)
                 sides["V4"] = partial(one_step, trainer, trainer.next_batch())
                 continue
             args = module.parse_args(sizes)
             ours = module.build_model(args, DEVICE)
             batch = module.make_batches(args, DEVICE, args.seed).next_batch()
-            sides[version.upper()] = training_step(ours, ours, batch, dtype)
+            sides[version] = training_step(ours, ours, batch, dtype)
         for side, made_fast in libraries_llamas().items():
             model = hugging_face(ours)
             sides[side] = training_step(made_fast(model), model, batch, dtype)
@@ -755,18 +752,11 @@ def with_these(module: ModuleType, blocks: str, measure: Callable[[], dict]) -> 
         module.use_blocks("default")
 
 
-def check_failed(sides: Mapping[str, dict]) -> None:
+def check_ours(sides: Mapping[str, dict]) -> None:
     """ToolError if one of our kernels failed; that others do, or that memory is short, is a result."""
     for name, side in sides.items():
         if name in ("triton", "kernel", "copy") and side.get("status") == "failed":
             raise ToolError(f"{name}: {side['error']}", status=1)
-
-
-def cell_of(side: dict | None, key: str, scale: float = 1.0, form: str = ".0f") -> str:
-    """A figure of a side, or why there is none."""
-    if not side or key not in side:
-        return REASONS.get((side or {}).get("status"), "")
-    return cell(side[key] and side[key] / scale, form, "") if side[key] is not None else ""
 
 
 def over(first: dict, second: dict, key: str = "turns_us") -> float | None:
@@ -776,106 +766,142 @@ def over(first: dict, second: dict, key: str = "turns_us") -> float | None:
     return statistics.median(a / b for a, b in zip(first[key], second[key], strict=True))
 
 
-def sides_tables(directory: Path, study: str) -> list[str]:
-    """Time of each side, the best of the others over ours; then memory at the peak, and held for the backward pass.
-
-    A ratio with a cold cache stands beside the other where it differs by more than 5 %.
-    """
-    measured, sides = rows_of(directory / f"{study}.json")
-    times, memory = [], []
-    for name, row in measured.items():
-        ours = row["triton"]
-        here = [row.get(side) for side in sides]
-        times.append([name, *(cell_of(side, "us") for side in here)])
-        finished = [side for side in sides if side != "triton" and "us" in row.get(side, ())]
-        best = min(finished, key=lambda side: row[side]["us"], default=None)
-        warm = over(row[best], ours) if best else None
-        cold = over(row[best], ours, "cold_turns_us") if best else None
-        times[-1].append(f"{warm:.2f}x ({best})" if warm else "")
-        times[-1].append(f"{cold:.2f}x" if warm and cold and abs(cold / warm - 1) > 0.05 else "")
-        both = [[cell_of(side, "extra_mb"), side and cell_of(side, "held_mb")] for side in here]
-        memory.append([name, *(" / ".join(dict.fromkeys(filter(None, mb))) for mb in both)])
-    if not measured:
-        return []
-    work = "a step" if study == "optimizer" else "forward + backward"
-    header = [f"{study}, {work}, warm L2", *(f"{name}, us" for name in sides)]
-    header += ["best of the others / triton", "with a cold L2 cache"]
-    if not any(line[-1] for line in times):
-        header, times = header[:-1], [line[:-1] for line in times]
-    held = [f"{study}, MB at the peak / held", *sides]
-    return [markdown_table(header, times), *([markdown_table(held, memory)] if any(map(any, memory)) else [])]
-
-
-def rows_of(path: Path) -> tuple[dict[str, dict[str, dict]], list[str]]:
-    """The rows of a study by shape and precision, then by side; and the names of the sides."""
+def lines_in(path: Path) -> tuple[list[dict], list[str]]:
+    """The sides of a study, a row for each shape and precision with its name; and their names."""
     rows = read_rows(path, ("shape", "precision", "side"))
-    groups = by_side(rows, "shape", "precision").items()
-    return {", ".join(place): sides for place, sides in groups}, list(dict.fromkeys(row["side"] for row in rows))
+    return lines_of(by_side(rows, "shape", "precision")), list(dict.fromkeys(row["side"] for row in rows))
+
+
+def best_of_others(sides: Mapping) -> str | None:
+    """The fastest side beside our kernel."""
+    finished = [name for name, side in sides.items() if name not in ("name", "triton") and "us" in side]
+    return min(finished, key=lambda name: sides[name]["us"], default=None)
+
+
+def over_ours(sides: Mapping, key: str = "turns_us") -> float | None:
+    """How many times as long as our kernel the best of the others takes."""
+    best = best_of_others(sides)
+    return over(sides[best], sides["triton"], key) if best else None
+
+
+def best_ratio(sides: Mapping) -> str:
+    """The best of the others over ours, and its name."""
+    ratio = over_ours(sides)
+    return f"{ratio:.2f}x ({best_of_others(sides)})" if ratio else ""
+
+
+def cold_ratio(sides: Mapping) -> str:
+    """The same with a cold cache, where it differs by more than 5 %."""
+    warm, cold = over_ours(sides), over_ours(sides, "cold_turns_us")
+    return f"{cold:.2f}x" if warm and cold and abs(cold / warm - 1) > 0.05 else ""
+
+
+def memory_of(side: Mapping) -> str:
+    """MB at the peak, and held for the backward pass; or how the side ended."""
+    mb = (side[key] for key in ("extra_mb", "held_mb") if side.get(key) is not None)
+    return " / ".join(dict.fromkeys(f"{value:.0f}" for value in mb)) or ended(side) or ""
+
+
+def sides_tables(directory: Path, study: str) -> list[str]:
+    """Time of each side, the best of the others over ours; then memory."""
+    rows, sides = lines_in(directory / f"{study}.json")
+    work = "a step" if study == "optimizer" else "forward + backward"
+    times = [
+        Column(f"{study}, {work}, warm L2", "name"),
+        *side_columns("{}, us", sides, "us", ".0f", ends=True),
+        Column("best of the others / triton", best_ratio),
+    ]
+    if any(map(cold_ratio, rows)):
+        times.append(Column("with a cold L2 cache", cold_ratio))
+    memory = side_columns("{}", sides, memory_of)
+    tables = [render(times, rows)] if rows else []
+    if any(column.of(row) for row in rows for column in memory):
+        tables.append(render([Column(f"{study}, MB at the peak / held", "name"), *memory], rows))
+    return tables
 
 
 def rows_table(directory: Path) -> str:
     """Rate of each kernel that moves bytes."""
-    lines = [
-        [
-            row["operator"],
-            f"{row['bytes'] / 1e6:.0f}",
-            f"{row['gb_per_s']:.0f}",
-            f"{100 * row['of_copy']:.0f} %",
-        ]
-        for row in read_rows(directory / "rows.json", ("operator", "side", "bytes", "gb_per_s"))
-        if row["side"] == "kernel"
+    rows = read_rows(directory / "rows.json", ("operator", "side", "bytes", "gb_per_s"))
+    columns = [
+        Column("operator", "operator"),
+        Column("MB", lambda row: row["bytes"] / 1e6, ".0f"),
+        Column("GB/s", "gb_per_s", ".0f"),
+        Column("of a copy's rate", lambda row: 100 * row["of_copy"], ".0f", " %"),
     ]
-    return markdown_table(["operator", "MB", "GB/s", "of a copy's rate"], lines) if lines else ""
+    return render(columns, [row for row in rows if row["side"] == "kernel"]) if rows else ""
 
 
 def step_tables(directory: Path) -> list[str]:
-    """The whole step beside its reference, the time of each category, and the ten longest kernels of each shape."""
-    measured = {f"{row['shape']}, {row['precision']}": row for row in read_rows(directory / "step.json")}
-    if not measured:
+    """The whole step beside its reference, the time of each category, the ten longest kernels."""
+    rows = read_rows(directory / "step.json")
+    if not rows:
         return []
-    sums = {name: defaultdict(float) for name in measured}
-    steps, categories, tables = [], [], []
-    for name, row in measured.items():
-        for part in row["kernels"]:
-            sums[name][part["category"]] += part["us"]
-        numbers = row["batch_ms"], sum(sums[name].values()) / 1e3, row["gemm_ms"], row["copy_ms"]
-        steps.append([name, *(f"{ms:.2f}" for ms in numbers), f"{row['over_reference']:.2f}x"])
-        longest = []
-        for part in row["kernels"][:10]:
-            share = f"{part['us'] / row['batch_ms'] / 10:.1f} %"
-            longest.append([part["name"], part["category"], f"{part['calls']:g}", f"{part['us']:.0f}", share])
-        tables.append(markdown_table([name, "what it does", "calls", "us per step", "of the step"], longest, 2))
-    for category in CATEGORIES:
-        if any(category in parts for parts in sums.values()):
-            categories.append([category, *(f"{parts[category]:.0f}" for parts in sums.values())])
-    header = ["whole step", "ms", "in kernels, ms", "FLOPs as a large GEMM, ms", "bytes as a copy, ms"]
-    header.append("step / both")
-    return [markdown_table(header, steps), markdown_table(["us per step", *measured], categories), *tables]
+    names = [f"{row['shape']}, {row['precision']}" for row in rows]
+    spent = []  # microseconds of each category
+    for row in rows:
+        spent.append(Counter())
+        for kernel in row["kernels"]:
+            spent[-1][kernel["category"]] += kernel["us"]
+    whole = [
+        Column("whole step", lambda i: names[i]),
+        Column("ms", lambda i: rows[i]["batch_ms"], ".2f"),
+        Column("in kernels, ms", lambda i: spent[i].total() / 1e3, ".2f"),
+        Column("FLOPs as a large GEMM, ms", lambda i: rows[i]["gemm_ms"], ".2f"),
+        Column("bytes as a copy, ms", lambda i: rows[i]["copy_ms"], ".2f"),
+        Column("step / both", lambda i: rows[i]["over_reference"], ".2f", "x"),
+    ]
+    by_category = [Column("us per step", str)]
+    for name, us in zip(names, spent, strict=True):
+        by_category.append(Column(name, us.__getitem__, ".0f"))
+    categories = [name for name in CATEGORIES if any(name in us for us in spent)]
+    tables = [render(whole, range(len(rows))), render(by_category, categories)]
+    for name, row in zip(names, rows, strict=True):
+        longest = [
+            Column(name, "name"),
+            Column("what it does", "category", text=True),
+            Column("calls", "calls", "g"),
+            Column("us per step", "us", ".0f"),
+            Column("of the step", lambda k, ms=row["batch_ms"]: k["us"] / ms / 10, ".1f", " %"),
+        ]
+        tables.append(render(longest, row["kernels"][:10]))
+    return tables
 
 
 def llama_table(directory: Path) -> str:
-    """The whole step of each side in milliseconds, its time over the first one's, and its extra memory."""
-    measured, sides = rows_of(directory / "llama.json")
-    lines = []
-    for name, row in measured.items():
-        here = [row.get(side) for side in sides]
-        ratios = [side and over(side, here[0]) for side in here[1:]]
-        lines.append([name, *(cell_of(side, "us", 1e3, ".2f") for side in here)])
-        lines[-1] += [f"{ratio:.2f}x" if ratio else "" for ratio in ratios]
-        lines[-1] += [cell_of(side, "extra_mb") for side in here]
-    header = ["whole step", *(f"{side}, ms" for side in sides), *(f"{side} / {sides[0]}" for side in sides[1:])]
-    return markdown_table([*header, *(f"{side}, MB" for side in sides)], lines) if lines else ""
+    """The whole step of each side in milliseconds, its time over the first one's, its extra memory."""
+    rows, sides = lines_in(directory / "llama.json")
+    if not rows:
+        return ""
+    first, *others = sides
+
+    def over_first(name: str, row: Mapping) -> object:
+        ratio = over(row[name], row[first]) if name in row else None
+        return ratio or ""
+
+    columns = [
+        Column("whole step", "name"),
+        *side_columns("{}, ms", sides, lambda s: s["us"] / 1e3 if "us" in s else None, ".2f", ends=True),
+        *(Column(f"{name} / {first}", partial(over_first, name), ".2f", "x") for name in others),
+        *side_columns("{}, MB", sides, "extra_mb", ".0f", ends=True),
+    ]
+    return render(columns, rows)
 
 
 def traffic_table(directory: Path) -> str:
     """GB per step of each version, and the part of V1's that the newest one has left."""
-    lines = []
-    for name, versions in rows_of(directory / "traffic.json")[0].items():
-        counted = [side["gb"] for side in versions.values()]
-        cells = [*(f"{gb:.2f}" for gb in counted), *[""] * (4 - len(counted))]
-        lines.append([name, *cells, f"{100 * counted[-1] / counted[0]:.0f} %"])
-    header = ["GB read and written per step", "V1", "V2", "V3", "V4", "newest of V1"]
-    return markdown_table(header, lines) if lines else ""
+    rows, _ = lines_in(directory / "traffic.json")
+
+    def newest(row: Mapping) -> float:
+        version = max(name for name in row if name != "name")
+        return 100 * row[version]["gb"] / row["V1"]["gb"]
+
+    columns = [
+        Column("GB read and written per step", "name"),
+        *side_columns("{}", ("V1", "V2", "V3", "V4"), "gb", ".2f"),
+        Column("newest of V1", newest, ".0f", " %"),
+    ]
+    return render(columns, rows) if rows else ""
 
 
 def table(directory: Path) -> str:
@@ -913,36 +939,34 @@ def run_study(args: argparse.Namespace) -> int:
     name = f"{args.what}_blocks" if args.tried else args.what
     found = measure_study(args.directory / f"{name}.json", measured, keep=args.keep, rounds=args.rounds)
     for row in found if args.what in STUDIES and not args.tried else ():
-        check_failed({row["side"]: row})
+        check_ours({row["side"]: row})
     return 0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
+def build_parser() -> Parser:
+    """The command line."""
     parser = documented_parser(PROG, __doc__)
     add = parser.add_argument
     add("what", choices=(*STUDIES, "rows", *STEPS, "table"))
     add("directory", type=Path)
-    add("--rounds", type=at_least(1), default=15, metavar="N", help="turns of each side (default: 15)")
-    add("--precisions", nargs="+", choices=PRECISIONS, help="(default: all; bf16 for step and llama)")
-    add("--shapes", nargs="+", metavar="SHAPE", help="of a study of one operation, or of llama (default: all)")
-    add(
-        "--autotune",
-        nargs="*",
-        default=(),
-        metavar="SHAPE",
-        help="of which torch.compile is tuned, too (minutes)",
-    )
-    add("--megafold", type=Path, default=Wanted.megafold, metavar="CLONE", help="of MegaFold, for attention")
-    add("--openfold", type=Path, default=Wanted.openfold, metavar="CLONE", help="of OpenFold, for block")
-    add("--keep", action="store_true", help="add to the rows of an earlier file, and measure none of them again")
-    add("--rows", type=at_least(512), default=65536, metavar="N", help="of the study of that name (default: 65536)")
-    add(
-        "--try", nargs="+", default=[], dest="tried", metavar="BLOCKS", help="as --blocks of the script; many in quotes"
-    )
-    args = parser.parse_args(argv)
-    return run_tool(PROG, lambda: run_study(args))
+    parser.add_count("--rounds", 15, "turns of each side")
+    precisions = "(default: all; bf16 for step and llama)"
+    add("--precisions", nargs="+", choices=PRECISIONS, help=precisions)
+    shapes = "of a study of one operation, or of llama (default: all)"
+    add("--shapes", nargs="+", metavar="SHAPE", help=shapes)
+    tuned = "of which torch.compile is tuned, too (minutes)"
+    add("--autotune", nargs="*", default=(), metavar="SHAPE", help=tuned)
+    for library, study in (("MegaFold", "attention"), ("OpenFold", "block")):
+        clone = {"type": Path, "default": Path("no clone"), "metavar": "CLONE"}
+        add(f"--{library.lower()}", **clone, help=f"of {library}, for {study}")
+    parser.add_flag("--keep", "add to the rows of an earlier file, and measure none of them again")
+    parser.add_count("--rows", 65536, "of the study of that name", least=512)
+    blocks = {"nargs": "+", "default": [], "dest": "tried", "metavar": "BLOCKS"}
+    add("--try", **blocks, help="as --blocks of the script; many in quotes")
+    return parser
 
+
+main = program(build_parser, run_study)
 
 if __name__ == "__main__":
     sys.exit(main())

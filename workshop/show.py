@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,7 +18,11 @@ from typing import Any
 from workshop.cli import ToolError, one_line
 from workshop.files import write_file, write_text
 
-NOT_FINISHED = {"oom": "out of memory", "failed": "failed"}  # what tables say of a run with this status
+NOT_FINISHED = {  # what tables say of a side with this status
+    "oom": "out of memory",
+    "failed": "failed",
+    "missing": "not installed",
+}
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,28 @@ class Column:
     def or_ended(self) -> Column:
         """The same, but of a row that did not finish it says how the row ended."""
         return replace(self, value=lambda row: ended(row) or self.of(row))
+
+
+def side_columns(
+    label: str,
+    sides: Iterable[str],
+    value: str | Callable[[Any], object],
+    form: str = "",
+    ends: bool = False,
+) -> list[Column]:
+    """A column for each side, of rows that are mappings of sides by name; `label` has {} for the name.
+
+    Where there is no side the cell is empty; with `ends` it says how one ended that has no value.
+    """
+    of = Column("", value).of
+
+    def value_of(name: str, row: Mapping) -> object:
+        if name not in row:
+            return ""
+        found = of(row[name])
+        return ended(row[name]) if found is None and ends else found
+
+    return [Column(label.format(name), partial(value_of, name), form) for name in sides]
 
 
 def render(columns: Sequence[Column], rows: Sequence, style: str = "markdown") -> str:

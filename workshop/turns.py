@@ -118,28 +118,43 @@ def alternating(sides: Collection[str], rounds: int) -> Iterator[tuple[int, str]
                 yield turn, side
 
 
-def in_turns(sides: dict[str, tuple[str, list[str]]], rounds: int) -> dict[str, dict]:
-    """What steps of each side (script, arguments) take, in turns of about 0.3 s and at least two steps.
+def attempt(
+    name: str,
+    work: Callable[[], None],
+    running: dict[str, object],
+    failed: Callable[[str, Exception], None],
+) -> None:
+    """Do this for a side; from its first error on, which is handed to `failed`, it is not `running`."""
+    try:
+        work()
+    except Exception as error:
+        running.pop(name, None)
+        failed(name, error)
+    if name not in running:
+        free_memory()
 
-    The sides change their order from turn to turn. Milliseconds per step are the median of the turns, peak memory is
-    that of the side alone, kernels are counted after the last turn. A side that runs out of memory, or fails, has a
-    `status` and an `error` in place of these.
+
+def failure(error: Exception) -> dict[str, str]:
+    """What a row says of a side that did not finish."""
+    oom = importlib.import_module("tiny_llama_v1").is_out_of_memory(error)
+    reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    return {"status": "oom" if oom else "failed", "error": reason}
+
+
+def in_turns(sides: dict[str, tuple[str, list[str]]], rounds: int) -> dict[str, dict]:
+    """What steps of each side (script, arguments) take, in turns of about 0.3 s, at least two steps.
+
+    The sides change their order from turn to turn. Milliseconds per step are the median of the
+    turns, peak memory is that of the side alone, kernels are counted after the last turn. A side
+    that runs out of memory, or fails, has a `status` and an `error` in place of these.
     """
     modules = {name: importlib.import_module(script) for name, (script, _) in sides.items()}
     parsed = {name: parse_quiet(modules[name], argv) for name, (_, argv) in sides.items()}
     rows = {name: named(script, argv, parsed[name]) for name, (script, argv) in sides.items()}
     runs, steps, times = {}, {}, {name: [] for name in sides}
 
-    def attempt(name: str, work: Callable[[], None]) -> None:
-        """Do this for a side; from its first error on it has no run, and the error is in its row."""
-        try:
-            work()
-        except Exception as error:
-            runs.pop(name, None)
-            status = "oom" if modules[name].is_out_of_memory(error) else "failed"
-            rows[name] |= {"status": status, "error": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"}
-        if name not in runs:
-            free_memory()
+    def failed(name: str, error: Exception) -> None:
+        rows[name] |= failure(error)
 
     def start(name: str) -> None:
         runs[name], steps[name], rows[name]["peak_mb"] = begin(modules[name], parsed[name], rounds)
@@ -157,11 +172,11 @@ def in_turns(sides: dict[str, tuple[str, list[str]]], rounds: int) -> dict[str, 
         rows[name] |= {key: value for key, value in counts.items() if key != "remark"}
 
     for name in sides:
-        attempt(name, partial(start, name))
+        attempt(name, partial(start, name), runs, failed)
     for _, name in alternating(runs, rounds):
-        attempt(name, partial(take, name))
+        attempt(name, partial(take, name), runs, failed)
     for name in list(runs):
-        attempt(name, partial(finish, name))
+        attempt(name, partial(finish, name), runs, failed)
     runs.clear()
     free_memory()
     return rows

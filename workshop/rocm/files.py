@@ -26,7 +26,6 @@ from collections import defaultdict
 from pathlib import Path
 
 from workshop.cli import ToolError
-from workshop.files import write_csv
 from workshop.profile.kernels import (
     KernelStatistics,
     category,
@@ -36,6 +35,7 @@ from workshop.profile.kernels import (
     statistics_of,
     write_statistics,
 )
+from workshop.show import write_csv
 
 
 def read_columns(path: Path, *names: str) -> list[list[str]]:
