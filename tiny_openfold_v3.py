@@ -3294,7 +3294,7 @@ class Trainer:
     def capture(self) -> None:
         """Capture the step, to be replayed from now on; a step must have run before."""
         graph = torch.cuda.CUDAGraph()
-        stream = torch.cuda.Stream(priority=-1)  # before others, with its own cuBLAS workspaces
+        stream = torch.cuda.Stream(priority=-1)  # before others
         with torch.cuda.graph(graph, stream=stream):
             self.loss = self.compute(self.inputs)
         self.graph, self.phases = graph, GRAPH_PHASES
@@ -3511,7 +3511,11 @@ class Run:
         self.status, self.error = 1, "it did not finish"
 
     def start(self) -> None:
-        """Build what trains, say what it is, and take the warm-up steps."""
+        """Build the trainer, say what it is, take the warm-up steps."""
+        gc.collect()  # what a run before left
+        if self.device.type == "cuda":
+            torch._C._cuda_clearCublasWorkspaces()
+            torch.cuda.empty_cache()
         args, before = self.args, gpu_memory(self.device)
         self.trainer = Trainer(args, self.device)
         config = asdict(self.trainer.model.config)
@@ -3541,7 +3545,7 @@ class Run:
         self.plan(args.num_steps, "step")
 
     def plan(self, steps: int, label: str) -> None:
-        """Begin to count: so many steps of this kind follow, in one turn or several."""
+        """Begin to count: so many steps of this kind follow."""
         self.goal, self.label, self.done = steps, label, 0
         self.started = time.perf_counter()
         self.shown = 0.0  # when progress was shown
@@ -3833,8 +3837,6 @@ def compare_fusion(args: argparse.Namespace) -> int:
     """Measure everything off (results in <profile-dir>/baseline) and as chosen, in turns."""
     sides = all_off(args, profile_dir=args.profile_dir / "baseline"), args
     runs = [Run(sides[0], "all off: "), Run(sides[1], "as chosen: ")]
-    if args.device == "cuda":  # cuBLAS keeps workspaces from its first product on, of no run
-        nn.Linear(8, 8, device="cuda")(torch.ones(8, 8, device="cuda")).sum().backward()
     train_all(runs)
     before, after = (run.result() for run in runs)
     compared = before["status"] == "ok"

@@ -6,8 +6,6 @@ def compare_fusion(args: argparse.Namespace) -> int:
     """Measure everything off (results in <profile-dir>/baseline) and as chosen, in turns."""
     sides = all_off(args, profile_dir=args.profile_dir / "baseline"), args
     runs = [Run(sides[0], "all off: "), Run(sides[1], "as chosen: ")]
-    if args.device == "cuda":  # cuBLAS keeps workspaces from its first product on, of no run
-        nn.Linear(8, 8, device="cuda")(torch.ones(8, 8, device="cuda")).sum().backward()
     train_all(runs)
     before, after = (run.result() for run in runs)
     compared = before["status"] == "ok"

@@ -95,8 +95,6 @@ def begin(module: ModuleType, args: argparse.Namespace, rounds: int) -> tuple[ob
     """A warm Run of a script, how many of its steps are a turn, and its peak memory in MB as that of a run alone."""
     run = module.Run(args)
     gpu = run.device.type == "cuda"
-    if gpu:
-        module.torch._C._cuda_clearCublasWorkspaces()  # each side has workspaces of its own
     run.start()
     run.plan(3, "trial step")
     trial = run.take(3)
