@@ -277,19 +277,19 @@ def errors_of(values: Values, exact: Values, baseline: Values) -> dict:
 def compared(make: Callable[[], tuple[Side, dict[str, Side]]]) -> dict[str, dict]:
     """The errors of each side, V1 first; of a library that raises, why."""
     make_exact, sides = make()
-    (exact, _), baseline, row = make_exact(), {}, {}
+    (exact, _), baseline, found = make_exact(), {}, {}
     for side, measure in sides.items():
         try:
             values, equal = measure()
         except Exception as error:
             if side.startswith("V"):  # one of ours; a library may not take what it is given
                 raise
-            row[side] = {"failed": f"{type(error).__name__}: {error}".partition("\n")[0]}
-            print_notes(PROG, f"{side} failed: {row[side]['failed']}")
+            found[side] = {"failed": f"{type(error).__name__}: {error}".partition("\n")[0]}
+            print_notes(PROG, f"{side} failed: {found[side]['failed']}")
             continue
         baseline = baseline or values
-        row[side] = errors_of(values, exact, baseline) | {"equal_bits": equal}
-    return row
+        found[side] = errors_of(values, exact, baseline) | {"equal_bits": equal}
+    return {"sides": found}
 
 
 def atlas(args: argparse.Namespace) -> Iterator[Part]:
@@ -307,15 +307,15 @@ def atlas(args: argparse.Namespace) -> Iterator[Part]:
                 yield {"subject": subject, "case": case, "precision": precision}, partial(compared, make)
 
 
-def furthest(row: dict) -> str:
+def furthest(sides: dict[str, dict]) -> str:
     """The parameter in whose gradient one of our versions is furthest above V1, by their worst rows and columns."""
-    before = row["V1"]["lines"]
+    before = sides["V1"]["lines"]
+    ours = [side for side, found in sides.items() if side.startswith("V") and "lines" in found]
     ratios = [
-        (row[side]["lines"][name][0] / worst, side, name + row[side]["lines"][name][1])
-        for side in row
-        if side.startswith("V") and side != "V1" and "lines" in row[side]
+        (sides[side]["lines"][name][0] / worst, side, name + sides[side]["lines"][name][1])
+        for side in ours
         for name, (worst, _) in before.items()
-        if worst
+        if worst and side != "V1"
     ]
     ratio, side, name = max(ratios)
     return f"{ratio:.1f}x {side}: {name}"
@@ -332,19 +332,19 @@ def worst(found: dict | None) -> str:
 
 def equal_bits(rows: Sequence[dict], side: str) -> str:
     """The answer of all rows that have one."""
-    found = [row[side].get("equal_bits") for row in rows if side in row]
+    found = [row["sides"][side].get("equal_bits") for row in rows if side in row["sides"]]
     return "no" if False in found else "yes" if True in found else ""
 
 
 def table(study: dict) -> str:
     """A line for each subject, case and precision."""
     rows = study["rows"]
-    sides = list(dict.fromkeys(side for row in rows for side, found in row.items() if isinstance(found, dict)))
+    sides = list(dict.fromkeys(side for row in rows for side in row["sides"]))
     lines = [
         {
             "name": f"{row['subject']}, {row['case']}, {row['precision']}",
-            **{side: worst(row.get(side)) for side in sides},
-            "furthest": furthest(row),
+            **{side: worst(row["sides"].get(side)) for side in sides},
+            "furthest": furthest(row["sides"]),
         }
         for row in rows
     ]
@@ -366,7 +366,7 @@ def run_atlas(args: argparse.Namespace) -> int:
         args.runs = args.runs or (3 if args.device == "cpu" else 100)
         settings = {name: getattr(args, name) for name in ("subjects", "precisions", "runs", "sizes")}
         measure_study(args.output, atlas(args), argv=["--device", args.device], **settings)
-    print(table(read_study(args.table or args.output, ["subject", "case", "precision", "V1"], measured=())))
+    print(table(read_study(args.table or args.output, ["subject", "case", "precision", "sides"], measured=())))
     return 0
 
 

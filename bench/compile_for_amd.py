@@ -54,7 +54,7 @@ with needed():
     from bench import tables
     from workshop.cli import ToolError, documented_parser, print_notes, run_tool
     from workshop.script import load_script
-    from workshop.show import markdown_table
+    from workshop.show import Column, render
 
 PROG = Path(__file__).name
 DOCUMENT = ROOT / "docs/ROCM.md"
@@ -289,17 +289,20 @@ def markdown(launches: list[Launch], found: list[list[Needs | str]]) -> str:
     """A row for each kernel and configuration; precisions with the same numbers share a row."""
     rows: dict[tuple, dict] = {}
     for launch, results in zip(launches, found, strict=True):
-        numbers = []
-        for column in Needs.__dataclass_fields__:
-            cells = [f"{getattr(result, column):g}" if isinstance(result, Needs) else "?" for result in results]
-            numbers.append(cells[0] if len(set(cells)) == 1 else " / ".join(cells))
-        key = (launch.kernel.__name__.removesuffix("_kernel"), str(launch), *numbers)
-        rows.setdefault(key, {}).update(launch.precisions)
-    header = ["kernel", "precision", "constants", *COLUMNS]
-    order = list(dict.fromkeys(launch.kernel.__name__.removesuffix("_kernel") for launch in launches))
-    lines = [[key[0], ", ".join(precisions), *key[1:]] for key, precisions in rows.items()]
-    lines.sort(key=lambda line: order.index(line[0]))
-    return markdown_table(header, lines, text_columns=3)
+        row = {"kernel": launch.kernel.__name__.removesuffix("_kernel"), "constants": str(launch)}
+        for name in Needs.__dataclass_fields__:
+            texts = [f"{getattr(each, name):g}" if isinstance(each, Needs) else "?" for each in results]
+            row[name] = texts[0] if len(set(texts)) == 1 else " / ".join(texts)
+        row = rows.setdefault(tuple(row.values()), row | {"precisions": {}})
+        row["precisions"].update(launch.precisions)
+    order = list(dict.fromkeys(row["kernel"] for row in rows.values()))
+    columns = [
+        Column("kernel", "kernel"),
+        Column("precision", lambda row: ", ".join(row["precisions"]), text=True),
+        Column("constants", "constants", text=True),
+        *(Column(label, name) for label, name in zip(COLUMNS, Needs.__dataclass_fields__, strict=True)),
+    ]
+    return render(columns, sorted(rows.values(), key=lambda row: order.index(row["kernel"])))
 
 
 def check(args: argparse.Namespace) -> int:

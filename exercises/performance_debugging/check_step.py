@@ -29,9 +29,16 @@ from types import ModuleType
 from workshop.cli import ToolError, documented_parser, run_tool
 from workshop.files import write_text
 from workshop.script import load_script
-from workshop.show import cell, markdown_table
+from workshop.show import Column, render
 
 PROG = Path(__file__).name
+COLUMNS = [
+    Column("parameter", "name"),
+    Column("elements", "elements", ","),
+    Column("std of weights", "spread", ".4f"),
+    Column("rms of output", "output", ".4g"),
+    Column("norm of gradient", "gradient", ".3g"),
+]
 
 
 def load(path: Path) -> ModuleType:
@@ -74,9 +81,10 @@ def check(script: ModuleType, args: argparse.Namespace) -> int:
         tensors += bool(norm)
         spread = float(parameter.detach().std(correction=0))
         size = None if output is None else rms(output[0] if isinstance(output, tuple) else output)
-        rows.append([name, f"{parameter.numel():,}", f"{spread:.4f}", cell(size, ".4g"), cell(norm, ".3g")])
+        row = {"name": name, "elements": parameter.numel(), "spread": spread}
+        rows.append(row | {"output": size, "gradient": norm})
     percent, vocabulary = 100 * with_gradient / elements, logits.shape[-1]
-    print(markdown_table(("parameter", "elements", "std of weights", "rms of output", "norm of gradient"), rows))
+    print(render(COLUMNS, rows))
     print(f"Logits: rms {rms(logits):.3g}, largest {float(logits.abs().max()):.3g}")
     print(f"Loss: {loss:.4f}; equal probabilities give ln {vocabulary} = {math.log(vocabulary):.4f}")
     print(f"Parameters with a gradient: {percent:.1f} % of {elements:,} ({tensors} of {len(rows)} tensors)")

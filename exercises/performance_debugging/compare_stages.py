@@ -20,7 +20,7 @@ import _root
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -30,7 +30,7 @@ from workshop.files import write_text
 from workshop.profile.kernels import WITH_WARM_UP, KernelStatistics, load_trace, read_statistics, write_statistics
 from workshop.records import Gradients, Stages, read
 from workshop.results import Run, differences, load_run, report_failed
-from workshop.show import NOT_FINISHED, cell, markdown_table
+from workshop.show import NOT_FINISHED, Column, render
 
 PROG = Path(__file__).name
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -101,38 +101,32 @@ def table(stages: Sequence[Stage]) -> str:
     baseline = next((stage.run for stage in stages if stage.run.result["script"] == "tiny_llama_v1"), None)
     reference = baseline and baseline.number("timing", "samples_per_sec")
     unit = next((s.run.result["kernels"]["unit"] for s in stages if "unit" in s.run.result["kernels"]), "kernels")
-    header = [
-        "stage",
-        "script",
-        "first loss",
-        "final loss",
-        "samples/sec",
-        "over V1",
-        "ms per step",
-        "kernel ms per step",
+
+    def number(group: str, key: str) -> Callable[[Stage], float | None]:
+        return lambda stage: stage.run.number(group, key)
+
+    def over_v1(stage: Stage) -> float | None:
+        speed = stage.run.number("timing", "samples_per_sec")
+        return speed / reference if speed and reference else None
+
+    def final_loss(stage: Stage) -> object:
+        return NOT_FINISHED.get(stage.run.status) or stage.run.number("loss", "final")
+
+    columns = [
+        Column("stage", lambda stage: stage.run.name),
+        Column("script", lambda stage: stage.run.result["script"], text=True),
+        Column("first loss", number("loss", "initial"), ".4f"),
+        Column("final loss", final_loss, ".4f"),
+        Column("samples/sec", number("timing", "samples_per_sec"), ".1f"),
+        Column("over V1", over_v1, ".2f", "x"),
+        Column("ms per step", number("timing", "batch_ms"), ".2f"),
+        Column("kernel ms per step", "kernel_ms", ".2f"),
+        Column("TFLOP/s", number("flops", "achieved_tflops"), ".3g"),
+        Column("peak MB", number("memory", "peak_mb"), ".1f"),
+        Column(f"{unit} per step", number("kernels", "per_step"), ".10g"),
+        Column("parameters with gradient", "gradient_percent", ".1f", " %"),
     ]
-    header += ["TFLOP/s", "peak MB", f"{unit} per step", "parameters with gradient"]
-    rows = []
-    for stage in stages:
-        run, number = stage.run, stage.run.number
-        speed = number("timing", "samples_per_sec")
-        rows.append(
-            [
-                run.name,
-                run.result["script"],
-                cell(number("loss", "initial"), ".4f"),
-                NOT_FINISHED.get(run.status) or cell(number("loss", "final"), ".4f"),
-                cell(speed, ".1f"),
-                cell(speed / reference if speed and reference else None, ".2f", "x"),
-                cell(number("timing", "batch_ms"), ".2f"),
-                cell(stage.kernel_ms, ".2f"),
-                cell(number("flops", "achieved_tflops"), ".3g"),
-                cell(number("memory", "peak_mb")),
-                cell(number("kernels", "per_step"), ".10g"),
-                cell(stage.gradient_percent, ".1f", " %"),
-            ]
-        )
-    return markdown_table(header, rows, text_columns=2)
+    return render(columns, stages)
 
 
 def compare(source: Path, output: Path | None) -> int:

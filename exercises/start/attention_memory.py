@@ -25,7 +25,7 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise the profiler writes 
 
 from workshop.cli import at_least, documented_parser, needed, run_tool
 from workshop.files import write_file, write_text
-from workshop.show import drawing, markdown_table
+from workshop.show import Column, drawing, render
 
 with needed():
     import torch
@@ -33,6 +33,12 @@ with needed():
     from torch import Tensor
 
 PROG = Path(__file__).name
+COLUMNS = [
+    Column("tokens", lambda row: str(row["length"])),
+    Column("scores in memory, MB", lambda row: row["scores"] / 1e6, ".1f"),
+    Column("fused, MB", lambda row: row["fused"] / 1e6, ".1f"),
+    Column("ratio", lambda row: row["scores"] / row["fused"], ".0f", "x"),
+]
 HEADS, HEAD_DIM = 8, 16
 
 
@@ -85,19 +91,9 @@ def main(argv: list[str] | None = None) -> int:
     def body() -> int:
         rows = []
         for length in sorted(args.lengths):
-            rows.append(
-                {"length": length, "scores": peak_bytes(with_scores, length), "fused": peak_bytes(fused, length)}
-            )
-        table = [
-            [
-                str(row["length"]),
-                f"{row['scores'] / 1e6:.1f}",
-                f"{row['fused'] / 1e6:.1f}",
-                f"{row['scores'] / row['fused']:.0f}x",
-            ]
-            for row in rows
-        ]
-        print(markdown_table(["tokens", "scores in memory, MB", "fused, MB", "ratio"], table))
+            scores, memory = peak_bytes(with_scores, length), peak_bytes(fused, length)
+            rows.append({"length": length, "scores": scores, "fused": memory})
+        print(render(COLUMNS, rows))
         if args.output:
             config = {"heads": HEADS, "head_dim": HEAD_DIM, "torch": torch.__version__}
             write_text(args.output, json.dumps({"config": config, "rows": rows}, indent=1) + "\n")

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from workshop.cli import ToolError, documented_parser, needed, print_notes, run_tool
 from workshop.files import read_json, write_text
-from workshop.show import markdown_table
+from workshop.show import Column, render
 
 with needed():
     import torch
@@ -52,7 +52,8 @@ def timed(what: str, function: Callable[[], object], moved: int | None = None, *
     """A row of a table: microseconds of a call, the bytes that it moves, and more columns."""
     from triton.testing import do_bench_cudagraph
 
-    return {"what": what, "us": 1e3 * do_bench_cudagraph(function, return_mode="median"), "bytes": moved, **more}
+    us = 1e3 * do_bench_cudagraph(function, return_mode="median")
+    return {"what": what, "us": us, "bytes": moved, **({"more": more} if more else {})}
 
 
 def timed_copy(count: int = 2**26) -> dict:
@@ -65,15 +66,20 @@ def timed_copy(count: int = 2**26) -> dict:
 def table(rows: list[dict]) -> str:
     """Rows of `timed` as Markdown, the copy's among them."""
     copy = next(row["bytes"] / row["us"] for row in rows if row["what"] == "copy")
-    more = list(dict.fromkeys(key for row in rows for key in row if key not in ("what", "us", "bytes")))
-    lines = []
-    for row in rows:
-        cells = ["", "", ""]
-        if row["bytes"]:
-            rate = row["bytes"] / row["us"]
-            cells = [f"{row['bytes'] / 1e6:.0f}", f"{rate / 1e3:.0f}", f"{100 * rate / copy:.0f} %"]
-        lines.append([row["what"], f"{row['us']:.1f}", *cells, *(row.get(key, "") for key in more)])
-    return markdown_table(["what", "us", "MB", "GB/s", "of a copy", *more], lines)
+    more = list(dict.fromkeys(key for row in rows for key in row.get("more", ())))
+
+    def moved(of_bytes: Callable[[float, float], float]) -> Callable[[dict], object]:
+        return lambda row: of_bytes(row["bytes"], row["us"]) if row["bytes"] else ""
+
+    columns = [
+        Column("what", "what"),
+        Column("us", "us", ".1f"),
+        Column("MB", moved(lambda count, us: count / 1e6), ".0f"),
+        Column("GB/s", moved(lambda count, us: count / us / 1e3), ".0f"),
+        Column("of a copy", moved(lambda count, us: 100 * count / us / copy), ".0f", " %"),
+        *(Column(key, lambda row, key=key: row.get("more", {}).get(key, "")) for key in more),
+    ]
+    return render(columns, rows)
 
 
 def power_of_two(high: int) -> Callable[[str], int]:

@@ -24,7 +24,7 @@ from unittest import mock
 os.environ["TRITON_INTERPRET"] = "0"  # before anything imports Triton: kernels are to be compiled
 
 from workshop.cli import ToolError, documented_parser, needed, print_notes, run_tool
-from workshop.show import markdown_table
+from workshop.show import Column, render
 
 with needed():
     import torch
@@ -106,8 +106,10 @@ def main(argv: list[str] | None = None) -> int:
         except argparse.ArgumentTypeError as error:
             raise ToolError(str(error)) from error
         values.update({value: needs(args.kernel, args.name, value, target) for value in args.values})
-        header = [f"{args.kernel} on {target}", *next(iter(values.values()))]
-        return markdown_table(header, [[f"{args.name}={value}", *cells.values()] for value, cells in values.items()])
+        columns = [Column(f"{args.kernel} on {target}", lambda value: f"{args.name}={value}")]
+        for what in next(iter(values.values())):
+            columns.append(Column(what, lambda value, what=what: values[value][what]))
+        return render(columns, [*values])
 
     if args.target:
         return run_tool(PROG, lambda: print(check()) or 0)

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from workshop.cli import at_least, documented_parser, needed
-from workshop.show import markdown_table
+from workshop.show import Column, render
 
 with needed():
     import torch
@@ -102,8 +102,8 @@ def check(found: list[Ways]) -> str:
         expected = reference()
         for name, (function, moved) in ways.items():
             measure.check_close(function(), expected, name, 5e-2 if measure.GPU else 1e-5)
-            lines.append([name, f"{moved / 1e6:.2f}"])
-    return markdown_table(["read and written", "MB"], lines)
+            lines.append({"name": name, "mb": moved / 1e6})
+    return render([Column("read and written", "name"), Column("MB", "mb", ".2f")], lines)
 
 
 def launches(function: Callable[[], Tensor]) -> int:

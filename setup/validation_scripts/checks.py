@@ -32,6 +32,7 @@ from pathlib import Path
 
 from workshop.cli import Parser, documented_parser
 from workshop.files import ROOT
+from workshop.show import Column, render
 
 REQUIREMENTS = ROOT / "requirements.txt"
 TRACKS = ("cpu", "nvidia", "rocm")
@@ -363,10 +364,13 @@ def unneeded(what: str, needed_for: str, track: str) -> Check:
 
 def table(checks: list[Check]) -> str:
     """The rows in columns, then the command for each that is not there."""
-    rows = [("", "what", "found", "needed for")]
-    rows += [(c.state, c.what, c.found, c.needed_for) for c in checks]
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    lines = ["  ".join([*(f"{row[i]:{widths[i]}}" for i in range(3)), row[3]]).rstrip() for row in rows]
+    columns = [
+        Column("", "state"),
+        Column("what", "what", text=True),
+        Column("found", "found", text=True),
+        Column("needed for", "needed_for", text=True),
+    ]
+    lines = [render(columns, checks, "text")]
     for state, title in (("MISSING", "To mend what is missing:"), ("optional", "If you want what is optional:")):
         commands = [(c.what, c.mend) for c in checks if c.state == state and c.mend]
         width = max((len(what) for what, _ in commands), default=0)

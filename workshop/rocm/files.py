@@ -35,7 +35,7 @@ from workshop.profile.kernels import (
     statistics_of,
     write_statistics,
 )
-from workshop.show import write_csv
+from workshop.show import Column, render, write_csv
 
 
 def read_columns(path: Path, *names: str) -> list[list[str]]:
@@ -109,10 +109,14 @@ def convert(database: Path, out: Path) -> None:
 def show(directory: Path, *, count: int = 10) -> None:
     """Print the top kernels."""
     rows = read_statistics(directory / "stats.csv")
-    print(f"{'share':>7} {'calls':>8} {'total ms':>10} {'mean us':>9}  kernel")
-    for row in rows[:count]:
-        total, mean = row.total_ns / 1e6, row.average_ns / 1e3
-        print(f"{row.percentage:6.1f}% {row.calls:8d} {total:10.3f} {mean:9.1f}  {short_name(row.name, 70)}")
+    columns = [
+        Column("share", lambda row: f"{row.percentage:.1f}%".rjust(7)),
+        Column("calls", "calls"),
+        Column("total ms", lambda row: row.total_ns / 1e6, ".3f"),
+        Column("mean us", lambda row: row.average_ns / 1e3, ".1f"),
+        Column("kernel", lambda row: short_name(row.name, 70), text=True),
+    ]
+    print(render(columns, rows[:count], "text"))
     print(f"Distinct kernels: {len(rows)}\nDispatches: {sum(row.calls for row in rows)}")
     print(f"All kernels: {directory / 'stats.csv'}")
 

@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 from workshop.files import write_text
+from workshop.show import Column, render
 
 FILES = {  # where each step leaves what one looks at first, as a pattern below the directory
     "pytorch_profiler": "pytorch/*_report.md",
@@ -41,15 +42,22 @@ def read_step(directory: Path, line: str) -> dict:
     }
 
 
+def where(step: dict) -> str:
+    """The files of a step, or why there are none."""
+    return ", ".join(f"`{name}`" for name in step["files"]) or step["reason"] or ""
+
+
 def main(argv: list[str]) -> int:
     directory, script = Path(argv[0]), argv[1]
     steps = [read_step(directory, line) for line in (directory / "steps.tsv").read_text().splitlines()]
     write_text(directory / "summary.json", json.dumps({"script": script, "steps": steps}, indent=1) + "\n")
-    lines = [f"# Profiles of {script}", "", "| step | result | seconds | where |", "| --- | --- | ---: | --- |"]
-    for step in steps:
-        where = ", ".join(f"`{name}`" for name in step["files"]) or (step["reason"] or "").replace("|", "\\|")
-        lines.append(f"| {step['name']} | {step['status']} | {step['seconds']} | {where} |")
-    text = "\n".join(lines)
+    columns = [
+        Column("step", "name"),
+        Column("result", "status", text=True),
+        Column("seconds", "seconds"),
+        Column("where", where, text=True),
+    ]
+    text = f"# Profiles of {script}\n\n{render(columns, steps)}"
     write_text(directory / "summary.md", text + "\n")
     print(text)
     failed = [step["name"] for step in steps if step["status"] == "failed"]
