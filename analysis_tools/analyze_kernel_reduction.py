@@ -6,7 +6,7 @@ run_rocprofv3.sh (rocprofv3_results_*, with stats.csv), or one of run_all_profil
 is taken, else rocprofv3's. Profiles of different models are refused; different sizes, precision or devices are named
 at the top. Launches are counted, per training step wherever the number of steps is known. Copies and memsets that the
 PyTorch profiler saw are no kernels; their time counts. On a CPU there are no kernels. There the reduction is that of
-the operators that the scripts themselves counted; the tables have all that the profiler saw: views, operators that
+the operator calls that the scripts themselves counted; the tables have all that the profiler saw: views, operators that
 only call others, nodes of the autograd graph, inner steps of a matrix product.
 
 The tables go to stdout as Markdown. With --output they are also written to kernel_reduction.md in that directory,

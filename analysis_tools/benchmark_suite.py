@@ -34,12 +34,23 @@ from workshop.cli import Parser, ToolError, at_least, print_notes, program, seve
 from workshop.files import ROOT
 from workshop.script import load_script, parser_around, script_arguments
 from workshop.show import Column, range_of, render, write_csv
-from workshop.study import as_rows, check_failed, heading, measure_study, read_study, study_asked_for
+from workshop.study import (
+    as_rows,
+    check_failed,
+    heading,
+    measure_study,
+    read_study,
+    study_asked_for,
+)
 from workshop.turns import graph_of, in_turns, named, parse_quiet, ratios, short_run, speeds, spread
 
 PROG = Path(__file__).name
 METRICS = ("throughput", "memory", "accuracy")
-PACKAGES = {"hugging_face": "transformers", "hugging_face_compiled": "transformers", "liger": "liger_kernel"}
+PACKAGES = {
+    "hugging_face": "transformers",
+    "hugging_face_compiled": "transformers",
+    "liger": "liger_kernel",
+}
 Sides = dict[str, tuple[str, list[str]]]
 
 
@@ -89,8 +100,14 @@ def measure(args: argparse.Namespace, argv: Sequence[str]) -> Path:
     scripts, parts = scripts_of(args), []
     for batch, length in itertools.product(args.batch_sizes, args.seq_lengths):
         sizes = ["--batch-size", str(batch), "--seq-len", str(length)]
-        sides = {name: (script, graph_of([*argv, *sizes, *more])) for name, (script, more) in scripts.items()}
-        for script, options in sides.values():  # they say what does not fit before anything is measured
+        sides = {
+            name: (script, graph_of([*argv, *sizes, *more]))
+            for name, (script, more) in scripts.items()
+        }
+        for (
+            script,
+            options,
+        ) in sides.values():  # they say what does not fit before anything is measured
             module = sys.modules[script] if script in sys.modules else load_script(f"{script}.py")
             script_arguments(module, options, None)
         names = {"batch_size": batch, "seq_len": length}
@@ -126,7 +143,9 @@ def beside_first(row: dict, first: dict) -> dict:
     over = ratios(first, row) if turns and "turns_ms" in first and row is not first else []
 
     def ratio(key: str) -> float | None:
-        return row[key] / first[key] if row is not first and row.get(key) and first.get(key) else None
+        return (
+            row[key] / first[key] if row is not first and row.get(key) and first.get(key) else None
+        )
 
     loss = ratio("final_loss")
     return {
@@ -155,7 +174,9 @@ def table(rows: Sequence[dict], metrics: Collection[str]) -> str:
     of_metric = {
         "throughput": [
             Column("samples/sec", "samples_per_sec", ".1f"),
-            Column("in turns", lambda r: range_of(r["samples_per_sec_min"], r["samples_per_sec_max"])),
+            Column(
+                "in turns", lambda r: range_of(r["samples_per_sec_min"], r["samples_per_sec_max"])
+            ),
             Column("ms per step", "batch_ms", ".2f"),
             Column(f"speed-up over {first}", "speedup", ".2f", "x"),
             Column("ratio in turns", "speedup_in_turns"),
@@ -178,7 +199,9 @@ def benchmark(args: argparse.Namespace, argv: Sequence[str]) -> int:
     path = study_asked_for(args.table, argv) or measure(args, argv)
     content = read_study(path, ("batch_size", "seq_len", "side", "script", "argv"), measured=())
     rows = []
-    for _, group in itertools.groupby(content["rows"], lambda row: (row["batch_size"], row["seq_len"])):
+    for _, group in itertools.groupby(
+        content["rows"], lambda row: (row["batch_size"], row["seq_len"])
+    ):
         first, *others = group
         rows += [beside_first(row, first) for row in (first, *others)]
     print(heading(content, f"tiny_{content['family']}"), end="\n\n")

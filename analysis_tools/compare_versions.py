@@ -82,7 +82,9 @@ def measure(model: str, argv: Sequence[str], versions: Sequence[str], rounds: in
     return as_rows(rows)
 
 
-def measured(args: argparse.Namespace, models: Sequence[str], argv: Sequence[str]) -> tuple[Found, str]:
+def measured(
+    args: argparse.Namespace, models: Sequence[str], argv: Sequence[str]
+) -> tuple[Found, str]:
     """The versions of these models, measured as far as they are not yet, and a line that says how."""
     import torch
 
@@ -131,7 +133,9 @@ def results_of(version: str, path: Path, models: Sequence[str]) -> dict[str, Run
                 found[model] = load_run(file)
     if not found:
         names = " or ".join(f"{model}_{version}_summary.json" for model in models)
-        raise ToolError(f"--{version} {path}: no {names} in it, or in its pytorch_profiles_{version}")
+        raise ToolError(
+            f"--{version} {path}: no {names} in it, or in its pytorch_profiles_{version}"
+        )
     return found
 
 
@@ -162,7 +166,9 @@ def read(given: dict[str, Path], models: Sequence[str]) -> tuple[Found, str]:
 def table(model: str, rows: dict[str, dict], turns: bool) -> str:
     """A row for each version; speed-ups are over the first, turn by turn where they took turns."""
     base, first = next(iter(rows.items()))
-    steps = {f"loss after {row['loss_steps']} steps" for row in rows.values() if "loss_steps" in row}
+    steps = {
+        f"loss after {row['loss_steps']} steps" for row in rows.values() if "loss_steps" in row
+    }
     unit = next((row["unit"] for row in rows.values() if row.get("unit")), "kernels")
 
     def over_first(row: dict) -> float | None:
@@ -190,7 +196,9 @@ def table(model: str, rows: dict[str, dict], turns: bool) -> str:
 def draw(path: Path, found: Found) -> None:
     """Time, kernels and memory of each version, as a part of the first one's of the model."""
     pyplot = drawing()
-    figure, panels = pyplot.subplots(1, len(PANELS), figsize=(11, 3.6), sharey=True, layout="constrained")
+    figure, panels = pyplot.subplots(
+        1, len(PANELS), figsize=(11, 3.6), sharey=True, layout="constrained"
+    )
     versions = [v.upper() for v in VERSIONS if any(v.upper() in rows for rows in found.values())]
     width, labels, highest = 0.8 / len(versions), {}, 1.0
     for panel, (key, (title, form)) in zip(panels, PANELS.items(), strict=True):
@@ -203,8 +211,19 @@ def draw(path: Path, found: Found) -> None:
                 at, highest = place + (number - (len(versions) - 1) / 2) * width, max(highest, part)
                 labels[version] = panel.bar(at, part, width, color=f"C{number}")
                 label = form.format(row[key])
-                panel.text(at, part + 0.01, label, rotation=90, ha="center", va="bottom", fontsize="x-small")
-        unit = next((row["unit"] for rows in found.values() for row in rows.values() if row.get("unit")), "kernels")
+                panel.text(
+                    at,
+                    part + 0.01,
+                    label,
+                    rotation=90,
+                    ha="center",
+                    va="bottom",
+                    fontsize="x-small",
+                )
+        unit = next(
+            (row["unit"] for rows in found.values() for row in rows.values() if row.get("unit")),
+            "kernels",
+        )
         panel.set_title(title.format(unit))
         panel.set_xticks(range(len(found)), list(found))
         panel.spines[["top", "right"]].set_visible(False)
@@ -219,7 +238,9 @@ def compare(args: argparse.Namespace, argv: Sequence[str]) -> int:
     models = [f"tiny_{args.family}"] if args.family else MODELS
     given = {version: path for version in VERSIONS if (path := getattr(args, version))}
     if given and (argv or args.versions):
-        raise ToolError(f"--{next(iter(given))} reads results: no --versions and no arguments of scripts beside it")
+        raise ToolError(
+            f"--{next(iter(given))} reads results: no --versions and no arguments of scripts beside it"
+        )
     if args.generate_report:
         drawing()  # if it is missing, that is said now
     found, how = read(given, models) if given else measured(args, models, argv)
@@ -232,7 +253,9 @@ def compare(args: argparse.Namespace, argv: Sequence[str]) -> int:
         parts = ["# Versions compared", how, *tables, picture]
         write_text(report, "\n\n".join(parts) + "\n")
         print(f"\nWritten: {report}, {args.output_dir / 'versions.png'}")
-    failed = [row for rows in found.values() for row in rows.values() if row.get("status") == "failed"]
+    failed = [
+        row for rows in found.values() for row in rows.values() if row.get("status") == "failed"
+    ]
     for row in failed:
         print(f"{PROG}: {row['script']} failed: {row['error']}", file=sys.stderr)
     return 1 if failed else 0

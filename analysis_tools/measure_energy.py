@@ -40,7 +40,9 @@ SETTLE = 2.0  # seconds until a reading is one of this turn alone
 
 def build_parser() -> Parser:
     """The command line."""
-    parser = documented_parser(PROG, __doc__, "%(prog)s --scripts FILE... [arguments of the scripts]")
+    parser = documented_parser(
+        PROG, __doc__, "%(prog)s --scripts FILE... [arguments of the scripts]"
+    )
     scripts = {"nargs": "+", "required": True, "metavar": "FILE", "help": "version scripts"}
     parser.add_argument("--scripts", **scripts)
     parser.add_count("--seconds", 8, "of a turn", least=3)
@@ -58,14 +60,18 @@ def reading() -> tuple[float, float]:
     try:
         return torch.cuda.power_draw() / 1e3, torch.cuda.clock_rate()
     except (ImportError, RuntimeError, AttributeError, OSError) as error:
-        raise ToolError(f"power cannot be read here: {error} (nvidia-ml-py or amdsmi is needed)", status=4) from error
+        raise ToolError(
+            f"power cannot be read here: {error} (nvidia-ml-py or amdsmi is needed)", status=4
+        ) from error
 
 
 def means(samples: Sequence[tuple[float, float, float]], start: float) -> tuple[float, float]:
     """The means of (seconds, watts, MHz) readings from SETTLE seconds after the start on: watts and MHz."""
     settled = [values for moment, *values in samples if moment >= start + SETTLE]
     if not settled:
-        raise ToolError("no reading came after the first seconds of a turn: raise --seconds", status=1)
+        raise ToolError(
+            "no reading came after the first seconds of a turn: raise --seconds", status=1
+        )
     power, clock = map(statistics.fmean, zip(*settled, strict=True))
     return power, clock
 
@@ -106,7 +112,11 @@ def energy(modules: Sequence, argv: list[str], seconds: int, rounds: int) -> lis
         joules = [power * ms / 1e3 for power, ms in zip(powers, times, strict=True)]
         turns = {"watts": powers, "mhz": clocks, "ms": times, "joules": joules}
         watts, mhz, ms, joule = map(statistics.median, turns.values())
-        row = {"side": name} | named(name, argv, run.args) | {f"turns_{unit}": values for unit, values in turns.items()}
+        row = (
+            {"side": name}
+            | named(name, argv, run.args)
+            | {f"turns_{unit}": values for unit, values in turns.items()}
+        )
         row |= {"watts": watts, "mhz": mhz, "batch_ms": ms, "joules_per_step": joule}
         rows.append(row | {"mj_per_sample": 1e3 * joule / run.args.batch_size})
     runs.clear()
@@ -140,7 +150,13 @@ def measure(args: argparse.Namespace, rest: Sequence[str]) -> int:
     argv = graph_of(rest)
     part = {"argv": argv}, partial(energy, modules, argv, args.seconds, args.rounds)
     scripts = [module.SCRIPT for module in modules]
-    print(table(measure_study(args.output, [part], scripts=scripts, seconds=args.seconds, rounds=args.rounds)))
+    print(
+        table(
+            measure_study(
+                args.output, [part], scripts=scripts, seconds=args.seconds, rounds=args.rounds
+            )
+        )
+    )
     return 0
 
 

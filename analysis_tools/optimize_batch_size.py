@@ -81,7 +81,9 @@ def memory_mb(device: str) -> float:
     return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory / 1e6
 
 
-def next_size(rows: Sequence[dict], limit_mb: float, most: int, host_mb: float | None = None) -> int | None:
+def next_size(
+    rows: Sequence[dict], limit_mb: float, most: int, host_mb: float | None = None
+) -> int | None:
     """The batch size to measure after these rows, None where the search ends: up to `most` samples and `limit_mb`.
 
     On a host with `host_mb` a size that would take more than that by its number of samples counts as too large.
@@ -114,7 +116,9 @@ def measured_alone(side: tuple[str, list[str]], rounds: int) -> dict:
     """The row of a batch size; ToolError where peak memory cannot be told."""
     row = in_turns({"": side}, rounds)[""]
     if "status" not in row and row["peak_mb"] is None:
-        raise ToolError("graphs of torch.compile share their memory, so no peak is known: use another mode")
+        raise ToolError(
+            "graphs of torch.compile share their memory, so no peak is known: use another mode"
+        )
     return row
 
 
@@ -169,14 +173,24 @@ def draw(path: Path, rows: Sequence[dict], target: float) -> None:
     """Throughput with its range and the part of memory, by batch size."""
     pyplot = drawing()
     done = {key: [row[key] for row in rows if row["status"] == "ok"] for key in rows[0]}
-    figure, (speed, memory) = pyplot.subplots(2, 1, figsize=(7, 6), sharex=True, layout="constrained")
+    figure, (speed, memory) = pyplot.subplots(
+        2, 1, figsize=(7, 6), sharex=True, layout="constrained"
+    )
     speed.plot(done["batch_size"], done["samples_per_sec"], "o-")
-    speed.fill_between(done["batch_size"], done["samples_per_sec_min"], done["samples_per_sec_max"], alpha=0.3)
+    speed.fill_between(
+        done["batch_size"], done["samples_per_sec_min"], done["samples_per_sec_max"], alpha=0.3
+    )
     memory.plot(done["batch_size"], [100 * part for part in done["part_of_memory"]], "o-")
     memory.axhline(100 * target, color="C3", linestyle="--", label="limit")
     gone = [row["batch_size"] for row in rows if row["status"] == "oom"]
     if gone:  # at the top, in parts of the axes' height
-        memory.plot(gone, [0.97] * len(gone), "x", transform=memory.get_xaxis_transform(), label="out of memory")
+        memory.plot(
+            gone,
+            [0.97] * len(gone),
+            "x",
+            transform=memory.get_xaxis_transform(),
+            label="out of memory",
+        )
     memory.set(xlabel="batch size", ylabel="peak memory, % of the device's", xscale="log")
     memory.set_xticks(done["batch_size"] + gone, map(str, done["batch_size"] + gone))
     memory.tick_params(axis="x", labelrotation=60)
@@ -200,20 +214,33 @@ def optimize(args: argparse.Namespace, argv: Sequence[str]) -> int:
     total, host = memory_mb(parsed.device), parsed.device == "cpu"
     if host:
         print_notes(
-            PROG, f"no GPU in use: memory is that of the machine, {total / 1e3:.1f} GB, and peaks are of tensors"
+            PROG,
+            f"no GPU in use: memory is that of the machine, {total / 1e3:.1f} GB, and peaks are of tensors",
         )
     path = (args.output or Path(f"batch_size_{module.SCRIPT}")).with_suffix(".json")
-    limits = {"limit_mb": target * total, "most": args.max_batch_size, "host_mb": total if host else None}
+    limits = {
+        "limit_mb": target * total,
+        "most": args.max_batch_size,
+        "host_mb": total if host else None,
+    }
     parts = search(path, module.SCRIPT, options, args.rounds, **limits)
     settings = {"script": module.SCRIPT, "argv": list(argv), "rounds": args.rounds, **limits}
     measure_study(path, parts, keep=True, **settings)
     content = read_study(path, **ROWS)
-    rows = [numbers(row, total, target) for row in sorted(content["rows"], key=lambda row: row["batch_size"])]
+    rows = [
+        numbers(row, total, target)
+        for row in sorted(content["rows"], key=lambda row: row["batch_size"])
+    ]
     print(f"{heading(content, module.SCRIPT)}\n\n{table(rows)}\n", flush=True)
     check_failed(content["rows"])
     if not any(row["fits"] for row in rows):
-        raise ToolError(f"even batch size 1 takes more than {target:.0%} of {total / 1e3:.1f} GB", status=3)
-    print("\n".join(answer([row for row in rows if row["fits"]], args.optimization_target)), flush=True)
+        raise ToolError(
+            f"even batch size 1 takes more than {target:.0%} of {total / 1e3:.1f} GB", status=3
+        )
+    print(
+        "\n".join(answer([row for row in rows if row["fits"]], args.optimization_target)),
+        flush=True,
+    )
     if args.csv:
         write_csv(args.csv, rows)
     if args.output:

@@ -173,7 +173,9 @@ def draw_bars(cells: Cells, measures: Sequence[str], one_scale: bool = False) ->
         names = sorted(sides, key=lambda name: (name[:1] != "V", numbers_in(name), name))
         for name in names:
             row, colour = sides[name], VERSIONS.get(name[:2], KINDS[-1])
-            lines.append(f'<tr title="{escape(" ".join(row.get("argv", ())))}"><th>{escape(name)}</th>')
+            lines.append(
+                f'<tr title="{escape(" ".join(row.get("argv", ())))}"><th>{escape(name)}</th>'
+            )
             for key in measures:
                 value = row.get(key) if "error" not in row else None
                 others = every if one_scale else sides.values()
@@ -304,9 +306,14 @@ class Study:
             name, parts = f"{row['version']}, whole step", Counter()
             for kernel in row["kernels"]:
                 parts[kernel["category"]] += kernel["us"] / 1e3
-            study, profile = f"{self.name}: {sizes}", {"batch_ms": parts.total(), "categories": parts}
+            study, profile = (
+                f"{self.name}: {sizes}",
+                {"batch_ms": parts.total(), "categories": parts},
+            )
             note = f"The step takes {row['batch_ms']:.2f} ms; kernels that run at the same time are added up."
-            yield Panel("kernels", choice, study, note, draw_kernels({sizes: {name: profile}}, "kernels"))
+            yield Panel(
+                "kernels", choice, study, note, draw_kernels({sizes: {name: profile}}, "kernels")
+            )
             html = draw_roofline({name: {**row, "ms": row["batch_ms"]}}, row["ceilings"])
             yield Panel("roofline", choice, study, "", html)
 
@@ -355,7 +362,9 @@ def found_panels(found: Sequence[Found]) -> Iterator[Panel]:
         unit = result["unit"] if "categories" in each.row else None
         alike[choice, unit, sizes_of(result, differing), run_name(result)].append(each)
     charts = defaultdict(lambda: defaultdict(dict))
-    for (choice, unit, sizes, name), several in sorted(alike.items(), key=lambda i: numbers_in(i[0][2])):
+    for (choice, unit, sizes, name), several in sorted(
+        alike.items(), key=lambda i: numbers_in(i[0][2])
+    ):
         several.sort(key=lambda each: each.row.get("batch_ms") or math.inf)
         times = [each.row["batch_ms"] for each in several if each.row.get("batch_ms")]
         middle = several[(len(several) - 1) // 2].row
@@ -375,13 +384,23 @@ def read_scripts_file(path: Path, name: str, content: dict) -> Iterator[Panel | 
     if "rows" in content:
         checked(records.Rooflines, content, path)
         groups = defaultdict(list)
-        for run in content.get("runs", ()):  # a profile of rocprof-compute tells no model and device
+        for run in content.get(
+            "runs", ()
+        ):  # a profile of rocprof-compute tells no model and device
             groups[choice_of(run)].append(run)
         for choice, runs in groups.items():
             versions = {run["script"]: model_and_version(run["script"])[1] for run in runs}
-            labels = {script: f"{version} " * (len(runs) > 1) for script, version in versions.items()}
-            points = {f"{labels[r['script']]}{r['group']}": r for r in content["rows"] if r["script"] in labels}
-            note = f"A training step of {' and of '.join(map(run_name, runs))}; {sizes_of(runs[0])}."
+            labels = {
+                script: f"{version} " * (len(runs) > 1) for script, version in versions.items()
+            }
+            points = {
+                f"{labels[r['script']]}{r['group']}": r
+                for r in content["rows"]
+                if r["script"] in labels
+            }
+            note = (
+                f"A training step of {' and of '.join(map(run_name, runs))}; {sizes_of(runs[0])}."
+            )
             yield Panel("roofline", choice, name, note, draw_roofline(points, runs[0]["ceilings"]))
     elif "modules" in content:
         checked(records.ForwardFlops, content, path)
@@ -424,7 +443,9 @@ def read(path: Path, name: str) -> list[Panel | Found | str]:
             if not checked(records.Study, content, path)["rows"]:
                 raise ToolError(f"{path}: a study without a row")
             rows = content["rows"]
-            failed = [row for row in rows if row.get("status") == "failed" and "script" in row]  # no library
+            failed = [
+                row for row in rows if row.get("status") == "failed" and "script" in row
+            ]  # no library
             found = [f"{side['script']} failed: {side.get('error')} ({path})" for side in failed]
             found += Study(name, path, content).panels()
         else:
@@ -432,7 +453,9 @@ def read(path: Path, name: str) -> list[Panel | Found | str]:
         [*found_panels(only(Found, found))]  # what is wrong shows while its file is known
     except DAMAGED as error:
         reason = f"it has no {error}" if isinstance(error, KeyError) else error
-        raise ToolError(f"{path}: not as our tools write it, or by an older version: {reason}") from error
+        raise ToolError(
+            f"{path}: not as our tools write it, or by an older version: {reason}"
+        ) from error
     return found
 
 
@@ -444,9 +467,13 @@ def files_in(paths: Sequence[Path]) -> Iterator[tuple[Path, str]]:
             raise ToolError(f"{top}: no such file or directory")
         for path in sorted(top.rglob("*.json")) if top.is_dir() else [top]:
             inside = path.relative_to(top).parts if top.is_dir() else ()
-            aside = any(part.startswith(".") or part.endswith((".failed", ".previous")) for part in inside)
+            aside = any(
+                part.startswith(".") or part.endswith((".failed", ".previous")) for part in inside
+            )
             # A profiler makes a run slower.
-            profiled = path.name.endswith("_summary.json") and any(part.startswith("rocprof") for part in inside)
+            profiled = path.name.endswith("_summary.json") and any(
+                part.startswith("rocprof") for part in inside
+            )
             if not aside and not profiled and path.resolve() not in seen:
                 seen.add(path.resolve())
                 yield path, "/".join(inside) or path.name
@@ -462,7 +489,9 @@ def page_of(panels: Sequence[Panel]) -> str:
         charts_of[panel.choice].add(panel.chart)
     start = max(itertools.product(*values), key=lambda choice: len(charts_of[choice]))
     page = {
-        "filters": [[*each] for each in zip(("model", "device", "precision"), values, start, strict=True)],
+        "filters": [
+            [*each] for each in zip(("model", "device", "precision"), values, start, strict=True)
+        ],
         "panels": [vars(panel) for panel in sorted(panels, key=Panel.order)],
     }
     data = json.dumps(page, allow_nan=False).replace("<", "\\u003c")
@@ -483,13 +512,19 @@ def build(args: argparse.Namespace) -> int:
     failed = only(str, everything)
     panels = [*only(Panel, everything), *found_panels(only(Found, everything))]
     if not panels and not failed:
-        raise ToolError(f"{', '.join(map(str, args.paths))}: no results in there that a chart shows")
+        raise ToolError(
+            f"{', '.join(map(str, args.paths))}: no results in there that a chart shows"
+        )
     if panels:
         write_text(args.output, page_of(panels))
         there = Counter(panel.chart for panel in panels)
-        print(f"Written: {args.output} ({', '.join(f'{chart} {there[chart]}' for chart in CHARTS)})")
+        print(
+            f"Written: {args.output} ({', '.join(f'{chart} {there[chart]}' for chart in CHARTS)})"
+        )
     if left_out:
-        print_notes(PROG, f"no chart shows what is in {len(left_out)} of the files, first {left_out[0]}")
+        print_notes(
+            PROG, f"no chart shows what is in {len(left_out)} of the files, first {left_out[0]}"
+        )
     for line in failed:
         print(f"{PROG}: {line}", file=sys.stderr)
     return 1 if failed else 0
@@ -499,7 +534,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     parser = documented_parser(PROG, __doc__)
     paths = {"nargs": "*", "type": Path, "default": [ROOT / "results"], "metavar": "PATH"}
-    parser.add_argument("paths", **paths, help="files and folders (default: results/ of the repository)")
+    parser.add_argument(
+        "paths", **paths, help="files and folders (default: results/ of the repository)"
+    )
     output = {"type": Path, "default": Path("dashboard.html"), "metavar": "FILE.html"}
     parser.add_argument("--output", **output, help="(default: %(default)s)")
     args = parser.parse_args(argv)

@@ -103,13 +103,18 @@ def load_series(arguments: Sequence[str], x: str) -> tuple[Series, list[Run]]:
                 raise ToolError(f"{run.path}: {x} is no number in this result")
             other = series[name].setdefault(place, run)
             if other.path.resolve() != run.path.resolve():
-                raise ToolError(f"{name} has two runs with {x} {place}: {other.path} and {run.path}")
+                raise ToolError(
+                    f"{name} has two runs with {x} {place}: {other.path} and {run.path}"
+                )
     return series, nowhere
 
 
 def in_turns(base: Run | None, run: Run) -> list[float]:
     """Speed-ups of the turns of --compare-fusion, if the runs are its two sides."""
-    if base is None or base.path not in (run.path / "baseline", run.path.parent / "baseline" / run.path.name):
+    if base is None or base.path not in (
+        run.path / "baseline",
+        run.path.parent / "baseline" / run.path.name,
+    ):
         return []
     both = [side.result["timing"] for side in (base, run)]
     return ratios(*both) if all(side.get("turns_ms") for side in both) else []
@@ -160,7 +165,9 @@ def table(what: str, x: str, series: Series, rows: Sequence[dict]) -> str:
 
     def value(name: str) -> Column:
         of_run = Column("", MEASURED[what][1]).or_ended().of
-        return Column(f"{name}, {UNITS[what]}", lambda place: of_run(at[place].get(name, {})), ".1f")
+        return Column(
+            f"{name}, {UNITS[what]}", lambda place: of_run(at[place].get(name, {})), ".1f"
+        )
 
     def over_first(name: str) -> Column:
         def ratio(place: float) -> str:
@@ -179,7 +186,11 @@ def measured_on(series: Series) -> str:
     results = [run.result for runs in series.values() for run in runs.values()]
     scripts, devices, precisions = (
         ", ".join(dict.fromkeys(map(of, results)))
-        for of in (lambda r: r["script"], lambda r: str(r["environment"].get("device_name")), precision)
+        for of in (
+            lambda r: r["script"],
+            lambda r: str(r["environment"].get("device_name")),
+            precision,
+        )
     )
     return f"{scripts} on {devices}, {precisions}"
 
@@ -204,12 +215,23 @@ def draw(path: Path, what: str, x: str, series: Series, rows: Sequence[dict]) ->
         if gone:
             # In parts of the axes' height; crosses of several lines at one length must not hide each other.
             heights, where = [0.98 - 0.04 * number] * len(gone), axes.get_xaxis_transform()
-            axes.plot(gone, heights, "x", color=line.get_color(), transform=where, label=f"{name}: out of memory")
-    axes.set_xticks(sorted({row[x] for row in rows}))  # a linear axis: linear growth is a straight line
+            axes.plot(
+                gone,
+                heights,
+                "x",
+                color=line.get_color(),
+                transform=where,
+                label=f"{name}: out of memory",
+            )
+    axes.set_xticks(
+        sorted({row[x] for row in rows})
+    )  # a linear axis: linear growth is a straight line
     axes.set_ylim(0, 1.15 * axes.get_ylim()[1])  # room for the crosses
     axes.set_title(measured_on(series), fontsize="medium")
     axes.set_xlabel(title(x))
-    axes.set_ylabel("peak memory, MB" if what == "memory" else f"samples/sec over {next(iter(series))}")
+    axes.set_ylabel(
+        "peak memory, MB" if what == "memory" else f"samples/sec over {next(iter(series))}"
+    )
     axes.grid(alpha=0.3)
     axes.legend()
     figure.tight_layout()
@@ -224,7 +246,11 @@ def plot(args: argparse.Namespace) -> int:
     runs = [run for by_place in series.values() for run in by_place.values()]
     if not runs:
         raise ToolError("none of these runs got as far as its first step")
-    named = [(f"{name} at {place}", run) for name, by_place in series.items() for place, run in by_place.items()]
+    named = [
+        (f"{name} at {place}", run)
+        for name, by_place in series.items()
+        for place, run in by_place.items()
+    ]
     results = [(name, run.result) for name, run in named]
     check_family(results)
     rows = values_of(args.what, args.x, series)
@@ -232,7 +258,9 @@ def plot(args: argparse.Namespace) -> int:
     print(table(args.what, args.x, series, rows), flush=True)
     if args.what == "speedup":
         print_notes(PROG, *unsteady(named))
-    print_notes(PROG, *(f"left out, it ended ({r.status}) before it had a model: {r.path}" for r in nowhere))
+    print_notes(
+        PROG, *(f"left out, it ended ({r.status}) before it had a model: {r.path}" for r in nowhere)
+    )
     if args.output:
         write_csv(args.output.with_suffix(".csv"), rows)
         draw(args.output, args.what, args.x, series, rows)

@@ -59,7 +59,9 @@ class Side:
 
     def __init__(self, label: str, directory: Path):
         if not directory.is_dir():
-            raise ToolError(f"--{label} {directory}: no such directory; run_all_profilers.sh makes one")
+            raise ToolError(
+                f"--{label} {directory}: no such directory; run_all_profilers.sh makes one"
+            )
         self.label, self.directory = label, directory
         summary = directory / "summary.json"
         steps = read(Steps, summary)["steps"] if summary.is_file() else []
@@ -98,7 +100,9 @@ class Side:
         lines, tables = [], self.files("roofline_analysis.json")
         for path in tables:
             rows = read(Rooflines, path)["rows"]
-            name = "kernel" if "kernel" in rows[0] else "script"  # in what came from rocprof-compute
+            name = (
+                "kernel" if "kernel" in rows[0] else "script"
+            )  # in what came from rocprof-compute
             table = roofline.table(rows[: roofline.TOP] if name == "kernel" else rows, name)
             lines += ["", f"{self.label}: `{path}`", "", table]
         for path in self.files("*roofline*.png") + self.files("*Roof*.pdf"):
@@ -109,7 +113,11 @@ class Side:
     def files(self, pattern: str) -> list[Path]:
         """All below the folder, without what the wrappers set aside."""
         found = sorted(self.directory.rglob(pattern))
-        return [path for path in found if not any(part.endswith((".failed", ".previous")) for part in path.parts)]
+        return [
+            path
+            for path in found
+            if not any(part.endswith((".failed", ".previous")) for part in path.parts)
+        ]
 
 
 def run_lines(runs: Sequence[Run]) -> list[str]:
@@ -148,7 +156,9 @@ def flops_lines(sides: Sequence[dict]) -> list[str]:
     ):
         for label, side in zip(LABELS, modules, strict=True):
             columns.append(Column(f"{label} {what}", partial(value, side, key, unit), form))
-    total = " and ".join(f"{sum(row['flop'] for row in side.values()) / 1e9:.4f}" for side in modules)
+    total = " and ".join(
+        f"{sum(row['flop'] for row in side.values()) / 1e9:.4f}" for side in modules
+    )
     by = " and ".join(dict.fromkeys(str(side.get("flops_counted_by")) for side in sides))
     table = render(columns, [*(modules[0] | modules[1])])
     return [table, "", f"A forward pass: {total} GFLOP, counted by {by}."]
@@ -174,7 +184,11 @@ def generate(args: argparse.Namespace) -> int:
         for load in (Side.run, Side.profile, Side.statistics, Side.flops)
     )
     named = [  # of each kind of result, what it was measured with on the sides that have it
-        [(side.label, of(each)) for side, each in zip(sides, kind, strict=True) if each and of(each)]
+        [
+            (side.label, of(each))
+            for side, each in zip(sides, kind, strict=True)
+            if each and of(each)
+        ]
         for kind, of in (
             (runs, lambda run: run.result),
             (profiles, lambda profile: profile.settings),
@@ -209,7 +223,9 @@ def generate(args: argparse.Namespace) -> int:
     else:
         missing.append("Rooflines (nothing there)")
     if len(missing) == 5:
-        raise ToolError(f"{args.baseline}, {args.fused}: nothing that both have: {'; '.join(missing)}")
+        raise ToolError(
+            f"{args.baseline}, {args.fused}: nothing that both have: {'; '.join(missing)}"
+        )
     text += ["", f"Not in this report: {'; '.join(missing)}."] if missing else []
     if output:
         write_text(output, "\n".join(text) + "\n")

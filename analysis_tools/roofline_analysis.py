@@ -102,7 +102,9 @@ def measure_script(
         for group in CATEGORIES
         if flop[group] or moved[group] or spent[group]
     ]
-    result = measured_with(module, args, trainer.model.config, device) | {"ceilings": asdict(ceilings)}
+    result = measured_with(module, args, trainer.model.config, device) | {
+        "ceilings": asdict(ceilings)
+    }
     del trainer
     free_memory()
     return result, rows
@@ -149,9 +151,7 @@ def analyse_scripts(scripts: Sequence[str], argv: Sequence[str], output: Path) -
         why = "the times say nothing about them"
         print_notes(PROG, f"Triton kernels ran in an interpreter here: {why}")
     several = len(results) > 1
-    labels = {
-        f"{row['script']} {row['group']}" if several else row["group"]: row for row in rows
-    }
+    labels = {f"{row['script']} {row['group']}" if several else row["group"]: row for row in rows}
     write(output, title, {"runs": results}, rows, labels, ceilings)
     return 0
 

@@ -60,9 +60,17 @@ SUBJECTS = (*SIZES, *PARTS)
 OUTLIER = 5  # the channel
 HUGE = sys.float_info.max  # what JSON has for infinity
 QUERY_AND_KEY = ("q_proj.weight", "k_proj.weight", "linear_q.weight", "linear_k.weight")
-EMBEDDINGS = ("embed_tokens.weight", "linear_relpos.weight", "linear_msa_m.weight")  # what the first block reads
-Values = dict[str, dict[str, Tensor]]  # outputs, loss and gradients; of each by name, in float64 on the host
-Side = Callable[[], tuple[Values, bool | None]]  # with the answer about equal bits, if it was asked for
+EMBEDDINGS = (
+    "embed_tokens.weight",
+    "linear_relpos.weight",
+    "linear_msa_m.weight",
+)  # what the first block reads
+Values = dict[
+    str, dict[str, Tensor]
+]  # outputs, loss and gradients; of each by name, in float64 on the host
+Side = Callable[
+    [], tuple[Values, bool | None]
+]  # with the answer about equal bits, if it was asked for
 
 
 def tested_weights(state: dict[str, Tensor], case: str) -> dict[str, Tensor]:
@@ -73,7 +81,9 @@ def tested_weights(state: dict[str, Tensor], case: str) -> dict[str, Tensor]:
         weights[name] = weight = value + 0.2 * noise if value.dim() == 1 else value.clone()
         if case == "large logits" and name.endswith(QUERY_AND_KEY):
             weight *= 4
-        if case == "outlier" and name.endswith(EMBEDDINGS):  # a row is a token in one, a channel in the others
+        if case == "outlier" and name.endswith(
+            EMBEDDINGS
+        ):  # a row is a token in one, a channel in the others
             channel = weight[:, OUTLIER] if name.startswith("embed_tokens") else weight[OUTLIER]
             channel += 10 * value.std()
     return weights
@@ -81,7 +91,10 @@ def tested_weights(state: dict[str, Tensor], case: str) -> dict[str, Tensor]:
 
 def on_host(values: Values) -> Values:
     """In float64, where nothing changes them any more."""
-    return {what: {n: v.detach().double().cpu() for n, v in several.items()} for what, several in values.items()}
+    return {
+        what: {n: v.detach().double().cpu() for n, v in several.items()}
+        for what, several in values.items()
+    }
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:
@@ -114,13 +127,17 @@ def installed(package: str) -> bool:
 def trainer_of(script: str, argv: Sequence[str], weights: dict[str, Tensor]):
     """A Trainer of a version with these weights, without a graph: nothing is repeated here."""
     module = load_script(f"{script}.py")
-    args = module.parse_args([*argv, "--disable-cuda-graph", "--profile-dir", tempfile.gettempdir()])
+    args = module.parse_args(
+        [*argv, "--disable-cuda-graph", "--profile-dir", tempfile.gettempdir()]
+    )
     trainer = module.Trainer(args, module.prepare(args))
     trainer.model.load_state_dict(weights)
     return trainer
 
 
-def model_side(script: str, argv: Sequence[str], weights: dict[str, Tensor], runs: int = 0, exact: bool = False):
+def model_side(
+    script: str, argv: Sequence[str], weights: dict[str, Tensor], runs: int = 0, exact: bool = False
+):
     """Values of a version, or the `exact` ones: in float64, also where it asks for float32, as for its losses."""
     trainer = trainer_of(script, argv, weights)
     batch = trainer.next_batch()
@@ -137,7 +154,9 @@ def model_side(script: str, argv: Sequence[str], weights: dict[str, Tensor], run
     trainer.next_batch = lambda: batch
     found = load_script(f"{script}.py").values_of(trainer, exact)
     gradients = {name: found.pop(f"gradient of {name}") for name in weights}
-    return on_host({"loss": {"loss": found.pop("loss")}, "outputs": found, "gradients": gradients}), equal
+    return on_host(
+        {"loss": {"loss": found.pop("loss")}, "outputs": found, "gradients": gradients}
+    ), equal
 
 
 def liger_side(argv: Sequence[str], weights: dict[str, Tensor]) -> tuple[Values, None]:
@@ -150,21 +169,47 @@ def liger_side(argv: Sequence[str], weights: dict[str, Tensor]) -> tuple[Values,
     with ours.autocast():
         found = forward(**batch)
     found.loss.backward()
-    gradients = {name.removeprefix("model."): gradient for name, gradient in gradients_of(theirs).items()}
-    return on_host({"outputs": {"outputs": found.logits}, "loss": {"loss": found.loss}, "gradients": gradients}), None
+    gradients = {
+        name.removeprefix("model."): gradient for name, gradient in gradients_of(theirs).items()
+    }
+    return on_host(
+        {"outputs": {"outputs": found.logits}, "loss": {"loss": found.loss}, "gradients": gradients}
+    ), None
 
 
-def models(model: str, case: str, precision: str, runs: int, device: str, sizes: str) -> tuple[Side, dict[str, Side]]:
+def models(
+    model: str, case: str, precision: str, runs: int, device: str, sizes: str
+) -> tuple[Side, dict[str, Side]]:
     """What makes the exact values of a whole model, and the sides."""
-    argv = [*SIZES[model].split(), *(ODD[model].split() if case == "odd" else []), *sizes.split(), "--device", device]
+    argv = [
+        *SIZES[model].split(),
+        *(ODD[model].split() if case == "odd" else []),
+        *sizes.split(),
+        "--device",
+        device,
+    ]
     v1 = load_script(f"{model}_v1.py")
-    weights = tested_weights(v1.build_model(v1.parse_args(argv), torch.device("cpu")).state_dict(), case)
+    weights = tested_weights(
+        v1.build_model(v1.parse_args(argv), torch.device("cpu")).state_dict(), case
+    )
     rounded = [*argv, *PRECISIONS[precision]]
-    scripts = {path.stem[-2:].upper(): path.stem for path in sorted(ROOT.glob(f"{model}_v[1-9].py"))}
-    sides = {side: partial(model_side, script, rounded, weights, runs) for side, script in scripts.items()}
+    scripts = {
+        path.stem[-2:].upper(): path.stem for path in sorted(ROOT.glob(f"{model}_v[1-9].py"))
+    }
+    sides = {
+        side: partial(model_side, script, rounded, weights, runs)
+        for side, script in scripts.items()
+    }
     if device != "cpu" and precision == "bf16" and case != "odd":
-        sides["V2 compiled"] = partial(model_side, scripts["V2"], [*rounded, "--enable-torch-compile"], weights, runs)
-    if device != "cpu" and model == "tiny_llama" and installed("liger_kernel") and installed("transformers"):
+        sides["V2 compiled"] = partial(
+            model_side, scripts["V2"], [*rounded, "--enable-torch-compile"], weights, runs
+        )
+    if (
+        device != "cpu"
+        and model == "tiny_llama"
+        and installed("liger_kernel")
+        and installed("transformers")
+    ):
         sides["Liger"] = partial(liger_side, rounded, weights)
     return partial(model_side, scripts["V1"], argv, weights, exact=True), sides
 
@@ -177,7 +222,9 @@ def part_side(
     use: Callable[[nn.Module], Callable[[Tensor], Tensor]] = lambda part: part,
 ) -> tuple[Values, bool | None]:  # fmt: skip
     """Output of a part for x, gradients of x and its parameters; `use` makes another forward pass of the part."""
-    part = getattr(version, name)(version.ModelConfig(pair_dim=x.shape[-1]), version.Fusions()).to(x.device)
+    part = getattr(version, name)(version.ModelConfig(pair_dim=x.shape[-1]), version.Fusions()).to(
+        x.device
+    )
     part.load_state_dict(weights)
     part, x = (part.double(), x.double()) if precision == "float64" else (part, x)
     torch.set_float32_matmul_precision("high" if precision == "TF32" else "highest")
@@ -187,7 +234,9 @@ def part_side(
     def run() -> list[Tensor]:
         x.grad = None
         part.zero_grad(set_to_none=True)
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=precision == "bf16", cache_enabled=False):
+        with torch.autocast(
+            x.device.type, torch.bfloat16, enabled=precision == "bf16", cache_enabled=False
+        ):
             out = forward(x)
         out.backward(grad.to(out.dtype))
         return [out.detach(), x.grad, *(p.grad for p in part.parameters())]
@@ -204,15 +253,21 @@ def with_cuequivariance(part: nn.Module) -> Callable[[Tensor], Tensor]:
 
     def multiplication(pair: Tensor) -> Tensor:
         joined = {
-            f"{name}_{kind}": torch.cat([part.get_parameter(f"{module}.{kind}") for module in modules])
+            f"{name}_{kind}": torch.cat(
+                [part.get_parameter(f"{module}.{kind}") for module in modules]
+            )
             for name, modules in JOINED.items()
             for kind in ("weight", "bias")
         }
-        return cuequivariance("triangle_multiplicative_update")(pair, direction="outgoing", **joined)
+        return cuequivariance("triangle_multiplicative_update")(
+            pair, direction="outgoing", **joined
+        )
 
     def attend(x: Tensor, bias: Tensor) -> Tensor:
         linears = part.linear_q, part.linear_k, part.linear_v, part.linear_g
-        q, k, v, gate = (linear(x).unflatten(-1, (part.heads, -1)).transpose(2, 3) for linear in linears)
+        q, k, v, gate = (
+            linear(x).unflatten(-1, (part.heads, -1)).transpose(2, 3) for linear in linears
+        )
         out = torch.sigmoid(gate) * cuequivariance("triangle_attention")(q, k, v, bias[:, None])
         return part.linear_o(out.transpose(2, 3).flatten(3))
 
@@ -222,13 +277,20 @@ def with_cuequivariance(part: nn.Module) -> Callable[[Tensor], Tensor]:
     return part
 
 
-def parts(subject: str, case: str, precision: str, runs: int, device: str, sizes: str) -> tuple[Side, dict[str, Side]]:
+def parts(
+    subject: str, case: str, precision: str, runs: int, device: str, sizes: str
+) -> tuple[Side, dict[str, Side]]:
     """What makes the exact values of a part of TinyOpenFold, and the sides."""
-    versions = {path.stem[-2:].upper(): load_script(path.name) for path in sorted(ROOT.glob("tiny_openfold_v[1-9].py"))}
+    versions = {
+        path.stem[-2:].upper(): load_script(path.name)
+        for path in sorted(ROOT.glob("tiny_openfold_v[1-9].py"))
+    }
     v1, name = versions["V1"], PARTS[subject]
     config, generator = v1.ModelConfig(), torch.Generator().manual_seed(3)
     state = getattr(v1, name)(config, v1.Fusions()).state_dict()
-    for key, value in sorted(state.items()):  # the module draws its own from the process's generator
+    for key, value in sorted(
+        state.items()
+    ):  # the module draws its own from the process's generator
         if value.dim() == 2:
             state[key] = torch.randn(value.shape, generator=generator) / value.shape[1] ** 0.5
         elif "norm" not in key:
@@ -237,9 +299,14 @@ def parts(subject: str, case: str, precision: str, runs: int, device: str, sizes
     x = torch.randn(1, length, length, config.pair_dim, generator=generator)
     x[..., OUTLIER] += 10 if case == "outlier" else 0
     given = name, tested_weights(state, case), x.to(device)
-    sides = {side: partial(part_side, version, *given, precision, runs) for side, version in versions.items()}
+    sides = {
+        side: partial(part_side, version, *given, precision, runs)
+        for side, version in versions.items()
+    }
     if device != "cpu" and installed("cuequivariance_torch"):
-        sides["cuEquivariance"] = partial(part_side, v1, *given, precision, runs, with_cuequivariance)
+        sides["cuEquivariance"] = partial(
+            part_side, v1, *given, precision, runs, with_cuequivariance
+        )
     return partial(part_side, v1, *given, "float64"), sides
 
 
@@ -251,10 +318,14 @@ def norms(value: Tensor, dim: int | None) -> Tensor:
     return value.norm().reshape(1) if dim is None else value.norm(dim=dim)
 
 
-def relative(error: Tensor, exact: Tensor, rounding: Tensor | None, dim: int | None) -> tuple[float, str]:
+def relative(
+    error: Tensor, exact: Tensor, rounding: Tensor | None, dim: int | None
+) -> tuple[float, str]:
     """The largest error of a tensor's lines along `dim`, and which; what is not a number is larger than any."""
     floor = 1e-300 if rounding is None else 10 * float(norms(rounding, dim).square().mean().sqrt())
-    errors = (norms(error, dim) / norms(exact, dim).clamp(min=max(floor, 1e-300))).nan_to_num(nan=HUGE)
+    errors = (norms(error, dim) / norms(exact, dim).clamp(min=max(floor, 1e-300))).nan_to_num(
+        nan=HUGE
+    )
     place = int(errors.argmax())
     return float(errors[place]), {None: "", 0: f"[:, {place}]", 1: f"[{place}]"}[dim]
 
@@ -262,7 +333,10 @@ def relative(error: Tensor, exact: Tensor, rounding: Tensor | None, dim: int | N
 def errors_of(values: Values, exact: Values, baseline: Values) -> dict:
     """Of outputs and loss the worst error, of gradients that of each parameter and of each one's rows and columns."""
     found = {
-        what: max((relative(values[what][n] - v, v, None, None)[0] for n, v in exact[what].items()), default=None)
+        what: max(
+            (relative(values[what][n] - v, v, None, None)[0] for n, v in exact[what].items()),
+            default=None,
+        )
         for what in ("outputs", "loss")
     }
     found |= {"parameters": {}, "lines": {}}
@@ -304,7 +378,10 @@ def atlas(args: argparse.Namespace) -> Iterator[Part]:
                 runs = args.runs if case == "plain" and precision == args.precisions[-1] else 0
                 made_by = models if subject in SIZES else parts
                 make = partial(made_by, subject, case, precision, runs, args.device, args.sizes)
-                yield {"subject": subject, "case": case, "precision": precision}, partial(compared, make)
+                yield (
+                    {"subject": subject, "case": case, "precision": precision},
+                    partial(compared, make),
+                )
 
 
 def furthest(sides: dict[str, dict]) -> str:
@@ -349,7 +426,9 @@ def table(study: dict) -> str:
         for row in rows
     ]
     asked = f"equal bits in {study['runs']} runs, {study['precisions'][-1]}"
-    lines.append({"name": asked, **{side: equal_bits(rows, side) for side in sides}, "furthest": ""})
+    lines.append(
+        {"name": asked, **{side: equal_bits(rows, side) for side in sides}, "furthest": ""}
+    )
     columns = [
         Column("outputs / worst parameter / worst row or column", "name"),
         *(Column(side, side) for side in sides),
@@ -361,12 +440,24 @@ def table(study: dict) -> str:
 def run_atlas(args: argparse.Namespace) -> int:
     """Measure and print the table; returns the exit status."""
     if not args.table:
-        missing = [name for name in ("cuequivariance_torch", "liger_kernel", "transformers") if not installed(name)]
+        missing = [
+            name
+            for name in ("cuequivariance_torch", "liger_kernel", "transformers")
+            if not installed(name)
+        ]
         print_notes(PROG, *(f"{package} is not installed and left out" for package in missing))
         args.runs = args.runs or (3 if args.device == "cpu" else 100)
-        settings = {name: getattr(args, name) for name in ("subjects", "precisions", "runs", "sizes")}
+        settings = {
+            name: getattr(args, name) for name in ("subjects", "precisions", "runs", "sizes")
+        }
         measure_study(args.output, atlas(args), argv=["--device", args.device], **settings)
-    print(table(read_study(args.table or args.output, ["subject", "case", "precision", "sides"], measured=())))
+    print(
+        table(
+            read_study(
+                args.table or args.output, ["subject", "case", "precision", "sides"], measured=()
+            )
+        )
+    )
     return 0
 
 
@@ -376,12 +467,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     where = parser.add_mutually_exclusive_group(required=True).add_argument
     where("--output", type=Path, metavar="FILE.json", help="measure, and write the result there")
-    where("--table", type=Path, metavar="FILE.json", help="measure nothing, print the table of this result")
+    where(
+        "--table",
+        type=Path,
+        metavar="FILE.json",
+        help="measure nothing, print the table of this result",
+    )
     add("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--subjects", nargs="+", choices=SUBJECTS, default=list(SUBJECTS), metavar="NAME", help=", ".join(SUBJECTS))
-    add("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS), help="(default: all)")
+    add(
+        "--subjects",
+        nargs="+",
+        choices=SUBJECTS,
+        default=list(SUBJECTS),
+        metavar="NAME",
+        help=", ".join(SUBJECTS),
+    )
+    add(
+        "--precisions",
+        nargs="+",
+        choices=PRECISIONS,
+        default=list(PRECISIONS),
+        help="(default: all)",
+    )
     add("--runs", type=at_least(2), metavar="N", help="for equal bits (default: 100, on a CPU 3)")
-    add("--sizes", default="", metavar="TEXT", help="other sizes: arguments of whole models, or the length of parts")
+    add(
+        "--sizes",
+        default="",
+        metavar="TEXT",
+        help="other sizes: arguments of whole models, or the length of parts",
+    )
     args = parser.parse_args(argv)
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: there is no GPU here")

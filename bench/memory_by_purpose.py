@@ -68,7 +68,9 @@ class Kept:
                 self.weights[view.shape].append(view)
         self.hooks = []
         for name, module in model.named_modules():
-            self.hooks.append(module.register_forward_pre_hook(lambda *_, name=name: self.inside.append(name)))
+            self.hooks.append(
+                module.register_forward_pre_hook(lambda *_, name=name: self.inside.append(name))
+            )
             self.hooks.append(module.register_forward_hook(self.leave))
         self.saved = torch.autograd.graph.saved_tensors_hooks(self.keep, lambda tensor: tensor)
 
@@ -150,8 +152,12 @@ def table(rows: list[dict]) -> str:
 def main(argv: list[str] | None = None) -> int:
     parser = documented_parser(PROG, __doc__)
     parser.add_argument("output", type=Path, metavar="FILE.json")
-    parser.add_argument("--only", choices=tuple(STUDY), action="append", help="shapes (default: the last two)")
-    parser.add_argument("--argv", default="", metavar="WORDS", help="more arguments for the scripts")
+    parser.add_argument(
+        "--only", choices=tuple(STUDY), action="append", help="shapes (default: the last two)"
+    )
+    parser.add_argument(
+        "--argv", default="", metavar="WORDS", help="more arguments for the scripts"
+    )
     args = parser.parse_args(argv)
 
     def body() -> int:
@@ -163,7 +169,10 @@ def main(argv: list[str] | None = None) -> int:
                 module = load_script(f"{model}_v{version}.py")
                 rows.append({"shape": shape, "version": f"V{version}", **measure(module, words)})
                 free_memory()
-        study = {"environment": module.environment(torch.device("cuda" if GPU else "cpu")), "rows": rows}
+        study = {
+            "environment": module.environment(torch.device("cuda" if GPU else "cpu")),
+            "rows": rows,
+        }
         write_text(args.output, json.dumps(study, indent=1) + "\n")
         print(table(rows))
         return 0

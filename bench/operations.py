@@ -110,16 +110,24 @@ LARGE = {"N=512", "N=768", "N=1024"}  # in bf16 only
 BLOCK = {  # samples, sequences, length, MSA channels, MSA heads
     "crop": (1, 128, 256, 256, 8),
 }
-CAUSAL = {"S=512": (16, 512, 16, 8, 64), "S=2048": (4, 2048, 16, 8, 64)}  # samples, length, heads, key heads, dimension
+CAUSAL = {
+    "S=512": (16, 512, 16, 8, 64),
+    "S=2048": (4, 2048, 16, 8, 64),
+}  # samples, length, heads, key heads, dimension
 LLAMAS = {name: argv for name, (model, argv) in SHAPES.items() if model == "tiny_llama"}
 OPTIMIZER = dict(LLAMAS)  # whose weights
 LLAMAS["tiny_llama, medium, vocabulary 32000"] = [*MEDIUM.split(), "--vocab-size", "32000"]
-SMALL_MS, ENOUGH_MS = 2, 50  # a longer step does not live in a cache; a graph of so long is measured well
+SMALL_MS, ENOUGH_MS = (
+    2,
+    50,
+)  # a longer step does not live in a cache; a graph of so long is measured well
 FLUSH_MB = 256  # several times the L2 cache of any GPU that we measure on
 PROFILED = 3  # steps
 
 
-def gradient_step(operation: Callable, inputs: list[Tensor], parameters: Sequence[Tensor] = ()) -> Step:
+def gradient_step(
+    operation: Callable, inputs: list[Tensor], parameters: Sequence[Tensor] = ()
+) -> Step:
     """Forward and backward with fixed gradients of the results -> these, and gradients of inputs and parameters."""
     inputs = [t.detach().requires_grad_() for t in inputs]
     grads: list[Tensor] = []
@@ -185,7 +193,9 @@ def captured(step: Step, repeats: int, pool: object = None) -> Callable[[], None
         return lambda: [step() for _ in range(repeats)] and None
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     try:
-        outer = torch.cuda.stream(torch.cuda.current_stream())  # a failed capture would leave its own
+        outer = torch.cuda.stream(
+            torch.cuda.current_stream()
+        )  # a failed capture would leave its own
         with outer, torch.cuda.graph(graph, pool=pool, stream=stream):
             for _ in range(repeats):
                 step()
@@ -309,7 +319,9 @@ class Wanted:
     rounds: int = 15
     precisions: Sequence[str] = ("bf16",)
     shapes: Sequence[str] = ()
-    autotuned: Sequence[str] = ()  # the shapes of which torch.compile has a side with all its tuning: it takes a minute
+    autotuned: Sequence[
+        str
+    ] = ()  # the shapes of which torch.compile has a side with all its tuning: it takes a minute
     megafold: Path = Path("no clone")
     openfold: Path = Path("no clone")
     alone: bool = False
@@ -325,12 +337,16 @@ def wanted_parts(study: str, wanted: Wanted) -> Iterator[Part]:
             yield names, partial(measure_shape, sides_of, name, shapes[name], precision, wanted)
 
 
-def measure_shape(sides_of: Callable, name: str, sizes: tuple, precision: str, wanted: Wanted) -> list[dict]:
+def measure_shape(
+    sides_of: Callable, name: str, sizes: tuple, precision: str, wanted: Wanted
+) -> list[dict]:
     """A row for each side, in turns, with this precision of float32 products."""
     dtype, products = PRECISIONS[precision]
     with matmul_precision(products):
         autotune = name in wanted.autotuned and dtype == torch.bfloat16
-        return as_rows(steps_in_turns(sides_of(sizes, dtype, autotune, wanted), wanted.rounds, cold=True))
+        return as_rows(
+            steps_in_turns(sides_of(sizes, dtype, autotune, wanted), wanted.rounds, cold=True)
+        )
 
 
 @contextlib.contextmanager
@@ -357,7 +373,11 @@ def attention(sizes: tuple, dtype: torch.dtype, autotune: bool, wanted: Wanted) 
     inputs = [packed, gate_bias, bias]
     if wanted.alone:
         return {"triton": gradient_step(ours, inputs)}
-    operations = {"triton": ours, "SDPA": library_attention, "torch.compile": torch.compile(plain_attention)}
+    operations = {
+        "triton": ours,
+        "SDPA": library_attention,
+        "torch.compile": torch.compile(plain_attention),
+    }
     if autotune:
         operations["torch.compile, max-autotune"] = torch.compile(plain_attention, mode=AUTOTUNE)
     operations["cuEquivariance"] = cuequivariance_attention
@@ -410,12 +430,17 @@ def triangle(sizes: tuple, dtype: torch.dtype, autotune: bool, wanted: Wanted) -
 
 
 def module_step(
-    forward: Callable, model: torch.nn.Module, inputs: list[Tensor], dtype: torch.dtype = torch.float32
+    forward: Callable,
+    model: torch.nn.Module,
+    inputs: list[Tensor],
+    dtype: torch.dtype = torch.float32,
 ) -> Step:
     """Forward and backward of what uses a module's parameters, their gradients included; autocast unless float32."""
 
     def operation(*inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
-        with torch.autocast(DEVICE.type, dtype, enabled=dtype != torch.float32, cache_enabled=False):
+        with torch.autocast(
+            DEVICE.type, dtype, enabled=dtype != torch.float32, cache_enabled=False
+        ):
             return forward(*inputs)
 
     return gradient_step(operation, inputs, list(model.parameters()))
@@ -427,7 +452,9 @@ def block(sizes: tuple, dtype: torch.dtype, autotune: bool, wanted: Wanted) -> d
     msa = torch.randn(samples, depth, length, msa_dim, device=DEVICE, dtype=dtype)
     inputs = [msa, torch.randn(samples, length, length, 128, device=DEVICE, dtype=dtype)]
 
-    config = importlib.import_module("tiny_openfold_v1").ModelConfig(msa_dim=msa_dim, num_heads_msa=heads)
+    config = importlib.import_module("tiny_openfold_v1").ModelConfig(
+        msa_dim=msa_dim, num_heads_msa=heads
+    )
 
     def block_of(version: str) -> torch.nn.Module:
         module = importlib.import_module(f"tiny_openfold_{version}")
@@ -443,7 +470,9 @@ def block(sizes: tuple, dtype: torch.dtype, autotune: bool, wanted: Wanted) -> d
     if autotune:
         compiled = torch.compile(v2, mode=AUTOTUNE)
         sides["V2, torch.compile, max-autotune"] = module_step(compiled, v2, inputs, dtype)
-    sides["V2 with cuEquivariance, torch.compile"] = module_step(torch.compile(theirs), theirs, inputs, dtype)
+    sides["V2 with cuEquivariance, torch.compile"] = module_step(
+        torch.compile(theirs), theirs, inputs, dtype
+    )
     if dtype == torch.bfloat16:
         theirs = with_cuequivariance(block_of("v2").to(dtype))
         compiled = torch.compile(theirs)
@@ -495,7 +524,9 @@ def causal(sizes: tuple, dtype: torch.dtype, autotune: bool, wanted: Wanted) -> 
     return sides
 
 
-def optimizer(sizes: list[str], dtype: torch.dtype, autotune: bool, wanted: Wanted) -> dict[str, Step]:
+def optimizer(
+    sizes: list[str], dtype: torch.dtype, autotune: bool, wanted: Wanted
+) -> dict[str, Step]:
     """AdamW over a model's weights in float32, and their copies in bfloat16 for the matrix products."""
     v4 = importlib.import_module("tiny_llama_v4")
     trainer = make_trainer(v4, [*sizes, *ARGUMENTS["bf16"], "--disable-cuda-graph"])
@@ -505,7 +536,10 @@ def optimizer(sizes: list[str], dtype: torch.dtype, autotune: bool, wanted: Want
     buffers = [(room, room.buffer) for room in trainer.optimizer.rooms]
 
     def ours() -> Sequence[Tensor]:
-        for room, buffer in buffers:  # a step lets go of them: a backward pass would have written new ones there
+        for (
+            room,
+            buffer,
+        ) in buffers:  # a step lets go of them: a backward pass would have written new ones there
             room.buffer = buffer
         trainer.optimizer.step()
         return ()
@@ -551,7 +585,10 @@ def row_operators(rows: int) -> Iterator[tuple[str, str, list]]:
     yield llama, "swiglu_backward", [half, wide]
     qkv, angle = wide.view(-1, 512, 32, 64), make(512, 1, 64, device=DEVICE)
     yield llama, "rotary", [qkv, angle, angle, 8, 1]
-    logits, targets = make(rows, 2000, device=DEVICE, dtype=bf16), torch.zeros(rows, dtype=torch.int64, device=DEVICE)
+    logits, targets = (
+        make(rows, 2000, device=DEVICE, dtype=bf16),
+        torch.zeros(rows, dtype=torch.int64, device=DEVICE),
+    )
     yield llama, "cross_entropy_forward", [logits, targets]
     yield llama, "cross_entropy_backward", [sums, logits, targets, sums]
     pair, scale = make(8 * rows, 128, device=DEVICE), torch.ones(128, device=DEVICE)
@@ -559,7 +596,11 @@ def row_operators(rows: int) -> Iterator[tuple[str, str, list]]:
     yield openfold, "layer_norm_backward", [pair.to(bf16), pair, scale, scale, 1e-5]
     yield openfold, "column_sums", [pair.to(bf16), torch.float32]
     yield openfold, "bias_relu_forward", [wide.view(-1, 512), torch.ones(512, device=DEVICE)]
-    yield openfold, "bias_relu_backward", [wide.view(-1, 512), wide.view(-1, 512).clone(), torch.float32, True]
+    yield (
+        openfold,
+        "bias_relu_backward",
+        [wide.view(-1, 512), wide.view(-1, 512).clone(), torch.float32, True],
+    )
 
 
 def rows(rounds: int, count: int) -> Iterator[Part]:
@@ -617,7 +658,10 @@ def kernels_and_reference(script: str, argv: list[str], rounds: int) -> dict:
     side = named(script, argv, run.args)
     trainer, flop = run.trainer, run.flops
     launched = kernels_of(trainer.trace(trainer.profile(PROFILED))["traceEvents"])
-    moved, ceilings = group_bytes(trainer, module.NO_WORK).total(), measure_ceilings(run.args, run.device)
+    moved, ceilings = (
+        group_bytes(trainer, module.NO_WORK).total(),
+        measure_ceilings(run.args, run.device),
+    )
     del run, trainer
     free_memory()
     times = defaultdict(list)
@@ -628,11 +672,18 @@ def kernels_and_reference(script: str, argv: list[str], rounds: int) -> dict:
         for (name, category), us in times.items()
     ]
     ms = statistics.median(turns)
-    reference = {"gemm_ms": flop / ceilings.gemm_tflops / 1e9, "copy_ms": moved / ceilings.copy_gb_per_s / 1e6}
+    reference = {
+        "gemm_ms": flop / ceilings.gemm_tflops / 1e9,
+        "copy_ms": moved / ceilings.copy_gb_per_s / 1e6,
+    }
     return {
         **side,
         **{"batch_ms": ms, "turns_ms": turns, "flop": flop, "bytes": moved},
-        **{**reference, "over_reference": ms / sum(reference.values()), "ceilings": asdict(ceilings)},
+        **{
+            **reference,
+            "over_reference": ms / sum(reference.values()),
+            "ceilings": asdict(ceilings),
+        },
         "kernels": sorted(kernels, key=lambda kernel: -kernel["us"]),
     }
 
@@ -662,7 +713,9 @@ def gigabytes(model: str, argv: list[str]) -> list[dict]:
 # The whole training step beside Hugging Face's Llama
 
 
-def training_step(forward: Callable, model: torch.nn.Module, batch: dict[str, Tensor], dtype: torch.dtype) -> Step:
+def training_step(
+    forward: Callable, model: torch.nn.Module, batch: dict[str, Tensor], dtype: torch.dtype
+) -> Step:
     """Forward under autocast, backward and optimizer, always on the same batch -> the loss."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True, capturable=GPU)
 
@@ -740,7 +793,10 @@ def with_blocks(study: str, wanted: Wanted, tried: Sequence[str]) -> Iterator[Pa
     module = importlib.import_module("tiny_llama_v3" if study == "causal" else "tiny_openfold_v3")
     for text in ("", *tried):
         for names, measure in wanted_parts(study, replace(wanted, alone=True)):
-            yield {"blocks": text or "as they are", **names}, partial(with_these, module, text, measure)
+            yield (
+                {"blocks": text or "as they are", **names},
+                partial(with_these, module, text, measure),
+            )
 
 
 def with_these(module: ModuleType, blocks: str, measure: Callable[[], dict]) -> dict:
@@ -769,12 +825,16 @@ def over(first: dict, second: dict, key: str = "turns_us") -> float | None:
 def lines_in(path: Path) -> tuple[list[dict], list[str]]:
     """The sides of a study, a row for each shape and precision with its name; and their names."""
     rows = read_rows(path, ("shape", "precision", "side"))
-    return lines_of(by_side(rows, "shape", "precision")), list(dict.fromkeys(row["side"] for row in rows))
+    return lines_of(by_side(rows, "shape", "precision")), list(
+        dict.fromkeys(row["side"] for row in rows)
+    )
 
 
 def best_of_others(sides: Mapping) -> str | None:
     """The fastest side beside our kernel."""
-    finished = [name for name, side in sides.items() if name not in ("name", "triton") and "us" in side]
+    finished = [
+        name for name, side in sides.items() if name not in ("name", "triton") and "us" in side
+    ]
     return min(finished, key=lambda name: sides[name]["us"], default=None)
 
 
@@ -881,7 +941,9 @@ def llama_table(directory: Path) -> str:
 
     columns = [
         Column("whole step", "name"),
-        *side_columns("{}, ms", sides, lambda s: s["us"] / 1e3 if "us" in s else None, ".2f", ends=True),
+        *side_columns(
+            "{}, ms", sides, lambda s: s["us"] / 1e3 if "us" in s else None, ".2f", ends=True
+        ),
         *(Column(f"{name} / {first}", partial(over_first, name), ".2f", "x") for name in others),
         *side_columns("{}, MB", sides, "extra_mb", ".0f", ends=True),
     ]
@@ -925,8 +987,12 @@ def run_study(args: argparse.Namespace) -> int:
     shapes = args.shapes or ()
     known = STUDIES.get(args.what, (LLAMAS,))[0]
     if unknown := [name for name in shapes if name not in known]:
-        raise ToolError(f"{args.what} has no shape {unknown[0]!r}; it has {', '.join(map(repr, known))}")
-    precisions = args.precisions or (["bf16"] if args.what in (*STEPS, "optimizer") else list(PRECISIONS))
+        raise ToolError(
+            f"{args.what} has no shape {unknown[0]!r}; it has {', '.join(map(repr, known))}"
+        )
+    precisions = args.precisions or (
+        ["bf16"] if args.what in (*STEPS, "optimizer") else list(PRECISIONS)
+    )
     wanted = Wanted(args.rounds, precisions, shapes, args.autotune, args.megafold, args.openfold)
     if args.what == "rows":
         measured = rows(args.rounds, args.rows)
@@ -937,7 +1003,9 @@ def run_study(args: argparse.Namespace) -> int:
     else:
         measured = wanted_parts(args.what, wanted)
     name = f"{args.what}_blocks" if args.tried else args.what
-    found = measure_study(args.directory / f"{name}.json", measured, keep=args.keep, rounds=args.rounds)
+    found = measure_study(
+        args.directory / f"{name}.json", measured, keep=args.keep, rounds=args.rounds
+    )
     for row in found if args.what in STUDIES and not args.tried else ():
         check_ours({row["side"]: row})
     return 0

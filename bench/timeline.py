@@ -27,7 +27,12 @@ from workshop.profile.kernels import category, complete, load_trace, ranges_of, 
 PROG = Path(__file__).name
 FIRST, LAST = "layers.2", "layers.3"
 STEP = 1  # of the three in a trace; the first one may still load kernels
-KINDS = {"GEMM": "GEMM", "attention": "attention", "normalisation": "norm", "element-wise": "element-wise"}
+KINDS = {
+    "GEMM": "GEMM",
+    "attention": "attention",
+    "normalisation": "norm",
+    "element-wise": "element-wise",
+}
 
 
 class Trace:
@@ -45,7 +50,9 @@ class Trace:
         self.script = self.path.name.removesuffix("_trace.json.gz")
         self.summary = read_json(folder / f"{self.script}_summary.json")
         calls = complete(self.events, "cuda_runtime", "cuda_driver")
-        self.launches = sorted((call for call in calls if "Launch" in call["name"]), key=lambda call: call["ts"])
+        self.launches = sorted(
+            (call for call in calls if "Launch" in call["name"]), key=lambda call: call["ts"]
+        )
         self.kernels = sorted(complete(self.events, "kernel"), key=lambda kernel: kernel["ts"])
         if not self.kernels:
             raise ToolError(f"{self.path}: no kernels in it; the run must be on a GPU")
@@ -61,12 +68,18 @@ class Trace:
         if len(marks) <= STEP + 1:
             raise ToolError(f"{self.path}: fewer than {STEP + 2} steps in it")
         begin, end = marks[STEP][0], marks[STEP + 1][0]
-        return [k for k in self.kernels if begin <= self.launched.get(k["args"].get("correlation"), -1) < end]
+        return [
+            k
+            for k in self.kernels
+            if begin <= self.launched.get(k["args"].get("correlation"), -1) < end
+        ]
 
 
 def place(kernels: Sequence[dict], kernel: dict) -> tuple[str, int]:
     """A kernel's name, and how many of the same name go before it."""
-    return kernel["name"], sum(k["name"] == kernel["name"] for k in kernels[: kernels.index(kernel)])
+    return kernel["name"], sum(
+        k["name"] == kernel["name"] for k in kernels[: kernels.index(kernel)]
+    )
 
 
 def eager(trace: Trace) -> tuple[list[dict], list[dict], list[tuple[str, int]]]:
@@ -89,7 +102,9 @@ def in_graph(trace: Trace, places: list[tuple[str, int]]) -> list[dict]:
     for name, before in places:
         same = [index for index, kernel in enumerate(step) if kernel["name"] == name]
         if len(same) <= before:
-            raise ToolError(f"{trace.path}: {name} runs {len(same)} times in the graph, {before + 1} are wanted")
+            raise ToolError(
+                f"{trace.path}: {name} runs {len(same)} times in the graph, {before + 1} are wanted"
+            )
         found.append(same[before])
     return step[found[0] : found[1]]
 
@@ -117,7 +132,9 @@ def row_of(label: str, trace: Trace, launches: list[dict], kernels: list[dict]) 
         "label": label,
         "script": trace.script,
         "launches": [["launch", *times(call)] for call in launches],
-        "kernels": [[kind(kernel), *times(kernel), short_name(kernel["name"], 40)] for kernel in kernels],
+        "kernels": [
+            [kind(kernel), *times(kernel), short_name(kernel["name"], 40)] for kernel in kernels
+        ],
     }
 
 
@@ -128,7 +145,9 @@ def study(folders: Sequence[tuple[str, Path]]) -> dict:
         trace = Trace(folder)
         if trace.summary["training"]["cuda_graph"]:
             if before != trace.script:
-                raise ToolError(f"{label}: the run before it must be {trace.script} without a graph")
+                raise ToolError(
+                    f"{label}: the run before it must be {trace.script} without a graph"
+                )
             rows.append(row_of(label, trace, [], in_graph(trace, places)))
         else:
             launches, kernels, places = eager(trace)
@@ -147,11 +166,15 @@ def study(folders: Sequence[tuple[str, Path]]) -> dict:
 def main(argv: list[str] | None = None) -> int:
     parser = documented_parser(PROG, __doc__)
     parser.add_argument("output", type=Path, metavar="FILE.json")
-    parser.add_argument("runs", nargs="+", metavar="LABEL=DIR", help="in the order of the figure, top to bottom")
+    parser.add_argument(
+        "runs", nargs="+", metavar="LABEL=DIR", help="in the order of the figure, top to bottom"
+    )
     args = parser.parse_args(argv)
 
     def body() -> int:
-        folders = [(label, Path(folder)) for label, _, folder in (run.rpartition("=") for run in args.runs)]
+        folders = [
+            (label, Path(folder)) for label, _, folder in (run.rpartition("=") for run in args.runs)
+        ]
         if any(not label for label, _ in folders):
             raise ToolError("a run is LABEL=DIR")
         found = study(folders)

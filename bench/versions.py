@@ -178,7 +178,15 @@ def one_layer(batch: int, length: int) -> list[dict]:
     """A row with time and error for each way of TinyLlama V4's --mode benchmark; ToolError if its ways disagree."""
     v4 = importlib.import_module("tiny_llama_v4")
     with tempfile.TemporaryDirectory() as folder:
-        argv = ["--batch-size", str(batch), "--seq-len", str(length), "--use-amp", "--mode", "benchmark"]
+        argv = [
+            "--batch-size",
+            str(batch),
+            "--seq-len",
+            str(length),
+            "--use-amp",
+            "--mode",
+            "benchmark",
+        ]
         if v4.main([*argv, "--profile-dir", folder]):
             raise ToolError(f"{v4.SCRIPT} {' '.join(argv)}: the ways disagree", status=1)
         found = read_json(Path(folder) / f"{v4.SCRIPT}_benchmark.json")
@@ -311,7 +319,9 @@ def ddp(args: argparse.Namespace) -> Iterator[Part]:
     """
     import torch
 
-    idle = torch.distributed.new_group(backend="gloo")  # NCCL's barrier would keep core and GPU busy
+    idle = torch.distributed.new_group(
+        backend="gloo"
+    )  # NCCL's barrier would keep core and GPU busy
     for names, model in scaling_shapes(args.processes):
         if names["precision"] == "fp32" and names["name"] != model:
             continue
@@ -455,7 +465,9 @@ def headline_tables(path: Path) -> list[str]:
     pairs = itertools.pairwise(VERSIONS)
     times += [over(before, after) for before, after in pairs if f"graph {after}" in measured]
     # A graph replays what its mode launches.
-    kernels = columns(("eager", "compiled"), "per_step") or columns(("graph", "compiled graph"), "per_step")
+    kernels = columns(("eager", "compiled"), "per_step") or columns(
+        ("graph", "compiled graph"), "per_step"
+    )
     peaks = columns(("eager", "graph", "compiled graph"), "peak_mb", ".0f", "{}, MB")
     rows = [*lines.values()]
     return [
@@ -474,7 +486,9 @@ def model_table(directory: Path, model: str) -> str:
     V4's columns are from a run of its own, and its ratios from that run alone.
     """
     fastest, rows = versions_of(directory / "fastest.json"), []
-    for (shape, precision, mode), sides in versions_of(directory / "headline_v3.json", "mode").items():
+    for (shape, precision, mode), sides in versions_of(
+        directory / "headline_v3.json", "mode"
+    ).items():
         if mode == "graph" and sides["V1"]["model"] == model:
             name = f"{shape.removeprefix(f'{model}, ')}, {precision}"
             rows.append({"name": name, "with V4": fastest.get((shape, precision)), **sides})
@@ -495,7 +509,9 @@ def model_table(directory: Path, model: str) -> str:
     if any(row["with V4"] for row in rows):
         columns += [
             Column("V4, ms", of_v4(lambda sides: sides["V4"]["batch_ms"]), ".2f"),
-            Column("V4 over V3", of_v4(lambda sides: speedup(sides["V3"], sides["V4"])), ".2f", "x"),
+            Column(
+                "V4 over V3", of_v4(lambda sides: speedup(sides["V3"], sides["V4"])), ".2f", "x"
+            ),
             Column("V4 over compiled", of_v4(over_best_compiled), ".2f", "x"),
             Column("its kernels", of_v4(lambda sides: sides["V4"]["per_step"])),
         ]
@@ -520,7 +536,9 @@ def fastest_table(directory: Path) -> str:
     columns = [
         Column("as graphs", "name"),
         *side_columns("{}, ms", names, "batch_ms", ".2f"),
-        Column("best compiled / V4", lambda s: f"{over_best_compiled(s):.2f}x ({best_compiled(s)})"),
+        Column(
+            "best compiled / V4", lambda s: f"{over_best_compiled(s):.2f}x ({best_compiled(s)})"
+        ),
         *side_columns("{}, MB", names, "peak_mb", ".0f"),
     ]
     return render(columns, lines_of(measured)) if measured else ""
@@ -566,7 +584,9 @@ def ablation_table(directory: Path, script: str) -> str:
 
 def counts_table(directory: Path) -> str:
     """Kernels per step at each batch size."""
-    rows = read_rows(directory / "counts.json", ("script", "argv", "batch_size", "unit", "per_step"))
+    rows = read_rows(
+        directory / "counts.json", ("script", "argv", "batch_size", "unit", "per_step")
+    )
     if not rows:
         return ""
     lines: dict[str, dict] = {}
@@ -574,14 +594,20 @@ def counts_table(directory: Path) -> str:
         name = f"{row['script']} {' '.join(row['argv'][:-2])}"  # the last two are the batch size
         lines.setdefault(name, {"name": name})[f"batch size {row['batch_size']}"] = row["per_step"]
     sizes = dict.fromkeys(f"batch size {row['batch_size']}" for row in rows)
-    columns = [Column(f"{rows[0]['unit']} per step", "name"), *(Column(size, size) for size in sizes)]
+    columns = [
+        Column(f"{rows[0]['unit']} per step", "name"),
+        *(Column(size, size) for size in sizes),
+    ]
     return render(columns, [*lines.values()])
 
 
 def memory_table(directory: Path) -> str:
     """Peak memory of TinyLlama V2 at each length."""
     rows = read_rows(directory / "memory.json", ("seq_len", "side", "peak_mb"))
-    lines = {"scores": {"name": "materialised scores, MB"}, "flash": {"name": "flash attention, MB"}}
+    lines = {
+        "scores": {"name": "materialised scores, MB"},
+        "flash": {"name": "flash attention, MB"},
+    }
     for row in rows:
         lines[row["side"]][row["seq_len"]] = ended(row) or row["peak_mb"]
     lengths = dict.fromkeys(row["seq_len"] for row in rows)

@@ -33,7 +33,7 @@ def test_a_whole_model(tmp_path: Path):
     )
     for row in rows:
         for side in ("V1", "V2", "V3", "V4"):
-            found = row[side]
+            found = row["sides"][side]
             assert set(found["lines"]) == set(found["parameters"]) == names
             assert 0 < found["outputs"] < 1e-5
             assert 0 < max(found["parameters"].values()) < 1e-2
@@ -55,6 +55,7 @@ def test_a_fault_in_one_column_is_shown_by_its_name(tmp_path: Path, monkeypatch:
     (right, *_), _ = measured(tmp_path / "right.json", *argv)
     monkeypatch.setattr(v3, "triangle_backward", faulty)
     (wrong, *_), table = measured(tmp_path / "wrong.json", *argv)
+    right, wrong = right["sides"], wrong["sides"]
     assert right["V3"]["lines"]["linear_z.weight"][0] < 0.1
     error, where = wrong["V3"]["lines"]["linear_z.weight"]
     assert error == pytest.approx(0.5, abs=0.05)

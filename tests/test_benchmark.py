@@ -14,6 +14,7 @@ from conftest import load, random_state, relative_difference
 from bench import operations as kernels
 from bench import versions as benchmark
 from workshop import baselines as peers
+from workshop.turns import ratios
 
 SMALL = ["--hidden-dim", "32", "--num-layers", "2", "--seq-len", "16", "--batch-size", "2"]
 FUSIONS = ("qkv-fusion", "flash-attention", "swiglu-fusion")
@@ -75,15 +76,15 @@ def test_ablation_measures_each_fusion_alone_and_all_but_each(tmp_path, monkeypa
 def test_headline_compares_all_versions_turn_by_turn(tmp_path, monkeypatch):
     order = []
     for version in benchmark.VERSIONS:
-        script = benchmark.importlib.import_module(f"tiny_llama_{version}")
+        script = benchmark.importlib.import_module(benchmark.script_of("tiny_llama", version))
 
         def take(run, steps: int, version: str = version):
             if run.label == "step":
                 order.append(version)
-            return a_turn(run, {"v1": 30.0, "v2": 20.0, "v3": 10.0}[version] * (1 + turns_of(run)))
+            return a_turn(run, {"V1": 30.0, "V2": 20.0, "V3": 10.0}[version] * (1 + turns_of(run)))
 
         monkeypatch.setattr(script.Run, "take", take)
-    monkeypatch.setattr(benchmark, "SHAPES", {"tiny_llama, small": SMALL})
+    monkeypatch.setattr(benchmark, "SHAPES", {"tiny_llama, small": benchmark.Shape("tiny_llama", SMALL)})
     argv = ["--rounds", "3", "--shapes", "tiny_llama, small", "--precisions", "fp32", "--modes", "eager"]
     assert benchmark.main(["headline", str(tmp_path), *argv]) == 0
     assert order == [*benchmark.VERSIONS, *reversed(benchmark.VERSIONS), *benchmark.VERSIONS]
@@ -92,7 +93,7 @@ def test_headline_compares_all_versions_turn_by_turn(tmp_path, monkeypatch):
     what = [sides["V2"][key] for key in ("model", "version", "shape", "precision", "mode", "batch_size", "seq_len")]
     assert what == ["tiny_llama", "V2", "tiny_llama, small", "fp32", "eager", 2, 16]
     assert sides["V2"]["fusions"] == [*FUSIONS]
-    assert benchmark.ratios(sides["V1"], sides["V2"]) == [1.5, 1.5, 1.5]
+    assert ratios(sides["V1"], sides["V2"]) == [1.5, 1.5, 1.5]
     times, kernels = benchmark.table(tmp_path).split("\n\n")
     assert [cell.strip() for cell in times.splitlines()[2].split("|")[1:-1]] == [
         "tiny_llama, small, fp32", "60.00", "40.00", "20.00"
@@ -101,7 +102,7 @@ def test_headline_compares_all_versions_turn_by_turn(tmp_path, monkeypatch):
 
 
 def test_untuned_sizes_have_a_row_for_each_side_also_where_memory_ends(tmp_path, monkeypatch):
-    monkeypatch.setattr(benchmark, "UNTUNED", {"tiny_llama, tiny": SMALL})
+    monkeypatch.setattr(benchmark, "UNTUNED", {"tiny_llama, tiny": benchmark.Shape("tiny_llama", SMALL)})
     monkeypatch.setattr(benchmark, "COMPILE", [])
     first = benchmark.importlib.import_module("tiny_llama_v1")
 
@@ -442,7 +443,7 @@ def test_rows_calls_every_operator_as_it_is(tmp_path, monkeypatch):
 
 
 def test_the_whole_step_has_its_parts_and_its_reference(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(kernels, "SHAPES", {"tiny_llama, tiny": LLAMA})
+    monkeypatch.setattr(kernels, "SHAPES", {"tiny_llama, tiny": benchmark.Shape("tiny_llama", LLAMA)})
     ceilings = kernels.measure_ceilings
     monkeypatch.setattr(kernels, "measure_ceilings", lambda *given: replace(ceilings(*given), copy_gb_per_s=2.0))
     assert kernels.main(["step", str(tmp_path), "--rounds", "2"]) == 0

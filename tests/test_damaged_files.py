@@ -179,3 +179,18 @@ def test_a_damaged_file_is_read_or_named(name: str, tmp_path: Path):
         if status == 2 and not named:
             wrong.append(f"{what}: {err}")
     assert not wrong, f"{len(wrong)} of {MUTATIONS}: " + "\n".join(wrong[:40])
+
+
+@pytest.mark.parametrize(("where", "field"), [((), "round"), (("rows", 0), "turns"), (("rows", 3), "batch ms")])
+def test_a_field_that_no_program_writes_is_named(where: tuple, field: str, tmp_path: Path):
+    content = json.loads(ABLATION.read_text())
+    inner = content
+    for key in where:
+        inner = inner[key]
+    inner[field] = 1.5
+    path = tmp_path / "study.json"
+    path.write_text(json.dumps(content))
+    status, _, err = tool(fusion_ablation_study, "--table", path)
+    place = f"rows[{where[1]}].{field}" if where else field
+    assert (status, len(err.splitlines())) == (2, 1)
+    assert f"{path}: {place} is not a field" in err

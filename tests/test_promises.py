@@ -26,9 +26,9 @@ from analysis_tools import (
 )
 from exercises.performance_debugging import compare_stages
 from workshop.cli import ToolError
-from workshop.files import write_csv, write_file, write_text
+from workshop.files import write_file, write_text
 from workshop.script import DEFAULT_SCRIPT
-from workshop.show import markdown_table
+from workshop.show import Column, render, write_csv
 
 RUN = ROOT / "results/cpu/tiny_llama_v2_readme.json"
 STUDY = ROOT / "results/h100/ablation_tiny_llama_v2.json"
@@ -171,7 +171,21 @@ def test_a_name_is_no_formula_and_breaks_no_table(tmp_path):
         found = [row["name"] for row in csv.DictReader(file)]
     assert found == ["'=1+1", "'+x", "'-x", "'@x", "x=1", ""]
     assert "-1.5" in (tmp_path / "table.csv").read_text()
-    assert len(markdown_table(["a"], [["two\nlines\r\nor\u2028three"]]).splitlines()) == 3
+    table = render([Column("a", str)], ["two\nlines\r\nor\u2028three"])
+    assert len(table.splitlines()) == 3
+
+
+def test_a_table_is_the_same_as_markdown_text_and_csv():
+    columns = [Column("side", "name"), Column("ms", "ms", ".2f"), Column("gain", lambda row: row["gain"], ".1f", "x")]
+    rows = [{"name": "a|b", "ms": 1.005, "gain": 2}, {"name": "c", "ms": None, "gain": "none"}]
+    assert render(columns, rows).splitlines() == [
+        "| side |   ms | gain |",
+        "| ---- | ---: | ---: |",
+        "| a\\|b | 1.00 | 2.0x |",
+        "| c    |    - | none |",
+    ]
+    assert render(columns, rows, "text").splitlines() == ["side    ms  gain", "a|b   1.00  2.0x", "c        -  none"]
+    assert render(columns, rows, "csv").splitlines() == ["side,ms,gain", "a|b,1.005,2", "c,,none"]
 
 
 def test_a_run_whose_name_has_a_line_break_is_one_row(tmp_path):

@@ -46,7 +46,7 @@ def test_the_headline_table_is_whole_and_of_one_run():
     assert sorted(rows) == sorted(itertools.product(SHAPES, PRECISIONS, MODES))
     for (shape, precision, mode), row in rows.items():
         for version in ("V1", "V2"):
-            argv = [*SHAPES[shape], *PRECISIONS[precision], *MODES[mode]]
+            argv = [*SHAPES[shape].argv, *PRECISIONS[precision], *MODES[mode]]
             assert (row[version]["argv"], len(row[version]["turns_ms"])) == (argv, study["rounds"])
         assert row["V2"]["per_step"] < row["V1"]["per_step"]
 

@@ -14,6 +14,7 @@ from workshop.profile.ceilings import Ceilings
 from workshop.profile.kernels import kernels_of
 from workshop.profile.roofline import group_bytes, group_flops, rates, times_of_operators
 from workshop.profile.traffic import Traffic
+from workshop.rocm.counters import BYTE_COUNTERS, FLOP_COUNTERS
 
 SMALL = words("--hidden-dim 32 --num-layers 1 --num-heads 2 --seq-len 8 --batch-size 2 --vocab-size 50")
 CEILINGS = Ceilings("float32, highest", 1024, gemm_tflops=2.0, copy_bytes=1, copy_gb_per_s=100.0)
@@ -132,7 +133,7 @@ def profile(tmp_path: Path):
     def write(gpu: str, **counters: int) -> Path:
         place = tmp_path / "profile" / "workloads" / "name" / "MI"
         place.mkdir(parents=True)
-        names = [*roofline_analysis.FLOP_COUNTERS, *roofline_analysis.BYTE_COUNTERS[gpu]]
+        names = [*FLOP_COUNTERS, *BYTE_COUNTERS[gpu]]
         with (place / "pmc_perf.csv").open("w", newline="") as file:
             writer = csv.writer(file)
             writer.writerow(["Dispatch_ID", "Kernel_Name", "Start_Timestamp", "End_Timestamp", *names])

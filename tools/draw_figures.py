@@ -43,7 +43,11 @@ STYLE = {  # of the files
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "figures",  # the same file each time
     "font.family": "sans-serif",
-    "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial"],  # Verdana, where the first is missing, is as wide
+    "font.sans-serif": [
+        "DejaVu Sans",
+        "Verdana",
+        "Arial",
+    ],  # Verdana, where the first is missing, is as wide
     "path.simplify": False,
 }
 WIDTH = 800  # of every figure; a unit is a pixel of the page, and a point of a font
@@ -52,7 +56,14 @@ TITLE, BODY, SMALL = 26, 20, 18  # nothing is smaller, so half a page's width is
 
 # Okabe and Ito's colours, which differ for colour-blind readers, too.
 INK, GREY, FAINT, PALE, WHITE = "#1a1a1a", "#5f6368", "#a8adb2", "#ececec", "#ffffff"
-BLUE, SKY, GREEN, ORANGE, RED, PURPLE = "#0072b2", "#56b4e9", "#009e73", "#e69f00", "#d55e00", "#aa4499"
+BLUE, SKY, GREEN, ORANGE, RED, PURPLE = (
+    "#0072b2",
+    "#56b4e9",
+    "#009e73",
+    "#e69f00",
+    "#d55e00",
+    "#aa4499",
+)
 VERSION = {"V1": "#8a8f94", "V2": SKY, "V3": BLUE, "V4": RED}
 
 
@@ -83,7 +94,9 @@ class Sheet:
         self.axes.axis("off")
         self.text(20, 30, title, size=TITLE, weight="bold", ha="left")
 
-    def text(self, x: float, y: float, words: str, size: int = BODY, color: str = INK, **more) -> None:
+    def text(
+        self, x: float, y: float, words: str, size: int = BODY, color: str = INK, **more
+    ) -> None:
         """Words around a point; `ha` and `va` say which side of them is there."""
         options = {"ha": "center", "linespacing": 1.3, **more}
         if "va" not in options:  # neighbours stand on one line, whatever their letters
@@ -110,15 +123,35 @@ class Sheet:
         if words:
             self.text(x + width / 2, y + height / 2, words, size, color, weight=weight)
 
-    def arrow(self, x: float, y: float, to_x: float, to_y: float, color: str = INK, width: float = 3, **more) -> None:
+    def arrow(
+        self,
+        x: float,
+        y: float,
+        to_x: float,
+        to_y: float,
+        color: str = INK,
+        width: float = 3,
+        **more,
+    ) -> None:
         """From one point to another."""
         head = f"-|>,head_length={2.5 + 1.6 * width},head_width={1.5 + 1.0 * width}"
         options = {"arrowstyle": head, "mutation_scale": 1, "shrinkA": 0, "shrinkB": 0, **more}
         self.axes.add_patch(
-            FancyArrowPatch((x, y), (to_x, to_y), color=color, linewidth=width, joinstyle="miter", **options)
+            FancyArrowPatch(
+                (x, y), (to_x, to_y), color=color, linewidth=width, joinstyle="miter", **options
+            )
         )
 
-    def line(self, x: float, y: float, to_x: float, to_y: float, color: str = GREY, width: float = 1.5, **more) -> None:
+    def line(
+        self,
+        x: float,
+        y: float,
+        to_x: float,
+        to_y: float,
+        color: str = GREY,
+        width: float = 1.5,
+        **more,
+    ) -> None:
         """A straight line."""
         options = {"solid_capstyle": "butt", "zorder": 1, **more}  # under what is drawn later
         self.axes.plot([x, to_x], [y, to_y], color=color, linewidth=width, **options)
@@ -131,7 +164,9 @@ class Sheet:
             if png:
                 paths.append(folder / f"{name}.png")
                 inches = Bbox([[0, 0], [WIDTH / 72, (self.height - HEADLINE) / 72]])
-                self.figure.savefig(paths[1], dpi=180, bbox_inches=inches, metadata={"Software": None})
+                self.figure.savefig(
+                    paths[1], dpi=180, bbox_inches=inches, metadata={"Software": None}
+                )
         return paths
 
 
@@ -149,7 +184,10 @@ def where_numbers_live() -> Sheet:
         ("Infinity Cache", "–", "256 MB, 17 TB/s", SKY),
         ("HBM", "80 GB, 3.35 TB/s", "192 GB, 5.3 TB/s", BLUE),
     )
-    for x, name, units in ((465, "H100", "132 multiprocessors"), (685, "MI300X", "304 compute units")):
+    for x, name, units in (
+        (465, "H100", "132 multiprocessors"),
+        (685, "MI300X", "304 compute units"),
+    ):
         sheet.text(x, 76, name, weight="bold")
         sheet.text(x, 102, units, SMALL, GREY)
     for index, (name, h100, mi300x, color) in enumerate(levels):
@@ -220,10 +258,19 @@ def merged_gemms() -> Sheet:
             for name, size in parts:
                 gap = 8 if apart else 0
                 inner = size - gap
-                sheet.box(left + 160, y + gap / 2, 95, inner, tint(ORANGE, 0.45), f"W {name}", edge=ORANGE)
+                sheet.box(
+                    left + 160, y + gap / 2, 95, inner, tint(ORANGE, 0.45), f"W {name}", edge=ORANGE
+                )
                 sheet.box(left + 305, y + gap / 2, 50, inner, tint(GREEN, 0.35), name, edge=GREEN)
                 if apart:
-                    sheet.arrow(left + 64, middle + (y + size / 2 - middle) * 0.3, left + 156, y + size / 2, BLUE, 4)
+                    sheet.arrow(
+                        left + 64,
+                        middle + (y + size / 2 - middle) * 0.3,
+                        left + 156,
+                        y + size / 2,
+                        BLUE,
+                        4,
+                    )
                     sheet.arrow(left + 259, y + size / 2, left + 301, y + size / 2, GREY, 3)
                 y += size
             if not apart:
@@ -242,7 +289,9 @@ def merged_gemms() -> Sheet:
 
 def attention() -> Sheet:
     """Flash attention: tiles of the scores on the chip, an online softmax, and what is kept."""
-    memory = {row["side"]: row for row in read(H100 / "memory.json")["rows"] if row["seq_len"] == 2048}
+    memory = {
+        row["side"]: row for row in read(H100 / "memory.json")["rows"] if row["seq_len"] == 2048
+    }
     sheet = Sheet("Attention without the matrix", 500)
     left, top, tile, count = 104, 140, 54, 5
     size = tile * count
@@ -262,7 +311,9 @@ def attention() -> Sheet:
 
     x = 416
     sheet.text(x, 106, "for each tile, on the chip", ha="left", weight="bold", color="#9a6a00")
-    for i, words in enumerate(("scores = q · k", "new maximum? rescale the sums", "add exp(scores) and its v")):
+    for i, words in enumerate(
+        ("scores = q · k", "new maximum? rescale the sums", "add exp(scores) and its v")
+    ):
         sheet.text(x, 142 + 34 * i, f"{i + 1}.  {words}", ha="left")
     sheet.text(x, 270, "kept for the backward pass", ha="left", weight="bold", color=BLUE)
     sheet.text(x, 306, "q, k, v and the result", ha="left")
@@ -327,7 +378,12 @@ def triton_grid() -> Sheet:
     return sheet
 
 
-NORM = (("x²", "rw"), ("mean", "r"), ("× 1/√", "rw"), ("× w", "rw"))  # V1's kernels: what each reads and writes
+NORM = (
+    ("x²", "rw"),
+    ("mean", "r"),
+    ("× 1/√", "rw"),
+    ("× w", "rw"),
+)  # V1's kernels: what each reads and writes
 
 
 def residual_norm() -> Sheet:
@@ -364,7 +420,9 @@ def residual_norm() -> Sheet:
     for x, row in ((245, formula), (645, kernel)):
         sheet.text(x, 402, f"norm alone: {row['us']:.0f} µs", TITLE - 2, weight="bold")
     mb = kernel["bytes"] / 2e6
-    sheet.text(400, 452, f"an arrow is a tensor read or written; H100, {mb:.0f} MB each", SMALL, GREY)
+    sheet.text(
+        400, 452, f"an arrow is a tensor read or written; H100, {mb:.0f} MB each", SMALL, GREY
+    )
     return sheet
 
 
@@ -373,7 +431,16 @@ def evoformer_inputs() -> Sheet:
     sheet = Sheet("What the Evoformer works on", 460)
     sheet.text(140, 84, "MSA", weight="bold")
     family = ("MKVLAE", "MRVLSE", "MKILAD", "MKVMAE")
-    fills = {"M": SKY, "K": ORANGE, "R": "#cc79a7", "V": GREEN, "I": "#f0e442", "L": BLUE, "A": GREY, "E": RED}
+    fills = {
+        "M": SKY,
+        "K": ORANGE,
+        "R": "#cc79a7",
+        "V": GREEN,
+        "I": "#f0e442",
+        "L": BLUE,
+        "A": GREY,
+        "E": RED,
+    }
     for r, sequence in enumerate(family):
         for c, letter in enumerate(sequence):
             fill = tint(fills.get(letter, PURPLE), 0.4)
@@ -384,19 +451,36 @@ def evoformer_inputs() -> Sheet:
     chosen = {(1, 4): RED, (1, 2): BLUE, (4, 2): ORANGE}
     for r in range(n):
         for c in range(n):
-            sheet.box(left + cell * c, top + cell * r, cell, cell, chosen.get((r, c), tint(GREY, 0.12)), edge=WHITE)
+            sheet.box(
+                left + cell * c,
+                top + cell * r,
+                cell,
+                cell,
+                chosen.get((r, c), tint(GREY, 0.12)),
+                edge=WHITE,
+            )
     for (r, c), name in (((1, 4), "ij"), ((1, 2), "ik"), ((4, 2), "jk")):
-        sheet.text(left + cell * (c + 0.5), top + cell * (r + 0.5), name, SMALL, WHITE, weight="bold")
-    sheet.text(400, 322, "for every two residues\ni and j: a vector on\nhow they relate", SMALL, va="top")
+        sheet.text(
+            left + cell * (c + 0.5), top + cell * (r + 0.5), name, SMALL, WHITE, weight="bold"
+        )
+    sheet.text(
+        400, 322, "for every two residues\ni and j: a vector on\nhow they relate", SMALL, va="top"
+    )
     sheet.text(660, 84, "triangle", weight="bold")
     corners = {"i": (560, 270), "j": (760, 270), "k": (660, 130)}
     for a, b, color in (("i", "j", RED), ("i", "k", BLUE), ("j", "k", ORANGE)):
         sheet.line(*corners[a], *corners[b], color=color, width=6)
     for name, (x, y) in corners.items():
-        sheet.axes.add_patch(Circle((x, y), 20, facecolor=WHITE, edgecolor=INK, linewidth=2, zorder=5))
+        sheet.axes.add_patch(
+            Circle((x, y), 20, facecolor=WHITE, edgecolor=INK, linewidth=2, zorder=5)
+        )
         sheet.text(x, y, name, weight="bold", zorder=6)
-    sheet.text(660, 322, "ij is updated from\nik and jk, for all k:\nwork grows as N³", SMALL, va="top")
-    sheet.text(400, 430, "What mutates together often touches: the MSA feeds the pair.", weight="bold")
+    sheet.text(
+        660, 322, "ij is updated from\nik and jk, for all k:\nwork grows as N³", SMALL, va="top"
+    )
+    sheet.text(
+        400, 430, "What mutates together often touches: the MSA feeds the pair.", weight="bold"
+    )
     return sheet
 
 
@@ -435,7 +519,11 @@ def evoformer_block() -> Sheet:
 
 def two_streams() -> Sheet:
     """V4's backward pass: gradients of activations as a chain, gradients of weights and updates beside it."""
-    study = [row for row in read(H100 / "ablation_tiny_llama_v4.json")["rows"] if row["precision"] == "bf16"]
+    study = [
+        row
+        for row in read(H100 / "ablation_tiny_llama_v4.json")["rows"]
+        if row["precision"] == "bf16"
+    ]
     alone = next(row for row in study if row["on"] == ["overlap"])
     none = next(row for row in study if not row["on"] and row["group"] == alone["group"])
     sheet = Sheet("V4's backward pass: only the chain must wait", 470)
@@ -510,7 +598,10 @@ def contact_sheet(sheets: Iterable[Sheet], path: Path, columns: int = 4) -> None
         stack.append(np.pad(picture, ((0, 20), (0, 20), (0, 0)), constant_values=200))
     whole = [np.concatenate(stack) for stack in stacks if stack]
     height = max(map(len, whole))
-    whole = [np.pad(part, ((0, height - len(part)), (0, 0), (0, 0)), constant_values=200) for part in whole]
+    whole = [
+        np.pad(part, ((0, height - len(part)), (0, 0), (0, 0)), constant_values=200)
+        for part in whole
+    ]
     matplotlib.image.imsave(path, np.concatenate(whole, axis=1))
 
 
@@ -520,12 +611,17 @@ Point = tuple[float, float]  # under a roofline: FLOP per byte, TFLOP/s
 def under_the_roof(run: dict, arrows: dict[str, tuple]) -> Sheet:
     """The roofline of a run, with an arrow for each name: V1, V4, colour, and where its name goes."""
     sheet = Sheet("The roofline that moves", 500)
-    ceilings, device = run["ceilings"], run["environment"]["device_name"].partition("GB")[0].rpartition(" ")[0]
+    ceilings, device = (
+        run["ceilings"],
+        run["environment"]["device_name"].partition("GB")[0].rpartition(" ")[0],
+    )
     tflops, rate = ceilings["gemm_tflops"], ceilings["copy_gb_per_s"] / 1e3
     points = [point for before, after, *_ in arrows.values() for point in (before, after)]
     left, right = min(x for x, _ in points) / 2.3, 3.8 * tflops / rate
     bottom, top = min(y for _, y in points) / 1.75, 1.4 * tflops
-    axes = plot(sheet, 96, 76, 660, 320, xscale="log", yscale="log", xlim=(left, right), ylim=(bottom, top))
+    axes = plot(
+        sheet, 96, 76, 660, 320, xscale="log", yscale="log", xlim=(left, right), ylim=(bottom, top)
+    )
     axes.set(xlabel="FLOP per byte", ylabel="TFLOP/s")
     axes.plot([left, tflops / rate, right], [left * rate, tflops, tflops], color=INK, linewidth=3)
     axes.text(0.95 * right, tflops * 1.1, "arithmetic", fontsize=SMALL, ha="right", color=INK)
@@ -539,14 +635,32 @@ def under_the_roof(run: dict, arrows: dict[str, tuple]) -> Sheet:
         head = {"arrowstyle": "-|>,head_length=0.9,head_width=0.45", "shrinkA": 8, "shrinkB": 8}
         axes.annotate("", after, before, arrowprops={"color": color, "linewidth": 4, **head})
         for (x, y), fill in ((before, WHITE), (after, color)):
-            axes.plot(x, y, "o", markersize=14, markerfacecolor=fill, markeredgecolor=color, markeredgewidth=3)
+            axes.plot(
+                x,
+                y,
+                "o",
+                markersize=14,
+                markerfacecolor=fill,
+                markeredgecolor=color,
+                markeredgewidth=3,
+            )
         middle = (before[0] * after[0]) ** 0.5, (before[1] * after[1]) ** 0.5
         label = {"fontsize": SMALL, "color": color, "va": "center", "weight": "bold"}
         axes.annotate(name, middle, xytext=offset, textcoords="offset points", **label)
     for axis, low, high in ((axes.xaxis, left, right), (axes.yaxis, bottom, top)):
         digits = (1, 2, 5) if high < 150 * low else (1,)
-        ticks(axis, [mark for power in range(-4, 5) for d in digits if low < (mark := d * 10.0**power) < high])
-    words = f"○ V1, ● V4: same arithmetic, fewer bytes; TinyLlama, {ceilings['precision']}, {device}"
+        ticks(
+            axis,
+            [
+                mark
+                for power in range(-4, 5)
+                for d in digits
+                if low < (mark := d * 10.0**power) < high
+            ],
+        )
+    words = (
+        f"○ V1, ● V4: same arithmetic, fewer bytes; TinyLlama, {ceilings['precision']}, {device}"
+    )
     sheet.text(400, 476, words, SMALL, GREY)
     return sheet
 
@@ -563,7 +677,11 @@ def roofline() -> Sheet:
     flop = data["rows"][0]["flop"]
 
     def place(version: str, groups: tuple[str, ...] = ()) -> Point:
-        rows = [r for r in data["rows"] if r["script"].endswith(version) and (not groups or r["group"] in groups)]
+        rows = [
+            r
+            for r in data["rows"]
+            if r["script"].endswith(version) and (not groups or r["group"] in groups)
+        ]
         moved, ms = (sum(row[key] for row in rows) for key in ("bytes", "ms"))
         return flop / moved, flop / ms / 1e9
 
@@ -620,7 +738,9 @@ def versions() -> Sheet:
     for row in read(H100 / "fastest.json")["rows"]:
         if (row["precision"], row["side"]) == ("bf16", "V4"):
             times[row["shape"]]["V4"] = row["batch_ms"]
-    heights = [66 + 40 * max(map(len, pair)) for pair in zip(*[iter(times.values())] * 2, strict=True)]
+    heights = [
+        66 + 40 * max(map(len, pair)) for pair in zip(*[iter(times.values())] * 2, strict=True)
+    ]
     sheet = Sheet("One training step, bf16, as one graph: milliseconds", 106 + sum(heights))
     for i, (shape, title) in enumerate(shapes.items()):
         left, top = 20 + 395 * (i % 2), 76 + sum(heights[: i // 2])
@@ -629,7 +749,9 @@ def versions() -> Sheet:
             y, width = top + 36 + 40 * j, 240 * ms / times[shape]["V1"]
             sheet.text(left, y + 16, version, ha="left")
             sheet.box(left + 42, y, width, 33, VERSION[version], edge=None)
-            sheet.text(left + 52 + width, y + 16, f"{ms:.2f}" if ms < 10 else f"{ms:.1f}", ha="left")
+            sheet.text(
+                left + 52 + width, y + 16, f"{ms:.2f}" if ms < 10 else f"{ms:.1f}", ha="left"
+            )
     words = "one NVIDIA H100, medians of five turns; V4 was measured in turns with V3"
     sheet.text(20, sheet.height - 24, words, SMALL, GREY, ha="left")
     return sheet
@@ -646,9 +768,17 @@ def attention_memory() -> Sheet:
         ("fused", "fused", BLUE, "s", 34),
     ):
         mb = [row[name] / 1e6 for row in study["rows"]]
-        axes.plot(lengths, mb, color=color, marker=marker, linewidth=4, markersize=10, clip_on=False)
+        axes.plot(
+            lengths, mb, color=color, marker=marker, linewidth=4, markersize=10, clip_on=False
+        )
         number = f"{mb[-1]:.0f}" if mb[-1] > 100 else f"{mb[-1]:.1f}"
-        label = {"fontsize": SMALL, "color": color, "va": "center", "weight": "bold", "linespacing": 1.3}
+        label = {
+            "fontsize": SMALL,
+            "color": color,
+            "va": "center",
+            "weight": "bold",
+            "linespacing": 1.3,
+        }
         axes.text(lengths[-1] + 60, mb[-1] + rise, f"{words}\n{number} MB", **label)
     axes.set(xticks=lengths, xlim=(0, lengths[-1]), ylim=(0, None))
     heads = f"{study['config']['heads']} heads of {study['config']['head_dim']}"
@@ -679,7 +809,9 @@ def memory_of_a_step() -> Sheet:
         same = [row for row in rows if row["shape"] == shape]
         highest = max(sum(row["parts"].values()) for row in same)
         model = "TinyOpenFold" if "openfold" in shape else "TinyLlama"
-        sheet.text(20, y + 18, f"{model}, {shape.partition(', ')[2]}, bf16", ha="left", weight="bold")
+        sheet.text(
+            20, y + 18, f"{model}, {shape.partition(', ')[2]}, bf16", ha="left", weight="bold"
+        )
         y += 40
         for row in same:
             sheet.text(20, y + 17, row["version"], ha="left")
@@ -706,24 +838,38 @@ def launch_timeline() -> Sheet:
     study = read(H100 / "timeline.json")
     rows = study["traces"]
     graph = next(row for row in rows if not row["launches"])
-    longest, wide = (max(start + ms for row in few for _, start, ms, *_ in row["kernels"]) for few in (rows, [graph]))
+    longest, wide = (
+        max(start + ms for row in few for _, start, ms, *_ in row["kernels"])
+        for few in (rows, [graph])
+    )
     below = 80 + 78 * len(rows)  # where the second part begins
     sheet = Sheet("Two layers: the host launches, the GPU runs", below + 362)
     left, right = 130, 776
 
-    def lane(name: str, top: float, height: float, end: float, events: list, color: str = "") -> None:
+    def lane(
+        name: str, top: float, height: float, end: float, events: list, color: str = ""
+    ) -> None:
         sheet.text(left - 8, top + height / 2, name, SMALL, GREY, ha="right")
         sheet.box(left, top, right - left, height, tint(GREY, 0.08), edge=None)
         scale = (right - left) / end
         for kind, start, duration, *_ in events:
             width = min(duration, end - start) * scale
             if width > 0:
-                sheet.box(left + start * scale, top, max(width, 0.8), height, color or KERNEL[kind], edge=None)
+                sheet.box(
+                    left + start * scale,
+                    top,
+                    max(width, 0.8),
+                    height,
+                    color or KERNEL[kind],
+                    edge=None,
+                )
 
     def axis(y: float, end: float) -> None:
         step = nice_step(end)
         for mark in range(0, int(end) + 1, step):
-            sheet.text(left + mark * (right - left) / end, y, f"{mark} µs" if mark else "0", SMALL, GREY)
+            sheet.text(
+                left + mark * (right - left) / end, y, f"{mark} µs" if mark else "0", SMALL, GREY
+            )
 
     def pair(row: dict, y: float, end: float) -> None:
         version, _, mode = row["label"].partition(", ")
@@ -732,14 +878,27 @@ def launch_timeline() -> Sheet:
         lane("host", y, 22, end, row["launches"], GREY)
         lane("GPU", y + 26, 34, end, row["kernels"])
         if row is graph:
-            sheet.text(left + 8, y + 11, "one launch for the whole step, before this", SMALL, GREY, ha="left")
+            sheet.text(
+                left + 8,
+                y + 11,
+                "one launch for the whole step, before this",
+                SMALL,
+                GREY,
+                ha="left",
+            )
 
     for i, row in enumerate(rows):
         pair(row, 66 + 78 * i, longest)
     axis(below, longest)
     edge = left + (right - left) * wide / longest
     y = below + 46
-    sheet.text(20, y, f"The first {wide:.0f} µs of it, {longest / wide:.0f} times as wide", ha="left", weight="bold")
+    sheet.text(
+        20,
+        y,
+        f"The first {wide:.0f} µs of it, {longest / wide:.0f} times as wide",
+        ha="left",
+        weight="bold",
+    )
     sheet.line(edge, below - 14, edge, below - 24, INK, 2)
     for i, row in enumerate((rows[0], graph)):
         pair(row, y + 26 + 78 * i, wide)
@@ -755,7 +914,9 @@ def launch_timeline() -> Sheet:
 
 def nice_step(longest: float) -> int:
     """A round distance that gives an axis of this length up to six marks."""
-    return next(step for step in (20, 50, 100, 200, 500, 1000, 2000, 5000, 10**6) if longest / step <= 6)
+    return next(
+        step for step in (20, 50, 100, 200, 500, 1000, 2000, 5000, 10**6) if longest / step <= 6
+    )
 
 
 FIGURES_BY_NAME: dict[str, Callable[[], Sheet]] = {
@@ -785,7 +946,12 @@ def main(argv: list[str] | None = None) -> int:
     add("names", nargs="*", metavar="NAME", help=f"of: {', '.join(FIGURES_BY_NAME)} (default: all)")
     add("--output", type=Path, default=FIGURES, metavar="DIR", help="(default: docs/figures)")
     add("--png", action="store_true", help="PNG for slides beside each SVG, without the headline")
-    add("--contact-sheet", type=Path, metavar="FILE.png", help="one picture of all of them, and nothing else")
+    add(
+        "--contact-sheet",
+        type=Path,
+        metavar="FILE.png",
+        help="one picture of all of them, and nothing else",
+    )
     args = parser.parse_args(argv)
     if unknown := set(args.names) - set(FIGURES_BY_NAME):
         parser.error(f"no such figure: {', '.join(sorted(unknown))}")

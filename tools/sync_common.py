@@ -30,7 +30,9 @@ def split(path: Path, name: str) -> tuple[str, str, str] | None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
     differing = 0
@@ -42,7 +44,10 @@ def main() -> int:
                 continue
             differing += 1
             if args.check:
-                print(f"{path.name}: its part '{name}' differs from common/{source.name}", file=sys.stderr)
+                print(
+                    f"{path.name}: its part '{name}' differs from common/{source.name}",
+                    file=sys.stderr,
+                )
             else:
                 path.write_text(parts[0] + source.read_text() + parts[2])
                 print(f"{path.name}: updated from common/{source.name}")

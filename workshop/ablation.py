@@ -36,9 +36,13 @@ def new_fusions(module: ModuleType) -> list[str]:
 def fusion_sets(fusions: Sequence[str], every: bool = False) -> list[Set]:
     """None, each alone, all but each, and all; or every combination."""
     number, sets = len(fusions), []
-    for size in range(number + 1) if every else sorted({0, min(1, number), max(0, number - 1), number}):
+    for size in (
+        range(number + 1) if every else sorted({0, min(1, number), max(0, number - 1), number})
+    ):
         found = list(itertools.combinations(fusions, size))
-        sets += reversed(found) if 1 < size == number - 1 else found  # the first one first lacks the first fusion
+        sets += (
+            reversed(found) if 1 < size == number - 1 else found
+        )  # the first one first lacks the first fusion
     return sets
 
 
@@ -67,7 +71,9 @@ def ablation(
     """
     others, parts = [on for on in sets if on], []
     groups = [((), *others[i : i + group - 1]) for i in range(0, len(others), group - 1)]
-    for (precision, argv), seed, (number, chosen) in itertools.product(arguments.items(), seeds, enumerate(groups, 1)):
+    for (precision, argv), seed, (number, chosen) in itertools.product(
+        arguments.items(), seeds, enumerate(groups, 1)
+    ):
         names = {"precision": precision, "seed": seed, "group": number}
         sides = {}
         for on in chosen:
@@ -77,7 +83,9 @@ def ablation(
     return parts
 
 
-def speedups_over_unfused(sides: dict[Set, tuple[str, tuple[str, list[str]]]], rounds: int) -> list[dict]:
+def speedups_over_unfused(
+    sides: dict[Set, tuple[str, tuple[str, list[str]]]], rounds: int
+) -> list[dict]:
     """Measure each set in turns with none; a row has its speed-up over none, if both finished."""
     measured, rows = in_turns(dict(sides.values()), rounds), []
     for on, (name, _) in sides.items():
@@ -95,18 +103,28 @@ def log_speedups(rows: Iterable[dict]) -> Logs:
     for row in rows:
         if reference := none.get((row["seed"], row["group"])):
             gains = enumerate(ratios(reference, row))
-            logs[frozenset(row["on"])] |= {(row["seed"], turn): math.log(gain) for turn, gain in gains}
+            logs[frozenset(row["on"])] |= {
+                (row["seed"], turn): math.log(gain) for turn, gain in gains
+            }
     return dict(logs)
 
 
-def effect(logs: Logs, contrasts: Iterable[Mapping[frozenset, int]]) -> tuple[list[float], list[float]]:
+def effect(
+    logs: Logs, contrasts: Iterable[Mapping[frozenset, int]]
+) -> tuple[list[float], list[float]]:
     """Ratios turn by turn, each the median of these contrasts (signs of sets), and the median of each contrast.
 
     Contrasts with a set that was not measured are left out; if none is left, both lists are empty.
     """
     contrasts = [contrast for contrast in contrasts if contrast.keys() <= logs.keys()]
-    turns = sorted(set.intersection(*(set(logs[on]) for contrast in contrasts for on in contrast))) if contrasts else []
-    values = [[sum(sign * logs[on][turn] for on, sign in c.items()) for turn in turns] for c in contrasts]
+    turns = (
+        sorted(set.intersection(*(set(logs[on]) for contrast in contrasts for on in contrast)))
+        if contrasts
+        else []
+    )
+    values = [
+        [sum(sign * logs[on][turn] for on, sign in c.items()) for turn in turns] for c in contrasts
+    ]
     by_turn = [math.exp(statistics.median(column)) for column in zip(*values, strict=True)]
     return by_turn, [math.exp(statistics.median(value)) for value in values] if turns else []
 
@@ -119,7 +137,9 @@ def main_effect(logs: Logs, fusion: str) -> tuple[list[float], list[float]]:
 def interaction(logs: Logs, first: str, second: str) -> tuple[list[float], list[float]]:
     """What two fusions gain together over the product of what each gains: above 1 they help each other."""
     without = [on for on in logs if not on & {first, second}]
-    corners = [{on | {first, second}: 1, on | {first}: -1, on | {second}: -1, on: 1} for on in without]
+    corners = [
+        {on | {first, second}: 1, on | {first}: -1, on | {second}: -1, on: 1} for on in without
+    ]
     return effect(logs, corners)
 
 
@@ -132,7 +152,9 @@ def additivity(logs: Logs, fusions: Sequence[str]) -> str:
         return "Whether the gains are additive cannot be said: it takes two fusions, each alone, and all of them."
     low, high = min(over_product), max(over_product)
     answer = "are additive within the spread" if low <= 1 <= high else "are not additive"
-    answer = "may be additive or not, the turns are too few to tell" if len(over_product) < 5 else answer
+    answer = (
+        "may be additive or not, the turns are too few to tell" if len(over_product) < 5 else answer
+    )
     *singles, together = map(statistics.median, gains)
     found = f"each alone {math.prod(singles):.2f}x as a product, all together {together:.2f}x"
     return f"The gains {answer} (on log times): {found}; all over the product {low:.2f}x to {high:.2f}x in turns."
@@ -207,7 +229,9 @@ def effects_tables(rows: Sequence[dict]) -> list[str]:
         pairs = []
         for first, second in itertools.combinations(fusions, 2):
             turns = interaction(logs, first, second)[0]
-            pairs.append({"name": f"{first}, {second}", "together": median(turns), "turns": in_words(turns)})
+            pairs.append(
+                {"name": f"{first}, {second}", "together": median(turns), "turns": in_words(turns)}
+            )
         columns = [
             Column(f"{precision}, two fusions", "name"),
             Column("together over their product", "together", ".2f", "x"),

@@ -94,7 +94,9 @@ def flexible_attention(rows: int) -> Operation:
     from torch.nn.attention.flex_attention import flex_attention
 
     def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-        def biased(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        def biased(
+            score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor
+        ) -> Tensor:
             return score + bias[batch // rows, head, query, key]
 
         return flex_attention(q, k, v, score_mod=biased)
@@ -128,10 +130,15 @@ def attention_peers(
     def evoformer(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
         return megafold(clone)(q, k, v, nothing_masked, bias)
 
-    heads_second = [t.transpose(0, 1).flatten(1, 2).contiguous() for t in (q, k, v)]  # [R, B x H, N, D]
+    heads_second = [
+        t.transpose(0, 1).flatten(1, 2).contiguous() for t in (q, k, v)
+    ]  # [R, B x H, N, D]
     heads_fourth = [t.transpose(2, 3).contiguous() for t in (q, k, v)]  # [B, R, N, H, D]
     nothing_masked = q.new_zeros(*q.shape[:2], 1, 1, q.shape[3])
-    per_sample, of_all = bias[:, None], bias.flatten(0, 1)[None]  # [B, 1, H, N, N], [1, B x H, N, N]
+    per_sample, of_all = (
+        bias[:, None],
+        bias.flatten(0, 1)[None],
+    )  # [B, 1, H, N, N], [1, B x H, N, N]
     return {
         "SDPA": (F.scaled_dot_product_attention, [*heads_second, of_all]),
         "cuDNN": (cudnn_attention, [*heads_second, of_all]),
@@ -211,9 +218,14 @@ def openfold_block(ours: nn.Module, config: object, clone: Path) -> nn.Module:
     is DeepSpeed's attention, which it can call where that is installed.
     """
     if not (clone / "openfold" / "model" / "evoformer.py").exists():
-        raise ImportError(f"no OpenFold in {clone}: name a clone of github.com/aqlaboratory/openfold with --openfold")
+        raise ImportError(
+            f"no OpenFold in {clone}: name a clone of github.com/aqlaboratory/openfold with --openfold"
+        )
     sys.modules.setdefault("attn_core_inplace_cuda", ModuleType("attn_core_inplace_cuda"))
-    for name in ("openfold", "openfold.model"):  # whose own __init__ import what reads data and draws structures
+    for name in (
+        "openfold",
+        "openfold.model",
+    ):  # whose own __init__ import what reads data and draws structures
         package = sys.modules.setdefault(name, ModuleType(name))
         package.__path__ = [str(clone / name.replace(".", "/"))]
     dim, pair = config.msa_dim, config.pair_dim
@@ -225,7 +237,10 @@ def openfold_block(ours: nn.Module, config: object, clone: Path) -> nn.Module:
         msa_dropout=0.0, pair_dropout=0.0, no_column_attention=False, opm_first=False,
         fuse_projection_weights=False, inf=1e9, eps=1e-3,
     )  # fmt: skip
-    names = {re.sub(r"\b(core|pair_stack|mha|_msa_att)\.", "", name): name for name in theirs.state_dict()}
+    names = {
+        re.sub(r"\b(core|pair_stack|mha|_msa_att)\.", "", name): name
+        for name in theirs.state_dict()
+    }
     theirs.load_state_dict({names[name]: value for name, value in ours.state_dict().items()})
 
     class Unmasked(nn.Module):
@@ -234,7 +249,9 @@ def openfold_block(ours: nn.Module, config: object, clone: Path) -> nn.Module:
             self.block = theirs
 
         def forward(self, msa: Tensor, pair: Tensor) -> tuple[Tensor, Tensor]:
-            return self.block(msa, pair, msa.new_ones(msa.shape[:-1]), pair.new_ones(pair.shape[:-1]))
+            return self.block(
+                msa, pair, msa.new_ones(msa.shape[:-1]), pair.new_ones(pair.shape[:-1])
+            )
 
     return Unmasked().to(next(ours.parameters()).device)
 
@@ -273,7 +290,12 @@ def fused_adam(module: str, low: Sequence[Tensor]) -> Step:
             for weight in weights:
                 weight.grad = torch.randn_like(weight)
             build = importlib.import_module(module).FusedAdam
-            settings = {"lr": 3e-4, "weight_decay": 0.01, "capturable": True, "master_weights": True}
+            settings = {
+                "lr": 3e-4,
+                "weight_decay": 0.01,
+                "capturable": True,
+                "master_weights": True,
+            }
             optimizers.append(build(weights, **settings))
         optimizers[0].step()
         return ()

@@ -82,9 +82,13 @@ def several(kind: Callable[[str], object] = str) -> Callable[[str], list]:
     return lambda text: list(dict.fromkeys(kind(part) for part in text.split(",")))
 
 
-def documented_parser(prog: str, documentation: str | None, usage: str | None = None, note: str = "") -> Parser:
+def documented_parser(
+    prog: str, documentation: str | None, usage: str | None = None, note: str = ""
+) -> Parser:
     """A parser whose help is the documentation; its part after 'Examples:' comes last, behind the note."""
-    description, _, examples = (documentation or "").partition("\nExamples:\n")  # there is none under python -OO
+    description, _, examples = (documentation or "").partition(
+        "\nExamples:\n"
+    )  # there is none under python -OO
     return Parser(
         prog=prog,
         usage=usage,
@@ -99,7 +103,9 @@ def run_tool(prog: str, body: Callable[[], int]) -> int:
     """Call `body` and return its exit status; what the user can put right is one line on stderr."""
     inputs.clear()
     if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a name that the terminal's encoding does not have
+        sys.stdout.reconfigure(
+            errors="backslashreplace"
+        )  # a name that the terminal's encoding does not have
     try:
         status = body()
         if sys.stdout:  # it is None where a shell has closed it
@@ -112,7 +118,9 @@ def run_tool(prog: str, body: Callable[[], int]) -> int:
     except BrokenPipeError:  # `| head` has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
-    except OSError as error:  # a file or directory that may not be read or written, named too long, in the way
+    except (
+        OSError
+    ) as error:  # a file or directory that may not be read or written, named too long, in the way
         where = f"{error.filename}: " if error.filename else ""
         message, status = f"{where}{error.strerror or error}", 2
     except KeyboardInterrupt:

@@ -23,7 +23,11 @@ MEASURED = {
 
 def beside(run: Run, baseline: Run) -> dict:
     """The numbers of a run as a row, None where there is none or the run did not finish."""
-    row: dict = {"configuration": run.name, "script": run.result.get("script"), "status": run.status}
+    row: dict = {
+        "configuration": run.name,
+        "script": run.result.get("script"),
+        "status": run.status,
+    }
     row |= {key: run.number(*place) for key, place in MEASURED.items()}
 
     def ratio(key: str) -> float | None:
@@ -41,7 +45,9 @@ def beside(run: Run, baseline: Run) -> dict:
 
 def runs_table(runs: Sequence[Run], rows: Sequence[dict]) -> str:
     """The rows of these runs in Markdown, without columns that no run has anything in."""
-    units = sorted({run.result["kernels"]["unit"] for run in runs if run.result["kernels"].get("unit")})
+    units = sorted(
+        {run.result["kernels"]["unit"] for run in runs if run.result["kernels"].get("unit")}
+    )
     scaled = len({row["processes"] for row in rows if row["speedup"]}) > 1
 
     def where_measured(*columns: Column) -> list[Column]:

@@ -44,7 +44,9 @@ def write_file(path: Path, write: Callable[[Path], object], replace: bool = Fals
     try:
         target = Path(os.path.realpath(path))  # a link stays a link
         if str(target) in inputs and not replace:
-            raise ToolError(f"{path}: it is an input, so nothing is written there; name another file")
+            raise ToolError(
+                f"{path}: it is an input, so nothing is written there; name another file"
+            )
         if target.exists() and not target.is_file():
             raise ToolError(f"{path}: cannot write there (it is not a file)")
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -55,7 +57,9 @@ def write_file(path: Path, write: Callable[[Path], object], replace: bool = Fals
         finally:
             temporary.unlink(missing_ok=True)
     except (OSError, UnicodeEncodeError) as error:
-        raise ToolError(f"{path}: cannot write there ({getattr(error, 'strerror', None) or error})") from error
+        raise ToolError(
+            f"{path}: cannot write there ({getattr(error, 'strerror', None) or error})"
+        ) from error
 
 
 def write_text(path: Path, text: str, replace: bool = False) -> None:

@@ -49,10 +49,18 @@ def output_of(*command: str) -> str:
 def commit() -> dict[str, dict]:
     """The commit of this checkout and whether files differ from it; SOURCE_COMMIT where a copy has no history."""
     if given := os.environ.get("SOURCE_COMMIT"):
-        dirty = {"value": None, "reason": "SOURCE_COMMIT names a commit, not the state of its files"}
+        dirty = {
+            "value": None,
+            "reason": "SOURCE_COMMIT names a commit, not the state of its files",
+        }
         return {"commit": figure(lambda: (given, None), "SOURCE_COMMIT"), "dirty": dirty}
-    changed = figure(lambda: (bool(output_of("git", "status", "--porcelain").strip()), None), "git status")
-    return {"commit": figure(lambda: (output_of("git", "rev-parse", "HEAD").strip(), None), "git"), "dirty": changed}
+    changed = figure(
+        lambda: (bool(output_of("git", "status", "--porcelain").strip()), None), "git status"
+    )
+    return {
+        "commit": figure(lambda: (output_of("git", "rev-parse", "HEAD").strip(), None), "git"),
+        "dirty": changed,
+    }
 
 
 def this_gpu() -> str:
@@ -108,14 +116,20 @@ def joules() -> float:
     import pynvml
 
     pynvml.nvmlInit()
-    return pynvml.nvmlDeviceGetTotalEnergyConsumption(pynvml.nvmlDeviceGetHandleByUUID(this_gpu())) / 1e3
+    return (
+        pynvml.nvmlDeviceGetTotalEnergyConsumption(pynvml.nvmlDeviceGetHandleByUUID(this_gpu()))
+        / 1e3
+    )
 
 
 @contextlib.contextmanager
 def watched() -> Iterator[dict[str, dict]]:
     """A dictionary that has, after the block, how long the GPU throttled in it and why, power and temperature."""
     found: dict[str, dict] = {}
-    before, energy = figure(lambda: (throttled_us(), "us"), "nvidia-smi"), figure(lambda: (joules(), "J"), "NVML")
+    before, energy = (
+        figure(lambda: (throttled_us(), "us"), "nvidia-smi"),
+        figure(lambda: (joules(), "J"), "NVML"),
+    )
     start = time.monotonic()
     try:
         yield found

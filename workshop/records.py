@@ -19,7 +19,13 @@ from workshop.cli import ToolError
 from workshop.files import read_json
 
 HUGE = 1e300  # numbers from here on, infinity and NaN are no measurements
-WORDS = {str: "text", int: "a whole number", float: "a number", bool: "true or false", NoneType: "null"}
+WORDS = {
+    str: "text",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    NoneType: "null",
+}
 UNIONS = (Union, UnionType)  # of Annotated types, and of all others
 Positive = Annotated[float, "above 0"]
 Count = Annotated[int, "above 0"]
@@ -252,7 +258,9 @@ class Row:
     # what was measured
     model: str = None  # tiny_llama or tiny_openfold
     version: str = None  # V1 to V4; a library has none
-    side: str = None  # its name among the sides: V1, V3 compiled, cuEquivariance, none, only overlap
+    side: str = (
+        None  # its name among the sides: V1, V3 compiled, cuEquivariance, none, only overlap
+    )
     shape: str = None  # a name for the sizes
     batch_size: Count = None
     seq_len: Count = None
@@ -284,7 +292,7 @@ class Row:
     held_mb: float | None = None
     # counts of a step
     per_step: Count = None
-    unit: str = None  # of per_step: kernels or operators
+    unit: str = None  # of per_step: kernels or operator calls
     host_launches: int | None = None
     flop: Count = None
     bytes: Count | None = None
@@ -431,7 +439,9 @@ def check_turns(rows: Iterable[dict], path: Path) -> None:
     for number, row in enumerate(rows):
         for key in ("turns_ms", "turns_us"):
             if key in row and len(row[key]) != (first := first or len(row[key])):
-                raise ToolError(f"{path}: rows[{number}].{key} has {len(row[key])} turns, others have {first}")
+                raise ToolError(
+                    f"{path}: rows[{number}].{key} has {len(row[key])} turns, others have {first}"
+                )
 
 
 @cache
@@ -451,7 +461,9 @@ def _check(kind: object, value: object, path: Path, where: str) -> None:
             if name in value:
                 _check(of, value[name], path, f"{place}{name}")
             elif required:
-                raise ToolError(f"{path}: it has no {place}{name}: another kind of file, or damaged")
+                raise ToolError(
+                    f"{path}: it has no {place}{name}: another kind of file, or damaged"
+                )
         others = getattr(kind, "others", None)
         for name in sorted(value.keys() - {name for name, *_ in known}) if others else ():
             if others is NONE:

@@ -51,16 +51,27 @@ class Run:
         """
         result, training = self.result, self.result["training"]
         model, version = model_and_version(result["script"])
-        row = {"model": model, **({"version": version} if version else {}), "script": result["script"]}
+        row = {
+            "model": model,
+            **({"version": version} if version else {}),
+            "script": result["script"],
+        }
         row |= {"precision": precision_of(training), "mode": mode_of(training)}
-        row |= {"fusions": [name.replace("_", "-") for name, on in (result.get("fusions") or {}).items() if on]}
+        row |= {
+            "fusions": [
+                name.replace("_", "-") for name, on in (result.get("fusions") or {}).items() if on
+            ]
+        }
         row |= {"peak_mb": self.number("memory", "peak_mb")}
         if self.status != "ok":
             return {**row, "status": self.status, "error": self.result.get("error")}
         times = ("samples_per_sec", "batch_ms", "batch_median_ms", "batch_p95_ms")
         measured = {key: self.number("timing", key) for key in times}
         measured |= {key: self.number("kernels", key) for key in ("per_step", "host_launches")}
-        measured |= {"unit": result["kernels"].get("unit"), "turns_ms": result["timing"].get("turns_ms")}
+        measured |= {
+            "unit": result["kernels"].get("unit"),
+            "turns_ms": result["timing"].get("turns_ms"),
+        }
         measured |= {"final_loss": self.number("loss", "final")}
         return row | {key: value for key, value in measured.items() if value is not None}
 
@@ -81,12 +92,17 @@ def runs_in(file: Path, content: dict) -> dict[str, dict]:
     runs = content.get("runs")
     if not isinstance(runs, dict):
         raise ToolError(f"{file}: not a file of several runs, as compare_runs.py --save writes it")
-    return {name: checked(Summary, result, file / name) for name, result in by_name(runs.items()).items()}
+    return {
+        name: checked(Summary, result, file / name)
+        for name, result in by_name(runs.items()).items()
+    }
 
 
 def file_of_runs(path: Path) -> tuple[dict[str, dict], str] | None:
     """The runs in the file that this path goes through, and the rest of the path; None if it goes through none."""
-    file = next((parent for parent in path.parents if parent.suffix == ".json" and parent.is_file()), None)
+    file = next(
+        (parent for parent in path.parents if parent.suffix == ".json" and parent.is_file()), None
+    )
     return file and (runs_in(file, read_json(file)), path.relative_to(file).as_posix())
 
 
@@ -106,7 +122,9 @@ def only_file(directory: Path, pattern: str, what: str) -> Path:
     if not paths:
         raise ToolError(f"{directory}: {what} in this directory")
     if len(paths) > 1:
-        raise ToolError(f"{directory}: several files {pattern} ({', '.join(p.name for p in paths)}), name one of them")
+        raise ToolError(
+            f"{directory}: several files {pattern} ({', '.join(p.name for p in paths)}), name one of them"
+        )
     return paths[0]
 
 
@@ -118,7 +136,11 @@ def load_run(path: Path, name: str | None = None) -> Run:
         raise ToolError(f"{path}: no such file or directory")
     result = load_result(path)
     if name is None:
-        name = path.resolve().parent.name if path.name.endswith("_summary.json") else path.name.removesuffix(".json")
+        name = (
+            path.resolve().parent.name
+            if path.name.endswith("_summary.json")
+            else path.name.removesuffix(".json")
+        )
     return Run(name, path, result)
 
 
@@ -150,7 +172,9 @@ def check_family(named: Iterable[tuple[str, dict]]) -> None:
     models = {model_and_version(result["script"])[0]: name for name, result in reversed([*named])}
     if len(models) > 1:
         (first, name), (second, other) = [*models.items()][-1:-3:-1]
-        raise ToolError(f"{name} is a run of {first}, {other} of {second}: different models cannot be compared")
+        raise ToolError(
+            f"{name} is a run of {first}, {other} of {second}: different models cannot be compared"
+        )
 
 
 def precision(result: dict) -> str:
@@ -185,7 +209,8 @@ def differences(named: Iterable[tuple[str, dict]], ignore: Sequence[str] = ()) -
             for key, value in settings(result).items():
                 values[key][str(value)].append(name)
     return [
-        f"{key} differs: " + "; ".join(f"{value} for {', '.join(names)}" for value, names in by_value.items())
+        f"{key} differs: "
+        + "; ".join(f"{value} for {', '.join(names)}" for value, names in by_value.items())
         for key, by_value in values.items()
         if len(by_value) > 1 and key not in ignore
     ]
@@ -195,9 +220,13 @@ def unsteady(named: Iterable[tuple[str, Run]]) -> list[str]:
     """One line for each (name, run) pair whose mean step is much longer than its median."""
     lines = []
     for name, run in named:
-        mean, median, steps = (run.number("timing", key) for key in ("batch_ms", "batch_median_ms", "steps"))
+        mean, median, steps = (
+            run.number("timing", key) for key in ("batch_ms", "batch_median_ms", "steps")
+        )
         if mean and median and steps and steps >= 5 and mean > UNSTEADY * median:
-            lines.append(f"{name} was disturbed, its mean step took {mean / median:.2f} times the median: run it again")
+            lines.append(
+                f"{name} was disturbed, its mean step took {mean / median:.2f} times the median: run it again"
+            )
     return lines
 
 

@@ -25,9 +25,13 @@ class Default(str):
     """A script that no argument names: load_script says that it is taken."""
 
 
-def add_script(parser: argparse.ArgumentParser | argparse._MutuallyExclusiveGroup, default: str) -> None:
+def add_script(
+    parser: argparse.ArgumentParser | argparse._MutuallyExclusiveGroup, default: str
+) -> None:
     """Add --script with this default."""
-    parser.add_argument("--script", default=Default(default), metavar="FILE", help="(default: %(default)s)")
+    parser.add_argument(
+        "--script", default=Default(default), metavar="FILE", help="(default: %(default)s)"
+    )
 
 
 def parser_around(
@@ -43,7 +47,9 @@ def tool_parser(prog: str, documentation: str | None) -> Parser:
     """The parser of a program around one script, with --script and --profile-dir."""
     parser = parser_around(prog, documentation, DEFAULT_SCRIPT)
     add_script(parser, DEFAULT_SCRIPT)
-    parser.add_argument("--profile-dir", metavar="DIR", help="for results (default: the script's own)")
+    parser.add_argument(
+        "--profile-dir", metavar="DIR", help="for results (default: the script's own)"
+    )
     return parser
 
 
@@ -57,7 +63,9 @@ def precision_of(training: Mapping) -> str:
     """The type of the matrix products as studies name it, from the arguments of a script or its result's `training`."""
     if training.get("use_amp"):
         return {"float16": "fp16"}.get(training.get("amp_dtype"), "bf16")
-    return {"highest": "fp32", "high": "TF32"}.get(training.get("matmul_precision") or "highest", "medium fp32")
+    return {"highest": "fp32", "high": "TF32"}.get(
+        training.get("matmul_precision") or "highest", "medium fp32"
+    )
 
 
 def mode_of(training: Mapping) -> str:
@@ -105,7 +113,9 @@ def load_script(name: str) -> ModuleType:
         spec.loader.exec_module(module)
     except ImportError as error:
         del sys.modules[path.stem]
-        raise ToolError(f"--script {name}: it needs a package that is not there ({error})", status=4) from error
+        raise ToolError(
+            f"--script {name}: it needs a package that is not there ({error})", status=4
+        ) from error
     return module
 
 
@@ -126,7 +136,9 @@ def script_arguments(
     return argv, args
 
 
-def measured_with(module: ModuleType, args: argparse.Namespace, config: object, device: object) -> dict:
+def measured_with(
+    module: ModuleType, args: argparse.Namespace, config: object, device: object
+) -> dict:
     """What a program that measures a script's model notes of it: see `Settings` of records.py."""
     training = ("batch_size", "use_amp", "amp_dtype", "matmul_precision")
     return {

@@ -18,17 +18,23 @@ from workshop.records import Study, read
 from workshop.script import interpret_without_gpu
 from workshop.turns import on_gpu
 
-Part = tuple[dict, Callable[[], dict | list[dict]]]  # what names a row, and what measures the rest of it, or of several
+Part = tuple[
+    dict, Callable[[], dict | list[dict]]
+]  # what names a row, and what measures the rest of it, or of several
 
 
 def check_failed(rows: Iterable[dict]) -> None:
     """ToolError if one of these runs failed; out of memory is a result."""
     if failed := [row for row in rows if row.get("status") == "failed"]:
         command = " ".join([failed[0]["script"], *failed[0]["argv"]])
-        raise ToolError(f"{len(failed)} of the runs failed, first {command}: {failed[0]['error']}", status=1)
+        raise ToolError(
+            f"{len(failed)} of the runs failed, first {command}: {failed[0]['error']}", status=1
+        )
 
 
-def measure_study(path: Path, parts: Iterable[Part], keep: bool = False, **settings: object) -> list[dict]:
+def measure_study(
+    path: Path, parts: Iterable[Part], keep: bool = False, **settings: object
+) -> list[dict]:
     """Measure what is not measured yet, and write the rows with what they were measured on; of several processes, one.
 
     Rows are in NAME.partial.json until the last one is there, so that an earlier result is replaced by a whole one.
@@ -52,7 +58,9 @@ def measure_study(path: Path, parts: Iterable[Part], keep: bool = False, **setti
             rows, sessions = earlier.pop("rows"), earlier.pop("provenance", [])
             if earlier != content:
                 way_out = "name another file, or delete it" if keep else "delete it first"
-                raise ToolError(f"{file}: begun with other settings or on another device; {way_out}")
+                raise ToolError(
+                    f"{file}: begun with other settings or on another device; {way_out}"
+                )
 
     def write(file: Path) -> None:
         if first.RANK == 0:
@@ -68,9 +76,18 @@ def measure_study(path: Path, parts: Iterable[Part], keep: bool = False, **setti
             if any(all(row.get(key) == value for key, value in names.items()) for row in rows):
                 continue
             if first.RANK == 0:
-                whole = len(parts) if isinstance(parts, Sized) else None  # what comes next may follow from the rows
-                left = f"; {statistics.fmean(seconds) * (whole - number):.0f} s left" if whole and seconds else ""
-                print(f"{number + 1}{f' of {whole}' if whole else ''}: {in_words(names)}{left}", file=sys.stderr)
+                whole = (
+                    len(parts) if isinstance(parts, Sized) else None
+                )  # what comes next may follow from the rows
+                left = (
+                    f"; {statistics.fmean(seconds) * (whole - number):.0f} s left"
+                    if whole and seconds
+                    else ""
+                )
+                print(
+                    f"{number + 1}{f' of {whole}' if whole else ''}: {in_words(names)}{left}",
+                    file=sys.stderr,
+                )
             started = time.monotonic()
             with contextlib.redirect_stdout(sys.stderr):  # the lines of the runs
                 found = measure()
@@ -87,7 +104,10 @@ def measure_study(path: Path, parts: Iterable[Part], keep: bool = False, **setti
 
 def in_words(names: Mapping[str, object]) -> str:
     """What names a row, for a line of progress."""
-    return ", ".join(f"{key} {' '.join(value) if isinstance(value, list) else value}" for key, value in names.items())
+    return ", ".join(
+        f"{key} {' '.join(value) if isinstance(value, list) else value}"
+        for key, value in names.items()
+    )
 
 
 def read_rows(path: Path, keys: Iterable[str] = (), measured: Iterable[str] = ()) -> list[dict]:
@@ -101,9 +121,15 @@ def read_rows(path: Path, keys: Iterable[str] = (), measured: Iterable[str] = ()
     rows = read(Study, path)["rows"]
     for number, content in enumerate(rows):
         missing = [key for key in keys if key not in content]
-        missing += [key for key in (("error",) if "status" in content else measured) if content.get(key) is None]
+        missing += [
+            key
+            for key in (("error",) if "status" in content else measured)
+            if content.get(key) is None
+        ]
         if missing:
-            raise ToolError(f"{path}: rows[{number}] has no {missing[0]}: another study, or of an older version")
+            raise ToolError(
+                f"{path}: rows[{number}] has no {missing[0]}: another study, or of an older version"
+            )
     return rows
 
 
@@ -120,7 +146,9 @@ def as_rows(sides: Mapping[str, dict]) -> list[dict]:
     return [{"side": name, **row} for name, row in sides.items()]
 
 
-def read_study(path: Path, keys: Iterable[str], measured: Iterable[str] = ("batch_ms", "turns_ms")) -> dict:
+def read_study(
+    path: Path, keys: Iterable[str], measured: Iterable[str] = ("batch_ms", "turns_ms")
+) -> dict:
     """A study, finished or not, with at least one row; its rows are checked as by `read_rows`."""
     study = read(Study, path)
     if not read_rows(path, keys, measured):
@@ -139,6 +167,4 @@ def study_asked_for(table: Path | None, argv: Sequence[str]) -> Path | None:
 def heading(study: dict, script: str) -> str:
     """What was measured, on what and how, in a line above the tables of a study."""
     environment, given = study["environment"], " ".join([script, *study.get("argv", [])])
-    return (
-        f"{given} on {environment.get('device_name')}, PyTorch {environment.get('torch')}, {study.get('rounds')} turns"
-    )
+    return f"{given} on {environment.get('device_name')}, PyTorch {environment.get('torch')}, {study.get('rounds')} turns"

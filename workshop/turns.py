@@ -17,7 +17,12 @@ from workshop.script import mode_of, model_and_version, precision_of
 
 GRAPH = "--enable-cuda-graph"
 TURN_MS = 300  # about how long a turn is
-DECIDED = {GRAPH, "--disable-cuda-graph", "reduce-overhead", "max-autotune"}  # the last two have own graphs
+DECIDED = {
+    GRAPH,
+    "--disable-cuda-graph",
+    "reduce-overhead",
+    "max-autotune",
+}  # the last two have own graphs
 
 
 def free_memory() -> None:
@@ -76,7 +81,9 @@ def short_run(script: str, argv: Sequence[str]) -> dict:
     """Train a few steps in this process, without counting and profiling. The result is `ok` or out of memory."""
     module = importlib.import_module(script)
     with tempfile.TemporaryDirectory() as folder:
-        args = module.parse_args([*argv, "--under-profiler", "--log-interval", "1000000", "--profile-dir", folder])
+        args = module.parse_args(
+            [*argv, "--under-profiler", "--log-interval", "1000000", "--profile-dir", folder]
+        )
         result = module.train(args)
     free_memory()
     if result["exit_status"] == 130:
@@ -88,10 +95,14 @@ def short_run(script: str, argv: Sequence[str]) -> dict:
 
 def parse_quiet(module: ModuleType, argv: Sequence[str]) -> argparse.Namespace:
     """The arguments of a run that shows no progress and leaves nothing behind."""
-    return module.parse_args([*argv, "--log-interval", "1000000", "--profile-dir", tempfile.gettempdir()])
+    return module.parse_args(
+        [*argv, "--log-interval", "1000000", "--profile-dir", tempfile.gettempdir()]
+    )
 
 
-def begin(module: ModuleType, args: argparse.Namespace, rounds: int) -> tuple[object, int, float | None]:
+def begin(
+    module: ModuleType, args: argparse.Namespace, rounds: int
+) -> tuple[object, int, float | None]:
     """A warm Run of a script, how many of its steps are a turn, and its peak memory in MB as that of a run alone."""
     run = module.Run(args)
     gpu = run.device.type == "cuda"
@@ -213,5 +224,11 @@ def speedup(first: dict, second: dict) -> float:
 def spread(ratios: Sequence[float]) -> str:
     """The range of ratios turn by turn, and whether they show a difference, in the words of --compare-fusion."""
     low, high = min(ratios), max(ratios)
-    verdict = ", too few turns to tell" if len(ratios) < 5 else ", no difference seen" if low <= 1 <= high else ""
+    verdict = (
+        ", too few turns to tell"
+        if len(ratios) < 5
+        else ", no difference seen"
+        if low <= 1 <= high
+        else ""
+    )
     return f"{low:.2f}x to {high:.2f}x{verdict}"

@@ -38,7 +38,9 @@ class Ceilings:
         return min(self.gemm_tflops, self.copy_gb_per_s * flop_per_byte / 1e3)
 
 
-def best_seconds(work: Callable[[], object], device: torch.device, repetitions: int, budget: float) -> float:
+def best_seconds(
+    work: Callable[[], object], device: torch.device, repetitions: int, budget: float
+) -> float:
     """The shortest of several runs after a warm-up, by device events on a GPU; stops when `budget` seconds are over."""
     import torch
 
@@ -81,4 +83,6 @@ def measure_ceilings(args: argparse.Namespace, device: torch.device) -> Ceilings
     target = torch.empty_like(source)
     seconds = best_seconds(lambda: target.copy_(source), device, 20, 0.3)
     precision = args.amp_dtype if args.use_amp else f"float32, {args.matmul_precision}"
-    return Ceilings(precision, fastest_size, fastest, source.nbytes, 2 * source.nbytes / seconds / 1e9)
+    return Ceilings(
+        precision, fastest_size, fastest, source.nbytes, 2 * source.nbytes / seconds / 1e9
+    )

@@ -23,31 +23,55 @@ from pathlib import Path
 from workshop.files import reads, write_file
 
 CATEGORIES = (
-    *("GEMM", "attention", "normalisation", "element-wise", "copies", "reductions", "optimizer", "generated"),
+    *(
+        "GEMM",
+        "attention",
+        "normalisation",
+        "element-wise",
+        "copies",
+        "reductions",
+        "optimizer",
+        "generated",
+    ),
     *("communication", "other"),
 )
 
 # The first pattern that is found in the name decides, so what is specific comes first. Upper and lower case are alike.
 KERNELS = (
-    ("other", r"^autograd::|backward\d+$|accumulategrad$"),  # nodes of the autograd graph: the time between operators
+    (
+        "other",
+        r"^autograd::|backward\d+$|accumulategrad$",
+    ),  # nodes of the autograd graph: the time between operators
     ("communication", r"nccl|rccl|^c10d::|^gloo:"),
     ("generated", r"^triton_|^cpp_fused|compiledfxgraph|^compiledfunction|^torch-compiled region"),
     # AOTriton (attn_fwd, bwd_kernel_*), composable kernel (Fmha), CUTLASS (MemEffAttention), cuDNN (sdpa), V3's own
-    ("attention", r"flash|fmha|attn_fwd|attn_bwd|bwd_kernel_|bwd_preprocess|attention|sdpa|dot_do_o|convert_dq_"),
+    (
+        "attention",
+        r"flash|fmha|attn_fwd|attn_bwd|bwd_kernel_|bwd_preprocess|attention|sdpa|dot_do_o|convert_dq_",
+    ),
     # The loss. The fifth template argument of softmax_warp_* is is_log_softmax.
     ("other", r"cross_entropy|log_?softmax|softmax_warp_\w+<[^,]+,[^,]+,[^,]+, *\d+, *true"),
     ("attention", r"softmax"),
     ("normalisation", r"(layer|rms|batch|group)_?norm|rowwisemoments|gammabeta|computegradinput"),
     ("copies", r"multi_tensor_apply.*copyfunctor"),  # a cast of many tensors
-    ("optimizer", r"adam|multi_tensor_apply|amp_(update|foreach|non_finite)"),  # only they work on lists of tensors
+    (
+        "optimizer",
+        r"adam|multi_tensor_apply|amp_(update|foreach|non_finite)",
+    ),  # only they work on lists of tensors
     # V3's kernels that add up what programs or a product left in parts; triangle_weights does it for weights.
     ("reductions", r"(sum|add)_parts|(^|_)sums?(_kernel|$)|_(weights|finish)_kernel"),
     # V3's, and V4's whole layer: they multiply matrices, whatever else they do beside it.
     ("GEMM", r"triangle_|outer_product|transformer_block"),
     # Cijk: rocBLAS and hipBLASLt name kernels by their index equation. nvjet, xmma, cutlass, splitK, dot: cuBLAS.
     ("GEMM", r"cijk_|gemm|gemv|nvjet|xmma|cutlass|splitk|dot_kernel|reduce_1block|rocblas_dot"),
-    ("copies", r"memcpy|memset|copy_kernel|copy_device|batchedcopy|fillfunctor|fill_kernel|(copy|fill)buffer"),
-    ("other", r"embedding|index|gather|scatter|nll_loss|searchsorted|bucketize|distribution|sort|scan_"),
+    (
+        "copies",
+        r"memcpy|memset|copy_kernel|copy_device|batchedcopy|fillfunctor|fill_kernel|(copy|fill)buffer",
+    ),
+    (
+        "other",
+        r"embedding|index|gather|scatter|nll_loss|searchsorted|bucketize|distribution|sort|scan_",
+    ),
     ("reductions", r"reduce"),
     ("element-wise", r"elementwise|element_wise|pointwise|triu_tril|unrolled_kernel|arange"),
     ("element-wise", r"glu_|relu_|rotary|(^|_)rope"),
@@ -55,18 +79,42 @@ KERNELS = (
 
 # Operators of a CPU, by their whole name without "aten::"; a trailing underscore (in place) makes no difference.
 OPERATORS = (
-    ("attention", r".*scaled_dot_product.*|.*_attention_.*|_?softmax|_softmax_backward_data|_safe_softmax"),
-    ("GEMM", r"mm|addmm|bmm|baddbmm|addbmm|mv|addmv|dot|vdot|linear|matmul|einsum|outer|_addmm_activation|.*_linear"),
+    (
+        "attention",
+        r".*scaled_dot_product.*|.*_attention_.*|_?softmax|_softmax_backward_data|_safe_softmax",
+    ),
+    (
+        "GEMM",
+        r"mm|addmm|bmm|baddbmm|addbmm|mv|addmv|dot|vdot|linear|matmul|einsum|outer|_addmm_activation|.*_linear",
+    ),
     ("normalisation", r".*(layer|rms|batch|group|instance)_norm.*"),
     ("optimizer", r"_fused_adam.*|_fused_sgd.*|_fused_adagrad.*|_foreach_.*|_amp_.*"),
-    ("copies", r"_?copy|_to_copy|to|_?cat|stack|clone|contiguous|fill|zero|zeros|ones|full|(zeros|ones|full)_like"),
-    ("copies", r"new_(zeros|ones|full)|repeat|repeat_interleave|pad|constant_pad_nd|_?pin_memory|roll|flip|tril|triu"),
+    (
+        "copies",
+        r"_?copy|_to_copy|to|_?cat|stack|clone|contiguous|fill|zero|zeros|ones|full|(zeros|ones|full)_like",
+    ),
+    (
+        "copies",
+        r"new_(zeros|ones|full)|repeat|repeat_interleave|pad|constant_pad_nd|_?pin_memory|roll|flip|tril|triu",
+    ),
     ("copies", r"(select|slice)_(backward|scatter)"),  # a gradient written into zeros
-    ("reductions", r"sum|mean|prod|amax|amin|max|min|argmax|argmin|any|all|var|std|norm|linalg_vector_norm|cumsum"),
+    (
+        "reductions",
+        r"sum|mean|prod|amax|amin|max|min|argmax|argmin|any|all|var|std|norm|linalg_vector_norm|cumsum",
+    ),
     ("reductions", r"logsumexp|var_mean|std_mean|sum_to_size|count_nonzero"),
-    ("element-wise", r"add|sub|mul|div|rsub|neg|abs|sign|pow|square|sqrt|rsqrt|exp|log|log2|log1p|sin|cos|reciprocal"),
-    ("element-wise", r"(relu|gelu|silu|sigmoid|tanh|glu|threshold|softplus|hardtanh|elu|dropout)(_backward)?"),
-    ("element-wise", r"addcmul|addcdiv|lerp|where|_s_where|masked_fill|clamp(_min|_max)?|maximum|minimum|round|floor"),
+    (
+        "element-wise",
+        r"add|sub|mul|div|rsub|neg|abs|sign|pow|square|sqrt|rsqrt|exp|log|log2|log1p|sin|cos|reciprocal",
+    ),
+    (
+        "element-wise",
+        r"(relu|gelu|silu|sigmoid|tanh|glu|threshold|softplus|hardtanh|elu|dropout)(_backward)?",
+    ),
+    (
+        "element-wise",
+        r"addcmul|addcdiv|lerp|where|_s_where|masked_fill|clamp(_min|_max)?|maximum|minimum|round|floor",
+    ),
     (
         "element-wise",
         r"eq|ne|lt|le|gt|ge|(bitwise|logical)_\w+|__(and|or|xor)_|remainder|fmod|ceil|is(nan|(neg)?inf)",
@@ -85,7 +133,9 @@ def category(name: str) -> str:
 
 
 # What tells instances of a generic kernel apart, somewhere in its template arguments, and what only wraps it.
-COMPUTES = re.compile(r"cutlass_\w+|\w*functor\w*|\b[A-Z]\w+Ops\b|\w+?(?=_kernel(?:_cuda|_impl)?[(<])", re.IGNORECASE)
+COMPUTES = re.compile(
+    r"cutlass_\w+|\w*functor\w*|\b[A-Z]\w+Ops\b|\w+?(?=_kernel(?:_cuda|_impl)?[(<])", re.IGNORECASE
+)
 WRAPPERS = re.compile(r"(A|B)?(Unary|Binary)Functor$|gpu$")
 
 
@@ -94,7 +144,9 @@ def short_name(name: str, width: int = 60) -> str:
 
     Generic kernels keep the functor that tells them apart: `vectorized_elementwise_kernel [MulFunctor]`.
     """
-    if "<" in name or re.match(r"void |[\w:]+\(", name):  # C++, not a copy "Memcpy HtoD (...)" or an operator
+    if "<" in name or re.match(
+        r"void |[\w:]+\(", name
+    ):  # C++, not a copy "Memcpy HtoD (...)" or an operator
         plain = name.removeprefix("void ").replace("(anonymous namespace)::", "")
         depth, kept = 0, ""
         for letter in plain:
@@ -154,11 +206,15 @@ def merge_statistics(rows: Iterable[KernelStatistics]) -> list[KernelStatistics]
     for name, same in by_name.items():
         calls, duration = sum(r.calls for r in same), sum(r.total_ns for r in same)
         squares = sum((r.calls - 1) * r.std_dev_ns**2 + r.calls * r.average_ns**2 for r in same)
-        deviation = math.sqrt(max(0.0, squares - duration**2 / calls) / (calls - 1)) if calls > 1 else 0.0
+        deviation = (
+            math.sqrt(max(0.0, squares - duration**2 / calls) / (calls - 1)) if calls > 1 else 0.0
+        )
         percentage = 100 * duration / total if total else 100 / len(by_name)
         low, high = min(r.min_ns for r in same), max(r.max_ns for r in same)
         merged.append(
-            KernelStatistics(name, calls, duration, duration / max(1, calls), percentage, low, high, deviation)
+            KernelStatistics(
+                name, calls, duration, duration / max(1, calls), percentage, low, high, deviation
+            )
         )
     return sorted(merged, key=lambda row: -row.total_ns)
 
@@ -189,24 +245,36 @@ def read_statistics(path: Path) -> list[KernelStatistics]:
         raise ValueError(f"{path}: the file is empty")
     header = lines[0]
     if missing := [name for name in HEADER if name not in header]:
-        raise ValueError(f"{path}: not a kernel statistics file, the header lacks {', '.join(missing)}")
+        raise ValueError(
+            f"{path}: not a kernel statistics file, the header lacks {', '.join(missing)}"
+        )
     columns = [header.index(name) for name in HEADER]
     rows = []
     for number, cells in enumerate(lines[1:], start=2):
         if not cells:
             continue
         if len(cells) < len(header):
-            raise ValueError(f"{path}: row {number} has {len(cells)} of {len(header)} columns, is the file cut off?")
+            raise ValueError(
+                f"{path}: row {number} has {len(cells)} of {len(header)} columns, is the file cut off?"
+            )
         name, *values = (cells[column] for column in columns)
         try:
             calls, total, average, percentage, low, high, deviation = map(float, values)
-            whole = [int(value) for value in (calls, total, low, high)]  # OverflowError: infinite, ValueError: NaN
+            whole = [
+                int(value) for value in (calls, total, low, high)
+            ]  # OverflowError: infinite, ValueError: NaN
         except (ValueError, OverflowError) as error:
-            raise ValueError(f"{path}: row {number} has a value that is no number: {', '.join(values)}") from error
-        rows.append(KernelStatistics(name, whole[0], whole[1], average, percentage, *whole[2:], deviation))
+            raise ValueError(
+                f"{path}: row {number} has a value that is no number: {', '.join(values)}"
+            ) from error
+        rows.append(
+            KernelStatistics(name, whole[0], whole[1], average, percentage, *whole[2:], deviation)
+        )
     total_percentage = math.fsum(row.percentage for row in rows)
     if not abs(total_percentage - 100) <= 1:  # also true for NaN
-        raise ValueError(f"{path}: percentages add up to {total_percentage:.1f}, not to 100, is the file cut off?")
+        raise ValueError(
+            f"{path}: percentages add up to {total_percentage:.1f}, not to 100, is the file cut off?"
+        )
     return rows if len({row.name for row in rows}) == len(rows) else merge_statistics(rows)
 
 
@@ -216,7 +284,9 @@ class Kernel:
 
     name: str
     duration_ns: int  # of an operator: without the operators that it called
-    launch_us: float | None  # when the host launched it, on the trace's clock; None if the trace does not tell
+    launch_us: (
+        float | None
+    )  # when the host launched it, on the trace's clock; None if the trace does not tell
     category: str
     is_copy: bool = False  # a memcpy or memset, which does not count as a kernel
     operator: int | None = None  # "External id" of the operator that launched it
@@ -230,7 +300,9 @@ def load_trace(path: Path) -> list[dict]:
             content = gzip.decompress(content)
         return json.loads(content)["traceEvents"]
     except (EOFError, zlib.error, gzip.BadGzipFile, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}: not a trace of the PyTorch profiler, or cut off ({error})") from error
+        raise ValueError(
+            f"{path}: not a trace of the PyTorch profiler, or cut off ({error})"
+        ) from error
 
 
 def complete(events: Iterable[dict], *categories: str) -> list[dict]:
@@ -247,7 +319,15 @@ def operators_of(events: Iterable[dict]) -> list[Kernel]:
     """Every call of an operator with its self time: its duration without that of its direct children."""
     # A child has the same thread and lies inside; where both start at the same time the longer one is the parent.
     calls = complete(events, "cpu_op")
-    calls.sort(key=lambda e: (str(e["pid"]), str(e["tid"]), e["ts"], -e["dur"], e.get("args", {}).get("Ev Idx", 0)))
+    calls.sort(
+        key=lambda e: (
+            str(e["pid"]),
+            str(e["tid"]),
+            e["ts"],
+            -e["dur"],
+            e.get("args", {}).get("Ev Idx", 0),
+        )
+    )
     self_us = [call["dur"] for call in calls]
     stack: list[int] = []  # operators that are open, outermost first
     for index, call in enumerate(calls):
@@ -281,8 +361,14 @@ def kernels_of(events: Sequence[dict]) -> list[Kernel]:
     if not has_gpu(events):
         return operators_of(events)
     calls = complete(events, "cuda_runtime", "cuda_driver")  # Kineto's names for HIP's calls, too
-    calls.sort(key=lambda call: "Launch" in call["name"])  # should a correlation be shared, the launch is the one
-    launches = {call["args"]["correlation"]: call["ts"] for call in calls if "correlation" in call.get("args", {})}
+    calls.sort(
+        key=lambda call: "Launch" in call["name"]
+    )  # should a correlation be shared, the launch is the one
+    launches = {
+        call["args"]["correlation"]: call["ts"]
+        for call in calls
+        if "correlation" in call.get("args", {})
+    }
     kernels = []
     for event in complete(events, "kernel", "gpu_memcpy", "gpu_memset"):
         arguments, is_copy = event.get("args", {}), event["cat"] != "kernel"
@@ -321,7 +407,9 @@ def communication_of(events: Sequence[dict], phases: Sequence[str]) -> Communica
     for event in work:
         if event["ts"] < begin:  # the processes meeting before the first step
             continue
-        collective = event["name"].startswith(("nccl", "gloo:", "rccl"))  # RCCL's kernels are called ncclDevKernel too
+        collective = event["name"].startswith(
+            ("nccl", "gloo:", "rccl")
+        )  # RCCL's kernels are called ncclDevKernel too
         edges += [(event["ts"], collective, 1), (event["ts"] + event["dur"], collective, -1)]
     running, last, total, exposed = {True: 0, False: 0}, 0.0, 0.0, 0.0
     for moment, collective, change in sorted(edges):

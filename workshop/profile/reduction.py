@@ -126,7 +126,9 @@ def load_profile(directory: Path) -> Profile:
             return load_pytorch(folder)
     if folder := rocprofv3_folder(directory):
         return load_rocprofv3(folder)
-    lacking = "neither <script>_kernels.csv (run_pytorch_profiler.py) nor stats.csv (run_rocprofv3.sh)"
+    lacking = (
+        "neither <script>_kernels.csv (run_pytorch_profiler.py) nor stats.csv (run_rocprofv3.sh)"
+    )
     raise ToolError(f"{directory}: no profile: {lacking}")
 
 
@@ -143,7 +145,10 @@ def match(sides: Sequence[Profile], steps: Sequence[int]) -> list[Kernel]:
     rows = [{row.name: row for row in side.statistics} for side in sides]
 
     def per_step(name: str, value: Callable[[KernelStatistics], float]) -> tuple[float, float]:
-        found = (value(side[name]) / n if name in side else 0 for side, n in zip(rows, steps, strict=True))
+        found = (
+            value(side[name]) / n if name in side else 0
+            for side, n in zip(rows, steps, strict=True)
+        )
         return tuple(found)
 
     kernels = [
@@ -163,7 +168,9 @@ def total(name: str, kernels: Sequence[Kernel], copies: bool = True) -> Kernel:
     """The sum of kernels under a name; copies count as launches if asked for, their time always."""
     counted = [kernel.launches for kernel in kernels if copies or not kernel.is_copy]
     launches = tuple(sum(each[side] for each in counted) for side in (0, 1))
-    return Kernel(name, name, False, launches, tuple(sum(k.ms[side] for k in kernels) for side in (0, 1)))
+    return Kernel(
+        name, name, False, launches, tuple(sum(k.ms[side] for k in kernels) for side in (0, 1))
+    )
 
 
 def change(before: float, after: float) -> str:
@@ -173,7 +180,9 @@ def change(before: float, after: float) -> str:
 
 def launches_and_ms(labels: dict[int, str]) -> tuple[list[Column], list[Column]]:
     """Columns for the sides with these labels."""
-    launches = [Column(f"{s}launches", lambda k, i=i: k.launches[i], ".10g") for i, s in labels.items()]
+    launches = [
+        Column(f"{s}launches", lambda k, i=i: k.launches[i], ".10g") for i, s in labels.items()
+    ]
     return launches, [Column(f"{s}ms", lambda k, i=i: k.ms[i], ".3f") for i, s in labels.items()]
 
 
@@ -185,20 +194,34 @@ def category_table(kernels: Sequence[Kernel]) -> str:
     members = {name: [k for k in kernels if k.category == name] for name in CATEGORIES}
     rows = [total(name, several) for name, several in members.items() if several]
     launches, ms = launches_and_ms(BOTH)
-    columns = [Column("category", "name"), *launches, Column("change", lambda k: change(*k.launches))]
+    columns = [
+        Column("category", "name"),
+        *launches,
+        Column("change", lambda k: change(*k.launches)),
+    ]
     columns += [*ms, Column("change of time", lambda k: change(*k.ms))]
     return render(columns, [*rows, total("all", kernels)])
 
 
-def section(title: str, kernels: Sequence[Kernel], labels: dict[int, str], top: int, per: str) -> list[str]:
+def section(
+    title: str, kernels: Sequence[Kernel], labels: dict[int, str], top: int, per: str
+) -> list[str]:
     """A section with a table of kernels and its columns for one side or both; at most `top` rows."""
     everything = total(title, kernels)
     count = " -> ".join(f"{everything.launches[side]:.10g}" for side in labels)
     time = " -> ".join(f"{everything.ms[side]:.3f}" for side in labels)
-    lines = ["", f"## {title}", "", f"Kernel names: {len(kernels)}; {count} launches and {time} ms{per}."]
+    lines = [
+        "",
+        f"## {title}",
+        "",
+        f"Kernel names: {len(kernels)}; {count} launches and {time} ms{per}.",
+    ]
     if not kernels:
         return lines
-    columns = [Column("kernel", lambda k: f"`{short_name(k.name)}`"), Column("category", "category", text=True)]
+    columns = [
+        Column("kernel", lambda k: f"`{short_name(k.name)}`"),
+        Column("category", "category", text=True),
+    ]
     launches, ms = launches_and_ms(labels)
     lines += ["", render([*columns, *launches, *ms], kernels[:top])]
     if len(kernels) > top:
@@ -208,7 +231,11 @@ def section(title: str, kernels: Sequence[Kernel], labels: dict[int, str], top: 
 
 
 def report(
-    sides: Sequence[Profile], kernels: Sequence[Kernel], notes: Sequence[str], per_step: bool, top: int
+    sides: Sequence[Profile],
+    kernels: Sequence[Kernel],
+    notes: Sequence[str],
+    per_step: bool,
+    top: int,
 ) -> str:
     """The whole comparison in Markdown; without kernels by name and headings where `top` is 0."""
     per = " per step" if per_step else " in all"
@@ -258,7 +285,9 @@ def report(
 
 def compare(sides: Sequence[Profile], top: int) -> tuple[list[Kernel], list[str], str]:
     """The kernels of both sides, what differs beside them, and the report; ToolError if they do not fit."""
-    known = [(label, side.settings) for label, side in zip(SIDES, sides, strict=True) if side.settings]
+    known = [
+        (label, side.settings) for label, side in zip(SIDES, sides, strict=True) if side.settings
+    ]
     check_family(known)
     if sides[0].unit != sides[1].unit:
         units = f"one side has {sides[0].unit}, the other {sides[1].unit}"
@@ -276,7 +305,9 @@ def compare(sides: Sequence[Profile], top: int) -> tuple[list[Kernel], list[str]
             notes[-1] += f"; model, sizes and steps of {unknown} are not checked: "
             notes[-1] += "no result file belongs to the profile"
         if whole := ", ".join(label for label, s in of.items() if s.settings and not s.steps):
-            notes[-1] += f"; {whole} have the warm-up, too, which rocprofv3 of ROCm 6 cannot leave out"
+            notes[-1] += (
+                f"; {whole} have the warm-up, too, which rocprofv3 of ROCm 6 cannot leave out"
+            )
     if sides[0].source != sides[1].source:
         notes.append("two profilers may write the name of one kernel in two ways")
     return kernels, notes, report(sides, kernels, notes, per_step, top)

@@ -52,7 +52,10 @@ def flop_counter() -> FlopCounterMode:
         return sdpa_backward_flop_count(grad, query, key, value)
 
     name = "_scaled_dot_product_flash_attention_for_cpu"
-    formulas = {getattr(torch.ops.aten, name): forward, getattr(torch.ops.aten, f"{name}_backward"): backward}
+    formulas = {
+        getattr(torch.ops.aten, name): forward,
+        getattr(torch.ops.aten, f"{name}_backward"): backward,
+    }
     return FlopCounterMode(display=False, custom_mapping=formulas)
 
 
@@ -61,7 +64,9 @@ def profiled_steps(trainer) -> Iterator[list[dict]]:
     for _ in range(STEPS):
         events = trainer.trace(trainer.profile())["traceEvents"]
         if trainer.gpu and not has_gpu(events):
-            raise ToolError("the profiler saw no kernels on the GPU: may this user profile it?", status=1)
+            raise ToolError(
+                "the profiler saw no kernels on the GPU: may this user profile it?", status=1
+            )
         yield events
 
 
@@ -105,7 +110,9 @@ def without_children(inclusive: dict[str, int], kinds: dict[str, str]) -> Counte
     return total
 
 
-def count_modules(trainer, kinds: dict[str, str], no_work: tuple[str, ...]) -> tuple[Counter, int, Counter]:
+def count_modules(
+    trainer, kinds: dict[str, str], no_work: tuple[str, ...]
+) -> tuple[Counter, int, Counter]:
     """FLOP of one forward pass per kind of module, FLOP of forward and backward, bytes of the forward per kind."""
     from workshop.profile.traffic import Traffic
 
@@ -114,7 +121,9 @@ def count_modules(trainer, kinds: dict[str, str], no_work: tuple[str, ...]) -> t
         with Traffic(trainer.model, kinds, no_work) as traffic, trainer.autocast():
             loss = trainer.model(**batch)
         counts = counter.get_flop_counts()
-        inclusive = {name: sum(counts.get(f"{root}.{name}" if name else root, {}).values()) for name in kinds}
+        inclusive = {
+            name: sum(counts.get(f"{root}.{name}" if name else root, {}).values()) for name in kinds
+        }
         loss.backward()
     trainer.model.zero_grad(set_to_none=True)
     moved: Counter = Counter()
@@ -142,7 +151,10 @@ def named_ranges(model: nn.Module, kinds: dict[str, str]) -> Iterator[None]:
 
     for name, module in model.named_modules():
         if name in kinds:
-            handles += [module.register_forward_pre_hook(enter(kinds[name])), module.register_forward_hook(leave)]
+            handles += [
+                module.register_forward_pre_hook(enter(kinds[name])),
+                module.register_forward_hook(leave),
+            ]
     try:
         yield
     finally:
@@ -191,10 +203,14 @@ def module_rows(
     rows: dict[str, dict] = {}
     for name, kind in kinds.items():
         module = model.get_submodule(name)
-        rest = any(enclosing(other, kinds) == name for other in kinds)  # the others' parameters are in their rows
+        rest = any(
+            enclosing(other, kinds) == name for other in kinds
+        )  # the others' parameters are in their rows
         row = rows.setdefault(kind, {"module": kind, "blocks": 0, "parameters": 0})
         row["blocks"] += 1
-        row["parameters"] += sum(parameter.numel() for parameter in module.parameters(recurse=not rest))
+        row["parameters"] += sum(
+            parameter.numel() for parameter in module.parameters(recurse=not rest)
+        )
     for kind, row in rows.items():
         row |= {"flop": flop[kind], "share_percent": 100 * flop[kind] / flop.total()}
         counted = (None if values is None else values[kind] for values in (moved, spent))
@@ -220,7 +236,11 @@ def group_flops(module: ModuleType, args: argparse.Namespace, device: torch.devi
     with flop_counter() as counter:
         model(**{name: value.to(meta) for name, value in batch.items()}).backward()
     flop = Counter({"GEMM": counter.get_total_flops()})
-    fused = {name: True for flag, name, _ in module.FUSIONS if "attention" in flag and getattr(args, name)}
+    fused = {
+        name: True
+        for flag, name, _ in module.FUSIONS
+        if "attention" in flag and getattr(args, name)
+    }
     if fused:
         trainer = module.Trainer(module.all_off(args, **fused), device)
         with flop_counter() as counter:
@@ -228,7 +248,9 @@ def group_flops(module: ModuleType, args: argparse.Namespace, device: torch.devi
                 loss = trainer.model(**trainer.next_batch())
             loss.backward()
         counts = counter.get_flop_counts()["Global"]
-        seen = sum(n for operator, n in counts.items() if category(f"aten::{operator.__name__}") == "GEMM")
+        seen = sum(
+            n for operator, n in counts.items() if category(f"aten::{operator.__name__}") == "GEMM"
+        )
         flop = Counter({"GEMM": seen, "attention": flop["GEMM"] - seen})
     return flop
 
@@ -269,7 +291,9 @@ def times_of_operators(events: Sequence[dict]) -> Counter:
 
     Where a trace does not tell the operator, the name of the kernel decides.
     """
-    names = {call.get("args", {}).get("External id"): call["name"] for call in complete(events, "cpu_op")}
+    names = {
+        call.get("args", {}).get("External id"): call["name"] for call in complete(events, "cpu_op")
+    }
     names.pop(None, None)
     spent: Counter = Counter()
     for kernel in kernels_of(events):
@@ -277,13 +301,20 @@ def times_of_operators(events: Sequence[dict]) -> Counter:
     return spent
 
 
-def make_row(names: dict, flop: Counter, key: str, moved: int, ms: float, ceilings: Ceilings) -> dict:
+def make_row(
+    names: dict, flop: Counter, key: str, moved: int, ms: float, ceilings: Ceilings
+) -> dict:
     """A row of a training step: its names, FLOP with its share of all, bytes, time and rates."""
     share = 100 * flop[key] / flop.total() if flop.total() else 0.0
     gb_per_s = moved / ms / 1e6 if moved and ms else None
     return {
         **names,
-        **{"flop": flop[key], "share_percent": share, **rates(flop[key], moved, ms, ceilings), "gb_per_s": gb_per_s},
+        **{
+            "flop": flop[key],
+            "share_percent": share,
+            **rates(flop[key], moved, ms, ceilings),
+            "gb_per_s": gb_per_s,
+        },
         "percent_of_copy": 100 * gb_per_s / ceilings.copy_gb_per_s if gb_per_s else None,
     }
 
@@ -313,7 +344,9 @@ def table(rows: Sequence[dict], name: str) -> str:
 # --- both
 
 
-def rates(flop: int, moved: int | None = None, ms: float | None = None, ceilings: Ceilings | None = None) -> dict:
+def rates(
+    flop: int, moved: int | None = None, ms: float | None = None, ceilings: Ceilings | None = None
+) -> dict:
     """Bytes, time and rates of a part as the columns of its row; None where not measured, or without FLOP or time."""
     intensity = flop / moved if moved else None
     achieved = flop / ms / 1e9 if flop and ms and intensity and ceilings else None
@@ -328,18 +361,30 @@ def rates(flop: int, moved: int | None = None, ms: float | None = None, ceilings
     }
 
 
-def draw(path: Path, title: str, rows: dict[str, dict], ceilings: Ceilings, bandwidths: bool = False) -> None:
+def draw(
+    path: Path, title: str, rows: dict[str, dict], ceilings: Ceilings, bandwidths: bool = False
+) -> None:
     """The roofline as PNG: both ceilings, and a point for each labelled row that has FLOP and a time.
 
     With `bandwidths` there are bars beside it: GB/s of every row, which also shows those that multiply nothing.
     """
     pyplot = drawing()
     size = (15, max(6, 0.27 * len(rows))) if bandwidths else (10, 6)
-    figure, panels = pyplot.subplots(1, 1 + bandwidths, figsize=size, layout="constrained", squeeze=False)
-    draw_roofline(panels[0, 0], {label: row for label, row in rows.items() if row["achieved_tflops"]}, ceilings)
+    figure, panels = pyplot.subplots(
+        1, 1 + bandwidths, figsize=size, layout="constrained", squeeze=False
+    )
+    draw_roofline(
+        panels[0, 0],
+        {label: row for label, row in rows.items() if row["achieved_tflops"]},
+        ceilings,
+    )
     if bandwidths:
         draw_bandwidths(panels[0, 1], rows, ceilings)
-    place = {"loc": "outside lower center", "ncols": 3} if bandwidths else {"loc": "outside right upper"}
+    place = (
+        {"loc": "outside lower center", "ncols": 3}
+        if bandwidths
+        else {"loc": "outside right upper"}
+    )
     figure.legend(*panels[0, 0].get_legend_handles_labels(), **place, fontsize="small")
     figure.suptitle(title)
     save_figure(figure, path)
@@ -358,11 +403,22 @@ def draw_roofline(axes, points: dict[str, dict], ceilings: Ceilings) -> None:
     axes.plot([ridge, high], [top, top], color="black", linestyle="--", label=peak)
     for index, (label, row) in enumerate(points.items()):
         marker = "osD^v<>Ph*X8p"[index % 13]
-        axes.plot(row["flop_per_byte"], row["achieved_tflops"], marker, color=f"C{index % 10}", label=label)
+        axes.plot(
+            row["flop_per_byte"],
+            row["achieved_tflops"],
+            marker,
+            color=f"C{index % 10}",
+            label=label,
+        )
     axes.set(xscale="log", yscale="log", xlabel="FLOP per byte moved", ylabel="TFLOP/s")
-    for axis in (axes.xaxis, axes.yaxis):  # 10, 20, 50 in place of powers of ten alone, where there is room
+    for axis in (
+        axes.xaxis,
+        axes.yaxis,
+    ):  # 10, 20, 50 in place of powers of ten alone, where there is room
         first, last = axis.get_view_interval()
-        axis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5) if last < 1e4 * first else (1,), numticks=20))
+        axis.set_major_locator(
+            ticker.LogLocator(subs=(1, 2, 5) if last < 1e4 * first else (1,), numticks=20)
+        )
         axis.set_major_formatter("{x:g}")
         axis.set_minor_locator(ticker.NullLocator())
     axes.grid(alpha=0.2)
@@ -370,7 +426,11 @@ def draw_roofline(axes, points: dict[str, dict], ceilings: Ceilings) -> None:
 
 def draw_bandwidths(axes, rows: dict[str, dict], ceilings: Ceilings) -> None:
     """GB/s of each row that moves bytes, beside the rate of a copy."""
-    bars = {label: row["bytes"] / row["ms"] / 1e6 for label, row in rows.items() if row["bytes"] and row["ms"]}
+    bars = {
+        label: row["bytes"] / row["ms"] / 1e6
+        for label, row in rows.items()
+        if row["bytes"] and row["ms"]
+    }
     axes.barh([*bars], [*bars.values()], color="C7")
     axes.axvline(ceilings.copy_gb_per_s, color="black")
     axes.invert_yaxis()

@@ -11,7 +11,12 @@ from torch.utils.module_tracker import ModuleTracker
 
 OVERWRITING = ("copy_", "fill_", "zero_")  # these do not read the tensor that they write
 ONLY_WRITTEN = ("out", "casts")  # arguments of our own operators
-LOOKUPS = ("embedding", "index", "index_select", "gather")  # these read only some of their first tensor
+LOOKUPS = (
+    "embedding",
+    "index",
+    "index_select",
+    "gather",
+)  # these read only some of their first tensor
 
 
 def bytes_behind(tensor: Tensor) -> int:
@@ -60,14 +65,24 @@ class Traffic(TorchDispatchMode):
     def moved(self, function, args: tuple, kwargs: dict, result: object) -> int:
         """Bytes that one operator reads and writes."""
         name = function.overloadpacket.__name__
-        if function.is_view or name.startswith(self.no_work):  # the harness leaves out the same when it counts
+        if function.is_view or name.startswith(
+            self.no_work
+        ):  # the harness leaves out the same when it counts
             return 0
         given = args, {key: value for key, value in kwargs.items() if key not in ONLY_WRITTEN}
-        inputs, outputs = ([x for x in tree_leaves(tree) if isinstance(x, Tensor)] for tree in (given, result))
-        if not outputs and function.namespace != "aten":  # an operator of ours that writes into its arguments
+        inputs, outputs = (
+            [x for x in tree_leaves(tree) if isinstance(x, Tensor)] for tree in (given, result)
+        )
+        if (
+            not outputs and function.namespace != "aten"
+        ):  # an operator of ours that writes into its arguments
             named = [*zip(function._schema.arguments, args, strict=False)]
             outputs = [x for argument, x in named if argument.is_write and isinstance(x, Tensor)]
-            inputs = [x for argument, x in named if argument.name not in ONLY_WRITTEN and isinstance(x, Tensor)]
+            inputs = [
+                x
+                for argument, x in named
+                if argument.name not in ONLY_WRITTEN and isinstance(x, Tensor)
+            ]
         if not outputs:  # such as the choice among the kernels of fused attention
             return 0
         read, written = 0, sum(map(bytes_behind, outputs))

@@ -48,7 +48,9 @@ def read_columns(path: Path, *names: str) -> list[list[str]]:
         raise ValueError(f"{path}: the header lacks {', '.join(missing)}")
     for number, row in enumerate(rows[1:], start=2):
         if len(row) != len(rows[0]):
-            raise ValueError(f"{path}: row {number} has {len(row)} of {len(rows[0])} columns, is the file cut off?")
+            raise ValueError(
+                f"{path}: row {number} has {len(row)} of {len(rows[0])} columns, is the file cut off?"
+            )
     columns = [rows[0].index(name) for name in names]
     return [[row[column] for column in columns] for row in rows[1:]]
 
@@ -57,7 +59,9 @@ def matching(directory: Path, pattern: str, writer: str) -> list[Path]:
     """Files below a directory; a ValueError if there are none or one is empty."""
     paths = sorted(path for path in directory.rglob(pattern) if path.is_file())
     if not paths:
-        raise ValueError(f"{writer} wrote no {pattern.lstrip('*_')} into {directory}: did anything run on an AMD GPU?")
+        raise ValueError(
+            f"{writer} wrote no {pattern.lstrip('*_')} into {directory}: did anything run on an AMD GPU?"
+        )
     if empty := [path for path in paths if not path.stat().st_size]:
         raise ValueError(f"{empty[0]}: the file is empty")
     return paths
@@ -66,11 +70,19 @@ def matching(directory: Path, pattern: str, writer: str) -> list[Path]:
 def statistics(directory: Path, out: Path) -> None:
     """Merge what rocprofv3 wrote for each process."""
     if databases := sorted(directory.rglob("*_results.db")):
-        write_statistics(out, of_dispatches([row for path in databases for row in read_database(path)], directory))
+        write_statistics(
+            out,
+            of_dispatches([row for path in databases for row in read_database(path)], directory),
+        )
         return
-    files = [read_statistics(path) for path in matching(directory, "*_kernel_stats.csv", "rocprofv3")]
+    files = [
+        read_statistics(path) for path in matching(directory, "*_kernel_stats.csv", "rocprofv3")
+    ]
     files = [rows for rows in files if rows]
-    write_statistics(out, files[0] if len(files) == 1 else merge_statistics([row for rows in files for row in rows]))
+    write_statistics(
+        out,
+        files[0] if len(files) == 1 else merge_statistics([row for rows in files for row in rows]),
+    )
 
 
 def of_dispatches(rows: list[list[str]], source: Path) -> list[KernelStatistics]:
@@ -87,7 +99,18 @@ def read_database(database: Path) -> list[list[str]]:
     """(name, start, end) of every dispatch in a rocpd database (SQLite, the default format of ROCm 7)."""
     if shutil.which("rocpd"):
         with tempfile.TemporaryDirectory() as folder:
-            command = ["rocpd", "convert", "-i", str(database), "-f", "csv", "-d", folder, "-o", "converted"]
+            command = [
+                "rocpd",
+                "convert",
+                "-i",
+                str(database),
+                "-f",
+                "csv",
+                "-d",
+                folder,
+                "-o",
+                "converted",
+            ]
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
                 reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
@@ -96,7 +119,9 @@ def read_database(database: Path) -> list[list[str]]:
                 trace = matching(Path(folder), "*kernel_trace.csv", "rocpd")[0]
                 return read_columns(trace, "Kernel_Name", "Start_Timestamp", "End_Timestamp")
             except ValueError as error:
-                raise ValueError(f"rocpd convert {database}: {str(error).replace(folder + '/', '')}") from error
+                raise ValueError(
+                    f"rocpd convert {database}: {str(error).replace(folder + '/', '')}"
+                ) from error
     with sqlite3.connect(f"{database.resolve().as_uri()}?mode=ro", uri=True) as connection:
         return connection.execute('SELECT name, "start", "end" FROM kernels').fetchall()
 
@@ -128,7 +153,10 @@ def dispatches(directory: Path, out: Path) -> None:
     if not rows:
         raise ValueError(f"{path}: it has no dispatches")
     header = ("Dispatch_ID", "Category", "TimeNs", "Kernel_Name")
-    lines = ((dispatch, category(name), int(end) - int(start), name) for dispatch, name, start, end in rows)
+    lines = (
+        (dispatch, category(name), int(end) - int(start), name)
+        for dispatch, name, start, end in rows
+    )
     write_csv(out, [dict(zip(header, line, strict=True)) for line in lines])
 
 

@@ -30,7 +30,9 @@ def read_step(directory: Path, line: str) -> dict:
     """One step with its outcome, the last line of its log if it did not work, and its files."""
     name, *numbers = line.split("\t")
     status, start, seconds = map(int, numbers)
-    written = [path for path in directory.glob(FILES[name]) if path.stat().st_mtime >= start]  # not by an earlier run
+    written = [
+        path for path in directory.glob(FILES[name]) if path.stat().st_mtime >= start
+    ]  # not by an earlier run
     log = (directory / "logs" / f"{name}.log").read_text(errors="replace").strip().splitlines()
     return {
         "name": name,
@@ -49,8 +51,12 @@ def where(step: dict) -> str:
 
 def main(argv: list[str]) -> int:
     directory, script = Path(argv[0]), argv[1]
-    steps = [read_step(directory, line) for line in (directory / "steps.tsv").read_text().splitlines()]
-    write_text(directory / "summary.json", json.dumps({"script": script, "steps": steps}, indent=1) + "\n")
+    steps = [
+        read_step(directory, line) for line in (directory / "steps.tsv").read_text().splitlines()
+    ]
+    write_text(
+        directory / "summary.json", json.dumps({"script": script, "steps": steps}, indent=1) + "\n"
+    )
     columns = [
         Column("step", "name"),
         Column("result", "status", text=True),
@@ -62,7 +68,10 @@ def main(argv: list[str]) -> int:
     print(text)
     failed = [step["name"] for step in steps if step["status"] == "failed"]
     if failed:
-        print(f"run_all_profilers.sh: error: failed: {', '.join(failed)}; see {directory}/logs", file=sys.stderr)
+        print(
+            f"run_all_profilers.sh: error: failed: {', '.join(failed)}; see {directory}/logs",
+            file=sys.stderr,
+        )
     return int(bool(failed))
 
 
