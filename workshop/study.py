@@ -167,4 +167,5 @@ def study_asked_for(table: Path | None, argv: Sequence[str]) -> Path | None:
 def heading(study: dict, script: str) -> str:
     """What was measured, on what and how, in a line above the tables of a study."""
     environment, given = study["environment"], " ".join([script, *study.get("argv", [])])
-    return f"{given} on {environment.get('device_name')}, PyTorch {environment.get('torch')}, {study.get('rounds')} turns"
+    where = f"{environment.get('device_name')}, PyTorch {environment.get('torch')}"
+    return f"{given} on {where}, {study.get('rounds')} turns"
