@@ -46,11 +46,8 @@ from workshop.turns import graph_of, in_turns, named, parse_quiet, ratios, short
 
 PROG = Path(__file__).name
 METRICS = ("throughput", "memory", "accuracy")
-PACKAGES = {
-    "hugging_face": "transformers",
-    "hugging_face_compiled": "transformers",
-    "liger": "liger_kernel",
-}
+PACKAGES = dict.fromkeys(("hugging_face", "hugging_face_compiled"), "transformers")
+PACKAGES["liger"] = "liger_kernel"
 Sides = dict[str, tuple[str, list[str]]]
 
 
@@ -100,14 +97,9 @@ def measure(args: argparse.Namespace, argv: Sequence[str]) -> Path:
     scripts, parts = scripts_of(args), []
     for batch, length in itertools.product(args.batch_sizes, args.seq_lengths):
         sizes = ["--batch-size", str(batch), "--seq-len", str(length)]
-        sides = {
-            name: (script, graph_of([*argv, *sizes, *more]))
-            for name, (script, more) in scripts.items()
-        }
-        for (
-            script,
-            options,
-        ) in sides.values():  # they say what does not fit before anything is measured
+        asked = [*argv, *sizes]
+        sides = {name: (s, graph_of([*asked, *more])) for name, (s, more) in scripts.items()}
+        for script, options in sides.values():  # what does not fit is said before all else
             module = sys.modules[script] if script in sys.modules else load_script(f"{script}.py")
             script_arguments(module, options, None)
         names = {"batch_size": batch, "seq_len": length}
@@ -138,14 +130,13 @@ def one_cell(sides: Sides, metrics: Collection[str], rounds: int) -> list[dict]:
 
 
 def beside_first(row: dict, first: dict) -> dict:
-    """The numbers of a row, also beside those of the first model in its cell; None where there is none."""
+    """The numbers of a row, also beside those of the first model in its cell; or None."""
     turns = row.get("turns_ms") or ()
     over = ratios(first, row) if turns and "turns_ms" in first and row is not first else []
 
     def ratio(key: str) -> float | None:
-        return (
-            row[key] / first[key] if row is not first and row.get(key) and first.get(key) else None
-        )
+        known = row is not first and row.get(key) and first.get(key)
+        return row[key] / first[key] if known else None
 
     loss = ratio("final_loss")
     return {

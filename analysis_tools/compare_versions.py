@@ -35,7 +35,7 @@ from workshop.files import ROOT, write_text
 from workshop.results import Run, differences, load_run
 from workshop.script import load_script, script_arguments
 from workshop.show import Column, drawing, rate, render, save_figure
-from workshop.study import as_rows, by_side, measure_study
+from workshop.study import as_rows, by_side, measure_study, unit_of
 from workshop.turns import graph_of, in_turns, ratios, short_run, speedup, spread
 
 PROG = Path(__file__).name
@@ -68,7 +68,7 @@ def build_parser() -> Parser:
     return parser
 
 
-def measure(model: str, argv: Sequence[str], versions: Sequence[str], rounds: int) -> list[dict]:
+def measure(model: str, versions: Sequence[str], argv: Sequence[str], rounds: int) -> list[dict]:
     """A row for each version of a model, measured in turns."""
     sides = {version.upper(): (f"{model}_{version}", graph_of(argv)) for version in versions}
     rows = in_turns(sides, rounds)
@@ -103,10 +103,8 @@ def measured(
     path = args.output_dir / "versions.json"
     if path.exists():
         print_notes(PROG, f"what is in {path} is not measured again")
-    parts = [
-        ({"model": model}, partial(measure, model, argv, versions, args.rounds))
-        for model, versions in there.items()
-    ]
+    work = partial(measure, argv=argv, rounds=args.rounds)
+    parts = [({"model": m}, partial(work, m, versions)) for m, versions in there.items()]
     settings = {"rounds": args.rounds, "versions": wanted, "argv": [*argv]}
     by_model = by_side(measure_study(path, parts, keep=True, **settings), "model")
     found = {model: by_model[(model,)] for model in there}
@@ -133,9 +131,8 @@ def results_of(version: str, path: Path, models: Sequence[str]) -> dict[str, Run
                 found[model] = load_run(file)
     if not found:
         names = " or ".join(f"{model}_{version}_summary.json" for model in models)
-        raise ToolError(
-            f"--{version} {path}: no {names} in it, or in its pytorch_profiles_{version}"
-        )
+        below = f"pytorch_profiles_{version}"
+        raise ToolError(f"--{version} {path}: no {names} in it, or in its {below}")
     return found
 
 
@@ -156,8 +153,7 @@ def read(given: dict[str, Path], models: Sequence[str]) -> tuple[Found, str]:
     every = [run for by_version in runs.values() for run in by_version.values()]
     devices = sorted({str(run.result["environment"].get("device_name")) for run in every})
     found = {
-        model: {version.upper(): run.row() for version, run in by_version.items()}
-        for model, by_version in runs.items()
+        model: {v.upper(): r.row() for v, r in several.items()} for model, several in runs.items()
     }
     how = "Read from results of single runs, which were not measured in turns."
     return found, f"{', '.join(devices)}. {how}"
@@ -166,10 +162,9 @@ def read(given: dict[str, Path], models: Sequence[str]) -> tuple[Found, str]:
 def table(model: str, rows: dict[str, dict], turns: bool) -> str:
     """A row for each version; speed-ups are over the first, turn by turn where they took turns."""
     base, first = next(iter(rows.items()))
-    steps = {
-        f"loss after {row['loss_steps']} steps" for row in rows.values() if "loss_steps" in row
-    }
-    unit = next((row["unit"] for row in rows.values() if row.get("unit")), "kernels")
+    steps = {row["loss_steps"] for row in rows.values() if "loss_steps" in row}
+    loss = f"loss after {steps.pop()} steps" if len(steps) == 1 else "final loss"
+    unit = unit_of(rows.values())
 
     def over_first(row: dict) -> float | None:
         if not (first.get("batch_ms") and row.get("batch_ms")):
@@ -188,7 +183,7 @@ def table(model: str, rows: dict[str, dict], turns: bool) -> str:
         Column("peak MB", "peak_mb", ".1f"),
         Column(f"{unit} per step", "per_step", ".10g"),
         Column("host launches", "host_launches", ".10g"),
-        Column(steps.pop() if len(steps) == 1 else "final loss", "final_loss", ".4f"),
+        Column(loss, "final_loss", ".4f"),
     ]
     return render(columns, [*rows.values()])
 
@@ -196,9 +191,10 @@ def table(model: str, rows: dict[str, dict], turns: bool) -> str:
 def draw(path: Path, found: Found) -> None:
     """Time, kernels and memory of each version, as a part of the first one's of the model."""
     pyplot = drawing()
-    figure, panels = pyplot.subplots(
-        1, len(PANELS), figsize=(11, 3.6), sharey=True, layout="constrained"
-    )
+    size = {"figsize": (11, 3.6), "sharey": True, "layout": "constrained"}
+    figure, panels = pyplot.subplots(1, len(PANELS), **size)
+    unit = unit_of(row for rows in found.values() for row in rows.values())
+    upright = {"rotation": 90, "ha": "center", "va": "bottom", "fontsize": "x-small"}
     versions = [v.upper() for v in VERSIONS if any(v.upper() in rows for rows in found.values())]
     width, labels, highest = 0.8 / len(versions), {}, 1.0
     for panel, (key, (title, form)) in zip(panels, PANELS.items(), strict=True):
@@ -210,20 +206,7 @@ def draw(path: Path, found: Found) -> None:
                 number, part = versions.index(version), row[key] / base
                 at, highest = place + (number - (len(versions) - 1) / 2) * width, max(highest, part)
                 labels[version] = panel.bar(at, part, width, color=f"C{number}")
-                label = form.format(row[key])
-                panel.text(
-                    at,
-                    part + 0.01,
-                    label,
-                    rotation=90,
-                    ha="center",
-                    va="bottom",
-                    fontsize="x-small",
-                )
-        unit = next(
-            (row["unit"] for rows in found.values() for row in rows.values() if row.get("unit")),
-            "kernels",
-        )
+                panel.text(at, part + 0.01, form.format(row[key]), **upright)
         panel.set_title(title.format(unit))
         panel.set_xticks(range(len(found)), list(found))
         panel.spines[["top", "right"]].set_visible(False)
@@ -238,9 +221,8 @@ def compare(args: argparse.Namespace, argv: Sequence[str]) -> int:
     models = [f"tiny_{args.family}"] if args.family else MODELS
     given = {version: path for version in VERSIONS if (path := getattr(args, version))}
     if given and (argv or args.versions):
-        raise ToolError(
-            f"--{next(iter(given))} reads results: no --versions and no arguments of scripts beside it"
-        )
+        beside = "no --versions and no arguments of scripts beside it"
+        raise ToolError(f"--{next(iter(given))} reads results: {beside}")
     if args.generate_report:
         drawing()  # if it is missing, that is said now
     found, how = read(given, models) if given else measured(args, models, argv)
@@ -253,9 +235,8 @@ def compare(args: argparse.Namespace, argv: Sequence[str]) -> int:
         parts = ["# Versions compared", how, *tables, picture]
         write_text(report, "\n\n".join(parts) + "\n")
         print(f"\nWritten: {report}, {args.output_dir / 'versions.png'}")
-    failed = [
-        row for rows in found.values() for row in rows.values() if row.get("status") == "failed"
-    ]
+    every = [row for rows in found.values() for row in rows.values()]
+    failed = [row for row in every if row.get("status") == "failed"]
     for row in failed:
         print(f"{PROG}: {row['script']} failed: {row['error']}", file=sys.stderr)
     return 1 if failed else 0

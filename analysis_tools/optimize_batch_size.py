@@ -84,9 +84,10 @@ def memory_mb(device: str) -> float:
 def next_size(
     rows: Sequence[dict], limit_mb: float, most: int, host_mb: float | None = None
 ) -> int | None:
-    """The batch size to measure after these rows, None where the search ends: up to `most` samples and `limit_mb`.
+    """The batch size to measure after these rows, up to `most` and `limit_mb`; None at the end.
 
-    On a host with `host_mb` a size that would take more than that by its number of samples counts as too large.
+    On a host with `host_mb` a size that would take more than that by its number of samples counts
+    as too large.
     """
     if any(row.get("status") == "failed" for row in rows):
         return None
@@ -116,9 +117,8 @@ def measured_alone(side: tuple[str, list[str]], rounds: int) -> dict:
     """The row of a batch size; ToolError where peak memory cannot be told."""
     row = in_turns({"": side}, rounds)[""]
     if "status" not in row and row["peak_mb"] is None:
-        raise ToolError(
-            "graphs of torch.compile share their memory, so no peak is known: use another mode"
-        )
+        reason = "graphs of torch.compile share their memory, so no peak is known"
+        raise ToolError(f"{reason}: use another mode")
     return row
 
 
@@ -161,10 +161,12 @@ def answer(rows: Sequence[dict], objective: str) -> list[str]:
     best = min(rows, key=TARGETS[objective])
     fastest = max(row["samples_per_sec"] for row in rows)
     enough = next(row for row in rows if row["samples_per_sec"] * GROWTH >= fastest)
+    size, part = best["batch_size"], f"{best['part_of_memory']:.1%} of memory"
+    speed = f"{best['samples_per_sec']:.1f} samples/sec, {best['batch_ms']:.2f} ms per step"
+    within = f"Batch size {enough['batch_size']} is the smallest within 3 %"
     return [
-        f"Best for {objective}: batch size {best['batch_size']}, {best['samples_per_sec']:.1f} samples/sec, "
-        f"{best['batch_ms']:.2f} ms per step, {best['peak_mb']:.1f} MB ({best['part_of_memory']:.1%} of memory).",
-        f"Batch size {enough['batch_size']} is the smallest within 3 % of the highest throughput: "
+        f"Best for {objective}: batch size {size}, {speed}, {best['peak_mb']:.1f} MB ({part}).",
+        f"{within} of the highest throughput: "
         f"{enough['samples_per_sec']:.1f} of {fastest:.1f} samples/sec.",
     ]
 
@@ -173,26 +175,19 @@ def draw(path: Path, rows: Sequence[dict], target: float) -> None:
     """Throughput with its range and the part of memory, by batch size."""
     pyplot = drawing()
     done = {key: [row[key] for row in rows if row["status"] == "ok"] for key in rows[0]}
-    figure, (speed, memory) = pyplot.subplots(
-        2, 1, figsize=(7, 6), sharex=True, layout="constrained"
-    )
-    speed.plot(done["batch_size"], done["samples_per_sec"], "o-")
-    speed.fill_between(
-        done["batch_size"], done["samples_per_sec_min"], done["samples_per_sec_max"], alpha=0.3
-    )
-    memory.plot(done["batch_size"], [100 * part for part in done["part_of_memory"]], "o-")
+    size = {"figsize": (7, 6), "sharex": True, "layout": "constrained"}
+    figure, (speed, memory) = pyplot.subplots(2, 1, **size)
+    sizes, between = done["batch_size"], (done["samples_per_sec_min"], done["samples_per_sec_max"])
+    speed.plot(sizes, done["samples_per_sec"], "o-")
+    speed.fill_between(sizes, *between, alpha=0.3)
+    memory.plot(sizes, [100 * part for part in done["part_of_memory"]], "o-")
     memory.axhline(100 * target, color="C3", linestyle="--", label="limit")
     gone = [row["batch_size"] for row in rows if row["status"] == "oom"]
     if gone:  # at the top, in parts of the axes' height
-        memory.plot(
-            gone,
-            [0.97] * len(gone),
-            "x",
-            transform=memory.get_xaxis_transform(),
-            label="out of memory",
-        )
+        style = {"transform": memory.get_xaxis_transform(), "label": "out of memory"}
+        memory.plot(gone, [0.97] * len(gone), "x", **style)
     memory.set(xlabel="batch size", ylabel="peak memory, % of the device's", xscale="log")
-    memory.set_xticks(done["batch_size"] + gone, map(str, done["batch_size"] + gone))
+    memory.set_xticks(sizes + gone, map(str, sizes + gone))
     memory.tick_params(axis="x", labelrotation=60)
     memory.minorticks_off()
     memory.legend()
@@ -213,34 +208,24 @@ def optimize(args: argparse.Namespace, argv: Sequence[str]) -> int:
     options, parsed = script_arguments(module, graph_of(argv), None)
     total, host = memory_mb(parsed.device), parsed.device == "cpu"
     if host:
-        print_notes(
-            PROG,
-            f"no GPU in use: memory is that of the machine, {total / 1e3:.1f} GB, and peaks are of tensors",
-        )
+        machine = f"memory is that of the machine, {total / 1e3:.1f} GB"
+        print_notes(PROG, f"no GPU in use: {machine}, and peaks are of tensors")
     path = (args.output or Path(f"batch_size_{module.SCRIPT}")).with_suffix(".json")
-    limits = {
-        "limit_mb": target * total,
-        "most": args.max_batch_size,
-        "host_mb": total if host else None,
-    }
+    limits = {"limit_mb": target * total, "most": args.max_batch_size}
+    limits["host_mb"] = total if host else None
     parts = search(path, module.SCRIPT, options, args.rounds, **limits)
     settings = {"script": module.SCRIPT, "argv": list(argv), "rounds": args.rounds, **limits}
     measure_study(path, parts, keep=True, **settings)
     content = read_study(path, **ROWS)
-    rows = [
-        numbers(row, total, target)
-        for row in sorted(content["rows"], key=lambda row: row["batch_size"])
-    ]
+    measured = sorted(content["rows"], key=lambda row: row["batch_size"])
+    rows = [numbers(row, total, target) for row in measured]
+    fitting = [row for row in rows if row["fits"]]
     print(f"{heading(content, module.SCRIPT)}\n\n{table(rows)}\n", flush=True)
     check_failed(content["rows"])
-    if not any(row["fits"] for row in rows):
-        raise ToolError(
-            f"even batch size 1 takes more than {target:.0%} of {total / 1e3:.1f} GB", status=3
-        )
-    print(
-        "\n".join(answer([row for row in rows if row["fits"]], args.optimization_target)),
-        flush=True,
-    )
+    if not fitting:
+        limit = f"{target:.0%} of {total / 1e3:.1f} GB"
+        raise ToolError(f"even batch size 1 takes more than {limit}", status=3)
+    print("\n".join(answer(fitting, args.optimization_target)), flush=True)
     if args.csv:
         write_csv(args.csv, rows)
     if args.output:

@@ -25,7 +25,7 @@ import argparse
 import glob
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -103,25 +103,22 @@ def load_series(arguments: Sequence[str], x: str) -> tuple[Series, list[Run]]:
                 raise ToolError(f"{run.path}: {x} is no number in this result")
             other = series[name].setdefault(place, run)
             if other.path.resolve() != run.path.resolve():
-                raise ToolError(
-                    f"{name} has two runs with {x} {place}: {other.path} and {run.path}"
-                )
+                both = f"{other.path} and {run.path}"
+                raise ToolError(f"{name} has two runs with {x} {place}: {both}")
     return series, nowhere
 
 
 def in_turns(base: Run | None, run: Run) -> list[float]:
     """Speed-ups of the turns of --compare-fusion, if the runs are its two sides."""
-    if base is None or base.path not in (
-        run.path / "baseline",
-        run.path.parent / "baseline" / run.path.name,
-    ):
+    places = run.path / "baseline", run.path.parent / "baseline" / run.path.name
+    if base is None or base.path not in places:
         return []
     both = [side.result["timing"] for side in (base, run)]
     return ratios(*both) if all(side.get("turns_ms") for side in both) else []
 
 
 def values_of(what: str, x: str, series: Series) -> list[dict]:
-    """One row per name and place: status, the measured value, its ratio over the first name and their range in turns.
+    """One row per name and place: the value, its ratio over the first name, and its range in turns.
 
     None is what is missing.
     """
@@ -136,18 +133,11 @@ def values_of(what: str, x: str, series: Series) -> list[dict]:
             value, base = measured(run), measured(series[first].get(place))
             ratio = value / base if value is not None and base else None
             turns = in_turns(series[first].get(place), run) if what == "speedup" and ratio else []
-            rows.append(
-                {
-                    "name": name,
-                    x: place,
-                    "status": run.status,
-                    MEASURED[what][1]: value,
-                    f"ratio_over_{first}": statistics.median(turns) if turns else ratio,
-                    "lowest_of_turns": min(turns, default=None),
-                    "highest_of_turns": max(turns, default=None),
-                    "path": str(run.path),
-                }
-            )
+            row = {"name": name, x: place, "status": run.status, MEASURED[what][1]: value}
+            row[f"ratio_over_{first}"] = statistics.median(turns) if turns else ratio
+            row["lowest_of_turns"] = min(turns, default=None)
+            row["highest_of_turns"] = max(turns, default=None)
+            rows.append(row | {"path": str(run.path)})
     return rows
 
 
@@ -165,9 +155,8 @@ def table(what: str, x: str, series: Series, rows: Sequence[dict]) -> str:
 
     def value(name: str) -> Column:
         of_run = Column("", MEASURED[what][1]).or_ended().of
-        return Column(
-            f"{name}, {UNITS[what]}", lambda place: of_run(at[place].get(name, {})), ".1f"
-        )
+        label = f"{name}, {UNITS[what]}"
+        return Column(label, lambda place: of_run(at[place].get(name, {})), ".1f")
 
     def over_first(name: str) -> Column:
         def ratio(place: float) -> str:
@@ -184,15 +173,12 @@ def table(what: str, x: str, series: Series, rows: Sequence[dict]) -> str:
 def measured_on(series: Series) -> str:
     """Scripts, devices and precisions of all runs, for the title."""
     results = [run.result for runs in series.values() for run in runs.values()]
-    scripts, devices, precisions = (
-        ", ".join(dict.fromkeys(map(of, results)))
-        for of in (
-            lambda r: r["script"],
-            lambda r: str(r["environment"].get("device_name")),
-            precision,
-        )
-    )
-    return f"{scripts} on {devices}, {precisions}"
+
+    def every(value: Callable[[dict], str]) -> str:
+        return ", ".join(dict.fromkeys(map(value, results)))
+
+    device = every(lambda result: str(result["environment"].get("device_name")))
+    return f"{every(lambda result: result['script'])} on {device}, {every(precision)}"
 
 
 def draw(path: Path, what: str, x: str, series: Series, rows: Sequence[dict]) -> None:
@@ -212,26 +198,16 @@ def draw(path: Path, what: str, x: str, series: Series, rows: Sequence[dict]) ->
             if low:
                 axes.plot([place, place], [low, high], "_-", color=line.get_color(), markersize=10)
         gone = [row[x] for row in mine if row["status"] == "oom"]
-        if gone:
-            # In parts of the axes' height; crosses of several lines at one length must not hide each other.
+        if gone:  # in parts of the axes' height, so that crosses do not hide each other
             heights, where = [0.98 - 0.04 * number] * len(gone), axes.get_xaxis_transform()
-            axes.plot(
-                gone,
-                heights,
-                "x",
-                color=line.get_color(),
-                transform=where,
-                label=f"{name}: out of memory",
-            )
-    axes.set_xticks(
-        sorted({row[x] for row in rows})
-    )  # a linear axis: linear growth is a straight line
+            style = {"color": line.get_color(), "transform": where}
+            axes.plot(gone, heights, "x", **style, label=f"{name}: out of memory")
+    axes.set_xticks(sorted({row[x] for row in rows}))  # linear growth is a straight line
     axes.set_ylim(0, 1.15 * axes.get_ylim()[1])  # room for the crosses
     axes.set_title(measured_on(series), fontsize="medium")
     axes.set_xlabel(title(x))
-    axes.set_ylabel(
-        "peak memory, MB" if what == "memory" else f"samples/sec over {next(iter(series))}"
-    )
+    first = next(iter(series))
+    axes.set_ylabel("peak memory, MB" if what == "memory" else f"samples/sec over {first}")
     axes.grid(alpha=0.3)
     axes.legend()
     figure.tight_layout()
@@ -246,11 +222,7 @@ def plot(args: argparse.Namespace) -> int:
     runs = [run for by_place in series.values() for run in by_place.values()]
     if not runs:
         raise ToolError("none of these runs got as far as its first step")
-    named = [
-        (f"{name} at {place}", run)
-        for name, by_place in series.items()
-        for place, run in by_place.items()
-    ]
+    named = [(f"{n} at {place}", run) for n, at in series.items() for place, run in at.items()]
     results = [(name, run.result) for name, run in named]
     check_family(results)
     rows = values_of(args.what, args.x, series)
@@ -258,9 +230,8 @@ def plot(args: argparse.Namespace) -> int:
     print(table(args.what, args.x, series, rows), flush=True)
     if args.what == "speedup":
         print_notes(PROG, *unsteady(named))
-    print_notes(
-        PROG, *(f"left out, it ended ({r.status}) before it had a model: {r.path}" for r in nowhere)
-    )
+    for run in nowhere:
+        print_notes(PROG, f"left out, it ended ({run.status}) before it had a model: {run.path}")
     if args.output:
         write_csv(args.output.with_suffix(".csv"), rows)
         draw(args.output, args.what, args.x, series, rows)

@@ -37,19 +37,10 @@ from workshop.show import Column, cell, ended, render
 
 PROG = Path(__file__).name
 # What may differ and is only named; all other settings have to be the same.
-NOTED = (
-    "num_steps",
-    "warmup_steps",
-    "learning_rate",
-    "seed",
-    "torch_compile",
-    "cuda_graph",
-    "torch",
-)
-SIZES, NAMES = (
-    ("batch_size", "seq_len"),
-    ("precision", "mode", "seed", "group", "side"),
-)  # what names a row
+NOTED = ("num_steps", "warmup_steps", "learning_rate", "seed")
+NOTED += ("torch_compile", "cuda_graph", "torch")
+SIZES = ("batch_size", "seq_len")  # what names a row, with
+NAMES = ("precision", "mode", "seed", "group", "side")
 FEW = 5  # turns, below which their ranges part by chance
 
 
@@ -66,11 +57,8 @@ class Entry:
         found = self.row.get("turns_ms") or []
         turns = len(found)
         if turns < 2:
-            found = [
-                value
-                for key in ("median_", "", "p95_")
-                if (value := self.row.get(f"batch_{key}ms"))
-            ]
+            times = map(self.row.get, ("batch_median_ms", "batch_ms", "batch_p95_ms"))
+            found = [ms for ms in times if ms]
         if not found:
             raise ToolError(f"{self.path}: it has no times of a step")
         return statistics.median(found) if turns > 1 else found[0], min(found), max(found), turns
@@ -87,25 +75,18 @@ def entries_of_study(path: Path, content: dict) -> dict[str, Entry]:
     """The rows of a study that were measured in turns, by their names."""
     environment, found = content["environment"], {}
     same = {key: environment.get(key) for key in ("device_name", "torch")}
-    same |= (
-        {"cpu_threads": environment.get("cpu_threads")}
-        if environment.get("device") == "cpu"
-        else {}
-    )
+    if environment.get("device") == "cpu":
+        same["cpu_threads"] = environment.get("cpu_threads")
     for row in content["rows"]:
         if {"turns_ms", "status"} & row.keys() and {"script", "model"} <= row.keys():
             sizes = next(((key,) for key in ("shape", "name") if key in row), SIZES)
-            names = {key: row[key] for key in (*sizes, *NAMES) if key in row} or {
-                "script": row["script"]
-            }
+            names = {key: row[key] for key in (*sizes, *NAMES) if key in row}
+            names = names or {"script": row["script"]}
             name = ", ".join(v if isinstance(v, str) else f"{k} {v}" for k, v in names.items())
             if name in found:
                 raise ToolError(f"{path}: two rows are named {name}")
-            argv = [
-                word
-                for word in row.get("argv", ())
-                if not word.startswith(("--enable-", "--disable-"))
-            ]
+            flags = ("--enable-", "--disable-")
+            argv = [word for word in row.get("argv", ()) if not word.startswith(flags)]
             asked = {"model": row["model"], "arguments": " ".join(argv) or "none"}
             found[name] = Entry(path, row, same | asked)
     if not found:
@@ -119,37 +100,34 @@ def load(path: Path) -> dict[str, Entry]:
     if isinstance(content.get("rows"), list):
         return entries_of_study(path, checked(Study, content, path))
     if isinstance(content.get("runs"), dict):
-        return {
-            name: entry_of(Run(name, path, result))
-            for name, result in runs_in(path, content).items()
-        }
+        runs = runs_in(path, content).items()
+        return {name: entry_of(Run(name, path, result)) for name, result in runs}
     run = load_run(path)
     return {run.name: entry_of(run)}
 
 
 def pair(before: dict[str, Entry], after: dict[str, Entry]) -> dict[str, tuple[Entry, Entry]]:
-    """What is compared. ToolError if nothing has the same name, or what does cannot be compared; notes on stderr."""
+    """What is compared; notes on stderr.
+
+    ToolError if nothing has the same name, or what does cannot be compared.
+    """
     (old, *_), ((name, new), *_) = before.values(), after.items()
-    if (
-        len(before) == len(after) == 1 and "arguments" not in old.settings
-    ):  # two runs, whatever they are called
+    single = len(before) == len(after) == 1
+    if single and "arguments" not in old.settings:  # two runs, whatever they are called
         pairs = {name: (old, new)}
     else:
         pairs = {name: (old, after[name]) for name, old in before.items() if name in after}
         if not pairs:
             raise ToolError("nothing has the same name in both files")
         if alone := sorted(before.keys() ^ after.keys()):
-            print_notes(
-                PROG, f"{len(alone)} are in one of the files only and left out, first {alone[0]}"
-            )
+            left_out = f"in one of the files only and left out, first {alone[0]}"
+            print_notes(PROG, f"{len(alone)} are {left_out}")
     notes: dict[str, None] = {}
     for name, (old, new) in pairs.items():
         if ("arguments" in old.settings) != ("arguments" in new.settings):
             raise ToolError(f"{name} cannot be compared: one is a run, the other a row of a study")
         for key, first in old.settings.items():
-            second = new.settings.get(
-                key, first
-            )  # a run that failed early, or another version, may not have it
+            second = new.settings.get(key, first)  # another version, or a failed run, may lack it
             if first != second and key not in NOTED:
                 raise ToolError(f"{name} cannot be compared, {key} differs: {first} and {second}")
             if first != second:

@@ -59,9 +59,8 @@ class Side:
 
     def __init__(self, label: str, directory: Path):
         if not directory.is_dir():
-            raise ToolError(
-                f"--{label} {directory}: no such directory; run_all_profilers.sh makes one"
-            )
+            way_out = "run_all_profilers.sh makes one"
+            raise ToolError(f"--{label} {directory}: no such directory; {way_out}")
         self.label, self.directory = label, directory
         summary = directory / "summary.json"
         steps = read(Steps, summary)["steps"] if summary.is_file() else []
@@ -97,14 +96,12 @@ class Side:
 
     def rooflines(self, base: Path) -> list[str]:
         """The tables of roofline_analysis.py, and pictures as links from the folder `base`."""
-        lines, tables = [], self.files("roofline_analysis.json")
-        for path in tables:
-            rows = read(Rooflines, path)["rows"]
-            name = (
-                "kernel" if "kernel" in rows[0] else "script"
-            )  # in what came from rocprof-compute
-            table = roofline.table(rows[: roofline.TOP] if name == "kernel" else rows, name)
-            lines += ["", f"{self.label}: `{path}`", "", table]
+        lines = []
+        for path in self.files("roofline_analysis.json"):
+            rows, name = read(Rooflines, path)["rows"], "script"
+            if "kernel" in rows[0]:  # it came from rocprof-compute
+                rows, name = rows[: roofline.TOP], "kernel"
+            lines += ["", f"{self.label}: `{path}`", "", roofline.table(rows, name)]
         for path in self.files("*roofline*.png") + self.files("*Roof*.pdf"):
             sign = "" if path.suffix == ".pdf" else "!"
             lines += ["", f"{sign}[{self.label}: {path.name}](<{os.path.relpath(path, base)}>)"]
@@ -112,12 +109,9 @@ class Side:
 
     def files(self, pattern: str) -> list[Path]:
         """All below the folder, without what the wrappers set aside."""
+        aside = (".failed", ".previous")
         found = sorted(self.directory.rglob(pattern))
-        return [
-            path
-            for path in found
-            if not any(part.endswith((".failed", ".previous")) for part in path.parts)
-        ]
+        return [path for path in found if not any(part.endswith(aside) for part in path.parts)]
 
 
 def run_lines(runs: Sequence[Run]) -> list[str]:
@@ -156,9 +150,8 @@ def flops_lines(sides: Sequence[dict]) -> list[str]:
     ):
         for label, side in zip(LABELS, modules, strict=True):
             columns.append(Column(f"{label} {what}", partial(value, side, key, unit), form))
-    total = " and ".join(
-        f"{sum(row['flop'] for row in side.values()) / 1e9:.4f}" for side in modules
-    )
+    totals = (sum(row["flop"] for row in side.values()) / 1e9 for side in modules)
+    total = " and ".join(f"{flop:.4f}" for flop in totals)
     by = " and ".join(dict.fromkeys(str(side.get("flops_counted_by")) for side in sides))
     table = render(columns, [*(modules[0] | modules[1])])
     return [table, "", f"A forward pass: {total} GFLOP, counted by {by}."]
@@ -183,19 +176,12 @@ def generate(args: argparse.Namespace) -> int:
         [load(side) for side in sides]
         for load in (Side.run, Side.profile, Side.statistics, Side.flops)
     )
-    named = [  # of each kind of result, what it was measured with on the sides that have it
-        [
-            (side.label, of(each))
-            for side, each in zip(sides, kind, strict=True)
-            if each and of(each)
-        ]
-        for kind, of in (
-            (runs, lambda run: run.result),
-            (profiles, lambda profile: profile.settings),
-            (statistics, lambda profile: profile.settings),
-            (flops, lambda content: content),
-        )
-    ]
+    named = []  # of each kind of result, what it was measured with on the sides that have it
+    of_run, of_profile = (lambda run: run.result), (lambda profile: profile.settings)
+    kinds = (runs, of_run), (profiles, of_profile), (statistics, of_profile), (flops, dict)
+    for kind, of in kinds:
+        both = ((side.label, each and of(each)) for side, each in zip(sides, kind, strict=True))
+        named.append([(label, settings) for label, settings in both if settings])
     check_family([pair for pairs in named for pair in pairs])
     known = next((pairs for pairs in named if len(pairs) == 2), [])
 
@@ -223,9 +209,8 @@ def generate(args: argparse.Namespace) -> int:
     else:
         missing.append("Rooflines (nothing there)")
     if len(missing) == 5:
-        raise ToolError(
-            f"{args.baseline}, {args.fused}: nothing that both have: {'; '.join(missing)}"
-        )
+        nothing = f"nothing that both have: {'; '.join(missing)}"
+        raise ToolError(f"{args.baseline}, {args.fused}: {nothing}")
     text += ["", f"Not in this report: {'; '.join(missing)}."] if missing else []
     if output:
         write_text(output, "\n".join(text) + "\n")

@@ -33,23 +33,16 @@ import _root
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from workshop.cli import Parser, ToolError, print_notes, program
 from workshop.files import write_text
+from workshop.profile import roofline
 from workshop.profile.ceilings import Ceilings, measure_ceilings
-from workshop.profile.kernels import CATEGORIES, short_name
-from workshop.profile.roofline import (
-    TOP,
-    draw,
-    group_bytes,
-    group_flops,
-    group_times,
-    make_row,
-    table,
-)
+from workshop.profile.kernels import short_name
 from workshop.rocm.counters import read_rocprof_compute
 from workshop.script import (
     DEFAULT_SCRIPT,
@@ -79,49 +72,29 @@ def measure_script(
     device = module.prepare(args)
     print(f"{PROG}: {module.SCRIPT}: counting and measuring", file=sys.stderr)
     try:
-        flop = group_flops(module, args, device)
+        flop = roofline.group_flops(module, args, device)
         free_memory()
         trainer = module.Trainer(args, device)
-        spent = group_times(trainer)
-        moved = group_bytes(trainer, module.NO_WORK)
+        spent = roofline.group_times(trainer)
+        moved = roofline.group_bytes(trainer, module.NO_WORK)
         ceilings = ceilings or measure_ceilings(args, device)
     except (RuntimeError, MemoryError) as error:
         if not module.is_out_of_memory(error):
             raise
         remedy = "lower --batch-size or --seq-len"
         raise ToolError(f"{module.SCRIPT}: out of memory: {remedy}", status=3) from error
-    rows = [
-        make_row(
-            {"script": module.SCRIPT, "group": group.lower()},
-            flop,
-            group,
-            moved[group],
-            spent[group],
-            ceilings,
-        )
-        for group in CATEGORIES
-        if flop[group] or moved[group] or spent[group]
-    ]
-    result = measured_with(module, args, trainer.model.config, device) | {
-        "ceilings": asdict(ceilings)
-    }
+    rows = roofline.rows_of_groups(module.SCRIPT, flop, moved, spent, ceilings)
+    result = measured_with(module, args, trainer.model.config, device)
+    result["ceilings"] = asdict(ceilings)
     del trainer
     free_memory()
     return result, rows
 
 
-def write(
-    output: Path,
-    title: str,
-    result: dict,
-    rows: Sequence[dict],
-    labelled: dict[str, dict],
-    ceilings: Ceilings,
-) -> None:
+def write(output: Path, content: dict, picture: Callable[[Path], None]) -> None:
     """All three files."""
-    content = {"schema_version": 1, **result, "rows": rows}
-    draw(output / f"{NAME}.png", title, labelled, ceilings, bandwidths=True)
-    write_csv(output / f"{NAME}.csv", rows)
+    picture(output / f"{NAME}.png")
+    write_csv(output / f"{NAME}.csv", content["rows"])
     write_text(output / f"{NAME}.json", json.dumps(content, indent=1) + "\n")
     files = (str(output / f"{NAME}.{ending}") for ending in ("csv", "json", "png"))
     print(f"Written: {', '.join(files)}")
@@ -139,7 +112,9 @@ def analyse_scripts(scripts: Sequence[str], argv: Sequence[str], output: Path) -
     names = [result["script"] for result in results]
     first = results[0]
     title = f"{', '.join(names)}: a training step on {first['environment']['device_name']}"
-    print(f"{title}, batch size {first['training']['batch_size']}\n\n{table(rows, 'script')}\n")
+    print(
+        f"{title}, batch size {first['training']['batch_size']}\n\n{roofline.table(rows, 'script')}\n"
+    )
     counted = "matrix products, counted on the unfused model"
     print(f"FLOP: {counted}; fused kernels, also our own, compute the same ones.")
     for name in names:
@@ -150,9 +125,11 @@ def analyse_scripts(scripts: Sequence[str], argv: Sequence[str], output: Path) -
     if any(getattr(sys.modules[name], "INTERPRETED", False) for name in names):
         why = "the times say nothing about them"
         print_notes(PROG, f"Triton kernels ran in an interpreter here: {why}")
-    several = len(results) > 1
-    labels = {f"{row['script']} {row['group']}" if several else row["group"]: row for row in rows}
-    write(output, title, {"runs": results}, rows, labels, ceilings)
+    before = {name: f"{name} " * (len(names) > 1) for name in names}
+    points = {before[row["script"]] + row["group"]: row for row in rows}
+    content = {"schema_version": 1, "runs": results, "rows": rows}
+    picture = {"title": title, "rows": points, "ceilings": ceilings, "bandwidths": True}
+    write(output, content, partial(roofline.draw, **picture))
     return 0
 
 
@@ -164,15 +141,16 @@ def analyse_rocprof_compute(directory: Path, output: Path) -> int:
         gpu, ceilings, rows = read_rocprof_compute(directory)
     except ValueError as error:
         raise ToolError(str(error)) from error
-    first = rows[:TOP]
+    first = rows[: roofline.TOP]
     counted = f"FLOP and HBM bytes by the counters of {gpu}"
-    print(f"{table(first, 'kernel')}\n\nAll kernels: {len(rows)}; {counted}.")
+    print(f"{roofline.table(first, 'kernel')}\n\nAll kernels: {len(rows)}; {counted}.")
     gemm = f"{ceilings.gemm_tflops:.3f} TFLOP/s ({ceilings.precision})"
     print(f"Ceilings of roofline.csv: {gemm}, {ceilings.copy_gb_per_s:.1f} GB/s (HBM)")
     labels = {f"{i} {short_name(row['kernel'], 40)}": row for i, row in enumerate(first, 1)}
     title = f"kernels of {directory} by rocprof-compute's counters"
-    result = {"source": str(directory), "ceilings": asdict(ceilings)}
-    write(output, title, result, rows, labels, ceilings)
+    content = {"schema_version": 1, "source": str(directory), "ceilings": asdict(ceilings)}
+    picture = {"title": title, "rows": labels, "ceilings": ceilings, "bandwidths": True}
+    write(output, content | {"rows": rows}, partial(roofline.draw, **picture))
     return 0
 
 

@@ -66,9 +66,8 @@ class Side:
 
         trainer = self.module.Trainer(self.args, self.module.prepare(self.args))
         trainer.model.load_state_dict(weights)
-        trainer.batches = first.module.make_batches(
-            first.args, torch.device("cpu"), first.args.seed
-        )
+        host, seed = torch.device("cpu"), first.args.seed
+        trainer.batches = first.module.make_batches(first.args, host, seed)
         return trainer
 
 
@@ -92,13 +91,11 @@ def load_sides(args: argparse.Namespace, argv: Sequence[str]) -> tuple[Side, Sid
     paths = (args.baseline, args.optimized)
     modules = [load_script(str(path)) for path in paths]
     parsed = [script_arguments(module, argv, None)[1] for module in modules]
-    sides = tuple(
-        Side(path.name, *side) for path, *side in zip(paths, modules, parsed, strict=True)
-    )
+    given = zip([path.name for path in paths], modules, parsed, strict=True)
+    sides = tuple(Side(*side) for side in given)
     models = [side.module.build_model(side.args, torch.device("meta")) for side in sides]
-    shapes = [
-        {name: tuple(value.shape) for name, value in model.state_dict().items()} for model in models
-    ]
+    states = [model.state_dict().items() for model in models]
+    shapes = [{name: tuple(value.shape) for name, value in state} for state in states]
     if odd := sorted(dict(shapes[0].items() ^ shapes[1].items())):
         both = " and ".join(side.name for side in sides)
         raise ToolError(f"{both} are different models: not both have {odd[0]}, of the same shape")
@@ -120,7 +117,7 @@ def loss_curve(trainer, name: str, steps: int) -> list[float]:
 
 
 def line(what: str, judged: dict[str, tuple[float, float]]) -> dict:
-    """A row with the worst of these relative errors, by the name of its place, and its limit. A NaN fails."""
+    """A row with the worst of these relative errors and its limit, by its place. A NaN fails."""
 
     def beyond(name: str) -> float:
         error, limit = judged[name]
@@ -135,7 +132,7 @@ def line(what: str, judged: dict[str, tuple[float, float]]) -> dict:
 def compare_values(
     sides: tuple[Side, Side], weights: dict, when: str, tolerance: float
 ) -> list[dict]:
-    """Rows for outputs, loss and gradients at these weights, judged as --verify-accuracy judges them."""
+    """Rows for outputs, loss and gradients at these weights, judged as by --verify-accuracy."""
     first, second = sides
     all_off, judge = first.module.all_off, first.module.judge
     unfused = replace(first, args=all_off(first.args))
@@ -150,15 +147,11 @@ def compare_values(
     lines = [line(f"outputs {when}", judged), line(f"loss {when}", loss)]
     lines.append(line(f"{len(gradients)} gradients {when}", gradients))
     for side, found in zip(sides, values[2:], strict=True):
-        missing = [
-            name.removeprefix(GRADIENT)
-            for name, value in found.items()
-            if bool(value.isnan().all())
-        ]
+        missing = [name for name, value in found.items() if bool(value.isnan().all())]
         if missing:
+            names = ", ".join(name.removeprefix(GRADIENT) for name in missing)
             shown = {"error": str(len(missing)), "limit": "0", "passed": False}
-            what = f"{MISSING} in {side.name} {when}"
-            lines.append({"what": what, "worst": ", ".join(missing), **shown})
+            lines.append({"what": f"{MISSING} in {side.name} {when}", "worst": names, **shown})
     return lines
 
 
@@ -172,17 +165,14 @@ def compare(sides: tuple[Side, Side], tolerance: float, steps: int) -> list[dict
     for side in sides:
         trainer = side.trainer(weights, first)
         curves.append(loss_curve(trainer, side.name, steps))
-        trained = trained or {
-            name: value.clone() for name, value in trainer.model.state_dict().items()
-        }
+        state = trainer.model.state_dict().items()
+        trained = trained or {name: value.clone() for name, value in state}
         del trainer
         free_memory()
     lines += compare_values(sides, trained, f"after {steps} steps", tolerance)
     pairs = enumerate(zip(*curves, strict=True), start=1)
-    curve = {
-        f"step {n}": (abs(loss - expected) / abs(expected), tolerance)
-        for n, (expected, loss) in pairs
-    }
+    errors = {n: abs(loss - expected) / abs(expected) for n, (expected, loss) in pairs}
+    curve = {f"step {n}": (error, tolerance) for n, error in errors.items()}
     return [*lines, line(f"losses of {steps} steps", curve)]
 
 

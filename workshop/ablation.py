@@ -17,7 +17,7 @@ from types import ModuleType
 
 from workshop.script import load_script
 from workshop.show import Column, ended, render
-from workshop.study import Part
+from workshop.study import Part, unit_of
 from workshop.turns import in_turns, ratios, spread
 
 GROUP = 8  # sides that are in memory together
@@ -170,7 +170,7 @@ def sets_table(script: str, rows: Sequence[dict], wide: bool = False) -> str:
 
     `wide`: memory and the range of turns, too.
     """
-    unit = next((row["unit"] for row in rows if "unit" in row), "kernels")
+    unit = unit_of(rows)
     sets = {row["side"]: {"name": row["side"]} for row in rows}  # and its rows of each precision
     for row in rows:
         sets[row["side"]].setdefault(row["precision"], []).append(row)

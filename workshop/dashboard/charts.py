@@ -12,6 +12,7 @@ from html import escape
 from workshop.profile.ceilings import Ceilings
 from workshop.profile.kernels import CATEGORIES
 from workshop.show import drawing, ended
+from workshop.study import unit_of
 from workshop.turns import ratios, spread
 
 VERSIONS = {"V1": "#8a8f94", "V2": "#56b4e9", "V3": "#0072b2", "V4": "#d55e00"}
@@ -44,7 +45,7 @@ def table(header: Sequence[str], lines: Sequence[str]) -> str:
 def draw_bars(cells: Cells, measures: Sequence[str], one_scale: bool = False) -> str:
     """Numbers with a bar each, as a part of the longest of its group or of all."""
     every = [row for sides in cells.values() for row in sides.values()]
-    unit = next((row["unit"] for row in every if row.get("unit")), "kernels")
+    unit = unit_of(every)
     lines = []
     for cell, sides in cells.items():
         lines.append(f'<tr><th class="group" colspan="3">{escape(cell)}</th></tr>')

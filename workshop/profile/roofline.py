@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from workshop.cli import ToolError
 from workshop.profile.ceilings import Ceilings
 from workshop.profile.kernels import (
+    CATEGORIES,
     category,
     complete,
     has_gpu,
@@ -317,6 +318,15 @@ def make_row(
         },
         "percent_of_copy": 100 * gb_per_s / ceilings.copy_gb_per_s if gb_per_s else None,
     }
+
+
+def rows_of_groups(
+    script: str, flop: Counter, moved: Counter, spent: Counter, ceilings: Ceilings
+) -> list[dict]:
+    """A row for each group of operators of a script's step that has anything."""
+    groups = [group for group in CATEGORIES if flop[group] or moved[group] or spent[group]]
+    names = {group: {"script": script, "group": group.lower()} for group in groups}
+    return [make_row(names[g], flop, g, moved[g], spent[g], ceilings) for g in groups]
 
 
 def table(rows: Sequence[dict], name: str) -> str:
