@@ -1,22 +1,26 @@
 #!/usr/bin/env python3
-"""Which kernels fusion removed, which ones it brought, and what that saved: two profiles compared by kernel name.
+"""Which kernels fusion removed, which ones it brought, and what that saved: two profiles compared
+by kernel name.
 
-A profile is a directory that run_pytorch_profiler.py wrote (<script>_kernels.csv, <script>_profile.json), one of
-run_rocprofv3.sh (rocprofv3_results_*, with stats.csv), or one of run_all_profilers.sh: from it the PyTorch profiler's
-is taken, else rocprofv3's. Profiles of different models are refused; different sizes, precision or devices are named
-at the top. Launches are counted, per training step wherever the number of steps is known. Copies and memsets that the
-PyTorch profiler saw are no kernels; their time counts. On a CPU there are no kernels. There the reduction is that of
-the operator calls that the scripts themselves counted; the tables have all that the profiler saw: views, operators that
-only call others, nodes of the autograd graph, inner steps of a matrix product.
+A profile is a directory that run_pytorch_profiler.py wrote (<script>_kernels.csv,
+<script>_profile.json), one of run_rocprofv3.sh (rocprofv3_results_*, with stats.csv), or one of
+run_all_profilers.sh: from it the PyTorch profiler's is taken, else rocprofv3's. Profiles of
+different models are refused; different sizes, precision or devices are named at the top. Launches
+are counted, per training step wherever the number of steps is known. Copies and memsets that the
+PyTorch profiler saw are no kernels; their time counts. On a CPU there are no kernels. There the
+reduction is that of the operator calls that the scripts themselves counted; the tables have all
+that the profiler saw: views, operators that only call others, nodes of the autograd graph, inner
+steps of a matrix product.
 
-The tables go to stdout as Markdown. With --output they are also written to kernel_reduction.md in that directory,
-beside kernel_reduction.csv with every kernel under its full name.
+The tables go to stdout as Markdown. With --output they are also written to kernel_reduction.md in
+that directory, beside kernel_reduction.csv with every kernel under its full name.
 
 Examples:
   python analysis_tools/analyze_kernel_reduction.py --baseline ./v1_analysis --fused ./v2_analysis
   python analysis_tools/analyze_kernel_reduction.py --baseline rocprofv3_results_baseline \\
       --fused rocprofv3_results_fused --output ./kernel_analysis
-  python analysis_tools/analyze_kernel_reduction.py --baseline profiles_tiny_llama_v1 --fused profiles_tiny_llama_v2
+  python analysis_tools/analyze_kernel_reduction.py --baseline profiles_tiny_llama_v1 \\
+      --fused profiles_tiny_llama_v2
 """
 
 from __future__ import annotations

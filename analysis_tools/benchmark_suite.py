@@ -1,19 +1,24 @@
 #!/usr/bin/env python3
-"""Versions of a model over batch sizes and sequence lengths: speed, peak memory, and the loss they train to.
+"""Versions of a model over batch sizes and sequence lengths: speed, peak memory, and the loss they
+train to.
 
-In each cell of the grid all models take turns, as graphs where there is a GPU: samples per second are the median of
-the turns, a speed-up is over the first model in the same turn. For accuracy each trains --num-steps steps (an argument
-of the scripts) from the same seed, and the difference of the last loss is relative to that of the first model.
+In each cell of the grid all models take turns, as graphs where there is a GPU: samples per second
+are the median of the turns, a speed-up is over the first model in the same turn. For accuracy each
+trains --num-steps steps (an argument of the scripts) from the same seed, and the difference of the
+last loss is relative to that of the first model.
 
---peers adds V1 under torch.compile and, for llama, Hugging Face's Llama, the same under torch.compile and with Liger's
-kernels (but its loss), where they are installed. A run that is out of memory or fails is a row. The same command goes
-on after an interruption, and prints the table of a finished study again; a study with other settings needs another
---output.
+--peers adds V1 under torch.compile and, for llama, Hugging Face's Llama, the same under
+torch.compile and with Liger's kernels (but its loss), where they are installed. A run that is out
+of memory or fails is a row. The same command goes on after an interruption, and prints the table of
+a finished study again; a study with other settings needs another --output.
 
 Examples:
-  python analysis_tools/benchmark_suite.py --models v1,v2 --batch-sizes 4,8,16,32 --seq-lengths 128,256,512
-  python analysis_tools/benchmark_suite.py --models v1,v2,v3,v4 --metrics throughput,memory --use-amp --peers
-  python analysis_tools/benchmark_suite.py --family openfold --seq-lengths 64,128 --num-steps 20 --csv grid.csv
+  python analysis_tools/benchmark_suite.py --models v1,v2 --batch-sizes 4,8,16,32 \\
+      --seq-lengths 128,256,512
+  python analysis_tools/benchmark_suite.py --models v1,v2,v3,v4 --metrics throughput,memory \\
+      --use-amp --peers
+  python analysis_tools/benchmark_suite.py --family openfold --seq-lengths 64,128 \\
+      --num-steps 20 --csv grid.csv
   python analysis_tools/benchmark_suite.py --table benchmark_llama.json
 """
 

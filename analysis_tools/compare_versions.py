@@ -1,21 +1,24 @@
 #!/usr/bin/env python3
 """All versions of a model side by side: speed, memory, kernels, launches and loss.
 
-They are measured in this process in short alternating turns, on a GPU as whole-step graphs unless the arguments say
---disable-cuda-graph; the loss is that of a short run of each. The rows go to DIR/versions.json; after an interruption
-the same command goes on there, one with other arguments is refused. Without a GPU these are V1 and V2: the
-kernels of V3 and V4 run in Triton's interpreter there, which says nothing about their speed. --versions takes any, with
-small sizes. With --v1 DIR and so on nothing is measured: results are read from there (<script>_summary.json, also in
+They are measured in this process in short alternating turns, on a GPU as whole-step graphs unless
+the arguments say --disable-cuda-graph; the loss is that of a short run of each. The rows go to
+DIR/versions.json; after an interruption the same command goes on there, one with other arguments is
+refused. Without a GPU these are V1 and V2: the kernels of V3 and V4 run in Triton's interpreter
+there, which says nothing about their speed. --versions takes any, with small sizes. With --v1 DIR
+and so on nothing is measured: results are read from there (<script>_summary.json, also in
 pytorch_profiles_vN below), each of a run of its own, whose ratios a busy host can change.
 
---generate-report writes DIR/version_comparison.md with the tables and a picture. A version that went out of memory is
-a row; if one failed, the exit status is 1.
+--generate-report writes DIR/version_comparison.md with the tables and a picture. A version that
+went out of memory is a row; if one failed, the exit status is 1.
 
 Examples:
   python analysis_tools/compare_versions.py --generate-report
-  python analysis_tools/compare_versions.py --generate-report --output-dir bf16 --family llama --seq-len 128 --use-amp
+  python analysis_tools/compare_versions.py --generate-report --output-dir bf16 --family llama \\
+      --seq-len 128 --use-amp
   python analysis_tools/compare_versions.py --v1 profiles/v1 --v2 profiles/v2
-  python analysis_tools/compare_versions.py --family llama --versions v1 v2 v3 v4 --rounds 3 --hidden-dim 64 \\
+  python analysis_tools/compare_versions.py --family llama --versions v1 v2 v3 v4 --rounds 3 \\
+      --hidden-dim 64 \\
       --num-layers 2 --seq-len 32 --batch-size 2
 """
 
@@ -85,7 +88,8 @@ def measure(model: str, versions: Sequence[str], argv: Sequence[str], rounds: in
 def measured(
     args: argparse.Namespace, models: Sequence[str], argv: Sequence[str]
 ) -> tuple[Found, str]:
-    """The versions of these models, measured as far as they are not yet, and a line that says how."""
+    """The versions of these models, measured as far as they are not yet, and a line that says
+    how."""
     import torch
 
     gpu = torch.cuda.is_available()

@@ -1,21 +1,27 @@
 #!/usr/bin/env python3
-"""What each fusion of a version gains: alone, after all others, and on the whole; and whether the gains are additive.
+"""What each fusion of a version gains: alone, after all others, and on the whole; and whether the
+gains are additive.
 
-By default none, each alone, all but each, and all are measured; with --all-combinations every set. The fusions that
-vary are those which the version adds to the one before, or --fusions. Sets take turns in groups of at most eight, as
-graphs where there is a GPU; each group has its own run without these fusions, and every speed-up is over that one in
-the same turn. How long a turn is follows from the speed: about 0.3 s, and at least two steps.
+By default none, each alone, all but each, and all are measured; with --all-combinations every set.
+The fusions that vary are those which the version adds to the one before, or --fusions. Sets take
+turns in groups of at most eight, as graphs where there is a GPU; each group has its own run without
+these fusions, and every speed-up is over that one in the same turn. How long a turn is follows from
+the speed: about 0.3 s, and at least two steps.
 
-The main effect of a fusion is the median over all pairs of sets that differ in it alone. Two fusions interact if they
-gain something else together than the product of their gains. All of that is computed on log times, turn by turn. A run
-that is out of memory or fails is a row. The same command goes on after an interruption, and prints the tables of a
-finished study again; a study with other settings needs another --output.
+The main effect of a fusion is the median over all pairs of sets that differ in it alone. Two
+fusions interact if they gain something else together than the product of their gains. All of that
+is computed on log times, turn by turn. A run that is out of memory or fails is a row. The same
+command goes on after an interruption, and prints the tables of a finished study again; a study with
+other settings needs another --output.
 
 Examples:
   python analysis_tools/fusion_ablation_study.py --all-combinations
-  python analysis_tools/fusion_ablation_study.py --all-combinations --script tiny_openfold_v2.py --use-amp
-  python analysis_tools/fusion_ablation_study.py --script tiny_llama_v3.py --fusions triton-swiglu,triton-rotary
-  python analysis_tools/fusion_ablation_study.py --seeds 42,43,44 --seq-len 128 --output small.json --csv small.csv
+  python analysis_tools/fusion_ablation_study.py --all-combinations \\
+      --script tiny_openfold_v2.py --use-amp
+  python analysis_tools/fusion_ablation_study.py --script tiny_llama_v3.py \\
+      --fusions triton-swiglu,triton-rotary
+  python analysis_tools/fusion_ablation_study.py --seeds 42,43,44 --seq-len 128 \\
+      --output small.json --csv small.csv
   python analysis_tools/fusion_ablation_study.py --table small.json
 """
 

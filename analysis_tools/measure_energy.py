@@ -1,16 +1,19 @@
 #!/usr/bin/env python3
 """Power, clock and energy of version scripts, per step and per sample, in long alternating turns.
 
-The GPU's own readings are taken every 50 ms while a script trains, by torch.cuda.power_draw and clock_rate, which need
-nvidia-ml-py on NVIDIA's GPUs and amdsmi on AMD's. The power is an average over a second on some GPUs: so a turn is
-long, and its first part does not count. On a GPU steps are graphs, so that the host does not count. Nothing is shown
-where power cannot be read. A GPU at its power limit lowers its clock: two versions there differ in time as in energy.
+The GPU's own readings are taken every 50 ms while a script trains, by torch.cuda.power_draw and
+clock_rate, which need nvidia-ml-py on NVIDIA's GPUs and amdsmi on AMD's. The power is an average
+over a second on some GPUs: so a turn is long, and its first part does not count. On a GPU steps are
+graphs, so that the host does not count. Nothing is shown where power cannot be read. A GPU at its
+power limit lowers its clock: two versions there differ in time as in energy.
 
 Every other argument goes to the scripts: sizes, precision and fusions.
 
 Examples:
-  python analysis_tools/measure_energy.py --scripts tiny_llama_v1.py tiny_llama_v4.py --use-amp --seq-len 128
-  python analysis_tools/measure_energy.py --scripts tiny_openfold_v1.py tiny_openfold_v3.py --output energy.json
+  python analysis_tools/measure_energy.py --scripts tiny_llama_v1.py tiny_llama_v4.py --use-amp \\
+      --seq-len 128
+  python analysis_tools/measure_energy.py --scripts tiny_openfold_v1.py tiny_openfold_v3.py \\
+      --output energy.json
 """
 
 from __future__ import annotations
@@ -47,7 +50,10 @@ def build_parser() -> Parser:
 
 
 def energy(modules: Sequence, argv: list[str], seconds: int, rounds: int) -> list[dict]:
-    """A row for each script: power, clock, time, energy of a step and a sample; medians of turns."""
+    """A row for each script: power, clock, time, energy of a step and a sample.
+
+    Medians of turns.
+    """
     runs, steps = {}, {}
     for module in modules:
         run, short, _ = begin(module, parse_quiet(module, argv), 1)

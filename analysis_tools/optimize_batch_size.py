@@ -1,18 +1,22 @@
 #!/usr/bin/env python3
 """The best batch size under a memory limit, measured: for throughput, latency or memory per sample.
 
-The batch size doubles from 1 until a run is out of memory or takes more than the wanted part of the device's memory;
-then the search halves the gap between what fits and what does not, down to an eighth of the size. Each size is measured
-alone, as a graph where there is a GPU. On a CPU the memory is that of the machine, peak memory is that of tensors in a
-step, and a size that would not fit by its number of samples is not tried.
+The batch size doubles from 1 until a run is out of memory or takes more than the wanted part of the
+device's memory; then the search halves the gap between what fits and what does not, down to an
+eighth of the size. Each size is measured alone, as a graph where there is a GPU. On a CPU the
+memory is that of the machine, peak memory is that of tensors in a step, and a size that would not
+fit by its number of samples is not tried.
 
---optimization-target throughput is the most samples per second, latency the shortest step, memory the fewest MB per
-sample. The table of a search and its numbers are the same for all three: the same command goes on after an
-interruption, and answers from a finished search; a search with other settings needs another --output.
+--optimization-target throughput is the most samples per second, latency the shortest step, memory
+the fewest MB per sample. The table of a search and its numbers are the same for all three: the same
+command goes on after an interruption, and answers from a finished search; a search with other
+settings needs another --output.
 
 Examples:
-  python analysis_tools/optimize_batch_size.py --target-memory-usage 0.8 --seq-len 128 --optimization-target throughput
-  python analysis_tools/optimize_batch_size.py --script tiny_openfold_v3.py --use-amp --output openfold.png
+  python analysis_tools/optimize_batch_size.py --target-memory-usage 0.8 --seq-len 128 \\
+      --optimization-target throughput
+  python analysis_tools/optimize_batch_size.py --script tiny_openfold_v3.py --use-amp \\
+      --output openfold.png
   python analysis_tools/optimize_batch_size.py --max-batch-size 16 --seq-len 64 --num-layers 2
 """
 

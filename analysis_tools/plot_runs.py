@@ -1,19 +1,23 @@
 #!/usr/bin/env python3
-"""Memory or speed-up against sequence length, or any other size, from the result files of several runs.
+"""Memory or speed-up against sequence length, or any other size, from the result files of several
+runs.
 
   memory    peak memory, one line per NAME
   speedup   samples per second of each NAME over those of the first NAME
 
-NAME=PATH starts a line; the paths after it, until the next NAME=, belong to it too. A path is a result file, the
-directory of a run (its --profile-dir), or a quoted pattern, of whose matches the directories and .json files are taken.
---x takes any number among the settings of a run, such as batch_size, num_layers or processes. Runs that went out of
-memory are marked. Where --compare-fusion ran both sides in turns (DIR/baseline and DIR), a speed-up is the median of
-the turns, with their range. That of runs one after the other has no range, so no line joins it to the next. The
-numbers are printed as a Markdown table and, with --output, written as CSV beside the picture.
+NAME=PATH starts a line; the paths after it, until the next NAME=, belong to it too. A path is a
+result file, the directory of a run (its --profile-dir), or a quoted pattern, of whose matches the
+directories and .json files are taken. --x takes any number among the settings of a run, such as
+batch_size, num_layers or processes. Runs that went out of memory are marked. Where --compare-fusion
+ran both sides in turns (DIR/baseline and DIR), a speed-up is the median of the turns, with their
+range. That of runs one after the other has no range, so no line joins it to the next. The numbers
+are printed as a Markdown table and, with --output, written as CSV beside the picture.
 
 Examples:
-  python analysis_tools/plot_runs.py memory scores='results/scores_*' flash='results/flash_*' --output memory.png
-  python analysis_tools/plot_runs.py speedup off=results/off_64 results/off_128 on='results/on_*' --output speed.png
+  python analysis_tools/plot_runs.py memory scores='results/scores_*' flash='results/flash_*' \\
+      --output memory.png
+  python analysis_tools/plot_runs.py speedup off=results/off_64 results/off_128 \\
+      on='results/on_*' --output speed.png
   python analysis_tools/plot_runs.py memory v2='sweep/*' --x batch_size
 """
 
@@ -81,7 +85,10 @@ def expand(path: str) -> list[Path]:
 
 
 def load_series(arguments: Sequence[str], x: str) -> tuple[Series, list[Run]]:
-    """The runs of each name by their place x, in the order of the names; and runs that ended before it was known."""
+    """The runs of each name by their place x, in the order of the names.
+
+    And runs that ended before it was known.
+    """
     paths: dict[str, list[Path]] = {}
     name = None
     for argument in arguments:

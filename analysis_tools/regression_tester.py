@@ -1,20 +1,26 @@
 #!/usr/bin/env python3
-"""Has anything become slower? One result against an earlier one: exit status 1 if so, or if it is not fast enough.
+"""Has anything become slower? One result against an earlier one: exit status 1 if so, or if it is
+not fast enough.
 
-A result is a run (<script>_summary.json, or the directory of one), a file of several runs (compare_runs.py --save), or
-a study of runs in turns (compare_versions.py, bench/versions.py). Of several, those of the same name are compared, one
-by one. Other devices, models, sizes or another precision are refused; notes name what else differs.
+A result is a run (<script>_summary.json, or the directory of one), a file of several runs
+(compare_runs.py --save), or a study of runs in turns (compare_versions.py, bench/versions.py). Of
+several, those of the same name are compared, one by one. Other devices, models, sizes or another
+precision are refused; notes name what else differs.
 
-A time has the range of its turns, or, in a run of one turn, that of its steps up to the 95th percentile. Only where the
-two ranges do not overlap there is a verdict. Otherwise no difference was seen, and that is no regression. With
---min-speedup the median decides, and the range of the speed-up stands beside it. A run that did not finish where the
-baseline did is a regression, too. Memory, kernels and final loss are shown and decide nothing.
+A time has the range of its turns, or, in a run of one turn, that of its steps up to the 95th
+percentile. Only where the two ranges do not overlap there is a verdict. Otherwise no difference was
+seen, and that is no regression. With --min-speedup the median decides, and the range of the
+speed-up stands beside it. A run that did not finish where the baseline did is a regression, too.
+Memory, kernels and final loss are shown and decide nothing.
 
 Examples:
-  python analysis_tools/regression_tester.py --baseline-results old/tiny_llama_v2_summary.json --current-results new
-  python analysis_tools/regression_tester.py --baseline-results profiles/v1 --current-results profiles/v2 \\
+  python analysis_tools/regression_tester.py --baseline-results old/tiny_llama_v2_summary.json \\
+      --current-results new
+  python analysis_tools/regression_tester.py --baseline-results profiles/v1 \\
+      --current-results profiles/v2 \\
       --min-speedup 1.3
-  python analysis_tools/regression_tester.py --baseline-results old/versions.json --current-results new/versions.json
+  python analysis_tools/regression_tester.py --baseline-results old/versions.json \\
+      --current-results new/versions.json
 """
 
 from __future__ import annotations
@@ -46,7 +52,8 @@ FEW = 5  # turns, below which their ranges part by chance
 
 @dataclass(frozen=True)
 class Entry:
-    """A run or a row of a study: what was measured, and what has to be the same on the other side."""
+    """A run or a row of a study: what was measured, and what has to be the same on the other
+    side."""
 
     path: Path
     row: dict

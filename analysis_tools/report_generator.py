@@ -1,23 +1,27 @@
 #!/usr/bin/env python3
 """One report in Markdown of what two folders hold, without and with fusion.
 
-A folder is what run_all_profilers.sh wrote, or the results of a script, of run_pytorch_profiler.py, run_rocprofv3.sh,
-run_deepspeed_flops.py or roofline_analysis.py. The report has a section for each of these that both folders have, and
-for pictures that one of them has:
+A folder is what run_all_profilers.sh wrote, or the results of a script, of run_pytorch_profiler.py,
+run_rocprofv3.sh, run_deepspeed_flops.py or roofline_analysis.py. The report has a section for each
+of these that both folders have, and for pictures that one of them has:
 
   Runs         the result files, as compare_runs.py shows them
-  Kernels      before and after by the PyTorch profiler, and by rocprofv3, as analyze_kernel_reduction.py shows them
+  Kernels      before and after by the PyTorch profiler, and by rocprofv3, as
+               analyze_kernel_reduction.py shows them
   FLOPs        FLOP, bytes and intensity of each kind of module
   Rooflines    pictures, and the tables of roofline_analysis.py
 
-What is not there is named in one line at the end, with the reason where run_all_profilers.sh noted one. Runs of
-different models are refused; different sizes, precision or devices are named at the top. Without --output the report
-goes to stdout. --output-dir writes fusion_report.md into a folder. Status 1 if one of the runs failed.
+What is not there is named in one line at the end, with the reason where run_all_profilers.sh noted
+one. Runs of different models are refused; different sizes, precision or devices are named at the
+top. Without --output the report goes to stdout. --output-dir writes fusion_report.md into a folder.
+Status 1 if one of the runs failed.
 
 Examples:
-  ./run_all_profilers.sh --script tiny_llama_v1.py && ./run_all_profilers.sh --script tiny_llama_v2.py
+  ./run_all_profilers.sh --script tiny_llama_v1.py && ./run_all_profilers.sh \\
+      --script tiny_llama_v2.py
   python analysis_tools/report_generator.py --output ./fusion_comparison_report.md
-  python analysis_tools/report_generator.py --baseline ./v1_analysis --fused ./v2_analysis --output-dir ./analysis
+  python analysis_tools/report_generator.py --baseline ./v1_analysis --fused ./v2_analysis \\
+      --output-dir ./analysis
 """
 
 from __future__ import annotations
@@ -120,12 +124,10 @@ def run_lines(runs: Sequence[Run]) -> list[str]:
     for run in runs:
         if run.status != "ok":
             notes.append(f"- note: {run.name} did not finish: {run.result.get('error')}")
-    return [
-        runs_table(runs, [beside(run, runs[0]) for run in runs]),
-        "",
-        *([*notes, ""] if notes else []),
-        "Each run was measured by itself. `--compare-fusion` of a script measures both sides in turns.",
-    ]
+    table = runs_table(runs, [beside(run, runs[0]) for run in runs])
+    alone = "Each run was measured by itself."
+    in_turns = "`--compare-fusion` of a script measures both sides in turns."
+    return [table, "", *([*notes, ""] if notes else []), f"{alone} {in_turns}"]
 
 
 def kernel_lines(sides: Sequence[reduction.Profile], top: int) -> list[str]:

@@ -1,29 +1,34 @@
 #!/usr/bin/env python3
-"""FLOPs, bytes and time of a whole training step by what its operators do, against what the device reaches.
+"""FLOPs, bytes and time of a whole training step by what its operators do, against what the device
+reaches.
 
-Groups are GEMM, attention, normalisation, element-wise, copies, reductions, optimizer and what is none of these. What
-a row has, and where it comes from:
+Groups are GEMM, attention, normalisation, element-wise, copies, reductions, optimizer and what is
+none of these. What a row has, and where it comes from:
 
-  FLOP   of matrix products, nothing else, on the model with everything off. Fusion computes the same products, so the
-         total does not depend on it, and our own Triton kernels, into which no counter sees, have what their unfused
-         parts have. Attention has the products of its fused kernels; unfused ones are GEMMs. What a kernel computes
-         twice, as attention's backward pass does, counts once.
-  bytes  every operator reads its tensors from memory and writes its results there, once each, with the fusions as
-         chosen. A group may move more than a copy does where caches hold its data.
-  time   of the kernels in three profiled steps; on a CPU the self time of operators. Steps are launched kernel by
-         kernel, also those of V4, so that the operator of each is known.
+  FLOP   of matrix products, nothing else, on the model with everything off. Fusion computes the
+         same products, so the total does not depend on it, and our own Triton kernels, into which
+         no counter sees, have what their unfused parts have. Attention has the products of its
+         fused kernels; unfused ones are GEMMs. What a kernel computes twice, as attention's
+         backward pass does, counts once.
+  bytes  every operator reads its tensors from memory and writes its results there, once each, with
+         the fusions as chosen. A group may move more than a copy does where caches hold its data.
+  time   of the kernels in three profiled steps; on a CPU the self time of operators. Steps are
+         launched kernel by kernel, also those of V4, so that the operator of each is known.
   roof   a large GEMM in the run's precision and a large copy, measured on the same device.
 
---from-rocprof-compute reads what run_rocprof_compute.sh collected on an AMD GPU in place of that: FLOP, bytes of HBM
-and time of each kernel by its counters (pmc_perf.csv), and the ceilings that rocprof-compute measured (roofline.csv).
-No AMD GPU was at hand: this was tested on files in the documented format.
+--from-rocprof-compute reads what run_rocprof_compute.sh collected on an AMD GPU in place of that:
+FLOP, bytes of HBM and time of each kernel by its counters (pmc_perf.csv), and the ceilings that
+rocprof-compute measured (roofline.csv). No AMD GPU was at hand: this was tested on files in the
+documented format.
 
 Written to --output: roofline_analysis.csv and .json with all numbers, roofline_analysis.png.
 
 Examples:
   python analysis_tools/roofline_analysis.py --script tiny_llama_v2.py --batch-size 8 --seq-len 128
-  python analysis_tools/roofline_analysis.py --scripts tiny_llama_v1.py tiny_llama_v4.py --use-amp --output ./roofline
-  python analysis_tools/roofline_analysis.py --from-rocprof-compute rocprof_compute_results --output ./roofline
+  python analysis_tools/roofline_analysis.py --scripts tiny_llama_v1.py tiny_llama_v4.py \\
+      --use-amp --output ./roofline
+  python analysis_tools/roofline_analysis.py --from-rocprof-compute rocprof_compute_results \\
+      --output ./roofline
 """
 
 from __future__ import annotations
@@ -62,7 +67,10 @@ NAME = "roofline_analysis"
 def measure_script(
     name: str, argv: Sequence[str], output: Path, ceilings: Ceilings | None
 ) -> tuple[dict, list[dict]]:
-    """What a script was measured with, and its rows; ceilings are measured unless they are known."""
+    """What a script was measured with, and its rows.
+
+    Ceilings are measured unless they are known.
+    """
     module = load_script(name)
     _, args = script_arguments(module, argv, str(output))
     if args.torch_compile:
@@ -112,9 +120,8 @@ def analyse_scripts(scripts: Sequence[str], argv: Sequence[str], output: Path) -
     names = [result["script"] for result in results]
     first = results[0]
     title = f"{', '.join(names)}: a training step on {first['environment']['device_name']}"
-    print(
-        f"{title}, batch size {first['training']['batch_size']}\n\n{roofline.table(rows, 'script')}\n"
-    )
+    print(f"{title}, batch size {first['training']['batch_size']}\n")
+    print(f"{roofline.table(rows, 'script')}\n")
     counted = "matrix products, counted on the unfused model"
     print(f"FLOP: {counted}; fused kernels, also our own, compute the same ones.")
     for name in names:

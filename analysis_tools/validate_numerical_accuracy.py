@@ -1,20 +1,25 @@
 #!/usr/bin/env python3
-"""Does one version compute what another one computes? Across scripts, as --verify-accuracy is within one.
+"""Does one version compute what another one computes? Across scripts, as --verify-accuracy is
+within one.
 
-Both scripts get the same arguments, the weights of the baseline and its batches. Compared are outputs, loss and the
-gradient of every parameter, first at the initial weights, then at those that the baseline has after --steps training
-steps; and the losses of these steps, which each script takes with its own optimizer and, where its arguments ask for
-one, as a graph. Names are those of state_dict(), where nothing is fused.
+Both scripts get the same arguments, the weights of the baseline and its batches. Compared are
+outputs, loss and the gradient of every parameter, first at the initial weights, then at those that
+the baseline has after --steps training steps; and the losses of these steps, which each script
+takes with its own optimizer and, where its arguments ask for one, as a graph. Names are those of
+state_dict(), where nothing is fused.
 
-An error is the norm of the difference from float64 over the norm of the value, each gradient by itself. Its limit is
-three times the error of the baseline with everything unfused in the same precision, or --tolerance where that is more
-(0.05 below float32, where an argument of a ReLU may round to the other side of zero); --tolerance is also the limit of
-the two loss curves' relative difference. A parameter without a gradient is named and fails the check. Exit status 1
-where something is off.
+An error is the norm of the difference from float64 over the norm of the value, each gradient by
+itself. Its limit is three times the error of the baseline with everything unfused in the same
+precision, or --tolerance where that is more (0.05 below float32, where an argument of a ReLU may
+round to the other side of zero); --tolerance is also the limit of the two loss curves' relative
+difference. A parameter without a gradient is named and fails the check. Exit status 1 where
+something is off.
 
 Examples:
-  python analysis_tools/validate_numerical_accuracy.py --baseline tiny_llama_v1.py --optimized tiny_llama_v2.py
-  python analysis_tools/validate_numerical_accuracy.py --baseline tiny_llama_v1.py --optimized tiny_llama_v4.py \\
+  python analysis_tools/validate_numerical_accuracy.py --baseline tiny_llama_v1.py \\
+      --optimized tiny_llama_v2.py
+  python analysis_tools/validate_numerical_accuracy.py --baseline tiny_llama_v1.py \\
+      --optimized tiny_llama_v4.py \\
       --tolerance 1e-3 --hidden-dim 64 --num-layers 2 --seq-len 32 --batch-size 2
   python analysis_tools/validate_numerical_accuracy.py --baseline tiny_openfold_v1.py \\
       --optimized tiny_openfold_v2.py --steps 10 --use-amp --tolerance 0.01

@@ -1,25 +1,29 @@
 #!/usr/bin/env python3
-"""How exact every version is: outputs, loss and every gradient against V1 in float64, on the same device.
+"""How exact every version is: outputs, loss and every gradient against V1 in float64, on the same
+device.
 
-Whole models (V1 to V4, V2 compiled, Llama with Liger's kernels) and parts (triangle multiplication and attention, also
-of cuEquivariance; V2's attention is PyTorch's SDPA), in float32, TF32 and bfloat16. Cases: "plain" input; an "outlier"
-channel that stands above the others everywhere; "large logits", from weights of queries and keys four times as large;
-"odd" sizes, in bfloat16 only, as is what is compiled.
+Whole models (V1 to V4, V2 compiled, Llama with Liger's kernels) and parts (triangle multiplication
+and attention, also of cuEquivariance; V2's attention is PyTorch's SDPA), in float32, TF32 and
+bfloat16. Cases: "plain" input; an "outlier" channel that stands above the others everywhere; "large
+logits", from weights of queries and keys four times as large; "odd" sizes, in bfloat16 only, as is
+what is compiled.
 
-An error is the norm of the difference from float64 over the norm of what is exact: of an output, the loss, the gradient
-of a parameter, and of each of its rows and columns. Some are mathematically near zero, and rounding alone changes them
-by their size. There the norm is replaced by a floor, which is measured: ten times V1's error in the same precision, for
-rows and columns the root mean square of their errors in this parameter. Below it V1 has less than one digit right, and
-what errs as much as V1 does has an error of 0.1. The last column of the table has the parameter in which one of our
-versions is furthest above V1: its worst row or column over V1's.
+An error is the norm of the difference from float64 over the norm of what is exact: of an output,
+the loss, the gradient of a parameter, and of each of its rows and columns. Some are mathematically
+near zero, and rounding alone changes them by their size. There the norm is replaced by a floor,
+which is measured: ten times V1's error in the same precision, for rows and columns the root mean
+square of their errors in this parameter. Below it V1 has less than one digit right, and what errs
+as much as V1 does has an error of 0.1. The last column of the table has the parameter in which one
+of our versions is furthest above V1: its worst row or column over V1's.
 
-Equal bits: are loss and gradients of so many --runs, of plain input in the last of the --precisions, all the same?
-What is not installed is left out, and said so.
+Equal bits: are loss and gradients of so many --runs, of plain input in the last of the
+--precisions, all the same? What is not installed is left out, and said so.
 
 Examples:
   python bench/accuracy_atlas.py --output results/h100/accuracy.json
-  python bench/accuracy_atlas.py --table results/h100/accuracy.json      the table again, for docs/RESULTS.md
-  python bench/accuracy_atlas.py --device cpu --subjects "triangle attention" --sizes 13 --output accuracy.json
+  python bench/accuracy_atlas.py --table results/h100/accuracy.json   the table again
+  python bench/accuracy_atlas.py --device cpu --subjects "triangle attention" --sizes 13 \\
+      --output accuracy.json
 """
 
 from __future__ import annotations
@@ -60,30 +64,27 @@ SUBJECTS = (*SIZES, *PARTS)
 OUTLIER = 5  # the channel
 HUGE = sys.float_info.max  # what JSON has for infinity
 QUERY_AND_KEY = ("q_proj.weight", "k_proj.weight", "linear_q.weight", "linear_k.weight")
-EMBEDDINGS = (
-    "embed_tokens.weight",
-    "linear_relpos.weight",
-    "linear_msa_m.weight",
-)  # what the first block reads
-Values = dict[
-    str, dict[str, Tensor]
-]  # outputs, loss and gradients; of each by name, in float64 on the host
-Side = Callable[
-    [], tuple[Values, bool | None]
-]  # with the answer about equal bits, if it was asked for
+# what the first block reads
+EMBEDDINGS = ("embed_tokens.weight", "linear_relpos.weight", "linear_msa_m.weight")
+# outputs, loss and gradients; of each by name, in float64 on the host
+Values = dict[str, dict[str, Tensor]]
+# with the answer about equal bits, if it was asked for
+Side = Callable[[], tuple[Values, bool | None]]
 
 
 def tested_weights(state: dict[str, Tensor], case: str) -> dict[str, Tensor]:
-    """V1's initial weights, with norms and biases as training leaves them: not 1 and not 0; changed for the case."""
+    """V1's initial weights, with norms and biases as training leaves them: not 1 and not 0.
+
+    Changed for the case.
+    """
     generator, weights = torch.Generator().manual_seed(1), {}
     for name, value in sorted(state.items()):
         noise = torch.randn(value.shape, generator=generator)
         weights[name] = weight = value + 0.2 * noise if value.dim() == 1 else value.clone()
         if case == "large logits" and name.endswith(QUERY_AND_KEY):
             weight *= 4
-        if case == "outlier" and name.endswith(
-            EMBEDDINGS
-        ):  # a row is a token in one, a channel in the others
+        # a row is a token in one, a channel in the others
+        if case == "outlier" and name.endswith(EMBEDDINGS):
             channel = weight[:, OUTLIER] if name.startswith("embed_tokens") else weight[OUTLIER]
             channel += 10 * value.std()
     return weights
@@ -98,14 +99,18 @@ def on_host(values: Values) -> Values:
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:
-    """Gradients by the names of state_dict(), where nothing is fused. The model's weights are lost."""
+    """Gradients by the names of state_dict(), where nothing is fused. The model's weights are
+    lost."""
     for parameter in model.parameters():
         parameter.data = parameter.grad
     return model.state_dict()
 
 
 def same_bits(run: Callable[[], list[Tensor]], runs: int) -> bool | None:
-    """Are the tensors of so many runs equal to the last bit? None for no run. The device is asked once, at the end."""
+    """Are the tensors of so many runs equal to the last bit? None for no run.
+
+    The device is asked once, at the end.
+    """
     if not runs:
         return None
     first = [value.clone() for value in run()]
@@ -138,7 +143,8 @@ def trainer_of(script: str, argv: Sequence[str], weights: dict[str, Tensor]):
 def model_side(
     script: str, argv: Sequence[str], weights: dict[str, Tensor], runs: int = 0, exact: bool = False
 ):
-    """Values of a version, or the `exact` ones: in float64, also where it asks for float32, as for its losses."""
+    """Values of a version, or the `exact` ones: in float64, also where it asks for float32, as for
+    its losses."""
     trainer = trainer_of(script, argv, weights)
     batch = trainer.next_batch()
 
@@ -218,10 +224,18 @@ def models(
 
 
 def part_side(
-    version: ModuleType, name: str, weights: dict[str, Tensor], x: Tensor, precision: str, runs: int = 0,
+    version: ModuleType,
+    name: str,
+    weights: dict[str, Tensor],
+    x: Tensor,
+    precision: str,
+    runs: int = 0,
     use: Callable[[nn.Module], Callable[[Tensor], Tensor]] = lambda part: part,
-) -> tuple[Values, bool | None]:  # fmt: skip
-    """Output of a part for x, gradients of x and its parameters; `use` makes another forward pass of the part."""
+) -> tuple[Values, bool | None]:
+    """Output of a part for x, gradients of x and its parameters;
+
+    `use` makes another forward pass of the part.
+    """
     part = getattr(version, name)(version.ModelConfig(pair_dim=x.shape[-1]), version.Fusions()).to(
         x.device
     )
@@ -288,9 +302,8 @@ def parts(
     v1, name = versions["V1"], PARTS[subject]
     config, generator = v1.ModelConfig(), torch.Generator().manual_seed(3)
     state = getattr(v1, name)(config, v1.Fusions()).state_dict()
-    for key, value in sorted(
-        state.items()
-    ):  # the module draws its own from the process's generator
+    # the module draws its own from the process's generator
+    for key, value in sorted(state.items()):
         if value.dim() == 2:
             state[key] = torch.randn(value.shape, generator=generator) / value.shape[1] ** 0.5
         elif "norm" not in key:
@@ -321,7 +334,10 @@ def norms(value: Tensor, dim: int | None) -> Tensor:
 def relative(
     error: Tensor, exact: Tensor, rounding: Tensor | None, dim: int | None
 ) -> tuple[float, str]:
-    """The largest error of a tensor's lines along `dim`, and which; what is not a number is larger than any."""
+    """The largest error of a tensor's lines along `dim`, and which.
+
+    What is not a number is larger than any.
+    """
     floor = 1e-300 if rounding is None else 10 * float(norms(rounding, dim).square().mean().sqrt())
     errors = (norms(error, dim) / norms(exact, dim).clamp(min=max(floor, 1e-300))).nan_to_num(
         nan=HUGE
@@ -331,7 +347,8 @@ def relative(
 
 
 def errors_of(values: Values, exact: Values, baseline: Values) -> dict:
-    """Of outputs and loss the worst error, of gradients that of each parameter and of each one's rows and columns."""
+    """Of outputs and loss the worst error, of gradients that of each parameter and of each one's
+    rows and columns."""
     found = {
         what: max(
             (relative(values[what][n] - v, v, None, None)[0] for n, v in exact[what].items()),
@@ -385,7 +402,8 @@ def atlas(args: argparse.Namespace) -> Iterator[Part]:
 
 
 def furthest(sides: dict[str, dict]) -> str:
-    """The parameter in whose gradient one of our versions is furthest above V1, by their worst rows and columns."""
+    """The parameter in whose gradient one of our versions is furthest above V1, by their worst rows
+    and columns."""
     before = sides["V1"]["lines"]
     ours = [side for side, found in sides.items() if side.startswith("V") and "lines" in found]
     ratios = [

@@ -1,22 +1,24 @@
 #!/usr/bin/env python3
-"""Compile every Triton kernel as AMD's GPUs would get it, without a GPU, and check what it needs there.
+"""Compile every Triton kernel as AMD's GPUs would get it, without a GPU, and check what it needs
+there.
 
-A training step of each script runs on tensors without contents, in every precision and at several sizes, and what it
-would launch is compiled instead: with the arguments, block sizes and warps that the script chooses for AMD; of
-TinyLlama V4 also what it launches in inference, and its GEMMs where it would take the vendor's. Prints a
-table per script. The exit status is 1 if a kernel spills registers, needs more LDS than a workgroup can have, does not
-compile, or is never launched.
+A training step of each script runs on tensors without contents, in every precision and at several
+sizes, and what it would launch is compiled instead: with the arguments, block sizes and warps that
+the script chooses for AMD; of TinyLlama V4 also what it launches in inference, and its GEMMs where
+it would take the vendor's. Prints a table per script. The exit status is 1 if a kernel spills
+registers, needs more LDS than a workgroup can have, does not compile, or is never launched.
 
-Several numbers in a cell stand for one target each, in their order, and a single one for all of them. LDS is in bytes
-per workgroup. A spilled VGPR goes to memory, a spilled SGPR to a lane of a VGPR. Waves per SIMD is what registers and
-LDS leave room for: the compiler's own figure knows the registers only, because Triton asks for LDS at launch, so it is
-lowered here to what fits into the LDS of a compute unit.
+Several numbers in a cell stand for one target each, in their order, and a single one for all of
+them. LDS is in bytes per workgroup. A spilled VGPR goes to memory, a spilled SGPR to a lane of a
+VGPR. Waves per SIMD is what registers and LDS leave room for: the compiler's own figure knows the
+registers only, because Triton asks for LDS at launch, so it is lowered here to what fits into the
+LDS of a compute unit.
 
 Examples:
-  python bench/compile_for_amd.py                  all scripts from V3 on, all targets, precisions and sizes: minutes
+  python bench/compile_for_amd.py                  all scripts, targets, precisions, sizes: minutes
   python bench/compile_for_amd.py tiny_llama_v3.py --target gfx942 --dtype bfloat16 --size default
-  python bench/compile_for_amd.py tiny_llama_v3.py --blocks attention_forward:BLOCK_M=128    of this kernel alone
-  python bench/compile_for_amd.py --target sm_90   the same for NVIDIA's H100, shared memory under LDS, bytes as spills
+  python bench/compile_for_amd.py tiny_llama_v3.py --blocks attention_forward:BLOCK_M=128
+  python bench/compile_for_amd.py --target sm_90   for NVIDIA's H100, shared memory under LDS
   python bench/compile_for_amd.py --write          the tables of docs/ROCM.md
 """
 
@@ -59,7 +61,9 @@ with needed():
 PROG = Path(__file__).name
 DOCUMENT = ROOT / "docs/ROCM.md"
 SCRIPTS = sorted(path.name for path in ROOT.glob("tiny_*_v[34].py"))
-TARGETS = {  # for Triton, and the KiB of LDS (NVIDIA: shared memory) of a compute unit, which a workgroup can have
+# for Triton, and the KiB of LDS (NVIDIA: shared memory) of a compute unit, which a workgroup can
+# have
+TARGETS = {
     "gfx90a": (GPUTarget("hip", "gfx90a", 64), 64),  # MI200
     "gfx942": (GPUTarget("hip", "gfx942", 64), 64),  # MI300
     "gfx950": (GPUTarget("hip", "gfx950", 64), 160),  # MI350
@@ -72,31 +76,35 @@ PRECISIONS = {
     "bfloat16": "--use-amp",
     "float16": "--use-amp --amp-dtype float16",
 }
-# One layer or block launches all that several do. "short" is for a kernel that serves short sequences only; in "odd"
-# little is a power of two or divisible by 16; "huge" has tensors beyond 2 GiB, which AMD's GPUs address in another way.
+# One layer or block launches all that several do. "short" is for a kernel that serves short
+# sequences only; in "odd" little is a power of two or divisible by 16; "huge" has tensors beyond 2
+# GiB, which AMD's GPUs address in another way.
 SIZES = {
     "tiny_llama": {
         "default": "--num-layers 1",
-        "odd": "--num-layers 1 --hidden-dim 480 --num-heads 5 --num-kv-heads 1 --intermediate-dim 1001"
+        "odd": "--num-layers 1 --hidden-dim 480 --num-heads 5 --num-kv-heads 1"
+        " --intermediate-dim 1001"
         " --vocab-size 1003 --seq-len 99 --batch-size 3",
         "wide": "--num-layers 1 --hidden-dim 2048 --num-heads 16 --vocab-size 32000 --seq-len 512",
-        "huge": "--num-layers 1 --hidden-dim 1024 --num-heads 16 --vocab-size 50000 --seq-len 4095 --batch-size 128",
+        "huge": "--num-layers 1 --hidden-dim 1024 --num-heads 16 --vocab-size 50000"
+        " --seq-len 4095 --batch-size 128",
     },
     "tiny_openfold": {
         "default": "--num-blocks 1",
         "short": "--num-blocks 1 --seq-len 32 --batch-size 8",
         "odd": "--num-blocks 1 --msa-dim 96 --pair-dim 32 --num-seqs 7 --seq-len 27 --batch-size 1",
-        "wide": "--num-blocks 1 --msa-dim 256 --num-heads-msa 8 --num-seqs 128 --seq-len 256 --batch-size 1",
+        "wide": "--num-blocks 1 --msa-dim 256 --num-heads-msa 8 --num-seqs 128"
+        " --seq-len 256 --batch-size 1",
         "huge": "--num-blocks 1 --num-seqs 512 --seq-len 999 --batch-size 8",
     },
 }
-SIZE_NAMES = list(
-    dict.fromkeys(itertools.chain(*SIZES.values(), ["flags"]))
-)  # flags: each fusion off in turn
+# flags: each fusion off in turn
+SIZE_NAMES = list(dict.fromkeys(itertools.chain(*SIZES.values(), ["flags"])))
 
 
 class Pointer:
-    """What compilation looks at of a tensor: its type, its alignment, and whether 31 bits count its bytes."""
+    """What compilation looks at of a tensor: its type, its alignment, and whether 31 bits count its
+    bytes."""
 
     def __init__(self, tensor: torch.Tensor):
         self.dtype = tensor.dtype
@@ -137,14 +145,18 @@ class Launch:
         return self.kernel.__name__, *self.constants.items(), *seen
 
     def __str__(self) -> str:
+        # as eps is
         constants = {
             name: value for name, value in self.constants.items() if not isinstance(value, float)
-        }  # as eps is
+        }
         return " ".join(f"{name}={value}" for name, value in constants.items())
 
 
 class Recorder:
-    """Stands for a script's wrap_triton: `Recorder(kernel)[grid](NAME=value, ...)` notes the launch, nothing runs."""
+    """Stands for a script's wrap_triton:
+
+    `Recorder(kernel)[grid](NAME=value, ...)` notes the launch, nothing runs.
+    """
 
     launches: ClassVar[dict[tuple, Launch]] = {}  # those of the script at work
     precision = ""
@@ -205,7 +217,8 @@ def record(
     sizes: Iterable[str],
     options: Sequence[str] = (),
 ) -> list[Launch]:
-    """What training steps of the script with these options would launch on this backend, every launch once."""
+    """What training steps of the script with these options would launch on this backend, every
+    launch once."""
     module.BACKEND, module.wrap_triton, Recorder.launches = backend, Recorder, {}
     sizes_of_model = SIZES.get(module.__name__.rpartition("_v")[0])
     if not sizes_of_model or not kernels_of(module):
@@ -216,18 +229,16 @@ def record(
     if "flags" in sizes:
         commands += [f"{sizes_of_model['default']} --disable-{flag}" for flag, *_ in module.FUSIONS]
     for command, Recorder.precision in itertools.product(commands, precisions):
-        with mock.patch(
-            "torch.cuda.is_available", lambda: True
-        ):  # without a GPU a script asks for the interpreter
+        # without a GPU a script asks for the interpreter
+        with mock.patch("torch.cuda.is_available", lambda: True):
             args = module.parse_args(
                 [*command.split(), *PRECISIONS[Recorder.precision].split(), *options]
             )
         torch.set_float32_matmul_precision(args.matmul_precision)
         module.use_settings(args)
         take_step(module, args)
-        if backend == "hip" and hasattr(
-            module, "our_gemm_wins"
-        ):  # not chosen there, where nobody has measured it
+        # not chosen there, where nobody has measured it
+        if backend == "hip" and hasattr(module, "our_gemm_wins"):
             with mock.patch.object(module, "our_gemm_wins", lambda x: True):
                 take_step(module, args)
     return list(Recorder.launches.values())
@@ -269,9 +280,8 @@ def needs(compiled, kib: int) -> Needs:
         used, stack = (int(re.search(rf"{name}:(\d+)", printed)[1]) for name in ("REG", "STACK"))
         registers, spills = (used, 0, 0), (stack, 0)
         waves = min(16, 65536 // 32 // 4 // (-(-used // 8) * 8))
-    groups = min(
-        4 * waves // warps, kib * 1024 // max(lds, 1)
-    )  # that share the four SIMDs of a compute unit
+    # that share the four SIMDs of a compute unit
+    groups = min(4 * waves // warps, kib * 1024 // max(lds, 1))
     return Needs(*registers, lds, *spills, groups * warps / 4)
 
 
@@ -375,7 +385,8 @@ def check(args: argparse.Namespace) -> int:
                 wrong.append(f"{module.SCRIPT}: {kernel} is never launched")
             print_notes(
                 PROG,
-                f"{module.SCRIPT}: {len(launches)} configurations compiled for {', '.join(targets)}",
+                f"{module.SCRIPT}: {len(launches)} configurations compiled "
+                f"for {', '.join(targets)}",
             )
     for line in wrong:
         print(f"{PROG}: {line}", file=sys.stderr)
@@ -403,7 +414,8 @@ def main(argv: list[str] | None = None) -> int:
     add("--target", AMD, TARGETS, " of AMD's")
     add("--dtype", list(PRECISIONS), PRECISIONS)
     add("--size", SIZE_NAMES, SIZE_NAMES)
-    text = "block sizes of one kernel, as the scripts take them (may be repeated); only such kernels are compiled"
+    text = "block sizes of one kernel, as the scripts take them (may be repeated); "
+    text += "only such kernels are compiled"
     parser.add_argument("--blocks", action="append", metavar="KERNEL:NAME=NUMBER,...", help=text)
     parser.add_argument(
         "--write",

@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
-"""What device memory holds at the end of the forward pass of a training step, by what it is for, version by version.
+"""What device memory holds at the end of the forward pass of a training step, by what it is for,
+version by version.
 
-That is near the peak: all that the backward pass needs is there. Tensors kept for it are seen by the hooks of
-torch.autograd, each counted once, where the module is that kept it first; "rest" is what the allocator holds beside all
-that is named, such as logits, low-precision copies of weights that a version keeps, and workspaces. Steps are eager and
-in bf16. On a CPU, which has no such allocator, there is neither rest nor peak.
+That is near the peak: all that the backward pass needs is there. Tensors kept for it are seen by
+the hooks of torch.autograd, each counted once, where the module is that kept it first; "rest" is
+what the allocator holds beside all that is named, such as logits, low-precision copies of weights
+that a version keeps, and workspaces. Steps are eager and in bf16. On a CPU, which has no such
+allocator, there is neither rest nor peak.
 
 Examples:
   python bench/memory_by_purpose.py results/DIR/memory_by_purpose.json
@@ -57,7 +59,8 @@ def purpose(module: str) -> str:
 
 
 class Kept:
-    """Inside, the forward pass of a model: bytes kept for the backward pass by purpose, without `known` memory."""
+    """Inside, the forward pass of a model: bytes kept for the backward pass by purpose, without
+    `known` memory."""
 
     def __init__(self, model: nn.Module, known: dict[int, int]):
         self.seen, self.bytes, self.inside = dict(known), Counter(), [""]
@@ -97,7 +100,8 @@ class Kept:
 
 
 def measure(module: ModuleType, argv: list[str]) -> dict:
-    """A row: bytes by purpose when the forward pass has ended, and on a GPU the peak of the whole step."""
+    """A row: bytes by purpose when the forward pass has ended, and on a GPU the peak of the whole
+    step."""
     trainer = make_trainer(module, argv)
     for _ in range(2):
         trainer.step()

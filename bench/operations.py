@@ -1,23 +1,25 @@
 #!/usr/bin/env python3
-"""Time V3's kernels, forward and backward, beside what PyTorch and other libraries do for the same operation.
+"""Time V3's kernels, forward and backward, beside what PyTorch and other libraries do for the same
+operation.
 
-All sides of a row are captured as CUDA graphs and replayed in short alternating turns, so that neither the host nor a
-change of its speed counts. A study writes one file. A side that is not installed, fails, or runs out of memory says so
-there. workshop/baselines.py says what each library is given. Two studies are of the whole training step: where its time
-goes, and how long it is beside that of Hugging Face's Llama.
+All sides of a row are captured as CUDA graphs and replayed in short alternating turns, so that
+neither the host nor a change of its speed counts. A study writes one file. A side that is not
+installed, fails, or runs out of memory says so there. workshop/baselines.py says what each library
+is given. Two studies are of the whole training step: where its time goes, and how long it is beside
+that of Hugging Face's Llama.
 
 Examples:
-  python bench/operations.py attention results/DIR   attention with pair bias: V3, libraries, their layouts
-  python bench/operations.py triangle results/DIR    triangle multiplication: V3, V2, compiled V1, cuEquivariance
-  python bench/operations.py block results/DIR       a whole Evoformer block: V3, V2, compiled, cuEquivariance
-  python bench/operations.py causal results/DIR      causal attention with grouped queries: V3, SDPA, cuDNN
-  python bench/operations.py optimizer results/DIR   AdamW with float32 weights and bf16 copies: V4, others
-  python bench/operations.py rows results/DIR        norms, SwiGLU, rotary: their bytes per second, and a copy's
-  python bench/operations.py step results/DIR        the newest step by kernel, and beside a reference
-  python bench/operations.py llama results/DIR       the step: V4, V3, V2, Hugging Face, the same with Liger
-  python bench/operations.py traffic results/DIR     bytes that a step of each version reads and writes
-  python bench/operations.py table results/DIR       the tables, from what lies in DIR
-  python bench/operations.py attention results/DIR --try attention_forward:BLOCK_M=128   block sizes, V3 alone
+  python bench/operations.py attention DIR   attention with pair bias: V3, libraries, their layouts
+  python bench/operations.py triangle DIR    triangle multiplication: V3, V2, V1, cuEquivariance
+  python bench/operations.py block DIR       a whole Evoformer block: V3, V2, cuEquivariance
+  python bench/operations.py causal DIR      causal attention with grouped queries: V3, SDPA, cuDNN
+  python bench/operations.py optimizer DIR   AdamW with float32 weights and bf16 copies: V4, others
+  python bench/operations.py rows DIR        norms, SwiGLU, rotary: bytes per second, and a copy's
+  python bench/operations.py step DIR        the newest step by kernel, and beside a reference
+  python bench/operations.py llama DIR       the step: V4, V3, V2, Hugging Face, the same with Liger
+  python bench/operations.py traffic DIR     bytes that a step of each version reads and writes
+  python bench/operations.py table DIR       the tables, from what lies in DIR
+  python bench/operations.py attention DIR --try attention_forward:BLOCK_M=128    V3 alone
 """
 
 import _root
@@ -108,19 +110,15 @@ TRIANGLE = {  # samples, length
 }
 LARGE = {"N=512", "N=768", "N=1024"}  # in bf16 only
 BLOCK = {  # samples, sequences, length, MSA channels, MSA heads
-    "crop": (1, 128, 256, 256, 8),
+    "crop": (1, 128, 256, 256, 8)
 }
-CAUSAL = {
-    "S=512": (16, 512, 16, 8, 64),
-    "S=2048": (4, 2048, 16, 8, 64),
-}  # samples, length, heads, key heads, dimension
+# samples, length, heads, key heads, dimension
+CAUSAL = {"S=512": (16, 512, 16, 8, 64), "S=2048": (4, 2048, 16, 8, 64)}
 LLAMAS = {name: argv for name, (model, argv) in SHAPES.items() if model == "tiny_llama"}
 OPTIMIZER = dict(LLAMAS)  # whose weights
 LLAMAS["tiny_llama, medium, vocabulary 32000"] = [*MEDIUM.split(), "--vocab-size", "32000"]
-SMALL_MS, ENOUGH_MS = (
-    2,
-    50,
-)  # a longer step does not live in a cache; a graph of so long is measured well
+# a longer step does not live in a cache; a graph of so long is measured well
+SMALL_MS, ENOUGH_MS = (2, 50)
 FLUSH_MB = 256  # several times the L2 cache of any GPU that we measure on
 PROFILED = 3  # steps
 
@@ -128,7 +126,8 @@ PROFILED = 3  # steps
 def gradient_step(
     operation: Callable, inputs: list[Tensor], parameters: Sequence[Tensor] = ()
 ) -> Step:
-    """Forward and backward with fixed gradients of the results -> these, and gradients of inputs and parameters."""
+    """Forward and backward with fixed gradients of the results -> these, and gradients of inputs
+    and parameters."""
     inputs = [t.detach().requires_grad_() for t in inputs]
     grads: list[Tensor] = []
 
@@ -158,7 +157,10 @@ def extra_memory(step: Step) -> float | None:
 
 
 def held_memory(step: Step) -> float | None:
-    """MB that a forward pass keeps for the backward one, its results apart; None on a CPU or if not told apart."""
+    """MB that a forward pass keeps for the backward one, its results apart;
+
+    None on a CPU or if not told apart.
+    """
     if not GPU or not hasattr(step, "forward"):
         return None
     before = torch.cuda.memory_allocated()
@@ -169,8 +171,8 @@ def held_memory(step: Step) -> float | None:
 def warm_up(step: Step) -> None:
     """Some steps as a capture wants them before it.
 
-    RuntimeError if one waits for the device, which would spoil a capture; a step that is marked `unchecked` does so
-    outside graphs only.
+    RuntimeError if one waits for the device, which would spoil a capture; a step that is marked
+    `unchecked` does so outside graphs only.
     """
     if not GPU or getattr(step, "eager", False):
         return
@@ -188,14 +190,16 @@ def warm_up(step: Step) -> None:
 
 
 def captured(step: Step, repeats: int, pool: object = None) -> Callable[[], None]:
-    """So many steps as one graph with memory from this pool; as they are on a CPU, or if marked `eager`."""
+    """So many steps as one graph with memory from this pool.
+
+    As they are on a CPU, or if marked `eager`.
+    """
     if not GPU or getattr(step, "eager", False):
         return lambda: [step() for _ in range(repeats)] and None
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     try:
-        outer = torch.cuda.stream(
-            torch.cuda.current_stream()
-        )  # a failed capture would leave its own
+        # a failed capture would leave its own
+        outer = torch.cuda.stream(torch.cuda.current_stream())
         with outer, torch.cuda.graph(graph, pool=pool, stream=stream):
             for _ in range(repeats):
                 step()
@@ -235,7 +239,8 @@ class Side:
             self.row["cold_turns_us"], self.cold = [], captured(both, self.repeats, pool)
 
     def take(self, flushed: float) -> None:
-        """A turn: microseconds of a step, then with a cold cache, of which `flushed` are for emptying it."""
+        """A turn: microseconds of a step, then with a cold cache, of which `flushed` are for
+        emptying it."""
         self.row["turns_us"].append(1e6 * seconds(self.warm) / self.repeats)
         if self.cold:
             self.row["cold_turns_us"].append(1e6 * seconds(self.cold) / self.repeats - flushed)
@@ -248,7 +253,8 @@ def after(flush: Step, step: Step) -> Sequence[Tensor]:
 
 
 def cache_flush() -> Step:
-    """Reading a large buffer: it leaves lines in the L2 cache that need not be written back while the step runs."""
+    """Reading a large buffer: it leaves lines in the L2 cache that need not be written back while
+    the step runs."""
     buffer = torch.zeros(FLUSH_MB << 18, device=DEVICE)
 
     def flush() -> Sequence[Tensor]:
@@ -259,11 +265,13 @@ def cache_flush() -> Step:
 
 
 def steps_in_turns(sides: dict[str, Step], rounds: int, cold: bool = False) -> dict[str, dict]:
-    """Microseconds per step of each side: the median of the turns, which change their order, and extra peak memory.
+    """Microseconds per step of each side: the median of the turns, which change their order, and
+    extra peak memory.
 
-    A graph that is replayed finds in the L2 cache what its last step left there; `cold` times are those of short steps
-    with a cache that was emptied before each. The graphs share their memory, since they never run beside each other.
-    A side that runs out of memory, is not installed or fails has a `status` and an `error` in place of its times.
+    A graph that is replayed finds in the L2 cache what its last step left there; `cold` times are
+    those of short steps with a cache that was emptied before each. The graphs share their memory,
+    since they never run beside each other. A side that runs out of memory, is not installed or
+    fails has a `status` and an `error` in place of its times.
     """
     rows, ready = {}, {}
     pools = [torch.cuda.graph_pool_handle()] if GPU else [None]
@@ -308,8 +316,8 @@ def optional(package: str) -> bool:
     return True
 
 
-# Studies of one operation: each builds its sides for a shape, a type of the tensors and what is wanted of it.
-# The libraries' sides, and what each of them is given, are in workshop/baselines.py.
+# Studies of one operation: each builds its sides for a shape, a type of the tensors and what is
+# wanted of it. The libraries' sides, and what each of them is given, are in workshop/baselines.py.
 
 
 @dataclass(frozen=True)
@@ -319,9 +327,8 @@ class Wanted:
     rounds: int = 15
     precisions: Sequence[str] = ("bf16",)
     shapes: Sequence[str] = ()
-    autotuned: Sequence[
-        str
-    ] = ()  # the shapes of which torch.compile has a side with all its tuning: it takes a minute
+    # the shapes of which torch.compile has a side with all its tuning: it takes a minute
+    autotuned: Sequence[str] = ()
     megafold: Path = Path("no clone")
     openfold: Path = Path("no clone")
     alone: bool = False
@@ -361,7 +368,8 @@ def matmul_precision(products: str) -> Iterator[None]:
 
 
 def attention(sizes: tuple, dtype: torch.dtype, autotune: bool, wanted: Wanted) -> dict[str, Step]:
-    """Attention with pair bias and gate on the packed result of the projection; libraries also in their own layout.
+    """Attention with pair bias and gate on the packed result of the projection; libraries also in
+    their own layout.
 
     There they do less: attention alone, without the gate and without what changes the layout.
     """
@@ -389,7 +397,8 @@ def attention(sizes: tuple, dtype: torch.dtype, autotune: bool, wanted: Wanted) 
 
 
 def with_weights(module: torch.nn.Module) -> torch.nn.Module:
-    """The module on the device, with the same weights in every version: some begin with what lies in memory."""
+    """The module on the device, with the same weights in every version: some begin with what lies
+    in memory."""
     generator = torch.Generator().manual_seed(42)
     state = module.state_dict()  # canonical names
     for name in sorted(state):
@@ -401,7 +410,8 @@ def with_weights(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def triangle(sizes: tuple, dtype: torch.dtype, autotune: bool, wanted: Wanted) -> dict[str, Step]:
-    """Triangle multiplication: the whole module of each version, norms and gates included, dimension 128."""
+    """Triangle multiplication: the whole module of each version, norms and gates included,
+    dimension 128."""
     samples, length = sizes
     pair = torch.randn(samples, length, length, 128, device=DEVICE, dtype=dtype)
 
@@ -435,7 +445,10 @@ def module_step(
     inputs: list[Tensor],
     dtype: torch.dtype = torch.float32,
 ) -> Step:
-    """Forward and backward of what uses a module's parameters, their gradients included; autocast unless float32."""
+    """Forward and backward of what uses a module's parameters, their gradients included.
+
+    Autocast unless float32.
+    """
 
     def operation(*inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
         with torch.autocast(
@@ -447,7 +460,10 @@ def module_step(
 
 
 def block(sizes: tuple, dtype: torch.dtype, autotune: bool, wanted: Wanted) -> dict[str, Step]:
-    """A whole Evoformer block without embedding, heads and optimizer; V2 also with cuEquivariance's operations."""
+    """A whole Evoformer block without embedding, heads and optimizer;
+
+    V2 also with cuEquivariance's operations.
+    """
     samples, depth, length, msa_dim, heads = sizes
     msa = torch.randn(samples, depth, length, msa_dim, device=DEVICE, dtype=dtype)
     inputs = [msa, torch.randn(samples, length, length, 128, device=DEVICE, dtype=dtype)]
@@ -496,8 +512,8 @@ def absent(error: ImportError) -> NoReturn:
 def causal(sizes: tuple, dtype: torch.dtype, autotune: bool, wanted: Wanted) -> dict[str, Step]:
     """Causal attention from the packed QKV result to the input of the output projection.
 
-    In their own layout libraries begin with q, k and v apart, as [B, S, H, D] in memory, which is what their flash
-    kernels read and write without a copy.
+    In their own layout libraries begin with q, k and v apart, as [B, S, H, D] in memory, which is
+    what their flash kernels read and write without a copy.
     """
     samples, length, heads, kv_heads, dim = sizes
     ours = importlib.import_module("tiny_llama_v3").CausalAttention.apply
@@ -527,7 +543,8 @@ def causal(sizes: tuple, dtype: torch.dtype, autotune: bool, wanted: Wanted) -> 
 def optimizer(
     sizes: list[str], dtype: torch.dtype, autotune: bool, wanted: Wanted
 ) -> dict[str, Step]:
-    """AdamW over a model's weights in float32, and their copies in bfloat16 for the matrix products."""
+    """AdamW over a model's weights in float32, and their copies in bfloat16 for the matrix
+    products."""
     v4 = importlib.import_module("tiny_llama_v4")
     trainer = make_trainer(v4, [*sizes, *ARGUMENTS["bf16"], "--disable-cuda-graph"])
     for room in trainer.optimizer.rooms:
@@ -536,10 +553,8 @@ def optimizer(
     buffers = [(room, room.buffer) for room in trainer.optimizer.rooms]
 
     def ours() -> Sequence[Tensor]:
-        for (
-            room,
-            buffer,
-        ) in buffers:  # a step lets go of them: a backward pass would have written new ones there
+        # a step lets go of them: a backward pass would have written new ones there
+        for room, buffer in buffers:
             room.buffer = buffer
         trainer.optimizer.step()
         return ()
@@ -573,7 +588,8 @@ STUDIES = {  # shapes and sides
 
 
 def row_operators(rows: int) -> Iterator[tuple[str, str, list]]:
-    """Script, operator and arguments, at the sizes of the models' wider settings and beyond any cache."""
+    """Script, operator and arguments, at the sizes of the models' wider settings and beyond any
+    cache."""
     bf16, make = torch.bfloat16, torch.randn
     x, low = make(rows, 1024, device=DEVICE), make(rows, 1024, device=DEVICE, dtype=bf16)
     weight, sums = torch.ones(1024, device=DEVICE), make(rows, device=DEVICE)
@@ -604,7 +620,8 @@ def row_operators(rows: int) -> Iterator[tuple[str, str, list]]:
 
 
 def rows(rounds: int, count: int) -> Iterator[Part]:
-    """Rows of the study: bytes that an operator must read and write over its time, and over the rate of a copy."""
+    """Rows of the study: bytes that an operator must read and write over its time, and over the
+    rate of a copy."""
     source = torch.randn(64 * count * 16 if GPU else count, device=DEVICE)
     for script, operator, arguments in row_operators(count):
         function = getattr(importlib.import_module(script), operator)
@@ -612,7 +629,8 @@ def rows(rounds: int, count: int) -> Iterator[Part]:
 
 
 def beside_a_copy(function: Callable, arguments: list, source: Tensor, rounds: int) -> list[dict]:
-    """A row of a function, with the bytes that it must read and write and their rate, and one of copying `source`."""
+    """A row of a function, with the bytes that it must read and write and their rate, and one of
+    copying `source`."""
     target = torch.empty_like(source)
 
     def copy() -> Sequence[Tensor]:
@@ -636,7 +654,8 @@ def beside_a_copy(function: Callable, arguments: list, source: Tensor, rounds: i
 
 
 def whole_step(rounds: int, precisions: Sequence[str]) -> Iterator[Part]:
-    """Rows of the study: the newest version's step, as a graph where there is a GPU, its kernels, and a reference."""
+    """Rows of the study: the newest version's step, as a graph where there is a GPU, its kernels,
+    and a reference."""
     for precision, (name, shape) in itertools.product(precisions, SHAPES.items()):
         script = script_of(shape.model, VERSIONS_OF[shape.model][-1])
         argv = graph_of([*shape.argv, *ARGUMENTS[precision]])
@@ -648,8 +667,9 @@ def kernels_and_reference(script: str, argv: list[str], rounds: int) -> dict:
     """Time of a step, its kernels, and a reference.
 
     The reference has two parts: the FLOP of the unfused model, as the scripts count them, at the
-    rate of a large GEMM, and the bytes that its operators read and write, once each, at the rate of a large copy. It is
-    no bound: every fusion lowers these bytes, and caches can be faster than a copy.
+    rate of a large GEMM, and the bytes that its operators read and write, once each, at the rate of
+    a large copy. It is no bound: every fusion lowers these bytes, and caches can be faster than a
+    copy.
     """
     module = importlib.import_module(script)
     run, steps, _ = begin(module, parse_quiet(module, argv), rounds)
@@ -737,7 +757,8 @@ def one_step(trainer, batch: dict[str, Tensor]) -> Sequence[Tensor]:
 
 
 def llama(wanted: Wanted) -> Iterator[Part]:
-    """Rows of the study: whole steps of V2 to V4, of Hugging Face's Llama, and of that with Liger's kernels."""
+    """Rows of the study: whole steps of V2 to V4, of Hugging Face's Llama, and of that with Liger's
+    kernels."""
     for precision, (name, sizes) in itertools.product(wanted.precisions, LLAMAS.items()):
         if not wanted.shapes or name in wanted.shapes:
             names = {"shape": name, "precision": precision}
@@ -745,7 +766,10 @@ def llama(wanted: Wanted) -> Iterator[Part]:
 
 
 def llamas_in_turns(sizes: list[str], precision: str, rounds: int) -> list[dict]:
-    """A row for each side. Liger's loss asks the device for a number, which no graph can: that side is eager."""
+    """A row for each side.
+
+    Liger's loss asks the device for a number, which no graph can: that side is eager.
+    """
     dtype, products = PRECISIONS[precision]
     sides = {}
     with matmul_precision(products):
@@ -789,7 +813,8 @@ STEPS = {  # in bf16 if nothing else is asked for
 
 
 def with_blocks(study: str, wanted: Wanted, tried: Sequence[str]) -> Iterator[Part]:
-    """V3's side of a study with the block sizes of the script, and with each of those that are tried."""
+    """V3's side of a study with the block sizes of the script, and with each of those that are
+    tried."""
     module = importlib.import_module("tiny_llama_v3" if study == "causal" else "tiny_openfold_v3")
     for text in ("", *tried):
         for names, measure in wanted_parts(study, replace(wanted, alone=True)):
@@ -809,7 +834,10 @@ def with_these(module: ModuleType, blocks: str, measure: Callable[[], dict]) -> 
 
 
 def check_ours(sides: Mapping[str, dict]) -> None:
-    """ToolError if one of our kernels failed; that others do, or that memory is short, is a result."""
+    """ToolError if one of our kernels failed.
+
+    That others do, or that memory is short, is a result.
+    """
     for name, side in sides.items():
         if name in ("triton", "kernel", "copy") and side.get("status") == "failed":
             raise ToolError(f"{name}: {side['error']}", status=1)
@@ -929,7 +957,8 @@ def step_tables(directory: Path) -> list[str]:
 
 
 def llama_table(directory: Path) -> str:
-    """The whole step of each side in milliseconds, its time over the first one's, its extra memory."""
+    """The whole step of each side in milliseconds, its time over the first one's, its extra
+    memory."""
     rows, sides = lines_in(directory / "llama.json")
     if not rows:
         return ""

@@ -1,16 +1,19 @@
 #!/usr/bin/env python3
-"""Write the tables of Markdown files that a command prints, or check that they are what it prints now.
+"""Write the tables of Markdown files that a command prints, or check that they are what it prints
+now.
 
-Tables stand between two comments, of which the first names the command; it runs in the root of the repository:
+Tables stand between two comments, of which the first names the command; it runs in the root of the
+repository:
 
   <!-- table: python bench/versions.py table results/h100 -->
   <!-- end of table -->
 
-Of a command that prints several, `COMMAND, only "TITLE" ...` takes those whose header begins so, in this order.
+Of a command that prints several, `COMMAND, only "TITLE" ...` takes those whose header begins so, in
+this order.
 
 Examples:
-  python bench/tables.py README.md           run the commands and put what they print between the comments
-  python bench/tables.py --check README.md   exit 1 and name the tables that differ, or whose command fails
+  python bench/tables.py README.md           run the commands, put what they print in between
+  python bench/tables.py --check README.md   exit 1 and name tables that differ or fail
 """
 
 from __future__ import annotations
@@ -80,7 +83,8 @@ def update(path: Path, check: bool) -> list[str]:
     tables = list(TABLE.finditer(text))
     if len(COMMENT.findall(text)) != 2 * len(tables):
         return [
-            f"{path}: a comment that begins or ends a table lacks the other one, or is not a line of its own"
+            f"{path}: a comment that begins or ends a table lacks the other one, "
+            "or is not a line of its own"
         ]
     wrong, parts, end = [], [], 0
     for table in tables:

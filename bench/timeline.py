@@ -1,14 +1,18 @@
 #!/usr/bin/env python3
-"""What the host launches and what the GPU runs in two layers of a forward pass, out of traces of the PyTorch profiler.
+"""What the host launches and what the GPU runs in two layers of a forward pass, out of traces of
+the PyTorch profiler.
 
-Each LABEL=DIR is the --profile-dir of a run of TinyLlama with --enable-pytorch-profiler on a GPU. Of its second step it
-keeps the layers 2 and 3: start and duration, in microseconds since the first launch. A run whose step is one graph has
-no layers in its trace; there the run before it must be the same script without a graph, whose kernels say where the
-layers begin and end. `tools/draw_figures.py launch_timeline` draws the result.
+Each LABEL=DIR is the --profile-dir of a run of TinyLlama with --enable-pytorch-profiler on a GPU.
+Of its second step it keeps the layers 2 and 3: start and duration, in microseconds since the first
+launch. A run whose step is one graph has no layers in its trace; there the run before it must be
+the same script without a graph, whose kernels say where the layers begin and end.
+`tools/draw_figures.py launch_timeline` draws the result.
 
 Examples:
-  python tiny_llama_v1.py --use-amp --seq-len 128 --num-steps 5 --enable-pytorch-profiler --profile-dir traces/v1
-  python bench/timeline.py results/DIR/timeline.json "V1, eager=traces/v1" "V3, eager=traces/v3" "V3, graph=traces/v3g"
+  python tiny_llama_v1.py --use-amp --seq-len 128 --num-steps 5 --enable-pytorch-profiler \\
+      --profile-dir traces/v1
+  python bench/timeline.py results/DIR/timeline.json "V1, eager=traces/v1" "V3, eager=traces/v3" \\
+      "V3, graph=traces/v3g"
 """
 
 from __future__ import annotations
@@ -83,7 +87,8 @@ def place(kernels: Sequence[dict], kernel: dict) -> tuple[str, int]:
 
 
 def eager(trace: Trace) -> tuple[list[dict], list[dict], list[tuple[str, int]]]:
-    """Launches and kernels of the two layers, and the places of the first kernel and of the one behind the last."""
+    """Launches and kernels of the two layers, and the places of the first kernel and of the one
+    behind the last."""
     begins, ends = trace.steps(FIRST), trace.steps(LAST)
     if len(begins) <= STEP or len(ends) <= STEP:
         raise ToolError(f"{trace.path}: the trace has no {FIRST} and {LAST} in step {STEP + 1}")
@@ -110,7 +115,10 @@ def in_graph(trace: Trace, places: list[tuple[str, int]]) -> list[dict]:
 
 
 def row_of(label: str, trace: Trace, launches: list[dict], kernels: list[dict]) -> dict:
-    """A row of the study; a kernel that a norm's module launched counts as norm, whatever it is called."""
+    """A row of the study.
+
+    A kernel that a norm's module launched counts as norm, whatever it is called.
+    """
     zero = launches[0]["ts"] if launches else kernels[0]["ts"]
     norms = [
         r
@@ -184,10 +192,9 @@ def main(argv: list[str] | None = None) -> int:
         for row in read_json(args.output)["traces"]:
             end = max(start + duration for _, start, duration, _ in row["kernels"])
             busy = sum(duration for _, _, duration, _ in row["kernels"])
-            print(
-                f"{row['label']:12} {len(row['launches']):4} launches {len(row['kernels']):4} kernels,"
-                f" {busy:7.1f} us of {end:7.1f} us busy"
-            )
+            launches, kernels = (len(row[name]) for name in ("launches", "kernels"))
+            count = f"{launches:4} launches {kernels:4} kernels"
+            print(f"{row['label']:12} {count}, {busy:7.1f} us of {end:7.1f} us busy")
         return 0
 
     return run_tool(PROG, body)

@@ -1,23 +1,23 @@
 #!/usr/bin/env python3
 """Take the measurements behind the figures of README and docs, and print the tables from them.
 
-Both sides of a ratio are measured in this process in short alternating turns, where there is a GPU as whole-step graphs
-unless a row says otherwise. A suite writes one file, which replaces an earlier one when its last row is measured; until
-then the rows are in NAME.partial.json.
+Both sides of a ratio are measured in this process in short alternating turns, where there is a GPU
+as whole-step graphs unless a row says otherwise. A suite writes one file, which replaces an earlier
+one when its last row is measured; until then the rows are in NAME.partial.json.
 
 Examples:
-  python bench/versions.py headline results/DIR   all versions: sizes, precisions, eager, graph and compiled
-  python bench/versions.py fastest results/DIR    TinyLlama V4 against all versions compiled, and V3, as graphs
-  python bench/versions.py untuned results/DIR    the same at GPT-2 small's and TinyLlama 1.1B's sizes, in bf16
-  python bench/versions.py inference results/DIR  a transformer layer of V4 in one launch, and in other ways
-  python bench/versions.py ablation results/DIR   what a version adds: each alone, and all but each, against none
-  python bench/versions.py memory results/DIR     peak memory of TinyLlama against the sequence length
-  python bench/versions.py counts results/DIR     kernels (on a CPU operator calls) at batch sizes 1, 2 and 4
-  python bench/versions.py overhead results/DIR   the measured loop against a loop of bare training steps
-  python bench/versions.py scaling results/DIR    the same batch per GPU on one GPU; for N of them, with torchrun:
-  torchrun --nproc-per-node N bench/versions.py scaling results/DIR
-  torchrun --nproc-per-node N bench/versions.py ddp results/DIR    where the time goes that scaling loses
-  python bench/versions.py table results/DIR      the tables, from what lies in DIR
+  python bench/versions.py headline DIR   all versions: sizes, precisions, eager, graph and compiled
+  python bench/versions.py fastest DIR    TinyLlama V4, V3, and all versions compiled, as graphs
+  python bench/versions.py untuned DIR    the same at sizes of GPT-2 small and TinyLlama 1.1B
+  python bench/versions.py inference DIR  a transformer layer of V4 in one launch, and in other ways
+  python bench/versions.py ablation DIR   what a version adds: each alone, and all but each
+  python bench/versions.py memory DIR     peak memory of TinyLlama against the sequence length
+  python bench/versions.py counts DIR     kernels (on a CPU operator calls) by batch size
+  python bench/versions.py overhead DIR   the measured loop against a loop of bare training steps
+  python bench/versions.py scaling DIR    the same batch per GPU on one GPU; for N of them:
+  torchrun --nproc-per-node N bench/versions.py scaling DIR
+  torchrun --nproc-per-node N bench/versions.py ddp DIR    where the time goes that scaling loses
+  python bench/versions.py table DIR      the tables, from what lies in DIR
 """
 
 import _root
@@ -154,7 +154,8 @@ def all_sides(sides: Mapping[str, tuple[str, list[str]]], rounds: int) -> list[d
 
 
 def untuned(args: argparse.Namespace) -> Iterator[Part]:
-    """V4 to V1, V3 and V2 compiled, in bf16 at other sizes: one after the other, as two may not fit."""
+    """V4 to V1, V3 and V2 compiled, in bf16 at other sizes: one after the other, as two may not
+    fit."""
     for shape, (model, sizes) in UNTUNED.items():
         argv = graph_of([*sizes, *PRECISIONS["bf16"]])
         sides = beside_compiled(model, argv, reversed(VERSIONS_OF[model]), ("V3", "V2"))
@@ -175,7 +176,10 @@ def inference(args: argparse.Namespace) -> Iterator[Part]:
 
 
 def one_layer(batch: int, length: int) -> list[dict]:
-    """A row with time and error for each way of TinyLlama V4's --mode benchmark; ToolError if its ways disagree."""
+    """A row with time and error for each way of TinyLlama V4's --mode benchmark;
+
+    ToolError if its ways disagree.
+    """
     v4 = importlib.import_module("tiny_llama_v4")
     with tempfile.TemporaryDirectory() as folder:
         argv = [
@@ -222,7 +226,10 @@ def memory_of_attention(batch: int, length: int) -> list[dict]:
 
 
 def counts(args: argparse.Namespace) -> Iterator[Part]:
-    """Kernels of a step at batch sizes 1, 2 and 4; on a CPU operator calls, of two layers or blocks."""
+    """Kernels of a step at batch sizes 1, 2 and 4.
+
+    On a CPU operator calls, of two layers or blocks.
+    """
     layers = {"tiny_llama": "--num-layers", "tiny_openfold": "--num-blocks"}
     for model, version, batch in itertools.product(layers, ("V1", "V2"), (1, 2, 4)):
         argv = [layers[model], "2", "--seq-len", "32", "--batch-size", str(batch)]
@@ -249,7 +256,8 @@ def overhead(args: argparse.Namespace) -> Iterator[Part]:
 
 
 def measured_and_bare(script: str, argv: list[str], rounds: int) -> dict:
-    """Milliseconds per step of both loops, in turns so short that a host keeps its speed through a pair of them."""
+    """Milliseconds per step of both loops, in turns so short that a host keeps its speed through a
+    pair of them."""
     module = importlib.import_module(script)
     run = module.Run(module.parse_args([*argv, "--log-interval", "1000000"]))
     run.start()
@@ -275,7 +283,7 @@ def join_processes(suite: str) -> int:
     if first.WORLD_SIZE > 1:
         first.join_processes(first.parse_args(["--batch-size", str(first.WORLD_SIZE)]))
     elif suite == "ddp":
-        command = "torchrun --nproc-per-node N bench/versions.py ddp results/DIR"
+        command = "torchrun --nproc-per-node N bench/versions.py ddp DIR"
         raise ToolError(f"ddp needs several processes: {command}")
     return first.WORLD_SIZE
 
@@ -310,7 +318,8 @@ def best_rounds(model: str, argv: list[str], rounds: int) -> list[dict]:
 
 
 def ddp(args: argparse.Namespace) -> Iterator[Part]:
-    """The same steps on one GPU while the others idle, on all of them without DDP, and with it; in turn.
+    """The same steps on one GPU while the others idle, on all of them without DDP, and with it; in
+    turn.
 
     Of the steps on all GPUs without DDP, `slowest` is the mean over the steps of the longest one
     among the processes: what a step would take if nothing but waiting for each other were added.
@@ -319,9 +328,8 @@ def ddp(args: argparse.Namespace) -> Iterator[Part]:
     """
     import torch
 
-    idle = torch.distributed.new_group(
-        backend="gloo"
-    )  # NCCL's barrier would keep core and GPU busy
+    # NCCL's barrier would keep core and GPU busy
+    idle = torch.distributed.new_group(backend="gloo")
     for names, model in scaling_shapes(args.processes):
         if names["precision"] == "fp32" and names["name"] != model:
             continue
@@ -435,14 +443,18 @@ def ddp_table(directory: Path) -> str:
 
 
 def versions_of(path: Path, *keys: str) -> dict[tuple, dict[str, dict]]:
-    """The sides of a study of versions, all of which finished, by shape, precision and these keys."""
+    """The sides of a study of versions, all of which finished, by shape, precision and these
+    keys."""
     names = ("shape", "precision", *keys)
     rows = read_rows(path, (*names, "side", *FINISHED), FINISHED)
     return by_side(rows, *names)
 
 
 def headline_tables(path: Path) -> list[str]:
-    """Milliseconds per step of each size, precision and mode, the ratio as graphs; kernels, memory."""
+    """Milliseconds per step of each size, precision and mode, the ratio as graphs.
+
+    Kernels, memory.
+    """
     lines: dict[str, dict] = {}  # with the sides by mode and version
     for (shape, precision, mode), sides in versions_of(path, "mode").items():
         name = f"{shape}, {precision}"
@@ -530,7 +542,8 @@ def over_best_compiled(sides: Mapping[str, dict]) -> float:
 
 
 def fastest_table(directory: Path) -> str:
-    """Milliseconds per step of V4 and the others, the best compiled one's over V4's, peak memory."""
+    """Milliseconds per step of V4 and the others, the best compiled one's over V4's, peak
+    memory."""
     measured = versions_of(directory / "fastest.json")
     names = list(dict.fromkeys(name for sides in measured.values() for name in sides))
     columns = [

@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
-"""Draws the figures of docs/figures: SVG for pages and, on request, PNG without the headline for slides.
+"""Draws the figures of docs/figures: SVG for pages and, on request, PNG without the headline for
+slides.
 
-Whatever number a figure shows is read from a file in results/, but for the sizes of memories, which are the vendors'.
-A figure whose file is not there is left out, and named.
+Whatever number a figure shows is read from a file in results/, but for the sizes of memories, which
+are the vendors'. A figure whose file is not there is left out, and named.
 
 Examples:
   python tools/draw_figures.py                               all figures into docs/figures
   python tools/draw_figures.py add_relu attention --png      two of them, as PNG for slides too
   python tools/draw_figures.py --output /tmp/figures         elsewhere, to look at
-  python tools/draw_figures.py --contact-sheet /tmp/all.png  all of them in one picture, as wide as half a page each
+  python tools/draw_figures.py --contact-sheet /tmp/all.png  all of them in one picture
 """
 
 from __future__ import annotations
@@ -152,8 +153,8 @@ class Sheet:
 def where_numbers_live() -> Sheet:
     """Registers, shared memory, caches, HBM: sizes and rates of the two GPUs.
 
-    Sources: NVIDIA H100 Tensor Core GPU Architecture (SXM5); ROCm's "AMD GPU specifications" and AMD's CDNA 3 white
-    paper (MI300X).
+    Sources: NVIDIA H100 Tensor Core GPU Architecture (SXM5); ROCm's "AMD GPU specifications" and
+    AMD's CDNA 3 white paper (MI300X).
     """
     sheet = Sheet("Where numbers live", 480)
     levels = (
@@ -455,7 +456,8 @@ def evoformer_block() -> Sheet:
 
 
 def two_streams() -> Sheet:
-    """V4's backward pass: gradients of activations as a chain, those of weights and updates beside."""
+    """V4's backward pass: gradients of activations as a chain, those of weights and updates
+    beside."""
     study = H100 / "ablation_tiny_llama_v4.json"
     alone = row_of(study, precision="bf16", on=["overlap"])
     none = row_of(study, precision="bf16", on=[], group=alone["group"])
@@ -503,7 +505,8 @@ def two_streams() -> Sheet:
 
 
 def plot(sheet: Sheet, x: float, y: float, width: float, height: float, **settings) -> Axes:
-    """Axes inside the figure, whose plotting area has this upper left corner and size, in pixels."""
+    """Axes inside the figure, whose plotting area has this upper left corner and size, in
+    pixels."""
     place = (x / WIDTH, 1 - (y + height) / sheet.height, width / WIDTH, height / sheet.height)
     axes = sheet.figure.add_axes(place)
     axes.set(**settings)
@@ -537,7 +540,8 @@ Point = tuple[float, float]  # under a roofline: FLOP per byte, TFLOP/s
 
 
 def under_the_roof(run: dict, arrows: dict[str, tuple]) -> Sheet:
-    """The roofline of a run, with an arrow for each name: V1, V4, colour, and where its name goes."""
+    """The roofline of a run, with an arrow for each name: V1, V4, colour, and where its name
+    goes."""
     sheet = Sheet("The roofline that moves", 500)
     ceilings = run["ceilings"]
     device = run["environment"]["device_name"].partition("GB")[0].rpartition(" ")[0]

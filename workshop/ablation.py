@@ -1,7 +1,9 @@
-"""Ablation of fusions: which sets of them are measured, how, and what each is worth alone, last and on the whole.
+"""Ablation of fusions: which sets of them are measured, how, and what each is worth alone, last and
+on the whole.
 
-A set is what is on of the fusions that vary. Effects are computed on the logarithms of times, where gains that multiply
-add up, and turn by turn; so they are ratios, above 1 where time is saved (two-level factorial design).
+A set is what is on of the fusions that vary. Effects are computed on the logarithms of times, where
+gains that multiply add up, and turn by turn; so they are ratios, above 1 where time is saved
+(two-level factorial design).
 """
 
 from __future__ import annotations
@@ -26,7 +28,10 @@ Logs = dict[frozenset, dict[tuple[int, int], float]]  # of a set, by seed and tu
 
 
 def new_fusions(module: ModuleType) -> list[str]:
-    """Flags of the fusions that a version adds to the one beside it in its folder; all, where there is none before."""
+    """Flags of the fusions that a version adds to the one beside it in its folder.
+
+    All, where there is none before.
+    """
     path = Path(module.__file__)
     before = path.with_name(f"{path.stem.removesuffix(str(module.VERSION))}{module.VERSION - 1}.py")
     known = {flag for flag, *_ in load_script(str(before)).FUSIONS} if before.is_file() else set()
@@ -40,9 +45,8 @@ def fusion_sets(fusions: Sequence[str], every: bool = False) -> list[Set]:
         range(number + 1) if every else sorted({0, min(1, number), max(0, number - 1), number})
     ):
         found = list(itertools.combinations(fusions, size))
-        sets += (
-            reversed(found) if 1 < size == number - 1 else found
-        )  # the first one first lacks the first fusion
+        # the first one first lacks the first fusion
+        sets += reversed(found) if 1 < size == number - 1 else found
     return sets
 
 
@@ -65,9 +69,11 @@ def ablation(
     seeds: Sequence[int] = (42,),
     group: int = GROUP,
 ) -> list[Part]:
-    """Parts of a study: these sets in each precision, for which there are arguments, and with each seed.
+    """Parts of a study: these sets in each precision, for which there are arguments, and with each
+    seed.
 
-    The sides of a part take turns; it has at most `group` of them, of which one has none of the fusions.
+    The sides of a part take turns; it has at most `group` of them, of which one has none of the
+    fusions.
     """
     others, parts = [on for on in sets if on], []
     groups = [((), *others[i : i + group - 1]) for i in range(0, len(others), group - 1)]
@@ -112,7 +118,8 @@ def log_speedups(rows: Iterable[dict]) -> Logs:
 def effect(
     logs: Logs, contrasts: Iterable[Mapping[frozenset, int]]
 ) -> tuple[list[float], list[float]]:
-    """Ratios turn by turn, each the median of these contrasts (signs of sets), and the median of each contrast.
+    """Ratios turn by turn, each the median of these contrasts (signs of sets), and the median of
+    each contrast.
 
     Contrasts with a set that was not measured are left out; if none is left, both lists are empty.
     """
@@ -135,7 +142,8 @@ def main_effect(logs: Logs, fusion: str) -> tuple[list[float], list[float]]:
 
 
 def interaction(logs: Logs, first: str, second: str) -> tuple[list[float], list[float]]:
-    """What two fusions gain together over the product of what each gains: above 1 they help each other."""
+    """What two fusions gain together over the product of what each gains: above 1 they help each
+    other."""
     without = [on for on in logs if not on & {first, second}]
     corners = [
         {on | {first, second}: 1, on | {first}: -1, on | {second}: -1, on: 1} for on in without
@@ -149,7 +157,8 @@ def additivity(logs: Logs, fusions: Sequence[str]) -> str:
     gains = [effect(logs, [{on: 1}])[0] for on in (*alone, everything)]
     over_product = effect(logs, [{everything: 1} | dict.fromkeys(alone, -1)])[0]
     if len(fusions) < 2 or not over_product:
-        return "Whether the gains are additive cannot be said: it takes two fusions, each alone, and all of them."
+        needed = "it takes two fusions, each alone, and all of them"
+        return f"Whether the gains are additive cannot be said: {needed}."
     low, high = min(over_product), max(over_product)
     answer = "are additive within the spread" if low <= 1 <= high else "are not additive"
     answer = (
@@ -157,7 +166,8 @@ def additivity(logs: Logs, fusions: Sequence[str]) -> str:
     )
     *singles, together = map(statistics.median, gains)
     found = f"each alone {math.prod(singles):.2f}x as a product, all together {together:.2f}x"
-    return f"The gains {answer} (on log times): {found}; all over the product {low:.2f}x to {high:.2f}x in turns."
+    over = f"all over the product {low:.2f}x to {high:.2f}x in turns"
+    return f"The gains {answer} (on log times): {found}; {over}."
 
 
 def varying(rows: Iterable[dict]) -> list[str]:
@@ -212,7 +222,8 @@ def gain_in_turns(precision: str, logs: Logs, of_set: dict) -> str | None:
 
 
 def effects_tables(rows: Sequence[dict]) -> list[str]:
-    """In each precision what each fusion gains, how two interact, and whether gains are additive."""
+    """In each precision what each fusion gains, how two interact, and whether gains are
+    additive."""
     fusions, found = varying(rows), []
     for precision in dict.fromkeys(row["precision"] for row in rows):
         logs = log_speedups(row for row in rows if row["precision"] == precision)
@@ -244,7 +255,10 @@ def effects_tables(rows: Sequence[dict]) -> list[str]:
 
 
 def gains_of(logs: Logs, fusions: Sequence[str], fusion: str) -> dict[str, object]:
-    """What a fusion gains alone, added last, and on the whole with its ranges; None where not measured."""
+    """What a fusion gains alone, added last, and on the whole with its ranges;
+
+    None where not measured.
+    """
     all_of_them = frozenset(fusions)
     turns, pairs = main_effect(logs, fusion)
     return {

@@ -1,4 +1,5 @@
-"""Command lines of the programs here: arguments, what a user can put right in one line, exit statuses."""
+"""Command lines of the programs here: arguments, what a user can put right in one line, exit
+statuses."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ class Parser(argparse.ArgumentParser):
 
 @contextlib.contextmanager
 def needed() -> Iterator[None]:
-    """End with one line and status 4 where an import in this block lacks a package: a program cannot be read then."""
+    """End with one line and status 4 where an import in this block lacks a package: a program
+    cannot be read then."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -85,10 +87,12 @@ def several(kind: Callable[[str], object] = str) -> Callable[[str], list]:
 def documented_parser(
     prog: str, documentation: str | None, usage: str | None = None, note: str = ""
 ) -> Parser:
-    """A parser whose help is the documentation; its part after 'Examples:' comes last, behind the note."""
-    description, _, examples = (documentation or "").partition(
-        "\nExamples:\n"
-    )  # there is none under python -OO
+    """A parser whose help is the documentation.
+
+    Its part after 'Examples:' comes last, behind the note.
+    """
+    # there is none under python -OO
+    description, _, examples = (documentation or "").partition("\nExamples:\n")
     return Parser(
         prog=prog,
         usage=usage,
@@ -103,9 +107,8 @@ def run_tool(prog: str, body: Callable[[], int]) -> int:
     """Call `body` and return its exit status; what the user can put right is one line on stderr."""
     inputs.clear()
     if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(
-            errors="backslashreplace"
-        )  # a name that the terminal's encoding does not have
+        # a name that the terminal's encoding does not have
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         status = body()
         if sys.stdout:  # it is None where a shell has closed it

@@ -15,7 +15,10 @@ SETTLE = 2.0  # seconds until a reading is one of this turn alone
 
 
 def reading() -> tuple[float, float]:
-    """What the GPU draws now in watts, and its clock in MHz; ToolError where these cannot be read."""
+    """What the GPU draws now in watts, and its clock in MHz.
+
+    ToolError where these cannot be read.
+    """
     import torch
 
     if not torch.cuda.is_available():
@@ -29,7 +32,8 @@ def reading() -> tuple[float, float]:
 
 
 def means(samples: Sequence[tuple[float, float, float]], start: float) -> tuple[float, float]:
-    """The means of (seconds, watts, MHz) readings from SETTLE seconds after the start on: watts and MHz."""
+    """The means of (seconds, watts, MHz) readings from SETTLE seconds after the start on: watts and
+    MHz."""
     settled = [values for moment, *values in samples if moment >= start + SETTLE]
     if not settled:
         raise ToolError(
@@ -40,7 +44,10 @@ def means(samples: Sequence[tuple[float, float, float]], start: float) -> tuple[
 
 
 def take_with_readings(run, steps: int) -> tuple[float, float, float]:
-    """Take so many steps of a run; returns mean power in watts, mean clock in MHz and milliseconds per step."""
+    """Take so many steps of a run.
+
+    Returns mean power in watts, mean clock in MHz and milliseconds per step.
+    """
     samples: list[tuple[float, float, float]] = []
     done = threading.Event()
 

@@ -1,7 +1,8 @@
-"""What a result was measured with: commit, driver, clocks, power limit, and whether the GPU throttled meanwhile.
+"""What a result was measured with: commit, driver, clocks, power limit, and whether the GPU
+throttled meanwhile.
 
-Each figure is {"value", "unit", "source"}, or {"value": None, "reason"} where it cannot be read. Nothing here raises
-because a tool is missing.
+Each figure is {"value", "unit", "source"}, or {"value": None, "reason"} where it cannot be read.
+Nothing here raises because a tool is missing.
 """
 
 from __future__ import annotations
@@ -47,7 +48,10 @@ def output_of(*command: str) -> str:
 
 
 def commit() -> dict[str, dict]:
-    """The commit of this checkout and whether files differ from it; SOURCE_COMMIT where a copy has no history."""
+    """The commit of this checkout and whether files differ from it;
+
+    SOURCE_COMMIT where a copy has no history.
+    """
     if given := os.environ.get("SOURCE_COMMIT"):
         dirty = {
             "value": None,
@@ -83,7 +87,10 @@ def quantity(text: str | None) -> tuple[float, str]:
 
 
 def readings() -> dict[str, dict]:
-    """Driver, clocks, power limit and temperature; on AMD's GPUs what PyTorch reads through amdsmi."""
+    """Driver, clocks, power limit and temperature.
+
+    On AMD's GPUs what PyTorch reads through amdsmi.
+    """
     import torch
 
     try:
@@ -106,7 +113,8 @@ def provenance() -> dict[str, dict]:
 
 
 def throttled_us() -> dict[str, float]:
-    """Microseconds that the GPU has been slowed down for each reason, since the driver was loaded."""
+    """Microseconds that the GPU has been slowed down for each reason, since the driver was
+    loaded."""
     counters = next(part for part in smi()[1].iter() if part.tag.endswith("_reasons_counters"))
     return {part.tag.removeprefix(f"{counters.tag}_"): quantity(part.text)[0] for part in counters}
 
@@ -124,7 +132,8 @@ def joules() -> float:
 
 @contextlib.contextmanager
 def watched() -> Iterator[dict[str, dict]]:
-    """A dictionary that has, after the block, how long the GPU throttled in it and why, power and temperature."""
+    """A dictionary that has, after the block, how long the GPU throttled in it and why, power and
+    temperature."""
     found: dict[str, dict] = {}
     before, energy = (
         figure(lambda: (throttled_us(), "us"), "nvidia-smi"),

@@ -1,4 +1,5 @@
-"""What result files hold: their fields by name and type, and one check of all of it when a file is read.
+"""What result files hold: their fields by name and type, and one check of all of it when a file is
+read.
 
 A class here is an object of JSON. A field without a default has to be there. What other fields may
 be says `others` of a class: of any kind unless it says otherwise, a type, or NONE. So what a
@@ -426,7 +427,10 @@ def read(kind: type, path: Path) -> dict:
 
 
 def checked(kind: type, value: object, path: Path, where: str = "") -> dict:
-    """The value, an object of this kind, `where` in a file. ToolError names the file and the field where it is not."""
+    """The value, an object of this kind, `where` in a file.
+
+    ToolError names the file and the field where it is not.
+    """
     _check(kind, value, path, where)
     if kind is Study:
         check_turns(value["rows"], path)
@@ -434,7 +438,8 @@ def checked(kind: type, value: object, path: Path, where: str = "") -> dict:
 
 
 def check_turns(rows: Iterable[dict], path: Path) -> None:
-    """ToolError unless all rows that were measured in turns have equally many, in which they are compared."""
+    """ToolError unless all rows that were measured in turns have equally many, in which they are
+    compared."""
     first = None
     for number, row in enumerate(rows):
         for key in ("turns_ms", "turns_us"):
@@ -512,7 +517,8 @@ def _words(kind: object) -> str:
     """What is expected."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Annotated:
-        return f"{_words(arguments[0])} {arguments[1] if _shape(kind) is float else 'that is not empty'}"
+        which = arguments[1] if _shape(kind) is float else "that is not empty"
+        return f"{_words(arguments[0])} {which}"
     if origin is Literal:
         return " or ".join(map(repr, arguments))
     if origin in UNIONS:

@@ -1,6 +1,7 @@
 """Result files of the version scripts, `<script>_summary.json`: find, read and check them.
 
-Several may be in one file, as `compare_runs.py --save` writes it; FILE.json/NAME is then the path of one of them.
+Several may be in one file, as `compare_runs.py --save` writes it; FILE.json/NAME is then the path
+of one of them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from workshop.files import read_json
 from workshop.records import Summary, checked, read
 from workshop.script import mode_of, model_and_version, precision_of
 
-# What is named where it is not the same; with the value where a file of an earlier harness has none.
+# What is named where it is not the same; with the value where a file of an earlier harness has
+# none.
 SAME_TRAINING = {
     **dict.fromkeys(("batch_size", "num_steps", "warmup_steps", "learning_rate", "seed")),
     "processes": 1,
@@ -24,7 +26,8 @@ SAME_TRAINING = {
     "cuda_graph": False,
 }
 SAME_ENVIRONMENT = ("device_name", "torch")
-UNSTEADY = 1.1  # mean over median step, from which a run was disturbed; 1.00 to 1.06 in results/h100/tiny_*.json
+# mean over median step, from which a run was disturbed; 1.00 to 1.06 in results/h100/tiny_*.json
+UNSTEADY = 1.1
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,8 @@ class Run:
         return self.result.get(group, {}).get(key) if self.status == "ok" else None
 
     def row(self) -> dict:
-        """What was measured, as a row of a study has it (workshop/turns.py), with the final loss; or how it ended.
+        """What was measured, as a row of a study has it (workshop/turns.py), with the final loss;
+        or how it ended.
 
         Its peak memory is null where there is none; else what was not measured is left out.
         """
@@ -77,7 +81,8 @@ class Run:
 
 
 def by_name(named: Iterable[tuple[str, dict]]) -> dict[str, dict]:
-    """Results for one file, by their names as a path below the file has them: 'a//b/' is 'a/b', '/a' is 'a'."""
+    """Results for one file, by their names as a path below the file has them: 'a//b/' is 'a/b',
+    '/a' is 'a'."""
     runs: dict[str, dict] = {}
     for name, result in named:
         key = PurePosixPath(name.strip("/")).as_posix()
@@ -99,7 +104,10 @@ def runs_in(file: Path, content: dict) -> dict[str, dict]:
 
 
 def file_of_runs(path: Path) -> tuple[dict[str, dict], str] | None:
-    """The runs in the file that this path goes through, and the rest of the path; None if it goes through none."""
+    """The runs in the file that this path goes through, and the rest of the path;
+
+    None if it goes through none.
+    """
     file = next(
         (parent for parent in path.parents if parent.suffix == ".json" and parent.is_file()), None
     )
@@ -123,7 +131,8 @@ def only_file(directory: Path, pattern: str, what: str) -> Path:
         raise ToolError(f"{directory}: {what} in this directory")
     if len(paths) > 1:
         raise ToolError(
-            f"{directory}: several files {pattern} ({', '.join(p.name for p in paths)}), name one of them"
+            f"{directory}: several files {pattern} ({', '.join(p.name for p in paths)}), "
+            "name one of them"
         )
     return paths[0]
 
@@ -145,7 +154,8 @@ def load_run(path: Path, name: str | None = None) -> Run:
 
 
 def split_name(argument: str) -> tuple[str | None, str]:
-    """NAME=PATH as (NAME, PATH), and PATH as (None, PATH), also where the path itself has an equals sign."""
+    """NAME=PATH as (NAME, PATH), and PATH as (None, PATH), also where the path itself has an equals
+    sign."""
     name, sign, path = argument.partition("=")
     if not sign or Path(argument).exists():
         return None, argument
@@ -155,7 +165,8 @@ def split_name(argument: str) -> tuple[str | None, str]:
 
 
 def load_runs(arguments: Iterable[str]) -> list[Run]:
-    """Runs given as PATH or NAME=PATH. Where names are alike, the paths as given take their place."""
+    """Runs given as PATH or NAME=PATH. Where names are alike, the paths as given take their
+    place."""
     given = [split_name(argument) for argument in arguments]
     runs = [load_run(Path(path), name) for name, path in given]
     count = Counter(run.name for run in runs)
@@ -168,7 +179,8 @@ def load_runs(arguments: Iterable[str]) -> list[Run]:
 
 
 def check_family(named: Iterable[tuple[str, dict]]) -> None:
-    """ToolError if the (name, result) pairs are of different models, between which no ratio means anything."""
+    """ToolError if the (name, result) pairs are of different models, between which no ratio means
+    anything."""
     models = {model_and_version(result["script"])[0]: name for name, result in reversed([*named])}
     if len(models) > 1:
         (first, name), (second, other) = [*models.items()][-1:-3:-1]
@@ -178,7 +190,8 @@ def check_family(named: Iterable[tuple[str, dict]]) -> None:
 
 
 def precision(result: dict) -> str:
-    """The type of the matrix products, and how float32 ones are computed where that is not exactly."""
+    """The type of the matrix products, and how float32 ones are computed where that is not
+    exactly."""
     training = result["training"]
     if training.get("use_amp"):
         return str(training.get("amp_dtype"))
@@ -199,7 +212,8 @@ def settings(result: dict) -> dict:
 
 
 def differences(named: Iterable[tuple[str, dict]], ignore: Sequence[str] = ()) -> list[str]:
-    """One line for each setting that is not the same in all (name, result) pairs: what it is for which of them.
+    """One line for each setting that is not the same in all (name, result) pairs: what it is for
+    which of them.
 
     A run that ended before it had built its model has no configuration, and no say.
     """
@@ -225,13 +239,17 @@ def unsteady(named: Iterable[tuple[str, Run]]) -> list[str]:
         )
         if mean and median and steps and steps >= 5 and mean > UNSTEADY * median:
             lines.append(
-                f"{name} was disturbed, its mean step took {mean / median:.2f} times the median: run it again"
+                f"{name} was disturbed, its mean step took {mean / median:.2f} times the median: "
+                "run it again"
             )
     return lines
 
 
 def report_failed(prog: str, runs: Iterable[Run]) -> int:
-    """Name runs that failed on stderr; returns the exit status, 1 if there are any. Out of memory is a result."""
+    """Name runs that failed on stderr; returns the exit status, 1 if there are any.
+
+    Out of memory is a result.
+    """
     failed = [run for run in runs if run.status == "failed"]
     for run in failed:
         reason = run.result.get("error") or "no message"

@@ -37,7 +37,8 @@ def add_script(
 def parser_around(
     prog: str, documentation: str | None, example: str, scripts: str = "the script"
 ) -> Parser:
-    """A documented parser of a program that hands what it does not know to scripts like `example`."""
+    """A documented parser of a program that hands what it does not know to scripts like
+    `example`."""
     usage = f"%(prog)s [arguments] [arguments of {scripts}]"
     note = f"Every other argument goes to {scripts}: python {example} --help lists them.\n\n"
     return documented_parser(prog, documentation, usage, note)
@@ -54,13 +55,17 @@ def tool_parser(prog: str, documentation: str | None) -> Parser:
 
 
 def model_and_version(script: str) -> tuple[str, str | None]:
-    """'tiny_llama_v4' as 'tiny_llama' and 'V4'; other scripts have no version, and those of no model are one."""
+    """'tiny_llama_v4' as 'tiny_llama' and 'V4'.
+
+    Other scripts have no version, and those of no model are one.
+    """
     found = re.fullmatch(r"(tiny_[a-z]+)_(?:v(\d+)|\w+)", script)
     return (found[1], found[2] and f"V{found[2]}") if found else (script, None)
 
 
 def precision_of(training: Mapping) -> str:
-    """The type of the matrix products as studies name it, from the arguments of a script or its result's `training`."""
+    """The type of the matrix products as studies name it, from the arguments of a script or its
+    result's `training`."""
     if training.get("use_amp"):
         return {"float16": "fp16"}.get(training.get("amp_dtype"), "bf16")
     return {"highest": "fp32", "high": "TF32"}.get(
@@ -75,7 +80,8 @@ def mode_of(training: Mapping) -> str:
 
 
 def find_script(name: str) -> Path:
-    """The version script of this name, relative to the current directory or else to the repository."""
+    """The version script of this name, relative to the current directory or else to the
+    repository."""
     path = next((path for path in (Path(name), ROOT / name) if path.is_file()), None)
     if path is None:
         raise ToolError(f"{name}: no such file here or in {ROOT}")
@@ -90,7 +96,8 @@ def find_script(name: str) -> Path:
 
 
 def interpret_without_gpu() -> None:
-    """Without a GPU have Triton run kernels in its interpreter, as V3 and V4 do: before any script imports Triton."""
+    """Without a GPU have Triton run kernels in its interpreter, as V3 and V4 do: before any script
+    imports Triton."""
     import torch
 
     if not torch.cuda.is_available():
@@ -122,7 +129,8 @@ def load_script(name: str) -> ModuleType:
 def script_arguments(
     module: ModuleType, argv: Sequence[str], profile_dir: str | None
 ) -> tuple[list[str], argparse.Namespace]:
-    """The script's command line with --profile-dir, and what it parses it to: no mode that measures something else.
+    """The script's command line with --profile-dir, and what it parses it to: no mode that measures
+    something else.
 
     The script itself says what is wrong with its arguments, and ends the program.
     """

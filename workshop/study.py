@@ -18,9 +18,8 @@ from workshop.records import Study, read
 from workshop.script import interpret_without_gpu
 from workshop.turns import on_gpu
 
-Part = tuple[
-    dict, Callable[[], dict | list[dict]]
-]  # what names a row, and what measures the rest of it, or of several
+# what names a row, and what measures the rest of it, or of several
+Part = tuple[dict, Callable[[], dict | list[dict]]]
 
 
 def check_failed(rows: Iterable[dict]) -> None:
@@ -35,12 +34,14 @@ def check_failed(rows: Iterable[dict]) -> None:
 def measure_study(
     path: Path, parts: Iterable[Part], keep: bool = False, **settings: object
 ) -> list[dict]:
-    """Measure what is not measured yet, and write the rows with what they were measured on; of several processes, one.
+    """Measure what is not measured yet, and write the rows with what they were measured on; of
+    several processes, one.
 
-    Rows are in NAME.partial.json until the last one is there, so that an earlier result is replaced by a whole one.
-    The same command goes on from there after an interruption; with other settings, or on another device, it is refused.
-    To `keep` an earlier result is to treat it in the same way: what it has is not measured again. On a GPU each session
-    leaves its `provenance`: commit, driver, clocks and power limit as read, and how long the GPU throttled meanwhile.
+    Rows are in NAME.partial.json until the last one is there, so that an earlier result is replaced
+    by a whole one. The same command goes on from there after an interruption; with other settings,
+    or on another device, it is refused. To `keep` an earlier result is to treat it in the same way:
+    what it has is not measured again. On a GPU each session leaves its `provenance`: commit,
+    driver, clocks and power limit as read, and how long the GPU throttled meanwhile.
     """
     import torch
 
@@ -76,9 +77,8 @@ def measure_study(
             if any(all(row.get(key) == value for key, value in names.items()) for row in rows):
                 continue
             if first.RANK == 0:
-                whole = (
-                    len(parts) if isinstance(parts, Sized) else None
-                )  # what comes next may follow from the rows
+                # what comes next may follow from the rows
+                whole = len(parts) if isinstance(parts, Sized) else None
                 left = (
                     f"; {statistics.fmean(seconds) * (whole - number):.0f} s left"
                     if whole and seconds
@@ -113,8 +113,8 @@ def in_words(names: Mapping[str, object]) -> str:
 def read_rows(path: Path, keys: Iterable[str] = (), measured: Iterable[str] = ()) -> list[dict]:
     """The rows of a study; none if it is not there.
 
-    ToolError names what is wrong with a row: without one of the keys, or neither a status and an error nor all that is
-    to be `measured`.
+    ToolError names what is wrong with a row: without one of the keys, or neither a status and an
+    error nor all that is to be `measured`.
     """
     if not path.exists():
         return []
@@ -134,7 +134,8 @@ def read_rows(path: Path, keys: Iterable[str] = (), measured: Iterable[str] = ()
 
 
 def by_side(rows: Iterable[dict], *keys: str) -> dict[tuple, dict[str, dict]]:
-    """Rows that took turns, under the names of their sides, for each of the values that they share of these keys."""
+    """Rows that took turns, under the names of their sides, for each of the values that they share
+    of these keys."""
     groups: dict[tuple, dict[str, dict]] = {}
     for row in rows:
         groups.setdefault(tuple(row.get(key) for key in keys), {})[row["side"]] = row

@@ -17,12 +17,8 @@ from workshop.script import mode_of, model_and_version, precision_of
 
 GRAPH = "--enable-cuda-graph"
 TURN_MS = 300  # about how long a turn is
-DECIDED = {
-    GRAPH,
-    "--disable-cuda-graph",
-    "reduce-overhead",
-    "max-autotune",
-}  # the last two have own graphs
+# the last two have own graphs
+DECIDED = {GRAPH, "--disable-cuda-graph", "reduce-overhead", "max-autotune"}
 
 
 def free_memory() -> None:
@@ -32,7 +28,8 @@ def free_memory() -> None:
     torch.compiler.reset()
     gc.collect()
     if torch.cuda.is_available():
-        torch._C._cuda_clearCublasWorkspaces()  # some lie in the memory of graphs that are gone, which they would keep
+        # some lie in the memory of graphs that are gone, which they would keep
+        torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
 
 
@@ -78,7 +75,10 @@ def named(script: str, argv: Sequence[str], args: argparse.Namespace) -> dict:
 
 
 def short_run(script: str, argv: Sequence[str]) -> dict:
-    """Train a few steps in this process, without counting and profiling. The result is `ok` or out of memory."""
+    """Train a few steps in this process, without counting and profiling.
+
+    The result is `ok` or out of memory.
+    """
     module = importlib.import_module(script)
     with tempfile.TemporaryDirectory() as folder:
         args = module.parse_args(
@@ -103,7 +103,8 @@ def parse_quiet(module: ModuleType, argv: Sequence[str]) -> argparse.Namespace:
 def begin(
     module: ModuleType, args: argparse.Namespace, rounds: int
 ) -> tuple[object, int, float | None]:
-    """A warm Run of a script, how many of its steps are a turn, and its peak memory in MB as that of a run alone."""
+    """A warm Run of a script, how many of its steps are a turn, and its peak memory in MB as that
+    of a run alone."""
     run = module.Run(args)
     gpu = run.device.type == "cuda"
     run.start()
@@ -117,7 +118,8 @@ def begin(
 
 
 def alternating(sides: Collection[str], rounds: int) -> Iterator[tuple[int, str]]:
-    """The number of the turn and the side whose turn it is: first to last, then last to first, and so on.
+    """The number of the turn and the side whose turn it is: first to last, then last to first, and
+    so on.
 
     A side that is no longer among them, because it failed, is left out from then on.
     """
@@ -133,7 +135,10 @@ def attempt(
     running: dict[str, object],
     failed: Callable[[str, Exception], None],
 ) -> None:
-    """Do this for a side; from its first error on, which is handed to `failed`, it is not `running`."""
+    """Do this for a side.
+
+    From its first error on, which is handed to `failed`, it is not `running`.
+    """
     try:
         work()
     except Exception as error:
@@ -151,7 +156,8 @@ def failure(error: Exception) -> dict[str, str]:
 
 
 def in_turns(sides: dict[str, tuple[str, list[str]]], rounds: int) -> dict[str, dict]:
-    """What steps of each side (script, arguments) take, in turns of about 0.3 s, at least two steps.
+    """What steps of each side (script, arguments) take, in turns of about 0.3 s, at least two
+    steps.
 
     The sides change their order from turn to turn. Milliseconds per step are the median of the
     turns, peak memory is that of the side alone, kernels are counted after the last turn. A side
@@ -222,7 +228,8 @@ def speedup(first: dict, second: dict) -> float:
 
 
 def spread(ratios: Sequence[float]) -> str:
-    """The range of ratios turn by turn, and whether they show a difference, in the words of --compare-fusion."""
+    """The range of ratios turn by turn, and whether they show a difference, in the words of
+    --compare-fusion."""
     low, high = min(ratios), max(ratios)
     verdict = (
         ", too few turns to tell"

@@ -69,7 +69,10 @@ def draw_bars(cells: Cells, measures: Sequence[str], one_scale: bool = False) ->
 
 
 def beside(row: dict, first: dict) -> str:
-    """How many times as fast as the first version of a group; or the range of runs by themselves."""
+    """How many times as fast as the first version of a group.
+
+    Or the range of runs by themselves.
+    """
     if alike := row.get("alike"):
         return f"{len(alike)} runs: {min(alike):.2f} to {max(alike):.2f}" if len(alike) > 1 else ""
     if row is first or not first.get("batch_ms"):

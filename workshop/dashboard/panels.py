@@ -1,4 +1,5 @@
-"""What result files have for the dashboard: panels, each a chart for a model, device and precision."""
+"""What result files have for the dashboard: panels, each a chart for a model, device and
+precision."""
 
 from __future__ import annotations
 
@@ -186,7 +187,10 @@ def memory_panel(cells: Cells, choice: Choice, study: str, note: str) -> Iterato
 
 
 def found_panels(found: Sequence[Found]) -> Iterator[Panel]:
-    """Runs and profiles that were measured by themselves; those of the same settings are one bar."""
+    """Runs and profiles that were measured by themselves.
+
+    Those of the same settings are one bar.
+    """
     values, alike = defaultdict(set), defaultdict(list)
     for each in found:
         for key, value in each.result["config"].items():
@@ -214,7 +218,8 @@ def found_panels(found: Sequence[Found]) -> Iterator[Panel]:
 
 
 def read_scripts_file(path: Path, name: str, content: dict) -> Iterator[Panel | Found | str]:
-    """A file with a schema version: a run, a profile, FLOPs of modules, or roofline_analysis.py's."""
+    """A file with a schema version: a run, a profile, FLOPs of modules, or
+    roofline_analysis.py's."""
     if "rows" in content:
         checked(records.Rooflines, content, path)
         groups = defaultdict(list)
@@ -257,7 +262,10 @@ def only(kind: type, found: Sequence) -> list:
 
 
 def read(path: Path, name: str) -> list[Panel | Found | str]:
-    """What is in a file, and a line for each side of a study that failed; empty if no chart shows it."""
+    """What is in a file, and a line for each side of a study that failed.
+
+    Empty if no chart shows it.
+    """
     content = read_json(path)
     try:
         if "schema_version" in content:

@@ -34,14 +34,18 @@ class Ceilings:
         return 1e3 * self.gemm_tflops / self.copy_gb_per_s
 
     def roof(self, flop_per_byte: float) -> float:
-        """TFLOP/s that can be reached at this intensity: the lower of GEMM throughput and bandwidth x intensity."""
+        """TFLOP/s that can be reached at this intensity: the lower of GEMM throughput and bandwidth
+        x intensity."""
         return min(self.gemm_tflops, self.copy_gb_per_s * flop_per_byte / 1e3)
 
 
 def best_seconds(
     work: Callable[[], object], device: torch.device, repetitions: int, budget: float
 ) -> float:
-    """The shortest of several runs after a warm-up, by device events on a GPU; stops when `budget` seconds are over."""
+    """The shortest of several runs after a warm-up, by device events on a GPU.
+
+    Stops when `budget` seconds are over.
+    """
     import torch
 
     work()

@@ -133,7 +133,8 @@ def load_profile(directory: Path) -> Profile:
 
 
 def is_copy(name: str) -> bool:
-    """A copy or memset of the PyTorch profiler. rocprofv3 lists only kernels, and some of them copy."""
+    """A copy or memset of the PyTorch profiler. rocprofv3 lists only kernels, and some of them
+    copy."""
     return name.startswith(("Memcpy", "Memset"))
 
 
@@ -206,7 +207,10 @@ def category_table(kernels: Sequence[Kernel]) -> str:
 def section(
     title: str, kernels: Sequence[Kernel], labels: dict[int, str], top: int, per: str
 ) -> list[str]:
-    """A section with a table of kernels and its columns for one side or both; at most `top` rows."""
+    """A section with a table of kernels and its columns for one side or both.
+
+    At most `top` rows.
+    """
     everything = total(title, kernels)
     count = " -> ".join(f"{everything.launches[side]:.10g}" for side in labels)
     time = " -> ".join(f"{everything.ms[side]:.3f}" for side in labels)
@@ -284,7 +288,10 @@ def report(
 
 
 def compare(sides: Sequence[Profile], top: int) -> tuple[list[Kernel], list[str], str]:
-    """The kernels of both sides, what differs beside them, and the report; ToolError if they do not fit."""
+    """The kernels of both sides, what differs beside them, and the report;
+
+    ToolError if they do not fit.
+    """
     known = [
         (label, side.settings) for label, side in zip(SIDES, sides, strict=True) if side.settings
     ]

@@ -1,7 +1,8 @@
-"""FLOPs, bytes and times of the parts of a model or of a training step, the rates that follow, and their picture.
+"""FLOPs, bytes and times of the parts of a model or of a training step, the rates that follow, and
+their picture.
 
-A part is a kind of module (`layers.*.mlp`) in one forward pass, or a group of operators (GEMM, attention, ...) in a
-whole training step. `trainer` is the Trainer of a version script throughout.
+A part is a kind of module (`layers.*.mlp`) in one forward pass, or a group of operators (GEMM,
+attention, ...) in a whole training step. `trainer` is the Trainer of a version script throughout.
 """
 
 from __future__ import annotations
@@ -61,7 +62,10 @@ def flop_counter() -> FlopCounterMode:
 
 
 def profiled_steps(trainer) -> Iterator[list[dict]]:
-    """The events of STEPS training steps, each in a trace of its own; the first step must have been taken."""
+    """The events of STEPS training steps, each in a trace of its own.
+
+    The first step must have been taken.
+    """
     for _ in range(STEPS):
         events = trainer.trace(trainer.profile())["traceEvents"]
         if trainer.gpu and not has_gpu(events):
@@ -75,7 +79,8 @@ def profiled_steps(trainer) -> Iterator[list[dict]]:
 
 
 def module_kinds(model: nn.Module) -> dict[str, str]:
-    """The modules that get a row, as {qualified name: kind}: the model, its children, and those of repeated blocks."""
+    """The modules that get a row, as {qualified name: kind}: the model, its children, and those of
+    repeated blocks."""
     from torch import nn
 
     kinds = {"": "model (rest)"}
@@ -100,7 +105,8 @@ def enclosing(name: str, kinds: dict[str, str]) -> str | None:
 
 
 def without_children(inclusive: dict[str, int], kinds: dict[str, str]) -> Counter:
-    """Counts that include inner modules -> counts per kind that include none of those that have a row themselves."""
+    """Counts that include inner modules -> counts per kind that include none of those that have a
+    row themselves."""
     own = Counter({name: inclusive.get(name, 0) for name in kinds})
     for name in kinds:
         if (outer := enclosing(name, kinds)) is not None:
@@ -114,7 +120,8 @@ def without_children(inclusive: dict[str, int], kinds: dict[str, str]) -> Counte
 def count_modules(
     trainer, kinds: dict[str, str], no_work: tuple[str, ...]
 ) -> tuple[Counter, int, Counter]:
-    """FLOP of one forward pass per kind of module, FLOP of forward and backward, bytes of the forward per kind."""
+    """FLOP of one forward pass per kind of module, FLOP of forward and backward, bytes of the
+    forward per kind."""
     from workshop.profile.traffic import Traffic
 
     batch, root = trainer.next_batch(), type(trainer.model).__name__
@@ -164,7 +171,8 @@ def named_ranges(model: nn.Module, kinds: dict[str, str]) -> Iterator[None]:
 
 
 def module_times(trainer, kinds: dict[str, str]) -> Counter:
-    """Milliseconds of one forward pass per kind of module, without the inner modules that have a row themselves."""
+    """Milliseconds of one forward pass per kind of module, without the inner modules that have a
+    row themselves."""
     for _ in range(WARMUP):
         trainer.step()
     spent: Counter = Counter()
@@ -175,7 +183,8 @@ def module_times(trainer, kinds: dict[str, str]) -> Counter:
 
 
 def times_in_ranges(events: Sequence[dict], kinds: Iterable[str]) -> Counter:
-    """Milliseconds in the ranges of each kind but not in a range inside: of kernels, or without a GPU of the host."""
+    """Milliseconds in the ranges of each kind but not in a range inside: of kernels, or without a
+    GPU of the host."""
     ranges = ranges_of(events, {RANGE + kind for kind in kinds})
     spent: Counter = Counter()
     if has_gpu(events):
@@ -197,16 +206,22 @@ def times_in_ranges(events: Sequence[dict], kinds: Iterable[str]) -> Counter:
 
 
 def module_rows(
-    model: nn.Module, kinds: dict[str, str], flop: Counter, moved: Counter | None, spent: Counter | None,
+    model: nn.Module,
+    kinds: dict[str, str],
+    flop: Counter,
+    moved: Counter | None,
+    spent: Counter | None,
     ceilings: Ceilings | None,
-) -> list[dict]:  # fmt: skip
-    """A row for each kind of module, in the order of the model; what was not counted or measured is None."""
+) -> list[dict]:
+    """A row for each kind of module, in the order of the model.
+
+    What was not counted or measured is None.
+    """
     rows: dict[str, dict] = {}
     for name, kind in kinds.items():
         module = model.get_submodule(name)
-        rest = any(
-            enclosing(other, kinds) == name for other in kinds
-        )  # the others' parameters are in their rows
+        # the others' parameters are in their rows
+        rest = any(enclosing(other, kinds) == name for other in kinds)
         row = rows.setdefault(kind, {"module": kind, "blocks": 0, "parameters": 0})
         row["blocks"] += 1
         row["parameters"] += sum(
@@ -225,9 +240,10 @@ def module_rows(
 def group_flops(module: ModuleType, args: argparse.Namespace, device: torch.device) -> Counter:
     """FLOP of the matrix products of one training step, for the group that computes them here.
 
-    All of them are counted on the model with everything off, as the scripts count their "FLOPs per step": what a fused
-    kernel multiplies is what its unfused parts multiply, and a counter does not see into our own kernels. Attention has
-    what PyTorch's GEMM operators no longer compute once its fused kernels are on; GEMM has the rest.
+    All of them are counted on the model with everything off, as the scripts count their "FLOPs per
+    step": what a fused kernel multiplies is what its unfused parts multiply, and a counter does not
+    see into our own kernels. Attention has what PyTorch's GEMM operators no longer compute once its
+    fused kernels are on; GEMM has the rest.
     """
     import torch
 
@@ -259,8 +275,8 @@ def group_flops(module: ModuleType, args: argparse.Namespace, device: torch.devi
 def group_bytes(trainer, no_work: tuple[str, ...]) -> Counter:
     """Bytes that the operators of one training step read and write, per group.
 
-    PyTorch's optimizer works in place and has no result to count: it reads weights, gradients and two moments, and
-    writes all of them but the gradients.
+    PyTorch's optimizer works in place and has no result to count: it reads weights, gradients and
+    two moments, and writes all of them but the gradients.
     """
     import torch
 
@@ -288,7 +304,8 @@ def group_times(trainer) -> Counter:
 
 
 def times_of_operators(events: Sequence[dict]) -> Counter:
-    """Milliseconds per group of the operator that launched each kernel, because bytes are counted by operator too.
+    """Milliseconds per group of the operator that launched each kernel, because bytes are counted
+    by operator too.
 
     Where a trace does not tell the operator, the name of the kernel decides.
     """
@@ -357,7 +374,10 @@ def table(rows: Sequence[dict], name: str) -> str:
 def rates(
     flop: int, moved: int | None = None, ms: float | None = None, ceilings: Ceilings | None = None
 ) -> dict:
-    """Bytes, time and rates of a part as the columns of its row; None where not measured, or without FLOP or time."""
+    """Bytes, time and rates of a part as the columns of its row;
+
+    None where not measured, or without FLOP or time.
+    """
     intensity = flop / moved if moved else None
     achieved = flop / ms / 1e9 if flop and ms and intensity and ceilings else None
     roof = ceilings.roof(intensity) if achieved else None
@@ -374,9 +394,11 @@ def rates(
 def draw(
     path: Path, title: str, rows: dict[str, dict], ceilings: Ceilings, bandwidths: bool = False
 ) -> None:
-    """The roofline as PNG: both ceilings, and a point for each labelled row that has FLOP and a time.
+    """The roofline as PNG: both ceilings, and a point for each labelled row that has FLOP and a
+    time.
 
-    With `bandwidths` there are bars beside it: GB/s of every row, which also shows those that multiply nothing.
+    With `bandwidths` there are bars beside it: GB/s of every row, which also shows those that
+    multiply nothing.
     """
     pyplot = drawing()
     size = (15, max(6, 0.27 * len(rows))) if bandwidths else (10, 6)
@@ -421,10 +443,8 @@ def draw_roofline(axes, points: dict[str, dict], ceilings: Ceilings) -> None:
             label=label,
         )
     axes.set(xscale="log", yscale="log", xlabel="FLOP per byte moved", ylabel="TFLOP/s")
-    for axis in (
-        axes.xaxis,
-        axes.yaxis,
-    ):  # 10, 20, 50 in place of powers of ten alone, where there is room
+    # 10, 20, 50 in place of powers of ten alone, where there is room
+    for axis in (axes.xaxis, axes.yaxis):
         first, last = axis.get_view_interval()
         axis.set_major_locator(
             ticker.LogLocator(subs=(1, 2, 5) if last < 1e4 * first else (1,), numticks=20)

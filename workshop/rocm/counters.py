@@ -11,8 +11,9 @@ from workshop.profile.kernels import category
 from workshop.profile.roofline import make_row
 from workshop.rocm.files import matching, read_columns
 
-# What AMD's counters count, as rocprof-compute adds them up for its roofline: an instruction of the vector units works
-# on 64 lanes, a unit of MFMA_MOPS is 512 operations. Beside them the column of roofline.csv with that unit's ceiling.
+# What AMD's counters count, as rocprof-compute adds them up for its roofline: an instruction of the
+# vector units works on 64 lanes, a unit of MFMA_MOPS is 512 operations. Beside them the column of
+# roofline.csv with that unit's ceiling.
 FLOP_COUNTERS = {
     f"SQ_INSTS_VALU_{operation}_F{bits}": (64 * flop, f"FP{bits}Flops")
     for bits in (16, 32, 64)
@@ -21,7 +22,8 @@ FLOP_COUNTERS = {
     f"SQ_INSTS_VALU_MFMA_MOPS_{kind}": (512, f"MFMA{kind}Flops")
     for kind in ("F16", "BF16", "F32", "F64")
 }
-# Bytes of HBM by the size of requests: all are of 64 (reads) or 32 bytes (writes) but for those counted apart.
+# Bytes of HBM by the size of requests: all are of 64 (reads) or 32 bytes (writes) but for those
+# counted apart.
 WRITES = {"WRREQ_sum": 32, "WRREQ_64B_sum": 32}
 READS = {"RDREQ_sum": 64, "RDREQ_32B_sum": -32}
 BYTE_COUNTERS = {
@@ -32,14 +34,16 @@ BYTE_COUNTERS = {
 
 
 def read_rocprof_compute(directory: Path) -> tuple[str, Ceilings, list[dict]]:
-    """Which GPU's counters are in the folder, the ceilings measured there, and a row per kernel, the longest first.
+    """Which GPU's counters are in the folder, the ceilings measured there, and a row per kernel,
+    the longest first.
 
     ValueError says what is wrong with a file.
     """
     files = matching(directory, "pmc_perf.csv", "rocprof-compute")
     if len(files) > 1:
         raise ValueError(
-            f"{directory}: several profiles ({', '.join(str(file.parent) for file in files)}), name one"
+            f"{directory}: several profiles ({', '.join(str(file.parent) for file in files)}), "
+            "name one"
         )
     with files[0].open(encoding="utf-8", errors="replace") as file:
         header = file.readline()

@@ -2,10 +2,10 @@
 """Read the files that the ROCm profilers write; the run_rocprof*.sh wrappers call it.
 
 Usage:
-  files.py statistics DIR OUT.csv    merge the *_kernel_stats.csv, or the databases, of all processes in DIR
-  files.py convert FILE.db OUT.csv   kernel statistics of a ROCm 7 database, by rocpd or straight from SQLite
+  files.py statistics DIR OUT.csv    merge *_kernel_stats.csv, or databases, of all processes in DIR
+  files.py convert FILE.db OUT.csv   kernel statistics of a ROCm 7 database, by rocpd or from SQLite
   files.py show DIR                  top kernels of DIR/stats.csv
-  files.py dispatches DIR OUT.csv    dispatch, kernel, category and time from rocprof-compute's pmc_perf.csv
+  files.py dispatches DIR OUT.csv    kernels and their times from rocprof-compute's pmc_perf.csv
   files.py counters DIR PATTERN      print the counter files below DIR, after a look at each row
   files.py require DIR PATTERN       print the files below DIR that match; none is an error
 
@@ -39,7 +39,10 @@ from workshop.show import Column, render, write_csv
 
 
 def read_columns(path: Path, *names: str) -> list[list[str]]:
-    """The named columns of a CSV file, row by row; columns are found by name because their order differs by release."""
+    """The named columns of a CSV file, row by row.
+
+    Columns are found by name because their order differs by release.
+    """
     with path.open(newline="", encoding="utf-8", errors="replace") as file:
         rows = [row for row in csv.reader(file) if row]
     if not rows:
@@ -49,7 +52,8 @@ def read_columns(path: Path, *names: str) -> list[list[str]]:
     for number, row in enumerate(rows[1:], start=2):
         if len(row) != len(rows[0]):
             raise ValueError(
-                f"{path}: row {number} has {len(row)} of {len(rows[0])} columns, is the file cut off?"
+                f"{path}: row {number} has {len(row)} of {len(rows[0])} columns, "
+                "is the file cut off?"
             )
     columns = [rows[0].index(name) for name in names]
     return [[row[column] for column in columns] for row in rows[1:]]
@@ -60,7 +64,8 @@ def matching(directory: Path, pattern: str, writer: str) -> list[Path]:
     paths = sorted(path for path in directory.rglob(pattern) if path.is_file())
     if not paths:
         raise ValueError(
-            f"{writer} wrote no {pattern.lstrip('*_')} into {directory}: did anything run on an AMD GPU?"
+            f"{writer} wrote no {pattern.lstrip('*_')} into {directory}: "
+            "did anything run on an AMD GPU?"
         )
     if empty := [path for path in paths if not path.stat().st_size]:
         raise ValueError(f"{empty[0]}: the file is empty")
@@ -96,7 +101,8 @@ def of_dispatches(rows: list[list[str]], source: Path) -> list[KernelStatistics]
 
 
 def read_database(database: Path) -> list[list[str]]:
-    """(name, start, end) of every dispatch in a rocpd database (SQLite, the default format of ROCm 7)."""
+    """(name, start, end) of every dispatch in a rocpd database (SQLite, the default format of ROCm
+    7)."""
     if shutil.which("rocpd"):
         with tempfile.TemporaryDirectory() as folder:
             command = [
@@ -147,7 +153,10 @@ def show(directory: Path, *, count: int = 10) -> None:
 
 
 def dispatches(directory: Path, out: Path) -> None:
-    """The dispatches that rocprof-compute profiled; the category makes `grep -i gemm` find rocBLAS's Cijk_ kernels."""
+    """The dispatches that rocprof-compute profiled.
+
+    The category makes `grep -i gemm` find rocBLAS's Cijk_ kernels.
+    """
     path = matching(directory, "pmc_perf.csv", "rocprof-compute")[0]
     rows = read_columns(path, "Dispatch_ID", "Kernel_Name", "Start_Timestamp", "End_Timestamp")
     if not rows:

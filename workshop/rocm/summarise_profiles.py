@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""Write summary.json and summary.md of what run_all_profilers.sh ran into its directory, and print the latter.
+"""Write summary.json and summary.md of what run_all_profilers.sh ran into its directory, and print
+the latter.
 
-Usage: summarise_profiles.py DIR SCRIPT. DIR/steps.tsv has one line per step: name, exit status, start as Unix time,
-seconds.
-Status 1 if a step failed; a step that ended with status 4 (tool, package or device missing) was skipped.
+Usage: summarise_profiles.py DIR SCRIPT. DIR/steps.tsv has one line per step: name, exit status,
+start as Unix time, seconds. Status 1 if a step failed; a step that ended with status 4 (tool,
+package or device missing) was skipped.
 """
 
 from __future__ import annotations
@@ -30,9 +31,8 @@ def read_step(directory: Path, line: str) -> dict:
     """One step with its outcome, the last line of its log if it did not work, and its files."""
     name, *numbers = line.split("\t")
     status, start, seconds = map(int, numbers)
-    written = [
-        path for path in directory.glob(FILES[name]) if path.stat().st_mtime >= start
-    ]  # not by an earlier run
+    # not by an earlier run
+    written = [path for path in directory.glob(FILES[name]) if path.stat().st_mtime >= start]
     log = (directory / "logs" / f"{name}.log").read_text(errors="replace").strip().splitlines()
     return {
         "name": name,
