@@ -33,6 +33,7 @@ import statistics
 import sys
 from collections.abc import Collection, Sequence
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 
 from workshop.cli import Parser, ToolError, at_least, print_notes, program, several
@@ -195,9 +196,7 @@ def benchmark(args: argparse.Namespace, argv: Sequence[str]) -> int:
     path = study_asked_for(args.table, argv) or measure(args, argv)
     content = read_study(path, ("batch_size", "seq_len", "side", "script", "argv"), measured=())
     rows = []
-    for _, group in itertools.groupby(
-        content["rows"], lambda row: (row["batch_size"], row["seq_len"])
-    ):
+    for _, group in itertools.groupby(content["rows"], itemgetter("batch_size", "seq_len")):
         first, *others = group
         rows += [beside_first(row, first) for row in (first, *others)]
     print(heading(content, f"tiny_{content['family']}"), end="\n\n")

@@ -65,10 +65,7 @@ def build_parser() -> Parser:
 
 
 def csv_rows(rows: Sequence[dict], runs: Sequence[Run]) -> list[dict]:
-    """The rows with what each run was asked to do, all with the same columns.
-
-    A fusion that a version lacks is off.
-    """
+    """The rows with what each run was asked to do; a fusion that a version lacks is off."""
     sizes = dict.fromkeys(key for run in runs for key in run.result["config"])
     fusions = dict.fromkeys(key for run in runs for key in run.result.get("fusions", ()))
     wide = []

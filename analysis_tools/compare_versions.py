@@ -88,8 +88,7 @@ def measure(model: str, versions: Sequence[str], argv: Sequence[str], rounds: in
 def measured(
     args: argparse.Namespace, models: Sequence[str], argv: Sequence[str]
 ) -> tuple[Found, str]:
-    """The versions of these models, measured as far as they are not yet, and a line that says
-    how."""
+    """The versions of these models, measured as far as they are not yet, and how."""
     import torch
 
     gpu = torch.cuda.is_available()
@@ -156,9 +155,7 @@ def read(given: dict[str, Path], models: Sequence[str]) -> tuple[Found, str]:
         print_notes(PROG, *differences(named))
     every = [run for by_version in runs.values() for run in by_version.values()]
     devices = sorted({str(run.result["environment"].get("device_name")) for run in every})
-    found = {
-        model: {v.upper(): r.row() for v, r in several.items()} for model, several in runs.items()
-    }
+    found = {m: {v.upper(): run.row() for v, run in several.items()} for m, several in runs.items()}
     how = "Read from results of single runs, which were not measured in turns."
     return found, f"{', '.join(devices)}. {how}"
 

@@ -50,10 +50,7 @@ def build_parser() -> Parser:
 
 
 def energy(modules: Sequence, argv: list[str], seconds: int, rounds: int) -> list[dict]:
-    """A row for each script: power, clock, time, energy of a step and a sample.
-
-    Medians of turns.
-    """
+    """A row for each script, medians of its turns: power, clock, time, energy of a step."""
     runs, steps = {}, {}
     for module in modules:
         run, short, _ = begin(module, parse_quiet(module, argv), 1)

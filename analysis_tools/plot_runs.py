@@ -85,10 +85,7 @@ def expand(path: str) -> list[Path]:
 
 
 def load_series(arguments: Sequence[str], x: str) -> tuple[Series, list[Run]]:
-    """The runs of each name by their place x, in the order of the names.
-
-    And runs that ended before it was known.
-    """
+    """The runs of each name by their place x; and runs that ended before it was known."""
     paths: dict[str, list[Path]] = {}
     name = None
     for argument in arguments:
@@ -125,10 +122,7 @@ def in_turns(base: Run | None, run: Run) -> list[float]:
 
 
 def values_of(what: str, x: str, series: Series) -> list[dict]:
-    """One row per name and place: the value, its ratio over the first name, and its range in turns.
-
-    None is what is missing.
-    """
+    """One row per name and place: the value, ratio over the first name, range; or None."""
     first = next(iter(series))
 
     def measured(run: Run | None) -> float | None:

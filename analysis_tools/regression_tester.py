@@ -52,8 +52,7 @@ FEW = 5  # turns, below which their ranges part by chance
 
 @dataclass(frozen=True)
 class Entry:
-    """A run or a row of a study: what was measured, and what has to be the same on the other
-    side."""
+    """A run or a row of a study: what was measured, and what the other side has to share."""
 
     path: Path
     row: dict
@@ -114,10 +113,7 @@ def load(path: Path) -> dict[str, Entry]:
 
 
 def pair(before: dict[str, Entry], after: dict[str, Entry]) -> dict[str, tuple[Entry, Entry]]:
-    """What is compared; notes on stderr.
-
-    ToolError if nothing has the same name, or what does cannot be compared.
-    """
+    """What is compared; ToolError if nothing has the same name, or what does cannot be."""
     (old, *_), ((name, new), *_) = before.values(), after.items()
     single = len(before) == len(after) == 1
     if single and "arguments" not in old.settings:  # two runs, whatever they are called

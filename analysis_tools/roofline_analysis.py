@@ -67,10 +67,7 @@ NAME = "roofline_analysis"
 def measure_script(
     name: str, argv: Sequence[str], output: Path, ceilings: Ceilings | None
 ) -> tuple[dict, list[dict]]:
-    """What a script was measured with, and its rows.
-
-    Ceilings are measured unless they are known.
-    """
+    """What a script was measured with, and its rows; ceilings are measured unless known."""
     module = load_script(name)
     _, args = script_arguments(module, argv, str(output))
     if args.torch_compile:

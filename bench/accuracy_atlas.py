@@ -99,8 +99,7 @@ def on_host(values: Values) -> Values:
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:
-    """Gradients by the names of state_dict(), where nothing is fused. The model's weights are
-    lost."""
+    """Gradients by the names of state_dict(), where nothing is fused. Weights are lost."""
     for parameter in model.parameters():
         parameter.data = parameter.grad
     return model.state_dict()
@@ -232,7 +231,7 @@ def part_side(
     runs: int = 0,
     use: Callable[[nn.Module], Callable[[Tensor], Tensor]] = lambda part: part,
 ) -> tuple[Values, bool | None]:
-    """Output of a part for x, gradients of x and its parameters;
+    """Output of a part for x, gradients of x and its parameters.
 
     `use` makes another forward pass of the part.
     """

@@ -103,8 +103,7 @@ SIZE_NAMES = list(dict.fromkeys(itertools.chain(*SIZES.values(), ["flags"])))
 
 
 class Pointer:
-    """What compilation looks at of a tensor: its type, its alignment, and whether 31 bits count its
-    bytes."""
+    """What compilation sees of a tensor: type, alignment, and whether 31 bits count its bytes."""
 
     def __init__(self, tensor: torch.Tensor):
         self.dtype = tensor.dtype
@@ -217,8 +216,7 @@ def record(
     sizes: Iterable[str],
     options: Sequence[str] = (),
 ) -> list[Launch]:
-    """What training steps of the script with these options would launch on this backend, every
-    launch once."""
+    """What steps of the script with these options would launch on this backend, each once."""
     module.BACKEND, module.wrap_triton, Recorder.launches = backend, Recorder, {}
     sizes_of_model = SIZES.get(module.__name__.rpartition("_v")[0])
     if not sizes_of_model or not kernels_of(module):

@@ -100,8 +100,7 @@ class Kept:
 
 
 def measure(module: ModuleType, argv: list[str]) -> dict:
-    """A row: bytes by purpose when the forward pass has ended, and on a GPU the peak of the whole
-    step."""
+    """A row: bytes by purpose after the forward pass, and on a GPU the peak of the step."""
     trainer = make_trainer(module, argv)
     for _ in range(2):
         trainer.step()

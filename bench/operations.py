@@ -157,7 +157,7 @@ def extra_memory(step: Step) -> float | None:
 
 
 def held_memory(step: Step) -> float | None:
-    """MB that a forward pass keeps for the backward one, its results apart;
+    """MB that a forward pass keeps for the backward one, its results apart.
 
     None on a CPU or if not told apart.
     """
@@ -460,7 +460,7 @@ def module_step(
 
 
 def block(sizes: tuple, dtype: torch.dtype, autotune: bool, wanted: Wanted) -> dict[str, Step]:
-    """A whole Evoformer block without embedding, heads and optimizer;
+    """A whole Evoformer block without embedding, heads and optimizer.
 
     V2 also with cuEquivariance's operations.
     """
@@ -543,8 +543,7 @@ def causal(sizes: tuple, dtype: torch.dtype, autotune: bool, wanted: Wanted) -> 
 def optimizer(
     sizes: list[str], dtype: torch.dtype, autotune: bool, wanted: Wanted
 ) -> dict[str, Step]:
-    """AdamW over a model's weights in float32, and their copies in bfloat16 for the matrix
-    products."""
+    """AdamW over a model's weights in float32, and their copies in bfloat16 for products."""
     v4 = importlib.import_module("tiny_llama_v4")
     trainer = make_trainer(v4, [*sizes, *ARGUMENTS["bf16"], "--disable-cuda-graph"])
     for room in trainer.optimizer.rooms:
@@ -588,8 +587,7 @@ STUDIES = {  # shapes and sides
 
 
 def row_operators(rows: int) -> Iterator[tuple[str, str, list]]:
-    """Script, operator and arguments, at the sizes of the models' wider settings and beyond any
-    cache."""
+    """Script, operator and arguments, at sizes of the models' wider settings, beyond any cache."""
     bf16, make = torch.bfloat16, torch.randn
     x, low = make(rows, 1024, device=DEVICE), make(rows, 1024, device=DEVICE, dtype=bf16)
     weight, sums = torch.ones(1024, device=DEVICE), make(rows, device=DEVICE)
@@ -757,8 +755,7 @@ def one_step(trainer, batch: dict[str, Tensor]) -> Sequence[Tensor]:
 
 
 def llama(wanted: Wanted) -> Iterator[Part]:
-    """Rows of the study: whole steps of V2 to V4, of Hugging Face's Llama, and of that with Liger's
-    kernels."""
+    """Rows of the study: whole steps of V2 to V4, of Hugging Face's Llama, and that with Liger."""
     for precision, (name, sizes) in itertools.product(wanted.precisions, LLAMAS.items()):
         if not wanted.shapes or name in wanted.shapes:
             names = {"shape": name, "precision": precision}
@@ -813,8 +810,7 @@ STEPS = {  # in bf16 if nothing else is asked for
 
 
 def with_blocks(study: str, wanted: Wanted, tried: Sequence[str]) -> Iterator[Part]:
-    """V3's side of a study with the block sizes of the script, and with each of those that are
-    tried."""
+    """V3's side of a study with the block sizes of the script, and with those that are tried."""
     module = importlib.import_module("tiny_llama_v3" if study == "causal" else "tiny_openfold_v3")
     for text in ("", *tried):
         for names, measure in wanted_parts(study, replace(wanted, alone=True)):
@@ -957,8 +953,7 @@ def step_tables(directory: Path) -> list[str]:
 
 
 def llama_table(directory: Path) -> str:
-    """The whole step of each side in milliseconds, its time over the first one's, its extra
-    memory."""
+    """The whole step of each side in milliseconds, its time over the first one's, memory."""
     rows, sides = lines_in(directory / "llama.json")
     if not rows:
         return ""

@@ -154,8 +154,7 @@ def all_sides(sides: Mapping[str, tuple[str, list[str]]], rounds: int) -> list[d
 
 
 def untuned(args: argparse.Namespace) -> Iterator[Part]:
-    """V4 to V1, V3 and V2 compiled, in bf16 at other sizes: one after the other, as two may not
-    fit."""
+    """V4 to V1, V3 and V2 compiled, in bf16 at other sizes: one by one, as two may not fit."""
     for shape, (model, sizes) in UNTUNED.items():
         argv = graph_of([*sizes, *PRECISIONS["bf16"]])
         sides = beside_compiled(model, argv, reversed(VERSIONS_OF[model]), ("V3", "V2"))
@@ -176,7 +175,7 @@ def inference(args: argparse.Namespace) -> Iterator[Part]:
 
 
 def one_layer(batch: int, length: int) -> list[dict]:
-    """A row with time and error for each way of TinyLlama V4's --mode benchmark;
+    """A row with time and error for each way of TinyLlama V4's --mode benchmark.
 
     ToolError if its ways disagree.
     """
@@ -318,8 +317,7 @@ def best_rounds(model: str, argv: list[str], rounds: int) -> list[dict]:
 
 
 def ddp(args: argparse.Namespace) -> Iterator[Part]:
-    """The same steps on one GPU while the others idle, on all of them without DDP, and with it; in
-    turn.
+    """The same steps on one GPU while the others idle, on all without DDP, and with it; in turn.
 
     Of the steps on all GPUs without DDP, `slowest` is the mean over the steps of the longest one
     among the processes: what a step would take if nothing but waiting for each other were added.
@@ -443,8 +441,7 @@ def ddp_table(directory: Path) -> str:
 
 
 def versions_of(path: Path, *keys: str) -> dict[tuple, dict[str, dict]]:
-    """The sides of a study of versions, all of which finished, by shape, precision and these
-    keys."""
+    """The sides of a study of versions, all of which finished, by shape, precision and keys."""
     names = ("shape", "precision", *keys)
     rows = read_rows(path, (*names, "side", *FINISHED), FINISHED)
     return by_side(rows, *names)
@@ -542,8 +539,7 @@ def over_best_compiled(sides: Mapping[str, dict]) -> float:
 
 
 def fastest_table(directory: Path) -> str:
-    """Milliseconds per step of V4 and the others, the best compiled one's over V4's, peak
-    memory."""
+    """Milliseconds per step of V4 and the others, the best compiled one's over V4's, memory."""
     measured = versions_of(directory / "fastest.json")
     names = list(dict.fromkeys(name for sides in measured.values() for name in sides))
     columns = [

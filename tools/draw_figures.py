@@ -456,8 +456,7 @@ def evoformer_block() -> Sheet:
 
 
 def two_streams() -> Sheet:
-    """V4's backward pass: gradients of activations as a chain, those of weights and updates
-    beside."""
+    """V4's backward pass: gradients of activations as a chain, weights and updates beside."""
     study = H100 / "ablation_tiny_llama_v4.json"
     alone = row_of(study, precision="bf16", on=["overlap"])
     none = row_of(study, precision="bf16", on=[], group=alone["group"])
@@ -505,8 +504,7 @@ def two_streams() -> Sheet:
 
 
 def plot(sheet: Sheet, x: float, y: float, width: float, height: float, **settings) -> Axes:
-    """Axes inside the figure, whose plotting area has this upper left corner and size, in
-    pixels."""
+    """Axes inside the figure, whose plotting area has this corner and size in pixels."""
     place = (x / WIDTH, 1 - (y + height) / sheet.height, width / WIDTH, height / sheet.height)
     axes = sheet.figure.add_axes(place)
     axes.set(**settings)
@@ -540,8 +538,7 @@ Point = tuple[float, float]  # under a roofline: FLOP per byte, TFLOP/s
 
 
 def under_the_roof(run: dict, arrows: dict[str, tuple]) -> Sheet:
-    """The roofline of a run, with an arrow for each name: V1, V4, colour, and where its name
-    goes."""
+    """The roofline of a run, with an arrow for each name: V1, V4, colour, place of its name."""
     sheet = Sheet("The roofline that moves", 500)
     ceilings = run["ceilings"]
     device = run["environment"]["device_name"].partition("GB")[0].rpartition(" ")[0]

@@ -69,8 +69,7 @@ def ablation(
     seeds: Sequence[int] = (42,),
     group: int = GROUP,
 ) -> list[Part]:
-    """Parts of a study: these sets in each precision, for which there are arguments, and with each
-    seed.
+    """Parts of a study: these sets in each precision that has arguments, with each seed.
 
     The sides of a part take turns; it has at most `group` of them, of which one has none of the
     fusions.
@@ -142,8 +141,7 @@ def main_effect(logs: Logs, fusion: str) -> tuple[list[float], list[float]]:
 
 
 def interaction(logs: Logs, first: str, second: str) -> tuple[list[float], list[float]]:
-    """What two fusions gain together over the product of what each gains: above 1 they help each
-    other."""
+    """What two fusions gain together over the product of what each gains: above 1 they help."""
     without = [on for on in logs if not on & {first, second}]
     corners = [
         {on | {first, second}: 1, on | {first}: -1, on | {second}: -1, on: 1} for on in without
@@ -222,8 +220,7 @@ def gain_in_turns(precision: str, logs: Logs, of_set: dict) -> str | None:
 
 
 def effects_tables(rows: Sequence[dict]) -> list[str]:
-    """In each precision what each fusion gains, how two interact, and whether gains are
-    additive."""
+    """In each precision what each fusion gains, how two interact, and whether gains add up."""
     fusions, found = varying(rows), []
     for precision in dict.fromkeys(row["precision"] for row in rows):
         logs = log_speedups(row for row in rows if row["precision"] == precision)
@@ -255,7 +252,7 @@ def effects_tables(rows: Sequence[dict]) -> list[str]:
 
 
 def gains_of(logs: Logs, fusions: Sequence[str], fusion: str) -> dict[str, object]:
-    """What a fusion gains alone, added last, and on the whole with its ranges;
+    """What a fusion gains alone, added last, and on the whole with its ranges.
 
     None where not measured.
     """

@@ -131,8 +131,7 @@ def megafold(clone: Path) -> Operation:
 def attention_peers(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor, clone: Path
 ) -> dict[str, tuple[Operation, list[Tensor]]]:
-    """Attention alone, without the gate, from the layout that each library takes to the one that it
-    leaves.
+    """Attention alone, without the gate, from the layout that a library takes to the one it leaves.
 
     q, k, v [B, R, H, N, D], bias [B, H, N, N], `clone` of MegaFold -> operation and inputs of each.
     """
@@ -319,8 +318,7 @@ def fused_adam(module: str, low: Sequence[Tensor]) -> Step:
 
 
 def hugging_face(ours: nn.Module) -> nn.Module:
-    """transformers' Llama of the same sizes and weights, whose names only get the prefix
-    `model.`."""
+    """transformers' Llama of the same sizes and weights, whose names get the prefix `model.`."""
     from transformers import LlamaConfig, LlamaForCausalLM, masking_utils
 
     sizes = ours.config

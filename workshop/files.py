@@ -34,8 +34,7 @@ def reads(path: Path) -> Path:
 
 
 def write_file(path: Path, write: Callable[[Path], object], replace: bool = False) -> None:
-    """Have `write` make a file beside `path` and move it there, so that a reader never sees half of
-    it.
+    """Have `write` make a file beside `path` and move it there, so that a reader never sees half.
 
     Each writer has a file of its own, so of several at once the last one wins. ToolError where this
     program has read from `path`, unless it is to `replace` that.

@@ -32,8 +32,7 @@ def reading() -> tuple[float, float]:
 
 
 def means(samples: Sequence[tuple[float, float, float]], start: float) -> tuple[float, float]:
-    """The means of (seconds, watts, MHz) readings from SETTLE seconds after the start on: watts and
-    MHz."""
+    """The means of (seconds, watts, MHz) readings from SETTLE seconds on: watts and MHz."""
     settled = [values for moment, *values in samples if moment >= start + SETTLE]
     if not settled:
         raise ToolError(

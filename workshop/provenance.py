@@ -48,7 +48,7 @@ def output_of(*command: str) -> str:
 
 
 def commit() -> dict[str, dict]:
-    """The commit of this checkout and whether files differ from it;
+    """The commit of this checkout and whether files differ from it.
 
     SOURCE_COMMIT where a copy has no history.
     """
@@ -113,8 +113,7 @@ def provenance() -> dict[str, dict]:
 
 
 def throttled_us() -> dict[str, float]:
-    """Microseconds that the GPU has been slowed down for each reason, since the driver was
-    loaded."""
+    """Microseconds that the GPU has been slowed down for each reason, since its driver started."""
     counters = next(part for part in smi()[1].iter() if part.tag.endswith("_reasons_counters"))
     return {part.tag.removeprefix(f"{counters.tag}_"): quantity(part.text)[0] for part in counters}
 

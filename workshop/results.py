@@ -104,7 +104,7 @@ def runs_in(file: Path, content: dict) -> dict[str, dict]:
 
 
 def file_of_runs(path: Path) -> tuple[dict[str, dict], str] | None:
-    """The runs in the file that this path goes through, and the rest of the path;
+    """The runs in the file that this path goes through, and the rest of the path.
 
     None if it goes through none.
     """
@@ -154,8 +154,7 @@ def load_run(path: Path, name: str | None = None) -> Run:
 
 
 def split_name(argument: str) -> tuple[str | None, str]:
-    """NAME=PATH as (NAME, PATH), and PATH as (None, PATH), also where the path itself has an equals
-    sign."""
+    """NAME=PATH as (NAME, PATH), and PATH as (None, PATH), also with an equals sign in it."""
     name, sign, path = argument.partition("=")
     if not sign or Path(argument).exists():
         return None, argument
@@ -165,8 +164,7 @@ def split_name(argument: str) -> tuple[str | None, str]:
 
 
 def load_runs(arguments: Iterable[str]) -> list[Run]:
-    """Runs given as PATH or NAME=PATH. Where names are alike, the paths as given take their
-    place."""
+    """Runs given as PATH or NAME=PATH. Where names are alike, paths take their place."""
     given = [split_name(argument) for argument in arguments]
     runs = [load_run(Path(path), name) for name, path in given]
     count = Counter(run.name for run in runs)
@@ -179,8 +177,7 @@ def load_runs(arguments: Iterable[str]) -> list[Run]:
 
 
 def check_family(named: Iterable[tuple[str, dict]]) -> None:
-    """ToolError if the (name, result) pairs are of different models, between which no ratio means
-    anything."""
+    """ToolError if the (name, result) pairs are of different models, which do not compare."""
     models = {model_and_version(result["script"])[0]: name for name, result in reversed([*named])}
     if len(models) > 1:
         (first, name), (second, other) = [*models.items()][-1:-3:-1]
@@ -190,8 +187,7 @@ def check_family(named: Iterable[tuple[str, dict]]) -> None:
 
 
 def precision(result: dict) -> str:
-    """The type of the matrix products, and how float32 ones are computed where that is not
-    exactly."""
+    """The type of the matrix products, and how float32 ones are computed where not exactly."""
     training = result["training"]
     if training.get("use_amp"):
         return str(training.get("amp_dtype"))

@@ -37,8 +37,7 @@ def add_script(
 def parser_around(
     prog: str, documentation: str | None, example: str, scripts: str = "the script"
 ) -> Parser:
-    """A documented parser of a program that hands what it does not know to scripts like
-    `example`."""
+    """A documented parser of a program that hands what it does not know to scripts."""
     usage = f"%(prog)s [arguments] [arguments of {scripts}]"
     note = f"Every other argument goes to {scripts}: python {example} --help lists them.\n\n"
     return documented_parser(prog, documentation, usage, note)
@@ -80,8 +79,7 @@ def mode_of(training: Mapping) -> str:
 
 
 def find_script(name: str) -> Path:
-    """The version script of this name, relative to the current directory or else to the
-    repository."""
+    """The version script of this name, in the current directory or else in the repository."""
     path = next((path for path in (Path(name), ROOT / name) if path.is_file()), None)
     if path is None:
         raise ToolError(f"{name}: no such file here or in {ROOT}")

@@ -57,8 +57,7 @@ def side_columns(
     form: str = "",
     ends: bool = False,
 ) -> list[Column]:
-    """A column for each side, of rows that are mappings of sides by name; `label` has {} for the
-    name.
+    """A column for each side, of rows that are sides by name; `label` has {} for the name.
 
     Where there is no side the cell is empty; with `ends` it says how one ended that has no value.
     """
@@ -142,7 +141,7 @@ def range_of(*values: float | None, form: str = ".1f") -> str | None:
 
 
 def drawing() -> ModuleType:
-    """matplotlib.pyplot, which writes files and opens no window;
+    """matplotlib.pyplot, which writes files and opens no window.
 
     ToolError if matplotlib is missing.
     """

@@ -118,8 +118,7 @@ def begin(
 
 
 def alternating(sides: Collection[str], rounds: int) -> Iterator[tuple[int, str]]:
-    """The number of the turn and the side whose turn it is: first to last, then last to first, and
-    so on.
+    """The number of the turn and the side whose turn it is: first to last, then back, and so on.
 
     A side that is no longer among them, because it failed, is left out from then on.
     """
@@ -156,8 +155,7 @@ def failure(error: Exception) -> dict[str, str]:
 
 
 def in_turns(sides: dict[str, tuple[str, list[str]]], rounds: int) -> dict[str, dict]:
-    """What steps of each side (script, arguments) take, in turns of about 0.3 s, at least two
-    steps.
+    """What steps of each side (script, arguments) take, in turns of about 0.3 s or two steps.
 
     The sides change their order from turn to turn. Milliseconds per step are the median of the
     turns, peak memory is that of the side alone, kernels are counted after the last turn. A side

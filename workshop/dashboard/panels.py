@@ -218,8 +218,7 @@ def found_panels(found: Sequence[Found]) -> Iterator[Panel]:
 
 
 def read_scripts_file(path: Path, name: str, content: dict) -> Iterator[Panel | Found | str]:
-    """A file with a schema version: a run, a profile, FLOPs of modules, or
-    roofline_analysis.py's."""
+    """A file with a schema version: a run, a profile, FLOPs of modules, rooflines."""
     if "rows" in content:
         checked(records.Rooflines, content, path)
         groups = defaultdict(list)

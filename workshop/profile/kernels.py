@@ -157,8 +157,7 @@ WRAPPERS = re.compile(r"(A|B)?(Unary|Binary)Functor$|gpu$")
 
 
 def short_name(name: str, width: int = 60) -> str:
-    """The name for a table: no template arguments, parameters and namespaces, at most `width`
-    characters.
+    """The name for a table: no template arguments, parameters, namespaces; at most `width` long.
 
     Generic kernels keep the functor that tells them apart: `vectorized_elementwise_kernel
     [MulFunctor]`.
@@ -200,8 +199,7 @@ HEADER = ("Name", "Calls", "TotalDurationNs", "AverageNs", "Percentage", "MinNs"
 
 
 def statistics_of(durations: dict[str, list[int]]) -> list[KernelStatistics]:
-    """Statistics of kernels from the durations in nanoseconds of their calls, the longest total
-    first."""
+    """Statistics of kernels from the durations in nanoseconds of their calls, the longest first."""
     total = sum(map(sum, durations.values()))
     rows = [
         KernelStatistics(
@@ -325,7 +323,7 @@ class Kernel:
 
 
 def load_trace(path: Path) -> list[dict]:
-    """The events of a Chrome trace as the PyTorch profiler writes it, .json or .json.gz;
+    """The events of a Chrome trace as the PyTorch profiler writes it, .json or .json.gz.
 
     ValueError if it is none.
     """
@@ -351,8 +349,7 @@ def has_gpu(events: Iterable[dict]) -> bool:
 
 
 def operators_of(events: Iterable[dict]) -> list[Kernel]:
-    """Every call of an operator with its self time: its duration without that of its direct
-    children."""
+    """Every call of an operator with its self time: its duration without its children."""
     # A child has the same thread and lies inside; where both start at the same time the longer one
     # is the parent.
     calls = complete(events, "cpu_op")
@@ -432,7 +429,7 @@ class Communication:
 
 
 def communication_of(events: Sequence[dict], phases: Sequence[str]) -> Communication | None:
-    """How long collectives (NCCL, RCCL; gloo on a CPU) ran and how far other work hid them;
+    """How long collectives (NCCL, RCCL; gloo on a CPU) ran and how far other work hid them.
 
     None if there were none.
     """
@@ -466,8 +463,7 @@ def communication_of(events: Sequence[dict], phases: Sequence[str]) -> Communica
 
 @dataclass(frozen=True)
 class Range:
-    """A marked region of the host's time (record_function), in microseconds on the trace's
-    clock."""
+    """A marked region of the host's time (record_function), in microseconds of its clock."""
 
     name: str
     start: float
@@ -475,8 +471,7 @@ class Range:
 
 
 def ranges_of(events: Iterable[dict], names: Iterable[str]) -> list[Range]:
-    """The marked regions of these names, in the order of time, an outer one before those inside
-    it."""
+    """The marked regions of these names, in the order of time, outer ones first."""
     wanted = set(names)
     found = [event for event in complete(events, "user_annotation") if event["name"] in wanted]
     ranges = [Range(event["name"], event["ts"], event["ts"] + event["dur"]) for event in found]

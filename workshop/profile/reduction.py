@@ -133,8 +133,7 @@ def load_profile(directory: Path) -> Profile:
 
 
 def is_copy(name: str) -> bool:
-    """A copy or memset of the PyTorch profiler. rocprofv3 lists only kernels, and some of them
-    copy."""
+    """A copy or memset of the PyTorch profiler. rocprofv3 has only kernels."""
     return name.startswith(("Memcpy", "Memset"))
 
 
@@ -288,7 +287,7 @@ def report(
 
 
 def compare(sides: Sequence[Profile], top: int) -> tuple[list[Kernel], list[str], str]:
-    """The kernels of both sides, what differs beside them, and the report;
+    """The kernels of both sides, what differs beside them, and the report.
 
     ToolError if they do not fit.
     """

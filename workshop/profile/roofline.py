@@ -374,7 +374,7 @@ def table(rows: Sequence[dict], name: str) -> str:
 def rates(
     flop: int, moved: int | None = None, ms: float | None = None, ceilings: Ceilings | None = None
 ) -> dict:
-    """Bytes, time and rates of a part as the columns of its row;
+    """Bytes, time and rates of a part as the columns of its row.
 
     None where not measured, or without FLOP or time.
     """
@@ -394,8 +394,7 @@ def rates(
 def draw(
     path: Path, title: str, rows: dict[str, dict], ceilings: Ceilings, bandwidths: bool = False
 ) -> None:
-    """The roofline as PNG: both ceilings, and a point for each labelled row that has FLOP and a
-    time.
+    """The roofline as PNG: both ceilings, and a point for each labelled row with FLOP and time.
 
     With `bandwidths` there are bars beside it: GB/s of every row, which also shows those that
     multiply nothing.

@@ -101,8 +101,7 @@ def of_dispatches(rows: list[list[str]], source: Path) -> list[KernelStatistics]
 
 
 def read_database(database: Path) -> list[list[str]]:
-    """(name, start, end) of every dispatch in a rocpd database (SQLite, the default format of ROCm
-    7)."""
+    """(name, start, end) of every dispatch in a rocpd database (SQLite, the format of ROCm 7)."""
     if shutil.which("rocpd"):
         with tempfile.TemporaryDirectory() as folder:
             command = [
