@@ -134,6 +134,7 @@ def numbers(row: dict, total_mb: float, target: float) -> dict:
         "batch_size": row["batch_size"],
         "status": row.get("status", "ok"),
         **speeds(row),
+        "samples_per_sec": 1e3 * row["batch_size"] / row["batch_ms"] if finished else None,
         "batch_ms": row.get("batch_ms"),
         "peak_mb": row["peak_mb"] if finished else None,
         "part_of_memory": part,

@@ -86,9 +86,9 @@ def counting(done: list[int], fails_at: int = -1) -> Iterable[tuple[dict, Callab
         if n == fails_at:
             raise KeyboardInterrupt
         done.append(n)
-        return {"square": n * n}
+        return {"group": n * n}
 
-    return [({"n": n}, lambda n=n: measure(n)) for n in range(4)]
+    return [({"seed": n}, lambda n=n: measure(n)) for n in range(4)]
 
 
 def test_a_study_goes_on_where_it_was_interrupted(tmp_path, capsys):
@@ -100,8 +100,8 @@ def test_a_study_goes_on_where_it_was_interrupted(tmp_path, capsys):
         measure_study(path, counting(done), rounds=4)
     rows = measure_study(path, counting(done), rounds=3)
     assert done == [0, 1, 2, 3], "none is measured twice"
-    assert rows == [{"n": n, "square": n * n} for n in range(4)]
+    assert rows == [{"seed": n, "group": n * n} for n in range(4)]
     written = json.loads(path.read_text())
     assert (written["rows"], written["rounds"]) == (rows, 3)
     assert [file.name for file in tmp_path.iterdir()] == ["study.json"]
-    assert "4 of 4: n 3" in capsys.readouterr().err
+    assert "4 of 4: seed 3" in capsys.readouterr().err

@@ -157,8 +157,8 @@ class Study:
         """Versions side by side, and their memory over sizes."""
         cells, memory = (defaultdict(lambda: defaultdict(dict)) for _ in range(2))
         for row in self.content["rows"]:
-            sizes = self.sizes(row)
-            if "model" not in row or not sizes or not {"batch_ms", "error"} & row.keys():
+            ours = "model" in row and {"batch_ms", "error"} & row.keys()
+            if not ours or not (sizes := self.sizes(row)):
                 continue  # about something else
             side = row.get("side") or row.get("version") or row["script"]
             mode = row.get("mode", "eager")
