@@ -1928,7 +1928,7 @@ class Run:
 
     def start(self) -> None:
         """Build the trainer, say what it is, take the warm-up steps."""
-        gc.collect()  # what a run before left
+        gc.collect()  # earlier runs
         if self.device.type == "cuda":
             torch._C._cuda_clearCublasWorkspaces()
             torch.cuda.empty_cache()
