@@ -1,4 +1,5 @@
-"""bench/accuracy_atlas.py: its table is of what was computed, and shows what a version computes wrongly."""
+"""bench/accuracy_atlas.py: its table is of what was computed, and shows what a version computes
+wrongly."""
 
 from __future__ import annotations
 
@@ -10,12 +11,16 @@ from conftest import TINY, captured, load, strict_json
 
 from bench import accuracy_atlas
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs the kernels in Triton's interpreter")
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="runs the kernels in Triton's interpreter"
+)
 
 
 def measured(path: Path, *argv: str) -> tuple[list[dict], str]:
     """Rows of the result, and the table."""
-    status, table, errors = captured(accuracy_atlas.main, ["--device", "cpu", "--output", str(path), *argv])
+    status, table, errors = captured(
+        accuracy_atlas.main, ["--device", "cpu", "--output", str(path), *argv]
+    )
     assert status == 0, errors
     again = captured(accuracy_atlas.main, ["--table", str(path)])
     assert again[:2] == (0, table)
@@ -24,7 +29,9 @@ def measured(path: Path, *argv: str) -> tuple[list[dict], str]:
 
 def test_a_whole_model(tmp_path: Path):
     sizes = "--sizes=" + " ".join(TINY["llama"])
-    rows, table = measured(tmp_path / "a.json", "--subjects", "tiny_llama", "--precisions", "fp32", sizes)
+    rows, table = measured(
+        tmp_path / "a.json", "--subjects", "tiny_llama", "--precisions", "fp32", sizes
+    )
     assert [row["case"] for row in rows] == ["plain", "outlier", "large logits"]
     names = set(
         load("tiny_llama_v1")
@@ -41,7 +48,9 @@ def test_a_whole_model(tmp_path: Path):
     assert "| equal bits in 3 runs, fp32 " in table
 
 
-def test_a_fault_in_one_column_is_shown_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_fault_in_one_column_is_shown_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """So small that the norm of the whole gradient would not tell."""
     v3 = load("tiny_openfold_v3")
     backward = v3.triangle_backward

@@ -17,13 +17,26 @@ def test_energy_is_power_times_time(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(power, "SETTLE", 0.0)
     monkeypatch.setattr(power, "PERIOD", 0.001)
     output, scripts = tmp_path / "energy.json", ["tiny_llama_v1.py", "tiny_llama_v2.py"]
-    argv = ["--scripts", *scripts, "--seconds", "3", "--rounds", "1", "--output", output, "--device", "cpu"]
+    argv = [
+        "--scripts",
+        *scripts,
+        "--seconds",
+        "3",
+        "--rounds",
+        "1",
+        "--output",
+        output,
+        "--device",
+        "cpu",
+    ]
     assert measure_energy.main([*map(str, argv), *TINY["llama"]]) == 0
     first, second = json.loads(output.read_text())["rows"]
     for row in (first, second):
         assert (row["watts"], row["mhz"]) == (200.0, 1500.0)
         assert row["joules_per_step"] == pytest.approx(0.2 * row["batch_ms"])
-        assert row["mj_per_sample"] == pytest.approx(500 * row["joules_per_step"]), "of two samples a step"
+        assert row["mj_per_sample"] == pytest.approx(500 * row["joules_per_step"]), (
+            "of two samples a step"
+        )
     part = second["joules_per_step"] / first["joules_per_step"]
     assert f"{part:.2f} |" in capsys.readouterr().out.splitlines()[-1]
 

@@ -38,7 +38,8 @@ from collections.abc import Mapping
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Variables that Python, PyTorch, Triton or a library of theirs looks at when it is imported.
 AT_IMPORT = re.compile(
-    r"PYTHON(?!UNBUFFERED)\w|LANG|LC_|LD_|OMP_|MKL_|OPENBLAS_|PYTORCH_|TORCH(?!ELASTIC_|_NCCL_|INDUCTOR_CACHE_)|TRITON_"
+    r"PYTHON(?!UNBUFFERED)\w|LANG|LC_|LD_|OMP_|MKL_|OPENBLAS_|PYTORCH_|"
+    r"TORCH(?!ELASTIC_|_NCCL_|INDUCTOR_CACHE_)|TRITON_"
 )
 
 

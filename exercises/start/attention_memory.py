@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
-"""Memory that attention takes on this machine, forward and backward: with its matrix of scores in memory, and fused.
+"""Memory that attention takes on this machine, forward and backward: with its matrix of scores in
+memory, and fused.
 
-Measured with the memory events of the PyTorch profiler, on the CPU, for several lengths; then drawn.
+Measured with the memory events of the PyTorch profiler, on the CPU, for several lengths; then
+drawn.
 
 Examples:
   python exercises/start/attention_memory.py --plot attention_memory.png
@@ -21,7 +23,8 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from pathlib import Path
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise the profiler writes lines of its own on stderr
+# otherwise the profiler writes lines of its own on stderr
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
 from workshop.cli import at_least, documented_parser, needed, run_tool
 from workshop.files import write_file, write_text
@@ -74,7 +77,9 @@ def draw(path: Path, rows: Sequence[dict]) -> None:
     lengths = [row["length"] for row in rows]
     for name, label, style in (("scores", "scores in memory", "o-"), ("fused", "fused", "s-")):
         axes.plot(lengths, [row[name] / 1e6 for row in rows], style, label=label)
-    axes.set(xlabel="tokens", ylabel="MB", ylim=(0, None), xticks=lengths, title="Memory of attention")
+    axes.set(
+        xlabel="tokens", ylabel="MB", ylim=(0, None), xticks=lengths, title="Memory of attention"
+    )
     axes.legend()
     write_file(path, figure.savefig)
     pyplot.close(figure)
@@ -83,7 +88,14 @@ def draw(path: Path, rows: Sequence[dict]) -> None:
 def main(argv: list[str] | None = None) -> int:
     parser = documented_parser(PROG, __doc__)
     add = parser.add_argument
-    add("--lengths", type=at_least(1), nargs="+", default=[256, 512, 1024, 2048], metavar="S", help="tokens")
+    add(
+        "--lengths",
+        type=at_least(1),
+        nargs="+",
+        default=[256, 512, 1024, 2048],
+        metavar="S",
+        help="tokens",
+    )
     add("--plot", type=Path, metavar="FILE.png", help="draw the curves")
     add("--output", type=Path, metavar="FILE.json", help="keep what was measured")
     args = parser.parse_args(argv)

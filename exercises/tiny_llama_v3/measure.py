@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
-"""What the programs of V3's exercises share: the time of a call, a table beside a copy's rate, and a file of both.
+"""What the programs of V3's exercises share: the time of a call, a table beside a copy's rate, and
+a file of both.
 
-Times are medians of ten replays of a CUDA graph with 20 ms of calls, by triton.testing.do_bench_cudagraph, so the host
-does not count. "of a copy" is the rate over that of a large copy in the same run.
+Times are medians of ten replays of a CUDA graph with 20 ms of calls, by
+triton.testing.do_bench_cudagraph, so the host does not count. "of a copy" is the rate over that of
+a large copy in the same run.
 
 Examples:
-  python exercises/tiny_llama_v3/measure.py FILE.json   the table of a file that another program wrote with --output
+  python exercises/tiny_llama_v3/measure.py FILE.json   the table of a file that --output wrote
 """
 
 from __future__ import annotations
@@ -35,14 +37,20 @@ DEVICE = torch.device("cuda" if GPU else "cpu")
 
 def check_close(found: Tensor, expected: Tensor, what: str, tolerance: float = 1e-5) -> float:
     """Return the largest error over the largest value; raise ToolError above the tolerance."""
-    error = ((found.double() - expected.double()).abs().max() / expected.double().abs().max().clamp(min=1e-30)).item()
+    error = (
+        (found.double() - expected.double()).abs().max()
+        / expected.double().abs().max().clamp(min=1e-30)
+    ).item()
     if not error <= tolerance:
-        raise ToolError(f"{what} is wrong: the largest error is {error:.1g} of the largest value", status=1)
+        raise ToolError(
+            f"{what} is wrong: the largest error is {error:.1g} of the largest value", status=1
+        )
     return error
 
 
 def bytes_of(function: Callable[[], object]) -> int:
-    """Bytes that PyTorch's operators in a call read and write, each its arguments and its result once."""
+    """Bytes that PyTorch's operators in a call read and write, each its arguments and its result
+    once."""
     with Traffic(nn.Identity(), {}, v3.NO_WORK) as traffic:
         function()
     return sum(traffic.bytes_of.values())
@@ -98,8 +106,11 @@ def add_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="keep what was measured")
 
 
-def run(prog: str, check: Callable[[], str], measured: Callable[[], Iterable[dict]], output: Path | None) -> int:
-    """Check and say so, then measure, print the table and keep it in a file; returns the exit status.
+def run(
+    prog: str, check: Callable[[], str], measured: Callable[[], Iterable[dict]], output: Path | None
+) -> int:
+    """Check and say so, then measure, print the table and keep it in a file; returns the exit
+    status.
 
     Without a GPU it says that nothing is timed.
     """
@@ -114,7 +125,10 @@ def run(prog: str, check: Callable[[], str], measured: Callable[[], Iterable[dic
         rows = [timed_copy(), *measured()]
         print(table(rows))
         if output:
-            write_text(output, json.dumps({"environment": v3.environment(DEVICE), "rows": rows}, indent=1) + "\n")
+            write_text(
+                output,
+                json.dumps({"environment": v3.environment(DEVICE), "rows": rows}, indent=1) + "\n",
+            )
         return 0
 
     try:
