@@ -131,9 +131,8 @@ def installed(package: str) -> bool:
 def trainer_of(script: str, argv: Sequence[str], weights: dict[str, Tensor]):
     """A Trainer of a version with these weights, without a graph: nothing is repeated here."""
     module = load_script(f"{script}.py")
-    args = module.parse_args(
-        [*argv, "--disable-cuda-graph", "--profile-dir", tempfile.gettempdir()]
-    )
+    alone = ["--disable-cuda-graph", "--profile-dir", tempfile.gettempdir()]
+    args = module.parse_args([*argv, *alone])
     trainer = module.Trainer(args, module.prepare(args))
     trainer.model.load_state_dict(weights)
     return trainer
@@ -159,9 +158,8 @@ def model_side(
     trainer.next_batch = lambda: batch
     found = load_script(f"{script}.py").values_of(trainer, exact)
     gradients = {name: found.pop(f"gradient of {name}") for name in weights}
-    return on_host(
-        {"loss": {"loss": found.pop("loss")}, "outputs": found, "gradients": gradients}
-    ), equal
+    loss = {"loss": found.pop("loss")}
+    return on_host({"loss": loss, "outputs": found, "gradients": gradients}), equal
 
 
 def liger_side(argv: Sequence[str], weights: dict[str, Tensor]) -> tuple[Values, None]:
@@ -174,33 +172,23 @@ def liger_side(argv: Sequence[str], weights: dict[str, Tensor]) -> tuple[Values,
     with ours.autocast():
         found = forward(**batch)
     found.loss.backward()
-    gradients = {
-        name.removeprefix("model."): gradient for name, gradient in gradients_of(theirs).items()
-    }
-    return on_host(
-        {"outputs": {"outputs": found.logits}, "loss": {"loss": found.loss}, "gradients": gradients}
-    ), None
+    gradients = {name.removeprefix("model."): g for name, g in gradients_of(theirs).items()}
+    outputs, loss = {"outputs": found.logits}, {"loss": found.loss}
+    return on_host({"outputs": outputs, "loss": loss, "gradients": gradients}), None
 
 
 def models(
     model: str, case: str, precision: str, runs: int, device: str, sizes: str
 ) -> tuple[Side, dict[str, Side]]:
     """What makes the exact values of a whole model, and the sides."""
-    argv = [
-        *SIZES[model].split(),
-        *(ODD[model].split() if case == "odd" else []),
-        *sizes.split(),
-        "--device",
-        device,
-    ]
+    odd = ODD[model] if case == "odd" else ""
+    argv = f"{SIZES[model]} {odd} {sizes} --device {device}".split()
     v1 = load_script(f"{model}_v1.py")
-    weights = tested_weights(
-        v1.build_model(v1.parse_args(argv), torch.device("cpu")).state_dict(), case
-    )
+    initial = v1.build_model(v1.parse_args(argv), torch.device("cpu"))
+    weights = tested_weights(initial.state_dict(), case)
     rounded = [*argv, *PRECISIONS[precision]]
-    scripts = {
-        path.stem[-2:].upper(): path.stem for path in sorted(ROOT.glob(f"{model}_v[1-9].py"))
-    }
+    paths = sorted(ROOT.glob(f"{model}_v[1-9].py"))
+    scripts = {path.stem[-2:].upper(): path.stem for path in paths}
     sides = {
         side: partial(model_side, script, rounded, weights, runs)
         for side, script in scripts.items()
@@ -209,12 +197,8 @@ def models(
         sides["V2 compiled"] = partial(
             model_side, scripts["V2"], [*rounded, "--enable-torch-compile"], weights, runs
         )
-    if (
-        device != "cpu"
-        and model == "tiny_llama"
-        and installed("liger_kernel")
-        and installed("transformers")
-    ):
+    liger = installed("liger_kernel") and installed("transformers")
+    if device != "cpu" and model == "tiny_llama" and liger:
         sides["Liger"] = partial(liger_side, rounded, weights)
     return partial(model_side, scripts["V1"], argv, weights, exact=True), sides
 
@@ -235,9 +219,8 @@ def part_side(
 
     `use` makes another forward pass of the part.
     """
-    part = getattr(version, name)(version.ModelConfig(pair_dim=x.shape[-1]), version.Fusions()).to(
-        x.device
-    )
+    config = version.ModelConfig(pair_dim=x.shape[-1])
+    part = getattr(version, name)(config, version.Fusions()).to(x.device)
     part.load_state_dict(weights)
     part, x = (part.double(), x.double()) if precision == "float64" else (part, x)
     torch.set_float32_matmul_precision("high" if precision == "TF32" else "highest")
@@ -247,9 +230,8 @@ def part_side(
     def run() -> list[Tensor]:
         x.grad = None
         part.zero_grad(set_to_none=True)
-        with torch.autocast(
-            x.device.type, torch.bfloat16, enabled=precision == "bf16", cache_enabled=False
-        ):
+        low = {"enabled": precision == "bf16", "cache_enabled": False}
+        with torch.autocast(x.device.type, torch.bfloat16, **low):
             out = forward(x)
         out.backward(grad.to(out.dtype))
         return [out.detach(), x.grad, *(p.grad for p in part.parameters())]
@@ -272,9 +254,8 @@ def with_cuequivariance(part: nn.Module) -> Callable[[Tensor], Tensor]:
             for name, modules in JOINED.items()
             for kind in ("weight", "bias")
         }
-        return cuequivariance("triangle_multiplicative_update")(
-            pair, direction="outgoing", **joined
-        )
+        operation = cuequivariance("triangle_multiplicative_update")
+        return operation(pair, direction="outgoing", **joined)
 
     def attend(x: Tensor, bias: Tensor) -> Tensor:
         linears = part.linear_q, part.linear_k, part.linear_v, part.linear_g
@@ -294,10 +275,8 @@ def parts(
     subject: str, case: str, precision: str, runs: int, device: str, sizes: str
 ) -> tuple[Side, dict[str, Side]]:
     """What makes the exact values of a part of TinyOpenFold, and the sides."""
-    versions = {
-        path.stem[-2:].upper(): load_script(path.name)
-        for path in sorted(ROOT.glob("tiny_openfold_v[1-9].py"))
-    }
+    paths = sorted(ROOT.glob("tiny_openfold_v[1-9].py"))
+    versions = {path.stem[-2:].upper(): load_script(path.name) for path in paths}
     v1, name = versions["V1"], PARTS[subject]
     config, generator = v1.ModelConfig(), torch.Generator().manual_seed(3)
     state = getattr(v1, name)(config, v1.Fusions()).state_dict()
@@ -338,9 +317,8 @@ def relative(
     What is not a number is larger than any.
     """
     floor = 1e-300 if rounding is None else 10 * float(norms(rounding, dim).square().mean().sqrt())
-    errors = (norms(error, dim) / norms(exact, dim).clamp(min=max(floor, 1e-300))).nan_to_num(
-        nan=HUGE
-    )
+    scale = norms(exact, dim).clamp(min=max(floor, 1e-300))
+    errors = (norms(error, dim) / scale).nan_to_num(nan=HUGE)
     place = int(errors.argmax())
     return float(errors[place]), {None: "", 0: f"[:, {place}]", 1: f"[{place}]"}[dim]
 
@@ -348,13 +326,11 @@ def relative(
 def errors_of(values: Values, exact: Values, baseline: Values) -> dict:
     """Of outputs and loss the worst error, of gradients that of each parameter and of each one's
     rows and columns."""
-    found = {
-        what: max(
-            (relative(values[what][n] - v, v, None, None)[0] for n, v in exact[what].items()),
-            default=None,
-        )
-        for what in ("outputs", "loss")
-    }
+    found = {}
+    for what in ("outputs", "loss"):
+        pairs = [(values[what][name], value) for name, value in exact[what].items()]
+        errors = (relative(value - right, right, None, None)[0] for value, right in pairs)
+        found[what] = max(errors, default=None)
     found |= {"parameters": {}, "lines": {}}
     for name, value in exact["gradients"].items():
         error, rounding = (side["gradients"][name] - value for side in (values, baseline))
@@ -394,10 +370,8 @@ def atlas(args: argparse.Namespace) -> Iterator[Part]:
                 runs = args.runs if case == "plain" and precision == args.precisions[-1] else 0
                 made_by = models if subject in SIZES else parts
                 make = partial(made_by, subject, case, precision, runs, args.device, args.sizes)
-                yield (
-                    {"subject": subject, "case": case, "precision": precision},
-                    partial(compared, make),
-                )
+                names = {"subject": subject, "case": case, "precision": precision}
+                yield names, partial(compared, make)
 
 
 def furthest(sides: dict[str, dict]) -> str:
@@ -457,24 +431,15 @@ def table(study: dict) -> str:
 def run_atlas(args: argparse.Namespace) -> int:
     """Measure and print the table; returns the exit status."""
     if not args.table:
-        missing = [
-            name
-            for name in ("cuequivariance_torch", "liger_kernel", "transformers")
-            if not installed(name)
-        ]
+        packages = ("cuequivariance_torch", "liger_kernel", "transformers")
+        missing = [name for name in packages if not installed(name)]
         print_notes(PROG, *(f"{package} is not installed and left out" for package in missing))
         args.runs = args.runs or (3 if args.device == "cpu" else 100)
-        settings = {
-            name: getattr(args, name) for name in ("subjects", "precisions", "runs", "sizes")
-        }
+        names = ("subjects", "precisions", "runs", "sizes")
+        settings = {name: getattr(args, name) for name in names}
         measure_study(args.output, atlas(args), argv=["--device", args.device], **settings)
-    print(
-        table(
-            read_study(
-                args.table or args.output, ["subject", "case", "precision", "sides"], measured=()
-            )
-        )
-    )
+    keys = ("subject", "case", "precision", "sides")
+    print(table(read_study(args.table or args.output, keys, measured=())))
     return 0
 
 

@@ -351,9 +351,8 @@ def measure_shape(
     dtype, products = PRECISIONS[precision]
     with matmul_precision(products):
         autotune = name in wanted.autotuned and dtype == torch.bfloat16
-        return as_rows(
-            steps_in_turns(sides_of(sizes, dtype, autotune, wanted), wanted.rounds, cold=True)
-        )
+        sides = sides_of(sizes, dtype, autotune, wanted)
+        return as_rows(steps_in_turns(sides, wanted.rounds, cold=True))
 
 
 @contextlib.contextmanager
@@ -381,11 +380,8 @@ def attention(sizes: tuple, dtype: torch.dtype, autotune: bool, wanted: Wanted) 
     inputs = [packed, gate_bias, bias]
     if wanted.alone:
         return {"triton": gradient_step(ours, inputs)}
-    operations = {
-        "triton": ours,
-        "SDPA": library_attention,
-        "torch.compile": torch.compile(plain_attention),
-    }
+    operations = {"triton": ours, "SDPA": library_attention}
+    operations["torch.compile"] = torch.compile(plain_attention)
     if autotune:
         operations["torch.compile, max-autotune"] = torch.compile(plain_attention, mode=AUTOTUNE)
     operations["cuEquivariance"] = cuequivariance_attention
@@ -451,9 +447,8 @@ def module_step(
     """
 
     def operation(*inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
-        with torch.autocast(
-            DEVICE.type, dtype, enabled=dtype != torch.float32, cache_enabled=False
-        ):
+        low = dtype != torch.float32
+        with torch.autocast(DEVICE.type, dtype, enabled=low, cache_enabled=False):
             return forward(*inputs)
 
     return gradient_step(operation, inputs, list(model.parameters()))
@@ -468,9 +463,8 @@ def block(sizes: tuple, dtype: torch.dtype, autotune: bool, wanted: Wanted) -> d
     msa = torch.randn(samples, depth, length, msa_dim, device=DEVICE, dtype=dtype)
     inputs = [msa, torch.randn(samples, length, length, 128, device=DEVICE, dtype=dtype)]
 
-    config = importlib.import_module("tiny_openfold_v1").ModelConfig(
-        msa_dim=msa_dim, num_heads_msa=heads
-    )
+    config_of = importlib.import_module("tiny_openfold_v1").ModelConfig
+    config = config_of(msa_dim=msa_dim, num_heads_msa=heads)
 
     def block_of(version: str) -> torch.nn.Module:
         module = importlib.import_module(f"tiny_openfold_{version}")
@@ -486,9 +480,8 @@ def block(sizes: tuple, dtype: torch.dtype, autotune: bool, wanted: Wanted) -> d
     if autotune:
         compiled = torch.compile(v2, mode=AUTOTUNE)
         sides["V2, torch.compile, max-autotune"] = module_step(compiled, v2, inputs, dtype)
-    sides["V2 with cuEquivariance, torch.compile"] = module_step(
-        torch.compile(theirs), theirs, inputs, dtype
-    )
+    compiled = torch.compile(theirs)
+    sides["V2 with cuEquivariance, torch.compile"] = module_step(compiled, theirs, inputs, dtype)
     if dtype == torch.bfloat16:
         theirs = with_cuequivariance(block_of("v2").to(dtype))
         compiled = torch.compile(theirs)
@@ -599,10 +592,8 @@ def row_operators(rows: int) -> Iterator[tuple[str, str, list]]:
     yield llama, "swiglu_backward", [half, wide]
     qkv, angle = wide.view(-1, 512, 32, 64), make(512, 1, 64, device=DEVICE)
     yield llama, "rotary", [qkv, angle, angle, 8, 1]
-    logits, targets = (
-        make(rows, 2000, device=DEVICE, dtype=bf16),
-        torch.zeros(rows, dtype=torch.int64, device=DEVICE),
-    )
+    logits = make(rows, 2000, device=DEVICE, dtype=bf16)
+    targets = torch.zeros(rows, dtype=torch.int64, device=DEVICE)
     yield llama, "cross_entropy_forward", [logits, targets]
     yield llama, "cross_entropy_backward", [sums, logits, targets, sums]
     pair, scale = make(8 * rows, 128, device=DEVICE), torch.ones(128, device=DEVICE)
@@ -610,11 +601,8 @@ def row_operators(rows: int) -> Iterator[tuple[str, str, list]]:
     yield openfold, "layer_norm_backward", [pair.to(bf16), pair, scale, scale, 1e-5]
     yield openfold, "column_sums", [pair.to(bf16), torch.float32]
     yield openfold, "bias_relu_forward", [wide.view(-1, 512), torch.ones(512, device=DEVICE)]
-    yield (
-        openfold,
-        "bias_relu_backward",
-        [wide.view(-1, 512), wide.view(-1, 512).clone(), torch.float32, True],
-    )
+    out = wide.view(-1, 512)
+    yield openfold, "bias_relu_backward", [out, out.clone(), torch.float32, True]
 
 
 def rows(rounds: int, count: int) -> Iterator[Part]:
@@ -676,10 +664,8 @@ def kernels_and_reference(script: str, argv: list[str], rounds: int) -> dict:
     side = named(script, argv, run.args)
     trainer, flop = run.trainer, run.flops
     launched = kernels_of(trainer.trace(trainer.profile(PROFILED))["traceEvents"])
-    moved, ceilings = (
-        group_bytes(trainer, module.NO_WORK).total(),
-        measure_ceilings(run.args, run.device),
-    )
+    moved = group_bytes(trainer, module.NO_WORK).total()
+    ceilings = measure_ceilings(run.args, run.device)
     del run, trainer
     free_memory()
     times = defaultdict(list)
@@ -690,18 +676,12 @@ def kernels_and_reference(script: str, argv: list[str], rounds: int) -> dict:
         for (name, category), us in times.items()
     ]
     ms = statistics.median(turns)
-    reference = {
-        "gemm_ms": flop / ceilings.gemm_tflops / 1e9,
-        "copy_ms": moved / ceilings.copy_gb_per_s / 1e6,
-    }
+    gemm_ms, copy_ms = flop / ceilings.gemm_tflops / 1e9, moved / ceilings.copy_gb_per_s / 1e6
     return {
         **side,
         **{"batch_ms": ms, "turns_ms": turns, "flop": flop, "bytes": moved},
-        **{
-            **reference,
-            "over_reference": ms / sum(reference.values()),
-            "ceilings": asdict(ceilings),
-        },
+        **{"gemm_ms": gemm_ms, "copy_ms": copy_ms, "over_reference": ms / (gemm_ms + copy_ms)},
+        "ceilings": asdict(ceilings),
         "kernels": sorted(kernels, key=lambda kernel: -kernel["us"]),
     }
 
@@ -814,10 +794,8 @@ def with_blocks(study: str, wanted: Wanted, tried: Sequence[str]) -> Iterator[Pa
     module = importlib.import_module("tiny_llama_v3" if study == "causal" else "tiny_openfold_v3")
     for text in ("", *tried):
         for names, measure in wanted_parts(study, replace(wanted, alone=True)):
-            yield (
-                {"blocks": text or "as they are", **names},
-                partial(with_these, module, text, measure),
-            )
+            names = {"blocks": text or "as they are", **names}
+            yield names, partial(with_these, module, text, measure)
 
 
 def with_these(module: ModuleType, blocks: str, measure: Callable[[], dict]) -> dict:
@@ -849,16 +827,14 @@ def over(first: dict, second: dict, key: str = "turns_us") -> float | None:
 def lines_in(path: Path) -> tuple[list[dict], list[str]]:
     """The sides of a study, a row for each shape and precision with its name; and their names."""
     rows = read_rows(path, ("shape", "precision", "side"))
-    return lines_of(by_side(rows, "shape", "precision")), list(
-        dict.fromkeys(row["side"] for row in rows)
-    )
+    sides = dict.fromkeys(row["side"] for row in rows)
+    return lines_of(by_side(rows, "shape", "precision")), [*sides]
 
 
 def best_of_others(sides: Mapping) -> str | None:
     """The fastest side beside our kernel."""
-    finished = [
-        name for name, side in sides.items() if name not in ("name", "triton") and "us" in side
-    ]
+    others = [name for name in sides if name not in ("name", "triton")]
+    finished = [name for name in others if "us" in sides[name]]
     return min(finished, key=lambda name: sides[name]["us"], default=None)
 
 
@@ -959,15 +935,16 @@ def llama_table(directory: Path) -> str:
         return ""
     first, *others = sides
 
+    def milliseconds(side: Mapping) -> float | None:
+        return side["us"] / 1e3 if "us" in side else None
+
     def over_first(name: str, row: Mapping) -> object:
         ratio = over(row[name], row[first]) if name in row else None
         return ratio or ""
 
     columns = [
         Column("whole step", "name"),
-        *side_columns(
-            "{}, ms", sides, lambda s: s["us"] / 1e3 if "us" in s else None, ".2f", ends=True
-        ),
+        *side_columns("{}, ms", sides, milliseconds, ".2f", ends=True),
         *(Column(f"{name} / {first}", partial(over_first, name), ".2f", "x") for name in others),
         *side_columns("{}, MB", sides, "extra_mb", ".0f", ends=True),
     ]
@@ -1011,12 +988,10 @@ def run_study(args: argparse.Namespace) -> int:
     shapes = args.shapes or ()
     known = STUDIES.get(args.what, (LLAMAS,))[0]
     if unknown := [name for name in shapes if name not in known]:
-        raise ToolError(
-            f"{args.what} has no shape {unknown[0]!r}; it has {', '.join(map(repr, known))}"
-        )
-    precisions = args.precisions or (
-        ["bf16"] if args.what in (*STEPS, "optimizer") else list(PRECISIONS)
-    )
+        there = ", ".join(map(repr, known))
+        raise ToolError(f"{args.what} has no shape {unknown[0]!r}; it has {there}")
+    usual = ["bf16"] if args.what in (*STEPS, "optimizer") else list(PRECISIONS)
+    precisions = args.precisions or usual
     wanted = Wanted(args.rounds, precisions, shapes, args.autotune, args.megafold, args.openfold)
     if args.what == "rows":
         measured = rows(args.rounds, args.rows)
@@ -1027,9 +1002,8 @@ def run_study(args: argparse.Namespace) -> int:
     else:
         measured = wanted_parts(args.what, wanted)
     name = f"{args.what}_blocks" if args.tried else args.what
-    found = measure_study(
-        args.directory / f"{name}.json", measured, keep=args.keep, rounds=args.rounds
-    )
+    path = args.directory / f"{name}.json"
+    found = measure_study(path, measured, keep=args.keep, rounds=args.rounds)
     for row in found if args.what in STUDIES and not args.tried else ():
         check_ours({row["side"]: row})
     return 0

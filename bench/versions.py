@@ -181,15 +181,7 @@ def one_layer(batch: int, length: int) -> list[dict]:
     """
     v4 = importlib.import_module("tiny_llama_v4")
     with tempfile.TemporaryDirectory() as folder:
-        argv = [
-            "--batch-size",
-            str(batch),
-            "--seq-len",
-            str(length),
-            "--use-amp",
-            "--mode",
-            "benchmark",
-        ]
+        argv = f"--batch-size {batch} --seq-len {length} --use-amp --mode benchmark".split()
         if v4.main([*argv, "--profile-dir", folder]):
             raise ToolError(f"{v4.SCRIPT} {' '.join(argv)}: the ways disagree", status=1)
         found = read_json(Path(folder) / f"{v4.SCRIPT}_benchmark.json")
@@ -474,9 +466,8 @@ def headline_tables(path: Path) -> list[str]:
     pairs = itertools.pairwise(VERSIONS)
     times += [over(before, after) for before, after in pairs if f"graph {after}" in measured]
     # A graph replays what its mode launches.
-    kernels = columns(("eager", "compiled"), "per_step") or columns(
-        ("graph", "compiled graph"), "per_step"
-    )
+    kernels = columns(("eager", "compiled"), "per_step")
+    kernels = kernels or columns(("graph", "compiled graph"), "per_step")
     peaks = columns(("eager", "graph", "compiled graph"), "peak_mb", ".0f", "{}, MB")
     rows = [*lines.values()]
     return [
@@ -495,9 +486,8 @@ def model_table(directory: Path, model: str) -> str:
     V4's columns are from a run of its own, and its ratios from that run alone.
     """
     fastest, rows = versions_of(directory / "fastest.json"), []
-    for (shape, precision, mode), sides in versions_of(
-        directory / "headline_v3.json", "mode"
-    ).items():
+    measured = versions_of(directory / "headline_v3.json", "mode")
+    for (shape, precision, mode), sides in measured.items():
         if mode == "graph" and sides["V1"]["model"] == model:
             name = f"{shape.removeprefix(f'{model}, ')}, {precision}"
             rows.append({"name": name, "with V4": fastest.get((shape, precision)), **sides})
@@ -538,6 +528,11 @@ def over_best_compiled(sides: Mapping[str, dict]) -> float:
     return speedup(sides[best_compiled(sides)], sides["V4"])
 
 
+def best_over_v4(sides: Mapping[str, dict]) -> str:
+    """The same, with the name of the compiled side."""
+    return f"{over_best_compiled(sides):.2f}x ({best_compiled(sides)})"
+
+
 def fastest_table(directory: Path) -> str:
     """Milliseconds per step of V4 and the others, the best compiled one's over V4's, memory."""
     measured = versions_of(directory / "fastest.json")
@@ -545,9 +540,7 @@ def fastest_table(directory: Path) -> str:
     columns = [
         Column("as graphs", "name"),
         *side_columns("{}, ms", names, "batch_ms", ".2f"),
-        Column(
-            "best compiled / V4", lambda s: f"{over_best_compiled(s):.2f}x ({best_compiled(s)})"
-        ),
+        Column("best compiled / V4", best_over_v4),
         *side_columns("{}, MB", names, "peak_mb", ".0f"),
     ]
     return render(columns, lines_of(measured)) if measured else ""
@@ -593,9 +586,8 @@ def ablation_table(directory: Path, script: str) -> str:
 
 def counts_table(directory: Path) -> str:
     """Kernels per step at each batch size."""
-    rows = read_rows(
-        directory / "counts.json", ("script", "argv", "batch_size", "unit", "per_step")
-    )
+    keys = ("script", "argv", "batch_size", "unit", "per_step")
+    rows = read_rows(directory / "counts.json", keys)
     if not rows:
         return ""
     lines: dict[str, dict] = {}

@@ -404,18 +404,13 @@ def draw(
     figure, panels = pyplot.subplots(
         1, 1 + bandwidths, figsize=size, layout="constrained", squeeze=False
     )
-    draw_roofline(
-        panels[0, 0],
-        {label: row for label, row in rows.items() if row["achieved_tflops"]},
-        ceilings,
-    )
+    points = {label: row for label, row in rows.items() if row["achieved_tflops"]}
+    draw_roofline(panels[0, 0], points, ceilings)
     if bandwidths:
         draw_bandwidths(panels[0, 1], rows, ceilings)
-    place = (
-        {"loc": "outside lower center", "ncols": 3}
-        if bandwidths
-        else {"loc": "outside right upper"}
-    )
+    place = {"loc": "outside right upper"}
+    if bandwidths:
+        place = {"loc": "outside lower center", "ncols": 3}
     figure.legend(*panels[0, 0].get_legend_handles_labels(), **place, fontsize="small")
     figure.suptitle(title)
     save_figure(figure, path)
@@ -434,13 +429,8 @@ def draw_roofline(axes, points: dict[str, dict], ceilings: Ceilings) -> None:
     axes.plot([ridge, high], [top, top], color="black", linestyle="--", label=peak)
     for index, (label, row) in enumerate(points.items()):
         marker = "osD^v<>Ph*X8p"[index % 13]
-        axes.plot(
-            row["flop_per_byte"],
-            row["achieved_tflops"],
-            marker,
-            color=f"C{index % 10}",
-            label=label,
-        )
+        style = {"color": f"C{index % 10}", "label": label}
+        axes.plot(row["flop_per_byte"], row["achieved_tflops"], marker, **style)
     axes.set(xscale="log", yscale="log", xlabel="FLOP per byte moved", ylabel="TFLOP/s")
     # 10, 20, 50 in place of powers of ten alone, where there is room
     for axis in (axes.xaxis, axes.yaxis):

@@ -104,18 +104,8 @@ def read_database(database: Path) -> list[list[str]]:
     """(name, start, end) of every dispatch in a rocpd database (SQLite, the format of ROCm 7)."""
     if shutil.which("rocpd"):
         with tempfile.TemporaryDirectory() as folder:
-            command = [
-                "rocpd",
-                "convert",
-                "-i",
-                str(database),
-                "-f",
-                "csv",
-                "-d",
-                folder,
-                "-o",
-                "converted",
-            ]
+            command = ["rocpd", "convert", "-i", str(database)]
+            command += ["-f", "csv", "-d", folder, "-o", "converted"]
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
                 reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
