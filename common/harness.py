@@ -17,6 +17,7 @@ PROFILER_SIGNS += ("NV_NSIGHT_INJECTION_TRANSPORT_TYPE",)
 LAUNCHED = os.environ.get("RANK", "").isdecimal()
 RANK = int(os.environ["RANK"]) if LAUNCHED else 0
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE") or 1) if LAUNCHED else 1
+PATIENCE = 600  # seconds without a step that ends
 # A line is printed where all of its values were measured.
 REPORT = """\
 Average training speed: {timing[samples_per_sec]:.1f} samples/sec
@@ -39,7 +40,7 @@ FLOPs per step: {flops[gflop]:.4g} GFLOP, achieved {flops[achieved_tflops]:.3g} 
 
 def say(kind: str, message: str) -> None:
     """Print an "error" of this process on stderr, or a "note" of all processes together."""
-    if kind == "error" or (RANK == 0 and "TINY_LAUNCHED" not in os.environ):
+    if kind == "error" or (not RANK and "TINY_LAUNCHED" not in os.environ):
         rank = f"rank {RANK}: " if RANK else ""
         print(f"{SCRIPT}.py: {kind}: {rank}{message}", file=sys.stderr)
 
@@ -92,7 +93,7 @@ def build_parser() -> argparse.ArgumentParser:
         ("all-fusion", "all_fusion", "all (the default) but torch-compile and cuda-graph"),
         *FUSIONS,
         ("torch-compile", "torch_compile", "torch.compile of the model"),
-        ("cuda-graph", "cuda_graph", "the step as one graph (one GPU; the default of V4)"),
+        ("cuda-graph", "cuda_graph", "the step as one graph (the default of V4)"),
     ):
         add = group.add_mutually_exclusive_group().add_argument
         add(f"--enable-{flag}", dest=attribute, action="store_const", const=True, help=text)
@@ -102,14 +103,13 @@ def build_parser() -> argparse.ArgumentParser:
 
     add = parser.add_argument_group("training").add_argument
     add("--num-steps", type=at_least(1), default=50, help="measured steps")
-    add("--warmup-steps", type=at_least(0), default=5, help="steps before those")
+    add("--warmup-steps", type=at_least(0), help="before those, on several GPUs 12 (default: 5)")
     add("--learning-rate", type=float, default=3e-4, help="of AdamW")
     add("--use-amp", **switch, help="automatic mixed precision")
     add("--amp-dtype", choices=("bfloat16", "float16"), help="(default: bfloat16)")
     choices = ("highest", "high", "medium")
     add("--matmul-precision", choices=choices, default="highest", help="of float32")
-    choices = ("auto", "cpu", "cuda")
-    add("--device", choices=choices, default="auto", help="AMD GPUs are 'cuda', too")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="AMD GPUs: 'cuda', too")
     add("--num-gpus", type=at_least(1), help="share the batch (default: 1, or *_VISIBLE_DEVICES)")
     add("--seed", type=at_least(0), default=42, help="of weights and data")
     add("--deterministic", **switch, help="the same bits in every run")
@@ -138,7 +138,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def check_arguments(args: argparse.Namespace, gpu: bool, processes: int) -> None:
-    """Refuse what cannot work."""
+    """Refuse what cannot work; choose warm-up and graph where no flag does."""
     mode = args.torch_compile_mode
     if not FUSIONS and (args.all_fusion or args.compare_fusion):
         fail(f"--enable-all-fusion and --compare-fusion start with V2, {SCRIPT} has no fusions")
@@ -154,15 +154,18 @@ def check_arguments(args: argparse.Namespace, gpu: bool, processes: int) -> None
         fail(f"--num-gpus {args.num_gpus}, but torchrun started {processes}")
     if args.batch_size % processes:
         fail(f"--batch-size {args.batch_size} is not divisible by {processes} GPUs")
-    if args.cuda_graph:
-        if processes > 1:
-            fail(f"--enable-cuda-graph is for one GPU, not for {processes}")
-        if args.warmup_steps < 2:
-            fail("--enable-cuda-graph needs --warmup-steps 2 or more")
-        if mode in OWN_GRAPHS:
-            fail(f"--enable-cuda-graph: mode {mode} makes graphs of its own")
-        if not gpu:
-            fail("--enable-cuda-graph: a graph needs a GPU, and this run has none", 4)
+    least = 12 if gpu and processes > 1 else 2  # DDP needs 11 before a capture
+    if args.warmup_steps is None:
+        args.warmup_steps = max(5, least)
+    graph, few, own = args.cuda_graph, args.warmup_steps < least, mode in OWN_GRAPHS
+    if graph and few:
+        fail(f"--enable-cuda-graph needs --warmup-steps {least} or more")
+    if graph and own:
+        fail(f"--enable-cuda-graph: mode {mode} makes graphs of its own")
+    if graph and not gpu:
+        fail("--enable-cuda-graph: this run has no GPU", 4)
+    if graph is None:
+        args.cuda_graph = VERSION > 3 and gpu and not (few or own)
     if args.device == "cuda" and not gpu:
         fail("--device cuda: PyTorch finds no GPU here; use --device cpu or auto", 4)
     found = torch.cuda.device_count()
@@ -172,7 +175,7 @@ def check_arguments(args: argparse.Namespace, gpu: bool, processes: int) -> None
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """Parse, fill in and check; what cannot work is one line on stderr and SystemExit (2 or 4)."""
+    """Parse and check; what cannot work is one line on stderr and SystemExit (2 or 4)."""
     parser = build_parser()
     args, unknown = parser.parse_known_args(argv)
     if unknown:
@@ -189,9 +192,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     processes = WORLD_SIZE if LAUNCHED else args.num_gpus or named
     check_arguments(args, gpu, processes)
 
-    if args.cuda_graph is None:
-        possible = gpu and processes == 1 and args.warmup_steps > 1
-        args.cuda_graph = VERSION > 3 and possible and args.torch_compile_mode not in OWN_GRAPHS
     args.torch_compile = bool(args.torch_compile)
     args.amp_dtype = args.amp_dtype or "bfloat16"
     args.num_gpus = processes
@@ -228,17 +228,19 @@ def join_processes(args: argparse.Namespace) -> None:
     """Meet the other processes; only rank 0 prints from now on."""
     if args.device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK") or 0))
+    if args.cuda_graph:  # says PyTorch; NCCL then sees no lost process
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
     try:  # without the name of a backend: NCCL (RCCL) on GPUs, and gloo on the host
         store = next(dist.rendezvous("env://", timeout=timedelta(minutes=5)))[0]
         dist.init_process_group(store=store, rank=RANK, world_size=WORLD_SIZE)
     except (RuntimeError, ValueError) as error:
         fail(f"the {WORLD_SIZE} processes cannot meet: {str(error).splitlines()[0]}", 1)
-    everyone: list[dict] = [{}] * WORLD_SIZE
+    everyone = [{}] * WORLD_SIZE
     dist.all_gather_object(everyone, {"script": SCRIPT, **vars(args), "profile_dir": None})
     for rank, theirs in enumerate(everyone):
         for name, value in everyone[0].items():
             if theirs.get(name) != value:
-                if RANK == 0:
+                if not RANK:
                     option = f"{name.replace('_', '-')} {theirs.get(name)}"
                     say("error", f"rank {rank} was started with {option}, rank 0 with {value}")
                 raise SystemExit(2)
@@ -254,20 +256,18 @@ def prepare(args: argparse.Namespace) -> torch.device:
     torch.use_deterministic_algorithms(args.deterministic)
     torch.set_float32_matmul_precision(args.matmul_precision)
     use_settings(args)
-    if args.device == "cpu":
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
+    return torch.empty(0, device=args.device).device
 
 
 def environment(device: torch.device) -> dict:
     """Return what the numbers are measured on."""
-    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    cpu = re.search(r"(?<=model name\t: ).+", info)
-    name = cpu[0] if cpu else platform.machine()
+    names = [torch.cuda.get_device_name(device)] if device.type == "cuda" else []
+    if (info := Path("/proc/cpuinfo")).exists():
+        names += re.findall(r"model name\t: (.+)", info.read_text())
     with_triton = importlib.util.find_spec("triton")
     return {
         "device": device.type,
-        "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else name,
+        "device_name": [*names, platform.machine()][0],
         "cpu_threads": torch.get_num_threads(),
         "triton": __import__("triton").__version__ if with_triton else None,
         "torch": torch.__version__,
@@ -296,12 +296,15 @@ class Trainer:
         self.inputs: dict[str, Tensor] = {}  # on a GPU, where batches are copied
         self.model = self.forward = build_model(args, device)
         self.optimizer = build_optimizer(args, self.model)
+        self.stream = torch.cuda.Stream(priority=-1) if args.cuda_graph else None  # before others
         if args.torch_compile:
             self.forward = torch.compile(self.model, mode=args.torch_compile_mode)
         if WORLD_SIZE > 1:
             warnings.filterwarnings("ignore", ".*broadcast_buffers. is deprecated", FutureWarning)
-            options = {"broadcast_buffers": False, "gradient_as_bucket_view": True}
-            self.forward = DistributedDataParallel(self.forward, **options)
+            with torch.cuda.stream(self.stream):  # where autograd adds gradients up
+                self.forward = DistributedDataParallel(
+                    self.forward, broadcast_buffers=False, gradient_as_bucket_view=True
+                )
         self.graph = None
         self.phases = PHASES
         self.marks = []  # moments: a first one, and after each phase
@@ -314,10 +317,9 @@ class Trainer:
         if not self.gpu:
             return batch
         for name, value in batch.items():
-            pinned = torch.empty_like(value, pin_memory=True)  # nobody waits for the copy
             if name not in self.inputs:
                 self.inputs[name] = torch.empty_like(value, device=self.device)
-            self.inputs[name].copy_(pinned.copy_(value), non_blocking=True)
+            self.inputs[name].copy_(value.pin_memory(), non_blocking=True)  # nobody waits for it
         return self.inputs
 
     def step(self) -> Tensor:
@@ -350,8 +352,7 @@ class Trainer:
     def capture(self) -> None:
         """Capture the step, to be replayed from now on; a step must have run before."""
         graph = torch.cuda.CUDAGraph()
-        stream = torch.cuda.Stream(priority=-1)  # before others
-        with torch.cuda.graph(graph, stream=stream):
+        with torch.cuda.graph(graph, stream=self.stream):
             self.loss = self.compute(self.inputs)
         self.graph, self.phases = graph, GRAPH_PHASES
 
@@ -371,9 +372,9 @@ class Trainer:
 
     def times(self, steps: int) -> dict[str, list[float]]:
         """Return the milliseconds of each phase in the marked steps."""
-        pairs = itertools.pairwise(self.marks)
+        pairs = itertools.pairwise(self.marks[: steps * len(self.phases) + 1])
         gaps = [a.elapsed_time(b) if self.gpu else 1e3 * (b - a) for a, b in pairs]
-        return {name: gaps[i :: len(self.phases)][:steps] for i, name in enumerate(self.phases)}
+        return {name: gaps[i :: len(self.phases)] for i, name in enumerate(self.phases)}
 
     @contextlib.contextmanager
     def ranges(self, named: Callable) -> Iterator[None]:
@@ -473,21 +474,6 @@ def memory_of_a_step(trainer: Trainer) -> float:
     return max((used for _, used in course), default=used)  # a graph allocates nothing
 
 
-def write_profile(trainer: Trainer) -> None:
-    """Write operator tables, and a trace for ui.perfetto.dev."""
-    start = str(trainer.args.profile_dir / SCRIPT)
-    profile = trainer.profile(steps := 3, record_shapes=True)
-    averages = profile.key_averages()
-    for clock in ("cpu", "device") if trainer.gpu else ("cpu",):
-        key = f"self_{clock}_time_total"
-        total = sum(getattr(entry, key) for entry in averages) / 1e3
-        title = f"Self {clock.replace('cpu', 'CPU')} total: {total:.3f} ms in {steps} steps"
-        text = f"{title}\n\n{averages.table(sort_by=key, row_limit=40)}\n"
-        Path(f"{start}_operators_by_{clock}_time.txt").write_text(text)
-    trace = json.dumps(trainer.trace(profile)).encode()
-    Path(f"{start}_trace.json.gz").write_bytes(gzip.compress(trace))
-
-
 def gpu_memory(device: torch.device, statistic: str = "memory_allocated") -> int:
     """Return bytes by this statistic, with all of the pools that graphs keep; 0 on a CPU."""
     if device.type == "cpu":
@@ -578,7 +564,7 @@ class Run:
         parameters = sum(p.numel() for p in self.trainer.model.parameters())
         self.model = {"config": config, "parameters": parameters}
         several = f" x {WORLD_SIZE}" if WORLD_SIZE > 1 else ""
-        sizes = [f"{name} {value}" for name, value in config.items() if isinstance(value, int)]
+        sizes = [f"{name} {n}" for name, n in config.items() if isinstance(n, int) and n]
         precision = f"float32 (matmul precision {args.matmul_precision})"
         names = (*(name for _, name, _ in FUSIONS), "torch_compile", "cuda_graph")
         on = [n for n in names if getattr(args, n) and n not in args.without_effect]
@@ -616,46 +602,48 @@ class Run:
         trainer.synchronize()
         others = gpu_memory(self.device) - self.kept  # which belongs to runs that rest
         trainer.marks.clear()
-        self.began = time.perf_counter()
+        self.began = self.ended = time.perf_counter()
         trainer.mark()
         try:
             for step in range(steps):
                 arriving[step].copy_(trainer.step(), non_blocking=True)
-                if not self.collect(arriving, losses):
-                    break
-        finally:  # after Ctrl-C, too
-            trainer.synchronize()
-            seconds = time.perf_counter() - self.began
-            self.collect(arriving, losses)
-            done, phases = len(losses), trainer.times(len(losses))
-            if done < steps:
-                seconds = sum(map(sum, phases.values())) / 1e3
+                self.collect(arriving, losses, step - 100)  # a full queue hears no signal
+            self.collect(arriving, losses, steps)
+        finally:  # after Ctrl-C, too, without a wait for lost processes
+            seconds, phases = self.ended - self.began, trainer.times(len(losses))
             peak = gpu_memory(self.device, "max_memory_allocated") - others
-            self.turns.append(Turn(self.label, done, seconds, phases, losses, peak))
+            self.turns.append(Turn(self.label, len(losses), seconds, phases, losses, peak))
             if self.label == "step":
                 self.peak = max(peak, self.peak)
-        if done < steps:
-            where = f"{self.title}{self.label} {self.done + 1}; lower --learning-rate"
-            raise FloatingPointError(f"the loss became {float(arriving[done])} at {where}")
         return self.turns[-1]
 
-    def collect(self, arriving: Tensor, losses: list[float]) -> bool:
-        """Move losses that have arrived to the list; False at one that is no number."""
-        while len(losses) < len(arriving) and (loss := float(arriving[len(losses)])) != -math.inf:
-            if not math.isfinite(loss):
-                return False
-            losses.append(loss)
+    def collect(self, arriving: Tensor, losses: list[float], needed: int) -> None:
+        """List losses that have arrived; wait for as many as needed."""
+        end = time.perf_counter() + PATIENCE
+        while len(losses) < len(arriving):
+            loss, now = float(arriving[len(losses)]), time.perf_counter()
+            if loss == -math.inf:
+                if len(losses) >= needed:
+                    break
+                self.trainer.marks[-1].query()  # raises an error of the device
+                if now > end:
+                    raise TimeoutError(f"no step ended in {PATIENCE} s: is a process lost?")
+                continue
             self.done += 1
-            now, due = time.perf_counter(), self.done % self.args.log_interval == 0
+            step = f"{self.title}{self.label} {self.done}"
+            if not math.isfinite(loss):
+                raise FloatingPointError(f"the loss became {loss} at {step}; lower --learning-rate")
+            losses.append(loss)
+            self.ended = now
+            due = self.done % self.args.log_interval == 0
             if sys.stdout.isatty():
                 due = now > self.shown + 0.1
             if due or self.done == self.goal:
                 self.shown = now
                 speed = self.args.batch_size * len(losses) / (now - self.began)
                 left = (now - self.started) / self.done * (self.goal - self.done)
-                text = f"{self.title}{self.label} {self.done}/{self.goal}  loss {loss:.4f}"
-                progress(f"{text}  {speed:.1f} samples/s  {left:.0f} s left")
-        return True
+                text = f"{step}/{self.goal}  loss {loss:.4f}  {speed:.1f} samples/s"
+                progress(f"{text}  {left:.0f} s left")
 
     def count(self) -> None:
         """Count in extra steps what the measured ones did, and profile as flags ask."""
@@ -668,8 +656,14 @@ class Run:
             memory = memory_of_a_step(trainer)
             self.peak = self.peak or memory
         if args.enable_pytorch_profiler:
-            write_profile(trainer)
-        model = build_model(all_off(args), torch.device("meta"))
+            start, profile = args.profile_dir / SCRIPT, trainer.profile(steps=3, record_shapes=True)
+            for clock in ("cpu", "device") if trainer.gpu else ("cpu",):
+                table = profile.key_averages().table(f"self_{clock}_time_total", row_limit=40)
+                path = Path(f"{start}_operators_by_{clock}_time.txt")
+                path.write_text(table.replace("time total", "total"))
+            with gzip.open(f"{start}_trace.json.gz", "wt") as file:
+                json.dump(trainer.trace(profile), file)
+        model = build_model(all_off(args, checkpoint_blocks=False), torch.device("meta"))
         batch = trainer.batches.next_batch()
         with FlopCounterMode(display=False) as counter:
             model(**{name: value.to("meta") for name, value in batch.items()}).backward()
@@ -746,9 +740,8 @@ def measure(runs: list[Run]) -> None:
         run.count()
         del run.trainer  # its memory is wanted for the model with everything off
     for run in runs if WORLD_SIZE > 1 else ():
-        peak = torch.tensor(run.peak, dtype=torch.float64)
-        dist.all_reduce(peak, dist.ReduceOp.MAX)
-        run.peak = peak.item()
+        dist.all_gather_object(peaks := [0.0] * WORLD_SIZE, run.peak)
+        run.peak = max(peaks)
     kernels = runs[-1].kernels
     if kernels and args != all_off(args):
         first = runs[0].kernels["per_step"]
@@ -802,7 +795,7 @@ def explain(error: BaseException, directory: Path) -> tuple[int, str]:
         return 130, "interrupted"
     if is_out_of_memory(error):
         return 3, f"out of memory: lower --batch-size or --seq-len ({line})"
-    if compiler or isinstance(error, FloatingPointError):
+    if compiler or isinstance(error, (FloatingPointError, TimeoutError)):
         return 1, line
     if isinstance(error, BrokenPipeError):
         raise error

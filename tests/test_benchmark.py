@@ -93,7 +93,8 @@ def test_headline_compares_all_versions_turn_by_turn(tmp_path, monkeypatch):
         def take(run, steps: int, version: str = version):
             if run.label == "step":
                 order.append(version)
-            return a_turn(run, {"V1": 30.0, "V2": 20.0, "V3": 10.0}[version] * (1 + turns_of(run)))
+            ms = {"V1": 30.0, "V2": 20.0, "V3": 10.0}[version]
+            return a_turn(run, ms * (1 + turns_of(run) ** 2))
 
         monkeypatch.setattr(script.Run, "take", take)
     monkeypatch.setattr(
@@ -142,6 +143,9 @@ def test_untuned_sizes_have_a_row_for_each_side_also_where_memory_ends(tmp_path,
         raise MemoryError("no room")
 
     monkeypatch.setattr(first.Run, "start", no_room)
+    for version in ("v2", "v3", "v4"):
+        script = benchmark.importlib.import_module(f"tiny_llama_{version}")
+        monkeypatch.setattr(script.Run, "take", lambda run, steps: a_turn(run, 10.0))
     assert benchmark.main(["untuned", str(tmp_path), "--rounds", "2"]) == 0
     rows = sides_in(tmp_path / "untuned.json")
     assert list(rows) == ["V4", "V3", "V2", "V1", "V3 compiled", "V2 compiled"]

@@ -406,14 +406,14 @@ def test_defaults_are_those_of_the_scripts(script: str):
 def test_small_runs_are_small(script: str):
     args = load(script).parse_args(shrink([f"../{script}.py", "--seed", "3"])[1:])
     assert (args.num_steps, args.warmup_steps, args.seed) == (1, 1, 3)
-    assert args.seq_len <= 32
+    assert args.seq_len <= 14
     width, depth = (
         (args.hidden_dim, args.num_layers)
         if "llama" in script
         else (args.pair_dim, args.num_blocks)
     )
     assert width <= 64
-    assert depth <= 2
+    assert depth == 1
 
 
 @pytest.mark.parametrize("flag", ["--seq-len", "--batch-size"])
@@ -428,7 +428,7 @@ def test_sizes_that_differ_still_do(flag: str):
             ]
             assert small == sorted(set(small))
             assert all(n <= value for n, value in zip(small, values, strict=True))
-            assert small[-1] <= 48
+            assert small[-1] <= 18
 
 
 def test_what_is_left_alone_when_shrinking():
@@ -509,7 +509,7 @@ def test_a_small_run_gets_what_its_script_would_get(run, tmp_path: Path):
     result = json.loads((done.directory / "x" / "here" / "tiny_llama_v2_summary.json").read_text())
     assert (result["status"], result["config"]["seq_len"], result["training"]["num_steps"]) == (
         "ok",
-        24,
+        12,
         1,
     )
 

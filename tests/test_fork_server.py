@@ -16,7 +16,8 @@ from conftest import forking_python
 SHOWS = """
 import json, os, sys
 what = [sys.argv, os.getcwd(), os.environ.get("NOTE"), sys.stdin.read(), sys.path[0], __name__]
-print(json.dumps([*what, "torch" in sys.modules]))
+import neighbour
+print(json.dumps([*what, neighbour.NAME, "torch" in sys.modules]))
 print("to stderr", file=sys.stderr)
 """
 STARTS = """
@@ -47,11 +48,25 @@ def shown(path: Path, cwd: Path, **environment: str) -> list:
     return json.loads(done.stdout)
 
 
+@pytest.mark.parametrize(
+    ("argv", "program"), [(["-c", "PROGRAM", "x"], ""), (["-", "x"], "PROGRAM")]
+)
+def test_a_program_without_a_file(argv: list[str], program: str):
+    shows = "import sys\nprint(sys.argv, repr(sys.path[0]), __name__, 'torch' in sys.modules)"
+    argv = [word.replace("PROGRAM", shows) for word in argv]
+    done = subprocess.run(
+        [forking_python(), *argv], input=program and shows, capture_output=True, text=True
+    )
+    assert (done.stdout, done.stderr) == (f"['{argv[0]}', 'x'] '' __main__ True\n", "")
+
+
 def test_a_fork_gets_what_a_fresh_process_gets(program, tmp_path: Path):
     path = program(SHOWS)
-    expected = [[str(path), "a b"], str(tmp_path), "x", "in", str(tmp_path), "__main__"]
-    assert shown(path, tmp_path, NOTE="x") == [*expected, True]
-    fresh = shown(path, tmp_path, NOTE="x", OMP_NUM_THREADS="2")
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "neighbour.py").write_text("NAME = 'found'")
+    expected = [[str(path), "a b"], str(tmp_path), "x", "in", str(tmp_path), "__main__", "found"]
+    assert shown(path, tmp_path, NOTE="x", PYTHONPATH="lib") == [*expected, True]
+    fresh = shown(path, tmp_path, NOTE="x", PYTHONPATH="lib", OMP_NUM_THREADS="2")
     assert fresh == [*expected, False], "a variable that PyTorch reads when it is imported"
 
 

@@ -45,7 +45,7 @@ TWENTY_STEPS = words(
 )
 SMALLEST = {
     "llama": words("--num-layers 1 --seq-len 8 --batch-size 1"),
-    "openfold": words("--num-seqs 2 --seq-len 6 --batch-size 1"),
+    "openfold": words("--num-seqs 2 --seq-len 5 --batch-size 1"),
 }
 
 
@@ -388,14 +388,22 @@ def test_torch_compile_follows_the_same_loss_curve(
     backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
-    compile_with = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda model, mode: compile_with(model, backend=backend))
+    compile_with, calls = torch.compile, []
+
+    def compile_counted(model: torch.nn.Module, mode: str | None):
+        compiled = compile_with(model, backend=backend)
+        return lambda **batch: calls.append(mode) or compiled(**batch)
+
+    monkeypatch.setattr(torch, "compile", compile_counted)
     sizes = ["--num-layers", "1", "--hidden-dim", "32", "--num-heads", "2", "--seq-len", "16"]
     argv = [*sizes, "--num-steps", "10", "--warmup-steps", "2", "--learning-rate", "1e-3"]
     eager = run_main(SCRIPT, tmp_path / "eager", *argv, "--under-profiler")
-    compiled = run_main(SCRIPT, tmp_path / "compiled", *argv, "--enable-torch-compile")
+    assert calls == []
+    mode = ["--torch-compile-mode", "max-autotune-no-cudagraphs"]
+    compiled = run_main(SCRIPT, tmp_path / "compiled", *argv, "--enable-torch-compile", *mode)
     torch.compiler.reset()
     assert compiled.status == 0, compiled.stderr
+    assert calls[:12] == 12 * [mode[1]], "what is compiled is what trains"
     assert compiled.summary["training"]["torch_compile"] is True
     assert compiled.summary["loss"]["curve"] == pytest.approx(
         eager.summary["loss"]["curve"], rel=1e-3

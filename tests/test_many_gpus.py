@@ -5,6 +5,7 @@ Here the processes are on the CPU and talk through gloo; on GPUs it is one each 
 """
 
 import json
+import math
 import os
 import re
 import signal
@@ -13,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -355,6 +357,62 @@ def test_how_many_processes(argv: list[str], environment: dict, expected: int, m
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     assert load(SCRIPT).parse_args(["--batch-size", "24", *argv]).num_gpus == expected
+
+
+# The step as a graph
+
+
+@pytest.mark.parametrize(("version", "argv"), [(2, ["--enable-cuda-graph"]), (4, [])])
+def test_a_graph_on_several_gpus_has_the_eager_steps_that_ddp_needs(
+    version: int, argv: list[str], monkeypatch
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    parse_args = load(f"tiny_llama_v{version}").parse_args
+    one, two = (parse_args(["--num-gpus", n, *argv]) for n in "12")
+    assert [(args.cuda_graph, args.warmup_steps) for args in (one, two)] == [(True, 5), (True, 12)]
+    short = parse_args(words("--num-gpus 2 --warmup-steps 11"))
+    assert not short.cuda_graph, "the default of V4, where it can be"
+
+
+def test_a_loss_that_does_not_arrive_ends_the_run(run, monkeypatch):
+    """NCCL inside a graph has no watchdog: the device would wait for ever for a process that is
+    gone."""
+    module, steps = load(SCRIPT), []
+
+    def step(trainer) -> torch.Tensor:
+        trainer.marks += [SimpleNamespace(query=lambda: False)] * len(trainer.phases)
+        steps.append(1)
+        return torch.tensor(-math.inf)  # where a copy is still on its way
+
+    monkeypatch.setattr(module.Trainer, "step", step)
+    monkeypatch.setattr(module, "PATIENCE", 0.1)
+    result = run(SCRIPT, *words("--num-steps 500 --warmup-steps 0"))
+    assert_one_error(result, 1, "no step ended in 0.1 s: is a process lost?")
+    assert result.summary["status"] == "failed"
+    assert len(steps) == 102, "the host is at most a hundred steps ahead"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("script", ["tiny_llama_v2", "tiny_llama_v4", "tiny_openfold_v3"])
+def test_a_graph_of_two_gpus_trains_as_eager_steps_do(script: str, tmp_path: Path):
+    """To the bit on the same GPUs; one GPU adds the gradients of the batch up in another order."""
+    argv = [
+        *BATCH,
+        *words("--device cuda --num-steps 5 --warmup-steps 12 --deterministic --under-profiler"),
+    ]
+    curves = {}
+    for name, more in {
+        "graph": "--num-gpus 2 --enable-cuda-graph",
+        "eager": "--num-gpus 2 --disable-cuda-graph",
+        "one": "--num-gpus 1 --enable-cuda-graph",
+    }.items():
+        done = finished(command_line(script, tmp_path / name, *argv, *words(more), fresh=True))
+        assert done.returncode == 0, done.stderr
+        curves[name] = summary_in(tmp_path / name, script)["loss"]["curve"]
+    assert curves["graph"] == curves["eager"]
+    assert curves["graph"] == pytest.approx(curves["one"], rel=1e-4)
 
 
 # What communication costs

@@ -380,3 +380,52 @@ def test_loss_on_synthetic_proteins_falls(script: str, tmp_path):
     ]
     curve = run_main(script, tmp_path, *argv, "--batch-size", "4").summary["loss"]["curve"]
     assert sum(curve[-5:]) / 5 < 0.8 * curve[0]
+
+
+# Activation checkpointing
+
+ONE_BY_ONE = [
+    pytest.param(script, argv, id=f"{script[-2:]}{''.join(argv)}")
+    for script in TYPES
+    for argv in ([], ["--use-amp"])
+]
+TWO_BLOCKS = ["--num-blocks", "2", "--num-seqs", "2", "--seq-len", "5", "--batch-size", "1"]
+
+
+def trained(
+    model: nn.Module, batch: dict[str, Tensor], amp: bool
+) -> tuple[Tensor, dict[str, Tensor], list[int]]:
+    """Loss and gradients of a training step, and which blocks ran in it."""
+    order = []
+    for number, block in enumerate(model.blocks):
+        block.register_forward_pre_hook(lambda *_, number=number: order.append(number))
+    with torch.autocast("cpu", torch.bfloat16, enabled=amp):
+        loss = model(**batch)
+    loss.backward()
+    return loss.detach(), gradients(model), order
+
+
+@pytest.mark.parametrize(("script", "argv"), ONE_BY_ONE)
+def test_checkpointed_blocks_run_again_one_by_one_and_change_no_bit(script: str, argv: list[str]):
+    batch = batches(script, *TWO_BLOCKS).next_batch()
+    sides = (build(script, *TWO_BLOCKS, *argv, *more) for more in ([], ["--checkpoint-blocks"]))
+    (loss, expected, once), (again, found, twice) = (
+        trained(model, batch, bool(argv)) for model in sides
+    )
+    assert (once, twice) == ([0, 1], [0, 1, 1, 0])
+    assert torch.equal(again, loss)
+    for name, gradient in expected.items():
+        assert torch.equal(found[name], gradient), name
+
+
+def test_a_report_says_that_blocks_are_checkpointed_and_counts_the_model_without_it(run):
+    steps = ["--num-steps", "1", "--warmup-steps", "0"]
+    plain, checkpointed = (
+        run("tiny_openfold_v2", *steps, *more) for more in ([], ["--checkpoint-blocks"])
+    )
+    assert "checkpoint_blocks" not in plain.stdout
+    assert ", checkpoint_blocks True;" in checkpointed.stdout.splitlines()[0]
+    configs = plain.summary["config"], checkpointed.summary["config"]
+    assert [config["checkpoint_blocks"] for config in configs] == [False, True]
+    assert checkpointed.summary["flops"]["per_step"] == plain.summary["flops"]["per_step"]
+    assert checkpointed.summary["kernels"]["per_step"] > plain.summary["kernels"]["per_step"]

@@ -96,21 +96,19 @@ def test_stage_2_calls_attention_with_channels_that_are_not_last_in_memory(v3: M
 
 
 def test_stage_3_does_not_wait_for_the_device(v3: ModuleType, train, monkeypatch):
-    """A device that finishes half a second later:
-
-    V3's time per step contains it, that of stage 3 does not.
-    """
+    """A device that finishes 0.2 s later: V3's time per step contains it, that of stage 3 does
+    not."""
     own = v3.Trainer.__init__
 
     def __init__(self, *args) -> None:
         own(self, *args)
-        self.synchronize = lambda: time.sleep(0.5)
+        self.synchronize = lambda: time.sleep(0.2)
 
     monkeypatch.setattr(v3.Trainer, "__init__", __init__)
     for stage, waits in ((5, True), (3, False)):
         timing = train(stage)["timing"]
         phases = sum(timing[f"{name}_ms"] for name in v3.PHASES)
-        assert (timing["batch_ms"] > phases + 200) == waits
+        assert (timing["batch_ms"] > phases + 80) == waits
         assert timing["batch_ms"] == pytest.approx(phases) or waits
 
 
@@ -183,7 +181,13 @@ def test_all_stages_one_of_which_fails(tmp_path: Path):
     path_of_stage_2.write_text(
         path_of_stage_2.read_text().replace("if __name__", "raise MemoryError\nif __name__")
     )
-    command = [program, "--result-dir", results, *SIZES]
+    command = [
+        program,
+        "--result-dir",
+        results,
+        *SIZES,
+        *words("--vocab-size 20 --seq-len 2 --num-steps 1"),
+    ]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment)
 
     assert done.returncode == 1

@@ -237,6 +237,7 @@ def test_nvidia_is_found_where_nvidia_smi_lists_a_gpu(machine):
     assert "Track: cpu" in machine.setup("--dry-run").stdout
 
 
+@pytest.mark.slow
 def test_rocm_track_takes_pytorch_from_the_index_of_that_rocm(machine):
     machine.add_python()
     assert_refused(
@@ -304,6 +305,7 @@ def test_conda_environment_is_used_but_not_base(machine):
     assert machine.commands(**name, CONDA_DEFAULT_ENV="base")[0][2] == "venv"
 
 
+@pytest.mark.slow
 def test_only_what_is_missing_is_installed_and_pytorch_never_changes(machine):
     site, wheels, venv = (
         write_torch(machine.site, CPU),

@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import (
+    COMPILER,
     assert_one_error,
     assert_same_gradients,
     gradients,
     load,
-    needs_compiler,
     parse,
     random_state,
     relative_difference,
@@ -390,12 +389,8 @@ def test_the_same_input_gives_the_same_bits():
         )
 
 
-@needs_compiler
-def test_torch_compile_finds_no_reason_to_break_its_graph(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    compiled = bits_of_everything(torch.compile(everything, fullgraph=True))
+def test_torch_compile_finds_no_reason_to_break_its_graph():
+    compiled = bits_of_everything(torch.compile(everything, fullgraph=True, backend=COMPILER))
     for found, expected in zip(compiled, bits_of_everything(everything), strict=True):
         assert found.dtype == expected.dtype
         assert relative_difference(found, expected) < 1e-5

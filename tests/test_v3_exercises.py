@@ -115,7 +115,9 @@ def test_all_ways_to_sum_the_bias_gradient_agree_with_v3s_backward_pass():
     ("program", "argv", "said"),
     [
         ("tune.py", "rms_norm_forward TILES 4", "rms_norm_forward has no 'TILES'; it has TILE"),
-        ("tune.py", "rms_norm_forward TILE 3", "must be a power of two"),
+        pytest.param(
+            "tune.py", "rms_norm_forward TILE 3", "must be a power of two", marks=pytest.mark.slow
+        ),
         ("check_custom_kernel.py", "none.py", "none.py: no such module"),
         ("measure.py", "results/h100/rows.json", "no file of these programs"),
     ],

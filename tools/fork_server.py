@@ -38,8 +38,8 @@ from collections.abc import Mapping
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Variables that Python, PyTorch, Triton or a library of theirs looks at when it is imported.
 AT_IMPORT = re.compile(
-    r"PYTHON(?!UNBUFFERED)\w|LANG|LC_|LD_|OMP_|MKL_|OPENBLAS_|PYTORCH_|"
-    r"TORCH(?!ELASTIC_|_NCCL_|INDUCTOR_CACHE_)|TRITON_"
+    r"PYTHON(?!UNBUFFERED|PATH)\w|LANG|LC_|LD_|OMP_|MKL_|OPENBLAS_"
+    r"|PYTORCH_|TORCH(?!ELASTIC_|_NCCL_|INDUCTOR_CACHE_)|TRITON_"
 )
 
 
@@ -57,12 +57,16 @@ def needs_fresh_process(argv: list[str], server: dict[str, str]) -> bool:
     if settings(os.environ) != server or files != 3:
         return True
     words = [word for word in argv if word not in ("-B", "-u")]
-    if words[:1] in (["-c"], ["-m"]):
+    if words[:1] in (["-c"], ["-m"], ["-"]):
         return False
     if not words or words[0].startswith("-") or not os.path.isfile(words[0]):
         return True
     with open(words[0], "rb") as file:  # Triton is imported already, with another setting
-        return b'os.environ["TRITON_INTERPRET"] =' in file.read()
+        text = file.read()
+    interpreted = server.get("TRITON_INTERPRET") == "1"
+    return b'os.environ["TRITON_INTERPRET"] =' in text or (
+        b"exercises.puzzles" in text and not interpreted
+    )
 
 
 def ask(directory: str, argv: list[str]) -> int:
@@ -135,6 +139,7 @@ def become(argv: list[str], python: str) -> int:
     sys.executable = python  # what the program starts is forked, too
     options = [argv.pop(0) for word in list(argv) if argv[0] in ("-B", "-u")]
     sys.dont_write_bytecode |= "-B" in options
+    sys.path[1:1] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     unbuffered = "-u" in options or "PYTHONUNBUFFERED" in os.environ
     sys.stdout.reconfigure(line_buffering=unbuffered or sys.stdout.isatty())
     try:
@@ -142,9 +147,12 @@ def become(argv: list[str], python: str) -> int:
             sys.path[0], sys.argv = os.getcwd(), argv[1:]
             sys.modules.pop(argv[1], None)  # runpy would warn that it is imported already
             runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
-        elif argv[0] == "-c":
-            sys.path[0], sys.argv = "", ["-c", *argv[2:]]
-            exec(compile(argv[1], "<string>", "exec"), {"__name__": "__main__"})
+        elif argv[0] in ("-c", "-"):
+            text, name = (
+                (argv.pop(1), "<string>") if argv[0] == "-c" else (sys.stdin.read(), "<stdin>")
+            )
+            sys.path[0], sys.argv = "", argv
+            exec(compile(text, name, "exec"), {"__name__": "__main__"})
         else:
             sys.path[0], sys.argv = os.path.dirname(os.path.realpath(argv[0])), argv
             runpy.run_path(argv[0], run_name="__main__")
@@ -161,8 +169,11 @@ def become(argv: list[str], python: str) -> int:
 
 def serve(directory: str) -> None:
     """Answer requests as long as the process that started this one lives, each in a fork."""
+    import interpreter  # of this directory
     import torch._dynamo
     import torch.distributed.run  # noqa: F401 - what many programs would import
+
+    interpreter.make_quicker()
 
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, "a fork would not have the other threads: is OMP_NUM_THREADS 1?"

@@ -2,11 +2,11 @@
 """Run a version script, or a program around one, with small sizes: what `run_sheet.py --shrink`
 puts before each.
 
-One step after at most one of warm-up; sequence lengths 32, 64, 128, 256, ... become 8, 16, 24, 32,
-..., batch sizes 8, 16, 32, ... become 8, 12, 16, ..., so that what differs stays different; layers,
-blocks, sequences and --pair-dim a quarter, heads and --msa-dim a half, other widths an eighth, the
-vocabulary a tenth. torch.compile traces the model but generates no code (backend aot_eager).
-Results are those of other models then.
+One step after at most one of warm-up; sequence lengths 32, 64, 128, 256, ... become 8, 10, 12, 14,
+..., batch sizes 2, 4, 8, 16, ... become 2, 4, 6, 8, ..., so that what differs stays different;
+sequences and --pair-dim a quarter, heads and --msa-dim a half, layers, blocks and other widths an
+eighth, the vocabulary a tenth. torch.compile traces the model but generates no code (backend
+aot_eager). Results are those of other models then.
 
 Example:
   python tools/small_runs.py tiny_llama_v2.py --seq-len 128 --enable-torch-compile
@@ -46,21 +46,21 @@ SIZES: dict[str, dict[str, tuple[int | None, Scale]]] = {
     "llama": {
         "--vocab-size": (None, divided_by(10)),
         "--hidden-dim": (512, divided_by(8)),
-        "--num-layers": (8, divided_by(4)),
+        "--num-layers": (8, divided_by(8)),
         "--num-heads": (8, divided_by(2)),
         "--num-kv-heads": (None, divided_by(2)),
         "--intermediate-dim": (None, divided_by(8)),
-        "--seq-len": (256, in_steps(8, first=32)),
-        "--batch-size": (8, in_steps(4, first=4)),
+        "--seq-len": (256, in_steps(2, first=4)),
+        "--batch-size": (8, in_steps(2, first=2)),
         **COMMON,
     },
     "openfold": {
         "--msa-dim": (64, divided_by(2)),
         "--pair-dim": (128, divided_by(4)),
-        "--num-blocks": (4, divided_by(4)),
+        "--num-blocks": (4, divided_by(8)),
         "--num-seqs": (16, divided_by(4)),
-        "--seq-len": (64, in_steps(8, first=32)),
-        "--batch-size": (4, in_steps(4, first=4)),
+        "--seq-len": (64, in_steps(2, first=4)),
+        "--batch-size": (4, in_steps(2, first=2)),
         **COMMON,
     },
 }

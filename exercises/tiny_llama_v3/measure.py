@@ -23,6 +23,7 @@ from pathlib import Path
 from workshop.cli import ToolError, documented_parser, needed, print_notes, run_tool
 from workshop.files import read_json, write_text
 from workshop.show import Column, render
+from workshop.turns import alternating
 
 with needed():
     import torch
@@ -69,6 +70,40 @@ def timed_copy(count: int = 2**26) -> dict:
     source = torch.ones(count, device=DEVICE)
     target = torch.empty_like(source)
     return timed("copy", lambda: target.copy_(source), 2 * source.nbytes)
+
+
+def in_turns(
+    sides: dict[str, Callable[[], object]], turns: int = 5, ms: float = 5.0
+) -> dict[str, list[float]]:
+    """Microseconds of a call of each side, turn by turn:
+
+    CUDA graphs with calls of about `ms` in all, replayed.
+    """
+
+    def elapsed(work: Callable[[], object]) -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        work()
+        end.record()
+        torch.cuda.synchronize()
+        return begin.elapsed_time(end)
+
+    graphs, calls, times = {}, {}, {name: [] for name in sides}
+    torch.cuda.synchronize()
+    for name, function in sides.items():
+        # capture wants to find all set up, and not on the main stream
+        with torch.cuda.stream(torch.cuda.Stream()):
+            function()
+            torch.cuda.synchronize()
+            calls[name] = max(1, min(1000, round(ms / elapsed(function))))
+        graphs[name] = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graphs[name]):
+            for _ in range(calls[name]):
+                function()
+        graphs[name].replay()
+    for _, name in alternating(sides, turns):
+        times[name].append(1e3 * elapsed(graphs[name].replay) / calls[name])
+    return times
 
 
 def table(rows: list[dict]) -> str:

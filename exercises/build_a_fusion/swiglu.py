@@ -1,0 +1,257 @@
+#!/usr/bin/env python3
+"""SwiGLU in three ways: PyTorch's operators, torch.compile, and the two kernels that you wrote.
+Each step checks one.
+
+  operators   count the bytes that each operator reads and writes, forward and backward
+  compiled    compile them, and count the kernels that torch.compile made
+  kernels     put the kernels of steps 3 and 4 into an autograd.Function, and check it
+
+Examples:
+  python exercises/build_a_fusion/swiglu.py operators
+  python exercises/build_a_fusion/swiglu.py kernels --solution
+  python exercises/build_a_fusion/swiglu.py --scoreboard --output times.json
+  python exercises/build_a_fusion/swiglu.py --draw results/h100/build_a_fusion.json --plot h100.png
+"""
+
+from __future__ import annotations
+
+import _root
+
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from exercises.puzzles import checker
+from workshop.cli import ToolError, needed, run_tool
+from workshop.files import read_json, write_file, write_text
+from workshop.show import Column, drawing, render
+
+with needed():
+    import torch
+    from torch import Tensor, nn
+
+    from exercises.build_a_fusion import swiglu_backward
+    from exercises.puzzles import puzzle_07_swiglu
+    from exercises.tiny_llama_v3 import measure
+    from workshop.profile.traffic import Traffic
+
+PROG = Path(__file__).name
+C = 4096
+ROWS = [2 * 4**k for k in range(8)]  # that are timed
+# tensors of the size of out that must be read or written
+LEAST = {"forward": 3, "forward and backward": 8}
+
+
+def operators(x: Tensor) -> Tensor:
+    """SwiGLU of x [rows, 2 * C] as four operators."""
+    gate, up = x.chunk(2, 1)
+    sigmoid = torch.sigmoid(gate)
+    silu = gate * sigmoid
+    return silu * up
+
+
+class Kernels(torch.autograd.Function):
+    """SwiGLU by the kernels of steps 3 and 4; x is all that is kept."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        out = x.new_empty(len(x), x.shape[1] // 2)
+        puzzle_07_swiglu.swiglu(x, out)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        grad_x = torch.empty_like(x)
+        swiglu_backward.swiglu_backward(x, grad.contiguous(), grad_x)
+        return grad_x
+
+
+def steps(
+    function: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor
+) -> dict[str, Callable[[], object]]:
+    """What is counted and timed of a way to compute SwiGLU."""
+    return {
+        "forward": lambda: function(x),
+        "forward and backward": lambda: torch.autograd.grad(function(x), x, grad),
+    }
+
+
+def tensors(rows: int, columns: int = C) -> tuple[Tensor, Tensor]:
+    """x [rows, 2 * columns] and the gradient of out."""
+    torch.manual_seed(0)
+    x = torch.randn(rows, 2 * columns, device=measure.DEVICE, requires_grad=True)
+    return x, torch.randn(rows, columns, device=measure.DEVICE)
+
+
+def check_right(what: str, function: Callable[[Tensor], Tensor], rows: int, columns: int) -> None:
+    """ToolError if output or gradient is not what float64 gives."""
+    x, grad = tensors(rows, columns)
+    exact = x.detach().double().requires_grad_()
+    out, expected = function(x), operators(exact)
+    measure.check_close(out, expected, f"the output of {what}")
+    (found,) = torch.autograd.grad(out, x, grad)
+    measure.check_close(
+        found, torch.autograd.grad(expected, exact, grad.double())[0], f"the gradient of {what}"
+    )
+
+
+def step_operators() -> None:
+    """Print who reads and writes how much, in units of a tensor of the size of out."""
+    x, grad = tensors(256)
+    for what, step in steps(operators, x, grad).items():
+        with Traffic(nn.Identity(), {}, measure.v3.NO_WORK) as traffic:
+            step()
+        print(f"{what}:")
+        for name, moved in traffic.by_operator.items():
+            print(
+                f"  {name.removeprefix('aten::'):20} {moved / grad.nbytes:5.1f} x the size of out"
+            )
+        total = sum(traffic.by_operator.values()) / grad.nbytes
+        print(
+            f"  all {total:.0f}, needed {LEAST[what]}: predicted {total / LEAST[what]:.2f}x from "
+            "fusion"
+        )
+
+
+def step_compiled() -> None:
+    """Compile, check, and say how many kernels were made."""
+    from torch._inductor import metrics
+
+    before = metrics.generated_kernel_count
+    try:
+        check_right("torch.compile", torch.compile(operators), 8, 64)
+    except RuntimeError as error:
+        raise ToolError(
+            f"torch.compile does not work here ({str(error).splitlines()[0]})", status=4
+        ) from error
+    count = metrics.generated_kernel_count - before
+    print(
+        f"torch.compile: output and gradient are right, {count} kernels in place of the operators"
+    )
+
+
+def check_puzzles() -> None:
+    """ToolError if one of the kernels is not solved; on a GPU the interpreter cannot say so."""
+    for step, module in ((3, puzzle_07_swiglu), (4, swiglu_backward)):
+        if not checker.SCOREBOARD:
+            solved, text, _ = checker.verdict(module.PUZZLE)
+            if not solved:
+                raise ToolError(f"step {step}, {module.PUZZLE.file.name}: {text}", status=1)
+
+
+def step_kernels() -> None:
+    """Check the kernels alone, then as an autograd.Function."""
+    check_puzzles()
+    for rows, columns in ((8, 16), (5, 13)):
+        check_right("your kernels", Kernels.apply, rows, columns)
+    print("your kernels: output and gradient are right")
+
+
+STEPS = {"operators": step_operators, "compiled": step_compiled, "kernels": step_kernels}
+
+
+def measured() -> list[dict]:
+    """Microseconds, turn by turn, of all ways and of a copy that moves as many bytes as SwiGLU
+    must."""
+    ways = {
+        "operators": operators,
+        "torch.compile": torch.compile(operators, dynamic=True),
+        "kernels": Kernels.apply,
+    }
+    for name, function in ways.items():
+        check_right(name, function, 6, 100)
+    rows = []
+    for count in ROWS:
+        x, grad = tensors(count)
+        for what, least in LEAST.items():
+            source = torch.ones(least * grad.numel() // 2, device=measure.DEVICE)
+            target = torch.empty_like(source)
+            sides = {"copy": lambda source=source, target=target: target.copy_(source)}
+            sides |= {name: steps(function, x, grad)[what] for name, function in ways.items()}
+            rows.append(
+                {
+                    "what": what,
+                    "rows": count,
+                    "bytes": least * grad.nbytes,
+                    "us": measure.in_turns(sides),
+                }
+            )
+    return rows
+
+
+def rates(row: dict) -> dict[str, float]:
+    """GB/s of each side: the bytes that SwiGLU must move over the median of the turns."""
+    return {
+        name: row["bytes"] / statistics.median(times) / 1e3 for name, times in row["us"].items()
+    }
+
+
+def table(rows: list[dict]) -> str:
+    """These rates as Markdown."""
+    columns = [Column("GB/s", "what"), Column("MB", lambda row: row["bytes"] / 1e6, ".1f")]
+    for name in rows[0]["us"]:
+        columns.append(Column(name, lambda row, name=name: rates(row)[name], ".0f"))
+    return render(columns, rows)
+
+
+def draw(path: Path, rows: list[dict], device: str) -> None:
+    """GB/s against size, forward on the left, with the backward pass on the right."""
+    pyplot = drawing()
+    figure, both = pyplot.subplots(1, 2, figsize=(9, 3.8), sharey=True, layout="constrained")
+    for axes, what in zip(both, LEAST, strict=True):
+        shown = [row for row in rows if row["what"] == what]
+        for name, style in zip(shown[0]["us"], ("k:", "o-", "s-", "^-"), strict=True):
+            axes.plot(
+                [row["bytes"] / 1e6 for row in shown],
+                [rates(row)[name] for row in shown],
+                style,
+                label=name,
+            )
+        axes.set(xscale="log", xlabel="MB that must be moved", title=what, ylim=(0, None))
+    both[0].set_ylabel("GB/s")
+    both[0].legend()
+    figure.suptitle(f"SwiGLU, {device}")
+    write_file(path, figure.savefig)
+    pyplot.close(figure)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = checker.parser_for(PROG, __doc__)
+    add = parser.add_argument
+    add("step", nargs="?", choices=STEPS, help="which step to check")
+    add("--output", type=Path, metavar="FILE.json", help="keep what --scoreboard measured")
+    add("--draw", type=Path, metavar="FILE.json", help="print the table of such a file")
+    add("--plot", type=Path, metavar="FILE.png", help="draw it, too")
+    args = parser.parse_args(argv)
+    if not args.step and not args.scoreboard and not args.draw:
+        parser.error("name a step, or --scoreboard, or --draw FILE.json")
+
+    def body() -> int:
+        if args.solution:
+            for module in (puzzle_07_swiglu, swiglu_backward):
+                checker.use_kernels_of(module.PUZZLE, checker.solution_of(module.PUZZLE))
+        if args.step:
+            STEPS[args.step]()
+        result = read_json(args.draw) if args.draw else None
+        if args.scoreboard:
+            if not measure.GPU:
+                raise ToolError("the scoreboard needs a GPU", status=4)
+            result = {"environment": measure.v3.environment(measure.DEVICE), "rows": measured()}
+            if args.output:
+                write_text(args.output, json.dumps(result, indent=1) + "\n")
+        if result:
+            print(table(result["rows"]))
+            if args.plot:
+                draw(args.plot, result["rows"], result["environment"]["device_name"])
+                print(f"drawn: {args.plot}")
+        return 0
+
+    return run_tool(PROG, body)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

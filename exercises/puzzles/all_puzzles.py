@@ -1,0 +1,62 @@
+#!/usr/bin/env python3
+"""Check all puzzles, a line each; on a GPU, with --scoreboard, one table of all that are solved.
+
+Examples:
+  python exercises/puzzles/all_puzzles.py                 which of them have you solved?
+  python exercises/puzzles/all_puzzles.py --scoreboard    how fast are they?
+"""
+
+from __future__ import annotations
+
+import _root
+
+import sys
+from pathlib import Path
+
+from exercises.puzzles import checker
+from workshop.cli import run_tool
+from workshop.files import read_json
+
+PROG = Path(__file__).name
+FILES = sorted(Path(__file__).parent.glob("puzzle_*.py"))
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = checker.parser_for(PROG, __doc__)
+    parser.add_argument("--output", type=Path, metavar="FILE.json", help="keep what was measured")
+    parser.add_argument(
+        "--table",
+        type=Path,
+        metavar="FILE.json",
+        help="print the table of such a file, and no more",
+    )
+    args = parser.parse_args(argv)
+
+    def body() -> int:
+        if args.table:
+            print(checker.scoreboard(read_json(args.table)))
+            return 0
+        puzzles, solved = [], 0
+        for file in FILES:
+            try:
+                puzzle = checker.load(file).PUZZLE
+            except Exception as error:  # in what the reader wrote
+                print(f"{file.stem}: {checker.explained(error, {str(file)})}")
+                continue
+            if args.solution:
+                checker.use_kernels_of(puzzle, checker.solution_of(puzzle))
+            puzzles.append(puzzle)
+            if not args.scoreboard:
+                right, text, _ = checker.verdict(puzzle)
+                solved += right
+                print(f"{file.stem}: {text}", flush=True)
+        if args.scoreboard:
+            return checker.measured(puzzles, args.output)
+        print(f"{solved} of {len(FILES)} solved")
+        return 0 if solved == len(FILES) else 1
+
+    return run_tool(PROG, body)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

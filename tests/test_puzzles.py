@@ -1,0 +1,253 @@
+"""Puzzles and the fusion built with them: solutions are right, what is missing is said, each
+kind of fault is named."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, captured
+
+FOLDER = ROOT / "exercises/puzzles"
+FILES = sorted(FOLDER.glob("puzzle_*.py"))
+by_file = pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+
+
+@pytest.fixture(scope="module")
+def checker():
+    """The module, in the interpreter.
+
+    It asks for that when it is imported, so not where kernels are compiled.
+    """
+    if torch.cuda.is_available():
+        pytest.skip("Triton compiles in this process")
+    from exercises.puzzles import checker
+
+    return checker
+
+
+def said(checker, file: Path, *argv: str) -> tuple[int, list[str]]:
+    """Status and lines of a puzzle's program."""
+    status, out, err = captured(lambda argv: checker.main(checker.load(file).PUZZLE, argv), [*argv])
+    assert err == ""
+    return status, out.splitlines()
+
+
+@by_file
+def test_a_solution_is_right_and_drawn(checker, file):
+    status, lines = said(checker, file, "--solution")
+    assert status == 0, lines
+    assert lines[-1].startswith(f"{file.stem}: solved (")
+    assert any(": written by program" in line for line in lines)
+
+
+def test_what_is_still_to_be_written_is_said_in_one_line(checker):
+    from exercises.puzzles import all_puzzles
+
+    status, out, err = captured(all_puzzles.main, [])
+    *lines, last = out.splitlines()
+    assert (status, last, err) == (1, "0 of 12 solved", "")
+    for file, line in zip(FILES, lines, strict=True):
+        assert line.startswith(f"{file.stem}: not solved yet: nothing is written to ")
+    assert said(checker, FILES[0]) == (1, lines[:1])
+
+
+def test_the_picture_shows_which_program_touched_which_element(checker):
+    assert said(checker, FILES[1], "--solution")[1][:-1] == [
+        *("x [13]: read by program", "    0000000011111"),
+        *("y [13]: read by program", "    0000000011111"),
+        *("out [13]: written by program", "    0000000011111"),
+    ]
+    assert (
+        "    0000000000000000.....................  19 rows"
+        in said(checker, FILES[8], "--solution")[1]
+    )
+
+
+def with_fault(checker, number: int, line: str, fault: str, folder: Path):
+    """A puzzle with its solution, one line of it changed."""
+    puzzle = checker.load(FILES[number - 1]).PUZZLE
+    text = (checker.solution_of(puzzle)).read_text()
+    assert line in text
+    wrong = folder / "wrong.py"
+    wrong.write_text(text.replace(line, fault))
+    checker.use_kernels_of(puzzle, wrong)
+    return puzzle
+
+
+@pytest.mark.parametrize(
+    ("number", "line", "fault", "kind", "where"),
+    [
+        (
+            1,
+            "OUT + at",
+            "OUT + at + 1",
+            "writes out of bounds",
+            "line 11: program 1 goes to out + 16, but out [16]",
+        ),
+        (
+            1,
+            "X + at",
+            "X + at - 1",
+            "reads out of bounds",
+            "line 11: program 0 goes to x - 1, but x [16] has",
+        ),
+        (2, "x + y, mask=inside", "x + y", "writes out of bounds", "the store has no mask"),
+        (2, "X + at, mask=inside", "X + at", "reads out of bounds", "the load has no mask"),
+        (
+            2,
+            "inside = at < n",
+            "inside = at <= n",
+            "writes out of bounds",
+            "the mask is true there",
+        ),
+        (2, "OUT + at", "X + at", "writes to an input", "line 14: x is only to be read"),
+        (3, ", other=0.0", "", "mask", "line 11 loads without `other`"),
+        (3, "other=0.0", "other=1.0", "wrong at odd sizes only", "out[0] is "),
+        (
+            5,
+            "/ C + eps",
+            "/ BLOCK + eps",
+            "wrong at odd sizes only",
+            "right with rows = 4, C = 16: out[0, 0]",
+        ),
+        (
+            5,
+            "other=0.0).to(tl.float32)",
+            "other=0.0)",
+            "dtype, right in float32 and wrong in float16",
+            "out[0, 0]",
+        ),
+        (
+            8,
+            "tl.dot(a, b, total)",
+            "tl.dot(a, b, total).to(tl.float16)",
+            "dtype, the errors are",
+            "c[0, ",
+        ),
+        (2, "inside = at < n", "inside = at < n - 1", "never written", "out[15], 1 of 16 elements"),
+        (
+            6,
+            "PARTS + program * C",
+            "PARTS",
+            "race",
+            "program 1 writes parts[0, 0], and so did program number 0",
+        ),
+        (
+            3,
+            "tl.sum(x, 0))",
+            "tl.sum(x, 0) + tl.load(OUT + row * 0))",
+            "race",
+            "program 1 reads out[0], which another",
+        ),
+        (
+            3,
+            "OUT + row, ",
+            "OUT + row, tl.load(OUT + row + 1, mask=row < 2) + ",
+            "race",
+            "which another program reads",
+        ),
+        (12, "tl.store(", "tl.atomic_add(", "atomic operation", "line 35: "),
+        (4, "x - tl.max(x, 0)", "x", "wrong: ", " is nan and should be "),
+        (4, '-float("inf")', "0.0", "wrong at odd sizes only", "out[0, "),
+        (
+            11,
+            "(key < n)[None, :], scores",
+            "True, scores",
+            "wrong at odd sizes only",
+            "out[0, 0, 0]",
+        ),
+        (3, "tl.sum", "tl.sun", "error", "line 12: AttributeError: "),
+    ],
+)
+def test_a_fault_is_named_with_its_place(checker, number, line, fault, kind, where, tmp_path):
+    right, text, _ = checker.verdict(with_fault(checker, number, line, fault, tmp_path))
+    assert not right
+    assert text.startswith(kind) and where in text
+    assert len(text.splitlines()) == 1
+
+
+def test_an_element_beside_a_tensor_is_in_the_picture_and_nothing_is_written_there(
+    checker, tmp_path
+):
+    _, _, areas = checker.verdict(with_fault(checker, 2, "x + y, mask=inside", "x + y", tmp_path))
+    assert checker.drawn(areas[-1]).splitlines()[1:] == ["    0000000011111", "    outside: 111"]
+    assert not areas[-1].changed_outside()
+
+
+def test_the_scoreboard_needs_a_gpu_and_says_so(checker):
+    done = captured(
+        lambda argv: checker.main(checker.load(FILES[0]).PUZZLE, argv), ["--scoreboard"]
+    )
+    assert done == (4, "", "puzzle_01_add.py: error: the scoreboard needs a GPU\n")
+
+
+@pytest.mark.gpu
+def test_all_solutions_are_right_on_the_gpu_and_timed(tmp_path):
+    argv = [sys.executable, FOLDER / "all_puzzles.py", "--solution", "--scoreboard"]
+    done = subprocess.run(argv, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert all(f"| {file.stem} " in done.stdout for file in FILES)
+
+
+# --- build one fusion yourself
+
+
+@pytest.fixture
+def swiglu(checker):
+    """The program, its kernels those of the reader."""
+    for name in (
+        "puzzles.puzzle_07_swiglu",
+        "build_a_fusion.swiglu_backward",
+        "build_a_fusion.swiglu",
+    ):
+        sys.modules.pop(f"exercises.{name}", None)
+    return importlib.import_module("exercises.build_a_fusion.swiglu")
+
+
+def test_each_step_checks_what_the_reader_has(swiglu):
+    status, _, err = captured(swiglu.main, ["kernels"])
+    assert (status, "step 3, puzzle_07_swiglu.py: not solved yet" in err) == (1, True)
+    assert captured(swiglu.main, ["kernels", "--solution"]) == (
+        0,
+        "your kernels: output and gradient are right\n",
+        "",
+    )
+    assert captured(swiglu.main, ["--scoreboard"])[0] == 4
+    assert captured(swiglu.main, [])[0] == 2
+
+
+def test_bytes_of_the_operators_are_counted(swiglu):
+    status, out, _ = captured(swiglu.main, ["operators"])
+    assert status == 0
+    assert "all 8, needed 3: predicted 2.67x" in out
+    assert "all 30, needed 8: predicted 3.75x" in out
+
+
+@pytest.mark.parametrize("line", ["grad * gate * s", "(s + gate * s * (1 - s))"])
+def test_a_wrong_gradient_is_noticed(swiglu, checker, line, tmp_path):
+    text = checker.solution_of(swiglu.swiglu_backward.PUZZLE).read_text()
+    assert line in text
+    (tmp_path / "wrong.py").write_text(text.replace(line, "s"))
+    checker.use_kernels_of(swiglu.swiglu_backward.PUZZLE, tmp_path / "wrong.py")
+    right, text, _ = checker.verdict(swiglu.swiglu_backward.PUZZLE)
+    assert not right
+    assert text.startswith("wrong: grad_x[0, ")
+
+
+def test_the_figure_of_the_h100_is_drawn_from_its_file(swiglu, tmp_path):
+    """All sides at all sizes, with the turns behind each point."""
+    file = ROOT / "results/h100/build_a_fusion.json"
+    rows = json.loads(file.read_text())["rows"]
+    assert len(rows) == len(swiglu.ROWS) * len(swiglu.LEAST)
+    assert all([*row["us"]] == ["copy", "operators", "torch.compile", "kernels"] for row in rows)
+    status, out, _ = captured(
+        swiglu.main, ["--draw", str(file), "--plot", str(tmp_path / "figure.png")]
+    )
+    assert (status, len(out.splitlines())) == (0, len(rows) + 3)
+    assert (tmp_path / "figure.png").stat().st_size > 10_000
