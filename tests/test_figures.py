@@ -74,6 +74,19 @@ def test_memory_of_a_step_has_a_bar_for_each_version_and_its_sum(tmp_path, monke
     assert {"TinyOpenFold, crop, bf16", "V1", "V3"} <= set(said.splitlines())
 
 
+def test_the_trunk_shows_each_side_that_finished_where_it_was_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(figures, "H100", tmp_path)
+    measured = {"V3": (221.0, 42e3), "V3, checkpointed": (290.0, 5e3), "V2, checkpointed": (640.0, 7e3)}
+    rows = [{"shape": "128 x 256", "side": n, "batch_ms": ms, "peak_mb": mb} for n, (ms, mb) in measured.items()]
+    rows += [{"shape": "128 x 256", "side": n, "status": "oom"} for n in ("V2", "V1", "V1, checkpointed")]
+    (tmp_path / "trunk.json").write_text(json.dumps({"rows": rows}))
+    axes = figures.trunk().figure.axes[1]
+    points = {tuple(line.get_xydata()[0]) for line in axes.lines if line.get_marker() == "o"}
+    assert points == {(ms, mb / 1e3) for ms, mb in measured.values()}
+    assert [line.get_xdata()[0] for line in axes.lines if line.get_marker() == "^"] == [640.0]
+    assert [text.get_text() for text in axes.texts] == ["V2", "V3"]
+
+
 def test_what_is_kept_is_told_apart_by_what_it_is_for():
     argv = [*TINY["llama"], "--device", "cpu", "--use-amp"]
     rows = {v: memory_by_purpose.measure(load(f"tiny_llama_{v}"), argv)["parts"] for v in ("v1", "v2")}

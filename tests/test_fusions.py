@@ -264,6 +264,23 @@ def test_what_is_said_to_have_no_effect_has_none():
             assert operators([*preset, f"{flag}-{name.replace('_', '-')}"]) == reference, name
 
 
+@pytest.mark.parametrize("script", TRITON)
+def test_a_fusion_of_v2_that_changes_nothing_later_is_said_to(script: str):
+    def operators_and_weights(*argv: str) -> tuple[int, int]:
+        argv = (*SMALLEST[model_of(script)], *argv)
+        model, batch = build(script, *argv), batches(script, *argv).next_batch()
+        with torch.no_grad(), load(script).OperatorCounter() as counter:
+            model(**batch)
+        return counter.calls, len(list(model.parameters()))
+
+    all_on, said = operators_and_weights(), parse(script).without_effect
+    for flag, name, _ in load(f"tiny_{model_of(script)}_v2").FUSIONS:
+        if operators_and_weights(f"--disable-{flag}") == all_on:
+            assert name in said, f"--disable-{flag} changes nothing in {script}.py: without_effect has to say why"
+        else:
+            assert name not in said, f"--disable-{flag} changes {script}.py, and without_effect says it does not"
+
+
 def test_fusions_that_are_on_anyhow_are_said(run):
     short = words("--num-steps 1 --warmup-steps 0 --under-profiler")
     result = run(SCRIPT, "--enable-flash-attention", *short)

@@ -661,7 +661,8 @@ def test_roofline(tmp_path: Path, script: str, no_deepspeed, monkeypatch):
     ceilings = found["ceilings"]
     assert ceilings["precision"] == "bfloat16"
     for row in found["modules"]:
-        assert row["ms"] > 0 and row["bytes"] > 0
+        assert row["ms"] > 0, row["module"]
+        assert row["bytes"] > 0 or row["module"].endswith("(rest)"), f"{row['module']} moves nothing"
         if row["flop"]:
             assert row["achieved_tflops"] == pytest.approx(row["flop"] / row["ms"] / 1e9)
             roof = min(ceilings["gemm_tflops"], ceilings["copy_gb_per_s"] * row["flop_per_byte"] / 1e3)

@@ -101,6 +101,7 @@ def fails_with(monkeypatch, script: str, when, error: BaseException) -> None:
 
 
 def test_an_ablation_goes_on_group_by_group(steady, monkeypatch, tmp_path):
+    assert len(load("tiny_llama_v2").FUSIONS) == 3, "the groups and sums below are those of three fusions: adapt them"
     path = tmp_path / "study.json"
     argv = [*SMALL, "--all-combinations", "--group-size", "4", "--rounds", "5", "--output", path]
     with monkeypatch.context() as patch:

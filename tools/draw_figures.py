@@ -758,6 +758,33 @@ def nice_step(longest: float) -> int:
     return next(step for step in (20, 50, 100, 200, 500, 1000, 2000, 5000, 10**6) if longest / step <= 6)
 
 
+def trunk() -> Sheet:
+    """Time against peak memory of 48 blocks, with all activations kept and with those of one block at a time."""
+    rows = {row["side"]: row for row in read(H100 / "trunk.json")["rows"] if row["shape"] == "128 x 256"}
+    times = [row["batch_ms"] for row in rows.values() if "batch_ms" in row]
+    sheet = Sheet("48 blocks: what recomputation is for", 600)
+    axes = plot(sheet, 86, 84, 620, 370, xlabel="ms per training step", ylabel="peak memory, GB")
+    axes.set(xlim=(0, 1.15 * max(times)), ylim=(0, 100))
+    axes.axhline(80, color=RED, linewidth=2, linestyle=(0, (4, 3)))
+    label = {"fontsize": SMALL, "weight": "bold"}
+    for name in ("V1", "V2", "V3", "V4", "OpenFold"):
+        again = rows.get(f"{name}, checkpointed", {})
+        if "batch_ms" not in again:
+            continue
+        color, kept = VERSION.get(name, PURPLE), rows[name]
+        x, y = again["batch_ms"], again["peak_mb"] / 1e3
+        end = (kept["batch_ms"], kept["peak_mb"] / 1e3) if "batch_ms" in kept else (x, 92)
+        axes.plot([x, end[0]], [y, end[1]], color=color, linewidth=3, linestyle="-" if "batch_ms" in kept else ":")
+        axes.plot(x, y, color=color, marker="o", markersize=13, fillstyle="none", markeredgewidth=3)
+        axes.plot(*end, color=color, marker="o" if "batch_ms" in kept else "^", markersize=13)
+        axes.text(x + 0.025 * max(times), y + 2, name, color=color, ha="left", **label)
+    words = "filled: activations kept; open: --checkpoint-blocks"
+    sheet.text(20, 536, words, SMALL, GREY, ha="left")
+    words = "triangle: out of memory, which is 80 GB (dashed); bf16, one H100"
+    sheet.text(20, 570, words, SMALL, GREY, ha="left")
+    return sheet
+
+
 FIGURES_BY_NAME: dict[str, Callable[[], Sheet]] = {
     draw.__name__: draw
     for draw in (
@@ -775,6 +802,7 @@ FIGURES_BY_NAME: dict[str, Callable[[], Sheet]] = {
         roofline,
         versions,
         memory_of_a_step,
+        trunk,
     )
 }
 
