@@ -73,6 +73,7 @@ try:
     from torch.optim import AdamW
     from torch.overrides import TorchFunctionMode
     from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils.checkpoint import checkpoint
     from torch.utils.flop_counter import FlopCounterMode
 except (ImportError, KeyboardInterrupt) as error:
     missing = isinstance(error, ImportError)
@@ -87,7 +88,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # the kernels run on th
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of the model; the defaults are those of the command line."""
+    """Sizes of the model and how it runs; the defaults are those of the command line."""
 
     msa_dim: int = 64
     pair_dim: int = 128
@@ -98,6 +99,7 @@ class ModelConfig:
     seq_len: int = 64
     outer_product_dim: int = 32
     transition_factor: int = 4
+    checkpoint_blocks: bool = False
     blocks: str = "default"  # what --blocks replaces
 
 
@@ -170,6 +172,8 @@ def without_effect(args: argparse.Namespace) -> dict[str, str]:
         found["packed_weights"] = "it joins triangle-fusion and triton-triangle; one is off"
     if not args.cuda_graph:
         found["overlap"] = "it needs a graph, which this run has not"
+    elif args.num_gpus > 1:
+        found["overlap"] = "several GPUs average a gradient in the chain, before its update"
     if args.torch_compile:
         names = ("direct_gradients", "fused_optimizer", "transition_fusion", "projection_fusion")
         names += ("embedding_fusion", "loss_fusion", "overlap")
@@ -216,15 +220,19 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     add("--num-heads-msa", default=sizes.num_heads_msa, metavar="H", help="heads of MSA attention")
     heads = sizes.num_heads_pair
     add("--num-heads-pair", default=heads, metavar="H", help="heads of pair attention")
+    add = parser.add_argument_group("memory").add_argument
+    text = "keep only what goes into a block, and compute the block again in the backward pass"
+    add("--checkpoint-blocks", action="store_true", help=text)
     add = parser.add_argument_group("data").add_argument
     text = "sequences per alignment"
     add("--num-seqs", type=at_least(1), default=sizes.num_seqs, metavar="S", help=text)
     text = "residues per sample"
     add("--seq-len", type=at_least(2), default=sizes.seq_len, metavar="N", help=text)
     add("--batch-size", type=at_least(1), default=4, metavar="B", help="samples per step")
-    text = "real alignment, query first (with --structure)"
-    add("--msa", type=Path, metavar="FILE.a3m", help=text)
-    add("--structure", type=Path, metavar="FILE", help="its structure, PDB or mmCIF (with --msa)")
+    text = "real alignments, query first (with --structure); can be repeated, or a folder"
+    add("--msa", type=Path, action="append", metavar="FILE.a3m", help=text)
+    text = "their structures, PDB or mmCIF, in the same order (with --msa)"
+    add("--structure", type=Path, action="append", metavar="FILE", help=text)
     add = parser.add_argument_group("kernels").add_argument
     text = "other block sizes or warps for one kernel, powers of two"
     text += " (an unknown name lists the kernels); can be repeated"
@@ -253,12 +261,12 @@ def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentPar
             "--msa and --structure belong together: give both, or neither for synthetic proteins",
         )
     if args.msa:
-        protein = read_protein(args.msa, args.structure)
-        for name, found in zip(("num_seqs", "seq_len"), protein.tokens.shape, strict=True):
+        sizes = zip(*(protein.tokens.shape for protein in read_proteins(args)), strict=True)
+        for name, found in zip(("num_seqs", "seq_len"), map(max, sizes), strict=True):
             wanted = getattr(args, name)
             if wanted > found:
-                flag = f"--{name.replace('_', '-')}"
-                say("note", f"{flag} {wanted} lowered to {found}: {args.msa} has no more")
+                flag, files = f"--{name.replace('_', '-')}", ", ".join(map(str, args.msa))
+                say("note", f"{flag} {wanted} lowered to {found}: {files} has no more")
                 setattr(args, name, found)
     dim = args.pair_dim
     if args.triton_triangle and (dim < 16 or dim.bit_count() != 1):
@@ -646,7 +654,8 @@ class SideStreams:
         """Begin a forward pass; from here on work is put beside it, if wanted and captured."""
         self.written = {}  # a capture that failed leaves some
         capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-        self.active = wanted and capturing
+        alone = not torch.distributed.is_initialized()  # DDP reads each gradient in the chain
+        self.active = wanted and capturing and alone
         if self.active:
             # GEMMs beside the chain need a workspace of their own; eager steps give theirs back.
             torch._C._cuda_clearCublasWorkspaces()
@@ -3241,7 +3250,7 @@ class NormProjection(torch.autograd.Function):
         if heads is not None:
             check_shape("pair", x, len(x), x.shape[1], x.shape[1], dim)
             check_shape("the weight of the heads", heads, len(heads), dim)
-        ctx.save_for_backward(kept, norm_weight, norm_bias, cast, heads)
+        ctx.save_for_backward(kept, cast)
         ctx.parameters = norm_weight, norm_bias, weight, bias, heads
         dtype = gemm_dtype(x) if cast is None else cast.dtype
         ctx.settings, ctx.direct, ctx.side = (eps, parts, ending, dtype), direct, side
@@ -3258,7 +3267,8 @@ class NormProjection(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, residual: Tensor | None, grad: Tensor | None, grad_pair_bias: Tensor | None):
-        x, norm_weight, norm_bias, cast, heads = ctx.saved_tensors
+        x, cast = ctx.saved_tensors
+        norm_weight, norm_bias, _, _, heads = ctx.parameters  # themselves: they are looked up
         eps, parts, _, dtype = ctx.settings
         given = (grad, grad_pair_bias, residual)
         grad, grad_pair_bias, residual = (None if g is None else g.contiguous() for g in given)
@@ -4210,6 +4220,15 @@ class QKVGLinear(nn.Module):
         return q, k, v, gate + self.bias.view(self.heads, -1).to(gate.dtype)
 
 
+def without_padding(bias: Tensor, present: Tensor) -> Tensor:
+    """Set a bias [B or 1, H or 1, N or 1, N] where no key is present [B, N].
+
+    It is so low that the weight is 0, and a number in float16, too: where all keys are padding, and
+    so is the query, no NaN arises.
+    """
+    return bias.masked_fill(~present[:, None, None], -1e4)
+
+
 class GatedAttention(nn.Module):
     """Attend along one axis in several heads, with a sigmoid gate on the output.
 
@@ -4239,12 +4258,21 @@ class GatedAttention(nn.Module):
             self.linear_g = nn.Linear(dim, dim)
         self.linear_o = Linear(dim, dim, fusions, side)
 
-    def attend(self, x: Tensor, bias: Tensor | None = None, columns: bool = False) -> Tensor:
+    def attend(
+        self,
+        x: Tensor,
+        bias: Tensor | None = None,
+        present: Tensor | None = None,
+        columns: bool = False,
+    ) -> Tensor:
         """Let each of the R rows of x [B, R, N, C] attend to itself.
 
-        bias [B, H, N, N] is the same for all rows. With `columns` each of the N columns attends to
-        itself, and the bias is [B, H, R, R].
+        bias [B, H, N, N] is the same for all rows, and so is present [B, N], which is False for
+        padding, that nobody attends to. With `columns` each of the N columns attends to itself, and
+        the bias is [B, H, R, R], present [B, R].
         """
+        if present is not None:
+            bias = without_padding(x.new_zeros(1) if bias is None else bias, present)
         if self.triton:
             return self.attend_triton(x, bias, columns)
         if columns:
@@ -4283,10 +4311,11 @@ class GatedAttention(nn.Module):
             parts = [part.unflatten(-1, (self.heads, -1)) for part in parts]
             qkvg, gate_bias = torch.stack(parts, dim=-2), self.linear_g.bias
         side = self.side if takes_over(self.fusions) else None
-        if columns:
-            out = GatedAttentionFunction.apply(qkvg.transpose(1, 2), gate_bias, bias, side)
-            return self.linear_o(out.transpose(1, 2))
-        return self.linear_o(GatedAttentionFunction.apply(qkvg, gate_bias, bias, side))
+        qkvg = qkvg.transpose(1, 2) if columns else qkvg
+        if bias is not None:
+            bias = bias.expand(-1, self.heads, qkvg.shape[2], -1)
+        out = GatedAttentionFunction.apply(qkvg, gate_bias, bias, side)
+        return self.linear_o(out.transpose(1, 2) if columns else out)
 
     def fused(self, x: Tensor, *dims: int) -> bool:
         """Return whether norms and residual of x [..., C] are computed in other kernels."""
@@ -4328,7 +4357,8 @@ class GatedAttention(nn.Module):
         if bias is None:  # nothing to share: every row of every sample is a batch of its own
             samples, rows = 1, samples * rows
         else:
-            x, bias = x.permute(1, 2, 0, 3), bias.flatten(0, 1)[None].contiguous()
+            bias = bias.expand(samples, self.heads, length, length).flatten(0, 1)[None]
+            x, bias = x.permute(1, 2, 0, 3), bias.contiguous()
         q, k, v, gate = self.project(x.reshape(-1, dim))  # [R x N x B, H, C / H]
         shape = (rows, length, samples * self.heads, -1)
         q, k, v = (t.view(shape).transpose(1, 2) for t in (q, k, v))
@@ -4391,18 +4421,20 @@ class MSARowAttentionWithPairBias(GatedAttention):
         self,
         msa: Tensor,
         pair: Tensor,
+        residues: Tensor | None = None,
         residual: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Compute the update of msa [B, S, N, c_m] from it and pair [B, N, N, c_z].
 
-        With `residual` return msa + update, and pair handed on.
+        With `residual` return msa + update, and pair handed on. residues [B, N] are False for
+        padding, which the fused way does not know.
         """
-        if residual and self.fused(msa, pair.shape[-1]):
+        if residual and residues is None and self.fused(msa, pair.shape[-1]):
             norm, heads = self.layer_norm_z, self.linear_z
             pair, _, bias = normed_projection(norm, pair, None, None, heads)
             return self.attend_fused(self.layer_norm_m, msa, bias), pair
         _, bias = self.layer_norm_z(pair, self.linear_z)
-        update = self.attend(self.layer_norm_m(msa), bias)
+        update = self.attend(self.layer_norm_m(msa), bias, residues)
         return (msa + update, pair) if residual else update
 
 
@@ -4414,11 +4446,19 @@ class MSAColumnAttention(GatedAttention):
         super().__init__(config.msa_dim, config.num_heads_msa, qkv, fusions, side)
         self.layer_norm_m = LayerNorm(config.msa_dim, fusions, side)
 
-    def forward(self, msa: Tensor, residual: bool = False) -> Tensor:
-        """Compute the update of msa [B, S, N, c_m], or msa + update with `residual`."""
-        if residual and self.fused(msa):
+    def forward(
+        self,
+        msa: Tensor,
+        sequences: Tensor | None = None,
+        residual: bool = False,
+    ) -> Tensor:
+        """Compute the update of msa [B, S, N, c_m], or msa + update with `residual`.
+
+        sequences [B, S] are False for padding, which the fused way does not know.
+        """
+        if residual and sequences is None and self.fused(msa):
             return self.attend_fused(self.layer_norm_m, msa, columns=True)
-        update = self.attend(self.layer_norm_m(msa), columns=True)
+        update = self.attend(self.layer_norm_m(msa), present=sequences, columns=True)
         return msa + update if residual else update
 
 
@@ -4498,29 +4538,46 @@ class OuterProductMean(nn.Module):
         settings = cast, factor, self.fusions.direct_gradients, side
         return msa, OuterProductWithResidual.apply(ab, pair, out.weight, out.bias, *settings)
 
-    def forward(self, msa: Tensor, pair: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(
+        self,
+        msa: Tensor,
+        sequences: Tensor | None = None,
+        pair: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Compute the update of pair [B, N, N, c_z] from msa [B, S, N, c_m].
 
-        With `pair` return msa handed on, and pair + update.
+        With `pair` return msa handed on, and pair + update. sequences [B, S] are False for padding,
+        which the fused way does not know.
         """
         if pair is not None:
             dims = msa.shape[-1], pair.shape[-1]
-            if self.packed and projections_fit(self.fusions, msa, *dims):
+            if sequences is None and self.packed and projections_fit(self.fusions, msa, *dims):
                 return self.forward_fused(msa, pair)
-            return msa, pair + self(msa)
-        msa = self.layer_norm(msa)
+            return msa, pair + self(msa, sequences)
+        msa, depth = self.layer_norm(msa), msa.shape[1]
+        if sequences is not None:
+            dtype = torch.promote_types(msa.dtype, torch.float32)
+            depth = sequences.sum(1, dtype=dtype)[:, None, None, None]
         if self.triton:
             if self.packed:
                 a, b = self.linears(msa).chunk(2, dim=-1)
             else:
                 a, b = self.linear_1(msa), self.linear_2(msa)
-            out, factor = self.linear_out, 1 / (msa.shape[1] + 1e-3)
+            out, factor = self.linear_out, 1 / (depth + 1e-3)
             side = self.side if takes_over(self.fusions) else None
-            settings = factor, self.fusions.direct_gradients, side
-            return OuterProductMeanFunction.apply(a, b, out.weight, out.bias, *settings)
-        outer = torch.einsum("bsic,bsjd->bijcd", self.linear_1(msa), self.linear_2(msa)).flatten(3)
+            settings = self.fusions.direct_gradients, side
+            if sequences is None:
+                return OuterProductMeanFunction.apply(a, b, out.weight, out.bias, factor, *settings)
+            a = (a * sequences[:, :, None, None] * factor).to(a.dtype)
+            zero = torch.zeros_like(out.bias)
+            update = OuterProductMeanFunction.apply(a, b, out.weight, zero, 1.0, *settings)
+            return update + factor * out.bias
+        a, b = self.linear_1(msa), self.linear_2(msa)
+        if sequences is not None:
+            a = a * sequences[:, :, None, None]
+        outer = torch.einsum("bsic,bsjd->bijcd", a, b).flatten(3)
         # The bias is divided, too, as AlphaFold's code does.
-        return self.linear_out(outer) / (msa.shape[1] + 1e-3)
+        return self.linear_out(outer) / (depth + 1e-3)
 
 
 class TriangleMultiplication(nn.Module):
@@ -4556,25 +4613,46 @@ class TriangleMultiplication(nn.Module):
             self.linear_z = nn.Linear(dim, dim)
         self.layer_norm_out = LayerNorm(dim, fusions, side)
 
-    def forward(self, pair: Tensor, residual: bool = False) -> Tensor:
-        """Compute the update of pair [B, N, N, c_z], or pair + update with `residual`."""
-        if self.triton:
+    def forward(
+        self,
+        pair: Tensor,
+        residues: Tensor | None = None,
+        residual: bool = False,
+    ) -> Tensor:
+        """Compute the update of pair [B, N, N, c_z], or pair + update with `residual`.
+
+        residues [B, N] are False for padding, which the kernels do not know.
+        """
+        if self.triton and residues is None:
             return self.forward_triton(pair, residual)
         if residual:
-            return pair + self.forward(pair)
+            return pair + self.forward(pair, residues)
         pair = self.layer_norm_in(pair)
         if self.triangle_fusion:
             # The GEMM writes channels first: a and b then are batches of N x N matrices, which
             # nobody has to transpose.
-            ab = (self.linear_ab.weight @ pair.flatten(0, 2).T).add_(self.linear_ab.bias[:, None])
             samples, length, _, dim = pair.shape
-            a, b = F.glu(ab, dim=0).view(2, dim * samples, length, length).unbind()
+            linear = self.linears if self.packed else self.linear_ab
+            weight, bias = linear.weight[: 4 * dim], linear.bias[: 4 * dim]
+            ab = (weight @ pair.flatten(0, 2).T).add_(bias[:, None])
+            a, b = F.glu(ab, dim=0).view(2, dim, samples, length, length).unbind()
+            if residues is not None:
+                a = a * (residues[:, :, None] & residues[:, None])
+            a, b = a.flatten(0, 1), b.flatten(0, 1)
             product = self.multiply(a, b).view(dim, samples, length, length).permute(1, 2, 3, 0)
         else:
             a = torch.sigmoid(self.linear_a_g(pair)) * self.linear_a_p(pair)
             b = torch.sigmoid(self.linear_b_g(pair)) * self.linear_b_p(pair)
+            if residues is not None:
+                a = a * (residues[:, :, None] & residues[:, None])[..., None]
             product = torch.einsum(self.equation, a, b)
-        return torch.sigmoid(self.linear_g(pair)) * self.linear_z(self.layer_norm_out(product))
+        product = self.layer_norm_out(product)
+        if self.packed:
+            weight_g, weight_z = self.linears.weight[4 * dim :].chunk(2)
+            bias_g, bias_z = self.linears.bias[4 * dim :].chunk(2)
+            gate = torch.sigmoid(F.linear(pair, weight_g, bias_g))
+            return gate * F.linear(product, weight_z, bias_z)
+        return torch.sigmoid(self.linear_g(pair)) * self.linear_z(product)
 
     def forward_triton(self, pair: Tensor, residual: bool) -> Tensor:
         """Do as `forward`, with one kernel before and one after the product."""
@@ -4640,13 +4718,21 @@ class TriangleAttentionStartingNode(GatedAttention):
         self.layer_norm = LayerNorm(config.pair_dim, fusions, side)
         self.linear = nn.Linear(config.pair_dim, config.num_heads_pair, bias=False)
 
-    def forward(self, pair: Tensor, residual: bool = False) -> Tensor:
-        """Compute the update of pair [B, N, N, c_z], or pair + update with `residual`."""
-        if residual and self.fused(pair):
+    def forward(
+        self,
+        pair: Tensor,
+        residues: Tensor | None = None,
+        residual: bool = False,
+    ) -> Tensor:
+        """Compute the update of pair [B, N, N, c_z], or pair + update with `residual`.
+
+        residues [B, N] are False for padding, which the fused way does not know.
+        """
+        if residual and residues is None and self.fused(pair):
             heads, columns = self.linear, self.ending
             return self.attend_fused(self.layer_norm, pair, heads=heads, columns=columns)
         normed, bias = self.layer_norm(pair, self.linear, ending=self.ending)
-        update = self.attend(normed, bias, columns=self.ending)
+        update = self.attend(normed, bias, residues, columns=self.ending)
         return pair + update if residual else update
 
 
@@ -4722,21 +4808,30 @@ class EvoformerBlock(nn.Module):
             return {}
         return dict(zip(weights, CastFunction.apply(dtype, *weights.values()), strict=True))
 
-    def with_cast_weights(self, msa: Tensor, pair: Tensor) -> tuple[Tensor, Tensor]:
+    def with_cast_weights(self, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
         """Do as `forward`, all weights cast before it."""
         weights = self.cast_weights()
-        return functional_call(self, weights, (msa, pair)) if weights else self(msa, pair)
+        return functional_call(self, weights, inputs) if weights else self(*inputs)
 
-    def forward(self, msa: Tensor, pair: Tensor) -> tuple[Tensor, Tensor]:
-        """Update msa [B, S, N, c_m] and pair [B, N, N, c_z]."""
-        msa, pair = self.msa_att_row(msa, pair, residual=True)
-        msa = self.msa_att_col(msa, residual=True)
+    def forward(
+        self,
+        msa: Tensor,
+        pair: Tensor,
+        sequences: Tensor | None = None,
+        residues: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Update msa [B, S, N, c_m] and pair [B, N, N, c_z].
+
+        sequences [B, S] and residues [B, N] are False for padding, which changes nothing elsewhere.
+        """
+        msa, pair = self.msa_att_row(msa, pair, residues, residual=True)
+        msa = self.msa_att_col(msa, sequences, residual=True)
         msa = self.msa_transition(msa, residual=True)
-        msa, pair = self.outer_product_mean(msa, pair)
-        pair = self.tri_mul_out(pair, residual=True)
-        pair = self.tri_mul_in(pair, residual=True)
-        pair = self.tri_att_start(pair, residual=True)
-        pair = self.tri_att_end(pair, residual=True)
+        msa, pair = self.outer_product_mean(msa, sequences, pair)
+        pair = self.tri_mul_out(pair, residues, residual=True)
+        pair = self.tri_mul_in(pair, residues, residual=True)
+        pair = self.tri_att_start(pair, residues, residual=True)
+        pair = self.tri_att_end(pair, residues, residual=True)
         pair = self.pair_transition(pair, residual=True)
         return msa, pair
 
@@ -4835,9 +4930,12 @@ class TinyOpenFold(nn.Module):
         masked: Tensor | None = None,
         coords: Tensor | None = None,
         observed: Tensor | None = None,
+        sequences: Tensor | None = None,
+        residues: Tensor | None = None,
     ) -> Tensor | dict[str, Tensor]:
         """Predict {"masked_msa": [B, S, N, 23], "distogram": [B, N, N, 64]} from tokens [B, S, N].
 
+        Where tokens are padded, sequences [B, S] and residues [B, N] are False.
         With the targets return the loss, 0.3 x distogram + 2.0 x masked MSA (AF2 SI, section 1.9).
         """
         msa, pair = self.input_embedder(tokens)
@@ -4847,7 +4945,12 @@ class TinyOpenFold(nn.Module):
             if self.side.active:
                 msa, pair = JoinSideStreams.apply(self.side, msa, pair)
         for block in self.blocks:
-            msa, pair = block.with_cast_weights(msa, pair)
+            inputs = (msa, pair, sequences, residues)
+            if self.config.checkpoint_blocks:  # without random numbers: a block draws none
+                options = {"use_reentrant": False, "preserve_rng_state": False}
+                msa, pair = checkpoint(block.with_cast_weights, *inputs, **options)
+            else:
+                msa, pair = block.with_cast_weights(*inputs)
         if true_tokens is not None and heads_fit(self.fusions, msa, pair):
             heads = self.distogram.linear, self.masked_msa.linear
             casts = tuple(self.side.cached_cast(head.weight, gemm_dtype(msa)) for head in heads)
@@ -4916,7 +5019,9 @@ class Protein:
 class ProteinBatches:
     """Crop proteins at random, from host memory, and mask 15 % of the alignment.
 
-    A batch has tokens, true_tokens and masked [B, S, N], coords [B, N, 3] and observed [B, N].
+    A batch has tokens, true_tokens and masked [B, S, N], coords [B, N, 3] and observed [B, N]. If
+    any protein is smaller than a crop, it is padded, and batches have sequences [B, S] and residues
+    [B, N], which are False for padding.
     """
 
     def __init__(
@@ -4928,14 +5033,17 @@ class ProteinBatches:
     ):
         self.proteins, self.device = proteins, device
         self.batch_size, self.num_seqs, self.seq_len = args.batch_size, args.num_seqs, args.seq_len
+        crop = (args.num_seqs, args.seq_len)
+        self.padded = any((np.array(p.tokens.shape) < crop).any() for p in proteins)
         self.rng = np.random.default_rng(seed)
 
     def next_batch(self) -> dict[str, Tensor]:
         chosen = self.rng.integers(len(self.proteins), size=self.batch_size)
         crops = [self._crop(self.proteins[i]) for i in chosen]
         stacked = (torch.from_numpy(np.stack(part)) for part in zip(*crops, strict=True))
-        true_tokens, coords, observed = stacked
+        true_tokens, coords, observed, sequences, residues = stacked
         masked = torch.from_numpy(self.rng.random(true_tokens.shape, dtype=np.float32) < 0.15)
+        masked &= sequences[:, :, None] & residues[:, None]
         masked[:, 0, 0] = True  # so that there is always something to predict
         batch = {
             "tokens": torch.where(masked, MASK, true_tokens),
@@ -4944,15 +5052,25 @@ class ProteinBatches:
             "coords": coords,
             "observed": observed,
         }
+        if self.padded:
+            batch |= {"sequences": sequences, "residues": residues}
         return {name: value.to(self.device) for name, value in batch.items()}
 
-    def _crop(self, protein: Protein) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _crop(self, protein: Protein) -> tuple[np.ndarray, ...]:
         depth, length = protein.tokens.shape
         others = 1 + self.rng.permutation(depth - 1)[: self.num_seqs - 1]
-        start = self.rng.integers(length - self.seq_len + 1)
+        start = self.rng.integers(max(0, length - self.seq_len) + 1)
         window = slice(start, start + self.seq_len)
         tokens = protein.tokens[np.concatenate(([0], others)), window].astype(np.int64)
-        return tokens, protein.coords[window], protein.observed[window]
+        depth, length = tokens.shape
+        right = (0, self.seq_len - length)
+        return (
+            np.pad(tokens, ((0, self.num_seqs - depth), right), constant_values=GAP),
+            np.pad(protein.coords[window], (right, (0, 0))),
+            np.pad(protein.observed[window], right),
+            np.arange(self.num_seqs) < depth,
+            np.arange(self.seq_len) < length,
+        )
 
 
 # Synthetic proteins: what kind of local structure a residue is in, helix, strand or loop, decides
@@ -5109,7 +5227,7 @@ def alignment_pairs(cigar: str) -> list[tuple[int, int]]:
 
 
 def read_protein(msa: Path, structure: Path) -> Protein:
-    """Read the protein of --msa and --structure."""
+    """Read an alignment and the structure of its query."""
     for flag, path in (("--msa", msa), ("--structure", structure)):
         # A pipe can be read only once, /dev/zero has no end.
         if path.exists() and not path.is_file():
@@ -5119,15 +5237,35 @@ def read_protein(msa: Path, structure: Path) -> Protein:
     return Protein(tokens, *read_structure(structure, query))
 
 
+def files_of(flag: str, paths: list[Path], *endings: str) -> list[Path]:
+    """List these files, and of folders those with one of these endings, by name."""
+    files: list[Path] = []
+    for path in paths:
+        found = sorted(file for file in path.glob("*") if file.name.endswith(endings))
+        if path.is_dir() and not found:
+            fail(f"{flag} {path}: no file in this folder ends in {' or '.join(endings)}")
+        files += found if path.is_dir() else [path]
+    return files
+
+
+def read_proteins(args: argparse.Namespace) -> list[Protein]:
+    """Read the proteins of --msa and --structure."""
+    alignments = files_of("--msa", args.msa, ".a3m")
+    structures = files_of("--structure", args.structure, ".pdb", ".cif", ".pdb.gz", ".cif.gz")
+    if len(alignments) != len(structures):
+        found = f"{len(alignments)} alignments, --structure {len(structures)} structures"
+        fail(f"--msa has {found}: they belong together in this order")
+    return [read_protein(*pair) for pair in zip(alignments, structures, strict=True)]
+
+
 def make_batches(args: argparse.Namespace, device: torch.device, seed: int) -> ProteinBatches:
     """Make the source of training batches.
 
-    They are crops of the protein of --msa and --structure, or of 64 synthetic ones.
+    They are crops of the proteins of --msa and --structure, or of 64 synthetic ones.
     """
     if args.msa:
-        proteins = [read_protein(args.msa, args.structure)]
-    else:
-        proteins = synthetic_proteins(64, args.num_seqs, args.seq_len, seed)
+        return ProteinBatches(read_proteins(args), args, device, seed)
+    proteins = synthetic_proteins(64, args.num_seqs, args.seq_len, seed)
     return ProteinBatches(proteins, args, device, seed)
 
 
@@ -5154,6 +5292,7 @@ PROFILER_SIGNS += ("NV_NSIGHT_INJECTION_TRANSPORT_TYPE",)
 LAUNCHED = os.environ.get("RANK", "").isdecimal()
 RANK = int(os.environ["RANK"]) if LAUNCHED else 0
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE") or 1) if LAUNCHED else 1
+PATIENCE = 600  # seconds without a step that ends
 # A line is printed where all of its values were measured.
 REPORT = """\
 Average training speed: {timing[samples_per_sec]:.1f} samples/sec
@@ -5176,7 +5315,7 @@ FLOPs per step: {flops[gflop]:.4g} GFLOP, achieved {flops[achieved_tflops]:.3g} 
 
 def say(kind: str, message: str) -> None:
     """Print an "error" of this process on stderr, or a "note" of all processes together."""
-    if kind == "error" or (RANK == 0 and "TINY_LAUNCHED" not in os.environ):
+    if kind == "error" or (not RANK and "TINY_LAUNCHED" not in os.environ):
         rank = f"rank {RANK}: " if RANK else ""
         print(f"{SCRIPT}.py: {kind}: {rank}{message}", file=sys.stderr)
 
@@ -5229,7 +5368,7 @@ def build_parser() -> argparse.ArgumentParser:
         ("all-fusion", "all_fusion", "all (the default) but torch-compile and cuda-graph"),
         *FUSIONS,
         ("torch-compile", "torch_compile", "torch.compile of the model"),
-        ("cuda-graph", "cuda_graph", "the step as one graph (one GPU; the default of V4)"),
+        ("cuda-graph", "cuda_graph", "the step as one graph (the default of V4)"),
     ):
         add = group.add_mutually_exclusive_group().add_argument
         add(f"--enable-{flag}", dest=attribute, action="store_const", const=True, help=text)
@@ -5239,14 +5378,13 @@ def build_parser() -> argparse.ArgumentParser:
 
     add = parser.add_argument_group("training").add_argument
     add("--num-steps", type=at_least(1), default=50, help="measured steps")
-    add("--warmup-steps", type=at_least(0), default=5, help="steps before those")
+    add("--warmup-steps", type=at_least(0), help="before those, on several GPUs 12 (default: 5)")
     add("--learning-rate", type=float, default=3e-4, help="of AdamW")
     add("--use-amp", **switch, help="automatic mixed precision")
     add("--amp-dtype", choices=("bfloat16", "float16"), help="(default: bfloat16)")
     choices = ("highest", "high", "medium")
     add("--matmul-precision", choices=choices, default="highest", help="of float32")
-    choices = ("auto", "cpu", "cuda")
-    add("--device", choices=choices, default="auto", help="AMD GPUs are 'cuda', too")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="AMD GPUs: 'cuda', too")
     add("--num-gpus", type=at_least(1), help="share the batch (default: 1, or *_VISIBLE_DEVICES)")
     add("--seed", type=at_least(0), default=42, help="of weights and data")
     add("--deterministic", **switch, help="the same bits in every run")
@@ -5275,7 +5413,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def check_arguments(args: argparse.Namespace, gpu: bool, processes: int) -> None:
-    """Refuse what cannot work."""
+    """Refuse what cannot work; choose warm-up and graph where no flag does."""
     mode = args.torch_compile_mode
     if not FUSIONS and (args.all_fusion or args.compare_fusion):
         fail(f"--enable-all-fusion and --compare-fusion start with V2, {SCRIPT} has no fusions")
@@ -5291,15 +5429,18 @@ def check_arguments(args: argparse.Namespace, gpu: bool, processes: int) -> None
         fail(f"--num-gpus {args.num_gpus}, but torchrun started {processes}")
     if args.batch_size % processes:
         fail(f"--batch-size {args.batch_size} is not divisible by {processes} GPUs")
-    if args.cuda_graph:
-        if processes > 1:
-            fail(f"--enable-cuda-graph is for one GPU, not for {processes}")
-        if args.warmup_steps < 2:
-            fail("--enable-cuda-graph needs --warmup-steps 2 or more")
-        if mode in OWN_GRAPHS:
-            fail(f"--enable-cuda-graph: mode {mode} makes graphs of its own")
-        if not gpu:
-            fail("--enable-cuda-graph: a graph needs a GPU, and this run has none", 4)
+    least = 12 if gpu and processes > 1 else 2  # DDP needs 11 before a capture
+    if args.warmup_steps is None:
+        args.warmup_steps = max(5, least)
+    graph, few, own = args.cuda_graph, args.warmup_steps < least, mode in OWN_GRAPHS
+    if graph and few:
+        fail(f"--enable-cuda-graph needs --warmup-steps {least} or more")
+    if graph and own:
+        fail(f"--enable-cuda-graph: mode {mode} makes graphs of its own")
+    if graph and not gpu:
+        fail("--enable-cuda-graph: this run has no GPU", 4)
+    if graph is None:
+        args.cuda_graph = VERSION > 3 and gpu and not (few or own)
     if args.device == "cuda" and not gpu:
         fail("--device cuda: PyTorch finds no GPU here; use --device cpu or auto", 4)
     found = torch.cuda.device_count()
@@ -5309,7 +5450,7 @@ def check_arguments(args: argparse.Namespace, gpu: bool, processes: int) -> None
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """Parse, fill in and check; what cannot work is one line on stderr and SystemExit (2 or 4)."""
+    """Parse and check; what cannot work is one line on stderr and SystemExit (2 or 4)."""
     parser = build_parser()
     args, unknown = parser.parse_known_args(argv)
     if unknown:
@@ -5326,9 +5467,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     processes = WORLD_SIZE if LAUNCHED else args.num_gpus or named
     check_arguments(args, gpu, processes)
 
-    if args.cuda_graph is None:
-        possible = gpu and processes == 1 and args.warmup_steps > 1
-        args.cuda_graph = VERSION > 3 and possible and args.torch_compile_mode not in OWN_GRAPHS
     args.torch_compile = bool(args.torch_compile)
     args.amp_dtype = args.amp_dtype or "bfloat16"
     args.num_gpus = processes
@@ -5365,17 +5503,20 @@ def join_processes(args: argparse.Namespace) -> None:
     """Meet the other processes; only rank 0 prints from now on."""
     if args.device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK") or 0))
+    warnings.filterwarnings("ignore", ".*(barrier|broadcast_buffers|AccumulateGrad node's stream)")
+    if args.cuda_graph:  # says PyTorch; NCCL then sees no lost process
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
     try:  # without the name of a backend: NCCL (RCCL) on GPUs, and gloo on the host
         store = next(dist.rendezvous("env://", timeout=timedelta(minutes=5)))[0]
         dist.init_process_group(store=store, rank=RANK, world_size=WORLD_SIZE)
     except (RuntimeError, ValueError) as error:
         fail(f"the {WORLD_SIZE} processes cannot meet: {str(error).splitlines()[0]}", 1)
-    everyone: list[dict] = [{}] * WORLD_SIZE
+    everyone = [{}] * WORLD_SIZE
     dist.all_gather_object(everyone, {"script": SCRIPT, **vars(args), "profile_dir": None})
     for rank, theirs in enumerate(everyone):
         for name, value in everyone[0].items():
             if theirs.get(name) != value:
-                if RANK == 0:
+                if not RANK:
                     option = f"{name.replace('_', '-')} {theirs.get(name)}"
                     say("error", f"rank {rank} was started with {option}, rank 0 with {value}")
                 raise SystemExit(2)
@@ -5391,20 +5532,18 @@ def prepare(args: argparse.Namespace) -> torch.device:
     torch.use_deterministic_algorithms(args.deterministic)
     torch.set_float32_matmul_precision(args.matmul_precision)
     use_settings(args)
-    if args.device == "cpu":
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
+    return torch.empty(0, device=args.device).device
 
 
 def environment(device: torch.device) -> dict:
     """Return what the numbers are measured on."""
-    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    cpu = re.search(r"(?<=model name\t: ).+", info)
-    name = cpu[0] if cpu else platform.machine()
+    names = [torch.cuda.get_device_name(device)] if device.type == "cuda" else []
+    if (info := Path("/proc/cpuinfo")).exists():
+        names += re.findall(r"model name\t: (.+)", info.read_text())
     with_triton = importlib.util.find_spec("triton")
     return {
         "device": device.type,
-        "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else name,
+        "device_name": [*names, platform.machine()][0],
         "cpu_threads": torch.get_num_threads(),
         "triton": __import__("triton").__version__ if with_triton else None,
         "torch": torch.__version__,
@@ -5433,12 +5572,14 @@ class Trainer:
         self.inputs: dict[str, Tensor] = {}  # on a GPU, where batches are copied
         self.model = self.forward = build_model(args, device)
         self.optimizer = build_optimizer(args, self.model)
+        self.stream = torch.cuda.Stream(priority=-1) if args.cuda_graph else None  # before others
         if args.torch_compile:
             self.forward = torch.compile(self.model, mode=args.torch_compile_mode)
         if WORLD_SIZE > 1:
-            warnings.filterwarnings("ignore", ".*broadcast_buffers. is deprecated", FutureWarning)
-            options = {"broadcast_buffers": False, "gradient_as_bucket_view": True}
-            self.forward = DistributedDataParallel(self.forward, **options)
+            with torch.cuda.stream(self.stream):  # where autograd adds gradients up
+                self.forward = DistributedDataParallel(
+                    self.forward, broadcast_buffers=False, gradient_as_bucket_view=True
+                )
         self.graph = None
         self.phases = PHASES
         self.marks = []  # moments: a first one, and after each phase
@@ -5451,10 +5592,9 @@ class Trainer:
         if not self.gpu:
             return batch
         for name, value in batch.items():
-            pinned = torch.empty_like(value, pin_memory=True)  # nobody waits for the copy
             if name not in self.inputs:
                 self.inputs[name] = torch.empty_like(value, device=self.device)
-            self.inputs[name].copy_(pinned.copy_(value), non_blocking=True)
+            self.inputs[name].copy_(value.pin_memory(), non_blocking=True)  # nobody waits for it
         return self.inputs
 
     def step(self) -> Tensor:
@@ -5487,8 +5627,7 @@ class Trainer:
     def capture(self) -> None:
         """Capture the step, to be replayed from now on; a step must have run before."""
         graph = torch.cuda.CUDAGraph()
-        stream = torch.cuda.Stream(priority=-1)  # before others
-        with torch.cuda.graph(graph, stream=stream):
+        with torch.cuda.graph(graph, stream=self.stream):
             self.loss = self.compute(self.inputs)
         self.graph, self.phases = graph, GRAPH_PHASES
 
@@ -5508,9 +5647,9 @@ class Trainer:
 
     def times(self, steps: int) -> dict[str, list[float]]:
         """Return the milliseconds of each phase in the marked steps."""
-        pairs = itertools.pairwise(self.marks)
+        pairs = itertools.pairwise(self.marks[: steps * len(self.phases) + 1])
         gaps = [a.elapsed_time(b) if self.gpu else 1e3 * (b - a) for a, b in pairs]
-        return {name: gaps[i :: len(self.phases)][:steps] for i, name in enumerate(self.phases)}
+        return {name: gaps[i :: len(self.phases)] for i, name in enumerate(self.phases)}
 
     @contextlib.contextmanager
     def ranges(self, named: Callable) -> Iterator[None]:
@@ -5610,21 +5749,6 @@ def memory_of_a_step(trainer: Trainer) -> float:
     return max((used for _, used in course), default=used)  # a graph allocates nothing
 
 
-def write_profile(trainer: Trainer) -> None:
-    """Write operator tables, and a trace for ui.perfetto.dev."""
-    start = str(trainer.args.profile_dir / SCRIPT)
-    profile = trainer.profile(steps := 3, record_shapes=True)
-    averages = profile.key_averages()
-    for clock in ("cpu", "device") if trainer.gpu else ("cpu",):
-        key = f"self_{clock}_time_total"
-        total = sum(getattr(entry, key) for entry in averages) / 1e3
-        title = f"Self {clock.replace('cpu', 'CPU')} total: {total:.3f} ms in {steps} steps"
-        text = f"{title}\n\n{averages.table(sort_by=key, row_limit=40)}\n"
-        Path(f"{start}_operators_by_{clock}_time.txt").write_text(text)
-    trace = json.dumps(trainer.trace(profile)).encode()
-    Path(f"{start}_trace.json.gz").write_bytes(gzip.compress(trace))
-
-
 def gpu_memory(device: torch.device, statistic: str = "memory_allocated") -> int:
     """Return bytes by this statistic, with all of the pools that graphs keep; 0 on a CPU."""
     if device.type == "cpu":
@@ -5715,7 +5839,7 @@ class Run:
         parameters = sum(p.numel() for p in self.trainer.model.parameters())
         self.model = {"config": config, "parameters": parameters}
         several = f" x {WORLD_SIZE}" if WORLD_SIZE > 1 else ""
-        sizes = [f"{name} {value}" for name, value in config.items() if isinstance(value, int)]
+        sizes = [f"{name} {n}" for name, n in config.items() if isinstance(n, int) and n]
         precision = f"float32 (matmul precision {args.matmul_precision})"
         names = (*(name for _, name, _ in FUSIONS), "torch_compile", "cuda_graph")
         on = [n for n in names if getattr(args, n) and n not in args.without_effect]
@@ -5753,46 +5877,48 @@ class Run:
         trainer.synchronize()
         others = gpu_memory(self.device) - self.kept  # which belongs to runs that rest
         trainer.marks.clear()
-        self.began = time.perf_counter()
+        self.began = self.ended = time.perf_counter()
         trainer.mark()
         try:
             for step in range(steps):
                 arriving[step].copy_(trainer.step(), non_blocking=True)
-                if not self.collect(arriving, losses):
-                    break
-        finally:  # after Ctrl-C, too
-            trainer.synchronize()
-            seconds = time.perf_counter() - self.began
-            self.collect(arriving, losses)
-            done, phases = len(losses), trainer.times(len(losses))
-            if done < steps:
-                seconds = sum(map(sum, phases.values())) / 1e3
+                self.collect(arriving, losses, step - 100)  # a full queue hears no signal
+            self.collect(arriving, losses, steps)
+        finally:  # after Ctrl-C, too, without a wait for lost processes
+            seconds, phases = self.ended - self.began, trainer.times(len(losses))
             peak = gpu_memory(self.device, "max_memory_allocated") - others
-            self.turns.append(Turn(self.label, done, seconds, phases, losses, peak))
+            self.turns.append(Turn(self.label, len(losses), seconds, phases, losses, peak))
             if self.label == "step":
                 self.peak = max(peak, self.peak)
-        if done < steps:
-            where = f"{self.title}{self.label} {self.done + 1}; lower --learning-rate"
-            raise FloatingPointError(f"the loss became {float(arriving[done])} at {where}")
         return self.turns[-1]
 
-    def collect(self, arriving: Tensor, losses: list[float]) -> bool:
-        """Move losses that have arrived to the list; False at one that is no number."""
-        while len(losses) < len(arriving) and (loss := float(arriving[len(losses)])) != -math.inf:
-            if not math.isfinite(loss):
-                return False
-            losses.append(loss)
+    def collect(self, arriving: Tensor, losses: list[float], needed: int) -> None:
+        """List losses that have arrived; wait for as many as needed."""
+        end = time.perf_counter() + PATIENCE
+        while len(losses) < len(arriving):
+            loss, now = float(arriving[len(losses)]), time.perf_counter()
+            if loss == -math.inf:
+                if len(losses) >= needed:
+                    break
+                self.trainer.marks[-1].query()  # raises an error of the device
+                if now > end:
+                    raise TimeoutError(f"no step ended in {PATIENCE} s: is a process lost?")
+                continue
             self.done += 1
-            now, due = time.perf_counter(), self.done % self.args.log_interval == 0
+            step = f"{self.title}{self.label} {self.done}"
+            if not math.isfinite(loss):
+                raise FloatingPointError(f"the loss became {loss} at {step}; lower --learning-rate")
+            losses.append(loss)
+            self.ended = now
+            due = self.done % self.args.log_interval == 0
             if sys.stdout.isatty():
                 due = now > self.shown + 0.1
             if due or self.done == self.goal:
                 self.shown = now
                 speed = self.args.batch_size * len(losses) / (now - self.began)
                 left = (now - self.started) / self.done * (self.goal - self.done)
-                text = f"{self.title}{self.label} {self.done}/{self.goal}  loss {loss:.4f}"
-                progress(f"{text}  {speed:.1f} samples/s  {left:.0f} s left")
-        return True
+                text = f"{step}/{self.goal}  loss {loss:.4f}  {speed:.1f} samples/s"
+                progress(f"{text}  {left:.0f} s left")
 
     def count(self) -> None:
         """Count in extra steps what the measured ones did, and profile as flags ask."""
@@ -5805,8 +5931,14 @@ class Run:
             memory = memory_of_a_step(trainer)
             self.peak = self.peak or memory
         if args.enable_pytorch_profiler:
-            write_profile(trainer)
-        model = build_model(all_off(args), torch.device("meta"))
+            start, profile = args.profile_dir / SCRIPT, trainer.profile(steps=3, record_shapes=True)
+            for clock in ("cpu", "device") if trainer.gpu else ("cpu",):
+                table = profile.key_averages().table(f"self_{clock}_time_total", row_limit=40)
+                path = Path(f"{start}_operators_by_{clock}_time.txt")
+                path.write_text(table.replace("time total", "total"))
+            with gzip.open(f"{start}_trace.json.gz", "wt") as file:
+                json.dump(trainer.trace(profile), file)
+        model = build_model(all_off(args, checkpoint_blocks=False), torch.device("meta"))
         batch = trainer.batches.next_batch()
         with FlopCounterMode(display=False) as counter:
             model(**{name: value.to("meta") for name, value in batch.items()}).backward()
@@ -5883,9 +6015,8 @@ def measure(runs: list[Run]) -> None:
         run.count()
         del run.trainer  # its memory is wanted for the model with everything off
     for run in runs if WORLD_SIZE > 1 else ():
-        peak = torch.tensor(run.peak, dtype=torch.float64)
-        dist.all_reduce(peak, dist.ReduceOp.MAX)
-        run.peak = peak.item()
+        dist.all_gather_object(peaks := [0.0] * WORLD_SIZE, run.peak)
+        run.peak = max(peaks)
     kernels = runs[-1].kernels
     if kernels and args != all_off(args):
         first = runs[0].kernels["per_step"]
@@ -5939,7 +6070,7 @@ def explain(error: BaseException, directory: Path) -> tuple[int, str]:
         return 130, "interrupted"
     if is_out_of_memory(error):
         return 3, f"out of memory: lower --batch-size or --seq-len ({line})"
-    if compiler or isinstance(error, FloatingPointError):
+    if compiler or isinstance(error, (FloatingPointError, TimeoutError)):
         return 1, line
     if isinstance(error, BrokenPipeError):
         raise error
