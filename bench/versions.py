@@ -150,7 +150,7 @@ def trunk(rounds: int, shapes: Iterable[str], wanted: Sequence[str] | None, clon
 
     config = importlib.import_module("tiny_openfold_v1").ModelConfig(msa_dim=256, num_heads_msa=8)
     theirs = partial(openfold_block, config=config, clone=clone)
-    kinds = {version.upper(): (version, None) for version in reversed(VERSIONS_OF["tiny_openfold"])}
+    kinds = {version.upper(): (version, None) for version in (NEWEST, *reversed(VERSIONS))}
     kinds["OpenFold"] = "v1", theirs
     kinds["V2 compiled"] = "v2", torch.compile
     kinds["OpenFold compiled"] = "v1", lambda block: torch.compile(theirs(block))
