@@ -650,11 +650,12 @@ class TinyOpenFold(nn.Module):
         """
         msa, pair = self.input_embedder(tokens)
         for block in self.blocks:
+            inputs = (msa, pair, sequences, residues)
             if self.config.checkpoint_blocks:  # without random numbers: a block draws none
                 options = {"use_reentrant": False, "preserve_rng_state": False}
-                msa, pair = checkpoint(block, msa, pair, sequences, residues, **options)
+                msa, pair = checkpoint(block, *inputs, **options)
             else:
-                msa, pair = block(msa, pair, sequences, residues)
+                msa, pair = block(*inputs)
         outputs = {"masked_msa": self.masked_msa(msa), "distogram": self.distogram(pair)}
         if true_tokens is None:
             return outputs

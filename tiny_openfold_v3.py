@@ -2500,7 +2500,10 @@ class TriangleMultiplication(nn.Module):
         self.layer_norm_out = LayerNorm(dim, fusions)
 
     def forward(
-        self, pair: Tensor, residues: Tensor | None = None, residual: bool = False
+        self,
+        pair: Tensor,
+        residues: Tensor | None = None,
+        residual: bool = False,
     ) -> Tensor:
         """Compute the update of pair [B, N, N, c_z], or pair + update with `residual`.
 
@@ -2782,13 +2785,12 @@ class TinyOpenFold(nn.Module):
         """
         msa, pair = self.input_embedder(tokens)
         for block in self.blocks:
+            inputs = (msa, pair, sequences, residues)
             if self.config.checkpoint_blocks:  # without random numbers: a block draws none
                 options = {"use_reentrant": False, "preserve_rng_state": False}
-                msa, pair = checkpoint(
-                    block.with_cast_weights, msa, pair, sequences, residues, **options
-                )
+                msa, pair = checkpoint(block.with_cast_weights, *inputs, **options)
             else:
-                msa, pair = block.with_cast_weights(msa, pair, sequences, residues)
+                msa, pair = block.with_cast_weights(*inputs)
         outputs = {"masked_msa": self.masked_msa(msa), "distogram": self.distogram(pair)}
         if true_tokens is None:
             return outputs

@@ -106,9 +106,8 @@ every_version = pytest.mark.parametrize(("script", "argv"), VERSIONS)
 # against V1 in test_fusions.py.
 every_quick_version = pytest.mark.parametrize(("script", "argv"), VERSIONS[:-1])
 TYPES = {
-    "tiny_openfold_v1": torch.float64,
-    "tiny_openfold_v2": torch.float64,
-    "tiny_openfold_v3": torch.float32,
+    f"tiny_openfold_v{version}": torch.float64 if version < 3 else torch.float32
+    for version in (1, 2, 3, 4)
 }
 LIMITS = {torch.float64: 1e-11, torch.float32: 1e-6}
 both_versions = pytest.mark.parametrize("script", ["tiny_openfold_v1", "tiny_openfold_v2"])
@@ -406,9 +405,17 @@ def padded(batch: dict[str, Tensor], depth: int, length: int) -> dict[str, Tenso
     }
 
 
-@every_version
+@pytest.mark.parametrize(
+    ("script", "argv"),
+    [
+        *VERSIONS,
+        pytest.param(
+            "tiny_openfold_v4", ["--msa-dim", "16", "--num-heads-msa", "2"], id="openfold_v4"
+        ),
+    ],
+)
 def test_padding_changes_neither_loss_nor_outputs_nor_gradients(script: str, argv: list[str]):
-    quick = ["--batch-size", "1"] if script == "tiny_openfold_v3" else []
+    quick = ["--batch-size", "1"] if script[-1] in "34" else []
     batch = batches(script, *SIZES, *quick).next_batch()
     sides = []
     for inputs in (batch, padded(batch, S + 2, N + 3)):
