@@ -310,7 +310,7 @@ BLOCKS: dict[str, str] = {
     "attention_backward_short": "BLOCK_N=64,PROGRAMS=256,num_warps=4,num_stages=3",
     "attention_backward_short float32": "BLOCK_N=64,PROGRAMS=256,num_warps=4,num_stages=2",
     "attention_backward_short hip": "BLOCK_N=16,PROGRAMS=256,num_warps=4,num_stages=1",
-    "attention_backward_query": "BLOCK_M=64,BLOCK_N=32,num_warps=4,num_stages=4",
+    "attention_backward_query": "BLOCK_M=64,BLOCK_N=32,num_warps=4,num_stages=3",
     "attention_backward_query float32": "BLOCK_M=64,BLOCK_N=64,num_warps=4,num_stages=3",
     "attention_backward_query TF32": "BLOCK_M=64,BLOCK_N=64,num_warps=4,num_stages=2",
     "attention_backward_query hip": "BLOCK_M=64,BLOCK_N=32,num_warps=4,num_stages=2",
@@ -318,7 +318,7 @@ BLOCKS: dict[str, str] = {
     "attention_backward_key float32": "BLOCK_M=64,BLOCK_N=64,num_warps=4,num_stages=3",
     "attention_backward_key TF32": "BLOCK_M=32,BLOCK_N=128,num_warps=8,num_stages=3",
     "attention_backward_key hip": "BLOCK_M=32,BLOCK_N=32,num_warps=4,num_stages=1",
-    "attention_backward_bias": "BLOCK_M=64,BLOCK_N=64,PROGRAMS=432,num_warps=4,num_stages=3",
+    "attention_backward_bias": "BLOCK_M=64,BLOCK_N=64,PROGRAMS=396,num_warps=4,num_stages=3",
     "attention_backward_bias hip": "BLOCK_M=64,BLOCK_N=64,PROGRAMS=432,num_warps=4,num_stages=1",
     "triangle_project": "BLOCK_M=64,BLOCK_C=64,num_warps=4,num_stages=1",
     "triangle_project TF32": "BLOCK_M=128,BLOCK_C=64,num_warps=8,num_stages=1",
@@ -918,8 +918,17 @@ def linear(
     return Projection.apply(x, weight, bias, cast, cast_bias, fusions.direct_gradients, side)
 
 
-# Scores are kept to the base 2: exp2 is what the hardware computes.
-LOG2E = tl.constexpr(math.log2(math.e))
+LOG2E = tl.constexpr(math.log2(math.e))  # exp2 is what the hardware computes
+
+
+@triton.jit
+def sigmoid(x):
+    """Compute 1 / (1 + exp(-x)) in float32.
+
+    1 / a is the square of 1 / sqrt(a), an instruction; a division is six of them.
+    """
+    root = tl.rsqrt(1 + tl.exp2(-x * LOG2E))
+    return root * root
 
 
 def check_shape(name: str, tensor: Tensor | None, *shape: int) -> None:
@@ -1259,9 +1268,8 @@ class BiasGradient(torch.autograd.Function):
 #
 #   dV = P^T dO,   dP = dO V^T,   dS = P * (dP - delta),   dQ = dS K,   dK = dS^T Q,   dB = sum_r dS
 #
-# Scores are kept to the base 2: `scale` and the bias are multiplied by log2(e), and dQ and dK are
-# divided by it. `x_b`, `x_r` and `x_n` are the strides of QKVG, `out_...` those of OUT and of the
-# gradient of O, `grad_...` those of GRAD_OUT.
+# The log-sum-exp of a row is kept to the base 2. `x_b`, `x_r` and `x_n` are the strides of QKVG,
+# `out_...` those of OUT and of the gradient of O, `grad_...` those of GRAD_OUT.
 
 
 @triton.jit
@@ -1300,19 +1308,19 @@ def store_rows(
 
 @triton.jit
 def load_bias(BIAS, row, column, N, EVEN: tl.constexpr):
-    """Load a tile of a pair bias [N, N], for scores to the base 2."""
+    """Load a tile of a pair bias [N, N] in float32."""
     at = row.to(tl.int64)[:, None] * N + column[None, :]
     if EVEN:
         bias = tl.load(BIAS + at)
     else:
         inside = (row < N)[:, None] & (column < N)[None, :]
         bias = tl.load(BIAS + at, mask=inside, other=0.0)
-    return bias.to(tl.float32) * LOG2E
+    return bias.to(tl.float32)
 
 
 @triton.jit
 def scores(q, k, bias, key, N, scale, EVEN: tl.constexpr, PRECISION: tl.constexpr):
-    """Compute S = scale * Q K^T + B, [queries, keys], to the base 2; -inf beyond the last key."""
+    """Compute S = scale * Q K^T + B, [queries, keys]; -inf beyond the last key."""
     score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale + bias
     return score if EVEN else tl.where((key < N)[None, :], score, float("-inf"))
 
@@ -1325,7 +1333,7 @@ def load_gate(
     column = tl.arange(0, BLOCK_D)
     bias = tl.load(GATE_BIAS + column, mask=column < D, other=0.0).to(tl.float32)
     gate = load_rows(QKVG + 3 * D, row, stride, D, BLOCK_D, N, EVEN).to(tl.float32)
-    return tl.sigmoid(gate + bias[None, :])
+    return sigmoid(gate + bias[None, :])
 
 
 @triton.jit
@@ -1355,8 +1363,8 @@ def attention_forward_kernel(
         bias = 0.0 if BIAS is None else load_bias(BIAS + at_bias, query, key, N, EVEN)
         s = scores(q, k, bias, key, N, scale, EVEN, PRECISION)  # S = scale * Q K^T + B
         # Online softmax: what was added up so far belongs to the maximum so far.
-        new_row_max = tl.maximum(row_max, tl.max(s, 1))
-        p = tl.exp2(s - new_row_max[:, None])
+        new_row_max = tl.maximum(row_max, tl.max(s, 1) * LOG2E)  # to the base 2
+        p = tl.exp2(s * LOG2E - new_row_max[:, None])
         rescale = tl.exp2(row_max - new_row_max)
         row_sum = row_sum * rescale + tl.sum(p, 1)
         # O += P V
@@ -1422,7 +1430,7 @@ def attention_backward_query_kernel(
         at_bias = (b * H + head) * N * N
         bias = 0.0 if BIAS is None else load_bias(BIAS + at_bias, query, key, N, EVEN)
         s = scores(q, k, bias, key, N, scale, EVEN, PRECISION)  # S = scale * Q K^T + B
-        p = tl.exp2(s - log_sum_exp[:, None])  # P
+        p = tl.exp2(s * LOG2E - log_sum_exp[:, None])  # P
         grad_p = tl.dot(grad, tl.trans(v), input_precision=PRECISION)  # dP = dO V^T
         grad_s = p * (grad_p - delta[:, None])  # dS
         grad_q = tl.dot(grad_s.to(k.dtype), k, grad_q, input_precision=PRECISION)  # dQ += dS K
@@ -1431,7 +1439,7 @@ def attention_backward_query_kernel(
             mean_k = tl.dot(p.to(k.dtype), k, mean_k, input_precision=PRECISION)  # P K
     grad_q -= rest[:, None] * mean_k
     tl.store(DELTA + at_row + query, delta + rest, mask=query < N)
-    store_rows(GRAD_QKVG + at_x, grad_q * (scale / LOG2E), query, x_n, D, BLOCK_D, N, EVEN)
+    store_rows(GRAD_QKVG + at_x, grad_q * scale, query, x_n, D, BLOCK_D, N, EVEN)
 
 
 @triton.jit
@@ -1466,12 +1474,12 @@ def attention_backward_key_kernel(
         at_bias = (b * H + head) * N * N
         bias = 0.0 if BIAS_T is None else load_bias(BIAS_T + at_bias, key, query, N, EVEN)
         s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale + bias  # S^T
-        p = tl.exp2(s - log_sum_exp[None, :])  # P^T
+        p = tl.exp2(s * LOG2E - log_sum_exp[None, :])  # P^T
         grad_v = tl.dot(p.to(grad.dtype), grad, grad_v, input_precision=PRECISION)  # dV += P^T dO
         grad_p = tl.dot(v, tl.trans(grad), input_precision=PRECISION)  # dP^T = V dO^T
         grad_s = p * (grad_p - delta[None, :])  # dS^T
         grad_k = tl.dot(grad_s.to(q.dtype), q, grad_k, input_precision=PRECISION)  # dK += dS^T Q
-    store_rows(GRAD_QKVG + at_x + D, grad_k * (scale / LOG2E), key, x_n, D, BLOCK_D, N, EVEN)
+    store_rows(GRAD_QKVG + at_x + D, grad_k * scale, key, x_n, D, BLOCK_D, N, EVEN)
     store_rows(GRAD_QKVG + at_x + 2 * D, grad_v, key, x_n, D, BLOCK_D, N, EVEN)
 
 
@@ -1509,7 +1517,7 @@ def attention_backward_bias_kernel(
         log_sum_exp = tl.load(LOG_SUM_EXP + at_row + query, mask=query < N, other=0.0)
         delta = tl.load(DELTA + at_row + query, mask=query < N, other=0.0)
         s = scores(q, k, bias, key, N, scale, EVEN, PRECISION)  # S = scale * Q K^T + B
-        p = tl.exp2(s - log_sum_exp[:, None])  # P
+        p = tl.exp2(s * LOG2E - log_sum_exp[:, None])  # P
         grad_p = tl.dot(grad, tl.trans(v), input_precision=PRECISION)  # dP = dO V^T
         grad_bias += p * (grad_p - delta[:, None])  # dB += dS
     at = ((g * B + b) * H + head) * N * N + query.to(tl.int64)[:, None] * N + key[None, :]
@@ -1557,14 +1565,14 @@ def attention_backward_short_kernel(
         grad = (grad_out.to(tl.float32) * gate).to(q.dtype)
         s = scores(q, k, bias, n, N, scale, EVEN, PRECISION)  # S = scale * Q K^T + B
         # A whole row is here: its own sum is more exact than a log-sum-exp that was rounded.
-        p = tl.exp2(s - tl.max(s, 1)[:, None])
+        p = tl.exp2(s * LOG2E - (tl.max(s, 1) * LOG2E)[:, None])
         p /= tl.sum(p, 1)[:, None]  # P
         grad_v = tl.dot(tl.trans(p.to(grad.dtype)), grad, input_precision=PRECISION)  # dV = P^T dO
         store_rows(GRAD_QKVG + at_x + 2 * D, grad_v, n, x_n, D, BLOCK_D, N, EVEN)
         grad_p = tl.dot(grad, tl.trans(v), input_precision=PRECISION)  # dP = dO V^T
         grad_s = p * (grad_p - tl.sum(p * grad_p, 1)[:, None])  # dS
         grad_bias += grad_s  # dB += dS
-        grad_s = (grad_s * (scale / LOG2E)).to(q.dtype)
+        grad_s = (grad_s * scale).to(q.dtype)
         grad_q = tl.dot(grad_s, k, input_precision=PRECISION)  # dQ = dS K
         store_rows(GRAD_QKVG + at_x, grad_q, n, x_n, D, BLOCK_D, N, EVEN)
         grad_k = tl.dot(tl.trans(grad_s), q, input_precision=PRECISION)  # dK = dS^T Q
@@ -1591,9 +1599,19 @@ def attention_options(kernel: str, qkvg: Tensor) -> dict[str, int | bool | str]:
     return {**chosen, "PRECISION": dot_precision(qkvg.dtype)}
 
 
+@cache  # a launch asks for it each time
 def rows_per_program(programs: int, tiles: int, rows: int) -> int:
-    """Return how many rows that share a tile go to one program, for about `programs` in all."""
-    return triton.cdiv(rows, max(1, min(rows, programs // tiles)))
+    """Return how many rows that share a tile go to one program, if `programs` run at a time.
+
+    More groups of rows may fill the last wave of programs better, but each has sums that are
+    written, read and added up: for a tile this takes about as long as four rows.
+    """
+
+    def cost(groups: int) -> float:
+        waves = triton.cdiv(tiles * groups, programs)
+        return waves * triton.cdiv(rows, groups) + 4 * tiles * groups / programs
+
+    return triton.cdiv(rows, min(range(1, min(rows, programs) + 1), key=cost))
 
 
 def attention_sizes(qkvg: Tensor, out: Tensor) -> dict[str, int | float]:
@@ -1611,7 +1629,7 @@ def attention_sizes(qkvg: Tensor, out: Tensor) -> dict[str, int | float]:
         "R": rows,
         "H": heads,
         "N": length,
-        "scale": LOG2E.value / math.sqrt(dim),
+        "scale": 1 / math.sqrt(dim),
     }
 
 
@@ -1806,7 +1824,7 @@ class GatedAttentionFunction(torch.autograd.Function):
 #
 # Positions are one dimension m = (b, i, j) of length M; "channel first" is [C, M], which torch.bmm
 # takes as C x B matrices [N, N]. Norm, projections and gates are one kernel on each side of the
-# product. C must be a power of two.
+# product, and the statistics of both norms are kept. C must be a power of two.
 
 # Which C rows of the packed WEIGHT [6 C, C] and BIAS [6 C] a projection has, and which columns of
 # GRAD_LINEAR [M, 5 C] its gradient (that of z lies apart).
@@ -1837,18 +1855,42 @@ def scale_and_shift(x, WEIGHT, BIAS, C: tl.constexpr):
 
 
 @triton.jit
+def normalise_and_keep(x, position, STATISTICS, M, eps, C: tl.constexpr):
+    """Compute x_hat = (x - mean(x)) * rstd [positions, C], and store mean and rstd for later.
+
+    STATISTICS is [2, M].
+    """
+    mean = tl.sum(x, 1) / C
+    x = x - mean[:, None]
+    rstd = 1 / tl.sqrt(tl.sum(x * x, 1) / C + eps)
+    tl.store(STATISTICS + position, mean, mask=position < M)
+    tl.store(STATISTICS + M + position, rstd, mask=position < M)
+    return x * rstd[:, None]
+
+
+@triton.jit
+def normalise_again(x, position, STATISTICS, M):
+    """Compute x_hat = (x - mean(x)) * rstd [positions, C], and rstd, with what was kept."""
+    inside = position < M
+    mean = tl.load(STATISTICS + position, mask=inside, other=0.0)
+    rstd = tl.load(STATISTICS + M + position, mask=inside, other=0.0)
+    return (x - mean[:, None]) * rstd[:, None], rstd
+
+
+@triton.jit
 def triangle_project_kernel(
-    X, NORM_WEIGHT, NORM_BIAS, WEIGHT, BIAS, AB, M, eps: tl.constexpr, C: tl.constexpr,
+    X, NORM_WEIGHT, NORM_BIAS, WEIGHT, BIAS, AB, STATISTICS, M, eps: tl.constexpr, C: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute a = sigmoid(y W_ag) * (y W_ap), and b likewise, from y = LayerNorm(x).
 
-    X is [M, C]; AB [2 C, M] are a and b, channel first. A program owns BLOCK_M positions, and goes
-    over the channels of a and b BLOCK_C at a time.
+    X is [M, C]; AB [2 C, M] are a and b, channel first; STATISTICS [2, M] mean and rstd of the
+    norm. A program owns BLOCK_M positions, and goes over the channels of a and b BLOCK_C at a time.
     """
     position = index(tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), WIDE)
     channel = tl.arange(0, C)
-    x, _ = normalise(load_positions(X, position, C, channel, 1, M), True, eps, C)
+    x = load_positions(X, position, C, channel, 1, M)
+    x = normalise_and_keep(x, position, STATISTICS, M, eps, C)
     y = tl.trans(scale_and_shift(x, NORM_WEIGHT, NORM_BIAS, C).to(WEIGHT.dtype.element_ty))
     inside = (position < M)[None, :]
     for first in tl.range(A_P * C, A_G * C, BLOCK_C, loop_unroll_factor=1):  # a_p, then b_p
@@ -1858,28 +1900,31 @@ def triangle_project_kernel(
         gate = gate + tl.load(BIAS + A_G * C + row)[:, None]
         value = tl.dot(tl.load(at), y, input_precision=PRECISION)  # W_ap y^T
         value = value + tl.load(BIAS + row)[:, None]
-        value = (value * tl.sigmoid(gate)).to(AB.dtype.element_ty)
+        value = (value * sigmoid(gate)).to(AB.dtype.element_ty)
         tl.store(AB + index(row, WIDE)[:, None] * M + position[None, :], value, mask=inside)
 
 
 @triton.jit
 def triangle_output_kernel(
-    X, NORM_WEIGHT, NORM_BIAS, WEIGHT, BIAS, PRODUCT, OUT_WEIGHT, OUT_BIAS, OUT, M,
-    eps: tl.constexpr, C: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+    X, NORM_WEIGHT, NORM_BIAS, WEIGHT, BIAS, STATISTICS,
+    PRODUCT, OUT_WEIGHT, OUT_BIAS, OUT, OUT_STATISTICS, M, eps: tl.constexpr, C: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
     WIDE: tl.constexpr, PRECISION: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     """Compute out = sigmoid(y W_g) * (LayerNorm(X) W_z), with RESIDUAL plus x; y = LayerNorm(x).
 
-    X and OUT are [M, C], PRODUCT [C, M] is channel first. A program owns BLOCK_M positions, and
-    goes over their channels BLOCK_C at a time.
+    X and OUT are [M, C], PRODUCT [C, M] is channel first. STATISTICS [2, M] are mean and rstd of
+    the norm of x, OUT_STATISTICS those of the norm of X. A program owns BLOCK_M positions, and goes
+    over their channels BLOCK_C at a time.
     """
     position = index(tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), WIDE)
     channel = tl.arange(0, C)
     dtype = WEIGHT.dtype.element_ty
-    x, _ = normalise(load_positions(X, position, C, channel, 1, M), True, eps, C)
+    x = load_positions(X, position, C, channel, 1, M)
+    x, _ = normalise_again(x, position, STATISTICS, M)
     y = scale_and_shift(x, NORM_WEIGHT, NORM_BIAS, C).to(dtype)
     product = load_positions(PRODUCT, position, 1, index(channel, WIDE), M, M)
-    product, _ = normalise(product, True, eps, C)
+    product = normalise_and_keep(product, position, OUT_STATISTICS, M, eps, C)
     normed = scale_and_shift(product, OUT_WEIGHT, OUT_BIAS, C).to(dtype)
     for first in tl.range(0, C, BLOCK_C, loop_unroll_factor=1):
         row = first + tl.arange(0, BLOCK_C)
@@ -1888,7 +1933,7 @@ def triangle_output_kernel(
         gate = gate + tl.load(BIAS + G * C + row)[None, :]
         out = tl.dot(normed, tl.load(at + C * C), input_precision=PRECISION)  # LayerNorm(X) W_z
         out = out + tl.load(BIAS + Z * C + row)[None, :]
-        out *= tl.sigmoid(gate)
+        out *= sigmoid(gate)
         if RESIDUAL:
             out += load_positions(X, position, C, row, 1, M)
         at = OUT + position[:, None] * C + row[None, :]
@@ -1922,36 +1967,38 @@ def store_norm_gradients(GRAD_NORM, grad, x, C: tl.constexpr):
 @triton.jit
 def triangle_output_backward_kernel(
     GRAD_OUT, X, NORM_WEIGHT, NORM_BIAS, WEIGHT, WEIGHT_T, wt_in, wt_out, BIAS,
-    PRODUCT, OUT_WEIGHT, OUT_BIAS, GRAD_PRODUCT, NORMED, GRAD_Z, GRAD_LINEAR, GRAD_NORM, M,
-    eps: tl.constexpr, C: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
-    WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    STATISTICS, PRODUCT, OUT_WEIGHT, OUT_BIAS, OUT_STATISTICS,
+    GRAD_PRODUCT, NORMED, OUT_NORMED, GRAD_Z, GRAD_LINEAR, GRAD_NORM, M, C: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients behind the product, which X = PRODUCT [C, M] is.
 
     With g = sigmoid(y W_g) and z = LayerNorm(X) W_z:  dz = dout * g,  dg = dout * z * g * (1 - g),
     dLayerNorm(X) = dz W_z^T,  dX through the norm. Written are dX (GRAD_PRODUCT [C, M]), dz
-    (GRAD_Z [M, C]), dg (in GRAD_LINEAR [M, 5 C]), LayerNorm(X) for the weights' gradients (NORMED
-    [M, C + ONES]) and sums over the program's positions for the norm's parameters (GRAD_NORM
-    [programs, 2, C]). A program owns BLOCK_M positions. WEIGHT_T is WEIGHT^T with the strides
-    `wt_in` and `wt_out`.
+    (GRAD_Z [M, C]), dg (in GRAD_LINEAR [M, 5 C]), y and LayerNorm(X) for the weights' gradients
+    (NORMED and OUT_NORMED [M, C + ONES]) and sums over the program's positions for the norm's
+    parameters (GRAD_NORM [programs, 2, C]). A program owns BLOCK_M positions. WEIGHT_T is WEIGHT^T
+    with the strides `wt_in` and `wt_out`.
     """
     position = index(tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), WIDE)
     channel = tl.arange(0, C)
     inside = (position < M)[:, None]
     m = position[:, None]
     dtype = WEIGHT.dtype.element_ty
-    x, _ = normalise(load_positions(X, position, C, channel, 1, M), True, eps, C)
+    x = load_positions(X, position, C, channel, 1, M)
+    x, _ = normalise_again(x, position, STATISTICS, M)
     y = scale_and_shift(x, NORM_WEIGHT, NORM_BIAS, C).to(dtype)
+    store_with_ones(NORMED, y, position, M, C, BLOCK_M)
     product = load_positions(PRODUCT, position, 1, index(channel, WIDE), M, M)
-    product, _ = normalise(product, True, eps, C)
+    product, _ = normalise_again(product, position, OUT_STATISTICS, M)
     normed = scale_and_shift(product, OUT_WEIGHT, OUT_BIAS, C).to(dtype)
-    store_with_ones(NORMED, normed, position, M, C, BLOCK_M)
+    store_with_ones(OUT_NORMED, normed, position, M, C, BLOCK_M)
     grad_normed = tl.zeros([BLOCK_M, C], tl.float32)
     for first in tl.range(0, C, BLOCK_C, loop_unroll_factor=1):
         row = first + tl.arange(0, BLOCK_C)
         at = WEIGHT + (row + G * C)[None, :] * C + channel[:, None]
         gate = tl.dot(y, tl.load(at), input_precision=PRECISION)  # y W_g
-        gate = tl.sigmoid(gate + tl.load(BIAS + G * C + row)[None, :])
+        gate = sigmoid(gate + tl.load(BIAS + G * C + row)[None, :])
         z = tl.dot(normed, tl.load(at + C * C), input_precision=PRECISION)  # LayerNorm(X) W_z
         z = z + tl.load(BIAS + Z * C + row)[None, :]
         grad_out = tl.load(GRAD_OUT + m * C + row[None, :], mask=inside, other=0.0)
@@ -1965,7 +2012,7 @@ def triangle_output_backward_kernel(
         grad_normed = tl.dot(grad_z.to(dtype), weight, grad_normed, input_precision=PRECISION)
     # Loaded and normalised once more: that is cheaper than keeping it in registers over the loop.
     product = load_positions(PRODUCT, position, 1, index(channel, WIDE), M, M)
-    product, rstd = normalise(product, True, eps, C)
+    product, rstd = normalise_again(product, position, OUT_STATISTICS, M)
     store_norm_gradients(GRAD_NORM, grad_normed, product, C)
     grad = grad_normed * tl.load(OUT_WEIGHT + channel)[None, :]
     grad = norm_backward(grad, product, rstd, C)
@@ -1974,27 +2021,25 @@ def triangle_output_backward_kernel(
 
 @triton.jit
 def triangle_project_backward_kernel(
-    GRAD_AB, X, NORM_WEIGHT, NORM_BIAS, WEIGHT, WEIGHT_T, wt_in, wt_out, BIAS,
-    GRAD_LINEAR, GRAD_OUT, NORMED, GRAD_X, GRAD_NORM, M, eps: tl.constexpr, C: tl.constexpr,
+    GRAD_AB, X, NORM_WEIGHT, WEIGHT, WEIGHT_T, wt_in, wt_out, BIAS, STATISTICS, NORMED,
+    GRAD_LINEAR, GRAD_OUT, GRAD_X, GRAD_NORM, M, C: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients before the product, from those of a and b (GRAD_AB [2 C, M]).
 
     With s = sigmoid(y W_ag) and p = y W_ap:  dp = da * s,  ds = da * p * s * (1 - s), for b
     likewise;  dy = dg W_g^T + sum of dp W_p^T and ds W_s^T,  dx through the norm, plus GRAD_OUT,
-    the gradient of x as a residual, if it is there. Written are dx (GRAD_X [M, C]), dp and ds (in
-    GRAD_LINEAR [M, 5 C], where dg is), y for the weights' gradients (NORMED [M, C + ONES]) and
-    sums over the program's positions for the norm's parameters (GRAD_NORM [programs, 2, C]). A
-    program owns BLOCK_M positions.
+    the gradient of x as a residual, if it is there. Read are y (NORMED [M, C + ONES]) and dg (in
+    GRAD_LINEAR [M, 5 C]); written are dx (GRAD_X [M, C]), dp and ds (in GRAD_LINEAR, too) and sums
+    over the program's positions for the norm's parameters (GRAD_NORM [programs, 2, C]). A program
+    owns BLOCK_M positions.
     """
     position = index(tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), WIDE)
     channel = tl.arange(0, C)
     inside = (position < M)[:, None]
     m = position[:, None]
     dtype = WEIGHT.dtype.element_ty
-    x, _ = normalise(load_positions(X, position, C, channel, 1, M), True, eps, C)
-    y = scale_and_shift(x, NORM_WEIGHT, NORM_BIAS, C).to(dtype)
-    store_with_ones(NORMED, y, position, M, C, BLOCK_M)
+    y = tl.load(NORMED + m * (C + ONES) + channel[None, :], mask=inside, other=0.0)
     at_g = GRAD_LINEAR + m * (5 * C) + (channel + G * C)[None, :]
     grad_g = tl.load(at_g, mask=inside, other=0.0)
     weight_g = tl.load(WEIGHT_T + (channel + G * C)[:, None] * wt_out + channel[None, :] * wt_in)
@@ -2006,7 +2051,7 @@ def triangle_project_backward_kernel(
         gate = gate + tl.load(BIAS + A_G * C + row)[None, :]
         value = tl.dot(y, tl.load(at), input_precision=PRECISION)  # y W_ap
         value = value + tl.load(BIAS + row)[None, :]
-        gate = tl.sigmoid(gate)
+        gate = sigmoid(gate)
         grad_ab = tl.load(GRAD_AB + index(row, WIDE)[None, :] * M + m, mask=inside, other=0.0)
         grad_p = grad_ab.to(tl.float32) * gate
         grad_s = (grad_p * (1 - gate) * value).to(dtype)
@@ -2018,7 +2063,8 @@ def triangle_project_backward_kernel(
         grad_y = tl.dot(grad_p, tl.load(at), grad_y, input_precision=PRECISION)  # dy += dp W_ap^T
         weight = tl.load(at + wt_out * (A_G * C))
         grad_y = tl.dot(grad_s, weight, grad_y, input_precision=PRECISION)  # dy += ds W_ag^T
-    x, rstd = normalise(load_positions(X, position, C, channel, 1, M), True, eps, C)
+    x = load_positions(X, position, C, channel, 1, M)
+    x, rstd = normalise_again(x, position, STATISTICS, M)
     store_norm_gradients(GRAD_NORM, grad_y, x, C)
     grad_x = norm_backward(grad_y * tl.load(NORM_WEIGHT + channel)[None, :], x, rstd, C)
     if GRAD_OUT is not None:
@@ -2057,21 +2103,25 @@ def triangle_forward(
     incoming: bool,
     eps: float,
     residual: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Multiply triangles: the update of x [B, N, N, C], a and b [2 C, M], their product [C, M].
 
-    The update is in the weight's type; with `residual` it is x + update.
+    Then mean and rstd [2, M] of the norms before and after the product. The update is in the
+    weight's type; with `residual` it is x + update.
     """
     positions, dim = x.numel() // x.shape[-1], x.shape[-1]
     matrices = (dim * len(x), *x.shape[1:3])
     dtype = torch.promote_types(x.dtype, weight.dtype) if residual else weight.dtype
     ab, out = weight.new_empty(2 * dim, positions), torch.empty_like(x, dtype=dtype)
+    statistics = x.new_empty(2, positions, dtype=torch.float32)
+    out_statistics = torch.empty_like(statistics)
     common = {
         "X": x,
         "NORM_WEIGHT": in_weight,
         "NORM_BIAS": in_bias,
         "WEIGHT": weight,
         "BIAS": bias,
+        "STATISTICS": statistics,
         "M": positions,
         "eps": eps,
     }
@@ -2090,11 +2140,12 @@ def triangle_forward(
         OUT_WEIGHT=out_weight,
         OUT_BIAS=out_bias,
         OUT=out,
+        OUT_STATISTICS=out_statistics,
         RESIDUAL=residual,
         **common,
         **options,
     )
-    return out, ab, product
+    return out, ab, product, statistics, out_statistics
 
 
 @operator
@@ -2109,8 +2160,9 @@ def triangle_backward(
     bias: Tensor,
     ab: Tensor,
     product: Tensor,
+    statistics: Tensor,
+    out_statistics: Tensor,
     incoming: bool,
-    eps: float,
     residual: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Compute the gradient of x, and what those of the parameters are made of.
@@ -2125,20 +2177,21 @@ def triangle_backward(
     if weight.dtype == torch.float32:
         weight_t = weight_t.contiguous()  # tensor cores of an H100 read TF32 in one direction only
     wt_in, wt_out = weight_t.stride()
-    normed, normed_z = (weight.new_empty(positions, dim + ONES.value) for _ in range(2))
+    normed = weight.new_empty(positions, dim + ONES.value)
+    out_normed = torch.empty_like(normed)
     grad_z, grad_linear = weight.new_empty(positions, dim), weight.new_empty(positions, 5 * dim)
     common = {
         "X": x,
         "NORM_WEIGHT": in_weight,
-        "NORM_BIAS": in_bias,
         "WEIGHT": weight,
         "WEIGHT_T": weight_t,
         "wt_in": wt_in,
         "wt_out": wt_out,
         "BIAS": bias,
+        "STATISTICS": statistics,
+        "NORMED": normed,
         "GRAD_LINEAR": grad_linear,
         "M": positions,
-        "eps": eps,
     }
     grad_product = torch.empty_like(product)
     options = triangle_options("triangle_output_backward", x, weight)
@@ -2146,11 +2199,13 @@ def triangle_backward(
     grad_norm_out = x.new_empty(programs, 2, dim, dtype=torch.float32)
     wrap_triton(triangle_output_backward_kernel)[(programs,)](
         GRAD_OUT=grad_out,
+        NORM_BIAS=in_bias,
         PRODUCT=product,
         OUT_WEIGHT=out_weight,
         OUT_BIAS=out_bias,
+        OUT_STATISTICS=out_statistics,
         GRAD_PRODUCT=grad_product,
-        NORMED=normed_z,
+        OUT_NORMED=out_normed,
         GRAD_Z=grad_z,
         GRAD_NORM=grad_norm_out,
         **common,
@@ -2173,13 +2228,12 @@ def triangle_backward(
     wrap_triton(triangle_project_backward_kernel)[(programs,)](
         GRAD_AB=grad_ab,
         GRAD_OUT=grad_out if residual else None,
-        NORMED=normed,
         GRAD_X=grad_x,
         GRAD_NORM=grad_norm_in,
         **common,
         **options,
     )
-    return grad_x, grad_linear, normed, grad_z, normed_z, grad_norm_in, grad_norm_out
+    return grad_x, grad_linear, normed, grad_z, out_normed, grad_norm_in, grad_norm_out
 
 
 def triangle_options(kernel: str, x: Tensor, weight: Tensor) -> dict[str, int | bool | str]:
@@ -2253,9 +2307,9 @@ class TriangleMultiplicationFunction(torch.autograd.Function):
             check_shape("a norm's parameter", norm, dim)
         check_shape("the projections' weight", weight, 6 * dim, dim)
         check_shape("the projections' bias", bias, 6 * dim)
-        out, ab, product = triangle_forward(x, *norms, weight, bias, incoming, eps, residual)
-        ctx.save_for_backward(x, *norms, weight, bias, ab, product)
-        ctx.options, ctx.side, ctx.parameters = (incoming, eps, residual), side, parameters
+        out, *kept = triangle_forward(x, *norms, weight, bias, incoming, eps, residual)
+        ctx.save_for_backward(x, *norms, weight, bias, *kept)
+        ctx.options, ctx.side, ctx.parameters = (incoming, residual), side, parameters
         return out
 
     @staticmethod
@@ -3272,7 +3326,8 @@ class NormProjection(torch.autograd.Function):
         eps, parts, _, dtype = ctx.settings
         given = (grad, grad_pair_bias, residual)
         grad, grad_pair_bias, residual = (None if g is None else g.contiguous() for g in given)
-        groups = [[norm_weight, norm_bias, *(() if grad_pair_bias is None else (heads,))]]
+        # The parameters themselves: with checkpoints saved tensors are copies of them.
+        groups = [ctx.parameters[:2] + (() if grad_pair_bias is None else ctx.parameters[4:])]
         grad_y, rows = grad, None
         if grad is not None:
             groups.append([p for p in ctx.parameters[2:4] if p is not None])
@@ -4310,16 +4365,19 @@ class GatedAttention(nn.Module):
             parts = [F.linear(x, linear.weight) for linear in linears]
             parts = [part.unflatten(-1, (self.heads, -1)) for part in parts]
             qkvg, gate_bias = torch.stack(parts, dim=-2), self.linear_g.bias
-        side = self.side if takes_over(self.fusions) else None
         qkvg = qkvg.transpose(1, 2) if columns else qkvg
         if bias is not None:
             bias = bias.expand(-1, self.heads, qkvg.shape[2], -1)
+        side = self.side if takes_over(self.fusions) else None
         out = GatedAttentionFunction.apply(qkvg, gate_bias, bias, side)
         return self.linear_o(out.transpose(1, 2) if columns else out)
 
-    def fused(self, x: Tensor, *dims: int) -> bool:
-        """Return whether norms and residual of x [..., C] are computed in other kernels."""
-        ours = self.triton and self.qkv_fusion
+    def fused(self, x: Tensor, present: Tensor | None, *dims: int) -> bool:
+        """Return whether norms and residual of x [..., C] are computed in other kernels.
+
+        Not where `present` tells padding from the rest.
+        """
+        ours = self.triton and self.qkv_fusion and present is None
         return ours and projections_fit(self.fusions, x, x.shape[-1], *dims)
 
     def attend_fused(
@@ -4426,10 +4484,10 @@ class MSARowAttentionWithPairBias(GatedAttention):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Compute the update of msa [B, S, N, c_m] from it and pair [B, N, N, c_z].
 
-        With `residual` return msa + update, and pair handed on. residues [B, N] are False for
-        padding, which the fused way does not know.
+        residues [B, N] are False for padding. With `residual` return msa + update, and pair handed
+        on.
         """
-        if residual and residues is None and self.fused(msa, pair.shape[-1]):
+        if residual and self.fused(msa, residues, pair.shape[-1]):
             norm, heads = self.layer_norm_z, self.linear_z
             pair, _, bias = normed_projection(norm, pair, None, None, heads)
             return self.attend_fused(self.layer_norm_m, msa, bias), pair
@@ -4454,9 +4512,9 @@ class MSAColumnAttention(GatedAttention):
     ) -> Tensor:
         """Compute the update of msa [B, S, N, c_m], or msa + update with `residual`.
 
-        sequences [B, S] are False for padding, which the fused way does not know.
+        sequences [B, S] are False for padding.
         """
-        if residual and sequences is None and self.fused(msa):
+        if residual and self.fused(msa, sequences):
             return self.attend_fused(self.layer_norm_m, msa, columns=True)
         update = self.attend(self.layer_norm_m(msa), present=sequences, columns=True)
         return msa + update if residual else update
@@ -4546,12 +4604,11 @@ class OuterProductMean(nn.Module):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Compute the update of pair [B, N, N, c_z] from msa [B, S, N, c_m].
 
-        With `pair` return msa handed on, and pair + update. sequences [B, S] are False for padding,
-        which the fused way does not know.
+        sequences [B, S] are False for padding. With `pair` return msa handed on, and pair + update.
         """
         if pair is not None:
-            dims = msa.shape[-1], pair.shape[-1]
-            if sequences is None and self.packed and projections_fit(self.fusions, msa, *dims):
+            fit = projections_fit(self.fusions, msa, msa.shape[-1], pair.shape[-1])
+            if self.packed and sequences is None and fit:
                 return self.forward_fused(msa, pair)
             return msa, pair + self(msa, sequences)
         msa, depth = self.layer_norm(msa), msa.shape[1]
@@ -4567,11 +4624,12 @@ class OuterProductMean(nn.Module):
             side = self.side if takes_over(self.fusions) else None
             settings = self.fusions.direct_gradients, side
             if sequences is None:
-                return OuterProductMeanFunction.apply(a, b, out.weight, out.bias, factor, *settings)
+                parameters = out.weight, out.bias
+                return OuterProductMeanFunction.apply(a, b, *parameters, factor, *settings)
             a = (a * sequences[:, :, None, None] * factor).to(a.dtype)
-            zero = torch.zeros_like(out.bias)
-            update = OuterProductMeanFunction.apply(a, b, out.weight, zero, 1.0, *settings)
-            return update + factor * out.bias
+            parameters = out.weight, torch.zeros_like(out.bias)
+            outer = OuterProductMeanFunction.apply(a, b, *parameters, 1.0, *settings)
+            return outer + factor * out.bias
         a, b = self.linear_1(msa), self.linear_2(msa)
         if sequences is not None:
             a = a * sequences[:, :, None, None]
@@ -4614,10 +4672,7 @@ class TriangleMultiplication(nn.Module):
         self.layer_norm_out = LayerNorm(dim, fusions, side)
 
     def forward(
-        self,
-        pair: Tensor,
-        residues: Tensor | None = None,
-        residual: bool = False,
+        self, pair: Tensor, residues: Tensor | None = None, residual: bool = False
     ) -> Tensor:
         """Compute the update of pair [B, N, N, c_z], or pair + update with `residual`.
 
@@ -4631,28 +4686,32 @@ class TriangleMultiplication(nn.Module):
         if self.triangle_fusion:
             # The GEMM writes channels first: a and b then are batches of N x N matrices, which
             # nobody has to transpose.
-            samples, length, _, dim = pair.shape
-            linear = self.linears if self.packed else self.linear_ab
-            weight, bias = linear.weight[: 4 * dim], linear.bias[: 4 * dim]
+            weight, bias, linear_g, linear_z = self.separate()
             ab = (weight @ pair.flatten(0, 2).T).add_(bias[:, None])
+            samples, length, _, dim = pair.shape
             a, b = F.glu(ab, dim=0).view(2, dim, samples, length, length).unbind()
             if residues is not None:
                 a = a * (residues[:, :, None] & residues[:, None])
             a, b = a.flatten(0, 1), b.flatten(0, 1)
             product = self.multiply(a, b).view(dim, samples, length, length).permute(1, 2, 3, 0)
         else:
+            linear_g, linear_z = self.linear_g, self.linear_z
             a = torch.sigmoid(self.linear_a_g(pair)) * self.linear_a_p(pair)
             b = torch.sigmoid(self.linear_b_g(pair)) * self.linear_b_p(pair)
             if residues is not None:
                 a = a * (residues[:, :, None] & residues[:, None])[..., None]
             product = torch.einsum(self.equation, a, b)
-        product = self.layer_norm_out(product)
-        if self.packed:
-            weight_g, weight_z = self.linears.weight[4 * dim :].chunk(2)
-            bias_g, bias_z = self.linears.bias[4 * dim :].chunk(2)
-            gate = torch.sigmoid(F.linear(pair, weight_g, bias_g))
-            return gate * F.linear(product, weight_z, bias_z)
-        return torch.sigmoid(self.linear_g(pair)) * self.linear_z(product)
+        return torch.sigmoid(linear_g(pair)) * linear_z(self.layer_norm_out(product))
+
+    def separate(self) -> tuple[Tensor, Tensor, Callable, Callable]:
+        """Return weight and bias of a, b and their gates in one, and the projections g and z."""
+        if not self.packed:
+            return self.linear_ab.weight, self.linear_ab.bias, self.linear_g, self.linear_z
+        dim = self.linears.in_features
+        parts = (p.split([4 * dim, dim, dim]) for p in (self.linears.weight, self.linears.bias))
+        (weight, *weights), (bias, *biases) = parts
+        g, z = (partial(F.linear, weight=w, bias=b) for w, b in zip(weights, biases, strict=True))
+        return weight, bias, g, z
 
     def forward_triton(self, pair: Tensor, residual: bool) -> Tensor:
         """Do as `forward`, with one kernel before and one after the product."""
@@ -4726,9 +4785,9 @@ class TriangleAttentionStartingNode(GatedAttention):
     ) -> Tensor:
         """Compute the update of pair [B, N, N, c_z], or pair + update with `residual`.
 
-        residues [B, N] are False for padding, which the fused way does not know.
+        residues [B, N] are False for padding.
         """
-        if residual and residues is None and self.fused(pair):
+        if residual and self.fused(pair, residues):
             heads, columns = self.linear, self.ending
             return self.attend_fused(self.layer_norm, pair, heads=heads, columns=columns)
         normed, bias = self.layer_norm(pair, self.linear, ending=self.ending)
@@ -4945,12 +5004,13 @@ class TinyOpenFold(nn.Module):
             if self.side.active:
                 msa, pair = JoinSideStreams.apply(self.side, msa, pair)
         for block in self.blocks:
-            inputs = (msa, pair, sequences, residues)
             if self.config.checkpoint_blocks:  # without random numbers: a block draws none
                 options = {"use_reentrant": False, "preserve_rng_state": False}
-                msa, pair = checkpoint(block.with_cast_weights, *inputs, **options)
+                msa, pair = checkpoint(
+                    block.with_cast_weights, msa, pair, sequences, residues, **options
+                )
             else:
-                msa, pair = block.with_cast_weights(*inputs)
+                msa, pair = block.with_cast_weights(msa, pair, sequences, residues)
         if true_tokens is not None and heads_fit(self.fusions, msa, pair):
             heads = self.distogram.linear, self.masked_msa.linear
             casts = tuple(self.side.cached_cast(head.weight, gemm_dtype(msa)) for head in heads)
