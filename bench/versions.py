@@ -82,6 +82,7 @@ TRUNKS = {  # sequences and residues of AlphaFold 2's training, and of its fine-
 MODELS = {"tiny_openfold": [], "tiny_llama": ["--seq-len", "128"]}  # the sizes of the ablation
 VERSIONS = ("v1", "v2", "v3")
 NEWEST = "v4"  # in studies of its own
+VERSIONS_OF = dict.fromkeys(("tiny_llama", "tiny_openfold"), (*VERSIONS, NEWEST))
 FASTEST = {"tiny_llama": "fastest.json", "tiny_openfold": "fastest_openfold.json"}
 PRECISIONS = {"fp32": [], "TF32": ["--matmul-precision", "high"], "bf16": ["--use-amp"]}
 COMPILE = ["--enable-torch-compile"]

@@ -130,7 +130,7 @@ def test_the_trunk_has_a_row_for_each_version_with_and_without_checkpoints(tmp_p
     """Where memory ends and where OpenFold is missing, too; a change of blocks is undone."""
     sizes = "--num-blocks 1 --num-seqs 2 --seq-len 4 --msa-dim 32 --pair-dim 32 --num-heads-msa 2 --num-heads-pair 2"
     monkeypatch.setattr(benchmark, "TRUNKS", {"2 x 4": [*sizes.split(), "--batch-size", "1"]})
-    first, third = (benchmark.importlib.import_module(f"tiny_openfold_{version}") for version in ("v1", "v3"))
+    first, third, fourth = (benchmark.importlib.import_module(f"tiny_openfold_v{number}") for number in (1, 3, 4))
     build, start = first.build_model, first.Run.start
 
     def room_for_one_block(run) -> None:
@@ -142,12 +142,13 @@ def test_the_trunk_has_a_row_for_each_version_with_and_without_checkpoints(tmp_p
         raise MemoryError("no room")
 
     monkeypatch.setattr(first.Run, "start", room_for_one_block)
-    monkeypatch.setattr(third.Run, "start", no_room)
+    for script in (third, fourth):
+        monkeypatch.setattr(script.Run, "start", no_room)
     monkeypatch.setattr(torch, "compile", lambda block: torch.nn.Sequential())  # which does not take two arguments
     assert benchmark.main(["trunk", str(tmp_path), "--rounds", "1"]) == 0
     assert first.build_model is build
     rows = sides_in(tmp_path / "trunk.json")
-    kinds = ("V3", "V2", "V1", "OpenFold", "V2 compiled", "OpenFold compiled")
+    kinds = ("V4", "V3", "V2", "V1", "OpenFold", "V2 compiled", "OpenFold compiled")
     assert list(rows) == [name for kind in kinds for name in (kind, f"{kind}, checkpointed")]
     assert [rows[name]["argv"].count("--checkpoint-blocks") for name in ("V1", "V1, checkpointed")] == [0, 1]
     assert [rows[name]["status"] for name in ("V1", "V2 compiled")] == ["oom", "failed"]
