@@ -1,28 +1,33 @@
 #!/usr/bin/env python3
-"""Floating-point operations, memory traffic and a roofline, module by module, of one forward pass of a version script.
+"""Floating-point operations, memory traffic and a roofline, module by module, of one forward pass
+of a version script.
 
-Everything is of the model as the arguments choose it, fusions included, not of the unfused model that the script's own
-"FLOPs per step" is counted on. FLOPs are counted by DeepSpeed where that package is installed, which counts some
-element-wise operators too; otherwise by torch.utils.flop_counter: matrix multiplications and fused attention (causal
-attention as if it were full) and nothing else. Modules of repeated blocks are added up: `layers.*.mlp`. What a block or
-the model computes outside of the modules listed, such as residuals and the loss, is its "(rest)".
+Everything is of the model as the arguments choose it, fusions included, not of the unfused model
+that the script's own "FLOPs per step" is counted on. FLOPs are counted by DeepSpeed where that
+package is installed, which counts some element-wise operators too; otherwise by
+torch.utils.flop_counter: matrix multiplications and fused attention (causal attention as if it were
+full) and nothing else. Modules of repeated blocks are added up: `layers.*.mlp`. What a block or the
+model computes outside of the modules listed, such as residuals and the loss, is its "(rest)".
 
---computational-intensity adds FLOP per byte. Its model of memory: every operator reads its tensors from device memory
-and writes its results there, once each; views cost nothing, and looking up rows reads these rows only. This is the
-traffic if nothing stays in a cache between two operators. What one fused kernel keeps to itself costs nothing, and that
-is why fusing raises the intensity. A module may exceed the roof where caches do hold its data.
+--computational-intensity adds FLOP per byte. Its model of memory: every operator reads its tensors
+from device memory and writes its results there, once each; views cost nothing, and looking up rows
+reads these rows only. This is the traffic if nothing stays in a cache between two operators. What
+one fused kernel keeps to itself costs nothing, and that is why fusing raises the intensity. A
+module may exceed the roof where caches do hold its data.
 
---generate-roofline measures two ceilings here, a large GEMM in the run's precision and a large copy, and the time of
-each module in the forward pass of training steps: on a GPU the sum of its kernels, on a CPU the time spent in the
-module, the profiler's own cost included. Only what counts as FLOP makes a module fast here; one without any is not in
-the picture.
+--generate-roofline measures two ceilings here, a large GEMM in the run's precision and a large
+copy, and the time of each module in the forward pass of training steps: on a GPU the sum of its
+kernels, on a CPU the time spent in the module, the profiler's own cost included. Only what counts
+as FLOP makes a module fast here; one without any is not in the picture.
 
-Written to --profile-dir: <script>_flops.json and .csv with all numbers, <script>_roofline.png, and with DeepSpeed its
-own profile, <script>_deepspeed_flops.txt.
+Written to --profile-dir: <script>_flops.json and .csv with all numbers, <script>_roofline.png, and
+with DeepSpeed its own profile, <script>_deepspeed_flops.txt.
 
 Examples:
-  python run_deepspeed_flops.py --batch-size 8 --seq-len 64 --computational-intensity --generate-roofline
-  python run_deepspeed_flops.py --script tiny_llama_v2.py --use-amp --generate-roofline --profile-dir ./roofline
+  python run_deepspeed_flops.py --batch-size 8 --seq-len 64 --computational-intensity \\
+      --generate-roofline
+  python run_deepspeed_flops.py --script tiny_llama_v2.py --use-amp --generate-roofline \\
+      --profile-dir ./roofline
   python run_deepspeed_flops.py --script tiny_llama_v1.py --seq-len 512 --computational-intensity
 """
 
@@ -40,31 +45,51 @@ from pathlib import Path
 from types import ModuleType
 
 from workshop.cli import ToolError, print_notes, run_tool
-from workshop.files import write_csv, write_text
+from workshop.files import write_text
 from workshop.profile.ceilings import measure_ceilings
-from workshop.profile.roofline import count_modules, draw, module_kinds, module_rows, module_times, without_children
-from workshop.script import load_script, script_arguments, tool_parser
-from workshop.show import cell, markdown_table
+from workshop.profile.roofline import (
+    count_modules,
+    draw,
+    module_kinds,
+    module_rows,
+    module_times,
+    without_children,
+)
+from workshop.script import load_script, measured_with, script_arguments, tool_parser
+from workshop.show import Column, render, write_csv
 
 PROG = Path(__file__).name
-NOT_SEEN = ("triton-attention", "triton-triangle", "triton-outer-product", "swiglu-gemm")  # they multiply matrices
+# they multiply matrices
+NOT_SEEN = ("triton-attention", "triton-triangle", "triton-outer-product", "swiglu-gemm")
 
 
 def find_deepspeed() -> ModuleType | None:
-    """DeepSpeed's profiler, or None where it is not installed or cannot be used; the latter is said on stderr."""
+    """DeepSpeed's profiler, or None where it is not installed or cannot be used.
+
+    The latter is said on stderr.
+    """
     if importlib.util.find_spec("deepspeed") is None:
         return None
     try:
         with contextlib.redirect_stdout(sys.stderr):
             from deepspeed.profiling.flops_profiler import profiler
         return profiler
-    except Exception as error:  # it looks for compilers when imported, and what it raises then is its own
-        print(f"{PROG}: DeepSpeed is installed but cannot be imported ({error}); counting without it", file=sys.stderr)
+    except Exception as error:
+        # it looks for compilers when imported, and what it raises then is its own
+        print(
+            f"{PROG}: DeepSpeed is installed but cannot be imported ({error}); counting without it",
+            file=sys.stderr,
+        )
         return None
 
 
-def count_with_deepspeed(profiler: ModuleType, trainer, kinds: dict[str, str], path: Path) -> Counter:
-    """FLOP of one forward pass per kind of module as DeepSpeed counts them; its own profile goes to `path`."""
+def count_with_deepspeed(
+    profiler: ModuleType, trainer, kinds: dict[str, str], path: Path
+) -> Counter:
+    """FLOP of one forward pass per kind of module as DeepSpeed counts them.
+
+    Its own profile goes to `path`.
+    """
     deepspeed = profiler.FlopsProfiler(trainer.model)
     deepspeed.start_profile()
     try:
@@ -80,30 +105,37 @@ def count_with_deepspeed(profiler: ModuleType, trainer, kinds: dict[str, str], p
 
 def table(rows: Sequence[dict], intensity: bool, roofline: bool) -> str:
     """The rows as a Markdown table."""
-    header = ["module", "blocks", "parameters", "GFLOP forward", "share"]
-    header += ["MB moved", "FLOP/byte"] if intensity else []
-    header += ["ms", "TFLOP/s", "roof", "of roof"] if roofline else []
-    lines = []
-    for row in rows:
-        line = [row["module"], str(row["blocks"]), f"{row['parameters']:,}", f"{row['flop'] / 1e9:.4f}"]
-        line.append(f"{row['share_percent']:.1f} %")
-        if intensity:
-            line += [f"{row['bytes'] / 1e6:.2f}", cell(row["flop_per_byte"], ".2f")]
-        if roofline:
-            line += [cell(row[key], ".3f") for key in ("ms", "achieved_tflops", "roof_tflops")]
-            line.append(cell(row["percent_of_roof"], ".1f", " %"))
-        lines.append(line)
-    return markdown_table(header, lines)
+    columns = [
+        Column("module", "module"),
+        Column("blocks", "blocks"),
+        Column("parameters", "parameters", ","),
+        Column("GFLOP forward", lambda row: row["flop"] / 1e9, ".4f"),
+        Column("share", "share_percent", ".1f", " %"),
+    ]
+    if intensity:
+        columns.append(Column("MB moved", lambda row: row["bytes"] / 1e6, ".2f"))
+        columns.append(Column("FLOP/byte", "flop_per_byte", ".2f"))
+    if roofline:
+        columns.append(Column("ms", "ms", ".3f"))
+        columns.append(Column("TFLOP/s", "achieved_tflops", ".3f"))
+        columns.append(Column("roof", "roof_tflops", ".3f"))
+        columns.append(Column("of roof", "percent_of_roof", ".1f", " %"))
+    return render(columns, rows)
 
 
 def measure(module: ModuleType, args: argparse.Namespace, intensity: bool, roofline: bool) -> int:
-    """Count and measure what was asked for, write the files and print the table; returns the exit status."""
+    """Count and measure what was asked for, write the files and print the table.
+
+    Returns the exit status.
+    """
     device = module.prepare(args)
-    environment, directory = module.environment(device), args.profile_dir
+    directory, device_name = args.profile_dir, module.environment(device)["device_name"]
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ToolError(f"--profile-dir {directory}: cannot write there ({error.strerror})") from error
+        raise ToolError(
+            f"--profile-dir {directory}: cannot write there ({error.strerror})"
+        ) from error
     trainer = module.Trainer(args, device)
     kinds = module_kinds(trainer.model)
     flop, both, moved = count_modules(trainer, kinds, module.NO_WORK)
@@ -111,25 +143,32 @@ def measure(module: ModuleType, args: argparse.Namespace, intensity: bool, roofl
     if (deepspeed := find_deepspeed()) is not None:
         from deepspeed import __version__
 
-        source, text = f"DeepSpeed {__version__}", directory / f"{module.SCRIPT}_deepspeed_flops.txt"
+        source, text = (
+            f"DeepSpeed {__version__}",
+            directory / f"{module.SCRIPT}_deepspeed_flops.txt",
+        )
         flop = count_with_deepspeed(deepspeed, trainer, kinds, text)
     spent = module_times(trainer, kinds) if roofline else None
     ceilings = measure_ceilings(args, device) if roofline else None
     rows = module_rows(trainer.model, kinds, flop, moved if intensity else None, spent, ceilings)
 
-    if hidden := [flag for flag, name, _ in module.FUSIONS if flag in NOT_SEEN and getattr(args, name)]:
+    if hidden := [
+        flag for flag, name, _ in module.FUSIONS if flag in NOT_SEEN and getattr(args, name)
+    ]:
         off = " ".join(f"--disable-{flag}" for flag in hidden)
-        print_notes(PROG, f"what our own kernels multiply is not counted, so FLOP and rates are too low; try {off}")
-    fusions = {attribute: getattr(args, attribute) for _, attribute, _ in module.FUSIONS}
-    on = ", ".join(flag for flag, attribute, _ in module.FUSIONS if getattr(args, attribute)) or "nothing"
+        print_notes(
+            PROG,
+            f"what our own kernels multiply is not counted, so FLOP and rates are too low; try "
+            f"{off}",
+        )
+    on = (
+        ", ".join(flag for flag, attribute, _ in module.FUSIONS if getattr(args, attribute))
+        or "nothing"
+    )
     total = sum(flop.values())
     result = {
         "schema_version": 1,
-        "script": module.SCRIPT,
-        "config": asdict(trainer.model.config),
-        "fusions": fusions,
-        "training": {name: getattr(args, name) for name in ("batch_size", "use_amp", "amp_dtype", "matmul_precision")},
-        "environment": environment,
+        **measured_with(module, args, trainer.model.config, device),
         "flops_counted_by": source,
         "forward_flop": total,
         "forward_backward_flop": both,  # always by torch.utils.flop_counter
@@ -140,18 +179,17 @@ def measure(module: ModuleType, args: argparse.Namespace, intensity: bool, roofl
     write_text(stem.with_suffix(".json"), json.dumps(result, indent=1) + "\n")
     write_csv(stem.with_suffix(".csv"), rows)
 
-    print(f"{module.SCRIPT} on {environment['device_name']}, batch size {args.batch_size}, fused: {on}")
+    print(f"{module.SCRIPT} on {device_name}, batch size {args.batch_size}, fused: {on}")
     print(f"FLOPs counted by {source}, of the model with these fusions\n")
     print(table(rows, intensity, roofline) + "\n")
     print(f"Forward: {total / 1e9:.3f} GFLOP")
     print(f"Forward and backward: {both / 1e9:.3f} GFLOP (by torch.utils.flop_counter)")
     files = [stem.with_suffix(".csv"), stem.with_suffix(".json"), *([text] if text else [])]
     if ceilings:
-        print(f"GEMM ceiling: {ceilings.gemm_tflops:.3f} TFLOP/s ({ceilings.precision}, size {ceilings.gemm_size})")
-        print(f"Copy ceiling: {ceilings.copy_gb_per_s:.1f} GB/s (read and written)")
+        print(ceilings)
         files.append(directory / f"{module.SCRIPT}_roofline.png")
         labelled = {row["module"]: row for row in rows}
-        draw(files[-1], f"{module.SCRIPT} forward on {environment['device_name']}", labelled, ceilings)
+        draw(files[-1], f"{module.SCRIPT} forward on {device_name}", labelled, ceilings)
     print(f"Written: {', '.join(map(str, files))}")
     return 0
 
@@ -159,11 +197,17 @@ def measure(module: ModuleType, args: argparse.Namespace, intensity: bool, roofl
 def count_script(argv: Sequence[str] | None) -> int:
     """Parse the command line and measure; returns the exit status."""
     parser = tool_parser(PROG, __doc__)
-    parser.add_argument("--computational-intensity", action="store_true", help="FLOP per byte of memory traffic")
-    parser.add_argument("--generate-roofline", action="store_true", help="the same against what this device reaches")
+    parser.add_argument(
+        "--computational-intensity", action="store_true", help="FLOP per byte of memory traffic"
+    )
+    parser.add_argument(
+        "--generate-roofline", action="store_true", help="the same against what this device reaches"
+    )
     own, rest = parser.parse_known_args(argv)
     if own.generate_roofline and importlib.util.find_spec("matplotlib") is None:
-        raise ToolError("--generate-roofline needs the package matplotlib (pip install matplotlib)", status=4)
+        raise ToolError(
+            "--generate-roofline needs the package matplotlib (pip install matplotlib)", status=4
+        )
     module = load_script(own.script)
     if "--enable-cuda-graph" not in rest:
         rest.append("--disable-cuda-graph")  # V4's default, in which modules cannot be told apart
@@ -171,9 +215,17 @@ def count_script(argv: Sequence[str] | None) -> int:
     for attribute in ("torch_compile", "cuda_graph"):
         if getattr(args, attribute):
             flag = f"--enable-{attribute.replace('_', '-')}"
-            raise ToolError(f"{flag} does not fit here: there are no modules any more in what the device then runs")
+            raise ToolError(
+                f"{flag} does not fit here: there are no modules any more in what the device then "
+                "runs"
+            )
     try:
-        return measure(module, args, own.computational_intensity or own.generate_roofline, own.generate_roofline)
+        return measure(
+            module,
+            args,
+            own.computational_intensity or own.generate_roofline,
+            own.generate_roofline,
+        )
     except (RuntimeError, MemoryError) as error:
         if not module.is_out_of_memory(error):
             raise

@@ -1,15 +1,19 @@
 #!/usr/bin/env python3
-"""Where a training step spends its time: a version script under the PyTorch profiler, and tables from its trace.
+"""Where a training step spends its time: a version script under the PyTorch profiler, and tables
+from its trace.
 
-The script trains and measures as always, in a process of its own; then three more steps run under the profiler. From
-their trace come the time of the GPU's kernels by what they do (GEMM, attention, element-wise, ...), by phase of the
-step and by name, and the operators that launched them. On a CPU there are no kernels; there all tables are of operators
-and the time spent in themselves. A kernel belongs to the phase in which the host launched it; with --enable-cuda-graph
-a step has two, its data and the graph.
+The script trains and measures as always, in a process of its own; then three more steps run under
+the profiler. From their trace come the time of the GPU's kernels by what they do (GEMM, attention,
+element-wise, ...), by phase of the step and by name, and the operators that launched them. On a CPU
+there are no kernels; there all tables are of operators and the time spent in themselves. A kernel
+belongs to the phase in which the host launched it; with --enable-cuda-graph a step has two, its
+data and the graph.
 
 Written to --profile-dir beside the script's own files:
-  <script>_kernels.csv    in the format of rocprofv3's *_kernel_stats.csv, over all profiled steps; and as text, .txt
-  <script>_operators.csv  operators by self time on the host, on a GPU also the time of their kernels; and .txt
+  <script>_kernels.csv    in the format of rocprofv3's *_kernel_stats.csv, over all profiled
+                          steps; and as text, .txt
+  <script>_operators.csv  operators by self time on the host, on a GPU also the time of their
+                          kernels; and as text, .txt
   <script>_phases.csv     data, forward, backward, optimizer; or data, graph
   <script>_profile.json   all of this, and what it was measured on
   <script>_report.md      with --generate-report
@@ -28,12 +32,12 @@ import subprocess
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from types import ModuleType
 
 from workshop.cli import ToolError, run_tool
-from workshop.files import read_json, write_csv, write_text
+from workshop.files import read_json, write_text
 from workshop.profile.kernels import (
     CATEGORIES,
     Communication,
@@ -52,7 +56,7 @@ from workshop.profile.kernels import (
     write_statistics,
 )
 from workshop.script import load_script, script_arguments, tool_parser
-from workshop.show import markdown_table
+from workshop.show import Column, render, write_csv
 
 PROG = Path(__file__).name
 TOP = 10
@@ -100,8 +104,13 @@ def shares(kernels: Sequence[Kernel], keys: Iterable[str], steps: int) -> dict[s
     total = sum(kernel.duration_ns for kernel in kernels)
     result = {}
     for key, members in groups.items():
-        copies, time = sum(kernel.is_copy for kernel in members), sum(kernel.duration_ns for kernel in members)
-        result[key] = Share((len(members) - copies) / steps, copies / steps, time / steps / 1e6, 100 * time / total)
+        copies, time = (
+            sum(kernel.is_copy for kernel in members),
+            sum(kernel.duration_ns for kernel in members),
+        )
+        result[key] = Share(
+            (len(members) - copies) / steps, copies / steps, time / steps / 1e6, 100 * time / total
+        )
     return result
 
 
@@ -117,7 +126,10 @@ def operator_table(events: Sequence[dict], kernels: Sequence[Kernel]) -> list[Op
         calls[call.name] += 1
         self_ns[call.name] += call.duration_ns
         on_device[call.name] += device_ns.pop(call.operator, 0)  # an id counts once
-    rows = [Operator(name, category(name), calls[name], self_ns[name], on_device[name]) for name in calls]
+    rows = [
+        Operator(name, category(name), calls[name], self_ns[name], on_device[name])
+        for name in calls
+    ]
     return sorted(rows, key=lambda row: (-row.self_ns, row.name))
 
 
@@ -134,7 +146,9 @@ def analyse(events: list[dict], phases: Sequence[str]) -> Profile:
     for kernel in kernels:
         durations[kernel.name].append(kernel.duration_ns)
     by_category = shares(kernels, [kernel.category for kernel in kernels], steps)
-    by_phase = shares(kernels, [name or "outside" for name in range_of_each(kernels, ranges)], steps)
+    by_phase = shares(
+        kernels, [name or "outside" for name in range_of_each(kernels, ranges)], steps
+    )
     return Profile(
         "kernels" if has_gpu(events) else "operators",
         steps,
@@ -148,45 +162,42 @@ def analyse(events: list[dict], phases: Sequence[str]) -> Profile:
 
 def share_table(profile: Profile, title: str, parts: dict[str, Share]) -> str:
     """Categories or phases as a Markdown table with a total."""
-    copies = profile.unit == "kernels"
-    header = [title, f"{profile.unit} per step", *(["copies per step"] if copies else []), "ms per step", "share"]
-    values = [(name, part.kernels_per_step, part.copies_per_step, part.ms_per_step, part.percent)
-              for name, part in parts.items()]  # fmt: skip
-    values.append(("all", *(sum(column) for column in list(zip(*values, strict=True))[1:])))
-    rows = [
-        [name, f"{count:.10g}", *([f"{copied:.10g}"] if copies else []), f"{time:.3f}", f"{percent:.1f} %"]
-        for name, count, copied, time, percent in values
+    total = Share(*(sum(numbers) for numbers in zip(*map(astuple, parts.values()), strict=True)))
+    columns = [
+        Column(title, lambda row: row[0]),
+        Column(f"{profile.unit} per step", lambda row: row[1].kernels_per_step, ".10g"),
+        Column("copies per step", lambda row: row[1].copies_per_step, ".10g"),
+        Column("ms per step", lambda row: row[1].ms_per_step, ".3f"),
+        Column("share", lambda row: row[1].percent, ".1f", " %"),
     ]
-    return markdown_table(header, rows)
+    if profile.unit == "operators":
+        columns.pop(2)  # a CPU has none
+    return render(columns, [*parts.items(), ("all", total)])
 
 
 def kernel_table(profile: Profile, limit: int | None = None) -> str:
     """Kernels (on a CPU, operators), the longest total first."""
-    rows = [
-        [
-            f"`{short_name(row.name)}`",
-            category(row.name),
-            f"{row.calls / profile.steps:.10g}",
-            f"{row.total_ns / profile.steps / 1e6:.3f}",
-            f"{row.average_ns / 1e3:.1f}",
-            f"{row.percentage:.1f} %",
-        ]
-        for row in profile.statistics[:limit]
+    columns = [
+        Column(profile.unit.removesuffix("s"), lambda row: f"`{short_name(row.name)}`"),
+        Column("category", lambda row: category(row.name), text=True),
+        Column("calls per step", lambda row: row.calls / profile.steps, ".10g"),
+        Column("ms per step", lambda row: row.total_ns / profile.steps / 1e6, ".3f"),
+        Column("mean, us", lambda row: row.average_ns / 1e3, ".1f"),
+        Column("share", "percentage", ".1f", " %"),
     ]
-    header = (profile.unit.removesuffix("s"), "category", "calls per step", "ms per step", "mean, us", "share")
-    return markdown_table(header, rows, text_columns=2)
+    return render(columns, profile.statistics[:limit])
 
 
 def operators_text(profile: Profile, limit: int | None = None) -> str:
     """Operators by self time on the host; on a GPU also the time of their kernels."""
-    gpu = profile.unit == "kernels"
-    header = ["operator", "category", "calls per step", "self ms per step", *(["device ms per step"] if gpu else [])]
-    rows = []
-    for row in profile.operators[:limit]:
-        times = (row.self_ns, row.device_ns) if gpu else (row.self_ns,)
-        cells = [f"{time / profile.steps / 1e6:.3f}" for time in times]
-        rows.append([f"`{short_name(row.name)}`", row.category, f"{row.calls / profile.steps:.10g}", *cells])
-    return markdown_table(header, rows, text_columns=2)
+    columns = [
+        Column("operator", lambda row: f"`{short_name(row.name)}`"),
+        Column("category", "category", text=True),
+        Column("calls per step", lambda row: row.calls / profile.steps, ".10g"),
+        Column("self ms per step", lambda row: row.self_ns / profile.steps / 1e6, ".3f"),
+        Column("device ms per step", lambda row: row.device_ns / profile.steps / 1e6, ".3f"),
+    ]
+    return render(columns if profile.unit == "kernels" else columns[:-1], profile.operators[:limit])
 
 
 def communication_line(profile: Profile) -> list[str]:
@@ -195,7 +206,8 @@ def communication_line(profile: Profile) -> list[str]:
         return []
     share, exposed = 100 * found.ms / found.step_ms, 100 * found.exposed_ms / found.step_ms
     return [
-        f"Communication: {found.ms:.3f} ms of {found.step_ms:.3f} ms per profiled step ({share:.1f} %), "
+        f"Communication: {found.ms:.3f} ms of {found.step_ms:.3f} ms per profiled step "
+        f"({share:.1f} %), "
         f"{found.exposed_ms:.3f} ms ({exposed:.1f} %) with nothing else running beside it"
     ]
 
@@ -204,7 +216,10 @@ def as_json(profile: Profile, summary: dict) -> dict:
     """The profile with what it was measured on, for `<script>_profile.json`."""
     return {
         "schema_version": 1,
-        **{key: summary[key] for key in ("script", "config", "fusions", "training", "environment", "kernels")},
+        **{
+            key: summary[key]
+            for key in ("script", "config", "fusions", "training", "environment", "kernels")
+        },
         "unit": profile.unit,
         "steps": profile.steps,
         f"{profile.unit}_per_step": sum(part.kernels_per_step for part in profile.phases.values()),
@@ -213,31 +228,44 @@ def as_json(profile: Profile, summary: dict) -> dict:
         "categories": {name: asdict(part) for name, part in profile.categories.items()},
         "phases": {name: asdict(part) for name, part in profile.phases.items()},
         "communication": asdict(profile.communication) if profile.communication else None,
-        "top": [{"category": category(row.name), **asdict(row)} for row in profile.statistics[:TOP]],
+        "top": [
+            {"category": category(row.name), **asdict(row)} for row in profile.statistics[:TOP]
+        ],
     }
 
 
-def report(module: ModuleType, profile: Profile, summary: dict, files: Iterable[Path], trace: Path) -> str:
+def report(
+    module: ModuleType, profile: Profile, summary: dict, files: Iterable[Path], trace: Path
+) -> str:
     """The Markdown report of --generate-report, which ends with the files of this run."""
     environment, training = summary["environment"], summary["training"]
     modes = {name: training[name] for name in ("torch_compile", "cuda_graph")}
     on = [name for name, value in {**summary["fusions"], **modes}.items() if value]
     settings = {
         "device": environment["device_name"],
-        "software": ", ".join(f"{n} {environment[n]}" for n in ("torch", "triton", "hip", "cuda") if environment[n]),
+        "software": ", ".join(
+            f"{n} {environment[n]}" for n in ("torch", "triton", "hip", "cuda") if environment[n]
+        ),
         "model": ", ".join(f"{name} {value}" for name, value in summary["config"].items()),
         "batch size": training["batch_size"],
-        "precision": training["amp_dtype"] if training["use_amp"] else f"float32 ({training['matmul_precision']})",
+        "precision": training["amp_dtype"]
+        if training["use_amp"]
+        else f"float32 ({training['matmul_precision']})",
         "fused": ", ".join(on) or "nothing",
     }
-    clock = "Device time" if profile.unit == "kernels" else "Self time of operators, measured on the host,"
+    clock = (
+        "Device time"
+        if profile.unit == "kernels"
+        else "Self time of operators, measured on the host,"
+    )
     lines = [
         f"# Profile of {module.SCRIPT}",
         *("", "## Settings", "", *(f"- {name}: {value}" for name, value in settings.items())),
         *("", "## Timing", "", "Measured without the profiler, before the profiled steps.", ""),
         *("```", module.report(summary).rstrip(), "```"),
         *("", f"## {profile.unit.capitalize()} by category", ""),
-        f"{clock} in {profile.steps} profiled steps. The profiler makes launches and short operators slower.",
+        f"{clock} in {profile.steps} profiled steps. The profiler makes launches and short "
+        "operators slower.",
         *("", share_table(profile, "category", profile.categories)),
         *("", "## Phases", "", share_table(profile, "phase", profile.phases)),
         *(line for text in communication_line(profile) for line in ("", text)),
@@ -246,8 +274,15 @@ def report(module: ModuleType, profile: Profile, summary: dict, files: Iterable[
     if profile.unit == "kernels":  # on a CPU this would be the same table again
         lines += ["", f"## Top {TOP} operators", "", operators_text(profile, TOP)]
     lines += [
-        *("", "## Files", "", *(f"- `{name}`" for name in sorted({path.name for path in files})), ""),
-        f"Open `{trace.name}` in https://ui.perfetto.dev (drag it there; it stays on this machine).",
+        *(
+            "",
+            "## Files",
+            "",
+            *(f"- `{name}`" for name in sorted({path.name for path in files})),
+            "",
+        ),
+        f"Open `{trace.name}` in https://ui.perfetto.dev (drag it there; it stays on this "
+        "machine).",
     ]
     return "\n".join(lines) + "\n"
 
@@ -259,11 +294,15 @@ def files_of(directory: Path, script: str) -> dict[Path, tuple[int, int]]:
 
 
 def run_script(command: Sequence[str]) -> int:
-    """Run the script and wait for it; returns its exit status. What to do about a signal is for it to decide."""
+    """Run the script and wait for it; returns its exit status.
+
+    What to do about a signal is for it to decide.
+    """
     process = subprocess.Popen(command)
     answers = {signal.SIGINT: lambda *unused: None}
     answers |= dict.fromkeys((signal.SIGTERM, signal.SIGHUP), lambda *unused: process.terminate())
-    before = {number: signal.signal(number, answer) for number, answer in answers.items()}  # Ctrl-C reaches it, too
+    # Ctrl-C reaches it, too
+    before = {number: signal.signal(number, answer) for number, answer in answers.items()}
     try:
         status = process.wait()
     finally:
@@ -275,7 +314,9 @@ def run_script(command: Sequence[str]) -> int:
 def profile_script(argv: Sequence[str] | None) -> int:
     """Run the script, then make the tables from its trace; returns the exit status."""
     parser = tool_parser(PROG, __doc__)
-    parser.add_argument("--generate-report", action="store_true", help="also write <script>_report.md")
+    parser.add_argument(
+        "--generate-report", action="store_true", help="also write <script>_report.md"
+    )
     own, rest = parser.parse_known_args(argv)
     module = load_script(own.script)
     rest, args = script_arguments(module, rest, own.profile_dir)
@@ -287,14 +328,18 @@ def profile_script(argv: Sequence[str] | None) -> int:
         return status
 
     trace, result = directory / f"{name}_trace.json.gz", directory / f"{name}_summary.json"
-    written = {path for path, stamp in files_of(directory, name).items() if before.get(path) != stamp}
+    written = {
+        path for path, stamp in files_of(directory, name).items() if before.get(path) != stamp
+    }
     if missing := [path for path in (result, trace) if path not in written]:
         raise ToolError(f"{missing[0]}: the script did not write this file", status=1)
     summary = read_json(result)
     try:
         events = load_trace(trace)
         if summary["environment"]["device"] == "cuda" and not has_gpu(events):
-            raise ToolError("the profiler saw no kernels on the GPU: may this user profile it?", status=1)
+            raise ToolError(
+                "the profiler saw no kernels on the GPU: may this user profile it?", status=1
+            )
         profile = analyse(events, module.GRAPH_PHASES if args.cuda_graph else module.PHASES)
     except ValueError as error:
         raise ToolError(str(error), status=1) from error
@@ -303,17 +348,31 @@ def profile_script(argv: Sequence[str] | None) -> int:
     write_text(directory / f"{name}_kernels.txt", kernel_table(profile) + "\n")
     write_csv(directory / f"{name}_operators.csv", [asdict(row) for row in profile.operators])
     write_text(directory / f"{name}_operators.txt", operators_text(profile) + "\n")
-    write_csv(directory / f"{name}_phases.csv", [{"phase": p, **asdict(s)} for p, s in profile.phases.items()])
-    write_text(directory / f"{name}_profile.json", json.dumps(as_json(profile, summary), indent=1) + "\n")
-    clock = "device time" if profile.unit == "kernels" else "self time of operators (on a CPU there are no kernels)"
+    write_csv(
+        directory / f"{name}_phases.csv",
+        [{"phase": p, **asdict(s)} for p, s in profile.phases.items()],
+    )
+    write_text(
+        directory / f"{name}_profile.json", json.dumps(as_json(profile, summary), indent=1) + "\n"
+    )
+    clock = (
+        "device time"
+        if profile.unit == "kernels"
+        else "self time of operators (on a CPU there are no kernels)"
+    )
     print(f"\n{name}, {profile.steps} profiled steps, {clock}:\n")
     print(share_table(profile, "category", profile.categories) + "\n")
-    print("\n".join([share_table(profile, "phase", profile.phases), *communication_line(profile)]) + "\n")
+    print(
+        "\n".join([share_table(profile, "phase", profile.phases), *communication_line(profile)])
+        + "\n"
+    )
     print(f"Tables: {directory}/{name}_{{kernels,operators,phases}}.csv, {name}_profile.json")
     print(f"Trace for ui.perfetto.dev: {trace}")
     if own.generate_report:
         path = directory / f"{name}_report.md"
-        files = [path for path, stamp in files_of(directory, name).items() if before.get(path) != stamp]
+        files = [
+            path for path, stamp in files_of(directory, name).items() if before.get(path) != stamp
+        ]
         write_text(path, report(module, profile, summary, [*files, path], trace))
         print(f"Report: {path}")
     return 0

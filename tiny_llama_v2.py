@@ -426,7 +426,6 @@ def make_batches(args: argparse.Namespace, device: torch.device, seed: int) -> T
 
 # --- end of data
 
-# fmt: off
 # --- harness
 # Copied from common/harness.py by tools/sync_common.py: edit it there.
 # It knows the model by docstring, VERSION, FUSIONS, TRITON_FUSIONS, MODES, add_model_arguments
@@ -1450,7 +1449,6 @@ MODES |= {"compare_fusion": compare_fusion, "verify_accuracy": verify_accuracy}
 
 
 # --- end of modes
-# fmt: on
 
 if __name__ == "__main__":
     sys.exit(main())

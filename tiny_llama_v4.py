@@ -2576,7 +2576,6 @@ def make_batches(args: argparse.Namespace, device: torch.device, seed: int) -> T
 
 # --- end of data
 
-# fmt: off
 # --- harness
 # Copied from common/harness.py by tools/sync_common.py: edit it there.
 # It knows the model by docstring, VERSION, FUSIONS, TRITON_FUSIONS, MODES, add_model_arguments
@@ -3600,7 +3599,6 @@ MODES |= {"compare_fusion": compare_fusion, "verify_accuracy": verify_accuracy}
 
 
 # --- end of modes
-# fmt: on
 
 
 def first_layer(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> nn.Module:

@@ -519,11 +519,12 @@ class TinyOpenFold(nn.Module):
         """
         msa, pair = self.input_embedder(tokens)
         for block in self.blocks:
+            inputs = (msa, pair, sequences, residues)
             if self.config.checkpoint_blocks:  # without random numbers: a block draws none
                 options = {"use_reentrant": False, "preserve_rng_state": False}
-                msa, pair = checkpoint(block, msa, pair, sequences, residues, **options)
+                msa, pair = checkpoint(block, *inputs, **options)
             else:
-                msa, pair = block(msa, pair, sequences, residues)
+                msa, pair = block(*inputs)
         outputs = {"masked_msa": self.masked_msa(msa), "distogram": self.distogram(pair)}
         if true_tokens is None:
             return outputs
@@ -835,7 +836,6 @@ def make_batches(args: argparse.Namespace, device: torch.device, seed: int) -> P
 
 # --- end of data
 
-# fmt: off
 # --- harness
 # Copied from common/harness.py by tools/sync_common.py: edit it there.
 # It knows the model by docstring, VERSION, FUSIONS, TRITON_FUSIONS, MODES, add_model_arguments
@@ -1859,7 +1859,6 @@ MODES |= {"compare_fusion": compare_fusion, "verify_accuracy": verify_accuracy}
 
 
 # --- end of modes
-# fmt: on
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -2499,7 +2499,12 @@ class TriangleMultiplication(nn.Module):
         self.linear_z = nn.Linear(dim, dim)
         self.layer_norm_out = LayerNorm(dim, fusions)
 
-    def forward(self, pair: Tensor, residues: Tensor | None = None, residual: bool = False) -> Tensor:
+    def forward(
+        self,
+        pair: Tensor,
+        residues: Tensor | None = None,
+        residual: bool = False,
+    ) -> Tensor:
         """Compute the update of pair [B, N, N, c_z], or pair + update with `residual`.
 
         residues [B, N] are False for padding, which the kernels do not know.
@@ -2780,11 +2785,12 @@ class TinyOpenFold(nn.Module):
         """
         msa, pair = self.input_embedder(tokens)
         for block in self.blocks:
+            inputs = (msa, pair, sequences, residues)
             if self.config.checkpoint_blocks:  # without random numbers: a block draws none
                 options = {"use_reentrant": False, "preserve_rng_state": False}
-                msa, pair = checkpoint(block.with_cast_weights, msa, pair, sequences, residues, **options)
+                msa, pair = checkpoint(block.with_cast_weights, *inputs, **options)
             else:
-                msa, pair = block.with_cast_weights(msa, pair, sequences, residues)
+                msa, pair = block.with_cast_weights(*inputs)
         outputs = {"masked_msa": self.masked_msa(msa), "distogram": self.distogram(pair)}
         if true_tokens is None:
             return outputs
@@ -3096,7 +3102,6 @@ def make_batches(args: argparse.Namespace, device: torch.device, seed: int) -> P
 
 # --- end of data
 
-# fmt: off
 # --- harness
 # Copied from common/harness.py by tools/sync_common.py: edit it there.
 # It knows the model by docstring, VERSION, FUSIONS, TRITON_FUSIONS, MODES, add_model_arguments
@@ -4120,7 +4125,6 @@ MODES |= {"compare_fusion": compare_fusion, "verify_accuracy": verify_accuracy}
 
 
 # --- end of modes
-# fmt: on
 
 if __name__ == "__main__":
     sys.exit(main())

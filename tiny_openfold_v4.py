@@ -172,6 +172,8 @@ def without_effect(args: argparse.Namespace) -> dict[str, str]:
         found["packed_weights"] = "it joins triangle-fusion and triton-triangle; one is off"
     if not args.cuda_graph:
         found["overlap"] = "it needs a graph, which this run has not"
+    elif args.num_gpus > 1:
+        found["overlap"] = "several GPUs average a gradient in the chain, before its update"
     if args.torch_compile:
         names = ("direct_gradients", "fused_optimizer", "transition_fusion", "projection_fusion")
         names += ("embedding_fusion", "loss_fusion", "overlap")
@@ -652,7 +654,8 @@ class SideStreams:
         """Begin a forward pass; from here on work is put beside it, if wanted and captured."""
         self.written = {}  # a capture that failed leaves some
         capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-        self.active = wanted and capturing
+        alone = not torch.distributed.is_initialized()  # DDP reads each gradient in the chain
+        self.active = wanted and capturing and alone
         if self.active:
             # GEMMs beside the chain need a workspace of their own; eager steps give theirs back.
             torch._C._cuda_clearCublasWorkspaces()
@@ -3301,7 +3304,7 @@ class NormProjection(torch.autograd.Function):
         if heads is not None:
             check_shape("pair", x, len(x), x.shape[1], x.shape[1], dim)
             check_shape("the weight of the heads", heads, len(heads), dim)
-        ctx.save_for_backward(kept, norm_weight, norm_bias, cast, heads)
+        ctx.save_for_backward(kept, cast)
         ctx.parameters = norm_weight, norm_bias, weight, bias, heads
         dtype = gemm_dtype(x) if cast is None else cast.dtype
         ctx.settings, ctx.direct, ctx.side = (eps, parts, ending, dtype), direct, side
@@ -3318,7 +3321,8 @@ class NormProjection(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, residual: Tensor | None, grad: Tensor | None, grad_pair_bias: Tensor | None):
-        x, norm_weight, norm_bias, cast, heads = ctx.saved_tensors
+        x, cast = ctx.saved_tensors
+        norm_weight, norm_bias, _, _, heads = ctx.parameters  # themselves: they are looked up
         eps, parts, _, dtype = ctx.settings
         given = (grad, grad_pair_bias, residual)
         grad, grad_pair_bias, residual = (None if g is None else g.contiguous() for g in given)
@@ -4668,7 +4672,9 @@ class TriangleMultiplication(nn.Module):
             self.linear_z = nn.Linear(dim, dim)
         self.layer_norm_out = LayerNorm(dim, fusions, side)
 
-    def forward(self, pair: Tensor, residues: Tensor | None = None, residual: bool = False) -> Tensor:
+    def forward(
+        self, pair: Tensor, residues: Tensor | None = None, residual: bool = False
+    ) -> Tensor:
         """Compute the update of pair [B, N, N, c_z], or pair + update with `residual`.
 
         residues [B, N] are False for padding, which the kernels do not know.
@@ -5002,7 +5008,9 @@ class TinyOpenFold(nn.Module):
         for block in self.blocks:
             if self.config.checkpoint_blocks:  # without random numbers: a block draws none
                 options = {"use_reentrant": False, "preserve_rng_state": False}
-                msa, pair = checkpoint(block.with_cast_weights, msa, pair, sequences, residues, **options)
+                msa, pair = checkpoint(
+                    block.with_cast_weights, msa, pair, sequences, residues, **options
+                )
             else:
                 msa, pair = block.with_cast_weights(msa, pair, sequences, residues)
         if true_tokens is not None and heads_fit(self.fusions, msa, pair):

@@ -1,21 +1,24 @@
 #!/usr/bin/env python3
 """All versions of a model side by side: speed, memory, kernels, launches and loss.
 
-They are measured in this process in short alternating turns, on a GPU as whole-step graphs unless the arguments say
---disable-cuda-graph; the loss is that of a short run of each. The rows go to DIR/versions.json; after an interruption
-the same command goes on there, one with other arguments is refused. Without a GPU these are V1 and V2: the
-kernels of V3 and V4 run in Triton's interpreter there, which says nothing about their speed. --versions takes any, with
-small sizes. With --v1 DIR and so on nothing is measured: results are read from there (<script>_summary.json, also in
+They are measured in this process in short alternating turns, on a GPU as whole-step graphs unless
+the arguments say --disable-cuda-graph; the loss is that of a short run of each. The rows go to
+DIR/versions.json; after an interruption the same command goes on there, one with other arguments is
+refused. Without a GPU these are V1 and V2: the kernels of V3 and V4 run in Triton's interpreter
+there, which says nothing about their speed. --versions takes any, with small sizes. With --v1 DIR
+and so on nothing is measured: results are read from there (<script>_summary.json, also in
 pytorch_profiles_vN below), each of a run of its own, whose ratios a busy host can change.
 
---generate-report writes DIR/version_comparison.md with the tables and a picture. A version that went out of memory is
-a row; if one failed, the exit status is 1.
+--generate-report writes DIR/version_comparison.md with the tables and a picture. A version that
+went out of memory is a row; if one failed, the exit status is 1.
 
 Examples:
   python analysis_tools/compare_versions.py --generate-report
-  python analysis_tools/compare_versions.py --generate-report --output-dir bf16 --family llama --seq-len 128 --use-amp
+  python analysis_tools/compare_versions.py --generate-report --output-dir bf16 --family llama \\
+      --seq-len 128 --use-amp
   python analysis_tools/compare_versions.py --v1 profiles/v1 --v2 profiles/v2
-  python analysis_tools/compare_versions.py --family llama --versions v1 v2 v3 v4 --rounds 3 --hidden-dim 64 \\
+  python analysis_tools/compare_versions.py --family llama --versions v1 v2 v3 v4 --rounds 3 \\
+      --hidden-dim 64 \\
       --num-layers 2 --seq-len 32 --batch-size 2
 """
 
@@ -24,19 +27,18 @@ from __future__ import annotations
 import _root
 
 import argparse
-import contextlib
 import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 from workshop import records
-from workshop.cli import ToolError, at_least, documented_parser, print_notes, run_tool
-from workshop.files import ROOT, write_file, write_text
+from workshop.cli import Parser, ToolError, documented_parser, print_notes, program
+from workshop.files import ROOT, write_text
 from workshop.results import Run, differences, load_run
 from workshop.script import load_script, script_arguments
-from workshop.show import NOT_FINISHED, cell, drawing, markdown_table
-from workshop.study import as_rows, by_side, measure_study
+from workshop.show import Column, drawing, rate, render, save_figure
+from workshop.study import as_rows, by_side, measure_study, unit_of
 from workshop.turns import graph_of, in_turns, ratios, short_run, speedup, spread
 
 PROG = Path(__file__).name
@@ -52,63 +54,70 @@ PANELS = {  # key of a row: title and form of its values
 Found = dict[str, dict[str, dict]]  # model, version, what was measured
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """The command line."""
     usage = "%(prog)s [arguments] [arguments of all scripts]"
     note = "Every other argument goes to all scripts; those of one model need --family.\n\n"
     parser = documented_parser(PROG, __doc__, usage, note)
     add = parser.add_argument
     add("--family", choices=("llama", "openfold"), help="(default: both)")
-    add("--versions", nargs="+", choices=VERSIONS, help="to measure (default: all; without a GPU v1 v2)")
-    add("--rounds", type=at_least(1), default=5, metavar="N", help="turns of each version (default: 5)")
+    taken = "to measure (default: all; without a GPU v1 v2)"
+    add("--versions", nargs="+", choices=VERSIONS, help=taken)
+    parser.add_count("--rounds", 5, "turns of each version")
     for version in VERSIONS:
-        add(f"--{version}", type=Path, metavar="DIR", help=f"read the result of {version.upper()} from there")
-    add("--generate-report", action="store_true", help="write a report and a picture")
-    add("--output-dir", type=Path, default=Path("version_comparison"), metavar="DIR", help="(default: %(default)s)")
+        parser.add_path(f"--{version}", "DIR", f"read the result of {version.upper()} from there")
+    parser.add_flag("--generate-report", "write a report and a picture")
+    parser.add_path("--output-dir", "DIR", default=Path("version_comparison"))
     return parser
 
 
-def measure(model: str, argv: Sequence[str], versions: Sequence[str], rounds: int) -> list[dict]:
-    """A row for each version of a model, measured in turns; what the runs print goes to stderr."""
+def measure(model: str, versions: Sequence[str], argv: Sequence[str], rounds: int) -> list[dict]:
+    """A row for each version of a model, measured in turns."""
     sides = {version.upper(): (f"{model}_{version}", graph_of(argv)) for version in versions}
-    with contextlib.redirect_stdout(sys.stderr):
-        rows = in_turns(sides, rounds)
-        for version, (script, options) in sides.items():
-            if "turns_ms" in rows[version]:
-                result = short_run(script, [*LOSS_STEPS, *options])
-                speed = 1e3 * result["training"]["batch_size"] / rows[version]["batch_ms"]
-                loss = {"final_loss": result["loss"].get("final"), "loss_steps": len(result["loss"]["curve"])}
-                rows[version] |= {"samples_per_sec": speed, **loss}
+    rows = in_turns(sides, rounds)
+    for version, (script, options) in sides.items():
+        if "turns_ms" in rows[version]:
+            result = short_run(script, [*LOSS_STEPS, *options])
+            speed = 1e3 * result["training"]["batch_size"] / rows[version]["batch_ms"]
+            loss = result["loss"]
+            rows[version] |= {"samples_per_sec": speed, "final_loss": loss.get("final")}
+            rows[version] |= {"loss_steps": len(loss["curve"])}
     return as_rows(rows)
 
 
-def measured(args: argparse.Namespace, models: Sequence[str], argv: Sequence[str]) -> tuple[Found, str]:
-    """The versions of these models, measured as far as they are not yet, and a line that says how."""
+def measured(
+    args: argparse.Namespace, models: Sequence[str], argv: Sequence[str]
+) -> tuple[Found, str]:
+    """The versions of these models, measured as far as they are not yet, and how."""
     import torch
 
     gpu = torch.cuda.is_available()
     if not gpu and not args.versions:
         left_out = "V3 and V4 would run in Triton's interpreter (see --versions)"
-        print_notes(PROG, f"no GPU: V1 and V2 only, {left_out}; at the default sizes this takes minutes")
+        wait = "at the default sizes this takes minutes"
+        print_notes(PROG, f"no GPU: V1 and V2 only, {left_out}; {wait}")
     wanted = [v for v in VERSIONS if v in (args.versions or (VERSIONS if gpu else ON_A_CPU))]
     there = {model: [v for v in wanted if (ROOT / f"{model}_{v}.py").is_file()] for model in models}
     for model, versions in there.items():
         if not versions:
             raise ToolError(f"{model} has no {' and no '.join(wanted)}")
-        for version in versions:  # what is wrong with the arguments is said before anything is measured
+        for version in versions:  # what does not fit is said before anything is measured
             script_arguments(load_script(f"{model}_{version}.py"), argv, None)
     path = args.output_dir / "versions.json"
     if path.exists():
         print_notes(PROG, f"what is in {path} is not measured again")
-    parts = [({"model": m}, partial(measure, m, argv, versions, args.rounds)) for m, versions in there.items()]
+    work = partial(measure, argv=argv, rounds=args.rounds)
+    parts = [({"model": m}, partial(work, m, versions)) for m, versions in there.items()]
     settings = {"rounds": args.rounds, "versions": wanted, "argv": [*argv]}
     by_model = by_side(measure_study(path, parts, keep=True, **settings), "model")
     found = {model: by_model[(model,)] for model in there}
     environment = records.read(records.Study, path)["environment"]
     graphs = any("graph" in row["mode"] for versions in found.values() for row in versions.values())
-    where = f"{environment['device_name']}, PyTorch {environment['torch']}, Triton {environment['triton']}"
-    turns = f"{args.rounds} short alternating turns, {'whole steps as graphs' if graphs else 'eager steps'}"
-    return found, f"{where}; arguments: {' '.join(argv) or 'none'}. Measured in {turns}."
+    software = f"PyTorch {environment['torch']}, Triton {environment['triton']}"
+    asked = f"arguments: {' '.join(argv) or 'none'}"
+    turns = f"{args.rounds} short alternating turns"
+    how = f"{turns}, {'whole steps as graphs' if graphs else 'eager steps'}"
+    return found, f"{environment['device_name']}, {software}; {asked}. Measured in {how}."
 
 
 def results_of(version: str, path: Path, models: Sequence[str]) -> dict[str, Run]:
@@ -125,52 +134,68 @@ def results_of(version: str, path: Path, models: Sequence[str]) -> dict[str, Run
                 found[model] = load_run(file)
     if not found:
         names = " or ".join(f"{model}_{version}_summary.json" for model in models)
-        raise ToolError(f"--{version} {path}: no {names} in it, or in its pytorch_profiles_{version}")
+        below = f"pytorch_profiles_{version}"
+        raise ToolError(f"--{version} {path}: no {names} in it, or in its {below}")
     return found
 
 
 def read(given: dict[str, Path], models: Sequence[str]) -> tuple[Found, str]:
-    """The results of these versions that are there, and a line that says how they came about; notes on stderr."""
+    """The results of these versions that are there, and how they came about; notes on stderr."""
     runs: dict[str, dict[str, Run]] = {model: {} for model in models}
     for version, path in given.items():
         for model, run in results_of(version, path, models).items():
             runs[model][version] = run
-    runs = {model: by_version for model, by_version in runs.items() if len(by_version) >= min(2, len(given))}
+    enough = min(2, len(given))
+    runs = {model: by_version for model, by_version in runs.items() if len(by_version) >= enough}
     if not runs:
-        raise ToolError(f"no model has results of two versions in {', '.join(map(str, given.values()))}")
+        places = ", ".join(map(str, given.values()))
+        raise ToolError(f"no model has results of two versions in {places}")
     for by_version in runs.values():
-        print_notes(PROG, *differences((run.result["script"], run.result) for run in by_version.values()))
-    devices = {str(run.result["environment"].get("device_name")) for rs in runs.values() for run in rs.values()}
-    found = {model: {v.upper(): run.row() for v, run in by_version.items()} for model, by_version in runs.items()}
-    return found, f"{', '.join(sorted(devices))}. Read from results of single runs, which were not measured in turns."
+        named = ((run.result["script"], run.result) for run in by_version.values())
+        print_notes(PROG, *differences(named))
+    every = [run for by_version in runs.values() for run in by_version.values()]
+    devices = sorted({str(run.result["environment"].get("device_name")) for run in every})
+    found = {m: {v.upper(): run.row() for v, run in several.items()} for m, several in runs.items()}
+    how = "Read from results of single runs, which were not measured in turns."
+    return found, f"{', '.join(devices)}. {how}"
 
 
 def table(model: str, rows: dict[str, dict], turns: bool) -> str:
     """A row for each version; speed-ups are over the first, turn by turn where they took turns."""
     base, first = next(iter(rows.items()))
-    steps = {f"loss after {row['loss_steps']} steps" for row in rows.values() if "loss_steps" in row}
-    unit = next((row["unit"] for row in rows.values() if row.get("unit")), "kernels")
-    lines = []
-    for version, row in rows.items():
-        over = between = None
-        if first.get("batch_ms") and row.get("batch_ms"):
-            over = speedup(first, row) if turns else first["batch_ms"] / row["batch_ms"]
-            between = spread(ratios(first, row)) if turns and row is not first else None
-        speed = row.get("samples_per_sec")
-        speed = NOT_FINISHED.get(row.get("status")) or cell(speed, ".1f" if (speed or 0) >= 10 else ".2f")
-        lines.append([version, speed, cell(row.get("batch_ms"), ".2f"), cell(over, ".2f", "x")])
-        lines[-1] += [between or "-"] if turns else []
-        lines[-1] += [cell(row.get("peak_mb")), *(cell(row.get(k), ".10g") for k in ("per_step", "host_launches"))]
-        lines[-1] += [cell(row.get("final_loss"), ".4f")]
-    header = [model, "samples/sec", "ms per step", f"over {base}", *(["in turns"] if turns else [])]
-    header += ["peak MB", f"{unit} per step", "host launches", steps.pop() if len(steps) == 1 else "final loss"]
-    return markdown_table(header, lines)
+    steps = {row["loss_steps"] for row in rows.values() if "loss_steps" in row}
+    loss = f"loss after {steps.pop()} steps" if len(steps) == 1 else "final loss"
+    unit = unit_of(rows.values())
+
+    def over_first(row: dict) -> float | None:
+        if not (first.get("batch_ms") and row.get("batch_ms")):
+            return None
+        return speedup(first, row) if turns else first["batch_ms"] / row["batch_ms"]
+
+    def between(row: dict) -> str | None:
+        return None if row is first or over_first(row) is None else spread(ratios(first, row))
+
+    columns = [
+        Column(model, lambda row: next(version for version, each in rows.items() if each is row)),
+        Column("samples/sec", lambda row: rate(row.get("samples_per_sec"))).or_ended(),
+        Column("ms per step", "batch_ms", ".2f"),
+        Column(f"over {base}", over_first, ".2f", "x"),
+        *[Column("in turns", between)] * turns,
+        Column("peak MB", "peak_mb", ".1f"),
+        Column(f"{unit} per step", "per_step", ".10g"),
+        Column("host launches", "host_launches", ".10g"),
+        Column(loss, "final_loss", ".4f"),
+    ]
+    return render(columns, [*rows.values()])
 
 
 def draw(path: Path, found: Found) -> None:
     """Time, kernels and memory of each version, as a part of the first one's of the model."""
     pyplot = drawing()
-    figure, panels = pyplot.subplots(1, len(PANELS), figsize=(11, 3.6), sharey=True, layout="constrained")
+    size = {"figsize": (11, 3.6), "sharey": True, "layout": "constrained"}
+    figure, panels = pyplot.subplots(1, len(PANELS), **size)
+    unit = unit_of(row for rows in found.values() for row in rows.values())
+    upright = {"rotation": 90, "ha": "center", "va": "bottom", "fontsize": "x-small"}
     versions = [v.upper() for v in VERSIONS if any(v.upper() in rows for rows in found.values())]
     width, labels, highest = 0.8 / len(versions), {}, 1.0
     for panel, (key, (title, form)) in zip(panels, PANELS.items(), strict=True):
@@ -182,19 +207,14 @@ def draw(path: Path, found: Found) -> None:
                 number, part = versions.index(version), row[key] / base
                 at, highest = place + (number - (len(versions) - 1) / 2) * width, max(highest, part)
                 labels[version] = panel.bar(at, part, width, color=f"C{number}")
-                label = form.format(row[key])
-                panel.text(at, part + 0.01, label, rotation=90, ha="center", va="bottom", fontsize="x-small")
-        unit = next((row["unit"] for rows in found.values() for row in rows.values() if row.get("unit")), "kernels")
+                panel.text(at, part + 0.01, form.format(row[key]), **upright)
         panel.set_title(title.format(unit))
         panel.set_xticks(range(len(found)), list(found))
         panel.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("of the first version")
     panels[0].set_ylim(0, highest + 0.35)  # with room for the numbers
     figure.legend(labels.values(), labels.keys(), loc="outside right upper", frameon=False)
-    try:
-        write_file(path, lambda temporary: figure.savefig(temporary, dpi=120))
-    finally:
-        pyplot.close(figure)
+    save_figure(figure, path, dpi=120)
 
 
 def compare(args: argparse.Namespace, argv: Sequence[str]) -> int:
@@ -202,7 +222,8 @@ def compare(args: argparse.Namespace, argv: Sequence[str]) -> int:
     models = [f"tiny_{args.family}"] if args.family else MODELS
     given = {version: path for version in VERSIONS if (path := getattr(args, version))}
     if given and (argv or args.versions):
-        raise ToolError(f"--{next(iter(given))} reads results: no --versions and no arguments of scripts beside it")
+        beside = "no --versions and no arguments of scripts beside it"
+        raise ToolError(f"--{next(iter(given))} reads results: {beside}")
     if args.generate_report:
         drawing()  # if it is missing, that is said now
     found, how = read(given, models) if given else measured(args, models, argv)
@@ -215,17 +236,14 @@ def compare(args: argparse.Namespace, argv: Sequence[str]) -> int:
         parts = ["# Versions compared", how, *tables, picture]
         write_text(report, "\n\n".join(parts) + "\n")
         print(f"\nWritten: {report}, {args.output_dir / 'versions.png'}")
-    failed = [row for rows in found.values() for row in rows.values() if row.get("status") == "failed"]
+    every = [row for rows in found.values() for row in rows.values()]
+    failed = [row for row in every if row.get("status") == "failed"]
     for row in failed:
         print(f"{PROG}: {row['script']} failed: {row['error']}", file=sys.stderr)
     return 1 if failed else 0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
-    args, rest = build_parser().parse_known_args(argv)
-    return run_tool(PROG, lambda: compare(args, rest))
-
+main = program(build_parser, compare, of_scripts=True)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,18 +1,22 @@
 #!/usr/bin/env python3
 """The best batch size under a memory limit, measured: for throughput, latency or memory per sample.
 
-The batch size doubles from 1 until a run is out of memory or takes more than the wanted part of the device's memory;
-then the search halves the gap between what fits and what does not, down to an eighth of the size. Each size is measured
-alone, as a graph where there is a GPU. On a CPU the memory is that of the machine, peak memory is that of tensors in a
-step, and a size that would not fit by its number of samples is not tried.
+The batch size doubles from 1 until a run is out of memory or takes more than the wanted part of the
+device's memory; then the search halves the gap between what fits and what does not, down to an
+eighth of the size. Each size is measured alone, as a graph where there is a GPU. On a CPU the
+memory is that of the machine, peak memory is that of tensors in a step, and a size that would not
+fit by its number of samples is not tried.
 
---optimization-target throughput is the most samples per second, latency the shortest step, memory the fewest MB per
-sample. The table of a search and its numbers are the same for all three: the same command goes on after an
-interruption, and answers from a finished search; a search with other settings needs another --output.
+--optimization-target throughput is the most samples per second, latency the shortest step, memory
+the fewest MB per sample. The table of a search and its numbers are the same for all three: the same
+command goes on after an interruption, and answers from a finished search; a search with other
+settings needs another --output.
 
 Examples:
-  python analysis_tools/optimize_batch_size.py --target-memory-usage 0.8 --seq-len 128 --optimization-target throughput
-  python analysis_tools/optimize_batch_size.py --script tiny_openfold_v3.py --use-amp --output openfold.png
+  python analysis_tools/optimize_batch_size.py --target-memory-usage 0.8 --seq-len 128 \\
+      --optimization-target throughput
+  python analysis_tools/optimize_batch_size.py --script tiny_openfold_v3.py --use-amp \\
+      --output openfold.png
   python analysis_tools/optimize_batch_size.py --max-batch-size 16 --seq-len 64 --num-layers 2
 """
 
@@ -21,19 +25,17 @@ from __future__ import annotations
 import _root
 
 import argparse
-import contextlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from workshop.cli import ToolError, at_least, documented_parser, print_notes, run_tool
-from workshop.files import write_csv, write_file
-from workshop.script import add_script, load_script, script_arguments
-from workshop.show import NOT_FINISHED, cell, drawing, markdown_table
+from workshop.cli import Parser, ToolError, print_notes, program
+from workshop.script import add_script, load_script, parser_around, script_arguments
+from workshop.show import Column, cell, drawing, range_of, render, save_figure, write_csv
 from workshop.study import Part, check_failed, heading, measure_study, read_rows, read_study
-from workshop.turns import graph_of, in_turns
+from workshop.turns import graph_of, in_turns, speeds
 
 PROG = Path(__file__).name
 SCRIPT = "tiny_llama_v2.py"
@@ -57,24 +59,20 @@ def part_of_memory(text: str) -> float:
     return value
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """The command line."""
-    usage = "%(prog)s [arguments] [arguments of the script]"
-    note = f"Every other argument goes to the script: python {SCRIPT} --help lists them.\n\n"
-    parser = documented_parser(PROG, __doc__, usage, note)
+    parser = parser_around(PROG, __doc__, SCRIPT)
     add = parser.add_argument
     add_script(parser, SCRIPT)
-    add("--target-memory-usage", type=part_of_memory, default=0.8, metavar="X", help="part of memory (default: 0.8)")
-    add("--optimization-target", choices=TARGETS, default="throughput", help="(default: %(default)s)")
-    add("--max-batch-size", type=at_least(1), default=65536, metavar="N", help="end there (default: 65536)")
-    add("--rounds", type=at_least(1), default=5, metavar="N", help="turns of each size (default: 5)")
-    add(
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="picture (.png, .svg, .pdf), with its numbers in FILE.json beside it",
-    )
-    add("--csv", type=Path, metavar="FILE", help="also write the table, unrounded")
+    part = {"type": part_of_memory, "default": 0.8, "metavar": "X"}
+    add("--target-memory-usage", **part, help="part of memory (default: 0.8)")
+    targets = {"choices": TARGETS, "default": "throughput"}
+    add("--optimization-target", **targets, help="(default: %(default)s)")
+    parser.add_count("--max-batch-size", 65536, "end there")
+    parser.add_count("--rounds", 5, "turns of each size")
+    picture = "picture (.png, .svg, .pdf), with its numbers in FILE.json beside it"
+    parser.add_path("--output", "FILE", picture)
+    parser.add_path("--csv", "FILE", "also write the table, unrounded")
     return parser
 
 
@@ -87,10 +85,13 @@ def memory_mb(device: str) -> float:
     return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory / 1e6
 
 
-def next_size(rows: Sequence[dict], limit_mb: float, most: int, host_mb: float | None = None) -> int | None:
-    """The batch size to measure after these rows, None where the search ends: up to `most` samples and `limit_mb`.
+def next_size(
+    rows: Sequence[dict], limit_mb: float, most: int, host_mb: float | None = None
+) -> int | None:
+    """The batch size to measure after these rows, up to `most` and `limit_mb`; None at the end.
 
-    On a host with `host_mb` a size that would take more than that by its number of samples counts as too large.
+    On a host with `host_mb` a size that would take more than that by its number of samples counts
+    as too large.
     """
     if any(row.get("status") == "failed" for row in rows):
         return None
@@ -120,22 +121,22 @@ def measured_alone(side: tuple[str, list[str]], rounds: int) -> dict:
     """The row of a batch size; ToolError where peak memory cannot be told."""
     row = in_turns({"": side}, rounds)[""]
     if "status" not in row and row["peak_mb"] is None:
-        raise ToolError("graphs of torch.compile share their memory, so no peak is known: use another mode")
+        reason = "graphs of torch.compile share their memory, so no peak is known"
+        raise ToolError(f"{reason}: use another mode")
     return row
 
 
 def numbers(row: dict, total_mb: float, target: float) -> dict:
     """What the table says of a row."""
-    speeds = [1e3 * row["batch_size"] / ms for ms in row.get("turns_ms", ())]
-    part = row["peak_mb"] / total_mb if speeds else None
+    finished = bool(row.get("turns_ms"))
+    part = row["peak_mb"] / total_mb if finished else None
     return {
         "batch_size": row["batch_size"],
         "status": row.get("status", "ok"),
-        "samples_per_sec": 1e3 * row["batch_size"] / row["batch_ms"] if speeds else None,
-        "samples_per_sec_min": min(speeds, default=None),
-        "samples_per_sec_max": max(speeds, default=None),
+        **speeds(row),
+        "samples_per_sec": 1e3 * row["batch_size"] / row["batch_ms"] if finished else None,
         "batch_ms": row.get("batch_ms"),
-        "peak_mb": row["peak_mb"] if speeds else None,
+        "peak_mb": row["peak_mb"] if finished else None,
         "part_of_memory": part,
         "fits": part is not None and part <= target,
         "error": row.get("error"),
@@ -144,14 +145,20 @@ def numbers(row: dict, total_mb: float, target: float) -> dict:
 
 def table(rows: Sequence[dict]) -> str:
     """The rows in Markdown."""
-    lines = []
-    for row in rows:
-        low, high = row["samples_per_sec_min"], row["samples_per_sec_max"]
-        speed = NOT_FINISHED.get(row["status"]) or cell(row["samples_per_sec"])
-        lines.append([str(row["batch_size"]), speed, f"{low:.1f} to {high:.1f}" if low else "-"])
-        above = "" if row["fits"] or row["part_of_memory"] is None else ", above the limit"
-        lines[-1] += [cell(row["batch_ms"], ".2f"), cell(row["peak_mb"]), cell(row["part_of_memory"], ".1%", above)]
-    return markdown_table(["batch size", "samples/sec", "in turns", "ms per step", "peak MB", "of memory"], lines)
+
+    def memory(row: dict) -> str:
+        above = "" if row["fits"] else ", above the limit"
+        return cell(row["part_of_memory"], ".1%", above)
+
+    columns = [
+        Column("batch size", lambda row: str(row["batch_size"])),
+        Column("samples/sec", "samples_per_sec", ".1f").or_ended(),
+        Column("in turns", lambda r: range_of(r["samples_per_sec_min"], r["samples_per_sec_max"])),
+        Column("ms per step", "batch_ms", ".2f"),
+        Column("peak MB", "peak_mb", ".1f"),
+        Column("of memory", memory),
+    ]
+    return render(columns, rows)
 
 
 def answer(rows: Sequence[dict], objective: str) -> list[str]:
@@ -159,10 +166,12 @@ def answer(rows: Sequence[dict], objective: str) -> list[str]:
     best = min(rows, key=TARGETS[objective])
     fastest = max(row["samples_per_sec"] for row in rows)
     enough = next(row for row in rows if row["samples_per_sec"] * GROWTH >= fastest)
+    size, part = best["batch_size"], f"{best['part_of_memory']:.1%} of memory"
+    speed = f"{best['samples_per_sec']:.1f} samples/sec, {best['batch_ms']:.2f} ms per step"
+    within = f"Batch size {enough['batch_size']} is the smallest within 3 %"
     return [
-        f"Best for {objective}: batch size {best['batch_size']}, {best['samples_per_sec']:.1f} samples/sec, "
-        f"{best['batch_ms']:.2f} ms per step, {best['peak_mb']:.1f} MB ({best['part_of_memory']:.1%} of memory).",
-        f"Batch size {enough['batch_size']} is the smallest within 3 % of the highest throughput: "
+        f"Best for {objective}: batch size {size}, {speed}, {best['peak_mb']:.1f} MB ({part}).",
+        f"{within} of the highest throughput: "
         f"{enough['samples_per_sec']:.1f} of {fastest:.1f} samples/sec.",
     ]
 
@@ -171,16 +180,19 @@ def draw(path: Path, rows: Sequence[dict], target: float) -> None:
     """Throughput with its range and the part of memory, by batch size."""
     pyplot = drawing()
     done = {key: [row[key] for row in rows if row["status"] == "ok"] for key in rows[0]}
-    figure, (speed, memory) = pyplot.subplots(2, 1, figsize=(7, 6), sharex=True, layout="constrained")
-    speed.plot(done["batch_size"], done["samples_per_sec"], "o-")
-    speed.fill_between(done["batch_size"], done["samples_per_sec_min"], done["samples_per_sec_max"], alpha=0.3)
-    memory.plot(done["batch_size"], [100 * part for part in done["part_of_memory"]], "o-")
+    size = {"figsize": (7, 6), "sharex": True, "layout": "constrained"}
+    figure, (speed, memory) = pyplot.subplots(2, 1, **size)
+    sizes, between = done["batch_size"], (done["samples_per_sec_min"], done["samples_per_sec_max"])
+    speed.plot(sizes, done["samples_per_sec"], "o-")
+    speed.fill_between(sizes, *between, alpha=0.3)
+    memory.plot(sizes, [100 * part for part in done["part_of_memory"]], "o-")
     memory.axhline(100 * target, color="C3", linestyle="--", label="limit")
     gone = [row["batch_size"] for row in rows if row["status"] == "oom"]
     if gone:  # at the top, in parts of the axes' height
-        memory.plot(gone, [0.97] * len(gone), "x", transform=memory.get_xaxis_transform(), label="out of memory")
+        style = {"transform": memory.get_xaxis_transform(), "label": "out of memory"}
+        memory.plot(gone, [0.97] * len(gone), "x", **style)
     memory.set(xlabel="batch size", ylabel="peak memory, % of the device's", xscale="log")
-    memory.set_xticks(done["batch_size"] + gone, map(str, done["batch_size"] + gone))
+    memory.set_xticks(sizes + gone, map(str, sizes + gone))
     memory.tick_params(axis="x", labelrotation=60)
     memory.minorticks_off()
     memory.legend()
@@ -188,10 +200,7 @@ def draw(path: Path, rows: Sequence[dict], target: float) -> None:
     for axes in (speed, memory):
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
-    try:
-        write_file(path, lambda temporary: figure.savefig(temporary, dpi=150))
-    finally:
-        pyplot.close(figure)
+    save_figure(figure, path)
 
 
 def optimize(args: argparse.Namespace, argv: Sequence[str]) -> int:
@@ -204,22 +213,24 @@ def optimize(args: argparse.Namespace, argv: Sequence[str]) -> int:
     options, parsed = script_arguments(module, graph_of(argv), None)
     total, host = memory_mb(parsed.device), parsed.device == "cpu"
     if host:
-        print_notes(
-            PROG, f"no GPU in use: memory is that of the machine, {total / 1e3:.1f} GB, and peaks are of tensors"
-        )
+        machine = f"memory is that of the machine, {total / 1e3:.1f} GB"
+        print_notes(PROG, f"no GPU in use: {machine}, and peaks are of tensors")
     path = (args.output or Path(f"batch_size_{module.SCRIPT}")).with_suffix(".json")
-    limits = {"limit_mb": target * total, "most": args.max_batch_size, "host_mb": total if host else None}
+    limits = {"limit_mb": target * total, "most": args.max_batch_size}
+    limits["host_mb"] = total if host else None
     parts = search(path, module.SCRIPT, options, args.rounds, **limits)
     settings = {"script": module.SCRIPT, "argv": list(argv), "rounds": args.rounds, **limits}
-    with contextlib.redirect_stdout(sys.stderr):  # the lines of the runs
-        measure_study(path, parts, keep=True, **settings)
+    measure_study(path, parts, keep=True, **settings)
     content = read_study(path, **ROWS)
-    rows = [numbers(row, total, target) for row in sorted(content["rows"], key=lambda row: row["batch_size"])]
+    measured = sorted(content["rows"], key=lambda row: row["batch_size"])
+    rows = [numbers(row, total, target) for row in measured]
+    fitting = [row for row in rows if row["fits"]]
     print(f"{heading(content, module.SCRIPT)}\n\n{table(rows)}\n", flush=True)
     check_failed(content["rows"])
-    if not any(row["fits"] for row in rows):
-        raise ToolError(f"even batch size 1 takes more than {target:.0%} of {total / 1e3:.1f} GB", status=3)
-    print("\n".join(answer([row for row in rows if row["fits"]], args.optimization_target)), flush=True)
+    if not fitting:
+        limit = f"{target:.0%} of {total / 1e3:.1f} GB"
+        raise ToolError(f"even batch size 1 takes more than {limit}", status=3)
+    print("\n".join(answer(fitting, args.optimization_target)), flush=True)
     if args.csv:
         write_csv(args.csv, rows)
     if args.output:
@@ -228,11 +239,7 @@ def optimize(args: argparse.Namespace, argv: Sequence[str]) -> int:
     return 0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
-    args, rest = build_parser().parse_known_args(argv)
-    return run_tool(PROG, lambda: optimize(args, rest))
-
+main = program(build_parser, optimize, of_scripts=True)
 
 if __name__ == "__main__":
     sys.exit(main())

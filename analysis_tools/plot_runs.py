@@ -1,19 +1,23 @@
 #!/usr/bin/env python3
-"""Memory or speed-up against sequence length, or any other size, from the result files of several runs.
+"""Memory or speed-up against sequence length, or any other size, from the result files of several
+runs.
 
   memory    peak memory, one line per NAME
   speedup   samples per second of each NAME over those of the first NAME
 
-NAME=PATH starts a line; the paths after it, until the next NAME=, belong to it too. A path is a result file, the
-directory of a run (its --profile-dir), or a quoted pattern, of whose matches the directories and .json files are taken.
---x takes any number among the settings of a run, such as batch_size, num_layers or processes. Runs that went out of
-memory are marked. Where --compare-fusion ran both sides in turns (DIR/baseline and DIR), a speed-up is the median of
-the turns, with their range. That of runs one after the other has no range, so no line joins it to the next. The
-numbers are printed as a Markdown table and, with --output, written as CSV beside the picture.
+NAME=PATH starts a line; the paths after it, until the next NAME=, belong to it too. A path is a
+result file, the directory of a run (its --profile-dir), or a quoted pattern, of whose matches the
+directories and .json files are taken. --x takes any number among the settings of a run, such as
+batch_size, num_layers or processes. Runs that went out of memory are marked. Where --compare-fusion
+ran both sides in turns (DIR/baseline and DIR), a speed-up is the median of the turns, with their
+range. That of runs one after the other has no range, so no line joins it to the next. The numbers
+are printed as a Markdown table and, with --output, written as CSV beside the picture.
 
 Examples:
-  python analysis_tools/plot_runs.py memory scores='results/scores_*' flash='results/flash_*' --output memory.png
-  python analysis_tools/plot_runs.py speedup off=results/off_64 results/off_128 on='results/on_*' --output speed.png
+  python analysis_tools/plot_runs.py memory scores='results/scores_*' flash='results/flash_*' \\
+      --output memory.png
+  python analysis_tools/plot_runs.py speedup off=results/off_64 results/off_128 \\
+      on='results/on_*' --output speed.png
   python analysis_tools/plot_runs.py memory v2='sweep/*' --x batch_size
 """
 
@@ -25,12 +29,11 @@ import argparse
 import glob
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
-from workshop.cli import ToolError, documented_parser, print_notes, run_tool
-from workshop.files import write_csv, write_file
+from workshop.cli import Parser, ToolError, documented_parser, print_notes, program
 from workshop.results import (
     Run,
     check_family,
@@ -42,22 +45,25 @@ from workshop.results import (
     split_name,
     unsteady,
 )
-from workshop.show import NOT_FINISHED, cell, drawing, markdown_table
+from workshop.show import Column, cell, drawing, render, save_figure, write_csv
 from workshop.turns import ratios
 
 PROG = Path(__file__).name
 MEASURED = {"memory": ("memory", "peak_mb"), "speedup": ("timing", "samples_per_sec")}
+UNITS = {"memory": "MB", "speedup": "samples/sec"}
 PICTURES = (".png", ".svg", ".pdf")
 Series = dict[str, dict[float, Run]]  # name, place on the x-axis
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """The command line."""
     parser = documented_parser(PROG, __doc__)
-    parser.add_argument("what", choices=tuple(MEASURED))
-    parser.add_argument("runs", nargs="+", metavar="NAME=PATH", help="a line and its runs; more PATHs may follow")
-    parser.add_argument("--x", default="seq_len", metavar="SETTING", help="what runs differ in (default: seq_len)")
-    parser.add_argument("--output", type=Path, metavar="FILE.png", help="also draw a picture (or .svg, .pdf)")
+    add = parser.add_argument
+    add("what", choices=tuple(MEASURED))
+    add("runs", nargs="+", metavar="NAME=PATH", help="a line and its runs; more PATHs may follow")
+    setting = "what runs differ in (default: seq_len)"
+    add("--x", default="seq_len", metavar="SETTING", help=setting)
+    parser.add_path("--output", "FILE.png", "also draw a picture (or .svg, .pdf)")
     return parser
 
 
@@ -79,7 +85,7 @@ def expand(path: str) -> list[Path]:
 
 
 def load_series(arguments: Sequence[str], x: str) -> tuple[Series, list[Run]]:
-    """The runs of each name by their place x, in the order of the names; and runs that ended before it was known."""
+    """The runs of each name by their place x; and runs that ended before it was known."""
     paths: dict[str, list[Path]] = {}
     name = None
     for argument in arguments:
@@ -101,23 +107,22 @@ def load_series(arguments: Sequence[str], x: str) -> tuple[Series, list[Run]]:
                 raise ToolError(f"{run.path}: {x} is no number in this result")
             other = series[name].setdefault(place, run)
             if other.path.resolve() != run.path.resolve():
-                raise ToolError(f"{name} has two runs with {x} {place}: {other.path} and {run.path}")
+                both = f"{other.path} and {run.path}"
+                raise ToolError(f"{name} has two runs with {x} {place}: {both}")
     return series, nowhere
 
 
 def in_turns(base: Run | None, run: Run) -> list[float]:
     """Speed-ups of the turns of --compare-fusion, if the runs are its two sides."""
-    if base is None or base.path not in (run.path / "baseline", run.path.parent / "baseline" / run.path.name):
+    places = run.path / "baseline", run.path.parent / "baseline" / run.path.name
+    if base is None or base.path not in places:
         return []
     both = [side.result["timing"] for side in (base, run)]
     return ratios(*both) if all(side.get("turns_ms") for side in both) else []
 
 
 def values_of(what: str, x: str, series: Series) -> list[dict]:
-    """One row per name and place: status, the measured value, its ratio over the first name and their range in turns.
-
-    None is what is missing.
-    """
+    """One row per name and place: the value, ratio over the first name, range; or None."""
     first = next(iter(series))
 
     def measured(run: Run | None) -> float | None:
@@ -129,18 +134,11 @@ def values_of(what: str, x: str, series: Series) -> list[dict]:
             value, base = measured(run), measured(series[first].get(place))
             ratio = value / base if value is not None and base else None
             turns = in_turns(series[first].get(place), run) if what == "speedup" and ratio else []
-            rows.append(
-                {
-                    "name": name,
-                    x: place,
-                    "status": run.status,
-                    MEASURED[what][1]: value,
-                    f"ratio_over_{first}": statistics.median(turns) if turns else ratio,
-                    "lowest_of_turns": min(turns, default=None),
-                    "highest_of_turns": max(turns, default=None),
-                    "path": str(run.path),
-                }
-            )
+            row = {"name": name, x: place, "status": run.status, MEASURED[what][1]: value}
+            row[f"ratio_over_{first}"] = statistics.median(turns) if turns else ratio
+            row["lowest_of_turns"] = min(turns, default=None)
+            row["highest_of_turns"] = max(turns, default=None)
+            rows.append(row | {"path": str(run.path)})
     return rows
 
 
@@ -152,38 +150,36 @@ def title(x: str) -> str:
 def table(what: str, x: str, series: Series, rows: Sequence[dict]) -> str:
     """Places down, names across: the value of each, then its ratio over the first name."""
     first, *others = series
-    key, ratio = MEASURED[what][1], f"ratio_over_{first}"
-    unit = "MB" if what == "memory" else "samples/sec"
-    by_place = {(row["name"], row[x]): row for row in rows}
+    at: dict[float, dict[str, dict]] = {place: {} for place in sorted({row[x] for row in rows})}
+    for row in rows:
+        at[row[x]][row["name"]] = row
 
-    def value(name: str, place: float) -> str:
-        row = by_place.get((name, place))
-        outcome = NOT_FINISHED.get(row["status"]) if row else None
-        return outcome or cell(row and row[key])
+    def value(name: str) -> Column:
+        of_run = Column("", MEASURED[what][1]).or_ended().of
+        label = f"{name}, {UNITS[what]}"
+        return Column(label, lambda place: of_run(at[place].get(name, {})), ".1f")
 
-    def over_first(name: str, place: float) -> str:
-        row = by_place.get((name, place))
-        text = cell(row and row[ratio], ".2f")
-        return (
-            f"{text} ({low:.2f} to {row['highest_of_turns']:.2f})" if (low := row and row["lowest_of_turns"]) else text
-        )
+    def over_first(name: str) -> Column:
+        def ratio(place: float) -> str:
+            row = at[place].get(name, {})
+            text = cell(row.get(f"ratio_over_{first}"), ".2f")
+            low, high = row.get("lowest_of_turns"), row.get("highest_of_turns")
+            return f"{text} ({low:.2f} to {high:.2f})" if low else text
 
-    lines = [
-        [str(place), *(value(name, place) for name in series), *(over_first(name, place) for name in others)]
-        for place in sorted({row[x] for row in rows})
-    ]
-    header = [title(x), *(f"{name}, {unit}" for name in series), *(f"{name} / {first}" for name in others)]
-    return markdown_table(header, lines)
+        return Column(f"{name} / {first}", ratio)
+
+    return render([Column(title(x), str), *map(value, series), *map(over_first, others)], [*at])
 
 
 def measured_on(series: Series) -> str:
     """Scripts, devices and precisions of all runs, for the title."""
     results = [run.result for runs in series.values() for run in runs.values()]
-    scripts, devices, precisions = (
-        ", ".join(dict.fromkeys(map(of, results)))
-        for of in (lambda r: r["script"], lambda r: str(r["environment"].get("device_name")), precision)
-    )
-    return f"{scripts} on {devices}, {precisions}"
+
+    def every(value: Callable[[dict], str]) -> str:
+        return ", ".join(dict.fromkeys(map(value, results)))
+
+    device = every(lambda result: str(result["environment"].get("device_name")))
+    return f"{every(lambda result: result['script'])} on {device}, {every(precision)}"
 
 
 def draw(path: Path, what: str, x: str, series: Series, rows: Sequence[dict]) -> None:
@@ -203,22 +199,20 @@ def draw(path: Path, what: str, x: str, series: Series, rows: Sequence[dict]) ->
             if low:
                 axes.plot([place, place], [low, high], "_-", color=line.get_color(), markersize=10)
         gone = [row[x] for row in mine if row["status"] == "oom"]
-        if gone:
-            # In parts of the axes' height; crosses of several lines at one length must not hide each other.
+        if gone:  # in parts of the axes' height, so that crosses do not hide each other
             heights, where = [0.98 - 0.04 * number] * len(gone), axes.get_xaxis_transform()
-            axes.plot(gone, heights, "x", color=line.get_color(), transform=where, label=f"{name}: out of memory")
-    axes.set_xticks(sorted({row[x] for row in rows}))  # a linear axis: linear growth is a straight line
+            style = {"color": line.get_color(), "transform": where}
+            axes.plot(gone, heights, "x", **style, label=f"{name}: out of memory")
+    axes.set_xticks(sorted({row[x] for row in rows}))  # linear growth is a straight line
     axes.set_ylim(0, 1.15 * axes.get_ylim()[1])  # room for the crosses
     axes.set_title(measured_on(series), fontsize="medium")
     axes.set_xlabel(title(x))
-    axes.set_ylabel("peak memory, MB" if what == "memory" else f"samples/sec over {next(iter(series))}")
+    first = next(iter(series))
+    axes.set_ylabel("peak memory, MB" if what == "memory" else f"samples/sec over {first}")
     axes.grid(alpha=0.3)
     axes.legend()
     figure.tight_layout()
-    try:
-        write_file(path, lambda temporary: figure.savefig(temporary, dpi=150))
-    finally:
-        pyplot.close(figure)
+    save_figure(figure, path)
 
 
 def plot(args: argparse.Namespace) -> int:
@@ -229,7 +223,7 @@ def plot(args: argparse.Namespace) -> int:
     runs = [run for by_place in series.values() for run in by_place.values()]
     if not runs:
         raise ToolError("none of these runs got as far as its first step")
-    named = [(f"{name} at {place}", run) for name, by_place in series.items() for place, run in by_place.items()]
+    named = [(f"{n} at {place}", run) for n, at in series.items() for place, run in at.items()]
     results = [(name, run.result) for name, run in named]
     check_family(results)
     rows = values_of(args.what, args.x, series)
@@ -237,7 +231,8 @@ def plot(args: argparse.Namespace) -> int:
     print(table(args.what, args.x, series, rows), flush=True)
     if args.what == "speedup":
         print_notes(PROG, *unsteady(named))
-    print_notes(PROG, *(f"left out, it ended ({r.status}) before it had a model: {r.path}" for r in nowhere))
+    for run in nowhere:
+        print_notes(PROG, f"left out, it ended ({run.status}) before it had a model: {run.path}")
     if args.output:
         write_csv(args.output.with_suffix(".csv"), rows)
         draw(args.output, args.what, args.x, series, rows)
@@ -245,11 +240,7 @@ def plot(args: argparse.Namespace) -> int:
     return report_failed(PROG, [*runs, *nowhere])
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
-    args = build_parser().parse_args(argv)
-    return run_tool(PROG, lambda: plot(args))
-
+main = program(build_parser, plot)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,23 +1,27 @@
 #!/usr/bin/env python3
 """One report in Markdown of what two folders hold, without and with fusion.
 
-A folder is what run_all_profilers.sh wrote, or the results of a script, of run_pytorch_profiler.py, run_rocprofv3.sh,
-run_deepspeed_flops.py or roofline_analysis.py. The report has a section for each of these that both folders have, and
-for pictures that one of them has:
+A folder is what run_all_profilers.sh wrote, or the results of a script, of run_pytorch_profiler.py,
+run_rocprofv3.sh, run_deepspeed_flops.py or roofline_analysis.py. The report has a section for each
+of these that both folders have, and for pictures that one of them has:
 
   Runs         the result files, as compare_runs.py shows them
-  Kernels      before and after by the PyTorch profiler, and by rocprofv3, as analyze_kernel_reduction.py shows them
+  Kernels      before and after by the PyTorch profiler, and by rocprofv3, as
+               analyze_kernel_reduction.py shows them
   FLOPs        FLOP, bytes and intensity of each kind of module
   Rooflines    pictures, and the tables of roofline_analysis.py
 
-What is not there is named in one line at the end, with the reason where run_all_profilers.sh noted one. Runs of
-different models are refused; different sizes, precision or devices are named at the top. Without --output the report
-goes to stdout. --output-dir writes fusion_report.md into a folder. Status 1 if one of the runs failed.
+What is not there is named in one line at the end, with the reason where run_all_profilers.sh noted
+one. Runs of different models are refused; different sizes, precision or devices are named at the
+top. Without --output the report goes to stdout. --output-dir writes fusion_report.md into a folder.
+Status 1 if one of the runs failed.
 
 Examples:
-  ./run_all_profilers.sh --script tiny_llama_v1.py && ./run_all_profilers.sh --script tiny_llama_v2.py
+  ./run_all_profilers.sh --script tiny_llama_v1.py && ./run_all_profilers.sh \\
+      --script tiny_llama_v2.py
   python analysis_tools/report_generator.py --output ./fusion_comparison_report.md
-  python analysis_tools/report_generator.py --baseline ./v1_analysis --fused ./v2_analysis --output-dir ./analysis
+  python analysis_tools/report_generator.py --baseline ./v1_analysis --fused ./v2_analysis \\
+      --output-dir ./analysis
 """
 
 from __future__ import annotations
@@ -29,18 +33,29 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
-from analysis_tools import analyze_kernel_reduction as kernels
-from analysis_tools import compare_runs
-from workshop.cli import ToolError, at_least, documented_parser, run_tool
+from workshop.cli import Parser, ToolError, documented_parser, program
+from workshop.comparison import beside, runs_table
 from workshop.files import write_text
+from workshop.profile import reduction, roofline
 from workshop.records import ForwardFlops, Rooflines, Steps, read
-from workshop.results import Run, check_family, differences, load_run, only_file, precision, report_failed, unsteady
-from workshop.show import cell, markdown_table
+from workshop.results import (
+    Run,
+    check_family,
+    differences,
+    load_run,
+    only_file,
+    precision,
+    report_failed,
+    unsteady,
+)
+from workshop.show import Column, render
 
 PROG = Path(__file__).name
 NAME = "fusion_report.md"
+LABELS = ("baseline", "fused")
 
 
 class Side:
@@ -48,7 +63,8 @@ class Side:
 
     def __init__(self, label: str, directory: Path):
         if not directory.is_dir():
-            raise ToolError(f"--{label} {directory}: no such directory; run_all_profilers.sh makes one")
+            way_out = "run_all_profilers.sh makes one"
+            raise ToolError(f"--{label} {directory}: no such directory; {way_out}")
         self.label, self.directory = label, directory
         summary = directory / "summary.json"
         steps = read(Steps, summary)["steps"] if summary.is_file() else []
@@ -65,15 +81,15 @@ class Side:
         place = self.place("*_summary.json", "pytorch")
         return load_run(place, self.label) if place else None
 
-    def profile(self) -> kernels.Profile | None:
+    def profile(self) -> reduction.Profile | None:
         """Kernels by the PyTorch profiler."""
         place = self.place("*_kernels.csv", "pytorch", "pytorch_profiler")
-        return kernels.load_pytorch(place) if place else None
+        return reduction.load_pytorch(place) if place else None
 
-    def statistics(self) -> kernels.Profile | None:
+    def statistics(self) -> reduction.Profile | None:
         """Kernels by rocprofv3."""
-        place = None if "rocprofv3" in self.reasons else kernels.rocprofv3_folder(self.directory)
-        return kernels.load_rocprofv3(place) if place else None
+        place = None if "rocprofv3" in self.reasons else reduction.rocprofv3_folder(self.directory)
+        return reduction.load_rocprofv3(place) if place else None
 
     def flops(self) -> dict | None:
         """What run_deepspeed_flops.py counted."""
@@ -84,14 +100,12 @@ class Side:
 
     def rooflines(self, base: Path) -> list[str]:
         """The tables of roofline_analysis.py, and pictures as links from the folder `base`."""
-        lines, tables = [], self.files("roofline_analysis.json")
-        if tables:
-            from analysis_tools import roofline_analysis  # it needs torch, all else here does without
-        for path in tables:
-            rows = read(Rooflines, path)["rows"]
-            name = "kernel" if "kernel" in rows[0] else "script"  # in what came from rocprof-compute
-            table = roofline_analysis.table(rows[: roofline_analysis.TOP] if name == "kernel" else rows, name)
-            lines += ["", f"{self.label}: `{path}`", "", table]
+        lines = []
+        for path in self.files("roofline_analysis.json"):
+            rows, name = read(Rooflines, path)["rows"], "script"
+            if "kernel" in rows[0]:  # it came from rocprof-compute
+                rows, name = rows[: roofline.TOP], "kernel"
+            lines += ["", f"{self.label}: `{path}`", "", roofline.table(rows, name)]
         for path in self.files("*roofline*.png") + self.files("*Roof*.pdf"):
             sign = "" if path.suffix == ".pdf" else "!"
             lines += ["", f"{sign}[{self.label}: {path.name}](<{os.path.relpath(path, base)}>)"]
@@ -99,67 +113,77 @@ class Side:
 
     def files(self, pattern: str) -> list[Path]:
         """All below the folder, without what the wrappers set aside."""
+        aside = (".failed", ".previous")
         found = sorted(self.directory.rglob(pattern))
-        return [path for path in found if not any(part.endswith((".failed", ".previous")) for part in path.parts)]
+        return [path for path in found if not any(part.endswith(aside) for part in path.parts)]
 
 
 def run_lines(runs: Sequence[Run]) -> list[str]:
     """The table of compare_runs.py, and what to know about it."""
-    rows = [compare_runs.compared(run, runs[0]) for run in runs]
     notes = [f"- note: {note}" for note in unsteady((run.name, run) for run in runs)]
-    notes += [f"- note: {run.name} did not finish: {run.result.get('error')}" for run in runs if run.status != "ok"]
-    lines = [compare_runs.table(rows, compare_runs.unit(runs)), ""]
-    lines += [*notes, ""] if notes else []
-    return [*lines, "Each run was measured by itself. `--compare-fusion` of a script measures both sides in turns."]
+    for run in runs:
+        if run.status != "ok":
+            notes.append(f"- note: {run.name} did not finish: {run.result.get('error')}")
+    table = runs_table(runs, [beside(run, runs[0]) for run in runs])
+    alone = "Each run was measured by itself."
+    in_turns = "`--compare-fusion` of a script measures both sides in turns."
+    return [table, "", *([*notes, ""] if notes else []), f"{alone} {in_turns}"]
 
 
-def kernel_lines(sides: Sequence[kernels.Profile], top: int) -> list[str]:
+def kernel_lines(sides: Sequence[reduction.Profile], top: int) -> list[str]:
     """The report of analyze_kernel_reduction.py as a section."""
-    text = kernels.compare(sides, top)[2].partition("\n")[2].strip()
+    text = reduction.compare(sides, top)[2].partition("\n")[2].strip()
     return [re.sub(r"^##", "###", text, flags=re.MULTILINE)]
 
 
 def flops_lines(sides: Sequence[dict]) -> list[str]:
     """FLOP and bytes of a forward pass, module by module."""
     modules = [{row["module"]: row for row in side["modules"]} for side in sides]
-    header = [
-        "module",
-        *(f"{label} {what}" for what in ("GFLOP", "MB", "FLOP/byte") for label in ("baseline", "fused")),
-    ]
-    lines = []
-    for name in modules[0] | modules[1]:
-        columns = []
-        for key, unit, form in (("flop", 1e9, ".4f"), ("bytes", 1e6, ".2f"), ("flop_per_byte", 1, ".2f")):
-            values = [side.get(name, {}).get(key) for side in modules]
-            columns += [cell(None if value is None else value / unit, form) for value in values]
-        lines.append([name, *columns])
-    total = [cell(sum(row["flop"] for row in side.values()) / 1e9, ".4f") for side in modules]
+
+    def value(of_side: dict[str, dict], key: str, unit: float, name: str) -> float | None:
+        found = of_side.get(name, {}).get(key)
+        return None if found is None else found / unit
+
+    columns = [Column("module", str)]
+    for what, key, unit, form in (
+        ("GFLOP", "flop", 1e9, ".4f"),
+        ("MB", "bytes", 1e6, ".2f"),
+        ("FLOP/byte", "flop_per_byte", 1, ".2f"),
+    ):
+        for label, side in zip(LABELS, modules, strict=True):
+            columns.append(Column(f"{label} {what}", partial(value, side, key, unit), form))
+    totals = (sum(row["flop"] for row in side.values()) / 1e9 for side in modules)
+    total = " and ".join(f"{flop:.4f}" for flop in totals)
     by = " and ".join(dict.fromkeys(str(side.get("flops_counted_by")) for side in sides))
-    return [markdown_table(header, lines), "", f"A forward pass: {total[0]} and {total[1]} GFLOP, counted by {by}."]
+    table = render(columns, [*(modules[0] | modules[1])])
+    return [table, "", f"A forward pass: {total} GFLOP, counted by {by}."]
 
 
 def describe(side: Side, result: dict | None) -> str:
     """One line at the top of the report."""
+    line = f"- {side.label}: `{side.directory}`"
     if result is None:
-        return f"- {side.label}: `{side.directory}`"
-    fused = ", ".join(name for name, on in result.get("fusions", {}).items() if on).replace("_", "-") or "nothing"
-    return (f"- {side.label}: `{side.directory}`: {result['script']} on {result['environment'].get('device_name')}, "
-            f"{precision(result)}, fused: {fused}")  # fmt: skip
+        return line
+    on = ", ".join(name for name, on in result.get("fusions", {}).items() if on).replace("_", "-")
+    device = result["environment"].get("device_name")
+    return f"{line}: {result['script']} on {device}, {precision(result)}, fused: {on or 'nothing'}"
 
 
 def generate(args: argparse.Namespace) -> int:
     """Write or print the report; returns the exit status."""
     output = args.output or (args.output_dir / NAME if args.output_dir else None)
     base = output.parent if output else Path()
-    sides = [Side("baseline", args.baseline), Side("fused", args.fused)]
+    sides = [Side(label, getattr(args, label)) for label in LABELS]
     runs, profiles, statistics, flops = (
-        [load(side) for side in sides] for load in (Side.run, Side.profile, Side.statistics, Side.flops)
+        [load(side) for side in sides]
+        for load in (Side.run, Side.profile, Side.statistics, Side.flops)
     )
-    named = [[(s.label, content) for s, content in zip(sides, kind, strict=True) if content] for kind in (
-        [run and run.result for run in runs],
-        *([profile and profile.settings for profile in kind] for kind in (profiles, statistics)),
-        flops,
-    )]  # fmt: skip
+    named = []  # of each kind of result, what it was measured with on the sides that have it
+    of_run, of_profile = (lambda run: run.result), (lambda profile: profile.settings)
+    kinds = (runs, of_run), (profiles, of_profile), (statistics, of_profile), (flops, dict)
+    for kind, of in kinds:
+        both = ((side.label, each and of(each)) for side, each in zip(sides, kind, strict=True))
+        named.append([(label, settings) for label, settings in both if settings])
     check_family([pair for pairs in named for pair in pairs])
     known = next((pairs for pairs in named if len(pairs) == 2), [])
 
@@ -167,10 +191,11 @@ def generate(args: argparse.Namespace) -> int:
     text += [describe(side, dict(known).get(side.label)) for side in sides]
     text += [f"- note: {note}" for note in differences(known)]
     missing = []
+    by_name = partial(kernel_lines, top=args.top)
     for title, step, found, lines in (
         ("Runs", "pytorch_profiler", runs, run_lines),
-        ("Kernels by the PyTorch profiler", "pytorch_profiler", profiles, lambda pair: kernel_lines(pair, args.top)),
-        ("Kernels by rocprofv3", "rocprofv3", statistics, lambda pair: kernel_lines(pair, args.top)),
+        ("Kernels by the PyTorch profiler", "pytorch_profiler", profiles, by_name),
+        ("Kernels by rocprofv3", "rocprofv3", statistics, by_name),
         ("FLOPs of modules", "flops", flops, flops_lines),
     ):
         if all(found):
@@ -178,14 +203,16 @@ def generate(args: argparse.Namespace) -> int:
         else:
             lacking = [side for side, content in zip(sides, found, strict=True) if not content]
             why = {side.reasons.get(step) or "nothing there": None for side in lacking}
-            missing.append(f"{title} ({', '.join(side.label for side in lacking)}: {'; '.join(why)})")
+            labels = ", ".join(side.label for side in lacking)
+            missing.append(f"{title} ({labels}: {'; '.join(why)})")
     rooflines = [line for side in sides for line in side.rooflines(base)]
     if rooflines:
         text += ["", "## Rooflines", *rooflines]
     else:
         missing.append("Rooflines (nothing there)")
     if len(missing) == 5:
-        raise ToolError(f"{args.baseline}, {args.fused}: nothing that both have: {'; '.join(missing)}")
+        nothing = f"nothing that both have: {'; '.join(missing)}"
+        raise ToolError(f"{args.baseline}, {args.fused}: {nothing}")
     text += ["", f"Not in this report: {'; '.join(missing)}."] if missing else []
     if output:
         write_text(output, "\n".join(text) + "\n")
@@ -195,24 +222,23 @@ def generate(args: argparse.Namespace) -> int:
     return report_failed(PROG, [run for run in runs if run])
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """The command line."""
     parser = documented_parser(PROG, __doc__)
-    for label, script in (("baseline", "tiny_llama_v1"), ("fused", "tiny_llama_v2")):
+    for label, script in zip(LABELS, ("tiny_llama_v1", "tiny_llama_v2"), strict=True):
         default = Path(f"profiles_{script}")  # where run_all_profilers.sh leaves it
-        parser.add_argument(f"--{label}", type=Path, default=default, metavar="DIR", help="(default: ./%(default)s)")
+        there = {"type": Path, "default": default, "metavar": "DIR"}
+        parser.add_argument(f"--{label}", **there, help="(default: ./%(default)s)")
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("--output", type=Path, metavar="FILE.md", help="write the report there")
-    where.add_argument("--output-dir", type=Path, metavar="DIR", help=f"write {NAME} into this folder")
-    parser.add_argument("--top", type=at_least(1), default=10, metavar="N", help="kernels per table (default: 10)")
+    file = {"type": Path, "metavar": "FILE.md", "help": "write the report there"}
+    where.add_argument("--output", **file)
+    folder = {"type": Path, "metavar": "DIR", "help": f"write {NAME} into this folder"}
+    where.add_argument("--output-dir", **folder)
+    parser.add_count("--top", 10, "kernels per table")
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
-    args = build_parser().parse_args(argv)
-    return run_tool(PROG, lambda: generate(args))
-
+main = program(build_parser, generate)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,20 +1,25 @@
 #!/usr/bin/env python3
-"""Does one version compute what another one computes? Across scripts, as --verify-accuracy is within one.
+"""Does one version compute what another one computes? Across scripts, as --verify-accuracy is
+within one.
 
-Both scripts get the same arguments, the weights of the baseline and its batches. Compared are outputs, loss and the
-gradient of every parameter, first at the initial weights, then at those that the baseline has after --steps training
-steps; and the losses of these steps, which each script takes with its own optimizer and, where its arguments ask for
-one, as a graph. Names are those of state_dict(), where nothing is fused.
+Both scripts get the same arguments, the weights of the baseline and its batches. Compared are
+outputs, loss and the gradient of every parameter, first at the initial weights, then at those that
+the baseline has after --steps training steps; and the losses of these steps, which each script
+takes with its own optimizer and, where its arguments ask for one, as a graph. Names are those of
+state_dict(), where nothing is fused.
 
-An error is the norm of the difference from float64 over the norm of the value, each gradient by itself. Its limit is
-three times the error of the baseline with everything unfused in the same precision, or --tolerance where that is more
-(0.05 below float32, where an argument of a ReLU may round to the other side of zero); --tolerance is also the limit of
-the two loss curves' relative difference. A parameter without a gradient is named and fails the check. Exit status 1
-where something is off.
+An error is the norm of the difference from float64 over the norm of the value, each gradient by
+itself. Its limit is three times the error of the baseline with everything unfused in the same
+precision, or --tolerance where that is more (0.05 below float32, where an argument of a ReLU may
+round to the other side of zero); --tolerance is also the limit of the two loss curves' relative
+difference. A parameter without a gradient is named and fails the check. Exit status 1 where
+something is off.
 
 Examples:
-  python analysis_tools/validate_numerical_accuracy.py --baseline tiny_llama_v1.py --optimized tiny_llama_v2.py
-  python analysis_tools/validate_numerical_accuracy.py --baseline tiny_llama_v1.py --optimized tiny_llama_v4.py \\
+  python analysis_tools/validate_numerical_accuracy.py --baseline tiny_llama_v1.py \\
+      --optimized tiny_llama_v2.py
+  python analysis_tools/validate_numerical_accuracy.py --baseline tiny_llama_v1.py \\
+      --optimized tiny_llama_v4.py \\
       --tolerance 1e-3 --hidden-dim 64 --num-layers 2 --seq-len 32 --batch-size 2
   python analysis_tools/validate_numerical_accuracy.py --baseline tiny_openfold_v1.py \\
       --optimized tiny_openfold_v2.py --steps 10 --use-amp --tolerance 0.01
@@ -33,9 +38,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 
-from workshop.cli import ToolError, at_least, documented_parser, run_tool
+from workshop.cli import Parser, ToolError, documented_parser, program
 from workshop.script import load_script, script_arguments
-from workshop.show import markdown_table
+from workshop.show import Column, render
 from workshop.turns import free_memory
 
 PROG = Path(__file__).name
@@ -43,7 +48,13 @@ EAGER_STEPS = 2  # before a step is captured as a graph
 QUIET = 5.0  # seconds between two lines of progress
 MISSING = "without a gradient"
 GRADIENT = "gradient of "
-Line = tuple[list[str], bool]  # a row of the table, and whether it passed
+COLUMNS = [
+    Column("what", "what"),
+    Column("worst", "worst", text=True),
+    Column("relative difference", "error"),
+    Column("limit", "limit"),
+    Column("verdict", lambda row: "pass" if row["passed"] else "FAIL"),
+]
 
 
 @dataclass(frozen=True)
@@ -60,19 +71,21 @@ class Side:
 
         trainer = self.module.Trainer(self.args, self.module.prepare(self.args))
         trainer.model.load_state_dict(weights)
-        trainer.batches = first.module.make_batches(first.args, torch.device("cpu"), first.args.seed)
+        host, seed = torch.device("cpu"), first.args.seed
+        trainer.batches = first.module.make_batches(first.args, host, seed)
         return trainer
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """The command line."""
     usage = "%(prog)s --baseline FILE --optimized FILE [arguments] [arguments of both scripts]"
     note = "Every other argument goes to both scripts.\n\n"
     parser = documented_parser(PROG, __doc__, usage, note)
-    parser.add_argument("--baseline", required=True, metavar="FILE", help="version script whose values are expected")
-    parser.add_argument("--optimized", required=True, metavar="FILE", help="version script that is checked")
-    parser.add_argument("--tolerance", type=float, default=1e-3, metavar="X", help="limit (default: %(default)s)")
-    parser.add_argument("--steps", type=at_least(1), default=20, metavar="N", help="of the loss curve (default: 20)")
+    parser.add_path("--baseline", "FILE", "version script whose values are expected", required=True)
+    parser.add_path("--optimized", "FILE", "version script that is checked", required=True)
+    limit = {"type": float, "default": 1e-3, "metavar": "X", "help": "limit (default: %(default)s)"}
+    parser.add_argument("--tolerance", **limit)
+    parser.add_count("--steps", 20, "of the loss curve")
     return parser
 
 
@@ -81,11 +94,13 @@ def load_sides(args: argparse.Namespace, argv: Sequence[str]) -> tuple[Side, Sid
     import torch
 
     paths = (args.baseline, args.optimized)
-    modules = [load_script(path) for path in paths]
+    modules = [load_script(str(path)) for path in paths]
     parsed = [script_arguments(module, argv, None)[1] for module in modules]
-    sides = tuple(Side(Path(path).name, *side) for path, *side in zip(paths, modules, parsed, strict=True))
+    given = zip([path.name for path in paths], modules, parsed, strict=True)
+    sides = tuple(Side(*side) for side in given)
     models = [side.module.build_model(side.args, torch.device("meta")) for side in sides]
-    shapes = [{name: tuple(value.shape) for name, value in model.state_dict().items()} for model in models]
+    states = [model.state_dict().items() for model in models]
+    shapes = [{name: tuple(value.shape) for name, value in state} for state in states]
     if odd := sorted(dict(shapes[0].items() ^ shapes[1].items())):
         both = " and ".join(side.name for side in sides)
         raise ToolError(f"{both} are different models: not both have {odd[0]}, of the same shape")
@@ -106,8 +121,8 @@ def loss_curve(trainer, name: str, steps: int) -> list[float]:
     return losses
 
 
-def line(what: str, judged: dict[str, tuple[float, float]]) -> Line:
-    """A row with the worst of these relative errors, by the name of its place, and its limit. A NaN fails."""
+def line(what: str, judged: dict[str, tuple[float, float]]) -> dict:
+    """A row with the worst of these relative errors and its limit, by its place. A NaN fails."""
 
     def beyond(name: str) -> float:
         error, limit = judged[name]
@@ -115,12 +130,14 @@ def line(what: str, judged: dict[str, tuple[float, float]]) -> Line:
 
     worst = max(judged, key=beyond)
     error, limit = judged[worst]
-    passed = error <= limit
-    return [what, worst, f"{error:.2e}", f"{limit:.2e}", "pass" if passed else "FAIL"], passed
+    shown = {"error": f"{error:.2e}", "limit": f"{limit:.2e}", "passed": error <= limit}
+    return {"what": what, "worst": worst, **shown}
 
 
-def compare_values(sides: tuple[Side, Side], weights: dict, when: str, tolerance: float) -> list[Line]:
-    """Rows for outputs, loss and gradients at these weights, judged as --verify-accuracy judges them."""
+def compare_values(
+    sides: tuple[Side, Side], weights: dict, when: str, tolerance: float
+) -> list[dict]:
+    """Rows for outputs, loss and gradients at these weights, judged as by --verify-accuracy."""
     first, second = sides
     all_off, judge = first.module.all_off, first.module.judge
     unfused = replace(first, args=all_off(first.args))
@@ -135,29 +152,32 @@ def compare_values(sides: tuple[Side, Side], weights: dict, when: str, tolerance
     lines = [line(f"outputs {when}", judged), line(f"loss {when}", loss)]
     lines.append(line(f"{len(gradients)} gradients {when}", gradients))
     for side, found in zip(sides, values[2:], strict=True):
-        missing = [name.removeprefix(GRADIENT) for name, value in found.items() if bool(value.isnan().all())]
+        missing = [name for name, value in found.items() if bool(value.isnan().all())]
         if missing:
-            row = [f"{MISSING} in {side.name} {when}", ", ".join(missing), str(len(missing)), "0", "FAIL"]
-            lines.append((row, False))
+            names = ", ".join(name.removeprefix(GRADIENT) for name in missing)
+            shown = {"error": str(len(missing)), "limit": "0", "passed": False}
+            lines.append({"what": f"{MISSING} in {side.name} {when}", "worst": names, **shown})
     return lines
 
 
-def compare(sides: tuple[Side, Side], tolerance: float, steps: int) -> list[Line]:
+def compare(sides: tuple[Side, Side], tolerance: float, steps: int) -> list[dict]:
     """The rows of the table."""
     first, curves = sides[0], []
     weights = first.module.build_model(first.args, first.module.prepare(first.args)).state_dict()
     lines, trained = compare_values(sides, weights, "at first", tolerance), {}
-    if any(row[0].startswith(MISSING) for row, _ in lines):
+    if any(line["what"].startswith(MISSING) for line in lines):
         return lines  # an optimizer may refuse to go on
     for side in sides:
         trainer = side.trainer(weights, first)
         curves.append(loss_curve(trainer, side.name, steps))
-        trained = trained or {name: value.clone() for name, value in trainer.model.state_dict().items()}
+        state = trainer.model.state_dict().items()
+        trained = trained or {name: value.clone() for name, value in state}
         del trainer
         free_memory()
     lines += compare_values(sides, trained, f"after {steps} steps", tolerance)
     pairs = enumerate(zip(*curves, strict=True), start=1)
-    curve = {f"step {n}": (abs(loss - expected) / abs(expected), tolerance) for n, (expected, loss) in pairs}
+    errors = {n: abs(loss - expected) / abs(expected) for n, (expected, loss) in pairs}
+    curve = {f"step {n}": (error, tolerance) for n, error in errors.items()}
     return [*lines, line(f"losses of {steps} steps", curve)]
 
 
@@ -171,18 +191,13 @@ def validate(args: argparse.Namespace, argv: Sequence[str]) -> int:
     except (RuntimeError, MemoryError) as error:
         status, message = sides[0].module.explain(error, Path())
         raise ToolError(message, status) from error
-    header = ["what", "worst", "relative difference", "limit", "verdict"]
-    print(markdown_table(header, [row for row, _ in lines], text_columns=2))
-    passed = all(good for _, good in lines)
+    print(render(COLUMNS, lines))
+    passed = all(line["passed"] for line in lines)
     print(f"\n{sides[1].name} against {sides[0].name}: {'PASS' if passed else 'FAIL'}")
     return 0 if passed else 1
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
-    args, rest = build_parser().parse_known_args(argv)
-    return run_tool(PROG, lambda: validate(args, rest))
-
+main = program(build_parser, validate, of_scripts=True)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,25 +1,29 @@
 #!/usr/bin/env python3
-"""How exact every version is: outputs, loss and every gradient against V1 in float64, on the same device.
+"""How exact every version is: outputs, loss and every gradient against V1 in float64, on the same
+device.
 
-Whole models (V1 to V4, V2 compiled, Llama with Liger's kernels) and parts (triangle multiplication and attention, also
-of cuEquivariance; V2's attention is PyTorch's SDPA), in float32, TF32 and bfloat16. Cases: "plain" input; an "outlier"
-channel that stands above the others everywhere; "large logits", from weights of queries and keys four times as large;
-"odd" sizes, in bfloat16 only, as is what is compiled.
+Whole models (V1 to V4, V2 compiled, Llama with Liger's kernels) and parts (triangle multiplication
+and attention, also of cuEquivariance; V2's attention is PyTorch's SDPA), in float32, TF32 and
+bfloat16. Cases: "plain" input; an "outlier" channel that stands above the others everywhere; "large
+logits", from weights of queries and keys four times as large; "odd" sizes, in bfloat16 only, as is
+what is compiled.
 
-An error is the norm of the difference from float64 over the norm of what is exact: of an output, the loss, the gradient
-of a parameter, and of each of its rows and columns. Some are mathematically near zero, and rounding alone changes them
-by their size. There the norm is replaced by a floor, which is measured: ten times V1's error in the same precision, for
-rows and columns the root mean square of their errors in this parameter. Below it V1 has less than one digit right, and
-what errs as much as V1 does has an error of 0.1. The last column of the table has the parameter in which one of our
-versions is furthest above V1: its worst row or column over V1's.
+An error is the norm of the difference from float64 over the norm of what is exact: of an output,
+the loss, the gradient of a parameter, and of each of its rows and columns. Some are mathematically
+near zero, and rounding alone changes them by their size. There the norm is replaced by a floor,
+which is measured: ten times V1's error in the same precision, for rows and columns the root mean
+square of their errors in this parameter. Below it V1 has less than one digit right, and what errs
+as much as V1 does has an error of 0.1. The last column of the table has the parameter in which one
+of our versions is furthest above V1: its worst row or column over V1's.
 
-Equal bits: are loss and gradients of so many --runs, of plain input in the last of the --precisions, all the same?
-What is not installed is left out, and said so.
+Equal bits: are loss and gradients of so many --runs, of plain input in the last of the
+--precisions, all the same? What is not installed is left out, and said so.
 
 Examples:
   python bench/accuracy_atlas.py --output results/h100/accuracy.json
-  python bench/accuracy_atlas.py --table results/h100/accuracy.json      the table again, for docs/RESULTS.md
-  python bench/accuracy_atlas.py --device cpu --subjects "triangle attention" --sizes 13 --output accuracy.json
+  python bench/accuracy_atlas.py --table results/h100/accuracy.json   the table again
+  python bench/accuracy_atlas.py --device cpu --subjects "triangle attention" --sizes 13 \\
+      --output accuracy.json
 """
 
 from __future__ import annotations
@@ -41,7 +45,7 @@ from torch import Tensor, nn
 from workshop.cli import at_least, documented_parser, print_notes, run_tool
 from workshop.files import ROOT
 from workshop.script import load_script
-from workshop.show import markdown_table
+from workshop.show import Column, render
 from workshop.study import Part, measure_study, read_study
 
 PROG = Path(__file__).name
@@ -60,20 +64,27 @@ SUBJECTS = (*SIZES, *PARTS)
 OUTLIER = 5  # the channel
 HUGE = sys.float_info.max  # what JSON has for infinity
 QUERY_AND_KEY = ("q_proj.weight", "k_proj.weight", "linear_q.weight", "linear_k.weight")
-EMBEDDINGS = ("embed_tokens.weight", "linear_relpos.weight", "linear_msa_m.weight")  # what the first block reads
-Values = dict[str, dict[str, Tensor]]  # outputs, loss and gradients; of each by name, in float64 on the host
-Side = Callable[[], tuple[Values, bool | None]]  # with the answer about equal bits, if it was asked for
+# what the first block reads
+EMBEDDINGS = ("embed_tokens.weight", "linear_relpos.weight", "linear_msa_m.weight")
+# outputs, loss and gradients; of each by name, in float64 on the host
+Values = dict[str, dict[str, Tensor]]
+# with the answer about equal bits, if it was asked for
+Side = Callable[[], tuple[Values, bool | None]]
 
 
 def tested_weights(state: dict[str, Tensor], case: str) -> dict[str, Tensor]:
-    """V1's initial weights, with norms and biases as training leaves them: not 1 and not 0; changed for the case."""
+    """V1's initial weights, with norms and biases as training leaves them: not 1 and not 0.
+
+    Changed for the case.
+    """
     generator, weights = torch.Generator().manual_seed(1), {}
     for name, value in sorted(state.items()):
         noise = torch.randn(value.shape, generator=generator)
         weights[name] = weight = value + 0.2 * noise if value.dim() == 1 else value.clone()
         if case == "large logits" and name.endswith(QUERY_AND_KEY):
             weight *= 4
-        if case == "outlier" and name.endswith(EMBEDDINGS):  # a row is a token in one, a channel in the others
+        # a row is a token in one, a channel in the others
+        if case == "outlier" and name.endswith(EMBEDDINGS):
             channel = weight[:, OUTLIER] if name.startswith("embed_tokens") else weight[OUTLIER]
             channel += 10 * value.std()
     return weights
@@ -81,18 +92,24 @@ def tested_weights(state: dict[str, Tensor], case: str) -> dict[str, Tensor]:
 
 def on_host(values: Values) -> Values:
     """In float64, where nothing changes them any more."""
-    return {what: {n: v.detach().double().cpu() for n, v in several.items()} for what, several in values.items()}
+    return {
+        what: {n: v.detach().double().cpu() for n, v in several.items()}
+        for what, several in values.items()
+    }
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:
-    """Gradients by the names of state_dict(), where nothing is fused. The model's weights are lost."""
+    """Gradients by the names of state_dict(), where nothing is fused. Weights are lost."""
     for parameter in model.parameters():
         parameter.data = parameter.grad
     return model.state_dict()
 
 
 def same_bits(run: Callable[[], list[Tensor]], runs: int) -> bool | None:
-    """Are the tensors of so many runs equal to the last bit? None for no run. The device is asked once, at the end."""
+    """Are the tensors of so many runs equal to the last bit? None for no run.
+
+    The device is asked once, at the end.
+    """
     if not runs:
         return None
     first = [value.clone() for value in run()]
@@ -114,14 +131,18 @@ def installed(package: str) -> bool:
 def trainer_of(script: str, argv: Sequence[str], weights: dict[str, Tensor]):
     """A Trainer of a version with these weights, without a graph: nothing is repeated here."""
     module = load_script(f"{script}.py")
-    args = module.parse_args([*argv, "--disable-cuda-graph", "--profile-dir", tempfile.gettempdir()])
+    alone = ["--disable-cuda-graph", "--profile-dir", tempfile.gettempdir()]
+    args = module.parse_args([*argv, *alone])
     trainer = module.Trainer(args, module.prepare(args))
     trainer.model.load_state_dict(weights)
     return trainer
 
 
-def model_side(script: str, argv: Sequence[str], weights: dict[str, Tensor], runs: int = 0, exact: bool = False):
-    """Values of a version, or the `exact` ones: in float64, also where it asks for float32, as for its losses."""
+def model_side(
+    script: str, argv: Sequence[str], weights: dict[str, Tensor], runs: int = 0, exact: bool = False
+):
+    """Values of a version, or the `exact` ones: in float64, also where it asks for float32, as for
+    its losses."""
     trainer = trainer_of(script, argv, weights)
     batch = trainer.next_batch()
 
@@ -137,7 +158,8 @@ def model_side(script: str, argv: Sequence[str], weights: dict[str, Tensor], run
     trainer.next_batch = lambda: batch
     found = load_script(f"{script}.py").values_of(trainer, exact)
     gradients = {name: found.pop(f"gradient of {name}") for name in weights}
-    return on_host({"loss": {"loss": found.pop("loss")}, "outputs": found, "gradients": gradients}), equal
+    loss = {"loss": found.pop("loss")}
+    return on_host({"loss": loss, "outputs": found, "gradients": gradients}), equal
 
 
 def liger_side(argv: Sequence[str], weights: dict[str, Tensor]) -> tuple[Values, None]:
@@ -150,21 +172,33 @@ def liger_side(argv: Sequence[str], weights: dict[str, Tensor]) -> tuple[Values,
     with ours.autocast():
         found = forward(**batch)
     found.loss.backward()
-    gradients = {name.removeprefix("model."): gradient for name, gradient in gradients_of(theirs).items()}
-    return on_host({"outputs": {"outputs": found.logits}, "loss": {"loss": found.loss}, "gradients": gradients}), None
+    gradients = {name.removeprefix("model."): g for name, g in gradients_of(theirs).items()}
+    outputs, loss = {"outputs": found.logits}, {"loss": found.loss}
+    return on_host({"outputs": outputs, "loss": loss, "gradients": gradients}), None
 
 
-def models(model: str, case: str, precision: str, runs: int, device: str, sizes: str) -> tuple[Side, dict[str, Side]]:
+def models(
+    model: str, case: str, precision: str, runs: int, device: str, sizes: str
+) -> tuple[Side, dict[str, Side]]:
     """What makes the exact values of a whole model, and the sides."""
-    argv = [*SIZES[model].split(), *(ODD[model].split() if case == "odd" else []), *sizes.split(), "--device", device]
+    odd = ODD[model] if case == "odd" else ""
+    argv = f"{SIZES[model]} {odd} {sizes} --device {device}".split()
     v1 = load_script(f"{model}_v1.py")
-    weights = tested_weights(v1.build_model(v1.parse_args(argv), torch.device("cpu")).state_dict(), case)
+    initial = v1.build_model(v1.parse_args(argv), torch.device("cpu"))
+    weights = tested_weights(initial.state_dict(), case)
     rounded = [*argv, *PRECISIONS[precision]]
-    scripts = {path.stem[-2:].upper(): path.stem for path in sorted(ROOT.glob(f"{model}_v[1-9].py"))}
-    sides = {side: partial(model_side, script, rounded, weights, runs) for side, script in scripts.items()}
+    paths = sorted(ROOT.glob(f"{model}_v[1-9].py"))
+    scripts = {path.stem[-2:].upper(): path.stem for path in paths}
+    sides = {
+        side: partial(model_side, script, rounded, weights, runs)
+        for side, script in scripts.items()
+    }
     if device != "cpu" and precision == "bf16" and case != "odd":
-        sides["V2 compiled"] = partial(model_side, scripts["V2"], [*rounded, "--enable-torch-compile"], weights, runs)
-    if device != "cpu" and model == "tiny_llama" and installed("liger_kernel") and installed("transformers"):
+        sides["V2 compiled"] = partial(
+            model_side, scripts["V2"], [*rounded, "--enable-torch-compile"], weights, runs
+        )
+    liger = installed("liger_kernel") and installed("transformers")
+    if device != "cpu" and model == "tiny_llama" and liger:
         sides["Liger"] = partial(liger_side, rounded, weights)
     return partial(model_side, scripts["V1"], argv, weights, exact=True), sides
 
@@ -173,11 +207,20 @@ def models(model: str, case: str, precision: str, runs: int, device: str, sizes:
 
 
 def part_side(
-    version: ModuleType, name: str, weights: dict[str, Tensor], x: Tensor, precision: str, runs: int = 0,
+    version: ModuleType,
+    name: str,
+    weights: dict[str, Tensor],
+    x: Tensor,
+    precision: str,
+    runs: int = 0,
     use: Callable[[nn.Module], Callable[[Tensor], Tensor]] = lambda part: part,
-) -> tuple[Values, bool | None]:  # fmt: skip
-    """Output of a part for x, gradients of x and its parameters; `use` makes another forward pass of the part."""
-    part = getattr(version, name)(version.ModelConfig(pair_dim=x.shape[-1]), version.Fusions()).to(x.device)
+) -> tuple[Values, bool | None]:
+    """Output of a part for x, gradients of x and its parameters.
+
+    `use` makes another forward pass of the part.
+    """
+    config = version.ModelConfig(pair_dim=x.shape[-1])
+    part = getattr(version, name)(config, version.Fusions()).to(x.device)
     part.load_state_dict(weights)
     part, x = (part.double(), x.double()) if precision == "float64" else (part, x)
     torch.set_float32_matmul_precision("high" if precision == "TF32" else "highest")
@@ -187,7 +230,8 @@ def part_side(
     def run() -> list[Tensor]:
         x.grad = None
         part.zero_grad(set_to_none=True)
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=precision == "bf16", cache_enabled=False):
+        low = {"enabled": precision == "bf16", "cache_enabled": False}
+        with torch.autocast(x.device.type, torch.bfloat16, **low):
             out = forward(x)
         out.backward(grad.to(out.dtype))
         return [out.detach(), x.grad, *(p.grad for p in part.parameters())]
@@ -204,15 +248,20 @@ def with_cuequivariance(part: nn.Module) -> Callable[[Tensor], Tensor]:
 
     def multiplication(pair: Tensor) -> Tensor:
         joined = {
-            f"{name}_{kind}": torch.cat([part.get_parameter(f"{module}.{kind}") for module in modules])
+            f"{name}_{kind}": torch.cat(
+                [part.get_parameter(f"{module}.{kind}") for module in modules]
+            )
             for name, modules in JOINED.items()
             for kind in ("weight", "bias")
         }
-        return cuequivariance("triangle_multiplicative_update")(pair, direction="outgoing", **joined)
+        operation = cuequivariance("triangle_multiplicative_update")
+        return operation(pair, direction="outgoing", **joined)
 
     def attend(x: Tensor, bias: Tensor) -> Tensor:
         linears = part.linear_q, part.linear_k, part.linear_v, part.linear_g
-        q, k, v, gate = (linear(x).unflatten(-1, (part.heads, -1)).transpose(2, 3) for linear in linears)
+        q, k, v, gate = (
+            linear(x).unflatten(-1, (part.heads, -1)).transpose(2, 3) for linear in linears
+        )
         out = torch.sigmoid(gate) * cuequivariance("triangle_attention")(q, k, v, bias[:, None])
         return part.linear_o(out.transpose(2, 3).flatten(3))
 
@@ -222,13 +271,17 @@ def with_cuequivariance(part: nn.Module) -> Callable[[Tensor], Tensor]:
     return part
 
 
-def parts(subject: str, case: str, precision: str, runs: int, device: str, sizes: str) -> tuple[Side, dict[str, Side]]:
+def parts(
+    subject: str, case: str, precision: str, runs: int, device: str, sizes: str
+) -> tuple[Side, dict[str, Side]]:
     """What makes the exact values of a part of TinyOpenFold, and the sides."""
-    versions = {path.stem[-2:].upper(): load_script(path.name) for path in sorted(ROOT.glob("tiny_openfold_v[1-9].py"))}
+    paths = sorted(ROOT.glob("tiny_openfold_v[1-9].py"))
+    versions = {path.stem[-2:].upper(): load_script(path.name) for path in paths}
     v1, name = versions["V1"], PARTS[subject]
     config, generator = v1.ModelConfig(), torch.Generator().manual_seed(3)
     state = getattr(v1, name)(config, v1.Fusions()).state_dict()
-    for key, value in sorted(state.items()):  # the module draws its own from the process's generator
+    # the module draws its own from the process's generator
+    for key, value in sorted(state.items()):
         if value.dim() == 2:
             state[key] = torch.randn(value.shape, generator=generator) / value.shape[1] ** 0.5
         elif "norm" not in key:
@@ -237,9 +290,14 @@ def parts(subject: str, case: str, precision: str, runs: int, device: str, sizes
     x = torch.randn(1, length, length, config.pair_dim, generator=generator)
     x[..., OUTLIER] += 10 if case == "outlier" else 0
     given = name, tested_weights(state, case), x.to(device)
-    sides = {side: partial(part_side, version, *given, precision, runs) for side, version in versions.items()}
+    sides = {
+        side: partial(part_side, version, *given, precision, runs)
+        for side, version in versions.items()
+    }
     if device != "cpu" and installed("cuequivariance_torch"):
-        sides["cuEquivariance"] = partial(part_side, v1, *given, precision, runs, with_cuequivariance)
+        sides["cuEquivariance"] = partial(
+            part_side, v1, *given, precision, runs, with_cuequivariance
+        )
     return partial(part_side, v1, *given, "float64"), sides
 
 
@@ -251,20 +309,28 @@ def norms(value: Tensor, dim: int | None) -> Tensor:
     return value.norm().reshape(1) if dim is None else value.norm(dim=dim)
 
 
-def relative(error: Tensor, exact: Tensor, rounding: Tensor | None, dim: int | None) -> tuple[float, str]:
-    """The largest error of a tensor's lines along `dim`, and which; what is not a number is larger than any."""
+def relative(
+    error: Tensor, exact: Tensor, rounding: Tensor | None, dim: int | None
+) -> tuple[float, str]:
+    """The largest error of a tensor's lines along `dim`, and which.
+
+    What is not a number is larger than any.
+    """
     floor = 1e-300 if rounding is None else 10 * float(norms(rounding, dim).square().mean().sqrt())
-    errors = (norms(error, dim) / norms(exact, dim).clamp(min=max(floor, 1e-300))).nan_to_num(nan=HUGE)
+    scale = norms(exact, dim).clamp(min=max(floor, 1e-300))
+    errors = (norms(error, dim) / scale).nan_to_num(nan=HUGE)
     place = int(errors.argmax())
     return float(errors[place]), {None: "", 0: f"[:, {place}]", 1: f"[{place}]"}[dim]
 
 
 def errors_of(values: Values, exact: Values, baseline: Values) -> dict:
-    """Of outputs and loss the worst error, of gradients that of each parameter and of each one's rows and columns."""
-    found = {
-        what: max((relative(values[what][n] - v, v, None, None)[0] for n, v in exact[what].items()), default=None)
-        for what in ("outputs", "loss")
-    }
+    """Of outputs and loss the worst error, of gradients that of each parameter and of each one's
+    rows and columns."""
+    found = {}
+    for what in ("outputs", "loss"):
+        pairs = [(values[what][name], value) for name, value in exact[what].items()]
+        errors = (relative(value - right, right, None, None)[0] for value, right in pairs)
+        found[what] = max(errors, default=None)
     found |= {"parameters": {}, "lines": {}}
     for name, value in exact["gradients"].items():
         error, rounding = (side["gradients"][name] - value for side in (values, baseline))
@@ -277,19 +343,19 @@ def errors_of(values: Values, exact: Values, baseline: Values) -> dict:
 def compared(make: Callable[[], tuple[Side, dict[str, Side]]]) -> dict[str, dict]:
     """The errors of each side, V1 first; of a library that raises, why."""
     make_exact, sides = make()
-    (exact, _), baseline, row = make_exact(), {}, {}
+    (exact, _), baseline, found = make_exact(), {}, {}
     for side, measure in sides.items():
         try:
             values, equal = measure()
         except Exception as error:
             if side.startswith("V"):  # one of ours; a library may not take what it is given
                 raise
-            row[side] = {"failed": f"{type(error).__name__}: {error}".partition("\n")[0]}
-            print_notes(PROG, f"{side} failed: {row[side]['failed']}")
+            found[side] = {"failed": f"{type(error).__name__}: {error}".partition("\n")[0]}
+            print_notes(PROG, f"{side} failed: {found[side]['failed']}")
             continue
         baseline = baseline or values
-        row[side] = errors_of(values, exact, baseline) | {"equal_bits": equal}
-    return row
+        found[side] = errors_of(values, exact, baseline) | {"equal_bits": equal}
+    return {"sides": found}
 
 
 def atlas(args: argparse.Namespace) -> Iterator[Part]:
@@ -304,53 +370,76 @@ def atlas(args: argparse.Namespace) -> Iterator[Part]:
                 runs = args.runs if case == "plain" and precision == args.precisions[-1] else 0
                 made_by = models if subject in SIZES else parts
                 make = partial(made_by, subject, case, precision, runs, args.device, args.sizes)
-                yield {"subject": subject, "case": case, "precision": precision}, partial(compared, make)
+                names = {"subject": subject, "case": case, "precision": precision}
+                yield names, partial(compared, make)
 
 
-def furthest(row: dict) -> str:
-    """The parameter in whose gradient one of our versions is furthest above V1, by their worst rows and columns."""
-    before = row["V1"]["lines"]
+def furthest(sides: dict[str, dict]) -> str:
+    """The parameter in whose gradient one of our versions is furthest above V1, by their worst rows
+    and columns."""
+    before = sides["V1"]["lines"]
+    ours = [side for side, found in sides.items() if side.startswith("V") and "lines" in found]
     ratios = [
-        (row[side]["lines"][name][0] / worst, side, name + row[side]["lines"][name][1])
-        for side in row
-        if side.startswith("V") and side != "V1" and "lines" in row[side]
+        (sides[side]["lines"][name][0] / worst, side, name + sides[side]["lines"][name][1])
+        for side in ours
         for name, (worst, _) in before.items()
-        if worst
+        if worst and side != "V1"
     ]
     ratio, side, name = max(ratios)
     return f"{ratio:.1f}x {side}: {name}"
 
 
+def worst(found: dict | None) -> str:
+    """Of a side: its worst errors of outputs, of parameters, and of their rows and columns."""
+    if found is None or "failed" in found:
+        return "failed" if found else ""
+    line = max(error for error, _ in found["lines"].values())
+    errors = found["outputs"], max(found["parameters"].values()), line
+    return " / ".join(f"{error:.1e}" for error in errors)
+
+
+def equal_bits(rows: Sequence[dict], side: str) -> str:
+    """The answer of all rows that have one."""
+    found = [row["sides"][side].get("equal_bits") for row in rows if side in row["sides"]]
+    return "no" if False in found else "yes" if True in found else ""
+
+
 def table(study: dict) -> str:
     """A line for each subject, case and precision."""
-
-    def text(found: dict | None) -> str:
-        if found is None or "failed" in found:
-            return "failed" if found else ""
-        line = max(error for error, _ in found["lines"].values())
-        return " / ".join(f"{error:.1e}" for error in (found["outputs"], max(found["parameters"].values()), line))
-
     rows = study["rows"]
-    sides = list(dict.fromkeys(side for row in rows for side, found in row.items() if isinstance(found, dict)))
+    sides = list(dict.fromkeys(side for row in rows for side in row["sides"]))
     lines = [
-        [f"{r['subject']}, {r['case']}, {r['precision']}", *(text(r.get(side)) for side in sides), furthest(r)]
-        for r in rows
+        {
+            "name": f"{row['subject']}, {row['case']}, {row['precision']}",
+            **{side: worst(row["sides"].get(side)) for side in sides},
+            "furthest": furthest(row["sides"]),
+        }
+        for row in rows
     ]
-    answers = {side: [row[side].get("equal_bits") for row in rows if side in row] for side in sides}
-    said = ["no" if False in found else "yes" if True in found else "" for found in answers.values()]
-    lines.append([f"equal bits in {study['runs']} runs, {study['precisions'][-1]}", *said, ""])
-    return markdown_table(["outputs / worst parameter / worst row or column", *sides, "furthest above V1"], lines)
+    asked = f"equal bits in {study['runs']} runs, {study['precisions'][-1]}"
+    lines.append(
+        {"name": asked, **{side: equal_bits(rows, side) for side in sides}, "furthest": ""}
+    )
+    columns = [
+        Column("outputs / worst parameter / worst row or column", "name"),
+        *(Column(side, side) for side in sides),
+        Column("furthest above V1", "furthest"),
+    ]
+    return render(columns, lines)
 
 
 def run_atlas(args: argparse.Namespace) -> int:
     """Measure and print the table; returns the exit status."""
     if not args.table:
-        missing = [name for name in ("cuequivariance_torch", "liger_kernel", "transformers") if not installed(name)]
+        packages = ("cuequivariance_torch", "liger_kernel", "transformers")
+        missing = [name for name in packages if not installed(name)]
         print_notes(PROG, *(f"{package} is not installed and left out" for package in missing))
         args.runs = args.runs or (3 if args.device == "cpu" else 100)
-        settings = {name: getattr(args, name) for name in ("subjects", "precisions", "runs", "sizes")}
+        names = ("subjects", "precisions", "runs", "sizes")
+        settings = {name: getattr(args, name) for name in names}
         measure_study(args.output, atlas(args), argv=["--device", args.device], **settings)
-    print(table(read_study(args.table or args.output, ["subject", "case", "precision", "V1"], measured=())))
+    keys = ("subject", "case", "precision", "sides")
+    print(table(read_study(args.table or args.output, keys, measured=())))
     return 0
 
 
@@ -360,12 +449,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     where = parser.add_mutually_exclusive_group(required=True).add_argument
     where("--output", type=Path, metavar="FILE.json", help="measure, and write the result there")
-    where("--table", type=Path, metavar="FILE.json", help="measure nothing, print the table of this result")
+    where(
+        "--table",
+        type=Path,
+        metavar="FILE.json",
+        help="measure nothing, print the table of this result",
+    )
     add("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--subjects", nargs="+", choices=SUBJECTS, default=list(SUBJECTS), metavar="NAME", help=", ".join(SUBJECTS))
-    add("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS), help="(default: all)")
+    add(
+        "--subjects",
+        nargs="+",
+        choices=SUBJECTS,
+        default=list(SUBJECTS),
+        metavar="NAME",
+        help=", ".join(SUBJECTS),
+    )
+    add(
+        "--precisions",
+        nargs="+",
+        choices=PRECISIONS,
+        default=list(PRECISIONS),
+        help="(default: all)",
+    )
     add("--runs", type=at_least(2), metavar="N", help="for equal bits (default: 100, on a CPU 3)")
-    add("--sizes", default="", metavar="TEXT", help="other sizes: arguments of whole models, or the length of parts")
+    add(
+        "--sizes",
+        default="",
+        metavar="TEXT",
+        help="other sizes: arguments of whole models, or the length of parts",
+    )
     args = parser.parse_args(argv)
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: there is no GPU here")

@@ -1,22 +1,24 @@
 #!/usr/bin/env python3
-"""Compile every Triton kernel as AMD's GPUs would get it, without a GPU, and check what it needs there.
+"""Compile every Triton kernel as AMD's GPUs would get it, without a GPU, and check what it needs
+there.
 
-A training step of each script runs on tensors without contents, in every precision and at several sizes, and what it
-would launch is compiled instead: with the arguments, block sizes and warps that the script chooses for AMD; of
-TinyLlama V4 also what it launches in inference, and its GEMMs where it would take the vendor's. Prints a
-table per script. The exit status is 1 if a kernel spills registers, needs more LDS than a workgroup can have, does not
-compile, or is never launched.
+A training step of each script runs on tensors without contents, in every precision and at several
+sizes, and what it would launch is compiled instead: with the arguments, block sizes and warps that
+the script chooses for AMD; of TinyLlama V4 also what it launches in inference, and its GEMMs where
+it would take the vendor's. Prints a table per script. The exit status is 1 if a kernel spills
+registers, needs more LDS than a workgroup can have, does not compile, or is never launched.
 
-Several numbers in a cell stand for one target each, in their order, and a single one for all of them. LDS is in bytes
-per workgroup. A spilled VGPR goes to memory, a spilled SGPR to a lane of a VGPR. Waves per SIMD is what registers and
-LDS leave room for: the compiler's own figure knows the registers only, because Triton asks for LDS at launch, so it is
-lowered here to what fits into the LDS of a compute unit.
+Several numbers in a cell stand for one target each, in their order, and a single one for all of
+them. LDS is in bytes per workgroup. A spilled VGPR goes to memory, a spilled SGPR to a lane of a
+VGPR. Waves per SIMD is what registers and LDS leave room for: the compiler's own figure knows the
+registers only, because Triton asks for LDS at launch, so it is lowered here to what fits into the
+LDS of a compute unit.
 
 Examples:
-  python bench/compile_for_amd.py                  all scripts from V3 on, all targets, precisions and sizes: minutes
+  python bench/compile_for_amd.py                  all scripts, targets, precisions, sizes: minutes
   python bench/compile_for_amd.py tiny_llama_v3.py --target gfx942 --dtype bfloat16 --size default
-  python bench/compile_for_amd.py tiny_llama_v3.py --blocks attention_forward:BLOCK_M=128    of this kernel alone
-  python bench/compile_for_amd.py --target sm_90   the same for NVIDIA's H100, shared memory under LDS, bytes as spills
+  python bench/compile_for_amd.py tiny_llama_v3.py --blocks attention_forward:BLOCK_M=128
+  python bench/compile_for_amd.py --target sm_90   for NVIDIA's H100, shared memory under LDS
   python bench/compile_for_amd.py --write          the tables of docs/ROCM.md
 """
 
@@ -54,12 +56,14 @@ with needed():
     from bench import tables
     from workshop.cli import ToolError, documented_parser, print_notes, run_tool
     from workshop.script import load_script
-    from workshop.show import markdown_table
+    from workshop.show import Column, render
 
 PROG = Path(__file__).name
 DOCUMENT = ROOT / "docs/ROCM.md"
 SCRIPTS = sorted(path.name for path in ROOT.glob("tiny_*_v[34].py"))
-TARGETS = {  # for Triton, and the KiB of LDS (NVIDIA: shared memory) of a compute unit, which a workgroup can have
+# for Triton, and the KiB of LDS (NVIDIA: shared memory) of a compute unit, which a workgroup can
+# have
+TARGETS = {
     "gfx90a": (GPUTarget("hip", "gfx90a", 64), 64),  # MI200
     "gfx942": (GPUTarget("hip", "gfx942", 64), 64),  # MI300
     "gfx950": (GPUTarget("hip", "gfx950", 64), 160),  # MI350
@@ -72,29 +76,34 @@ PRECISIONS = {
     "bfloat16": "--use-amp",
     "float16": "--use-amp --amp-dtype float16",
 }
-# One layer or block launches all that several do. "short" is for a kernel that serves short sequences only; in "odd"
-# little is a power of two or divisible by 16; "huge" has tensors beyond 2 GiB, which AMD's GPUs address in another way.
+# One layer or block launches all that several do. "short" is for a kernel that serves short
+# sequences only; in "odd" little is a power of two or divisible by 16; "huge" has tensors beyond 2
+# GiB, which AMD's GPUs address in another way.
 SIZES = {
     "tiny_llama": {
         "default": "--num-layers 1",
-        "odd": "--num-layers 1 --hidden-dim 480 --num-heads 5 --num-kv-heads 1 --intermediate-dim 1001"
+        "odd": "--num-layers 1 --hidden-dim 480 --num-heads 5 --num-kv-heads 1"
+        " --intermediate-dim 1001"
         " --vocab-size 1003 --seq-len 99 --batch-size 3",
         "wide": "--num-layers 1 --hidden-dim 2048 --num-heads 16 --vocab-size 32000 --seq-len 512",
-        "huge": "--num-layers 1 --hidden-dim 1024 --num-heads 16 --vocab-size 50000 --seq-len 4095 --batch-size 128",
+        "huge": "--num-layers 1 --hidden-dim 1024 --num-heads 16 --vocab-size 50000"
+        " --seq-len 4095 --batch-size 128",
     },
     "tiny_openfold": {
         "default": "--num-blocks 1",
         "short": "--num-blocks 1 --seq-len 32 --batch-size 8",
         "odd": "--num-blocks 1 --msa-dim 96 --pair-dim 32 --num-seqs 7 --seq-len 27 --batch-size 1",
-        "wide": "--num-blocks 1 --msa-dim 256 --num-heads-msa 8 --num-seqs 128 --seq-len 256 --batch-size 1",
+        "wide": "--num-blocks 1 --msa-dim 256 --num-heads-msa 8 --num-seqs 128"
+        " --seq-len 256 --batch-size 1",
         "huge": "--num-blocks 1 --num-seqs 512 --seq-len 999 --batch-size 8",
     },
 }
-SIZE_NAMES = list(dict.fromkeys(itertools.chain(*SIZES.values(), ["flags"])))  # flags: each fusion off in turn
+# flags: each fusion off in turn
+SIZE_NAMES = list(dict.fromkeys(itertools.chain(*SIZES.values(), ["flags"])))
 
 
 class Pointer:
-    """What compilation looks at of a tensor: its type, its alignment, and whether 31 bits count its bytes."""
+    """What compilation sees of a tensor: type, alignment, and whether 31 bits count its bytes."""
 
     def __init__(self, tensor: torch.Tensor):
         self.dtype = tensor.dtype
@@ -115,8 +124,14 @@ class Launch:
         self.kernel, self.arguments = kernel, arguments
         self.precisions: dict[str, None] = {}  # as an ordered set
         variable = set(kernel.arg_names) - {kernel.arg_names[i] for i in kernel.constexprs}
-        self.constants = {name: value for name, value in arguments.items() if name not in variable or value is None}
-        self.variables = {name: value for name, value in arguments.items() if name not in self.constants}
+        self.constants = {
+            name: value
+            for name, value in arguments.items()
+            if name not in variable or value is None
+        }
+        self.variables = {
+            name: value for name, value in arguments.items() if name not in self.constants
+        }
 
     def key(self) -> tuple:
         """Equal for launches that the same compiled kernel serves."""
@@ -129,12 +144,18 @@ class Launch:
         return self.kernel.__name__, *self.constants.items(), *seen
 
     def __str__(self) -> str:
-        constants = {name: value for name, value in self.constants.items() if not isinstance(value, float)}  # as eps is
+        # as eps is
+        constants = {
+            name: value for name, value in self.constants.items() if not isinstance(value, float)
+        }
         return " ".join(f"{name}={value}" for name, value in constants.items())
 
 
 class Recorder:
-    """Stands for a script's wrap_triton: `Recorder(kernel)[grid](NAME=value, ...)` notes the launch, nothing runs."""
+    """Stands for a script's wrap_triton:
+
+    `Recorder(kernel)[grid](NAME=value, ...)` notes the launch, nothing runs.
+    """
 
     launches: ClassVar[dict[tuple, Launch]] = {}  # those of the script at work
     precision = ""
@@ -146,14 +167,19 @@ class Recorder:
         return self.record
 
     def record(self, **arguments) -> None:
-        pointers = {n: Pointer(value) if isinstance(value, torch.Tensor) else value for n, value in arguments.items()}
+        pointers = {
+            n: Pointer(value) if isinstance(value, torch.Tensor) else value
+            for n, value in arguments.items()
+        }
         launch = Launch(self.kernel, pointers)
         self.launches.setdefault(launch.key(), launch).precisions[self.precision] = None
 
 
 def kernels_of(module: ModuleType) -> set[str]:
     """The names of a script's kernels; other functions under @triton.jit are parts of kernels."""
-    functions = {value.__name__ for value in vars(module).values() if isinstance(value, triton.JITFunction)}
+    functions = {
+        value.__name__ for value in vars(module).values() if isinstance(value, triton.JITFunction)
+    }
     return {name for name in functions if name.endswith("_kernel")}
 
 
@@ -161,7 +187,9 @@ def take_step(module: ModuleType, args: argparse.Namespace) -> None:
     """A training step on tensors without contents; V4's inference, too."""
     cpu = torch.device("cpu")
     batch = module.make_batches(args, cpu, args.seed).next_batch()
-    address = mock.patch("torch.Tensor.data_ptr", lambda tensor: tensor.storage_offset() * tensor.element_size())
+    address = mock.patch(
+        "torch.Tensor.data_ptr", lambda tensor: tensor.storage_offset() * tensor.element_size()
+    )
     with FakeTensorMode() as fake, address:
         batch = {name: fake.from_tensor(value) for name, value in batch.items()}
         model = module.build_model(args, cpu)
@@ -173,30 +201,42 @@ def take_step(module: ModuleType, args: argparse.Namespace) -> None:
             optimizer.grad_scale, optimizer.found_inf = torch.ones(()), torch.ones(())
         optimizer.step()
         if hasattr(module, "transformer_block") and args.qkv_fusion and args.swiglu_fusion:
-            layer = module.first_layer(args, cpu, getattr(torch, args.amp_dtype) if args.use_amp else torch.float32)
+            layer = module.first_layer(
+                args, cpu, getattr(torch, args.amp_dtype) if args.use_amp else torch.float32
+            )
             x = torch.empty(args.batch_size, args.seq_len, args.hidden_dim)
             for launches in (1, 5):  # inference
                 module.in_launches(launches, layer, x)
 
 
 def record(
-    module: ModuleType, backend: str, precisions: Iterable[str], sizes: Iterable[str], options: Sequence[str] = ()
+    module: ModuleType,
+    backend: str,
+    precisions: Iterable[str],
+    sizes: Iterable[str],
+    options: Sequence[str] = (),
 ) -> list[Launch]:
-    """What training steps of the script with these options would launch on this backend, every launch once."""
+    """What steps of the script with these options would launch on this backend, each once."""
     module.BACKEND, module.wrap_triton, Recorder.launches = backend, Recorder, {}
     sizes_of_model = SIZES.get(module.__name__.rpartition("_v")[0])
     if not sizes_of_model or not kernels_of(module):
-        raise ToolError(f"{module.SCRIPT}: give a version of {' or '.join(SIZES)} that has Triton kernels")
+        raise ToolError(
+            f"{module.SCRIPT}: give a version of {' or '.join(SIZES)} that has Triton kernels"
+        )
     commands = [sizes_of_model[size] for size in sizes if size in sizes_of_model]
     if "flags" in sizes:
         commands += [f"{sizes_of_model['default']} --disable-{flag}" for flag, *_ in module.FUSIONS]
     for command, Recorder.precision in itertools.product(commands, precisions):
-        with mock.patch("torch.cuda.is_available", lambda: True):  # without a GPU a script asks for the interpreter
-            args = module.parse_args([*command.split(), *PRECISIONS[Recorder.precision].split(), *options])
+        # without a GPU a script asks for the interpreter
+        with mock.patch("torch.cuda.is_available", lambda: True):
+            args = module.parse_args(
+                [*command.split(), *PRECISIONS[Recorder.precision].split(), *options]
+            )
         torch.set_float32_matmul_precision(args.matmul_precision)
         module.use_settings(args)
         take_step(module, args)
-        if backend == "hip" and hasattr(module, "our_gemm_wins"):  # not chosen there, where nobody has measured it
+        # not chosen there, where nobody has measured it
+        if backend == "hip" and hasattr(module, "our_gemm_wins"):
             with mock.patch.object(module, "our_gemm_wins", lambda x: True):
                 take_step(module, args)
     return list(Recorder.launches.values())
@@ -238,7 +278,8 @@ def needs(compiled, kib: int) -> Needs:
         used, stack = (int(re.search(rf"{name}:(\d+)", printed)[1]) for name in ("REG", "STACK"))
         registers, spills = (used, 0, 0), (stack, 0)
         waves = min(16, 65536 // 32 // 4 // (-(-used // 8) * 8))
-    groups = min(4 * waves // warps, kib * 1024 // max(lds, 1))  # that share the four SIMDs of a compute unit
+    # that share the four SIMDs of a compute unit
+    groups = min(4 * waves // warps, kib * 1024 // max(lds, 1))
     return Needs(*registers, lds, *spills, groups * warps / 4)
 
 
@@ -249,7 +290,9 @@ def compile_launch(index: int, target: str) -> Needs | str:
     """What a recorded launch needs, or why it does not compile. Runs in a worker."""
     launch, (gpu, kib) = LAUNCHES[index], TARGETS[target]
     driver = SimpleNamespace(
-        get_current_target=lambda: gpu, get_current_device=lambda: target, get_current_stream=lambda device: 0
+        get_current_target=lambda: gpu,
+        get_current_device=lambda: target,
+        get_current_stream=lambda device: 0,
     )
     triton.runtime.driver.set_active(driver)
     try:
@@ -263,11 +306,16 @@ def compile_all(launches: list[Launch], targets: list[str]) -> list[list[Needs |
     LAUNCHES[:] = launches
     context, cores = multiprocessing.get_context("fork"), len(os.sched_getaffinity(0))
     with ProcessPoolExecutor(cores, context) as pool:
-        jobs = [[pool.submit(compile_launch, i, target) for target in targets] for i in range(len(launches))]
+        jobs = [
+            [pool.submit(compile_launch, i, target) for target in targets]
+            for i in range(len(launches))
+        ]
         try:
             return [[job.result() for job in row] for row in jobs]
         except BrokenProcessPool as error:
-            raise ToolError("the compiler crashed: fewer scripts, dtypes and sizes show where", status=1) from error
+            raise ToolError(
+                "the compiler crashed: fewer scripts, dtypes and sizes show where", status=1
+            ) from error
 
 
 def problems(launch: Launch, found: list[Needs | str], targets: list[str]) -> str:
@@ -279,7 +327,9 @@ def problems(launch: Launch, found: list[Needs | str], targets: list[str]) -> st
         elif result.lds > TARGETS[target][1] * 1024:
             wrong.setdefault(f"needs {result.lds} bytes of LDS", []).append(target)
         elif result.spills:
-            wrong.setdefault(f"spills {result.spills} {'VGPRs' if target in AMD else 'bytes'}", []).append(target)
+            wrong.setdefault(
+                f"spills {result.spills} {'VGPRs' if target in AMD else 'bytes'}", []
+            ).append(target)
         elif result.sgpr_spills:
             wrong.setdefault(f"spills {result.sgpr_spills} SGPRs", []).append(target)
     return "; ".join(f"{', '.join(where)} {what}" for what, where in wrong.items())
@@ -289,17 +339,25 @@ def markdown(launches: list[Launch], found: list[list[Needs | str]]) -> str:
     """A row for each kernel and configuration; precisions with the same numbers share a row."""
     rows: dict[tuple, dict] = {}
     for launch, results in zip(launches, found, strict=True):
-        numbers = []
-        for column in Needs.__dataclass_fields__:
-            cells = [f"{getattr(result, column):g}" if isinstance(result, Needs) else "?" for result in results]
-            numbers.append(cells[0] if len(set(cells)) == 1 else " / ".join(cells))
-        key = (launch.kernel.__name__.removesuffix("_kernel"), str(launch), *numbers)
-        rows.setdefault(key, {}).update(launch.precisions)
-    header = ["kernel", "precision", "constants", *COLUMNS]
-    order = list(dict.fromkeys(launch.kernel.__name__.removesuffix("_kernel") for launch in launches))
-    lines = [[key[0], ", ".join(precisions), *key[1:]] for key, precisions in rows.items()]
-    lines.sort(key=lambda line: order.index(line[0]))
-    return markdown_table(header, lines, text_columns=3)
+        row = {"kernel": launch.kernel.__name__.removesuffix("_kernel"), "constants": str(launch)}
+        for name in Needs.__dataclass_fields__:
+            texts = [
+                f"{getattr(each, name):g}" if isinstance(each, Needs) else "?" for each in results
+            ]
+            row[name] = texts[0] if len(set(texts)) == 1 else " / ".join(texts)
+        row = rows.setdefault(tuple(row.values()), row | {"precisions": {}})
+        row["precisions"].update(launch.precisions)
+    order = list(dict.fromkeys(row["kernel"] for row in rows.values()))
+    columns = [
+        Column("kernel", "kernel"),
+        Column("precision", lambda row: ", ".join(row["precisions"]), text=True),
+        Column("constants", "constants", text=True),
+        *(
+            Column(label, name)
+            for label, name in zip(COLUMNS, Needs.__dataclass_fields__, strict=True)
+        ),
+    ]
+    return render(columns, sorted(rows.values(), key=lambda row: order.index(row["kernel"])))
 
 
 def check(args: argparse.Namespace) -> int:
@@ -309,7 +367,9 @@ def check(args: argparse.Namespace) -> int:
     for name in args.scripts or SCRIPTS:
         module = load_script(name)
         kernels = {f"{blocks.partition(':')[0]}_kernel" for blocks in chosen} or kernels_of(module)
-        for backend, targets in itertools.groupby(args.target, lambda target: TARGETS[target][0].backend):
+        for backend, targets in itertools.groupby(
+            args.target, lambda target: TARGETS[target][0].backend
+        ):
             targets = list(targets)
             launches = record(module, backend, args.dtype, args.size, options)
             launches = [launch for launch in launches if launch.kernel.__name__ in kernels]
@@ -321,7 +381,11 @@ def check(args: argparse.Namespace) -> int:
                     wrong.append(f"{module.SCRIPT}: {name} ({launch}): {problem}")
             for kernel in sorted(kernels - {launch.kernel.__name__ for launch in launches}):
                 wrong.append(f"{module.SCRIPT}: {kernel} is never launched")
-            print_notes(PROG, f"{module.SCRIPT}: {len(launches)} configurations compiled for {', '.join(targets)}")
+            print_notes(
+                PROG,
+                f"{module.SCRIPT}: {len(launches)} configurations compiled "
+                f"for {', '.join(targets)}",
+            )
     for line in wrong:
         print(f"{PROG}: {line}", file=sys.stderr)
     return int(bool(wrong))
@@ -340,15 +404,22 @@ def main(argv: list[str] | None = None) -> int:
 
     def add(flag: str, default: list[str], choices: Iterable[str], remark: str = "") -> None:
         text = f"of {', '.join(choices)} (default: all{remark})"
-        parser.add_argument(flag, nargs="+", choices=list(choices), default=default, metavar="NAME", help=text)
+        parser.add_argument(
+            flag, nargs="+", choices=list(choices), default=default, metavar="NAME", help=text
+        )
 
     parser.add_argument("scripts", nargs="*", metavar="SCRIPT.py", help="(default: all from V3 on)")
     add("--target", AMD, TARGETS, " of AMD's")
     add("--dtype", list(PRECISIONS), PRECISIONS)
     add("--size", SIZE_NAMES, SIZE_NAMES)
-    text = "block sizes of one kernel, as the scripts take them (may be repeated); only such kernels are compiled"
+    text = "block sizes of one kernel, as the scripts take them (may be repeated); "
+    text += "only such kernels are compiled"
     parser.add_argument("--blocks", action="append", metavar="KERNEL:NAME=NUMBER,...", help=text)
-    parser.add_argument("--write", action="store_true", help=f"write the tables of {DOCUMENT.name} instead of printing")
+    parser.add_argument(
+        "--write",
+        action="store_true",
+        help=f"write the tables of {DOCUMENT.name} instead of printing",
+    )
     args = parser.parse_args(argv)
     return run_tool(PROG, lambda: write() if args.write else check(args))
 

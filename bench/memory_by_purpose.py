@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
-"""What device memory holds at the end of the forward pass of a training step, by what it is for, version by version.
+"""What device memory holds at the end of the forward pass of a training step, by what it is for,
+version by version.
 
-That is near the peak: all that the backward pass needs is there. Tensors kept for it are seen by the hooks of
-torch.autograd, each counted once, where the module is that kept it first; "rest" is what the allocator holds beside all
-that is named, such as logits, low-precision copies of weights that a version keeps, and workspaces. Steps are eager and
-in bf16. On a CPU, which has no such allocator, there is neither rest nor peak.
+That is near the peak: all that the backward pass needs is there. Tensors kept for it are seen by
+the hooks of torch.autograd, each counted once, where the module is that kept it first; "rest" is
+what the allocator holds beside all that is named, such as logits, low-precision copies of weights
+that a version keeps, and workspaces. Steps are eager and in bf16. On a CPU, which has no such
+allocator, there is neither rest nor peak.
 
 Examples:
   python bench/memory_by_purpose.py results/DIR/memory_by_purpose.json
@@ -30,7 +32,7 @@ from bench.versions import SHAPES
 from workshop.cli import documented_parser, run_tool
 from workshop.files import write_text
 from workshop.script import load_script
-from workshop.show import cell, markdown_table
+from workshop.show import Column, render
 from workshop.turns import free_memory, make_trainer
 
 PROG = Path(__file__).name
@@ -57,7 +59,8 @@ def purpose(module: str) -> str:
 
 
 class Kept:
-    """Inside, the forward pass of a model: bytes kept for the backward pass by purpose, without `known` memory."""
+    """Inside, the forward pass of a model: bytes kept for the backward pass by purpose, without
+    `known` memory."""
 
     def __init__(self, model: nn.Module, known: dict[int, int]):
         self.seen, self.bytes, self.inside = dict(known), Counter(), [""]
@@ -68,7 +71,9 @@ class Kept:
                 self.weights[view.shape].append(view)
         self.hooks = []
         for name, module in model.named_modules():
-            self.hooks.append(module.register_forward_pre_hook(lambda *_, name=name: self.inside.append(name)))
+            self.hooks.append(
+                module.register_forward_pre_hook(lambda *_, name=name: self.inside.append(name))
+            )
             self.hooks.append(module.register_forward_hook(self.leave))
         self.saved = torch.autograd.graph.saved_tensors_hooks(self.keep, lambda tensor: tensor)
 
@@ -95,7 +100,7 @@ class Kept:
 
 
 def measure(module: ModuleType, argv: list[str]) -> dict:
-    """A row: bytes by purpose when the forward pass has ended, and on a GPU the peak of the whole step."""
+    """A row: bytes by purpose after the forward pass, and on a GPU the peak of the step."""
     trainer = make_trainer(module, argv)
     for _ in range(2):
         trainer.step()
@@ -132,11 +137,30 @@ STUDY = {
 }
 
 
+def table(rows: list[dict]) -> str:
+    """The rows in Markdown, in MB."""
+
+    def peak(row: dict) -> float | None:
+        return row["peak_bytes"] and row["peak_bytes"] / 1e6
+
+    columns = [
+        Column("MB", lambda row: f"{row['shape']}, {row['version']}"),
+        *(Column(name, lambda row, n=name: row["parts"][n] / 1e6, ".0f") for name in PURPOSES),
+        Column("sum", lambda row: sum(row["parts"].values()) / 1e6, ".0f"),
+        Column("peak of the step", peak, ".0f"),
+    ]
+    return render(columns, rows)
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = documented_parser(PROG, __doc__)
     parser.add_argument("output", type=Path, metavar="FILE.json")
-    parser.add_argument("--only", choices=tuple(STUDY), action="append", help="shapes (default: the last two)")
-    parser.add_argument("--argv", default="", metavar="WORDS", help="more arguments for the scripts")
+    parser.add_argument(
+        "--only", choices=tuple(STUDY), action="append", help="shapes (default: the last two)"
+    )
+    parser.add_argument(
+        "--argv", default="", metavar="WORDS", help="more arguments for the scripts"
+    )
     args = parser.parse_args(argv)
 
     def body() -> int:
@@ -144,23 +168,16 @@ def main(argv: list[str] | None = None) -> int:
         for shape in args.only or list(STUDY)[1:]:
             model, versions = STUDY[shape]
             for version in versions:
-                words = [*SHAPES[shape], "--use-amp", *args.argv.split()]
+                words = [*SHAPES[shape].argv, "--use-amp", *args.argv.split()]
                 module = load_script(f"{model}_v{version}.py")
                 rows.append({"shape": shape, "version": f"V{version}", **measure(module, words)})
                 free_memory()
-        study = {"environment": module.environment(torch.device("cuda" if GPU else "cpu")), "rows": rows}
+        study = {
+            "environment": module.environment(torch.device("cuda" if GPU else "cpu")),
+            "rows": rows,
+        }
         write_text(args.output, json.dumps(study, indent=1) + "\n")
-        header = ["MB", *PURPOSES, "sum", "peak of the step"]
-        table = [
-            [
-                f"{row['shape']}, {row['version']}",
-                *(f"{row['parts'][name] / 1e6:.0f}" for name in PURPOSES),
-                f"{sum(row['parts'].values()) / 1e6:.0f}",
-                cell(row["peak_bytes"] and row["peak_bytes"] / 1e6, ".0f"),
-            ]
-            for row in rows
-        ]
-        print(markdown_table(header, table))
+        print(table(rows))
         return 0
 
     try:

@@ -1,23 +1,25 @@
 #!/usr/bin/env python3
-"""Time V3's kernels, forward and backward, beside what PyTorch and other libraries do for the same operation.
+"""Time V3's kernels, forward and backward, beside what PyTorch and other libraries do for the same
+operation.
 
-All sides of a row are captured as CUDA graphs and replayed in short alternating turns, so that neither the host nor a
-change of its speed counts. A study writes one file. A side that is not installed, fails, or runs out of memory says so
-there. workshop/baselines.py says what each library is given. Two studies are of the whole training step: where its time
-goes, and how long it is beside that of Hugging Face's Llama.
+All sides of a row are captured as CUDA graphs and replayed in short alternating turns, so that
+neither the host nor a change of its speed counts. A study writes one file. A side that is not
+installed, fails, or runs out of memory says so there. workshop/baselines.py says what each library
+is given. Two studies are of the whole training step: where its time goes, and how long it is beside
+that of Hugging Face's Llama.
 
 Examples:
-  python bench/operations.py attention results/DIR   attention with pair bias: V3, libraries, their layouts
-  python bench/operations.py triangle results/DIR    triangle multiplication: V3, V2, compiled V1, cuEquivariance
-  python bench/operations.py block results/DIR       a whole Evoformer block: V3, V2, compiled, cuEquivariance
-  python bench/operations.py causal results/DIR      causal attention with grouped queries: V3, SDPA, cuDNN
-  python bench/operations.py optimizer results/DIR   AdamW with float32 weights and bf16 copies: V4, others
-  python bench/operations.py rows results/DIR        norms, SwiGLU, rotary: their bytes per second, and a copy's
-  python bench/operations.py step results/DIR        the newest step by kernel, and beside a reference
-  python bench/operations.py llama results/DIR       the step: V4, V3, V2, Hugging Face, the same with Liger
-  python bench/operations.py traffic results/DIR     bytes that a step of each version reads and writes
-  python bench/operations.py table results/DIR       the tables, from what lies in DIR
-  python bench/operations.py attention results/DIR --try attention_forward:BLOCK_M=128   block sizes, V3 alone
+  python bench/operations.py attention DIR   attention with pair bias: V3, libraries, their layouts
+  python bench/operations.py triangle DIR    triangle multiplication: V3, V2, V1, cuEquivariance
+  python bench/operations.py block DIR       a whole Evoformer block: V3, V2, cuEquivariance
+  python bench/operations.py causal DIR      causal attention with grouped queries: V3, SDPA, cuDNN
+  python bench/operations.py optimizer DIR   AdamW with float32 weights and bf16 copies: V4, others
+  python bench/operations.py rows DIR        norms, SwiGLU, rotary: bytes per second, and a copy's
+  python bench/operations.py step DIR        the newest step by kernel, and beside a reference
+  python bench/operations.py llama DIR       the step: V4, V3, V2, Hugging Face, the same with Liger
+  python bench/operations.py traffic DIR     bytes that a step of each version reads and writes
+  python bench/operations.py table DIR       the tables, from what lies in DIR
+  python bench/operations.py attention DIR --try attention_forward:BLOCK_M=128    V3 alone
 """
 
 import _root
@@ -30,7 +32,7 @@ import math
 import statistics
 import sys
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -45,7 +47,7 @@ with needed():
     import torch.nn.functional as F
     from torch import Tensor
 
-    from bench.versions import MEDIUM, SHAPES, VERSIONS_OF
+    from bench.versions import ALL_VERSIONS, MEDIUM, SHAPES, lines_of, script_of
     from bench.versions import PRECISIONS as ARGUMENTS
     from workshop.baselines import (
         AUTOTUNE,
@@ -63,13 +65,23 @@ with needed():
         with_cuequivariance,
         with_liger,
     )
-    from workshop.cli import ToolError, at_least, documented_parser, run_tool
+    from workshop.cli import Parser, ToolError, documented_parser, print_notes, program
     from workshop.profile.ceilings import measure_ceilings
     from workshop.profile.kernels import CATEGORIES, kernels_of, short_name
     from workshop.profile.roofline import group_bytes
-    from workshop.show import NOT_FINISHED, cell, markdown_table
+    from workshop.show import Column, ended, render, side_columns
     from workshop.study import Part, as_rows, by_side, measure_study, read_rows
-    from workshop.turns import alternating, begin, free_memory, graph_of, make_trainer, named, parse_quiet
+    from workshop.turns import (
+        alternating,
+        attempt,
+        begin,
+        failure,
+        free_memory,
+        graph_of,
+        make_trainer,
+        named,
+        parse_quiet,
+    )
 
 PROG = Path(__file__).name
 GPU = torch.cuda.is_available()
@@ -98,20 +110,24 @@ TRIANGLE = {  # samples, length
 }
 LARGE = {"N=512", "N=768", "N=1024"}  # in bf16 only
 BLOCK = {  # samples, sequences, length, MSA channels, MSA heads
-    "crop": (1, 128, 256, 256, 8),
+    "crop": (1, 128, 256, 256, 8)
 }
-CAUSAL = {"S=512": (16, 512, 16, 8, 64), "S=2048": (4, 2048, 16, 8, 64)}  # samples, length, heads, key heads, dimension
-LLAMAS = {name: sizes for name, sizes in SHAPES.items() if name.startswith("tiny_llama")}
+# samples, length, heads, key heads, dimension
+CAUSAL = {"S=512": (16, 512, 16, 8, 64), "S=2048": (4, 2048, 16, 8, 64)}
+LLAMAS = {name: argv for name, (model, argv) in SHAPES.items() if model == "tiny_llama"}
 OPTIMIZER = dict(LLAMAS)  # whose weights
 LLAMAS["tiny_llama, medium, vocabulary 32000"] = [*MEDIUM.split(), "--vocab-size", "32000"]
-SMALL_MS, ENOUGH_MS = 2, 50  # a longer step does not live in a cache; a graph of so long is measured well
+# a longer step does not live in a cache; a graph of so long is measured well
+SMALL_MS, ENOUGH_MS = (2, 50)
 FLUSH_MB = 256  # several times the L2 cache of any GPU that we measure on
 PROFILED = 3  # steps
-REASONS = NOT_FINISHED | {"missing": "not installed"}  # why a side has no figures
 
 
-def gradient_step(operation: Callable, inputs: list[Tensor], parameters: Sequence[Tensor] = ()) -> Step:
-    """Forward and backward with fixed gradients of the results -> these, and gradients of inputs and parameters."""
+def gradient_step(
+    operation: Callable, inputs: list[Tensor], parameters: Sequence[Tensor] = ()
+) -> Step:
+    """Forward and backward with fixed gradients of the results -> these, and gradients of inputs
+    and parameters."""
     inputs = [t.detach().requires_grad_() for t in inputs]
     grads: list[Tensor] = []
 
@@ -141,7 +157,10 @@ def extra_memory(step: Step) -> float | None:
 
 
 def held_memory(step: Step) -> float | None:
-    """MB that a forward pass keeps for the backward one, its results apart; None on a CPU or if not told apart."""
+    """MB that a forward pass keeps for the backward one, its results apart.
+
+    None on a CPU or if not told apart.
+    """
     if not GPU or not hasattr(step, "forward"):
         return None
     before = torch.cuda.memory_allocated()
@@ -152,8 +171,8 @@ def held_memory(step: Step) -> float | None:
 def warm_up(step: Step) -> None:
     """Some steps as a capture wants them before it.
 
-    RuntimeError if one waits for the device, which would spoil a capture; a step that is marked `unchecked` does so
-    outside graphs only.
+    RuntimeError if one waits for the device, which would spoil a capture; a step that is marked
+    `unchecked` does so outside graphs only.
     """
     if not GPU or getattr(step, "eager", False):
         return
@@ -171,12 +190,16 @@ def warm_up(step: Step) -> None:
 
 
 def captured(step: Step, repeats: int, pool: object = None) -> Callable[[], None]:
-    """So many steps as one graph with memory from this pool; as they are on a CPU, or if marked `eager`."""
+    """So many steps as one graph with memory from this pool.
+
+    As they are on a CPU, or if marked `eager`.
+    """
     if not GPU or getattr(step, "eager", False):
         return lambda: [step() for _ in range(repeats)] and None
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     try:
-        outer = torch.cuda.stream(torch.cuda.current_stream())  # a failed capture would leave its own
+        # a failed capture would leave its own
+        outer = torch.cuda.stream(torch.cuda.current_stream())
         with outer, torch.cuda.graph(graph, pool=pool, stream=stream):
             for _ in range(repeats):
                 step()
@@ -216,7 +239,8 @@ class Side:
             self.row["cold_turns_us"], self.cold = [], captured(both, self.repeats, pool)
 
     def take(self, flushed: float) -> None:
-        """A turn: microseconds of a step, then with a cold cache, of which `flushed` are for emptying it."""
+        """A turn: microseconds of a step, then with a cold cache, of which `flushed` are for
+        emptying it."""
         self.row["turns_us"].append(1e6 * seconds(self.warm) / self.repeats)
         if self.cold:
             self.row["cold_turns_us"].append(1e6 * seconds(self.cold) / self.repeats - flushed)
@@ -229,7 +253,8 @@ def after(flush: Step, step: Step) -> Sequence[Tensor]:
 
 
 def cache_flush() -> Step:
-    """Reading a large buffer: it leaves lines in the L2 cache that need not be written back while the step runs."""
+    """Reading a large buffer: it leaves lines in the L2 cache that need not be written back while
+    the step runs."""
     buffer = torch.zeros(FLUSH_MB << 18, device=DEVICE)
 
     def flush() -> Sequence[Tensor]:
@@ -240,41 +265,37 @@ def cache_flush() -> Step:
 
 
 def steps_in_turns(sides: dict[str, Step], rounds: int, cold: bool = False) -> dict[str, dict]:
-    """Microseconds per step of each side: the median of the turns, which change their order, and extra peak memory.
+    """Microseconds per step of each side: the median of the turns, which change their order, and
+    extra peak memory.
 
-    A graph that is replayed finds in the L2 cache what its last step left there; `cold` times are those of short steps
-    with a cache that was emptied before each. The graphs share their memory, since they never run beside each other.
-    A side that runs out of memory, is not installed or fails has a `status` and an `error` in place of its times.
+    A graph that is replayed finds in the L2 cache what its last step left there; `cold` times are
+    those of short steps with a cache that was emptied before each. The graphs share their memory,
+    since they never run beside each other. A side that runs out of memory, is not installed or
+    fails has a `status` and an `error` in place of its times.
     """
     rows, ready = {}, {}
     pools = [torch.cuda.graph_pool_handle()] if GPU else [None]
     flush = cache_flush() if GPU and cold else None
     flushing = captured(flush, 10, pools[-1]) if flush else None
 
-    def attempt(name: str, work: Callable[[], None]) -> None:
-        """Do this for a side, which is out from its first error on."""
-        try:
-            work()
-        except Exception as error:
-            ready.pop(name, None)
-            rows[name] = failure(error)
-            print(f"{PROG}: note: {name}: {rows[name]['error']}", file=sys.stderr)
-            if GPU:  # the old one may still belong to a capture that failed
-                pools.append(torch.cuda.graph_pool_handle())
-        if name not in ready:
-            free_memory()
+    def failed(name: str, error: Exception) -> None:
+        missing = {"status": "missing"} if isinstance(error, ImportError) else {}
+        rows[name] = failure(error) | missing
+        print_notes(PROG, f"{name}: {rows[name]['error']}")
+        if GPU:  # the old one may still belong to a capture that failed
+            pools.append(torch.cuda.graph_pool_handle())
 
     def prepare(name: str) -> None:
         ready[name] = Side(sides[name], pools[-1], flush)
         rows[name] = ready[name].row
 
     for name in sides:
-        attempt(name, partial(prepare, name))
+        attempt(name, partial(prepare, name), ready, failed)
         if GPU:
             torch.cuda.empty_cache()  # what the side took outside its graph is for the next one's
     for _, name in alternating(ready, rounds + 1):
         flushed = 1e6 * seconds(flushing) / 10 if flushing else 0.0
-        attempt(name, partial(ready[name].take, flushed))
+        attempt(name, partial(ready[name].take, flushed), ready, failed)
     for side in ready.values():
         for key in ("turns_us", "cold_turns_us"):
             if key in side.row:
@@ -285,25 +306,18 @@ def steps_in_turns(sides: dict[str, Step], rounds: int, cold: bool = False) -> d
     return rows
 
 
-def failure(error: Exception) -> dict[str, str]:
-    """What a row says of a side that did not finish."""
-    oom = importlib.import_module("tiny_llama_v1").is_out_of_memory(error)
-    status = "missing" if isinstance(error, ImportError) else "oom" if oom else "failed"
-    return {"status": status, "error": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"}
-
-
 def optional(package: str) -> bool:
     """Is a library installed that a comparison can do without?"""
     try:
         importlib.import_module(package)
     except ImportError as error:
-        print(f"{PROG}: note: {package} is left out ({error})", file=sys.stderr)
+        print_notes(PROG, f"{package} is left out ({error})")
         return False
     return True
 
 
-# Studies of one operation: each builds its sides for a shape, a type of the tensors and what is wanted of it.
-# The libraries' sides, and what each of them is given, are in workshop/baselines.py.
+# Studies of one operation: each builds its sides for a shape, a type of the tensors and what is
+# wanted of it. The libraries' sides, and what each of them is given, are in workshop/baselines.py.
 
 
 @dataclass(frozen=True)
@@ -313,7 +327,8 @@ class Wanted:
     rounds: int = 15
     precisions: Sequence[str] = ("bf16",)
     shapes: Sequence[str] = ()
-    autotuned: Sequence[str] = ()  # the shapes of which torch.compile has a side with all its tuning: it takes a minute
+    # the shapes of which torch.compile has a side with all its tuning: it takes a minute
+    autotuned: Sequence[str] = ()
     megafold: Path = Path("no clone")
     openfold: Path = Path("no clone")
     alone: bool = False
@@ -329,12 +344,15 @@ def wanted_parts(study: str, wanted: Wanted) -> Iterator[Part]:
             yield names, partial(measure_shape, sides_of, name, shapes[name], precision, wanted)
 
 
-def measure_shape(sides_of: Callable, name: str, sizes: tuple, precision: str, wanted: Wanted) -> list[dict]:
+def measure_shape(
+    sides_of: Callable, name: str, sizes: tuple, precision: str, wanted: Wanted
+) -> list[dict]:
     """A row for each side, in turns, with this precision of float32 products."""
     dtype, products = PRECISIONS[precision]
     with matmul_precision(products):
         autotune = name in wanted.autotuned and dtype == torch.bfloat16
-        return as_rows(steps_in_turns(sides_of(sizes, dtype, autotune, wanted), wanted.rounds, cold=True))
+        sides = sides_of(sizes, dtype, autotune, wanted)
+        return as_rows(steps_in_turns(sides, wanted.rounds, cold=True))
 
 
 @contextlib.contextmanager
@@ -349,7 +367,8 @@ def matmul_precision(products: str) -> Iterator[None]:
 
 
 def attention(sizes: tuple, dtype: torch.dtype, autotune: bool, wanted: Wanted) -> dict[str, Step]:
-    """Attention with pair bias and gate on the packed result of the projection; libraries also in their own layout.
+    """Attention with pair bias and gate on the packed result of the projection; libraries also in
+    their own layout.
 
     There they do less: attention alone, without the gate and without what changes the layout.
     """
@@ -361,7 +380,8 @@ def attention(sizes: tuple, dtype: torch.dtype, autotune: bool, wanted: Wanted) 
     inputs = [packed, gate_bias, bias]
     if wanted.alone:
         return {"triton": gradient_step(ours, inputs)}
-    operations = {"triton": ours, "SDPA": library_attention, "torch.compile": torch.compile(plain_attention)}
+    operations = {"triton": ours, "SDPA": library_attention}
+    operations["torch.compile"] = torch.compile(plain_attention)
     if autotune:
         operations["torch.compile, max-autotune"] = torch.compile(plain_attention, mode=AUTOTUNE)
     operations["cuEquivariance"] = cuequivariance_attention
@@ -373,7 +393,8 @@ def attention(sizes: tuple, dtype: torch.dtype, autotune: bool, wanted: Wanted) 
 
 
 def with_weights(module: torch.nn.Module) -> torch.nn.Module:
-    """The module on the device, with the same weights in every version: some begin with what lies in memory."""
+    """The module on the device, with the same weights in every version: some begin with what lies
+    in memory."""
     generator = torch.Generator().manual_seed(42)
     state = module.state_dict()  # canonical names
     for name in sorted(state):
@@ -385,7 +406,8 @@ def with_weights(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def triangle(sizes: tuple, dtype: torch.dtype, autotune: bool, wanted: Wanted) -> dict[str, Step]:
-    """Triangle multiplication: the whole module of each version, norms and gates included, dimension 128."""
+    """Triangle multiplication: the whole module of each version, norms and gates included,
+    dimension 128."""
     samples, length = sizes
     pair = torch.randn(samples, length, length, 128, device=DEVICE, dtype=dtype)
 
@@ -414,24 +436,35 @@ def triangle(sizes: tuple, dtype: torch.dtype, autotune: bool, wanted: Wanted) -
 
 
 def module_step(
-    forward: Callable, model: torch.nn.Module, inputs: list[Tensor], dtype: torch.dtype = torch.float32
+    forward: Callable,
+    model: torch.nn.Module,
+    inputs: list[Tensor],
+    dtype: torch.dtype = torch.float32,
 ) -> Step:
-    """Forward and backward of what uses a module's parameters, their gradients included; autocast unless float32."""
+    """Forward and backward of what uses a module's parameters, their gradients included.
+
+    Autocast unless float32.
+    """
 
     def operation(*inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
-        with torch.autocast(DEVICE.type, dtype, enabled=dtype != torch.float32, cache_enabled=False):
+        low = dtype != torch.float32
+        with torch.autocast(DEVICE.type, dtype, enabled=low, cache_enabled=False):
             return forward(*inputs)
 
     return gradient_step(operation, inputs, list(model.parameters()))
 
 
 def block(sizes: tuple, dtype: torch.dtype, autotune: bool, wanted: Wanted) -> dict[str, Step]:
-    """A whole Evoformer block without embedding, heads and optimizer; V2 also with cuEquivariance's operations."""
+    """A whole Evoformer block without embedding, heads and optimizer.
+
+    V2 also with cuEquivariance's operations.
+    """
     samples, depth, length, msa_dim, heads = sizes
     msa = torch.randn(samples, depth, length, msa_dim, device=DEVICE, dtype=dtype)
     inputs = [msa, torch.randn(samples, length, length, 128, device=DEVICE, dtype=dtype)]
 
-    config = importlib.import_module("tiny_openfold_v1").ModelConfig(msa_dim=msa_dim, num_heads_msa=heads)
+    config_of = importlib.import_module("tiny_openfold_v1").ModelConfig
+    config = config_of(msa_dim=msa_dim, num_heads_msa=heads)
 
     def block_of(version: str) -> torch.nn.Module:
         module = importlib.import_module(f"tiny_openfold_{version}")
@@ -447,7 +480,8 @@ def block(sizes: tuple, dtype: torch.dtype, autotune: bool, wanted: Wanted) -> d
     if autotune:
         compiled = torch.compile(v2, mode=AUTOTUNE)
         sides["V2, torch.compile, max-autotune"] = module_step(compiled, v2, inputs, dtype)
-    sides["V2 with cuEquivariance, torch.compile"] = module_step(torch.compile(theirs), theirs, inputs, dtype)
+    compiled = torch.compile(theirs)
+    sides["V2 with cuEquivariance, torch.compile"] = module_step(compiled, theirs, inputs, dtype)
     if dtype == torch.bfloat16:
         theirs = with_cuequivariance(block_of("v2").to(dtype))
         compiled = torch.compile(theirs)
@@ -471,8 +505,8 @@ def absent(error: ImportError) -> NoReturn:
 def causal(sizes: tuple, dtype: torch.dtype, autotune: bool, wanted: Wanted) -> dict[str, Step]:
     """Causal attention from the packed QKV result to the input of the output projection.
 
-    In their own layout libraries begin with q, k and v apart, as [B, S, H, D] in memory, which is what their flash
-    kernels read and write without a copy.
+    In their own layout libraries begin with q, k and v apart, as [B, S, H, D] in memory, which is
+    what their flash kernels read and write without a copy.
     """
     samples, length, heads, kv_heads, dim = sizes
     ours = importlib.import_module("tiny_llama_v3").CausalAttention.apply
@@ -499,8 +533,10 @@ def causal(sizes: tuple, dtype: torch.dtype, autotune: bool, wanted: Wanted) -> 
     return sides
 
 
-def optimizer(sizes: list[str], dtype: torch.dtype, autotune: bool, wanted: Wanted) -> dict[str, Step]:
-    """AdamW over a model's weights in float32, and their copies in bfloat16 for the matrix products."""
+def optimizer(
+    sizes: list[str], dtype: torch.dtype, autotune: bool, wanted: Wanted
+) -> dict[str, Step]:
+    """AdamW over a model's weights in float32, and their copies in bfloat16 for products."""
     v4 = importlib.import_module("tiny_llama_v4")
     trainer = make_trainer(v4, [*sizes, *ARGUMENTS["bf16"], "--disable-cuda-graph"])
     for room in trainer.optimizer.rooms:
@@ -509,7 +545,8 @@ def optimizer(sizes: list[str], dtype: torch.dtype, autotune: bool, wanted: Want
     buffers = [(room, room.buffer) for room in trainer.optimizer.rooms]
 
     def ours() -> Sequence[Tensor]:
-        for room, buffer in buffers:  # a step lets go of them: a backward pass would have written new ones there
+        # a step lets go of them: a backward pass would have written new ones there
+        for room, buffer in buffers:
             room.buffer = buffer
         trainer.optimizer.step()
         return ()
@@ -543,7 +580,7 @@ STUDIES = {  # shapes and sides
 
 
 def row_operators(rows: int) -> Iterator[tuple[str, str, list]]:
-    """Script, operator and arguments, at the sizes of the models' wider settings and beyond any cache."""
+    """Script, operator and arguments, at sizes of the models' wider settings, beyond any cache."""
     bf16, make = torch.bfloat16, torch.randn
     x, low = make(rows, 1024, device=DEVICE), make(rows, 1024, device=DEVICE, dtype=bf16)
     weight, sums = torch.ones(1024, device=DEVICE), make(rows, device=DEVICE)
@@ -555,7 +592,8 @@ def row_operators(rows: int) -> Iterator[tuple[str, str, list]]:
     yield llama, "swiglu_backward", [half, wide]
     qkv, angle = wide.view(-1, 512, 32, 64), make(512, 1, 64, device=DEVICE)
     yield llama, "rotary", [qkv, angle, angle, 8, 1]
-    logits, targets = make(rows, 2000, device=DEVICE, dtype=bf16), torch.zeros(rows, dtype=torch.int64, device=DEVICE)
+    logits = make(rows, 2000, device=DEVICE, dtype=bf16)
+    targets = torch.zeros(rows, dtype=torch.int64, device=DEVICE)
     yield llama, "cross_entropy_forward", [logits, targets]
     yield llama, "cross_entropy_backward", [sums, logits, targets, sums]
     pair, scale = make(8 * rows, 128, device=DEVICE), torch.ones(128, device=DEVICE)
@@ -563,11 +601,13 @@ def row_operators(rows: int) -> Iterator[tuple[str, str, list]]:
     yield openfold, "layer_norm_backward", [pair.to(bf16), pair, scale, scale, 1e-5]
     yield openfold, "column_sums", [pair.to(bf16), torch.float32]
     yield openfold, "bias_relu_forward", [wide.view(-1, 512), torch.ones(512, device=DEVICE)]
-    yield openfold, "bias_relu_backward", [wide.view(-1, 512), wide.view(-1, 512).clone(), torch.float32, True]
+    out = wide.view(-1, 512)
+    yield openfold, "bias_relu_backward", [out, out.clone(), torch.float32, True]
 
 
 def rows(rounds: int, count: int) -> Iterator[Part]:
-    """Rows of the study: bytes that an operator must read and write over its time, and over the rate of a copy."""
+    """Rows of the study: bytes that an operator must read and write over its time, and over the
+    rate of a copy."""
     source = torch.randn(64 * count * 16 if GPU else count, device=DEVICE)
     for script, operator, arguments in row_operators(count):
         function = getattr(importlib.import_module(script), operator)
@@ -575,7 +615,8 @@ def rows(rounds: int, count: int) -> Iterator[Part]:
 
 
 def beside_a_copy(function: Callable, arguments: list, source: Tensor, rounds: int) -> list[dict]:
-    """A row of a function, with the bytes that it must read and write and their rate, and one of copying `source`."""
+    """A row of a function, with the bytes that it must read and write and their rate, and one of
+    copying `source`."""
     target = torch.empty_like(source)
 
     def copy() -> Sequence[Tensor]:
@@ -587,7 +628,7 @@ def beside_a_copy(function: Callable, arguments: list, source: Tensor, rounds: i
 
     moved = sum(t.nbytes for t in (*arguments, *step()) if isinstance(t, Tensor))
     sides = steps_in_turns({"kernel": step, "copy": copy}, rounds)
-    check_failed(sides)
+    check_ours(sides)
     for side, count in (("kernel", moved), ("copy", 2 * source.nbytes)):
         sides[side] |= {"bytes": count, "gb_per_s": count / sides[side]["us"] / 1e3}
     longer = over(sides["copy"], sides["kernel"])
@@ -599,11 +640,11 @@ def beside_a_copy(function: Callable, arguments: list, source: Tensor, rounds: i
 
 
 def whole_step(rounds: int, precisions: Sequence[str]) -> Iterator[Part]:
-    """Rows of the study: the newest version's step, as a graph where there is a GPU, its kernels, and a reference."""
-    for precision, (name, sizes) in itertools.product(precisions, SHAPES.items()):
-        model = name.partition(",")[0]
-        script = f"{model}_{VERSIONS_OF[model][-1]}"
-        argv = graph_of([*sizes, *ARGUMENTS[precision]])
+    """Rows of the study: the newest version's step, as a graph where there is a GPU, its kernels,
+    and a reference."""
+    for precision, (name, shape) in itertools.product(precisions, SHAPES.items()):
+        script = script_of(shape.model, ALL_VERSIONS[-1])
+        argv = graph_of([*shape.argv, *ARGUMENTS[precision]])
         names = {"shape": name, "precision": precision, "script": script}
         yield names, partial(kernels_and_reference, script, argv, rounds)
 
@@ -612,8 +653,9 @@ def kernels_and_reference(script: str, argv: list[str], rounds: int) -> dict:
     """Time of a step, its kernels, and a reference.
 
     The reference has two parts: the FLOP of the unfused model, as the scripts count them, at the
-    rate of a large GEMM, and the bytes that its operators read and write, once each, at the rate of a large copy. It is
-    no bound: every fusion lowers these bytes, and caches can be faster than a copy.
+    rate of a large GEMM, and the bytes that its operators read and write, once each, at the rate of
+    a large copy. It is no bound: every fusion lowers these bytes, and caches can be faster than a
+    copy.
     """
     module = importlib.import_module(script)
     run, steps, _ = begin(module, parse_quiet(module, argv), rounds)
@@ -622,7 +664,8 @@ def kernels_and_reference(script: str, argv: list[str], rounds: int) -> dict:
     side = named(script, argv, run.args)
     trainer, flop = run.trainer, run.flops
     launched = kernels_of(trainer.trace(trainer.profile(PROFILED))["traceEvents"])
-    moved, ceilings = group_bytes(trainer, module.NO_WORK).total(), measure_ceilings(run.args, run.device)
+    moved = group_bytes(trainer, module.NO_WORK).total()
+    ceilings = measure_ceilings(run.args, run.device)
     del run, trainer
     free_memory()
     times = defaultdict(list)
@@ -633,31 +676,33 @@ def kernels_and_reference(script: str, argv: list[str], rounds: int) -> dict:
         for (name, category), us in times.items()
     ]
     ms = statistics.median(turns)
-    reference = {"gemm_ms": flop / ceilings.gemm_tflops / 1e9, "copy_ms": moved / ceilings.copy_gb_per_s / 1e6}
+    gemm_ms, copy_ms = flop / ceilings.gemm_tflops / 1e9, moved / ceilings.copy_gb_per_s / 1e6
     return {
         **side,
         **{"batch_ms": ms, "turns_ms": turns, "flop": flop, "bytes": moved},
-        **{**reference, "over_reference": ms / sum(reference.values()), "ceilings": asdict(ceilings)},
+        **{"gemm_ms": gemm_ms, "copy_ms": copy_ms, "over_reference": ms / (gemm_ms + copy_ms)},
+        "ceilings": asdict(ceilings),
         "kernels": sorted(kernels, key=lambda kernel: -kernel["us"]),
     }
 
 
 def traffic(precisions: Sequence[str]) -> Iterator[Part]:
     """Rows of the study: what the operators of a step read and write, of each version."""
-    for precision, (name, sizes) in itertools.product(precisions, SHAPES.items()):
-        argv = [*sizes, *ARGUMENTS[precision]]
-        yield {"shape": name, "precision": precision}, partial(gigabytes, name.partition(",")[0], argv)
+    for precision, (name, shape) in itertools.product(precisions, SHAPES.items()):
+        argv = [*shape.argv, *ARGUMENTS[precision]]
+        yield {"shape": name, "precision": precision}, partial(gigabytes, shape.model, argv)
 
 
 def gigabytes(model: str, argv: list[str]) -> list[dict]:
     """A row with the GB per step of each version."""
     moved = {}
-    for version in VERSIONS_OF[model]:
-        module = importlib.import_module(f"{model}_{version}")
+    for version in ALL_VERSIONS:
+        script = script_of(model, version)
+        module = importlib.import_module(script)
         trainer = make_trainer(module, argv)
         trainer.step()  # the first one does more
         gb = group_bytes(trainer, module.NO_WORK).total() / 1e9
-        moved[version.upper()] = named(f"{model}_{version}", argv, trainer.args) | {"gb": gb}
+        moved[version] = named(script, argv, trainer.args) | {"gb": gb}
         del trainer
         free_memory()
     return as_rows(moved)
@@ -666,7 +711,9 @@ def gigabytes(model: str, argv: list[str]) -> list[dict]:
 # The whole training step beside Hugging Face's Llama
 
 
-def training_step(forward: Callable, model: torch.nn.Module, batch: dict[str, Tensor], dtype: torch.dtype) -> Step:
+def training_step(
+    forward: Callable, model: torch.nn.Module, batch: dict[str, Tensor], dtype: torch.dtype
+) -> Step:
     """Forward under autocast, backward and optimizer, always on the same batch -> the loss."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True, capturable=GPU)
 
@@ -688,7 +735,7 @@ def one_step(trainer, batch: dict[str, Tensor]) -> Sequence[Tensor]:
 
 
 def llama(wanted: Wanted) -> Iterator[Part]:
-    """Rows of the study: whole steps of V2 to V4, of Hugging Face's Llama, and of that with Liger's kernels."""
+    """Rows of the study: whole steps of V2 to V4, of Hugging Face's Llama, and that with Liger."""
     for precision, (name, sizes) in itertools.product(wanted.precisions, LLAMAS.items()):
         if not wanted.shapes or name in wanted.shapes:
             names = {"shape": name, "precision": precision}
@@ -696,20 +743,24 @@ def llama(wanted: Wanted) -> Iterator[Part]:
 
 
 def llamas_in_turns(sizes: list[str], precision: str, rounds: int) -> list[dict]:
-    """A row for each side. Liger's loss asks the device for a number, which no graph can: that side is eager."""
+    """A row for each side.
+
+    Liger's loss asks the device for a number, which no graph can: that side is eager.
+    """
     dtype, products = PRECISIONS[precision]
     sides = {}
     with matmul_precision(products):
-        for version in ("v4", "v3", "v2"):
-            module = importlib.import_module(f"tiny_llama_{version}")
-            if version == "v4":  # which has an optimizer of its own
-                trainer = make_trainer(module, [*sizes, *ARGUMENTS[precision], "--disable-cuda-graph"])
+        for version in ("V4", "V3", "V2"):
+            module = importlib.import_module(script_of("tiny_llama", version))
+            if version == "V4":  # which has an optimizer of its own
+                argv = [*sizes, *ARGUMENTS[precision], "--disable-cuda-graph"]
+                trainer = make_trainer(module, argv)
                 sides["V4"] = partial(one_step, trainer, trainer.next_batch())
                 continue
             args = module.parse_args(sizes)
             ours = module.build_model(args, DEVICE)
             batch = module.make_batches(args, DEVICE, args.seed).next_batch()
-            sides[version.upper()] = training_step(ours, ours, batch, dtype)
+            sides[version] = training_step(ours, ours, batch, dtype)
         for side, made_fast in libraries_llamas().items():
             model = hugging_face(ours)
             sides[side] = training_step(made_fast(model), model, batch, dtype)
@@ -739,11 +790,12 @@ STEPS = {  # in bf16 if nothing else is asked for
 
 
 def with_blocks(study: str, wanted: Wanted, tried: Sequence[str]) -> Iterator[Part]:
-    """V3's side of a study with the block sizes of the script, and with each of those that are tried."""
+    """V3's side of a study with the block sizes of the script, and with those that are tried."""
     module = importlib.import_module("tiny_llama_v3" if study == "causal" else "tiny_openfold_v3")
     for text in ("", *tried):
         for names, measure in wanted_parts(study, replace(wanted, alone=True)):
-            yield {"blocks": text or "as they are", **names}, partial(with_these, module, text, measure)
+            names = {"blocks": text or "as they are", **names}
+            yield names, partial(with_these, module, text, measure)
 
 
 def with_these(module: ModuleType, blocks: str, measure: Callable[[], dict]) -> dict:
@@ -755,18 +807,14 @@ def with_these(module: ModuleType, blocks: str, measure: Callable[[], dict]) -> 
         module.use_blocks("default")
 
 
-def check_failed(sides: Mapping[str, dict]) -> None:
-    """ToolError if one of our kernels failed; that others do, or that memory is short, is a result."""
+def check_ours(sides: Mapping[str, dict]) -> None:
+    """ToolError if one of our kernels failed.
+
+    That others do, or that memory is short, is a result.
+    """
     for name, side in sides.items():
         if name in ("triton", "kernel", "copy") and side.get("status") == "failed":
             raise ToolError(f"{name}: {side['error']}", status=1)
-
-
-def cell_of(side: dict | None, key: str, scale: float = 1.0, form: str = ".0f") -> str:
-    """A figure of a side, or why there is none."""
-    if not side or key not in side:
-        return REASONS.get((side or {}).get("status"), "")
-    return cell(side[key] and side[key] / scale, form, "") if side[key] is not None else ""
 
 
 def over(first: dict, second: dict, key: str = "turns_us") -> float | None:
@@ -776,106 +824,147 @@ def over(first: dict, second: dict, key: str = "turns_us") -> float | None:
     return statistics.median(a / b for a, b in zip(first[key], second[key], strict=True))
 
 
-def sides_tables(directory: Path, study: str) -> list[str]:
-    """Time of each side, the best of the others over ours; then memory at the peak, and held for the backward pass.
-
-    A ratio with a cold cache stands beside the other where it differs by more than 5 %.
-    """
-    measured, sides = rows_of(directory / f"{study}.json")
-    times, memory = [], []
-    for name, row in measured.items():
-        ours = row["triton"]
-        here = [row.get(side) for side in sides]
-        times.append([name, *(cell_of(side, "us") for side in here)])
-        finished = [side for side in sides if side != "triton" and "us" in row.get(side, ())]
-        best = min(finished, key=lambda side: row[side]["us"], default=None)
-        warm = over(row[best], ours) if best else None
-        cold = over(row[best], ours, "cold_turns_us") if best else None
-        times[-1].append(f"{warm:.2f}x ({best})" if warm else "")
-        times[-1].append(f"{cold:.2f}x" if warm and cold and abs(cold / warm - 1) > 0.05 else "")
-        both = [[cell_of(side, "extra_mb"), side and cell_of(side, "held_mb")] for side in here]
-        memory.append([name, *(" / ".join(dict.fromkeys(filter(None, mb))) for mb in both)])
-    if not measured:
-        return []
-    work = "a step" if study == "optimizer" else "forward + backward"
-    header = [f"{study}, {work}, warm L2", *(f"{name}, us" for name in sides)]
-    header += ["best of the others / triton", "with a cold L2 cache"]
-    if not any(line[-1] for line in times):
-        header, times = header[:-1], [line[:-1] for line in times]
-    held = [f"{study}, MB at the peak / held", *sides]
-    return [markdown_table(header, times), *([markdown_table(held, memory)] if any(map(any, memory)) else [])]
-
-
-def rows_of(path: Path) -> tuple[dict[str, dict[str, dict]], list[str]]:
-    """The rows of a study by shape and precision, then by side; and the names of the sides."""
+def lines_in(path: Path) -> tuple[list[dict], list[str]]:
+    """The sides of a study, a row for each shape and precision with its name; and their names."""
     rows = read_rows(path, ("shape", "precision", "side"))
-    groups = by_side(rows, "shape", "precision").items()
-    return {", ".join(place): sides for place, sides in groups}, list(dict.fromkeys(row["side"] for row in rows))
+    sides = dict.fromkeys(row["side"] for row in rows)
+    return lines_of(by_side(rows, "shape", "precision")), [*sides]
+
+
+def best_of_others(sides: Mapping) -> str | None:
+    """The fastest side beside our kernel."""
+    others = [name for name in sides if name not in ("name", "triton")]
+    finished = [name for name in others if "us" in sides[name]]
+    return min(finished, key=lambda name: sides[name]["us"], default=None)
+
+
+def over_ours(sides: Mapping, key: str = "turns_us") -> float | None:
+    """How many times as long as our kernel the best of the others takes."""
+    best = best_of_others(sides)
+    return over(sides[best], sides["triton"], key) if best else None
+
+
+def best_ratio(sides: Mapping) -> str:
+    """The best of the others over ours, and its name."""
+    ratio = over_ours(sides)
+    return f"{ratio:.2f}x ({best_of_others(sides)})" if ratio else ""
+
+
+def cold_ratio(sides: Mapping) -> str:
+    """The same with a cold cache, where it differs by more than 5 %."""
+    warm, cold = over_ours(sides), over_ours(sides, "cold_turns_us")
+    return f"{cold:.2f}x" if warm and cold and abs(cold / warm - 1) > 0.05 else ""
+
+
+def memory_of(side: Mapping) -> str:
+    """MB at the peak, and held for the backward pass; or how the side ended."""
+    mb = (side[key] for key in ("extra_mb", "held_mb") if side.get(key) is not None)
+    return " / ".join(dict.fromkeys(f"{value:.0f}" for value in mb)) or ended(side) or ""
+
+
+def sides_tables(directory: Path, study: str) -> list[str]:
+    """Time of each side, the best of the others over ours; then memory."""
+    rows, sides = lines_in(directory / f"{study}.json")
+    work = "a step" if study == "optimizer" else "forward + backward"
+    times = [
+        Column(f"{study}, {work}, warm L2", "name"),
+        *side_columns("{}, us", sides, "us", ".0f", ends=True),
+        Column("best of the others / triton", best_ratio),
+    ]
+    if any(map(cold_ratio, rows)):
+        times.append(Column("with a cold L2 cache", cold_ratio))
+    memory = side_columns("{}", sides, memory_of)
+    tables = [render(times, rows)] if rows else []
+    if any(column.of(row) for row in rows for column in memory):
+        tables.append(render([Column(f"{study}, MB at the peak / held", "name"), *memory], rows))
+    return tables
 
 
 def rows_table(directory: Path) -> str:
     """Rate of each kernel that moves bytes."""
-    lines = [
-        [
-            row["operator"],
-            f"{row['bytes'] / 1e6:.0f}",
-            f"{row['gb_per_s']:.0f}",
-            f"{100 * row['of_copy']:.0f} %",
-        ]
-        for row in read_rows(directory / "rows.json", ("operator", "side", "bytes", "gb_per_s"))
-        if row["side"] == "kernel"
+    rows = read_rows(directory / "rows.json", ("operator", "side", "bytes", "gb_per_s"))
+    columns = [
+        Column("operator", "operator"),
+        Column("MB", lambda row: row["bytes"] / 1e6, ".0f"),
+        Column("GB/s", "gb_per_s", ".0f"),
+        Column("of a copy's rate", lambda row: 100 * row["of_copy"], ".0f", " %"),
     ]
-    return markdown_table(["operator", "MB", "GB/s", "of a copy's rate"], lines) if lines else ""
+    return render(columns, [row for row in rows if row["side"] == "kernel"]) if rows else ""
 
 
 def step_tables(directory: Path) -> list[str]:
-    """The whole step beside its reference, the time of each category, and the ten longest kernels of each shape."""
-    measured = {f"{row['shape']}, {row['precision']}": row for row in read_rows(directory / "step.json")}
-    if not measured:
+    """The whole step beside its reference, the time of each category, the ten longest kernels."""
+    rows = read_rows(directory / "step.json")
+    if not rows:
         return []
-    sums = {name: defaultdict(float) for name in measured}
-    steps, categories, tables = [], [], []
-    for name, row in measured.items():
-        for part in row["kernels"]:
-            sums[name][part["category"]] += part["us"]
-        numbers = row["batch_ms"], sum(sums[name].values()) / 1e3, row["gemm_ms"], row["copy_ms"]
-        steps.append([name, *(f"{ms:.2f}" for ms in numbers), f"{row['over_reference']:.2f}x"])
-        longest = []
-        for part in row["kernels"][:10]:
-            share = f"{part['us'] / row['batch_ms'] / 10:.1f} %"
-            longest.append([part["name"], part["category"], f"{part['calls']:g}", f"{part['us']:.0f}", share])
-        tables.append(markdown_table([name, "what it does", "calls", "us per step", "of the step"], longest, 2))
-    for category in CATEGORIES:
-        if any(category in parts for parts in sums.values()):
-            categories.append([category, *(f"{parts[category]:.0f}" for parts in sums.values())])
-    header = ["whole step", "ms", "in kernels, ms", "FLOPs as a large GEMM, ms", "bytes as a copy, ms"]
-    header.append("step / both")
-    return [markdown_table(header, steps), markdown_table(["us per step", *measured], categories), *tables]
+    names = [f"{row['shape']}, {row['precision']}" for row in rows]
+    spent = []  # microseconds of each category
+    for row in rows:
+        spent.append(Counter())
+        for kernel in row["kernels"]:
+            spent[-1][kernel["category"]] += kernel["us"]
+    whole = [
+        Column("whole step", lambda i: names[i]),
+        Column("ms", lambda i: rows[i]["batch_ms"], ".2f"),
+        Column("in kernels, ms", lambda i: spent[i].total() / 1e3, ".2f"),
+        Column("FLOPs as a large GEMM, ms", lambda i: rows[i]["gemm_ms"], ".2f"),
+        Column("bytes as a copy, ms", lambda i: rows[i]["copy_ms"], ".2f"),
+        Column("step / both", lambda i: rows[i]["over_reference"], ".2f", "x"),
+    ]
+    by_category = [Column("us per step", str)]
+    for name, us in zip(names, spent, strict=True):
+        by_category.append(Column(name, us.__getitem__, ".0f"))
+    categories = [name for name in CATEGORIES if any(name in us for us in spent)]
+    tables = [render(whole, range(len(rows))), render(by_category, categories)]
+    for name, row in zip(names, rows, strict=True):
+        longest = [
+            Column(name, "name"),
+            Column("what it does", "category", text=True),
+            Column("calls", "calls", "g"),
+            Column("us per step", "us", ".0f"),
+            Column("of the step", lambda k, ms=row["batch_ms"]: k["us"] / ms / 10, ".1f", " %"),
+        ]
+        tables.append(render(longest, row["kernels"][:10]))
+    return tables
 
 
 def llama_table(directory: Path) -> str:
-    """The whole step of each side in milliseconds, its time over the first one's, and its extra memory."""
-    measured, sides = rows_of(directory / "llama.json")
-    lines = []
-    for name, row in measured.items():
-        here = [row.get(side) for side in sides]
-        ratios = [side and over(side, here[0]) for side in here[1:]]
-        lines.append([name, *(cell_of(side, "us", 1e3, ".2f") for side in here)])
-        lines[-1] += [f"{ratio:.2f}x" if ratio else "" for ratio in ratios]
-        lines[-1] += [cell_of(side, "extra_mb") for side in here]
-    header = ["whole step", *(f"{side}, ms" for side in sides), *(f"{side} / {sides[0]}" for side in sides[1:])]
-    return markdown_table([*header, *(f"{side}, MB" for side in sides)], lines) if lines else ""
+    """The whole step of each side in milliseconds, its time over the first one's, memory."""
+    rows, sides = lines_in(directory / "llama.json")
+    if not rows:
+        return ""
+    first, *others = sides
+
+    def milliseconds(side: Mapping) -> float | None:
+        return side["us"] / 1e3 if "us" in side else None
+
+    def over_first(name: str, row: Mapping) -> object:
+        ratio = over(row[name], row[first]) if name in row else None
+        return ratio or ""
+
+    columns = [
+        Column("whole step", "name"),
+        *side_columns("{}, ms", sides, milliseconds, ".2f", ends=True),
+        *(Column(f"{name} / {first}", partial(over_first, name), ".2f", "x") for name in others),
+        *side_columns("{}, MB", sides, "extra_mb", ".0f", ends=True),
+    ]
+    return render(columns, rows)
 
 
 def traffic_table(directory: Path) -> str:
     """GB per step of each version, and the part of V1's that the newest one has left."""
-    lines = []
-    for name, versions in rows_of(directory / "traffic.json")[0].items():
-        counted = [side["gb"] for side in versions.values()]
-        cells = [*(f"{gb:.2f}" for gb in counted), *[""] * (4 - len(counted))]
-        lines.append([name, *cells, f"{100 * counted[-1] / counted[0]:.0f} %"])
-    header = ["GB read and written per step", "V1", "V2", "V3", "V4", "newest of V1"]
-    return markdown_table(header, lines) if lines else ""
+    rows, _ = lines_in(directory / "traffic.json")
+
+    def newest(row: Mapping) -> float:
+        version = max(name for name in row if name != "name")
+        return 100 * row[version]["gb"] / row["V1"]["gb"]
+
+    columns = [
+        Column("GB read and written per step", "name"),
+        *side_columns("{}", ("V1", "V2", "V3", "V4"), "gb", ".2f"),
+        Column("newest of V1", newest, ".0f", " %"),
+    ]
+    return render(columns, rows) if rows else ""
 
 
 def table(directory: Path) -> str:
@@ -899,8 +988,10 @@ def run_study(args: argparse.Namespace) -> int:
     shapes = args.shapes or ()
     known = STUDIES.get(args.what, (LLAMAS,))[0]
     if unknown := [name for name in shapes if name not in known]:
-        raise ToolError(f"{args.what} has no shape {unknown[0]!r}; it has {', '.join(map(repr, known))}")
-    precisions = args.precisions or (["bf16"] if args.what in (*STEPS, "optimizer") else list(PRECISIONS))
+        there = ", ".join(map(repr, known))
+        raise ToolError(f"{args.what} has no shape {unknown[0]!r}; it has {there}")
+    usual = ["bf16"] if args.what in (*STEPS, "optimizer") else list(PRECISIONS)
+    precisions = args.precisions or usual
     wanted = Wanted(args.rounds, precisions, shapes, args.autotune, args.megafold, args.openfold)
     if args.what == "rows":
         measured = rows(args.rounds, args.rows)
@@ -911,38 +1002,37 @@ def run_study(args: argparse.Namespace) -> int:
     else:
         measured = wanted_parts(args.what, wanted)
     name = f"{args.what}_blocks" if args.tried else args.what
-    found = measure_study(args.directory / f"{name}.json", measured, keep=args.keep, rounds=args.rounds)
+    path = args.directory / f"{name}.json"
+    found = measure_study(path, measured, keep=args.keep, rounds=args.rounds)
     for row in found if args.what in STUDIES and not args.tried else ():
-        check_failed({row["side"]: row})
+        check_ours({row["side"]: row})
     return 0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
+def build_parser() -> Parser:
+    """The command line."""
     parser = documented_parser(PROG, __doc__)
     add = parser.add_argument
     add("what", choices=(*STUDIES, "rows", *STEPS, "table"))
     add("directory", type=Path)
-    add("--rounds", type=at_least(1), default=15, metavar="N", help="turns of each side (default: 15)")
-    add("--precisions", nargs="+", choices=PRECISIONS, help="(default: all; bf16 for step and llama)")
-    add("--shapes", nargs="+", metavar="SHAPE", help="of a study of one operation, or of llama (default: all)")
-    add(
-        "--autotune",
-        nargs="*",
-        default=(),
-        metavar="SHAPE",
-        help="of which torch.compile is tuned, too (minutes)",
-    )
-    add("--megafold", type=Path, default=Wanted.megafold, metavar="CLONE", help="of MegaFold, for attention")
-    add("--openfold", type=Path, default=Wanted.openfold, metavar="CLONE", help="of OpenFold, for block")
-    add("--keep", action="store_true", help="add to the rows of an earlier file, and measure none of them again")
-    add("--rows", type=at_least(512), default=65536, metavar="N", help="of the study of that name (default: 65536)")
-    add(
-        "--try", nargs="+", default=[], dest="tried", metavar="BLOCKS", help="as --blocks of the script; many in quotes"
-    )
-    args = parser.parse_args(argv)
-    return run_tool(PROG, lambda: run_study(args))
+    parser.add_count("--rounds", 15, "turns of each side")
+    precisions = "(default: all; bf16 for step and llama)"
+    add("--precisions", nargs="+", choices=PRECISIONS, help=precisions)
+    shapes = "of a study of one operation, or of llama (default: all)"
+    add("--shapes", nargs="+", metavar="SHAPE", help=shapes)
+    tuned = "of which torch.compile is tuned, too (minutes)"
+    add("--autotune", nargs="*", default=(), metavar="SHAPE", help=tuned)
+    for library, study in (("MegaFold", "attention"), ("OpenFold", "block")):
+        clone = {"type": Path, "default": Path("no clone"), "metavar": "CLONE"}
+        add(f"--{library.lower()}", **clone, help=f"of {library}, for {study}")
+    parser.add_flag("--keep", "add to the rows of an earlier file, and measure none of them again")
+    parser.add_count("--rows", 65536, "of the study of that name", least=512)
+    blocks = {"nargs": "+", "default": [], "dest": "tried", "metavar": "BLOCKS"}
+    add("--try", **blocks, help="as --blocks of the script; many in quotes")
+    return parser
 
+
+main = program(build_parser, run_study)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,16 +1,19 @@
 #!/usr/bin/env python3
-"""Write the tables of Markdown files that a command prints, or check that they are what it prints now.
+"""Write the tables of Markdown files that a command prints, or check that they are what it prints
+now.
 
-Tables stand between two comments, of which the first names the command; it runs in the root of the repository:
+Tables stand between two comments, of which the first names the command; it runs in the root of the
+repository:
 
   <!-- table: python bench/versions.py table results/h100 -->
   <!-- end of table -->
 
-Of a command that prints several, `COMMAND, only "TITLE" ...` takes those whose header begins so, in this order.
+Of a command that prints several, `COMMAND, only "TITLE" ...` takes those whose header begins so, in
+this order.
 
 Examples:
-  python bench/tables.py README.md           run the commands and put what they print between the comments
-  python bench/tables.py --check README.md   exit 1 and name the tables that differ, or whose command fails
+  python bench/tables.py README.md           run the commands, put what they print in between
+  python bench/tables.py --check README.md   exit 1 and name tables that differ or fail
 """
 
 from __future__ import annotations
@@ -28,7 +31,9 @@ from workshop.cli import ToolError, documented_parser, run_tool
 from workshop.files import ROOT, write_text
 
 PROG = Path(__file__).name
-TABLE = re.compile(r"^(<!-- tables?: (.+?) -->\n)(.*?)^(<!-- end of tables? -->)$", re.MULTILINE | re.DOTALL)
+TABLE = re.compile(
+    r"^(<!-- tables?: (.+?) -->\n)(.*?)^(<!-- end of tables? -->)$", re.MULTILINE | re.DOTALL
+)
 ONLY = re.compile(r', only ((?: ?"[^"]+")+)$')
 COMMENT = re.compile(r"<!-- (?:end of )?tables?\b")
 
@@ -57,9 +62,15 @@ def printed_by(command: str) -> str:
 def table_of(printed: str, title: str) -> str:
     """The one table whose header begins with this title, however its columns are padded."""
     tables = printed.strip().split("\n\n")
-    found = [table for table in tables if " ".join(table.partition("\n")[0].split()).startswith(f"| {title}")]
+    found = [
+        table
+        for table in tables
+        if " ".join(table.partition("\n")[0].split()).startswith(f"| {title}")
+    ]
     if len(found) != 1:
-        raise ToolError(f"its command prints {len(found)} tables, not one table that begins with {title!r}")
+        raise ToolError(
+            f"its command prints {len(found)} tables, not one table that begins with {title!r}"
+        )
     return found[0] + "\n"
 
 
@@ -71,13 +82,18 @@ def update(path: Path, check: bool) -> list[str]:
         return [f"{path}: {getattr(error, 'strerror', None) or error}"]
     tables = list(TABLE.finditer(text))
     if len(COMMENT.findall(text)) != 2 * len(tables):
-        return [f"{path}: a comment that begins or ends a table lacks the other one, or is not a line of its own"]
+        return [
+            f"{path}: a comment that begins or ends a table lacks the other one, "
+            "or is not a line of its own"
+        ]
     wrong, parts, end = [], [], 0
     for table in tables:
         try:
             printed = printed_by(table[2])
             if check and printed != table[3]:
-                raise ToolError(f"its command prints another table; python bench/tables.py {path} writes it")
+                raise ToolError(
+                    f"its command prints another table; python bench/tables.py {path} writes it"
+                )
         except ToolError as error:
             wrong.append(f"{path}:{text.count(chr(10), 0, table.start()) + 1}: {error}")
             continue

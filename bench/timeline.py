@@ -1,14 +1,18 @@
 #!/usr/bin/env python3
-"""What the host launches and what the GPU runs in two layers of a forward pass, out of traces of the PyTorch profiler.
+"""What the host launches and what the GPU runs in two layers of a forward pass, out of traces of
+the PyTorch profiler.
 
-Each LABEL=DIR is the --profile-dir of a run of TinyLlama with --enable-pytorch-profiler on a GPU. Of its second step it
-keeps the layers 2 and 3: start and duration, in microseconds since the first launch. A run whose step is one graph has
-no layers in its trace; there the run before it must be the same script without a graph, whose kernels say where the
-layers begin and end. `tools/draw_figures.py launch_timeline` draws the result.
+Each LABEL=DIR is the --profile-dir of a run of TinyLlama with --enable-pytorch-profiler on a GPU.
+Of its second step it keeps the layers 2 and 3: start and duration, in microseconds since the first
+launch. A run whose step is one graph has no layers in its trace; there the run before it must be
+the same script without a graph, whose kernels say where the layers begin and end.
+`tools/draw_figures.py launch_timeline` draws the result.
 
 Examples:
-  python tiny_llama_v1.py --use-amp --seq-len 128 --num-steps 5 --enable-pytorch-profiler --profile-dir traces/v1
-  python bench/timeline.py results/DIR/timeline.json "V1, eager=traces/v1" "V3, eager=traces/v3" "V3, graph=traces/v3g"
+  python tiny_llama_v1.py --use-amp --seq-len 128 --num-steps 5 --enable-pytorch-profiler \\
+      --profile-dir traces/v1
+  python bench/timeline.py results/DIR/timeline.json "V1, eager=traces/v1" "V3, eager=traces/v3" \\
+      "V3, graph=traces/v3g"
 """
 
 from __future__ import annotations
@@ -27,7 +31,12 @@ from workshop.profile.kernels import category, complete, load_trace, ranges_of, 
 PROG = Path(__file__).name
 FIRST, LAST = "layers.2", "layers.3"
 STEP = 1  # of the three in a trace; the first one may still load kernels
-KINDS = {"GEMM": "GEMM", "attention": "attention", "normalisation": "norm", "element-wise": "element-wise"}
+KINDS = {
+    "GEMM": "GEMM",
+    "attention": "attention",
+    "normalisation": "norm",
+    "element-wise": "element-wise",
+}
 
 
 class Trace:
@@ -45,7 +54,9 @@ class Trace:
         self.script = self.path.name.removesuffix("_trace.json.gz")
         self.summary = read_json(folder / f"{self.script}_summary.json")
         calls = complete(self.events, "cuda_runtime", "cuda_driver")
-        self.launches = sorted((call for call in calls if "Launch" in call["name"]), key=lambda call: call["ts"])
+        self.launches = sorted(
+            (call for call in calls if "Launch" in call["name"]), key=lambda call: call["ts"]
+        )
         self.kernels = sorted(complete(self.events, "kernel"), key=lambda kernel: kernel["ts"])
         if not self.kernels:
             raise ToolError(f"{self.path}: no kernels in it; the run must be on a GPU")
@@ -61,16 +72,23 @@ class Trace:
         if len(marks) <= STEP + 1:
             raise ToolError(f"{self.path}: fewer than {STEP + 2} steps in it")
         begin, end = marks[STEP][0], marks[STEP + 1][0]
-        return [k for k in self.kernels if begin <= self.launched.get(k["args"].get("correlation"), -1) < end]
+        return [
+            k
+            for k in self.kernels
+            if begin <= self.launched.get(k["args"].get("correlation"), -1) < end
+        ]
 
 
 def place(kernels: Sequence[dict], kernel: dict) -> tuple[str, int]:
     """A kernel's name, and how many of the same name go before it."""
-    return kernel["name"], sum(k["name"] == kernel["name"] for k in kernels[: kernels.index(kernel)])
+    return kernel["name"], sum(
+        k["name"] == kernel["name"] for k in kernels[: kernels.index(kernel)]
+    )
 
 
 def eager(trace: Trace) -> tuple[list[dict], list[dict], list[tuple[str, int]]]:
-    """Launches and kernels of the two layers, and the places of the first kernel and of the one behind the last."""
+    """Launches and kernels of the two layers, and the places of the first kernel and of the one
+    behind the last."""
     begins, ends = trace.steps(FIRST), trace.steps(LAST)
     if len(begins) <= STEP or len(ends) <= STEP:
         raise ToolError(f"{trace.path}: the trace has no {FIRST} and {LAST} in step {STEP + 1}")
@@ -89,13 +107,18 @@ def in_graph(trace: Trace, places: list[tuple[str, int]]) -> list[dict]:
     for name, before in places:
         same = [index for index, kernel in enumerate(step) if kernel["name"] == name]
         if len(same) <= before:
-            raise ToolError(f"{trace.path}: {name} runs {len(same)} times in the graph, {before + 1} are wanted")
+            raise ToolError(
+                f"{trace.path}: {name} runs {len(same)} times in the graph, {before + 1} are wanted"
+            )
         found.append(same[before])
     return step[found[0] : found[1]]
 
 
 def row_of(label: str, trace: Trace, launches: list[dict], kernels: list[dict]) -> dict:
-    """A row of the study; a kernel that a norm's module launched counts as norm, whatever it is called."""
+    """A row of the study.
+
+    A kernel that a norm's module launched counts as norm, whatever it is called.
+    """
     zero = launches[0]["ts"] if launches else kernels[0]["ts"]
     norms = [
         r
@@ -117,7 +140,9 @@ def row_of(label: str, trace: Trace, launches: list[dict], kernels: list[dict]) 
         "label": label,
         "script": trace.script,
         "launches": [["launch", *times(call)] for call in launches],
-        "kernels": [[kind(kernel), *times(kernel), short_name(kernel["name"], 40)] for kernel in kernels],
+        "kernels": [
+            [kind(kernel), *times(kernel), short_name(kernel["name"], 40)] for kernel in kernels
+        ],
     }
 
 
@@ -128,7 +153,9 @@ def study(folders: Sequence[tuple[str, Path]]) -> dict:
         trace = Trace(folder)
         if trace.summary["training"]["cuda_graph"]:
             if before != trace.script:
-                raise ToolError(f"{label}: the run before it must be {trace.script} without a graph")
+                raise ToolError(
+                    f"{label}: the run before it must be {trace.script} without a graph"
+                )
             rows.append(row_of(label, trace, [], in_graph(trace, places)))
         else:
             launches, kernels, places = eager(trace)
@@ -147,11 +174,15 @@ def study(folders: Sequence[tuple[str, Path]]) -> dict:
 def main(argv: list[str] | None = None) -> int:
     parser = documented_parser(PROG, __doc__)
     parser.add_argument("output", type=Path, metavar="FILE.json")
-    parser.add_argument("runs", nargs="+", metavar="LABEL=DIR", help="in the order of the figure, top to bottom")
+    parser.add_argument(
+        "runs", nargs="+", metavar="LABEL=DIR", help="in the order of the figure, top to bottom"
+    )
     args = parser.parse_args(argv)
 
     def body() -> int:
-        folders = [(label, Path(folder)) for label, _, folder in (run.rpartition("=") for run in args.runs)]
+        folders = [
+            (label, Path(folder)) for label, _, folder in (run.rpartition("=") for run in args.runs)
+        ]
         if any(not label for label, _ in folders):
             raise ToolError("a run is LABEL=DIR")
         found = study(folders)
@@ -161,10 +192,9 @@ def main(argv: list[str] | None = None) -> int:
         for row in read_json(args.output)["traces"]:
             end = max(start + duration for _, start, duration, _ in row["kernels"])
             busy = sum(duration for _, _, duration, _ in row["kernels"])
-            print(
-                f"{row['label']:12} {len(row['launches']):4} launches {len(row['kernels']):4} kernels,"
-                f" {busy:7.1f} us of {end:7.1f} us busy"
-            )
+            launches, kernels = (len(row[name]) for name in ("launches", "kernels"))
+            count = f"{launches:4} launches {kernels:4} kernels"
+            print(f"{row['label']:12} {count}, {busy:7.1f} us of {end:7.1f} us busy")
         return 0
 
     return run_tool(PROG, body)

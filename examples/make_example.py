@@ -43,7 +43,10 @@ def main(cif_gz, fasta_gz, folder):
 
     abc = Alphabet.amino()
     query = TextSequence(name="5PTI_A", sequence=sequence).digitize(abc)
-    with gzip.open(fasta_gz, "rb") as handle, SequenceFile(handle, digital=True, alphabet=abc) as reader:
+    with (
+        gzip.open(fasta_gz, "rb") as handle,
+        SequenceFile(handle, digital=True, alphabet=abc) as reader,
+    ):
         database = reader.read_block()
     search = pyhmmer.plan7.Pipeline(abc, incE=1e-3, incdomE=1e-3).iterate_seq(query, database)
     for result in search:  # the jackhmmer rounds: search, align, build a profile, search again

@@ -1,8 +1,10 @@
-"""Helpers of all tests: the scripts as modules, sizes that are quick on a CPU, and a way to run a command line.
+"""Helpers of all tests: the scripts as modules, sizes that are quick on a CPU, and a way to run a
+command line.
 
-The scripts are imported from the repository root by path, so the tests need no installation. A test that can run in
-this process does so through `run`, because a new process spends seconds on importing torch; `forking_python` starts
-others. What the harness does is tested on one script: test_harness.py shows that the others have the same one.
+The scripts are imported from the repository root by path, so the tests need no installation. A test
+that can run in this process does so through `run`, because a new process spends seconds on
+importing torch; `forking_python` starts others. What the harness does is tested on one script:
+test_harness.py shows that the others have the same one.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from torch import Tensor, nn
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton
-torch.set_num_threads(1)  # the sizes are so small that threads only wait for each other, for long on a busy machine
+# the sizes are so small that threads only wait for each other, for long on a busy machine
+torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # and so in the processes that tests start
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -41,7 +44,8 @@ CPU = torch.device("cpu")
 
 @functools.cache
 def forking_python() -> str:
-    """Runs programs as `sys.executable` does, but in 0.2 s: forks of a process that has imported PyTorch."""
+    """Runs programs as `sys.executable` does, but in 0.2 s: forks of a process that has imported
+    PyTorch."""
     return fork_server.start()
 
 
@@ -52,7 +56,9 @@ def words(text: str) -> list[str]:
 
 # The smallest sizes that still have several layers, heads, sequences and samples.
 TINY = {
-    "llama": words("--hidden-dim 64 --num-layers 2 --num-heads 4 --seq-len 32 --batch-size 2 --vocab-size 100"),
+    "llama": words(
+        "--hidden-dim 64 --num-layers 2 --num-heads 4 --seq-len 32 --batch-size 2 --vocab-size 100"
+    ),
     "openfold": words(
         "--num-blocks 1 --seq-len 10 --num-seqs 3 --batch-size 2 --msa-dim 32 --pair-dim 32"
         " --num-heads-msa 2 --num-heads-pair 2"
@@ -60,15 +66,20 @@ TINY = {
 }
 MODELS = tuple(TINY)
 VERSIONS = {"llama": (1, 2, 3, 4), "openfold": (1, 2, 3, 4)}
-SCRIPTS = tuple(f"tiny_{model}_v{version}" for model, versions in VERSIONS.items() for version in versions)
-TRITON = tuple(script for script in SCRIPTS if script[-1] in "34")  # those with kernels of their own
-COMPILER = "inductor" if torch.cuda.is_available() else "aot_eager"  # for a CPU it would generate C++, which takes long
+SCRIPTS = tuple(
+    f"tiny_{model}_v{version}" for model, versions in VERSIONS.items() for version in versions
+)
+# those with kernels of their own
+TRITON = tuple(script for script in SCRIPTS if script[-1] in "34")
+# for a CPU it would generate C++, which takes long
+COMPILER = "inductor" if torch.cuda.is_available() else "aot_eager"
 SCRIPT = "tiny_llama_v2"  # the one whose harness is tested
 QUICK = ["--num-steps", "3", "--warmup-steps", "1"]
 
 
 needs_compiler = pytest.mark.skipif(
-    not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="torch.compile on a CPU needs a C++ compiler"
+    not any(map(shutil.which, ("g++", "clang++", "c++"))),
+    reason="torch.compile on a CPU needs a C++ compiler",
 )
 
 
@@ -103,14 +114,23 @@ def batches(script: str, *argv: str):
     return load(script).make_batches(args, CPU, args.seed)
 
 
-NEEDS = {"rotary-fusion": ["triton-rotary", "triton-attention"], "swiglu-gemm": ["swiglu-fusion"]}  # to do anything
+# to do anything
+NEEDS = {"rotary-fusion": ["triton-rotary", "triton-attention"], "swiglu-gemm": ["swiglu-fusion"]}
 
 
 def fusion_settings(script: str) -> dict[str, list[str]]:
-    """Arguments for all fusions on, all off, and each alone that the version before does not have."""
+    """Arguments for all fusions on, all off, and each alone that the version before does not
+    have."""
     before = {flag for flag, _, _ in load(f"{script[:-1]}{int(script[-1]) - 1}").FUSIONS}
-    flags = {flag: [flag, *NEEDS.get(flag, [])] for flag, _, _ in load(script).FUSIONS if flag not in before}
-    alone = {name: ["--disable-all-fusion", *(f"--enable-{flag}" for flag in on)] for name, on in flags.items()}
+    flags = {
+        flag: [flag, *NEEDS.get(flag, [])]
+        for flag, _, _ in load(script).FUSIONS
+        if flag not in before
+    }
+    alone = {
+        name: ["--disable-all-fusion", *(f"--enable-{flag}" for flag in on)]
+        for name, on in flags.items()
+    }
     return {"all-on": [], "all-off": ["--disable-all-fusion"], **alone}
 
 
@@ -123,7 +143,8 @@ ALL_SETTINGS = [
 
 
 def random_state(state: dict[str, Tensor], seed: int = 1) -> dict[str, Tensor]:
-    """Weights for comparisons: none is zero or one, and attention is far from uniform, so that no term can hide.
+    """Weights for comparisons: none is zero or one, and attention is far from uniform, so that no
+    term can hide.
 
     With seed 0 an argument of a ReLU is so near to zero that rounding decides on its gradient.
     """
@@ -142,7 +163,8 @@ def random_state(state: dict[str, Tensor], seed: int = 1) -> dict[str, Tensor]:
 
 
 def gradients(module: nn.Module) -> dict[str, Tensor]:
-    """Gradients under the canonical names: state_dict splits the fused ones as it splits fused weights.
+    """Gradients under the canonical names: state_dict splits the fused ones as it splits fused
+    weights.
 
     The module's weights are lost.
     """
@@ -153,29 +175,50 @@ def gradients(module: nn.Module) -> dict[str, Tensor]:
 
 
 def relative_difference(value: Tensor, expected: Tensor, floor: float = 0.0) -> float:
-    """Norm of the difference over the norm of what is expected, or over `floor` where that is larger."""
+    """Norm of the difference over the norm of what is expected, or over `floor` where that is
+    larger."""
     value, expected = value.detach().double(), expected.detach().double()
     assert value.shape == expected.shape
     return float((value - expected).norm() / max(float(expected.norm()), floor, 1e-300))
 
 
-def assert_same_gradients(found: dict[str, Tensor], expected: dict[str, Tensor], limit: float) -> None:
-    """Every gradient agrees; one that is zero but for rounding is measured against all of them together."""
+def assert_same_gradients(
+    found: dict[str, Tensor], expected: dict[str, Tensor], limit: float
+) -> None:
+    """Every gradient agrees.
+
+    One that is zero but for rounding is measured against all of them together.
+    """
     assert found.keys() == expected.keys()
     total = sum(float(g.double().square().sum()) for g in expected.values()) ** 0.5
-    wrong = {n: d for n, g in expected.items() if not (d := relative_difference(found[n], g, 1e-3 * total)) <= limit}
+    wrong = {
+        n: d
+        for n, g in expected.items()
+        if not (d := relative_difference(found[n], g, 1e-3 * total)) <= limit
+    }
     assert not wrong
 
 
-def faults_that_pass(module: ModuleType, args: argparse.Namespace) -> tuple[list[tuple[str, float]], int]:
-    """Gradients that --verify-accuracy would take for right if they were multiplied by 0, -1 or 1.3.
+def faults_that_pass(
+    module: ModuleType, args: argparse.Namespace
+) -> tuple[list[tuple[str, float]], int]:
+    """Gradients that --verify-accuracy would take for right if they were multiplied by 0, -1 or
+    1.3.
 
-    And how many it judges: not those that are zero in theory, where each of these is right. As they are, all pass.
+    And how many it judges: not those that are zero in theory, where each of these is right. As
+    they are, all pass.
     """
     off = module.all_off(args)
     exact = module.all_off(args, use_amp=False, matmul_precision="highest")
-    sides = [module.values_of(module.Trainer(a, module.prepare(a)), exact=a is exact) for a in (exact, off, args)]
-    norms = {name: float(value.norm()) for name, value in sides[0].items() if name.startswith("gradient of ")}
+    sides = [
+        module.values_of(module.Trainer(a, module.prepare(a)), exact=a is exact)
+        for a in (exact, off, args)
+    ]
+    norms = {
+        name: float(value.norm())
+        for name, value in sides[0].items()
+        if name.startswith("gradient of ")
+    }
     judged = [name for name, norm in norms.items() if norm > 1e-12 * max(norms.values())]
     verdicts = module.judge(*sides, module.least_limit(args))
     assert [name for name, (error, limit) in verdicts.items() if not error <= limit] == []
@@ -228,12 +271,16 @@ def summary_in(directory: Path, script: str = SCRIPT) -> dict | None:
 
 
 def arguments(script: str, directory: Path, *argv: str) -> list[str]:
-    """A tiny run on the CPU with results in `directory`; `argv` wins, because the last of two equal options counts."""
+    """A tiny run on the CPU with results in `directory`;
+
+    `argv` wins, because the last of two equal options counts.
+    """
     return [*TINY[model_of(script)], "--device", "cpu", "--profile-dir", str(directory), *argv]
 
 
 def command_line(script: str, directory: Path, *argv: str, fresh: bool = False) -> list[str]:
-    """The same run as a process of its own: a fork, or a fresh one where a test interrupts it or tests its start."""
+    """The same run as a process of its own: a fork, or a fresh one where a test interrupts it or
+    tests its start."""
     python = sys.executable if fresh else forking_python()
     return [python, "-B", str(ROOT / f"{script}.py"), *arguments(script, directory, *argv)]
 
@@ -246,7 +293,8 @@ def run_main(script: str, directory: Path, *argv: str) -> Run:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Callable[..., Run]:
-    """`run(script, *argv)` -> (status, stdout, stderr, summary), with a fresh --profile-dir for each test."""
+    """`run(script, *argv)` -> (status, stdout, stderr, summary), with a fresh --profile-dir for
+    each test."""
     return lambda script, *argv: run_main(script, tmp_path / "profiles", *argv)
 
 
@@ -262,7 +310,8 @@ def assert_one_error(result: Run, status: int, *words: str) -> None:
 
 @pytest.fixture(autouse=True)
 def process_settings() -> Iterator[None]:
-    """Put back what a run sets for the whole process, and a script in whose place a test has loaded its own."""
+    """Put back what a run sets for the whole process, and a script in whose place a test has
+    loaded its own."""
     scripts = {name: sys.modules[name] for name in SCRIPTS if name in sys.modules}
     yield
     sys.modules.update(scripts)
@@ -271,17 +320,22 @@ def process_settings() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip GPU tests where there is no GPU, and where there is one those that run Triton's kernels on the CPU.
+    """Skip GPU tests where there is no GPU, and where there is one those that run Triton's kernels
+    on the CPU.
 
-    Triton compiles kernels or interprets them, in all of a process. Sheets come first: they take longest, and what
-    comes last should be short, so that no worker waits for the other.
+    Triton compiles kernels or interprets them, in all of a process. Sheets come first: they take
+    longest, and what comes last should be short, so that no worker waits for the other.
     """
     items.sort(key=lambda item: "block_of_a_sheet" not in item.name)
     gpu = torch.cuda.is_available()
     for item in items:
         script = item.callspec.params.get("script") if hasattr(item, "callspec") else None
-        on_cpu = not item.path.name.startswith(("test_gpu", "test_triton", "test_compile", "test_harness"))
+        on_cpu = not item.path.name.startswith(
+            ("test_gpu", "test_triton", "test_compile", "test_harness")
+        )
         if item.get_closest_marker("gpu") and not gpu:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
         elif gpu and on_cpu and script in TRITON:
-            item.add_marker(pytest.mark.skip(reason="Triton's interpreter is for machines without a GPU"))
+            item.add_marker(
+                pytest.mark.skip(reason="Triton's interpreter is for machines without a GPU")
+            )

@@ -79,11 +79,8 @@ def msa_att_row(p: Params, msa: Tensor, pair: Tensor, heads: int) -> Tensor:
     """Compute algorithm 7, MSA row-wise gated self-attention with pair bias: -> [B, S, N, c_m]."""
     m = _layer_norm(p, "layer_norm_m", msa)  # line 1
     q, k, v = (_heads(_linear_no_bias(p, f"linear_{name}", m), heads) for name in "qkv")  # line 2
-    bias = _linear_no_bias(
-        p,
-        "linear_z",
-        _layer_norm(p, "layer_norm_z", pair),
-    )  # line 3: b_ij^h as [b, i, j, h]
+    # line 3: b_ij^h as [b, i, j, h]
+    bias = _linear_no_bias(p, "linear_z", _layer_norm(p, "layer_norm_z", pair))
     g = _heads(_sigmoid(_linear(p, "linear_g", m)), heads)  # line 4
     # line 5: a_sij^h = softmax_j(q_si . k_sj / sqrt(d) + b_ij)
     logits = torch.einsum("bsihd,bsjhd->bsijh", q, k) / math.sqrt(q.shape[-1])

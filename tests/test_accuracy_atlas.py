@@ -1,4 +1,5 @@
-"""bench/accuracy_atlas.py: its table is of what was computed, and shows what a version computes wrongly."""
+"""bench/accuracy_atlas.py: its table is of what was computed, and shows what a version computes
+wrongly."""
 
 from __future__ import annotations
 
@@ -10,12 +11,16 @@ from conftest import TINY, captured, load, strict_json
 
 from bench import accuracy_atlas
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs the kernels in Triton's interpreter")
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="runs the kernels in Triton's interpreter"
+)
 
 
 def measured(path: Path, *argv: str) -> tuple[list[dict], str]:
     """Rows of the result, and the table."""
-    status, table, errors = captured(accuracy_atlas.main, ["--device", "cpu", "--output", str(path), *argv])
+    status, table, errors = captured(
+        accuracy_atlas.main, ["--device", "cpu", "--output", str(path), *argv]
+    )
     assert status == 0, errors
     again = captured(accuracy_atlas.main, ["--table", str(path)])
     assert again[:2] == (0, table)
@@ -25,17 +30,27 @@ def measured(path: Path, *argv: str) -> tuple[list[dict], str]:
 def test_a_whole_model(tmp_path: Path):
     sizes = "--sizes=" + " ".join([*TINY["llama"], "--num-layers 1 --seq-len 8"])
     rows, table = measured(
-        tmp_path / "a.json", "--subjects", "tiny_llama", "--precisions", "fp32", "--runs", "2", sizes
+        tmp_path / "a.json",
+        "--subjects",
+        "tiny_llama",
+        "--precisions",
+        "fp32",
+        "--runs",
+        "2",
+        sizes,
     )
     assert [row["case"] for row in rows] == ["plain", "outlier", "large logits"]
     names = set(
         load("tiny_llama_v1")
-        .build_model(load("tiny_llama_v1").parse_args([*TINY["llama"], "--num-layers", "1"]), torch.device("meta"))
+        .build_model(
+            load("tiny_llama_v1").parse_args([*TINY["llama"], "--num-layers", "1"]),
+            torch.device("meta"),
+        )
         .state_dict()
     )
     for row in rows:
         for side in ("V1", "V2", "V3", "V4"):
-            found = row[side]
+            found = row["sides"][side]
             assert set(found["lines"]) == set(found["parameters"]) == names
             assert 0 < found["outputs"] < 1e-5
             assert 0 < max(found["parameters"].values()) < 1e-2
@@ -43,7 +58,9 @@ def test_a_whole_model(tmp_path: Path):
     assert "| equal bits in 2 runs, fp32 " in table
 
 
-def test_a_fault_in_one_column_is_shown_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_fault_in_one_column_is_shown_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """So small that the norm of the whole gradient would not tell."""
     v3 = load("tiny_openfold_v3")
     backward = v3.triangle_backward
@@ -58,6 +75,7 @@ def test_a_fault_in_one_column_is_shown_by_its_name(tmp_path: Path, monkeypatch:
     ((right,), _) = measured(tmp_path / "right.json", *argv)
     monkeypatch.setattr(v3, "triangle_backward", faulty)
     ((wrong,), table) = measured(tmp_path / "wrong.json", *argv)
+    right, wrong = right["sides"], wrong["sides"]
     assert right["V3"]["lines"]["linear_z.weight"][0] < 0.1
     error, where = wrong["V3"]["lines"]["linear_z.weight"]
     assert error == pytest.approx(0.5, abs=0.05)

@@ -1,4 +1,5 @@
-"""The analysis tools: their numbers are those of the result files, and what they cannot use they say in one line."""
+"""The analysis tools: their numbers are those of the result files, and what they cannot use they
+say in one line."""
 
 from __future__ import annotations
 
@@ -66,7 +67,17 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         directory = tmp_path_factory.mktemp("analysis") / f"v{version}"
         script = f"tiny_llama_v{version}.py"
         answer = call(
-            *(profiler_tool, "--script", script, *TINY["llama"], *QUICK, "--device", "cpu", "--profile-dir", directory)
+            *(
+                profiler_tool,
+                "--script",
+                script,
+                *TINY["llama"],
+                *QUICK,
+                "--device",
+                "cpu",
+                "--profile-dir",
+                directory,
+            )
         )
         assert answer[0] == 0, answer
         directories.append(directory)
@@ -80,9 +91,12 @@ def summary(directory: Path) -> dict:
 
 @pytest.fixture
 def make(runs: Runs, tmp_path: Path) -> Callable[..., Path]:
-    """`make(name, speed=, peak=, seq_len=, ...)`: the directory of a hand-made result, otherwise that of the V2 run."""
+    """`make(name, speed=, peak=, seq_len=, ...)`: the directory of a hand-made result, otherwise
+    that of the V2 run."""
 
-    def write(name: str, *, speed: float = 100.0, peak: float = 50.0, seq_len: int = 32, **more) -> Path:
+    def write(
+        name: str, *, speed: float = 100.0, peak: float = 50.0, seq_len: int = 32, **more
+    ) -> Path:
         result = summary(runs.v2)
         result["config"]["seq_len"] = seq_len
         result["timing"]["samples_per_sec"], result["memory"]["peak_mb"] = speed, peak
@@ -97,20 +111,30 @@ def make(runs: Runs, tmp_path: Path) -> Callable[..., Path]:
 
 
 def out_of_memory() -> dict:
-    return {"status": "oom", "error": "out of memory: lower --batch-size", "timing": {}, "memory": {}, "kernels": {}}
+    return {
+        "status": "oom",
+        "error": "out of memory: lower --batch-size",
+        "timing": {},
+        "memory": {},
+        "kernels": {},
+    }
 
 
 # compare_runs.py
 
 
 def test_comparison_has_the_numbers_of_the_result_files(runs, tmp_path):
-    status, out, err = call(compare_runs, f"base={runs.v1}", runs.v2, "--csv", tmp_path / "deep" / "table.csv")
+    status, out, err = call(
+        compare_runs, f"base={runs.v1}", runs.v2, "--csv", tmp_path / "deep" / "table.csv"
+    )
     assert (status, err) == (0, "")
     first, second = summary(runs.v1), summary(runs.v2)
     rows = table_of(out)
     assert [row["configuration"] for row in rows] == ["base", "v2"]
     for row, result in zip(rows, (first, second), strict=True):
-        assert float(row["samples/sec"]) == pytest.approx(result["timing"]["samples_per_sec"], abs=0.051)
+        assert float(row["samples/sec"]) == pytest.approx(
+            result["timing"]["samples_per_sec"], abs=0.051
+        )
         assert row["ms per step"] == f"{result['timing']['batch_ms']:.2f}"
         for phase in ("forward", "backward", "optimizer"):
             assert row[f"{phase} ms"] == f"{result['timing'][f'{phase}_ms']:.2f}"
@@ -128,9 +152,19 @@ def test_comparison_has_the_numbers_of_the_result_files(runs, tmp_path):
 
 
 def test_the_baseline_can_be_any_run_and_gets_a_row_of_its_own(make):
-    slow, fast, half = make("slow", speed=50, peak=80), make("fast", speed=200), make("half", speed=25, peak=40)
-    by_name = {row["configuration"]: row for row in table_of(call(compare_runs, slow, fast, "--baseline", fast)[1])}
-    assert {name: row["speed-up"] for name, row in by_name.items()} == {"slow": "0.25x", "fast": "1.00x"}
+    slow, fast, half = (
+        make("slow", speed=50, peak=80),
+        make("fast", speed=200),
+        make("half", speed=25, peak=40),
+    )
+    by_name = {
+        row["configuration"]: row
+        for row in table_of(call(compare_runs, slow, fast, "--baseline", fast)[1])
+    }
+    assert {name: row["speed-up"] for name, row in by_name.items()} == {
+        "slow": "0.25x",
+        "fast": "1.00x",
+    }
     assert by_name["slow"]["memory change"] == "+60.0 %"
     rows = table_of(call(compare_runs, slow, fast, "--baseline", f"unfused={half}")[1])
     assert [(row["configuration"], row["speed-up"]) for row in rows] == [
@@ -185,13 +219,24 @@ def test_scaling_efficiency_where_the_numbers_of_processes_differ(make, tmp_path
     column = "scaling efficiency"
     out = call(compare_runs, one, two, four, "--csv", tmp_path / "table.csv")[1]
     assert [row[column] for row in table_of(out)] == ["100.0 %", "90.0 %", "75.0 %"]
-    assert [float(row["scaling_efficiency_percent"]) for row in read_rows(tmp_path / "table.csv")] == [100, 90, 75]
-    assert [row[column] for row in table_of(call(compare_runs, four, two, "--baseline", two)[1])] == [
+    assert [
+        float(row["scaling_efficiency_percent"]) for row in read_rows(tmp_path / "table.csv")
+    ] == [100, 90, 75]
+    assert [
+        row[column] for row in table_of(call(compare_runs, four, two, "--baseline", two)[1])
+    ] == [
         "83.3 %",
         "100.0 %",
     ]
-    assert column not in call(compare_runs, two, make("again", speed=90, training={"processes": 2}))[1]
-    assert column not in call(compare_runs, one, make("gone", **out_of_memory(), training={"processes": 2}))[1]
+    assert (
+        column not in call(compare_runs, two, make("again", speed=90, training={"processes": 2}))[1]
+    )
+    assert (
+        column
+        not in call(compare_runs, one, make("gone", **out_of_memory(), training={"processes": 2}))[
+            1
+        ]
+    )
     odd = make("odd", training={"processes": "two"})
     assert_refused(call(compare_runs, one, odd), "training.processes is 'two', not a whole number")
 
@@ -242,11 +287,16 @@ def test_different_models_are_refused(make, tool):
 
 def test_a_sweep_is_a_row_for_each_run_whatever_its_outcome(make, tmp_path):
     """A loop in the shell and --csv: every size and fusion as a column, also of what failed."""
-    more = {"fusions": {"qkv_fusion": True, "flash_attention": False}, "kernels": {"host_launches": 700}}
+    more = {
+        "fusions": {"qkv_fusion": True, "flash_attention": False},
+        "kernels": {"host_launches": 700},
+    }
     good = make("good", seq_len=64, **more)
     bad = make("bad", status="failed", error="the loss became nan at step 3", fusions={})
     gone = make(
-        "gone", training={"use_amp": True, "torch_compile": True, "torch_compile_mode": "default"}, **out_of_memory()
+        "gone",
+        training={"use_amp": True, "torch_compile": True, "torch_compile_mode": "default"},
+        **out_of_memory(),
     )
     assert call(compare_runs, good, bad, gone, "--csv", tmp_path / "sweep.csv")[0] == 1
     rows = {row["configuration"]: row for row in read_rows(tmp_path / "sweep.csv")}
@@ -256,7 +306,10 @@ def test_a_sweep_is_a_row_for_each_run_whatever_its_outcome(make, tmp_path):
     assert (first["precision"], first["torch_compile"], first["cuda_graph"]) == ("float32", "", "0")
     assert (first["device"], first["processes"], first["host_launches"]) == ("cpu", "1", "700")
     assert float(first["final_loss"]) == summary(good)["loss"]["final"]
-    assert (rows["bad"]["error"], rows["bad"]["samples_per_sec"]) == ("the loss became nan at step 3", "")
+    assert (rows["bad"]["error"], rows["bad"]["samples_per_sec"]) == (
+        "the loss became nan at step 3",
+        "",
+    )
     assert rows["bad"]["qkv_fusion"] == "0", "a fusion that a version does not have is off"
     assert (rows["gone"]["precision"], rows["gone"]["torch_compile"]) == ("bfloat16", "default")
     assert rows["gone"]["hidden_dim"] == rows["good"]["hidden_dim"]
@@ -267,7 +320,9 @@ def test_runs_from_directories_with_the_same_name_are_told_apart(make, tmp_path)
     for path in paths:
         path.mkdir()
         (path.parent / "tiny_llama_v2_summary.json").rename(path / "tiny_llama_v2_summary.json")
-    assert [row["configuration"] for row in table_of(call(compare_runs, *paths)[1])] == [str(p) for p in paths]
+    assert [row["configuration"] for row in table_of(call(compare_runs, *paths)[1])] == [
+        str(p) for p in paths
+    ]
     assert_refused(call(compare_runs, f"n={paths[0]}", f"n={paths[1]}"), "two runs are named n")
 
 
@@ -301,7 +356,9 @@ def test_a_broken_result_file_is_one_line(kind, tool, make, tmp_path):
 @pytest.mark.parametrize("value", ['"fast"', "NaN", "true", "[1]", "1" + "0" * 400])
 def test_a_value_that_is_no_number_is_one_line(value, make):
     path = make("run") / "tiny_llama_v2_summary.json"
-    path.write_text(re.sub(r'"samples_per_sec": [^,]+', f'"samples_per_sec": {value}', path.read_text()))
+    path.write_text(
+        re.sub(r'"samples_per_sec": [^,]+', f'"samples_per_sec": {value}', path.read_text())
+    )
     assert_refused(call(compare_runs, path), "timing.samples_per_sec is", "not a number")
 
 
@@ -319,10 +376,14 @@ def test_directories_that_do_not_hold_one_result_are_one_line(make, tmp_path):
     assert_refused(call(compare_runs, f"={tmp_path}"), "is not NAME=PATH")
     several = make("several")
     (several / "tiny_llama_v1_summary.json").write_text("{}")
-    assert_refused(call(compare_runs, several), "tiny_llama_v1_summary.json, tiny_llama_v2_summary.json")
+    assert_refused(
+        call(compare_runs, several), "tiny_llama_v1_summary.json, tiny_llama_v2_summary.json"
+    )
     odd = make("odd", status="done")
     assert_refused(call(compare_runs, odd), "status is 'done', not")
-    assert_refused(call(compare_runs, make("unit", kernels={"unit": 5})), "kernels.unit is 5, not text")
+    assert_refused(
+        call(compare_runs, make("unit", kernels={"unit": 5})), "kernels.unit is 5, not text"
+    )
     assert_refused(call(compare_runs, make("script", script=None)), "script is None, not text")
 
 
@@ -352,9 +413,13 @@ def test_tables_are_not_written_over_a_directory_or_below_a_file(make, tmp_path)
 
 
 def test_disturbed_runs_are_named(make):
-    quiet = make("quiet", timing={"steps": 20, "samples_per_sec": 100.0, "batch_ms": 20.2, "batch_median_ms": 20.0})
+    quiet = make(
+        "quiet",
+        timing={"steps": 20, "samples_per_sec": 100.0, "batch_ms": 20.2, "batch_median_ms": 20.0},
+    )
     disturbed = make(
-        "disturbed", timing={"steps": 20, "samples_per_sec": 80.0, "batch_ms": 26.0, "batch_median_ms": 20.0}
+        "disturbed",
+        timing={"steps": 20, "samples_per_sec": 80.0, "batch_ms": 26.0, "batch_median_ms": 20.0},
     )
     line = "disturbed, its mean step took 1.30 times the median"
     for answer in (
@@ -366,7 +431,8 @@ def test_disturbed_runs_are_named(make):
         assert line in answer[2]
     few = make("few", timing={"steps": 3, "batch_ms": 26.0, "batch_median_ms": 20.0})
     assert call(compare_runs, quiet, few)[2] == ""  # a median of three says little
-    assert call(plot_runs, "memory", f"quiet={quiet}", f"disturbed={disturbed}")[2] == ""  # memory is exact
+    # memory is exact
+    assert call(plot_runs, "memory", f"quiet={quiet}", f"disturbed={disturbed}")[2] == ""
 
 
 def test_runs_kept_in_one_file_are_read_as_from_their_directories(make, tmp_path):
@@ -375,7 +441,10 @@ def test_runs_kept_in_one_file_are_read_as_from_their_directories(make, tmp_path
     status, table, _ = call(compare_runs, *directories, "--save", file)
     assert status == 0
     assert call(compare_runs, file / "batch_1", file / "batch_4")[:2] == (0, table)
-    plotted = (call(plot_runs, "memory", f"a={path}/batch_*", "--x", "batch_size") for path in (file, tmp_path))
+    plotted = (
+        call(plot_runs, "memory", f"a={path}/batch_*", "--x", "batch_size")
+        for path in (file, tmp_path)
+    )
     assert len({answer[:2] for answer in plotted}) == 1
     assert_refused(call(compare_runs, file / "batch_2"), "batch_2: no such run", "batch_1, batch_4")
     assert_refused(call(plot_runs, "memory", f"a={file}/x_*"), "matches none of batch_1, batch_4")
@@ -394,10 +463,19 @@ def test_memory_plot_table_and_csv(make, tmp_path):
         make(f"flash_{length}", peak=flash, seq_len=length)
     make("scores_512", seq_len=512, **out_of_memory())
     make("flash_512", peak=120, seq_len=512)
-    (tmp_path / "scores_128.log").write_text("a log beside the directories, which the pattern matches too")
+    (tmp_path / "scores_128.log").write_text(
+        "a log beside the directories, which the pattern matches too"
+    )
     picture = tmp_path / "plots" / "memory.png"
     status, out, err = call(
-        *(plot_runs, "memory", f"scores={tmp_path}/scores_*", f"flash={tmp_path}/flash_*", "--output", picture)
+        *(
+            plot_runs,
+            "memory",
+            f"scores={tmp_path}/scores_*",
+            f"flash={tmp_path}/flash_*",
+            "--output",
+            picture,
+        )
     )
     assert (status, err) == (0, "")
     assert [list(row.values()) for row in table_of(out)] == [
@@ -416,7 +494,14 @@ def test_memory_plot_table_and_csv(make, tmp_path):
 def test_any_number_of_the_settings_can_be_the_axis(make, tmp_path):
     runs = [make(f"b{size}", peak=10 * size, training={"batch_size": size}) for size in (4, 1, 16)]
     status, out, err = call(
-        plot_runs, "memory", f"v2={runs[0]}", *runs[1:], "--x", "batch_size", "--output", tmp_path / "m.png"
+        plot_runs,
+        "memory",
+        f"v2={runs[0]}",
+        *runs[1:],
+        "--x",
+        "batch_size",
+        "--output",
+        tmp_path / "m.png",
     )
     assert (status, err) == (0, "")
     assert [(row["batch size"], row["v2, MB"]) for row in table_of(out)] == [
@@ -425,41 +510,73 @@ def test_any_number_of_the_settings_can_be_the_axis(make, tmp_path):
         ("16", "160.0"),
     ]
     assert [row["batch_size"] for row in read_rows(tmp_path / "m.csv")] == ["1", "4", "16"]
-    assert_refused(call(plot_runs, "memory", f"v2={runs[0]}", "--x", "colour"), "colour is no number in this result")
+    assert_refused(
+        call(plot_runs, "memory", f"v2={runs[0]}", "--x", "colour"),
+        "colour is no number in this result",
+    )
 
 
 def test_speedup_is_over_the_first_name(make, tmp_path):
     pytest.importorskip("matplotlib")
-    off = [make(f"off{length}", speed=speed, seq_len=length) for length, speed in ((64, 100), (128, 50))]
-    on = [make(f"on{length}", speed=speed, seq_len=length) for length, speed in ((64, 150), (128, 200))]
+    off = [
+        make(f"off{length}", speed=speed, seq_len=length)
+        for length, speed in ((64, 100), (128, 50))
+    ]
+    on = [
+        make(f"on{length}", speed=speed, seq_len=length)
+        for length, speed in ((64, 150), (128, 200))
+    ]
     status, out, _ = call(
-        *(plot_runs, "speedup", f"off={off[0]}", off[1], f"on={on[0]}", on[1], "--output", tmp_path / "speed.svg")
+        *(
+            plot_runs,
+            "speedup",
+            f"off={off[0]}",
+            off[1],
+            f"on={on[0]}",
+            on[1],
+            "--output",
+            tmp_path / "speed.svg",
+        )
     )
     assert status == 0
-    assert [(row["sequence length"], row["on / off"]) for row in table_of(out)] == [("64", "1.50"), ("128", "4.00")]
+    assert [(row["sequence length"], row["on / off"]) for row in table_of(out)] == [
+        ("64", "1.50"),
+        ("128", "4.00"),
+    ]
     assert "<svg" in (tmp_path / "speed.svg").read_text()
 
 
 def test_speedups_are_joined_only_where_turns_give_their_range(make, tmp_path, monkeypatch):
     pyplot = pytest.importorskip("matplotlib.pyplot")
     drawn, subplots = [], pyplot.subplots
-    monkeypatch.setattr(pyplot, "subplots", lambda **options: drawn.append(subplots(**options)) or drawn[-1])
+    monkeypatch.setattr(
+        pyplot, "subplots", lambda **options: drawn.append(subplots(**options)) or drawn[-1]
+    )
     for length in (64, 128):
         make(f"{length}", seq_len=length, timing={"turns_ms": [1.0, 2.0, 3.0]})
         make(f"{length}/baseline", seq_len=length, timing={"turns_ms": [2.0, 6.0, 15.0]})
         make(f"alone{length}", seq_len=length)
-    sides = [f"{name}={tmp_path}/{pattern}" for name, pattern in (("off", "[0-9]*/baseline"), ("on", "[0-9]*"))]
-    status, out, _ = call(plot_runs, "speedup", *sides, f"alone={tmp_path}/alone*", "--output", tmp_path / "m.svg")
+    sides = [
+        f"{name}={tmp_path}/{pattern}"
+        for name, pattern in (("off", "[0-9]*/baseline"), ("on", "[0-9]*"))
+    ]
+    status, out, _ = call(
+        plot_runs, "speedup", *sides, f"alone={tmp_path}/alone*", "--output", tmp_path / "m.svg"
+    )
     assert status == 0
     assert [row["on / off"] for row in table_of(out)] == ["3.00 (2.00 to 5.00)"] * 2
-    assert [(row["lowest_of_turns"], row["highest_of_turns"]) for row in read_rows(tmp_path / "m.csv")][2] == (
+    assert [
+        (row["lowest_of_turns"], row["highest_of_turns"]) for row in read_rows(tmp_path / "m.csv")
+    ][2] == (
         "2.0",
         "5.0",
     )
     axes = drawn[0][1]
     styles = {line.get_label(): line.get_linestyle() for line in axes.lines}
     assert (styles["on"], styles["alone, single runs"]) == ("-", "None")
-    assert [list(line.get_ydata()) for line in axes.lines if line.get_marker() == "_"] == [[2, 5]] * 2
+    assert [list(line.get_ydata()) for line in axes.lines if line.get_marker() == "_"] == [
+        [2, 5]
+    ] * 2
     assert axes.get_title().startswith("tiny_llama_v2 on ")
     assert axes.get_title().endswith(", float32")
 
@@ -468,14 +585,22 @@ def test_the_picture_shows_what_the_table_says(make, tmp_path, monkeypatch):
     pyplot = pytest.importorskip("matplotlib.pyplot")
     drawn = []
     subplots = pyplot.subplots
-    monkeypatch.setattr(pyplot, "subplots", lambda **options: drawn.append(subplots(**options)) or drawn[-1])
+    monkeypatch.setattr(
+        pyplot, "subplots", lambda **options: drawn.append(subplots(**options)) or drawn[-1]
+    )
     make("a_64", peak=10, seq_len=64)
     make("a_128", peak=30, seq_len=128)
     make("b_64", peak=5, seq_len=64)
     make("b_128", seq_len=128, **out_of_memory())
     output = tmp_path / "m.png"
-    assert call(plot_runs, "memory", f"a={tmp_path}/a_*", f"b={tmp_path}/b_*", "--output", output)[0] == 0
-    lines = {line.get_label(): [list(map(float, data)) for data in line.get_data()] for line in drawn[0][1].lines}
+    assert (
+        call(plot_runs, "memory", f"a={tmp_path}/a_*", f"b={tmp_path}/b_*", "--output", output)[0]
+        == 0
+    )
+    lines = {
+        line.get_label(): [list(map(float, data)) for data in line.get_data()]
+        for line in drawn[0][1].lines
+    }
     assert lines["a"] == [[64, 128], [10, 30]]
     assert lines["b"] == [[64], [5]]
     assert lines["b: out of memory"][0] == [128]
@@ -488,7 +613,9 @@ def test_failed_runs_and_other_batch_sizes_are_named(make, tmp_path):
     make("a_128", seq_len=128, training={"batch_size": 9})
     make("a_256", seq_len=256, status="failed", error="no luck")
     make("a_lost", status="failed", error="no model", config={})
-    status, out, err = call(plot_runs, "memory", f"a={tmp_path}/a_*", "--output", tmp_path / "m.png")
+    status, out, err = call(
+        plot_runs, "memory", f"a={tmp_path}/a_*", "--output", tmp_path / "m.png"
+    )
     assert status == 1
     assert [row["a, MB"] for row in table_of(out)] == ["50.0", "50.0", "failed"]
     assert "batch_size differs" in err
@@ -519,8 +646,12 @@ def test_what_cannot_be_plotted_is_one_line(make, tmp_path):
     output = ("--output", tmp_path / "m.png")
     assert_refused(call(plot_runs, "memory", run, *output), "is not NAME=PATH")
     assert_refused(call(plot_runs, "memory", f"a={run}", twin, *output), "two runs with seq_len 32")
-    assert_refused(call(plot_runs, "memory", f"a={tmp_path}/none_*", *output), "the pattern matches no")
-    assert_refused(call(plot_runs, "memory", f"a={run}", "--output", tmp_path / "m.gif"), "must end in .png")
+    assert_refused(
+        call(plot_runs, "memory", f"a={tmp_path}/none_*", *output), "the pattern matches no"
+    )
+    assert_refused(
+        call(plot_runs, "memory", f"a={run}", "--output", tmp_path / "m.gif"), "must end in .png"
+    )
     assert_refused(call(plot_runs, "colour", f"a={run}", *output), "invalid choice")
     lost = make("lost", **{**out_of_memory(), "config": {}})
     assert_refused(call(plot_runs, "memory", f"a={lost}", *output), "none of these runs")
@@ -532,7 +663,15 @@ def test_what_cannot_be_plotted_is_one_line(make, tmp_path):
 
 def test_reduction_of_real_profiles(runs, tmp_path):
     status, out, err = call(
-        *(analyze_kernel_reduction, "--baseline", runs.v1, "--fused", runs.v2, "--output", tmp_path / "out")
+        *(
+            analyze_kernel_reduction,
+            "--baseline",
+            runs.v1,
+            "--fused",
+            runs.v2,
+            "--output",
+            tmp_path / "out",
+        )
     )
     assert (status, err) == (0, "")
     profiles = [json.loads(next(d.glob("*_profile.json")).read_text()) for d in (runs.v1, runs.v2)]
@@ -549,16 +688,24 @@ def test_reduction_of_real_profiles(runs, tmp_path):
     assert rows["aten::split_with_sizes"]["found_in"] == "fused"
     assert rows["aten::mm"]["found_in"] == "both"
     calls = sum(float(row["baseline_launches"]) for row in rows.values())
-    assert calls == pytest.approx(profiles[0]["operators_per_step"])  # with views and operators that call others
-    # Projections, forward and the two GEMMs of backward: three become one, two become one, in each of two layers.
-    difference = float(rows["aten::mm"]["baseline_launches"]) - float(rows["aten::mm"]["fused_launches"])
+    # with views and operators that call others
+    assert calls == pytest.approx(profiles[0]["operators_per_step"])
+    # Projections, forward and the two GEMMs of backward: three become one, two become one, in each
+    # of two layers.
+    difference = float(rows["aten::mm"]["baseline_launches"]) - float(
+        rows["aten::mm"]["fused_launches"]
+    )
     assert difference == 3 * 2 * (2 + 1)
     written = (tmp_path / "out" / "kernel_reduction.md").read_text()
     assert out.startswith(written)
 
 
 HEADER = "Name,Calls,TotalDurationNs,AverageNs,Percentage,MinNs,MaxNs,StdDev"
-GEMM, ADD, COPY = "Cijk_Ailk_Bljk_SB_MT64x64x16", "add_elementwise_kernel", "Memcpy HtoD (Pinned -> Device)"
+GEMM, ADD, COPY = (
+    "Cijk_Ailk_Bljk_SB_MT64x64x16",
+    "add_elementwise_kernel",
+    "Memcpy HtoD (Pinned -> Device)",
+)
 
 
 def statistics_text(rows: dict[str, tuple[int, int]]) -> str:
@@ -569,7 +716,8 @@ def statistics_text(rows: dict[str, tuple[int, int]]) -> str:
 
 @pytest.fixture
 def gpu_profile(runs: Runs, tmp_path: Path) -> Callable[..., Path]:
-    """`gpu_profile(name, rows, steps)`: what run_pytorch_profiler.py writes on a GPU, from {name: (calls, ns)}."""
+    """`gpu_profile(name, rows, steps)`: what run_pytorch_profiler.py writes on a GPU, from
+    {name: (calls, ns)}."""
 
     def write(name: str, rows: dict[str, tuple[int, int]], steps: int, **more) -> Path:
         profile = json.loads((runs.v2 / "tiny_llama_v2_profile.json").read_text())
@@ -577,7 +725,11 @@ def gpu_profile(runs: Runs, tmp_path: Path) -> Callable[..., Path]:
         directory.mkdir()
         (directory / "x_kernels.csv").write_text(statistics_text(rows))
         calls = sum(calls for name, (calls, _) in rows.items() if name != COPY)
-        profile |= {"unit": "kernels", "steps": steps, "kernels_per_step": calls / steps if steps else 0}
+        profile |= {
+            "unit": "kernels",
+            "steps": steps,
+            "kernels_per_step": calls / steps if steps else 0,
+        }
         (directory / "x_profile.json").write_text(json.dumps({**profile, **more}))
         return directory
 
@@ -586,7 +738,10 @@ def gpu_profile(runs: Runs, tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def rocprof_profile(runs: Runs, tmp_path: Path) -> Callable[..., Path]:
-    """`rocprof_profile(name, rows, steps)`: what run_rocprofv3.sh writes; without `steps`, from a database alone."""
+    """`rocprof_profile(name, rows, steps)`: what run_rocprofv3.sh writes.
+
+    Without `steps`, from a database alone.
+    """
 
     def write(name: str, rows: dict[str, tuple[int, int]], steps: int | None = None) -> Path:
         directory = tmp_path / name
@@ -603,7 +758,9 @@ def rocprof_profile(runs: Runs, tmp_path: Path) -> Callable[..., Path]:
 
 
 def test_copies_are_no_kernels_and_counts_are_per_step(gpu_profile):
-    before = gpu_profile("off", {GEMM: (12, 8_000_000), ADD: (4, 1_000_000), COPY: (6, 1_000_000)}, steps=2)
+    before = gpu_profile(
+        "off", {GEMM: (12, 8_000_000), ADD: (4, 1_000_000), COPY: (6, 1_000_000)}, steps=2
+    )
     after = gpu_profile("on", {GEMM: (12, 6_000_000), COPY: (3, 3_000_000)}, steps=3)
     status, out, err = call(analyze_kernel_reduction, "--baseline", before, "--fused", after)
     assert (status, err) == (0, "")
@@ -613,16 +770,25 @@ def test_copies_are_no_kernels_and_counts_are_per_step(gpu_profile):
     assert "Distinct names: 2 -> 1" in out
     rows = {row["category"]: row for row in table_of(out)}
     assert (rows["copies"]["baseline launches"], rows["copies"]["fused launches"]) == ("3", "1")
-    assert (rows["element-wise"]["fused launches"], rows["element-wise"]["change"]) == ("0", "-100.0 %")
+    assert (rows["element-wise"]["fused launches"], rows["element-wise"]["change"]) == (
+        "0",
+        "-100.0 %",
+    )
 
 
 def test_rocprofv3_folders_count_the_measured_steps(rocprof_profile):
-    before = rocprof_profile("rocprofv3_results_baseline", {GEMM: (40, 2_000_000), ADD: (20, 1_000_000)}, steps=10)
-    after = rocprof_profile("rocprofv3_results_fused", {GEMM: (10, 500_000), "attn_fwd.kd": (5, 500_000)}, steps=5)
+    before = rocprof_profile(
+        "rocprofv3_results_baseline", {GEMM: (40, 2_000_000), ADD: (20, 1_000_000)}, steps=10
+    )
+    after = rocprof_profile(
+        "rocprofv3_results_fused", {GEMM: (10, 500_000), "attn_fwd.kd": (5, 500_000)}, steps=5
+    )
     status, out, err = call(analyze_kernel_reduction, "--baseline", before, "--fused", after)
     assert (status, err) == (0, "")
     assert "Kernels per step: 6 -> 3" in out
-    vanished, new = (out.partition(f"## {title}")[2].partition("\n## ")[0] for title in ("Vanished", "New"))
+    vanished, new = (
+        out.partition(f"## {title}")[2].partition("\n## ")[0] for title in ("Vanished", "New")
+    )
     assert "add_elementwise_kernel" in vanished
     assert "attn_fwd" in new
     assert "1 launches and 0.100 ms per step" in new
@@ -631,7 +797,8 @@ def test_rocprofv3_folders_count_the_measured_steps(rocprof_profile):
 def test_without_the_steps_totals_are_compared_and_said_to_be(rocprof_profile):
     before = rocprof_profile("a", {GEMM: (40, 2_000_000)})
     after = rocprof_profile("b", {GEMM: (10, 500_000)}, steps=5)
-    # Statistics made from another run's database beside the files of an earlier run: their steps mean nothing.
+    # Statistics made from another run's database beside the files of an earlier run: their steps
+    # mean nothing.
     stale = rocprof_profile("c", {GEMM: (10, 500_000)}, steps=5)
     (stale / "stats.csv").write_text(statistics_text({GEMM: (30, 500_000)}))
     for baseline, fused, counts in ((before, after, "40 -> 10"), (stale, after, "30 -> 10")):
@@ -642,7 +809,10 @@ def test_without_the_steps_totals_are_compared_and_said_to_be(rocprof_profile):
 
 
 def test_a_name_that_is_listed_twice_counts_twice(rocprof_profile):
-    before, after = rocprof_profile("a", {GEMM: (10, 500_000)}), rocprof_profile("b", {GEMM: (10, 500_000)})
+    before, after = (
+        rocprof_profile("a", {GEMM: (10, 500_000)}),
+        rocprof_profile("b", {GEMM: (10, 500_000)}),
+    )
     row = f'"{GEMM}",10,500000,50000,50,1,1,0\n'
     (before / "stats.csv").write_text(f"{HEADER}\n{row}{row}")
     out = call(analyze_kernel_reduction, "--baseline", before, "--fused", after)[1]
@@ -665,10 +835,19 @@ def test_long_tables_are_cut_and_the_csv_is_not(gpu_profile, tmp_path):
 
 def test_profiles_of_other_sizes_or_tools_get_a_note(gpu_profile, rocprof_profile, runs):
     config = {**summary(runs.v2)["config"], "seq_len": 999}
-    before, after = gpu_profile("off", {GEMM: (2, 10)}, 1, config=config), gpu_profile("on", {GEMM: (1, 10)}, 1)
+    before, after = (
+        gpu_profile("off", {GEMM: (2, 10)}, 1, config=config),
+        gpu_profile("on", {GEMM: (1, 10)}, 1),
+    )
     err = call(analyze_kernel_reduction, "--baseline", before, "--fused", after)[2]
     assert "seq_len differs: 999 for baseline; 32 for fused" in err
-    err = call(analyze_kernel_reduction, "--baseline", after, "--fused", rocprof_profile("r", {GEMM: (1, 10)}, 1))[2]
+    err = call(
+        analyze_kernel_reduction,
+        "--baseline",
+        after,
+        "--fused",
+        rocprof_profile("r", {GEMM: (1, 10)}, 1),
+    )[2]
     assert "two profilers may write the name" in err
 
 
@@ -676,11 +855,15 @@ def test_broken_profiles_are_one_line(runs, gpu_profile, rocprof_profile, tmp_pa
     good = gpu_profile("good", {GEMM: (2, 10)}, 1)
 
     def refused(directory: Path, *words: str) -> None:
-        assert_refused(call(analyze_kernel_reduction, "--baseline", good, "--fused", directory), *words)
+        assert_refused(
+            call(analyze_kernel_reduction, "--baseline", good, "--fused", directory), *words
+        )
 
     (tmp_path / "nothing").mkdir()
     refused(tmp_path / "missing", "no such directory")
-    refused(tmp_path / "nothing", "neither <script>_kernels.csv (run_pytorch_profiler.py) nor stats.csv")
+    refused(
+        tmp_path / "nothing", "neither <script>_kernels.csv (run_pytorch_profiler.py) nor stats.csv"
+    )
     refused(runs.v1, "one side has kernels, the other operators")
     refused(gpu_profile("steps", {GEMM: (2, 10)}, 0), "steps is 0, not")
     refused(gpu_profile("copies", {COPY: (2, 10)}, 1), "the profile has no kernels")
@@ -699,7 +882,10 @@ def test_broken_profiles_are_one_line(runs, gpu_profile, rocprof_profile, tmp_pa
     refused(cut, "is the file cut off?")
     (cut / "stats.csv").write_text("Kernel,Time\n")
     refused(cut, "the header lacks")
-    assert_refused(call(analyze_kernel_reduction, "--baseline", good, "--fused", good, "--top", "-1"), "0 or more")
+    assert_refused(
+        call(analyze_kernel_reduction, "--baseline", good, "--fused", good, "--top", "-1"),
+        "0 or more",
+    )
 
 
 # As users call them
@@ -714,7 +900,10 @@ def test_tools_run_from_anywhere_without_an_installation(tool, tmp_path):
 
 
 def test_committed_results_can_be_compared(tmp_path):
-    paths = [ROOT / "results" / "h100" / "exercises.json" / "llama_v2" / version for version in ("v1", "v2")]
+    paths = [
+        ROOT / "results" / "h100" / "exercises.json" / "llama_v2" / version
+        for version in ("v1", "v2")
+    ]
     status, out, err = call(compare_runs, *paths)
     assert (status, err) == (0, "")
     assert [row["kernels per step"] for row in table_of(out)] == ["1072", "759"]

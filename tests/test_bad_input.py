@@ -1,4 +1,5 @@
-"""What cannot work ends with the right exit status and one line that names the argument or file, never a traceback."""
+"""What cannot work ends with the right exit status and one line that names the argument or file,
+never a traceback."""
 
 from __future__ import annotations
 
@@ -18,11 +19,24 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import QUICK, ROOT, SCRIPT, Run, assert_one_error, command_line, load, summary_in, words
+from conftest import (
+    QUICK,
+    ROOT,
+    SCRIPT,
+    Run,
+    assert_one_error,
+    command_line,
+    load,
+    summary_in,
+    words,
+)
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="needs signals and resource limits")
 OPENFOLD = "tiny_openfold_v2"
-BPTI = {"--msa": str(ROOT / "examples" / "bpti.a3m"), "--structure": str(ROOT / "examples" / "bpti.cif")}
+BPTI = {
+    "--msa": str(ROOT / "examples" / "bpti.a3m"),
+    "--structure": str(ROOT / "examples" / "bpti.cif"),
+}
 QUERY = "RPDFCLEPPYTGPCKARIIRYFYNAKAGLCQTFVYGGCRAKRNNFKSAEDCMRTCGGA"
 
 BAD_VALUES = {
@@ -40,7 +54,8 @@ BAD_VALUES = {
         "--device": ("tpu",),
         "--num-gpus": ("0",),
         "--vocab-size": ("1", "many"),
-        "--hidden-dim": ("0", "-64", "66", "12"),  # 12 over 4 heads: three channels cannot be turned in pairs
+        # 12 over 4 heads: three channels cannot be turned in pairs
+        "--hidden-dim": ("0", "-64", "66", "12"),
         "--num-layers": ("0",),
         "--num-heads": ("0", "3"),
         "--num-kv-heads": ("0", "3", "8"),
@@ -55,7 +70,12 @@ BAD_VALUES = {
         "--num-heads-pair": ("0", "3"),
     },
 }
-CASES = [(script, flag, value) for script, flags in BAD_VALUES.items() for flag in flags for value in flags[flag]]
+CASES = [
+    (script, flag, value)
+    for script, flags in BAD_VALUES.items()
+    for flag in flags
+    for value in flags[flag]
+]
 
 
 @pytest.mark.parametrize(("script", "flag", "value"), CASES)
@@ -67,22 +87,32 @@ def test_bad_value_is_named(script: str, flag: str, value: str, run):
 
 @pytest.mark.parametrize(
     "argv",
-    ["--num-steps", "--frobnicate", "--enable-magic-fusion", "--num-step 3"],  # an abbreviation may change its meaning
+    # an abbreviation may change its meaning
+    ["--num-steps", "--frobnicate", "--enable-magic-fusion", "--num-step 3"],
 )
 def test_bad_flag_is_named(argv: str, run):
     assert_one_error(run(SCRIPT, *words(argv)), 2, argv)
 
 
 def test_an_unknown_flag_suggests_the_nearest(run):
-    assert_one_error(run(SCRIPT, "--enable-swiglu"), 2, "--enable-swiglu (did you mean --enable-swiglu-fusion?)")
+    assert_one_error(
+        run(SCRIPT, "--enable-swiglu"), 2, "--enable-swiglu (did you mean --enable-swiglu-fusion?)"
+    )
 
 
 def test_two_modes_are_refused(run):
-    assert_one_error(run(SCRIPT, "--compare-fusion", "--verify-accuracy"), 2, "--compare-fusion", "--verify-accuracy")
+    assert_one_error(
+        run(SCRIPT, "--compare-fusion", "--verify-accuracy"),
+        2,
+        "--compare-fusion",
+        "--verify-accuracy",
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("argv", ["--device cuda", "--enable-cuda-graph", "--device auto --enable-cuda-graph"])
+@pytest.mark.parametrize(
+    "argv", ["--device cuda", "--enable-cuda-graph", "--device auto --enable-cuda-graph"]
+)
 def test_what_needs_a_gpu_where_there_is_none(argv: str, run):
     result = run(SCRIPT, *words(argv))
     assert_one_error(result, 4, argv.removeprefix("--device auto "), "GPU")
@@ -136,12 +166,28 @@ def file_of(kind: str, tmp_path: Path) -> str:
         os.mkfifo(path)
     elif kind != "missing":
         path.write_bytes(
-            {"empty": b"", "binary": bytes(range(256)) * 8, "short": b"ten bytes.", "prose": b"Hi!\n" * 90}[kind]
+            {
+                "empty": b"",
+                "binary": bytes(range(256)) * 8,
+                "short": b"ten bytes.",
+                "prose": b"Hi!\n" * 90,
+            }[kind]
         )
     return str(path)
 
 
-LLAMA_SIZES = ["--hidden-dim", "64", "--num-layers", "1", "--num-heads", "2", "--seq-len", "32", "--vocab-size", "256"]
+LLAMA_SIZES = [
+    "--hidden-dim",
+    "64",
+    "--num-layers",
+    "1",
+    "--num-heads",
+    "2",
+    "--seq-len",
+    "32",
+    "--vocab-size",
+    "256",
+]
 
 
 @pytest.mark.parametrize("kind", ["missing", "empty", "binary", "short", "directory", "pipe"])
@@ -213,7 +259,9 @@ def test_text_named_like_a_structure(ending: str, run, tmp_path: Path):
 def test_structure_of_another_protein(run, tmp_path: Path):
     path = tmp_path / "other.a3m"
     path.write_text(">query\n" + "MKTAYIAKQRQISFVKSHFSRQLEERLGLIEVQAPILSRVGDGTQDNLSGAEKAVQ\n")
-    assert_one_error(run(OPENFOLD, *with_files(msa=str(path))), 2, "--structure", BPTI["--structure"], "query")
+    assert_one_error(
+        run(OPENFOLD, *with_files(msa=str(path))), 2, "--structure", BPTI["--structure"], "query"
+    )
 
 
 @pytest.mark.parametrize("flag", ["--msa", "--structure"])
@@ -227,7 +275,17 @@ def test_structure_without_gemmi(run, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_alignment_with_less_than_asked_for_is_taken_whole(run):
-    sizes = ["--num-seqs", "100", "--seq-len", "60", "--num-steps", "1", "--warmup-steps", "0", "--under-profiler"]
+    sizes = [
+        "--num-seqs",
+        "100",
+        "--seq-len",
+        "60",
+        "--num-steps",
+        "1",
+        "--warmup-steps",
+        "0",
+        "--under-profiler",
+    ]
     status, _, errors, summary = run(OPENFOLD, *sizes, *with_files())
     assert status == 0
     lines = errors.splitlines()
@@ -267,7 +325,9 @@ def test_loss_that_is_not_a_number_in_a_comparison(run):
     result = run(SCRIPT, *NAN, "--compare-fusion")
     assert_one_error(result, 1, "loss", "step", "--learning-rate")
     assert "ratio" not in result.stdout
-    assert {summary_in(result.directory / side)["status"] for side in ("", "baseline")} == {"failed"}
+    assert {summary_in(result.directory / side)["status"] for side in ("", "baseline")} == {
+        "failed"
+    }
 
 
 def assert_out_of_memory(result: Run, *words: str) -> None:
@@ -276,10 +336,14 @@ def assert_out_of_memory(result: Run, *words: str) -> None:
 
 
 def test_scores_that_do_not_fit_into_memory(run, tmp_path: Path):
-    """[S, S] float32 scores of 256 TB are more than any process can address: the allocation fails at once."""
+    """[S, S] float32 scores of 256 TB are more than any process can address: the allocation
+    fails at once."""
     path = tmp_path / "long.txt"
     path.write_bytes(b"a" * 8_000_000)
-    sizes = words("--hidden-dim 2 --num-layers 1 --num-heads 1 --seq-len 8000000 --batch-size 1 --vocab-size 256")
+    sizes = words(
+        "--hidden-dim 2 --num-layers 1 --num-heads 1 --seq-len 8000000 --batch-size 1 --vocab-size "
+        "256"
+    )
     result = run(SCRIPT, *sizes, "--text-file", str(path), "--disable-all-fusion")
     assert_out_of_memory(result, "--batch-size", "--seq-len")
 
@@ -303,11 +367,14 @@ def test_verify_accuracy_that_does_not_fit_into_memory(run):
     "error",
     [
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore lines."),
-        RuntimeError("CUDA error: out of memory\nMore lines."),  # another process has nearly all of it
+        # another process has nearly all of it
+        RuntimeError("CUDA error: out of memory\nMore lines."),
         RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
     ],
 )
-def test_out_of_memory_in_a_later_step_keeps_the_steps_before(error, run, monkeypatch: pytest.MonkeyPatch):
+def test_out_of_memory_in_a_later_step_keeps_the_steps_before(
+    error, run, monkeypatch: pytest.MonkeyPatch
+):
     step, calls = torch.optim.AdamW.step, []
 
     def fails_the_fourth_time(self, *args: object, **options: object):
@@ -327,7 +394,8 @@ def test_out_of_memory_in_a_later_step_keeps_the_steps_before(error, run, monkey
 
 @pytest.mark.parametrize("word", ["gloo", "something unforeseen"])
 def test_a_bug_leaves_its_record(word: str, tmp_path: Path, run, monkeypatch: pytest.MonkeyPatch):
-    """An error that nobody foresaw may show its traceback, at once, but the result file says that the run failed."""
+    """An error that nobody foresaw may show its traceback, at once, but the result file says
+    that the run failed."""
 
     def broken(*args: object, **options: object) -> None:
         raise ZeroDivisionError(word)
@@ -344,7 +412,9 @@ def test_a_bug_leaves_its_record(word: str, tmp_path: Path, run, monkeypatch: py
     assert word in summary["error"]
 
 
-def test_a_result_that_cannot_be_written_does_not_leave_an_earlier_one(run, monkeypatch: pytest.MonkeyPatch):
+def test_a_result_that_cannot_be_written_does_not_leave_an_earlier_one(
+    run, monkeypatch: pytest.MonkeyPatch
+):
     """As on a full disk, where files can still be removed."""
     earlier = run(SCRIPT, *QUICK, "--under-profiler")
     assert earlier.summary["status"] == "ok"
@@ -386,22 +456,31 @@ def started(run) -> Iterator[subprocess.Popen]:
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_run_keeps_what_was_measured(sent: signal.Signals, started: subprocess.Popen, tmp_path: Path):
+def test_an_interrupted_run_keeps_what_was_measured(
+    sent: signal.Signals, started: subprocess.Popen, tmp_path: Path
+):
     """Ctrl-C, and what `timeout` and a time limit of Slurm send."""
     started.send_signal(sent)
-    rest, errors = started.stdout.read(), started.stderr.read()  # communicate() would lose what was read ahead
+    # communicate() would lose what was read ahead
+    rest, errors = started.stdout.read(), started.stderr.read()
     assert started.wait(timeout=60) == 130
     (line,) = errors.splitlines()
     assert "interrupted" in line
     assert "Average training speed" in rest
     summary = summary_in(tmp_path / "profiles")
     assert (summary["status"], summary["exit_status"]) == ("failed", 130)
-    shown = [float(line.split()[3]) for line in [*started.first, *rest.splitlines()] if line.startswith("step ")]
+    shown = [
+        float(line.split()[3])
+        for line in [*started.first, *rest.splitlines()]
+        if line.startswith("step ")
+    ]
     assert summary["loss"]["curve"][: len(shown)] == pytest.approx(shown, abs=6e-5)
     assert summary["timing"]["steps"] == len(summary["loss"]["curve"]) >= len(shown)
 
 
-def test_a_killed_run_does_not_leave_the_result_of_an_earlier_one(started: subprocess.Popen, tmp_path: Path):
+def test_a_killed_run_does_not_leave_the_result_of_an_earlier_one(
+    started: subprocess.Popen, tmp_path: Path
+):
     started.kill()
     started.wait(timeout=60)
     summary = summary_in(tmp_path / "profiles")
@@ -409,7 +488,9 @@ def test_a_killed_run_does_not_leave_the_result_of_an_earlier_one(started: subpr
     assert summary["error"] == "it did not finish"
 
 
-def test_a_reader_that_has_seen_enough_ends_the_run_quietly(started: subprocess.Popen, tmp_path: Path):
+def test_a_reader_that_has_seen_enough_ends_the_run_quietly(
+    started: subprocess.Popen, tmp_path: Path
+):
     started.stdout.close()  # as `| head -1` does
     assert started.stderr.read() == ""
     assert started.wait(timeout=60) not in (0, 120)  # 120: Python could not write what was left
@@ -464,14 +545,18 @@ def test_a_trace_that_could_not_be_written_is_never_passed_off_as_one(tmp_path: 
     ],
     ids=lambda value: "-".join(value[:2]) if isinstance(value, list) else value,
 )
-def test_a_refused_command_line_leaves_an_earlier_result_untouched(script: str, argv: list[str], run):
+def test_a_refused_command_line_leaves_an_earlier_result_untouched(
+    script: str, argv: list[str], run
+):
     good = run(script, *QUICK, "--under-profiler")
     assert good.status == 0
     path = good.directory / f"{script}_summary.json"
     before = path.read_bytes()
     assert_one_error(run(script, *argv), 2)
     assert path.read_bytes() == before
-    assert [entry.name for entry in good.directory.iterdir()] == [path.name], "and no other file beside it"
+    assert [entry.name for entry in good.directory.iterdir()] == [path.name], (
+        "and no other file beside it"
+    )
 
 
 @pytest.mark.parametrize("script", [SCRIPT, "tiny_llama_v3"])
@@ -479,7 +564,9 @@ def test_a_refused_command_line_leaves_an_earlier_result_untouched(script: str, 
 def test_a_copy_with_any_name_runs(script: str, name: str, tmp_path: Path):
     """V3's operators have a namespace, which takes letters, digits and underscores alone."""
     shutil.copy(ROOT / f"{script}.py", tmp_path / name)
-    command = command_line(script, tmp_path, *words("--num-steps 1 --warmup-steps 0 --under-profiler --num-layers 1"))
+    command = command_line(
+        script, tmp_path, *words("--num-steps 1 --warmup-steps 0 --under-profiler --num-layers 1")
+    )
     command[command.index(str(ROOT / f"{script}.py"))] = str(tmp_path / name)
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -491,10 +578,16 @@ def test_a_copy_with_any_name_runs(script: str, name: str, tmp_path: Path):
 def test_a_missing_package_is_one_line(script: str, package: str, tmp_path: Path):
     if package == "triton" and script == SCRIPT:
         pytest.skip("V2 does without")
-    (tmp_path / f"{package}.py").write_text(f"raise ModuleNotFoundError({f'No module named {package!r}'!r})")
+    (tmp_path / f"{package}.py").write_text(
+        f"raise ModuleNotFoundError({f'No module named {package!r}'!r})"
+    )
     command = [sys.executable, str(ROOT / f"{script}.py"), "--help"]
     done = subprocess.run(
-        command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(tmp_path)}, timeout=60
+        command,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        timeout=60,
     )
     assert (done.returncode, done.stdout) == (4, "")
     assert done.stderr == f"{script}.py: error: No module named {package!r}\n"

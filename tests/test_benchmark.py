@@ -14,6 +14,7 @@ from conftest import load, random_state, relative_difference
 from bench import operations as kernels
 from bench import versions as benchmark
 from workshop import baselines as peers
+from workshop.turns import ratios
 
 SMALL = ["--hidden-dim", "32", "--num-layers", "2", "--seq-len", "16", "--batch-size", "2"]
 FUSIONS = tuple(flag for flag, _, _ in load("tiny_llama_v2").FUSIONS)
@@ -31,7 +32,10 @@ def turns_of(run) -> int:
 
 
 def on_a_host_that_slows_down(monkeypatch) -> None:
-    """Steps take 10 ms, each fusion saves one; with every turn of a side they take half as long again."""
+    """Steps take 10 ms, each fusion saves one.
+
+    With every turn of a side they take half as long again.
+    """
     script = benchmark.importlib.import_module("tiny_llama_v2")
 
     def take(run, steps: int):
@@ -55,13 +59,15 @@ def test_ablation_measures_each_fusion_alone_and_all_but_each(tmp_path, monkeypa
 
     written = json.loads((tmp_path / "ablation_tiny_llama_v2.json").read_text())
     rows = {(row["precision"], row["side"]): row for row in written["rows"]}
-    assert sorted(rows) == sorted((precision, name) for precision in ("fp32", "bf16") for name in sets)
+    assert sorted(rows) == sorted(
+        (precision, name) for precision in ("fp32", "bf16") for name in sets
+    )
     assert written["environment"]["device_name"]
 
     for precision in ("fp32", "bf16"):
         calls = {name: rows[precision, name]["per_step"] for name in sets}
         for fusion in FUSIONS:
-            why = f"{fusion} has to save operator calls on a CPU, alone and beside the others: {calls}"
+            why = f"{fusion} has to save operator calls, alone and beside the others: {calls}"
             assert calls["all"] < calls[f"all but {fusion}"] < calls["none"], why
             assert calls["all"] < calls[f"only {fusion}"] < calls["none"], why
         every = len(FUSIONS)
@@ -70,7 +76,9 @@ def test_ablation_measures_each_fusion_alone_and_all_but_each(tmp_path, monkeypa
             *(("all but swiglu-fusion", every - 1), ("all", every)),
         ):
             assert rows[precision, name]["speedup"] == pytest.approx(10 / (10 - saved))
-            assert rows[precision, name]["batch_ms"] == pytest.approx(1.5 * (10 - saved)), "the turn in the middle"
+            assert rows[precision, name]["batch_ms"] == pytest.approx(1.5 * (10 - saved)), (
+                "the turn in the middle"
+            )
 
     lines = benchmark.table(tmp_path).splitlines()
     assert [line.split("|")[1].strip() for line in lines[2:]] == sets
@@ -80,24 +88,43 @@ def test_ablation_measures_each_fusion_alone_and_all_but_each(tmp_path, monkeypa
 def test_headline_compares_all_versions_turn_by_turn(tmp_path, monkeypatch):
     order = []
     for version in benchmark.VERSIONS:
-        script = benchmark.importlib.import_module(f"tiny_llama_{version}")
+        script = benchmark.importlib.import_module(benchmark.script_of("tiny_llama", version))
 
         def take(run, steps: int, version: str = version):
             if run.label == "step":
                 order.append(version)
-            return a_turn(run, {"v1": 30.0, "v2": 20.0, "v3": 10.0}[version] * (1 + turns_of(run) ** 2))
+            ms = {"V1": 30.0, "V2": 20.0, "V3": 10.0}[version]
+            return a_turn(run, ms * (1 + turns_of(run) ** 2))
 
         monkeypatch.setattr(script.Run, "take", take)
-    monkeypatch.setattr(benchmark, "SHAPES", {"tiny_llama, small": SMALL})
-    argv = ["--rounds", "3", "--shapes", "tiny_llama, small", "--precisions", "fp32", "--modes", "eager"]
+    monkeypatch.setattr(
+        benchmark, "SHAPES", {"tiny_llama, small": benchmark.Shape("tiny_llama", SMALL)}
+    )
+    argv = [
+        "--rounds",
+        "3",
+        "--shapes",
+        "tiny_llama, small",
+        "--precisions",
+        "fp32",
+        "--modes",
+        "eager",
+    ]
     assert benchmark.main(["headline", str(tmp_path), *argv]) == 0
     assert order == [*benchmark.VERSIONS, *reversed(benchmark.VERSIONS), *benchmark.VERSIONS]
     sides = sides_in(tmp_path / "headline.json")
-    assert {name: row["batch_ms"] for name, row in sides.items()} == {"V1": 60.0, "V2": 40.0, "V3": 20.0}
-    what = [sides["V2"][key] for key in ("model", "version", "shape", "precision", "mode", "batch_size", "seq_len")]
+    assert {name: row["batch_ms"] for name, row in sides.items()} == {
+        "V1": 60.0,
+        "V2": 40.0,
+        "V3": 20.0,
+    }
+    what = [
+        sides["V2"][key]
+        for key in ("model", "version", "shape", "precision", "mode", "batch_size", "seq_len")
+    ]
     assert what == ["tiny_llama", "V2", "tiny_llama, small", "fp32", "eager", 2, 16]
     assert sides["V2"]["fusions"] == [*FUSIONS]
-    assert benchmark.ratios(sides["V1"], sides["V2"]) == [1.5, 1.5, 1.5]
+    assert ratios(sides["V1"], sides["V2"]) == [1.5, 1.5, 1.5]
     times, kernels = benchmark.table(tmp_path).split("\n\n")
     assert [cell.strip() for cell in times.splitlines()[2].split("|")[1:-1]] == [
         "tiny_llama, small, fp32", "60.00", "40.00", "20.00"
@@ -106,7 +133,9 @@ def test_headline_compares_all_versions_turn_by_turn(tmp_path, monkeypatch):
 
 
 def test_untuned_sizes_have_a_row_for_each_side_also_where_memory_ends(tmp_path, monkeypatch):
-    monkeypatch.setattr(benchmark, "UNTUNED", {"tiny_llama, tiny": SMALL})
+    monkeypatch.setattr(
+        benchmark, "UNTUNED", {"tiny_llama, tiny": benchmark.Shape("tiny_llama", SMALL)}
+    )
     monkeypatch.setattr(benchmark, "COMPILE", [])
     first = benchmark.importlib.import_module("tiny_llama_v1")
 
@@ -128,9 +157,13 @@ def test_untuned_sizes_have_a_row_for_each_side_also_where_memory_ends(tmp_path,
 
 def test_the_trunk_has_a_row_for_each_version_with_and_without_checkpoints(tmp_path, monkeypatch):
     """Where memory ends and where OpenFold is missing, too; a change of blocks is undone."""
-    sizes = "--num-blocks 1 --num-seqs 2 --seq-len 4 --msa-dim 32 --pair-dim 32 --num-heads-msa 2 --num-heads-pair 2"
+    sizes = "--num-blocks 1 --num-seqs 2 --seq-len 4 --msa-dim 32 --pair-dim 32"
+    sizes += " --num-heads-msa 2 --num-heads-pair 2"
     monkeypatch.setattr(benchmark, "TRUNKS", {"2 x 4": [*sizes.split(), "--batch-size", "1"]})
-    first, third, fourth = (benchmark.importlib.import_module(f"tiny_openfold_v{number}") for number in (1, 3, 4))
+    first, *triton = (
+        benchmark.importlib.import_module(f"tiny_openfold_{version}")
+        for version in ("v1", "v3", "v4")
+    )
     build, start = first.build_model, first.Run.start
 
     def room_for_one_block(run) -> None:
@@ -142,20 +175,30 @@ def test_the_trunk_has_a_row_for_each_version_with_and_without_checkpoints(tmp_p
         raise MemoryError("no room")
 
     monkeypatch.setattr(first.Run, "start", room_for_one_block)
-    for script in (third, fourth):
-        monkeypatch.setattr(script.Run, "start", no_room)
-    monkeypatch.setattr(torch, "compile", lambda block: torch.nn.Sequential())  # which does not take two arguments
+    for module in triton:
+        monkeypatch.setattr(module.Run, "start", no_room)
+    monkeypatch.setattr(
+        torch, "compile", lambda block: torch.nn.Sequential()
+    )  # which does not take two arguments
     assert benchmark.main(["trunk", str(tmp_path), "--rounds", "1"]) == 0
     assert first.build_model is build
     rows = sides_in(tmp_path / "trunk.json")
     kinds = ("V4", "V3", "V2", "V1", "OpenFold", "V2 compiled", "OpenFold compiled")
     assert list(rows) == [name for kind in kinds for name in (kind, f"{kind}, checkpointed")]
-    assert [rows[name]["argv"].count("--checkpoint-blocks") for name in ("V1", "V1, checkpointed")] == [0, 1]
+    assert [
+        rows[name]["argv"].count("--checkpoint-blocks") for name in ("V1", "V1, checkpointed")
+    ] == [0, 1]
     assert [rows[name]["status"] for name in ("V1", "V2 compiled")] == ["oom", "failed"]
     assert "no OpenFold in" in rows["OpenFold, checkpointed"]["error"]
     lines = benchmark.table(tmp_path).splitlines()
-    cells = {line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]] for line in lines[2:]}
-    assert cells["2 x 4, V1"][:2] == ["out of memory", f"{rows['V1, checkpointed']['batch_ms']:.0f}"]
+    cells = {
+        line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]]
+        for line in lines[2:]
+    }
+    assert cells["2 x 4, V1"][:2] == [
+        "out of memory",
+        f"{rows['V1, checkpointed']['batch_ms']:.0f}",
+    ]
 
 
 def fake_results(monkeypatch, results: list[dict]) -> None:
@@ -163,14 +206,25 @@ def fake_results(monkeypatch, results: list[dict]) -> None:
     monkeypatch.setattr(benchmark, "MODELS", {"tiny_llama": []})
     monkeypatch.setattr(benchmark, "LENGTHS", (16, 32))
     for script in ("tiny_llama_v1", "tiny_llama_v2"):
-        monkeypatch.setattr(benchmark.importlib.import_module(script), "train", lambda args: results.pop(0))
+        monkeypatch.setattr(
+            benchmark.importlib.import_module(script), "train", lambda args: results.pop(0)
+        )
 
 
-def result(status: str = "ok", exit_status: int = 0, batch_ms: float = 10.0, peak_mb: float | None = 100.0) -> dict:
+def result(
+    status: str = "ok", exit_status: int = 0, batch_ms: float = 10.0, peak_mb: float | None = 100.0
+) -> dict:
     timing, memory = {"batch_ms": batch_ms, "turns_ms": [batch_ms]}, {"peak_mb": peak_mb}
     error = None if status == "ok" else "why it ended"
     ended = {"status": status, "exit_status": exit_status, "error": error}
-    return {"script": "tiny_llama_v2", "training": {}, "kernels": {}, "timing": timing, "memory": memory, **ended}
+    return {
+        "script": "tiny_llama_v2",
+        "training": {},
+        "kernels": {},
+        "timing": timing,
+        "memory": memory,
+        **ended,
+    }
 
 
 def call(capsys, *argv) -> tuple[int, str, str]:
@@ -191,17 +245,24 @@ def test_a_run_that_fails_ends_the_suite_and_keeps_the_earlier_file(
     fake_results(monkeypatch, [*(result() for _ in range(3)), result(*ending)])
     ended, _, err = call(capsys, "memory", tmp_path)
     assert ended == status
-    assert [part.partition("; ")[0] for part in err.splitlines()[:-1]] == ["1: seq_len 16", "2: seq_len 32"]
+    assert [part.partition("; ")[0] for part in err.splitlines()[:-1]] == [
+        "1: seq_len 16",
+        "2: seq_len 32",
+    ]
     assert line in err.splitlines()[-1]
     assert earlier.read_text() == "earlier"
-    assert len(json.loads((tmp_path / "memory.partial.json").read_text())["rows"]) == 2  # of one length
+    # of one length
+    assert len(json.loads((tmp_path / "memory.partial.json").read_text())["rows"]) == 2
 
 
 def test_out_of_memory_is_a_cell_and_its_steps_are_no_measurement(tmp_path, monkeypatch, capsys):
     fast = result("oom", 3, batch_ms=0.1)  # a few quick steps, then no memory
     fake_results(monkeypatch, [result(), result(peak_mb=90.0), fast, result(peak_mb=None)])
     assert call(capsys, "memory", tmp_path)[0] == 0
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in benchmark.table(tmp_path).splitlines()]
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in benchmark.table(tmp_path).splitlines()
+    ]
     assert rows[2][1:] == ["100", "out of memory"]
     assert rows[3][1:] == ["90", "-"]
 
@@ -238,14 +299,29 @@ def test_bad_input_is_one_line(tmp_path, monkeypatch, capsys, argv, content, lin
 # bench/operations.py
 
 
-LLAMA = ["--num-layers", "1", "--hidden-dim", "32", "--num-heads", "4", "--num-kv-heads", "2", "--seq-len", "12"]
+LLAMA = [
+    "--num-layers",
+    "1",
+    "--hidden-dim",
+    "32",
+    "--num-heads",
+    "4",
+    "--num-kv-heads",
+    "2",
+    "--seq-len",
+    "12",
+]
 LLAMA += ["--batch-size", "2", "--vocab-size", "50", "--warmup-steps", "2"]
 
 
 @pytest.fixture
 def tiny_studies(monkeypatch):
     """Sizes for a CPU; V1's side is not compiled."""
-    tiny = {"attention": {"N=4": (2, 2, 4, 1, 8)}, "triangle": {"N=3": (1, 3)}, "block": {"N=3": (1, 2, 3, 8, 2)}}
+    tiny = {
+        "attention": {"N=4": (2, 2, 4, 1, 8)},
+        "triangle": {"N=3": (1, 3)},
+        "block": {"N=3": (1, 2, 3, 8, 2)},
+    }
     tiny |= {"causal": {"S=6": (1, 6, 2, 1, 8)}, "optimizer": {"tiny": LLAMA}}
     for study, shapes in tiny.items():
         monkeypatch.setitem(kernels.STUDIES, study, (shapes, kernels.STUDIES[study][1]))
@@ -253,7 +329,8 @@ def tiny_studies(monkeypatch):
 
 
 def triangle_attention(q, k, v, bias, mask=None):
-    """cuEquivariance's formula and argument shapes: q, k, v [B, N, H, S, D], bias [B, 1, H, S, S]."""
+    """cuEquivariance's formula and argument shapes: q, k, v [B, N, H, S, D], bias [B, 1, H, S,
+    S]."""
     assert mask is None, "no mask where none is needed"
     return (q @ k.mT / q.shape[-1] ** 0.5 + bias).softmax(-1) @ v
 
@@ -264,16 +341,21 @@ def triangle_multiplicative_update(x, direction, **w):
     x = norm(x, dim, w["norm_in_weight"], w["norm_in_bias"])
     gate = linear(x, w["g_in_weight"], w["g_in_bias"]).sigmoid()
     a, b = (gate * linear(x, w["p_in_weight"], w["p_in_bias"])).chunk(2, dim=-1)
-    product = torch.einsum({"outgoing": "bikc,bjkc->bijc", "incoming": "bkic,bkjc->bijc"}[direction], a, b)
+    product = torch.einsum(
+        {"outgoing": "bikc,bjkc->bijc", "incoming": "bkic,bkjc->bijc"}[direction], a, b
+    )
     product = norm(product, product.shape[-1:], w["norm_out_weight"], w["norm_out_bias"])
-    return linear(x, w["g_out_weight"], w["g_out_bias"]).sigmoid() * linear(product, w["p_out_weight"], w["p_out_bias"])
+    return linear(x, w["g_out_weight"], w["g_out_bias"]).sigmoid() * linear(
+        product, w["p_out_weight"], w["p_out_bias"]
+    )
 
 
 @pytest.fixture
 def installed(monkeypatch):
     """Stand-ins with the interfaces of libraries that need an NVIDIA GPU."""
     stand_in = SimpleNamespace(
-        triangle_attention=triangle_attention, triangle_multiplicative_update=triangle_multiplicative_update
+        triangle_attention=triangle_attention,
+        triangle_multiplicative_update=triangle_multiplicative_update,
     )
     monkeypatch.setitem(sys.modules, "cuequivariance_torch", stand_in)
 
@@ -282,7 +364,9 @@ def installed(monkeypatch):
         return triangle_attention(*heads_third, bias + mask).transpose(2, 3)
 
     monkeypatch.setattr(peers, "megafold", lambda clone: evoformer)
-    monkeypatch.setattr(kernels, "cudnn_attention", torch.nn.functional.scaled_dot_product_attention)
+    monkeypatch.setattr(
+        kernels, "cudnn_attention", torch.nn.functional.scaled_dot_product_attention
+    )
     monkeypatch.setattr(peers, "cudnn_attention", torch.nn.functional.scaled_dot_product_attention)
 
 
@@ -296,7 +380,10 @@ SAME = {  # sides that take and give what ours does
 
 @pytest.mark.parametrize("study", SAME)
 def test_all_sides_of_a_study_compute_the_same(study: str, tiny_studies, installed, monkeypatch):
-    """The result and the gradient of the first input, or a block's two results; the rest depends on what is merged."""
+    """The result and the gradient of the first input, or a block's two results.
+
+    The rest depends on what is merged.
+    """
     found = {}
 
     def in_turns(sides: dict, rounds: int, cold: bool) -> dict:
@@ -305,7 +392,8 @@ def test_all_sides_of_a_study_compute_the_same(study: str, tiny_studies, install
         return {}
 
     monkeypatch.setattr(kernels, "steps_in_turns", in_turns)
-    monkeypatch.setattr(torch, "randn_like", lambda t, **_: torch.ones_like(t))  # the same gradient on all sides
+    # the same gradient on all sides
+    monkeypatch.setattr(torch, "randn_like", lambda t, **_: torch.ones_like(t))
     for _, measure in kernels.wanted_parts(study, kernels.Wanted(1, ["fp32"])):
         measure()
     ours = found.pop("triton")
@@ -334,9 +422,12 @@ def test_in_their_own_layouts_libraries_compute_the_same_attention(tiny_studies,
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("study", "sizes"), [("attention", (1, 256, 256, 4, 32)), ("triangle", (1, 256))])
+@pytest.mark.parametrize(
+    ("study", "sizes"), [("attention", (1, 256, 256, 4, 32)), ("triangle", (1, 256))]
+)
 def test_on_a_gpu_what_is_installed_computes_the_same(study: str, sizes: tuple, monkeypatch):
-    """In bfloat16, where the libraries' own kernels run: results, and gradients of the first input."""
+    """In bfloat16, where the libraries' own kernels run: results, and gradients of the first
+    input."""
 
     def slope(t: torch.Tensor, **_: object) -> torch.Tensor:
         return torch.linspace(-1, 1, t.numel(), device=t.device).view(t.shape).to(t.dtype)
@@ -379,7 +470,9 @@ def test_a_peer_that_fails_leaves_the_rest_of_the_row(tiny_studies, tmp_path, mo
     assert row["triton"]["us"] > 0
     assert row["SDPA"]["status"] == "oom"
     assert row["SDPA"]["error"] == "OutOfMemoryError: CUDA out of memory. Tried to allocate 8 GiB"
-    assert [row[f"{name}, own layout"]["status"] for name in ("cuEquivariance", "MegaFold")] == ["missing"] * 2
+    assert [row[f"{name}, own layout"]["status"] for name in ("cuEquivariance", "MegaFold")] == [
+        "missing"
+    ] * 2
     assert "--megafold" in row["MegaFold, own layout"]["error"]
     assert "note: SDPA: OutOfMemoryError" in capsys.readouterr().err
     assert "out of memory" in kernels.table(tmp_path)
@@ -400,14 +493,23 @@ def test_a_kernel_of_ours_that_fails_fails_the_study(tiny_studies, tmp_path, mon
 
 def test_a_cold_cache_is_told_where_it_changes_the_ratio(tmp_path):
     def side(us: float, cold: float) -> dict:
-        return {"us": us, "turns_us": [us], "cold_us": cold, "cold_turns_us": [cold], "extra_mb": 5.0, "held_mb": 1.0}
+        return {
+            "us": us,
+            "turns_us": [us],
+            "cold_us": cold,
+            "cold_turns_us": [cold],
+            "extra_mb": 5.0,
+            "held_mb": 1.0,
+        }
 
     rows = [
         {"shape": name, "precision": "bf16", "side": which, **side(us, cold)}
         for name, ours, theirs in (("small", 16.0, 24.0), ("large", 11.0, 22.0))
         for which, us, cold in (("triton", 10.0, ours), ("SDPA", 20.0, theirs))
     ]
-    (tmp_path / "attention.json").write_text(json.dumps({"environment": {"device_name": "a GPU"}, "rows": rows}))
+    (tmp_path / "attention.json").write_text(
+        json.dumps({"environment": {"device_name": "a GPU"}, "rows": rows})
+    )
     small, large = (line.split("|")[4:6] for line in kernels.table(tmp_path).splitlines()[2:4])
     assert [cell.strip() for cell in small] == ["2.00x (SDPA)", "1.50x"]
     assert [cell.strip() for cell in large] == ["2.00x (SDPA)", ""]
@@ -421,7 +523,9 @@ def test_optimizers_with_master_weights_take_the_step_that_ours_takes():
     step()
     reference = torch.optim.AdamW(expected, lr=3e-4)
     for parameter, master in zip(expected, masters, strict=True):
-        assert torch.equal(master.grad, master.grad.to(torch.bfloat16).float()), "widened from bfloat16"
+        assert torch.equal(master.grad, master.grad.to(torch.bfloat16).float()), (
+            "widened from bfloat16"
+        )
         parameter.grad = master.grad.clone()
     reference.step()
     for parameter, master, narrow in zip(expected, masters, low, strict=True):
@@ -430,7 +534,8 @@ def test_optimizers_with_master_weights_take_the_step_that_ours_takes():
 
 
 def with_random_weights(original):
-    """What a version builds, with weights that are the same in each version and make every part matter."""
+    """What a version builds, with weights that are the same in each version and make every part
+    matter."""
 
     def build(*arguments):
         module = original(*arguments)
@@ -448,7 +553,10 @@ def test_a_study_writes_its_turns_and_other_block_sizes_apart(tiny_studies, tmp_
     for side in ("triton", "SDPA", "torch.compile"):
         assert len(row[side]["turns_us"]) == 2
         assert row[side]["us"] == pytest.approx(sum(row[side]["turns_us"]) / 2)
-    assert kernels.main([*argv, "--try", "attention_forward:BLOCK_M=16 attention_forward:num_warps=2"]) == 0
+    assert (
+        kernels.main([*argv, "--try", "attention_forward:BLOCK_M=16 attention_forward:num_warps=2"])
+        == 0
+    )
     rows = json.loads((tmp_path / "attention_blocks.json").read_text())["rows"]
     assert [row["blocks"] for row in rows] == [
         "as they are",
@@ -472,7 +580,9 @@ def test_other_precisions_are_added_to_a_file(tiny_studies, tmp_path):
 
 def test_rows_calls_every_operator_as_it_is(tmp_path, monkeypatch):
     monkeypatch.setattr(
-        kernels, "steps_in_turns", lambda sides, rounds: {s: {"us": 1.0, "turns_us": [1.0]} for s in sides}
+        kernels,
+        "steps_in_turns",
+        lambda sides, rounds: {s: {"us": 1.0, "turns_us": [1.0]} for s in sides},
     )
     assert kernels.main(["rows", str(tmp_path), "--rows", "512"]) == 0
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
@@ -482,26 +592,41 @@ def test_rows_calls_every_operator_as_it_is(tmp_path, monkeypatch):
 
 
 def test_the_whole_step_has_its_parts_and_its_reference(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(kernels, "SHAPES", {"tiny_llama, tiny": LLAMA})
+    monkeypatch.setattr(
+        kernels, "SHAPES", {"tiny_llama, tiny": benchmark.Shape("tiny_llama", LLAMA)}
+    )
     ceilings = kernels.measure_ceilings
-    monkeypatch.setattr(kernels, "measure_ceilings", lambda *given: replace(ceilings(*given), copy_gb_per_s=2.0))
+    monkeypatch.setattr(
+        kernels, "measure_ceilings", lambda *given: replace(ceilings(*given), copy_gb_per_s=2.0)
+    )
     assert kernels.main(["step", str(tmp_path), "--rounds", "2"]) == 0
     (row,) = json.loads((tmp_path / "step.json").read_text())["rows"]
-    assert (row["shape"], row["precision"], row["script"]) == ("tiny_llama, tiny", "bf16", "tiny_llama_v4")
+    assert (row["shape"], row["precision"], row["script"]) == (
+        "tiny_llama, tiny",
+        "bf16",
+        "tiny_llama_v4",
+    )
     assert row["ceilings"]["precision"] == "bfloat16"
     assert row["batch_ms"] == pytest.approx(sum(row["turns_ms"]) / 2)
     assert row["copy_ms"] == pytest.approx(row["bytes"] / 2e9 * 1e3)
     assert row["gemm_ms"] == pytest.approx(row["flop"] / row["ceilings"]["gemm_tflops"] / 1e9)
-    assert row["over_reference"] == pytest.approx(row["batch_ms"] / (row["copy_ms"] + row["gemm_ms"]))
+    assert row["over_reference"] == pytest.approx(
+        row["batch_ms"] / (row["copy_ms"] + row["gemm_ms"])
+    )
     calls = {part["name"].rpartition("::")[2]: part["calls"] for part in row["kernels"]}
-    rms_norm = next(name for name in calls if name.startswith("rms_norm_backward"))  # the operator's or the kernel's
+    # the operator's or the kernel's
+    rms_norm = next(name for name in calls if name.startswith("rms_norm_backward"))
     assert calls[rms_norm] == 3, "two in the layer and one after it"
-    assert 0 < sum(part["us"] for part in row["kernels"]) / 1e3 < 2 * row["batch_ms"], "of one step, not of all"
+    assert 0 < sum(part["us"] for part in row["kernels"]) / 1e3 < 2 * row["batch_ms"], (
+        "of one step, not of all"
+    )
     capsys.readouterr()
     assert kernels.main(["table", str(tmp_path)]) == 0
     steps, categories, longest = capsys.readouterr().out.split("\n\n")
     assert re.search(rf"\| tiny_llama, tiny, bf16 +\| +{row['batch_ms']:.2f} \|", steps)
-    assert {"GEMM", "attention", "normalisation"} < {line.split("|")[1].strip() for line in categories.splitlines()}
+    assert {"GEMM", "attention", "normalisation"} < {
+        line.split("|")[1].strip() for line in categories.splitlines()
+    }
     assert row["kernels"][0]["name"] in longest.splitlines()[2]
 
 
@@ -517,12 +642,15 @@ def test_the_bytes_of_a_step_are_those_of_its_operators_and_of_the_optimizer():
         v3.swiglu_forward(batch)
         optimizer.step()
 
-    trainer = SimpleNamespace(model=model, optimizer=optimizer, next_batch=lambda: x, compute=compute)
+    trainer = SimpleNamespace(
+        model=model, optimizer=optimizer, next_batch=lambda: x, compute=compute
+    )
     assert kernels.group_bytes(trainer, v3.NO_WORK).total() == 4 * (8 * 64 + 8 * 32) + 7 * 4 * 64
 
 
 def test_the_optimizer_of_v4_is_an_operator_and_counts_as_one():
-    """It reads weights, gradients, two moments and three numbers, and writes weights, also in bfloat16, and moments."""
+    """It reads weights, gradients, two moments and three numbers, and writes weights, also in
+    bfloat16, and moments."""
     v4 = load("tiny_llama_v4")
     model = torch.nn.Linear(16, 4, bias=False, device=kernels.DEVICE)
     optimizer = v4.FusedAdamW([[model.weight]], 1e-3, torch.bfloat16)
@@ -535,7 +663,10 @@ def test_the_optimizer_of_v4_is_an_operator_and_counts_as_one():
 
 
 def test_llamas_that_are_compared_train_alike(tmp_path, monkeypatch, capsys):
-    """All have the same loss at the start and after a step; Liger with its loss runs without a graph."""
+    """All have the same loss at the start and after a step;
+
+    Liger with its loss runs without a graph.
+    """
     pytest.importorskip("transformers")
     monkeypatch.setattr(kernels, "LLAMAS", {"tiny_llama, tiny": LLAMA})
     losses, eager = {}, []
@@ -559,4 +690,6 @@ def test_llamas_that_are_compared_train_alike(tmp_path, monkeypatch, capsys):
     for name, found in losses.items():
         assert found == pytest.approx(losses["V3"], rel=1e-4 if kernels.GPU else 1e-5), name
     assert kernels.main(["table", str(tmp_path)]) == 0
-    assert re.search(r"\| tiny_llama, tiny, fp32 \|( +3\.00 \|){7}( +1\.00x \|){6}", capsys.readouterr().out)
+    assert re.search(
+        r"\| tiny_llama, tiny, fp32 \|( +3\.00 \|){7}( +1\.00x \|){6}", capsys.readouterr().out
+    )

@@ -1,7 +1,8 @@
-"""The kernels compile for AMD's GPUs, without spills and within their LDS, as the scripts would launch them there.
+"""The kernels compile for AMD's GPUs, without spills and within their LDS, as the scripts would
+launch them there.
 
-Here once for each script, as COVERED says; on every target, in every precision and with odd sizes by
-python bench/compile_for_amd.py, which takes minutes.
+Here once for each script, as COVERED says; on every target, in every precision and with odd sizes
+by python bench/compile_for_amd.py, which takes minutes.
 """
 
 from __future__ import annotations
@@ -21,8 +22,15 @@ LDS = 65536  # bytes that a workgroup can have there
 
 
 def compile_for_amd(script: Path, options: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(ROOT / "bench/compile_for_amd.py"), str(script), *options.split()]
-    return subprocess.run(command, capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "1"})
+    command = [
+        sys.executable,
+        str(ROOT / "bench/compile_for_amd.py"),
+        str(script),
+        *options.split(),
+    ]
+    return subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "1"}
+    )
 
 
 def kernels(script: Path) -> set[str]:
@@ -67,13 +75,16 @@ def forgotten_kernel(X):
     script.write_text((ROOT / script.name).read_text().replace("\n# --- model\n", wrong))
     done = compile_for_amd(script, COVERED)
     assert done.returncode == 1, done.stderr
-    assert re.search(r"attention_forward_kernel in .*BLOCK_N=128.*\): gfx942 needs \d+ bytes of LDS", done.stderr)
+    assert re.search(
+        r"attention_forward_kernel in .*BLOCK_N=128.*\): gfx942 needs \d+ bytes of LDS", done.stderr
+    )
     assert "forgotten_kernel is never launched" in done.stderr
     assert "Traceback" not in done.stderr
 
 
 def test_other_block_sizes_are_compiled_for_their_kernel_alone():
-    options = "--target gfx942 --dtype bfloat16 --size default --blocks attention_backward_keys:BLOCK_M=32"
+    options = "--target gfx942 --dtype bfloat16 --size default"
+    options += " --blocks attention_backward_keys:BLOCK_M=32"
     done = compile_for_amd(ROOT / "tiny_llama_v4.py", options)
     assert done.returncode == 0, done.stderr
     assert in_tables(done.stdout) == {"attention_backward_keys"}
@@ -96,5 +107,9 @@ def test_a_bad_argument_is_one_line(script: Path, options: str, words: str):
 
 def test_the_table_in_the_documentation_has_every_kernel():
     text = (ROOT / "docs/ROCM.md").read_text().partition("compile_for_amd.py")[2]
-    tables = dict(re.findall(r"^(\w+), on [^\n]+:\n\n(.*?)\n(?:\n|<!--)", text, re.MULTILINE | re.DOTALL))
-    assert {name: in_tables(table) for name, table in tables.items()} == {s.stem: kernels(s) for s in SCRIPTS}
+    tables = dict(
+        re.findall(r"^(\w+), on [^\n]+:\n\n(.*?)\n(?:\n|<!--)", text, re.MULTILINE | re.DOTALL)
+    )
+    assert {name: in_tables(table) for name, table in tables.items()} == {
+        s.stem: kernels(s) for s in SCRIPTS
+    }

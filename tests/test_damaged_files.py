@@ -1,7 +1,9 @@
-"""Result files in which one value was changed, taken away or given another type: each tool reads them, or says so.
+"""Result files in which one value was changed, taken away or given another type: each tool reads
+them, or says so.
 
-A tool that is given such a file ends with a result, or with one line that names the file; there is no third way.
-`MUTATIONS=2000 python -m pytest -n0 tests/test_damaged_files.py` tries so many for each tool and file.
+A tool that is given such a file ends with a result, or with one line that names the file; there is
+no third way. `MUTATIONS=2000 python -m pytest -n0 tests/test_damaged_files.py` tries so many for
+each tool and file.
 """
 
 from __future__ import annotations
@@ -37,7 +39,26 @@ from workshop.study import measure_study, read_study
 
 RESULTS = ROOT / "results"
 MUTATIONS = int(os.environ.get("MUTATIONS", "12"))
-VALUES = (None, True, 0, -1, 7, 1.5, 1e308, float("nan"), "", "x", [], [1], ["x"], [[]], {}, {"x": 1}, "=1", "a\nb")
+VALUES = (
+    None,
+    True,
+    0,
+    -1,
+    7,
+    1.5,
+    1e308,
+    float("nan"),
+    "",
+    "x",
+    [],
+    [1],
+    ["x"],
+    [[]],
+    {},
+    {"x": 1},
+    "=1",
+    "a\nb",
+)
 # It is a file of something else now, or some of its rows are.
 REFUSED = ("cannot be compared", "is a run of", "folder: ")
 Answer = tuple[int, str, str]
@@ -49,7 +70,8 @@ def tool(module, *argv: object) -> Answer:
 
 
 def search(path: Path) -> Answer:
-    """How optimize_batch_size.py reads a search, which it refuses as a whole if it was made on another device."""
+    """How optimize_batch_size.py reads a search, which it refuses as a whole if it was made on
+    another device."""
 
     def body() -> int:
         rows = read_study(path, **optimize_batch_size.ROWS)["rows"]
@@ -57,7 +79,12 @@ def search(path: Path) -> Answer:
         found = [optimize_batch_size.numbers(row, 1e5, 0.8) for row in rows]
         print(optimize_batch_size.table(found))
         if fitting := [row for row in found if row["fits"]]:
-            print([optimize_batch_size.answer(fitting, target) for target in optimize_batch_size.TARGETS])
+            print(
+                [
+                    optimize_batch_size.answer(fitting, target)
+                    for target in optimize_batch_size.TARGETS
+                ]
+            )
         return 0
 
     return captured(lambda argv: run_tool("optimize_batch_size.py", body), [])
@@ -67,7 +94,9 @@ def unfinished(path: Path) -> Answer:
     """How every study goes on from what an interrupted one has left."""
     partial_file = path.with_suffix(".partial.json")
     shutil.copy(path, partial_file)
-    status, out, err = captured(lambda argv: run_tool("study", lambda: bool(measure_study(path, []))), [])
+    status, out, err = captured(
+        lambda argv: run_tool("study", lambda: bool(measure_study(path, []))), []
+    )
     return status, out, err.replace(".partial.json", ".json")
 
 
@@ -83,11 +112,19 @@ def in_folder(path: Path, name: str) -> Path:
 def profile(path: Path) -> Answer:
     folder = in_folder(path, "tiny_llama_v1_profile.json")
     shutil.copy(RESULTS / "h100/profiles/tiny_llama_v1/tiny_llama_v1_kernels.csv", folder)
-    return tool(analyze_kernel_reduction, "--baseline", folder, "--fused", RESULTS / "h100/profiles/tiny_llama_v2")
+    return tool(
+        analyze_kernel_reduction,
+        "--baseline",
+        folder,
+        "--fused",
+        RESULTS / "h100/profiles/tiny_llama_v2",
+    )
 
 
 def report(name: str, path: Path) -> Answer:
-    return tool(report_generator, "--baseline", in_folder(path, name), "--fused", path.parent / "folder")
+    return tool(
+        report_generator, "--baseline", in_folder(path, name), "--fused", path.parent / "folder"
+    )
 
 
 def versions(path: Path) -> Answer:
@@ -109,7 +146,15 @@ def dashboard(path: Path) -> Answer:
 
 RUN, RUNS = RESULTS / "cpu/tiny_llama_v2_readme.json", RESULTS / "cpu/exercises.json"
 ABLATION, SUITE = RESULTS / "h100/ablation_tiny_llama_v2.json", RESULTS / "h100/suite_llama.json"
-STUDIES = ("headline", "headline_v3", "fastest", "inference", "memory", "counts", "ablation_tiny_llama_v3")
+STUDIES = (
+    "headline",
+    "headline_v3",
+    "fastest",
+    "inference",
+    "memory",
+    "counts",
+    "ablation_tiny_llama_v3",
+)
 READERS: dict[str, tuple[Path, Reader]] = {
     "compare_runs": (RUN, lambda path: tool(compare_runs, RUN, path)),
     "compare_runs, several": (RUNS, lambda path: tool(compare_runs, path / "baseline")),
@@ -123,23 +168,49 @@ READERS: dict[str, tuple[Path, Reader]] = {
     "unfinished study": (RESULTS / "h100/energy.json", unfinished),
     "analyze_kernel_reduction": (RESULTS / "h100/profile_tiny_llama_v1.json", profile),
     "report_generator, run": (RUN, partial(report, "tiny_llama_v2_summary.json")),
-    "report_generator, FLOPs": (RESULTS / "h100/flops_tiny_llama_v2.json", partial(report, "tiny_llama_v2_flops.json")),
-    "compare_stages": (RESULTS / "h100/performance_debugging.json", lambda path: tool(compare_stages, path)),
+    "report_generator, FLOPs": (
+        RESULTS / "h100/flops_tiny_llama_v2.json",
+        partial(report, "tiny_llama_v2_flops.json"),
+    ),
+    "compare_stages": (
+        RESULTS / "h100/performance_debugging.json",
+        lambda path: tool(compare_stages, path),
+    ),
     **{
         f"dashboard, {name}": (RESULTS / f"h100/{name}.json", dashboard)
-        for name in ("ablation_tiny_llama_v2", "suite_llama", "headline_v3", "memory", "step", "profile_tiny_llama_v1")
+        for name in (
+            "ablation_tiny_llama_v2",
+            "suite_llama",
+            "headline_v3",
+            "memory",
+            "step",
+            "profile_tiny_llama_v1",
+        )
     },
     **{
         f"dashboard, {path.stem}": (path, dashboard)
-        for path in (RUN, RESULTS / "h100/flops_tiny_llama_v2.json", RESULTS / "h100/roofline_llama_v1_v4.json")
+        for path in (
+            RUN,
+            RESULTS / "h100/flops_tiny_llama_v2.json",
+            RESULTS / "h100/roofline_llama_v1_v4.json",
+        )
     },
-    **{f"benchmark, {name}": (RESULTS / f"h100/{name}.json", partial(tables, f"{name}.json")) for name in STUDIES},
+    **{
+        f"benchmark, {name}": (RESULTS / f"h100/{name}.json", partial(tables, f"{name}.json"))
+        for name in STUDIES
+    },
 }
 
 
 def places(value: object, path: tuple = ()) -> Iterator[tuple]:
     """The way to each value of a file, but not to each of many like numbers."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for key, item in items:
         yield (*path, key)
         yield from places(item, (*path, key))
@@ -175,7 +246,26 @@ def test_a_damaged_file_is_read_or_named(name: str, tmp_path: Path):
             wrong.append(f"{what}: {type(error).__name__}: {error}")
             continue
         lines = [line for line in err.splitlines() if ": error: " in line]
-        named = len(lines) == 1 and any(words in lines[0] for words in (path.name, "folder/", *REFUSED))
+        named = len(lines) == 1 and any(
+            words in lines[0] for words in (path.name, "folder/", *REFUSED)
+        )
         if status == 2 and not named:
             wrong.append(f"{what}: {err}")
     assert not wrong, f"{len(wrong)} of {MUTATIONS}: " + "\n".join(wrong[:40])
+
+
+@pytest.mark.parametrize(
+    ("where", "field"), [((), "round"), (("rows", 0), "turns"), (("rows", 3), "batch ms")]
+)
+def test_a_field_that_no_program_writes_is_named(where: tuple, field: str, tmp_path: Path):
+    content = json.loads(ABLATION.read_text())
+    inner = content
+    for key in where:
+        inner = inner[key]
+    inner[field] = 1.5
+    path = tmp_path / "study.json"
+    path.write_text(json.dumps(content))
+    status, _, err = tool(fusion_ablation_study, "--table", path)
+    place = f"rows[{where[1]}].{field}" if where else field
+    assert (status, len(err.splitlines())) == (2, 1)
+    assert f"{path}: {place} is not a field" in err

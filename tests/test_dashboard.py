@@ -1,4 +1,5 @@
-"""performance_dashboard.py: what is on the page is what the files have, and the page works in a browser."""
+"""performance_dashboard.py: what is on the page is what the files have, and the page works in a
+browser."""
 
 from __future__ import annotations
 
@@ -19,7 +20,12 @@ from workshop.study import by_side
 
 RESULTS = ROOT / "results"
 HERE = {"device": "cuda", "device_name": "GPU", "torch": "2"}
-LLAMA = {"fusions": {}, "training": {"batch_size": 8}, "environment": HERE, "config": {"seq_len": 128}}
+LLAMA = {
+    "fusions": {},
+    "training": {"batch_size": 8},
+    "environment": HERE,
+    "config": {"seq_len": 128},
+}
 
 
 def build(*argv: object) -> tuple[int, str, str]:
@@ -32,7 +38,9 @@ def page_in(path: Path) -> list[dict]:
 
 
 def panel(panels: list[dict], chart: str, *choice: str) -> dict:
-    return next(p for p in panels if p["chart"] == chart and {*choice} <= {*p["choice"], p["study"]})
+    return next(
+        p for p in panels if p["chart"] == chart and {*choice} <= {*p["choice"], p["study"]}
+    )
 
 
 def words(panel: dict) -> list[str]:
@@ -48,9 +56,22 @@ def written(folder: Path, name: str, content: dict) -> Path:
 
 def side(script: str, *turns: float, **more) -> dict:
     model, version = model_and_version(script)
-    row = {"model": model, "version": version, "batch_size": 4, "precision": "bf16", "mode": "eager", "script": script}
+    row = {
+        "model": model,
+        "version": version,
+        "batch_size": 4,
+        "precision": "bf16",
+        "mode": "eager",
+        "script": script,
+    }
     row |= {"argv": ["--batch-size", "4", "--use-amp"], "turns_ms": [*turns], "per_step": 10}
-    return {**row, "batch_ms": statistics.median(turns), "peak_mb": 10 * turns[0], "unit": "kernels", **more}
+    return {
+        **row,
+        "batch_ms": statistics.median(turns),
+        "peak_mb": 10 * turns[0],
+        "unit": "kernels",
+        **more,
+    }
 
 
 def test_the_committed_results_fill_the_page(tmp_path):
@@ -63,14 +84,20 @@ def test_the_committed_results_fill_the_page(tmp_path):
     row = by_side(rows, "shape", "precision", "mode")["tiny_llama, small", "bf16", "graph"]
     shown = words(panel(panels, "versions", "tiny_llama", "bf16", "h100/headline_v3.json"))
     after = shown[shown.index("small, graph") :]
-    faster = statistics.median(a / b for a, b in zip(row["V1"]["turns_ms"], row["V3"]["turns_ms"], strict=True))
+    faster = statistics.median(
+        a / b for a, b in zip(row["V1"]["turns_ms"], row["V3"]["turns_ms"], strict=True)
+    )
     v3 = after.index("V3")
     assert after[v3 + 1] == f"{row['V3']['batch_ms']:.2f}"
     assert after[v3 + 2].startswith(f"{faster:.2f}x")
     steps = [p for p in panels if p["study"].startswith("h100/step.json: small")]
     assert [words(p).count("V4, whole step") for p in steps] == [1, 1]  # not "newest version"
-    assert {"NVIDIA H100 80GB HBM3", "2 x NVIDIA H200", "AMD EPYC"} <= {p["choice"][1] for p in panels}
-    (filters,) = re.findall(r'\["precision", (\[.*?\]), "(\w+)"\]', (tmp_path / "page.html").read_text())
+    assert {"NVIDIA H100 80GB HBM3", "2 x NVIDIA H200", "AMD EPYC"} <= {
+        p["choice"][1] for p in panels
+    }
+    (filters,) = re.findall(
+        r'\["precision", (\[.*?\]), "(\w+)"\]', (tmp_path / "page.html").read_text()
+    )
     assert (json.loads(filters[0])[0], filters[1]) == ("bf16", "bf16")
 
 
@@ -82,11 +109,27 @@ def test_studies_as_the_tools_write_them(tmp_path):
     rows += [{"side": "v1", **gone, "seq_len": 512}]
     written(tmp_path, "suite.json", {"environment": HERE, "family": "llama", "rows": rows})
     versions = [{"side": "V1", **slow}, {"side": "V2", **fast}]
-    written(tmp_path, "versions.json", {"environment": HERE, "rounds": 3, "argv": [], "rows": versions})
-    sets = [{"side": "none", "on": [], "speedup": 1.0, **slow}, {"side": "only x", "on": ["x"], "speedup": 2.0, **fast}]
+    written(
+        tmp_path, "versions.json", {"environment": HERE, "rounds": 3, "argv": [], "rows": versions}
+    )
+    sets = [
+        {"side": "none", "on": [], "speedup": 1.0, **slow},
+        {"side": "only x", "on": ["x"], "speedup": 2.0, **fast},
+    ]
     sets += [{"side": "all", "on": ["x", "y"], "speedup": None, **gone}]
-    written(tmp_path, "sets.json", {"environment": HERE, "rows": [{"group": 1, "seed": 1, **row} for row in sets]})
-    row = {"script": "tiny_llama_v2", "group": "gemm", "flop": 8e9, "bytes": 1e9, "flop_per_byte": 8.0, "ms": 1.0}
+    written(
+        tmp_path,
+        "sets.json",
+        {"environment": HERE, "rows": [{"group": 1, "seed": 1, **row} for row in sets]},
+    )
+    row = {
+        "script": "tiny_llama_v2",
+        "group": "gemm",
+        "flop": 8e9,
+        "bytes": 1e9,
+        "flop_per_byte": 8.0,
+        "ms": 1.0,
+    }
     ceilings = {"precision": "bfloat16", "gemm_tflops": 100.0, "copy_gb_per_s": 2000.0}
     run = {**LLAMA, "script": "tiny_llama_v2", "ceilings": ceilings}
     run["training"] = {"batch_size": 8, "use_amp": True}
@@ -108,14 +151,19 @@ def test_studies_as_the_tools_write_them(tmp_path):
 def test_runs_have_no_ratios_and_sizes_do_not_mix(tmp_path):
     run = json.loads((RESULTS / "cpu/tiny_llama_v2_readme.json").read_text())
     failed = {**run, "status": "failed", "error": "the loss became nan"}
-    small, other = ({**run, "config": {**run["config"], **size}} for size in ({"seq_len": 64}, {"num_heads": 4}))
+    small, other = (
+        {**run, "config": {**run["config"], **size}} for size in ({"seq_len": 64}, {"num_heads": 4})
+    )
     for name, content in {"a": run, "b": small, "c": failed, "d": other}.items():
         (tmp_path / name).mkdir()
         written(tmp_path / name, "tiny_llama_v2_summary.json", content)
     status, _, err = build(tmp_path, "--output", tmp_path / "page.html")
     assert (status, "c failed: the loss became nan" in err) == (1, True)
     panels = page_in(tmp_path / "page.html")
-    ms, name = f"{run['timing']['batch_ms']:,.2f}", "batch 8, length {}, layers 8, hidden dim 512, heads {}"
+    ms, name = (
+        f"{run['timing']['batch_ms']:,.2f}",
+        "batch 8, length {}, layers 8, hidden dim 512, heads {}",
+    )
     shown = words(panel(panels, "versions", "single runs"))
     assert [text for text in shown if text.startswith("batch")] == [
         name.format(n, h) for n, h in ((64, 8), (256, 4), (256, 8))
@@ -128,7 +176,9 @@ def test_alike_runs_are_one_bar(tmp_path):
     run = json.loads((RESULTS / "cpu/tiny_llama_v2_readme.json").read_text())
     for ms in (30.0, 10.0, 20.0):
         (tmp_path / str(ms)).mkdir()
-        written(tmp_path / str(ms), "tiny_llama_v2_summary.json", {**run, "timing": {"batch_ms": ms}})
+        written(
+            tmp_path / str(ms), "tiny_llama_v2_summary.json", {**run, "timing": {"batch_ms": ms}}
+        )
     assert build(tmp_path, "--output", tmp_path / "page.html")[0] == 0
     shown = words(panel(page_in(tmp_path / "page.html"), "versions"))
     assert shown[3:6] == ["V2, fused: all", "20.00", "3 runs: 10.00 to 30.00"]
@@ -146,8 +196,16 @@ STUDY = {"environment": HERE, "rows": [{"side": "none", "on": [], "speedup": 1.0
         ("package.json", "{}", "no chart shows"),
         ("rows.json", '{"environment": {"device_name": "x"}, "rows": []}', "without a row"),
         ("study.json", json.dumps(STUDY), "it has no 'model'"),
-        ("tiny_llama_v2.json", json.dumps(STUDY).replace("1.0", '"fast"').replace("none", "all"), "not a number"),
-        ("tiny_llama_v2.json", json.dumps(STUDY).replace("1.0", "NaN").replace("none", "all"), "not a number"),
+        (
+            "tiny_llama_v2.json",
+            json.dumps(STUDY).replace("1.0", '"fast"').replace("none", "all"),
+            "not a number",
+        ),
+        (
+            "tiny_llama_v2.json",
+            json.dumps(STUDY).replace("1.0", "NaN").replace("none", "all"),
+            "not a number",
+        ),
         (None, "", "no results in there"),
     ],
 )
@@ -172,7 +230,9 @@ def test_bad_arguments_and_a_missing_package(tmp_path, monkeypatch):
 
 
 def test_in_a_browser(tmp_path):
-    webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium (requirements-dev.txt)")
+    webdriver = pytest.importorskip(
+        "selenium.webdriver", reason="needs selenium (requirements-dev.txt)"
+    )
     programs = [shutil.which("chromium"), shutil.which("chromedriver")]
     if not all(programs):
         pytest.skip("needs Chromium: apt-get install chromium chromium-driver")
@@ -200,7 +260,9 @@ def test_in_a_browser(tmp_path):
             return browser.find_element("id", f"chart-{chart}").text
 
         def choose(select: str, text: str) -> None:
-            browser.find_element("xpath", f"//select[@id='{select}']/option[text()='{text}']").click()
+            browser.find_element(
+                "xpath", f"//select[@id='{select}']/option[text()='{text}']"
+            ).click()
 
         before = {chart: shown(chart) for chart in dashboard.CHARTS}
         assert all(before.values())
@@ -217,16 +279,26 @@ def test_in_a_browser(tmp_path):
         assert shown("versions") != first
         choose("model", "tiny_llama")
         choose("precision", "fp32")
-        browser.find_element("xpath", "//select[@id='device']/option[starts-with(text(), 'Intel')]").click()
+        browser.find_element(
+            "xpath", "//select[@id='device']/option[starts-with(text(), 'Intel')]"
+        ).click()
         assert shown("versions") != ""
         choose("device", "NVIDIA H100 80GB HBM3")
         browser.execute_cdp_cmd(
-            "Emulation.setDeviceMetricsOverride", {"width": 400, "height": 800, "deviceScaleFactor": 2, "mobile": True}
+            "Emulation.setDeviceMetricsOverride",
+            {"width": 400, "height": 800, "deviceScaleFactor": 2, "mobile": True},
         )
-        assert browser.execute_script("return document.documentElement.scrollWidth") == 400  # a phone's width
+        # a phone's width
+        assert browser.execute_script("return document.documentElement.scrollWidth") == 400
         assert browser.get_log("browser") == []
-        events = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
-        asked = [e["params"]["request"]["url"] for e in events if e["method"] == "Network.requestWillBeSent"]
+        events = [
+            json.loads(entry["message"])["message"] for entry in browser.get_log("performance")
+        ]
+        asked = [
+            e["params"]["request"]["url"]
+            for e in events
+            if e["method"] == "Network.requestWillBeSent"
+        ]
         assert asked
         assert all(url.startswith(("file:", "data:", "blob:")) for url in asked), asked
     finally:

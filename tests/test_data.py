@@ -20,13 +20,33 @@ OPENFOLD = "tiny_openfold_v2"  # the other versions have the same data, which te
 
 def synthetic(**sizes: int) -> dict[str, Tensor]:
     """The first batch of synthetic proteins of these sizes."""
-    argv = [argument for name, value in sizes.items() for argument in (f"--{name.replace('_', '-')}", str(value))]
+    argv = [
+        argument
+        for name, value in sizes.items()
+        for argument in (f"--{name.replace('_', '-')}", str(value))
+    ]
     return batches(OPENFOLD, *argv).next_batch()
 
 
-def real(msa: Path = A3M, structure: Path = CIF, num_seqs: int = 61, seq_len: int = 58, batch_size: int = 1):
-    """The batches of a real protein; the sizes are those of the example, so that nothing is cropped."""
-    sizes = ["--num-seqs", str(num_seqs), "--seq-len", str(seq_len), "--batch-size", str(batch_size)]
+def real(
+    msa: Path = A3M,
+    structure: Path = CIF,
+    num_seqs: int = 61,
+    seq_len: int = 58,
+    batch_size: int = 1,
+):
+    """The batches of a real protein.
+
+    The sizes are those of the example, so that nothing is cropped.
+    """
+    sizes = [
+        "--num-seqs",
+        str(num_seqs),
+        "--seq-len",
+        str(seq_len),
+        "--batch-size",
+        str(batch_size),
+    ]
     return batches(OPENFOLD, *sizes, "--msa", str(msa), "--structure", str(structure))
 
 
@@ -38,7 +58,10 @@ def code(row: str) -> list[int]:
 def rows_of_example() -> list[str]:
     """The rows of the example alignment without their insertions, read in the plainest way."""
     records = A3M.read_text().split(">")[1:]
-    return ["".join(c for c in "".join(record.splitlines()[1:]) if not c.islower()) for record in records]
+    return [
+        "".join(c for c in "".join(record.splitlines()[1:]) if not c.islower())
+        for record in records
+    ]
 
 
 # Synthetic proteins
@@ -65,7 +88,8 @@ def test_consecutive_residues_are_3_8_angstrom_apart():
 
 
 def test_chains_bend_like_proteins():
-    """Residues two apart are 4.5 to 7.6 Angstrom apart, as in real chains: neither folded back nor all straight."""
+    """Residues two apart are 4.5 to 7.6 Angstrom apart, as in real chains: neither folded back
+    nor all straight."""
     coords = synthetic(batch_size=32, seq_len=100)["coords"].double()
     distance = (coords[:, 2:] - coords[:, :-2]).norm(dim=-1)
     assert distance.min() > 4.5
@@ -99,7 +123,11 @@ def test_there_is_always_something_to_predict():
 
 
 def test_synthetic_proteins_are_the_same_for_the_same_seed():
-    first, again, other = batches(OPENFOLD), batches("tiny_openfold_v1"), batches(OPENFOLD, "--seed", "7")
+    first, again, other = (
+        batches(OPENFOLD),
+        batches("tiny_openfold_v1"),
+        batches(OPENFOLD, "--seed", "7"),
+    )
     for _ in range(3):
         batch, same, different = first.next_batch(), again.next_batch(), other.next_batch()
         for name, value in batch.items():
@@ -109,23 +137,30 @@ def test_synthetic_proteins_are_the_same_for_the_same_seed():
 
 
 def partners(coords: np.ndarray) -> list[tuple[int, int]]:
-    """Pairs of residues that touch: nearest to each other, under 8 Angstrom, 3 or more apart in the chain."""
+    """Pairs of residues that touch: nearest to each other, under 8 Angstrom, 3 or more apart in
+    the chain."""
     distance = np.linalg.norm(coords[:, None] - coords, axis=-1)
     index = np.arange(len(coords))
     distance[np.abs(index[:, None] - index) < 3] = np.inf
     nearest = distance.argmin(1)
-    return [(i, j) for i, j in enumerate(nearest) if i < j and nearest[j] == i and distance[i, j] < 8]
+    return [
+        (i, j) for i, j in enumerate(nearest) if i < j and nearest[j] == i and distance[i, j] < 8
+    ]
 
 
 def test_touching_residues_mutate_together():
-    """Whether a residue differs from the query's is correlated between partners and not between others."""
+    """Whether a residue differs from the query's is correlated between partners and not between
+    others."""
     batch = synthetic(batch_size=12, num_seqs=256, seq_len=48)
     touching, others = [], []
     for tokens, coords in zip(batch["true_tokens"].numpy(), batch["coords"].numpy(), strict=True):
         mutated = np.where(tokens == GAP, np.nan, tokens != tokens[0])[1:]
         pairs = partners(coords)
         rng = np.random.default_rng(0)
-        for chosen, result in ((pairs, touching), (rng.integers(48, size=(20, 2)).tolist(), others)):
+        for chosen, result in (
+            (pairs, touching),
+            (rng.integers(48, size=(20, 2)).tolist(), others),
+        ):
             for i, j in chosen:
                 both = ~np.isnan(mutated[:, i] + mutated[:, j])
                 if i != j and (chosen is pairs or ((i, j) not in pairs and (j, i) not in pairs)):
@@ -165,7 +200,9 @@ def test_long_proteins_start_within_2_gb_of_host_memory():
 
 def test_alignment_is_read_without_insertions():
     rows = rows_of_example()
-    assert any(c.islower() for c in A3M.read_text().split("\n", 3)[3]), "the example must have insertions"
+    assert any(c.islower() for c in A3M.read_text().split("\n", 3)[3]), (
+        "the example must have insertions"
+    )
     assert (len(rows), {len(row) for row in rows}) == (61, {58})
     tokens = real().next_batch()["true_tokens"][0].tolist()
     assert tokens[0] == code(rows[0])
@@ -187,7 +224,8 @@ def test_insertions_line_breaks_and_rare_letters(tmp_path: Path):
 
 
 def test_crops_keep_alignment_and_structure_together():
-    """Each sample is a window of the protein: query first, other rows without repetition, and the coordinates of it."""
+    """Each sample is a window of the protein: query first, other rows without repetition, and
+    the coordinates of it."""
     rows = [code(row) for row in rows_of_example()]
     whole = real().next_batch()["coords"][0]
     starts = set()
@@ -206,12 +244,15 @@ def test_crops_keep_alignment_and_structure_together():
 
 
 def expected_coordinates() -> np.ndarray:
-    """C-beta, or C-alpha of glycine, of the example's 58 residues, in the first location where there are several."""
+    """C-beta, or C-alpha of glycine, of the example's 58 residues, in the first location where
+    there are several."""
     import gemmi
 
     chain = gemmi.read_structure(str(CIF))[0]["A"]
     residues = [residue for residue in chain.first_conformer() if residue.find_atom("CA", "*")]
-    atoms = [residue.find_atom("CA" if residue.name == "GLY" else "CB", "*") for residue in residues]
+    atoms = [
+        residue.find_atom("CA" if residue.name == "GLY" else "CB", "*") for residue in residues
+    ]
     return np.array([atom.pos.tolist() for atom in atoms], dtype=np.float32)
 
 
@@ -224,7 +265,8 @@ def test_coordinates_are_those_of_the_structure():
 
 
 def pdb_without(path: Path, *missing: int, other_chain: bool = False) -> Path:
-    """The example as a PDB file without these residues (counted from 0), maybe behind another protein's chain."""
+    """The example as a PDB file without these residues (counted from 0), maybe behind another
+    protein's chain."""
     import gemmi
 
     structure = gemmi.read_structure(str(CIF))
@@ -249,14 +291,18 @@ def test_residue_that_the_structure_lacks_is_not_observed(missing: tuple[int, ..
     batch = real(structure=pdb_without(tmp_path / "gap.pdb", *missing)).next_batch()
     observed = batch["observed"][0].numpy()
     assert np.flatnonzero(~observed).tolist() == list(missing)
-    np.testing.assert_allclose(batch["coords"][0].numpy()[observed], expected_coordinates()[observed], atol=2e-3)
+    np.testing.assert_allclose(
+        batch["coords"][0].numpy()[observed], expected_coordinates()[observed], atol=2e-3
+    )
 
 
 def test_chain_of_the_query_is_found_among_others(tmp_path: Path):
     batch = real(structure=pdb_without(tmp_path / "two.pdb", 30, other_chain=True)).next_batch()
     observed = batch["observed"][0].numpy()
     assert np.flatnonzero(~observed).tolist() == [30]
-    np.testing.assert_allclose(batch["coords"][0].numpy()[observed], expected_coordinates()[observed], atol=2e-3)
+    np.testing.assert_allclose(
+        batch["coords"][0].numpy()[observed], expected_coordinates()[observed], atol=2e-3
+    )
 
 
 # Several proteins
@@ -273,19 +319,29 @@ def half(folder: Path, name: str, columns: int) -> tuple[Path, Path]:
 @pytest.mark.parametrize("as_folder", [False, True], ids=["files", "folder"])
 def test_proteins_smaller_than_the_crop_are_padded(as_folder: bool, tmp_path: Path):
     msa, structure = half(tmp_path, "a", 40)
-    files = [*words("--num-seqs 20 --seq-len 50 --batch-size 8"), "--msa", str(A3M), "--structure", str(CIF)]
+    files = [
+        *words("--num-seqs 20 --seq-len 50 --batch-size 8"),
+        "--msa",
+        str(A3M),
+        "--structure",
+        str(CIF),
+    ]
     more = (tmp_path, tmp_path) if as_folder else (msa, structure)
     source = batches(OPENFOLD, *files, "--msa", str(more[0]), "--structure", str(more[1]))
     batch = source.next_batch()
     small = ~batch["residues"].all(1)
     assert 0 < small.sum() < 8, "crops of both"
     for name, size, whole in (("sequences", 10, 20), ("residues", 40, 50)):
-        assert torch.equal(batch[name], torch.arange(whole) < torch.where(small, size, whole)[:, None]), name
+        assert torch.equal(
+            batch[name], torch.arange(whole) < torch.where(small, size, whole)[:, None]
+        ), name
     there = batch["sequences"][:, :, None] & batch["residues"][:, None]
     assert (batch["true_tokens"][~there] == GAP).all()
     assert not batch["masked"][~there].any()
     assert not batch["observed"][small][:, 40:].any()
-    np.testing.assert_allclose(batch["coords"][small][0, :40].numpy(), expected_coordinates()[:40], atol=2e-3)
+    np.testing.assert_allclose(
+        batch["coords"][small][0, :40].numpy(), expected_coordinates()[:40], atol=2e-3
+    )
 
 
 def test_a_batch_without_padding_has_no_masks():
@@ -300,7 +356,10 @@ def test_an_alignment_without_a_structure_is_one_line(tmp_path: Path):
 
 
 def test_loss_on_the_example_protein_falls(tmp_path: Path):
-    argv = words("--num-steps 40 --warmup-steps 0 --under-profiler --learning-rate 2e-3 --seq-len 16 --num-seqs 4")
+    argv = words(
+        "--num-steps 40 --warmup-steps 0 --under-profiler --learning-rate 2e-3 --seq-len 16 "
+        "--num-seqs 4"
+    )
     result = run_main(OPENFOLD, tmp_path, "--msa", str(A3M), "--structure", str(CIF), *argv)
     assert result.status == 0, result.stderr
     curve = result.summary["loss"]["curve"]

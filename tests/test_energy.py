@@ -9,39 +9,53 @@ import torch
 from conftest import TINY
 
 from analysis_tools import measure_energy
+from workshop import power
 
 
 def test_energy_is_power_times_time(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(measure_energy, "reading", lambda: (200.0, 1500.0))
-    monkeypatch.setattr(measure_energy, "SETTLE", 0.0)
-    monkeypatch.setattr(measure_energy, "PERIOD", 0.001)
+    monkeypatch.setattr(power, "reading", lambda: (200.0, 1500.0))
+    monkeypatch.setattr(power, "SETTLE", 0.0)
+    monkeypatch.setattr(power, "PERIOD", 0.001)
     output, scripts = tmp_path / "energy.json", ["tiny_llama_v1.py", "tiny_llama_v2.py"]
-    argv = ["--scripts", *scripts, "--seconds", "3", "--rounds", "1", "--output", output, "--device", "cpu"]
+    argv = [
+        "--scripts",
+        *scripts,
+        "--seconds",
+        "3",
+        "--rounds",
+        "1",
+        "--output",
+        output,
+        "--device",
+        "cpu",
+    ]
     assert measure_energy.main([*map(str, argv), *TINY["llama"]]) == 0
     first, second = json.loads(output.read_text())["rows"]
     for row in (first, second):
         assert (row["watts"], row["mhz"]) == (200.0, 1500.0)
         assert row["joules_per_step"] == pytest.approx(0.2 * row["batch_ms"])
-        assert row["mj_per_sample"] == pytest.approx(500 * row["joules_per_step"]), "of two samples a step"
+        assert row["mj_per_sample"] == pytest.approx(500 * row["joules_per_step"]), (
+            "of two samples a step"
+        )
     part = second["joules_per_step"] / first["joules_per_step"]
     assert f"{part:.2f} |" in capsys.readouterr().out.splitlines()[-1]
 
 
 def test_readings_of_the_turn_before_do_not_count():
     samples = [(10.5, 900.0, 1980.0), (12.5, 100.0, 1000.0), (13.0, 300.0, 1200.0)]
-    assert measure_energy.means(samples, 10.0) == (200.0, 1100.0)
-    with pytest.raises(measure_energy.ToolError, match="--seconds"):
-        measure_energy.means(samples[:1], 10.0)
+    assert power.means(samples, 10.0) == (200.0, 1100.0)
+    with pytest.raises(power.ToolError, match="--seconds"):
+        power.means(samples[:1], 10.0)
 
 
 def test_a_reading_that_fails_in_a_turn_ends_the_study(monkeypatch):
     def lost() -> tuple[float, float]:
-        raise measure_energy.ToolError("power cannot be read here: the driver is gone", status=4)
+        raise power.ToolError("power cannot be read here: the driver is gone", status=4)
 
-    monkeypatch.setattr(measure_energy, "reading", lost)
-    monkeypatch.setattr(measure_energy, "PERIOD", 0.001)
-    with pytest.raises(measure_energy.ToolError, match="the driver is gone"):
-        measure_energy.take_with_readings(types.SimpleNamespace(take=lambda steps: time.sleep(0.1)), 1)
+    monkeypatch.setattr(power, "reading", lost)
+    monkeypatch.setattr(power, "PERIOD", 0.001)
+    with pytest.raises(power.ToolError, match="the driver is gone"):
+        power.take_with_readings(types.SimpleNamespace(take=lambda steps: time.sleep(0.1)), 1)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has power")

@@ -1,7 +1,8 @@
-"""The commands of README and exercise sheets run as they stand, and the tables of the answers are current.
+"""The commands of README and exercise sheets run as they stand, and the tables of the answers are
+current.
 
-Sheets run with small models and with stand-ins for ROCm's tools. The tools that do it (run_sheet.py and
-small_runs.py in tools/, tables.py in bench/) are tested with made-up sheets.
+Sheets run with small models and with stand-ins for ROCm's tools. The tools that do it (run_sheet.py
+and small_runs.py in tools/, tables.py in bench/) are tested with made-up sheets.
 """
 
 from __future__ import annotations
@@ -26,18 +27,32 @@ from tools.small_runs import COMMON, SIZES, shrink
 
 
 def files_with(mark: str, *patterns: str) -> list[str]:
-    """The files of these patterns that have a line of this form, as paths from the repository's root."""
-    found = (path for pattern in patterns for path in ROOT.glob(pattern) if re.search(mark, path.read_text(), re.M))
+    """The files of these patterns that have a line of this form, as paths from the repository's
+    root."""
+    found = (
+        path
+        for pattern in patterns
+        for path in ROOT.glob(pattern)
+        if re.search(mark, path.read_text(), re.M)
+    )
     return sorted(str(path.relative_to(ROOT)) for path in found)
 
 
-PAGES = ("README.md", "docs/START.md", "docs/MANY_GPUS.md", "docs/INSTRUCTOR.md", "exercises/*/*.md")
+PAGES = (
+    "README.md",
+    "docs/START.md",
+    "docs/MANY_GPUS.md",
+    "docs/INSTRUCTOR.md",
+    "exercises/*/*.md",
+)
 SHEETS = files_with("^```(bash|python)", *PAGES)
 SHEETS = [name for name in SHEETS if not name.endswith("solutions.md")]
 WITH_TABLES = files_with("^<!-- tables?: ", "README.md", "docs/*.md", "exercises/*/*.md")
 WITH_TABLES.remove("docs/ROCM.md")  # its command compiles for minutes
 # What no test may start: an installation, or the tests.
-NOT_HERE = re.compile(r"^[^#\n]*(?:\bpip install|\bvenv\b|environment_setup\.sh|\bpytest\b|\.ci/run)", re.MULTILINE)
+NOT_HERE = re.compile(
+    r"^[^#\n]*(?:\bpip install|\bvenv\b|environment_setup\.sh|\bpytest\b|\.ci/run)", re.MULTILINE
+)
 TIMEOUT = 900
 
 
@@ -62,7 +77,11 @@ class Done:
 
 
 def start(
-    sheet: Path, logs: Path, *argv: object, environment: dict[str, str] | None = None, root: Path = ROOT
+    sheet: Path,
+    logs: Path,
+    *argv: object,
+    environment: dict[str, str] | None = None,
+    root: Path = ROOT,
 ) -> subprocess.Popen:
     """Run a sheet; its stdout and stderr are pipes."""
     command = [sys.executable, root / "tools" / "run_sheet.py", sheet, "--log", logs, *argv]
@@ -89,7 +108,9 @@ def end(process: subprocess.Popen, logs: Path, directory: Path) -> Done:
 @pytest.mark.parametrize("sheet", SHEETS)
 def test_every_block_of_a_sheet_runs_and_prints_what_it_should(sheet: str, tmp_path: Path):
     blocks = parse_sheet((ROOT / sheet).read_text())
-    unmarked = [block.line for block in blocks if NOT_HERE.search(block.text) and not block.not_in_ci]
+    unmarked = [
+        block.line for block in blocks if NOT_HERE.search(block.text) and not block.not_in_ci
+    ]
     assert not unmarked, "these lines need <!-- not run in CI: why -->"
     options = ("--python", forking_python(), "--shrink", "--with-standins", "--ci", "--keep-going")
     done = end(start(ROOT / sheet, tmp_path, *options), tmp_path, ROOT)
@@ -108,8 +129,16 @@ def test_links_between_pages_lead_somewhere():
     def anchor(heading: str) -> str:  # as GitHub makes it
         return re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-")
 
-    pages = [ROOT / name for name in subprocess.check_output(["git", "ls-files", "*.md"], cwd=ROOT, text=True).split()]
-    headings = {page: {anchor(h) for h in re.findall("^#+ (.*)", page.read_text(), re.MULTILINE)} for page in pages}
+    pages = [
+        ROOT / name
+        for name in subprocess.check_output(
+            ["git", "ls-files", "*.md"], cwd=ROOT, text=True
+        ).split()
+    ]
+    headings = {
+        page: {anchor(h) for h in re.findall("^#+ (.*)", page.read_text(), re.MULTILINE)}
+        for page in pages
+    }
     for page in pages:
         for link in re.findall(r"(?:\]\(|src=\")(?!http)([^)\"\s]+)", page.read_text()):
             path, _, part = link.partition("#")
@@ -129,7 +158,11 @@ def run(tmp_path: Path) -> Callable[..., Done]:
         sheet, logs, directory = tmp_path / "sheet.md", tmp_path / "logs", tmp_path / "work"
         sheet.write_text(text)
         directory.mkdir(exist_ok=True)
-        return end(start(sheet, logs, "--directory", directory, *argv, environment=environment), logs, directory)
+        return end(
+            start(sheet, logs, "--directory", directory, *argv, environment=environment),
+            logs,
+            directory,
+        )
 
     return run_text
 
@@ -142,24 +175,32 @@ def sheet_of(*parts: str) -> str:
 
 
 def test_directory_variables_and_functions_carry_over(run):
-    first = (
-        "mkdir -p 'a b'\ncd 'a b'\nTEXT=\"it's \\$two\nlines\"\nLIST=(1 '2 3')\nexport SEEN=yes\nf() { echo \"f $1\"; }"
-    )
+    first = "mkdir -p 'a b'\ncd 'a b'\nTEXT=\"it's \\$two\nlines\"\nLIST=(1 '2 3')\n"
+    first += 'export SEEN=yes\nf() { echo "f $1"; }'
     done = run(
         sheet_of(
             first,
             'pwd\necho "$TEXT"\necho "${LIST[1]}"\nf 7',
-            "```python\nimport os\n\nprint(os.getcwd()[-3:], os.environ['SEEN'], 'TEXT' in os.environ)\n```\n",
+            "```python\nimport os\n\nprint(os.getcwd()[-3:], os.environ['SEEN'], 'TEXT' in "
+            "os.environ)\n```\n",
             "cd ..\npwd",
         )
     )
     assert done.statuses == ["ok"] * 4
-    assert done.log(1).splitlines() == [str(done.directory / "a b"), "it's $two", "lines", "2 3", "f 7"]
+    assert done.log(1).splitlines() == [
+        str(done.directory / "a b"),
+        "it's $two",
+        "lines",
+        "2 3",
+        "f 7",
+    ]
     assert done.log(2) == "a b yes False\n"
     assert done.log(3).strip() == str(done.directory)
 
 
-@pytest.mark.parametrize("command", ["false", "ls nothing | cat; grep x /dev/null", "f() { false; }\nf", "(exit 3)"])
+@pytest.mark.parametrize(
+    "command", ["false", "ls nothing | cat; grep x /dev/null", "f() { false; }\nf", "(exit 3)"]
+)
 def test_a_command_that_fails_ends_its_block_and_the_run(run, command: str):
     done = run(sheet_of("echo begin", f"{command}\necho after", "echo never"))
     assert done.status == 1
@@ -189,7 +230,12 @@ def test_keep_going_runs_the_rest_in_the_same_place(run):
 def test_phrases_are_looked_for_in_stdout_and_stderr(run):
     command = "echo 'Peak memory: 3 MB'\necho warning >&2"
     done = run(
-        sheet_of(command, "Prints: `Peak memory:`,\n`warning`, and more\n", command, "Prints: `Peak`, `Final loss:`\n")
+        sheet_of(
+            command,
+            "Prints: `Peak memory:`,\n`warning`, and more\n",
+            command,
+            "Prints: `Peak`, `Final loss:`\n",
+        )
     )
     assert done.status == 1
     assert done.statuses == ["ok", "failed"]
@@ -204,7 +250,9 @@ def test_blocks_that_ci_cannot_run(run):
     assert done.blocks[0]["remark"] == "needs a screen"
     assert os.listdir(done.directory) == ["two"]
     assert run(text).statuses == ["ok", "ok"]
-    assert run(sheet_of(comment + "\nOnly directly before a block.\n", "true"), "--ci").statuses == ["ok"]
+    assert run(
+        sheet_of(comment + "\nOnly directly before a block.\n", "true"), "--ci"
+    ).statuses == ["ok"]
 
 
 def test_text_blocks_are_not_run(run):
@@ -254,7 +302,9 @@ def test_only_one_exercise(run):
 
 
 def test_seconds_of_each_exercise(run):
-    done = run("## One\n```bash\nsleep 0.2\n```\n```bash\nsleep 0.2\n```\n## Two\n```bash\ntrue\n```\n")
+    done = run(
+        "## One\n```bash\nsleep 0.2\n```\n```bash\nsleep 0.2\n```\n## Two\n```bash\ntrue\n```\n"
+    )
     seconds = json.loads((done.logs / "summary.json").read_text())["seconds"]
     assert list(seconds) == ["One", "Two"]
     assert seconds["One"] == sum(block["seconds"] for block in done.blocks[:2]) > 0.4
@@ -287,7 +337,9 @@ def test_the_scratch_copy_has_what_git_has_or_would_take(tmp_path: Path):
 def alive(pids: list[int]) -> list[int]:
     """Those that still run."""
     return [
-        pid for pid in pids if Path(f"/proc/{pid}/stat").exists() and " Z " not in Path(f"/proc/{pid}/stat").read_text()
+        pid
+        for pid in pids
+        if Path(f"/proc/{pid}/stat").exists() and " Z " not in Path(f"/proc/{pid}/stat").read_text()
     ]
 
 
@@ -355,7 +407,11 @@ def test_small_runs_are_small(script: str):
     args = load(script).parse_args(shrink([f"../{script}.py", "--seed", "3"])[1:])
     assert (args.num_steps, args.warmup_steps, args.seed) == (1, 1, 3)
     assert args.seq_len <= 14
-    width, depth = (args.hidden_dim, args.num_layers) if "llama" in script else (args.pair_dim, args.num_blocks)
+    width, depth = (
+        (args.hidden_dim, args.num_layers)
+        if "llama" in script
+        else (args.pair_dim, args.num_blocks)
+    )
     assert width <= 64
     assert depth == 1
 
@@ -366,32 +422,45 @@ def test_sizes_that_differ_still_do(flag: str):
     for model in SIZES:
         for words in (lambda n: [flag, str(n)], lambda n: [f"{flag}={n}"]):
             commands = [shrink([f"tiny_{model}_v2.py", *words(n)]) for n in values]
-            small = [int(command[len(command) - 1 - command[::-1].index(flag) + 1]) for command in commands]
+            small = [
+                int(command[len(command) - 1 - command[::-1].index(flag) + 1])
+                for command in commands
+            ]
             assert small == sorted(set(small))
             assert all(n <= value for n, value in zip(small, values, strict=True))
             assert small[-1] <= 18
 
 
 def test_what_is_left_alone_when_shrinking():
-    assert shrink(["tiny_other_v1.py", "--seq-len", "128"]) == ["tiny_other_v1.py", "--seq-len", "128"]
+    assert shrink(["tiny_other_v1.py", "--seq-len", "128"]) == [
+        "tiny_other_v1.py",
+        "--seq-len",
+        "128",
+    ]
     bad = shrink(["tiny_llama_v1.py", "--seq-len", "many", "--num-steps", "-3"])
     assert "--seq-len" not in bad[5:]
     assert "--num-steps" not in bad[5:]
 
 
 def test_profilers_shrink_their_script():
-    for script, flag in (("tiny_llama_v1.py", "--hidden-dim"), ("tiny_openfold_v1.py", "--pair-dim")):
+    for script, flag in (
+        ("tiny_llama_v1.py", "--hidden-dim"),
+        ("tiny_openfold_v1.py", "--pair-dim"),
+    ):
         command = shrink(["./run_pytorch_profiler.py", f"--script={script}"])
         assert flag in command
         assert set(COMMON) <= set(command)
     assert "--pair-dim" in shrink(["run_deepspeed_flops.py"])
-    assert "--hidden-dim" in shrink(["setup/validation_scripts/test_training.py", "tiny_llama_v4.py"])
+    assert "--hidden-dim" in shrink(
+        ["setup/validation_scripts/test_training.py", "tiny_llama_v4.py"]
+    )
 
 
 # Shows what it was started with.
 NOTES = """
 import json, os, sys
-print(json.dumps([sys.argv, os.getcwd(), os.environ.get("NOTE"), sys.stdin.read(), sys.path[0], __file__]))
+said = [sys.argv, os.getcwd(), os.environ.get("NOTE"), sys.stdin.read(), sys.path[0], __file__]
+print(json.dumps(said))
 print("to stderr", file=sys.stderr)
 if "--fail" in sys.argv:
     raise ValueError("no")
@@ -405,26 +474,44 @@ def test_a_small_run_gets_what_its_script_would_get(run, tmp_path: Path):
     done = run(
         sheet_of(
             "NOTE=first python ../tiny_notes_v1.py 'a b' 0 2>errors\ncat errors",
-            "mkdir x; cd x\necho input | python3 ../../tiny_notes_v1.py 3 2>errors | cat\necho ${PIPESTATUS[1]}",
+            "mkdir x; cd x\necho input | python3 ../../tiny_notes_v1.py 3 2>errors | cat\necho "
+            "${PIPESTATUS[1]}",
             f'python {script} --fail || echo "status $?"',
             f"python -c 'print(1)'\npython {ROOT}/tiny_llama_v2.py --hidden-dim many || echo $?",
-            f"python {ROOT}/tiny_llama_v2.py --seq-len 128 --under-profiler --profile-dir here --enable-torch-compile",
+            f"python {ROOT}/tiny_llama_v2.py --seq-len 128 --under-profiler --profile-dir here "
+            "--enable-torch-compile",
         ),
         "--shrink",
     )
     assert done.statuses == ["ok"] * 5, done.stdout
     first, errors = done.log(0).splitlines()
     where = [str(tmp_path), str(script)]
-    assert json.loads(first) == [[str(script), "a b", "0"], str(done.directory), "first", "", *where]
+    assert json.loads(first) == [
+        [str(script), "a b", "0"],
+        str(done.directory),
+        "first",
+        "",
+        *where,
+    ]
     assert errors == "to stderr"
     second, status = done.log(1).splitlines()
-    assert json.loads(second) == [[str(script), "3"], str(done.directory / "x"), None, "input\n", *where]
+    assert json.loads(second) == [
+        [str(script), "3"],
+        str(done.directory / "x"),
+        None,
+        "input\n",
+        *where,
+    ]
     assert status == "3"
     assert "ValueError: no" in done.log(2)
     assert done.log(2).endswith("status 1\n")
     assert (done.log(3).splitlines()[0], done.log(3).splitlines()[-1]) == ("1", "2")
     result = json.loads((done.directory / "x" / "here" / "tiny_llama_v2_summary.json").read_text())
-    assert (result["status"], result["config"]["seq_len"], result["training"]["num_steps"]) == ("ok", 12, 1)
+    assert (result["status"], result["config"]["seq_len"], result["training"]["num_steps"]) == (
+        "ok",
+        12,
+        1,
+    )
 
 
 # --- bench/tables.py
@@ -449,7 +536,9 @@ def test_tables_are_written_and_checked(tmp_path: Path):
     assert f"{file}:10: " in done.stderr
     assert "old" in file.read_text()
     assert tables(file).returncode == 0
-    assert file.read_text() == table_of(commands[0], "| a |\n| - |\n") + table_of(commands[1], "| b |\n")
+    assert file.read_text() == table_of(commands[0], "| a |\n| - |\n") + table_of(
+        commands[1], "| b |\n"
+    )
     assert tables("--check", file).returncode == 0
 
 
@@ -463,11 +552,16 @@ def test_a_marker_can_take_some_of_the_tables_that_its_command_prints(tmp_path: 
         text = file.read_text().replace('"MB"', f'"{wrong}"')
         (tmp_path / "wrong.md").write_text(text)
         done = tables(tmp_path / "wrong.md")
-        assert (done.returncode, f"one table that begins with '{wrong}'" in done.stderr) == (1, True)
+        assert (done.returncode, f"one table that begins with '{wrong}'" in done.stderr) == (
+            1,
+            True,
+        )
         assert (tmp_path / "wrong.md").read_text() == text
 
 
-@pytest.mark.parametrize("command", ["sh -c 'echo x; exit 3'", "true", "no_such_program", "echo 'x", "  "])
+@pytest.mark.parametrize(
+    "command", ["sh -c 'echo x; exit 3'", "true", "no_such_program", "echo 'x", "  "]
+)
 def test_a_command_without_a_table_changes_nothing(tmp_path: Path, command: str):
     file = tmp_path / "x.md"
     text = table_of("echo new", "old\n") + table_of(command, "old\n")

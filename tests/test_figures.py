@@ -1,4 +1,5 @@
-"""The figures: drawn again they are the committed ones, their numbers are those of the files, their text is large."""
+"""The figures: drawn again they are the committed ones, their numbers are those of the files,
+their text is large."""
 
 from __future__ import annotations
 
@@ -18,7 +19,10 @@ COMMITTED = sorted((ROOT / "docs/figures").glob("*.svg"))
 
 
 def elements(path: Path) -> list[tuple[str, str]]:
-    """What a picture says and where, coordinates to a tenth of a pixel; nothing that another matplotlib may change."""
+    """What a picture says and where, coordinates to a tenth of a pixel.
+
+    Nothing that another matplotlib may change.
+    """
     found = []
     for element in ElementTree.parse(path).iter():
         kind = element.tag.rpartition("}")[2]
@@ -53,21 +57,35 @@ def test_text_is_large_inside_the_picture_and_beside_other_text(path):
     assert min(text.get_fontsize() for text in texts) >= figures.SMALL
     boxes = [text.get_window_extent() for text in texts]
     for i, (text, box) in enumerate(zip(texts, boxes, strict=True)):
-        assert sheet.figure.bbox.count_contains([(box.x0, box.y0), (box.x1, box.y1)]) == 2, text.get_text()
-        assert not [other.get_text() for other, its in zip(texts[:i], boxes, strict=False) if box.overlaps(its)]
+        assert sheet.figure.bbox.count_contains([(box.x0, box.y0), (box.x1, box.y1)]) == 2, (
+            text.get_text()
+        )
+        assert not [
+            other.get_text()
+            for other, its in zip(texts[:i], boxes, strict=False)
+            if box.overlaps(its)
+        ]
     assert f">{texts[0].get_text()}</text>" in path.read_text()  # it can be searched and selected
 
 
 def test_residual_norm_draws_as_many_trips_as_were_counted():
-    rows = {row["what"]: row for row in figures.read(figures.H100 / "exercises_v3/rms_norm.json")["rows"]}
+    rows = {
+        row["what"]: row
+        for row in figures.read(figures.H100 / "exercises_v3/rms_norm.json")["rows"]
+    }
     tensor = rows["V3"]["bytes"] / 2
-    assert sum(len(kinds) for _, kinds in figures.NORM) == round(rows["the formula, as in V1"]["bytes"] / tensor)
+    assert sum(len(kinds) for _, kinds in figures.NORM) == round(
+        rows["the formula, as in V1"]["bytes"] / tensor
+    )
 
 
 def test_memory_of_a_step_has_a_bar_for_each_version_and_its_sum(tmp_path, monkeypatch):
     monkeypatch.setattr(figures, "H100", tmp_path)
     purposes = dict.fromkeys((key for key, _, _ in figures.PURPOSES), 250_000_000)
-    rows = [{"shape": "tiny_openfold, crop", "version": name, "parts": purposes} for name in ("V1", "V3")]
+    rows = [
+        {"shape": "tiny_openfold, crop", "version": name, "parts": purposes}
+        for name in ("V1", "V3")
+    ]
     (tmp_path / "memory_by_purpose.json").write_text(json.dumps({"rows": rows}))
     said = words(figures.memory_of_a_step())
     assert said.count("2.00 GB") == 2
@@ -76,9 +94,18 @@ def test_memory_of_a_step_has_a_bar_for_each_version_and_its_sum(tmp_path, monke
 
 def test_the_trunk_shows_each_side_that_finished_where_it_was_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(figures, "H100", tmp_path)
-    measured = {"V3": (221.0, 42e3), "V3, checkpointed": (290.0, 5e3), "V2, checkpointed": (640.0, 7e3)}
-    rows = [{"shape": "128 x 256", "side": n, "batch_ms": ms, "peak_mb": mb} for n, (ms, mb) in measured.items()]
-    rows += [{"shape": "128 x 256", "side": n, "status": "oom"} for n in ("V2", "V1", "V1, checkpointed")]
+    measured = {
+        "V3": (221.0, 42e3),
+        "V3, checkpointed": (290.0, 5e3),
+        "V2, checkpointed": (640.0, 7e3),
+    }
+    rows = [
+        {"shape": "128 x 256", "side": n, "batch_ms": ms, "peak_mb": mb}
+        for n, (ms, mb) in measured.items()
+    ]
+    rows += [
+        {"shape": "128 x 256", "side": n, "status": "oom"} for n in ("V2", "V1", "V1, checkpointed")
+    ]
     (tmp_path / "trunk.json").write_text(json.dumps({"rows": rows}))
     axes = figures.trunk().figure.axes[1]
     points = {tuple(line.get_xydata()[0]) for line in axes.lines if line.get_marker() == "o"}
@@ -89,7 +116,9 @@ def test_the_trunk_shows_each_side_that_finished_where_it_was_measured(tmp_path,
 
 def test_what_is_kept_is_told_apart_by_what_it_is_for():
     argv = [*TINY["llama"], "--device", "cpu", "--use-amp"]
-    rows = {v: memory_by_purpose.measure(load(f"tiny_llama_{v}"), argv)["parts"] for v in ("v1", "v2")}
+    rows = {
+        v: memory_by_purpose.measure(load(f"tiny_llama_{v}"), argv)["parts"] for v in ("v1", "v2")
+    }
     args = load("tiny_llama_v1").parse_args(argv)
     parameters = [*load("tiny_llama_v1").build_model(args, CPU).parameters()]
     scores = 4 * args.batch_size * args.num_heads * args.seq_len**2 * args.num_layers
@@ -98,14 +127,20 @@ def test_what_is_kept_is_told_apart_by_what_it_is_for():
         assert row["weight_copies"] == 2 * sum(p.numel() for p in parameters if p.dim() == 2)
         assert row["rest"] == row["triangle"] == 0  # on a CPU nobody asks the allocator
     assert rows["v1"]["attention"] - rows["v2"]["attention"] > scores  # and bf16 copies of them
-    assert rows["v1"]["weights"] - rows["v2"]["weights"] == args.num_layers * args.seq_len**2 * 4  # masks
+    # masks
+    assert rows["v1"]["weights"] - rows["v2"]["weights"] == args.num_layers * args.seq_len**2 * 4
 
 
 def test_modules_move_under_the_roof_by_their_bytes_and_times(tmp_path, monkeypatch):
     monkeypatch.setattr(figures, "H100", tmp_path)
     (tmp_path / "roofline/bf16").mkdir(parents=True)
     for version, moved in (("v1", 4e8), ("v4", 1e8)):
-        names = {"layers.*.input_layernorm": 0, "norm": 0, "layers.* (rest)": 0, "layers.*.self_attn": 34e9}
+        names = {
+            "layers.*.input_layernorm": 0,
+            "norm": 0,
+            "layers.* (rest)": 0,
+            "layers.*.self_attn": 34e9,
+        }
         rows = [
             {"module": name, "flop": flop, "bytes": moved, "ms": moved / 3e9}
             for name, flop in {**names, "layers.*.mlp": 103e9}.items()
@@ -126,19 +161,33 @@ def test_modules_move_under_the_roof_by_their_bytes_and_times(tmp_path, monkeypa
 
 
 def test_the_contact_sheet_has_every_figure_as_on_half_a_page(tmp_path):
-    status, out, _ = captured(figures.main, ["add_relu", "attention", "--contact-sheet", str(tmp_path / "all.png")])
+    status, out, _ = captured(
+        figures.main, ["add_relu", "attention", "--contact-sheet", str(tmp_path / "all.png")]
+    )
     assert (status, out.strip()) == (0, str(tmp_path / "all.png"))
     height, width, _ = figures.matplotlib.image.imread(tmp_path / "all.png").shape
     assert (width, height) == (2 * 420, 500 / 2 + 20)  # side by side, the higher one and its margin
 
 
 def trace(folder: Path, launch_every: float, graph: bool) -> Path:
-    """A run's trace and result file: two steps of five layers, each a norm, a GEMM and an addition."""
+    """A run's trace and result file: two steps of five layers, each a norm, a GEMM and an
+    addition."""
     events, correlation = [], 0
     folder.mkdir()
 
     def add(cat: str, name: str, ts: float, dur: float, **args: object) -> None:
-        events.append({"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "pid": 1, "tid": 1, "args": args})
+        events.append(
+            {
+                "ph": "X",
+                "cat": cat,
+                "name": name,
+                "ts": ts,
+                "dur": dur,
+                "pid": 1,
+                "tid": 1,
+                "args": args,
+            }
+        )
 
     for step in range(3):
         time = 10_000.0 * step
@@ -149,7 +198,11 @@ def trace(folder: Path, launch_every: float, graph: bool) -> Path:
             add("cuda_runtime", "cudaGraphLaunch", time + 5, 9, correlation=correlation)
         for layer in range(5):
             begin = time = time + 10
-            for name in ("rms_norm_forward_kernel", "cutlass_gemm", "vectorized_elementwise_kernel"):
+            for name in (
+                "rms_norm_forward_kernel",
+                "cutlass_gemm",
+                "vectorized_elementwise_kernel",
+            ):
                 if not graph:
                     correlation += 1
                     add("cuda_runtime", "cudaLaunchKernel", time, 4, correlation=correlation)
@@ -160,14 +213,25 @@ def trace(folder: Path, launch_every: float, graph: bool) -> Path:
             if not graph:
                 add("user_annotation", f"layers.{layer}", begin - 1, time - begin)
                 add("user_annotation", f"layers.{layer}.input_layernorm", begin - 1, 2)
-    (folder / "tiny_llama_v3_trace.json.gz").write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
-    summary = {"environment": {"device_name": "GPU"}, "config": {}, "training": {"cuda_graph": graph}}
+    (folder / "tiny_llama_v3_trace.json.gz").write_bytes(
+        gzip.compress(json.dumps({"traceEvents": events}).encode())
+    )
+    summary = {
+        "environment": {"device_name": "GPU"},
+        "config": {},
+        "training": {"cuda_graph": graph},
+    }
     (folder / "tiny_llama_v3_summary.json").write_text(json.dumps(summary))
     return folder
 
 
-def test_the_timeline_keeps_two_layers_of_eager_steps_and_the_same_kernels_of_a_graph(tmp_path, monkeypatch):
-    runs = [f"V3, eager={trace(tmp_path / 'eager', 20, False)}", f"V3, graph={trace(tmp_path / 'graph', 20, True)}"]
+def test_the_timeline_keeps_two_layers_of_eager_steps_and_the_same_kernels_of_a_graph(
+    tmp_path, monkeypatch
+):
+    runs = [
+        f"V3, eager={trace(tmp_path / 'eager', 20, False)}",
+        f"V3, graph={trace(tmp_path / 'graph', 20, True)}",
+    ]
     status, table, errors = captured(timeline.main, [str(tmp_path / "timeline.json"), *runs])
     assert (status, errors) == (0, "")
     eager, graph = json.loads((tmp_path / "timeline.json").read_text())["traces"]

@@ -51,11 +51,15 @@ def shown(path: Path, cwd: Path, **environment: str) -> list:
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize(("argv", "program"), [(["-c", "PROGRAM", "x"], ""), (["-", "x"], "PROGRAM")])
+@pytest.mark.parametrize(
+    ("argv", "program"), [(["-c", "PROGRAM", "x"], ""), (["-", "x"], "PROGRAM")]
+)
 def test_a_program_without_a_file(argv: list[str], program: str):
     shows = "import sys\nprint(sys.argv, repr(sys.path[0]), __name__, 'torch' in sys.modules)"
     argv = [word.replace("PROGRAM", shows) for word in argv]
-    done = subprocess.run([forking_python(), *argv], input=program and shows, capture_output=True, text=True)
+    done = subprocess.run(
+        [forking_python(), *argv], input=program and shows, capture_output=True, text=True
+    )
     assert (done.stdout, done.stderr) == (f"['{argv[0]}', 'x'] '' __main__ True\n", "")
 
 
@@ -114,7 +118,9 @@ def test_nothing_outlives_a_program_or_its_caller(program, how: str):
 @pytest.mark.parametrize(("interpret", "fresh"), [("0", True), ("1", False)])
 def test_a_puzzle_is_no_fork_of_a_process_that_compiles_kernels(interpret, fresh, program):
     path = program("from exercises.puzzles.checker import Puzzle\n")
-    three_files = mock.patch.object(os, "listdir", return_value=range(4))  # and the one that lists them
+    three_files = mock.patch.object(
+        os, "listdir", return_value=range(4)
+    )  # and the one that lists them
     with mock.patch.dict(os.environ, TRITON_INTERPRET=interpret), three_files:
         server = fork_server.settings(os.environ)
         assert fork_server.needs_fresh_process([str(path)], server) == fresh

@@ -33,12 +33,16 @@ from conftest import (
 )
 
 every_setting = pytest.mark.parametrize(("script", "argv"), ALL_SETTINGS)
-# Triton's kernels run in Python here, so there is time for short runs with all of them only, of a single layer.
+# Triton's kernels run in Python here, so there is time for short runs with all of them only, of a
+# single layer.
 every_long_run = pytest.mark.parametrize(
-    ("script", "argv"), [s for s in ALL_SETTINGS if s.values[0] not in TRITON or s.id.endswith("all-on")]
+    ("script", "argv"),
+    [s for s in ALL_SETTINGS if s.values[0] not in TRITON or s.id.endswith("all-on")],
 )
 both_models = pytest.mark.parametrize("script", [f"tiny_{model}_v2" for model in MODELS])
-TWENTY_STEPS = words("--num-steps 20 --warmup-steps 0 --under-profiler --learning-rate 1e-3 --batch-size 1")
+TWENTY_STEPS = words(
+    "--num-steps 20 --warmup-steps 0 --under-profiler --learning-rate 1e-3 --batch-size 1"
+)
 SMALLEST = {
     "llama": words("--num-layers 1 --seq-len 8 --batch-size 1"),
     "openfold": words("--num-seqs 2 --seq-len 6 --batch-size 1"),
@@ -71,7 +75,8 @@ def curve(script: str, *argv: str) -> list[float]:
 def assert_every_gradient(found: dict[str, torch.Tensor]) -> None:
     for name, gradient in found.items():
         assert gradient.isfinite().all(), name
-        if "msa_att_row.layer_norm_z.bias" not in name:  # zero: a softmax does not notice a shift of its arguments
+        # zero: a softmax does not notice a shift of its arguments
+        if "msa_att_row.layer_norm_z.bias" not in name:
             assert gradient.abs().max() > 0, name
 
 
@@ -82,7 +87,9 @@ def test_initial_weights_are_those_of_v1(script: str, argv: list[str]):
     for name, value in expected.items():
         assert torch.equal(found[name], value), name
     other = build(script, *argv, "--seed", "7").state_dict()
-    assert any(not torch.equal(other[name], value) for name, value in expected.items()), "the seed must matter"
+    assert any(not torch.equal(other[name], value) for name, value in expected.items()), (
+        "the seed must matter"
+    )
 
 
 @every_setting
@@ -127,7 +134,11 @@ def test_weights_load_both_ways_and_from_a_file(script: str, argv: list[str], tm
 @every_setting
 def test_a_missing_weight_is_reported(script: str, argv: list[str]):
     names = {
-        "llama": ("embed_tokens.weight", "layers.1.self_attn.k_proj.weight", "layers.0.mlp.up_proj.weight"),
+        "llama": (
+            "embed_tokens.weight",
+            "layers.1.self_attn.k_proj.weight",
+            "layers.0.mlp.up_proj.weight",
+        ),
         "openfold": ("blocks.0.msa_att_row.linear_k.weight", "blocks.0.tri_mul_in.linear_b_g.bias"),
     }
     for name in names[model_of(script)]:
@@ -168,7 +179,9 @@ def test_loss_curve_is_that_of_v1(script: str, argv: list[str]):
 @pytest.mark.slow
 @pytest.mark.parametrize("script", [script for script in TRITON if model_of(script) == "llama"])
 def test_loss_curve_of_twenty_steps_is_that_of_v1(script: str):
-    assert curve(script, *TWENTY_STEPS) == pytest.approx(curve(baseline(script), *TWENTY_STEPS), rel=1e-3)
+    assert curve(script, *TWENTY_STEPS) == pytest.approx(
+        curve(baseline(script), *TWENTY_STEPS), rel=1e-3
+    )
 
 
 @both_models
@@ -213,7 +226,11 @@ def test_single_flags_win_over_presets_in_any_order(flag: str):
         assert fusions_of(*order) == all_but(flag, rest=False)
     for order in itertools.permutations(("--enable-all-fusion", f"--disable-{flag}")):
         assert fusions_of(*order) == all_but(flag)
-    assert fusions_of(f"--disable-{flag}") == fusions_of(f"--disable-{flag}", f"--disable-{flag}") == all_but(flag)
+    assert (
+        fusions_of(f"--disable-{flag}")
+        == fusions_of(f"--disable-{flag}", f"--disable-{flag}")
+        == all_but(flag)
+    )
     assert fusions_of(f"--enable-{flag}") == all_but()
 
 
@@ -228,12 +245,24 @@ def test_a_flag_and_its_opposite_are_refused(flag: str, run):
     [
         ("tiny_llama_v3", "--disable-flash-attention", "flash_attention", "triton-attention"),
         ("tiny_openfold_v3", "--disable-flash-attention", "flash_attention", "triton-attention"),
-        ("tiny_llama_v4", "--disable-all-fusion --enable-rotary-fusion", "rotary_fusion", "triton-rotary"),
+        (
+            "tiny_llama_v4",
+            "--disable-all-fusion --enable-rotary-fusion",
+            "rotary_fusion",
+            "triton-rotary",
+        ),
         ("tiny_llama_v4", "--disable-all-fusion --enable-overlap", "overlap", "graph"),
-        ("tiny_openfold_v3", "--disable-all-fusion --enable-cast-fusion", "cast_fusion", "--use-amp"),
+        (
+            "tiny_openfold_v3",
+            "--disable-all-fusion --enable-cast-fusion",
+            "cast_fusion",
+            "--use-amp",
+        ),
     ],
 )
-def test_a_flag_without_effect_is_said_and_not_reported_as_in_effect(script: str, argv: str, name: str, why: str, run):
+def test_a_flag_without_effect_is_said_and_not_reported_as_in_effect(
+    script: str, argv: str, name: str, why: str, run
+):
     short = words("--num-steps 1 --warmup-steps 0 --under-profiler")
     result = run(script, *words(argv), *short, *SMALLEST[model_of(script)])
     assert result.status == 0
@@ -276,9 +305,13 @@ def test_a_fusion_of_v2_that_changes_nothing_later_is_said_to(script: str):
     all_on, said = operators_and_weights(), parse(script).without_effect
     for flag, name, _ in load(f"tiny_{model_of(script)}_v2").FUSIONS:
         if operators_and_weights(f"--disable-{flag}") == all_on:
-            assert name in said, f"--disable-{flag} changes nothing in {script}.py: without_effect has to say why"
+            assert name in said, (
+                f"--disable-{flag} changes nothing in {script}.py: without_effect has to say why"
+            )
         else:
-            assert name not in said, f"--disable-{flag} changes {script}.py, and without_effect says it does not"
+            assert name not in said, (
+                f"--disable-{flag} changes {script}.py, and without_effect says it does not"
+            )
 
 
 def test_fusions_that_are_on_anyhow_are_said(run):
@@ -291,18 +324,27 @@ def test_fusions_that_are_on_anyhow_are_said(run):
 
 @pytest.mark.parametrize("flag", FLAGS)
 def test_result_says_which_fusions_ran(flag: str, run):
-    result = run(SCRIPT, "--disable-all-fusion", f"--enable-{flag}", "--under-profiler", "--num-steps", "1")
+    result = run(
+        SCRIPT, "--disable-all-fusion", f"--enable-{flag}", "--under-profiler", "--num-steps", "1"
+    )
     assert result.status == 0
     assert result.summary["fusions"] == {a: f == flag for f, a, _ in load(SCRIPT).FUSIONS}
     first_line = result.stdout.splitlines()[0]
     assert [f for f in FLAGS if f in first_line] == [flag]
 
 
-@pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"])
+@pytest.mark.parametrize(
+    "mode", ["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
+)
 def test_torch_compile_modes(mode: str, run):
     args = parse(SCRIPT, "--enable-torch-compile", "--torch-compile-mode", mode)
     assert (args.torch_compile, args.torch_compile_mode) == (True, mode)
-    assert_one_error(run(SCRIPT, "--torch-compile-mode", mode), 2, "--torch-compile-mode", "--enable-torch-compile")
+    assert_one_error(
+        run(SCRIPT, "--torch-compile-mode", mode),
+        2,
+        "--torch-compile-mode",
+        "--enable-torch-compile",
+    )
 
 
 def test_amp_dtype_without_use_amp_is_refused(run):
@@ -325,7 +367,15 @@ def test_v1_has_nothing_to_enable(script: str, run):
 @both_models
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_loss_falls_in_mixed_precision(script: str, dtype: str, tmp_path: Path):
-    argv = ["--num-steps", "60", "--warmup-steps", "0", "--learning-rate", "3e-3", "--under-profiler"]
+    argv = [
+        "--num-steps",
+        "60",
+        "--warmup-steps",
+        "0",
+        "--learning-rate",
+        "3e-3",
+        "--under-profiler",
+    ]
     result = run_main(script, tmp_path, *argv, "--use-amp", "--amp-dtype", dtype)
     assert result.status == 0, result.stderr
     assert result.summary["training"]["use_amp"] is True
@@ -352,8 +402,12 @@ def test_use_amp_computes_in_the_chosen_type():
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=[pytest.mark.slow, needs_compiler])])
-def test_torch_compile_follows_the_same_loss_curve(backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=[pytest.mark.slow, needs_compiler])]
+)
+def test_torch_compile_follows_the_same_loss_curve(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     compile_with, calls = torch.compile, []
 
@@ -372,10 +426,16 @@ def test_torch_compile_follows_the_same_loss_curve(backend: str, tmp_path: Path,
     assert compiled.status == 0, compiled.stderr
     assert calls[:12] == 12 * [mode[1]], "what is compiled is what trains"
     assert compiled.summary["training"]["torch_compile"] is True
-    assert compiled.summary["loss"]["curve"] == pytest.approx(eager.summary["loss"]["curve"], rel=1e-3)
+    assert compiled.summary["loss"]["curve"] == pytest.approx(
+        eager.summary["loss"]["curve"], rel=1e-3
+    )
     overhead = compiled.summary["timing"]["compilation_overhead_ms"]
     assert f"Compilation overhead: {overhead:.1f} ms" in compiled.stdout
-    assert re.search(r"^Warmup step time: .* ms \(first step, includes compilation\)$", compiled.stdout, re.MULTILINE)
+    assert re.search(
+        r"^Warmup step time: .* ms \(first step, includes compilation\)$",
+        compiled.stdout,
+        re.MULTILINE,
+    )
     assert re.search(r"^compiling", compiled.stdout, re.MULTILINE), "what takes long is announced"
     assert not re.search("Compilation overhead|^compiling", eager.stdout, re.MULTILINE)
     assert "compilation_overhead_ms" not in eager.summary["timing"]

@@ -1,4 +1,5 @@
-"""What only a GPU can show: its own kernels compute the same, and there are fewer of them with fusions."""
+"""What only a GPU can show: its own kernels compute the same, and there are fewer of them with
+fusions."""
 
 from __future__ import annotations
 
@@ -44,12 +45,15 @@ PRECISIONS = {
 }
 every_v2 = pytest.mark.parametrize("script", ["tiny_llama_v2", "tiny_openfold_v2"])
 with_triton = pytest.mark.parametrize("script", TRITON)
-every_fused = pytest.mark.parametrize("script", [script for script in SCRIPTS if not script.endswith("v1")])
+every_fused = pytest.mark.parametrize(
+    "script", [script for script in SCRIPTS if not script.endswith("v1")]
+)
 
 
 @pytest.fixture(autouse=True)
 def freed():
-    """What a test leaves on the device, graphs of torch.compile above all, is not counted in the next one's memory."""
+    """What a test leaves on the device, graphs of torch.compile above all, is not counted in the
+    next one's memory."""
     yield
     free_memory()
 
@@ -67,7 +71,11 @@ def outputs_loss_gradients(script: str, argv: list[str], amp: bool) -> tuple:
             outputs = model(**inputs)
         loss = model(**batch)
     loss.backward()
-    return outputs if isinstance(outputs, dict) else {"logits": outputs}, loss.item(), gradients(model)
+    return (
+        outputs if isinstance(outputs, dict) else {"logits": outputs},
+        loss.item(),
+        gradients(model),
+    )
 
 
 @every_setting
@@ -85,15 +93,21 @@ def test_fused_is_as_near_to_float32_as_v1_in_bfloat16(script: str, argv: list[s
     """bfloat16 has 8 bits: what counts is that fusing does not lose more of them than V1 loses."""
     baseline = f"tiny_{model_of(script)}_v1"
     exact = outputs_loss_gradients(baseline, [], amp=False)
-    expected, found = outputs_loss_gradients(baseline, [], amp=True), outputs_loss_gradients(script, argv, amp=True)
+    expected, found = (
+        outputs_loss_gradients(baseline, [], amp=True),
+        outputs_loss_gradients(script, argv, amp=True),
+    )
     for name, value in exact[0].items():
-        before, after = (relative_difference(result[0][name], value) for result in (expected, found))
+        before, after = (
+            relative_difference(result[0][name], value) for result in (expected, found)
+        )
         assert before > 0, "bfloat16 must be used"
         assert after < 2 * before + 0.01, name
     assert found[1] == pytest.approx(exact[1], rel=0.05)
     norm = sum(float(g.square().sum()) for g in exact[2].values()) ** 0.5
     before, after = (
-        sum(float((r[2][n] - g).square().sum()) for n, g in exact[2].items()) ** 0.5 / norm for r in (expected, found)
+        sum(float((r[2][n] - g).square().sum()) for n, g in exact[2].items()) ** 0.5 / norm
+        for r in (expected, found)
     )
     assert after < 2 * before + 0.01
 
@@ -106,7 +120,10 @@ def test_kernels_are_counted_and_fewer_with_fusions(script: str, tmp_path: Path)
     assert kernels["unit"] == "kernels"
     assert 0 < kernels["per_step"] < kernels["all_off"]
     assert kernels["host_launches"] > 0
-    assert f"Kernels per step: {kernels['per_step']} (all fusions off: {kernels['all_off']})" in result.stdout
+    assert (
+        f"Kernels per step: {kernels['per_step']} (all fusions off: {kernels['all_off']})"
+        in result.stdout
+    )
     assert "Host launches per step: " in result.stdout
     assert result.summary["environment"]["device"] == "cuda"
 
@@ -121,7 +138,9 @@ def test_peak_memory_is_the_allocators(script: str, tmp_path: Path):
 @pytest.mark.parametrize("precision", PRECISIONS)
 @every_fused
 def test_verify_accuracy_passes_on_a_gpu(script: str, precision: str, tmp_path: Path):
-    result = run_main(script, tmp_path, "--verify-accuracy", "--device", "cuda", *PRECISIONS[precision])
+    result = run_main(
+        script, tmp_path, "--verify-accuracy", "--device", "cuda", *PRECISIONS[precision]
+    )
     assert result.status == 0, result.stdout
 
 
@@ -129,7 +148,9 @@ def test_verify_accuracy_passes_on_a_gpu(script: str, precision: str, tmp_path: 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_no_wrong_gradient_passes_at_real_sizes(script: str, precision: str):
     module = load(script)
-    passed, judged = faults_that_pass(module, module.parse_args(["--device", "cuda", *PRECISIONS[precision]]))
+    passed, judged = faults_that_pass(
+        module, module.parse_args(["--device", "cuda", *PRECISIONS[precision]])
+    )
     assert passed == []
     assert judged > 60
 
@@ -153,7 +174,9 @@ TWENTY = ["--num-steps", "20", "--warmup-steps", "3"]
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_graph_trains_bit_for_bit_like_the_same_steps_without(script: str, precision: str, tmp_path: Path):
+def test_a_graph_trains_bit_for_bit_like_the_same_steps_without(
+    script: str, precision: str, tmp_path: Path
+):
     """With --deterministic; otherwise two runs without a graph differ, too."""
     argv = [*TWENTY, "--under-profiler", "--deterministic", *PRECISIONS[precision]]
     eager = run_main(script, tmp_path / "eager", *argv, *EAGER)
@@ -167,7 +190,9 @@ def test_a_graph_trains_bit_for_bit_like_the_same_steps_without(script: str, pre
 def test_triton_kernels_follow_the_loss_curve_of_v1(script: str, tmp_path: Path):
     argv = [*TWENTY, "--under-profiler", "--device", "cuda"]
     expected = run_main(f"{script[:-1]}1", tmp_path / "v1", *argv).summary["loss"]["curve"]
-    assert run_main(script, tmp_path / script, *argv).summary["loss"]["curve"] == pytest.approx(expected, rel=1e-3)
+    assert run_main(script, tmp_path / script, *argv).summary["loss"]["curve"] == pytest.approx(
+        expected, rel=1e-3
+    )
 
 
 @pytest.mark.parametrize("script", ["tiny_llama_v2", *TRITON])
@@ -194,20 +219,24 @@ def test_a_graph_is_one_launch_of_the_same_kernels(script: str, tmp_path: Path):
 
 @every_fused
 def test_the_peak_of_a_graph_includes_its_private_pool(script: str, tmp_path: Path):
-    """Both without what there was before: what earlier tests left on the GPU, and cuBLAS's workspaces."""
+    """Both without what there was before: what earlier tests left on the GPU, and cuBLAS's
+    workspaces."""
     argv, own = ["--batch-size", "64", "--under-profiler", *TWENTY], {}
-    for name, graph in (("first", GRAPH), ("eager", EAGER), ("graph", GRAPH)):  # the first makes the workspaces
+    # the first makes the workspaces
+    for name, graph in (("first", GRAPH), ("eager", EAGER), ("graph", GRAPH)):
         free_memory()
         result = run_main(script, tmp_path / name, *argv, *graph)
         assert result.status == 0, result.stderr
         own[name] = result.summary["memory"]["peak_mb"]
-    kept = 3 * 4 * result.summary["parameters"] / 1e6  # between two steps: the weights and AdamW's two moments
+    # between two steps: the weights and AdamW's two moments
+    kept = 3 * 4 * result.summary["parameters"] / 1e6
     assert own["eager"] > 3 * kept, "most of it must be of the step, which a graph has in its pool"
     assert own["graph"] > 0.9 * own["eager"]
 
 
 def test_the_peak_of_a_side_is_the_same_whatever_was_measured_before():
-    """Pools of graphs that are gone, with workspaces of cuBLAS in them, would count as memory from before."""
+    """Pools of graphs that are gone, with workspaces of cuBLAS in them, would count as memory
+    from before."""
     argv = ["--enable-cuda-graph", "--seq-len", "64", "--num-layers", "2"]
     sides = dict.fromkeys(("first", "second"), ("tiny_llama_v2", argv))
     peaks = [side["peak_mb"] for _ in range(2) for side in in_turns(sides, 1).values()]
@@ -215,7 +244,13 @@ def test_the_peak_of_a_side_is_the_same_whatever_was_measured_before():
 
 
 def test_a_graph_of_real_input(tmp_path: Path):
-    argv = ["--text-file", str(ROOT / "README.md"), "--vocab-size", "256", "--enable-memory-profiling"]
+    argv = [
+        "--text-file",
+        str(ROOT / "README.md"),
+        "--vocab-size",
+        "256",
+        "--enable-memory-profiling",
+    ]
     result = run_main("tiny_llama_v2", tmp_path, *GRAPH, *argv)
     assert result.status == 0, result.stderr
     assert result.summary["loss"]["final"] < result.summary["loss"]["initial"]
@@ -228,7 +263,9 @@ def test_a_loss_that_is_not_a_number_ends_a_graph_run(tmp_path: Path):
     assert result.summary["status"] == "failed"
 
 
-def test_no_memory_for_the_capture_is_out_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_no_memory_for_the_capture_is_out_of_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """And the process can go on: the next run works."""
     forward = torch.nn.functional.silu
 
@@ -279,7 +316,8 @@ def trainer_after_a_step(script: str, *argv: str):
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 @pytest.mark.parametrize("script", ["tiny_llama_v1", "tiny_openfold_v3", V4])
 def test_a_graph_with_the_optimizer_of_pytorch_follows_a_scheduler(script: str):
-    """Bit for bit as without a graph: a learning rate that is a number would be captured as it is."""
+    """Bit for bit as without a graph: a learning rate that is a number would be captured as it
+    is."""
     curves = []
     for side in (EAGER, GRAPH):
         other = ["--disable-fused-optimizer"] if script == V4 else []
@@ -298,7 +336,8 @@ def test_a_graph_with_the_optimizer_of_pytorch_follows_a_scheduler(script: str):
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_graph_follows_the_learning_rate_and_what_is_loaded(precision: str):
-    """Bit for bit as without a graph: a scheduler, a rate that is assigned, weights and moments of earlier."""
+    """Bit for bit as without a graph: a scheduler, a rate that is assigned, weights and moments
+    of earlier."""
     curves = {}
     for side in ("eager", "graph"):
         trainer = trainer_after_a_step(V4, *PRECISIONS[precision])
@@ -353,7 +392,9 @@ def moments_after(backward: Callable, graph: bool, *argv: str) -> dict[str, torc
 
     step()
     if graph:
-        with torch.cuda.graph(captured := torch.cuda.CUDAGraph(), stream=torch.cuda.Stream(priority=-1)):
+        with torch.cuda.graph(
+            captured := torch.cuda.CUDAGraph(), stream=torch.cuda.Stream(priority=-1)
+        ):
             step()
     for _ in range(2):
         captured.replay() if graph else step()
@@ -363,7 +404,9 @@ def moments_after(backward: Callable, graph: bool, *argv: str) -> dict[str, torc
 
 
 @pytest.mark.parametrize("overlap", ["enable", "disable"])
-@pytest.mark.parametrize("backward", [two_passes, micro_batches, clipped], ids=lambda function: function.__name__)
+@pytest.mark.parametrize(
+    "backward", [two_passes, micro_batches, clipped], ids=lambda function: function.__name__
+)
 def test_a_graph_of_another_loop_computes_what_its_steps_do(backward: Callable, overlap: str):
     eager = moments_after(backward, graph=False)
     graph = moments_after(backward, True, f"--{overlap}-overlap")
@@ -374,18 +417,23 @@ def test_a_graph_of_another_loop_computes_what_its_steps_do(backward: Callable, 
 def test_a_weight_used_twice_beside_the_chain_is_an_error_and_right_without():
     with pytest.raises(RuntimeError, match="--disable-overlap"):
         moments_after(one_layer_twice, graph=True)
-    eager, graph = (moments_after(one_layer_twice, graph, "--disable-overlap") for graph in (False, True))
+    eager, graph = (
+        moments_after(one_layer_twice, graph, "--disable-overlap") for graph in (False, True)
+    )
     for name, value in eager.items():
         assert relative_difference(graph[name], value) < 1e-3, name
 
 
 def test_overlap_works_with_the_optimizer_of_pytorch(tmp_path: Path):
-    result = run_main(V4, tmp_path, *GRAPH, "--use-amp", "--disable-fused-optimizer", *TWENTY, "--under-profiler")
+    result = run_main(
+        V4, tmp_path, *GRAPH, "--use-amp", "--disable-fused-optimizer", *TWENTY, "--under-profiler"
+    )
     assert result.status == 0, result.stderr
 
 
 def test_two_layers_at_a_time_wait_for_nobody_else_and_may_be_captured():
-    """Each is one launch whose programs wait for each other: without a cooperative launch two can hang."""
+    """Each is one launch whose programs wait for each other: without a cooperative launch two
+    can hang."""
     args = parse(V4, "--device", "cuda", "--hidden-dim", "256", "--batch-size", "8")
     layer = load(V4).first_layer(args, CUDA, torch.bfloat16)
     inputs = [torch.randn(8, 32, 256, device="cuda") for _ in range(2)]
@@ -415,7 +463,11 @@ def test_compare_fusion_gives_each_side_the_memory_of_a_run_alone(graph: list[st
     alone = run_main("tiny_openfold_v2", tmp_path / "alone", *argv).summary
     free_memory()
     off = run_main("tiny_openfold_v2", tmp_path / "off", "--disable-all-fusion", *argv).summary
-    baseline = strict_json((tmp_path / "both" / "baseline" / "tiny_openfold_v2_summary.json").read_text())
-    assert result.summary["memory"]["peak_mb"] == pytest.approx(alone["memory"]["peak_mb"], rel=0.02)
+    baseline = strict_json(
+        (tmp_path / "both" / "baseline" / "tiny_openfold_v2_summary.json").read_text()
+    )
+    assert result.summary["memory"]["peak_mb"] == pytest.approx(
+        alone["memory"]["peak_mb"], rel=0.02
+    )
     assert baseline["memory"]["peak_mb"] == pytest.approx(off["memory"]["peak_mb"], rel=0.02)
     assert result.summary["kernels"]["all_off"] == baseline["kernels"]["per_step"]

@@ -1,8 +1,10 @@
-"""No kernel reads or writes beyond the ends of its tensors: each launch gets copies that lie between guard zones.
+"""No kernel reads or writes beyond the ends of its tensors: each launch gets copies that lie
+between guard zones.
 
-Runs on the GPU where there is one, and without one at small sizes in Triton's interpreter. A read beyond the ends finds
-NaN, which spreads to the loss or a gradient; a write changes the pattern of a zone. The runs are deterministic ones,
-for which PyTorch fills new tensors with NaN, so an element that a kernel forgets to write shows as well.
+Runs on the GPU where there is one, and without one at small sizes in Triton's interpreter. A read
+beyond the ends finds NaN, which spreads to the loss or a gradient; a write changes the pattern of a
+zone. The runs are deterministic ones, for which PyTorch fills new tensors with NaN, so an element
+that a kernel forgets to write shows as well.
 """
 
 from __future__ import annotations
@@ -19,14 +21,23 @@ from torch import Tensor
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NOT_IN_A_STEP = {  # of V4 inference, and its own GEMMs or, where they win, V3's kernels for SwiGLU
     "tiny_llama_v4": [
-        {"transformer_block_kernel", f"swiglu_{gemm}forward_kernel", f"swiglu_{gemm}backward_kernel"}
+        {
+            "transformer_block_kernel",
+            f"swiglu_{gemm}forward_kernel",
+            f"swiglu_{gemm}backward_kernel",
+        }
         for gemm in ("", "gemm_")
     ],
     # 16 bits: a row of 128 fits into V4's transition; float32 on a GPU: the library projects
     "tiny_openfold_v4": [
         set(),
         {"bias_relu_forward_kernel", "bias_relu_backward_kernel", "layer_norm_backward_kernel"},
-        {"norm_project_kernel", "norm_project_backward_kernel", "project_residual_kernel", "weight_parts_kernel"},
+        {
+            "norm_project_kernel",
+            "norm_project_backward_kernel",
+            "project_residual_kernel",
+            "weight_parts_kernel",
+        },
     ],
 }
 ZONE = 1 << 16  # elements on each side: more than a block of rows that lies wrongly
@@ -34,36 +45,47 @@ PATTERN = 0x5A5A5A5A5A5A5A5A  # of integers: as a label or an index it is out of
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element
 SIZES = {  # odd ones, with more than one block; each launches every kernel
     "tiny_llama_v3": {
-        "small": "--hidden-dim 60 --num-heads 3 --num-kv-heads 1 --intermediate-dim 35 --num-layers 1 --vocab-size 67"
+        "small": "--hidden-dim 60 --num-heads 3 --num-kv-heads 1 --intermediate-dim 35 "
+        "--num-layers 1 --vocab-size 67"
         " --seq-len 65 --batch-size 2",
-        "large": "--hidden-dim 480 --num-heads 5 --num-kv-heads 1 --intermediate-dim 1001 --num-layers 2"
+        "large": "--hidden-dim 480 --num-heads 5 --num-kv-heads 1 --intermediate-dim 1001 "
+        "--num-layers 2"
         " --vocab-size 1003 --seq-len 129 --batch-size 3",
     },
     "tiny_llama_v4": {  # small: head_dim 16, of which the backward kernels turn gradients back
-        "small": "--hidden-dim 48 --num-heads 3 --num-kv-heads 1 --intermediate-dim 35 --num-layers 1 --vocab-size 67"
+        "small": "--hidden-dim 48 --num-heads 3 --num-kv-heads 1 --intermediate-dim 35 "
+        "--num-layers 1 --vocab-size 67"
         " --seq-len 65 --batch-size 2",
-        "large": "--hidden-dim 320 --num-heads 5 --num-kv-heads 1 --intermediate-dim 1001 --num-layers 2"
+        "large": "--hidden-dim 320 --num-heads 5 --num-kv-heads 1 --intermediate-dim 1001 "
+        "--num-layers 2"
         " --vocab-size 1003 --seq-len 129 --batch-size 3",
     },
     "tiny_openfold_v3": {
-        "small": "--msa-dim 24 --pair-dim 16 --num-heads-msa 2 --num-heads-pair 1 --num-blocks 1 --num-seqs 2"
-        " --seq-len 17 --batch-size 1 --blocks attention_backward_short:BLOCK_N=16",  # short is 2, but not 17
-        "large": "--msa-dim 96 --pair-dim 64 --num-blocks 2 --num-seqs 7 --seq-len 129 --batch-size 2",
-    },
-    "tiny_openfold_v4": {  # in float32 rows of 128 do not fit into V4's transition, so that V3's is there, too
-        "small": "--msa-dim 16 --pair-dim 128 --num-heads-msa 2 --num-heads-pair 4 --num-blocks 1 --num-seqs 2"
+        "small": "--msa-dim 24 --pair-dim 16 --num-heads-msa 2 --num-heads-pair 1 --num-blocks 1 "
+        "--num-seqs 2"
+        # short is 2, but not 17
         " --seq-len 17 --batch-size 1 --blocks attention_backward_short:BLOCK_N=16",
-        "large": "--msa-dim 64 --pair-dim 128 --num-blocks 1 --num-seqs 7 --seq-len 129 --batch-size 2",
+        "large": "--msa-dim 96 --pair-dim 64 --num-blocks 2 --num-seqs 7 --seq-len 129 "
+        "--batch-size 2",
+    },
+    "tiny_openfold_v4": {  # in float32 rows of 128 are too long for V4's transition: V3's runs, too
+        "small": "--msa-dim 16 --pair-dim 128 --num-heads-msa 2 --num-heads-pair 4 --num-blocks 1"
+        " --num-seqs 2 --seq-len 17 --batch-size 1 --blocks attention_backward_short:BLOCK_N=16",
+        "large": "--msa-dim 64 --pair-dim 128 --num-blocks 1 --num-seqs 7 --seq-len 129 "
+        "--batch-size 2",
     },
 }
 
 
 class Guarded:
-    """A copy of a tensor with its strides and alignment, in a buffer that holds NaN (of integers PATTERN) elsewhere."""
+    """A copy of a tensor with its strides and alignment, in a buffer that holds NaN (of integers
+    PATTERN) elsewhere."""
 
     def __init__(self, tensor: Tensor):
         self.original, size = tensor, tensor.element_size()
-        span = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        span = 1 + sum(
+            (n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        )
         guard = torch.nan if tensor.is_floating_point() else PATTERN >> 8 * (8 - size)
         self.buffer = tensor.new_full((2 * ZONE + 256 + span,), guard)
         layout = tensor.shape, tensor.stride(), ZONE + tensor.data_ptr() % 256 // size
@@ -78,20 +100,28 @@ class Guarded:
         return self.buffer.view(BITS[self.buffer.element_size()])[self.outside]
 
     def finish(self, name: str) -> None:
-        """After the launch: the zones are as they were, and the original gets what the kernel wrote."""
+        """After the launch: the zones are as they were, and the original gets what the kernel
+        wrote."""
         assert torch.equal(self.bits(), self.zones), f"written outside {name}"
-        self.original.data.copy_(self.copy)  # past autograd, which takes it for a change of an input
+        # past autograd, which takes it for a change of an input
+        self.original.data.copy_(self.copy)
 
 
 def guarded(wrap_triton: Callable, launched: set[str]) -> Callable:
-    """A script's wrap_triton, but every tensor of a launch lies between guard zones while the kernel runs."""
+    """A script's wrap_triton, but every tensor of a launch lies between guard zones while the
+    kernel runs."""
 
     def wrap(kernel):
         class Launcher:
             def __getitem__(self, grid):
                 def launch(**arguments) -> None:
-                    tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
-                    copies = {id(t): Guarded(t) for t in tensors.values()}  # one given twice has one copy
+                    tensors = {
+                        name: value
+                        for name, value in arguments.items()
+                        if isinstance(value, Tensor)
+                    }
+                    # one given twice has one copy
+                    copies = {id(t): Guarded(t) for t in tensors.values()}
                     replaced = {name: copies[id(tensor)].copy for name, tensor in tensors.items()}
                     wrap_triton(kernel)[grid](**arguments | replaced)
                     launched.add(kernel.__name__)
@@ -112,25 +142,36 @@ def training_step(module: ModuleType, argv: list[str]) -> dict[str, Tensor]:
     model = module.build_model(args, device)
     optimizer = module.build_optimizer(args, model)
     model.load_state_dict(random_state(model.state_dict()))
-    batch = {n: t.to(device) for n, t in module.make_batches(args, device, args.seed).next_batch().items()}
+    batch = {
+        n: t.to(device)
+        for n, t in module.make_batches(args, device, args.seed).next_batch().items()
+    }
     with torch.autocast(device.type, torch.bfloat16, enabled=args.use_amp):
         loss = model(**batch)
     loss.backward()
-    found = {f"gradient of {name}": parameter.grad.clone() for name, parameter in model.named_parameters()}
+    found = {
+        f"gradient of {name}": parameter.grad.clone()
+        for name, parameter in model.named_parameters()
+    }
     optimizer.step()
     return {"loss": loss.detach(), **found, **dict(model.named_parameters())}
 
 
 def in_precisions(float32: object, bfloat16: object) -> pytest.MarkDecorator:
-    """The interpreter gets float32 copies of bfloat16 tensors, without their guard zones: those need a GPU."""
+    """The interpreter gets float32 copies of bfloat16 tensors, without their guard zones: those
+    need a GPU."""
     wide = pytest.param(float32, id="float32")
-    return pytest.mark.parametrize("precision", [wide, pytest.param(bfloat16, id="bfloat16", marks=pytest.mark.gpu)])
+    return pytest.mark.parametrize(
+        "precision", [wide, pytest.param(bfloat16, id="bfloat16", marks=pytest.mark.gpu)]
+    )
 
 
 @in_precisions("", "--use-amp")
 @pytest.mark.parametrize("size", ["small", pytest.param("large", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("script", TRITON)
-def test_kernels_stay_within_their_tensors(script: str, size: str, precision: str, monkeypatch: pytest.MonkeyPatch):
+def test_kernels_stay_within_their_tensors(
+    script: str, size: str, precision: str, monkeypatch: pytest.MonkeyPatch
+):
     module, launched = load(script), set()
     argv = f"{SIZES[script][size]} {precision}".split()
     expected = training_step(module, argv)
@@ -144,7 +185,9 @@ def test_kernels_stay_within_their_tensors(script: str, size: str, precision: st
 
 
 @in_precisions(torch.float32, torch.bfloat16)
-def test_a_layer_in_one_launch_stays_within_its_tensors(precision: torch.dtype, monkeypatch: pytest.MonkeyPatch):
+def test_a_layer_in_one_launch_stays_within_its_tensors(
+    precision: torch.dtype, monkeypatch: pytest.MonkeyPatch
+):
     launched, layer = set(), layer_arguments(2, 33, 4, 2, 12, 35, precision)
     expected = v4.transformer_block(*layer)
     monkeypatch.setattr(v4, "wrap_triton", guarded(v4.wrap_triton, launched))
@@ -154,7 +197,8 @@ def test_a_layer_in_one_launch_stays_within_its_tensors(precision: torch.dtype, 
 
 
 def copy_shifted(script: str, read: int, write: int) -> Tensor:
-    """What a kernel that copies 100 elements, between guard zones, leaves if it reads and writes beside its tensors."""
+    """What a kernel that copies 100 elements, between guard zones, leaves if it reads and writes
+    beside its tensors."""
     module = load(script)
     triton, tl = module.triton, module.tl
 
@@ -164,7 +208,9 @@ def copy_shifted(script: str, read: int, write: int) -> Tensor:
         tl.store(OUT + at + WRITE, tl.load(X + at + READ, mask=at < size), mask=at < size)
 
     x, out = torch.arange(100.0, device=DEVICE), torch.zeros(100, device=DEVICE)
-    guarded(module.wrap_triton, set())(shift_kernel)[(1,)](X=x, OUT=out, size=100, READ=read, WRITE=write, BLOCK=128)
+    guarded(module.wrap_triton, set())(shift_kernel)[(1,)](
+        X=x, OUT=out, size=100, READ=read, WRITE=write, BLOCK=128
+    )
     return out
 
 

@@ -1,4 +1,5 @@
-"""The scripts share one harness, byte for byte and within its budget, and need nothing but torch and numpy."""
+"""The scripts share one harness, byte for byte and within its budget, and need nothing but torch
+and numpy."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ every_script = pytest.mark.parametrize("path", ALL_SCRIPTS, ids=lambda path: pat
 
 
 def split(path: Path) -> tuple[str, str, str]:
-    """The harness with its two marks, each of which must be there once, and what comes before and after it."""
+    """The harness with its two marks, each of which must be there once, and what comes before
+    and after it."""
     lines = path.read_text().splitlines(keepends=True)
     assert (lines.count(BEGIN), lines.count(END)) == (1, 1), path.name
     begin, end = lines.index(BEGIN), lines.index(END) + 1
@@ -45,7 +47,14 @@ def test_every_script_has_its_common_parts(path: Path):
 
 
 # What each side may use of the other; the harness begins with a comment that says so.
-OF_THE_MODEL = {"VERSION", "FUSIONS", "TRITON_FUSIONS", "MODES", "add_model_arguments", "check_model_arguments"}
+OF_THE_MODEL = {
+    "VERSION",
+    "FUSIONS",
+    "TRITON_FUSIONS",
+    "MODES",
+    "add_model_arguments",
+    "check_model_arguments",
+}
 OF_THE_MODEL |= {"without_effect", "use_settings", "build_model", "build_optimizer", "make_batches"}
 OF_THE_HARNESS = {"at_least", "fail", "say"}
 
@@ -58,12 +67,21 @@ def definitions(code: str) -> set[str]:
             found.add(node.name)
         elif isinstance(node, (ast.Assign, ast.AnnAssign)):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            found |= {name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)}
+            found |= {
+                name.id
+                for target in targets
+                for name in ast.walk(target)
+                if isinstance(name, ast.Name)
+            }
     return found
 
 
 def uses(code: str) -> set[str]:
-    return {node.id for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Name) and type(node.ctx) is ast.Load}
+    return {
+        node.id
+        for node in ast.walk(ast.parse(code))
+        if isinstance(node, ast.Name) and type(node.ctx) is ast.Load
+    }
 
 
 @every_script
@@ -78,7 +96,10 @@ def test_harness_and_model_use_of_each_other_what_the_comment_says(path: Path):
 
 @every_script
 def test_script_imports_only_the_standard_library_torch_numpy_and_triton(path: Path):
-    """At module level, also inside `if` and `try`; what a flag asks for is imported in a function."""
+    """At module level, also inside `if` and `try`.
+
+    What a flag asks for is imported in a function.
+    """
     allowed = {*sys.stdlib_module_names, "torch", "numpy", "triton"}
     pending, found = list(ast.parse(path.read_text()).body), set()
     while pending:
@@ -96,9 +117,19 @@ def test_script_imports_only_the_standard_library_torch_numpy_and_triton(path: P
 
 @every_script
 def test_script_offers_the_interface(path: Path):
-    functions = {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}
+    functions = {
+        node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)
+    }
     assert functions >= {
-        *("build_parser", "parse_args", "build_model", "build_optimizer", "make_batches", "train", "main")
+        *(
+            "build_parser",
+            "parse_args",
+            "build_model",
+            "build_optimizer",
+            "make_batches",
+            "train",
+            "main",
+        )
     }
 
 
@@ -109,7 +140,9 @@ def test_script_offers_the_interface(path: Path):
 def copy(tmp_path: Path) -> Path:
     """Scripts and tools in a directory where they may be broken."""
     for folder in ("tools", "common"):
-        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__")
+        )
     for path in ALL_SCRIPTS:
         shutil.copy(path, tmp_path)
     return tmp_path

@@ -1,4 +1,5 @@
-"""TinyLlama is a standard Llama: the same logits as Hugging Face's, causal, and its text can be learnt."""
+"""TinyLlama is a standard Llama: the same logits as Hugging Face's, causal, and its text can be
+learnt."""
 
 from __future__ import annotations
 
@@ -8,10 +9,22 @@ from collections import Counter
 
 import pytest
 import torch
-from conftest import CPU, VERSIONS, batches, build, gradients, load, random_state, relative_difference, run_main
+from conftest import (
+    CPU,
+    VERSIONS,
+    batches,
+    build,
+    gradients,
+    load,
+    random_state,
+    relative_difference,
+    run_main,
+)
 from torch import Tensor
 
-LLAMAS = [pytest.param(f"tiny_llama_v{version}", [], id=f"v{version}") for version in VERSIONS["llama"]]
+LLAMAS = [
+    pytest.param(f"tiny_llama_v{version}", [], id=f"v{version}") for version in VERSIONS["llama"]
+]
 LLAMAS += [pytest.param("tiny_llama_v2", ["--num-kv-heads", "1"], id="v2-one-kv-head")]
 every_version = pytest.mark.parametrize(("script", "argv"), LLAMAS)
 
@@ -41,7 +54,8 @@ def tokens(batch: int = 2, length: int = 32, vocabulary: int = 100) -> Tensor:
 
 
 def hugging_face(script: str, *argv: str) -> torch.nn.Module:
-    """transformers' Llama with the weights of `with_random_weights`, whose names only get the prefix `model.`."""
+    """transformers' Llama with the weights of `with_random_weights`, whose names only get the
+    prefix `model.`."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     ours = with_random_weights(script, *argv)
@@ -63,7 +77,9 @@ def hugging_face(script: str, *argv: str) -> torch.nn.Module:
     )
     theirs = LlamaForCausalLM(config)
     weights = {f"model.{name}": value.clone() for name, value in ours.state_dict().items()}
-    missing, unexpected = theirs.load_state_dict({**weights, "lm_head.weight": weights["model.embed_tokens.weight"]})
+    missing, unexpected = theirs.load_state_dict(
+        {**weights, "lm_head.weight": weights["model.embed_tokens.weight"]}
+    )
     assert not missing
     assert not unexpected
     return theirs
@@ -104,7 +120,9 @@ def test_a_later_token_does_not_change_earlier_logits(script: str, argv: list[st
         before, after = model(ids), model(changed)
     assert torch.allclose(before[:, :20], after[:, :20], rtol=1e-5, atol=1e-5)
     for position in (20, 25, 31):
-        assert relative_difference(after[:, position], before[:, position]) > 1e-3, "the token must matter from here on"
+        assert relative_difference(after[:, position], before[:, position]) > 1e-3, (
+            "the token must matter from here on"
+        )
 
 
 @every_version
@@ -155,7 +173,9 @@ def test_synthetic_text_is_the_same_for_the_same_seed():
         batch, same, different = first.next_batch(), again.next_batch(), other.next_batch()
         assert torch.equal(batch["input_ids"], same["input_ids"])
         assert not torch.equal(batch["input_ids"], different["input_ids"])
-        assert torch.equal(batch["input_ids"], batch["labels"]), "the model shifts, the data does not"
+        assert torch.equal(batch["input_ids"], batch["labels"]), (
+            "the model shifts, the data does not"
+        )
         assert batch["input_ids"].shape == (2, 32)
 
 
@@ -167,11 +187,14 @@ def entropy(counts: Counter) -> float:
 
 @pytest.mark.parametrize("seed", ["42", "7"])
 def test_two_tokens_predict_the_next_of_synthetic_text(seed: str):
-    """The entropy of a token falls far when the two before it are known, and less when only one is."""
+    """The entropy of a token falls far when the two before it are known, and less when only one
+    is."""
     sizes = ["--vocab-size", "20", "--seq-len", "4000", "--batch-size", "50", "--seed", seed]
     ids = batches("tiny_llama_v1", *sizes).next_batch()["input_ids"]
     columns = [ids[:, i : 3998 + i].flatten().tolist() for i in range(3)]
-    single, pair, triple = (entropy(Counter(zip(*columns[3 - n :], strict=True))) for n in (1, 2, 3))
+    single, pair, triple = (
+        entropy(Counter(zip(*columns[3 - n :], strict=True))) for n in (1, 2, 3)
+    )
     assert single > 2.0
     assert triple - pair < 1.39 + 0.05, "1/2, 1/4, 1/8, ... has 1.386 nats"
     assert pair - single > triple - pair + 0.3, "one token must not be enough"
@@ -179,8 +202,17 @@ def test_two_tokens_predict_the_next_of_synthetic_text(seed: str):
 
 @pytest.mark.parametrize("script", ["tiny_llama_v1", "tiny_llama_v2"])
 def test_loss_on_synthetic_text_falls(script: str, tmp_path):
-    """In this short a run the frequencies are learnt, which a model with broken gradients does not do."""
-    argv = ["--num-steps", "60", "--warmup-steps", "0", "--learning-rate", "3e-3", "--under-profiler"]
+    """In this short a run the frequencies are learnt, which a model with broken gradients does
+    not do."""
+    argv = [
+        "--num-steps",
+        "60",
+        "--warmup-steps",
+        "0",
+        "--learning-rate",
+        "3e-3",
+        "--under-profiler",
+    ]
     result = run_main(script, tmp_path, *argv, "--batch-size", "8")
     curve = result.summary["loss"]["curve"]
     assert curve[0] == pytest.approx(math.log(100), abs=0.2)
@@ -192,14 +224,33 @@ def test_text_file_is_trained_on_as_bytes(script: str, tmp_path):
     text = "".join(f"{i} times {i} is {i * i}, and then é comes. " for i in range(200)).encode()
     path = tmp_path / "text.txt"
     path.write_bytes(text)
-    sizes = ["--hidden-dim", "64", "--num-layers", "1", "--num-heads", "2", "--seq-len", "32", "--device", "cpu"]
+    sizes = [
+        "--hidden-dim",
+        "64",
+        "--num-layers",
+        "1",
+        "--num-heads",
+        "2",
+        "--seq-len",
+        "32",
+        "--device",
+        "cpu",
+    ]
     module, argv = load(script), [*sizes, "--text-file", str(path)]
     args = module.parse_args(argv)
     assert args.vocab_size == 256
     for row in module.make_batches(args, CPU, 0).next_batch()["input_ids"]:
         assert bytes(row.tolist()) in text
 
-    steps = ["--num-steps", "40", "--learning-rate", "3e-3", "--under-profiler", "--profile-dir", str(tmp_path)]
+    steps = [
+        "--num-steps",
+        "40",
+        "--learning-rate",
+        "3e-3",
+        "--under-profiler",
+        "--profile-dir",
+        str(tmp_path),
+    ]
     assert module.main([*argv, *steps]) == 0
     curve = json.loads((tmp_path / f"{script}_summary.json").read_text())["loss"]["curve"]
     assert curve[-1] < curve[0] - 1.0

@@ -1,4 +1,5 @@
-"""One run on several processes: the same training as one process on the global batch, and a clean end when one fails.
+"""One run on several processes: the same training as one process on the global batch, and a clean
+end when one fails.
 
 Here the processes are on the CPU and talk through gloo; on GPUs it is one each and NCCL or RCCL.
 """
@@ -51,25 +52,33 @@ trainer.forward(**trainer.next_batch()).backward()
 if module.RANK == 0:
     torch.save(gradients(trainer.model), out)
 del trainer
-gc.collect()  # as main() does: what refers to the process group would keep its threads running into the exit
+# As main() does: what refers to the process group would keep its threads running into the exit.
+gc.collect()
 torch.distributed.destroy_process_group()
 """
 
 
 def two_processes(directory: Path, *argv: str, fresh: bool = False) -> list[str]:
-    """A tiny run of two processes on the CPU; these are forks, too, where the one that starts them is."""
+    """A tiny run of two processes on the CPU.
+
+    These are forks, too, where the one that starts them is.
+    """
     return command_line(SCRIPT, directory, *BATCH, "--num-gpus", "2", *argv, fresh=fresh)
 
 
 def finished(command: list[str], **variables: str) -> subprocess.CompletedProcess:
-    return subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        command, env=os.environ | variables, capture_output=True, text=True, timeout=120
+    )
 
 
 def test_gradients_are_those_of_one_process_on_the_global_batch(tmp_path: Path):
     program, found = tmp_path / "one_step.py", tmp_path / "gradients.pt"
     program.write_text(ONE_STEP)
     argv = [str(ROOT / "tests"), str(found), *arguments(SCRIPT, tmp_path, *BATCH)]
-    done = finished([forking_python(), *TORCHRUN, "--standalone", "--nproc-per-node=2", str(program), *argv])
+    done = finished(
+        [forking_python(), *TORCHRUN, "--standalone", "--nproc-per-node=2", str(program), *argv]
+    )
     assert done.returncode == 0, done.stderr
     trainer = load(SCRIPT).Trainer(parse(SCRIPT, *BATCH), CPU)
     trainer.forward(**trainer.next_batch()).backward()
@@ -77,7 +86,10 @@ def test_gradients_are_those_of_one_process_on_the_global_batch(tmp_path: Path):
 
 
 def test_each_process_copies_its_share_of_the_batch(monkeypatch):
-    """The source stays on the host whatever the device; here that is `meta`, so that a copy of it would show."""
+    """The source stays on the host whatever the device.
+
+    Here that is `meta`, so that a copy of it would show.
+    """
     module, shares = load(SCRIPT), []
     trainer = module.Trainer(parse(SCRIPT, *BATCH), torch.device("meta"))
     assert {tensor.device for tensor in trainer.batches.next_batch().values()} == {CPU}
@@ -108,7 +120,9 @@ def test_two_processes_report_what_one_process_would(tmp_path: Path, run):
     assert result["memory"]["peak_mb"] == max(peaks)
     assert done.stdout.count("Average training speed:") == 1, "rank 0 alone reports"
     for rank in ("", "rank1"):
-        assert (tmp_path / "two" / rank / f"{SCRIPT}_trace.json.gz").exists(), "a profile for each rank"
+        assert (tmp_path / "two" / rank / f"{SCRIPT}_trace.json.gz").exists(), (
+            "a profile for each rank"
+        )
 
 
 @pytest.mark.parametrize(
@@ -116,7 +130,11 @@ def test_two_processes_report_what_one_process_would(tmp_path: Path, run):
     [
         ("--compare-fusion --use-amp", "all off   as chosen"),
         ("--verify-accuracy", "Accuracy check: PASS"),
-        pytest.param("--enable-torch-compile", "Average training speed", marks=[pytest.mark.slow, needs_compiler]),
+        pytest.param(
+            "--enable-torch-compile",
+            "Average training speed",
+            marks=[pytest.mark.slow, needs_compiler],
+        ),
     ],
     ids=["comparison", "accuracy", "compiled"],
 )
@@ -130,7 +148,9 @@ def test_two_processes_with(argv: str, line: str, tmp_path: Path):
 def test_a_note_is_given_once(tmp_path: Path):
     """Not by the process that starts the others, and again by one of these."""
     variables = {"NSYS_PROFILING_SESSION_ID": "4711"}
-    done = finished(two_processes(tmp_path / "two", *words("--num-steps 2 --warmup-steps 0")), **variables)
+    done = finished(
+        two_processes(tmp_path / "two", *words("--num-steps 2 --warmup-steps 0")), **variables
+    )
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("note: ") == 1
     assert "Peak memory" not in done.stdout, "nothing is printed that was not measured"
@@ -141,9 +161,20 @@ def test_two_nodes_are_one_run(tmp_path: Path):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         endpoint = f"--rdzv-endpoint=localhost:{free.getsockname()[1]}"
-    torchrun = [sys.executable, *TORCHRUN, "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", endpoint]
+    torchrun = [
+        sys.executable,
+        *TORCHRUN,
+        "--nnodes=2",
+        "--nproc-per-node=1",
+        "--rdzv-backend=c10d",
+        endpoint,
+    ]
     steps = words("--num-steps 2 --warmup-steps 0 --under-profiler")
-    command = [*torchrun, str(ROOT / f"{SCRIPT}.py"), *arguments(SCRIPT, tmp_path / "two", *BATCH, *steps)]
+    command = [
+        *torchrun,
+        str(ROOT / f"{SCRIPT}.py"),
+        *arguments(SCRIPT, tmp_path / "two", *BATCH, *steps),
+    ]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     nodes = [subprocess.Popen(command, **pipes) for _ in range(2)]
     try:
@@ -152,7 +183,9 @@ def test_two_nodes_are_one_run(tmp_path: Path):
         for node in nodes:
             node.kill()
     assert [node.returncode for node in nodes] == [0, 0], outputs
-    assert sum(output.count(b"Average training speed:") for output, _ in outputs) == 1, "rank 0 alone reports"
+    assert sum(output.count(b"Average training speed:") for output, _ in outputs) == 1, (
+        "rank 0 alone reports"
+    )
     assert summary_in(tmp_path / "two")["training"]["processes"] == 2
 
 
@@ -161,7 +194,11 @@ def test_nodes_with_different_arguments_are_refused(option: str, tmp_path: Path)
     """They would train on with another curve, or wait for each other for ever."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
-        meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+        meeting = {
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": str(free.getsockname()[1]),
+            "WORLD_SIZE": "2",
+        }
     steps = words("--num-steps 2 --warmup-steps 0 --under-profiler")
     command = command_line(SCRIPT, tmp_path, *BATCH, *steps)
     nodes = [
@@ -176,7 +213,9 @@ def test_nodes_with_different_arguments_are_refused(option: str, tmp_path: Path)
     errors = [node.communicate(timeout=120)[1] for node in nodes]
     assert [node.returncode for node in nodes] == [2, 2]
     flag, value = words(option)
-    assert re.search(rf"rank 1 was started with {flag[2:]} {float(value):g}, rank 0 with ", errors[0])
+    assert re.search(
+        rf"rank 1 was started with {flag[2:]} {float(value):g}, rank 0 with ", errors[0]
+    )
     assert errors[1] == ""
     assert summary_in(tmp_path) is None
 
@@ -203,7 +242,9 @@ def processes_of(directory: Path) -> dict[int, int]:
         try:
             if str(directory).encode() not in (path / "cmdline").read_bytes():
                 continue
-            variables = dict(v.split(b"=", 1) for v in (path / "environ").read_bytes().split(b"\0") if b"=" in v)
+            variables = dict(
+                v.split(b"=", 1) for v in (path / "environ").read_bytes().split(b"\0") if b"=" in v
+            )
         except (FileNotFoundError, ProcessLookupError):
             continue
         found[int(path.name)] = int(variables.get(b"RANK", -1))
@@ -213,7 +254,11 @@ def processes_of(directory: Path) -> dict[int, int]:
 @pytest.fixture
 def long_run(tmp_path: Path) -> Iterator[subprocess.Popen]:
     """A run of two processes that is in the middle of its steps."""
-    argv = two_processes(tmp_path / "two", *words("--num-steps 1000000 --warmup-steps 2 --log-interval 10"), fresh=True)
+    argv = two_processes(
+        tmp_path / "two",
+        *words("--num-steps 1000000 --warmup-steps 2 --log-interval 10"),
+        fresh=True,
+    )
     launcher = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     for line in launcher.stdout:
         if line.startswith("step"):
@@ -225,7 +270,9 @@ def long_run(tmp_path: Path) -> Iterator[subprocess.Popen]:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_killed_process_ends_the_run_and_is_named(rank: int, long_run: subprocess.Popen, tmp_path: Path):
+def test_a_killed_process_ends_the_run_and_is_named(
+    rank: int, long_run: subprocess.Popen, tmp_path: Path
+):
     (victim,) = (pid for pid, r in processes_of(tmp_path / "two").items() if r == rank)
     os.kill(victim, signal.SIGKILL)
     _, stderr = long_run.communicate(timeout=60)
@@ -279,7 +326,9 @@ def test_gpus_that_are_not_there(run):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_gpus_that_a_variable_names_where_there_is_none_leave_one_process(run, monkeypatch):
     monkeypatch.setenv("ROCR_VISIBLE_DEVICES", "0,1")
-    result = run(SCRIPT, "--device", "auto", *words("--num-steps 1 --warmup-steps 0 --under-profiler"))
+    result = run(
+        SCRIPT, "--device", "auto", *words("--num-steps 1 --warmup-steps 0 --under-profiler")
+    )
     assert result.status == 0
     assert result.summary["training"]["processes"] == 1
 
@@ -290,7 +339,8 @@ CHOICES = [
     ([], {"ROCR_VISIBLE_DEVICES": "0,1"}, 2),
     ([], {"HIP_VISIBLE_DEVICES": "0,1,3"}, 3),
     ([], {"CUDA_VISIBLE_DEVICES": "4,5"}, 2),
-    ([], {"ROCR_VISIBLE_DEVICES": "0,1,2,3", "HIP_VISIBLE_DEVICES": "0,1"}, 2),  # HIP chooses among those of ROCr
+    # HIP chooses among those of ROCr
+    ([], {"ROCR_VISIBLE_DEVICES": "0,1,2,3", "HIP_VISIBLE_DEVICES": "0,1"}, 2),
     (["--num-gpus", "4"], {}, 4),
     (["--num-gpus", "1"], {"ROCR_VISIBLE_DEVICES": "0,1"}, 1),
     (["--device", "cpu"], {"ROCR_VISIBLE_DEVICES": "0,1"}, 1),
@@ -313,7 +363,9 @@ def test_how_many_processes(argv: list[str], environment: dict, expected: int, m
 
 
 @pytest.mark.parametrize(("version", "argv"), [(2, ["--enable-cuda-graph"]), (4, [])])
-def test_a_graph_on_several_gpus_has_the_eager_steps_that_ddp_needs(version: int, argv: list[str], monkeypatch):
+def test_a_graph_on_several_gpus_has_the_eager_steps_that_ddp_needs(
+    version: int, argv: list[str], monkeypatch
+):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     parse_args = load(f"tiny_llama_v{version}").parse_args
@@ -324,7 +376,8 @@ def test_a_graph_on_several_gpus_has_the_eager_steps_that_ddp_needs(version: int
 
 
 def test_a_loss_that_does_not_arrive_ends_the_run(run, monkeypatch):
-    """NCCL inside a graph has no watchdog: the device would wait for ever for a process that is gone."""
+    """NCCL inside a graph has no watchdog: the device would wait for ever for a process that is
+    gone."""
     module, steps = load(SCRIPT), []
 
     def step(trainer) -> torch.Tensor:
@@ -345,7 +398,10 @@ def test_a_loss_that_does_not_arrive_ends_the_run(run, monkeypatch):
 @pytest.mark.parametrize("script", ["tiny_llama_v2", "tiny_llama_v4", "tiny_openfold_v3"])
 def test_a_graph_of_two_gpus_trains_as_eager_steps_do(script: str, tmp_path: Path):
     """To the bit on the same GPUs; one GPU adds the gradients of the batch up in another order."""
-    argv = [*BATCH, *words("--device cuda --num-steps 5 --warmup-steps 12 --deterministic --under-profiler")]
+    argv = [
+        *BATCH,
+        *words("--device cuda --num-steps 5 --warmup-steps 12 --deterministic --under-profiler"),
+    ]
     curves = {}
     for name, more in {
         "graph": "--num-gpus 2 --enable-cuda-graph",
@@ -363,23 +419,41 @@ def test_a_graph_of_two_gpus_trains_as_eager_steps_do(script: str, tmp_path: Pat
 
 
 def test_communication_is_told_apart_from_what_hides_it():
-    """Two steps of 60 us; an all-reduce from 10 to 50 us of each, until 30 beside a GEMM, then alone.
+    """Two steps of 60 us; an all-reduce from 10 to 50 us of each, until 30 beside a GEMM, then
+    alone.
 
-    What comes before the first step, while the processes wait for each other's profilers, is not part of them.
+    What comes before the first step, while the processes wait for each other's profilers, is not
+    part of them.
     """
-    events = [{"cat": "kernel", "name": "ncclDevKernel_Generic(ncclArgs)", "ts": -90.0, "dur": 80.0}]
+    events = [
+        {"cat": "kernel", "name": "ncclDevKernel_Generic(ncclArgs)", "ts": -90.0, "dur": 80.0}
+    ]
     for start in (0.0, 60.0):
         for index, name in enumerate(load(SCRIPT).PHASES):
-            events.append({"cat": "user_annotation", "name": name, "ts": start + 15 * index, "dur": 15.0})
+            events.append(
+                {"cat": "user_annotation", "name": name, "ts": start + 15 * index, "dur": 15.0}
+            )
         events.append({"cat": "kernel", "name": "Cijk_Ailk_Bljk_SB", "ts": start + 5, "dur": 25.0})
-        events.append({"cat": "kernel", "name": "ncclDevKernel_Generic(ncclArgs)", "ts": start + 10, "dur": 40.0})
+        events.append(
+            {
+                "cat": "kernel",
+                "name": "ncclDevKernel_Generic(ncclArgs)",
+                "ts": start + 10,
+                "dur": 40.0,
+            }
+        )
     found = communication_of([{"ph": "X", **event} for event in events], load(SCRIPT).PHASES)
     assert (found.step_ms, found.ms, found.exposed_ms) == pytest.approx((0.060, 0.040, 0.020))
-    assert communication_of([e for e in events if "nccl" not in e["name"]], load(SCRIPT).PHASES) is None
+    assert (
+        communication_of([e for e in events if "nccl" not in e["name"]], load(SCRIPT).PHASES)
+        is None
+    )
 
 
 def test_the_profile_of_two_processes_says_what_communication_costs(tmp_path: Path):
-    python, _, script, *argv = two_processes(tmp_path / "two", *words("--num-steps 1 --warmup-steps 1"))
+    python, _, script, *argv = two_processes(
+        tmp_path / "two", *words("--num-steps 1 --warmup-steps 1")
+    )
     done = finished([python, str(ROOT / "run_pytorch_profiler.py"), "--script", script, *argv])
     assert done.returncode == 0, done.stderr
     assert "| communication |" in done.stdout

@@ -1,4 +1,5 @@
-"""TinyOpenFold is AlphaFold 2's Evoformer: every operation, loss and name against the equations of its supplement."""
+"""TinyOpenFold is AlphaFold 2's Evoformer: every operation, loss and name against the equations
+of its supplement."""
 
 from __future__ import annotations
 
@@ -104,7 +105,10 @@ every_version = pytest.mark.parametrize(("script", "argv"), VERSIONS)
 # Triton's kernels run in Python: each operation of V3 is tested here, and all of its model
 # against V1 in test_fusions.py.
 every_quick_version = pytest.mark.parametrize(("script", "argv"), VERSIONS[:-1])
-TYPES = {"tiny_openfold_v1": torch.float64, "tiny_openfold_v2": torch.float64, "tiny_openfold_v3": torch.float32}
+TYPES = {
+    f"tiny_openfold_v{version}": torch.float64 if version < 3 else torch.float32
+    for version in (1, 2, 3, 4)
+}
 LIMITS = {torch.float64: 1e-11, torch.float32: 1e-6}
 both_versions = pytest.mark.parametrize("script", ["tiny_openfold_v1", "tiny_openfold_v2"])
 
@@ -120,25 +124,35 @@ def representations(*names: str) -> list[Tensor]:
     """Random msa [B, S, N, c_m] and pair [B, N, N, c_z] in float64, as leaves."""
     generator = torch.Generator().manual_seed(3)
     shapes = {"msa": (B, S, N, C_M), "pair": (B, N, N, C_Z)}
-    values = {n: torch.randn(shape, generator=generator, dtype=torch.float64) for n, shape in shapes.items()}
+    values = {
+        n: torch.randn(shape, generator=generator, dtype=torch.float64)
+        for n, shape in shapes.items()
+    }
     return [values[name].requires_grad_() for name in names]
 
 
 def parameters_of(module: nn.Module) -> dict[str, Tensor]:
     """Its parameters under canonical names, as leaves of their own."""
-    return {name: value.detach().double().clone().requires_grad_() for name, value in module.state_dict().items()}
+    return {
+        name: value.detach().double().clone().requires_grad_()
+        for name, value in module.state_dict().items()
+    }
 
 
 def backward_of_random_sum(*outputs: Tensor) -> None:
     """Differentiate a sum of the outputs in which each element has a weight of its own."""
     generator = torch.Generator().manual_seed(4)
-    total = sum((x * torch.randn(x.shape, generator=generator, dtype=torch.float64)).sum() for x in outputs)
+    total = sum(
+        (x * torch.randn(x.shape, generator=generator, dtype=torch.float64)).sum() for x in outputs
+    )
     total.backward()
 
 
 @every_version
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_operation_equals_its_equations_forward_and_backward(operation: str, script: str, argv: list[str]):
+def test_operation_equals_its_equations_forward_and_backward(
+    operation: str, script: str, argv: list[str]
+):
     module = getattr(double_block(script, argv), operation)
     names, expected_operation = OPERATIONS[operation]
     inputs, expected_inputs = representations(*names), representations(*names)
@@ -153,7 +167,9 @@ def test_operation_equals_its_equations_forward_and_backward(operation: str, scr
     backward_of_random_sum(found)
     for name, value, wanted in zip(names, inputs, expected_inputs, strict=True):
         assert relative_difference(value.grad, wanted.grad) < 10 * LIMITS[TYPES[script]], name
-    assert_same_gradients(gradients(module), {n: p.grad for n, p in parameters.items()}, 100 * LIMITS[TYPES[script]])
+    assert_same_gradients(
+        gradients(module), {n: p.grad for n, p in parameters.items()}, 100 * LIMITS[TYPES[script]]
+    )
 
 
 @every_quick_version
@@ -172,7 +188,9 @@ def test_block_equals_its_equations_forward_and_backward(script: str, argv: list
     backward_of_random_sum(*found)
     for value, wanted in zip(inputs, expected_inputs, strict=True):
         assert relative_difference(value.grad, wanted.grad) < 10 * LIMITS[TYPES[script]]
-    assert_same_gradients(gradients(block), {n: p.grad for n, p in parameters.items()}, 100 * LIMITS[TYPES[script]])
+    assert_same_gradients(
+        gradients(block), {n: p.grad for n, p in parameters.items()}, 100 * LIMITS[TYPES[script]]
+    )
 
 
 @every_version
@@ -184,7 +202,8 @@ def test_block_has_the_parameter_names_of_openfold(script: str, argv: list[str])
 
 
 def test_outer_product_mean_divides_what_linear_out_makes_of_the_sum():
-    """The same sequence ten times: ten times the product, one bias, and all of it over 10.001 in place of 1.001."""
+    """The same sequence ten times: ten times the product, one bias, and all of it over 10.001 in
+    place of 1.001."""
     module = double_block("tiny_openfold_v1", []).outer_product_mean
     msa = representations("msa")[0][:, :1]
     once, often = (module(msa.expand(B, count, N, C_M)) * (count + 1e-3) for count in (1, 10))
@@ -213,7 +232,9 @@ def reference_losses(outputs: dict[str, Tensor], batch: dict[str, Tensor]) -> tu
     """(distogram, masked MSA) of the model's outputs, in float64."""
     valid = batch["observed"][:, :, None] & batch["observed"][:, None, :]
     distogram = reference.distogram_loss(outputs["distogram"].double(), batch["coords"], valid)
-    masked = reference.masked_msa_loss(outputs["masked_msa"].double(), batch["true_tokens"], batch["masked"])
+    masked = reference.masked_msa_loss(
+        outputs["masked_msa"].double(), batch["true_tokens"], batch["masked"]
+    )
     return float(distogram), float(masked)
 
 
@@ -237,7 +258,9 @@ def test_each_loss_alone(script: str, silent: str):
     """A head whose weights are zero guesses evenly, so its loss is the logarithm of its classes."""
     model, batch = with_random_weights(script), batch_with_gaps(script)
     state = model.state_dict()
-    model.load_state_dict({n: torch.zeros_like(v) if n.startswith(silent + ".") else v for n, v in state.items()})
+    model.load_state_dict(
+        {n: torch.zeros_like(v) if n.startswith(silent + ".") else v for n, v in state.items()}
+    )
     with torch.no_grad():
         distogram, masked = reference_losses(model(batch["tokens"]), batch)
         loss = model(**batch).item()
@@ -249,7 +272,8 @@ def test_each_loss_alone(script: str, silent: str):
 
 @both_versions
 def test_distances_fall_into_64_equal_bins_from_2_to_22_angstrom(script: str):
-    """Two residues at one distance, just inside each bin's two ends, beyond the last one and at nearly zero."""
+    """Two residues at one distance, just inside each bin's two ends, beyond the last one and at
+    nearly zero."""
     model = build(script, *SIZES, "--seq-len", "2")
     model.load_state_dict(random_state(model.state_dict()))
     width = 20 / 64
@@ -262,12 +286,16 @@ def test_distances_fall_into_64_equal_bins_from_2_to_22_angstrom(script: str):
     with torch.no_grad():
         outputs = model(one["tokens"])
         logp = outputs["distogram"].double().log_softmax(-1)[0]
-        masked = reference.masked_msa_loss(outputs["masked_msa"].double(), one["true_tokens"], one["masked"])
+        masked = reference.masked_msa_loss(
+            outputs["masked_msa"].double(), one["true_tokens"], one["masked"]
+        )
         for distance, wanted in cases.items():
             one["coords"] = torch.tensor([[[1.0, 2.0, 3.0], [1.0, 2.0 + distance, 3.0]]])
             bins = torch.tensor([[0, wanted], [wanted, 0]])
             expected = -logp.gather(-1, bins[..., None]).mean()
-            assert model(**one).item() == pytest.approx(float(0.3 * expected + 2 * masked), rel=1e-5), distance
+            assert model(**one).item() == pytest.approx(
+                float(0.3 * expected + 2 * masked), rel=1e-5
+            ), distance
             assert torch.equal(reference.distogram_targets(one["coords"])[0], bins), distance
 
 
@@ -309,7 +337,8 @@ def test_distogram_is_symmetric(script: str, argv: list[str]):
 
 @both_versions
 def test_relative_positions_are_clipped_at_32(script: str):
-    """With one amino acid everywhere, the first pair representation depends on the clipped offset i - j alone."""
+    """With one amino acid everywhere, the first pair representation depends on the clipped
+    offset i - j alone."""
     model = with_random_weights(script, "--seq-len", "80")
     with torch.no_grad():
         _, pair = model.input_embedder(torch.zeros(1, 2, 80, dtype=torch.long))
@@ -329,7 +358,8 @@ def test_relative_positions_are_clipped_at_32(script: str):
 
 @both_versions
 def test_order_of_the_homologs_does_not_matter(script: str):
-    """The alignment is a set below its first row: other orders permute the MSA output and leave the pairs alone."""
+    """The alignment is a set below its first row: other orders permute the MSA output and leave
+    the pairs alone."""
     model, tokens = with_random_weights(script), batches(script, *SIZES).next_batch()["tokens"]
     order = [0, 3, 1, 4, 2]
     with torch.no_grad():
@@ -340,7 +370,15 @@ def test_order_of_the_homologs_does_not_matter(script: str):
 
 @both_versions
 def test_loss_on_synthetic_proteins_falls(script: str, tmp_path):
-    argv = ["--num-steps", "50", "--warmup-steps", "0", "--learning-rate", "2e-3", "--under-profiler"]
+    argv = [
+        "--num-steps",
+        "50",
+        "--warmup-steps",
+        "0",
+        "--learning-rate",
+        "2e-3",
+        "--under-profiler",
+    ]
     curve = run_main(script, tmp_path, *argv, "--batch-size", "4").summary["loss"]["curve"]
     assert sum(curve[-5:]) / 5 < 0.8 * curve[0]
 
@@ -349,7 +387,7 @@ def test_loss_on_synthetic_proteins_falls(script: str, tmp_path):
 
 
 def padded(batch: dict[str, Tensor], depth: int, length: int) -> dict[str, Tensor]:
-    """The same samples, this much larger: what is behind their ends is random, and may change nothing."""
+    """The same samples, this much larger: random behind their ends, which may change nothing."""
     generator = torch.Generator().manual_seed(5)
     size, larger = batch["tokens"].shape, (len(batch["tokens"]), depth, length)
     sequences, residues = torch.arange(depth) < size[1], torch.arange(length) < size[2]
@@ -361,18 +399,31 @@ def padded(batch: dict[str, Tensor], depth: int, length: int) -> dict[str, Tenso
         found[name][tuple(slice(0, n) for n in value.shape)] = value
     found["masked"] &= sequences[:, None] & residues
     found["observed"] &= residues
-    return found | {"sequences": sequences.expand(size[0], -1), "residues": residues.expand(size[0], -1)}
+    return found | {
+        "sequences": sequences.expand(size[0], -1),
+        "residues": residues.expand(size[0], -1),
+    }
 
 
-@every_version
+@pytest.mark.parametrize(
+    ("script", "argv"),
+    [
+        *VERSIONS,
+        pytest.param(
+            "tiny_openfold_v4", ["--msa-dim", "16", "--num-heads-msa", "2"], id="openfold_v4"
+        ),
+    ],
+)
 def test_padding_changes_neither_loss_nor_outputs_nor_gradients(script: str, argv: list[str]):
-    quick = ["--batch-size", "1"] if script == "tiny_openfold_v3" else []
+    quick = ["--batch-size", "1"] if script[-1] in "34" else []
     batch = batches(script, *SIZES, *quick).next_batch()
     sides = []
     for inputs in (batch, padded(batch, S + 2, N + 3)):
         model = with_random_weights(script, *argv, *quick).to(TYPES[script])
         inputs = {n: x.to(TYPES[script]) if x.is_floating_point() else x for n, x in inputs.items()}
-        with load(script).InFloat64() if TYPES[script] == torch.float64 else contextlib.nullcontext():
+        with (
+            load(script).InFloat64() if TYPES[script] == torch.float64 else contextlib.nullcontext()
+        ):
             loss = model(**inputs)
             with torch.no_grad():
                 outputs = model(**{n: x for n, x in inputs.items() if n not in model.TARGETS})
@@ -389,12 +440,16 @@ def test_padding_changes_neither_loss_nor_outputs_nor_gradients(script: str, arg
 # Activation checkpointing
 
 ONE_BY_ONE = [
-    pytest.param(script, argv, id=f"{script[-2:]}{''.join(argv)}") for script in TYPES for argv in ([], ["--use-amp"])
+    pytest.param(script, argv, id=f"{script[-2:]}{''.join(argv)}")
+    for script in TYPES
+    for argv in ([], ["--use-amp"])
 ]
 TWO_BLOCKS = ["--num-blocks", "2", "--num-seqs", "2", "--seq-len", "5", "--batch-size", "1"]
 
 
-def trained(model: nn.Module, batch: dict[str, Tensor], amp: bool) -> tuple[Tensor, dict[str, Tensor], list[int]]:
+def trained(
+    model: nn.Module, batch: dict[str, Tensor], amp: bool
+) -> tuple[Tensor, dict[str, Tensor], list[int]]:
     """Loss and gradients of a training step, and which blocks ran in it."""
     order = []
     for number, block in enumerate(model.blocks):
@@ -409,7 +464,9 @@ def trained(model: nn.Module, batch: dict[str, Tensor], amp: bool) -> tuple[Tens
 def test_checkpointed_blocks_run_again_one_by_one_and_change_no_bit(script: str, argv: list[str]):
     batch = batches(script, *TWO_BLOCKS).next_batch()
     sides = (build(script, *TWO_BLOCKS, *argv, *more) for more in ([], ["--checkpoint-blocks"]))
-    (loss, expected, once), (again, found, twice) = (trained(model, batch, bool(argv)) for model in sides)
+    (loss, expected, once), (again, found, twice) = (
+        trained(model, batch, bool(argv)) for model in sides
+    )
     assert (once, twice) == ([0, 1], [0, 1, 1, 0])
     assert torch.equal(again, loss)
     for name, gradient in expected.items():
@@ -418,7 +475,9 @@ def test_checkpointed_blocks_run_again_one_by_one_and_change_no_bit(script: str,
 
 def test_a_report_says_that_blocks_are_checkpointed_and_counts_the_model_without_it(run):
     steps = ["--num-steps", "1", "--warmup-steps", "0"]
-    plain, checkpointed = (run("tiny_openfold_v2", *steps, *more) for more in ([], ["--checkpoint-blocks"]))
+    plain, checkpointed = (
+        run("tiny_openfold_v2", *steps, *more) for more in ([], ["--checkpoint-blocks"])
+    )
     assert "checkpoint_blocks" not in plain.stdout
     assert ", checkpoint_blocks True;" in checkpointed.stdout.splitlines()[0]
     configs = plain.summary["config"], checkpointed.summary["config"]

@@ -1,4 +1,7 @@
-"""Pages for readers: START.md shows what its programs measure, the tables of claims and of names name what exists."""
+"""Pages for readers:
+
+START.md shows what its programs measure, the tables of claims and of names name what exists.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,15 @@ PAGE = (ROOT / "docs/START.md").read_text()
 
 def test_fused_attention_is_the_same_and_its_memory_grows_with_the_length_alone():
     q, k, v = torch.randn(3, attention_memory.HEADS, 40, attention_memory.HEAD_DIM)
-    torch.testing.assert_close(attention_memory.fused(q, k, v), attention_memory.with_scores(q, k, v))
+    torch.testing.assert_close(
+        attention_memory.fused(q, k, v), attention_memory.with_scores(q, k, v)
+    )
     scores, fused = (
         [attention_memory.peak_bytes(way, length) for length in (512, 1024)]
         for way in (attention_memory.with_scores, attention_memory.fused)
     )
-    assert scores[1] > 3 * attention_memory.HEADS * 1024**2 * 4  # float32 scores, their softmax, a gradient
+    # float32 scores, their softmax, a gradient
+    assert scores[1] > 3 * attention_memory.HEADS * 1024**2 * 4
     assert scores[1] > 3.5 * scores[0]
     assert fused[1] < 3 * fused[0]
 
@@ -33,7 +39,10 @@ def test_the_page_shows_what_its_commands_printed_and_the_table_that_the_figure_
         assert not [line for line in lines if line not in PAGE and not line.startswith("drawn:")]
     for row in json.loads((ROOT / "results/cpu/attention_memory.json").read_text())["rows"]:
         mb = [f"{row[way] / 1e6:.1f} |" for way in ("scores", "fused")]
-        assert any(line.startswith(f"| {row['length']} ") and all(n in line for n in mb) for line in PAGE.splitlines())
+        assert any(
+            line.startswith(f"| {row['length']} ") and all(n in line for n in mb)
+            for line in PAGE.splitlines()
+        )
 
 
 @needs_compiler
@@ -56,7 +65,9 @@ def test_without_a_compiler_add_relu_says_so_in_one_line(monkeypatch):
     assert "measured" not in printed
 
 
-@pytest.mark.parametrize("word", ["kernel", "host", "register", "stream", "graph", "GEMM", "turn", "program", "crop"])
+@pytest.mark.parametrize(
+    "word", ["kernel", "host", "register", "stream", "graph", "GEMM", "turn", "program", "crop"]
+)
 def test_words_in_italics_are_in_the_table(word):
     text, _, table = PAGE.partition("## Words")
     assert f"*{word}" in text
@@ -71,8 +82,12 @@ def test_every_result_file_behind_a_claim_is_there():
 
 
 def test_what_an_older_name_became_is_there():
-    rows = re.findall(r"^\| (.*) \| (.*) \|$", (ROOT / "docs/FROM_OTHER_EDITIONS.md").read_text(), re.MULTILINE)
+    rows = re.findall(
+        r"^\| (.*) \| (.*) \|$", (ROOT / "docs/FROM_OTHER_EDITIONS.md").read_text(), re.MULTILINE
+    )
     named = {word for _, here in rows for word in re.findall(r"[\w/.-]+\.(?:py|sh|md|txt)", here)}
     assert len(named) > 20
     named.remove("analysis_tools/NAME.py")
-    assert not [name for name in named if not (ROOT / name).exists() and not (ROOT / "docs" / name).exists()]
+    assert not [
+        name for name in named if not (ROOT / name).exists() and not (ROOT / "docs" / name).exists()
+    ]

@@ -1,4 +1,5 @@
-"""The stages of exercises/performance_debugging: each has its symptom and no other, and the programs there find it."""
+"""The stages of exercises/performance_debugging: each has its symptom and no other, and the
+programs there find it."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ from exercises.performance_debugging import check_step, compare_stages
 FOLDER = ROOT / "exercises" / "performance_debugging"
 FINAL = ROOT / "tiny_llama_v3.py"
 SIZES = words(
-    "--hidden-dim 32 --num-layers 1 --num-heads 2 --intermediate-dim 8 --vocab-size 100 --seq-len 4 --batch-size 2"
+    "--hidden-dim 32 --num-layers 1 --num-heads 2 --intermediate-dim 8 --vocab-size 100 --seq-len "
+    "4 --batch-size 2"
     " --num-steps 2 --warmup-steps 1 --device cpu"
 )
 
@@ -86,12 +88,16 @@ def test_slow_stages_have_the_right_gradients(v3: ModuleType, stage: int):
 
 def test_stage_2_calls_attention_with_channels_that_are_not_last_in_memory(v3: ModuleType):
     check_step.load(path_of(2))
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION), pytest.raises(RuntimeError, match="No available kernel"):
+    with (
+        sdpa_kernel(SDPBackend.FLASH_ATTENTION),
+        pytest.raises(RuntimeError, match="No available kernel"),
+    ):
         v3.CausalAttention.apply(torch.randn(2, 8, 4, 16), 2)
 
 
 def test_stage_3_does_not_wait_for_the_device(v3: ModuleType, train, monkeypatch):
-    """A device that finishes 0.2 s later: V3's time per step contains it, that of stage 3 does not."""
+    """A device that finishes 0.2 s later: V3's time per step contains it, that of stage 3 does
+    not."""
     own = v3.Trainer.__init__
 
     def __init__(self, *args) -> None:
@@ -107,7 +113,9 @@ def test_stage_3_does_not_wait_for_the_device(v3: ModuleType, train, monkeypatch
 
 
 @pytest.mark.parametrize("stage", [1, 5, 6])
-def test_the_gradient_check_finds_parameters_that_do_not_train(v3: ModuleType, tmp_path: Path, stage: int):
+def test_the_gradient_check_finds_parameters_that_do_not_train(
+    v3: ModuleType, tmp_path: Path, stage: int
+):
     argv = [str(path_of(stage)), *SIZES, "--profile-dir", str(tmp_path)]
     status, stdout, _ = captured(check_step.main, argv)
     found = strict_json((tmp_path / f"{path_of(stage).stem}_gradients.json").read_text())
@@ -127,7 +135,11 @@ def test_the_gradient_check_finds_parameters_that_do_not_train(v3: ModuleType, t
     ("program", "argv", "message"),
     [
         (check_step, ["no.py"], "no.py: no such file"),
-        (check_step, [str(ROOT / "workshop/profile/kernels.py")], "neither a stage nor a version of TinyLlama"),
+        (
+            check_step,
+            [str(ROOT / "workshop/profile/kernels.py")],
+            "neither a stage nor a version of TinyLlama",
+        ),
         (compare_stages, ["nowhere"], "nowhere: no such file or directory"),
         (compare_stages, [str(ROOT / "examples")], "no results of stages"),
         (compare_stages, [str(ROOT / "results/h100/memory.json")], "it has no stages"),
@@ -153,18 +165,36 @@ def test_all_stages_one_of_which_fails(tmp_path: Path):
     own = results / "notes.txt"
     own.write_text("of the reader")
     environment = {**os.environ, "PYTHON": forking_python()}
-    for argv in (["--result-dir", results, "--num-stpes", "2"], [f"--result-dir={results}", "--num-steps", "0"]):
-        done = subprocess.run(list(map(str, [program, *argv])), capture_output=True, text=True, env=environment)
-        assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1), done.stderr
+    for argv in (
+        ["--result-dir", results, "--num-stpes", "2"],
+        [f"--result-dir={results}", "--num-steps", "0"],
+    ):
+        done = subprocess.run(
+            list(map(str, [program, *argv])), capture_output=True, text=True, env=environment
+        )
+        assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1), (
+            done.stderr
+        )
         assert "--num-st" in done.stderr
         assert sorted(results.rglob("*.*")) == [own, earlier]
     path_of_stage_2 = folder / path_of(2).name
-    path_of_stage_2.write_text(path_of_stage_2.read_text().replace("if __name__", "raise MemoryError\nif __name__"))
-    command = [program, "--result-dir", results, *SIZES, *words("--vocab-size 20 --seq-len 2 --num-steps 1")]
+    path_of_stage_2.write_text(
+        path_of_stage_2.read_text().replace("if __name__", "raise MemoryError\nif __name__")
+    )
+    command = [
+        program,
+        "--result-dir",
+        results,
+        *SIZES,
+        *words("--vocab-size 20 --seq-len 2 --num-steps 1"),
+    ]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment)
 
     assert done.returncode == 1
-    assert done.stderr.splitlines() == ["stage2: status 1: MemoryError", "run_all_stages.sh: error: failed: stage2"]
+    assert done.stderr.splitlines() == [
+        "stage2: status 1: MemoryError",
+        "run_all_stages.sh: error: failed: stage2",
+    ]
     assert (own.exists(), earlier.exists(), (results / "running").exists()) == (True, False, False)
     names = ["baseline", "stage4"]
     table = done.stdout.partition("\n\n")[2]
@@ -175,7 +205,9 @@ def test_all_stages_one_of_which_fails(tmp_path: Path):
         lines = (results / f"{name}_profile.csv").read_text().splitlines()
         assert all(len(line.split(",")) == 8 for line in lines)
     sort = f"sort -t',' -k4 -nr {results}/stage4_profile.csv | head -20"
-    slowest = subprocess.run(["bash", "-c", sort], capture_output=True, text=True).stdout.splitlines()
+    slowest = subprocess.run(
+        ["bash", "-c", sort], capture_output=True, text=True
+    ).stdout.splitlines()
     assert "naive_matmul" in slowest[0]
 
     study = tmp_path / "study.json"

@@ -1,8 +1,9 @@
-"""The run_*.sh wrappers, and the exercises' scripts that call them, with stand-ins for ROCm's profilers.
+"""The run_*.sh wrappers, and the exercises' scripts that call them, with stand-ins for ROCm's
+profilers.
 
-The stand-ins (tests/standins) take the options of the real tools, refuse all others, and write files of the same
-formats. They profile a small script that notes its arguments; with real scripts the wrappers run in the sheets, see
-test_exercises.py.
+The stand-ins (tests/standins) take the options of the real tools, refuse all others, and write
+files of the same formats. They profile a small script that notes its arguments; with real scripts
+the wrappers run in the sheets, see test_exercises.py.
 """
 
 from __future__ import annotations
@@ -26,15 +27,35 @@ import pytest
 from conftest import ROOT, strict_json, words
 
 STANDINS = ROOT / "tests" / "standins"
-PROGRAMS = words("bash basename cat cut date dirname find flock grep ln mkdir mv rm sed sleep sort tail touch tr true")
+PROGRAMS = words(
+    "bash basename cat cut date dirname find flock grep ln mkdir mv rm sed sleep sort tail touch "
+    "tr true"
+)
 TOOLS = ("rocprofv3", "rocpd", "rocpd2csv", "rocprof-sys-run", "rocprof-compute", "rocminfo")
 ROCPROFV3, SYS, COMPUTE = "run_rocprofv3.sh", "run_rocprof_sys.sh", "run_rocprof_compute.sh"
 ALL = "run_all_profilers.sh"
 TOOL_OF = {ROCPROFV3: "rocprofv3", SYS: "rocprof-sys-run", COMPUTE: "rocprof-compute"}
-FOLDER_OF = {ROCPROFV3: "rocprofv3_results_fused", SYS: "rocprof_sys_results", COMPUTE: "rocprof_compute_results"}
-FUSED, BASELINE = (3, 48), (4, 96)  # what the stand-ins report: distinct kernels and dispatches of one process
+FOLDER_OF = {
+    ROCPROFV3: "rocprofv3_results_fused",
+    SYS: "rocprof_sys_results",
+    COMPUTE: "rocprof_compute_results",
+}
+# what the stand-ins report: distinct kernels and dispatches of one process
+FUSED, BASELINE = (3, 48), (4, 96)
 ADDED = ["--under-profiler", "--enable-rocm-profiling"]
-AWKWARD = ["two words", ";", "$(touch injected)", "`touch injected`", "it's", '"', "\\", "", "two\nlines", "*", "~"]
+AWKWARD = [
+    "two words",
+    ";",
+    "$(touch injected)",
+    "`touch injected`",
+    "it's",
+    '"',
+    "\\",
+    "",
+    "two\nlines",
+    "*",
+    "~",
+]
 
 # Notes its arguments and leaves a result; fails, or waits for Ctrl-C, if asked to.
 SCRIPT = """
@@ -60,7 +81,8 @@ if "WAIT" in os.environ:
 sys.exit(int(os.environ.get("STATUS", "0")))
 """
 
-# In place of our two Python profilers: notes its arguments, and ends as the variable of its name says.
+# In place of our two Python profilers: notes its arguments, and ends as the variable of its name
+# says.
 OURS = """
 import json, os, pathlib, sys
 name = pathlib.Path(sys.argv[1]).stem
@@ -90,8 +112,12 @@ class Done:
         return self
 
     def failed(self, *texts: str, status: int | None = None, lines: int | None = None) -> Done:
-        """It ended with an error whose last line has all of the texts, and is no message of Python or bash."""
-        assert self.status != 0 if status is None else self.status == status, (self.status, self.stderr)
+        """It ended with an error whose last line has all of the texts, and is no message of
+        Python or bash."""
+        assert self.status != 0 if status is None else self.status == status, (
+            self.status,
+            self.stderr,
+        )
         found = self.stderr.splitlines()
         assert found, self.stdout
         assert lines in (None, len(found)), self.stderr
@@ -136,12 +162,22 @@ class Bench:
         for tool in tools:
             (self.bin / tool).symlink_to(STANDINS / tool)
 
-    def start(self, *command: object, cwd: Path | None = None, **environment: str) -> subprocess.Popen:
-        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        # A shell that starts the tests in the background has them, and so these, ignore SIGINT; a terminal does not.
+    def start(
+        self, *command: object, cwd: Path | None = None, **environment: str
+    ) -> subprocess.Popen:
+        pipes = {
+            "stdin": subprocess.DEVNULL,
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.PIPE,
+            "text": True,
+        }
+        # A shell that starts the tests in the background has them, and so these, ignore SIGINT; a
+        # terminal does not.
         unignore = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
         pipes |= {"cwd": cwd or self.work, "env": {**self.environment, **environment}}
-        return subprocess.Popen(list(map(str, command)), start_new_session=True, preexec_fn=unignore, **pipes)
+        return subprocess.Popen(
+            list(map(str, command)), start_new_session=True, preexec_fn=unignore, **pipes
+        )
 
     def call(self, *command: object, cwd: Path | None = None, **environment: str) -> Done:
         process = self.start(*command, cwd=cwd, **environment)
@@ -186,21 +222,34 @@ def read_csv(path: Path) -> list[dict[str, str]]:
 
 def files(directory: Path) -> dict[str, bytes]:
     """All files below a directory with their content."""
-    return {str(p.relative_to(directory)): p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()}
+    return {
+        str(p.relative_to(directory)): p.read_bytes()
+        for p in sorted(directory.rglob("*"))
+        if p.is_file()
+    }
 
 
 def shell_words(line: str) -> list[str]:
     """The words that bash makes of a printed command."""
-    output = subprocess.run(["bash", "-c", f"printf '%s\\0' {line}"], capture_output=True, text=True, check=True)
+    output = subprocess.run(
+        ["bash", "-c", f"printf '%s\\0' {line}"], capture_output=True, text=True, check=True
+    )
     return output.stdout.split("\0")[:-1]
 
 
 def counted(result: Done, kernels: int, dispatches: int) -> bool:
     """Whether it printed these numbers."""
-    return {f"Distinct kernels: {kernels}", f"Dispatches: {dispatches}"} <= set(result.stdout.splitlines())
+    return {f"Distinct kernels: {kernels}", f"Dispatches: {dispatches}"} <= set(
+        result.stdout.splitlines()
+    )
 
 
-REFUSED_6 = "--selected-regions", "--pmc SQ_WAVES", "--collection-period 1:2:1", "--output-format rocpd"
+REFUSED_6 = (
+    "--selected-regions",
+    "--pmc SQ_WAVES",
+    "--collection-period 1:2:1",
+    "--output-format rocpd",
+)
 
 
 @pytest.mark.parametrize("options", REFUSED_6)
@@ -210,8 +259,11 @@ def test_rocprofv3_of_rocm_6_refuses_what_came_later(bench, options):
     bench.call(*command, STANDIN_ROCM="6").failed(status=2)
 
 
-REFUSED = "rocprofv3 --kernel-trace --metrics X -- true; rocprofv3 --stats -- true; rocprofv3 --kernel-tra -- true"
-REFUSED += "; rocprof-sys-run -P -F -- true; rocprof-sys-run -T true; rocprof-compute profile -- true"
+REFUSED = "rocprofv3 --kernel-trace --metrics X -- true; rocprofv3 --stats -- true"
+REFUSED += "; rocprofv3 --kernel-tra -- true"
+REFUSED += (
+    "; rocprof-sys-run -P -F -- true; rocprof-sys-run -T true; rocprof-compute profile -- true"
+)
 
 
 @pytest.mark.parametrize("command", REFUSED.split("; "))
@@ -234,25 +286,43 @@ def test_help_names_every_option(bench, wrapper):
     bench.install()
     text = bench.run(wrapper, "--help").succeeded().stdout
     common = "--script --help --dry-run" + " --output-dir --result-dir" * (wrapper in TOOL_OF)
-    assert [option for option in words(f"{common} {OWN_OPTIONS[wrapper]}") if option not in text] == []
+    assert [
+        option for option in words(f"{common} {OWN_OPTIONS[wrapper]}") if option not in text
+    ] == []
     assert bench.nothing_happened()
 
 
 COUNTERS = "SQ_WAVES SQ_INSTS_VALU GRBM_GUI_ACTIVE"
 REGIONS = "--selected-regions -o %pid%"
 TABLES = f"--marker-trace --output-format csv {REGIONS}"
-COMMANDS = {  # a wrapper with options of its own, the options of the tool, and a file that it makes and names
+# a wrapper with options of its own, the options of the tool, and a file that it makes and names
+COMMANDS = {
     ROCPROFV3: (f"--kernel-trace --stats {TABLES}", "stats.csv"),
     f"{ROCPROFV3} --compare": (f"--kernel-trace --stats {TABLES}", "stats.csv"),
-    f"{ROCPROFV3} --mode kernels": (f"--kernel-trace --stats --marker-trace {REGIONS}", "kernels/stats.csv"),
-    f"{ROCPROFV3} --mode=trace": (f"--runtime-trace --output-format pftrace {REGIONS}", "*_results.pftrace"),
-    f"{ROCPROFV3} --mode trace --hsa": (f"--sys-trace --output-format pftrace {REGIONS}", "*_results.pftrace"),
-    f"{ROCPROFV3} --mode counters --counters=FETCH_SIZE": (f"--pmc FETCH_SIZE {TABLES}", "*_counter_collection.csv"),
+    f"{ROCPROFV3} --mode kernels": (
+        f"--kernel-trace --stats --marker-trace {REGIONS}",
+        "kernels/stats.csv",
+    ),
+    f"{ROCPROFV3} --mode=trace": (
+        f"--runtime-trace --output-format pftrace {REGIONS}",
+        "*_results.pftrace",
+    ),
+    f"{ROCPROFV3} --mode trace --hsa": (
+        f"--sys-trace --output-format pftrace {REGIONS}",
+        "*_results.pftrace",
+    ),
+    f"{ROCPROFV3} --mode counters --counters=FETCH_SIZE": (
+        f"--pmc FETCH_SIZE {TABLES}",
+        "*_counter_collection.csv",
+    ),
     f"{ROCPROFV3} --mode counters": (f"--pmc {COUNTERS} {TABLES}", "*_counter_collection.csv"),
     SYS: ("--trace --profile", "perfetto-trace-*.proto"),
     f"{SYS} --sample": ("--trace --profile --sample cputime", "perfetto-trace-*.proto"),
     COMPUTE: ("profile -n tiny_note_v2_fused", "roofline_analysis.csv"),
-    f"{COMPUTE} --roof-only": ("profile --roof-only --kernel-names -n tiny_note_v2_fused_roof", "empirRoof_*.pdf"),
+    f"{COMPUTE} --roof-only": (
+        "profile --roof-only --kernel-names -n tiny_note_v2_fused_roof",
+        "empirRoof_*.pdf",
+    ),
 }
 
 
@@ -260,10 +330,16 @@ COMMANDS = {  # a wrapper with options of its own, the options of the tool, and 
 def test_the_printed_command_is_the_one_that_is_run(bench, command):
     """With awkward arguments, from another directory, into another one, by another Python."""
     (wrapper, *own), (options, file) = words(command), COMMANDS[command]
-    tool, home, parent = TOOL_OF[wrapper], bench.directory / "home", bench.directory / 'a "place\\"; with\n $(odd) name'
+    tool, home, parent = (
+        TOOL_OF[wrapper],
+        bench.directory / "home",
+        bench.directory / 'a "place\\"; with\n $(odd) name',
+    )
     python = str(shutil.copy(bench.bin / "python3", bench.directory / "my python"))
     argv = ["--note", *AWKWARD, "--seq-len=8", "--num-steps", "3", "--warmup-steps", "0"]
-    run = functools.partial(bench.run, wrapper, *own, f"--output-dir={parent}", *argv, cwd=home, PYTHON=python)
+    run = functools.partial(
+        bench.run, wrapper, *own, f"--output-dir={parent}", *argv, cwd=home, PYTHON=python
+    )
     bench.install()
     dry = run("--dry-run").succeeded()
     assert bench.nothing_happened()
@@ -271,7 +347,9 @@ def test_the_printed_command_is_the_one_that_is_run(bench, command):
     bench.install(*TOOLS)
     result = run().succeeded()
     calls = bench.calls(tool)
-    assert [shell_words(line) for line in dry.stdout.splitlines() if line] == [[tool, *call["argv"]] for call in calls]
+    assert [shell_words(line) for line in dry.stdout.splitlines() if line] == [
+        [tool, *call["argv"]] for call in calls
+    ]
     assert len(calls) == 1 + ("--compare" in own)
     for call in calls:
         found = call["argv"][: call["argv"].index("--")]
@@ -296,16 +374,20 @@ def test_missing_tool_is_one_line(bench, wrapper):
 
 
 MISTAKES = {
-    ROCPROFV3: "--mode metrics; --mode; --from-db; --from-db missing.db; --mode=counters --counters=; --hsa;"
+    ROCPROFV3: "--mode metrics; --mode; --from-db; --from-db missing.db; --mode=counters "
+    "--counters=; --hsa;"
     " --compare --result-dir out; --compare --mode trace; --compare --disable-all-fusion;"
     " --compare --enable-flash-attention; --script tiny_llama_v1.py --compare; --compare=yes",
-    SYS: "--script missing.py; --script=; --script; --output-dir=; --output-dir file/below; --result-dir / --dry-run",
+    SYS: "--script missing.py; --script=; --script; --output-dir=; --output-dir file/below; "
+    "--result-dir / --dry-run",
     COMPUTE: "--mode roofline; --mode analyze --seq-len 64; --mode analyze; --dispatch 7",
     ALL: "--script missing.py; --profile-dir; --output-dir out; --profile-dir file/below",
 }
 
 
-@pytest.mark.parametrize(("wrapper", "options"), [(w, o) for w, text in MISTAKES.items() for o in text.split("; ")])
+@pytest.mark.parametrize(
+    ("wrapper", "options"), [(w, o) for w, text in MISTAKES.items() for o in text.split("; ")]
+)
 def test_a_mistake_is_one_line(bench, wrapper, options):
     (bench.work / "file").write_text("not a directory")
     result = bench.run(wrapper, *words(options))
@@ -333,18 +415,25 @@ def test_a_failure_leaves_earlier_results(bench, command, modes):
     """Of the tool, as STANDIN_FAIL has it, or of the script."""
     wrapper, *own = words(command)
     before: dict[str, bytes] = {}
-    for mode in [*words(modes), words(modes)[0]]:  # the first one without earlier results, then with some
+    # the first one without earlier results, then with some
+    for mode in [*words(modes), words(modes)[0]]:
         environment = {"STATUS": "3"} if mode == "script" else {"STANDIN_FAIL": mode}
-        result = bench.run(wrapper, *own, **environment).failed(status=3 if mode == "script" else None)
+        result = bench.run(wrapper, *own, **environment).failed(
+            status=3 if mode == "script" else None
+        )
         line = result.stderr.splitlines()[-1]
         assert TOOL_OF[wrapper] in line or FOLDER_OF[wrapper] in line
         for word in words(line):
-            assert FOLDER_OF[wrapper] not in word or (bench.work / word.rstrip(":,;")).exists(), line
+            assert FOLDER_OF[wrapper] not in word or (bench.work / word.rstrip(":,;")).exists(), (
+                line
+            )
         assert "Dispatches:" not in result.stdout
         if not before:
             assert not [*bench.work.rglob("stats.csv"), *bench.work.rglob("roofline_analysis.csv")]
             bench.run(wrapper, *own).succeeded()
-            before = {name: text for name, text in files(bench.work).items() if ".failed/" not in name}
+            before = {
+                name: text for name, text in files(bench.work).items() if ".failed/" not in name
+            }
         assert before.items() <= files(bench.work).items()
 
 
@@ -356,8 +445,13 @@ def wait_for_the_script(bench: Bench, runs: int) -> None:
     time.sleep(0.2)  # until the script sleeps
 
 
-def interrupt(process: subprocess.Popen, bench: Bench, runs: int, number: int = signal.SIGINT) -> str:
-    """Send the wrapper a signal once the script runs; returns what stderr got, when nothing runs any more."""
+def interrupt(
+    process: subprocess.Popen, bench: Bench, runs: int, number: int = signal.SIGINT
+) -> str:
+    """Send the wrapper a signal once the script runs.
+
+    Returns what stderr got, when nothing runs any more.
+    """
     wait_for_the_script(bench, runs)
     os.kill(process.pid, number)
     stderr = process.communicate(timeout=30)[1]
@@ -378,7 +472,11 @@ def running(script: Path) -> list[str]:
 
 @pytest.mark.parametrize(
     ("wrapper", "number"),
-    [*((wrapper, signal.SIGINT) for wrapper in TOOL_OF), (ROCPROFV3, signal.SIGTERM), (ROCPROFV3, signal.SIGHUP)],
+    [
+        *((wrapper, signal.SIGINT) for wrapper in TOOL_OF),
+        (ROCPROFV3, signal.SIGTERM),
+        (ROCPROFV3, signal.SIGHUP),
+    ],
 )
 def test_a_signal_leaves_earlier_results_and_what_was_written(bench, wrapper, number):
     bench.run(wrapper).succeeded()
@@ -396,7 +494,9 @@ def test_a_folder_has_one_owner_at_a_time(bench):
     process = bench.start(ROOT / ROCPROFV3, "--script", bench.script, WAIT="1")
     wait_for_the_script(bench, 0)
     before = files(bench.work)
-    bench.run(ROCPROFV3).failed("_results_fused", "another profiler is writing there", status=2, lines=1)
+    bench.run(ROCPROFV3).failed(
+        "_results_fused", "another profiler is writing there", status=2, lines=1
+    )
     assert files(bench.work) == before
     bench.run(ROCPROFV3, "--output-dir", "other").succeeded()
     os.kill(process.pid, signal.SIGTERM)
@@ -418,37 +518,57 @@ def test_a_result_folder_must_be_new(bench):
 
 def reduction(before: float, after: float, per: str = "per step") -> str:
     """What the wrapper prints of the comparison."""
-    return f"- Kernels {per}: {before:.10g} -> {after:.10g}\n- Kernel reduction: {100 * (1 - after / before):.1f} %\n"
+    reduction = f"{100 * (1 - after / before):.1f} %"
+    return f"- Kernels {per}: {before:.10g} -> {after:.10g}\n- Kernel reduction: {reduction}\n"
 
 
 @pytest.mark.parametrize(
     ("mode", "rocm", "suffix"),
-    [("hotspots", "7", "_stats.csv"), ("kernels", "6", "_trace.csv"), ("kernels", "7", "_results.db")],
+    [
+        ("hotspots", "7", "_stats.csv"),
+        ("kernels", "6", "_trace.csv"),
+        ("kernels", "7", "_results.db"),
+    ],
 )
 def test_statistics_of_one_process_and_merged_over_three(bench, mode, rocm, suffix):
     tables = []
     for processes in (1, 3):
-        result = bench.run(ROCPROFV3, "--mode", mode, STANDIN_ROCM=rocm, STANDIN_PROCESSES=str(processes)).succeeded()
+        result = bench.run(
+            ROCPROFV3, "--mode", mode, STANDIN_ROCM=rocm, STANDIN_PROCESSES=str(processes)
+        ).succeeded()
         assert len(list((bench.results() / mode).glob(f"*{suffix}"))) == processes
         assert counted(result, FUSED[0], FUSED[1] * processes)
         assert "Kernel reduction" not in result.stdout  # there is no other side yet
         rows = read_csv(next(bench.results().rglob("stats.csv")))
-        assert " ".join(rows[0]) == "Name Calls TotalDurationNs AverageNs Percentage MinNs MaxNs StdDev"
+        assert (
+            " ".join(rows[0])
+            == "Name Calls TotalDurationNs AverageNs Percentage MinNs MaxNs StdDev"
+        )
         assert sum(float(row["Percentage"]) for row in rows) == pytest.approx(100, abs=0.1)
         totals = [int(row["TotalDurationNs"]) for row in rows]
         assert totals == sorted(totals, reverse=True)
         tables.append(rows)
-    assert any(row["Name"].startswith("void at::native::vectorized_elementwise_kernel<4, at::") for row in rows)
+    assert any(
+        row["Name"].startswith("void at::native::vectorized_elementwise_kernel<4, at::")
+        for row in rows
+    )
     for one, three in zip(*tables, strict=True):
-        assert (three["Name"], three["MinNs"], three["MaxNs"]) == (one["Name"], one["MinNs"], one["MaxNs"])
+        assert (three["Name"], three["MinNs"], three["MaxNs"]) == (
+            one["Name"],
+            one["MinNs"],
+            one["MaxNs"],
+        )
         for name, factor in {"Calls": 3, "TotalDurationNs": 3, "AverageNs": 1}.items():
             assert float(three[name]) == pytest.approx(factor * float(one[name]))
 
 
 def test_compare_runs_both_sides_and_a_part_of_the_fusions_is_compared_with_nothing(bench):
-    bench.run(ROCPROFV3, "--seq-len", "8", STANDIN_PROCESSES="2").succeeded()  # an earlier run, which is replaced
+    # an earlier run, which is replaced
+    bench.run(ROCPROFV3, "--seq-len", "8", STANDIN_PROCESSES="2").succeeded()
     result = bench.run(ROCPROFV3, "--compare", "--note", "a b").succeeded()
-    sides = [[word for word in received if "all-fusion" in word] for received in bench.received()[1:]]
+    sides = [
+        [word for word in received if "all-fusion" in word] for received in bench.received()[1:]
+    ]
     assert sides == [["--disable-all-fusion"], ["--enable-all-fusion"]]
     rows = read_csv(bench.work / "rocprofv3_results_baseline" / "stats.csv")
     assert (len(rows), sum(int(row["Calls"]) for row in rows)) == BASELINE
@@ -481,13 +601,18 @@ def test_the_comparison_is_per_step_names_what_differs_and_is_of_one_model(bench
 
 
 def test_rocm_6_records_the_warm_up_too_so_nothing_is_divided_by_steps(bench):
-    """Its rocprofv3 has no --selected-regions; how many of the dispatches are of measured steps is not known."""
+    """Its rocprofv3 has no --selected-regions.
+
+    How many of the dispatches are of measured steps is not known.
+    """
     run = functools.partial(bench.run, ROCPROFV3, STANDIN_ROCM="6")
     dry = run("--dry-run", "--num-steps", "2").succeeded().stdout
     assert "--selected-regions" not in dry
     run("--disable-all-fusion", "--num-steps", "2").succeeded()
     result = run("--num-steps", "2").succeeded()
-    assert [shell_words(dry)[1:]] == [call["argv"] for call in bench.calls("rocprofv3") if "-d" in call["argv"]][1:]
+    assert [shell_words(dry)[1:]] == [
+        call["argv"] for call in bench.calls("rocprofv3") if "-d" in call["argv"]
+    ][1:]
     assert reduction(BASELINE[1], FUSED[1], "in all") in result.stdout
     assert "baseline, fused have the warm-up" in result.stdout
     assert run("--mode", "trace", "--hsa").succeeded()
@@ -508,7 +633,8 @@ def test_a_profile_dir_of_the_user_stays_the_only_one(bench):
     [
         ("--enable-flash-attention --enable-torch-compile --enable-cuda-graph", "fused"),
         (
-            "--disable-all-fusion --disable-a --enable-torch-compile --enable-cuda-graph --enable-x-profiling",
+            "--disable-all-fusion --disable-a --enable-torch-compile --enable-cuda-graph "
+            "--enable-x-profiling",
             "baseline",
         ),
         ("--disable-all-fusion --enable-flash-attention", "partial"),
@@ -555,7 +681,9 @@ def test_a_damaged_database_and_a_failing_rocpd(bench, database, tools):
     with sqlite3.connect(database) as connection:
         connection.execute("DROP VIEW kernels")
     failures = [(content, "") for content in (database.read_bytes(), good[:5000], b"hello")]
-    for content, mode in failures + [(good, mode) for mode in ("status", "nothing", "truncated") if tools]:
+    for content, mode in failures + [
+        (good, mode) for mode in ("status", "nothing", "truncated") if tools
+    ]:
         database.write_bytes(content)
         bench.run(ROCPROFV3, "--from-db", str(database), STANDIN_FAIL=mode).failed("run_results.db")
         assert files(bench.results()) == before
@@ -574,7 +702,10 @@ def test_rocprof_sys_by_its_older_name(bench):
 
 def test_rocprof_compute_and_analyze_of_its_last_profile(bench):
     bench.run(COMPUTE, "--output-dir", "two\nlines").succeeded()
-    assert "Dispatch List" in bench.run(COMPUTE, "--output-dir", "two\nlines", "--list-stats").succeeded().stdout
+    assert (
+        "Dispatch List"
+        in bench.run(COMPUTE, "--output-dir", "two\nlines", "--list-stats").succeeded().stdout
+    )
     shutil.rmtree(bench.work / "two\nlines")
     for name in ("log", "record"):
         (bench.directory / name).unlink()
@@ -592,11 +723,18 @@ def test_rocprof_compute_and_analyze_of_its_last_profile(bench):
 
     bench.run(COMPUTE, STANDIN_FAIL="noformat").failed()  # this newer profile is not taken
     before, runs = files(bench.work), len(bench.received())
-    argv = ["--mode", "analyze", "--dispatch", next(r["Dispatch_ID"] for r in rows if "attn_fwd" in r["Kernel_Name"])]
+    argv = [
+        "--mode",
+        "analyze",
+        "--dispatch",
+        next(r["Dispatch_ID"] for r in rows if "attn_fwd" in r["Kernel_Name"]),
+    ]
     dry = bench.run(COMPUTE, "--dry-run", *argv).succeeded()
     result = bench.run(COMPUTE, *argv).succeeded()
     assert all(text in result.stdout for text in ("attn_fwd.kd", "Speed-of-Light"))
-    assert [shell_words(dry.stdout)[1:]] == [call["argv"] for call in bench.calls("rocprof-compute")[2:]]
+    assert [shell_words(dry.stdout)[1:]] == [
+        call["argv"] for call in bench.calls("rocprof-compute")[2:]
+    ]
     stats = bench.run(COMPUTE, "--list-stats").succeeded().stdout
     assert ("Dispatch List" in stats, "Speed-of-Light" in stats) == (True, False)
     assert "99999" in bench.run(COMPUTE, *argv[:-1], "99999").failed("rocprof-compute").stderr
@@ -604,7 +742,9 @@ def test_rocprof_compute_and_analyze_of_its_last_profile(bench):
     assert files(bench.work) == before
 
 
-@pytest.mark.parametrize(("gpu", "good"), [("gfx1201", 0), ("gfx1036,gfx942", 1), ("gfx90a", 1), (None, 1)])
+@pytest.mark.parametrize(
+    ("gpu", "good"), [("gfx1201", 0), ("gfx1036,gfx942", 1), ("gfx90a", 1), (None, 1)]
+)
 def test_consumer_gpus_are_refused_but_not_beside_another_one(bench, gpu, good):
     if not gpu:
         bench.install("rocprof-compute")  # without rocminfo nothing tells the GPU
@@ -618,23 +758,41 @@ def test_consumer_gpus_are_refused_but_not_beside_another_one(bench, gpu, good):
 
 # --- exercises/tiny_llama_v4/get_*.sh
 
-# Of each script: tool, result folder, options, a file that it leaves there, and the commands it says to type next.
+# Of each script: tool, result folder, options, a file that it leaves there, and the commands it
+# says to type next.
 NEXT = "rocpd summary, rocpd2csv -i, rocpd convert"
 DATA = "workloads/tiny_llama_v4_fused/rocprof/pmc_perf.csv"
 GET = {
     "get_trace.sh": ("rocprofv3", "traces/trace", "--sys-trace", "*_results.pftrace", ""),
     "get_counters.sh": ("rocprofv3", "counters/counter", "--kernel-trace", "*_results.db", NEXT),
     "get_hotspots.sh": ("rocprofv3", "hotspots/hotspot", "--kernel-trace --stats", "stats.csv", ""),
-    "get_rocprof_compute.sh": ("rocprof-compute", "rocprof_compute/profile", "", DATA, "rocprof-compute analyze"),
-    "get_rocprof_sys.sh": ("rocprof-sys-run", "rocprof_sys/profile", "--sample", "*/perfetto-trace-*.proto", ""),
+    "get_rocprof_compute.sh": (
+        "rocprof-compute",
+        "rocprof_compute/profile",
+        "",
+        DATA,
+        "rocprof-compute analyze",
+    ),
+    "get_rocprof_sys.sh": (
+        "rocprof-sys-run",
+        "rocprof_sys/profile",
+        "--sample",
+        "*/perfetto-trace-*.proto",
+        "",
+    ),
 }
 
 
 @pytest.fixture
 def sheet(bench) -> Path:
-    """The folder of the scripts, in a copy where tiny_llama_v4.py is the script that notes its arguments."""
+    """The folder of the scripts, in a copy where tiny_llama_v4.py is the script that notes its
+    arguments."""
     tree = bench.directory / "a copy"
-    for path in [*ROOT.glob("run_*.sh"), *ROOT.glob("workshop/**/*.*"), *ROOT.glob("exercises/tiny_llama_v4/*.sh")]:
+    for path in [
+        *ROOT.glob("run_*.sh"),
+        *ROOT.glob("workshop/**/*.*"),
+        *ROOT.glob("exercises/tiny_llama_v4/*.sh"),
+    ]:
         place = tree / path.relative_to(ROOT)
         place.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, place)
@@ -642,11 +800,14 @@ def sheet(bench) -> Path:
     return tree / "exercises" / "tiny_llama_v4"
 
 
-@pytest.mark.parametrize(("script", "inside"), [*((script, True) for script in GET), ("get_counters.sh", False)])
+@pytest.mark.parametrize(
+    ("script", "inside"), [*((script, True) for script in GET), ("get_counters.sh", False)]
+)
 def test_get_scripts(bench, sheet, script, inside):
     tool, folder, options, file, commands = GET[script]
     cwd = sheet if inside else None
-    argv = ["--mode", "benchmark", "--num-steps", "3", "two words", "*"]  # --mode is an option of the wrappers, too
+    # --mode is an option of the wrappers, too
+    argv = ["--mode", "benchmark", "--num-steps", "3", "two words", "*"]
     result = bench.call(f"./{script}" if inside else sheet / script, *argv, cwd=cwd).succeeded()
     assert set(words(options)) <= set(bench.calls(tool)[0]["argv"])
     assert all(received[-len(argv) :] == argv for received in bench.received())
@@ -655,7 +816,11 @@ def test_get_scripts(bench, sheet, script, inside):
     assert list(results.glob(file))
     assert not list(bench.work.iterdir())
     # What it says to do next can be typed.
-    typed = [line for line in result.stdout.splitlines() if re.match("rocpd|rocprof-compute analyze", line)]
+    typed = [
+        line
+        for line in result.stdout.splitlines()
+        if re.match("rocpd|rocprof-compute analyze", line)
+    ]
     assert ", ".join(" ".join(words(line)[:2]) for line in typed) == commands
     for line in typed:
         next_command = [re.sub("^N$", "1", word) for word in shell_words(line)]
@@ -699,7 +864,11 @@ def test_all_profilers_get_the_arguments(bench):
     steps = all_steps(bench.work / "all results")
     assert [step["status"] for step in steps.values()] == ["ok"] * 5
     assert [path.name for path in bench.work.iterdir()] == ["all results"]
-    received = [*bench.lines("record_ours"), *bench.received(), *map(shell_words, dry.stdout.splitlines())]
+    received = [
+        *bench.lines("record_ours"),
+        *bench.received(),
+        *map(shell_words, dry.stdout.splitlines()),
+    ]
     assert len(received) == 2 + 4 + 5  # rocprof-compute runs the script twice
     assert all(line[-len(argv) :] == argv for line in received)
 
@@ -709,8 +878,13 @@ def test_all_profilers_without_rocm(bench):
     report.parent.mkdir(parents=True)
     report.write_text("of an earlier run\n")
     os.utime(report, (1, 1))
-    bench.run(ALL, "--script=tiny_llama_v2.py", "--profile-dir=out", run_deepspeed_flops="4").succeeded()
-    assert strict_json((bench.work / "out" / "summary.json").read_text())["script"] == "tiny_llama_v2.py"
+    bench.run(
+        ALL, "--script=tiny_llama_v2.py", "--profile-dir=out", run_deepspeed_flops="4"
+    ).succeeded()
+    assert (
+        strict_json((bench.work / "out" / "summary.json").read_text())["script"]
+        == "tiny_llama_v2.py"
+    )
     steps = all_steps(bench.work / "out")
     assert list(steps) == ["pytorch_profiler", "flops"]
     assert steps["pytorch_profiler"]["files"] == []  # what an earlier run left is not listed
@@ -722,7 +896,13 @@ def test_all_profilers_go_on_after_a_failure_and_skip_what_is_missing(bench):
     result = bench.run(ALL, "--enable-rocm-tools", "--profile-dir", "out", run_pytorch_profiler="3")
     result.failed("pytorch_profiler", status=1)
     steps = all_steps(bench.work / "out")
-    assert [step["status"] for step in steps.values()] == ["failed", "ok", "ok", "skipped", "skipped"]
+    assert [step["status"] for step in steps.values()] == [
+        "failed",
+        "ok",
+        "ok",
+        "skipped",
+        "skipped",
+    ]
     assert steps["rocprofv3"]["files"] == ["rocprofv3_results_fused/stats.csv"]
     assert "rocprof-sys-run" in steps["rocprof_sys"]["reason"]
 
@@ -732,22 +912,32 @@ def test_all_profilers_interrupted(bench, number):
     argv = ["--script", bench.script, "--enable-rocm-tools", "--profile-dir", "out"]
     process = bench.start(ROOT / ALL, *argv, WAIT="1")
     wait_for_the_script(bench, 0)
-    bench.run(ALL, "--profile-dir", "out").failed("out", "another profiler is writing there", status=2, lines=1)
+    bench.run(ALL, "--profile-dir", "out").failed(
+        "out", "another profiler is writing there", status=2, lines=1
+    )
     interrupt(process, bench, 0, number)
     assert list(all_steps(bench.work / "out"))[:2] == ["pytorch_profiler", "flops"]
 
 
 def test_what_all_profilers_wrote_can_be_compared(bench):
-    """Where the PyTorch profiler left nothing, rocprofv3's statistics; test_analysis_tools.py has its profiles."""
+    """Where the PyTorch profiler left nothing, rocprofv3's statistics.
+
+    Test_analysis_tools.py has its profiles.
+    """
     bench.install("rocprofv3")
     run = ["--enable-rocm-tools", "--profile-dir"]
     bench.run(ALL, *run, "off", "--disable-all-fusion", "--num-steps", "2").succeeded()
     bench.run(ALL, *run, "on", "--seq-len", "8").succeeded()
     tool = ROOT / "analysis_tools" / "analyze_kernel_reduction.py"
-    analyze = functools.partial(bench.call, sys.executable, tool, *words("--baseline off --fused on --top 0"))
+    analyze = functools.partial(
+        bench.call, sys.executable, tool, *words("--baseline off --fused on --top 0")
+    )
     result = analyze().succeeded()
     assert reduction(BASELINE[1] / 2, FUSED[1]) in result.stdout
     assert "- note: seq_len differs: 64 for baseline; 8 for fused" in result.stdout
     assert "- fused: `on/rocprofv3_results_fused` (tiny_note_v2, 1 steps" in result.stdout
-    shutil.copytree(bench.work / "off" / "rocprofv3_results_baseline", bench.work / "on" / "rocprofv3_results_baseline")
+    shutil.copytree(
+        bench.work / "off" / "rocprofv3_results_baseline",
+        bench.work / "on" / "rocprofv3_results_baseline",
+    )
     analyze().failed("several profiles", "rocprofv3_results_fused", status=2, lines=1)

@@ -1,4 +1,5 @@
-"""What every program here promises about its results (docs/CONTRIBUTING.md): whole, its own, never over its input."""
+"""What every program here promises about its results (docs/CONTRIBUTING.md): whole, its own,
+never over its input."""
 
 from __future__ import annotations
 
@@ -26,9 +27,9 @@ from analysis_tools import (
 )
 from exercises.performance_debugging import compare_stages
 from workshop.cli import ToolError
-from workshop.files import write_csv, write_file, write_text
+from workshop.files import write_file, write_text
 from workshop.script import DEFAULT_SCRIPT
-from workshop.show import markdown_table
+from workshop.show import Column, render, write_csv
 
 RUN = ROOT / "results/cpu/tiny_llama_v2_readme.json"
 STUDY = ROOT / "results/h100/ablation_tiny_llama_v2.json"
@@ -42,7 +43,12 @@ def call(tool, *argv: object) -> tuple[int, str, str]:
 def run_at(folder: Path, ms: float = 10.0) -> Path:
     """The directory of a run, with a step of so many milliseconds."""
     result = json.loads(RUN.read_text())
-    result["timing"] |= {"batch_ms": ms, "batch_median_ms": ms, "batch_p95_ms": ms, "samples_per_sec": 8e3 / ms}
+    result["timing"] |= {
+        "batch_ms": ms,
+        "batch_median_ms": ms,
+        "batch_p95_ms": ms,
+        "samples_per_sec": 8e3 / ms,
+    }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tiny_llama_v2_summary.json").write_text(json.dumps(result))
     return folder
@@ -58,7 +64,12 @@ def test_what_was_saved_is_read_and_not_what_is_there_now(tmp_path):
     for folder in folders:
         run_at(folder, ms=1000.0)
     assert call(compare_runs, *folders, "--save", tmp_path / "after.json")[0] == 0
-    argv = ["--baseline-results", tmp_path / "before.json", "--current-results", tmp_path / "after.json"]
+    argv = [
+        "--baseline-results",
+        tmp_path / "before.json",
+        "--current-results",
+        tmp_path / "after.json",
+    ]
     status, out, _ = call(regression_tester, *argv)
     assert (status, "A regression: 2 of 2" in out) == (1, True), out
 
@@ -78,16 +89,29 @@ def test_runs_are_saved_under_names_that_can_be_read(form, tmp_path, monkeypatch
 def test_two_runs_are_not_saved_under_one_name(tmp_path):
     one, two = (run_at(tmp_path / part) for part in "ab")
     status, _, err = call(compare_runs, f"x={one}", f"x/={two}", "--save", tmp_path / "saved.json")
-    assert (status, "another NAME=PATH" in err, (tmp_path / "saved.json").exists()) == (2, True, False)
+    assert (status, "another NAME=PATH" in err, (tmp_path / "saved.json").exists()) == (
+        2,
+        True,
+        False,
+    )
 
 
 @pytest.mark.parametrize(
     ("argv", "status", "outcome"),
-    [("--learning-rate 1e30 --warmup-steps 0", 1, "failed"), ("--text-file README.md --vocab-size 256", 0, "1.00x")],
+    [
+        ("--learning-rate 1e30 --warmup-steps 0", 1, "failed"),
+        ("--text-file README.md --vocab-size 256", 0, "1.00x"),
+    ],
 )
 def test_what_a_script_leaves_is_read(argv, status, outcome, tmp_path):
     """Also of a run that failed, which has no turns and no rates."""
-    run_main("tiny_llama_v2", tmp_path, "--num-steps", "9", *argv.replace("README", f"{ROOT}/README").split())
+    run_main(
+        "tiny_llama_v2",
+        tmp_path,
+        "--num-steps",
+        "9",
+        *argv.replace("README", f"{ROOT}/README").split(),
+    )
     found, out, _ = call(compare_runs, tmp_path)
     assert (found, outcome in out.splitlines()[2]) == (status, True), out
 
@@ -117,7 +141,8 @@ def test_an_input_is_not_written_on(tool, source, argv, tmp_path, monkeypatch):
 
 
 def test_writers_at_once_leave_a_whole_file_each(tmp_path):
-    """With one temporary name for all, a second writer truncates what the first one moves into place."""
+    """With one temporary name for all, a second writer truncates what the first one moves into
+    place."""
     path, wrong = tmp_path / "result.json", []
     first, second = threading.Event(), threading.Event()
 
@@ -171,7 +196,29 @@ def test_a_name_is_no_formula_and_breaks_no_table(tmp_path):
         found = [row["name"] for row in csv.DictReader(file)]
     assert found == ["'=1+1", "'+x", "'-x", "'@x", "x=1", ""]
     assert "-1.5" in (tmp_path / "table.csv").read_text()
-    assert len(markdown_table(["a"], [["two\nlines\r\nor\u2028three"]]).splitlines()) == 3
+    table = render([Column("a", str)], ["two\nlines\r\nor\u2028three"])
+    assert len(table.splitlines()) == 3
+
+
+def test_a_table_is_the_same_as_markdown_text_and_csv():
+    columns = [
+        Column("side", "name"),
+        Column("ms", "ms", ".2f"),
+        Column("gain", lambda row: row["gain"], ".1f", "x"),
+    ]
+    rows = [{"name": "a|b", "ms": 1.005, "gain": 2}, {"name": "c", "ms": None, "gain": "none"}]
+    assert render(columns, rows).splitlines() == [
+        "| side |   ms | gain |",
+        "| ---- | ---: | ---: |",
+        "| a\\|b | 1.00 | 2.0x |",
+        "| c    |    - | none |",
+    ]
+    assert render(columns, rows, "text").splitlines() == [
+        "side    ms  gain",
+        "a|b   1.00  2.0x",
+        "c        -  none",
+    ]
+    assert render(columns, rows, "csv").splitlines() == ["side,ms,gain", "a|b,1.005,2", "c,,none"]
 
 
 def test_a_run_whose_name_has_a_line_break_is_one_row(tmp_path):
@@ -192,8 +239,14 @@ def test_a_pipe_that_is_closed_is_no_error():
 
 def test_a_full_device_is_one_line():
     with open("/dev/full", "w") as full:
-        done = subprocess.run([sys.executable, TOOL, RUN], stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT)
-    assert (done.returncode, done.stderr.count("\n"), "No space left" in done.stderr) == (2, 1, True)
+        done = subprocess.run(
+            [sys.executable, TOOL, RUN], stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT
+        )
+    assert (done.returncode, done.stderr.count("\n"), "No space left" in done.stderr) == (
+        2,
+        1,
+        True,
+    )
 
 
 # --- what is missing, and odd ways to start
@@ -248,7 +301,9 @@ TRAINS = {
     "analysis_tools/measure_energy.py": "--scripts tiny_llama_v1.py",
     "analysis_tools/optimize_batch_size.py": "",
     "analysis_tools/roofline_analysis.py": "",
-    "analysis_tools/validate_numerical_accuracy.py": "--baseline tiny_llama_v1.py --optimized tiny_llama_v2.py",
+    "analysis_tools/validate_numerical_accuracy.py": (
+        "--baseline tiny_llama_v1.py --optimized tiny_llama_v2.py"
+    ),
     "bench/versions.py": "counts .",
     "bench/operations.py": "table .",
     "bench/compile_for_amd.py": "--help",
@@ -264,7 +319,9 @@ TRAINS = {
 @pytest.mark.parametrize("program", TRAINS)
 def test_a_package_that_is_missing_is_one_line(program, without_packages, tmp_path):
     command = [sys.executable, ROOT / program, *TRAINS[program].split()]
-    done = subprocess.run(command, capture_output=True, text=True, env=without_packages, cwd=tmp_path)
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=without_packages, cwd=tmp_path
+    )
     lines = done.stderr.splitlines()
     assert (done.returncode, done.stdout) == (4, ""), done.stderr
     assert " error: " in lines[-1]
@@ -283,16 +340,26 @@ def test_a_name_that_the_terminal_cannot_show():
 
 
 @pytest.mark.parametrize(
-    "tool", [run_pytorch_profiler, run_deepspeed_flops, fusion_ablation_study, optimize_batch_size, roofline_analysis]
+    "tool",
+    [
+        run_pytorch_profiler,
+        run_deepspeed_flops,
+        fusion_ablation_study,
+        optimize_batch_size,
+        roofline_analysis,
+    ],
 )
 def test_a_tool_names_the_script_that_nobody_gave(tool):
     default = getattr(tool, "SCRIPT", DEFAULT_SCRIPT)
     for given, notes in ([], 1), (["--script", default], 0):
-        status, _, err = call(tool, *given, "--no-such-flag")  # the script refuses it, so nothing is measured
+        # the script refuses it, so nothing is measured
+        status, _, err = call(tool, *given, "--no-such-flag")
         assert (status, err.count(f"note: no --script is given, {default} is taken")) == (2, notes)
 
 
-@pytest.mark.parametrize("wrapper", ["run_rocprofv3", "run_rocprof_sys", "run_rocprof_compute", "run_all_profilers"])
+@pytest.mark.parametrize(
+    "wrapper", ["run_rocprofv3", "run_rocprof_sys", "run_rocprof_compute", "run_all_profilers"]
+)
 def test_a_wrapper_names_the_script_that_nobody_gave(wrapper):
     for given, notes in ([], 1), (["--script", "tiny_openfold_v2.py"], 0):
         command = [ROOT / f"{wrapper}.sh", "--dry-run", *given]

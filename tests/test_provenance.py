@@ -14,7 +14,8 @@ LOG = """<?xml version="1.0" ?>
   <gpu id="00000000:04:00.0">
     <clocks_event_reasons_counters>
       <clocks_event_reasons_counters_sw_power_cap>{} us</clocks_event_reasons_counters_sw_power_cap>
-      <clocks_event_reasons_counters_hw_thermal_slowdown>7 us</clocks_event_reasons_counters_hw_thermal_slowdown>
+      <clocks_event_reasons_counters_hw_thermal_slowdown
+      >7 us</clocks_event_reasons_counters_hw_thermal_slowdown>
     </clocks_event_reasons_counters>
     <temperature><gpu_temp>41 C</gpu_temp></temperature>
     <gpu_power_readings><current_power_limit>700.00 W</current_power_limit></gpu_power_readings>
@@ -33,7 +34,8 @@ def machine(tmp_path, monkeypatch) -> Path:
     monkeypatch.setattr(provenance, "this_gpu", lambda: "GPU-1")
     program = tmp_path / "nvidia-smi"
     program.write_text(
-        f'#!/bin/sh\n[ "$*" = "-q -x -i GPU-1" ] && while read -r line; do echo "$line"; done < {tmp_path}/log\n'
+        f'#!/bin/sh\n[ "$*" = "-q -x -i GPU-1" ] && while read -r line; do echo "$line"; done < '
+        f"{tmp_path}/log\n"
     )
     program.chmod(0o755)
     (tmp_path / "log").write_text(LOG.format(100))
@@ -68,4 +70,8 @@ def test_without_tools_there_are_reasons(machine, monkeypatch):
 
 def test_the_commit_of_a_copy_without_history(machine, monkeypatch):
     monkeypatch.setenv("SOURCE_COMMIT", "abc123")
-    assert provenance.commit()["commit"] == {"value": "abc123", "unit": None, "source": "SOURCE_COMMIT"}
+    assert provenance.commit()["commit"] == {
+        "value": "abc123",
+        "unit": None,
+        "source": "SOURCE_COMMIT",
+    }

@@ -1,4 +1,5 @@
-"""Puzzles and the fusion built with them: solutions are right, what is missing is said, each kind of fault is named."""
+"""Puzzles and the fusion built with them: solutions are right, what is missing is said, each
+kind of fault is named."""
 
 from __future__ import annotations
 
@@ -20,7 +21,10 @@ by_file = pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 
 @pytest.fixture(scope="module")
 def checker():
-    """The module, in the interpreter; it asks for that when it is imported, so not where kernels are compiled."""
+    """The module, in the interpreter.
+
+    It asks for that when it is imported, so not where kernels are compiled.
+    """
     if torch.cuda.is_available():
         pytest.skip("Triton compiles in this process")
     from exercises.puzzles import checker
@@ -60,7 +64,10 @@ def test_the_picture_shows_which_program_touched_which_element(checker):
         *("y [13]: read by program", "    0000000011111"),
         *("out [13]: written by program", "    0000000011111"),
     ]
-    assert "    0000000000000000.....................  19 rows" in said(checker, FILES[8], "--solution")[1]
+    assert (
+        "    0000000000000000.....................  19 rows"
+        in said(checker, FILES[8], "--solution")[1]
+    )
 
 
 def with_fault(checker, number: int, line: str, fault: str, folder: Path):
@@ -77,29 +84,89 @@ def with_fault(checker, number: int, line: str, fault: str, folder: Path):
 @pytest.mark.parametrize(
     ("number", "line", "fault", "kind", "where"),
     [
-        (1, "OUT + at", "OUT + at + 1", "writes out of bounds", "line 11: program 1 goes to out + 16, but out [16]"),
-        (1, "X + at", "X + at - 1", "reads out of bounds", "line 11: program 0 goes to x - 1, but x [16] has"),
+        (
+            1,
+            "OUT + at",
+            "OUT + at + 1",
+            "writes out of bounds",
+            "line 11: program 1 goes to out + 16, but out [16]",
+        ),
+        (
+            1,
+            "X + at",
+            "X + at - 1",
+            "reads out of bounds",
+            "line 11: program 0 goes to x - 1, but x [16] has",
+        ),
         (2, "x + y, mask=inside", "x + y", "writes out of bounds", "the store has no mask"),
         (2, "X + at, mask=inside", "X + at", "reads out of bounds", "the load has no mask"),
-        (2, "inside = at < n", "inside = at <= n", "writes out of bounds", "the mask is true there"),
+        (
+            2,
+            "inside = at < n",
+            "inside = at <= n",
+            "writes out of bounds",
+            "the mask is true there",
+        ),
         (2, "OUT + at", "X + at", "writes to an input", "line 14: x is only to be read"),
         (3, ", other=0.0", "", "mask", "line 11 loads without `other`"),
         (3, "other=0.0", "other=1.0", "wrong at odd sizes only", "out[0] is "),
-        (5, "/ C + eps", "/ BLOCK + eps", "wrong at odd sizes only", "right with rows = 4, C = 16: out[0, 0]"),
-        (5, "other=0.0).to(tl.float32)", "other=0.0)", "dtype, right in float32 and wrong in float16", "out[0, 0]"),
-        (8, "tl.dot(a, b, total)", "tl.dot(a, b, total).to(tl.float16)", "dtype, the errors are", "c[0, "),
+        (
+            5,
+            "/ C + eps",
+            "/ BLOCK + eps",
+            "wrong at odd sizes only",
+            "right with rows = 4, C = 16: out[0, 0]",
+        ),
+        (
+            5,
+            "other=0.0).to(tl.float32)",
+            "other=0.0)",
+            "dtype, right in float32 and wrong in float16",
+            "out[0, 0]",
+        ),
+        (
+            8,
+            "tl.dot(a, b, total)",
+            "tl.dot(a, b, total).to(tl.float16)",
+            "dtype, the errors are",
+            "c[0, ",
+        ),
         (2, "inside = at < n", "inside = at < n - 1", "never written", "out[15], 1 of 16 elements"),
-        (6, "PARTS + program * C", "PARTS", "race", "program 1 writes parts[0, 0], and so did program number 0"),
-        (3, "tl.sum(x, 0))", "tl.sum(x, 0) + tl.load(OUT + row * 0))", "race", "program 1 reads out[0], which another"),
-        (3, "OUT + row, ", "OUT + row, tl.load(OUT + row + 1, mask=row < 2) + ", "race", "which another program reads"),
+        (
+            6,
+            "PARTS + program * C",
+            "PARTS",
+            "race",
+            "program 1 writes parts[0, 0], and so did program number 0",
+        ),
+        (
+            3,
+            "tl.sum(x, 0))",
+            "tl.sum(x, 0) + tl.load(OUT + row * 0))",
+            "race",
+            "program 1 reads out[0], which another",
+        ),
+        (
+            3,
+            "OUT + row, ",
+            "OUT + row, tl.load(OUT + row + 1, mask=row < 2) + ",
+            "race",
+            "which another program reads",
+        ),
         (12, "tl.store(", "tl.atomic_add(", "atomic operation", "line 35: "),
         (4, "x - tl.max(x, 0)", "x", "wrong: ", " is nan and should be "),
         (4, '-float("inf")', "0.0", "wrong at odd sizes only", "out[0, "),
-        (11, "(key < n)[None, :], scores", "True, scores", "wrong at odd sizes only", "out[0, 0, 0]"),
+        (
+            11,
+            "(key < n)[None, :], scores",
+            "True, scores",
+            "wrong at odd sizes only",
+            "out[0, 0, 0]",
+        ),
         (10, "/ row_sum", "/ (row_sum - row_sum)", "wrong: ", "out[0, 0] is nan and should be"),
         (3, "tl.sum", "tl.sun", "error", "line 12: AttributeError: "),
     ],
-)  # fmt: skip
+)
 def test_a_fault_is_named_with_its_place(checker, number, line, fault, kind, where, tmp_path):
     right, text, _ = checker.verdict(with_fault(checker, number, line, fault, tmp_path))
     assert not right
@@ -107,7 +174,9 @@ def test_a_fault_is_named_with_its_place(checker, number, line, fault, kind, whe
     assert len(text.splitlines()) == 1
 
 
-def test_an_element_beside_a_tensor_is_in_the_picture_and_nothing_is_written_there(checker, tmp_path):
+def test_an_element_beside_a_tensor_is_in_the_picture_and_nothing_is_written_there(
+    checker, tmp_path
+):
     _, _, areas = checker.verdict(with_fault(checker, 2, "x + y, mask=inside", "x + y", tmp_path))
     assert checker.drawn(areas[-1]).splitlines()[1:] == ["    0000000011111", "    outside: 111"]
     assert not areas[-1].changed_outside()
@@ -122,7 +191,9 @@ def test_an_element_beside_a_tensor_is_in_the_picture_and_nothing_is_written_the
         (1, "tl.load(X + at)", "1", "wrong on this device: out[0] is "),
     ],
 )
-def test_guard_zones_show_a_fault_where_nobody_looks_at_loads_and_stores(checker, number, line, fault, named, tmp_path):
+def test_guard_zones_show_a_fault_where_nobody_looks_at_loads_and_stores(
+    checker, number, line, fault, named, tmp_path
+):
     """As on a GPU."""
     from exercises.puzzles import scoreboard
 
@@ -132,7 +203,9 @@ def test_guard_zones_show_a_fault_where_nobody_looks_at_loads_and_stores(checker
 
 
 def test_the_scoreboard_needs_a_gpu_and_says_so(checker):
-    done = captured(lambda argv: checker.main(checker.load(FILES[0]).PUZZLE, argv), ["--scoreboard"])
+    done = captured(
+        lambda argv: checker.main(checker.load(FILES[0]).PUZZLE, argv), ["--scoreboard"]
+    )
     assert done == (4, "", "puzzle_01_add.py: error: the scoreboard needs a GPU\n")
 
 
@@ -150,7 +223,11 @@ def test_all_solutions_are_right_on_the_gpu_and_timed(tmp_path):
 @pytest.fixture
 def swiglu(checker):
     """The program, its kernels those of the reader."""
-    for name in ("puzzles.puzzle_07_swiglu", "build_a_fusion.swiglu_backward", "build_a_fusion.swiglu"):
+    for name in (
+        "puzzles.puzzle_07_swiglu",
+        "build_a_fusion.swiglu_backward",
+        "build_a_fusion.swiglu",
+    ):
         sys.modules.pop(f"exercises.{name}", None)
     return importlib.import_module("exercises.build_a_fusion.swiglu")
 
@@ -158,7 +235,11 @@ def swiglu(checker):
 def test_each_step_checks_what_the_reader_has(swiglu):
     status, _, err = captured(swiglu.main, ["kernels"])
     assert (status, "step 3, puzzle_07_swiglu.py: not solved yet" in err) == (1, True)
-    assert captured(swiglu.main, ["kernels", "--solution"]) == (0, "your kernels: output and gradient are right\n", "")
+    assert captured(swiglu.main, ["kernels", "--solution"]) == (
+        0,
+        "your kernels: output and gradient are right\n",
+        "",
+    )
     assert captured(swiglu.main, ["--scoreboard"])[0] == 4
     assert captured(swiglu.main, [])[0] == 2
 
@@ -187,6 +268,8 @@ def test_the_figure_of_the_h100_is_drawn_from_its_file(swiglu, tmp_path):
     rows = json.loads(file.read_text())["rows"]
     assert len(rows) == len(swiglu.ROWS) * len(swiglu.LEAST)
     assert all([*row["us"]] == ["copy", "operators", "torch.compile", "kernels"] for row in rows)
-    status, out, _ = captured(swiglu.main, ["--draw", str(file), "--plot", str(tmp_path / "figure.png")])
+    status, out, _ = captured(
+        swiglu.main, ["--draw", str(file), "--plot", str(tmp_path / "figure.png")]
+    )
     assert (status, len(out.splitlines())) == (0, len(rows) + 3)
     assert (tmp_path / "figure.png").stat().st_size > 10_000

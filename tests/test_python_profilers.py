@@ -1,4 +1,5 @@
-"""run_pytorch_profiler.py, run_deepspeed_flops.py and what they take from workshop/profile: names, traces."""
+"""run_pytorch_profiler.py, run_deepspeed_flops.py and what they take from workshop/profile:
+names, traces."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ from workshop.profile import kernels, roofline
 from workshop.profile.traffic import Traffic, bytes_behind
 from workshop.script import MODES
 
-BOTH_TOOLS = pytest.mark.parametrize("tool", [profiler_tool, flops_tool], ids=lambda tool: tool.PROG)
+BOTH_TOOLS = pytest.mark.parametrize(
+    "tool", [profiler_tool, flops_tool], ids=lambda tool: tool.PROG
+)
 V2 = pytest.mark.parametrize("script", [f"tiny_{model}_v2" for model in MODELS])
 
 
@@ -69,20 +72,28 @@ def read_csv(path: Path) -> list[dict]:
 
 # --- names
 
-# Real names, shortened inside their template arguments; "at::" stands for "void at::native::(anonymous namespace)::".
-SOFTMAX = "void (anonymous namespace)::softmax_warp_{}<float, float, float, 10, {}, false>(float*, float const*, int)"
+# Real names, shortened inside their template arguments; "at::" stands for "void
+# at::native::(anonymous namespace)::".
+SOFTMAX = "void (anonymous namespace)::softmax_warp_{}<float, float, float, 10, {}, false>"
+SOFTMAX += "(float*, float const*, int)"
 NAMES = {
     "GEMM": [
         "sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize64x64x8_stage3_execute_kernel__5x_cublas",
-        "void cutlass::Kernel2<cutlass_80_simt_sgemm_128x256_8x4_nt_align1>(cutlass_80_simt::Params)",
+        "void "
+        "cutlass::Kernel2<cutlass_80_simt_sgemm_128x256_8x4_nt_align1>(cutlass_80_simt::Params)",
         "nvjet_sm90_tst_64x64_64x13_2x1_v_bz_NNT",
-        "void cublasLt::splitKreduce_kernel<32, 16, int, float>(cublasLt::cublasSplitKParams<float>)",
-        "void gemmSN_NN_kernel<float, 256, 4, 2, 8, 4, 4, false, cublasGemvTensorStridedBatched<float const>>()",
+        "void cublasLt::splitKreduce_kernel<32, 16, int, "
+        "float>(cublasLt::cublasSplitKParams<float>)",
+        "void gemmSN_NN_kernel<float, 256, 4, 2, 8, 4, 4, false, "
+        "cublasGemvTensorStridedBatched<float const>>()",
         "void gemv2T_kernel_val<int, int, float, float, float, float, 128, 16, 4, 4, false>()",
-        "void dot_kernel<float, 128, 0, cublasDotParams<cublasGemvTensor<float const>, float>>(float)",
+        "void dot_kernel<float, 128, 0, cublasDotParams<cublasGemvTensor<float const>, "
+        "float>>(float)",
         "Cijk_Ailk_Bljk_SB_MT128x128x16_MI32x32x1x2_SN_1LDSB0",
         "Custom_Cijk_Alik_Bljk_BBS_BH_MT256x256x64",
-        "void ck::kernel_gemm_xdl_cshuffle_v1<ck::GridwiseGemm_k0mk1_k0nk1_mn_xdl_cshuffle_v1<>>(float const*)",
+        "void "
+        "ck::kernel_gemm_xdl_cshuffle_v1<ck::GridwiseGemm_k0mk1_k0nk1_mn_xdl_cshuffle_v1<>>"
+        "(float const*)",
         "triangle_project_backward_kernel",
         "outer_product_forward_kernel",
         "aten::mm",
@@ -95,8 +106,10 @@ NAMES = {
         "attn_fwd.kd",
         "bwd_kernel_dk_dv",
         "bwd_kernel_dq",
-        "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, cutlass::bfloat16_t>>()",
-        "fmha_cutlassB_f32_aligned_64x64_k32_sm80(PyTorchMemEffAttention::AttentionBackwardKernel<float>::Params)",
+        "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, "
+        "cutlass::bfloat16_t>>()",
+        "fmha_cutlassB_f32_aligned_64x64_k32_sm80"
+        "(PyTorchMemEffAttention::AttentionBackwardKernel<float>::Params)",
         "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16",
         SOFTMAX.format("forward", "false"),
         SOFTMAX.format("backward", "false"),
@@ -120,8 +133,10 @@ NAMES = {
         "aten::native_layer_norm_backward",
     ],
     "element-wise": [
-        "at::vectorized_elementwise_kernel<4, at::CUDAFunctor_add<float>, std::array<char*, 3ul> >(int)",
-        "at::glu_backward_kernel<float, OffsetCalculator<3, unsigned int, false> >(int, float*, float const*)",
+        "at::vectorized_elementwise_kernel<4, at::CUDAFunctor_add<float>, std::array<char*, 3ul> "
+        ">(int)",
+        "at::glu_backward_kernel<float, OffsetCalculator<3, unsigned int, false> >(int, float*, "
+        "float const*)",
         "rotary_kernel",
         "swiglu_backward_kernel",
         "bias_relu_forward_kernel",
@@ -133,8 +148,10 @@ NAMES = {
     ],
     "copies": [
         "at::vectorized_elementwise_kernel<4, at::FillFunctor<float>, std::array<char*, 1ul> >()",
-        "at::elementwise_kernel<128, 2, at::gpu_kernel_impl_nocast<at::direct_copy_kernel_cuda()::{lambda()#3}>()",
-        "at::unrolled_elementwise_kernel<at::bfloat16_copy_kernel_cuda(at::TensorIteratorBase&)::{lambda(float)#1}>()",
+        "at::elementwise_kernel<128, 2, "
+        "at::gpu_kernel_impl_nocast<at::direct_copy_kernel_cuda()::{lambda()#3}>()",
+        "at::unrolled_elementwise_kernel"
+        "<at::bfloat16_copy_kernel_cuda(at::TensorIteratorBase&)::{lambda(float)#1}>()",
         "at::CatArrayBatchedCopy<at::OpaqueType<4u>, unsigned int, 4, 64, 64>()",
         "__amd_rocclr_fillBufferAligned.kd",
         "__amd_rocclr_copyBuffer.kd",
@@ -146,8 +163,10 @@ NAMES = {
         "aten::clone",
     ],
     "reductions": [
-        "at::reduce_kernel<512, 1, at::ReduceOp<float, at::MeanOps<float, float, float, float> > >()",
-        "at::reduce_kernel<512, 1, at::ReduceOp<float, at::func_wrapper_t<float, at::sum_functor<float> > > >()",
+        "at::reduce_kernel<512, 1, at::ReduceOp<float, at::MeanOps<float, float, float, float> > "
+        ">()",
+        "at::reduce_kernel<512, 1, at::ReduceOp<float, at::func_wrapper_t<float, "
+        "at::sum_functor<float> > > >()",
         "sum_parts_kernel",
         "column_sums_kernel",
         "triangle_weights_kernel",
@@ -155,18 +174,26 @@ NAMES = {
         "aten::mean",
     ],
     "optimizer": [
-        "at::multi_tensor_apply_kernel<at::FusedOptimizerTensorListMetadata<4>, at::FusedAdamMathFunctor<float, 4> >()",
+        "at::multi_tensor_apply_kernel<at::FusedOptimizerTensorListMetadata<4>, "
+        "at::FusedAdamMathFunctor<float, 4> >()",
         "aten::_fused_adamw_",
     ],
-    "generated": ["triton_poi_fused__unsafe_view_mul_silu_split_9", "triton_red_fused_native_layer_norm_2"],
-    "communication": ["ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "rcclKernel"],
+    "generated": [
+        "triton_poi_fused__unsafe_view_mul_silu_split_9",
+        "triton_red_fused_native_layer_norm_2",
+    ],
+    "communication": [
+        "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+        "rcclKernel",
+    ],
     "other": [
         SOFTMAX.format("forward", "true"),
         SOFTMAX.format("backward", "true"),
         "at::cunn_SoftMaxForward<4, float, float, at::LogSoftMaxForwardEpilogue>(float*)",
         "at::embedding_backward_feature_kernel<float, float, long>()",
         "at::vectorized_gather_kernel<16, long>(char*, char*, long*, int)",
-        "at::index_elementwise_kernel<128, 4, at::gpu_index_kernel<at::index_kernel_impl<at::OpaqueType<4> > > >()",
+        "at::index_elementwise_kernel<128, 4, "
+        "at::gpu_index_kernel<at::index_kernel_impl<at::OpaqueType<4> > > >()",
         "at::nll_loss_forward_reduce_cuda_kernel_2d<float, float, long>()",
         "cross_entropy_backward_kernel",
         "aten::_log_softmax",
@@ -178,7 +205,9 @@ NAMES = {
     ],
 }
 BY_NAME = [
-    pytest.param(re.sub("^at::", "void at::native::(anonymous namespace)::", name), kind, id=name[:50])
+    pytest.param(
+        re.sub("^at::", "void at::native::(anonymous namespace)::", name), kind, id=name[:50]
+    )
     for kind, names in NAMES.items()
     for name in names
 ]
@@ -195,8 +224,13 @@ def test_every_category_has_a_name():
 
 @pytest.mark.parametrize("script", TRITON)
 def test_every_triton_kernel_has_a_category(script: str):
-    """The profiler shows them by the names of their functions; the loss and the embedding are something else."""
-    names = re.findall(r"^@triton\.jit.*\ndef (\w+_kernel)\(", (ROOT / f"{script}.py").read_text(), re.MULTILINE)
+    """The profiler shows them by the names of their functions.
+
+    The loss and the embedding are something else.
+    """
+    names = re.findall(
+        r"^@triton\.jit.*\ndef (\w+_kernel)\(", (ROOT / f"{script}.py").read_text(), re.MULTILINE
+    )
     assert len(names) >= 10
     assert {name for name in names if kernels.category(name) == "other"} <= {
         *("cross_entropy_forward_kernel", "cross_entropy_backward_kernel", "mean_loss_kernel"),
@@ -207,20 +241,36 @@ def test_every_triton_kernel_has_a_category(script: str):
 @pytest.mark.parametrize(
     ("name", "short"),
     [
-        ("void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::MeanOps<float> > >(int)",
-         "reduce_kernel [MeanOps]"),
-        ("void at::native::vectorized_elementwise_kernel<4, at::native::BUnaryFunctor<float, float, "
-         "at::native::binary_internal::MulFunctor<float> >, std::array<char*, 2ul> >(int)",
-         "vectorized_elementwise_kernel [MulFunctor]"),
-        ("void (anonymous namespace)::softmax_warp_forward<float, float, 7, false>(float*)", "softmax_warp_forward"),
-        ("void at::native::vectorized_elementwise_kernel<4, at::native::(anonymous namespace)::silu_kernel("
-         "at::TensorIteratorBase&)::{lambda()#1}, std::array<char*, 2ul> >()", "vectorized_elementwise_kernel [silu]"),
+        (
+            "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, "
+            "at::native::MeanOps<float> > >(int)",
+            "reduce_kernel [MeanOps]",
+        ),
+        (
+            "void at::native::vectorized_elementwise_kernel<4, at::native::BUnaryFunctor<float, "
+            "float, "
+            "at::native::binary_internal::MulFunctor<float> >, std::array<char*, 2ul> >(int)",
+            "vectorized_elementwise_kernel [MulFunctor]",
+        ),
+        (
+            "void (anonymous namespace)::softmax_warp_forward<float, float, 7, false>(float*)",
+            "softmax_warp_forward",
+        ),
+        (
+            "void at::native::vectorized_elementwise_kernel<4, at::native::(anonymous "
+            "namespace)::silu_kernel("
+            "at::TensorIteratorBase&)::{lambda()#1}, std::array<char*, 2ul> >()",
+            "vectorized_elementwise_kernel [silu]",
+        ),
         ("Memcpy HtoD (Pinned -> Device)", "Memcpy HtoD (Pinned -> Device)"),
-        ("autograd::engine::evaluate_function: MmBackward0", "autograd::engine::evaluate_function: MmBackward0"),
+        (
+            "autograd::engine::evaluate_function: MmBackward0",
+            "autograd::engine::evaluate_function: MmBackward0",
+        ),
         ("aten::mm", "aten::mm"),
         ("Cijk_" + 100 * "x", "Cijk_" + 52 * "x" + "..."),
     ],
-)  # fmt: skip
+)
 def test_short_name(name: str, short: str):
     assert kernels.short_name(name) == short
 
@@ -237,7 +287,13 @@ def test_statistics_survive_a_file_and_have_the_header_of_rocprofv3(tmp_path: Pa
     assert path.read_text().splitlines()[0] == header
     assert [row.name for row in rows] == ["b", 'void f<int, 2>("x")', "c"]
     first = rows[1]
-    assert (first.calls, first.total_ns, first.average_ns, first.min_ns, first.max_ns) == (2, 400, 200, 100, 300)
+    assert (first.calls, first.total_ns, first.average_ns, first.min_ns, first.max_ns) == (
+        2,
+        400,
+        200,
+        100,
+        300,
+    )
     assert first.percentage == pytest.approx(100 * 400 / 1421)
     assert first.std_dev_ns == pytest.approx(20000**0.5)
 
@@ -262,7 +318,9 @@ STATISTICS = """"Name","Calls","TotalDurationNs","AverageNs","Percentage","MinNs
         (STATISTICS.replace("60.000000", "nan"), "add up to nan"),
     ],
 )
-def test_a_broken_statistics_file_is_one_sentence_with_its_name(tmp_path: Path, content: str, words: str):
+def test_a_broken_statistics_file_is_one_sentence_with_its_name(
+    tmp_path: Path, content: str, words: str
+):
     path = tmp_path / "x_kernel_stats.csv"
     path.write_text(STATISTICS)
     assert [row.total_ns for row in kernels.read_statistics(path)] == [600, 400]
@@ -277,10 +335,20 @@ def test_a_broken_statistics_file_is_one_sentence_with_its_name(tmp_path: Path, 
 
 
 def event(cat: str, name: str, ts: float, dur: float, tid: int = 1, **args) -> dict:
-    return {"ph": "X", "cat": cat, "name": name, "pid": 1, "tid": tid, "ts": ts, "dur": dur, "args": args}
+    return {
+        "ph": "X",
+        "cat": cat,
+        "name": name,
+        "pid": 1,
+        "tid": tid,
+        "ts": ts,
+        "dur": dur,
+        "args": args,
+    }
 
 
-# Two phases; a copy, a kernel launched by the thread of the autograd engine, and a graph of two kernels.
+# Two phases; a copy, a kernel launched by the thread of the autograd engine, and a graph of two
+# kernels.
 GPU_TRACE = [
     event("user_annotation", "forward", 0, 100),
     event("user_annotation", "backward", 100, 100),
@@ -293,8 +361,24 @@ GPU_TRACE = [
     event("cuda_driver", "cuLaunchKernelEx", 115, 1, tid=2, correlation=13),
     event("cuda_runtime", "cudaGraphLaunch", 150, 1, correlation=14),
     event("kernel", "Cijk_Ailk", 300, 8, tid=7, correlation=11, **{"External id": 1}),
-    event("gpu_memcpy", "Memcpy DtoD (Device -> Device)", 320, 2, tid=7, correlation=12, **{"External id": 2}),
-    event("kernel", "void vectorized_elementwise_kernel<4>()", 330, 3, tid=7, correlation=13, **{"External id": 3}),
+    event(
+        "gpu_memcpy",
+        "Memcpy DtoD (Device -> Device)",
+        320,
+        2,
+        tid=7,
+        correlation=12,
+        **{"External id": 2},
+    ),
+    event(
+        "kernel",
+        "void vectorized_elementwise_kernel<4>()",
+        330,
+        3,
+        tid=7,
+        correlation=13,
+        **{"External id": 3},
+    ),
     event("kernel", "triton_poi_fused_0", 400, 5, tid=7, correlation=14),
     event("kernel", "triton_poi_fused_1", 410, 1.5, tid=7, correlation=14),
     event("kernel", "attn_fwd", 450, 0.5, tid=7, correlation=999),  # its launch is not in the trace
@@ -305,7 +389,8 @@ def test_a_kernel_belongs_to_the_phase_that_launched_it():
     profile = profiler_tool.analyse(GPU_TRACE, ("data", "forward", "backward", "optimizer"))
     assert profile.unit == "kernels"
     found = {
-        name: (part.kernels_per_step, part.copies_per_step, part.ms_per_step) for name, part in profile.phases.items()
+        name: (part.kernels_per_step, part.copies_per_step, part.ms_per_step)
+        for name, part in profile.phases.items()
     }
     assert found == {"forward": (1, 1, 0.01), "backward": (3, 0, 0.0095), "outside": (1, 0, 0.0005)}
     assert profile.categories["generated"].percent == pytest.approx(100 * 6.5 / 20)
@@ -325,20 +410,29 @@ def test_without_a_gpu_an_operator_counts_without_those_it_calls():
     ]
     found = {kernel.name: kernel.duration_ns for kernel in kernels.kernels_of(events)}
     assert found == {
-        "aten::linear": 2500, "aten::t": 0, "aten::transpose": 2000, "aten::mm": 5500, "aten::mul": 3000,
+        "aten::linear": 2500,
+        "aten::t": 0,
+        "aten::transpose": 2000,
+        "aten::mm": 5500,
+        "aten::mul": 3000,
         "aten::add": 1000,
-    }  # fmt: skip
+    }
 
 
 def test_the_innermost_of_nested_ranges_counts():
-    ranges = [kernels.Range(*r) for r in (("block", 0, 10), ("mlp", 2, 4), ("attention", 5, 8), ("next", 10, 12))]
+    ranges = [
+        kernels.Range(*r)
+        for r in (("block", 0, 10), ("mlp", 2, 4), ("attention", 5, 8), ("next", 10, 12))
+    ]
     times = [9, 0, 3, 6, 4.5, 11, 13, None]
     launched = [kernels.Kernel("k", 1, time, "other") for time in times]
     names = ["block", "block", "mlp", "attention", "block", "next", None, None]
     assert kernels.range_of_each(launched, ranges) == names
 
 
-@pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b'{"traceEvents": [', gzip.compress(b"{" * 999, mtime=0)[:20]])
+@pytest.mark.parametrize(
+    "content", [b"", b"{}", b"[1]", b'{"traceEvents": [', gzip.compress(b"{" * 999, mtime=0)[:20]]
+)
 def test_a_broken_trace_is_a_value_error_with_its_name(tmp_path: Path, content: bytes):
     path = tmp_path / "x_trace.json.gz"
     path.write_bytes(content)
@@ -364,12 +458,16 @@ def test_profiler_tables_agree_with_each_other(tmp_path: Path, script: str):
     for parts in (profile["categories"], profile["phases"]):
         assert sum(part["percent"] for part in parts.values()) == pytest.approx(100)
         assert 3e6 * sum(part["ms_per_step"] for part in parts.values()) == pytest.approx(total)
-        assert 3 * sum(part["kernels_per_step"] for part in parts.values()) == sum(row.calls for row in rows)
+        assert 3 * sum(part["kernels_per_step"] for part in parts.values()) == sum(
+            row.calls for row in rows
+        )
     for name, part in profile["categories"].items():
         members = [row for row in rows if kernels.category(row.name) == name]
         assert part["percent"] == pytest.approx(sum(row.percentage for row in members))
         assert f"| {name} " in result.stdout
-    phases = {row["phase"]: float(row["percent"]) for row in read_csv(tmp_path / f"{script}_phases.csv")}
+    phases = {
+        row["phase"]: float(row["percent"]) for row in read_csv(tmp_path / f"{script}_phases.csv")
+    }
     assert phases == {name: part["percent"] for name, part in profile["phases"].items()}
     assert list(phases)[:4] == ["data", "forward", "backward", "optimizer"]
     assert phases.get("outside", 0) < 5  # between two steps there is next to nothing
@@ -391,7 +489,9 @@ def test_profiler_tables_agree_with_each_other(tmp_path: Path, script: str):
 
 def test_profiler_passes_on_what_it_does_not_know(tmp_path: Path):
     script = "tiny_llama_v2"
-    result = run_tool(profiler_tool, tmp_path, *tiny(script, *QUICK, "--disable-all-fusion", "--seed", "7"))
+    result = run_tool(
+        profiler_tool, tmp_path, *tiny(script, *QUICK, "--disable-all-fusion", "--seed", "7")
+    )
     assert result.status == 0, result.stderr
     assert not (tmp_path / f"{script}_report.md").exists()
     profile = json.loads((tmp_path / f"{script}_profile.json").read_text())
@@ -416,7 +516,9 @@ def test_files_of_an_earlier_run_are_not_taken_for_those_of_this_one(tmp_path: P
     argv = tiny("tiny_llama_v2", *QUICK, "--generate-report")
     with monkeypatch.context() as patch:
         patch.setattr(profiler_tool, "run_script", lambda command: 0)
-        assert_one_error(run_tool(profiler_tool, tmp_path, *argv), 1, "summary.json", "did not write")
+        assert_one_error(
+            run_tool(profiler_tool, tmp_path, *argv), 1, "summary.json", "did not write"
+        )
     (tmp_path / "tiny_llama_v2_benchmark.json").write_text("of an earlier run")
     assert run_tool(profiler_tool, tmp_path, *argv).status == 0
     listed = (tmp_path / "tiny_llama_v2_report.md").read_text().partition("## Files")[2]
@@ -440,11 +542,15 @@ def test_of_a_step_that_is_one_graph_the_phases_are_data_and_graph():
 
 @pytest.mark.parametrize(
     ("number", "status"),
-    [(signal.SIGINT, 7), *((number, 128 + signal.SIGTERM) for number in (signal.SIGTERM, signal.SIGHUP))],
+    [
+        (signal.SIGINT, 7),
+        *((number, 128 + signal.SIGTERM) for number in (signal.SIGTERM, signal.SIGHUP)),
+    ],
 )
 def test_what_a_signal_means_is_for_the_script_to_decide(number: int, status: int):
     """A terminal sends Ctrl-C to both processes; the script's answer to it is its status."""
-    code = f"import os, signal, time; os.kill(os.getppid(), {int(number)}); time.sleep(0.2 if {status} == 7 else 60)"
+    code = f"import os, signal, time; os.kill(os.getppid(), {int(number)}); "
+    code += f"time.sleep(0.2 if {status} == 7 else 60)"
     before = signal.getsignal(number)
     assert profiler_tool.run_script([FRESH, "-c", f"{code}; raise SystemExit(7)"]) == status
     assert signal.getsignal(number) == before
@@ -454,13 +560,17 @@ def test_what_a_signal_means_is_for_the_script_to_decide(number: int, status: in
 
 
 @BOTH_TOOLS
-@pytest.mark.parametrize("name", ["no_such_script.py", "tools/sync_common.py", "README.md", "tests"])
+@pytest.mark.parametrize(
+    "name", ["no_such_script.py", "tools/sync_common.py", "README.md", "tests"]
+)
 def test_what_is_no_version_script_is_refused(tmp_path: Path, tool, name: str):
     assert_one_error(run_tool(tool, tmp_path, "--script", name), 2, tool.PROG, name)
 
 
 @BOTH_TOOLS
-def test_a_script_is_found_here_first_and_is_not_run_before_it_is_known(tmp_path: Path, tool, monkeypatch):
+def test_a_script_is_found_here_first_and_is_not_run_before_it_is_known(
+    tmp_path: Path, tool, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny_llama_v1.py").write_text("raise SystemExit('was run')\n")
     assert_one_error(run_tool(tool, tmp_path, "--script", "tiny_llama_v1.py"), 2, "build_parser")
@@ -468,9 +578,15 @@ def test_a_script_is_found_here_first_and_is_not_run_before_it_is_known(tmp_path
 
 @BOTH_TOOLS
 def test_a_package_that_a_script_needs_is_named(tmp_path: Path, tool):
-    text = (ROOT / "tiny_llama_v1.py").read_text().replace("import numpy", "import no_such_package, numpy")
+    text = (
+        (ROOT / "tiny_llama_v1.py")
+        .read_text()
+        .replace("import numpy", "import no_such_package, numpy")
+    )
     (tmp_path / "other_v1.py").write_text(text)
-    assert_one_error(run_tool(tool, tmp_path, "--script", str(tmp_path / "other_v1.py")), 4, "no_such_package")
+    assert_one_error(
+        run_tool(tool, tmp_path, "--script", str(tmp_path / "other_v1.py")), 4, "no_such_package"
+    )
 
 
 @BOTH_TOOLS
@@ -483,7 +599,8 @@ def test_modes_that_measure_something_else_are_refused(tmp_path: Path, tool, mod
 
 @BOTH_TOOLS
 def test_inference_is_refused(tmp_path: Path, tool):
-    """V4's mode trains nothing: one tool would show an earlier profile, the other count a training step."""
+    """V4's mode trains nothing: one tool would show an earlier profile, the other count a
+    training step."""
     argv = tiny("tiny_llama_v4", "--mode", "benchmark")
     result = run_tool(tool, tmp_path, *argv)
     assert (result.status, "--mode benchmark does not fit here" in result.stderr) == (2, True)
@@ -491,14 +608,19 @@ def test_inference_is_refused(tmp_path: Path, tool):
 
 @BOTH_TOOLS
 def test_a_bad_argument_of_the_script_is_one_line(tmp_path: Path, tool):
-    assert_one_error(run_tool(tool, tmp_path, *tiny("tiny_llama_v2", "--no-such-flag")), 2, "--no-such-flag")
+    assert_one_error(
+        run_tool(tool, tmp_path, *tiny("tiny_llama_v2", "--no-such-flag")), 2, "--no-such-flag"
+    )
 
 
 @BOTH_TOOLS
-def test_a_profile_dir_that_cannot_be_written_is_one_line(tmp_path: Path, tool, capfd: pytest.CaptureFixture):
+def test_a_profile_dir_that_cannot_be_written_is_one_line(
+    tmp_path: Path, tool, capfd: pytest.CaptureFixture
+):
     (tmp_path / "file").write_text("")
     result = run_tool(tool, tmp_path / "file", *tiny("tiny_llama_v2", *QUICK))
-    result = replace(result, stderr=result.stderr + capfd.readouterr().err)  # of the tool, of the script
+    # of the tool, of the script
+    result = replace(result, stderr=result.stderr + capfd.readouterr().err)
     assert_one_error(result, 2, "--profile-dir")
 
 
@@ -547,7 +669,9 @@ def test_flops_are_those_of_torch_and_of_the_harness(tmp_path: Path, script: str
     assert found["forward_flop"] == forward == sum(row["flop"] for row in found["modules"])
     assert found["forward_backward_flop"] == counter.get_total_flops()
     assert sum(row["share_percent"] for row in found["modules"]) == pytest.approx(100)
-    assert sum(row["parameters"] for row in found["modules"]) == sum(p.numel() for p in build(script).parameters())
+    assert sum(row["parameters"] for row in found["modules"]) == sum(
+        p.numel() for p in build(script).parameters()
+    )
     assert found["modules"][0]["bytes"] is None
     rows = read_csv(tmp_path / f"{script}_flops.csv")
     assert [row["module"] for row in rows] == [row["module"] for row in found["modules"]]
@@ -571,13 +695,17 @@ def test_flops_that_our_own_kernels_hide_are_said(tmp_path: Path, no_deepspeed):
 def test_flops_of_each_module_by_hand(tmp_path: Path, no_deepspeed):
     script = "tiny_llama_v2"
     assert run_tool(flops_tool, tmp_path, *tiny(script)).status == 0
-    rows = {row["module"]: row for row in json.loads((tmp_path / f"{script}_flops.json").read_text())["modules"]}
+    rows = {
+        row["module"]: row
+        for row in json.loads((tmp_path / f"{script}_flops.json").read_text())["modules"]
+    }
     layers, tokens, hidden, heads, length, vocabulary = 2, 2 * 32, 64, 4, 32, 100
     assert rows["layers.*.mlp"]["flop"] == layers * 2 * tokens * hidden * 3 * 4 * hidden
     projections = 2 * tokens * hidden * (hidden + 2 * hidden // 2 + hidden)
     attention = 2 * 2 * (2 * heads * length * length * (hidden // heads))
     assert rows["layers.*.self_attn"]["flop"] == layers * (projections + attention)
-    assert rows["model (rest)"]["flop"] == 2 * tokens * hidden * vocabulary  # the tied output embedding
+    # the tied output embedding
+    assert rows["model (rest)"]["flop"] == 2 * tokens * hidden * vocabulary
     assert rows["layers.*.self_attn"]["blocks"] == layers
 
 
@@ -589,7 +717,8 @@ MODULE_TRACE = [
 
 
 class Small(nn.Module):
-    """A block with an embedding and a linear layer, an element-wise product outside of both, and views."""
+    """A block with an embedding and a linear layer, an element-wise product outside of both, and
+    views."""
 
     def __init__(self):
         super().__init__()
@@ -612,11 +741,14 @@ def test_bytes_of_each_module_by_hand():
     assert dict(traffic.bytes_of) == {
         "embedding": 4 * 2 * 5 * 8 + 8 * 5,  # the five rows, read and written, and the index
         "blocks.0.0": linear,
-        # x is read once for its square; of that, two columns are read and written, and in the end only written
+        # x is read once for its square; of that, two columns are read and written, and in the end
+        # only written
         "": 4 * 2 * 5 * 16 + 4 * 2 * 2 * 5 + 4 * 2 * 5,
     }
     flop, moved = Counter({"blocks.*.0": 2 * 5 * 8 * 16}), Counter({"blocks.*.0": linear})
-    rows = {row["module"]: row for row in roofline.module_rows(model, kinds, flop, moved, None, None)}
+    rows = {
+        row["module"]: row for row in roofline.module_rows(model, kinds, flop, moved, None, None)
+    }
     assert rows["blocks.*.0"]["flop_per_byte"] == pytest.approx(2 * 5 * 8 * 16 / linear)
     assert rows["blocks.*.0"]["ms"] is None
     assert traffic.by_operator["aten::zero_"] == 4 * 2 * 5
@@ -637,12 +769,17 @@ def test_a_module_takes_the_time_of_its_kernels():
 
 def test_without_a_gpu_a_module_takes_the_time_of_its_range():
     found = roofline.times_in_ranges(MODULE_TRACE, ["layers.*.mlp", "model (rest)"])
-    assert found == {"layers.*.mlp": pytest.approx(0.02 + 0.01), "model (rest)": pytest.approx(0.16 - 0.03)}
+    assert found == {
+        "layers.*.mlp": pytest.approx(0.02 + 0.01),
+        "model (rest)": pytest.approx(0.16 - 0.03),
+    }
 
 
 def test_fusing_raises_the_intensity_of_attention(tmp_path: Path, no_deepspeed):
     def intensity(*argv: str) -> float:
-        result = run_tool(flops_tool, tmp_path, *tiny("tiny_llama_v2", "--computational-intensity", *argv))
+        result = run_tool(
+            flops_tool, tmp_path, *tiny("tiny_llama_v2", "--computational-intensity", *argv)
+        )
         assert result.status == 0, result.stderr
         rows = json.loads((tmp_path / "tiny_llama_v2_flops.json").read_text())["modules"]
         return next(row["flop_per_byte"] for row in rows if row["module"] == "layers.*.self_attn")
@@ -662,10 +799,14 @@ def test_roofline(tmp_path: Path, script: str, no_deepspeed, monkeypatch):
     assert ceilings["precision"] == "bfloat16"
     for row in found["modules"]:
         assert row["ms"] > 0, row["module"]
-        assert row["bytes"] > 0 or row["module"].endswith("(rest)"), f"{row['module']} moves nothing"
+        assert row["bytes"] > 0 or row["module"].endswith("(rest)"), (
+            f"{row['module']} moves nothing"
+        )
         if row["flop"]:
             assert row["achieved_tflops"] == pytest.approx(row["flop"] / row["ms"] / 1e9)
-            roof = min(ceilings["gemm_tflops"], ceilings["copy_gb_per_s"] * row["flop_per_byte"] / 1e3)
+            roof = min(
+                ceilings["gemm_tflops"], ceilings["copy_gb_per_s"] * row["flop_per_byte"] / 1e3
+            )
             assert row["roof_tflops"] == pytest.approx(roof)
         else:
             assert row["achieved_tflops"] is None
@@ -675,7 +816,9 @@ def test_roofline(tmp_path: Path, script: str, no_deepspeed, monkeypatch):
 def test_a_roofline_without_matplotlib_is_refused_before_anything_runs(tmp_path: Path, monkeypatch):
     find_spec = flops_tool.importlib.util.find_spec
     monkeypatch.setattr(
-        flops_tool.importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find_spec(name)
+        flops_tool.importlib.util,
+        "find_spec",
+        lambda name: None if name == "matplotlib" else find_spec(name),
     )
     result = run_tool(flops_tool, tmp_path, *tiny("tiny_llama_v2", "--generate-roofline"))
     assert_one_error(result, 4, "matplotlib")

@@ -1,6 +1,8 @@
-"""What --enable-rocm-profiling tells a profiler: a region around the measured steps, phases and modules inside.
+"""What --enable-rocm-profiling tells a profiler: a region around the measured steps, phases and
+modules inside.
 
-There is no GPU here, so these tests put a recorder in the place of the three interfaces that only exist with one.
+There is no GPU here, so these tests put a recorder in the place of the three interfaces that only
+exist with one.
 """
 
 import contextlib
@@ -16,15 +18,40 @@ PHASES = ["data", "forward", "backward", "optimizer"]
 # The modules that a participant looks for, as they are named in the model.
 PARTS = {
     "llama": [
-        *("embed_tokens", "norm", "layers.1", "layers.1.input_layernorm", "layers.1.post_attention_layernorm"),
+        *(
+            "embed_tokens",
+            "norm",
+            "layers.1",
+            "layers.1.input_layernorm",
+            "layers.1.post_attention_layernorm",
+        ),
         *("layers.1.self_attn", "layers.1.self_attn.qkv_proj", "layers.1.self_attn.rotary"),
-        *("layers.1.self_attn.o_proj", "layers.1.mlp", "layers.1.mlp.gate_up_proj", "layers.1.mlp.down_proj"),
+        *(
+            "layers.1.self_attn.o_proj",
+            "layers.1.mlp",
+            "layers.1.mlp.gate_up_proj",
+            "layers.1.mlp.down_proj",
+        ),
     ],
     "openfold": [
         f"blocks.0.{part}".rstrip(".")
         for part in (
-            *("", "msa_att_row", "msa_att_col", "msa_transition", "outer_product_mean", "tri_mul_out", "tri_mul_in"),
-            *("tri_att_start", "tri_att_end", "pair_transition", "pair_transition.linear_1", "tri_att_end.linear_o"),
+            *(
+                "",
+                "msa_att_row",
+                "msa_att_col",
+                "msa_transition",
+                "outer_product_mean",
+                "tri_mul_out",
+                "tri_mul_in",
+            ),
+            *(
+                "tri_att_start",
+                "tri_att_end",
+                "pair_transition",
+                "pair_transition.linear_1",
+                "tri_att_end.linear_o",
+            ),
         )
     ],
 }
@@ -42,7 +69,9 @@ def calls(monkeypatch) -> list[str]:
         seen.append(f"pop {name}")
 
     step = torch.optim.AdamW.step
-    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self, *args: (seen.append("step"), step(self, *args))[1])
+    monkeypatch.setattr(
+        torch.optim.AdamW, "step", lambda self, *args: (seen.append("step"), step(self, *args))[1]
+    )
     monkeypatch.setattr(torch.cuda.nvtx, "range", nvtx_range)
     monkeypatch.setattr(torch.cuda.profiler, "start", lambda: seen.append("start"))
     monkeypatch.setattr(torch.cuda.profiler, "stop", lambda: seen.append("stop"))
@@ -58,7 +87,9 @@ def as_on_a_gpu(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("mode", [[], ["--compare-fusion"]], ids=["one-run", "comparison"])
-def test_the_region_holds_the_measured_steps_and_nothing_else(mode: list[str], as_on_a_gpu, calls: list[str], run):
+def test_the_region_holds_the_measured_steps_and_nothing_else(
+    mode: list[str], as_on_a_gpu, calls: list[str], run
+):
     assert run(SCRIPT, *QUICK, *mode).status == 0
     begin, end = calls.index("start"), calls.index("stop")
     sides = len(mode) + 1
@@ -76,13 +107,17 @@ def test_a_step_is_marked_phase_by_phase(calls: list[str]):
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_each_module_is_a_range_of_its_name_and_computes_what_it_did_before(model: str, calls: list[str]):
+def test_each_module_is_a_range_of_its_name_and_computes_what_it_did_before(
+    model: str, calls: list[str]
+):
     trainer = load(f"tiny_{model}_v2").Trainer(parse(f"tiny_{model}_v2"), CPU)
     network, batch = trainer.model, trainer.next_batch()
     before = network(**batch)
     with trainer.ranges(torch.cuda.nvtx.range):
         assert torch.equal(network(**batch), before)
-    assert not any("forward" in vars(module) for module in network.modules()), "every module has its own method again"
+    assert not any("forward" in vars(module) for module in network.modules()), (
+        "every module has its own method again"
+    )
     names = {name for name, _ in network.named_modules()}
     pushed = [call.removeprefix("push ") for call in calls if call.startswith("push ")]
     assert set(pushed) <= names
@@ -92,7 +127,9 @@ def test_each_module_is_a_range_of_its_name_and_computes_what_it_did_before(mode
         kind, name = call.split()
         if kind == "push":
             parent = name.rpartition(".")[0]
-            assert parent in (*open_ranges, "layers", "blocks", ""), "inside the range of the module that it is part of"
+            assert parent in (*open_ranges, "layers", "blocks", ""), (
+                "inside the range of the module that it is part of"
+            )
             open_ranges.append(name)
         else:
             assert open_ranges.pop() == name
@@ -105,7 +142,9 @@ def test_without_the_flag_nothing_is_marked(calls: list[str], run):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("mode", [[], ["--compare-fusion"]], ids=["one-run", "comparison"])
-def test_without_a_gpu_the_flag_says_once_that_nothing_is_marked(mode: list[str], calls: list[str], run):
+def test_without_a_gpu_the_flag_says_once_that_nothing_is_marked(
+    mode: list[str], calls: list[str], run
+):
     result = run(SCRIPT, *QUICK, *mode, "--under-profiler", "--enable-rocm-profiling")
     assert result.status == 0
     (line,) = result.stderr.splitlines()
@@ -137,7 +176,9 @@ def test_under_rocm_the_profiler_is_resumed_and_paused(fails: bool, rocm, calls:
     assert calls == ["start", "resume 0", "steps", "pause 0", "stop"]
 
 
-def test_under_rocm_a_missing_library_is_one_line_and_the_run_has_failed(rocm, as_on_a_gpu, calls: list[str], run):
+def test_under_rocm_a_missing_library_is_one_line_and_the_run_has_failed(
+    rocm, as_on_a_gpu, calls: list[str], run
+):
     def missing(name: str) -> None:
         raise OSError(f"{name}: cannot open shared object file")
 

@@ -54,7 +54,10 @@ NUMBER = r"(-?\d+(?:\.\d+)?(?:e[-+]\d+)?)"
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     """One run of each script that nothing else is asked of; Triton's interpreter takes too long."""
     steps = ["--num-steps", str(STEPS), "--warmup-steps", str(WARMUP), "--log-interval", "2"]
-    return {script: run_main(script, tmp_path_factory.mktemp(script), *steps) for script in QUICK_SCRIPTS}
+    return {
+        script: run_main(script, tmp_path_factory.mktemp(script), *steps)
+        for script in QUICK_SCRIPTS
+    }
 
 
 @pytest.fixture
@@ -77,7 +80,14 @@ def test_first_line_says_what_ran(plain: Run):
     first = plain.stdout.splitlines()[0]
     parameters = sum(p.numel() for p in build(SCRIPT).parameters())
     assert plain.summary["parameters"] == parameters
-    for part in (SCRIPT, "batch_size 2", "hidden_dim 64", "float32", "qkv-fusion", f"{parameters:,} parameters"):
+    for part in (
+        SCRIPT,
+        "batch_size 2",
+        "hidden_dim 64",
+        "float32",
+        "qkv-fusion",
+        f"{parameters:,} parameters",
+    ):
         assert part in first
 
 
@@ -96,7 +106,9 @@ def test_speed_and_times(plain: Run):
         (rf"Average optimizer time: {NUMBER} ms", ["optimizer_ms"]),
         (rf"Warmup step time: {NUMBER} ms \(first step\)", ["warmup_first_step_ms"]),
     ):
-        assert numbers(text, line) == pytest.approx([timing[name] for name in names], abs=0.051), line
+        assert numbers(text, line) == pytest.approx([timing[name] for name in names], abs=0.051), (
+            line
+        )
     assert "Compilation overhead" not in text
 
 
@@ -105,15 +117,23 @@ def test_loss_memory_kernels_and_flops(plain: Run):
     loss, kernels, flops = summary["loss"], summary["kernels"], summary["flops"]
     found = numbers(text, rf"Final loss: {NUMBER} \(first step {NUMBER}\)")
     assert found == pytest.approx([loss["final"], loss["initial"]], abs=6e-5)
-    assert numbers(text, rf"Peak memory usage: {NUMBER} MB") == [pytest.approx(summary["memory"]["peak_mb"], abs=0.051)]
+    assert numbers(text, rf"Peak memory usage: {NUMBER} MB") == [
+        pytest.approx(summary["memory"]["peak_mb"], abs=0.051)
+    ]
     calls = numbers(text, r"Kernels per step: (\d+) \(all fusions off: (\d+)\).*operator calls.*")
     assert calls == [kernels["per_step"], kernels["all_off"]]
-    assert numbers(text, rf"Kernel reduction: {NUMBER} %") == [pytest.approx(kernels["reduction_percent"], abs=0.051)]
-    assert kernels["reduction_percent"] == pytest.approx(100 * (1 - kernels["per_step"] / kernels["all_off"]))
+    assert numbers(text, rf"Kernel reduction: {NUMBER} %") == [
+        pytest.approx(kernels["reduction_percent"], abs=0.051)
+    ]
+    assert kernels["reduction_percent"] == pytest.approx(
+        100 * (1 - kernels["per_step"] / kernels["all_off"])
+    )
     gflop, tflops = numbers(text, rf"FLOPs per step: {NUMBER} GFLOP, achieved {NUMBER} TFLOP/s")
     assert gflop == pytest.approx(flops["per_step"] / 1e9, rel=1e-3), "however small it is"
     assert tflops == pytest.approx(flops["achieved_tflops"], rel=1e-2)
-    assert flops["achieved_tflops"] == pytest.approx(flops["per_step"] / summary["timing"]["batch_ms"] / 1e9)
+    assert flops["achieved_tflops"] == pytest.approx(
+        flops["per_step"] / summary["timing"]["batch_ms"] / 1e9
+    )
 
 
 def test_numbers_agree_with_each_other(plain: Run):
@@ -134,7 +154,9 @@ def test_times_of_known_steps():
     script = load(SCRIPT)
     turn = script.Turn("step", 20, 0.04, {"forward": [9.0, *18 * [1.0], 5.0]}, [], 0)
     found = script.timing([turn], batch_size=8)
-    assert [found[f"batch_{key}ms"] for key in ("", "median_", "p95_")] == pytest.approx([2.0, 1.0, 9.0])
+    assert [found[f"batch_{key}ms"] for key in ("", "median_", "p95_")] == pytest.approx(
+        [2.0, 1.0, 9.0]
+    )
     assert (found["samples_per_sec"], found["forward_ms"]) == pytest.approx((4000.0, 1.6))
 
 
@@ -144,18 +166,27 @@ PROGRESS = rf"(warm-up step|step) (\d+)/(\d+)  loss {NUMBER}  {NUMBER} samples/s
 def test_progress_shows_the_loss_of_warmup_and_measured_steps(plain: Run):
     _, text, _, summary = plain
     shown = re.findall(rf"^{PROGRESS}$", text, re.MULTILINE)
-    expected = [("warm-up step", 2, WARMUP), ("step", 2, STEPS), ("step", 4, STEPS), ("step", 6, STEPS)]
+    expected = [
+        ("warm-up step", 2, WARMUP),
+        ("step", 2, STEPS),
+        ("step", 4, STEPS),
+        ("step", 6, STEPS),
+    ]
     assert [(kind, int(step), int(of)) for kind, step, of, *_ in shown] == expected
     losses = [summary["loss"]["curve"][i] for i in (1, 3, 5, 7)]
     assert [float(loss) for *_, loss, _ in shown] == pytest.approx(losses, abs=6e-5)
-    assert re.search(r"^counting kernels with all fusions off$", text, re.MULTILINE), "what takes long is announced"
+    assert re.search(r"^counting kernels with all fusions off$", text, re.MULTILINE), (
+        "what takes long is announced"
+    )
 
 
 def on_terminal(command: list[str], columns: int) -> tuple[int, str]:
     """Exit status, and what the program writes on a terminal of this width."""
     ours, its = pty.openpty()
     fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("4H", 24, columns, 0, 0))
-    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")
+    }
     process = subprocess.Popen(command, stdin=its, stdout=its, stderr=its, env=environment)
     os.close(its)
     written = b""
@@ -172,18 +203,26 @@ def on_terminal(command: list[str], columns: int) -> tuple[int, str]:
 
 
 def test_progress_on_a_terminal_is_one_line_that_is_rewritten(plain: Run, tmp_path: Path):
-    command = command_line(SCRIPT, tmp_path, "--num-steps", str(STEPS), "--warmup-steps", str(WARMUP))
+    command = command_line(
+        SCRIPT, tmp_path, "--num-steps", str(STEPS), "--warmup-steps", str(WARMUP)
+    )
     status, written = on_terminal(command, columns=50)
     assert status == 0, written
     lines = [line.split("\r") for line in written.split("\n")]
     (rewritten,) = (line[:-1] for line in lines if len(line) > 2)  # all in one line
     shown = [text.removesuffix("\033[K") for text in rewritten]
-    for begin in (f"warm-up step {WARMUP}/{WARMUP}  loss", f"step {STEPS}/{STEPS}  loss", "counting kernels"):
+    for begin in (
+        f"warm-up step {WARMUP}/{WARMUP}  loss",
+        f"step {STEPS}/{STEPS}  loss",
+        "counting kernels",
+    ):
         assert any(text.startswith(begin) for text in shown), shown
     assert max(map(len, shown)) < 50, "a longer one would go on in the next line"
     stays = [line[-1].removeprefix("\033[K").partition(":")[0] for line in lines]
     report = plain.stdout[plain.stdout.index("Average training speed") :].split("\n")
-    assert stays[1:] == [line.partition(":")[0] for line in report], "the report, and no rest of what was there before"
+    assert stays[1:] == [line.partition(":")[0] for line in report], (
+        "the report, and no rest of what was there before"
+    )
 
 
 # What is counted
@@ -199,7 +238,9 @@ def test_operator_calls_do_not_depend_on_the_batch_size(script: str, runs: dict[
     assert found[1]["all_off"] == v1["per_step"], "V2 with everything off is V1"
 
 
-@pytest.mark.parametrize(("script", "argv"), [("tiny_llama_v1", []), (SCRIPT, ["--disable-all-fusion"])])
+@pytest.mark.parametrize(
+    ("script", "argv"), [("tiny_llama_v1", []), (SCRIPT, ["--disable-all-fusion"])]
+)
 def test_where_nothing_is_fused_no_reduction_is_claimed(script: str, argv: list[str], run):
     _, text, _, summary = run(script, *QUICK, *argv)
     assert re.search(r"^Kernels per step: \d+;", text, re.MULTILINE)
@@ -210,49 +251,75 @@ def test_where_nothing_is_fused_no_reduction_is_claimed(script: str, argv: list[
 
 def test_each_layer_needs_the_same_number_of_operator_calls(plain: Run, run):
     calls = [plain.summary["kernels"]["per_step"]]
-    calls += [run(SCRIPT, *QUICK, "--num-layers", str(layers)).summary["kernels"]["per_step"] for layers in (3, 4)]
+    calls += [
+        run(SCRIPT, *QUICK, "--num-layers", str(layers)).summary["kernels"]["per_step"]
+        for layers in (3, 4)
+    ]
     assert calls[2] - calls[1] == calls[1] - calls[0] > 50
 
 
-def llama_flops(batch: int, seq: int, hidden: int, layers: int, heads: int, kv_heads: int, mlp: int, vocab: int) -> int:
-    """Forward and backward of every matrix product: 2 m n k each, and twice that for the gradients of its factors."""
+def llama_flops(
+    batch: int, seq: int, hidden: int, layers: int, heads: int, kv_heads: int, mlp: int, vocab: int
+) -> int:
+    """Forward and backward of every matrix product: 2 m n k each, and twice that for the
+    gradients of its factors."""
     tokens, head = batch * seq, hidden // heads
     projections = 2 * tokens * hidden * (2 * hidden + 2 * kv_heads * head)  # q and o; k and v
-    attention = 2 * (2 * batch * heads * seq * seq * head)  # scores, and their product with the values
-    return 3 * (layers * (projections + attention + 3 * 2 * tokens * hidden * mlp) + 2 * tokens * hidden * vocab)
+    # scores, and their product with the values
+    attention = 2 * (2 * batch * heads * seq * seq * head)
+    return 3 * (
+        layers * (projections + attention + 3 * 2 * tokens * hidden * mlp)
+        + 2 * tokens * hidden * vocab
+    )
 
 
 def test_flops_of_llama_are_those_of_its_matrix_products(plain: Run, run):
     assert plain.summary["flops"]["per_step"] == llama_flops(2, 32, 64, 2, 4, 2, 256, 100)
-    other = words("--batch-size 3 --seq-len 20 --hidden-dim 48 --num-layers 1 --num-heads 6 --num-kv-heads 3")
+    other = words(
+        "--batch-size 3 --seq-len 20 --hidden-dim 48 --num-layers 1 --num-heads 6 --num-kv-heads 3"
+    )
     summary = run(SCRIPT, *QUICK, *other, "--intermediate-dim", "80", "--vocab-size", "50").summary
     assert summary["flops"]["per_step"] == llama_flops(3, 20, 48, 1, 6, 3, 80, 50)
 
 
-def openfold_flops(batch: int, seqs: int, length: int, msa: int, pair: int, heads: int, outer: int, blocks: int) -> int:
-    """The same for the Evoformer; both attentions have `heads`. The input features need no gradient."""
+def openfold_flops(
+    batch: int, seqs: int, length: int, msa: int, pair: int, heads: int, outer: int, blocks: int
+) -> int:
+    """The same for the Evoformer; both attentions have `heads`.
+
+    The input features need no gradient.
+    """
     positions, pairs = batch * seqs * length, batch * length * length
 
     def attention(rows: int, other: int, dim: int) -> int:
-        return 2 * rows * dim * 5 * dim + 2 * (2 * rows * other * dim)  # q, k, v, g, o; scores and values
+        # q, k, v, g, o; scores and values
+        return 2 * rows * dim * 5 * dim + 2 * (2 * rows * other * dim)
 
     block = attention(positions, length, msa) + 2 * pairs * pair * heads  # rows, with the pair bias
     block += attention(positions, seqs, msa)  # columns
     block += 2 * positions * msa * 8 * msa  # MSA transition
-    block += 2 * (2 * positions * msa * outer)  # outer product mean: both factors, the product, the projection
+    # outer product mean: both factors, the product, the projection
+    block += 2 * (2 * positions * msa * outer)
     block += 2 * pairs * seqs * outer * outer + 2 * pairs * outer * outer * pair
-    block += 2 * (2 * pairs * 6 * pair * pair + 2 * pairs * length * pair)  # triangle multiplications
+    # triangle multiplications
+    block += 2 * (2 * pairs * 6 * pair * pair + 2 * pairs * length * pair)
     block += 2 * (attention(pairs, length, pair) + 2 * pairs * pair * heads)  # triangle attentions
     block += 2 * pairs * pair * 8 * pair  # pair transition
     heads_out = 2 * pairs * pair * 64 + 2 * positions * msa * 23
     query = batch * length
-    embedder = 2 * 23 * (2 * query * pair + query * msa + positions * msa) + 2 * length * length * 65 * pair
-    return 3 * (blocks * block + heads_out) + 2 * embedder  # only the weights of the embedder need gradients
+    embedder = (
+        2 * 23 * (2 * query * pair + query * msa + positions * msa)
+        + 2 * length * length * 65 * pair
+    )
+    # only the weights of the embedder need gradients
+    return 3 * (blocks * block + heads_out) + 2 * embedder
 
 
 def test_flops_of_openfold_are_those_of_its_matrix_products(runs: dict[str, Run]):
     outer = build("tiny_openfold_v2").config.outer_product_dim
-    assert runs["tiny_openfold_v2"].summary["flops"]["per_step"] == openfold_flops(2, 3, 10, 32, 32, 2, outer, 1)
+    assert runs["tiny_openfold_v2"].summary["flops"]["per_step"] == openfold_flops(
+        2, 3, 10, 32, 32, 2, outer, 1
+    )
 
 
 def test_peak_memory_covers_weights_and_grows_with_the_sequence(plain: Run, run):
@@ -263,8 +330,12 @@ def test_peak_memory_covers_weights_and_grows_with_the_sequence(plain: Run, run)
 
 
 def test_peak_memory_of_one_big_weight_is_known(run):
-    """Where one weight dwarfs all else: itself, two AdamW moments, gradients of its two uses and maybe their sum."""
-    sizes = words("--vocab-size 200000 --hidden-dim 32 --num-layers 1 --num-heads 1 --seq-len 2 --batch-size 1")
+    """Where one weight dwarfs all else: itself, two AdamW moments, gradients of its two uses and
+    maybe their sum."""
+    sizes = words(
+        "--vocab-size 200000 --hidden-dim 32 --num-layers 1 --num-heads 1 --seq-len 2 --batch-size "
+        "1"
+    )
     peak = run("tiny_llama_v1", *QUICK, *sizes).summary["memory"]["peak_mb"]
     weight = 200_000 * 32 * 4 / 1e6
     assert 4 * weight < peak < 6.1 * weight
@@ -293,10 +364,18 @@ SCHEMA = {
     | fields("triton hip cuda", TEXT_OR_NONE)
     | {"cpu_threads": int},
     "timing": fields("warmup_first_step_ms warmup_ms wall_s samples_per_sec", float)
-    | fields("batch_ms batch_median_ms batch_p95_ms data_ms forward_ms backward_ms optimizer_ms", float)
+    | fields(
+        "batch_ms batch_median_ms batch_p95_ms data_ms forward_ms backward_ms optimizer_ms", float
+    )
     | {"steps": int, "turns_ms": list},
     "memory": {"peak_mb": float},
-    "kernels": {"unit": str, "per_step": int, "remark": str, "all_off": int, "reduction_percent": float},
+    "kernels": {
+        "unit": str,
+        "per_step": int,
+        "remark": str,
+        "all_off": int,
+        "reduction_percent": float,
+    },
     "flops": {"per_step": int, "gflop": float, "achieved_tflops": float},
     "loss": {"warmup_steps": int, "curve": list, "initial": float, "final": float},
 }
@@ -325,11 +404,19 @@ def test_report_names_values_that_the_result_has():
         ("tiny_openfold_v3", {"fusions": {"triton_triangle": True}}, True),
     ],
 )
-def test_the_first_step_includes_compilation_where_something_is_compiled(script, changes, compiles, plain: Run):
+def test_the_first_step_includes_compilation_where_something_is_compiled(
+    script, changes, compiles, plain: Run
+):
     module = load(script)
-    on_gpu = {"environment": {"device": "cuda"}, "fusions": {name: True for _, name, _ in module.FUSIONS}}
+    on_gpu = {
+        "environment": {"device": "cuda"},
+        "fusions": {name: True for _, name, _ in module.FUSIONS},
+    }
     text = module.report({**plain.summary, **on_gpu, **changes})
-    assert ("(first step, includes compilation)" in text, "(first step)" in text) == (compiles, not compiles)
+    assert ("(first step, includes compilation)" in text, "(first step)" in text) == (
+        compiles,
+        not compiles,
+    )
 
 
 def test_result_file_has_the_schema(plain: Run):
@@ -356,7 +443,9 @@ def test_result_file_names_the_script_its_sizes_and_its_fusions(script: str, run
     assert (summary["script"], summary["status"]) == (script, "ok")
     assert summary["config"] == asdict(build(script).config)
     assert summary["fusions"] == {attribute: True for _, attribute, _ in load(script).FUSIONS}
-    assert [path.name for path in runs[script].directory.iterdir()] == [f"{script}_summary.json"], "and nothing else"
+    assert [path.name for path in runs[script].directory.iterdir()] == [f"{script}_summary.json"], (
+        "and nothing else"
+    )
 
 
 def test_train_returns_what_it_writes_and_leaves_its_arguments_alone(tmp_path: Path):
@@ -368,7 +457,9 @@ def test_train_returns_what_it_writes_and_leaves_its_arguments_alone(tmp_path: P
 
 
 def test_without_warmup_nothing_is_said_about_it(run):
-    status, text, _, summary = run(SCRIPT, "--num-steps", "2", "--warmup-steps", "0", "--under-profiler")
+    status, text, _, summary = run(
+        SCRIPT, "--num-steps", "2", "--warmup-steps", "0", "--under-profiler"
+    )
     assert status == 0
     assert "armup" not in text
     assert "warm-up" not in text
@@ -401,14 +492,17 @@ def test_under_profiler_runs_nothing_but_training_steps(run, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("variable", "value"),
     [
-        ("ROCP_TOOL_LIBRARIES", "/opt/rocm/lib/rocprofiler-sdk/librocprofiler-sdk-tool.so"),  # rocprofv3 and -compute
+        # rocprofv3 and -compute
+        ("ROCP_TOOL_LIBRARIES", "/opt/rocm/lib/rocprofiler-sdk/librocprofiler-sdk-tool.so"),
         ("LD_PRELOAD", "/opt/rocm/lib/librocprof-sys-dl.so.1.0.0"),
         ("LD_PRELOAD", "/usr/lib/libjemalloc.so.2:/opt/rocm/lib/librocprofiler-sdk-tool.so"),
         ("NSYS_PROFILING_SESSION_ID", "4711"),
         ("NV_NSIGHT_INJECTION_TRANSPORT_TYPE", "1"),  # ncu
     ],
 )
-def test_a_profiler_that_started_the_run_switches_it_on(variable: str, value: str, run, monkeypatch):
+def test_a_profiler_that_started_the_run_switches_it_on(
+    variable: str, value: str, run, monkeypatch
+):
     monkeypatch.setenv(variable, value)
     result = run(SCRIPT, *QUICK)
     assert_nothing_but_training_steps(result)
@@ -431,7 +525,8 @@ def table_of(text: str) -> dict[str, list[str]]:
     """The rows of the one table; the reports of both sides are printed on request alone."""
     assert "Average training speed" not in text
     rows = [
-        re.split(r"\s{2,}", line.strip()) for line in text.partition("all off   as chosen    ratio\n")[2].splitlines()
+        re.split(r"\s{2,}", line.strip())
+        for line in text.partition("all off   as chosen    ratio\n")[2].splitlines()
     ]
     return {label: cells for label, *cells in rows if cells}
 
@@ -472,9 +567,13 @@ def test_compare_fusion_prints_no_ratio_of_what_was_not_measured(run):
 
 
 def test_compare_fusion_of_one_fusion(run):
-    result = run(SCRIPT, "--compare-fusion", "--disable-all-fusion", "--enable-flash-attention", *QUICK)
+    result = run(
+        SCRIPT, "--compare-fusion", "--disable-all-fusion", "--enable-flash-attention", *QUICK
+    )
     assert result.status == 0
-    assert [name for name, state in result.summary["fusions"].items() if state] == ["flash_attention"]
+    assert [name for name, state in result.summary["fusions"].items() if state] == [
+        "flash_attention"
+    ]
 
 
 def test_each_side_of_the_comparison_is_the_run_it_would_be_alone(run, tmp_path: Path):
@@ -483,15 +582,20 @@ def test_each_side_of_the_comparison_is_the_run_it_would_be_alone(run, tmp_path:
     alone = [run(SCRIPT, *argv, *off) for off in (["--disable-all-fusion"], [])]
     assert alone[0].summary["memory"]["peak_mb"] > 1.5 * alone[1].summary["memory"]["peak_mb"]
     fused = run(SCRIPT, *argv, "--compare-fusion").summary
-    for side, result in zip((summary_in(tmp_path / "profiles" / "baseline"), fused), alone, strict=True):
-        assert side["memory"]["peak_mb"] == pytest.approx(result.summary["memory"]["peak_mb"], rel=1e-6)
+    for side, result in zip(
+        (summary_in(tmp_path / "profiles" / "baseline"), fused), alone, strict=True
+    ):
+        assert side["memory"]["peak_mb"] == pytest.approx(
+            result.summary["memory"]["peak_mb"], rel=1e-6
+        )
         assert side["kernels"]["per_step"] == result.summary["kernels"]["per_step"]
         assert side["loss"] == result.summary["loss"]
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable], list[bool]]:
-    """`clock(duration)`: by the clock, a step takes duration(fused, number of the step) seconds and all else no time.
+    """`clock(duration)`: by the clock, a step takes duration(fused, number of the step) seconds and
+    all else no time.
 
     Returns a list to which each step adds whether it was fused.
     """
@@ -530,14 +634,21 @@ def sometimes_slower(fused: bool, step: int) -> float:
     [
         (slower_host, 10, "1.50x", "10 turns: 1.50x to 1.50x (all turns agree)"),
         (slower_host, 25, "1.50x", "10 turns: 1.50x to 1.50x (all turns agree)"),
-        (lambda fused, step: 0.030 if fused else 0.020, 10, "0.67x", "10 turns: 0.67x to 0.67x (all turns agree)"),
+        (
+            lambda fused, step: 0.030 if fused else 0.020,
+            10,
+            "0.67x",
+            "10 turns: 0.67x to 0.67x (all turns agree)",
+        ),
         (lambda fused, step: 0.030, 10, "1.00x", "10 turns: 1.00x to 1.00x (no difference seen)"),
         (sometimes_slower, 10, "1.20x", "10 turns: 0.75x to 1.20x (no difference seen)"),
         (slower_host, 4, "1.50x", "4 turns: 1.50x to 1.50x (too few turns to tell)"),
     ],
     ids=["faster", "several-steps-a-turn", "slower", "equal", "mixed", "few-turns"],
 )
-def test_verdict_of_the_comparison(duration: Callable, steps: int, ratio: str, verdict: str, run, clock):
+def test_verdict_of_the_comparison(
+    duration: Callable, steps: int, ratio: str, verdict: str, run, clock
+):
     clock(duration)
     argv = ["--num-steps", str(steps), "--warmup-steps", "0", "--under-profiler"]
     result = run(SCRIPT, "--compare-fusion", *argv)
@@ -555,7 +666,9 @@ def test_turns_alternate_and_so_does_who_begins(run, clock):
     assert turns == 5 * ([False] * 2 + [True] * 2 + [True] * 2 + [False] * 2)
 
 
-def test_two_sides_that_do_not_fit_beside_each_other_are_measured_alone(run, monkeypatch: pytest.MonkeyPatch):
+def test_two_sides_that_do_not_fit_beside_each_other_are_measured_alone(
+    run, monkeypatch: pytest.MonkeyPatch
+):
     module, alive = load(SCRIPT), weakref.WeakSet()
     build_model = module.build_model
 
@@ -581,7 +694,9 @@ def test_pytorch_profiler_writes_tables_and_a_trace(run):
     result = run(SCRIPT, *QUICK, "--enable-pytorch-profiler")
     assert result.status == 0, result.stderr
     names = ("operators_by_cpu_time.txt", "summary.json", "trace.json.gz")
-    assert sorted(path.name for path in result.directory.iterdir()) == [f"{SCRIPT}_{name}" for name in names]
+    assert sorted(path.name for path in result.directory.iterdir()) == [
+        f"{SCRIPT}_{name}" for name in names
+    ]
     table = (result.directory / f"{SCRIPT}_{names[0]}").read_text()
     assert "aten::mm" in table
     assert any(line.startswith("Self CPU total:") for line in table.splitlines())
@@ -589,7 +704,15 @@ def test_pytorch_profiler_writes_tables_and_a_trace(run):
         events = json.load(file)["traceEvents"]
     assert any(event.get("name") == "aten::mm" for event in events)
     ranges = [event["name"] for event in events if event.get("cat") == "user_annotation"]
-    for name in ("data", "forward", "backward", "optimizer", "layers.1", "layers.1.self_attn.o_proj", "layers.0.mlp"):
+    for name in (
+        "data",
+        "forward",
+        "backward",
+        "optimizer",
+        "layers.1",
+        "layers.1.self_attn.o_proj",
+        "layers.0.mlp",
+    ):
         assert ranges.count(name) == 3, f"{name} is in each of the three steps"
 
 
@@ -618,7 +741,11 @@ def test_help_has_groups_defaults_and_examples_that_can_be_given(script: str, ru
     for group in ("model:", "data:", "fusions:", "training:", "profiling:", "modes:", "examples:"):
         assert re.search(rf"^{group}", text, re.MULTILINE), group
     spaces = re.sub(r"\s+", " ", text)
-    for flag, default in (("--num-steps", "50"), ("--warmup-steps", "5"), ("--learning-rate", "0.0003")):
+    for flag, default in (
+        ("--num-steps", "50"),
+        ("--warmup-steps", "5"),
+        ("--learning-rate", "0.0003"),
+    ):
         assert re.search(rf"{flag} [^-]*\(default: {default}\)", spaces), flag
     assert f"pytorch_profiles_v{script[-1]}" in spaces
     for flag in [*(flag for flag, _, _ in load(script).FUSIONS), "torch-compile", "cuda-graph"]:
@@ -635,11 +762,35 @@ def test_help_has_groups_defaults_and_examples_that_can_be_given(script: str, ru
 
 def test_defaults_are_those_of_the_workshop():
     llama, openfold = (load(f"tiny_{model}_v1").parse_args([]) for model in MODELS)
-    expected = {"vocab_size": 1000, "hidden_dim": 512, "num_layers": 8, "num_heads": 8, "num_kv_heads": 4}
-    expected |= {"intermediate_dim": 2048, "seq_len": 256, "batch_size": 8, "num_steps": 50, "learning_rate": 3e-4}
+    expected = {
+        "vocab_size": 1000,
+        "hidden_dim": 512,
+        "num_layers": 8,
+        "num_heads": 8,
+        "num_kv_heads": 4,
+    }
+    expected |= {
+        "intermediate_dim": 2048,
+        "seq_len": 256,
+        "batch_size": 8,
+        "num_steps": 50,
+        "learning_rate": 3e-4,
+    }
     assert {name: getattr(llama, name) for name in expected} == expected
-    expected = {"msa_dim": 64, "pair_dim": 128, "num_blocks": 4, "num_heads_msa": 4, "num_heads_pair": 4}
-    expected |= {"num_seqs": 16, "seq_len": 64, "batch_size": 4, "num_steps": 50, "learning_rate": 3e-4}
+    expected = {
+        "msa_dim": 64,
+        "pair_dim": 128,
+        "num_blocks": 4,
+        "num_heads_msa": 4,
+        "num_heads_pair": 4,
+    }
+    expected |= {
+        "num_seqs": 16,
+        "seq_len": 64,
+        "batch_size": 4,
+        "num_steps": 50,
+        "learning_rate": 3e-4,
+    }
     assert {name: getattr(openfold, name) for name in expected} == expected
 
 
@@ -649,9 +800,10 @@ import numpy, torch
 sys.path.insert(0, sys.argv[1])
 settings = lambda: (
     torch.get_default_dtype(), torch.get_num_threads(), torch.get_float32_matmul_precision(),
-    torch.are_deterministic_algorithms_enabled(), torch.is_grad_enabled(), dict(os.environ), os.getcwd(),
-    bytes(torch.get_rng_state().numpy()), random.getstate(), str(numpy.random.get_state()),
-    torch.cuda.is_initialized(), "gemmi" in sys.modules, "deepspeed" in sys.modules, "matplotlib" in sys.modules,
+    torch.are_deterministic_algorithms_enabled(), torch.is_grad_enabled(), dict(os.environ),
+    os.getcwd(), bytes(torch.get_rng_state().numpy()), random.getstate(),
+    str(numpy.random.get_state()), torch.cuda.is_initialized(),
+    *(name in sys.modules for name in ("gemmi", "deepspeed", "matplotlib")),
 )
 before = settings()
 for name in sys.argv[2:]:
@@ -665,10 +817,14 @@ def test_importing_the_scripts_has_no_side_effects(tmp_path: Path):
 
     What V3 sets where the user has not, it must set before Triton is imported.
     """
-    environment = {name: os.environ[name] for name in ("PATH", "HOME", "LD_LIBRARY_PATH") if name in os.environ}
+    environment = {
+        name: os.environ[name] for name in ("PATH", "HOME", "LD_LIBRARY_PATH") if name in os.environ
+    }
     environment |= {"TRITON_INTERPRET": "1", "TRITON_DEFAULT_FP_FUSION": "1"}
     command = [sys.executable, "-B", "-c", IMPORT_ALL, str(ROOT), *SCRIPTS]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert list(tmp_path.iterdir()) == []
 
@@ -677,8 +833,22 @@ def test_script_is_a_program_with_an_exit_status(tmp_path: Path):
     """One file, copied somewhere else, is enough; results go below the current directory."""
     shutil.copy(ROOT / f"{SCRIPT}.py", tmp_path)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    options = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True, "timeout": 120}
-    command = [forking_python(), "-B", f"{SCRIPT}.py", *TINY[model_of(SCRIPT)], *QUICK, "--device", "cpu"]
+    options = {
+        "cwd": tmp_path,
+        "env": environment,
+        "capture_output": True,
+        "text": True,
+        "timeout": 120,
+    }
+    command = [
+        forking_python(),
+        "-B",
+        f"{SCRIPT}.py",
+        *TINY[model_of(SCRIPT)],
+        *QUICK,
+        "--device",
+        "cpu",
+    ]
     good = subprocess.run([*command, "--under-profiler"], **options)
     assert (good.returncode, good.stderr) == (0, "")
     assert "Final loss: " in good.stdout

@@ -78,7 +78,9 @@ def test_the_report_has_what_the_files_have(folders, tmp_path):
     runs = [json.loads(next(side.glob("pytorch/*_summary.json")).read_text()) for side in folders]
     for label, run in zip(("baseline", "fused"), runs, strict=True):
         row = next(line for line in text.splitlines() if line.startswith(f"| {label} "))
-        assert f" {run['timing']['batch_ms']:.2f} |" in row and f" {run['loss']['final']:.4f} |" in row
+        assert (
+            f" {run['timing']['batch_ms']:.2f} |" in row and f" {run['loss']['final']:.4f} |" in row
+        )
     assert f"per step: {runs[0]['kernels']['per_step']} -> {runs[1]['kernels']['per_step']}" in text
     assert "- Kernels in all: 4 -> 2" in text
     modules = json.loads((fused / "flops" / "tiny_llama_v2_flops.json").read_text())["modules"]
@@ -86,7 +88,9 @@ def test_the_report_has_what_the_files_have(folders, tmp_path):
     attention = next(row for row in modules if row["module"] == "layers.*.self_attn")
     assert row.endswith(f" {attention['flop_per_byte']:.2f} |")
     (link,) = re.findall(r"!\[fused: .+\]\(<(.+)>\)", text)
-    assert (path.parent / link).resolve() == (fused / "flops" / "tiny_llama_v2_roofline.png").resolve()
+    assert (path.parent / link).resolve() == (
+        fused / "flops" / "tiny_llama_v2_roofline.png"
+    ).resolve()
     assert "Not in this report" not in text
 
 
@@ -96,9 +100,13 @@ def test_what_is_missing_is_named_with_its_reason(folders):
     (fused / "summary.json").write_text(json.dumps({"script": "tiny_llama_v2.py", "steps": [step]}))
     status, out, err = report("--baseline", baseline, "--fused", fused)
     assert (status, err) == (0, "")
-    assert sections(out) == ["Runs", "Kernels by the PyTorch profiler"], "the files of an earlier run are not taken"
+    assert sections(out) == ["Runs", "Kernels by the PyTorch profiler"], (
+        "the files of an earlier run are not taken"
+    )
     last = out.splitlines()[-1]
-    assert last.startswith("Not in this report: Kernels by rocprofv3 (baseline, fused: nothing there); ")
+    assert last.startswith(
+        "Not in this report: Kernels by rocprofv3 (baseline, fused: nothing there); "
+    )
     assert "FLOPs of modules (fused: no such package)" in last
 
 
@@ -115,11 +123,17 @@ def test_the_other_name_is_the_same_program_and_has_default_folders(folders, tmp
 
 def test_other_sizes_are_named_and_other_models_refused(folders, tmp_path):
     baseline, fused = folders
-    edit(fused / "pytorch" / "tiny_llama_v2_summary.json", lambda run: run["config"].update(seq_len=999))
+    edit(
+        fused / "pytorch" / "tiny_llama_v2_summary.json",
+        lambda run: run["config"].update(seq_len=999),
+    )
     status, out, _ = report("--baseline", baseline, "--fused", fused)
     assert status == 0
     assert "- note: seq_len differs: 32 for baseline; 999 for fused" in out.partition("## ")[0]
-    edit(fused / "flops" / "tiny_llama_v2_flops.json", lambda content: content.update(script="tiny_openfold_v2"))
+    edit(
+        fused / "flops" / "tiny_llama_v2_flops.json",
+        lambda content: content.update(script="tiny_openfold_v2"),
+    )
     answer = report("--baseline", baseline, "--fused", fused, "--output", tmp_path / "report.md")
     assert_refused(answer, "tiny_openfold", "tiny_llama")
     assert not (tmp_path / "report.md").exists()
@@ -127,7 +141,14 @@ def test_other_sizes_are_named_and_other_models_refused(folders, tmp_path):
 
 def test_a_failed_run_is_a_row_and_status_1(folders):
     baseline, fused = folders
-    failed = {"status": "failed", "error": "the loss became nan", "timing": {}, "memory": {}, "kernels": {}, "loss": {}}
+    failed = {
+        "status": "failed",
+        "error": "the loss became nan",
+        "timing": {},
+        "memory": {},
+        "kernels": {},
+        "loss": {},
+    }
     edit(fused / "pytorch" / "tiny_llama_v2_summary.json", lambda run: run.update(failed))
     status, out, err = report("--baseline", baseline, "--fused", fused)
     assert status == 1
@@ -136,21 +157,36 @@ def test_a_failed_run_is_a_row_and_status_1(folders):
     assert "- note: fused did not finish: the loss became nan" in out
 
 
-@pytest.mark.parametrize("name", ["*_summary.json", "*_kernels.csv", "*_profile.json", "*_flops.json"])
+@pytest.mark.parametrize(
+    "name", ["*_summary.json", "*_kernels.csv", "*_profile.json", "*_flops.json"]
+)
 def test_a_file_that_is_cut_off_is_one_line(folders, tmp_path, name):
     (path,) = folders[1].rglob(name)
     path.write_text(path.read_text()[:-40])
-    answer = report("--baseline", folders[0], "--fused", folders[1], "--output", tmp_path / "report.md")
+    answer = report(
+        "--baseline", folders[0], "--fused", folders[1], "--output", tmp_path / "report.md"
+    )
     assert_refused(answer, path.name)
     assert not (tmp_path / "report.md").exists()
 
 
 def test_folders_with_nothing_in_common_are_refused(folders, tmp_path):
     (tmp_path / "empty").mkdir()
-    assert_refused(report("--baseline", tmp_path / "empty", "--fused", folders[1]), "nothing", "Runs (baseline:")
-    assert_refused(report("--baseline", tmp_path / "none", "--fused", folders[1]), "no such directory")
+    assert_refused(
+        report("--baseline", tmp_path / "empty", "--fused", folders[1]),
+        "nothing",
+        "Runs (baseline:",
+    )
+    assert_refused(
+        report("--baseline", tmp_path / "none", "--fused", folders[1]), "no such directory"
+    )
     (folders[1] / "summary.json").write_text("{}")
     assert_refused(report("--baseline", *folders[:1], "--fused", folders[1]), "it has no steps")
     (folders[1] / "summary.json").unlink()
-    edit(folders[1] / "flops" / "tiny_llama_v2_flops.json", lambda content: content.update(modules=[{}]))
-    assert_refused(report("--baseline", *folders[:1], "--fused", folders[1]), "it has no modules[0].flop")
+    edit(
+        folders[1] / "flops" / "tiny_llama_v2_flops.json",
+        lambda content: content.update(modules=[{}]),
+    )
+    assert_refused(
+        report("--baseline", *folders[:1], "--fused", folders[1]), "it has no modules[0].flop"
+    )

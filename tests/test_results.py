@@ -25,7 +25,10 @@ def test_committed_runs_finished_and_name_their_device(path):
     result = json.loads(path.read_text())
     assert result["status"] == "ok"
     assert result["environment"]["device_name"]
-    assert len(result["loss"]["curve"]) == result["training"]["warmup_steps"] + result["training"]["num_steps"]
+    assert (
+        len(result["loss"]["curve"])
+        == result["training"]["warmup_steps"] + result["training"]["num_steps"]
+    )
     assert result["loss"]["final"] < 0.7 * result["loss"]["initial"]
 
 
@@ -46,19 +49,21 @@ def test_the_headline_table_is_whole_and_of_one_run():
     assert sorted(rows) == sorted(itertools.product(SHAPES, PRECISIONS, MODES))
     for (shape, precision, mode), row in rows.items():
         for version in ("V1", "V2"):
-            argv = [*SHAPES[shape], *PRECISIONS[precision], *MODES[mode]]
+            argv = [*SHAPES[shape].argv, *PRECISIONS[precision], *MODES[mode]]
             assert (row[version]["argv"], len(row[version]["turns_ms"])) == (argv, study["rounds"])
         assert row["V2"]["per_step"] < row["V1"]["per_step"]
 
 
 @pytest.mark.parametrize("script", ["tiny_llama_v1", "tiny_openfold_v1"])
 def test_the_totals_in_architecture_are_counted(script):
-    """Parameters, and GFLOP forward and of the whole step, at the default sizes on the meta device."""
+    """Parameters, and GFLOP forward and of the whole step, at the default sizes on the meta
+    device."""
     module, meta = load(script), torch.device("meta")
     args = module.parse_args(["--device", "cpu"])
     model = module.build_model(args, meta)
     batch = {
-        name: value.to(meta) for name, value in module.make_batches(args, torch.device("cpu"), 1).next_batch().items()
+        name: value.to(meta)
+        for name, value in module.make_batches(args, torch.device("cpu"), 1).next_batch().items()
     }
     with FlopCounterMode(display=False) as counter:
         loss = model(**batch)
@@ -66,13 +71,16 @@ def test_the_totals_in_architecture_are_counted(script):
         loss.backward()
     text = (ROOT / "docs/ARCHITECTURE.md").read_text()
     assert f"**{sum(parameter.numel() for parameter in model.parameters()):,}**" in text
-    totals = re.compile(rf"\*\*{forward / 1e9:.3f}\*\* \| \*\*{counter.get_total_flops() / 1e9:.3f}\*\*")
+    totals = re.compile(
+        rf"\*\*{forward / 1e9:.3f}\*\* \| \*\*{counter.get_total_flops() / 1e9:.3f}\*\*"
+    )
     assert totals.search(text)
 
 
 def test_the_rehearsal_in_the_instructors_guide_is_the_measured_one():
     times = [
-        json.loads((ROOT / f"results/{device}/rehearsal.json").read_text())["seconds"] for device in ("h100", "cpu")
+        json.loads((ROOT / f"results/{device}/rehearsal.json").read_text())["seconds"]
+        for device in ("h100", "cpu")
     ]
     text = (ROOT / "docs/INSTRUCTOR.md").read_text()
     for session in times[0]:

@@ -1,4 +1,7 @@
-"""Rooflines of whole training steps: FLOPs, bytes and times by group, rates, and what rocprof-compute's files give."""
+"""Rooflines of whole training steps:
+
+FLOPs, bytes and times by group, rates, and what rocprof-compute's files give.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,11 @@ from workshop.profile.ceilings import Ceilings
 from workshop.profile.kernels import kernels_of
 from workshop.profile.roofline import group_bytes, group_flops, rates, times_of_operators
 from workshop.profile.traffic import Traffic
+from workshop.rocm.counters import BYTE_COUNTERS, FLOP_COUNTERS
 
-SMALL = words("--hidden-dim 32 --num-layers 1 --num-heads 2 --seq-len 8 --batch-size 2 --vocab-size 50")
+SMALL = words(
+    "--hidden-dim 32 --num-layers 1 --num-heads 2 --seq-len 8 --batch-size 2 --vocab-size 50"
+)
 CEILINGS = Ceilings("float32, highest", 1024, gemm_tflops=2.0, copy_bytes=1, copy_gb_per_s=100.0)
 
 
@@ -47,15 +53,29 @@ def test_all_versions_have_the_same_products_in_their_groups(version):
     script = f"tiny_llama_v{version}"
     flop = group_flops(load(script), parse(script, *SMALL), CPU)
     tokens, hidden, heads, length, vocabulary = 2 * 8, 32, 2, 8, 50
-    projections = hidden * (hidden + 2 * hidden // 2 + hidden) + 3 * hidden * 4 * hidden + hidden * vocabulary
-    attention = 3 * 2 * 2 * (2 * heads * length * length * (hidden // heads))  # forward, and twice that backward
+    projections = (
+        hidden * (hidden + 2 * hidden // 2 + hidden) + 3 * hidden * 4 * hidden + hidden * vocabulary
+    )
+    # forward, and twice that backward
+    attention = 3 * 2 * 2 * (2 * heads * length * length * (hidden // heads))
     gemm = 3 * 2 * tokens * projections
-    assert flop == ({"GEMM": gemm + attention} if version == 1 else {"GEMM": gemm, "attention": attention})
+    assert flop == (
+        {"GEMM": gemm + attention} if version == 1 else {"GEMM": gemm, "attention": attention}
+    )
 
 
 def test_a_kernel_belongs_to_the_operator_that_launched_it():
     def event(cat: str, name: str, start: float, duration: float, **args) -> dict:
-        return {"ph": "X", "cat": cat, "name": name, "pid": 1, "tid": 1, "ts": start, "dur": duration, "args": args}
+        return {
+            "ph": "X",
+            "cat": cat,
+            "name": name,
+            "pid": 1,
+            "tid": 1,
+            "ts": start,
+            "dur": duration,
+            "args": args,
+        }
 
     trace = [
         event("cpu_op", "tiny_llama_v3::rms_norm_backward", 0, 9, **{"External id": 1}),
@@ -66,7 +86,9 @@ def test_a_kernel_belongs_to_the_operator_that_launched_it():
         event("kernel", "attn_fwd", 120, 7),
     ]
     assert len(kernels_of(trace)) == 3
-    assert times_of_operators(trace) == pytest.approx({"normalisation": 0.003, "GEMM": 0.005, "attention": 0.007})
+    assert times_of_operators(trace) == pytest.approx(
+        {"normalisation": 0.003, "GEMM": 0.005, "attention": 0.007}
+    )
 
 
 def test_bytes_of_groups_are_those_of_all_operators():
@@ -86,17 +108,23 @@ def test_bytes_of_groups_are_those_of_all_operators():
 def test_scripts_side_by_side(tmp_path: Path):
     pytest.importorskip("matplotlib")
     scripts = ["tiny_llama_v1.py", "tiny_llama_v2.py"]
-    status, out, err = analyse("--scripts", *scripts, *TINY["llama"], "--device", "cpu", "--output", tmp_path)
+    status, out, err = analyse(
+        "--scripts", *scripts, *TINY["llama"], "--device", "cpu", "--output", tmp_path
+    )
     assert status == 0, err
     text = (tmp_path / "roofline_analysis.csv").read_text()
     assert len([line for line in text.splitlines() if "gemm" in line]) == 2, "what grep finds"
     rows = list(csv.DictReader(text.splitlines()))
     content = strict_json((tmp_path / "roofline_analysis.json").read_text())
-    assert [(row["script"], row["group"]) for row in rows] == [(r["script"], r["group"]) for r in content["rows"]]
+    assert [(row["script"], row["group"]) for row in rows] == [
+        (r["script"], r["group"]) for r in content["rows"]
+    ]
     ceilings = Ceilings(**content["runs"][0]["ceilings"])
     for script in ("tiny_llama_v1", "tiny_llama_v2"):
         mine = {row["group"]: row for row in content["rows"] if row["script"] == script}
-        assert {"gemm", "attention", "element-wise", "copies", "reductions", "optimizer"} <= set(mine)
+        assert {"gemm", "attention", "element-wise", "copies", "reductions", "optimizer"} <= set(
+            mine
+        )
         assert sum(row["share_percent"] for row in mine.values()) == pytest.approx(100)
         gemm = mine["gemm"]
         assert gemm["achieved_tflops"] == pytest.approx(gemm["flop"] / gemm["ms"] / 1e9)
@@ -127,18 +155,23 @@ def test_what_cannot_be_measured_is_one_line(tmp_path: Path, monkeypatch, argv, 
 
 @pytest.fixture
 def profile(tmp_path: Path):
-    """`profile(gpu, **counters)`: a folder with two dispatches of a GEMM in rocprof-compute's format."""
+    """`profile(gpu, **counters)`: a folder with two dispatches of a GEMM in rocprof-compute's
+    format."""
 
     def write(gpu: str, **counters: int) -> Path:
         place = tmp_path / "profile" / "workloads" / "name" / "MI"
         place.mkdir(parents=True)
-        names = [*roofline_analysis.FLOP_COUNTERS, *roofline_analysis.BYTE_COUNTERS[gpu]]
+        names = [*FLOP_COUNTERS, *BYTE_COUNTERS[gpu]]
         with (place / "pmc_perf.csv").open("w", newline="") as file:
             writer = csv.writer(file)
-            writer.writerow(["Dispatch_ID", "Kernel_Name", "Start_Timestamp", "End_Timestamp", *names])
+            writer.writerow(
+                ["Dispatch_ID", "Kernel_Name", "Start_Timestamp", "End_Timestamp", *names]
+            )
             for dispatch in range(2):
                 values = [counters.get(name, 0) for name in names]
-                writer.writerow([dispatch, "Cijk_Ailk_Bljk", 1000 * dispatch, 1000 * dispatch + 500, *values])
+                writer.writerow(
+                    [dispatch, "Cijk_Ailk_Bljk", 1000 * dispatch, 1000 * dispatch + 500, *values]
+                )
         header = "device,HBMBw,HBMBwLow,FP32Flops,MFMABF16Flops"
         (place / "roofline.csv").write_text(f"{header}\n0,4000,3990,100000,600000\n")
         return tmp_path / "profile"
@@ -149,15 +182,35 @@ def profile(tmp_path: Path):
 @pytest.mark.parametrize(
     ("gpu", "counters", "moved"),
     [
-        ("MI200", {"TCC_EA_RDREQ_sum": 10, "TCC_EA_RDREQ_32B_sum": 4, "TCC_EA_WRREQ_sum": 5}, 6 * 64 + 4 * 32 + 5 * 32),
-        ("MI300", {"TCC_EA0_RDREQ_sum": 10, "TCC_BUBBLE_sum": 3, "TCC_EA0_RDREQ_32B_sum": 1}, 3 * 128 + 6 * 64 + 32),
-        ("MI350", {"TCC_EA0_RDREQ_sum": 10, "TCC_EA0_RDREQ_128B_sum": 3, "TCC_EA0_WRREQ_64B_sum": 2,
-                   "TCC_EA0_WRREQ_sum": 2}, 3 * 128 + 7 * 64 + 2 * 64),
+        (
+            "MI200",
+            {"TCC_EA_RDREQ_sum": 10, "TCC_EA_RDREQ_32B_sum": 4, "TCC_EA_WRREQ_sum": 5},
+            6 * 64 + 4 * 32 + 5 * 32,
+        ),
+        (
+            "MI300",
+            {"TCC_EA0_RDREQ_sum": 10, "TCC_BUBBLE_sum": 3, "TCC_EA0_RDREQ_32B_sum": 1},
+            3 * 128 + 6 * 64 + 32,
+        ),
+        (
+            "MI350",
+            {
+                "TCC_EA0_RDREQ_sum": 10,
+                "TCC_EA0_RDREQ_128B_sum": 3,
+                "TCC_EA0_WRREQ_64B_sum": 2,
+                "TCC_EA0_WRREQ_sum": 2,
+            },
+            3 * 128 + 7 * 64 + 2 * 64,
+        ),
     ],
-)  # fmt: skip
+)
 def test_counters_of_amd_gpus_by_hand(profile, tmp_path: Path, gpu, counters, moved):
     pytest.importorskip("matplotlib")
-    flops = {"SQ_INSTS_VALU_MFMA_MOPS_BF16": 100, "SQ_INSTS_VALU_FMA_F32": 3, "SQ_INSTS_VALU_ADD_F32": 1}
+    flops = {
+        "SQ_INSTS_VALU_MFMA_MOPS_BF16": 100,
+        "SQ_INSTS_VALU_FMA_F32": 3,
+        "SQ_INSTS_VALU_ADD_F32": 1,
+    }
     folder = profile(gpu, **flops, **counters)
     status, out, err = analyse("--from-rocprof-compute", folder, "--output", tmp_path / "out")
     assert status == 0, err
@@ -186,5 +239,7 @@ def test_a_damaged_profile_is_one_line(profile, tmp_path: Path, file, change, wo
     folder = profile("MI300", SQ_INSTS_VALU_MFMA_MOPS_BF16=1)
     (path,) = folder.rglob(file)
     path.write_text(change(path.read_text()))
-    assert_refused(analyse("--from-rocprof-compute", folder, "--output", tmp_path / "out"), file, word)
+    assert_refused(
+        analyse("--from-rocprof-compute", folder, "--output", tmp_path / "out"), file, word
+    )
     assert not (tmp_path / "out").exists()

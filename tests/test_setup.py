@@ -1,8 +1,10 @@
-"""environment_setup.sh and the validation scripts: what they would install, and what they say of odd machines.
+"""environment_setup.sh and the validation scripts: what they would install, and what they say of
+odd machines.
 
-The setup script runs in a copy of the repository that has small requirements files and a check that only says how it
-was called, with a PATH of our own: a Python that sees a stand-in for PyTorch, or none, and whichever ROCm or NVIDIA
-tools a test writes. What pip installs comes from wheels made here; no test needs a network.
+The setup script runs in a copy of the repository that has small requirements files and a check that
+only says how it was called, with a PATH of our own: a Python that sees a stand-in for PyTorch, or
+none, and whichever ROCm or NVIDIA tools a test writes. What pip installs comes from wheels made
+here; no test needs a network.
 """
 
 from __future__ import annotations
@@ -29,7 +31,14 @@ from conftest import ROOT, forking_python, load, words
 VALIDATION = ROOT / "setup" / "validation_scripts"
 BASE_PYTHON = Path(sys.base_prefix) / "bin" / f"python3.{sys.version_info.minor}"
 PACKAGES = Path(sysconfig.get_path("purelib"))
-VARIABLES = ("VIRTUAL_ENV", "PYTHONPATH", "ROCM_PATH", "MODULEPATH", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+VARIABLES = (
+    "VIRTUAL_ENV",
+    "PYTHONPATH",
+    "ROCM_PATH",
+    "MODULEPATH",
+    "ROCR_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
+)
 ROCM_TOOLS = ("rocprofv3", "rocprof-sys-run", "rocprof-compute", "rocpd")
 ROCTX = "librocprofiler-sdk-roctx.so"
 ROCMINFO = """cat <<END
@@ -39,20 +48,34 @@ ROCMINFO = """cat <<END
 END"""
 TORCH = "torch>=2.6,<2.14"
 REST = ["numpy", "matplotlib>=3.8"]
-HIP, CUDA, CPU = ("2.9.1+rocm6.4", "6.4.43484", None), ("2.9.1+cu128", None, "12.8"), ("2.9.1", None, None)
+HIP, CUDA, CPU = (
+    ("2.9.1+rocm6.4", "6.4.43484", None),
+    ("2.9.1+cu128", None, "12.8"),
+    ("2.9.1", None, None),
+)
 BAD_TORCH = [  # a build, or the code of one that cannot be imported; the track; what is said of it
     (("2.5.1", None, None), "cpu", f"2.5.1 is out of range, {TORCH} is needed"),
     (("2.14.0a0+git1", None, None), "cpu", "out of range"),
     (CPU, "rocm", "CPU build, which the rocm track cannot use"),
     (HIP, "nvidia", "ROCm 6.4.43484 build, which the nvidia track cannot use"),
-    ("raise OSError('libamdhip64.so.6:\\nno such object')", "cpu", "OSError: libamdhip64.so.6: no such object"),
+    (
+        "raise OSError('libamdhip64.so.6:\\nno such object')",
+        "cpu",
+        "OSError: libamdhip64.so.6: no such object",
+    ),
     ("import os; os.abort()", "cpu", "signal 6"),
     ("raise SystemExit('no licence')", "cpu", "no licence"),
-    ("import sys; sys.stdout.buffer.write(b'\\xff\\x00'); raise ImportError('x\\x1b[31m')", "cpu", "ImportError: x"),
+    (
+        "import sys; sys.stdout.buffer.write(b'\\xff\\x00'); raise ImportError('x\\x1b[31m')",
+        "cpu",
+        "ImportError: x",
+    ),
 ]
 SLOW_TORCH = ("import time; time.sleep(60)", "cpu", "no answer within 0.5 s")
 NO_TORCH = "raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')"
-CHECK = "import os, sys; print('Check:', *sys.argv[1:]); sys.exit(int(os.environ.get('CHECK', '0')))"
+CHECK = (
+    "import os, sys; print('Check:', *sys.argv[1:]); sys.exit(int(os.environ.get('CHECK', '0')))"
+)
 
 
 def write_program(path: Path, text: str) -> None:
@@ -69,13 +92,22 @@ def link_coreutils(directory: Path) -> None:
         (directory / name).symlink_to(shutil.which(name))
 
 
-def write_torch(directory: Path, build: tuple[str, str | None, str | None] | str, pip_version: str = "") -> Path:
-    """A stand-in for PyTorch that says which build it is, or has this code; returns the directory for PYTHONPATH."""
+def write_torch(
+    directory: Path, build: tuple[str, str | None, str | None] | str, pip_version: str = ""
+) -> Path:
+    """A stand-in for PyTorch that says which build it is, or has this code.
+
+    Returns the directory for PYTHONPATH.
+    """
     version, hip, cuda = CPU if isinstance(build, str) else build
-    code = build if isinstance(build, str) else f"from . import version\n__version__ = {version!r}\n"
+    code = (
+        build if isinstance(build, str) else f"from . import version\n__version__ = {version!r}\n"
+    )
     info = directory / f"torch-{pip_version or version}.dist-info"
     texts = {"torch/__init__.py": code, "torch/version.py": f"hip = {hip!r}\ncuda = {cuda!r}\n"}
-    texts[f"{info}/METADATA"] = f"Metadata-Version: 2.1\nName: torch\nVersion: {pip_version or version}\n"
+    texts[f"{info}/METADATA"] = (
+        f"Metadata-Version: 2.1\nName: torch\nVersion: {pip_version or version}\n"
+    )
     for name, text in {**texts, f"{info}/RECORD": ""}.items():
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
         (directory / name).write_text(text)
@@ -88,13 +120,23 @@ def write_wheel(directory: Path, name: str, more: str = "") -> None:
     with zipfile.ZipFile(directory / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
         for file in (f"{name}.py", f"{name}-1.0.dist-info/RECORD"):
             wheel.writestr(file, "")
-        wheel.writestr(f"{name}-1.0.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n{more}")
-        wheel.writestr(f"{name}-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(
+            f"{name}-1.0.dist-info/METADATA",
+            f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n{more}",
+        )
+        wheel.writestr(
+            f"{name}-1.0.dist-info/WHEEL",
+            "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        )
 
 
 def files(directory: Path) -> dict[Path, int]:
     """All files and when they were changed, caches left out."""
-    return {path: path.stat().st_mtime_ns for path in directory.rglob("*") if "__pycache__" not in path.parts}
+    return {
+        path: path.stat().st_mtime_ns
+        for path in directory.rglob("*")
+        if "__pycache__" not in path.parts
+    }
 
 
 def assert_refused(result: subprocess.CompletedProcess[str], status: int, *texts: str) -> None:
@@ -111,8 +153,15 @@ class Machine:
     """A place to run the setup script in: `bin` is all of PATH, `repository` has the script."""
 
     def __init__(self, path: Path):
-        self.path, self.bin, self.repository, self.site = path, path / "bin", path / "repository", path / "site"
-        shutil.copytree(ROOT / "setup", self.repository / "setup", ignore=shutil.ignore_patterns("__pycache__"))
+        self.path, self.bin, self.repository, self.site = (
+            path,
+            path / "bin",
+            path / "repository",
+            path / "site",
+        )
+        shutil.copytree(
+            ROOT / "setup", self.repository / "setup", ignore=shutil.ignore_patterns("__pycache__")
+        )
         for name in (
             "requirements.txt",
             "requirements-dev.txt",
@@ -124,16 +173,30 @@ class Machine:
         link_coreutils(self.bin)
 
     def add_python(self, site: Path | None = None) -> None:
-        """Put python3 on PATH: without packages (-S) but for a PyTorch that comes as with a site's module."""
+        """Put python3 on PATH: without packages (-S) but for a PyTorch that comes as with a
+        site's module."""
         variable = f"PYTHONPATH={shlex.quote(str(site))} " if site else ""
-        write_program(self.bin / "python3", f'{variable}exec {shlex.quote(str(BASE_PYTHON))} -S "$@"')
+        write_program(
+            self.bin / "python3", f'{variable}exec {shlex.quote(str(BASE_PYTHON))} -S "$@"'
+        )
 
     def setup(self, *argv: str, **variables: str) -> subprocess.CompletedProcess[str]:
         """Run environment_setup.sh."""
-        environment = {key: value for key, value in os.environ.items() if key not in VARIABLES and "CONDA" not in key}
-        environment |= {"PATH": str(self.bin), "ROCM_PATH": str(self.path / "rocm"), "PIP_NO_INDEX": "1", **variables}
+        environment = {
+            key: value
+            for key, value in os.environ.items()
+            if key not in VARIABLES and "CONDA" not in key
+        }
+        environment |= {
+            "PATH": str(self.bin),
+            "ROCM_PATH": str(self.path / "rocm"),
+            "PIP_NO_INDEX": "1",
+            **variables,
+        }
         command = [shutil.which("bash"), str(self.repository / "setup/environment_setup.sh"), *argv]
-        return subprocess.run(command, env=environment, cwd=self.path, capture_output=True, text=True, timeout=120)
+        return subprocess.run(
+            command, env=environment, cwd=self.path, capture_output=True, text=True, timeout=120
+        )
 
     def commands(self, *argv: str, **variables: str) -> list[list[str]]:
         """The commands that a dry run prints, without the last, which is the check."""
@@ -141,7 +204,9 @@ class Machine:
         result = self.setup(*argv, "--dry-run", **variables)
         assert result.returncode == 0, result.stderr
         assert sorted(files(self.path)) == before
-        lines = [shlex.split(line[2:]) for line in result.stdout.splitlines() if line.startswith("+ ")]
+        lines = [
+            shlex.split(line[2:]) for line in result.stdout.splitlines() if line.startswith("+ ")
+        ]
         assert Path(lines[-1][1]).name == "test_environment.py"
         return lines[:-1]
 
@@ -175,27 +240,49 @@ def test_nvidia_is_found_where_nvidia_smi_lists_a_gpu(machine):
 @pytest.mark.slow
 def test_rocm_track_takes_pytorch_from_the_index_of_that_rocm(machine):
     machine.add_python()
-    assert_refused(machine.setup("--track", "rocm"), 1, "--index-url", str(machine.path / "rocm/.info/version"))
+    assert_refused(
+        machine.setup("--track", "rocm"), 1, "--index-url", str(machine.path / "rocm/.info/version")
+    )
     assert not (machine.repository / ".venv").exists()
     write_program(machine.bin / "rocminfo", ROCMINFO)
     (machine.path / "rocm/.info").mkdir(parents=True)
     for installed, index in (("6.0.2-115", "6.1"), ("6.2.1", "6.2.4"), ("8.0.0", "7.2")):
         (machine.path / "rocm/.info/version").write_text(installed + "\n")
         _, torch, rest = machine.commands()
-        assert torch[3:] == ["install", "--index-url", f"https://download.pytorch.org/whl/rocm{index}", TORCH]
+        assert torch[3:] == [
+            "install",
+            "--index-url",
+            f"https://download.pytorch.org/whl/rocm{index}",
+            TORCH,
+        ]
         # Without triton: PyPI's would be installed over that of the ROCm build.
-        assert rest[3:] == ["install", "--constraint", "<(echo", "torch==VERSION_INSTALLED_ABOVE)", *REST]
+        assert rest[3:] == [
+            "install",
+            "--constraint",
+            "<(echo",
+            "torch==VERSION_INSTALLED_ABOVE)",
+            *REST,
+        ]
 
 
 @pytest.mark.parametrize(("track", "build"), [("rocm", HIP), ("nvidia", CUDA), ("cpu", HIP)])
 def test_pytorch_of_a_site_is_kept(machine, track, build):
-    version = build[0].replace("+cu128", "")  # PyPI's wheels call themselves otherwise than pip does
+    # PyPI's wheels call themselves otherwise than pip does
+    version = build[0].replace("+cu128", "")
     machine.add_python(write_torch(machine.site, build, version))
     venv, install = machine.commands("--track", track)
     assert venv[1:4] == ["-m", "venv", "--system-site-packages"]
-    assert install[3:] == ["install", "--constraint", "<(echo", f"torch=={version})", "triton", *REST]
+    assert install[3:] == [
+        "install",
+        "--constraint",
+        "<(echo",
+        f"torch=={version})",
+        "triton",
+        *REST,
+    ]
     if track == "rocm":
-        (machine.site / "triton.py").touch()  # such a build's has the module's name, but not the package's
+        # such a build's has the module's name, but not the package's
+        (machine.site / "triton.py").touch()
         assert machine.commands("--track", track)[-1][-3:] == [f"torch=={version})", *REST]
 
 
@@ -212,13 +299,19 @@ def test_conda_environment_is_used_but_not_base(machine):
     (conda / "conda-meta").mkdir(parents=True)
     write_program(conda / "bin/python", f'exec {BASE_PYTHON} -S "$@"')
     name = {"CONDA_PREFIX": str(conda)}
-    assert [command[0] for command in machine.commands(**name, CONDA_DEFAULT_ENV="work")] == [str(conda / "bin/python")]
+    assert [command[0] for command in machine.commands(**name, CONDA_DEFAULT_ENV="work")] == [
+        str(conda / "bin/python")
+    ]
     assert machine.commands(**name, CONDA_DEFAULT_ENV="base")[0][2] == "venv"
 
 
 @pytest.mark.slow
 def test_only_what_is_missing_is_installed_and_pytorch_never_changes(machine):
-    site, wheels, venv = write_torch(machine.site, CPU), machine.path / "wheels", machine.path / "venv"
+    site, wheels, venv = (
+        write_torch(machine.site, CPU),
+        machine.path / "wheels",
+        machine.path / "venv",
+    )
     write_wheel(wheels, "absent")
     write_wheel(wheels, "torch")
     write_wheel(wheels, "greedy", "Requires-Dist: torch<2\n")
@@ -233,7 +326,11 @@ def test_only_what_is_missing_is_installed_and_pytorch_never_changes(machine):
     torch_files = files(site)
 
     result = machine.setup("--dev", **find)
-    assert (result.returncode, "ERROR:" in result.stderr, "Check:" in result.stdout) == (1, True, False)
+    assert (result.returncode, "ERROR:" in result.stderr, "Check:" in result.stdout) == (
+        1,
+        True,
+        False,
+    )
     assert "environment_setup.sh: error: pip failed" in result.stderr.splitlines()[-1]
     assert not list(venv.rglob("absent*"))
     result = machine.setup(**find)
@@ -259,12 +356,16 @@ def test_environment_is_made(machine):
     assert result.returncode == 0, result.stderr
     assert "Nothing to install" in result.stdout
     assert "Activate it with: source new one/bin/activate" in result.stdout
-    assert "include-system-site-packages = true" in (machine.path / "new one/pyvenv.cfg").read_text()
+    assert (
+        "include-system-site-packages = true" in (machine.path / "new one/pyvenv.cfg").read_text()
+    )
 
 
 def test_an_interrupted_setup_goes_on_at_the_next_call(machine):
-    """The process is killed while the environment is made, as by a power cut: no program of its own can clean up."""
-    half = f'test "$2" != venv || {{ mkdir -p .venv/bin; ln -s {BASE_PYTHON} .venv/bin/python; kill -9 $PPID; exit; }}'
+    """The process is killed while the environment is made, as by a power cut: no program of its
+    own can clean up."""
+    half = f"mkdir -p .venv/bin; ln -s {BASE_PYTHON} .venv/bin/python; kill -9 $PPID; exit"
+    half = f'test "$2" != venv || {{ {half}; }}'
     write_program(machine.bin / "python3", f'{half}; exec {BASE_PYTHON} -S "$@"')
     (machine.bin / "ln").symlink_to(shutil.which("ln"))
     (machine.repository / "setup/requirements.txt").write_text(f"{TORCH}\n")
@@ -292,7 +393,9 @@ def test_python_that_cannot_be_used(machine):
     assert_refused(machine.setup(), 1, "no Python 3.10 or newer")
     write_program(machine.bin / "python3", "exit 1")  # as an older one answers
     assert_refused(machine.setup(), 1, "no Python 3.10 or newer")
-    write_program(machine.bin / "python3", f'case $2 in *ensurepip*) exit 1;; esac; exec {BASE_PYTHON} "$@"')
+    write_program(
+        machine.bin / "python3", f'case $2 in *ensurepip*) exit 1;; esac; exec {BASE_PYTHON} "$@"'
+    )
     assert_refused(machine.setup(), 1, "no venv module")
     machine.add_python()
     (machine.repository / ".venv").mkdir()
@@ -336,7 +439,9 @@ class Site:
 
     def torch(self, build: str | tuple) -> None:
         """Processes started from here find this code, or a stand-in of this build, as PyTorch."""
-        self.patch.setenv("PYTHONPATH", str(write_torch(self.path / f"torch{time.monotonic_ns()}", build)))
+        self.patch.setenv(
+            "PYTHONPATH", str(write_torch(self.path / f"torch{time.monotonic_ns()}", build))
+        )
 
     def validate(self, script: str, track: str | None) -> Report:
         """Run a validation script, in this process, once as a table and once as JSON."""
@@ -349,7 +454,9 @@ class Site:
             assert module.main([*argv, "--json"]) == status
         record = json.loads(self.capsys.readouterr().out)
         assert record["passed"] == (status == 0)
-        assert text.splitlines()[-1].startswith(f"{record['check']} check: {'FAIL' if status else 'PASS'}")
+        assert text.splitlines()[-1].startswith(
+            f"{record['check']} check: {'FAIL' if status else 'PASS'}"
+        )
         for row in record["checks"]:
             assert row["what"] in text
             assert row["mend"] in text
@@ -364,8 +471,14 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 
 def test_this_machine_can_run_the_scripts(site):
     """With the real PyTorch, on the CPU."""
-    rows = site.validate("test_environment", "cpu").has("ok", "torch", "numpy", "current directory").rows
-    assert rows["version scripts"]["found"] == f"{len(list(ROOT.glob('tiny_*_v*.py')))} answer --help"
+    rows = (
+        site.validate("test_environment", "cpu")
+        .has("ok", "torch", "numpy", "current directory")
+        .rows
+    )
+    assert (
+        rows["version scripts"]["found"] == f"{len(list(ROOT.glob('tiny_*_v*.py')))} answer --help"
+    )
     assert rows["training step"]["found"] == "right on cpu"
     site.patch.chdir("/proc")  # where nobody can write
     site.torch(NO_TORCH)
@@ -378,13 +491,22 @@ def test_the_profiler_works_on_this_machine(site):
     site.validate("test_rocm_installation", "cpu").has("-", "ROCm")
 
 
-@pytest.mark.parametrize(("build", "track", "reason"), [*BAD_TORCH, (NO_TORCH, "nvidia", "missing"), SLOW_TORCH])
+@pytest.mark.parametrize(
+    ("build", "track", "reason"), [*BAD_TORCH, (NO_TORCH, "nvidia", "missing"), SLOW_TORCH]
+)
 def test_torch_that_cannot_be_used_is_a_row(site, build, track, reason):
     site.torch(build)
     site.set("checks", "CHILD_TIMEOUT", 0.5 if "sleep" in build else 20)
     site.set("test_environment", "version_scripts", list)  # looking at none is quicker
-    mend = f"bash .*environment_setup.sh --track {track}" if build == NO_TORCH else "python3 -m venv .*"
-    for script, what in {"test_environment": "torch", "test_profiling_tools": "torch.profiler"}.items():
+    mend = (
+        f"bash .*environment_setup.sh --track {track}"
+        if build == NO_TORCH
+        else "python3 -m venv .*"
+    )
+    for script, what in {
+        "test_environment": "torch",
+        "test_profiling_tools": "torch.profiler",
+    }.items():
         report = site.validate(script, track).has("MISSING", what)
         assert reason in report.rows[what]["found"]
         assert re.fullmatch(mend, report.rows[what]["mend"]), "a PyTorch that is there stays"
@@ -400,27 +522,43 @@ def test_gpu_that_is_missing_or_hidden_is_named(site):
     report = site.validate("test_environment", "rocm").has("MISSING", "GPU")
     assert "test_rocm_installation.py" in report.rows["GPU"]["mend"]
     site.patch.setenv("HIP_VISIBLE_DEVICES", "-1")
-    assert site.validate("test_environment", "rocm").rows["GPU"]["mend"] == "unset HIP_VISIBLE_DEVICES"
+    assert (
+        site.validate("test_environment", "rocm").rows["GPU"]["mend"] == "unset HIP_VISIBLE_DEVICES"
+    )
 
 
 def test_scripts_that_fail_are_rows(site):
     good = "def main(argv):\n    print('usage')\n    raise SystemExit(0)\n"
-    sources = {"tiny_a_v1": good, "tiny_b_v1": "import no_such_module", "tiny_c_v1": good.replace("0", "4")}
-    sources |= {"tiny_d_v3": "import triton_kernels_missing", "triton": NO_TORCH.replace("torch", "triton")}
+    sources = {
+        "tiny_a_v1": good,
+        "tiny_b_v1": "import no_such_module",
+        "tiny_c_v1": good.replace("0", "4"),
+    }
+    sources |= {
+        "tiny_d_v3": "import triton_kernels_missing",
+        "triton": NO_TORCH.replace("torch", "triton"),
+    }
     for name, source in sources.items():
         (site.path / f"{name}.py").write_text(source)
     site.set("test_environment", "version_scripts", lambda: sorted(site.path.glob("tiny_*.py")))
     site.patch.setenv("PYTHONPATH", str(site.path))
-    rows = site.validate("test_environment", "cpu").has("MISSING", "tiny_b_v1.py", "tiny_c_v1.py").rows
+    rows = (
+        site.validate("test_environment", "cpu").has("MISSING", "tiny_b_v1.py", "tiny_c_v1.py").rows
+    )
     assert rows["version scripts"]["found"] == "1 answer --help"
     assert "no_such_module" in rows["tiny_b_v1.py"]["found"]
-    assert rows["triton"]["state"] == rows["tiny_d_v3.py"]["state"] == "optional", "the cpu track needs no triton"
+    assert rows["triton"]["state"] == rows["tiny_d_v3.py"]["state"] == "optional", (
+        "the cpu track needs no triton"
+    )
 
 
 @pytest.fixture
 def rocm(site: Site) -> Site:
     """A machine with an AMD GPU and all of ROCm, as far as files, tools and PyTorch tell."""
-    for name in words("dev/kfd dev/dri/renderD128 rocm/.info/version rocm/bin/a rocm/libexec/rocprofiler-compute/a"):
+    for name in words(
+        "dev/kfd dev/dri/renderD128 rocm/.info/version rocm/bin/a "
+        "rocm/libexec/rocprofiler-compute/a"
+    ):
         (site.path / name).parent.mkdir(parents=True, exist_ok=True)
         (site.path / name).write_text("7.0.1")
     for name in ("amd-smi", *ROCM_TOOLS):
@@ -428,7 +566,11 @@ def rocm(site: Site) -> Site:
     write_program(site.path / "bin/rocminfo", ROCMINFO)
     site.set("checks", "KFD", site.path / "dev/kfd")
     site.set("test_rocm_installation", "DRI", site.path / "dev/dri")
-    answers = {"torch": dict(zip(("version", "hip", "cuda"), HIP, strict=True)), "gpus": 1, "roctx": "loads"}
+    answers = {
+        "torch": dict(zip(("version", "hip", "cuda"), HIP, strict=True)),
+        "gpus": 1,
+        "roctx": "loads",
+    }
     answers["profile"] = {"events": 5, "kernels": 1}
     for script in ("test_rocm_installation", "test_profiling_tools"):
         site.set(script, "in_child", lambda *_: answers)
@@ -437,7 +579,9 @@ def rocm(site: Site) -> Site:
 
 
 def test_rocm_that_is_complete_passes(rocm):
-    rows = rocm.validate("test_rocm_installation", None).has("ok", "torch", "amd-smi or rocm-smi").rows
+    rows = (
+        rocm.validate("test_rocm_installation", None).has("ok", "torch", "amd-smi or rocm-smi").rows
+    )
     assert rows["rocminfo"]["found"] == "1 x gfx90a"
     assert rows["ROCm"]["found"].startswith("7.0.1 in")
     rocm.validate("test_profiling_tools", None).has("ok", *ROCM_TOOLS, ROCTX, "torch.profiler")
@@ -453,16 +597,31 @@ ROCM_ROWS = [
     ("rm dev/kfd; mkdir dev/kfd", "kfd", "MISSING", "sudo usermod -a -G render,video $USER"),
     ("sed -i '2i exit 1' bin/amd-smi", SMI, "MISSING", ""),
     ("sed -i '2i exit 1' bin/amd-smi; cp bin/rocpd bin/rocm-smi", SMI, "ok", "rocm-smi"),
-    ("sed -i '2i echo kfd: Permission denied; exit 1' bin/rocminfo", "rocminfo", "MISSING", "Permission denied"),
+    (
+        "sed -i '2i echo kfd: Permission denied; exit 1' bin/rocminfo",
+        "rocminfo",
+        "MISSING",
+        "Permission denied",
+    ),
     ("sed -i s/gfx90a/gfx/ bin/rocminfo", "rocminfo", "MISSING", "lists no GPU"),
-    ("printf '\\377\\376\\000 Name' > x; sed -i '2i cat x; exit' bin/rocminfo", "rocminfo", "MISSING", "lists no GPU"),
+    (
+        "printf '\\377\\376\\000 Name' > x; sed -i '2i cat x; exit' bin/rocminfo",
+        "rocminfo",
+        "MISSING",
+        "lists no GPU",
+    ),
     ("sed -i '2i kill -SEGV $$' bin/rocminfo", "rocminfo", "MISSING", "signal 11"),
     ("echo '#!/no/such/interpreter' > bin/rocminfo", "rocminfo", "MISSING", "cannot be started"),
     ("mv bin/rocprof-sys-run bin/omnitrace-run", "rocprof-sys-run", "ok", "omnitrace-run"),
     ("rm bin/rocpd; echo 6.4.1-83 > rocm/.info/version", "rocpd", "-", "ROCm 7"),
     (RENAMED.format(1100), "rocprof-compute", "-", "gfx1100"),
     (RENAMED.format(950), "rocprof-compute", "MISSING", ""),
-    (f"echo pandas > {NEEDS}; sed -i '2i exit 1' bin/rocprof-compute", "rocprof-compute", "MISSING", "pip install -r"),
+    (
+        f"echo pandas > {NEEDS}; sed -i '2i exit 1' bin/rocprof-compute",
+        "rocprof-compute",
+        "MISSING",
+        "pip install -r",
+    ),
     *((f"mv bin/{tool} rocm/bin", tool, "MISSING", 'export PATH="') for tool in ROCM_TOOLS),
     *((f"rm bin/{tool}", tool, "MISSING", "sudo apt install rocprofiler-") for tool in ROCM_TOOLS),
     *((setting, "*_VISIBLE_DEVICES", "MISSING", "unset ") for setting in words(HIDING)),
@@ -475,7 +634,9 @@ def test_what_is_wrong_with_rocm_is_a_row(rocm, damage, what, state, text):
     if what == "*_VISIBLE_DEVICES":
         rocm.patch.setenv(*damage.split("="))
     else:
-        subprocess.run(["bash", "-euc", damage], cwd=rocm.path, env={"PATH": os.defpath}, check=True)
+        subprocess.run(
+            ["bash", "-euc", damage], cwd=rocm.path, env={"PATH": os.defpath}, check=True
+        )
     what = str(rocm.path / "dev/kfd") if what == "kfd" else what
     script = "test_profiling_tools" if what in ROCM_TOOLS else "test_rocm_installation"
     report = rocm.validate(script, "rocm").has(state, what)
@@ -492,8 +653,12 @@ def test_rocminfo_that_hangs_is_ended_with_what_it_has_started(rocm):
     assert "no answer within 0.5 s" in rows["rocminfo"]["found"]
     assert rows[SMI]["state"] == "ok", "the rest is still looked at"
     deadline = time.monotonic() + 10
-    with contextlib.suppress(OSError):  # the child is gone, or waits only for its exit status to be read
-        while ") Z " not in Path(f"/proc/{(rocm.path / 'child').read_text().strip()}/stat").read_text():
+    # the child is gone, or waits only for its exit status to be read
+    with contextlib.suppress(OSError):
+        while (
+            ") Z "
+            not in Path(f"/proc/{(rocm.path / 'child').read_text().strip()}/stat").read_text()
+        ):
             assert time.monotonic() < deadline, "what the tool had started still runs"
 
 
@@ -511,10 +676,15 @@ sys.exit(int(sys.argv[-1]))"""
 
 def test_three_training_steps_of_a_script_and_wrong_options(machine):
     def check(script: str, *argv: str) -> subprocess.CompletedProcess[str]:
-        command = [forking_python(), machine.repository / "setup/validation_scripts" / script, *argv]
+        command = [
+            forking_python(),
+            machine.repository / "setup/validation_scripts" / script,
+            *argv,
+        ]
         return subprocess.run(command, cwd=machine.path, capture_output=True, text=True)
 
-    (machine.repository / "tiny_a_v1.py").write_text(TRAINS)  # from elsewhere it is found in the repository
+    # from elsewhere it is found in the repository
+    (machine.repository / "tiny_a_v1.py").write_text(TRAINS)
     result = check("test_training.py", "tiny_a_v1.py", "--batch-size", "7", "0")
     received, verdict = result.stdout.splitlines()
     assert (result.returncode, verdict, result.stderr) == (0, "Training check: PASS", "")
@@ -525,6 +695,13 @@ def test_three_training_steps_of_a_script_and_wrong_options(machine):
     assert (args.num_steps, args.under_profiler) == (3, True)
     result = check("test_training.py", "tiny_a_v1.py", "3")
     assert result.returncode == 1
-    assert result.stdout.splitlines()[-1] == "Training check: FAIL (tiny_a_v1.py ended with status 3)"
+    assert (
+        result.stdout.splitlines()[-1] == "Training check: FAIL (tiny_a_v1.py ended with status 3)"
+    )
     assert_refused(check("test_training.py", "tiny_b_v1.py"), 2, "tiny_b_v1.py: no such file")
-    assert_refused(check("test_profiling_tools.py", "--track", "tpu"), 2, "test_profiling_tools.py: error", "tpu")
+    assert_refused(
+        check("test_profiling_tools.py", "--track", "tpu"),
+        2,
+        "test_profiling_tools.py: error",
+        "tpu",
+    )

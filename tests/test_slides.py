@@ -1,4 +1,5 @@
-"""The slide decks: built from their Markdown and the results as they are now, and readable from the back row."""
+"""The slide decks: built from their Markdown and the results as they are now, and readable from
+the back row."""
 
 import re
 import shlex
@@ -33,14 +34,26 @@ def path(request) -> Path:
 
 
 def test_the_committed_deck_says_what_its_markdown_and_the_results_give(path):
-    assert texts(Presentation(path.with_suffix(".pptx"))) == texts(build.build(path)), "python slides/build.py"
+    assert texts(Presentation(path.with_suffix(".pptx"))) == texts(build.build(path)), (
+        "python slides/build.py"
+    )
 
 
 def test_no_text_is_below_18_points_and_every_slide_has_notes(path):
     for slide in Presentation(path.with_suffix(".pptx")).slides:
         frames = [shape.text_frame for shape in slide.shapes if shape.has_text_frame]
-        frames += [c.text_frame for shape in slide.shapes if shape.has_table for c in shape.table.iter_cells()]
-        sizes = [run.font.size for frame in frames for paragraph in frame.paragraphs for run in paragraph.runs]
+        frames += [
+            c.text_frame
+            for shape in slide.shapes
+            if shape.has_table
+            for c in shape.table.iter_cells()
+        ]
+        sizes = [
+            run.font.size
+            for frame in frames
+            for paragraph in frame.paragraphs
+            for run in paragraph.runs
+        ]
         sizes += [shape.chart.font.size for shape in slide.shapes if shape.has_chart]
         assert min(size.pt for size in sizes) >= 18
         assert slide.notes_slide.notes_text_frame.text
@@ -49,8 +62,12 @@ def test_no_text_is_below_18_points_and_every_slide_has_notes(path):
 def test_commands_on_slides_and_in_notes_are_accepted(path):
     """Those of the version scripts by their parsers; of the others the program is there."""
     text = path.read_text()
-    shown = re.findall(r"^Show: `(.*)`$", text, re.MULTILINE) + re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
-    for words in (shlex.split(line) for block in shown for line in block.replace("\\\n", " ").splitlines()):
+    shown = re.findall(r"^Show: `(.*)`$", text, re.MULTILINE) + re.findall(
+        r"```sh\n(.*?)```", text, re.DOTALL
+    )
+    for words in (
+        shlex.split(line) for block in shown for line in block.replace("\\\n", " ").splitlines()
+    ):
         program = words[words[0] in ("python", "bash")]
         assert words[0] in ("source", "diff") or (ROOT / program).is_file()
         if program.startswith("tiny_") and "--help" not in words:
@@ -60,8 +77,14 @@ def test_commands_on_slides_and_in_notes_are_accepted(path):
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        ("```code\ntiny_llama_v1.py SwiGLU.backward\n```", "tiny_llama_v1.py: no function SwiGLU.backward"),
-        ("```code\ntiny_llama_v1.py SwiGLU.forward: gate ... relu\n```", "no lines 'gate ... relu'"),
+        (
+            "```code\ntiny_llama_v1.py SwiGLU.backward\n```",
+            "tiny_llama_v1.py: no function SwiGLU.backward",
+        ),
+        (
+            "```code\ntiny_llama_v1.py SwiGLU.forward: gate ... relu\n```",
+            "no lines 'gate ... relu'",
+        ),
         ("- {llama: small, bf16: V9, ms}", "llama: no table there"),
         ("- {headline: tiny_llama, small, fp32: eager V1, MB}", "small, fp32 has no eager V1, MB"),
         ("- {results/h100/none.json: rounds: d}", "none.json: No such file"),

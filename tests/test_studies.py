@@ -21,25 +21,35 @@ GAINS = {"qkv-fusion": 1.25, "flash-attention": 2.0, "swiglu-fusion": 1.1}
 def call(tool, *argv: object) -> tuple[int, str, str]:
     """Status, stdout and stderr of a tool, without its note on which script it takes."""
     status, out, err = captured(tool.main, [str(word) for word in argv])
-    return status, out, "".join(line for line in err.splitlines(True) if "no --script is given" not in line)
+    return (
+        status,
+        out,
+        "".join(line for line in err.splitlines(True) if "no --script is given" not in line),
+    )
 
 
 def table_of(text: str) -> list[list[str]]:
     """The cells of the first Markdown table, without its header."""
     return [
-        [cell.strip() for cell in line.strip("|").split("|")] for line in text.strip().split("\n\n")[1].splitlines()[2:]
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in text.strip().split("\n\n")[1].splitlines()[2:]
     ]
 
 
 def made_up(names: list[str], together: float) -> list[dict]:
-    """Rows of all sets in groups on a host that slows down; the first two fusions gain another factor together."""
+    """Rows of all sets in groups on a host that slows down.
+
+    The first two fusions gain another factor together.
+    """
     rows = []
     for number, sets in enumerate([names[:4], ["", *names[4:]]], 1):
         for on in ([*name] for name in sets):
             gain = math.prod({"a": 2.0, "b": 1.5, "c": 1.0}[fusion] for fusion in on)
             gain *= together if {"a", "b"} <= {*on} else 1.0
             turns = [number * slow * 120.0 / gain for slow in (1.0, 1.5, 0.8, 1.2, 3.0)]
-            rows.append({"seed": 42, "group": number, "on": on, "turns_ms": turns, "precision": "fp32"})
+            rows.append(
+                {"seed": 42, "group": number, "on": on, "turns_ms": turns, "precision": "fp32"}
+            )
     return rows
 
 
@@ -52,8 +62,9 @@ def test_effects_of_made_up_times():
     assert turns == pytest.approx([math.sqrt(2)] * 5), "the median on log times"
     assert ablation.interaction(logs, "a", "b")[0] == pytest.approx([0.5] * 5)
     assert ablation.interaction(logs, "a", "c")[0] == pytest.approx([1.0] * 5)
-    assert "gains are not additive (on log times): each alone 3.00x as a product, all together 1.50x" in (
-        ablation.additivity(logs, "abc")
+    assert (
+        "gains are not additive (on log times): each alone 3.00x as a product, all together 1.50x"
+        in (ablation.additivity(logs, "abc"))
     )
     logs = ablation.log_speedups(made_up(names, together=1.0))
     assert ablation.main_effect(logs, "b")[1] == pytest.approx([1.5] * 4)
@@ -64,8 +75,22 @@ def test_effects_of_made_up_times():
 
 def test_sets_are_named_and_none_comes_twice():
     names = [ablation.set_name(on, "abc") for on in ablation.fusion_sets("abc")]
-    assert names == ["none", "only a", "only b", "only c", "all but a", "all but b", "all but c", "all"]
-    assert [ablation.set_name(on, "ab") for on in ablation.fusion_sets("ab")] == ["none", "only a", "only b", "all"]
+    assert names == [
+        "none",
+        "only a",
+        "only b",
+        "only c",
+        "all but a",
+        "all but b",
+        "all but c",
+        "all",
+    ]
+    assert [ablation.set_name(on, "ab") for on in ablation.fusion_sets("ab")] == [
+        "none",
+        "only a",
+        "only b",
+        "all",
+    ]
     assert len(set(ablation.fusion_sets("abcde", every=True))) == 32
     assert len(ablation.fusion_sets("abcde")) == 12
     assert ablation.fusion_sets("a") == [(), ("a",)]
@@ -75,13 +100,24 @@ def test_sets_are_named_and_none_comes_twice():
 
 @pytest.fixture
 def steady(monkeypatch):
-    """Steps of V1 take 20 ms, those of V2 that over the gains of its fusions; no step is taken in a turn."""
+    """Steps of V1 take 20 ms, those of V2 that over the gains of its fusions.
+
+    No step is taken in a turn.
+    """
     for version in (1, 2):
 
         def take(run, steps: int) -> SimpleNamespace:
-            on = [gain for fusion, gain in GAINS.items() if getattr(run.args, fusion.replace("-", "_"), False)]
+            on = [
+                gain
+                for fusion, gain in GAINS.items()
+                if getattr(run.args, fusion.replace("-", "_"), False)
+            ]
             taken = sum(turn.label == "step" for turn in run.turns)
-            run.turns.append(SimpleNamespace(label=run.label, step_ms=20.0 / math.prod(on) * (1 + taken / 10), peak=0))
+            run.turns.append(
+                SimpleNamespace(
+                    label=run.label, step_ms=20.0 / math.prod(on) * (1 + taken / 10), peak=0
+                )
+            )
             return run.turns[-1]
 
         monkeypatch.setattr(load(f"tiny_llama_v{version}").Run, "take", take)
@@ -101,11 +137,18 @@ def fails_with(monkeypatch, script: str, when, error: BaseException) -> None:
 
 
 def test_an_ablation_goes_on_group_by_group(steady, monkeypatch, tmp_path):
-    assert len(load("tiny_llama_v2").FUSIONS) == 3, "the groups and sums below are those of three fusions: adapt them"
+    assert len(load("tiny_llama_v2").FUSIONS) == 3, (
+        "the groups and sums below are those of three fusions: adapt them"
+    )
     path = tmp_path / "study.json"
     argv = [*SMALL, "--all-combinations", "--group-size", "4", "--rounds", "5", "--output", path]
     with monkeypatch.context() as patch:
-        fails_with(patch, "tiny_llama_v2", lambda a: a.flash_attention and a.swiglu_fusion, KeyboardInterrupt())
+        fails_with(
+            patch,
+            "tiny_llama_v2",
+            lambda a: a.flash_attention and a.swiglu_fusion,
+            KeyboardInterrupt(),
+        )
         status, out, err = call(fusion_ablation_study, *argv)
     assert (status, out, err.splitlines()[-1]) == (130, "", "fusion_ablation_study.py: interrupted")
     assert not path.exists()
@@ -118,7 +161,9 @@ def test_an_ablation_goes_on_group_by_group(steady, monkeypatch, tmp_path):
     assert len(rows) == 8
     assert rows["all but swiglu-fusion"][-2] == "2.50x"
     assert "each alone 2.75x as a product, all together 2.75x" in out
-    assert len((tmp_path / "sets.csv").read_text().splitlines()) == 1 + 8 + 2, "none is in each of three groups"
+    assert len((tmp_path / "sets.csv").read_text().splitlines()) == 1 + 8 + 2, (
+        "none is in each of three groups"
+    )
     assert call(fusion_ablation_study, "--table", path)[1] == out
     assert call(fusion_ablation_study, *argv)[1] == out, "nothing is left to measure"
     status, out, err = call(fusion_ablation_study, *argv, "--use-amp")
@@ -127,8 +172,21 @@ def test_an_ablation_goes_on_group_by_group(steady, monkeypatch, tmp_path):
 
 
 def test_a_set_that_does_not_finish_is_a_row(steady, monkeypatch, tmp_path):
-    fails_with(monkeypatch, "tiny_llama_v2", lambda a: not a.flash_attention and a.qkv_fusion, MemoryError("no room"))
-    argv = [*SMALL, "--fusions", "qkv-fusion,flash-attention", "--rounds", "2", "--output", tmp_path / "a.json"]
+    fails_with(
+        monkeypatch,
+        "tiny_llama_v2",
+        lambda a: not a.flash_attention and a.qkv_fusion,
+        MemoryError("no room"),
+    )
+    argv = [
+        *SMALL,
+        "--fusions",
+        "qkv-fusion,flash-attention",
+        "--rounds",
+        "2",
+        "--output",
+        tmp_path / "a.json",
+    ]
     status, out, err = call(fusion_ablation_study, *argv)
     assert (status, err.count("--group-size")) == (0, 1)
     assert [row[4] for row in table_of(out)] == ["1.00x", "out of memory", "2.00x", "2.50x"]
@@ -141,18 +199,35 @@ def test_a_set_that_does_not_finish_is_a_row(steady, monkeypatch, tmp_path):
 
 
 def test_the_suite_compares_the_models_of_each_cell(steady, monkeypatch, tmp_path):
-    fails_with(monkeypatch, "tiny_llama_v1", lambda args: args.batch_size == 4, MemoryError("no room"))
+    fails_with(
+        monkeypatch, "tiny_llama_v1", lambda args: args.batch_size == 4, MemoryError("no room")
+    )
     monkeypatch.setattr(
         benchmark_suite,
         "short_run",
         lambda script, argv: {"status": "ok", "loss": {"final": 4.0 + (script[-1] == "2")}},
     )
-    argv = [*SMALL, "--batch-sizes", "2,4", "--seq-lengths", "8", "--rounds", "5", "--output", tmp_path / "suite.json"]
+    argv = [
+        *SMALL,
+        "--batch-sizes",
+        "2,4",
+        "--seq-lengths",
+        "8",
+        "--rounds",
+        "5",
+        "--output",
+        tmp_path / "suite.json",
+    ]
     status, out, _ = call(benchmark_suite, *argv, "--csv", tmp_path / "suite.csv")
     assert status == 0
     first, second, third, fourth = table_of(out)
     assert first[:3] == ["2", "8", "v1"]
-    assert (first[3], second[3], second[6], second[7]) == ("83.3", "229.2", "2.75x", "2.75x to 2.75x")
+    assert (first[3], second[3], second[6], second[7]) == (
+        "83.3",
+        "229.2",
+        "2.75x",
+        "2.75x to 2.75x",
+    )
     assert second[10:] == ["5.0000", "+2.5e-01"]
     assert third[3:5] == ["out of memory", "-"]
     assert fourth[6] == "-", "there is nothing to compare with"
@@ -180,10 +255,15 @@ def test_a_peer_has_the_weights_and_the_loss_of_v1():
 
 
 def sizes_measured(fits, limit: float = math.inf, **more) -> list[int]:
-    """The sizes that a search measures, of which each sample takes 1 MB; those that do not fit are out of memory."""
+    """The sizes that a search measures, of which each sample takes 1 MB.
+
+    Those that do not fit are out of memory.
+    """
     rows: list[dict] = []
     while size := optimize_batch_size.next_size(rows, limit, **{"most": 1000, **more}):
-        rows.append({"batch_size": size, **({"peak_mb": float(size)} if fits(size) else {"status": "oom"})})
+        rows.append(
+            {"batch_size": size, **({"peak_mb": float(size)} if fits(size) else {"status": "oom"})}
+        )
     return [row["batch_size"] for row in rows]
 
 
@@ -191,14 +271,18 @@ def test_the_search_doubles_and_then_halves_the_gap():
     assert sizes_measured(lambda size: size <= 90) == [1, 2, 4, 8, 16, 32, 64, 128, 96, 80, 88]
     assert sizes_measured(lambda size: True, limit=5.0) == [1, 2, 4, 8, 6, 5]
     assert sizes_measured(lambda size: True, most=24) == [1, 2, 4, 8, 16, 24]
-    assert sizes_measured(lambda size: True, host_mb=10.0) == [1, 2, 4, 8, 10], "never more than the machine has"
+    assert sizes_measured(lambda size: True, host_mb=10.0) == [1, 2, 4, 8, 10], (
+        "never more than the machine has"
+    )
     assert sizes_measured(lambda size: False) == [1]
     failed = [{"batch_size": 1, "status": "failed"}]
     assert optimize_batch_size.next_size(failed, 1.0, 8) is None
 
 
 def test_the_best_batch_size_is_below_the_limit(steady, monkeypatch, tmp_path):
-    fails_with(monkeypatch, "tiny_llama_v2", lambda args: args.batch_size > 4, MemoryError("no room"))
+    fails_with(
+        monkeypatch, "tiny_llama_v2", lambda args: args.batch_size > 4, MemoryError("no room")
+    )
     at = SMALL.index("--batch-size")
     argv = [*SMALL[:at], *SMALL[at + 2 :], "--rounds", "2"]
     status, out, err = call(optimize_batch_size, *argv, "--output", tmp_path / "search.png")
@@ -208,7 +292,14 @@ def test_the_best_batch_size_is_below_the_limit(steady, monkeypatch, tmp_path):
     assert [row[1] for row in rows[2:]] == ["523.8", *["out of memory"] * 3]
     assert "Best for throughput: batch size 4" in out
     assert (tmp_path / "search.png").stat().st_size > 1000
-    again = call(optimize_batch_size, *argv, "--output", tmp_path / "search.png", "--optimization-target", "latency")
+    again = call(
+        optimize_batch_size,
+        *argv,
+        "--output",
+        tmp_path / "search.png",
+        "--optimization-target",
+        "latency",
+    )
     assert "Best for latency: batch size 1" in again[1]
     assert "batch_size 2" not in again[2], "it was measured before"
     monkeypatch.setattr(optimize_batch_size, "memory_mb", lambda device: 1.0)
@@ -220,7 +311,11 @@ def test_the_best_batch_size_is_below_the_limit(steady, monkeypatch, tmp_path):
     ("tool", "argv", "line"),
     [
         (fusion_ablation_study, ["--script", "tiny_llama_v1.py"], "adds no fusions"),
-        (fusion_ablation_study, ["--fusions", "overlap"], "tiny_llama_v2.py has qkv-fusion, flash-attention"),
+        (
+            fusion_ablation_study,
+            ["--fusions", "overlap"],
+            "tiny_llama_v2.py has qkv-fusion, flash-attention",
+        ),
         (fusion_ablation_study, ["--enable-qkv-fusion"], "not allowed with argument"),
         (fusion_ablation_study, ["--compare-fusion"], "does not fit here"),
         (fusion_ablation_study, ["--output", "study.txt"], "must end in .json"),
@@ -241,7 +336,9 @@ def test_the_best_batch_size_is_below_the_limit(steady, monkeypatch, tmp_path):
 def test_bad_input_is_one_line(tool, argv, line, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("cut.json").write_text('{"rows": [')
-    Path("other.json").write_text(json.dumps({"environment": {"device_name": "x"}, "rows": [{"batch_size": 1}]}))
+    Path("other.json").write_text(
+        json.dumps({"environment": {"device_name": "x"}, "rows": [{"batch_size": 1}]})
+    )
     status, out, err = call(tool, *argv)
     assert (status, out, len(err.splitlines())) == (2, "", 1), err
     assert line in err

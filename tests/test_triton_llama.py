@@ -1,6 +1,8 @@
-"""Each Triton kernel of TinyLlama V3 gives what float64 gives, forward and backward, at sizes that fit no block.
+"""Each Triton kernel of TinyLlama V3 gives what float64 gives, forward and backward, at sizes that
+fit no block.
 
-Without a GPU the kernels run in Triton's interpreter, whose time goes by programs: hence the small sizes.
+Without a GPU the kernels run in Triton's interpreter, whose time goes by programs: hence the small
+sizes.
 """
 
 from __future__ import annotations
@@ -68,7 +70,10 @@ def check_close(
     parts: Callable[[Tensor], tuple[Tensor, ...]] = whole,
     limit: float | None = None,
 ) -> None:
-    """Results and gradients of the operation agree with float64; gradients are compared in parts."""
+    """Results and gradients of the operation agree with float64.
+
+    Gradients are compared in parts.
+    """
     limit = limit or LIMITS[inputs[-1].dtype]
     wide = [x.double().requires_grad_() for x in inputs]
     expected = reference(*wide)
@@ -102,13 +107,23 @@ def add_rms_norm(x: Tensor, update: Tensor | None, weight: Tensor, eps: float = 
 @dense_or_strided
 @pytest.mark.parametrize("shape", [(1, 7), (33, 100), (2, 65, 129)], ids=str)
 def test_norm(shape: tuple[int, ...], strided: bool, dtype: torch.dtype):
-    """Under autocast the residual stream is float32, the update and the result are of the smaller type."""
-    x, update, weight = randn(*shape), randn(*shape, size=2.0, dtype=dtype), 1 + 0.2 * randn(shape[-1])
+    """Under autocast the residual stream is float32, the update and the result are of the
+    smaller type."""
+    x, update, weight = (
+        randn(*shape),
+        randn(*shape, size=2.0, dtype=dtype),
+        1 + 0.2 * randn(shape[-1]),
+    )
 
     def with_update(x: Tensor, weight: Tensor, update: Tensor):
         return v3.AddRMSNorm.apply(x, update, weight, 1e-5, dtype)
 
-    check_close(with_update, lambda x, weight, update: add_rms_norm(x, update, weight), [x, weight, update], strided)
+    check_close(
+        with_update,
+        lambda x, weight, update: add_rms_norm(x, update, weight),
+        [x, weight, update],
+        strided,
+    )
 
 
 @both_types
@@ -122,7 +137,8 @@ def test_norm_without_an_update(dtype: torch.dtype):
 
 
 def test_norm_adds_up_the_gradient_of_the_weight_over_programs(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(v3.OVERRIDES, "rms_norm_backward", {"TILE": 64, "PROGRAMS": 4})  # two rows, several rounds
+    # two rows, several rounds
+    monkeypatch.setitem(v3.OVERRIDES, "rms_norm_backward", {"TILE": 64, "PROGRAMS": 4})
     inputs = [randn(33, 32), randn(33, 32), 1 + 0.2 * randn(32)]
     check_close(lambda *x: v3.AddRMSNorm.apply(*x, 1e-5, torch.float32), add_rms_norm, inputs)
 
@@ -132,7 +148,9 @@ def test_norm_adds_up_the_gradient_of_the_weight_over_programs(monkeypatch: pyte
 
 def angles(seq: int, dim: int) -> tuple[Tensor, Tensor]:
     """cos and sin of a model whose sequences may be longer."""
-    tables = v3.RotaryEmbedding(v3.ModelConfig(hidden_dim=dim, num_heads=1, num_kv_heads=1, seq_len=seq + 5))
+    tables = v3.RotaryEmbedding(
+        v3.ModelConfig(hidden_dim=dim, num_heads=1, num_kv_heads=1, seq_len=seq + 5)
+    )
     return tables.cos.to(DEVICE), tables.sin.to(DEVICE)
 
 
@@ -148,12 +166,17 @@ def rotated(qkv: Tensor, cos: Tensor, sin: Tensor, kv_heads: int) -> Tensor:
 @both_types
 @dense_or_strided
 @pytest.mark.parametrize(
-    ("batch", "seq", "heads", "kv_heads", "dim"), [(1, 1, 1, 1, 2), (2, 33, 4, 2, 20), (1, 65, 3, 1, 64)]
+    ("batch", "seq", "heads", "kv_heads", "dim"),
+    [(1, 1, 1, 1, 2), (2, 33, 4, 2, 20), (1, 65, 3, 1, 64)],
 )
-def test_rotary(batch: int, seq: int, heads: int, kv_heads: int, dim: int, strided: bool, dtype: torch.dtype):
+def test_rotary(
+    batch: int, seq: int, heads: int, kv_heads: int, dim: int, strided: bool, dtype: torch.dtype
+):
     tables = (*angles(seq, dim), kv_heads)
     qkv = randn(batch, seq, heads + 2 * kv_heads, dim, dtype=dtype)
-    check_close(lambda qkv: v3.Rotary.apply(qkv, *tables), lambda qkv: rotated(qkv, *tables), [qkv], strided)
+    check_close(
+        lambda qkv: v3.Rotary.apply(qkv, *tables), lambda qkv: rotated(qkv, *tables), [qkv], strided
+    )
 
 
 # SwiGLU activation
@@ -168,7 +191,12 @@ def test_swiglu(rows: int, dim: int, size: float, strided: bool, dtype: torch.dt
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
 
-    check_close(v3.SwiGLUActivation.apply, activated, [randn(rows, 2 * dim, dtype=dtype, size=size)], strided)
+    check_close(
+        v3.SwiGLUActivation.apply,
+        activated,
+        [randn(rows, 2 * dim, dtype=dtype, size=size)],
+        strided,
+    )
 
 
 # Causal attention
@@ -195,20 +223,37 @@ def check_attention(
         qkv = rotated(qkv, *tables, heads // group) if turned else qkv
         q, k, v = (t.transpose(1, 2) for t in qkv.split(heads_of, dim=2))
         scores = q @ k.repeat_interleave(group, 1).transpose(-2, -1) / dim**0.5
-        scores = scores.masked_fill(torch.ones(seq, seq, dtype=torch.bool, device=DEVICE).triu(1), -torch.inf)
+        scores = scores.masked_fill(
+            torch.ones(seq, seq, dtype=torch.bool, device=DEVICE).triu(1), -torch.inf
+        )
         assert size == 1.0 or scores[scores.isfinite()].abs().max() > 300
         return (scores.softmax(-1) @ v.repeat_interleave(group, 1)).transpose(1, 2)
 
     qkv = randn(batch, seq, sum(heads_of), dim)
     qkv = torch.cat((qkv[:, :, : -heads_of[2]] * size, qkv[:, :, -heads_of[2] :]), 2).to(dtype)
-    parts = whole if seq == 1 else lambda grad: grad.split(heads_of, dim=2)  # of one token only the value matters
-    check_close(lambda qkv: module.CausalAttention.apply(qkv, heads, *tables), attention, [qkv], strided, parts, limit)
+    # of one token only the value matters
+    parts = whole if seq == 1 else lambda grad: grad.split(heads_of, dim=2)
+    check_close(
+        lambda qkv: module.CausalAttention.apply(qkv, heads, *tables),
+        attention,
+        [qkv],
+        strided,
+        parts,
+        limit,
+    )
 
 
 @both_types
 @pytest.mark.parametrize(
     ("batch", "seq", "heads", "group", "dim"),
-    [(1, 1, 4, 4, 8), (2, 7, 4, 2, 16), (1, 33, 4, 4, 20), (1, 63, 2, 1, 64), (2, 65, 2, 2, 33), (1, 129, 2, 2, 100)],
+    [
+        (1, 1, 4, 4, 8),
+        (2, 7, 4, 2, 16),
+        (1, 33, 4, 4, 20),
+        (1, 63, 2, 1, 64),
+        (2, 65, 2, 2, 33),
+        (1, 129, 2, 2, 100),
+    ],
 )
 def test_attention(batch: int, seq: int, heads: int, group: int, dim: int, dtype: torch.dtype):
     check_attention(batch, seq, heads, group, dim, dtype)
@@ -221,12 +266,15 @@ def test_attention_of_strided_tensors(dtype: torch.dtype):
 
 @both_types
 def test_attention_with_scores_of_several_hundred(dtype: torch.dtype):
-    limit = 5e-5 if dtype == torch.float32 else None  # a score of 500 is rounded by 3e-5, and the exponential shows it
+    # a score of 500 is rounded by 3e-5, and the exponential shows it
+    limit = 5e-5 if dtype == torch.float32 else None
     check_attention(1, 100, 2, 1, 16, dtype, size=10.0, limit=limit)
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(16, 64), (64, 16), (32, 32)])
-def test_attention_with_blocks_of_any_shape(queries: int, keys: int, monkeypatch: pytest.MonkeyPatch):
+def test_attention_with_blocks_of_any_shape(
+    queries: int, keys: int, monkeypatch: pytest.MonkeyPatch
+):
     for kernel in ("attention_forward", "attention_backward_queries", "attention_backward_keys"):
         monkeypatch.setitem(v3.OVERRIDES, kernel, {"BLOCK_M": queries, "BLOCK_N": keys})
     check_attention(1, 100, 2, 2, 16)
@@ -244,7 +292,12 @@ def losses_of(targets: Tensor) -> Callable[[Tensor], Tensor]:
 @pytest.mark.parametrize(("rows", "vocab"), [(1, 7), (33, 100), (65, 129), (7, 1000)])
 @pytest.mark.parametrize("size", [1.0, 300.0], ids=["small", "large"])
 def test_cross_entropy(
-    rows: int, vocab: int, size: float, strided: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    rows: int,
+    vocab: int,
+    size: float,
+    strided: bool,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ):
     if vocab > 500:  # several blocks of a row
         few_columns(monkeypatch, v3)
@@ -264,7 +317,8 @@ def test_cross_entropy_of_ignored_labels_only_is_zero():
 
 
 def banned(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Logits [4, 300] and targets: of a row its first blocks of 128, its last, or all but the target are -inf."""
+    """Logits [4, 300] and targets: of a row its first blocks of 128, its last, or all but the
+    target are -inf."""
     logits, targets = randn(4, 300, dtype=dtype), torch.tensor([299, 0, 150, 7], device=DEVICE)
     logits[0, :290] = logits[1, 150:] = logits[2, :150] = logits[2, 151:] = -torch.inf
     return logits, targets
@@ -293,12 +347,27 @@ def test_a_label_outside_the_vocabulary_makes_the_loss_nan():
 # All of them: the same bits again, and under torch.compile
 
 
-def everything(x: Tensor, update: Tensor, weight: Tensor, qkv: Tensor, cos: Tensor, sin: Tensor, targets: Tensor):
+def everything(
+    x: Tensor,
+    update: Tensor,
+    weight: Tensor,
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    targets: Tensor,
+):
     """Results of every operation, with 2 query heads and 1 key/value head."""
     normed, summed = v3.AddRMSNorm.apply(x, update, weight, 1e-5, torch.bfloat16)
     alone = v3.AddRMSNorm.apply(x, None, weight, 1e-5, torch.float32)
     out = v3.CausalAttention.apply(v3.Rotary.apply(qkv, cos, sin, 1), 2)
-    return normed, summed, alone, out, v3.SwiGLUActivation.apply(x), v3.CrossEntropy.apply(x, targets)
+    return (
+        normed,
+        summed,
+        alone,
+        out,
+        v3.SwiGLUActivation.apply(x),
+        v3.CrossEntropy.apply(x, targets),
+    )
 
 
 def bits_of_everything(function: Callable) -> list[Tensor]:
@@ -315,7 +384,9 @@ def bits_of_everything(function: Callable) -> list[Tensor]:
 def test_the_same_input_gives_the_same_bits():
     expected = bits_of_everything(everything)
     for _ in range(20 if DEVICE.type == "cuda" else 2):
-        assert all(torch.equal(a, b) for a, b in zip(bits_of_everything(everything), expected, strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(bits_of_everything(everything), expected, strict=True)
+        )
 
 
 def test_torch_compile_finds_no_reason_to_break_its_graph():
@@ -331,11 +402,27 @@ def test_torch_compile_finds_no_reason_to_break_its_graph():
 
 @pytest.mark.parametrize(
     "off",
-    ["qkv-fusion swiglu-fusion flash-attention", "qkv-fusion triton-rotary", "triton-attention", "triton-rms-norm"],
+    [
+        "qkv-fusion swiglu-fusion flash-attention",
+        "qkv-fusion triton-rotary",
+        "triton-attention",
+        "triton-rms-norm",
+    ],
 )
 def test_kernels_do_without_other_fusions(off: str):
     argv = [f"--disable-{flag}" for flag in off.split()]
-    sizes = ["--num-layers", "1", "--hidden-dim", "32", "--num-heads", "4", "--num-kv-heads", "1", "--seq-len", "9"]
+    sizes = [
+        "--num-layers",
+        "1",
+        "--hidden-dim",
+        "32",
+        "--num-heads",
+        "4",
+        "--num-kv-heads",
+        "1",
+        "--seq-len",
+        "9",
+    ]
     first, second = build("tiny_llama_v1", *sizes), build(V3, *sizes, *argv)
     weights = random_state(first.state_dict())
     first.load_state_dict(weights)
@@ -352,7 +439,9 @@ def test_kernels_do_without_other_fusions(off: str):
 def test_the_residual_stream_stays_float32_under_autocast(argv: list[str]):
     model, seen = build(V3, *argv), {}
     for layer in model.layers:
-        layer.register_forward_hook(lambda _, __, output: seen.update(stream=output[0].dtype, update=output[1].dtype))
+        layer.register_forward_hook(
+            lambda _, __, output: seen.update(stream=output[0].dtype, update=output[1].dtype)
+        )
     model.norm.register_forward_hook(lambda _, __, output: seen.update(normed=output[0].dtype))
     with torch.autocast(DEVICE.type, torch.bfloat16):
         model(tokens()["input_ids"])
@@ -360,7 +449,9 @@ def test_the_residual_stream_stays_float32_under_autocast(argv: list[str]):
     assert seen["normed"] == (torch.float32 if argv else torch.bfloat16), "what the next GEMM takes"
 
 
-def launches(monkeypatch: pytest.MonkeyPatch, operation: Callable, module: ModuleType = v3) -> list[tuple]:
+def launches(
+    monkeypatch: pytest.MonkeyPatch, operation: Callable, module: ModuleType = v3
+) -> list[tuple]:
     """Grid and all arguments but tensors of every kernel that the operation launches."""
     seen, launch = [], module.wrap_triton
 
@@ -370,7 +461,9 @@ def launches(monkeypatch: pytest.MonkeyPatch, operation: Callable, module: Modul
 
         def __getitem__(self, grid: tuple[int, ...]) -> Callable:
             def run(**arguments) -> None:
-                seen.append((grid, {name: a for name, a in arguments.items() if not isinstance(a, Tensor)}))
+                seen.append(
+                    (grid, {name: a for name, a in arguments.items() if not isinstance(a, Tensor)})
+                )
                 launch(self.kernel)[grid](**arguments)
 
             return run
@@ -412,7 +505,9 @@ def test_an_operation_does_not_read_behind_the_angles_either(script: str):
 
 
 @pytest.mark.parametrize("script", VERSIONS)
-def test_nothing_is_launched_for_a_gradient_that_is_not_wanted(script: str, monkeypatch: pytest.MonkeyPatch):
+def test_nothing_is_launched_for_a_gradient_that_is_not_wanted(
+    script: str, monkeypatch: pytest.MonkeyPatch
+):
     """Of frozen weights; their gradients stay None, the others are what they were."""
     model, batch = build(script), tokens()
 
@@ -441,23 +536,42 @@ def test_blocks_change_what_is_launched_and_nothing_else(monkeypatch: pytest.Mon
     v3.prepare(parse(V3, *HERE))
     expected, before = attend(), launches(monkeypatch, attend)
     assert before[0][0] == (2, 1)
-    changes = ["--blocks", "attention_forward:BLOCK_M=16,num_warps=2", "--blocks", "attention_forward:BLOCK_N=16"]
+    changes = [
+        "--blocks",
+        "attention_forward:BLOCK_M=16,num_warps=2",
+        "--blocks",
+        "attention_forward:BLOCK_N=16",
+    ]
     v3.prepare(parse(V3, *HERE, *changes))
     after = launches(monkeypatch, attend)
     assert after[0][0] == (2, 3)
     assert after[0][1] == {**before[0][1], "BLOCK_M": 16, "BLOCK_N": 16, "num_warps": 2}
-    assert relative_difference(attend(), expected) < (1e-6 if v3.INTERPRETED else LIMITS[torch.float32])
+    assert relative_difference(attend(), expected) < (
+        1e-6 if v3.INTERPRETED else LIMITS[torch.float32]
+    )
     v3.prepare(parse(V3, *HERE))
     assert launches(monkeypatch, attend) == before, "the next command line does not inherit them"
 
 
 def test_blocks_are_recorded(run):
-    quick = ["--num-steps", "1", "--warmup-steps", "0", "--under-profiler", "--num-layers", "1", "--batch-size", "1"]
+    quick = [
+        "--num-steps",
+        "1",
+        "--warmup-steps",
+        "0",
+        "--under-profiler",
+        "--num-layers",
+        "1",
+        "--batch-size",
+        "1",
+    ]
     chosen = ["--blocks", "rotary:TILE=128", "--blocks", "rms_norm_forward:num_warps=8,TILE=64"]
     v3.note_interpreter.cache_clear()
     result = run(V3, *HERE, *quick, *chosen)
     assert result.status == 0, result.stderr
-    assert result.summary["config"]["blocks"] == "rotary:TILE=128 rms_norm_forward:num_warps=8,TILE=64"
+    assert (
+        result.summary["config"]["blocks"] == "rotary:TILE=128 rms_norm_forward:num_warps=8,TILE=64"
+    )
     assert "blocks" not in result.stdout
     assert result.stderr.count("\n") == v3.INTERPRETED
     assert ("Triton's interpreter" in result.stderr) == v3.INTERPRETED
@@ -468,7 +582,10 @@ def test_blocks_are_recorded(run):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("nonsense:TILE=64", ["no kernel 'nonsense'", "rms_norm_forward", "cross_entropy_backward"]),
+        (
+            "nonsense:TILE=64",
+            ["no kernel 'nonsense'", "rms_norm_forward", "cross_entropy_backward"],
+        ),
         ("attention_forward float32:BLOCK_M=64", ["no kernel 'attention_forward float32'"]),
         ("rotary:BLOCK_M=64", ["rotary has no 'BLOCK_M'", "TILE"]),
         ("rotary", ["rotary has no ''", "TILE"]),

@@ -12,7 +12,15 @@ from collections import defaultdict
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, assert_one_error, assert_same_gradients, gradients, load, parse, random_state
+from conftest import (
+    ROOT,
+    assert_one_error,
+    assert_same_gradients,
+    gradients,
+    load,
+    parse,
+    random_state,
+)
 from conftest import relative_difference as difference
 from test_triton_llama import (
     DEVICE,
@@ -46,7 +54,11 @@ CHANGED = {  # of V3's kernels
 def kernels(script: str) -> dict[str, str]:
     """The source of every function under @triton.jit."""
     parts = (ROOT / f"{script}.py").read_text().split("\n\n\n")
-    return {re.search(r"^def (\w+)", part, re.MULTILINE)[1]: part for part in parts if part.startswith("@triton.jit")}
+    return {
+        re.search(r"^def (\w+)", part, re.MULTILINE)[1]: part
+        for part in parts
+        if part.startswith("@triton.jit")
+    }
 
 
 def test_kernels_of_v3_are_the_same_except_for_those_that_v4_changes():
@@ -67,10 +79,14 @@ def test_norm(from_output: bool, with_update: bool, strided: bool, dtype: torch.
     inputs = [randn(2, 65, 33), 1 + 0.2 * randn(33)]
     inputs += [randn(2, 65, 33, size=2.0, dtype=dtype)] if with_update else []
 
-    def ours(x: Tensor, weight: Tensor, update: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+    def ours(
+        x: Tensor, weight: Tensor, update: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
         return v4.AddRMSNorm.apply(x, update, weight, 1e-5, dtype, from_output)
 
-    def reference(x: Tensor, weight: Tensor, update: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+    def reference(
+        x: Tensor, weight: Tensor, update: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
         return add_rms_norm(x, update, weight)
 
     check_close(ours, reference, inputs, strided, limit=LIMITS[dtype])
@@ -82,7 +98,9 @@ def test_norm_from_its_output_loses_only_the_channel_with_a_weight_of_zero():
     grads = []
     for from_output in (True, False):
         leaves = [t.clone().requires_grad_() for t in (x, weight)]
-        v4.AddRMSNorm.apply(leaves[0], None, leaves[1], 1e-5, torch.float32, from_output).square().sum().backward()
+        v4.AddRMSNorm.apply(
+            leaves[0], None, leaves[1], 1e-5, torch.float32, from_output
+        ).square().sum().backward()
         grads.append([t.grad for t in leaves])
     for found, expected in zip(*grads, strict=True):
         assert not found[..., 5].any()
@@ -98,14 +116,19 @@ def test_projection(direct: bool, dtype: torch.dtype):
     def projection(weight: Tensor, x: Tensor) -> Tensor:
         return v4.linear(x, weight, v4.Fusions(direct_gradients=direct), v4.SideStreams())
 
-    check_close(projection, lambda weight, x: x @ weight.T, [randn(35, 33), randn(2, 65, 33, dtype=dtype)])
+    check_close(
+        projection, lambda weight, x: x @ weight.T, [randn(35, 33), randn(2, 65, 33, dtype=dtype)]
+    )
 
 
 @both_types
 @pytest.mark.parametrize(
-    ("batch", "seq", "heads", "group", "dim"), [(1, 1, 4, 4, 16), (2, 33, 4, 2, 32), (1, 129, 2, 1, 64)]
+    ("batch", "seq", "heads", "group", "dim"),
+    [(1, 1, 4, 4, 16), (2, 33, 4, 2, 32), (1, 129, 2, 1, 64)],
 )
-def test_attention_rotates_gradients_back(batch: int, seq: int, heads: int, group: int, dim: int, dtype: torch.dtype):
+def test_attention_rotates_gradients_back(
+    batch: int, seq: int, heads: int, group: int, dim: int, dtype: torch.dtype
+):
     check_attention(batch, seq, heads, group, dim, dtype, strided=seq == 33, module=v4, turned=True)
 
 
@@ -141,7 +164,9 @@ def test_swiglu_kernels(rows: int, dim: int, inner: int, dtype: torch.dtype):
 
 def test_swiglu_kernels_with_tiles_in_several_groups(monkeypatch: pytest.MonkeyPatch):
     for kernel in ("swiglu_gemm_forward", "swiglu_gemm_backward"):
-        monkeypatch.setitem(v4.OVERRIDES, kernel, {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 16, "GROUP": 2})
+        monkeypatch.setitem(
+            v4.OVERRIDES, kernel, {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 16, "GROUP": 2}
+        )
     test_swiglu_kernels(81, 40, 99, torch.float32)
 
 
@@ -158,7 +183,9 @@ def test_swiglu_gemm(strided: bool, dtype: torch.dtype):
     def reference(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
         return gates_and_ups(x, gate_up)[1] @ down.T
 
-    check_close(mlp, reference, [randn(2, 9, 33, dtype=dtype), *weights], strided, limit=LIMITS[dtype])
+    check_close(
+        mlp, reference, [randn(2, 9, 33, dtype=dtype), *weights], strided, limit=LIMITS[dtype]
+    )
 
 
 # Loss
@@ -169,12 +196,20 @@ def test_swiglu_gemm(strided: bool, dtype: torch.dtype):
 @pytest.mark.parametrize(("batch", "seq", "vocab"), [(1, 2, 7), (2, 17, 100), (3, 7, 300)])
 @pytest.mark.parametrize("size", [1.0, 300.0], ids=["small", "large"])
 def test_loss_of_the_next_token(
-    batch: int, seq: int, vocab: int, size: float, strided: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    batch: int,
+    seq: int,
+    vocab: int,
+    size: float,
+    strided: bool,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ):
     if vocab > 200:  # several blocks of a row, and of rows
         monkeypatch.setitem(v4.OVERRIDES, "mean_loss", {"BLOCK": 16})
         few_columns(monkeypatch, v4)
-    labels = torch.randint(vocab, (seq, batch), generator=torch.Generator().manual_seed(0)).T.to(DEVICE)
+    labels = torch.randint(vocab, (seq, batch), generator=torch.Generator().manual_seed(0)).T.to(
+        DEVICE
+    )
     labels[:, 2::3] = -100
 
     def reference(logits: Tensor) -> Tensor:
@@ -208,8 +243,12 @@ def test_a_label_outside_the_vocabulary_makes_the_loss_nan():
 # Embedding
 
 
-@pytest.mark.parametrize(("words", "dim", "shape"), [(1, 1, (1,)), (67, 33, (2, 65)), (100, 129, (3, 7))])
-def test_embedding_adds_to_the_gradient_of_the_output_projection(words: int, dim: int, shape: tuple[int, ...]):
+@pytest.mark.parametrize(
+    ("words", "dim", "shape"), [(1, 1, (1,)), (67, 33, (2, 65)), (100, 129, (3, 7))]
+)
+def test_embedding_adds_to_the_gradient_of_the_output_projection(
+    words: int, dim: int, shape: tuple[int, ...]
+):
     """In place, so that nobody adds them up."""
     ids = torch.randint(words, shape, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     side = v4.FusedAdamW([[weight := nn.Parameter(randn(words, dim))]], 1e-2, torch.float32).side
@@ -240,7 +279,9 @@ def parameters() -> list[nn.Parameter]:
     return [nn.Parameter(randn(*shape)) for shape in [(33, 7), (5,), (64, 33), (1,)]]
 
 
-def fused(given: list[nn.Parameter], dtype: torch.dtype = torch.float32, lr: float = 1e-2) -> torch.optim.Optimizer:
+def fused(
+    given: list[nn.Parameter], dtype: torch.dtype = torch.float32, lr: float = 1e-2
+) -> torch.optim.Optimizer:
     """Our optimizer, with the parameters in two groups."""
     return v4.FusedAdamW([given[2:], given[:2]], lr, dtype)
 
@@ -325,7 +366,9 @@ def test_optimizer_leaves_alone_what_has_no_gradient():
     for step, missing in enumerate([(), (0,), (2, 3), (1, 3), ()]):
         for given, optimizer in zip((ours, theirs), optimizers, strict=True):
             for number, parameter in enumerate(given):
-                parameter.grad = None if number in missing else randn(step + 1, *parameter.shape)[-1]
+                parameter.grad = (
+                    None if number in missing else randn(step + 1, *parameter.shape)[-1]
+                )
             optimizer.step()
         assert max(map(difference, *map(state, optimizers, (ours, theirs)))) < 1e-6
     third = parameters()
@@ -362,7 +405,9 @@ def test_optimizer_follows_the_learning_rate(assign: bool):
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 @pytest.mark.parametrize("how", ["assigned", "scheduler", "loaded"])
-def test_what_was_launched_once_follows_the_learning_rate(how: str, monkeypatch: pytest.MonkeyPatch):
+def test_what_was_launched_once_follows_the_learning_rate(
+    how: str, monkeypatch: pytest.MonkeyPatch
+):
     """A graph launches with the same arguments again and again."""
     calls, adamw = [], v4.adamw
     monkeypatch.setattr(v4, "adamw", lambda *given: calls.append(given))
@@ -409,11 +454,16 @@ def test_the_state_of_an_optimizer_that_orders_parameters_otherwise_is_refused()
 
 def test_weights_that_are_loaded_are_used_at_once():
     """In low precision, too, by the forward pass and by the step after it."""
-    layer, x = v4.Linear(33, 7, v4.Fusions(), v4.SideStreams()).to(DEVICE), randn(5, 33, dtype=torch.bfloat16)
+    layer, x = (
+        v4.Linear(33, 7, v4.Fusions(), v4.SideStreams()).to(DEVICE),
+        randn(5, 33, dtype=torch.bfloat16),
+    )
     optimizer = v4.FusedAdamW([[layer.weight]], 1e-2, torch.bfloat16, side=layer.side)
     for seed in (1, 2):
         layer.load_state_dict(random_state(layer.state_dict(), seed))
-        assert equal(casts(optimizer, [layer.weight]), [layer.weight.to(torch.bfloat16)]), "a graph does not look"
+        assert equal(casts(optimizer, [layer.weight]), [layer.weight.to(torch.bfloat16)]), (
+            "a graph does not look"
+        )
         assert torch.equal(layer(x), F.linear(x, layer.weight.to(torch.bfloat16)))
         take_steps(optimizer, range(1))
         assert torch.equal(layer(x), F.linear(x, layer.weight.to(torch.bfloat16)))
@@ -421,7 +471,18 @@ def test_weights_that_are_loaded_are_used_at_once():
 
 # The model
 
-SMALL = ["--num-layers", "1", "--hidden-dim", "64", "--num-heads", "4", "--num-kv-heads", "1", "--seq-len", "9"]
+SMALL = [
+    "--num-layers",
+    "1",
+    "--hidden-dim",
+    "64",
+    "--num-heads",
+    "4",
+    "--num-kv-heads",
+    "1",
+    "--seq-len",
+    "9",
+]
 
 
 @pytest.mark.parametrize("precision", [[], ["--use-amp"]], ids=["float32", "bfloat16"])
@@ -440,10 +501,14 @@ def test_gradients_are_found_where_the_optimizer_reads_them_and_add_up(precision
     read = {name: model.side.buffers[p].part(p) for name, p in model.named_parameters()}
     assert [n for n, p in model.named_parameters() if p.grad.data_ptr() != read[n].data_ptr()] == []
     narrow = args.use_amp and v4.NARROW_GRADIENTS
-    assert once["layers.0.mlp.down_proj.weight"].dtype == (torch.bfloat16 if narrow else torch.float32)
+    assert once["layers.0.mlp.down_proj.weight"].dtype == (
+        torch.bfloat16 if narrow else torch.float32
+    )
     twice = backward()
     limit = 4e-3 if narrow else 1e-6  # the second one is not rounded to bfloat16
-    assert {name for name, grad in once.items() if not difference(twice[name], 2 * grad) < limit} == set()
+    assert {
+        name for name, grad in once.items() if not difference(twice[name], 2 * grad) < limit
+    } == set()
     plain = [nn.Parameter(p.detach().clone()) for p in model.parameters()]
     for parameter, grad in zip(plain, twice.values(), strict=True):
         parameter.grad = grad.float()
@@ -453,7 +518,8 @@ def test_gradients_are_found_where_the_optimizer_reads_them_and_add_up(precision
 
 
 def beside_pytorch(*argv: str, layers: int = 2) -> tuple[nn.Module, nn.Module]:
-    """V4's model and one with the same weights and the same parameters of which PyTorch computes everything."""
+    """V4's model and one with the same weights and the same parameters of which PyTorch computes
+    everything."""
     argv = [*SMALL, "--num-layers", str(layers), *argv]
     fused_weights = ["--disable-all-fusion", "--enable-qkv-fusion", "--enable-swiglu-fusion"]
     pair = build(V4, *argv), build(V4, *argv, *fused_weights)
@@ -478,7 +544,9 @@ LOSSES = {  # of a model and two batches; a weight is used twice in each
 }
 
 
-@pytest.mark.parametrize(("loss", "precision"), [*((loss, []) for loss in LOSSES), ("two-passes", ["--use-amp"])])
+@pytest.mark.parametrize(
+    ("loss", "precision"), [*((loss, []) for loss in LOSSES), ("two-passes", ["--use-amp"])]
+)
 def test_a_weight_that_is_used_twice_has_the_sum_of_both_gradients(loss: str, precision: list[str]):
     batches = [tokens(*SMALL, "--seed", seed) for seed in "12"]
     pair, limit = beside_pytorch(), 0.1 if precision else 1e-4
@@ -492,7 +560,9 @@ def test_a_weight_that_is_used_twice_has_the_sum_of_both_gradients(loss: str, pr
             with torch.autocast(DEVICE.type, torch.bfloat16, enabled=bool(precision)):
                 LOSSES[loss](model, *batches).backward()
         expected = {name: parameter.grad for name, parameter in pair[1].named_parameters()}
-        assert_same_gradients({name: p.grad for name, p in pair[0].named_parameters()}, expected, limit)
+        assert_same_gradients(
+            {name: p.grad for name, p in pair[0].named_parameters()}, expected, limit
+        )
     grads = {name: parameter.grad.float() for name, parameter in pair[0].named_parameters()}
     optimizer.step()
     for name, parameter in pair[0].named_parameters():
@@ -514,7 +584,8 @@ def test_the_embedding_alone_has_its_gradient():
 
 
 def test_gradients_that_are_asked_for_belong_to_who_asked():
-    """torch.autograd.grad leaves nothing that a later backward pass or the optimizer writes into."""
+    """torch.autograd.grad leaves nothing that a later backward pass or the optimizer writes
+    into."""
     batches = [tokens(*SMALL, "--seed", seed) for seed in "123"]
     pair = beside_pytorch()
     optimizer = v4.build_optimizer(parse(V4, *HERE, *SMALL), pair[0])
@@ -539,7 +610,9 @@ def test_micro_batches_are_added_up_in_float32():
 
     for seed in "123":
         backward(seed)
-        alone.append({name: parameter.grad.double() for name, parameter in model.named_parameters()})
+        alone.append(
+            {name: parameter.grad.double() for name, parameter in model.named_parameters()}
+        )
         optimizer.zero_grad()
     for _ in range(2):
         for seed in "123":
@@ -550,7 +623,9 @@ def test_micro_batches_are_added_up_in_float32():
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("frozen", ["embed_tokens", "mlp.down_proj", "layers.0", "mlp.gate_up_proj"])
+@pytest.mark.parametrize(
+    "frozen", ["embed_tokens", "mlp.down_proj", "layers.0", "mlp.gate_up_proj"]
+)
 def test_frozen_parameters_stay_and_the_others_train(frozen: str):
     batch, pair = tokens(*SMALL), beside_pytorch()
     for model in pair:
@@ -563,9 +638,15 @@ def test_frozen_parameters_stay_and_the_others_train(frozen: str):
     grads = [{n: p.grad for n, p in model.named_parameters() if frozen not in n} for model in pair]
     assert_same_gradients(*grads, 1e-4)
     optimizer.step()
-    same = {name for name, parameter in pair[0].named_parameters() if torch.equal(parameter, before[name])}
+    same = {
+        name
+        for name, parameter in pair[0].named_parameters()
+        if torch.equal(parameter, before[name])
+    }
     assert same == {name for name in before if frozen in name} != set()
-    assert all(parameter.grad is None for name, parameter in pair[0].named_parameters() if frozen in name)
+    assert all(
+        parameter.grad is None for name, parameter in pair[0].named_parameters() if frozen in name
+    )
 
 
 class Products(TorchDispatchMode):
@@ -579,11 +660,17 @@ class Products(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    ("wanted", "products"), [((1, 1, 1), 3), ((1, 0, 0), 1), ((0, 1, 0), 1), ((0, 0, 1), 1), ((0, 1, 1), 2)]
+    ("wanted", "products"),
+    [((1, 1, 1), 3), ((1, 0, 0), 1), ((0, 1, 0), 1), ((0, 0, 1), 1), ((0, 1, 1), 2)],
 )
-def test_swiglu_gemm_multiplies_for_no_gradient_that_is_not_wanted(wanted: tuple[int, int, int], products: int):
+def test_swiglu_gemm_multiplies_for_no_gradient_that_is_not_wanted(
+    wanted: tuple[int, int, int], products: int
+):
     """Besides those of the Triton GEMM."""
-    leaves = [t.requires_grad_(bool(w)) for t, w in zip((randn(5, 6), randn(8, 6), randn(6, 4)), wanted, strict=True)]
+    leaves = [
+        t.requires_grad_(bool(w))
+        for t, w in zip((randn(5, 6), randn(8, 6), randn(6, 4)), wanted, strict=True)
+    ]
     out = v4.SwiGLUGEMM.apply(*leaves, *(t.detach() for t in leaves[1:]), True, v4.SideStreams())
     with Products() as seen:
         out.sum().backward()
@@ -593,7 +680,9 @@ def test_swiglu_gemm_multiplies_for_no_gradient_that_is_not_wanted(wanted: tuple
 
 @pytest.mark.parametrize("wanted", [(1, 0), (0, 1)], ids=["input", "weight"])
 def test_a_projection_multiplies_for_no_gradient_that_is_not_wanted(wanted: tuple[int, int]):
-    x, weight = (t.requires_grad_(bool(w)) for t, w in zip((randn(5, 6), randn(8, 6)), wanted, strict=True))
+    x, weight = (
+        t.requires_grad_(bool(w)) for t, w in zip((randn(5, 6), randn(8, 6)), wanted, strict=True)
+    )
     out = v4.linear(x, weight, v4.Fusions(), v4.SideStreams())
     with Products() as seen:
         out.sum().backward()
@@ -602,12 +691,19 @@ def test_a_projection_multiplies_for_no_gradient_that_is_not_wanted(wanted: tupl
 
 @pytest.mark.parametrize(
     "argv",
-    ["--disable-qkv-fusion --disable-swiglu-fusion", "--disable-triton-rotary", "--hidden-dim 40 --num-heads 2"],
+    [
+        "--disable-qkv-fusion --disable-swiglu-fusion",
+        "--disable-triton-rotary",
+        "--hidden-dim 40 --num-heads 2",
+    ],
     ids=["separate-weights", "rotary-of-pytorch", "heads-of-20-channels"],
 )
 def test_fusions_do_without_others_and_with_any_size(argv: str):
     argv = [*SMALL, *argv.split()]
-    first, second = build("tiny_llama_v1", *(a for a in argv if not a.startswith("--disable"))), build(V4, *argv)
+    first, second = (
+        build("tiny_llama_v1", *(a for a in argv if not a.startswith("--disable"))),
+        build(V4, *argv),
+    )
     weights = random_state(first.state_dict())
     for model in (first, second):
         model.load_state_dict(weights)
@@ -616,7 +712,9 @@ def test_fusions_do_without_others_and_with_any_size(argv: str):
 
 
 @pytest.mark.parametrize("flag", ["fused-optimizer", "tied-embedding", "swiglu-gemm"])
-def test_on_a_cpu_without_the_interpreter_nothing_starts(flag: str, run, monkeypatch: pytest.MonkeyPatch):
+def test_on_a_cpu_without_the_interpreter_nothing_starts(
+    flag: str, run, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(v4, "INTERPRETED", False)
     on = ["--disable-all-fusion", "--enable-swiglu-fusion", f"--enable-{flag}"]
     assert_one_error(run(V4, *on, "--num-steps", "1", "--under-profiler"), 4, "TRITON_INTERPRET=1")
@@ -626,9 +724,19 @@ def test_on_a_cpu_without_the_interpreter_nothing_starts(flag: str, run, monkeyp
 
 
 def layer_of(
-    x: Tensor, norm_1: Tensor, qkv: Tensor, o: Tensor, norm_2: Tensor, gate_up: Tensor, down: Tensor,
-    cos: Tensor, sin: Tensor, heads: int, kv_heads: int, eps: float,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    norm_1: Tensor,
+    qkv: Tensor,
+    o: Tensor,
+    norm_2: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    heads: int,
+    kv_heads: int,
+    eps: float,
+) -> Tensor:
     def norm(x: Tensor, weight: Tensor) -> Tensor:
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
 
@@ -640,7 +748,9 @@ def layer_of(
     return x + gates_and_ups(norm(x, norm_2), gate_up)[1] @ down.T
 
 
-def layer_arguments(batch: int, seq: int, heads: int, kv_heads: int, dim: int, inner: int, dtype: torch.dtype) -> tuple:
+def layer_arguments(
+    batch: int, seq: int, heads: int, kv_heads: int, dim: int, inner: int, dtype: torch.dtype
+) -> tuple:
     """Residual stream, weights in `dtype` (norms in float32), angles and sizes."""
     width, packed = heads * dim, (heads + 2 * kv_heads) * dim
     norms = [1 + 0.3 * randn(1, width)[0], 1 + 0.3 * randn(2, width)[1]]
@@ -652,8 +762,12 @@ def layer_arguments(batch: int, seq: int, heads: int, kv_heads: int, dim: int, i
 
 @both_types
 @pytest.mark.parametrize("launches", [1, 5])
-@pytest.mark.parametrize("sizes", [(1, 1, 4, 2, 16, 40), (2, 7, 4, 1, 24, 33), (1, 65, 2, 2, 10, 21)], ids=str)
-def test_a_layer_in_one_launch_and_in_five(sizes: tuple[int, ...], launches: int, dtype: torch.dtype):
+@pytest.mark.parametrize(
+    "sizes", [(1, 1, 4, 2, 16, 40), (2, 7, 4, 1, 24, 33), (1, 65, 2, 2, 10, 21)], ids=str
+)
+def test_a_layer_in_one_launch_and_in_five(
+    sizes: tuple[int, ...], launches: int, dtype: torch.dtype
+):
     """The residual stream is float32; what the layer adds to it is compared."""
     given = layer_arguments(*sizes, dtype)
     x, wide = given[0], [t.double() if isinstance(t, Tensor) else t for t in given]
@@ -670,10 +784,14 @@ def test_a_layer_is_launched_cooperatively_where_its_programs_wait(monkeypatch: 
     monkeypatch.setattr(v4, "wrap_triton", lambda kernel: grids)
     for launches in (1, 5):
         v4.transformer_block(*given, launches)
-    assert [options.get("launch_cooperative_grid", False) for options in seen] == [True] + 5 * [False]
+    assert [options.get("launch_cooperative_grid", False) for options in seen] == [True] + 5 * [
+        False
+    ]
 
 
-def test_a_layer_in_one_launch_is_refused_where_triton_cannot_launch_it(run, monkeypatch: pytest.MonkeyPatch):
+def test_a_layer_in_one_launch_is_refused_where_triton_cannot_launch_it(
+    run, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(v4, "TOO_OLD", "a layer as one launch needs Triton 3.3")
     given = layer_arguments(1, 7, 4, 1, 24, 33, torch.float32)
     with pytest.raises(RuntimeError, match=r"needs Triton 3\.3"):

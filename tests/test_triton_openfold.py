@@ -251,12 +251,8 @@ def test_attention_with_scores_of_several_hundred(length: int):
     )
     q, k, _, _ = (part.detach().abs().max() for part in inputs[0].unbind(-2))
     assert q * k + inputs[2].detach().abs().max() > 700
-    check_close(
-        v3.GatedAttentionFunction.apply,
-        attention,
-        *inputs,
-        limit=1e-3,
-    )  # of which rounding the scores is 1e-4
+    # of which rounding the scores is 1e-4
+    check_close(v3.GatedAttentionFunction.apply, attention, *inputs, limit=1e-3)
 
 
 @pytest.mark.parametrize(("tiles", "rows"), [(64, 256), (144, 384), (576, 768), (1, 3), (1000, 1)])

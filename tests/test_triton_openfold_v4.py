@@ -90,7 +90,9 @@ def test_whole_transition_keeps_what_is_not_a_number():
 
 def joined(*tensors: Tensor | None) -> Tensor:
     """Put all elements of several results into one tensor."""
-    return torch.cat([tensor.flatten().to(torch.float64) for tensor in tensors if tensor is not None])
+    return torch.cat(
+        [tensor.flatten().to(torch.float64) for tensor in tensors if tensor is not None]
+    )
 
 
 @both_types
@@ -99,11 +101,19 @@ def joined(*tensors: Tensor | None) -> Tensor:
     [(16, 64, 1, 3, True), (32, 32, 2, 0, False), (16, 0, 1, 2, False), (256, 32, 2, 1, False)],
     ids=["pair-bias", "two-parts", "pair-bias-alone", "wide-rows"],
 )
-def test_norm_and_projection(dim: int, width: int, parts: int, heads: int, ending: bool, dtype: torch.dtype):
+def test_norm_and_projection(
+    dim: int, width: int, parts: int, heads: int, ending: bool, dtype: torch.dtype
+):
     """What is handed on has gradients of its own."""
     projection = [random(width, dim, scale=dim**-0.5), random(width)] if width else [None, None]
     head = random(heads, dim, scale=dim**-0.5) if heads else None
-    inputs = [random(2, 5, 5, dim, scale=3.0, shift=2.0), random(dim, shift=1.0), random(dim), *projection, head]
+    inputs = [
+        random(2, 5, 5, dim, scale=3.0, shift=2.0),
+        random(dim, shift=1.0),
+        random(dim),
+        *projection,
+        head,
+    ]
 
     def ours(x: Tensor, norm_weight: Tensor, norm_bias: Tensor, *rest: Tensor | None) -> Tensor:
         cast = torch.empty(0, dtype=dtype) if rest[0] is None else rest[0].detach().to(dtype)
@@ -112,7 +122,9 @@ def test_norm_and_projection(dim: int, width: int, parts: int, heads: int, endin
             x, out, bias = v4.NormProjection.apply(x, norm_weight, norm_bias, *rest, *settings)
         return joined(x, out if width else None, bias if heads else None)
 
-    def reference(x: Tensor, norm_weight: Tensor, norm_bias: Tensor, *rest: Tensor | None) -> Tensor:
+    def reference(
+        x: Tensor, norm_weight: Tensor, norm_bias: Tensor, *rest: Tensor | None
+    ) -> Tensor:
         weight, bias, head = rest
         y = F.layer_norm(x, (dim,), norm_weight, norm_bias, 1e-5)
         out = None
@@ -242,7 +254,8 @@ def loss_and_gradients(script: str, *argv: str) -> dict[str, Tensor]:
     [
         "",
         "--disable-fused-optimizer --disable-packed-weights --disable-loss-fusion",
-        "--disable-all-fusion --enable-transition-fusion --enable-embedding-fusion --enable-packed-weights",
+        "--disable-all-fusion --enable-transition-fusion --enable-embedding-fusion "
+        "--enable-packed-weights",
     ],
 )
 def test_gradients_are_those_of_v3(argv: str):

@@ -1,7 +1,8 @@
 """On a GPU torch.compile sees every Triton kernel, forward and backward, in a single graph.
 
-Traced here without one: Triton is told of an H100 and asked for no machine code, and nothing is executed. The process
-is one of its own, because kernels are either interpreted or compiled in all of a process.
+Traced here without one: Triton is told of an H100 and asked for no machine code, and nothing is
+executed. The process is one of its own, because kernels are either interpreted or compiled in all
+of a process.
 """
 
 from __future__ import annotations
@@ -22,16 +23,20 @@ from torch._dynamo.backends.common import aot_autograd
 from triton.backends.compiler import GPUTarget
 
 h100 = GPUTarget("cuda", 90, 32)
-triton.runtime.driver.set_active(SimpleNamespace(get_current_target=lambda: h100, get_current_device=lambda: 0))
+driver = SimpleNamespace(get_current_target=lambda: h100, get_current_device=lambda: 0)
+triton.runtime.driver.set_active(driver)
 sys.path.insert(0, sys.argv[1])
 module = importlib.import_module(sys.argv[2])
 module.BACKEND = "cuda"
 
 def traced(graph, inputs):
     calls = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
-    print(sum("triton_kernel_wrapper" in call for call in calls), sum(module.SCRIPT in call for call in calls))
-    results = [node.meta["val"] if node is not None else None for node in graph.graph.output_node().args[0]]
-    run = lambda args: [torch.zeros(r.shape, dtype=r.dtype) if isinstance(r, torch.Tensor) else r for r in results]
+    names = ("triton_kernel_wrapper", module.SCRIPT)
+    print(*(sum(name in call for call in calls) for name in names))
+    nodes = graph.graph.output_node().args[0]
+    results = [node.meta["val"] if node is not None else None for node in nodes]
+    zeros = lambda r: torch.zeros(r.shape, dtype=r.dtype) if isinstance(r, torch.Tensor) else r
+    run = lambda args: list(map(zeros, results))
     run._boxed_call = True
     return run
 
@@ -50,14 +55,26 @@ with torch.autocast("cpu", torch.bfloat16, enabled=args.use_amp):
     [
         # A layer: 5 forward and 6 backward, and 2; sums for 3 norms.
         ("tiny_llama_v3", "--num-layers 1 --matmul-precision high", [7, 11]),
-        # The rest of V4 is PyTorch's where it is compiled; the mean of the loss is one kernel more, turning back none.
+        # The rest of V4 is PyTorch's where it is compiled; the mean of the loss is one kernel more,
+        # turning back none.
         ("tiny_llama_v4", "--num-layers 1 --use-amp", [8, 10]),
         pytest.param("tiny_openfold_v3", "--use-amp", [19, 78], marks=pytest.mark.slow),
     ],
 )
 def test_torch_compile_sees_every_kernel_in_one_graph(script: str, argv: str, launches: list[int]):
-    command = [sys.executable, "-B", "-c", PROGRAM, str(ROOT), script, *TINY[model_of(script)], *argv.split()]
+    command = [
+        sys.executable,
+        "-B",
+        "-c",
+        PROGRAM,
+        str(ROOT),
+        script,
+        *TINY[model_of(script)],
+        *argv.split(),
+    ]
     environment = os.environ | {"TRITON_INTERPRET": "0"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split("\n")[:-1] == [f"{count} 0" for count in launches], "kernels, and operators left opaque"
+    assert done.stdout.split("\n")[:-1] == [f"{count} 0" for count in launches], (
+        "kernels, and operators left opaque"
+    )

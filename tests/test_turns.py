@@ -1,4 +1,5 @@
-"""workshop/turns.py: runs that fail beside others, and studies that go on where they were interrupted."""
+"""workshop/turns.py: runs that fail beside others, and studies that go on where they were
+interrupted."""
 
 import json
 from collections.abc import Callable, Iterable
@@ -11,7 +12,9 @@ from workshop.cli import ToolError
 from workshop.study import measure_study
 from workshop.turns import GRAPH, all_measured, graph_of, in_turns, on_gpu, speedup
 
-SMALL = words("--hidden-dim 32 --num-layers 1 --num-heads 2 --seq-len 8 --batch-size 2 --vocab-size 50")
+SMALL = words(
+    "--hidden-dim 32 --num-layers 1 --num-heads 2 --seq-len 8 --batch-size 2 --vocab-size 50"
+)
 
 
 def test_a_side_that_fails_is_a_row_and_the_others_go_on(monkeypatch):
@@ -38,13 +41,16 @@ def test_a_side_that_fails_is_a_row_and_the_others_go_on(monkeypatch):
 
 
 def test_each_turn_has_the_settings_of_its_own_side(monkeypatch):
-    """Block sizes and the precision of products hold for the process: parsing or measuring another side took them."""
+    """Block sizes and the precision of products hold for the process: parsing or measuring
+    another side took them."""
     script, seen = load("tiny_llama_v3"), {"small": [], "large": []}
     step = script.Trainer.step
 
     def watched(trainer):
         blocks = script.blocks("attention_forward")["BLOCK_M"]
-        seen["small" if "16" in trainer.args.blocks else "large"].append((blocks, torch.get_float32_matmul_precision()))
+        seen["small" if "16" in trainer.args.blocks else "large"].append(
+            (blocks, torch.get_float32_matmul_precision())
+        )
         return step(trainer)
 
     monkeypatch.setattr(script.Trainer, "step", watched)
@@ -66,7 +72,9 @@ def test_parsing_changes_nothing_for_another_run():
     assert script.blocks("attention_forward")["BLOCK_M"] == 16
 
 
-@pytest.mark.parametrize("argv", [["--device", "cpu"], ["--device=cpu"], [], ["--disable-cuda-graph"]])
+@pytest.mark.parametrize(
+    "argv", [["--device", "cpu"], ["--device=cpu"], [], ["--disable-cuda-graph"]]
+)
 def test_a_step_is_a_graph_on_a_gpu_only(argv, monkeypatch):
     assert GRAPH not in graph_of(argv) or torch.cuda.is_available()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -86,9 +94,9 @@ def counting(done: list[int], fails_at: int = -1) -> Iterable[tuple[dict, Callab
         if n == fails_at:
             raise KeyboardInterrupt
         done.append(n)
-        return {"square": n * n}
+        return {"group": n * n}
 
-    return [({"n": n}, lambda n=n: measure(n)) for n in range(4)]
+    return [({"seed": n}, lambda n=n: measure(n)) for n in range(4)]
 
 
 def test_a_study_goes_on_where_it_was_interrupted(tmp_path, capsys):
@@ -100,8 +108,8 @@ def test_a_study_goes_on_where_it_was_interrupted(tmp_path, capsys):
         measure_study(path, counting(done), rounds=4)
     rows = measure_study(path, counting(done), rounds=3)
     assert done == [0, 1, 2, 3], "none is measured twice"
-    assert rows == [{"n": n, "square": n * n} for n in range(4)]
+    assert rows == [{"seed": n, "group": n * n} for n in range(4)]
     written = json.loads(path.read_text())
     assert (written["rows"], written["rounds"]) == (rows, 3)
     assert [file.name for file in tmp_path.iterdir()] == ["study.json"]
-    assert "4 of 4: n 3" in capsys.readouterr().err
+    assert "4 of 4: seed 3" in capsys.readouterr().err

@@ -1,4 +1,5 @@
-"""The programs of V3's exercises: what they check is right, a fault is named, nothing is timed without a GPU."""
+"""The programs of V3's exercises: what they check is right, a fault is named, nothing is timed
+without a GPU."""
 
 from __future__ import annotations
 
@@ -50,7 +51,10 @@ def test_the_solution_passes_also_with_four_numbers_of_a_counter(tmp_path, capsy
     four.write_text(SOLUTION.read_text().replace("FOUR = False", "FOUR = True"))
     for path in (SOLUTION, four):
         status, out, _ = check_module(path, capsys)
-        assert (status, out.splitlines()[0]) == (0, "mask, output, gradients of x, update and scale: right")
+        assert (status, out.splitlines()[0]) == (
+            0,
+            "mask, output, gradients of x, update and scale: right",
+        )
 
 
 def test_the_skeleton_says_what_is_still_to_be_written(capsys):
@@ -85,7 +89,9 @@ def test_a_store_without_a_mask_is_noticed(tmp_path):
     wrong = tmp_path / "no_mask.py"
     wrong.write_text((LLAMA / "add_relu.py").read_text().replace(", mask=inside)", ")"))
     argv = [forking_python(), wrong, "--n", "1000", "--block", "128"]
-    done = subprocess.run(argv, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True)
+    done = subprocess.run(
+        argv, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True
+    )
     assert done.returncode == 1
     assert b"24 elements behind the end were written" in done.stderr
 
@@ -98,7 +104,9 @@ def test_all_ways_to_sum_the_bias_gradient_agree_with_v3s_backward_pass():
     out, lse = script.attention_forward(case.qkvg, gate_bias, case.bias)
     # A gradient that is the same before the gate as the one of the case.
     grad_out = case.grad_attention / case.qkvg[..., 3, :].flatten(3).sigmoid()
-    expected = script.attention_backward(grad_out, case.qkvg, gate_bias, case.bias, out, lse, True, True)[2]
+    expected = script.attention_backward(
+        grad_out, case.qkvg, gate_bias, case.bias, out, lse, True, True
+    )[2]
     for name, (function, _) in case.ways().items():
         torch.testing.assert_close(function(), expected.float(), rtol=1e-4, atol=1e-4, msg=name)
 
@@ -107,12 +115,16 @@ def test_all_ways_to_sum_the_bias_gradient_agree_with_v3s_backward_pass():
     ("program", "argv", "said"),
     [
         ("tune.py", "rms_norm_forward TILES 4", "rms_norm_forward has no 'TILES'; it has TILE"),
-        pytest.param("tune.py", "rms_norm_forward TILE 3", "must be a power of two", marks=pytest.mark.slow),
+        pytest.param(
+            "tune.py", "rms_norm_forward TILE 3", "must be a power of two", marks=pytest.mark.slow
+        ),
         ("check_custom_kernel.py", "none.py", "none.py: no such module"),
         ("measure.py", "results/h100/rows.json", "no file of these programs"),
     ],
 )
 def test_bad_arguments_get_one_line(program, argv, said):
-    done = subprocess.run([forking_python(), LLAMA / program, *argv.split()], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [forking_python(), LLAMA / program, *argv.split()], cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 2
     assert said in done.stderr and len(done.stderr.splitlines()) == 1

@@ -1,4 +1,5 @@
-"""--verify-accuracy passes what rounding explains, and no wrong gradient, however small a part of all it is."""
+"""--verify-accuracy passes what rounding explains, and no wrong gradient, however small a part
+of all it is."""
 
 from __future__ import annotations
 
@@ -14,12 +15,16 @@ both_models = pytest.mark.parametrize("script", [f"tiny_{model}_v2" for model in
 @pytest.mark.parametrize("argv", [[], ["--use-amp"]], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_no_wrong_gradient_passes(script: str, argv: list[str]):
-    """Of every parameter, set to zero, negated, or larger by 0.3: on a GPU test_gpu.py asks the same of real sizes."""
+    """Of every parameter, set to zero, negated, or larger by 0.3: on a GPU test_gpu.py asks the
+    same of real sizes."""
     module = load(script)
     passed, judged = faults_that_pass(module, parse(script, *argv))
     assert passed == []
-    parameters = sum(1 for _ in module.build_model(parse(script), torch.device("meta")).state_dict())
-    in_theory_zero = {"llama": 0, "openfold": 1}[script.split("_")[1]]  # layer_norm_z.bias: softmax takes it out
+    parameters = sum(
+        1 for _ in module.build_model(parse(script), torch.device("meta")).state_dict()
+    )
+    # layer_norm_z.bias: softmax takes it out
+    in_theory_zero = {"llama": 0, "openfold": 1}[script.split("_")[1]]
     assert judged == parameters - in_theory_zero
 
 
@@ -35,7 +40,10 @@ def test_verify_accuracy_passes(script: str, argv: list[str], run):
 
 @pytest.mark.parametrize("argv", [[], ["--disable-all-fusion"]], ids=["all-on", "all-off"])
 def test_verify_accuracy_in_bfloat16_does_not_blame_rounding(argv: list[str], run):
-    """At real widths small gradients are mostly rounding; with everything off there is nothing else to blame."""
+    """At real widths small gradients are mostly rounding.
+
+    With everything off there is nothing else to blame.
+    """
     widths = words("--batch-size 1 --seq-len 64 --num-seqs 16 --msa-dim 64 --pair-dim 128")
     result = run("tiny_openfold_v2", "--verify-accuracy", "--use-amp", *widths, *argv)
     assert result.status == 0, result.stdout
@@ -44,7 +52,9 @@ def test_verify_accuracy_in_bfloat16_does_not_blame_rounding(argv: list[str], ru
 @both_models
 def test_verify_accuracy_passes_for_each_fusion(script: str, run):
     for flag, _, _ in load(script).FUSIONS:
-        assert run(script, "--verify-accuracy", "--disable-all-fusion", f"--enable-{flag}").status == 0
+        assert (
+            run(script, "--verify-accuracy", "--disable-all-fusion", f"--enable-{flag}").status == 0
+        )
 
 
 @pytest.mark.parametrize(
@@ -57,7 +67,9 @@ def test_verify_accuracy_passes_for_each_fusion(script: str, run):
         ("tiny_openfold_v2", "blocks.0.tri_mul_out.linear_b_g.weight"),
     ],
 )
-def test_verify_accuracy_fails_when_a_fused_weight_is_wrong(script: str, name: str, run, monkeypatch):
+def test_verify_accuracy_fails_when_a_fused_weight_is_wrong(
+    script: str, name: str, run, monkeypatch
+):
     module = load(script)
     build_model = module.build_model
 
@@ -82,7 +94,9 @@ def test_verify_accuracy_fails_when_a_fused_weight_is_wrong(script: str, name: s
         ("tiny_openfold_v2", "blocks.0.tri_mul_in.linear_a_g.bias"),
     ],
 )
-def test_verify_accuracy_names_a_gradient_that_is_zero(script: str, name: str, argv: list[str], run, monkeypatch):
+def test_verify_accuracy_names_a_gradient_that_is_zero(
+    script: str, name: str, argv: list[str], run, monkeypatch
+):
     module = load(script)
     values_of = module.values_of
 
@@ -101,7 +115,9 @@ def test_verify_accuracy_names_a_gradient_that_is_zero(script: str, name: str, a
 
 
 @pytest.mark.parametrize("error", ["output", "gradient", "no gradient", "nan"])
-def test_verify_accuracy_fails_when_an_operation_is_wrong(error: str, run, monkeypatch: pytest.MonkeyPatch):
+def test_verify_accuracy_fails_when_an_operation_is_wrong(
+    error: str, run, monkeypatch: pytest.MonkeyPatch
+):
     attention = torch.nn.functional.scaled_dot_product_attention
 
     def wrong(q: torch.Tensor, *args: object, **options: object) -> torch.Tensor:

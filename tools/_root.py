@@ -1,7 +1,7 @@
 """Put the repository's root on sys.path: programs in a folder then import as those in the root do.
 
-Each folder of programs has this file, and its programs import it first. All copies are the same; the one in the root is
-for who imports a program from outside, such as a test.
+Each folder of programs has this file, and its programs import it first. All copies are the same;
+the one in the root is for who imports a program from outside, such as a test.
 """
 
 import sys

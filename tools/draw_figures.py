@@ -1,20 +1,22 @@
 #!/usr/bin/env python3
-"""Draws the figures of docs/figures: SVG for pages and, on request, PNG without the headline for slides.
+"""Draws the figures of docs/figures: SVG for pages and, on request, PNG without the headline for
+slides.
 
-Whatever number a figure shows is read from a file in results/, but for the sizes of memories, which are the vendors'.
-A figure whose file is not there is left out, and named.
+Whatever number a figure shows is read from a file in results/, but for the sizes of memories, which
+are the vendors'. A figure whose file is not there is left out, and named.
 
 Examples:
   python tools/draw_figures.py                               all figures into docs/figures
   python tools/draw_figures.py add_relu attention --png      two of them, as PNG for slides too
   python tools/draw_figures.py --output /tmp/figures         elsewhere, to look at
-  python tools/draw_figures.py --contact-sheet /tmp/all.png  all of them in one picture, as wide as half a page each
+  python tools/draw_figures.py --contact-sheet /tmp/all.png  all of them in one picture
 """
 
 from __future__ import annotations
 
 import _root
 
+import argparse
 import json
 import math
 import sys
@@ -31,7 +33,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Circle, FancyArrowPatch, Rectangle
 from matplotlib.transforms import Bbox
 
-from workshop.cli import documented_parser, print_notes, run_tool
+from workshop.cli import Parser, ToolError, documented_parser, print_notes, program
 from workshop.files import ROOT
 
 PROG = Path(__file__).name
@@ -43,7 +45,11 @@ STYLE = {  # of the files
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "figures",  # the same file each time
     "font.family": "sans-serif",
-    "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial"],  # Verdana, where the first is missing, is as wide
+    "font.sans-serif": [
+        "DejaVu Sans",
+        "Verdana",
+        "Arial",
+    ],  # Verdana, where the first is missing, is as wide
     "path.simplify": False,
 }
 WIDTH = 800  # of every figure; a unit is a pixel of the page, and a point of a font
@@ -52,7 +58,10 @@ TITLE, BODY, SMALL = 26, 20, 18  # nothing is smaller, so half a page's width is
 
 # Okabe and Ito's colours, which differ for colour-blind readers, too.
 INK, GREY, FAINT, PALE, WHITE = "#1a1a1a", "#5f6368", "#a8adb2", "#ececec", "#ffffff"
-BLUE, SKY, GREEN, ORANGE, RED, PURPLE = "#0072b2", "#56b4e9", "#009e73", "#e69f00", "#d55e00", "#aa4499"
+BLUE, SKY, GREEN, ORANGE, RED, PURPLE = (
+    *("#0072b2", "#56b4e9", "#009e73"),
+    *("#e69f00", "#d55e00", "#aa4499"),
+)
 VERSION = {"V1": "#8a8f94", "V2": SKY, "V3": BLUE, "V4": RED}
 
 
@@ -83,7 +92,13 @@ class Sheet:
         self.axes.axis("off")
         self.text(20, 30, title, size=TITLE, weight="bold", ha="left")
 
-    def text(self, x: float, y: float, words: str, size: int = BODY, color: str = INK, **more) -> None:
+    def note(self, y: float, words: str, x: float = 400, ha: str = "center") -> None:
+        """Small words in grey."""
+        self.text(x, y, words, SMALL, GREY, ha=ha)
+
+    def text(
+        self, x: float, y: float, words: str, size: int = BODY, color: str = INK, **more
+    ) -> None:
         """Words around a point; `ha` and `va` say which side of them is there."""
         options = {"ha": "center", "linespacing": 1.3, **more}
         if "va" not in options:  # neighbours stand on one line, whatever their letters
@@ -110,18 +125,17 @@ class Sheet:
         if words:
             self.text(x + width / 2, y + height / 2, words, size, color, weight=weight)
 
-    def arrow(self, x: float, y: float, to_x: float, to_y: float, color: str = INK, width: float = 3, **more) -> None:
-        """From one point to another."""
+    def arrow(self, *places: float, color: str = INK, width: float = 3) -> None:
+        """From one point to another: x, y, x, y."""
         head = f"-|>,head_length={2.5 + 1.6 * width},head_width={1.5 + 1.0 * width}"
-        options = {"arrowstyle": head, "mutation_scale": 1, "shrinkA": 0, "shrinkB": 0, **more}
-        self.axes.add_patch(
-            FancyArrowPatch((x, y), (to_x, to_y), color=color, linewidth=width, joinstyle="miter", **options)
-        )
+        options = {"arrowstyle": head, "mutation_scale": 1, "shrinkA": 0, "shrinkB": 0}
+        style = {"color": color, "linewidth": width, "joinstyle": "miter"}
+        self.axes.add_patch(FancyArrowPatch(places[:2], places[2:], **style, **options))
 
-    def line(self, x: float, y: float, to_x: float, to_y: float, color: str = GREY, width: float = 1.5, **more) -> None:
-        """A straight line."""
+    def line(self, *places: float, color: str = GREY, width: float = 1.5, **more) -> None:
+        """A straight line between two points: x, y, x, y."""
         options = {"solid_capstyle": "butt", "zorder": 1, **more}  # under what is drawn later
-        self.axes.plot([x, to_x], [y, to_y], color=color, linewidth=width, **options)
+        self.axes.plot(places[::2], places[1::2], color=color, linewidth=width, **options)
 
     def save(self, folder: Path, name: str, png: bool) -> list[Path]:
         """Write it as SVG, and as PNG without its headline; returns the paths."""
@@ -131,15 +145,16 @@ class Sheet:
             if png:
                 paths.append(folder / f"{name}.png")
                 inches = Bbox([[0, 0], [WIDTH / 72, (self.height - HEADLINE) / 72]])
-                self.figure.savefig(paths[1], dpi=180, bbox_inches=inches, metadata={"Software": None})
+                options = {"bbox_inches": inches, "metadata": {"Software": None}}
+                self.figure.savefig(paths[1], dpi=180, **options)
         return paths
 
 
 def where_numbers_live() -> Sheet:
     """Registers, shared memory, caches, HBM: sizes and rates of the two GPUs.
 
-    Sources: NVIDIA H100 Tensor Core GPU Architecture (SXM5); ROCm's "AMD GPU specifications" and AMD's CDNA 3 white
-    paper (MI300X).
+    Sources: NVIDIA H100 Tensor Core GPU Architecture (SXM5); ROCm's "AMD GPU specifications" and
+    AMD's CDNA 3 white paper (MI300X).
     """
     sheet = Sheet("Where numbers live", 480)
     levels = (
@@ -149,20 +164,18 @@ def where_numbers_live() -> Sheet:
         ("Infinity Cache", "–", "256 MB, 17 TB/s", SKY),
         ("HBM", "80 GB, 3.35 TB/s", "192 GB, 5.3 TB/s", BLUE),
     )
-    for x, name, units in ((465, "H100", "132 multiprocessors"), (685, "MI300X", "304 compute units")):
+    gpus = (465, "H100", "132 multiprocessors"), (685, "MI300X", "304 compute units")
+    for x, name, units in gpus:
         sheet.text(x, 76, name, weight="bold")
-        sheet.text(x, 102, units, SMALL, GREY)
+        sheet.note(102, units, x)
     for index, (name, h100, mi300x, color) in enumerate(levels):
         y, half = 122 + 54 * index + (24 if index > 1 else 0), 108 + 11 * index
         sheet.box(185 - half, y, 2 * half, 46, tint(color, 0.35), name, edge=color)
         sheet.text(465, y + 23, h100)
         sheet.text(685, y + 23, mi300x)
     sheet.line(20, 238, 780, 238, color=INK, linestyle=(0, (4, 3)))
-    for y, words in (
-        (432, "Above the line a number is lost when its kernel ends."),
-        (460, "What the next kernel needs goes through what is below."),
-    ):
-        sheet.text(20, y, words, ha="left")
+    sheet.text(20, 432, "Above the line a number is lost when its kernel ends.", ha="left")
+    sheet.text(20, 460, "What the next kernel needs goes through what is below.", ha="left")
     return sheet
 
 
@@ -193,14 +206,9 @@ def add_relu() -> Sheet:
         count = round(row["bytes"] / size)
         sheet.text(x, 344, f"{count} × 4 = {4 * count} bytes a number")
         sheet.text(x, 384, f"{row['us']:.0f} µs", size=TITLE, weight="bold")
-    sheet.text(
-        400,
-        430,
-        f"predicted {two['bytes'] / one['bytes']:.2f}x, measured {two['us'] / one['us']:.2f}x"
-        f"  (H100, {size / 4e6:.0f} million numbers)",
-        size=SMALL,
-        color=GREY,
-    )
+    predicted, measured = (two[key] / one[key] for key in ("bytes", "us"))
+    ratios = f"predicted {predicted:.2f}x, measured {measured:.2f}x"
+    sheet.note(430, f"{ratios}  (H100, {size / 4e6:.0f} million numbers)")
     return sheet
 
 
@@ -211,28 +219,30 @@ def merged_gemms() -> Sheet:
         sheet.text(x, 84, name, weight="bold")
     sheet.line(400, 76, 400, 470, color=PALE, width=3)
 
-    def group(top: float, parts: tuple[tuple[str, float], ...], merged: str) -> None:
+    def group(top: float, *parts: tuple[str, float]) -> None:
         height = sum(size for _, size in parts)
         middle = top + height / 2
         for left, apart in ((20, True), (420, False)):
             sheet.box(left, middle - 38, 60, 76, tint(BLUE, 0.3), "x", edge=BLUE, weight="bold")
             y = top
             for name, size in parts:
-                gap = 8 if apart else 0
-                inner = size - gap
-                sheet.box(left + 160, y + gap / 2, 95, inner, tint(ORANGE, 0.45), f"W {name}", edge=ORANGE)
-                sheet.box(left + 305, y + gap / 2, 50, inner, tint(GREEN, 0.35), name, edge=GREEN)
+                gap, half = 8 if apart else 0, y + size / 2
+                weight, result = tint(ORANGE, 0.45), tint(GREEN, 0.35)
+                place = y + gap / 2
+                sheet.box(left + 160, place, 95, size - gap, weight, f"W {name}", edge=ORANGE)
+                sheet.box(left + 305, place, 50, size - gap, result, name, edge=GREEN)
                 if apart:
-                    sheet.arrow(left + 64, middle + (y + size / 2 - middle) * 0.3, left + 156, y + size / 2, BLUE, 4)
-                    sheet.arrow(left + 259, y + size / 2, left + 301, y + size / 2, GREY, 3)
+                    start = middle + (half - middle) * 0.3
+                    sheet.arrow(left + 64, start, left + 156, half, color=BLUE, width=4)
+                    sheet.arrow(left + 259, half, left + 301, half, color=GREY)
                 y += size
             if not apart:
-                sheet.arrow(left + 64, middle, left + 156, middle, BLUE, 7)
-                sheet.arrow(left + 259, middle, left + 301, middle, GREY, 3)
+                sheet.arrow(left + 64, middle, left + 156, middle, color=BLUE, width=7)
+                sheet.arrow(left + 259, middle, left + 301, middle, color=GREY)
                 sheet.box(left + 160, top, 95, height, "none", edge=INK, linewidth=3)
 
-    group(112, (("q", 74), ("k", 46), ("v", 46)), "qkv")
-    group(310, (("gate", 78), ("up", 78)), "gate up")
+    group(112, ("q", 74), ("k", 46), ("v", 46))
+    group(310, ("gate", 78), ("up", 78))
     sheet.text(20, 503, "saved:", ha="left", weight="bold", color=BLUE)
     sheet.text(160, 503, "reading x again, a launch for each GEMM but one", ha="left")
     sheet.text(20, 535, "not saved:", ha="left", weight="bold", color=RED)
@@ -242,7 +252,10 @@ def merged_gemms() -> Sheet:
 
 def attention() -> Sheet:
     """Flash attention: tiles of the scores on the chip, an online softmax, and what is kept."""
-    memory = {row["side"]: row for row in read(H100 / "memory.json")["rows"] if row["seq_len"] == 2048}
+    scores, flash = (
+        row_of(H100 / "memory.json", side=side, seq_len=2048)["peak_mb"] / 1e3
+        for side in ("scores", "flash")
+    )
     sheet = Sheet("Attention without the matrix", 500)
     left, top, tile, count = 104, 140, 54, 5
     size = tile * count
@@ -250,32 +263,28 @@ def attention() -> Sheet:
     sheet.box(46, top, 46, size, tint(BLUE, 0.3), edge=BLUE)
     sheet.box(left, top, size, size, WHITE, edge=GREY, linestyle=(0, (4, 3)))
     for i in range(1, count):
-        sheet.line(left, top + i * tile, left + size, top + i * tile, PALE)
-        sheet.line(left + i * tile, top, left + i * tile, top + size, PALE)
+        sheet.line(left, top + i * tile, left + size, top + i * tile, color=PALE)
+        sheet.line(left + i * tile, top, left + i * tile, top + size, color=PALE)
     y = top + 2 * tile
     sheet.box(46, y, 46, tile, BLUE, "q", edge=BLUE, color=WHITE, weight="bold")
     for i, fill in enumerate((tint(ORANGE, 0.25), tint(ORANGE, 0.25), ORANGE)):
         sheet.box(left + i * tile, y, tile, tile, fill, edge=ORANGE)
     sheet.box(left + 2 * tile, 86, tile, 42, BLUE, "k, v", edge=BLUE, color=WHITE, weight="bold")
-    sheet.arrow(left + 3 * tile + 8, y + tile / 2, left + 5 * tile - 4, y + tile / 2, ORANGE, 5)
+    ends = left + 3 * tile + 8, y + tile / 2, left + 5 * tile - 4, y + tile / 2
+    sheet.arrow(*ends, color=ORANGE, width=5)
     sheet.text(left + size / 2, top + size + 30, "S × S scores: never in memory", color=GREY)
 
     x = 416
     sheet.text(x, 106, "for each tile, on the chip", ha="left", weight="bold", color="#9a6a00")
-    for i, words in enumerate(("scores = q · k", "new maximum? rescale the sums", "add exp(scores) and its v")):
+    steps = "scores = q · k", "new maximum? rescale the sums", "add exp(scores) and its v"
+    for i, words in enumerate(steps):
         sheet.text(x, 142 + 34 * i, f"{i + 1}.  {words}", ha="left")
     sheet.text(x, 270, "kept for the backward pass", ha="left", weight="bold", color=BLUE)
     sheet.text(x, 306, "q, k, v and the result", ha="left")
     sheet.text(x, 340, "one number per row of scores", ha="left")
     sheet.text(x, 374, "the scores: computed again", ha="left")
-    scores, flash = (memory[name]["peak_mb"] / 1e3 for name in ("scores", "flash"))
-    sheet.text(
-        400,
-        474,
-        f"TinyLlama, 2048 tokens, peak memory on an H100: {scores:.1f} GB → {flash:.1f} GB",
-        size=SMALL,
-        color=GREY,
-    )
+    gb = f"{scores:.1f} GB → {flash:.1f} GB"
+    sheet.note(474, f"TinyLlama, 2048 tokens, peak memory on an H100: {gb}")
     return sheet
 
 
@@ -284,50 +293,37 @@ def triton_grid() -> Sheet:
     sheet = Sheet("A grid of programs", 500)
     colors = (SKY, ORANGE, GREEN, "#cc79a7", GREY)
     sheet.text(20, 84, "relu(x + y): 10 numbers, BLOCK = 4", ha="left", weight="bold")
-    cell, top = 56, 132
+
+    def cell(x: float, y: float, width: float, height: float, of: int | None, words="") -> None:
+        """A number of a program, or one that is masked."""
+        if of is None:
+            masked = {"hatch": "//", "linestyle": (0, (3, 2))}
+            sheet.box(x, y, width, height, WHITE, edge=FAINT, **masked)
+        else:
+            sheet.box(x, y, width, height, tint(colors[of], 0.5), words)
+
     for i in range(12):
-        color, inside = colors[i // 4], i < 10
-        x = 20 + cell * i + 12 * (i // 4)
-        more = {} if inside else {"hatch": "//", "linestyle": (0, (3, 2))}
-        sheet.box(
-            x,
-            top,
-            cell,
-            cell,
-            tint(color, 0.5) if inside else WHITE,
-            str(i) if inside else "",
-            edge=INK if inside else FAINT,
-            **more,
-        )
-    for program in range(3):
-        sheet.text(20 + 236 * program + 112, 114, f"program {program}", size=SMALL, color=GREY)
-    sheet.arrow(662, 238, 662, 196, RED, 4)
+        x = 20 + 56 * i + 12 * (i // 4)
+        cell(x, 132, 56, 56, i // 4 if i < 10 else None, str(i))
+    for i in range(3):
+        sheet.note(114, f"program {i}", 132 + 236 * i)
+    sheet.arrow(662, 238, 662, 196, color=RED, width=4)
     sheet.text(780, 254, "mask = at < 10: do not touch", ha="right", color=RED)
     sheet.text(20, 254, "at = program × 4 + 0, 1, 2, 3", ha="left")
 
     sheet.text(20, 308, "norm: a row each, 6 columns, BLOCK = 8", ha="left", weight="bold")
-    width, height = 48, 34
     for r in range(4):
-        y = 332 + r * (height + 4)
-        sheet.text(112, y + height / 2, f"program {r}", size=SMALL, color=GREY)
+        y = 332 + 38 * r
+        sheet.note(y + 17, f"program {r}", 112)
         for c in range(8):
-            inside = c < 6
-            more = {} if inside else {"hatch": "//", "linestyle": (0, (3, 2))}
-            sheet.box(
-                180 + c * width,
-                y,
-                width,
-                height,
-                tint(colors[r], 0.5) if inside else WHITE,
-                edge=INK if inside else FAINT,
-                **more,
-            )
+            cell(180 + 48 * c, y, 48, 34, r if c < 6 else None)
     sheet.text(576, 372, "load the row once,\nadd up its squares,\nscale, store", ha="left")
     sheet.text(576, 452, "masked: 0 in the sum", ha="left", color=RED, size=SMALL)
     return sheet
 
 
-NORM = (("x²", "rw"), ("mean", "r"), ("× 1/√", "rw"), ("× w", "rw"))  # V1's kernels: what each reads and writes
+# V1's kernels: what each reads and writes
+NORM = (("x²", "rw"), ("mean", "r"), ("× 1/√", "rw"), ("× w", "rw"))
 
 
 def residual_norm() -> Sheet:
@@ -341,7 +337,8 @@ def residual_norm() -> Sheet:
 
     def arrow(x: float, kind: str, name: str = "") -> None:
         ends = (memory, 194) if kind == "r" else (194, memory)
-        sheet.arrow(x, ends[0], x, ends[1], BLUE if kind == "r" else RED, 4)
+        color = BLUE if kind == "r" else RED
+        sheet.arrow(x, ends[0], x, ends[1], color=color, width=4)
         sheet.text(x + 8, 240, name, ha="left")
 
     sheet.text(245, 84, "V1", weight="bold")
@@ -364,7 +361,9 @@ def residual_norm() -> Sheet:
     for x, row in ((245, formula), (645, kernel)):
         sheet.text(x, 402, f"norm alone: {row['us']:.0f} µs", TITLE - 2, weight="bold")
     mb = kernel["bytes"] / 2e6
-    sheet.text(400, 452, f"an arrow is a tensor read or written; H100, {mb:.0f} MB each", SMALL, GREY)
+    sheet.text(
+        400, 452, f"an arrow is a tensor read or written; H100, {mb:.0f} MB each", SMALL, GREY
+    )
     return sheet
 
 
@@ -373,7 +372,16 @@ def evoformer_inputs() -> Sheet:
     sheet = Sheet("What the Evoformer works on", 460)
     sheet.text(140, 84, "MSA", weight="bold")
     family = ("MKVLAE", "MRVLSE", "MKILAD", "MKVMAE")
-    fills = {"M": SKY, "K": ORANGE, "R": "#cc79a7", "V": GREEN, "I": "#f0e442", "L": BLUE, "A": GREY, "E": RED}
+    fills = {
+        "M": SKY,
+        "K": ORANGE,
+        "R": "#cc79a7",
+        "V": GREEN,
+        "I": "#f0e442",
+        "L": BLUE,
+        "A": GREY,
+        "E": RED,
+    }
     for r, sequence in enumerate(family):
         for c, letter in enumerate(sequence):
             fill = tint(fills.get(letter, PURPLE), 0.4)
@@ -384,19 +392,33 @@ def evoformer_inputs() -> Sheet:
     chosen = {(1, 4): RED, (1, 2): BLUE, (4, 2): ORANGE}
     for r in range(n):
         for c in range(n):
-            sheet.box(left + cell * c, top + cell * r, cell, cell, chosen.get((r, c), tint(GREY, 0.12)), edge=WHITE)
+            sheet.box(
+                left + cell * c,
+                top + cell * r,
+                cell,
+                cell,
+                chosen.get((r, c), tint(GREY, 0.12)),
+                edge=WHITE,
+            )
     for (r, c), name in (((1, 4), "ij"), ((1, 2), "ik"), ((4, 2), "jk")):
-        sheet.text(left + cell * (c + 0.5), top + cell * (r + 0.5), name, SMALL, WHITE, weight="bold")
-    sheet.text(400, 322, "for every two residues\ni and j: a vector on\nhow they relate", SMALL, va="top")
+        sheet.text(
+            left + cell * (c + 0.5), top + cell * (r + 0.5), name, SMALL, WHITE, weight="bold"
+        )
+    sheet.text(
+        400, 322, "for every two residues\ni and j: a vector on\nhow they relate", SMALL, va="top"
+    )
     sheet.text(660, 84, "triangle", weight="bold")
     corners = {"i": (560, 270), "j": (760, 270), "k": (660, 130)}
     for a, b, color in (("i", "j", RED), ("i", "k", BLUE), ("j", "k", ORANGE)):
         sheet.line(*corners[a], *corners[b], color=color, width=6)
     for name, (x, y) in corners.items():
-        sheet.axes.add_patch(Circle((x, y), 20, facecolor=WHITE, edgecolor=INK, linewidth=2, zorder=5))
+        style = {"facecolor": WHITE, "edgecolor": INK, "linewidth": 2, "zorder": 5}
+        sheet.axes.add_patch(Circle((x, y), 20, **style))
         sheet.text(x, y, name, weight="bold", zorder=6)
-    sheet.text(660, 322, "ij is updated from\nik and jk, for all k:\nwork grows as N³", SMALL, va="top")
-    sheet.text(400, 430, "What mutates together often touches: the MSA feeds the pair.", weight="bold")
+    words = "ij is updated from\nik and jk, for all k:\nwork grows as N³"
+    sheet.text(660, 322, words, SMALL, va="top")
+    words = "What mutates together often touches: the MSA feeds the pair."
+    sheet.text(400, 430, words, weight="bold")
     return sheet
 
 
@@ -429,15 +451,15 @@ def evoformer_block() -> Sheet:
         for x, width, words, color in ((340, 176, v2, GREEN), (528, 252, v3, BLUE)):
             fill = tint(color, 0.3) if words else tint(GREY, 0.06)
             sheet.box(x, y, width, 38, fill, words, edge=None, size=SMALL)
-    sheet.text(400, 522, "V3 also makes every layer norm one kernel", SMALL, GREY)
+    sheet.note(522, "V3 also makes every layer norm one kernel")
     return sheet
 
 
 def two_streams() -> Sheet:
-    """V4's backward pass: gradients of activations as a chain, gradients of weights and updates beside it."""
-    study = [row for row in read(H100 / "ablation_tiny_llama_v4.json")["rows"] if row["precision"] == "bf16"]
-    alone = next(row for row in study if row["on"] == ["overlap"])
-    none = next(row for row in study if not row["on"] and row["group"] == alone["group"])
+    """V4's backward pass: gradients of activations as a chain, weights and updates beside."""
+    study = H100 / "ablation_tiny_llama_v4.json"
+    alone = row_of(study, precision="bf16", on=["overlap"])
+    none = row_of(study, precision="bf16", on=[], group=alone["group"])
     sheet = Sheet("V4's backward pass: only the chain must wait", 470)
     layers = (8, 7, 6, 5)
     chain, rest, height = 72, 58, 52
@@ -464,28 +486,25 @@ def two_streams() -> Sheet:
     x = 20 + chain
     for i, layer in enumerate(layers):
         start = max(x, 20 + chain * (i + 1))
-        sheet.arrow(20 + chain * (i + 1) - 10, 280, start + 14, 306, GREY, 2)
+        sheet.arrow(20 + chain * (i + 1) - 10, 280, start + 14, 306, color=GREY, width=2)
         for kind in ("dW", "upd"):
             box(start, 308, kind, layer)
             start += rest
         x = start
     sheet.line(x, 228, x, 372, color=INK, linestyle=(0, (4, 3)))
     sheet.line(end, 112, end, 372, color=INK, linestyle=(0, (4, 3)))
-    sheet.arrow(end - 4, 340, x + 6, 340, GREEN, 4)
-    for x, words, color in (
-        (20, "dx: activations", BLUE),
-        (250, "dW: weights", "#9a6a00"),
-        (440, "upd: AdamW", PURPLE),
-    ):
-        sheet.text(x, 402, words, ha="left", color=color, weight="bold")
+    sheet.arrow(end - 4, 340, x + 6, 340, color=GREEN, width=4)
+    sheet.text(20, 402, "dx: activations", color=BLUE, ha="left", weight="bold")
+    sheet.text(250, 402, "dW: weights", color="#9a6a00", ha="left", weight="bold")
+    sheet.text(440, 402, "upd: AdamW", color=PURPLE, ha="left", weight="bold")
     times = f"{none['batch_ms']:.2f} → {alone['batch_ms']:.2f} ms"
     words = f"lengths are a sketch; measured: {times} a step (small TinyLlama, bf16)"
-    sheet.text(20, 442, words, SMALL, GREY, ha="left")
+    sheet.note(442, words, 20, "left")
     return sheet
 
 
 def plot(sheet: Sheet, x: float, y: float, width: float, height: float, **settings) -> Axes:
-    """Axes inside the figure, whose plotting area has this upper left corner and size, in pixels."""
+    """Axes inside the figure, whose plotting area has this corner and size in pixels."""
     place = (x / WIDTH, 1 - (y + height) / sheet.height, width / WIDTH, height / sheet.height)
     axes = sheet.figure.add_axes(place)
     axes.set(**settings)
@@ -498,7 +517,7 @@ def plot(sheet: Sheet, x: float, y: float, width: float, height: float, **settin
 
 
 def contact_sheet(sheets: Iterable[Sheet], path: Path, columns: int = 4) -> None:
-    """Write the figures as one PNG, each 400 pixels wide, below each other in columns of about the same height."""
+    """Write the figures as one PNG, each 400 pixels wide, in columns of about the same height."""
     stacks: list[list[np.ndarray]] = [[] for _ in range(columns)]
     for sheet in sheets:
         with matplotlib.rc_context(STYLE):
@@ -510,7 +529,8 @@ def contact_sheet(sheets: Iterable[Sheet], path: Path, columns: int = 4) -> None
         stack.append(np.pad(picture, ((0, 20), (0, 20), (0, 0)), constant_values=200))
     whole = [np.concatenate(stack) for stack in stacks if stack]
     height = max(map(len, whole))
-    whole = [np.pad(part, ((0, height - len(part)), (0, 0), (0, 0)), constant_values=200) for part in whole]
+    below = [((0, height - len(part)), (0, 0), (0, 0)) for part in whole]
+    whole = [np.pad(*each, constant_values=200) for each in zip(whole, below, strict=True)]
     matplotlib.image.imsave(path, np.concatenate(whole, axis=1))
 
 
@@ -518,15 +538,16 @@ Point = tuple[float, float]  # under a roofline: FLOP per byte, TFLOP/s
 
 
 def under_the_roof(run: dict, arrows: dict[str, tuple]) -> Sheet:
-    """The roofline of a run, with an arrow for each name: V1, V4, colour, and where its name goes."""
+    """The roofline of a run, with an arrow for each name: V1, V4, colour, place of its name."""
     sheet = Sheet("The roofline that moves", 500)
-    ceilings, device = run["ceilings"], run["environment"]["device_name"].partition("GB")[0].rpartition(" ")[0]
+    ceilings = run["ceilings"]
+    device = run["environment"]["device_name"].partition("GB")[0].rpartition(" ")[0]
     tflops, rate = ceilings["gemm_tflops"], ceilings["copy_gb_per_s"] / 1e3
     points = [point for before, after, *_ in arrows.values() for point in (before, after)]
     left, right = min(x for x, _ in points) / 2.3, 3.8 * tflops / rate
     bottom, top = min(y for _, y in points) / 1.75, 1.4 * tflops
-    axes = plot(sheet, 96, 76, 660, 320, xscale="log", yscale="log", xlim=(left, right), ylim=(bottom, top))
-    axes.set(xlabel="FLOP per byte", ylabel="TFLOP/s")
+    axes = plot(sheet, 96, 76, 660, 320, xscale="log", yscale="log")
+    axes.set(xlim=(left, right), ylim=(bottom, top), xlabel="FLOP per byte", ylabel="TFLOP/s")
     axes.plot([left, tflops / rate, right], [left * rate, tflops, tflops], color=INK, linewidth=3)
     axes.text(0.95 * right, tflops * 1.1, "arithmetic", fontsize=SMALL, ha="right", color=INK)
     start, end = axes.transData.transform([(left, left * rate), (tflops / rate, tflops)])
@@ -538,45 +559,28 @@ def under_the_roof(run: dict, arrows: dict[str, tuple]) -> Sheet:
     for name, (before, after, color, offset) in arrows.items():
         head = {"arrowstyle": "-|>,head_length=0.9,head_width=0.45", "shrinkA": 8, "shrinkB": 8}
         axes.annotate("", after, before, arrowprops={"color": color, "linewidth": 4, **head})
+        style = {"markersize": 14, "markeredgecolor": color, "markeredgewidth": 3}
         for (x, y), fill in ((before, WHITE), (after, color)):
-            axes.plot(x, y, "o", markersize=14, markerfacecolor=fill, markeredgecolor=color, markeredgewidth=3)
+            axes.plot(x, y, "o", markerfacecolor=fill, **style)
         middle = (before[0] * after[0]) ** 0.5, (before[1] * after[1]) ** 0.5
         label = {"fontsize": SMALL, "color": color, "va": "center", "weight": "bold"}
         axes.annotate(name, middle, xytext=offset, textcoords="offset points", **label)
     for axis, low, high in ((axes.xaxis, left, right), (axes.yaxis, bottom, top)):
         digits = (1, 2, 5) if high < 150 * low else (1,)
-        ticks(axis, [mark for power in range(-4, 5) for d in digits if low < (mark := d * 10.0**power) < high])
-    words = f"○ V1, ● V4: same arithmetic, fewer bytes; TinyLlama, {ceilings['precision']}, {device}"
-    sheet.text(400, 476, words, SMALL, GREY)
+        marks = [digit * 10.0**power for power in range(-4, 5) for digit in digits]
+        ticks(axis, [mark for mark in marks if low < mark < high])
+    words = "○ V1, ● V4: same arithmetic, fewer bytes"
+    sheet.note(476, f"{words}; TinyLlama, {ceilings['precision']}, {device}")
     return sheet
 
 
 def roofline() -> Sheet:
     """Where norms, attention and MLP stand under the roof, in V1 and in V4.
 
-    While they are not measured by module: the matrix products and the whole step.
+    Of a forward pass; a norm and its residual are 5 FLOPs a number.
     """
-    modules = [H100 / f"roofline/bf16/tiny_llama_{version}_flops.json" for version in ("v1", "v4")]
-    if all(path.exists() for path in modules):
-        return roofline_modules(*map(read, modules))
-    data = read(H100 / "roofline_llama_v1_v4.json")
-    flop = data["rows"][0]["flop"]
-
-    def place(version: str, groups: tuple[str, ...] = ()) -> Point:
-        rows = [r for r in data["rows"] if r["script"].endswith(version) and (not groups or r["group"] in groups)]
-        moved, ms = (sum(row[key] for row in rows) for key in ("bytes", "ms"))
-        return flop / moved, flop / ms / 1e9
-
-    products = ("gemm", "attention")
-    arrows = {
-        "whole step": (place("v1"), place("v4"), RED, (12, -22)),
-        "GEMMs and attention": (place("v1", products), place("v4", products), BLUE, (-20, -26)),
-    }
-    return under_the_roof(data["runs"][0], arrows)
-
-
-def roofline_modules(v1: dict, v4: dict) -> Sheet:
-    """The parts of a forward pass; a norm and its residual are 5 FLOPs a number."""
+    folder = H100 / "roofline/bf16"
+    v1, v4 = (read(folder / f"tiny_llama_{version}_flops.json") for version in ("v1", "v4"))
     config, batch = v1["config"], v1["training"]["batch_size"]
     numbers = batch * config["seq_len"] * config["hidden_dim"] * (2 * config["num_layers"] + 1)
 
@@ -620,7 +624,8 @@ def versions() -> Sheet:
     for row in read(H100 / "fastest.json")["rows"]:
         if (row["precision"], row["side"]) == ("bf16", "V4"):
             times[row["shape"]]["V4"] = row["batch_ms"]
-    heights = [66 + 40 * max(map(len, pair)) for pair in zip(*[iter(times.values())] * 2, strict=True)]
+    bars = [len(of_shape) for of_shape in times.values()]
+    heights = [66 + 40 * max(pair) for pair in zip(bars[::2], bars[1::2], strict=True)]
     sheet = Sheet("One training step, bf16, as one graph: milliseconds", 106 + sum(heights))
     for i, (shape, title) in enumerate(shapes.items()):
         left, top = 20 + 395 * (i % 2), 76 + sum(heights[: i // 2])
@@ -629,14 +634,15 @@ def versions() -> Sheet:
             y, width = top + 36 + 40 * j, 240 * ms / times[shape]["V1"]
             sheet.text(left, y + 16, version, ha="left")
             sheet.box(left + 42, y, width, 33, VERSION[version], edge=None)
-            sheet.text(left + 52 + width, y + 16, f"{ms:.2f}" if ms < 10 else f"{ms:.1f}", ha="left")
+            number = f"{ms:.2f}" if ms < 10 else f"{ms:.1f}"
+            sheet.text(left + 52 + width, y + 16, number, ha="left")
     words = "one NVIDIA H100, medians of five turns; V4 was measured in turns with V3"
-    sheet.text(20, sheet.height - 24, words, SMALL, GREY, ha="left")
+    sheet.note(sheet.height - 24, words, 20, "left")
     return sheet
 
 
 def attention_memory() -> Sheet:
-    """Peak memory against length, with the scores in memory and without, as START.md's readers measure it."""
+    """Peak memory against length, with the scores in memory and without, as in START.md."""
     study = read(CPU / "attention_memory.json")
     lengths = [row["length"] for row in study["rows"]]
     sheet = Sheet("Memory of attention: quadratic and linear", 470)
@@ -646,13 +652,15 @@ def attention_memory() -> Sheet:
         ("fused", "fused", BLUE, "s", 34),
     ):
         mb = [row[name] / 1e6 for row in study["rows"]]
-        axes.plot(lengths, mb, color=color, marker=marker, linewidth=4, markersize=10, clip_on=False)
+        style = {"linewidth": 4, "markersize": 10, "clip_on": False}
+        axes.plot(lengths, mb, color=color, marker=marker, **style)
         number = f"{mb[-1]:.0f}" if mb[-1] > 100 else f"{mb[-1]:.1f}"
-        label = {"fontsize": SMALL, "color": color, "va": "center", "weight": "bold", "linespacing": 1.3}
+        label = {"fontsize": SMALL, "color": color, "va": "center"}
+        label |= {"weight": "bold", "linespacing": 1.3}
         axes.text(lengths[-1] + 60, mb[-1] + rise, f"{words}\n{number} MB", **label)
     axes.set(xticks=lengths, xlim=(0, lengths[-1]), ylim=(0, None))
     heads = f"{study['config']['heads']} heads of {study['config']['head_dim']}"
-    sheet.text(20, 446, f"forward and backward, {heads}, float32, on a CPU", SMALL, GREY, ha="left")
+    sheet.note(446, f"forward and backward, {heads}, float32, on a CPU", 20, "left")
     return sheet
 
 
@@ -669,7 +677,7 @@ PURPOSES = (  # of memory_by_purpose.json: key, words, colour
 
 
 def memory_of_a_step() -> Sheet:
-    """Stacked bars: what memory holds when the forward pass ends, by what it is for, version by version."""
+    """Stacked bars: what memory holds when the forward pass ends, by what it is for."""
     rows = read(H100 / "memory_by_purpose.json")["rows"]
     shapes = list(dict.fromkeys(row["shape"] for row in rows))
     bars = 44 * len(rows) + 46 * len(shapes)
@@ -678,8 +686,8 @@ def memory_of_a_step() -> Sheet:
     for shape in shapes:
         same = [row for row in rows if row["shape"] == shape]
         highest = max(sum(row["parts"].values()) for row in same)
-        model = "TinyOpenFold" if "openfold" in shape else "TinyLlama"
-        sheet.text(20, y + 18, f"{model}, {shape.partition(', ')[2]}, bf16", ha="left", weight="bold")
+        name = shape.replace("tiny_openfold", "TinyOpenFold").replace("tiny_llama", "TinyLlama")
+        sheet.text(20, y + 18, f"{name}, bf16", ha="left", weight="bold")
         y += 40
         for row in same:
             sheet.text(20, y + 17, row["version"], ha="left")
@@ -702,28 +710,28 @@ KERNEL = {"GEMM": BLUE, "attention": RED, "norm": GREEN, "element-wise": ORANGE,
 
 
 def launch_timeline() -> Sheet:
-    """Two layers, forward: what the host launches and what the GPU runs, then the beginning much wider."""
+    """Two layers, forward: what the host launches, what the GPU runs; then the beginning wider."""
     study = read(H100 / "timeline.json")
     rows = study["traces"]
     graph = next(row for row in rows if not row["launches"])
-    longest, wide = (max(start + ms for row in few for _, start, ms, *_ in row["kernels"]) for few in (rows, [graph]))
+    ends = [max(start + us for _, start, us, *_ in row["kernels"]) for row in rows]
+    longest, wide = max(ends), ends[rows.index(graph)]
     below = 80 + 78 * len(rows)  # where the second part begins
     sheet = Sheet("Two layers: the host launches, the GPU runs", below + 362)
     left, right = 130, 776
 
-    def lane(name: str, top: float, height: float, end: float, events: list, color: str = "") -> None:
-        sheet.text(left - 8, top + height / 2, name, SMALL, GREY, ha="right")
+    def lane(name: str, top: float, height: float, end: float, events: list, color="") -> None:
+        sheet.note(top + height / 2, name, left - 8, "right")
         sheet.box(left, top, right - left, height, tint(GREY, 0.08), edge=None)
         scale = (right - left) / end
         for kind, start, duration, *_ in events:
-            width = min(duration, end - start) * scale
+            width, fill = min(duration, end - start) * scale, color or KERNEL[kind]
             if width > 0:
-                sheet.box(left + start * scale, top, max(width, 0.8), height, color or KERNEL[kind], edge=None)
+                sheet.box(left + start * scale, top, max(width, 0.8), height, fill, edge=None)
 
     def axis(y: float, end: float) -> None:
-        step = nice_step(end)
-        for mark in range(0, int(end) + 1, step):
-            sheet.text(left + mark * (right - left) / end, y, f"{mark} µs" if mark else "0", SMALL, GREY)
+        for mark in range(0, int(end) + 1, nice_step(end)):
+            sheet.note(y, f"{mark} µs" if mark else "0", left + mark * (right - left) / end)
 
     def pair(row: dict, y: float, end: float) -> None:
         version, _, mode = row["label"].partition(", ")
@@ -732,15 +740,16 @@ def launch_timeline() -> Sheet:
         lane("host", y, 22, end, row["launches"], GREY)
         lane("GPU", y + 26, 34, end, row["kernels"])
         if row is graph:
-            sheet.text(left + 8, y + 11, "one launch for the whole step, before this", SMALL, GREY, ha="left")
+            sheet.note(y + 11, "one launch for the whole step, before this", left + 8, "left")
 
     for i, row in enumerate(rows):
         pair(row, 66 + 78 * i, longest)
     axis(below, longest)
     edge = left + (right - left) * wide / longest
     y = below + 46
-    sheet.text(20, y, f"The first {wide:.0f} µs of it, {longest / wide:.0f} times as wide", ha="left", weight="bold")
-    sheet.line(edge, below - 14, edge, below - 24, INK, 2)
+    words = f"The first {wide:.0f} µs of it, {longest / wide:.0f} times as wide"
+    sheet.text(20, y, words, ha="left", weight="bold")
+    sheet.line(edge, below - 14, edge, below - 24, color=INK, width=2)
     for i, row in enumerate((rows[0], graph)):
         pair(row, y + 26 + 78 * i, wide)
     axis(y + 196, wide)
@@ -749,18 +758,21 @@ def launch_timeline() -> Sheet:
         sheet.text(x + 28, y + 238, kind, SMALL, ha="left")
     name = study["environment"]["device_name"].split("GB")[0]
     words = f"TinyLlama in a trace of {name} GB; the profiler slows every launch"
-    sheet.text(20, y + 286, words, SMALL, GREY, ha="left")
+    sheet.note(y + 286, words, 20, "left")
     return sheet
 
 
 def nice_step(longest: float) -> int:
     """A round distance that gives an axis of this length up to six marks."""
-    return next(step for step in (20, 50, 100, 200, 500, 1000, 2000, 5000, 10**6) if longest / step <= 6)
+    steps = (20, 50, 100, 200, 500, 1000, 2000, 5000, 10**6)
+    return next(step for step in steps if longest / step <= 6)
 
 
 def trunk() -> Sheet:
-    """Time against peak memory of 48 blocks, with all activations kept and with those of one block at a time."""
-    rows = {row["side"]: row for row in read(H100 / "trunk.json")["rows"] if row["shape"] == "128 x 256"}
+    """Time against peak memory of 48 blocks, with and without checkpoints."""
+    rows = {
+        row["side"]: row for row in read(H100 / "trunk.json")["rows"] if row["shape"] == "128 x 256"
+    }
     times = [row["batch_ms"] for row in rows.values() if "batch_ms" in row]
     sheet = Sheet("48 blocks: what recomputation is for", 600)
     axes = plot(sheet, 86, 84, 620, 370, xlabel="ms per training step", ylabel="peak memory, GB")
@@ -774,7 +786,13 @@ def trunk() -> Sheet:
         color, kept = VERSION.get(name, PURPLE), rows[name]
         x, y = again["batch_ms"], again["peak_mb"] / 1e3
         end = (kept["batch_ms"], kept["peak_mb"] / 1e3) if "batch_ms" in kept else (x, 92)
-        axes.plot([x, end[0]], [y, end[1]], color=color, linewidth=3, linestyle="-" if "batch_ms" in kept else ":")
+        axes.plot(
+            [x, end[0]],
+            [y, end[1]],
+            color=color,
+            linewidth=3,
+            linestyle="-" if "batch_ms" in kept else ":",
+        )
         axes.plot(x, y, color=color, marker="o", markersize=13, fillstyle="none", markeredgewidth=3)
         axes.plot(*end, color=color, marker="o" if "batch_ms" in kept else "^", markersize=13)
         axes.text(x + 0.025 * max(times), y + 2, name, color=color, ha="left", **label)
@@ -786,8 +804,8 @@ def trunk() -> Sheet:
 
 
 FIGURES_BY_NAME: dict[str, Callable[[], Sheet]] = {
-    draw.__name__: draw
-    for draw in (
+    figure.__name__: figure
+    for figure in (
         launch_timeline,
         where_numbers_live,
         add_relu,
@@ -807,37 +825,42 @@ FIGURES_BY_NAME: dict[str, Callable[[], Sheet]] = {
 }
 
 
-def main(argv: list[str] | None = None) -> int:
+def build_parser() -> Parser:
+    """The command line."""
     parser = documented_parser(PROG, __doc__)
-    add = parser.add_argument
-    add("names", nargs="*", metavar="NAME", help=f"of: {', '.join(FIGURES_BY_NAME)} (default: all)")
-    add("--output", type=Path, default=FIGURES, metavar="DIR", help="(default: docs/figures)")
-    add("--png", action="store_true", help="PNG for slides beside each SVG, without the headline")
-    add("--contact-sheet", type=Path, metavar="FILE.png", help="one picture of all of them, and nothing else")
-    args = parser.parse_args(argv)
+    names = f"of: {', '.join(FIGURES_BY_NAME)} (default: all)"
+    parser.add_argument("names", nargs="*", metavar="NAME", help=names)
+    there = {"type": Path, "default": FIGURES, "metavar": "DIR"}
+    parser.add_argument("--output", **there, help="(default: docs/figures)")
+    parser.add_flag("--png", "PNG for slides beside each SVG, without the headline")
+    parser.add_path("--contact-sheet", "FILE.png", "one picture of all of them, and nothing else")
+    return parser
+
+
+def draw(args: argparse.Namespace) -> int:
+    """Draw and write what is asked for; returns the exit status."""
     if unknown := set(args.names) - set(FIGURES_BY_NAME):
-        parser.error(f"no such figure: {', '.join(sorted(unknown))}")
-
-    def body() -> int:
-        sheets = {}
-        for name in args.names or FIGURES_BY_NAME:
-            try:
-                sheets[name] = FIGURES_BY_NAME[name]()
-            except FileNotFoundError as error:
-                if args.names:
-                    raise
-                print_notes(PROG, f"{name} is left out: there is no {error.filename}")
-        if args.contact_sheet:
-            contact_sheet(sheets.values(), args.contact_sheet)
-            print(args.contact_sheet)
-            return 0
-        args.output.mkdir(parents=True, exist_ok=True)
-        for name, sheet in sheets.items():
-            for path in sheet.save(args.output, name, args.png):
-                print(path)
+        raise ToolError(f"no such figure: {', '.join(sorted(unknown))}")
+    sheets = {}
+    for name in args.names or FIGURES_BY_NAME:
+        try:
+            sheets[name] = FIGURES_BY_NAME[name]()
+        except FileNotFoundError as error:
+            if args.names:
+                raise
+            print_notes(PROG, f"{name} is left out: there is no {error.filename}")
+    if args.contact_sheet:
+        contact_sheet(sheets.values(), args.contact_sheet)
+        print(args.contact_sheet)
         return 0
+    args.output.mkdir(parents=True, exist_ok=True)
+    for name, sheet in sheets.items():
+        for path in sheet.save(args.output, name, args.png):
+            print(path)
+    return 0
 
-    return run_tool(PROG, body)
+
+main = program(build_parser, draw)
 
 
 if __name__ == "__main__":

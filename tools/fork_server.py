@@ -64,7 +64,9 @@ def needs_fresh_process(argv: list[str], server: dict[str, str]) -> bool:
     with open(words[0], "rb") as file:  # Triton is imported already, with another setting
         text = file.read()
     interpreted = server.get("TRITON_INTERPRET") == "1"
-    return b'os.environ["TRITON_INTERPRET"] =' in text or (b"exercises.puzzles" in text and not interpreted)
+    return b'os.environ["TRITON_INTERPRET"] =' in text or (
+        b"exercises.puzzles" in text and not interpreted
+    )
 
 
 def ask(directory: str, argv: list[str]) -> int:
@@ -146,7 +148,9 @@ def become(argv: list[str], python: str) -> int:
             sys.modules.pop(argv[1], None)  # runpy would warn that it is imported already
             runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
         elif argv[0] in ("-c", "-"):
-            text, name = (argv.pop(1), "<string>") if argv[0] == "-c" else (sys.stdin.read(), "<stdin>")
+            text, name = (
+                (argv.pop(1), "<string>") if argv[0] == "-c" else (sys.stdin.read(), "<stdin>")
+            )
             sys.path[0], sys.argv = "", argv
             exec(compile(text, name, "exec"), {"__name__": "__main__"})
         else:

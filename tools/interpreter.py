@@ -1,8 +1,8 @@
 """Triton's interpreter in half of its time, for tests, which launch thousands of kernels in it.
 
 It replaces the functions of triton.language by its own when a kernel starts, and again for each
-function that a kernel calls: here only where that module's are not replaced yet. And it computes sums
-and products of integers twice, to find overflow, which small tensors do not have: here once.
+function that a kernel calls: here only where that module's are not replaced yet. And it computes
+sums and products of integers twice, to find overflow, which small tensors do not have: here once.
 """
 
 from __future__ import annotations

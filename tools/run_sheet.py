@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
 """Run the commands of an exercise sheet in order, and check that they print what the sheet says.
 
-All ```bash and ```python blocks of a Markdown file run one after the other, as a reader would type them: the working
-directory, variables and functions carry over from block to block. `python` is the interpreter of --python. A block
-fails if one of its commands fails, or if a phrase of the line `Prints: ...` behind it is missing from its output.
-On a machine without ROCm a block that stops for want of a ROCm tool is skipped, not failed, and so is the rest of its
-section. Nothing that a block has started outlives it.
+All ```bash and ```python blocks of a Markdown file run one after the other, as a reader would type
+them: the working directory, variables and functions carry over from block to block. `python` is the
+interpreter of --python. A block fails if one of its commands fails, or if a phrase of the line
+`Prints: ...` behind it is missing from its output. On a machine without ROCm a block that stops for
+want of a ROCm tool is skipped, not failed, and so is the rest of its section. Nothing that a block
+has started outlives it.
 
-The commands run in a scratch copy of the repository, which is removed at the end, or in --directory as it is.
+The commands run in a scratch copy of the repository, which is removed at the end, or in --directory
+as it is.
 
 Examples:
   python tools/run_sheet.py exercises/tiny_llama_v2/README.md --only "Exercise 2"
@@ -81,7 +83,10 @@ ANY_FENCE = re.compile(r"^[ \t]*(?:`{3,}|~{3,})[ ]*(?:bash|python)\b", re.MULTIL
 
 
 def parse_sheet(text: str) -> list[Block]:
-    """The runnable blocks of a Markdown file in order; ToolError names the line that breaks the rules."""
+    """The runnable blocks of a Markdown file in order;
+
+    ToolError names the line that breaks the rules.
+    """
     blocks: list[Block] = []
     exercise = section = ""
     before = None  # what stands directly before, with blank lines between at most
@@ -91,7 +96,9 @@ def parse_sheet(text: str) -> list[Block]:
             before = None
         if match["language"] in ("bash", "python"):
             reason = " ".join(before["reason"].split()) if before and before["reason"] else ""
-            blocks.append(Block(exercise, section, match["language"], line + 1, match["text"], reason))
+            blocks.append(
+                Block(exercise, section, match["language"], line + 1, match["text"], reason)
+            )
         elif match["title"] and len(match["level"]) <= 2:
             exercise, section = match["title"], ""
         elif match["title"] and len(match["level"]) == 3:
@@ -99,13 +106,17 @@ def parse_sheet(text: str) -> list[Block]:
         elif match["prints"] is not None:
             phrases = re.findall(r"`([^`]+)`", match["prints"])
             if not (phrases and before and before["language"] in ("bash", "python")):
-                raise ToolError(f"line {line}: 'Prints:' needs a bash or python block before it and `phrases`")
+                raise ToolError(
+                    f"line {line}: 'Prints:' needs a bash or python block before it and `phrases`"
+                )
             blocks[-1].phrases = phrases
         before = match
     lines = {block.line - 1 for block in blocks}
     for match in ANY_FENCE.finditer(text):
         if (line := text.count("\n", 0, match.start()) + 1) not in lines:
-            raise ToolError(f"line {line}: this block is indented, inside another one, or has no end")
+            raise ToolError(
+                f"line {line}: this block is indented, inside another one, or has no end"
+            )
     return blocks
 
 
@@ -118,18 +129,23 @@ def read_sheet(path: Path, only: str | None) -> list[Block]:
     chosen = [block for block in blocks if only is None or only.lower() in block.exercise.lower()]
     if not chosen:
         exercises = ", ".join(dict.fromkeys(block.exercise for block in blocks))
-        raise ToolError(f"{path}: no bash or python block" + (f" in {only}, only in: {exercises}" if only else ""))
+        raise ToolError(
+            f"{path}: no bash or python block"
+            + (f" in {only}, only in: {exercises}" if only else "")
+        )
     return chosen
 
 
-# Stands before each block, in one line. It restores what the block before has left and notes what this one leaves; bash
-# says that its own read-only variables cannot be set, which does not matter.
+# Stands before each block, in one line. It restores what the block before has left and notes what
+# this one leaves; bash says that its own read-only variables cannot be set, which does not matter.
 PREAMBLE = """\
 trap '{ declare -p; declare -f; } >"$0.state"' EXIT; trap 'exit 130' INT; \
 if [[ -e $0.state ]]; then source "$0.state" 2>/dev/null || true; cd "$PWD"; fi; \
 trap 'echo "line $LINENO: status $?" >&2' ERR
 """
-MISSING_TOOL = re.compile(r"^.*error: .* not found: it comes with ROCm.*|\broc[\w-]*: command not found", re.MULTILINE)
+MISSING_TOOL = re.compile(
+    r"^.*error: .* not found: it comes with ROCm.*|\broc[\w-]*: command not found", re.MULTILINE
+)
 
 
 @dataclass
@@ -167,7 +183,10 @@ class Session:
             block.status = OK
 
     def run_bash(self, file: Path, log: Path) -> int:
-        """Run a file in a process group of its own, of which nothing is left afterwards; returns the exit status."""
+        """Run a file in a process group of its own, of which nothing is left afterwards.
+
+        Returns the exit status.
+        """
         with log.open("wb") as output:
             process = subprocess.Popen(
                 ["bash", "-e", str(file)],
@@ -194,11 +213,16 @@ class Session:
 
 
 def make_environment(files: Path, args: argparse.Namespace) -> dict[str, str]:
-    """That of the blocks: `python` and `python3` are this interpreter; its programs and the stand-ins are on PATH."""
+    """That of the blocks:
+
+    `python` and `python3` are this interpreter; its programs and the stand-ins are on PATH.
+    """
     shims = files / "bin"
     shims.mkdir()
     scripts, program = "|".join(small_runs.SCRIPTS), shlex.quote(small_runs.__file__)
-    small = f'case ${{1##*/}} in\n{scripts}) set -- {program} "$@" ;;\nesac\n' if args.shrink else ""
+    small = (
+        f'case ${{1##*/}} in\n{scripts}) set -- {program} "$@" ;;\nesac\n' if args.shrink else ""
+    )
     for name in ("python", "python3"):
         (shims / name).write_text(f'#!/bin/sh\n{small}exec {shlex.quote(args.python)} "$@"\n')
         (shims / name).chmod(0o755)
@@ -219,7 +243,12 @@ def seconds_by_exercise(blocks: list[Block]) -> dict[str, float]:
 def write_summary(args: argparse.Namespace, blocks: list[Block], logs: Path) -> None:
     """summary.json beside the logs."""
     rows = [{"first_line": block.first_line, **asdict(block)} for block in blocks]
-    summary = {"sheet": str(args.sheet), "shrink": args.shrink, "seconds": seconds_by_exercise(blocks), "blocks": rows}
+    summary = {
+        "sheet": str(args.sheet),
+        "shrink": args.shrink,
+        "seconds": seconds_by_exercise(blocks),
+        "blocks": rows,
+    }
     write_text(logs / "summary.json", json.dumps(summary, indent=2) + "\n")
 
 
@@ -261,7 +290,9 @@ def copy_repository(directory: Path) -> None:
     """What git tracks, and what it would: new files that it does not ignore."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     try:
-        listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        listed = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout
     except (OSError, subprocess.CalledProcessError) as error:
         raise ToolError(f"git cannot list what to copy ({error}); give --directory") from error
     for name in filter(None, listed.split("\0")):
@@ -285,7 +316,9 @@ def run_sheet(args: argparse.Namespace) -> int:
         if not args.directory:
             copy_repository(copy)
         environment = make_environment(files, args)
-        run_blocks(args, blocks, Session((args.directory or copy).resolve(), environment, files, logs))
+        run_blocks(
+            args, blocks, Session((args.directory or copy).resolve(), environment, files, logs)
+        )
     for exercise, seconds in seconds_by_exercise(blocks).items():
         print(f"{seconds:9.1f} s  {exercise}")
     count = Counter(block.status for block in blocks)
@@ -299,11 +332,20 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("sheet", type=Path, metavar="SHEET.md")
     add("--only", metavar="TEXT", help="only the exercises with this text in their heading")
     add("--directory", type=Path, metavar="DIR", help="run there, not in a scratch copy")
-    add("--log", type=Path, metavar="DIR", help="keep the output of each block, and summary.json, there")
+    add(
+        "--log",
+        type=Path,
+        metavar="DIR",
+        help="keep the output of each block, and summary.json, there",
+    )
     add("--keep-going", action="store_true", help="run the blocks behind a failed one")
     text = "runs what the commands call python (default: the interpreter of this tool)"
     add("--python", default=sys.executable, metavar="FILE", help=text)
-    add("--shrink", action="store_true", help="small models and a single step (tools/small_runs.py), for tests")
+    add(
+        "--shrink",
+        action="store_true",
+        help="small models and a single step (tools/small_runs.py), for tests",
+    )
     add("--with-standins", action="store_true", help="tests/standins in place of ROCm's tools")
     add("--ci", action="store_true", help="leave out blocks behind <!-- not run in CI: REASON -->")
     return parser.parse_args(argv)
@@ -311,7 +353,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    for number in (signal.SIGINT, signal.SIGTERM):  # even where SIGINT was ignored; `timeout` sends the other one
+    # even where SIGINT was ignored; `timeout` sends the other one
+    for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
     return run_tool(PROG, lambda: run_sheet(args))
 

@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
-"""Run a version script, or a program around one, with small sizes: what `run_sheet.py --shrink` puts before each.
+"""Run a version script, or a program around one, with small sizes: what `run_sheet.py --shrink`
+puts before each.
 
-One step after at most one of warm-up; sequence lengths 32, 64, 128, 256, ... become 8, 10, 12, 14, ..., batch sizes
-2, 4, 8, 16, ... become 2, 4, 6, 8, ..., so that what differs stays different; sequences and --pair-dim a quarter, heads
-and --msa-dim a half, layers, blocks and other widths an eighth, the vocabulary a tenth. torch.compile traces the model
-but generates no code (backend aot_eager). Results are those of other models then.
+One step after at most one of warm-up; sequence lengths 32, 64, 128, 256, ... become 8, 10, 12, 14,
+..., batch sizes 2, 4, 8, 16, ... become 2, 4, 6, 8, ..., so that what differs stays different;
+sequences and --pair-dim a quarter, heads and --msa-dim a half, layers, blocks and other widths an
+eighth, the vocabulary a tenth. torch.compile traces the model but generates no code (backend
+aot_eager). Results are those of other models then.
 
 Example:
   python tools/small_runs.py tiny_llama_v2.py --seq-len 128 --enable-torch-compile
@@ -34,7 +36,8 @@ def in_steps(step: int, first: int) -> Scale:
     return lambda n: min(n, step * max(1, n.bit_length() - first.bit_length() + 1))
 
 
-# Default of each size, as in the scripts (None: it follows from another one), and what becomes of it.
+# Default of each size, as in the scripts (None: it follows from another one), and what becomes of
+# it.
 COMMON: dict[str, tuple[int | None, Scale]] = {
     "--num-steps": (50, lambda n: min(n, 1)),
     "--warmup-steps": (5, lambda n: min(n, 1)),
@@ -67,15 +70,19 @@ SCRIPTS = ("tiny_*.py", "run_pytorch_profiler.py", "run_deepspeed_flops.py", "te
 def last_value(words: Sequence[str], flag: str) -> str | None:
     """The value that counts of a flag given as `--flag value` or `--flag=value`."""
     pairs = zip(words, (*words[1:], None), strict=True)
-    values = [after if word == flag else word.partition("=")[2] for word, after in pairs if word.split("=")[0] == flag]
+    values = [
+        after if word == flag else word.partition("=")[2]
+        for word, after in pairs
+        if word.split("=")[0] == flag
+    ]
     return values[-1] if values else None
 
 
 def shrink(command: Sequence[str]) -> list[str]:
     """The command line of a version script, or of a program around one, with small sizes.
 
-    They are appended: the last value of an argument counts. A value that is not a number stays, so that the script can
-    refuse it.
+    They are appended: the last value of an argument counts. A value that is not a number stays, so
+    that the script can refuse it.
     """
     model = re.search(r"\btiny_(\w+)_v\d+\.py\b", " ".join([*command, DEFAULT_SCRIPT]))[1]
     words = list(command)
@@ -91,7 +98,8 @@ def main() -> None:
     import torch
 
     compile_with = torch.compile
-    torch.compile = lambda module, mode: compile_with(module, backend="aot_eager")  # C++ would take minutes
+    # C++ would take minutes
+    torch.compile = lambda module, mode: compile_with(module, backend="aot_eager")
     sys.argv = shrink(sys.argv[1:])
     script = os.path.abspath(sys.argv[0])
     sys.path[:2] = [os.path.dirname(script)]  # in place of the repository and this directory

@@ -1,8 +1,10 @@
 #!/usr/bin/env python3
-"""Copy what version scripts share from common/ into them, each script being one self-contained file.
+"""Copy what version scripts share from common/ into them, each script being one self-contained
+file.
 
-common/NAME.py stands in a script between the lines `# --- NAME` and `# --- end of NAME`; common/NAME_MODEL.py in the
-scripts of that model alone. A script without the first of these lines does without that part.
+common/NAME.py stands in a script between the lines `# --- NAME` and `# --- end of NAME`;
+common/NAME_MODEL.py in the scripts of that model alone. A script without the first of these lines
+does without that part.
 
 Usage:
   python tools/sync_common.py            copy every part into the scripts that have it
@@ -17,7 +19,10 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def split(path: Path, name: str) -> tuple[str, str, str] | None:
-    """What stands before, in and after this part of a script; None if the script does not have it."""
+    """What stands before, in and after this part of a script.
+
+    None if the script does not have it.
+    """
     begin, end = f"\n# --- {name}\n", f"\n# --- end of {name}\n"
     text = path.read_text()
     if begin not in text:
@@ -30,7 +35,9 @@ def split(path: Path, name: str) -> tuple[str, str, str] | None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
     differing = 0
@@ -42,7 +49,10 @@ def main() -> int:
                 continue
             differing += 1
             if args.check:
-                print(f"{path.name}: its part '{name}' differs from common/{source.name}", file=sys.stderr)
+                print(
+                    f"{path.name}: its part '{name}' differs from common/{source.name}",
+                    file=sys.stderr,
+                )
             else:
                 path.write_text(parts[0] + source.read_text() + parts[2])
                 print(f"{path.name}: updated from common/{source.name}")

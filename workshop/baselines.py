@@ -1,8 +1,8 @@
 """What other libraries offer for our operations and models, each given what its authors would.
 
-That is its own layout where it has one, the parameter type its newest kernels take, weights joined beforehand, no mask
-where none is needed, and its settings for this GPU. A side that names no layout begins with what our projection leaves
-and ends with what the next one takes, as in a model.
+That is its own layout where it has one, the parameter type its newest kernels take, weights joined
+beforehand, no mask where none is needed, and its settings for this GPU. A side that names no layout
+begins with what our projection leaves and ends with what the next one takes, as in a model.
 """
 
 from __future__ import annotations
@@ -25,16 +25,21 @@ from torch import Tensor, nn
 
 from workshop.files import ROOT
 
-# cuEquivariance runs PyTorch's operators for up to 100 positions, unless it is told not to; it reads this on import.
+# cuEquivariance runs PyTorch's operators for up to 100 positions, unless it is told not to; it
+# reads this on import.
 os.environ.setdefault("CUEQ_TRIATTN_FALLBACK_THRESHOLD", "0")
 os.environ.setdefault("CUEQ_TRIMUL_FALLBACK_THRESHOLD", "0")
-AUTOTUNE = "max-autotune-no-cudagraphs"  # of torch.compile's modes that with the most tuning; the graph is ours
+# of torch.compile's modes that with the most tuning; the graph is ours
+AUTOTUNE = "max-autotune-no-cudagraphs"
 Operation = Callable[..., Tensor]
 Step = Callable[[], Sequence[Tensor]]  # what is done once, and what it leaves
 
 
 def cuequivariance(name: str) -> Operation:
-    """An operation of NVIDIA's library; without it, one that raises ImportError where it is called."""
+    """An operation of NVIDIA's library.
+
+    Without it, one that raises ImportError where it is called.
+    """
     try:
         return getattr(importlib.import_module("cuequivariance_torch"), name)
     except ImportError as error:
@@ -50,7 +55,8 @@ def cuequivariance(name: str) -> Operation:
 
 
 def gated(out: Tensor, gate: Tensor, gate_bias: Tensor) -> Tensor:
-    """out and gate [B, R, H, N, D], gate_bias [H x D] -> sigmoid(gate + gate_bias) * out, [B, R, N, H x D]."""
+    """out and gate [B, R, H, N, D], gate_bias [H x D] -> sigmoid(gate + gate_bias) * out, [B, R, N,
+    H x D]."""
     gate = gate.transpose(2, 3) + gate_bias.view(out.shape[2], -1).to(gate.dtype)
     return (torch.sigmoid(gate) * out.transpose(2, 3)).flatten(3)
 
@@ -63,7 +69,8 @@ def plain_attention(qkvg: Tensor, gate_bias: Tensor, bias: Tensor) -> Tensor:
 
 
 def library_attention(qkvg: Tensor, gate_bias: Tensor, bias: Tensor) -> Tensor:
-    """As V2 does: samples and heads in one dimension, so that the bias is the same for all rows and is not copied."""
+    """As V2 does: samples and heads in one dimension, so that the bias is the same for all rows and
+    is not copied."""
     samples, rows, length, heads, _, dim = qkvg.shape
     q, k, v, gate = qkvg.permute(4, 1, 0, 3, 2, 5).flatten(2, 3).unbind()  # [R, B x H, N, D]
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias.flatten(0, 1)[None])
@@ -94,7 +101,9 @@ def flexible_attention(rows: int) -> Operation:
     from torch.nn.attention.flex_attention import flex_attention
 
     def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-        def biased(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        def biased(
+            score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor
+        ) -> Tensor:
             return score + bias[batch // rows, head, query, key]
 
         return flex_attention(q, k, v, score_mod=biased)
@@ -104,9 +113,11 @@ def flexible_attention(rows: int) -> Operation:
 
 @cache
 def megafold(clone: Path) -> Operation:
-    """TritonEvoformer of github.com/Supercomputing-System-AI-Lab/MegaFold with the blocks that its authors tuned.
+    """TritonEvoformer of github.com/Supercomputing-System-AI-Lab/MegaFold with the blocks that its
+    authors tuned.
 
-    q, k, v [B, R, N, H, D], mask [B, R, 1, 1, N], which is added, bias [B, 1, H, N, N]. ImportError without a clone.
+    q, k, v [B, R, N, H, D], mask [B, R, 1, 1, N], which is added, bias [B, 1, H, N, N]. ImportError
+    without a clone.
     """
     file = clone / "megafold" / "model" / "FusedEvoAttention" / "evoattention.py"
     if not file.exists():
@@ -120,7 +131,7 @@ def megafold(clone: Path) -> Operation:
 def attention_peers(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor, clone: Path
 ) -> dict[str, tuple[Operation, list[Tensor]]]:
-    """Attention alone, without the gate, from the layout that each library takes to the one that it leaves.
+    """Attention alone, without the gate, from the layout that a library takes to the one it leaves.
 
     q, k, v [B, R, H, N, D], bias [B, H, N, N], `clone` of MegaFold -> operation and inputs of each.
     """
@@ -128,10 +139,12 @@ def attention_peers(
     def evoformer(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
         return megafold(clone)(q, k, v, nothing_masked, bias)
 
-    heads_second = [t.transpose(0, 1).flatten(1, 2).contiguous() for t in (q, k, v)]  # [R, B x H, N, D]
+    # [R, B x H, N, D]
+    heads_second = [t.transpose(0, 1).flatten(1, 2).contiguous() for t in (q, k, v)]
     heads_fourth = [t.transpose(2, 3).contiguous() for t in (q, k, v)]  # [B, R, N, H, D]
     nothing_masked = q.new_zeros(*q.shape[:2], 1, 1, q.shape[3])
-    per_sample, of_all = bias[:, None], bias.flatten(0, 1)[None]  # [B, 1, H, N, N], [1, B x H, N, N]
+    # [B, 1, H, N, N], [1, B x H, N, N]
+    per_sample, of_all = (bias[:, None], bias.flatten(0, 1)[None])
     return {
         "SDPA": (F.scaled_dot_product_attention, [*heads_second, of_all]),
         "cuDNN": (cudnn_attention, [*heads_second, of_all]),
@@ -161,10 +174,12 @@ JOINED = {  # arguments of triangle_multiplicative_update, and the modules of ou
 
 
 class JoinedTriangle(nn.Module):
-    """NVIDIA's fused operation with the weights of our module: joined here and once, as its interface wants them.
+    """NVIDIA's fused operation with the weights of our module: joined here and once, as its
+    interface wants them.
 
-    `dtype` of the parameters: in bfloat16, and without autocast, its newest kernel for training runs. Settings of its
-    other kernels come with the package for this GPU; CUEQ_TRITON_TUNING=ONDEMAND tunes them anew, in minutes a shape.
+    `dtype` of the parameters: in bfloat16, and without autocast, its newest kernel for training
+    runs. Settings of its other kernels come with the package for this GPU;
+    CUEQ_TRITON_TUNING=ONDEMAND tunes them anew, in minutes a shape.
     """
 
     def __init__(self, weights: Mapping[str, Tensor], direction: str, dtype: torch.dtype):
@@ -184,7 +199,8 @@ class JoinedTriangle(nn.Module):
 
 
 def with_cuequivariance(block: nn.Module) -> nn.Module:
-    """V2's Evoformer block with NVIDIA's operations where they apply, in the type that its parameters have."""
+    """V2's Evoformer block with NVIDIA's operations where they apply, in the type that its
+    parameters have."""
 
     triangle_attention = cuequivariance("triangle_attention")
 
@@ -205,15 +221,20 @@ def with_cuequivariance(block: nn.Module) -> nn.Module:
 
 
 def openfold_block(ours: nn.Module, config: object, clone: Path) -> nn.Module:
-    """OpenFold's own EvoformerBlock with the weights of ours: forward(msa, pair). ImportError without a clone.
+    """OpenFold's own EvoformerBlock with the weights of ours: forward(msa, pair). ImportError
+    without a clone.
 
-    Its masks are ones, which it always multiplies by. Its extension for inference is not built, nor called here, nor
-    is DeepSpeed's attention, which it can call where that is installed.
+    Its masks are ones, which it always multiplies by. Its extension for inference is not built, nor
+    called here, nor is DeepSpeed's attention, which it can call where that is installed.
     """
     if not (clone / "openfold" / "model" / "evoformer.py").exists():
-        raise ImportError(f"no OpenFold in {clone}: name a clone of github.com/aqlaboratory/openfold with --openfold")
+        raise ImportError(
+            f"no OpenFold in {clone}: "
+            "name a clone of github.com/aqlaboratory/openfold with --openfold"
+        )
     sys.modules.setdefault("attn_core_inplace_cuda", ModuleType("attn_core_inplace_cuda"))
-    for name in ("openfold", "openfold.model"):  # whose own __init__ import what reads data and draws structures
+    # whose own __init__ import what reads data and draws structures
+    for name in ("openfold", "openfold.model"):
         package = sys.modules.setdefault(name, ModuleType(name))
         package.__path__ = [str(clone / name.replace(".", "/"))]
     dim, pair = config.msa_dim, config.pair_dim
@@ -221,11 +242,15 @@ def openfold_block(ours: nn.Module, config: object, clone: Path) -> nn.Module:
         c_m=dim, c_z=pair,
         c_hidden_msa_att=dim // config.num_heads_msa, no_heads_msa=config.num_heads_msa,
         c_hidden_pair_att=pair // config.num_heads_pair, no_heads_pair=config.num_heads_pair,
-        c_hidden_opm=config.outer_product_dim, c_hidden_mul=pair, transition_n=config.transition_factor,
-        msa_dropout=0.0, pair_dropout=0.0, no_column_attention=False, opm_first=False,
-        fuse_projection_weights=False, inf=1e9, eps=1e-3,
+        c_hidden_opm=config.outer_product_dim, c_hidden_mul=pair,
+        transition_n=config.transition_factor, msa_dropout=0.0, pair_dropout=0.0,
+        no_column_attention=False, opm_first=False, fuse_projection_weights=False,
+        inf=1e9, eps=1e-3,
     )  # fmt: skip
-    names = {re.sub(r"\b(core|pair_stack|mha|_msa_att)\.", "", name): name for name in theirs.state_dict()}
+    names = {
+        re.sub(r"\b(core|pair_stack|mha|_msa_att)\.", "", name): name
+        for name in theirs.state_dict()
+    }
     theirs.load_state_dict({names[name]: value for name, value in ours.state_dict().items()})
 
     class Unmasked(nn.Module):
@@ -234,7 +259,9 @@ def openfold_block(ours: nn.Module, config: object, clone: Path) -> nn.Module:
             self.block = theirs
 
         def forward(self, msa: Tensor, pair: Tensor) -> tuple[Tensor, Tensor]:
-            return self.block(msa, pair, msa.new_ones(msa.shape[:-1]), pair.new_ones(pair.shape[:-1]))
+            return self.block(
+                msa, pair, msa.new_ones(msa.shape[:-1]), pair.new_ones(pair.shape[:-1])
+            )
 
     return Unmasked().to(next(ours.parameters()).device)
 
@@ -245,7 +272,8 @@ def openfold_block(ours: nn.Module, config: object, clone: Path) -> nn.Module:
 def torch_adamw(masters: Sequence[nn.Parameter], low: Sequence[Tensor], narrow: bool) -> Step:
     """PyTorch's fused AdamW on float32 weights and then their copies in `low` -> a step.
 
-    `narrow`: gradients come in the type of the copies and are widened first, otherwise they are float32 as autocast's.
+    `narrow`: gradients come in the type of the copies and are widened first, otherwise they are
+    float32 as autocast's.
     """
     optimizer = torch.optim.AdamW(masters, lr=3e-4, fused=True, capturable=masters[0].is_cuda)
     for master in masters:
@@ -273,7 +301,12 @@ def fused_adam(module: str, low: Sequence[Tensor]) -> Step:
             for weight in weights:
                 weight.grad = torch.randn_like(weight)
             build = importlib.import_module(module).FusedAdam
-            settings = {"lr": 3e-4, "weight_decay": 0.01, "capturable": True, "master_weights": True}
+            settings = {
+                "lr": 3e-4,
+                "weight_decay": 0.01,
+                "capturable": True,
+                "master_weights": True,
+            }
             optimizers.append(build(weights, **settings))
         optimizers[0].step()
         return ()
@@ -285,18 +318,20 @@ def fused_adam(module: str, low: Sequence[Tensor]) -> Step:
 
 
 def hugging_face(ours: nn.Module) -> nn.Module:
-    """transformers' Llama of the same sizes and weights, whose names only get the prefix `model.`."""
+    """transformers' Llama of the same sizes and weights, whose names get the prefix `model.`."""
     from transformers import LlamaConfig, LlamaForCausalLM, masking_utils
 
     sizes = ours.config
     config = LlamaConfig(
-        vocab_size=sizes.vocab_size, hidden_size=sizes.hidden_dim, intermediate_size=sizes.intermediate_dim,
-        num_hidden_layers=sizes.num_layers, num_attention_heads=sizes.num_heads, num_key_value_heads=sizes.num_kv_heads,
-        max_position_embeddings=sizes.seq_len, rms_norm_eps=sizes.norm_eps, tie_word_embeddings=True, use_cache=False,
-        attn_implementation="sdpa",
+        vocab_size=sizes.vocab_size, hidden_size=sizes.hidden_dim,
+        intermediate_size=sizes.intermediate_dim, num_hidden_layers=sizes.num_layers,
+        num_attention_heads=sizes.num_heads, num_key_value_heads=sizes.num_kv_heads,
+        max_position_embeddings=sizes.seq_len, rms_norm_eps=sizes.norm_eps,
+        tie_word_embeddings=True, use_cache=False, attn_implementation="sdpa",
     )  # fmt: skip
     theirs = LlamaForCausalLM(config).to(next(ours.parameters()).device).train()
-    # To find out whether sequences are packed, which they are not here, it would wait for the device in every step.
+    # To find out whether sequences are packed, which they are not here, it would wait for the
+    # device in every step.
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
     weights = {f"model.{name}": value for name, value in ours.state_dict().items()}
     theirs.load_state_dict({**weights, "lm_head.weight": weights["model.embed_tokens.weight"]})
@@ -338,7 +373,9 @@ class Peer(nn.Module):
         return self.run(**batch).loss
 
 
-PEERS = {  # what Hugging Face's Llama is made into; Liger's loss asks the device for a number, which no graph can
+# what Hugging Face's Llama is made into; Liger's loss asks the device for a number, which no graph
+# can
+PEERS = {
     "hugging_face": lambda model: model,
     "hugging_face_compiled": torch.compile,
     "liger": lambda model: with_liger(model, fused_linear_cross_entropy=False),
@@ -346,7 +383,8 @@ PEERS = {  # what Hugging Face's Llama is made into; Liger's loss asks the devic
 
 
 def peer_script(name: str) -> str:
-    """A module like TinyLlama V1, with its data, optimizer and clock, whose model is this peer -> the module's name."""
+    """A module like TinyLlama V1, with its data, optimizer and clock, whose model is this peer ->
+    the module's name."""
     script = f"tiny_llama_{name}"
     spec = importlib.util.spec_from_file_location(script, ROOT / "tiny_llama_v1.py")
     sys.modules[script] = module = importlib.util.module_from_spec(spec)

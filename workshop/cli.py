@@ -1,4 +1,5 @@
-"""Command lines of the programs here: arguments, what a user can put right in one line, exit statuses."""
+"""Command lines of the programs here: arguments, what a user can put right in one line, exit
+statuses."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 inputs: set[str] = set()  # the files that the program that runs has read; see files.py
@@ -22,15 +23,38 @@ class ToolError(Exception):
 
 
 class Parser(argparse.ArgumentParser):
-    """Answers a bad argument with one line."""
+    """Answers a bad argument with one line; help says what is taken if an argument is not given."""
 
     def error(self, message: str) -> None:
         self.exit(2, f"{self.prog}: error: {message} (--help lists all arguments)\n")
 
+    def add_flag(self, name: str, help: str) -> None:
+        """Add an argument without a value."""
+        self.add_argument(name, action="store_true", help=help)
+
+    def add_count(self, name: str, default: int, help: str = "", least: int = 1) -> None:
+        """Add an argument that is a whole number."""
+        help = f"{help} (default: {default})".strip()
+        self.add_argument(name, type=at_least(least), default=default, metavar="N", help=help)
+
+    def add_path(
+        self,
+        name: str,
+        metavar: str,
+        help: str = "",
+        default: Path | None = None,
+        required: bool = False,
+    ) -> None:
+        """Add an argument that is a file or a folder."""
+        help = f"{help} (default: {default})".strip() if default else help
+        more = {"required": True} if required else {}
+        self.add_argument(name, type=Path, default=default, metavar=metavar, help=help, **more)
+
 
 @contextlib.contextmanager
 def needed() -> Iterator[None]:
-    """End with one line and status 4 where an import in this block lacks a package: a program cannot be read then."""
+    """End with one line and status 4 where an import in this block lacks a package: a program
+    cannot be read then."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -55,9 +79,20 @@ def at_least(low: int) -> Callable[[str], int]:
     return whole_number
 
 
-def documented_parser(prog: str, documentation: str | None, usage: str | None = None, note: str = "") -> Parser:
-    """A parser whose help is the documentation; its part after 'Examples:' comes last, behind the note."""
-    description, _, examples = (documentation or "").partition("\nExamples:\n")  # there is none under python -OO
+def several(kind: Callable[[str], object] = str) -> Callable[[str], list]:
+    """argparse type: values of this type with commas between them, each once."""
+    return lambda text: list(dict.fromkeys(kind(part) for part in text.split(",")))
+
+
+def documented_parser(
+    prog: str, documentation: str | None, usage: str | None = None, note: str = ""
+) -> Parser:
+    """A parser whose help is the documentation.
+
+    Its part after 'Examples:' comes last, behind the note.
+    """
+    # there is none under python -OO
+    description, _, examples = (documentation or "").partition("\nExamples:\n")
     return Parser(
         prog=prog,
         usage=usage,
@@ -72,7 +107,8 @@ def run_tool(prog: str, body: Callable[[], int]) -> int:
     """Call `body` and return its exit status; what the user can put right is one line on stderr."""
     inputs.clear()
     if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a name that the terminal's encoding does not have
+        # a name that the terminal's encoding does not have
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         status = body()
         if sys.stdout:  # it is None where a shell has closed it
@@ -85,7 +121,9 @@ def run_tool(prog: str, body: Callable[[], int]) -> int:
     except BrokenPipeError:  # `| head` has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
-    except OSError as error:  # a file or directory that may not be read or written, named too long, in the way
+    except (
+        OSError
+    ) as error:  # a file or directory that may not be read or written, named too long, in the way
         where = f"{error.filename}: " if error.filename else ""
         message, status = f"{where}{error.strerror or error}", 2
     except KeyboardInterrupt:
@@ -93,6 +131,26 @@ def run_tool(prog: str, body: Callable[[], int]) -> int:
         return 130
     print(f"{prog}: error: {one_line(message)}", file=sys.stderr)
     return status
+
+
+def program(
+    build_parser: Callable[[], Parser], body: Callable[..., int], of_scripts: bool = False
+) -> Callable[[Sequence[str] | None], int]:
+    """The `main` of a program, which returns its exit status: `body` is called with the arguments.
+
+    With `of_scripts`, arguments that the parser does not know are those of version scripts: the
+    body gets them as a second list.
+    """
+
+    def main(argv: Sequence[str] | None = None) -> int:
+        parser = build_parser()
+        if not of_scripts:
+            args = parser.parse_args(argv)
+            return run_tool(parser.prog, lambda: body(args))
+        args, rest = parser.parse_known_args(argv)
+        return run_tool(parser.prog, lambda: body(args, rest))
+
+    return main
 
 
 def one_line(text: str) -> str:

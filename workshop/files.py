@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from workshop.cli import ToolError, inputs
@@ -35,17 +34,19 @@ def reads(path: Path) -> Path:
 
 
 def write_file(path: Path, write: Callable[[Path], object], replace: bool = False) -> None:
-    """Have `write` make a file beside `path` and move it there, so that a reader never sees half of it.
+    """Have `write` make a file beside `path` and move it there, so that a reader never sees half.
 
-    Each writer has a file of its own, so of several at once the last one wins. ToolError where this program has read
-    from `path`, unless it is to `replace` that.
+    Each writer has a file of its own, so of several at once the last one wins. ToolError where this
+    program has read from `path`, unless it is to `replace` that.
     """
     if not path.name:
         raise ToolError(f"{path}: not the name of a file")
     try:
         target = Path(os.path.realpath(path))  # a link stays a link
         if str(target) in inputs and not replace:
-            raise ToolError(f"{path}: it is an input, so nothing is written there; name another file")
+            raise ToolError(
+                f"{path}: it is an input, so nothing is written there; name another file"
+            )
         if target.exists() and not target.is_file():
             raise ToolError(f"{path}: cannot write there (it is not a file)")
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -56,26 +57,11 @@ def write_file(path: Path, write: Callable[[Path], object], replace: bool = Fals
         finally:
             temporary.unlink(missing_ok=True)
     except (OSError, UnicodeEncodeError) as error:
-        raise ToolError(f"{path}: cannot write there ({getattr(error, 'strerror', None) or error})") from error
+        raise ToolError(
+            f"{path}: cannot write there ({getattr(error, 'strerror', None) or error})"
+        ) from error
 
 
 def write_text(path: Path, text: str, replace: bool = False) -> None:
     """Write or replace a text file."""
     write_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8"), replace)
-
-
-def as_cell(value: object) -> object:
-    """The value for a CSV file: text that a spreadsheet would take for a formula begins with a '."""
-    return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")) else value
-
-
-def write_csv(path: Path, rows: Sequence[dict]) -> None:
-    """Write rows with the same keys, which become the header; None is an empty cell."""
-
-    def write(temporary: Path) -> None:
-        with temporary.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file, lineterminator="\n")
-            writer.writerow(map(as_cell, rows[0]))
-            writer.writerows([as_cell(row[name]) for name in rows[0]] for row in rows)
-
-    write_file(path, write)

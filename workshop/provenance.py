@@ -1,7 +1,8 @@
-"""What a result was measured with: commit, driver, clocks, power limit, and whether the GPU throttled meanwhile.
+"""What a result was measured with: commit, driver, clocks, power limit, and whether the GPU
+throttled meanwhile.
 
-Each figure is {"value", "unit", "source"}, or {"value": None, "reason"} where it cannot be read. Nothing here raises
-because a tool is missing.
+Each figure is {"value", "unit", "source"}, or {"value": None, "reason"} where it cannot be read.
+Nothing here raises because a tool is missing.
 """
 
 from __future__ import annotations
@@ -47,12 +48,23 @@ def output_of(*command: str) -> str:
 
 
 def commit() -> dict[str, dict]:
-    """The commit of this checkout and whether files differ from it; SOURCE_COMMIT where a copy has no history."""
+    """The commit of this checkout and whether files differ from it.
+
+    SOURCE_COMMIT where a copy has no history.
+    """
     if given := os.environ.get("SOURCE_COMMIT"):
-        dirty = {"value": None, "reason": "SOURCE_COMMIT names a commit, not the state of its files"}
+        dirty = {
+            "value": None,
+            "reason": "SOURCE_COMMIT names a commit, not the state of its files",
+        }
         return {"commit": figure(lambda: (given, None), "SOURCE_COMMIT"), "dirty": dirty}
-    changed = figure(lambda: (bool(output_of("git", "status", "--porcelain").strip()), None), "git status")
-    return {"commit": figure(lambda: (output_of("git", "rev-parse", "HEAD").strip(), None), "git"), "dirty": changed}
+    changed = figure(
+        lambda: (bool(output_of("git", "status", "--porcelain").strip()), None), "git status"
+    )
+    return {
+        "commit": figure(lambda: (output_of("git", "rev-parse", "HEAD").strip(), None), "git"),
+        "dirty": changed,
+    }
 
 
 def this_gpu() -> str:
@@ -75,7 +87,10 @@ def quantity(text: str | None) -> tuple[float, str]:
 
 
 def readings() -> dict[str, dict]:
-    """Driver, clocks, power limit and temperature; on AMD's GPUs what PyTorch reads through amdsmi."""
+    """Driver, clocks, power limit and temperature.
+
+    On AMD's GPUs what PyTorch reads through amdsmi.
+    """
     import torch
 
     try:
@@ -98,7 +113,7 @@ def provenance() -> dict[str, dict]:
 
 
 def throttled_us() -> dict[str, float]:
-    """Microseconds that the GPU has been slowed down for each reason, since the driver was loaded."""
+    """Microseconds that the GPU has been slowed down for each reason, since its driver started."""
     counters = next(part for part in smi()[1].iter() if part.tag.endswith("_reasons_counters"))
     return {part.tag.removeprefix(f"{counters.tag}_"): quantity(part.text)[0] for part in counters}
 
@@ -108,14 +123,21 @@ def joules() -> float:
     import pynvml
 
     pynvml.nvmlInit()
-    return pynvml.nvmlDeviceGetTotalEnergyConsumption(pynvml.nvmlDeviceGetHandleByUUID(this_gpu())) / 1e3
+    return (
+        pynvml.nvmlDeviceGetTotalEnergyConsumption(pynvml.nvmlDeviceGetHandleByUUID(this_gpu()))
+        / 1e3
+    )
 
 
 @contextlib.contextmanager
 def watched() -> Iterator[dict[str, dict]]:
-    """A dictionary that has, after the block, how long the GPU throttled in it and why, power and temperature."""
+    """A dictionary that has, after the block, how long the GPU throttled in it and why, power and
+    temperature."""
     found: dict[str, dict] = {}
-    before, energy = figure(lambda: (throttled_us(), "us"), "nvidia-smi"), figure(lambda: (joules(), "J"), "NVML")
+    before, energy = (
+        figure(lambda: (throttled_us(), "us"), "nvidia-smi"),
+        figure(lambda: (joules(), "J"), "NVML"),
+    )
     start = time.monotonic()
     try:
         yield found

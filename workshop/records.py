@@ -1,8 +1,10 @@
-"""What result files hold: their fields by name and type, and one check of all of it when a file is read.
+"""What result files hold: their fields by name and type, and one check of all of it when a file is
+read.
 
-A class here is an object of JSON. A field without a default has to be there. Others than those that the class names are
-let through, or have the type `others` where the class has one. So what a program reads has these types, whatever
-happened to the file; ToolError names the file and the field that does not.
+A class here is an object of JSON. A field without a default has to be there. What other fields may
+be says `others` of a class: of any kind unless it says otherwise, a type, or NONE. So what a
+program reads has these types, whatever happened to the file; ToolError names the file and the field
+that does not.
 """
 
 from __future__ import annotations
@@ -18,7 +20,13 @@ from workshop.cli import ToolError
 from workshop.files import read_json
 
 HUGE = 1e300  # numbers from here on, infinity and NaN are no measurements
-WORDS = {str: "text", int: "a whole number", float: "a number", bool: "true or false", NoneType: "null"}
+WORDS = {
+    str: "text",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    NoneType: "null",
+}
 UNIONS = (Union, UnionType)  # of Annotated types, and of all others
 Positive = Annotated[float, "above 0"]
 Count = Annotated[int, "above 0"]
@@ -26,6 +34,7 @@ Turns = Annotated[list[Positive], "above 0"]  # at least one
 Outcome = Literal["ok", "oom", "failed"]
 OfPeer = Literal["ok", "oom", "failed", "missing"]  # of a library that may not be installed
 Value = str | float | bool | None
+NONE = Literal["no other fields"]
 
 
 @dataclass(kw_only=True)
@@ -227,6 +236,19 @@ class StepKernel:
 
 
 @dataclass(kw_only=True)
+class Errors:
+    """How far a side of the accuracy atlas is from float64, or why it failed."""
+
+    outputs: float | None = None
+    loss: float | None = None
+    parameters: dict[str, float] = None
+    lines: dict[str, list[float | str]] = None  # the worst row or column of each, and which
+    equal_bits: bool | None = None
+    failed: str = None
+    others: ClassVar = NONE
+
+
+@dataclass(kw_only=True)
 class Row:
     """One side that was measured: what it is, and what came out, or how it ended.
 
@@ -237,7 +259,9 @@ class Row:
     # what was measured
     model: str = None  # tiny_llama or tiny_openfold
     version: str = None  # V1 to V4; a library has none
-    side: str = None  # its name among the sides: V1, V3 compiled, cuEquivariance, none, only overlap
+    side: str = (
+        None  # its name among the sides: V1, V3 compiled, cuEquivariance, none, only overlap
+    )
     shape: str = None  # a name for the sizes
     batch_size: Count = None
     seq_len: Count = None
@@ -269,7 +293,7 @@ class Row:
     held_mb: float | None = None
     # counts of a step
     per_step: Count = None
-    unit: str = None  # of per_step: kernels or operators
+    unit: str = None  # of per_step: kernels or operator calls
     host_launches: int | None = None
     flop: Count = None
     bytes: Count | None = None
@@ -277,34 +301,84 @@ class Row:
     gb_per_s: Positive = None
     of_copy: Positive = None  # of the rate of a copy
     kernels: list[StepKernel] | int | str = None
+    parts: dict[str, int] = None  # bytes by what they are for
+    peak_bytes: int | None = None
+    # power and energy
+    watts: float = None
+    mhz: float = None
+    turns_watts: Turns = None
+    turns_mhz: Turns = None
+    turns_joules: Turns = None
+    joules_per_step: float = None
+    mj_per_sample: float = None
+    # beside a reference
+    gemm_ms: Positive = None
+    copy_ms: Positive = None
+    over_reference: Positive = None
+    ceilings: Ceilings = None
+    # of bench/versions.py: several GPUs, overhead
+    name: str = None  # of a size in SCALING
+    alone_ms: Positive = None
+    together_ms: Positive = None
+    slowest_ms: Positive = None
+    ddp_ms: Positive = None
+    backward_ms: Positive = None
+    measured_ms: Turns = None
+    bare_ms: Turns = None
+    ratio: Positive = None
+    # of --compare-fusion, as it was printed
+    load: str = None  # of the host
+    all_off_ms: Positive = None
+    as_chosen_ms: Positive = None
+    lowest: Positive = None
+    highest: Positive = None
+    verdict: str = None
+    # of exercises
+    what: str = None
+    more: dict[str, str] = None  # columns of this exercise alone
     # other
     final_loss: float | None = None
     loss_steps: int = None
     error_of_output: float = None
-    watts: float = None
-    mhz: float = None
-    turns_joules: Turns = None
-    joules_per_step: float = None
-    mj_per_sample: float = None
-    gemm_ms: Positive = None
-    copy_ms: Positive = None
-    ceilings: Ceilings = None
-    others: ClassVar = str | float | bool | list | dict | None
+    subject: str = None  # of the accuracy atlas
+    case: str = None
+    sides: dict[str, Errors] = None
+    others: ClassVar = NONE
 
 
 @dataclass(kw_only=True)
 class Study:
-    """Rows that were measured on one device."""
+    """Rows that were measured on one device, and with what settings."""
 
     environment: Environment
     rows: list[Row]
+    provenance: list[dict] = None  # of each session, as provenance.py reads it
     argv: list[str] = None
     rounds: Count = None
     script: str = None
+    scripts: list[str] = None
+    processes: Count = 1
+    # compare_versions.py, benchmark_suite.py, fusion_ablation_study.py
+    versions: list[str] = None
     family: str = None
     models: list[str] = None
     metrics: list[str] = None
-    processes: Count = 1
+    fusions: list[str] = None
+    sets: Count = None
+    seeds: list[int] = None
+    group: Count = None
+    # optimize_batch_size.py, measure_energy.py
+    limit_mb: Positive = None
+    most: Count = None
+    host_mb: Positive | None = None
+    seconds: Count = None
+    # bench/: versions.py, accuracy_atlas.py
+    batch_size: Count = None
+    subjects: list[str] = None
+    precisions: list[str] = None
+    runs: Count = None
+    sizes: str = None
+    others: ClassVar = NONE
 
 
 @dataclass(kw_only=True)
@@ -353,7 +427,10 @@ def read(kind: type, path: Path) -> dict:
 
 
 def checked(kind: type, value: object, path: Path, where: str = "") -> dict:
-    """The value, an object of this kind, `where` in a file. ToolError names the file and the field where it is not."""
+    """The value, an object of this kind, `where` in a file.
+
+    ToolError names the file and the field where it is not.
+    """
     _check(kind, value, path, where)
     if kind is Study:
         check_turns(value["rows"], path)
@@ -361,12 +438,15 @@ def checked(kind: type, value: object, path: Path, where: str = "") -> dict:
 
 
 def check_turns(rows: Iterable[dict], path: Path) -> None:
-    """ToolError unless all rows that were measured in turns have equally many, in which they are compared."""
+    """ToolError unless all rows that were measured in turns have equally many, in which they are
+    compared."""
     first = None
     for number, row in enumerate(rows):
         for key in ("turns_ms", "turns_us"):
             if key in row and len(row[key]) != (first := first or len(row[key])):
-                raise ToolError(f"{path}: rows[{number}].{key} has {len(row[key])} turns, others have {first}")
+                raise ToolError(
+                    f"{path}: rows[{number}].{key} has {len(row[key])} turns, others have {first}"
+                )
 
 
 @cache
@@ -386,10 +466,14 @@ def _check(kind: object, value: object, path: Path, where: str) -> None:
             if name in value:
                 _check(of, value[name], path, f"{place}{name}")
             elif required:
-                raise ToolError(f"{path}: it has no {place}{name}: another kind of file, or damaged")
-        if others := getattr(kind, "others", None):
-            for name in value.keys() - {name for name, *_ in known}:
-                _check(others, value[name], path, f"{place}{name}")
+                raise ToolError(
+                    f"{path}: it has no {place}{name}: another kind of file, or damaged"
+                )
+        others = getattr(kind, "others", None)
+        for name in sorted(value.keys() - {name for name, *_ in known}) if others else ():
+            if others is NONE:
+                raise ToolError(f"{path}: {place}{name} is not a field of this kind of file")
+            _check(others, value[name], path, f"{place}{name}")
     elif origin is list and isinstance(value, list):
         for number, item in enumerate(value):
             _check(arguments[0], item, path, f"{where}[{number}]")
@@ -433,7 +517,8 @@ def _words(kind: object) -> str:
     """What is expected."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Annotated:
-        return f"{_words(arguments[0])} {arguments[1] if _shape(kind) is float else 'that is not empty'}"
+        which = arguments[1] if _shape(kind) is float else "that is not empty"
+        return f"{_words(arguments[0])} {which}"
     if origin is Literal:
         return " or ".join(map(repr, arguments))
     if origin in UNIONS:

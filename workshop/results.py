@@ -1,6 +1,7 @@
 """Result files of the version scripts, `<script>_summary.json`: find, read and check them.
 
-Several may be in one file, as `compare_runs.py --save` writes it; FILE.json/NAME is then the path of one of them.
+Several may be in one file, as `compare_runs.py --save` writes it; FILE.json/NAME is then the path
+of one of them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from workshop.files import read_json
 from workshop.records import Summary, checked, read
 from workshop.script import mode_of, model_and_version, precision_of
 
-# What is named where it is not the same; with the value where a file of an earlier harness has none.
+# What is named where it is not the same; with the value where a file of an earlier harness has
+# none.
 SAME_TRAINING = {
     **dict.fromkeys(("batch_size", "num_steps", "warmup_steps", "learning_rate", "seed")),
     "processes": 1,
@@ -24,7 +26,8 @@ SAME_TRAINING = {
     "cuda_graph": False,
 }
 SAME_ENVIRONMENT = ("device_name", "torch")
-UNSTEADY = 1.1  # mean over median step, from which a run was disturbed; 1.00 to 1.06 in results/h100/tiny_*.json
+# mean over median step, from which a run was disturbed; 1.00 to 1.06 in results/h100/tiny_*.json
+UNSTEADY = 1.1
 
 
 @dataclass(frozen=True)
@@ -45,28 +48,41 @@ class Run:
         return self.result.get(group, {}).get(key) if self.status == "ok" else None
 
     def row(self) -> dict:
-        """What was measured, as a row of a study has it (workshop/turns.py), with the final loss; or how it ended.
+        """What was measured, as a row of a study has it (workshop/turns.py), with the final loss;
+        or how it ended.
 
         Its peak memory is null where there is none; else what was not measured is left out.
         """
         result, training = self.result, self.result["training"]
         model, version = model_and_version(result["script"])
-        row = {"model": model, **({"version": version} if version else {}), "script": result["script"]}
+        row = {
+            "model": model,
+            **({"version": version} if version else {}),
+            "script": result["script"],
+        }
         row |= {"precision": precision_of(training), "mode": mode_of(training)}
-        row |= {"fusions": [name.replace("_", "-") for name, on in (result.get("fusions") or {}).items() if on]}
+        row |= {
+            "fusions": [
+                name.replace("_", "-") for name, on in (result.get("fusions") or {}).items() if on
+            ]
+        }
         row |= {"peak_mb": self.number("memory", "peak_mb")}
         if self.status != "ok":
             return {**row, "status": self.status, "error": self.result.get("error")}
         times = ("samples_per_sec", "batch_ms", "batch_median_ms", "batch_p95_ms")
         measured = {key: self.number("timing", key) for key in times}
         measured |= {key: self.number("kernels", key) for key in ("per_step", "host_launches")}
-        measured |= {"unit": result["kernels"].get("unit"), "turns_ms": result["timing"].get("turns_ms")}
+        measured |= {
+            "unit": result["kernels"].get("unit"),
+            "turns_ms": result["timing"].get("turns_ms"),
+        }
         measured |= {"final_loss": self.number("loss", "final")}
         return row | {key: value for key, value in measured.items() if value is not None}
 
 
 def by_name(named: Iterable[tuple[str, dict]]) -> dict[str, dict]:
-    """Results for one file, by their names as a path below the file has them: 'a//b/' is 'a/b', '/a' is 'a'."""
+    """Results for one file, by their names as a path below the file has them: 'a//b/' is 'a/b',
+    '/a' is 'a'."""
     runs: dict[str, dict] = {}
     for name, result in named:
         key = PurePosixPath(name.strip("/")).as_posix()
@@ -81,12 +97,20 @@ def runs_in(file: Path, content: dict) -> dict[str, dict]:
     runs = content.get("runs")
     if not isinstance(runs, dict):
         raise ToolError(f"{file}: not a file of several runs, as compare_runs.py --save writes it")
-    return {name: checked(Summary, result, file / name) for name, result in by_name(runs.items()).items()}
+    return {
+        name: checked(Summary, result, file / name)
+        for name, result in by_name(runs.items()).items()
+    }
 
 
 def file_of_runs(path: Path) -> tuple[dict[str, dict], str] | None:
-    """The runs in the file that this path goes through, and the rest of the path; None if it goes through none."""
-    file = next((parent for parent in path.parents if parent.suffix == ".json" and parent.is_file()), None)
+    """The runs in the file that this path goes through, and the rest of the path.
+
+    None if it goes through none.
+    """
+    file = next(
+        (parent for parent in path.parents if parent.suffix == ".json" and parent.is_file()), None
+    )
     return file and (runs_in(file, read_json(file)), path.relative_to(file).as_posix())
 
 
@@ -106,7 +130,10 @@ def only_file(directory: Path, pattern: str, what: str) -> Path:
     if not paths:
         raise ToolError(f"{directory}: {what} in this directory")
     if len(paths) > 1:
-        raise ToolError(f"{directory}: several files {pattern} ({', '.join(p.name for p in paths)}), name one of them")
+        raise ToolError(
+            f"{directory}: several files {pattern} ({', '.join(p.name for p in paths)}), "
+            "name one of them"
+        )
     return paths[0]
 
 
@@ -118,12 +145,16 @@ def load_run(path: Path, name: str | None = None) -> Run:
         raise ToolError(f"{path}: no such file or directory")
     result = load_result(path)
     if name is None:
-        name = path.resolve().parent.name if path.name.endswith("_summary.json") else path.name.removesuffix(".json")
+        name = (
+            path.resolve().parent.name
+            if path.name.endswith("_summary.json")
+            else path.name.removesuffix(".json")
+        )
     return Run(name, path, result)
 
 
 def split_name(argument: str) -> tuple[str | None, str]:
-    """NAME=PATH as (NAME, PATH), and PATH as (None, PATH), also where the path itself has an equals sign."""
+    """NAME=PATH as (NAME, PATH), and PATH as (None, PATH), also with an equals sign in it."""
     name, sign, path = argument.partition("=")
     if not sign or Path(argument).exists():
         return None, argument
@@ -133,7 +164,7 @@ def split_name(argument: str) -> tuple[str | None, str]:
 
 
 def load_runs(arguments: Iterable[str]) -> list[Run]:
-    """Runs given as PATH or NAME=PATH. Where names are alike, the paths as given take their place."""
+    """Runs given as PATH or NAME=PATH. Where names are alike, paths take their place."""
     given = [split_name(argument) for argument in arguments]
     runs = [load_run(Path(path), name) for name, path in given]
     count = Counter(run.name for run in runs)
@@ -146,15 +177,17 @@ def load_runs(arguments: Iterable[str]) -> list[Run]:
 
 
 def check_family(named: Iterable[tuple[str, dict]]) -> None:
-    """ToolError if the (name, result) pairs are of different models, between which no ratio means anything."""
+    """ToolError if the (name, result) pairs are of different models, which do not compare."""
     models = {model_and_version(result["script"])[0]: name for name, result in reversed([*named])}
     if len(models) > 1:
         (first, name), (second, other) = [*models.items()][-1:-3:-1]
-        raise ToolError(f"{name} is a run of {first}, {other} of {second}: different models cannot be compared")
+        raise ToolError(
+            f"{name} is a run of {first}, {other} of {second}: different models cannot be compared"
+        )
 
 
 def precision(result: dict) -> str:
-    """The type of the matrix products, and how float32 ones are computed where that is not exactly."""
+    """The type of the matrix products, and how float32 ones are computed where not exactly."""
     training = result["training"]
     if training.get("use_amp"):
         return str(training.get("amp_dtype"))
@@ -175,7 +208,8 @@ def settings(result: dict) -> dict:
 
 
 def differences(named: Iterable[tuple[str, dict]], ignore: Sequence[str] = ()) -> list[str]:
-    """One line for each setting that is not the same in all (name, result) pairs: what it is for which of them.
+    """One line for each setting that is not the same in all (name, result) pairs: what it is for
+    which of them.
 
     A run that ended before it had built its model has no configuration, and no say.
     """
@@ -185,7 +219,8 @@ def differences(named: Iterable[tuple[str, dict]], ignore: Sequence[str] = ()) -
             for key, value in settings(result).items():
                 values[key][str(value)].append(name)
     return [
-        f"{key} differs: " + "; ".join(f"{value} for {', '.join(names)}" for value, names in by_value.items())
+        f"{key} differs: "
+        + "; ".join(f"{value} for {', '.join(names)}" for value, names in by_value.items())
         for key, by_value in values.items()
         if len(by_value) > 1 and key not in ignore
     ]
@@ -195,14 +230,22 @@ def unsteady(named: Iterable[tuple[str, Run]]) -> list[str]:
     """One line for each (name, run) pair whose mean step is much longer than its median."""
     lines = []
     for name, run in named:
-        mean, median, steps = (run.number("timing", key) for key in ("batch_ms", "batch_median_ms", "steps"))
+        mean, median, steps = (
+            run.number("timing", key) for key in ("batch_ms", "batch_median_ms", "steps")
+        )
         if mean and median and steps and steps >= 5 and mean > UNSTEADY * median:
-            lines.append(f"{name} was disturbed, its mean step took {mean / median:.2f} times the median: run it again")
+            lines.append(
+                f"{name} was disturbed, its mean step took {mean / median:.2f} times the median: "
+                "run it again"
+            )
     return lines
 
 
 def report_failed(prog: str, runs: Iterable[Run]) -> int:
-    """Name runs that failed on stderr; returns the exit status, 1 if there are any. Out of memory is a result."""
+    """Name runs that failed on stderr; returns the exit status, 1 if there are any.
+
+    Out of memory is a result.
+    """
     failed = [run for run in runs if run.status == "failed"]
     for run in failed:
         reason = run.result.get("error") or "no message"

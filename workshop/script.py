@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 
@@ -24,32 +25,51 @@ class Default(str):
     """A script that no argument names: load_script says that it is taken."""
 
 
-def add_script(parser: argparse.ArgumentParser | argparse._MutuallyExclusiveGroup, default: str) -> None:
+def add_script(
+    parser: argparse.ArgumentParser | argparse._MutuallyExclusiveGroup, default: str
+) -> None:
     """Add --script with this default."""
-    parser.add_argument("--script", default=Default(default), metavar="FILE", help="(default: %(default)s)")
+    parser.add_argument(
+        "--script", default=Default(default), metavar="FILE", help="(default: %(default)s)"
+    )
+
+
+def parser_around(
+    prog: str, documentation: str | None, example: str, scripts: str = "the script"
+) -> Parser:
+    """A documented parser of a program that hands what it does not know to scripts."""
+    usage = f"%(prog)s [arguments] [arguments of {scripts}]"
+    note = f"Every other argument goes to {scripts}: python {example} --help lists them.\n\n"
+    return documented_parser(prog, documentation, usage, note)
 
 
 def tool_parser(prog: str, documentation: str | None) -> Parser:
-    """A documented parser with --script and --profile-dir; what it does not know is for the script."""
-    usage = "%(prog)s [arguments] [arguments of the script]"
-    note = f"Every other argument goes to the script: python {DEFAULT_SCRIPT} --help lists them.\n\n"
-    parser = documented_parser(prog, documentation, usage, note)
+    """The parser of a program around one script, with --script and --profile-dir."""
+    parser = parser_around(prog, documentation, DEFAULT_SCRIPT)
     add_script(parser, DEFAULT_SCRIPT)
-    parser.add_argument("--profile-dir", metavar="DIR", help="for results (default: the script's own)")
+    parser.add_argument(
+        "--profile-dir", metavar="DIR", help="for results (default: the script's own)"
+    )
     return parser
 
 
 def model_and_version(script: str) -> tuple[str, str | None]:
-    """'tiny_llama_v4' as 'tiny_llama' and 'V4'; other scripts have no version, and those of no model are one."""
+    """'tiny_llama_v4' as 'tiny_llama' and 'V4'.
+
+    Other scripts have no version, and those of no model are one.
+    """
     found = re.fullmatch(r"(tiny_[a-z]+)_(?:v(\d+)|\w+)", script)
     return (found[1], found[2] and f"V{found[2]}") if found else (script, None)
 
 
 def precision_of(training: Mapping) -> str:
-    """The type of the matrix products as studies name it, from the arguments of a script or its result's `training`."""
+    """The type of the matrix products as studies name it, from the arguments of a script or its
+    result's `training`."""
     if training.get("use_amp"):
         return {"float16": "fp16"}.get(training.get("amp_dtype"), "bf16")
-    return {"highest": "fp32", "high": "TF32"}.get(training.get("matmul_precision") or "highest", "medium fp32")
+    return {"highest": "fp32", "high": "TF32"}.get(
+        training.get("matmul_precision") or "highest", "medium fp32"
+    )
 
 
 def mode_of(training: Mapping) -> str:
@@ -59,7 +79,7 @@ def mode_of(training: Mapping) -> str:
 
 
 def find_script(name: str) -> Path:
-    """The version script of this name, relative to the current directory or else to the repository."""
+    """The version script of this name, in the current directory or else in the repository."""
     path = next((path for path in (Path(name), ROOT / name) if path.is_file()), None)
     if path is None:
         raise ToolError(f"{name}: no such file here or in {ROOT}")
@@ -74,7 +94,8 @@ def find_script(name: str) -> Path:
 
 
 def interpret_without_gpu() -> None:
-    """Without a GPU have Triton run kernels in its interpreter, as V3 and V4 do: before any script imports Triton."""
+    """Without a GPU have Triton run kernels in its interpreter, as V3 and V4 do: before any script
+    imports Triton."""
     import torch
 
     if not torch.cuda.is_available():
@@ -97,14 +118,17 @@ def load_script(name: str) -> ModuleType:
         spec.loader.exec_module(module)
     except ImportError as error:
         del sys.modules[path.stem]
-        raise ToolError(f"--script {name}: it needs a package that is not there ({error})", status=4) from error
+        raise ToolError(
+            f"--script {name}: it needs a package that is not there ({error})", status=4
+        ) from error
     return module
 
 
 def script_arguments(
     module: ModuleType, argv: Sequence[str], profile_dir: str | None
 ) -> tuple[list[str], argparse.Namespace]:
-    """The script's command line with --profile-dir, and what it parses it to: no mode that measures something else.
+    """The script's command line with --profile-dir, and what it parses it to: no mode that measures
+    something else.
 
     The script itself says what is wrong with its arguments, and ends the program.
     """
@@ -116,3 +140,17 @@ def script_arguments(
     if given:
         raise ToolError(f"{given[0]} does not fit here: run {module.SCRIPT}.py itself for it")
     return argv, args
+
+
+def measured_with(
+    module: ModuleType, args: argparse.Namespace, config: object, device: object
+) -> dict:
+    """What a program that measures a script's model notes of it: see `Settings` of records.py."""
+    training = ("batch_size", "use_amp", "amp_dtype", "matmul_precision")
+    return {
+        "script": module.SCRIPT,
+        "config": asdict(config),
+        "fusions": {attribute: getattr(args, attribute) for _, attribute, _ in module.FUSIONS},
+        "training": {key: getattr(args, key) for key in training},
+        "environment": module.environment(device),
+    }

@@ -1,43 +1,164 @@
-"""How results are shown: tables, numbers in them, pictures."""
+"""How results are shown: tables, numbers in them, pictures.
+
+A table is a list of columns and a list of rows, and `render` writes it: as Markdown, as text for a
+terminal, or as CSV.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import csv
+import io
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from workshop.cli import ToolError, one_line
+from workshop.files import write_file, write_text
 
-NOT_FINISHED = {"oom": "out of memory", "failed": "failed"}  # what tables say of a run with this status
-
-
-def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int = 1) -> str:
-    """A Markdown table, its columns aligned in the source too; those after the first `text_columns` hold numbers."""
-    header, *rows = ([one_line(cell).replace("|", "\\|") for cell in line] for line in (header, *rows))
-    widths = [max(3, *(len(line[i]) for line in (header, *rows))) for i in range(len(header))]
-
-    def line(cells: Sequence[str]) -> str:
-        padded = [
-            cell.ljust(width) if i < text_columns else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
-        ]
-        return f"| {' | '.join(padded)} |"
-
-    rule = ["-" * width if i < text_columns else "-" * (width - 1) + ":" for i, width in enumerate(widths)]
-    return "\n".join([line(header), line(rule), *map(line, rows)])
+NOT_FINISHED = {  # what tables say of a side with this status
+    "oom": "out of memory",
+    "failed": "failed",
+    "missing": "not installed",
+}
 
 
-def cell(value: float | None, form: str = ".1f", unit: str = "") -> str:
-    """A number for a table with its unit, a dash where there is none."""
-    return "-" if value is None else format(value, form) + unit
+@dataclass(frozen=True)
+class Column:
+    """A column of a table: its label, what a row has in it, and the form of its numbers.
+
+    `value` is a key or an attribute of the rows, or a function of a row. A number gets this form of
+    `format` and the unit, text stays as it is, and None is a dash.
+    """
+
+    label: str
+    value: str | Callable[[Any], object]
+    form: str = ""
+    unit: str = ""
+    text: bool = False  # aligned to the left, as the first column always is
+
+    def of(self, row: Any) -> object:
+        """The value in a row, None where it has none."""
+        if callable(self.value):
+            return self.value(row)
+        return row.get(self.value) if isinstance(row, Mapping) else getattr(row, self.value)
+
+    def or_ended(self) -> Column:
+        """The same, but of a row that did not finish it says how the row ended."""
+        return replace(self, value=lambda row: ended(row) or self.of(row))
+
+
+def side_columns(
+    label: str,
+    sides: Iterable[str],
+    value: str | Callable[[Any], object],
+    form: str = "",
+    ends: bool = False,
+) -> list[Column]:
+    """A column for each side, of rows that are sides by name; `label` has {} for the name.
+
+    Where there is no side the cell is empty; with `ends` it says how one ended that has no value.
+    """
+    of = Column("", value).of
+
+    def value_of(name: str, row: Mapping) -> object:
+        if name not in row:
+            return ""
+        found = of(row[name])
+        return ended(row[name]) if found is None and ends else found
+
+    return [Column(label.format(name), partial(value_of, name), form) for name in sides]
+
+
+def render(columns: Sequence[Column], rows: Sequence, style: str = "markdown") -> str:
+    """A table as "markdown" or "text", aligned, or as "csv", where numbers are not rounded.
+
+    A cell of a CSV file that a spreadsheet would take for a formula begins with a '.
+    """
+    if style == "csv":
+        file = io.StringIO()
+        lines = [[column.label for column in columns]]
+        lines += [[column.of(row) for column in columns] for row in rows]
+        csv.writer(file, lineterminator="\n").writerows(map(harmless, line) for line in lines)
+        return file.getvalue()
+    lines = [[column.label for column in columns]]
+    lines += [[cell(c.of(row), c.form, c.unit) for c in columns] for row in rows]
+    between = " | " if style == "markdown" else "  "
+    escape = {"|": "\\|"} if style == "markdown" else {}
+    lines = [[one_line(text).translate(str.maketrans(escape)) for text in line] for line in lines]
+    least = 3 if style == "markdown" else 0
+    widths = [max(least, *map(len, texts)) for texts in zip(*lines, strict=True)]
+    left = [place == 0 or column.text for place, column in enumerate(columns)]
+    padded = [
+        between.join(
+            text.ljust(width) if at_left else text.rjust(width)
+            for text, width, at_left in zip(line, widths, left, strict=True)
+        )
+        for line in lines
+    ]
+    if style == "text":
+        return "\n".join(map(str.rstrip, padded))
+    ends = ("-" if at_left else ":" for at_left in left)
+    rule = ("-" * (width - 1) + end for width, end in zip(widths, ends, strict=True))
+    padded.insert(1, between.join(rule))
+    return "\n".join(f"| {line} |" for line in padded)
+
+
+def harmless(value: object) -> object:
+    """The value for a CSV file."""
+    formula = isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r"))
+    return f"'{value}" if formula else value
+
+
+def write_csv(path: Path, rows: Sequence[Mapping]) -> None:
+    """Write rows with the same keys, which become the header; None is an empty cell."""
+    write_text(path, render([Column(key, key) for key in rows[0]], rows, "csv"))
+
+
+def cell(value: object, form: str = ".1f", unit: str = "") -> str:
+    """A number for a table with its unit, or text; a dash where there is none."""
+    if value is None:
+        return "-"
+    return value if isinstance(value, str) else format(value, form) + unit
+
+
+def ended(row: Mapping) -> str | None:
+    """How a row ended that did not finish, in the words of tables."""
+    return NOT_FINISHED.get(row.get("status"))
+
+
+def rate(value: float | None) -> str:
+    """Samples per second, where small numbers need another digit."""
+    return cell(value, ".1f" if (value or 0) >= 10 else ".2f")
+
+
+def range_of(*values: float | None, form: str = ".1f") -> str | None:
+    """The lowest and the highest of these numbers, None where there are none."""
+    known = [value for value in values if value is not None]
+    return f"{min(known):{form}} to {max(known):{form}}" if known else None
 
 
 def drawing() -> ModuleType:
-    """matplotlib.pyplot, which writes files and opens no window; ToolError if matplotlib is missing."""
+    """matplotlib.pyplot, which writes files and opens no window.
+
+    ToolError if matplotlib is missing.
+    """
     try:
         import matplotlib
     except ImportError as error:
-        raise ToolError(f"the picture needs matplotlib (pip install matplotlib): {error}", status=4) from error
+        message = f"the picture needs matplotlib (pip install matplotlib): {error}"
+        raise ToolError(message, status=4) from error
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     return pyplot
+
+
+def save_figure(figure: Any, path: Path, dpi: int = 150) -> None:
+    """Write a figure of `drawing()` as the ending of the path says, and close it."""
+    try:
+        write_file(path, lambda temporary: figure.savefig(temporary, dpi=dpi))
+    finally:
+        drawing().close(figure)

@@ -8,7 +8,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from pathlib import Path
 
 from workshop.cli import ToolError
@@ -18,23 +18,30 @@ from workshop.records import Study, read
 from workshop.script import interpret_without_gpu
 from workshop.turns import on_gpu
 
-Part = tuple[dict, Callable[[], dict | list[dict]]]  # what names a row, and what measures the rest of it, or of several
+# what names a row, and what measures the rest of it, or of several
+Part = tuple[dict, Callable[[], dict | list[dict]]]
 
 
 def check_failed(rows: Iterable[dict]) -> None:
     """ToolError if one of these runs failed; out of memory is a result."""
     if failed := [row for row in rows if row.get("status") == "failed"]:
         command = " ".join([failed[0]["script"], *failed[0]["argv"]])
-        raise ToolError(f"{len(failed)} of the runs failed, first {command}: {failed[0]['error']}", status=1)
+        raise ToolError(
+            f"{len(failed)} of the runs failed, first {command}: {failed[0]['error']}", status=1
+        )
 
 
-def measure_study(path: Path, parts: Iterable[Part], keep: bool = False, **settings: object) -> list[dict]:
-    """Measure what is not measured yet, and write the rows with what they were measured on; of several processes, one.
+def measure_study(
+    path: Path, parts: Iterable[Part], keep: bool = False, **settings: object
+) -> list[dict]:
+    """Measure what is not measured yet, and write the rows with what they were measured on; of
+    several processes, one.
 
-    Rows are in NAME.partial.json until the last one is there, so that an earlier result is replaced by a whole one.
-    The same command goes on from there after an interruption; with other settings, or on another device, it is refused.
-    To `keep` an earlier result is to treat it in the same way: what it has is not measured again. On a GPU each session
-    leaves its `provenance`: commit, driver, clocks and power limit as read, and how long the GPU throttled meanwhile.
+    Rows are in NAME.partial.json until the last one is there, so that an earlier result is replaced
+    by a whole one. The same command goes on from there after an interruption; with other settings,
+    or on another device, it is refused. To `keep` an earlier result is to treat it in the same way:
+    what it has is not measured again. On a GPU each session leaves its `provenance`: commit,
+    driver, clocks and power limit as read, and how long the GPU throttled meanwhile.
     """
     import torch
 
@@ -52,7 +59,9 @@ def measure_study(path: Path, parts: Iterable[Part], keep: bool = False, **setti
             rows, sessions = earlier.pop("rows"), earlier.pop("provenance", [])
             if earlier != content:
                 way_out = "name another file, or delete it" if keep else "delete it first"
-                raise ToolError(f"{file}: begun with other settings or on another device; {way_out}")
+                raise ToolError(
+                    f"{file}: begun with other settings or on another device; {way_out}"
+                )
 
     def write(file: Path) -> None:
         if first.RANK == 0:
@@ -68,11 +77,20 @@ def measure_study(path: Path, parts: Iterable[Part], keep: bool = False, **setti
             if any(all(row.get(key) == value for key, value in names.items()) for row in rows):
                 continue
             if first.RANK == 0:
-                whole = len(parts) if isinstance(parts, Sized) else None  # what comes next may follow from the rows
-                left = f"; {statistics.fmean(seconds) * (whole - number):.0f} s left" if whole and seconds else ""
-                print(f"{number + 1}{f' of {whole}' if whole else ''}: {in_words(names)}{left}", file=sys.stderr)
+                # what comes next may follow from the rows
+                whole = len(parts) if isinstance(parts, Sized) else None
+                left = (
+                    f"; {statistics.fmean(seconds) * (whole - number):.0f} s left"
+                    if whole and seconds
+                    else ""
+                )
+                print(
+                    f"{number + 1}{f' of {whole}' if whole else ''}: {in_words(names)}{left}",
+                    file=sys.stderr,
+                )
             started = time.monotonic()
-            found = measure()
+            with contextlib.redirect_stdout(sys.stderr):  # the lines of the runs
+                found = measure()
             seconds.append(time.monotonic() - started)
             rows += [names | row | names for row in (found if isinstance(found, list) else [found])]
             write(unfinished)
@@ -86,32 +104,47 @@ def measure_study(path: Path, parts: Iterable[Part], keep: bool = False, **setti
 
 def in_words(names: Mapping[str, object]) -> str:
     """What names a row, for a line of progress."""
-    return ", ".join(f"{key} {' '.join(value) if isinstance(value, list) else value}" for key, value in names.items())
+    return ", ".join(
+        f"{key} {' '.join(value) if isinstance(value, list) else value}"
+        for key, value in names.items()
+    )
 
 
 def read_rows(path: Path, keys: Iterable[str] = (), measured: Iterable[str] = ()) -> list[dict]:
     """The rows of a study; none if it is not there.
 
-    ToolError names what is wrong with a row: without one of the keys, or neither a status and an error nor all that is
-    to be `measured`.
+    ToolError names what is wrong with a row: without one of the keys, or neither a status and an
+    error nor all that is to be `measured`.
     """
     if not path.exists():
         return []
     rows = read(Study, path)["rows"]
     for number, content in enumerate(rows):
         missing = [key for key in keys if key not in content]
-        missing += [key for key in (("error",) if "status" in content else measured) if content.get(key) is None]
+        missing += [
+            key
+            for key in (("error",) if "status" in content else measured)
+            if content.get(key) is None
+        ]
         if missing:
-            raise ToolError(f"{path}: rows[{number}] has no {missing[0]}: another study, or of an older version")
+            raise ToolError(
+                f"{path}: rows[{number}] has no {missing[0]}: another study, or of an older version"
+            )
     return rows
 
 
 def by_side(rows: Iterable[dict], *keys: str) -> dict[tuple, dict[str, dict]]:
-    """Rows that took turns, under the names of their sides, for each of the values that they share of these keys."""
+    """Rows that took turns, under the names of their sides, for each of the values that they share
+    of these keys."""
     groups: dict[tuple, dict[str, dict]] = {}
     for row in rows:
         groups.setdefault(tuple(row.get(key) for key in keys), {})[row["side"]] = row
     return groups
+
+
+def unit_of(rows: Iterable[dict]) -> str:
+    """What is counted per step: kernels, or operator calls on a CPU."""
+    return next((row["unit"] for row in rows if row.get("unit")), "kernels")
 
 
 def as_rows(sides: Mapping[str, dict]) -> list[dict]:
@@ -119,7 +152,9 @@ def as_rows(sides: Mapping[str, dict]) -> list[dict]:
     return [{"side": name, **row} for name, row in sides.items()]
 
 
-def read_study(path: Path, keys: Iterable[str], measured: Iterable[str] = ("batch_ms", "turns_ms")) -> dict:
+def read_study(
+    path: Path, keys: Iterable[str], measured: Iterable[str] = ("batch_ms", "turns_ms")
+) -> dict:
     """A study, finished or not, with at least one row; its rows are checked as by `read_rows`."""
     study = read(Study, path)
     if not read_rows(path, keys, measured):
@@ -127,9 +162,16 @@ def read_study(path: Path, keys: Iterable[str], measured: Iterable[str] = ("batc
     return study
 
 
+def study_asked_for(table: Path | None, argv: Sequence[str]) -> Path | None:
+    """The study that --table names; ToolError if arguments of a script are beside it."""
+    if table and argv:
+        reason = "--table measures nothing, so it takes no arguments of a script"
+        raise ToolError(f"{reason}: {' '.join(argv)}")
+    return table
+
+
 def heading(study: dict, script: str) -> str:
     """What was measured, on what and how, in a line above the tables of a study."""
     environment, given = study["environment"], " ".join([script, *study.get("argv", [])])
-    return (
-        f"{given} on {environment.get('device_name')}, PyTorch {environment.get('torch')}, {study.get('rounds')} turns"
-    )
+    where = f"{environment.get('device_name')}, PyTorch {environment.get('torch')}"
+    return f"{given} on {where}, {study.get('rounds')} turns"

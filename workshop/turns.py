@@ -17,7 +17,8 @@ from workshop.script import mode_of, model_and_version, precision_of
 
 GRAPH = "--enable-cuda-graph"
 TURN_MS = 300  # about how long a turn is
-DECIDED = {GRAPH, "--disable-cuda-graph", "reduce-overhead", "max-autotune"}  # the last two have own graphs
+# the last two have own graphs
+DECIDED = {GRAPH, "--disable-cuda-graph", "reduce-overhead", "max-autotune"}
 
 
 def free_memory() -> None:
@@ -27,7 +28,8 @@ def free_memory() -> None:
     torch.compiler.reset()
     gc.collect()
     if torch.cuda.is_available():
-        torch._C._cuda_clearCublasWorkspaces()  # some lie in the memory of graphs that are gone, which they would keep
+        # some lie in the memory of graphs that are gone, which they would keep
+        torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
 
 
@@ -73,10 +75,15 @@ def named(script: str, argv: Sequence[str], args: argparse.Namespace) -> dict:
 
 
 def short_run(script: str, argv: Sequence[str]) -> dict:
-    """Train a few steps in this process, without counting and profiling. The result is `ok` or out of memory."""
+    """Train a few steps in this process, without counting and profiling.
+
+    The result is `ok` or out of memory.
+    """
     module = importlib.import_module(script)
     with tempfile.TemporaryDirectory() as folder:
-        args = module.parse_args([*argv, "--under-profiler", "--log-interval", "1000000", "--profile-dir", folder])
+        args = module.parse_args(
+            [*argv, "--under-profiler", "--log-interval", "1000000", "--profile-dir", folder]
+        )
         result = module.train(args)
     free_memory()
     if result["exit_status"] == 130:
@@ -88,11 +95,16 @@ def short_run(script: str, argv: Sequence[str]) -> dict:
 
 def parse_quiet(module: ModuleType, argv: Sequence[str]) -> argparse.Namespace:
     """The arguments of a run that shows no progress and leaves nothing behind."""
-    return module.parse_args([*argv, "--log-interval", "1000000", "--profile-dir", tempfile.gettempdir()])
+    return module.parse_args(
+        [*argv, "--log-interval", "1000000", "--profile-dir", tempfile.gettempdir()]
+    )
 
 
-def begin(module: ModuleType, args: argparse.Namespace, rounds: int) -> tuple[object, int, float | None]:
-    """A warm Run of a script, how many of its steps are a turn, and its peak memory in MB as that of a run alone."""
+def begin(
+    module: ModuleType, args: argparse.Namespace, rounds: int
+) -> tuple[object, int, float | None]:
+    """A warm Run of a script, how many of its steps are a turn, and its peak memory in MB as that
+    of a run alone."""
     run = module.Run(args)
     gpu = run.device.type == "cuda"
     run.start()
@@ -106,7 +118,7 @@ def begin(module: ModuleType, args: argparse.Namespace, rounds: int) -> tuple[ob
 
 
 def alternating(sides: Collection[str], rounds: int) -> Iterator[tuple[int, str]]:
-    """The number of the turn and the side whose turn it is: first to last, then last to first, and so on.
+    """The number of the turn and the side whose turn it is: first to last, then back, and so on.
 
     A side that is no longer among them, because it failed, is left out from then on.
     """
@@ -116,28 +128,46 @@ def alternating(sides: Collection[str], rounds: int) -> Iterator[tuple[int, str]
                 yield turn, side
 
 
-def in_turns(sides: dict[str, tuple[str, list[str]]], rounds: int) -> dict[str, dict]:
-    """What steps of each side (script, arguments) take, in turns of about 0.3 s and at least two steps.
+def attempt(
+    name: str,
+    work: Callable[[], None],
+    running: dict[str, object],
+    failed: Callable[[str, Exception], None],
+) -> None:
+    """Do this for a side.
 
-    The sides change their order from turn to turn. Milliseconds per step are the median of the turns, peak memory is
-    that of the side alone, kernels are counted after the last turn. A side that runs out of memory, or fails, has a
-    `status` and an `error` in place of these.
+    From its first error on, which is handed to `failed`, it is not `running`.
+    """
+    try:
+        work()
+    except Exception as error:
+        running.pop(name, None)
+        failed(name, error)
+    if name not in running:
+        free_memory()
+
+
+def failure(error: Exception) -> dict[str, str]:
+    """What a row says of a side that did not finish."""
+    oom = importlib.import_module("tiny_llama_v1").is_out_of_memory(error)
+    reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    return {"status": "oom" if oom else "failed", "error": reason}
+
+
+def in_turns(sides: dict[str, tuple[str, list[str]]], rounds: int) -> dict[str, dict]:
+    """What steps of each side (script, arguments) take, in turns of about 0.3 s or two steps.
+
+    The sides change their order from turn to turn. Milliseconds per step are the median of the
+    turns, peak memory is that of the side alone, kernels are counted after the last turn. A side
+    that runs out of memory, or fails, has a `status` and an `error` in place of these.
     """
     modules = {name: importlib.import_module(script) for name, (script, _) in sides.items()}
     parsed = {name: parse_quiet(modules[name], argv) for name, (_, argv) in sides.items()}
     rows = {name: named(script, argv, parsed[name]) for name, (script, argv) in sides.items()}
     runs, steps, times = {}, {}, {name: [] for name in sides}
 
-    def attempt(name: str, work: Callable[[], None]) -> None:
-        """Do this for a side; from its first error on it has no run, and the error is in its row."""
-        try:
-            work()
-        except Exception as error:
-            runs.pop(name, None)
-            status = "oom" if modules[name].is_out_of_memory(error) else "failed"
-            rows[name] |= {"status": status, "error": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"}
-        if name not in runs:
-            free_memory()
+    def failed(name: str, error: Exception) -> None:
+        rows[name] |= failure(error)
 
     def start(name: str) -> None:
         runs[name], steps[name], rows[name]["peak_mb"] = begin(modules[name], parsed[name], rounds)
@@ -155,11 +185,11 @@ def in_turns(sides: dict[str, tuple[str, list[str]]], rounds: int) -> dict[str, 
         rows[name] |= {key: value for key, value in counts.items() if key != "remark"}
 
     for name in sides:
-        attempt(name, partial(start, name))
+        attempt(name, partial(start, name), runs, failed)
     for _, name in alternating(runs, rounds):
-        attempt(name, partial(take, name))
+        attempt(name, partial(take, name), runs, failed)
     for name in list(runs):
-        attempt(name, partial(finish, name))
+        attempt(name, partial(finish, name), runs, failed)
     runs.clear()
     free_memory()
     return rows
@@ -175,6 +205,16 @@ def all_measured(sides: dict[str, tuple[str, list[str]]], rounds: int) -> dict[s
     return rows
 
 
+def speeds(row: dict) -> dict[str, float | None]:
+    """Samples per second of a row: the median of its turns, the lowest and the highest."""
+    found = [1e3 * row["batch_size"] / ms for ms in row.get("turns_ms") or ()]
+    return {
+        "samples_per_sec": statistics.median(found) if found else None,
+        "samples_per_sec_min": min(found, default=None),
+        "samples_per_sec_max": max(found, default=None),
+    }
+
+
 def ratios(first: dict, second: dict) -> list[float]:
     """Time of the first side over that of the second, turn by turn."""
     return [a / b for a, b in zip(first["turns_ms"], second["turns_ms"], strict=True)]
@@ -186,7 +226,14 @@ def speedup(first: dict, second: dict) -> float:
 
 
 def spread(ratios: Sequence[float]) -> str:
-    """The range of ratios turn by turn, and whether they show a difference, in the words of --compare-fusion."""
+    """The range of ratios turn by turn, and whether they show a difference, in the words of
+    --compare-fusion."""
     low, high = min(ratios), max(ratios)
-    verdict = ", too few turns to tell" if len(ratios) < 5 else ", no difference seen" if low <= 1 <= high else ""
+    verdict = (
+        ", too few turns to tell"
+        if len(ratios) < 5
+        else ", no difference seen"
+        if low <= 1 <= high
+        else ""
+    )
     return f"{low:.2f}x to {high:.2f}x{verdict}"

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""SwiGLU in three ways: PyTorch's operators, torch.compile, and the two kernels that you wrote. Each step checks one.
+"""SwiGLU in three ways: PyTorch's operators, torch.compile, and the two kernels that you wrote.
+Each step checks one.
 
   operators   count the bytes that each operator reads and writes, forward and backward
   compiled    compile them, and count the kernels that torch.compile made
@@ -8,7 +9,7 @@
 Examples:
   python exercises/build_a_fusion/swiglu.py operators
   python exercises/build_a_fusion/swiglu.py kernels --solution
-  python exercises/build_a_fusion/swiglu.py --scoreboard --output times.json      on a GPU: GB/s against size
+  python exercises/build_a_fusion/swiglu.py --scoreboard --output times.json
   python exercises/build_a_fusion/swiglu.py --draw results/h100/build_a_fusion.json --plot h100.png
 """
 
@@ -25,7 +26,7 @@ from pathlib import Path
 from exercises.puzzles import checker
 from workshop.cli import ToolError, needed, run_tool
 from workshop.files import read_json, write_file, write_text
-from workshop.show import drawing, markdown_table
+from workshop.show import Column, drawing, render
 
 with needed():
     import torch
@@ -39,7 +40,8 @@ with needed():
 PROG = Path(__file__).name
 C = 4096
 ROWS = [2 * 4**k for k in range(8)]  # that are timed
-LEAST = {"forward": 3, "forward and backward": 8}  # tensors of the size of out that must be read or written
+# tensors of the size of out that must be read or written
+LEAST = {"forward": 3, "forward and backward": 8}
 
 
 def operators(x: Tensor) -> Tensor:
@@ -68,7 +70,9 @@ class Kernels(torch.autograd.Function):
         return grad_x
 
 
-def steps(function: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor) -> dict[str, Callable[[], object]]:
+def steps(
+    function: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor
+) -> dict[str, Callable[[], object]]:
     """What is counted and timed of a way to compute SwiGLU."""
     return {
         "forward": lambda: function(x),
@@ -90,7 +94,9 @@ def check_right(what: str, function: Callable[[Tensor], Tensor], rows: int, colu
     out, expected = function(x), operators(exact)
     measure.check_close(out, expected, f"the output of {what}")
     (found,) = torch.autograd.grad(out, x, grad)
-    measure.check_close(found, torch.autograd.grad(expected, exact, grad.double())[0], f"the gradient of {what}")
+    measure.check_close(
+        found, torch.autograd.grad(expected, exact, grad.double())[0], f"the gradient of {what}"
+    )
 
 
 def step_operators() -> None:
@@ -101,9 +107,14 @@ def step_operators() -> None:
             step()
         print(f"{what}:")
         for name, moved in traffic.by_operator.items():
-            print(f"  {name.removeprefix('aten::'):20} {moved / grad.nbytes:5.1f} x the size of out")
+            print(
+                f"  {name.removeprefix('aten::'):20} {moved / grad.nbytes:5.1f} x the size of out"
+            )
         total = sum(traffic.by_operator.values()) / grad.nbytes
-        print(f"  all {total:.0f}, needed {LEAST[what]}: predicted {total / LEAST[what]:.2f}x from fusion")
+        print(
+            f"  all {total:.0f}, needed {LEAST[what]}: predicted {total / LEAST[what]:.2f}x from "
+            "fusion"
+        )
 
 
 def step_compiled() -> None:
@@ -114,9 +125,13 @@ def step_compiled() -> None:
     try:
         check_right("torch.compile", torch.compile(operators), 8, 64)
     except RuntimeError as error:
-        raise ToolError(f"torch.compile does not work here ({str(error).splitlines()[0]})", status=4) from error
+        raise ToolError(
+            f"torch.compile does not work here ({str(error).splitlines()[0]})", status=4
+        ) from error
     count = metrics.generated_kernel_count - before
-    print(f"torch.compile: output and gradient are right, {count} kernels in place of the operators")
+    print(
+        f"torch.compile: output and gradient are right, {count} kernels in place of the operators"
+    )
 
 
 def check_puzzles() -> None:
@@ -140,8 +155,13 @@ STEPS = {"operators": step_operators, "compiled": step_compiled, "kernels": step
 
 
 def measured() -> list[dict]:
-    """Microseconds, turn by turn, of all ways and of a copy that moves as many bytes as SwiGLU must."""
-    ways = {"operators": operators, "torch.compile": torch.compile(operators, dynamic=True), "kernels": Kernels.apply}
+    """Microseconds, turn by turn, of all ways and of a copy that moves as many bytes as SwiGLU
+    must."""
+    ways = {
+        "operators": operators,
+        "torch.compile": torch.compile(operators, dynamic=True),
+        "kernels": Kernels.apply,
+    }
     for name, function in ways.items():
         check_right(name, function, 6, 100)
     rows = []
@@ -152,21 +172,30 @@ def measured() -> list[dict]:
             target = torch.empty_like(source)
             sides = {"copy": lambda source=source, target=target: target.copy_(source)}
             sides |= {name: steps(function, x, grad)[what] for name, function in ways.items()}
-            rows.append({"what": what, "rows": count, "bytes": least * grad.nbytes, "us": measure.in_turns(sides)})
+            rows.append(
+                {
+                    "what": what,
+                    "rows": count,
+                    "bytes": least * grad.nbytes,
+                    "us": measure.in_turns(sides),
+                }
+            )
     return rows
 
 
 def rates(row: dict) -> dict[str, float]:
     """GB/s of each side: the bytes that SwiGLU must move over the median of the turns."""
-    return {name: row["bytes"] / statistics.median(times) / 1e3 for name, times in row["us"].items()}
+    return {
+        name: row["bytes"] / statistics.median(times) / 1e3 for name, times in row["us"].items()
+    }
 
 
 def table(rows: list[dict]) -> str:
     """These rates as Markdown."""
-    lines = [
-        [row["what"], f"{row['bytes'] / 1e6:.1f}", *(f"{rate:.0f}" for rate in rates(row).values())] for row in rows
-    ]
-    return markdown_table(["GB/s", "MB", *rows[0]["us"]], lines)
+    columns = [Column("GB/s", "what"), Column("MB", lambda row: row["bytes"] / 1e6, ".1f")]
+    for name in rows[0]["us"]:
+        columns.append(Column(name, lambda row, name=name: rates(row)[name], ".0f"))
+    return render(columns, rows)
 
 
 def draw(path: Path, rows: list[dict], device: str) -> None:
@@ -176,7 +205,12 @@ def draw(path: Path, rows: list[dict], device: str) -> None:
     for axes, what in zip(both, LEAST, strict=True):
         shown = [row for row in rows if row["what"] == what]
         for name, style in zip(shown[0]["us"], ("k:", "o-", "s-", "^-"), strict=True):
-            axes.plot([row["bytes"] / 1e6 for row in shown], [rates(row)[name] for row in shown], style, label=name)
+            axes.plot(
+                [row["bytes"] / 1e6 for row in shown],
+                [rates(row)[name] for row in shown],
+                style,
+                label=name,
+            )
         axes.set(xscale="log", xlabel="MB that must be moved", title=what, ylim=(0, None))
     both[0].set_ylabel("GB/s")
     both[0].legend()

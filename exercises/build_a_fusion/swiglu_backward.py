@@ -39,7 +39,9 @@ def swiglu_backward_kernel(
     pass
 
 
-def swiglu_backward(x: Tensor, grad: Tensor, grad_x: Tensor, BLOCK_R: int = 4, BLOCK_C: int = 512) -> None:
+def swiglu_backward(
+    x: Tensor, grad: Tensor, grad_x: Tensor, BLOCK_R: int = 4, BLOCK_C: int = 512
+) -> None:
     """x, grad_x [rows, 2 * C], grad [rows, C]."""
     rows, C = grad.shape
     grid = (triton.cdiv(rows, BLOCK_R), triton.cdiv(C, BLOCK_C))

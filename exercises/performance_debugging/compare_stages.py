@@ -1,16 +1,18 @@
 #!/usr/bin/env python3
 """Loss, speed, memory and gradients of all stages in one Markdown table.
 
-SOURCE is the folder that run_all_stages.sh has filled (default: results/ beside this file), or a file that --output
-wrote. In a folder each stage also gets its kernels as <stage>_profile.csv, from rocprofv3 or from the PyTorch profiler:
-the columns of rocprofv3's *_kernel_stats.csv, with semicolons for the commas in names, so that `sort -t','` works.
+SOURCE is the folder that run_all_stages.sh has filled (default: results/ beside this file), or a
+file that --output wrote. In a folder each stage also gets its kernels as <stage>_profile.csv, from
+rocprofv3 or from the PyTorch profiler: the columns of rocprofv3's *_kernel_stats.csv, with
+semicolons for the commas in names, so that `sort -t','` works.
 
-Kernel ms per step is the sum over the kernels of a profiled step; on a CPU there are none. A dash stands for what a run
-did not measure.
+Kernel ms per step is the sum over the kernels of a profiled step; on a CPU there are none. A dash
+stands for what a run did not measure.
 
 Examples:
   python exercises/performance_debugging/compare_stages.py
-  python exercises/performance_debugging/compare_stages.py --output results/h100/performance_debugging.json
+  python exercises/performance_debugging/compare_stages.py \\
+      --output results/h100/performance_debugging.json
   python exercises/performance_debugging/compare_stages.py results/h100/performance_debugging.json
 """
 
@@ -20,17 +22,23 @@ import _root
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from run_pytorch_profiler import analyse
 from workshop.cli import ToolError, documented_parser, print_notes, run_tool
 from workshop.files import write_text
-from workshop.profile.kernels import WITH_WARM_UP, KernelStatistics, load_trace, read_statistics, write_statistics
+from workshop.profile.kernels import (
+    WITH_WARM_UP,
+    KernelStatistics,
+    load_trace,
+    read_statistics,
+    write_statistics,
+)
 from workshop.records import Gradients, Stages, read
 from workshop.results import Run, differences, load_run, report_failed
-from workshop.show import NOT_FINISHED, cell, markdown_table
+from workshop.show import NOT_FINISHED, Column, render
 
 PROG = Path(__file__).name
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -46,7 +54,8 @@ class Stage:
 
 
 def read_profile(folder: Path, result: dict) -> tuple[list[KernelStatistics], float | None] | None:
-    """Kernels of a stage and their time per step in milliseconds; on a CPU operators and None. None without a profile.
+    """Kernels of a stage and their time per step in milliseconds; on a CPU operators and None. None
+    without a profile.
 
     ValueError says what is wrong with the profiler's file.
     """
@@ -54,7 +63,9 @@ def read_profile(folder: Path, result: dict) -> tuple[list[KernelStatistics], fl
     if (path := folder / "rocprofv3" / "stats.csv").exists():
         rows = read_statistics(path)
         whole = (path.parent / WITH_WARM_UP).exists()
-        return rows, None if whole else sum(row.total_ns for row in rows) / 1e6 / training["num_steps"]
+        return rows, None if whole else sum(row.total_ns for row in rows) / 1e6 / training[
+            "num_steps"
+        ]
     if not (path := folder / f"{result['script']}_trace.json.gz").exists():
         return None
     profile = analyse(load_trace(path), ("data", "graph" if training["cuda_graph"] else "forward"))
@@ -63,7 +74,10 @@ def read_profile(folder: Path, result: dict) -> tuple[list[KernelStatistics], fl
 
 
 def read_folder(directory: Path) -> list[Stage]:
-    """The stages below this directory in order, each in a folder of its own; writes their kernels beside it."""
+    """The stages below this directory in order, each in a folder of its own.
+
+    Writes their kernels beside it.
+    """
     stages = []
     for path in sorted(directory.glob("*/*_summary.json")):
         folder, run = path.parent, load_run(path)
@@ -91,52 +105,57 @@ def read_study(path: Path) -> list[Stage]:
 
 def study(stages: Sequence[Stage]) -> dict:
     """What --output writes: the result files, and what they do not have."""
-    own = ({"stage": s.run.name, "gradient_percent": s.gradient_percent, "kernel_ms": s.kernel_ms} for s in stages)
+    own = (
+        {"stage": s.run.name, "gradient_percent": s.gradient_percent, "kernel_ms": s.kernel_ms}
+        for s in stages
+    )
     rows = [{**entry, "result": stage.run.result} for entry, stage in zip(own, stages, strict=True)]
     return {"environment": stages[0].run.result["environment"], "stages": rows}
 
 
 def table(stages: Sequence[Stage]) -> str:
     """A row for each stage; what V1 is compared with is the row of the baseline."""
-    baseline = next((stage.run for stage in stages if stage.run.result["script"] == "tiny_llama_v1"), None)
+    baseline = next(
+        (stage.run for stage in stages if stage.run.result["script"] == "tiny_llama_v1"), None
+    )
     reference = baseline and baseline.number("timing", "samples_per_sec")
-    unit = next((s.run.result["kernels"]["unit"] for s in stages if "unit" in s.run.result["kernels"]), "kernels")
-    header = [
-        "stage",
-        "script",
-        "first loss",
-        "final loss",
-        "samples/sec",
-        "over V1",
-        "ms per step",
-        "kernel ms per step",
+    unit = next(
+        (s.run.result["kernels"]["unit"] for s in stages if "unit" in s.run.result["kernels"]),
+        "kernels",
+    )
+
+    def number(group: str, key: str) -> Callable[[Stage], float | None]:
+        return lambda stage: stage.run.number(group, key)
+
+    def over_v1(stage: Stage) -> float | None:
+        speed = stage.run.number("timing", "samples_per_sec")
+        return speed / reference if speed and reference else None
+
+    def final_loss(stage: Stage) -> object:
+        return NOT_FINISHED.get(stage.run.status) or stage.run.number("loss", "final")
+
+    columns = [
+        Column("stage", lambda stage: stage.run.name),
+        Column("script", lambda stage: stage.run.result["script"], text=True),
+        Column("first loss", number("loss", "initial"), ".4f"),
+        Column("final loss", final_loss, ".4f"),
+        Column("samples/sec", number("timing", "samples_per_sec"), ".1f"),
+        Column("over V1", over_v1, ".2f", "x"),
+        Column("ms per step", number("timing", "batch_ms"), ".2f"),
+        Column("kernel ms per step", "kernel_ms", ".2f"),
+        Column("TFLOP/s", number("flops", "achieved_tflops"), ".3g"),
+        Column("peak MB", number("memory", "peak_mb"), ".1f"),
+        Column(f"{unit} per step", number("kernels", "per_step"), ".10g"),
+        Column("parameters with gradient", "gradient_percent", ".1f", " %"),
     ]
-    header += ["TFLOP/s", "peak MB", f"{unit} per step", "parameters with gradient"]
-    rows = []
-    for stage in stages:
-        run, number = stage.run, stage.run.number
-        speed = number("timing", "samples_per_sec")
-        rows.append(
-            [
-                run.name,
-                run.result["script"],
-                cell(number("loss", "initial"), ".4f"),
-                NOT_FINISHED.get(run.status) or cell(number("loss", "final"), ".4f"),
-                cell(speed, ".1f"),
-                cell(speed / reference if speed and reference else None, ".2f", "x"),
-                cell(number("timing", "batch_ms"), ".2f"),
-                cell(stage.kernel_ms, ".2f"),
-                cell(number("flops", "achieved_tflops"), ".3g"),
-                cell(number("memory", "peak_mb")),
-                cell(number("kernels", "per_step"), ".10g"),
-                cell(stage.gradient_percent, ".1f", " %"),
-            ]
-        )
-    return markdown_table(header, rows, text_columns=2)
+    return render(columns, stages)
 
 
 def compare(source: Path, output: Path | None) -> int:
-    """Print the table, and write the study if asked to; returns the exit status, 1 if a stage failed."""
+    """Print the table, and write the study if asked to.
+
+    Returns the exit status, 1 if a stage failed.
+    """
     if not source.exists():
         raise ToolError(f"{source}: no such file or directory; run_all_stages.sh makes it")
     stages = read_folder(source) if source.is_dir() else read_study(source)
@@ -152,7 +171,9 @@ def compare(source: Path, output: Path | None) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     parser = documented_parser(PROG, __doc__)
-    parser.add_argument("source", nargs="?", type=Path, default=RESULTS, metavar="SOURCE", help="folder or file")
+    parser.add_argument(
+        "source", nargs="?", type=Path, default=RESULTS, metavar="SOURCE", help="folder or file"
+    )
     parser.add_argument("--output", type=Path, metavar="FILE", help="also write all of it as JSON")
     args = parser.parse_args(argv)
     return run_tool(PROG, lambda: compare(args.source, args.output))

@@ -24,8 +24,15 @@ v3.SCRIPT, v3.__file__ = Path(__file__).stem, __file__  # its results bear this 
 
 
 def build_model(args: argparse.Namespace, device: torch.device) -> nn.Module:
-    """The model as its layers draw their weights; V3 goes on here and draws them again with a deviation of 0.02."""
-    fields = {name: getattr(args, name) for name in v3.ModelConfig.__dataclass_fields__ if hasattr(args, name)}
+    """The model as its layers draw their weights;
+
+    V3 goes on here and draws them again with a deviation of 0.02.
+    """
+    fields = {
+        name: getattr(args, name)
+        for name in v3.ModelConfig.__dataclass_fields__
+        if hasattr(args, name)
+    }
     fusions = v3.Fusions(**{attribute: getattr(args, attribute) for _, attribute, _ in v3.FUSIONS})
     torch.manual_seed(args.seed)
     with device:

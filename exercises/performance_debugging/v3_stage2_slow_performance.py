@@ -23,7 +23,8 @@ v3.SCRIPT, v3.__file__ = Path(__file__).stem, __file__  # its results bear this 
 
 
 class CausalAttention:
-    """PyTorch's attention in place of V3's kernel, with keys and values repeated for the heads of their group."""
+    """PyTorch's attention in place of V3's kernel, with keys and values repeated for the heads
+    of their group."""
 
     @staticmethod
     def apply(qkv: Tensor, num_heads: int) -> Tensor:
@@ -32,7 +33,8 @@ class CausalAttention:
         heads = qkv.permute(0, 2, 3, 1).contiguous()  # [B, H + 2 K, D, S], channels first
         q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
         k, v = (t.repeat_interleave(num_heads // num_kv_heads, dim=1) for t in (k, v))
-        q, k, v = (t.transpose(2, 3) for t in (q, k, v))  # [B, H, S, D] by shape, but not in memory: .contiguous()
+        # [B, H, S, D] by shape, but not in memory: .contiguous()
+        q, k, v = (t.transpose(2, 3) for t in (q, k, v))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
 

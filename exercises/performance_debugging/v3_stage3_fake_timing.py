@@ -37,7 +37,10 @@ class Trainer(v3.Trainer):
 
 
 class Run(v3.Run):
-    """Takes the time from the first mark to the last for that of the steps; nobody waits for the GPU."""
+    """Takes the time from the first mark to the last for that of the steps.
+
+    Nobody waits for the GPU.
+    """
 
     def take(self, steps: int) -> v3.Turn:
         turn = super().take(steps)

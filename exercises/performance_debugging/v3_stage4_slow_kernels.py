@@ -18,7 +18,9 @@ with needed():
     from torch import Tensor
 
     import tiny_llama_v3 as v3
-    from tiny_llama_v3 import tl, triton  # from there, because without a GPU it chooses Triton's interpreter first
+
+    # from there, because without a GPU it chooses Triton's interpreter first
+    from tiny_llama_v3 import tl, triton
 
 v3.SCRIPT, v3.__file__ = Path(__file__).stem, __file__  # its results bear this name
 
@@ -31,7 +33,9 @@ def naive_matmul_kernel(X, WEIGHT, OUT, columns, D, BLOCK: tl.constexpr):
     for start in range(0, D, BLOCK):
         channel = start + tl.arange(0, BLOCK)
         x = tl.load(X + row * D + channel, mask=channel < D, other=0.0).to(tl.float32)
-        total += x * tl.load(WEIGHT + column * D + channel, mask=channel < D, other=0.0).to(tl.float32)
+        total += x * tl.load(WEIGHT + column * D + channel, mask=channel < D, other=0.0).to(
+            tl.float32
+        )
     tl.store(OUT + program, tl.sum(total, 0))
 
 
@@ -47,7 +51,10 @@ def naive_matmul(x: Tensor, weight: Tensor) -> Tensor:
 
 
 class NaiveLinear(torch.autograd.Function):
-    """x [T, D], weight [N, D] -> x @ weight.T [T, N]; its backward pass leaves the products to PyTorch."""
+    """x [T, D], weight [N, D] -> x @ weight.T [T, N].
+
+    Its backward pass leaves the products to PyTorch.
+    """
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:

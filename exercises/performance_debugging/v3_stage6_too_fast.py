@@ -23,11 +23,15 @@ v3.SCRIPT, v3.__file__ = Path(__file__).stem, __file__  # its results bear this 
 
 
 class AddRMSNorm:
-    """Residual addition and norm straight from V3's kernel: no autograd.Function ties a backward pass to it."""
+    """Residual addition and norm straight from V3's kernel: no autograd.Function ties a backward
+    pass to it."""
 
     @staticmethod
     def apply(x: Tensor, update: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype):
-        """Compute norm(x + update) * weight in `dtype`, and x + update; without an update the norm."""
+        """Compute norm(x + update) * weight in `dtype`, and x + update.
+
+        Without an update the norm.
+        """
         rows, programs, options = v3.row_launch("rms_norm_forward", x)
         normed, summed = torch.empty_like(x, dtype=dtype), torch.empty_like(x)
         rstd = x.new_empty(rows)

@@ -24,7 +24,12 @@ FILES = sorted(Path(__file__).parent.glob("puzzle_*.py"))
 def main(argv: list[str] | None = None) -> int:
     parser = checker.parser_for(PROG, __doc__)
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="keep what was measured")
-    parser.add_argument("--table", type=Path, metavar="FILE.json", help="print the table of such a file, and no more")
+    parser.add_argument(
+        "--table",
+        type=Path,
+        metavar="FILE.json",
+        help="print the table of such a file, and no more",
+    )
     args = parser.parse_args(argv)
 
     def body() -> int:

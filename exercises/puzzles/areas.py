@@ -18,7 +18,14 @@ SIGNS = string.digits + string.ascii_letters
 class Area:
     """A tensor in the middle of a buffer of NaN, and which programs touched its elements."""
 
-    def __init__(self, name: str, shape: torch.Size, dtype: torch.dtype, values: Tensor | None, device: torch.device):
+    def __init__(
+        self,
+        name: str,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        values: Tensor | None,
+        device: torch.device,
+    ):
         self.name, self.shape, self.size, self.output = name, shape, shape.numel(), values is None
         self.buffer = torch.full((self.size + 2 * GUARD,), torch.nan, dtype=dtype, device=device)
         self.tensor = self.buffer[GUARD : GUARD + self.size].view(shape)
@@ -30,7 +37,9 @@ class Area:
         self.before = self.bits.clone()
         self.first = self.tensor.data_ptr()
         self.last = self.first + self.tensor.nbytes - 1
-        self.written_by = np.full(self.size if device == CPU else 0, NOBODY)  # nobody looks at a GPU's stores
+        self.written_by = np.full(
+            self.size if device == CPU else 0, NOBODY
+        )  # nobody looks at a GPU's stores
         self.reads: dict[int, np.ndarray] = {}  # program: which elements it read
         self.behind: dict[int, int] = {}  # place in the buffer: program that went there
 
@@ -58,7 +67,9 @@ class Area:
 
     def untouched(self) -> np.ndarray:
         """Places that are as they were."""
-        return (self.bits == self.before)[GUARD : GUARD + self.size].nonzero().flatten().cpu().numpy()
+        return (
+            (self.bits == self.before)[GUARD : GUARD + self.size].nonzero().flatten().cpu().numpy()
+        )
 
 
 def sign(number: int) -> str:

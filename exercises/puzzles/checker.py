@@ -1,8 +1,9 @@
-"""Check a puzzle's kernel: run it in Triton's interpreter, name the first thing that is wrong, draw who touched what.
+"""Check a puzzle's kernel: run it in Triton's interpreter, name the first thing that is wrong, draw
+who touched what.
 
-The interpreter runs one program after the other, in Python. recorder.py looks at each load and store, at sizes that
-fill their blocks and others, and the results are compared with float64. With --scoreboard the kernel is compiled for
-the GPU instead; see scoreboard.py.
+The interpreter runs one program after the other, in Python. recorder.py looks at each load and
+store, at sizes that fill their blocks and others, and the results are compared with float64. With
+--scoreboard the kernel is compiled for the GPU instead; see scoreboard.py.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ with needed():
     from exercises.puzzles.recorder import KINDS, Recorder
 
 SCOREBOARD = "--scoreboard" in sys.argv
-if not (SCOREBOARD or "compiled" in sys.argv) or not torch.cuda.is_available():  # compiled: a step of build_a_fusion
+# compiled: a step of build_a_fusion
+if not (SCOREBOARD or "compiled" in sys.argv) or not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton looks at it when it is imported
 
 ROUNDING = 5e-3  # errors below this share of the largest value are rounding to 16 bits
@@ -44,7 +46,8 @@ class Puzzle:
 
     launch: Callable[..., None]  # (*inputs, *outputs, **blocks)
     inputs: Callable[..., dict[str, Tensor]]  # (dtype, **sizes)
-    reference: Callable[..., dict[str, Tensor]]  # (*inputs), all in float64; their names are those of the outputs
+    # (*inputs), all in float64; their names are those of the outputs
+    reference: Callable[..., dict[str, Tensor]]
     even: dict[str, int]  # sizes that fill their blocks
     odd: tuple[dict[str, int], ...]  # sizes that do not
     blocks: dict[str, int]  # small ones, for the picture
@@ -70,7 +73,10 @@ def normal(dtype: torch.dtype, *shape: int) -> Tensor:
 
 
 class Fault(Exception):
-    """What is wrong with a kernel: kind and text are one line; `areas` are of the run that showed it."""
+    """What is wrong with a kernel: kind and text are one line;
+
+    `areas` are of the run that showed it.
+    """
 
     def __init__(self, kind: str, text: str):
         super().__init__(f"{kind}: {text}")
@@ -80,14 +86,21 @@ class Fault(Exception):
 def prepare(
     puzzle: Puzzle, dtype: torch.dtype, sizes: dict[str, int], device: torch.device
 ) -> tuple[list[Area], dict[str, Tensor]]:
-    """Areas of inputs and outputs in the order of the launch, and the outputs that they should have, in float64."""
+    """Areas of inputs and outputs in the order of the launch, and the outputs that they should
+    have, in float64."""
     torch.manual_seed(0)
     with device:
         inputs = puzzle.inputs(dtype, **sizes)
     expected = puzzle.reference(*(tensor.double() for tensor in inputs.values()))
-    areas = [Area(name, tensor.shape, tensor.dtype, tensor, device) for name, tensor in inputs.items()]
+    areas = [
+        Area(name, tensor.shape, tensor.dtype, tensor, device) for name, tensor in inputs.items()
+    ]
     for name, tensor in expected.items():
-        areas.append(Area(name, tensor.shape, torch.float32 if name in puzzle.float32 else dtype, None, device))
+        areas.append(
+            Area(
+                name, tensor.shape, torch.float32 if name in puzzle.float32 else dtype, None, device
+            )
+        )
     return areas, expected
 
 
@@ -96,7 +109,9 @@ def prepare(
 
 def kernel_files(puzzle: Puzzle) -> set[str]:
     """The files in which the puzzle's kernels stand."""
-    kernels = [value for name, value in puzzle.launch.__globals__.items() if name.endswith("_kernel")]
+    kernels = [
+        value for name, value in puzzle.launch.__globals__.items() if name.endswith("_kernel")
+    ]
     return {str(puzzle.file), *(kernel.fn.__code__.co_filename for kernel in kernels)}
 
 
@@ -104,7 +119,11 @@ def place_of(error: BaseException, files: set[str]) -> str:
     """Where in these files it happened: 'line 12: ', or nothing."""
     lines = []
     while error:
-        lines += [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename in files]
+        lines += [
+            frame.lineno
+            for frame in traceback.extract_tb(error.__traceback__)
+            if frame.filename in files
+        ]
         error = error.__cause__
     return f"line {lines[-1]}: " if lines else ""
 
@@ -131,7 +150,10 @@ def launch(puzzle: Puzzle, areas: list[Area], blocks: dict[str, int]) -> None:
 
 
 def interpret(puzzle: Puzzle, areas: list[Area], poison: float = torch.nan) -> Recorder:
-    """Run the kernel in the interpreter; a Fault names what a look at its loads and stores shows."""
+    """Run the kernel in the interpreter.
+
+    A Fault names what a look at its loads and stores shows.
+    """
     recorder = Recorder(areas, kernel_files(puzzle), poison)
     with recorder.recording():
         launch(puzzle, areas, puzzle.blocks)
@@ -146,14 +168,22 @@ def check_written(untouched: dict[Area, np.ndarray]) -> None:
     """Fault where there are elements of outputs that no program wrote."""
     if all(len(places) == area.size for area, places in untouched.items()):
         names = " and ".join(area.name for area in untouched)
-        raise Fault("not solved yet", f"nothing is written to {names}; `# your code` is the place for it")
+        raise Fault(
+            "not solved yet", f"nothing is written to {names}; `# your code` is the place for it"
+        )
     for area, places in untouched.items():
         if len(places):
-            raise Fault("never written", f"{area.named(places[0])}, {len(places)} of {area.size} elements in all")
+            raise Fault(
+                "never written",
+                f"{area.named(places[0])}, {len(places)} of {area.size} elements in all",
+            )
 
 
 def difference(puzzle: Puzzle, areas: list[Area], expected: dict[str, Tensor]) -> tuple[float, str]:
-    """The largest error over the largest value, and the first wrong element; 0 and nothing where all is right."""
+    """The largest error over the largest value, and the first wrong element.
+
+    0 and nothing where all is right.
+    """
     for area in areas:
         if area.output:
             found, right = area.tensor.double(), expected[area.name]
@@ -162,18 +192,27 @@ def difference(puzzle: Puzzle, areas: list[Area], expected: dict[str, Tensor]) -
             wrong = ~(error <= puzzle.tolerance * scale + rounding)
             if wrong.any():
                 place = int(wrong.flatten().nonzero()[0])
-                values = f"is {found.flatten()[place]:.6g} and should be {right.flatten()[place]:.6g}"
+                values = (
+                    f"is {found.flatten()[place]:.6g} and should be {right.flatten()[place]:.6g}"
+                )
                 count = f"{int(wrong.sum())} of {area.size} elements are wrong"
-                return (error.max() / scale).nan_to_num(torch.inf).item(), f"{area.named(place)} {values}; {count}"
+                return (error.max() / scale).nan_to_num(
+                    torch.inf
+                ).item(), f"{area.named(place)} {values}; {count}"
     return 0.0, ""
 
 
-def check_masks(puzzle: Puzzle, areas: list[Area], dtype: torch.dtype, sizes: dict[str, int], line: str) -> None:
-    """Fault if the result depends on what a load without `other` returns where its mask is false."""
+def check_masks(
+    puzzle: Puzzle, areas: list[Area], dtype: torch.dtype, sizes: dict[str, int], line: str
+) -> None:
+    """Fault if the result depends on what a load without `other` returns where its mask is
+    false."""
     again, _ = prepare(puzzle, dtype, sizes, CPU)
     interpret(puzzle, again, poison=0.0)
     if not all(one.bits.equal(other.bits) for one, other in zip(areas, again, strict=True)):
-        raise Fault("mask", f"{line} loads without `other`, and what the mask leaves out reaches the result")
+        raise Fault(
+            "mask", f"{line} loads without `other`, and what the mask leaves out reaches the result"
+        )
 
 
 def described(sizes: dict[str, int], dtype: torch.dtype | None = None) -> str:
@@ -257,14 +296,20 @@ def parser_for(prog: str, documentation: str) -> argparse.ArgumentParser:
     parser = documented_parser(prog, documentation)
     add = parser.add_argument
     add("--solution", action="store_true", help="take the kernel from solutions/")
-    add("--scoreboard", action="store_true", help="compile it for the GPU and time it beside PyTorch")
+    add(
+        "--scoreboard",
+        action="store_true",
+        help="compile it for the GPU and time it beside PyTorch",
+    )
     return parser
 
 
 def main(puzzle: Puzzle, argv: list[str] | None = None) -> int:
     """Check this puzzle and draw it; returns 0 if it is solved, 1 if not."""
     file = puzzle.file
-    documentation = f"Check the kernel of {file.name}.\n\nExamples:\n  python exercises/puzzles/{file.name}"
+    documentation = (
+        f"Check the kernel of {file.name}.\n\nExamples:\n  python exercises/puzzles/{file.name}"
+    )
     args = parser_for(file.name, documentation).parse_args(argv)
 
     def body() -> int:

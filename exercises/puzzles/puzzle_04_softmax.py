@@ -8,7 +8,7 @@ exp(89) is larger than any float32, so the formula as it stands gives inf / inf.
 largest number of the row first: the result is the same, and no exp is larger than 1. This is a
 *stable* softmax:
 
-    out[r, c] = exp(x[r, c] - m[r]) / sum over j of exp(x[r, j] - m[r]),    m[r] = max over j of x[r, j]
+    out[r, c] = exp(x[r, c] - m[r]) / sum over j of exp(x[r, j] - m[r]); m[r] = max over j x[r, j]
 
     tl.max(B, 0), tl.exp(B)     as tl.sum, and element by element
 

@@ -51,7 +51,9 @@ def rms_norm_backward_kernel(
     pass
 
 
-def rms_norm_backward(x: Tensor, weight: Tensor, grad: Tensor, grad_x: Tensor, parts: Tensor) -> None:
+def rms_norm_backward(
+    x: Tensor, weight: Tensor, grad: Tensor, grad_x: Tensor, parts: Tensor
+) -> None:
     """x, grad, grad_x [rows, C], weight [C], parts [programs, C]."""
     rows, C = x.shape
     grid = (triton.cdiv(rows, ROWS),)

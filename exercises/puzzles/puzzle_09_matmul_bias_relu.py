@@ -38,7 +38,9 @@ def linear_relu_kernel(
     pass
 
 
-def linear_relu(a: Tensor, b: Tensor, bias: Tensor, c: Tensor, BLOCK_M=128, BLOCK_N=128, BLOCK_K=64) -> None:
+def linear_relu(
+    a: Tensor, b: Tensor, bias: Tensor, c: Tensor, BLOCK_M=128, BLOCK_N=128, BLOCK_K=64
+) -> None:
     """a [M, K], b [K, N], bias [N], c [M, N]."""
     (M, K), N = a.shape, b.shape[1]
     grid = (triton.cdiv(M, BLOCK_M), triton.cdiv(N, BLOCK_N))

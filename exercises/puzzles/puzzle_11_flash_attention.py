@@ -56,7 +56,9 @@ def flash_attention(
     """q, k, v, out [rows, n, D], bias [n, n], log_sum_exp [rows, n]; D a power of two from 16."""
     rows, n, D = q.shape
     grid = (triton.cdiv(n, BLOCK_M), rows)
-    flash_attention_kernel[grid](q, k, v, bias, out, log_sum_exp, n, D**-0.5, D=D, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N)
+    flash_attention_kernel[grid](
+        q, k, v, bias, out, log_sum_exp, n, D**-0.5, D=D, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N
+    )
 
 
 # --- what the checker needs: no need to read on

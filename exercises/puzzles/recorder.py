@@ -1,7 +1,8 @@
 """Looks over the interpreter's shoulder: at each load and store of a kernel, before it happens.
 
-Which program, which line, which elements of which tensor? What lies outside is not done but noted, a lane that a mask
-leaves out is NaN where tl.load has no `other`, and a second program that writes another value is a race.
+Which program, which line, which elements of which tensor? What lies outside is not done but noted,
+a lane that a mask leaves out is NaN where tl.load has no `other`, and a second program that writes
+another value is a race.
 """
 
 from __future__ import annotations
@@ -16,7 +17,13 @@ import torch
 
 from exercises.puzzles.areas import GUARD, NOBODY, SEVERAL, Area
 
-KINDS = ("writes out of bounds", "reads out of bounds", "writes to an input", "atomic operation", "race")
+KINDS = (
+    "writes out of bounds",
+    "reads out of bounds",
+    "writes to an input",
+    "atomic operation",
+    "race",
+)
 
 
 @dataclass
@@ -51,7 +58,9 @@ class Recorder:
     def fault(self, kind: str, text: str) -> None:
         self.faults.setdefault(kind, text)
 
-    def touch(self, what: str, addresses: np.ndarray, mask: np.ndarray) -> tuple[Area, np.ndarray, np.ndarray]:
+    def touch(
+        self, what: str, addresses: np.ndarray, mask: np.ndarray
+    ) -> tuple[Area, np.ndarray, np.ndarray]:
         """The tensor, the element of each lane, and which lanes may go on."""
         area = self.area(addresses[mask] if mask.any() else addresses)
         places = area.places(addresses)
@@ -61,7 +70,8 @@ class Recorder:
             place = int(places[outside][0])
             area.behind |= {int(place): number for place in places[outside]}
             why = f"the {what} has no mask" if self.unmasked else "the mask is true there"
-            text = f"{name} goes to {area.named(place)}, but {area.title()} has {area.size} elements: {why}"
+            text = f"{name} goes to {area.named(place)}, but {area.title()} has {area.size} "
+            text += f"elements: {why}"
             kind = "writes out of bounds" if what == "store" else "reads out of bounds"
             self.fault(kind, f"{self.line()}: {text}")
         return area, places, mask & inside
@@ -74,7 +84,11 @@ class Recorder:
         area.reads.setdefault(number, np.zeros(area.size, bool))[touched] = True
         others = area.written_by[touched]
         if (foreign := touched[(others != NOBODY) & (others != number)]).size:
-            self.fault("race", f"{self.line()}: {name} reads {area.named(foreign[0])}, which another program writes")
+            self.fault(
+                "race",
+                f"{self.line()}: {name} reads {area.named(foreign[0])}, "
+                "which another program writes",
+            )
         result = original(pointer, type(mask)(allowed, mask.dtype), other, *rest)
         if np.issubdtype(result.data.dtype, np.floating):
             result.data[wanted & ~allowed] = np.nan
@@ -95,18 +109,22 @@ class Recorder:
         race = (others != NOBODY) & (others != number) & (bits[touched] != old)
         if race.any():
             place, other = touched[race][0], others[race][0]
-            text = f"{name} writes {area.named(place)}, and so did program number {other}, with another value"
+            text = f"{name} writes {area.named(place)}, and so did program number {other}, "
+            text += "with another value"
             self.fault("race", f"{self.line()}: {text}")
         for reader, seen in area.reads.items():
             if reader != number and (foreign := touched[seen[touched]]).size:
                 self.fault(
-                    "race", f"{self.line()}: {name} writes {area.named(foreign[0])}, which another program reads"
+                    "race",
+                    f"{self.line()}: {name} writes {area.named(foreign[0])}, "
+                    "which another program reads",
                 )
         area.written_by[touched] = np.where(race, SEVERAL, number)
         return result
 
     def atomic(self, original, *arguments):
-        text = f"{self.line()}: the tensor that it changes is not 0 at first, and the order changes from run to run"
+        text = f"{self.line()}: the tensor that it changes is not 0 at first, "
+        text += "and the order changes from run to run"
         self.fault("atomic operation", text)
         return arguments[2]  # the value, of all kinds
 

@@ -1,4 +1,6 @@
-"""Puzzles on a GPU: checked between guard zones of NaN, as nobody can look at loads there, and timed beside PyTorch."""
+"""Puzzles on a GPU, timed beside PyTorch.
+
+Nobody can look at loads there: kernels are checked between guard zones of NaN."""
 
 from __future__ import annotations
 
@@ -21,12 +23,14 @@ from exercises.puzzles.checker import (
 from exercises.tiny_llama_v3 import measure
 from workshop.cli import ToolError
 from workshop.files import write_text
-from workshop.show import markdown_table
+from workshop.show import Column, render
 from workshop.turns import spread
 
 
-def check_between_guards(puzzle: Puzzle, sizes: dict[str, int], blocks: dict[str, int], device: torch.device) -> None:
-    """Fault if the kernel is wrong, in the last of the dtypes, as far as its results and the guard zones show."""
+def check_between_guards(
+    puzzle: Puzzle, sizes: dict[str, int], blocks: dict[str, int], device: torch.device
+) -> None:
+    """Fault if results or guard zones show the kernel to be wrong, in the last of the dtypes."""
     areas, expected = prepare(puzzle, puzzle.dtypes[-1], sizes, device)
     launch(puzzle, areas, blocks)
     for area in areas:
@@ -35,7 +39,11 @@ def check_between_guards(puzzle: Puzzle, sizes: dict[str, int], blocks: dict[str
     check_written({area: area.untouched() for area in areas if area.output})
     _, text = difference(puzzle, areas, expected)
     if text:
-        kind = "reads out of bounds, or computes NaN" if " is nan and " in text else "wrong on this device"
+        kind = (
+            "reads out of bounds, or computes NaN"
+            if " is nan and " in text
+            else "wrong on this device"
+        )
         raise Fault(kind, f"{text} ({described(sizes)})")
 
 
@@ -47,7 +55,9 @@ def score(puzzle: Puzzle) -> dict:
     areas, _ = prepare(puzzle, dtype, puzzle.large, measure.DEVICE)
     tensors = [area.tensor for area in areas]
     inputs = [area.tensor for area in areas if not area.output]
-    times = measure.in_turns({"us": lambda: puzzle.launch(*tensors), "pytorch_us": puzzle.pytorch(*inputs)})
+    times = measure.in_turns(
+        {"us": lambda: puzzle.launch(*tensors), "pytorch_us": puzzle.pytorch(*inputs)}
+    )
     row = {"puzzle": puzzle.file.stem, "sizes": described(puzzle.large, dtype), **times}
     if puzzle.flops:
         return row | {"flops": puzzle.flops(**puzzle.large)}
@@ -55,18 +65,33 @@ def score(puzzle: Puzzle) -> dict:
 
 
 def table(result: dict) -> str:
-    """What was measured, as a table. Bytes are those of inputs and outputs, each once, on both sides."""
-    lines, copy = [], result["copy"]
+    """What was measured, as a table.
+
+    Bytes are those of inputs and outputs, each once, on both sides.
+    """
+    rows, copy = [], result["copy"]
     for row in result["rows"]:
         us, pytorch = (statistics.median(row[side]) for side in ("us", "pytorch_us"))
-        work, unit = (row["flops"] / 1e6, "TFLOP/s") if "flops" in row else (row["bytes"] / 1e3, "GB/s")
+        if "flops" in row:
+            work, unit = row["flops"] / 1e6, "TFLOP/s"
+        else:
+            work, unit = row["bytes"] / 1e3, "GB/s"
         ratios = [other / own for own, other in zip(row["us"], row["pytorch_us"], strict=True)]
-        rates = [f"{work / time:.0f} {unit}" for time in (us, pytorch)]
+        kernel, library = (f"{work / time:.0f} {unit}" for time in (us, pytorch))
         speedup = f"{statistics.median(ratios):.2f}x ({spread(ratios)})"
-        lines.append([row["puzzle"], row["sizes"], f"{us:.1f}", f"{pytorch:.1f}", *rates, speedup])
-    header = ["puzzle", "sizes", "kernel, us", "PyTorch, us", "kernel", "PyTorch", "times as fast"]
-    found = markdown_table(header, lines, text_columns=2)
-    return f"{found}\n\nA large copy in the same run: {copy['bytes'] / copy['us'] / 1e3:.0f} GB/s."
+        times = {"us": us, "pytorch_us": pytorch, "rate": kernel, "pytorch_rate": library}
+        rows.append({"puzzle": row["puzzle"], "sizes": row["sizes"], **times, "gain": speedup})
+    columns = [
+        Column("puzzle", "puzzle"),
+        Column("sizes", "sizes", text=True),
+        Column("kernel, us", "us", ".1f"),
+        Column("PyTorch, us", "pytorch_us", ".1f"),
+        Column("kernel", "rate"),
+        Column("PyTorch", "pytorch_rate"),
+        Column("times as fast", "gain"),
+    ]
+    rate = copy["bytes"] / copy["us"] / 1e3
+    return f"{render(columns, rows)}\n\nA large copy in the same run: {rate:.0f} GB/s."
 
 
 def measured(puzzles: list[Puzzle], output: Path | None) -> int:

@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
 """relu(x + y) as two kernels and as one, on this machine: predicted by bytes, then measured.
 
-Two: PyTorch's add and its ReLU, with the sum in memory between them. One: what torch.compile makes of both, which on a
-CPU needs a C++ compiler. Both write into memory that is there already, and take turns.
+Two: PyTorch's add and its ReLU, with the sum in memory between them. One: what torch.compile makes
+of both, which on a CPU needs a C++ compiler. Both write into memory that is there already, and take
+turns.
 
 Examples:
   python exercises/start/add_relu.py
-  python exercises/start/add_relu.py --n 1000000     fits into a cache: does the prediction still hold?
+  python exercises/start/add_relu.py --n 1000000     in a cache: does the prediction still hold?
 """
 
 from __future__ import annotations
@@ -66,26 +67,42 @@ def measure(n: int, turns: int) -> int:
     try:
         one_kernel(x, y, fused)
     except RuntimeError as error:
-        raise ToolError(f"torch.compile does not work here ({str(error).splitlines()[0]})", status=4) from error
+        raise ToolError(
+            f"torch.compile does not work here ({str(error).splitlines()[0]})", status=4
+        ) from error
     if not torch.equal(z, fused):
         raise ToolError("the two results differ", status=1)
-    print(f"torch.compile made {metrics.generated_kernel_count - before} kernel, the results are equal")
+    print(
+        f"torch.compile made {metrics.generated_kernel_count - before} kernel, the results are "
+        "equal"
+    )
     calls = max(1, 2**26 // n)
     pairs = [
-        (milliseconds(lambda: two_kernels(x, y, t, z), calls), milliseconds(lambda: one_kernel(x, y, fused), calls))
+        (
+            milliseconds(lambda: two_kernels(x, y, t, z), calls),
+            milliseconds(lambda: one_kernel(x, y, fused), calls),
+        )
         for _ in range(turns)
     ]
     two, one = (statistics.median(times) for times in zip(*pairs, strict=True))
     ratios = sorted(slow / fast for slow, fast in pairs)
-    print(f"measured in {turns} turns: {two:.2f} ms and {one:.2f} ms, {statistics.median(ratios):.2f}x", end=" ")
+    print(
+        f"measured in {turns} turns: {two:.2f} ms and {one:.2f} ms, "
+        f"{statistics.median(ratios):.2f}x",
+        end=" ",
+    )
     print(f"({ratios[0]:.2f}x to {ratios[-1]:.2f}x)")
     return 0
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = documented_parser(PROG, __doc__)
-    parser.add_argument("--n", type=at_least(1), default=2**24, help="numbers in a vector (default: %(default)s)")
-    parser.add_argument("--turns", type=at_least(1), default=11, metavar="N", help="(default: %(default)s)")
+    parser.add_argument(
+        "--n", type=at_least(1), default=2**24, help="numbers in a vector (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--turns", type=at_least(1), default=11, metavar="N", help="(default: %(default)s)"
+    )
     args = parser.parse_args(argv)
     return run_tool(PROG, lambda: measure(args.n, args.turns))
 

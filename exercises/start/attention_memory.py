@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
-"""Memory that attention takes on this machine, forward and backward: with its matrix of scores in memory, and fused.
+"""Memory that attention takes on this machine, forward and backward: with its matrix of scores in
+memory, and fused.
 
-Measured with the memory events of the PyTorch profiler, on the CPU, for several lengths; then drawn.
+Measured with the memory events of the PyTorch profiler, on the CPU, for several lengths; then
+drawn.
 
 Examples:
   python exercises/start/attention_memory.py --plot attention_memory.png
@@ -21,11 +23,12 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from pathlib import Path
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise the profiler writes lines of its own on stderr
+# otherwise the profiler writes lines of its own on stderr
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
 from workshop.cli import at_least, documented_parser, needed, run_tool
 from workshop.files import write_file, write_text
-from workshop.show import drawing, markdown_table
+from workshop.show import Column, drawing, render
 
 with needed():
     import torch
@@ -33,6 +36,12 @@ with needed():
     from torch import Tensor
 
 PROG = Path(__file__).name
+COLUMNS = [
+    Column("tokens", lambda row: str(row["length"])),
+    Column("scores in memory, MB", lambda row: row["scores"] / 1e6, ".1f"),
+    Column("fused, MB", lambda row: row["fused"] / 1e6, ".1f"),
+    Column("ratio", lambda row: row["scores"] / row["fused"], ".0f", "x"),
+]
 HEADS, HEAD_DIM = 8, 16
 
 
@@ -68,7 +77,9 @@ def draw(path: Path, rows: Sequence[dict]) -> None:
     lengths = [row["length"] for row in rows]
     for name, label, style in (("scores", "scores in memory", "o-"), ("fused", "fused", "s-")):
         axes.plot(lengths, [row[name] / 1e6 for row in rows], style, label=label)
-    axes.set(xlabel="tokens", ylabel="MB", ylim=(0, None), xticks=lengths, title="Memory of attention")
+    axes.set(
+        xlabel="tokens", ylabel="MB", ylim=(0, None), xticks=lengths, title="Memory of attention"
+    )
     axes.legend()
     write_file(path, figure.savefig)
     pyplot.close(figure)
@@ -77,7 +88,14 @@ def draw(path: Path, rows: Sequence[dict]) -> None:
 def main(argv: list[str] | None = None) -> int:
     parser = documented_parser(PROG, __doc__)
     add = parser.add_argument
-    add("--lengths", type=at_least(1), nargs="+", default=[256, 512, 1024, 2048], metavar="S", help="tokens")
+    add(
+        "--lengths",
+        type=at_least(1),
+        nargs="+",
+        default=[256, 512, 1024, 2048],
+        metavar="S",
+        help="tokens",
+    )
     add("--plot", type=Path, metavar="FILE.png", help="draw the curves")
     add("--output", type=Path, metavar="FILE.json", help="keep what was measured")
     args = parser.parse_args(argv)
@@ -85,19 +103,9 @@ def main(argv: list[str] | None = None) -> int:
     def body() -> int:
         rows = []
         for length in sorted(args.lengths):
-            rows.append(
-                {"length": length, "scores": peak_bytes(with_scores, length), "fused": peak_bytes(fused, length)}
-            )
-        table = [
-            [
-                str(row["length"]),
-                f"{row['scores'] / 1e6:.1f}",
-                f"{row['fused'] / 1e6:.1f}",
-                f"{row['scores'] / row['fused']:.0f}x",
-            ]
-            for row in rows
-        ]
-        print(markdown_table(["tokens", "scores in memory, MB", "fused, MB", "ratio"], table))
+            scores, memory = peak_bytes(with_scores, length), peak_bytes(fused, length)
+            rows.append({"length": length, "scores": scores, "fused": memory})
+        print(render(COLUMNS, rows))
         if args.output:
             config = {"heads": HEADS, "head_dim": HEAD_DIM, "torch": torch.__version__}
             write_text(args.output, json.dumps({"config": config, "rows": rows}, indent=1) + "\n")

@@ -57,7 +57,9 @@ def check(n: int, block: int, warps: int) -> str:
     (x, _), (y, _), (out, behind) = (guarded(n, block, number) for number in (1.0, 1.0, -1.0))
     add_relu(x, y, out, block, warps)
     if not torch.equal(out, torch.relu(x + y)):
-        raise ToolError(f"{int((out != torch.relu(x + y)).sum())} of {n} elements are wrong", status=1)
+        raise ToolError(
+            f"{int((out != torch.relu(x + y)).sum())} of {n} elements are wrong", status=1
+        )
     if touched := int((behind != -1.0).sum()):
         raise ToolError(f"{touched} elements behind the end were written", status=1)
     programs = triton.cdiv(n, block)
@@ -74,7 +76,12 @@ def measured(n: int, block: int, warps: int) -> Iterator[dict]:
 def main(argv: list[str] | None = None) -> int:
     parser = documented_parser(PROG, __doc__)
     add = parser.add_argument
-    add("--n", type=at_least(1), default=2**27 if measure.GPU else 10000, help="elements (default: %(default)s)")
+    add(
+        "--n",
+        type=at_least(1),
+        default=2**27 if measure.GPU else 10000,
+        help="elements (default: %(default)s)",
+    )
     add(
         "--block",
         type=measure.power_of_two(2**20),
@@ -82,7 +89,13 @@ def main(argv: list[str] | None = None) -> int:
         metavar="N",
         help="of a program (default: %(default)s)",
     )
-    add("--warps", type=measure.power_of_two(32), default=4, metavar="N", help="of a program (default: %(default)s)")
+    add(
+        "--warps",
+        type=measure.power_of_two(32),
+        default=4,
+        metavar="N",
+        help="of a program (default: %(default)s)",
+    )
     measure.add_output(parser)
     args = parser.parse_args(argv)
 

@@ -1,11 +1,14 @@
 #!/usr/bin/env python3
-"""Check a module that has the kernel of exercise 2, forward and backward, and time it beside PyTorch.
+"""Check a module that has the kernel of exercise 2, forward and backward, and time it beside
+PyTorch.
 
-Output and gradients are compared with float64. Which elements are dropped is read from the kernel itself, with x = 0,
-update = 1 and scale = 1; this mask must look random and depend on nothing but the seed and the place of an element.
+Output and gradients are compared with float64. Which elements are dropped is read from the kernel
+itself, with x = 0, update = 1 and scale = 1; this mask must look random and depend on nothing but
+the seed and the place of an element.
 
 Examples:
-  python exercises/tiny_llama_v3/check_custom_kernel.py exercises/tiny_llama_v3/custom_kernel_solution.py
+  python exercises/tiny_llama_v3/check_custom_kernel.py \\
+      exercises/tiny_llama_v3/custom_kernel_solution.py
 """
 
 from __future__ import annotations
@@ -44,7 +47,9 @@ def load(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module  # Triton looks for the source there
     spec.loader.exec_module(module)
-    if missing := [name for name in ("residual_dropout", "TILE", "PROGRAMS") if not hasattr(module, name)]:
+    if missing := [
+        name for name in ("residual_dropout", "TILE", "PROGRAMS") if not hasattr(module, name)
+    ]:
         raise ToolError(f"{path}: it has no {missing[0]}")
     return module
 
@@ -56,9 +61,15 @@ def seed(number: int) -> Tensor:
 def kept(module: ModuleType, shape: tuple[int, ...], p: float, number: int = 1) -> Tensor:
     """Which elements are kept with this seed, as 1 and 0."""
     ones = torch.ones(shape, device=measure.DEVICE)
-    factor = module.residual_dropout(torch.zeros_like(ones), ones, ones[(0,) * (ones.dim() - 1)], seed(number), p)
+    factor = module.residual_dropout(
+        torch.zeros_like(ones), ones, ones[(0,) * (ones.dim() - 1)], seed(number), p
+    )
     mask = (factor > 0).float()
-    measure.check_close(factor, mask / (1 - p), "the output with update = scale = 1, which must be 0 or 1 / (1 - p),")
+    measure.check_close(
+        factor,
+        mask / (1 - p),
+        "the output with update = scale = 1, which must be 0 or 1 / (1 - p),",
+    )
     return mask
 
 
@@ -68,24 +79,32 @@ def check_mask(module: ModuleType) -> None:
     mask = kept(module, shape, p)
     deviation = (mask.mean().item() - (1 - p)) / (p * (1 - p) / mask.numel()) ** 0.5
     if abs(deviation) > 5:
-        raise ToolError(f"the mask is wrong: {100 * mask.mean():.1f} % are kept, not {100 * (1 - p):.0f} %", status=1)
+        raise ToolError(
+            f"the mask is wrong: {100 * mask.mean():.1f} % are kept, not {100 * (1 - p):.0f} %",
+            status=1,
+        )
     for what, lines in (("rows", mask), ("columns", mask.T)):
         if len(lines.unique(dim=0)) < len(lines):
             raise ToolError(f"the mask is wrong: {what} drop the same elements", status=1)
     if not torch.equal(mask, kept(module, shape, p)):
-        raise ToolError("the mask is wrong: the same seed drops other elements the second time", status=1)
+        raise ToolError(
+            "the mask is wrong: the same seed drops other elements the second time", status=1
+        )
     if torch.equal(mask, kept(module, shape, p, 2)):
         raise ToolError("the mask is wrong: another seed drops the same elements", status=1)
     with mock.patch.object(module, "TILE", 256):
         if not torch.equal(mask, kept(module, shape, p)):
-            raise ToolError("the mask is wrong: with another TILE other elements are dropped", status=1)
+            raise ToolError(
+                "the mask is wrong: with another TILE other elements are dropped", status=1
+            )
 
 
 def check_case(module: ModuleType, shape: tuple[int, ...], dtype: torch.dtype, p: float) -> None:
     """ToolError if output or a gradient is not what float64 gives."""
     generator = torch.Generator().manual_seed(0)
     x, update, scale, grad = (
-        torch.randn(size, generator=generator).to(measure.DEVICE) for size in (shape, shape, shape[-1:], shape)
+        torch.randn(size, generator=generator).to(measure.DEVICE)
+        for size in (shape, shape, shape[-1:], shape)
     )
     update = update.to(dtype)
     inputs = [tensor.requires_grad_() for tensor in (x, update, scale)]
@@ -97,7 +116,10 @@ def check_case(module: ModuleType, shape: tuple[int, ...], dtype: torch.dtype, p
     measure.check_close(out, expected, f"the output {where}")
     found = torch.autograd.grad(out, inputs, grad)
     for name, one, other in zip(
-        ("x", "update", "scale"), found, torch.autograd.grad(expected, exact, grad.double()), strict=True
+        ("x", "update", "scale"),
+        found,
+        torch.autograd.grad(expected, exact, grad.double()),
+        strict=True,
     ):
         low = name == "update" and dtype != torch.float32
         measure.check_close(one, other, f"the gradient of {name} {where}", 1e-2 if low else 1e-5)
@@ -109,7 +131,8 @@ def check(module: ModuleType) -> str:
         check_mask(module)
         for case in CASES:
             check_case(module, *case)
-        with mock.patch.multiple(module, TILE=256, PROGRAMS=3):  # so that a program has several blocks of rows
+        # so that a program has several blocks of rows
+        with mock.patch.multiple(module, TILE=256, PROGRAMS=3):
             check_case(module, *CASES[0])
     except NotImplementedError as error:
         raise ToolError(f"still to be written: {error}", status=1) from error
@@ -136,14 +159,19 @@ def measured(module: ModuleType, rows: int, dim: int, p: float = 0.1) -> Iterato
     update, scale = torch.randn_like(x).bfloat16(), torch.rand(dim, device=measure.DEVICE)
     inputs, number = [tensor.requires_grad_() for tensor in (x, update, scale)], seed(1)
     sides = {
-        Path(module.__file__).name: lambda x, update, scale: module.residual_dropout(x, update, scale, number, p),
+        Path(module.__file__).name: lambda x, update, scale: module.residual_dropout(
+            x, update, scale, number, p
+        ),
         "PyTorch": lambda x, update, scale: x + scale * F.dropout(update, p),
     }
-    least = 2 * x.nbytes + update.nbytes, 3 * x.nbytes + 3 * update.nbytes  # forward, and with the backward pass
+    # forward, and with the backward pass
+    least = 2 * x.nbytes + update.nbytes, 3 * x.nbytes + 3 * update.nbytes
     for name, function in sides.items():
         steps = {
             "forward": lambda function=function: function(*inputs),
-            "forward and backward": lambda function=function: torch.autograd.grad(function(*inputs), inputs, grad),
+            "forward and backward": lambda function=function: torch.autograd.grad(
+                function(*inputs), inputs, grad
+            ),
         }
         kept_mb = f"{extra_bytes(function, inputs) / 1e6:.0f}"
         for (what, step), moved in zip(steps.items(), least, strict=True):
@@ -155,12 +183,23 @@ def main(argv: list[str] | None = None) -> int:
     parser = documented_parser(PROG, __doc__)
     add = parser.add_argument
     add("module", type=Path, metavar="MODULE.py")
-    add("--rows", type=at_least(1), default=65536, metavar="N", help="that are timed on a GPU (default: %(default)s)")
-    add("--dim", type=at_least(1), default=1024, metavar="C", help="of these (default: %(default)s)")
+    add(
+        "--rows",
+        type=at_least(1),
+        default=65536,
+        metavar="N",
+        help="that are timed on a GPU (default: %(default)s)",
+    )
+    add(
+        "--dim", type=at_least(1), default=1024, metavar="C", help="of these (default: %(default)s)"
+    )
     measure.add_output(parser)
     args = parser.parse_args(argv)
     return measure.run(
-        PROG, lambda: check(load(args.module)), lambda: measured(load(args.module), args.rows, args.dim), args.output
+        PROG,
+        lambda: check(load(args.module)),
+        lambda: measured(load(args.module), args.rows, args.dim),
+        args.output,
     )
 
 

@@ -1,8 +1,9 @@
-"""Residual, scale and dropout in one pass: out = x + scale * dropout(update), and its backward pass. To be completed.
+"""Residual, scale and dropout in one pass: out = x + scale * dropout(update), and its backward
+pass. To be completed.
 
-No mask is kept: forward and backward draw the same random numbers, from a seed and the position of an element. x is
-[..., C] in float32, update [..., C] of any type, scale [C], seed an int64 tensor [1], p the share that is dropped. What
-is kept is divided by 1 - p.
+No mask is kept: forward and backward draw the same random numbers, from a seed and the position of
+an element. x is [..., C] in float32, update [..., C] of any type, scale [C], seed an int64 tensor
+[1], p the share that is dropped. What is kept is divided by 1 - p.
 """
 
 # ruff: noqa: F841 (the tasks use these names)
@@ -24,9 +25,13 @@ PROGRAMS = 528  # that share the rows in the backward pass
 
 @triton.jit
 def kept_factor(SEED, row, p: tl.constexpr, BLOCK_C: tl.constexpr):
-    """[rows, BLOCK_C]: 1 / (1 - p) where an element is kept, 0 where it is dropped. It knows nothing of the tile."""
-    # Task 1. tl.rand(seed, numbers) gives a number from 0 to 1 for each of the numbers, int32 of any shape. Give each
-    # element a number of its own, the same in every kernel: from `row` and tl.arange(0, BLOCK_C), not from the program.
+    """[rows, BLOCK_C]: 1 / (1 - p) where an element is kept, 0 where it is dropped.
+
+    It knows nothing of the tile.
+    """
+    # Task 1. tl.rand(seed, numbers) gives a number from 0 to 1 for each of the numbers, int32 of
+    # any shape. Give each element a number of its own, the same in every kernel: from `row` and
+    # tl.arange(0, BLOCK_C), not from the program.
 
 
 @triton.jit
@@ -38,7 +43,8 @@ def residual_dropout_forward_kernel(
     channel = tl.arange(0, BLOCK_C)
     inside = (row < rows)[:, None] & (channel < C)[None, :]
     at = row[:, None] * C + channel[None, :]
-    # Task 2. Load scale [BLOCK_C], x and update [ROWS, BLOCK_C], the update .to(tl.float32); store the result.
+    # Task 2. Load scale [BLOCK_C], x and update [ROWS, BLOCK_C], the update .to(tl.float32); store
+    # the result.
 
 
 @triton.jit
@@ -53,8 +59,8 @@ def residual_dropout_backward_kernel(
         row = tl.cast(start, tl.int64) + tl.arange(0, ROWS)
         inside = (row < rows)[:, None] & (channel < C)[None, :]
         at = row[:, None] * C + channel[None, :]
-        # Task 3. Store the gradient of the update.
-        # Task 4. Add to the gradient of scale, [ROWS, BLOCK_C] in float32; begin it with tl.zeros before the loop.
+        # Task 3. Store the gradient of the update. Task 4. Add to the gradient of scale, [ROWS,
+        # BLOCK_C] in float32; begin it with tl.zeros before the loop.
     # Task 4. Sum it over ROWS, and store it in this program's row of GRAD_SCALE.
 
 

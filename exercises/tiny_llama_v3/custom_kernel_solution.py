@@ -1,8 +1,9 @@
-"""Residual, scale and dropout in one pass: out = x + scale * dropout(update), and its backward pass.
+"""Residual, scale and dropout in one pass: out = x + scale * dropout(update), and its backward
+pass.
 
-No mask is kept: forward and backward draw the same random numbers, from a seed and the position of an element. x is
-[..., C] in float32, update [..., C] of any type, scale [C], seed an int64 tensor [1], p the share that is dropped. What
-is kept is divided by 1 - p.
+No mask is kept: forward and backward draw the same random numbers, from a seed and the position of
+an element. x is [..., C] in float32, update [..., C] of any type, scale [C], seed an int64 tensor
+[1], p the share that is dropped. What is kept is divided by 1 - p.
 """
 
 import os
@@ -24,7 +25,10 @@ FOUR = False  # four random numbers from each counter, exercise 3
 
 @triton.jit
 def kept_factor(SEED, row, p: tl.constexpr, BLOCK_C: tl.constexpr, FOUR: tl.constexpr):
-    """[rows, BLOCK_C]: 1 / (1 - p) where an element is kept, 0 where it is dropped. It knows nothing of the tile."""
+    """[rows, BLOCK_C]: 1 / (1 - p) where an element is kept, 0 where it is dropped.
+
+    It knows nothing of the tile.
+    """
     seed = tl.load(SEED)
     if FOUR:  # the generator makes four numbers in any case
         counter = row.to(tl.int32)[:, None] * (BLOCK_C // 4) + tl.arange(0, BLOCK_C // 4)[None, :]
@@ -53,7 +57,8 @@ def residual_dropout_forward_kernel(
 @triton.jit
 def residual_dropout_backward_kernel(
     GRAD, UPDATE, SCALE, SEED, GRAD_UPDATE, GRAD_SCALE, rows, p: tl.constexpr,
-    C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr, FOUR: tl.constexpr, PROGRAMS: tl.constexpr,
+    C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr, FOUR: tl.constexpr,
+    PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """GRAD_SCALE [PROGRAMS, C] are the sums over the rows of each program."""
     program = tl.program_id(0)

@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
-"""What the programs of V3's exercises share: the time of a call, a table beside a copy's rate, and a file of both.
+"""What the programs of V3's exercises share: the time of a call, a table beside a copy's rate, and
+a file of both.
 
-Times are medians of ten replays of a CUDA graph with 20 ms of calls, by triton.testing.do_bench_cudagraph, so the host
-does not count. "of a copy" is the rate over that of a large copy in the same run.
+Times are medians of ten replays of a CUDA graph with 20 ms of calls, by
+triton.testing.do_bench_cudagraph, so the host does not count. "of a copy" is the rate over that of
+a large copy in the same run.
 
 Examples:
-  python exercises/tiny_llama_v3/measure.py FILE.json   the table of a file that another program wrote with --output
+  python exercises/tiny_llama_v3/measure.py FILE.json   the table of a file that --output wrote
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from pathlib import Path
 
 from workshop.cli import ToolError, documented_parser, needed, print_notes, run_tool
 from workshop.files import read_json, write_text
-from workshop.show import markdown_table
+from workshop.show import Column, render
 from workshop.turns import alternating
 
 with needed():
@@ -36,14 +38,20 @@ DEVICE = torch.device("cuda" if GPU else "cpu")
 
 def check_close(found: Tensor, expected: Tensor, what: str, tolerance: float = 1e-5) -> float:
     """Return the largest error over the largest value; raise ToolError above the tolerance."""
-    error = ((found.double() - expected.double()).abs().max() / expected.double().abs().max().clamp(min=1e-30)).item()
+    error = (
+        (found.double() - expected.double()).abs().max()
+        / expected.double().abs().max().clamp(min=1e-30)
+    ).item()
     if not error <= tolerance:
-        raise ToolError(f"{what} is wrong: the largest error is {error:.1g} of the largest value", status=1)
+        raise ToolError(
+            f"{what} is wrong: the largest error is {error:.1g} of the largest value", status=1
+        )
     return error
 
 
 def bytes_of(function: Callable[[], object]) -> int:
-    """Bytes that PyTorch's operators in a call read and write, each its arguments and its result once."""
+    """Bytes that PyTorch's operators in a call read and write, each its arguments and its result
+    once."""
     with Traffic(nn.Identity(), {}, v3.NO_WORK) as traffic:
         function()
     return sum(traffic.bytes_of.values())
@@ -53,7 +61,8 @@ def timed(what: str, function: Callable[[], object], moved: int | None = None, *
     """A row of a table: microseconds of a call, the bytes that it moves, and more columns."""
     from triton.testing import do_bench_cudagraph
 
-    return {"what": what, "us": 1e3 * do_bench_cudagraph(function, return_mode="median"), "bytes": moved, **more}
+    us = 1e3 * do_bench_cudagraph(function, return_mode="median")
+    return {"what": what, "us": us, "bytes": moved, **({"more": more} if more else {})}
 
 
 def timed_copy(count: int = 2**26) -> dict:
@@ -63,8 +72,13 @@ def timed_copy(count: int = 2**26) -> dict:
     return timed("copy", lambda: target.copy_(source), 2 * source.nbytes)
 
 
-def in_turns(sides: dict[str, Callable[[], object]], turns: int = 5, ms: float = 5.0) -> dict[str, list[float]]:
-    """Microseconds of a call of each side, turn by turn: CUDA graphs with calls of about `ms` in all, replayed."""
+def in_turns(
+    sides: dict[str, Callable[[], object]], turns: int = 5, ms: float = 5.0
+) -> dict[str, list[float]]:
+    """Microseconds of a call of each side, turn by turn:
+
+    CUDA graphs with calls of about `ms` in all, replayed.
+    """
 
     def elapsed(work: Callable[[], object]) -> float:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -77,7 +91,8 @@ def in_turns(sides: dict[str, Callable[[], object]], turns: int = 5, ms: float =
     graphs, calls, times = {}, {}, {name: [] for name in sides}
     torch.cuda.synchronize()
     for name, function in sides.items():
-        with torch.cuda.stream(torch.cuda.Stream()):  # capture wants to find all set up, and not on the main stream
+        # capture wants to find all set up, and not on the main stream
+        with torch.cuda.stream(torch.cuda.Stream()):
             function()
             torch.cuda.synchronize()
             calls[name] = max(1, min(1000, round(ms / elapsed(function))))
@@ -94,15 +109,20 @@ def in_turns(sides: dict[str, Callable[[], object]], turns: int = 5, ms: float =
 def table(rows: list[dict]) -> str:
     """Rows of `timed` as Markdown, the copy's among them."""
     copy = next(row["bytes"] / row["us"] for row in rows if row["what"] == "copy")
-    more = list(dict.fromkeys(key for row in rows for key in row if key not in ("what", "us", "bytes")))
-    lines = []
-    for row in rows:
-        cells = ["", "", ""]
-        if row["bytes"]:
-            rate = row["bytes"] / row["us"]
-            cells = [f"{row['bytes'] / 1e6:.0f}", f"{rate / 1e3:.0f}", f"{100 * rate / copy:.0f} %"]
-        lines.append([row["what"], f"{row['us']:.1f}", *cells, *(row.get(key, "") for key in more)])
-    return markdown_table(["what", "us", "MB", "GB/s", "of a copy", *more], lines)
+    more = list(dict.fromkeys(key for row in rows for key in row.get("more", ())))
+
+    def moved(of_bytes: Callable[[float, float], float]) -> Callable[[dict], object]:
+        return lambda row: of_bytes(row["bytes"], row["us"]) if row["bytes"] else ""
+
+    columns = [
+        Column("what", "what"),
+        Column("us", "us", ".1f"),
+        Column("MB", moved(lambda count, us: count / 1e6), ".0f"),
+        Column("GB/s", moved(lambda count, us: count / us / 1e3), ".0f"),
+        Column("of a copy", moved(lambda count, us: 100 * count / us / copy), ".0f", " %"),
+        *(Column(key, lambda row, key=key: row.get("more", {}).get(key, "")) for key in more),
+    ]
+    return render(columns, rows)
 
 
 def power_of_two(high: int) -> Callable[[str], int]:
@@ -121,8 +141,11 @@ def add_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="keep what was measured")
 
 
-def run(prog: str, check: Callable[[], str], measured: Callable[[], Iterable[dict]], output: Path | None) -> int:
-    """Check and say so, then measure, print the table and keep it in a file; returns the exit status.
+def run(
+    prog: str, check: Callable[[], str], measured: Callable[[], Iterable[dict]], output: Path | None
+) -> int:
+    """Check and say so, then measure, print the table and keep it in a file; returns the exit
+    status.
 
     Without a GPU it says that nothing is timed.
     """
@@ -137,7 +160,10 @@ def run(prog: str, check: Callable[[], str], measured: Callable[[], Iterable[dic
         rows = [timed_copy(), *measured()]
         print(table(rows))
         if output:
-            write_text(output, json.dumps({"environment": v3.environment(DEVICE), "rows": rows}, indent=1) + "\n")
+            write_text(
+                output,
+                json.dumps({"environment": v3.environment(DEVICE), "rows": rows}, indent=1) + "\n",
+            )
         return 0
 
     try:

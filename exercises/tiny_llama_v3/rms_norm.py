@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""RMSNorm with one program per row: check it, and time it beside V3's kernel, the library and the plain formula.
+"""RMSNorm with one program per row: check it, and time it beside V3's kernel, the library and the
+plain formula.
 
 Examples:
   python exercises/tiny_llama_v3/rms_norm.py --rows 1000 --dim 480
@@ -55,7 +56,9 @@ def rms_norm(x: Tensor, weight: Tensor, warps: int) -> Tensor:
 def inputs(rows: int, dim: int) -> tuple[Tensor, Tensor]:
     """x and weight, in float32."""
     torch.manual_seed(0)
-    return torch.randn(rows, dim, device=measure.DEVICE), torch.rand(dim, device=measure.DEVICE) + 0.5
+    return torch.randn(rows, dim, device=measure.DEVICE), torch.rand(
+        dim, device=measure.DEVICE
+    ) + 0.5
 
 
 def check(rows: int, dim: int, warps: int) -> str:
@@ -66,7 +69,8 @@ def check(rows: int, dim: int, warps: int) -> str:
         measure.check_close(rms_norm(x, weight, warps), expected, f"the norm of {dim} channels"),
         measure.check_close(F.rms_norm(x, (dim,), weight, EPS), expected, "the library's norm"),
     ]
-    return f"{rows} rows of {dim} channels: right; largest error {errors[0]:.1e}, the library's {errors[1]:.1e}"
+    ours, library = (f"{error:.1e}" for error in errors[:2])
+    return f"{rows} rows of {dim} channels: right; largest error {ours}, the library's {library}"
 
 
 def measured(rows: int, dim: int, warps: int) -> Iterator[dict]:
@@ -75,7 +79,9 @@ def measured(rows: int, dim: int, warps: int) -> Iterator[dict]:
     formula = v3.RMSNorm(dim, EPS, v3.Fusions(triton_rms_norm=False)).to(measure.DEVICE)  # V1's
     with torch.no_grad():
         yield measure.timed("rms_norm_kernel", lambda: rms_norm(x, weight, warps), 2 * x.nbytes)
-        yield measure.timed("V3", lambda: v3.rms_norm_forward(x, None, weight, EPS, x.dtype), 2 * x.nbytes)
+        yield measure.timed(
+            "V3", lambda: v3.rms_norm_forward(x, None, weight, EPS, x.dtype), 2 * x.nbytes
+        )
         for what, function in (
             ("F.rms_norm", lambda: F.rms_norm(x, (dim,), weight, EPS)),
             ("the formula, as in V1", lambda: formula(x)),
@@ -86,9 +92,27 @@ def measured(rows: int, dim: int, warps: int) -> Iterator[dict]:
 def main(argv: list[str] | None = None) -> int:
     parser = documented_parser(PROG, __doc__)
     add = parser.add_argument
-    add("--rows", type=at_least(1), default=65536 if measure.GPU else 40, metavar="N", help="(default: %(default)s)")
-    add("--dim", type=at_least(1), default=1024 if measure.GPU else 96, metavar="C", help="(default: %(default)s)")
-    add("--warps", type=measure.power_of_two(32), default=4, metavar="N", help="of a program (default: %(default)s)")
+    add(
+        "--rows",
+        type=at_least(1),
+        default=65536 if measure.GPU else 40,
+        metavar="N",
+        help="(default: %(default)s)",
+    )
+    add(
+        "--dim",
+        type=at_least(1),
+        default=1024 if measure.GPU else 96,
+        metavar="C",
+        help="(default: %(default)s)",
+    )
+    add(
+        "--warps",
+        type=measure.power_of_two(32),
+        default=4,
+        metavar="N",
+        help="of a program (default: %(default)s)",
+    )
     measure.add_output(parser)
     args = parser.parse_args(argv)
 

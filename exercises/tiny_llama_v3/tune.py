@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
-"""What other block sizes or warps do to one of TinyLlama V3's kernels: registers, occupancy, and time on a GPU.
+"""What other block sizes or warps do to one of TinyLlama V3's kernels: registers, occupancy, and
+time on a GPU.
 
-Registers are those of a training step at the default sizes with --use-amp, compiled for the GPU at hand or --target; of
-several configurations the one with the most. Times are of kernels that only move bytes, on tensors of 65536 rows, which
-are those of bench/operations.py and longer than those of the step.
+Registers are those of a training step at the default sizes with --use-amp, compiled for the GPU at
+hand or --target; of several configurations the one with the most. Times are of kernels that only
+move bytes, on tensors of 65536 rows, which are those of bench/operations.py and longer than those
+of the step.
 
 Examples:
   python exercises/tiny_llama_v3/tune.py rms_norm_forward TILE 1024 4096 16384
@@ -24,7 +26,7 @@ from unittest import mock
 os.environ["TRITON_INTERPRET"] = "0"  # before anything imports Triton: kernels are to be compiled
 
 from workshop.cli import ToolError, documented_parser, needed, print_notes, run_tool
-from workshop.show import markdown_table
+from workshop.show import Column, render
 
 with needed():
     import torch
@@ -42,10 +44,16 @@ def target_here() -> str:
     if not measure.GPU:
         return "gfx942"
     major, minor = torch.cuda.get_device_capability()
-    name = torch.cuda.get_device_properties(0).gcnArchName.partition(":")[0] if torch.version.hip else ""
+    name = (
+        torch.cuda.get_device_properties(0).gcnArchName.partition(":")[0]
+        if torch.version.hip
+        else ""
+    )
     name = name or f"sm_{major}{minor}"
     if name not in compile_for_amd.TARGETS:
-        raise ToolError(f"no table for {name}: give one of {', '.join(compile_for_amd.TARGETS)} with --target")
+        raise ToolError(
+            f"no table for {name}: give one of {', '.join(compile_for_amd.TARGETS)} with --target"
+        )
     return name
 
 
@@ -72,10 +80,17 @@ def measured(kernel: str, name: str, values: dict[int, dict[str, str]]) -> Itera
     """Rows of the table, with the columns of `needs`."""
     from bench.operations import row_operators
 
-    operators = ((operator, inputs) for script, operator, inputs in row_operators(65536) if script == v3.__name__)
+    operators = (
+        (operator, inputs)
+        for script, operator, inputs in row_operators(65536)
+        if script == v3.__name__
+    )
     inputs = next((inputs for operator, inputs in operators if operator == kernel), None)
     if inputs is None:
-        raise ToolError(f"{kernel} does not only move bytes: give --target here, and time it with bench/operations.py")
+        raise ToolError(
+            f"{kernel} does not only move bytes: give --target here, and time it with "
+            "bench/operations.py"
+        )
     function = getattr(v3, kernel)
     for value, columns in values.items():
         v3.use_blocks(f"{kernel}:{name}={value}")
@@ -105,9 +120,13 @@ def main(argv: list[str] | None = None) -> int:
             v3.read_blocks(f"{args.kernel}:{args.name}={max(args.values)}")
         except argparse.ArgumentTypeError as error:
             raise ToolError(str(error)) from error
-        values.update({value: needs(args.kernel, args.name, value, target) for value in args.values})
-        header = [f"{args.kernel} on {target}", *next(iter(values.values()))]
-        return markdown_table(header, [[f"{args.name}={value}", *cells.values()] for value, cells in values.items()])
+        values.update(
+            {value: needs(args.kernel, args.name, value, target) for value in args.values}
+        )
+        columns = [Column(f"{args.kernel} on {target}", lambda value: f"{args.name}={value}")]
+        for what in next(iter(values.values())):
+            columns.append(Column(what, lambda value, what=what: values[value][what]))
+        return render(columns, [*values])
 
     if args.target:
         return run_tool(PROG, lambda: print(check()) or 0)

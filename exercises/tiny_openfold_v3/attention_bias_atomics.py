@@ -1,10 +1,13 @@
 #!/usr/bin/env python3
-"""The bias gradient of triangle attention, added up in four ways: checked, repeated for equal bits, and timed.
+"""The bias gradient of triangle attention, added up in four ways: checked, repeated for equal bits,
+and timed.
 
-kept, then added up   every row writes its gradients [N, N], another kernel adds them up: what SDPA leaves to do
+kept, then added up   every row writes its gradients [N, N], another kernel adds them
+                      up: what SDPA leaves to do
 atomic, row by row    every row adds its gradients to one [N, N] in memory, atomically
 atomic, by group      a program adds up a group of rows in registers, and then adds that atomically
-V3                    the same, but each group writes its sums to a place of its own, and another kernel adds these up
+V3                    the same, but each group writes its sums to a place of its own, and
+                      another kernel adds these up
 
 Examples:
   python exercises/tiny_openfold_v3/attention_bias_atomics.py --length 70 --rows 9 --group 3
@@ -79,11 +82,15 @@ def atomic_bias_kernel(
 
 
 class Case:
-    """Inputs of the bias gradient: rows of N positions with H heads of D channels, as in triangle attention."""
+    """Inputs of the bias gradient: rows of N positions with H heads of D channels, as in
+    triangle attention."""
 
-    def __init__(self, samples: int, rows: int, length: int, heads: int, dim: int, group: int | None):
+    def __init__(
+        self, samples: int, rows: int, length: int, heads: int, dim: int, group: int | None
+    ):
         torch.manual_seed(0)
-        dtype = torch.bfloat16 if measure.GPU else torch.float32  # the interpreter rounds bfloat16 in another way
+        # the interpreter rounds bfloat16 in another way
+        dtype = torch.bfloat16 if measure.GPU else torch.float32
         device = measure.DEVICE
         self.qkvg = torch.randn(samples, rows, length, heads, 4, dim, device=device, dtype=dtype)
         self.bias = torch.randn(samples, heads, length, length, device=device, dtype=dtype)
@@ -92,9 +99,19 @@ class Case:
         out, self.log_sum_exp = v3.attention_forward(self.qkvg, gate_bias, self.bias)
         gate = self.qkvg[..., 3, :].flatten(3).float().sigmoid()
         self.grad_attention = (grad_out * gate).to(dtype)  # before the gate
-        self.delta = (grad_out.float() * out.float()).unflatten(3, (heads, dim)).sum(-1).transpose(2, 3).contiguous()
+        self.delta = (
+            (grad_out.float() * out.float())
+            .unflatten(3, (heads, dim))
+            .sum(-1)
+            .transpose(2, 3)
+            .contiguous()
+        )
         self.options = v3.attention_options("attention_backward_bias", self.qkvg)
-        tiles = math.prod(triton.cdiv(length, self.options[name]) for name in ("BLOCK_M", "BLOCK_N")) * heads * samples
+        tiles = (
+            math.prod(triton.cdiv(length, self.options[name]) for name in ("BLOCK_M", "BLOCK_N"))
+            * heads
+            * samples
+        )
         self.group = min(rows, group or v3.rows_per_program(self.options["PROGRAMS"], tiles, rows))
         self.tiles = tiles
         del self.options["PROGRAMS"]
@@ -128,7 +145,8 @@ class Case:
         return total
 
     def ways(self) -> dict[str, tuple[Callable[[], Tensor], int]]:
-        """What to compare: a function, and how many times it writes, or adds to, each number of the gradient."""
+        """What to compare: a function, and how many times it writes, or adds to, each number of
+        the gradient."""
         rows, groups = self.qkvg.shape[1], triton.cdiv(self.qkvg.shape[1], self.group)
         return {
             "kept, then added up": (lambda: self.parts(1), rows),
@@ -156,7 +174,9 @@ def check(case: Case) -> str:
         found = [function() for _ in range(REPEATS)]
         error = measure.check_close(found[0], expected, name, 1e-4)
         different = max(int((found[0] != other).sum()) for other in found[1:])
-        said = f"up to {different} of {expected.numel()} numbers differ" if different else "equal bits"
+        said = (
+            f"up to {different} of {expected.numel()} numbers differ" if different else "equal bits"
+        )
         lines.append(f"{name}: right (largest error {error:.0e}); {REPEATS} runs: {said}")
     return "\n".join(lines)
 
@@ -171,16 +191,40 @@ def measured(case: Case) -> Iterator[dict]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = documented_parser(PROG, __doc__)
-    add, (length, rows, group) = parser.add_argument, (256, None, None) if measure.GPU else (24, 6, 3)
-    add("--length", nargs="+", type=at_least(1), default=[length], metavar="N", help=f"positions (default: {length})")
-    add("--rows", type=at_least(1), default=rows, metavar="R", help=f"that share a bias (default: {rows or 'N'})")
-    add("--group", type=at_least(1), default=group, metavar="G", help=f"of rows (default: {group or 'as V3 has it'})")
+    add, (length, rows, group) = (
+        parser.add_argument,
+        (256, None, None) if measure.GPU else (24, 6, 3),
+    )
+    add(
+        "--length",
+        nargs="+",
+        type=at_least(1),
+        default=[length],
+        metavar="N",
+        help=f"positions (default: {length})",
+    )
+    add(
+        "--rows",
+        type=at_least(1),
+        default=rows,
+        metavar="R",
+        help=f"that share a bias (default: {rows or 'N'})",
+    )
+    add(
+        "--group",
+        type=at_least(1),
+        default=group,
+        metavar="G",
+        help=f"of rows (default: {group or 'as V3 has it'})",
+    )
     measure.add_output(parser)
     args = parser.parse_args(argv)
     heads, cases = 4 if measure.GPU else 2, []
 
     def checked() -> str:
-        cases.extend(Case(1, args.rows or length, length, heads, 32, args.group) for length in args.length)
+        cases.extend(
+            Case(1, args.rows or length, length, heads, 32, args.group) for length in args.length
+        )
         return "\n".join(map(check, cases))
 
     return measure.run(PROG, checked, lambda: itertools.chain(*map(measured, cases)), args.output)

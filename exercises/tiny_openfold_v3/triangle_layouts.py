@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
-"""Triangle multiplication, forward: which layout its product takes, what it costs to get there, and what fusion saves.
+"""Triangle multiplication, forward: which layout its product takes, what it costs to get there, and
+what fusion saves.
 
-Channels last is [N, N, C], as the pair representation is; channels first is [C, N, N], a matrix for each channel.
+Channels last is [N, N, C], as the pair representation is; channels first is [C, N, N], a matrix for
+each channel.
 
 Examples:
   python exercises/tiny_openfold_v3/triangle_layouts.py --length 20
@@ -18,7 +20,7 @@ from functools import partial
 from pathlib import Path
 
 from workshop.cli import at_least, documented_parser, needed
-from workshop.show import markdown_table
+from workshop.show import Column, render
 
 with needed():
     import torch
@@ -48,32 +50,46 @@ def projections(x: Tensor, weight: Tensor) -> Ways:
 
 
 def products(a: Tensor, b: Tensor, module: type) -> Ways:
-    """The sum over k of a and b [1, N, N, C], and of matrices that have channels first: [C, N, N], as a result, too."""
+    """The sum over k of a and b [1, N, N, C], and of matrices that have channels first: [C, N,
+    N], as a result, too."""
     name = "incoming" if module.incoming else "outgoing"
     first = [t[0].permute(2, 0, 1).contiguous() for t in (a, b)]
     ways = {
-        f"{name} product, channels last": lambda: torch.einsum(module.equation, a, b)[0].permute(2, 0, 1),
+        f"{name} product, channels last": lambda: torch.einsum(module.equation, a, b)[0].permute(
+            2, 0, 1
+        ),
         f"{name} product, channels first": lambda: module.multiply(*first),
     }
     return {name: (function, measure.bytes_of(function)) for name, function in ways.items()}
 
 
 def modules(pair: Tensor) -> Ways:
-    """The whole update by each version, without a residual. V3's operator works in three steps, counted by hand."""
+    """The whole update by each version, without a residual.
+
+    V3's operator works in three steps, counted by hand.
+    """
     ways, state = {}, {}
     for name, script in {"V1": v1, "V2": v2, "V3": v3}.items():
-        model = script.TriangleMultiplicationOutgoing(script.ModelConfig(pair_dim=pair.shape[-1]), script.Fusions())
-        state = state or {key: torch.randn_like(value) / 10 for key, value in model.state_dict().items()}
+        model = script.TriangleMultiplicationOutgoing(
+            script.ModelConfig(pair_dim=pair.shape[-1]), script.Fusions()
+        )
+        state = state or {
+            key: torch.randn_like(value) / 10 for key, value in model.state_dict().items()
+        }
         model.load_state_dict(state)
         model.to(measure.DEVICE)
         function = partial(autocast, model, pair)
-        moved = 9 * pair.nbytes if name == "V3" else measure.bytes_of(function)  # x, a, b; a, b, p; x, p, update
+        # x, a, b; a, b, p; x, p, update
+        moved = 9 * pair.nbytes if name == "V3" else measure.bytes_of(function)
         ways[f"whole update, {name}"] = function, moved
     return ways
 
 
 def autocast(model: torch.nn.Module, pair: Tensor) -> Tensor:
-    with torch.no_grad(), torch.autocast(pair.device.type, torch.bfloat16, enabled=measure.GPU, cache_enabled=False):
+    with (
+        torch.no_grad(),
+        torch.autocast(pair.device.type, torch.bfloat16, enabled=measure.GPU, cache_enabled=False),
+    ):
         return model(pair)
 
 
@@ -92,7 +108,8 @@ def groups(length: int, dim: int) -> list[Ways]:
 
 
 def check(found: list[Ways]) -> str:
-    """Bytes that the operators of each way read and write, as a table; ToolError if two of a group differ.
+    """Bytes that the operators of each way read and write, as a table; ToolError if two of a group
+    differ.
 
     A copy that an operator makes for itself is not among them.
     """
@@ -102,8 +119,8 @@ def check(found: list[Ways]) -> str:
         expected = reference()
         for name, (function, moved) in ways.items():
             measure.check_close(function(), expected, name, 5e-2 if measure.GPU else 1e-5)
-            lines.append([name, f"{moved / 1e6:.2f}"])
-    return markdown_table(["read and written", "MB"], lines)
+            lines.append({"name": name, "mb": moved / 1e6})
+    return render([Column("read and written", "name"), Column("MB", "mb", ".2f")], lines)
 
 
 def launches(function: Callable[[], Tensor]) -> int:
@@ -124,7 +141,9 @@ def measured(found: list[Ways]) -> Iterator[dict]:
 def main(argv: list[str] | None = None) -> int:
     parser = documented_parser(PROG, __doc__)
     length, dim = (256, 128) if measure.GPU else (12, 16)
-    parser.add_argument("--length", type=at_least(1), default=length, metavar="N", help="(default: %(default)s)")
+    parser.add_argument(
+        "--length", type=at_least(1), default=length, metavar="N", help="(default: %(default)s)"
+    )
     measure.add_output(parser)
     args = parser.parse_args(argv)
     found: list[Ways] = []

@@ -1,12 +1,14 @@
-"""What the validation scripts and environment_setup.sh share: finding tools and packages, and the table of results.
+"""What the validation scripts and environment_setup.sh share: finding tools and packages, and the
+table of results.
 
-Only the standard library is imported, so that it works where PyTorch is missing. PyTorch is asked in a process of its
-own (`in_child`), because a broken build or driver can end or block the process that imports it.
+Only the standard library is imported, so that it works where PyTorch is missing. PyTorch is asked
+in a process of its own (`in_child`), because a broken build or driver can end or block the process
+that imports it.
 
 For environment_setup.sh:
   python checks.py track           the track of this machine, and why
-  python checks.py torch TRACK     the version of PyTorch, or nothing; status 1 and the reason if it cannot be used
-  python checks.py missing FILE    the requirements in FILE that this Python does not meet, one per line
+  python checks.py torch TRACK     the version of PyTorch, or nothing; status 1 if it cannot be used
+  python checks.py missing FILE    what FILE requires and this Python does not meet, a line each
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from pathlib import Path
 
 from workshop.cli import Parser, documented_parser
 from workshop.files import ROOT
+from workshop.show import Column, render
 
 REQUIREMENTS = ROOT / "requirements.txt"
 TRACKS = ("cpu", "nvidia", "rocm")
@@ -46,7 +49,10 @@ PROBE = "PROBE "  # starts the lines by which a child process answers
 
 @dataclasses.dataclass(frozen=True)
 class Requirement:
-    """One line of a requirements file: `text` as pip takes it, the name, and pairs of operator and version."""
+    """One line of a requirements file:
+
+    `text` as pip takes it, the name, and pairs of operator and version.
+    """
 
     text: str
     name: str
@@ -54,7 +60,10 @@ class Requirement:
 
 
 def release(version: str) -> tuple[int, ...]:
-    """The numbers of a version without trailing zeros; what follows them ('+rocm6.4', 'a0+git123') is ignored."""
+    """The numbers of a version without trailing zeros.
+
+    What follows them ('+rocm6.4', 'a0+git123') is ignored.
+    """
     numbers = [int(part) for part in re.match(r"\d*(?:\.\d+)*", version).group().split(".") if part]
     while numbers and numbers[-1] == 0:
         numbers.pop()
@@ -71,7 +80,9 @@ def in_bounds(version: str, bounds: tuple[tuple[str, str], ...]) -> bool:
         ">": tuple.__gt__,
         "<": tuple.__lt__,
     }
-    return not version or all(compare[sign](release(version), release(bound)) for sign, bound in bounds)
+    return not version or all(
+        compare[sign](release(version), release(bound)) for sign, bound in bounds
+    )
 
 
 def read_requirements(path: Path) -> list[Requirement]:
@@ -94,10 +105,11 @@ def read_requirements(path: Path) -> list[Requirement]:
 
 
 def installed_version(name: str) -> str | None:
-    """The version that pip knows, '' if the module is there under another name, None if it is missing.
+    """The version that pip knows, '' if the module is there under another name, None if it is
+    missing.
 
-    The other name matters: PyTorch's ROCm builds bring Triton as triton-rocm or pytorch-triton-rocm, and pip would
-    install triton over it.
+    The other name matters: PyTorch's ROCm builds bring Triton as triton-rocm or
+    pytorch-triton-rocm, and pip would install triton over it.
     """
     try:
         return importlib.metadata.version(name)
@@ -107,8 +119,15 @@ def installed_version(name: str) -> str | None:
 
 def missing_requirements(path: Path) -> list[str]:
     """The requirements of the file that this Python does not meet, as pip takes them."""
-    needed = [(requirement, installed_version(requirement.name)) for requirement in read_requirements(path)]
-    return [need.text for need, version in needed if version is None or not in_bounds(version, need.bounds)]
+    needed = [
+        (requirement, installed_version(requirement.name))
+        for requirement in read_requirements(path)
+    ]
+    return [
+        need.text
+        for need, version in needed
+        if version is None or not in_bounds(version, need.bounds)
+    ]
 
 
 def requirement(name: str) -> Requirement:
@@ -121,7 +140,9 @@ def requirement(name: str) -> Requirement:
 
 def one_line(text: object, width: int = 100) -> str:
     """The text on one line, without control characters, cut to the width."""
-    words = "".join(character if character.isprintable() else " " for character in str(text)).split()
+    words = "".join(
+        character if character.isprintable() else " " for character in str(text)
+    ).split()
     line = " ".join(words)
     return line if len(line) <= width else line[: width - 3] + "..."
 
@@ -134,14 +155,19 @@ def rocm_path() -> Path:
 def rocm_version() -> tuple[int, ...] | None:
     """ROCm's version as numbers, None if it cannot be told."""
     try:
-        return release((rocm_path() / ".info" / "version").read_text(errors="replace").strip()) or None
+        return (
+            release((rocm_path() / ".info" / "version").read_text(errors="replace").strip()) or None
+        )
     except OSError:
         return None
 
 
 @dataclasses.dataclass(frozen=True)
 class Output:
-    """What a program left: its exit status, None if it could not be started or did not end; all that it printed."""
+    """What a program left: its exit status, None if it could not be started or did not end.
+
+    All that it printed.
+    """
 
     status: int | None
     text: str
@@ -149,16 +175,21 @@ class Output:
 
 
 def run_program(command: list[str], timeout: float | None = None) -> Output:
-    """Run a program without input. One that does not end in time is killed together with what it started.
+    """Run a program without input. One that does not end in time is killed together with what it
+    started.
 
-    Its output goes to a file, not a pipe: a process that cannot be killed, as happens when a GPU hangs, would keep a
-    pipe open and this program waiting.
+    Its output goes to a file, not a pipe: a process that cannot be killed, as happens when a GPU
+    hangs, would keep a pipe open and this program waiting.
     """
     timeout = timeout or TOOL_TIMEOUT
     with tempfile.TemporaryFile() as output:
         try:
             process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
         except OSError as error:
             return Output(None, "", f"cannot be started: {error.strerror}")
@@ -171,7 +202,11 @@ def run_program(command: list[str], timeout: float | None = None) -> Output:
                 os.killpg(process.pid, signal.SIGKILL)
         output.seek(0)
         text = output.read(1_000_000).decode(errors="replace")
-    lines = [line for line in map(one_line, text.splitlines()) if line and not line.startswith(PROBE.strip())]
+    lines = [
+        line
+        for line in map(one_line, text.splitlines())
+        if line and not line.startswith(PROBE.strip())
+    ]
     if status is None:
         return Output(None, text, f"no answer within {timeout:g} s")
     if status < 0:
@@ -195,7 +230,8 @@ def answer_with(name: str, function: Callable[[], object]) -> None:
 
 
 def in_child(function: Callable, *arguments: object) -> dict:
-    """Call a function of one of these modules in a new Python process; returns what it passed to `answer`.
+    """Call a function of one of these modules in a new Python process; returns what it passed to
+    `answer`.
 
     If the process did not end well, the key 'failure' says how; answers until then are kept.
     """
@@ -219,14 +255,16 @@ def find_tool(name: str) -> str | None:
 
 
 def tool_command(name: str, package: str) -> str:
-    """The command that makes a ROCm tool available: on PATH if it is installed, otherwise its package."""
+    """The command that makes a ROCm tool available: on PATH if it is installed, otherwise its
+    package."""
     if find_tool(name):
         return f'export PATH="{rocm_path()}/bin:$PATH"'
     return package_command(package)
 
 
 def package_command(package: str) -> str:
-    """The command that installs a package of AMD's repositories, or loads ROCm where a site has modules."""
+    """The command that installs a package of AMD's repositories, or loads ROCm where a site has
+    modules."""
     if os.environ.get("MODULEPATH"):
         return "module load rocm"
     manager = next((name for name in ("apt", "dnf", "zypper") if shutil.which(name)), "apt")
@@ -244,7 +282,8 @@ def setup_command(track: str) -> str:
 
 
 def torch_command(problem: str, track: str) -> str:
-    """The command that gives a usable PyTorch: never into the environment that has one which is not."""
+    """The command that gives a usable PyTorch: never into the environment that has one which is
+    not."""
     fresh = "" if problem == "missing" else "python3 -m venv fresh && source fresh/bin/activate && "
     return fresh + setup_command(track)
 
@@ -275,8 +314,9 @@ def gpu_architectures(text: str) -> list[str]:
 def hiding_variable(names: tuple[str, ...], gpus: int | None = None) -> str | None:
     """The name of a `*_VISIBLE_DEVICES` variable that leaves no GPU visible.
 
-    The first entry decides: devices after one that does not exist are ignored. Entries may be numbers or GPU-<uuid>.
-    `gpus` is what rocminfo lists; ROCR_VISIBLE_DEVICES has already been applied to that, the others count within it.
+    The first entry decides: devices after one that does not exist are ignored. Entries may be
+    numbers or GPU-<uuid>. `gpus` is what rocminfo lists; ROCR_VISIBLE_DEVICES has already been
+    applied to that, the others count within it.
     """
     for name in names:
         if name in os.environ:
@@ -302,18 +342,29 @@ def probe_torch() -> None:
 
 def build_name(torch: dict) -> str:
     """'ROCm 6.4.43482', 'CUDA 13.0' or 'CPU'."""
-    return f"ROCm {torch['hip']}" if torch["hip"] else f"CUDA {torch['cuda']}" if torch["cuda"] else "CPU"
+    return (
+        f"ROCm {torch['hip']}"
+        if torch["hip"]
+        else f"CUDA {torch['cuda']}"
+        if torch["cuda"]
+        else "CPU"
+    )
 
 
 def torch_problem(answers: dict, track: str) -> str:
     """Why the PyTorch that a child process found cannot be used on this track; '' if it can."""
-    torch = answers.get("torch") or {"error": answers.get("failure") or "no answer", "missing": None}
+    torch = answers.get("torch") or {
+        "error": answers.get("failure") or "no answer",
+        "missing": None,
+    }
     if "error" in torch:
         return "missing" if torch["missing"] == "torch" else f"does not import: {torch['error']}"
     if not in_bounds(torch["version"], requirement("torch").bounds):
         return f"{torch['version']} is out of range, {requirement('torch').text} is needed"
     if {"rocm": not torch["hip"], "nvidia": not torch["cuda"], "cpu": False}[track]:
-        return f"{torch['version']} is a {build_name(torch)} build, which the {track} track cannot use"
+        return (
+            f"{torch['version']} is a {build_name(torch)} build, which the {track} track cannot use"
+        )
     return ""
 
 
@@ -322,8 +373,8 @@ def torch_problem(answers: dict, track: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """One row. `state` is ok, MISSING (the track needs it), optional (absent, but not needed), or - for what was not
-    looked at: this track has no use for it, or it depends on something missing."""
+    """One row. `state` is ok, MISSING (the track needs it), optional (absent, but not needed), or -
+    for what was not looked at: this track has no use for it, or it depends on something missing."""
 
     what: str
     state: str
@@ -332,7 +383,9 @@ class Check:
     mend: str = ""
 
 
-def check(what: str, good: bool, found: object, needed_for: str, mend: str = "", required: bool = True) -> Check:
+def check(
+    what: str, good: bool, found: object, needed_for: str, mend: str = "", required: bool = True
+) -> Check:
     """A row; `mend` is the command that would put it right."""
     state = "ok" if good else "MISSING" if required else "optional"
     return Check(what, state, one_line(found), needed_for, "" if good else mend)
@@ -348,7 +401,14 @@ def torch_check(answers: dict, track: str) -> Check:
 def package_check(name: str, needed_for: str, required: bool = False) -> Check:
     """The row of a Python package."""
     version = installed_version(name)
-    return check(name, version is not None, version or "missing", needed_for, f"python -m pip install {name}", required)
+    return check(
+        name,
+        version is not None,
+        version or "missing",
+        needed_for,
+        f"python -m pip install {name}",
+        required,
+    )
 
 
 def unchecked(what: str, reason: str, needed_for: str) -> Check:
@@ -363,21 +423,36 @@ def unneeded(what: str, needed_for: str, track: str) -> Check:
 
 def table(checks: list[Check]) -> str:
     """The rows in columns, then the command for each that is not there."""
-    rows = [("", "what", "found", "needed for")]
-    rows += [(c.state, c.what, c.found, c.needed_for) for c in checks]
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    lines = ["  ".join([*(f"{row[i]:{widths[i]}}" for i in range(3)), row[3]]).rstrip() for row in rows]
-    for state, title in (("MISSING", "To mend what is missing:"), ("optional", "If you want what is optional:")):
+    columns = [
+        Column("", "state"),
+        Column("what", "what", text=True),
+        Column("found", "found", text=True),
+        Column("needed for", "needed_for", text=True),
+    ]
+    lines = [render(columns, checks, "text")]
+    for state, title in (
+        ("MISSING", "To mend what is missing:"),
+        ("optional", "If you want what is optional:"),
+    ):
         commands = [(c.what, c.mend) for c in checks if c.state == state and c.mend]
         width = max((len(what) for what, _ in commands), default=0)
-        lines += ["", title, *(f"  {what:{width}}  {command}" for what, command in commands)] if commands else []
+        lines += (
+            ["", title, *(f"  {what:{width}}  {command}" for what, command in commands)]
+            if commands
+            else []
+        )
     return "\n".join(lines)
 
 
-def run_checks(title: str, gather: Callable[[str], list[Check]], description: str, argv: list[str] | None) -> int:
-    """The command line of a validation script: returns 0 if all that the track needs is there, otherwise 1."""
+def run_checks(
+    title: str, gather: Callable[[str], list[Check]], description: str, argv: list[str] | None
+) -> int:
+    """The command line of a validation script: returns 0 if all that the track needs is there,
+    otherwise 1."""
     parser = documented_parser(Path(sys.argv[0]).name, description)
-    parser.add_argument("--track", choices=TRACKS, help="what to check for (default: what is detected)")
+    parser.add_argument(
+        "--track", choices=TRACKS, help="what to check for (default: what is detected)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON in place of the table")
     args = parser.parse_args(argv)
     try:
@@ -389,7 +464,11 @@ def run_checks(title: str, gather: Callable[[str], list[Check]], description: st
     missing = sum(check.state == "MISSING" for check in checks)
     if args.json:
         rows = [dataclasses.asdict(check) for check in checks]
-        print(json.dumps({"check": title, "track": track, "passed": not missing, "checks": rows}, indent=1))
+        print(
+            json.dumps(
+                {"check": title, "track": track, "passed": not missing, "checks": rows}, indent=1
+            )
+        )
     else:
         print(f"{title} check, {track} track ({reason})\n\n{table(checks)}\n")
         print(f"{title} check: {f'FAIL ({missing} missing)' if missing else 'PASS'}")
@@ -398,7 +477,11 @@ def run_checks(title: str, gather: Callable[[str], list[Check]], description: st
 
 def main(argv: list[str] | None = None) -> int:
     """What environment_setup.sh asks."""
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = Parser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("track")
     commands.add_parser("torch").add_argument("track", choices=TRACKS)

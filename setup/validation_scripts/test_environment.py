@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Check that the version scripts can run here: Python, PyTorch, Triton, a GPU, memory and disk space.
+"""Check that the version scripts can run here: Python, PyTorch, Triton, a GPU, memory and disk
+space.
 
 Examples:
   python setup/validation_scripts/test_environment.py
@@ -99,7 +100,8 @@ def help_of(script: Path) -> int:
 
 
 def probe(device: str, scripts: list[str]) -> None:
-    """In a child process: everything that imports PyTorch. What was found before a crash is kept."""
+    """In a child process: everything that imports PyTorch. What was found before a crash is
+    kept."""
     answer_with("torch", describe_torch)
     answer_with("step", lambda: train_step(device))
     answer_with("gpus", list_gpus)
@@ -112,7 +114,9 @@ def host_memory() -> float | None:
     """Bytes of memory that are available, None if the system does not tell."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(float(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+        return next(
+            float(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")
+        )
     except (OSError, StopIteration, ValueError):
         return None
 
@@ -134,10 +138,20 @@ def check_gpus(answers: dict, track: str) -> Check:
     variables = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES") if rocm else ()
     if hidden := hiding_variable((*variables, "CUDA_VISIBLE_DEVICES")):
         return check(
-            "GPU", False, f"hidden by {hidden}={os.environ[hidden]!r}", f"the {track} track", f"unset {hidden}"
+            "GPU",
+            False,
+            f"hidden by {hidden}={os.environ[hidden]!r}",
+            f"the {track} track",
+            f"unset {hidden}",
         )
-    mend = f"python {here(Path(__file__).with_name('test_rocm_installation.py'))}" if rocm else "nvidia-smi"
-    return check("GPU", False, problem_of(answers, "gpus") or "PyTorch sees none", f"the {track} track", mend)
+    mend = (
+        f"python {here(Path(__file__).with_name('test_rocm_installation.py'))}"
+        if rocm
+        else "nvidia-smi"
+    )
+    return check(
+        "GPU", False, problem_of(answers, "gpus") or "PyTorch sees none", f"the {track} track", mend
+    )
 
 
 def check_scripts(answers: dict, track: str, triton: bool) -> list[Check]:
@@ -150,16 +164,24 @@ def check_scripts(answers: dict, track: str, triton: bool) -> list[Check]:
         needs_triton = not triton and script.stem.endswith(("v3", "v4"))
         mend = "python -m pip install triton" if needs_triton else f"python {here(script)} --help"
         required = track != "cpu" or not needs_triton
-        rows.append(check(script.name, False, problem_of(answers, str(script)), "this version", mend, required))
+        rows.append(
+            check(
+                script.name, False, problem_of(answers, str(script)), "this version", mend, required
+            )
+        )
     if good:
         rows.insert(0, check("version scripts", True, f"{good} answer --help", "the exercises"))
-    return rows or [check("version scripts", False, f"none in {ROOT}", "the exercises", "git status")]
+    return rows or [
+        check("version scripts", False, f"none in {ROOT}", "the exercises", "git status")
+    ]
 
 
 def check_torch(track: str) -> list[Check]:
     """The rows of everything that imports PyTorch."""
     gpu = track != "cpu"
-    answers = in_child(probe, "cuda" if gpu else "cpu", [str(script) for script in version_scripts()])
+    answers = in_child(
+        probe, "cuda" if gpu else "cpu", [str(script) for script in version_scripts()]
+    )
     rows = [torch_check(answers, track)]
     works = rows[0].state == "ok"
     if works and gpu:
@@ -179,18 +201,37 @@ def check_torch(track: str) -> list[Check]:
         return rows + [unchecked(what, "needs torch", needed_for) for what, needed_for in waiting]
     for name, (what, needed_for) in purposes.items():
         error = problem_of(answers, name)
-        mend = "python -m pip install triton" if name == "triton" else torch_command("broken", track)
+        mend = (
+            "python -m pip install triton" if name == "triton" else torch_command("broken", track)
+        )
         if name == "step" and gpu and not answers.get("gpus"):
             rows.append(unchecked(what, "needs a GPU", needed_for))
         else:
-            rows.append(check(what, not error, error or answers[name], needed_for, mend, gpu or name != "triton"))
+            rows.append(
+                check(
+                    what,
+                    not error,
+                    error or answers[name],
+                    needed_for,
+                    mend,
+                    gpu or name != "triton",
+                )
+            )
     return rows + check_scripts(answers, track, triton=not problem_of(answers, "triton"))
 
 
 def gather(track: str) -> list[Check]:
     """All rows."""
     python = f"{platform.python_version()} ({sys.executable})"
-    rows = [check("Python >= 3.10", sys.version_info >= (3, 10), python, "everything", setup_command(track))]
+    rows = [
+        check(
+            "Python >= 3.10",
+            sys.version_info >= (3, 10),
+            python,
+            "everything",
+            setup_command(track),
+        )
+    ]
     rows += check_torch(track)
     for name, purpose in PACKAGES.items():
         rows.append(package_check(name, purpose, required=purpose == "everything"))
@@ -198,17 +239,37 @@ def gather(track: str) -> list[Check]:
     enough = memory is None or memory >= MIN_MEMORY
     found = "unknown" if memory is None else f"{memory / GB:.1f} GB available"
     rows.append(
-        check("host memory", enough, found, "the default sizes", "add --batch-size 1 to each run", required=False)
+        check(
+            "host memory",
+            enough,
+            found,
+            "the default sizes",
+            "add --batch-size 1 to each run",
+            required=False,
+        )
     )
     disk = shutil.disk_usage(".").free
     found = f"{disk / GB:.1f} GB free here"
-    rows.append(check("disk space", disk >= MIN_DISK, found, "traces", "add --profile-dir ELSEWHERE", required=False))
+    rows.append(
+        check(
+            "disk space",
+            disk >= MIN_DISK,
+            found,
+            "traces",
+            "add --profile-dir ELSEWHERE",
+            required=False,
+        )
+    )
     try:
         tempfile.TemporaryFile(dir=".").close()
         error = ""
     except OSError as problem:
         error = f"cannot write: {problem.strerror}"
-    rows.append(check("current directory", not error, error or f"can write in {Path.cwd()}", "results", "cd ~"))
+    rows.append(
+        check(
+            "current directory", not error, error or f"can write in {Path.cwd()}", "results", "cd ~"
+        )
+    )
     return rows
 
 

@@ -39,8 +39,16 @@ ROCTX = "librocprofiler-sdk-roctx.so"
 # What a tool is called (older name second), its package, and what needs it.
 ROCM_TOOLS = (
     (("rocprofv3",), "rocprofiler-sdk", "run_rocprofv3.sh: kernels, traces, counters"),
-    (("rocprof-sys-run", "omnitrace-run"), "rocprofiler-systems", "run_rocprof_sys.sh: timeline of host and GPU"),
-    (("rocprof-compute",), "rocprofiler-compute", "run_rocprof_compute.sh: roofline, metrics of a kernel"),
+    (
+        ("rocprof-sys-run", "omnitrace-run"),
+        "rocprofiler-systems",
+        "run_rocprof_sys.sh: timeline of host and GPU",
+    ),
+    (
+        ("rocprof-compute",),
+        "rocprofiler-compute",
+        "run_rocprof_compute.sh: roofline, metrics of a kernel",
+    ),
     (("rocpd",), "rocprofiler-sdk", "reading the databases that rocprofv3 of ROCm 7 writes"),
 )
 ROCTX_PURPOSE = "--enable-rocm-profiling"
@@ -66,14 +74,17 @@ def profile_matmul(gpu: bool) -> dict:
         if gpu:
             torch.cuda.synchronize()
     events = profiler.events()
-    return {"events": len(events), "kernels": sum(event.device_type == DeviceType.CUDA for event in events)}
+    return {
+        "events": len(events),
+        "kernels": sum(event.device_type == DeviceType.CUDA for event in events),
+    }
 
 
 def load_roctx() -> str:
     """Load the library as --enable-rocm-profiling does, after PyTorch, which may bring it."""
     with contextlib.suppress(ImportError):
         import torch  # noqa: F401
-    ctypes.CDLL(ROCTX).roctxProfilerPause  # noqa: B018 - an AttributeError if the function is not there
+    ctypes.CDLL(ROCTX).roctxProfilerPause  # noqa: B018 - it may not be there
     return "loads"
 
 
@@ -95,7 +106,13 @@ def check_torch_profiler(answers: dict, track: str) -> Check:
         return check(what, False, result["error"], purpose, "python -m torch.utils.collect_env")
     wanted = "events" if track == "cpu" else "kernels"
     found = f"sees {result['events']} events, {result['kernels']} GPU kernels"
-    return check(what, result[wanted] > 0, found, purpose, "end other profilers that use this GPU, then try again")
+    return check(
+        what,
+        result[wanted] > 0,
+        found,
+        purpose,
+        "end other profilers that use this GPU, then try again",
+    )
 
 
 def check_tool(names: tuple[str, ...], package: str, purpose: str, required: bool = True) -> Check:
@@ -107,9 +124,12 @@ def check_tool(names: tuple[str, ...], package: str, purpose: str, required: boo
         known = next((name for name in names if find_tool(name)), names[0])
         return check(names[0], False, found, purpose, tool_command(known, package), required)
     output = run_program([shutil.which(name), "--help"])
-    packages = rocm_path() / "libexec" / package / "requirements.txt"  # what rocprof-compute needs of Python
+    # what rocprof-compute needs of Python
+    packages = rocm_path() / "libexec" / package / "requirements.txt"
     mend = f"python3 -m pip install -r {packages}" if packages.is_file() else f"{name} --help"
-    return check(names[0], not output.failure, output.failure or shutil.which(name), purpose, mend, required)
+    return check(
+        names[0], not output.failure, output.failure or shutil.which(name), purpose, mend, required
+    )
 
 
 def check_rocm_tools(answers: dict) -> list[Check]:

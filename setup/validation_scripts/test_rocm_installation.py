@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Check ROCm: the driver, access to the GPUs, the command-line tools, and whether PyTorch was built for it.
+"""Check ROCm: the driver, access to the GPUs, the command-line tools, and whether PyTorch was built
+for it.
 
 Examples:
   python setup/validation_scripts/test_rocm_installation.py
@@ -35,7 +36,9 @@ from checks import (
 
 DRI = Path("/dev/dri")
 GROUPS = "sudo usermod -a -G render,video $USER   (then log in again)"
-NO_DRIVER = "sudo modprobe amdgpu   (in a container: start it with --device=/dev/kfd --device=/dev/dri)"
+NO_DRIVER = (
+    "sudo modprobe amdgpu   (in a container: start it with --device=/dev/kfd --device=/dev/dri)"
+)
 VISIBLE_DEVICES = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 
 
@@ -55,7 +58,8 @@ def probe() -> None:
 def open_problem(path: Path) -> str:
     """Why the device file cannot be opened for reading and writing, '' if it can.
 
-    It is opened rather than looked at: a batch system can forget the permission bits and still deny a GPU.
+    It is opened rather than looked at: a batch system can forget the permission bits and still deny
+    a GPU.
     """
     try:
         os.close(os.open(path, os.O_RDWR))
@@ -67,13 +71,31 @@ def open_problem(path: Path) -> str:
 def check_device_files() -> list[Check]:
     """The compute driver's device file and the render nodes of the GPUs."""
     if not checks.KFD.exists():
-        return [check(str(checks.KFD), False, "missing: the driver is not loaded", "every GPU program", NO_DRIVER)]
+        return [
+            check(
+                str(checks.KFD),
+                False,
+                "missing: the driver is not loaded",
+                "every GPU program",
+                NO_DRIVER,
+            )
+        ]
     problem = open_problem(checks.KFD)
-    rows = [check(str(checks.KFD), not problem, problem or "can be opened", "every GPU program", GROUPS)]
+    rows = [
+        check(str(checks.KFD), not problem, problem or "can be opened", "every GPU program", GROUPS)
+    ]
     nodes = sorted(DRI.glob("renderD*"))
     usable = sum(not open_problem(node) for node in nodes)
     mend = GROUPS if nodes else NO_DRIVER
-    rows.append(check(f"{DRI}/renderD*", usable > 0, f"{usable} of {len(nodes)} can be opened", "GPU memory", mend))
+    rows.append(
+        check(
+            f"{DRI}/renderD*",
+            usable > 0,
+            f"{usable} of {len(nodes)} can be opened",
+            "GPU memory",
+            mend,
+        )
+    )
     return rows
 
 
@@ -87,7 +109,9 @@ def check_smi() -> Check:
                 return check("amd-smi or rocm-smi", True, tool, "watching the GPU")
             failures.append(f"{command[0]}: {output.failure}")
     mend = package_command("amd-smi-lib")
-    return check("amd-smi or rocm-smi", False, "; ".join(failures) or "missing", "watching the GPU", mend)
+    return check(
+        "amd-smi or rocm-smi", False, "; ".join(failures) or "missing", "watching the GPU", mend
+    )
 
 
 def check_rocminfo() -> tuple[Check, int]:
@@ -100,7 +124,9 @@ def check_rocminfo() -> tuple[Check, int]:
     names = gpu_architectures(output.text)
     found = ", ".join(f"{names.count(name)} x {name}" for name in sorted(set(names)))
     found = output.failure or found or "lists no GPU"
-    return check("rocminfo", bool(names) and not output.failure, found, "naming the GPU", tool), len(names)
+    return check(
+        "rocminfo", bool(names) and not output.failure, found, "naming the GPU", tool
+    ), len(names)
 
 
 def gather(track: str) -> list[Check]:
@@ -108,7 +134,11 @@ def gather(track: str) -> list[Check]:
     if track != "rocm":
         return [unneeded("ROCm", "the rocm track", track)]
     version = rocm_version()
-    found = f"{'.'.join(map(str, version))} in {rocm_path()}" if version else f"no {rocm_path()}/.info/version"
+    found = (
+        f"{'.'.join(map(str, version))} in {rocm_path()}"
+        if version
+        else f"no {rocm_path()}/.info/version"
+    )
     purpose = "choosing PyTorch's index"
     rows = [check("ROCm", True, found, purpose) if version else unchecked("ROCm", found, purpose)]
     rows += check_device_files()
@@ -116,7 +146,9 @@ def gather(track: str) -> list[Check]:
     rows += [row, check_smi()]
 
     hidden = hiding_variable(VISIBLE_DEVICES, gpus)
-    given = ", ".join(f"{name}={os.environ[name]!r}" for name in VISIBLE_DEVICES if name in os.environ)
+    given = ", ".join(
+        f"{name}={os.environ[name]!r}" for name in VISIBLE_DEVICES if name in os.environ
+    )
     found = f"{hidden}={os.environ[hidden]!r} hides every GPU" if hidden else given or "not set"
     rows.append(check("*_VISIBLE_DEVICES", not hidden, found, "choosing GPUs", f"unset {hidden}"))
 
@@ -125,12 +157,27 @@ def gather(track: str) -> list[Check]:
     if rows[-1].state == "ok":
         seen = answers.get("gpus", answers.get("failure"))
         good = isinstance(seen, int) and seen > 0
-        found = f"{seen} GPUs" if isinstance(seen, int) else seen["error"] if isinstance(seen, dict) else seen
+        found = (
+            f"{seen} GPUs"
+            if isinstance(seen, int)
+            else seen["error"]
+            if isinstance(seen, dict)
+            else seen
+        )
         mend = "put right what is missing above; if nothing is, python -m torch.utils.collect_env"
         rows.append(check("torch sees", good, found, "the rocm track", mend))
     tool = find_tool("hipcc")
     mend = tool_command("hipcc", "hipcc")
-    rows.append(check("hipcc", tool is not None, tool or "missing", "HIP code of your own", mend, required=False))
+    rows.append(
+        check(
+            "hipcc",
+            tool is not None,
+            tool or "missing",
+            "HIP code of your own",
+            mend,
+            required=False,
+        )
+    )
     return rows
 
 

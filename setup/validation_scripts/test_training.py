@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Check that a version script trains here: three small steps, on the device that the script chooses.
+"""Check that a version script trains here: three small steps, on the device that the script
+chooses.
 
 Other arguments go to the script, and win over what this check sets.
 
@@ -20,7 +21,14 @@ from checks import ROOT
 from workshop.cli import documented_parser
 from workshop.script import DEFAULT_SCRIPT
 
-SMALL = ("--batch-size=1", "--seq-len=32", "--num-gpus=1", "--num-steps=3", "--warmup-steps=1", "--under-profiler")
+SMALL = (
+    "--batch-size=1",
+    "--seq-len=32",
+    "--num-gpus=1",
+    "--num-steps=3",
+    "--warmup-steps=1",
+    "--under-profiler",
+)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -28,7 +36,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = documented_parser(Path(__file__).name, __doc__)
     parser.add_argument("script", nargs="?", default=DEFAULT_SCRIPT, help="(default: %(default)s)")
     args, more = parser.parse_known_args(argv)
-    script = next((path for path in (Path(args.script), ROOT / args.script) if path.is_file()), None)
+    script = next(
+        (path for path in (Path(args.script), ROOT / args.script) if path.is_file()), None
+    )
     if script is None:
         parser.error(f"{args.script}: no such file here or in {ROOT}")
     try:
@@ -37,7 +47,10 @@ def main(argv: list[str] | None = None) -> int:
             status = subprocess.run(command).returncode
     except KeyboardInterrupt:
         status = 130
-    print(f"Training check: {f'FAIL ({script.name} ended with status {status})' if status else 'PASS'}")
+    print(
+        f"Training check: "
+        f"{f'FAIL ({script.name} ended with status {status})' if status else 'PASS'}"
+    )
     return 1 if status else 0
 
 

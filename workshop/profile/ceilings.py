@@ -22,18 +22,30 @@ class Ceilings:
     copy_bytes: int
     copy_gb_per_s: float  # read and written
 
+    def __str__(self) -> str:
+        """Both ceilings, as reports have them: a line for each."""
+        gemm = f"{self.gemm_tflops:.3f} TFLOP/s ({self.precision}, size {self.gemm_size})"
+        copy = f"{self.copy_gb_per_s:.1f} GB/s (read and written)"
+        return f"GEMM ceiling: {gemm}\nCopy ceiling: {copy}"
+
     @property
     def ridge(self) -> float:
         """FLOP per byte at which both ceilings meet."""
         return 1e3 * self.gemm_tflops / self.copy_gb_per_s
 
     def roof(self, flop_per_byte: float) -> float:
-        """TFLOP/s that can be reached at this intensity: the lower of GEMM throughput and bandwidth x intensity."""
+        """TFLOP/s that can be reached at this intensity: the lower of GEMM throughput and bandwidth
+        x intensity."""
         return min(self.gemm_tflops, self.copy_gb_per_s * flop_per_byte / 1e3)
 
 
-def best_seconds(work: Callable[[], object], device: torch.device, repetitions: int, budget: float) -> float:
-    """The shortest of several runs after a warm-up, by device events on a GPU; stops when `budget` seconds are over."""
+def best_seconds(
+    work: Callable[[], object], device: torch.device, repetitions: int, budget: float
+) -> float:
+    """The shortest of several runs after a warm-up, by device events on a GPU.
+
+    Stops when `budget` seconds are over.
+    """
     import torch
 
     work()
@@ -75,4 +87,6 @@ def measure_ceilings(args: argparse.Namespace, device: torch.device) -> Ceilings
     target = torch.empty_like(source)
     seconds = best_seconds(lambda: target.copy_(source), device, 20, 0.3)
     precision = args.amp_dtype if args.use_amp else f"float32, {args.matmul_precision}"
-    return Ceilings(precision, fastest_size, fastest, source.nbytes, 2 * source.nbytes / seconds / 1e9)
+    return Ceilings(
+        precision, fastest_size, fastest, source.nbytes, 2 * source.nbytes / seconds / 1e9
+    )

@@ -1,9 +1,11 @@
-"""GPU kernels by name: what they do, how long they took, and which phase of a training step launched them.
+"""GPU kernels by name: what they do, how long they took, and which phase of a training step
+launched them.
 
-Three sources give the same things: traces of the PyTorch profiler (`load_trace`, `kernels_of`), statistics files of
-rocprofv3 (`read_statistics`), and what these tools write themselves (`write_statistics`, in rocprofv3's format). On a
-CPU there are no kernels; there operators take their place, each with the time spent in itself and not in operators that
-it calls. Only the standard library is needed.
+Three sources give the same things: traces of the PyTorch profiler (`load_trace`, `kernels_of`),
+statistics files of rocprofv3 (`read_statistics`), and what these tools write themselves
+(`write_statistics`, in rocprofv3's format). On a CPU there are no kernels; there operators take
+their place, each with the time spent in itself and not in operators that it calls. Only the
+standard library is needed.
 """
 
 from __future__ import annotations
@@ -23,54 +25,116 @@ from pathlib import Path
 from workshop.files import reads, write_file
 
 CATEGORIES = (
-    *("GEMM", "attention", "normalisation", "element-wise", "copies", "reductions", "optimizer", "generated"),
+    *(
+        "GEMM",
+        "attention",
+        "normalisation",
+        "element-wise",
+        "copies",
+        "reductions",
+        "optimizer",
+        "generated",
+    ),
     *("communication", "other"),
 )
 
-# The first pattern that is found in the name decides, so what is specific comes first. Upper and lower case are alike.
+# The first pattern that is found in the name decides, so what is specific comes first. Upper and
+# lower case are alike.
 KERNELS = (
-    ("other", r"^autograd::|backward\d+$|accumulategrad$"),  # nodes of the autograd graph: the time between operators
+    (
+        "other",
+        r"^autograd::|backward\d+$|accumulategrad$",
+    ),  # nodes of the autograd graph: the time between operators
     ("communication", r"nccl|rccl|^c10d::|^gloo:"),
     ("generated", r"^triton_|^cpp_fused|compiledfxgraph|^compiledfunction|^torch-compiled region"),
-    # AOTriton (attn_fwd, bwd_kernel_*), composable kernel (Fmha), CUTLASS (MemEffAttention), cuDNN (sdpa), V3's own
-    ("attention", r"flash|fmha|attn_fwd|attn_bwd|bwd_kernel_|bwd_preprocess|attention|sdpa|dot_do_o|convert_dq_"),
+    # AOTriton (attn_fwd, bwd_kernel_*), composable kernel (Fmha), CUTLASS (MemEffAttention), cuDNN
+    # (sdpa), V3's own
+    (
+        "attention",
+        r"flash|fmha|attn_fwd|attn_bwd|bwd_kernel_|bwd_preprocess|attention|sdpa|dot_do_o|"
+        r"convert_dq_",
+    ),
     # The loss. The fifth template argument of softmax_warp_* is is_log_softmax.
     ("other", r"cross_entropy|log_?softmax|softmax_warp_\w+<[^,]+,[^,]+,[^,]+, *\d+, *true"),
     ("attention", r"softmax"),
     ("normalisation", r"(layer|rms|batch|group)_?norm|rowwisemoments|gammabeta|computegradinput"),
     ("copies", r"multi_tensor_apply.*copyfunctor"),  # a cast of many tensors
-    ("optimizer", r"adam|multi_tensor_apply|amp_(update|foreach|non_finite)"),  # only they work on lists of tensors
-    # V3's kernels that add up what programs or a product left in parts; triangle_weights does it for weights.
+    (
+        "optimizer",
+        r"adam|multi_tensor_apply|amp_(update|foreach|non_finite)",
+    ),  # only they work on lists of tensors
+    # V3's kernels that add up what programs or a product left in parts; triangle_weights does it
+    # for weights.
     ("reductions", r"(sum|add)_(two_)?parts|(^|_)sums?(_kernel|$)|triangle_weights|_finish_kernel"),
     # V3's, and V4's: they multiply matrices, whatever else they do beside it.
     ("GEMM", r"triangle_|outer_product|transformer_block|transition_|project_|weight_parts"),
-    # Cijk: rocBLAS and hipBLASLt name kernels by their index equation. nvjet, xmma, cutlass, splitK, dot: cuBLAS.
+    # Cijk: rocBLAS and hipBLASLt name kernels by their index equation. nvjet, xmma, cutlass,
+    # splitK, dot: cuBLAS.
     ("GEMM", r"cijk_|gemm|gemv|nvjet|xmma|cutlass|splitk|dot_kernel|reduce_1block|rocblas_dot"),
-    ("copies", r"memcpy|memset|copy_kernel|copy_device|batchedcopy|fillfunctor|fill_kernel|(copy|fill)buffer"),
+    (
+        "copies",
+        r"memcpy|memset|copy_kernel|copy_device|batchedcopy|fillfunctor|fill_kernel|"
+        r"(copy|fill)buffer",
+    ),
     ("other", r"head_loss|mean_losses"),  # V4's
-    ("other", r"embedding|index|gather|scatter|nll_loss|searchsorted|bucketize|distribution|sort|scan_"),
+    (
+        "other",
+        r"embedding|index|gather|scatter|nll_loss|searchsorted|bucketize|distribution|sort|scan_",
+    ),
     ("reductions", r"reduce"),
     ("element-wise", r"elementwise|element_wise|pointwise|triu_tril|unrolled_kernel|arange"),
     ("element-wise", r"glu_|relu_|rotary|(^|_)rope"),
 )
 
-# Operators of a CPU, by their whole name without "aten::"; a trailing underscore (in place) makes no difference.
+# Operators of a CPU, by their whole name without "aten::"; a trailing underscore (in place) makes
+# no difference.
 OPERATORS = (
-    ("attention", r".*scaled_dot_product.*|.*_attention_.*|_?softmax|_softmax_backward_data|_safe_softmax"),
-    ("GEMM", r"mm|addmm|bmm|baddbmm|addbmm|mv|addmv|dot|vdot|linear|matmul|einsum|outer|_addmm_activation|.*_linear"),
+    (
+        "attention",
+        r".*scaled_dot_product.*|.*_attention_.*|_?softmax|_softmax_backward_data|_safe_softmax",
+    ),
+    (
+        "GEMM",
+        r"mm|addmm|bmm|baddbmm|addbmm|mv|addmv|dot|vdot|linear|matmul|einsum|outer|"
+        r"_addmm_activation|.*_linear",
+    ),
     ("normalisation", r".*(layer|rms|batch|group|instance)_norm.*"),
     ("optimizer", r"_fused_adam.*|_fused_sgd.*|_fused_adagrad.*|_foreach_.*|_amp_.*"),
-    ("copies", r"_?copy|_to_copy|to|_?cat|stack|clone|contiguous|fill|zero|zeros|ones|full|(zeros|ones|full)_like"),
-    ("copies", r"new_(zeros|ones|full)|repeat|repeat_interleave|pad|constant_pad_nd|_?pin_memory|roll|flip|tril|triu"),
+    (
+        "copies",
+        r"_?copy|_to_copy|to|_?cat|stack|clone|contiguous|fill|zero|zeros|ones|full|"
+        r"(zeros|ones|full)_like",
+    ),
+    (
+        "copies",
+        r"new_(zeros|ones|full)|repeat|repeat_interleave|pad|constant_pad_nd|_?pin_memory|roll|"
+        r"flip|tril|triu",
+    ),
     ("copies", r"(select|slice)_(backward|scatter)"),  # a gradient written into zeros
-    ("reductions", r"sum|mean|prod|amax|amin|max|min|argmax|argmin|any|all|var|std|norm|linalg_vector_norm|cumsum"),
+    (
+        "reductions",
+        r"sum|mean|prod|amax|amin|max|min|argmax|argmin|any|all|var|std|norm|linalg_vector_norm|"
+        r"cumsum",
+    ),
     ("reductions", r"logsumexp|var_mean|std_mean|sum_to_size|count_nonzero"),
-    ("element-wise", r"add|sub|mul|div|rsub|neg|abs|sign|pow|square|sqrt|rsqrt|exp|log|log2|log1p|sin|cos|reciprocal"),
-    ("element-wise", r"(relu|gelu|silu|sigmoid|tanh|glu|threshold|softplus|hardtanh|elu|dropout)(_backward)?"),
-    ("element-wise", r"addcmul|addcdiv|lerp|where|_s_where|masked_fill|clamp(_min|_max)?|maximum|minimum|round|floor"),
     (
         "element-wise",
-        r"eq|ne|lt|le|gt|ge|(bitwise|logical)_\w+|__(and|or|xor)_|remainder|fmod|ceil|is(nan|(neg)?inf)",
+        r"add|sub|mul|div|rsub|neg|abs|sign|pow|square|sqrt|rsqrt|exp|log|log2|log1p|sin|cos|"
+        r"reciprocal",
+    ),
+    (
+        "element-wise",
+        r"(relu|gelu|silu|sigmoid|tanh|glu|threshold|softplus|hardtanh|elu|dropout)(_backward)?",
+    ),
+    (
+        "element-wise",
+        r"addcmul|addcdiv|lerp|where|_s_where|masked_fill|clamp(_min|_max)?|maximum|minimum|"
+        r"round|floor",
+    ),
+    (
+        "element-wise",
+        r"eq|ne|lt|le|gt|ge|(bitwise|logical)_\w+|__(and|or|xor)_|remainder|fmod|ceil|"
+        r"is(nan|(neg)?inf)",
     ),
 )
 _KERNELS = [(kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in KERNELS]
@@ -85,17 +149,22 @@ def category(name: str) -> str:
     return next((kind for kind, pattern in _KERNELS if pattern.search(name)), "other")
 
 
-# What tells instances of a generic kernel apart, somewhere in its template arguments, and what only wraps it.
-COMPUTES = re.compile(r"cutlass_\w+|\w*functor\w*|\b[A-Z]\w+Ops\b|\w+?(?=_kernel(?:_cuda|_impl)?[(<])", re.IGNORECASE)
+# What tells instances of a generic kernel apart, somewhere in its template arguments, and what only
+# wraps it.
+COMPUTES = re.compile(
+    r"cutlass_\w+|\w*functor\w*|\b[A-Z]\w+Ops\b|\w+?(?=_kernel(?:_cuda|_impl)?[(<])", re.IGNORECASE
+)
 WRAPPERS = re.compile(r"(A|B)?(Unary|Binary)Functor$|gpu$")
 
 
 def short_name(name: str, width: int = 60) -> str:
-    """The name for a table: no template arguments, parameters and namespaces, at most `width` characters.
+    """The name for a table: no template arguments, parameters, namespaces; at most `width` long.
 
-    Generic kernels keep the functor that tells them apart: `vectorized_elementwise_kernel [MulFunctor]`.
+    Generic kernels keep the functor that tells them apart: `vectorized_elementwise_kernel
+    [MulFunctor]`.
     """
-    if "<" in name or re.match(r"void |[\w:]+\(", name):  # C++, not a copy "Memcpy HtoD (...)" or an operator
+    # C++, not a copy "Memcpy HtoD (...)" or an operator
+    if "<" in name or re.match(r"void |[\w:]+\(", name):
         plain = name.removeprefix("void ").replace("(anonymous namespace)::", "")
         depth, kept = 0, ""
         for letter in plain:
@@ -110,7 +179,10 @@ def short_name(name: str, width: int = 60) -> str:
 
 @dataclass(frozen=True)
 class KernelStatistics:
-    """All calls of one kernel; one row of a `*_kernel_stats.csv`. Percentage is the share of the total time."""
+    """All calls of one kernel; one row of a `*_kernel_stats.csv`.
+
+    Percentage is the share of the total time.
+    """
 
     name: str
     calls: int
@@ -122,12 +194,13 @@ class KernelStatistics:
     std_dev_ns: float
 
 
-WITH_WARM_UP = "with_warm_up"  # a file of run_rocprofv3.sh: the profile has more than the measured steps (ROCm 6)
+# a file of run_rocprofv3.sh: the profile has more than the measured steps (ROCm 6)
+WITH_WARM_UP = "with_warm_up"
 HEADER = ("Name", "Calls", "TotalDurationNs", "AverageNs", "Percentage", "MinNs", "MaxNs", "StdDev")
 
 
 def statistics_of(durations: dict[str, list[int]]) -> list[KernelStatistics]:
-    """Statistics of kernels from the durations in nanoseconds of their calls, the longest total first."""
+    """Statistics of kernels from the durations in nanoseconds of their calls, the longest first."""
     total = sum(map(sum, durations.values()))
     rows = [
         KernelStatistics(
@@ -146,7 +219,10 @@ def statistics_of(durations: dict[str, list[int]]) -> list[KernelStatistics]:
 
 
 def merge_statistics(rows: Iterable[KernelStatistics]) -> list[KernelStatistics]:
-    """One row for each name; its standard deviation is from the sums of squares of those it is made of."""
+    """One row for each name.
+
+    Its standard deviation is from the sums of squares of those it is made of.
+    """
     by_name: dict[str, list[KernelStatistics]] = defaultdict(list)
     for row in rows:
         by_name[row.name].append(row)
@@ -155,17 +231,24 @@ def merge_statistics(rows: Iterable[KernelStatistics]) -> list[KernelStatistics]
     for name, same in by_name.items():
         calls, duration = sum(r.calls for r in same), sum(r.total_ns for r in same)
         squares = sum((r.calls - 1) * r.std_dev_ns**2 + r.calls * r.average_ns**2 for r in same)
-        deviation = math.sqrt(max(0.0, squares - duration**2 / calls) / (calls - 1)) if calls > 1 else 0.0
+        deviation = (
+            math.sqrt(max(0.0, squares - duration**2 / calls) / (calls - 1)) if calls > 1 else 0.0
+        )
         percentage = 100 * duration / total if total else 100 / len(by_name)
         low, high = min(r.min_ns for r in same), max(r.max_ns for r in same)
         merged.append(
-            KernelStatistics(name, calls, duration, duration / max(1, calls), percentage, low, high, deviation)
+            KernelStatistics(
+                name, calls, duration, duration / max(1, calls), percentage, low, high, deviation
+            )
         )
     return sorted(merged, key=lambda row: -row.total_ns)
 
 
 def write_statistics(path: Path, rows: Sequence[KernelStatistics]) -> None:
-    """Write rows in the format of rocprofv3's `*_kernel_stats.csv`; a reader never sees half a file."""
+    """Write rows in the format of rocprofv3's `*_kernel_stats.csv`.
+
+    A reader never sees half a file.
+    """
 
     def write(temporary: Path) -> None:
         with temporary.open("w", newline="", encoding="utf-8") as file:
@@ -190,48 +273,70 @@ def read_statistics(path: Path) -> list[KernelStatistics]:
         raise ValueError(f"{path}: the file is empty")
     header = lines[0]
     if missing := [name for name in HEADER if name not in header]:
-        raise ValueError(f"{path}: not a kernel statistics file, the header lacks {', '.join(missing)}")
+        raise ValueError(
+            f"{path}: not a kernel statistics file, the header lacks {', '.join(missing)}"
+        )
     columns = [header.index(name) for name in HEADER]
     rows = []
     for number, cells in enumerate(lines[1:], start=2):
         if not cells:
             continue
         if len(cells) < len(header):
-            raise ValueError(f"{path}: row {number} has {len(cells)} of {len(header)} columns, is the file cut off?")
+            raise ValueError(
+                f"{path}: row {number} has {len(cells)} of {len(header)} columns, "
+                "is the file cut off?"
+            )
         name, *values = (cells[column] for column in columns)
         try:
             calls, total, average, percentage, low, high, deviation = map(float, values)
-            whole = [int(value) for value in (calls, total, low, high)]  # OverflowError: infinite, ValueError: NaN
+            # OverflowError: infinite, ValueError: NaN
+            whole = [int(value) for value in (calls, total, low, high)]
         except (ValueError, OverflowError) as error:
-            raise ValueError(f"{path}: row {number} has a value that is no number: {', '.join(values)}") from error
-        rows.append(KernelStatistics(name, whole[0], whole[1], average, percentage, *whole[2:], deviation))
+            raise ValueError(
+                f"{path}: row {number} has a value that is no number: {', '.join(values)}"
+            ) from error
+        rows.append(
+            KernelStatistics(name, whole[0], whole[1], average, percentage, *whole[2:], deviation)
+        )
     total_percentage = math.fsum(row.percentage for row in rows)
     if not abs(total_percentage - 100) <= 1:  # also true for NaN
-        raise ValueError(f"{path}: percentages add up to {total_percentage:.1f}, not to 100, is the file cut off?")
+        raise ValueError(
+            f"{path}: percentages add up to {total_percentage:.1f}, not to 100, "
+            "is the file cut off?"
+        )
     return rows if len({row.name for row in rows}) == len(rows) else merge_statistics(rows)
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel, copy or memset that a GPU ran; or, in a trace without a GPU, one call of an operator."""
+    """One kernel, copy or memset that a GPU ran.
+
+    Or, in a trace without a GPU, one call of an operator.
+    """
 
     name: str
     duration_ns: int  # of an operator: without the operators that it called
-    launch_us: float | None  # when the host launched it, on the trace's clock; None if the trace does not tell
+    # when the host launched it, on the trace's clock; None if the trace does not tell
+    launch_us: float | None
     category: str
     is_copy: bool = False  # a memcpy or memset, which does not count as a kernel
     operator: int | None = None  # "External id" of the operator that launched it
 
 
 def load_trace(path: Path) -> list[dict]:
-    """The events of a Chrome trace as the PyTorch profiler writes it, .json or .json.gz; ValueError if it is none."""
+    """The events of a Chrome trace as the PyTorch profiler writes it, .json or .json.gz.
+
+    ValueError if it is none.
+    """
     try:
         content = reads(Path(path)).read_bytes()
         if content[:2] == b"\x1f\x8b":
             content = gzip.decompress(content)
         return json.loads(content)["traceEvents"]
     except (EOFError, zlib.error, gzip.BadGzipFile, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}: not a trace of the PyTorch profiler, or cut off ({error})") from error
+        raise ValueError(
+            f"{path}: not a trace of the PyTorch profiler, or cut off ({error})"
+        ) from error
 
 
 def complete(events: Iterable[dict], *categories: str) -> list[dict]:
@@ -245,10 +350,19 @@ def has_gpu(events: Iterable[dict]) -> bool:
 
 
 def operators_of(events: Iterable[dict]) -> list[Kernel]:
-    """Every call of an operator with its self time: its duration without that of its direct children."""
-    # A child has the same thread and lies inside; where both start at the same time the longer one is the parent.
+    """Every call of an operator with its self time: its duration without its children."""
+    # A child has the same thread and lies inside; where both start at the same time the longer one
+    # is the parent.
     calls = complete(events, "cpu_op")
-    calls.sort(key=lambda e: (str(e["pid"]), str(e["tid"]), e["ts"], -e["dur"], e.get("args", {}).get("Ev Idx", 0)))
+    calls.sort(
+        key=lambda e: (
+            str(e["pid"]),
+            str(e["tid"]),
+            e["ts"],
+            -e["dur"],
+            e.get("args", {}).get("Ev Idx", 0),
+        )
+    )
     self_us = [call["dur"] for call in calls]
     stack: list[int] = []  # operators that are open, outermost first
     for index, call in enumerate(calls):
@@ -277,13 +391,19 @@ def _inside(inner: dict, outer: dict) -> bool:
 def kernels_of(events: Sequence[dict]) -> list[Kernel]:
     """What ran on the GPU; in a trace without a GPU, the operators.
 
-    A launch is found by its correlation id. All kernels of a CUDA or HIP graph share that of the one graph launch.
+    A launch is found by its correlation id. All kernels of a CUDA or HIP graph share that of the
+    one graph launch.
     """
     if not has_gpu(events):
         return operators_of(events)
     calls = complete(events, "cuda_runtime", "cuda_driver")  # Kineto's names for HIP's calls, too
-    calls.sort(key=lambda call: "Launch" in call["name"])  # should a correlation be shared, the launch is the one
-    launches = {call["args"]["correlation"]: call["ts"] for call in calls if "correlation" in call.get("args", {})}
+    # should a correlation be shared, the launch is the one
+    calls.sort(key=lambda call: "Launch" in call["name"])
+    launches = {
+        call["args"]["correlation"]: call["ts"]
+        for call in calls
+        if "correlation" in call.get("args", {})
+    }
     kernels = []
     for event in complete(events, "kernel", "gpu_memcpy", "gpu_memset"):
         arguments, is_copy = event.get("args", {}), event["cat"] != "kernel"
@@ -310,7 +430,10 @@ class Communication:
 
 
 def communication_of(events: Sequence[dict], phases: Sequence[str]) -> Communication | None:
-    """How long collectives (NCCL, RCCL; gloo on a CPU) ran and how far other work hid them; None if there were none."""
+    """How long collectives (NCCL, RCCL; gloo on a CPU) ran and how far other work hid them.
+
+    None if there were none.
+    """
     marks = [e for e in complete(events, "user_annotation") if e["name"] in phases]
     work = complete(events, "kernel") or [
         e
@@ -322,7 +445,8 @@ def communication_of(events: Sequence[dict], phases: Sequence[str]) -> Communica
     for event in work:
         if event["ts"] < begin:  # the processes meeting before the first step
             continue
-        collective = event["name"].startswith(("nccl", "gloo:", "rccl"))  # RCCL's kernels are called ncclDevKernel too
+        # RCCL's kernels are called ncclDevKernel too
+        collective = event["name"].startswith(("nccl", "gloo:", "rccl"))
         edges += [(event["ts"], collective, 1), (event["ts"] + event["dur"], collective, -1)]
     running, last, total, exposed = {True: 0, False: 0}, 0.0, 0.0, 0.0
     for moment, collective, change in sorted(edges):
@@ -340,7 +464,7 @@ def communication_of(events: Sequence[dict], phases: Sequence[str]) -> Communica
 
 @dataclass(frozen=True)
 class Range:
-    """A marked region of the host's time (record_function), in microseconds on the trace's clock."""
+    """A marked region of the host's time (record_function), in microseconds of its clock."""
 
     name: str
     start: float
@@ -348,7 +472,7 @@ class Range:
 
 
 def ranges_of(events: Iterable[dict], names: Iterable[str]) -> list[Range]:
-    """The marked regions of these names, in the order of time, an outer one before those inside it."""
+    """The marked regions of these names, in the order of time, outer ones first."""
     wanted = set(names)
     found = [event for event in complete(events, "user_annotation") if event["name"] in wanted]
     ranges = [Range(event["name"], event["ts"], event["ts"] + event["dur"]) for event in found]
@@ -356,7 +480,8 @@ def ranges_of(events: Iterable[dict], names: Iterable[str]) -> list[Range]:
 
 
 def range_of_each(kernels: Sequence[Kernel], ranges: Sequence[Range]) -> list[str | None]:
-    """For each kernel the name of the innermost range in which it was launched, by whichever thread; None outside.
+    """For each kernel the name of the innermost range in which it was launched, by whichever
+    thread; None outside.
 
     The ranges are nested or apart, and in the order of `ranges_of`.
     """

@@ -1,7 +1,8 @@
-"""FLOPs, bytes and times of the parts of a model or of a training step, the rates that follow, and their picture.
+"""FLOPs, bytes and times of the parts of a model or of a training step, the rates that follow, and
+their picture.
 
-A part is a kind of module (`layers.*.mlp`) in one forward pass, or a group of operators (GEMM, attention, ...) in a
-whole training step. `trainer` is the Trainer of a version script throughout.
+A part is a kind of module (`layers.*.mlp`) in one forward pass, or a group of operators (GEMM,
+attention, ...) in a whole training step. `trainer` is the Trainer of a version script throughout.
 """
 
 from __future__ import annotations
@@ -15,11 +16,19 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from workshop.cli import ToolError
-from workshop.files import write_file
 from workshop.profile.ceilings import Ceilings
-from workshop.profile.kernels import category, complete, has_gpu, kernels_of, range_of_each, ranges_of
+from workshop.profile.kernels import (
+    CATEGORIES,
+    category,
+    complete,
+    has_gpu,
+    kernels_of,
+    range_of_each,
+    ranges_of,
+    short_name,
+)
 from workshop.script import interpret_without_gpu
-from workshop.show import drawing
+from workshop.show import Column, drawing, render, save_figure
 
 if TYPE_CHECKING:  # where it is missing, --help of the programs works
     import torch
@@ -28,6 +37,7 @@ if TYPE_CHECKING:  # where it is missing, --help of the programs works
 
 RANGE = "module "  # what the names of the profiler's ranges begin with
 WARMUP, STEPS = 2, 3  # training steps before and under the profiler
+TOP = 12  # kernels in the table and the picture of a ROCm profile
 
 
 def flop_counter() -> FlopCounterMode:
@@ -44,16 +54,24 @@ def flop_counter() -> FlopCounterMode:
         return sdpa_backward_flop_count(grad, query, key, value)
 
     name = "_scaled_dot_product_flash_attention_for_cpu"
-    formulas = {getattr(torch.ops.aten, name): forward, getattr(torch.ops.aten, f"{name}_backward"): backward}
+    formulas = {
+        getattr(torch.ops.aten, name): forward,
+        getattr(torch.ops.aten, f"{name}_backward"): backward,
+    }
     return FlopCounterMode(display=False, custom_mapping=formulas)
 
 
 def profiled_steps(trainer) -> Iterator[list[dict]]:
-    """The events of STEPS training steps, each in a trace of its own; the first step must have been taken."""
+    """The events of STEPS training steps, each in a trace of its own.
+
+    The first step must have been taken.
+    """
     for _ in range(STEPS):
         events = trainer.trace(trainer.profile())["traceEvents"]
         if trainer.gpu and not has_gpu(events):
-            raise ToolError("the profiler saw no kernels on the GPU: may this user profile it?", status=1)
+            raise ToolError(
+                "the profiler saw no kernels on the GPU: may this user profile it?", status=1
+            )
         yield events
 
 
@@ -61,7 +79,8 @@ def profiled_steps(trainer) -> Iterator[list[dict]]:
 
 
 def module_kinds(model: nn.Module) -> dict[str, str]:
-    """The modules that get a row, as {qualified name: kind}: the model, its children, and those of repeated blocks."""
+    """The modules that get a row, as {qualified name: kind}: the model, its children, and those of
+    repeated blocks."""
     from torch import nn
 
     kinds = {"": "model (rest)"}
@@ -86,7 +105,8 @@ def enclosing(name: str, kinds: dict[str, str]) -> str | None:
 
 
 def without_children(inclusive: dict[str, int], kinds: dict[str, str]) -> Counter:
-    """Counts that include inner modules -> counts per kind that include none of those that have a row themselves."""
+    """Counts that include inner modules -> counts per kind that include none of those that have a
+    row themselves."""
     own = Counter({name: inclusive.get(name, 0) for name in kinds})
     for name in kinds:
         if (outer := enclosing(name, kinds)) is not None:
@@ -97,8 +117,11 @@ def without_children(inclusive: dict[str, int], kinds: dict[str, str]) -> Counte
     return total
 
 
-def count_modules(trainer, kinds: dict[str, str], no_work: tuple[str, ...]) -> tuple[Counter, int, Counter]:
-    """FLOP of one forward pass per kind of module, FLOP of forward and backward, bytes of the forward per kind."""
+def count_modules(
+    trainer, kinds: dict[str, str], no_work: tuple[str, ...]
+) -> tuple[Counter, int, Counter]:
+    """FLOP of one forward pass per kind of module, FLOP of forward and backward, bytes of the
+    forward per kind."""
     from workshop.profile.traffic import Traffic
 
     batch, root = trainer.next_batch(), type(trainer.model).__name__
@@ -106,7 +129,9 @@ def count_modules(trainer, kinds: dict[str, str], no_work: tuple[str, ...]) -> t
         with Traffic(trainer.model, kinds, no_work) as traffic, trainer.autocast():
             loss = trainer.model(**batch)
         counts = counter.get_flop_counts()
-        inclusive = {name: sum(counts.get(f"{root}.{name}" if name else root, {}).values()) for name in kinds}
+        inclusive = {
+            name: sum(counts.get(f"{root}.{name}" if name else root, {}).values()) for name in kinds
+        }
         loss.backward()
     trainer.model.zero_grad(set_to_none=True)
     moved: Counter = Counter()
@@ -134,7 +159,10 @@ def named_ranges(model: nn.Module, kinds: dict[str, str]) -> Iterator[None]:
 
     for name, module in model.named_modules():
         if name in kinds:
-            handles += [module.register_forward_pre_hook(enter(kinds[name])), module.register_forward_hook(leave)]
+            handles += [
+                module.register_forward_pre_hook(enter(kinds[name])),
+                module.register_forward_hook(leave),
+            ]
     try:
         yield
     finally:
@@ -143,7 +171,8 @@ def named_ranges(model: nn.Module, kinds: dict[str, str]) -> Iterator[None]:
 
 
 def module_times(trainer, kinds: dict[str, str]) -> Counter:
-    """Milliseconds of one forward pass per kind of module, without the inner modules that have a row themselves."""
+    """Milliseconds of one forward pass per kind of module, without the inner modules that have a
+    row themselves."""
     for _ in range(WARMUP):
         trainer.step()
     spent: Counter = Counter()
@@ -154,7 +183,8 @@ def module_times(trainer, kinds: dict[str, str]) -> Counter:
 
 
 def times_in_ranges(events: Sequence[dict], kinds: Iterable[str]) -> Counter:
-    """Milliseconds in the ranges of each kind but not in a range inside: of kernels, or without a GPU of the host."""
+    """Milliseconds in the ranges of each kind but not in a range inside: of kernels, or without a
+    GPU of the host."""
     ranges = ranges_of(events, {RANGE + kind for kind in kinds})
     spent: Counter = Counter()
     if has_gpu(events):
@@ -176,17 +206,27 @@ def times_in_ranges(events: Sequence[dict], kinds: Iterable[str]) -> Counter:
 
 
 def module_rows(
-    model: nn.Module, kinds: dict[str, str], flop: Counter, moved: Counter | None, spent: Counter | None,
+    model: nn.Module,
+    kinds: dict[str, str],
+    flop: Counter,
+    moved: Counter | None,
+    spent: Counter | None,
     ceilings: Ceilings | None,
-) -> list[dict]:  # fmt: skip
-    """A row for each kind of module, in the order of the model; what was not counted or measured is None."""
+) -> list[dict]:
+    """A row for each kind of module, in the order of the model.
+
+    What was not counted or measured is None.
+    """
     rows: dict[str, dict] = {}
     for name, kind in kinds.items():
         module = model.get_submodule(name)
-        rest = any(enclosing(other, kinds) == name for other in kinds)  # the others' parameters are in their rows
+        # the others' parameters are in their rows
+        rest = any(enclosing(other, kinds) == name for other in kinds)
         row = rows.setdefault(kind, {"module": kind, "blocks": 0, "parameters": 0})
         row["blocks"] += 1
-        row["parameters"] += sum(parameter.numel() for parameter in module.parameters(recurse=not rest))
+        row["parameters"] += sum(
+            parameter.numel() for parameter in module.parameters(recurse=not rest)
+        )
     for kind, row in rows.items():
         row |= {"flop": flop[kind], "share_percent": 100 * flop[kind] / flop.total()}
         counted = (None if values is None else values[kind] for values in (moved, spent))
@@ -200,9 +240,10 @@ def module_rows(
 def group_flops(module: ModuleType, args: argparse.Namespace, device: torch.device) -> Counter:
     """FLOP of the matrix products of one training step, for the group that computes them here.
 
-    All of them are counted on the model with everything off, as the scripts count their "FLOPs per step": what a fused
-    kernel multiplies is what its unfused parts multiply, and a counter does not see into our own kernels. Attention has
-    what PyTorch's GEMM operators no longer compute once its fused kernels are on; GEMM has the rest.
+    All of them are counted on the model with everything off, as the scripts count their "FLOPs per
+    step": what a fused kernel multiplies is what its unfused parts multiply, and a counter does not
+    see into our own kernels. Attention has what PyTorch's GEMM operators no longer compute once its
+    fused kernels are on; GEMM has the rest.
     """
     import torch
 
@@ -212,7 +253,11 @@ def group_flops(module: ModuleType, args: argparse.Namespace, device: torch.devi
     with flop_counter() as counter:
         model(**{name: value.to(meta) for name, value in batch.items()}).backward()
     flop = Counter({"GEMM": counter.get_total_flops()})
-    fused = {name: True for flag, name, _ in module.FUSIONS if "attention" in flag and getattr(args, name)}
+    fused = {
+        name: True
+        for flag, name, _ in module.FUSIONS
+        if "attention" in flag and getattr(args, name)
+    }
     if fused:
         trainer = module.Trainer(module.all_off(args, **fused), device)
         with flop_counter() as counter:
@@ -220,7 +265,9 @@ def group_flops(module: ModuleType, args: argparse.Namespace, device: torch.devi
                 loss = trainer.model(**trainer.next_batch())
             loss.backward()
         counts = counter.get_flop_counts()["Global"]
-        seen = sum(n for operator, n in counts.items() if category(f"aten::{operator.__name__}") == "GEMM")
+        seen = sum(
+            n for operator, n in counts.items() if category(f"aten::{operator.__name__}") == "GEMM"
+        )
         flop = Counter({"GEMM": seen, "attention": flop["GEMM"] - seen})
     return flop
 
@@ -228,8 +275,8 @@ def group_flops(module: ModuleType, args: argparse.Namespace, device: torch.devi
 def group_bytes(trainer, no_work: tuple[str, ...]) -> Counter:
     """Bytes that the operators of one training step read and write, per group.
 
-    PyTorch's optimizer works in place and has no result to count: it reads weights, gradients and two moments, and
-    writes all of them but the gradients.
+    PyTorch's optimizer works in place and has no result to count: it reads weights, gradients and
+    two moments, and writes all of them but the gradients.
     """
     import torch
 
@@ -257,11 +304,14 @@ def group_times(trainer) -> Counter:
 
 
 def times_of_operators(events: Sequence[dict]) -> Counter:
-    """Milliseconds per group of the operator that launched each kernel, because bytes are counted by operator too.
+    """Milliseconds per group of the operator that launched each kernel, because bytes are counted
+    by operator too.
 
     Where a trace does not tell the operator, the name of the kernel decides.
     """
-    names = {call.get("args", {}).get("External id"): call["name"] for call in complete(events, "cpu_op")}
+    names = {
+        call.get("args", {}).get("External id"): call["name"] for call in complete(events, "cpu_op")
+    }
     names.pop(None, None)
     spent: Counter = Counter()
     for kernel in kernels_of(events):
@@ -269,11 +319,65 @@ def times_of_operators(events: Sequence[dict]) -> Counter:
     return spent
 
 
+def make_row(
+    names: dict, flop: Counter, key: str, moved: int, ms: float, ceilings: Ceilings
+) -> dict:
+    """A row of a training step: its names, FLOP with its share of all, bytes, time and rates."""
+    share = 100 * flop[key] / flop.total() if flop.total() else 0.0
+    gb_per_s = moved / ms / 1e6 if moved and ms else None
+    return {
+        **names,
+        **{
+            "flop": flop[key],
+            "share_percent": share,
+            **rates(flop[key], moved, ms, ceilings),
+            "gb_per_s": gb_per_s,
+        },
+        "percent_of_copy": 100 * gb_per_s / ceilings.copy_gb_per_s if gb_per_s else None,
+    }
+
+
+def rows_of_groups(
+    script: str, flop: Counter, moved: Counter, spent: Counter, ceilings: Ceilings
+) -> list[dict]:
+    """A row for each group of operators of a script's step that has anything."""
+    groups = [group for group in CATEGORIES if flop[group] or moved[group] or spent[group]]
+    names = {group: {"script": script, "group": group.lower()} for group in groups}
+    return [make_row(names[g], flop, g, moved[g], spent[g], ceilings) for g in groups]
+
+
+def table(rows: Sequence[dict], name: str) -> str:
+    """Rows of `make_row` in Markdown; `name` is the column that names them beside their group."""
+
+    def named(row: dict) -> str:
+        return f"`{short_name(row[name], 45)}`" if name == "kernel" else row[name]
+
+    columns = [
+        Column(name, named),
+        Column("group", "group", text=True),
+        Column("GFLOP", lambda row: row["flop"] / 1e9, ".4f"),
+        Column("share", "share_percent", ".1f", " %"),
+        Column("MB moved", lambda row: row["bytes"] / 1e6, ".2f"),
+        Column("FLOP/byte", lambda row: row["flop_per_byte"] or None, ".2f"),
+        Column("ms", "ms", ".3f"),
+        Column("TFLOP/s", "achieved_tflops", ".4g"),
+        Column("of roof", "percent_of_roof", ".1f", " %"),
+        Column("GB/s", "gb_per_s", ".4g"),
+        Column("of copy", "percent_of_copy", ".1f", " %"),
+    ]
+    return render(columns, rows)
+
+
 # --- both
 
 
-def rates(flop: int, moved: int | None = None, ms: float | None = None, ceilings: Ceilings | None = None) -> dict:
-    """Bytes, time and rates of a part as the columns of its row; None where not measured, or without FLOP or time."""
+def rates(
+    flop: int, moved: int | None = None, ms: float | None = None, ceilings: Ceilings | None = None
+) -> dict:
+    """Bytes, time and rates of a part as the columns of its row.
+
+    None where not measured, or without FLOP or time.
+    """
     intensity = flop / moved if moved else None
     achieved = flop / ms / 1e9 if flop and ms and intensity and ceilings else None
     roof = ceilings.roof(intensity) if achieved else None
@@ -287,22 +391,29 @@ def rates(flop: int, moved: int | None = None, ms: float | None = None, ceilings
     }
 
 
-def draw(path: Path, title: str, rows: dict[str, dict], ceilings: Ceilings, bandwidths: bool = False) -> None:
-    """The roofline as PNG: both ceilings, and a point for each labelled row that has FLOP and a time.
+def draw(
+    path: Path, title: str, rows: dict[str, dict], ceilings: Ceilings, bandwidths: bool = False
+) -> None:
+    """The roofline as PNG: both ceilings, and a point for each labelled row with FLOP and time.
 
-    With `bandwidths` there are bars beside it: GB/s of every row, which also shows those that multiply nothing.
+    With `bandwidths` there are bars beside it: GB/s of every row, which also shows those that
+    multiply nothing.
     """
     pyplot = drawing()
     size = (15, max(6, 0.27 * len(rows))) if bandwidths else (10, 6)
-    figure, panels = pyplot.subplots(1, 1 + bandwidths, figsize=size, layout="constrained", squeeze=False)
-    draw_roofline(panels[0, 0], {label: row for label, row in rows.items() if row["achieved_tflops"]}, ceilings)
+    figure, panels = pyplot.subplots(
+        1, 1 + bandwidths, figsize=size, layout="constrained", squeeze=False
+    )
+    points = {label: row for label, row in rows.items() if row["achieved_tflops"]}
+    draw_roofline(panels[0, 0], points, ceilings)
     if bandwidths:
         draw_bandwidths(panels[0, 1], rows, ceilings)
-    place = {"loc": "outside lower center", "ncols": 3} if bandwidths else {"loc": "outside right upper"}
+    place = {"loc": "outside right upper"}
+    if bandwidths:
+        place = {"loc": "outside lower center", "ncols": 3}
     figure.legend(*panels[0, 0].get_legend_handles_labels(), **place, fontsize="small")
     figure.suptitle(title)
-    write_file(path, lambda temporary: figure.savefig(temporary, dpi=150))
-    pyplot.close(figure)
+    save_figure(figure, path)
 
 
 def draw_roofline(axes, points: dict[str, dict], ceilings: Ceilings) -> None:
@@ -318,11 +429,15 @@ def draw_roofline(axes, points: dict[str, dict], ceilings: Ceilings) -> None:
     axes.plot([ridge, high], [top, top], color="black", linestyle="--", label=peak)
     for index, (label, row) in enumerate(points.items()):
         marker = "osD^v<>Ph*X8p"[index % 13]
-        axes.plot(row["flop_per_byte"], row["achieved_tflops"], marker, color=f"C{index % 10}", label=label)
+        style = {"color": f"C{index % 10}", "label": label}
+        axes.plot(row["flop_per_byte"], row["achieved_tflops"], marker, **style)
     axes.set(xscale="log", yscale="log", xlabel="FLOP per byte moved", ylabel="TFLOP/s")
-    for axis in (axes.xaxis, axes.yaxis):  # 10, 20, 50 in place of powers of ten alone, where there is room
+    # 10, 20, 50 in place of powers of ten alone, where there is room
+    for axis in (axes.xaxis, axes.yaxis):
         first, last = axis.get_view_interval()
-        axis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5) if last < 1e4 * first else (1,), numticks=20))
+        axis.set_major_locator(
+            ticker.LogLocator(subs=(1, 2, 5) if last < 1e4 * first else (1,), numticks=20)
+        )
         axis.set_major_formatter("{x:g}")
         axis.set_minor_locator(ticker.NullLocator())
     axes.grid(alpha=0.2)
@@ -330,7 +445,11 @@ def draw_roofline(axes, points: dict[str, dict], ceilings: Ceilings) -> None:
 
 def draw_bandwidths(axes, rows: dict[str, dict], ceilings: Ceilings) -> None:
     """GB/s of each row that moves bytes, beside the rate of a copy."""
-    bars = {label: row["bytes"] / row["ms"] / 1e6 for label, row in rows.items() if row["bytes"] and row["ms"]}
+    bars = {
+        label: row["bytes"] / row["ms"] / 1e6
+        for label, row in rows.items()
+        if row["bytes"] and row["ms"]
+    }
     axes.barh([*bars], [*bars.values()], color="C7")
     axes.axvline(ceilings.copy_gb_per_s, color="black")
     axes.invert_yaxis()

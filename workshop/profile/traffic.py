@@ -1,4 +1,5 @@
-"""Bytes that operators read and write: each reads its tensors from device memory and writes its results there, once."""
+"""Bytes that operators read and write: each reads its tensors from device memory and writes its
+results there, once."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from torch.utils.module_tracker import ModuleTracker
 
 OVERWRITING = ("copy_", "fill_", "zero_")  # these do not read the tensor that they write
 ONLY_WRITTEN = ("out", "casts")  # arguments of our own operators
-LOOKUPS = ("embedding", "index", "index_select", "gather")  # these read only some of their first tensor
+# these read only some of their first tensor
+LOOKUPS = ("embedding", "index", "index_select", "gather")
 
 
 def bytes_behind(tensor: Tensor) -> int:
@@ -25,8 +27,8 @@ def bytes_behind(tensor: Tensor) -> int:
 class Traffic(TorchDispatchMode):
     """Counts the bytes that operators read and write, for each of the modules that get a row.
 
-    After use `bytes_of` maps qualified names to bytes, without those of inner modules, and `by_operator` maps operators
-    (`aten::mm`) to bytes.
+    After use `bytes_of` maps qualified names to bytes, without those of inner modules, and
+    `by_operator` maps operators (`aten::mm`) to bytes.
     """
 
     def __init__(self, model: nn.Module, kinds: dict[str, str], no_work: tuple[str, ...]):
@@ -60,14 +62,22 @@ class Traffic(TorchDispatchMode):
     def moved(self, function, args: tuple, kwargs: dict, result: object) -> int:
         """Bytes that one operator reads and writes."""
         name = function.overloadpacket.__name__
-        if function.is_view or name.startswith(self.no_work):  # the harness leaves out the same when it counts
+        # the harness leaves out the same when it counts
+        if function.is_view or name.startswith(self.no_work):
             return 0
         given = args, {key: value for key, value in kwargs.items() if key not in ONLY_WRITTEN}
-        inputs, outputs = ([x for x in tree_leaves(tree) if isinstance(x, Tensor)] for tree in (given, result))
-        if not outputs and function.namespace != "aten":  # an operator of ours that writes into its arguments
+        inputs, outputs = (
+            [x for x in tree_leaves(tree) if isinstance(x, Tensor)] for tree in (given, result)
+        )
+        # an operator of ours that writes into its arguments
+        if not outputs and function.namespace != "aten":
             named = [*zip(function._schema.arguments, args, strict=False)]
             outputs = [x for argument, x in named if argument.is_write and isinstance(x, Tensor)]
-            inputs = [x for argument, x in named if argument.name not in ONLY_WRITTEN and isinstance(x, Tensor)]
+            inputs = [
+                x
+                for argument, x in named
+                if argument.name not in ONLY_WRITTEN and isinstance(x, Tensor)
+            ]
         if not outputs:  # such as the choice among the kernels of fused attention
             return 0
         read, written = 0, sum(map(bytes_behind, outputs))

@@ -2,10 +2,10 @@
 """Read the files that the ROCm profilers write; the run_rocprof*.sh wrappers call it.
 
 Usage:
-  files.py statistics DIR OUT.csv    merge the *_kernel_stats.csv, or the databases, of all processes in DIR
-  files.py convert FILE.db OUT.csv   kernel statistics of a ROCm 7 database, by rocpd or straight from SQLite
+  files.py statistics DIR OUT.csv    merge *_kernel_stats.csv, or databases, of all processes in DIR
+  files.py convert FILE.db OUT.csv   kernel statistics of a ROCm 7 database, by rocpd or from SQLite
   files.py show DIR                  top kernels of DIR/stats.csv
-  files.py dispatches DIR OUT.csv    dispatch, kernel, category and time from rocprof-compute's pmc_perf.csv
+  files.py dispatches DIR OUT.csv    kernels and their times from rocprof-compute's pmc_perf.csv
   files.py counters DIR PATTERN      print the counter files below DIR, after a look at each row
   files.py require DIR PATTERN       print the files below DIR that match; none is an error
 
@@ -26,7 +26,6 @@ from collections import defaultdict
 from pathlib import Path
 
 from workshop.cli import ToolError
-from workshop.files import write_csv
 from workshop.profile.kernels import (
     KernelStatistics,
     category,
@@ -36,10 +35,14 @@ from workshop.profile.kernels import (
     statistics_of,
     write_statistics,
 )
+from workshop.show import Column, render, write_csv
 
 
 def read_columns(path: Path, *names: str) -> list[list[str]]:
-    """The named columns of a CSV file, row by row; columns are found by name because their order differs by release."""
+    """The named columns of a CSV file, row by row.
+
+    Columns are found by name because their order differs by release.
+    """
     with path.open(newline="", encoding="utf-8", errors="replace") as file:
         rows = [row for row in csv.reader(file) if row]
     if not rows:
@@ -48,7 +51,10 @@ def read_columns(path: Path, *names: str) -> list[list[str]]:
         raise ValueError(f"{path}: the header lacks {', '.join(missing)}")
     for number, row in enumerate(rows[1:], start=2):
         if len(row) != len(rows[0]):
-            raise ValueError(f"{path}: row {number} has {len(row)} of {len(rows[0])} columns, is the file cut off?")
+            raise ValueError(
+                f"{path}: row {number} has {len(row)} of {len(rows[0])} columns, "
+                "is the file cut off?"
+            )
     columns = [rows[0].index(name) for name in names]
     return [[row[column] for column in columns] for row in rows[1:]]
 
@@ -57,7 +63,10 @@ def matching(directory: Path, pattern: str, writer: str) -> list[Path]:
     """Files below a directory; a ValueError if there are none or one is empty."""
     paths = sorted(path for path in directory.rglob(pattern) if path.is_file())
     if not paths:
-        raise ValueError(f"{writer} wrote no {pattern.lstrip('*_')} into {directory}: did anything run on an AMD GPU?")
+        raise ValueError(
+            f"{writer} wrote no {pattern.lstrip('*_')} into {directory}: "
+            "did anything run on an AMD GPU?"
+        )
     if empty := [path for path in paths if not path.stat().st_size]:
         raise ValueError(f"{empty[0]}: the file is empty")
     return paths
@@ -66,11 +75,19 @@ def matching(directory: Path, pattern: str, writer: str) -> list[Path]:
 def statistics(directory: Path, out: Path) -> None:
     """Merge what rocprofv3 wrote for each process."""
     if databases := sorted(directory.rglob("*_results.db")):
-        write_statistics(out, of_dispatches([row for path in databases for row in read_database(path)], directory))
+        write_statistics(
+            out,
+            of_dispatches([row for path in databases for row in read_database(path)], directory),
+        )
         return
-    files = [read_statistics(path) for path in matching(directory, "*_kernel_stats.csv", "rocprofv3")]
+    files = [
+        read_statistics(path) for path in matching(directory, "*_kernel_stats.csv", "rocprofv3")
+    ]
     files = [rows for rows in files if rows]
-    write_statistics(out, files[0] if len(files) == 1 else merge_statistics([row for rows in files for row in rows]))
+    write_statistics(
+        out,
+        files[0] if len(files) == 1 else merge_statistics([row for rows in files for row in rows]),
+    )
 
 
 def of_dispatches(rows: list[list[str]], source: Path) -> list[KernelStatistics]:
@@ -84,10 +101,11 @@ def of_dispatches(rows: list[list[str]], source: Path) -> list[KernelStatistics]
 
 
 def read_database(database: Path) -> list[list[str]]:
-    """(name, start, end) of every dispatch in a rocpd database (SQLite, the default format of ROCm 7)."""
+    """(name, start, end) of every dispatch in a rocpd database (SQLite, the format of ROCm 7)."""
     if shutil.which("rocpd"):
         with tempfile.TemporaryDirectory() as folder:
-            command = ["rocpd", "convert", "-i", str(database), "-f", "csv", "-d", folder, "-o", "converted"]
+            command = ["rocpd", "convert", "-i", str(database)]
+            command += ["-f", "csv", "-d", folder, "-o", "converted"]
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
                 reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
@@ -96,7 +114,9 @@ def read_database(database: Path) -> list[list[str]]:
                 trace = matching(Path(folder), "*kernel_trace.csv", "rocpd")[0]
                 return read_columns(trace, "Kernel_Name", "Start_Timestamp", "End_Timestamp")
             except ValueError as error:
-                raise ValueError(f"rocpd convert {database}: {str(error).replace(folder + '/', '')}") from error
+                raise ValueError(
+                    f"rocpd convert {database}: {str(error).replace(folder + '/', '')}"
+                ) from error
     with sqlite3.connect(f"{database.resolve().as_uri()}?mode=ro", uri=True) as connection:
         return connection.execute('SELECT name, "start", "end" FROM kernels').fetchall()
 
@@ -109,22 +129,32 @@ def convert(database: Path, out: Path) -> None:
 def show(directory: Path, *, count: int = 10) -> None:
     """Print the top kernels."""
     rows = read_statistics(directory / "stats.csv")
-    print(f"{'share':>7} {'calls':>8} {'total ms':>10} {'mean us':>9}  kernel")
-    for row in rows[:count]:
-        total, mean = row.total_ns / 1e6, row.average_ns / 1e3
-        print(f"{row.percentage:6.1f}% {row.calls:8d} {total:10.3f} {mean:9.1f}  {short_name(row.name, 70)}")
+    columns = [
+        Column("share", lambda row: f"{row.percentage:.1f}%".rjust(7)),
+        Column("calls", "calls"),
+        Column("total ms", lambda row: row.total_ns / 1e6, ".3f"),
+        Column("mean us", lambda row: row.average_ns / 1e3, ".1f"),
+        Column("kernel", lambda row: short_name(row.name, 70), text=True),
+    ]
+    print(render(columns, rows[:count], "text"))
     print(f"Distinct kernels: {len(rows)}\nDispatches: {sum(row.calls for row in rows)}")
     print(f"All kernels: {directory / 'stats.csv'}")
 
 
 def dispatches(directory: Path, out: Path) -> None:
-    """The dispatches that rocprof-compute profiled; the category makes `grep -i gemm` find rocBLAS's Cijk_ kernels."""
+    """The dispatches that rocprof-compute profiled.
+
+    The category makes `grep -i gemm` find rocBLAS's Cijk_ kernels.
+    """
     path = matching(directory, "pmc_perf.csv", "rocprof-compute")[0]
     rows = read_columns(path, "Dispatch_ID", "Kernel_Name", "Start_Timestamp", "End_Timestamp")
     if not rows:
         raise ValueError(f"{path}: it has no dispatches")
     header = ("Dispatch_ID", "Category", "TimeNs", "Kernel_Name")
-    lines = ((dispatch, category(name), int(end) - int(start), name) for dispatch, name, start, end in rows)
+    lines = (
+        (dispatch, category(name), int(end) - int(start), name)
+        for dispatch, name, start, end in rows
+    )
     write_csv(out, [dict(zip(header, line, strict=True)) for line in lines])
 
 

@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""Write summary.json and summary.md of what run_all_profilers.sh ran into its directory, and print the latter.
+"""Write summary.json and summary.md of what run_all_profilers.sh ran into its directory, and print
+the latter.
 
-Usage: summarise_profiles.py DIR SCRIPT. DIR/steps.tsv has one line per step: name, exit status, start as Unix time,
-seconds.
-Status 1 if a step failed; a step that ended with status 4 (tool, package or device missing) was skipped.
+Usage: summarise_profiles.py DIR SCRIPT. DIR/steps.tsv has one line per step: name, exit status,
+start as Unix time, seconds. Status 1 if a step failed; a step that ended with status 4 (tool,
+package or device missing) was skipped.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import sys
 from pathlib import Path
 
 from workshop.files import write_text
+from workshop.show import Column, render
 
 FILES = {  # where each step leaves what one looks at first, as a pattern below the directory
     "pytorch_profiler": "pytorch/*_report.md",
@@ -29,7 +31,8 @@ def read_step(directory: Path, line: str) -> dict:
     """One step with its outcome, the last line of its log if it did not work, and its files."""
     name, *numbers = line.split("\t")
     status, start, seconds = map(int, numbers)
-    written = [path for path in directory.glob(FILES[name]) if path.stat().st_mtime >= start]  # not by an earlier run
+    # not by an earlier run
+    written = [path for path in directory.glob(FILES[name]) if path.stat().st_mtime >= start]
     log = (directory / "logs" / f"{name}.log").read_text(errors="replace").strip().splitlines()
     return {
         "name": name,
@@ -41,20 +44,34 @@ def read_step(directory: Path, line: str) -> dict:
     }
 
 
+def where(step: dict) -> str:
+    """The files of a step, or why there are none."""
+    return ", ".join(f"`{name}`" for name in step["files"]) or step["reason"] or ""
+
+
 def main(argv: list[str]) -> int:
     directory, script = Path(argv[0]), argv[1]
-    steps = [read_step(directory, line) for line in (directory / "steps.tsv").read_text().splitlines()]
-    write_text(directory / "summary.json", json.dumps({"script": script, "steps": steps}, indent=1) + "\n")
-    lines = [f"# Profiles of {script}", "", "| step | result | seconds | where |", "| --- | --- | ---: | --- |"]
-    for step in steps:
-        where = ", ".join(f"`{name}`" for name in step["files"]) or (step["reason"] or "").replace("|", "\\|")
-        lines.append(f"| {step['name']} | {step['status']} | {step['seconds']} | {where} |")
-    text = "\n".join(lines)
+    steps = [
+        read_step(directory, line) for line in (directory / "steps.tsv").read_text().splitlines()
+    ]
+    write_text(
+        directory / "summary.json", json.dumps({"script": script, "steps": steps}, indent=1) + "\n"
+    )
+    columns = [
+        Column("step", "name"),
+        Column("result", "status", text=True),
+        Column("seconds", "seconds"),
+        Column("where", where, text=True),
+    ]
+    text = f"# Profiles of {script}\n\n{render(columns, steps)}"
     write_text(directory / "summary.md", text + "\n")
     print(text)
     failed = [step["name"] for step in steps if step["status"] == "failed"]
     if failed:
-        print(f"run_all_profilers.sh: error: failed: {', '.join(failed)}; see {directory}/logs", file=sys.stderr)
+        print(
+            f"run_all_profilers.sh: error: failed: {', '.join(failed)}; see {directory}/logs",
+            file=sys.stderr,
+        )
     return int(bool(failed))
 
 

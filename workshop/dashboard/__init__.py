@@ -1,0 +1,1 @@
+"""The dashboard: what result files have for it, and its charts as HTML."""
