@@ -4438,10 +4438,11 @@ def projections_fit(fusions: Fusions, x: Tensor, *dims: int) -> bool:
     `dims` are the widths of which a program holds whole rows. In TF32 Triton's products are less
     exact than the library's: with all of these the outputs exceeded their limit.
     """
-    dtype = gemm_dtype(x)
     wanted = fusions.projection_fusion and fusions.triton_layer_norm
-    wanted = wanted and (INTERPRETED or dtype != torch.float32)
-    return wanted and rows_fit(dtype, *dims) and not torch.compiler.is_compiling()
+    if not wanted or torch.compiler.is_compiling():
+        return False
+    dtype = gemm_dtype(x)
+    return (INTERPRETED or dtype != torch.float32) and rows_fit(dtype, *dims)
 
 
 def normed_projection(
@@ -4897,9 +4898,10 @@ class EvoformerBlock(nn.Module):
 
 def heads_fit(fusions: Fusions, msa: Tensor, pair: Tensor) -> bool:
     """Return whether heads and losses are computed by kernels that hold whole rows."""
-    fit = rows_fit(gemm_dtype(msa), msa.shape[-1], pair.shape[-1])
+    if not fusions.loss_fusion or torch.compiler.is_compiling():
+        return False
     small = max(msa[0].numel(), pair[0].numel()) < 2**31  # the kernels count in 32 bits
-    return fusions.loss_fusion and fit and small and not torch.compiler.is_compiling()
+    return small and rows_fit(gemm_dtype(msa), msa.shape[-1], pair.shape[-1])
 
 
 def mean_per_protein(error: Tensor, counted: Tensor) -> Tensor:
