@@ -190,8 +190,8 @@ class JoinedTriangle(nn.Module):
                 joined = torch.cat([weights[f"{part}.{kind}"] for part in parts]).to(dtype)
                 self.register_parameter(f"{name}_{kind}", nn.Parameter(joined))
 
-    def forward(self, pair: Tensor) -> Tensor:
-        """pair [B, N, N, c_z] -> update of pair."""
+    def forward(self, pair: Tensor, residues: None = None) -> Tensor:
+        """pair [B, N, N, c_z] without padding -> update of pair."""
         return self.operation(pair, direction=self.direction, **dict(self.named_parameters()))
 
 
@@ -204,7 +204,7 @@ def with_cuequivariance(block: nn.Module) -> nn.Module:
 
     triangle_attention = cuequivariance("triangle_attention")
 
-    def attend(self: nn.Module, x: Tensor, bias: Tensor) -> Tensor:
+    def attend(self: nn.Module, x: Tensor, bias: Tensor, present: None = None) -> Tensor:
         q, k, v, gate = self.project(x.reshape(-1, x.shape[-1]))  # [B x R x N, H, C / H]
         q, k, v = (t.view(*x.shape[:3], self.heads, -1).transpose(2, 3) for t in (q, k, v))
         out = triangle_attention(q, k, v, bias[:, None]).transpose(2, 3)  # [B, R, N, H, C / H]
