@@ -159,7 +159,8 @@ def test_the_trunk_has_a_row_for_each_version_with_and_without_checkpoints(tmp_p
     """Where memory ends and where OpenFold is missing, too; a change of blocks is undone."""
     sizes = "--num-blocks 1 --num-seqs 2 --seq-len 4 --msa-dim 32 --pair-dim 32"
     sizes += " --num-heads-msa 2 --num-heads-pair 2"
-    monkeypatch.setattr(benchmark, "TRUNKS", {"2 x 4": [*sizes.split(), "--batch-size", "1"]})
+    trunks = {"2 x 4": ("tiny_openfold", [*sizes.split(), "--batch-size", "1"])}
+    monkeypatch.setattr(benchmark, "TRUNKS", trunks)
     first, *triton = (
         benchmark.importlib.import_module(f"tiny_openfold_{version}")
         for version in ("v1", "v3", "v4")
@@ -177,9 +178,8 @@ def test_the_trunk_has_a_row_for_each_version_with_and_without_checkpoints(tmp_p
     monkeypatch.setattr(first.Run, "start", room_for_one_block)
     for module in triton:
         monkeypatch.setattr(module.Run, "start", no_room)
-    monkeypatch.setattr(
-        torch, "compile", lambda block: torch.nn.Sequential()
-    )  # which does not take two arguments
+    no_block = torch.nn.Sequential()  # which does not take two arguments
+    monkeypatch.setattr(torch, "compile", lambda block: no_block)
     assert benchmark.main(["trunk", str(tmp_path), "--rounds", "1"]) == 0
     assert first.build_model is build
     rows = sides_in(tmp_path / "trunk.json")
