@@ -141,8 +141,16 @@ def fastest(model: str, args: argparse.Namespace) -> Iterator[Part]:
     for shape, precision in itertools.product(shapes, args.precisions):
         argv = [*SHAPES[shape].argv, *PRECISIONS[precision], GRAPH]
         sides = beside_compiled(model, argv, ("V4", "V3"), ("V3", "V2", "V1"))
+        sides = {name: sides[name] for name in wanted(args.sides, sides)}
         names = {"shape": shape, "precision": precision}
         yield names, partial(all_sides, sides, args.rounds)
+
+
+def wanted(names: list[str] | None, sides: Mapping[str, object]) -> list[str]:
+    """The sides that --sides names, all of them without it; ToolError for one that is not there."""
+    if unknown := set(names or ()) - set(sides):
+        raise ToolError(f"there is no side {min(unknown)}; there are {', '.join(sides)}")
+    return names or list(sides)
 
 
 def beside_compiled(
@@ -191,10 +199,8 @@ def trunk(args: argparse.Namespace) -> Iterator[Part]:
     kinds["OpenFold"] = "V1", theirs
     kinds["V2 compiled"] = "V2", torch.compile
     kinds["OpenFold compiled"] = "V1", lambda block: torch.compile(theirs(block))
-    wanted = args.sides or kinds
-    if unknown := set(wanted) - set(kinds):
-        raise ToolError(f"trunk has no side {min(unknown)}; it has {', '.join(kinds)}")
-    for shape, kind, more in itertools.product(args.trunks, wanted, ([], [CHECKPOINTED])):
+    chosen = wanted(args.sides, kinds)
+    for shape, kind, more in itertools.product(args.trunks, chosen, ([], [CHECKPOINTED])):
         version, change = kinds[kind]
         side = f"{kind}, checkpointed" if more else kind
         model, sizes = TRUNKS[shape]
@@ -573,20 +579,22 @@ def model_table(directory: Path, model: str) -> str:
     return render(columns, rows) if rows else ""
 
 
-def best_compiled(sides: Mapping[str, dict]) -> str:
-    """The fastest of the compiled sides of `fastest`."""
+def best_compiled(sides: Mapping[str, dict]) -> str | None:
+    """The fastest of the compiled sides of `fastest`, None where none was measured."""
     compiled = (name for name in sides if name.endswith("compiled"))
-    return min(compiled, key=lambda name: sides[name]["batch_ms"])
+    return min(compiled, key=lambda name: sides[name]["batch_ms"], default=None)
 
 
-def over_best_compiled(sides: Mapping[str, dict]) -> float:
+def over_best_compiled(sides: Mapping[str, dict]) -> float | None:
     """How many times as fast V4 is."""
-    return speedup(sides[best_compiled(sides)], sides["V4"])
+    best = best_compiled(sides)
+    return speedup(sides[best], sides["V4"]) if best else None
 
 
-def best_over_v4(sides: Mapping[str, dict]) -> str:
+def best_over_v4(sides: Mapping[str, dict]) -> str | None:
     """The same, with the name of the compiled side."""
-    return f"{over_best_compiled(sides):.2f}x ({best_compiled(sides)})"
+    best = best_compiled(sides)
+    return f"{over_best_compiled(sides):.2f}x ({best})" if best else None
 
 
 def fastest_table(directory: Path, model: str) -> str:
@@ -758,7 +766,7 @@ def build_parser() -> Parser:
     add_some("--precisions", PRECISIONS, "likewise")
     add_some("--modes", MODES, "likewise")
     add_some("--trunks", TRUNKS, "sizes of trunk")
-    sides = "of trunk: V1, V2, OpenFold, 'V2 compiled', ... (default: all)"
+    sides = "of fastest and trunk: V4, 'V2 compiled', OpenFold, ... (default: all)"
     add("--sides", nargs="+", metavar="SIDE", help=sides)
     parser.add_path("--openfold", "CLONE", "of OpenFold, for trunk", default=Path("no clone"))
     add("--tables", nargs="+", choices=TABLES | SINGLE, default=list(TABLES), help="of table")
