@@ -258,7 +258,9 @@ def openfold_block(ours: nn.Module, config: object, clone: Path) -> nn.Module:
             super().__init__()
             self.block = theirs
 
-        def forward(self, msa: Tensor, pair: Tensor) -> tuple[Tensor, Tensor]:
+        def forward(
+            self, msa: Tensor, pair: Tensor, sequences: None = None, residues: None = None
+        ) -> tuple[Tensor, Tensor]:
             return self.block(
                 msa, pair, msa.new_ones(msa.shape[:-1]), pair.new_ones(pair.shape[:-1])
             )
