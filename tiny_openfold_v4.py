@@ -366,6 +366,7 @@ BLOCKS: dict[str, str] = {
     "weight_parts hip": "BLOCK_M=32,BLOCK_N=64,BLOCK_K=64,PROGRAMS=264,num_warps=4,num_stages=1",
     "embedding_forward": "TILE=4096,num_warps=4",
     "embedding_backward": "BLOCK_M=64,PROGRAMS=132,num_warps=8,num_stages=3",
+    "embedding_backward float32": "BLOCK_M=32,PROGRAMS=132,num_warps=8,num_stages=2",
     "embedding_backward hip": "BLOCK_M=32,PROGRAMS=132,num_warps=8,num_stages=1",
     "head_loss": "BLOCK_M=64,num_warps=4",
     "head_loss hip": "BLOCK_M=32,num_warps=4",
