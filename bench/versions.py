@@ -573,9 +573,10 @@ def model_table(directory: Path, model: str) -> str:
             Column(
                 "V4 over V3", of_v4(lambda sides: speedup(sides["V3"], sides["V4"])), ".2f", "x"
             ),
-            Column("V4 over compiled", of_v4(over_best_compiled), ".2f", "x"),
             Column("its kernels", of_v4(lambda sides: sides["V4"]["per_step"])),
         ]
+    if any(best_compiled(row["with V4"] or {}) for row in rows):
+        columns.insert(-1, Column("V4 over compiled", of_v4(over_best_compiled), ".2f", "x"))
     return render(columns, rows) if rows else ""
 
 
@@ -600,11 +601,12 @@ def best_over_v4(sides: Mapping[str, dict]) -> str | None:
 def fastest_table(directory: Path, model: str) -> str:
     """Milliseconds per step of V4 and the others, the best compiled one's over V4's, memory."""
     measured = versions_of(directory / FASTEST[model])
-    names = list(dict.fromkeys(name for sides in measured.values() for name in sides))
+    sides = measured.values()
+    names = list(dict.fromkeys(name for side in sides for name in side))
     columns = [
-        Column("as graphs", "name"),
+        Column(f"{model} as graphs", "name"),
         *side_columns("{}, ms", names, "batch_ms", ".2f"),
-        Column("best compiled / V4", best_over_v4),
+        *([Column("best compiled / V4", best_over_v4)] if any(map(best_compiled, sides)) else []),
         *side_columns("{}, MB", names, "peak_mb", ".0f"),
     ]
     return render(columns, lines_of(measured)) if measured else ""

@@ -397,9 +397,9 @@ def test_a_block_leaves_no_process(run):
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_defaults_are_those_of_the_scripts(script: str):
-    parser = load(script).build_parser()
+    args = load(script).parse_args([])
     for flag, (default, _) in SIZES[model_of(script)].items():
-        assert parser.get_default(flag[2:].replace("-", "_")) == default, flag
+        assert getattr(args, flag[2:].replace("-", "_")) == default, flag
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -621,9 +621,10 @@ def versions() -> Sheet:
         same = {"shape": shape, "precision": "bf16", "mode": "graph"}
         sides = {v: row_of(H100 / "headline_v3.json", side=v, **same) for v in ("V1", "V2", "V3")}
         times[shape] = {version: row["batch_ms"] for version, row in sides.items()}
-    for row in read(H100 / "fastest.json")["rows"]:
-        if (row["precision"], row["side"]) == ("bf16", "V4"):
-            times[row["shape"]]["V4"] = row["batch_ms"]
+    for study in ("fastest.json", "fastest_openfold.json"):
+        for row in read(H100 / study)["rows"]:
+            if (row["precision"], row["side"]) == ("bf16", "V4"):
+                times[row["shape"]]["V4"] = row["batch_ms"]
     bars = [len(of_shape) for of_shape in times.values()]
     heights = [66 + 40 * max(pair) for pair in zip(bars[::2], bars[1::2], strict=True)]
     sheet = Sheet("One training step, bf16, as one graph: milliseconds", 106 + sum(heights))
@@ -795,7 +796,8 @@ def trunk() -> Sheet:
         )
         axes.plot(x, y, color=color, marker="o", markersize=13, fillstyle="none", markeredgewidth=3)
         axes.plot(*end, color=color, marker="o" if "batch_ms" in kept else "^", markersize=13)
-        axes.text(x + 0.025 * max(times), y + 2, name, color=color, ha="left", **label)
+        left = end[0] - 0.025 * max(times)
+        axes.text(left, end[1], name, color=color, ha="right", va="center", **label)
     words = "filled: activations kept; open: --checkpoint-blocks"
     sheet.text(20, 536, words, SMALL, GREY, ha="left")
     words = "triangle: out of memory, which is 80 GB (dashed); bf16, one H100"
