@@ -587,12 +587,12 @@ def check_arguments(args: argparse.Namespace, gpu: bool, processes: int) -> None
     if args.warmup_steps is None:
         args.warmup_steps = max(5, least)
     graph, few, own = args.cuda_graph, args.warmup_steps < least, mode in OWN_GRAPHS
-    if graph and few:
-        fail(f"--enable-cuda-graph needs --warmup-steps {least} or more")
     if graph and own:
         fail(f"--enable-cuda-graph: mode {mode} makes graphs of its own")
     if graph and not gpu:
         fail("--enable-cuda-graph: this run has no GPU", 4)
+    if graph and few:
+        fail(f"--enable-cuda-graph needs --warmup-steps {least} or more")
     if graph is None:
         args.cuda_graph = VERSION > 3 and gpu and not (few or own)
     if args.device == "cuda" and not gpu:

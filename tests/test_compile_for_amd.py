@@ -44,11 +44,13 @@ def in_tables(text: str) -> set[str]:
 
 @pytest.mark.parametrize(
     "script",
-    [SCRIPTS[-1], *(pytest.param(script, marks=pytest.mark.slow) for script in SCRIPTS[:-1])],
+    [SCRIPTS[0], *(pytest.param(script, marks=pytest.mark.slow) for script in SCRIPTS[1:])],
     ids=lambda path: path.stem,
 )
 def test_every_kernel_compiles_without_spills_and_fits(script: Path):
-    done = compile_for_amd(script, COVERED)
+    # V4 of TinyOpenFold launches some of V3's kernels at widths that its own do not take.
+    more = " odd" if script.stem == "tiny_openfold_v4" else ""
+    done = compile_for_amd(script, COVERED + more)
     assert done.returncode == 0, done.stderr
     assert in_tables(done.stdout) == kernels(script) != set()
     _, _, header, _, *lines = done.stdout.strip().splitlines()

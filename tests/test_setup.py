@@ -159,15 +159,13 @@ class Machine:
             path / "repository",
             path / "site",
         )
-        shutil.copytree(
-            ROOT / "setup", self.repository / "setup", ignore=shutil.ignore_patterns("__pycache__")
-        )
-        for name in (
-            "requirements.txt",
-            "requirements-dev.txt",
-            *(f"workshop/{file}.py" for file in ("__init__", "cli", "files", "script")),
-        ):
-            (self.repository / name).parent.mkdir(exist_ok=True)
+        for folder in ("setup", "workshop"):
+            shutil.copytree(
+                ROOT / folder,
+                self.repository / folder,
+                ignore=shutil.ignore_patterns("__pycache__"),
+            )
+        for name in ("requirements.txt", "requirements-dev.txt"):
             shutil.copy(ROOT / name, self.repository / name)
         (self.repository / "setup/validation_scripts/test_environment.py").write_text(CHECK)
         link_coreutils(self.bin)
