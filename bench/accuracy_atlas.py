@@ -220,7 +220,8 @@ def part_side(
     `use` makes another forward pass of the part.
     """
     config = version.ModelConfig(pair_dim=x.shape[-1])
-    part = getattr(version, name)(config, version.Fusions()).to(x.device)
+    side = [version.SideStreams()] if hasattr(version, "SideStreams") else []
+    part = getattr(version, name)(config, version.Fusions(), *side).to(x.device)
     part.load_state_dict(weights)
     part, x = (part.double(), x.double()) if precision == "float64" else (part, x)
     torch.set_float32_matmul_precision("high" if precision == "TF32" else "highest")
@@ -257,7 +258,7 @@ def with_cuequivariance(part: nn.Module) -> Callable[[Tensor], Tensor]:
         operation = cuequivariance("triangle_multiplicative_update")
         return operation(pair, direction="outgoing", **joined)
 
-    def attend(x: Tensor, bias: Tensor) -> Tensor:
+    def attend(x: Tensor, bias: Tensor, present: None) -> Tensor:  # no padding here
         linears = part.linear_q, part.linear_k, part.linear_v, part.linear_g
         q, k, v, gate = (
             linear(x).unflatten(-1, (part.heads, -1)).transpose(2, 3) for linear in linears

@@ -37,7 +37,7 @@ with needed():
 
     import tiny_openfold_v3 as v3
     from exercises.tiny_llama_v3 import measure
-    from tiny_openfold_v3 import load_bias, load_rows, scores, split_program
+    from tiny_openfold_v3 import LOG2E, load_bias, load_rows, scores, split_program
 
 PROG = Path(__file__).name
 REPEATS = 5  # runs whose bits are compared
@@ -73,7 +73,7 @@ def atomic_bias_kernel(
         log_sum_exp = tl.load(LOG_SUM_EXP + at_row + query, mask=query < N, other=0.0)
         delta = tl.load(DELTA + at_row + query, mask=query < N, other=0.0)
         s = scores(q, k, bias, key, N, scale, EVEN, PRECISION)  # S = scale * Q K^T + B
-        p = tl.exp2(s - log_sum_exp[:, None])  # P
+        p = tl.exp2(s * LOG2E - log_sum_exp[:, None])  # P
         grad_p = tl.dot(grad, tl.trans(v), input_precision=PRECISION)  # dP = dO V^T
         grad_bias += p * (grad_p - delta[:, None])  # dB += dS
     at = (b * H + head) * N * N + query.to(tl.int64)[:, None] * N + key[None, :]
