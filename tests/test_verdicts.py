@@ -293,6 +293,6 @@ def test_versions_are_read_from_folders(runs, tmp_path):
         (["--v1", tmp_path], "no tiny_llama_v1_summary.json or tiny_openfold_v1_summary.json"),
         (["--v1", "../version1_pytorch_baseline"], "no such file or directory"),
         (["--v1", runs / "v1", "--seq-len", "32"], "reads results"),
-        (["--family", "openfold", "--versions", "v4"], "tiny_openfold has no v4"),
+        (["--family", "openfold", "--versions", "v5"], "invalid choice: 'v5'"),
     ):
         assert_one_line(compare(*argv), words)
