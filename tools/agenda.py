@@ -121,7 +121,11 @@ def sessions_table() -> str:
             rows.append(first | row_of(at, item))
             at += item.minutes
         rows.append({"session": "", "at": at, "what": "end", "minutes": "", "h100": "", "cpu": ""})
-    columns = Column("session", "session"), Column("at", "at", "d"), Column("what", "what", text=True)
+    columns = (
+        Column("session", "session"),
+        Column("at", "at", "d"),
+        Column("what", "what", text=True),
+    )
     return render([*columns, Column("planned", "minutes", "d"), *MEASURED], rows)
 
 
