@@ -292,7 +292,7 @@ def attention() -> Sheet:
     sheet.box(left + 2 * tile, 86, tile, 42, BLUE, "k, v", edge=BLUE, color=WHITE, weight="bold")
     ends = left + 3 * tile + 8, y + tile / 2, left + 5 * tile - 4, y + tile / 2
     sheet.arrow(*ends, color=ORANGE, width=5)
-    sheet.text(left + size / 2, top + size + 30, "S × S scores: never in memory", color=GREY)
+    sheet.text(left + size / 2, top + size + 22, "S × S scores: never in memory", color=GREY)
 
     x = 416
     sheet.text(x, 106, "for each tile, on the chip", ha="left", weight="bold", color="#9a6a00")
@@ -305,7 +305,7 @@ def attention() -> Sheet:
     sheet.text(x, 374, "the scores: computed again", ha="left")
     gb = f"{scores:.1f} GB → {flash:.1f} GB"
     sheet.note(474, f"TinyLlama, 2048 tokens, peak memory on an H100: {gb}")
-    sheet.cut(78, 455)
+    sheet.cut(82, 446)
     return sheet
 
 
@@ -477,7 +477,7 @@ def evoformer_block() -> Sheet:
             fill = tint(color, 0.3) if words else tint(GREY, 0.06)
             sheet.box(x, y, width, 34, fill, words, edge=None, size=SMALL)
     sheet.note(478, "V3 also makes every layer norm one kernel")
-    sheet.cut(66, 456)
+    sheet.cut(66, 453)
     return sheet
 
 
@@ -573,7 +573,7 @@ def under_the_roof(run: dict, arrows: dict[str, tuple]) -> Sheet:
     points = [point for before, after, *_ in arrows.values() for point in (before, after)]
     left, right = min(x for x, _ in points) / 2.3, 3.8 * tflops / rate
     bottom, top = min(y for _, y in points) / 1.75, 1.4 * tflops
-    axes = plot(sheet, 96, 76, 660, 320, xscale="log", yscale="log")
+    axes = plot(sheet, 96, 76, 660, 304, xscale="log", yscale="log")
     axes.set(xlim=(left, right), ylim=(bottom, top), xlabel="FLOP per byte", ylabel="TFLOP/s")
     axes.plot([left, tflops / rate, right], [left * rate, tflops, tflops], color=INK, linewidth=3)
     axes.text(0.95 * right, tflops * 1.1, "arithmetic", fontsize=SMALL, ha="right", color=INK)
@@ -598,7 +598,7 @@ def under_the_roof(run: dict, arrows: dict[str, tuple]) -> Sheet:
         ticks(axis, [mark for mark in marks if low < mark < high])
     words = "○ V1, ● V4: same arithmetic, fewer bytes"
     sheet.note(476, f"{words}; TinyLlama, {ceilings['precision']}, {device}")
-    sheet.cut(70, 452)
+    sheet.cut(73, 438)
     return sheet
 
 
@@ -647,17 +647,17 @@ SHAPES = {  # the sizes of the studies: names in results, and here
 def of_versions(title: str, groups: dict[str, dict[str, float]], note: str) -> Sheet:
     """Bars of V1 to V4 for each shape, two shapes beside each other."""
     bars = [len(values) for values in groups.values()]
-    heights = [66 + 40 * max(bars[i : i + 2]) for i in range(0, len(bars), 2)]
+    heights = [66 + 48 * max(bars[i : i + 2]) for i in range(0, len(bars), 2)]
     sheet = Sheet(title, 106 + sum(heights))
     for i, (shape, values) in enumerate(groups.items()):
         left, top = 20 + 395 * (i % 2), 76 + sum(heights[: i // 2])
         sheet.text(left, top + 14, SHAPES[shape], ha="left", weight="bold")
         for j, (version, value) in enumerate(values.items()):
-            y, width = top + 36 + 40 * j, 240 * value / values["V1"]
-            sheet.text(left, y + 16, version, ha="left")
-            sheet.box(left + 42, y, width, 33, VERSION[version], edge=None)
+            y, width = top + 36 + 48 * j, 240 * value / values["V1"]
+            sheet.text(left, y + 20, version, ha="left")
+            sheet.box(left + 42, y, width, 41, VERSION[version], edge=None)
             number = f"{value:.{max(0, 2 - int(math.log10(value)))}f}"
-            sheet.text(left + 52 + width, y + 16, number, ha="left")
+            sheet.text(left + 52 + width, y + 20, number, ha="left")
         first = 76 + sum(heights[: i // 2])
         name = shape.partition(", ")[0] if len(heights) > 1 else ""
         sheet.cut(first, first + heights[i // 2] - 16, name)
@@ -735,7 +735,7 @@ def attention_memory() -> Sheet:
     axes.set(xticks=lengths, xlim=(0, lengths[-1]), ylim=(0, None))
     heads = f"{study['config']['heads']} heads of {study['config']['head_dim']}"
     sheet.note(446, f"forward and backward, {heads}, float32, on a CPU", 20, "left")
-    sheet.cut(62, 430)
+    sheet.cut(58, 422)
     return sheet
 
 
@@ -759,6 +759,7 @@ def memory_of_a_step() -> Sheet:
     sheet = Sheet("Memory at the end of the forward pass", 70 + bars + 34 * 3 + 20)
     y = 66
     for shape in shapes:
+        below = y
         same = [row for row in rows if row["shape"] == shape]
         highest = max(sum(row["parts"].values()) for row in same)
         name = shape.replace("tiny_openfold", "TinyOpenFold").replace("tiny_llama", "TinyLlama")
@@ -778,6 +779,7 @@ def memory_of_a_step() -> Sheet:
         x, top = 20 + (0, 220, 525)[i % 3], y + 14 + 34 * (i // 3)
         sheet.box(x, top, 20, 20, color, edge=None)
         sheet.text(x + 28, top + 10, words, SMALL, ha="left")
+    sheet.cut(below, sheet.height, "tiny_openfold")  # the last shape
     return sheet
 
 
@@ -835,7 +837,7 @@ def launch_timeline() -> Sheet:
     words = f"TinyLlama in a trace of {name} GB; the profiler slows every launch"
     sheet.note(y + 286, words, 20, "left")
     sheet.cut(62, below + 24, "eager")
-    sheet.cut(below + 34, y + 254, "wide")
+    sheet.cut(below + 60, y + 254, "wide")
     return sheet
 
 
@@ -878,7 +880,7 @@ def trunk() -> Sheet:
     sheet.text(20, 474, words, SMALL, GREY, ha="left")
     words = "triangle: out of memory, which is 80 GB (dashed); bf16, one H100"
     sheet.text(20, 508, words, SMALL, GREY, ha="left")
-    sheet.cut(72, 452)
+    sheet.cut(72, 436)
     return sheet
 
 
@@ -1004,7 +1006,7 @@ def turn_ratios() -> Sheet:
         sheet.axes.add_patch(Circle((x + 10, 418), 9, facecolor=color))
         sheet.text(x + 28, 418, name, ha="left")
     sheet.note(418, "one H100 on a shared host", 780, "right")
-    sheet.cut(70, 436)
+    sheet.cut(78, 436)
     return sheet
 
 
