@@ -86,7 +86,7 @@ STORY = {"V1": "baseline", "V2": "PyTorch's fusions", "V3": "Triton kernels", "V
 MARKED = re.compile(r"(`[^`]+`|\*\*[^*]+\*\*)")
 PICTURE = re.compile(r"!\[\]\(\.\./docs/figures/(\w+)\.svg#?(\w*)\)")
 NOTE = re.compile(r"^(?=(?:Say|Ask|Expect|Show): )", re.MULTILINE)
-CODE = re.compile(r"(?P<comment>#.*)|(?P<text>\"[^\"]*\"|'[^']*')|(?P<word>@?[A-Za-z_.]\w*)|.")
+CODE = re.compile(r"(?P<comment>#.*)|(?P<text>\"[^\"]*\"|'[^']*')|(?P<word>@?[A-Za-z_][\w.]*)|.")
 # its height in inches, None for what is left; draws it at a top, this high
 Block = tuple[float | None, Callable]
 
@@ -256,7 +256,7 @@ def code(pieces: Sequence[tuple[str, list[str]]]) -> Block:
     size = next((s for s in (24, 22, 20, SMALL) if (widest + 1) * 0.6 * s / 72 < INNER - 0.3), 0)
     if not size or max(len(lines) for _, lines in pieces) > CODE_LINES:
         raise ToolError(f"a piece of code has more than {CODE_LINES} lines, or one of {widest}")
-    line_height = 1.22 * size / 72
+    line_height = 1.3 * size / 72
 
     def draw(shapes, top: float, height: float) -> None:
         for place, lines in pieces:

@@ -9,7 +9,6 @@ from functools import cache
 from pathlib import Path
 
 from bench.tables import printed_by
-from tools import agenda
 from workshop.cli import ToolError
 from workshop.files import ROOT, read_json
 from workshop.study import by_side, read_rows
@@ -59,9 +58,8 @@ def turns(path: Path) -> list[list[str]]:
 def in_turns(path: Path) -> list[list[str]]:
     """V4 over V1 and over V3, all three in turns in one process, bf16, as graphs."""
     suite = read_rows(ROOT / SUITE)[:8]  # of the small size
-    llama, openfold = (
-        {row["side"].upper(): row for row in rows} for rows in (suite, read_rows(path))
-    )
+    default = [row for row in read_rows(path) if row["precision"] == "bf16"][:3]
+    llama, openfold = ({row["side"].upper(): row for row in rows} for rows in (suite, default))
     lines = [
         [name, *(f"{sides[name]['batch_ms']:.2f}" for sides in (llama, openfold))]
         for name in ("V1", "V3", "V4")
@@ -72,22 +70,9 @@ def in_turns(path: Path) -> list[list[str]]:
     return [["ms per step, bf16", "TinyLlama, small", "TinyOpenFold, default"], *lines]
 
 
-def sessions(path: Path) -> list[list[str]]:
-    """The sessions with their minutes and sheets."""
-    lines = []
-    for name in read_json(path)["sessions"]:
-        items = agenda.session(name)
-        number, _, what = name.removeprefix("Session ").partition(": ")
-        folders = [Path(item.path).parent.name for item in items if item.path]
-        minutes = sum(item.minutes for item in items)
-        lines.append([number, what, str(minutes), ", ".join(folders)])
-    return [["session", "what", "minutes", "sheet of"], *lines]
-
-
 MADE_HERE = {
     "turns": ("results/h100/headline.json", turns),
-    "in turns": ("results/h100/over_v1.json", in_turns),
-    "sessions": ("docs/agenda.json", sessions),
+    "in turns": ("results/h100/fastest_openfold.json", in_turns),
 }
 
 

@@ -33,7 +33,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Circle, FancyArrowPatch, Rectangle
 from matplotlib.transforms import Affine2D, Bbox
+from PIL import Image
 
+from tools import agenda
 from workshop.cli import Parser, ToolError, documented_parser, print_notes, program
 from workshop.files import ROOT
 from workshop.study import by_side
@@ -152,8 +154,10 @@ class Sheet:
         inches = inches.transformed(Affine2D().scale(WIDTH / 72, self.height / 72))
         with matplotlib.rc_context(STYLE), io.BytesIO() as file:
             options = {"bbox_inches": inches, "metadata": {"Software": None}}
-            self.figure.savefig(file, dpi=144, pil_kwargs={"optimize": True}, **options)
-            return file.getvalue()
+            self.figure.savefig(file, dpi=144, **options)
+            with Image.open(file) as picture, io.BytesIO() as small:
+                picture.convert("RGB").quantize(64).save(small, "PNG", optimize=True)
+                return small.getvalue()
 
     def save(self, folder: Path, name: str, png: bool) -> list[Path]:
         """Write it as SVG, and its cuts as PNG; returns the paths."""
@@ -1157,6 +1161,28 @@ def strategy() -> Sheet:
     return sheet
 
 
+def sessions() -> Sheet:
+    """The four sessions of the workshop: a bar of minutes each, from docs/agenda.json."""
+    kinds = {"slides": GREY, "demonstration": ORANGE, "sheet": BLUE, "talk": GREEN}
+    names = [*agenda.plan()["sessions"]]
+    sheet = Sheet("Four sessions: minutes", 120 + 78 * len(names))
+    for i, name in enumerate(names):
+        items, y, x = agenda.session(name), 70 + 78 * i, 20.0
+        sheet.text(20, y + 10, name.removeprefix("Session "), ha="left", weight="bold")
+        for item in items:
+            kind = next((kind for kind in kinds if item.what.startswith(kind)), "talk")
+            width = 11.5 * item.minutes
+            sheet.box(x, y + 26, width - 3, 38, tint(kinds[kind], 0.5), str(item.minutes))
+            x += width
+        total = sum(item.minutes for item in items)
+        sheet.text(x + 12, y + 45, str(total), TITLE, ha="left", weight="bold")
+    for x, (kind, color) in zip((20, 160, 370, 500), kinds.items(), strict=True):
+        sheet.box(x, sheet.height - 36, 20, 20, tint(color, 0.5))
+        sheet.text(x + 28, sheet.height - 26, kind, SMALL, ha="left")
+    sheet.cut(64, sheet.height - 4)
+    return sheet
+
+
 FIGURES_BY_NAME: dict[str, Callable[[], Sheet]] = {
     figure.__name__: figure
     for figure in (
@@ -1188,6 +1214,7 @@ FIGURES_BY_NAME: dict[str, Callable[[], Sheet]] = {
         too_fast,
         bias_gradient,
         strategy,
+        sessions,
     )
 }
 
