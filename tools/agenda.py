@@ -7,7 +7,7 @@ talking are planned. A rehearsal runs the demonstrations of docs/INSTRUCTOR.md a
 tools/run_sheet.py and adds their seconds to a result file.
 
 Examples:
-  python tools/agenda.py table sessions "half a day"
+  python tools/agenda.py table sessions
   python tools/agenda.py rehearse results/my_gpu/rehearsal.json
   python tools/agenda.py rehearse rehearsal.json docs/INSTRUCTOR.md
 """
@@ -24,7 +24,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -36,9 +35,10 @@ from workshop.show import Column, render
 PROG = Path(__file__).name
 PLAN = ROOT / "docs/agenda.json"
 GUIDE = "docs/INSTRUCTOR.md"
-DAY = "day 2"
+NEXT_DAY = "0 next day"
 CORE = re.compile(r"^\*\*Core\*\*: (\d+) minutes", re.MULTILINE)
-TITLE = re.compile(r"^# (.+)$", re.MULTILINE)
+TITLE = re.compile(r"^# (?:Exercises: )?(.+)$", re.MULTILINE)
+EXERCISE = re.compile(r"^## Exercise \d+: (.+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,16 @@ def core_minutes(path: str) -> int:
     return int(found[1])
 
 
+def title_of(path: str) -> str:
+    """What a sheet is called: its version, and what it is about."""
+    text = (ROOT / path).read_text(encoding="utf-8")
+    return ", ".join(found[1] for found in (TITLE.search(text), EXERCISE.search(text)) if found)
+
+
 def item_of(line: str) -> Item:
     """What a line of the plan means."""
     if line.startswith("exercises/"):
-        title = TITLE.search((ROOT / line).read_text(encoding="utf-8"))[1]
-        return Item(f"sheet: [{title}](../{line})", core_minutes(line), line)
+        return Item(f"sheet: [{title_of(line)}](../{line})", core_minutes(line), line)
     if line.startswith("Session "):
         return Item(line, sum(item.minutes for item in session(line)))
     minutes, _, what = line.partition(" ")
@@ -86,69 +91,70 @@ def sheets() -> list[str]:
     return sorted({line for line in lines if line.startswith("exercises/")})
 
 
-def measured(device: str, item: Item) -> float | None:
-    """Minutes that the commands of an item took, by a device's rehearsal; None without one."""
+def measured(device: str, item: Item) -> float | str | None:
+    """Minutes that the commands of an item took, by a device's rehearsal; None without one, empty
+    for an item without commands."""
     path = ROOT / f"results/{device}/rehearsal.json"
     seconds = read_json(path)["seconds"] if path.exists() else {}
-    key = item.path or item.what
+    key = item.path
     if item.what.startswith("demonstration"):
         key = next(n for n, lines in plan()["sessions"].items() if item in map(item_of, lines))
-    elif key in plan()["sessions"]:
-        parts = [measured(device, part) for part in session(key)]
-        return sum(part or 0 for part in parts)
+    if not key:
+        return ""
     return seconds[key] / 60 if key in seconds else None
 
 
-MEASURED = (
-    Column("commands, H100", lambda row: row["h100"], ".1f"),
-    Column("commands, two cores", lambda row: row["cpu"], ".1f"),
-)
-
-
-def row_of(at: int, item: Item) -> dict:
-    """An item for a table, beginning at this minute."""
+def row_of(item: Item, **more: object) -> dict:
+    """An item for the table."""
     took = {device: measured(device, item) for device in ("h100", "cpu")}
-    return {"at": at, "what": item.what, "minutes": item.minutes, **took}
+    return {"session": "", "at": "", "what": item.what, "minutes": item.minutes, **took, **more}
 
 
 def sessions_table() -> str:
-    """The four sessions, item by item, in minutes."""
-    rows = []
+    """The four sessions, item by item, and the sheets of the longer agendas, in minutes."""
+    rows, shown = [], set()
     for name in plan()["sessions"]:
         at = 0
         for item in session(name):
-            first = {"session": name.removeprefix("Session ") if at == 0 else ""}
-            rows.append(first | row_of(at, item))
+            shown.add(item.path)
+            label = "" if at else name.removeprefix("Session ")
+            rows.append(row_of(item, session=label, at=at))
             at += item.minutes
-        rows.append({"session": "", "at": at, "what": "end", "minutes": "", "h100": "", "cpu": ""})
+    further = [row_of(item_of(path)) for path in sheets() if path not in shown]
+    further[0]["session"] = "further sheets"
     columns = (
         Column("session", "session"),
         Column("at", "at", "d"),
         Column("what", "what", text=True),
+        Column("planned", "minutes", "d"),
+        Column("commands, H100", "h100", ".1f"),
+        Column("commands, two cores", "cpu", ".1f"),
     )
-    return render([*columns, Column("planned", "minutes", "d"), *MEASURED], rows)
+    return render(columns, rows + further)
 
 
-def agenda_table(name: str) -> str:
-    """A day from nine o'clock, in minutes."""
-    rows, at = [], 9 * 60
-    for item in map(item_of, plan()["agendas"][name]):
-        if item.what == DAY:
-            at = 9 * 60
-        row = row_of(at, item) if item.minutes else dict.fromkeys(("minutes", "h100", "cpu"), "")
-        rows.append(row | {"what": item.what, "at": f"{at // 60}:{at % 60:02}"})
-        at += item.minutes
-    end = {"at": f"{at // 60}:{at % 60:02}", "what": "end", "minutes": "", "h100": "", "cpu": ""}
-    columns = Column(name, "at"), Column("what", "what", text=True)
-    return render([*columns, Column("planned", "minutes", "d"), *MEASURED], [*rows, end])
+def clock(minutes: int) -> str:
+    """The time of a day."""
+    return f"{minutes // 60}:{minutes % 60:02}"
 
 
-def tables(names: Sequence[str]) -> Iterator[str]:
-    """The tables of these names."""
-    for name in names:
-        if name != "sessions" and name not in plan()["agendas"]:
-            raise ToolError(f"there is no agenda {name}, only: {', '.join(plan()['agendas'])}")
-        yield sessions_table() if name == "sessions" else agenda_table(name)
+def agendas_table() -> str:
+    """The agendas, each day from nine o'clock."""
+    rows = []
+    for name, lines in plan()["agendas"].items():
+        for number, day in enumerate(" | ".join(lines).split(f" | {NEXT_DAY} | ")):
+            at, parts = 9 * 60, []
+            for item in map(item_of, day.split(" | ")):
+                words = title_of(item.path) if item.path else item.what.partition(":")[0]
+                parts.append(f"{clock(at)} {words}")
+                at += item.minutes
+            label = f"{name}, day {number + 1}" if NEXT_DAY in lines else name
+            rows.append({"name": label, "what": "; ".join(parts), "end": clock(at)})
+    columns = Column("agenda", "name"), Column("what", "what", text=True), Column("end", "end")
+    return render(columns, rows)
+
+
+TABLES = {"sessions": sessions_table, "agendas": agendas_table}
 
 
 def device_name() -> str:
@@ -180,9 +186,9 @@ def build_parser() -> Parser:
     """The command line."""
     parser = documented_parser(PROG, __doc__)
     does = parser.add_subparsers(required=True)
-    table = does.add_parser("table", help="print tables: sessions, or an agenda")
-    table.add_argument("names", nargs="+", metavar="NAME")
-    table.set_defaults(body=lambda args: print("\n\n".join(tables(args.names))) or 0)
+    table = does.add_parser("table", help="print a table")
+    table.add_argument("name", choices=TABLES)
+    table.set_defaults(body=lambda args: print(TABLES[args.name]()) or 0)
     run = does.add_parser("rehearse", help="run the demonstrations and sheets, and time them")
     run.add_argument("file", type=Path, metavar="FILE.json")
     run.add_argument("sheets", nargs="*", metavar="SHEET.md", help="(default: all)")
