@@ -9,7 +9,7 @@ stale:
 
   {llama: small, bf16: V4, ms}                   a cell of a table: its source, row and column
   {results/cpu/counts.json: rows.0.per_step: d}  a value in a result file: keys, and a format
-  ![](../docs/figures/merged_gemms.svg#qkv)      a figure of tools/draw_figures.py, or a cut of it
+  ![qkv](../docs/figures/merged_gemms.svg)       a cut of a figure of tools/draw_figures.py
   ```table SOURCE     rows and columns of a table; `columns` draws the same as a chart
   rows: small, bf16; medium, bf16
   columns: tiny_llama = size; V1, ms = V1; V4, ms = V4
@@ -84,7 +84,7 @@ INK, GREY, PALE, WHITE, BLUE = (
 SERIES = [color(name) for name in draw_figures.VERSION.values()]
 STORY = {"V1": "baseline", "V2": "PyTorch's fusions", "V3": "Triton kernels", "V4": "what is left"}
 MARKED = re.compile(r"(`[^`]+`|\*\*[^*]+\*\*)")
-PICTURE = re.compile(r"!\[\]\(\.\./docs/figures/(\w+)\.svg#?(\w*)\)")
+PICTURE = re.compile(r"!\[(?P<part>\w*)\]\(\.\./docs/figures/(?P<name>\w+)\.svg\)")
 NOTE = re.compile(r"^(?=(?:Say|Ask|Expect|Show): )", re.MULTILINE)
 CODE = re.compile(r"(?P<comment>#.*)|(?P<text>\"[^\"]*\"|'[^']*')|(?P<word>@?[A-Za-z_][\w.]*)|.")
 # its height in inches, None for what is left; draws it at a top, this high
@@ -296,8 +296,8 @@ def highlight(paragraph, line: str, size: float) -> None:
 def block(paragraph: str, look_up: Callable[..., str], used: dict) -> Block:
     """What a paragraph of a slide becomes; adds the sources of its figures to those used."""
     if found := PICTURE.fullmatch(paragraph):
-        used[f"docs/figures/{found[1]}.svg"] = None
-        return drawing(*found.groups())
+        used[f"docs/figures/{found['name']}.svg"] = None
+        return drawing(**found.groupdict())
     if not paragraph.startswith("```"):
         text = look_up(paragraph)
         return grid(as_cells(text)) if text.startswith("|") else bullets(text)

@@ -165,7 +165,10 @@ def device_name() -> str:
 
 
 def rehearse(args: argparse.Namespace) -> int:
-    """Run the guide and sheets and add their seconds to the file; 1 if a command fails."""
+    """Run the guide and sheets and add the seconds of those without a failure to the file.
+
+    Returns 1 if a command failed, which run_sheet.py then names.
+    """
     study = read_json(args.file) if args.file.exists() else {}
     before = {"device": device_name(), "cores": len(os.sched_getaffinity(0))}
     if study and {key: study.get(key) for key in before} != before:
@@ -174,7 +177,9 @@ def rehearse(args: argparse.Namespace) -> int:
     for name in args.sheets or [GUIDE, *sheets()]:
         logs = (args.log or Path(tempfile.mkdtemp())) / name.replace("/", "_").removesuffix(".md")
         command = [sys.executable, ROOT / "tools/run_sheet.py", ROOT / name, "--log", logs]
-        failed += subprocess.run(list(map(str, command))).returncode != 0
+        if subprocess.run(list(map(str, command))).returncode:
+            failed += 1
+            continue
         took = read_json(logs / "summary.json")["seconds"]
         seconds |= took if name == GUIDE else {name: sum(took.values())}
         result = json.dumps({**before, "seconds": seconds}, indent=1)
