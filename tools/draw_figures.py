@@ -345,7 +345,7 @@ def triton_grid() -> Sheet:
     sheet.text(576, 372, "load the row once,\nadd up its squares,\nscale, store", ha="left")
     sheet.text(576, 452, "masked: 0 in the sum", ha="left", color=RED, size=SMALL)
     sheet.cut(100, 270, "vectors")
-    sheet.cut(318, 488, "rows")
+    sheet.cut(324, 488, "rows")
     return sheet
 
 
@@ -577,7 +577,7 @@ def under_the_roof(run: dict, arrows: dict[str, tuple]) -> Sheet:
     points = [point for before, after, *_ in arrows.values() for point in (before, after)]
     left, right = min(x for x, _ in points) / 2.3, 3.8 * tflops / rate
     bottom, top = min(y for _, y in points) / 1.75, 1.4 * tflops
-    axes = plot(sheet, 96, 76, 660, 304, xscale="log", yscale="log")
+    axes = plot(sheet, 96, 84, 660, 298, xscale="log", yscale="log")
     axes.set(xlim=(left, right), ylim=(bottom, top), xlabel="FLOP per byte", ylabel="TFLOP/s")
     axes.plot([left, tflops / rate, right], [left * rate, tflops, tflops], color=INK, linewidth=3)
     axes.text(0.95 * right, tflops * 1.1, "arithmetic", fontsize=SMALL, ha="right", color=INK)
@@ -602,7 +602,7 @@ def under_the_roof(run: dict, arrows: dict[str, tuple]) -> Sheet:
         ticks(axis, [mark for mark in marks if low < mark < high])
     words = "○ V1, ● V4: same arithmetic, fewer bytes"
     sheet.note(476, f"{words}; TinyLlama, {ceilings['precision']}, {device}")
-    sheet.cut(73, 438)
+    sheet.cut(75, 437)
     return sheet
 
 
