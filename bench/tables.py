@@ -12,7 +12,7 @@ A page can take a part of what its command prints:
 
   COMMAND, only "TITLE" ...       the tables whose header begins so, in this order
   COMMAND, columns "LABEL" ...    the first column and these, in this order
-  COMMAND, rows "TEXT" ...        the rows with one of these texts in their first cell
+  COMMAND, rows "TEXT" ...        the rows whose first cell begins so
 
 Examples:
   python bench/tables.py README.md           run the commands, put what they print in between
@@ -80,8 +80,11 @@ def parts_of(printed: str, columns: list[str] | None, rows: list[str] | None) ->
             for line in table.splitlines()
         )
         named = header if columns is None else [header[0], *(c for c in columns if c in header)]
-        kept = [line for line in lines if rows is None or any(text in line[0] for text in rows)]
-        unused -= {*named, *(text for line in kept for text in rows or () if text in line[0])}
+        kept = [line for line in lines if rows is None or line[0].startswith(tuple(rows))]
+        unused -= {
+            *named,
+            *(text for text in rows or () for row in kept if row[0].startswith(text)),
+        }
         places = [header.index(label) for label in named]
         shown = [Column(header[i], itemgetter(i), text=not rule[i].endswith(":")) for i in places]
         tables.append(render(shown, kept) + "\n")
