@@ -484,7 +484,7 @@ def summary(path: Path) -> int:
         Column("spills", lambda rows: sum(row["spills"] + row["sgpr_spills"] for row in rows), "g"),
         Column("LDS at most, KiB", largest_lds, text=True),
         Column("VGPRs and AGPRs at most", most_registers, text=True),
-        Column("fewest waves per SIMD", lambda rows: min(row["waves"] for row in rows), "g"),
+        Column("fewest waves", lambda rows: min(row["waves"] for row in rows), "g"),
     ]
     print(render(columns, list(rows.values())))
     return 0
