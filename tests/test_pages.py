@@ -1,6 +1,7 @@
 """Pages for readers:
 
-START.md shows what its programs measure, the tables of claims and of names name what exists.
+START.md shows what its programs measure, sentences have the numbers of the results, the tables of
+claims and of names name what exists.
 """
 
 from __future__ import annotations
@@ -12,8 +13,12 @@ import pytest
 import torch
 from conftest import ROOT, captured, needs_compiler
 
+from bench.versions import best_compiled, over_best_compiled, versions_of
 from exercises.start import add_relu, attention_memory
+from workshop.study import by_side
+from workshop.turns import speedup
 
+H100 = ROOT / "results/h100"
 PAGE = (ROOT / "docs/START.md").read_text()
 
 
@@ -72,6 +77,65 @@ def test_words_in_italics_are_in_the_table(word):
     text, _, table = PAGE.partition("## Words")
     assert f"*{word}" in text
     assert f"| {word} |" in table
+
+
+def says(page: str, sentence: str) -> bool:
+    """Whether a page has this sentence, wherever its lines end."""
+    return " ".join(sentence.split()) in " ".join((ROOT / page).read_text().split())
+
+
+def test_sentences_on_versions_have_the_numbers_of_the_studies():
+    steps = {key[:2]: s for key, s in versions_of(H100 / "headline_v3.json", "mode").items()
+             if key[2] == "graph"}  # fmt: skip
+    gains = {key: speedup(sides["V1"], sides["V3"]) for key, sides in steps.items()}
+    low, high = min(gains.values()), max(gains.values())
+    assert says("docs/RESULTS.md", f"step becomes {low:.1f} to {high:.1f} times as fast")
+    medium = gains["tiny_llama, medium", "fp32"]
+    assert says("README.md", f"{medium:.1f}x for medium TinyLlama, V1 to V3")
+
+    fastest = versions_of(H100 / "fastest.json")
+    over_v3 = [speedup(sides["V3"], sides["V4"]) for study in ("fastest", "fastest_openfold")
+               for sides in versions_of(H100 / f"{study}.json").values()]  # fmt: skip
+    assert says("docs/RESULTS.md", f"V4 adds up to {max(over_v3):.1f} times.")
+    ahead = [over_best_compiled(sides) for sides in fastest.values() if best_compiled(sides)]
+    words = f"TinyLlama's V4 is {min(ahead):.2f} to {max(ahead):.2f} times as fast as the best"
+    assert says("README.md", words)
+    assert says("docs/RESULTS.md", words)
+
+    small = steps["tiny_llama, small", "bf16"]
+    ms, kernels = ({v: side[key] for v, side in small.items()} for key in ("batch_ms", "per_step"))
+    last = fastest["tiny_llama, small", "bf16"]["V4"]
+    crop = steps["tiny_openfold, crop", "bf16"]
+    for words in (
+        f"runs {kernels['V1']} kernels",
+        f"leaves {kernels['V2']} kernels and {ms['V2']:.1f} ms",
+        f"leaves {kernels['V3']} kernels and {ms['V3']:.1f} ms",
+        f"from {crop['V1']['batch_ms']:.1f} ms in V1 to {crop['V3']['batch_ms']:.1f} at the size",
+        f"That is {last['batch_ms']:.1f} ms with {last['per_step']} kernels",
+    ):
+        assert says("docs/START.md", words)
+
+
+def test_sentences_on_the_trunk_and_on_accuracy_have_the_numbers_of_the_studies():
+    rows = json.loads((H100 / "trunk.json").read_text())["rows"]
+    trunk = by_side(rows, "shape")[("128 x 256",)]
+    v4, v2 = trunk["V4"]["batch_ms"], trunk["V2, checkpointed"]["batch_ms"]
+    assert says("README.md", f"V2 needs checkpoints, and {v2 / v4:.1f} times as long")
+    words = f"takes {v4:.0f} ms, V2 with them {v2:.0f}: {v2 / v4:.1f} times as long"
+    assert says("docs/RESULTS.md", words)
+
+    case = {"subject": "triangle attention", "case": "outlier", "precision": "bf16"}
+    rows = json.loads((H100 / "accuracy.json").read_text())["rows"]
+    (row,) = (row for row in rows if {key: row[key] for key in case} == case)
+    worst = {
+        side: 100 * max(error for error, _ in found["lines"].values())
+        for side, found in row["sides"].items()
+    }
+    assert says(
+        "docs/RESULTS.md",
+        f"{worst['V3']:.0f} % off in V3, {worst['V1']:.0f} % in V1, "
+        f"{worst['cuEquivariance']:.0f} % in cuEquivariance and {worst['V2']:.0f} % in PyTorch's",
+    )
 
 
 def test_every_result_file_behind_a_claim_is_there():
