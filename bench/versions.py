@@ -591,7 +591,7 @@ def overview_table(directory: Path) -> str:
 
     def cost(side: Mapping) -> str:
         ms, mb = side.get("batch_ms"), side.get("peak_mb")
-        return f"{ms:#.3g} ms<br>{mb / 1e3:.2g} GB" if ms else ""
+        return f"{ms:#.3g} ms<br>{mb / 1e3:.{2 if mb < 1e3 else 1}f} GB" if ms else ""
 
     columns = [Column("bf16, as graphs", "name"), *side_columns("{}", ALL_VERSIONS, cost)]
     return render(columns, rows) if rows else ""
