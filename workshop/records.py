@@ -437,21 +437,17 @@ def checked(kind: type, value: object, path: Path, where: str = "") -> dict:
     return value
 
 
-COMPARED = ("shape", "precision", "mode")  # rows that agree in these were measured in turns
-
-
 def check_turns(rows: Iterable[dict], path: Path) -> None:
-    """ToolError unless all rows that were measured in turns with each other have equally many."""
-    first: dict[tuple, int] = {}
+    """ToolError unless rows of the same shape and precision that were measured in turns have
+    equally many, in which they are compared."""
+    turns: dict[tuple, int] = {}
     for number, row in enumerate(rows):
         for key in ("turns_ms", "turns_us"):
-            if key in row:
-                turns = len(row[key])
-                others = first.setdefault(tuple(str(row.get(name)) for name in COMPARED), turns)
-                if turns != others:
-                    raise ToolError(
-                        f"{path}: rows[{number}].{key} has {turns} turns, others have {others}"
-                    )
+            same = row.get("shape"), row.get("precision")
+            if key in row and len(row[key]) != (first := turns.setdefault(same, len(row[key]))):
+                raise ToolError(
+                    f"{path}: rows[{number}].{key} has {len(row[key])} turns, others have {first}"
+                )
 
 
 @cache
