@@ -93,6 +93,12 @@ def test_sentences_on_versions_have_the_numbers_of_the_studies():
     medium = gains["tiny_llama, medium", "fp32"]
     assert says("README.md", f"{medium:.1f}x for medium TinyLlama, V1 to V3")
 
+    llama = [gain for (shape, _), gain in gains.items() if shape.startswith("tiny_llama")]
+    words = f"{min(llama):.2f}x (medium, fp32) to {max(llama):.2f}x (medium, bf16)"
+    assert says("docs/CLAIMS.md", words)
+    exact, bf16 = (gains["tiny_openfold, crop", precision] for precision in ("fp32", "bf16"))
+    assert says("docs/CLAIMS.md", f"at a real crop: {exact:.2f}x in fp32, {bf16:.2f}x in bf16")
+
     fastest = versions_of(H100 / "fastest.json")
     over_v3 = [speedup(sides["V3"], sides["V4"]) for study in ("fastest", "fastest_openfold")
                for sides in versions_of(H100 / f"{study}.json").values()]  # fmt: skip
@@ -136,6 +142,29 @@ def test_sentences_on_the_trunk_and_on_accuracy_have_the_numbers_of_the_studies(
         f"{worst['V3']:.0f} % off in V3, {worst['V1']:.0f} % in V1, "
         f"{worst['cuEquivariance']:.0f} % in cuEquivariance and {worst['V2']:.0f} % in PyTorch's",
     )
+
+
+def test_where_a_library_wins_is_said():
+    def wins(study: str, library: str) -> list[int]:
+        """The lengths at which it takes less time than our kernel in bf16."""
+        rows = json.loads((H100 / f"{study}.json").read_text())["rows"]
+        times = {
+            shape: {side: row.get("us") for side, row in sides.items()}
+            for (shape, precision), sides in by_side(rows, "shape", "precision").items()
+            if precision == "bf16"
+        }
+        return [
+            int(shape.removeprefix("N="))
+            for shape, us in times.items()
+            if shape.startswith("N=") and "batch" not in shape and us[library] < us["triton"]
+        ]
+
+    won = wins("triangle", "cuEquivariance, bf16 parameters")
+    first, last = min(won), max(won)
+    assert says("docs/RESULTS.md", f"triangle multiplication of {first} to {last} residues")
+    assert says("docs/RESULTS.md", f"cuEquivariance wins from {first} to {last} residues")
+    won = wins("attention", "FlexAttention, own layout")
+    assert says("docs/RESULTS.md", f"wins by a fifth** from {min(won)} residues on")
 
 
 def test_every_result_file_behind_a_claim_is_there():
