@@ -790,11 +790,12 @@ def libraries() -> Sheet:
             and row["side"] in names
             and row.get("us")
         }
-        groups.append((title, sorted(times.items(), key=lambda item: item[1])))
-    height = 116 + sum(66 + 40 * len(times) for _, times in groups)
+        groups.append((study, title, sorted(times.items(), key=lambda item: item[1])))
+    height = 116 + sum(66 + 40 * len(times) for _, _, times in groups)
     sheet = Sheet("Our kernels beside libraries: microseconds", height)
     top = 76
-    for title, times in groups:
+    for study, title, times in groups:
+        sheet.cut(top - 4, top + 46 + 40 * len(times), study)
         sheet.text(20, top + 14, title, ha="left", weight="bold")
         longest = times[-1][1]
         for i, (name, us) in enumerate(times):
