@@ -795,7 +795,7 @@ def libraries() -> Sheet:
     sheet = Sheet("Our kernels beside libraries: microseconds", height)
     top = 76
     for study, title, times in groups:
-        sheet.cut(top - 4, top + 46 + 40 * len(times), study)
+        sheet.cut(top - 4, top + 36 + 40 * len(times), study)
         sheet.text(20, top + 14, title, ha="left", weight="bold")
         longest = times[-1][1]
         for i, (name, us) in enumerate(times):
