@@ -1156,9 +1156,9 @@ def too_fast() -> Sheet:
     return sheet
 
 
-def bias_gradient() -> Sheet:
+def tile_owner() -> Sheet:
     """A gradient that many rows share: atomic additions, or one program for each tile."""
-    sheet = Sheet("The bias gradient: who adds?", 450)
+    sheet = Sheet("A shared gradient: who adds?", 450)
     for left, name, color in ((20, "atomic additions", RED), (420, "a program owns a tile", GREEN)):
         sheet.text(left + 170, 84, name, weight="bold")
         sheet.box(left + 250, 150, 90, 160, tint(color, 0.3), "tile", edge=color)
@@ -1272,7 +1272,7 @@ FIGURES_BY_NAME: dict[str, Callable[[], Sheet]] = {
         profilers,
         losses,
         too_fast,
-        bias_gradient,
+        tile_owner,
         strategy,
         sessions,
     )
