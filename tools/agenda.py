@@ -182,7 +182,7 @@ def rehearse(args: argparse.Namespace) -> int:
             continue
         took = read_json(logs / "summary.json")["seconds"]
         seconds |= took if name == GUIDE else {name: sum(took.values())}
-        result = json.dumps({**before, "seconds": seconds}, indent=1)
+        result = json.dumps({**study, **before, "seconds": seconds}, indent=1)
         write_text(args.file, result + "\n", replace=True)
     return int(failed > 0)
 
