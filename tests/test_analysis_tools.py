@@ -186,6 +186,16 @@ def test_out_of_memory_is_a_row_and_no_failure(make):
     assert "baseline gone did not finish" in err
 
 
+def test_without_times_there_is_what_is_the_same_in_every_run(make):
+    status, out, _ = call(compare_runs, "--no-times", make("good"), make("gone", **out_of_memory()))
+    rows = table_of(out)
+    assert status == 0
+    counted = "operator calls per step"
+    names = ["configuration", "peak MB", "memory change", counted, "final loss"]
+    assert [*rows[0]] == names
+    assert rows[1]["peak MB"] == "out of memory"
+
+
 def test_a_failed_run_is_named_and_what_it_measured_is_not_compared(make):
     bad = make("bad", status="failed", error="the loss became nan at step 3")
     status, out, err = call(compare_runs, make("good"), bad)

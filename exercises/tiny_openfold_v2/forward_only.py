@@ -24,8 +24,15 @@ from pathlib import Path
 from workshop.cli import Parser, needed, program, several
 from workshop.script import load_script, parser_around, precision_of
 from workshop.show import Column, render, side_columns
-from workshop.study import Part, as_rows, by_side, heading, measure_study, read_study
-from workshop.study import study_asked_for
+from workshop.study import (
+    Part,
+    as_rows,
+    by_side,
+    heading,
+    measure_study,
+    read_study,
+    study_asked_for,
+)
 from workshop.turns import graph_of, named, parse_quiet
 
 with needed():
