@@ -3,8 +3,7 @@
 
 DIR is the --profile-dir of a run with --enable-pytorch-profiler on a GPU. Its second step is kept:
 what the host did in it, and the kernels that it launched, whenever they ran. Times begin at 0;
-shapes, the machine's name and its paths go. With --shapes those of operators stay, for
-exercises/tiny_openfold_v2/gemms_of_a_trace.py.
+shapes, the machine's name and its paths go.
 
 Example:
   python tiny_llama_v1.py --use-amp --seq-len 128 --num-steps 5 --enable-pytorch-profiler \\
@@ -30,17 +29,10 @@ HOST = {"cpu_op", "user_annotation", "cuda_runtime", "cuda_driver"}
 DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
 ARROWS = {"ac2g", "fwdbwd"}  # from a launch to its kernel, from an operator to its gradient
 KEPT = {"correlation", "stream", "grid", "block", "registers per thread", "shared memory"}
-OF_SHAPES = {
-    *("Input Dims", "Input type", "External id"),
-    *("blocks per SM", "est. achieved occupancy %"),
-}
 
 
-def one_step(trace: Trace, kept: set[str] = KEPT) -> list[dict]:
-    """The events of the chosen step, and the names of all threads.
-
-    Of an event's arguments some are `kept`.
-    """
+def one_step(trace: Trace) -> list[dict]:
+    """The events of the chosen step, and the names of all threads."""
     marks = trace.steps("data")
     if len(marks) <= STEP + 1:
         raise ToolError(f"{trace.path}: fewer than {STEP + 2} steps in it")
@@ -68,7 +60,7 @@ def one_step(trace: Trace, kept: set[str] = KEPT) -> list[dict]:
             {
                 **event,
                 "ts": round(event["ts"] - begin, 3),
-                "args": {k: v for k, v in event.get("args", {}).items() if k in kept},
+                "args": {k: v for k, v in event.get("args", {}).items() if k in KEPT},
             }
             for event in chosen
         ),
@@ -79,11 +71,10 @@ def main(argv: list[str] | None = None) -> int:
     parser = documented_parser(PROG, __doc__)
     parser.add_argument("run", type=Path, metavar="DIR")
     parser.add_argument("output", type=Path, metavar="FILE.json.gz")
-    parser.add_flag("--shapes", "keep them, and how full the GPU was")
     args = parser.parse_args(argv)
 
     def body() -> int:
-        events = one_step(Trace(args.run), KEPT | OF_SHAPES if args.shapes else KEPT)
+        events = one_step(Trace(args.run))
         content = json.dumps({"displayTimeUnit": "ms", "traceEvents": events})
         packed = gzip.compress(content.encode(), mtime=0)
         write_file(args.output, lambda path: Path(path).write_bytes(packed))

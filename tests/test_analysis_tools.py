@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from conftest import QUICK, ROOT, TINY, captured, strict_json
+from conftest import QUICK, ROOT, TINY, captured, strict_json, table_of
 
 import run_pytorch_profiler as profiler_tool
 from analysis_tools import analyze_kernel_reduction, compare_runs, plot_runs
@@ -36,15 +36,6 @@ def assert_refused(answer: Answer, *words: str, status: int = 2) -> None:
     assert len(answer[2].splitlines()) == 1, answer[2]
     for word in words:
         assert word in answer[2]
-
-
-def table_of(text: str) -> list[dict[str, str]]:
-    """The first Markdown table of a text, row by row."""
-    lines = [line for line in text.splitlines() if line.startswith("|")]
-    cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
-    width = len(cells[0])
-    end = next((i for i, row in enumerate(cells) if len(row) != width), len(cells))
-    return [dict(zip(cells[0], row, strict=True)) for row in cells[2:end]]
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
