@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
 """Does a benchmark measure what it says? Six probes say what is wrong, or that nothing was found.
 
-Each FILE is a benchmark like those in benchmarks/ (default: all of them), which is run as its
-author runs it, and whose operation is called with our own clocks. probes.py judges; it is for you
-to write, and --solution takes ours. The exit status is 1 if a benchmark is flagged or a probe not
+Each FILE.py is a benchmark like those in benchmarks/ (default: all of them). It is run as its
+author runs it, and its operation is called under our clocks. probes.py judges; it is for you to
+write, and --solution takes ours. The exit status is 1 if something is flagged, or a probe not
 written.
 
-A FILE.json is a study in results/: no rate in it may be above that of the copy in the same run, and
-no step shorter than the kernels in it.
+A FILE.json is what --output wrote, to be judged again without running anything; or a study in
+results/: no rate in it may be above that of the copy in the same run, and no step shorter than the
+kernels in it.
 
 Examples:
   python exercises/performance_debugging/check_benchmark.py
@@ -19,6 +20,7 @@ from __future__ import annotations
 import _root
 
 import importlib
+import json
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
@@ -27,36 +29,24 @@ from types import ModuleType
 
 from exercises.performance_debugging.benchmarks import examine
 from workshop.cli import ToolError, documented_parser, run_tool
-from workshop.files import read_json
+from workshop.files import read_json, write_text
 
 PROG = Path(__file__).name
 HERE = Path(__file__).resolve().parent
 NOISE = 1.1  # two medians of the same rate
 
 
-def look(path: Path, probes: ModuleType | None) -> list[str]:
-    """Print what a benchmark says; a line for each probe that flags it, or is not written."""
-    claim = examine.in_a_process(examine.as_its_author, path)
-    print(f"{path.stem}: {claim.line}", flush=True)
-    if not probes:
-        return []
-    calls, values = examine.in_a_process(examine.under_our_clocks, path)
+def judge(evidence: examine.Evidence, probes: ModuleType) -> list[str]:
+    """A line for each probe that flags a benchmark, or is not written."""
     lines = []
     for probe in probes.PROBES:
         try:
-            wrong = probe(claim, calls, values)
+            wrong = probe(evidence.claim, evidence.calls, evidence.values)
         except NotImplementedError:
             wrong = "not written yet"
         if wrong:
             lines.append(f"{probe.__name__}: {wrong}")
     return lines
-
-
-def look_at_study(path: Path) -> list[str]:
-    """A line for each thing in a study that cannot be."""
-    study = read_json(path)
-    print(f"{path.stem}:")
-    return [*impossible(study)]
 
 
 def impossible(study: dict) -> Iterator[str]:
@@ -76,22 +66,42 @@ def impossible(study: dict) -> Iterator[str]:
             yield f"step: {stage['stage']} takes {step:.2f} ms, its kernels {kernels:.2f} ms"
 
 
-def check(files: Sequence[Path], probes: ModuleType | None) -> int:
-    """Print what is wrong with each file; 1 if anything is."""
-    flagged = failed = 0
-    for path in files:
-        try:
-            wrong = look_at_study(path) if path.suffix == ".json" else look(path, probes)
-        except ToolError as error:
-            print(f"{PROG}: error: {error}", file=sys.stderr)
-            failed += 1
+def gather(paths: Sequence[Path], claims: bool) -> Iterator[examine.Evidence | Path | ToolError]:
+    """What the probes look at, of each benchmark in turn; the path of a study; what went wrong."""
+    for path in paths:
+        if path.suffix != ".json":
+            try:
+                yield examine.gather(path, claims)
+            except ToolError as error:  # such as no C++ compiler; the others can be run
+                yield error
+        elif rows := read_json(path).get("benchmarks"):
+            yield from map(examine.Evidence.of, rows)
+        else:
+            yield path
+
+
+def check(paths: Sequence[Path], probes: ModuleType | None, output: Path | None = None) -> int:
+    """Print what each benchmark says and what is wrong with it; 1 if anything is."""
+    flagged, failed, count, gathered = 0, 0, 0, []
+    for one in gather(paths, claims=not probes):
+        count += 1
+        if isinstance(one, ToolError):
+            print(f"{PROG}: error: {one}", file=sys.stderr)
+            failed = one.status
             continue
-        flagged += bool(wrong)
+        study = isinstance(one, Path)
+        print(f"{one.stem}:" if study else f"{one.name}: {one.claim.line}", flush=True)
+        if not study:
+            gathered.append(one.row())
         if probes:
+            wrong = [*impossible(read_json(one))] if study else judge(one, probes)
+            flagged += bool(wrong)
             print("\n".join(f"    {line}" for line in wrong or ["nothing found"]), flush=True)
     if probes:
-        print(f"{flagged} of {len(files)} flagged")
-    return int(flagged + failed > 0)
+        print(f"{flagged} of {count} flagged")
+    if output:
+        write_text(output, json.dumps({"benchmarks": gathered}, indent=1) + "\n")
+    return failed or int(flagged > 0)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -100,12 +110,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE")
     parser.add_flag("--solution", "our probes in place of yours")
     parser.add_flag("--claims", "only what the benchmarks say")
+    parser.add_path("--output", "FILE.json", "keep what the probes look at")
     args = parser.parse_args(argv)
+    if args.claims and args.output:
+        parser.error("--claims looks at nothing that --output could keep")
     folder = "exercises.performance_debugging"
     name = f"{folder}.{'solutions.' * args.solution}probes"
     probes = None if args.claims else importlib.import_module(name)
     files = args.files or sorted((HERE / "benchmarks").glob("benchmark_*.py"))
-    return run_tool(PROG, lambda: check(files, probes))
+    return run_tool(PROG, lambda: check(files, probes, args.output))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import math
 import multiprocessing
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from exercises.performance_debugging.benchmarks.common import (
@@ -58,6 +58,27 @@ class Values:
 
     error: float
     error_after_change: float  # of a second call, for which x has got new values in place
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """All that the probes look at; with the claim alone, the rest is None."""
+
+    name: str
+    claim: Claim
+    calls: Calls | None
+    values: Values | None
+
+    def row(self) -> dict:
+        """As JSON has it."""
+        return asdict(self)
+
+    @classmethod
+    def of(cls, row: dict) -> Evidence:
+        """The evidence of such a row."""
+        claim = {**row["claim"], "measured": Measured(*row["claim"]["measured"])}
+        calls, values = Calls(**row["calls"]), Values(**row["values"])
+        return cls(row["name"], Claim(**claim), calls, values)
 
 
 def load(path: Path) -> Benchmark:
@@ -149,3 +170,10 @@ def in_a_process(function: Callable[[Path], object], path: Path) -> object:
     if isinstance(result, ToolError):
         raise result
     return result
+
+
+def gather(path: Path, claim_only: bool) -> Evidence:
+    """Run a benchmark in two processes."""
+    claim = in_a_process(as_its_author, path)
+    calls, values = (None, None) if claim_only else in_a_process(under_our_clocks, path)
+    return Evidence(path.stem, claim, calls, values)
