@@ -64,7 +64,7 @@ def all_work(claim: Claim, calls: Calls, values: Values) -> str:
 
 def cache(claim: Claim, calls: Calls, values: Values) -> str:
     """Would a call in the midst of other work be as fast?"""
-    if calls.cold > 1.5 * calls.warm:
+    if calls.cold > 1.2 * calls.warm:
         return (
             f"{1e6 * calls.cold:.4g} us with an empty cache, {1e6 * calls.warm:.4g} us with a warm "
             "one"
