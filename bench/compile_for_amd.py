@@ -19,12 +19,14 @@ Examples:
   python bench/compile_for_amd.py tiny_llama_v3.py --target gfx942 --dtype bfloat16 --size default
   python bench/compile_for_amd.py tiny_llama_v3.py --blocks attention_forward:BLOCK_M=128
   python bench/compile_for_amd.py --target sm_90   for NVIDIA's H100, shared memory under LDS
-  python bench/compile_for_amd.py --write          the tables of docs/ROCM.md
+  python bench/compile_for_amd.py --write          results/amd/registers.csv and the tables from it
+  python bench/compile_for_amd.py --summary        what this file says of each script and target
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import itertools
 import multiprocessing
 import os
@@ -32,9 +34,9 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool, ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import ClassVar
@@ -56,10 +58,12 @@ with needed():
     from bench import tables
     from workshop.cli import ToolError, documented_parser, print_notes, run_tool
     from workshop.script import load_script
-    from workshop.show import Column, render
+    from workshop.show import Column, render, write_csv
 
 PROG = Path(__file__).name
 DOCUMENT = ROOT / "docs/ROCM.md"
+REGISTERS = ROOT / "results/amd/registers.csv"
+WRITTEN = ["--dtype", "float32", "bfloat16", "--size", "default"]  # what this file has
 SCRIPTS = sorted(path.name for path in ROOT.glob("tiny_*_v[34].py"))
 # for Triton, and the KiB of LDS (NVIDIA: shared memory) of a compute unit, which a workgroup can
 # have
@@ -360,9 +364,42 @@ def markdown(launches: list[Launch], found: list[list[Needs | str]]) -> str:
     return render(columns, sorted(rows.values(), key=lambda row: order.index(row["kernel"])))
 
 
-def check(args: argparse.Namespace) -> int:
-    """Print the tables, and what is wrong on stderr; returns the exit status."""
-    wrong, chosen = [], args.blocks or ()
+@dataclass(frozen=True)
+class Compiled:
+    """The kernels of a script for the targets of one backend."""
+
+    script: str
+    targets: list[str]
+    launches: list[Launch]
+    found: list[list[Needs | str]]  # for each launch, on each target
+    missing: list[str]  # kernels that nothing launches
+
+    def wrong(self) -> Iterator[str]:
+        """What is wrong with each kernel, a line each."""
+        for launch, results in zip(self.launches, self.found, strict=True):
+            if problem := problems(launch, results, self.targets):
+                name = f"{launch.kernel.__name__} in {', '.join(launch.precisions)}"
+                yield f"{self.script}: {name} ({launch}): {problem}"
+        for kernel in self.missing:
+            yield f"{self.script}: {kernel} is never launched"
+
+    def rows(self) -> Iterator[dict]:
+        """A row for each configuration and target."""
+        for launch, results in zip(self.launches, self.found, strict=True):
+            for target, result in zip(self.targets, results, strict=True):
+                yield {
+                    "script": self.script,
+                    "target": target,
+                    "kernel": launch.kernel.__name__.removesuffix("_kernel"),
+                    "precisions": " ".join(launch.precisions),
+                    "constants": str(launch),
+                    **(asdict(result) if isinstance(result, Needs) else {}),
+                }
+
+
+def compile_scripts(args: argparse.Namespace) -> Iterator[Compiled]:
+    """Compile what the arguments ask for, and say how far it is."""
+    chosen = args.blocks or ()
     options = [part for blocks in chosen for part in ("--blocks", blocks)]
     for name in args.scripts or SCRIPTS:
         module = load_script(name)
@@ -373,30 +410,84 @@ def check(args: argparse.Namespace) -> int:
             targets = list(targets)
             launches = record(module, backend, args.dtype, args.size, options)
             launches = [launch for launch in launches if launch.kernel.__name__ in kernels]
+            missing = sorted(kernels - {launch.kernel.__name__ for launch in launches})
             found = compile_all(launches, targets)
-            print(f"{module.SCRIPT}, on {' / '.join(targets)}:\n\n{markdown(launches, found)}\n")
-            for launch, results in zip(launches, found, strict=True):
-                if problem := problems(launch, results, targets):
-                    name = f"{launch.kernel.__name__} in {', '.join(launch.precisions)}"
-                    wrong.append(f"{module.SCRIPT}: {name} ({launch}): {problem}")
-            for kernel in sorted(kernels - {launch.kernel.__name__ for launch in launches}):
-                wrong.append(f"{module.SCRIPT}: {kernel} is never launched")
+            yield Compiled(module.SCRIPT, targets, launches, found, missing)
             print_notes(
                 PROG,
                 f"{module.SCRIPT}: {len(launches)} configurations compiled "
                 f"for {', '.join(targets)}",
             )
+
+
+def tell(wrong: Iterable[str]) -> int:
+    """Name on stderr what is wrong; returns the exit status."""
+    wrong = list(wrong)
     for line in wrong:
         print(f"{PROG}: {line}", file=sys.stderr)
     return int(bool(wrong))
 
 
-def write() -> int:
-    """Write the tables of the documentation, if there is nothing wrong; returns the exit status."""
-    wrong = tables.update(DOCUMENT, check=False)
-    for line in wrong:
-        print(f"{PROG}: {line}", file=sys.stderr)
-    return int(bool(wrong))
+def check(args: argparse.Namespace) -> int:
+    """Print the tables, and what is wrong on stderr; returns the exit status."""
+    wrong = []
+    for part in compile_scripts(args):
+        table = markdown(part.launches, part.found)
+        print(f"{part.script}, on {' / '.join(part.targets)}:\n\n{table}\n")
+        wrong += part.wrong()
+    return tell(wrong)
+
+
+def write(args: argparse.Namespace) -> int:
+    """Write the result file, then the tables from it, if nothing is wrong; returns the status."""
+    parts = list(compile_scripts(args))
+    if wrong := [line for part in parts for line in part.wrong()]:
+        return tell(wrong)
+    REGISTERS.parent.mkdir(parents=True, exist_ok=True)
+    write_csv(REGISTERS, [row for part in parts for row in part.rows()])
+    return tell(tables.update(DOCUMENT, check=False))
+
+
+def read_registers(path: Path) -> list[dict]:
+    """The rows of the result file, with their numbers as numbers."""
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            return [
+                row | {name: float(row[name]) for name in Needs.__dataclass_fields__}
+                for row in csv.DictReader(file)
+            ]
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise ToolError(f"{path}: {getattr(error, 'strerror', None) or error!r}") from error
+
+
+def summary(path: Path) -> int:
+    """Print a row for each script and target: what its kernels need at most; returns the status."""
+    rows: dict[tuple, list[dict]] = {}
+    for row in read_registers(path):
+        rows.setdefault((row["script"], row["target"]), []).append(row)
+
+    def registers(row: dict) -> float:
+        return row["vgprs"] + row["agprs"]
+
+    def largest_lds(rows: list[dict]) -> str:
+        row = max(rows, key=lambda row: row["lds"])
+        return f"{row['lds'] / 1024:.3g} of {TARGETS[row['target']][1]} ({row['kernel']})"
+
+    def most_registers(rows: list[dict]) -> str:
+        row = max(rows, key=registers)
+        return f"{registers(row):g} of 512 ({row['kernel']})"
+
+    columns = [
+        Column("script", lambda rows: rows[0]["script"]),
+        Column("GPU", lambda rows: rows[0]["target"], text=True),
+        Column("kernels", lambda rows: len({row["kernel"] for row in rows})),
+        Column("spills", lambda rows: sum(row["spills"] + row["sgpr_spills"] for row in rows), "g"),
+        Column("LDS at most, KiB", largest_lds, text=True),
+        Column("VGPRs and AGPRs at most", most_registers, text=True),
+        Column("fewest waves", lambda rows: min(row["waves"] for row in rows), "g"),
+    ]
+    print(render(columns, list(rows.values())))
+    return 0
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -415,13 +506,15 @@ def main(argv: list[str] | None = None) -> int:
     text = "block sizes of one kernel, as the scripts take them (may be repeated); "
     text += "only such kernels are compiled"
     parser.add_argument("--blocks", action="append", metavar="KERNEL:NAME=NUMBER,...", help=text)
-    parser.add_argument(
-        "--write",
-        action="store_true",
-        help=f"write the tables of {DOCUMENT.name} instead of printing",
-    )
+    what = parser.add_mutually_exclusive_group()
+    text = f"write {REGISTERS.name} and the tables of {DOCUMENT.name}, for default sizes"
+    what.add_argument("--write", action="store_true", help=text)
+    text = "print what such a file says of each script and target (default: the one in results/)"
+    what.add_argument("--summary", nargs="?", type=Path, const=REGISTERS, metavar="FILE", help=text)
     args = parser.parse_args(argv)
-    return run_tool(PROG, lambda: write() if args.write else check(args))
+    if args.write:
+        return run_tool(PROG, lambda: write(parser.parse_args(WRITTEN)))
+    return run_tool(PROG, lambda: summary(args.summary) if args.summary else check(args))
 
 
 if __name__ == "__main__":

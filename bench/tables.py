@@ -8,8 +8,11 @@ repository:
   <!-- table: python bench/versions.py table results/h100 -->
   <!-- end of table -->
 
-Of a command that prints several, `COMMAND, only "TITLE" ...` takes those whose header begins so, in
-this order.
+A page can take a part of what its command prints:
+
+  COMMAND, only "TITLE" ...       the tables whose header begins so, in this order
+  COMMAND, columns "LABEL" ...    the first column and these, in this order
+  COMMAND, rows "TEXT" ...        the rows whose first cell begins so
 
 Examples:
   python bench/tables.py README.md           run the commands, put what they print in between
@@ -25,22 +28,26 @@ import re
 import shlex
 import subprocess
 import sys
+from operator import itemgetter
 from pathlib import Path
 
 from workshop.cli import ToolError, documented_parser, run_tool
 from workshop.files import ROOT, write_text
+from workshop.show import Column, render
 
 PROG = Path(__file__).name
 TABLE = re.compile(
     r"^(<!-- tables?: (.+?) -->\n)(.*?)^(<!-- end of tables? -->)$", re.MULTILINE | re.DOTALL
 )
-ONLY = re.compile(r', only ((?: ?"[^"]+")+)$')
+PART = re.compile(r', (only|columns|rows)((?: "[^"]+")+)')
+CELLS = re.compile(r"(?<!\\)\|")
 COMMENT = re.compile(r"<!-- (?:end of )?tables?\b")
 
 
 def printed_by(command: str) -> str:
-    """What a command prints, or the tables of it that it names; `python` is this interpreter."""
-    command, *titles = ONLY.split(command)
+    """What a command prints, or the part of it that is named; `python` is this interpreter."""
+    parts = {kind: re.findall('"(.+?)"', names) for kind, names in PART.findall(command)}
+    command = PART.sub("", command)
     try:
         words = shlex.split(command)
         if not words:
@@ -54,9 +61,36 @@ def printed_by(command: str) -> str:
         raise ToolError(f"status {done.returncode} of its command: {said[-1]}")
     if not done.stdout.strip():
         raise ToolError("its command prints nothing")
-    if titles:
-        return "\n".join(table_of(done.stdout, title) for title in re.findall('"(.+?)"', titles[0]))
-    return done.stdout.strip() + "\n"
+    printed = done.stdout.strip() + "\n"
+    if titles := parts.get("only"):
+        printed = "\n".join(table_of(printed, title) for title in titles)
+    if "columns" in parts or "rows" in parts:
+        printed = parts_of(printed, parts.get("columns"), parts.get("rows"))
+    return printed
+
+
+def parts_of(printed: str, columns: list[str] | None, rows: list[str] | None) -> str:
+    """The tables with some of their columns and rows; each that is named must be in one of them."""
+    tables, unused = [], {*(columns or ()), *(rows or ())}
+    for table in printed.strip().split("\n\n"):
+        if not table.startswith("|"):  # a line of text above a table
+            continue
+        header, rule, *lines = (
+            [cell.strip().replace("\\|", "|") for cell in CELLS.split(line)[1:-1]]
+            for line in table.splitlines()
+        )
+        named = header if columns is None else [header[0], *(c for c in columns if c in header)]
+        kept = [line for line in lines if rows is None or line[0].startswith(tuple(rows))]
+        unused -= {
+            *named,
+            *(text for text in rows or () for row in kept if row[0].startswith(text)),
+        }
+        places = [header.index(label) for label in named]
+        shown = [Column(header[i], itemgetter(i), text=not rule[i].endswith(":")) for i in places]
+        tables.append(render(shown, kept) + "\n")
+    if unused:
+        raise ToolError(f"its command prints no {', '.join(map(repr, sorted(unused)))}")
+    return "\n".join(tables)
 
 
 def table_of(printed: str, title: str) -> str:

@@ -580,6 +580,23 @@ def model_table(directory: Path, model: str) -> str:
     return render(columns, rows) if rows else ""
 
 
+def overview_table(directory: Path) -> str:
+    """Milliseconds and peak GB of a step of each version, in bf16 as a graph."""
+    measured = versions_of(directory / "headline_v3.json", "mode")
+    rows = []
+    for (shape, precision, mode), sides in measured.items():
+        if (precision, mode) == ("bf16", "graph"):
+            last = versions_of(directory / FASTEST[sides["V1"]["model"]]).get((shape, precision))
+            rows.append({"name": shape, **sides, "V4": last["V4"] if last else {}})
+
+    def cost(side: Mapping) -> str:
+        ms, mb = side.get("batch_ms"), side.get("peak_mb")
+        return f"{ms:#.3g} ms<br>{mb / 1e3:.{2 if mb < 1e3 else 1}f} GB" if ms else ""
+
+    columns = [Column("bf16, as graphs", "name"), *side_columns("{}", ALL_VERSIONS, cost)]
+    return render(columns, rows) if rows else ""
+
+
 def best_compiled(sides: Mapping[str, dict]) -> str | None:
     """The fastest of the compiled sides of `fastest`, None where none was measured."""
     compiled = (name for name in sides if name.endswith("compiled"))
@@ -703,6 +720,7 @@ TABLES: dict[str, Callable[[Path], list[str]]] = {
     "headline": lambda where: headline_tables(where / "headline.json"),  # V1 and V2, all modes
     "versions": lambda where: headline_tables(where / "headline_v3.json"),  # V1 to V3, as graphs
     "ablation": lambda where: [ablation_table(where, script) for script in ABLATED],
+    "overview": lambda where: [overview_table(where)],
     "llama": lambda where: [model_table(where, "tiny_llama")],
     "openfold": lambda where: [model_table(where, "tiny_openfold")],
     "inference": lambda where: [inference_table(where)],

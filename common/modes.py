@@ -94,15 +94,17 @@ def judge(exact: dict, unfused: dict, found: dict, least: float) -> dict[str, tu
     """Return each value's relative error and its limit, three times that of the unfused model.
 
     Or `least` (1e-3 for what is no gradient), if that is more. Where the unfused one is a NaN,
-    none is right. Some gradients are zero in theory, as that of a bias which softmax takes out:
-    no norm counts for less than 1e-5 of that of all gradients.
+    none is right. No norm counts for less than 1e-5 of that of all gradients. Some gradients are
+    zero in theory, as that of a bias which softmax takes out. What is found is the noise of other
+    sums in another order then, and the norm counts for least / 50 of that of all.
     """
     norms = {name: float(value.norm()) for name, value in exact.items()}
-    gradients = [norm for name, norm in norms.items() if name.startswith("gradient")]
-    judged, smallest = {}, 1e-5 * math.hypot(*gradients)
+    total = math.hypot(*(norm for name, norm in norms.items() if name.startswith("gradient")))
+    judged = {}
     for name, norm in norms.items():
+        norm = max(norm, total * (1e-5 if norm > 1e-12 * total else least / 50))
         sizes = [float((side[name] - exact[name]).norm()) for side in (found, unfused)]
-        error, rounding = (s / max(norm, smallest) if math.isfinite(s) else math.inf for s in sizes)
+        error, rounding = (size / norm if math.isfinite(size) else math.inf for size in sizes)
         floor = least if name.startswith("gradient") else min(least, 1e-3)
         judged[name] = error, max(floor, 3 * rounding) if rounding < math.inf else 0.0
     return judged

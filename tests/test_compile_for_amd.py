@@ -7,6 +7,7 @@ by python bench/compile_for_amd.py, which takes minutes.
 
 from __future__ import annotations
 
+import csv
 import os
 import re
 import subprocess
@@ -21,7 +22,7 @@ COVERED = "--target gfx942 --dtype bfloat16 --size default"
 LDS = 65536  # bytes that a workgroup can have there
 
 
-def compile_for_amd(script: Path, options: str) -> subprocess.CompletedProcess:
+def compile_for_amd(script: Path | str, options: str) -> subprocess.CompletedProcess:
     command = [
         sys.executable,
         str(ROOT / "bench/compile_for_amd.py"),
@@ -107,11 +108,33 @@ def test_a_bad_argument_is_one_line(script: Path, options: str, words: str):
     assert words in done.stderr
 
 
-def test_the_table_in_the_documentation_has_every_kernel():
-    text = (ROOT / "docs/ROCM.md").read_text().partition("compile_for_amd.py")[2]
-    tables = dict(
-        re.findall(r"^(\w+), on [^\n]+:\n\n(.*?)\n(?:\n|<!--)", text, re.MULTILINE | re.DOTALL)
+def test_the_result_file_has_every_kernel_on_every_target():
+    with (ROOT / "results/amd/registers.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    for target in ("gfx90a", "gfx942", "gfx950"):
+        found = {}
+        for row in rows:
+            if row["target"] == target:
+                found.setdefault(row["script"], set()).add(row["kernel"])
+        assert found == {script.stem: kernels(script) for script in SCRIPTS}
+    assert {(row["spills"], row["sgpr_spills"]) for row in rows} == {("0", "0")}
+
+
+def test_the_summary_names_the_kernel_that_needs_most(tmp_path: Path):
+    path = tmp_path / "registers.csv"
+    header = (
+        "script,target,kernel,precisions,constants,vgprs,agprs,sgprs,lds,spills,sgpr_spills,waves\n"
     )
-    assert {name: in_tables(table) for name, table in tables.items()} == {
-        s.stem: kernels(s) for s in SCRIPTS
-    }
+    path.write_text(
+        header
+        + "tiny_x_v3,gfx942,small,bfloat16,C=1,20,0,8,65536,0,0,8\n"
+        + "tiny_x_v3,gfx942,large,bfloat16,C=1,200,60,8,1024,0,0,1\n"
+    )
+    done = compile_for_amd("--summary", str(path))
+    cells = [cell.strip() for cell in done.stdout.splitlines()[-1].strip("|").split("|")]
+    assert cells == (
+        ["tiny_x_v3", "gfx942", "2", "0", "64 of 64 (small)", "260 of 512 (large)", "1"]
+    )
+    path.write_text(header + "tiny_x_v3,gfx942,small\n")
+    done = compile_for_amd("--summary", str(path))
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)

@@ -50,7 +50,6 @@ PAGES = (
 SHEETS = files_with("^```(bash|python)", *PAGES)
 SHEETS = [name for name in SHEETS if not name.endswith("solutions.md")]
 WITH_TABLES = files_with("^<!-- tables?: ", "README.md", "docs/*.md", "exercises/*/*.md")
-WITH_TABLES.remove("docs/ROCM.md")  # its command compiles for minutes
 # What no test may start: an installation, or the tests.
 NOT_HERE = re.compile(
     r"^[^#\n]*(?:\bpip install|\bvenv\b|environment_setup\.sh|\bpytest\b|\.ci/run)", re.MULTILINE
@@ -635,6 +634,22 @@ def test_a_marker_can_take_some_of_the_tables_that_its_command_prints(tmp_path: 
             True,
         )
         assert (tmp_path / "wrong.md").read_text() == text
+
+
+def test_a_marker_can_take_some_columns_and_rows(tmp_path: Path):
+    file = tmp_path / "x.md"
+    table = r"| ms | V1 | V2 |\n| - | -: | -: |\n| a, 16 | 1 | 2 |\n| b | 3 | 4 |\n"
+    command = rf"printf 'Of a GPU:\n\n{table}'"
+    file.write_text(table_of(f'{command}, columns "V2", rows "a"', "old\n"))
+    assert tables(file).returncode == 0
+    assert "-->\n| ms    |  V2 |\n| ----- | --: |\n| a, 16 |   2 |\n<!--" in file.read_text()
+    for known, unknown in (('"V2"', '"V3"'), ('"a"', '"c"')):
+        (tmp_path / "wrong.md").write_text(file.read_text().replace(known, unknown))
+        done = tables(tmp_path / "wrong.md")
+        assert (done.returncode, f"prints no {unknown}".replace('"', "'") in done.stderr) == (
+            1,
+            True,
+        )
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,23 @@ def test_residual_norm_draws_as_many_trips_as_were_counted():
     )
 
 
+def test_libraries_are_drawn_in_the_order_of_their_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(figures, "H100", tmp_path)
+    same = {"shape": "N=256", "precision": "bf16"}
+    for study, times in {
+        "attention": {"triton": 300.0, "SDPA": 900.0, "FlexAttention, own layout": 250.0},
+        "triangle": {"triton": 400.0, "cuEquivariance, bf16 parameters": 450.0, "V2": None},
+    }.items():
+        rows = [{**same, "side": side, "us": us} for side, us in times.items()]
+        (tmp_path / f"{study}.json").write_text(json.dumps({"rows": rows}))
+    said = words(figures.libraries())
+    order = ["FlexAttention", "250", "V3", "300", "SDPA", "900", "V3", "400", "cuEquivariance"]
+    places = [said.index(order[0])]
+    for word in order[1:]:
+        places.append(said.index(word, places[-1]))
+    assert "V2" not in said, "it did not finish"
+
+
 def test_memory_of_a_step_has_a_bar_for_each_version_and_its_sum(tmp_path, monkeypatch):
     monkeypatch.setattr(figures, "H100", tmp_path)
     purposes = dict.fromkeys((key for key, _, _ in figures.PURPOSES), 250_000_000)

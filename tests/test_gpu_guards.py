@@ -28,16 +28,21 @@ NOT_IN_A_STEP = {  # of V4 inference, and its own GEMMs or, where they win, V3's
         }
         for gemm in ("", "gemm_")
     ],
-    # 16 bits: a row of 128 fits into V4's transition; float32 on a GPU: the library projects
+    # 16 bits: a row of 128 fits into V4's transition; float32 on a GPU: the library projects;
+    # 129 residues: the library multiplies triangles
     "tiny_openfold_v4": [
-        set(),
-        {"bias_relu_forward_kernel", "bias_relu_backward_kernel", "layer_norm_backward_kernel"},
-        {
-            "norm_project_kernel",
-            "norm_project_backward_kernel",
-            "project_residual_kernel",
-            "weight_parts_kernel",
-        },
+        some | product
+        for product in (set(), {"triangle_product_kernel", "triangle_product_backward_kernel"})
+        for some in (
+            set(),
+            {"bias_relu_forward_kernel", "bias_relu_backward_kernel", "layer_norm_backward_kernel"},
+            {
+                "norm_project_kernel",
+                "norm_project_backward_kernel",
+                "project_residual_kernel",
+                "weight_parts_kernel",
+            },
+        )
     ],
 }
 ZONE = 1 << 16  # elements on each side: more than a block of rows that lies wrongly

@@ -1,6 +1,7 @@
 """Pages for readers:
 
-START.md shows what its programs measure, the tables of claims and of names name what exists.
+START.md shows what its programs measure, sentences have the numbers of the results, the tables of
+claims and of names name what exists.
 """
 
 from __future__ import annotations
@@ -12,8 +13,12 @@ import pytest
 import torch
 from conftest import ROOT, captured, needs_compiler
 
+from bench.versions import best_compiled, over_best_compiled, versions_of
 from exercises.start import add_relu, attention_memory
+from workshop.study import by_side
+from workshop.turns import speedup
 
+H100 = ROOT / "results/h100"
 PAGE = (ROOT / "docs/START.md").read_text()
 
 
@@ -74,6 +79,94 @@ def test_words_in_italics_are_in_the_table(word):
     assert f"| {word} |" in table
 
 
+def says(page: str, sentence: str) -> bool:
+    """Whether a page has this sentence, wherever its lines end."""
+    return " ".join(sentence.split()) in " ".join((ROOT / page).read_text().split())
+
+
+def test_sentences_on_versions_have_the_numbers_of_the_studies():
+    steps = {key[:2]: s for key, s in versions_of(H100 / "headline_v3.json", "mode").items()
+             if key[2] == "graph"}  # fmt: skip
+    gains = {key: speedup(sides["V1"], sides["V3"]) for key, sides in steps.items()}
+    low, high = min(gains.values()), max(gains.values())
+    assert says("docs/RESULTS.md", f"step becomes {low:.1f} to {high:.1f} times as fast")
+    medium = gains["tiny_llama, medium", "fp32"]
+    assert says("README.md", f"{medium:.1f}x for medium TinyLlama, V1 to V3")
+
+    llama = [gain for (shape, _), gain in gains.items() if shape.startswith("tiny_llama")]
+    words = f"{min(llama):.2f}x (medium, fp32) to {max(llama):.2f}x (medium, bf16)"
+    assert says("docs/CLAIMS.md", words)
+    exact, bf16 = (gains["tiny_openfold, crop", precision] for precision in ("fp32", "bf16"))
+    assert says("docs/CLAIMS.md", f"at a real crop: {exact:.2f}x in fp32, {bf16:.2f}x in bf16")
+
+    fastest = versions_of(H100 / "fastest.json")
+    over_v3 = [speedup(sides["V3"], sides["V4"]) for study in ("fastest", "fastest_openfold")
+               for sides in versions_of(H100 / f"{study}.json").values()]  # fmt: skip
+    assert says("docs/RESULTS.md", f"V4 adds up to {max(over_v3):.1f} times.")
+    ahead = [over_best_compiled(sides) for sides in fastest.values() if best_compiled(sides)]
+    words = f"TinyLlama's V4 is {min(ahead):.2f} to {max(ahead):.2f} times as fast as the best"
+    assert says("README.md", words)
+    assert says("docs/RESULTS.md", words)
+
+    small = steps["tiny_llama, small", "bf16"]
+    ms, kernels = ({v: side[key] for v, side in small.items()} for key in ("batch_ms", "per_step"))
+    last = fastest["tiny_llama, small", "bf16"]["V4"]
+    crop = steps["tiny_openfold, crop", "bf16"]
+    for words in (
+        f"runs {kernels['V1']} kernels",
+        f"leaves {kernels['V2']} kernels and {ms['V2']:.1f} ms",
+        f"leaves {kernels['V3']} kernels and {ms['V3']:.1f} ms",
+        f"from {crop['V1']['batch_ms']:.1f} ms in V1 to {crop['V3']['batch_ms']:.1f} at the size",
+        f"That is {last['batch_ms']:.1f} ms with {last['per_step']} kernels",
+    ):
+        assert says("docs/START.md", words)
+
+
+def test_sentences_on_the_trunk_and_on_accuracy_have_the_numbers_of_the_studies():
+    rows = json.loads((H100 / "trunk.json").read_text())["rows"]
+    trunk = by_side(rows, "shape")[("128 x 256",)]
+    v4, v2 = trunk["V4"]["batch_ms"], trunk["V2, checkpointed"]["batch_ms"]
+    assert says("README.md", f"V2 needs checkpoints, and {v2 / v4:.1f} times as long")
+    words = f"takes {v4:.0f} ms, V2 with them {v2:.0f}: {v2 / v4:.1f} times as long"
+    assert says("docs/RESULTS.md", words)
+
+    case = {"subject": "triangle attention", "case": "outlier", "precision": "bf16"}
+    rows = json.loads((H100 / "accuracy.json").read_text())["rows"]
+    (row,) = (row for row in rows if {key: row[key] for key in case} == case)
+    worst = {
+        side: 100 * max(error for error, _ in found["lines"].values())
+        for side, found in row["sides"].items()
+    }
+    assert says(
+        "docs/RESULTS.md",
+        f"{worst['V3']:.0f} % off in V3, {worst['V1']:.0f} % in V1, "
+        f"{worst['cuEquivariance']:.0f} % in cuEquivariance and {worst['V2']:.0f} % in PyTorch's",
+    )
+
+
+def test_where_a_library_wins_is_said():
+    def wins(study: str, library: str) -> list[int]:
+        """The lengths at which it takes less time than our kernel in bf16."""
+        rows = json.loads((H100 / f"{study}.json").read_text())["rows"]
+        times = {
+            shape: {side: row.get("us") for side, row in sides.items()}
+            for (shape, precision), sides in by_side(rows, "shape", "precision").items()
+            if precision == "bf16"
+        }
+        return [
+            int(shape.removeprefix("N="))
+            for shape, us in times.items()
+            if shape.startswith("N=") and "batch" not in shape and us[library] < us["triton"]
+        ]
+
+    won = wins("triangle", "cuEquivariance, bf16 parameters")
+    first, last = min(won), max(won)
+    assert says("docs/RESULTS.md", f"triangle multiplication of {first} to {last} residues")
+    assert says("docs/RESULTS.md", f"cuEquivariance wins from {first} to {last} residues")
+    won = wins("attention", "FlexAttention, own layout")
+    assert says("docs/RESULTS.md", f"wins by a fifth** from {min(won)} residues on")
+
+
 def test_every_result_file_behind_a_claim_is_there():
     text = (ROOT / "docs/CLAIMS.md").read_text()
     files = set(re.findall(r"`([\w/.*]+\.(?:json|csv))`", text))
@@ -82,12 +175,10 @@ def test_every_result_file_behind_a_claim_is_there():
 
 
 def test_what_an_older_name_became_is_there():
-    rows = re.findall(
-        r"^\| (.*) \| (.*) \|$", (ROOT / "docs/FROM_OTHER_EDITIONS.md").read_text(), re.MULTILINE
-    )
+    section = (ROOT / "docs/CLAIMS.md").read_text().partition("## Names of other editions")[2]
+    rows = re.findall(r"^\| (.*) \| (.*) \|$", section, re.MULTILINE)
     named = {word for _, here in rows for word in re.findall(r"[\w/.-]+\.(?:py|sh|md|txt)", here)}
-    assert len(named) > 20
-    named.remove("analysis_tools/NAME.py")
+    assert len(named) > 15
     assert not [
         name for name in named if not (ROOT / name).exists() and not (ROOT / "docs" / name).exists()
     ]

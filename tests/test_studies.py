@@ -13,6 +13,8 @@ from conftest import CPU, QUICK, TINY, captured, load, strict_json
 
 from analysis_tools import benchmark_suite, fusion_ablation_study, optimize_batch_size
 from workshop import ablation
+from workshop.cli import ToolError
+from workshop.records import Study, read
 
 SMALL = [*TINY["llama"], "--device", "cpu"]
 GAINS = {"qkv-fusion": 1.25, "flash-attention": 2.0, "swiglu-fusion": 1.1}
@@ -343,3 +345,19 @@ def test_bad_input_is_one_line(tool, argv, line, tmp_path, monkeypatch):
     assert (status, out, len(err.splitlines())) == (2, "", 1), err
     assert line in err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cut.json", "other.json"]
+
+
+@pytest.mark.parametrize(("precision", "fits"), [("fp32", True), ("bf16", False)])
+def test_sides_that_are_compared_have_equally_many_turns(precision, fits, tmp_path):
+    names = {"shape": "small", "side": "V1"}
+    rows = [
+        {**names, "precision": "bf16", "turns_ms": [1.0] * 5},
+        {**names, "precision": precision, "turns_ms": [1.0] * 7},
+    ]
+    path = tmp_path / "study.json"
+    path.write_text(json.dumps({"environment": {"device_name": "x"}, "rows": rows}))
+    if fits:
+        assert len(read(Study, path)["rows"]) == 2
+    else:
+        with pytest.raises(ToolError, match="has 7 turns, others have 5"):
+            read(Study, path)

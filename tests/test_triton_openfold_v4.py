@@ -13,7 +13,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import ROOT, TINY, gradients, load, random_state, relative_difference, words
-from test_triton_openfold import DEVICE, LIMITS, both_types, check_close, random
+from test_triton_openfold import (
+    DEVICE,
+    LIMITS,
+    both_types,
+    check_close,
+    random,
+    triangle,
+    triangle_inputs,
+)
 from torch import Tensor, nn
 
 V3, V4 = "tiny_openfold_v3", "tiny_openfold_v4"
@@ -83,6 +91,26 @@ def test_whole_transition_keeps_what_is_not_a_number():
     x[1, 5] = torch.nan
     out = v4.TransitionFunction.apply(x, True, 1e-5, casts, v4.SideStreams(), *parameters)
     assert out.isnan().any(1).tolist() == [False, True, False]
+
+
+# The product of short triangles
+
+
+@both_types
+@pytest.mark.parametrize("incoming", [False, True], ids=["outgoing", "incoming"])
+@pytest.mark.parametrize("length", [5, 64])
+def test_product_of_short_triangles(length: int, incoming: bool, dtype: torch.dtype):
+    """Only the product differs: 65 residues would be the library's."""
+
+    def ours(x: Tensor, *parameters: Tensor) -> Tensor:
+        settings = incoming, True, True, 1e-5, dtype, None
+        return v4.TriangleMultiplicationFunction.apply(x, *settings, *parameters)
+
+    def reference(x: Tensor, *parameters: Tensor) -> Tensor:
+        return x + triangle(incoming, x, *parameters)
+
+    limit = LIMITS[dtype] * (3 if dtype == torch.bfloat16 else 1)
+    check_close(ours, reference, *triangle_inputs(2, length, 16), limit=limit)
 
 
 # A norm before and a residual after a projection
@@ -253,7 +281,8 @@ def loss_and_gradients(script: str, *argv: str) -> dict[str, Tensor]:
     "argv",
     [
         "",
-        "--disable-fused-optimizer --disable-packed-weights --disable-loss-fusion",
+        "--disable-fused-optimizer --disable-packed-weights --disable-loss-fusion"
+        " --disable-product-fusion",
         "--disable-all-fusion --enable-transition-fusion --enable-embedding-fusion "
         "--enable-packed-weights",
     ],

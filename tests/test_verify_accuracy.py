@@ -134,3 +134,13 @@ def test_verify_accuracy_fails_when_an_operation_is_wrong(
     assert result.status == 1
     assert "Accuracy check: FAIL" in result.stdout
     assert run(SCRIPT, "--verify-accuracy", "--disable-flash-attention").status == 0
+
+
+@pytest.mark.parametrize(("size", "right"), [(4e-5, True), (1e-3, False)])
+def test_a_gradient_that_is_zero_in_theory_may_be_noise(size: float, right: bool):
+    """In bfloat16; as parts of all gradients. The unfused model's noise is 3e-6."""
+    module = load("tiny_openfold_v2")
+    exact = {"gradient of a": torch.ones(1), "gradient of zero": torch.zeros(1)}
+    unfused, found = (exact | {"gradient of zero": torch.tensor([s])} for s in (3e-6, size))
+    error, limit = module.judge(exact, unfused, found, 0.05)["gradient of zero"]
+    assert (error <= limit) == right

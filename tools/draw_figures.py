@@ -677,6 +677,64 @@ PURPOSES = (  # of memory_by_purpose.json: key, words, colour
 )
 
 
+LIBRARIES = {  # study: what it is, and the names of its sides in the figure
+    "attention": (
+        "Attention with pair bias, 256 residues",
+        {
+            "triton": "V3, with gate",
+            "FlexAttention, own layout": "FlexAttention, no gate",
+            "cuEquivariance, own layout": "cuEquivariance, no gate",
+            "torch.compile": "torch.compile",
+            "SDPA": "PyTorch's SDPA",
+        },
+    ),
+    "triangle": (
+        "Triangle multiplication, 256 residues",
+        {
+            "triton": "V3",
+            "cuEquivariance, bf16 parameters": "cuEquivariance, bf16",
+            "cuEquivariance": "cuEquivariance, float32",
+            "torch.compile": "torch.compile",
+            "V2": "PyTorch, as in V2",
+        },
+    ),
+}
+
+
+def libraries() -> Sheet:
+    """Microseconds of two operations in V3 and in libraries, the fastest first."""
+    groups = []
+    for study, (title, names) in LIBRARIES.items():
+        times = {
+            names[row["side"]]: row["us"]
+            for row in read(H100 / f"{study}.json")["rows"]
+            if (row["shape"], row["precision"]) == ("N=256", "bf16")
+            and row["side"] in names
+            and row.get("us")
+        }
+        groups.append((title, sorted(times.items(), key=lambda item: item[1])))
+    height = 116 + sum(66 + 40 * len(times) for _, times in groups)
+    sheet = Sheet("Our kernels beside libraries: microseconds", height)
+    top = 76
+    for title, times in groups:
+        sheet.text(20, top + 14, title, ha="left", weight="bold")
+        longest = times[-1][1]
+        for i, (name, us) in enumerate(times):
+            y, width = top + 36 + 40 * i, 410 * us / longest
+            ours = name.startswith("V3")
+            sheet.text(20, y + 16, name, ha="left", weight="bold" if ours else "normal")
+            sheet.box(300, y, width, 33, VERSION["V3"] if ours else FAINT, edge=None)
+            sheet.text(310 + width, y + 16, f"{us:.0f}", ha="left")
+        top += 66 + 40 * len(times)
+    sheet.note(
+        height - 58, "forward and backward, bf16, one NVIDIA H100; cuEquivariance has", 20, "left"
+    )
+    sheet.note(
+        height - 28, "parameters in bf16 or in float32, as most training code has them", 20, "left"
+    )
+    return sheet
+
+
 def memory_of_a_step() -> Sheet:
     """Stacked bars: what memory holds when the forward pass ends, by what it is for."""
     rows = read(H100 / "memory_by_purpose.json")["rows"]
@@ -814,6 +872,7 @@ FIGURES_BY_NAME: dict[str, Callable[[], Sheet]] = {
         merged_gemms,
         attention,
         attention_memory,
+        libraries,
         triton_grid,
         residual_norm,
         evoformer_inputs,

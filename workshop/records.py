@@ -438,12 +438,13 @@ def checked(kind: type, value: object, path: Path, where: str = "") -> dict:
 
 
 def check_turns(rows: Iterable[dict], path: Path) -> None:
-    """ToolError unless all rows that were measured in turns have equally many, in which they are
-    compared."""
-    first = None
+    """ToolError unless rows of the same shape and precision that were measured in turns have
+    equally many, in which they are compared."""
+    turns: dict[tuple, int] = {}
     for number, row in enumerate(rows):
         for key in ("turns_ms", "turns_us"):
-            if key in row and len(row[key]) != (first := first or len(row[key])):
+            same = row.get("shape"), row.get("precision")
+            if key in row and len(row[key]) != (first := turns.setdefault(same, len(row[key]))):
                 raise ToolError(
                     f"{path}: rows[{number}].{key} has {len(row[key])} turns, others have {first}"
                 )
