@@ -64,14 +64,7 @@ SIZES: dict[str, dict[str, tuple[int | None, Scale]]] = {
         **COMMON,
     },
 }
-SCRIPTS = (
-    "tiny_*.py",
-    "v3_stage*.py",
-    "check_step.py",
-    "run_pytorch_profiler.py",
-    "run_deepspeed_flops.py",
-    "test_training.py",
-)
+SCRIPTS = ("tiny_*.py", "run_pytorch_profiler.py", "run_deepspeed_flops.py", "test_training.py")
 
 
 def last_value(words: Sequence[str], flag: str) -> str | None:
