@@ -136,11 +136,11 @@ def headline(args: argparse.Namespace) -> Iterator[Part]:
 
 
 def fastest(model: str, args: argparse.Namespace) -> Iterator[Part]:
-    """V4, V3, and V1 to V3 compiled, all as whole-step graphs."""
+    """V4, V3 and V1, and V1 to V3 compiled, all as whole-step graphs."""
     shapes = [name for name in args.shapes if SHAPES[name].model == model]
     for shape, precision in itertools.product(shapes, args.precisions):
         argv = [*SHAPES[shape].argv, *PRECISIONS[precision], GRAPH]
-        sides = beside_compiled(model, argv, ("V4", "V3"), ("V3", "V2", "V1"))
+        sides = beside_compiled(model, argv, ("V4", "V3", "V1"), ("V3", "V2", "V1"))
         sides = {name: sides[name] for name in wanted(args.sides, sides)}
         names = {"shape": shape, "precision": precision}
         yield names, partial(all_sides, sides, args.rounds)

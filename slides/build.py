@@ -1,24 +1,27 @@
 #!/usr/bin/env python3
-"""Build the slide decks: NAME.pptx beside each NAME.md.
+"""Build the slide decks: NAME.pptx beside each NAME.md and, where LibreOffice is there, NAME.pdf.
 
-A deck is a `# title` with a line below it, and slides: `## title`, bullets, Markdown tables,
-`Notes:` with what to say and, from `Show:` on, what to run meanwhile. What could go stale is named,
-not typed:
+A deck is a `# title` with a line below it, and slides: `## a sentence`, blocks, and notes. A line
+`[V2]` names the versions that the strip at the bottom shows, from this slide on. Notes are
+paragraphs that begin with `Say:`, `Ask:`, `Expect:` (the wrong answer) or `Show:` (a command).
+Blocks are paragraphs, lists, Markdown tables, and what is named, not typed, so that it cannot go
+stale:
 
   {llama: small, bf16: V4, ms}                   a cell of a table: its source, row and column
   {results/cpu/counts.json: rows.0.per_step: d}  a value in a result file: keys, and a format
-  ```table SOURCE     rows and columns of a table; `bars` and `columns` draw the same as a chart
+  ![qkv](../docs/figures/merged_gemms.svg)       a cut of a figure of tools/draw_figures.py
+  ```table SOURCE     rows and columns of a table; `columns` draws the same as a chart
   rows: small, bf16; medium, bf16
   columns: tiny_llama = size; V1, ms = V1; V4, ms = V4
   ```                 a name may be cut short where clear, and is replaced by what follows `=`
-  ```code             functions without their docstring, or some lines of them
-  tiny_llama_v1.py SwiGLU.forward
+  ```code             lines of functions, at most six: all, or from ... to, several behind `|`
   tiny_llama_v1.py Attention.forward: q = self ... v = self
+  tiny_llama_v3.py swiglu_forward_kernel: @triton | def | gate = ... up =
   ```
   ```sh               commands, as they stand
 
 A source is a table that bench/versions.py prints from results/h100, `kernels`, or one of MADE_HERE
-in lookup.py.
+in lookup.py. The same sources give the same bytes.
 
 Examples:
   python slides/build.py                    all decks
@@ -27,13 +30,22 @@ Examples:
 
 import _root
 
+import datetime
+import io
+import keyword
 import re
+import shutil
+import subprocess
 import sys
+import tempfile
+import zipfile
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import product
 from pathlib import Path
 
 from slides.lookup import FIGURE, as_cells, cut, figure, origin, select
+from tools import draw_figures
 from workshop.cli import ToolError, documented_parser, run_tool
 from workshop.files import write_file
 
@@ -52,15 +64,29 @@ except ImportError as missing:
     )
     raise SystemExit(4) from missing
 
-# inches; from TOP to BOTTOM is the body
-WIDTH, HEIGHT, MARGIN, TOP, BOTTOM, GAP = 13.333, 7.5, 0.6, 1.5, 7.0, 0.25
+# inches; from TOP to BOTTOM is the body, below it the strip
+WIDTH, HEIGHT, MARGIN, TOP, BOTTOM, GAP = 13.333, 7.5, 0.6, 1.15, 6.88, 0.2
 INNER = WIDTH - 2 * MARGIN
-TITLE, TEXT, SMALL = 32, 26, 18  # points; nothing is smaller
-CODE_WIDTH = int((INNER - 0.3) * 72 / (0.6 * SMALL))  # characters in a line
-COLORS = ("222222", "B01E23", "F2F2F2", "FFFFFF", "C8C8C8", "969696", "5A5A5A")
-INK, ACCENT, PALE, WHITE, *GREYS = map(RGBColor.from_string, COLORS)
+TITLE, TEXT, SMALL = 30, 22, 18  # points; nothing is smaller
+CODE_LINES = 6
 FONT, CODE_FONT = "Arial", "Courier New"
+EPOCH = datetime.datetime(2000, 1, 1)  # of every deck, so that its bytes do not depend on the day
+
+
+def color(name: str) -> RGBColor:
+    """One of draw_figures' colours, as #rrggbb."""
+    return RGBColor.from_string(name[1:].upper())
+
+
+INK, GREY, PALE, WHITE, BLUE = (
+    color(getattr(draw_figures, name)) for name in ("INK", "GREY", "PALE", "WHITE", "BLUE")
+)
+SERIES = [color(name) for name in draw_figures.VERSION.values()]
+STORY = {"V1": "baseline", "V2": "PyTorch's fusions", "V3": "Triton kernels", "V4": "what is left"}
 MARKED = re.compile(r"(`[^`]+`|\*\*[^*]+\*\*)")
+PICTURE = re.compile(r"!\[(?P<part>\w*)\]\(\.\./docs/figures/(?P<name>\w+)\.svg\)")
+NOTE = re.compile(r"^(?=(?:Say|Ask|Expect|Show): )", re.MULTILINE)
+CODE = re.compile(r"(?P<comment>#.*)|(?P<text>\"[^\"]*\"|'[^']*')|(?P<word>@?[A-Za-z_][\w.]*)|.")
 # its height in inches, None for what is left; draws it at a top, this high
 Block = tuple[float | None, Callable]
 
@@ -69,8 +95,7 @@ def put(
     frame,
     lines: Sequence[str],
     size=TEXT,
-    color=INK,
-    font=FONT,
+    ink=INK,
     bold=False,
     align=PP_ALIGN.LEFT,
     dot="",
@@ -82,46 +107,39 @@ def put(
     frame.word_wrap = True
     for number, line in enumerate(lines):
         paragraph = frame.paragraphs[0] if number == 0 else frame.add_paragraph()
-        paragraph.alignment, paragraph.space_after = align, Pt(10 if size == TEXT else 0)
+        paragraph.alignment, paragraph.space_after = align, Pt(8 if size == TEXT else 0)
         if dot:
             properties = paragraph._p.get_or_add_pPr()
             properties.attrib.update({"marL": str(Inches(0.35)), "indent": str(-Inches(0.35))})
             properties.append(properties.makeelement(qn("a:buChar"), {"char": dot}))
-        for piece in MARKED.split(line) if font == FONT else [line]:
-            run, marked = paragraph.add_run(), piece[:1] if MARKED.fullmatch(piece) else ""
-            run.text, run.font.name = (
-                piece.strip("`*") if marked else piece,
-                CODE_FONT if marked == "`" else font,
-            )
-            run.font.size, run.font.color.rgb, run.font.bold = (
-                Pt(size),
-                color,
-                bold or marked == "*",
+        for piece in filter(None, MARKED.split(line)):
+            mark = piece[:1] if MARKED.fullmatch(piece) else ""
+            words = piece.strip("`*") if mark else piece
+            style(
+                paragraph, words, size, ink, CODE_FONT if mark == "`" else FONT, bold or mark == "*"
             )
 
 
-def text_box(shapes, top: float, height: float, lines: Sequence[str], fill=None, **style) -> None:
-    """A text over the whole width; inches."""
-    box = shapes.add_textbox(*map(Inches, (MARGIN, top, INNER, height)))
-    frame, (side, over) = box.text_frame, (Inches(0.15), Inches(0.08)) if fill else (0, 0)
-    frame.margin_left, frame.margin_right, frame.margin_top, frame.margin_bottom = (
-        side,
-        0,
-        over,
-        over,
-    )
-    if fill:
-        box.fill.solid()
-        box.fill.fore_color.rgb = fill
-    put(frame, lines, **style)
+def style(paragraph, words: str, size: float, ink: RGBColor, font: str, bold: bool) -> None:
+    """Add words that look the same to a paragraph."""
+    run = paragraph.add_run()
+    run.text, run.font.name, run.font.size = words, font, Pt(size)
+    run.font.color.rgb, run.font.bold = ink, bold
 
 
-def text_width(text: str, size: int, bold: bool = False) -> float:
+def text_box(shapes, top: float, height: float, left: float = MARGIN, width: float = INNER):
+    """The frame of a text, without margins; inches."""
+    frame = shapes.add_textbox(*map(Inches, (left, top, width, height))).text_frame
+    frame.margin_left = frame.margin_right = frame.margin_top = frame.margin_bottom = 0
+    return frame
+
+
+def text_width(text: str, size: float, bold: bool = False) -> float:
     """Inches that a line of text takes, a little more than less."""
     code, rest = "".join(re.findall("`([^`]+)`", text)), re.sub("`[^`]+`", "", text)
     wide, digits = (len(re.findall(letters, rest)) for letters in ("[A-Z]", "[0-9]"))
     return (
-        (0.61 * len(code) + (0.55 if bold else 0.5) * len(rest) + 0.2 * wide + 0.07 * digits)
+        (0.61 * len(code) + (0.53 if bold else 0.49) * len(rest) + 0.2 * wide + 0.07 * digits)
         * size
         / 72
     )
@@ -129,17 +147,11 @@ def text_width(text: str, size: int, bold: bool = False) -> float:
 
 def bullets(text: str) -> Block:
     """A list, or a paragraph where no line begins with a dash."""
-    items = [
-        " ".join(item.split())
-        for item in re.split(r"^- ", text, flags=re.MULTILINE)
-        if item.strip()
-    ]
-    rows, dot = (
-        sum(1 + int(text_width(item, TEXT) / INNER) for item in items),
-        "•" if text[0] == "-" else "",
-    )
-    return rows * 0.44 + len(items) * 0.14, lambda shapes, top, height: text_box(
-        shapes, top, height, items, dot=dot
+    items = [" ".join(item.split()) for item in re.split(r"^- ", text, flags=re.MULTILINE)]
+    items, dot = [item for item in items if item], "•" if text[0] == "-" else ""
+    rows = sum(1 + int(text_width(item, TEXT) / (INNER - 0.35)) for item in items)
+    return rows * 0.37 + len(items) * 0.11, lambda shapes, top, height: put(
+        text_box(shapes, top, height), items, dot=dot
     )
 
 
@@ -155,7 +167,7 @@ def grid(cells: list[list[str]]) -> Block:
             break
     else:
         raise ToolError(f"a table is too wide by {sum(least) - INNER:.1f} inches")
-    widths = [width + min((INNER - sum(least)) / len(least), 0.6) for width in least]
+    widths = [width + (INNER - sum(least)) / len(least) for width in least]
     numbers = [
         j and all(re.fullmatch(r"(-?[\d.]+( ?[x%])?)?", t) for t in column[1:])
         for j, column in enumerate(columns)
@@ -166,24 +178,17 @@ def grid(cells: list[list[str]]) -> Block:
         table = shapes.add_table(len(cells), len(widths), *map(Inches, area)).table
         for (i, line), (j, width) in product(enumerate(cells), enumerate(widths)):
             table.columns[j].width, cell = Inches(width), table.cell(i, j)
-            cell.vertical_anchor, align = (
-                MSO_ANCHOR.MIDDLE,
-                PP_ALIGN.RIGHT if numbers[j] else PP_ALIGN.LEFT,
-            )
+            align = PP_ALIGN.RIGHT if numbers[j] else PP_ALIGN.LEFT
+            cell.vertical_anchor = MSO_ANCHOR.MIDDLE
             cell.fill.solid()
-            cell.fill.fore_color.rgb = (ACCENT if i == 0 else WHITE) if i % 2 == 0 else PALE
-            put(
-                cell.text_frame, [line[j]], size, WHITE if i == 0 else INK, bold=i == 0, align=align
-            )
+            cell.fill.fore_color.rgb = BLUE if i == 0 else WHITE if i % 2 else PALE
+            put(cell.text_frame, [line[j]], size, INK if i else WHITE, bold=i == 0, align=align)
 
-    return (1.2 * size / 72 + 0.16) * len(cells), draw
+    return (1.2 * size / 72 + 0.26) * len(cells), draw
 
 
-def chart(cells: list[list[str]], kind: str) -> Block:
-    """Bars for each row, one for each column, with their values.
-
-    The last column has the accent colour.
-    """
+def chart(cells: list[list[str]]) -> Block:
+    """Columns for each row, one for each of the table's, with their values."""
     values = [[re.match(r"([\d.]+)(.*)", text) for text in line[1:]] for line in cells[1:]]
     number, unit = values[0][0].groups()
     form = re.sub(r"^0+", "0", re.sub(r"\d", "0", number)) + (unit and f'"{unit}"')
@@ -193,43 +198,106 @@ def chart(cells: list[list[str]], kind: str) -> Block:
         data.add_series(name, [found and float(found[1]) for found in column])
 
     def draw(shapes, top: float, height: float) -> None:
-        shape = XL_CHART_TYPE.BAR_CLUSTERED if kind == "bars" else XL_CHART_TYPE.COLUMN_CLUSTERED
-        drawn = shapes.add_chart(shape, *map(Inches, (MARGIN, top, INNER, height)), data).chart
-        drawn.has_title, drawn.has_legend, plot = False, True, drawn.plots[0]
+        place = map(Inches, (MARGIN, top, INNER, height))
+        drawn = shapes.add_chart(XL_CHART_TYPE.COLUMN_CLUSTERED, *place, data).chart
+        plot = drawn.plots[0]
+        drawn.has_title, drawn.has_legend = False, len(plot.series) > 1
         drawn.font.name, drawn.font.size, drawn.font.color.rgb = FONT, Pt(SMALL), INK
-        drawn.legend.position, drawn.legend.include_in_layout = XL_LEGEND_POSITION.TOP, False
-        drawn.category_axis.reverse_order = kind == "bars"
+        if drawn.has_legend:
+            drawn.legend.position, drawn.legend.include_in_layout = XL_LEGEND_POSITION.TOP, False
+        drawn.category_axis.format.line.color.rgb = GREY
         drawn.value_axis.visible = drawn.value_axis.has_major_gridlines = False
         drawn.value_axis.minimum_scale = 0
         plot.gap_width, plot.overlap, plot.has_data_labels = 50, -5, True
         plot.data_labels.number_format, plot.data_labels.number_format_is_linked = form, False
-        for series, color in zip(plot.series, [*GREYS, ACCENT][-len(plot.series) :], strict=True):
+        for series, fill in zip(plot.series, SERIES[-len(plot.series) :], strict=True):
             series.format.fill.solid()
-            series.format.fill.fore_color.rgb = color
+            series.format.fill.fore_color.rgb = fill
+
+    return None, draw
+
+
+@cache
+def picture(name: str, part: str) -> tuple[bytes, float, float, str]:
+    """A figure or a cut of it: PNG, width and height in inches where its smallest text has 18
+    points, and its words."""
+    if name not in draw_figures.FIGURES_BY_NAME:
+        raise ToolError(f"no figure is called {name}")
+    sheet = draw_figures.FIGURES_BY_NAME[name]()
+    if part not in sheet.cuts:
+        raise ToolError(f"{name} has no cut {part}, only: {', '.join(sheet.cuts)}")
+    top, bottom = sheet.cuts[part]
+    words = [text.get_text() for axes in sheet.figure.axes for text in axes.texts]
+    said = " ".join(" ".join(words).split())
+    return sheet.png(part), draw_figures.WIDTH / 72, (bottom - top) / 72, said
+
+
+def drawing(name: str, part: str) -> Block:
+    """A figure, as large as there is room; its text may not fall below 18 points."""
+    png, width, height, said = picture(name, part)
+
+    def draw(shapes, top: float, room: float) -> None:
+        scale = min(INNER / width, room / height)
+        if scale < 0.995:
+            raise ToolError(f"{name}: its text would have {SMALL * scale:.1f} points")
+        left, down = (WIDTH - scale * width) / 2, (room - scale * height) / 2
+        place = map(Inches, (left, top + down, scale * width, scale * height))
+        shape = shapes.add_picture(io.BytesIO(png), *place)
+        properties = shape._element.nvPicPr.cNvPr
+        properties.set("name", f"{name} {part}".strip())
+        properties.set("descr", said)
 
     return None, draw
 
 
 def code(pieces: Sequence[tuple[str, list[str]]]) -> Block:
     """Pieces of code one below the other, each below its place."""
+    widest = max(len(line) for _, lines in pieces for line in lines)
+    size = next((s for s in (24, 22, 20, SMALL) if (widest + 1) * 0.6 * s / 72 < INNER - 0.3), 0)
+    if not size or max(len(lines) for _, lines in pieces) > CODE_LINES:
+        raise ToolError(f"a piece of code has more than {CODE_LINES} lines, or one of {widest}")
+    line_height = 1.3 * size / 72
 
     def draw(shapes, top: float, height: float) -> None:
         for place, lines in pieces:
             if place:
-                text_box(shapes, top, 0.36, [place], size=SMALL, color=ACCENT, bold=True)
+                put(text_box(shapes, top, 0.34), [place], size=SMALL, ink=GREY)
                 top += 0.38
-            text_box(
-                shapes, top, 0.285 * len(lines) + 0.16, lines, PALE, size=SMALL, font=CODE_FONT
-            )
-            top += 0.285 * len(lines) + 0.3
+            frame = text_box(shapes, top, line_height * len(lines) + 0.2)
+            frame.word_wrap = True
+            frame.margin_left, frame.margin_top = Inches(0.15), Inches(0.1)
+            frame._parent.fill.solid()
+            frame._parent.fill.fore_color.rgb = PALE
+            for number, line in enumerate(lines):
+                highlight(frame.add_paragraph() if number else frame.paragraphs[0], line, size)
+            top += line_height * len(lines) + 0.35
 
-    return sum(
-        0.285 * len(lines) + (0.68 if place else 0.3) for place, lines in pieces
-    ) - 0.14, draw
+    tall = sum(line_height * len(lines) + (0.73 if place else 0.35) for place, lines in pieces)
+    return tall - 0.15, draw
+
+
+def highlight(paragraph, line: str, size: float) -> None:
+    """A line of Python in colours."""
+    red, green = color(draw_figures.RED), color("#00664a")
+    for match in CODE.finditer(line):
+        word = match["word"] or ""
+        ink, bold = INK, False
+        if keyword.iskeyword(word) or word.startswith("@"):
+            ink, bold = BLUE, True
+        elif match["comment"]:
+            ink = GREY
+        elif match["text"]:
+            ink = green
+        elif word.startswith(("tl.", "torch.", "F.")):
+            ink = red
+        style(paragraph, match[0], size, ink, CODE_FONT, bold)
 
 
 def block(paragraph: str, look_up: Callable[..., str], used: dict) -> Block:
     """What a paragraph of a slide becomes; adds the sources of its figures to those used."""
+    if found := PICTURE.fullmatch(paragraph):
+        used[f"docs/figures/{found['name']}.svg"] = None
+        return drawing(**found.groupdict())
     if not paragraph.startswith("```"):
         text = look_up(paragraph)
         return grid(as_cells(text)) if text.startswith("|") else bullets(text)
@@ -238,11 +306,9 @@ def block(paragraph: str, look_up: Callable[..., str], used: dict) -> Block:
     if kind == "sh":
         return code([("", lines)])
     if kind == "code":
-        return code(
-            [(line.partition(": ")[0].replace(" ", ", "), cut(line, CODE_WIDTH)) for line in lines]
-        )
+        return code([(line.partition(": ")[0].replace(" ", ", "), cut(line)) for line in lines])
     used[source] = None
-    if kind not in ("table", "bars", "columns"):
+    if kind not in ("table", "columns"):
         raise ToolError(f"no block is called {kind!r}")
     wanted = {
         key: [name.split(" = ") for name in names.split("; ")]
@@ -253,11 +319,29 @@ def block(paragraph: str, look_up: Callable[..., str], used: dict) -> Block:
     for line, name in zip(cells, rows, strict=False):
         line[0] = name[-1]
     cells.insert(0, [name[-1] for name in columns])
-    return grid(cells) if kind == "table" else chart(cells, kind)
+    return grid(cells) if kind == "table" else chart(cells)
 
 
-def add_slide(deck, text: str, number: int) -> None:
-    """Put a slide into the deck; ToolError if there is too much on it."""
+def strip(shapes, stage: Sequence[str], number: int) -> None:
+    """The story from V1 to V4 at the bottom; what this slide is about is filled."""
+    left = MARGIN
+    for (name, words), fill in zip(STORY.items(), SERIES, strict=True):
+        here = name in stage
+        text = f"{name} {words}" if here else name
+        width = text_width(text, SMALL, bold=True) + 0.2
+        frame = text_box(shapes, 7.0, 0.34, left, width)
+        frame._parent.fill.solid()
+        frame._parent.fill.fore_color.rgb = fill if here else PALE
+        frame.word_wrap = False
+        put(frame, [text], SMALL, INK if name == "V2" or not here else WHITE, True, PP_ALIGN.CENTER)
+        left += width + 0.15
+    frame = text_box(shapes, 7.0, 0.34, WIDTH - MARGIN - 1, 1)
+    put(frame, [str(number)], SMALL, GREY, align=PP_ALIGN.RIGHT)
+
+
+def add_slide(deck, text: str, number: int, stage: list[str]) -> list[str]:
+    """Put a slide into the deck, ToolError if there is too much on it; returns the versions of its
+    strip."""
     used: dict[str, None] = {}  # sources, in their order
 
     def look_up(text: str) -> str:
@@ -267,8 +351,12 @@ def add_slide(deck, text: str, number: int) -> None:
     # only a title is on it
     shapes, cover = (page := deck.slides.add_slide(deck.slide_layouts[5])).shapes, number == 1
     title, _, rest = text.partition("\n")
-    body, _, notes = rest.partition("\nNotes:")
-    title, size, top = look_up(title), 44 if cover else TITLE, 3.6 if cover else TOP
+    if found := re.match(r"\n*\[([V\d ]*)\]\n", rest):
+        stage, rest = found[1].split(), rest[found.end() :]
+    body, *notes = NOTE.split(rest)
+    title, size, top = look_up(title), 40 if cover else TITLE, TOP + 0.3 * cover
+    if text_width(title, size, bold=True) > INNER:
+        raise ToolError(f"{title}: it is too long for one line")
     blocks = [
         block(paragraph.strip("\n"), look_up, used)
         for paragraph in re.split(r"\n\s*\n", body)
@@ -276,57 +364,91 @@ def add_slide(deck, text: str, number: int) -> None:
     ]
     room = BOTTOM - top - GAP * (len(blocks) - 1) - sum(height or 0 for height, _ in blocks)
     free = sum(height is None for height, _ in blocks)
-    if room < 2.5 * free or text_width(title, size, bold=True) > INNER:
-        raise ToolError(
-            f"{title}: it takes {max(2.5 * free - room, 0):.1f} inches too many, "
-            "or its title is too long"
-        )
+    if room < 2.2 * free:
+        raise ToolError(f"{title}: it takes {2.2 * free - room:.1f} inches too many")
     box = shapes.title
-    box.left, box.top, box.width, box.height = map(Inches, (MARGIN, top - 1.15, INNER, 0.9))
-    box.text_frame.margin_left, box.text_frame.vertical_anchor = 0, MSO_ANCHOR.BOTTOM
-    put(box.text_frame, [title], size, ACCENT, bold=True)
+    box.left, box.top, box.width, box.height = map(Inches, (MARGIN, top - 0.9, INNER, 0.75))
+    frame = box.text_frame
+    frame.margin_left = frame.margin_right = frame.margin_top = frame.margin_bottom = 0
+    frame.vertical_anchor = MSO_ANCHOR.MIDDLE
+    put(frame, [title], size, bold=True)
+    between = GAP if free else GAP + min(room / (len(blocks) + 1), 0.8)
+    top += 0 if free else between - GAP
     for height, draw in blocks:
         draw(shapes, top, height or room / free)
-        top += (height or room / free) + GAP
-    if not cover:
-        text_box(
-            shapes,
-            BOTTOM + 0.05,
-            0.35,
-            [str(number)],
-            size=SMALL,
-            color=GREYS[1],
-            align=PP_ALIGN.RIGHT,
-        )
-    said = [
-        " ".join(look_up(paragraph).split())
-        for paragraph in re.split(r"\n(?=Show:)|\n\s*\n", notes)
-    ]
+        top += (height or room / free) + between
+    strip(shapes, stage, number)
+    said = [" ".join(look_up(note).split()) for note in notes]
     said += [f"Figures: {origin(name)}" for name in used]
-    page.notes_slide.notes_text_frame.text = "\n".join(filter(None, said))
+    page.notes_slide.notes_text_frame.text = "\n".join(said)
+    return stage
 
 
 def build(path: Path):
     """The presentation that a deck's Markdown and today's results make."""
-    deck = Presentation()
+    deck, stage = Presentation(), []
     deck.slide_width, deck.slide_height = Inches(WIDTH), Inches(HEIGHT)
     _, *slides = re.split(r"^##? ", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
     for number, text in enumerate(slides, 1):
         try:
-            add_slide(deck, text, number)
+            stage = add_slide(deck, text, number, stage)
         except ToolError as error:
             raise ToolError(f"{path.name}, slide {number}: {error}", error.status) from error
     about = deck.core_properties
     about.title, about.author, about.last_modified_by = slides[0].partition("\n")[0], "", ""
+    about.created = about.modified = EPOCH
     return deck
+
+
+def timeless(packed: bytes) -> bytes:
+    """The same archive without the time it was made, nor that of the workbooks in it."""
+    with zipfile.ZipFile(io.BytesIO(packed)) as old, io.BytesIO() as file:
+        with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as new:
+            for name in old.namelist():
+                content = old.read(name)
+                if name.endswith(".xlsx"):
+                    content = timeless(content)
+                elif name == "docProps/core.xml":
+                    then = EPOCH.isoformat().encode() + b"Z"
+                    content = re.sub(rb"\d{4}-\d\d-\d\dT[\d:]{8}Z", then, content)
+                entry = zipfile.ZipInfo(name, (*EPOCH.timetuple()[:6],))
+                entry.compress_type = zipfile.ZIP_DEFLATED
+                new.writestr(entry, content)
+        return file.getvalue()
+
+
+def as_bytes(deck) -> bytes:
+    """The file of a presentation, the same bytes each time."""
+    with io.BytesIO() as file:
+        deck.save(file)
+        return timeless(file.getvalue())
+
+
+def print_handouts(decks: Sequence[Path]) -> None:
+    """NAME.pdf beside each NAME.pptx, by LibreOffice if it is there."""
+    if not (office := shutil.which("soffice")):
+        print("no PDF: there is no LibreOffice (soffice)")
+        return
+    with tempfile.TemporaryDirectory() as profile:  # a running LibreOffice keeps its own
+        command = [office, f"-env:UserInstallation=file://{profile}", "--headless"]
+        command += ["--convert-to", "pdf", "--outdir", str(decks[0].parent), *map(str, decks)]
+        done = subprocess.run(command, capture_output=True, text=True)
+    missing = [deck.name for deck in decks if not deck.with_suffix(".pdf").exists()]
+    if done.returncode or missing:
+        raise ToolError(f"LibreOffice made no PDF of {', '.join(missing)}: {done.stderr.strip()}")
+    print(", ".join(deck.with_suffix(".pdf").name for deck in decks))
 
 
 def build_all(sources: Path, output: Path) -> int:
     """Build every deck; returns the exit status."""
+    decks = []
     for path in sorted(sources.glob("*.md")):
         deck = build(path)
-        write_file(output / f"{path.stem}.pptx", deck.save)
+        decks.append(output / f"{path.stem}.pptx")
+        packed = as_bytes(deck)
+        write_file(decks[-1], lambda file, packed=packed: file.write_bytes(packed))
         print(f"{path.stem}.pptx: {len(deck.slides)} slides")
+    print_handouts(decks)
     return 0
 
 

@@ -2,6 +2,7 @@
 
 import ast
 import re
+import statistics
 import textwrap
 from collections.abc import Sequence
 from functools import cache
@@ -16,6 +17,7 @@ from workshop.turns import ratios
 # source, row and column, or file, keys and format
 FIGURE = re.compile(r"\{([^{}:]+): ([^{}:]+): ([^{}:]+)\}")
 BENCHMARK = "python bench/versions.py table results/h100 --tables"
+SUITE = "results/h100/suite_llama.json"  # TinyLlama's versions in turns
 KERNELS = "python bench/operations.py table results/h100"
 
 
@@ -30,7 +32,7 @@ def tables(source: str) -> list[list[list[str]]]:
 
 def origin(source: str) -> str:
     """The result file of a source, or the command that prints it."""
-    if source in MADE_HERE or source.endswith(".json"):
+    if source in MADE_HERE or source.endswith((".json", ".svg")):
         return MADE_HERE.get(source, [source])[0]
     return KERNELS if source == "kernels" else f"{BENCHMARK} {source}"
 
@@ -53,20 +55,24 @@ def turns(path: Path) -> list[list[str]]:
     return [["V1 over V2", "eager", "graph"], *lines.values()]
 
 
-def roofline(path: Path) -> list[list[str]]:
-    """What modules reach, and what their FLOP per byte would allow."""
-    keys = "flop_per_byte", "roof_tflops", "achieved_tflops"
-    found = [module for module in read_json(path)["modules"] if module["achieved_tflops"]]
+def in_turns(path: Path) -> list[list[str]]:
+    """V4 over V1 and over V3, all three in turns in one process, bf16, as graphs."""
+    suite = read_rows(ROOT / SUITE)[:8]  # of the small size
+    default = [row for row in read_rows(path) if row["precision"] == "bf16"][:3]
+    llama, openfold = ({row["side"].upper(): row for row in rows} for rows in (suite, default))
     lines = [
-        [module["module"].replace("blocks.*.", ""), *(f"{module[key]:.1f}" for key in keys)]
-        for module in found
+        [name, *(f"{sides[name]['batch_ms']:.2f}" for sides in (llama, openfold))]
+        for name in ("V1", "V3", "V4")
     ]
-    return [["module", "FLOP per byte", "roof, TFLOP/s", "reached, TFLOP/s"], *lines]
+    for other in ("V1", "V3"):
+        found = (statistics.median(ratios(s[other], s["V4"])) for s in (llama, openfold))
+        lines.append([f"V4 over {other}", *(f"{ratio:.2f}x" for ratio in found)])
+    return [["ms per step, bf16", "TinyLlama, small", "TinyOpenFold, default"], *lines]
 
 
 MADE_HERE = {
     "turns": ("results/h100/headline.json", turns),
-    "roofline": ("results/h100/flops_tiny_openfold_v2.json", roofline),
+    "in turns": ("results/h100/fastest_openfold.json", in_turns),
 }
 
 
@@ -104,12 +110,12 @@ def figure(source: str, row: str, column: str) -> str:
         raise ToolError(f"{source}: no {row} to write as {column} ({error!r})") from error
 
 
-def cut(place: str, width: int) -> list[str]:
-    """Lines of `FILE FUNCTION`, or those from FIRST to LAST of `FILE FUNCTION: FIRST ...
+def cut(place: str) -> list[str]:
+    """Lines of `FILE FUNCTION`, or only some: `FILE FUNCTION: def | LINE | FIRST ... LAST`.
 
-    LAST`; folded to a width.
+    Comments, empty lines and the docstring are left out.
     """
-    name, _, part = place.partition(": ")
+    name, _, parts = place.partition(": ")
     file, _, function = name.partition(" ")
     source = (ROOT / file).read_text(encoding="utf-8")
     node = ast.parse(source)
@@ -124,8 +130,17 @@ def cut(place: str, width: int) -> list[str]:
         range(node.body[0].lineno, node.body[0].end_lineno + 1) if ast.get_docstring(node) else ()
     )
     lines = source.splitlines()
-    lines = [lines[i - 1] for i in range(node.lineno, node.end_lineno + 1) if i not in said]
-    if part:
+    begin = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+    lines = [lines[i - 1] for i in range(begin, node.end_lineno + 1) if i not in said]
+    lines = [line for line in (re.sub(r"\s*#.*", "", line) for line in lines) if line]
+    chosen = [] if parts else lines
+    names = ", ".join(argument.arg for argument in getattr(node, "args", ast.arguments([])).args)
+    for part in parts.split(" | ") if parts else ():
+        whole = next(line for line in lines if line.lstrip().startswith("def "))
+        if part == "def" and not whole.endswith(":"):  # a long one: names are enough
+            short = textwrap.shorten(names, 64 - len(node.name), placeholder=" ...")
+            chosen.append(f"def {node.name}({short}):")
+            continue
         first, _, last = part.partition(" ... ")
         begin = next((i for i, line in enumerate(lines) if first in line), len(lines))
         end = next(
@@ -133,10 +148,5 @@ def cut(place: str, width: int) -> list[str]:
         )
         if end is None:
             raise ToolError(f"{file}: no lines {part!r} in {function}")
-        lines = lines[begin : end + 1]
-    lines = textwrap.dedent("\n".join(filter(str.strip, lines))).splitlines()
-    folded = (
-        textwrap.wrap(s, width, subsequent_indent=" " * (len(s) - len(s.lstrip()) + 8))
-        for s in lines
-    )
-    return [line for part in folded for line in part]
+        chosen += lines[begin : end + 1]
+    return textwrap.dedent("\n".join(chosen)).splitlines()

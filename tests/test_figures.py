@@ -68,6 +68,21 @@ def test_text_is_large_inside_the_picture_and_beside_other_text(path):
     assert f">{texts[0].get_text()}</text>" in path.read_text()  # it can be searched and selected
 
 
+@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
+def test_a_cut_for_a_slide_halves_no_text(path):
+    sheet = figures.FIGURES_BY_NAME[path.stem]()
+    texts = [text for axes in sheet.figure.axes for text in axes.texts]
+    for axis in (axis for axes in sheet.figure.axes[1:] for axis in (axes.xaxis, axes.yaxis)):
+        texts += [axis.label, *axis.get_ticklabels()]
+    for name, (top, bottom) in sheet.cuts.items():
+        for text in (text for text in texts if text.get_text()):
+            box = text.get_window_extent()
+            scale = sheet.height / sheet.figure.bbox.height
+            high, low = (sheet.height - edge * scale for edge in (box.y1, box.y0))
+            for edge in (top, bottom):
+                assert not high + 2 < edge < low - 2, (name, text.get_text())
+
+
 def test_residual_norm_draws_as_many_trips_as_were_counted():
     rows = {
         row["what"]: row

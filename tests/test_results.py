@@ -75,15 +75,3 @@ def test_the_totals_in_architecture_are_counted(script):
         rf"\*\*{forward / 1e9:.3f}\*\* \| \*\*{counter.get_total_flops() / 1e9:.3f}\*\*"
     )
     assert totals.search(text)
-
-
-def test_the_rehearsal_in_the_instructors_guide_is_the_measured_one():
-    times = [
-        json.loads((ROOT / f"results/{device}/rehearsal.json").read_text())["seconds"]
-        for device in ("h100", "cpu")
-    ]
-    text = (ROOT / "docs/INSTRUCTOR.md").read_text()
-    for session in times[0]:
-        on_gpu, on_cpu = (f"{seconds[session]:.0f} s" for seconds in times)
-        name = session.removeprefix("Session ").replace(":", "")
-        assert re.search(rf"^\| {name} \| \d+ \| {on_gpu} \| {on_cpu} \|$", text, re.MULTILINE)

@@ -1,31 +1,24 @@
 """The slide decks: built from their Markdown and the results as they are now, and readable from
 the back row."""
 
+import io
+import math
 import re
 import shlex
+import zipfile
+from functools import cache
 from pathlib import Path
 
 import pytest
 from conftest import ROOT, load
 from pptx import Presentation
+from pptx.util import Inches
 
 from slides import build
+from tools import agenda
 from workshop.cli import run_tool
 
 DECKS = sorted((ROOT / "slides").glob("*.md"))
-
-
-def texts(deck) -> list[list]:
-    """Per slide what its shapes, tables, charts and notes say."""
-    slides = []
-    for slide in deck.slides:
-        said = [shape.text_frame.text for shape in slide.shapes if shape.has_text_frame]
-        for table in (shape.table for shape in slide.shapes if shape.has_table):
-            said += [[cell.text for cell in row.cells] for row in table.rows]
-        for plot in (shape.chart.plots[0] for shape in slide.shapes if shape.has_chart):
-            said += [[*plot.categories], *([series.name, *series.values] for series in plot.series)]
-        slides.append([*said, slide.notes_slide.notes_text_frame.text])
-    return slides
 
 
 @pytest.fixture(scope="module", params=DECKS, ids=lambda path: path.stem)
@@ -33,30 +26,105 @@ def path(request) -> Path:
     return request.param
 
 
-def test_the_committed_deck_says_what_its_markdown_and_the_results_give(path):
-    assert texts(Presentation(path.with_suffix(".pptx"))) == texts(build.build(path)), (
+@cache
+def fresh(path: Path) -> bytes:
+    """A deck as built now."""
+    return build.as_bytes(build.build(path))
+
+
+def said(packed: bytes) -> dict[str, bytes]:
+    """The parts that hold words and places; a picture's words are with its place."""
+    parts = re.compile(r"ppt/(slides|notesSlides|charts)/[^/]+\.xml")
+    with zipfile.ZipFile(io.BytesIO(packed)) as archive:
+        return {name: archive.read(name) for name in archive.namelist() if parts.fullmatch(name)}
+
+
+def test_the_committed_deck_is_what_its_markdown_and_the_results_give(path):
+    assert said(path.with_suffix(".pptx").read_bytes()) == said(fresh(path)), (
         "python slides/build.py"
     )
 
 
-def test_no_text_is_below_18_points_and_every_slide_has_notes(path):
-    for slide in Presentation(path.with_suffix(".pptx")).slides:
+def test_a_deck_does_not_depend_on_the_day(path):
+    def dates(packed: bytes) -> set:
+        with zipfile.ZipFile(io.BytesIO(packed)) as archive:
+            found = {entry.date_time for entry in archive.infolist()}
+            about = archive.read("docProps/core.xml").decode()
+            found |= {(int(year), 1, 1, 0, 0, 0) for year in re.findall(r">(\d{4})-\d\d-", about)}
+            books = [name for name in archive.namelist() if name.endswith(".xlsx")]
+            return found.union(*(dates(archive.read(book)) for book in books))
+
+    assert dates(fresh(path)) == {(build.EPOCH.year, 1, 1, 0, 0, 0)}
+    assert build.as_bytes(build.build(path)) == fresh(path)
+
+
+def slides_of(path: Path) -> list:
+    return [*Presentation(io.BytesIO(fresh(path))).slides]
+
+
+def runs_of(frame) -> list:
+    return [run for paragraph in frame.paragraphs for run in paragraph.runs]
+
+
+def test_nothing_is_below_18_points(path):
+    for slide in slides_of(path):
         frames = [shape.text_frame for shape in slide.shapes if shape.has_text_frame]
-        frames += [
-            c.text_frame
-            for shape in slide.shapes
-            if shape.has_table
-            for c in shape.table.iter_cells()
-        ]
-        sizes = [
-            run.font.size
-            for frame in frames
-            for paragraph in frame.paragraphs
-            for run in paragraph.runs
-        ]
-        sizes += [shape.chart.font.size for shape in slide.shapes if shape.has_chart]
-        assert min(size.pt for size in sizes) >= 18
-        assert slide.notes_slide.notes_text_frame.text
+        for table in (shape.table for shape in slide.shapes if shape.has_table):
+            frames += [cell.text_frame for cell in table.iter_cells()]
+        sizes = [run.font.size.pt for frame in frames for run in runs_of(frame)]
+        sizes += [shape.chart.font.size.pt for shape in slide.shapes if shape.has_chart]
+        for shape in slide.shapes:
+            if (
+                shape.shape_type == 13
+            ):  # a picture, whose smallest text has 18 points at 800 / 72 in
+                sizes.append(18 * shape.width.inches / (800 / 72))
+        assert min(sizes) >= 17.9, slide.shapes.title.text
+
+
+def test_text_fits_its_box_and_boxes_fit_the_slide(path):
+    for slide in slides_of(path):
+        for shape in slide.shapes:
+            assert shape.left >= 0 <= shape.top, slide.shapes.title.text
+            assert shape.left + shape.width <= Inches(build.WIDTH)
+            assert shape.top + shape.height <= Inches(build.HEIGHT)
+            if not shape.has_text_frame:
+                continue
+            tall = 0.0
+            for paragraph in shape.text_frame.paragraphs:
+                size = max((run.font.size.pt for run in paragraph.runs), default=0)
+                code = all(run.font.name == build.CODE_FONT for run in paragraph.runs)
+                words = "".join(run.text for run in paragraph.runs)
+                wide = 0.6 * len(words) * size / 72 if code else build.text_width(words, size)
+                rows = math.ceil(wide / shape.width.inches) if size else 0
+                assert rows <= 1 or not code, words  # code is never folded
+                tall += rows * 1.15 * size / 72
+            assert tall <= shape.height.inches + 0.02, shape.text_frame.text
+
+
+def test_figures_carry_the_deck(path):
+    """At least half the slides have a figure or chart, none an empty lower half; one table of five
+    rows, six lines of code at most."""
+    slides, figures, tables = slides_of(path), 0, []
+    for slide in slides:
+        body = [s for s in slide.shapes if s.top.inches < 6.9 and s != slide.shapes.title]
+        assert max(s.top + s.height for s in body) > Inches(5), slide.shapes.title.text
+        figures += any(shape.has_chart or shape.shape_type == 13 for shape in slide.shapes)
+        tables += [len(shape.table.rows) for shape in slide.shapes if shape.has_table]
+        for frame in (shape.text_frame for shape in body if shape.has_text_frame):
+            code = all(run.font.name == build.CODE_FONT for run in runs_of(frame))
+            assert len(frame.paragraphs) <= 6 or not code
+    assert figures >= len(slides) / 2
+    assert len(tables) <= 1
+    assert max(tables, default=0) <= 6  # with its header
+
+
+def test_notes_say_ask_and_expect_and_the_story_is_on_each_slide(path):
+    for slide in slides_of(path):
+        notes = slide.notes_slide.notes_text_frame.text
+        for kind in ("Say: ", "Ask: ", "Expect: "):
+            assert kind in notes, slide.shapes.title.text
+        words = {shape.text_frame.text[:2] for shape in slide.shapes if shape.has_text_frame}
+        assert {"V1", "V2", "V3", "V4"} <= words
 
 
 def test_commands_on_slides_and_in_notes_are_accepted(path):
@@ -74,6 +142,23 @@ def test_commands_on_slides_and_in_notes_are_accepted(path):
             load(Path(program).stem).build_parser().parse_args(words[2:])
 
 
+def test_the_sessions_on_a_slide_are_those_of_the_agenda():
+    minutes = [
+        sum(item.minutes for item in agenda.session(name)) for name in agenda.plan()["sessions"]
+    ]
+    assert minutes == [45, 60, 60, 45]
+    shown = next(
+        shape._element.nvPicPr.cNvPr.get("descr")
+        for slide in slides_of(ROOT / "slides/workshop_overview.md")
+        for shape in slide.shapes
+        if shape.name == "sessions"
+    )
+    for name in agenda.plan()["sessions"]:
+        title = name.removeprefix("Session ")
+        spent = [item.minutes for item in agenda.session(name)]
+        assert " ".join([title, *map(str, [*spent, sum(spent)])]) in shown
+
+
 @pytest.mark.parametrize(
     ("body", "said"),
     [
@@ -85,15 +170,18 @@ def test_commands_on_slides_and_in_notes_are_accepted(path):
             "```code\ntiny_llama_v1.py SwiGLU.forward: gate ... relu\n```",
             "no lines 'gate ... relu'",
         ),
+        ("```code\ntiny_llama_v1.py Trainer.compute\n```", "more than 6 lines"),
         ("- {llama: small, bf16: V9, ms}", "llama: no table there"),
         ("- {headline: tiny_llama, small, fp32: eager V1, MB}", "small, fp32 has no eager V1, MB"),
         ("- {results/h100/none.json: rounds: d}", "none.json: No such file"),
         ("- {results/h100/fastest.json: turns: d}", "fastest.json: no turns"),
+        ("![](../docs/figures/none.svg)", "no figure is called none"),
+        ("![](../docs/figures/versions.svg)", "its text would have"),
         ("\n".join(["- too long"] * 20), "inches too many"),
     ],
 )
 def test_what_is_not_there_is_one_clear_line(tmp_path, capsys, body, said):
-    (tmp_path / "deck.md").write_text(f"# Deck\n\n## Slide\n\n{body}\n\nNotes: none\n")
+    (tmp_path / "deck.md").write_text(f"# Deck\n\n## Slide\n\n{body}\n\nSay: nothing\n")
     assert run_tool(build.PROG, lambda: build.build_all(tmp_path, tmp_path)) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1

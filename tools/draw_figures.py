@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Draws the figures of docs/figures: SVG for pages and, on request, PNG without the headline for
-slides.
+"""Draws the figures of docs/figures: SVG for pages and, on request, PNG of the parts
+that slides show.
 
 Whatever number a figure shows is read from a file in results/, but for the sizes of memories, which
 are the vendors'. A figure whose file is not there is left out, and named.
@@ -17,6 +17,7 @@ from __future__ import annotations
 import _root
 
 import argparse
+import io
 import json
 import math
 import sys
@@ -31,10 +32,14 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Circle, FancyArrowPatch, Rectangle
-from matplotlib.transforms import Bbox
+from matplotlib.transforms import Affine2D, Bbox
+from PIL import Image
 
+from tools import agenda
 from workshop.cli import Parser, ToolError, documented_parser, print_notes, program
 from workshop.files import ROOT
+from workshop.study import by_side
+from workshop.turns import ratios
 
 PROG = Path(__file__).name
 FIGURES = ROOT / "docs/figures"
@@ -86,11 +91,16 @@ class Sheet:
 
     def __init__(self, title: str, height: int):
         self.height = height
+        self.cuts = {"": (HEADLINE, height)}  # for slides: name, from and to in pixels
         self.figure = Figure(figsize=(WIDTH / 72, height / 72), facecolor=WHITE)
         self.axes: Axes = self.figure.add_axes((0, 0, 1, 1))
         self.axes.set(xlim=(0, WIDTH), ylim=(height, 0))
         self.axes.axis("off")
         self.text(20, 30, title, size=TITLE, weight="bold", ha="left")
+
+    def cut(self, top: float, bottom: float, name: str = "") -> None:
+        """Have this part of the figure for a slide, whose title takes the headline's place."""
+        self.cuts[name] = top, bottom
 
     def note(self, y: float, words: str, x: float = 400, ha: str = "center") -> None:
         """Small words in grey."""
@@ -137,16 +147,26 @@ class Sheet:
         options = {"solid_capstyle": "butt", "zorder": 1, **more}  # under what is drawn later
         self.axes.plot(places[::2], places[1::2], color=color, linewidth=width, **options)
 
+    def png(self, name: str = "") -> bytes:
+        """A cut of it, two pixels for each of the figure."""
+        top, bottom = self.cuts[name]
+        inches = Bbox([[0, 1 - bottom / self.height], [1, 1 - top / self.height]])
+        inches = inches.transformed(Affine2D().scale(WIDTH / 72, self.height / 72))
+        with matplotlib.rc_context(STYLE), io.BytesIO() as file:
+            options = {"bbox_inches": inches, "metadata": {"Software": None}}
+            self.figure.savefig(file, dpi=144, **options)
+            with Image.open(file) as picture, io.BytesIO() as small:
+                picture.convert("RGB").quantize(64).save(small, "PNG", optimize=True)
+                return small.getvalue()
+
     def save(self, folder: Path, name: str, png: bool) -> list[Path]:
-        """Write it as SVG, and as PNG without its headline; returns the paths."""
+        """Write it as SVG, and its cuts as PNG; returns the paths."""
         paths = [folder / f"{name}.svg"]
         with matplotlib.rc_context(STYLE):
             self.figure.savefig(paths[0], metadata={"Date": None, "Creator": None})
-            if png:
-                paths.append(folder / f"{name}.png")
-                inches = Bbox([[0, 0], [WIDTH / 72, (self.height - HEADLINE) / 72]])
-                options = {"bbox_inches": inches, "metadata": {"Software": None}}
-                self.figure.savefig(paths[1], dpi=180, **options)
+        for cut in self.cuts if png else ():
+            paths.append(folder / f"{name}{cut and '_'}{cut}.png")
+            paths[-1].write_bytes(self.png(cut))
         return paths
 
 
@@ -176,6 +196,7 @@ def where_numbers_live() -> Sheet:
     sheet.line(20, 238, 780, 238, color=INK, linestyle=(0, (4, 3)))
     sheet.text(20, 432, "Above the line a number is lost when its kernel ends.", ha="left")
     sheet.text(20, 460, "What the next kernel needs goes through what is below.", ha="left")
+    sheet.cut(60, 410)
     return sheet
 
 
@@ -209,6 +230,7 @@ def add_relu() -> Sheet:
     predicted, measured = (two[key] / one[key] for key in ("bytes", "us"))
     ratios = f"predicted {predicted:.2f}x, measured {measured:.2f}x"
     sheet.note(430, f"{ratios}  (H100, {size / 4e6:.0f} million numbers)")
+    sheet.cut(70, 408)
     return sheet
 
 
@@ -247,6 +269,8 @@ def merged_gemms() -> Sheet:
     sheet.text(160, 503, "reading x again, a launch for each GEMM but one", ha="left")
     sheet.text(20, 535, "not saved:", ha="left", weight="bold", color=RED)
     sheet.text(160, 535, "arithmetic, weights, results", ha="left")
+    sheet.cut(70, 290, "qkv")
+    sheet.cut(300, 560, "gate_up")
     return sheet
 
 
@@ -272,7 +296,7 @@ def attention() -> Sheet:
     sheet.box(left + 2 * tile, 86, tile, 42, BLUE, "k, v", edge=BLUE, color=WHITE, weight="bold")
     ends = left + 3 * tile + 8, y + tile / 2, left + 5 * tile - 4, y + tile / 2
     sheet.arrow(*ends, color=ORANGE, width=5)
-    sheet.text(left + size / 2, top + size + 30, "S × S scores: never in memory", color=GREY)
+    sheet.text(left + size / 2, top + size + 22, "S × S scores: never in memory", color=GREY)
 
     x = 416
     sheet.text(x, 106, "for each tile, on the chip", ha="left", weight="bold", color="#9a6a00")
@@ -285,6 +309,7 @@ def attention() -> Sheet:
     sheet.text(x, 374, "the scores: computed again", ha="left")
     gb = f"{scores:.1f} GB → {flash:.1f} GB"
     sheet.note(474, f"TinyLlama, 2048 tokens, peak memory on an H100: {gb}")
+    sheet.cut(82, 446)
     return sheet
 
 
@@ -319,6 +344,8 @@ def triton_grid() -> Sheet:
             cell(180 + 48 * c, y, 48, 34, r if c < 6 else None)
     sheet.text(576, 372, "load the row once,\nadd up its squares,\nscale, store", ha="left")
     sheet.text(576, 452, "masked: 0 in the sum", ha="left", color=RED, size=SMALL)
+    sheet.cut(100, 270, "vectors")
+    sheet.cut(324, 488, "rows")
     return sheet
 
 
@@ -364,6 +391,7 @@ def residual_norm() -> Sheet:
     sheet.text(
         400, 452, f"an arrow is a tensor read or written; H100, {mb:.0f} MB each", SMALL, GREY
     )
+    sheet.cut(66, 424)
     return sheet
 
 
@@ -419,6 +447,7 @@ def evoformer_inputs() -> Sheet:
     sheet.text(660, 322, words, SMALL, va="top")
     words = "What mutates together often touches: the MSA feeds the pair."
     sheet.text(400, 430, words, weight="bold")
+    sheet.cut(66, 405)
     return sheet
 
 
@@ -437,7 +466,7 @@ PARTS = (  # of the Evoformer block, in order: name, what it works on, fused in 
 
 def evoformer_block() -> Sheet:
     """The nine parts of a block in order, and what V2 and V3 fuse in each."""
-    sheet = Sheet("The Evoformer block: nine parts, in order", 548)
+    sheet = Sheet("The Evoformer block: nine parts, in order", 500)
     fills = {"MSA": ORANGE, "MSA → pair": PURPLE, "pair": SKY}
     for x, (place, color) in zip((20, 105, 260), fills.items(), strict=True):
         sheet.box(x, 70, 20, 20, tint(color, 0.45), edge=None)
@@ -445,13 +474,14 @@ def evoformer_block() -> Sheet:
     for x, name in ((428, "V2"), (649, "V3")):
         sheet.text(x, 80, name, weight="bold")
     for i, (name, place, v2, v3) in enumerate(PARTS):
-        y = 104 + 44 * i
-        sheet.box(20, y, 306, 38, tint(fills[place], 0.45), edge=None)
-        sheet.text(32, y + 19, f"{i + 1}  {name}", SMALL, ha="left")
+        y = 104 + 39 * i
+        sheet.box(20, y, 306, 34, tint(fills[place], 0.45), edge=None)
+        sheet.text(32, y + 17, f"{i + 1}  {name}", SMALL, ha="left")
         for x, width, words, color in ((340, 176, v2, GREEN), (528, 252, v3, BLUE)):
             fill = tint(color, 0.3) if words else tint(GREY, 0.06)
-            sheet.box(x, y, width, 38, fill, words, edge=None, size=SMALL)
-    sheet.note(522, "V3 also makes every layer norm one kernel")
+            sheet.box(x, y, width, 34, fill, words, edge=None, size=SMALL)
+    sheet.note(478, "V3 also makes every layer norm one kernel")
+    sheet.cut(66, 453)
     return sheet
 
 
@@ -545,6 +575,7 @@ def two_streams() -> Sheet:
     times = f"{none['batch_ms']:.2f} → {alone['batch_ms']:.2f} ms"
     words = f"lengths are a sketch; measured: {times} a step (small TinyLlama, bf16)"
     sheet.note(442, words, 20, "left")
+    sheet.cut(76, 420)
     return sheet
 
 
@@ -591,7 +622,7 @@ def under_the_roof(run: dict, arrows: dict[str, tuple]) -> Sheet:
     points = [point for before, after, *_ in arrows.values() for point in (before, after)]
     left, right = min(x for x, _ in points) / 2.3, 3.8 * tflops / rate
     bottom, top = min(y for _, y in points) / 1.75, 1.4 * tflops
-    axes = plot(sheet, 96, 76, 660, 320, xscale="log", yscale="log")
+    axes = plot(sheet, 96, 84, 660, 298, xscale="log", yscale="log")
     axes.set(xlim=(left, right), ylim=(bottom, top), xlabel="FLOP per byte", ylabel="TFLOP/s")
     axes.plot([left, tflops / rate, right], [left * rate, tflops, tflops], color=INK, linewidth=3)
     axes.text(0.95 * right, tflops * 1.1, "arithmetic", fontsize=SMALL, ha="right", color=INK)
@@ -616,6 +647,7 @@ def under_the_roof(run: dict, arrows: dict[str, tuple]) -> Sheet:
         ticks(axis, [mark for mark in marks if low < mark < high])
     words = "○ V1, ● V4: same arithmetic, fewer bytes"
     sheet.note(476, f"{words}; TinyLlama, {ceilings['precision']}, {device}")
+    sheet.cut(75, 437)
     return sheet
 
 
@@ -653,38 +685,83 @@ def ticks(axis, values: Sequence[float]) -> None:
     axis.set_minor_locator(matplotlib.ticker.NullLocator())
 
 
-def versions() -> Sheet:
-    """Milliseconds of a step of every version, bf16, the whole step as one graph."""
-    shapes = {
-        "tiny_llama, small": "TinyLlama, small",
-        "tiny_llama, medium": "TinyLlama, medium",
-        "tiny_openfold, default": "TinyOpenFold, default",
-        "tiny_openfold, crop": "TinyOpenFold, real crop",
-    }
-    times = {}
-    for shape in shapes:
+SHAPES = {  # the sizes of the studies: names in results, and here
+    "tiny_llama, small": "TinyLlama, small",
+    "tiny_llama, medium": "TinyLlama, medium",
+    "tiny_openfold, default": "TinyOpenFold, default",
+    "tiny_openfold, crop": "TinyOpenFold, real crop",
+}
+
+
+def of_versions(title: str, groups: dict[str, dict[str, float]], note: str) -> Sheet:
+    """Bars of V1 to V4 for each shape, two shapes beside each other."""
+    bars = [len(values) for values in groups.values()]
+    heights = [66 + 48 * max(bars[i : i + 2]) for i in range(0, len(bars), 2)]
+    sheet = Sheet(title, 106 + sum(heights))
+    for i, (shape, values) in enumerate(groups.items()):
+        left, top = 20 + 395 * (i % 2), 76 + sum(heights[: i // 2])
+        sheet.text(left, top + 14, SHAPES[shape], ha="left", weight="bold")
+        for j, (version, value) in enumerate(values.items()):
+            y, width = top + 36 + 48 * j, 240 * value / values["V1"]
+            sheet.text(left, y + 20, version, ha="left")
+            sheet.box(left + 42, y, width, 41, VERSION[version], edge=None)
+            number = f"{value:.{max(0, 2 - int(math.log10(value)))}f}"
+            sheet.text(left + 52 + width, y + 20, number, ha="left")
+        first = 76 + sum(heights[: i // 2])
+        name = shape.partition(", ")[0] if len(heights) > 1 else ""
+        sheet.cut(first, first + heights[i // 2] - 16, name)
+    sheet.note(sheet.height - 24, note, 20, "left")
+    return sheet
+
+
+def from_studies(key: str) -> dict[str, dict[str, float]]:
+    """A number of V1 to V4, bf16, the whole step as one graph, by shape."""
+    found: dict[str, dict[str, float]] = {}
+    for shape in SHAPES:
         same = {"shape": shape, "precision": "bf16", "mode": "graph"}
         sides = {v: row_of(H100 / "headline_v3.json", side=v, **same) for v in ("V1", "V2", "V3")}
-        times[shape] = {version: row["batch_ms"] for version, row in sides.items()}
+        found[shape] = {version: row[key] for version, row in sides.items()}
     for study in ("fastest.json", "fastest_openfold.json"):
         for row in read(H100 / study)["rows"]:
             if (row["precision"], row["side"]) == ("bf16", "V4"):
-                times[row["shape"]]["V4"] = row["batch_ms"]
-    bars = [len(of_shape) for of_shape in times.values()]
-    heights = [66 + 40 * max(pair) for pair in zip(bars[::2], bars[1::2], strict=True)]
-    sheet = Sheet("One training step, bf16, as one graph: milliseconds", 106 + sum(heights))
-    for i, (shape, title) in enumerate(shapes.items()):
-        left, top = 20 + 395 * (i % 2), 76 + sum(heights[: i // 2])
-        sheet.text(left, top + 14, title, ha="left", weight="bold")
-        for j, (version, ms) in enumerate(times[shape].items()):
-            y, width = top + 36 + 40 * j, 240 * ms / times[shape]["V1"]
-            sheet.text(left, y + 16, version, ha="left")
-            sheet.box(left + 42, y, width, 33, VERSION[version], edge=None)
-            number = f"{ms:.2f}" if ms < 10 else f"{ms:.1f}"
-            sheet.text(left + 52 + width, y + 16, number, ha="left")
-    words = "one NVIDIA H100, medians of five turns; V4 was measured in turns with V3"
-    sheet.note(sheet.height - 24, words, 20, "left")
-    return sheet
+                found[row["shape"]]["V4"] = row[key]
+    return found
+
+
+def versions() -> Sheet:
+    """Milliseconds of a step of every version, bf16, the whole step as one graph."""
+    note = "one NVIDIA H100, medians of five turns; V4 was measured in turns with V3"
+    title = "One training step, bf16, as one graph: milliseconds"
+    return of_versions(title, from_studies("batch_ms"), note)
+
+
+def kernels() -> Sheet:
+    """Kernels of a step of every version, counted, bf16."""
+    counts = from_studies("per_step")
+    shown = {shape: counts[shape] for shape in ("tiny_llama, small", "tiny_openfold, default")}
+    note = "counted in one profiled step, bf16: forward, backward, optimizer"
+    return of_versions("Kernels in one training step", shown, note)
+
+
+def traffic() -> Sheet:
+    """GB that the operators of a step read and write, by version, bf16."""
+    rows = by_side(read(H100 / "traffic.json")["rows"], "shape", "precision")
+    shown = {
+        shape: {name: side["gb"] for name, side in rows[shape, "bf16"].items()}
+        for shape in ("tiny_llama, medium", "tiny_openfold, crop")
+    }
+    note = "bf16; every operator reads its tensors and writes its results, once each"
+    return of_versions("GB read and written in one training step", shown, note)
+
+
+def energy() -> Sheet:
+    """Joules for a sample, by version, bf16."""
+    shown: dict[str, dict[str, float]] = {}
+    for row in read(H100 / "energy.json")["rows"][:8]:
+        shape = "tiny_llama, small" if row["seq_len"] == 128 else "tiny_llama, medium"
+        shown.setdefault(shape, {})[row["version"]] = row["mj_per_sample"]
+    note = "one NVIDIA H100, bf16, as one graph; medium runs at the power limit"
+    return of_versions("Energy for a sample: millijoules", shown, note)
 
 
 def attention_memory() -> Sheet:
@@ -707,6 +784,7 @@ def attention_memory() -> Sheet:
     axes.set(xticks=lengths, xlim=(0, lengths[-1]), ylim=(0, None))
     heads = f"{study['config']['heads']} heads of {study['config']['head_dim']}"
     sheet.note(446, f"forward and backward, {heads}, float32, on a CPU", 20, "left")
+    sheet.cut(58, 422)
     return sheet
 
 
@@ -757,11 +835,12 @@ def libraries() -> Sheet:
             and row["side"] in names
             and row.get("us")
         }
-        groups.append((title, sorted(times.items(), key=lambda item: item[1])))
-    height = 116 + sum(66 + 40 * len(times) for _, times in groups)
+        groups.append((study, title, sorted(times.items(), key=lambda item: item[1])))
+    height = 116 + sum(66 + 40 * len(times) for _, _, times in groups)
     sheet = Sheet("Our kernels beside libraries: microseconds", height)
     top = 76
-    for title, times in groups:
+    for study, title, times in groups:
+        sheet.cut(top - 4, top + 36 + 40 * len(times), study)
         sheet.text(20, top + 14, title, ha="left", weight="bold")
         longest = times[-1][1]
         for i, (name, us) in enumerate(times):
@@ -788,6 +867,7 @@ def memory_of_a_step() -> Sheet:
     sheet = Sheet("Memory at the end of the forward pass", 70 + bars + 34 * 3 + 20)
     y = 66
     for shape in shapes:
+        below = y
         same = [row for row in rows if row["shape"] == shape]
         highest = max(sum(row["parts"].values()) for row in same)
         name = shape.replace("tiny_openfold", "TinyOpenFold").replace("tiny_llama", "TinyLlama")
@@ -807,6 +887,7 @@ def memory_of_a_step() -> Sheet:
         x, top = 20 + (0, 220, 525)[i % 3], y + 14 + 34 * (i // 3)
         sheet.box(x, top, 20, 20, color, edge=None)
         sheet.text(x + 28, top + 10, words, SMALL, ha="left")
+    sheet.cut(below, sheet.height, "tiny_openfold")  # the last shape
     return sheet
 
 
@@ -863,6 +944,8 @@ def launch_timeline() -> Sheet:
     name = study["environment"]["device_name"].split("GB")[0]
     words = f"TinyLlama in a trace of {name} GB; the profiler slows every launch"
     sheet.note(y + 286, words, 20, "left")
+    sheet.cut(62, below + 24, "eager")
+    sheet.cut(below + 60, y + 254, "wide")
     return sheet
 
 
@@ -878,8 +961,8 @@ def trunk() -> Sheet:
         row["side"]: row for row in read(H100 / "trunk.json")["rows"] if row["shape"] == "128 x 256"
     }
     times = [row["batch_ms"] for row in rows.values() if "batch_ms" in row]
-    sheet = Sheet("48 blocks: what recomputation is for", 600)
-    axes = plot(sheet, 86, 84, 620, 370, xlabel="ms per training step", ylabel="peak memory, GB")
+    sheet = Sheet("48 blocks: what recomputation is for", 540)
+    axes = plot(sheet, 86, 84, 620, 300, xlabel="ms per training step", ylabel="peak memory, GB")
     axes.set(xlim=(0, 1.15 * max(times)), ylim=(0, 100))
     axes.axhline(80, color=RED, linewidth=2, linestyle=(0, (4, 3)))
     label = {"fontsize": SMALL, "weight": "bold"}
@@ -902,9 +985,305 @@ def trunk() -> Sheet:
         left = end[0] - 0.025 * max(times)
         axes.text(left, end[1], name, color=color, ha="right", va="center", **label)
     words = "filled: activations kept; open: --checkpoint-blocks"
-    sheet.text(20, 536, words, SMALL, GREY, ha="left")
+    sheet.text(20, 474, words, SMALL, GREY, ha="left")
     words = "triangle: out of memory, which is 80 GB (dashed); bf16, one H100"
-    sheet.text(20, 570, words, SMALL, GREY, ha="left")
+    sheet.text(20, 508, words, SMALL, GREY, ha="left")
+    sheet.cut(72, 436)
+    return sheet
+
+
+def launch() -> Sheet:
+    """What a launch is: the host puts kernels into a queue, the GPU runs them in order."""
+    trace = next(row for row in read(H100 / "timeline.json")["traces"] if row["launches"])
+    count = len(trace["kernels"])
+    end = max(start + us for _, start, us, *_ in trace["kernels"])
+    every, busy = end / count, sum(us for _, _, us, *_ in trace["kernels"]) / count
+    sheet = Sheet("What a launch is", 450)
+    for x, width, name, fill in ((20, 190, "host", GREY), (500, 280, "GPU", BLUE)):
+        sheet.box(x, 112, width, 190, tint(fill, 0.12), edge=fill)
+        sheet.text(x + width / 2, 90, name, weight="bold")
+    sheet.text(115, 170, "Python,\nPyTorch,\ndriver")
+    sheet.text(115, 262, "one at a time", SMALL, GREY)
+    sheet.text(355, 150, "queue")
+    for i, (name, kind) in enumerate((("add", "other"), ("GEMM", "GEMM"), ("norm", "norm"))):
+        color = KERNEL[kind]
+        sheet.box(234 + 84 * i, 170, 76, 50, tint(color, 0.4), name, edge=color, size=SMALL)
+    sheet.arrow(212, 250, 300, 250, color=GREY)
+    sheet.text(310, 250, "launch", ha="left", color=GREY)
+    sheet.arrow(400, 250, 496, 250, color=GREY)
+    for i in range(20):
+        row, column = divmod(i, 10)
+        fill = GREEN if i < 14 else tint(GREY, 0.1)
+        sheet.box(516 + 25 * column, 132 + 25 * row, 21, 21, fill, edge=None)
+    sheet.text(640, 226, "a kernel: programs\non the multiprocessors", SMALL)
+    sheet.text(640, 280, "many at a time", SMALL, GREY)
+    sheet.text(115, 340, f"{every:.0f} µs", TITLE, weight="bold")
+    sheet.text(115, 376, "from launch to launch", SMALL)
+    sheet.text(640, 340, f"{busy:.1f} µs", TITLE, weight="bold")
+    sheet.text(640, 376, "in a kernel, on average", SMALL)
+    sheet.note(424, f"{count} kernels of two layers, TinyLlama V1, in a trace of an H100")
+    sheet.cut(70, 400)
+    return sheet
+
+
+def layer_kernels() -> Sheet:
+    """The kernels of one layer's forward pass, a square each, in V1, V2 and V3."""
+    traces = [row for row in read(H100 / "timeline.json")["traces"] if row["launches"]]
+    sheet = Sheet("One layer, forward: a square is a kernel", 400)
+    for i, trace in enumerate(traces):
+        kinds = [kind for kind, *_ in trace["kernels"][: len(trace["kernels"]) // 2]]
+        y, version = 84 + 82 * i, trace["label"].partition(",")[0]
+        sheet.text(20, y + 30, version, ha="left", weight="bold")
+        for j, kind in enumerate(kinds):
+            row, column = divmod(j, 31)
+            sheet.box(70 + 20 * column, y + 31 * row, 17, 28, KERNEL[kind], edge=None)
+        sheet.text(784, y + 30, f"{len(kinds)}", TITLE, ha="right", weight="bold")
+    for x, (kind, color) in zip((70, 190, 340, 450, 630), KERNEL.items(), strict=True):
+        sheet.box(x, 334, 20, 20, color, edge=None)
+        sheet.text(x + 28, 344, kind, SMALL, ha="left")
+    sheet.note(
+        378, "TinyLlama, bf16, in a trace of an H100; other: casts, copies, rotary", 70, "left"
+    )
+    sheet.cut(70, 362)
+    return sheet
+
+
+def run_parts() -> Sheet:
+    """The three parts of a run, and where the host waits for the device."""
+    sheet = Sheet("The three parts of a run", 360)
+    parts = (
+        (20, 190, "warm-up", GREY, "loads, compiles,\ntrains; not timed"),
+        (218, 380, "measured steps", BLUE, "speed = samples / time\nbetween the two waits"),
+        (606, 174, "extra steps", PURPLE, "count kernels\nand FLOPs"),
+    )
+    for x, width, name, color, words in parts:
+        sheet.box(x, 130, width, 74, tint(color, 0.35), name, edge=color, weight="bold")
+        sheet.text(x + width / 2, 248, words, SMALL, va="top")
+    for i in range(1, 8):
+        sheet.line(218 + 47.5 * i, 130, 218 + 47.5 * i, 144, color=BLUE, width=2)
+    for x in (214, 602):
+        sheet.arrow(x, 92, x, 128, color=RED, width=4)
+        sheet.text(x, 78, "host waits", SMALL, RED)
+    sheet.arrow(20, 224, 780, 224, color=GREY, width=2)
+    sheet.note(338, "nothing waits inside: phases are read from events afterwards")
+    sheet.cut(62, 318)
+    return sheet
+
+
+def taking_turns() -> Sheet:
+    """Two runs one after the other, and in turns, on a host that is busy for a while."""
+    sheet = Sheet("Take turns", 380)
+    sheet.box(522, 76, 252, 226, tint(RED, 0.15), edge=None)
+    sheet.text(648, 92, "the host is busy", SMALL, RED)
+    rows = (("one after the other", "AAAABBBB"), ("in turns", "ABBAABBA"))
+    for i, (name, order) in enumerate(rows):
+        y, x = 146 + 86 * i, 20.0
+        sheet.text(20, y - 18, name, SMALL, ha="left")
+        for side in order:
+            slow = x >= 520
+            width, color = (124 if slow else 84), {"A": GREY, "B": BLUE}[side]
+            sheet.box(x, y, width - 4, 48, tint(color, 0.45), side, edge=color, weight="bold")
+            x += width
+    sheet.text(20, 330, "Above, B seems slower. Below, both sides lose the same,", SMALL, ha="left")
+    sheet.text(
+        20, 356, "and the ratio of each pair can be compared with the next one.", SMALL, ha="left"
+    )
+    sheet.cut(72, 312)
+    return sheet
+
+
+def turn_ratios() -> Sheet:
+    """V1 over V2 in each turn: eager, and as one graph."""
+    rows = by_side(read(H100 / "headline.json")["rows"], "shape", "precision", "mode")
+    shapes = [shape for shape in SHAPES if shape != "tiny_llama, medium"]
+    sheet = Sheet("The same ratio in five turns: V1 over V2", 450)
+    axes = plot(sheet, 250, 84, 520, 250, xlabel="time of V1 / time of V2, bf16")
+    for i, shape in enumerate(shapes):
+        for mode, color, offset in (("eager", ORANGE, 0.16), ("graph", BLUE, -0.16)):
+            sides = rows[shape, "bf16", mode]
+            found = ratios(sides["V1"], sides["V2"])
+            style = {"color": color, "markersize": 13, "alpha": 0.75, "clip_on": False}
+            axes.plot(found, [len(shapes) - i + offset] * len(found), "o", **style)
+    axes.axvline(1, color=GREY, linewidth=2, linestyle=(0, (4, 3)))
+    names = [SHAPES[shape] for shape in reversed(shapes)]
+    axes.set(yticks=range(1, len(shapes) + 1), ylim=(0.5, len(shapes) + 0.5))
+    axes.set_yticklabels(names)
+    axes.spines["left"].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    for x, name, color in ((20, "eager", ORANGE), (130, "one graph", BLUE)):
+        sheet.axes.add_patch(Circle((x + 10, 418), 9, facecolor=color))
+        sheet.text(x + 28, 418, name, ha="left")
+    sheet.note(418, "one H100 on a shared host", 780, "right")
+    sheet.cut(78, 436)
+    return sheet
+
+
+TOOLS = (  # what one looks at, the question, the program, colour
+    ("run", "how fast? how many kernels?", "the report", GREY),
+    ("operators", "which kernels take the time?", "PyTorch's profiler", GREEN),
+    ("modules", "arithmetic or memory?", "FLOPs count, roofline", GREEN),
+    ("time line", "where are the gaps?", "rocprofv3", ORANGE),
+    ("host", "what does the host do?", "rocprof-sys", ORANGE),
+    ("one kernel", "why is it slow?", "rocprof-compute", RED),
+)
+
+
+def profilers() -> Sheet:
+    """The tools from overview to detail, each with its question."""
+    sheet = Sheet("From overview to detail", 430)
+    for i, (what, question, tool, color) in enumerate(TOOLS):
+        y, inset = 70 + 54 * i, 9 * i
+        sheet.box(
+            20 + inset, y, 200 - 2 * inset, 46, tint(color, 0.35), what, edge=color, size=SMALL
+        )
+        sheet.text(240, y + 23, question, ha="left")
+        sheet.text(784, y + 23, tool, ha="right", weight="bold")
+    sheet.note(412, "green: on any device; orange and red: on an AMD GPU")
+    sheet.cut(62, 392)
+    return sheet
+
+
+def losses() -> Sheet:
+    """Loss curves of V1 and V4 in both precisions, one over the other."""
+    runs = read(H100 / "losses.json")["runs"]
+    sheet = Sheet("V1 and V4 learn the same", 450)
+    axes = plot(sheet, 80, 76, 500, 300, xlabel="training step", ylabel="loss")
+    names = (
+        ("v1", "fp32", GREY, 9),
+        ("v4", "fp32", RED, 4),
+        ("v1", "bf16", SKY, 3),
+        ("v4", "bf16", INK, 1.5),
+    )
+    for i, (version, precision, color, width) in enumerate(names):
+        curve = runs[f"{version}_{precision}"]["loss"]["curve"]
+        axes.plot(range(1, len(curve) + 1), curve, color=color, linewidth=width)
+        y = 134 + 66 * i
+        sheet.line(604, y, 640, y, color=color, width=width)
+        sheet.text(650, y, f"{version.upper()} {precision}", SMALL, ha="left")
+        sheet.text(650, y + 27, f"{curve[-1]:.4f}", SMALL, GREY, ha="left")
+    sheet.text(604, 96, "loss at the end", SMALL, ha="left")
+    axes.set(xlim=(0, len(curve)), ylim=(0, None))
+    sheet.note(436, "TinyLlama, small; data: a Markov chain", 20, "left")
+    sheet.cut(68, 424)
+    return sheet
+
+
+def too_fast() -> Sheet:
+    """What two faulty programs say of a step, and how long its kernels really took."""
+    stages = {row["stage"]: row for row in read(H100 / "performance_debugging.json")["stages"]}
+    sheet = Sheet("Too fast to be true", 400)
+    rows = (
+        ("stage5", "honest", "all gradients"),
+        ("stage3", "no wait at the end", "all gradients"),
+        (
+            "stage6",
+            "most of it left out",
+            f"{stages['stage6']['gradient_percent']:.1f} % of gradients",
+        ),
+    )
+    longest = max(stages[name]["kernel_ms"] for name, *_ in rows)
+    for i, (name, words, remark) in enumerate(rows):
+        y, row = 76 + 96 * i, stages[name]
+        sheet.text(20, y + 22, words, ha="left", weight="bold")
+        sheet.text(20, y + 52, remark, SMALL, GREY, ha="left")
+        kinds = (row["result"]["timing"]["batch_ms"], BLUE), (row["kernel_ms"], GREY)
+        for j, (ms, color) in enumerate(kinds):
+            width = 360 * ms / longest
+            sheet.box(260, y + 36 * j, max(width, 2), 32, color, edge=None)
+            sheet.text(270 + width, y + 16 + 36 * j, f"{ms:.2f} ms", SMALL, ha="left")
+    for x, name, color in (
+        (20, "what the program says", BLUE),
+        (290, "what its kernels took", GREY),
+    ):
+        sheet.box(x, 364, 20, 20, color, edge=None)
+        sheet.text(x + 28, 374, name, SMALL, ha="left")
+    sheet.cut(66, 392)
+    return sheet
+
+
+def tile_owner() -> Sheet:
+    """A gradient that many rows share: atomic additions, or one program for each tile."""
+    sheet = Sheet("A shared gradient: who adds?", 450)
+    for left, name, color in ((20, "atomic additions", RED), (420, "a program owns a tile", GREEN)):
+        sheet.text(left + 170, 84, name, weight="bold")
+        sheet.box(left + 250, 150, 90, 160, tint(color, 0.3), "tile", edge=color)
+    for i, row in enumerate((3, 1, 4, 2)):
+        y = 112 + 60 * i
+        sheet.box(20, y, 110, 44, tint(BLUE, 0.3), f"row {row}", edge=BLUE)
+        sheet.arrow(132, y + 22, 266, 180 + 33 * i, color=RED, width=3)
+        sheet.box(420, y, 110, 44, tint(BLUE, 0.3), f"row {i + 1}", edge=BLUE)
+        if i:
+            sheet.arrow(475, y - 15, 475, y - 1, color=GREEN, width=3)
+    sheet.arrow(532, 314, 666, 250, color=GREEN, width=5)
+    sheet.text(
+        20, 378, "as they come: another order,\nanother rounding, in each run", SMALL, ha="left"
+    )
+    sheet.text(
+        420, 378, "one after the other: the same\nbits each time, one store", SMALL, ha="left"
+    )
+    sheet.line(390, 84, 390, 410, color=PALE, width=3)
+    sheet.cut(66, 416)
+    return sheet
+
+
+def strategy() -> Sheet:
+    """What to do first: the question, what answers it, and what it brought, measured."""
+    small = {"shape": "tiny_llama, small", "precision": "bf16"}
+
+    def ms(study: str, side: str, **more: str) -> float:
+        return row_of(H100 / study, side=side, **small, **more)["batch_ms"]
+
+    def gb(side: str) -> float:
+        return row_of(H100 / "trunk.json", shape="128 x 256", side=side)["peak_mb"] / 1e3
+
+    eager, graph = (ms("headline.json", "V1", mode=mode) for mode in ("eager", "graph"))
+    compiled = ms("fastest.json", "V1 compiled")
+    v3, v4 = ms("fastest.json", "V3"), ms("fastest.json", "V4")
+    rows = (
+        ("The host is the limit?", "one graph", f"{eager:.1f} → {graph:.2f} ms", GREY),
+        ("Small operators?", "torch.compile", f"{graph:.2f} → {compiled:.2f} ms", SKY),
+        ("It cannot fuse them?", "V3's kernels", f"{compiled:.2f} → {v3:.2f} ms", BLUE),
+        ("Shapes stay the same?", "V4", f"{v3:.2f} → {v4:.2f} ms", RED),
+        (
+            "Memory ends first?",
+            "checkpoints",
+            f"{gb('V4'):.0f} → {gb('V4, checkpointed'):.1f} GB",
+            PURPLE,
+        ),
+    )
+    sheet = Sheet("In this order, and only as far as it pays", 440)
+    for i, (question, answer, gain, color) in enumerate(rows):
+        y = 72 + 62 * i
+        sheet.text(20, y + 26, question, ha="left")
+        sheet.arrow(290, y + 26, 330, y + 26, color=GREY)
+        sheet.box(336, y, 196, 52, tint(color, 0.4), answer, edge=color, weight="bold")
+        sheet.text(780, y + 26, gain, ha="right", weight="bold")
+        if i < 3:
+            sheet.arrow(434, y + 52, 434, y + 61, color=GREY, width=2)
+    sheet.note(412, "H100, bf16: small TinyLlama; the last line: 48 blocks of TinyOpenFold V4")
+    sheet.cut(62, 386)
+    return sheet
+
+
+def sessions() -> Sheet:
+    """The four sessions of the workshop: a bar of minutes each, from docs/agenda.json."""
+    kinds = {"slides": GREY, "demonstration": ORANGE, "sheet": BLUE, "talk": GREEN}
+    names = [*agenda.plan()["sessions"]]
+    sheet = Sheet("Four sessions: minutes", 120 + 78 * len(names))
+    for i, name in enumerate(names):
+        items, y, x = agenda.session(name), 70 + 78 * i, 20.0
+        sheet.text(20, y + 10, name.removeprefix("Session "), ha="left", weight="bold")
+        for item in items:
+            kind = next((kind for kind in kinds if item.what.startswith(kind)), "talk")
+            width = 11.5 * item.minutes
+            sheet.box(x, y + 26, width - 3, 38, tint(kinds[kind], 0.5), str(item.minutes))
+            x += width
+        total = sum(item.minutes for item in items)
+        sheet.text(x + 12, y + 45, str(total), TITLE, ha="left", weight="bold")
+    for x, (kind, color) in zip((20, 160, 370, 500), kinds.items(), strict=True):
+        sheet.box(x, sheet.height - 36, 20, 20, tint(color, 0.5))
+        sheet.text(x + 28, sheet.height - 26, kind, SMALL, ha="left")
+    sheet.cut(64, sheet.height - 4)
     return sheet
 
 
@@ -929,6 +1308,20 @@ FIGURES_BY_NAME: dict[str, Callable[[], Sheet]] = {
         versions,
         memory_of_a_step,
         trunk,
+        kernels,
+        traffic,
+        energy,
+        launch,
+        layer_kernels,
+        run_parts,
+        taking_turns,
+        turn_ratios,
+        profilers,
+        losses,
+        too_fast,
+        tile_owner,
+        strategy,
+        sessions,
     )
 }
 
@@ -940,7 +1333,7 @@ def build_parser() -> Parser:
     parser.add_argument("names", nargs="*", metavar="NAME", help=names)
     there = {"type": Path, "default": FIGURES, "metavar": "DIR"}
     parser.add_argument("--output", **there, help="(default: docs/figures)")
-    parser.add_flag("--png", "PNG for slides beside each SVG, without the headline")
+    parser.add_flag("--png", "PNG of what slides show beside each SVG")
     parser.add_path("--contact-sheet", "FILE.png", "one picture of all of them, and nothing else")
     return parser
 

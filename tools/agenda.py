@@ -1,0 +1,210 @@
+#!/usr/bin/env python3
+"""Print the agendas of docs/agenda.json as Markdown, or rehearse what is on them.
+
+An item is `MINUTES what`, a session, or a sheet, whose minutes are those of its own **Core** line.
+Measured are the commands alone, each time for the first time on a machine; reading, thinking and
+talking are planned. A rehearsal runs the demonstrations of docs/INSTRUCTOR.md and the sheets with
+tools/run_sheet.py and adds their seconds to a result file.
+
+Examples:
+  python tools/agenda.py table sessions
+  python tools/agenda.py rehearse results/my_gpu/rehearsal.json
+  python tools/agenda.py rehearse rehearsal.json docs/INSTRUCTOR.md
+"""
+
+from __future__ import annotations
+
+import _root
+
+import argparse
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from workshop.cli import Parser, ToolError, documented_parser, needed, program
+from workshop.files import ROOT, read_json, write_text
+from workshop.show import Column, render
+
+PROG = Path(__file__).name
+PLAN = ROOT / "docs/agenda.json"
+GUIDE = "docs/INSTRUCTOR.md"
+NEXT_DAY = "0 next day"
+CORE = re.compile(r"^\*\*Core\*\*: (\d+) minutes", re.MULTILINE)
+TITLE = re.compile(r"^# (?:Exercises: )?(.+)$", re.MULTILINE)
+EXERCISE = re.compile(r"^## Exercise \d+: (.+)$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Item:
+    """A line of an agenda."""
+
+    what: str
+    minutes: int
+    path: str = ""  # of its sheet
+
+
+def core_minutes(path: str) -> int:
+    """The minutes of a sheet's core path; ToolError where it has none."""
+    found = CORE.search((ROOT / path).read_text(encoding="utf-8"))
+    if not found:
+        raise ToolError(f"{path}: no line '**Core**: N minutes'")
+    return int(found[1])
+
+
+def title_of(path: str) -> str:
+    """What a sheet is called: its version, and what it is about."""
+    text = (ROOT / path).read_text(encoding="utf-8")
+    return ", ".join(found[1] for found in (TITLE.search(text), EXERCISE.search(text)) if found)
+
+
+def item_of(line: str) -> Item:
+    """What a line of the plan means."""
+    if line.startswith("exercises/"):
+        return Item(f"sheet: [{title_of(line)}](../{line})", core_minutes(line), line)
+    if line.startswith("Session "):
+        return Item(line, sum(item.minutes for item in session(line)))
+    minutes, _, what = line.partition(" ")
+    return Item(what, int(minutes))
+
+
+@cache
+def plan() -> dict:
+    """docs/agenda.json."""
+    return read_json(PLAN)
+
+
+def session(name: str) -> list[Item]:
+    """The items of a session."""
+    return [item_of(line) for line in plan()["sessions"][name]]
+
+
+def sheets() -> list[str]:
+    """Every sheet on an agenda, once."""
+    lines = [line for part in plan().values() for agenda in part.values() for line in agenda]
+    return sorted({line for line in lines if line.startswith("exercises/")})
+
+
+def measured(device: str, item: Item) -> float | str | None:
+    """Minutes that the commands of an item took, by a device's rehearsal; None without one, empty
+    for an item without commands."""
+    path = ROOT / f"results/{device}/rehearsal.json"
+    seconds = read_json(path)["seconds"] if path.exists() else {}
+    key = item.path
+    if item.what.startswith("demonstration"):
+        key = next(n for n, lines in plan()["sessions"].items() if item in map(item_of, lines))
+    if not key:
+        return ""
+    return seconds[key] / 60 if key in seconds else None
+
+
+def row_of(item: Item, **more: object) -> dict:
+    """An item for the table."""
+    took = {device: measured(device, item) for device in ("h100", "cpu")}
+    return {"session": "", "at": "", "what": item.what, "minutes": item.minutes, **took, **more}
+
+
+def sessions_table() -> str:
+    """The four sessions, item by item, and the sheets of the longer agendas, in minutes."""
+    rows, shown = [], set()
+    for name in plan()["sessions"]:
+        at = 0
+        for item in session(name):
+            shown.add(item.path)
+            label = "" if at else name.removeprefix("Session ")
+            rows.append(row_of(item, session=label, at=at))
+            at += item.minutes
+    further = [row_of(item_of(path)) for path in sheets() if path not in shown]
+    further[0]["session"] = "further sheets"
+    columns = (
+        Column("session", "session"),
+        Column("at", "at", "d"),
+        Column("what", "what", text=True),
+        Column("planned", "minutes", "d"),
+        Column("commands, H100", "h100", ".1f"),
+        Column("commands, two cores", "cpu", ".1f"),
+    )
+    return render(columns, rows + further)
+
+
+def clock(minutes: int) -> str:
+    """The time of a day."""
+    return f"{minutes // 60}:{minutes % 60:02}"
+
+
+def agendas_table() -> str:
+    """The agendas, each day from nine o'clock."""
+    rows = []
+    for name, lines in plan()["agendas"].items():
+        for number, day in enumerate(" | ".join(lines).split(f" | {NEXT_DAY} | ")):
+            at, parts = 9 * 60, []
+            for item in map(item_of, day.split(" | ")):
+                words = title_of(item.path) if item.path else item.what.partition(":")[0]
+                parts.append(f"{clock(at)} {words}")
+                at += item.minutes
+            label = f"{name}, day {number + 1}" if NEXT_DAY in lines else name
+            rows.append({"name": label, "what": "; ".join(parts), "end": clock(at)})
+    columns = Column("agenda", "name"), Column("what", "what", text=True), Column("end", "end")
+    return render(columns, rows)
+
+
+TABLES = {"sessions": sessions_table, "agendas": agendas_table}
+
+
+def device_name() -> str:
+    """Of the GPU that PyTorch sees, or of the processor."""
+    with needed():
+        import torch
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
+
+
+def rehearse(args: argparse.Namespace) -> int:
+    """Run the guide and sheets and add the seconds of those without a failure to the file.
+
+    Returns 1 if a command failed, which run_sheet.py then names.
+    """
+    study = read_json(args.file) if args.file.exists() else {}
+    before = {"device": device_name(), "cores": len(os.sched_getaffinity(0))}
+    if study and {key: study.get(key) for key in before} != before:
+        raise ToolError(f"{args.file} is of {study.get('device')}, this is {before['device']}")
+    seconds, failed = dict(study.get("seconds", {})), 0
+    for name in args.sheets or [GUIDE, *sheets()]:
+        logs = (args.log or Path(tempfile.mkdtemp())) / name.replace("/", "_").removesuffix(".md")
+        command = [sys.executable, ROOT / "tools/run_sheet.py", ROOT / name, "--log", logs]
+        if subprocess.run(list(map(str, command))).returncode:
+            failed += 1
+            continue
+        took = read_json(logs / "summary.json")["seconds"]
+        seconds |= took if name == GUIDE else {name: sum(took.values())}
+        result = json.dumps({**study, **before, "seconds": seconds}, indent=1)
+        write_text(args.file, result + "\n", replace=True)
+    return int(failed > 0)
+
+
+def build_parser() -> Parser:
+    """The command line."""
+    parser = documented_parser(PROG, __doc__)
+    does = parser.add_subparsers(required=True)
+    table = does.add_parser("table", help="print a table")
+    table.add_argument("name", choices=TABLES)
+    table.set_defaults(body=lambda args: print(TABLES[args.name]()) or 0)
+    run = does.add_parser("rehearse", help="run the demonstrations and sheets, and time them")
+    run.add_argument("file", type=Path, metavar="FILE.json")
+    run.add_argument("sheets", nargs="*", metavar="SHEET.md", help="(default: all)")
+    words = "keep what the commands print there"
+    run.add_argument("--log", type=Path, metavar="DIR", help=words)
+    run.set_defaults(body=rehearse)
+    return parser
+
+
+main = program(build_parser, lambda args: args.body(args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
