@@ -59,6 +59,7 @@ def build_parser() -> Parser:
     add, place = parser.add_argument, "[NAME=]PATH"
     add("runs", nargs="+", metavar=place, help="result file or directory of a run")
     add("--baseline", metavar=place, help="what the others are compared with (default: first)")
+    parser.add_flag("--no-times", "only memory, kernels and loss: they need no turns")
     parser.add_path("--csv", "FILE", "also write all that is known, unrounded")
     parser.add_path("--save", "FILE.json", "also keep the runs in one file")
     return parser
@@ -98,7 +99,7 @@ def compare(args: argparse.Namespace) -> int:
     check_family(named)
     rows = [beside(run, baseline) for run in runs]
     print_notes(PROG, *differences(named))
-    print(runs_table(runs, rows), flush=True)
+    print(runs_table(runs, rows, not args.no_times), flush=True)
     if args.csv:
         write_csv(args.csv, csv_rows(rows, runs))
     if args.save:

@@ -2,7 +2,8 @@
 """What each fusion of a version gains: alone, after all others, and on the whole; and whether the
 gains are additive.
 
-By default none, each alone, all but each, and all are measured; with --all-combinations every set.
+By default none, each alone, all but each, and all are measured; with --all-combinations every set,
+with --each-alone none, each alone and all.
 The fusions that vary are those which the version adds to the one before, or --fusions. Sets take
 turns in groups of at most eight, as graphs where there is a GPU; each group has its own run without
 these fusions, and every speed-up is over that one in the same turn. How long a turn is follows from
@@ -51,6 +52,10 @@ from workshop.turns import graph_of
 
 PROG = Path(__file__).name
 SCRIPT = "tiny_llama_v2.py"
+SETS = {
+    "--all-combinations": "every set of the fusions",
+    "--each-alone": "none, each alone and all",
+}
 KEYS = ("script", "argv", "precision", "seed", "group", "side", "on", "speedup")  # of any row
 MEASURED = ("batch_ms", "speedup", "peak_mb", "unit", "per_step", "host_launches")  # if it finished
 
@@ -59,7 +64,9 @@ def build_parser() -> Parser:
     """The command line."""
     parser = parser_around(PROG, __doc__, SCRIPT)
     add_script(parser, SCRIPT)
-    parser.add_flag("--all-combinations", "every set of the fusions")
+    sets = parser.add_mutually_exclusive_group()
+    for name, which in SETS.items():
+        sets.add_argument(name, action="store_true", help=which)
     fusions = {"type": several(), "metavar": "A,B", "help": "that vary (default: what is new)"}
     parser.add_argument("--fusions", **fusions)
     parser.add_count("--rounds", 10, "turns of each set")
@@ -86,7 +93,8 @@ def measure(args: argparse.Namespace, argv: Sequence[str]) -> Path:
         flags = [f"--{choice}-{fusion}" for fusion in fusions]
         _, parsed = script_arguments(module, [*options, *flags], None)
     path = args.output or Path(f"ablation_{module.SCRIPT}.json")
-    sets, seeds = fusion_sets(fusions, args.all_combinations), args.seeds or [parsed.seed]
+    sets = fusion_sets(fusions, args.all_combinations, args.each_alone)
+    seeds = args.seeds or [parsed.seed]
     settings = {"fusions": fusions, "sets": len(sets), "rounds": args.rounds, "seeds": seeds}
     settings |= {"group": args.group_size, "script": module.SCRIPT, "argv": list(argv)}
     arguments = {precision_of(vars(parsed)): options}

@@ -264,6 +264,15 @@ def captured(main: Callable[[list[str]], int], argv: list[str]) -> tuple[int, st
     return status, stdout.getvalue(), stderr.getvalue()
 
 
+def table_of(text: str) -> list[dict[str, str]]:
+    """The first Markdown table of a text, row by row."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
+    width = len(cells[0])
+    end = next((i for i, row in enumerate(cells) if len(row) != width), len(cells))
+    return [dict(zip(cells[0], row, strict=True)) for row in cells[2:end]]
+
+
 def summary_in(directory: Path, script: str = SCRIPT) -> dict | None:
     """The result file in this directory, None if there is none."""
     path = directory / f"{script}_summary.json"

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from conftest import QUICK, ROOT, TINY, captured, strict_json
+from conftest import QUICK, ROOT, TINY, captured, strict_json, table_of
 
 import run_pytorch_profiler as profiler_tool
 from analysis_tools import analyze_kernel_reduction, compare_runs, plot_runs
@@ -36,15 +36,6 @@ def assert_refused(answer: Answer, *words: str, status: int = 2) -> None:
     assert len(answer[2].splitlines()) == 1, answer[2]
     for word in words:
         assert word in answer[2]
-
-
-def table_of(text: str) -> list[dict[str, str]]:
-    """The first Markdown table of a text, row by row."""
-    lines = [line for line in text.splitlines() if line.startswith("|")]
-    cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
-    width = len(cells[0])
-    end = next((i for i, row in enumerate(cells) if len(row) != width), len(cells))
-    return [dict(zip(cells[0], row, strict=True)) for row in cells[2:end]]
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
@@ -184,6 +175,16 @@ def test_out_of_memory_is_a_row_and_no_failure(make):
     status, out, err = call(compare_runs, gone, make("other"))
     assert table_of(out)[1]["speed-up"] == "-"
     assert "baseline gone did not finish" in err
+
+
+def test_without_times_there_is_what_is_the_same_in_every_run(make):
+    status, out, _ = call(compare_runs, "--no-times", make("good"), make("gone", **out_of_memory()))
+    rows = table_of(out)
+    assert status == 0
+    counted = "operator calls per step"
+    names = ["configuration", "peak MB", "memory change", counted, "final loss"]
+    assert [*rows[0]] == names
+    assert rows[1]["peak MB"] == "out of memory"
 
 
 def test_a_failed_run_is_named_and_what_it_measured_is_not_compared(make):

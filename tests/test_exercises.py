@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import re
+import select
 import shutil
 import signal
 import subprocess
@@ -111,10 +113,17 @@ def test_every_block_of_a_sheet_runs_and_prints_what_it_should(sheet: str, tmp_p
         block.line for block in blocks if NOT_HERE.search(block.text) and not block.not_in_ci
     ]
     assert not unmarked, "these lines need <!-- not run in CI: why -->"
-    options = ("--python", forking_python(), "--shrink", "--with-standins", "--ci", "--keep-going")
-    done = end(start(ROOT / sheet, tmp_path, *options), tmp_path, ROOT)
+    options = ["--shrink", "--long", "--with-standins", "--ci", "--keep-going"]
+    done = end(
+        start(ROOT / sheet, tmp_path, "--python", forking_python(), *options), tmp_path, ROOT
+    )
     assert done.status == 0, done.stdout + done.stderr
-    assert set(done.statuses) <= {"ok", "not run in CI"}, done.stdout
+    assert set(done.statuses) <= {"ok", "not run in CI", "needs a GPU"}, done.stdout
+
+
+def test_only_tests_shrink():
+    pages = subprocess.check_output(["git", "ls-files", "*.md"], cwd=ROOT, text=True).split()
+    assert not [page for page in pages if "--shrink" in (ROOT / page).read_text()]
 
 
 @pytest.mark.parametrize("file", WITH_TABLES)
@@ -164,6 +173,15 @@ def run(tmp_path: Path) -> Callable[..., Done]:
         )
 
     return run_text
+
+
+def read_until(terminal: int, word: str) -> None:
+    """Read what a program prints on its terminal, up to this word."""
+    seen = ""
+    while word not in seen:
+        ready, _, _ = select.select([terminal], [], [], 60)
+        assert ready, seen
+        seen += os.read(terminal, 4096).decode()
 
 
 def sheet_of(*parts: str) -> str:
@@ -252,6 +270,65 @@ def test_blocks_that_ci_cannot_run(run):
     assert run(
         sheet_of(comment + "\nOnly directly before a block.\n", "true"), "--ci"
     ).statuses == ["ok"]
+
+
+def test_long_blocks_run_only_when_asked(run):
+    text = sheet_of("<!-- long: 8 minutes -->\n", "touch long", "touch short")
+    done = run(text)
+    assert (done.status, done.statuses) == (0, ["long", "ok"])
+    assert done.blocks[0]["remark"] == "8 minutes; --long runs it"
+    assert os.listdir(done.directory) == ["short"]
+    assert run(text, "--long").statuses == ["ok", "ok"]
+
+
+def test_blocks_for_a_gpu_run_where_pytorch_sees_one(run, tmp_path: Path):
+    markers = "<!-- long: 1 minute -->\n<!-- needs a GPU: times kernels -->\n"
+    text = sheet_of(markers, "touch gpu", "touch any")
+    python = tmp_path / "python"
+    for sees, statuses in (("False", ["needs a GPU", "ok"]), ("True", ["ok", "ok"])):
+        python.write_text(f"#!/bin/sh\necho {sees}\n")
+        python.chmod(0o755)
+        done = run(text, "--long", "--python", python)
+        assert (done.status, done.statuses) == (0, statuses), done.stdout + done.stderr
+    assert run(text, "--python", python).statuses == ["long", "ok"]
+    assert "times kernels" in run(text, "--long", "--python", "/bin/false").stdout
+
+
+def test_show_prints_each_block_with_its_output(run):
+    done = run(sheet_of("echo $((20 + 3))", "echo second >&2"), "--show")
+    assert "\necho $((20 + 3))\n23\n" in done.stdout
+    assert "\necho second >&2\nsecond\n" in done.stdout
+
+
+def test_show_waits_on_a_terminal(tmp_path: Path):
+    sheet = tmp_path / "sheet.md"
+    sheet.write_text(sheet_of("touch first", "touch second", "touch third"))
+    ours, terminal = pty.openpty()
+    command = [sys.executable, ROOT / "tools" / "run_sheet.py", sheet, "--show"]
+    command += ["--directory", tmp_path, "--log", tmp_path / "logs"]
+    process = subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal)
+    os.close(terminal)
+    for number in range(2):
+        read_until(ours, "Enter")
+        assert not (tmp_path / ("second", "third")[number]).exists()
+        os.write(ours, b"\n")
+    read_until(ours, "logs:")
+    assert process.wait(60) == 0
+    assert (tmp_path / "third").exists()
+
+
+def test_the_logs_stay_and_are_named(run, tmp_path: Path):
+    assert f"logs: {tmp_path / 'logs'}\n" in run(sheet_of("true")).stdout
+    (tmp_path / "sheet.md").write_text(sheet_of("echo kept; false"))
+    command = [sys.executable, ROOT / "tools" / "run_sheet.py", tmp_path / "sheet.md"]
+    command += ["--directory", tmp_path]
+    done = subprocess.run(
+        command, env={**os.environ, "TMPDIR": str(tmp_path)}, capture_output=True, text=True
+    )
+    logs = Path(done.stdout.splitlines()[-1].removeprefix("logs: "))
+    assert logs.is_relative_to(tmp_path)
+    assert sorted(os.listdir(logs)) == ["line_0004.log", "summary.json"]
+    assert (logs / "line_0004.log").read_text().startswith("kept")
 
 
 def test_text_blocks_are_not_run(run):
@@ -378,6 +455,7 @@ def test_an_interrupt_ends_all_that_was_started(tmp_path: Path, number: int, arg
     done = end(process, logs, tmp_path)
     assert done.status == 130
     assert done.stderr == "run_sheet.py: interrupted\n"
+    assert f"logs: {logs}" in done.stdout
     assert done.statuses == ["ok", "interrupted", "not reached"]
     assert (tmp_path / "record").exists(), "the script had no time to leave its record"
     assert not alive(pids)

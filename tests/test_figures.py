@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 import pytest
 from conftest import CPU, ROOT, TINY, captured, load
 
-from bench import memory_by_purpose, timeline
+from bench import memory_by_purpose, timeline, trace_step
 from tools import draw_figures as figures
 
 COMMITTED = sorted((ROOT / "docs/figures").glob("*.svg"))
@@ -285,3 +285,31 @@ def test_a_graph_without_the_eager_run_before_it_is_one_line(tmp_path):
     assert status == 2
     assert "without a graph" in errors
     assert not (tmp_path / "timeline.json").exists()
+
+
+def test_one_step_of_a_trace_has_its_kernels_and_nothing_of_the_machine(tmp_path):
+    run = trace(tmp_path / "eager", 20, False)
+    path = run / "tiny_llama_v3_trace.json.gz"
+    whole = json.loads(gzip.decompress(path.read_bytes()))
+    launches = [e for e in whole["traceEvents"] if e["cat"] == "cuda_runtime"]
+    kernels = [e for e in whole["traceEvents"] if e["cat"] == "kernel"]
+    kernels[29]["ts"] += 100_000  # the last of the second step runs late
+    for number, (launch, kernel) in enumerate(zip(launches, kernels, strict=True)):
+        for ph, event in (("s", launch), ("f", kernel)):
+            arrow = {key: event[key] for key in ("pid", "tid", "ts")}
+            whole["traceEvents"].append({"ph": ph, "cat": "ac2g", "id": number, **arrow})
+        kernel["args"] |= {"Input Dims": [[1]], "stream": 7}
+    whole |= {"host_name": "secret", "traceName": "/secret"}
+    path.write_bytes(gzip.compress(json.dumps(whole).encode()))
+    output = tmp_path / "step.json.gz"
+    status, out, errors = captured(trace_step.main, [str(run), str(output)])
+    assert (status, errors) == (0, "")
+    assert "15 kernels" in out
+    content = gzip.decompress(output.read_bytes()).decode()
+    assert "secret" not in content
+    events = json.loads(content)["traceEvents"]
+    found = [e for e in events if e["cat"] == "kernel"]
+    assert [e["ts"] for e in found] == [e["ts"] - 10_000 for e in kernels[15:30]]
+    assert found[0]["args"] == {"correlation": 16, "stream": 7}
+    assert sum(e["cat"] == "ac2g" for e in events) == 2 * 15
+    assert min(e["ts"] for e in events) == 0

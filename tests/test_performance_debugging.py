@@ -186,7 +186,8 @@ def test_all_stages_one_of_which_fails(tmp_path: Path):
         "--result-dir",
         results,
         *SIZES,
-        *words("--vocab-size 20 --seq-len 2 --num-steps 1"),
+        *words("--hidden-dim 16 --num-heads 1 --intermediate-dim 16 --vocab-size 20"),
+        *words("--seq-len 2 --batch-size 1 --num-steps 1"),
     ]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment)
 
@@ -197,9 +198,11 @@ def test_all_stages_one_of_which_fails(tmp_path: Path):
     ]
     assert (own.exists(), earlier.exists(), (results / "running").exists()) == (True, False, False)
     names = ["baseline", "stage4"]
-    table = done.stdout.partition("\n\n")[2]
+    printed = done.stdout.partition("\n\n")[2]
+    table, _, questions = printed.partition("\nKey observations:\n")
     assert [line.split()[1] for line in table.splitlines()[2:]] == names
-    assert (results / "comparison.md").read_text() == table
+    assert [line[:2] for line in questions.splitlines()] == [f"{n}." for n in range(1, 7)]
+    assert (results / "comparison.md").read_text() == printed
     for name in names:
         assert "Average training speed:" in (results / f"{name}_output.log").read_text()
         lines = (results / f"{name}_profile.csv").read_text().splitlines()

@@ -257,6 +257,7 @@ PROGRAMS = [
     *(ROOT / name for name in ("bench/versions.py", "bench/tables.py", "tools/run_sheet.py")),
     ROOT / "exercises/performance_debugging/check_step.py",
     ROOT / "exercises/performance_debugging/compare_stages.py",
+    ROOT / "exercises/tiny_openfold_v2/gemms_of_a_trace.py",
 ]
 BLOCK = """
 import sys

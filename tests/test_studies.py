@@ -95,7 +95,8 @@ def test_sets_are_named_and_none_comes_twice():
     ]
     assert len(set(ablation.fusion_sets("abcde", every=True))) == 32
     assert len(ablation.fusion_sets("abcde")) == 12
-    assert ablation.fusion_sets("a") == [(), ("a",)]
+    assert ablation.fusion_sets("abc", alone=True) == [(), ("a",), ("b",), ("c",), tuple("abc")]
+    assert ablation.fusion_sets("a") == ablation.fusion_sets("a", alone=True) == [(), ("a",)]
     assert "triton-swiglu" in ablation.new_fusions(load("tiny_llama_v3"))
     assert not {*GAINS} & {*ablation.new_fusions(load("tiny_llama_v3"))}
 

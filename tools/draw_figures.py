@@ -485,6 +485,51 @@ def evoformer_block() -> Sheet:
     return sheet
 
 
+def order_of_sums() -> Sheet:
+    """The same three float32 numbers in two orders: each addition rounds."""
+    sheet = Sheet("The same numbers, two orders, two sums", 330)
+    orders = ((20, ("100000000", "1", "-100000000")), (420, ("100000000", "-100000000", "1")))
+    for left, (first, second, third) in orders:
+        partial = np.float32(first) + np.float32(second)
+        total = partial + np.float32(third)
+        sheet.box(left, 70, 165, 46, tint(BLUE, 0.3), first, edge=BLUE)
+        sheet.box(left + 195, 70, 165, 46, tint(BLUE, 0.3), second, edge=BLUE)
+        for x in (left + 82, left + 277):
+            sheet.arrow(x, 120, left + 108 + (x - left - 108) * 0.3, 150)
+        sheet.box(left + 25, 154, 165, 46, tint(ORANGE, 0.3), f"{partial:.0f}", edge=ORANGE)
+        sheet.text(left + 202, 177, f"then {third}", ha="left")
+        sheet.arrow(left + 108, 204, left + 108, 234)
+        sheet.box(left + 25, 238, 165, 46, tint(GREEN, 0.3), f"{total:.0f}", edge=GREEN)
+    sheet.line(400, 62, 400, 290, color=PALE, width=3)
+    sheet.note(312, "float32 has 24 bits: 100000001 does not fit, so the 1 is rounded away")
+    return sheet
+
+
+def bias_gradient() -> Sheet:
+    """Where programs of different rows add up the gradient of one bias."""
+    sheet = Sheet("Many rows, one gradient: where to add up?", 420)
+    ways = (
+        (20, "kept", "a place for each row,\nthen one more kernel", 6),
+        (290, "atomic", "one place; who comes\nfirst changes the bits", 1),
+        (560, "V3", "sums in registers, then\na place for each group", 2),
+    )
+    for left, name, words, places in ways:
+        sheet.text(left + 110, 76, name, weight="bold")
+        for row in range(6):
+            y = 105 + 38 * row
+            sheet.box(left, y, 80, 30, tint(BLUE, 0.3), f"row {row + 1}", edge=BLUE)
+            place = 105 + 228 * (row * places // 6 + 0.5) / places - 4
+            color = RED if places == 1 else INK
+            sheet.arrow(left + 83, y + 15, left + 137, place, color=color, width=2)
+        for number in range(places):
+            size = 228 / places - 8
+            words_of = "" if places == 6 else "sum"
+            y = 105 + 228 * number / places
+            sheet.box(left + 140, y, 80, size, tint(ORANGE, 0.35), words_of, edge=ORANGE)
+        sheet.text(left + 110, 368, words)
+    return sheet
+
+
 def two_streams() -> Sheet:
     """V4's backward pass: gradients of activations as a chain, weights and updates beside."""
     study = H100 / "ablation_tiny_llama_v4.json"
@@ -1256,6 +1301,8 @@ FIGURES_BY_NAME: dict[str, Callable[[], Sheet]] = {
         residual_norm,
         evoformer_inputs,
         evoformer_block,
+        order_of_sums,
+        bias_gradient,
         two_streams,
         roofline,
         versions,

@@ -8,13 +8,18 @@ interpreter of --python. A block fails if one of its commands fails, or if a phr
 want of a ROCm tool is skipped, not failed, and so is the rest of its section. Nothing that a block
 has started outlives it.
 
+A comment directly before a block says when it does not run:
+  <!-- needs a GPU: REASON -->     where PyTorch sees no GPU
+  <!-- long: TIME -->              without --long
+  <!-- not run in CI: REASON -->   with --ci
+
 The commands run in a scratch copy of the repository, which is removed at the end, or in --directory
-as it is.
+as it is. The output of each block stays in a folder that the last line names.
 
 Examples:
-  python tools/run_sheet.py exercises/tiny_llama_v2/README.md --only "Exercise 2"
-  python tools/run_sheet.py exercises/tiny_llama_v2/README.md --directory . --log logs --keep-going
-  OMP_NUM_THREADS=1 python tools/run_sheet.py README.md --shrink --with-standins --ci
+  python tools/run_sheet.py exercises/tiny_llama_v2/exercise_2_flash_attention.md
+  python tools/run_sheet.py exercises/tiny_llama_v2/exercise_2_flash_attention.md --show
+  python tools/run_sheet.py docs/START.md --directory . --log logs --long --keep-going
 """
 
 from __future__ import annotations
@@ -45,7 +50,8 @@ PROG = Path(__file__).name
 TAIL = 20  # lines shown of what a failed block printed
 PATIENCE = 15  # seconds after Ctrl-C, for the scripts to leave their records
 OK, FAILED, SKIPPED, INTERRUPTED = "ok", "failed", "skipped", "interrupted"
-NOT_IN_CI, NOT_REACHED = "not run in CI", "not reached"
+NOT_IN_CI, NEEDS_GPU, LONG = "not run in CI", "needs a GPU", "long"  # also the markers' words
+NOT_REACHED = "not reached"
 
 
 @dataclass
@@ -57,7 +63,9 @@ class Block:
     language: str  # bash or python
     line: int  # of the first command in the sheet, from 1
     text: str
-    not_in_ci: str  # why CI cannot run it; empty if it can
+    not_in_ci: str = ""  # why CI cannot run it; empty if it can
+    needs_gpu: str = ""  # what for; empty if it needs none
+    long: str = ""  # how long it takes; empty if not very long
     phrases: list[str] = field(default_factory=list)  # what its output must contain
     status: str = NOT_REACHED
     seconds: float = 0.0
@@ -75,7 +83,7 @@ class Block:
 TOKEN = re.compile(
     r"""^(?P<fence>`{3,}|~{3,})[ ]*(?P<language>\w*)[^\n]*\n (?P<text>.*?)^(?P=fence)[ ]*$
     | ^(?P<level>\#{1,6})[ ]+(?P<title>[^\n]*)$
-    | ^<!--[ ]*not[ ]run[ ]in[ ]CI:\s*(?P<reason>.*?)\s*-->
+    | ^<!--[ ]*(?P<marker>not[ ]run[ ]in[ ]CI|needs[ ]a[ ]GPU|long):\s*(?P<reason>.*?)\s*-->
     | ^Prints:(?P<prints>.*?)(?=\n\s*\n|\Z)""",
     re.MULTILINE | re.DOTALL | re.VERBOSE,
 )
@@ -90,14 +98,17 @@ def parse_sheet(text: str) -> list[Block]:
     blocks: list[Block] = []
     exercise = section = ""
     before = None  # what stands directly before, with blank lines between at most
+    marks: dict[str, str] = {}  # the reasons of the markers that stand there
     for match in TOKEN.finditer(text):
         line = text.count("\n", 0, match.start()) + 1
         if before and text[before.end() : match.start()].strip():
-            before = None
-        if match["language"] in ("bash", "python"):
-            reason = " ".join(before["reason"].split()) if before and before["reason"] else ""
+            before, marks = None, {}
+        if match["marker"]:
+            marks[match["marker"]] = " ".join(match["reason"].split())
+        elif match["language"] in ("bash", "python"):
+            reasons = (marks.get(marker, "") for marker in (NOT_IN_CI, NEEDS_GPU, LONG))
             blocks.append(
-                Block(exercise, section, match["language"], line + 1, match["text"], reason)
+                Block(exercise, section, match["language"], line + 1, match["text"], *reasons)
             )
         elif match["title"] and len(match["level"]) <= 2:
             exercise, section = match["title"], ""
@@ -111,6 +122,8 @@ def parse_sheet(text: str) -> list[Block]:
                 )
             blocks[-1].phrases = phrases
         before = match
+        if not match["marker"]:
+            marks = {}
     lines = {block.line - 1 for block in blocks}
     for match in ANY_FENCE.finditer(text):
         if (line := text.count("\n", 0, match.start()) + 1) not in lines:
@@ -156,6 +169,7 @@ class Session:
     environment: dict[str, str]
     files: Path
     logs: Path
+    show: bool  # what a block prints, while it runs
 
     def run(self, block: Block) -> None:
         """Run one block and judge it."""
@@ -198,6 +212,8 @@ class Session:
                 preexec_fn=os.setpgrp,
             )
         try:
+            if self.show:
+                show_output(process, log)
             return process.wait()
         except KeyboardInterrupt:
             for number in (signal.SIGINT, signal.SIGTERM):
@@ -210,6 +226,19 @@ class Session:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+def show_output(process: subprocess.Popen, log: Path) -> None:
+    """Copy to the screen what a process writes into its log, until it ends."""
+    with log.open("rb") as output:
+        ended = False
+        while not ended:
+            ended = process.poll() is not None  # before the last look
+            text = output.read()
+            sys.stdout.buffer.write(text)
+            sys.stdout.flush()
+            if not (text or ended):
+                time.sleep(0.1)
 
 
 def make_environment(files: Path, args: argparse.Namespace) -> dict[str, str]:
@@ -252,7 +281,23 @@ def write_summary(args: argparse.Namespace, blocks: list[Block], logs: Path) -> 
     write_text(logs / "summary.json", json.dumps(summary, indent=2) + "\n")
 
 
-def show(block: Block, logs: Path) -> None:
+def announce(block: Block, show: bool) -> None:
+    """Say what begins: all commands with --show, else a line that `report` writes over."""
+    if show:
+        print(f"\n{block.text}", end="", flush=True)
+    elif sys.stdout.isatty():
+        line = f"  line {block.line:4}  {'runs':13}  {'':9}  {block.first_line}"
+        print(line[: shutil.get_terminal_size().columns - 1], end="\r", flush=True)
+
+
+def wait_for_enter() -> None:
+    """Let the reader read, where there is one."""
+    if sys.stdin.isatty() and sys.stdout.isatty():
+        print("Enter goes on ...", end=" ", flush=True)
+        sys.stdin.readline()
+
+
+def report(block: Block, logs: Path) -> None:
     """One line for a block, more if it did not simply succeed."""
     print(f"  line {block.line:4}  {block.status:13}  {block.seconds:7.1f} s  {block.first_line}")
     if block.remark:
@@ -263,27 +308,48 @@ def show(block: Block, logs: Path) -> None:
     sys.stdout.flush()
 
 
+def sees_gpu(python: str) -> bool:
+    """Whether the PyTorch of the commands sees a GPU; without PyTorch it sees none."""
+    command = [python, "-c", "import torch; print(torch.cuda.is_available())"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip() == "True"
+
+
+def left_out(block: Block, args: argparse.Namespace, gpu: bool) -> tuple[str, str] | None:
+    """Status and reason of a block that does not run here."""
+    if args.ci and block.not_in_ci:
+        return NOT_IN_CI, block.not_in_ci
+    if block.needs_gpu and not gpu:
+        return NEEDS_GPU, block.needs_gpu
+    if block.long and not args.long:
+        return LONG, f"{block.long}; --long runs it"
+    return None
+
+
 def run_blocks(args: argparse.Namespace, blocks: list[Block], session: Session) -> None:
     """Run all blocks, or until one fails without --keep-going."""
     exercise = skipped = None
+    gpu = any(block.needs_gpu for block in blocks) and sees_gpu(args.python)
     for block in blocks:
         if block.exercise != exercise:
             exercise = block.exercise
             print(exercise, flush=True)
         try:
-            if args.ci and block.not_in_ci:
-                block.status, block.remark = NOT_IN_CI, block.not_in_ci
+            if reason := left_out(block, args, gpu):
+                block.status, block.remark = reason
             elif skipped == (block.exercise, block.section):
                 block.status, block.remark = SKIPPED, "follows a block that was skipped"
             else:
+                announce(block, args.show)
                 session.run(block)
         finally:
             write_summary(args, blocks, session.logs)
-        show(block, session.logs)
+        report(block, session.logs)
         if block.status == SKIPPED:
             skipped = block.exercise, block.section
         if block.status == FAILED and not args.keep_going:
             break
+        if args.show and block is not blocks[-1]:
+            wait_for_enter()
 
 
 def copy_repository(directory: Path) -> None:
@@ -309,20 +375,25 @@ def run_sheet(args: argparse.Namespace) -> int:
     if args.log and args.log.exists() and not args.log.is_dir():
         raise ToolError(f"--log {args.log}: not a directory")
     with tempfile.TemporaryDirectory(prefix="run_sheet_") as name:
-        place = Path(name)
-        files, copy, logs = place / "files", place / "copy", (args.log or place / "logs").resolve()
-        for folder in (files, copy, logs):
-            folder.mkdir(parents=True, exist_ok=True)
+        files, copy = Path(name) / "files", Path(name) / "copy"
+        for folder in (files, copy):
+            folder.mkdir()
         if not args.directory:
             copy_repository(copy)
         environment = make_environment(files, args)
-        run_blocks(
-            args, blocks, Session((args.directory or copy).resolve(), environment, files, logs)
-        )
+        logs = Path(args.log or tempfile.mkdtemp(prefix="run_sheet_logs_")).resolve()
+        logs.mkdir(parents=True, exist_ok=True)
+        directory = (args.directory or copy).resolve()
+        try:
+            run_blocks(args, blocks, Session(directory, environment, files, logs, args.show))
+        except KeyboardInterrupt:
+            print(f"logs: {logs}", flush=True)
+            raise
     for exercise, seconds in seconds_by_exercise(blocks).items():
         print(f"{seconds:9.1f} s  {exercise}")
     count = Counter(block.status for block in blocks)
     print(f"{len(blocks)} blocks: {', '.join(f'{n} {status}' for status, n in count.items())}")
+    print(f"logs: {logs}")
     return int(count[FAILED] > 0)
 
 
@@ -336,15 +407,20 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         "--log",
         type=Path,
         metavar="DIR",
-        help="keep the output of each block, and summary.json, there",
+        help="keep the output of each block, and summary.json, there "
+        "(default: a new temporary folder)",
     )
+    text = "print each block and what it prints; on a terminal, wait for Enter before the next"
+    add("--show", action="store_true", help=text)
+    add("--long", action="store_true", help="run blocks behind <!-- long: TIME -->, too")
     add("--keep-going", action="store_true", help="run the blocks behind a failed one")
     text = "runs what the commands call python (default: the interpreter of this tool)"
     add("--python", default=sys.executable, metavar="FILE", help=text)
     add(
         "--shrink",
         action="store_true",
-        help="small models and a single step (tools/small_runs.py), for tests",
+        help="for tests only: other sizes than the sheet's (tools/small_runs.py), so that its "
+        "commands run, but what they print teaches nothing",
     )
     add("--with-standins", action="store_true", help="tests/standins in place of ROCm's tools")
     add("--ci", action="store_true", help="leave out blocks behind <!-- not run in CI: REASON -->")

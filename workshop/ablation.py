@@ -38,12 +38,11 @@ def new_fusions(module: ModuleType) -> list[str]:
     return [flag for flag, *_ in module.FUSIONS if flag not in known]
 
 
-def fusion_sets(fusions: Sequence[str], every: bool = False) -> list[Set]:
-    """None, each alone, all but each, and all; or every combination."""
+def fusion_sets(fusions: Sequence[str], every: bool = False, alone: bool = False) -> list[Set]:
+    """None, each alone, all but each, and all; or every combination; or without `all but each`."""
     number, sets = len(fusions), []
-    for size in (
-        range(number + 1) if every else sorted({0, min(1, number), max(0, number - 1), number})
-    ):
+    few = {0, min(1, number), number} | (set() if alone else {max(0, number - 1)})
+    for size in range(number + 1) if every else sorted(few):
         found = list(itertools.combinations(fusions, size))
         # the first one first lacks the first fusion
         sets += reversed(found) if 1 < size == number - 1 else found

@@ -43,8 +43,11 @@ def beside(run: Run, baseline: Run) -> dict:
     return {**row, "path": str(run.path)}
 
 
-def runs_table(runs: Sequence[Run], rows: Sequence[dict]) -> str:
-    """The rows of these runs in Markdown, without columns that no run has anything in."""
+def runs_table(runs: Sequence[Run], rows: Sequence[dict], times: bool = True) -> str:
+    """The rows of these runs in Markdown, without columns that no run has anything in.
+
+    Without `times` only memory, kernels and the loss, which are the same in every run.
+    """
     units = sorted(
         {run.result["kernels"]["unit"] for run in runs if run.result["kernels"].get("unit")}
     )
@@ -53,15 +56,19 @@ def runs_table(runs: Sequence[Run], rows: Sequence[dict]) -> str:
     def where_measured(*columns: Column) -> list[Column]:
         return [column for column in columns if any(column.of(row) is not None for row in rows)]
 
-    columns = [
-        Column("configuration", "configuration"),
+    of_times = [
         Column("samples/sec", lambda row: ended(row) or rate(row["samples_per_sec"])),
         Column("speed-up", "speedup", ".2f", "x"),
         *[Column("scaling efficiency", "scaling_efficiency_percent", ".1f", " %")] * scaled,
         Column("ms per step", "batch_ms", ".2f"),
         *where_measured(*(Column(f"{phase} ms", f"{phase}_ms", ".2f") for phase in PHASES)),
         *where_measured(Column("compilation ms", "compilation_ms", ".0f")),
-        Column("peak MB", "peak_mb", ".1f"),
+    ]
+    peak = Column("peak MB", "peak_mb", ".1f")
+    columns = [
+        Column("configuration", "configuration"),
+        *(of_times if times else []),
+        peak if times else peak.or_ended(),
         Column("memory change", "memory_change_percent", "+.1f", " %"),
         Column(f"{' or '.join(units) or 'kernels'} per step", "kernels_per_step", ".10g"),
         Column("final loss", "final_loss", ".4f"),

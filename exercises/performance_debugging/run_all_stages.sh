@@ -35,7 +35,7 @@ PYTHON names another interpreter than python3.
 In the result folder:
   <stage>_output.log    what the stage printed, and one step of it looked at from inside
   <stage>_profile.csv   its kernels (on a CPU: operators); sort -t',' -k4 -nr shows the slowest
-  comparison.md         loss, speed, memory and gradients of all in one table
+  comparison.md         loss, speed, memory and gradients of all in one table, and the key observations as questions
   <stage>/              the files of the script and of the profiler; <stage>_rocprofv3.log has what rocprofv3 printed
 
 On a CPU the kernels run in Triton's interpreter. Sizes that take a minute or two there:
@@ -90,6 +90,22 @@ run_stage() { # NAME SCRIPT: train, check, profile; sets `log` to what has the o
     fi
 }
 
+compare() { # the table, and what to ask of it
+    local status=0
+    "$python" "$here/compare_stages.py" "$new" || status=$?
+    ((status > 1)) || cat <<'QUESTIONS'
+
+Key observations:
+1. Stage 1 has the speed, the memory and the kernels of stage 5. Which column differs? Would a profiler find it?
+2. Stage 2 has the loss of stage 5. What has it more of, and which part of the model is that?
+3. Can a step be shorter than its kernels (stage 3)? On a CPU nothing is asynchronous, and nothing shows.
+4. Stage 4 has as many kernels as stage 5. Where is its time?
+5. Stage 5 has kernels of its own for some operations. Which ones does it leave to the library?
+6. Stage 6 is faster and smaller. What is no longer done?
+QUESTIONS
+    return "$status"
+}
+
 message=$(check_arguments 2>&1) || fail $? "${message##*$'\n'}"
 own "$results"
 rm -rf "$new" # what an interrupted run has left
@@ -106,7 +122,7 @@ for ((i = 0; i < ${#stages[@]}; i += 2)); do
     fi
 done
 echo
-"$python" "$here/compare_stages.py" "$new" | tee "$new/comparison.md" || ((${#failed[@]})) || failed+=(comparison)
+compare | tee "$new/comparison.md" || ((${#failed[@]})) || failed+=(comparison)
 for ((i = 0; i < ${#stages[@]}; i += 2)); do
     rm -rf "${results:?}/${stages[i]}" "$results/${stages[i]}"_{output.log,rocprofv3.log,profile.csv}
 done

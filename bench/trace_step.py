@@ -1,0 +1,89 @@
+#!/usr/bin/env python3
+"""One step out of a trace of the PyTorch profiler, for a folder of traces that everyone may open.
+
+DIR is the --profile-dir of a run with --enable-pytorch-profiler on a GPU. Its second step is kept:
+what the host did in it, and the kernels that it launched, whenever they ran. Times begin at 0;
+shapes, the machine's name and its paths go.
+
+Example:
+  python tiny_llama_v1.py --use-amp --seq-len 128 --num-steps 5 --enable-pytorch-profiler \\
+      --profile-dir traces/v1
+  python bench/trace_step.py traces/v1 tiny_llama_v1_eager.json.gz
+"""
+
+from __future__ import annotations
+
+import _root
+
+import gzip
+import json
+import sys
+from pathlib import Path
+
+from bench.timeline import STEP, Trace
+from workshop.cli import ToolError, documented_parser, run_tool
+from workshop.files import write_file
+
+PROG = Path(__file__).name
+HOST = {"cpu_op", "user_annotation", "cuda_runtime", "cuda_driver"}
+DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
+ARROWS = {"ac2g", "fwdbwd"}  # from a launch to its kernel, from an operator to its gradient
+KEPT = {"correlation", "stream", "grid", "block", "registers per thread", "shared memory"}
+
+
+def one_step(trace: Trace) -> list[dict]:
+    """The events of the chosen step, and the names of all threads."""
+    marks = trace.steps("data")
+    if len(marks) <= STEP + 1:
+        raise ToolError(f"{trace.path}: fewer than {STEP + 2} steps in it")
+    begin, end = marks[STEP][0], marks[STEP + 1][0]
+
+    def belongs(event: dict) -> bool:
+        if event.get("cat") in DEVICE:
+            launch = trace.launched.get(event["args"].get("correlation"), event["ts"])
+            return begin <= launch < end
+        return event.get("cat") in HOST and begin <= event["ts"] < end
+
+    chosen = [event for event in trace.events if event.get("ph") == "X" and belongs(event)]
+    places = {(event["pid"], event["tid"], event["ts"]) for event in chosen}
+    arrows = [
+        event
+        for event in trace.events
+        if event.get("cat") in ARROWS and (event["pid"], event["tid"], event["ts"]) in places
+    ]
+    starts, ends = ({(e["cat"], e["id"]) for e in arrows if e["ph"] == ph} for ph in "sf")
+    chosen += [event for event in arrows if (event["cat"], event["id"]) in starts & ends]
+    names = [event for event in trace.events if event.get("ph") == "M"]
+    return [
+        *({**event, "ts": 0} for event in names),
+        *(
+            {
+                **event,
+                "ts": round(event["ts"] - begin, 3),
+                "args": {k: v for k, v in event.get("args", {}).items() if k in KEPT},
+            }
+            for event in chosen
+        ),
+    ]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = documented_parser(PROG, __doc__)
+    parser.add_argument("run", type=Path, metavar="DIR")
+    parser.add_argument("output", type=Path, metavar="FILE.json.gz")
+    args = parser.parse_args(argv)
+
+    def body() -> int:
+        events = one_step(Trace(args.run))
+        content = json.dumps({"displayTimeUnit": "ms", "traceEvents": events})
+        packed = gzip.compress(content.encode(), mtime=0)
+        write_file(args.output, lambda path: Path(path).write_bytes(packed))
+        kernels = sum(event.get("cat") == "kernel" for event in events)
+        print(f"{args.output}: {kernels} kernels, {len(packed) / 1e3:.0f} KB")
+        return 0
+
+    return run_tool(PROG, body)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
