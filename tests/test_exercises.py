@@ -49,6 +49,14 @@ PAGES = (
 )
 SHEETS = files_with("^```(bash|python)", *PAGES)
 SHEETS = [name for name in SHEETS if not name.endswith("solutions.md")]
+# 20 to 80 seconds each: .ci/run runs them.
+SLOW = (
+    "docs/INSTRUCTOR.md",
+    "exercises/performance_debugging/exercise_1_find_the_fault.md",
+    "exercises/performance_debugging/exercise_3_benchmarks_that_lie.md",
+    "exercises/tiny_openfold_v2/exercise_4_rocm_profiling.md",
+    "exercises/tiny_openfold_v2/exercise_6_production_strategy.md",
+)
 WITH_TABLES = files_with("^<!-- tables?: ", "README.md", "docs/*.md", "exercises/*/*.md")
 # What no test may start: an installation, or the tests.
 NOT_HERE = re.compile(
@@ -106,7 +114,10 @@ def end(process: subprocess.Popen, logs: Path, directory: Path) -> Done:
 # --- the sheets
 
 
-@pytest.mark.parametrize("sheet", SHEETS)
+@pytest.mark.parametrize(
+    "sheet",
+    [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in SHEETS],
+)
 def test_every_block_of_a_sheet_runs_and_prints_what_it_should(sheet: str, tmp_path: Path):
     blocks = parse_sheet((ROOT / sheet).read_text())
     unmarked = [
