@@ -4,7 +4,7 @@
 direct-gradients   weight gradients go from their GEMM to the optimizer, and nothing casts them
 fused-optimizer    AdamW as one kernel, which also writes the weights that the next GEMMs take
 packed-weights     projections of the same input are one weight: nothing is joined
-product-fusion     up to 64 residues the product of triangles is a kernel, both its gradients another
+product-fusion     a short product of triangles, and both its gradients, as one kernel each
 transition-fusion  a transition as one kernel; its hidden layer never reaches memory, and the
                    backward pass makes it again
 projection-fusion  the norm before a projection and the residual after one in their kernels, and so
