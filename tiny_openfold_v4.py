@@ -2195,8 +2195,7 @@ def triangle_forward(
         **options,
     )
     a, b = (half.view(matrices) for half in ab.chunk(2))
-    options = product_options("triangle_product", a, incoming)
-    if product_fusion and options["N"] <= options["BLOCK_N"]:
+    if options := product_options("triangle_product", a, incoming, product_fusion):
         product = torch.empty_like(a)
         wrap_triton(triangle_product_kernel)[(len(a),)](A=a, B=b, PRODUCT=product, **options)
     else:
@@ -2284,8 +2283,7 @@ def triangle_backward(
     a, b = (half.view(matrices) for half in ab.chunk(2))
     grad_ab = torch.empty_like(ab)
     grad_a, grad_b = (half.view(matrices) for half in grad_ab.chunk(2))
-    options = product_options("triangle_product_backward", a, incoming)
-    if product_fusion and options["N"] <= options["BLOCK_N"]:
+    if options := product_options("triangle_product_backward", a, incoming, product_fusion):
         wrap_triton(triangle_product_backward_kernel)[(len(a),)](
             GRAD=grad_product,
             A=a,
@@ -2326,11 +2324,21 @@ def triangle_options(kernel: str, x: Tensor, weight: Tensor) -> dict[str, int | 
     return {**chosen, "C": dim, "WIDE": 5 * x.numel() >= 2**31, "PRECISION": precision}
 
 
-def product_options(kernel: str, a: Tensor, incoming: bool) -> dict[str, int | bool | str]:
-    """Return what a kernel of the product of matrices a [matrices, N, N] is compiled for."""
+def product_options(
+    kernel: str,
+    a: Tensor,
+    incoming: bool,
+    wanted: bool,
+) -> dict[str, int | bool | str] | None:
+    """Return what a kernel of the product of matrices a [matrices, N, N] is compiled for.
+
+    None if it is not wanted, or a matrix does not fit one tile: then the library multiplies.
+    """
+    chosen, length = blocks(kernel, a.dtype), a.shape[1]
+    if not wanted or length > chosen["BLOCK_N"]:
+        return None
     precision = dot_precision(a.dtype)
-    chosen = blocks(kernel, a.dtype)
-    return {**chosen, "N": a.shape[1], "INCOMING": incoming, "PRECISION": precision}
+    return {**chosen, "N": length, "INCOMING": incoming, "PRECISION": precision}
 
 
 @partial(operator, changes=("grad_weight", "grad_bias"))

@@ -23,6 +23,7 @@ from pathlib import Path
 from bench.timeline import STEP, Trace
 from workshop.cli import ToolError, documented_parser, run_tool
 from workshop.files import write_file
+from workshop.profile.kernels import complete
 
 PROG = Path(__file__).name
 HOST = {"cpu_op", "user_annotation", "cuda_runtime", "cuda_driver"}
@@ -39,12 +40,12 @@ def one_step(trace: Trace) -> list[dict]:
     begin, end = marks[STEP][0], marks[STEP + 1][0]
 
     def belongs(event: dict) -> bool:
-        if event.get("cat") in DEVICE:
+        if event["cat"] in DEVICE:
             launch = trace.launched.get(event["args"].get("correlation"), event["ts"])
             return begin <= launch < end
-        return event.get("cat") in HOST and begin <= event["ts"] < end
+        return begin <= event["ts"] < end
 
-    chosen = [event for event in trace.events if event.get("ph") == "X" and belongs(event)]
+    chosen = [event for event in complete(trace.events, *HOST, *DEVICE) if belongs(event)]
     places = {(event["pid"], event["tid"], event["ts"]) for event in chosen}
     arrows = [
         event

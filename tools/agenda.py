@@ -26,6 +26,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from functools import cache
+from itertools import groupby
 from pathlib import Path
 
 from workshop.cli import Parser, ToolError, documented_parser, needed, program
@@ -142,13 +143,14 @@ def agendas_table() -> str:
     """The agendas, each day from nine o'clock."""
     rows = []
     for name, lines in plan()["agendas"].items():
-        for number, day in enumerate(" | ".join(lines).split(f" | {NEXT_DAY} | ")):
+        days = [list(day) for last, day in groupby(lines, NEXT_DAY.__eq__) if not last]
+        for number, day in enumerate(days):
             at, parts = 9 * 60, []
-            for item in map(item_of, day.split(" | ")):
+            for item in map(item_of, day):
                 words = title_of(item.path) if item.path else item.what.partition(":")[0]
                 parts.append(f"{clock(at)} {words}")
                 at += item.minutes
-            label = f"{name}, day {number + 1}" if NEXT_DAY in lines else name
+            label = f"{name}, day {number + 1}" if len(days) > 1 else name
             rows.append({"name": label, "what": "; ".join(parts), "end": clock(at)})
     columns = Column("agenda", "name"), Column("what", "what", text=True), Column("end", "end")
     return render(columns, rows)

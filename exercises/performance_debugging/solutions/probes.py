@@ -1,15 +1,4 @@
-"""The six probes for a benchmark: each returns what is wrong in one line, or "".
-
-claim  measured.first, measured.seconds: what the benchmark says of the first call, and of one of
-       the `calls` after it; unfinished: how long the device worked on when its clock was read
-calls  first: the first call in a fresh process; cold: a call with nothing of x in the cache;
-       warm: a call right after it
-values error, error_after_change: the largest error over the largest right value; for the second
-       one x got new values in place
-
-All times are in seconds, by our own clocks but for claim.measured. Two honest measurements of the
-same thing differ, too: choose factors that a busy machine does not reach.
-"""
+"""The six probes of ../probes.py, written; that file says what they get."""
 
 from __future__ import annotations
 
