@@ -319,9 +319,11 @@ def assert_one_error(result: Run, status: int, *words: str) -> None:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def no_search_for_garbage_in_what_is_imported() -> None:
+def no_search_for_garbage_in_what_is_imported() -> Iterator[None]:
     """Each run collects garbage before it measures memory: PyTorch's modules alone took 0.2 s."""
     gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

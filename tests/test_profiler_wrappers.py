@@ -127,6 +127,13 @@ class Done:
         return self
 
 
+def unignore_signals() -> None:
+    """Tests in the background of a shell ignore Ctrl-C, those of nohup the end of the terminal, and
+    so would what they start; bash cannot trap a signal that it was told to ignore."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 class Bench:
     """A directory to work in, a PATH with chosen tools on it, and what these were called with."""
 
@@ -171,12 +178,9 @@ class Bench:
             "stderr": subprocess.PIPE,
             "text": True,
         }
-        # A shell that starts the tests in the background has them, and so these, ignore SIGINT; a
-        # terminal does not.
-        unignore = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
         pipes |= {"cwd": cwd or self.work, "env": {**self.environment, **environment}}
         return subprocess.Popen(
-            list(map(str, command)), start_new_session=True, preexec_fn=unignore, **pipes
+            list(map(str, command)), start_new_session=True, preexec_fn=unignore_signals, **pipes
         )
 
     def call(self, *command: object, cwd: Path | None = None, **environment: str) -> Done:
