@@ -40,6 +40,7 @@ from workshop.cli import ToolError, run_tool
 from workshop.files import read_json, write_text
 from workshop.profile.kernels import (
     CATEGORIES,
+    NO_KERNELS,
     Communication,
     Kernel,
     KernelStatistics,
@@ -134,14 +135,14 @@ def operator_table(events: Sequence[dict], kernels: Sequence[Kernel]) -> list[Op
 
 
 def analyse(events: list[dict], phases: Sequence[str]) -> Profile:
-    """The tables of a trace whose steps have ranges named `phases`; ValueError if it has none."""
+    """The tables of a trace whose steps have ranges named `phases`; ToolError if it has none."""
     ranges = ranges_of(events, phases)
     steps = sum(marked.name == phases[1] for marked in ranges)
     if not steps:
-        raise ValueError(f"the trace has no ranges named {phases[1]}")
+        raise ToolError(f"the trace has no ranges named {phases[1]}", status=1)
     kernels = kernels_of(events)
     if not sum(kernel.duration_ns for kernel in kernels):
-        raise ValueError("the trace has nothing that took time")
+        raise ToolError("the trace has nothing that took time", status=1)
     durations: dict[str, list[int]] = defaultdict(list)
     for kernel in kernels:
         durations[kernel.name].append(kernel.duration_ns)
@@ -334,15 +335,10 @@ def profile_script(argv: Sequence[str] | None) -> int:
     if missing := [path for path in (result, trace) if path not in written]:
         raise ToolError(f"{missing[0]}: the script did not write this file", status=1)
     summary = read_json(result)
-    try:
-        events = load_trace(trace)
-        if summary["environment"]["device"] == "cuda" and not has_gpu(events):
-            raise ToolError(
-                "the profiler saw no kernels on the GPU: may this user profile it?", status=1
-            )
-        profile = analyse(events, module.GRAPH_PHASES if args.cuda_graph else module.PHASES)
-    except ValueError as error:
-        raise ToolError(str(error), status=1) from error
+    events = load_trace(trace)
+    if summary["environment"]["device"] == "cuda" and not has_gpu(events):
+        raise ToolError(NO_KERNELS, status=1)
+    profile = analyse(events, module.GRAPH_PHASES if args.cuda_graph else module.PHASES)
 
     write_statistics(directory / f"{name}_kernels.csv", profile.statistics)
     write_text(directory / f"{name}_kernels.txt", kernel_table(profile) + "\n")

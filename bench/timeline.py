@@ -46,11 +46,7 @@ class Trace:
         found = sorted(folder.glob("*_trace.json.gz"))
         if len(found) != 1:
             raise ToolError(f"{folder}: {len(found)} traces (*_trace.json.gz) where one is wanted")
-        try:
-            self.events = load_trace(found[0])
-        except ValueError as error:
-            raise ToolError(str(error)) from error
-        self.path = found[0]
+        self.path, self.events = found[0], load_trace(found[0])
         self.script = self.path.name.removesuffix("_trace.json.gz")
         self.summary = read_json(folder / f"{self.script}_summary.json")
         calls = complete(self.events, "cuda_runtime", "cuda_driver")

@@ -23,11 +23,10 @@ from pathlib import Path
 from bench.timeline import STEP, Trace
 from workshop.cli import ToolError, documented_parser, run_tool
 from workshop.files import write_file
-from workshop.profile.kernels import complete
+from workshop.profile.kernels import ON_GPU, complete
 
 PROG = Path(__file__).name
 HOST = {"cpu_op", "user_annotation", "cuda_runtime", "cuda_driver"}
-DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
 ARROWS = {"ac2g", "fwdbwd"}  # from a launch to its kernel, from an operator to its gradient
 KEPT = {"correlation", "stream", "grid", "block", "registers per thread", "shared memory"}
 
@@ -40,12 +39,12 @@ def one_step(trace: Trace) -> list[dict]:
     begin, end = marks[STEP][0], marks[STEP + 1][0]
 
     def belongs(event: dict) -> bool:
-        if event["cat"] in DEVICE:
+        if event["cat"] in ON_GPU:
             launch = trace.launched.get(event["args"].get("correlation"), event["ts"])
             return begin <= launch < end
         return begin <= event["ts"] < end
 
-    chosen = [event for event in complete(trace.events, *HOST, *DEVICE) if belongs(event)]
+    chosen = [event for event in complete(trace.events, *HOST, *ON_GPU) if belongs(event)]
     places = {(event["pid"], event["tid"], event["ts"]) for event in chosen}
     arrows = [
         event

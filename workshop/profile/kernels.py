@@ -22,21 +22,23 @@ from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
+from workshop.cli import ToolError
 from workshop.files import reads, write_file
 
 CATEGORIES = (
-    *(
-        "GEMM",
-        "attention",
-        "normalisation",
-        "element-wise",
-        "copies",
-        "reductions",
-        "optimizer",
-        "generated",
-    ),
-    *("communication", "other"),
+    "GEMM",
+    "attention",
+    "normalisation",
+    "element-wise",
+    "copies",
+    "reductions",
+    "optimizer",
+    "generated",
+    "communication",
+    "other",
 )
+ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")  # what a trace calls these events
+NO_KERNELS = "the profiler saw no kernels on the GPU: may this user profile it?"
 
 # The first pattern that is found in the name decides, so what is specific comes first. Upper and
 # lower case are alike.
@@ -262,18 +264,18 @@ def write_statistics(path: Path, rows: Sequence[KernelStatistics]) -> None:
 def read_statistics(path: Path) -> list[KernelStatistics]:
     """The rows of a `*_kernel_stats.csv`, one for each name; columns are found by name.
 
-    ValueError says what is wrong with the file. A profiler that shortens names can list one twice.
+    ToolError says what is wrong with the file. A profiler that shortens names can list one twice.
     """
     with reads(Path(path)).open(newline="", encoding="utf-8", errors="replace") as file:
         try:
             lines = list(csv.reader(file))
         except csv.Error as error:
-            raise ValueError(f"{path}: not a CSV file ({error})") from error
+            raise ToolError(f"{path}: not a CSV file ({error})") from error
     if not lines:
-        raise ValueError(f"{path}: the file is empty")
+        raise ToolError(f"{path}: the file is empty")
     header = lines[0]
     if missing := [name for name in HEADER if name not in header]:
-        raise ValueError(
+        raise ToolError(
             f"{path}: not a kernel statistics file, the header lacks {', '.join(missing)}"
         )
     columns = [header.index(name) for name in HEADER]
@@ -282,7 +284,7 @@ def read_statistics(path: Path) -> list[KernelStatistics]:
         if not cells:
             continue
         if len(cells) < len(header):
-            raise ValueError(
+            raise ToolError(
                 f"{path}: row {number} has {len(cells)} of {len(header)} columns, "
                 "is the file cut off?"
             )
@@ -292,7 +294,7 @@ def read_statistics(path: Path) -> list[KernelStatistics]:
             # OverflowError: infinite, ValueError: NaN
             whole = [int(value) for value in (calls, total, low, high)]
         except (ValueError, OverflowError) as error:
-            raise ValueError(
+            raise ToolError(
                 f"{path}: row {number} has a value that is no number: {', '.join(values)}"
             ) from error
         rows.append(
@@ -300,7 +302,7 @@ def read_statistics(path: Path) -> list[KernelStatistics]:
         )
     total_percentage = math.fsum(row.percentage for row in rows)
     if not abs(total_percentage - 100) <= 1:  # also true for NaN
-        raise ValueError(
+        raise ToolError(
             f"{path}: percentages add up to {total_percentage:.1f}, not to 100, "
             "is the file cut off?"
         )
@@ -326,7 +328,7 @@ class Kernel:
 def load_trace(path: Path) -> list[dict]:
     """The events of a Chrome trace as the PyTorch profiler writes it, .json or .json.gz.
 
-    ValueError if it is none.
+    ToolError if it is none.
     """
     try:
         content = reads(Path(path)).read_bytes()
@@ -334,7 +336,7 @@ def load_trace(path: Path) -> list[dict]:
             content = gzip.decompress(content)
         return json.loads(content)["traceEvents"]
     except (EOFError, zlib.error, gzip.BadGzipFile, ValueError, KeyError, TypeError) as error:
-        raise ValueError(
+        raise ToolError(
             f"{path}: not a trace of the PyTorch profiler, or cut off ({error})"
         ) from error
 
@@ -346,7 +348,7 @@ def complete(events: Iterable[dict], *categories: str) -> list[dict]:
 
 def has_gpu(events: Iterable[dict]) -> bool:
     """Does the trace contain anything that ran on a GPU?"""
-    return any(event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset") for event in events)
+    return any(event.get("cat") in ON_GPU for event in events)
 
 
 def operators_of(events: Iterable[dict]) -> list[Kernel]:
@@ -354,19 +356,16 @@ def operators_of(events: Iterable[dict]) -> list[Kernel]:
     # A child has the same thread and lies inside; where both start at the same time the longer one
     # is the parent.
     calls = complete(events, "cpu_op")
-    calls.sort(
-        key=lambda e: (
-            str(e["pid"]),
-            str(e["tid"]),
-            e["ts"],
-            -e["dur"],
-            e.get("args", {}).get("Ev Idx", 0),
-        )
-    )
+
+    def order(call: dict) -> tuple:
+        thread = str(call["pid"]), str(call["tid"])
+        return *thread, call["ts"], -call["dur"], call.get("args", {}).get("Ev Idx", 0)
+
+    calls.sort(key=order)
     self_us = [call["dur"] for call in calls]
     stack: list[int] = []  # operators that are open, outermost first
     for index, call in enumerate(calls):
-        while stack and not _inside(call, calls[stack[-1]]):
+        while stack and not is_inside(call, calls[stack[-1]]):
             stack.pop()
         if stack:
             self_us[stack[-1]] -= call["dur"]
@@ -383,7 +382,8 @@ def operators_of(events: Iterable[dict]) -> list[Kernel]:
     ]
 
 
-def _inside(inner: dict, outer: dict) -> bool:
+def is_inside(inner: dict, outer: dict) -> bool:
+    """Does a call that began later run in the other one?"""
     same_thread = (inner["pid"], inner["tid"]) == (outer["pid"], outer["tid"])
     return same_thread and inner["ts"] < outer["ts"] + outer["dur"]
 
@@ -405,7 +405,7 @@ def kernels_of(events: Sequence[dict]) -> list[Kernel]:
         if "correlation" in call.get("args", {})
     }
     kernels = []
-    for event in complete(events, "kernel", "gpu_memcpy", "gpu_memset"):
+    for event in complete(events, *ON_GPU):
         arguments, is_copy = event.get("args", {}), event["cat"] != "kernel"
         kernels.append(
             Kernel(

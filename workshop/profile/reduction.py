@@ -59,23 +59,13 @@ class Kernel:
 # --- from folders
 
 
-def statistics_in(path: Path) -> list[KernelStatistics]:
-    """The rows of a statistics file; ToolError says what is wrong with it."""
-    try:
-        return read_statistics(path)
-    except ValueError as error:
-        raise ToolError(str(error)) from error
-    except OSError as error:
-        raise ToolError(f"{path}: {error.strerror}") from error
-
-
 def load_pytorch(directory: Path) -> Profile:
     """What run_pytorch_profiler.py wrote."""
     kernels = only_file(directory, "*_kernels.csv", "no <script>_kernels.csv")
     path = kernels.with_name(kernels.name.removesuffix("_kernels.csv") + "_profile.json")
     content = records.read(records.Profile, path)
     steps, unit = content["steps"], content["unit"]
-    rows, per_step = statistics_in(kernels), content.get(f"{unit}_per_step", 0)
+    rows, per_step = read_statistics(kernels), content.get(f"{unit}_per_step", 0)
     calls = sum(row.calls for row in rows if not is_copy(row.name))
     if abs(calls - steps * per_step) > 0.5:
         there = f"{path.name}, {steps} steps of {per_step} {unit}"
@@ -89,9 +79,9 @@ def load_rocprofv3(directory: Path) -> Profile:
     The script's own result beside it tells the steps, if the statistics are of it: stats.csv may
     have been made from a database of another run, which the files of this one do not add up to.
     """
-    rows = statistics_in(directory / "stats.csv")
+    rows = read_statistics(directory / "stats.csv")
     hotspots = directory / "hotspots"
-    parts = [statistics_in(path) for path in sorted(hotspots.rglob("*_kernel_stats.csv"))]
+    parts = [read_statistics(path) for path in sorted(hotspots.rglob("*_kernel_stats.csv"))]
     summaries = sorted(hotspots.glob("*_summary.json"))
     steps = settings = None
     if len(summaries) == 1 and total_of(rows) == total_of([row for part in parts for row in part]):

@@ -19,6 +19,7 @@ from workshop.cli import ToolError
 from workshop.profile.ceilings import Ceilings
 from workshop.profile.kernels import (
     CATEGORIES,
+    NO_KERNELS,
     category,
     complete,
     has_gpu,
@@ -69,9 +70,7 @@ def profiled_steps(trainer) -> Iterator[list[dict]]:
     for _ in range(STEPS):
         events = trainer.trace(trainer.profile())["traceEvents"]
         if trainer.gpu and not has_gpu(events):
-            raise ToolError(
-                "the profiler saw no kernels on the GPU: may this user profile it?", status=1
-            )
+            raise ToolError(NO_KERNELS, status=1)
         yield events
 
 

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from pathlib import Path
 
+from workshop.cli import ToolError
 from workshop.profile.ceilings import Ceilings
 from workshop.profile.kernels import category
 from workshop.profile.roofline import make_row
@@ -37,11 +38,11 @@ def read_rocprof_compute(directory: Path) -> tuple[str, Ceilings, list[dict]]:
     """Which GPU's counters are in the folder, the ceilings measured there, and a row per kernel,
     the longest first.
 
-    ValueError says what is wrong with a file.
+    ToolError says what is wrong with a file.
     """
     files = matching(directory, "pmc_perf.csv", "rocprof-compute")
     if len(files) > 1:
-        raise ValueError(
+        raise ToolError(
             f"{directory}: several profiles ({', '.join(str(file.parent) for file in files)}), "
             "name one"
         )
@@ -67,11 +68,11 @@ def read_rocprof_compute(directory: Path) -> tuple[str, Ceilings, list[dict]]:
             flop[name] += round(counted[column] * each)
             by_unit[unit] += counted[column] * each
     if not calls:
-        raise ValueError(f"{files[0]}: it has no dispatches")
+        raise ToolError(f"{files[0]}: it has no dispatches")
     unit, path = max(by_unit, key=by_unit.get), files[0].with_name("roofline.csv")
     best = [number(cell, path) for cell in (read_columns(path, "HBMBw", unit) or [()])[0]]
     if not best or not min(best) > 0:
-        raise ValueError(f"{path}: it has no ceilings")
+        raise ToolError(f"{path}: it has no ceilings")
     ceilings = Ceilings(unit, 0, best[1] / 1e3, 0, best[0])  # the file has GB/s and GFLOP/s
     names = {
         name: {"kernel": name, "group": category(name).lower(), "calls": calls[name]}
@@ -85,10 +86,10 @@ def read_rocprof_compute(directory: Path) -> tuple[str, Ceilings, list[dict]]:
 
 
 def number(text: str, path: Path) -> float:
-    """A finite number of a file; ValueError if it is none."""
+    """A finite number of a file; ToolError if it is none."""
     try:
         if math.isfinite(value := float(text)):
             return value
     except ValueError:
         pass
-    raise ValueError(f"{path}: {text!r} is no number")
+    raise ToolError(f"{path}: {text!r} is no number")

@@ -46,12 +46,12 @@ def read_columns(path: Path, *names: str) -> list[list[str]]:
     with path.open(newline="", encoding="utf-8", errors="replace") as file:
         rows = [row for row in csv.reader(file) if row]
     if not rows:
-        raise ValueError(f"{path}: the file is empty")
+        raise ToolError(f"{path}: the file is empty")
     if missing := [name for name in names if name not in rows[0]]:
-        raise ValueError(f"{path}: the header lacks {', '.join(missing)}")
+        raise ToolError(f"{path}: the header lacks {', '.join(missing)}")
     for number, row in enumerate(rows[1:], start=2):
         if len(row) != len(rows[0]):
-            raise ValueError(
+            raise ToolError(
                 f"{path}: row {number} has {len(row)} of {len(rows[0])} columns, "
                 "is the file cut off?"
             )
@@ -60,15 +60,15 @@ def read_columns(path: Path, *names: str) -> list[list[str]]:
 
 
 def matching(directory: Path, pattern: str, writer: str) -> list[Path]:
-    """Files below a directory; a ValueError if there are none or one is empty."""
+    """Files below a directory; a ToolError if there are none or one is empty."""
     paths = sorted(path for path in directory.rglob(pattern) if path.is_file())
     if not paths:
-        raise ValueError(
+        raise ToolError(
             f"{writer} wrote no {pattern.lstrip('*_')} into {directory}: "
             "did anything run on an AMD GPU?"
         )
     if empty := [path for path in paths if not path.stat().st_size]:
-        raise ValueError(f"{empty[0]}: the file is empty")
+        raise ToolError(f"{empty[0]}: the file is empty")
     return paths
 
 
@@ -96,7 +96,7 @@ def of_dispatches(rows: list[list[str]], source: Path) -> list[KernelStatistics]
     for name, start, end in rows:
         durations[name].append(int(end) - int(start))
     if not durations:
-        raise ValueError(f"{source}: it has no kernel dispatches")
+        raise ToolError(f"{source}: it has no kernel dispatches")
     return statistics_of(durations)
 
 
@@ -109,12 +109,12 @@ def read_database(database: Path) -> list[list[str]]:
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
                 reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
-                raise ValueError(f"rocpd convert {database}: status {done.returncode}: {reason}")
+                raise ToolError(f"rocpd convert {database}: status {done.returncode}: {reason}")
             try:
                 trace = matching(Path(folder), "*kernel_trace.csv", "rocpd")[0]
                 return read_columns(trace, "Kernel_Name", "Start_Timestamp", "End_Timestamp")
-            except ValueError as error:
-                raise ValueError(
+            except ToolError as error:
+                raise ToolError(
                     f"rocpd convert {database}: {str(error).replace(folder + '/', '')}"
                 ) from error
     with sqlite3.connect(f"{database.resolve().as_uri()}?mode=ro", uri=True) as connection:
@@ -149,7 +149,7 @@ def dispatches(directory: Path, out: Path) -> None:
     path = matching(directory, "pmc_perf.csv", "rocprof-compute")[0]
     rows = read_columns(path, "Dispatch_ID", "Kernel_Name", "Start_Timestamp", "End_Timestamp")
     if not rows:
-        raise ValueError(f"{path}: it has no dispatches")
+        raise ToolError(f"{path}: it has no dispatches")
     header = ("Dispatch_ID", "Category", "TimeNs", "Kernel_Name")
     lines = (
         (dispatch, category(name), int(end) - int(start), name)
@@ -168,7 +168,7 @@ def counters(directory: Path, pattern: Path) -> None:
     """Print the counter files, none of which may be cut off."""
     for path in matching(directory, str(pattern), "rocprofv3"):
         if not read_columns(path, "Dispatch_Id", "Kernel_Name", "Counter_Name", "Counter_Value"):
-            raise ValueError(f"{path}: it has no dispatches")
+            raise ToolError(f"{path}: it has no dispatches")
         print(path)
 
 
