@@ -192,15 +192,6 @@ def test_modules_move_under_the_roof_by_their_bytes_and_times(tmp_path, monkeypa
     assert attention[1] == pytest.approx([340, 34e9 / (1e8 / 3e9) / 1e9])
 
 
-def test_the_contact_sheet_has_every_figure_as_on_half_a_page(tmp_path):
-    status, out, _ = captured(
-        figures.main, ["add_relu", "attention", "--contact-sheet", str(tmp_path / "all.png")]
-    )
-    assert (status, out.strip()) == (0, str(tmp_path / "all.png"))
-    height, width, _ = figures.matplotlib.image.imread(tmp_path / "all.png").shape
-    assert (width, height) == (2 * 420, 500 / 2 + 20)  # side by side, the higher one and its margin
-
-
 def trace(folder: Path, launch_every: float, graph: bool) -> Path:
     """A run's trace and result file: two steps of five layers, each a norm, a GEMM and an
     addition."""

@@ -9,7 +9,6 @@ Examples:
   python tools/draw_figures.py                               all figures into docs/figures
   python tools/draw_figures.py add_relu attention --png      two of them, as PNG for slides too
   python tools/draw_figures.py --output /tmp/figures         elsewhere, to look at
-  python tools/draw_figures.py --contact-sheet /tmp/all.png  all of them in one picture
 """
 
 from __future__ import annotations
@@ -25,11 +24,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import matplotlib
-import matplotlib.image
 import matplotlib.ticker
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Circle, FancyArrowPatch, Rectangle
 from matplotlib.transforms import Affine2D, Bbox
@@ -50,11 +47,8 @@ STYLE = {  # of the files
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "figures",  # the same file each time
     "font.family": "sans-serif",
-    "font.sans-serif": [
-        "DejaVu Sans",
-        "Verdana",
-        "Arial",
-    ],  # Verdana, where the first is missing, is as wide
+    # Verdana, where the first is missing, is as wide
+    "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial"],
     "path.simplify": False,
 }
 WIDTH = 800  # of every figure; a unit is a pixel of the page, and a point of a font
@@ -63,10 +57,8 @@ TITLE, BODY, SMALL = 26, 20, 18  # nothing is smaller, so half a page's width is
 
 # Okabe and Ito's colours, which differ for colour-blind readers, too.
 INK, GREY, FAINT, PALE, WHITE = "#1a1a1a", "#5f6368", "#a8adb2", "#ececec", "#ffffff"
-BLUE, SKY, GREEN, ORANGE, RED, PURPLE = (
-    *("#0072b2", "#56b4e9", "#009e73"),
-    *("#e69f00", "#d55e00", "#aa4499"),
-)
+BLUE, SKY, GREEN, ORANGE = "#0072b2", "#56b4e9", "#009e73", "#e69f00"
+RED, PURPLE, PINK, BROWN = "#d55e00", "#aa4499", "#cc79a7", "#9a6a00"
 VERSION = {"V1": "#8a8f94", "V2": SKY, "V3": BLUE, "V4": RED}
 
 
@@ -96,7 +88,7 @@ class Sheet:
         self.axes: Axes = self.figure.add_axes((0, 0, 1, 1))
         self.axes.set(xlim=(0, WIDTH), ylim=(height, 0))
         self.axes.axis("off")
-        self.text(20, 30, title, size=TITLE, weight="bold", ha="left")
+        self.label(20, 30, title, size=TITLE, weight="bold")
 
     def cut(self, top: float, bottom: float, name: str = "") -> None:
         """Have this part of the figure for a slide, whose title takes the headline's place."""
@@ -114,6 +106,20 @@ class Sheet:
         if "va" not in options:  # neighbours stand on one line, whatever their letters
             options["va"], y = ("center", y) if "\n" in words else ("baseline", y + 0.36 * size)
         self.axes.text(x, y, words, fontsize=size, color=color, **options)
+
+    def label(
+        self, x: float, y: float, words: str, size: int = BODY, color: str = INK, **more
+    ) -> None:
+        """Words that begin at a point."""
+        self.text(x, y, words, size, color, ha="left", **more)
+
+    def legend(
+        self, y: float, places: Iterable[float], colors: dict[str, str], edge: str | None = None
+    ) -> None:
+        """A line of squares in these colours, each with its name; `places` are their left sides."""
+        for x, (name, color) in zip(places, colors.items(), strict=True):
+            self.box(x, y, 20, 20, color, edge=edge)
+            self.label(x + 28, y + 10, name, SMALL)
 
     def box(
         self,
@@ -194,8 +200,8 @@ def where_numbers_live() -> Sheet:
         sheet.text(465, y + 23, h100)
         sheet.text(685, y + 23, mi300x)
     sheet.line(20, 238, 780, 238, color=INK, linestyle=(0, (4, 3)))
-    sheet.text(20, 432, "Above the line a number is lost when its kernel ends.", ha="left")
-    sheet.text(20, 460, "What the next kernel needs goes through what is below.", ha="left")
+    sheet.label(20, 432, "Above the line a number is lost when its kernel ends.")
+    sheet.label(20, 460, "What the next kernel needs goes through what is below.")
     sheet.cut(60, 410)
     return sheet
 
@@ -216,7 +222,7 @@ def add_relu() -> Sheet:
             place = x + width * (i + 1) / (len(reads + writes) + 1)
             ends, color = ((memory, 176), BLUE) if i < len(reads) else ((176, memory), RED)
             sheet.arrow(place, ends[0], place, ends[1], color=color, width=5)
-            sheet.text(place + 9, 226, vector, ha="left")
+            sheet.label(place + 9, 226, vector)
 
     sheet.text(232, 90, "two kernels", weight="bold")
     kernel(40, 190, "add", "xy", "t")
@@ -265,10 +271,10 @@ def merged_gemms() -> Sheet:
 
     group(112, ("q", 74), ("k", 46), ("v", 46))
     group(310, ("gate", 78), ("up", 78))
-    sheet.text(20, 503, "saved:", ha="left", weight="bold", color=BLUE)
-    sheet.text(160, 503, "reading x again, a launch for each GEMM but one", ha="left")
-    sheet.text(20, 535, "not saved:", ha="left", weight="bold", color=RED)
-    sheet.text(160, 535, "arithmetic, weights, results", ha="left")
+    sheet.label(20, 503, "saved:", weight="bold", color=BLUE)
+    sheet.label(160, 503, "reading x again, a launch for each GEMM but one")
+    sheet.label(20, 535, "not saved:", weight="bold", color=RED)
+    sheet.label(160, 535, "arithmetic, weights, results")
     sheet.cut(70, 290, "qkv")
     sheet.cut(300, 560, "gate_up")
     return sheet
@@ -299,14 +305,14 @@ def attention() -> Sheet:
     sheet.text(left + size / 2, top + size + 22, "S × S scores: never in memory", color=GREY)
 
     x = 416
-    sheet.text(x, 106, "for each tile, on the chip", ha="left", weight="bold", color="#9a6a00")
+    sheet.label(x, 106, "for each tile, on the chip", weight="bold", color=BROWN)
     steps = "scores = q · k", "new maximum? rescale the sums", "add exp(scores) and its v"
     for i, words in enumerate(steps):
-        sheet.text(x, 142 + 34 * i, f"{i + 1}.  {words}", ha="left")
-    sheet.text(x, 270, "kept for the backward pass", ha="left", weight="bold", color=BLUE)
-    sheet.text(x, 306, "q, k, v and the result", ha="left")
-    sheet.text(x, 340, "one number per row of scores", ha="left")
-    sheet.text(x, 374, "the scores: computed again", ha="left")
+        sheet.label(x, 142 + 34 * i, f"{i + 1}.  {words}")
+    sheet.label(x, 270, "kept for the backward pass", weight="bold", color=BLUE)
+    sheet.label(x, 306, "q, k, v and the result")
+    sheet.label(x, 340, "one number per row of scores")
+    sheet.label(x, 374, "the scores: computed again")
     gb = f"{scores:.1f} GB → {flash:.1f} GB"
     sheet.note(474, f"TinyLlama, 2048 tokens, peak memory on an H100: {gb}")
     sheet.cut(82, 446)
@@ -316,8 +322,8 @@ def attention() -> Sheet:
 def triton_grid() -> Sheet:
     """Programs, blocks and masks, for vectors and for the rows of a matrix."""
     sheet = Sheet("A grid of programs", 500)
-    colors = (SKY, ORANGE, GREEN, "#cc79a7", GREY)
-    sheet.text(20, 84, "relu(x + y): 10 numbers, BLOCK = 4", ha="left", weight="bold")
+    colors = (SKY, ORANGE, GREEN, PINK, GREY)
+    sheet.label(20, 84, "relu(x + y): 10 numbers, BLOCK = 4", weight="bold")
 
     def cell(x: float, y: float, width: float, height: float, of: int | None, words="") -> None:
         """A number of a program, or one that is masked."""
@@ -334,16 +340,16 @@ def triton_grid() -> Sheet:
         sheet.note(114, f"program {i}", 132 + 236 * i)
     sheet.arrow(662, 238, 662, 196, color=RED, width=4)
     sheet.text(780, 254, "mask = at < 10: do not touch", ha="right", color=RED)
-    sheet.text(20, 254, "at = program × 4 + 0, 1, 2, 3", ha="left")
+    sheet.label(20, 254, "at = program × 4 + 0, 1, 2, 3")
 
-    sheet.text(20, 308, "norm: a row each, 6 columns, BLOCK = 8", ha="left", weight="bold")
+    sheet.label(20, 308, "norm: a row each, 6 columns, BLOCK = 8", weight="bold")
     for r in range(4):
         y = 332 + 38 * r
         sheet.note(y + 17, f"program {r}", 112)
         for c in range(8):
             cell(180 + 48 * c, y, 48, 34, r if c < 6 else None)
-    sheet.text(576, 372, "load the row once,\nadd up its squares,\nscale, store", ha="left")
-    sheet.text(576, 452, "masked: 0 in the sum", ha="left", color=RED, size=SMALL)
+    sheet.label(576, 372, "load the row once,\nadd up its squares,\nscale, store")
+    sheet.label(576, 452, "masked: 0 in the sum", color=RED, size=SMALL)
     sheet.cut(100, 270, "vectors")
     sheet.cut(324, 488, "rows")
     return sheet
@@ -366,7 +372,7 @@ def residual_norm() -> Sheet:
         ends = (memory, 194) if kind == "r" else (194, memory)
         color = BLUE if kind == "r" else RED
         sheet.arrow(x, ends[0], x, ends[1], color=color, width=4)
-        sheet.text(x + 8, 240, name, ha="left")
+        sheet.label(x + 8, 240, name)
 
     sheet.text(245, 84, "V1", weight="bold")
     sheet.box(30, 110, 150, 80, tint(GREEN, 0.35), "add", edge=GREEN)
@@ -403,7 +409,7 @@ def evoformer_inputs() -> Sheet:
     fills = {
         "M": SKY,
         "K": ORANGE,
-        "R": "#cc79a7",
+        "R": PINK,
         "V": GREEN,
         "I": "#f0e442",
         "L": BLUE,
@@ -468,15 +474,14 @@ def evoformer_block() -> Sheet:
     """The nine parts of a block in order, and what V2 and V3 fuse in each."""
     sheet = Sheet("The Evoformer block: nine parts, in order", 500)
     fills = {"MSA": ORANGE, "MSA → pair": PURPLE, "pair": SKY}
-    for x, (place, color) in zip((20, 105, 260), fills.items(), strict=True):
-        sheet.box(x, 70, 20, 20, tint(color, 0.45), edge=None)
-        sheet.text(x + 28, 80, place, SMALL, ha="left")
+    pale = {place: tint(color, 0.45) for place, color in fills.items()}
+    sheet.legend(70, (20, 105, 260), pale)
     for x, name in ((428, "V2"), (649, "V3")):
         sheet.text(x, 80, name, weight="bold")
     for i, (name, place, v2, v3) in enumerate(PARTS):
         y = 104 + 39 * i
-        sheet.box(20, y, 306, 34, tint(fills[place], 0.45), edge=None)
-        sheet.text(32, y + 17, f"{i + 1}  {name}", SMALL, ha="left")
+        sheet.box(20, y, 306, 34, pale[place], edge=None)
+        sheet.label(32, y + 17, f"{i + 1}  {name}", SMALL)
         for x, width, words, color in ((340, 176, v2, GREEN), (528, 252, v3, BLUE)):
             fill = tint(color, 0.3) if words else tint(GREY, 0.06)
             sheet.box(x, y, width, 34, fill, words, edge=None, size=SMALL)
@@ -497,7 +502,7 @@ def order_of_sums() -> Sheet:
         for x in (left + 82, left + 277):
             sheet.arrow(x, 120, left + 108 + (x - left - 108) * 0.3, 150)
         sheet.box(left + 25, 154, 165, 46, tint(ORANGE, 0.3), f"{partial:.0f}", edge=ORANGE)
-        sheet.text(left + 202, 177, f"then {third}", ha="left")
+        sheet.label(left + 202, 177, f"then {third}")
         sheet.arrow(left + 108, 204, left + 108, 234)
         sheet.box(left + 25, 238, 165, 46, tint(GREEN, 0.3), f"{total:.0f}", edge=GREEN)
     sheet.line(400, 62, 400, 290, color=PALE, width=3)
@@ -543,7 +548,7 @@ def two_streams() -> Sheet:
         color, width = {"dx": (BLUE, chain), "dW": (ORANGE, rest), "upd": (PURPLE, rest)}[kind]
         sheet.box(x, y, width, height, tint(color, 0.45), f"{kind}{layer}", edge=color, size=SMALL)
 
-    sheet.text(20, 92, "one stream", ha="left", weight="bold")
+    sheet.label(20, 92, "one stream", weight="bold")
     x = 20
     for layer in layers:
         for kind, width in (("dx", chain), ("dW", rest)):
@@ -553,7 +558,7 @@ def two_streams() -> Sheet:
         box(x, 112, "upd", layer)
         x += rest
     end = x
-    sheet.text(20, 208, "two streams", ha="left", weight="bold")
+    sheet.label(20, 208, "two streams", weight="bold")
     x = 20
     for layer in layers:
         box(x, 228, "dx", layer)
@@ -569,9 +574,9 @@ def two_streams() -> Sheet:
     sheet.line(x, 228, x, 372, color=INK, linestyle=(0, (4, 3)))
     sheet.line(end, 112, end, 372, color=INK, linestyle=(0, (4, 3)))
     sheet.arrow(end - 4, 340, x + 6, 340, color=GREEN, width=4)
-    sheet.text(20, 402, "dx: activations", color=BLUE, ha="left", weight="bold")
-    sheet.text(250, 402, "dW: weights", color="#9a6a00", ha="left", weight="bold")
-    sheet.text(440, 402, "upd: AdamW", color=PURPLE, ha="left", weight="bold")
+    sheet.label(20, 402, "dx: activations", color=BLUE, weight="bold")
+    sheet.label(250, 402, "dW: weights", color=BROWN, weight="bold")
+    sheet.label(440, 402, "upd: AdamW", color=PURPLE, weight="bold")
     times = f"{none['batch_ms']:.2f} → {alone['batch_ms']:.2f} ms"
     words = f"lengths are a sketch; measured: {times} a step (small TinyLlama, bf16)"
     sheet.note(442, words, 20, "left")
@@ -590,24 +595,6 @@ def plot(sheet: Sheet, x: float, y: float, width: float, height: float, **settin
     for label in (axes.xaxis.label, axes.yaxis.label):
         label.set(fontsize=SMALL, color=INK)
     return axes
-
-
-def contact_sheet(sheets: Iterable[Sheet], path: Path, columns: int = 4) -> None:
-    """Write the figures as one PNG, each 400 pixels wide, in columns of about the same height."""
-    stacks: list[list[np.ndarray]] = [[] for _ in range(columns)]
-    for sheet in sheets:
-        with matplotlib.rc_context(STYLE):
-            canvas = FigureCanvasAgg(sheet.figure)
-            sheet.figure.set_dpi(72 * 400 / WIDTH)
-            canvas.draw()
-        picture = np.asarray(canvas.buffer_rgba())[..., :3]
-        stack = min(stacks, key=lambda stack: sum(map(len, stack)))
-        stack.append(np.pad(picture, ((0, 20), (0, 20), (0, 0)), constant_values=200))
-    whole = [np.concatenate(stack) for stack in stacks if stack]
-    height = max(map(len, whole))
-    below = [((0, height - len(part)), (0, 0), (0, 0)) for part in whole]
-    whole = [np.pad(*each, constant_values=200) for each in zip(whole, below, strict=True)]
-    matplotlib.image.imsave(path, np.concatenate(whole, axis=1))
 
 
 Point = tuple[float, float]  # under a roofline: FLOP per byte, TFLOP/s
@@ -700,13 +687,13 @@ def of_versions(title: str, groups: dict[str, dict[str, float]], note: str) -> S
     sheet = Sheet(title, 106 + sum(heights))
     for i, (shape, values) in enumerate(groups.items()):
         left, top = 20 + 395 * (i % 2), 76 + sum(heights[: i // 2])
-        sheet.text(left, top + 14, SHAPES[shape], ha="left", weight="bold")
+        sheet.label(left, top + 14, SHAPES[shape], weight="bold")
         for j, (version, value) in enumerate(values.items()):
             y, width = top + 36 + 48 * j, 240 * value / values["V1"]
-            sheet.text(left, y + 20, version, ha="left")
+            sheet.label(left, y + 20, version)
             sheet.box(left + 42, y, width, 41, VERSION[version], edge=None)
             number = f"{value:.{max(0, 2 - int(math.log10(value)))}f}"
-            sheet.text(left + 52 + width, y + 20, number, ha="left")
+            sheet.label(left + 52 + width, y + 20, number)
         first = 76 + sum(heights[: i // 2])
         name = shape.partition(", ")[0] if len(heights) > 1 else ""
         sheet.cut(first, first + heights[i // 2] - 16, name)
@@ -791,7 +778,7 @@ def attention_memory() -> Sheet:
 PURPOSES = (  # of memory_by_purpose.json: key, words, colour
     ("weights", "weights", GREY),
     ("moments", "AdamW's moments", PURPLE),
-    ("weight_copies", "weights in bf16", "#cc79a7"),
+    ("weight_copies", "weights in bf16", PINK),
     ("attention", "attention", RED),
     ("triangle", "triangles, outer product", ORANGE),
     ("mlp", "MLP, transitions", BLUE),
@@ -841,14 +828,14 @@ def libraries() -> Sheet:
     top = 76
     for study, title, times in groups:
         sheet.cut(top - 4, top + 36 + 40 * len(times), study)
-        sheet.text(20, top + 14, title, ha="left", weight="bold")
+        sheet.label(20, top + 14, title, weight="bold")
         longest = times[-1][1]
         for i, (name, us) in enumerate(times):
             y, width = top + 36 + 40 * i, 410 * us / longest
             ours = name.startswith("V3")
-            sheet.text(20, y + 16, name, ha="left", weight="bold" if ours else "normal")
+            sheet.label(20, y + 16, name, weight="bold" if ours else "normal")
             sheet.box(300, y, width, 33, VERSION["V3"] if ours else FAINT, edge=None)
-            sheet.text(310 + width, y + 16, f"{us:.0f}", ha="left")
+            sheet.label(310 + width, y + 16, f"{us:.0f}")
         top += 66 + 40 * len(times)
     sheet.note(
         height - 58, "forward and backward, bf16, one NVIDIA H100; cuEquivariance has", 20, "left"
@@ -871,22 +858,20 @@ def memory_of_a_step() -> Sheet:
         same = [row for row in rows if row["shape"] == shape]
         highest = max(sum(row["parts"].values()) for row in same)
         name = shape.replace("tiny_openfold", "TinyOpenFold").replace("tiny_llama", "TinyLlama")
-        sheet.text(20, y + 18, f"{name}, bf16", ha="left", weight="bold")
+        sheet.label(20, y + 18, f"{name}, bf16", weight="bold")
         y += 40
         for row in same:
-            sheet.text(20, y + 17, row["version"], ha="left")
+            sheet.label(20, y + 17, row["version"])
             x = 62.0
             for key, _, color in PURPOSES:
                 width = 600 * row["parts"][key] / highest
                 sheet.box(x, y, width, 36, color, edge=WHITE, linewidth=1)
                 x += width
-            sheet.text(x + 10, y + 17, f"{sum(row['parts'].values()) / 1e9:.2f} GB", ha="left")
+            sheet.label(x + 10, y + 17, f"{sum(row['parts'].values()) / 1e9:.2f} GB")
             y += 44
         y += 6
     for i, (_, words, color) in enumerate(PURPOSES):
-        x, top = 20 + (0, 220, 525)[i % 3], y + 14 + 34 * (i // 3)
-        sheet.box(x, top, 20, 20, color, edge=None)
-        sheet.text(x + 28, top + 10, words, SMALL, ha="left")
+        sheet.legend(y + 14 + 34 * (i // 3), [20 + (0, 220, 525)[i % 3]], {words: color})
     sheet.cut(below, sheet.height, "tiny_openfold")  # the last shape
     return sheet
 
@@ -920,8 +905,8 @@ def launch_timeline() -> Sheet:
 
     def pair(row: dict, y: float, end: float) -> None:
         version, _, mode = row["label"].partition(", ")
-        sheet.text(20, y + 14, version, ha="left", weight="bold")
-        sheet.text(20, y + 42, mode, SMALL, ha="left")
+        sheet.label(20, y + 14, version, weight="bold")
+        sheet.label(20, y + 42, mode, SMALL)
         lane("host", y, 22, end, row["launches"], GREY)
         lane("GPU", y + 26, 34, end, row["kernels"])
         if row is graph:
@@ -933,14 +918,12 @@ def launch_timeline() -> Sheet:
     edge = left + (right - left) * wide / longest
     y = below + 46
     words = f"The first {wide:.0f} µs of it, {longest / wide:.0f} times as wide"
-    sheet.text(20, y, words, ha="left", weight="bold")
+    sheet.label(20, y, words, weight="bold")
     sheet.line(edge, below - 14, edge, below - 24, color=INK, width=2)
     for i, row in enumerate((rows[0], graph)):
         pair(row, y + 26 + 78 * i, wide)
     axis(y + 196, wide)
-    for x, (kind, color) in zip((20, 140, 290, 400, 580), KERNEL.items(), strict=True):
-        sheet.box(x, y + 228, 20, 20, color, edge=None)
-        sheet.text(x + 28, y + 238, kind, SMALL, ha="left")
+    sheet.legend(y + 228, (20, 140, 290, 400, 580), KERNEL)
     name = study["environment"]["device_name"].split("GB")[0]
     words = f"TinyLlama in a trace of {name} GB; the profiler slows every launch"
     sheet.note(y + 286, words, 20, "left")
@@ -985,9 +968,9 @@ def trunk() -> Sheet:
         left = end[0] - 0.025 * max(times)
         axes.text(left, end[1], name, color=color, ha="right", va="center", **label)
     words = "filled: activations kept; open: --checkpoint-blocks"
-    sheet.text(20, 474, words, SMALL, GREY, ha="left")
+    sheet.label(20, 474, words, SMALL, GREY)
     words = "triangle: out of memory, which is 80 GB (dashed); bf16, one H100"
-    sheet.text(20, 508, words, SMALL, GREY, ha="left")
+    sheet.label(20, 508, words, SMALL, GREY)
     sheet.cut(72, 436)
     return sheet
 
@@ -1009,7 +992,7 @@ def launch() -> Sheet:
         color = KERNEL[kind]
         sheet.box(234 + 84 * i, 170, 76, 50, tint(color, 0.4), name, edge=color, size=SMALL)
     sheet.arrow(212, 250, 300, 250, color=GREY)
-    sheet.text(310, 250, "launch", ha="left", color=GREY)
+    sheet.label(310, 250, "launch", color=GREY)
     sheet.arrow(400, 250, 496, 250, color=GREY)
     for i in range(20):
         row, column = divmod(i, 10)
@@ -1033,14 +1016,12 @@ def layer_kernels() -> Sheet:
     for i, trace in enumerate(traces):
         kinds = [kind for kind, *_ in trace["kernels"][: len(trace["kernels"]) // 2]]
         y, version = 84 + 82 * i, trace["label"].partition(",")[0]
-        sheet.text(20, y + 30, version, ha="left", weight="bold")
+        sheet.label(20, y + 30, version, weight="bold")
         for j, kind in enumerate(kinds):
             row, column = divmod(j, 31)
             sheet.box(70 + 20 * column, y + 31 * row, 17, 28, KERNEL[kind], edge=None)
         sheet.text(784, y + 30, f"{len(kinds)}", TITLE, ha="right", weight="bold")
-    for x, (kind, color) in zip((70, 190, 340, 450, 630), KERNEL.items(), strict=True):
-        sheet.box(x, 334, 20, 20, color, edge=None)
-        sheet.text(x + 28, 344, kind, SMALL, ha="left")
+    sheet.legend(334, (70, 190, 340, 450, 630), KERNEL)
     sheet.note(
         378, "TinyLlama, bf16, in a trace of an H100; other: casts, copies, rotary", 70, "left"
     )
@@ -1078,16 +1059,14 @@ def taking_turns() -> Sheet:
     rows = (("one after the other", "AAAABBBB"), ("in turns", "ABBAABBA"))
     for i, (name, order) in enumerate(rows):
         y, x = 146 + 86 * i, 20.0
-        sheet.text(20, y - 18, name, SMALL, ha="left")
+        sheet.label(20, y - 18, name, SMALL)
         for side in order:
             slow = x >= 520
             width, color = (124 if slow else 84), {"A": GREY, "B": BLUE}[side]
             sheet.box(x, y, width - 4, 48, tint(color, 0.45), side, edge=color, weight="bold")
             x += width
-    sheet.text(20, 330, "Above, B seems slower. Below, both sides lose the same,", SMALL, ha="left")
-    sheet.text(
-        20, 356, "and the ratio of each pair can be compared with the next one.", SMALL, ha="left"
-    )
+    sheet.label(20, 330, "Above, B seems slower. Below, both sides lose the same,", SMALL)
+    sheet.label(20, 356, "and the ratio of each pair can be compared with the next one.", SMALL)
     sheet.cut(72, 312)
     return sheet
 
@@ -1112,7 +1091,7 @@ def turn_ratios() -> Sheet:
     axes.tick_params(axis="y", length=0)
     for x, name, color in ((20, "eager", ORANGE), (130, "one graph", BLUE)):
         sheet.axes.add_patch(Circle((x + 10, 418), 9, facecolor=color))
-        sheet.text(x + 28, 418, name, ha="left")
+        sheet.label(x + 28, 418, name)
     sheet.note(418, "one H100 on a shared host", 780, "right")
     sheet.cut(78, 436)
     return sheet
@@ -1136,7 +1115,7 @@ def profilers() -> Sheet:
         sheet.box(
             20 + inset, y, 200 - 2 * inset, 46, tint(color, 0.35), what, edge=color, size=SMALL
         )
-        sheet.text(240, y + 23, question, ha="left")
+        sheet.label(240, y + 23, question)
         sheet.text(784, y + 23, tool, ha="right", weight="bold")
     sheet.note(412, "green: on any device; orange and red: on an AMD GPU")
     sheet.cut(62, 392)
@@ -1159,9 +1138,9 @@ def losses() -> Sheet:
         axes.plot(range(1, len(curve) + 1), curve, color=color, linewidth=width)
         y = 134 + 66 * i
         sheet.line(604, y, 640, y, color=color, width=width)
-        sheet.text(650, y, f"{version.upper()} {precision}", SMALL, ha="left")
-        sheet.text(650, y + 27, f"{curve[-1]:.4f}", SMALL, GREY, ha="left")
-    sheet.text(604, 96, "loss at the end", SMALL, ha="left")
+        sheet.label(650, y, f"{version.upper()} {precision}", SMALL)
+        sheet.label(650, y + 27, f"{curve[-1]:.4f}", SMALL, GREY)
+    sheet.label(604, 96, "loss at the end", SMALL)
     axes.set(xlim=(0, len(curve)), ylim=(0, None))
     sheet.note(436, "TinyLlama, small; data: a Markov chain", 20, "left")
     sheet.cut(68, 424)
@@ -1184,19 +1163,15 @@ def too_fast() -> Sheet:
     longest = max(stages[name]["kernel_ms"] for name, *_ in rows)
     for i, (name, words, remark) in enumerate(rows):
         y, row = 76 + 96 * i, stages[name]
-        sheet.text(20, y + 22, words, ha="left", weight="bold")
-        sheet.text(20, y + 52, remark, SMALL, GREY, ha="left")
+        sheet.label(20, y + 22, words, weight="bold")
+        sheet.label(20, y + 52, remark, SMALL, GREY)
         kinds = (row["result"]["timing"]["batch_ms"], BLUE), (row["kernel_ms"], GREY)
         for j, (ms, color) in enumerate(kinds):
             width = 360 * ms / longest
             sheet.box(260, y + 36 * j, max(width, 2), 32, color, edge=None)
-            sheet.text(270 + width, y + 16 + 36 * j, f"{ms:.2f} ms", SMALL, ha="left")
-    for x, name, color in (
-        (20, "what the program says", BLUE),
-        (290, "what its kernels took", GREY),
-    ):
-        sheet.box(x, 364, 20, 20, color, edge=None)
-        sheet.text(x + 28, 374, name, SMALL, ha="left")
+            sheet.label(270 + width, y + 16 + 36 * j, f"{ms:.2f} ms", SMALL)
+    kinds = {"what the program says": BLUE, "what its kernels took": GREY}
+    sheet.legend(364, (20, 290), kinds)
     sheet.cut(66, 392)
     return sheet
 
@@ -1215,12 +1190,8 @@ def tile_owner() -> Sheet:
         if i:
             sheet.arrow(475, y - 15, 475, y - 1, color=GREEN, width=3)
     sheet.arrow(532, 314, 666, 250, color=GREEN, width=5)
-    sheet.text(
-        20, 378, "as they come: another order,\nanother rounding, in each run", SMALL, ha="left"
-    )
-    sheet.text(
-        420, 378, "one after the other: the same\nbits each time, one store", SMALL, ha="left"
-    )
+    sheet.label(20, 378, "as they come: another order,\nanother rounding, in each run", SMALL)
+    sheet.label(420, 378, "one after the other: the same\nbits each time, one store", SMALL)
     sheet.line(390, 84, 390, 410, color=PALE, width=3)
     sheet.cut(66, 416)
     return sheet
@@ -1254,7 +1225,7 @@ def strategy() -> Sheet:
     sheet = Sheet("In this order, and only as far as it pays", 440)
     for i, (question, answer, gain, color) in enumerate(rows):
         y = 72 + 62 * i
-        sheet.text(20, y + 26, question, ha="left")
+        sheet.label(20, y + 26, question)
         sheet.arrow(290, y + 26, 330, y + 26, color=GREY)
         sheet.box(336, y, 196, 52, tint(color, 0.4), answer, edge=color, weight="bold")
         sheet.text(780, y + 26, gain, ha="right", weight="bold")
@@ -1267,22 +1238,21 @@ def strategy() -> Sheet:
 
 def sessions() -> Sheet:
     """The four sessions of the workshop: a bar of minutes each, from docs/agenda.json."""
-    kinds = {"slides": GREY, "demonstration": ORANGE, "sheet": BLUE, "talk": GREEN}
+    colors = {"slides": GREY, "demonstration": ORANGE, "sheet": BLUE, "talk": GREEN}
+    kinds = {kind: tint(color, 0.5) for kind, color in colors.items()}
     names = [*agenda.plan()["sessions"]]
     sheet = Sheet("Four sessions: minutes", 120 + 78 * len(names))
     for i, name in enumerate(names):
         items, y, x = agenda.session(name), 70 + 78 * i, 20.0
-        sheet.text(20, y + 10, name.removeprefix("Session "), ha="left", weight="bold")
+        sheet.label(20, y + 10, name.removeprefix("Session "), weight="bold")
         for item in items:
             kind = next((kind for kind in kinds if item.what.startswith(kind)), "talk")
             width = 11.5 * item.minutes
-            sheet.box(x, y + 26, width - 3, 38, tint(kinds[kind], 0.5), str(item.minutes))
+            sheet.box(x, y + 26, width - 3, 38, kinds[kind], str(item.minutes))
             x += width
         total = sum(item.minutes for item in items)
-        sheet.text(x + 12, y + 45, str(total), TITLE, ha="left", weight="bold")
-    for x, (kind, color) in zip((20, 160, 370, 500), kinds.items(), strict=True):
-        sheet.box(x, sheet.height - 36, 20, 20, tint(color, 0.5))
-        sheet.text(x + 28, sheet.height - 26, kind, SMALL, ha="left")
+        sheet.label(x + 12, y + 45, str(total), TITLE, weight="bold")
+    sheet.legend(sheet.height - 36, (20, 160, 370, 500), kinds, edge=INK)
     sheet.cut(64, sheet.height - 4)
     return sheet
 
@@ -1334,7 +1304,6 @@ def build_parser() -> Parser:
     there = {"type": Path, "default": FIGURES, "metavar": "DIR"}
     parser.add_argument("--output", **there, help="(default: docs/figures)")
     parser.add_flag("--png", "PNG of what slides show beside each SVG")
-    parser.add_path("--contact-sheet", "FILE.png", "one picture of all of them, and nothing else")
     return parser
 
 
@@ -1350,10 +1319,6 @@ def draw(args: argparse.Namespace) -> int:
             if args.names:
                 raise
             print_notes(PROG, f"{name} is left out: there is no {error.filename}")
-    if args.contact_sheet:
-        contact_sheet(sheets.values(), args.contact_sheet)
-        print(args.contact_sheet)
-        return 0
     args.output.mkdir(parents=True, exist_ok=True)
     for name, sheet in sheets.items():
         for path in sheet.save(args.output, name, args.png):
