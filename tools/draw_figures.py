@@ -904,9 +904,8 @@ def launch_timeline() -> Sheet:
             sheet.note(y, f"{mark} µs" if mark else "0", left + mark * (right - left) / end)
 
     def pair(row: dict, y: float, end: float) -> None:
-        version, _, mode = row["label"].partition(", ")
-        sheet.label(20, y + 14, version, weight="bold")
-        sheet.label(20, y + 42, mode, SMALL)
+        sheet.label(20, y + 14, row["version"], weight="bold")
+        sheet.label(20, y + 42, row["mode"], SMALL)
         lane("host", y, 22, end, row["launches"], GREY)
         lane("GPU", y + 26, 34, end, row["kernels"])
         if row is graph:
@@ -1015,8 +1014,8 @@ def layer_kernels() -> Sheet:
     sheet = Sheet("One layer, forward: a square is a kernel", 400)
     for i, trace in enumerate(traces):
         kinds = [kind for kind, *_ in trace["kernels"][: len(trace["kernels"]) // 2]]
-        y, version = 84 + 82 * i, trace["label"].partition(",")[0]
-        sheet.label(20, y + 30, version, weight="bold")
+        y = 84 + 82 * i
+        sheet.label(20, y + 30, trace["version"], weight="bold")
         for j, kind in enumerate(kinds):
             row, column = divmod(j, 31)
             sheet.box(70 + 20 * column, y + 31 * row, 17, 28, KERNEL[kind], edge=None)
