@@ -539,15 +539,15 @@ def optimizer(
     """AdamW over a model's weights in float32, and their copies in bfloat16 for products."""
     v4 = importlib.import_module("tiny_llama_v4")
     trainer = make_trainer(v4, [*sizes, *ARGUMENTS["bf16"], "--disable-cuda-graph"])
-    for room in trainer.optimizer.rooms:
-        for parameter in room.parameters:
-            parameter.grad = room.part(parameter).normal_()
-    buffers = [(room, room.buffer) for room in trainer.optimizer.rooms]
+    for buffer in trainer.optimizer.gradients:
+        for parameter in buffer.parameters:
+            parameter.grad = buffer.part(parameter).normal_()
+    gradients = [(buffer, buffer.tensor) for buffer in trainer.optimizer.gradients]
 
     def ours() -> Sequence[Tensor]:
         # a step lets go of them: a backward pass would have written new ones there
-        for room, buffer in buffers:
-            room.buffer = buffer
+        for buffer, tensor in gradients:
+            buffer.tensor = tensor
         trainer.optimizer.step()
         return ()
 
