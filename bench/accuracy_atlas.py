@@ -42,7 +42,7 @@ from types import ModuleType
 import torch
 from torch import Tensor, nn
 
-from workshop.cli import at_least, documented_parser, print_notes, run_tool
+from workshop.cli import Parser, ToolError, at_least, documented_parser, print_notes, program
 from workshop.files import ROOT
 from workshop.script import load_script
 from workshop.show import Column, render
@@ -194,9 +194,8 @@ def models(
         for side, script in scripts.items()
     }
     if device != "cpu" and precision == "bf16" and case != "odd":
-        sides["V2 compiled"] = partial(
-            model_side, scripts["V2"], [*rounded, "--enable-torch-compile"], weights, runs
-        )
+        compiled = [*rounded, "--enable-torch-compile"]
+        sides["V2 compiled"] = partial(model_side, scripts["V2"], compiled, weights, runs)
     liger = installed("liger_kernel") and installed("transformers")
     if device != "cpu" and model == "tiny_llama" and liger:
         sides["Liger"] = partial(liger_side, rounded, weights)
@@ -409,18 +408,14 @@ def table(study: dict) -> str:
     """A line for each subject, case and precision."""
     rows = study["rows"]
     sides = list(dict.fromkeys(side for row in rows for side in row["sides"]))
-    lines = [
-        {
-            "name": f"{row['subject']}, {row['case']}, {row['precision']}",
-            **{side: worst(row["sides"].get(side)) for side in sides},
-            "furthest": furthest(row["sides"]),
-        }
-        for row in rows
-    ]
+    lines = []
+    for row in rows:
+        errors = {side: worst(row["sides"].get(side)) for side in sides}
+        name = f"{row['subject']}, {row['case']}, {row['precision']}"
+        lines.append({"name": name, **errors, "furthest": furthest(row["sides"])})
     asked = f"equal bits in {study['runs']} runs, {study['precisions'][-1]}"
-    lines.append(
-        {"name": asked, **{side: equal_bits(rows, side) for side in sides}, "furthest": ""}
-    )
+    answers = {side: equal_bits(rows, side) for side in sides}
+    lines.append({"name": asked, **answers, "furthest": ""})
     columns = [
         Column("outputs / worst parameter / worst row or column", "name"),
         *(Column(side, side) for side in sides),
@@ -431,6 +426,8 @@ def table(study: dict) -> str:
 
 def run_atlas(args: argparse.Namespace) -> int:
     """Measure and print the table; returns the exit status."""
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise ToolError("--device cuda: there is no GPU here")
     if not args.table:
         packages = ("cuequivariance_torch", "liger_kernel", "transformers")
         missing = [name for name in packages if not installed(name)]
@@ -444,46 +441,26 @@ def run_atlas(args: argparse.Namespace) -> int:
     return 0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
+def build_parser() -> Parser:
+    """The command line."""
     parser = documented_parser(PROG, __doc__)
     add = parser.add_argument
     where = parser.add_mutually_exclusive_group(required=True).add_argument
-    where("--output", type=Path, metavar="FILE.json", help="measure, and write the result there")
-    where(
-        "--table",
-        type=Path,
-        metavar="FILE.json",
-        help="measure nothing, print the table of this result",
-    )
+    file = {"type": Path, "metavar": "FILE.json"}
+    where("--output", **file, help="measure, and write the result there")
+    where("--table", **file, help="measure nothing, print the table of this result")
     add("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    add(
-        "--subjects",
-        nargs="+",
-        choices=SUBJECTS,
-        default=list(SUBJECTS),
-        metavar="NAME",
-        help=", ".join(SUBJECTS),
-    )
-    add(
-        "--precisions",
-        nargs="+",
-        choices=PRECISIONS,
-        default=list(PRECISIONS),
-        help="(default: all)",
-    )
+    subjects = {"choices": SUBJECTS, "default": list(SUBJECTS), "metavar": "NAME"}
+    add("--subjects", nargs="+", **subjects, help=", ".join(SUBJECTS))
+    precisions = {"choices": PRECISIONS, "default": list(PRECISIONS)}
+    add("--precisions", nargs="+", **precisions, help="(default: all)")
     add("--runs", type=at_least(2), metavar="N", help="for equal bits (default: 100, on a CPU 3)")
-    add(
-        "--sizes",
-        default="",
-        metavar="TEXT",
-        help="other sizes: arguments of whole models, or the length of parts",
-    )
-    args = parser.parse_args(argv)
-    if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: there is no GPU here")
-    return run_tool(PROG, lambda: run_atlas(args))
+    sizes = "other sizes: arguments of whole models, or the length of parts"
+    add("--sizes", default="", metavar="TEXT", help=sizes)
+    return parser
 
+
+main = program(build_parser, run_atlas)
 
 if __name__ == "__main__":
     sys.exit(main())
