@@ -14,7 +14,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import MethodType, ModuleType
 from typing import NoReturn
@@ -43,12 +43,12 @@ def cuequivariance(name: str) -> Operation:
     try:
         return getattr(importlib.import_module("cuequivariance_torch"), name)
     except ImportError as error:
-        missing = error  # the name of an exception ends with its block
+        return partial(absent, error)
 
-    def absent(*arguments: object, **options: object) -> NoReturn:
-        raise missing
 
-    return absent
+def absent(error: ImportError, *arguments: object, **options: object) -> NoReturn:
+    """What is not installed, as an operation or a step: say so where it is called."""
+    raise error
 
 
 # Attention with pair bias
