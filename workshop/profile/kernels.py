@@ -43,28 +43,21 @@ NO_KERNELS = "the profiler saw no kernels on the GPU: may this user profile it?"
 # The first pattern that is found in the name decides, so what is specific comes first. Upper and
 # lower case are alike.
 KERNELS = (
-    (
-        "other",
-        r"^autograd::|backward\d+$|accumulategrad$",
-    ),  # nodes of the autograd graph: the time between operators
+    # nodes of the autograd graph: the time between operators
+    ("other", r"^autograd::|backward\d+$|accumulategrad$"),
     ("communication", r"nccl|rccl|^c10d::|^gloo:"),
     ("generated", r"^triton_|^cpp_fused|compiledfxgraph|^compiledfunction|^torch-compiled region"),
     # AOTriton (attn_fwd, bwd_kernel_*), composable kernel (Fmha), CUTLASS (MemEffAttention), cuDNN
     # (sdpa), V3's own
-    (
-        "attention",
-        r"flash|fmha|attn_fwd|attn_bwd|bwd_kernel_|bwd_preprocess|attention|sdpa|dot_do_o|"
-        r"convert_dq_",
-    ),
+    ("attention", r"flash|fmha|attn_fwd|attn_bwd|bwd_kernel_|bwd_preprocess|attention|sdpa"),
+    ("attention", r"dot_do_o|convert_dq_"),
     # The loss. The fifth template argument of softmax_warp_* is is_log_softmax.
     ("other", r"cross_entropy|log_?softmax|softmax_warp_\w+<[^,]+,[^,]+,[^,]+, *\d+, *true"),
     ("attention", r"softmax"),
     ("normalisation", r"(layer|rms|batch|group)_?norm|rowwisemoments|gammabeta|computegradinput"),
     ("copies", r"multi_tensor_apply.*copyfunctor"),  # a cast of many tensors
-    (
-        "optimizer",
-        r"adam|multi_tensor_apply|amp_(update|foreach|non_finite)",
-    ),  # only they work on lists of tensors
+    # only optimizers work on lists of tensors
+    ("optimizer", r"adam|multi_tensor_apply|amp_(update|foreach|non_finite)"),
     # V3's kernels that add up what programs or a product left in parts; triangle_weights does it
     # for weights.
     ("reductions", r"(sum|add)_(two_)?parts|(^|_)sums?(_kernel|$)|triangle_weights|_finish_kernel"),
@@ -73,16 +66,11 @@ KERNELS = (
     # Cijk: rocBLAS and hipBLASLt name kernels by their index equation. nvjet, xmma, cutlass,
     # splitK, dot: cuBLAS.
     ("GEMM", r"cijk_|gemm|gemv|nvjet|xmma|cutlass|splitk|dot_kernel|reduce_1block|rocblas_dot"),
-    (
-        "copies",
-        r"memcpy|memset|copy_kernel|copy_device|batchedcopy|fillfunctor|fill_kernel|"
-        r"(copy|fill)buffer",
-    ),
+    ("copies", r"memcpy|memset|copy_kernel|copy_device|batchedcopy|fillfunctor|fill_kernel"),
+    ("copies", r"(copy|fill)buffer"),
     ("other", r"head_loss|mean_losses"),  # V4's
-    (
-        "other",
-        r"embedding|index|gather|scatter|nll_loss|searchsorted|bucketize|distribution|sort|scan_",
-    ),
+    ("other", r"embedding|index|gather|scatter|nll_loss|searchsorted|bucketize|distribution"),
+    ("other", r"sort|scan_"),
     ("reductions", r"reduce"),
     ("element-wise", r"elementwise|element_wise|pointwise|triu_tril|unrolled_kernel|arange"),
     ("element-wise", r"glu_|relu_|rotary|(^|_)rope"),
@@ -91,53 +79,24 @@ KERNELS = (
 # Operators of a CPU, by their whole name without "aten::"; a trailing underscore (in place) makes
 # no difference.
 OPERATORS = (
-    (
-        "attention",
-        r".*scaled_dot_product.*|.*_attention_.*|_?softmax|_softmax_backward_data|_safe_softmax",
-    ),
-    (
-        "GEMM",
-        r"mm|addmm|bmm|baddbmm|addbmm|mv|addmv|dot|vdot|linear|matmul|einsum|outer|"
-        r"_addmm_activation|.*_linear",
-    ),
+    ("attention", r".*scaled_dot_product.*|.*_attention_.*"),
+    ("attention", r"_?softmax|_softmax_backward_data|_safe_softmax"),
+    ("GEMM", r"mm|addmm|bmm|baddbmm|addbmm|mv|addmv|dot|vdot|linear|matmul|einsum|outer"),
+    ("GEMM", r"_addmm_activation|.*_linear"),
     ("normalisation", r".*(layer|rms|batch|group|instance)_norm.*"),
     ("optimizer", r"_fused_adam.*|_fused_sgd.*|_fused_adagrad.*|_foreach_.*|_amp_.*"),
-    (
-        "copies",
-        r"_?copy|_to_copy|to|_?cat|stack|clone|contiguous|fill|zero|zeros|ones|full|"
-        r"(zeros|ones|full)_like",
-    ),
-    (
-        "copies",
-        r"new_(zeros|ones|full)|repeat|repeat_interleave|pad|constant_pad_nd|_?pin_memory|roll|"
-        r"flip|tril|triu",
-    ),
+    ("copies", r"_?copy|_to_copy|to|_?cat|stack|clone|contiguous|fill|zero"),
+    ("copies", r"(new_)?(zeros|ones|full)|(zeros|ones|full)_like|repeat|repeat_interleave"),
+    ("copies", r"pad|constant_pad_nd|_?pin_memory|roll|flip|tril|triu"),
     ("copies", r"(select|slice)_(backward|scatter)"),  # a gradient written into zeros
-    (
-        "reductions",
-        r"sum|mean|prod|amax|amin|max|min|argmax|argmin|any|all|var|std|norm|linalg_vector_norm|"
-        r"cumsum",
-    ),
-    ("reductions", r"logsumexp|var_mean|std_mean|sum_to_size|count_nonzero"),
-    (
-        "element-wise",
-        r"add|sub|mul|div|rsub|neg|abs|sign|pow|square|sqrt|rsqrt|exp|log|log2|log1p|sin|cos|"
-        r"reciprocal",
-    ),
-    (
-        "element-wise",
-        r"(relu|gelu|silu|sigmoid|tanh|glu|threshold|softplus|hardtanh|elu|dropout)(_backward)?",
-    ),
-    (
-        "element-wise",
-        r"addcmul|addcdiv|lerp|where|_s_where|masked_fill|clamp(_min|_max)?|maximum|minimum|"
-        r"round|floor",
-    ),
-    (
-        "element-wise",
-        r"eq|ne|lt|le|gt|ge|(bitwise|logical)_\w+|__(and|or|xor)_|remainder|fmod|ceil|"
-        r"is(nan|(neg)?inf)",
-    ),
+    ("reductions", r"sum|mean|prod|amax|amin|max|min|argmax|argmin|any|all|var|std|norm|cumsum"),
+    ("reductions", r"linalg_vector_norm|logsumexp|var_mean|std_mean|sum_to_size|count_nonzero"),
+    ("element-wise", r"add|sub|mul|div|rsub|neg|abs|sign|pow|square|sqrt|rsqrt|reciprocal"),
+    ("element-wise", r"exp|log|log2|log1p|sin|cos|addcmul|addcdiv|lerp|where|_s_where|masked_fill"),
+    ("element-wise", r"(relu|gelu|silu|sigmoid|tanh|glu|threshold|softplus)(_backward)?"),
+    ("element-wise", r"(hardtanh|elu|dropout)(_backward)?|eq|ne|lt|le|gt|ge|remainder|fmod"),
+    ("element-wise", r"clamp(_min|_max)?|maximum|minimum|round|floor|ceil|is(nan|(neg)?inf)"),
+    ("element-wise", r"(bitwise|logical)_\w+|__(and|or|xor)_"),
 )
 _KERNELS = [(kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in KERNELS]
 _OPERATORS = [(kind, re.compile(pattern)) for kind, pattern in OPERATORS]
@@ -266,7 +225,7 @@ def read_statistics(path: Path) -> list[KernelStatistics]:
 
     ToolError says what is wrong with the file. A profiler that shortens names can list one twice.
     """
-    with reads(Path(path)).open(newline="", encoding="utf-8", errors="replace") as file:
+    with reads(path).open(newline="", encoding="utf-8", errors="replace") as file:
         try:
             lines = list(csv.reader(file))
         except csv.Error as error:
@@ -275,37 +234,31 @@ def read_statistics(path: Path) -> list[KernelStatistics]:
         raise ToolError(f"{path}: the file is empty")
     header = lines[0]
     if missing := [name for name in HEADER if name not in header]:
-        raise ToolError(
-            f"{path}: not a kernel statistics file, the header lacks {', '.join(missing)}"
-        )
+        lacking = f"the header lacks {', '.join(missing)}"
+        raise ToolError(f"{path}: not a kernel statistics file, {lacking}")
     columns = [header.index(name) for name in HEADER]
     rows = []
     for number, cells in enumerate(lines[1:], start=2):
         if not cells:
             continue
         if len(cells) < len(header):
-            raise ToolError(
-                f"{path}: row {number} has {len(cells)} of {len(header)} columns, "
-                "is the file cut off?"
-            )
+            there = f"{len(cells)} of {len(header)} columns"
+            raise ToolError(f"{path}: row {number} has {there}, is the file cut off?")
         name, *values = (cells[column] for column in columns)
         try:
             calls, total, average, percentage, low, high, deviation = map(float, values)
             # OverflowError: infinite, ValueError: NaN
             whole = [int(value) for value in (calls, total, low, high)]
         except (ValueError, OverflowError) as error:
-            raise ToolError(
-                f"{path}: row {number} has a value that is no number: {', '.join(values)}"
-            ) from error
+            what = f"a value that is no number: {', '.join(values)}"
+            raise ToolError(f"{path}: row {number} has {what}") from error
         rows.append(
             KernelStatistics(name, whole[0], whole[1], average, percentage, *whole[2:], deviation)
         )
     total_percentage = math.fsum(row.percentage for row in rows)
     if not abs(total_percentage - 100) <= 1:  # also true for NaN
-        raise ToolError(
-            f"{path}: percentages add up to {total_percentage:.1f}, not to 100, "
-            "is the file cut off?"
-        )
+        found = f"{total_percentage:.1f}, not to 100"
+        raise ToolError(f"{path}: percentages add up to {found}, is the file cut off?")
     return rows if len({row.name for row in rows}) == len(rows) else merge_statistics(rows)
 
 
@@ -331,14 +284,13 @@ def load_trace(path: Path) -> list[dict]:
     ToolError if it is none.
     """
     try:
-        content = reads(Path(path)).read_bytes()
+        content = reads(path).read_bytes()
         if content[:2] == b"\x1f\x8b":
             content = gzip.decompress(content)
         return json.loads(content)["traceEvents"]
     except (EOFError, zlib.error, gzip.BadGzipFile, ValueError, KeyError, TypeError) as error:
-        raise ToolError(
-            f"{path}: not a trace of the PyTorch profiler, or cut off ({error})"
-        ) from error
+        what = "not a trace of the PyTorch profiler, or cut off"
+        raise ToolError(f"{path}: {what} ({error})") from error
 
 
 def complete(events: Iterable[dict], *categories: str) -> list[dict]:
