@@ -29,9 +29,8 @@ def add_script(
     parser: argparse.ArgumentParser | argparse._MutuallyExclusiveGroup, default: str
 ) -> None:
     """Add --script with this default."""
-    parser.add_argument(
-        "--script", default=Default(default), metavar="FILE", help="(default: %(default)s)"
-    )
+    script = {"default": Default(default), "metavar": "FILE"}
+    parser.add_argument("--script", **script, help="(default: %(default)s)")
 
 
 def parser_around(
@@ -47,9 +46,8 @@ def tool_parser(prog: str, documentation: str | None) -> Parser:
     """The parser of a program around one script, with --script and --profile-dir."""
     parser = parser_around(prog, documentation, DEFAULT_SCRIPT)
     add_script(parser, DEFAULT_SCRIPT)
-    parser.add_argument(
-        "--profile-dir", metavar="DIR", help="for results (default: the script's own)"
-    )
+    results = "for results (default: the script's own)"
+    parser.add_argument("--profile-dir", metavar="DIR", help=results)
     return parser
 
 
@@ -67,15 +65,23 @@ def precision_of(training: Mapping) -> str:
     result's `training`."""
     if training.get("use_amp"):
         return {"float16": "fp16"}.get(training.get("amp_dtype"), "bf16")
-    return {"highest": "fp32", "high": "TF32"}.get(
-        training.get("matmul_precision") or "highest", "medium fp32"
-    )
+    how = training.get("matmul_precision") or "highest"
+    return {"highest": "fp32", "high": "TF32"}.get(how, "medium fp32")
 
 
 def mode_of(training: Mapping) -> str:
     """How a step is launched, from the arguments of a script or its result's `training`."""
     graph, compiled = training.get("cuda_graph"), training.get("torch_compile")
     return " ".join(["compiled"] * bool(compiled) + ["graph"] * bool(graph)) or "eager"
+
+
+def named_run(script: str, training: Mapping) -> dict:
+    """What a run of a script is, as rows of studies name it; `training` are its arguments or its
+    result's. A script that is no version of a model has no `version`."""
+    model, version = model_and_version(script)
+    names = {"model": model, "version": version, "script": script}
+    names |= {"precision": precision_of(training), "mode": mode_of(training)}
+    return {key: value for key, value in names.items() if value}
 
 
 def find_script(name: str) -> Path:
@@ -118,9 +124,8 @@ def load_script(name: str) -> ModuleType:
         spec.loader.exec_module(module)
     except ImportError as error:
         del sys.modules[path.stem]
-        raise ToolError(
-            f"--script {name}: it needs a package that is not there ({error})", status=4
-        ) from error
+        reason = f"it needs a package that is not there ({error})"
+        raise ToolError(f"--script {name}: {reason}", status=4) from error
     return module
 
 
