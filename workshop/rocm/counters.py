@@ -42,28 +42,23 @@ def read_rocprof_compute(directory: Path) -> tuple[str, Ceilings, list[dict]]:
     """
     files = matching(directory, "pmc_perf.csv", "rocprof-compute")
     if len(files) > 1:
-        raise ToolError(
-            f"{directory}: several profiles ({', '.join(str(file.parent) for file in files)}), "
-            "name one"
-        )
+        several = ", ".join(str(file.parent) for file in files)
+        raise ToolError(f"{directory}: several profiles ({several}), name one")
     with files[0].open(encoding="utf-8", errors="replace") as file:
         header = file.readline()
-    gpu = next(
-        (gpu for gpu, columns in BYTE_COUNTERS.items() if all(c in header for c in columns)),
-        "MI300",
-    )
+    known = BYTE_COUNTERS.items()
+    found = [gpu for gpu, columns in known if all(column in header for column in columns)]
+    gpu = found[0] if found else "MI300"
     counters = [*FLOP_COUNTERS, *BYTE_COUNTERS[gpu]]
+    columns = ("Kernel_Name", "Start_Timestamp", "End_Timestamp", *counters)
     flop, moved, ns, calls, by_unit = (Counter() for _ in range(5))
-    for name, *cells in read_columns(
-        files[0], "Kernel_Name", "Start_Timestamp", "End_Timestamp", *counters
-    ):
+    for name, *cells in read_columns(files[0], *columns):
         start, end, *values = (number(cell, files[0]) for cell in cells)
         counted = dict(zip(counters, values, strict=True))
         calls[name] += 1
         ns[name] += end - start
-        moved[name] += round(
-            sum(counted[column] * size for column, size in BYTE_COUNTERS[gpu].items())
-        )
+        sizes = BYTE_COUNTERS[gpu].items()
+        moved[name] += round(sum(counted[column] * size for column, size in sizes))
         for column, (each, unit) in FLOP_COUNTERS.items():
             flop[name] += round(counted[column] * each)
             by_unit[unit] += counted[column] * each
@@ -74,14 +69,10 @@ def read_rocprof_compute(directory: Path) -> tuple[str, Ceilings, list[dict]]:
     if not best or not min(best) > 0:
         raise ToolError(f"{path}: it has no ceilings")
     ceilings = Ceilings(unit, 0, best[1] / 1e3, 0, best[0])  # the file has GB/s and GFLOP/s
-    names = {
-        name: {"kernel": name, "group": category(name).lower(), "calls": calls[name]}
-        for name in calls
-    }
-    rows = [
-        make_row(names[name], flop, name, moved[name], t / 1e6, ceilings)
-        for name, t in ns.most_common()
-    ]
+    rows = []
+    for name, spent in ns.most_common():
+        names = {"kernel": name, "group": category(name).lower(), "calls": calls[name]}
+        rows.append(make_row(names, flop, name, moved[name], spent / 1e6, ceilings))
     return gpu, ceilings, rows
 
 
