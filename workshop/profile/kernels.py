@@ -192,16 +192,12 @@ def merge_statistics(rows: Iterable[KernelStatistics]) -> list[KernelStatistics]
     for name, same in by_name.items():
         calls, duration = sum(r.calls for r in same), sum(r.total_ns for r in same)
         squares = sum((r.calls - 1) * r.std_dev_ns**2 + r.calls * r.average_ns**2 for r in same)
-        deviation = (
-            math.sqrt(max(0.0, squares - duration**2 / calls) / (calls - 1)) if calls > 1 else 0.0
-        )
+        variance = max(0.0, squares - duration**2 / max(1, calls)) / max(1, calls - 1)
         percentage = 100 * duration / total if total else 100 / len(by_name)
         low, high = min(r.min_ns for r in same), max(r.max_ns for r in same)
-        merged.append(
-            KernelStatistics(
-                name, calls, duration, duration / max(1, calls), percentage, low, high, deviation
-            )
-        )
+        deviation = math.sqrt(variance) if calls > 1 else 0.0
+        average = duration / max(1, calls), percentage
+        merged.append(KernelStatistics(name, calls, duration, *average, low, high, deviation))
     return sorted(merged, key=lambda row: -row.total_ns)
 
 
@@ -252,9 +248,9 @@ def read_statistics(path: Path) -> list[KernelStatistics]:
         except (ValueError, OverflowError) as error:
             what = f"a value that is no number: {', '.join(values)}"
             raise ToolError(f"{path}: row {number} has {what}") from error
-        rows.append(
-            KernelStatistics(name, whole[0], whole[1], average, percentage, *whole[2:], deviation)
-        )
+        calls, total, low, high = whole
+        numbers = calls, total, average, percentage, low, high, deviation
+        rows.append(KernelStatistics(name, *numbers))
     total_percentage = math.fsum(row.percentage for row in rows)
     if not abs(total_percentage - 100) <= 1:  # also true for NaN
         found = f"{total_percentage:.1f}, not to 100"
@@ -322,16 +318,12 @@ def operators_of(events: Iterable[dict]) -> list[Kernel]:
         if stack:
             self_us[stack[-1]] -= call["dur"]
         stack.append(index)
-    return [
-        Kernel(
-            call["name"],
-            max(0, round(1e3 * duration)),
-            call["ts"],
-            category(call["name"]),
-            operator=call.get("args", {}).get("External id"),
-        )
-        for call, duration in zip(calls, self_us, strict=True)
-    ]
+    operators = []
+    for call, us in zip(calls, self_us, strict=True):
+        duration, name = max(0, round(1e3 * us)), call["name"]
+        number = call.get("args", {}).get("External id")
+        operators.append(Kernel(name, duration, call["ts"], category(name), operator=number))
+    return operators
 
 
 def is_inside(inner: dict, outer: dict) -> bool:
@@ -351,24 +343,14 @@ def kernels_of(events: Sequence[dict]) -> list[Kernel]:
     calls = complete(events, "cuda_runtime", "cuda_driver")  # Kineto's names for HIP's calls, too
     # should a correlation be shared, the launch is the one
     calls.sort(key=lambda call: "Launch" in call["name"])
-    launches = {
-        call["args"]["correlation"]: call["ts"]
-        for call in calls
-        if "correlation" in call.get("args", {})
-    }
+    known = [call for call in calls if "correlation" in call.get("args", {})]
+    launches = {call["args"]["correlation"]: call["ts"] for call in known}
     kernels = []
     for event in complete(events, *ON_GPU):
-        arguments, is_copy = event.get("args", {}), event["cat"] != "kernel"
-        kernels.append(
-            Kernel(
-                event["name"],
-                round(1e3 * event["dur"]),
-                launches.get(arguments.get("correlation")),
-                "copies" if is_copy else category(event["name"]),
-                is_copy,
-                arguments.get("External id"),
-            )
-        )
+        name, arguments, is_copy = event["name"], event.get("args", {}), event["cat"] != "kernel"
+        launch, duration = launches.get(arguments.get("correlation")), round(1e3 * event["dur"])
+        kind, operator = "copies" if is_copy else category(name), arguments.get("External id")
+        kernels.append(Kernel(name, duration, launch, kind, is_copy, operator))
     return kernels
 
 
