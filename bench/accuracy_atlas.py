@@ -32,6 +32,7 @@ import _root
 
 import argparse
 import importlib.util
+import itertools
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -247,21 +248,17 @@ def with_cuequivariance(part: nn.Module) -> Callable[[Tensor], Tensor]:
     from workshop.baselines import JOINED, cuequivariance
 
     def multiplication(pair: Tensor) -> Tensor:
-        joined = {
-            f"{name}_{kind}": torch.cat(
-                [part.get_parameter(f"{module}.{kind}") for module in modules]
-            )
-            for name, modules in JOINED.items()
-            for kind in ("weight", "bias")
-        }
+        joined = {}
+        for (name, modules), kind in itertools.product(JOINED.items(), ("weight", "bias")):
+            parameters = [part.get_parameter(f"{module}.{kind}") for module in modules]
+            joined[f"{name}_{kind}"] = torch.cat(parameters)
         operation = cuequivariance("triangle_multiplicative_update")
         return operation(pair, direction="outgoing", **joined)
 
     def attend(x: Tensor, bias: Tensor, present: None) -> Tensor:  # no padding here
         linears = part.linear_q, part.linear_k, part.linear_v, part.linear_g
-        q, k, v, gate = (
-            linear(x).unflatten(-1, (part.heads, -1)).transpose(2, 3) for linear in linears
-        )
+        packed = (linear(x).unflatten(-1, (part.heads, -1)) for linear in linears)
+        q, k, v, gate = (tensor.transpose(2, 3) for tensor in packed)
         out = torch.sigmoid(gate) * cuequivariance("triangle_attention")(q, k, v, bias[:, None])
         return part.linear_o(out.transpose(2, 3).flatten(3))
 
@@ -295,9 +292,8 @@ def parts(
         for side, version in versions.items()
     }
     if device != "cpu" and installed("cuequivariance_torch"):
-        sides["cuEquivariance"] = partial(
-            part_side, v1, *given, precision, runs, with_cuequivariance
-        )
+        library = partial(part_side, use=with_cuequivariance)
+        sides["cuEquivariance"] = partial(library, v1, *given, precision, runs)
     return partial(part_side, v1, *given, "float64"), sides
 
 

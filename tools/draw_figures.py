@@ -17,6 +17,7 @@ import _root
 
 import argparse
 import io
+import itertools
 import json
 import math
 import sys
@@ -73,9 +74,15 @@ def read(path: Path) -> dict:
     return json.loads(path.read_text())
 
 
-def row_of(path: Path, **wanted: str) -> dict:
-    """The one row of a study that has these values."""
-    return next(row for row in read(path)["rows"] if all(row[k] == v for k, v in wanted.items()))
+def rows_of(study: str, **wanted: str) -> list[dict]:
+    """The rows of a study on the H100 that have these values."""
+    rows = read(H100 / f"{study}.json")["rows"]
+    return [row for row in rows if all(row.get(key) == value for key, value in wanted.items())]
+
+
+def row_of(study: str, **wanted: str) -> dict:
+    """The first of them."""
+    return rows_of(study, **wanted)[0]
 
 
 class Sheet:
@@ -208,7 +215,7 @@ def where_numbers_live() -> Sheet:
 
 def add_relu() -> Sheet:
     """relu(x + y) as two kernels and as one: what goes through memory, and how long it took."""
-    rows = {row["what"]: row for row in read(H100 / "exercises_v3/add_relu.json")["rows"]}
+    rows = {row["what"]: row for row in rows_of("exercises_v3/add_relu")}
     one, two = rows["add_relu_kernel"], rows["PyTorch, x + y and relu"]
     size = one["bytes"] / 3  # of a vector
     sheet = Sheet("relu(x + y): the same numbers, fewer trips", 450)
@@ -282,10 +289,7 @@ def merged_gemms() -> Sheet:
 
 def attention() -> Sheet:
     """Flash attention: tiles of the scores on the chip, an online softmax, and what is kept."""
-    scores, flash = (
-        row_of(H100 / "memory.json", side=side, seq_len=2048)["peak_mb"] / 1e3
-        for side in ("scores", "flash")
-    )
+    peaks = {row["side"]: row["peak_mb"] / 1e3 for row in rows_of("memory", seq_len=2048)}
     sheet = Sheet("Attention without the matrix", 500)
     left, top, tile, count = 104, 140, 54, 5
     size = tile * count
@@ -313,7 +317,7 @@ def attention() -> Sheet:
     sheet.label(x, 306, "q, k, v and the result")
     sheet.label(x, 340, "one number per row of scores")
     sheet.label(x, 374, "the scores: computed again")
-    gb = f"{scores:.1f} GB → {flash:.1f} GB"
+    gb = f"{peaks['scores']:.1f} GB → {peaks['flash']:.1f} GB"
     sheet.note(474, f"TinyLlama, 2048 tokens, peak memory on an H100: {gb}")
     sheet.cut(82, 446)
     return sheet
@@ -361,7 +365,7 @@ NORM = (("x²", "rw"), ("mean", "r"), ("× 1/√", "rw"), ("× w", "rw"))
 
 def residual_norm() -> Sheet:
     """The residual addition and the norm: five kernels in V1, one in V3."""
-    rows = {row["what"]: row for row in read(H100 / "exercises_v3/rms_norm.json")["rows"]}
+    rows = {row["what"]: row for row in rows_of("exercises_v3/rms_norm")}
     formula, kernel = rows["the formula, as in V1"], rows["V3"]
     sheet = Sheet("Residual + norm: the sum stays in registers", 480)
     memory = 284
@@ -394,9 +398,7 @@ def residual_norm() -> Sheet:
     for x, row in ((245, formula), (645, kernel)):
         sheet.text(x, 402, f"norm alone: {row['us']:.0f} µs", TITLE - 2, weight="bold")
     mb = kernel["bytes"] / 2e6
-    sheet.text(
-        400, 452, f"an arrow is a tensor read or written; H100, {mb:.0f} MB each", SMALL, GREY
-    )
+    sheet.note(452, f"an arrow is a tensor read or written; H100, {mb:.0f} MB each")
     sheet.cut(66, 424)
     return sheet
 
@@ -424,23 +426,14 @@ def evoformer_inputs() -> Sheet:
     sheet.text(400, 84, "pair", weight="bold")
     n, cell, left, top = 6, 32, 304, 112
     chosen = {(1, 4): RED, (1, 2): BLUE, (4, 2): ORANGE}
-    for r in range(n):
-        for c in range(n):
-            sheet.box(
-                left + cell * c,
-                top + cell * r,
-                cell,
-                cell,
-                chosen.get((r, c), tint(GREY, 0.12)),
-                edge=WHITE,
-            )
+    for r, c in itertools.product(range(n), range(n)):
+        fill = chosen.get((r, c), tint(GREY, 0.12))
+        sheet.box(left + cell * c, top + cell * r, cell, cell, fill, edge=WHITE)
     for (r, c), name in (((1, 4), "ij"), ((1, 2), "ik"), ((4, 2), "jk")):
-        sheet.text(
-            left + cell * (c + 0.5), top + cell * (r + 0.5), name, SMALL, WHITE, weight="bold"
-        )
-    sheet.text(
-        400, 322, "for every two residues\ni and j: a vector on\nhow they relate", SMALL, va="top"
-    )
+        middle = left + cell * (c + 0.5), top + cell * (r + 0.5)
+        sheet.text(*middle, name, SMALL, WHITE, weight="bold")
+    words = "for every two residues\ni and j: a vector on\nhow they relate"
+    sheet.text(400, 322, words, SMALL, va="top")
     sheet.text(660, 84, "triangle", weight="bold")
     corners = {"i": (560, 270), "j": (760, 270), "k": (660, 130)}
     for a, b, color in (("i", "j", RED), ("i", "k", BLUE), ("j", "k", ORANGE)):
@@ -537,7 +530,7 @@ def bias_gradient() -> Sheet:
 
 def two_streams() -> Sheet:
     """V4's backward pass: gradients of activations as a chain, weights and updates beside."""
-    study = H100 / "ablation_tiny_llama_v4.json"
+    study = "ablation_tiny_llama_v4"
     alone = row_of(study, precision="bf16", on=["overlap"])
     none = row_of(study, precision="bf16", on=[], group=alone["group"])
     sheet = Sheet("V4's backward pass: only the chain must wait", 470)
@@ -705,13 +698,11 @@ def from_studies(key: str) -> dict[str, dict[str, float]]:
     """A number of V1 to V4, bf16, the whole step as one graph, by shape."""
     found: dict[str, dict[str, float]] = {}
     for shape in SHAPES:
-        same = {"shape": shape, "precision": "bf16", "mode": "graph"}
-        sides = {v: row_of(H100 / "headline_v3.json", side=v, **same) for v in ("V1", "V2", "V3")}
-        found[shape] = {version: row[key] for version, row in sides.items()}
-    for study in ("fastest.json", "fastest_openfold.json"):
-        for row in read(H100 / study)["rows"]:
-            if (row["precision"], row["side"]) == ("bf16", "V4"):
-                found[row["shape"]]["V4"] = row[key]
+        same = rows_of("headline_v3", shape=shape, precision="bf16", mode="graph")
+        found[shape] = {row["side"]: row[key] for row in same}
+    for study in ("fastest", "fastest_openfold"):
+        for row in rows_of(study, precision="bf16", side="V4"):
+            found[row["shape"]]["V4"] = row[key]
     return found
 
 
@@ -732,11 +723,10 @@ def kernels() -> Sheet:
 
 def traffic() -> Sheet:
     """GB that the operators of a step read and write, by version, bf16."""
-    rows = by_side(read(H100 / "traffic.json")["rows"], "shape", "precision")
-    shown = {
-        shape: {name: side["gb"] for name, side in rows[shape, "bf16"].items()}
-        for shape in ("tiny_llama, medium", "tiny_openfold, crop")
-    }
+    shown = {}
+    for shape in ("tiny_llama, medium", "tiny_openfold, crop"):
+        rows = rows_of("traffic", shape=shape, precision="bf16")
+        shown[shape] = {row["side"]: row["gb"] for row in rows}
     note = "bf16; every operator reads its tensors and writes its results, once each"
     return of_versions("GB read and written in one training step", shown, note)
 
@@ -744,7 +734,7 @@ def traffic() -> Sheet:
 def energy() -> Sheet:
     """Joules for a sample, by version, bf16."""
     shown: dict[str, dict[str, float]] = {}
-    for row in read(H100 / "energy.json")["rows"][:8]:
+    for row in rows_of("energy")[:8]:
         shape = "tiny_llama, small" if row["seq_len"] == 128 else "tiny_llama, medium"
         shown.setdefault(shape, {})[row["version"]] = row["mj_per_sample"]
     note = "one NVIDIA H100, bf16, as one graph; medium runs at the power limit"
@@ -815,13 +805,9 @@ def libraries() -> Sheet:
     """Microseconds of two operations in V3 and in libraries, the fastest first."""
     groups = []
     for study, (title, names) in LIBRARIES.items():
-        times = {
-            names[row["side"]]: row["us"]
-            for row in read(H100 / f"{study}.json")["rows"]
-            if (row["shape"], row["precision"]) == ("N=256", "bf16")
-            and row["side"] in names
-            and row.get("us")
-        }
+        rows = rows_of(study, shape="N=256", precision="bf16")
+        rows = [row for row in rows if row["side"] in names and row.get("us")]
+        times = {names[row["side"]]: row["us"] for row in rows}
         groups.append((study, title, sorted(times.items(), key=lambda item: item[1])))
     height = 116 + sum(66 + 40 * len(times) for _, _, times in groups)
     sheet = Sheet("Our kernels beside libraries: microseconds", height)
@@ -837,18 +823,16 @@ def libraries() -> Sheet:
             sheet.box(300, y, width, 33, VERSION["V3"] if ours else FAINT, edge=None)
             sheet.label(310 + width, y + 16, f"{us:.0f}")
         top += 66 + 40 * len(times)
-    sheet.note(
-        height - 58, "forward and backward, bf16, one NVIDIA H100; cuEquivariance has", 20, "left"
-    )
-    sheet.note(
-        height - 28, "parameters in bf16 or in float32, as most training code has them", 20, "left"
-    )
+    first = "forward and backward, bf16, one NVIDIA H100; cuEquivariance has"
+    second = "parameters in bf16 or in float32, as most training code has them"
+    sheet.note(height - 58, first, 20, "left")
+    sheet.note(height - 28, second, 20, "left")
     return sheet
 
 
 def memory_of_a_step() -> Sheet:
     """Stacked bars: what memory holds when the forward pass ends, by what it is for."""
-    rows = read(H100 / "memory_by_purpose.json")["rows"]
+    rows = rows_of("memory_by_purpose")
     shapes = list(dict.fromkeys(row["shape"] for row in rows))
     bars = 44 * len(rows) + 46 * len(shapes)
     sheet = Sheet("Memory at the end of the forward pass", 70 + bars + 34 * 3 + 20)
@@ -939,9 +923,7 @@ def nice_step(longest: float) -> int:
 
 def trunk() -> Sheet:
     """Time against peak memory of 48 blocks, with and without checkpoints."""
-    rows = {
-        row["side"]: row for row in read(H100 / "trunk.json")["rows"] if row["shape"] == "128 x 256"
-    }
+    rows = {row["side"]: row for row in rows_of("trunk", shape="128 x 256")}
     times = [row["batch_ms"] for row in rows.values() if "batch_ms" in row]
     sheet = Sheet("48 blocks: what recomputation is for", 540)
     axes = plot(sheet, 86, 84, 620, 300, xlabel="ms per training step", ylabel="peak memory, GB")
@@ -954,21 +936,16 @@ def trunk() -> Sheet:
             continue
         color, kept = VERSION.get(name, PURPLE), rows[name]
         x, y = again["batch_ms"], again["peak_mb"] / 1e3
-        end = (kept["batch_ms"], kept["peak_mb"] / 1e3) if "batch_ms" in kept else (x, 92)
-        axes.plot(
-            [x, end[0]],
-            [y, end[1]],
-            color=color,
-            linewidth=3,
-            linestyle="-" if "batch_ms" in kept else ":",
-        )
+        end, line, marker = (x, 92), ":", "^"  # out of memory
+        if "batch_ms" in kept:
+            end, line, marker = (kept["batch_ms"], kept["peak_mb"] / 1e3), "-", "o"
+        axes.plot([x, end[0]], [y, end[1]], color=color, linewidth=3, linestyle=line)
         axes.plot(x, y, color=color, marker="o", markersize=13, fillstyle="none", markeredgewidth=3)
-        axes.plot(*end, color=color, marker="o" if "batch_ms" in kept else "^", markersize=13)
+        axes.plot(*end, color=color, marker=marker, markersize=13)
         left = end[0] - 0.025 * max(times)
         axes.text(left, end[1], name, color=color, ha="right", va="center", **label)
-    words = "filled: activations kept; open: --checkpoint-blocks"
-    sheet.label(20, 474, words, SMALL, GREY)
     words = "triangle: out of memory, which is 80 GB (dashed); bf16, one H100"
+    sheet.label(20, 474, "filled: activations kept; open: --checkpoint-blocks", SMALL, GREY)
     sheet.label(20, 508, words, SMALL, GREY)
     sheet.cut(72, 436)
     return sheet
@@ -1021,9 +998,8 @@ def layer_kernels() -> Sheet:
             sheet.box(70 + 20 * column, y + 31 * row, 17, 28, KERNEL[kind], edge=None)
         sheet.text(784, y + 30, f"{len(kinds)}", TITLE, ha="right", weight="bold")
     sheet.legend(334, (70, 190, 340, 450, 630), KERNEL)
-    sheet.note(
-        378, "TinyLlama, bf16, in a trace of an H100; other: casts, copies, rotary", 70, "left"
-    )
+    words = "TinyLlama, bf16, in a trace of an H100; other: casts, copies, rotary"
+    sheet.note(378, words, 70, "left")
     sheet.cut(70, 362)
     return sheet
 
@@ -1072,7 +1048,7 @@ def taking_turns() -> Sheet:
 
 def turn_ratios() -> Sheet:
     """V1 over V2 in each turn: eager, and as one graph."""
-    rows = by_side(read(H100 / "headline.json")["rows"], "shape", "precision", "mode")
+    rows = by_side(rows_of("headline"), "shape", "precision", "mode")
     shapes = [shape for shape in SHAPES if shape != "tiny_llama, medium"]
     sheet = Sheet("The same ratio in five turns: V1 over V2", 450)
     axes = plot(sheet, 250, 84, 520, 250, xlabel="time of V1 / time of V2, bf16")
@@ -1111,9 +1087,8 @@ def profilers() -> Sheet:
     sheet = Sheet("From overview to detail", 430)
     for i, (what, question, tool, color) in enumerate(TOOLS):
         y, inset = 70 + 54 * i, 9 * i
-        sheet.box(
-            20 + inset, y, 200 - 2 * inset, 46, tint(color, 0.35), what, edge=color, size=SMALL
-        )
+        width, fill = 200 - 2 * inset, tint(color, 0.35)
+        sheet.box(20 + inset, y, width, 46, fill, what, edge=color, size=SMALL)
         sheet.label(240, y + 23, question)
         sheet.text(784, y + 23, tool, ha="right", weight="bold")
     sheet.note(412, "green: on any device; orange and red: on an AMD GPU")
@@ -1150,14 +1125,11 @@ def too_fast() -> Sheet:
     """What two faulty programs say of a step, and how long its kernels really took."""
     stages = {row["stage"]: row for row in read(H100 / "performance_debugging.json")["stages"]}
     sheet = Sheet("Too fast to be true", 400)
+    few = f"{stages['stage6']['gradient_percent']:.1f} % of gradients"
     rows = (
         ("stage5", "honest", "all gradients"),
         ("stage3", "no wait at the end", "all gradients"),
-        (
-            "stage6",
-            "most of it left out",
-            f"{stages['stage6']['gradient_percent']:.1f} % of gradients",
-        ),
+        ("stage6", "most of it left out", few),
     )
     longest = max(stages[name]["kernel_ms"] for name, *_ in rows)
     for i, (name, words, remark) in enumerate(rows):
@@ -1201,25 +1173,20 @@ def strategy() -> Sheet:
     small = {"shape": "tiny_llama, small", "precision": "bf16"}
 
     def ms(study: str, side: str, **more: str) -> float:
-        return row_of(H100 / study, side=side, **small, **more)["batch_ms"]
+        return row_of(study, side=side, **small, **more)["batch_ms"]
 
     def gb(side: str) -> float:
-        return row_of(H100 / "trunk.json", shape="128 x 256", side=side)["peak_mb"] / 1e3
+        return row_of("trunk", shape="128 x 256", side=side)["peak_mb"] / 1e3
 
-    eager, graph = (ms("headline.json", "V1", mode=mode) for mode in ("eager", "graph"))
-    compiled = ms("fastest.json", "V1 compiled")
-    v3, v4 = ms("fastest.json", "V3"), ms("fastest.json", "V4")
+    eager, graph = (ms("headline", "V1", mode=mode) for mode in ("eager", "graph"))
+    compiled, v3, v4 = (ms("fastest", side) for side in ("V1 compiled", "V3", "V4"))
+    kept = f"{gb('V4'):.0f} → {gb('V4, checkpointed'):.1f} GB"
     rows = (
         ("The host is the limit?", "one graph", f"{eager:.1f} → {graph:.2f} ms", GREY),
         ("Small operators?", "torch.compile", f"{graph:.2f} → {compiled:.2f} ms", SKY),
         ("It cannot fuse them?", "V3's kernels", f"{compiled:.2f} → {v3:.2f} ms", BLUE),
         ("Shapes stay the same?", "V4", f"{v3:.2f} → {v4:.2f} ms", RED),
-        (
-            "Memory ends first?",
-            "checkpoints",
-            f"{gb('V4'):.0f} → {gb('V4, checkpointed'):.1f} GB",
-            PURPLE,
-        ),
+        ("Memory ends first?", "checkpoints", kept, PURPLE),
     )
     sheet = Sheet("In this order, and only as far as it pays", 440)
     for i, (question, answer, gain, color) in enumerate(rows):
