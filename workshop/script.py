@@ -108,6 +108,22 @@ def interpret_without_gpu() -> None:
         os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+def import_file(path: Path, name: str | None = None) -> ModuleType:
+    """Import a Python file under its own name or this one.
+
+    It is in sys.modules from the start, as Triton wants it, and no longer if the import fails.
+    """
+    name = name or path.stem
+    spec = importlib.util.spec_from_file_location(name, path)
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
 def load_script(name: str) -> ModuleType:
     """Import a version script by its path. It is looked at before, so nothing else is ever run."""
     path = find_script(name)
@@ -117,16 +133,11 @@ def load_script(name: str) -> ModuleType:
     loaded = sys.modules.get(path.stem)
     if loaded is not None and getattr(loaded, "__file__", None) == str(path):
         return loaded
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
     try:
-        spec.loader.exec_module(module)
+        return import_file(path)
     except ImportError as error:
-        del sys.modules[path.stem]
         reason = f"it needs a package that is not there ({error})"
         raise ToolError(f"--script {name}: {reason}", status=4) from error
-    return module
 
 
 def script_arguments(

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.util
 import io
 import os
 import platform
@@ -38,6 +37,8 @@ from checks import (
     unchecked,
     unneeded,
 )
+
+from workshop.script import import_file
 
 GB = 1e9
 MIN_MEMORY, MIN_DISK = 4 * GB, 1 * GB  # below these there is a remark, not a failure
@@ -84,13 +85,9 @@ def module_version(name: str) -> str:
 
 def help_of(script: Path) -> int:
     """Length of what `script --help` prints; anything but status 0 is an error."""
-    spec = importlib.util.spec_from_file_location(script.stem, script)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[script.stem] = module
     with contextlib.redirect_stdout(io.StringIO()) as text:
         try:
-            spec.loader.exec_module(module)
-            module.main(["--help"])
+            import_file(script).main(["--help"])
         except SystemExit as end:
             if end.code:
                 raise
