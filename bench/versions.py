@@ -712,7 +712,7 @@ def memory_table(directory: Path) -> str:
     return render(columns, [*lines.values()]) if rows else ""
 
 
-ABLATED = [script_of(model, version) for version in VERSIONS[1:] for model in MODELS]
+ABLATED = [script_of(model, version) for version in ALL_VERSIONS[1:] for model in FASTEST]
 TABLES: dict[str, Callable[[Path], list[str]]] = {
     "headline": lambda where: headline_tables(where / "headline.json"),  # V1 and V2, all modes
     "versions": lambda where: headline_tables(where / "headline_v3.json"),  # V1 to V3, as graphs
@@ -721,10 +721,7 @@ TABLES: dict[str, Callable[[Path], list[str]]] = {
     "llama": lambda where: [model_table(where, "tiny_llama")],
     "openfold": lambda where: [model_table(where, "tiny_openfold")],
     "inference": lambda where: [inference_table(where)],
-    "fastest": lambda where: [
-        *(fastest_table(where, model) for model in FASTEST),
-        *(ablation_table(where, script_of(model, "V4")) for model in FASTEST),
-    ],
+    "fastest": lambda where: [fastest_table(where, model) for model in FASTEST],
     "untuned": lambda where: [untuned_table(where)],
     "trunk": lambda where: [trunk_table(where)],
     "share": lambda where: [share_table(where)],
