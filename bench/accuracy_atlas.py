@@ -34,7 +34,6 @@ import argparse
 import importlib.util
 import itertools
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -43,14 +42,14 @@ from types import ModuleType
 import torch
 from torch import Tensor, nn
 
+from bench.versions import ALL_VERSIONS, PRECISIONS, script_of
 from workshop.cli import Parser, ToolError, at_least, documented_parser, print_notes, program
-from workshop.files import ROOT
 from workshop.script import load_script
 from workshop.show import Column, render
 from workshop.study import Part, measure_study, read_study
+from workshop.turns import make_trainer
 
 PROG = Path(__file__).name
-PRECISIONS = {"fp32": [], "TF32": ["--matmul-precision", "high"], "bf16": ["--use-amp"]}
 SIZES = {  # of whole models
     "tiny_openfold": "--num-blocks 1 --num-seqs 8 --seq-len 96 --batch-size 1",
     "tiny_llama": "--num-layers 2 --seq-len 256 --batch-size 2",
@@ -131,10 +130,7 @@ def installed(package: str) -> bool:
 
 def trainer_of(script: str, argv: Sequence[str], weights: dict[str, Tensor]):
     """A Trainer of a version with these weights, without a graph: nothing is repeated here."""
-    module = load_script(f"{script}.py")
-    alone = ["--disable-cuda-graph", "--profile-dir", tempfile.gettempdir()]
-    args = module.parse_args([*argv, *alone])
-    trainer = module.Trainer(args, module.prepare(args))
+    trainer = make_trainer(load_script(f"{script}.py"), [*argv, "--disable-cuda-graph"])
     trainer.model.load_state_dict(weights)
     return trainer
 
@@ -188,8 +184,7 @@ def models(
     initial = v1.build_model(v1.parse_args(argv), torch.device("cpu"))
     weights = tested_weights(initial.state_dict(), case)
     rounded = [*argv, *PRECISIONS[precision]]
-    paths = sorted(ROOT.glob(f"{model}_v[1-9].py"))
-    scripts = {path.stem[-2:].upper(): path.stem for path in paths}
+    scripts = {version: script_of(model, version) for version in ALL_VERSIONS}
     sides = {
         side: partial(model_side, script, rounded, weights, runs)
         for side, script in scripts.items()
@@ -272,8 +267,8 @@ def parts(
     subject: str, case: str, precision: str, runs: int, device: str, sizes: str
 ) -> tuple[Side, dict[str, Side]]:
     """What makes the exact values of a part of TinyOpenFold, and the sides."""
-    paths = sorted(ROOT.glob("tiny_openfold_v[1-9].py"))
-    versions = {path.stem[-2:].upper(): load_script(path.name) for path in paths}
+    scripts = {version: script_of("tiny_openfold", version) for version in ALL_VERSIONS}
+    versions = {version: load_script(f"{script}.py") for version, script in scripts.items()}
     v1, name = versions["V1"], PARTS[subject]
     config, generator = v1.ModelConfig(), torch.Generator().manual_seed(3)
     state = getattr(v1, name)(config, v1.Fusions()).state_dict()

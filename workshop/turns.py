@@ -35,7 +35,7 @@ def free_memory() -> None:
 
 def make_trainer(module: ModuleType, argv: Sequence[str]):
     """The Trainer of a script for this command line, not trained yet."""
-    args = module.parse_args([*argv, "--profile-dir", tempfile.gettempdir()])
+    args = parse_quiet(module, argv)
     return module.Trainer(args, module.prepare(args))
 
 
