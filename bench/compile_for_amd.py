@@ -56,7 +56,7 @@ with needed():
     from triton.backends.compiler import GPUTarget
 
     from bench import tables
-    from workshop.cli import ToolError, documented_parser, print_notes, run_tool
+    from workshop.cli import Parser, ToolError, documented_parser, print_notes, program
     from workshop.script import load_script
     from workshop.show import Column, render, write_csv
 
@@ -469,7 +469,8 @@ def summary(path: Path) -> int:
     return 0
 
 
-def main(argv: list[str] | None = None) -> int:
+def build_parser() -> Parser:
+    """The command line."""
     parser = documented_parser(PROG, __doc__)
 
     def add(flag: str, default: list[str], choices: Iterable[str], remark: str = "") -> None:
@@ -490,11 +491,17 @@ def main(argv: list[str] | None = None) -> int:
     what.add_argument("--write", action="store_true", help=text)
     text = "print what such a file says of each script and target (default: the one in results/)"
     what.add_argument("--summary", nargs="?", type=Path, const=REGISTERS, metavar="FILE", help=text)
-    args = parser.parse_args(argv)
-    if args.write:
-        return run_tool(PROG, lambda: write(parser.parse_args(WRITTEN)))
-    return run_tool(PROG, lambda: summary(args.summary) if args.summary else check(args))
+    return parser
 
+
+def run(args: argparse.Namespace) -> int:
+    """Compile and check, or show what is written; returns the exit status."""
+    if args.write:
+        return write(build_parser().parse_args(WRITTEN))
+    return summary(args.summary) if args.summary else check(args)
+
+
+main = program(build_parser, run)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -43,7 +43,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from tools import small_runs
-from workshop.cli import ToolError, documented_parser, run_tool
+from workshop.cli import Parser, ToolError, documented_parser, program
 from workshop.files import ROOT, write_text
 
 PROG = Path(__file__).name
@@ -361,6 +361,9 @@ def copy_repository(directory: Path) -> None:
 
 def run_sheet(args: argparse.Namespace) -> int:
     """Run what the arguments ask for; returns the exit status."""
+    # even where SIGINT was ignored; `timeout` sends the other one
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
     blocks = read_sheet(args.sheet, args.only)
     if args.directory and not args.directory.is_dir():
         raise ToolError(f"--directory {args.directory}: no such directory")
@@ -389,7 +392,8 @@ def run_sheet(args: argparse.Namespace) -> int:
     return int(count[FAILED] > 0)
 
 
-def parse_args(argv: list[str] | None) -> argparse.Namespace:
+def build_parser() -> Parser:
+    """The command line."""
     parser = documented_parser(PROG, __doc__)
     add = parser.add_argument
     add("sheet", type=Path, metavar="SHEET.md")
@@ -398,26 +402,20 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     text = "keep the output of each block, and summary.json, there "
     add("--log", type=Path, metavar="DIR", help=f"{text}(default: a new temporary folder)")
     text = "print each block and what it prints; on a terminal, wait for Enter before the next"
-    add("--show", action="store_true", help=text)
-    add("--long", action="store_true", help="run blocks behind <!-- long: TIME -->, too")
-    add("--keep-going", action="store_true", help="run the blocks behind a failed one")
+    parser.add_flag("--show", text)
+    parser.add_flag("--long", "run blocks behind <!-- long: TIME -->, too")
+    parser.add_flag("--keep-going", "run the blocks behind a failed one")
     text = "runs what the commands call python (default: the interpreter of this tool)"
     add("--python", default=sys.executable, metavar="FILE", help=text)
     text = "for tests only: other sizes than the sheet's (tools/small_runs.py), so that its "
     text += "commands run, but what they print teaches nothing"
-    add("--shrink", action="store_true", help=text)
-    add("--with-standins", action="store_true", help="tests/standins in place of ROCm's tools")
-    add("--ci", action="store_true", help="leave out blocks behind <!-- not run in CI: REASON -->")
-    return parser.parse_args(argv)
+    parser.add_flag("--shrink", text)
+    parser.add_flag("--with-standins", "tests/standins in place of ROCm's tools")
+    parser.add_flag("--ci", "leave out blocks behind <!-- not run in CI: REASON -->")
+    return parser
 
 
-def main(argv: list[str] | None = None) -> int:
-    args = parse_args(argv)
-    # even where SIGINT was ignored; `timeout` sends the other one
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.default_int_handler)
-    return run_tool(PROG, lambda: run_sheet(args))
-
+main = program(build_parser, run_sheet)
 
 if __name__ == "__main__":
     sys.exit(main())
