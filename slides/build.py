@@ -46,10 +46,11 @@ from pathlib import Path
 
 from slides.lookup import FIGURE, as_cells, cut, figure, origin, select
 from tools import draw_figures
-from workshop.cli import Parser, ToolError, documented_parser, needed, program
+from workshop.cli import Parser, ToolError, documented_parser, program
 from workshop.files import write_file
 
-with needed():
+PROG, HERE = Path(__file__).name, Path(__file__).parent
+try:
     from pptx import Presentation
     from pptx.chart.data import CategoryChartData
     from pptx.dml.color import RGBColor
@@ -57,8 +58,11 @@ with needed():
     from pptx.enum.text import MSO_ANCHOR, PP_ALIGN
     from pptx.oxml.ns import qn
     from pptx.util import Inches, Pt
+except ImportError as missing:
+    reason = f"it needs python-pptx (pip install python-pptx): {missing}"
+    print(f"{PROG}: error: {reason}", file=sys.stderr)
+    raise SystemExit(4) from missing
 
-PROG, HERE = Path(__file__).name, Path(__file__).parent
 # inches; from TOP to BOTTOM is the body, below it the strip
 WIDTH, HEIGHT, MARGIN, TOP, BOTTOM, GAP = 13.333, 7.5, 0.6, 1.15, 6.88, 0.2
 INNER = WIDTH - 2 * MARGIN

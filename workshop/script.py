@@ -119,7 +119,7 @@ def import_file(path: Path, name: str | None = None) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except BaseException:
-        del sys.modules[name]
+        sys.modules.pop(name, None)
         raise
     return module
 
