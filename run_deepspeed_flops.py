@@ -44,7 +44,7 @@ from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 
-from workshop.cli import ToolError, print_notes, run_tool
+from workshop.cli import Parser, ToolError, print_notes, program
 from workshop.files import write_text
 from workshop.profile.ceilings import measure_ceilings
 from workshop.profile.roofline import (
@@ -76,10 +76,8 @@ def find_deepspeed() -> ModuleType | None:
         return profiler
     except Exception as error:
         # it looks for compilers when imported, and what it raises then is its own
-        print(
-            f"{PROG}: DeepSpeed is installed but cannot be imported ({error}); counting without it",
-            file=sys.stderr,
-        )
+        reason = f"DeepSpeed is installed but cannot be imported ({error})"
+        print(f"{PROG}: {reason}; counting without it", file=sys.stderr)
         return None
 
 
@@ -133,9 +131,8 @@ def measure(module: ModuleType, args: argparse.Namespace, intensity: bool, roofl
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ToolError(
-            f"--profile-dir {directory}: cannot write there ({error.strerror})"
-        ) from error
+        reason = f"cannot write there ({error.strerror})"
+        raise ToolError(f"--profile-dir {directory}: {reason}") from error
     trainer = module.Trainer(args, device)
     kinds = module_kinds(trainer.model)
     flop, both, moved = count_modules(trainer, kinds, module.NO_WORK)
@@ -143,28 +140,17 @@ def measure(module: ModuleType, args: argparse.Namespace, intensity: bool, roofl
     if (deepspeed := find_deepspeed()) is not None:
         from deepspeed import __version__
 
-        source, text = (
-            f"DeepSpeed {__version__}",
-            directory / f"{module.SCRIPT}_deepspeed_flops.txt",
-        )
+        source = f"DeepSpeed {__version__}"
+        text = directory / f"{module.SCRIPT}_deepspeed_flops.txt"
         flop = count_with_deepspeed(deepspeed, trainer, kinds, text)
     spent = module_times(trainer, kinds) if roofline else None
     ceilings = measure_ceilings(args, device) if roofline else None
     rows = module_rows(trainer.model, kinds, flop, moved if intensity else None, spent, ceilings)
 
-    if hidden := [
-        flag for flag, name, _ in module.FUSIONS if flag in NOT_SEEN and getattr(args, name)
-    ]:
-        off = " ".join(f"--disable-{flag}" for flag in hidden)
-        print_notes(
-            PROG,
-            f"what our own kernels multiply is not counted, so FLOP and rates are too low; try "
-            f"{off}",
-        )
-    on = (
-        ", ".join(flag for flag, attribute, _ in module.FUSIONS if getattr(args, attribute))
-        or "nothing"
-    )
+    on = [flag for flag, attribute, _ in module.FUSIONS if getattr(args, attribute)]
+    if hidden := [f"--disable-{flag}" for flag in on if flag in NOT_SEEN]:
+        lost = "what our own kernels multiply is not counted, so FLOP and rates are too low"
+        print_notes(PROG, f"{lost}; try {' '.join(hidden)}")
     total = sum(flop.values())
     result = {
         "schema_version": 1,
@@ -179,7 +165,8 @@ def measure(module: ModuleType, args: argparse.Namespace, intensity: bool, roofl
     write_text(stem.with_suffix(".json"), json.dumps(result, indent=1) + "\n")
     write_csv(stem.with_suffix(".csv"), rows)
 
-    print(f"{module.SCRIPT} on {device_name}, batch size {args.batch_size}, fused: {on}")
+    fused = ", ".join(on) or "nothing"
+    print(f"{module.SCRIPT} on {device_name}, batch size {args.batch_size}, fused: {fused}")
     print(f"FLOPs counted by {source}, of the model with these fusions\n")
     print(table(rows, intensity, roofline) + "\n")
     print(f"Forward: {total / 1e9:.3f} GFLOP")
@@ -194,20 +181,12 @@ def measure(module: ModuleType, args: argparse.Namespace, intensity: bool, roofl
     return 0
 
 
-def count_script(argv: Sequence[str] | None) -> int:
-    """Parse the command line and measure; returns the exit status."""
-    parser = tool_parser(PROG, __doc__)
-    parser.add_argument(
-        "--computational-intensity", action="store_true", help="FLOP per byte of memory traffic"
-    )
-    parser.add_argument(
-        "--generate-roofline", action="store_true", help="the same against what this device reaches"
-    )
-    own, rest = parser.parse_known_args(argv)
-    if own.generate_roofline and importlib.util.find_spec("matplotlib") is None:
-        raise ToolError(
-            "--generate-roofline needs the package matplotlib (pip install matplotlib)", status=4
-        )
+def count_script(own: argparse.Namespace, rest: list[str]) -> int:
+    """Measure what the arguments ask for; returns the exit status."""
+    roofline = own.generate_roofline
+    if roofline and importlib.util.find_spec("matplotlib") is None:
+        needs = "needs the package matplotlib (pip install matplotlib)"
+        raise ToolError(f"--generate-roofline {needs}", status=4)
     module = load_script(own.script)
     if "--enable-cuda-graph" not in rest:
         rest.append("--disable-cuda-graph")  # V4's default, in which modules cannot be told apart
@@ -215,27 +194,25 @@ def count_script(argv: Sequence[str] | None) -> int:
     for attribute in ("torch_compile", "cuda_graph"):
         if getattr(args, attribute):
             flag = f"--enable-{attribute.replace('_', '-')}"
-            raise ToolError(
-                f"{flag} does not fit here: there are no modules any more in what the device then "
-                "runs"
-            )
+            reason = "there are no modules any more in what the device then runs"
+            raise ToolError(f"{flag} does not fit here: {reason}")
     try:
-        return measure(
-            module,
-            args,
-            own.computational_intensity or own.generate_roofline,
-            own.generate_roofline,
-        )
+        return measure(module, args, own.computational_intensity or roofline, roofline)
     except (RuntimeError, MemoryError) as error:
         if not module.is_out_of_memory(error):
             raise
         raise ToolError("out of memory: lower --batch-size or --seq-len", status=3) from error
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
-    return run_tool(PROG, lambda: count_script(argv))
+def build_parser() -> Parser:
+    """The command line."""
+    parser = tool_parser(PROG, __doc__)
+    parser.add_flag("--computational-intensity", "FLOP per byte of memory traffic")
+    parser.add_flag("--generate-roofline", "the same against what this device reaches")
+    return parser
 
+
+main = program(build_parser, count_script, of_scripts=True)
 
 if __name__ == "__main__":
     sys.exit(main())

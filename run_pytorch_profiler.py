@@ -26,6 +26,7 @@ Examples:
 
 from __future__ import annotations
 
+import argparse
 import json
 import signal
 import subprocess
@@ -36,10 +37,11 @@ from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from types import ModuleType
 
-from workshop.cli import ToolError, run_tool
+from workshop.cli import Parser, ToolError, program
 from workshop.files import read_json, write_text
 from workshop.profile.kernels import (
     CATEGORIES,
+    NO_KERNELS,
     Communication,
     Kernel,
     KernelStatistics,
@@ -104,13 +106,10 @@ def shares(kernels: Sequence[Kernel], keys: Iterable[str], steps: int) -> dict[s
     total = sum(kernel.duration_ns for kernel in kernels)
     result = {}
     for key, members in groups.items():
-        copies, time = (
-            sum(kernel.is_copy for kernel in members),
-            sum(kernel.duration_ns for kernel in members),
-        )
-        result[key] = Share(
-            (len(members) - copies) / steps, copies / steps, time / steps / 1e6, 100 * time / total
-        )
+        copies = sum(kernel.is_copy for kernel in members)
+        time = sum(kernel.duration_ns for kernel in members)
+        counts = (len(members) - copies) / steps, copies / steps
+        result[key] = Share(*counts, time / steps / 1e6, 100 * time / total)
     return result
 
 
@@ -134,21 +133,20 @@ def operator_table(events: Sequence[dict], kernels: Sequence[Kernel]) -> list[Op
 
 
 def analyse(events: list[dict], phases: Sequence[str]) -> Profile:
-    """The tables of a trace whose steps have ranges named `phases`; ValueError if it has none."""
+    """The tables of a trace whose steps have ranges named `phases`; ToolError if it has none."""
     ranges = ranges_of(events, phases)
     steps = sum(marked.name == phases[1] for marked in ranges)
     if not steps:
-        raise ValueError(f"the trace has no ranges named {phases[1]}")
+        raise ToolError(f"the trace has no ranges named {phases[1]}", status=1)
     kernels = kernels_of(events)
     if not sum(kernel.duration_ns for kernel in kernels):
-        raise ValueError("the trace has nothing that took time")
+        raise ToolError("the trace has nothing that took time", status=1)
     durations: dict[str, list[int]] = defaultdict(list)
     for kernel in kernels:
         durations[kernel.name].append(kernel.duration_ns)
     by_category = shares(kernels, [kernel.category for kernel in kernels], steps)
-    by_phase = shares(
-        kernels, [name or "outside" for name in range_of_each(kernels, ranges)], steps
-    )
+    names = [name or "outside" for name in range_of_each(kernels, ranges)]
+    by_phase = shares(kernels, names, steps)
     return Profile(
         "kernels" if has_gpu(events) else "operators",
         steps,
@@ -205,21 +203,18 @@ def communication_line(profile: Profile) -> list[str]:
     if not (found := profile.communication):
         return []
     share, exposed = 100 * found.ms / found.step_ms, 100 * found.exposed_ms / found.step_ms
-    return [
-        f"Communication: {found.ms:.3f} ms of {found.step_ms:.3f} ms per profiled step "
-        f"({share:.1f} %), "
-        f"{found.exposed_ms:.3f} ms ({exposed:.1f} %) with nothing else running beside it"
-    ]
+    whole = f"{found.ms:.3f} ms of {found.step_ms:.3f} ms per profiled step ({share:.1f} %)"
+    alone = f"{found.exposed_ms:.3f} ms ({exposed:.1f} %) with nothing else running beside it"
+    return [f"Communication: {whole}, {alone}"]
 
 
 def as_json(profile: Profile, summary: dict) -> dict:
     """The profile with what it was measured on, for `<script>_profile.json`."""
+    same = ("script", "config", "fusions", "training", "environment", "kernels")
+    longest = profile.statistics[:TOP]
     return {
         "schema_version": 1,
-        **{
-            key: summary[key]
-            for key in ("script", "config", "fusions", "training", "environment", "kernels")
-        },
+        **{key: summary[key] for key in same},
         "unit": profile.unit,
         "steps": profile.steps,
         f"{profile.unit}_per_step": sum(part.kernels_per_step for part in profile.phases.values()),
@@ -228,9 +223,7 @@ def as_json(profile: Profile, summary: dict) -> dict:
         "categories": {name: asdict(part) for name, part in profile.categories.items()},
         "phases": {name: asdict(part) for name, part in profile.phases.items()},
         "communication": asdict(profile.communication) if profile.communication else None,
-        "top": [
-            {"category": category(row.name), **asdict(row)} for row in profile.statistics[:TOP]
-        ],
+        "top": [{"category": category(row.name), **asdict(row)} for row in longest],
     }
 
 
@@ -241,31 +234,26 @@ def report(
     environment, training = summary["environment"], summary["training"]
     modes = {name: training[name] for name in ("torch_compile", "cuda_graph")}
     on = [name for name, value in {**summary["fusions"], **modes}.items() if value]
+    software = [name for name in ("torch", "triton", "hip", "cuda") if environment[name]]
+    float32 = f"float32 ({training['matmul_precision']})"
     settings = {
         "device": environment["device_name"],
-        "software": ", ".join(
-            f"{n} {environment[n]}" for n in ("torch", "triton", "hip", "cuda") if environment[n]
-        ),
+        "software": ", ".join(f"{name} {environment[name]}" for name in software),
         "model": ", ".join(f"{name} {value}" for name, value in summary["config"].items()),
         "batch size": training["batch_size"],
-        "precision": training["amp_dtype"]
-        if training["use_amp"]
-        else f"float32 ({training['matmul_precision']})",
+        "precision": training["amp_dtype"] if training["use_amp"] else float32,
         "fused": ", ".join(on) or "nothing",
     }
-    clock = (
-        "Device time"
-        if profile.unit == "kernels"
-        else "Self time of operators, measured on the host,"
-    )
+    on_host = "Self time of operators, measured on the host,"
+    clock = "Device time" if profile.unit == "kernels" else on_host
+    slower = "The profiler makes launches and short operators slower."
     lines = [
         f"# Profile of {module.SCRIPT}",
         *("", "## Settings", "", *(f"- {name}: {value}" for name, value in settings.items())),
         *("", "## Timing", "", "Measured without the profiler, before the profiled steps.", ""),
         *("```", module.report(summary).rstrip(), "```"),
         *("", f"## {profile.unit.capitalize()} by category", ""),
-        f"{clock} in {profile.steps} profiled steps. The profiler makes launches and short "
-        "operators slower.",
+        f"{clock} in {profile.steps} profiled steps. {slower}",
         *("", share_table(profile, "category", profile.categories)),
         *("", "## Phases", "", share_table(profile, "phase", profile.phases)),
         *(line for text in communication_line(profile) for line in ("", text)),
@@ -273,17 +261,9 @@ def report(
     ]
     if profile.unit == "kernels":  # on a CPU this would be the same table again
         lines += ["", f"## Top {TOP} operators", "", operators_text(profile, TOP)]
-    lines += [
-        *(
-            "",
-            "## Files",
-            "",
-            *(f"- `{name}`" for name in sorted({path.name for path in files})),
-            "",
-        ),
-        f"Open `{trace.name}` in https://ui.perfetto.dev (drag it there; it stays on this "
-        "machine).",
-    ]
+    lines += ["", "## Files", "", *(f"- `{name}`" for name in sorted({p.name for p in files})), ""]
+    where = "https://ui.perfetto.dev (drag it there; it stays on this machine)"
+    lines.append(f"Open `{trace.name}` in {where}.")
     return "\n".join(lines) + "\n"
 
 
@@ -311,13 +291,8 @@ def run_script(command: Sequence[str]) -> int:
     return status if status >= 0 else 128 - status
 
 
-def profile_script(argv: Sequence[str] | None) -> int:
+def profile_script(own: argparse.Namespace, rest: list[str]) -> int:
     """Run the script, then make the tables from its trace; returns the exit status."""
-    parser = tool_parser(PROG, __doc__)
-    parser.add_argument(
-        "--generate-report", action="store_true", help="also write <script>_report.md"
-    )
-    own, rest = parser.parse_known_args(argv)
     module = load_script(own.script)
     rest, args = script_arguments(module, rest, own.profile_dir)
     flags = ["--enable-pytorch-profiler", "--enable-memory-profiling"]
@@ -327,61 +302,49 @@ def profile_script(argv: Sequence[str] | None) -> int:
     if status:
         return status
 
-    trace, result = directory / f"{name}_trace.json.gz", directory / f"{name}_summary.json"
-    written = {
-        path for path, stamp in files_of(directory, name).items() if before.get(path) != stamp
-    }
-    if missing := [path for path in (result, trace) if path not in written]:
-        raise ToolError(f"{missing[0]}: the script did not write this file", status=1)
-    summary = read_json(result)
-    try:
-        events = load_trace(trace)
-        if summary["environment"]["device"] == "cuda" and not has_gpu(events):
-            raise ToolError(
-                "the profiler saw no kernels on the GPU: may this user profile it?", status=1
-            )
-        profile = analyse(events, module.GRAPH_PHASES if args.cuda_graph else module.PHASES)
-    except ValueError as error:
-        raise ToolError(str(error), status=1) from error
+    def written() -> list[Path]:
+        now = files_of(directory, name)
+        return [path for path, stamp in now.items() if before.get(path) != stamp]
 
+    trace, result = directory / f"{name}_trace.json.gz", directory / f"{name}_summary.json"
+    if missing := {result, trace} - {*written()}:
+        raise ToolError(f"{min(missing)}: the script did not write this file", status=1)
+    summary, events = read_json(result), load_trace(trace)
+    if summary["environment"]["device"] == "cuda" and not has_gpu(events):
+        raise ToolError(NO_KERNELS, status=1)
+    profile = analyse(events, module.GRAPH_PHASES if args.cuda_graph else module.PHASES)
+
+    phases = [{"phase": phase, **asdict(share)} for phase, share in profile.phases.items()]
+    content = json.dumps(as_json(profile, summary), indent=1)
     write_statistics(directory / f"{name}_kernels.csv", profile.statistics)
     write_text(directory / f"{name}_kernels.txt", kernel_table(profile) + "\n")
     write_csv(directory / f"{name}_operators.csv", [asdict(row) for row in profile.operators])
     write_text(directory / f"{name}_operators.txt", operators_text(profile) + "\n")
-    write_csv(
-        directory / f"{name}_phases.csv",
-        [{"phase": p, **asdict(s)} for p, s in profile.phases.items()],
-    )
-    write_text(
-        directory / f"{name}_profile.json", json.dumps(as_json(profile, summary), indent=1) + "\n"
-    )
-    clock = (
-        "device time"
-        if profile.unit == "kernels"
-        else "self time of operators (on a CPU there are no kernels)"
-    )
+    write_csv(directory / f"{name}_phases.csv", phases)
+    write_text(directory / f"{name}_profile.json", content + "\n")
+    on_host = "self time of operators (on a CPU there are no kernels)"
+    clock = "device time" if profile.unit == "kernels" else on_host
     print(f"\n{name}, {profile.steps} profiled steps, {clock}:\n")
     print(share_table(profile, "category", profile.categories) + "\n")
-    print(
-        "\n".join([share_table(profile, "phase", profile.phases), *communication_line(profile)])
-        + "\n"
-    )
+    print(share_table(profile, "phase", profile.phases), *communication_line(profile), sep="\n")
+    print()
     print(f"Tables: {directory}/{name}_{{kernels,operators,phases}}.csv, {name}_profile.json")
     print(f"Trace for ui.perfetto.dev: {trace}")
     if own.generate_report:
         path = directory / f"{name}_report.md"
-        files = [
-            path for path, stamp in files_of(directory, name).items() if before.get(path) != stamp
-        ]
-        write_text(path, report(module, profile, summary, [*files, path], trace))
+        write_text(path, report(module, profile, summary, [*written(), path], trace))
         print(f"Report: {path}")
     return 0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
-    return run_tool(PROG, lambda: profile_script(argv))
+def build_parser() -> Parser:
+    """The command line."""
+    parser = tool_parser(PROG, __doc__)
+    parser.add_flag("--generate-report", "also write <script>_report.md")
+    return parser
 
+
+main = program(build_parser, profile_script, of_scripts=True)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -39,7 +39,7 @@ from pathlib import Path
 from workshop.cli import Parser, ToolError, at_least, print_notes, program, several
 from workshop.files import ROOT
 from workshop.script import load_script, parser_around, script_arguments
-from workshop.show import Column, range_of, render, write_csv
+from workshop.show import Column, range_of_speeds, render, write_csv
 from workshop.study import (
     as_rows,
     check_failed,
@@ -171,9 +171,7 @@ def table(rows: Sequence[dict], metrics: Collection[str]) -> str:
     of_metric = {
         "throughput": [
             Column("samples/sec", "samples_per_sec", ".1f"),
-            Column(
-                "in turns", lambda r: range_of(r["samples_per_sec_min"], r["samples_per_sec_max"])
-            ),
+            Column("in turns", range_of_speeds),
             Column("ms per step", "batch_ms", ".2f"),
             Column(f"speed-up over {first}", "speedup", ".2f", "x"),
             Column("ratio in turns", "speedup_in_turns"),

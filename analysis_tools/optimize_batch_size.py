@@ -33,7 +33,7 @@ from pathlib import Path
 
 from workshop.cli import Parser, ToolError, print_notes, program
 from workshop.script import add_script, load_script, parser_around, script_arguments
-from workshop.show import Column, cell, drawing, range_of, render, save_figure, write_csv
+from workshop.show import Column, cell, drawing, range_of_speeds, render, save_figure, write_csv
 from workshop.study import Part, check_failed, heading, measure_study, read_rows, read_study
 from workshop.turns import graph_of, in_turns, speeds
 
@@ -153,7 +153,7 @@ def table(rows: Sequence[dict]) -> str:
     columns = [
         Column("batch size", lambda row: str(row["batch_size"])),
         Column("samples/sec", "samples_per_sec", ".1f").or_ended(),
-        Column("in turns", lambda r: range_of(r["samples_per_sec_min"], r["samples_per_sec_max"])),
+        Column("in turns", range_of_speeds),
         Column("ms per step", "batch_ms", ".2f"),
         Column("peak MB", "peak_mb", ".1f"),
         Column("of memory", memory),

@@ -31,7 +31,6 @@ import argparse
 import math
 import statistics
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,6 +46,8 @@ NOTED = ("num_steps", "warmup_steps", "learning_rate", "seed")
 NOTED += ("torch_compile", "cuda_graph", "torch")
 SIZES = ("batch_size", "seq_len")  # what names a row, with
 NAMES = ("precision", "mode", "seed", "group", "side")
+COLUMNS = [Column(name, name, text=True) for name in ("run", "what", "verdict")]
+COLUMNS += [Column(name, name) for name in ("baseline", "current", "change")]
 FEW = 5  # turns, below which their ranges part by chance
 
 
@@ -178,11 +179,6 @@ def lines_of(name: str, old: Entry, new: Entry, least: float | None) -> tuple[li
     return lines, good
 
 
-def columns(names: Sequence[str]) -> list[Column]:
-    """Those of the table, of which the first three hold words."""
-    return [Column(name, name, text=place < 3) for place, name in enumerate(names)]
-
-
 def test(args: argparse.Namespace) -> int:
     """Print the table; returns the exit status."""
     least = args.min_speedup
@@ -194,7 +190,7 @@ def test(args: argparse.Namespace) -> int:
         raise ToolError(f"{old.path}: the baseline did not finish ({old.row.get('error')})")
     found = {name: lines_of(name, *entries, least) for name, entries in pairs.items()}
     lines = [line for lines, _ in found.values() for line in lines]
-    print(render(columns(["run", "what", "verdict", "baseline", "current", "change"]), lines))
+    print(render(COLUMNS, lines))
     finished = [entry for both in pairs.values() for entry in both if "status" not in entry.row]
     if any(entry.times()[3] < FEW for entry in finished):
         chance = "ranges can part by chance, as the speed of a host changes"

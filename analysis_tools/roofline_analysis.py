@@ -141,10 +141,7 @@ def analyse_rocprof_compute(directory: Path, output: Path) -> int:
     """Turn a profile of rocprof-compute into the same files; returns the exit status."""
     if not directory.is_dir():
         raise ToolError(f"{directory}: no such directory")
-    try:
-        gpu, ceilings, rows = read_rocprof_compute(directory)
-    except ValueError as error:
-        raise ToolError(str(error)) from error
+    gpu, ceilings, rows = read_rocprof_compute(directory)
     first = rows[: roofline.TOP]
     counted = f"FLOP and HBM bytes by the counters of {gpu}"
     print(f"{roofline.table(first, 'kernel')}\n\nAll kernels: {len(rows)}; {counted}.")

@@ -32,8 +32,8 @@ import _root
 
 import argparse
 import importlib.util
+import itertools
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -42,14 +42,14 @@ from types import ModuleType
 import torch
 from torch import Tensor, nn
 
-from workshop.cli import at_least, documented_parser, print_notes, run_tool
-from workshop.files import ROOT
+from bench.versions import ALL_VERSIONS, PRECISIONS, script_of
+from workshop.cli import Parser, ToolError, at_least, documented_parser, print_notes, program
 from workshop.script import load_script
 from workshop.show import Column, render
 from workshop.study import Part, measure_study, read_study
+from workshop.turns import make_trainer
 
 PROG = Path(__file__).name
-PRECISIONS = {"fp32": [], "TF32": ["--matmul-precision", "high"], "bf16": ["--use-amp"]}
 SIZES = {  # of whole models
     "tiny_openfold": "--num-blocks 1 --num-seqs 8 --seq-len 96 --batch-size 1",
     "tiny_llama": "--num-layers 2 --seq-len 256 --batch-size 2",
@@ -130,10 +130,7 @@ def installed(package: str) -> bool:
 
 def trainer_of(script: str, argv: Sequence[str], weights: dict[str, Tensor]):
     """A Trainer of a version with these weights, without a graph: nothing is repeated here."""
-    module = load_script(f"{script}.py")
-    alone = ["--disable-cuda-graph", "--profile-dir", tempfile.gettempdir()]
-    args = module.parse_args([*argv, *alone])
-    trainer = module.Trainer(args, module.prepare(args))
+    trainer = make_trainer(load_script(f"{script}.py"), [*argv, "--disable-cuda-graph"])
     trainer.model.load_state_dict(weights)
     return trainer
 
@@ -187,16 +184,14 @@ def models(
     initial = v1.build_model(v1.parse_args(argv), torch.device("cpu"))
     weights = tested_weights(initial.state_dict(), case)
     rounded = [*argv, *PRECISIONS[precision]]
-    paths = sorted(ROOT.glob(f"{model}_v[1-9].py"))
-    scripts = {path.stem[-2:].upper(): path.stem for path in paths}
+    scripts = {version: script_of(model, version) for version in ALL_VERSIONS}
     sides = {
         side: partial(model_side, script, rounded, weights, runs)
         for side, script in scripts.items()
     }
     if device != "cpu" and precision == "bf16" and case != "odd":
-        sides["V2 compiled"] = partial(
-            model_side, scripts["V2"], [*rounded, "--enable-torch-compile"], weights, runs
-        )
+        compiled = [*rounded, "--enable-torch-compile"]
+        sides["V2 compiled"] = partial(model_side, scripts["V2"], compiled, weights, runs)
     liger = installed("liger_kernel") and installed("transformers")
     if device != "cpu" and model == "tiny_llama" and liger:
         sides["Liger"] = partial(liger_side, rounded, weights)
@@ -248,21 +243,17 @@ def with_cuequivariance(part: nn.Module) -> Callable[[Tensor], Tensor]:
     from workshop.baselines import JOINED, cuequivariance
 
     def multiplication(pair: Tensor) -> Tensor:
-        joined = {
-            f"{name}_{kind}": torch.cat(
-                [part.get_parameter(f"{module}.{kind}") for module in modules]
-            )
-            for name, modules in JOINED.items()
-            for kind in ("weight", "bias")
-        }
+        joined = {}
+        for (name, modules), kind in itertools.product(JOINED.items(), ("weight", "bias")):
+            parameters = [part.get_parameter(f"{module}.{kind}") for module in modules]
+            joined[f"{name}_{kind}"] = torch.cat(parameters)
         operation = cuequivariance("triangle_multiplicative_update")
         return operation(pair, direction="outgoing", **joined)
 
     def attend(x: Tensor, bias: Tensor, present: None) -> Tensor:  # no padding here
         linears = part.linear_q, part.linear_k, part.linear_v, part.linear_g
-        q, k, v, gate = (
-            linear(x).unflatten(-1, (part.heads, -1)).transpose(2, 3) for linear in linears
-        )
+        packed = (linear(x).unflatten(-1, (part.heads, -1)) for linear in linears)
+        q, k, v, gate = (tensor.transpose(2, 3) for tensor in packed)
         out = torch.sigmoid(gate) * cuequivariance("triangle_attention")(q, k, v, bias[:, None])
         return part.linear_o(out.transpose(2, 3).flatten(3))
 
@@ -276,8 +267,8 @@ def parts(
     subject: str, case: str, precision: str, runs: int, device: str, sizes: str
 ) -> tuple[Side, dict[str, Side]]:
     """What makes the exact values of a part of TinyOpenFold, and the sides."""
-    paths = sorted(ROOT.glob("tiny_openfold_v[1-9].py"))
-    versions = {path.stem[-2:].upper(): load_script(path.name) for path in paths}
+    scripts = {version: script_of("tiny_openfold", version) for version in ALL_VERSIONS}
+    versions = {version: load_script(f"{script}.py") for version, script in scripts.items()}
     v1, name = versions["V1"], PARTS[subject]
     config, generator = v1.ModelConfig(), torch.Generator().manual_seed(3)
     state = getattr(v1, name)(config, v1.Fusions()).state_dict()
@@ -296,9 +287,8 @@ def parts(
         for side, version in versions.items()
     }
     if device != "cpu" and installed("cuequivariance_torch"):
-        sides["cuEquivariance"] = partial(
-            part_side, v1, *given, precision, runs, with_cuequivariance
-        )
+        library = partial(part_side, use=with_cuequivariance)
+        sides["cuEquivariance"] = partial(library, v1, *given, precision, runs)
     return partial(part_side, v1, *given, "float64"), sides
 
 
@@ -409,18 +399,14 @@ def table(study: dict) -> str:
     """A line for each subject, case and precision."""
     rows = study["rows"]
     sides = list(dict.fromkeys(side for row in rows for side in row["sides"]))
-    lines = [
-        {
-            "name": f"{row['subject']}, {row['case']}, {row['precision']}",
-            **{side: worst(row["sides"].get(side)) for side in sides},
-            "furthest": furthest(row["sides"]),
-        }
-        for row in rows
-    ]
+    lines = []
+    for row in rows:
+        errors = {side: worst(row["sides"].get(side)) for side in sides}
+        name = f"{row['subject']}, {row['case']}, {row['precision']}"
+        lines.append({"name": name, **errors, "furthest": furthest(row["sides"])})
     asked = f"equal bits in {study['runs']} runs, {study['precisions'][-1]}"
-    lines.append(
-        {"name": asked, **{side: equal_bits(rows, side) for side in sides}, "furthest": ""}
-    )
+    answers = {side: equal_bits(rows, side) for side in sides}
+    lines.append({"name": asked, **answers, "furthest": ""})
     columns = [
         Column("outputs / worst parameter / worst row or column", "name"),
         *(Column(side, side) for side in sides),
@@ -431,6 +417,8 @@ def table(study: dict) -> str:
 
 def run_atlas(args: argparse.Namespace) -> int:
     """Measure and print the table; returns the exit status."""
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise ToolError("--device cuda: there is no GPU here")
     if not args.table:
         packages = ("cuequivariance_torch", "liger_kernel", "transformers")
         missing = [name for name in packages if not installed(name)]
@@ -444,46 +432,26 @@ def run_atlas(args: argparse.Namespace) -> int:
     return 0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
+def build_parser() -> Parser:
+    """The command line."""
     parser = documented_parser(PROG, __doc__)
     add = parser.add_argument
     where = parser.add_mutually_exclusive_group(required=True).add_argument
-    where("--output", type=Path, metavar="FILE.json", help="measure, and write the result there")
-    where(
-        "--table",
-        type=Path,
-        metavar="FILE.json",
-        help="measure nothing, print the table of this result",
-    )
+    file = {"type": Path, "metavar": "FILE.json"}
+    where("--output", **file, help="measure, and write the result there")
+    where("--table", **file, help="measure nothing, print the table of this result")
     add("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    add(
-        "--subjects",
-        nargs="+",
-        choices=SUBJECTS,
-        default=list(SUBJECTS),
-        metavar="NAME",
-        help=", ".join(SUBJECTS),
-    )
-    add(
-        "--precisions",
-        nargs="+",
-        choices=PRECISIONS,
-        default=list(PRECISIONS),
-        help="(default: all)",
-    )
+    subjects = {"choices": SUBJECTS, "default": list(SUBJECTS), "metavar": "NAME"}
+    add("--subjects", nargs="+", **subjects, help=", ".join(SUBJECTS))
+    precisions = {"choices": PRECISIONS, "default": list(PRECISIONS)}
+    add("--precisions", nargs="+", **precisions, help="(default: all)")
     add("--runs", type=at_least(2), metavar="N", help="for equal bits (default: 100, on a CPU 3)")
-    add(
-        "--sizes",
-        default="",
-        metavar="TEXT",
-        help="other sizes: arguments of whole models, or the length of parts",
-    )
-    args = parser.parse_args(argv)
-    if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: there is no GPU here")
-    return run_tool(PROG, lambda: run_atlas(args))
+    sizes = "other sizes: arguments of whole models, or the length of parts"
+    add("--sizes", default="", metavar="TEXT", help=sizes)
+    return parser
 
+
+main = program(build_parser, run_atlas)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -56,7 +56,7 @@ with needed():
     from triton.backends.compiler import GPUTarget
 
     from bench import tables
-    from workshop.cli import ToolError, documented_parser, print_notes, run_tool
+    from workshop.cli import Parser, ToolError, documented_parser, print_notes, program
     from workshop.script import load_script
     from workshop.show import Column, render, write_csv
 
@@ -128,14 +128,10 @@ class Launch:
         self.kernel, self.arguments = kernel, arguments
         self.precisions: dict[str, None] = {}  # as an ordered set
         variable = set(kernel.arg_names) - {kernel.arg_names[i] for i in kernel.constexprs}
-        self.constants = {
-            name: value
-            for name, value in arguments.items()
-            if name not in variable or value is None
-        }
-        self.variables = {
-            name: value for name, value in arguments.items() if name not in self.constants
-        }
+        self.constants, self.variables = {}, {}
+        for name, value in arguments.items():
+            constant = name not in variable or value is None
+            (self.constants if constant else self.variables)[name] = value
 
     def key(self) -> tuple:
         """Equal for launches that the same compiled kernel serves."""
@@ -148,11 +144,9 @@ class Launch:
         return self.kernel.__name__, *self.constants.items(), *seen
 
     def __str__(self) -> str:
-        # as eps is
-        constants = {
-            name: value for name, value in self.constants.items() if not isinstance(value, float)
-        }
-        return " ".join(f"{name}={value}" for name, value in constants.items())
+        # a float, such as eps, tells no kernels apart
+        named = {name: value for name, value in self.constants.items() if type(value) is not float}
+        return " ".join(f"{name}={value}" for name, value in named.items())
 
 
 class Recorder:
@@ -181,10 +175,8 @@ class Recorder:
 
 def kernels_of(module: ModuleType) -> set[str]:
     """The names of a script's kernels; other functions under @triton.jit are parts of kernels."""
-    functions = {
-        value.__name__ for value in vars(module).values() if isinstance(value, triton.JITFunction)
-    }
-    return {name for name in functions if name.endswith("_kernel")}
+    functions = (v for v in vars(module).values() if isinstance(v, triton.JITFunction))
+    return {f.__name__ for f in functions if f.__name__.endswith("_kernel")}
 
 
 def take_step(module: ModuleType, args: argparse.Namespace) -> None:
@@ -205,9 +197,8 @@ def take_step(module: ModuleType, args: argparse.Namespace) -> None:
             optimizer.grad_scale, optimizer.found_inf = torch.ones(()), torch.ones(())
         optimizer.step()
         if hasattr(module, "transformer_block") and args.qkv_fusion and args.swiglu_fusion:
-            layer = module.first_layer(
-                args, cpu, getattr(torch, args.amp_dtype) if args.use_amp else torch.float32
-            )
+            dtype = getattr(torch, args.amp_dtype) if args.use_amp else torch.float32
+            layer = module.first_layer(args, cpu, dtype)
             x = torch.empty(args.batch_size, args.seq_len, args.hidden_dim)
             for launches in (1, 5):  # inference
                 module.in_launches(launches, layer, x)
@@ -224,18 +215,16 @@ def record(
     module.BACKEND, module.wrap_triton, Recorder.launches = backend, Recorder, {}
     sizes_of_model = SIZES.get(module.__name__.rpartition("_v")[0])
     if not sizes_of_model or not kernels_of(module):
-        raise ToolError(
-            f"{module.SCRIPT}: give a version of {' or '.join(SIZES)} that has Triton kernels"
-        )
+        which = f"a version of {' or '.join(SIZES)} that has Triton kernels"
+        raise ToolError(f"{module.SCRIPT}: give {which}")
     commands = [sizes_of_model[size] for size in sizes if size in sizes_of_model]
     if "flags" in sizes:
         commands += [f"{sizes_of_model['default']} --disable-{flag}" for flag, *_ in module.FUSIONS]
     for command, Recorder.precision in itertools.product(commands, precisions):
         # without a GPU a script asks for the interpreter
         with mock.patch("torch.cuda.is_available", lambda: True):
-            args = module.parse_args(
-                [*command.split(), *PRECISIONS[Recorder.precision].split(), *options]
-            )
+            asked = f"{command} {PRECISIONS[Recorder.precision]}".split()
+            args = module.parse_args([*asked, *options])
         torch.set_float32_matmul_precision(args.matmul_precision)
         module.use_settings(args)
         take_step(module, args)
@@ -310,32 +299,30 @@ def compile_all(launches: list[Launch], targets: list[str]) -> list[list[Needs |
     LAUNCHES[:] = launches
     context, cores = multiprocessing.get_context("fork"), len(os.sched_getaffinity(0))
     with ProcessPoolExecutor(cores, context) as pool:
-        jobs = [
-            [pool.submit(compile_launch, i, target) for target in targets]
-            for i in range(len(launches))
-        ]
+        numbers = range(len(launches))
+        jobs = [[pool.submit(compile_launch, i, target) for target in targets] for i in numbers]
         try:
             return [[job.result() for job in row] for row in jobs]
         except BrokenProcessPool as error:
-            raise ToolError(
-                "the compiler crashed: fewer scripts, dtypes and sizes show where", status=1
-            ) from error
+            way_out = "fewer scripts, dtypes and sizes show where"
+            raise ToolError(f"the compiler crashed: {way_out}", status=1) from error
 
 
 def problems(launch: Launch, found: list[Needs | str], targets: list[str]) -> str:
     """What keeps a kernel from running well, or at all, and on which targets."""
     wrong: dict[str, list[str]] = {}
     for target, result in zip(targets, found, strict=True):
+        what = ""
         if isinstance(result, str):
-            wrong.setdefault(f"does not compile: {result}", []).append(target)
+            what = f"does not compile: {result}"
         elif result.lds > TARGETS[target][1] * 1024:
-            wrong.setdefault(f"needs {result.lds} bytes of LDS", []).append(target)
+            what = f"needs {result.lds} bytes of LDS"
         elif result.spills:
-            wrong.setdefault(
-                f"spills {result.spills} {'VGPRs' if target in AMD else 'bytes'}", []
-            ).append(target)
+            what = f"spills {result.spills} {'VGPRs' if target in AMD else 'bytes'}"
         elif result.sgpr_spills:
-            wrong.setdefault(f"spills {result.sgpr_spills} SGPRs", []).append(target)
+            what = f"spills {result.sgpr_spills} SGPRs"
+        if what:
+            wrong.setdefault(what, []).append(target)
     return "; ".join(f"{', '.join(where)} {what}" for what, where in wrong.items())
 
 
@@ -345,9 +332,8 @@ def markdown(launches: list[Launch], found: list[list[Needs | str]]) -> str:
     for launch, results in zip(launches, found, strict=True):
         row = {"kernel": launch.kernel.__name__.removesuffix("_kernel"), "constants": str(launch)}
         for name in Needs.__dataclass_fields__:
-            texts = [
-                f"{getattr(each, name):g}" if isinstance(each, Needs) else "?" for each in results
-            ]
+            numbers = [getattr(each, name, None) for each in results]  # none of an error
+            texts = ["?" if number is None else f"{number:g}" for number in numbers]
             row[name] = texts[0] if len(set(texts)) == 1 else " / ".join(texts)
         row = rows.setdefault(tuple(row.values()), row | {"precisions": {}})
         row["precisions"].update(launch.precisions)
@@ -356,10 +342,7 @@ def markdown(launches: list[Launch], found: list[list[Needs | str]]) -> str:
         Column("kernel", "kernel"),
         Column("precision", lambda row: ", ".join(row["precisions"]), text=True),
         Column("constants", "constants", text=True),
-        *(
-            Column(label, name)
-            for label, name in zip(COLUMNS, Needs.__dataclass_fields__, strict=True)
-        ),
+        *map(Column, COLUMNS, Needs.__dataclass_fields__),
     ]
     return render(columns, sorted(rows.values(), key=lambda row: order.index(row["kernel"])))
 
@@ -404,20 +387,16 @@ def compile_scripts(args: argparse.Namespace) -> Iterator[Compiled]:
     for name in args.scripts or SCRIPTS:
         module = load_script(name)
         kernels = {f"{blocks.partition(':')[0]}_kernel" for blocks in chosen} or kernels_of(module)
-        for backend, targets in itertools.groupby(
-            args.target, lambda target: TARGETS[target][0].backend
-        ):
+        backends = itertools.groupby(args.target, lambda target: TARGETS[target][0].backend)
+        for backend, targets in backends:
             targets = list(targets)
             launches = record(module, backend, args.dtype, args.size, options)
             launches = [launch for launch in launches if launch.kernel.__name__ in kernels]
             missing = sorted(kernels - {launch.kernel.__name__ for launch in launches})
             found = compile_all(launches, targets)
             yield Compiled(module.SCRIPT, targets, launches, found, missing)
-            print_notes(
-                PROG,
-                f"{module.SCRIPT}: {len(launches)} configurations compiled "
-                f"for {', '.join(targets)}",
-            )
+            compiled = f"{len(launches)} configurations compiled for {', '.join(targets)}"
+            print_notes(PROG, f"{module.SCRIPT}: {compiled}")
 
 
 def tell(wrong: Iterable[str]) -> int:
@@ -490,7 +469,8 @@ def summary(path: Path) -> int:
     return 0
 
 
-def main(argv: list[str] | None = None) -> int:
+def build_parser() -> Parser:
+    """The command line."""
     parser = documented_parser(PROG, __doc__)
 
     def add(flag: str, default: list[str], choices: Iterable[str], remark: str = "") -> None:
@@ -511,11 +491,17 @@ def main(argv: list[str] | None = None) -> int:
     what.add_argument("--write", action="store_true", help=text)
     text = "print what such a file says of each script and target (default: the one in results/)"
     what.add_argument("--summary", nargs="?", type=Path, const=REGISTERS, metavar="FILE", help=text)
-    args = parser.parse_args(argv)
-    if args.write:
-        return run_tool(PROG, lambda: write(parser.parse_args(WRITTEN)))
-    return run_tool(PROG, lambda: summary(args.summary) if args.summary else check(args))
+    return parser
 
+
+def run(args: argparse.Namespace) -> int:
+    """Compile and check, or show what is written; returns the exit status."""
+    if args.write:
+        return write(build_parser().parse_args(WRITTEN))
+    return summary(args.summary) if args.summary else check(args)
+
+
+main = program(build_parser, run)
 
 if __name__ == "__main__":
     sys.exit(main())

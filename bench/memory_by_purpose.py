@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import _root
 
+import argparse
 import gc
 import json
 import re
@@ -29,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from bench.versions import SHAPES
-from workshop.cli import documented_parser, run_tool
+from workshop.cli import Parser, ToolError, documented_parser, program
 from workshop.files import write_text
 from workshop.script import load_script
 from workshop.show import Column, render
@@ -152,40 +153,39 @@ def table(rows: list[dict]) -> str:
     return render(columns, rows)
 
 
-def main(argv: list[str] | None = None) -> int:
+def measure_all(args: argparse.Namespace) -> int:
+    """Measure, write and print; returns the exit status."""
+    rows = []
+    for shape in args.only or list(STUDY)[1:]:
+        model, versions = STUDY[shape]
+        for version in versions:
+            module = load_script(f"{model}_v{version}.py")
+            names = {"shape": shape, "version": f"V{version}"}
+            try:
+                row = measure(module, [*SHAPES[shape].argv, "--use-amp"])
+            except torch.OutOfMemoryError as error:
+                raise ToolError(
+                    "out of memory: choose a smaller shape with --only", status=3
+                ) from error
+            rows.append(names | row)
+            free_memory()
+    environment = module.environment(torch.device("cuda" if GPU else "cpu"))
+    study = {"environment": environment, "rows": rows}
+    write_text(args.output, json.dumps(study, indent=1) + "\n")
+    print(table(rows))
+    return 0
+
+
+def build_parser() -> Parser:
+    """The command line."""
     parser = documented_parser(PROG, __doc__)
     parser.add_argument("output", type=Path, metavar="FILE.json")
-    parser.add_argument(
-        "--only", choices=tuple(STUDY), action="append", help="shapes (default: the last two)"
-    )
-    parser.add_argument(
-        "--argv", default="", metavar="WORDS", help="more arguments for the scripts"
-    )
-    args = parser.parse_args(argv)
+    shapes = "shapes (default: the last two)"
+    parser.add_argument("--only", choices=tuple(STUDY), action="append", help=shapes)
+    return parser
 
-    def body() -> int:
-        rows = []
-        for shape in args.only or list(STUDY)[1:]:
-            model, versions = STUDY[shape]
-            for version in versions:
-                words = [*SHAPES[shape].argv, "--use-amp", *args.argv.split()]
-                module = load_script(f"{model}_v{version}.py")
-                rows.append({"shape": shape, "version": f"V{version}", **measure(module, words)})
-                free_memory()
-        study = {
-            "environment": module.environment(torch.device("cuda" if GPU else "cpu")),
-            "rows": rows,
-        }
-        write_text(args.output, json.dumps(study, indent=1) + "\n")
-        print(table(rows))
-        return 0
 
-    try:
-        return run_tool(PROG, body)
-    except torch.OutOfMemoryError:
-        print(f"{PROG}: error: out of memory: choose a smaller shape with --only", file=sys.stderr)
-        return 3
-
+main = program(build_parser, measure_all)
 
 if __name__ == "__main__":
     sys.exit(main())

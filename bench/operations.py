@@ -31,14 +31,12 @@ import itertools
 import math
 import statistics
 import sys
-import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import NoReturn
 
 from workshop.cli import needed
 
@@ -53,6 +51,7 @@ with needed():
         AUTOTUNE,
         JoinedTriangle,
         Step,
+        absent,
         attention_peers,
         cudnn_attention,
         cuequivariance_attention,
@@ -66,7 +65,7 @@ with needed():
         with_liger,
     )
     from workshop.cli import Parser, ToolError, documented_parser, print_notes, program
-    from workshop.profile.ceilings import measure_ceilings
+    from workshop.profile.ceilings import measure_ceilings, seconds
     from workshop.profile.kernels import CATEGORIES, kernels_of, short_name
     from workshop.profile.roofline import group_bytes
     from workshop.show import Column, ended, render, side_columns
@@ -91,27 +90,13 @@ PRECISIONS = {  # type of the tensors, and torch's precision of float32 products
     "TF32": (torch.float32, "high"),
     "fp32": (torch.float32, "highest"),
 }
-ATTENTION = {  # samples, rows, length, heads, head dimension
-    "N=256": (1, 256, 256, 4, 32),
-    "N=384": (1, 384, 384, 4, 32),
-    "N=512": (1, 512, 512, 4, 32),
-    "N=768": (1, 768, 768, 4, 32),
-    "N=1024": (1, 1024, 1024, 4, 32),
-    "N=64, batch 4": (4, 64, 64, 4, 32),
-    "MSA rows, N=256": (1, 128, 256, 8, 32),
-}
-TRIANGLE = {  # samples, length
-    "N=256": (1, 256),
-    "N=384": (1, 384),
-    "N=512": (1, 512),
-    "N=768": (1, 768),
-    "N=1024": (1, 1024),
-    "N=64, batch 4": (4, 64),
-}
+# of triangle multiplication: samples, length
+TRIANGLE = {f"N={n}": (1, n) for n in (256, 384, 512, 768, 1024)} | {"N=64, batch 4": (4, 64)}
+# samples, rows, length, heads, head dimension
+ATTENTION = {name: (samples, n, n, 4, 32) for name, (samples, n) in TRIANGLE.items()}
+ATTENTION["MSA rows, N=256"] = (1, 128, 256, 8, 32)
 LARGE = {"N=512", "N=768", "N=1024"}  # in bf16 only
-BLOCK = {  # samples, sequences, length, MSA channels, MSA heads
-    "crop": (1, 128, 256, 256, 8)
-}
+BLOCK = {"crop": (1, 128, 256, 256, 8)}  # samples, sequences, length, MSA channels, MSA heads
 # samples, length, heads, key heads, dimension
 CAUSAL = {"S=512": (16, 512, 16, 8, 64), "S=2048": (4, 2048, 16, 8, 64)}
 LLAMAS = {name: argv for name, (model, argv) in SHAPES.items() if model == "tiny_llama"}
@@ -123,6 +108,11 @@ FLUSH_MB = 256  # several times the L2 cache of any GPU that we measure on
 PROFILED = 3  # steps
 
 
+def as_tuple(found: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
+    """What an operation returns, also where it is a single tensor."""
+    return (found,) if isinstance(found, Tensor) else found
+
+
 def gradient_step(
     operation: Callable, inputs: list[Tensor], parameters: Sequence[Tensor] = ()
 ) -> Step:
@@ -131,9 +121,8 @@ def gradient_step(
     inputs = [t.detach().requires_grad_() for t in inputs]
     grads: list[Tensor] = []
 
-    def results() -> tuple[Tensor, ...]:
-        found = operation(*inputs)
-        return (found,) if isinstance(found, Tensor) else found
+    def results() -> Sequence[Tensor]:
+        return as_tuple(operation(*inputs))
 
     def step() -> Sequence[Tensor]:
         found = results()
@@ -210,40 +199,28 @@ def captured(step: Step, repeats: int, pool: object = None) -> Callable[[], None
     return graph.replay
 
 
-def seconds(run: Callable[[], None]) -> float:
-    """Of one run, by the device's clock where there is one."""
-    if not GPU:
-        begin = time.perf_counter()
-        run()
-        return time.perf_counter() - begin
-    first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    first.record()
-    run()
-    last.record()
-    last.synchronize()
-    return first.elapsed_time(last) / 1e3
-
-
 class Side:
     """A step that is measured: its graphs of `repeats` steps, and what was found, in `row`."""
 
     def __init__(self, step: Step, pool: object, flush: Step | None):
         step()
         self.row = {"extra_mb": extra_memory(step), "held_mb": held_memory(step), "turns_us": []}
-        self.repeats = max(1, min(10, math.ceil(ENOUGH_MS / 1e3 / seconds(step))))
+        self.repeats = max(1, min(10, math.ceil(ENOUGH_MS / 1e3 / seconds(step, DEVICE))))
         warm_up(step)
         self.warm, self.cold = captured(step, self.repeats, pool), None
         self.warm()
-        if flush and 1e3 * seconds(self.warm) / self.repeats < SMALL_MS:
+        if flush and 1e3 * seconds(self.warm, DEVICE) / self.repeats < SMALL_MS:
             both = partial(after, flush, step)
             self.row["cold_turns_us"], self.cold = [], captured(both, self.repeats, pool)
 
     def take(self, flushed: float) -> None:
         """A turn: microseconds of a step, then with a cold cache, of which `flushed` are for
         emptying it."""
-        self.row["turns_us"].append(1e6 * seconds(self.warm) / self.repeats)
+        self.row["turns_us"].append(1e6 * seconds(self.warm, DEVICE) / self.repeats)
         if self.cold:
-            self.row["cold_turns_us"].append(1e6 * seconds(self.cold) / self.repeats - flushed)
+            self.row["cold_turns_us"].append(
+                1e6 * seconds(self.cold, DEVICE) / self.repeats - flushed
+            )
 
 
 def after(flush: Step, step: Step) -> Sequence[Tensor]:
@@ -294,7 +271,7 @@ def steps_in_turns(sides: dict[str, Step], rounds: int, cold: bool = False) -> d
         if GPU:
             torch.cuda.empty_cache()  # what the side took outside its graph is for the next one's
     for _, name in alternating(ready, rounds + 1):
-        flushed = 1e6 * seconds(flushing) / 10 if flushing else 0.0
+        flushed = 1e6 * seconds(flushing, DEVICE) / 10 if flushing else 0.0
         attempt(name, partial(ready[name].take, flushed), ready, failed)
     for side in ready.values():
         for key in ("turns_us", "cold_turns_us"):
@@ -497,11 +474,6 @@ def block(sizes: tuple, dtype: torch.dtype, autotune: bool, wanted: Wanted) -> d
     return sides
 
 
-def absent(error: ImportError) -> NoReturn:
-    """The step of what is not installed."""
-    raise error
-
-
 def causal(sizes: tuple, dtype: torch.dtype, autotune: bool, wanted: Wanted) -> dict[str, Step]:
     """Causal attention from the packed QKV result to the input of the output projection.
 
@@ -539,15 +511,15 @@ def optimizer(
     """AdamW over a model's weights in float32, and their copies in bfloat16 for products."""
     v4 = importlib.import_module("tiny_llama_v4")
     trainer = make_trainer(v4, [*sizes, *ARGUMENTS["bf16"], "--disable-cuda-graph"])
-    for room in trainer.optimizer.rooms:
-        for parameter in room.parameters:
-            parameter.grad = room.part(parameter).normal_()
-    buffers = [(room, room.buffer) for room in trainer.optimizer.rooms]
+    for buffer in trainer.optimizer.gradients:
+        for parameter in buffer.parameters:
+            parameter.grad = buffer.part(parameter).normal_()
+    gradients = [(buffer, buffer.tensor) for buffer in trainer.optimizer.gradients]
 
     def ours() -> Sequence[Tensor]:
         # a step lets go of them: a backward pass would have written new ones there
-        for room, buffer in buffers:
-            room.buffer = buffer
+        for buffer, tensor in gradients:
+            buffer.tensor = tensor
         trainer.optimizer.step()
         return ()
 
@@ -623,8 +595,7 @@ def beside_a_copy(function: Callable, arguments: list, source: Tensor, rounds: i
         return (target.copy_(source),)
 
     def step() -> Sequence[Tensor]:
-        found = function(*arguments)
-        return (found,) if isinstance(found, Tensor) else found
+        return as_tuple(function(*arguments))
 
     moved = sum(t.nbytes for t in (*arguments, *step()) if isinstance(t, Tensor))
     sides = steps_in_turns({"kernel": step, "copy": copy}, rounds)
@@ -639,14 +610,14 @@ def beside_a_copy(function: Callable, arguments: list, source: Tensor, rounds: i
 # The whole training step
 
 
-def whole_step(rounds: int, precisions: Sequence[str]) -> Iterator[Part]:
+def whole_step(wanted: Wanted) -> Iterator[Part]:
     """Rows of the study: the newest version's step, as a graph where there is a GPU, its kernels,
     and a reference."""
-    for precision, (name, shape) in itertools.product(precisions, SHAPES.items()):
+    for precision, (name, shape) in itertools.product(wanted.precisions, SHAPES.items()):
         script = script_of(shape.model, ALL_VERSIONS[-1])
         argv = graph_of([*shape.argv, *ARGUMENTS[precision]])
         names = {"shape": name, "precision": precision, "script": script}
-        yield names, partial(kernels_and_reference, script, argv, rounds)
+        yield names, partial(kernels_and_reference, script, argv, wanted.rounds)
 
 
 def kernels_and_reference(script: str, argv: list[str], rounds: int) -> dict:
@@ -686,9 +657,9 @@ def kernels_and_reference(script: str, argv: list[str], rounds: int) -> dict:
     }
 
 
-def traffic(precisions: Sequence[str]) -> Iterator[Part]:
+def traffic(wanted: Wanted) -> Iterator[Part]:
     """Rows of the study: what the operators of a step read and write, of each version."""
-    for precision, (name, shape) in itertools.product(precisions, SHAPES.items()):
+    for precision, (name, shape) in itertools.product(wanted.precisions, SHAPES.items()):
         argv = [*shape.argv, *ARGUMENTS[precision]]
         yield {"shape": name, "precision": precision}, partial(gigabytes, shape.model, argv)
 
@@ -782,11 +753,8 @@ def libraries_llamas() -> dict[str, Callable]:
     return theirs
 
 
-STEPS = {  # in bf16 if nothing else is asked for
-    "step": lambda wanted: whole_step(wanted.rounds, wanted.precisions),
-    "llama": llama,
-    "traffic": lambda wanted: traffic(wanted.precisions),
-}
+# in bf16 if nothing else is asked for
+STEPS = {"step": whole_step, "llama": llama, "traffic": traffic}
 
 
 def with_blocks(study: str, wanted: Wanted, tried: Sequence[str]) -> Iterator[Part]:

@@ -31,7 +31,7 @@ import sys
 from operator import itemgetter
 from pathlib import Path
 
-from workshop.cli import ToolError, documented_parser, run_tool
+from workshop.cli import Parser, ToolError, documented_parser, program
 from workshop.files import ROOT, write_text
 from workshop.show import Column, render
 
@@ -81,10 +81,8 @@ def parts_of(printed: str, columns: list[str] | None, rows: list[str] | None) ->
         )
         named = header if columns is None else [header[0], *(c for c in columns if c in header)]
         kept = [line for line in lines if rows is None or line[0].startswith(tuple(rows))]
-        unused -= {
-            *named,
-            *(text for text in rows or () for row in kept if row[0].startswith(text)),
-        }
+        unused -= {*named}
+        unused -= {text for text in rows or () if any(row[0].startswith(text) for row in kept)}
         places = [header.index(label) for label in named]
         shown = [Column(header[i], itemgetter(i), text=not rule[i].endswith(":")) for i in places]
         tables.append(render(shown, kept) + "\n")
@@ -96,15 +94,12 @@ def parts_of(printed: str, columns: list[str] | None, rows: list[str] | None) ->
 def table_of(printed: str, title: str) -> str:
     """The one table whose header begins with this title, however its columns are padded."""
     tables = printed.strip().split("\n\n")
-    found = [
-        table
-        for table in tables
-        if " ".join(table.partition("\n")[0].split()).startswith(f"| {title}")
-    ]
+    headers = [" ".join(table.partition("\n")[0].split()) for table in tables]
+    pairs = zip(tables, headers, strict=True)
+    found = [table for table, header in pairs if header.startswith(f"| {title}")]
     if len(found) != 1:
-        raise ToolError(
-            f"its command prints {len(found)} tables, not one table that begins with {title!r}"
-        )
+        wanted = f"not one table that begins with {title!r}"
+        raise ToolError(f"its command prints {len(found)} tables, {wanted}")
     return found[0] + "\n"
 
 
@@ -116,18 +111,15 @@ def update(path: Path, check: bool) -> list[str]:
         return [f"{path}: {getattr(error, 'strerror', None) or error}"]
     tables = list(TABLE.finditer(text))
     if len(COMMENT.findall(text)) != 2 * len(tables):
-        return [
-            f"{path}: a comment that begins or ends a table lacks the other one, "
-            "or is not a line of its own"
-        ]
+        alone = "lacks the other one, or is not a line of its own"
+        return [f"{path}: a comment that begins or ends a table {alone}"]
     wrong, parts, end = [], [], 0
     for table in tables:
         try:
             printed = printed_by(table[2])
             if check and printed != table[3]:
-                raise ToolError(
-                    f"its command prints another table; python bench/tables.py {path} writes it"
-                )
+                way_out = f"python bench/tables.py {path} writes it"
+                raise ToolError(f"its command prints another table; {way_out}")
         except ToolError as error:
             wrong.append(f"{path}:{text.count(chr(10), 0, table.start()) + 1}: {error}")
             continue
@@ -146,13 +138,15 @@ def update_all(args: argparse.Namespace) -> int:
     return int(bool(wrong))
 
 
-def main(argv: list[str] | None = None) -> int:
+def build_parser() -> Parser:
+    """The command line."""
     parser = documented_parser(PROG, __doc__)
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE.md")
-    parser.add_argument("--check", action="store_true", help="write nothing")
-    args = parser.parse_args(argv)
-    return run_tool(PROG, lambda: update_all(args))
+    parser.add_flag("--check", "write nothing")
+    return parser
 
+
+main = program(build_parser, update_all)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -2,7 +2,7 @@
 """What the host launches and what the GPU runs in two layers of a forward pass, out of traces of
 the PyTorch profiler.
 
-Each LABEL=DIR is the --profile-dir of a run of TinyLlama with --enable-pytorch-profiler on a GPU.
+Each DIR is the --profile-dir of a run of TinyLlama with --enable-pytorch-profiler on a GPU.
 Of its second step it keeps the layers 2 and 3: start and duration, in microseconds since the first
 launch. A run whose step is one graph has no layers in its trace; there the run before it must be
 the same script without a graph, whose kernels say where the layers begin and end.
@@ -11,22 +11,23 @@ the same script without a graph, whose kernels say where the layers begin and en
 Examples:
   python tiny_llama_v1.py --use-amp --seq-len 128 --num-steps 5 --enable-pytorch-profiler \\
       --profile-dir traces/v1
-  python bench/timeline.py results/DIR/timeline.json "V1, eager=traces/v1" "V3, eager=traces/v3" \\
-      "V3, graph=traces/v3g"
+  python bench/timeline.py results/DIR/timeline.json traces/v1 traces/v3 traces/v3_graph
 """
 
 from __future__ import annotations
 
 import _root
 
+import argparse
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from workshop.cli import ToolError, documented_parser, run_tool
+from workshop.cli import Parser, ToolError, documented_parser, program
 from workshop.files import read_json, write_text
 from workshop.profile.kernels import category, complete, load_trace, ranges_of, short_name
+from workshop.script import mode_of, model_and_version
 
 PROG = Path(__file__).name
 FIRST, LAST = "layers.2", "layers.3"
@@ -46,11 +47,7 @@ class Trace:
         found = sorted(folder.glob("*_trace.json.gz"))
         if len(found) != 1:
             raise ToolError(f"{folder}: {len(found)} traces (*_trace.json.gz) where one is wanted")
-        try:
-            self.events = load_trace(found[0])
-        except ValueError as error:
-            raise ToolError(str(error)) from error
-        self.path = found[0]
+        self.path, self.events = found[0], load_trace(found[0])
         self.script = self.path.name.removesuffix("_trace.json.gz")
         self.summary = read_json(folder / f"{self.script}_summary.json")
         calls = complete(self.events, "cuda_runtime", "cuda_driver")
@@ -114,7 +111,7 @@ def in_graph(trace: Trace, places: list[tuple[str, int]]) -> list[dict]:
     return step[found[0] : found[1]]
 
 
-def row_of(label: str, trace: Trace, launches: list[dict], kernels: list[dict]) -> dict:
+def row_of(trace: Trace, launches: list[dict], kernels: list[dict]) -> dict:
     """A row of the study.
 
     A kernel that a norm's module launched counts as norm, whatever it is called.
@@ -137,7 +134,8 @@ def row_of(label: str, trace: Trace, launches: list[dict], kernels: list[dict]) 
         return [round(event["ts"] - zero, 2), round(event["dur"], 2)]
 
     return {
-        "label": label,
+        "version": model_and_version(trace.script)[1],
+        "mode": mode_of(trace.summary["training"]),
         "script": trace.script,
         "launches": [["launch", *times(call)] for call in launches],
         "kernels": [
@@ -146,59 +144,51 @@ def row_of(label: str, trace: Trace, launches: list[dict], kernels: list[dict]) 
     }
 
 
-def study(folders: Sequence[tuple[str, Path]]) -> dict:
+def study(folders: Sequence[Path]) -> dict:
     """The rows of all runs, in their order."""
     rows, places, before = [], [], ""
-    for label, folder in folders:
+    for folder in folders:
         trace = Trace(folder)
         if trace.summary["training"]["cuda_graph"]:
             if before != trace.script:
-                raise ToolError(
-                    f"{label}: the run before it must be {trace.script} without a graph"
-                )
-            rows.append(row_of(label, trace, [], in_graph(trace, places)))
+                needed = f"the run before it must be {trace.script} without a graph"
+                raise ToolError(f"{folder}: {needed}")
+            rows.append(row_of(trace, [], in_graph(trace, places)))
         else:
             launches, kernels, places = eager(trace)
-            rows.append(row_of(label, trace, launches, kernels))
+            rows.append(row_of(trace, launches, kernels))
         before = trace.script
-    summary = trace.summary
-    return {
-        "environment": summary["environment"],
-        "config": summary["config"],
-        "training": summary["training"],
-        "layers": [FIRST, LAST],
-        "traces": rows,
-    }
+    same = {key: trace.summary[key] for key in ("environment", "config", "training")}
+    return {**same, "layers": [FIRST, LAST], "traces": rows}
 
 
-def main(argv: list[str] | None = None) -> int:
+def write_study(args: argparse.Namespace) -> int:
+    """Write the result, a line for each run, and say what is in it; returns the exit status."""
+    found = study(args.runs)
+    rows = found.pop("traces")
+    lines = ",\n  ".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    head = json.dumps(found, indent=1)[:-2]
+    write_text(args.output, f'{head},\n "traces": [\n  {lines}\n ]\n}}\n')
+    for row in rows:
+        end = max(start + duration for _, start, duration, _ in row["kernels"])
+        busy = sum(duration for _, _, duration, _ in row["kernels"])
+        launches, kernels = (len(row[name]) for name in ("launches", "kernels"))
+        count = f"{launches:4} launches {kernels:4} kernels"
+        name = f"{row['version']}, {row['mode']}"
+        print(f"{name:12} {count}, {busy:7.1f} us of {end:7.1f} us busy")
+    return 0
+
+
+def build_parser() -> Parser:
+    """The command line."""
     parser = documented_parser(PROG, __doc__)
     parser.add_argument("output", type=Path, metavar="FILE.json")
-    parser.add_argument(
-        "runs", nargs="+", metavar="LABEL=DIR", help="in the order of the figure, top to bottom"
-    )
-    args = parser.parse_args(argv)
+    order = "in the order of the figure, top to bottom"
+    parser.add_argument("runs", nargs="+", type=Path, metavar="DIR", help=order)
+    return parser
 
-    def body() -> int:
-        folders = [
-            (label, Path(folder)) for label, _, folder in (run.rpartition("=") for run in args.runs)
-        ]
-        if any(not label for label, _ in folders):
-            raise ToolError("a run is LABEL=DIR")
-        found = study(folders)
-        lines = ",\n  ".join(json.dumps(row, ensure_ascii=False) for row in found.pop("traces"))
-        head = json.dumps(found, indent=1)[:-2]
-        write_text(args.output, f'{head},\n "traces": [\n  {lines}\n ]\n}}\n')
-        for row in read_json(args.output)["traces"]:
-            end = max(start + duration for _, start, duration, _ in row["kernels"])
-            busy = sum(duration for _, _, duration, _ in row["kernels"])
-            launches, kernels = (len(row[name]) for name in ("launches", "kernels"))
-            count = f"{launches:4} launches {kernels:4} kernels"
-            print(f"{row['label']:12} {count}, {busy:7.1f} us of {end:7.1f} us busy")
-        return 0
 
-    return run_tool(PROG, body)
-
+main = program(build_parser, write_study)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -15,19 +15,19 @@ from __future__ import annotations
 
 import _root
 
+import argparse
 import gzip
 import json
 import sys
 from pathlib import Path
 
 from bench.timeline import STEP, Trace
-from workshop.cli import ToolError, documented_parser, run_tool
+from workshop.cli import Parser, ToolError, documented_parser, program
 from workshop.files import write_file
-from workshop.profile.kernels import complete
+from workshop.profile.kernels import ON_GPU, complete
 
 PROG = Path(__file__).name
 HOST = {"cpu_op", "user_annotation", "cuda_runtime", "cuda_driver"}
-DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
 ARROWS = {"ac2g", "fwdbwd"}  # from a launch to its kernel, from an operator to its gradient
 KEPT = {"correlation", "stream", "grid", "block", "registers per thread", "shared memory"}
 
@@ -40,12 +40,12 @@ def one_step(trace: Trace) -> list[dict]:
     begin, end = marks[STEP][0], marks[STEP + 1][0]
 
     def belongs(event: dict) -> bool:
-        if event["cat"] in DEVICE:
+        if event["cat"] in ON_GPU:
             launch = trace.launched.get(event["args"].get("correlation"), event["ts"])
             return begin <= launch < end
         return begin <= event["ts"] < end
 
-    chosen = [event for event in complete(trace.events, *HOST, *DEVICE) if belongs(event)]
+    chosen = [event for event in complete(trace.events, *HOST, *ON_GPU) if belongs(event)]
     places = {(event["pid"], event["tid"], event["ts"]) for event in chosen}
     arrows = [
         event
@@ -55,36 +55,34 @@ def one_step(trace: Trace) -> list[dict]:
     starts, ends = ({(e["cat"], e["id"]) for e in arrows if e["ph"] == ph} for ph in "sf")
     chosen += [event for event in arrows if (event["cat"], event["id"]) in starts & ends]
     names = [event for event in trace.events if event.get("ph") == "M"]
-    return [
-        *({**event, "ts": 0} for event in names),
-        *(
-            {
-                **event,
-                "ts": round(event["ts"] - begin, 3),
-                "args": {k: v for k, v in event.get("args", {}).items() if k in KEPT},
-            }
-            for event in chosen
-        ),
-    ]
+
+    def kept(event: dict) -> dict:
+        arguments = {k: v for k, v in event.get("args", {}).items() if k in KEPT}
+        return {**event, "ts": round(event["ts"] - begin, 3), "args": arguments}
+
+    return [*({**event, "ts": 0} for event in names), *map(kept, chosen)]
 
 
-def main(argv: list[str] | None = None) -> int:
+def write_step(args: argparse.Namespace) -> int:
+    """Write the step, and say what is in it; returns the exit status."""
+    events = one_step(Trace(args.run))
+    content = json.dumps({"displayTimeUnit": "ms", "traceEvents": events})
+    packed = gzip.compress(content.encode(), mtime=0)
+    write_file(args.output, lambda path: path.write_bytes(packed))
+    kernels = sum(event.get("cat") == "kernel" for event in events)
+    print(f"{args.output}: {kernels} kernels, {len(packed) / 1e3:.0f} KB")
+    return 0
+
+
+def build_parser() -> Parser:
+    """The command line."""
     parser = documented_parser(PROG, __doc__)
     parser.add_argument("run", type=Path, metavar="DIR")
     parser.add_argument("output", type=Path, metavar="FILE.json.gz")
-    args = parser.parse_args(argv)
+    return parser
 
-    def body() -> int:
-        events = one_step(Trace(args.run))
-        content = json.dumps({"displayTimeUnit": "ms", "traceEvents": events})
-        packed = gzip.compress(content.encode(), mtime=0)
-        write_file(args.output, lambda path: Path(path).write_bytes(packed))
-        kernels = sum(event.get("cat") == "kernel" for event in events)
-        print(f"{args.output}: {kernels} kernels, {len(packed) / 1e3:.0f} KB")
-        return 0
 
-    return run_tool(PROG, body)
-
+main = program(build_parser, write_step)
 
 if __name__ == "__main__":
     sys.exit(main())

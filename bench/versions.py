@@ -254,13 +254,13 @@ def one_layer(batch: int, length: int) -> list[dict]:
     ]
 
 
-def single_fusions(model: str, version: str, rounds: int) -> list[Part]:
+def single_fusions(model: str, version: str, args: argparse.Namespace) -> list[Part]:
     """What a version adds: each alone, all but each, none and all; the speed-up is over none."""
     script = script_of(model, version)
     fusions = new_fusions(importlib.import_module(script))
     sizes = MODELS[model]
     arguments = {name: graph_of([*sizes, *PRECISIONS[name]]) for name in ("fp32", "bf16")}
-    return ablation(script, arguments, fusions, fusion_sets(fusions), rounds)
+    return ablation(script, arguments, fusions, fusion_sets(fusions), args.rounds)
 
 
 def memory(args: argparse.Namespace) -> Iterator[Part]:
@@ -285,9 +285,10 @@ def counts(args: argparse.Namespace) -> Iterator[Part]:
     """
     layers = {"tiny_llama": "--num-layers", "tiny_openfold": "--num-blocks"}
     for model, version, batch in itertools.product(layers, ("V1", "V2"), (1, 2, 4)):
-        argv = [layers[model], "2", "--seq-len", "32", "--batch-size", str(batch)]
-        script = script_of(model, version)
-        yield {"script": script, "argv": argv}, partial(kernels_of_a_step, script, argv)
+        sizes, script = f"{layers[model]} 2 --seq-len 32", script_of(model, version)
+        argv = [*sizes.split(), "--batch-size", str(batch)]
+        names = {"shape": sizes, "script": script, "argv": argv}
+        yield names, partial(kernels_of_a_step, script, argv)
 
 
 def kernels_of_a_step(script: str, argv: list[str]) -> dict:
@@ -568,15 +569,14 @@ def model_table(directory: Path, model: str) -> str:
         Column("peak MB, V1 / V3", both("peak_mb", ".0f")),
     ]
     if any(row["with V4"] for row in rows):
+        over_v3 = of_v4(lambda sides: speedup(sides["V3"], sides["V4"]))
         columns += [
             Column("V4, ms", of_v4(lambda sides: sides["V4"]["batch_ms"]), ".2f"),
-            Column(
-                "V4 over V3", of_v4(lambda sides: speedup(sides["V3"], sides["V4"])), ".2f", "x"
-            ),
-            Column("its kernels", of_v4(lambda sides: sides["V4"]["per_step"])),
+            Column("V4 over V3", over_v3, ".2f", "x"),
         ]
-    if any(best_compiled(row["with V4"] or {}) for row in rows):
-        columns.insert(-1, Column("V4 over compiled", of_v4(over_best_compiled), ".2f", "x"))
+        if any(best_compiled(row["with V4"] or {}) for row in rows):
+            columns.append(Column("V4 over compiled", of_v4(over_best_compiled), ".2f", "x"))
+        columns.append(Column("its kernels", of_v4(lambda sides: sides["V4"]["per_step"])))
     return render(columns, rows) if rows else ""
 
 
@@ -599,7 +599,8 @@ def overview_table(directory: Path) -> str:
 
 def best_compiled(sides: Mapping[str, dict]) -> str | None:
     """The fastest of the compiled sides of `fastest`, None where none was measured."""
-    compiled = (name for name in sides if name.endswith("compiled"))
+    names = (name for name in sides if name != "name")
+    compiled = [name for name in names if sides[name]["mode"].startswith("compiled")]
     return min(compiled, key=lambda name: sides[name]["batch_ms"], default=None)
 
 
@@ -619,7 +620,7 @@ def fastest_table(directory: Path, model: str) -> str:
     """Milliseconds per step of V4 and the others, the best compiled one's over V4's, memory."""
     measured = versions_of(directory / FASTEST[model])
     sides = measured.values()
-    names = list(dict.fromkeys(name for side in sides for name in side))
+    names = list(dict.fromkeys(name for sides in measured.values() for name in sides))
     columns = [
         Column(f"{model} as graphs", "name"),
         *side_columns("{}, ms", names, "batch_ms", ".2f"),
@@ -685,29 +686,25 @@ def ablation_table(directory: Path, script: str) -> str:
 
 def counts_table(directory: Path) -> str:
     """Kernels per step at each batch size."""
-    keys = ("script", "argv", "batch_size", "unit", "per_step")
+    keys = ("script", "shape", "batch_size", "unit", "per_step")
     rows = read_rows(directory / "counts.json", keys)
     if not rows:
         return ""
     lines: dict[str, dict] = {}
     for row in rows:
-        name = f"{row['script']} {' '.join(row['argv'][:-2])}"  # the last two are the batch size
-        lines.setdefault(name, {"name": name})[f"batch size {row['batch_size']}"] = row["per_step"]
-    sizes = dict.fromkeys(f"batch size {row['batch_size']}" for row in rows)
-    columns = [
-        Column(f"{rows[0]['unit']} per step", "name"),
-        *(Column(size, size) for size in sizes),
-    ]
+        name = f"{row['script']} {row['shape']}"
+        lines.setdefault(name, {"name": name})[row["batch_size"]] = row["per_step"]
+    columns = [Column(f"{rows[0]['unit']} per step", "name")]
+    for size in dict.fromkeys(row["batch_size"] for row in rows):
+        columns.append(Column(f"batch size {size}", size))
     return render(columns, [*lines.values()])
 
 
 def memory_table(directory: Path) -> str:
     """Peak memory of TinyLlama V2 at each length."""
     rows = read_rows(directory / "memory.json", ("seq_len", "side", "peak_mb"))
-    lines = {
-        "scores": {"name": "materialised scores, MB"},
-        "flash": {"name": "flash attention, MB"},
-    }
+    names = {"scores": "materialised scores, MB", "flash": "flash attention, MB"}
+    lines = {side: {"name": name} for side, name in names.items()}
     for row in rows:
         lines[row["side"]][row["seq_len"]] = ended(row) or row["peak_mb"]
     lengths = dict.fromkeys(row["seq_len"] for row in rows)
@@ -715,7 +712,7 @@ def memory_table(directory: Path) -> str:
     return render(columns, [*lines.values()]) if rows else ""
 
 
-ABLATED = [script_of(model, version) for version in VERSIONS[1:] for model in MODELS]
+ABLATED = [script_of(model, version) for version in ALL_VERSIONS[1:] for model in FASTEST]
 TABLES: dict[str, Callable[[Path], list[str]]] = {
     "headline": lambda where: headline_tables(where / "headline.json"),  # V1 and V2, all modes
     "versions": lambda where: headline_tables(where / "headline_v3.json"),  # V1 to V3, as graphs
@@ -724,10 +721,7 @@ TABLES: dict[str, Callable[[Path], list[str]]] = {
     "llama": lambda where: [model_table(where, "tiny_llama")],
     "openfold": lambda where: [model_table(where, "tiny_openfold")],
     "inference": lambda where: [inference_table(where)],
-    "fastest": lambda where: [
-        *(fastest_table(where, model) for model in FASTEST),
-        *(ablation_table(where, script_of(model, "V4")) for model in FASTEST),
-    ],
+    "fastest": lambda where: [fastest_table(where, model) for model in FASTEST],
     "untuned": lambda where: [untuned_table(where)],
     "trunk": lambda where: [trunk_table(where)],
     "share": lambda where: [share_table(where)],
@@ -757,6 +751,7 @@ def table(directory: Path, names: Iterable[str] = TABLES) -> str:
 
 
 SUITES = {  # parts, and what else the file says
+    "trunk": (trunk, ("rounds",)),
     "headline": (headline, ("rounds",)),
     "untuned": (untuned, ("rounds",)),
     "inference": (inference, ()),
@@ -776,7 +771,7 @@ def build_parser() -> Parser:
     def add_some(name: str, known: Iterable[str], help: str, **more: object) -> None:
         add(name, nargs="+", choices=known, default=list(known), help=help, **more)
 
-    add("suite", choices=("ablation", "fastest", "trunk", *SUITES, "table"))
+    add("suite", choices=("ablation", "fastest", *SUITES, "table"))
     add("directory", type=Path)
     parser.add_count("--rounds", 5, "of all but memory")
     add_some("--models", MODELS, "of ablation and fastest")
@@ -800,28 +795,23 @@ def run_suite(args: argparse.Namespace) -> int:
         print(table(args.directory, args.tables))
         return 0
     args.directory.mkdir(parents=True, exist_ok=True)
+    parts, said = SUITES.get(args.suite, (None, ("rounds",)))
+    files = {f"{args.suite}.json": parts}
     if args.suite == "ablation":
-        for model, version in itertools.product(args.models, args.versions):
-            path = args.directory / f"ablation_{script_of(model, version)}.json"
-            parts = single_fusions(model, version, args.rounds)
-            check_failed(measure_study(path, parts, rounds=args.rounds))
-        return 0
-    if args.suite == "fastest":
-        for model in args.models:
-            path = args.directory / FASTEST[model]
-            measure_study(path, fastest(model, args), rounds=args.rounds)
-        return 0
-    if args.suite == "trunk":
-        path = args.directory / "trunk.json"
-        measure_study(path, trunk(args), keep=True, rounds=args.rounds)
-        return 0
-    name = args.suite
-    if name in ("scaling", "ddp"):
-        args.processes = join_processes(name)
-        name = f"{name}_{args.processes}"
-    parts, said = SUITES[args.suite]
+        chosen = itertools.product(args.models, args.versions)
+        scripts = {script_of(*names): partial(single_fusions, *names) for names in chosen}
+        files = {f"ablation_{script}.json": parts for script, parts in scripts.items()}
+    elif args.suite == "fastest":
+        files = {FASTEST[model]: partial(fastest, model) for model in args.models}
+    elif "processes" in said:
+        args.processes = join_processes(args.suite)
+        files = {f"{args.suite}_{args.processes}.json": parts}
     settings = {key: getattr(args, key) for key in said}
-    measure_study(args.directory / f"{name}.json", parts(args), **settings)
+    for name, parts in files.items():
+        keep = args.suite == "trunk"
+        rows = measure_study(args.directory / name, parts(args), keep=keep, **settings)
+        if args.suite == "ablation":
+            check_failed(rows)
     return 0
 
 

@@ -46,10 +46,10 @@ from pathlib import Path
 
 from slides.lookup import FIGURE, as_cells, cut, figure, origin, select
 from tools import draw_figures
-from workshop.cli import ToolError, documented_parser, run_tool
+from workshop.cli import Parser, ToolError, documented_parser, program
 from workshop.files import write_file
 
-PROG = Path(__file__).name
+PROG, HERE = Path(__file__).name, Path(__file__).parent
 try:
     from pptx import Presentation
     from pptx.chart.data import CategoryChartData
@@ -59,9 +59,8 @@ try:
     from pptx.oxml.ns import qn
     from pptx.util import Inches, Pt
 except ImportError as missing:
-    print(
-        f"{PROG}: error: it needs python-pptx (pip install python-pptx): {missing}", file=sys.stderr
-    )
+    reason = f"it needs python-pptx (pip install python-pptx): {missing}"
+    print(f"{PROG}: error: {reason}", file=sys.stderr)
     raise SystemExit(4) from missing
 
 # inches; from TOP to BOTTOM is the body, below it the strip
@@ -92,13 +91,7 @@ Block = tuple[float | None, Callable]
 
 
 def put(
-    frame,
-    lines: Sequence[str],
-    size=TEXT,
-    ink=INK,
-    bold=False,
-    align=PP_ALIGN.LEFT,
-    dot="",
+    frame, lines: Sequence[str], size=TEXT, ink=INK, bold=False, align=PP_ALIGN.LEFT, dot=""
 ) -> None:
     """Write paragraphs into a text frame;
 
@@ -115,9 +108,8 @@ def put(
         for piece in filter(None, MARKED.split(line)):
             mark = piece[:1] if MARKED.fullmatch(piece) else ""
             words = piece.strip("`*") if mark else piece
-            style(
-                paragraph, words, size, ink, CODE_FONT if mark == "`" else FONT, bold or mark == "*"
-            )
+            font = CODE_FONT if mark == "`" else FONT
+            style(paragraph, words, size, ink, font, bold or mark == "*")
 
 
 def style(paragraph, words: str, size: float, ink: RGBColor, font: str, bold: bool) -> None:
@@ -138,11 +130,8 @@ def text_width(text: str, size: float, bold: bool = False) -> float:
     """Inches that a line of text takes, a little more than less."""
     code, rest = "".join(re.findall("`([^`]+)`", text)), re.sub("`[^`]+`", "", text)
     wide, digits = (len(re.findall(letters, rest)) for letters in ("[A-Z]", "[0-9]"))
-    return (
-        (0.61 * len(code) + (0.53 if bold else 0.49) * len(rest) + 0.2 * wide + 0.07 * digits)
-        * size
-        / 72
-    )
+    ems = 0.61 * len(code) + (0.53 if bold else 0.49) * len(rest) + 0.2 * wide + 0.07 * digits
+    return ems * size / 72
 
 
 def bullets(text: str) -> Block:
@@ -150,9 +139,11 @@ def bullets(text: str) -> Block:
     items = [" ".join(item.split()) for item in re.split(r"^- ", text, flags=re.MULTILINE)]
     items, dot = [item for item in items if item], "•" if text[0] == "-" else ""
     rows = sum(1 + int(text_width(item, TEXT) / (INNER - 0.35)) for item in items)
-    return rows * 0.37 + len(items) * 0.11, lambda shapes, top, height: put(
-        text_box(shapes, top, height), items, dot=dot
-    )
+
+    def draw(shapes, top: float, height: float) -> None:
+        put(text_box(shapes, top, height), items, dot=dot)
+
+    return rows * 0.37 + len(items) * 0.11, draw
 
 
 def grid(cells: list[list[str]]) -> Block:
@@ -310,10 +301,8 @@ def block(paragraph: str, look_up: Callable[..., str], used: dict) -> Block:
     used[source] = None
     if kind not in ("table", "columns"):
         raise ToolError(f"no block is called {kind!r}")
-    wanted = {
-        key: [name.split(" = ") for name in names.split("; ")]
-        for key, _, names in (s.partition(": ") for s in lines)
-    }
+    parts = (line.partition(": ") for line in lines)
+    wanted = {key: [name.split(" = ") for name in names.split("; ")] for key, _, names in parts}
     rows, columns = wanted.get("rows", []), wanted["columns"]
     cells = select(source, [name[0] for name in rows], [name[0] for name in columns])
     for line, name in zip(cells, rows, strict=False):
@@ -357,11 +346,8 @@ def add_slide(deck, text: str, number: int, stage: list[str]) -> list[str]:
     title, size, top = look_up(title), 40 if cover else TITLE, TOP + 0.3 * cover
     if text_width(title, size, bold=True) > INNER:
         raise ToolError(f"{title}: it is too long for one line")
-    blocks = [
-        block(paragraph.strip("\n"), look_up, used)
-        for paragraph in re.split(r"\n\s*\n", body)
-        if paragraph.strip()
-    ]
+    paragraphs = [paragraph.strip("\n") for paragraph in re.split(r"\n\s*\n", body)]
+    blocks = [block(paragraph, look_up, used) for paragraph in paragraphs if paragraph.strip()]
     room = BOTTOM - top - GAP * (len(blocks) - 1) - sum(height or 0 for height, _ in blocks)
     free = sum(height is None for height, _ in blocks)
     if room < 2.2 * free:
@@ -452,13 +438,15 @@ def build_all(sources: Path, output: Path) -> int:
     return 0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser, here = documented_parser(PROG, __doc__), Path(__file__).parent
-    parser.add_argument(
-        "--output", type=Path, default=here, metavar="DIR", help="(default: beside the Markdown)"
-    )
-    args = parser.parse_args(argv)
-    return run_tool(PROG, lambda: build_all(here, args.output))
+def build_parser() -> Parser:
+    """The command line."""
+    parser = documented_parser(PROG, __doc__)
+    beside = {"type": Path, "default": HERE, "metavar": "DIR"}
+    parser.add_argument("--output", **beside, help="(default: beside the Markdown)")
+    return parser
+
+
+main = program(build_parser, lambda args: build_all(HERE, args.output))
 
 
 if __name__ == "__main__":

@@ -46,9 +46,8 @@ def as_cells(table: str) -> list[list[str]]:
 def turns(path: Path) -> list[list[str]]:
     """How far the ratio of V1 to V2 differs from turn to turn, eager and as a graph."""
     lines: dict[str, list[str]] = {}
-    for (shape, precision, mode), sides in by_side(
-        read_rows(path), "shape", "precision", "mode"
-    ).items():
+    measured = by_side(read_rows(path), "shape", "precision", "mode")
+    for (shape, precision, mode), sides in measured.items():
         if mode in ("eager", "graph"):
             found, name = ratios(sides["V1"], sides["V2"]), f"{shape}, {precision}"
             lines.setdefault(name, [name]).append(f"{min(found):.2f}x to {max(found):.2f}x")
@@ -89,10 +88,8 @@ def select(source: str, rows: Sequence[str], columns: Sequence[str]) -> list[lis
         down = [place([line[0] for line in lines], name) for name in rows] or [*range(len(lines))]
         if None not in across + down:
             return [[lines[i][j] for j in across] for i in down]
-    raise ToolError(
-        f"{source}: no table there has the rows {'; '.join(rows)} "
-        f"and the columns {'; '.join(columns)}"
-    )
+    wanted = f"the rows {'; '.join(rows)} and the columns {'; '.join(columns)}"
+    raise ToolError(f"{source}: no table there has {wanted}")
 
 
 def figure(source: str, row: str, column: str) -> str:
@@ -120,15 +117,13 @@ def cut(place: str) -> list[str]:
     source = (ROOT / file).read_text(encoding="utf-8")
     node = ast.parse(source)
     for step in function.split("."):
-        node = next(
-            (inner for inner in getattr(node, "body", ()) if getattr(inner, "name", "") == step),
-            None,
-        )
+        named = (each for each in getattr(node, "body", ()) if getattr(each, "name", "") == step)
+        node = next(named, None)
         if node is None:
             raise ToolError(f"{file}: no function {function}")
-    said = (
-        range(node.body[0].lineno, node.body[0].end_lineno + 1) if ast.get_docstring(node) else ()
-    )
+    said = range(0)
+    if ast.get_docstring(node):
+        said = range(node.body[0].lineno, node.body[0].end_lineno + 1)
     lines = source.splitlines()
     begin = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
     lines = [lines[i - 1] for i in range(begin, node.end_lineno + 1) if i not in said]
@@ -142,11 +137,13 @@ def cut(place: str) -> list[str]:
             chosen.append(f"def {node.name}({short}):")
             continue
         first, _, last = part.partition(" ... ")
-        begin = next((i for i, line in enumerate(lines) if first in line), len(lines))
-        end = next(
-            (i for i, line in enumerate(lines) if i >= begin and (last or first) in line), None
-        )
-        if end is None:
+        begins = [i for i, line in enumerate(lines) if first in line]
+        ends = [
+            i
+            for i, line in enumerate(lines)
+            if begins and i >= begins[0] and (last or first) in line
+        ]
+        if not ends:
             raise ToolError(f"{file}: no lines {part!r} in {function}")
-        chosen += lines[begin : end + 1]
+        chosen += lines[begins[0] : ends[0] + 1]
     return textwrap.dedent("\n".join(chosen)).splitlines()

@@ -515,6 +515,12 @@ def test_a_cold_cache_is_told_where_it_changes_the_ratio(tmp_path):
     assert [cell.strip() for cell in large] == ["2.00x (SDPA)", ""]
 
 
+def test_the_study_of_optimizers_takes_steps_of_ours(tiny_studies, tmp_path):
+    assert kernels.main(["optimizer", str(tmp_path), "--rounds", "2"]) == 0
+    ours = sides_in(tmp_path / "optimizer.json")["triton"]
+    assert len(ours["turns_us"]) == 2
+
+
 def test_optimizers_with_master_weights_take_the_step_that_ours_takes():
     masters = [torch.nn.Parameter(torch.randn(4, 3)), torch.nn.Parameter(torch.randn(5))]
     expected = [torch.nn.Parameter(master.detach().clone()) for master in masters]

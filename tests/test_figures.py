@@ -192,15 +192,6 @@ def test_modules_move_under_the_roof_by_their_bytes_and_times(tmp_path, monkeypa
     assert attention[1] == pytest.approx([340, 34e9 / (1e8 / 3e9) / 1e9])
 
 
-def test_the_contact_sheet_has_every_figure_as_on_half_a_page(tmp_path):
-    status, out, _ = captured(
-        figures.main, ["add_relu", "attention", "--contact-sheet", str(tmp_path / "all.png")]
-    )
-    assert (status, out.strip()) == (0, str(tmp_path / "all.png"))
-    height, width, _ = figures.matplotlib.image.imread(tmp_path / "all.png").shape
-    assert (width, height) == (2 * 420, 500 / 2 + 20)  # side by side, the higher one and its margin
-
-
 def trace(folder: Path, launch_every: float, graph: bool) -> Path:
     """A run's trace and result file: two steps of five layers, each a norm, a GEMM and an
     addition."""
@@ -260,11 +251,9 @@ def trace(folder: Path, launch_every: float, graph: bool) -> Path:
 def test_the_timeline_keeps_two_layers_of_eager_steps_and_the_same_kernels_of_a_graph(
     tmp_path, monkeypatch
 ):
-    runs = [
-        f"V3, eager={trace(tmp_path / 'eager', 20, False)}",
-        f"V3, graph={trace(tmp_path / 'graph', 20, True)}",
-    ]
-    status, table, errors = captured(timeline.main, [str(tmp_path / "timeline.json"), *runs])
+    runs = [trace(tmp_path / "eager", 20, False), trace(tmp_path / "graph", 20, True)]
+    argv = [str(tmp_path / "timeline.json"), *map(str, runs)]
+    status, table, errors = captured(timeline.main, argv)
     assert (status, errors) == (0, "")
     eager, graph = json.loads((tmp_path / "timeline.json").read_text())["traces"]
     assert [len(eager["launches"]), len(graph["launches"])] == [6, 0]
@@ -280,8 +269,8 @@ def test_the_timeline_keeps_two_layers_of_eager_steps_and_the_same_kernels_of_a_
 
 
 def test_a_graph_without_the_eager_run_before_it_is_one_line(tmp_path):
-    run = f"V3, graph={trace(tmp_path / 'graph', 20, True)}"
-    status, _, errors = captured(timeline.main, [str(tmp_path / "timeline.json"), run])
+    run = trace(tmp_path / "graph", 20, True)
+    status, _, errors = captured(timeline.main, [str(tmp_path / "timeline.json"), str(run)])
     assert status == 2
     assert "without a graph" in errors
     assert not (tmp_path / "timeline.json").exists()

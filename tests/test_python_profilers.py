@@ -36,6 +36,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import run_deepspeed_flops as flops_tool
 import run_pytorch_profiler as profiler_tool
+from workshop.cli import ToolError
 from workshop.profile import kernels, roofline
 from workshop.profile.traffic import Traffic, bytes_behind
 from workshop.script import MODES
@@ -326,7 +327,7 @@ def test_a_broken_statistics_file_is_one_sentence_with_its_name(
     path.write_text(STATISTICS)
     assert [row.total_ns for row in kernels.read_statistics(path)] == [600, 400]
     path.write_text(content)
-    with pytest.raises(ValueError, match=words) as error:
+    with pytest.raises(ToolError, match=words) as error:
         kernels.read_statistics(path)
     assert str(path) in str(error.value)
     assert "\n" not in str(error.value)
@@ -434,10 +435,10 @@ def test_the_innermost_of_nested_ranges_counts():
 @pytest.mark.parametrize(
     "content", [b"", b"{}", b"[1]", b'{"traceEvents": [', gzip.compress(b"{" * 999, mtime=0)[:20]]
 )
-def test_a_broken_trace_is_a_value_error_with_its_name(tmp_path: Path, content: bytes):
+def test_a_broken_trace_is_one_line_with_its_name(tmp_path: Path, content: bytes):
     path = tmp_path / "x_trace.json.gz"
     path.write_bytes(content)
-    with pytest.raises(ValueError, match="not a trace") as error:
+    with pytest.raises(ToolError, match="not a trace") as error:
         kernels.load_trace(path)
     assert str(path) in str(error.value)
 
@@ -537,7 +538,7 @@ def test_of_a_step_that_is_one_graph_the_phases_are_data_and_graph():
         "graph": 3,
         "outside": 1,
     }
-    with pytest.raises(ValueError, match="no ranges named graph"):
+    with pytest.raises(ToolError, match="no ranges named graph"):
         profiler_tool.analyse(GPU_TRACE, ("data", "graph"))
 
 

@@ -9,7 +9,6 @@ Examples:
   python tools/draw_figures.py                               all figures into docs/figures
   python tools/draw_figures.py add_relu attention --png      two of them, as PNG for slides too
   python tools/draw_figures.py --output /tmp/figures         elsewhere, to look at
-  python tools/draw_figures.py --contact-sheet /tmp/all.png  all of them in one picture
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import _root
 
 import argparse
 import io
+import itertools
 import json
 import math
 import sys
@@ -25,11 +25,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import matplotlib
-import matplotlib.image
 import matplotlib.ticker
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Circle, FancyArrowPatch, Rectangle
 from matplotlib.transforms import Affine2D, Bbox
@@ -50,11 +48,8 @@ STYLE = {  # of the files
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "figures",  # the same file each time
     "font.family": "sans-serif",
-    "font.sans-serif": [
-        "DejaVu Sans",
-        "Verdana",
-        "Arial",
-    ],  # Verdana, where the first is missing, is as wide
+    # Verdana, where the first is missing, is as wide
+    "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial"],
     "path.simplify": False,
 }
 WIDTH = 800  # of every figure; a unit is a pixel of the page, and a point of a font
@@ -63,10 +58,8 @@ TITLE, BODY, SMALL = 26, 20, 18  # nothing is smaller, so half a page's width is
 
 # Okabe and Ito's colours, which differ for colour-blind readers, too.
 INK, GREY, FAINT, PALE, WHITE = "#1a1a1a", "#5f6368", "#a8adb2", "#ececec", "#ffffff"
-BLUE, SKY, GREEN, ORANGE, RED, PURPLE = (
-    *("#0072b2", "#56b4e9", "#009e73"),
-    *("#e69f00", "#d55e00", "#aa4499"),
-)
+BLUE, SKY, GREEN, ORANGE = "#0072b2", "#56b4e9", "#009e73", "#e69f00"
+RED, PURPLE, PINK, BROWN = "#d55e00", "#aa4499", "#cc79a7", "#9a6a00"
 VERSION = {"V1": "#8a8f94", "V2": SKY, "V3": BLUE, "V4": RED}
 
 
@@ -81,9 +74,15 @@ def read(path: Path) -> dict:
     return json.loads(path.read_text())
 
 
-def row_of(path: Path, **wanted: str) -> dict:
-    """The one row of a study that has these values."""
-    return next(row for row in read(path)["rows"] if all(row[k] == v for k, v in wanted.items()))
+def rows_of(study: str, **wanted: str) -> list[dict]:
+    """The rows of a study on the H100 that have these values."""
+    rows = read(H100 / f"{study}.json")["rows"]
+    return [row for row in rows if all(row.get(key) == value for key, value in wanted.items())]
+
+
+def row_of(study: str, **wanted: str) -> dict:
+    """The first of them."""
+    return rows_of(study, **wanted)[0]
 
 
 class Sheet:
@@ -96,7 +95,7 @@ class Sheet:
         self.axes: Axes = self.figure.add_axes((0, 0, 1, 1))
         self.axes.set(xlim=(0, WIDTH), ylim=(height, 0))
         self.axes.axis("off")
-        self.text(20, 30, title, size=TITLE, weight="bold", ha="left")
+        self.label(20, 30, title, size=TITLE, weight="bold")
 
     def cut(self, top: float, bottom: float, name: str = "") -> None:
         """Have this part of the figure for a slide, whose title takes the headline's place."""
@@ -114,6 +113,20 @@ class Sheet:
         if "va" not in options:  # neighbours stand on one line, whatever their letters
             options["va"], y = ("center", y) if "\n" in words else ("baseline", y + 0.36 * size)
         self.axes.text(x, y, words, fontsize=size, color=color, **options)
+
+    def label(
+        self, x: float, y: float, words: str, size: int = BODY, color: str = INK, **more
+    ) -> None:
+        """Words that begin at a point."""
+        self.text(x, y, words, size, color, ha="left", **more)
+
+    def legend(
+        self, y: float, places: Iterable[float], colors: dict[str, str], edge: str | None = None
+    ) -> None:
+        """A line of squares in these colours, each with its name; `places` are their left sides."""
+        for x, (name, color) in zip(places, colors.items(), strict=True):
+            self.box(x, y, 20, 20, color, edge=edge)
+            self.label(x + 28, y + 10, name, SMALL)
 
     def box(
         self,
@@ -194,15 +207,15 @@ def where_numbers_live() -> Sheet:
         sheet.text(465, y + 23, h100)
         sheet.text(685, y + 23, mi300x)
     sheet.line(20, 238, 780, 238, color=INK, linestyle=(0, (4, 3)))
-    sheet.text(20, 432, "Above the line a number is lost when its kernel ends.", ha="left")
-    sheet.text(20, 460, "What the next kernel needs goes through what is below.", ha="left")
+    sheet.label(20, 432, "Above the line a number is lost when its kernel ends.")
+    sheet.label(20, 460, "What the next kernel needs goes through what is below.")
     sheet.cut(60, 410)
     return sheet
 
 
 def add_relu() -> Sheet:
     """relu(x + y) as two kernels and as one: what goes through memory, and how long it took."""
-    rows = {row["what"]: row for row in read(H100 / "exercises_v3/add_relu.json")["rows"]}
+    rows = {row["what"]: row for row in rows_of("exercises_v3/add_relu")}
     one, two = rows["add_relu_kernel"], rows["PyTorch, x + y and relu"]
     size = one["bytes"] / 3  # of a vector
     sheet = Sheet("relu(x + y): the same numbers, fewer trips", 450)
@@ -216,7 +229,7 @@ def add_relu() -> Sheet:
             place = x + width * (i + 1) / (len(reads + writes) + 1)
             ends, color = ((memory, 176), BLUE) if i < len(reads) else ((176, memory), RED)
             sheet.arrow(place, ends[0], place, ends[1], color=color, width=5)
-            sheet.text(place + 9, 226, vector, ha="left")
+            sheet.label(place + 9, 226, vector)
 
     sheet.text(232, 90, "two kernels", weight="bold")
     kernel(40, 190, "add", "xy", "t")
@@ -265,10 +278,10 @@ def merged_gemms() -> Sheet:
 
     group(112, ("q", 74), ("k", 46), ("v", 46))
     group(310, ("gate", 78), ("up", 78))
-    sheet.text(20, 503, "saved:", ha="left", weight="bold", color=BLUE)
-    sheet.text(160, 503, "reading x again, a launch for each GEMM but one", ha="left")
-    sheet.text(20, 535, "not saved:", ha="left", weight="bold", color=RED)
-    sheet.text(160, 535, "arithmetic, weights, results", ha="left")
+    sheet.label(20, 503, "saved:", weight="bold", color=BLUE)
+    sheet.label(160, 503, "reading x again, a launch for each GEMM but one")
+    sheet.label(20, 535, "not saved:", weight="bold", color=RED)
+    sheet.label(160, 535, "arithmetic, weights, results")
     sheet.cut(70, 290, "qkv")
     sheet.cut(300, 560, "gate_up")
     return sheet
@@ -276,10 +289,7 @@ def merged_gemms() -> Sheet:
 
 def attention() -> Sheet:
     """Flash attention: tiles of the scores on the chip, an online softmax, and what is kept."""
-    scores, flash = (
-        row_of(H100 / "memory.json", side=side, seq_len=2048)["peak_mb"] / 1e3
-        for side in ("scores", "flash")
-    )
+    peaks = {row["side"]: row["peak_mb"] / 1e3 for row in rows_of("memory", seq_len=2048)}
     sheet = Sheet("Attention without the matrix", 500)
     left, top, tile, count = 104, 140, 54, 5
     size = tile * count
@@ -299,15 +309,15 @@ def attention() -> Sheet:
     sheet.text(left + size / 2, top + size + 22, "S × S scores: never in memory", color=GREY)
 
     x = 416
-    sheet.text(x, 106, "for each tile, on the chip", ha="left", weight="bold", color="#9a6a00")
+    sheet.label(x, 106, "for each tile, on the chip", weight="bold", color=BROWN)
     steps = "scores = q · k", "new maximum? rescale the sums", "add exp(scores) and its v"
     for i, words in enumerate(steps):
-        sheet.text(x, 142 + 34 * i, f"{i + 1}.  {words}", ha="left")
-    sheet.text(x, 270, "kept for the backward pass", ha="left", weight="bold", color=BLUE)
-    sheet.text(x, 306, "q, k, v and the result", ha="left")
-    sheet.text(x, 340, "one number per row of scores", ha="left")
-    sheet.text(x, 374, "the scores: computed again", ha="left")
-    gb = f"{scores:.1f} GB → {flash:.1f} GB"
+        sheet.label(x, 142 + 34 * i, f"{i + 1}.  {words}")
+    sheet.label(x, 270, "kept for the backward pass", weight="bold", color=BLUE)
+    sheet.label(x, 306, "q, k, v and the result")
+    sheet.label(x, 340, "one number per row of scores")
+    sheet.label(x, 374, "the scores: computed again")
+    gb = f"{peaks['scores']:.1f} GB → {peaks['flash']:.1f} GB"
     sheet.note(474, f"TinyLlama, 2048 tokens, peak memory on an H100: {gb}")
     sheet.cut(82, 446)
     return sheet
@@ -316,8 +326,8 @@ def attention() -> Sheet:
 def triton_grid() -> Sheet:
     """Programs, blocks and masks, for vectors and for the rows of a matrix."""
     sheet = Sheet("A grid of programs", 500)
-    colors = (SKY, ORANGE, GREEN, "#cc79a7", GREY)
-    sheet.text(20, 84, "relu(x + y): 10 numbers, BLOCK = 4", ha="left", weight="bold")
+    colors = (SKY, ORANGE, GREEN, PINK, GREY)
+    sheet.label(20, 84, "relu(x + y): 10 numbers, BLOCK = 4", weight="bold")
 
     def cell(x: float, y: float, width: float, height: float, of: int | None, words="") -> None:
         """A number of a program, or one that is masked."""
@@ -334,16 +344,16 @@ def triton_grid() -> Sheet:
         sheet.note(114, f"program {i}", 132 + 236 * i)
     sheet.arrow(662, 238, 662, 196, color=RED, width=4)
     sheet.text(780, 254, "mask = at < 10: do not touch", ha="right", color=RED)
-    sheet.text(20, 254, "at = program × 4 + 0, 1, 2, 3", ha="left")
+    sheet.label(20, 254, "at = program × 4 + 0, 1, 2, 3")
 
-    sheet.text(20, 308, "norm: a row each, 6 columns, BLOCK = 8", ha="left", weight="bold")
+    sheet.label(20, 308, "norm: a row each, 6 columns, BLOCK = 8", weight="bold")
     for r in range(4):
         y = 332 + 38 * r
         sheet.note(y + 17, f"program {r}", 112)
         for c in range(8):
             cell(180 + 48 * c, y, 48, 34, r if c < 6 else None)
-    sheet.text(576, 372, "load the row once,\nadd up its squares,\nscale, store", ha="left")
-    sheet.text(576, 452, "masked: 0 in the sum", ha="left", color=RED, size=SMALL)
+    sheet.label(576, 372, "load the row once,\nadd up its squares,\nscale, store")
+    sheet.label(576, 452, "masked: 0 in the sum", color=RED, size=SMALL)
     sheet.cut(100, 270, "vectors")
     sheet.cut(324, 488, "rows")
     return sheet
@@ -355,7 +365,7 @@ NORM = (("x²", "rw"), ("mean", "r"), ("× 1/√", "rw"), ("× w", "rw"))
 
 def residual_norm() -> Sheet:
     """The residual addition and the norm: five kernels in V1, one in V3."""
-    rows = {row["what"]: row for row in read(H100 / "exercises_v3/rms_norm.json")["rows"]}
+    rows = {row["what"]: row for row in rows_of("exercises_v3/rms_norm")}
     formula, kernel = rows["the formula, as in V1"], rows["V3"]
     sheet = Sheet("Residual + norm: the sum stays in registers", 480)
     memory = 284
@@ -366,7 +376,7 @@ def residual_norm() -> Sheet:
         ends = (memory, 194) if kind == "r" else (194, memory)
         color = BLUE if kind == "r" else RED
         sheet.arrow(x, ends[0], x, ends[1], color=color, width=4)
-        sheet.text(x + 8, 240, name, ha="left")
+        sheet.label(x + 8, 240, name)
 
     sheet.text(245, 84, "V1", weight="bold")
     sheet.box(30, 110, 150, 80, tint(GREEN, 0.35), "add", edge=GREEN)
@@ -388,9 +398,7 @@ def residual_norm() -> Sheet:
     for x, row in ((245, formula), (645, kernel)):
         sheet.text(x, 402, f"norm alone: {row['us']:.0f} µs", TITLE - 2, weight="bold")
     mb = kernel["bytes"] / 2e6
-    sheet.text(
-        400, 452, f"an arrow is a tensor read or written; H100, {mb:.0f} MB each", SMALL, GREY
-    )
+    sheet.note(452, f"an arrow is a tensor read or written; H100, {mb:.0f} MB each")
     sheet.cut(66, 424)
     return sheet
 
@@ -403,7 +411,7 @@ def evoformer_inputs() -> Sheet:
     fills = {
         "M": SKY,
         "K": ORANGE,
-        "R": "#cc79a7",
+        "R": PINK,
         "V": GREEN,
         "I": "#f0e442",
         "L": BLUE,
@@ -418,23 +426,14 @@ def evoformer_inputs() -> Sheet:
     sheet.text(400, 84, "pair", weight="bold")
     n, cell, left, top = 6, 32, 304, 112
     chosen = {(1, 4): RED, (1, 2): BLUE, (4, 2): ORANGE}
-    for r in range(n):
-        for c in range(n):
-            sheet.box(
-                left + cell * c,
-                top + cell * r,
-                cell,
-                cell,
-                chosen.get((r, c), tint(GREY, 0.12)),
-                edge=WHITE,
-            )
+    for r, c in itertools.product(range(n), range(n)):
+        fill = chosen.get((r, c), tint(GREY, 0.12))
+        sheet.box(left + cell * c, top + cell * r, cell, cell, fill, edge=WHITE)
     for (r, c), name in (((1, 4), "ij"), ((1, 2), "ik"), ((4, 2), "jk")):
-        sheet.text(
-            left + cell * (c + 0.5), top + cell * (r + 0.5), name, SMALL, WHITE, weight="bold"
-        )
-    sheet.text(
-        400, 322, "for every two residues\ni and j: a vector on\nhow they relate", SMALL, va="top"
-    )
+        middle = left + cell * (c + 0.5), top + cell * (r + 0.5)
+        sheet.text(*middle, name, SMALL, WHITE, weight="bold")
+    words = "for every two residues\ni and j: a vector on\nhow they relate"
+    sheet.text(400, 322, words, SMALL, va="top")
     sheet.text(660, 84, "triangle", weight="bold")
     corners = {"i": (560, 270), "j": (760, 270), "k": (660, 130)}
     for a, b, color in (("i", "j", RED), ("i", "k", BLUE), ("j", "k", ORANGE)):
@@ -468,15 +467,14 @@ def evoformer_block() -> Sheet:
     """The nine parts of a block in order, and what V2 and V3 fuse in each."""
     sheet = Sheet("The Evoformer block: nine parts, in order", 500)
     fills = {"MSA": ORANGE, "MSA → pair": PURPLE, "pair": SKY}
-    for x, (place, color) in zip((20, 105, 260), fills.items(), strict=True):
-        sheet.box(x, 70, 20, 20, tint(color, 0.45), edge=None)
-        sheet.text(x + 28, 80, place, SMALL, ha="left")
+    pale = {place: tint(color, 0.45) for place, color in fills.items()}
+    sheet.legend(70, (20, 105, 260), pale)
     for x, name in ((428, "V2"), (649, "V3")):
         sheet.text(x, 80, name, weight="bold")
     for i, (name, place, v2, v3) in enumerate(PARTS):
         y = 104 + 39 * i
-        sheet.box(20, y, 306, 34, tint(fills[place], 0.45), edge=None)
-        sheet.text(32, y + 17, f"{i + 1}  {name}", SMALL, ha="left")
+        sheet.box(20, y, 306, 34, pale[place], edge=None)
+        sheet.label(32, y + 17, f"{i + 1}  {name}", SMALL)
         for x, width, words, color in ((340, 176, v2, GREEN), (528, 252, v3, BLUE)):
             fill = tint(color, 0.3) if words else tint(GREY, 0.06)
             sheet.box(x, y, width, 34, fill, words, edge=None, size=SMALL)
@@ -497,7 +495,7 @@ def order_of_sums() -> Sheet:
         for x in (left + 82, left + 277):
             sheet.arrow(x, 120, left + 108 + (x - left - 108) * 0.3, 150)
         sheet.box(left + 25, 154, 165, 46, tint(ORANGE, 0.3), f"{partial:.0f}", edge=ORANGE)
-        sheet.text(left + 202, 177, f"then {third}", ha="left")
+        sheet.label(left + 202, 177, f"then {third}")
         sheet.arrow(left + 108, 204, left + 108, 234)
         sheet.box(left + 25, 238, 165, 46, tint(GREEN, 0.3), f"{total:.0f}", edge=GREEN)
     sheet.line(400, 62, 400, 290, color=PALE, width=3)
@@ -532,7 +530,7 @@ def bias_gradient() -> Sheet:
 
 def two_streams() -> Sheet:
     """V4's backward pass: gradients of activations as a chain, weights and updates beside."""
-    study = H100 / "ablation_tiny_llama_v4.json"
+    study = "ablation_tiny_llama_v4"
     alone = row_of(study, precision="bf16", on=["overlap"])
     none = row_of(study, precision="bf16", on=[], group=alone["group"])
     sheet = Sheet("V4's backward pass: only the chain must wait", 470)
@@ -543,7 +541,7 @@ def two_streams() -> Sheet:
         color, width = {"dx": (BLUE, chain), "dW": (ORANGE, rest), "upd": (PURPLE, rest)}[kind]
         sheet.box(x, y, width, height, tint(color, 0.45), f"{kind}{layer}", edge=color, size=SMALL)
 
-    sheet.text(20, 92, "one stream", ha="left", weight="bold")
+    sheet.label(20, 92, "one stream", weight="bold")
     x = 20
     for layer in layers:
         for kind, width in (("dx", chain), ("dW", rest)):
@@ -553,7 +551,7 @@ def two_streams() -> Sheet:
         box(x, 112, "upd", layer)
         x += rest
     end = x
-    sheet.text(20, 208, "two streams", ha="left", weight="bold")
+    sheet.label(20, 208, "two streams", weight="bold")
     x = 20
     for layer in layers:
         box(x, 228, "dx", layer)
@@ -569,9 +567,9 @@ def two_streams() -> Sheet:
     sheet.line(x, 228, x, 372, color=INK, linestyle=(0, (4, 3)))
     sheet.line(end, 112, end, 372, color=INK, linestyle=(0, (4, 3)))
     sheet.arrow(end - 4, 340, x + 6, 340, color=GREEN, width=4)
-    sheet.text(20, 402, "dx: activations", color=BLUE, ha="left", weight="bold")
-    sheet.text(250, 402, "dW: weights", color="#9a6a00", ha="left", weight="bold")
-    sheet.text(440, 402, "upd: AdamW", color=PURPLE, ha="left", weight="bold")
+    sheet.label(20, 402, "dx: activations", color=BLUE, weight="bold")
+    sheet.label(250, 402, "dW: weights", color=BROWN, weight="bold")
+    sheet.label(440, 402, "upd: AdamW", color=PURPLE, weight="bold")
     times = f"{none['batch_ms']:.2f} → {alone['batch_ms']:.2f} ms"
     words = f"lengths are a sketch; measured: {times} a step (small TinyLlama, bf16)"
     sheet.note(442, words, 20, "left")
@@ -590,24 +588,6 @@ def plot(sheet: Sheet, x: float, y: float, width: float, height: float, **settin
     for label in (axes.xaxis.label, axes.yaxis.label):
         label.set(fontsize=SMALL, color=INK)
     return axes
-
-
-def contact_sheet(sheets: Iterable[Sheet], path: Path, columns: int = 4) -> None:
-    """Write the figures as one PNG, each 400 pixels wide, in columns of about the same height."""
-    stacks: list[list[np.ndarray]] = [[] for _ in range(columns)]
-    for sheet in sheets:
-        with matplotlib.rc_context(STYLE):
-            canvas = FigureCanvasAgg(sheet.figure)
-            sheet.figure.set_dpi(72 * 400 / WIDTH)
-            canvas.draw()
-        picture = np.asarray(canvas.buffer_rgba())[..., :3]
-        stack = min(stacks, key=lambda stack: sum(map(len, stack)))
-        stack.append(np.pad(picture, ((0, 20), (0, 20), (0, 0)), constant_values=200))
-    whole = [np.concatenate(stack) for stack in stacks if stack]
-    height = max(map(len, whole))
-    below = [((0, height - len(part)), (0, 0), (0, 0)) for part in whole]
-    whole = [np.pad(*each, constant_values=200) for each in zip(whole, below, strict=True)]
-    matplotlib.image.imsave(path, np.concatenate(whole, axis=1))
 
 
 Point = tuple[float, float]  # under a roofline: FLOP per byte, TFLOP/s
@@ -700,13 +680,13 @@ def of_versions(title: str, groups: dict[str, dict[str, float]], note: str) -> S
     sheet = Sheet(title, 106 + sum(heights))
     for i, (shape, values) in enumerate(groups.items()):
         left, top = 20 + 395 * (i % 2), 76 + sum(heights[: i // 2])
-        sheet.text(left, top + 14, SHAPES[shape], ha="left", weight="bold")
+        sheet.label(left, top + 14, SHAPES[shape], weight="bold")
         for j, (version, value) in enumerate(values.items()):
             y, width = top + 36 + 48 * j, 240 * value / values["V1"]
-            sheet.text(left, y + 20, version, ha="left")
+            sheet.label(left, y + 20, version)
             sheet.box(left + 42, y, width, 41, VERSION[version], edge=None)
             number = f"{value:.{max(0, 2 - int(math.log10(value)))}f}"
-            sheet.text(left + 52 + width, y + 20, number, ha="left")
+            sheet.label(left + 52 + width, y + 20, number)
         first = 76 + sum(heights[: i // 2])
         name = shape.partition(", ")[0] if len(heights) > 1 else ""
         sheet.cut(first, first + heights[i // 2] - 16, name)
@@ -718,13 +698,11 @@ def from_studies(key: str) -> dict[str, dict[str, float]]:
     """A number of V1 to V4, bf16, the whole step as one graph, by shape."""
     found: dict[str, dict[str, float]] = {}
     for shape in SHAPES:
-        same = {"shape": shape, "precision": "bf16", "mode": "graph"}
-        sides = {v: row_of(H100 / "headline_v3.json", side=v, **same) for v in ("V1", "V2", "V3")}
-        found[shape] = {version: row[key] for version, row in sides.items()}
-    for study in ("fastest.json", "fastest_openfold.json"):
-        for row in read(H100 / study)["rows"]:
-            if (row["precision"], row["side"]) == ("bf16", "V4"):
-                found[row["shape"]]["V4"] = row[key]
+        same = rows_of("headline_v3", shape=shape, precision="bf16", mode="graph")
+        found[shape] = {row["side"]: row[key] for row in same}
+    for study in ("fastest", "fastest_openfold"):
+        for row in rows_of(study, precision="bf16", side="V4"):
+            found[row["shape"]]["V4"] = row[key]
     return found
 
 
@@ -745,11 +723,10 @@ def kernels() -> Sheet:
 
 def traffic() -> Sheet:
     """GB that the operators of a step read and write, by version, bf16."""
-    rows = by_side(read(H100 / "traffic.json")["rows"], "shape", "precision")
-    shown = {
-        shape: {name: side["gb"] for name, side in rows[shape, "bf16"].items()}
-        for shape in ("tiny_llama, medium", "tiny_openfold, crop")
-    }
+    shown = {}
+    for shape in ("tiny_llama, medium", "tiny_openfold, crop"):
+        rows = rows_of("traffic", shape=shape, precision="bf16")
+        shown[shape] = {row["side"]: row["gb"] for row in rows}
     note = "bf16; every operator reads its tensors and writes its results, once each"
     return of_versions("GB read and written in one training step", shown, note)
 
@@ -757,7 +734,7 @@ def traffic() -> Sheet:
 def energy() -> Sheet:
     """Joules for a sample, by version, bf16."""
     shown: dict[str, dict[str, float]] = {}
-    for row in read(H100 / "energy.json")["rows"][:8]:
+    for row in rows_of("energy")[:8]:
         shape = "tiny_llama, small" if row["seq_len"] == 128 else "tiny_llama, medium"
         shown.setdefault(shape, {})[row["version"]] = row["mj_per_sample"]
     note = "one NVIDIA H100, bf16, as one graph; medium runs at the power limit"
@@ -791,7 +768,7 @@ def attention_memory() -> Sheet:
 PURPOSES = (  # of memory_by_purpose.json: key, words, colour
     ("weights", "weights", GREY),
     ("moments", "AdamW's moments", PURPLE),
-    ("weight_copies", "weights in bf16", "#cc79a7"),
+    ("weight_copies", "weights in bf16", PINK),
     ("attention", "attention", RED),
     ("triangle", "triangles, outer product", ORANGE),
     ("mlp", "MLP, transitions", BLUE),
@@ -828,40 +805,34 @@ def libraries() -> Sheet:
     """Microseconds of two operations in V3 and in libraries, the fastest first."""
     groups = []
     for study, (title, names) in LIBRARIES.items():
-        times = {
-            names[row["side"]]: row["us"]
-            for row in read(H100 / f"{study}.json")["rows"]
-            if (row["shape"], row["precision"]) == ("N=256", "bf16")
-            and row["side"] in names
-            and row.get("us")
-        }
+        rows = rows_of(study, shape="N=256", precision="bf16")
+        rows = [row for row in rows if row["side"] in names and row.get("us")]
+        times = {names[row["side"]]: row["us"] for row in rows}
         groups.append((study, title, sorted(times.items(), key=lambda item: item[1])))
     height = 116 + sum(66 + 40 * len(times) for _, _, times in groups)
     sheet = Sheet("Our kernels beside libraries: microseconds", height)
     top = 76
     for study, title, times in groups:
         sheet.cut(top - 4, top + 36 + 40 * len(times), study)
-        sheet.text(20, top + 14, title, ha="left", weight="bold")
+        sheet.label(20, top + 14, title, weight="bold")
         longest = times[-1][1]
         for i, (name, us) in enumerate(times):
             y, width = top + 36 + 40 * i, 410 * us / longest
             ours = name.startswith("V3")
-            sheet.text(20, y + 16, name, ha="left", weight="bold" if ours else "normal")
+            sheet.label(20, y + 16, name, weight="bold" if ours else "normal")
             sheet.box(300, y, width, 33, VERSION["V3"] if ours else FAINT, edge=None)
-            sheet.text(310 + width, y + 16, f"{us:.0f}", ha="left")
+            sheet.label(310 + width, y + 16, f"{us:.0f}")
         top += 66 + 40 * len(times)
-    sheet.note(
-        height - 58, "forward and backward, bf16, one NVIDIA H100; cuEquivariance has", 20, "left"
-    )
-    sheet.note(
-        height - 28, "parameters in bf16 or in float32, as most training code has them", 20, "left"
-    )
+    first = "forward and backward, bf16, one NVIDIA H100; cuEquivariance has"
+    second = "parameters in bf16 or in float32, as most training code has them"
+    sheet.note(height - 58, first, 20, "left")
+    sheet.note(height - 28, second, 20, "left")
     return sheet
 
 
 def memory_of_a_step() -> Sheet:
     """Stacked bars: what memory holds when the forward pass ends, by what it is for."""
-    rows = read(H100 / "memory_by_purpose.json")["rows"]
+    rows = rows_of("memory_by_purpose")
     shapes = list(dict.fromkeys(row["shape"] for row in rows))
     bars = 44 * len(rows) + 46 * len(shapes)
     sheet = Sheet("Memory at the end of the forward pass", 70 + bars + 34 * 3 + 20)
@@ -871,22 +842,20 @@ def memory_of_a_step() -> Sheet:
         same = [row for row in rows if row["shape"] == shape]
         highest = max(sum(row["parts"].values()) for row in same)
         name = shape.replace("tiny_openfold", "TinyOpenFold").replace("tiny_llama", "TinyLlama")
-        sheet.text(20, y + 18, f"{name}, bf16", ha="left", weight="bold")
+        sheet.label(20, y + 18, f"{name}, bf16", weight="bold")
         y += 40
         for row in same:
-            sheet.text(20, y + 17, row["version"], ha="left")
+            sheet.label(20, y + 17, row["version"])
             x = 62.0
             for key, _, color in PURPOSES:
                 width = 600 * row["parts"][key] / highest
                 sheet.box(x, y, width, 36, color, edge=WHITE, linewidth=1)
                 x += width
-            sheet.text(x + 10, y + 17, f"{sum(row['parts'].values()) / 1e9:.2f} GB", ha="left")
+            sheet.label(x + 10, y + 17, f"{sum(row['parts'].values()) / 1e9:.2f} GB")
             y += 44
         y += 6
     for i, (_, words, color) in enumerate(PURPOSES):
-        x, top = 20 + (0, 220, 525)[i % 3], y + 14 + 34 * (i // 3)
-        sheet.box(x, top, 20, 20, color, edge=None)
-        sheet.text(x + 28, top + 10, words, SMALL, ha="left")
+        sheet.legend(y + 14 + 34 * (i // 3), [20 + (0, 220, 525)[i % 3]], {words: color})
     sheet.cut(below, sheet.height, "tiny_openfold")  # the last shape
     return sheet
 
@@ -919,9 +888,8 @@ def launch_timeline() -> Sheet:
             sheet.note(y, f"{mark} µs" if mark else "0", left + mark * (right - left) / end)
 
     def pair(row: dict, y: float, end: float) -> None:
-        version, _, mode = row["label"].partition(", ")
-        sheet.text(20, y + 14, version, ha="left", weight="bold")
-        sheet.text(20, y + 42, mode, SMALL, ha="left")
+        sheet.label(20, y + 14, row["version"], weight="bold")
+        sheet.label(20, y + 42, row["mode"], SMALL)
         lane("host", y, 22, end, row["launches"], GREY)
         lane("GPU", y + 26, 34, end, row["kernels"])
         if row is graph:
@@ -933,14 +901,12 @@ def launch_timeline() -> Sheet:
     edge = left + (right - left) * wide / longest
     y = below + 46
     words = f"The first {wide:.0f} µs of it, {longest / wide:.0f} times as wide"
-    sheet.text(20, y, words, ha="left", weight="bold")
+    sheet.label(20, y, words, weight="bold")
     sheet.line(edge, below - 14, edge, below - 24, color=INK, width=2)
     for i, row in enumerate((rows[0], graph)):
         pair(row, y + 26 + 78 * i, wide)
     axis(y + 196, wide)
-    for x, (kind, color) in zip((20, 140, 290, 400, 580), KERNEL.items(), strict=True):
-        sheet.box(x, y + 228, 20, 20, color, edge=None)
-        sheet.text(x + 28, y + 238, kind, SMALL, ha="left")
+    sheet.legend(y + 228, (20, 140, 290, 400, 580), KERNEL)
     name = study["environment"]["device_name"].split("GB")[0]
     words = f"TinyLlama in a trace of {name} GB; the profiler slows every launch"
     sheet.note(y + 286, words, 20, "left")
@@ -957,13 +923,11 @@ def nice_step(longest: float) -> int:
 
 def trunk() -> Sheet:
     """Time against peak memory of 48 blocks, with and without checkpoints."""
-    rows = {
-        row["side"]: row for row in read(H100 / "trunk.json")["rows"] if row["shape"] == "128 x 256"
-    }
+    rows = {row["side"]: row for row in rows_of("trunk", shape="128 x 256")}
     times = [row["batch_ms"] for row in rows.values() if "batch_ms" in row]
     sheet = Sheet("48 blocks: what recomputation is for", 540)
     axes = plot(sheet, 86, 84, 620, 300, xlabel="ms per training step", ylabel="peak memory, GB")
-    axes.set(xlim=(0, 1.15 * max(times)), ylim=(0, 100))
+    axes.set(xlim=(0, 1.15 * max(times)), ylim=(0, 110))
     axes.axhline(80, color=RED, linewidth=2, linestyle=(0, (4, 3)))
     label = {"fontsize": SMALL, "weight": "bold"}
     for name in ("V1", "V2", "V3", "V4", "OpenFold"):
@@ -972,22 +936,20 @@ def trunk() -> Sheet:
             continue
         color, kept = VERSION.get(name, PURPLE), rows[name]
         x, y = again["batch_ms"], again["peak_mb"] / 1e3
-        end = (kept["batch_ms"], kept["peak_mb"] / 1e3) if "batch_ms" in kept else (x, 92)
-        axes.plot(
-            [x, end[0]],
-            [y, end[1]],
-            color=color,
-            linewidth=3,
-            linestyle="-" if "batch_ms" in kept else ":",
-        )
+        end, line, marker = (x, 92), ":", "^"  # out of memory
+        if "batch_ms" in kept:
+            end, line, marker = (kept["batch_ms"], kept["peak_mb"] / 1e3), "-", "o"
+        axes.plot([x, end[0]], [y, end[1]], color=color, linewidth=3, linestyle=line)
         axes.plot(x, y, color=color, marker="o", markersize=13, fillstyle="none", markeredgewidth=3)
-        axes.plot(*end, color=color, marker="o" if "batch_ms" in kept else "^", markersize=13)
-        left = end[0] - 0.025 * max(times)
-        axes.text(left, end[1], name, color=color, ha="right", va="center", **label)
-    words = "filled: activations kept; open: --checkpoint-blocks"
-    sheet.text(20, 474, words, SMALL, GREY, ha="left")
+        axes.plot(*end, color=color, marker=marker, markersize=13)
+        if "batch_ms" in kept:
+            left = end[0] - 0.025 * max(times)
+            axes.text(left, end[1], name, color=color, ha="right", va="center", **label)
+        else:
+            axes.text(x, end[1] + 5, name, color=color, ha="center", va="bottom", **label)
     words = "triangle: out of memory, which is 80 GB (dashed); bf16, one H100"
-    sheet.text(20, 508, words, SMALL, GREY, ha="left")
+    sheet.label(20, 474, "filled: activations kept; open: --checkpoint-blocks", SMALL, GREY)
+    sheet.label(20, 508, words, SMALL, GREY)
     sheet.cut(72, 436)
     return sheet
 
@@ -1009,7 +971,7 @@ def launch() -> Sheet:
         color = KERNEL[kind]
         sheet.box(234 + 84 * i, 170, 76, 50, tint(color, 0.4), name, edge=color, size=SMALL)
     sheet.arrow(212, 250, 300, 250, color=GREY)
-    sheet.text(310, 250, "launch", ha="left", color=GREY)
+    sheet.label(310, 250, "launch", color=GREY)
     sheet.arrow(400, 250, 496, 250, color=GREY)
     for i in range(20):
         row, column = divmod(i, 10)
@@ -1032,18 +994,15 @@ def layer_kernels() -> Sheet:
     sheet = Sheet("One layer, forward: a square is a kernel", 400)
     for i, trace in enumerate(traces):
         kinds = [kind for kind, *_ in trace["kernels"][: len(trace["kernels"]) // 2]]
-        y, version = 84 + 82 * i, trace["label"].partition(",")[0]
-        sheet.text(20, y + 30, version, ha="left", weight="bold")
+        y = 84 + 82 * i
+        sheet.label(20, y + 30, trace["version"], weight="bold")
         for j, kind in enumerate(kinds):
             row, column = divmod(j, 31)
             sheet.box(70 + 20 * column, y + 31 * row, 17, 28, KERNEL[kind], edge=None)
         sheet.text(784, y + 30, f"{len(kinds)}", TITLE, ha="right", weight="bold")
-    for x, (kind, color) in zip((70, 190, 340, 450, 630), KERNEL.items(), strict=True):
-        sheet.box(x, 334, 20, 20, color, edge=None)
-        sheet.text(x + 28, 344, kind, SMALL, ha="left")
-    sheet.note(
-        378, "TinyLlama, bf16, in a trace of an H100; other: casts, copies, rotary", 70, "left"
-    )
+    sheet.legend(334, (70, 190, 340, 450, 630), KERNEL)
+    words = "TinyLlama, bf16, in a trace of an H100; other: casts, copies, rotary"
+    sheet.note(378, words, 70, "left")
     sheet.cut(70, 362)
     return sheet
 
@@ -1078,23 +1037,21 @@ def taking_turns() -> Sheet:
     rows = (("one after the other", "AAAABBBB"), ("in turns", "ABBAABBA"))
     for i, (name, order) in enumerate(rows):
         y, x = 146 + 86 * i, 20.0
-        sheet.text(20, y - 18, name, SMALL, ha="left")
+        sheet.label(20, y - 18, name, SMALL)
         for side in order:
             slow = x >= 520
             width, color = (124 if slow else 84), {"A": GREY, "B": BLUE}[side]
             sheet.box(x, y, width - 4, 48, tint(color, 0.45), side, edge=color, weight="bold")
             x += width
-    sheet.text(20, 330, "Above, B seems slower. Below, both sides lose the same,", SMALL, ha="left")
-    sheet.text(
-        20, 356, "and the ratio of each pair can be compared with the next one.", SMALL, ha="left"
-    )
+    sheet.label(20, 330, "Above, B seems slower. Below, both sides lose the same,", SMALL)
+    sheet.label(20, 356, "and the ratio of each pair can be compared with the next one.", SMALL)
     sheet.cut(72, 312)
     return sheet
 
 
 def turn_ratios() -> Sheet:
     """V1 over V2 in each turn: eager, and as one graph."""
-    rows = by_side(read(H100 / "headline.json")["rows"], "shape", "precision", "mode")
+    rows = by_side(rows_of("headline"), "shape", "precision", "mode")
     shapes = [shape for shape in SHAPES if shape != "tiny_llama, medium"]
     sheet = Sheet("The same ratio in five turns: V1 over V2", 450)
     axes = plot(sheet, 250, 84, 520, 250, xlabel="time of V1 / time of V2, bf16")
@@ -1112,7 +1069,7 @@ def turn_ratios() -> Sheet:
     axes.tick_params(axis="y", length=0)
     for x, name, color in ((20, "eager", ORANGE), (130, "one graph", BLUE)):
         sheet.axes.add_patch(Circle((x + 10, 418), 9, facecolor=color))
-        sheet.text(x + 28, 418, name, ha="left")
+        sheet.label(x + 28, 418, name)
     sheet.note(418, "one H100 on a shared host", 780, "right")
     sheet.cut(78, 436)
     return sheet
@@ -1133,10 +1090,9 @@ def profilers() -> Sheet:
     sheet = Sheet("From overview to detail", 430)
     for i, (what, question, tool, color) in enumerate(TOOLS):
         y, inset = 70 + 54 * i, 9 * i
-        sheet.box(
-            20 + inset, y, 200 - 2 * inset, 46, tint(color, 0.35), what, edge=color, size=SMALL
-        )
-        sheet.text(240, y + 23, question, ha="left")
+        width, fill = 200 - 2 * inset, tint(color, 0.35)
+        sheet.box(20 + inset, y, width, 46, fill, what, edge=color, size=SMALL)
+        sheet.label(240, y + 23, question)
         sheet.text(784, y + 23, tool, ha="right", weight="bold")
     sheet.note(412, "green: on any device; orange and red: on an AMD GPU")
     sheet.cut(62, 392)
@@ -1159,9 +1115,9 @@ def losses() -> Sheet:
         axes.plot(range(1, len(curve) + 1), curve, color=color, linewidth=width)
         y = 134 + 66 * i
         sheet.line(604, y, 640, y, color=color, width=width)
-        sheet.text(650, y, f"{version.upper()} {precision}", SMALL, ha="left")
-        sheet.text(650, y + 27, f"{curve[-1]:.4f}", SMALL, GREY, ha="left")
-    sheet.text(604, 96, "loss at the end", SMALL, ha="left")
+        sheet.label(650, y, f"{version.upper()} {precision}", SMALL)
+        sheet.label(650, y + 27, f"{curve[-1]:.4f}", SMALL, GREY)
+    sheet.label(604, 96, "loss at the end", SMALL)
     axes.set(xlim=(0, len(curve)), ylim=(0, None))
     sheet.note(436, "TinyLlama, small; data: a Markov chain", 20, "left")
     sheet.cut(68, 424)
@@ -1172,31 +1128,24 @@ def too_fast() -> Sheet:
     """What two faulty programs say of a step, and how long its kernels really took."""
     stages = {row["stage"]: row for row in read(H100 / "performance_debugging.json")["stages"]}
     sheet = Sheet("Too fast to be true", 400)
+    few = f"{stages['stage6']['gradient_percent']:.1f} % of gradients"
     rows = (
         ("stage5", "honest", "all gradients"),
         ("stage3", "no wait at the end", "all gradients"),
-        (
-            "stage6",
-            "most of it left out",
-            f"{stages['stage6']['gradient_percent']:.1f} % of gradients",
-        ),
+        ("stage6", "most of it left out", few),
     )
     longest = max(stages[name]["kernel_ms"] for name, *_ in rows)
     for i, (name, words, remark) in enumerate(rows):
         y, row = 76 + 96 * i, stages[name]
-        sheet.text(20, y + 22, words, ha="left", weight="bold")
-        sheet.text(20, y + 52, remark, SMALL, GREY, ha="left")
+        sheet.label(20, y + 22, words, weight="bold")
+        sheet.label(20, y + 52, remark, SMALL, GREY)
         kinds = (row["result"]["timing"]["batch_ms"], BLUE), (row["kernel_ms"], GREY)
         for j, (ms, color) in enumerate(kinds):
             width = 360 * ms / longest
             sheet.box(260, y + 36 * j, max(width, 2), 32, color, edge=None)
-            sheet.text(270 + width, y + 16 + 36 * j, f"{ms:.2f} ms", SMALL, ha="left")
-    for x, name, color in (
-        (20, "what the program says", BLUE),
-        (290, "what its kernels took", GREY),
-    ):
-        sheet.box(x, 364, 20, 20, color, edge=None)
-        sheet.text(x + 28, 374, name, SMALL, ha="left")
+            sheet.label(270 + width, y + 16 + 36 * j, f"{ms:.2f} ms", SMALL)
+    kinds = {"what the program says": BLUE, "what its kernels took": GREY}
+    sheet.legend(364, (20, 290), kinds)
     sheet.cut(66, 392)
     return sheet
 
@@ -1215,12 +1164,8 @@ def tile_owner() -> Sheet:
         if i:
             sheet.arrow(475, y - 15, 475, y - 1, color=GREEN, width=3)
     sheet.arrow(532, 314, 666, 250, color=GREEN, width=5)
-    sheet.text(
-        20, 378, "as they come: another order,\nanother rounding, in each run", SMALL, ha="left"
-    )
-    sheet.text(
-        420, 378, "one after the other: the same\nbits each time, one store", SMALL, ha="left"
-    )
+    sheet.label(20, 378, "as they come: another order,\nanother rounding, in each run", SMALL)
+    sheet.label(420, 378, "one after the other: the same\nbits each time, one store", SMALL)
     sheet.line(390, 84, 390, 410, color=PALE, width=3)
     sheet.cut(66, 416)
     return sheet
@@ -1231,30 +1176,25 @@ def strategy() -> Sheet:
     small = {"shape": "tiny_llama, small", "precision": "bf16"}
 
     def ms(study: str, side: str, **more: str) -> float:
-        return row_of(H100 / study, side=side, **small, **more)["batch_ms"]
+        return row_of(study, side=side, **small, **more)["batch_ms"]
 
     def gb(side: str) -> float:
-        return row_of(H100 / "trunk.json", shape="128 x 256", side=side)["peak_mb"] / 1e3
+        return row_of("trunk", shape="128 x 256", side=side)["peak_mb"] / 1e3
 
-    eager, graph = (ms("headline.json", "V1", mode=mode) for mode in ("eager", "graph"))
-    compiled = ms("fastest.json", "V1 compiled")
-    v3, v4 = ms("fastest.json", "V3"), ms("fastest.json", "V4")
+    eager, graph = (ms("headline", "V1", mode=mode) for mode in ("eager", "graph"))
+    compiled, v3, v4 = (ms("fastest", side) for side in ("V1 compiled", "V3", "V4"))
+    kept = f"{gb('V4'):.0f} → {gb('V4, checkpointed'):.1f} GB"
     rows = (
         ("The host is the limit?", "one graph", f"{eager:.1f} → {graph:.2f} ms", GREY),
         ("Small operators?", "torch.compile", f"{graph:.2f} → {compiled:.2f} ms", SKY),
         ("It cannot fuse them?", "V3's kernels", f"{compiled:.2f} → {v3:.2f} ms", BLUE),
         ("Shapes stay the same?", "V4", f"{v3:.2f} → {v4:.2f} ms", RED),
-        (
-            "Memory ends first?",
-            "checkpoints",
-            f"{gb('V4'):.0f} → {gb('V4, checkpointed'):.1f} GB",
-            PURPLE,
-        ),
+        ("Memory ends first?", "checkpoints", kept, PURPLE),
     )
     sheet = Sheet("In this order, and only as far as it pays", 440)
     for i, (question, answer, gain, color) in enumerate(rows):
         y = 72 + 62 * i
-        sheet.text(20, y + 26, question, ha="left")
+        sheet.label(20, y + 26, question)
         sheet.arrow(290, y + 26, 330, y + 26, color=GREY)
         sheet.box(336, y, 196, 52, tint(color, 0.4), answer, edge=color, weight="bold")
         sheet.text(780, y + 26, gain, ha="right", weight="bold")
@@ -1267,22 +1207,21 @@ def strategy() -> Sheet:
 
 def sessions() -> Sheet:
     """The four sessions of the workshop: a bar of minutes each, from docs/agenda.json."""
-    kinds = {"slides": GREY, "demonstration": ORANGE, "sheet": BLUE, "talk": GREEN}
+    colors = {"slides": GREY, "demonstration": ORANGE, "sheet": BLUE, "talk": GREEN}
+    kinds = {kind: tint(color, 0.5) for kind, color in colors.items()}
     names = [*agenda.plan()["sessions"]]
     sheet = Sheet("Four sessions: minutes", 120 + 78 * len(names))
     for i, name in enumerate(names):
         items, y, x = agenda.session(name), 70 + 78 * i, 20.0
-        sheet.text(20, y + 10, name.removeprefix("Session "), ha="left", weight="bold")
+        sheet.label(20, y + 10, name.removeprefix("Session "), weight="bold")
         for item in items:
             kind = next((kind for kind in kinds if item.what.startswith(kind)), "talk")
             width = 11.5 * item.minutes
-            sheet.box(x, y + 26, width - 3, 38, tint(kinds[kind], 0.5), str(item.minutes))
+            sheet.box(x, y + 26, width - 3, 38, kinds[kind], str(item.minutes))
             x += width
         total = sum(item.minutes for item in items)
-        sheet.text(x + 12, y + 45, str(total), TITLE, ha="left", weight="bold")
-    for x, (kind, color) in zip((20, 160, 370, 500), kinds.items(), strict=True):
-        sheet.box(x, sheet.height - 36, 20, 20, tint(color, 0.5))
-        sheet.text(x + 28, sheet.height - 26, kind, SMALL, ha="left")
+        sheet.label(x + 12, y + 45, str(total), TITLE, weight="bold")
+    sheet.legend(sheet.height - 36, (20, 160, 370, 500), kinds, edge=INK)
     sheet.cut(64, sheet.height - 4)
     return sheet
 
@@ -1334,7 +1273,6 @@ def build_parser() -> Parser:
     there = {"type": Path, "default": FIGURES, "metavar": "DIR"}
     parser.add_argument("--output", **there, help="(default: docs/figures)")
     parser.add_flag("--png", "PNG of what slides show beside each SVG")
-    parser.add_path("--contact-sheet", "FILE.png", "one picture of all of them, and nothing else")
     return parser
 
 
@@ -1350,10 +1288,6 @@ def draw(args: argparse.Namespace) -> int:
             if args.names:
                 raise
             print_notes(PROG, f"{name} is left out: there is no {error.filename}")
-    if args.contact_sheet:
-        contact_sheet(sheets.values(), args.contact_sheet)
-        print(args.contact_sheet)
-        return 0
     args.output.mkdir(parents=True, exist_ok=True)
     for name, sheet in sheets.items():
         for path in sheet.save(args.output, name, args.png):

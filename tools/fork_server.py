@@ -169,12 +169,13 @@ def become(argv: list[str], python: str) -> int:
 
 def serve(directory: str) -> None:
     """Answer requests as long as the process that started this one lives, each in a fork."""
-    import interpreter  # of this directory
+    import quicker  # of this directory
     import torch._dynamo
     import torch.distributed.run  # noqa: F401 - what many programs would import
+    import triton.experimental.gluon  # noqa: F401
 
-    interpreter.make_quicker()
-
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        quicker.make_quicker()
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, "a fork would not have the other threads: is OMP_NUM_THREADS 1?"
     gc.freeze()  # no program need look through what is imported here

@@ -43,7 +43,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from tools import small_runs
-from workshop.cli import ToolError, documented_parser, run_tool
+from workshop.cli import Parser, ToolError, documented_parser, program
 from workshop.files import ROOT, write_text
 
 PROG = Path(__file__).name
@@ -107,9 +107,8 @@ def parse_sheet(text: str) -> list[Block]:
             marks[match["marker"]] = " ".join(match["reason"].split())
         elif match["language"] in ("bash", "python"):
             reasons = (marks.get(marker, "") for marker in (NOT_IN_CI, NEEDS_GPU, LONG))
-            blocks.append(
-                Block(exercise, section, match["language"], line + 1, match["text"], *reasons)
-            )
+            place = exercise, section, match["language"], line + 1
+            blocks.append(Block(*place, match["text"], *reasons))
         elif match["title"] and len(match["level"]) <= 2:
             exercise, section = match["title"], ""
         elif match["title"] and len(match["level"]) == 3:
@@ -117,9 +116,8 @@ def parse_sheet(text: str) -> list[Block]:
         elif match["prints"] is not None:
             phrases = re.findall(r"`([^`]+)`", match["prints"])
             if not (phrases and before and before["language"] in ("bash", "python")):
-                raise ToolError(
-                    f"line {line}: 'Prints:' needs a bash or python block before it and `phrases`"
-                )
+                needs = "needs a bash or python block before it and `phrases`"
+                raise ToolError(f"line {line}: 'Prints:' {needs}")
             blocks[-1].phrases = phrases
         before = match
         if not match["marker"]:
@@ -127,9 +125,8 @@ def parse_sheet(text: str) -> list[Block]:
     lines = {block.line - 1 for block in blocks}
     for match in ANY_FENCE.finditer(text):
         if (line := text.count("\n", 0, match.start()) + 1) not in lines:
-            raise ToolError(
-                f"line {line}: this block is indented, inside another one, or has no end"
-            )
+            what = "this block is indented, inside another one, or has no end"
+            raise ToolError(f"line {line}: {what}")
     return blocks
 
 
@@ -142,10 +139,8 @@ def read_sheet(path: Path, only: str | None) -> list[Block]:
     chosen = [block for block in blocks if only is None or only.lower() in block.exercise.lower()]
     if not chosen:
         exercises = ", ".join(dict.fromkeys(block.exercise for block in blocks))
-        raise ToolError(
-            f"{path}: no bash or python block"
-            + (f" in {only}, only in: {exercises}" if only else "")
-        )
+        where = f" in {only}, only in: {exercises}" if only else ""
+        raise ToolError(f"{path}: no bash or python block{where}")
     return chosen
 
 
@@ -249,9 +244,8 @@ def make_environment(files: Path, args: argparse.Namespace) -> dict[str, str]:
     shims = files / "bin"
     shims.mkdir()
     scripts, program = "|".join(small_runs.SCRIPTS), shlex.quote(small_runs.__file__)
-    small = (
-        f'case ${{1##*/}} in\n{scripts}) set -- {program} "$@" ;;\nesac\n' if args.shrink else ""
-    )
+    small = f'case ${{1##*/}} in\n{scripts}) set -- {program} "$@" ;;\nesac\n'
+    small = small if args.shrink else ""
     for name in ("python", "python3"):
         (shims / name).write_text(f'#!/bin/sh\n{small}exec {shlex.quote(args.python)} "$@"\n')
         (shims / name).chmod(0o755)
@@ -271,12 +265,11 @@ def seconds_by_exercise(blocks: list[Block]) -> dict[str, float]:
 
 def write_summary(args: argparse.Namespace, blocks: list[Block], logs: Path) -> None:
     """summary.json beside the logs."""
-    rows = [{"first_line": block.first_line, **asdict(block)} for block in blocks]
     summary = {
         "sheet": str(args.sheet),
         "shrink": args.shrink,
         "seconds": seconds_by_exercise(blocks),
-        "blocks": rows,
+        "blocks": [{"first_line": block.first_line, **asdict(block)} for block in blocks],
     }
     write_text(logs / "summary.json", json.dumps(summary, indent=2) + "\n")
 
@@ -355,10 +348,9 @@ def run_blocks(args: argparse.Namespace, blocks: list[Block], session: Session) 
 def copy_repository(directory: Path) -> None:
     """What git tracks, and what it would: new files that it does not ignore."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    options = {"capture_output": True, "text": True, "check": True}
     try:
-        listed = subprocess.run(
-            command, cwd=ROOT, capture_output=True, text=True, check=True
-        ).stdout
+        listed = subprocess.run(command, cwd=ROOT, **options).stdout
     except (OSError, subprocess.CalledProcessError) as error:
         raise ToolError(f"git cannot list what to copy ({error}); give --directory") from error
     for name in filter(None, listed.split("\0")):
@@ -369,6 +361,9 @@ def copy_repository(directory: Path) -> None:
 
 def run_sheet(args: argparse.Namespace) -> int:
     """Run what the arguments ask for; returns the exit status."""
+    # even where SIGINT was ignored; `timeout` sends the other one
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
     blocks = read_sheet(args.sheet, args.only)
     if args.directory and not args.directory.is_dir():
         raise ToolError(f"--directory {args.directory}: no such directory")
@@ -397,43 +392,30 @@ def run_sheet(args: argparse.Namespace) -> int:
     return int(count[FAILED] > 0)
 
 
-def parse_args(argv: list[str] | None) -> argparse.Namespace:
+def build_parser() -> Parser:
+    """The command line."""
     parser = documented_parser(PROG, __doc__)
     add = parser.add_argument
     add("sheet", type=Path, metavar="SHEET.md")
     add("--only", metavar="TEXT", help="only the exercises with this text in their heading")
     add("--directory", type=Path, metavar="DIR", help="run there, not in a scratch copy")
-    add(
-        "--log",
-        type=Path,
-        metavar="DIR",
-        help="keep the output of each block, and summary.json, there "
-        "(default: a new temporary folder)",
-    )
+    text = "keep the output of each block, and summary.json, there "
+    add("--log", type=Path, metavar="DIR", help=f"{text}(default: a new temporary folder)")
     text = "print each block and what it prints; on a terminal, wait for Enter before the next"
-    add("--show", action="store_true", help=text)
-    add("--long", action="store_true", help="run blocks behind <!-- long: TIME -->, too")
-    add("--keep-going", action="store_true", help="run the blocks behind a failed one")
+    parser.add_flag("--show", text)
+    parser.add_flag("--long", "run blocks behind <!-- long: TIME -->, too")
+    parser.add_flag("--keep-going", "run the blocks behind a failed one")
     text = "runs what the commands call python (default: the interpreter of this tool)"
     add("--python", default=sys.executable, metavar="FILE", help=text)
-    add(
-        "--shrink",
-        action="store_true",
-        help="for tests only: other sizes than the sheet's (tools/small_runs.py), so that its "
-        "commands run, but what they print teaches nothing",
-    )
-    add("--with-standins", action="store_true", help="tests/standins in place of ROCm's tools")
-    add("--ci", action="store_true", help="leave out blocks behind <!-- not run in CI: REASON -->")
-    return parser.parse_args(argv)
+    text = "for tests only: other sizes than the sheet's (tools/small_runs.py), so that its "
+    text += "commands run, but what they print teaches nothing"
+    parser.add_flag("--shrink", text)
+    parser.add_flag("--with-standins", "tests/standins in place of ROCm's tools")
+    parser.add_flag("--ci", "leave out blocks behind <!-- not run in CI: REASON -->")
+    return parser
 
 
-def main(argv: list[str] | None = None) -> int:
-    args = parse_args(argv)
-    # even where SIGINT was ignored; `timeout` sends the other one
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.default_int_handler)
-    return run_tool(PROG, lambda: run_sheet(args))
-
+main = program(build_parser, run_sheet)
 
 if __name__ == "__main__":
     sys.exit(main())

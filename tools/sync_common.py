@@ -35,9 +35,8 @@ def split(path: Path, name: str) -> tuple[str, str, str] | None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
     differing = 0
@@ -49,10 +48,8 @@ def main() -> int:
                 continue
             differing += 1
             if args.check:
-                print(
-                    f"{path.name}: its part '{name}' differs from common/{source.name}",
-                    file=sys.stderr,
-                )
+                differs = f"its part '{name}' differs from common/{source.name}"
+                print(f"{path.name}: {differs}", file=sys.stderr)
             else:
                 path.write_text(parts[0] + source.read_text() + parts[2])
                 print(f"{path.name}: updated from common/{source.name}")

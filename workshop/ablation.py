@@ -107,9 +107,8 @@ def log_speedups(rows: Iterable[dict]) -> Logs:
     for row in rows:
         if reference := none.get((row["seed"], row["group"])):
             gains = enumerate(ratios(reference, row))
-            logs[frozenset(row["on"])] |= {
-                (row["seed"], turn): math.log(gain) for turn, gain in gains
-            }
+            found = {(row["seed"], turn): math.log(gain) for turn, gain in gains}
+            logs[frozenset(row["on"])] |= found
     return dict(logs)
 
 
@@ -122,11 +121,8 @@ def effect(
     Contrasts with a set that was not measured are left out; if none is left, both lists are empty.
     """
     contrasts = [contrast for contrast in contrasts if contrast.keys() <= logs.keys()]
-    turns = (
-        sorted(set.intersection(*(set(logs[on]) for contrast in contrasts for on in contrast)))
-        if contrasts
-        else []
-    )
+    turns_of = [set(logs[on]) for contrast in contrasts for on in contrast]
+    turns = sorted(set.intersection(*turns_of)) if turns_of else []
     values = [
         [sum(sign * logs[on][turn] for on, sign in c.items()) for turn in turns] for c in contrasts
     ]
@@ -142,9 +138,8 @@ def main_effect(logs: Logs, fusion: str) -> tuple[list[float], list[float]]:
 def interaction(logs: Logs, first: str, second: str) -> tuple[list[float], list[float]]:
     """What two fusions gain together over the product of what each gains: above 1 they help."""
     without = [on for on in logs if not on & {first, second}]
-    corners = [
-        {on | {first, second}: 1, on | {first}: -1, on | {second}: -1, on: 1} for on in without
-    ]
+    both = {first, second}
+    corners = [{on | both: 1, on | {first}: -1, on | {second}: -1, on: 1} for on in without]
     return effect(logs, corners)
 
 
@@ -158,9 +153,8 @@ def additivity(logs: Logs, fusions: Sequence[str]) -> str:
         return f"Whether the gains are additive cannot be said: {needed}."
     low, high = min(over_product), max(over_product)
     answer = "are additive within the spread" if low <= 1 <= high else "are not additive"
-    answer = (
-        "may be additive or not, the turns are too few to tell" if len(over_product) < 5 else answer
-    )
+    if len(over_product) < 5:
+        answer = "may be additive or not, the turns are too few to tell"
     *singles, together = map(statistics.median, gains)
     found = f"each alone {math.prod(singles):.2f}x as a product, all together {together:.2f}x"
     over = f"all over the product {low:.2f}x to {high:.2f}x in turns"
@@ -236,9 +230,8 @@ def effects_tables(rows: Sequence[dict]) -> list[str]:
         pairs = []
         for first, second in itertools.combinations(fusions, 2):
             turns = interaction(logs, first, second)[0]
-            pairs.append(
-                {"name": f"{first}, {second}", "together": median(turns), "turns": in_words(turns)}
-            )
+            effect_of = {"together": median(turns), "turns": in_words(turns)}
+            pairs.append({"name": f"{first}, {second}", **effect_of})
         columns = [
             Column(f"{precision}, two fusions", "name"),
             Column("together over their product", "together", ".2f", "x"),

@@ -8,13 +8,12 @@ begins with what our projection leaves and ends with what the next one takes, as
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import math
 import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import MethodType, ModuleType
 from typing import NoReturn
@@ -24,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from workshop.files import ROOT
+from workshop.script import import_file
 
 # cuEquivariance runs PyTorch's operators for up to 100 positions, unless it is told not to; it
 # reads this on import.
@@ -43,12 +43,12 @@ def cuequivariance(name: str) -> Operation:
     try:
         return getattr(importlib.import_module("cuequivariance_torch"), name)
     except ImportError as error:
-        missing = error  # the name of an exception ends with its block
+        return partial(absent, error)
 
-    def absent(*arguments: object, **options: object) -> NoReturn:
-        raise missing
 
-    return absent
+def absent(error: ImportError, *arguments: object, **options: object) -> NoReturn:
+    """What is not installed, as an operation or a step: say so where it is called."""
+    raise error
 
 
 # Attention with pair bias
@@ -122,10 +122,7 @@ def megafold(clone: Path) -> Operation:
     file = clone / "megafold" / "model" / "FusedEvoAttention" / "evoattention.py"
     if not file.exists():
         raise ImportError(f"no MegaFold in {clone}: name a clone of it with --megafold")
-    spec = importlib.util.spec_from_file_location("megafold_evoattention", file)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.TritonEvoformer
+    return import_file(file, "megafold_evoattention").TritonEvoformer
 
 
 def attention_peers(
@@ -388,9 +385,7 @@ def peer_script(name: str) -> str:
     """A module like TinyLlama V1, with its data, optimizer and clock, whose model is this peer ->
     the module's name."""
     script = f"tiny_llama_{name}"
-    spec = importlib.util.spec_from_file_location(script, ROOT / "tiny_llama_v1.py")
-    sys.modules[script] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = import_file(ROOT / "tiny_llama_v1.py", script)
     build, module.SCRIPT = module.build_model, script
     module.build_model = lambda args, device: Peer(build(args, device), PEERS[name])
     return script

@@ -121,9 +121,7 @@ def run_tool(prog: str, body: Callable[[], int]) -> int:
     except BrokenPipeError:  # `| head` has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
-    except (
-        OSError
-    ) as error:  # a file or directory that may not be read or written, named too long, in the way
+    except OSError as error:  # what may not be read or written, is named too long, or in the way
         where = f"{error.filename}: " if error.filename else ""
         message, status = f"{where}{error.strerror or error}", 2
     except KeyboardInterrupt:

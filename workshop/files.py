@@ -44,9 +44,8 @@ def write_file(path: Path, write: Callable[[Path], object], replace: bool = Fals
     try:
         target = Path(os.path.realpath(path))  # a link stays a link
         if str(target) in inputs and not replace:
-            raise ToolError(
-                f"{path}: it is an input, so nothing is written there; name another file"
-            )
+            reason = "it is an input, so nothing is written there; name another file"
+            raise ToolError(f"{path}: {reason}")
         if target.exists() and not target.is_file():
             raise ToolError(f"{path}: cannot write there (it is not a file)")
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -57,9 +56,8 @@ def write_file(path: Path, write: Callable[[Path], object], replace: bool = Fals
         finally:
             temporary.unlink(missing_ok=True)
     except (OSError, UnicodeEncodeError) as error:
-        raise ToolError(
-            f"{path}: cannot write there ({getattr(error, 'strerror', None) or error})"
-        ) from error
+        reason = getattr(error, "strerror", None) or error
+        raise ToolError(f"{path}: cannot write there ({reason})") from error
 
 
 def write_text(path: Path, text: str, replace: bool = False) -> None:

@@ -26,18 +26,16 @@ def reading() -> tuple[float, float]:
     try:
         return torch.cuda.power_draw() / 1e3, torch.cuda.clock_rate()
     except (ImportError, RuntimeError, AttributeError, OSError) as error:
-        raise ToolError(
-            f"power cannot be read here: {error} (nvidia-ml-py or amdsmi is needed)", status=4
-        ) from error
+        needed = "nvidia-ml-py or amdsmi is needed"
+        raise ToolError(f"power cannot be read here: {error} ({needed})", status=4) from error
 
 
 def means(samples: Sequence[tuple[float, float, float]], start: float) -> tuple[float, float]:
     """The means of (seconds, watts, MHz) readings from SETTLE seconds on: watts and MHz."""
     settled = [values for moment, *values in samples if moment >= start + SETTLE]
     if not settled:
-        raise ToolError(
-            "no reading came after the first seconds of a turn: raise --seconds", status=1
-        )
+        what = "no reading came after the first seconds of a turn"
+        raise ToolError(f"{what}: raise --seconds", status=1)
     power, clock = map(statistics.fmean, zip(*settled, strict=True))
     return power, clock
 

@@ -53,18 +53,17 @@ def commit() -> dict[str, dict]:
     SOURCE_COMMIT where a copy has no history.
     """
     if given := os.environ.get("SOURCE_COMMIT"):
-        dirty = {
-            "value": None,
-            "reason": "SOURCE_COMMIT names a commit, not the state of its files",
-        }
+        reason = "SOURCE_COMMIT names a commit, not the state of its files"
+        dirty = {"value": None, "reason": reason}
         return {"commit": figure(lambda: (given, None), "SOURCE_COMMIT"), "dirty": dirty}
-    changed = figure(
-        lambda: (bool(output_of("git", "status", "--porcelain").strip()), None), "git status"
-    )
-    return {
-        "commit": figure(lambda: (output_of("git", "rev-parse", "HEAD").strip(), None), "git"),
-        "dirty": changed,
-    }
+
+    def head() -> tuple[str, None]:
+        return output_of("git", "rev-parse", "HEAD").strip(), None
+
+    def changed() -> tuple[bool, None]:
+        return bool(output_of("git", "status", "--porcelain").strip()), None
+
+    return {"commit": figure(head, "git"), "dirty": figure(changed, "git status")}
 
 
 def this_gpu() -> str:
@@ -123,10 +122,8 @@ def joules() -> float:
     import pynvml
 
     pynvml.nvmlInit()
-    return (
-        pynvml.nvmlDeviceGetTotalEnergyConsumption(pynvml.nvmlDeviceGetHandleByUUID(this_gpu()))
-        / 1e3
-    )
+    gpu = pynvml.nvmlDeviceGetHandleByUUID(this_gpu())
+    return pynvml.nvmlDeviceGetTotalEnergyConsumption(gpu) / 1e3
 
 
 @contextlib.contextmanager
@@ -134,10 +131,8 @@ def watched() -> Iterator[dict[str, dict]]:
     """A dictionary that has, after the block, how long the GPU throttled in it and why, power and
     temperature."""
     found: dict[str, dict] = {}
-    before, energy = (
-        figure(lambda: (throttled_us(), "us"), "nvidia-smi"),
-        figure(lambda: (joules(), "J"), "NVML"),
-    )
+    before = figure(lambda: (throttled_us(), "us"), "nvidia-smi")
+    energy = figure(lambda: (joules(), "J"), "NVML")
     start = time.monotonic()
     try:
         yield found

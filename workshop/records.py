@@ -259,9 +259,8 @@ class Row:
     # what was measured
     model: str = None  # tiny_llama or tiny_openfold
     version: str = None  # V1 to V4; a library has none
-    side: str = (
-        None  # its name among the sides: V1, V3 compiled, cuEquivariance, none, only overlap
-    )
+    # its name among the sides: V1, V3 compiled, cuEquivariance, none, only overlap
+    side: str = None
     shape: str = None  # a name for the sizes
     batch_size: Count = None
     seq_len: Count = None
@@ -445,9 +444,8 @@ def check_turns(rows: Iterable[dict], path: Path) -> None:
         for key in ("turns_ms", "turns_us"):
             same = row.get("shape"), row.get("precision")
             if key in row and len(row[key]) != (first := turns.setdefault(same, len(row[key]))):
-                raise ToolError(
-                    f"{path}: rows[{number}].{key} has {len(row[key])} turns, others have {first}"
-                )
+                there = f"{len(row[key])} turns, others have {first}"
+                raise ToolError(f"{path}: rows[{number}].{key} has {there}")
 
 
 @cache
@@ -467,9 +465,8 @@ def _check(kind: object, value: object, path: Path, where: str) -> None:
             if name in value:
                 _check(of, value[name], path, f"{place}{name}")
             elif required:
-                raise ToolError(
-                    f"{path}: it has no {place}{name}: another kind of file, or damaged"
-                )
+                reason = "another kind of file, or damaged"
+                raise ToolError(f"{path}: it has no {place}{name}: {reason}")
         others = getattr(kind, "others", None)
         for name in sorted(value.keys() - {name for name, *_ in known}) if others else ():
             if others is NONE:

@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 from workshop.cli import ToolError
 from workshop.files import read_json
 from workshop.records import Summary, checked, read
-from workshop.script import mode_of, model_and_version, precision_of
+from workshop.script import model_and_version, named_run
 
 # What is named where it is not the same; with the value where a file of an earlier harness has
 # none.
@@ -53,30 +53,19 @@ class Run:
 
         Its peak memory is null where there is none; else what was not measured is left out.
         """
-        result, training = self.result, self.result["training"]
-        model, version = model_and_version(result["script"])
-        row = {
-            "model": model,
-            **({"version": version} if version else {}),
-            "script": result["script"],
-        }
-        row |= {"precision": precision_of(training), "mode": mode_of(training)}
-        row |= {
-            "fusions": [
-                name.replace("_", "-") for name, on in (result.get("fusions") or {}).items() if on
-            ]
-        }
-        row |= {"peak_mb": self.number("memory", "peak_mb")}
+        result = self.result
+        fusions = [name for name, on in (result.get("fusions") or {}).items() if on]
+        row = named_run(result["script"], result["training"])
+        row["fusions"] = [name.replace("_", "-") for name in fusions]
+        row["peak_mb"] = self.number("memory", "peak_mb")
         if self.status != "ok":
             return {**row, "status": self.status, "error": self.result.get("error")}
         times = ("samples_per_sec", "batch_ms", "batch_median_ms", "batch_p95_ms")
         measured = {key: self.number("timing", key) for key in times}
         measured |= {key: self.number("kernels", key) for key in ("per_step", "host_launches")}
-        measured |= {
-            "unit": result["kernels"].get("unit"),
-            "turns_ms": result["timing"].get("turns_ms"),
-        }
-        measured |= {"final_loss": self.number("loss", "final")}
+        measured["unit"] = result["kernels"].get("unit")
+        measured["turns_ms"] = result["timing"].get("turns_ms")
+        measured["final_loss"] = self.number("loss", "final")
         return row | {key: value for key, value in measured.items() if value is not None}
 
 
@@ -97,10 +86,8 @@ def runs_in(file: Path, content: dict) -> dict[str, dict]:
     runs = content.get("runs")
     if not isinstance(runs, dict):
         raise ToolError(f"{file}: not a file of several runs, as compare_runs.py --save writes it")
-    return {
-        name: checked(Summary, result, file / name)
-        for name, result in by_name(runs.items()).items()
-    }
+    named = by_name(runs.items()).items()
+    return {name: checked(Summary, result, file / name) for name, result in named}
 
 
 def file_of_runs(path: Path) -> tuple[dict[str, dict], str] | None:
@@ -108,9 +95,8 @@ def file_of_runs(path: Path) -> tuple[dict[str, dict], str] | None:
 
     None if it goes through none.
     """
-    file = next(
-        (parent for parent in path.parents if parent.suffix == ".json" and parent.is_file()), None
-    )
+    files = (parent for parent in path.parents if parent.suffix == ".json" and parent.is_file())
+    file = next(files, None)
     return file and (runs_in(file, read_json(file)), path.relative_to(file).as_posix())
 
 
@@ -130,10 +116,8 @@ def only_file(directory: Path, pattern: str, what: str) -> Path:
     if not paths:
         raise ToolError(f"{directory}: {what} in this directory")
     if len(paths) > 1:
-        raise ToolError(
-            f"{directory}: several files {pattern} ({', '.join(p.name for p in paths)}), "
-            "name one of them"
-        )
+        several = f"several files {pattern} ({', '.join(path.name for path in paths)})"
+        raise ToolError(f"{directory}: {several}, name one of them")
     return paths[0]
 
 
@@ -145,11 +129,8 @@ def load_run(path: Path, name: str | None = None) -> Run:
         raise ToolError(f"{path}: no such file or directory")
     result = load_result(path)
     if name is None:
-        name = (
-            path.resolve().parent.name
-            if path.name.endswith("_summary.json")
-            else path.name.removesuffix(".json")
-        )
+        alone = path.name.endswith("_summary.json")
+        name = path.resolve().parent.name if alone else path.name.removesuffix(".json")
     return Run(name, path, result)
 
 
@@ -181,9 +162,8 @@ def check_family(named: Iterable[tuple[str, dict]]) -> None:
     models = {model_and_version(result["script"])[0]: name for name, result in reversed([*named])}
     if len(models) > 1:
         (first, name), (second, other) = [*models.items()][-1:-3:-1]
-        raise ToolError(
-            f"{name} is a run of {first}, {other} of {second}: different models cannot be compared"
-        )
+        both = f"{name} is a run of {first}, {other} of {second}"
+        raise ToolError(f"{both}: different models cannot be compared")
 
 
 def precision(result: dict) -> str:
@@ -218,26 +198,23 @@ def differences(named: Iterable[tuple[str, dict]], ignore: Sequence[str] = ()) -
         if result["config"]:
             for key, value in settings(result).items():
                 values[key][str(value)].append(name)
-    return [
-        f"{key} differs: "
-        + "; ".join(f"{value} for {', '.join(names)}" for value, names in by_value.items())
-        for key, by_value in values.items()
-        if len(by_value) > 1 and key not in ignore
-    ]
+    lines = []
+    for key, by_value in values.items():
+        if len(by_value) > 1 and key not in ignore:
+            found = (f"{value} for {', '.join(names)}" for value, names in by_value.items())
+            lines.append(f"{key} differs: {'; '.join(found)}")
+    return lines
 
 
 def unsteady(named: Iterable[tuple[str, Run]]) -> list[str]:
     """One line for each (name, run) pair whose mean step is much longer than its median."""
     lines = []
     for name, run in named:
-        mean, median, steps = (
-            run.number("timing", key) for key in ("batch_ms", "batch_median_ms", "steps")
-        )
+        keys = ("batch_ms", "batch_median_ms", "steps")
+        mean, median, steps = (run.number("timing", key) for key in keys)
         if mean and median and steps and steps >= 5 and mean > UNSTEADY * median:
-            lines.append(
-                f"{name} was disturbed, its mean step took {mean / median:.2f} times the median: "
-                "run it again"
-            )
+            longer = f"its mean step took {mean / median:.2f} times the median"
+            lines.append(f"{name} was disturbed, {longer}: run it again")
     return lines
 
 

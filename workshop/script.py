@@ -29,9 +29,8 @@ def add_script(
     parser: argparse.ArgumentParser | argparse._MutuallyExclusiveGroup, default: str
 ) -> None:
     """Add --script with this default."""
-    parser.add_argument(
-        "--script", default=Default(default), metavar="FILE", help="(default: %(default)s)"
-    )
+    script = {"default": Default(default), "metavar": "FILE"}
+    parser.add_argument("--script", **script, help="(default: %(default)s)")
 
 
 def parser_around(
@@ -47,9 +46,8 @@ def tool_parser(prog: str, documentation: str | None) -> Parser:
     """The parser of a program around one script, with --script and --profile-dir."""
     parser = parser_around(prog, documentation, DEFAULT_SCRIPT)
     add_script(parser, DEFAULT_SCRIPT)
-    parser.add_argument(
-        "--profile-dir", metavar="DIR", help="for results (default: the script's own)"
-    )
+    results = "for results (default: the script's own)"
+    parser.add_argument("--profile-dir", metavar="DIR", help=results)
     return parser
 
 
@@ -67,15 +65,23 @@ def precision_of(training: Mapping) -> str:
     result's `training`."""
     if training.get("use_amp"):
         return {"float16": "fp16"}.get(training.get("amp_dtype"), "bf16")
-    return {"highest": "fp32", "high": "TF32"}.get(
-        training.get("matmul_precision") or "highest", "medium fp32"
-    )
+    how = training.get("matmul_precision") or "highest"
+    return {"highest": "fp32", "high": "TF32"}.get(how, "medium fp32")
 
 
 def mode_of(training: Mapping) -> str:
     """How a step is launched, from the arguments of a script or its result's `training`."""
     graph, compiled = training.get("cuda_graph"), training.get("torch_compile")
     return " ".join(["compiled"] * bool(compiled) + ["graph"] * bool(graph)) or "eager"
+
+
+def named_run(script: str, training: Mapping) -> dict:
+    """What a run of a script is, as rows of studies name it; `training` are its arguments or its
+    result's. A script that is no version of a model has no `version`."""
+    model, version = model_and_version(script)
+    names = {"model": model, "version": version, "script": script}
+    names |= {"precision": precision_of(training), "mode": mode_of(training)}
+    return {key: value for key, value in names.items() if value}
 
 
 def find_script(name: str) -> Path:
@@ -102,6 +108,22 @@ def interpret_without_gpu() -> None:
         os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+def import_file(path: Path, name: str | None = None) -> ModuleType:
+    """Import a Python file under its own name or this one.
+
+    It is in sys.modules from the start, as Triton wants it, and no longer if the import fails.
+    """
+    name = name or path.stem
+    spec = importlib.util.spec_from_file_location(name, path)
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        sys.modules.pop(name, None)
+        raise
+    return module
+
+
 def load_script(name: str) -> ModuleType:
     """Import a version script by its path. It is looked at before, so nothing else is ever run."""
     path = find_script(name)
@@ -111,17 +133,11 @@ def load_script(name: str) -> ModuleType:
     loaded = sys.modules.get(path.stem)
     if loaded is not None and getattr(loaded, "__file__", None) == str(path):
         return loaded
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
     try:
-        spec.loader.exec_module(module)
+        return import_file(path)
     except ImportError as error:
-        del sys.modules[path.stem]
-        raise ToolError(
-            f"--script {name}: it needs a package that is not there ({error})", status=4
-        ) from error
-    return module
+        reason = f"it needs a package that is not there ({error})"
+        raise ToolError(f"--script {name}: {reason}", status=4) from error
 
 
 def script_arguments(

@@ -134,10 +134,10 @@ def rate(value: float | None) -> str:
     return cell(value, ".1f" if (value or 0) >= 10 else ".2f")
 
 
-def range_of(*values: float | None, form: str = ".1f") -> str | None:
-    """The lowest and the highest of these numbers, None where there are none."""
-    known = [value for value in values if value is not None]
-    return f"{min(known):{form}} to {max(known):{form}}" if known else None
+def range_of_speeds(row: Mapping) -> str | None:
+    """The lowest and the highest samples per second in the turns of a row, None without turns."""
+    low, high = row["samples_per_sec_min"], row["samples_per_sec_max"]
+    return None if low is None else f"{low:.1f} to {high:.1f}"
 
 
 def drawing() -> ModuleType:

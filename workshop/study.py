@@ -26,9 +26,8 @@ def check_failed(rows: Iterable[dict]) -> None:
     """ToolError if one of these runs failed; out of memory is a result."""
     if failed := [row for row in rows if row.get("status") == "failed"]:
         command = " ".join([failed[0]["script"], *failed[0]["argv"]])
-        raise ToolError(
-            f"{len(failed)} of the runs failed, first {command}: {failed[0]['error']}", status=1
-        )
+        first = f"first {command}: {failed[0]['error']}"
+        raise ToolError(f"{len(failed)} of the runs failed, {first}", status=1)
 
 
 def measure_study(
@@ -59,9 +58,8 @@ def measure_study(
             rows, sessions = earlier.pop("rows"), earlier.pop("provenance", [])
             if earlier != content:
                 way_out = "name another file, or delete it" if keep else "delete it first"
-                raise ToolError(
-                    f"{file}: begun with other settings or on another device; {way_out}"
-                )
+                reason = "begun with other settings or on another device"
+                raise ToolError(f"{file}: {reason}; {way_out}")
 
     def write(file: Path) -> None:
         if first.RANK == 0:
@@ -79,15 +77,10 @@ def measure_study(
             if first.RANK == 0:
                 # what comes next may follow from the rows
                 whole = len(parts) if isinstance(parts, Sized) else None
-                left = (
-                    f"; {statistics.fmean(seconds) * (whole - number):.0f} s left"
-                    if whole and seconds
-                    else ""
-                )
-                print(
-                    f"{number + 1}{f' of {whole}' if whole else ''}: {in_words(names)}{left}",
-                    file=sys.stderr,
-                )
+                line = f"{number + 1}{f' of {whole}' if whole else ''}: {in_words(names)}"
+                if whole and seconds:
+                    line += f"; {statistics.fmean(seconds) * (whole - number):.0f} s left"
+                print(line, file=sys.stderr)
             started = time.monotonic()
             with contextlib.redirect_stdout(sys.stderr):  # the lines of the runs
                 found = measure()
@@ -104,10 +97,11 @@ def measure_study(
 
 def in_words(names: Mapping[str, object]) -> str:
     """What names a row, for a line of progress."""
-    return ", ".join(
+    words = (
         f"{key} {' '.join(value) if isinstance(value, list) else value}"
         for key, value in names.items()
     )
+    return ", ".join(words)
 
 
 def read_rows(path: Path, keys: Iterable[str] = (), measured: Iterable[str] = ()) -> list[dict]:
@@ -120,16 +114,12 @@ def read_rows(path: Path, keys: Iterable[str] = (), measured: Iterable[str] = ()
         return []
     rows = read(Study, path)["rows"]
     for number, content in enumerate(rows):
+        found = ("error",) if "status" in content else measured
         missing = [key for key in keys if key not in content]
-        missing += [
-            key
-            for key in (("error",) if "status" in content else measured)
-            if content.get(key) is None
-        ]
+        missing += [key for key in found if content.get(key) is None]
         if missing:
-            raise ToolError(
-                f"{path}: rows[{number}] has no {missing[0]}: another study, or of an older version"
-            )
+            reason = "another study, or of an older version"
+            raise ToolError(f"{path}: rows[{number}] has no {missing[0]}: {reason}")
     return rows
 
 

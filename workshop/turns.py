@@ -13,7 +13,7 @@ from functools import partial
 from types import ModuleType
 
 from workshop.cli import ToolError
-from workshop.script import mode_of, model_and_version, precision_of
+from workshop.script import named_run
 
 GRAPH = "--enable-cuda-graph"
 TURN_MS = 300  # about how long a turn is
@@ -35,7 +35,7 @@ def free_memory() -> None:
 
 def make_trainer(module: ModuleType, argv: Sequence[str]):
     """The Trainer of a script for this command line, not trained yet."""
-    args = module.parse_args([*argv, "--profile-dir", tempfile.gettempdir()])
+    args = parse_quiet(module, argv)
     return module.Trainer(args, module.prepare(args))
 
 
@@ -58,20 +58,10 @@ def graph_of(argv: Sequence[str]) -> list[str]:
 
 def named(script: str, argv: Sequence[str], args: argparse.Namespace) -> dict:
     """What a run of a script is, as rows of studies name it; `args` are its arguments as parsed."""
-    model, version = model_and_version(script)
     given, module = vars(args), importlib.import_module(script)
     fusions = [flag for flag, attribute, _ in module.FUSIONS if given[attribute]]
-    return {
-        "model": model,
-        **({"version": version} if version else {}),
-        "batch_size": args.batch_size,
-        "seq_len": args.seq_len,
-        "precision": precision_of(given),
-        "mode": mode_of(given),
-        "fusions": fusions,
-        "script": script,
-        "argv": argv,
-    }
+    sizes = {"batch_size": args.batch_size, "seq_len": args.seq_len}
+    return {**named_run(script, given), **sizes, "fusions": fusions, "argv": argv}
 
 
 def short_run(script: str, argv: Sequence[str]) -> dict:
@@ -81,10 +71,8 @@ def short_run(script: str, argv: Sequence[str]) -> dict:
     """
     module = importlib.import_module(script)
     with tempfile.TemporaryDirectory() as folder:
-        args = module.parse_args(
-            [*argv, "--under-profiler", "--log-interval", "1000000", "--profile-dir", folder]
-        )
-        result = module.train(args)
+        quiet = ["--under-profiler", "--log-interval", "1000000", "--profile-dir", folder]
+        result = module.train(module.parse_args([*argv, *quiet]))
     free_memory()
     if result["exit_status"] == 130:
         raise KeyboardInterrupt
@@ -95,9 +83,8 @@ def short_run(script: str, argv: Sequence[str]) -> dict:
 
 def parse_quiet(module: ModuleType, argv: Sequence[str]) -> argparse.Namespace:
     """The arguments of a run that shows no progress and leaves nothing behind."""
-    return module.parse_args(
-        [*argv, "--log-interval", "1000000", "--profile-dir", tempfile.gettempdir()]
-    )
+    quiet = ["--log-interval", "1000000", "--profile-dir", tempfile.gettempdir()]
+    return module.parse_args([*argv, *quiet])
 
 
 def begin(
@@ -229,11 +216,7 @@ def spread(ratios: Sequence[float]) -> str:
     """The range of ratios turn by turn, and whether they show a difference, in the words of
     --compare-fusion."""
     low, high = min(ratios), max(ratios)
-    verdict = (
-        ", too few turns to tell"
-        if len(ratios) < 5
-        else ", no difference seen"
-        if low <= 1 <= high
-        else ""
-    )
+    verdict = ", no difference seen" if low <= 1 <= high else ""
+    if len(ratios) < 5:
+        verdict = ", too few turns to tell"
     return f"{low:.2f}x to {high:.2f}x{verdict}"

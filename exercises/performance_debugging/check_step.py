@@ -21,7 +21,6 @@ from __future__ import annotations
 import _root
 
 import argparse
-import importlib.util
 import json
 import math
 import sys
@@ -31,7 +30,7 @@ from types import ModuleType
 
 from workshop.cli import ToolError, documented_parser, run_tool
 from workshop.files import write_text
-from workshop.script import load_script
+from workshop.script import import_file, load_script
 from workshop.show import Column, render
 
 PROG = Path(__file__).name
@@ -51,9 +50,7 @@ def load(path: Path) -> ModuleType:
         raise ToolError(f"{path}: no such file")
     if path.name.startswith("tiny_llama_"):
         return load_script(str(path))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    sys.modules[path.stem] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = import_file(path)
     script = getattr(module, "v3", module)
     if not hasattr(script, "TinyLlama"):
         raise ToolError(f"{path}: neither a stage nor a version of TinyLlama")

@@ -57,7 +57,7 @@ def read_profile(folder: Path, result: dict) -> tuple[list[KernelStatistics], fl
     """Kernels of a stage and their time per step in milliseconds; on a CPU operators and None. None
     without a profile.
 
-    ValueError says what is wrong with the profiler's file.
+    ToolError says what is wrong with the profiler's file.
     """
     training = result["training"]
     if (path := folder / "rocprofv3" / "stats.csv").exists():
@@ -84,7 +84,7 @@ def read_folder(directory: Path) -> list[Stage]:
         gradients = folder / f"{run.result['script']}_gradients.json"
         try:
             profile = read_profile(folder, run.result)
-        except ValueError as error:
+        except ToolError as error:
             raise ToolError(f"{folder}: {error}", status=1) from error
         if profile:
             rows = [replace(row, name=row.name.replace(",", ";")) for row in profile[0]]

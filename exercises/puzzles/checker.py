@@ -9,7 +9,6 @@ store, at sizes that fill their blocks and others, and the results are compared 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import itertools
 import os
 import sys
@@ -20,6 +19,7 @@ from pathlib import Path
 from types import ModuleType
 
 from workshop.cli import documented_parser, needed, run_tool
+from workshop.script import import_file
 
 with needed():
     import numpy as np
@@ -263,12 +263,7 @@ def kind_of(puzzle: Puzzle, wrong: list[tuple]) -> str:
 
 def load(path: Path) -> ModuleType:
     """A file as a module."""
-    name = f"{path.parent.name}_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # Triton looks for the source there
-    spec.loader.exec_module(module)
-    return module
+    return import_file(path, f"{path.parent.name}_{path.stem}")
 
 
 def use_kernels_of(puzzle: Puzzle, path: Path) -> None:

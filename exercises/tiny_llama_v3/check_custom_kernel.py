@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import _root
 
-import importlib.util
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +23,7 @@ from typing import NamedTuple
 from unittest import mock
 
 from workshop.cli import ToolError, at_least, documented_parser, needed
+from workshop.script import import_file
 
 with needed():
     import torch
@@ -42,12 +42,9 @@ CASES = (  # shape, type of the update, share that is dropped
 
 def load(path: Path) -> ModuleType:
     """The module; ToolError if it is none, or has no residual_dropout."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if not path.is_file() or spec is None:
+    if path.suffix != ".py" or not path.is_file():
         raise ToolError(f"{path}: no such module")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # Triton looks for the source there
-    spec.loader.exec_module(module)
+    module = import_file(path)
     if missing := [
         name for name in ("residual_dropout", "TILE", "PROGRAMS") if not hasattr(module, name)
     ]:

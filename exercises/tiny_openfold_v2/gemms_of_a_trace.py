@@ -124,10 +124,7 @@ def build_parser() -> Parser:
 
 def show(args: argparse.Namespace) -> int:
     """Print the table; returns the exit status."""
-    try:
-        events = load_trace(args.trace)
-    except ValueError as error:
-        raise ToolError(str(error)) from error
+    events = load_trace(args.trace)
     rows = rows_of(events)
     columns = [
         Column("m x k x n", "shape"),

@@ -20,6 +20,7 @@ import dataclasses
 import importlib.metadata
 import importlib.util
 import json
+import operator
 import os
 import platform
 import re
@@ -41,6 +42,8 @@ TRACKS = ("cpu", "nvidia", "rocm")
 KFD = Path("/dev/kfd")  # the device file of AMD's compute driver
 TOOL_TIMEOUT = 30  # seconds; tools that only print what they find
 CHILD_TIMEOUT = 300  # seconds; importing PyTorch from a network file system can take a minute
+COMPARE = {">=": operator.ge, "<=": operator.le, "==": operator.eq, "!=": operator.ne}
+COMPARE |= {">": operator.gt, "<": operator.lt}
 PROBE = "PROBE "  # starts the lines by which a child process answers
 
 
@@ -72,17 +75,9 @@ def release(version: str) -> tuple[int, ...]:
 
 def in_bounds(version: str, bounds: tuple[tuple[str, str], ...]) -> bool:
     """Whether the version meets all bounds; one that is not known ('') is taken to."""
-    compare = {
-        ">=": tuple.__ge__,
-        "<=": tuple.__le__,
-        "==": tuple.__eq__,
-        "!=": tuple.__ne__,
-        ">": tuple.__gt__,
-        "<": tuple.__lt__,
-    }
-    return not version or all(
-        compare[sign](release(version), release(bound)) for sign, bound in bounds
-    )
+    if not version:
+        return True
+    return all(COMPARE[sign](release(version), release(bound)) for sign, bound in bounds)
 
 
 def read_requirements(path: Path) -> list[Requirement]:
@@ -119,15 +114,12 @@ def installed_version(name: str) -> str | None:
 
 def missing_requirements(path: Path) -> list[str]:
     """The requirements of the file that this Python does not meet, as pip takes them."""
-    needed = [
-        (requirement, installed_version(requirement.name))
-        for requirement in read_requirements(path)
-    ]
-    return [
-        need.text
-        for need, version in needed
-        if version is None or not in_bounds(version, need.bounds)
-    ]
+    missing = []
+    for need in read_requirements(path):
+        version = installed_version(need.name)
+        if version is None or not in_bounds(version, need.bounds):
+            missing.append(need.text)
+    return missing
 
 
 def requirement(name: str) -> Requirement:
@@ -140,10 +132,8 @@ def requirement(name: str) -> Requirement:
 
 def one_line(text: object, width: int = 100) -> str:
     """The text on one line, without control characters, cut to the width."""
-    words = "".join(
-        character if character.isprintable() else " " for character in str(text)
-    ).split()
-    line = " ".join(words)
+    letters = (letter if letter.isprintable() else " " for letter in str(text))
+    line = " ".join("".join(letters).split())
     return line if len(line) <= width else line[: width - 3] + "..."
 
 
@@ -155,11 +145,10 @@ def rocm_path() -> Path:
 def rocm_version() -> tuple[int, ...] | None:
     """ROCm's version as numbers, None if it cannot be told."""
     try:
-        return (
-            release((rocm_path() / ".info" / "version").read_text(errors="replace").strip()) or None
-        )
+        version = (rocm_path() / ".info" / "version").read_text(errors="replace")
     except OSError:
         return None
+    return release(version.strip()) or None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,14 +172,9 @@ def run_program(command: list[str], timeout: float | None = None) -> Output:
     """
     timeout = timeout or TOOL_TIMEOUT
     with tempfile.TemporaryFile() as output:
+        files = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
         try:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            process = subprocess.Popen(command, **files, start_new_session=True)
         except OSError as error:
             return Output(None, "", f"cannot be started: {error.strerror}")
         try:
@@ -202,11 +186,8 @@ def run_program(command: list[str], timeout: float | None = None) -> Output:
                 os.killpg(process.pid, signal.SIGKILL)
         output.seek(0)
         text = output.read(1_000_000).decode(errors="replace")
-    lines = [
-        line
-        for line in map(one_line, text.splitlines())
-        if line and not line.startswith(PROBE.strip())
-    ]
+    lines = filter(None, map(one_line, text.splitlines()))
+    lines = [line for line in lines if not line.startswith(PROBE.strip())]
     if status is None:
         return Output(None, text, f"no answer within {timeout:g} s")
     if status < 0:
@@ -342,29 +323,22 @@ def probe_torch() -> None:
 
 def build_name(torch: dict) -> str:
     """'ROCm 6.4.43482', 'CUDA 13.0' or 'CPU'."""
-    return (
-        f"ROCm {torch['hip']}"
-        if torch["hip"]
-        else f"CUDA {torch['cuda']}"
-        if torch["cuda"]
-        else "CPU"
-    )
+    if torch["hip"]:
+        return f"ROCm {torch['hip']}"
+    return f"CUDA {torch['cuda']}" if torch["cuda"] else "CPU"
 
 
 def torch_problem(answers: dict, track: str) -> str:
     """Why the PyTorch that a child process found cannot be used on this track; '' if it can."""
-    torch = answers.get("torch") or {
-        "error": answers.get("failure") or "no answer",
-        "missing": None,
-    }
+    failure = {"error": answers.get("failure") or "no answer", "missing": None}
+    torch = answers.get("torch") or failure
     if "error" in torch:
         return "missing" if torch["missing"] == "torch" else f"does not import: {torch['error']}"
     if not in_bounds(torch["version"], requirement("torch").bounds):
         return f"{torch['version']} is out of range, {requirement('torch').text} is needed"
     if {"rocm": not torch["hip"], "nvidia": not torch["cuda"], "cpu": False}[track]:
-        return (
-            f"{torch['version']} is a {build_name(torch)} build, which the {track} track cannot use"
-        )
+        build = f"{torch['version']} is a {build_name(torch)} build"
+        return f"{build}, which the {track} track cannot use"
     return ""
 
 
@@ -400,15 +374,8 @@ def torch_check(answers: dict, track: str) -> Check:
 
 def package_check(name: str, needed_for: str, required: bool = False) -> Check:
     """The row of a Python package."""
-    version = installed_version(name)
-    return check(
-        name,
-        version is not None,
-        version or "missing",
-        needed_for,
-        f"python -m pip install {name}",
-        required,
-    )
+    version, mend = installed_version(name), f"python -m pip install {name}"
+    return check(name, version is not None, version or "missing", needed_for, mend, required)
 
 
 def unchecked(what: str, reason: str, needed_for: str) -> Check:
@@ -430,17 +397,14 @@ def table(checks: list[Check]) -> str:
         Column("needed for", "needed_for", text=True),
     ]
     lines = [render(columns, checks, "text")]
-    for state, title in (
-        ("MISSING", "To mend what is missing:"),
-        ("optional", "If you want what is optional:"),
-    ):
-        commands = [(c.what, c.mend) for c in checks if c.state == state and c.mend]
-        width = max((len(what) for what, _ in commands), default=0)
-        lines += (
-            ["", title, *(f"  {what:{width}}  {command}" for what, command in commands)]
-            if commands
-            else []
-        )
+    titles = {
+        "MISSING": "To mend what is missing:",
+        "optional": "If you want what is optional:",
+    }
+    for state, title in titles.items():
+        if mended := [check for check in checks if check.state == state and check.mend]:
+            width = max(len(check.what) for check in mended)
+            lines += ["", title, *(f"  {check.what:{width}}  {check.mend}" for check in mended)]
     return "\n".join(lines)
 
 
@@ -450,10 +414,9 @@ def run_checks(
     """The command line of a validation script: returns 0 if all that the track needs is there,
     otherwise 1."""
     parser = documented_parser(Path(sys.argv[0]).name, description)
-    parser.add_argument(
-        "--track", choices=TRACKS, help="what to check for (default: what is detected)"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON in place of the table")
+    what = "what to check for (default: what is detected)"
+    parser.add_argument("--track", choices=TRACKS, help=what)
+    parser.add_flag("--json", "print JSON in place of the table")
     args = parser.parse_args(argv)
     try:
         track, reason = (args.track, "as asked for") if args.track else detect_track()
@@ -464,11 +427,8 @@ def run_checks(
     missing = sum(check.state == "MISSING" for check in checks)
     if args.json:
         rows = [dataclasses.asdict(check) for check in checks]
-        print(
-            json.dumps(
-                {"check": title, "track": track, "passed": not missing, "checks": rows}, indent=1
-            )
-        )
+        found = {"check": title, "track": track, "passed": not missing, "checks": rows}
+        print(json.dumps(found, indent=1))
     else:
         print(f"{title} check, {track} track ({reason})\n\n{table(checks)}\n")
         print(f"{title} check: {f'FAIL ({missing} missing)' if missing else 'PASS'}")
@@ -477,11 +437,8 @@ def run_checks(
 
 def main(argv: list[str] | None = None) -> int:
     """What environment_setup.sh asks."""
-    parser = Parser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = Parser(description=__doc__, formatter_class=raw, allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("track")
     commands.add_parser("torch").add_argument("track", choices=TRACKS)

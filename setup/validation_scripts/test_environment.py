@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.util
 import io
 import os
 import platform
@@ -38,6 +37,8 @@ from checks import (
     unchecked,
     unneeded,
 )
+
+from workshop.script import import_file
 
 GB = 1e9
 MIN_MEMORY, MIN_DISK = 4 * GB, 1 * GB  # below these there is a remark, not a failure
@@ -84,13 +85,9 @@ def module_version(name: str) -> str:
 
 def help_of(script: Path) -> int:
     """Length of what `script --help` prints; anything but status 0 is an error."""
-    spec = importlib.util.spec_from_file_location(script.stem, script)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[script.stem] = module
     with contextlib.redirect_stdout(io.StringIO()) as text:
         try:
-            spec.loader.exec_module(module)
-            module.main(["--help"])
+            import_file(script).main(["--help"])
         except SystemExit as end:
             if end.code:
                 raise
@@ -114,9 +111,8 @@ def host_memory() -> float | None:
     """Bytes of memory that are available, None if the system does not tell."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(
-            float(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")
-        )
+        line = next(line for line in lines if line.startswith("MemAvailable:"))
+        return float(line.split()[1]) * 1024
     except (OSError, StopIteration, ValueError):
         return None
 
@@ -131,27 +127,17 @@ def problem_of(answers: dict, name: str) -> str:
 
 def check_gpus(answers: dict, track: str) -> Check:
     """The row of the GPUs that PyTorch sees."""
-    gpus = answers.get("gpus", [])
+    gpus, purpose = answers.get("gpus", []), f"the {track} track"
     if isinstance(gpus, list) and gpus:
-        return check("GPU", True, f"{len(gpus)}: {gpus[0]}", f"the {track} track")
+        return check("GPU", True, f"{len(gpus)}: {gpus[0]}", purpose)
     rocm = track == "rocm"
     variables = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES") if rocm else ()
     if hidden := hiding_variable((*variables, "CUDA_VISIBLE_DEVICES")):
-        return check(
-            "GPU",
-            False,
-            f"hidden by {hidden}={os.environ[hidden]!r}",
-            f"the {track} track",
-            f"unset {hidden}",
-        )
-    mend = (
-        f"python {here(Path(__file__).with_name('test_rocm_installation.py'))}"
-        if rocm
-        else "nvidia-smi"
-    )
-    return check(
-        "GPU", False, problem_of(answers, "gpus") or "PyTorch sees none", f"the {track} track", mend
-    )
+        found = f"hidden by {hidden}={os.environ[hidden]!r}"
+        return check("GPU", False, found, purpose, f"unset {hidden}")
+    script = here(Path(__file__).with_name("test_rocm_installation.py"))
+    found = problem_of(answers, "gpus") or "PyTorch sees none"
+    return check("GPU", False, found, purpose, f"python {script}" if rocm else "nvidia-smi")
 
 
 def check_scripts(answers: dict, track: str, triton: bool) -> list[Check]:
@@ -164,24 +150,18 @@ def check_scripts(answers: dict, track: str, triton: bool) -> list[Check]:
         needs_triton = not triton and script.stem.endswith(("v3", "v4"))
         mend = "python -m pip install triton" if needs_triton else f"python {here(script)} --help"
         required = track != "cpu" or not needs_triton
-        rows.append(
-            check(
-                script.name, False, problem_of(answers, str(script)), "this version", mend, required
-            )
-        )
-    if good:
-        rows.insert(0, check("version scripts", True, f"{good} answer --help", "the exercises"))
-    return rows or [
-        check("version scripts", False, f"none in {ROOT}", "the exercises", "git status")
-    ]
+        problem = problem_of(answers, str(script))
+        rows.append(check(script.name, False, problem, "this version", mend, required))
+    if good or not rows:
+        found = f"{good} answer --help" if good else f"none in {ROOT}"
+        rows.insert(0, check("version scripts", good > 0, found, "the exercises", "git status"))
+    return rows
 
 
 def check_torch(track: str) -> list[Check]:
     """The rows of everything that imports PyTorch."""
     gpu = track != "cpu"
-    answers = in_child(
-        probe, "cuda" if gpu else "cpu", [str(script) for script in version_scripts()]
-    )
+    answers = in_child(probe, "cuda" if gpu else "cpu", list(map(str, version_scripts())))
     rows = [torch_check(answers, track)]
     works = rows[0].state == "ok"
     if works and gpu:
@@ -193,83 +173,41 @@ def check_torch(track: str) -> list[Check]:
         "triton": ("triton", "V3 and V4 on a GPU, torch.compile there"),
     }
     if not works:
-        waiting = [
-            *([("GPU", f"the {track} track")] if gpu else []),
-            *purposes.values(),
-            ("version scripts", "everything"),
-        ]
+        waiting = [("GPU", f"the {track} track")] if gpu else []
+        waiting += [*purposes.values(), ("version scripts", "everything")]
         return rows + [unchecked(what, "needs torch", needed_for) for what, needed_for in waiting]
+    mends = {"step": torch_command("broken", track), "triton": "python -m pip install triton"}
     for name, (what, needed_for) in purposes.items():
-        error = problem_of(answers, name)
-        mend = (
-            "python -m pip install triton" if name == "triton" else torch_command("broken", track)
-        )
+        error, required = problem_of(answers, name), gpu or name != "triton"
         if name == "step" and gpu and not answers.get("gpus"):
             rows.append(unchecked(what, "needs a GPU", needed_for))
-        else:
-            rows.append(
-                check(
-                    what,
-                    not error,
-                    error or answers[name],
-                    needed_for,
-                    mend,
-                    gpu or name != "triton",
-                )
-            )
+            continue
+        found = error or answers[name]
+        rows.append(check(what, not error, found, needed_for, mends[name], required))
     return rows + check_scripts(answers, track, triton=not problem_of(answers, "triton"))
 
 
 def gather(track: str) -> list[Check]:
     """All rows."""
-    python = f"{platform.python_version()} ({sys.executable})"
-    rows = [
-        check(
-            "Python >= 3.10",
-            sys.version_info >= (3, 10),
-            python,
-            "everything",
-            setup_command(track),
-        )
-    ]
+    found, enough = f"{platform.python_version()} ({sys.executable})", sys.version_info >= (3, 10)
+    rows = [check("Python >= 3.10", enough, found, "everything", setup_command(track))]
     rows += check_torch(track)
     for name, purpose in PACKAGES.items():
         rows.append(package_check(name, purpose, required=purpose == "everything"))
-    memory = host_memory()
+    memory, mend = host_memory(), "add --batch-size 1 to each run"
     enough = memory is None or memory >= MIN_MEMORY
     found = "unknown" if memory is None else f"{memory / GB:.1f} GB available"
-    rows.append(
-        check(
-            "host memory",
-            enough,
-            found,
-            "the default sizes",
-            "add --batch-size 1 to each run",
-            required=False,
-        )
-    )
-    disk = shutil.disk_usage(".").free
+    rows.append(check("host memory", enough, found, "the default sizes", mend, required=False))
+    disk, mend = shutil.disk_usage(".").free, "add --profile-dir ELSEWHERE"
     found = f"{disk / GB:.1f} GB free here"
-    rows.append(
-        check(
-            "disk space",
-            disk >= MIN_DISK,
-            found,
-            "traces",
-            "add --profile-dir ELSEWHERE",
-            required=False,
-        )
-    )
+    rows.append(check("disk space", disk >= MIN_DISK, found, "traces", mend, required=False))
     try:
         tempfile.TemporaryFile(dir=".").close()
         error = ""
     except OSError as problem:
         error = f"cannot write: {problem.strerror}"
-    rows.append(
-        check(
-            "current directory", not error, error or f"can write in {Path.cwd()}", "results", "cd ~"
-        )
-    )
+    found = error or f"can write in {Path.cwd()}"
+    rows.append(check("current directory", not error, found, "results", "cd ~"))
     return rows
 
 

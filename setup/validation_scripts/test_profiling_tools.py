@@ -37,18 +37,11 @@ from checks import (
 
 ROCTX = "librocprofiler-sdk-roctx.so"
 # What a tool is called (older name second), its package, and what needs it.
+SYS, COMPUTE = "rocprofiler-systems", "rocprofiler-compute"
 ROCM_TOOLS = (
     (("rocprofv3",), "rocprofiler-sdk", "run_rocprofv3.sh: kernels, traces, counters"),
-    (
-        ("rocprof-sys-run", "omnitrace-run"),
-        "rocprofiler-systems",
-        "run_rocprof_sys.sh: timeline of host and GPU",
-    ),
-    (
-        ("rocprof-compute",),
-        "rocprofiler-compute",
-        "run_rocprof_compute.sh: roofline, metrics of a kernel",
-    ),
+    (("rocprof-sys-run", "omnitrace-run"), SYS, "run_rocprof_sys.sh: timeline of host and GPU"),
+    (("rocprof-compute",), COMPUTE, "run_rocprof_compute.sh: roofline, metrics of a kernel"),
     (("rocpd",), "rocprofiler-sdk", "reading the databases that rocprofv3 of ROCm 7 writes"),
 )
 ROCTX_PURPOSE = "--enable-rocm-profiling"
@@ -74,10 +67,8 @@ def profile_matmul(gpu: bool) -> dict:
         if gpu:
             torch.cuda.synchronize()
     events = profiler.events()
-    return {
-        "events": len(events),
-        "kernels": sum(event.device_type == DeviceType.CUDA for event in events),
-    }
+    kernels = sum(event.device_type == DeviceType.CUDA for event in events)
+    return {"events": len(events), "kernels": kernels}
 
 
 def load_roctx() -> str:
@@ -106,13 +97,8 @@ def check_torch_profiler(answers: dict, track: str) -> Check:
         return check(what, False, result["error"], purpose, "python -m torch.utils.collect_env")
     wanted = "events" if track == "cpu" else "kernels"
     found = f"sees {result['events']} events, {result['kernels']} GPU kernels"
-    return check(
-        what,
-        result[wanted] > 0,
-        found,
-        purpose,
-        "end other profilers that use this GPU, then try again",
-    )
+    mend = "end other profilers that use this GPU, then try again"
+    return check(what, result[wanted] > 0, found, purpose, mend)
 
 
 def check_tool(names: tuple[str, ...], package: str, purpose: str, required: bool = True) -> Check:
@@ -127,9 +113,8 @@ def check_tool(names: tuple[str, ...], package: str, purpose: str, required: boo
     # what rocprof-compute needs of Python
     packages = rocm_path() / "libexec" / package / "requirements.txt"
     mend = f"python3 -m pip install -r {packages}" if packages.is_file() else f"{name} --help"
-    return check(
-        names[0], not output.failure, output.failure or shutil.which(name), purpose, mend, required
-    )
+    found = output.failure or shutil.which(name)
+    return check(names[0], not output.failure, found, purpose, mend, required)
 
 
 def check_rocm_tools(answers: dict) -> list[Check]:

@@ -70,48 +70,28 @@ def open_problem(path: Path) -> str:
 
 def check_device_files() -> list[Check]:
     """The compute driver's device file and the render nodes of the GPUs."""
+    driver, purpose = str(checks.KFD), "every GPU program"
     if not checks.KFD.exists():
-        return [
-            check(
-                str(checks.KFD),
-                False,
-                "missing: the driver is not loaded",
-                "every GPU program",
-                NO_DRIVER,
-            )
-        ]
+        return [check(driver, False, "missing: the driver is not loaded", purpose, NO_DRIVER)]
     problem = open_problem(checks.KFD)
-    rows = [
-        check(str(checks.KFD), not problem, problem or "can be opened", "every GPU program", GROUPS)
-    ]
+    first = check(driver, not problem, problem or "can be opened", purpose, GROUPS)
     nodes = sorted(DRI.glob("renderD*"))
     usable = sum(not open_problem(node) for node in nodes)
-    mend = GROUPS if nodes else NO_DRIVER
-    rows.append(
-        check(
-            f"{DRI}/renderD*",
-            usable > 0,
-            f"{usable} of {len(nodes)} can be opened",
-            "GPU memory",
-            mend,
-        )
-    )
-    return rows
+    found, mend = f"{usable} of {len(nodes)} can be opened", GROUPS if nodes else NO_DRIVER
+    return [first, check(f"{DRI}/renderD*", usable > 0, found, "GPU memory", mend)]
 
 
 def check_smi() -> Check:
     """rocm-smi or amd-smi, the first that works."""
-    failures = []
+    what, purpose, failures = "amd-smi or rocm-smi", "watching the GPU", []
     for command in (["amd-smi", "list"], ["rocm-smi"]):
         if tool := find_tool(command[0]):
             output = run_program([tool, *command[1:]])
             if not output.failure:
-                return check("amd-smi or rocm-smi", True, tool, "watching the GPU")
+                return check(what, True, tool, purpose)
             failures.append(f"{command[0]}: {output.failure}")
     mend = package_command("amd-smi-lib")
-    return check(
-        "amd-smi or rocm-smi", False, "; ".join(failures) or "missing", "watching the GPU", mend
-    )
+    return check(what, False, "; ".join(failures) or "missing", purpose, mend)
 
 
 def check_rocminfo() -> tuple[Check, int]:
@@ -124,9 +104,8 @@ def check_rocminfo() -> tuple[Check, int]:
     names = gpu_architectures(output.text)
     found = ", ".join(f"{names.count(name)} x {name}" for name in sorted(set(names)))
     found = output.failure or found or "lists no GPU"
-    return check(
-        "rocminfo", bool(names) and not output.failure, found, "naming the GPU", tool
-    ), len(names)
+    good = bool(names) and not output.failure
+    return check("rocminfo", good, found, "naming the GPU", tool), len(names)
 
 
 def gather(track: str) -> list[Check]:
@@ -134,11 +113,9 @@ def gather(track: str) -> list[Check]:
     if track != "rocm":
         return [unneeded("ROCm", "the rocm track", track)]
     version = rocm_version()
-    found = (
-        f"{'.'.join(map(str, version))} in {rocm_path()}"
-        if version
-        else f"no {rocm_path()}/.info/version"
-    )
+    found = f"no {rocm_path()}/.info/version"
+    if version:
+        found = f"{'.'.join(map(str, version))} in {rocm_path()}"
     purpose = "choosing PyTorch's index"
     rows = [check("ROCm", True, found, purpose) if version else unchecked("ROCm", found, purpose)]
     rows += check_device_files()
@@ -146,9 +123,8 @@ def gather(track: str) -> list[Check]:
     rows += [row, check_smi()]
 
     hidden = hiding_variable(VISIBLE_DEVICES, gpus)
-    given = ", ".join(
-        f"{name}={os.environ[name]!r}" for name in VISIBLE_DEVICES if name in os.environ
-    )
+    there = (name for name in VISIBLE_DEVICES if name in os.environ)
+    given = ", ".join(f"{name}={os.environ[name]!r}" for name in there)
     found = f"{hidden}={os.environ[hidden]!r} hides every GPU" if hidden else given or "not set"
     rows.append(check("*_VISIBLE_DEVICES", not hidden, found, "choosing GPUs", f"unset {hidden}"))
 
@@ -157,27 +133,13 @@ def gather(track: str) -> list[Check]:
     if rows[-1].state == "ok":
         seen = answers.get("gpus", answers.get("failure"))
         good = isinstance(seen, int) and seen > 0
-        found = (
-            f"{seen} GPUs"
-            if isinstance(seen, int)
-            else seen["error"]
-            if isinstance(seen, dict)
-            else seen
-        )
+        found = f"{seen} GPUs" if isinstance(seen, int) else seen
+        found = seen["error"] if isinstance(seen, dict) else found
         mend = "put right what is missing above; if nothing is, python -m torch.utils.collect_env"
         rows.append(check("torch sees", good, found, "the rocm track", mend))
-    tool = find_tool("hipcc")
-    mend = tool_command("hipcc", "hipcc")
-    rows.append(
-        check(
-            "hipcc",
-            tool is not None,
-            tool or "missing",
-            "HIP code of your own",
-            mend,
-            required=False,
-        )
-    )
+    tool, mend = find_tool("hipcc"), tool_command("hipcc", "hipcc")
+    found, purpose = tool or "missing", "HIP code of your own"
+    rows.append(check("hipcc", tool is not None, found, purpose, mend, required=False))
     return rows
 
 

@@ -21,14 +21,8 @@ from checks import ROOT
 from workshop.cli import documented_parser
 from workshop.script import DEFAULT_SCRIPT
 
-SMALL = (
-    "--batch-size=1",
-    "--seq-len=32",
-    "--num-gpus=1",
-    "--num-steps=3",
-    "--warmup-steps=1",
-    "--under-profiler",
-)
+SMALL = ["--batch-size=1", "--seq-len=32", "--num-gpus=1", "--num-steps=3", "--warmup-steps=1"]
+SMALL += ["--under-profiler"]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -36,9 +30,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = documented_parser(Path(__file__).name, __doc__)
     parser.add_argument("script", nargs="?", default=DEFAULT_SCRIPT, help="(default: %(default)s)")
     args, more = parser.parse_known_args(argv)
-    script = next(
-        (path for path in (Path(args.script), ROOT / args.script) if path.is_file()), None
-    )
+    places = Path(args.script), ROOT / args.script
+    script = next((path for path in places if path.is_file()), None)
     if script is None:
         parser.error(f"{args.script}: no such file here or in {ROOT}")
     try:
@@ -47,10 +40,8 @@ def main(argv: list[str] | None = None) -> int:
             status = subprocess.run(command).returncode
     except KeyboardInterrupt:
         status = 130
-    print(
-        f"Training check: "
-        f"{f'FAIL ({script.name} ended with status {status})' if status else 'PASS'}"
-    )
+    failed = f"FAIL ({script.name} ended with status {status})"
+    print(f"Training check: {failed if status else 'PASS'}")
     return 1 if status else 0
 
 

@@ -17,10 +17,8 @@ from workshop.turns import ratios, spread
 
 VERSIONS = {"V1": "#8a8f94", "V2": "#56b4e9", "V3": "#0072b2", "V4": "#d55e00"}
 # The colours of Okabe and Ito, which colour-blind people can tell apart, and greys.
-KINDS = [
-    *("#0072b2", "#e69f00", "#009e73", "#d55e00", "#56b4e9", "#cc79a7", "#f0e442"),
-    *("#333333", "#8c8c8c", "#cfcfcf"),
-]
+KINDS = ["#0072b2", "#e69f00", "#009e73", "#d55e00", "#56b4e9", "#cc79a7", "#f0e442"]
+KINDS += ["#333333", "#8c8c8c", "#cfcfcf"]
 COLOURS = dict(zip(CATEGORIES, KINDS, strict=True))
 MEASURES = {"batch_ms": "ms per step", "per_step": "{} per step", "peak_mb": "peak MB"}
 Cells = Mapping[str, Mapping[str, dict]]  # of each sizes and mode, a row of each version
@@ -52,9 +50,8 @@ def draw_bars(cells: Cells, measures: Sequence[str], one_scale: bool = False) ->
         names = sorted(sides, key=lambda name: (name[:1] != "V", numbers_in(name), name))
         for name in names:
             row, colour = sides[name], VERSIONS.get(name[:2], KINDS[-1])
-            lines.append(
-                f'<tr title="{escape(" ".join(row.get("argv", ())))}"><th>{escape(name)}</th>'
-            )
+            asked = escape(" ".join(row.get("argv", ())))
+            lines.append(f'<tr title="{asked}"><th>{escape(name)}</th>')
             for key in measures:
                 value = row.get(key) if "error" not in row else None
                 others = every if one_scale else sides.values()

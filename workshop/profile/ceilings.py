@@ -39,30 +39,30 @@ class Ceilings:
         return min(self.gemm_tflops, self.copy_gb_per_s * flop_per_byte / 1e3)
 
 
+def seconds(work: Callable[[], object], device: torch.device) -> float:
+    """How long this takes, by the device's clock where there is one."""
+    import torch
+
+    if device.type != "cuda":
+        start = time.perf_counter()
+        work()
+        return time.perf_counter() - start
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    first.record()
+    work()
+    last.record()
+    last.synchronize()
+    return first.elapsed_time(last) / 1e3
+
+
 def best_seconds(
     work: Callable[[], object], device: torch.device, repetitions: int, budget: float
 ) -> float:
-    """The shortest of several runs after a warm-up, by device events on a GPU.
-
-    Stops when `budget` seconds are over.
-    """
-    import torch
-
+    """The shortest of several runs after a warm-up; no more when `budget` seconds are over."""
     work()
     best, end = float("inf"), time.perf_counter() + budget
     for _ in range(repetitions):
-        if device.type == "cuda":
-            events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-            events[0].record()
-            work()
-            events[1].record()
-            torch.cuda.synchronize()
-            seconds = events[0].elapsed_time(events[1]) / 1e3
-        else:
-            start = time.perf_counter()
-            work()
-            seconds = time.perf_counter() - start
-        best = min(best, seconds)
+        best = min(best, seconds(work, device))
         if time.perf_counter() > end:
             break
     return best
@@ -78,15 +78,13 @@ def measure_ceilings(args: argparse.Namespace, device: torch.device) -> Ceilings
     for size in (2048, 4096, 8192) if gpu else (256, 512, 1024):
         a, b = torch.randn(2, size, size, device=device).to(dtype)
         out = torch.empty_like(a)
-        seconds = best_seconds(lambda a=a, b=b, out=out: torch.mm(a, b, out=out), device, 10, 0.2)
-        if (tflops := 2 * size**3 / seconds / 1e12) > fastest:
+        best = best_seconds(lambda a=a, b=b, out=out: torch.mm(a, b, out=out), device, 10, 0.2)
+        if (tflops := 2 * size**3 / best / 1e12) > fastest:
             fastest, fastest_size = tflops, size
-        if not gpu and seconds > 0.05:
+        if not gpu and best > 0.05:
             break  # the next would take eight times as long
     source = torch.ones((2**30 if gpu else 2**26) // 4, device=device)
     target = torch.empty_like(source)
-    seconds = best_seconds(lambda: target.copy_(source), device, 20, 0.3)
+    gb_per_s = 2 * source.nbytes / best_seconds(lambda: target.copy_(source), device, 20, 0.3) / 1e9
     precision = args.amp_dtype if args.use_amp else f"float32, {args.matmul_precision}"
-    return Ceilings(
-        precision, fastest_size, fastest, source.nbytes, 2 * source.nbytes / seconds / 1e9
-    )
+    return Ceilings(precision, fastest_size, fastest, source.nbytes, gb_per_s)

@@ -22,47 +22,42 @@ from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
+from workshop.cli import ToolError
 from workshop.files import reads, write_file
 
 CATEGORIES = (
-    *(
-        "GEMM",
-        "attention",
-        "normalisation",
-        "element-wise",
-        "copies",
-        "reductions",
-        "optimizer",
-        "generated",
-    ),
-    *("communication", "other"),
+    "GEMM",
+    "attention",
+    "normalisation",
+    "element-wise",
+    "copies",
+    "reductions",
+    "optimizer",
+    "generated",
+    "communication",
+    "other",
 )
+ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")  # what a trace calls these events
+NO_KERNELS = "the profiler saw no kernels on the GPU: may this user profile it?"
 
 # The first pattern that is found in the name decides, so what is specific comes first. Upper and
 # lower case are alike.
 KERNELS = (
-    (
-        "other",
-        r"^autograd::|backward\d+$|accumulategrad$",
-    ),  # nodes of the autograd graph: the time between operators
+    # nodes of the autograd graph: the time between operators
+    ("other", r"^autograd::|backward\d+$|accumulategrad$"),
     ("communication", r"nccl|rccl|^c10d::|^gloo:"),
     ("generated", r"^triton_|^cpp_fused|compiledfxgraph|^compiledfunction|^torch-compiled region"),
     # AOTriton (attn_fwd, bwd_kernel_*), composable kernel (Fmha), CUTLASS (MemEffAttention), cuDNN
     # (sdpa), V3's own
-    (
-        "attention",
-        r"flash|fmha|attn_fwd|attn_bwd|bwd_kernel_|bwd_preprocess|attention|sdpa|dot_do_o|"
-        r"convert_dq_",
-    ),
+    ("attention", r"flash|fmha|attn_fwd|attn_bwd|bwd_kernel_|bwd_preprocess|attention|sdpa"),
+    ("attention", r"dot_do_o|convert_dq_"),
     # The loss. The fifth template argument of softmax_warp_* is is_log_softmax.
     ("other", r"cross_entropy|log_?softmax|softmax_warp_\w+<[^,]+,[^,]+,[^,]+, *\d+, *true"),
     ("attention", r"softmax"),
     ("normalisation", r"(layer|rms|batch|group)_?norm|rowwisemoments|gammabeta|computegradinput"),
     ("copies", r"multi_tensor_apply.*copyfunctor"),  # a cast of many tensors
-    (
-        "optimizer",
-        r"adam|multi_tensor_apply|amp_(update|foreach|non_finite)",
-    ),  # only they work on lists of tensors
+    # only optimizers work on lists of tensors
+    ("optimizer", r"adam|multi_tensor_apply|amp_(update|foreach|non_finite)"),
     # V3's kernels that add up what programs or a product left in parts; triangle_weights does it
     # for weights.
     ("reductions", r"(sum|add)_(two_)?parts|(^|_)sums?(_kernel|$)|triangle_weights|_finish_kernel"),
@@ -71,16 +66,11 @@ KERNELS = (
     # Cijk: rocBLAS and hipBLASLt name kernels by their index equation. nvjet, xmma, cutlass,
     # splitK, dot: cuBLAS.
     ("GEMM", r"cijk_|gemm|gemv|nvjet|xmma|cutlass|splitk|dot_kernel|reduce_1block|rocblas_dot"),
-    (
-        "copies",
-        r"memcpy|memset|copy_kernel|copy_device|batchedcopy|fillfunctor|fill_kernel|"
-        r"(copy|fill)buffer",
-    ),
+    ("copies", r"memcpy|memset|copy_kernel|copy_device|batchedcopy|fillfunctor|fill_kernel"),
+    ("copies", r"(copy|fill)buffer"),
     ("other", r"head_loss|mean_losses"),  # V4's
-    (
-        "other",
-        r"embedding|index|gather|scatter|nll_loss|searchsorted|bucketize|distribution|sort|scan_",
-    ),
+    ("other", r"embedding|index|gather|scatter|nll_loss|searchsorted|bucketize|distribution"),
+    ("other", r"sort|scan_"),
     ("reductions", r"reduce"),
     ("element-wise", r"elementwise|element_wise|pointwise|triu_tril|unrolled_kernel|arange"),
     ("element-wise", r"glu_|relu_|rotary|(^|_)rope"),
@@ -89,53 +79,24 @@ KERNELS = (
 # Operators of a CPU, by their whole name without "aten::"; a trailing underscore (in place) makes
 # no difference.
 OPERATORS = (
-    (
-        "attention",
-        r".*scaled_dot_product.*|.*_attention_.*|_?softmax|_softmax_backward_data|_safe_softmax",
-    ),
-    (
-        "GEMM",
-        r"mm|addmm|bmm|baddbmm|addbmm|mv|addmv|dot|vdot|linear|matmul|einsum|outer|"
-        r"_addmm_activation|.*_linear",
-    ),
+    ("attention", r".*scaled_dot_product.*|.*_attention_.*"),
+    ("attention", r"_?softmax|_softmax_backward_data|_safe_softmax"),
+    ("GEMM", r"mm|addmm|bmm|baddbmm|addbmm|mv|addmv|dot|vdot|linear|matmul|einsum|outer"),
+    ("GEMM", r"_addmm_activation|.*_linear"),
     ("normalisation", r".*(layer|rms|batch|group|instance)_norm.*"),
     ("optimizer", r"_fused_adam.*|_fused_sgd.*|_fused_adagrad.*|_foreach_.*|_amp_.*"),
-    (
-        "copies",
-        r"_?copy|_to_copy|to|_?cat|stack|clone|contiguous|fill|zero|zeros|ones|full|"
-        r"(zeros|ones|full)_like",
-    ),
-    (
-        "copies",
-        r"new_(zeros|ones|full)|repeat|repeat_interleave|pad|constant_pad_nd|_?pin_memory|roll|"
-        r"flip|tril|triu",
-    ),
+    ("copies", r"_?copy|_to_copy|to|_?cat|stack|clone|contiguous|fill|zero"),
+    ("copies", r"(new_)?(zeros|ones|full)|(zeros|ones|full)_like|repeat|repeat_interleave"),
+    ("copies", r"pad|constant_pad_nd|_?pin_memory|roll|flip|tril|triu"),
     ("copies", r"(select|slice)_(backward|scatter)"),  # a gradient written into zeros
-    (
-        "reductions",
-        r"sum|mean|prod|amax|amin|max|min|argmax|argmin|any|all|var|std|norm|linalg_vector_norm|"
-        r"cumsum",
-    ),
-    ("reductions", r"logsumexp|var_mean|std_mean|sum_to_size|count_nonzero"),
-    (
-        "element-wise",
-        r"add|sub|mul|div|rsub|neg|abs|sign|pow|square|sqrt|rsqrt|exp|log|log2|log1p|sin|cos|"
-        r"reciprocal",
-    ),
-    (
-        "element-wise",
-        r"(relu|gelu|silu|sigmoid|tanh|glu|threshold|softplus|hardtanh|elu|dropout)(_backward)?",
-    ),
-    (
-        "element-wise",
-        r"addcmul|addcdiv|lerp|where|_s_where|masked_fill|clamp(_min|_max)?|maximum|minimum|"
-        r"round|floor",
-    ),
-    (
-        "element-wise",
-        r"eq|ne|lt|le|gt|ge|(bitwise|logical)_\w+|__(and|or|xor)_|remainder|fmod|ceil|"
-        r"is(nan|(neg)?inf)",
-    ),
+    ("reductions", r"sum|mean|prod|amax|amin|max|min|argmax|argmin|any|all|var|std|norm|cumsum"),
+    ("reductions", r"linalg_vector_norm|logsumexp|var_mean|std_mean|sum_to_size|count_nonzero"),
+    ("element-wise", r"add|sub|mul|div|rsub|neg|abs|sign|pow|square|sqrt|rsqrt|reciprocal"),
+    ("element-wise", r"exp|log|log2|log1p|sin|cos|addcmul|addcdiv|lerp|where|_s_where|masked_fill"),
+    ("element-wise", r"(relu|gelu|silu|sigmoid|tanh|glu|threshold|softplus)(_backward)?"),
+    ("element-wise", r"(hardtanh|elu|dropout)(_backward)?|eq|ne|lt|le|gt|ge|remainder|fmod"),
+    ("element-wise", r"clamp(_min|_max)?|maximum|minimum|round|floor|ceil|is(nan|(neg)?inf)"),
+    ("element-wise", r"(bitwise|logical)_\w+|__(and|or|xor)_"),
 )
 _KERNELS = [(kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in KERNELS]
 _OPERATORS = [(kind, re.compile(pattern)) for kind, pattern in OPERATORS]
@@ -231,16 +192,12 @@ def merge_statistics(rows: Iterable[KernelStatistics]) -> list[KernelStatistics]
     for name, same in by_name.items():
         calls, duration = sum(r.calls for r in same), sum(r.total_ns for r in same)
         squares = sum((r.calls - 1) * r.std_dev_ns**2 + r.calls * r.average_ns**2 for r in same)
-        deviation = (
-            math.sqrt(max(0.0, squares - duration**2 / calls) / (calls - 1)) if calls > 1 else 0.0
-        )
+        variance = max(0.0, squares - duration**2 / max(1, calls)) / max(1, calls - 1)
         percentage = 100 * duration / total if total else 100 / len(by_name)
         low, high = min(r.min_ns for r in same), max(r.max_ns for r in same)
-        merged.append(
-            KernelStatistics(
-                name, calls, duration, duration / max(1, calls), percentage, low, high, deviation
-            )
-        )
+        deviation = math.sqrt(variance) if calls > 1 else 0.0
+        average = duration / max(1, calls), percentage
+        merged.append(KernelStatistics(name, calls, duration, *average, low, high, deviation))
     return sorted(merged, key=lambda row: -row.total_ns)
 
 
@@ -262,48 +219,42 @@ def write_statistics(path: Path, rows: Sequence[KernelStatistics]) -> None:
 def read_statistics(path: Path) -> list[KernelStatistics]:
     """The rows of a `*_kernel_stats.csv`, one for each name; columns are found by name.
 
-    ValueError says what is wrong with the file. A profiler that shortens names can list one twice.
+    ToolError says what is wrong with the file. A profiler that shortens names can list one twice.
     """
-    with reads(Path(path)).open(newline="", encoding="utf-8", errors="replace") as file:
+    with reads(path).open(newline="", encoding="utf-8", errors="replace") as file:
         try:
             lines = list(csv.reader(file))
         except csv.Error as error:
-            raise ValueError(f"{path}: not a CSV file ({error})") from error
+            raise ToolError(f"{path}: not a CSV file ({error})") from error
     if not lines:
-        raise ValueError(f"{path}: the file is empty")
+        raise ToolError(f"{path}: the file is empty")
     header = lines[0]
     if missing := [name for name in HEADER if name not in header]:
-        raise ValueError(
-            f"{path}: not a kernel statistics file, the header lacks {', '.join(missing)}"
-        )
+        lacking = f"the header lacks {', '.join(missing)}"
+        raise ToolError(f"{path}: not a kernel statistics file, {lacking}")
     columns = [header.index(name) for name in HEADER]
     rows = []
     for number, cells in enumerate(lines[1:], start=2):
         if not cells:
             continue
         if len(cells) < len(header):
-            raise ValueError(
-                f"{path}: row {number} has {len(cells)} of {len(header)} columns, "
-                "is the file cut off?"
-            )
+            there = f"{len(cells)} of {len(header)} columns"
+            raise ToolError(f"{path}: row {number} has {there}, is the file cut off?")
         name, *values = (cells[column] for column in columns)
         try:
             calls, total, average, percentage, low, high, deviation = map(float, values)
             # OverflowError: infinite, ValueError: NaN
             whole = [int(value) for value in (calls, total, low, high)]
         except (ValueError, OverflowError) as error:
-            raise ValueError(
-                f"{path}: row {number} has a value that is no number: {', '.join(values)}"
-            ) from error
-        rows.append(
-            KernelStatistics(name, whole[0], whole[1], average, percentage, *whole[2:], deviation)
-        )
+            what = f"a value that is no number: {', '.join(values)}"
+            raise ToolError(f"{path}: row {number} has {what}") from error
+        calls, total, low, high = whole
+        numbers = calls, total, average, percentage, low, high, deviation
+        rows.append(KernelStatistics(name, *numbers))
     total_percentage = math.fsum(row.percentage for row in rows)
     if not abs(total_percentage - 100) <= 1:  # also true for NaN
-        raise ValueError(
-            f"{path}: percentages add up to {total_percentage:.1f}, not to 100, "
-            "is the file cut off?"
-        )
+        found = f"{total_percentage:.1f}, not to 100"
+        raise ToolError(f"{path}: percentages add up to {found}, is the file cut off?")
     return rows if len({row.name for row in rows}) == len(rows) else merge_statistics(rows)
 
 
@@ -326,17 +277,16 @@ class Kernel:
 def load_trace(path: Path) -> list[dict]:
     """The events of a Chrome trace as the PyTorch profiler writes it, .json or .json.gz.
 
-    ValueError if it is none.
+    ToolError if it is none.
     """
     try:
-        content = reads(Path(path)).read_bytes()
+        content = reads(path).read_bytes()
         if content[:2] == b"\x1f\x8b":
             content = gzip.decompress(content)
         return json.loads(content)["traceEvents"]
     except (EOFError, zlib.error, gzip.BadGzipFile, ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{path}: not a trace of the PyTorch profiler, or cut off ({error})"
-        ) from error
+        what = "not a trace of the PyTorch profiler, or cut off"
+        raise ToolError(f"{path}: {what} ({error})") from error
 
 
 def complete(events: Iterable[dict], *categories: str) -> list[dict]:
@@ -346,7 +296,7 @@ def complete(events: Iterable[dict], *categories: str) -> list[dict]:
 
 def has_gpu(events: Iterable[dict]) -> bool:
     """Does the trace contain anything that ran on a GPU?"""
-    return any(event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset") for event in events)
+    return any(event.get("cat") in ON_GPU for event in events)
 
 
 def operators_of(events: Iterable[dict]) -> list[Kernel]:
@@ -354,36 +304,30 @@ def operators_of(events: Iterable[dict]) -> list[Kernel]:
     # A child has the same thread and lies inside; where both start at the same time the longer one
     # is the parent.
     calls = complete(events, "cpu_op")
-    calls.sort(
-        key=lambda e: (
-            str(e["pid"]),
-            str(e["tid"]),
-            e["ts"],
-            -e["dur"],
-            e.get("args", {}).get("Ev Idx", 0),
-        )
-    )
+
+    def order(call: dict) -> tuple:
+        thread = str(call["pid"]), str(call["tid"])
+        return *thread, call["ts"], -call["dur"], call.get("args", {}).get("Ev Idx", 0)
+
+    calls.sort(key=order)
     self_us = [call["dur"] for call in calls]
     stack: list[int] = []  # operators that are open, outermost first
     for index, call in enumerate(calls):
-        while stack and not _inside(call, calls[stack[-1]]):
+        while stack and not is_inside(call, calls[stack[-1]]):
             stack.pop()
         if stack:
             self_us[stack[-1]] -= call["dur"]
         stack.append(index)
-    return [
-        Kernel(
-            call["name"],
-            max(0, round(1e3 * duration)),
-            call["ts"],
-            category(call["name"]),
-            operator=call.get("args", {}).get("External id"),
-        )
-        for call, duration in zip(calls, self_us, strict=True)
-    ]
+    operators = []
+    for call, us in zip(calls, self_us, strict=True):
+        duration, name = max(0, round(1e3 * us)), call["name"]
+        number = call.get("args", {}).get("External id")
+        operators.append(Kernel(name, duration, call["ts"], category(name), operator=number))
+    return operators
 
 
-def _inside(inner: dict, outer: dict) -> bool:
+def is_inside(inner: dict, outer: dict) -> bool:
+    """Does a call that began later run in the other one?"""
     same_thread = (inner["pid"], inner["tid"]) == (outer["pid"], outer["tid"])
     return same_thread and inner["ts"] < outer["ts"] + outer["dur"]
 
@@ -399,24 +343,14 @@ def kernels_of(events: Sequence[dict]) -> list[Kernel]:
     calls = complete(events, "cuda_runtime", "cuda_driver")  # Kineto's names for HIP's calls, too
     # should a correlation be shared, the launch is the one
     calls.sort(key=lambda call: "Launch" in call["name"])
-    launches = {
-        call["args"]["correlation"]: call["ts"]
-        for call in calls
-        if "correlation" in call.get("args", {})
-    }
+    known = [call for call in calls if "correlation" in call.get("args", {})]
+    launches = {call["args"]["correlation"]: call["ts"] for call in known}
     kernels = []
-    for event in complete(events, "kernel", "gpu_memcpy", "gpu_memset"):
-        arguments, is_copy = event.get("args", {}), event["cat"] != "kernel"
-        kernels.append(
-            Kernel(
-                event["name"],
-                round(1e3 * event["dur"]),
-                launches.get(arguments.get("correlation")),
-                "copies" if is_copy else category(event["name"]),
-                is_copy,
-                arguments.get("External id"),
-            )
-        )
+    for event in complete(events, *ON_GPU):
+        name, arguments, is_copy = event["name"], event.get("args", {}), event["cat"] != "kernel"
+        launch, duration = launches.get(arguments.get("correlation")), round(1e3 * event["dur"])
+        kind, operator = "copies" if is_copy else category(name), arguments.get("External id")
+        kernels.append(Kernel(name, duration, launch, kind, is_copy, operator))
     return kernels
 
 

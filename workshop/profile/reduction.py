@@ -59,23 +59,13 @@ class Kernel:
 # --- from folders
 
 
-def statistics_in(path: Path) -> list[KernelStatistics]:
-    """The rows of a statistics file; ToolError says what is wrong with it."""
-    try:
-        return read_statistics(path)
-    except ValueError as error:
-        raise ToolError(str(error)) from error
-    except OSError as error:
-        raise ToolError(f"{path}: {error.strerror}") from error
-
-
 def load_pytorch(directory: Path) -> Profile:
     """What run_pytorch_profiler.py wrote."""
     kernels = only_file(directory, "*_kernels.csv", "no <script>_kernels.csv")
     path = kernels.with_name(kernels.name.removesuffix("_kernels.csv") + "_profile.json")
     content = records.read(records.Profile, path)
     steps, unit = content["steps"], content["unit"]
-    rows, per_step = statistics_in(kernels), content.get(f"{unit}_per_step", 0)
+    rows, per_step = read_statistics(kernels), content.get(f"{unit}_per_step", 0)
     calls = sum(row.calls for row in rows if not is_copy(row.name))
     if abs(calls - steps * per_step) > 0.5:
         there = f"{path.name}, {steps} steps of {per_step} {unit}"
@@ -89,9 +79,9 @@ def load_rocprofv3(directory: Path) -> Profile:
     The script's own result beside it tells the steps, if the statistics are of it: stats.csv may
     have been made from a database of another run, which the files of this one do not add up to.
     """
-    rows = statistics_in(directory / "stats.csv")
+    rows = read_statistics(directory / "stats.csv")
     hotspots = directory / "hotspots"
-    parts = [statistics_in(path) for path in sorted(hotspots.rglob("*_kernel_stats.csv"))]
+    parts = [read_statistics(path) for path in sorted(hotspots.rglob("*_kernel_stats.csv"))]
     summaries = sorted(hotspots.glob("*_summary.json"))
     steps = settings = None
     if len(summaries) == 1 and total_of(rows) == total_of([row for part in parts for row in part]):
@@ -126,10 +116,8 @@ def load_profile(directory: Path) -> Profile:
             return load_pytorch(folder)
     if folder := rocprofv3_folder(directory):
         return load_rocprofv3(folder)
-    lacking = (
-        "neither <script>_kernels.csv (run_pytorch_profiler.py) nor stats.csv (run_rocprofv3.sh)"
-    )
-    raise ToolError(f"{directory}: no profile: {lacking}")
+    lacking = "neither <script>_kernels.csv (run_pytorch_profiler.py) nor"
+    raise ToolError(f"{directory}: no profile: {lacking} stats.csv (run_rocprofv3.sh)")
 
 
 def is_copy(name: str) -> bool:
@@ -145,22 +133,14 @@ def match(sides: Sequence[Profile], steps: Sequence[int]) -> list[Kernel]:
     rows = [{row.name: row for row in side.statistics} for side in sides]
 
     def per_step(name: str, value: Callable[[KernelStatistics], float]) -> tuple[float, float]:
-        found = (
-            value(side[name]) / n if name in side else 0
-            for side, n in zip(rows, steps, strict=True)
-        )
-        return tuple(found)
+        both = zip(rows, steps, strict=True)
+        return tuple(value(side[name]) / n if name in side else 0 for side, n in both)
 
-    kernels = [
-        Kernel(
-            name,
-            category(name),
-            is_copy(name),
-            per_step(name, lambda row: row.calls),
-            per_step(name, lambda row: row.total_ns / 1e6),
-        )
-        for name in rows[0] | rows[1]
-    ]
+    kernels = []
+    for name in rows[0] | rows[1]:
+        launches = per_step(name, lambda row: row.calls)
+        ms = per_step(name, lambda row: row.total_ns / 1e6)
+        kernels.append(Kernel(name, category(name), is_copy(name), launches, ms))
     return sorted(kernels, key=lambda kernel: (-max(kernel.ms), kernel.name))
 
 
@@ -168,9 +148,8 @@ def total(name: str, kernels: Sequence[Kernel], copies: bool = True) -> Kernel:
     """The sum of kernels under a name; copies count as launches if asked for, their time always."""
     counted = [kernel.launches for kernel in kernels if copies or not kernel.is_copy]
     launches = tuple(sum(each[side] for each in counted) for side in (0, 1))
-    return Kernel(
-        name, name, False, launches, tuple(sum(k.ms[side] for k in kernels) for side in (0, 1))
-    )
+    ms = tuple(sum(kernel.ms[side] for kernel in kernels) for side in (0, 1))
+    return Kernel(name, name, False, launches, ms)
 
 
 def change(before: float, after: float) -> str:
@@ -180,10 +159,11 @@ def change(before: float, after: float) -> str:
 
 def launches_and_ms(labels: dict[int, str]) -> tuple[list[Column], list[Column]]:
     """Columns for the sides with these labels."""
-    launches = [
-        Column(f"{s}launches", lambda k, i=i: k.launches[i], ".10g") for i, s in labels.items()
-    ]
-    return launches, [Column(f"{s}ms", lambda k, i=i: k.ms[i], ".3f") for i, s in labels.items()]
+    launches, ms = [], []
+    for i, label in labels.items():
+        launches.append(Column(f"{label}launches", lambda k, i=i: k.launches[i], ".10g"))
+        ms.append(Column(f"{label}ms", lambda k, i=i: k.ms[i], ".3f"))
+    return launches, ms
 
 
 BOTH = {side: f"{name} " for side, name in enumerate(SIDES)}
@@ -194,12 +174,9 @@ def category_table(kernels: Sequence[Kernel]) -> str:
     members = {name: [k for k in kernels if k.category == name] for name in CATEGORIES}
     rows = [total(name, several) for name, several in members.items() if several]
     launches, ms = launches_and_ms(BOTH)
-    columns = [
-        Column("category", "name"),
-        *launches,
-        Column("change", lambda k: change(*k.launches)),
-    ]
-    columns += [*ms, Column("change of time", lambda k: change(*k.ms))]
+    columns = [Column("category", "name"), *launches]
+    columns += [Column("change", lambda k: change(*k.launches)), *ms]
+    columns += [Column("change of time", lambda k: change(*k.ms))]
     return render(columns, [*rows, total("all", kernels)])
 
 
@@ -213,12 +190,8 @@ def section(
     everything = total(title, kernels)
     count = " -> ".join(f"{everything.launches[side]:.10g}" for side in labels)
     time = " -> ".join(f"{everything.ms[side]:.3f}" for side in labels)
-    lines = [
-        "",
-        f"## {title}",
-        "",
-        f"Kernel names: {len(kernels)}; {count} launches and {time} ms{per}.",
-    ]
+    lines = ["", f"## {title}", ""]
+    lines.append(f"Kernel names: {len(kernels)}; {count} launches and {time} ms{per}.")
     if not kernels:
         return lines
     columns = [
@@ -234,11 +207,7 @@ def section(
 
 
 def report(
-    sides: Sequence[Profile],
-    kernels: Sequence[Kernel],
-    notes: Sequence[str],
-    per_step: bool,
-    top: int,
+    sides: Sequence[Profile], kernels: Sequence[Kernel], notes: list[str], per_step: bool, top: int
 ) -> str:
     """The whole comparison in Markdown; without kernels by name and headings where `top` is 0."""
     per = " per step" if per_step else " in all"
@@ -273,14 +242,14 @@ def report(
     if any(kernel.is_copy for kernel in kernels):
         lines += ["", "Launches here contain copies and memsets, the numbers above do not."]
     both = [k for k in kernels if k.found == "both"]
-    moved = sorted(
-        (k for k in both if k.launches[0] != k.launches[1]), key=lambda k: -abs(k.ms[1] - k.ms[0])
-    )
+    same = [k for k in both if k.launches[0] == k.launches[1]]
+    moved = [k for k in both if k.launches[0] != k.launches[1]]
+    moved.sort(key=lambda k: -abs(k.ms[1] - k.ms[0]))
     for title, several, labels in (
         ("Vanished", [k for k in kernels if k.found == "baseline"], {0: ""}),
         ("New", [k for k in kernels if k.found == "fused"], {1: ""}),
         ("In both, with another number of launches", moved, BOTH),
-        ("In both, launched as often", [k for k in both if k.launches[0] == k.launches[1]], BOTH),
+        ("In both, launched as often", same, BOTH),
     ):
         lines += section(title, several, labels, top, per) if top else []
     return "\n".join(lines) + "\n"
@@ -291,9 +260,8 @@ def compare(sides: Sequence[Profile], top: int) -> tuple[list[Kernel], list[str]
 
     ToolError if they do not fit.
     """
-    known = [
-        (label, side.settings) for label, side in zip(SIDES, sides, strict=True) if side.settings
-    ]
+    of = dict(zip(SIDES, sides, strict=True))
+    known = [(label, side.settings) for label, side in of.items() if side.settings]
     check_family(known)
     if sides[0].unit != sides[1].unit:
         units = f"one side has {sides[0].unit}, the other {sides[1].unit}"
@@ -305,15 +273,13 @@ def compare(sides: Sequence[Profile], top: int) -> tuple[list[Kernel], list[str]
             raise ToolError(f"{side.directory}: the profile has no kernels")
     notes = differences(known, ignore=("num_steps", "warmup_steps") if per_step else ())
     if not per_step:
-        notes.append("the number of steps is not known for both sides, so these are totals")
-        of = dict(zip(SIDES, sides, strict=True))
+        note = "the number of steps is not known for both sides, so these are totals"
         if unknown := ", ".join(label for label, side in of.items() if not side.settings):
-            notes[-1] += f"; model, sizes and steps of {unknown} are not checked: "
-            notes[-1] += "no result file belongs to the profile"
+            note += f"; model, sizes and steps of {unknown} are not checked: "
+            note += "no result file belongs to the profile"
         if whole := ", ".join(label for label, s in of.items() if s.settings and not s.steps):
-            notes[-1] += (
-                f"; {whole} have the warm-up, too, which rocprofv3 of ROCm 6 cannot leave out"
-            )
+            note += f"; {whole} have the warm-up, too, which rocprofv3 of ROCm 6 cannot leave out"
+        notes.append(note)
     if sides[0].source != sides[1].source:
         notes.append("two profilers may write the name of one kernel in two ways")
     return kernels, notes, report(sides, kernels, notes, per_step, top)

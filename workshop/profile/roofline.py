@@ -19,6 +19,7 @@ from workshop.cli import ToolError
 from workshop.profile.ceilings import Ceilings
 from workshop.profile.kernels import (
     CATEGORIES,
+    NO_KERNELS,
     category,
     complete,
     has_gpu,
@@ -69,9 +70,7 @@ def profiled_steps(trainer) -> Iterator[list[dict]]:
     for _ in range(STEPS):
         events = trainer.trace(trainer.profile())["traceEvents"]
         if trainer.gpu and not has_gpu(events):
-            raise ToolError(
-                "the profiler saw no kernels on the GPU: may this user profile it?", status=1
-            )
+            raise ToolError(NO_KERNELS, status=1)
         yield events
 
 
@@ -129,9 +128,8 @@ def count_modules(
         with Traffic(trainer.model, kinds, no_work) as traffic, trainer.autocast():
             loss = trainer.model(**batch)
         counts = counter.get_flop_counts()
-        inclusive = {
-            name: sum(counts.get(f"{root}.{name}" if name else root, {}).values()) for name in kinds
-        }
+        places = {name: f"{root}.{name}" if name else root for name in kinds}
+        inclusive = {name: sum(counts.get(at, {}).values()) for name, at in places.items()}
         loss.backward()
     trainer.model.zero_grad(set_to_none=True)
     moved: Counter = Counter()
@@ -159,10 +157,8 @@ def named_ranges(model: nn.Module, kinds: dict[str, str]) -> Iterator[None]:
 
     for name, module in model.named_modules():
         if name in kinds:
-            handles += [
-                module.register_forward_pre_hook(enter(kinds[name])),
-                module.register_forward_hook(leave),
-            ]
+            handles.append(module.register_forward_pre_hook(enter(kinds[name])))
+            handles.append(module.register_forward_hook(leave))
     try:
         yield
     finally:
@@ -224,9 +220,7 @@ def module_rows(
         rest = any(enclosing(other, kinds) == name for other in kinds)
         row = rows.setdefault(kind, {"module": kind, "blocks": 0, "parameters": 0})
         row["blocks"] += 1
-        row["parameters"] += sum(
-            parameter.numel() for parameter in module.parameters(recurse=not rest)
-        )
+        row["parameters"] += sum(each.numel() for each in module.parameters(recurse=not rest))
     for kind, row in rows.items():
         row |= {"flop": flop[kind], "share_percent": 100 * flop[kind] / flop.total()}
         counted = (None if values is None else values[kind] for values in (moved, spent))
@@ -253,21 +247,16 @@ def group_flops(module: ModuleType, args: argparse.Namespace, device: torch.devi
     with flop_counter() as counter:
         model(**{name: value.to(meta) for name, value in batch.items()}).backward()
     flop = Counter({"GEMM": counter.get_total_flops()})
-    fused = {
-        name: True
-        for flag, name, _ in module.FUSIONS
-        if "attention" in flag and getattr(args, name)
-    }
-    if fused:
+    names = [name for flag, name, _ in module.FUSIONS if "attention" in flag]
+    if fused := {name: True for name in names if getattr(args, name)}:
         trainer = module.Trainer(module.all_off(args, **fused), device)
         with flop_counter() as counter:
             with trainer.autocast():
                 loss = trainer.model(**trainer.next_batch())
             loss.backward()
-        counts = counter.get_flop_counts()["Global"]
-        seen = sum(
-            n for operator, n in counts.items() if category(f"aten::{operator.__name__}") == "GEMM"
-        )
+        seen = 0
+        for operator, count in counter.get_flop_counts()["Global"].items():
+            seen += count if category(f"aten::{operator.__name__}") == "GEMM" else 0
         flop = Counter({"GEMM": seen, "attention": flop["GEMM"] - seen})
     return flop
 
@@ -309,9 +298,8 @@ def times_of_operators(events: Sequence[dict]) -> Counter:
 
     Where a trace does not tell the operator, the name of the kernel decides.
     """
-    names = {
-        call.get("args", {}).get("External id"): call["name"] for call in complete(events, "cpu_op")
-    }
+    calls = complete(events, "cpu_op")
+    names = {call.get("args", {}).get("External id"): call["name"] for call in calls}
     names.pop(None, None)
     spent: Counter = Counter()
     for kernel in kernels_of(events):
@@ -325,16 +313,10 @@ def make_row(
     """A row of a training step: its names, FLOP with its share of all, bytes, time and rates."""
     share = 100 * flop[key] / flop.total() if flop.total() else 0.0
     gb_per_s = moved / ms / 1e6 if moved and ms else None
-    return {
-        **names,
-        **{
-            "flop": flop[key],
-            "share_percent": share,
-            **rates(flop[key], moved, ms, ceilings),
-            "gb_per_s": gb_per_s,
-        },
-        "percent_of_copy": 100 * gb_per_s / ceilings.copy_gb_per_s if gb_per_s else None,
-    }
+    of_copy = 100 * gb_per_s / ceilings.copy_gb_per_s if gb_per_s else None
+    row = {**names, "flop": flop[key], "share_percent": share}
+    row |= rates(flop[key], moved, ms, ceilings)
+    return row | {"gb_per_s": gb_per_s, "percent_of_copy": of_copy}
 
 
 def rows_of_groups(
@@ -401,15 +383,13 @@ def draw(
     """
     pyplot = drawing()
     size = (15, max(6, 0.27 * len(rows))) if bandwidths else (10, 6)
-    figure, panels = pyplot.subplots(
-        1, 1 + bandwidths, figsize=size, layout="constrained", squeeze=False
-    )
+    options = {"figsize": size, "layout": "constrained", "squeeze": False}
+    figure, panels = pyplot.subplots(1, 1 + bandwidths, **options)
     points = {label: row for label, row in rows.items() if row["achieved_tflops"]}
     draw_roofline(panels[0, 0], points, ceilings)
-    if bandwidths:
-        draw_bandwidths(panels[0, 1], rows, ceilings)
     place = {"loc": "outside right upper"}
     if bandwidths:
+        draw_bandwidths(panels[0, 1], rows, ceilings)
         place = {"loc": "outside lower center", "ncols": 3}
     figure.legend(*panels[0, 0].get_legend_handles_labels(), **place, fontsize="small")
     figure.suptitle(title)
@@ -435,9 +415,8 @@ def draw_roofline(axes, points: dict[str, dict], ceilings: Ceilings) -> None:
     # 10, 20, 50 in place of powers of ten alone, where there is room
     for axis in (axes.xaxis, axes.yaxis):
         first, last = axis.get_view_interval()
-        axis.set_major_locator(
-            ticker.LogLocator(subs=(1, 2, 5) if last < 1e4 * first else (1,), numticks=20)
-        )
+        digits = (1, 2, 5) if last < 1e4 * first else (1,)
+        axis.set_major_locator(ticker.LogLocator(subs=digits, numticks=20))
         axis.set_major_formatter("{x:g}")
         axis.set_minor_locator(ticker.NullLocator())
     axes.grid(alpha=0.2)
@@ -445,11 +424,8 @@ def draw_roofline(axes, points: dict[str, dict], ceilings: Ceilings) -> None:
 
 def draw_bandwidths(axes, rows: dict[str, dict], ceilings: Ceilings) -> None:
     """GB/s of each row that moves bytes, beside the rate of a copy."""
-    bars = {
-        label: row["bytes"] / row["ms"] / 1e6
-        for label, row in rows.items()
-        if row["bytes"] and row["ms"]
-    }
+    known = {label: row for label, row in rows.items() if row["bytes"] and row["ms"]}
+    bars = {label: row["bytes"] / row["ms"] / 1e6 for label, row in known.items()}
     axes.barh([*bars], [*bars.values()], color="C7")
     axes.axvline(ceilings.copy_gb_per_s, color="black")
     axes.invert_yaxis()

@@ -71,13 +71,10 @@ class Traffic(TorchDispatchMode):
         )
         # an operator of ours that writes into its arguments
         if not outputs and function.namespace != "aten":
-            named = [*zip(function._schema.arguments, args, strict=False)]
-            outputs = [x for argument, x in named if argument.is_write and isinstance(x, Tensor)]
-            inputs = [
-                x
-                for argument, x in named
-                if argument.name not in ONLY_WRITTEN and isinstance(x, Tensor)
-            ]
+            pairs = zip(function._schema.arguments, args, strict=False)
+            named = [(argument, x) for argument, x in pairs if isinstance(x, Tensor)]
+            outputs = [x for argument, x in named if argument.is_write]
+            inputs = [x for argument, x in named if argument.name not in ONLY_WRITTEN]
         if not outputs:  # such as the choice among the kernels of fused attention
             return 0
         read, written = 0, sum(map(bytes_behind, outputs))

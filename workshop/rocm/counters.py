@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from pathlib import Path
 
+from workshop.cli import ToolError
 from workshop.profile.ceilings import Ceilings
 from workshop.profile.kernels import category
 from workshop.profile.roofline import make_row
@@ -37,58 +38,49 @@ def read_rocprof_compute(directory: Path) -> tuple[str, Ceilings, list[dict]]:
     """Which GPU's counters are in the folder, the ceilings measured there, and a row per kernel,
     the longest first.
 
-    ValueError says what is wrong with a file.
+    ToolError says what is wrong with a file.
     """
     files = matching(directory, "pmc_perf.csv", "rocprof-compute")
     if len(files) > 1:
-        raise ValueError(
-            f"{directory}: several profiles ({', '.join(str(file.parent) for file in files)}), "
-            "name one"
-        )
+        several = ", ".join(str(file.parent) for file in files)
+        raise ToolError(f"{directory}: several profiles ({several}), name one")
     with files[0].open(encoding="utf-8", errors="replace") as file:
         header = file.readline()
-    gpu = next(
-        (gpu for gpu, columns in BYTE_COUNTERS.items() if all(c in header for c in columns)),
-        "MI300",
-    )
+    known = BYTE_COUNTERS.items()
+    found = [gpu for gpu, columns in known if all(column in header for column in columns)]
+    gpu = found[0] if found else "MI300"
     counters = [*FLOP_COUNTERS, *BYTE_COUNTERS[gpu]]
+    columns = ("Kernel_Name", "Start_Timestamp", "End_Timestamp", *counters)
     flop, moved, ns, calls, by_unit = (Counter() for _ in range(5))
-    for name, *cells in read_columns(
-        files[0], "Kernel_Name", "Start_Timestamp", "End_Timestamp", *counters
-    ):
+    for name, *cells in read_columns(files[0], *columns):
         start, end, *values = (number(cell, files[0]) for cell in cells)
         counted = dict(zip(counters, values, strict=True))
         calls[name] += 1
         ns[name] += end - start
-        moved[name] += round(
-            sum(counted[column] * size for column, size in BYTE_COUNTERS[gpu].items())
-        )
+        sizes = BYTE_COUNTERS[gpu].items()
+        moved[name] += round(sum(counted[column] * size for column, size in sizes))
         for column, (each, unit) in FLOP_COUNTERS.items():
             flop[name] += round(counted[column] * each)
             by_unit[unit] += counted[column] * each
     if not calls:
-        raise ValueError(f"{files[0]}: it has no dispatches")
+        raise ToolError(f"{files[0]}: it has no dispatches")
     unit, path = max(by_unit, key=by_unit.get), files[0].with_name("roofline.csv")
     best = [number(cell, path) for cell in (read_columns(path, "HBMBw", unit) or [()])[0]]
     if not best or not min(best) > 0:
-        raise ValueError(f"{path}: it has no ceilings")
+        raise ToolError(f"{path}: it has no ceilings")
     ceilings = Ceilings(unit, 0, best[1] / 1e3, 0, best[0])  # the file has GB/s and GFLOP/s
-    names = {
-        name: {"kernel": name, "group": category(name).lower(), "calls": calls[name]}
-        for name in calls
-    }
-    rows = [
-        make_row(names[name], flop, name, moved[name], t / 1e6, ceilings)
-        for name, t in ns.most_common()
-    ]
+    rows = []
+    for name, spent in ns.most_common():
+        names = {"kernel": name, "group": category(name).lower(), "calls": calls[name]}
+        rows.append(make_row(names, flop, name, moved[name], spent / 1e6, ceilings))
     return gpu, ceilings, rows
 
 
 def number(text: str, path: Path) -> float:
-    """A finite number of a file; ValueError if it is none."""
+    """A finite number of a file; ToolError if it is none."""
     try:
         if math.isfinite(value := float(text)):
             return value
     except ValueError:
         pass
-    raise ValueError(f"{path}: {text!r} is no number")
+    raise ToolError(f"{path}: {text!r} is no number")

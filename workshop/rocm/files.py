@@ -46,48 +46,38 @@ def read_columns(path: Path, *names: str) -> list[list[str]]:
     with path.open(newline="", encoding="utf-8", errors="replace") as file:
         rows = [row for row in csv.reader(file) if row]
     if not rows:
-        raise ValueError(f"{path}: the file is empty")
+        raise ToolError(f"{path}: the file is empty")
     if missing := [name for name in names if name not in rows[0]]:
-        raise ValueError(f"{path}: the header lacks {', '.join(missing)}")
+        raise ToolError(f"{path}: the header lacks {', '.join(missing)}")
     for number, row in enumerate(rows[1:], start=2):
         if len(row) != len(rows[0]):
-            raise ValueError(
-                f"{path}: row {number} has {len(row)} of {len(rows[0])} columns, "
-                "is the file cut off?"
-            )
+            there = f"{len(row)} of {len(rows[0])} columns"
+            raise ToolError(f"{path}: row {number} has {there}, is the file cut off?")
     columns = [rows[0].index(name) for name in names]
     return [[row[column] for column in columns] for row in rows[1:]]
 
 
 def matching(directory: Path, pattern: str, writer: str) -> list[Path]:
-    """Files below a directory; a ValueError if there are none or one is empty."""
+    """Files below a directory; a ToolError if there are none or one is empty."""
     paths = sorted(path for path in directory.rglob(pattern) if path.is_file())
     if not paths:
-        raise ValueError(
-            f"{writer} wrote no {pattern.lstrip('*_')} into {directory}: "
-            "did anything run on an AMD GPU?"
-        )
+        missing = f"{writer} wrote no {pattern.lstrip('*_')} into {directory}"
+        raise ToolError(f"{missing}: did anything run on an AMD GPU?")
     if empty := [path for path in paths if not path.stat().st_size]:
-        raise ValueError(f"{empty[0]}: the file is empty")
+        raise ToolError(f"{empty[0]}: the file is empty")
     return paths
 
 
 def statistics(directory: Path, out: Path) -> None:
     """Merge what rocprofv3 wrote for each process."""
     if databases := sorted(directory.rglob("*_results.db")):
-        write_statistics(
-            out,
-            of_dispatches([row for path in databases for row in read_database(path)], directory),
-        )
+        rows = [row for path in databases for row in read_database(path)]
+        write_statistics(out, of_dispatches(rows, directory))
         return
-    files = [
-        read_statistics(path) for path in matching(directory, "*_kernel_stats.csv", "rocprofv3")
-    ]
-    files = [rows for rows in files if rows]
-    write_statistics(
-        out,
-        files[0] if len(files) == 1 else merge_statistics([row for rows in files for row in rows]),
-    )
+    paths = matching(directory, "*_kernel_stats.csv", "rocprofv3")
+    files = [rows for rows in map(read_statistics, paths) if rows]
+    merged = merge_statistics([row for rows in files for row in rows])
+    write_statistics(out, files[0] if len(files) == 1 else merged)
 
 
 def of_dispatches(rows: list[list[str]], source: Path) -> list[KernelStatistics]:
@@ -96,7 +86,7 @@ def of_dispatches(rows: list[list[str]], source: Path) -> list[KernelStatistics]
     for name, start, end in rows:
         durations[name].append(int(end) - int(start))
     if not durations:
-        raise ValueError(f"{source}: it has no kernel dispatches")
+        raise ToolError(f"{source}: it has no kernel dispatches")
     return statistics_of(durations)
 
 
@@ -109,14 +99,13 @@ def read_database(database: Path) -> list[list[str]]:
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
                 reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
-                raise ValueError(f"rocpd convert {database}: status {done.returncode}: {reason}")
+                raise ToolError(f"rocpd convert {database}: status {done.returncode}: {reason}")
             try:
                 trace = matching(Path(folder), "*kernel_trace.csv", "rocpd")[0]
                 return read_columns(trace, "Kernel_Name", "Start_Timestamp", "End_Timestamp")
-            except ValueError as error:
-                raise ValueError(
-                    f"rocpd convert {database}: {str(error).replace(folder + '/', '')}"
-                ) from error
+            except ToolError as error:
+                reason = str(error).replace(f"{folder}/", "")
+                raise ToolError(f"rocpd convert {database}: {reason}") from error
     with sqlite3.connect(f"{database.resolve().as_uri()}?mode=ro", uri=True) as connection:
         return connection.execute('SELECT name, "start", "end" FROM kernels').fetchall()
 
@@ -149,13 +138,12 @@ def dispatches(directory: Path, out: Path) -> None:
     path = matching(directory, "pmc_perf.csv", "rocprof-compute")[0]
     rows = read_columns(path, "Dispatch_ID", "Kernel_Name", "Start_Timestamp", "End_Timestamp")
     if not rows:
-        raise ValueError(f"{path}: it has no dispatches")
-    header = ("Dispatch_ID", "Category", "TimeNs", "Kernel_Name")
-    lines = (
-        (dispatch, category(name), int(end) - int(start), name)
-        for dispatch, name, start, end in rows
-    )
-    write_csv(out, [dict(zip(header, line, strict=True)) for line in lines])
+        raise ToolError(f"{path}: it has no dispatches")
+    lines = []
+    for dispatch, name, start, end in rows:
+        line = {"Dispatch_ID": dispatch, "Category": category(name)}
+        lines.append({**line, "TimeNs": int(end) - int(start), "Kernel_Name": name})
+    write_csv(out, lines)
 
 
 def require(directory: Path, pattern: Path) -> None:
@@ -168,7 +156,7 @@ def counters(directory: Path, pattern: Path) -> None:
     """Print the counter files, none of which may be cut off."""
     for path in matching(directory, str(pattern), "rocprofv3"):
         if not read_columns(path, "Dispatch_Id", "Kernel_Name", "Counter_Name", "Counter_Value"):
-            raise ValueError(f"{path}: it has no dispatches")
+            raise ToolError(f"{path}: it has no dispatches")
         print(path)
 
 

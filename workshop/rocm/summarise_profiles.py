@@ -51,12 +51,10 @@ def where(step: dict) -> str:
 
 def main(argv: list[str]) -> int:
     directory, script = Path(argv[0]), argv[1]
-    steps = [
-        read_step(directory, line) for line in (directory / "steps.tsv").read_text().splitlines()
-    ]
-    write_text(
-        directory / "summary.json", json.dumps({"script": script, "steps": steps}, indent=1) + "\n"
-    )
+    lines = (directory / "steps.tsv").read_text().splitlines()
+    steps = [read_step(directory, line) for line in lines]
+    content = json.dumps({"script": script, "steps": steps}, indent=1)
+    write_text(directory / "summary.json", content + "\n")
     columns = [
         Column("step", "name"),
         Column("result", "status", text=True),
@@ -68,10 +66,8 @@ def main(argv: list[str]) -> int:
     print(text)
     failed = [step["name"] for step in steps if step["status"] == "failed"]
     if failed:
-        print(
-            f"run_all_profilers.sh: error: failed: {', '.join(failed)}; see {directory}/logs",
-            file=sys.stderr,
-        )
+        what = f"failed: {', '.join(failed)}; see {directory}/logs"
+        print(f"run_all_profilers.sh: error: {what}", file=sys.stderr)
     return int(bool(failed))
 
 

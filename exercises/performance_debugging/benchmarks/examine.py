@@ -6,7 +6,6 @@ Each of the two is a process of its own, so that nothing is warm in it.
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import multiprocessing
 import time
@@ -24,6 +23,7 @@ from exercises.performance_debugging.benchmarks.common import (
     synchronize,
 )
 from workshop.cli import ToolError, needed
+from workshop.script import import_file
 
 with needed():
     import torch
@@ -83,11 +83,9 @@ class Evidence:
 
 def load(path: Path) -> Benchmark:
     """The benchmark in a file."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or not path.is_file():
+    if path.suffix != ".py" or not path.is_file():
         raise ToolError(f"{path}: no such benchmark")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = import_file(path)
     if not isinstance(getattr(module, "BENCHMARK", None), Benchmark):
         raise ToolError(f"{path}: it has no BENCHMARK")
     return module.BENCHMARK
