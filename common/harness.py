@@ -231,9 +231,10 @@ def join_processes(args: argparse.Namespace) -> None:
     warnings.filterwarnings("ignore", ".*(barrier|broadcast_buffers|AccumulateGrad node's stream)")
     if args.cuda_graph:  # says PyTorch; NCCL then sees no lost process
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
-    try:  # without the name of a backend: NCCL (RCCL) on GPUs, and gloo on the host
+    backend = "gloo" if args.device == "cpu" else None  # None: NCCL (RCCL) on GPUs
+    try:
         store = next(dist.rendezvous("env://", timeout=timedelta(minutes=5)))[0]
-        dist.init_process_group(store=store, rank=RANK, world_size=WORLD_SIZE)
+        dist.init_process_group(backend, store=store, rank=RANK, world_size=WORLD_SIZE)
     except (RuntimeError, ValueError) as error:
         fail(f"the {WORLD_SIZE} processes cannot meet: {str(error).splitlines()[0]}", 1)
     everyone = [{}] * WORLD_SIZE

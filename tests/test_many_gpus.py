@@ -359,6 +359,12 @@ def test_how_many_processes(argv: list[str], environment: dict, expected: int, m
     assert load(SCRIPT).parse_args(["--batch-size", "24", *argv]).num_gpus == expected
 
 
+@pytest.mark.gpu
+def test_two_processes_on_the_cpu_of_a_machine_with_a_gpu(tmp_path: Path):
+    done = finished(two_processes(tmp_path, "--device", "cpu", fresh=True))
+    assert (done.returncode, "Final loss:" in done.stdout) == (0, True), done.stderr
+
+
 # The step as a graph
 
 
