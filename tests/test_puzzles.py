@@ -244,6 +244,16 @@ def test_each_step_checks_what_the_reader_has(swiglu):
     assert captured(swiglu.main, [])[0] == 2
 
 
+def test_an_output_is_not_right_by_what_lay_in_its_memory(swiglu, monkeypatch):
+    before = []
+    keeps_out = lambda x, out: before.append(out.clone())  # noqa: E731
+    monkeypatch.setattr(swiglu.puzzle_07_swiglu, "swiglu", keeps_out)
+    with pytest.raises(swiglu.ToolError, match="the output of kernels is wrong"):
+        swiglu.check_right("kernels", swiglu.Kernels.apply, 6, 100)
+    assert before[0].isnan().all()
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
 def test_bytes_of_the_operators_are_counted(swiglu):
     status, out, _ = captured(swiglu.main, ["operators"])
     assert status == 0
