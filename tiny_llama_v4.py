@@ -2808,9 +2808,9 @@ def join_processes(args: argparse.Namespace) -> None:
     if args.device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK") or 0))
     warnings.filterwarnings("ignore", ".*(barrier|broadcast_buffers|AccumulateGrad node's stream)")
-    if args.cuda_graph:  # says PyTorch; NCCL then sees no lost process
+    if args.cuda_graph:  # says PyTorch; NCCL then sees no lost rank
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
-    backend = "gloo" if args.device == "cpu" else None  # None: NCCL (RCCL) on GPUs
+    backend = "gloo" if args.device == "cpu" else None  # None: NCCL/RCCL
     try:
         store = next(dist.rendezvous("env://", timeout=timedelta(minutes=5)))[0]
         dist.init_process_group(backend, store=store, rank=RANK, world_size=WORLD_SIZE)
@@ -2830,7 +2830,7 @@ def join_processes(args: argparse.Namespace) -> None:
 
 
 def prepare(args: argparse.Namespace) -> torch.device:
-    """Make this run's settings those of the process, before each turn; returns the device."""
+    """Make this run's settings those of the process, before each turn; return the device."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler writes on stderr
     if args.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
