@@ -189,10 +189,12 @@ def trunk(args: argparse.Namespace) -> Iterator[Part]:
     Sides are versions, OpenFold's own blocks, and compiled ones. What is compiled is one block,
     which serves all: compiling 48 at once takes too long.
     """
-    import torch
+    import torch._dynamo
 
     from workshop.baselines import openfold_block
 
+    # or the blocks beyond the limit would run eagerly, and be called compiled
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
     config = importlib.import_module("tiny_openfold_v1").ModelConfig(msa_dim=256, num_heads_msa=8)
     theirs = partial(openfold_block, config=config, clone=args.openfold)
     kinds = {version: (version, None) for version in reversed(ALL_VERSIONS)}

@@ -217,6 +217,22 @@ def with_cuequivariance(block: nn.Module) -> nn.Module:
     return block
 
 
+class Unmasked(nn.Module):
+    """OpenFold's block with our arguments.
+
+    One class for all blocks, so that torch.compile compiles one of them and not each.
+    """
+
+    def __init__(self, block: nn.Module):
+        super().__init__()
+        self.block = block
+
+    def forward(
+        self, msa: Tensor, pair: Tensor, sequences: None = None, residues: None = None
+    ) -> tuple[Tensor, Tensor]:
+        return self.block(msa, pair, msa.new_ones(msa.shape[:-1]), pair.new_ones(pair.shape[:-1]))
+
+
 def openfold_block(ours: nn.Module, config: object, clone: Path) -> nn.Module:
     """OpenFold's own EvoformerBlock with the weights of ours: forward(msa, pair). ImportError
     without a clone.
@@ -250,19 +266,7 @@ def openfold_block(ours: nn.Module, config: object, clone: Path) -> nn.Module:
     }
     theirs.load_state_dict({names[name]: value for name, value in ours.state_dict().items()})
 
-    class Unmasked(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.block = theirs
-
-        def forward(
-            self, msa: Tensor, pair: Tensor, sequences: None = None, residues: None = None
-        ) -> tuple[Tensor, Tensor]:
-            return self.block(
-                msa, pair, msa.new_ones(msa.shape[:-1]), pair.new_ones(pair.shape[:-1])
-            )
-
-    return Unmasked().to(next(ours.parameters()).device)
+    return Unmasked(theirs).to(next(ours.parameters()).device)
 
 
 # Optimizers that keep float32 weights beside those of the matrix products
