@@ -39,7 +39,7 @@ GUIDE = "docs/INSTRUCTOR.md"
 NEXT_DAY = "0 next day"
 CORE = re.compile(r"^\*\*Core\*\*: (\d+) minutes", re.MULTILINE)
 TITLE = re.compile(r"^# (?:Exercises: )?(.+)$", re.MULTILINE)
-EXERCISE = re.compile(r"^## Exercise \d+: (.+)$", re.MULTILINE)
+EXERCISE = re.compile(r"^## Exercise \d+[^:]*: (.+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,12 @@ def sheets() -> list[str]:
     return sorted({line for line in lines if line.startswith("exercises/")})
 
 
+def sheets_with_minutes() -> list[str]:
+    """Every sheet that has a core path, whether or not it is on an agenda."""
+    paths = (path.relative_to(ROOT) for path in (ROOT / "exercises").glob("*/*.md"))
+    return sorted(str(path) for path in paths if CORE.search((ROOT / path).read_text("utf-8")))
+
+
 def measured(device: str, item: Item) -> float | str | None:
     """Minutes that the commands of an item took, by a device's rehearsal; None without one, empty
     for an item without commands."""
@@ -112,7 +118,7 @@ def row_of(item: Item, **more: object) -> dict:
 
 
 def sessions_table() -> str:
-    """The four sessions, item by item, and the sheets of the longer agendas, in minutes."""
+    """The four sessions, item by item, and all other sheets, in minutes."""
     rows, shown = [], set()
     for name in plan()["sessions"]:
         at = 0
@@ -121,7 +127,7 @@ def sessions_table() -> str:
             label = "" if at else name.removeprefix("Session ")
             rows.append(row_of(item, session=label, at=at))
             at += item.minutes
-    further = [row_of(item_of(path)) for path in sheets() if path not in shown]
+    further = [row_of(item_of(path)) for path in sheets_with_minutes() if path not in shown]
     further[0]["session"] = "further sheets"
     columns = (
         Column("session", "session"),
