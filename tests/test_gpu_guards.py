@@ -173,7 +173,7 @@ def in_precisions(float32: object, bfloat16: object) -> pytest.MarkDecorator:
 
 @in_precisions("", "--use-amp")
 @pytest.mark.parametrize("size", ["small", pytest.param("large", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("script", TRITON)
+@pytest.mark.parametrize("script", [*TRITON[:-1], pytest.param(TRITON[-1], marks=pytest.mark.slow)])
 def test_kernels_stay_within_their_tensors(
     script: str, size: str, precision: str, monkeypatch: pytest.MonkeyPatch
 ):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import (
     ALL_SETTINGS,
+    TRITON,
     assert_same_gradients,
     batches,
     build,
@@ -443,6 +444,7 @@ ONE_BY_ONE = [
     pytest.param(script, argv, id=f"{script[-2:]}{''.join(argv)}")
     for script in TYPES
     for argv in ([], ["--use-amp"])
+    if argv or script not in TRITON  # in the interpreter once each
 ]
 TWO_BLOCKS = ["--num-blocks", "2", "--num-seqs", "2", "--seq-len", "5", "--batch-size", "1"]
 
