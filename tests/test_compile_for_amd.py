@@ -43,6 +43,23 @@ def in_tables(text: str) -> set[str]:
     return set(re.findall(r"^\| (\w+) +\|", text, re.MULTILINE)) - {"kernel"}
 
 
+def test_what_spills_or_needs_too_much_lds_is_a_problem():
+    """In a process of its own: here Triton interprets."""
+    code = """
+from bench.compile_for_amd import Needs, problems
+for needs in ((0, 0, 1024), (2, 0, 1024), (0, 3, 1024), (0, 0, 65537)):
+    spills, sgpr_spills, lds = needs
+    print(problems(None, [Needs(9, 0, 9, lds, spills, sgpr_spills, 8)], ["gfx942"]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.splitlines() == [
+        "",
+        "gfx942 spills 2 VGPRs",
+        "gfx942 spills 3 SGPRs",
+        "gfx942 needs 65537 bytes of LDS",
+    ], done.stderr
+
+
 @pytest.mark.parametrize(
     "script",
     [SCRIPTS[0], *(pytest.param(script, marks=pytest.mark.slow) for script in SCRIPTS[1:])],
