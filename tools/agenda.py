@@ -24,6 +24,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from itertools import groupby
@@ -68,7 +69,7 @@ def title_of(path: str) -> str:
 def item_of(line: str) -> Item:
     """What a line of the plan means."""
     if line.startswith("exercises/"):
-        return Item(f"sheet: [{title_of(line)}](../{line})", core_minutes(line), line)
+        return Item(f"[{title_of(line)}](../{line})", core_minutes(line), line)
     if line.startswith("Session "):
         return Item(line, sum(item.minutes for item in session(line)))
     minutes, _, what = line.partition(" ")
@@ -118,17 +119,14 @@ def row_of(item: Item, **more: object) -> dict:
 
 
 def sessions_table() -> str:
-    """The four sessions, item by item, and all other sheets, in minutes."""
-    rows, shown = [], set()
+    """The four sessions, item by item, in minutes."""
+    rows = []
     for name in plan()["sessions"]:
         at = 0
         for item in session(name):
-            shown.add(item.path)
             label = "" if at else name.removeprefix("Session ")
             rows.append(row_of(item, session=label, at=at))
             at += item.minutes
-    further = [row_of(item_of(path)) for path in sheets_with_minutes() if path not in shown]
-    further[0]["session"] = "further sheets"
     columns = (
         Column("session", "session"),
         Column("at", "at", "d"),
@@ -137,7 +135,32 @@ def sessions_table() -> str:
         Column("commands, H100", "h100", ".1f"),
         Column("commands, two cores", "cpu", ".1f"),
     )
-    return render(columns, rows + further)
+    return render(columns, rows)
+
+
+def sheets_table() -> str:
+    """The minutes of every sheet, a row for each folder."""
+
+    def in_order(key: str, form: str) -> Callable[[list[dict]], str]:
+        return lambda rows: ", ".join(
+            "-" if row[key] is None else f"{row[key]:{form}}" for row in rows
+        )
+
+    folders = groupby(sheets_with_minutes(), lambda path: path.rpartition("/")[0])
+    rows = [[row_of(item_of(path), path=path) for path in paths] for _, paths in folders]
+    columns = (
+        Column("sheets, in order", folder_of, text=True),
+        Column("planned", in_order("minutes", "d")),
+        Column("commands, H100", in_order("h100", ".1f")),
+        Column("commands, two cores", in_order("cpu", ".1f")),
+    )
+    return render(columns, rows)
+
+
+def folder_of(rows: list[dict]) -> str:
+    """What a folder of sheets is about, as a link."""
+    title = TITLE.search((ROOT / rows[0]["path"]).read_text(encoding="utf-8"))[1]
+    return f"[{title}](../{rows[0]['path'].rpartition('/')[0]}/README.md)"
 
 
 def clock(minutes: int) -> str:
@@ -162,7 +185,7 @@ def agendas_table() -> str:
     return render(columns, rows)
 
 
-TABLES = {"sessions": sessions_table, "agendas": agendas_table}
+TABLES = {"sessions": sessions_table, "sheets": sheets_table, "agendas": agendas_table}
 
 
 def device_name() -> str:
