@@ -204,12 +204,11 @@ def trunk(args: argparse.Namespace) -> Iterator[Part]:
     chosen = wanted(args.sides, kinds)
     for shape, kind, more in itertools.product(args.trunks, chosen, ([], [CHECKPOINTED])):
         version, change = kinds[kind]
-        side = f"{kind}, checkpointed" if more else kind
         model, sizes = TRUNKS[shape]
         argv = graph_of([*sizes, *PRECISIONS["bf16"], "--warmup-steps", "2", *more])
-        names = {"shape": shape, "precision": "bf16", "side": side}
+        names = {"shape": shape, "precision": "bf16", "side": kind, "checkpointed": bool(more)}
         script = script_of(model, version)
-        yield names, partial(with_blocks, change, side, (script, argv), args.rounds)
+        yield names, partial(with_blocks, change, kind, (script, argv), args.rounds)
 
 
 def with_blocks(
@@ -653,18 +652,16 @@ def untuned_table(directory: Path) -> str:
 
 def trunk_table(directory: Path) -> str:
     """Milliseconds per step and peak memory of each side, without and with checkpoints."""
-    rows = read_rows(directory / "trunk.json", ("shape", "side"))
-    lines = []
-    for (shape,), sides in by_side(rows, "shape").items():
-        for kind in sides:
-            if not kind.endswith("checkpointed"):
-                both = {"plain": sides[kind], "checkpointed": sides.get(f"{kind}, checkpointed")}
-                lines.append({"name": f"{shape}, {kind}"} | {k: v for k, v in both.items() if v})
+    rows = read_rows(directory / "trunk.json", ("shape", "side", "checkpointed"))
+    lines: dict[str, dict] = {}
+    for row in rows:
+        line = lines.setdefault(name := f"{row['shape']}, {row['side']}", {"name": name})
+        line["checkpointed" if row["checkpointed"] else "plain"] = row
     columns = [Column("48 blocks, bf16", "name")]
     for label, key in (("ms", "batch_ms"), ("MB", "peak_mb")):
         columns += side_columns(label, ["plain"], key, ".0f", ends=True)
         columns += side_columns(f"{label}, {{}}", ["checkpointed"], key, ".0f", ends=True)
-    return render(columns, lines) if lines else ""
+    return render(columns, [*lines.values()]) if lines else ""
 
 
 def inference_table(directory: Path) -> str:

@@ -14,6 +14,8 @@ from conftest import load, random_state, relative_difference
 from bench import operations as kernels
 from bench import versions as benchmark
 from workshop import baselines as peers
+from workshop.files import read_json
+from workshop.study import by_side
 from workshop.turns import ratios
 
 SMALL = ["--hidden-dim", "32", "--num-layers", "2", "--seq-len", "16", "--batch-size", "2"]
@@ -182,14 +184,16 @@ def test_the_trunk_has_a_row_for_each_version_with_and_without_checkpoints(tmp_p
     monkeypatch.setattr(torch, "compile", lambda block: no_block)
     assert benchmark.main(["trunk", str(tmp_path), "--rounds", "1"]) == 0
     assert first.build_model is build
-    rows = sides_in(tmp_path / "trunk.json")
-    kinds = ("V4", "V3", "V2", "V1", "OpenFold", "V2 compiled", "OpenFold compiled")
-    assert list(rows) == [name for kind in kinds for name in (kind, f"{kind}, checkpointed")]
-    assert [
-        rows[name]["argv"].count("--checkpoint-blocks") for name in ("V1", "V1, checkpointed")
-    ] == [0, 1]
-    assert [rows[name]["status"] for name in ("V1", "V2 compiled")] == ["oom", "failed"]
-    assert "no OpenFold in" in rows["OpenFold, checkpointed"]["error"]
+    rows = by_side(read_json(tmp_path / "trunk.json")["rows"], "checkpointed")
+    plain, checkpointed = rows[False,], rows[True,]
+    kinds = ["V4", "V3", "V2", "V1", "OpenFold", "V2 compiled", "OpenFold compiled"]
+    assert [*plain] == [*checkpointed] == kinds
+    assert [side["V1"]["argv"].count("--checkpoint-blocks") for side in (plain, checkpointed)] == [
+        0,
+        1,
+    ]
+    assert [plain[name]["status"] for name in ("V1", "V2 compiled")] == ["oom", "failed"]
+    assert "no OpenFold in" in checkpointed["OpenFold"]["error"]
     lines = benchmark.table(tmp_path).splitlines()
     cells = {
         line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]]
@@ -197,7 +201,7 @@ def test_the_trunk_has_a_row_for_each_version_with_and_without_checkpoints(tmp_p
     }
     assert cells["2 x 4, V1"][:2] == [
         "out of memory",
-        f"{rows['V1, checkpointed']['batch_ms']:.0f}",
+        f"{checkpointed['V1']['batch_ms']:.0f}",
     ]
 
 

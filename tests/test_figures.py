@@ -127,16 +127,15 @@ def test_memory_of_a_step_has_a_bar_for_each_version_and_its_sum(tmp_path, monke
 def test_the_trunk_shows_each_side_that_finished_where_it_was_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(figures, "H100", tmp_path)
     measured = {
-        "V3": (221.0, 42e3),
-        "V3, checkpointed": (290.0, 5e3),
-        "V2, checkpointed": (640.0, 7e3),
+        ("V3", False): (221.0, 42e3),
+        ("V3", True): (290.0, 5e3),
+        ("V2", True): (640.0, 7e3),
     }
+    ends = {side: {"status": "oom"} for side in (("V2", False), ("V1", False), ("V1", True))}
+    ends |= {side: {"batch_ms": ms, "peak_mb": mb} for side, (ms, mb) in measured.items()}
     rows = [
-        {"shape": "128 x 256", "side": n, "batch_ms": ms, "peak_mb": mb}
-        for n, (ms, mb) in measured.items()
-    ]
-    rows += [
-        {"shape": "128 x 256", "side": n, "status": "oom"} for n in ("V2", "V1", "V1, checkpointed")
+        {"shape": "128 x 256", "side": name, "checkpointed": checkpointed, **row}
+        for (name, checkpointed), row in ends.items()
     ]
     (tmp_path / "trunk.json").write_text(json.dumps({"rows": rows}))
     axes = figures.trunk().figure.axes[1]

@@ -261,6 +261,7 @@ class Row:
     version: str = None  # V1 to V4; a library has none
     # its name among the sides: V1, V3 compiled, cuEquivariance, none, only overlap
     side: str = None
+    checkpointed: bool = None  # of a trunk: with --checkpoint-blocks
     shape: str = None  # a name for the sizes
     batch_size: Count = None
     seq_len: Count = None
