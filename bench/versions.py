@@ -655,7 +655,8 @@ def trunk_table(directory: Path) -> str:
     rows = read_rows(directory / "trunk.json", ("shape", "side", "checkpointed"))
     lines: dict[str, dict] = {}
     for row in rows:
-        line = lines.setdefault(name := f"{row['shape']}, {row['side']}", {"name": name})
+        name = f"{row['shape']}, {row['side']}"
+        line = lines.setdefault(name, {"name": name})
         line["checkpointed" if row["checkpointed"] else "plain"] = row
     columns = [Column("48 blocks, bf16", "name")]
     for label, key in (("ms", "batch_ms"), ("MB", "peak_mb")):
