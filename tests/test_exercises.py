@@ -49,16 +49,18 @@ PAGES = (
 )
 SHEETS = files_with("^```(bash|python)", *PAGES)
 SHEETS = [name for name in SHEETS if not name.endswith("solutions.md")]
-# 20 to 80 seconds each: .ci/run runs them.
+# 9 to 80 seconds each: .ci/run runs them.
 SLOW = (
     "docs/INSTRUCTOR.md",
     "exercises/performance_debugging/exercise_1_find_the_fault.md",
     "exercises/performance_debugging/exercise_2_profiles_and_kernels.md",
     "exercises/performance_debugging/exercise_3_benchmarks_that_lie.md",
     "exercises/tiny_llama_v4/exercise_2_register_optimization.md",
+    "exercises/tiny_openfold_v1/exercise_1_baseline_analysis.md",
     "exercises/tiny_openfold_v2/exercise_4_rocm_profiling.md",
     "exercises/tiny_openfold_v2/exercise_5_torch_compile.md",
     "exercises/tiny_openfold_v2/exercise_6_production_strategy.md",
+    "exercises/tiny_openfold_v4/exercise_1_what_is_left.md",
 )
 WITH_TABLES = files_with("^<!-- tables?: ", "README.md", "docs/*.md", "exercises/*/*.md")
 # What no test may start: an installation, or the tests.

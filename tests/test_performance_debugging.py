@@ -151,6 +151,7 @@ def test_bad_input_is_one_line(program: ModuleType, argv: list[str], message: st
     assert message in stderr
 
 
+@pytest.mark.slow
 def test_all_stages_one_of_which_fails(tmp_path: Path):
     for path in ROOT.iterdir():  # the repository with a folder of stages of its own
         if path.name in ("analysis_tools", "workshop") or path.suffix == ".py":
