@@ -189,12 +189,10 @@ def trunk(args: argparse.Namespace) -> Iterator[Part]:
     Sides are versions, OpenFold's own blocks, and compiled ones. What is compiled is one block,
     which serves all: compiling 48 at once takes too long.
     """
-    import torch._dynamo
+    import torch
 
     from workshop.baselines import openfold_block
 
-    # or the blocks beyond the limit would run eagerly, and be called compiled
-    torch._dynamo.config.fail_on_recompile_limit_hit = True
     config = importlib.import_module("tiny_openfold_v1").ModelConfig(msa_dim=256, num_heads_msa=8)
     theirs = partial(openfold_block, config=config, clone=args.openfold)
     kinds = {version: (version, None) for version in reversed(ALL_VERSIONS)}
@@ -215,6 +213,8 @@ def with_blocks(
     change: Callable | None, name: str, side: tuple[str, list[str]], rounds: int
 ) -> dict:
     """Turns of a side alone, with what `change` makes of each of its blocks."""
+    import torch._dynamo
+
     module = importlib.import_module(side[0])
     build = module.build_model
 
@@ -225,8 +225,11 @@ def with_blocks(
         return model
 
     module.build_model = build_changed if change else build
+    # or compiled blocks beyond the limit would run eagerly, and be called compiled
+    limit = torch._dynamo.config.patch(fail_on_recompile_limit_hit=True)
     try:
-        return one_side(name, side, rounds)
+        with limit:
+            return one_side(name, side, rounds)
     finally:
         module.build_model = build
 

@@ -188,10 +188,8 @@ def test_the_trunk_has_a_row_for_each_version_with_and_without_checkpoints(tmp_p
     plain, checkpointed = rows[False,], rows[True,]
     kinds = ["V4", "V3", "V2", "V1", "OpenFold", "V2 compiled", "OpenFold compiled"]
     assert [*plain] == [*checkpointed] == kinds
-    assert [side["V1"]["argv"].count("--checkpoint-blocks") for side in (plain, checkpointed)] == [
-        0,
-        1,
-    ]
+    assert "--checkpoint-blocks" not in plain["V1"]["argv"]
+    assert checkpointed["V1"]["argv"].count("--checkpoint-blocks") == 1
     assert [plain[name]["status"] for name in ("V1", "V2 compiled")] == ["oom", "failed"]
     assert "no OpenFold in" in checkpointed["OpenFold"]["error"]
     lines = benchmark.table(tmp_path).splitlines()

@@ -441,10 +441,14 @@ def test_padding_changes_neither_loss_nor_outputs_nor_gradients(script: str, arg
 # Activation checkpointing
 
 ONE_BY_ONE = [
-    pytest.param(script, argv, id=f"{script[-2:]}{''.join(argv)}")
+    pytest.param(
+        script,
+        argv,
+        id=f"{script[-2:]}{''.join(argv)}",
+        marks=[pytest.mark.slow] if script in TRITON and not argv else [],
+    )
     for script in TYPES
     for argv in ([], ["--use-amp"])
-    if argv or script not in TRITON  # in the interpreter once each
 ]
 TWO_BLOCKS = ["--num-blocks", "2", "--num-seqs", "2", "--seq-len", "5", "--batch-size", "1"]
 

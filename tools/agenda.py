@@ -141,26 +141,24 @@ def sessions_table() -> str:
 def sheets_table() -> str:
     """The minutes of every sheet, a row for each folder."""
 
-    def in_order(key: str, form: str) -> Callable[[list[dict]], str]:
-        return lambda rows: ", ".join(
-            "-" if row[key] is None else f"{row[key]:{form}}" for row in rows
+    def in_order(key: str, form: str) -> Callable[[dict], str]:
+        return lambda row: ", ".join(
+            "-" if sheet[key] is None else f"{sheet[key]:{form}}" for sheet in row["sheets"]
         )
 
-    folders = groupby(sheets_with_minutes(), lambda path: path.rpartition("/")[0])
-    rows = [[row_of(item_of(path), path=path) for path in paths] for _, paths in folders]
+    rows = []
+    for folder, paths in groupby(sheets_with_minutes(), os.path.dirname):
+        items = [item_of(path) for path in paths]
+        what = title_of(items[0].path).partition(",")[0]
+        link = f"[{what}](../{folder}/README.md)"
+        rows.append({"folder": link, "sheets": [row_of(item) for item in items]})
     columns = (
-        Column("sheets, in order", folder_of, text=True),
+        Column("sheets, in order", "folder", text=True),
         Column("planned", in_order("minutes", "d")),
         Column("commands, H100", in_order("h100", ".1f")),
         Column("commands, two cores", in_order("cpu", ".1f")),
     )
     return render(columns, rows)
-
-
-def folder_of(rows: list[dict]) -> str:
-    """What a folder of sheets is about, as a link."""
-    title = TITLE.search((ROOT / rows[0]["path"]).read_text(encoding="utf-8"))[1]
-    return f"[{title}](../{rows[0]['path'].rpartition('/')[0]}/README.md)"
 
 
 def clock(minutes: int) -> str:

@@ -924,9 +924,7 @@ def nice_step(longest: float) -> int:
 def trunk() -> Sheet:
     """Time against peak memory of 48 blocks, with and without checkpoints."""
     rows = rows_of("trunk", shape="128 x 256")
-    plain, checkpointed = (
-        {r["side"]: r for r in rows if r["checkpointed"] is c} for c in (False, True)
-    )
+    plain, checkpointed = (by_side(rows, "checkpointed")[c,] for c in (False, True))
     times = [row["batch_ms"] for row in rows if "batch_ms" in row]
     sheet = Sheet("48 blocks: what recomputation is for", 540)
     axes = plot(sheet, 86, 84, 620, 300, xlabel="ms per training step", ylabel="peak memory, GB")

@@ -172,7 +172,7 @@ def serve(directory: str) -> None:
     import quicker  # of this directory
     import torch._dynamo
     import torch.distributed.run  # noqa: F401 - what many programs would import
-    import triton.experimental.gluon  # noqa: F401
+    import triton.experimental.gluon  # noqa: F401 - what the first kernel would import
 
     if os.environ.get("TRITON_INTERPRET") == "1":
         quicker.make_quicker()
