@@ -134,7 +134,7 @@ def test_every_block_of_a_sheet_runs_and_prints_what_it_should(sheet: str, tmp_p
         start(ROOT / sheet, tmp_path, "--python", forking_python(), *options), tmp_path, ROOT
     )
     assert done.status == 0, done.stdout + done.stderr
-    assert set(done.statuses) <= {"ok", "not run in CI", "needs a GPU"}, done.stdout
+    assert set(done.statuses) <= {"ok", "not run in CI", "needs a GPU", "needs 2 GPUs"}, done.stdout
 
 
 def test_only_tests_shrink():
@@ -299,14 +299,16 @@ def test_long_blocks_run_only_when_asked(run):
 
 def test_blocks_for_a_gpu_run_where_pytorch_sees_one(run, tmp_path: Path):
     markers = "<!-- long: 1 minute -->\n<!-- needs a GPU: times kernels -->\n"
-    text = sheet_of(markers, "touch gpu", "touch any")
+    two = "<!-- needs 2 GPUs: one batch over two -->\n"
+    text = sheet_of(markers, "touch gpu", "touch any", two, "touch two")
     python = tmp_path / "python"
-    for sees, statuses in (("False", ["needs a GPU", "ok"]), ("True", ["ok", "ok"])):
+    one, two = "needs a GPU", "needs 2 GPUs"
+    for sees, statuses in ((0, [one, "ok", two]), (1, ["ok", "ok", two]), (2, ["ok"] * 3)):
         python.write_text(f"#!/bin/sh\necho {sees}\n")
         python.chmod(0o755)
         done = run(text, "--long", "--python", python)
         assert (done.status, done.statuses) == (0, statuses), done.stdout + done.stderr
-    assert run(text, "--python", python).statuses == ["long", "ok"]
+    assert run(text, "--python", python).statuses == ["long", "ok", "ok"]
     assert "times kernels" in run(text, "--long", "--python", "/bin/false").stdout
 
 

@@ -10,6 +10,7 @@ has started outlives it.
 
 A comment directly before a block says when it does not run:
   <!-- needs a GPU: REASON -->     where PyTorch sees no GPU
+  <!-- needs 2 GPUs: REASON -->    where it sees fewer
   <!-- long: TIME -->              without --long
   <!-- not run in CI: REASON -->   with --ci
 
@@ -66,6 +67,7 @@ class Block:
     not_in_ci: str = ""  # why CI cannot run it; empty if it can
     needs_gpu: str = ""  # what for; empty if it needs none
     long: str = ""  # how long it takes; empty if not very long
+    gpus: int = 0  # how many it needs
     phrases: list[str] = field(default_factory=list)  # what its output must contain
     status: str = NOT_REACHED
     seconds: float = 0.0
@@ -83,7 +85,8 @@ class Block:
 TOKEN = re.compile(
     r"""^(?P<fence>`{3,}|~{3,})[ ]*(?P<language>\w*)[^\n]*\n (?P<text>.*?)^(?P=fence)[ ]*$
     | ^(?P<level>\#{1,6})[ ]+(?P<title>[^\n]*)$
-    | ^<!--[ ]*(?P<marker>not[ ]run[ ]in[ ]CI|needs[ ]a[ ]GPU|long):\s*(?P<reason>.*?)\s*-->
+    | ^<!--[ ]*(?P<marker>not[ ]run[ ]in[ ]CI|needs[ ](?:a[ ]GPU|(?P<gpus>\d+)[ ]GPUs)|long):
+      \s*(?P<reason>.*?)\s*-->
     | ^Prints:(?P<prints>.*?)(?=\n\s*\n|\Z)""",
     re.MULTILINE | re.DOTALL | re.VERBOSE,
 )
@@ -99,16 +102,19 @@ def parse_sheet(text: str) -> list[Block]:
     exercise = section = ""
     before = None  # what stands directly before, with blank lines between at most
     marks: dict[str, str] = {}  # the reasons of the markers that stand there
+    gpus = 0  # what one of them asks for
     for match in TOKEN.finditer(text):
         line = text.count("\n", 0, match.start()) + 1
         if before and text[before.end() : match.start()].strip():
-            before, marks = None, {}
+            before, marks, gpus = None, {}, 0
         if match["marker"]:
-            marks[match["marker"]] = " ".join(match["reason"].split())
+            marker = NEEDS_GPU if match["marker"].startswith("needs") else match["marker"]
+            marks[marker] = " ".join(match["reason"].split())
+            gpus = int(match["gpus"] or 1) if marker == NEEDS_GPU else gpus
         elif match["language"] in ("bash", "python"):
             reasons = (marks.get(marker, "") for marker in (NOT_IN_CI, NEEDS_GPU, LONG))
             place = exercise, section, match["language"], line + 1
-            blocks.append(Block(*place, match["text"], *reasons))
+            blocks.append(Block(*place, match["text"], *reasons, gpus))
         elif match["title"] and len(match["level"]) <= 2:
             exercise, section = match["title"], ""
         elif match["title"] and len(match["level"]) == 3:
@@ -121,7 +127,7 @@ def parse_sheet(text: str) -> list[Block]:
             blocks[-1].phrases = phrases
         before = match
         if not match["marker"]:
-            marks = {}
+            marks, gpus = {}, 0
     lines = {block.line - 1 for block in blocks}
     for match in ANY_FENCE.finditer(text):
         if (line := text.count("\n", 0, match.start()) + 1) not in lines:
@@ -301,18 +307,19 @@ def report(block: Block, logs: Path) -> None:
     sys.stdout.flush()
 
 
-def sees_gpu(python: str) -> bool:
-    """Whether the PyTorch of the commands sees a GPU; without PyTorch it sees none."""
-    command = [python, "-c", "import torch; print(torch.cuda.is_available())"]
-    return subprocess.run(command, capture_output=True, text=True).stdout.strip() == "True"
+def visible_gpus(python: str) -> int:
+    """How many GPUs the PyTorch of the commands sees; without PyTorch none."""
+    command = [python, "-c", "import torch; print(torch.cuda.device_count())"]
+    return int(subprocess.run(command, capture_output=True, text=True).stdout.strip() or 0)
 
 
-def left_out(block: Block, args: argparse.Namespace, gpu: bool) -> tuple[str, str] | None:
+def left_out(block: Block, args: argparse.Namespace, gpus: int) -> tuple[str, str] | None:
     """Status and reason of a block that does not run here."""
     if args.ci and block.not_in_ci:
         return NOT_IN_CI, block.not_in_ci
-    if block.needs_gpu and not gpu:
-        return NEEDS_GPU, block.needs_gpu
+    if gpus < block.gpus:
+        needs = NEEDS_GPU if block.gpus == 1 else f"needs {block.gpus} GPUs"
+        return needs, block.needs_gpu
     if block.long and not args.long:
         return LONG, f"{block.long}; --long runs it"
     return None
@@ -321,13 +328,13 @@ def left_out(block: Block, args: argparse.Namespace, gpu: bool) -> tuple[str, st
 def run_blocks(args: argparse.Namespace, blocks: list[Block], session: Session) -> None:
     """Run all blocks, or until one fails without --keep-going."""
     exercise = skipped = None
-    gpu = any(block.needs_gpu for block in blocks) and sees_gpu(args.python)
+    gpus = visible_gpus(args.python) if any(block.gpus for block in blocks) else 0
     for block in blocks:
         if block.exercise != exercise:
             exercise = block.exercise
             print(exercise, flush=True)
         try:
-            if reason := left_out(block, args, gpu):
+            if reason := left_out(block, args, gpus):
                 block.status, block.remark = reason
             elif skipped == (block.exercise, block.section):
                 block.status, block.remark = SKIPPED, "follows a block that was skipped"
