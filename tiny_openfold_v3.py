@@ -1612,6 +1612,7 @@ def triangle_weights_kernel(
 @operator
 def triangle_forward(
     x: Tensor,
+    present: Tensor | None,
     in_weight: Tensor,
     in_bias: Tensor,
     out_weight: Tensor,
@@ -1625,7 +1626,8 @@ def triangle_forward(
     """Multiply triangles: the update of x [B, N, N, C], a and b [2 C, M], their product [C, M].
 
     Then mean and rstd [2, M] of the norms before and after the product. The update is in the
-    weight's type; with `residual` it is x + update.
+    weight's type; with `residual` it is x + update. present [B, N, N] is False for padding, where
+    a becomes 0.
     """
     positions, dim = x.numel() // x.shape[-1], x.shape[-1]
     matrices = (dim * len(x), *x.shape[1:3])
@@ -1650,6 +1652,8 @@ def triangle_forward(
         **options,
     )
     a, b = (half.view(matrices) for half in ab.chunk(2))
+    if present is not None:
+        a.view(dim, *present.shape).mul_(present)
     product = torch.bmm(a.mT, b) if incoming else torch.bmm(a, b.mT)
     product = product.view(dim, positions)
     options = triangle_options("triangle_output", x, weight)
@@ -1670,6 +1674,7 @@ def triangle_forward(
 def triangle_backward(
     grad_out: Tensor,
     x: Tensor,
+    present: Tensor | None,
     in_weight: Tensor,
     in_bias: Tensor,
     out_weight: Tensor,
@@ -1745,6 +1750,8 @@ def triangle_backward(
     else:  # X = a b^T
         torch.bmm(grad_product, b, out=grad_a)
         torch.bmm(grad_product.mT, a, out=grad_b)
+    if present is not None:
+        grad_a.view(dim, *present.shape).mul_(present)
     grad_x = torch.empty_like(x)
     options = triangle_options("triangle_project_backward", x, weight)
     programs = triton.cdiv(positions, options["BLOCK_M"])
@@ -1811,15 +1818,18 @@ def triangle_weight_gradients(
 class TriangleMultiplicationFunction(torch.autograd.Function):
     """Multiply the triangles of x [B, N, N, C] -> its update in `dtype`, or x + update.
 
-    The latter is with `residual`. The parameters: weight and bias of the norm before the product
-    and of that after it, then the weights of a_p, b_p, a_g, b_g, g and z, in one piece or several,
-    and their biases. Kept for later: x, a, b and their product.
+    The latter is with `residual`. present [B, N, N] is False for padding. The parameters: weight
+    and bias of the norm before the product and of that after it, then the weights of a_p, b_p, a_g,
+    b_g, g and z, in one piece or several, and their biases.
+
+    Kept for later: x, a, b and their product.
     """
 
     @staticmethod
     def forward(
         ctx,
         x: Tensor,
+        present: Tensor | None,
         incoming: bool,
         residual: bool,
         eps: float,
@@ -1835,14 +1845,14 @@ class TriangleMultiplicationFunction(torch.autograd.Function):
             check_shape("a norm's parameter", norm, dim)
         check_shape("the projections' weight", weight, 6 * dim, dim)
         check_shape("the projections' bias", bias, 6 * dim)
-        out, *kept = triangle_forward(x, *norms, weight, bias, incoming, eps, residual)
-        ctx.save_for_backward(x, *norms, weight, bias, *kept)
+        out, *kept = triangle_forward(x, present, *norms, weight, bias, incoming, eps, residual)
+        ctx.save_for_backward(x, present, *norms, weight, bias, *kept)
         ctx.options, ctx.parts = (incoming, residual), [len(bias) for bias in biases]
         return out
 
     @staticmethod
     def backward(ctx, grad_out: Tensor):
-        norms, linears = any(ctx.needs_input_grad[5:9]), any(ctx.needs_input_grad[9:])
+        norms, linears = any(ctx.needs_input_grad[6:10]), any(ctx.needs_input_grad[10:])
         grad_x, grad_weight, grad_bias, *pairs = triangle_backward(
             grad_out.contiguous(),
             *ctx.saved_tensors,
@@ -1853,7 +1863,7 @@ class TriangleMultiplicationFunction(torch.autograd.Function):
         of_norms = [grad for pair in pairs for grad in pair.unbind()] if norms else 4 * [None]
         of_linears = [*grad_weight.split(ctx.parts), *grad_bias.split(ctx.parts)]
         of_linears = of_linears if linears else len(of_linears) * [None]
-        return grad_x, None, None, None, None, *of_norms, *of_linears
+        return grad_x, *5 * [None], *of_norms, *of_linears
 
 
 # Outer product mean: out_ij = (1 / S) sum_s a_si (x) b_sj. Of matrices [S, N x H] the products of
@@ -2507,10 +2517,10 @@ class TriangleMultiplication(nn.Module):
     ) -> Tensor:
         """Compute the update of pair [B, N, N, c_z], or pair + update with `residual`.
 
-        residues [B, N] are False for padding, which the kernels do not know.
+        residues [B, N] are False for padding.
         """
-        if self.triton and residues is None:
-            return self.forward_triton(pair, residual)
+        if self.triton:
+            return self.forward_triton(pair, residues, residual)
         if residual:
             return pair + self.forward(pair, residues)
         pair = self.layer_norm_in(pair)
@@ -2532,8 +2542,9 @@ class TriangleMultiplication(nn.Module):
             product = torch.einsum(self.equation, a, b)
         return torch.sigmoid(self.linear_g(pair)) * self.linear_z(self.layer_norm_out(product))
 
-    def forward_triton(self, pair: Tensor, residual: bool) -> Tensor:
+    def forward_triton(self, pair: Tensor, residues: Tensor | None, residual: bool) -> Tensor:
         """Do as `forward`, with one kernel before and one after the product."""
+        present = None if residues is None else residues[:, :, None] & residues[:, None]
         if self.triangle_fusion:
             linears = (self.linear_ab, self.linear_g, self.linear_z)
         else:
@@ -2545,6 +2556,7 @@ class TriangleMultiplication(nn.Module):
         weights, biases = (linear.weight for linear in linears), (linear.bias for linear in linears)
         return TriangleMultiplicationFunction.apply(
             pair,
+            present,
             self.incoming,
             residual,
             self.layer_norm_in.eps,

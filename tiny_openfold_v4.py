@@ -2156,6 +2156,7 @@ def triangle_weights_kernel(
 @operator
 def triangle_forward(
     x: Tensor,
+    present: Tensor | None,
     in_weight: Tensor,
     in_bias: Tensor,
     out_weight: Tensor,
@@ -2170,7 +2171,8 @@ def triangle_forward(
     """Multiply triangles: the update of x [B, N, N, C], a and b [2 C, M], their product [C, M].
 
     Then mean and rstd [2, M] of the norms before and after the product. The update is in the
-    weight's type; with `residual` it is x + update.
+    weight's type; with `residual` it is x + update. present [B, N, N] is False for padding, where
+    a becomes 0.
     """
     positions, dim = x.numel() // x.shape[-1], x.shape[-1]
     matrices = (dim * len(x), *x.shape[1:3])
@@ -2195,6 +2197,8 @@ def triangle_forward(
         **options,
     )
     a, b = (half.view(matrices) for half in ab.chunk(2))
+    if present is not None:
+        a.view(dim, *present.shape).mul_(present)
     if options := product_options("triangle_product", a, incoming, product_fusion):
         product = torch.empty_like(a)
         wrap_triton(triangle_product_kernel)[(len(a),)](A=a, B=b, PRODUCT=product, **options)
@@ -2219,6 +2223,7 @@ def triangle_forward(
 def triangle_backward(
     grad_out: Tensor,
     x: Tensor,
+    present: Tensor | None,
     in_weight: Tensor,
     in_bias: Tensor,
     out_weight: Tensor,
@@ -2298,6 +2303,8 @@ def triangle_backward(
     else:  # X = a b^T
         torch.bmm(grad_product, b, out=grad_a)
         torch.bmm(grad_product.mT, a, out=grad_b)
+    if present is not None:
+        grad_a.view(dim, *present.shape).mul_(present)
     grad_x = torch.empty_like(x)
     options = triangle_options("triangle_project_backward", x, weight)
     programs = triton.cdiv(positions, options["BLOCK_M"])
@@ -2372,15 +2379,18 @@ def triangle_weight_gradients(
 class TriangleMultiplicationFunction(torch.autograd.Function):
     """Multiply the triangles of x [B, N, N, C] -> its update in `dtype`, or x + update.
 
-    The latter is with `residual`. The parameters: weight and bias of the norm before the product
-    and of that after it, then the weights of a_p, b_p, a_g, b_g, g and z, in one piece or several,
-    and their biases. Kept for later: x, a, b and their product.
+    The latter is with `residual`. present [B, N, N] is False for padding. The parameters: weight
+    and bias of the norm before the product and of that after it, then the weights of a_p, b_p, a_g,
+    b_g, g and z, in one piece or several, and their biases.
+
+    Kept for later: x, a, b and their product.
     """
 
     @staticmethod
     def forward(
         ctx,
         x: Tensor,
+        present: Tensor | None,
         incoming: bool,
         residual: bool,
         product_fusion: bool,
@@ -2403,8 +2413,8 @@ class TriangleMultiplicationFunction(torch.autograd.Function):
         check_shape("the projections' weight", weight, 6 * dim, dim)
         check_shape("the projections' bias", bias, 6 * dim)
         flags = residual, product_fusion
-        out, *kept = triangle_forward(x, *norms, weight, bias, incoming, eps, *flags)
-        ctx.save_for_backward(x, *norms, weight, bias, *kept)
+        out, *kept = triangle_forward(x, present, *norms, weight, bias, incoming, eps, *flags)
+        ctx.save_for_backward(x, present, *norms, weight, bias, *kept)
         ctx.options, ctx.side, ctx.parameters = (incoming, *flags), side, parameters
         return out
 
@@ -2427,12 +2437,12 @@ class TriangleMultiplicationFunction(torch.autograd.Function):
             add_up_two(sums[0], out_of_in, sums[1], out_of_out)
 
         grads = len(ctx.parameters) * [None]
-        if any(ctx.needs_input_grad[7:]):
+        if any(ctx.needs_input_grad[8:]):
             groups = (linears, norms[:2], norms[2:])
             side = ctx.side or SideStreams()
             *of_linears, a, b, c, d = gradients_into_buffer(side, groups, compute, *read)
             grads = [a, b, c, d, *of_linears]
-        return grad_x, *6 * [None], *grads
+        return grad_x, *7 * [None], *grads
 
 
 # Outer product mean: out_ij = (1 / S) sum_s a_si (x) b_sj. Of matrices [S, N x H] the products of
@@ -4773,10 +4783,10 @@ class TriangleMultiplication(nn.Module):
     ) -> Tensor:
         """Compute the update of pair [B, N, N, c_z], or pair + update with `residual`.
 
-        residues [B, N] are False for padding, which the kernels do not know.
+        residues [B, N] are False for padding.
         """
-        if self.triton and residues is None:
-            return self.forward_triton(pair, residual)
+        if self.triton:
+            return self.forward_triton(pair, residues, residual)
         if residual:
             return pair + self.forward(pair, residues)
         pair = self.layer_norm_in(pair)
@@ -4810,8 +4820,9 @@ class TriangleMultiplication(nn.Module):
         g, z = (partial(F.linear, weight=w, bias=b) for w, b in zip(weights, biases, strict=True))
         return weight, bias, g, z
 
-    def forward_triton(self, pair: Tensor, residual: bool) -> Tensor:
+    def forward_triton(self, pair: Tensor, residues: Tensor | None, residual: bool) -> Tensor:
         """Do as `forward`, with one kernel before and one after the product."""
+        present = None if residues is None else residues[:, :, None] & residues[:, None]
         if self.packed:
             linears = (self.linears,)
         elif self.triangle_fusion:
@@ -4825,6 +4836,7 @@ class TriangleMultiplication(nn.Module):
         weights, biases = (linear.weight for linear in linears), (linear.bias for linear in linears)
         return TriangleMultiplicationFunction.apply(
             pair,
+            present,
             self.incoming,
             residual,
             self.fusions.product_fusion,

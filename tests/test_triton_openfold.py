@@ -321,6 +321,7 @@ def test_triangle_multiplication(
     check_close(
         lambda x, *parameters: v3.TriangleMultiplicationFunction.apply(
             x,
+            None,
             incoming,
             residual,
             1e-5,
@@ -339,7 +340,7 @@ def test_wide_offsets_change_nothing(monkeypatch: pytest.MonkeyPatch):
     inputs = triangle_inputs(1, 7, 16)
 
     def run() -> tuple[Tensor, ...]:
-        options = (False, True, 1e-5, torch.float32)
+        options = (None, False, True, 1e-5, torch.float32)
         return results(
             lambda x, *p: v3.TriangleMultiplicationFunction.apply(x, *options, *p),
             inputs,
@@ -582,6 +583,7 @@ OPERATIONS = {
     "triangle": (
         lambda x, *p: v3.TriangleMultiplicationFunction.apply(
             x,
+            None,
             False,
             True,
             1e-5,

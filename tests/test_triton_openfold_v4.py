@@ -103,7 +103,7 @@ def test_product_of_short_triangles(length: int, incoming: bool, dtype: torch.dt
     """Only the product differs: 65 residues would be the library's."""
 
     def ours(x: Tensor, *parameters: Tensor) -> Tensor:
-        settings = incoming, True, True, 1e-5, dtype, None
+        settings = None, incoming, True, True, 1e-5, dtype, None
         return v4.TriangleMultiplicationFunction.apply(x, *settings, *parameters)
 
     def reference(x: Tensor, *parameters: Tensor) -> Tensor:
