@@ -111,7 +111,11 @@ SCALING = {  # sizes and samples per GPU
     "tiny_llama wide": (shape("llama", "--hidden-dim 1024 --num-layers 12 --seq-len 512"), 16),
     "tiny_openfold": (shape("openfold"), 4),
     "tiny_openfold long": (shape("openfold", "--seq-len 128"), 8),
+    "tiny_openfold crop": (shape("openfold", CROP.replace("--batch-size 1 ", "")), 1),
+    "tiny_openfold trunk": (shape("openfold", TRUNK.replace("--batch-size 1 ", "")), 1),
 }
+EAGER_SCALING = [*SCALING][:4]  # the crop and the trunk are measured as graphs alone
+ALONE = "V4 without overlap"  # on one GPU: what V4 is on several, which cannot overlap
 FINISHED = ("batch_ms", "turns_ms", "per_step")  # what a side has that finished
 LENGTHS = (128, 256, 512, 1024, 2048)
 INFERENCE = ((1, 16), (1, 128), (4, 128), (16, 128))  # samples, length
@@ -346,9 +350,10 @@ def join_processes(suite: str) -> int:
     return first.WORLD_SIZE
 
 
-def scaling_shapes(processes: int) -> Iterator[tuple[dict, str]]:
+def scaling_shapes(processes: int, names: Iterable[str]) -> Iterator[tuple[dict, str]]:
     """What names a row of `scaling`, with the arguments; and the model."""
-    for name, (sizes, per_gpu) in SCALING.items():
+    for name in names:
+        sizes, per_gpu = SCALING[name]
         for precision in ("fp32", "bf16"):
             batch = ["--batch-size", str(per_gpu * processes)]
             argv = [*sizes.argv, *PRECISIONS[precision], *batch]
@@ -356,22 +361,36 @@ def scaling_shapes(processes: int) -> Iterator[tuple[dict, str]]:
 
 
 def scaling(args: argparse.Namespace) -> Iterator[Part]:
-    """V1 and V2 with the same batch per GPU, on the GPUs that torchrun gave processes to."""
-    for names, model in scaling_shapes(args.processes):
-        yield names, partial(best_rounds, model, names["argv"], args.rounds)
+    """The same batch per GPU, on the GPUs that torchrun gave processes to.
+
+    All versions as graphs, of the trunk those that fit; eager V1 and V2, without crop and trunk.
+    """
+    for mode in ("eager", "graph"):
+        shapes = [*SCALING] if mode == "graph" else EAGER_SCALING
+        for names, model in scaling_shapes(args.processes, shapes if mode in args.modes else ()):
+            if names["precision"] not in args.precisions:
+                continue
+            versions = ALL_VERSIONS if mode == "graph" else ("V1", "V2")
+            if names["name"] == "tiny_openfold trunk":
+                versions = ("V3", "V4")
+            sides = {version: [*names["argv"], *MODES[mode]] for version in versions}
+            if mode == "graph" and args.processes == 1:
+                sides[ALONE] = [*sides["V4"], "--disable-overlap"]
+            yield names | {"mode": mode}, partial(best_rounds, model, sides, args.rounds)
 
 
-def best_rounds(model: str, argv: list[str], rounds: int) -> list[dict]:
-    """Rows of V1 and V2, each from its fastest run."""
+def best_rounds(model: str, sides: dict[str, list[str]], rounds: int) -> list[dict]:
+    """A row of each side, a version and what may follow it, from its fastest run."""
     best: dict[str, dict] = {}
-    for version in ("V1", "V2") * rounds:
-        script = script_of(model, version)
-        result = short_run(script, [*argv, "--num-steps", "12"])
+    for side, argv in [*sides.items()] * rounds:
+        script = script_of(model, side[:2])
+        result = short_run(script, [*argv, "--num-steps", "60" if GRAPH in argv else "12"])
         if result["status"] != "ok":
             raise ToolError(f"{script} {' '.join(argv)}: {result['error']}", status=3)
-        row = Run(version, Path(), result).row()
-        row["backward_ms"] = result["timing"]["backward_ms"]
-        best[version] = min(best.get(version, row), row, key=lambda row: row["batch_ms"])
+        row = Run(side, Path(), result).row() | {"argv": argv}
+        if GRAPH not in argv:
+            row["backward_ms"] = result["timing"]["backward_ms"]
+        best[side] = min(best.get(side, row), row, key=lambda row: row["batch_ms"])
     return as_rows(best)
 
 
@@ -387,7 +406,7 @@ def ddp(args: argparse.Namespace) -> Iterator[Part]:
 
     # NCCL's barrier would keep core and GPU busy
     idle = torch.distributed.new_group(backend="gloo")
-    for names, model in scaling_shapes(args.processes):
+    for names, model in scaling_shapes(args.processes, EAGER_SCALING):
         if names["precision"] == "fp32" and names["name"] != model:
             continue
         for version in ("V1", "V2"):
