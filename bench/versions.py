@@ -114,8 +114,9 @@ SCALING = {  # sizes and samples per GPU
     "tiny_openfold crop": (shape("openfold", CROP.replace("--batch-size 1 ", "")), 1),
     "tiny_openfold trunk": (shape("openfold", TRUNK.replace("--batch-size 1 ", "")), 1),
 }
-EAGER_SCALING = [*SCALING][:4]  # the crop and the trunk are measured as graphs alone
-ALONE = "V4 without overlap"  # on one GPU: what V4 is on several, which cannot overlap
+EAGER_SCALING = [*SCALING][:4]
+GRAPH_SCALING = ["tiny_llama", "tiny_openfold", "tiny_openfold crop", "tiny_openfold trunk"]
+ALONE = "V4 without overlap"
 FINISHED = ("batch_ms", "turns_ms", "per_step")  # what a side has that finished
 LENGTHS = (128, 256, 512, 1024, 2048)
 INFERENCE = ((1, 16), (1, 128), (4, 128), (16, 128))  # samples, length
@@ -363,35 +364,37 @@ def scaling_shapes(processes: int, names: Iterable[str]) -> Iterator[tuple[dict,
 def scaling(args: argparse.Namespace) -> Iterator[Part]:
     """The same batch per GPU, on the GPUs that torchrun gave processes to.
 
-    All versions as graphs, of the trunk those that fit; eager V1 and V2, without crop and trunk.
+    All versions as graphs, of the trunk those that fit, and on one GPU V4 without overlap; eager V1
+    and V2.
     """
-    for mode in ("eager", "graph"):
-        shapes = [*SCALING] if mode == "graph" else EAGER_SCALING
+    for mode, shapes in (("eager", EAGER_SCALING), ("graph", GRAPH_SCALING)):
         for names, model in scaling_shapes(args.processes, shapes if mode in args.modes else ()):
             if names["precision"] not in args.precisions:
                 continue
-            versions = ALL_VERSIONS if mode == "graph" else ("V1", "V2")
-            if names["name"] == "tiny_openfold trunk":
-                versions = ("V3", "V4")
-            sides = {version: [*names["argv"], *MODES[mode]] for version in versions}
-            if mode == "graph" and args.processes == 1:
+            trunk = names["name"] == "tiny_openfold trunk"
+            sides = {version: [*names["argv"], *MODES[mode]] for version in ALL_VERSIONS}
+            if args.processes == 1:
                 sides[ALONE] = [*sides["V4"], "--disable-overlap"]
-            yield names | {"mode": mode}, partial(best_rounds, model, sides, args.rounds)
+            if mode == "eager" or trunk:
+                sides = {side: sides[side] for side in (("V3", "V4") if trunk else ("V1", "V2"))}
+            for side, argv in sides.items():
+                script, steps = script_of(model, side[:2]), 60 if mode == "graph" else 12
+                argv += ["--num-steps", "10" if trunk else str(steps)]
+                part = names | {"mode": mode, "side": side, "argv": argv}
+                yield part, partial(fastest_run, script, side, argv, args.rounds)
 
 
-def best_rounds(model: str, sides: dict[str, list[str]], rounds: int) -> list[dict]:
-    """A row of each side, a version and what may follow it, from its fastest run."""
-    best: dict[str, dict] = {}
-    for side, argv in [*sides.items()] * rounds:
-        script = script_of(model, side[:2])
-        result = short_run(script, [*argv, "--num-steps", "60" if GRAPH in argv else "12"])
+def fastest_run(script: str, side: str, argv: list[str], rounds: int) -> dict:
+    """A row of the fastest of several runs."""
+    rows = []
+    for _ in range(rounds):
+        result = short_run(script, argv)
         if result["status"] != "ok":
             raise ToolError(f"{script} {' '.join(argv)}: {result['error']}", status=3)
-        row = Run(side, Path(), result).row() | {"argv": argv}
+        rows.append(Run(side, Path(), result).row() | {"argv": argv})
         if GRAPH not in argv:
-            row["backward_ms"] = result["timing"]["backward_ms"]
-        best[side] = min(best.get(side, row), row, key=lambda row: row["batch_ms"])
-    return as_rows(best)
+            rows[-1]["backward_ms"] = result["timing"]["backward_ms"]
+    return min(rows, key=lambda row: row["batch_ms"])
 
 
 def ddp(args: argparse.Namespace) -> Iterator[Part]:
