@@ -623,7 +623,7 @@ def join_processes(args: argparse.Namespace) -> None:
 
 
 def prepare(args: argparse.Namespace) -> torch.device:
-    """Make this run's settings those of the process, before each turn; return the device."""
+    """Make this run's settings those of the process; return the device."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler writes on stderr
     if args.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -638,12 +638,11 @@ def environment(device: torch.device) -> dict:
     names = [torch.cuda.get_device_name(device)] if device.type == "cuda" else []
     if (info := Path("/proc/cpuinfo")).exists():
         names += re.findall(r"model name\t: (.+)", info.read_text())
-    with_triton = importlib.util.find_spec("triton")
     return {
         "device": device.type,
         "device_name": [*names, platform.machine()][0],
         "cpu_threads": torch.get_num_threads(),
-        "triton": __import__("triton").__version__ if with_triton else None,
+        "triton": importlib.util.find_spec("triton") and __import__("triton").__version__,
         "torch": torch.__version__,
         "hip": torch.version.hip,
         "cuda": torch.version.cuda,
@@ -664,7 +663,7 @@ class Trainer:
         self.synchronize = torch.cuda.synchronize if self.gpu else lambda: None
         dtype = getattr(torch, args.amp_dtype)
         self.autocast = partial(torch.autocast, device.type, dtype, enabled=args.use_amp)
-        scaled = args.use_amp and args.amp_dtype == "float16"
+        scaled = args.use_amp and dtype == torch.float16
         self.scaler = torch.amp.GradScaler(device.type, enabled=scaled)
         self.batches = make_batches(args, torch.device("cpu"), args.seed)
         self.inputs: dict[str, Tensor] = {}  # on a GPU, where batches are copied
@@ -673,13 +672,13 @@ class Trainer:
         self.stream = torch.cuda.Stream(priority=-1) if args.cuda_graph else None  # before others
         if args.torch_compile:
             self.forward = torch.compile(self.model, mode=args.torch_compile_mode)
-        if WORLD_SIZE > 1:
+        self.average = getattr(self.optimizer, "average_gradients", None)  # in place of DDP
+        if WORLD_SIZE > 1 and not self.average:
             with torch.cuda.stream(self.stream):  # where autograd adds gradients up
                 self.forward = DistributedDataParallel(
                     self.forward, broadcast_buffers=False, gradient_as_bucket_view=True
                 )
-        self.graph = None
-        self.phases = PHASES
+        self.graph, self.phases = None, PHASES
         self.marks = []  # moments: a first one, and after each phase
         self.named = contextlib.nullcontext  # ranges of phases for a profiler
 
@@ -696,7 +695,7 @@ class Trainer:
         return self.inputs
 
     def step(self) -> Tensor:
-        """Take one training step; returns the loss of the global batch."""
+        """Take a step; return the loss of the global batch."""
         with self.phase("data"):
             batch = self.next_batch()
         if not self.graph:
@@ -706,7 +705,7 @@ class Trainer:
         return self.loss
 
     def compute(self, batch: dict[str, Tensor]) -> Tensor:
-        """Compute the step on the device, which is what a graph captures."""
+        """Compute the step, which is what a graph captures."""
         with self.phase("forward"), self.autocast():
             if self.args.torch_compile:
                 torch.compiler.cudagraph_mark_step_begin()
@@ -714,6 +713,8 @@ class Trainer:
         with self.phase("backward"):
             self.scaler.scale(loss).backward()
         with self.phase("optimizer"):
+            if self.average:  # before a scaler looks
+                self.average()
             self.scaler.step(self.optimizer)
             self.scaler.update()
             self.optimizer.zero_grad(set_to_none=True)
@@ -723,7 +724,7 @@ class Trainer:
         return loss.detach()
 
     def capture(self) -> None:
-        """Capture the step, to be replayed from now on; a step must have run before."""
+        """Capture the step, replayed from now on; one must have run before."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=self.stream):
             self.loss = self.compute(self.inputs)
@@ -744,7 +745,7 @@ class Trainer:
         self.marks.append(moment)
 
     def times(self, steps: int) -> dict[str, list[float]]:
-        """Return the milliseconds of each phase in the marked steps."""
+        """Return milliseconds of each phase in the marked steps."""
         pairs = itertools.pairwise(self.marks[: steps * len(self.phases) + 1])
         gaps = [a.elapsed_time(b) if self.gpu else 1e3 * (b - a) for a, b in pairs]
         return {name: gaps[i :: len(self.phases)] for i, name in enumerate(self.phases)}
@@ -752,7 +753,7 @@ class Trainer:
     @contextlib.contextmanager
     def ranges(self, named: Callable) -> Iterator[None]:
         """Run phases and modules inside in ranges of their names."""
-        modules = [] if self.args.torch_compile else list(self.model.named_modules())[1:]
+        modules = [] if self.args.torch_compile else [*self.model.named_modules()][1:]
         for name, module in modules:
             module.forward = named(name)(module.forward)  # a context manager is a decorator, too
         self.named = named
@@ -767,7 +768,7 @@ class Trainer:
         """Take steps under the PyTorch profiler."""
         profile = torch.profiler.profile(acc_events=True, **options)
         with profile, self.ranges(torch.profiler.record_function):
-            if WORLD_SIZE > 1:  # wait for the profilers of others, without a kernel
+            if WORLD_SIZE > 1:  # wait for the others' profilers, without a kernel
                 dist.all_reduce(torch.zeros(1))
             for _ in range(steps):
                 self.step()
@@ -819,7 +820,7 @@ def count_kernels(trainer: Trainer) -> dict:
 def count_all_off(args: argparse.Namespace, device: torch.device) -> int | None:
     """Count with everything off; None where memory runs out."""
     progress("counting kernels with all fusions off")
-    torch.compiler.reset()  # lets go of the graphs that torch.compile made
+    torch.compiler.reset()  # lets go of its graphs
     gc.collect()
     off = all_off(args)
     prepare(off)
@@ -911,7 +912,7 @@ def timing(turns: list[Turn], batch_size: int) -> dict:
 
 
 class Run:
-    """One run: its arguments, its trainer, and what is known of it by now."""
+    """A run: its arguments, its trainer, and what is known by now."""
 
     def __init__(self, args: argparse.Namespace, title: str = ""):
         self.args = args
@@ -926,7 +927,7 @@ class Run:
         self.status, self.error = 1, "it did not finish"
 
     def start(self) -> None:
-        """Build the trainer, say what it is, take the warm-up steps."""
+        """Build the trainer, say what it is, warm up."""
         gc.collect()  # earlier runs
         if self.device.type == "cuda":
             torch._C._cuda_clearCublasWorkspaces()
@@ -936,7 +937,7 @@ class Run:
         config = asdict(self.trainer.model.config)
         parameters = sum(p.numel() for p in self.trainer.model.parameters())
         self.model = {"config": config, "parameters": parameters}
-        several = f" x {WORLD_SIZE}" if WORLD_SIZE > 1 else ""
+        several = f" x {WORLD_SIZE}" * (WORLD_SIZE > 1)
         sizes = [f"{name} {n}" for name, n in config.items() if isinstance(n, int) and n]
         precision = f"float32 (matmul precision {args.matmul_precision})"
         names = (*(name for _, name, _ in FUSIONS), "torch_compile", "cuda_graph")
@@ -1043,7 +1044,7 @@ class Run:
         self.flops = counter.get_total_flops()
 
     def result(self) -> dict:
-        """Put together what is known of this run for its file."""
+        """Return what is known of this run, for its file."""
         args, kernels, flops = self.args, dict(self.kernels), {}
         curve = [loss for turn in self.turns for loss in turn.losses]
         ends = {"initial": curve[0], "final": curve[-1]} if curve else {}
@@ -1083,7 +1084,7 @@ class Run:
 
 
 def write_json(path: Path, content: dict) -> None:
-    """Write or replace a result: whole, or if that fails there is none."""
+    """Write or replace a result, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(f".{os.getpid()}.tmp")
     try:
@@ -1197,7 +1198,7 @@ def report(result: dict) -> str:
 
 
 def finish(result: dict) -> int:
-    """Print the report and the error of a result; returns the exit status."""
+    """Print report and error of a result; return the exit status."""
     progress()
     print(report(result), end="", flush=True)
     if result["error"]:
@@ -1215,7 +1216,7 @@ def interrupt(*_: object) -> NoReturn:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
+    """Run the command line; return the exit status."""
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - it was closed
     args = parse_args(argv)
     if args.num_gpus > 1 and not LAUNCHED:  # this process becomes torchrun
@@ -1333,9 +1334,11 @@ def values_of(trainer: Trainer, exact: bool = False) -> dict[str, Tensor]:
         values["loss"] = forward(**batch)
     scale = 1024  # a power of two: away from the smallest numbers of float16
     (scale * values["loss"]).backward()
+    if trainer.average and not exact:
+        trainer.average()
     for parameter in model.parameters():  # state_dict then splits gradients of fused weights
         grad = torch.full_like(parameter, math.nan) if parameter.grad is None else parameter.grad
-        if exact and WORLD_SIZE > 1:  # as DistributedDataParallel does
+        if exact and WORLD_SIZE > 1:  # as DDP or the optimizer does
             dist.all_reduce(grad)
             grad /= WORLD_SIZE
         parameter.data = grad.double() / scale

@@ -179,8 +179,8 @@ def without_effect(args: argparse.Namespace) -> dict[str, str]:
         found["product_fusion"] = f"the library's GEMMs multiply more than {most} residues"
     if not args.cuda_graph:
         found["overlap"] = "it needs a graph, which this run has not"
-    elif args.num_gpus > 1:
-        found["overlap"] = "several GPUs average a gradient in the chain, before its update"
+    elif args.num_gpus > 1 and not args.fused_optimizer:
+        found["overlap"] = "on several GPUs it needs fused-optimizer, which averages the gradients"
     if args.torch_compile:
         names = ("direct_gradients", "fused_optimizer", "transition_fusion", "projection_fusion")
         names += ("embedding_fusion", "loss_fusion", "overlap")
@@ -638,6 +638,7 @@ class SideStreams:
         or KEPT_BYTES of inputs   <---  done: its inputs may go
         ... layer before                ...
         grad of the embedding <-------  join: all of them
+        average over the GPUs
         optimizer.step
 
     What work on the side stream reads must stay as it is until the chain has waited for that work:
@@ -664,8 +665,9 @@ class SideStreams:
         """Begin a forward pass; from here on work is put beside it, if wanted and captured."""
         self.written = {}  # a capture that failed leaves some
         capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-        alone = not torch.distributed.is_initialized()  # DDP reads each gradient in the chain
-        self.active = wanted and capturing and alone
+        # Without our optimizer DDP averages, and reads each gradient in the chain.
+        ours = self.buffer is not None or not dist.is_initialized()
+        self.active = wanted and capturing and ours
         if self.active:
             # GEMMs beside the chain need a workspace of their own; eager steps give theirs back.
             torch._C._cuda_clearCublasWorkspaces()
@@ -776,7 +778,7 @@ class GradientBuffer:
     def collect(self) -> bool:
         """Bring gradients here that are elsewhere; return whether there are any.
 
-        Those of several GPUs are elsewhere, those that autograd added up, and small ones.
+        Those that autograd added up are elsewhere, and small ones.
         """
         found = [p for p in self.parameters if p.grad is not None]
         parts = {p: self.part(p, self.begins[p] + p.numel()).view_as(p) for p in found}
@@ -789,6 +791,26 @@ class GradientBuffer:
             grads = [p.grad for p in elsewhere]
             torch._foreach_copy_([parts[p] for p in elsewhere], grads)
         return bool(found)
+
+    def average(self) -> None:
+        """Average all gradients over the processes; they are here, and nowhere else, from then on.
+
+        A process without any gives zeros: all of them take part.
+        """
+        self.collect()
+        average(self.part(self.parameters[0], self.size))
+        for p in self.parameters:
+            if p.grad is not None:
+                p.grad = self.part(p, self.begins[p] + p.numel()).view_as(p)
+
+
+def average(tensor: Tensor) -> None:
+    """Average a tensor over all processes, in its place. Gloo, on a CPU, can only add up."""
+    if tensor.is_cuda:
+        dist.all_reduce(tensor, dist.ReduceOp.AVG)
+    else:
+        dist.all_reduce(tensor)
+        tensor /= dist.get_world_size()
 
 
 def gradients_into_buffer(
@@ -4122,6 +4144,9 @@ class FusedAdamW(torch.optim.Optimizer):
     Weights, their casts to `dtype` for the GEMMs, gradients and moments are parts of buffers of the
     same order, so the kernel needs no list of addresses. Gradients are written anew in every step:
     there is nothing to clear. `side`: what it shares with the model.
+
+    On several GPUs it takes the place of DistributedDataParallel, which would copy each gradient to
+    a buffer of its own: average_gradients comes before every step.
     """
 
     _step_supports_amp_scaling = True  # the kernel divides by GradScaler's scale and skips a step
@@ -4159,6 +4184,11 @@ class FusedAdamW(torch.optim.Optimizer):
                 self.side.versions[parameter] = -1  # not written yet
             self.state[parameter] = {"step": steps[0], **views}
         self.gradients = self.side.buffer = GradientBuffer(parameters, begins)
+        self.averaged = False  # over several GPUs
+        self.with_gradient: list[list[bool]] = []  # of each process, which parameters had one
+        if dist.is_initialized():
+            # One seed gives one set of weights on equal machines; this makes sure.
+            dist.broadcast(self.buffers["weight"], 0)
 
     def load_state_dict(self, state_dict: dict) -> None:
         """Take options, moments and numbers of steps to where the kernel reads them.
@@ -4188,12 +4218,36 @@ class FusedAdamW(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Let go of the gradients."""
         super().zero_grad(set_to_none)
+        self.averaged = False
         if set_to_none:
             self.gradients.clear()
 
     @torch.no_grad()
+    def average_gradients(self) -> None:
+        """Average the gradients over all processes; of one process they are what they should be.
+
+        It comes before a gradient scaler looks at them: an infinity of one process has reached all
+        by then, so all skip the same steps. Raises RuntimeError where not all have gradients of the
+        same parameters, in every step.
+        """
+        if not dist.is_initialized():
+            return
+        self.side.join()
+        found = [p.grad is not None for p in self.param_groups[0]["params"]]
+        if not self.with_gradient:
+            self.with_gradient = [found] * dist.get_world_size()
+            dist.all_gather_object(self.with_gradient, found)
+        if any(found != theirs for theirs in self.with_gradient):
+            wrong = "all processes need gradients of the same parameters, in every step"
+            raise RuntimeError(f"FusedAdamW: {wrong}")
+        self.gradients.average()
+        self.averaged = True
+
+    @torch.no_grad()
     def step(self, closure: None = None) -> None:
         """Update all parameters that have a gradient."""
+        if dist.is_initialized() and not self.averaged:
+            raise RuntimeError("FusedAdamW: average_gradients comes before step on several GPUs")
         self.side.join()
         if self.gradients.collect():
             skipped = getattr(self, "found_inf", None)
@@ -4213,6 +4267,7 @@ class FusedAdamW(torch.optim.Optimizer):
                     if parameter.grad is not None:
                         self.update(begin, begin + parameter.numel(), own)
         self.gradients.clear()
+        self.averaged = False
 
     def update(self, begin: int, end: int, corrections: Tensor) -> None:
         """Update this part of the buffers, whose parameters have taken as many steps."""
@@ -5697,7 +5752,7 @@ def join_processes(args: argparse.Namespace) -> None:
 
 
 def prepare(args: argparse.Namespace) -> torch.device:
-    """Make this run's settings those of the process, before each turn; return the device."""
+    """Make this run's settings those of the process; return the device."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler writes on stderr
     if args.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -5712,12 +5767,11 @@ def environment(device: torch.device) -> dict:
     names = [torch.cuda.get_device_name(device)] if device.type == "cuda" else []
     if (info := Path("/proc/cpuinfo")).exists():
         names += re.findall(r"model name\t: (.+)", info.read_text())
-    with_triton = importlib.util.find_spec("triton")
     return {
         "device": device.type,
         "device_name": [*names, platform.machine()][0],
         "cpu_threads": torch.get_num_threads(),
-        "triton": __import__("triton").__version__ if with_triton else None,
+        "triton": importlib.util.find_spec("triton") and __import__("triton").__version__,
         "torch": torch.__version__,
         "hip": torch.version.hip,
         "cuda": torch.version.cuda,
@@ -5738,7 +5792,7 @@ class Trainer:
         self.synchronize = torch.cuda.synchronize if self.gpu else lambda: None
         dtype = getattr(torch, args.amp_dtype)
         self.autocast = partial(torch.autocast, device.type, dtype, enabled=args.use_amp)
-        scaled = args.use_amp and args.amp_dtype == "float16"
+        scaled = args.use_amp and dtype == torch.float16
         self.scaler = torch.amp.GradScaler(device.type, enabled=scaled)
         self.batches = make_batches(args, torch.device("cpu"), args.seed)
         self.inputs: dict[str, Tensor] = {}  # on a GPU, where batches are copied
@@ -5747,13 +5801,13 @@ class Trainer:
         self.stream = torch.cuda.Stream(priority=-1) if args.cuda_graph else None  # before others
         if args.torch_compile:
             self.forward = torch.compile(self.model, mode=args.torch_compile_mode)
-        if WORLD_SIZE > 1:
+        self.average = getattr(self.optimizer, "average_gradients", None)  # in place of DDP
+        if WORLD_SIZE > 1 and not self.average:
             with torch.cuda.stream(self.stream):  # where autograd adds gradients up
                 self.forward = DistributedDataParallel(
                     self.forward, broadcast_buffers=False, gradient_as_bucket_view=True
                 )
-        self.graph = None
-        self.phases = PHASES
+        self.graph, self.phases = None, PHASES
         self.marks = []  # moments: a first one, and after each phase
         self.named = contextlib.nullcontext  # ranges of phases for a profiler
 
@@ -5770,7 +5824,7 @@ class Trainer:
         return self.inputs
 
     def step(self) -> Tensor:
-        """Take one training step; returns the loss of the global batch."""
+        """Take a step; return the loss of the global batch."""
         with self.phase("data"):
             batch = self.next_batch()
         if not self.graph:
@@ -5780,7 +5834,7 @@ class Trainer:
         return self.loss
 
     def compute(self, batch: dict[str, Tensor]) -> Tensor:
-        """Compute the step on the device, which is what a graph captures."""
+        """Compute the step, which is what a graph captures."""
         with self.phase("forward"), self.autocast():
             if self.args.torch_compile:
                 torch.compiler.cudagraph_mark_step_begin()
@@ -5788,6 +5842,8 @@ class Trainer:
         with self.phase("backward"):
             self.scaler.scale(loss).backward()
         with self.phase("optimizer"):
+            if self.average:  # before a scaler looks
+                self.average()
             self.scaler.step(self.optimizer)
             self.scaler.update()
             self.optimizer.zero_grad(set_to_none=True)
@@ -5797,7 +5853,7 @@ class Trainer:
         return loss.detach()
 
     def capture(self) -> None:
-        """Capture the step, to be replayed from now on; a step must have run before."""
+        """Capture the step, replayed from now on; one must have run before."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=self.stream):
             self.loss = self.compute(self.inputs)
@@ -5818,7 +5874,7 @@ class Trainer:
         self.marks.append(moment)
 
     def times(self, steps: int) -> dict[str, list[float]]:
-        """Return the milliseconds of each phase in the marked steps."""
+        """Return milliseconds of each phase in the marked steps."""
         pairs = itertools.pairwise(self.marks[: steps * len(self.phases) + 1])
         gaps = [a.elapsed_time(b) if self.gpu else 1e3 * (b - a) for a, b in pairs]
         return {name: gaps[i :: len(self.phases)] for i, name in enumerate(self.phases)}
@@ -5826,7 +5882,7 @@ class Trainer:
     @contextlib.contextmanager
     def ranges(self, named: Callable) -> Iterator[None]:
         """Run phases and modules inside in ranges of their names."""
-        modules = [] if self.args.torch_compile else list(self.model.named_modules())[1:]
+        modules = [] if self.args.torch_compile else [*self.model.named_modules()][1:]
         for name, module in modules:
             module.forward = named(name)(module.forward)  # a context manager is a decorator, too
         self.named = named
@@ -5841,7 +5897,7 @@ class Trainer:
         """Take steps under the PyTorch profiler."""
         profile = torch.profiler.profile(acc_events=True, **options)
         with profile, self.ranges(torch.profiler.record_function):
-            if WORLD_SIZE > 1:  # wait for the profilers of others, without a kernel
+            if WORLD_SIZE > 1:  # wait for the others' profilers, without a kernel
                 dist.all_reduce(torch.zeros(1))
             for _ in range(steps):
                 self.step()
@@ -5893,7 +5949,7 @@ def count_kernels(trainer: Trainer) -> dict:
 def count_all_off(args: argparse.Namespace, device: torch.device) -> int | None:
     """Count with everything off; None where memory runs out."""
     progress("counting kernels with all fusions off")
-    torch.compiler.reset()  # lets go of the graphs that torch.compile made
+    torch.compiler.reset()  # lets go of its graphs
     gc.collect()
     off = all_off(args)
     prepare(off)
@@ -5985,7 +6041,7 @@ def timing(turns: list[Turn], batch_size: int) -> dict:
 
 
 class Run:
-    """One run: its arguments, its trainer, and what is known of it by now."""
+    """A run: its arguments, its trainer, and what is known by now."""
 
     def __init__(self, args: argparse.Namespace, title: str = ""):
         self.args = args
@@ -6000,7 +6056,7 @@ class Run:
         self.status, self.error = 1, "it did not finish"
 
     def start(self) -> None:
-        """Build the trainer, say what it is, take the warm-up steps."""
+        """Build the trainer, say what it is, warm up."""
         gc.collect()  # earlier runs
         if self.device.type == "cuda":
             torch._C._cuda_clearCublasWorkspaces()
@@ -6010,7 +6066,7 @@ class Run:
         config = asdict(self.trainer.model.config)
         parameters = sum(p.numel() for p in self.trainer.model.parameters())
         self.model = {"config": config, "parameters": parameters}
-        several = f" x {WORLD_SIZE}" if WORLD_SIZE > 1 else ""
+        several = f" x {WORLD_SIZE}" * (WORLD_SIZE > 1)
         sizes = [f"{name} {n}" for name, n in config.items() if isinstance(n, int) and n]
         precision = f"float32 (matmul precision {args.matmul_precision})"
         names = (*(name for _, name, _ in FUSIONS), "torch_compile", "cuda_graph")
@@ -6117,7 +6173,7 @@ class Run:
         self.flops = counter.get_total_flops()
 
     def result(self) -> dict:
-        """Put together what is known of this run for its file."""
+        """Return what is known of this run, for its file."""
         args, kernels, flops = self.args, dict(self.kernels), {}
         curve = [loss for turn in self.turns for loss in turn.losses]
         ends = {"initial": curve[0], "final": curve[-1]} if curve else {}
@@ -6157,7 +6213,7 @@ class Run:
 
 
 def write_json(path: Path, content: dict) -> None:
-    """Write or replace a result: whole, or if that fails there is none."""
+    """Write or replace a result, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(f".{os.getpid()}.tmp")
     try:
@@ -6271,7 +6327,7 @@ def report(result: dict) -> str:
 
 
 def finish(result: dict) -> int:
-    """Print the report and the error of a result; returns the exit status."""
+    """Print report and error of a result; return the exit status."""
     progress()
     print(report(result), end="", flush=True)
     if result["error"]:
@@ -6289,7 +6345,7 @@ def interrupt(*_: object) -> NoReturn:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
+    """Run the command line; return the exit status."""
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - it was closed
     args = parse_args(argv)
     if args.num_gpus > 1 and not LAUNCHED:  # this process becomes torchrun
@@ -6407,9 +6463,11 @@ def values_of(trainer: Trainer, exact: bool = False) -> dict[str, Tensor]:
         values["loss"] = forward(**batch)
     scale = 1024  # a power of two: away from the smallest numbers of float16
     (scale * values["loss"]).backward()
+    if trainer.average and not exact:
+        trainer.average()
     for parameter in model.parameters():  # state_dict then splits gradients of fused weights
         grad = torch.full_like(parameter, math.nan) if parameter.grad is None else parameter.grad
-        if exact and WORLD_SIZE > 1:  # as DistributedDataParallel does
+        if exact and WORLD_SIZE > 1:  # as DDP or the optimizer does
             dist.all_reduce(grad)
             grad /= WORLD_SIZE
         parameter.data = grad.double() / scale

@@ -80,9 +80,11 @@ def values_of(trainer: Trainer, exact: bool = False) -> dict[str, Tensor]:
         values["loss"] = forward(**batch)
     scale = 1024  # a power of two: away from the smallest numbers of float16
     (scale * values["loss"]).backward()
+    if trainer.average and not exact:
+        trainer.average()
     for parameter in model.parameters():  # state_dict then splits gradients of fused weights
         grad = torch.full_like(parameter, math.nan) if parameter.grad is None else parameter.grad
-        if exact and WORLD_SIZE > 1:  # as DistributedDataParallel does
+        if exact and WORLD_SIZE > 1:  # as DDP or the optimizer does
             dist.all_reduce(grad)
             grad /= WORLD_SIZE
         parameter.data = grad.double() / scale
