@@ -160,8 +160,8 @@ def without_effect(args: argparse.Namespace) -> dict[str, str]:
         found["swiglu_gemm"] = "in this precision a library's GEMM and a kernel are faster, and run"
     if not args.cuda_graph:
         found["overlap"] = "it needs a graph, which this run has not"
-    elif args.num_gpus > 1:
-        found["overlap"] = "several GPUs average a gradient in the chain, before its update"
+    elif args.num_gpus > 1 and not args.fused_optimizer:
+        found["overlap"] = "on several GPUs it needs fused-optimizer, which averages the gradients"
     if args.torch_compile:
         names = ("direct_gradients", "fused_optimizer", "tied_embedding", "swiglu_gemm", "overlap")
         found |= dict.fromkeys(names, "torch.compile does without it")
@@ -500,6 +500,10 @@ class SideStreams:
         grad of the embedding <--------  join: all of them
         end of optimizer.step <---------------------------------  all of them
 
+    On several GPUs a third stream averages the gradients of a buffer over them in between: it
+    waits as an update does here, the update waits for it, and so does the chain before
+    optimizer.step.
+
     What work on a side stream reads must stay as it is until the chain has waited for that work:
     `pending` keeps it from being freed. Autograd may not add to a gradient on its way from a side
     stream to its parameter: join raises RuntimeError.
@@ -513,11 +517,12 @@ class SideStreams:
         self.versions: dict[Tensor, int] = {}  # of the parameter when it was cast
         self.active = False
         self.begun: torch.cuda.Event | None = None  # of the forward pass
-        self.chain: torch.cuda.Stream | None = None  # while updates run
+        self.chain: torch.cuda.Stream | None = None
         self.streams: tuple[torch.cuda.Stream, ...] = ()
         self.pending: collections.deque[tuple[torch.cuda.Event, tuple]] = collections.deque()
         self.written: dict[Tensor, int] = {}  # the address of each parameter's gradient
         self.finished: dict[GradientBuffer, tuple[Tensor, int, tuple[torch.cuda.Event, ...]]] = {}
+        self.used: set[Tensor] = set()  # parameters that this step has no more use for
 
     def __deepcopy__(self, memo: dict) -> SideStreams:
         """Return one without an optimizer, which a copy of a model has not."""
@@ -525,18 +530,25 @@ class SideStreams:
 
     def begin_step(self, wanted: bool) -> None:
         """Begin a forward pass; from here on work is put beside it, if wanted and captured."""
-        self.written, self.finished = {}, {}  # a capture that failed leaves some
+        # a capture that failed leaves some
+        self.written, self.finished, self.used = {}, {}, set()
         capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-        alone = not torch.distributed.is_initialized()  # DDP reads each gradient in the chain
-        self.active = wanted and capturing and alone
+        # Without our optimizer DDP averages, and reads each gradient in the chain.
+        ours = bool(self.buffers) or not dist.is_initialized()
+        self.active = wanted and capturing and ours
         if self.active:
             # GEMMs beside the chain need a workspace of their own; eager steps give theirs back.
             torch._C._cuda_clearCublasWorkspaces()
-            self.begun = torch.cuda.current_stream().record_event()
+            self.chain = torch.cuda.current_stream()
+            self.begun = self.chain.record_event()
 
     def stream(self, number: int) -> torch.cuda.Stream:
-        """Return the first stream, for gradients, or the second, for updates."""
-        self.streams = self.streams or (torch.cuda.Stream(), torch.cuda.Stream())
+        """Return the first stream, for gradients, the second, for updates, or that of averages.
+
+        The last one goes first, as the chain does: what is late there nothing hides.
+        """
+        make = torch.cuda.Stream
+        self.streams = self.streams or (make(), make(), make(priority=-1))
         return self.streams[number]
 
     def run(self, work: Callable, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
@@ -557,9 +569,30 @@ class SideStreams:
         buffer = self.buffers.get(parameter)
         if not (self.active and buffer and buffer.given):
             return
-        if len(buffer.parameters) == 1:  # parameters that share a buffer wait for all of the chain
+        self.used.add(parameter)
+        if self.used.issuperset(buffer.parameters):  # norms wait for all of the chain
             events = torch.cuda.current_stream().record_event(), self.stream(0).record_event()
             self.finished[buffer] = buffer.tensor, buffer.tensor._version, events
+
+    @contextlib.contextmanager
+    def averaging(self, buffer: GradientBuffer) -> Iterator[None]:
+        """Average a buffer inside on the stream for that, as soon as its gradients are there.
+
+        Updates that wait for the buffer then wait for that.
+        """
+        if not self.active:
+            yield
+            return
+        with torch.cuda.stream(self.stream(2)):
+            self.wait_for(buffer)
+            yield
+            events = (self.stream(2).record_event(),)
+            self.finished[buffer] = buffer.tensor, buffer.tensor._version, events
+
+    def averaged(self) -> None:
+        """Let the chain wait for all averages."""
+        if self.active:
+            self.chain.wait_stream(self.stream(2))
 
     @contextlib.contextmanager
     def updating(self, after_chain: bool) -> Iterator[None]:
@@ -570,14 +603,14 @@ class SideStreams:
         if not self.active:
             yield
             return
-        self.chain, updates = torch.cuda.current_stream(), self.stream(1)
+        updates = self.stream(1)
         with torch.cuda.stream(updates):
             updates.wait_event(self.chain.record_event() if after_chain else self.begun)
             yield
         self.chain.wait_stream(updates)
 
     def wait_for(self, buffer: GradientBuffer) -> None:
-        """Let updates wait for the gradients in a buffer, and for the last use of the weight.
+        """Let this stream wait for the gradients in a buffer, and the last use of their weights.
 
         If they were changed after `finish`, that is the end of the chain.
         """
@@ -587,7 +620,7 @@ class SideStreams:
         if tensor is not buffer.tensor or version != tensor._version:
             events = (self.chain.record_event(),)
         for event in events:
-            self.stream(1).wait_event(event)
+            torch.cuda.current_stream().wait_event(event)
 
     def join(self) -> None:
         """Let the chain wait for all gradients. Raises RuntimeError if one was added to."""
@@ -665,13 +698,24 @@ class GradientBuffer:
     def collect(self) -> bool:
         """Bring gradients here that are elsewhere; return whether there are any.
 
-        Those of several GPUs are elsewhere, and those that autograd added up.
+        Those that autograd added up are elsewhere.
         """
         given = [p for p in self.parameters if p.grad is not None]
         if any(p.grad.data_ptr() != self.part(p).data_ptr() for p in given):
             self.tensor = None  # what torch.autograd.grad returned may be there
             torch._foreach_copy_([self.part(p) for p in given], [p.grad for p in given])
         return bool(given)
+
+    def average(self) -> None:
+        """Average all gradients over the processes; they are here, and nowhere else, from then on.
+
+        All processes take part, also where no gradient is.
+        """
+        for p in self.parameters:
+            part = self.part(p)
+            if p.grad is not None:
+                p.grad = part
+        average(self.tensor)
 
     def part(self, parameter: nn.Parameter) -> Tensor:
         """Return a parameter's part of the tensor.
@@ -681,10 +725,19 @@ class GradientBuffer:
         if self.tensor is None:
             size, device = self.end - self.begin, parameter.device
             self.tensor = torch.empty(size, device=device, dtype=self.dtype)
-            if len(self.parameters) > 1:
+            if size > sum(p.numel() for p in self.parameters):
                 self.tensor.zero_()  # what lies between them
         begin = self.spans[parameter][0] - self.begin
         return self.tensor[begin:][: parameter.numel()].view_as(parameter)
+
+
+def average(tensor: Tensor) -> None:
+    """Average a tensor over all processes, in its place. Gloo, on a CPU, can only add up."""
+    if tensor.is_cuda:
+        dist.all_reduce(tensor, dist.ReduceOp.AVG)
+    else:
+        dist.all_reduce(tensor)
+        tensor /= dist.get_world_size()
 
 
 def gradient_into_buffer(
@@ -1830,6 +1883,9 @@ class FusedAdamW(torch.optim.Optimizer):
     order, so the kernel needs no list of addresses. It is launched once for each of `groups`, which
     share a buffer of gradients; that of a single parameter is in `grad_dtype`. Gradients are
     written anew in every step: there is nothing to clear. `side`: what it shares with the model.
+
+    On several GPUs it takes the place of DistributedDataParallel, which would copy each gradient to
+    a buffer of its own: average_gradients comes before every step.
     """
 
     _step_supports_amp_scaling = True  # the kernel divides by GradScaler's scale and skips a step
@@ -1871,6 +1927,11 @@ class FusedAdamW(torch.optim.Optimizer):
             buffer = GradientBuffer(group, begins[end - len(group) : end + 1], own_dtype)
             self.gradients.append(buffer)
             self.side.buffers |= dict.fromkeys(group, buffer)
+        self.averaged = False  # over several GPUs
+        self.with_gradient: list[list[bool]] = []  # of each process, which parameters had one
+        if dist.is_initialized():
+            # One seed gives one set of weights on equal machines; this makes sure.
+            dist.broadcast(self.buffers["weight"], 0)
 
     def load_state_dict(self, state_dict: dict) -> None:
         """Take options, moments and numbers of steps to where the kernel reads them.
@@ -1900,8 +1961,33 @@ class FusedAdamW(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Let go of the gradients."""
         super().zero_grad(set_to_none)
+        self.averaged = False
         for buffer in self.gradients if set_to_none else ():
             buffer.clear()
+
+    @torch.no_grad()
+    def average_gradients(self) -> None:
+        """Average the gradients over all processes; of one process they are what they should be.
+
+        It comes before a gradient scaler looks at them: an infinity of one process has reached all
+        by then, so all skip the same steps. Raises RuntimeError where not all have gradients of the
+        same parameters, in every step.
+        """
+        if not dist.is_initialized():
+            return
+        found = [p.grad is not None for p in self.param_groups[0]["params"]]
+        if not self.with_gradient:
+            self.with_gradient = [found] * dist.get_world_size()
+            dist.all_gather_object(self.with_gradient, found)
+        if any(found != theirs for theirs in self.with_gradient):
+            wrong = "all processes need gradients of the same parameters, in every step"
+            raise RuntimeError(f"FusedAdamW: {wrong}")
+        for buffer in reversed(self.gradients):
+            buffer.collect()
+            with self.side.averaging(buffer):
+                buffer.average()
+        self.side.averaged()
+        self.averaged = True
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -1909,6 +1995,8 @@ class FusedAdamW(torch.optim.Optimizer):
 
         In a graph that has work beside the chain each group is updated as soon as it can be.
         """
+        if dist.is_initialized() and not self.averaged:
+            raise RuntimeError("FusedAdamW: average_gradients comes before step on several GPUs")
         skipped = getattr(self, "found_inf", None)
         buffers = [buffer for buffer in reversed(self.gradients) if buffer.collect()]
         with self.side.updating(after_chain=skipped is not None):
@@ -1927,6 +2015,7 @@ class FusedAdamW(torch.optim.Optimizer):
                     self.update(some, corrections[some[0]])
         for buffer in self.gradients:
             buffer.clear()
+        self.averaged = False
 
     def update(self, parameters: list[nn.Parameter], corrections: Tensor) -> None:
         """Update these parameters, which lie side by side and have taken as many steps."""
@@ -2489,6 +2578,21 @@ def build_model(args: argparse.Namespace, device: torch.device) -> nn.Module:
     return model
 
 
+def join_neighbours(groups: list[list[nn.Parameter]]) -> list[list[nn.Parameter]]:
+    """Join neighbours to groups of up to 16 MiB of gradients, for each of which GPUs meet once.
+
+    Each time costs some 20 us, and a large tensor moves faster. But the first group, whose
+    gradients come last, has no more than 8 MiB if it can be: nothing is left to hide it behind.
+    """
+    joined, most = [groups[0]], 2**23
+    for group in groups[1:]:
+        if 4 * sum(p.numel() for p in (*joined[-1], *group)) <= most:
+            joined[-1] = joined[-1] + group
+        else:
+            joined, most = [*joined, group], 2**24
+    return joined
+
+
 def build_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.Optimizer:
     """Build AdamW over all parameters: one kernel of ours, or a few launches of PyTorch's own."""
     if args.fused_optimizer and not args.torch_compile:
@@ -2496,8 +2600,9 @@ def build_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.O
         small = [p for p in model.parameters() if all(p is not weight for weight in weights)]
         groups = [small, *([weight] for weight in weights)]
         dtype = getattr(torch, args.amp_dtype) if args.use_amp else torch.float32
-        alone = not torch.distributed.is_initialized()  # DDP adds up in float32
-        narrow = args.direct_gradients and NARROW_GRADIENTS and alone
+        narrow = args.direct_gradients and NARROW_GRADIENTS
+        if dist.is_initialized():
+            groups, narrow = join_neighbours(groups), False  # several GPUs add up in float32
         grad_dtype = dtype if narrow else torch.float32
         return FusedAdamW(groups, args.learning_rate, dtype, grad_dtype, model.side)
     rate = args.learning_rate

@@ -795,7 +795,7 @@ class GradientBuffer:
     def average(self) -> None:
         """Average all gradients over the processes; they are here, and nowhere else, from then on.
 
-        A process without any gives zeros: all of them take part.
+        All processes take part, also where no gradient is.
         """
         self.collect()
         average(self.part(self.parameters[0], self.size))

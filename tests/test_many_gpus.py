@@ -39,23 +39,66 @@ from workshop.profile.kernels import communication_of
 
 BATCH = ["--batch-size", "4"]
 TORCHRUN = ["-m", "torch.distributed.run"]
-# Writes the gradients of one step, under their canonical names, as the process of rank 0 sees them.
-ONE_STEP = """
+# Takes steps; writes their losses and the gradients of another one, under their canonical names,
+# as the process of rank 0 sees them.
+STEPS = """
 import gc, sys, torch
 sys.path[:0] = [sys.argv[1]]
-from conftest import SCRIPT, gradients, load
-module, out, argv = load(SCRIPT), sys.argv[2], sys.argv[3:]
+from conftest import gradients, load
+script, steps, out, *argv = sys.argv[2:]
+module = load(script)
 args = module.parse_args(argv)
 module.join_processes(args)
 trainer = module.Trainer(args, torch.device("cpu"))
+losses = [float(trainer.step()) for _ in range(int(steps))]
 trainer.forward(**trainer.next_batch()).backward()
+if trainer.average:
+    trainer.average()
 if module.RANK == 0:
-    torch.save(gradients(trainer.model), out)
+    torch.save((losses, gradients(trainer.model)), out)
 del trainer
 # As main() does: what refers to the process group would keep its threads running into the exit.
 gc.collect()
 torch.distributed.destroy_process_group()
 """
+# Takes steps of V4's optimizer in float16 by gradients of rank + 1, in the first one an infinity
+# of rank 1 among them; writes the parameters and the scale after each. The last parameter gets no
+# gradient, the one before it two, which autograd adds up.
+INFINITY = """
+import sys, torch
+import torch.distributed as dist
+sys.path[:0] = [sys.argv[1]]
+from conftest import load
+module, out = load(sys.argv[2]), sys.argv[3]
+dist.init_process_group("gloo")
+rank, found = dist.get_rank(), []
+torch.manual_seed(rank)  # another start: rank 0's counts
+parameters = [torch.nn.Parameter(torch.randn(shape)) for shape in ((33, 7), (5,), (64,), (3,))]
+groups = [parameters[:1], parameters[1:]] if "llama" in sys.argv[2] else parameters
+optimizer = module.FusedAdamW(groups, 1e-2, torch.float16)
+scaler = torch.amp.GradScaler("cpu", init_scale=512.0)
+for step in range(3):
+    for p in parameters[:3]:
+        p.grad = scaler.scale(torch.full_like(p, rank + 1.0))
+    parameters[2].grad += scaler.scale(torch.ones(64))
+    if (step, rank) == (0, 1):
+        parameters[0].grad[3, 2] = torch.inf
+    before = [p.detach().clone() for p in parameters]
+    optimizer.average_gradients()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    found.append((before, [p.detach().clone() for p in parameters], scaler.get_scale()))
+torch.save(found, out + str(rank))
+dist.destroy_process_group()
+"""
+V4 = ("tiny_llama_v4", "tiny_openfold_v4")
+# Kernels run in Triton's interpreter, so the models are as small as can be.
+SMALLEST = {
+    "tiny_llama_v2": [],
+    "tiny_llama_v4": words("--num-layers 1 --seq-len 16"),
+    "tiny_openfold_v4": words("--seq-len 4 --num-seqs 2"),
+}
 
 
 def two_processes(directory: Path, *argv: str, fresh: bool = False) -> list[str]:
@@ -72,17 +115,59 @@ def finished(command: list[str], **variables: str) -> subprocess.CompletedProces
     )
 
 
-def test_gradients_are_those_of_one_process_on_the_global_batch(tmp_path: Path):
-    program, found = tmp_path / "one_step.py", tmp_path / "gradients.pt"
-    program.write_text(ONE_STEP)
-    argv = [str(ROOT / "tests"), str(found), *arguments(SCRIPT, tmp_path, *BATCH)]
-    done = finished(
-        [forking_python(), *TORCHRUN, "--standalone", "--nproc-per-node=2", str(program), *argv]
-    )
+def in_two_processes(program: str, directory: Path, *argv: str) -> None:
+    """Run a program of this file, which finds conftest in the first argument."""
+    path = directory / "program.py"
+    path.write_text(program)
+    torchrun = [forking_python(), *TORCHRUN, "--standalone", "--nproc-per-node=2"]
+    done = finished([*torchrun, str(path), str(ROOT / "tests"), *argv])
     assert done.returncode == 0, done.stderr
-    trainer = load(SCRIPT).Trainer(parse(SCRIPT, *BATCH), CPU)
+
+
+@pytest.mark.parametrize("script", SMALLEST)
+def test_losses_and_gradients_are_those_of_one_process_on_the_global_batch(
+    script: str, tmp_path: Path
+):
+    small, found = [*BATCH, *SMALLEST[script]], tmp_path / "found.pt"
+    argv = [script, "2", str(found), *arguments(script, tmp_path, *small)]
+    in_two_processes(STEPS, tmp_path, *argv)
+    losses, theirs = torch.load(found)
+    trainer = load(script).Trainer(parse(script, *small), CPU)
+    assert losses == pytest.approx([float(trainer.step()) for _ in losses], rel=1e-5)
     trainer.forward(**trainer.next_batch()).backward()
-    assert_same_gradients(torch.load(found), gradients(trainer.model), limit=1e-5)
+    assert_same_gradients(theirs, gradients(trainer.model), limit=1e-4)
+
+
+@pytest.mark.parametrize("script", V4)
+def test_an_infinity_in_one_process_makes_all_skip_the_step(script: str, tmp_path: Path):
+    """Else they would train on with different weights and scales, and nothing would tell."""
+    in_two_processes(INFINITY, tmp_path, script, str(tmp_path / "rank"))
+    found = [torch.load(tmp_path / f"rank{rank}") for rank in range(2)]
+    for (before, after, scale), (_, other, other_scale) in zip(*found, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(after, other, strict=True))
+        assert scale == other_scale == 256
+        same = [torch.equal(a, b) for a, b in zip(before, after, strict=True)]
+        assert same == ([True] * 4 if before is found[0][0][0] else [False, False, False, True])
+    start, plain = found[0][0][0], found[0][1:]
+    theirs = [torch.nn.Parameter(p.clone()) for p in start[:3]]
+    adamw = torch.optim.AdamW(theirs, 1e-2)
+    for _, after, _ in plain:
+        for p, mean in zip(theirs, (1.5, 1.5, 2.5), strict=True):
+            p.grad = torch.full_like(p, mean)
+        adamw.step()
+        for p, own in zip(theirs, after, strict=False):
+            assert torch.allclose(p, own, atol=1e-6)
+
+
+@pytest.mark.parametrize("script", V4)
+def test_a_gradient_that_one_process_alone_has_ends_the_run(script: str, tmp_path: Path):
+    """As does a step before the gradients are averaged."""
+    program = INFINITY.replace("in parameters[:3]:", "in parameters[: 3 + rank]:")
+    with pytest.raises(AssertionError, match="all processes need gradients of the same parameters"):
+        in_two_processes(program, tmp_path, script, str(tmp_path / "rank"))
+    program = INFINITY.replace("    optimizer.average_gradients()\n", "")
+    with pytest.raises(AssertionError, match="average_gradients comes before step"):
+        in_two_processes(program, tmp_path, script, str(tmp_path / "rank"))
 
 
 def test_each_process_copies_its_share_of_the_batch(monkeypatch):
