@@ -230,6 +230,14 @@ def test_two_processes_with(argv: str, line: str, tmp_path: Path):
     assert line in done.stdout
 
 
+@pytest.mark.parametrize("script", V4)
+def test_accuracy_of_two_processes_without_ddp(script: str, tmp_path: Path):
+    """No step is taken there, so the gradients are averaged for it alone."""
+    only = words("--verify-accuracy --num-gpus 2 --disable-all-fusion --enable-fused-optimizer")
+    done = finished(command_line(script, tmp_path, *BATCH, *SMALLEST[script], *only))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_a_note_is_given_once(tmp_path: Path):
     """Not by the process that starts the others, and again by one of these."""
     variables = {"NSYS_PROFILING_SESSION_ID": "4711"}
@@ -336,14 +344,15 @@ def processes_of(directory: Path) -> dict[int, int]:
     return found
 
 
+LONG = words("--num-gpus 2 --num-steps 1000000 --log-interval 10")
+
+
 @pytest.fixture
-def long_run(tmp_path: Path) -> Iterator[subprocess.Popen]:
-    """A run of two processes that is in the middle of its steps."""
-    argv = two_processes(
-        tmp_path / "two",
-        *words("--num-steps 1000000 --warmup-steps 2 --log-interval 10"),
-        fresh=True,
-    )
+def long_run(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[subprocess.Popen]:
+    """A run of two processes that is in the middle of its steps; a test may say of which script,
+    and with which arguments."""
+    script, more = getattr(request, "param", (SCRIPT, "--warmup-steps 2"))
+    argv = command_line(script, tmp_path / "two", *BATCH, *LONG, *words(more), fresh=True)
     launcher = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     for line in launcher.stdout:
         if line.startswith("step"):
@@ -358,6 +367,25 @@ def long_run(tmp_path: Path) -> Iterator[subprocess.Popen]:
 def test_a_killed_process_ends_the_run_and_is_named(
     rank: int, long_run: subprocess.Popen, tmp_path: Path
 ):
+    kill_and_check(rank, long_run, tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize(
+    "long_run", [(script, "--device cuda --enable-cuda-graph") for script in V4], indirect=True
+)
+def test_a_process_killed_in_a_graph_ends_the_run_and_is_named(
+    long_run: subprocess.Popen, tmp_path: Path, request: pytest.FixtureRequest
+):
+    """The graph of the other one waits for it in an all-reduce, and nothing on the device tells."""
+    kill_and_check(1, long_run, tmp_path, request.node.callspec.params["long_run"][0])
+
+
+def kill_and_check(
+    rank: int, long_run: subprocess.Popen, tmp_path: Path, script: str = SCRIPT
+) -> None:
+    """Kill one process; the run must end at once, and say which one it was."""
     (victim,) = (pid for pid, r in processes_of(tmp_path / "two").items() if r == rank)
     os.kill(victim, signal.SIGKILL)
     _, stderr = long_run.communicate(timeout=60)
@@ -366,7 +394,7 @@ def test_a_killed_process_ends_the_run_and_is_named(
     assert re.search(rf"rank\s*: {rank} ", cause), stderr
     assert "SIGKILL" in cause
     assert processes_of(tmp_path / "two") == {}
-    assert summary_in(tmp_path / "two")["status"] == "failed"
+    assert summary_in(tmp_path / "two", script)["status"] == "failed"
 
 
 def test_ctrl_c_ends_all_processes(long_run: subprocess.Popen, tmp_path: Path):
@@ -457,6 +485,7 @@ def test_two_processes_on_the_cpu_of_a_machine_with_a_gpu(tmp_path: Path):
 def test_a_graph_on_several_gpus_has_the_eager_steps_that_ddp_needs(
     version: int, argv: list[str], monkeypatch
 ):
+    """V4's optimizer needs fewer, but versions are compared after as many steps."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     parse_args = load(f"tiny_llama_v{version}").parse_args
@@ -464,6 +493,26 @@ def test_a_graph_on_several_gpus_has_the_eager_steps_that_ddp_needs(
     assert [(args.cuda_graph, args.warmup_steps) for args in (one, two)] == [(True, 5), (True, 12)]
     short = parse_args(words("--num-gpus 2 --warmup-steps 11"))
     assert not short.cuda_graph, "the default of V4, where it can be"
+
+
+@pytest.mark.parametrize("model", ["llama", "openfold"])
+def test_overlap_acts_on_several_gpus_where_the_optimizer_averages(model: str, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    parse_args = load(f"tiny_{model}_v4").parse_args
+    assert "overlap" not in parse_args(words("--num-gpus 2")).without_effect
+    without = parse_args(words("--num-gpus 2 --disable-fused-optimizer")).without_effect
+    assert "it needs fused-optimizer" in without["overlap"]
+
+
+def test_groups_of_gradients_are_large_but_the_last_that_is_averaged():
+    """32 layers' weights of 1 to 8 MiB after an embedding, as in TinyLlama's default sizes."""
+    sizes = [500_000, *(2**20 // 4 * mib for _ in range(8) for mib in (2, 1, 8, 4))]
+    groups = [[torch.nn.Parameter(torch.empty(n, device="meta"))] for n in sizes]
+    joined = load("tiny_llama_v4").join_neighbours(groups)
+    assert [p for group in joined for p in group] == [p for group in groups for p in group]
+    mib = [sum(4 * p.numel() for p in group) / 2**20 for group in joined]
+    assert mib == pytest.approx([4.9, *[15] * 7, 12], abs=0.1)
 
 
 def test_a_loss_that_does_not_arrive_ends_the_run(run, monkeypatch):
@@ -486,7 +535,7 @@ def test_a_loss_that_does_not_arrive_ends_the_run(run, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("script", ["tiny_llama_v2", "tiny_llama_v4", "tiny_openfold_v3"])
+@pytest.mark.parametrize("script", ["tiny_llama_v2", "tiny_openfold_v3", *V4])
 def test_a_graph_of_two_gpus_trains_as_eager_steps_do(script: str, tmp_path: Path):
     """To the bit on the same GPUs; one GPU adds the gradients of the batch up in another order."""
     argv = [
