@@ -478,23 +478,35 @@ def share_table(directory: Path) -> str:
     return render([Column(name, itemgetter(i)) for i, name in enumerate(header)], lines)
 
 
-def scaling_table(directory: Path) -> str:
-    """Weak scaling: samples per second and GPU over those of one GPU."""
-    keys = ("name", "precision", "side")
+def scaling_tables(directory: Path) -> list[str]:
+    """Weak scaling: samples per second and GPU over those of one GPU, eager and as graphs."""
+    keys = ("name", "precision", "mode", "side")
     files = {n: directory / f"scaling_{n}.json" for n in (1, 2, 4)}
-    runs = {n: read_rows(path, keys, ["samples_per_sec"]) for n, path in files.items()}
-    if not all(runs.values()):
-        return ""
-    on = {n: by_side(rows, "name", "precision") for n, rows in runs.items()}
+    rows = {n: read_rows(path, keys, ["samples_per_sec"]) for n, path in files.items()}
+    return [scaling_table(rows, mode) for mode in ("eager", "graph")]
 
-    def efficiency(n: int, version: str, place: tuple) -> float:
-        several, one = (on[count][place][version]["samples_per_sec"] for count in (n, 1))
-        return several / one / n
 
-    columns = [Column("same batch per GPU", lambda place: described(*place))]
-    for n, version in itertools.product((2, 4), ("V1", "V2")):
-        columns.append(Column(f"{n} GPUs, {version}", partial(efficiency, n, version), ".2f"))
-    return render(columns, [*on[1]])
+def scaling_table(rows: Mapping[int, list[dict]], mode: str) -> str:
+    """The rows of one mode by numbers of GPUs: a column for a version that both sides have."""
+    on = {
+        n: by_side([row for row in some if row["mode"] == mode], "name", "precision")
+        for n, some in rows.items()
+    }
+
+    def efficiency(n: int, version: str, place: tuple) -> float | None:
+        several, one = (on[count].get(place, {}).get(version) for count in (n, 1))
+        if not (several and one):
+            return None
+        return several["samples_per_sec"] / one["samples_per_sec"] / n
+
+    label = "same batch per GPU" + (", step as a graph" if mode == "graph" else "")
+    columns = [Column(label, lambda place: described(*place))]
+    for n, version in itertools.product(sorted({*on} - {1}), ALL_VERSIONS):
+        if any(efficiency(n, version, place) is not None for place in on[1]):
+            columns.append(Column(f"{n} GPUs, {version}", partial(efficiency, n, version), ".2f"))
+    several = {place for n, places in on.items() if n > 1 for place in places}
+    lines = [place for place in on[1] if place in several]
+    return render(columns, lines) if lines else ""
 
 
 def described(name: str, precision: str) -> str:
@@ -752,7 +764,7 @@ TABLES: dict[str, Callable[[Path], list[str]]] = {
     "share": lambda where: [share_table(where)],
     "memory": lambda where: [memory_table(where)],
     "counts": lambda where: [counts_table(where)],
-    "scaling": lambda where: [scaling_table(where)],
+    "scaling": scaling_tables,
     "ddp": lambda where: [ddp_table(where)],
 }
 SINGLE = {  # one of those that come together
