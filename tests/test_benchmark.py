@@ -269,6 +269,37 @@ def test_out_of_memory_is_a_cell_and_its_steps_are_no_measurement(tmp_path, monk
     assert rows[3][1:] == ["90", "-"]
 
 
+def test_scaling_of_graphs_is_a_table_of_what_was_measured(tmp_path):
+    """Beside the eager one, which needs V1 and V2 alone; V4 without overlap is on one GPU alone."""
+
+    def row(gpus: int, name: str, mode: str, side: str, speed: float) -> dict:
+        words = {"name": name, "precision": "bf16", "mode": mode, "side": side}
+        times = {"batch_ms": 1.0, "batch_median_ms": 1.0, "batch_p95_ms": 1.0}  # as a run has them
+        return words | times | {"samples_per_sec": gpus * speed}
+
+    for gpus in (1, 2):
+        rows = [
+            row(gpus, "tiny_openfold", "eager", "V1", 10 / gpus),
+            *(row(gpus, "tiny_openfold", "graph", f"V{v}", 100 - v * gpus) for v in (1, 2, 4)),
+            *(row(gpus, "tiny_openfold trunk", "graph", f"V{v}", 50.0) for v in (3, 4)),
+        ]
+        if gpus == 1:
+            rows.append(row(1, "tiny_openfold", "graph", benchmark.ALONE, 90.0))
+            rows.append(row(1, "tiny_llama", "graph", "V4", 90.0))
+        study = {"environment": {"device_name": "x"}, "processes": gpus, "rows": rows}
+        (tmp_path / f"scaling_{gpus}.json").write_text(json.dumps(study))
+    eager, graph = (
+        [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
+        for text in benchmark.table(tmp_path, ["scaling"]).split("\n\n")
+    )
+    assert (eager[0][1:], [line[1:] for line in eager[2:]]) == (["2 GPUs, V1"], [["0.50"]])
+    assert graph[0][1:] == [f"2 GPUs, V{version}" for version in (1, 2, 3, 4)]
+    assert [line[1:] for line in graph[2:]] == [
+        ["0.99", "0.98", "-", "0.96"],
+        ["-", "-", "1.00", "1.00"],
+    ]
+
+
 @pytest.mark.parametrize(
     ("argv", "content", "line"),
     [

@@ -280,6 +280,8 @@ class Row:
     error: str = None
     # time, in milliseconds or microseconds per step
     batch_ms: Positive | None = None
+    batch_median_ms: Positive | None = None
+    batch_p95_ms: Positive | None = None
     turns_ms: Turns = None
     us: Positive = None
     turns_us: Turns = None
