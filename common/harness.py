@@ -266,11 +266,12 @@ def environment(device: torch.device) -> dict:
     names = [torch.cuda.get_device_name(device)] if device.type == "cuda" else []
     if (info := Path("/proc/cpuinfo")).exists():
         names += re.findall(r"model name\t: (.+)", info.read_text())
+    with_triton = importlib.util.find_spec("triton")
     return {
         "device": device.type,
         "device_name": [*names, platform.machine()][0],
         "cpu_threads": torch.get_num_threads(),
-        "triton": importlib.util.find_spec("triton") and __import__("triton").__version__,
+        "triton": __import__("triton").__version__ if with_triton else None,
         "torch": torch.__version__,
         "hip": torch.version.hip,
         "cuda": torch.version.cuda,
@@ -565,7 +566,7 @@ class Run:
         config = asdict(self.trainer.model.config)
         parameters = sum(p.numel() for p in self.trainer.model.parameters())
         self.model = {"config": config, "parameters": parameters}
-        several = f" x {WORLD_SIZE}" * (WORLD_SIZE > 1)
+        several = f" x {WORLD_SIZE}" if WORLD_SIZE > 1 else ""
         sizes = [f"{name} {n}" for name, n in config.items() if isinstance(n, int) and n]
         precision = f"float32 (matmul precision {args.matmul_precision})"
         names = (*(name for _, name, _ in FUSIONS), "torch_compile", "cuda_graph")
@@ -725,7 +726,7 @@ def write_json(path: Path, content: dict) -> None:
 
 
 def measure(runs: list[Run]) -> None:
-    """Warm up, take the steps of all in up to ten alternating turns, then count."""
+    """Warm up, take all steps in up to ten alternating turns, then count."""
     args, device = runs[-1].args, runs[-1].device
     for run in runs:
         run.start()
