@@ -468,7 +468,7 @@ FLOPs per step: {flops[gflop]:.4g} GFLOP, achieved {flops[achieved_tflops]:.3g} 
 
 
 def say(kind: str, message: str) -> None:
-    """Print an "error" of this process on stderr, or a "note" of all processes together."""
+    """Print an "error" of this process on stderr, or a "note" of all processes."""
     if kind == "error" or (not RANK and "TINY_LAUNCHED" not in os.environ):
         rank = f"rank {RANK}: " if RANK else ""
         print(f"{SCRIPT}.py: {kind}: {rank}{message}", file=sys.stderr)
@@ -796,7 +796,7 @@ class Trainer:
         self.mark()
 
     def mark(self) -> None:
-        """Note this moment: an event in the stream, or on a CPU the time."""
+        """Note this moment: an event, or on a CPU the time."""
         moment = torch.cuda.Event(enable_timing=True) if self.gpu else time.perf_counter()
         if self.gpu:
             moment.record()
@@ -856,7 +856,7 @@ class OperatorCounter(TorchDispatchMode):
 
 
 def count_kernels(trainer: Trainer) -> dict:
-    """Count the kernels of a step, on a CPU its operators; {} where none can be seen."""
+    """Count the kernels of a step, on a CPU its operators; {} where none are seen."""
     if not trainer.gpu:  # of two samples: of a single one some copies are views
         two = argparse.Namespace(**{**vars(trainer.args), "batch_size": 2 * WORLD_SIZE})
         trainer = Trainer(two, trainer.device)
@@ -907,7 +907,7 @@ def memory_of_a_step(trainer: Trainer) -> float:
 
 
 def gpu_memory(device: torch.device, statistic: str = "memory_allocated") -> int:
-    """Return bytes by this statistic, with all of the pools that graphs keep; 0 on a CPU."""
+    """Return bytes by this statistic, with the pools that graphs keep; 0 on a CPU."""
     if device.type == "cpu":
         return 0
     pools = [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) != (0, 0)]
@@ -1268,7 +1268,7 @@ def finish(result: dict) -> int:
 
 
 def interrupt(*_: object) -> NoReturn:
-    """Handle SIGTERM once: a process and its group may both be sent it."""
+    """Handle SIGTERM once: a process and its group may both get it."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise KeyboardInterrupt
 
