@@ -97,7 +97,7 @@ V4 = ("tiny_llama_v4", "tiny_openfold_v4")
 SMALLEST = {
     "tiny_llama_v2": [],
     "tiny_llama_v4": words("--num-layers 1 --seq-len 16"),
-    "tiny_openfold_v4": words("--seq-len 4 --num-seqs 2"),
+    "tiny_openfold_v4": words("--num-blocks 1 --seq-len 4 --num-seqs 2"),
 }
 
 

@@ -42,6 +42,7 @@ from workshop.turns import ratios
 PROG = Path(__file__).name
 FIGURES = ROOT / "docs/figures"
 H100 = ROOT / "results/h100"
+TWO_H100 = ROOT / "results/h100x2"
 CPU = ROOT / "results/cpu"
 
 STYLE = {  # of the files
@@ -956,6 +957,33 @@ def trunk() -> Sheet:
     return sheet
 
 
+def two_gpus() -> Sheet:
+    """Milliseconds of a step on one GPU, and what a second one with a batch of its own adds."""
+    one, two = (
+        by_side(read(TWO_H100 / f"scaling_{n}.json")["rows"], "name", "precision") for n in (1, 2)
+    )
+    sheet = Sheet("The same batch on each of two GPUs: ms per step", 330)
+    models = {"tiny_llama": "TinyLlama, small", "tiny_openfold": "TinyOpenFold, default"}
+    sides = {"V3": "V3, DDP", "V4 through DDP": "V4, DDP", "V4": "V4"}
+    for left, (model, words) in zip((20, 415), models.items(), strict=True):
+        sheet.label(left, 90, words, weight="bold")
+        alone, both = one[model, "bf16"], two[model, "bf16"]
+        longest = max(both[side]["batch_ms"] for side in sides)
+        for y, (side, name) in zip((112, 160, 208), sides.items(), strict=True):
+            before, ms = alone[side[:2]]["batch_ms"], both[side]["batch_ms"]
+            scale = 190 / longest
+            sheet.label(left, y + 20, name)
+            sheet.box(left + 100, y, scale * min(before, ms), 41, BLUE, edge=None)
+            sheet.box(
+                left + 100 + scale * before, y, scale * max(0, ms - before), 41, RED, edge=None
+            )
+            sheet.label(left + 108 + scale * ms, y + 20, f"{ms:.2f}")
+    sheet.legend(274, (20, 170), {"on one GPU": BLUE, "added by the second": RED})
+    sheet.note(318, "two NVIDIA H100, bf16, as one graph", 20, "left")
+    sheet.cut(64, 300)
+    return sheet
+
+
 def launch() -> Sheet:
     """What a launch is: the host puts kernels into a queue, the GPU runs them in order."""
     trace = next(row for row in read(H100 / "timeline.json")["traces"] if row["launches"])
@@ -1250,6 +1278,7 @@ FIGURES_BY_NAME: dict[str, Callable[[], Sheet]] = {
         versions,
         memory_of_a_step,
         trunk,
+        two_gpus,
         kernels,
         traffic,
         energy,
