@@ -145,6 +145,20 @@ def test_the_trunk_shows_each_side_that_finished_where_it_was_measured(tmp_path,
     assert [text.get_text() for text in axes.texts] == ["V2", "V3"]
 
 
+def test_two_gpus_show_what_the_second_adds(tmp_path, monkeypatch):
+    monkeypatch.setattr(figures, "TWO_H100", tmp_path)
+    measured = {1: {"V3": 5.0, "V4": 3.0}, 2: {"V3": 6.0, "V4 through DDP": 4.0, "V4": 2.9}}
+    for n, sides in measured.items():
+        names = [{"name": name, "precision": "bf16"} for name in ("tiny_llama", "tiny_openfold")]
+        rows = [n | {"side": side, "batch_ms": ms} for n in names for side, ms in sides.items()]
+        (tmp_path / f"scaling_{n}.json").write_text(json.dumps({"rows": rows}))
+    sheet = figures.two_gpus()
+    bars = [box for box in sheet.axes.patches if box.get_height() == 41]
+    widths = [box.get_width() / 190 * 6 for box in bars[:6]]
+    assert widths == pytest.approx([5.0, 1.0, 3.0, 1.0, 2.9, 0.0])
+    assert words(sheet).count("2.90") == 2
+
+
 def test_what_is_kept_is_told_apart_by_what_it_is_for():
     argv = [*TINY["llama"], "--device", "cpu", "--use-amp"]
     rows = {

@@ -962,7 +962,7 @@ def two_gpus() -> Sheet:
     one, two = (
         by_side(read(TWO_H100 / f"scaling_{n}.json")["rows"], "name", "precision") for n in (1, 2)
     )
-    sheet = Sheet("The same batch on each of two GPUs: ms per step", 330)
+    sheet = Sheet("The same batch on each of two GPUs: ms per step", 344)
     models = {"tiny_llama": "TinyLlama, small", "tiny_openfold": "TinyOpenFold, default"}
     sides = {"V3": "V3, DDP", "V4 through DDP": "V4, DDP", "V4": "V4"}
     for left, (model, words) in zip((20, 415), models.items(), strict=True):
