@@ -570,7 +570,7 @@ class SideStreams:
         if not (self.active and buffer and buffer.given):
             return
         self.used.add(parameter)
-        if self.used.issuperset(buffer.parameters):  # norms wait for all of the chain
+        if self.used.issuperset(buffer.parameters):  # with norms it waits for all of the chain
             events = torch.cuda.current_stream().record_event(), self.stream(0).record_event()
             self.finished[buffer] = buffer.tensor, buffer.tensor._version, events
 
@@ -707,10 +707,7 @@ class GradientBuffer:
         return bool(given)
 
     def average(self) -> None:
-        """Average all gradients over the processes; they are here, and nowhere else, from then on.
-
-        All processes take part, also where no gradient is.
-        """
+        """Average all gradients over the processes; from then on they are here, nowhere else."""
         for p in self.parameters:
             part = self.part(p)
             if p.grad is not None:
@@ -725,7 +722,7 @@ class GradientBuffer:
         if self.tensor is None:
             size, device = self.end - self.begin, parameter.device
             self.tensor = torch.empty(size, device=device, dtype=self.dtype)
-            if size > sum(p.numel() for p in self.parameters):
+            if len(self.parameters) > 1 and size > sum(p.numel() for p in self.parameters):
                 self.tensor.zero_()  # what lies between them
         begin = self.spans[parameter][0] - self.begin
         return self.tensor[begin:][: parameter.numel()].view_as(parameter)
@@ -1970,8 +1967,8 @@ class FusedAdamW(torch.optim.Optimizer):
         """Average the gradients over all processes; of one process they are what they should be.
 
         It comes before a gradient scaler looks at them: an infinity of one process has reached all
-        by then, so all skip the same steps. Raises RuntimeError where not all have gradients of the
-        same parameters, in every step.
+        by then, so all skip the same steps. No backward pass may follow before step. Raises
+        RuntimeError where not all have gradients of the same parameters, in every step.
         """
         if not dist.is_initialized():
             return
@@ -1983,9 +1980,9 @@ class FusedAdamW(torch.optim.Optimizer):
             wrong = "all processes need gradients of the same parameters, in every step"
             raise RuntimeError(f"FusedAdamW: {wrong}")
         for buffer in reversed(self.gradients):
-            buffer.collect()
-            with self.side.averaging(buffer):
-                buffer.average()
+            if buffer.collect():  # of all processes or of none
+                with self.side.averaging(buffer):
+                    buffer.average()
         self.side.averaged()
         self.averaged = True
 
@@ -2579,10 +2576,11 @@ def build_model(args: argparse.Namespace, device: torch.device) -> nn.Module:
 
 
 def join_neighbours(groups: list[list[nn.Parameter]]) -> list[list[nn.Parameter]]:
-    """Join neighbours to groups of up to 16 MiB of gradients, for each of which GPUs meet once.
+    """Join neighbours to groups of up to 16 MiB of gradients, or of one weight.
 
-    Each time costs some 20 us, and a large tensor moves faster. But the first group, whose
-    gradients come last, has no more than 8 MiB if it can be: nothing is left to hide it behind.
+    GPUs meet once for each group, which has a cost of its own, and a large tensor moves faster. But
+    the first group, whose gradients come last, has no more than 8 MiB if it can be: nothing is left
+    to hide it behind.
     """
     joined, most = [groups[0]], 2**23
     for group in groups[1:]:

@@ -4227,8 +4227,8 @@ class FusedAdamW(torch.optim.Optimizer):
         """Average the gradients over all processes; of one process they are what they should be.
 
         It comes before a gradient scaler looks at them: an infinity of one process has reached all
-        by then, so all skip the same steps. Raises RuntimeError where not all have gradients of the
-        same parameters, in every step.
+        by then, so all skip the same steps. No backward pass may follow before step. Raises
+        RuntimeError where not all have gradients of the same parameters, in every step.
         """
         if not dist.is_initialized():
             return

@@ -342,9 +342,14 @@ def measured_and_bare(script: str, argv: list[str], rounds: int) -> dict:
 
 def join_processes(suite: str) -> int:
     """Meet the other processes that torchrun started; returns how many there are."""
+    import torch
+
     first = importlib.import_module("tiny_llama_v1")
     if first.WORLD_SIZE > 1:
-        first.join_processes(first.parse_args(["--batch-size", str(first.WORLD_SIZE)]))
+        argv = ["--batch-size", str(first.WORLD_SIZE)]
+        if suite == "scaling" and torch.cuda.is_available():  # what follows may be graphs
+            argv += [GRAPH]
+        first.join_processes(first.parse_args(argv))
     elif suite == "ddp":
         command = "torchrun --nproc-per-node N bench/versions.py ddp DIR"
         raise ToolError(f"ddp needs several processes: {command}")
@@ -815,8 +820,8 @@ def build_parser() -> Parser:
     versions = {"choices": ALL_VERSIONS[1:], "default": list(VERSIONS[1:])}
     add("--versions", nargs="+", type=str.upper, **versions, help="of ablation")
     add_some("--shapes", SHAPES, "of headline and fastest")
-    add_some("--precisions", PRECISIONS, "likewise")
-    add_some("--modes", MODES, "likewise")
+    add_some("--precisions", PRECISIONS, "likewise, and of scaling")
+    add_some("--modes", MODES, "of headline and scaling")
     add_some("--trunks", TRUNKS, "sizes of trunk")
     sides = "of fastest and trunk: V4, 'V2 compiled', OpenFold, ... (default: all)"
     add("--sides", nargs="+", metavar="SIDE", help=sides)

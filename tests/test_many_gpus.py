@@ -537,9 +537,13 @@ def test_a_loss_that_does_not_arrive_ends_the_run(run, monkeypatch):
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("script", ["tiny_llama_v2", "tiny_openfold_v3", *V4])
 def test_a_graph_of_two_gpus_trains_as_eager_steps_do(script: str, tmp_path: Path):
-    """To the bit on the same GPUs; one GPU adds the gradients of the batch up in another order."""
+    """To the bit on the same GPUs; one GPU adds the gradients of the batch up in another order.
+
+    TinyLlama is so large that V4 has several groups of gradients, which it averages early.
+    """
     argv = [
         *BATCH,
+        *words("--hidden-dim 512 --num-heads 8 --num-layers 2" if "llama" in script else ""),
         *words("--device cuda --num-steps 5 --warmup-steps 12 --deterministic --under-profiler"),
     ]
     curves = {}
