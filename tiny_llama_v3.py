@@ -1666,12 +1666,13 @@ class Trainer:
                 self.forward = DistributedDataParallel(
                     self.forward, broadcast_buffers=False, gradient_as_bucket_view=True
                 )
-        self.graph, self.phases = None, PHASES
+        self.graph = None
+        self.phases = PHASES
         self.marks = []  # moments: a first one, and after each phase
         self.named = contextlib.nullcontext  # ranges of phases for a profiler
 
     def next_batch(self) -> dict[str, Tensor]:
-        """Return this process's share of the global batch, on the device."""
+        """Return this process's share of the batch, on the device."""
         share = self.args.batch_size // WORLD_SIZE
         batch = {n: t[RANK * share :][:share] for n, t in self.batches.next_batch().items()}
         if not self.gpu:
@@ -2111,7 +2112,7 @@ def measure(runs: list[Run]) -> None:
 
 
 def train_all(runs: list[Run]) -> None:
-    """Train all; however that ends, each result is in its JSON file."""
+    """Train all; however it ends, each result is in its JSON file."""
     end = runs[-1].status, runs[-1].error
     try:
         if RANK:

@@ -793,11 +793,7 @@ class GradientBuffer:
         return bool(found)
 
     def average(self) -> None:
-        """Average all gradients over the processes; they are here, and nowhere else, from then on.
-
-        All processes take part, also where no gradient is.
-        """
-        self.collect()
+        """Average all gradients over the processes; from then on they are here, nowhere else."""
         average(self.part(self.parameters[0], self.size))
         for p in self.parameters:
             if p.grad is not None:
@@ -4240,7 +4236,8 @@ class FusedAdamW(torch.optim.Optimizer):
         if any(found != theirs for theirs in self.with_gradient):
             wrong = "all processes need gradients of the same parameters, in every step"
             raise RuntimeError(f"FusedAdamW: {wrong}")
-        self.gradients.average()
+        if self.gradients.collect():  # of all processes or of none
+            self.gradients.average()
         self.averaged = True
 
     @torch.no_grad()
@@ -5808,12 +5805,13 @@ class Trainer:
                 self.forward = DistributedDataParallel(
                     self.forward, broadcast_buffers=False, gradient_as_bucket_view=True
                 )
-        self.graph, self.phases = None, PHASES
+        self.graph = None
+        self.phases = PHASES
         self.marks = []  # moments: a first one, and after each phase
         self.named = contextlib.nullcontext  # ranges of phases for a profiler
 
     def next_batch(self) -> dict[str, Tensor]:
-        """Return this process's share of the global batch, on the device."""
+        """Return this process's share of the batch, on the device."""
         share = self.args.batch_size // WORLD_SIZE
         batch = {n: t[RANK * share :][:share] for n, t in self.batches.next_batch().items()}
         if not self.gpu:
@@ -6253,7 +6251,7 @@ def measure(runs: list[Run]) -> None:
 
 
 def train_all(runs: list[Run]) -> None:
-    """Train all; however that ends, each result is in its JSON file."""
+    """Train all; however it ends, each result is in its JSON file."""
     end = runs[-1].status, runs[-1].error
     try:
         if RANK:

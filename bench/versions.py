@@ -114,7 +114,7 @@ SCALING = {  # sizes and samples per GPU
     "tiny_openfold crop": (shape("openfold", CROP.replace("--batch-size 1 ", "")), 1),
     "tiny_openfold trunk": (shape("openfold", TRUNK.replace("--batch-size 1 ", "")), 1),
 }
-EAGER_SCALING = [*SCALING][:4]
+EAGER_SCALING = ["tiny_llama", "tiny_llama wide", "tiny_openfold", "tiny_openfold long"]
 GRAPH_SCALING = ["tiny_llama", "tiny_openfold", "tiny_openfold crop", "tiny_openfold trunk"]
 ALONE = "V4 without overlap"
 FINISHED = ("batch_ms", "turns_ms", "per_step")  # what a side has that finished
@@ -342,13 +342,11 @@ def measured_and_bare(script: str, argv: list[str], rounds: int) -> dict:
 
 def join_processes(suite: str) -> int:
     """Meet the other processes that torchrun started; returns how many there are."""
-    import torch
-
     first = importlib.import_module("tiny_llama_v1")
     if first.WORLD_SIZE > 1:
         argv = ["--batch-size", str(first.WORLD_SIZE)]
-        if suite == "scaling" and torch.cuda.is_available():  # what follows may be graphs
-            argv += [GRAPH]
+        if suite == "scaling":  # what follows may be graphs
+            argv = graph_of(argv)
         first.join_processes(first.parse_args(argv))
     elif suite == "ddp":
         command = "torchrun --nproc-per-node N bench/versions.py ddp DIR"
@@ -376,16 +374,18 @@ def scaling(args: argparse.Namespace) -> Iterator[Part]:
         for names, model in scaling_shapes(args.processes, shapes if mode in args.modes else ()):
             if names["precision"] not in args.precisions:
                 continue
-            trunk = names["name"] == "tiny_openfold trunk"
-            sides = {version: [*names["argv"], *MODES[mode]] for version in ALL_VERSIONS}
-            if args.processes == 1:
-                sides[ALONE] = [*sides["V4"], "--disable-overlap"]
-            if mode == "eager" or trunk:
-                sides = {side: sides[side] for side in (("V3", "V4") if trunk else ("V1", "V2"))}
-            for side, argv in sides.items():
-                script, steps = script_of(model, side[:2]), 60 if mode == "graph" else 12
-                argv += ["--num-steps", "10" if trunk else str(steps)]
+            sides, steps = ALL_VERSIONS, "60"
+            if mode == "eager":
+                sides, steps = ("V1", "V2"), "12"
+            elif names["name"] == "tiny_openfold trunk":
+                sides, steps = ("V3", "V4"), "10"
+            elif args.processes == 1:
+                sides = (*ALL_VERSIONS, ALONE)
+            for side in sides:
+                argv = [*names["argv"], *MODES[mode], "--num-steps", steps]
+                argv += ["--disable-overlap"] * (side == ALONE)
                 part = names | {"mode": mode, "side": side, "argv": argv}
+                script = script_of(model, side[:2])
                 yield part, partial(fastest_run, script, side, argv, args.rounds)
 
 
@@ -498,19 +498,19 @@ def scaling_table(rows: Mapping[int, list[dict]], mode: str) -> str:
         for n, some in rows.items()
     }
 
-    def efficiency(n: int, version: str, place: tuple) -> float | None:
+    found: dict[tuple, float] = {}  # number of GPUs, version and place: efficiency
+    for n, version, place in itertools.product(sorted({*on} - {1}), ALL_VERSIONS, on[1]):
         several, one = (on[count].get(place, {}).get(version) for count in (n, 1))
-        if not (several and one):
-            return None
-        return several["samples_per_sec"] / one["samples_per_sec"] / n
-
+        if several and one:
+            ratio = several["samples_per_sec"] / one["samples_per_sec"]
+            found[n, version, place] = ratio / n
     label = "same batch per GPU" + (", step as a graph" if mode == "graph" else "")
     columns = [Column(label, lambda place: described(*place))]
-    for n, version in itertools.product(sorted({*on} - {1}), ALL_VERSIONS):
-        if any(efficiency(n, version, place) is not None for place in on[1]):
-            columns.append(Column(f"{n} GPUs, {version}", partial(efficiency, n, version), ".2f"))
-    several = {place for n, places in on.items() if n > 1 for place in places}
-    lines = [place for place in on[1] if place in several]
+    for n, version in dict.fromkeys((n, version) for n, version, _ in found):
+        label = f"{n} GPUs, {version}"
+        columns.append(Column(label, lambda place, at=(n, version): found.get((*at, place)), ".2f"))
+    measured = {place for _, _, place in found}
+    lines = [place for place in on[1] if place in measured]
     return render(columns, lines) if lines else ""
 
 

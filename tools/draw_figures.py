@@ -969,10 +969,9 @@ def two_gpus() -> Sheet:
         sheet.label(left, 90, words, weight="bold")
         alone, both = one[model, "bf16"], two[model, "bf16"]
         shown = [side for side in sides if side in both]
-        longest = max(both[side]["batch_ms"] for side in shown)
+        scale = 190 / max(both[side]["batch_ms"] for side in shown)
         for y, side in zip((112, 160, 208), shown, strict=False):
             before, ms = alone[side[:2]]["batch_ms"], both[side]["batch_ms"]
-            scale = 190 / longest
             sheet.label(left, y + 20, sides[side])
             sheet.box(left + 100, y, scale * min(before, ms), 41, BLUE, edge=None)
             sheet.box(
