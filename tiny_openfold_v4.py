@@ -198,9 +198,10 @@ def without_effect(args: argparse.Namespace) -> dict[str, str]:
     if not rows_fit(dtype, *dims):
         found["loss_fusion"] = f"not both {widths_that_fit(512 // dtype.itemsize)[3:]}"
     if args.transition_fusion and "transition_fusion" not in found:
-        fit = [whole_transition_fits(dim, dtype) for dim in dims]
+        fit = [fused_transition(dim, dtype) for dim in dims]
         if not any(fit):
-            found["transition_fusion"] = widths_that_fit(256 // dtype.itemsize)
+            most = max(dim for dim in (64, 128, 256) if fused_transition(dim, dtype))
+            found["transition_fusion"] = widths_that_fit(most)
         elif all(fit):
             found["triton_transition"] = "transition-fusion takes its place"
     return found
@@ -365,6 +366,7 @@ BLOCKS: dict[str, str] = {
     "transition_backward_weights float32": "BLOCK_M=32,BLOCK_N=32,PROGRAMS=528,num_warps=8",
     "transition_backward_weights hip": "BLOCK_M=32,BLOCK_N=32,PROGRAMS=528,num_warps=4",
     "transition_backward_weights hip float32": "BLOCK_M=32,BLOCK_N=16,PROGRAMS=528,num_warps=8",
+    "hidden_backward": "BLOCK_M=64,BLOCK_N=128,BLOCK_K=64,num_warps=4,num_stages=2",
     "norm_project": "BLOCK_M=64,BLOCK_N=128,num_warps=4,num_stages=2",
     "norm_project hip": "BLOCK_M=64,BLOCK_N=32,num_warps=4,num_stages=1",
     "norm_project_backward": "BLOCK_M=64,BLOCK_K=128,num_warps=4,num_stages=2",
@@ -3019,6 +3021,17 @@ def transition_backward_weights(
     return sums
 
 
+def check_transition(dim: int, hidden: int, parameters: Sequence[Tensor]) -> None:
+    """Raise ValueError unless a transition's parameters have these sizes."""
+    norm_weight, norm_bias, weight_1, bias_1, weight_2, bias_2 = parameters
+    check_shape("the norm's weight", norm_weight, dim)
+    check_shape("the norm's bias", norm_bias, dim)
+    check_shape("the first weight", weight_1, hidden, dim)
+    check_shape("the first bias", bias_1, hidden)
+    check_shape("the second weight", weight_2, dim, hidden)
+    check_shape("the second bias", bias_2, dim)
+
+
 class TransitionFunction(torch.autograd.Function):
     """Compute the transition of x [..., C]: its update, or with `residual` x + update.
 
@@ -3036,14 +3049,8 @@ class TransitionFunction(torch.autograd.Function):
         side: SideStreams,
         *parameters: Tensor,
     ) -> Tensor:
-        x, (norm_weight, norm_bias, weight_1, bias_1, weight_2, bias_2) = x.contiguous(), parameters
-        dim, hidden = x.shape[-1], len(weight_1)
-        check_shape("the norm's weight", norm_weight, dim)
-        check_shape("the norm's bias", norm_bias, dim)
-        check_shape("the first weight", weight_1, hidden, dim)
-        check_shape("the first bias", bias_1, hidden)
-        check_shape("the second weight", weight_2, dim, hidden)
-        check_shape("the second bias", bias_2, dim)
+        x, (norm_weight, norm_bias, _, bias_1, _, bias_2) = x.contiguous(), parameters
+        check_transition(x.shape[-1], len(casts[0]), parameters)
         inputs = x, norm_weight, norm_bias, casts[0], bias_1, casts[1]
         ctx.save_for_backward(*inputs)
         ctx.eps, ctx.residual, ctx.side, ctx.parameters = eps, residual, side, parameters
@@ -3062,6 +3069,121 @@ class TransitionFunction(torch.autograd.Function):
         if any(parameter.requires_grad for parameter in ctx.parameters):
             groups = (ctx.parameters[:2], ctx.parameters[2:5], ctx.parameters[5:])
             grads = gradients_into_buffer(ctx.side, groups, compute, grad_out, sums, *inputs)
+        return grad_x, None, None, None, None, *grads
+
+
+# A transition of rows too wide for that. The hidden layer is kept; its bias, its ReLU and their
+# backward pass are in the products that make it and its gradient.
+
+
+@triton.jit
+def hidden_backward_kernel(
+    GRAD_OUT, WEIGHT, HIDDEN, GRAD, SUMS, M, C: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute dh = dout W where HIDDEN = relu(h) > 0, else 0.
+
+    GRAD_OUT is [M, C], WEIGHT [C, WIDTH], HIDDEN and GRAD [M, WIDTH]. A program owns a tile
+    [BLOCK_M, BLOCK_N] of GRAD, and of SUMS [blocks of rows, WIDTH] the sums of its columns.
+    """
+    tiles: tl.constexpr = WIDTH // BLOCK_N
+    block = tl.program_id(0) // tiles  # neighbours share the rows of GRAD_OUT
+    position = index(block * BLOCK_M + tl.arange(0, BLOCK_M), WIDE)
+    column = tl.program_id(0) % tiles * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = (position < M)[:, None]
+    grad = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for first in tl.range(0, C, BLOCK_K):
+        channel = first + tl.arange(0, BLOCK_K)
+        at = GRAD_OUT + position[:, None] * C + channel[None, :]
+        grad_out = tl.load(at, mask=inside, other=0.0)
+        weight = tl.load(WEIGHT + channel[:, None] * WIDTH + column[None, :])
+        grad = tl.dot(grad_out, weight, grad, input_precision=PRECISION)  # dh += dout W
+    at = position[:, None] * WIDTH + column[None, :]
+    grad = tl.where(tl.load(HIDDEN + at, mask=inside, other=0.0) > 0, grad, 0.0)
+    tl.store(GRAD + at, grad.to(GRAD.dtype.element_ty), mask=inside)
+    tl.store(SUMS + block * WIDTH + column, tl.sum(grad, 0))
+
+
+@operator
+def hidden_backward(grad_out: Tensor, weight: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute the gradient of a hidden layer before its ReLU, and parts of that of its bias.
+
+    They are [..., HIDDEN] and [programs, HIDDEN]. grad_out is [..., C], weight [C, HIDDEN], hidden
+    [..., HIDDEN].
+    """
+    check_not_empty("hidden_backward", grad_out)
+    options, (dim, width) = blocks("hidden_backward", weight.dtype), weight.shape
+    options["BLOCK_N"] = min(options["BLOCK_N"], width)
+    options["BLOCK_K"] = min(options["BLOCK_K"], dim)
+    rows = grad_out.numel() // dim
+    tiles = triton.cdiv(rows, options["BLOCK_M"])
+    grad = torch.empty_like(hidden)
+    sums = hidden.new_empty(tiles, width, dtype=torch.float32)
+    wrap_triton(hidden_backward_kernel)[(tiles * (width // options["BLOCK_N"]),)](
+        GRAD_OUT=grad_out,
+        WEIGHT=weight,
+        HIDDEN=hidden,
+        GRAD=grad,
+        SUMS=sums,
+        M=rows,
+        C=dim,
+        WIDTH=width,
+        WIDE=hidden.numel() >= 2**31,
+        PRECISION=dot_precision(weight.dtype),
+        **options,
+    )
+    return grad, sums
+
+
+class WideTransitionFunction(torch.autograd.Function):
+    """Do as TransitionFunction; kept for later are x and the hidden layer behind its ReLU."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        x: Tensor,
+        residual: bool,
+        eps: float,
+        casts: tuple[Tensor, Tensor],
+        side: SideStreams,
+        *parameters: Tensor,
+    ) -> Tensor:
+        x, (norm_weight, norm_bias, _, bias_1, _, bias_2) = x.contiguous(), parameters
+        check_transition(x.shape[-1], len(casts[0]), parameters)
+        y, _ = layer_norm_forward(x, norm_weight, norm_bias, eps, casts[0].dtype)
+        bias_1, bias_2 = (side.cached_cast(bias, y.dtype) for bias in (bias_1, bias_2))
+        # The library's product adds the bias, and ends with the ReLU.
+        hidden = torch._addmm_activation(bias_1, y.flatten(0, -2), casts[0].t())
+        hidden = hidden.view(*y.shape[:-1], -1)
+        ctx.save_for_backward(x, hidden, *casts)
+        ctx.eps, ctx.residual, ctx.side, ctx.parameters = eps, residual, side, parameters
+        update = F.linear(hidden, casts[1], bias_2)
+        return x + update if residual else update
+
+    @staticmethod
+    def backward(ctx, grad_out: Tensor):
+        x, hidden, *casts = ctx.saved_tensors
+        norm, eps, dtype = (x, *ctx.parameters[:2]), ctx.eps, hidden.dtype
+        residual = grad_out.contiguous() if ctx.residual else None
+        grad = grad_out.contiguous().to(dtype)
+        grad_hidden, sums_1 = hidden_backward(grad, casts[1], hidden)
+        inputs = grad_hidden @ casts[0], None, residual, *norm, None, None
+        grad_x, sums = norm_project_backward(*inputs, eps, 1, False, dtype)
+
+        def compute(of_norm: Tensor, of_linear_1: Tensor, of_linear_2: Tensor) -> None:
+            linear_gradients_to(grad.flatten(0, -2), hidden, of_linear_2, True)
+            y, _ = layer_norm_forward(*norm, eps, dtype)
+            of_weight, of_bias = of_linear_1.split([casts[0].numel(), len(casts[0])])
+            rows = grad_hidden.flatten(0, -2), y.flatten(0, -2)
+            multiply_to(*rows, of_weight.view_as(casts[0]), True)
+            add_up_two(sums_1, of_bias, sums, of_norm)
+
+        grads = 6 * [None]
+        if any(parameter.requires_grad for parameter in ctx.parameters):
+            groups = (ctx.parameters[:2], ctx.parameters[2:4], ctx.parameters[4:])
+            read = grad, hidden, grad_hidden, x, sums, sums_1
+            grads = gradients_into_buffer(ctx.side, groups, compute, *read)
         return grad_x, None, None, None, None, *grads
 
 
@@ -3312,6 +3434,8 @@ def norm_project_backward(
     count = 0 if grad_pair_bias is None else len(heads)
     part = max(1, width // parts)
     options = projection_options("norm_project_backward", x, dtype, max(16, part))
+    if not (width or count):  # nothing to multiply: many small programs keep the memory busy
+        options |= {"BLOCK_M": 16, "num_warps": 2}
     rows, dim = x.numel() // x.shape[-1], x.shape[-1]
     programs = triton.cdiv(rows, options["BLOCK_M"])
     grad_x = torch.empty_like(x)
@@ -4679,9 +4803,16 @@ class MSAColumnAttention(GatedAttention):
         return msa + update if residual else update
 
 
-def whole_transition_fits(dim: int, dtype: torch.dtype) -> bool:
-    """Return whether rows of this width fit into the registers of a whole transition's kernels."""
-    return 16 <= dim <= 256 // dtype.itemsize and dim.bit_count() == 1
+def fused_transition(dim: int, dtype: torch.dtype) -> type[torch.autograd.Function] | None:
+    """Return what computes a transition of rows of this width in kernels of its own, if any does.
+
+    The narrow ones fit into the registers whole. For the wide ones in float32 the library wins.
+    """
+    if not rows_fit(dtype, dim):
+        return None
+    if dim <= 256 // dtype.itemsize:
+        return TransitionFunction
+    return WideTransitionFunction if INTERPRETED or dtype != torch.float32 else None
 
 
 class Transition(nn.Module):
@@ -4690,16 +4821,17 @@ class Transition(nn.Module):
     def __init__(self, dim: int, factor: int, fusions: Fusions, side: SideStreams):
         super().__init__()
         self.triton, self.side = fusions.triton_transition, side
-        self.whole = fusions.transition_fusion
+        self.fused = fusions.transition_fusion
         self.layer_norm = LayerNorm(dim, fusions, side)
         self.linear_1 = Linear(dim, factor * dim, fusions, side)
         self.linear_2 = Linear(factor * dim, dim, fusions, side)
 
     def forward(self, x: Tensor, residual: bool = False) -> Tensor:
         """Compute the update of x [..., C], or x + update with `residual`."""
-        compiling = torch.compiler.is_compiling()
-        if self.whole and not compiling and whole_transition_fits(x.shape[-1], gemm_dtype(x)):
-            return self.forward_whole(x, residual)
+        if self.fused and not torch.compiler.is_compiling():
+            function = fused_transition(x.shape[-1], gemm_dtype(x))
+            if function:
+                return self.forward_fused(function, x, residual)
         if residual:
             return x + self.forward(x)
         x = self.layer_norm(x)
@@ -4709,14 +4841,16 @@ class Transition(nn.Module):
             return self.linear_2(BiasReLU.apply(hidden, self.linear_1.bias))
         return self.linear_2(F.relu(self.linear_1(x)))
 
-    def forward_whole(self, x: Tensor, residual: bool) -> Tensor:
-        """Do as `forward`, as one kernel."""
+    def forward_fused(
+        self, function: type[torch.autograd.Function], x: Tensor, residual: bool
+    ) -> Tensor:
+        """Do as `forward`, by this function."""
         weights = (self.linear_1.weight, self.linear_2.weight)
         casts = tuple(self.side.cached_cast(weight, gemm_dtype(x)) for weight in weights)
         parts = (self.layer_norm, self.linear_1, self.linear_2)
         parameters = [p for part in parts for p in (part.weight, part.bias)]
         eps = self.layer_norm.eps
-        return TransitionFunction.apply(x, residual, eps, casts, self.side, *parameters)
+        return function.apply(x, residual, eps, casts, self.side, *parameters)
 
 
 class MSATransition(Transition):

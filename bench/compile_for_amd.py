@@ -63,7 +63,7 @@ with needed():
 PROG = Path(__file__).name
 DOCUMENT = ROOT / "docs/ROCM.md"
 REGISTERS = ROOT / "results/amd/registers.csv"
-WRITTEN = ["--dtype", "float32", "bfloat16", "--size", "default"]  # what this file has
+WRITTEN = ["--dtype", "float32", "bfloat16", "--size", "default", "wide"]  # what this file has
 SCRIPTS = sorted(path.name for path in ROOT.glob("tiny_*_v[34].py"))
 # for Triton, and the KiB of LDS (NVIDIA: shared memory) of a compute unit, which a workgroup can
 # have

@@ -29,9 +29,10 @@ NOT_IN_A_STEP = {  # of V4 inference, and its own GEMMs or, where they win, V3's
         for gemm in ("", "gemm_")
     ],
     # 16 bits: a row of 128 fits into V4's transition; float32 on a GPU: the library projects;
-    # 129 residues: the library multiplies triangles
+    # 129 residues: the library multiplies triangles; 16 bits: rows of 256 for a wide transition
     "tiny_openfold_v4": [
-        some | product
+        some | product | wide
+        for wide in (set(), {"hidden_backward_kernel"})
         for product in (set(), {"triangle_product_kernel", "triangle_product_backward_kernel"})
         for some in (
             set(),
@@ -199,6 +200,29 @@ def test_a_layer_in_one_launch_stays_within_its_tensors(
     assert expected.isfinite().all()
     assert torch.equal(v4.transformer_block(*layer), expected)
     assert launched == {"transformer_block_kernel"}
+
+
+@pytest.mark.gpu
+def test_a_wide_transition_stays_within_its_tensors(monkeypatch: pytest.MonkeyPatch):
+    """Rows of 256 in 16 bits, which no step above has: two blocks of rows and a part of one."""
+    module, launched = load("tiny_openfold_v4"), set()
+    args = module.parse_args(["--msa-dim", "256", "--num-heads-msa", "8", "--num-blocks", "1"])
+    block = module.build_model(args, DEVICE).blocks[0]
+
+    def gradients() -> list[Tensor]:
+        torch.manual_seed(0)
+        x = torch.randn(3, 43, 256, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+        parameters = [*block.msa_transition.parameters()]
+        with torch.autocast(DEVICE.type, torch.bfloat16):
+            out = block.msa_transition(x, residual=True)
+        return [out, *torch.autograd.grad(out, [x, *parameters], torch.randn_like(out))]
+
+    expected = gradients()
+    monkeypatch.setattr(module, "wrap_triton", guarded(module.wrap_triton, launched))
+    for found, value in zip(gradients(), expected, strict=True):
+        assert found.isfinite().all()
+        assert torch.equal(found, value)
+    assert "hidden_backward_kernel" in launched
 
 
 def copy_shifted(script: str, read: int, write: int) -> Tensor:

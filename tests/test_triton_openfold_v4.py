@@ -68,29 +68,50 @@ def transition_inputs(rows: int, dim: int) -> list[Tensor]:
     return [random(rows, dim, scale=3.0, shift=2.0), *norm, *first, *second]
 
 
+TRANSITIONS = {"whole": v4.TransitionFunction, "wide": v4.WideTransitionFunction}
+both_transitions = pytest.mark.parametrize("function", TRANSITIONS.values(), ids=TRANSITIONS)
+
+
 @both_types
+@both_transitions
 @pytest.mark.parametrize("residual", [False, True], ids=["update", "residual"])
 @pytest.mark.parametrize(("rows", "dim"), [(1, 16), (130, 32)])
-def test_whole_transition(rows: int, dim: int, residual: bool, dtype: torch.dtype):
+def test_transition(function: type, rows: int, dim: int, residual: bool, dtype: torch.dtype):
     """In bfloat16 x and the parameters stay float32, as under autocast."""
 
-    def whole(x: Tensor, *parameters: Tensor) -> Tensor:
+    def fused(x: Tensor, *parameters: Tensor) -> Tensor:
         casts = tuple(parameters[i].detach().to(dtype) for i in (2, 4))
         settings = (residual, 1e-5, casts, v4.SideStreams())
-        return v4.TransitionFunction.apply(x, *settings, *parameters)
+        return function.apply(x, *settings, *parameters)
 
     def reference(x: Tensor, *parameters: Tensor) -> Tensor:
         return transition(residual, x, *parameters)
 
-    check_close(whole, reference, *transition_inputs(rows, dim), limit=LIMITS[dtype])
+    check_close(fused, reference, *transition_inputs(rows, dim), limit=LIMITS[dtype])
 
 
-def test_whole_transition_keeps_what_is_not_a_number():
+@both_transitions
+def test_transition_keeps_what_is_not_a_number(function: type):
+    """Also where it comes up in the hidden layer: a ReLU may not turn it into 0."""
     x, *parameters = transition_inputs(3, 16)
     casts, x = (parameters[2], parameters[4]), x.detach()
     x[1, 5] = torch.nan
-    out = v4.TransitionFunction.apply(x, True, 1e-5, casts, v4.SideStreams(), *parameters)
+    settings = (1e-5, casts, v4.SideStreams())
+    out = function.apply(x, True, *settings, *parameters)
     assert out.isnan().any(1).tolist() == [False, True, False]
+    casts[0].detach()[7] = torch.nan
+    assert function.apply(x, False, *settings, *parameters).isnan().all()
+
+
+@pytest.mark.parametrize("interpreted", [False, True], ids=["compiled", "interpreted"])
+def test_transition_for_a_width(interpreted: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(v4, "INTERPRETED", interpreted)
+    narrow, wide = v4.TransitionFunction, v4.WideTransitionFunction
+    widths = (48, 64, 128, 256, 512)
+    found = [v4.fused_transition(width, torch.bfloat16) for width in widths]
+    assert found == [None, narrow, narrow, wide, None]
+    found = [v4.fused_transition(width, torch.float32) for width in widths]
+    assert found == [None, narrow, wide if interpreted else None, None, None]
 
 
 # The product of short triangles
