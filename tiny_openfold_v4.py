@@ -6,7 +6,8 @@ fused-optimizer    AdamW as one kernel, which also writes the weights that the n
 packed-weights     projections of the same input are one weight: nothing is joined
 product-fusion     a short product of triangles, and both its gradients, as one kernel each
 transition-fusion  a transition as one kernel; its hidden layer never reaches memory, and the
-                   backward pass makes it again
+                   backward pass makes it again. That of wide rows does, and no pass reads it for
+                   bias and ReLU alone
 projection-fusion  the norm before a projection and the residual after one in their kernels, and so
                    are their gradients: no kernel adds up gradients of the residual stream
 embedding-fusion   the input embedding reads rows of a table, without one-hot vectors in memory
