@@ -3110,8 +3110,8 @@ def hidden_backward_kernel(
 def hidden_backward(grad_out: Tensor, weight: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the gradient of a hidden layer before its ReLU, and parts of that of its bias.
 
-    They are [..., HIDDEN] and [programs, HIDDEN]. grad_out is [..., C], weight [C, HIDDEN], hidden
-    [..., HIDDEN].
+    They are [..., WIDTH] and [programs, WIDTH]. grad_out is [..., C], weight [C, WIDTH], hidden
+    [..., WIDTH].
     """
     check_not_empty("hidden_backward", grad_out)
     options, (dim, width) = blocks("hidden_backward", weight.dtype), weight.shape
@@ -4807,7 +4807,7 @@ class MSAColumnAttention(GatedAttention):
 def fused_transition(dim: int, dtype: torch.dtype) -> type[torch.autograd.Function] | None:
     """Return what computes a transition of rows of this width in kernels of its own, if any does.
 
-    The narrow ones fit into the registers whole. For the wide ones in float32 the library wins.
+    The narrow ones fit into the registers whole. In float32 V3's kernels serve the wide ones.
     """
     if not rows_fit(dtype, dim):
         return None
