@@ -4135,8 +4135,8 @@ def verify_accuracy(args: argparse.Namespace) -> int:
             label = f" (the worst of {len(gradients)})" if name == worst else ""
             print(f"{name}{label}: relative error {error:.2e}, limit {limit:.2e}")
     if coarse := [name for name in gradients if judged[name][1] > 0.25]:
-        hidden = f"{len(coarse)} gradients ({coarse[0]})"
-        print(f"Note: rounding alone hides errors of a quarter in {hidden}")
+        some, first = f"{len(coarse)} of {len(gradients)} gradients", coarse[0].split()[-1]
+        print(f"Note: rounding could hide an error of a quarter in {some} ({first})")
     print(f"Accuracy check: {'FAIL' if wrong else 'PASS'}")
     return 1 if wrong else 0
 
