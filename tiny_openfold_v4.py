@@ -367,7 +367,7 @@ BLOCKS: dict[str, str] = {
     "transition_backward_weights float32": "BLOCK_M=32,BLOCK_N=32,PROGRAMS=528,num_warps=8",
     "transition_backward_weights hip": "BLOCK_M=32,BLOCK_N=32,PROGRAMS=528,num_warps=4",
     "transition_backward_weights hip float32": "BLOCK_M=32,BLOCK_N=16,PROGRAMS=528,num_warps=8",
-    "hidden_backward": "BLOCK_M=64,BLOCK_N=128,BLOCK_K=64,num_warps=4,num_stages=2",
+    "transition_backward_hidden": "BLOCK_M=64,BLOCK_N=128,BLOCK_K=64,num_warps=4,num_stages=2",
     "norm_project": "BLOCK_M=64,BLOCK_N=128,num_warps=4,num_stages=2",
     "norm_project hip": "BLOCK_M=64,BLOCK_N=32,num_warps=4,num_stages=1",
     "norm_project_backward": "BLOCK_M=64,BLOCK_K=128,num_warps=4,num_stages=2",
@@ -3078,63 +3078,58 @@ class TransitionFunction(torch.autograd.Function):
 
 
 @triton.jit
-def hidden_backward_kernel(
-    GRAD_OUT, WEIGHT, HIDDEN, GRAD, SUMS, M, C: tl.constexpr, WIDTH: tl.constexpr,
+def transition_backward_hidden_kernel(
+    GRAD_OUT, WEIGHT_2, RELU, GRAD_H, SUMS, M, C: tl.constexpr, HIDDEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute dh = dout W where HIDDEN = relu(h) > 0, else 0.
+    """Compute dh = dout W2 where RELU = relu(h) > 0, else 0.
 
-    GRAD_OUT is [M, C], WEIGHT [C, WIDTH], HIDDEN and GRAD [M, WIDTH]. A program owns a tile
-    [BLOCK_M, BLOCK_N] of GRAD, and of SUMS [blocks of rows, WIDTH] the sums of its columns.
+    GRAD_OUT is [M, C], WEIGHT_2 [C, HIDDEN], RELU and GRAD_H [M, HIDDEN]. A program owns a tile
+    [BLOCK_M, BLOCK_N] of GRAD_H, and of SUMS [blocks of rows, HIDDEN] the sums of its columns.
     """
-    tiles: tl.constexpr = WIDTH // BLOCK_N
+    tiles: tl.constexpr = HIDDEN // BLOCK_N
     block = tl.program_id(0) // tiles  # neighbours share the rows of GRAD_OUT
     position = index(block * BLOCK_M + tl.arange(0, BLOCK_M), WIDE)
-    column = tl.program_id(0) % tiles * BLOCK_N + tl.arange(0, BLOCK_N)
+    hidden = tl.program_id(0) % tiles * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = (position < M)[:, None]
-    grad = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    grad_h = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for first in tl.range(0, C, BLOCK_K):
         channel = first + tl.arange(0, BLOCK_K)
         at = GRAD_OUT + position[:, None] * C + channel[None, :]
         grad_out = tl.load(at, mask=inside, other=0.0)
-        weight = tl.load(WEIGHT + channel[:, None] * WIDTH + column[None, :])
-        grad = tl.dot(grad_out, weight, grad, input_precision=PRECISION)  # dh += dout W
-    at = position[:, None] * WIDTH + column[None, :]
-    grad = tl.where(tl.load(HIDDEN + at, mask=inside, other=0.0) > 0, grad, 0.0)
-    tl.store(GRAD + at, grad.to(GRAD.dtype.element_ty), mask=inside)
-    tl.store(SUMS + block * WIDTH + column, tl.sum(grad, 0))
+        weight = tl.load(WEIGHT_2 + channel[:, None] * HIDDEN + hidden[None, :])
+        grad_h = tl.dot(grad_out, weight, grad_h, input_precision=PRECISION)  # dh += dout W2
+    at = position[:, None] * HIDDEN + hidden[None, :]
+    grad_h = tl.where(tl.load(RELU + at, mask=inside, other=0.0) > 0, grad_h, 0.0)
+    tl.store(GRAD_H + at, grad_h.to(GRAD_H.dtype.element_ty), mask=inside)
+    tl.store(SUMS + block * HIDDEN + hidden, tl.sum(grad_h, 0))
 
 
 @operator
-def hidden_backward(grad_out: Tensor, weight: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the gradient of a hidden layer before its ReLU, and parts of that of its bias.
+def transition_backward_hidden(
+    grad_out: Tensor, weight_2: Tensor, relu: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Compute the gradient of the hidden layer before its ReLU, and parts of that of bias_1.
 
-    They are [..., WIDTH] and [programs, WIDTH]. grad_out is [..., C], weight [C, WIDTH], hidden
-    [..., WIDTH].
+    They are [..., HIDDEN] and [programs, HIDDEN]; `relu` is the layer behind its ReLU.
     """
-    check_not_empty("hidden_backward", grad_out)
-    options, (dim, width) = blocks("hidden_backward", weight.dtype), weight.shape
-    options["BLOCK_N"] = min(options["BLOCK_N"], width)
-    options["BLOCK_K"] = min(options["BLOCK_K"], dim)
-    rows = grad_out.numel() // dim
+    options = transition_options("transition_backward_hidden", relu, weight_2.t())
+    options["BLOCK_K"] = min(options["BLOCK_K"], options["C"])
+    rows, width = grad_out.numel() // options["C"], options["HIDDEN"]
     tiles = triton.cdiv(rows, options["BLOCK_M"])
-    grad = torch.empty_like(hidden)
-    sums = hidden.new_empty(tiles, width, dtype=torch.float32)
-    wrap_triton(hidden_backward_kernel)[(tiles * (width // options["BLOCK_N"]),)](
+    grad_h = torch.empty_like(relu)
+    sums = relu.new_empty(tiles, width, dtype=torch.float32)
+    wrap_triton(transition_backward_hidden_kernel)[(tiles * (width // options["BLOCK_N"]),)](
         GRAD_OUT=grad_out,
-        WEIGHT=weight,
-        HIDDEN=hidden,
-        GRAD=grad,
+        WEIGHT_2=weight_2,
+        RELU=relu,
+        GRAD_H=grad_h,
         SUMS=sums,
         M=rows,
-        C=dim,
-        WIDTH=width,
-        WIDE=hidden.numel() >= 2**31,
-        PRECISION=dot_precision(weight.dtype),
         **options,
     )
-    return grad, sums
+    return grad_h, sums
 
 
 class WideTransitionFunction(torch.autograd.Function):
@@ -3155,35 +3150,35 @@ class WideTransitionFunction(torch.autograd.Function):
         y, _ = layer_norm_forward(x, norm_weight, norm_bias, eps, casts[0].dtype)
         bias_1, bias_2 = (side.cached_cast(bias, y.dtype) for bias in (bias_1, bias_2))
         # The library's product adds the bias, and ends with the ReLU.
-        hidden = torch._addmm_activation(bias_1, y.flatten(0, -2), casts[0].t())
-        hidden = hidden.view(*y.shape[:-1], -1)
-        ctx.save_for_backward(x, hidden, *casts)
+        relu = torch._addmm_activation(bias_1, y.flatten(0, -2), casts[0].t())
+        relu = relu.view(*y.shape[:-1], -1)
+        ctx.save_for_backward(x, relu, *casts)
         ctx.eps, ctx.residual, ctx.side, ctx.parameters = eps, residual, side, parameters
-        update = F.linear(hidden, casts[1], bias_2)
+        update = F.linear(relu, casts[1], bias_2)
         return x + update if residual else update
 
     @staticmethod
     def backward(ctx, grad_out: Tensor):
-        x, hidden, *casts = ctx.saved_tensors
-        norm, eps, dtype = (x, *ctx.parameters[:2]), ctx.eps, hidden.dtype
-        residual = grad_out.contiguous() if ctx.residual else None
-        grad = grad_out.contiguous().to(dtype)
-        grad_hidden, sums_1 = hidden_backward(grad, casts[1], hidden)
-        inputs = grad_hidden @ casts[0], None, residual, *norm, None, None
+        grad_out, (x, relu, *casts) = grad_out.contiguous(), ctx.saved_tensors
+        parameters, eps, dtype = ctx.parameters, ctx.eps, relu.dtype
+        norm = (x, *parameters[:2])
+        residual, grad = grad_out if ctx.residual else None, grad_out.to(dtype)
+        grad_h, sums_1 = transition_backward_hidden(grad, casts[1], relu)
+        inputs = grad_h @ casts[0], None, residual, *norm, None, None
         grad_x, sums = norm_project_backward(*inputs, eps, 1, False, dtype)
 
-        def compute(of_norm: Tensor, of_linear_1: Tensor, of_linear_2: Tensor) -> None:
-            linear_gradients_to(grad.flatten(0, -2), hidden, of_linear_2, True)
+        def compute(
+            of_norm: Tensor, of_weight_1: Tensor, of_bias_1: Tensor, of_linear_2: Tensor
+        ) -> None:
+            linear_gradients_to(grad.flatten(0, -2), relu, of_linear_2, True)
             y, _ = layer_norm_forward(*norm, eps, dtype)
-            of_weight, of_bias = of_linear_1.split([casts[0].numel(), len(casts[0])])
-            rows = grad_hidden.flatten(0, -2), y.flatten(0, -2)
-            multiply_to(*rows, of_weight.view_as(casts[0]), True)
-            add_up_two(sums_1, of_bias, sums, of_norm)
+            linear_gradients_to(grad_h.flatten(0, -2), y, of_weight_1, True)
+            add_up_two(sums_1, of_bias_1, sums, of_norm)
 
         grads = 6 * [None]
-        if any(parameter.requires_grad for parameter in ctx.parameters):
-            groups = (ctx.parameters[:2], ctx.parameters[2:4], ctx.parameters[4:])
-            read = grad, hidden, grad_hidden, x, sums, sums_1
+        if any(parameter.requires_grad for parameter in parameters):
+            groups = (parameters[:2], parameters[2:3], parameters[3:4], parameters[4:])
+            read = grad, relu, grad_h, x, sums, sums_1
             grads = gradients_into_buffer(ctx.side, groups, compute, *read)
         return grad_x, None, None, None, None, *grads
 

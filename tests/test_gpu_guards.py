@@ -32,7 +32,7 @@ NOT_IN_A_STEP = {  # of V4 inference, and its own GEMMs or, where they win, V3's
     # 129 residues: the library multiplies triangles; 16 bits: rows of 256 for a wide transition
     "tiny_openfold_v4": [
         some | product | wide
-        for wide in (set(), {"hidden_backward_kernel"})
+        for wide in (set(), {"transition_backward_hidden_kernel"})
         for product in (set(), {"triangle_product_kernel", "triangle_product_backward_kernel"})
         for some in (
             set(),
@@ -222,7 +222,7 @@ def test_a_wide_transition_stays_within_its_tensors(monkeypatch: pytest.MonkeyPa
     for found, value in zip(gradients(), expected, strict=True):
         assert found.isfinite().all()
         assert torch.equal(found, value)
-    assert "hidden_backward_kernel" in launched
+    assert "transition_backward_hidden_kernel" in launched
 
 
 def copy_shifted(script: str, read: int, write: int) -> Tensor:
