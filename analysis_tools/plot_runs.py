@@ -10,7 +10,8 @@ result file, the directory of a run (its --profile-dir), or a quoted pattern, of
 directories and .json files are taken. --x takes any number among the settings of a run, such as
 batch_size, num_layers or processes. Runs that went out of memory are marked. Where --compare-fusion
 ran both sides in turns (DIR/baseline and DIR), a speed-up is the median of the turns, with their
-range. That of runs one after the other has no range, so no line joins it to the next. The numbers
+range. That of runs one after the other has no range, so no line joins it to the next. Without
+NAME=, paths are studies of fusion_ablation_study.py, and each set of fusions is a line. The numbers
 are printed as a Markdown table and, with --output, written as CSV beside the picture.
 
 Examples:
@@ -19,6 +20,7 @@ Examples:
   python analysis_tools/plot_runs.py speedup off=results/off_64 results/off_128 \\
       on='results/on_*' --output speed.png
   python analysis_tools/plot_runs.py memory v2='sweep/*' --x batch_size
+  python analysis_tools/plot_runs.py speedup length_*.json --output fusions.png
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from workshop.cli import Parser, ToolError, documented_parser, print_notes, program
+from workshop.files import read_json
 from workshop.results import (
     Run,
     check_family,
@@ -46,6 +49,7 @@ from workshop.results import (
     unsteady,
 )
 from workshop.show import Column, cell, drawing, render, save_figure, write_csv
+from workshop.study import by_side, read_study
 from workshop.turns import ratios
 
 PROG = Path(__file__).name
@@ -60,7 +64,8 @@ def build_parser() -> Parser:
     parser = documented_parser(PROG, __doc__)
     add = parser.add_argument
     add("what", choices=tuple(MEASURED))
-    add("runs", nargs="+", metavar="NAME=PATH", help="a line and its runs; more PATHs may follow")
+    lines = "a line and its runs, more PATHs may follow; or PATHs of studies alone"
+    add("runs", nargs="+", metavar="NAME=PATH", help=lines)
     setting = "what runs differ in (default: seq_len)"
     add("--x", default="seq_len", metavar="SETTING", help=setting)
     parser.add_path("--output", "FILE.png", "also draw a picture (or .svg, .pdf)")
@@ -112,8 +117,50 @@ def load_series(arguments: Sequence[str], x: str) -> tuple[Series, list[Run]]:
     return series, nowhere
 
 
+def is_study(argument: str) -> bool:
+    """Whether this is the file of a study, without a name."""
+    path = Path(argument)
+    return path.is_file() and path.suffix == ".json" and "rows" in read_json(path)
+
+
+def series_of_studies(paths: Sequence[Path], x: str) -> Series:
+    """The sets of fusions in studies as runs, each with its speed-ups over `none` of its group."""
+    series: Series = {}
+    for path in paths:
+        study = read_study(path, ("script", "precision", "seed", "group", x))
+        groups = by_side(study["rows"], x, "precision", "seed", "group")
+        for (place, word, *_), sides in groups.items():
+            if "none" not in sides:
+                raise ToolError(f"{path}: no ablation, a group of its rows has no `none`")
+            for name, row in sides.items():
+                other = series.setdefault(name, {}).get(place)
+                if other and (other.path, precision(other.result)) != (path, word):
+                    both = f"{other.path}, {precision(other.result)}, and {path}, {word}"
+                    raise ToolError(f"{name} has two runs with {x} {place}: {both}")
+                turns = other.result["timing"]["over_none"] if other else []
+                timing = {"over_none": turns}
+                if "status" not in row | sides["none"]:
+                    turns += ratios(sides["none"], row)
+                    timing["samples_per_sec"] = 1e3 * row["batch_size"] / row["batch_ms"]
+                result = {
+                    "script": row["script"],
+                    "status": row.get("status", "ok"),
+                    "error": row.get("error"),
+                    "environment": study["environment"],
+                    "config": {x: place},
+                    # the study's word for the precision stands where a run has its type
+                    "training": {"use_amp": True, "amp_dtype": word},
+                    "timing": timing,
+                    "memory": {"peak_mb": row["peak_mb"]},
+                }
+                series[name][place] = Run(name, path, result)
+    return series
+
+
 def in_turns(base: Run | None, run: Run) -> list[float]:
-    """Speed-ups of the turns of --compare-fusion, if the runs are its two sides."""
+    """Speed-ups of the turns of --compare-fusion, if the runs are its two sides, or of a study."""
+    if turns := run.result["timing"].get("over_none"):
+        return turns
     places = run.path / "baseline", run.path.parent / "baseline" / run.path.name
     if base is None or base.path not in places:
         return []
@@ -168,7 +215,8 @@ def table(what: str, x: str, series: Series, rows: Sequence[dict]) -> str:
 
         return Column(f"{name} / {first}", ratio)
 
-    return render([Column(title(x), str), *map(value, series), *map(over_first, others)], [*at])
+    shown = [first] if what == "speedup" else series  # the others follow from their ratios
+    return render([Column(title(x), str), *map(value, shown), *map(over_first, others)], [*at])
 
 
 def measured_on(series: Series) -> str:
@@ -219,7 +267,10 @@ def plot(args: argparse.Namespace) -> int:
     """Print the table, write CSV and picture; returns the exit status."""
     if args.output and args.output.suffix not in PICTURES:
         raise ToolError(f"--output {args.output}: must end in {', '.join(PICTURES)}")
-    series, nowhere = load_series(args.runs, args.x)
+    if any(map(is_study, args.runs)):
+        series, nowhere = series_of_studies([Path(path) for path in args.runs], args.x), []
+    else:
+        series, nowhere = load_series(args.runs, args.x)
     runs = [run for by_place in series.values() for run in by_place.values()]
     if not runs:
         raise ToolError("none of these runs got as far as its first step")

@@ -582,6 +582,54 @@ def test_speedups_are_joined_only_where_turns_give_their_range(make, tmp_path, m
     assert axes.get_title().endswith(", float32")
 
 
+def test_studies_of_fusions_are_plotted_over_the_length(tmp_path):
+    """Each speed-up is over none of its own group; out of memory is a hole, not an error."""
+    pytest.importorskip("matplotlib")
+
+    def study(length: int, groups: list[dict[str, dict]]) -> Path:
+        common = {"script": "tiny_openfold_v2", "precision": "fp32", "seed": 42, "argv": []}
+        common |= {"batch_size": 2, "seq_len": length, "batch_ms": 1.0, "peak_mb": 100.0}
+        rows = [
+            {**common, "group": number, "side": name, "on": [], **row}
+            for number, group in enumerate(groups)
+            for name, row in group.items()
+        ]
+        path = tmp_path / f"length_{length}.json"
+        path.write_text(json.dumps({"environment": {"device_name": "GPU"}, "rows": rows}))
+        return path
+
+    paths = [
+        study(
+            64,
+            [
+                {"none": {"turns_ms": [4.0, 4.0]}, "only a": {"turns_ms": [2.0, 1.0]}},
+                {"none": {"turns_ms": [9.0, 9.0]}, "only b": {"turns_ms": [3.0, 3.0]}},
+            ],
+        ),
+        study(
+            128,
+            [
+                {
+                    "none": {"turns_ms": [8.0, 8.0]},
+                    "only a": {"status": "oom", "error": "no memory"},
+                    "only b": {"turns_ms": [2.0, 2.0]},
+                }
+            ],
+        ),
+    ]
+    status, out, err = call(plot_runs, "speedup", *paths, "--output", tmp_path / "m.svg")
+    assert (status, err) == (0, "")
+    assert [(row["only a / none"], row["only b / none"]) for row in table_of(out)] == [
+        ("3.00 (2.00 to 4.00)", "3.00 (3.00 to 3.00)"),
+        ("-", "4.00 (4.00 to 4.00)"),
+    ]
+    assert "GPU, fp32" in (tmp_path / "m.svg").read_text()
+    other = json.loads(paths[0].read_text())
+    other["rows"] = [row | {"side": "x"} for row in other["rows"]]
+    paths[1].write_text(json.dumps(other))
+    assert_refused(call(plot_runs, "speedup", paths[1]), "no ablation")
+
+
 def test_the_picture_shows_what_the_table_says(make, tmp_path, monkeypatch):
     pyplot = pytest.importorskip("matplotlib.pyplot")
     drawn = []
