@@ -728,10 +728,11 @@ def test_reduction_of_real_profiles(runs, tmp_path):
     assert after < before
     assert f"Operator calls, as the script counts, per step: {before} -> {after}" in out
     assert f"Kernel reduction: {100 * (1 - after / before):.1f} % (of operator calls)" in out
-    categories = {row["category"]: row for row in table_of(out)}
-    for name, share in profiles[1]["categories"].items():
-        assert categories[name]["fused launches"] == f"{share['kernels_per_step']:.10g}"
-        assert categories[name]["fused ms"] == f"{share['ms_per_step']:.3f}"
+    rows = {row["category"]: row for row in table_of(out)}  # and of the phases below
+    for name, share in (profiles[1]["categories"] | profiles[1]["phases"]).items():
+        assert rows[name]["fused launches"] == f"{share['kernels_per_step']:.10g}"
+        assert float(rows[name]["fused ms"]) == pytest.approx(share["ms_per_step"], abs=1e-3)
+        assert float(rows[name]["fused share, %"]) == pytest.approx(share["percent"], abs=0.06)
     rows = {row["name"]: row for row in read_rows(tmp_path / "out" / "kernel_reduction.csv")}
     assert rows["aten::_softmax"]["found_in"] == "baseline"
     assert rows["aten::split_with_sizes"]["found_in"] == "fused"

@@ -149,6 +149,8 @@ class Ceilings:
 class Share:
     """A category or phase of a profile."""
 
+    kernels_per_step: float
+    copies_per_step: float
     ms_per_step: float
     percent: float
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from workshop import records
@@ -169,15 +170,42 @@ def launches_and_ms(labels: dict[int, str]) -> tuple[list[Column], list[Column]]
 BOTH = {side: f"{name} " for side, name in enumerate(SIDES)}
 
 
-def category_table(kernels: Sequence[Kernel]) -> str:
-    """What kernels of each category do on both sides."""
-    members = {name: [k for k in kernels if k.category == name] for name in CATEGORIES}
-    rows = [total(name, several) for name, several in members.items() if several]
+def share_table(what: str, rows: Sequence[Kernel], everything: Kernel) -> str:
+    """What each part of a step does on both sides, and its share of the time there."""
     launches, ms = launches_and_ms(BOTH)
-    columns = [Column("category", "name"), *launches]
+    columns = [Column(what, "name"), *launches]
     columns += [Column("change", lambda k: change(*k.launches)), *ms]
     columns += [Column("change of time", lambda k: change(*k.ms))]
-    return render(columns, [*rows, total("all", kernels)])
+
+    def share(kernel: Kernel, side: int) -> float | None:
+        return 100 * kernel.ms[side] / everything.ms[side] if everything.ms[side] else None
+
+    for i, side in enumerate(SIDES):
+        columns.append(Column(f"{side} share, %", partial(share, side=i), ".1f"))
+    return render(columns, rows)
+
+
+def categories(kernels: Sequence[Kernel]) -> list[Kernel]:
+    """The sum of each category, then of all."""
+    members = {name: [k for k in kernels if k.category == name] for name in CATEGORIES}
+    found = [total(name, several) for name, several in members.items() if several]
+    return [*found, total("all", kernels)]
+
+
+def phases(sides: Sequence[Profile]) -> list[Kernel]:
+    """The phases of a step, where both profiles have them: rocprofv3's have none, a graph has
+    others."""
+    both = [(side.settings or {}).get("phases", {}) for side in sides]
+    if both[0].keys() != both[1].keys():
+        return []
+
+    def of(name: str) -> Kernel:
+        parts = [phase[name] for phase in both]
+        launches = [part["kernels_per_step"] + part["copies_per_step"] for part in parts]
+        ms = [part["ms_per_step"] for part in parts]
+        return Kernel(name, name, False, tuple(launches), tuple(ms))
+
+    return [of(name) for name in both[0]]
 
 
 def section(
@@ -237,8 +265,10 @@ def report(
         f"- {clock}{per}: {before_ms:.3f} ms -> {after_ms:.3f} ms ({change(before_ms, after_ms)})",
         f"- Distinct names: {names[0]} -> {names[1]}",
         *(["", "## By category", ""] if top else [""]),
-        category_table(kernels),
+        share_table("category", categories(kernels), everything),
     ]
+    if parts := phases(sides):
+        lines += ["", share_table("phase", parts, everything)]
     if any(kernel.is_copy for kernel in kernels):
         lines += ["", "Launches here contain copies and memsets, the numbers above do not."]
     both = [k for k in kernels if k.found == "both"]
