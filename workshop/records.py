@@ -340,6 +340,9 @@ class Row:
     # of exercises
     what: str = None
     more: dict[str, str] = None  # columns of this exercise alone
+    # of bench/random_sizes.py
+    outcomes: dict[str, int] = None  # cases by how they ended
+    difference: float = None  # of losses from V1's, at most
     # other
     final_loss: float | None = None
     loss_steps: int = None

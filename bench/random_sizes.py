@@ -1,0 +1,371 @@
+#!/usr/bin/env python3
+"""Try sizes that nobody tuned for: widths, lengths, precisions and flags at random, from a seed.
+
+Three kinds of cases: "accuracy" is --verify-accuracy of V2 to V4; a "curve" is 20 steps of V3 or
+V4, eager or as a graph, beside those of V1; a "refusal" is a command that cannot work, and must be
+answered by one line and exit status 2 or 4. A case passes, is refused by one line, or fails: with a
+traceback, a wrong result, or no end within --limit seconds.
+
+Several processes share the GPU, and take cases one after the other. Cases of the same widths and
+precision share compiled kernels, so one process has them; the cheapest come first. After --seconds
+what is left is not run, and counted. Exit status 1 if a case failed.
+
+Examples:
+  python bench/random_sizes.py --output results/h100/random_sizes.json
+  python bench/random_sizes.py --output other.json --seed 1 --cases 3000 --seconds 1500
+"""
+
+from __future__ import annotations
+
+import _root
+
+import argparse
+import contextlib
+import io
+import itertools
+import multiprocessing
+import os
+import random
+import re
+import shlex
+import sys
+import time
+import traceback
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Lock, Thread
+
+import torch
+
+from bench.versions import ALL_VERSIONS, PRECISIONS, script_of
+from workshop.cli import Parser, documented_parser, program
+from workshop.files import ROOT
+from workshop.script import load_script
+from workshop.show import Column, render
+from workshop.study import measure_study
+from workshop.turns import free_memory, short_run
+
+PROG = Path(__file__).name
+KINDS = ("accuracy", "curve", "refusal")
+VERDICTS = ("passed", "refused", "failed")
+# By model: the widest last. Heads have 4 to 128 channels.
+WIDTHS = {
+    "tiny_openfold": """\
+--msa-dim 16 --num-heads-msa 2 --pair-dim 16 --num-heads-pair 4
+--msa-dim 16 --num-heads-msa 2 --pair-dim 64 --num-heads-pair 8
+--msa-dim 64 --num-heads-msa 4 --pair-dim 128 --num-heads-pair 4
+--msa-dim 96 --num-heads-msa 4 --pair-dim 96 --num-heads-pair 3
+--msa-dim 128 --num-heads-msa 1 --pair-dim 128 --num-heads-pair 1
+--msa-dim 256 --num-heads-msa 8 --pair-dim 128 --num-heads-pair 4
+--msa-dim 24 --num-heads-msa 2 --pair-dim 192 --num-heads-pair 6
+--msa-dim 64 --num-heads-msa 2 --pair-dim 256 --num-heads-pair 16
+--msa-dim 512 --num-heads-msa 8 --pair-dim 32 --num-heads-pair 2
+--msa-dim 1024 --num-heads-msa 16 --pair-dim 64 --num-heads-pair 4
+--msa-dim 64 --num-heads-msa 4 --pair-dim 384 --num-heads-pair 4
+--msa-dim 256 --num-heads-msa 8 --pair-dim 512 --num-heads-pair 8""".splitlines(),
+    "tiny_llama": """\
+--hidden-dim 64 --num-heads 4 --vocab-size 100
+--hidden-dim 96 --num-heads 6 --num-kv-heads 1 --vocab-size 257
+--hidden-dim 192 --num-heads 3 --num-kv-heads 3 --vocab-size 1001 --intermediate-dim 500
+--hidden-dim 256 --num-heads 2 --num-kv-heads 1 --vocab-size 513
+--hidden-dim 512 --num-heads 8 --vocab-size 1000
+--hidden-dim 480 --num-heads 5 --num-kv-heads 1 --vocab-size 1003 --intermediate-dim 1001
+--hidden-dim 512 --num-heads 2 --vocab-size 4099
+--hidden-dim 768 --num-heads 12 --num-kv-heads 4 --vocab-size 8191""".splitlines(),
+}
+LENGTHS = (4, 5, 16, 33, 37, 64, 65, 100)
+SEQUENCES = (1, 2, 3, 8, 16, 33)
+STEPS = 20
+PROTEIN = f"--msa {ROOT}/examples/bpti.a3m --structure {ROOT}/examples/bpti.cif"
+# The largest relative difference of a curve from V1's.
+LIMITS = {"fp32": 1e-3, "TF32": 3e-3, "bf16": 1e-2, "fp16": 1e-2}
+PRECISIONS = PRECISIONS | {"fp16": ["--use-amp", "--amp-dtype", "float16"]}
+REFUSED = {  # what no version can do
+    "tiny_openfold": ["--msa-dim 30 --num-heads-msa 4", "--seq-len 1", "--msa nothing.a3m"],
+    "tiny_llama": ["--hidden-dim 36 --num-heads 4", "--num-heads 8 --num-kv-heads 3"],
+    "": ["--batch-size -1", "--amp-dtype float16", "--learning-rate 0", "--no-such-flag"],
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A command line of a version, and what is asked of it."""
+
+    kind: str
+    model: str
+    version: str
+    precision: str
+    sizes: list[str]  # with the precision, as V1 takes them
+    flags: list[str]
+
+    @property
+    def argv(self) -> list[str]:
+        return [*self.sizes, *self.flags]
+
+    def command(self) -> str:
+        return shlex.join(["python", f"{script_of(self.model, self.version)}.py", *self.argv])
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a case ended: passed, refused or failed, and the line that says so."""
+
+    verdict: str
+    line: str = ""
+    difference: float = 0.0  # of a curve
+
+
+# Cases
+
+
+def flags_of(chance: random.Random, model: str, version: str) -> list[str]:
+    """Fusions of a version: as they are by default, or some on or off."""
+    names = [flag for flag, _, _ in load_script(f"{script_of(model, version)}.py").FUSIONS]
+    some = chance.sample(names, chance.randint(1, 2))
+    off, on = [[f"--{way}-{flag}" for flag in some] for way in ("disable", "enable")]
+    none = ["--disable-all-fusion"]
+    return chance.choices([[], off, none + on, none], weights=(5, 2, 2, 1))[0]
+
+
+def sizes_of(chance: random.Random, model: str, widths: str, gpu: bool) -> str:
+    """Widths with a length, a batch and a depth; on a CPU all are tiny."""
+    length = chance.choice(LENGTHS if gpu else LENGTHS[:2])
+    if model == "tiny_llama":
+        layers, batch = chance.randint(1, 3), chance.randint(1, 5)
+        return f"{widths} --seq-len {length} --num-layers {layers} --batch-size {batch}"
+    large = length > 64 and int(widths.split()[5]) > 256
+    batch, blocks = (1, 1) if large or not gpu else (chance.randint(1, 3), chance.randint(1, 2))
+    sequences = chance.choice(SEQUENCES if gpu else SEQUENCES[:3])
+    more = chance.choices(["", " --checkpoint-blocks", f" {PROTEIN}"], weights=(7, 2, 1))[0]
+    text = f"{widths} --seq-len {length} --num-seqs {sequences}"
+    return f"{text} --num-blocks {blocks} --batch-size {batch}{more}"
+
+
+def family(
+    chance: random.Random, model: str, widths: str, precision: str, device: str
+) -> Iterator[Case]:
+    """Cases without end that share compiled kernels."""
+    gpu = device == "cuda"
+    while True:
+        kind = chance.choices(KINDS, weights=(70, 25, 5))[0]
+        version = chance.choice(ALL_VERSIONS[2 if kind == "curve" else 1 :])
+        sizes = [*sizes_of(chance, model, widths, gpu).split(), *PRECISIONS[precision]]
+        flags = flags_of(chance, model, version)
+        if kind == "accuracy":
+            flags.append("--verify-accuracy")
+        elif kind == "curve":
+            sizes += f"--warmup-steps 2 --num-steps {STEPS - 2 if gpu else 1}".split()
+            flags.append(f"--{chance.choice(['enable', 'disable'][not gpu :])}-cuda-graph")
+        else:
+            sizes, flags = [], chance.choice(REFUSED[model] + REFUSED[""]).split()
+        yield Case(kind, model, version, precision, [*sizes, "--device", device], flags)
+
+
+def families(cases: int, seed: int, device: str) -> list[deque[Case]]:
+    """So many cases by family, of which each width has two: in two of the precisions."""
+    chance, found = random.Random(seed), []
+    pairs = itertools.chain(*itertools.zip_longest(*([(m, w) for w in WIDTHS[m]] for m in WIDTHS)))
+    for model, widths in [pair for pair in pairs if pair][: None if device == "cuda" else 2]:
+        for precision in chance.sample([*PRECISIONS], 2):
+            found.append(family(chance, model, widths, precision, device))
+    queues = [deque(itertools.islice(f, (cases + i) // len(found))) for i, f in enumerate(found)]
+    return [queue for queue in queues if queue]
+
+
+# In a worker
+
+
+def one_error(stderr: str) -> str:
+    """The one line that refuses; nothing if there is none, or more than that."""
+    lines = [line for line in stderr.splitlines() if ": note: " not in line]
+    return lines[0] if len(lines) == 1 and ": error: " in lines[0] else ""
+
+
+def difference_from_v1(case: Case) -> float:
+    """Return the largest relative difference of a curve's losses from V1's."""
+    sides = ("V1", [*case.sizes, "--disable-cuda-graph"]), (case.version, case.argv)
+    runs = [short_run(script_of(case.model, version), argv) for version, argv in sides]
+    for run in runs:
+        if run["status"] != "ok":  # out of memory
+            load_script("tiny_llama_v1.py").fail(run["error"], run["exit_status"])
+    curves = zip(*(run["loss"]["curve"] for run in runs), strict=True)
+    return max(abs(found - right) / abs(right) for right, found in curves)
+
+
+def attempt(case: Case) -> Outcome:
+    """Run a case in this process."""
+    module = load_script(f"{script_of(case.model, case.version)}.py")
+    stdout, stderr = io.StringIO(), io.StringIO()
+    status, difference = 0, 0.0
+    with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
+        try:
+            if case.kind == "curve":
+                difference = difference_from_v1(case)
+            else:
+                status = module.main(case.argv)
+        except SystemExit as end:
+            status = end.code
+        except Exception as error:  # whatever it is: the next case follows
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            text = (str(error).strip() or "no text").splitlines()[0]
+            return Outcome("failed", f"{type(error).__name__} in {where.name}: {text}")
+    refusal = one_error(stderr.getvalue())
+    if status in (2, 3, 4) and refusal:
+        return Outcome("passed" if case.kind == "refusal" else "refused", refusal)
+    if status or case.kind == "refusal":
+        wrong = [line for line in stdout.getvalue().splitlines() if "relative error" in line]
+        lines = [*wrong[:3], *stderr.getvalue().splitlines()[-1:]]
+        return Outcome("failed", f"exit status {status}: {'; '.join(lines)}")
+    if not difference <= LIMITS[case.precision]:
+        return Outcome("failed", f"losses differ by {difference:.1e} from V1's", difference)
+    return Outcome("passed", "", difference)
+
+
+def serve(pipe: Connection, device: str, share: float) -> None:
+    """Run the cases that come; `share` of the GPU's memory is this process's."""
+    torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_per_process_memory_fraction(share)
+    while True:
+        outcome = attempt(pipe.recv())
+        free_memory()  # where the device was lost, this ends the process
+        pipe.send(outcome)
+
+
+# In this process
+
+
+def cases_of(queues: list[deque[Case]], fresh: deque, lock: Lock) -> Iterator[Case]:
+    """One family after the other; in the end parts of what others have."""
+    queue: deque[Case] = deque()
+    while True:
+        with lock:
+            queue = queue or (fresh.popleft() if fresh else max(queues, key=len, default=queue))
+            if not queue:
+                return
+            case = queue.popleft()
+        yield case
+
+
+def drive(args: argparse.Namespace, until: float, cases: Iterator[Case], done: SimpleQueue) -> None:
+    """Have a process run these cases, and replace it when it hangs or ends."""
+    context, process = multiprocessing.get_context("spawn"), None
+    for case in cases:
+        if not process:
+            pipe, theirs = context.Pipe()
+            given = theirs, args.device, 0.95 / args.processes
+            process = context.Process(target=serve, args=given, daemon=True)
+            process.start()
+            theirs.close()
+        pipe.send(case)
+        try:
+            ended = pipe.poll(max(0, min(args.limit, until - time.monotonic())))
+            outcome = pipe.recv() if ended else Outcome("failed", "no end within the limit")
+        except (EOFError, ConnectionError):
+            ended, outcome = False, Outcome("failed", "its process ended")
+        if time.monotonic() >= until:
+            break
+        done.put((case, outcome))
+        if not ended:
+            process.kill()
+            process = None
+    if process:
+        process.kill()
+    done.put(None)
+
+
+def run_cases(args: argparse.Namespace) -> Iterator[tuple[Case, Outcome]]:
+    """Run the cases in so many processes, until all are done or time is over."""
+    queues, until = families(args.cases, args.seed, args.device), time.monotonic() + args.seconds
+    fresh, lock, done = deque(queues), Lock(), SimpleQueue()
+    for _ in range(args.processes):
+        given = args, until, cases_of(queues, fresh, lock), done
+        Thread(target=drive, args=given, daemon=True).start()
+    running = args.processes
+    while running:
+        ended = done.get()
+        running -= ended is None
+        if ended:
+            yield ended
+
+
+# The result
+
+
+def rows_of(done: Iterable[tuple[Case, Outcome]]) -> list[dict]:
+    """A row for each kind, version and precision, then one for each case that failed."""
+    groups, failed = {}, []
+    for number, (case, outcome) in enumerate(done, 1):
+        if number % 50 == 0:
+            print(f"{number} cases ran", file=sys.stderr)
+        names = {"what": case.kind, "model": case.model, "version": case.version}
+        names["precision"] = case.precision
+        row = groups.setdefault(tuple(names.values()), {**names, "outcomes": {}})
+        row["outcomes"][outcome.verdict] = row["outcomes"].get(outcome.verdict, 0) + 1
+        if case.kind == "curve":
+            row["difference"] = max(row.get("difference", 0.0), min(outcome.difference, 1e9))
+        if outcome.verdict == "failed":
+            ended = {"status": "failed", "error": outcome.line}
+            failed.append({**names, "argv": shlex.split(case.command()), **ended})
+            print(f"{outcome.line}\n  {case.command()}", file=sys.stderr)
+    return [groups[key] for key in sorted(groups)] + failed
+
+
+def summary(rows: list[dict]) -> str:
+    """A line for each kind and version; of what failed the commands, those of one error by one."""
+    groups: dict[tuple, dict] = {}
+    for row in rows:
+        if counts := row.get("outcomes"):
+            kind = f"{row['model']} {row['version']}, {row['what']}"
+            line = groups.setdefault(kind, {"kind": kind, **dict.fromkeys(VERDICTS, 0)})
+            for verdict, count in counts.items():
+                line[verdict] += count
+            if "difference" in row:
+                line["difference"] = max(line.get("difference", 0), row["difference"])
+    total = {"kind": "all"} | {v: sum(line[v] for line in groups.values()) for v in VERDICTS}
+    columns = [Column("cases", "kind"), *(Column(verdict, verdict) for verdict in VERDICTS)]
+    columns.append(Column("furthest from V1", "difference", ".1e"))
+    errors: dict[str, list[dict]] = {}
+    for row in rows:
+        if "error" in row:
+            errors.setdefault(re.sub(r"\d[\d.e+-]*", "#", row["error"])[:60], []).append(row)
+    lines = [render(columns, [*groups.values(), total])]
+    for same in sorted(errors.values(), key=len, reverse=True)[:10]:
+        lines.append(f"{len(same)} x {same[0]['error']}\n  {shlex.join(same[0]['argv'])}")
+    return "\n".join(lines)
+
+
+def run_random_sizes(args: argparse.Namespace) -> int:
+    """Run the cases, write the result and print the summary; returns the exit status."""
+    args.output.unlink(missing_ok=True)
+    whole = [({}, lambda: rows_of(run_cases(args)))]
+    argv = ["--device", args.device, "--seed", str(args.seed)]
+    rows = measure_study(args.output, whole, argv=argv)
+    print(summary(rows))
+    ran = sum(sum(row.get("outcomes", {}).values()) for row in rows)
+    print(f"{ran} of {args.cases} cases ran")
+    return int(ran == 0 or any("error" in row for row in rows))
+
+
+def build_parser() -> Parser:
+    """The command line."""
+    parser = documented_parser(PROG, __doc__)
+    gpu, cores = torch.cuda.is_available(), len(os.sched_getaffinity(0))
+    parser.add_path("--output", "FILE.json", "the result", required=True)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if gpu else "cpu")
+    parser.add_count("--seed", 0, "of the cases", least=0)
+    parser.add_count("--cases", 1200, "how many")
+    parser.add_count("--seconds", 480, "when to stop")
+    parser.add_count("--limit", 150, "seconds of a case, with the compilation of its kernels")
+    parser.add_count("--processes", max(1, min(12, cores)), "that share the device")
+    return parser
+
+
+main = program(build_parser, run_random_sizes)
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,66 @@
+"""bench/random_sizes.py: what it says of cases that pass, are refused, fail or hang."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from conftest import captured, load, words
+
+from bench import random_sizes
+
+
+def case(kind: str, version: str, argv: str) -> random_sizes.Case:
+    sizes = words("--msa-dim 16 --num-heads-msa 2 --pair-dim 16 --seq-len 4 --device cpu")
+    return random_sizes.Case(kind, "tiny_openfold", version, "fp32", sizes, words(argv))
+
+
+def test_the_same_seed_gives_the_same_cases():
+    first, again = (random_sizes.families(60, 3, "cuda") for _ in range(2))
+    assert first == again
+    assert sum(map(len, first)) == 60
+    assert first != random_sizes.families(60, 4, "cuda")
+
+
+def test_cases_of_each_kind_in_processes(tmp_path: Path):
+    argv = words("--device cpu --cases 4 --seed 0 --processes 1 --seconds 200")
+    output = tmp_path / "sizes.json"
+    status, stdout, _ = captured(random_sizes.main, [*argv, "--output", str(output)])
+    assert status == 0, stdout
+    assert stdout.endswith("4 of 4 cases ran\n")
+    rows = json.loads(output.read_text())["rows"]
+    assert sum(row["outcomes"]["passed"] for row in rows) == 4
+
+
+def test_a_case_that_hangs_fails_and_its_command_is_printed(tmp_path: Path):
+    argv = words("--device cpu --cases 1 --processes 1 --limit 1")
+    status, stdout, _ = captured(random_sizes.main, [*argv, "--output", f"{tmp_path}/sizes.json"])
+    assert status == 1
+    assert "no end within the limit\n  python tiny_" in stdout
+
+
+@pytest.mark.parametrize(
+    ("kind", "argv", "verdict", "line"),
+    [
+        ("refusal", "--learning-rate 0", "passed", "--learning-rate must be above 0"),
+        ("refusal", "--seq-len 4 --verify-accuracy", "failed", "exit status 0"),
+        ("accuracy", "--learning-rate 0 --verify-accuracy", "refused", "--learning-rate"),
+        ("accuracy", "--verify-accuracy", "passed", ""),
+    ],
+)
+def test_what_a_command_is_judged_to_be(kind: str, argv: str, verdict: str, line: str):
+    outcome = random_sizes.attempt(case(kind, "V2", argv))
+    assert outcome.verdict == verdict
+    assert line in outcome.line
+
+
+def test_a_traceback_and_another_curve_fail(monkeypatch: pytest.MonkeyPatch):
+    curve = case("curve", "V2", "--batch-size 2")
+    curve.sizes.extend(words("--num-steps 2 --warmup-steps 1"))
+    monkeypatch.setattr(load("tiny_openfold_v2"), "build_optimizer", lambda *_: 1 / 0)
+    assert "ZeroDivisionError" in random_sizes.attempt(curve).line
+    monkeypatch.undo()
+    other = replace(curve, flags=[*curve.flags, "--seed", "1"])
+    assert "losses differ" in random_sizes.attempt(other).line
