@@ -5,9 +5,10 @@ gains are additive.
 By default none, each alone, all but each, and all are measured; with --all-combinations every set,
 with --each-alone none, each alone and all.
 The fusions that vary are those which the version adds to the one before, or --fusions. Sets take
-turns in groups of at most eight, as graphs where there is a GPU; each group has its own run without
-these fusions, and every speed-up is over that one in the same turn. How long a turn is follows from
-the speed: about 0.3 s, and at least two steps.
+turns in groups of at most eight, as graphs where there is a GPU. Each group has runs of its own
+without these fusions and with all of them, and every ratio is over one of these in the same turn;
+"all again" is a control, built and captured a second time. How long a turn is follows from the
+speed: about 0.3 s, and at least two steps.
 
 The main effect of a fusion is the median over all pairs of sets that differ in it alone. Two
 fusions interact if they gain something else together than the product of their gains. All of that
@@ -37,7 +38,9 @@ from pathlib import Path
 
 from workshop.ablation import (
     GROUP,
+    SMALLEST_GROUP,
     ablation,
+    by_shape,
     effects_tables,
     fusion_sets,
     new_fusions,
@@ -72,7 +75,7 @@ def build_parser() -> Parser:
     parser.add_count("--rounds", 10, "turns of each set")
     seeds = "measure all of it with each, built anew (default: the script's)"
     parser.add_argument("--seeds", type=several(at_least(0)), metavar="N,N", help=seeds)
-    parser.add_count("--group-size", GROUP, "sets in memory together", least=2)
+    parser.add_count("--group-size", GROUP, "sets in memory together", least=SMALLEST_GROUP)
     parser.add_path("--output", "FILE.json", "the study (default: ablation_<script>.json here)")
     parser.add_path("--csv", "FILE", "also write a row for each set, group and seed, unrounded")
     parser.add_path("--table", "FILE.json", "measure nothing, print the tables of this study")
@@ -120,8 +123,10 @@ def study(args: argparse.Namespace, argv: Sequence[str]) -> int:
     """Measure or read, and print; returns the exit status."""
     content = read_study(study_asked_for(args.table, argv) or measure(args, argv), KEYS)
     rows, script = content["rows"], content["rows"][0]["script"]
-    tables = [sets_table(script, rows, wide=True), *effects_tables(rows)]
-    print("\n\n".join([heading(content, script), *tables]), flush=True)
+    tables = [heading(content, script)]
+    for shape, same in by_shape(rows).items():
+        tables += [sets_table(shape or script, same, wide=True), *effects_tables(same)]
+    print("\n\n".join(tables), flush=True)
     if args.csv:
         write_csv(args.csv, [csv_row(row, varying(rows)) for row in rows])
     if any(row.get("status") == "oom" for row in rows):

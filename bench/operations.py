@@ -45,7 +45,7 @@ with needed():
     import torch.nn.functional as F
     from torch import Tensor
 
-    from bench.versions import ALL_VERSIONS, MEDIUM, SHAPES, lines_of, script_of
+    from bench.versions import ALL_VERSIONS, MEDIUM, SHAPES, Shape, lines_of, script_of
     from bench.versions import PRECISIONS as ARGUMENTS
     from workshop.baselines import (
         AUTOTUNE,
@@ -610,10 +610,16 @@ def beside_a_copy(function: Callable, arguments: list, source: Tensor, rounds: i
 # The whole training step
 
 
+def of_models(wanted: Wanted) -> Iterator[tuple[str, tuple[str, Shape]]]:
+    """Precisions, and sizes of whole models with their names: all if none is named."""
+    chosen = {name: SHAPES[name] for name in wanted.shapes or SHAPES}
+    return itertools.product(wanted.precisions, chosen.items())
+
+
 def whole_step(wanted: Wanted) -> Iterator[Part]:
     """Rows of the study: the newest version's step, as a graph where there is a GPU, its kernels,
     and a reference."""
-    for precision, (name, shape) in itertools.product(wanted.precisions, SHAPES.items()):
+    for precision, (name, shape) in of_models(wanted):
         script = script_of(shape.model, ALL_VERSIONS[-1])
         argv = graph_of([*shape.argv, *ARGUMENTS[precision]])
         names = {"shape": name, "precision": precision, "script": script}
@@ -659,7 +665,7 @@ def kernels_and_reference(script: str, argv: list[str], rounds: int) -> dict:
 
 def traffic(wanted: Wanted) -> Iterator[Part]:
     """Rows of the study: what the operators of a step read and write, of each version."""
-    for precision, (name, shape) in itertools.product(wanted.precisions, SHAPES.items()):
+    for precision, (name, shape) in of_models(wanted):
         argv = [*shape.argv, *ARGUMENTS[precision]]
         yield {"shape": name, "precision": precision}, partial(gigabytes, shape.model, argv)
 
@@ -954,7 +960,7 @@ def run_study(args: argparse.Namespace) -> int:
         raise ToolError(f"--try is for {', '.join(STUDIES)}, not for {args.what}")
     args.directory.mkdir(parents=True, exist_ok=True)
     shapes = args.shapes or ()
-    known = STUDIES.get(args.what, (LLAMAS,))[0]
+    known = STUDIES.get(args.what, (LLAMAS if args.what == "llama" else SHAPES,))[0]
     if unknown := [name for name in shapes if name not in known]:
         there = ", ".join(map(repr, known))
         raise ToolError(f"{args.what} has no shape {unknown[0]!r}; it has {there}")
@@ -971,7 +977,8 @@ def run_study(args: argparse.Namespace) -> int:
         measured = wanted_parts(args.what, wanted)
     name = f"{args.what}_blocks" if args.tried else args.what
     path = args.directory / f"{name}.json"
-    found = measure_study(path, measured, keep=args.keep, rounds=args.rounds)
+    more = {"keep": args.keep, "renew": args.renew, "rounds": args.rounds}
+    found = measure_study(path, list(measured), **more)
     for row in found if args.what in STUDIES and not args.tried else ():
         check_ours({row["side"]: row})
     return 0
@@ -986,7 +993,7 @@ def build_parser() -> Parser:
     parser.add_count("--rounds", 15, "turns of each side")
     precisions = "(default: all; bf16 for step and llama)"
     add("--precisions", nargs="+", choices=PRECISIONS, help=precisions)
-    shapes = "of a study of one operation, or of llama (default: all)"
+    shapes = "of any study but rows (default: all)"
     add("--shapes", nargs="+", metavar="SHAPE", help=shapes)
     tuned = "of which torch.compile is tuned, too (minutes)"
     add("--autotune", nargs="*", default=(), metavar="SHAPE", help=tuned)
@@ -994,6 +1001,7 @@ def build_parser() -> Parser:
         clone = {"type": Path, "default": Path("no clone"), "metavar": "CLONE"}
         add(f"--{library.lower()}", **clone, help=f"of {library}, for {study}")
     parser.add_flag("--keep", "add to the rows of an earlier file, and measure none of them again")
+    parser.add_flag("--renew", "measure those rows of an earlier file again that this one would")
     parser.add_count("--rows", 65536, "of the study of that name", least=512)
     blocks = {"nargs": "+", "default": [], "dest": "tried", "metavar": "BLOCKS"}
     add("--try", **blocks, help="as --blocks of the script; many in quotes")

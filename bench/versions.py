@@ -6,16 +6,19 @@ as whole-step graphs unless a row says otherwise. A suite writes one file, which
 one when its last row is measured; until then the rows are in NAME.partial.json.
 
 Examples:
+  python bench/versions.py overview DIR   V1 to V4, bf16 (or other --precisions), as graphs
   python bench/versions.py headline DIR   all versions: sizes, precisions, eager, graph and compiled
   python bench/versions.py fastest DIR    V4, V3, and all versions compiled, as graphs
   python bench/versions.py untuned DIR    the same at sizes of GPT-2 small and TinyLlama 1.1B
   python bench/versions.py trunk DIR      48 Evoformer blocks, with and without --checkpoint-blocks
   python bench/versions.py inference DIR  a transformer layer of V4 in one launch, and in other ways
   python bench/versions.py ablation DIR   what a version adds: each alone, and all but each
+  python bench/versions.py ablation DIR --versions V4    all but each, at several sizes
+  python bench/versions.py padding DIR    batches that are padded, and such of proteins of one size
   python bench/versions.py memory DIR     peak memory of TinyLlama against the sequence length
   python bench/versions.py counts DIR     kernels (on a CPU operator calls) by batch size
   python bench/versions.py overhead DIR   the measured loop against a loop of bare training steps
-  python bench/versions.py scaling DIR    the same batch per GPU on one GPU; for N of them:
+  python bench/versions.py scaling DIR    the part on one GPU; then, in the same file, that on N:
   torchrun --nproc-per-node N bench/versions.py scaling DIR
   torchrun --nproc-per-node N bench/versions.py ddp DIR    where the time goes that scaling loses
   python bench/versions.py table DIR      the tables, from what lies in DIR
@@ -24,20 +27,28 @@ Examples:
 import _root
 
 import argparse
+import contextlib
 import importlib
 import itertools
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
 from workshop import records
-from workshop.ablation import ablation, fusion_sets, new_fusions, sets_table
+from workshop.ablation import (
+    ablation,
+    by_shape,
+    costs_tables,
+    fusion_sets,
+    new_fusions,
+    sets_table,
+)
 from workshop.cli import Parser, ToolError, documented_parser, program
 from workshop.files import read_json
 from workshop.profile.kernels import CATEGORIES
@@ -48,11 +59,13 @@ from workshop.turns import (
     GRAPH,
     all_measured,
     alternating,
+    failure,
     free_memory,
     graph_of,
     in_turns,
     make_trainer,
     named,
+    parse_quiet,
     short_run,
     speedup,
 )
@@ -72,6 +85,7 @@ def shape(model: str, argv: str = "") -> Shape:
     return Shape(f"tiny_{model}", argv.split())
 
 
+WIDE = "--hidden-dim 1024 --num-layers 12 --seq-len 512"
 MEDIUM = "--hidden-dim 1024 --num-layers 12 --num-heads 16 --seq-len 512 --batch-size 16"
 GPT_2 = "--hidden-dim 768 --num-layers 12 --num-heads 12 --num-kv-heads 12"  # GPT-2 small's sizes
 GPT_2 += " --seq-len 1024 --batch-size 8 --vocab-size 50304"
@@ -95,8 +109,14 @@ TRUNKS = {  # sequences and residues of AlphaFold 2's training, and of its fine-
     "512 x 384": shape("openfold", f"{TRUNK} --num-seqs 512 --seq-len 384"),
 }
 MODELS = {"tiny_openfold": [], "tiny_llama": ["--seq-len", "128"]}  # the sizes of the ablation
+ODD = "--num-blocks 2 --batch-size 2 --num-seqs 37 --seq-len 173 --msa-dim 128"
+ABLATED = {  # sizes of the ablation of V4
+    **SHAPES,
+    "tiny_openfold, medium": shape("openfold", ODD),
+    "tiny_openfold, 8 blocks": shape("openfold", TRUNK.replace("blocks 48", "blocks 8")),
+}
 VERSIONS = ("V1", "V2", "V3")
-ALL_VERSIONS = (*VERSIONS, "V4")  # V4 is in studies of its own
+ALL_VERSIONS = (*VERSIONS, "V4")
 FASTEST = {"tiny_llama": "fastest.json", "tiny_openfold": "fastest_openfold.json"}
 PRECISIONS = {"fp32": [], "TF32": ["--matmul-precision", "high"], "bf16": ["--use-amp"]}
 COMPILE = ["--enable-torch-compile"]
@@ -106,17 +126,36 @@ MODES = {  # the best mode of torch.compile is that with graphs of its own
     "compiled": [*COMPILE, "--torch-compile-mode", "reduce-overhead"],
     "compiled graph": [*COMPILE, GRAPH],
 }
-SCALING = {  # sizes and samples per GPU
-    "tiny_llama": (shape("llama", "--seq-len 128"), 8),
-    "tiny_llama wide": (shape("llama", "--hidden-dim 1024 --num-layers 12 --seq-len 512"), 16),
-    "tiny_openfold": (shape("openfold"), 4),
-    "tiny_openfold long": (shape("openfold", "--seq-len 128"), 8),
-    "tiny_openfold crop": (shape("openfold", CROP.replace("--batch-size 1 ", "")), 1),
-    "tiny_openfold trunk": (shape("openfold", TRUNK.replace("--batch-size 1 ", "")), 1),
+
+
+class Scaled(NamedTuple):
+    """Sizes of `scaling`: of the model, samples per GPU, and steps in a turn."""
+
+    shape: Shape
+    per_gpu: int
+    steps: int
+
+
+SCALING = {
+    "tiny_llama": Scaled(shape("llama", "--seq-len 128"), 8, 100),
+    "tiny_llama medium": Scaled(shape("llama", MEDIUM.replace(" --batch-size 16", "")), 16, 10),
+    "tiny_llama wide": Scaled(shape("llama", WIDE), 16, 10),
+    "tiny_openfold": Scaled(shape("openfold"), 4, 50),
+    "tiny_openfold long": Scaled(shape("openfold", "--seq-len 128"), 8, 10),
+    "tiny_openfold crop": Scaled(shape("openfold", CROP.replace("--batch-size 1 ", "")), 1, 30),
+    "tiny_openfold trunk": Scaled(shape("openfold", TRUNK.replace("--batch-size 1 ", "")), 1, 2),
 }
-EAGER_SCALING = ["tiny_llama", "tiny_llama wide", "tiny_openfold", "tiny_openfold long"]
-GRAPH_SCALING = ["tiny_llama", "tiny_openfold", "tiny_openfold crop", "tiny_openfold trunk"]
-ALONE = "V4 without overlap"
+EAGER_SCALING = dict.fromkeys(
+    ("tiny_llama", "tiny_llama wide", "tiny_openfold", "tiny_openfold long"), VERSIONS[:2]
+)
+GRAPH_SCALING = {
+    "tiny_llama": ALL_VERSIONS,
+    "tiny_llama medium": ("V3", "V4"),
+    "tiny_openfold": ALL_VERSIONS,
+    "tiny_openfold crop": ALL_VERSIONS,
+    "tiny_openfold trunk": ("V3", "V4"),
+}
+PADDED = ", padded"  # at the end of a side's name
 FINISHED = ("batch_ms", "turns_ms", "per_step")  # what a side has that finished
 LENGTHS = (128, 256, 512, 1024, 2048)
 INFERENCE = ((1, 16), (1, 128), (4, 128), (16, 128))  # samples, length
@@ -130,9 +169,56 @@ def script_of(model: str, version: str) -> str:
 # Suites: parts of studies, which return rows
 
 
+def overview(args: argparse.Namespace) -> Iterator[Part]:
+    """All versions as graphs in every size, in bf16 if no other precision is asked for."""
+    for shape, precision in itertools.product(args.shapes, args.precisions or ["bf16"]):
+        model, sizes = SHAPES[shape]
+        argv = [*sizes, *PRECISIONS[precision], GRAPH]
+        sides = {version: (script_of(model, version), argv) for version in ALL_VERSIONS}
+        names = {"shape": shape, "precision": precision}
+        yield names, partial(all_sides, sides, args.rounds)
+
+
+def padding(args: argparse.Namespace) -> Iterator[Part]:
+    """TinyOpenFold's versions as graphs in bf16, with proteins of one size, and padded."""
+    for shape, (model, sizes) in SHAPES.items():
+        if model == "tiny_openfold":
+            argv = graph_of([*sizes, *PRECISIONS["bf16"]])
+            sides = {
+                name: (script_of(model, version), argv)
+                for version in reversed(ALL_VERSIONS)
+                for name in (version, f"{version}{PADDED}")
+            }
+            names = {"shape": shape, "precision": "bf16"}
+            yield names, partial(all_sides, sides, args.rounds, building=with_its_proteins)
+
+
+@contextlib.contextmanager
+def with_its_proteins(side: str) -> Iterator[None]:
+    """If a side is padded, every second synthetic protein has three quarters of the sequences and
+    residues inside; so each batch has masks."""
+    module = importlib.import_module(script_of("tiny_openfold", side[:2]))
+    whole = module.synthetic_proteins
+
+    def some_shorter(*sizes: int) -> list:
+        proteins = whole(*sizes)
+        for number, protein in enumerate(proteins[::2]):
+            depth, length = (3 * size // 4 for size in protein.tokens.shape)
+            known = {name: getattr(protein, name)[:length] for name in ("coords", "observed")}
+            proteins[2 * number] = replace(protein, tokens=protein.tokens[:depth, :length], **known)
+        return proteins
+
+    module.synthetic_proteins = some_shorter if side.endswith(PADDED) else whole
+    try:
+        yield
+    finally:
+        module.synthetic_proteins = whole
+
+
 def headline(args: argparse.Namespace) -> Iterator[Part]:
-    """All versions in every size, precision and mode."""
-    for shape, precision, mode in itertools.product(args.shapes, args.precisions, args.modes):
+    """V1 to V3 in every size, precision and mode."""
+    precisions = args.precisions or PRECISIONS
+    for shape, precision, mode in itertools.product(args.shapes, precisions, args.modes):
         model, sizes = SHAPES[shape]
         argv = [*sizes, *PRECISIONS[precision], *MODES[mode]]
         sides = {version: (script_of(model, version), argv) for version in VERSIONS}
@@ -143,7 +229,7 @@ def headline(args: argparse.Namespace) -> Iterator[Part]:
 def fastest(model: str, args: argparse.Namespace) -> Iterator[Part]:
     """V4, V3 and V1, and V1 to V3 compiled, all as whole-step graphs."""
     shapes = [name for name in args.shapes if SHAPES[name].model == model]
-    for shape, precision in itertools.product(shapes, args.precisions):
+    for shape, precision in itertools.product(shapes, args.precisions or PRECISIONS):
         argv = [*SHAPES[shape].argv, *PRECISIONS[precision], GRAPH]
         sides = beside_compiled(model, argv, ("V4", "V3", "V1"), ("V3", "V2", "V1"))
         sides = {name: sides[name] for name in wanted(args.sides, sides)}
@@ -168,9 +254,11 @@ def beside_compiled(
     return sides
 
 
-def all_sides(sides: Mapping[str, tuple[str, list[str]]], rounds: int) -> list[dict]:
+def all_sides(
+    sides: Mapping[str, tuple[str, list[str]]], rounds: int, **more: Callable
+) -> list[dict]:
     """A row for each side; all of them have to finish."""
-    return as_rows(all_measured(sides, rounds))
+    return as_rows(all_measured(sides, rounds, **more))
 
 
 def untuned(args: argparse.Namespace) -> Iterator[Part]:
@@ -264,12 +352,24 @@ def one_layer(batch: int, length: int) -> list[dict]:
 
 
 def single_fusions(model: str, version: str, args: argparse.Namespace) -> list[Part]:
-    """What a version adds: each alone, all but each, none and all; the speed-up is over none."""
+    """What a version adds: all but each, none, all, and all again; of V2 and V3 also each alone.
+
+    V4 in bf16 at several sizes, V2 and V3 at one in fp32, too.
+    """
     script = script_of(model, version)
     fusions = new_fusions(importlib.import_module(script))
-    sizes = MODELS[model]
-    arguments = {name: graph_of([*sizes, *PRECISIONS[name]]) for name in ("fp32", "bf16")}
-    return ablation(script, arguments, fusions, fusion_sets(fusions), args.rounds)
+    if version != "V4":
+        precisions = args.precisions or ("fp32", "bf16")
+        arguments = {name: graph_of([*MODELS[model], *PRECISIONS[name]]) for name in precisions}
+        return ablation(script, arguments, fusions, fusion_sets(fusions), args.rounds)
+    sets, parts = [on for on in fusion_sets(fusions) if len(on) != 1], []
+    for shape, (of_shape, sizes) in ABLATED.items():
+        if of_shape == model:
+            precisions = args.precisions or ["bf16"]
+            arguments = {name: graph_of([*sizes, *PRECISIONS[name]]) for name in precisions}
+            of_size = ablation(script, arguments, fusions, sets, args.rounds, counted=False)
+            parts += [({"shape": shape} | names, measure) for names, measure in of_size]
+    return parts
 
 
 def memory(args: argparse.Namespace) -> Iterator[Part]:
@@ -341,8 +441,14 @@ def measured_and_bare(script: str, argv: list[str], rounds: int) -> dict:
 
 
 def join_processes(suite: str) -> int:
-    """Meet the other processes that torchrun started; returns how many there are."""
+    """Meet the other processes that torchrun started; returns how many there are.
+
+    Each has one thread, as torchrun wants it; so has a process alone, which is compared with them.
+    """
+    import torch
+
     first = importlib.import_module("tiny_llama_v1")
+    torch.set_num_threads(1)
     if first.WORLD_SIZE > 1:
         argv = ["--batch-size", str(first.WORLD_SIZE)]
         if suite == "scaling":  # what follows may be graphs
@@ -354,52 +460,46 @@ def join_processes(suite: str) -> int:
     return first.WORLD_SIZE
 
 
-def scaling_shapes(processes: int, names: Iterable[str]) -> Iterator[tuple[dict, str]]:
-    """What names a row of `scaling`, with the arguments; and the model."""
-    for name in names:
-        sizes, per_gpu = SCALING[name]
-        for precision in ("fp32", "bf16"):
-            batch = ["--batch-size", str(per_gpu * processes)]
-            argv = [*sizes.argv, *PRECISIONS[precision], *batch]
-            yield {"name": name, "precision": precision, "argv": argv}, sizes.model
-
-
 def scaling(args: argparse.Namespace) -> Iterator[Part]:
-    """The same batch per GPU, on the GPUs that torchrun gave processes to.
+    """Steps on one GPU, of its own batch and of that of --gpus; or on the GPUs of torchrun.
 
-    All versions as graphs, of the trunk those that fit, and on one GPU V4 without overlap; eager V1
-    and V2.
+    Versions as graphs, and V1 and V2 eager. The batch on N GPUs is N times that of one: over the
+    same batch per GPU it is weak scaling, over the same batch on one GPU strong scaling.
     """
-    for mode, shapes in (("eager", EAGER_SCALING), ("graph", GRAPH_SCALING)):
-        for names, model in scaling_shapes(args.processes, shapes if mode in args.modes else ()):
-            if names["precision"] not in args.precisions:
-                continue
-            sides, steps = ALL_VERSIONS, "60"
-            if mode == "eager":
-                sides, steps = ("V1", "V2"), "12"
-            elif names["name"] == "tiny_openfold trunk":
-                sides, steps = ("V3", "V4"), "10"
-            elif args.processes == 1:
-                sides = (*ALL_VERSIONS, ALONE)
-            for side in sides:
-                argv = [*names["argv"], *MODES[mode], "--num-steps", steps]
-                argv += ["--disable-overlap"] * (side == ALONE)
-                part = names | {"mode": mode, "side": side, "argv": argv}
-                script = script_of(model, side[:2])
-                yield part, partial(fastest_run, script, side, argv, args.rounds)
+    batches = (1, *args.gpus) if args.processes == 1 else (args.processes,)
+    for mode, versions in (("eager", EAGER_SCALING), ("graph", GRAPH_SCALING)):
+        chosen = [name for name in versions if name in args.names]
+        precisions = args.precisions or ["bf16"] if mode in args.modes else ()
+        for name, precision in itertools.product(chosen, precisions):
+            (model, sizes), per_gpu, steps = SCALING[name]
+            for side, times in itertools.product(versions[name], batches):
+                argv = [*sizes, *PRECISIONS[precision], *MODES[mode]]
+                argv += ["--batch-size", str(per_gpu * times)]
+                part = {"name": name, "precision": precision, "mode": mode, "side": side}
+                part |= {"processes": args.processes, "batch_size": per_gpu * times}
+                yield part, partial(turns_alone, script_of(model, side), argv, steps, args.rounds)
 
 
-def fastest_run(script: str, side: str, argv: list[str], rounds: int) -> dict:
-    """A row of the fastest of several runs."""
-    rows = []
-    for _ in range(rounds):
-        result = short_run(script, argv)
-        if result["status"] != "ok":
-            raise ToolError(f"{script} {' '.join(argv)}: {result['error']}", status=3)
-        rows.append(Run(side, Path(), result).row() | {"argv": argv})
-        if GRAPH not in argv:
-            rows[-1]["backward_ms"] = result["timing"]["backward_ms"]
-    return min(rows, key=lambda row: row["batch_ms"])
+def turns_alone(script: str, argv: list[str], steps: int, rounds: int) -> dict:
+    """A row of turns of so many steps, which all processes take; or of memory that ran out."""
+    module = importlib.import_module(script)
+    args = parse_quiet(module, argv)
+    row = named(script, argv, args)
+    try:
+        run = module.Run(args)
+        run.start()
+        run.plan(rounds * steps, "step")
+        turns = [run.take(steps).step_ms for _ in range(rounds)]
+        ms = statistics.median(turns)
+        row |= {"batch_ms": ms, "turns_ms": turns, "peak_mb": run.peak / 1e6}
+        row["samples_per_sec"] = 1e3 * args.batch_size / ms
+    except (RuntimeError, MemoryError) as error:
+        if not module.is_out_of_memory(error) or module.WORLD_SIZE > 1:
+            raise  # the other processes would wait
+        row |= failure(error)
+    run = None  # and its memory
+    free_memory()
+    return row
 
 
 def ddp(args: argparse.Namespace) -> Iterator[Part]:
@@ -414,12 +514,15 @@ def ddp(args: argparse.Namespace) -> Iterator[Part]:
 
     # NCCL's barrier would keep core and GPU busy
     idle = torch.distributed.new_group(backend="gloo")
-    for names, model in scaling_shapes(args.processes, EAGER_SCALING):
-        if names["precision"] == "fp32" and names["name"] != model:
+    for name, precision in itertools.product(EAGER_SCALING, ("fp32", "bf16")):
+        (model, sizes), per_gpu, _ = SCALING[name]
+        if precision == "fp32" and name != model:
             continue
-        for version in ("V1", "V2"):
-            work = partial(with_and_without_ddp, script_of(model, version), names["argv"])
-            yield names | {"version": version}, partial(work, args.processes, args.rounds, idle)
+        argv = [*sizes, *PRECISIONS[precision], "--batch-size", str(per_gpu * args.processes)]
+        for version in EAGER_SCALING[name]:
+            names = {"name": name, "precision": precision, "argv": argv, "version": version}
+            work = partial(with_and_without_ddp, script_of(model, version), argv)
+            yield names, partial(work, args.processes, args.rounds, idle)
 
 
 def with_and_without_ddp(script: str, argv: list[str], processes: int, rounds: int, idle) -> dict:
@@ -468,57 +571,63 @@ def lines_of(measured: Mapping[tuple, dict[str, dict]], words: str = "{}, {}") -
 
 
 def share_table(directory: Path) -> str:
-    """What the kernels of a step do, from the profiles of run_pytorch_profiler.py."""
+    """What the kernels of a step do, a row for each profile of run_pytorch_profiler.py."""
     files = sorted(directory.glob("profile_tiny_*.json"))
     profiles = [records.read(records.Profile, path) for path in files]
-    if not profiles:
-        return ""
-    lines = []
+    columns = [Column("share of kernel time", "script"), Column("ms", "ms_per_step", ".2f")]
     for name in CATEGORIES:
-        shares = [profile["categories"].get(name, {}).get("percent") for profile in profiles]
-        if any(share is not None for share in shares):
-            lines.append([name, *(cell(share or 0.0, ".1f", " %") for share in shares)])
-    lines.append(["kernel time, ms", *(f"{profile['ms_per_step']:.2f}" for profile in profiles)])
-    header = ["share of kernel time", *(profile["script"] for profile in profiles)]
-    return render([Column(name, itemgetter(i)) for i, name in enumerate(header)], lines)
+        if any(name in profile["categories"] for profile in profiles):
+            share = partial(share_of, name)
+            columns.append(Column(name, share, ".1f", " %"))
+    return render(columns, profiles) if profiles else ""
+
+
+def share_of(category: str, profile: Mapping) -> float:
+    """Per cent of a profile's kernel time."""
+    return profile["categories"].get(category, {}).get("percent", 0.0)
 
 
 def scaling_tables(directory: Path) -> list[str]:
-    """Weak scaling: samples per second and GPU over those of one GPU, eager and as graphs."""
-    keys = ("name", "precision", "mode", "side")
-    files = {n: directory / f"scaling_{n}.json" for n in (1, 2, 4)}
-    rows = {n: read_rows(path, keys, ["samples_per_sec"]) for n, path in files.items()}
-    return [scaling_table(rows, mode) for mode in ("eager", "graph")]
+    """Weak scaling, eager and as graphs, then strong scaling."""
+    keys = ("name", "precision", "mode", "side", "processes", "batch_size")
+    rows = read_rows(directory / "scaling.json", keys, ["batch_ms"])
+    return [
+        scaling_table([row for row in rows if row["mode"] == mode], mode, weak)
+        for weak, mode in itertools.product((True, False), ("eager", "graph"))
+    ]
 
 
-def scaling_table(rows: Mapping[int, list[dict]], mode: str) -> str:
-    """The rows of one mode by numbers of GPUs: a column for a version that both sides have."""
-    on = {
-        n: by_side([row for row in some if row["mode"] == mode], "name", "precision")
-        for n, some in rows.items()
+def scaling_table(rows: Sequence[dict], mode: str, weak: bool) -> str:
+    """The rows of one mode, as the time on one GPU over that on several.
+
+    Weak: with the same batch per GPU, at best 1. Strong: with the same batch, at best the number of
+    GPUs. A column for each version and number of GPUs.
+    """
+    ms = {
+        (row["name"], row["precision"], row["side"], row["processes"], row["batch_size"]): row
+        for row in rows
+        if "batch_ms" in row
     }
-
-    found: dict[tuple, float] = {}  # number of GPUs, version and place: efficiency
-    for n, version, place in itertools.product(sorted({*on} - {1}), ALL_VERSIONS, on[1]):
-        several, one = (on[count].get(place, {}).get(version) for count in (n, 1))
-        if several and one:
-            ratio = several["samples_per_sec"] / one["samples_per_sec"]
-            found[n, version, place] = ratio / n
-    label = "same batch per GPU" + (", step as a graph" if mode == "graph" else "")
-    columns = [Column(label, lambda place: described(*place))]
-    for n, version in dict.fromkeys((n, version) for n, version, _ in found):
-        label = f"{n} GPUs, {version}"
-        columns.append(Column(label, lambda place, at=(n, version): found.get((*at, place)), ".2f"))
-    measured = {place for _, _, place in found}
-    lines = [place for place in on[1] if place in measured]
+    found: dict[tuple, float] = {}  # number of GPUs, version and place: ratio
+    for (*place, version, gpus, batch), row in ms.items():
+        one = ms.get((*place, version, 1, batch // gpus if weak else batch))
+        if gpus > 1 and one:
+            found[gpus, version, tuple(place)] = one["batch_ms"] / row["batch_ms"]
+    label = "same batch per GPU" if weak else "one batch on all GPUs"
+    label += ", step as a graph" if mode == "graph" else ""
+    columns = [Column(label, lambda place: described(*place, weak))]
+    for n, version in sorted({(n, version) for n, version, _ in found}):
+        ratio = partial(lambda at, place: found.get((*at, place)), (n, version))
+        columns.append(Column(f"{n} GPUs, {version}", ratio, ".2f", "" if weak else "x"))
+    lines = list(dict.fromkeys(place for *_, place in found))
     return render(columns, lines) if lines else ""
 
 
-def described(name: str, precision: str) -> str:
+def described(name: str, precision: str, weak: bool = True) -> str:
     """A row of `scaling` in words."""
-    sizes, per_gpu = SCALING[name]
-    words = " ".join(sizes.argv) or "default sizes"
-    return f"{sizes.model}, {words}, {per_gpu} per GPU, {precision}"
+    (model, argv), per_gpu, _ = SCALING[name]
+    batch = f"{per_gpu} per GPU" if weak else f"{per_gpu} times the GPUs"
+    return f"{model}, {' '.join(argv) or 'default sizes'}, {batch}, {precision}"
 
 
 def ddp_table(directory: Path) -> str:
@@ -720,10 +829,28 @@ def inference_table(directory: Path) -> str:
     return render(columns, lines_of(measured, "batch size {}, length {}"))
 
 
-def ablation_table(directory: Path, script: str) -> str:
-    """What each fusion of a version gains alone, and what all of them gain without it."""
+def ablation_tables(directory: Path, script: str) -> list[str]:
+    """What is gained by each set of a version's fusions, and what each costs if it is left out."""
     rows = read_rows(directory / f"ablation_{script}.json", ("precision", "side"))
-    return sets_table(script, rows) if rows else ""
+    sets = by_shape(rows).items()
+    tables = [sets_table(shape.replace(", ", "_v4, ") or script, same) for shape, same in sets]
+    return [*tables, *costs_tables(script, rows)] if rows else []
+
+
+def padding_table(directory: Path) -> str:
+    """Milliseconds per step of each version, and how much longer it takes with masks."""
+
+    def longer(version: str, sides: Mapping[str, dict]) -> float:
+        return 100 * speedup(sides[f"{version}{PADDED}"], sides[version]) - 100
+
+    measured = versions_of(directory / "padding.json")
+    names = [name for name in ALL_VERSIONS if any(name in sides for sides in measured.values())]
+    columns = [
+        Column("as graphs", "name"),
+        *side_columns("{}, ms", names, "batch_ms", ".2f"),
+        *(Column(f"{name} padded", partial(longer, name), "+.1f", " %") for name in names),
+    ]
+    return render(columns, lines_of(measured)) if measured else ""
 
 
 def counts_table(directory: Path) -> str:
@@ -754,11 +881,12 @@ def memory_table(directory: Path) -> str:
     return render(columns, [*lines.values()]) if rows else ""
 
 
-ABLATED = [script_of(model, version) for version in ALL_VERSIONS[1:] for model in FASTEST]
+ABLATIONS = [script_of(model, version) for version in ALL_VERSIONS[1:] for model in FASTEST]
 TABLES: dict[str, Callable[[Path], list[str]]] = {
     "headline": lambda where: headline_tables(where / "headline.json"),  # V1 and V2, all modes
     "versions": lambda where: headline_tables(where / "headline_v3.json"),  # V1 to V3, as graphs
-    "ablation": lambda where: [ablation_table(where, script) for script in ABLATED],
+    "ablation": lambda where: [t for script in ABLATIONS for t in ablation_tables(where, script)],
+    "padding": lambda where: [padding_table(where)],
     "overview": lambda where: [overview_table(where)],
     "llama": lambda where: [model_table(where, "tiny_llama")],
     "openfold": lambda where: [model_table(where, "tiny_openfold")],
@@ -773,8 +901,7 @@ TABLES: dict[str, Callable[[Path], list[str]]] = {
     "ddp": lambda where: [ddp_table(where)],
 }
 SINGLE = {  # one of those that come together
-    f"ablation_{script}": lambda where, script=script: [ablation_table(where, script)]
-    for script in ABLATED
+    f"ablation_{script}": partial(ablation_tables, script=script) for script in ABLATIONS
 }
 
 
@@ -793,6 +920,8 @@ def table(directory: Path, names: Iterable[str] = TABLES) -> str:
 
 
 SUITES = {  # parts, and what else the file says
+    "overview": (overview, ("rounds",)),
+    "padding": (padding, ("rounds",)),
     "trunk": (trunk, ("rounds",)),
     "headline": (headline, ("rounds",)),
     "untuned": (untuned, ("rounds",)),
@@ -800,9 +929,12 @@ SUITES = {  # parts, and what else the file says
     "memory": (memory, ("batch_size",)),
     "counts": (counts, ()),
     "overhead": (overhead, ("rounds",)),
-    "scaling": (scaling, ("processes",)),
+    "scaling": (scaling, ("rounds",)),
     "ddp": (ddp, ("processes",)),
 }
+
+
+KEPT = ("overview", "trunk", "scaling")  # whose earlier rows stay, and are not measured again
 
 
 def build_parser() -> Parser:
@@ -819,12 +951,17 @@ def build_parser() -> Parser:
     add_some("--models", MODELS, "of ablation and fastest")
     versions = {"choices": ALL_VERSIONS[1:], "default": list(VERSIONS[1:])}
     add("--versions", nargs="+", type=str.upper, **versions, help="of ablation")
-    add_some("--shapes", SHAPES, "of headline and fastest")
-    add_some("--precisions", PRECISIONS, "likewise, and of scaling")
+    add_some("--shapes", SHAPES, "of overview, headline and fastest")
+    precisions = "likewise, and of ablation and scaling (default: all, or those of the suite)"
+    add("--precisions", nargs="+", choices=PRECISIONS, help=precisions)
     add_some("--modes", MODES, "of headline and scaling")
+    add_some("--names", SCALING, "sizes of scaling")
+    gpus = "for whose batch scaling also measures one GPU, for strong scaling (default: 2)"
+    add("--gpus", nargs="*", type=int, default=[2], metavar="N", help=gpus)
     add_some("--trunks", TRUNKS, "sizes of trunk")
     sides = "of fastest and trunk: V4, 'V2 compiled', OpenFold, ... (default: all)"
     add("--sides", nargs="+", metavar="SIDE", help=sides)
+    parser.add_flag("--renew", "measure those rows of an earlier file again that this one would")
     parser.add_path("--openfold", "CLONE", "of OpenFold, for trunk", default=Path("no clone"))
     add("--tables", nargs="+", choices=TABLES | SINGLE, default=list(TABLES), help="of table")
     parser.set_defaults(batch_size=4)
@@ -845,13 +982,14 @@ def run_suite(args: argparse.Namespace) -> int:
         files = {f"ablation_{script}.json": parts for script, parts in scripts.items()}
     elif args.suite == "fastest":
         files = {FASTEST[model]: partial(fastest, model) for model in args.models}
-    elif "processes" in said:
+    elif args.suite in ("scaling", "ddp"):
         args.processes = join_processes(args.suite)
-        files = {f"{args.suite}_{args.processes}.json": parts}
+        if args.suite == "ddp":
+            files = {f"ddp_{args.processes}.json": parts}
     settings = {key: getattr(args, key) for key in said}
     for name, parts in files.items():
-        keep = args.suite == "trunk"
-        rows = measure_study(args.directory / name, parts(args), keep=keep, **settings)
+        more = {"keep": args.suite in KEPT, "renew": args.renew}
+        rows = measure_study(args.directory / name, list(parts(args)), **more, **settings)
         if args.suite == "ablation":
             check_failed(rows)
     return 0

@@ -55,6 +55,7 @@ def sides_in(path: Path) -> dict[str, dict]:
 def test_ablation_measures_each_fusion_alone_and_all_but_each(tmp_path, monkeypatch):
     on_a_host_that_slows_down(monkeypatch)
     sets = ["none", *(f"{kind} {f}" for kind in ("only", "all but") for f in FUSIONS), "all"]
+    sets.append("all again")
     monkeypatch.setattr(benchmark, "MODELS", {"tiny_llama": SMALL})
     argv = ["--rounds", "3", "--models", "tiny_llama", "--versions", "v2"]
     assert benchmark.main(["ablation", str(tmp_path), *argv]) == 0
@@ -203,6 +204,28 @@ def test_the_trunk_has_a_row_for_each_version_with_and_without_checkpoints(tmp_p
     ]
 
 
+def test_padding_measures_each_version_with_masks_and_without(tmp_path, monkeypatch):
+    sizes = "--num-blocks 1 --num-seqs 4 --seq-len 8 --batch-size 2 --msa-dim 16 --pair-dim 16"
+    shapes = {"tiny_openfold, small": benchmark.shape("openfold", sizes)}
+    monkeypatch.setattr(benchmark, "SHAPES", shapes)
+    monkeypatch.setattr(benchmark, "ALL_VERSIONS", ("V1", "V2"))
+    seen = []
+    for version in (1, 2):
+        script = benchmark.importlib.import_module(f"tiny_openfold_v{version}")
+
+        def take(run, steps: int):
+            seen.append("residues" in run.trainer.next_batch())
+            return a_turn(run, 1.5 if seen[-1] else 1.0)
+
+        monkeypatch.setattr(script.Run, "take", take)
+    assert benchmark.main(["padding", str(tmp_path), "--rounds", "5"]) == 0
+    assert seen.count(True) == seen.count(False)
+    names = [*sides_in(tmp_path / "padding.json")]
+    assert names == ["V2", "V2, padded", "V1", "V1, padded"]
+    cells = benchmark.table(tmp_path).splitlines()[2].split("|")
+    assert [cell.strip() for cell in cells[4:-1]] == ["+50.0 %", "+50.0 %"]
+
+
 def fake_results(monkeypatch, results: list[dict]) -> None:
     """Every version script ends with the next of these results in place of training."""
     monkeypatch.setattr(benchmark, "MODELS", {"tiny_llama": []})
@@ -248,8 +271,8 @@ def test_a_run_that_fails_ends_the_suite_and_keeps_the_earlier_file(
     ended, _, err = call(capsys, "memory", tmp_path)
     assert ended == status
     assert [part.partition("; ")[0] for part in err.splitlines()[:-1]] == [
-        "1: seq_len 16",
-        "2: seq_len 32",
+        "1 of 2: seq_len 16",
+        "2 of 2: seq_len 32",
     ]
     assert line in err.splitlines()[-1]
     assert earlier.read_text() == "earlier"
@@ -269,34 +292,42 @@ def test_out_of_memory_is_a_cell_and_its_steps_are_no_measurement(tmp_path, monk
     assert rows[3][1:] == ["90", "-"]
 
 
-def test_scaling_of_graphs_is_a_table_of_what_was_measured(tmp_path):
-    """Beside the eager one, which needs V1 and V2 alone; V4 without overlap is on one GPU alone."""
+def test_scaling_is_weak_and_strong(tmp_path):
+    """Over the same batch per GPU, and over the same batch; what was not measured is no row."""
 
-    def row(gpus: int, name: str, mode: str, side: str, speed: float) -> dict:
+    def row(gpus: int, name: str, side: str, batch: int, ms: float, mode: str = "graph") -> dict:
         words = {"name": name, "precision": "bf16", "mode": mode, "side": side}
-        times = {"batch_ms": 1.0, "batch_median_ms": 1.0, "batch_p95_ms": 1.0}  # as a run has them
-        return words | times | {"samples_per_sec": gpus * speed}
+        return words | {"processes": gpus, "batch_size": batch, "batch_ms": ms}
 
-    for gpus in (1, 2):
-        rows = [
-            row(gpus, "tiny_openfold", "eager", "V1", 10 / gpus),
-            *(row(gpus, "tiny_openfold", "graph", f"V{v}", 100 - v * gpus) for v in (1, 2, 4)),
-            *(row(gpus, "tiny_openfold trunk", "graph", f"V{v}", 50.0) for v in (3, 4)),
-        ]
-        if gpus == 1:
-            rows.append(row(1, "tiny_openfold", "graph", benchmark.ALONE, 90.0))
-            rows.append(row(1, "tiny_llama", "graph", "V4", 90.0))
-        study = {"environment": {"device_name": "x"}, "processes": gpus, "rows": rows}
-        (tmp_path / f"scaling_{gpus}.json").write_text(json.dumps(study))
-    eager, graph = (
+    rows = [
+        *(row(1, "tiny_openfold", f"V{v}", batch, v * batch) for v in (3, 4) for batch in (4, 8)),
+        *(row(2, "tiny_openfold", f"V{v}", 8, 20.0) for v in (3, 4)),
+        *(row(gpus, "tiny_openfold trunk", "V4", gpus, 200.0) for gpus in (1, 2)),
+        *(row(gpus, "tiny_openfold", "V1", 4 * gpus, 10.0 * gpus, "eager") for gpus in (1, 2)),
+        row(1, "tiny_llama", "V4", 8, 1.0),
+    ]
+    study = {"environment": {"device_name": "x"}, "rounds": 5, "rows": rows}
+    (tmp_path / "scaling.json").write_text(json.dumps(study))
+    eager, weak, strong = (
         [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
         for text in benchmark.table(tmp_path, ["scaling"]).split("\n\n")
     )
     assert (eager[0][1:], [line[1:] for line in eager[2:]]) == (["2 GPUs, V1"], [["0.50"]])
-    assert graph[0][1:] == [f"2 GPUs, V{version}" for version in (1, 2, 3, 4)]
-    assert [line[1:] for line in graph[2:]] == [
-        ["0.99", "0.98", "-", "0.96"],
-        ["-", "-", "1.00", "1.00"],
+    assert weak[0][1:] == strong[0][1:] == ["2 GPUs, V3", "2 GPUs, V4"]
+    assert [line[1:] for line in weak[2:]] == [["0.60", "0.80"], ["-", "1.00"]]
+    assert [line[1:] for line in strong[2:]] == [["1.20x", "1.60x"]]
+
+
+def test_scaling_on_one_process_measures_the_batch_of_several_too(tmp_path, monkeypatch):
+    sizes = benchmark.Scaled(benchmark.Shape("tiny_llama", SMALL[:-2]), 2, 1)
+    monkeypatch.setattr(benchmark, "SCALING", {"tiny_llama": sizes})
+    monkeypatch.setattr(benchmark, "EAGER_SCALING", {"tiny_llama": ("V2",)})
+    argv = ["scaling", str(tmp_path), "--modes", "eager", "--rounds", "2", "--gpus", "3"]
+    assert benchmark.main(argv) == 0
+    rows = read_json(tmp_path / "scaling.json")["rows"]
+    assert [(row["processes"], row["batch_size"], len(row["turns_ms"])) for row in rows] == [
+        (1, 2, 2),
+        (1, 6, 2),
     ]
 
 

@@ -32,7 +32,9 @@ from conftest import (
     run_main,
     strict_json,
 )
+from test_openfold import padded
 
+from bench.versions import PADDED, with_its_proteins
 from workshop.turns import free_memory, in_turns
 
 pytestmark = pytest.mark.gpu
@@ -43,6 +45,7 @@ PRECISIONS = {
     "bf16": ["--use-amp"],
     "fp16": ["--use-amp", "--amp-dtype", "float16"],
 }
+OPENFOLD = [script for script in SCRIPTS if "openfold" in script]
 every_v2 = pytest.mark.parametrize("script", ["tiny_llama_v2", "tiny_openfold_v2"])
 with_triton = pytest.mark.parametrize("script", TRITON)
 every_fused = pytest.mark.parametrize(
@@ -193,6 +196,40 @@ def test_triton_kernels_follow_the_loss_curve_of_v1(script: str, tmp_path: Path)
     assert run_main(script, tmp_path / script, *argv).summary["loss"]["curve"] == pytest.approx(
         expected, rel=1e-3
     )
+
+
+@pytest.mark.parametrize("amp", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("sizes", ["", "--num-blocks 1 --msa-dim 256 --num-heads-msa 8"])
+@pytest.mark.parametrize("script", OPENFOLD)
+def test_padding_changes_neither_loss_nor_gradients(script: str, sizes: str, amp: bool):
+    """At real sizes, where a block of a kernel has real and padded positions."""
+    args = load(script).parse_args([*sizes.split(), "--batch-size", "2", "--device", "cuda"])
+    batch = load(script).make_batches(args, torch.device("cpu"), args.seed).next_batch()
+    sides = []
+    for inputs in (batch, padded(batch, args.num_seqs + 5, args.seq_len + 13)):
+        model = load(script).build_model(args, torch.device("cuda"))
+        model.load_state_dict(random_state(model.state_dict()))
+        with torch.autocast("cuda", torch.bfloat16, enabled=amp):
+            loss = model(**{name: value.cuda() for name, value in inputs.items()})
+        loss.backward()
+        sides.append((loss.item(), gradients(model)))
+    (expected, wanted), (found, same) = sides
+    assert found == pytest.approx(expected, rel=1e-2 if amp else 1e-4)
+    off = sum(float((same[n] - g).square().sum()) for n, g in wanted.items()) ** 0.5
+    norm = sum(float(g.square().sum()) for g in wanted.values()) ** 0.5
+    assert off / norm < (5e-2 if amp else 1e-3)
+
+
+@pytest.mark.parametrize("script", OPENFOLD)
+def test_a_graph_of_padded_batches_follows_the_steps_of_v1(script: str, tmp_path: Path):
+    """Masks change from batch to batch, and a graph reads those of the batch."""
+    curves = []
+    for name, argv in (("tiny_openfold_v1", EAGER), (script, GRAPH)):
+        with with_its_proteins(f"V{name[-1]}{PADDED}"):
+            run = run_main(name, tmp_path / name, *TWENTY, "--under-profiler", *argv)
+        assert run.status == 0, run.stderr
+        curves.append(run.summary["loss"]["curve"])
+    assert curves[1] == pytest.approx(curves[0], rel=1e-3)
 
 
 @pytest.mark.parametrize("script", ["tiny_llama_v2", *TRITON])

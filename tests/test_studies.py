@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import sys
@@ -101,6 +102,49 @@ def test_sets_are_named_and_none_comes_twice():
     assert not {*GAINS} & {*ablation.new_fusions(load("tiny_llama_v3"))}
 
 
+def test_a_cost_within_that_of_the_control_is_none_seen():
+    """In each group over all of the same turns, however slow the host was for another group."""
+
+    def row(group: int, slow: float, side: str, on: str, ms: float, mb: float) -> dict:
+        turns = [slow * ms, 3 * slow * ms]
+        words = {"shape": "small", "precision": "bf16", "seed": 42, "group": group, "side": side}
+        return words | {"on": [*on], "turns_ms": turns, "peak_mb": mb}
+
+    rows = [
+        *(row(g, g, "all", "abc", 10.0, 100.0) for g in (1, 2)),
+        *(row(g, g, "none", "", 20.0, 300.0) for g in (1, 2)),
+        *(row(g, g, ablation.CONTROL, "abc", ms, 100.0) for g, ms in ((1, 10.1), (2, 9.8))),
+        row(1, 1, "all but a", "bc", 11.0, 100.0),
+        row(1, 1, "all but b", "ac", 10.15, 150.0),
+        row(2, 2, "all but c", "ab", 9.7, 100.0),
+    ]
+    assert ablation.noise(rows) == pytest.approx(0.02)
+    time, memory = (
+        [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
+        for table in ablation.costs_tables("script", rows)
+    )
+    assert time == [
+        ["a", "10.0"],
+        ["b", "1.5, none seen"],
+        ["c", "-3.0"],
+        [ablation.CONTROL, "within 2.0"],
+    ]
+    assert memory == [["a", "0.0"], ["b", "50.0"], ["c", "0.0"]]
+    assert ablation.gains_of(rows, ablation.log_speedups(rows), "c")["last"] == pytest.approx(0.97)
+    assert not ablation.costs_tables("script", [r for r in rows if r["side"] != ablation.CONTROL])
+
+
+def test_each_group_has_all_none_and_a_control():
+    sets = ablation.fusion_sets("abcd")
+    parts = ablation.ablation("tiny_llama_v2", {"fp32": []}, "abcd", sets, 5, group=6)
+    groups = [[*measure.args[0]] for _, measure in parts]
+    assert [names["group"] for names, _ in parts] == [1, 2, 3]
+    assert all({"all", "none", ablation.CONTROL} <= {*sides} for sides in groups)
+    assert max(map(len, groups)) == 6
+    every = [ablation.set_name(on, "abcd") for on in sets]
+    assert {*itertools.chain(*groups)} == {*every, ablation.CONTROL}
+
+
 @pytest.fixture
 def steady(monkeypatch):
     """Steps of V1 take 20 ms, those of V2 that over the gains of its fusions.
@@ -149,24 +193,23 @@ def test_an_ablation_goes_on_group_by_group(steady, monkeypatch, tmp_path):
         fails_with(
             patch,
             "tiny_llama_v2",
-            lambda a: a.flash_attention and a.swiglu_fusion,
+            lambda a: a.flash_attention and a.swiglu_fusion and not a.qkv_fusion,
             KeyboardInterrupt(),
         )
         status, out, err = call(fusion_ablation_study, *argv)
     assert (status, out, err.splitlines()[-1]) == (130, "", "fusion_ablation_study.py: interrupted")
     assert not path.exists()
-    assert len(strict_json(path.with_suffix(".partial.json").read_text())["rows"]) == 4
+    assert len(strict_json(path.with_suffix(".partial.json").read_text())["rows"]) == 12
     status, out, err = call(fusion_ablation_study, *argv, "--csv", tmp_path / "sets.csv")
     assert status == 0
-    assert "1 of 3" not in err
-    assert "2 of 3" in err
+    assert "3 of 6" not in err
+    assert "4 of 6" in err
     rows = {row[0]: row for row in table_of(out)}
-    assert len(rows) == 8
+    assert len(rows) == 9
     assert rows["all but swiglu-fusion"][-2] == "2.50x"
     assert "each alone 2.75x as a product, all together 2.75x" in out
-    assert len((tmp_path / "sets.csv").read_text().splitlines()) == 1 + 8 + 2, (
-        "none is in each of three groups"
-    )
+    assert "fp32: all again was within 0.0 % of all" in out
+    assert len((tmp_path / "sets.csv").read_text().splitlines()) == 1 + 6 * 4
     assert call(fusion_ablation_study, "--table", path)[1] == out
     assert call(fusion_ablation_study, *argv)[1] == out, "nothing is left to measure"
     status, out, err = call(fusion_ablation_study, *argv, "--use-amp")
@@ -192,13 +235,13 @@ def test_a_set_that_does_not_finish_is_a_row(steady, monkeypatch, tmp_path):
     ]
     status, out, err = call(fusion_ablation_study, *argv)
     assert (status, err.count("--group-size")) == (0, 1)
-    assert [row[4] for row in table_of(out)] == ["1.00x", "out of memory", "2.00x", "2.50x"]
+    assert [row[4] for row in table_of(out)] == ["1.00x", "out of memory", "2.00x", *["2.50x"] * 2]
     assert "cannot be said" in out
     fails_with(monkeypatch, "tiny_llama_v2", lambda a: a.flash_attention, ValueError("wrong"))
     status, out, err = call(fusion_ablation_study, *argv[:-1], tmp_path / "b.json")
     assert status == 1
-    assert "2 of the runs failed" in err.splitlines()[-1]
-    assert [row[4] for row in table_of(out)] == ["1.00x", "out of memory", "failed", "failed"]
+    assert "3 of the runs failed" in err.splitlines()[-1]
+    assert [row[4] for row in table_of(out)] == ["1.00x", "out of memory", *["failed"] * 3]
 
 
 def test_the_suite_compares_the_models_of_each_cell(steady, monkeypatch, tmp_path):

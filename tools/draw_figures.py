@@ -959,8 +959,9 @@ def trunk() -> Sheet:
 
 def two_gpus() -> Sheet:
     """Milliseconds of a step on one GPU, and what a second one with a batch of its own adds."""
-    one, two = (
-        by_side(read(TWO_H100 / f"scaling_{n}.json")["rows"], "name", "precision") for n in (1, 2)
+    rows = sorted(read(TWO_H100 / "scaling.json")["rows"], key=lambda row: -row["batch_size"])
+    one, two = (  # of one GPU the smaller batch
+        by_side([row for row in rows if row["processes"] == n], "name", "precision") for n in (1, 2)
     )
     sheet = Sheet("The same batch on each of two GPUs: ms per step", 344)
     models = {"tiny_llama": "TinyLlama, small", "tiny_openfold": "TinyOpenFold, default"}

@@ -1,9 +1,10 @@
 """Ablation of fusions: which sets of them are measured, how, and what each is worth alone, last and
 on the whole.
 
-A set is what is on of the fusions that vary. Effects are computed on the logarithms of times, where
-gains that multiply add up, and turn by turn; so they are ratios, above 1 where time is saved
-(two-level factorial design).
+A set is what is on of the fusions that vary. Sets take turns in groups, each of which also has
+none, all, and all a second time: how far that control is from all tells which differences are
+none. Effects are computed on the logarithms of times, where gains that multiply add up, and turn by
+turn; so they are ratios, above 1 where time is saved (two-level factorial design).
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ from types import ModuleType
 
 from workshop.script import load_script
 from workshop.show import Column, ended, render
-from workshop.study import Part, unit_of
+from workshop.study import Part, by_side, unit_of
 from workshop.turns import in_turns, ratios, spread
 
 GROUP = 8  # sides that are in memory together
+SMALLEST_GROUP = 4  # none, all, the control and one more
+CONTROL = "all again"  # all of the fusions, built and captured a second time
 Set = tuple[str, ...]  # the fusions that are on
 Logs = dict[frozenset, dict[tuple[int, int], float]]  # of a set, by seed and turn
 
@@ -67,32 +70,35 @@ def ablation(
     rounds: int,
     seeds: Sequence[int] = (42,),
     group: int = GROUP,
+    counted: bool = True,
 ) -> list[Part]:
     """Parts of a study: these sets in each precision that has arguments, with each seed.
 
-    The sides of a part take turns; it has at most `group` of them, of which one has none of the
-    fusions.
+    The sides of a part take turns; it has at most `group` of them, among them none of the fusions,
+    all of them, and the control. Kernels are not counted unless `counted`.
     """
-    others, parts = [on for on in sets if on], []
-    groups = [((), *others[i : i + group - 1]) for i in range(0, len(others), group - 1)]
+    others, size = [on for on in sets if 0 < len(on) < len(fusions)], group - 3
+    groups, parts = [others[i : i + size] for i in range(0, len(others), size)] or [[]], []
     for (precision, argv), seed, (number, chosen) in itertools.product(
         arguments.items(), seeds, enumerate(groups, 1)
     ):
         names = {"precision": precision, "seed": seed, "group": number}
         sides = {}
-        for on in chosen:
+        for on in (tuple(fusions), *chosen, ()):
             flags = [f"--{'enable' if fusion in on else 'disable'}-{fusion}" for fusion in fusions]
-            sides[on] = (set_name(on, fusions), (script, [*argv, "--seed", str(seed), *flags]))
-        parts.append((names, partial(speedups_over_unfused, sides, rounds)))
+            sides[set_name(on, fusions)] = on, (script, [*argv, "--seed", str(seed), *flags])
+        sides[CONTROL] = sides["all"]  # last: as far from the first as any
+        parts.append((names, partial(speedups_over_unfused, sides, rounds, counted)))
     return parts
 
 
 def speedups_over_unfused(
-    sides: dict[Set, tuple[str, tuple[str, list[str]]]], rounds: int
+    sides: dict[str, tuple[Set, tuple[str, list[str]]]], rounds: int, counted: bool
 ) -> list[dict]:
     """Measure each set in turns with none; a row has its speed-up over none, if both finished."""
-    measured, rows = in_turns(dict(sides.values()), rounds), []
-    for on, (name, _) in sides.items():
+    measured = in_turns({name: side for name, (_, side) in sides.items()}, rounds, counted)
+    rows = []
+    for name, (on, _) in sides.items():
         row = measured[name]
         finished = "turns_ms" in row and "turns_ms" in measured["none"]
         gain = statistics.median(ratios(measured["none"], row)) if finished else None
@@ -102,7 +108,8 @@ def speedups_over_unfused(
 
 def log_speedups(rows: Iterable[dict]) -> Logs:
     """Of each set and turn, the logarithm of its speed-up over none of its own group."""
-    rows, logs = [row for row in rows if "turns_ms" in row], defaultdict(dict)
+    rows = [row for row in rows if "turns_ms" in row and row.get("side") != CONTROL]
+    logs = defaultdict(dict)
     none = {(row["seed"], row["group"]): row for row in rows if not row["on"]}
     for row in rows:
         if reference := none.get((row["seed"], row["group"])):
@@ -110,6 +117,28 @@ def log_speedups(rows: Iterable[dict]) -> Logs:
             found = {(row["seed"], turn): math.log(gain) for turn, gain in gains}
             logs[frozenset(row["on"])] |= found
     return dict(logs)
+
+
+def over_all(rows: Iterable[dict], side: str, key: str = "turns_ms") -> list[float]:
+    """Times of a side over those of all fusions in the same turns, of each group that has both.
+
+    With the key of one number, memory for example, a ratio for each group.
+    """
+    found = []
+    for sides in by_side(rows, "seed", "group").values():
+        pair = [sides.get(name, {}).get(key) for name in (side, "all")]
+        if all(pair):
+            pair = [value if isinstance(value, list) else [value] for value in pair]
+            found += [one / other for one, other in zip(*pair, strict=True)]
+    return found
+
+
+def noise(rows: Iterable[dict]) -> float | None:
+    """How far the control was from all at most, as a part of the time: less than that is no effect.
+
+    None without a control.
+    """
+    return max((abs(ratio - 1) for ratio in over_all(rows, CONTROL)), default=None)
 
 
 def effect(
@@ -172,14 +201,16 @@ def sets_table(script: str, rows: Sequence[dict], wide: bool = False) -> str:
     `wide`: memory and the range of turns, too.
     """
     unit = unit_of(rows)
+    rows = sorted(rows, key=lambda row: len(row["on"]))
     sets = {row["side"]: {"name": row["side"]} for row in rows}  # and its rows of each precision
     for row in rows:
         sets[row["side"]].setdefault(row["precision"], []).append(row)
     columns = [Column(script, "name")]
     for precision in dict.fromkeys(row["precision"] for row in rows):
+        counted = any("per_step" in row for row in rows if row["precision"] == precision)
         columns += [
             *[Column(f"{precision} peak MB", median_of(precision, "peak_mb"), ".1f")] * wide,
-            Column(f"{precision} {unit}", median_of(precision, "per_step"), ".10g"),
+            *[Column(f"{precision} {unit}", median_of(precision, "per_step"), ".10g")] * counted,
             Column(f"{precision} ms per step", median_of(precision, "batch_ms"), ".2f"),
             Column(f"{precision} speed-up", partial(gain_or_end, precision), ".2f", "x"),
         ]
@@ -187,6 +218,41 @@ def sets_table(script: str, rows: Sequence[dict], wide: bool = False) -> str:
             logs = log_speedups(row for row in rows if row["precision"] == precision)
             columns.append(Column(f"{precision} in turns", partial(gain_in_turns, precision, logs)))
     return render(columns, [*sets.values()])
+
+
+def costs_tables(title: str, rows: Sequence[dict]) -> list[str]:
+    """What the step takes longer, and more memory, without each fusion; the control's noise.
+
+    A column for each shape and precision. Empty without a control.
+    """
+    cells = {
+        ", ".join(filter(None, (shape, precision))): [
+            r for r in same if r["precision"] == precision
+        ]
+        for shape, same in by_shape(rows).items()
+        for precision in dict.fromkeys(row["precision"] for row in same)
+    }
+    if not any(map(noise, cells.values())):
+        return []
+    fusions = varying(rows)
+
+    def percent(key: str, cell: str, fusion: str) -> str | None:
+        if fusion == CONTROL:
+            limit = noise(cells[cell]) if key == "turns_ms" else None
+            return f"within {100 * limit:.1f}" if limit is not None else None
+        side = set_name(tuple(name for name in fusions if name != fusion), fusions)
+        found = median(over_all(cells[cell], side, key))
+        if found is None:
+            return next(filter(None, (ended(r) for r in cells[cell] if r["side"] == side)), None)
+        seen = key != "turns_ms" or abs(found - 1) > noise(cells[cell])
+        return f"{100 * (found - 1):.1f}" + ("" if seen else ", none seen")
+
+    tables = []
+    for what, key in (("time", "turns_ms"), ("memory", "peak_mb")):
+        columns = [Column(f"% more {what} without it, {title}", str)]
+        columns += [Column(cell, partial(percent, key, cell)) for cell in cells]
+        tables.append(render(columns, [*fusions, *[CONTROL] * (key == "turns_ms")]))
+    return tables
 
 
 def median_of(precision: str, key: str) -> Callable[[dict], float | None]:
@@ -212,12 +278,21 @@ def gain_in_turns(precision: str, logs: Logs, of_set: dict) -> str | None:
     return spread(list(map(math.exp, turns.values()))) if turns else None
 
 
+def by_shape(rows: Iterable[dict]) -> dict[str, list[dict]]:
+    """Rows by the name of their sizes, which is empty in a study of one size."""
+    found = defaultdict(list)
+    for row in rows:
+        found[row.get("shape", "")].append(row)
+    return dict(found)
+
+
 def effects_tables(rows: Sequence[dict]) -> list[str]:
     """In each precision what each fusion gains, how two interact, and whether gains add up."""
     fusions, found = varying(rows), []
     for precision in dict.fromkeys(row["precision"] for row in rows):
-        logs = log_speedups(row for row in rows if row["precision"] == precision)
-        gains = [{"name": fusion, **gains_of(logs, fusions, fusion)} for fusion in fusions]
+        same = [row for row in rows if row["precision"] == precision]
+        logs = log_speedups(same)
+        gains = [{"name": fusion, **gains_of(same, logs, fusion)} for fusion in fusions]
         columns = [
             Column(f"{precision}, fusion", "name"),
             Column("alone", "alone", ".2f", "x"),
@@ -227,6 +302,10 @@ def effects_tables(rows: Sequence[dict]) -> list[str]:
             Column("between pairs of sets", "pairs"),
         ]
         found.append(render(columns, gains))
+        limit = noise(same)
+        if limit is not None:
+            what = f"{CONTROL} was within {100 * limit:.1f} % of all"
+            found.append(f"{precision}: {what}: a smaller gain of a fusion added last is none.")
         pairs = []
         for first, second in itertools.combinations(fusions, 2):
             turns = interaction(logs, first, second)[0]
@@ -243,16 +322,20 @@ def effects_tables(rows: Sequence[dict]) -> list[str]:
     return found
 
 
-def gains_of(logs: Logs, fusions: Sequence[str], fusion: str) -> dict[str, object]:
+def gains_of(rows: Sequence[dict], logs: Logs, fusion: str) -> dict[str, object]:
     """What a fusion gains alone, added last, and on the whole with its ranges.
 
     None where not measured.
     """
-    all_of_them = frozenset(fusions)
+    fusions = varying(rows)
+    rest = tuple(name for name in fusions if name != fusion)
+    last = over_all(rows, set_name(rest, fusions))
+    if not last:  # studies without all in each group
+        last = effect(logs, [{frozenset(fusions): 1, frozenset(rest): -1}])[0]
     turns, pairs = main_effect(logs, fusion)
     return {
         "alone": median(effect(logs, [{frozenset([fusion]): 1}])[0]),
-        "last": median(effect(logs, [{all_of_them: 1, all_of_them - {fusion}: -1}])[0]),
+        "last": median(last),
         "main": median(turns),
         "turns": in_words(turns),
         "pairs": f"{min(pairs):.2f}x to {max(pairs):.2f}x in {len(pairs)}" if pairs else None,

@@ -267,6 +267,7 @@ class Row:
     shape: str = None  # a name for the sizes
     batch_size: Count = None
     seq_len: Count = None
+    processes: Count = None  # that shared the batch, on a GPU each
     precision: str = None  # fp32, TF32, bf16, fp16
     mode: str = None  # eager, graph, compiled, compiled graph
     fusions: list[str] = None  # flags of those in effect

@@ -9,6 +9,7 @@ import math
 import statistics
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import ModuleType
 
@@ -141,12 +142,18 @@ def failure(error: Exception) -> dict[str, str]:
     return {"status": "oom" if oom else "failed", "error": reason}
 
 
-def in_turns(sides: dict[str, tuple[str, list[str]]], rounds: int) -> dict[str, dict]:
+def in_turns(
+    sides: dict[str, tuple[str, list[str]]],
+    rounds: int,
+    counted: bool = True,
+    building: Callable[[str], AbstractContextManager] = nullcontext,
+) -> dict[str, dict]:
     """What steps of each side (script, arguments) take, in turns of about 0.3 s or two steps.
 
     The sides change their order from turn to turn. Milliseconds per step are the median of the
-    turns, peak memory is that of the side alone, kernels are counted after the last turn. A side
-    that runs out of memory, or fails, has a `status` and an `error` in place of these.
+    turns, peak memory is that of the side alone, kernels are counted after the last turn unless
+    `counted` is False. A side is built and warmed up inside of what `building` makes of its name.
+    One that runs out of memory, or fails, has a `status` and an `error` in place of these.
     """
     modules = {name: importlib.import_module(script) for name, (script, _) in sides.items()}
     parsed = {name: parse_quiet(modules[name], argv) for name, (_, argv) in sides.items()}
@@ -157,7 +164,9 @@ def in_turns(sides: dict[str, tuple[str, list[str]]], rounds: int) -> dict[str, 
         rows[name] |= failure(error)
 
     def start(name: str) -> None:
-        runs[name], steps[name], rows[name]["peak_mb"] = begin(modules[name], parsed[name], rounds)
+        with building(name):
+            run = begin(modules[name], parsed[name], rounds)
+        runs[name], steps[name], rows[name]["peak_mb"] = run
 
     def take(name: str) -> None:
         times[name].append(runs[name].take(steps[name]).step_ms)
@@ -165,7 +174,7 @@ def in_turns(sides: dict[str, tuple[str, list[str]]], rounds: int) -> dict[str, 
     def finish(name: str) -> None:
         trainer = runs[name].trainer
         modules[name].prepare(parsed[name])
-        counts = modules[name].count_kernels(trainer)
+        counts = modules[name].count_kernels(trainer) if counted else {}
         if not trainer.gpu:
             rows[name]["peak_mb"] = modules[name].memory_of_a_step(trainer) / 1e6
         rows[name] |= {"batch_ms": statistics.median(times[name]), "turns_ms": times[name]}
@@ -182,9 +191,11 @@ def in_turns(sides: dict[str, tuple[str, list[str]]], rounds: int) -> dict[str, 
     return rows
 
 
-def all_measured(sides: dict[str, tuple[str, list[str]]], rounds: int) -> dict[str, dict]:
+def all_measured(
+    sides: dict[str, tuple[str, list[str]]], rounds: int, **more: Callable
+) -> dict[str, dict]:
     """The same where every side is needed: ToolError for the first that did not finish."""
-    rows = in_turns(sides, rounds)
+    rows = in_turns(sides, rounds, **more)
     for row in rows.values():
         if "error" in row:
             command = " ".join([row["script"], *row["argv"]])
