@@ -35,6 +35,7 @@ from collections.abc import Callable, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
+from workshop.ablation import CONTROL
 from workshop.cli import Parser, ToolError, documented_parser, print_notes, program
 from workshop.files import read_json
 from workshop.results import (
@@ -132,6 +133,7 @@ def series_of_studies(paths: Sequence[Path], x: str) -> Series:
         for (place, word, *_), sides in groups.items():
             if "none" not in sides:
                 raise ToolError(f"{path}: no ablation, a group of its rows has no `none`")
+            sides.pop(CONTROL, None)
             for name, row in sides.items():
                 other = series.setdefault(name, {}).get(place)
                 if other and (other.path, precision(other.result)) != (path, word):

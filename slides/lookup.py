@@ -77,13 +77,14 @@ MADE_HERE = {
 
 def select(source: str, rows: Sequence[str], columns: Sequence[str]) -> list[list[str]]:
     """Cells of the first table of the source that has these rows (all of them, if none is named)
-    and columns."""
+    and columns, as it is or with rows as columns."""
 
     def place(names: Sequence[str], wanted: str) -> int | None:
         found = [i for i, name in enumerate(names) if name.startswith(wanted)]
         return names.index(wanted) if wanted in names else found[0] if len(found) == 1 else None
 
-    for header, *lines in tables(source):
+    turned = [[*map(list, zip(*table, strict=True))] for table in tables(source)]
+    for header, *lines in (*tables(source), *turned):
         across = [place(header, name) for name in columns]
         down = [place([line[0] for line in lines], name) for name in rows] or [*range(len(lines))]
         if None not in across + down:
