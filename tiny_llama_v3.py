@@ -1299,6 +1299,7 @@ class TextBatches:
         self.windows = np.lib.stride_tricks.sliding_window_view(stream, args.seq_len)
         self.batch_size, self.device = args.batch_size, device
         self.generator = torch.Generator().manual_seed(seed)
+        self.source = {}  # nothing of it is in the report
 
     def next_batch(self) -> dict[str, Tensor]:
         starts = torch.randint(len(self.windows), (self.batch_size,), generator=self.generator)
@@ -1330,16 +1331,41 @@ def markov_text(vocab_size: int, length: int, seed: int) -> np.ndarray:
     return text.T.reshape(-1)[:length]
 
 
+# What a file begins with that is no text.
+BINARY = {
+    b"\x1f\x8b": "a gzip file",
+    b"PK\x03\x04": "a zip file",
+    b"PAR1": "a Parquet file",
+    b"\x93NUMPY": "a NumPy array",
+    b"\xff\xfe": "UTF-16",
+    b"\xfe\xff": "UTF-16",
+}
+
+
+def binary_kind(content: bytes) -> str:
+    """Name what a file seems to be if it is no text, otherwise ""."""
+    if kind := next((BINARY[magic] for magic in BINARY if content.startswith(magic)), ""):
+        return kind
+    if not re.search(rb"[\x00-\x08\x0e-\x19\x1c-\x1f]", content):  # no text has these
+        return ""
+    for bits in (64, 32, 16):
+        ids = np.frombuffer(content[: len(content) // 8 * 8], f"<u{bits // 8}")
+        if len(ids) and len(content) % (bits // 8) == 0 and ids.max() < 2 ** min(18, bits) - 1e4:
+            text = ids.min() >= 9 and (ids.max() < 128 or not (ids % 256).any())
+            return "UTF-16" if text else f"uint{bits} token ids, as nanoGPT's train.bin"
+    return "a binary file"
+
+
 def read_text(path: Path, seq_len: int) -> np.ndarray:
     """Read the bytes of a text file as tokens [length]."""
     if path.exists() and not path.is_file():  # a pipe can be read only once, /dev/zero has no end
-        fail(f"--text-file {path}: not a regular file")
+        fail(f"--text-file {path}: {'a folder' if path.is_dir() else 'not a regular file'}")
     try:
         content = path.read_bytes()
     except OSError as error:
         fail(f"--text-file {path}: {error.strerror}")
-    if b"\0" in content:
-        fail(f"--text-file {path}: this is a binary file; give a text file")
+    if kind := binary_kind(content):
+        fail(f"--text-file {path}: it looks like {kind}; give plain text (ASCII or UTF-8)")
     if len(content) < seq_len:
         fail(f"--text-file {path}: {len(content)} bytes are fewer than --seq-len {seq_len}")
     return np.frombuffer(content, dtype=np.uint8).astype(np.int64)
@@ -1360,7 +1386,7 @@ def make_batches(args: argparse.Namespace, device: torch.device, seed: int) -> T
 # Copied from common/harness.py by tools/sync_common.py: edit it there.
 # It knows the model by docstring, VERSION, FUSIONS, TRITON_FUSIONS, MODES, add_model_arguments
 # (--batch-size), check_model_arguments, without_effect, use_settings, build_model (.config,
-# .TARGETS), build_optimizer, make_batches (.next_batch()); these use its at_least, fail, say.
+# .TARGETS), build_optimizer, make_batches (.next_batch(), .source); they use at_least, fail, say.
 SCRIPT = Path(__file__).stem
 PHASES = ("data", "forward", "backward", "optimizer")
 GRAPH_PHASES = ("data", "graph")  # with --enable-cuda-graph
@@ -1389,6 +1415,7 @@ Average graph time: {timing[graph_ms]:.1f} ms (the whole step; its phases cannot
 Warmup step time: {timing[warmup_first_step_ms]:.1f} ms (first step{compiled})
 Compilation overhead: {timing[compilation_overhead_ms]:.1f} ms
 Final loss: {loss[final]:.4f} (first step {loss[initial]:.4f})
+Residues with coordinates: {data[observed]} of {data[residues]}
 Peak memory usage: {memory[peak_mb]:.1f} MB
 Kernels per step: {kernels[per_step]}{all_off}{kernels[remark]}
 Kernel reduction: {kernels[reduction_percent]:.1f} %
@@ -1610,7 +1637,7 @@ def join_processes(args: argparse.Namespace) -> None:
 
 
 def prepare(args: argparse.Namespace) -> torch.device:
-    """Make this run's settings those of the process; return the device."""
+    """Apply this run's process-wide settings; return the device."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler writes on stderr
     if args.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -1694,7 +1721,7 @@ class Trainer:
         return self.loss
 
     def compute(self, batch: dict[str, Tensor]) -> Tensor:
-        """Compute the step, which is what a graph captures."""
+        """Compute what a graph captures."""
         with self.phase("forward"), self.autocast():
             if self.args.torch_compile:
                 torch.compiler.cudagraph_mark_step_begin()
@@ -1822,7 +1849,7 @@ def count_all_off(args: argparse.Namespace, device: torch.device) -> int | None:
 
 
 def memory_of_a_step(trainer: Trainer) -> float:
-    """Return the most bytes of tensors in a step; a flag writes their course, too."""
+    """Return the peak bytes of tensors in a step; a flag writes their course."""
     gc.collect()  # what is freed in the step was allocated in it
     events = trainer.trace(trainer.profile(profile_memory=True))["traceEvents"]
     kept = [*trainer.model.parameters(), *trainer.model.buffers(), *trainer.inputs.values()]
@@ -1867,7 +1894,7 @@ def recorded_region(active: bool) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Turn:
-    """Steps in a row, with the device idle before the first and after the last."""
+    """Steps in a row, the device idle before and after."""
 
     label: str  # the kind of steps
     steps: int
@@ -1901,15 +1928,15 @@ def timing(turns: list[Turn], batch_size: int) -> dict:
 
 
 class Run:
-    """A run: its arguments, its trainer, and what is known by now."""
+    """A run: arguments, trainer, results so far."""
 
     def __init__(self, args: argparse.Namespace, title: str = ""):
         self.args = args
         self.title = title
         self.device = prepare(args)
-        self.model: dict = {"config": {}}
+        self.model: dict = {"config": {}, "data": {}}
         self.turns: list[Turn] = []
-        self.kept = 0  # bytes of GPU memory between two turns
+        self.kept = 0  # bytes between two turns
         self.peak = 0  # bytes in a measured step
         self.kernels: dict = {}
         self.flops = 0
@@ -1925,7 +1952,8 @@ class Run:
         self.trainer = Trainer(args, self.device)
         config = asdict(self.trainer.model.config)
         parameters = sum(p.numel() for p in self.trainer.model.parameters())
-        self.model = {"config": config, "parameters": parameters}
+        data = self.trainer.batches.source
+        self.model = {"config": config, "parameters": parameters, "data": data}
         several = f" x {WORLD_SIZE}" if WORLD_SIZE > 1 else ""
         sizes = [f"{name} {n}" for name, n in config.items() if isinstance(n, int) and n]
         precision = f"float32 (matmul precision {args.matmul_precision})"
@@ -1950,7 +1978,7 @@ class Run:
         self.plan(args.num_steps, "step")
 
     def plan(self, steps: int, label: str) -> None:
-        """Begin to count: so many steps of this kind follow."""
+        """Reset the progress counter for `steps` steps."""
         self.goal, self.label, self.done = steps, label, 0
         self.started = time.perf_counter()
         self.shown = 0.0  # when progress was shown
@@ -2033,7 +2061,7 @@ class Run:
         self.flops = counter.get_total_flops()
 
     def result(self) -> dict:
-        """Return what is known of this run, for its file."""
+        """Return the results so far."""
         args, kernels, flops = self.args, dict(self.kernels), {}
         curve = [loss for turn in self.turns for loss in turn.losses]
         ends = {"initial": curve[0], "final": curve[-1]} if curve else {}
@@ -2101,7 +2129,7 @@ def measure(runs: list[Run]) -> None:
                 run.take(steps)
     for run in runs if not args.under_profiler else ():
         run.count()
-        del run.trainer  # its memory is wanted for the model with everything off
+        del run.trainer  # its memory is wanted for all off
     for run in runs if WORLD_SIZE > 1 else ():
         dist.all_gather_object(peaks := [0.0] * WORLD_SIZE, run.peak)
         run.peak = max(peaks)
@@ -2118,7 +2146,7 @@ def train_all(runs: list[Run]) -> None:
         if RANK:
             dist.barrier()  # rank 0 leaves its record before another one can fail
         for run in runs:
-            run.write()  # what a run leaves that is killed
+            run.write()  # for a run that is killed
         if WORLD_SIZE > 1 and not RANK:
             dist.barrier()
         measure(runs)

@@ -138,7 +138,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     text = "residues per sample"
     add("--seq-len", type=at_least(2), default=sizes.seq_len, metavar="N", help=text)
     add("--batch-size", type=at_least(1), default=4, metavar="B", help="samples per step")
-    text = "real alignments, query first (with --structure); can be repeated, or a folder"
+    text = "real alignments, query first (with --structure), or prepared .npz; or folders of them"
     add("--msa", type=Path, action="append", metavar="FILE.a3m", help=text)
     text = "their structures, PDB or mmCIF, in the same order (with --msa)"
     add("--structure", type=Path, action="append", metavar="FILE", help=text)
@@ -150,12 +150,14 @@ def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentPar
         dim, heads = getattr(args, f"{name}_dim"), getattr(args, f"num_heads_{name}")
         if dim % heads:
             parser.error(f"--{name}-dim {dim} must be divisible by --num-heads-{name} {heads}")
-    if bool(args.msa) != bool(args.structure):
-        parser.error(
-            "--msa and --structure belong together: give both, or neither for synthetic proteins",
-        )
+    if args.structure and not args.msa:
+        parser.error("--structure FILE needs its alignment: --msa FILE.a3m")
     if args.msa:
-        sizes = zip(*(protein.tokens.shape for protein in read_proteins(args)), strict=True)
+        proteins = read_proteins(args)
+        for protein in proteins:
+            if protein.note:
+                say("note", protein.note)
+        sizes = zip(*(protein.tokens.shape for protein in proteins), strict=True)
         for name, found in zip(("num_seqs", "seq_len"), map(max, sizes), strict=True):
             wanted = getattr(args, name)
             if wanted > found:
@@ -710,6 +712,7 @@ class Protein:
     tokens: np.ndarray  # [depth, length], uint8
     coords: np.ndarray  # [length, 3], Angstrom: C-beta, or C-alpha of glycine
     observed: np.ndarray  # [length], bool: does the structure have this residue?
+    note: str = ""  # what of the files did not match
 
 
 class ProteinBatches:
@@ -732,6 +735,10 @@ class ProteinBatches:
         crop = (args.num_seqs, args.seq_len)
         self.padded = any((np.array(p.tokens.shape) < crop).any() for p in proteins)
         self.rng = np.random.default_rng(seed)
+        self.source = {}
+        if args.msa:
+            observed = np.concatenate([protein.observed for protein in proteins])
+            self.source = {"residues": len(observed), "observed": int(observed.sum())}
 
     def next_batch(self) -> dict[str, Tensor]:
         chosen = self.rng.integers(len(self.proteins), size=self.batch_size)
@@ -839,119 +846,58 @@ def synthetic_proteins(count: int, depth: int, length: int, seed: int) -> list[P
     return proteins
 
 
-def read_a3m(path: Path) -> np.ndarray:
-    """Read an alignment in A3M format -> tokens [depth, length].
-
-    Insertions, which are in lower case, are dropped.
-    """
+def prepared_protein(path: Path) -> Protein:
+    """Read a protein that examples/proteins.py has prepared."""
+    if path.exists() and not path.is_file():
+        fail(f"--msa {path}: not a regular file")
     try:
-        content = path.read_bytes()
-    except OSError as error:
+        with np.load(path, allow_pickle=False) as file:
+            tokens, coords, observed = (file[name] for name in ("tokens", "coords", "observed"))
+    except FileNotFoundError as error:
         fail(f"--msa {path}: {error.strerror}")
-    if b"\0" in content or not content.lstrip().startswith((b">", b"#")):
-        fail(f"--msa {path}: not an A3M file (it must begin with a line '>name')")
-    rows: list[str] = []
-    for line in content.decode("utf-8", "replace").splitlines():
-        if line.startswith(">"):
-            rows.append("")
-        elif rows:
-            letters = (letter for letter in line.strip() if not letter.islower())
-            rows[-1] += "".join(letters).replace(".", "")
-    wrong = [i for i, row in enumerate(rows) if len(row) != len(rows[0])]
-    if not rows or not rows[0] or wrong:
-        columns = len(rows[0]) if rows else 0
-        where = "the query"
-        if wrong:
-            where = f"sequence {wrong[0] + 1} has {len(rows[wrong[0]])} columns, the query"
-        fail(f"--msa {path}: {where} has {columns} columns (lower case not counted)")
-    code = np.full(128, UNKNOWN, dtype=np.uint8)
-    code[[ord(letter) for letter in AMINO_ACIDS]] = np.arange(20)
-    code[ord("-")] = GAP
-    letters = np.array([[min(ord(letter), 127) for letter in row] for row in rows])
-    if not (np.isin(letters, [ord(c) for c in "ABCDEFGHIJKLMNOPQRSTUVWXYZ-*"])).all():
-        fail(f"--msa {path}: it has characters that are neither amino acids nor gaps")
-    return code[letters]
-
-
-def read_structure(path: Path, query: str) -> tuple[np.ndarray, np.ndarray]:
-    """Read the chain of a PDB or mmCIF file that matches the query.
-
-    Returns coordinates [length, 3] and observed [length].
-    """
-    try:
-        import gemmi
-    except ImportError:
-        fail("--structure needs the package gemmi: pip install gemmi", status=4)
-    try:
-        structure = gemmi.read_structure(str(path))
-    except (OSError, RuntimeError, ValueError) as error:
-        fail(f"--structure {path}: not a PDB or mmCIF file ({str(error).splitlines()[0]})")
-    structure.setup_entities()
-    best, best_identity = None, 0.0
-    for chain in structure[0] if len(structure) else ():
-        residues = list(chain.get_polymer().first_conformer())
-        letters = gemmi.one_letter_code([residue.name for residue in residues]).upper()
-        alignment = gemmi.align_string_sequences(list(query), list(letters), [])
-        pairs = alignment_pairs(alignment.cigar_str())
-        identity = sum(query[i] == letters[j] for i, j in pairs) / max(1, len(pairs))
-        if len(pairs) * identity > (len(best) if best else 0) * best_identity:
-            best, best_identity = [(i, residues[j]) for i, j in pairs], identity
-    if not best or best_identity < 0.9 or len(best) < 0.5 * len(query):
-        fail(
-            f"--structure {path}: no chain matches the query of the alignment "
-            f"(best: {len(best or ())} of {len(query)} residues aligned, "
-            f"{100 * best_identity:.0f} % identical; at least half and 90 % are needed)"
-        )
-    coords = np.zeros((len(query), 3), dtype=np.float32)
-    observed = np.zeros(len(query), dtype=bool)
-    for i, residue in best:
-        atom = residue.find_atom("CB", "*") or residue.find_atom("CA", "*")
-        if atom:
-            coords[i], observed[i] = atom.pos.tolist(), True
-    return coords, observed
-
-
-def alignment_pairs(cigar: str) -> list[tuple[int, int]]:
-    """List the positions (first, second) that a CIGAR string such as 3I70M2D aligns."""
-    pairs, first, second = [], 0, 0
-    for length, operation in re.findall(r"(\d+)([MID])", cigar):
-        if operation == "M":
-            pairs += [(first + i, second + i) for i in range(int(length))]
-        first += int(length) * (operation in "MI")
-        second += int(length) * (operation in "MD")
-    return pairs
-
-
-def read_protein(msa: Path, structure: Path) -> Protein:
-    """Read an alignment and the structure of its query."""
-    for flag, path in (("--msa", msa), ("--structure", structure)):
-        # A pipe can be read only once, /dev/zero has no end.
-        if path.exists() and not path.is_file():
-            fail(f"{flag} {path}: not a regular file")
-    tokens = read_a3m(msa)
-    query = "".join((AMINO_ACIDS + "X-")[token] for token in tokens[0])
-    return Protein(tokens, *read_structure(structure, query))
-
-
-def files_of(flag: str, paths: list[Path], *endings: str) -> list[Path]:
-    """List these files, and of folders those with one of these endings, by name."""
-    files: list[Path] = []
-    for path in paths:
-        found = sorted(file for file in path.glob("*") if file.name.endswith(endings))
-        if path.is_dir() and not found:
-            fail(f"{flag} {path}: no file in this folder ends in {' or '.join(endings)}")
-        files += found if path.is_dir() else [path]
-    return files
+    except Exception:  # damage has many names
+        hint = "an alignment needs --structure with it"
+        fail(f"--msa {path}: not a .npz that examples/proteins.py prepared; {hint}")
+    length = tokens.shape[-1] if tokens.ndim == 2 else 0
+    wrong = None
+    if tokens.dtype.kind not in "iu" or not len(tokens) or length < 2:
+        wrong = "tokens must be whole numbers [depth, length]"
+    elif not ((tokens >= 0) & (tokens <= GAP)).all() or (tokens[0] == GAP).any():
+        wrong = f"tokens must be 0 to {GAP}, and below in the query"
+    elif observed.dtype != bool or observed.shape != (length,) or not observed.any():
+        wrong = f"observed must be bool [{length}], not all False"
+    elif coords.dtype.kind != "f" or coords.shape != (length, 3):
+        wrong = f"coords must be floats [{length}, 3]"
+    elif not np.isfinite(coords[observed]).all():
+        wrong = "coords of observed residues must be finite"
+    if wrong:
+        fail(f"--msa {path}: {wrong}")
+    missing = length - int(observed.sum())
+    note = f"{path}: {missing} of {length} residues have no coordinates" if missing else ""
+    coords = np.where(observed[:, None], coords, 0).astype(np.float32)
+    return Protein(tokens.astype(np.uint8), coords, observed, note)
 
 
 def read_proteins(args: argparse.Namespace) -> list[Protein]:
-    """Read the proteins of --msa and --structure."""
-    alignments = files_of("--msa", args.msa, ".a3m")
-    structures = files_of("--structure", args.structure, ".pdb", ".cif", ".pdb.gz", ".cif.gz")
-    if len(alignments) != len(structures):
-        found = f"{len(alignments)} alignments, --structure {len(structures)} structures"
-        fail(f"--msa has {found}: they belong together in this order")
-    return [read_protein(*pair) for pair in zip(alignments, structures, strict=True)]
+    """Read the proteins of --msa and --structure, or prepared ones of --msa alone."""
+    if not args.structure:
+        found = [sorted(p.glob("*.npz")) or [p] for p in args.msa]
+        return [prepared_protein(path) for path in itertools.chain(*found)]
+    path = Path(__file__).resolve().parent / "examples" / "proteins.py"
+    if not path.is_file():
+        fail(f"--structure needs {path}; without it give a prepared --msa FILE.npz alone", 4)
+    spec = importlib.util.spec_from_file_location("proteins", path)
+    reader = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = reader
+    try:
+        spec.loader.exec_module(reader)
+    except ImportError as error:
+        fail(f"--structure needs the package {error.name}: pip install {error.name}", 4)
+    try:
+        found = reader.read_proteins(args.msa, args.structure)
+    except reader.InputError as error:
+        fail(str(error))
+    return [Protein(**arrays, note=note) for arrays, note in found]
 
 
 def make_batches(args: argparse.Namespace, device: torch.device, seed: int) -> ProteinBatches:
@@ -971,7 +917,7 @@ def make_batches(args: argparse.Namespace, device: torch.device, seed: int) -> P
 # Copied from common/harness.py by tools/sync_common.py: edit it there.
 # It knows the model by docstring, VERSION, FUSIONS, TRITON_FUSIONS, MODES, add_model_arguments
 # (--batch-size), check_model_arguments, without_effect, use_settings, build_model (.config,
-# .TARGETS), build_optimizer, make_batches (.next_batch()); these use its at_least, fail, say.
+# .TARGETS), build_optimizer, make_batches (.next_batch(), .source); they use at_least, fail, say.
 SCRIPT = Path(__file__).stem
 PHASES = ("data", "forward", "backward", "optimizer")
 GRAPH_PHASES = ("data", "graph")  # with --enable-cuda-graph
@@ -1000,6 +946,7 @@ Average graph time: {timing[graph_ms]:.1f} ms (the whole step; its phases cannot
 Warmup step time: {timing[warmup_first_step_ms]:.1f} ms (first step{compiled})
 Compilation overhead: {timing[compilation_overhead_ms]:.1f} ms
 Final loss: {loss[final]:.4f} (first step {loss[initial]:.4f})
+Residues with coordinates: {data[observed]} of {data[residues]}
 Peak memory usage: {memory[peak_mb]:.1f} MB
 Kernels per step: {kernels[per_step]}{all_off}{kernels[remark]}
 Kernel reduction: {kernels[reduction_percent]:.1f} %
@@ -1221,7 +1168,7 @@ def join_processes(args: argparse.Namespace) -> None:
 
 
 def prepare(args: argparse.Namespace) -> torch.device:
-    """Make this run's settings those of the process; return the device."""
+    """Apply this run's process-wide settings; return the device."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler writes on stderr
     if args.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -1305,7 +1252,7 @@ class Trainer:
         return self.loss
 
     def compute(self, batch: dict[str, Tensor]) -> Tensor:
-        """Compute the step, which is what a graph captures."""
+        """Compute what a graph captures."""
         with self.phase("forward"), self.autocast():
             if self.args.torch_compile:
                 torch.compiler.cudagraph_mark_step_begin()
@@ -1433,7 +1380,7 @@ def count_all_off(args: argparse.Namespace, device: torch.device) -> int | None:
 
 
 def memory_of_a_step(trainer: Trainer) -> float:
-    """Return the most bytes of tensors in a step; a flag writes their course, too."""
+    """Return the peak bytes of tensors in a step; a flag writes their course."""
     gc.collect()  # what is freed in the step was allocated in it
     events = trainer.trace(trainer.profile(profile_memory=True))["traceEvents"]
     kept = [*trainer.model.parameters(), *trainer.model.buffers(), *trainer.inputs.values()]
@@ -1478,7 +1425,7 @@ def recorded_region(active: bool) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Turn:
-    """Steps in a row, with the device idle before the first and after the last."""
+    """Steps in a row, the device idle before and after."""
 
     label: str  # the kind of steps
     steps: int
@@ -1512,15 +1459,15 @@ def timing(turns: list[Turn], batch_size: int) -> dict:
 
 
 class Run:
-    """A run: its arguments, its trainer, and what is known by now."""
+    """A run: arguments, trainer, results so far."""
 
     def __init__(self, args: argparse.Namespace, title: str = ""):
         self.args = args
         self.title = title
         self.device = prepare(args)
-        self.model: dict = {"config": {}}
+        self.model: dict = {"config": {}, "data": {}}
         self.turns: list[Turn] = []
-        self.kept = 0  # bytes of GPU memory between two turns
+        self.kept = 0  # bytes between two turns
         self.peak = 0  # bytes in a measured step
         self.kernels: dict = {}
         self.flops = 0
@@ -1536,7 +1483,8 @@ class Run:
         self.trainer = Trainer(args, self.device)
         config = asdict(self.trainer.model.config)
         parameters = sum(p.numel() for p in self.trainer.model.parameters())
-        self.model = {"config": config, "parameters": parameters}
+        data = self.trainer.batches.source
+        self.model = {"config": config, "parameters": parameters, "data": data}
         several = f" x {WORLD_SIZE}" if WORLD_SIZE > 1 else ""
         sizes = [f"{name} {n}" for name, n in config.items() if isinstance(n, int) and n]
         precision = f"float32 (matmul precision {args.matmul_precision})"
@@ -1561,7 +1509,7 @@ class Run:
         self.plan(args.num_steps, "step")
 
     def plan(self, steps: int, label: str) -> None:
-        """Begin to count: so many steps of this kind follow."""
+        """Reset the progress counter for `steps` steps."""
         self.goal, self.label, self.done = steps, label, 0
         self.started = time.perf_counter()
         self.shown = 0.0  # when progress was shown
@@ -1644,7 +1592,7 @@ class Run:
         self.flops = counter.get_total_flops()
 
     def result(self) -> dict:
-        """Return what is known of this run, for its file."""
+        """Return the results so far."""
         args, kernels, flops = self.args, dict(self.kernels), {}
         curve = [loss for turn in self.turns for loss in turn.losses]
         ends = {"initial": curve[0], "final": curve[-1]} if curve else {}
@@ -1712,7 +1660,7 @@ def measure(runs: list[Run]) -> None:
                 run.take(steps)
     for run in runs if not args.under_profiler else ():
         run.count()
-        del run.trainer  # its memory is wanted for the model with everything off
+        del run.trainer  # its memory is wanted for all off
     for run in runs if WORLD_SIZE > 1 else ():
         dist.all_gather_object(peaks := [0.0] * WORLD_SIZE, run.peak)
         run.peak = max(peaks)
@@ -1729,7 +1677,7 @@ def train_all(runs: list[Run]) -> None:
         if RANK:
             dist.barrier()  # rank 0 leaves its record before another one can fail
         for run in runs:
-            run.write()  # what a run leaves that is killed
+            run.write()  # for a run that is killed
         if WORLD_SIZE > 1 and not RANK:
             dist.barrier()
         measure(runs)

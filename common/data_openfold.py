@@ -8,6 +8,7 @@ class Protein:
     tokens: np.ndarray  # [depth, length], uint8
     coords: np.ndarray  # [length, 3], Angstrom: C-beta, or C-alpha of glycine
     observed: np.ndarray  # [length], bool: does the structure have this residue?
+    note: str = ""  # what of the files did not match
 
 
 class ProteinBatches:
@@ -30,6 +31,10 @@ class ProteinBatches:
         crop = (args.num_seqs, args.seq_len)
         self.padded = any((np.array(p.tokens.shape) < crop).any() for p in proteins)
         self.rng = np.random.default_rng(seed)
+        self.source = {}
+        if args.msa:
+            observed = np.concatenate([protein.observed for protein in proteins])
+            self.source = {"residues": len(observed), "observed": int(observed.sum())}
 
     def next_batch(self) -> dict[str, Tensor]:
         chosen = self.rng.integers(len(self.proteins), size=self.batch_size)
@@ -137,119 +142,58 @@ def synthetic_proteins(count: int, depth: int, length: int, seed: int) -> list[P
     return proteins
 
 
-def read_a3m(path: Path) -> np.ndarray:
-    """Read an alignment in A3M format -> tokens [depth, length].
-
-    Insertions, which are in lower case, are dropped.
-    """
+def prepared_protein(path: Path) -> Protein:
+    """Read a protein that examples/proteins.py has prepared."""
+    if path.exists() and not path.is_file():
+        fail(f"--msa {path}: not a regular file")
     try:
-        content = path.read_bytes()
-    except OSError as error:
+        with np.load(path, allow_pickle=False) as file:
+            tokens, coords, observed = (file[name] for name in ("tokens", "coords", "observed"))
+    except FileNotFoundError as error:
         fail(f"--msa {path}: {error.strerror}")
-    if b"\0" in content or not content.lstrip().startswith((b">", b"#")):
-        fail(f"--msa {path}: not an A3M file (it must begin with a line '>name')")
-    rows: list[str] = []
-    for line in content.decode("utf-8", "replace").splitlines():
-        if line.startswith(">"):
-            rows.append("")
-        elif rows:
-            letters = (letter for letter in line.strip() if not letter.islower())
-            rows[-1] += "".join(letters).replace(".", "")
-    wrong = [i for i, row in enumerate(rows) if len(row) != len(rows[0])]
-    if not rows or not rows[0] or wrong:
-        columns = len(rows[0]) if rows else 0
-        where = "the query"
-        if wrong:
-            where = f"sequence {wrong[0] + 1} has {len(rows[wrong[0]])} columns, the query"
-        fail(f"--msa {path}: {where} has {columns} columns (lower case not counted)")
-    code = np.full(128, UNKNOWN, dtype=np.uint8)
-    code[[ord(letter) for letter in AMINO_ACIDS]] = np.arange(20)
-    code[ord("-")] = GAP
-    letters = np.array([[min(ord(letter), 127) for letter in row] for row in rows])
-    if not (np.isin(letters, [ord(c) for c in "ABCDEFGHIJKLMNOPQRSTUVWXYZ-*"])).all():
-        fail(f"--msa {path}: it has characters that are neither amino acids nor gaps")
-    return code[letters]
-
-
-def read_structure(path: Path, query: str) -> tuple[np.ndarray, np.ndarray]:
-    """Read the chain of a PDB or mmCIF file that matches the query.
-
-    Returns coordinates [length, 3] and observed [length].
-    """
-    try:
-        import gemmi
-    except ImportError:
-        fail("--structure needs the package gemmi: pip install gemmi", status=4)
-    try:
-        structure = gemmi.read_structure(str(path))
-    except (OSError, RuntimeError, ValueError) as error:
-        fail(f"--structure {path}: not a PDB or mmCIF file ({str(error).splitlines()[0]})")
-    structure.setup_entities()
-    best, best_identity = None, 0.0
-    for chain in structure[0] if len(structure) else ():
-        residues = list(chain.get_polymer().first_conformer())
-        letters = gemmi.one_letter_code([residue.name for residue in residues]).upper()
-        alignment = gemmi.align_string_sequences(list(query), list(letters), [])
-        pairs = alignment_pairs(alignment.cigar_str())
-        identity = sum(query[i] == letters[j] for i, j in pairs) / max(1, len(pairs))
-        if len(pairs) * identity > (len(best) if best else 0) * best_identity:
-            best, best_identity = [(i, residues[j]) for i, j in pairs], identity
-    if not best or best_identity < 0.9 or len(best) < 0.5 * len(query):
-        fail(
-            f"--structure {path}: no chain matches the query of the alignment "
-            f"(best: {len(best or ())} of {len(query)} residues aligned, "
-            f"{100 * best_identity:.0f} % identical; at least half and 90 % are needed)"
-        )
-    coords = np.zeros((len(query), 3), dtype=np.float32)
-    observed = np.zeros(len(query), dtype=bool)
-    for i, residue in best:
-        atom = residue.find_atom("CB", "*") or residue.find_atom("CA", "*")
-        if atom:
-            coords[i], observed[i] = atom.pos.tolist(), True
-    return coords, observed
-
-
-def alignment_pairs(cigar: str) -> list[tuple[int, int]]:
-    """List the positions (first, second) that a CIGAR string such as 3I70M2D aligns."""
-    pairs, first, second = [], 0, 0
-    for length, operation in re.findall(r"(\d+)([MID])", cigar):
-        if operation == "M":
-            pairs += [(first + i, second + i) for i in range(int(length))]
-        first += int(length) * (operation in "MI")
-        second += int(length) * (operation in "MD")
-    return pairs
-
-
-def read_protein(msa: Path, structure: Path) -> Protein:
-    """Read an alignment and the structure of its query."""
-    for flag, path in (("--msa", msa), ("--structure", structure)):
-        # A pipe can be read only once, /dev/zero has no end.
-        if path.exists() and not path.is_file():
-            fail(f"{flag} {path}: not a regular file")
-    tokens = read_a3m(msa)
-    query = "".join((AMINO_ACIDS + "X-")[token] for token in tokens[0])
-    return Protein(tokens, *read_structure(structure, query))
-
-
-def files_of(flag: str, paths: list[Path], *endings: str) -> list[Path]:
-    """List these files, and of folders those with one of these endings, by name."""
-    files: list[Path] = []
-    for path in paths:
-        found = sorted(file for file in path.glob("*") if file.name.endswith(endings))
-        if path.is_dir() and not found:
-            fail(f"{flag} {path}: no file in this folder ends in {' or '.join(endings)}")
-        files += found if path.is_dir() else [path]
-    return files
+    except Exception:  # damage has many names
+        hint = "an alignment needs --structure with it"
+        fail(f"--msa {path}: not a .npz that examples/proteins.py prepared; {hint}")
+    length = tokens.shape[-1] if tokens.ndim == 2 else 0
+    wrong = None
+    if tokens.dtype.kind not in "iu" or not len(tokens) or length < 2:
+        wrong = "tokens must be whole numbers [depth, length]"
+    elif not ((tokens >= 0) & (tokens <= GAP)).all() or (tokens[0] == GAP).any():
+        wrong = f"tokens must be 0 to {GAP}, and below in the query"
+    elif observed.dtype != bool or observed.shape != (length,) or not observed.any():
+        wrong = f"observed must be bool [{length}], not all False"
+    elif coords.dtype.kind != "f" or coords.shape != (length, 3):
+        wrong = f"coords must be floats [{length}, 3]"
+    elif not np.isfinite(coords[observed]).all():
+        wrong = "coords of observed residues must be finite"
+    if wrong:
+        fail(f"--msa {path}: {wrong}")
+    missing = length - int(observed.sum())
+    note = f"{path}: {missing} of {length} residues have no coordinates" if missing else ""
+    coords = np.where(observed[:, None], coords, 0).astype(np.float32)
+    return Protein(tokens.astype(np.uint8), coords, observed, note)
 
 
 def read_proteins(args: argparse.Namespace) -> list[Protein]:
-    """Read the proteins of --msa and --structure."""
-    alignments = files_of("--msa", args.msa, ".a3m")
-    structures = files_of("--structure", args.structure, ".pdb", ".cif", ".pdb.gz", ".cif.gz")
-    if len(alignments) != len(structures):
-        found = f"{len(alignments)} alignments, --structure {len(structures)} structures"
-        fail(f"--msa has {found}: they belong together in this order")
-    return [read_protein(*pair) for pair in zip(alignments, structures, strict=True)]
+    """Read the proteins of --msa and --structure, or prepared ones of --msa alone."""
+    if not args.structure:
+        found = [sorted(p.glob("*.npz")) or [p] for p in args.msa]
+        return [prepared_protein(path) for path in itertools.chain(*found)]
+    path = Path(__file__).resolve().parent / "examples" / "proteins.py"
+    if not path.is_file():
+        fail(f"--structure needs {path}; without it give a prepared --msa FILE.npz alone", 4)
+    spec = importlib.util.spec_from_file_location("proteins", path)
+    reader = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = reader
+    try:
+        spec.loader.exec_module(reader)
+    except ImportError as error:
+        fail(f"--structure needs the package {error.name}: pip install {error.name}", 4)
+    try:
+        found = reader.read_proteins(args.msa, args.structure)
+    except reader.InputError as error:
+        fail(str(error))
+    return [Protein(**arrays, note=note) for arrays, note in found]
 
 
 def make_batches(args: argparse.Namespace, device: torch.device, seed: int) -> ProteinBatches:

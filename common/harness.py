@@ -1,7 +1,7 @@
 # Copied from common/harness.py by tools/sync_common.py: edit it there.
 # It knows the model by docstring, VERSION, FUSIONS, TRITON_FUSIONS, MODES, add_model_arguments
 # (--batch-size), check_model_arguments, without_effect, use_settings, build_model (.config,
-# .TARGETS), build_optimizer, make_batches (.next_batch()); these use its at_least, fail, say.
+# .TARGETS), build_optimizer, make_batches (.next_batch(), .source); they use at_least, fail, say.
 SCRIPT = Path(__file__).stem
 PHASES = ("data", "forward", "backward", "optimizer")
 GRAPH_PHASES = ("data", "graph")  # with --enable-cuda-graph
@@ -30,6 +30,7 @@ Average graph time: {timing[graph_ms]:.1f} ms (the whole step; its phases cannot
 Warmup step time: {timing[warmup_first_step_ms]:.1f} ms (first step{compiled})
 Compilation overhead: {timing[compilation_overhead_ms]:.1f} ms
 Final loss: {loss[final]:.4f} (first step {loss[initial]:.4f})
+Residues with coordinates: {data[observed]} of {data[residues]}
 Peak memory usage: {memory[peak_mb]:.1f} MB
 Kernels per step: {kernels[per_step]}{all_off}{kernels[remark]}
 Kernel reduction: {kernels[reduction_percent]:.1f} %
@@ -251,7 +252,7 @@ def join_processes(args: argparse.Namespace) -> None:
 
 
 def prepare(args: argparse.Namespace) -> torch.device:
-    """Make this run's settings those of the process; return the device."""
+    """Apply this run's process-wide settings; return the device."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler writes on stderr
     if args.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -335,7 +336,7 @@ class Trainer:
         return self.loss
 
     def compute(self, batch: dict[str, Tensor]) -> Tensor:
-        """Compute the step, which is what a graph captures."""
+        """Compute what a graph captures."""
         with self.phase("forward"), self.autocast():
             if self.args.torch_compile:
                 torch.compiler.cudagraph_mark_step_begin()
@@ -463,7 +464,7 @@ def count_all_off(args: argparse.Namespace, device: torch.device) -> int | None:
 
 
 def memory_of_a_step(trainer: Trainer) -> float:
-    """Return the most bytes of tensors in a step; a flag writes their course, too."""
+    """Return the peak bytes of tensors in a step; a flag writes their course."""
     gc.collect()  # what is freed in the step was allocated in it
     events = trainer.trace(trainer.profile(profile_memory=True))["traceEvents"]
     kept = [*trainer.model.parameters(), *trainer.model.buffers(), *trainer.inputs.values()]
@@ -508,7 +509,7 @@ def recorded_region(active: bool) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Turn:
-    """Steps in a row, with the device idle before the first and after the last."""
+    """Steps in a row, the device idle before and after."""
 
     label: str  # the kind of steps
     steps: int
@@ -542,15 +543,15 @@ def timing(turns: list[Turn], batch_size: int) -> dict:
 
 
 class Run:
-    """A run: its arguments, its trainer, and what is known by now."""
+    """A run: arguments, trainer, results so far."""
 
     def __init__(self, args: argparse.Namespace, title: str = ""):
         self.args = args
         self.title = title
         self.device = prepare(args)
-        self.model: dict = {"config": {}}
+        self.model: dict = {"config": {}, "data": {}}
         self.turns: list[Turn] = []
-        self.kept = 0  # bytes of GPU memory between two turns
+        self.kept = 0  # bytes between two turns
         self.peak = 0  # bytes in a measured step
         self.kernels: dict = {}
         self.flops = 0
@@ -566,7 +567,8 @@ class Run:
         self.trainer = Trainer(args, self.device)
         config = asdict(self.trainer.model.config)
         parameters = sum(p.numel() for p in self.trainer.model.parameters())
-        self.model = {"config": config, "parameters": parameters}
+        data = self.trainer.batches.source
+        self.model = {"config": config, "parameters": parameters, "data": data}
         several = f" x {WORLD_SIZE}" if WORLD_SIZE > 1 else ""
         sizes = [f"{name} {n}" for name, n in config.items() if isinstance(n, int) and n]
         precision = f"float32 (matmul precision {args.matmul_precision})"
@@ -591,7 +593,7 @@ class Run:
         self.plan(args.num_steps, "step")
 
     def plan(self, steps: int, label: str) -> None:
-        """Begin to count: so many steps of this kind follow."""
+        """Reset the progress counter for `steps` steps."""
         self.goal, self.label, self.done = steps, label, 0
         self.started = time.perf_counter()
         self.shown = 0.0  # when progress was shown
@@ -674,7 +676,7 @@ class Run:
         self.flops = counter.get_total_flops()
 
     def result(self) -> dict:
-        """Return what is known of this run, for its file."""
+        """Return the results so far."""
         args, kernels, flops = self.args, dict(self.kernels), {}
         curve = [loss for turn in self.turns for loss in turn.losses]
         ends = {"initial": curve[0], "final": curve[-1]} if curve else {}
@@ -742,7 +744,7 @@ def measure(runs: list[Run]) -> None:
                 run.take(steps)
     for run in runs if not args.under_profiler else ():
         run.count()
-        del run.trainer  # its memory is wanted for the model with everything off
+        del run.trainer  # its memory is wanted for all off
     for run in runs if WORLD_SIZE > 1 else ():
         dist.all_gather_object(peaks := [0.0] * WORLD_SIZE, run.peak)
         run.peak = max(peaks)
@@ -759,7 +761,7 @@ def train_all(runs: list[Run]) -> None:
         if RANK:
             dist.barrier()  # rank 0 leaves its record before another one can fail
         for run in runs:
-            run.write()  # what a run leaves that is killed
+            run.write()  # for a run that is killed
         if WORLD_SIZE > 1 and not RANK:
             dist.barrier()
         measure(runs)

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import (
@@ -27,6 +28,7 @@ from conftest import (
     assert_one_error,
     command_line,
     load,
+    parse,
     summary_in,
     words,
 )
@@ -37,7 +39,6 @@ BPTI = {
     "--msa": str(ROOT / "examples" / "bpti.a3m"),
     "--structure": str(ROOT / "examples" / "bpti.cif"),
 }
-QUERY = "RPDFCLEPPYTGPCKARIIRYFYNAKAGLCQTFVYGGCRAKRNNFKSAEDCMRTCGGA"
 
 BAD_VALUES = {
     SCRIPT: {
@@ -198,6 +199,41 @@ def test_bad_text_file(kind: str, run, tmp_path: Path):
     assert result.summary is None
 
 
+IDS = [318, 50256, 7, 13, 464, 1049] * 20
+
+
+@pytest.mark.parametrize(
+    ("content", "kind"),
+    [
+        (np.array(IDS, "<u2").tobytes(), "uint16 token ids, as nanoGPT's train.bin"),
+        (np.array(IDS, "<u2").tobytes()[:-1], "a binary file"),
+        (np.array([id for id in IDS if id > 256], "<u2").tobytes(), "uint16 token ids"),
+        (np.array([*range(65)] * 4, "<u2").tobytes(), "uint16 token ids"),  # of characters
+        (np.array(IDS, "<u4").tobytes(), "uint32 token ids"),
+        (np.array(IDS, "<i8").tobytes(), "uint64 token ids"),
+        (b"\x93NUMPY\x01", "a NumPy array"),
+        (gzip.compress(b"text " * 99), "a gzip file"),
+        (b"PK\x03\x04" + b"x" * 99, "a zip file"),
+        (b"PAR1" + b"x" * 99, "a Parquet file"),
+        ("text\n".encode("utf-16") * 20, "UTF-16"),
+        ("text\n".encode("utf-16-le") * 20, "UTF-16"),
+        ("text\n".encode("utf-16-be") * 20, "UTF-16"),
+        (bytes(range(1, 256)) * 3, "a binary file"),  # without a zero
+    ],
+)
+def test_what_a_file_that_is_no_text_looks_like(content: bytes, kind: str, run, tmp_path: Path):
+    path = tmp_path / "train.bin"
+    path.write_bytes(content)
+    result = run(SCRIPT, *LLAMA_SIZES, "--text-file", str(path))
+    assert_one_error(result, 2, f"--text-file {path}: it looks like {kind}")
+
+
+def test_text_of_any_encoding_that_keeps_ascii_is_read(tmp_path: Path):
+    path = tmp_path / "text"
+    path.write_bytes("Größe\f 10 µm\x1b[0m\r\n".encode("latin-1") * 20)
+    assert parse(SCRIPT, "--vocab-size", "256", "--text-file", str(path)).text_file == path
+
+
 def test_short_text_file_says_how_short(run, tmp_path: Path):
     result = run(SCRIPT, *LLAMA_SIZES, "--text-file", file_of("short", tmp_path))
     assert_one_error(result, 2, "10 bytes", "--seq-len 32")
@@ -225,35 +261,12 @@ def test_bad_alignment_file(kind: str, run, tmp_path: Path):
     assert result.summary is None
 
 
-@pytest.mark.parametrize(
-    ("text", "word"),
-    [
-        (f">query\n{QUERY}\n>short\n{QUERY[:-3]}\n", "sequence 2"),
-        (f">query\n{QUERY}\n>good\n{QUERY}\n>long\n{QUERY}A\n", "sequence 3"),
-        (">query\n>other\n", "columns"),
-        (f">query\n{QUERY}\n>digits\n{'1' * len(QUERY)}\n", "characters"),
-    ],
-    ids=["short-row", "long-row", "no-letters", "digits"],
-)
-def test_alignment_with_wrong_rows(text: str, word: str, run, tmp_path: Path):
-    path = tmp_path / "rows.a3m"
-    path.write_text(text)
-    assert_one_error(run(OPENFOLD, *with_files(msa=str(path))), 2, "--msa", str(path), word)
-
-
 @pytest.mark.parametrize("kind", ["missing", "empty", "binary", "prose", "directory"])
 def test_bad_structure_file(kind: str, run, tmp_path: Path):
     path = file_of(kind, tmp_path)
     result = run(OPENFOLD, *with_files(structure=path))
     assert_one_error(result, 2, "--structure", path)
     assert result.summary is None
-
-
-@pytest.mark.parametrize("ending", ["pdb", "cif"])
-def test_text_named_like_a_structure(ending: str, run, tmp_path: Path):
-    path = tmp_path / f"prose.{ending}"
-    path.write_text("This is a letter, not a protein.\n" * 5)
-    assert_one_error(run(OPENFOLD, *with_files(structure=str(path))), 2, "--structure", str(path))
 
 
 def test_structure_of_another_protein(run, tmp_path: Path):

@@ -378,12 +378,14 @@ SCHEMA = {
     },
     "flops": {"per_step": int, "gflop": float, "achieved_tflops": float},
     "loss": {"warmup_steps": int, "curve": list, "initial": float, "final": float},
+    "data": {},
 }
 
 
-ELSEWHERE = {  # with a graph, a compiler or a GPU
+ELSEWHERE = {  # with a graph, a compiler, a GPU or real proteins
     "timing": fields("graph_ms compilation_overhead_ms", float),
     "kernels": {"host_launches": int},
+    "data": fields("residues observed", int),
 }
 
 

@@ -1,0 +1,517 @@
+"""Alignments and structures as their producers write them: what is read, and what is refused and
+why."""
+
+from __future__ import annotations
+
+import gzip
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, assert_one_error, batches, build, captured, run_main, words
+
+from workshop.script import import_file
+
+proteins = import_file(ROOT / "examples" / "proteins.py", "proteins")
+QUERY, ROW = "MKVLAGSTWYDEHRNQKLIVFA", "MKVLAGSTWYDEHRNQKLIVF-"
+A3M = f">q text\n{QUERY}\n>h1\n{ROW}\n"
+NAMES = dict(zip(
+    "ARNDCQEGHILKMFPSTWYV",
+    words("ALA ARG ASN ASP CYS GLN GLU GLY HIS ILE LEU LYS MET PHE PRO SER THR TRP TYR VAL"),
+    strict=True,
+))  # fmt: skip
+
+
+# Alignments
+
+
+def alignment(content: str | bytes, folder: Path) -> list[str]:
+    """Rows of an alignment with this content."""
+    path = folder / "file"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    tokens = proteins.read_alignment(proteins.read_text(path))
+    return ["".join((proteins.AMINO_ACIDS + "X-")[token] for token in row) for row in tokens]
+
+
+STOCKHOLM = f"""# STOCKHOLM 1.0
+#=GF ID q
+
+q         {QUERY[:10]}..{QUERY[10:15]}
+#=GR q PP 9999999999..99999
+h1        {ROW[:10]}gg{ROW[10:15]}
+#=GC RF   xxxxxxxxxx..xxxxx
+
+q         {QUERY[15:]}
+h1        {ROW[15:]}
+//
+"""
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        A3M,
+        A3M + "\0",
+        A3M + "\n\0\n",
+        f">q\n{QUERY}\n\0>q\n{QUERY}\n>h1\n{ROW}\n\0",  # two databases of the server
+        "\ufeff" + A3M,
+        A3M.replace("\n", "\r\n"),
+        A3M.replace("\n", "\r"),
+        gzip.compress(A3M.encode()),
+        A3M.replace(">", "\n>"),
+        "#22\t1\n" + A3M,
+        "#A3M# q\n" + A3M,
+        A3M.replace(QUERY, QUERY[:9] + "\n" + QUERY[9:] + " "),
+        A3M.replace(QUERY, QUERY + "*").replace(ROW, ROW + "*"),
+        A3M.replace(QUERY, QUERY + "*").replace(ROW, ROW + "-"),
+        A3M.replace(ROW, ROW[:5] + "acd" + ROW[5:]),
+        f">q\n{QUERY[:5]}...{QUERY[5:]}\n>h1\n{ROW[:5]}acd{ROW[5:]}\n",  # A2M
+        A3M.replace("-", "."),
+        f">q\n{QUERY[:5]}--{QUERY[5:]}\n>h1\n{ROW[:5]}AC{ROW[5:]}\n",  # aligned FASTA
+        f">ss_dssp\n{'C' * 22}\n>ss_conf\n{'9' * 22}\n{A3M}>aa_pred\n{QUERY}\n>sa_dssp x\nAB\n",
+        f">q_consensus\n{QUERY[::-1]}\n{A3M}>h_consensus x\n{QUERY}\n",
+        STOCKHOLM,
+    ],
+    ids=words(
+        "plain nul nul-line blocks bom crlf cr gzip blank colabfold comment wrapped stop "
+        "stop-column insertion a2m dots fasta annotation consensus stockholm"
+    ),
+)
+def test_alignment_is_read_as_its_producer_meant_it(content: str | bytes, tmp_path: Path):
+    assert alignment(content, tmp_path) == [QUERY, ROW]
+
+
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        (b"", "empty"),
+        (b"\0", "empty"),
+        (A3M.encode("utf-16"), "UTF-16"),
+        (A3M.encode("utf-16-le"), "UTF-16"),
+        (gzip.compress(A3M.encode())[:-9], "damaged gzip"),
+        (b"PK\x03\x04", "zip"),
+        (">q\n>h1\n", r"sequence 1 \(q\), the query, has fewer than 2 residues"),
+        (">ss_pred\nCCC\n", "no sequence"),
+        (A3M.replace(ROW, ROW[:-2]), r"sequence 2 \(h1\) has 20 columns, the query 22"),
+        (f">q\n{QUERY}\n>h1\nACDEF\n", "are these sequences aligned"),
+        (A3M.replace("-", "1"), r"sequence 2 \(h1\): '1' at 22"),
+        (A3M.replace(ROW, "MK*" + ROW[3:]), r"sequence 2 \(h1\): '\*' at 3"),
+        (A3M.replace(ROW, "MKé" + ROW[3:]), r"sequence 2 \(h1\): '\\xe9' at 3"),
+        (A3M.replace("MKVL", "MkVL", 1), r"sequence 1 \(q\): 'k' at 2 is in lower case"),
+        (A3M.replace("AGS", "A\0S"), "NUL character in line 2"),
+        (f"{A3M}\0>102\n{QUERY[::-1]}\n\0", r"several queries \(q and 102\)"),
+        ("#22,12\t1,1\n" + A3M, "complex .#22,12"),
+        ("CLUSTAL W (1.83)\n\nq MKV\n", "Clustal"),
+        ("HEADER    HYDROLASE\n", "a PDB file"),
+        ("# made by x\ndata_1ABC\n", "an mmCIF file"),
+        ('{"msa": 1}', "JSON"),
+        ("<!DOCTYPE html><html>", "HTML"),
+        ("just words\n", "no format known"),
+        (STOCKHOLM.replace("//", ""), "cut off"),
+        (STOCKHOLM * 2, "several Stockholm"),
+    ],
+)
+def test_refusal_of_an_alignment_names_the_true_fault(
+    content: str | bytes, fault: str, tmp_path: Path
+):
+    with pytest.raises(proteins.InputError) as refusal:
+        alignment(content, tmp_path)
+    assert re.search(fault, str(refusal.value)), refusal.value
+    assert "\n" not in str(refusal.value)
+
+
+# Structures
+
+
+def place_of(i: int, name: str = "CA", shift: float = 0.0) -> tuple[float, float, float]:
+    """Where the i-th residue of a helix is: neighbours are 3.8 Angstrom apart."""
+    radius = {"CA": 2.3, "CB": 3.3}.get(name, 1.8)
+    return (
+        round(radius * np.cos(1.745 * i) + shift, 3),
+        round(radius * np.sin(1.745 * i), 3),
+        round(1.5 * i + (name == "C") - (name == "N"), 3),
+    )
+
+
+def residue(letter: str, number: object, i: int, **options) -> str:
+    """The lines of a residue in PDB's columns; `number` may end in an insertion code."""
+    name, chain, shift = (
+        NAMES.get(letter, letter),
+        options.get("chain", "A"),
+        options.get("shift", 0),
+    )
+    number = str(number) if str(number)[-1].isalpha() else f"{number} "
+    return "".join(
+        f"ATOM  {i:5}  {atom:3} {name:4}{chain}{number:>5}   {{:8.3f}}{{:8.3f}}{{:8.3f}}".format(
+            *place_of(i, atom, shift)
+        )
+        + "  1.00 20.00\n"
+        for atom in ("N", "CA", "C", "CB")
+        if atom != "CB" or name != "GLY"
+    )
+
+
+def chain_of(sequence: str, places: list[int], numbers: list, **options) -> str:
+    """These residues of a sequence, with these numbers."""
+    pairs = zip(places, numbers, strict=True)
+    return "".join(residue(sequence[i], number, i, **options) for i, number in pairs)
+
+
+def seqres(sequence: str, chain: str = "A") -> str:
+    return "".join(
+        f"SEQRES {1 + i // 13:3} {chain} {len(sequence):4}  "
+        + " ".join(NAMES[letter] for letter in sequence[i : i + 13]) + "\n"
+        for i in range(0, len(sequence), 13)
+    )  # fmt: skip
+
+
+def cif(sequence: str, places: list[int], labels: bool = True, known: bool = True) -> str:
+    """These residues as mmCIF, with or without label_seq_id and the entity's sequence."""
+    head = "data_x\nloop_\n"
+    if known:
+        head += "_entity_poly_seq.entity_id\n_entity_poly_seq.num\n_entity_poly_seq.mon_id\n"
+        head += "".join(f"1 {i} {NAMES[c]}\n" for i, c in enumerate(sequence, 1)) + "loop_\n"
+    tags = words("label_atom_id label_comp_id label_asym_id label_entity_id label_seq_id")
+    tags += words("auth_seq_id auth_asym_id Cartn_x Cartn_y Cartn_z")
+    return head + "".join(f"_atom_site.{tag}\n" for tag in tags) + "".join(
+        f"{atom} {NAMES[sequence[i]]} A 1 {i + 1 if labels else '.'} {i + 1} A "
+        "{} {} {}\n".format(*place_of(i, atom))
+        for i in places
+        for atom in ("N", "CA", "C", "CB")
+        if atom != "CB" or sequence[i] != "G"
+    )  # fmt: skip
+
+
+def check(text: str, sequence: str, places: list[int], shift: float = 0.0) -> str:
+    """Read a structure; observed are these residues, where the helix has them. Return the note."""
+    coords, observed, note = proteins.read_structure(text, sequence)
+    assert np.flatnonzero(observed).tolist() == places
+    expected = [place_of(i, "CA" if sequence[i] == "G" else "CB", shift) for i in places]
+    np.testing.assert_allclose(coords[places], expected, atol=2e-3)
+    assert not coords[~observed].any()
+    missing = len(sequence) - len(places)
+    assert (f"{missing} of {len(sequence)} residues have no coordinates" in note) == bool(missing)
+    return note
+
+
+@pytest.mark.parametrize(
+    "write", words("numbers author_numbers renumbered seqres cif label_only author_only")
+)
+@pytest.mark.parametrize("seed", range(5))
+def test_unresolved_residues_are_where_the_numbers_say(write: str, seed: int):
+    """The sequence says nothing about where: it repeats."""
+    rng = np.random.default_rng(seed)
+    sequence = "MKW" + "".join(rng.choice(["GGS", "SGG", "GS"], 14)) + "WRE"
+    places = sorted(rng.choice(np.arange(3, len(sequence) - 3), 18, replace=False).tolist())
+    places = [0, 1, 2, *places, *range(len(sequence) - 3, len(sequence))]
+    numbers = [i + 1 for i in places]
+    if write == "renumbered":  # one gap, which only the distance shows
+        places = [i for i in range(len(sequence)) if not 9 <= i < 21 - seed]
+        numbers = list(range(1, len(places) + 1))
+    text = {
+        "numbers": lambda: chain_of(sequence, places, numbers),
+        "renumbered": lambda: chain_of(sequence, places, numbers),
+        "author_numbers": lambda: chain_of(sequence, places, [n + 371 for n in numbers]),
+        "seqres": lambda: seqres(sequence) + chain_of(sequence, places, [n - 20 for n in numbers]),
+        "cif": lambda: cif(sequence, places),
+        "label_only": lambda: cif(sequence, places, known=False),
+        "author_only": lambda: cif(sequence, places, labels=False, known=False),
+    }[write]()
+    check(text, sequence, places)
+
+
+def test_insertion_codes_and_leaps_of_the_numbers_are_no_gaps():
+    numbers = [*range(1, 8), "7A", "7B", *range(8, 14), *range(30, 37)]
+    check(chain_of(QUERY, list(range(22)), numbers), QUERY, list(range(22)))
+
+
+def test_what_differs_from_the_query_is_counted():
+    chain = "GSHM" + QUERY[1:10] + "W" + QUERY[11:20]
+    text = seqres(chain) + chain_of(chain, list(range(23)), list(range(-3, 20)))
+    coords, observed, note = proteins.read_structure(text, QUERY)
+    assert observed.tolist() == [True] * 20 + [False] * 2
+    np.testing.assert_allclose(coords[0], place_of(3, "CB"), atol=2e-3)
+    assert note == (
+        "chain A: 2 of 22 residues have no coordinates; 1 letters differ from the query's; "
+        "3 of its residues are not in the query"
+    )
+
+
+def test_other_chains_of_a_complex_are_not_taken_in_silence():
+    query = QUERY + QUERY[5:17]
+    text = chain_of(query, list(range(22)), list(range(1, 23)))
+    text += chain_of(query, list(range(22, 34)), list(range(1, 13)), chain="B", shift=40)
+    assert "chain A" in check(text, query, list(range(22)))
+
+
+WHOLE = list(range(22))
+PDB = chain_of(QUERY, WHOLE, list(range(1, 23)))
+
+
+def without(text: str, pattern: str, replacement: str = "") -> str:
+    changed = re.sub(pattern, replacement, text, flags=re.MULTILINE)
+    assert changed != text
+    return changed
+
+
+@pytest.mark.parametrize("value", ["     nan", "     inf", "        ", "********", "9999.000"])
+def test_coordinates_that_are_no_numbers_are_not_observed_in_pdb(value: str):
+    text = without(PDB, r"^(.{22}   4 .{3}).{24}", rf"\g<1>{value * 3}")
+    check(text, QUERY, [i for i in WHOLE if i != 3])
+
+
+@pytest.mark.parametrize("value", words("? . nan inf"))
+def test_coordinates_that_are_no_numbers_are_not_observed_in_mmcif(value: str):
+    text = without(cif(QUERY, WHOLE), r"^(.* 4 4 A) .*", rf"\g<1> {value} {value} {value}")
+    check(text, QUERY, [i for i in WHOLE if i != 3])
+
+
+@pytest.mark.parametrize(("occupancy", "observed"), [("0.00", False), ("1.00", True)])
+def test_an_atom_at_the_origin_is_real_if_it_has_an_occupancy(occupancy: str, observed: bool):
+    text = without(
+        PDB, r"^(.{13}CB .{6}   4 .{3}).{30}", r"\g<1>" + "   0.000" * 3 + f"  {occupancy}"
+    )
+    assert proteins.read_structure(text, QUERY)[1][3] == observed
+
+
+def test_an_atom_without_occupancy_is_observed_and_two_at_one_place_are_not():
+    check(PDB.replace("  1.00 20.00", "  0.00 20.00"), QUERY, WHOLE)
+    text = without(PDB, r"^(.{13}CB .{6}   [45] .{3}).{24}", r"\g<1>" + "   0.000" * 3)
+    check(text, QUERY, [i for i in WHOLE if i not in (3, 4)])
+
+
+def test_missing_c_beta_is_not_observed_but_for_glycine():
+    check(without(PDB, r"^.{13}CB  LEU.*\n"), QUERY, [i for i in WHOLE if QUERY[i] != "L"])
+
+
+@pytest.mark.parametrize("marks", ["AB", "  ", "12"])
+def test_of_alternate_locations_the_highest_occupancy_is_taken(marks: str):
+    line = next(line for line in PDB.splitlines() if line[13:15] == "CB")
+    low, high = (
+        f"{line[:16]}{mark}{line[17:30]}{x:8.3f}{line[38:54]}  {occupancy}\n"
+        for mark, x, occupancy in zip(marks, (50.0, 60.0), ("0.20", "0.80"), strict=True)
+    )
+    for text in (low + high, high + low):
+        coords, _, _ = proteins.read_structure(PDB.replace(line + "\n", text), QUERY)
+        assert coords[0, 0] == 60.0
+
+
+def located(text: str, mark: str, occupancy: str) -> str:
+    return without(text, r"^(.{16}).(.{37}).{6}", rf"\g<1>{mark}\g<2>  {occupancy}")
+
+
+def test_locations_of_two_residues_and_of_a_stretch_are_one_chain():
+    one, other = residue("A", 5, 4), residue("S", 5, 4, shift=9)
+    both = located(one, "A", "0.60") + located(other, "B", "0.40")
+    for query in (QUERY, QUERY.replace("A", "S", 1)):  # either residue is that of the file
+        assert check(PDB.replace(one, both), query, WHOLE) == ""
+    numbers = [i + 1 for i in WHOLE[4:9]]
+    stretch = chain_of(QUERY, WHOLE[4:9], numbers)
+    other = located(chain_of(QUERY, WHOLE[4:9], numbers, shift=9), "B", "0.40")
+    text = PDB.replace(stretch, located(stretch, "A", "0.60") + other)
+    assert check(text, QUERY, WHOLE) == ""
+
+
+@pytest.mark.parametrize(
+    ("letter", "names"),
+    [
+        ("H", "HSD HSE HSP HID HIE HIP HISD HISE HISB NHIE"),
+        ("C", "CYX CYM CYS2 CSO"),
+        ("D", "ASH ASPP"),
+        ("E", "GLH GLUP"),
+        ("K", "LYN LYSH MLY"),
+        ("M", "MSE NMET"),
+        ("S", "SEP"),
+        ("T", "TPO"),
+        ("Y", "PTR"),
+    ],
+)
+def test_states_and_modified_residues_are_their_amino_acids(letter: str, names: str):
+    names = words(names)
+    query = letter * len(names) + QUERY
+    text = "".join(residue(name, i, i) for i, name in enumerate(names))
+    text += "".join(residue(c, len(names) + i, len(names) + i) for i, c in enumerate(QUERY))
+    assert check(text, query, list(range(len(query)))) == ""
+
+
+def copy(first: list[int], second: list[int], shift: float = 50.0) -> str:
+    """Two copies of the protein in one chain, without a TER between them."""
+    numbers = [i + 1 for i in first], [i + 1 for i in second]
+    text = chain_of(QUERY, first, numbers[0])
+    return text + chain_of(QUERY, second, numbers[1], shift=shift)
+
+
+def test_of_two_copies_under_one_chain_the_first_is_read():
+    assert "22 residues of a copy" in check(copy(WHOLE, WHOLE), QUERY, WHOLE)
+    check(copy(WHOLE[:14], WHOLE[9:]), QUERY, WHOLE[:14])
+    renumbered = chain_of(QUERY, WHOLE, list(range(1, 23)))
+    renumbered += chain_of(QUERY, WHOLE, list(range(23, 45)), shift=50)
+    assert "22 of its residues are not in the query" in check(renumbered, QUERY, WHOLE)
+
+
+def test_two_molecules_that_cannot_be_one_chain_are_refused():
+    with pytest.raises(proteins.InputError, match=r"residues 14 and 15 .* 5. Angstrom apart"):
+        proteins.read_structure(copy(WHOLE[:14], WHOLE[14:]), QUERY)
+
+
+def test_the_first_model_is_read_without_what_is_no_protein():
+    water = residue("HOH", 23, 22).replace("ATOM  ", "HETATM")
+    ligand = residue("E", 24, 23).replace("ATOM  ", "HETATM")
+    model = f"{PDB}TER\n{water}{ligand}ENDMDL\n"
+    second = chain_of(QUERY, WHOLE, WHOLE, shift=9)
+    text = f"MODEL        1\n{model}MODEL        2\n{second}ENDMDL\n"
+    check(text, QUERY + "E", WHOLE)
+
+
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        (A3M, "looks like FASTA or A3M"),
+        (STOCKHOLM, "Stockholm"),
+        ("", "empty"),
+        (PDB.encode("utf-16"), "UTF-16"),
+        ("data_x\n_cell.length_a 1\n", "without coordinates"),
+        (cif(QUERY, WHOLE)[:-7], "not a readable mmCIF"),
+        (PDB[:-50], "is cut off|is it cut off"),
+        (without(PDB, r"^(.{30}).{8}", r"\g<1>  x1.0  "), "line 1 is no atom"),
+        (
+            chain_of("HOH,", [], []) + "HETATM    1  O   HOH A   1       0.000   0.000   0.000\n",
+            "chain",
+        ),
+        (without(PDB, ".*GLY.*\n").replace("CB ", "CG "), "no coordinates of C-beta"),
+        (chain_of(QUERY[::-1], WHOLE, WHOLE), "no chain matches"),
+    ],
+)
+def test_refusal_of_a_structure_names_the_true_fault(content: str, fault: str, tmp_path: Path):
+    path = tmp_path / "file"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(proteins.InputError, match=fault) as refusal:
+        text = proteins.read_text(path)
+        proteins.read_structure(text, QUERY)
+    assert "\n" not in str(refusal.value)
+
+
+# The scripts
+
+
+OPENFOLD = "tiny_openfold_v2"  # the other versions have the same data
+
+
+def files(folder: Path, structure: str, msa: str = A3M) -> list[str]:
+    """Arguments for a protein with these files."""
+    paths = folder / "x.a3m", folder / "x.structure"
+    for path, text in zip(paths, (msa, structure), strict=True):
+        path.write_text(text)
+    return ["--msa", str(paths[0]), "--structure", str(paths[1])]
+
+
+UNRESOLVED = without(cif(QUERY, WHOLE), r"^(.* 4 4 A) .*", r"\g<1> ? ? ?")
+
+
+def test_a_run_says_how_many_residues_have_coordinates(tmp_path: Path):
+    argv = words("--num-steps 1 --warmup-steps 0 --under-profiler --num-seqs 2 --seq-len 22")
+    result = run_main(OPENFOLD, tmp_path, *argv, *files(tmp_path, UNRESOLVED))
+    assert result.status == 0
+    path = tmp_path / "x.structure"
+    assert f"note: {path}: chain A: 1 of 22 residues have no coordinates\n" in result.stderr
+    assert "\nResidues with coordinates: 21 of 22\n" in result.stdout
+    assert result.summary["data"] == {"residues": 22, "observed": 21}
+
+
+def test_the_first_loss_of_v4_is_that_of_v1_beside_unresolved_residues(tmp_path: Path):
+    """What is not observed must not leak into the loss, be it nan in the files."""
+    protein = proteins.read_protein(*(Path(f) for f in files(tmp_path, UNRESOLVED)[1::2]))[0]
+    protein["coords"][3] = np.nan
+    np.savez(tmp_path / "x.npz", **protein)
+    losses = []
+    for script, argv in (
+        ("tiny_openfold_v1", files(tmp_path, UNRESOLVED)),
+        ("tiny_openfold_v4", files(tmp_path, UNRESOLVED)),
+        ("tiny_openfold_v4", ["--msa", str(tmp_path / "x.npz")]),
+    ):
+        argv += words("--num-seqs 2 --seq-len 22 --batch-size 1")
+        if script.endswith("4"):
+            argv += words("--disable-all-fusion --enable-loss-fusion")
+        losses.append(build(script, *argv)(**batches(script, *argv).next_batch()).item())
+    assert losses[1:] == pytest.approx([losses[0]] * 2, rel=1e-5)
+
+
+def test_a_prepared_protein_is_that_of_its_files(tmp_path: Path):
+    argv, npz = files(tmp_path, UNRESOLVED), tmp_path / "x.npz"
+    program = [sys.executable, ROOT / "examples" / "proteins.py", argv[1], argv[3], npz]
+    done = subprocess.run(program, capture_output=True, text=True, check=True)
+    assert done.stdout == f"{npz}: 2 sequences, 22 residues, 21 observed\n"
+    sizes = words("--num-seqs 2 --seq-len 22")
+    expected = batches(OPENFOLD, *sizes, *argv).next_batch()
+    for msa in (npz, tmp_path):  # a folder of them
+        found = batches(OPENFOLD, *sizes, "--msa", str(msa)).next_batch()
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def prepared(**changes: object) -> dict:
+    """The arrays of a prepared protein, with changes."""
+    arrays = {
+        "tokens": np.zeros((2, 4), np.uint8),
+        "coords": np.ones((4, 3)),
+        "observed": np.ones(4) > 0,
+    }
+    return {name: value for name, value in (arrays | changes).items() if value is not None}
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({"coords": None}, "not a .npz that examples/proteins.py prepared"),
+        ({"tokens": np.array([{}] * 4)}, "not a .npz"),
+        ({"tokens": np.zeros((2, 4))}, "tokens must be whole numbers"),
+        ({"tokens": np.zeros(4, np.uint8)}, "tokens must be whole numbers"),
+        ({"tokens": np.full((2, 4), 22)}, "tokens must be 0 to 21"),
+        ({"tokens": np.full((2, 4), 21)}, "tokens must be 0 to 21"),
+        ({"coords": np.ones((4, 2))}, "coords must be floats [4, 3]"),
+        ({"coords": np.full((4, 3), np.nan)}, "coords of observed residues must be finite"),
+        ({"observed": np.ones(4)}, "observed must be bool [4]"),
+        ({"observed": np.zeros(4) > 0}, "observed must be bool [4], not all False"),
+    ],
+)
+def test_a_prepared_file_with_wrong_arrays_is_one_line(changes: dict, fault: str, tmp_path: Path):
+    path = tmp_path / "x.npz"
+    np.savez(path, **prepared(**changes))
+    assert_one_error(run_main(OPENFOLD, tmp_path, "--msa", str(path)), 2, f"--msa {path}: {fault}")
+
+
+@pytest.mark.parametrize("content", [b"", A3M.encode(), b"PK\x03\x04damaged", b"\x93NUMPY"])
+def test_what_is_no_prepared_file_is_one_line(content: bytes, tmp_path: Path):
+    path = tmp_path / "x.npz"
+    path.write_bytes(content)
+    assert_one_error(run_main(OPENFOLD, tmp_path, "--msa", str(path)), 2, str(path), "--structure")
+
+
+def test_a_cut_prepared_file_is_one_line(tmp_path: Path):
+    path = tmp_path / "x.npz"
+    np.savez(path, **prepared())
+    path.write_bytes(path.read_bytes()[:-100])
+    assert_one_error(run_main(OPENFOLD, tmp_path, "--msa", str(path)), 2, str(path), "prepared")
+
+
+def test_the_reader_is_found_through_a_link_and_its_absence_is_one_line(tmp_path: Path):
+    """A copied script still takes a prepared file."""
+    link, copied = tmp_path / "link.py", tmp_path / "copied.py"
+    link.symlink_to(ROOT / f"{OPENFOLD}.py")
+    shutil.copy(ROOT / f"{OPENFOLD}.py", copied)
+    argv = files(tmp_path, cif(QUERY, WHOLE))
+    sizes = words("--num-seqs 2 --seq-len 22 --device cpu")
+    assert len(import_file(link, "link").parse_args([*sizes, *argv]).msa) == 1
+    done = captured(import_file(copied, "copied").main, [*sizes, *argv])
+    assert done[0] == 4
+    assert re.fullmatch(
+        "copied.py: error: --structure needs .*proteins.py; .*.npz alone\n", done[2]
+    )
+    np.savez(tmp_path / "x.npz", **prepared())
+    sizes = words("--num-seqs 2 --seq-len 4 --device cpu")
+    assert import_file(copied, "copied").parse_args([*sizes, "--msa", str(tmp_path / "x.npz")])
