@@ -6,7 +6,9 @@ claims and of names name what exists.
 
 from __future__ import annotations
 
+import csv
 import json
+import math
 import re
 
 import pytest
@@ -15,6 +17,7 @@ from conftest import ROOT, captured, needs_compiler
 
 from bench.versions import over_best_compiled, versions_of
 from exercises.start import add_relu, attention_memory
+from workshop.profile.kernels import complete, load_trace
 from workshop.study import by_side
 from workshop.turns import speedup
 
@@ -173,6 +176,143 @@ def test_where_a_library_wins_is_said():
     assert says("docs/RESULTS.md", f"cuEquivariance wins from {first} to {last} residues")
     won = wins("attention", "FlexAttention, own layout")
     assert says("docs/RESULTS.md", f"wins by a fifth** from {min(won)} residues on")
+
+
+def content(name: str) -> dict:
+    """A file of results/h100/."""
+    return json.loads((H100 / name).read_text())
+
+
+def less(before: float, after: float) -> str:
+    """By how many per cent it fell."""
+    return f"{100 * (1 - after / before):.0f}"
+
+
+def occupancy(kernel: dict) -> float:
+    """The part of a multiprocessor's 64 warps that a launch fills on an H100: by registers, shared
+    memory and blocks, and by how many blocks there are for 132 multiprocessors."""
+    launch = kernel["args"]
+    warps = math.ceil(math.prod(launch["block"]) / 32)
+    registers = 256 * math.ceil(32 * launch["registers per thread"] / 256)  # of a warp
+    shared = 128 * math.ceil((launch["shared memory"] + 1024) / 128)
+    fit = min(32, 64 // warps, 4 * (16384 // registers) // warps, 228 * 1024 // shared)
+    return min(fit, math.prod(launch["grid"]) / 132) * warps / 64
+
+
+def test_claims_on_memory_kernels_and_bandwidth_have_the_numbers_of_the_studies():
+    headline = versions_of(H100 / "headline.json", "mode")
+    llama = {key: sides for key, sides in headline.items() if key[0].startswith("tiny_llama")}
+    graphs = {key[:2]: sides for key, sides in llama.items() if key[2] == "graph"}
+    saved = {
+        key: less(*(sides[v]["peak_mb"] for v in ("V1", "V2"))) for key, sides in graphs.items()
+    }
+    low, high = saved["tiny_llama, small", "TF32"], saved["tiny_llama, medium", "bf16"]
+    assert (low, high) == (min(saved.values(), key=int), max(saved.values(), key=int))
+    assert says("docs/CLAIMS.md", f"{low} % (small, TF32) to {high} % (medium, bf16)")
+    fewer, smaller = (
+        sorted(
+            int(less(llama[(*key, before)]["V2"][what], llama[(*key, after)]["V2"][what]))
+            for key in graphs
+        )
+        for what, before, after in (
+            ("per_step", "eager", "compiled"),
+            ("peak_mb", "graph", "compiled graph"),
+        )
+    )
+    words = f"{fewer[0]} to {fewer[-1]} % and {smaller[0]} to {smaller[-1]} %"
+    assert says("docs/CLAIMS.md", f"TinyLlama V2: {words} (`headline.json`)")
+
+    copy = content("flops_tiny_llama_v2.json")["ceilings"]["copy_gb_per_s"]
+    traffic = by_side(content("traffic.json")["rows"], "shape", "precision")
+    last = versions_of(H100 / "fastest.json")
+    used = []
+    for size in ("small", "medium"):
+        key = (f"tiny_llama, {size}", "bf16")
+        steps = graphs[key] | {"V4": last[key]["V4"]}
+        rates = {v: traffic[key][v]["gb"] / steps[v]["batch_ms"] * 1e3 for v in ("V1", "V2", "V4")}
+        used.append(", ".join(f"{100 * rate / copy:.0f}" for rate in rates.values()))
+    assert says("docs/CLAIMS.md", f"V1, V2, V4: {used[0]} % (small), {used[1]} % (medium), bf16")
+
+    shares = []
+    for run in ("v1_eager", "v2_eager", "v3_graph", "v4_graph"):
+        kernels = complete(load_trace(H100 / f"traces/tiny_llama_{run}.json.gz"), "kernel")
+        busy = sum(kernel["dur"] for kernel in kernels)
+        shares.append(sum(kernel["dur"] * occupancy(kernel) for kernel in kernels) / busy)
+    words = ", ".join(f"{100 * share:.0f}" for share in shares)
+    assert says("docs/CLAIMS.md", f"less: {words} %, V1 to V4")
+
+
+def test_claims_on_single_fusions_have_the_numbers_of_the_studies():
+    rows = content("ablation_tiny_llama_v2.json")["rows"]
+    alone = by_side(rows, "precision")
+    ms = [
+        sides["none"]["batch_ms"] - sides["only qkv-fusion"]["batch_ms"] for sides in alone.values()
+    ]
+    assert says("docs/CLAIMS.md", f"{ms[0] / 8 * 1e3:.0f} and {ms[1] / 8 * 1e3:.0f} µs a layer")
+    kernels = {side: row["per_step"] for side, row in alone["fp32",].items()}
+    parts = [less(kernels["none"], kernels[f"only {name}"])
+             for name in ("qkv-fusion", "flash-attention", "swiglu-fusion")]  # fmt: skip
+    words = f"{parts[0]}, {parts[1]} and {parts[2]} % of a step's {kernels['none']}"
+    assert says("docs/CLAIMS.md", words)
+
+    off, on = (
+        {row["module"]: row for row in csv.DictReader(path.open())}
+        for path in (
+            H100 / f"roofline/tiny_llama_v2{side}/tiny_llama_v2_flops.csv"
+            for side in ("_all_off", "")
+        )
+    )
+    change = {
+        (module, key): less(
+            float(off[f"layers.*.{module}"][key]), float(on[f"layers.*.{module}"][key])
+        )
+        for module in ("self_attn", "mlp")
+        for key in ("ms", "bytes")
+    }
+    attention, mlp = change["self_attn", "ms"], -int(change["mlp", "ms"])
+    assert says("docs/CLAIMS.md", f"with flash attention {attention} %, forward")
+    assert says("docs/CLAIMS.md", f"forward {mlp} % slower, {change['mlp', 'bytes']} % fewer bytes")
+
+    runs = content("exercises.json")["runs"]
+    mb = {name: run["memory"]["peak_mb"] for name, run in runs.items() if run["memory"]}
+    more = 100 * (mb["llama_v2/ablation/qkv-fusion"] / mb["llama_v2/v1"] - 1)
+    assert says("docs/CLAIMS.md", f"{more:.0f} % more memory (`exercises.json`)")
+    saved = less(mb["memory_scaling/no_flash_256"], mb["memory_scaling/flash_256"])
+    assert says("docs/CLAIMS.md", f"TinyOpenFold {saved} % at 256 residues")
+    flash = by_side(content("memory.json")["rows"], "seq_len")
+    doubled = [flash[2048,]["flash"]["peak_mb"] / flash[1024,]["flash"]["peak_mb"],
+               mb["memory_scaling/flash_256"] / mb["memory_scaling/flash_128"]]  # fmt: skip
+    words = f"{doubled[0]:.1f} times TinyLlama's, {doubled[1]:.1f} times TinyOpenFold's"
+    assert says("docs/CLAIMS.md", words)
+
+    stages = {row["stage"]: row["result"]["timing"]["samples_per_sec"]
+              for row in content("performance_debugging.json")["stages"]}  # fmt: skip
+    first = stages["baseline"]
+    assert says("docs/CLAIMS.md", f"| {first:.0f} and {stages['stage5']:.0f}, bf16")
+    words = f"{stages['stage2'] / first:.1f}x and {stages['stage4'] / first:.2f}x"
+    assert says("docs/CLAIMS.md", words)
+
+
+def test_sheets_on_phases_and_gemms_have_the_numbers_of_the_profiles():
+    off, on = (
+        content(f"profiles/tiny_openfold_v2_{side}/tiny_openfold_v2_profile.json")
+        for side in ("all_off", "fused")
+    )
+    ms = {
+        name: [side["phases"][name]["ms_per_step"] for side in (off, on)] for name in on["phases"]
+    }
+    sheet = "exercises/tiny_openfold_v2/exercise_1_fusion_impact.md"
+    (back, back_on), (forward, forward_on), (update, update_on) = (
+        ms[name] for name in ("backward", "forward", "optimizer")
+    )
+    assert says(sheet, f"{back:.1f} to {back_on:.1f} ms, the forward pass from {forward:.1f} to")
+    assert says(sheet, f"to {forward_on:.1f}, the optimizer,")
+    assert says(sheet, f"from {update:.2f} to {update_on:.2f}.")
+    sheet = "exercises/tiny_openfold_v2/exercise_4_rocm_profiling.md"
+    gemms, gemms_on = (side["categories"]["GEMM"]["percent"] for side in (off, on))
+    assert says(sheet, f"{gemms:.1f} and {gemms_on:.1f} % of the time")
+    for kernel in on["top"][:5]:
+        assert says(sheet, f"{kernel['percentage']:.1f} %")
 
 
 def test_every_result_file_behind_a_claim_is_there():
