@@ -4,10 +4,11 @@ of a version script.
 
 Everything is of the model as the arguments choose it, fusions included, not of the unfused model
 that the script's own "FLOPs per step" is counted on. FLOPs are counted by DeepSpeed where that
-package is installed, which counts some element-wise operators too; otherwise by
-torch.utils.flop_counter: matrix multiplications and fused attention (causal attention as if it were
-full) and nothing else. Modules of repeated blocks are added up: `layers.*.mlp`. What a block or the
-model computes outside of the modules listed, such as residuals and the loss, is its "(rest)".
+package is installed (requirements-deepspeed.txt), which counts some element-wise operators too;
+otherwise by torch.utils.flop_counter: matrix multiplications and fused attention (causal attention
+as if it were full) and nothing else. Modules of repeated blocks are added up: `layers.*.mlp`. What
+a block or the model computes outside of the modules listed, such as residuals and the loss, is its
+"(rest)".
 
 --computational-intensity adds FLOP per byte. Its model of memory: every operator reads its tensors
 from device memory and writes its results there, once each; views cost nothing, and looking up rows
@@ -137,10 +138,11 @@ def measure(module: ModuleType, args: argparse.Namespace, intensity: bool, roofl
     kinds = module_kinds(trainer.model)
     flop, both, moved = count_modules(trainer, kinds, module.NO_WORK)
     source, text = "torch.utils.flop_counter", None
+    how = " (DeepSpeed, if wanted: requirements-deepspeed.txt)"
     if (deepspeed := find_deepspeed()) is not None:
         from deepspeed import __version__
 
-        source = f"DeepSpeed {__version__}"
+        source, how = f"DeepSpeed {__version__}", ""
         text = directory / f"{module.SCRIPT}_deepspeed_flops.txt"
         flop = count_with_deepspeed(deepspeed, trainer, kinds, text)
     spent = module_times(trainer, kinds) if roofline else None
@@ -167,7 +169,7 @@ def measure(module: ModuleType, args: argparse.Namespace, intensity: bool, roofl
 
     fused = ", ".join(on) or "nothing"
     print(f"{module.SCRIPT} on {device_name}, batch size {args.batch_size}, fused: {fused}")
-    print(f"FLOPs counted by {source}, of the model with these fusions\n")
+    print(f"FLOPs counted by {source}{how}, of the model with these fusions\n")
     print(table(rows, intensity, roofline) + "\n")
     print(f"Forward: {total / 1e9:.3f} GFLOP")
     print(f"Forward and backward: {both / 1e9:.3f} GFLOP (by torch.utils.flop_counter)")

@@ -677,7 +677,9 @@ def test_flops_are_those_of_torch_and_of_the_harness(tmp_path: Path, script: str
     assert found["modules"][0]["bytes"] is None
     rows = read_csv(tmp_path / f"{script}_flops.csv")
     assert [row["module"] for row in rows] == [row["module"] for row in found["modules"]]
-    assert "FLOPs counted by torch.utils.flop_counter" in result.stdout
+    assert "FLOPs counted by torch.utils.flop_counter (DeepSpeed" in result.stdout
+    (file,) = re.findall(r"requirements-\S+\.txt", result.stdout)
+    assert (ROOT / file).is_file()
 
 
 @pytest.mark.gpu

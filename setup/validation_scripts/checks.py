@@ -373,8 +373,10 @@ def torch_check(answers: dict, track: str) -> Check:
 
 
 def package_check(name: str, needed_for: str, required: bool = False) -> Check:
-    """The row of a Python package."""
-    version, mend = installed_version(name), f"python -m pip install {name}"
+    """The row of a Python package; some have a requirements file of their own."""
+    own = ROOT / f"requirements-{name}.txt"
+    mend = f"python -m pip install {f'-r {here(own)}' if own.is_file() else name}"
+    version = installed_version(name)
     return check(name, version is not None, version or "missing", needed_for, mend, required)
 
 
