@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -138,8 +138,7 @@ def test_every_block_of_a_sheet_runs_and_prints_what_it_should(sheet: str, tmp_p
 
 
 def test_only_tests_shrink():
-    pages = subprocess.check_output(["git", "ls-files", "*.md"], cwd=ROOT, text=True).split()
-    assert not [page for page in pages if "--shrink" in (ROOT / page).read_text()]
+    assert not [page for page in tracked("*.md") if "--shrink" in (ROOT / page).read_text()]
 
 
 @pytest.mark.parametrize("file", WITH_TABLES)
@@ -149,26 +148,75 @@ def test_tables_are_what_their_commands_print(file: str):
     assert done.returncode == 0, done.stderr
 
 
+def tracked(*patterns: str) -> list[str]:
+    """The files that git has, from the root."""
+    return subprocess.check_output(["git", "ls-files", *patterns], cwd=ROOT, text=True).split()
+
+
 def test_links_between_pages_lead_somewhere():
+    """To files and folders that git has, and to headings, which code blocks do not have."""
+
     def anchor(heading: str) -> str:  # as GitHub makes it
         return re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-")
 
-    pages = [
-        ROOT / name
-        for name in subprocess.check_output(
-            ["git", "ls-files", "*.md"], cwd=ROOT, text=True
-        ).split()
-    ]
-    headings = {
-        page: {anchor(h) for h in re.findall("^#+ (.*)", page.read_text(), re.MULTILINE)}
-        for page in pages
+    texts = {
+        ROOT / name: re.sub(r"(?ms)^```.*?^```", "", (ROOT / name).read_text())
+        for name in tracked("*.md")
     }
-    for page in pages:
-        for link in re.findall(r"(?:\]\(|src=\")(?!http)([^)\"\s]+)", page.read_text()):
+    headings = {
+        page: {anchor(h) for h in re.findall("^#+ (.*)", text, re.MULTILINE)}
+        for page, text in texts.items()
+    }
+    files = {ROOT / name for name in tracked()}
+    there = files | {folder for file in files for folder in file.parents}
+    for page, text in texts.items():
+        for link in re.findall(r"(?:\]\(\s*|(?:src|href)=\")(?!https?:)([^)\"\s]+)", text):
             path, _, part = link.partition("#")
             target = (page.parent / path).resolve() if path else page
-            assert target.exists(), f"{page.name}: {link}"
+            assert target in there, f"{page.name}: {link}"
             assert not part or part in headings[target], f"{page.name}: {link}"
+
+
+def ignored(names: Iterable[str]) -> set[str]:
+    """Those that git ignores."""
+    command = ["git", "check-ignore", "--stdin"]
+    given = "\n".join(names)
+    done = subprocess.run(command, cwd=ROOT, input=given, capture_output=True, text=True)
+    return set(done.stdout.split())
+
+
+def test_files_that_pages_and_comments_name_are_there():
+    """Or git ignores them, because a command writes them; capitals are to be filled in."""
+    folders = "|".join({name.split("/")[0] for name in tracked("*/*")})
+    named = re.compile(rf"(?<![\w./$}}{{-])(?:{folders})/[\w./*-]+\.[a-z]+\b(?!/)")
+    missing: dict[tuple[str, str], set[str]] = {}
+    for file in tracked("*.md", "*.py", "*.sh", ":!tests"):
+        for name in named.findall((ROOT / file).read_text()):
+            found = any([*folder.glob(name)] for folder in (ROOT, (ROOT / file).parent))
+            if not found and not re.search(r"(?<![A-Z])[A-Z]{3,}", name):
+                missing[file, name] = {name, str(Path(file).parent / name)}
+    written = ignored(path for places in missing.values() for path in places)
+    assert not [where for where, places in missing.items() if not places & written]
+
+
+# What the commands of the workshop's other editions write, and of ROCm's tools called by hand.
+WRITTEN = """fusion_analysis/ flash_attention_seq128/ complete_rocm_analysis/ complete_analysis/
+optimization_analysis/ fusion_comparison_report.md fused_performance.log pytorch_profiles_v2/
+rocprofv3_results_baseline/ rocprof_sys_results/ rocprof_compute_results/ workloads/ stats.txt
+dispatch_1538.txt node7/1234_kernel_stats.csv rocprofsys-python3-output/
+exercises/results/baseline/ exercises/tiny_llama_v4/traces/ exercises/tiny_llama_v4/kernel_stats.csv
+exercises/performance_debugging/results/"""
+
+
+def test_what_commands_write_is_no_change_to_git():
+    options = re.compile(r"(?:--profile-dir|--output-dir|--output|--csv|--save) +(?:\./)?([\w/.]+)")
+    names = set(WRITTEN.split())
+    for page in tracked("README.md", "docs/*.md", "setup/*.md"):
+        blocks = re.findall(r"(?ms)^```bash$(.*?)^```$", (ROOT / page).read_text())
+        names |= {name for block in blocks for name in options.findall(block)}
+    places = {name: {name, f"{name.rstrip('/')}/"} for name in names}  # a file, or a folder
+    written = ignored(path for either in places.values() for path in either)
+    assert not [name for name, either in places.items() if not either & written]
 
 
 # --- tools/run_sheet.py

@@ -8,7 +8,7 @@ tools/run_sheet.py and adds their seconds to a result file.
 
 Examples:
   python tools/agenda.py table sessions
-  python tools/agenda.py rehearse results/my_gpu/rehearsal.json
+  python tools/agenda.py rehearse results/DIR/rehearsal.json
   python tools/agenda.py rehearse rehearsal.json docs/INSTRUCTOR.md
 """
 
