@@ -11,7 +11,7 @@ precision share compiled kernels, so one process has them; the cheapest come fir
 what is left is not run, and counted. Exit status 1 if a case failed.
 
 Examples:
-  python bench/random_sizes.py --output results/h100/random_sizes.json
+  python bench/random_sizes.py --output results/DIR/random_sizes.json
   python bench/random_sizes.py --output other.json --seed 1 --cases 3000 --seconds 1500
 """
 
