@@ -203,7 +203,7 @@ def test_files_that_pages_and_comments_name_are_there():
 WRITTEN = """fusion_analysis/ flash_attention_seq128/ complete_rocm_analysis/ complete_analysis/
 optimization_analysis/ fusion_comparison_report.md fused_performance.log pytorch_profiles_v2/
 rocprofv3_results_baseline/ rocprof_sys_results/ rocprof_compute_results/ workloads/ stats.txt
-dispatch_1538.txt node7/1234_kernel_stats.csv rocprofsys-python3-output/
+dispatch_1538.txt node7/1234_kernel_stats.csv rocprofsys-python3-output/ rocprof-sys-output/
 exercises/results/baseline/ exercises/tiny_llama_v4/traces/ exercises/tiny_llama_v4/kernel_stats.csv
 exercises/performance_debugging/results/"""
 
