@@ -57,7 +57,7 @@ from workshop.script import (
     parser_around,
     script_arguments,
 )
-from workshop.show import drawing, write_csv
+from workshop.show import cell, drawing, write_csv
 from workshop.turns import free_memory
 
 PROG = Path(__file__).name
@@ -145,7 +145,7 @@ def analyse_rocprof_compute(directory: Path, output: Path) -> int:
     first = rows[: roofline.TOP]
     counted = f"FLOP and HBM bytes by the counters of {gpu}"
     print(f"{roofline.table(first, 'kernel')}\n\nAll kernels: {len(rows)}; {counted}.")
-    gemm = f"{ceilings.gemm_tflops:.3f} TFLOP/s ({ceilings.precision})"
+    gemm = f"{cell(ceilings.gemm_tflops, '.3f', ' TFLOP/s')} ({ceilings.precision})"
     print(f"Ceilings of roofline.csv: {gemm}, {ceilings.copy_gb_per_s:.1f} GB/s (HBM)")
     labels = {f"{i} {short_name(row['kernel'], 40)}": row for i, row in enumerate(first, 1)}
     title = f"kernels of {directory} by rocprof-compute's counters"

@@ -316,8 +316,9 @@ STATISTICS = """"Name","Calls","TotalDurationNs","AverageNs","Percentage","MinNs
         (STATISTICS.replace("600", "nan"), "no number"),
         (STATISTICS.replace("600", "inf"), "no number"),
         ("\n".join(STATISTICS.splitlines()[:2]) + "\n", "add up to 60.0"),
-        (STATISTICS.splitlines()[0] + "\n", "add up to 0.0"),
-        (STATISTICS.replace("60.000000", "nan"), "add up to nan"),
+        (STATISTICS.replace("60.000000", "nan"), "row 2: Percentage: 'nan' is no number"),
+        (STATISTICS.replace(",400,400,0.0", ",-400,400,0.0"), "row 3: .*no kernel runs like that"),
+        (STATISTICS.replace(",400,400,0.0", ",400,18446744073709551615,0.0"), "row 3: 1 calls of"),
     ],
 )
 def test_a_broken_statistics_file_is_one_sentence_with_its_name(

@@ -160,3 +160,8 @@ def print_notes(prog: str, *lines: str) -> None:
     """Say on stderr what the user should know beside a result."""
     for line in lines:
         print(f"{prog}: note: {one_line(line)}", file=sys.stderr)
+
+
+def note(line: str) -> None:
+    """The same from a part that several programs share."""
+    print_notes(Path(sys.argv[0]).name, line)

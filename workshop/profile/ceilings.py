@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ class Ceilings:
 
     precision: str
     gemm_size: int
-    gemm_tflops: float
+    gemm_tflops: float | None  # None where it was not measured, or nothing computes
     copy_bytes: int
     copy_gb_per_s: float  # read and written
 
@@ -30,13 +31,13 @@ class Ceilings:
 
     @property
     def ridge(self) -> float:
-        """FLOP per byte at which both ceilings meet."""
-        return 1e3 * self.gemm_tflops / self.copy_gb_per_s
+        """FLOP per byte at which both ceilings meet, infinite where there is one only."""
+        return 1e3 * (self.gemm_tflops or math.inf) / self.copy_gb_per_s
 
     def roof(self, flop_per_byte: float) -> float:
         """TFLOP/s that can be reached at this intensity: the lower of GEMM throughput and bandwidth
         x intensity."""
-        return min(self.gemm_tflops, self.copy_gb_per_s * flop_per_byte / 1e3)
+        return min(self.gemm_tflops or math.inf, self.copy_gb_per_s * flop_per_byte / 1e3)
 
 
 def seconds(work: Callable[[], object], device: torch.device) -> float:

@@ -22,8 +22,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
-from workshop.cli import ToolError
+from workshop.cli import ToolError, note
 from workshop.files import reads, write_file
+from workshop.profile.dispatches import (
+    HOUR_NS,
+    Dispatch,
+    read_kernel_trace,
+    read_table,
+    say_changes,
+    valid_ends,
+)
 
 CATEGORIES = (
     "GEMM",
@@ -38,6 +46,7 @@ CATEGORIES = (
     "other",
 )
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")  # what a trace calls these events
+FOR_GPU = ("kernel", "gpu_", "Trace")  # and how the names of those begin that last as long as they
 NO_KERNELS = "the profiler saw no kernels on the GPU: may this user profile it?"
 
 # The first pattern that is found in the name decides, so what is specific comes first. Upper and
@@ -217,45 +226,42 @@ def write_statistics(path: Path, rows: Sequence[KernelStatistics]) -> None:
 
 
 def read_statistics(path: Path) -> list[KernelStatistics]:
-    """The rows of a `*_kernel_stats.csv`, one for each name; columns are found by name.
+    """The rows of a `*_kernel_stats.csv`, one for each name; none for a process without kernels.
 
     ToolError says what is wrong with the file. A profiler that shortens names can list one twice.
     """
-    with reads(path).open(newline="", encoding="utf-8", errors="replace") as file:
-        try:
-            lines = list(csv.reader(file))
-        except csv.Error as error:
-            raise ToolError(f"{path}: not a CSV file ({error})") from error
-    if not lines:
-        raise ToolError(f"{path}: the file is empty")
-    header = lines[0]
-    if missing := [name for name in HEADER if name not in header]:
-        lacking = f"the header lacks {', '.join(missing)}"
-        raise ToolError(f"{path}: not a kernel statistics file, {lacking}")
-    columns = [header.index(name) for name in HEADER]
     rows = []
-    for number, cells in enumerate(lines[1:], start=2):
-        if not cells:
-            continue
-        if len(cells) < len(header):
-            there = f"{len(cells)} of {len(header)} columns"
-            raise ToolError(f"{path}: row {number} has {there}, is the file cut off?")
-        name, *values = (cells[column] for column in columns)
-        try:
-            calls, total, average, percentage, low, high, deviation = map(float, values)
-            # OverflowError: infinite, ValueError: NaN
-            whole = [int(value) for value in (calls, total, low, high)]
-        except (ValueError, OverflowError) as error:
-            what = f"a value that is no number: {', '.join(values)}"
-            raise ToolError(f"{path}: row {number} has {what}") from error
-        calls, total, low, high = whole
-        numbers = calls, total, average, percentage, low, high, deviation
-        rows.append(KernelStatistics(name, *numbers))
+    for row in read_table(path, *HEADER)[1]:
+        calls, total, average, share, low, high = map(row.number, HEADER[1:7])
+        deviation = row.number(HEADER[7]) if calls > 1 else 0.0
+        if calls < 1 or total < 0 or not 0 <= low <= high <= HOUR_NS:
+            what = f"{calls:g} calls of {low:g} to {high:g} ns, {total:g} ns in all"
+            raise ToolError(f"{row.place}: {what}: no kernel runs like that")
+        numbers = int(calls), int(total), average, share, int(low), int(high)
+        rows.append(KernelStatistics(row.cells["Name"], *numbers, deviation))
     total_percentage = math.fsum(row.percentage for row in rows)
-    if not abs(total_percentage - 100) <= 1:  # also true for NaN
+    if rows and not abs(total_percentage - 100) <= 1:
         found = f"{total_percentage:.1f}, not to 100"
         raise ToolError(f"{path}: percentages add up to {found}, is the file cut off?")
     return rows if len({row.name for row in rows}) == len(rows) else merge_statistics(rows)
+
+
+def statistics_of_dispatches(dispatches: Iterable[Dispatch]) -> list[KernelStatistics]:
+    """The statistics of dispatches by the names of their kernels, the longest first."""
+    durations: dict[str, list[int]] = defaultdict(list)
+    for dispatch in dispatches:
+        durations[dispatch.name].append(dispatch.end - dispatch.start)
+    return statistics_of(durations)
+
+
+def read_process(path: Path) -> list[KernelStatistics]:
+    """The statistics of a process that rocprofv3 profiled, from the trace beside its
+    `*_kernel_stats.csv` if there is one: its times can be checked one by one."""
+    trace = path.with_name(path.name.replace("_kernel_stats", "_kernel_trace"))
+    if not trace.exists():
+        return read_statistics(path)
+    calls = sum(row.number("Calls") for row in read_table(path, *HEADER)[1])
+    return statistics_of_dispatches(read_kernel_trace(trace, int(calls)))
 
 
 @dataclass(frozen=True)
@@ -275,7 +281,7 @@ class Kernel:
 
 
 def load_trace(path: Path) -> list[dict]:
-    """The events of a Chrome trace as the PyTorch profiler writes it, .json or .json.gz.
+    """The events of a Chrome trace as the PyTorch profiler writes it, .json or .json.gz, checked.
 
     ToolError if it is none.
     """
@@ -283,10 +289,79 @@ def load_trace(path: Path) -> list[dict]:
         content = reads(path).read_bytes()
         if content[:2] == b"\x1f\x8b":
             content = gzip.decompress(content)
-        return json.loads(content)["traceEvents"]
-    except (EOFError, zlib.error, gzip.BadGzipFile, ValueError, KeyError, TypeError) as error:
+        events = trace_json(content.decode("utf-8-sig", "replace"))["traceEvents"]
+        if not all(isinstance(event, dict) for event in events):
+            raise TypeError("its events are no objects")
+    except (EOFError, zlib.error, gzip.BadGzipFile, ValueError, LookupError, TypeError) as error:
         what = "not a trace of the PyTorch profiler, or cut off"
         raise ToolError(f"{path}: {what} ({error})") from error
+    return check_events(events, path)
+
+
+def trace_json(text: str) -> dict:
+    """What is in a Chrome trace, also where PyTorch has written the path of the file, which can
+    have quotes and backslashes in it, as it is."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        path = re.compile(r'("traceName": )"(.*)"(?= *[,}]?$)', re.MULTILINE)
+        return json.loads(path.sub(lambda found: found[1] + json.dumps(found[2]), text))
+
+
+def check_events(events: Sequence[dict], source: object) -> list[dict]:
+    """The events of a Chrome trace, those with a duration only if they have a name, a place and a
+    valid time; no kernel or copy runs over the next one of its stream.
+
+    A note on stderr counts what is left out or shortened; ToolError if that is every kernel.
+    """
+    good = [{**e, "args": e.get("args") or {}} for e in events if has_place(e)]
+    work = [event for event in good if event.get("ph") == "X" and event.get("cat") in ON_GPU]
+    spans = [(e["ts"], e["ts"] + e["dur"], (str(e["pid"]), str(e["tid"]))) for e in work]
+    # One microsecond is the clock of older traces, and what kernels of Hopper may overlap by.
+    ends = valid_ends(spans, end_of_trace(good, work), HOUR_NS / 1e3, slack=1.0)
+    late, gone = 0, set()
+    for event, (start, was, _), end in zip(work, spans, ends, strict=True):
+        if end is None:
+            gone.add(id(event))
+        elif end != was:
+            event["dur"], late = end - start, late + 1
+    lacking = sum(event.get("cat") in ON_GPU for event in events if not has_place(event))
+    total, left_out = len(work) + lacking, len(gone) + lacking
+    say_changes(source, total, left_out, late)
+    if total and left_out == total:
+        raise ToolError(f"{source}: none of its kernels has a valid start and duration")
+    if others := len(events) - len(good) - lacking:
+        note(f"{source}: other events left out, which lack a name, a place or a time: {others}")
+    return [event for event in good if id(event) not in gone]
+
+
+def has_place(event: dict) -> bool:
+    """Does an event with a duration have what tells where and when it was? Others need nothing."""
+    if event.get("ph") != "X":
+        return True
+    timed = is_number(event.get("ts")) and is_number(event.get("dur")) and event["dur"] >= 0
+    return timed and isinstance(event.get("name"), str) and {"pid", "tid"} <= event.keys()
+
+
+def is_number(value: object) -> bool:
+    """Is it a finite number?"""
+    return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def end_of_trace(events: Iterable[dict], work: Sequence[dict]) -> float:
+    """When everything must have ended, in microseconds: where the profiler's mark of it says so.
+
+    Without the mark, work on a GPU may go on after the host's last event, but not for longer than
+    all the rest took.
+    """
+    marks = [event.get("ts") for event in events if event.get("name") == "Record Window End"]
+    if (marks := list(filter(is_number, marks))) or not work:
+        return max(marks, default=math.inf)
+    timed = [event for event in events if event.get("ph") == "X"]
+    on_host = [e["ts"] + e["dur"] for e in timed if not str(e.get("cat")).startswith(FOR_GPU)]
+    last = max([*on_host, *(event["ts"] for event in work)])
+    longest = 2 * last - min(event["ts"] for event in timed)
+    return last if any(e["ts"] + e["dur"] > longest for e in work) else math.inf
 
 
 def complete(events: Iterable[dict], *categories: str) -> list[dict]:
@@ -389,9 +464,9 @@ def communication_of(events: Sequence[dict], phases: Sequence[str]) -> Communica
             exposed += 0 if running[False] else moment - last
         running[collective] += change
         last = moment
-    if not total:
-        return None
     steps = sum(mark["name"] == phases[0] for mark in marks)
+    if not total or not steps:
+        return None
     span = max(e["ts"] + e["dur"] for e in [*marks, *work]) - begin
     return Communication(*(value / 1e3 / steps for value in (span, total, exposed)))
 

@@ -21,6 +21,7 @@ from workshop.profile.kernels import (
     CATEGORIES,
     NO_KERNELS,
     category,
+    check_events,
     complete,
     has_gpu,
     kernels_of,
@@ -68,7 +69,7 @@ def profiled_steps(trainer) -> Iterator[list[dict]]:
     The first step must have been taken.
     """
     for _ in range(STEPS):
-        events = trainer.trace(trainer.profile())["traceEvents"]
+        events = check_events(trainer.trace(trainer.profile())["traceEvents"], "the profiler")
         if trainer.gpu and not has_gpu(events):
             raise ToolError(NO_KERNELS, status=1)
         yield events
@@ -400,13 +401,16 @@ def draw_roofline(axes, points: dict[str, dict], ceilings: Ceilings) -> None:
     """TFLOP/s over FLOP per byte."""
     from matplotlib import ticker
 
-    places = [ceilings.ridge, *(row["flop_per_byte"] for row in points.values())]
+    places = [row["flop_per_byte"] for row in points.values()]
+    places += [ceilings.ridge] if ceilings.gemm_tflops else [] if places else [1.0]
     low, high = min(places) / 3, max(places) * 10
     bandwidth = f"copy {ceilings.copy_gb_per_s:.4g} GB/s"
-    peak = f"GEMM {ceilings.gemm_tflops:.3g} TFLOP/s ({ceilings.precision})"
-    ridge, top = ceilings.ridge, ceilings.gemm_tflops
-    axes.plot([low, ridge], [ceilings.roof(low), top], color="black", label=bandwidth)
-    axes.plot([ridge, high], [top, top], color="black", linestyle="--", label=peak)
+    ridge = min(ceilings.ridge, high)
+    roof = [ceilings.roof(low), ceilings.roof(ridge)]
+    axes.plot([low, ridge], roof, color="black", label=bandwidth)
+    if top := ceilings.gemm_tflops:
+        peak = f"GEMM {top:.3g} TFLOP/s ({ceilings.precision})"
+        axes.plot([ridge, high], [top, top], color="black", linestyle="--", label=peak)
     for index, (label, row) in enumerate(points.items()):
         marker = "osD^v<>Ph*X8p"[index % 13]
         style = {"color": f"C{index % 10}", "label": label}

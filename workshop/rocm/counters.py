@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from pathlib import Path
 
 from workshop.cli import ToolError
 from workshop.profile.ceilings import Ceilings
+from workshop.profile.dispatches import read_counters, read_table
 from workshop.profile.kernels import category
 from workshop.profile.roofline import make_row
-from workshop.rocm.files import matching, read_columns
+from workshop.rocm.files import matching
 
 # What AMD's counters count, as rocprof-compute adds them up for its roofline: an instruction of the
 # vector units works on 64 lanes, a unit of MFMA_MOPS is 512 operations. Beside them the column of
@@ -44,31 +44,21 @@ def read_rocprof_compute(directory: Path) -> tuple[str, Ceilings, list[dict]]:
     if len(files) > 1:
         several = ", ".join(str(file.parent) for file in files)
         raise ToolError(f"{directory}: several profiles ({several}), name one")
-    with files[0].open(encoding="utf-8", errors="replace") as file:
-        header = file.readline()
-    known = BYTE_COUNTERS.items()
-    found = [gpu for gpu, columns in known if all(column in header for column in columns)]
-    gpu = found[0] if found else "MI300"
-    counters = [*FLOP_COUNTERS, *BYTE_COUNTERS[gpu]]
-    columns = ("Kernel_Name", "Start_Timestamp", "End_Timestamp", *counters)
+    header, dispatches = read_counters(files[0])
+    gpu = next((gpu for gpu, names in BYTE_COUNTERS.items() if {*names} <= {*header}), "MI300")
+    if missing := [name for name in (*FLOP_COUNTERS, *BYTE_COUNTERS[gpu]) if name not in header]:
+        raise ToolError(f"{files[0]}: the header lacks {', '.join(missing)}")
     flop, moved, ns, calls, by_unit = (Counter() for _ in range(5))
-    for name, *cells in read_columns(files[0], *columns):
-        start, end, *values = (number(cell, files[0]) for cell in cells)
-        counted = dict(zip(counters, values, strict=True))
+    for dispatch in dispatches:
+        name, counted = dispatch.name, dispatch.row.number
         calls[name] += 1
-        ns[name] += end - start
-        sizes = BYTE_COUNTERS[gpu].items()
-        moved[name] += round(sum(counted[column] * size for column, size in sizes))
+        ns[name] += dispatch.end - dispatch.start
+        moved[name] += round(sum(counted(n) * size for n, size in BYTE_COUNTERS[gpu].items()))
         for column, (each, unit) in FLOP_COUNTERS.items():
-            flop[name] += round(counted[column] * each)
-            by_unit[unit] += counted[column] * each
-    if not calls:
-        raise ToolError(f"{files[0]}: it has no dispatches")
-    unit, path = max(by_unit, key=by_unit.get), files[0].with_name("roofline.csv")
-    best = [number(cell, path) for cell in (read_columns(path, "HBMBw", unit) or [()])[0]]
-    if not best or not min(best) > 0:
-        raise ToolError(f"{path}: it has no ceilings")
-    ceilings = Ceilings(unit, 0, best[1] / 1e3, 0, best[0])  # the file has GB/s and GFLOP/s
+            flop[name] += round(counted(column) * each)
+            by_unit[unit] += counted(column) * each
+    unit = max(by_unit, key=by_unit.get) if any(by_unit.values()) else None
+    ceilings = read_ceilings(files[0].with_name("roofline.csv"), unit)
     rows = []
     for name, spent in ns.most_common():
         names = {"kernel": name, "group": category(name).lower(), "calls": calls[name]}
@@ -76,11 +66,20 @@ def read_rocprof_compute(directory: Path) -> tuple[str, Ceilings, list[dict]]:
     return gpu, ceilings, rows
 
 
-def number(text: str, path: Path) -> float:
-    """A finite number of a file; ToolError if it is none."""
-    try:
-        if math.isfinite(value := float(text)):
-            return value
-    except ValueError:
-        pass
-    raise ToolError(f"{path}: {text!r} is no number")
+def read_ceilings(path: Path, unit: str | None) -> Ceilings:
+    """The ceilings that rocprof-compute measured: of HBM, and of this unit, None where nothing
+    computes.
+
+    Releases that measure no FP16 of the vector units have FP32's for it, or none.
+    """
+    if not path.exists():
+        raise ToolError(f"{path}: there are no ceilings, profile without --no-roof")
+    header, rows = read_table(path, "HBMBw")
+    if unit == "FP16Flops" and unit not in header:
+        unit = "FP32Flops"
+    wanted = ["HBMBw", *([unit] if unit in header else [])]
+    best = [rows[0].number(name) for name in wanted] if rows else []
+    if not best or not min(best) > 0:
+        raise ToolError(f"{path}: it has no ceilings")
+    tflops = best[1] / 1e3 if len(best) > 1 else None  # the file has GB/s and GFLOP/s
+    return Ceilings(unit or "no FLOP", 0, tflops, 0, best[0])

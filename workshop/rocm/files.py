@@ -16,45 +16,32 @@ from __future__ import annotations
 
 import _root
 
-import csv
 import shutil
-import sqlite3
 import subprocess
 import sys
 import tempfile
-from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 from workshop.cli import ToolError
+from workshop.profile.dispatches import (
+    Dispatch,
+    read_counters,
+    read_database,
+    read_kernel_trace,
+    read_table,
+)
 from workshop.profile.kernels import (
     KernelStatistics,
     category,
     merge_statistics,
+    read_process,
     read_statistics,
     short_name,
-    statistics_of,
+    statistics_of_dispatches,
     write_statistics,
 )
 from workshop.show import Column, render, write_csv
-
-
-def read_columns(path: Path, *names: str) -> list[list[str]]:
-    """The named columns of a CSV file, row by row.
-
-    Columns are found by name because their order differs by release.
-    """
-    with path.open(newline="", encoding="utf-8", errors="replace") as file:
-        rows = [row for row in csv.reader(file) if row]
-    if not rows:
-        raise ToolError(f"{path}: the file is empty")
-    if missing := [name for name in names if name not in rows[0]]:
-        raise ToolError(f"{path}: the header lacks {', '.join(missing)}")
-    for number, row in enumerate(rows[1:], start=2):
-        if len(row) != len(rows[0]):
-            there = f"{len(row)} of {len(rows[0])} columns"
-            raise ToolError(f"{path}: row {number} has {there}, is the file cut off?")
-    columns = [rows[0].index(name) for name in names]
-    return [[row[column] for column in columns] for row in rows[1:]]
 
 
 def matching(directory: Path, pattern: str, writer: str) -> list[Path]:
@@ -71,48 +58,45 @@ def matching(directory: Path, pattern: str, writer: str) -> list[Path]:
 def statistics(directory: Path, out: Path) -> None:
     """Merge what rocprofv3 wrote for each process."""
     if databases := sorted(directory.rglob("*_results.db")):
-        rows = [row for path in databases for row in read_database(path)]
-        write_statistics(out, of_dispatches(rows, directory))
+        dispatches = [each for path in databases for each in of_database(path)]
+        write_statistics(out, of_dispatches(dispatches, directory))
         return
     paths = matching(directory, "*_kernel_stats.csv", "rocprofv3")
-    files = [rows for rows in map(read_statistics, paths) if rows]
+    files = [rows for rows in map(read_process, paths) if rows]
+    if not files:
+        raise ToolError(f"{directory}: no process has launched a kernel")
     merged = merge_statistics([row for rows in files for row in rows])
     write_statistics(out, files[0] if len(files) == 1 else merged)
 
 
-def of_dispatches(rows: list[list[str]], source: Path) -> list[KernelStatistics]:
-    """Statistics from (name, start, end) of every dispatch, in nanoseconds."""
-    durations: dict[str, list[int]] = defaultdict(list)
-    for name, start, end in rows:
-        durations[name].append(int(end) - int(start))
-    if not durations:
+def of_dispatches(dispatches: Sequence[Dispatch], source: Path) -> list[KernelStatistics]:
+    """The statistics of all dispatches; a ToolError where there are none."""
+    if not dispatches:
         raise ToolError(f"{source}: it has no kernel dispatches")
-    return statistics_of(durations)
+    return statistics_of_dispatches(dispatches)
 
 
-def read_database(database: Path) -> list[list[str]]:
-    """(name, start, end) of every dispatch in a rocpd database (SQLite, the format of ROCm 7)."""
-    if shutil.which("rocpd"):
-        with tempfile.TemporaryDirectory() as folder:
-            command = ["rocpd", "convert", "-i", str(database)]
-            command += ["-f", "csv", "-d", folder, "-o", "converted"]
-            done = subprocess.run(command, capture_output=True, text=True)
-            if done.returncode:
-                reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
-                raise ToolError(f"rocpd convert {database}: status {done.returncode}: {reason}")
-            try:
-                trace = matching(Path(folder), "*kernel_trace.csv", "rocpd")[0]
-                return read_columns(trace, "Kernel_Name", "Start_Timestamp", "End_Timestamp")
-            except ToolError as error:
-                reason = str(error).replace(f"{folder}/", "")
-                raise ToolError(f"rocpd convert {database}: {reason}") from error
-    with sqlite3.connect(f"{database.resolve().as_uri()}?mode=ro", uri=True) as connection:
-        return connection.execute('SELECT name, "start", "end" FROM kernels').fetchall()
+def of_database(database: Path) -> list[Dispatch]:
+    """The dispatches in a rocpd database, through rocpd where it is installed."""
+    if not shutil.which("rocpd"):
+        return read_database(database)
+    with tempfile.TemporaryDirectory() as folder:
+        command = ["rocpd", "convert", "-i", str(database)]
+        command += ["-f", "csv", "-d", folder, "-o", "converted"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
+            raise ToolError(f"rocpd convert {database}: status {done.returncode}: {reason}")
+        try:
+            return read_kernel_trace(matching(Path(folder), "*kernel_trace.csv", "rocpd")[0])
+        except ToolError as error:
+            reason = str(error).replace(f"{folder}/", "")
+            raise ToolError(f"rocpd convert {database}: {reason}") from error
 
 
 def convert(database: Path, out: Path) -> None:
     """Kernel statistics of one database."""
-    write_statistics(out, of_dispatches(read_database(database), database))
+    write_statistics(out, of_dispatches(of_database(database), database))
 
 
 def show(directory: Path, *, count: int = 10) -> None:
@@ -133,16 +117,15 @@ def show(directory: Path, *, count: int = 10) -> None:
 def dispatches(directory: Path, out: Path) -> None:
     """The dispatches that rocprof-compute profiled.
 
-    The category makes `grep -i gemm` find rocBLAS's Cijk_ kernels.
+    The category makes `grep gemm` find rocBLAS's Cijk_ kernels.
     """
     path = matching(directory, "pmc_perf.csv", "rocprof-compute")[0]
-    rows = read_columns(path, "Dispatch_ID", "Kernel_Name", "Start_Timestamp", "End_Timestamp")
-    if not rows:
-        raise ToolError(f"{path}: it has no dispatches")
     lines = []
-    for dispatch, name, start, end in rows:
-        line = {"Dispatch_ID": dispatch, "Category": category(name)}
-        lines.append({**line, "TimeNs": int(end) - int(start), "Kernel_Name": name})
+    for dispatch in read_counters(path)[1]:
+        line = {"Dispatch_ID": dispatch.row.cells["Dispatch_ID"]}
+        line["Category"] = category(dispatch.name).lower()
+        line["TimeNs"] = dispatch.end - dispatch.start
+        lines.append({**line, "Kernel_Name": dispatch.name})
     write_csv(out, lines)
 
 
@@ -155,7 +138,7 @@ def require(directory: Path, pattern: Path) -> None:
 def counters(directory: Path, pattern: Path) -> None:
     """Print the counter files, none of which may be cut off."""
     for path in matching(directory, str(pattern), "rocprofv3"):
-        if not read_columns(path, "Dispatch_Id", "Kernel_Name", "Counter_Name", "Counter_Value"):
+        if not read_table(path, "Dispatch_Id", "Kernel_Name", "Counter_Name", "Counter_Value")[1]:
             raise ToolError(f"{path}: it has no dispatches")
         print(path)
 
@@ -167,9 +150,8 @@ def main(argv: list[str]) -> int:
         return 2
     try:
         commands[argv[0]](*map(Path, argv[1:]))
-    except (ToolError, ValueError, OSError, sqlite3.Error, csv.Error) as error:
-        where = f"{argv[1]}: " if isinstance(error, sqlite3.Error) else ""
-        print(f"{where}{error}", file=sys.stderr)
+    except (ToolError, OSError) as error:
+        print(error, file=sys.stderr)
         return 1
     return 0
 

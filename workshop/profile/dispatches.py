@@ -1,0 +1,229 @@
+"""When each kernel ran, as other tools' files say: their tables, numbers and times are read and
+checked here, once for all readers.
+
+A kernel ends after it starts, lies within its trace, and does not run over the next one of its
+stream. Profilers write files where that is not so: an end that was never recorded, one that
+belongs to a later kernel, timestamps that a spreadsheet has rounded. Kernels without a valid time
+are left out, those that end too late are shortened, and a note on stderr counts both.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import re
+import sqlite3
+from collections.abc import Hashable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
+from pathlib import Path
+from typing import NamedTuple
+
+from workshop.cli import ToolError, note
+from workshop.files import reads
+
+THOUSANDS = re.compile(r"[+-]?\d{1,3}([,' ]\d{3})+(\.\d*)?")
+NAME, START, END = "Kernel_Name", "Start_Timestamp", "End_Timestamp"
+# What tells streams apart, where a tool writes it; with none of these all kernels are in one. The
+# first row are columns of CSV files, the second of rocpd's view `kernels`.
+STREAM = (
+    *("Guid", "Process_Id", "Agent_Id", "GPU_ID", "Queue_Id", "Stream_Id"),
+    *("guid", "pid", "agent_abs_index", "queue_id", "stream_id"),
+)
+HOUR_NS = 3600 * 10**9  # no kernel takes longer; where a start is 0, it seems to
+
+
+class Dispatch(NamedTuple):
+    """A launch of a kernel: its time in nanoseconds, None where the file has none."""
+
+    name: str
+    start: int | None
+    end: int | None
+    stream: Hashable
+    row: Row  # of the file
+
+
+# --- times
+
+
+def valid_ends(
+    spans: Sequence[tuple[float | None, float | None, Hashable]],
+    last: float = math.inf,
+    longest: float = HOUR_NS,
+    slack: float = 0.0,
+) -> list[float | None]:
+    """The end of each (start, end, stream), None for one without a valid time.
+
+    No end is later than `last` or, by more than `slack`, than the next start in its stream.
+    """
+    ends: list[float | None] = [None] * len(spans)
+    following: dict[Hashable, float] = {}
+    known = [i for i, (start, end, _) in enumerate(spans) if None not in (start, end)]
+    for index in sorted(known, key=lambda i: spans[i][:2], reverse=True):
+        start, end, stream = spans[index]
+        if not start <= end or start >= last:
+            continue
+        if end > following.get(stream, math.inf) + slack:
+            end = following[stream]
+        if (end := min(end, last)) - start <= longest:
+            ends[index], following[stream] = end, start
+    return ends
+
+
+def say_changes(source: object, total: int, left_out: int, shortened: int) -> None:
+    """Say on stderr of how many kernels the times were not taken as a file has them."""
+    changes = []
+    if left_out:
+        changes.append(f"without a valid start and end, left out: {left_out} of {total} kernels")
+    if shortened:
+        late = "the next one of their stream or the end of the trace"
+        changes.append(f"running over {late}, shortened: {shortened} of {total} kernels")
+    if changes:
+        note(f"{source}: {'; '.join(changes)}")
+
+
+def checked(dispatches: Sequence[Dispatch], source: object) -> list[Dispatch]:
+    """Those with a valid time, in their order; a ToolError if there are some, but none is valid."""
+    ends = valid_ends([(d.start, d.end, d.stream) for d in dispatches])
+    both = [(d, end) for d, end in zip(dispatches, ends, strict=True) if end not in (None, d.start)]
+    if dispatches and not both:
+        raise ToolError(f"{source}: none of its kernels has a valid start and end")
+    shortened = sum(end != dispatch.end for dispatch, end in both)
+    say_changes(source, len(dispatches), len(dispatches) - len(both), shortened)
+    return [dispatch._replace(end=end) for dispatch, end in both]
+
+
+# --- numbers and tables
+
+
+def decimal_of(text: str) -> Decimal | None:
+    """A number in any of the usual forms, None for an empty cell, NaN or infinity.
+
+    ValueError if it is something else.
+    """
+    text = text.strip(" \t\"'")
+    try:
+        value = Decimal(re.sub("[,' ]", "", text) if THOUSANDS.fullmatch(text) else text or "nan")
+    except InvalidOperation as error:
+        raise ValueError(f"{text!r} is no number") from error
+    return value if value.is_finite() else None
+
+
+@dataclass(frozen=True)
+class Row:
+    """The cells of a row by the names of their columns, and what error messages call it."""
+
+    place: str
+    cells: dict[str, str]
+
+    def number(self, column: str) -> float:
+        """The number in this cell; ToolError if there is none."""
+        try:
+            if (value := decimal_of(self.cells[column])) is None:
+                raise ValueError(f"{self.cells[column]!r} is no number")
+        except ValueError as error:
+            raise ToolError(f"{self.place}: {column}: {error}") from error
+        return float(value)
+
+    def times(self, first: str = START, last: str = END) -> tuple[int | None, int | None]:
+        """The timestamps in two cells, exactly; ToolError if they are rounded so that their
+        difference says nothing."""
+        written = [self.cells[column] for column in (first, last)]
+        try:
+            values = [decimal_of(text) for text in written]
+        except ValueError as error:
+            raise ToolError(f"{self.place}: {error}") from error
+        start, end = (None if value is None else round(value) for value in values)
+        step = 10 ** max((v.as_tuple().exponent for v in values if v is not None), default=0)
+        if step > 1 and None not in values and abs(end - start) < 100 * step:
+            times = " and ".join(written)
+            raise ToolError(f"{self.place}: the times {times} are rounded to {step:g} ns")
+        return start, end
+
+    def dispatch(self) -> Dispatch:
+        """The dispatch that this row of a table is of."""
+        stream = tuple(self.cells[name] for name in STREAM if name in self.cells)
+        return Dispatch(self.cells[NAME], *self.times(), stream, self)
+
+
+def read_table(path: Path, *needed: str) -> tuple[list[str], list[Row]]:
+    """The header of a CSV file, which has the needed columns, and the rows.
+
+    Columns are found by name because their order differs by release. ToolError says what is wrong
+    with the file.
+    """
+    content = reads(path).read_bytes()
+    wide = content[:2] in (b"\xff\xfe", b"\xfe\xff")
+    text = content.decode("utf-16" if wide else "utf-8-sig", "replace")
+    try:
+        lines = list(csv.reader(io.StringIO(text, newline=""), skipinitialspace=True))
+    except csv.Error as error:
+        raise ToolError(f"{path}: not a CSV file ({error})") from error
+    lines = [[cell.strip() for cell in line] for line in lines if any(map(str.strip, line))]
+    if not lines:
+        raise ToolError(f"{path}: the file is empty")
+    header = lines[0]
+    if missing := [name for name in needed if name not in header]:
+        raise ToolError(f"{path}: the header lacks {', '.join(missing)}")
+    rows = []
+    for number, line in enumerate(lines[1:], start=2):
+        if len(line) != len(header):
+            there = f"{len(line)} of {len(header)} columns"
+            raise ToolError(f"{path}: row {number} has {there}, is the file cut off?")
+        rows.append(Row(f"{path}: row {number}", dict(zip(header, line, strict=True))))
+    return header, rows
+
+
+# --- the files of ROCm's profilers
+
+
+def read_kernel_trace(path: Path, calls: int | None = None) -> list[Dispatch]:
+    """The dispatches of rocprofv3's `*_kernel_trace.csv`, checked; ToolError if their number is
+    not that of the calls in its statistics."""
+    _, rows = read_table(path, NAME, START, END)
+    if calls not in (None, len(rows)):
+        cut = f"{len(rows)} dispatches, {calls} calls in the statistics: is one of them cut off?"
+        raise ToolError(f"{path}: {cut}")
+    return checked([row.dispatch() for row in rows], path)
+
+
+def read_database(path: Path) -> list[Dispatch]:
+    """The dispatches of a rocpd database (SQLite, rocprofv3 of ROCm 7), checked."""
+    try:
+        address = f"{reads(path).resolve().as_uri()}?mode=ro"
+        with closing(sqlite3.connect(address, uri=True)) as database:
+            cursor = database.execute("SELECT * FROM kernels")
+            header = [column[0] for column in cursor.description]
+            lines = cursor.fetchall()
+    except sqlite3.Error as error:
+        raise ToolError(f"{path}: {error}") from error
+    header = [{"name": NAME, "start": START, "end": END}.get(name, name) for name in header]
+    if missing := {NAME, START, END} - {*header}:
+        raise ToolError(f"{path}: its view kernels lacks {', '.join(sorted(missing))}")
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        texts = ["" if value is None else str(value) for value in line]
+        rows.append(Row(f"{path}: kernel {number}", dict(zip(header, texts, strict=True))))
+    return checked([row.dispatch() for row in rows], path)
+
+
+def read_counters(path: Path) -> tuple[list[str], list[Dispatch]]:
+    """The columns of rocprof-compute's `pmc_perf.csv`, and its dispatches, checked.
+
+    The file has a row for each dispatch, or one for each counter of a dispatch (ROCm 7); of those
+    one row is made here. A dispatch runs once for each set of counters: its first time counts.
+    """
+    header, rows = read_table(path, "Dispatch_ID", NAME, START, END)
+    if {"Counter_Name", "Counter_Value"} <= {*header}:
+        by_dispatch: dict[tuple, Row] = {}
+        for row in rows:
+            key = row.cells.get("GPU_ID"), row.cells["Dispatch_ID"]
+            cells = by_dispatch.setdefault(key, row).cells
+            cells[row.cells["Counter_Name"]] = row.cells["Counter_Value"]
+        rows = list(by_dispatch.values())
+        header = sorted(set.intersection(*(set(row.cells) for row in rows))) if rows else header
+    if not rows:
+        raise ToolError(f"{path}: it has no dispatches")
+    return header, checked([row.dispatch() for row in rows], path)
