@@ -25,7 +25,7 @@ $common_options
 
 Examples:
   ./$program --roof-only --batch-size 4 --seq-len 64
-  grep -i gemm rocprof_compute_results/roofline_analysis.csv
+  grep gemm rocprof_compute_results/roofline_analysis.csv
   ./$program --mode analyze --dispatch 1538
 END
 }
@@ -77,6 +77,9 @@ if [[ $mode == analyze ]]; then
     if [[ -z $last ]]; then
         if [[ $dry_run == no ]]; then fail 2 "no profile in $parent: run ./$program without --mode analyze first"; fi
         last=$parent/workloads/NAME/GPU
+    fi
+    if [[ $last == *_roof/* ]]; then
+        echo "$program: note: $last is of --roof-only: it has the counters of the roofline and no others" >&2
     fi
     command=("$tool" analyze -p "$last")
     if [[ $list_stats == yes ]]; then command+=(--list-stats); fi

@@ -63,7 +63,13 @@ class Side:
 
     def __init__(self, label: str, directory: Path):
         if not directory.is_dir():
-            way_out = "run_all_profilers.sh makes one"
+            script = directory.name.removeprefix("profiles_")
+            ours = (
+                f"./run_all_profilers.sh --script {script}.py" if script.startswith("tiny_") else ""
+            )
+            way_out = f"{ours or 'run_all_profilers.sh'} makes it"
+            if there := ", ".join(sorted(map(str, directory.parent.glob("profiles_*/")))):
+                way_out += f"; here is {there}"
             raise ToolError(f"--{label} {directory}: no such directory; {way_out}")
         self.label, self.directory = label, directory
         summary = directory / "summary.json"

@@ -43,6 +43,7 @@ def files_with(mark: str, *patterns: str) -> list[str]:
 PAGES = (
     "README.md",
     "docs/START.md",
+    "docs/ROCM.md",
     "docs/MANY_GPUS.md",
     "docs/INSTRUCTOR.md",
     "exercises/*/*.md",

@@ -723,7 +723,7 @@ def test_rocprof_compute_and_analyze_of_its_last_profile(bench):
     assert {int(row["Dispatch_ID"]) for row in rows} == set(range(FUSED[1]))
     for row in rows:
         assert int(row["TimeNs"]) > 0
-        assert ("gemm" in row["Category"].lower()) == row["Kernel_Name"].startswith("Cijk")
+        assert ("gemm" in row["Category"]) == row["Kernel_Name"].startswith("Cijk")
 
     bench.run(COMPUTE, STANDIN_FAIL="noformat").failed()  # this newer profile is not taken
     before, runs = files(bench.work), len(bench.received())
@@ -744,6 +744,9 @@ def test_rocprof_compute_and_analyze_of_its_last_profile(bench):
     assert "99999" in bench.run(COMPUTE, *argv[:-1], "99999").failed("rocprof-compute").stderr
     assert len(bench.received()) == runs  # nothing ran again
     assert files(bench.work) == before
+    bench.run(COMPUTE, "--roof-only").succeeded()
+    (said,) = bench.run(COMPUTE, "--list-stats").succeeded().stderr.splitlines()
+    assert "is of --roof-only: it has the counters of the roofline and no others" in said
 
 
 @pytest.mark.parametrize(

@@ -180,6 +180,12 @@ def test_folders_with_nothing_in_common_are_refused(folders, tmp_path):
     assert_refused(
         report("--baseline", tmp_path / "none", "--fused", folders[1]), "no such directory"
     )
+    (tmp_path / "profiles_tiny_openfold_v2").mkdir()  # as run_all_profilers.sh leaves by default
+    assert_refused(
+        report("--baseline", tmp_path / "profiles_tiny_llama_v1", "--fused", folders[1]),
+        "no such directory; ./run_all_profilers.sh --script tiny_llama_v1.py makes it; here is",
+        "profiles_tiny_openfold_v2",
+    )
     (folders[1] / "summary.json").write_text("{}")
     assert_refused(report("--baseline", *folders[:1], "--fused", folders[1]), "it has no steps")
     (folders[1] / "summary.json").unlink()

@@ -60,6 +60,17 @@ def test_a_limit_below_rounding_fails():
     )
 
 
+def test_a_tolerance_tightens_the_limit_of_every_value(tmp_path):
+    """An error of 1e-4 in float32 passes by default."""
+    wrong = changed(tmp_path / "tiny_llama_v2.py", "self.norm(x)", "1.0001 * self.norm(x)")
+    found = []
+    for argv in ([], ["--tolerance", "1e-5"]):
+        status, out, _ = validate(wrong, *argv)
+        (outputs,) = [line for line in out.splitlines() if "outputs at first" in line]
+        found.append((status, "FAIL" in outputs))
+    assert found == [(0, False), (1, True)]
+
+
 def test_what_is_no_number_fails_wherever_it_stands():
     for place in range(3):
         judged = {f"step {n}": (math.nan if n == place else 0.5, 1.0) for n in range(3)}

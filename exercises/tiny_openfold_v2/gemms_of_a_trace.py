@@ -61,7 +61,9 @@ def shape_of(call: dict) -> Shape:
     try:
         (*batch, m, k), (*_, n) = arguments["Input Dims"][first : first + 2]
         size = BYTES[arguments["Input type"][first]]
-    except (KeyError, ValueError) as error:
+        if not all(isinstance(length, int) for length in (*batch, m, k, n)):
+            raise ValueError("a length that is no number")
+    except (LookupError, TypeError, ValueError) as error:
         raise ToolError("the trace has no shapes: record it with --enable-pytorch-profiler") from (
             error
         )
@@ -75,7 +77,7 @@ def products(events: Sequence[dict]) -> Iterable[tuple[Shape, float, dict]]:
         kernels[kernel["args"].get("External id")].append(kernel)
     for call in complete(events, "cpu_op"):
         if call["name"] in PRODUCTS:
-            own = kernels[call["args"]["External id"]] if has_gpu(events) else [call]
+            own = kernels[call["args"].get("External id")] if has_gpu(events) else [call]
             if own:
                 longest = max(own, key=lambda event: event["dur"])
                 yield shape_of(call), sum(event["dur"] for event in own), longest["args"]
@@ -124,8 +126,11 @@ def build_parser() -> Parser:
 
 def show(args: argparse.Namespace) -> int:
     """Print the table; returns the exit status."""
-    events = load_trace(args.trace)
-    rows = rows_of(events)
+    try:
+        rows = rows_of(load_trace(args.trace))
+    except ToolError as error:
+        name = f"{args.trace}: "
+        raise ToolError(f"{name}{str(error).removeprefix(name)}") from error
     columns = [
         Column("m x k x n", "shape"),
         Column("calls", "calls", ".0f"),

@@ -108,6 +108,8 @@ def decimal_of(text: str) -> Decimal | None:
         value = Decimal(re.sub("[,' ]", "", text) if THOUSANDS.fullmatch(text) else text or "nan")
     except InvalidOperation as error:
         raise ValueError(f"{text!r} is no number") from error
+    if value.is_finite() and value.adjusted() > 30:  # a power of ten of that size takes hours
+        raise ValueError(f"{text!r} is too large")
     return value if value.is_finite() else None
 
 

@@ -46,6 +46,7 @@ CATEGORIES = (
     "other",
 )
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")  # what a trace calls these events
+NUMBERS = ("correlation", "External id", "Ev Idx")  # by which events know each other
 FOR_GPU = ("kernel", "gpu_", "Trace")  # and how the names of those begin that last as long as they
 NO_KERNELS = "the profiler saw no kernels on the GPU: may this user profile it?"
 
@@ -314,7 +315,7 @@ def check_events(events: Sequence[dict], source: object) -> list[dict]:
 
     A note on stderr counts what is left out or shortened; ToolError if that is every kernel.
     """
-    good = [{**e, "args": e.get("args") or {}} for e in events if has_place(e)]
+    good = [{**event, "args": arguments_of(event)} for event in events if has_place(event)]
     work = [event for event in good if event.get("ph") == "X" and event.get("cat") in ON_GPU]
     spans = [(e["ts"], e["ts"] + e["dur"], (str(e["pid"]), str(e["tid"]))) for e in work]
     # One microsecond is the clock of older traces, and what kernels of Hopper may overlap by.
@@ -343,24 +344,33 @@ def has_place(event: dict) -> bool:
     return timed and isinstance(event.get("name"), str) and {"pid", "tid"} <= event.keys()
 
 
+def arguments_of(event: dict) -> dict:
+    """What else a trace tells of an event, without numbers of other events that are none."""
+    arguments = event.get("args")
+    if not isinstance(arguments, dict):
+        return {}
+    odd = [name for name in NUMBERS if not isinstance(arguments.get(name, 0), int)]
+    return {k: v for k, v in arguments.items() if k not in odd} if odd else arguments
+
+
 def is_number(value: object) -> bool:
-    """Is it a finite number?"""
-    return isinstance(value, (int, float)) and math.isfinite(value)
+    """Is it a number that a clock can show?"""
+    return isinstance(value, (int, float)) and abs(value) < 2**63
 
 
 def end_of_trace(events: Iterable[dict], work: Sequence[dict]) -> float:
     """When everything must have ended, in microseconds: where the profiler's mark of it says so.
 
-    Without the mark, work on a GPU may go on after the host's last event, but not for longer than
-    all the rest took.
+    Without the mark, work on a GPU may go on after the host's last event, but not for ten times as
+    long as all the rest took.
     """
     marks = [event.get("ts") for event in events if event.get("name") == "Record Window End"]
-    if (marks := list(filter(is_number, marks))) or not work:
-        return max(marks, default=math.inf)
     timed = [event for event in events if event.get("ph") == "X"]
     on_host = [e["ts"] + e["dur"] for e in timed if not str(e.get("cat")).startswith(FOR_GPU)]
+    if (marks := list(filter(is_number, marks))) or not (work and on_host):
+        return max(marks, default=math.inf)
     last = max([*on_host, *(event["ts"] for event in work)])
-    longest = 2 * last - min(event["ts"] for event in timed)
+    longest = last + 10 * (last - min(event["ts"] for event in timed))
     return last if any(e["ts"] + e["dur"] > longest for e in work) else math.inf
 
 

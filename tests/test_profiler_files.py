@@ -1,0 +1,291 @@
+"""Files of other tools: what is in them, and what is wrong with them, is found by every reader.
+
+The inputs are small and written here, in the form of the real ones. The readers were also tried on
+files that the tools themselves wrote, in public repositories (none of them is copied here):
+
+ROCm/rocprofiler-compute, tests/workloads/*/*, 134 folders of MI100, MI200, MI300A, MI300X; and
+ROCm/rocm-systems, projects/rocprofiler-compute/tests/workloads, the same and 3 of MI350 and rocpd
+    files.py dispatches: 127 read; vcopy of MI300A and MI300X, whose times are rounded to 1e9 and
+    1e10 ns, refused; 8 have no pmc_perf.csv. --from-rocprof-compute: 23 of MI200 read; each of the
+    others lacks counters or the roofline.csv, which the message names
+ROCm/rocm-systems, projects/rocprofiler-sdk/source/docs/data; ROCm/rocprofiler-sdk, source/docs/data
+    kernel_trace, kernel_trace_truncated, counter_collection, kernel_names: read; hip_api_stats,
+    hip_domain_stats, which have the columns of kernel_stats: read. No repository has a database;
+    one made with share/rocprofiler-sdk-rocpd/*.sql, the tool's own tables and views, is read
+facebookresearch/HolisticTraceAnalysis, tests/data, 32 traces (CPU, V100 to H100, MI250, MTIA)
+    30 read: negative_queue_length_values_check with 1 kernel shortened, trace_diff/test with 18; an
+    execution trace and a memory timeline, which are no traces of kernels, refused
+AMD-AGI/TraceLens, tests/traces, 26 traces (H100, B200, MI210, MI300, graphs, torch.compile)
+    read: b200/eager_trace with 10 kernels shortened, mi300/google_owlv2 with 1; cpu_op_map*.json
+    and tests/rocprof/908_results.json.gz (rocprofv3's own JSON) refused
+ROCm/rocprofiler-systems, docs/how-to: shows wall_clock.txt and .json, which only people read
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import captured
+
+import run_pytorch_profiler
+from analysis_tools import roofline_analysis
+from workshop.cli import ToolError
+from workshop.profile import kernels
+from workshop.profile.dispatches import decimal_of, read_counters, valid_ends
+from workshop.rocm import files
+from workshop.rocm.counters import BYTE_COUNTERS, FLOP_COUNTERS, read_rocprof_compute
+
+T = 13_386_710_965_731_450  # nanoseconds since boot: more than a float64 counts exactly
+PHASES = ("data", "forward", "backward", "optimizer")
+
+# --- what each source has for the same dispatches: (name, start, end), all in one stream
+
+Dispatches = list[tuple[str, object, object]]
+
+
+def kernel_trace(folder: Path, dispatches: Dispatches) -> Path:
+    """rocprofv3's csv files of one process; the statistics are those of the bad times."""
+    lines = [f'"KERNEL_DISPATCH","Agent 4",1,1,"{n}",{a},{b}' for n, a, b in dispatches]
+    header = "Kind,Agent_Id,Queue_Id,Stream_Id,Kernel_Name,Start_Timestamp,End_Timestamp"
+    (folder / "7_kernel_trace.csv").write_text("\n".join([header, *lines, ""]))
+    stats = f"a,{len(dispatches)},18446744073709551615,1,100,1,18446744073709551615,0"
+    (folder / "7_kernel_stats.csv").write_text(f"{','.join(kernels.HEADER)}\n{stats}\n")
+    return folder
+
+
+def database(folder: Path, dispatches: Dispatches) -> Path:
+    with sqlite3.connect(folder / "7_results.db") as connection:
+        columns = 'name text, "start" bigint, "end" bigint, queue_id integer, stream_id integer'
+        connection.execute(f"create table kernels ({columns})")
+        connection.executemany("insert into kernels values (?, ?, ?, 1, 1)", dispatches)
+    return folder
+
+
+def counters(folder: Path, dispatches: Dispatches, more: str = "", values: str = "") -> Path:
+    header = f"Dispatch_ID,GPU_ID,Kernel_Name,Start_Timestamp,End_Timestamp{more}"
+    lines = [f'{i},4,"{n}",{a},{b}{values}' for i, (n, a, b) in enumerate(dispatches)]
+    (folder / "pmc_perf.csv").write_text("\n".join([header, *lines, ""]))
+    return folder
+
+
+def ns_of_rocprofv3(folder: Path) -> dict[str, int]:
+    files.statistics(folder, folder / "stats.csv")
+    return {row.name: row.total_ns for row in kernels.read_statistics(folder / "stats.csv")}
+
+
+def ns_of_counters(folder: Path) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for dispatch in read_counters(folder / "pmc_perf.csv")[1]:
+        found[dispatch.name] = found.get(dispatch.name, 0) + dispatch.end - dispatch.start
+    return found
+
+
+def event(cat: str, name: str, ts: object, dur: object, **args: object) -> dict:
+    place = {"pid": 0, "tid": 7} if cat == "kernel" else {"pid": 1, "tid": 1}
+    return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "args": args, **place}
+
+
+def trace(folder: Path, dispatches: Dispatches) -> Path:
+    """A trace of the PyTorch profiler; its clock counts microseconds."""
+    events = [event("user_annotation", "forward", 0, 40), event("cpu_op", "aten::mm", 5, 35)]
+    for name, start, end in dispatches:
+        known = None not in (start, end)
+        start = None if start is None else (start - T) / 1e3
+        events.append(event("kernel", name, start, (end - T) / 1e3 - start if known else None))
+    (folder / "x_trace.json").write_text(json.dumps({"traceEvents": events}))
+    return folder
+
+
+def ns_of_trace(folder: Path) -> dict[str, int]:
+    profile = run_pytorch_profiler.analyse(kernels.load_trace(folder / "x_trace.json"), PHASES)
+    return {row.name: row.total_ns for row in profile.statistics}
+
+
+SOURCES: dict[str, tuple[Callable, Callable]] = {
+    "rocprofv3 csv": (kernel_trace, ns_of_rocprofv3),
+    "rocpd database": (database, ns_of_rocprofv3),
+    "rocprof-compute": (counters, ns_of_counters),
+    "trace": (trace, ns_of_trace),
+}
+GOOD = [("a", T + 9_001, T + 14_001), ("b", T + 20_001, T + 23_008)]
+every_source = pytest.mark.parametrize("source", SOURCES)
+
+
+@every_source
+@pytest.mark.parametrize(
+    ("third", "expected", "said"),
+    [
+        (("b", T + 30_001, T + 32_001), {"a": 5000, "b": 5007}, None),
+        (("b", T + 30_001, 0), {"a": 5000, "b": 3007}, "left out: 1 of 3"),  # the end never came
+        (("b", T + 30_001, None), {"a": 5000, "b": 3007}, "left out: 1 of 3"),
+        # a late end, into the next one of the stream
+        (("b", T + 15_001, T + 10**12), {"a": 5000, "b": 8007}, "shortened: 1 of 3"),
+    ],
+)
+def test_times_are_checked_in_every_source(
+    source: str, third: tuple, expected: dict, said: str | None, tmp_path: Path, capsys
+):
+    write, read = SOURCES[source]
+    if third[2] is None and write is not trace and write is not database:
+        third = (*third[:2], "")
+    assert read(write(tmp_path, [*GOOD, third])) == expected
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == bool(said), lines
+    assert not said or (said in lines[0] and str(tmp_path) in lines[0])
+
+
+@every_source
+def test_without_a_valid_time_there_is_nothing_to_read(source: str, tmp_path: Path):
+    write, read = SOURCES[source]
+    with pytest.raises(ToolError, match="none of its kernels has a valid start"):
+        read(write(tmp_path, [("a", T + 1000, 0), ("b", T + 2000, T + 1500)]))
+
+
+def test_streams_may_overlap_and_nothing_ends_behind_the_last():
+    spans = [(0, 50, "x"), (10, 70, "y"), (40, 60, "x"), (None, 5, "x"), (9, 3, "y"), (90, 99, "y")]
+    assert valid_ends(spans, last=65) == [40, 65, 60, None, None, None]
+    assert valid_ends(spans[:3], slack=10) == [50, 70, 60]
+    assert valid_ends([(0, 10, "x")], longest=9) == [None]
+
+
+def test_a_kernel_lies_within_its_trace(tmp_path: Path):
+    """The profiler marks the end; without a mark no last kernel takes longer than all the rest."""
+    late = event("kernel", "a", 20, 1_600_000.0)
+    mark = {"ph": "i", "name": "Record Window End", "ts": 90.5}
+    host = event("cpu_op", "aten::mm", 0, 80)
+    for events, expected in (([host, late, mark], 70.5), ([host, late], 60)):
+        assert kernels.check_events(events, "x")[1]["dur"] == expected
+    plausible = [host, event("kernel", "a", 20, 100)]
+    assert kernels.check_events(plausible, "x") == plausible
+
+
+# --- numbers, tables
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        *[("1.62068E+03", 1620.68), (" 12 ", 12), ('"12"', 12), ("1,234,567.5", 1234567.5)],
+        *[("1 234", 1234), ("", None), ("nan", None), ("-inf", None), ("13386710965731450", T)],
+    ],
+)
+def test_numbers_in_any_form(text: str, value: object):
+    found = decimal_of(text)
+    assert found == value if value is None or isinstance(value, int) else float(found) == value
+
+
+STATISTICS = (
+    '"Name", "Calls" ,"TotalDurationNs","AverageNs","Percentage","MinNs","MaxNs","StdDev"\r\n'
+    '"copy ""x"", y",2, "1,000",5.0E+02,100.0,400,600, 141.4 \r\n'
+)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+def test_a_table_as_editors_and_spreadsheets_leave_it(encoding: str, tmp_path: Path):
+    path = tmp_path / "7_kernel_stats.csv"
+    path.write_bytes(STATISTICS.encode(encoding))
+    (row,) = kernels.read_statistics(path)
+    assert (row.name, row.calls, row.total_ns, row.average_ns) == ('copy "x", y', 2, 1000, 500)
+
+
+def test_a_header_without_rows_is_a_process_without_kernels(tmp_path: Path):
+    header = STATISTICS.splitlines()[0] + "\n"
+    (tmp_path / "2_kernel_stats.csv").write_text(header)
+    with pytest.raises(ToolError, match="no process has launched a kernel"):
+        files.statistics(tmp_path, tmp_path / "stats.csv")
+    (tmp_path / "1_kernel_stats.csv").write_text(STATISTICS)
+    assert ns_of_rocprofv3(tmp_path) == {'copy "x", y': 1000}
+
+
+def test_rounded_times_and_a_wrong_cell_are_named_with_their_row(tmp_path: Path):
+    for bad, words in (
+        (("b", "1.62068E+14", "1.62068E+14"), "row 3: the times 1.62068E.14 .* 1e.09 ns"),
+        (("b", T, "soon"), "row 3: 'soon' is no number"),
+    ):
+        with pytest.raises(ToolError, match=f"pmc_perf.csv: {words}"):
+            ns_of_counters(counters(tmp_path, [GOOD[0], bad]))
+    exact = ("b", "1.62068000000000E+14", "1.62068000005001E+14")
+    assert ns_of_counters(counters(tmp_path, [exact])) == {"b": 5001}
+
+
+# --- rocprof-compute's rooflines
+
+NAMES = [*FLOP_COUNTERS, *BYTE_COUNTERS["MI200"]]
+OF_MI200 = "HBMBw,FP32Flops,FP64Flops,MFMAF16Flops,MFMAF32Flops"  # as its roofline.csv begins
+
+
+def roofline(folder: Path, counter: str, header: str = OF_MI200) -> Path:
+    values = "".join(f",{1000 if n in (counter, 'TCC_EA_RDREQ_sum') else 0}" for n in NAMES)
+    ceilings = ",".join(str(1000 * (i + 1)) for i in range(header.count(",") + 1))
+    (folder / "roofline.csv").write_text(f"device,{header}\n0,{ceilings}\n")
+    return counters(folder, GOOD, "".join(f",{n}" for n in NAMES), values)
+
+
+@pytest.mark.parametrize(
+    ("counter", "header", "precision", "tflops"),
+    [
+        ("SQ_INSTS_VALU_FMA_F16", OF_MI200, "FP32Flops", 2.0),
+        ("SQ_INSTS_VALU_FMA_F16", f"{OF_MI200},FP16Flops", "FP16Flops", 6.0),
+        ("SQ_INSTS_VALU_MFMA_MOPS_F32", OF_MI200, "MFMAF32Flops", 5.0),
+        ("SQ_INSTS_VALU_MFMA_MOPS_BF16", OF_MI200, "MFMABF16Flops", None),
+        ("none", OF_MI200, "no FLOP", None),
+    ],
+)
+def test_a_ceiling_that_was_not_measured(counter, header, precision, tflops, tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    folder = roofline(tmp_path, counter, header)
+    gpu, ceilings, rows = read_rocprof_compute(folder)
+    assert (gpu, ceilings.precision, ceilings.gemm_tflops) == ("MI200", precision, tflops)
+    assert (ceilings.copy_gb_per_s, rows[0]["gb_per_s"]) == (1000, 64_000 / 5000)
+    assert (rows[0]["roof_tflops"] is None) == (counter == "none")
+    argv = ["--from-rocprof-compute", str(folder), "--output", str(tmp_path / "out")]
+    status, out, err = captured(roofline_analysis.main, argv)
+    assert status == 0, err
+    assert precision in out
+
+
+def test_counters_in_rows_are_those_in_columns(tmp_path: Path):
+    """As rocprof-compute writes them from ROCm 7's databases; each set of counters is a run."""
+    folder = roofline(tmp_path, "SQ_INSTS_VALU_FMA_F32")
+    expected = read_rocprof_compute(folder)
+    path = folder / "pmc_perf.csv"
+    lines = [
+        "GPU_ID,Dispatch_ID,Kernel_Name,Start_Timestamp,End_Timestamp,Counter_Name,Counter_Value"
+    ]
+    for run, name in enumerate(NAMES):
+        for dispatch in read_counters(path)[1]:
+            cells, later = dispatch.row.cells, 10**6 * run
+            times = f"{dispatch.start + later},{dispatch.end + later + run}"
+            lines.append(f"4,{cells['Dispatch_ID']},{dispatch.name},{times},{name},{cells[name]}")
+    path.write_text("\n".join(lines) + "\n")
+    assert read_rocprof_compute(folder) == expected
+
+
+# --- traces
+
+
+def test_events_that_lack_something_are_counted(capsys):
+    good = event("kernel", "a", 1, 2, correlation=3)
+    lacking = [{**good, "dur": "soon"}, {**good, "ts": float("nan")}, {"ph": "X", "cat": "cpu_op"}]
+    assert kernels.check_events([good, *lacking, {"ph": "M"}], "x.json") == [
+        good,
+        {"ph": "M", "args": {}},
+    ]
+    first, second = capsys.readouterr().err.splitlines()
+    assert "x.json: without a valid start and end, left out: 2 of 3 kernels" in first
+    assert "x.json: other events left out, which lack a name, a place or a time: 1" in second
+
+
+def test_a_trace_whose_path_has_a_quote(tmp_path: Path):
+    """PyTorch writes the path as it is, on the last line."""
+    path = tmp_path / 'x"y' / "t.json.gz"
+    path.parent.mkdir()
+    events = json.dumps([event("kernel", "a", 1, 2)], indent=1)
+    text = f'\ufeff{{"traceEvents": {events}\n  ,"traceName": "{path}" }}'
+    path.write_bytes(gzip.compress(text.encode()))
+    assert kernels.load_trace(path) == [event("kernel", "a", 1, 2)]
