@@ -832,8 +832,10 @@ def inference_table(directory: Path) -> str:
 def ablation_tables(directory: Path, script: str) -> list[str]:
     """What is gained by each set of a version's fusions, and what each costs if it is left out."""
     rows = read_rows(directory / f"ablation_{script}.json", ("precision", "side"))
-    sets = by_shape(rows).items()
-    tables = [sets_table(shape.replace(", ", "_v4, ") or script, same) for shape, same in sets]
+    tables = [
+        sets_table(", ".join(filter(None, (script, shape.partition(", ")[2]))), same)
+        for shape, same in by_shape(rows).items()
+    ]
     return [*tables, *costs_tables(script, rows)] if rows else []
 
 

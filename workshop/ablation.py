@@ -226,8 +226,8 @@ def costs_tables(title: str, rows: Sequence[dict]) -> list[str]:
     A column for each shape and precision. Empty without a control.
     """
     cells = {
-        ", ".join(filter(None, (shape, precision))): [
-            r for r in same if r["precision"] == precision
+        ", ".join(filter(None, (shape.partition(", ")[2] or shape, precision))): [
+            row for row in same if row["precision"] == precision
         ]
         for shape, same in by_shape(rows).items()
         for precision in dict.fromkeys(row["precision"] for row in same)
@@ -236,7 +236,7 @@ def costs_tables(title: str, rows: Sequence[dict]) -> list[str]:
         return []
     fusions = varying(rows)
 
-    def percent(key: str, cell: str, fusion: str) -> str | None:
+    def more(key: str, cell: str, fusion: str) -> str | None:
         if fusion == CONTROL:
             limit = noise(cells[cell]) if key == "turns_ms" else None
             return f"within {100 * limit:.1f}" if limit is not None else None
@@ -245,12 +245,13 @@ def costs_tables(title: str, rows: Sequence[dict]) -> list[str]:
         if found is None:
             return next(filter(None, (ended(r) for r in cells[cell] if r["side"] == side)), None)
         seen = key != "turns_ms" or abs(found - 1) > noise(cells[cell])
-        return f"{100 * (found - 1):.1f}" + ("" if seen else ", none seen")
+        percent = round(100 * (found - 1), 1) + 0.0  # and no -0.0
+        return f"{percent:.1f}" + ("" if seen else ", none seen")
 
     tables = []
     for what, key in (("time", "turns_ms"), ("memory", "peak_mb")):
         columns = [Column(f"% more {what} without it, {title}", str)]
-        columns += [Column(cell, partial(percent, key, cell)) for cell in cells]
+        columns += [Column(cell, partial(more, key, cell)) for cell in cells]
         tables.append(render(columns, [*fusions, *[CONTROL] * (key == "turns_ms")]))
     return tables
 
