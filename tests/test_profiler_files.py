@@ -151,6 +151,7 @@ def test_streams_may_overlap_and_nothing_ends_behind_the_last():
     assert valid_ends(spans, last=65) == [40, 65, 60, None, None, None]
     assert valid_ends(spans[:3], slack=10) == [50, 70, 60]
     assert valid_ends([(0, 10, "x")], longest=9) == [None]
+    assert valid_ends([(5, 9, "x"), (5, 6, "x"), (8, 9, "x")]) == [8, 6, 9]
 
 
 def test_a_kernel_lies_within_its_trace(tmp_path: Path):

@@ -56,19 +56,21 @@ def valid_ends(
 ) -> list[float | None]:
     """The end of each (start, end, stream), None for one without a valid time.
 
-    No end is later than `last` or, by more than `slack`, than the next start in its stream.
+    No end is later than `last` or, by more than `slack`, than the next later start in its stream.
     """
     ends: list[float | None] = [None] * len(spans)
-    following: dict[Hashable, float] = {}
+    following: dict[Hashable, tuple[float, float]] = {}  # the earliest start so far, and the next
     known = [i for i, (start, end, _) in enumerate(spans) if None not in (start, end)]
     for index in sorted(known, key=lambda i: spans[i][:2], reverse=True):
         start, end, stream = spans[index]
         if not start <= end or start >= last:
             continue
-        if end > following.get(stream, math.inf) + slack:
-            end = following[stream]
+        earliest, after = following.get(stream, (math.inf, math.inf))
+        after = after if start == earliest else earliest
+        if end > after + slack:
+            end = after
         if (end := min(end, last)) - start <= longest:
-            ends[index], following[stream] = end, start
+            ends[index], following[stream] = end, (start, after)
     return ends
 
 
