@@ -5571,6 +5571,142 @@ def make_batches(args: argparse.Namespace, device: torch.device, seed: int) -> P
 # --- end of data
 
 # fmt: off
+# --- process
+# Copied from common/process.py by tools/sync_common.py: edit it there.
+# This process among those of a run: what torchrun says of it, signals, and the others.
+
+
+def launched(name: str, otherwise: int = 0) -> int:
+    """Return a number that torchrun sets; check_environment refuses what is none."""
+    text = os.getenv(name, "")
+    return int(text) if re.fullmatch("[0-9]{1,9}", text) else otherwise
+
+
+LAUNCHED = "RANK" in os.environ  # a plain run is the only process
+RANK, WORLD_SIZE = launched("RANK"), launched("WORLD_SIZE", 1)
+
+
+def check_environment() -> None:
+    """Refuse what torchrun would not set: half of it, or what another launcher has left."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    found = {name: os.environ[name] for name in names if name in os.environ}
+    for name, text in found.items():
+        if not re.fullmatch("[0-9]{1,9}", text):
+            fail(f"{name} is {text!r}, not a whole number")
+        for other in names[:2]:
+            if other not in found:
+                fail(f"{name} is {text}, but {other} is not set")
+    rank, size, local_rank = launched("RANK"), launched("WORLD_SIZE", 1), launched("LOCAL_RANK")
+    local_size = launched("LOCAL_WORLD_SIZE", size)
+    if rank >= size:
+        fail(f"RANK is {rank}, but WORLD_SIZE is {size}")
+    if local_size > size:
+        fail(f"LOCAL_WORLD_SIZE is {local_size}, but WORLD_SIZE is {size}")
+    if local_rank >= local_size:
+        limit = "LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in found else "WORLD_SIZE"
+        fail(f"LOCAL_RANK is {local_rank}, but {limit} is {local_size}")
+    for name, good in (("MASTER_ADDR", r"\S+"), ("MASTER_PORT", "[1-9][0-9]{,4}")):
+        if size > 1 and not re.fullmatch(good, text := os.getenv(name, "")):
+            fail(f"{name} is {text!r}, but WORLD_SIZE is {size}")
+
+
+def check_devices(args: argparse.Namespace, gpu: bool, processes: int) -> None:
+    """Refuse a run for which there are too few GPUs here, or where it is open which is whose."""
+    if args.device == "cuda" and not gpu:
+        fail("--device cuda: PyTorch finds no GPU here; use --device cpu or auto", 4)
+    found = visible_gpus()
+    here = launched("LOCAL_WORLD_SIZE", 1) if LAUNCHED else processes
+    if args.device != "cpu" and (gpu or args.num_gpus) and here > max(1, found):
+        fail(f"{here} GPUs wanted, PyTorch finds {found}", 4)
+    if gpu and WORLD_SIZE > 1 and found > 1:  # who sees one GPU takes that
+        if "LOCAL_RANK" not in os.environ:
+            fail(f"LOCAL_RANK is not set, and PyTorch finds {found} GPUs")
+        if launched("LOCAL_RANK") >= found:
+            fail(f"LOCAL_RANK is {launched('LOCAL_RANK')}, but PyTorch finds {found} GPUs", 4)
+
+
+def visible_gpus() -> int:
+    """Count the GPUs that PyTorch finds, as it reads *_VISIBLE_DEVICES."""
+    try:
+        return torch.cuda.device_count()
+    except (RuntimeError, ValueError) as error:
+        fail(f"*_VISIBLE_DEVICES: {error}")
+
+
+def named_gpus() -> int:
+    """Count the GPUs of a run that no argument and no torchrun gives any: those named, or one."""
+    kinds = ("ROCR", "HIP", "CUDA") if torch.version.hip else ("CUDA",)
+    return visible_gpus() if any(os.getenv(f"{kind}_VISIBLE_DEVICES") for kind in kinds) else 1
+
+
+def start_torchrun(processes: int, argv: list[str]) -> NoReturn:
+    """Become torchrun, which starts this script so many times."""
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
+    os.environ["TINY_LAUNCHED"] = "1"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    os.execv(sys.executable, [*torchrun, f"--nproc-per-node={processes}", __file__, *argv])
+
+
+def interrupt(*_: object) -> NoReturn:
+    """Handle the first signal: a process and its group may both get it."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
+def answer_signals() -> None:
+    """Have SIGTERM, as from a time limit, end a run as Ctrl-C does: it keeps what was measured.
+
+    One of several processes waits for the others in C++, where Python hears no signal. So a thread
+    ends what does not answer. It also takes the signals, or PyTorch's waiting would print a stack.
+    """
+    signal.signal(signal.SIGTERM, interrupt)
+    if WORLD_SIZE == 1:
+        return
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # as in the background of a shell
+        signal.signal(signal.SIGINT, interrupt)
+    heard, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake)
+
+    def watch() -> None:
+        os.read(heard, 1)
+        time.sleep(1)
+        if signal.getsignal(signal.SIGTERM) == interrupt:
+            say("error", "interrupted")
+            os._exit(130)
+
+    threading.Thread(target=watch, daemon=True).start()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})  # of this thread
+
+
+def join_processes(args: argparse.Namespace) -> None:
+    """Meet the other processes; only rank 0 prints from now on."""
+    if args.device == "cuda":
+        torch.cuda.set_device(launched("LOCAL_RANK") if visible_gpus() > 1 else 0)
+    warnings.filterwarnings("ignore", ".*(barrier|broadcast_buffers|AccumulateGrad node's stream)")
+    if args.cuda_graph:  # says PyTorch; NCCL then sees no lost rank
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+    backend = "gloo" if args.device == "cpu" else None  # None: NCCL/RCCL
+    try:
+        store = next(dist.rendezvous("env://", timeout=timedelta(minutes=5)))[0]
+        dist.init_process_group(backend, store=store, rank=RANK, world_size=WORLD_SIZE)
+    except (RuntimeError, ValueError) as error:
+        fail(f"the {WORLD_SIZE} processes cannot meet: {str(error).splitlines()[0]}", 1)
+    everyone = [{}] * WORLD_SIZE
+    dist.all_gather_object(everyone, {"script": SCRIPT, **vars(args), "profile_dir": None})
+    for rank, theirs in enumerate(everyone):
+        for name, value in everyone[0].items():
+            if theirs.get(name) != value:
+                if not RANK:
+                    option = f"{name.replace('_', '-')} {theirs.get(name)}"
+                    say("error", f"rank {rank} was started with {option}, rank 0 with {value}")
+                raise SystemExit(2)
+    if RANK:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
+
+
+# --- end of process
+
 # --- harness
 # Copied from common/harness.py by tools/sync_common.py: edit it there.
 # It knows the model by docstring, VERSION, FUSIONS, TRITON_FUSIONS, MODES, add_model_arguments
@@ -5587,10 +5723,6 @@ SETTINGS += ("torch_compile", "torch_compile_mode", "cuda_graph")
 # Set by GPU profilers: rocprofv3, nsys, ncu.
 PROFILER_SIGNS = ("ROCP_TOOL_LIBRARIES", "NSYS_PROFILING_SESSION_ID")
 PROFILER_SIGNS += ("NV_NSIGHT_INJECTION_TRANSPORT_TYPE",)
-# Set by torchrun; a plain run is the only process.
-LAUNCHED = os.environ.get("RANK", "").isdecimal()
-RANK = int(os.environ["RANK"]) if LAUNCHED else 0
-WORLD_SIZE = int(os.environ.get("WORLD_SIZE") or 1) if LAUNCHED else 1
 PATIENCE = 600  # seconds without a step that ends
 # A line is printed where all of its values were measured.
 REPORT = """\
@@ -5649,6 +5781,17 @@ def at_least(low: int) -> Callable[[str], int]:
     return whole_number
 
 
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Writes N for a number, and defaults."""
+
+    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
+        return "N"
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        known = action.default in (None, False, argparse.SUPPRESS)
+        return action.help if known else f"{action.help} (default: %(default)s)"
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Build the command line: arguments of the model, and of all versions."""
     description, _, examples = (__doc__ or "").partition("\nExamples:\n")  # python -OO has none
@@ -5657,7 +5800,7 @@ def build_parser() -> argparse.ArgumentParser:
         usage=argparse.SUPPRESS,
         description=description,
         epilog="examples:\n" + examples,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
     add_model_arguments(parser)
@@ -5703,12 +5846,6 @@ def build_parser() -> argparse.ArgumentParser:
     add = group.add_mutually_exclusive_group().add_argument
     add("--compare-fusion", **switch, help="all fusions off and as chosen, in turns")
     add("--verify-accuracy", **switch, help="outputs and gradients as with all off?")
-
-    for action in parser._actions:
-        if action.type and not action.metavar:
-            action.metavar = "N"
-        if action.default not in (None, False, argparse.SUPPRESS):
-            action.help += " (default: %(default)s)"
     return parser
 
 
@@ -5738,15 +5875,10 @@ def check_arguments(args: argparse.Namespace, gpu: bool, processes: int) -> None
     if graph and not gpu:
         fail("--enable-cuda-graph: this run has no GPU", 4)
     if graph and few:
-        fail(f"--enable-cuda-graph needs --warmup-steps {least} or more")
+        say("note", f"--enable-cuda-graph: {least} warm-up steps, not {args.warmup_steps}")
+        args.warmup_steps = least
     if graph is None:
         args.cuda_graph = VERSION > 3 and gpu and not (few or own)
-    if args.device == "cuda" and not gpu:
-        fail("--device cuda: PyTorch finds no GPU here; use --device cpu or auto", 4)
-    found = torch.cuda.device_count()
-    here = int(os.getenv("LOCAL_WORLD_SIZE", processes)) if gpu or args.num_gpus else 1
-    if args.device != "cpu" and here > max(1, found):
-        fail(f"{here} GPUs wanted, PyTorch finds {found}", 4)
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -5754,17 +5886,18 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = build_parser()
     args, unknown = parser.parse_known_args(argv)
     if unknown:
-        near = difflib.get_close_matches(unknown[0], parser._option_string_actions, n=1)
+        flags = re.findall(r"--[\w-]+", parser.format_help())
+        near = difflib.get_close_matches(unknown[0], flags, n=1)
         hint = f" (did you mean {near[0]}?)" if near else ""
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     given = {name: on for _, name, _ in FUSIONS if (on := getattr(args, name)) is not None}
     for _, name, _ in FUSIONS:
         setattr(args, name, given.get(name, args.all_fusion is not False))
     check_model_arguments(args, parser)
+    check_environment()
     gpu = args.device != "cpu" and torch.cuda.is_available()
-    visible = [os.environ.get(f"{who}_VISIBLE_DEVICES") for who in ("ROCR", "HIP", "CUDA")]
-    named = min((len(text.split(",")) for text in visible if text and gpu), default=1)
-    processes = WORLD_SIZE if LAUNCHED else args.num_gpus or named
+    processes = WORLD_SIZE if LAUNCHED else args.num_gpus or (named_gpus() if gpu else 1)
+    check_devices(args, gpu, processes)
     check_arguments(args, gpu, processes)
 
     args.torch_compile = bool(args.torch_compile)
@@ -5797,32 +5930,6 @@ def all_off(args: argparse.Namespace, **changes) -> argparse.Namespace:
 
 
 # The process
-
-
-def join_processes(args: argparse.Namespace) -> None:
-    """Meet the other processes; only rank 0 prints from now on."""
-    if args.device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK") or 0))
-    warnings.filterwarnings("ignore", ".*(barrier|broadcast_buffers|AccumulateGrad node's stream)")
-    if args.cuda_graph:  # says PyTorch; NCCL then sees no lost rank
-        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
-    backend = "gloo" if args.device == "cpu" else None  # None: NCCL/RCCL
-    try:
-        store = next(dist.rendezvous("env://", timeout=timedelta(minutes=5)))[0]
-        dist.init_process_group(backend, store=store, rank=RANK, world_size=WORLD_SIZE)
-    except (RuntimeError, ValueError) as error:
-        fail(f"the {WORLD_SIZE} processes cannot meet: {str(error).splitlines()[0]}", 1)
-    everyone = [{}] * WORLD_SIZE
-    dist.all_gather_object(everyone, {"script": SCRIPT, **vars(args), "profile_dir": None})
-    for rank, theirs in enumerate(everyone):
-        for name, value in everyone[0].items():
-            if theirs.get(name) != value:
-                if not RANK:
-                    option = f"{name.replace('_', '-')} {theirs.get(name)}"
-                    say("error", f"rank {rank} was started with {option}, rank 0 with {value}")
-                raise SystemExit(2)
-    if RANK:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
 
 
 def prepare(args: argparse.Namespace) -> torch.device:
@@ -5949,6 +6056,10 @@ class Trainer:
             moment.record()
         self.marks.append(moment)
 
+    def done(self) -> Callable[[], bool]:
+        """Return what tells if the device has done all that it has to do by now."""
+        return torch.cuda.current_stream().record_event().query if self.gpu else lambda: True
+
     def times(self, steps: int) -> dict[str, list[float]]:
         """Return milliseconds of each phase in the marked steps."""
         pairs = itertools.pairwise(self.marks[: steps * len(self.phases) + 1])
@@ -5985,7 +6096,15 @@ class Trainer:
         with tempfile.TemporaryDirectory(dir=self.args.profile_dir) as folder:
             path = Path(folder) / "trace.json"
             profile.export_chrome_trace(str(path))
-            return json.loads(path.read_text())
+            return json.loads(path.read_text().replace(str(path), path.name))  # it is not escaped
+
+
+def wait_until(done: Callable[[], bool]) -> None:
+    """Wait where a signal is heard, and a process that is gone is noticed."""
+    end = time.perf_counter() + PATIENCE
+    while not done():  # raises an error of the device
+        if time.perf_counter() > end:
+            raise TimeoutError(f"no step ended in {PATIENCE} s: is a process lost?")
 
 
 # What is counted in extra steps
@@ -6158,6 +6277,8 @@ class Run:
         )
         if args.torch_compile:
             progress("compiling in the first step; this can take minutes")
+        elif self.device.type == "cpu" and not args.under_profiler:
+            self.forecast(args.warmup_steps + args.num_steps)
         self.plan(args.warmup_steps, "warm-up step")
         self.take(args.warmup_steps - args.cuda_graph)
         if args.cuda_graph:
@@ -6166,76 +6287,102 @@ class Run:
         self.kept = gpu_memory(self.device) - before
         self.plan(args.num_steps, "step")
 
+    def forecast(self, steps: int) -> None:
+        """Say how long steps take on a CPU if it is long, by its first layer on one sample."""
+        if TRITON_FUSIONS:
+            progress("measuring one layer, for how long the steps will take")
+        model = self.trainer.model
+        layers = max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=len)
+        batch = make_batches(self.args, self.device, self.args.seed).next_batch()
+
+        def stop(*_: object) -> NoReturn:
+            raise StopIteration
+
+        hook = layers[0].register_forward_hook(stop)
+        for _ in range(2):  # the first time does more
+            started = time.perf_counter()
+            with contextlib.suppress(StopIteration), torch.no_grad(), self.trainer.autocast():
+                model(**{name: value[:1] for name, value in batch.items()})
+            seconds = time.perf_counter() - started
+            if seconds > 5:
+                break
+        hook.remove()
+        samples = steps * self.args.batch_size // WORLD_SIZE
+        whole = round(3 * seconds * len(layers) * samples)  # the backward pass takes twice that
+        if whole > 10:
+            progress(f"the steps will take about {timedelta(seconds=whole)} on this CPU")
+
     def plan(self, steps: int, label: str) -> None:
         """Reset the progress counter for `steps` steps."""
         self.goal, self.label, self.done = steps, label, 0
         self.started = time.perf_counter()
-        self.shown = 0.0  # when progress was shown
+        self.shown = self.started  # when progress was
 
     def take(self, steps: int) -> Turn:
         """Take a turn; one that is cut short has its steps until then."""
         prepare(self.args)  # another run may have had a turn
         trainer, losses = self.trainer, []
-        arriving = torch.full((steps,), -math.inf, pin_memory=trainer.gpu)  # -inf: not there yet
         if trainer.gpu:
             torch.cuda.reset_peak_memory_stats()
         trainer.synchronize()
         others = gpu_memory(self.device) - self.kept  # which belongs to runs that rest
         trainer.marks.clear()
-        self.began = self.ended = time.perf_counter()
+        began = ended = time.perf_counter()
         trainer.mark()
         try:
-            for step in range(steps):
-                arriving[step].copy_(trainer.step(), non_blocking=True)
-                self.collect(arriving, losses, step - 100)  # a full queue hears no signal
-            self.collect(arriving, losses, steps)
+            for loss in self.losses(steps):
+                self.done += 1
+                step = f"{self.title}{self.label} {self.done}"
+                if not math.isfinite(loss):
+                    message = f"the loss became {loss} at {step}; lower --learning-rate"
+                    raise FloatingPointError(message)
+                losses.append(loss)
+                ended = time.perf_counter()
+                speed = self.args.batch_size * len(losses) / (ended - began)
+                self.show(f"{step}/{self.goal}  loss {loss:.4f}  {speed:.1f} samples/s")
         finally:  # after Ctrl-C, too, without a wait for lost processes
-            seconds, phases = self.ended - self.began, trainer.times(len(losses))
+            phases = trainer.times(len(losses))
             peak = gpu_memory(self.device, "max_memory_allocated") - others
-            self.turns.append(Turn(self.label, len(losses), seconds, phases, losses, peak))
+            self.turns.append(Turn(self.label, len(losses), ended - began, phases, losses, peak))
             if self.label == "step":
                 self.peak = max(peak, self.peak)
         return self.turns[-1]
 
-    def collect(self, arriving: Tensor, losses: list[float], needed: int) -> None:
-        """List losses that have arrived; wait for as many as needed."""
-        end = time.perf_counter() + PATIENCE
-        while len(losses) < len(arriving):
-            loss, now = float(arriving[len(losses)]), time.perf_counter()
-            if loss == -math.inf:
-                if len(losses) >= needed:
-                    break
-                self.trainer.marks[-1].query()  # raises an error of the device
-                if now > end:
-                    raise TimeoutError(f"no step ended in {PATIENCE} s: is a process lost?")
-                continue
-            self.done += 1
-            step = f"{self.title}{self.label} {self.done}"
-            if not math.isfinite(loss):
-                raise FloatingPointError(f"the loss became {loss} at {step}; lower --learning-rate")
-            losses.append(loss)
-            self.ended = now
-            due = self.done % self.args.log_interval == 0
-            if sys.stdout.isatty():
-                due = now > self.shown + 0.1
-            if due or self.done == self.goal:
-                self.shown = now
-                speed = self.args.batch_size * len(losses) / (now - self.began)
-                left = (now - self.started) / self.done * (self.goal - self.done)
-                text = f"{step}/{self.goal}  loss {loss:.4f}  {speed:.1f} samples/s"
-                progress(f"{text}  {left:.0f} s left")
+    def losses(self, steps: int) -> Iterator[float]:
+        """Take steps; yield the loss of each once the host has it, at most 100 steps later."""
+        trainer, copied = self.trainer, []  # asks for each loss that is under way
+        values = torch.empty(steps, pin_memory=trainer.gpu)
+        for step in range(steps):
+            values[step].copy_(trainer.step(), non_blocking=True)
+            copied.append(trainer.done())
+            most = 100 if step < steps - 1 else 0  # a host that is far ahead hears no signal
+            while copied and (len(copied) > most or copied[0]()):
+                wait_until(copied.pop(0))
+                yield float(values[step - len(copied)])
+
+    def show(self, text: str) -> None:
+        """Show progress now and then, and the time left until the last of the planned steps."""
+        now, terminal = time.perf_counter(), sys.stdout.isatty()
+        left = (now - self.started) / self.done * (self.goal - self.done)
+        due = now > self.shown + (0.1 if terminal else 60)
+        due = due or not left or (self.done % self.args.log_interval == 0 and not terminal)
+        if due:
+            self.shown = now
+            progress(text + (f"  {timedelta(seconds=math.ceil(left))} left" if left else ""))
 
     def count(self) -> None:
         """Count in extra steps what the measured ones did, and profile as flags ask."""
-        progress("counting kernels, memory and operations")
         prepare(self.args)
         trainer, args = self.trainer, self.args
         if trainer.gpu or not args.torch_compile:  # a loop compiled for a CPU is no operator
+            progress(f"{self.title}counting kernels")
             self.kernels = count_kernels(trainer)
         if args.enable_memory_profiling or not trainer.gpu:
+            progress(f"{self.title}recording the memory of a step")
             memory = memory_of_a_step(trainer)
             self.peak = self.peak or memory
         if args.enable_pytorch_profiler:
+            progress(f"{self.title}profiling 3 steps, and writing tables and trace")
             start, profile = args.profile_dir / SCRIPT, trainer.profile(steps=3, record_shapes=True)
             for clock in ("cpu", "device") if trainer.gpu else ("cpu",):
                 table = profile.key_averages().table(f"self_{clock}_time_total", row_limit=40)
@@ -6243,6 +6390,7 @@ class Run:
                 path.write_text(table.replace("time total", "total"))
             with gzip.open(f"{start}_trace.json.gz", "wt") as file:
                 json.dump(trainer.trace(profile), file)
+        progress(f"{self.title}counting operations")
         model = build_model(all_off(args, checkpoint_blocks=False), torch.device("meta"))
         batch = trainer.batches.next_batch()
         with FlopCounterMode(display=False) as counter:
@@ -6415,29 +6563,18 @@ def finish(result: dict) -> int:
 # The program
 
 
-def interrupt(*_: object) -> NoReturn:
-    """Handle SIGTERM once: a process and its group may both get it."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    raise KeyboardInterrupt
-
-
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - it was closed
     args = parse_args(argv)
-    if args.num_gpus > 1 and not LAUNCHED:  # this process becomes torchrun
-        threads = max(1, (os.cpu_count() or 1) // args.num_gpus)
-        os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-        os.environ["TINY_LAUNCHED"] = "1"
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        torchrun += [f"--nproc-per-node={args.num_gpus}", __file__]
-        os.execv(sys.executable, torchrun + (sys.argv[1:] if argv is None else argv))
+    if args.num_gpus > 1 and not LAUNCHED:
+        start_torchrun(args.num_gpus, sys.argv[1:] if argv is None else argv)
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, interrupt)  # a time limit
-    if WORLD_SIZE > 1:
-        join_processes(args)
+        answer_signals()
     modes = [run for name, run in MODES.items() if getattr(args, name)]
     try:
+        if WORLD_SIZE > 1:
+            join_processes(args)
         status = modes[0](args) if modes else finish(train(args))
         sys.stdout.flush()
     except (KeyboardInterrupt, RuntimeError, MemoryError, OSError) as error:

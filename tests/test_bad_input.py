@@ -123,11 +123,8 @@ def test_what_needs_a_gpu_where_there_is_none(argv: str, run):
 @pytest.mark.parametrize(
     ("argv", "named"),
     [
-        ("--warmup-steps 1", "--warmup-steps 2"),
-        ("--warmup-steps 0", "--warmup-steps 2"),
         ("--enable-torch-compile --torch-compile-mode reduce-overhead", "reduce-overhead"),
         ("--enable-torch-compile --torch-compile-mode max-autotune", "max-autotune"),
-        ("--num-gpus 2 --warmup-steps 11", "--warmup-steps 12"),
     ],
 )
 def test_what_a_graph_of_the_step_cannot_be_combined_with(argv: str, named: str, run, monkeypatch):
@@ -136,6 +133,19 @@ def test_what_a_graph_of_the_step_cannot_be_combined_with(argv: str, named: str,
     result = run(SCRIPT, "--device", "auto", "--enable-cuda-graph", *words(argv))
     assert_one_error(result, 2, "--enable-cuda-graph", named)
     assert result.summary is None
+
+
+@pytest.mark.parametrize(
+    ("argv", "steps"),
+    [("--warmup-steps 1", 2), ("--warmup-steps 0", 2), ("--num-gpus 2 --warmup-steps 11", 12)],
+)
+def test_a_graph_takes_the_warm_up_that_it_needs(argv: str, steps: int, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    args = load(SCRIPT).parse_args(["--enable-cuda-graph", *words(argv)])
+    assert (args.cuda_graph, args.warmup_steps) == (True, steps)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"note: --enable-cuda-graph: {steps} warm-up steps, not {argv[-2:].strip()}" in line
 
 
 def test_a_graph_of_the_step_is_off_by_default_and_no_preset_touches_it(monkeypatch):
@@ -326,6 +336,13 @@ def test_loss_that_is_not_a_number_ends_the_run(run):
     assert f"step {len(curve) + 1}" in result.stderr, "the step after those that were good"
     assert summary["loss"]["final"] == curve[-1]
     assert summary["error"] in result.stderr
+
+
+@pytest.mark.parametrize("loss", [math.inf, -math.inf, math.nan])
+def test_no_loss_is_a_sign_of_something_else(loss: float, run, monkeypatch):
+    step = load(SCRIPT).Trainer.step
+    monkeypatch.setattr(load(SCRIPT).Trainer, "step", lambda self: 0 * step(self) + loss)
+    assert_one_error(run(SCRIPT, *QUICK), 1, f"the loss became {loss} at warm-up step 1;")
 
 
 def test_loss_that_is_not_a_number_in_warmup(run):

@@ -40,7 +40,8 @@ def test_harness_is_the_same_in_every_script_and_within_its_budget(path: Path):
 def test_every_script_has_its_common_parts(path: Path):
     """That they are those of common/, to the byte, `tools/sync_common.py --check` says."""
     code = path.read_text()
-    parts = ["data", "harness", "modes", *(["launch"] if "    import triton\n" in code else [])]
+    launch = ["launch"] if "    import triton\n" in code else []
+    parts = ["data", "process", "harness", "modes", *launch]
     lines = code.splitlines()
     for line in (f"# --- {end}{part}" for part in parts for end in ("", "end of ")):
         assert lines.count(line) == 1, line
@@ -56,6 +57,8 @@ OF_THE_MODEL = {
     "check_model_arguments",
 }
 OF_THE_MODEL |= {"without_effect", "use_settings", "build_model", "build_optimizer", "make_batches"}
+OF_THE_PROCESS = {"LAUNCHED", "RANK", "WORLD_SIZE", "check_environment", "check_devices"}
+OF_THE_PROCESS |= {"named_gpus", "start_torchrun", "answer_signals", "join_processes"}
 OF_THE_HARNESS = {"at_least", "fail", "say"}
 
 
@@ -88,8 +91,10 @@ def uses(code: str) -> set[str]:
 def test_harness_and_model_use_of_each_other_what_the_comment_says(path: Path):
     """A mode of a script's own comes after the harness, which it may use."""
     harness, before, after = split(path)
-    assert uses(harness) & (definitions(before) | definitions(after)) == OF_THE_MODEL
-    assert uses(before) & definitions(harness) <= OF_THE_HARNESS
+    theirs = definitions(before) | definitions(after)
+    assert uses(harness) & theirs == OF_THE_MODEL | OF_THE_PROCESS
+    model = before.partition("# --- process\n")[0]
+    assert uses(model) & definitions(harness) <= OF_THE_HARNESS
     comment = re.match(r"(#.*\n)+", harness)[0]
     assert set(re.findall(r"\w+", comment)) >= OF_THE_MODEL | OF_THE_HARNESS
 

@@ -5,16 +5,15 @@ Here the processes are on the CPU and talk through gloo; on GPUs it is one each 
 """
 
 import json
-import math
 import os
 import re
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -38,6 +37,7 @@ from conftest import (
 from workshop.profile.kernels import communication_of
 
 BATCH = ["--batch-size", "4"]
+RENDEZVOUS = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 TORCHRUN = ["-m", "torch.distributed.run"]
 # Writes gradients, under their canonical names, as the process of rank 0 sees them, and the losses
 # of the steps that follow.
@@ -343,6 +343,30 @@ def test_a_port_that_is_taken_is_one_line(tmp_path: Path):
 # How a run ends
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_signal_ends_a_process_that_waits_for_another_one(rank: int, tmp_path: Path):
+    """At once, and without the stack that PyTorch prints when its waiting is interrupted."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        variables = RENDEZVOUS | {"MASTER_PORT": str(free.getsockname()[1])}
+    variables |= {"RANK": str(rank), "WORLD_SIZE": "2"}
+    process = subprocess.Popen(
+        command_line(SCRIPT, tmp_path, *BATCH, fresh=True),
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | variables,
+    )
+    status = Path(f"/proc/{process.pid}/status")
+    mask = f"{1 << signal.SIGTERM - 1 | 1 << signal.SIGINT - 1:016x}"
+    while f"SigBlk:\t{mask}" not in status.read_text():  # from when a thread takes the signals
+        time.sleep(0.05)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGTERM)
+    stderr = process.communicate(timeout=10)[1]
+    assert (process.returncode, stderr.count("\n")) == (130, 1), stderr
+    assert "interrupted" in stderr
+
+
 def processes_of(directory: Path) -> dict[int, int]:
     """Rank of each process that works on this directory, by process id; the launcher is rank -1."""
     found = {}
@@ -461,18 +485,20 @@ def test_gpus_that_a_variable_names_where_there_is_none_leave_one_process(run, m
     assert result.summary["training"]["processes"] == 1
 
 
-CHOICES = [
+CUDA, ROCR = "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"
+CHOICES = [  # arguments, environment, processes; PyTorch finds three GPUs
     ([], {}, 1),
-    ([], {"ROCR_VISIBLE_DEVICES": "0"}, 1),
-    ([], {"ROCR_VISIBLE_DEVICES": "0,1"}, 2),
-    ([], {"HIP_VISIBLE_DEVICES": "0,1,3"}, 3),
-    ([], {"CUDA_VISIBLE_DEVICES": "4,5"}, 2),
-    # HIP chooses among those of ROCr
-    ([], {"ROCR_VISIBLE_DEVICES": "0,1,2,3", "HIP_VISIBLE_DEVICES": "0,1"}, 2),
-    (["--num-gpus", "4"], {}, 4),
-    (["--num-gpus", "1"], {"ROCR_VISIBLE_DEVICES": "0,1"}, 1),
-    (["--device", "cpu"], {"ROCR_VISIBLE_DEVICES": "0,1"}, 1),
-    (["--device", "cpu", "--num-gpus", "2"], {"ROCR_VISIBLE_DEVICES": "0"}, 2),
+    ([], {CUDA: ""}, 1),
+    ([], {CUDA: "0,1,2,"}, 3),  # whatever it says, PyTorch counts
+    ([], {CUDA: "GPU-4c3a,GPU-77d0,GPU-8"}, 3),
+    ([], {ROCR: "0,1,2"}, 1),  # means nothing to NVIDIA's
+    ([], {ROCR: "0,1,2", "hip": "6.4"}, 3),
+    ([], {"HIP_VISIBLE_DEVICES": "0,1,2", "hip": "6.4"}, 3),
+    ([], {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "MASTER_PORT": "x"}, 1),
+    (["--num-gpus", "2"], {}, 2),
+    (["--num-gpus", "1"], {CUDA: "0,1,2"}, 1),
+    (["--device", "cpu"], {CUDA: "0,1,2"}, 1),
+    (["--device", "cpu", "--num-gpus", "2"], {CUDA: "0"}, 2),
 ]
 
 
@@ -482,9 +508,85 @@ def test_how_many_processes(argv: list[str], environment: dict, expected: int, m
         monkeypatch.delenv(f"{who}_VISIBLE_DEVICES", raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.version, "hip", environment.get("hip"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     assert load(SCRIPT).parse_args(["--batch-size", "24", *argv]).num_gpus == expected
+
+
+def test_a_list_of_devices_that_pytorch_cannot_read(run, monkeypatch):
+    def refuse() -> int:
+        raise RuntimeError("HIP_VISIBLE_DEVICES contains more devices than ROCR_VISIBLE_DEVICES")
+
+    monkeypatch.setattr(torch.cuda, "device_count", refuse)
+    assert_one_error(run(SCRIPT), 2, "HIP_VISIBLE_DEVICES contains more")
+
+
+TWO = {"RANK": "1", "WORLD_SIZE": "2", **RENDEZVOUS}
+BAD_ENVIRONMENTS = [
+    ({"RANK": "1"}, "RANK is 1, but WORLD_SIZE is not set"),
+    ({"RANK": "0", **RENDEZVOUS}, "RANK is 0, but WORLD_SIZE is not set"),
+    ({"WORLD_SIZE": "4"}, "WORLD_SIZE is 4, but RANK is not set"),
+    ({"LOCAL_RANK": "1"}, "LOCAL_RANK is 1, but RANK is not set"),
+    ({**TWO, "WORLD_SIZE": "1"}, "RANK is 1, but WORLD_SIZE is 1"),
+    ({**TWO, "RANK": "3"}, "RANK is 3, but WORLD_SIZE is 2"),
+    ({**TWO, "RANK": "-1"}, "RANK is '-1', not a whole number"),
+    ({**TWO, "RANK": ""}, "RANK is '', not a whole number"),
+    ({**TWO, "WORLD_SIZE": "two"}, "WORLD_SIZE is 'two', not a whole number"),
+    ({**TWO, "LOCAL_RANK": "2"}, "LOCAL_RANK is 2, but WORLD_SIZE is 2"),
+    ({**TWO, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1"}, "LOCAL_RANK is 1, but LOCAL_WORLD_SIZE"),
+    ({**TWO, "LOCAL_WORLD_SIZE": "4"}, "LOCAL_WORLD_SIZE is 4, but WORLD_SIZE is 2"),
+    ({**TWO, "MASTER_ADDR": ""}, "MASTER_ADDR is '', but WORLD_SIZE is 2"),
+    ({**TWO, "MASTER_PORT": "99x"}, "MASTER_PORT is '99x', but WORLD_SIZE is 2"),
+]
+
+
+@pytest.mark.parametrize(("environment", "message"), BAD_ENVIRONMENTS)
+def test_a_bad_environment_is_refused_like_an_argument(
+    environment: dict, message: str, run, monkeypatch
+):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert_one_error(run(SCRIPT), 2, message)
+
+
+def test_a_script_can_be_imported_in_a_bad_environment():
+    done = finished([forking_python(), "-c", f"import {SCRIPT}"], RANK="x", PYTHONPATH=str(ROOT))
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "environment", "message"),
+    [
+        (1, {"LOCAL_RANK": "3"}, None),  # srun --gpus-per-task=1: each process sees its own
+        (1, {}, None),
+        (4, {"LOCAL_RANK": "3"}, None),
+        (2, {"LOCAL_RANK": "3"}, "LOCAL_RANK is 3, but PyTorch finds 2 GPUs"),
+        (2, {}, "LOCAL_RANK is not set, and PyTorch finds 2 GPUs"),
+        (1, {"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"}, "4 GPUs wanted, PyTorch finds 1"),
+    ],
+)
+def test_a_process_takes_the_gpu_that_it_sees(
+    gpus: int, environment: dict, message: str | None, monkeypatch, capsys
+):
+    module, taken = load(SCRIPT), []
+    launched = {"RANK": "3", "WORLD_SIZE": "4", **RENDEZVOUS, **environment}
+    for name, value in launched.items():
+        monkeypatch.setenv(name, value)
+    for name, value in {"LAUNCHED": True, "RANK": 3, "WORLD_SIZE": 4}.items():
+        monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    monkeypatch.setattr(module.dist, "rendezvous", lambda *_, **__: iter(()))
+    try:
+        args = module.parse_args([])
+        with pytest.raises(StopIteration):  # there is nobody to meet
+            module.join_processes(args)
+    except SystemExit:
+        assert message in capsys.readouterr().err
+    else:
+        assert (taken, message) == ([3 if gpus > 1 else 0], None)
 
 
 @pytest.mark.gpu
@@ -536,16 +638,16 @@ def test_a_loss_that_does_not_arrive_ends_the_run(run, monkeypatch):
     module, steps = load(SCRIPT), []
 
     def step(trainer) -> torch.Tensor:
-        trainer.marks += [SimpleNamespace(query=lambda: False)] * len(trainer.phases)
         steps.append(1)
-        return torch.tensor(-math.inf)  # where a copy is still on its way
+        return torch.tensor(1.0)
 
     monkeypatch.setattr(module.Trainer, "step", step)
+    monkeypatch.setattr(module.Trainer, "done", lambda trainer: lambda: False)
     monkeypatch.setattr(module, "PATIENCE", 0.1)
     result = run(SCRIPT, *words("--num-steps 500 --warmup-steps 0"))
     assert_one_error(result, 1, "no step ended in 0.1 s: is a process lost?")
     assert result.summary["status"] == "failed"
-    assert len(steps) == 102, "the host is at most a hundred steps ahead"
+    assert len(steps) == 101, "the host is at most a hundred steps ahead"
 
 
 @pytest.mark.gpu

@@ -97,14 +97,14 @@ def test_stage_2_calls_attention_with_channels_that_are_not_last_in_memory(v3: M
 
 def test_stage_3_does_not_wait_for_the_device(v3: ModuleType, train, monkeypatch):
     """A device whose losses come 0.2 s later: V3's time contains it, that of stage 3 does not."""
-    own = v3.Run.collect
+    own = v3.Run.losses
 
-    def collect(self, arriving: torch.Tensor, losses: list[float], needed: int) -> None:
-        if needed == len(arriving):
-            time.sleep(0.2)
-            own(self, arriving, losses, needed)
+    def losses(self, steps: int) -> Iterator[float]:
+        taken = [*own(self, steps)]
+        time.sleep(0.2)
+        yield from taken
 
-    monkeypatch.setattr(v3.Run, "collect", collect)
+    monkeypatch.setattr(v3.Run, "losses", losses)
     for stage, waits in ((5, True), (3, False)):
         timing = train(stage)["timing"]
         phases = sum(timing[f"{name}_ms"] for name in v3.PHASES)

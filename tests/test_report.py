@@ -25,6 +25,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import (
+    CPU,
     MODELS,
     QUICK,
     ROOT,
@@ -160,12 +161,12 @@ def test_times_of_known_steps():
     assert (found["samples_per_sec"], found["forward_ms"]) == pytest.approx((4000.0, 1.6))
 
 
-PROGRESS = rf"(warm-up step|step) (\d+)/(\d+)  loss {NUMBER}  {NUMBER} samples/s  \d+ s left"
+PROGRESS = rf"(warm-up step|step) (\d+)/(\d+)  loss {NUMBER}  {NUMBER} samples/s"
 
 
 def test_progress_shows_the_loss_of_warmup_and_measured_steps(plain: Run):
     _, text, _, summary = plain
-    shown = re.findall(rf"^{PROGRESS}$", text, re.MULTILINE)
+    shown = re.findall(rf"^{PROGRESS}(?:  \d:\d\d:\d\d left)?$", text, re.MULTILINE)
     expected = [
         ("warm-up step", 2, WARMUP),
         ("step", 2, STEPS),
@@ -175,9 +176,28 @@ def test_progress_shows_the_loss_of_warmup_and_measured_steps(plain: Run):
     assert [(kind, int(step), int(of)) for kind, step, of, *_ in shown] == expected
     losses = [summary["loss"]["curve"][i] for i in (1, 3, 5, 7)]
     assert [float(loss) for *_, loss, _ in shown] == pytest.approx(losses, abs=6e-5)
-    assert re.search(r"^counting kernels with all fusions off$", text, re.MULTILINE), (
-        "what takes long is announced"
+    assert "0:00:00 left" not in text
+    after = re.split(rf"step {STEPS}/{STEPS} .*samples/s\n", text)[1].splitlines()
+    assert after[:4] == [
+        "counting kernels",
+        "recording the memory of a step",
+        "counting operations",
+        "counting kernels with all fusions off",
+    ]
+
+
+@pytest.mark.parametrize("script", ["tiny_llama_v2", "tiny_openfold_v3"])
+def test_how_long_the_steps_of_a_cpu_take_is_said_before_them(script: str, capsys):
+    module = load(script)
+    run = module.Run(parse(script))
+    run.trainer = module.Trainer(run.args, CPU)
+    run.forecast(1_000_000)
+    assert re.search(
+        r"^the steps will take about \d+ days?, \S+ on this CPU$", capsys.readouterr().out, re.M
     )
+    before = [float(run.trainer.step()) for _ in range(2)]
+    other = module.Trainer(run.args, CPU)
+    assert before == [float(other.step()) for _ in range(2)], "and nothing else changes"
 
 
 def on_terminal(command: list[str], columns: int) -> tuple[int, str]:

@@ -28,10 +28,6 @@ class HostTime(float):
         """Milliseconds, as of two events."""
         return 1e3 * (later - self)
 
-    def query(self) -> bool:
-        """Say that it has been reached, as of an event."""
-        return True
-
 
 class Trainer(v3.Trainer):
     """Reads the clock at the end of a phase, whether the GPU has come that far or not."""
