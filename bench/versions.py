@@ -53,7 +53,7 @@ from workshop.cli import Parser, ToolError, documented_parser, program
 from workshop.files import read_json
 from workshop.profile.kernels import CATEGORIES
 from workshop.results import Run
-from workshop.show import Column, cell, ended, render, side_columns
+from workshop.show import Column, ended, render, side_columns
 from workshop.study import Part, as_rows, by_side, check_failed, measure_study, read_rows
 from workshop.turns import (
     GRAPH,
@@ -582,9 +582,9 @@ def share_table(directory: Path) -> str:
     return render(columns, profiles) if profiles else ""
 
 
-def share_of(category: str, profile: Mapping) -> float:
-    """Per cent of a profile's kernel time."""
-    return profile["categories"].get(category, {}).get("percent", 0.0)
+def share_of(category: str, profile: Mapping) -> float | None:
+    """Per cent of a profile's kernel time, None if it has no such kernel."""
+    return profile["categories"].get(category, {}).get("percent")
 
 
 def scaling_tables(directory: Path) -> list[str]:
@@ -695,56 +695,53 @@ def headline_tables(path: Path) -> list[str]:
     ]
 
 
-def model_table(directory: Path, model: str) -> str:
-    """Of a model, as graphs: ms of each version, kernels and memory of the first and the last.
+def as_graphs(directory: Path) -> dict[tuple, dict[str, dict]]:
+    """The versions as graphs by shape and precision: each row is of one study.
 
-    V4's columns are from a run of its own, and its ratios from that run alone.
+    That is the one of all versions, or, where it has no such row, the one of V1 to V3.
     """
-    fastest, rows = versions_of(directory / FASTEST[model]), []
-    measured = versions_of(directory / "headline_v3.json", "mode")
-    for (shape, precision, mode), sides in measured.items():
-        if mode == "graph" and sides["V1"]["model"] == model:
-            name = f"{shape.removeprefix(f'{model}, ')}, {precision}"
-            rows.append({"name": name, "with V4": fastest.get((shape, precision)), **sides})
+    older = versions_of(directory / "headline_v3.json", "mode")
+    rows = {tuple(place): sides for (*place, mode), sides in older.items() if mode == "graph"}
+    return rows | versions_of(directory / "overview.json")
 
-    def both(key: str, form: str = "") -> Callable[[dict], str]:
-        return lambda row: " / ".join(cell(row[version][key], form) for version in ("V1", "V3"))
 
-    def of_v4(value: Callable[[dict], object]) -> Callable[[dict], object]:
-        return lambda row: value(row["with V4"]) if row["with V4"] else ""
+def model_table(directory: Path, model: str) -> str:
+    """Of a model, as graphs: ms of each version, its kernels and memory."""
+    rows = [
+        {"name": f"{shape.removeprefix(f'{model}, ')}, {precision}", **sides}
+        for (shape, precision), sides in as_graphs(directory).items()
+        if sides["V1"]["model"] == model
+    ]
+
+    def over(before: str, after: str, row: Mapping[str, dict]) -> float | None:
+        return speedup(row[before], row[after]) if after in row else None
+
+    def each(key: str, row: Mapping[str, dict]) -> str:
+        return " / ".join(f"{row[name][key]:.0f}" for name in ("V1", "V3", "V4") if name in row)
 
     columns = [
         Column(model, "name"),
-        *side_columns("{}, ms", VERSIONS, "batch_ms", ".2f"),
-        Column("V3 over V1", lambda row: speedup(row["V1"], row["V3"]), ".2f", "x"),
-        Column("kernels, V1 / V3", both("per_step")),
-        Column("peak MB, V1 / V3", both("peak_mb", ".0f")),
+        *side_columns("{}, ms", ALL_VERSIONS, "batch_ms", ".2f"),
+        Column("V3 over V1", partial(over, "V1", "V3"), ".2f", "x"),
+        Column("V4 over V3", partial(over, "V3", "V4"), ".2f", "x"),
+        Column("kernels, V1 / V3 / V4", partial(each, "per_step")),
+        Column("peak MB, V1 / V3 / V4", partial(each, "peak_mb")),
     ]
-    if any(row["with V4"] for row in rows):
-        over_v3 = of_v4(lambda sides: speedup(sides["V3"], sides["V4"]))
-        columns += [
-            Column("V4, ms", of_v4(lambda sides: sides["V4"]["batch_ms"]), ".2f"),
-            Column("V4 over V3", over_v3, ".2f", "x"),
-        ]
-        if any(best_compiled(row["with V4"] or {}) for row in rows):
-            columns.append(Column("V4 over compiled", of_v4(over_best_compiled), ".2f", "x"))
-        columns.append(Column("its kernels", of_v4(lambda sides: sides["V4"]["per_step"])))
     return render(columns, rows) if rows else ""
 
 
 def overview_table(directory: Path) -> str:
     """Milliseconds and peak GB of a step of each version, in bf16 as a graph."""
-    measured = versions_of(directory / "headline_v3.json", "mode")
-    rows = []
-    for (shape, precision, mode), sides in measured.items():
-        if (precision, mode) == ("bf16", "graph"):
-            last = versions_of(directory / FASTEST[sides["V1"]["model"]]).get((shape, precision))
-            rows.append({"name": shape, **sides, "V4": last["V4"] if last else {}})
 
     def cost(side: Mapping) -> str:
         ms, mb = side.get("batch_ms"), side.get("peak_mb")
         return f"{ms:#.3g} ms<br>{mb / 1e3:.{2 if mb < 1e3 else 1}f} GB" if ms else ""
 
+    rows = [
+        {"name": shape, **sides}
+        for (shape, precision), sides in as_graphs(directory).items()
+        if precision == "bf16"
+    ]
     columns = [Column("bf16, as graphs", "name"), *side_columns("{}", ALL_VERSIONS, cost)]
     return render(columns, rows) if rows else ""
 

@@ -2,7 +2,6 @@
 
 import ast
 import re
-import statistics
 import textwrap
 from collections.abc import Sequence
 from functools import cache
@@ -12,12 +11,11 @@ from bench.tables import printed_by
 from workshop.cli import ToolError
 from workshop.files import ROOT, read_json
 from workshop.study import by_side, read_rows
-from workshop.turns import ratios
+from workshop.turns import ratios, speedup
 
 # source, row and column, or file, keys and format
 FIGURE = re.compile(r"\{([^{}:]+): ([^{}:]+): ([^{}:]+)\}")
 BENCHMARK = "python bench/versions.py table results/h100 --tables"
-SUITE = "results/h100/suite_llama.json"  # TinyLlama's versions in turns
 KERNELS = "python bench/operations.py table results/h100"
 
 
@@ -56,22 +54,23 @@ def turns(path: Path) -> list[list[str]]:
 
 def in_turns(path: Path) -> list[list[str]]:
     """V4 over V1 and over V3, all three in turns in one process, bf16, as graphs."""
-    suite = read_rows(ROOT / SUITE)[:8]  # of the small size
-    default = [row for row in read_rows(path) if row["precision"] == "bf16"][:3]
-    llama, openfold = ({row["side"].upper(): row for row in rows} for rows in (suite, default))
+    measured = by_side(read_rows(path), "precision", "shape")
+    names = {"tiny_llama, small": "TinyLlama, small"}
+    names["tiny_openfold, default"] = "TinyOpenFold, default"
+    sizes = [measured["bf16", shape] for shape in names]
     lines = [
-        [name, *(f"{sides[name]['batch_ms']:.2f}" for sides in (llama, openfold))]
+        [name, *(f"{sides[name]['batch_ms']:.2f}" for sides in sizes)]
         for name in ("V1", "V3", "V4")
     ]
     for other in ("V1", "V3"):
-        found = (statistics.median(ratios(s[other], s["V4"])) for s in (llama, openfold))
+        found = (speedup(sides[other], sides["V4"]) for sides in sizes)
         lines.append([f"V4 over {other}", *(f"{ratio:.2f}x" for ratio in found)])
-    return [["ms per step, bf16", "TinyLlama, small", "TinyOpenFold, default"], *lines]
+    return [["ms per step, bf16", *names.values()], *lines]
 
 
 MADE_HERE = {
     "turns": ("results/h100/headline.json", turns),
-    "in turns": ("results/h100/fastest_openfold.json", in_turns),
+    "in turns": ("results/h100/overview.json", in_turns),
 }
 
 

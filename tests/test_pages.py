@@ -15,7 +15,7 @@ import pytest
 import torch
 from conftest import ROOT, captured, needs_compiler
 
-from bench.versions import over_best_compiled, versions_of
+from bench.versions import as_graphs, over_best_compiled, versions_of
 from exercises.start import add_relu, attention_memory
 from workshop.profile.kernels import complete, load_trace
 from workshop.study import by_side
@@ -88,8 +88,7 @@ def says(page: str, sentence: str) -> bool:
 
 
 def test_sentences_on_versions_have_the_numbers_of_the_studies():
-    steps = {key[:2]: s for key, s in versions_of(H100 / "headline_v3.json", "mode").items()
-             if key[2] == "graph"}  # fmt: skip
+    steps = as_graphs(H100)
     gains = {key: speedup(sides["V1"], sides["V3"]) for key, sides in steps.items()}
     low, high = min(gains.values()), max(gains.values())
     assert says("docs/RESULTS.md", f"step becomes {low:.1f} to {high:.1f} times as fast")
@@ -118,7 +117,7 @@ def test_sentences_on_versions_have_the_numbers_of_the_studies():
 
     small = steps["tiny_llama, small", "bf16"]
     ms, kernels = ({v: side[key] for v, side in small.items()} for key in ("batch_ms", "per_step"))
-    last = fastest["tiny_llama, small", "bf16"]["V4"]
+    last = small["V4"]
     crop = steps["tiny_openfold, crop", "bf16"]
     for words in (
         f"runs {kernels['V1']} kernels",

@@ -1,5 +1,6 @@
 """The committed result files: complete runs that name their device and learn."""
 
+import contextlib
 import itertools
 import json
 import re
@@ -9,10 +10,14 @@ import torch
 from conftest import ROOT, load
 from torch.utils.flop_counter import FlopCounterMode
 
+from bench import operations, versions
+from bench.tables import CELLS, TABLE
 from bench.versions import MODES, PRECISIONS, SHAPES
+from workshop.cli import ToolError
 from workshop.study import by_side
 
 RUNS = sorted((ROOT / "results").glob("*/tiny_*.json"))
+STUDIES = sorted((ROOT / "results").glob("*/*.json"))
 EXERCISES = [
     pytest.param(path.parent.name, result, id=f"{path.parent.name}/{name}")
     for path in sorted((ROOT / "results").glob("*/exercises.json"))
@@ -52,6 +57,44 @@ def test_the_headline_table_is_whole_and_of_one_run():
             argv = [*SHAPES[shape].argv, *PRECISIONS[precision], *MODES[mode]]
             assert (row[version]["argv"], len(row[version]["turns_ms"])) == (argv, study["rounds"])
         assert row["V2"]["per_step"] < row["V1"]["per_step"]
+
+
+def rows_in(printed: str) -> list[dict[str, str]]:
+    """The rows of Markdown tables, the cells that are not empty by their columns."""
+    rows = []
+    for table in re.findall(r"(?:^\|.*\n?)+", printed, re.MULTILINE):
+        header, _, *lines = (
+            [c.strip() for c in CELLS.split(line)[1:-1]] for line in table.splitlines()
+        )
+        cells = (zip(header, line, strict=True) for line in lines)
+        rows += [{label: text for label, text in row if text not in ("", "-")} for row in cells]
+    return rows
+
+
+@pytest.mark.parametrize("device", sorted({path.parent for path in STUDIES}), ids=lambda d: d.name)
+@pytest.mark.parametrize("program", [versions, operations], ids=lambda p: p.PROG)
+def test_each_row_of_a_table_is_of_one_file(program, device, tmp_path):
+    """What a study prints by itself has each row of the tables that all studies print."""
+    alone = []
+    for path in device.glob("*.json"):
+        (tmp_path / path.stem).mkdir()
+        (tmp_path / path.stem / path.name).symlink_to(path)
+        with contextlib.suppress(ToolError):  # of other programs
+            alone += rows_in(program.table(tmp_path / path.stem))
+    try:
+        rows = rows_in(program.table(device))
+    except ToolError:
+        rows = []
+    assert len(rows) > (20 if device.name == "h100" else -1)
+    assert not [row for row in rows if not any(row.items() <= one.items() for one in alone)]
+
+
+def test_other_tables_on_pages_name_one_file():
+    pages = [p for p in ROOT.glob("**/*.md") if not p.is_relative_to(ROOT / ".venv")]
+    commands = [match[2] for page in pages for match in TABLE.finditer(page.read_text())]
+    assert len(commands) > 20
+    files = [set(re.findall(r"results/[\w/]+\.\w+", command)) for command in commands]
+    assert not [command for command, named in zip(commands, files, strict=True) if len(named) > 1]
 
 
 @pytest.mark.parametrize("script", ["tiny_llama_v1", "tiny_openfold_v1"])

@@ -695,28 +695,24 @@ def of_versions(title: str, groups: dict[str, dict[str, float]], note: str) -> S
     return sheet
 
 
-def from_studies(key: str) -> dict[str, dict[str, float]]:
+def from_overview(key: str) -> dict[str, dict[str, float]]:
     """A number of V1 to V4, bf16, the whole step as one graph, by shape."""
     found: dict[str, dict[str, float]] = {}
-    for shape in SHAPES:
-        same = rows_of("headline_v3", shape=shape, precision="bf16", mode="graph")
-        found[shape] = {row["side"]: row[key] for row in same}
-    for study in ("fastest", "fastest_openfold"):
-        for row in rows_of(study, precision="bf16", side="V4"):
-            found[row["shape"]]["V4"] = row[key]
+    for row in rows_of("overview", precision="bf16"):
+        found.setdefault(row["shape"], {})[row["side"]] = row[key]
     return found
 
 
 def versions() -> Sheet:
     """Milliseconds of a step of every version, bf16, the whole step as one graph."""
-    note = "one NVIDIA H100, medians of five turns; V4 was measured in turns with V3"
+    note = "one NVIDIA H100, medians of five turns"
     title = "One training step, bf16, as one graph: milliseconds"
-    return of_versions(title, from_studies("batch_ms"), note)
+    return of_versions(title, from_overview("batch_ms"), note)
 
 
 def kernels() -> Sheet:
     """Kernels of a step of every version, counted, bf16."""
-    counts = from_studies("per_step")
+    counts = from_overview("per_step")
     shown = {shape: counts[shape] for shape in ("tiny_llama, small", "tiny_openfold, default")}
     note = "counted in one profiled step, bf16: forward, backward, optimizer"
     return of_versions("Kernels in one training step", shown, note)
