@@ -532,8 +532,8 @@ def bias_gradient() -> Sheet:
 def two_streams() -> Sheet:
     """V4's backward pass: gradients of activations as a chain, weights and updates beside."""
     study = "ablation_tiny_llama_v4"
-    alone = row_of(study, precision="bf16", on=["overlap"])
-    none = row_of(study, precision="bf16", on=[], group=alone["group"])
+    without = row_of(study, shape="tiny_llama, small", side="all but overlap")
+    same = row_of(study, shape=without["shape"], side="all", group=without["group"])
     sheet = Sheet("V4's backward pass: only the chain must wait", 470)
     layers = (8, 7, 6, 5)
     chain, rest, height = 72, 58, 52
@@ -571,8 +571,8 @@ def two_streams() -> Sheet:
     sheet.label(20, 402, "dx: activations", color=BLUE, weight="bold")
     sheet.label(250, 402, "dW: weights", color=BROWN, weight="bold")
     sheet.label(440, 402, "upd: AdamW", color=PURPLE, weight="bold")
-    times = f"{none['batch_ms']:.2f} → {alone['batch_ms']:.2f} ms"
-    words = f"lengths are a sketch; measured: {times} a step (small TinyLlama, bf16)"
+    times = f"{without['batch_ms']:.2f} → {same['batch_ms']:.2f} ms"
+    words = f"lengths are a sketch; measured: {times} a step (small TinyLlama V4, bf16)"
     sheet.note(442, words, 20, "left")
     sheet.cut(76, 420)
     return sheet
