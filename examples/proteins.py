@@ -47,7 +47,8 @@ class InputError(ValueError):
 # Text and what it looks like
 
 MAGIC = {
-    b"PK\x03\x04": "a zip archive",
+    b"PK\x03\x04": "a zip archive (a prepared .npz goes without --structure)",
+    b"\x83\xa7encoder": "BinaryCIF",
     b"BZh": "compressed by bzip2",
     b"\xfd7zXZ": "compressed by xz",
     b"\x28\xb5\x2f\xfd": "compressed by zstd",
@@ -213,14 +214,16 @@ def read_alignment(text: str) -> np.ndarray:
         raise InputError("it has no sequence")
     for i, name, row in numbered:
         if wrong := re.search(r"[^A-Za-z.-]", row.removesuffix("*")):
-            place = f"sequence {i} ({printable(name)}): {wrong[0]!a} at {wrong.start() + 1}"
+            place = (
+                f"sequence {i} ({printable(name)}): {wrong[0]!a} in position {wrong.start() + 1}"
+            )
             raise InputError(f"{place} is neither an amino acid nor a gap")
     i, name, row = numbered[0]
     if lower := re.search("[a-z]", row):
-        place = f"sequence {i} ({printable(name)}): {lower[0]!r} at {lower.start() + 1}"
+        place = f"sequence {i} ({printable(name)}): {lower[0]!r} in position {lower.start() + 1}"
         raise InputError(f"{place} is in lower case, but the query has no insertions")
     rows = columns_of([row for _, _, row in numbered])
-    if len(rows[0].strip("-")) < 2:
+    if len(rows[0].replace("-", "")) < 2:
         raise InputError(f"sequence {i} ({printable(name)}), the query, has fewer than 2 residues")
     for (i, name, _), row in zip(numbered, rows, strict=True):
         if len(row) != len(rows[0]):
@@ -247,6 +250,7 @@ STATES = {
     "ARG": "ARN ARGN",
     "TYR": "TYM TYRU",
 }
+ATOMS = ("N", "CA", "C", "CB")  # the others are not read
 STANDARD = {state: name for name, states in STATES.items() for state in states.split()}
 
 
@@ -293,18 +297,21 @@ class Residue:
     atoms: list[Atom]
 
     @property
+    def names(self) -> list[str]:
+        return list(dict.fromkeys(atom.residue for atom in self.atoms))
+
+    @property
     def is_amino_acid(self) -> bool:
-        known = gemmi.find_tabulated_residue(self.atoms[0].residue).is_amino_acid()
-        return known or self.letter != "X" or {"N", "CA", "C"} <= {atom.name for atom in self.atoms}
+        known = self.letter != "X" or gemmi.find_tabulated_residue(self.names[0]).is_amino_acid()
+        return known or {"N", "CA", "C"} <= {atom.name for atom in self.atoms}
 
     @property
     def letter(self) -> str:
         return letter_of(self.atoms[0].residue)
 
-    def is_one_of(self, letter: str) -> bool:
-        """Tell that the letter, X for any, can be this residue's."""
-        letters = {letter_of(atom.residue) for atom in self.atoms}
-        return bool({letter, "X"} & letters) or letter == "X"
+    def letter_like(self, wanted: str) -> str:
+        """Return the wanted letter if one of its residues has it, otherwise that of the first."""
+        return wanted if wanted in map(letter_of, self.names) else self.letter
 
     def place(self, alpha: bool = False) -> tuple[float, float, float] | None:
         """Return where C-beta (of glycine C-alpha, or always) is, at its highest occupancy."""
@@ -337,34 +344,26 @@ def read_pdb(text: str) -> Contents:
             sequences.setdefault(line[10:12].strip(), []).extend(line[19:70].split())
         elif record == "TER":
             ended.add(chain)
-        elif record in ("ENDMDL", "END") and atoms:
+        elif record in ("MODEL", "ENDMDL", "END") and atoms:
             break
         if record not in ("ATOM", "HETATM"):
             continue
-        name = line[17:21] if is_long_name(line[17:21]) else line[17:20].strip()
-        chain = line[20 if len(name) < 4 else 21 : 22].strip() or line[72:76].strip()
-        if line[12:16].strip() not in ("N", "CA", "C", "CB") or (
-            record == "HETATM" and chain in ended  # ligands; modified residues come before
-        ):
+        name, location, residue = line[12:16].strip(), line[16:17].strip(), line[17:20].strip()
+        if is_long_name(line[17:21]):
+            residue = line[17:21]
+        chain = line[20 + len(residue) // 4 : 22].strip() or line[72:76].strip()
+        if name not in ATOMS or (record == "HETATM" and chain in ended):  # ligands come after TER
             continue
+        if len(line) < 54:
+            raise InputError(f"line {i} is cut off")
         try:
+            place = chain, residue_number(line[22:26].strip()), line[26:27].strip()
             position = tuple(number_of(line[k : k + 8]) for k in (30, 38, 46))
-            number = residue_number(line[22:26].strip())
+            occupancy = number_of(line[54:60])
         except ValueError:
-            raise InputError(f"line {i} is no atom in PDB's columns: is it cut off?") from None
-        occupancy = number_of(line[54:60])
-        atoms.append(
-            Atom(
-                chain,
-                number,
-                line[26:27].strip(),
-                name,
-                line[12:16].strip(),
-                line[16:17].strip(),
-                1.0 if math.isnan(occupancy) else occupancy,
-                position,
-            )
-        )
+            raise InputError(f"line {i} has no numbers where PDB's columns have them") from None
+        occupancy = 1.0 if math.isnan(occupancy) else occupancy
+        atoms.append(Atom(*place, residue, name, location, occupancy, position))
     return Contents(atoms, sequences, numbered=False)
 
 
@@ -405,11 +404,13 @@ def read_cif(text: str) -> Contents:
     labelled = any(row.has(7) and not gemmi.cif.is_null(row[7]) for row in table)
     atoms, sequences, model = [], {}, None
     for row in table:
+        if gemmi.cif.as_string(row[0]) not in ATOMS:
+            continue
         values = [gemmi.cif.as_string(row[i]) if row.has(i) else "" for i in range(14)]
         name, residue, *xyz, label, author, seq, author_seq, insertion, alt, occ, here, own = values
         model = here if model is None else model
         number = seq if labelled else author_seq
-        if name not in ("N", "CA", "C", "CB") or here != model or not number:
+        if here != model or not number:
             continue
         chain = author if label in (author, "") else f"{author} ({label})".strip()
         sequences[chain] = polymers.get(own or entities.get(label, ""), [])
@@ -452,14 +453,11 @@ def chains_of(atoms: Iterable[Atom]) -> dict[str, tuple[list[Residue], int]]:
     return chains
 
 
-def place(
-    letters: str, numbers: list[int], broken: list[bool], sequence: str, skip: float = 0.0
-) -> np.ndarray:
+def place(letters: str, numbers: list[int], broken: list[bool], sequence: str) -> np.ndarray:
     """Align a chain with its sequence -> place of each residue there, -1 for none, [residues].
 
     A step in the sequence as large as that of the numbers is free, so unresolved residues are where
-    the numbers leave them out. Other steps cost, less where the chain is `broken` before a residue;
-    so does each residue that is `skip`ped between two placed ones.
+    the numbers leave them out. Other steps cost, less where the chain is `broken` before a residue.
     """
     steps = [1, *(b - a or 1 for a, b in itertools.pairwise(numbers))]
     target = np.frombuffer(sequence.encode(), np.uint8)
@@ -486,7 +484,6 @@ def place(
         score += 1e-3 * (index == numbers[j] - 1)  # of equal ones the place that is its number
         if score.max() > highest:
             highest, end = score.max(), j * size + int(score.argmax())
-        best -= skip
         left = np.maximum.accumulate(score)
         rises = np.concatenate(([True], left[1:] > left[:-1]))
         left_from = j * size + np.maximum.accumulate(np.where(rises, index, 0))
@@ -512,6 +509,10 @@ class Match:
     remarks: list[str]
     fault: str  # why it cannot be one chain, or ""
 
+    def rank(self) -> tuple[int, bool, int]:
+        """Return what makes one chain better than another."""
+        return self.same - self.differ, not self.fault, int(self.observed.sum())
+
 
 def match(name: str, residues: list[Residue], contents: Contents, query: str) -> Match:
     """Find the residues of the query in a chain, through its whole sequence where that is known."""
@@ -522,18 +523,19 @@ def match(name: str, residues: list[Residue], contents: Contents, query: str) ->
     whole = "".join(map(letter_of, contents.sequences.get(name, ())))
     if whole:
         places = np.array(numbers) - 1
-        fits = [
-            0 <= i < len(whole) and r.is_one_of(whole[i])
-            for i, r in zip(places, residues, strict=True)
+        inside = [
+            (r, whole[i]) for i, r in zip(places, residues, strict=True) if 0 <= i < len(whole)
         ]
-        if not contents.numbered or sum(fits) < MIN_IDENTITY * len(fits):
-            places = place(letters, numbers, broken, whole, skip=0.5)
-        ordinal = list(range(1, len(whole) + 1))
-        in_query = place(whole, ordinal, [False] * len(whole), query)
+        fits = sum(residue.letter_like(letter) in (letter, "X") for residue, letter in inside)
+        if not contents.numbered or fits < MIN_IDENTITY * len(residues):
+            places = place(letters, numbers, broken, whole)
+        in_query = np.arange(len(whole))
+        if whole != query:
+            in_query = place(whole, list(in_query + 1), [False] * len(whole), query)
         places = np.where(places < 0, -1, in_query[places])
         there = {i: whole[j] for j, i in enumerate(in_query) if i >= 0}
     else:
-        places, there = place(letters, numbers, broken, query, skip=0.5), {}
+        places, there = place(letters, numbers, broken, query), {}
     coords, observed = np.zeros((len(query), 3), np.float32), np.zeros(len(query), bool)
     found = [residue.place() for residue in residues]
     times = Counter(found)
@@ -541,13 +543,14 @@ def match(name: str, residues: list[Residue], contents: Contents, query: str) ->
     for i, residue, position, alpha in zip(places, residues, found, alphas, strict=True):
         if i < 0:
             continue
-        there[i] = query[i] if residue.is_one_of(query[i]) else residue.letter
+        there[i] = residue.letter_like(query[i])
         if position and times[position] == 1:  # two residues at one place: nobody measured that
             coords[i], observed[i] = position, True
         if last and math.dist(alpha, last[1]) > 4.2 * abs(i - last[0]) + 10:
             distance = f"{math.dist(alpha, last[1]):.0f} Angstrom apart"
             fault = f"residues {last[0] + 1} and {i + 1} of the query are {distance}"
-        last = i, alpha
+        if not math.isnan(alpha[0]):
+            last = i, alpha
     known = {i: letter for i, letter in there.items() if "X" not in (letter, query[i])}
     same = sum(letter == query[i] for i, letter in known.items())
     remarks = []
@@ -575,7 +578,7 @@ def read_structure(text: str, query: str) -> tuple[np.ndarray, np.ndarray, str]:
         raise InputError(f"neither PDB nor mmCIF with atoms: it looks like {format_of(text)}")
     chains = chains_of(contents.atoms)
     matches = [match(name, chain, contents, query) for name, (chain, _) in chains.items() if chain]
-    best = max(matches, key=lambda m: (m.same - m.differ, m.observed.sum()), default=None)
+    best = max(matches, key=Match.rank, default=None)
     if best is None:
         raise InputError("it has no chain of amino acids")
     identity = best.same / max(1, best.same + best.differ)

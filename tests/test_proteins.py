@@ -99,10 +99,10 @@ def test_alignment_is_read_as_its_producer_meant_it(content: str | bytes, tmp_pa
         (">ss_pred\nCCC\n", "no sequence"),
         (A3M.replace(ROW, ROW[:-2]), r"sequence 2 \(h1\) has 20 columns, the query 22"),
         (f">q\n{QUERY}\n>h1\nACDEF\n", "are these sequences aligned"),
-        (A3M.replace("-", "1"), r"sequence 2 \(h1\): '1' at 22"),
-        (A3M.replace(ROW, "MK*" + ROW[3:]), r"sequence 2 \(h1\): '\*' at 3"),
-        (A3M.replace(ROW, "MKé" + ROW[3:]), r"sequence 2 \(h1\): '\\xe9' at 3"),
-        (A3M.replace("MKVL", "MkVL", 1), r"sequence 1 \(q\): 'k' at 2 is in lower case"),
+        (A3M.replace("-", "1"), r"sequence 2 \(h1\): '1' in position 22"),
+        (A3M.replace(ROW, "MK*" + ROW[3:]), r"sequence 2 \(h1\): '\*' in position 3"),
+        (A3M.replace(ROW, "MKé" + ROW[3:]), r"sequence 2 \(h1\): '\\xe9' in position 3"),
+        (A3M.replace("MKVL", "MkVL", 1), r"sequence 1 \(q\): 'k' in position 2 is in lower case"),
         (A3M.replace("AGS", "A\0S"), "NUL character in line 2"),
         (f"{A3M}\0>102\n{QUERY[::-1]}\n\0", r"several queries \(q and 102\)"),
         ("#22,12\t1,1\n" + A3M, "complex .#22,12"),
@@ -179,9 +179,10 @@ def cif(sequence: str, places: list[int], labels: bool = True, known: bool = Tru
     tags = words("label_atom_id label_comp_id label_asym_id label_entity_id label_seq_id")
     tags += words("auth_seq_id auth_asym_id Cartn_x Cartn_y Cartn_z")
     return head + "".join(f"_atom_site.{tag}\n" for tag in tags) + "".join(
-        f"{atom} {NAMES[sequence[i]]} A 1 {i + 1 if labels else '.'} {i + 1} A "
-        "{} {} {}\n".format(*place_of(i, atom))
-        for i in places
+        f"{atom} {NAMES[sequence[i]]} A 1 "
+        + (f"{i + 1} {number} A " if labels else f". {i + 1} A ")
+        + "{} {} {}\n".format(*place_of(i, atom))
+        for number, i in enumerate(places, 1)
         for atom in ("N", "CA", "C", "CB")
         if atom != "CB" or sequence[i] != "G"
     )  # fmt: skip
@@ -223,6 +224,18 @@ def test_unresolved_residues_are_where_the_numbers_say(write: str, seed: int):
         "author_only": lambda: cif(sequence, places, labels=False, known=False),
     }[write]()
     check(text, sequence, places)
+
+
+def test_numbers_alone_place_a_sequence_of_one_letter():
+    places = list(range(4, 15))
+    check(chain_of("A" * 20, places, [i + 1 for i in places]), "A" * 20, places)
+
+
+def test_a_chain_may_be_mostly_unresolved_where_its_whole_sequence_is_known():
+    text = chain_of(QUERY, WHOLE[:8], [i + 1 for i in WHOLE[:8]])
+    check(seqres(QUERY) + text, QUERY, WHOLE[:8])
+    with pytest.raises(proteins.InputError, match="no chain matches"):
+        proteins.read_structure(text, QUERY)
 
 
 def test_insertion_codes_and_leaps_of_the_numbers_are_no_gaps():
@@ -357,6 +370,8 @@ def test_of_two_copies_under_one_chain_the_first_is_read():
 def test_two_molecules_that_cannot_be_one_chain_are_refused():
     with pytest.raises(proteins.InputError, match=r"residues 14 and 15 .* 5. Angstrom apart"):
         proteins.read_structure(copy(WHOLE[:14], WHOLE[14:]), QUERY)
+    other = chain_of(QUERY, WHOLE, [i + 1 for i in WHOLE], chain="B")
+    assert check(copy(WHOLE[:14], WHOLE[14:]) + other, QUERY, WHOLE) == ""
 
 
 def test_the_first_model_is_read_without_what_is_no_protein():
@@ -365,7 +380,8 @@ def test_the_first_model_is_read_without_what_is_no_protein():
     model = f"{PDB}TER\n{water}{ligand}ENDMDL\n"
     second = chain_of(QUERY, WHOLE, WHOLE, shift=9)
     text = f"MODEL        1\n{model}MODEL        2\n{second}ENDMDL\n"
-    check(text, QUERY + "E", WHOLE)
+    note = check(text, QUERY + "E", WHOLE)
+    assert note == "chain A: 1 of 23 residues have no coordinates"
 
 
 @pytest.mark.parametrize(
@@ -377,8 +393,10 @@ def test_the_first_model_is_read_without_what_is_no_protein():
         (PDB.encode("utf-16"), "UTF-16"),
         ("data_x\n_cell.length_a 1\n", "without coordinates"),
         (cif(QUERY, WHOLE)[:-7], "not a readable mmCIF"),
-        (PDB[:-50], "is cut off|is it cut off"),
-        (without(PDB, r"^(.{30}).{8}", r"\g<1>  x1.0  "), "line 1 is no atom"),
+        (PDB[:-50], "line 87 is cut off"),
+        (PDB[:-30], "line 87 is cut off"),
+        (without(PDB, r"^(.{30}).{8}", r"\g<1>  x1.0  "), "line 1 has no numbers"),
+        (without(PDB, r"^(.{17})...", r"\g<1>UNK"), "no chain matches"),
         (
             chain_of("HOH,", [], []) + "HETATM    1  O   HOH A   1       0.000   0.000   0.000\n",
             "chain",
@@ -437,7 +455,9 @@ def test_the_first_loss_of_v4_is_that_of_v1_beside_unresolved_residues(tmp_path:
         argv += words("--num-seqs 2 --seq-len 22 --batch-size 1")
         if script.endswith("4"):
             argv += words("--disable-all-fusion --enable-loss-fusion")
-        losses.append(build(script, *argv)(**batches(script, *argv).next_batch()).item())
+        batch = batches(script, *argv).next_batch()
+        assert batch["coords"].isfinite().all()
+        losses.append(build(script, *argv)(**batch).item())
     assert losses[1:] == pytest.approx([losses[0]] * 2, rel=1e-5)
 
 
