@@ -147,7 +147,8 @@ def compare_values(
     for side in (exact, unfused, first, second):
         values.append(side.module.values_of(side.trainer(weights, first), exact=side is exact))
         free_memory()
-    judged = judge(*values[:2], values[3], tolerance or first.module.least_limit(first.args))
+    least = tolerance or first.module.least_limit(first.args)
+    judged = judge(values[0], values[1:2], values[3], least)
     gradients = {name: judged.pop(name) for name in list(judged) if name.startswith(GRADIENT)}
     loss = {"loss": judged.pop("loss")}
     lines = [line(f"outputs {when}", judged), line(f"loss {when}", loss)]

@@ -265,7 +265,7 @@ class Trainer:
         dtype = getattr(torch, args.amp_dtype)
         self.autocast = partial(torch.autocast, device.type, dtype, enabled=args.use_amp)
         scaled = args.use_amp and dtype == torch.float16
-        self.scaler = torch.amp.GradScaler(device.type, enabled=scaled)
+        self.scaler = torch.amp.GradScaler(device.type, 4096, enabled=scaled)  # 65536 may overflow
         self.batches = make_batches(args, torch.device("cpu"), args.seed)
         self.inputs: dict[str, Tensor] = {}  # on a GPU, where batches are copied
         self.model = self.forward = build_model(args, device)
@@ -808,7 +808,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 def explain(error: BaseException, directory: Path) -> tuple[int, str]:
     """Return status and line of an error that a user can mend; raise any other."""
     line = (str(error).strip() or type(error).__name__).splitlines()[0]
-    compiler = type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
+    compiler = type(error).__module__.startswith(("torch._", "triton"))
     if isinstance(error, KeyboardInterrupt):
         return 130, "interrupted"
     if is_out_of_memory(error):
@@ -867,7 +867,7 @@ def main(argv: list[str] | None = None) -> int:
             join_processes(args)
         status = modes[0](args) if modes else finish(train(args))
         sys.stdout.flush()
-    except (KeyboardInterrupt, RuntimeError, MemoryError, OSError) as error:
+    except (Exception, KeyboardInterrupt) as error:
         if isinstance(error, OSError) and error.filename is None:  # what is left goes nowhere
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):  # `... | head` has seen enough

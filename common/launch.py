@@ -130,3 +130,20 @@ def row_launch(kernel: str, x: Tensor, whole: bool = True) -> tuple[int, int, di
         most = max(chosen["PROGRAMS"], triton.cdiv(programs, 16))
         programs = chosen["PROGRAMS"] = min(programs, most)
     return rows, programs, {"C": dim, "BLOCK_C": width, "ROWS": tile_rows, **chosen}
+
+
+def shared_memory() -> int:
+    """Return the bytes of shared memory, AMD's LDS, that a program can have on this GPU."""
+    if INTERPRETED or not torch.cuda.device_count():
+        return 2**31
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    opted_in = getattr(properties, "shared_memory_per_block_optin", 0)  # NVIDIA's
+    return opted_in or properties.shared_memory_per_block
+
+
+def leave_to_pytorch(args: argparse.Namespace, reasons: dict[str, str]) -> None:
+    """Turn off the fusions that these reasons are about, each with one line."""
+    for flag, name, _ in FUSIONS:
+        if name in reasons and getattr(args, name):
+            setattr(args, name, False)
+            say("note", f"{flag} is off, PyTorch's own operations run: {reasons[name]}")

@@ -201,32 +201,32 @@ def assert_same_gradients(
 
 
 def faults_that_pass(
-    module: ModuleType, args: argparse.Namespace
+    module: ModuleType, args: argparse.Namespace, factors: tuple[float, ...] = (0.0, -1.0, 1.3)
 ) -> tuple[list[tuple[str, float]], int]:
-    """Gradients that --verify-accuracy would take for right if they were multiplied by 0, -1 or
-    1.3.
+    """Gradients that --verify-accuracy would take for right if they were multiplied by one of
+    these.
 
     And how many it judges: not those that are zero in theory, where each of these is right. As
     they are, all pass.
     """
-    off = module.all_off(args)
     exact = module.all_off(args, use_amp=False, matmul_precision="highest")
-    sides = [
+    exact, found = (
         module.values_of(module.Trainer(a, module.prepare(a)), exact=a is exact)
-        for a in (exact, off, args)
-    ]
+        for a in (exact, args)
+    )
+    unfused, least = module.unfused_values(args, range(9)), module.least_limit(args)
+    verdicts = module.judge(exact, unfused, found, least)
+    assert [name for name, (error, limit) in verdicts.items() if not error <= limit] == []
     norms = {
         name: float(value.norm())
-        for name, value in sides[0].items()
+        for name, value in exact.items()
         if name.startswith("gradient of ")
     }
     judged = [name for name, norm in norms.items() if norm > 1e-12 * max(norms.values())]
-    verdicts = module.judge(*sides, module.least_limit(args))
-    assert [name for name, (error, limit) in verdicts.items() if not error <= limit] == []
     passed = []
-    for factor in (0.0, -1.0, 1.3):
-        wrong = sides[2] | {name: factor * sides[2][name] for name in judged}
-        verdicts = module.judge(*sides[:2], wrong, module.least_limit(args))
+    for factor in factors:
+        wrong = found | {name: factor * found[name] for name in judged}
+        verdicts = module.judge(exact, unfused, wrong, least)
         passed += [(name, factor) for name in judged if verdicts[name][0] <= verdicts[name][1]]
     return passed, len(judged)
 

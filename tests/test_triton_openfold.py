@@ -13,12 +13,13 @@ from types import ModuleType
 import pytest
 import torch
 import torch.nn.functional as F
+import triton
 from conftest import (
     COMPILER,
     TINY,
-    assert_one_error,
     gradients,
     load,
+    parse,
     random_state,
     relative_difference,
     words,
@@ -685,16 +686,61 @@ def test_every_line_of_block_sizes_is_complete():
         assert v3.block_sizes(settings).keys() == v3.block_sizes(v3.BLOCKS[kernel]).keys(), line
 
 
-@pytest.mark.parametrize(
-    ("argv", "flag", "way_out"),
-    [
-        ("--pair-dim 48", "--pair-dim 48", "--disable-triton-triangle"),
-        ("--pair-dim 8 --num-heads-pair 1", "--pair-dim 8", "--disable-triton-triangle"),
-        ("--msa-dim 130 --num-heads-msa 2", "triton-attention", "--num-heads-msa"),
-        ("--pair-dim 128 --num-heads-pair 1", "triton-attention", "--num-heads-pair"),
-    ],
-)
-def test_sizes_that_a_kernel_cannot_take_are_refused(argv: str, flag: str, way_out: str, run):
-    result = run("tiny_openfold_v3", *words(argv))
-    assert_one_error(result, 2, flag, way_out)
-    v3.parse_args([*words(argv), "--disable-all-fusion"])
+H100, MI300 = 227 * 1024, 64 * 1024  # bytes of shared memory
+DEFAULT = "--msa-dim 64 --num-heads-msa 4 --pair-dim 128 --num-heads-pair 4"
+WIDTHS_AND_WHAT_IS_LEFT = [
+    ("", H100, []),
+    ("--matmul-precision high", H100, []),
+    ("--use-amp", MI300, []),
+    ("--msa-dim 256 --num-heads-msa 8", H100, []),
+    ("--pair-dim 256 --num-heads-pair 8 --use-amp", H100, []),
+    ("--pair-dim 256 --num-heads-pair 8", H100, ["triton-triangle"]),
+    ("--pair-dim 96", H100, ["triton-triangle"]),
+    ("--pair-dim 8 --num-heads-pair 1", H100, ["triton-triangle"]),
+    ("--pair-dim 512 --num-heads-pair 8 --use-amp", H100, ["triton-triangle", "embedding-fusion"]),
+    ("--msa-dim 1024 --num-heads-msa 16", H100, ["embedding-fusion"]),
+    ("--msa-dim 130 --num-heads-msa 2", H100, ["triton-attention"]),
+    ("--msa-dim 128 --num-heads-msa 2", 163 * 1024, ["triton-attention", "triton-triangle"]),
+]
+
+
+@pytest.mark.parametrize("script", ["tiny_openfold_v3", "tiny_openfold_v4"])
+@pytest.mark.parametrize(("argv", "bytes_there", "left"), WIDTHS_AND_WHAT_IS_LEFT)
+def test_what_has_no_kernel_for_a_width_is_left_to_pytorch(
+    script: str, argv: str, bytes_there: int, left: list[str], capsys, monkeypatch
+):
+    """And one line for each says why. All that has a kernel keeps it."""
+    module = load(script)
+    monkeypatch.setattr(module, "shared_memory", lambda: bytes_there)
+    monkeypatch.setattr(module, "BACKEND", "hip" if bytes_there == MI300 else "cuda")
+    args = parse(script, *words(DEFAULT), *words(argv))
+    off = [flag for flag, name, _ in module.FUSIONS if not getattr(args, name)]
+    flags = {flag for flag, _, _ in module.FUSIONS}
+    assert off == [flag for flag in left if flag in flags]
+    notes = [line for line in capsys.readouterr().err.splitlines() if " is off, " in line]
+    assert len(notes) == len(off)
+    assert all(flag in note for flag, note in zip(off, notes, strict=True))
+
+
+@pytest.mark.parametrize("script", ["tiny_openfold_v3", "tiny_openfold_v4"])
+@pytest.mark.parametrize("argv", ["--use-amp", "--checkpoint-blocks"])
+def test_every_width_trains(script: str, argv: str, run):
+    """More than 64 channels per head, and a pair-dim that is no power of two."""
+    widths = "--pair-dim 72 --num-heads-pair 1 --msa-dim 24 --num-heads-msa 2 --seq-len 5"
+    argv = [*words(argv), *words(widths), "--batch-size", "1", "--device", DEVICE.type]
+    result = run(script, *argv, "--verify-accuracy")
+    assert result.status == 0, result.stdout
+
+
+def test_too_large_blocks_are_one_line(run, monkeypatch: pytest.MonkeyPatch):
+    error = triton.runtime.errors.OutOfResources(300000, 232448, "shared memory")
+
+    def launch(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(v3.LayerNormFunction, "apply", launch)
+    for mode in ([], ["--verify-accuracy"]):
+        result = run("tiny_openfold_v3", *mode, "--device", DEVICE.type)
+        assert result.status == 1
+        assert result.stderr.endswith(f": error: {error}\n")
+        assert "Traceback" not in result.stderr
