@@ -463,9 +463,13 @@ def memory_of_a_step(trainer: Trainer) -> float:
 
 
 def gpu_memory(device: torch.device, statistic: str = "memory_allocated") -> int:
-    """Return bytes by this statistic, with the pools that graphs keep; 0 on a CPU."""
+    """Return bytes by this statistic, with the pools that graphs keep; 0 on a CPU.
+
+    Without the workspaces of cuBLAS outside these pools, which any run may have made.
+    """
     if device.type == "cpu":
         return 0
+    torch._C._cuda_clearCublasWorkspaces()
     pools = [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) != (0, 0)]
     used = getattr(torch.cuda, statistic)()
     return used + sum(s["total_size"] - s["allocated_size"] for s in pools)
@@ -612,10 +616,10 @@ class Run:
         """Take a turn; one that is cut short has its steps until then."""
         prepare(self.args)  # another run may have had a turn
         trainer, losses = self.trainer, []
-        if trainer.gpu:
-            torch.cuda.reset_peak_memory_stats()
         trainer.synchronize()
         others = gpu_memory(self.device) - self.kept  # which belongs to runs that rest
+        if trainer.gpu:
+            torch.cuda.reset_peak_memory_stats()
         trainer.marks.clear()
         began = ended = time.perf_counter()
         trainer.mark()
