@@ -136,9 +136,8 @@ def shared_memory() -> int:
     """Return the bytes of shared memory, AMD's LDS, that a program can have on this GPU."""
     if INTERPRETED or not torch.cuda.device_count():
         return 2**31
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    opted_in = getattr(properties, "shared_memory_per_block_optin", 0)  # NVIDIA's
-    return opted_in or properties.shared_memory_per_block
+    utils, device = triton.runtime.driver.active.utils, torch.cuda.current_device()
+    return utils.get_device_properties(device)["max_shared_mem"]  # as Triton asks at a launch
 
 
 def leave_to_pytorch(args: argparse.Namespace, reasons: dict[str, str]) -> None:
