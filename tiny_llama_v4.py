@@ -3243,7 +3243,7 @@ class Trainer:
 
     def trace(self, profile: torch.profiler.profile) -> dict:
         """Return what the profiler writes as a Chrome trace."""
-        with tempfile.TemporaryDirectory(dir=self.args.profile_dir) as folder:
+        with tempfile.TemporaryDirectory() as folder:  # a plain name
             path = Path(folder) / "trace.json"
             profile.export_chrome_trace(str(path))
             return json.loads(path.read_text().replace(str(path), path.name))  # it is not escaped

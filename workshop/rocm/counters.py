@@ -45,7 +45,8 @@ def read_rocprof_compute(directory: Path) -> tuple[str, Ceilings, list[dict]]:
         several = ", ".join(str(file.parent) for file in files)
         raise ToolError(f"{directory}: several profiles ({several}), name one")
     header, dispatches = read_counters(files[0])
-    gpu = next((gpu for gpu, names in BYTE_COUNTERS.items() if {*names} <= {*header}), "MI300")
+    likely = "MI200" if any(name.startswith("TCC_EA_") for name in header) else "MI300"
+    gpu = next((gpu for gpu, names in BYTE_COUNTERS.items() if {*names} <= {*header}), likely)
     if missing := [name for name in (*FLOP_COUNTERS, *BYTE_COUNTERS[gpu]) if name not in header]:
         raise ToolError(f"{files[0]}: the header lacks {', '.join(missing)}")
     flop, moved, ns, calls, by_unit = (Counter() for _ in range(5))
