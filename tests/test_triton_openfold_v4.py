@@ -12,7 +12,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, TINY, gradients, load, random_state, relative_difference, words
+from conftest import ROOT, TINY, gradients, load, parse, random_state, relative_difference, words
 from test_triton_openfold import (
     DEVICE,
     LIMITS,
@@ -366,6 +366,22 @@ def test_optimizer_resumes_exactly():
     for a, b in zip(first, second, strict=True):
         assert torch.equal(a, b)
         assert torch.equal(optimizer.side.casts[a], resumed.side.casts[b])
+
+
+def test_in_float16_v4_takes_the_steps_of_v1():
+    """Where a weight has a gradient beyond 1: times PyTorch's first scale, 65536, V1's overflows.
+
+    V4's is float32.
+    """
+    sizes = "--pair-dim 64 --num-heads-pair 8 --seq-len 10 --learning-rate 3e-3 --use-amp"
+    curves = []
+    for script in ("tiny_openfold_v1", V4):
+        args = parse(script, *words(sizes), "--amp-dtype", "float16", "--device", DEVICE.type)
+        trainer = load(script).Trainer(args, load(script).prepare(args))
+        scale = trainer.scaler.get_scale()
+        curves.append(torch.tensor([float(trainer.step()) for _ in range(3)]))
+        assert trainer.scaler.get_scale() == scale, "no step was left out"
+    torch.testing.assert_close(*curves, rtol=2e-3, atol=0)
 
 
 def test_an_infinite_gradient_of_float16_changes_nothing():
