@@ -18,8 +18,8 @@ none of these. What a row has, and where it comes from:
 
 --from-rocprof-compute reads what run_rocprof_compute.sh collected on an AMD GPU in place of that:
 FLOP, bytes of HBM and time of each kernel by its counters (pmc_perf.csv), and the ceilings that
-rocprof-compute measured (roofline.csv). No AMD GPU was at hand: this was tested on files in the
-documented format.
+rocprof-compute measured (roofline.csv). No AMD GPU was at hand: this was tried on files of MI200 in
+rocprof-compute's own tests.
 
 Written to --output: roofline_analysis.csv and .json with all numbers, roofline_analysis.png.
 
