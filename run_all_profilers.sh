@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Every profiler that works here around one version script, each in a folder of its own, and a summary of what ran.
 # shellcheck source=workshop/rocm/common.sh
-source "$(dirname "${BASH_SOURCE[0]}")/workshop/rocm/common.sh"
+source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/workshop/rocm/common.sh" || exit 4
 
 directory=
 rocm=no
@@ -34,7 +34,7 @@ wrapper_option() {
         ;;
     --profile-dir)
         need_value "$@"
-        directory=$2
+        directory=${2/#-/./-}
         consumed=2
         ;;
     esac

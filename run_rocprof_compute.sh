@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # rocprof-compute around a version script: roofline, and hardware counters of single kernels.
 # shellcheck source=workshop/rocm/common.sh
-source "$(dirname "${BASH_SOURCE[0]}")/workshop/rocm/common.sh"
+source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/workshop/rocm/common.sh" || exit 4
 
 mode=profile
 roof_only=no
@@ -75,7 +75,7 @@ if [[ $mode == analyze ]]; then
         sort -zn | tail -zn 1 | tr -d '\0' || true)
     last=${last#* }
     if [[ -z $last ]]; then
-        if [[ $dry_run == no ]]; then fail 2 "no profile in $parent: run ./$program without --mode analyze first"; fi
+        if [[ $dry_run == no ]]; then fail 2 "no profile in $parent: run $program without --mode analyze first"; fi
         last=$parent/workloads/NAME/GPU
     fi
     if [[ $last == *_roof/* ]]; then
@@ -91,6 +91,7 @@ if [[ $mode == analyze ]]; then
 fi
 
 name=$(basename "$script" .py)_$(side)
+name=${name//[^A-Za-z0-9_]/_} # the tool takes no other
 command=("$tool" profile)
 if [[ $roof_only == yes ]]; then
     name+=_roof
@@ -120,5 +121,8 @@ if [[ -n $result_dir ]]; then
     echo "Dispatches: $parent/roofline_analysis.csv; next, with one of them as N:"
     echo "$(show "$tool" analyze -p "$folder/rocprof") --dispatch N"
 else
-    echo "Dispatches: $parent/roofline_analysis.csv; next: ./$program --mode analyze --list-stats"
+    analyze=("$0" --mode analyze --list-stats)
+    if [[ $0 != */* ]]; then analyze[0]=./$0; fi
+    if [[ $output_dir != . ]]; then analyze+=(--output-dir "$output_dir"); fi
+    echo "Dispatches: $parent/roofline_analysis.csv; next: $(show "${analyze[@]}")"
 fi

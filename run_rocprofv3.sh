@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # rocprofv3 around a version script: which kernels take the time, a timeline, or hardware counters.
 # shellcheck source=workshop/rocm/common.sh
-source "$(dirname "${BASH_SOURCE[0]}")/workshop/rocm/common.sh"
+source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/workshop/rocm/common.sh" || exit 4
 
 mode=hotspots
 compare=no
@@ -49,7 +49,7 @@ wrapper_option() {
         case $1 in
         --mode) mode=$2 ;;
         --counters) counters=$2 ;;
-        --from-db) database=$2 ;;
+        --from-db) database=${2/#-/./-} ;;
         esac
         consumed=2
         ;;

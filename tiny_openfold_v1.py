@@ -1304,10 +1304,10 @@ class Trainer:
 
     def trace(self, profile: torch.profiler.profile) -> dict:
         """Return what the profiler writes as a Chrome trace."""
-        with tempfile.TemporaryDirectory() as folder:  # a plain name
+        with tempfile.TemporaryDirectory() as folder:  # the path stands in the file, not escaped
             path = Path(folder) / "trace.json"
             profile.export_chrome_trace(str(path))
-            return json.loads(path.read_text().replace(str(path), path.name))  # it is not escaped
+            return json.loads(path.read_text())
 
 
 def wait_until(done: Callable[[], bool]) -> None:
@@ -1742,10 +1742,12 @@ def explain(error: BaseException, directory: Path) -> tuple[int, str]:
         return 1, line
     if isinstance(error, BrokenPipeError):
         raise error
-    if isinstance(error, OSError) and not str(error.filename or "").startswith(str(directory)):
+    places = str(directory), tempfile.gettempdir()
+    if isinstance(error, OSError) and not str(error.filename or "").startswith(places):
         return 2, f"{error.filename or 'standard output'}: {error.strerror}"
     if isinstance(error, (OSError, json.JSONDecodeError)):  # half a trace is no JSON
-        return 2, f"--profile-dir {directory}: cannot write there, is there space left? ({line})"
+        message = f"--profile-dir {directory}: cannot write there or in {places[1]}"
+        return 2, f"{message}, is there space left? ({line})"
     raise error
 
 

@@ -49,11 +49,12 @@ run() {
     [[ $dry_run ]] || "$@"
 }
 
-root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
+root=$(cd -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/.." && pwd)
 validation=$root/setup/validation_scripts
 checks=$validation/checks.py
 requirements=$root/setup/requirements.txt
 track=auto venv='' index_url='' dry_run=''
+[[ -r $checks ]] || fail "$checks is not there: run this script where the repository has it, or by a link" 4
 
 while (($#)); do
     case $1 in
@@ -61,7 +62,7 @@ while (($#)); do
             [[ ${2:-} ]] || fail "$1 needs a value (--help lists all options)" 2
             case $1 in
                 --track) track=$2 ;;
-                --venv) venv=$2 ;;
+                --venv) venv=${2/#-/./-} ;;
                 --index-url) index_url=$2 ;;
             esac
             shift

@@ -28,8 +28,8 @@ from conftest import ROOT, strict_json, words
 
 STANDINS = ROOT / "tests" / "standins"
 PROGRAMS = words(
-    "bash basename cat cut date dirname find flock grep ln mkdir mv rm sed sleep sort tail touch "
-    "tr true"
+    "bash basename cat cut date dirname find flock grep ln mkdir mv readlink rm sed sleep sort "
+    "tail touch tr true"
 )
 TOOLS = ("rocprofv3", "rocpd", "rocpd2csv", "rocprof-sys-run", "rocprof-compute", "rocminfo")
 ROCPROFV3, SYS, COMPUTE = "run_rocprofv3.sh", "run_rocprof_sys.sh", "run_rocprof_compute.sh"
@@ -370,6 +370,32 @@ def test_the_printed_command_is_the_one_that_is_run(bench, command):
     assert not [*bench.work.iterdir(), *home.iterdir(), *bench.directory.rglob("injected")]
 
 
+@pytest.mark.parametrize("wrapper", OWN_OPTIONS)
+def test_a_wrapper_finds_its_parts_through_links_or_says_which_is_missing(bench, wrapper):
+    """Through a link to a link that lies elsewhere; a copy has no parts."""
+    (bench.directory / "first").symlink_to(ROOT / wrapper)
+    link = bench.directory / "a link"
+    link.symlink_to("first")
+    dry = bench.call(link, "--script", bench.script, "--dry-run").succeeded()
+    assert dry.stdout == bench.run(wrapper, "--dry-run").succeeded().stdout
+    copy = shutil.copy(ROOT / wrapper, bench.directory / "copy")
+    done = bench.call(copy, "--script", bench.script)
+    assert (done.status, done.stdout, done.stderr.count("\n")) == (4, "", 1)
+    assert "workshop/rocm/common.sh: No such file" in done.stderr
+
+
+@pytest.mark.parametrize("wrapper", OWN_OPTIONS)
+def test_an_interpreter_that_is_not_there_is_one_line(bench, wrapper):
+    bench.run(wrapper, PYTHON="/nonexistent").failed("/nonexistent", status=4, lines=1)
+    assert bench.nothing_happened()
+
+
+@every_wrapper
+def test_a_folder_may_be_named_like_an_option(bench, wrapper):
+    bench.run(wrapper, "--output-dir", "--").succeeded()
+    assert [path.name for path in bench.work.iterdir()] == ["--"]
+
+
 @every_wrapper
 def test_missing_tool_is_one_line(bench, wrapper):
     bench.install("rocminfo")
@@ -705,11 +731,9 @@ def test_rocprof_sys_by_its_older_name(bench):
 
 
 def test_rocprof_compute_and_analyze_of_its_last_profile(bench):
-    bench.run(COMPUTE, "--output-dir", "two\nlines").succeeded()
-    assert (
-        "Dispatch List"
-        in bench.run(COMPUTE, "--output-dir", "two\nlines", "--list-stats").succeeded().stdout
-    )
+    result = bench.run(COMPUTE, "--output-dir", "two\nlines").succeeded()
+    next_command = shell_words(result.stdout.rpartition("next: ")[2])
+    assert "Dispatch List" in bench.call(*next_command).succeeded().stdout
     shutil.rmtree(bench.work / "two\nlines")
     for name in ("log", "record"):
         (bench.directory / name).unlink()
@@ -843,6 +867,9 @@ def test_a_get_script_that_fails_and_one_that_only_prints(bench, sheet):
     shutil.rmtree(sheet / "counters")
     dry = bench.call("./get_counters.sh", "--dry-run", "--seq-len", "8", cwd=sheet).succeeded()
     assert shell_words(dry.stdout)[-2:] == ["--seq-len", "8"]
+    link = bench.directory / "a link"
+    link.symlink_to(sheet / "get_counters.sh")
+    bench.call(link, "--dry-run").succeeded()
     assert "--dry-run" in bench.call("./get_counters.sh", "--help", cwd=sheet).succeeded().stdout
     assert not (sheet / "counters").exists()
 
@@ -896,6 +923,11 @@ def test_all_profilers_without_rocm(bench):
     assert list(steps) == ["pytorch_profiler", "flops"]
     assert steps["pytorch_profiler"]["files"] == []  # what an earlier run left is not listed
     assert steps["flops"]["reason"] == "run_deepspeed_flops says why"
+
+
+def test_all_profilers_of_which_none_ran(bench):
+    variables = {"run_pytorch_profiler": "4", "run_deepspeed_flops": "4"}
+    bench.run(ALL, "--profile-dir", "out", **variables).failed("nothing ran", status=4, lines=1)
 
 
 def test_all_profilers_go_on_after_a_failure_and_skip_what_is_missing(bench):

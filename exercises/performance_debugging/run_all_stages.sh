@@ -1,10 +1,13 @@
 #!/usr/bin/env bash
 # Train and profile V1, all stages and the final version, and compare them.
 # shellcheck source=workshop/rocm/common.sh
-source "$(dirname "${BASH_SOURCE[0]}")/../../workshop/rocm/common.sh"
-here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/../../workshop/rocm/common.sh" || exit 4
+here=$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")
 results=$here/results
-arguments=(--batch-size 8 --seq-len 128 --num-steps 20)
+given=()
+gpu_sizes="--batch-size 8 --seq-len 128 --num-steps 20"
+cpu_sizes="--hidden-dim 32 --num-layers 1 --num-heads 2 --intermediate-dim 16 --vocab-size 100 --seq-len 8 --batch-size 2 \
+--num-steps 2 --warmup-steps 1"
 
 # name of its results, script
 stages=(
@@ -22,7 +25,9 @@ usage() {
 Usage: $program [--result-dir DIR] [arguments of tiny_llama_v1.py and tiny_llama_v3.py]
 
 Trains V1, stages 1 to 4, the final version (stage 5) and stage 6 one after the other with
-  ${arguments[*]}
+  $gpu_sizes
+(on a CPU, where the kernels run in Triton's interpreter, in a minute or two with
+  $cpu_sizes)
 and what is given beyond that; the last of two equal arguments counts. Each is profiled, by rocprofv3 where it is
 installed, else by the PyTorch profiler, and its gradients are checked. A stage that fails is named at the end, and the
 status is 1; the others still run.
@@ -37,10 +42,6 @@ In the result folder:
   <stage>_profile.csv   its kernels (on a CPU: operators); sort -t',' -k4 -nr shows the slowest
   comparison.md         loss, speed, memory and gradients of all in one table, and the key observations as questions
   <stage>/              the files of the script and of the profiler; <stage>_rocprofv3.log has what rocprofv3 printed
-
-On a CPU the kernels run in Triton's interpreter. Sizes that take a minute or two there:
-  ./$program --hidden-dim 32 --num-layers 1 --num-heads 2 --intermediate-dim 16 --vocab-size 100 \\
-      --seq-len 8 --batch-size 2 --num-steps 2 --warmup-steps 1
 USAGE
 }
 
@@ -54,27 +55,38 @@ while (($#)); do
         need_value "$@"
         results=${2%/}
         [[ -n $results ]] || fail 2 "--result-dir needs a directory"
+        results=${results/#-/./-}
         shift 2
         ;;
     --result-dir=*)
         set -- --result-dir "${1#*=}" "${@:2}"
         ;;
     *)
-        arguments+=("$1")
+        given+=("$1")
         shift
         ;;
     esac
 done
 new=$results/running # earlier results are replaced at the end
 
-check_arguments() { # before anything is done: do V1 and V3 know them?
-    "$python" - "$root" "${arguments[@]}" <<'END'
+check_arguments() { # before anything is done: do V1 and V3 know them? Prints the sizes for this device
+    "$python" - "$root" "$gpu_sizes" "$cpu_sizes" ${given[@]+"${given[@]}"} <<'END'
 import sys
-sys.path.insert(0, sys.argv[1])
+root, gpu, cpu, *given = sys.argv[1:]
+sys.path.insert(0, root)
 from workshop.cli import run_tool
 from workshop.script import load_script, script_arguments
-scripts = [f"{sys.argv[1]}/tiny_llama_v{version}.py" for version in (1, 3)]
-sys.exit(run_tool("arguments", lambda: [script_arguments(load_script(s), sys.argv[2:], None) for s in scripts] and 0))
+
+def check():
+    scripts = [load_script(f"{root}/tiny_llama_v{version}.py") for version in (1, 3)]
+    device = script_arguments(scripts[0], given, None)[1].device
+    sizes = cpu if device == "cpu" else gpu
+    for script in scripts:
+        script_arguments(script, [*sizes.split(), *given], None)
+    print(sizes)
+    return 0
+
+sys.exit(run_tool("arguments", check))
 END
 }
 
@@ -106,7 +118,13 @@ QUESTIONS
     return "$status"
 }
 
+need_python
 message=$(check_arguments 2>&1) || fail $? "${message##*$'\n'}"
+read -ra arguments <<<"${message##*$'\n'}"
+if [[ ${arguments[*]} == "$cpu_sizes" ]]; then
+    echo "No GPU is used, so the kernels run in Triton's interpreter, with sizes for that: $cpu_sizes ${given[*]-}"
+fi
+arguments+=(${given[@]+"${given[@]}"})
 own "$results"
 rm -rf "$new" # what an interrupted run has left
 mkdir "$new"

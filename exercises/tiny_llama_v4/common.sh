@@ -1,7 +1,7 @@
 # shellcheck shell=bash
 # What the five get_*.sh share; they source it before they look at their arguments.
 set -euo pipefail
-here=$(dirname "${BASH_SOURCE[0]}")
+here=$(dirname -- "${BASH_SOURCE[0]}")
 
 dry_run=()
 case ${1-} in

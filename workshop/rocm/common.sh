@@ -5,8 +5,8 @@
 # and gets from parse_arguments: script, output_dir, dry_run, script_args (all that no wrapper knows, in order).
 
 set -euo pipefail
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
-program=$(basename "$0")
+root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd)
+program=${0##*/}
 python=${PYTHON:-python3}
 script=tiny_openfold_v2.py
 script_given=no
@@ -33,6 +33,10 @@ fail() { # STATUS MESSAGE
 
 need_value() { # OPTION [VALUE...]
     (($# > 1)) || fail 2 "$1 needs a value"
+}
+
+need_python() {
+    command -v -- "$python" >/dev/null || fail 4 "there is no program $python: PYTHON names the interpreter"
 }
 
 parse_arguments() { # "$@" of the wrapper
@@ -88,6 +92,8 @@ parse_arguments() { # "$@" of the wrapper
         esac
     done
     [[ -n $output_dir ]] || fail 2 "--output-dir needs a directory"
+    output_dir=${output_dir/#-/./-} result_dir=${result_dir/#-/./-} script=${script/#-/./-} # no options of any tool
+    need_python
     if [[ ! -f $script ]]; then
         [[ -f $root/$script ]] || fail 2 "--script $script: no such file"
         script=$root/$script

@@ -68,6 +68,9 @@ def main(argv: list[str]) -> int:
     if failed:
         what = f"failed: {', '.join(failed)}; see {directory}/logs"
         print(f"run_all_profilers.sh: error: {what}", file=sys.stderr)
+    elif steps and all(step["status"] == "skipped" for step in steps):
+        print(f"run_all_profilers.sh: error: nothing ran; see {directory}/logs", file=sys.stderr)
+        return 4
     return int(bool(failed))
 
 
