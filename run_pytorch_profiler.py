@@ -309,6 +309,7 @@ def profile_script(own: argparse.Namespace, rest: list[str]) -> int:
     trace, result = directory / f"{name}_trace.json.gz", directory / f"{name}_summary.json"
     if missing := {result, trace} - {*written()}:
         raise ToolError(f"{min(missing)}: the script did not write this file", status=1)
+    print("reading the trace, and making tables of it", flush=True)
     summary, events = read_json(result), load_trace(trace)
     if summary["environment"]["device"] == "cuda" and not has_gpu(events):
         raise ToolError(NO_KERNELS, status=1)

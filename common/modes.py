@@ -163,7 +163,9 @@ def judged_values(args: argparse.Namespace) -> dict[str, tuple[float, float]]:
 
 def verify_accuracy(args: argparse.Namespace) -> int:
     """Judge the outputs, loss and gradients of the initial weights by those in float64."""
+    progress("outputs and gradients: in float64, with all off, and as chosen")
     judged = judged_values(args)
+    progress()
     wrong = [name for name, (error, limit) in judged.items() if error > limit]
     gradients = [name for name in judged if name.startswith("gradient")]
     worst = max(gradients, key=lambda name: judged[name][0] / max(judged[name][1], 1e-300))

@@ -603,15 +603,6 @@ def test_a_copy_with_any_name_runs(script: str, name: str, tmp_path: Path):
     assert (tmp_path / f"{name.removesuffix('.py')}_summary.json").is_file()
 
 
-def test_a_profile_directory_of_any_name(run, tmp_path: Path):
-    """PyTorch writes the path into its trace as it is."""
-    directory = tmp_path / 'x"y \\ \n{z}'
-    done = run(SCRIPT, *QUICK, "--enable-pytorch-profiler", "--profile-dir", str(directory))
-    assert (done.status, done.stderr) == (0, "")
-    with gzip.open(directory / f"{SCRIPT}_trace.json.gz", "rt") as file:
-        assert json.load(file)["traceEvents"]
-
-
 @pytest.mark.parametrize("script", [SCRIPT, "tiny_openfold_v3"])
 @pytest.mark.parametrize("package", ["torch", "numpy", "triton"])
 def test_a_missing_package_is_one_line(script: str, package: str, tmp_path: Path):

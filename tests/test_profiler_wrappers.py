@@ -954,7 +954,7 @@ def test_all_profilers_interrupted(bench, number):
     bench.run(ALL, "--profile-dir", "out").failed(
         "out", "another profiler is writing there", status=2, lines=1
     )
-    interrupt(process, bench, 0, number)
+    assert "what ran until then is in out/summary.md" in interrupt(process, bench, 0, number)
     assert list(all_steps(bench.work / "out"))[:2] == ["pytorch_profiler", "flops"]
 
 

@@ -88,7 +88,7 @@ def write_program(path: Path, text: str) -> None:
 def link_coreutils(directory: Path) -> None:
     """What shell scripts need on PATH."""
     directory.mkdir(parents=True)
-    for name in words("bash cat dirname env grep mkdir rm"):
+    for name in words("bash cat dirname env grep mkdir readlink rm"):
         (directory / name).symlink_to(shutil.which(name))
 
 
@@ -385,6 +385,15 @@ def test_wrong_options(machine):
         assert_refused(machine.setup(*words(argv)), 2, words(argv)[0], words(argv)[-1])
     text = machine.setup("--help").stdout
     assert all(option in text for option in words("--track --venv --index-url --dev --dry-run"))
+
+
+def test_the_setup_script_finds_its_parts_through_a_link_or_says_which_is_missing(machine):
+    script, place = (machine.repository / f"setup/{name}.sh" for name in ("environment_setup", "x"))
+    script.rename(place)
+    (machine.repository / "setup/environment_setup.sh").symlink_to("x.sh")
+    assert_refused(machine.setup(), 1, "no Python 3.10 or newer")
+    (machine.repository / "setup/validation_scripts/checks.py").unlink()
+    assert_refused(machine.setup(), 4, "checks.py is not there")
 
 
 def test_python_that_cannot_be_used(machine):

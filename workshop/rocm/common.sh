@@ -203,9 +203,10 @@ keep_results() {
 
 end_at_signals() { # WORDS: where to find what is left
     left=$1
-    trap 'end_tool INT; fail 130 "interrupted; $left"' INT
-    trap 'end_tool TERM; fail 143 "terminated; $left"' TERM
-    trap 'end_tool TERM; fail 129 "the terminal is gone; $left"' HUP
+    exec {stderr}>&2 # where a signal comes, it may lead to the log of a tool
+    trap 'end_tool INT; fail 130 "interrupted; $left" 2>&"$stderr"' INT
+    trap 'end_tool TERM; fail 143 "terminated; $left" 2>&"$stderr"' TERM
+    trap 'end_tool TERM; fail 129 "the terminal is gone; $left" 2>&"$stderr"' HUP
 }
 
 # A tool runs in a group of its own, with all that it starts. So a signal reaches them all, and the wrapper, which waits
