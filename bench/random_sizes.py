@@ -217,7 +217,7 @@ def attempt(case: Case) -> Outcome:
     if status in (2, 3, 4) and refusal:
         return Outcome("passed" if case.kind == "refusal" else "refused", refusal)
     if status or case.kind == "refusal":
-        wrong = [line for line in stdout.getvalue().splitlines() if "relative error" in line]
+        wrong = [line for line in stdout.getvalue().splitlines() if line.endswith(": FAIL")]
         lines = [*wrong[:3], *stderr.getvalue().splitlines()[-1:]]
         return Outcome("failed", f"exit status {status}: {'; '.join(lines)}")
     if not difference <= LIMITS[case.precision]:

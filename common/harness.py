@@ -578,6 +578,7 @@ class Run:
         if args.cuda_graph:
             self.trainer.capture()
             self.take(1)
+        gc.collect()  # what kernels compiled in the first steps left keeps tensors
         self.kept = gpu_memory(self.device) - before
         self.plan(args.num_steps, "step")
 
@@ -812,7 +813,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 def explain(error: BaseException, directory: Path) -> tuple[int, str]:
     """Return status and line of an error that a user can mend; raise any other."""
     line = (str(error).strip() or type(error).__name__).splitlines()[0]
-    compiler = type(error).__module__.startswith(("torch._", "triton"))
+    compiler = type(error).__module__.startswith(("torch._", "triton.runtime"))
     if isinstance(error, KeyboardInterrupt):
         return 130, "interrupted"
     if is_out_of_memory(error):
