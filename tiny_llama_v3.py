@@ -2115,7 +2115,7 @@ class Run:
         if args.cuda_graph:
             self.trainer.capture()
             self.take(1)
-        gc.collect()  # what kernels compiled in the first steps left keeps tensors
+        gc.collect()  # what compiling left keeps tensors
         self.kept = gpu_memory(self.device) - before
         self.plan(args.num_steps, "step")
 
