@@ -44,7 +44,7 @@ from workshop import records
 from workshop.ablation import (
     ablation,
     by_shape,
-    costs_tables,
+    costs_table,
     fusion_sets,
     new_fusions,
     sets_table,
@@ -615,7 +615,7 @@ def scaling_table(rows: Sequence[dict], mode: str, weak: bool) -> str:
             found[gpus, version, tuple(place)] = one["batch_ms"] / row["batch_ms"]
     label = "same batch per GPU" if weak else "one batch on all GPUs"
     label += ", step as a graph" if mode == "graph" else ""
-    columns = [Column(label, lambda place: described(*place, weak))]
+    columns = [Column(label, lambda place: described(*place))]
     for n, version in sorted({(n, version) for n, version, _ in found}):
         ratio = partial(lambda at, place: found.get((*at, place)), (n, version))
         columns.append(Column(f"{n} GPUs, {version}", ratio, ".2f", "" if weak else "x"))
@@ -623,11 +623,9 @@ def scaling_table(rows: Sequence[dict], mode: str, weak: bool) -> str:
     return render(columns, lines) if lines else ""
 
 
-def described(name: str, precision: str, weak: bool = True) -> str:
+def described(name: str, precision: str) -> str:
     """A row of `scaling` in words."""
-    (model, argv), per_gpu, _ = SCALING[name]
-    batch = f"{per_gpu} per GPU" if weak else f"{per_gpu} times the GPUs"
-    return f"{model}, {' '.join(argv) or 'default sizes'}, {batch}, {precision}"
+    return f"{name}, {SCALING[name].per_gpu} per GPU, {precision}"
 
 
 def ddp_table(directory: Path) -> str:
@@ -833,7 +831,7 @@ def ablation_tables(directory: Path, script: str) -> list[str]:
         sets_table(", ".join(filter(None, (script, shape.partition(", ")[2]))), same)
         for shape, same in by_shape(rows).items()
     ]
-    return [*tables, *costs_tables(script, rows)] if rows else []
+    return [*tables, costs_table(script, rows)] if rows else []
 
 
 def padding_table(directory: Path) -> str:

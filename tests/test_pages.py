@@ -15,7 +15,7 @@ import pytest
 import torch
 from conftest import ROOT, captured, needs_compiler
 
-from bench.versions import as_graphs, over_best_compiled, versions_of
+from bench.versions import ALL_VERSIONS, as_graphs, over_best_compiled, versions_of
 from exercises.start import add_relu, attention_memory
 from workshop.profile.kernels import complete, load_trace
 from workshop.study import by_side
@@ -314,6 +314,37 @@ def test_sheets_on_phases_and_gemms_have_the_numbers_of_the_profiles():
     assert says(sheet, f"{gemms:.1f} and {gemms_on:.1f} % of the time")
     for kernel in on["top"][:5]:
         assert says(sheet, f"{kernel['percentage']:.1f} %")
+
+
+def test_sentences_on_padding_and_on_two_gpus_have_the_numbers_of_the_studies():
+    (sides,) = by_side(content("padding.json")["rows"], "shape", "precision").values()
+    more = [100 * speedup(sides[f"{v}, padded"], sides[v]) - 100 for v in ALL_VERSIONS]
+    words = "V1 to V4 {:.0f}, {:.0f}, {:.0f} and {:.0f} % longer".format(*more)
+    assert says("docs/RESULTS.md", words)
+
+    rows = json.loads((ROOT / "results/h100x2/scaling.json").read_text())["rows"]
+    places = by_side(rows, "name", "processes", "batch_size")
+    page, limits = "docs/MANY_GPUS.md", {}
+    for (name, gpus, batch), both in places.items():
+        if gpus == 2:
+            one, half = places[name, 1, batch], places[name, 1, batch // 2]
+            for side in one.keys() & half.keys() & both.keys():
+                two, whole, part = (run[side]["batch_ms"] for run in (both, one, half))
+                limits.setdefault(name, []).append((part / whole, 1 - part / two))
+                if (name, side) == ("tiny_llama", "V1"):
+                    words = f"{whole:.2f} ms for {batch} samples, {part:.2f} for 8, and {two:.2f}"
+                    assert says(page, words)
+    for found, words in (
+        (limits["tiny_openfold"], "half the batch takes {} % of the time, sending {} % of"),
+        (
+            limits["tiny_openfold crop"] + limits["tiny_openfold trunk"],
+            "one sample takes {} % of the time of two, sending {} % of",
+        ),
+    ):
+        ends = [
+            f"{100 * min(part):.0f} to {100 * max(part):.0f}" for part in zip(*found, strict=True)
+        ]
+        assert says(page, words.format(*ends))
 
 
 def test_every_result_file_behind_a_claim_is_there():

@@ -122,11 +122,12 @@ def log_speedups(rows: Iterable[dict]) -> Logs:
 def over_all(rows: Iterable[dict], side: str, key: str = "turns_ms") -> list[float]:
     """Times of a side over those of all fusions in the same turns, of each group that has both.
 
-    With the key of one number, memory for example, a ratio for each group.
+    Peaks of memory are over the control's: what compiling leaves may count as the first side's.
     """
+    reference = CONTROL if key == "peak_mb" else "all"
     found = []
     for sides in by_side(rows, "seed", "group").values():
-        pair = [sides.get(name, {}).get(key) for name in (side, "all")]
+        pair = [sides.get(name, {}).get(key) for name in (side, reference)]
         if all(pair):
             pair = [value if isinstance(value, list) else [value] for value in pair]
             found += [one / other for one, other in zip(*pair, strict=True)]
@@ -220,10 +221,10 @@ def sets_table(script: str, rows: Sequence[dict], wide: bool = False) -> str:
     return render(columns, [*sets.values()])
 
 
-def costs_tables(title: str, rows: Sequence[dict]) -> list[str]:
+def costs_table(title: str, rows: Sequence[dict]) -> str:
     """What the step takes longer, and more memory, without each fusion; the control's noise.
 
-    A column for each shape and precision. Empty without a control.
+    Two columns for each shape and precision. Empty without a control.
     """
     cells = {
         ", ".join(filter(None, (shape.partition(", ")[2] or shape, precision))): [
@@ -233,7 +234,7 @@ def costs_tables(title: str, rows: Sequence[dict]) -> list[str]:
         for precision in dict.fromkeys(row["precision"] for row in same)
     }
     if not any(map(noise, cells.values())):
-        return []
+        return ""
     fusions = varying(rows)
 
     def more(key: str, cell: str, fusion: str) -> str | None:
@@ -248,12 +249,11 @@ def costs_tables(title: str, rows: Sequence[dict]) -> list[str]:
         percent = round(100 * (found - 1), 1) + 0.0  # and no -0.0
         return f"{percent:.1f}" + ("" if seen else ", none seen")
 
-    tables = []
-    for what, key in (("time", "turns_ms"), ("memory", "peak_mb")):
-        columns = [Column(f"% more {what} without it, {title}", str)]
-        columns += [Column(cell, partial(more, key, cell)) for cell in cells]
-        tables.append(render(columns, [*fusions, *[CONTROL] * (key == "turns_ms")]))
-    return tables
+    columns = [Column(f"% more without it, {title}", str)]
+    kinds = (("time", "turns_ms"), ("MB", "peak_mb"))
+    for cell, (what, key) in itertools.product(cells, kinds):
+        columns.append(Column(f"{cell}, {what}", partial(more, key, cell)))
+    return render(columns, [*fusions, CONTROL])
 
 
 def median_of(precision: str, key: str) -> Callable[[dict], float | None]:
