@@ -6344,12 +6344,12 @@ class Run:
         batch = make_batches(self.args, self.device, self.args.seed).next_batch()
 
         def stop(*_: object) -> NoReturn:
-            raise StopIteration
+            raise EOFError
 
         hook = layers[0].register_forward_hook(stop)
         for _ in range(2):  # the first time does more
             started = time.perf_counter()
-            with contextlib.suppress(StopIteration), torch.no_grad(), self.trainer.autocast():
+            with contextlib.suppress(EOFError), torch.no_grad(), self.trainer.autocast():
                 model(**{name: value[:1] for name, value in batch.items()})
             seconds = time.perf_counter() - started
             if seconds > 5:
