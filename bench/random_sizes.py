@@ -28,6 +28,7 @@ import os
 import random
 import re
 import shlex
+import signal
 import sys
 import time
 import traceback
@@ -279,18 +280,20 @@ def drive(args: argparse.Namespace, until: float, cases: Iterator[Case], done: S
 
 
 def run_cases(args: argparse.Namespace) -> Iterator[tuple[Case, Outcome]]:
-    """Run the cases in so many processes, until all are done or time is over."""
+    """Run the cases in so many processes, until all are done, time is over or somebody ends it."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # of `timeout`, as Ctrl-C
     queues, until = families(args.cases, args.seed, args.device), time.monotonic() + args.seconds
     fresh, lock, done = deque(queues), Lock(), SimpleQueue()
     for _ in range(args.processes):
         given = args, until, cases_of(queues, fresh, lock), done
         Thread(target=drive, args=given, daemon=True).start()
     running = args.processes
-    while running:
-        ended = done.get()
-        running -= ended is None
-        if ended:
-            yield ended
+    with contextlib.suppress(KeyboardInterrupt):  # what ran is written
+        while running:
+            ended = done.get()
+            running -= ended is None
+            if ended:
+                yield ended
 
 
 # The result

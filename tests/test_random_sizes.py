@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,6 +41,17 @@ def test_a_case_that_hangs_fails_and_its_command_is_printed(tmp_path: Path):
     status, stdout, _ = captured(random_sizes.main, [*argv, "--output", f"{tmp_path}/sizes.json"])
     assert status == 1
     assert "no end within the limit\n  python tiny_" in stdout
+
+
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
+def test_what_ran_is_kept_if_somebody_ends_it(sign: signal.Signals, monkeypatch):
+    def drive(args, until, cases, done):
+        done.put((next(cases), random_sizes.Outcome("passed")))
+        os.kill(os.getpid(), sign)
+
+    monkeypatch.setattr(random_sizes, "drive", drive)
+    args = random_sizes.build_parser().parse_args(words("--output x.json --processes 1"))
+    assert [outcome.verdict for _, outcome in random_sizes.run_cases(args)] == ["passed"]
 
 
 @pytest.mark.parametrize(
