@@ -752,15 +752,15 @@ def best_compiled(sides: Mapping[str, dict]) -> str | None:
 
 
 def over_best_compiled(sides: Mapping[str, dict]) -> float | None:
-    """How many times as fast V4 is."""
+    """How many times as fast V4 is, None where one of the two was not measured."""
     best = best_compiled(sides)
-    return speedup(sides[best], sides["V4"]) if best else None
+    return speedup(sides[best], sides["V4"]) if best and "V4" in sides else None
 
 
 def best_over_v4(sides: Mapping[str, dict]) -> str | None:
     """The same, with the name of the compiled side."""
-    best = best_compiled(sides)
-    return f"{over_best_compiled(sides):.2f}x ({best})" if best else None
+    ratio = over_best_compiled(sides)
+    return f"{ratio:.2f}x ({best_compiled(sides)})" if ratio else None
 
 
 def fastest_table(directory: Path, model: str) -> str:

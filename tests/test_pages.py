@@ -106,14 +106,16 @@ def test_sentences_on_versions_have_the_numbers_of_the_studies():
     fastest = versions_of(H100 / "fastest.json")
     openfold = versions_of(H100 / "fastest_openfold.json")
     over_v3 = [
-        speedup(sides["V3"], sides["V4"]) for sides in (*fastest.values(), *openfold.values())
+        speedup(sides["V3"], sides["V4"])
+        for sides in (*fastest.values(), *openfold.values())
+        if "V4" in sides
     ]
     assert says("docs/RESULTS.md", f"V4 adds up to {max(over_v3):.1f} times.")
     for study, words in (
         (fastest, "V4 is {} times as fast as the best of them for TinyLlama"),
         (openfold, "fast as the best of them for TinyLlama, {} times for TinyOpenFold"),
     ):
-        ahead = [over_best_compiled(sides) for sides in study.values()]
+        ahead = list(filter(None, map(over_best_compiled, study.values())))
         assert says("README.md", words.format(f"{min(ahead):.2f} to {max(ahead):.2f}"))
         assert says("docs/RESULTS.md", f"{min(ahead):.2f} to {max(ahead):.2f} times as")
 

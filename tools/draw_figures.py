@@ -721,7 +721,7 @@ def kernels() -> Sheet:
 def traffic() -> Sheet:
     """GB that the operators of a step read and write, by version, bf16."""
     shown = {}
-    for shape in ("tiny_llama, medium", "tiny_openfold, crop"):
+    for shape in ("tiny_llama, medium", "tiny_openfold, default"):
         rows = rows_of("traffic", shape=shape, precision="bf16")
         shown[shape] = {row["side"]: row["gb"] for row in rows}
     note = "bf16; every operator reads its tensors and writes its results, once each"
