@@ -284,11 +284,11 @@ def run_cases(args: argparse.Namespace) -> Iterator[tuple[Case, Outcome]]:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # of `timeout`, as Ctrl-C
     queues, until = families(args.cases, args.seed, args.device), time.monotonic() + args.seconds
     fresh, lock, done = deque(queues), Lock(), SimpleQueue()
-    for _ in range(args.processes):
-        given = args, until, cases_of(queues, fresh, lock), done
-        Thread(target=drive, args=given, daemon=True).start()
     running = args.processes
     with contextlib.suppress(KeyboardInterrupt):  # what ran is written
+        for _ in range(args.processes):
+            given = args, until, cases_of(queues, fresh, lock), done
+            Thread(target=drive, args=given, daemon=True).start()
         while running:
             ended = done.get()
             running -= ended is None
