@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -47,6 +48,7 @@ def test_a_case_that_hangs_fails_and_its_command_is_printed(tmp_path: Path):
 def test_what_ran_is_kept_if_somebody_ends_it(sign: signal.Signals, monkeypatch):
     def drive(args, until, cases, done):
         done.put((next(cases), random_sizes.Outcome("passed")))
+        time.sleep(0.3)
         os.kill(os.getpid(), sign)
 
     monkeypatch.setattr(random_sizes, "drive", drive)
