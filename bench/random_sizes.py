@@ -35,6 +35,7 @@ import traceback
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
@@ -123,9 +124,15 @@ class Outcome:
 # Cases
 
 
+@cache  # a script is searched for and read each time
+def fusions_of(model: str, version: str) -> list[str]:
+    """Names of a version's fusions."""
+    return [flag for flag, _, _ in load_script(f"{script_of(model, version)}.py").FUSIONS]
+
+
 def flags_of(chance: random.Random, model: str, version: str) -> list[str]:
     """Fusions of a version: as they are by default, or some on or off."""
-    names = [flag for flag, _, _ in load_script(f"{script_of(model, version)}.py").FUSIONS]
+    names = fusions_of(model, version)
     some = chance.sample(names, chance.randint(1, 2))
     off, on = [[f"--{way}-{flag}" for flag in some] for way in ("disable", "enable")]
     none = ["--disable-all-fusion"]
