@@ -155,7 +155,7 @@ def without_effect(args: argparse.Namespace) -> dict[str, str]:
     return found
 
 
-def without_kernel(args: argparse.Namespace) -> dict[str, str]:
+def missing_kernels(args: argparse.Namespace) -> dict[str, str]:
     """Name the fusions that have no kernel for these widths on this GPU, and why.
 
     What a kernel needs grows with the rows that it holds: bounds of what bench/compile_for_amd.py
@@ -245,7 +245,7 @@ def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentPar
                 flag, files = f"--{name.replace('_', '-')}", ", ".join(map(str, args.msa))
                 say("note", f"{flag} {wanted} lowered to {found}: {files} has no more")
                 setattr(args, name, found)
-    leave_to_pytorch(args, without_kernel(args))
+    leave_to_pytorch(args, missing_kernels(args))
     chosen: dict[str, dict[str, int]] = {}
     for kernel, sizes in args.blocks or ():
         chosen[kernel] = chosen.get(kernel, {}) | sizes

@@ -213,7 +213,7 @@ def widths_that_fit(most: int) -> str:
     return f"no width is a power of two from 16 to {most}"
 
 
-def without_kernel(args: argparse.Namespace) -> dict[str, str]:
+def missing_kernels(args: argparse.Namespace) -> dict[str, str]:
     """Name the fusions that have no kernel for these widths on this GPU, and why.
 
     What a kernel needs grows with the rows that it holds: bounds of what bench/compile_for_amd.py
@@ -308,7 +308,7 @@ def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentPar
                 flag, files = f"--{name.replace('_', '-')}", ", ".join(map(str, args.msa))
                 say("note", f"{flag} {wanted} lowered to {found}: {files} has no more")
                 setattr(args, name, found)
-    leave_to_pytorch(args, without_kernel(args))
+    leave_to_pytorch(args, missing_kernels(args))
     chosen: dict[str, dict[str, int]] = {}
     for kernel, sizes in args.blocks or ():
         chosen[kernel] = chosen.get(kernel, {}) | sizes
