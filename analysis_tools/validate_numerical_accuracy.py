@@ -138,7 +138,10 @@ def line(what: str, judged: dict[str, tuple[float, float]]) -> dict:
 def compare_values(
     sides: tuple[Side, Side], weights: dict, when: str, tolerance: float | None
 ) -> list[dict]:
-    """Rows for outputs, loss and gradients at these weights, judged as by --verify-accuracy."""
+    """Rows for outputs, loss and gradients at these weights.
+
+    They are judged as by --verify-accuracy, but by one run of the unfused model, never by nine.
+    """
     first, second = sides
     all_off, judge = first.module.all_off, first.module.judge
     unfused = replace(first, args=all_off(first.args))
