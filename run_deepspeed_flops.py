@@ -45,10 +45,10 @@ from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 
-from workshop.cli import Parser, ToolError, print_notes, program
-from workshop.files import write_text
-from workshop.profile.ceilings import measure_ceilings
-from workshop.profile.roofline import (
+from lab.cli import Parser, ToolError, print_notes, program
+from lab.files import write_text
+from lab.profile.ceilings import measure_ceilings
+from lab.profile.roofline import (
     count_modules,
     draw,
     module_kinds,
@@ -56,8 +56,8 @@ from workshop.profile.roofline import (
     module_times,
     without_children,
 )
-from workshop.script import load_script, measured_with, script_arguments, tool_parser
-from workshop.show import Column, render, write_csv
+from lab.script import load_script, measured_with, script_arguments, tool_parser
+from lab.show import Column, render, write_csv
 
 PROG = Path(__file__).name
 # they multiply matrices

@@ -37,9 +37,9 @@ from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from types import ModuleType
 
-from workshop.cli import Parser, ToolError, program
-from workshop.files import read_json, write_text
-from workshop.profile.kernels import (
+from lab.cli import Parser, ToolError, program
+from lab.files import read_json, write_text
+from lab.profile.kernels import (
     CATEGORIES,
     NO_KERNELS,
     Communication,
@@ -57,8 +57,8 @@ from workshop.profile.kernels import (
     statistics_of,
     write_statistics,
 )
-from workshop.script import load_script, script_arguments, tool_parser
-from workshop.show import Column, render, write_csv
+from lab.script import load_script, script_arguments, tool_parser
+from lab.show import Column, render, write_csv
 
 PROG = Path(__file__).name
 TOP = 10

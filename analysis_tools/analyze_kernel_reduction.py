@@ -31,10 +31,10 @@ import argparse
 import sys
 from pathlib import Path
 
-from workshop.cli import Parser, documented_parser, print_notes, program
-from workshop.files import write_text
-from workshop.profile.reduction import SIDES, Kernel, compare, load_profile
-from workshop.show import write_csv
+from lab.cli import Parser, documented_parser, print_notes, program
+from lab.files import write_text
+from lab.profile.reduction import SIDES, Kernel, compare, load_profile
+from lab.show import write_csv
 
 PROG = Path(__file__).name
 

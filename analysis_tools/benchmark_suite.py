@@ -36,11 +36,11 @@ from functools import partial
 from operator import itemgetter
 from pathlib import Path
 
-from workshop.cli import Parser, ToolError, at_least, print_notes, program, several
-from workshop.files import ROOT
-from workshop.script import load_script, parser_around, script_arguments
-from workshop.show import Column, range_of_speeds, render, write_csv
-from workshop.study import (
+from lab.cli import Parser, ToolError, at_least, print_notes, program, several
+from lab.files import ROOT
+from lab.script import load_script, parser_around, script_arguments
+from lab.show import Column, range_of_speeds, render, write_csv
+from lab.study import (
     as_rows,
     check_failed,
     heading,
@@ -48,7 +48,7 @@ from workshop.study import (
     read_study,
     study_asked_for,
 )
-from workshop.turns import graph_of, in_turns, named, parse_quiet, ratios, short_run, speeds, spread
+from lab.turns import graph_of, in_turns, named, parse_quiet, ratios, short_run, speeds, spread
 
 PROG = Path(__file__).name
 METRICS = ("throughput", "memory", "accuracy")
@@ -87,7 +87,7 @@ def scripts_of(args: argparse.Namespace) -> dict[str, tuple[str, list[str]]]:
         sides["v1 compiled"] = (f"tiny_{args.family}_v1", ["--enable-torch-compile"])
         for name, package in PACKAGES.items() if args.family == "llama" else ():
             if all(importlib.util.find_spec(needed) for needed in ("transformers", package)):
-                from workshop.baselines import peer_script
+                from lab.baselines import peer_script
 
                 sides[name.replace("_", " ")] = (peer_script(name), [])
             else:

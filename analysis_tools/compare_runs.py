@@ -34,10 +34,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from workshop.cli import Parser, documented_parser, print_notes, program
-from workshop.comparison import beside, runs_table
-from workshop.files import write_text
-from workshop.results import (
+from lab.cli import Parser, documented_parser, print_notes, program
+from lab.comparison import beside, runs_table
+from lab.files import write_text
+from lab.results import (
     Run,
     by_name,
     check_family,
@@ -47,7 +47,7 @@ from workshop.results import (
     report_failed,
     unsteady,
 )
-from workshop.show import write_csv
+from lab.show import write_csv
 
 PROG = Path(__file__).name
 ASKED = ("batch_size", "num_steps", "warmup_steps", "learning_rate", "seed", "deterministic")

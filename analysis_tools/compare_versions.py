@@ -32,14 +32,14 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from workshop import records
-from workshop.cli import Parser, ToolError, documented_parser, print_notes, program
-from workshop.files import ROOT, write_text
-from workshop.results import Run, differences, load_run
-from workshop.script import load_script, script_arguments
-from workshop.show import Column, drawing, rate, render, save_figure
-from workshop.study import as_rows, by_side, measure_study, unit_of
-from workshop.turns import graph_of, in_turns, ratios, short_run, speedup, spread
+from lab import records
+from lab.cli import Parser, ToolError, documented_parser, print_notes, program
+from lab.files import ROOT, write_text
+from lab.results import Run, differences, load_run
+from lab.script import load_script, script_arguments
+from lab.show import Column, drawing, rate, render, save_figure
+from lab.study import as_rows, by_side, measure_study, unit_of
+from lab.turns import graph_of, in_turns, ratios, short_run, speedup, spread
 
 PROG = Path(__file__).name
 MODELS = ("tiny_llama", "tiny_openfold")

@@ -36,7 +36,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from workshop.ablation import (
+from lab.ablation import (
     GROUP,
     SMALLEST_GROUP,
     ablation,
@@ -47,11 +47,11 @@ from workshop.ablation import (
     sets_table,
     varying,
 )
-from workshop.cli import Parser, ToolError, at_least, print_notes, program, several
-from workshop.script import add_script, load_script, parser_around, precision_of, script_arguments
-from workshop.show import write_csv
-from workshop.study import check_failed, heading, measure_study, read_study, study_asked_for
-from workshop.turns import graph_of
+from lab.cli import Parser, ToolError, at_least, print_notes, program, several
+from lab.script import add_script, load_script, parser_around, precision_of, script_arguments
+from lab.show import write_csv
+from lab.study import check_failed, heading, measure_study, read_study, study_asked_for
+from lab.turns import graph_of
 
 PROG = Path(__file__).name
 SCRIPT = "tiny_llama_v2.py"

@@ -27,12 +27,12 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from workshop import power
-from workshop.cli import Parser, documented_parser, program
-from workshop.script import load_script
-from workshop.show import Column, render
-from workshop.study import measure_study
-from workshop.turns import TURN_MS, alternating, begin, free_memory, graph_of, named, parse_quiet
+from lab import power
+from lab.cli import Parser, documented_parser, program
+from lab.script import load_script
+from lab.show import Column, render
+from lab.study import measure_study
+from lab.turns import TURN_MS, alternating, begin, free_memory, graph_of, named, parse_quiet
 
 PROG = Path(__file__).name
 

@@ -31,11 +31,11 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from workshop.cli import Parser, ToolError, print_notes, program
-from workshop.script import add_script, load_script, parser_around, script_arguments
-from workshop.show import Column, cell, drawing, range_of_speeds, render, save_figure, write_csv
-from workshop.study import Part, check_failed, heading, measure_study, read_rows, read_study
-from workshop.turns import graph_of, in_turns, speeds
+from lab.cli import Parser, ToolError, print_notes, program
+from lab.script import add_script, load_script, parser_around, script_arguments
+from lab.show import Column, cell, drawing, range_of_speeds, render, save_figure, write_csv
+from lab.study import Part, check_failed, heading, measure_study, read_rows, read_study
+from lab.turns import graph_of, in_turns, speeds
 
 PROG = Path(__file__).name
 SCRIPT = "tiny_llama_v2.py"

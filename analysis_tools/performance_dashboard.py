@@ -36,9 +36,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from workshop.cli import Parser, ToolError, documented_parser, print_notes, program
-from workshop.dashboard.panels import Found, Panel, found_panels, only, read
-from workshop.files import ROOT, write_text
+from lab.cli import Parser, ToolError, documented_parser, print_notes, program
+from lab.dashboard.panels import Found, Panel, found_panels, only, read
+from lab.files import ROOT, write_text
 
 PROG = Path(__file__).name
 CHARTS = ("versions", "memory", "ablation", "kernels", "roofline")

@@ -35,10 +35,10 @@ from collections.abc import Callable, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
-from workshop.ablation import CONTROL
-from workshop.cli import Parser, ToolError, documented_parser, print_notes, program
-from workshop.files import read_json
-from workshop.results import (
+from lab.ablation import CONTROL
+from lab.cli import Parser, ToolError, documented_parser, print_notes, program
+from lab.files import read_json
+from lab.results import (
     Run,
     check_family,
     differences,
@@ -49,9 +49,9 @@ from workshop.results import (
     split_name,
     unsteady,
 )
-from workshop.show import Column, cell, drawing, render, save_figure, write_csv
-from workshop.study import by_side, read_study
-from workshop.turns import ratios
+from lab.show import Column, cell, drawing, render, save_figure, write_csv
+from lab.study import by_side, read_study
+from lab.turns import ratios
 
 PROG = Path(__file__).name
 MEASURED = {"memory": ("memory", "peak_mb"), "speedup": ("timing", "samples_per_sec")}

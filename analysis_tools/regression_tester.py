@@ -34,11 +34,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from workshop.cli import Parser, ToolError, documented_parser, print_notes, program
-from workshop.files import read_json
-from workshop.records import Study, checked
-from workshop.results import Run, load_run, runs_in, settings
-from workshop.show import Column, cell, ended, render
+from lab.cli import Parser, ToolError, documented_parser, print_notes, program
+from lab.files import read_json
+from lab.records import Study, checked
+from lab.results import Run, load_run, runs_in, settings
+from lab.show import Column, cell, ended, render
 
 PROG = Path(__file__).name
 # What may differ and is only named; all other settings have to be the same.

@@ -36,12 +36,12 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from workshop.cli import Parser, ToolError, documented_parser, program
-from workshop.comparison import beside, runs_table
-from workshop.files import write_text
-from workshop.profile import reduction, roofline
-from workshop.records import ForwardFlops, Rooflines, Steps, read
-from workshop.results import (
+from lab.cli import Parser, ToolError, documented_parser, program
+from lab.comparison import beside, runs_table
+from lab.files import write_text
+from lab.profile import reduction, roofline
+from lab.records import ForwardFlops, Rooflines, Steps, read
+from lab.results import (
     Run,
     check_family,
     differences,
@@ -51,7 +51,7 @@ from workshop.results import (
     report_failed,
     unsteady,
 )
-from workshop.show import Column, render
+from lab.show import Column, render
 
 PROG = Path(__file__).name
 NAME = "fusion_report.md"

@@ -43,13 +43,13 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from workshop.cli import Parser, ToolError, print_notes, program
-from workshop.files import write_text
-from workshop.profile import roofline
-from workshop.profile.ceilings import Ceilings, measure_ceilings
-from workshop.profile.kernels import short_name
-from workshop.rocm.counters import read_rocprof_compute
-from workshop.script import (
+from lab.cli import Parser, ToolError, print_notes, program
+from lab.files import write_text
+from lab.profile import roofline
+from lab.profile.ceilings import Ceilings, measure_ceilings
+from lab.profile.kernels import short_name
+from lab.rocm.counters import read_rocprof_compute
+from lab.script import (
     DEFAULT_SCRIPT,
     add_script,
     load_script,
@@ -57,8 +57,8 @@ from workshop.script import (
     parser_around,
     script_arguments,
 )
-from workshop.show import cell, drawing, write_csv
-from workshop.turns import free_memory
+from lab.show import cell, drawing, write_csv
+from lab.turns import free_memory
 
 PROG = Path(__file__).name
 NAME = "roofline_analysis"

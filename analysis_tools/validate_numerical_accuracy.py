@@ -38,10 +38,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 
-from workshop.cli import Parser, ToolError, documented_parser, program
-from workshop.script import load_script, script_arguments
-from workshop.show import Column, render
-from workshop.turns import free_memory
+from lab.cli import Parser, ToolError, documented_parser, program
+from lab.script import load_script, script_arguments
+from lab.show import Column, render
+from lab.turns import free_memory
 
 PROG = Path(__file__).name
 EAGER_STEPS = 2  # before a step is captured as a graph

@@ -43,11 +43,11 @@ import torch
 from torch import Tensor, nn
 
 from bench.versions import ALL_VERSIONS, PRECISIONS, script_of
-from workshop.cli import Parser, ToolError, at_least, documented_parser, print_notes, program
-from workshop.script import load_script
-from workshop.show import Column, render
-from workshop.study import Part, measure_study, read_study
-from workshop.turns import make_trainer
+from lab.cli import Parser, ToolError, at_least, documented_parser, print_notes, program
+from lab.script import load_script
+from lab.show import Column, render
+from lab.study import Part, measure_study, read_study
+from lab.turns import make_trainer
 
 PROG = Path(__file__).name
 SIZES = {  # of whole models
@@ -161,7 +161,7 @@ def model_side(
 
 def liger_side(argv: Sequence[str], weights: dict[str, Tensor]) -> tuple[Values, None]:
     """Hugging Face's Llama with Liger's kernels and our weights."""
-    from workshop.baselines import hugging_face, with_liger
+    from lab.baselines import hugging_face, with_liger
 
     ours = trainer_of("tiny_llama_v1", argv, weights)
     theirs, batch = hugging_face(ours.model), ours.next_batch()
@@ -240,7 +240,7 @@ def part_side(
 
 def with_cuequivariance(part: nn.Module) -> Callable[[Tensor], Tensor]:
     """NVIDIA's operation with the parameters of V1's part."""
-    from workshop.baselines import JOINED, cuequivariance
+    from lab.baselines import JOINED, cuequivariance
 
     def multiplication(pair: Tensor) -> Tensor:
         joined = {}

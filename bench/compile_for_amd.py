@@ -46,8 +46,8 @@ os.environ["TRITON_INTERPRET"] = "0"  # before anything imports Triton: kernels 
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # without it Triton 3.9 prints a warning
 import _root
 
-from workshop.cli import needed
-from workshop.files import ROOT
+from lab.cli import needed
+from lab.files import ROOT
 
 with needed():
     import torch
@@ -56,9 +56,9 @@ with needed():
     from triton.backends.compiler import GPUTarget
 
     from bench import tables
-    from workshop.cli import Parser, ToolError, documented_parser, print_notes, program
-    from workshop.script import load_script
-    from workshop.show import Column, render, write_csv
+    from lab.cli import Parser, ToolError, documented_parser, print_notes, program
+    from lab.script import load_script
+    from lab.show import Column, render, write_csv
 
 PROG = Path(__file__).name
 DOCUMENT = ROOT / "docs/ROCM.md"

@@ -30,11 +30,11 @@ import torch
 from torch import Tensor, nn
 
 from bench.versions import SHAPES
-from workshop.cli import Parser, ToolError, documented_parser, program
-from workshop.files import write_text
-from workshop.script import load_script
-from workshop.show import Column, render
-from workshop.turns import free_memory, make_trainer
+from lab.cli import Parser, ToolError, documented_parser, program
+from lab.files import write_text
+from lab.script import load_script
+from lab.show import Column, render
+from lab.turns import free_memory, make_trainer
 
 PROG = Path(__file__).name
 GPU = torch.cuda.is_available()

@@ -4,7 +4,7 @@ operation.
 
 All sides of a row are captured as CUDA graphs and replayed in short alternating turns, so that
 neither the host nor a change of its speed counts. A study writes one file. A side that is not
-installed, fails, or runs out of memory says so there. workshop/baselines.py says what each library
+installed, fails, or runs out of memory says so there. lab/baselines.py says what each library
 is given. Two studies are of the whole training step: where its time goes, and how long it is beside
 that of Hugging Face's Llama.
 
@@ -38,7 +38,7 @@ from functools import partial
 from pathlib import Path
 from types import ModuleType
 
-from workshop.cli import needed
+from lab.cli import needed
 
 with needed():
     import torch
@@ -47,7 +47,7 @@ with needed():
 
     from bench.versions import ALL_VERSIONS, MEDIUM, SHAPES, Shape, lines_of, script_of
     from bench.versions import PRECISIONS as ARGUMENTS
-    from workshop.baselines import (
+    from lab.baselines import (
         AUTOTUNE,
         JoinedTriangle,
         Step,
@@ -64,13 +64,13 @@ with needed():
         with_cuequivariance,
         with_liger,
     )
-    from workshop.cli import Parser, ToolError, documented_parser, print_notes, program
-    from workshop.profile.ceilings import measure_ceilings, seconds
-    from workshop.profile.kernels import CATEGORIES, kernels_of, short_name
-    from workshop.profile.roofline import group_bytes
-    from workshop.show import Column, ended, render, side_columns
-    from workshop.study import Part, as_rows, by_side, measure_study, read_rows
-    from workshop.turns import (
+    from lab.cli import Parser, ToolError, documented_parser, print_notes, program
+    from lab.profile.ceilings import measure_ceilings, seconds
+    from lab.profile.kernels import CATEGORIES, kernels_of, short_name
+    from lab.profile.roofline import group_bytes
+    from lab.show import Column, ended, render, side_columns
+    from lab.study import Part, as_rows, by_side, measure_study, read_rows
+    from lab.turns import (
         alternating,
         attempt,
         begin,
@@ -294,7 +294,7 @@ def optional(package: str) -> bool:
 
 
 # Studies of one operation: each builds its sides for a shape, a type of the tensors and what is
-# wanted of it. The libraries' sides, and what each of them is given, are in workshop/baselines.py.
+# wanted of it. The libraries' sides, and what each of them is given, are in lab/baselines.py.
 
 
 @dataclass(frozen=True)

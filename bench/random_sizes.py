@@ -44,12 +44,12 @@ from threading import Lock, Thread
 import torch
 
 from bench.versions import PRECISIONS, script_of
-from workshop.cli import Parser, documented_parser, program
-from workshop.files import ROOT
-from workshop.script import load_script
-from workshop.show import Column, render
-from workshop.study import measure_study
-from workshop.turns import free_memory, short_run
+from lab.cli import Parser, documented_parser, program
+from lab.files import ROOT
+from lab.script import load_script
+from lab.show import Column, render
+from lab.study import measure_study
+from lab.turns import free_memory, short_run
 
 PROG = Path(__file__).name
 KINDS = ("accuracy", "curve", "refusal")

@@ -31,9 +31,9 @@ import sys
 from operator import itemgetter
 from pathlib import Path
 
-from workshop.cli import Parser, ToolError, documented_parser, program
-from workshop.files import ROOT, write_text
-from workshop.show import Column, render
+from lab.cli import Parser, ToolError, documented_parser, program
+from lab.files import ROOT, write_text
+from lab.show import Column, render
 
 PROG = Path(__file__).name
 TABLE = re.compile(

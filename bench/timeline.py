@@ -24,10 +24,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from workshop.cli import Parser, ToolError, documented_parser, program
-from workshop.files import read_json, write_text
-from workshop.profile.kernels import category, complete, load_trace, ranges_of, short_name
-from workshop.script import mode_of, model_and_version
+from lab.cli import Parser, ToolError, documented_parser, program
+from lab.files import read_json, write_text
+from lab.profile.kernels import category, complete, load_trace, ranges_of, short_name
+from lab.script import mode_of, model_and_version
 
 PROG = Path(__file__).name
 FIRST, LAST = "layers.2", "layers.3"

@@ -22,9 +22,9 @@ import sys
 from pathlib import Path
 
 from bench.timeline import STEP, Trace
-from workshop.cli import Parser, ToolError, documented_parser, program
-from workshop.files import write_file
-from workshop.profile.kernels import ON_GPU, complete
+from lab.cli import Parser, ToolError, documented_parser, program
+from lab.files import write_file
+from lab.profile.kernels import ON_GPU, complete
 
 PROG = Path(__file__).name
 HOST = {"cpu_op", "user_annotation", "cuda_runtime", "cuda_driver"}

@@ -40,8 +40,8 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from workshop import records
-from workshop.ablation import (
+from lab import records
+from lab.ablation import (
     ablation,
     by_shape,
     costs_table,
@@ -49,13 +49,13 @@ from workshop.ablation import (
     new_fusions,
     sets_table,
 )
-from workshop.cli import Parser, ToolError, documented_parser, program
-from workshop.files import read_json
-from workshop.profile.kernels import CATEGORIES
-from workshop.results import Run
-from workshop.show import Column, ended, render, side_columns
-from workshop.study import Part, as_rows, by_side, check_failed, measure_study, read_rows
-from workshop.turns import (
+from lab.cli import Parser, ToolError, documented_parser, program
+from lab.files import read_json
+from lab.profile.kernels import CATEGORIES
+from lab.results import Run
+from lab.show import Column, ended, render, side_columns
+from lab.study import Part, as_rows, by_side, check_failed, measure_study, read_rows
+from lab.turns import (
     GRAPH,
     all_measured,
     alternating,
@@ -284,7 +284,7 @@ def trunk(args: argparse.Namespace) -> Iterator[Part]:
     """
     import torch
 
-    from workshop.baselines import openfold_block
+    from lab.baselines import openfold_block
 
     config = importlib.import_module("tiny_openfold_v1").ModelConfig(msa_dim=256, num_heads_msa=8)
     theirs = partial(openfold_block, config=config, clone=args.openfold)

@@ -44,10 +44,10 @@ from functools import cache
 from itertools import product
 from pathlib import Path
 
+from lab.cli import Parser, ToolError, documented_parser, program
+from lab.files import write_file
 from slides.lookup import FIGURE, as_cells, cut, figure, origin, select
 from tools import draw_figures
-from workshop.cli import Parser, ToolError, documented_parser, program
-from workshop.files import write_file
 
 PROG, HERE = Path(__file__).name, Path(__file__).parent
 try:

@@ -8,10 +8,10 @@ from functools import cache
 from pathlib import Path
 
 from bench.tables import printed_by
-from workshop.cli import ToolError
-from workshop.files import ROOT, read_json
-from workshop.study import by_side, read_rows
-from workshop.turns import ratios, speedup
+from lab.cli import ToolError
+from lab.files import ROOT, read_json
+from lab.study import by_side, read_rows
+from lab.turns import ratios, speedup
 
 # source, row and column, or file, keys and format
 FIGURE = re.compile(r"\{([^{}:]+): ([^{}:]+): ([^{}:]+)\}")

@@ -13,10 +13,10 @@ from conftest import load, random_state, relative_difference
 
 from bench import operations as kernels
 from bench import versions as benchmark
-from workshop import baselines as peers
-from workshop.files import read_json
-from workshop.study import by_side
-from workshop.turns import ratios
+from lab import baselines as peers
+from lab.files import read_json
+from lab.study import by_side
+from lab.turns import ratios
 
 SMALL = ["--hidden-dim", "32", "--num-layers", "2", "--seq-len", "16", "--batch-size", "2"]
 FUSIONS = tuple(flag for flag, _, _ in load("tiny_llama_v2").FUSIONS)

@@ -34,8 +34,8 @@ from analysis_tools import (
 )
 from bench import versions as benchmark
 from exercises.performance_debugging import compare_stages
-from workshop.cli import run_tool
-from workshop.study import measure_study, read_study
+from lab.cli import run_tool
+from lab.study import measure_study, read_study
 
 RESULTS = ROOT / "results"
 MUTATIONS = int(os.environ.get("MUTATIONS", "12"))

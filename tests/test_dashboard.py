@@ -15,8 +15,8 @@ import pytest
 from conftest import ROOT, captured
 
 from analysis_tools import performance_dashboard as dashboard
-from workshop.script import model_and_version
-from workshop.study import by_side
+from lab.script import model_and_version
+from lab.study import by_side
 
 RESULTS = ROOT / "results"
 HERE = {"device": "cuda", "device_name": "GPU", "torch": "2"}

@@ -9,7 +9,7 @@ import torch
 from conftest import TINY
 
 from analysis_tools import measure_energy
-from workshop import power
+from lab import power
 
 
 def test_energy_is_power_times_time(tmp_path, monkeypatch, capsys):

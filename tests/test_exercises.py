@@ -456,7 +456,7 @@ def test_seconds_of_each_exercise(run):
 
 def test_the_scratch_copy_has_what_git_has_or_would_take(tmp_path: Path):
     repository, sheet, logs = tmp_path / "repository", tmp_path / "sheet.md", tmp_path / "logs"
-    shared = [f"workshop/{name}.py" for name in ("__init__", "cli", "files", "script")]
+    shared = [f"lab/{name}.py" for name in ("__init__", "cli", "files", "script")]
     for file in ("tools/_root.py", "tools/run_sheet.py", "tools/small_runs.py", *shared):
         (repository / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / file, repository / file)
@@ -472,7 +472,7 @@ def test_the_scratch_copy_has_what_git_has_or_would_take(tmp_path: Path):
     done = end(start(sheet, logs, root=repository), logs, repository)
     assert done.statuses == ["ok", "ok"], done.stdout + done.stderr
     copy, *files = done.log(0).split()
-    assert files == ["changed", "kept", "new", "tools", "workshop", "new"]
+    assert files == ["changed", "kept", "new", "tools", "lab", "new"]
     assert not Path(copy).exists()
     assert (repository / "kept").read_text() == "old\n"
 

@@ -35,7 +35,7 @@ from conftest import (
 from test_openfold import padded
 
 from bench.versions import PADDED, with_its_proteins
-from workshop.turns import free_memory, in_turns
+from lab.turns import free_memory, in_turns
 
 pytestmark = pytest.mark.gpu
 every_setting = pytest.mark.parametrize(("script", "argv"), ALL_SETTINGS)

@@ -34,7 +34,7 @@ from conftest import (
     words,
 )
 
-from workshop.profile.kernels import communication_of
+from lab.profile.kernels import communication_of
 
 BATCH = ["--batch-size", "4"]
 RENDEZVOUS = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}

@@ -17,9 +17,9 @@ from conftest import ROOT, captured, needs_compiler
 
 from bench.versions import ALL_VERSIONS, as_graphs, over_best_compiled, versions_of
 from exercises.start import add_relu, attention_memory
-from workshop.profile.kernels import complete, load_trace
-from workshop.study import by_side
-from workshop.turns import speedup
+from lab.profile.kernels import complete, load_trace
+from lab.study import by_side
+from lab.turns import speedup
 
 H100 = ROOT / "results/h100"
 PAGE = (ROOT / "docs/START.md").read_text()

@@ -137,7 +137,7 @@ def test_the_gradient_check_finds_parameters_that_do_not_train(
         (check_step, ["no.py"], "no.py: no such file"),
         (
             check_step,
-            [str(ROOT / "workshop/profile/kernels.py")],
+            [str(ROOT / "lab/profile/kernels.py")],
             "neither a stage nor a version of TinyLlama",
         ),
         (compare_stages, ["nowhere"], "nowhere: no such file or directory"),
@@ -154,7 +154,7 @@ def test_bad_input_is_one_line(program: ModuleType, argv: list[str], message: st
 @pytest.mark.slow
 def test_all_stages_one_of_which_fails(tmp_path: Path):
     for path in ROOT.iterdir():  # the repository with a folder of stages of its own
-        if path.name in ("analysis_tools", "workshop") or path.suffix == ".py":
+        if path.name in ("analysis_tools", "lab") or path.suffix == ".py":
             (tmp_path / path.name).symlink_to(path)
     folder, results = tmp_path / "exercises" / "stages", tmp_path / "results"
     shutil.copytree(FOLDER, folder, ignore=shutil.ignore_patterns("results", "__pycache__"))

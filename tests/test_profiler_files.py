@@ -34,11 +34,11 @@ from conftest import captured
 
 import run_pytorch_profiler
 from analysis_tools import roofline_analysis
-from workshop.cli import ToolError
-from workshop.profile import kernels
-from workshop.profile.dispatches import decimal_of, read_counters, valid_ends
-from workshop.rocm import files
-from workshop.rocm.counters import BYTE_COUNTERS, FLOP_COUNTERS, read_rocprof_compute
+from lab.cli import ToolError
+from lab.profile import kernels
+from lab.profile.dispatches import decimal_of, read_counters, valid_ends
+from lab.rocm import files
+from lab.rocm.counters import BYTE_COUNTERS, FLOP_COUNTERS, read_rocprof_compute
 
 T = 13_386_710_965_731_450  # nanoseconds since boot: more than a float64 counts exactly
 PHASES = ("data", "forward", "backward", "optimizer")

@@ -381,7 +381,7 @@ def test_a_wrapper_finds_its_parts_through_links_or_says_which_is_missing(bench,
     copy = shutil.copy(ROOT / wrapper, bench.directory / "copy")
     done = bench.call(copy, "--script", bench.script)
     assert (done.status, done.stdout, done.stderr.count("\n")) == (4, "", 1)
-    assert "workshop/rocm/common.sh: No such file" in done.stderr
+    assert "lab/rocm/common.sh: No such file" in done.stderr
 
 
 @pytest.mark.parametrize("wrapper", OWN_OPTIONS)
@@ -821,7 +821,7 @@ def sheet(bench) -> Path:
     tree = bench.directory / "a copy"
     for path in [
         *ROOT.glob("run_*.sh"),
-        *ROOT.glob("workshop/**/*.*"),
+        *ROOT.glob("lab/**/*.*"),
         *ROOT.glob("exercises/tiny_llama_v4/*.sh"),
     ]:
         place = tree / path.relative_to(ROOT)

@@ -26,10 +26,10 @@ from analysis_tools import (
     roofline_analysis,
 )
 from exercises.performance_debugging import compare_stages
-from workshop.cli import ToolError
-from workshop.files import write_file, write_text
-from workshop.script import DEFAULT_SCRIPT
-from workshop.show import Column, render, write_csv
+from lab.cli import ToolError
+from lab.files import write_file, write_text
+from lab.script import DEFAULT_SCRIPT
+from lab.show import Column, render, write_csv
 
 RUN = ROOT / "results/cpu/tiny_llama_v2_readme.json"
 STUDY = ROOT / "results/h100/ablation_tiny_llama_v2.json"

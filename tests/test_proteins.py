@@ -15,7 +15,7 @@ import pytest
 import torch
 from conftest import ROOT, assert_one_error, batches, build, captured, run_main, words
 
-from workshop.script import import_file
+from lab.script import import_file
 
 proteins = import_file(ROOT / "examples" / "proteins.py", "proteins")
 QUERY, ROW = "MKVLAGSTWYDEHRNQKLIVFA", "MKVLAGSTWYDEHRNQKLIVF-"

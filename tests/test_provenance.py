@@ -1,11 +1,11 @@
-"""workshop/provenance.py, with a stand-in for nvidia-smi."""
+"""lab/provenance.py, with a stand-in for nvidia-smi."""
 
 import sys
 from pathlib import Path
 
 import pytest
 
-from workshop import provenance
+from lab import provenance
 
 LOG = """<?xml version="1.0" ?>
 <!DOCTYPE nvidia_smi_log SYSTEM "nvsmi_device_v12.dtd">

@@ -1,4 +1,4 @@
-"""run_pytorch_profiler.py, run_deepspeed_flops.py and what they take from workshop/profile:
+"""run_pytorch_profiler.py, run_deepspeed_flops.py and what they take from lab/profile:
 names, traces."""
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import run_deepspeed_flops as flops_tool
 import run_pytorch_profiler as profiler_tool
-from workshop.cli import ToolError
-from workshop.profile import kernels, roofline
-from workshop.profile.traffic import Traffic, bytes_behind
-from workshop.script import MODES
+from lab.cli import ToolError
+from lab.profile import kernels, roofline
+from lab.profile.traffic import Traffic, bytes_behind
+from lab.script import MODES
 
 BOTH_TOOLS = pytest.mark.parametrize(
     "tool", [profiler_tool, flops_tool], ids=lambda tool: tool.PROG

@@ -15,7 +15,7 @@ from conftest import QUICK, ROOT, TINY, captured, forking_python
 import run_deepspeed_flops as flops_tool
 import run_pytorch_profiler as profiler_tool
 from analysis_tools import report_generator
-from workshop.profile.kernels import statistics_of, write_statistics
+from lab.profile.kernels import statistics_of, write_statistics
 
 
 def report(*argv: object) -> tuple[int, str, str]:

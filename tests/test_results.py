@@ -13,8 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from bench import operations, versions
 from bench.tables import CELLS, TABLE
 from bench.versions import MODES, PRECISIONS, SHAPES
-from workshop.cli import ToolError
-from workshop.study import by_side
+from lab.cli import ToolError
+from lab.study import by_side
 
 RUNS = sorted((ROOT / "results").glob("*/tiny_*.json"))
 STUDIES = sorted((ROOT / "results").glob("*/*.json"))

@@ -13,11 +13,11 @@ import pytest
 from conftest import CPU, ROOT, TINY, captured, load, parse, strict_json, words
 
 from analysis_tools import roofline_analysis
-from workshop.profile.ceilings import Ceilings
-from workshop.profile.kernels import kernels_of
-from workshop.profile.roofline import group_bytes, group_flops, rates, times_of_operators
-from workshop.profile.traffic import Traffic
-from workshop.rocm.counters import BYTE_COUNTERS, FLOP_COUNTERS
+from lab.profile.ceilings import Ceilings
+from lab.profile.kernels import kernels_of
+from lab.profile.roofline import group_bytes, group_flops, rates, times_of_operators
+from lab.profile.traffic import Traffic
+from lab.rocm.counters import BYTE_COUNTERS, FLOP_COUNTERS
 
 SMALL = words(
     "--hidden-dim 32 --num-layers 1 --num-heads 2 --seq-len 8 --batch-size 2 --vocab-size 50"

@@ -159,7 +159,7 @@ class Machine:
             path / "repository",
             path / "site",
         )
-        for folder in ("setup", "workshop"):
+        for folder in ("setup", "lab"):
             shutil.copytree(
                 ROOT / folder,
                 self.repository / folder,

@@ -14,9 +14,9 @@ from conftest import ROOT, load
 from pptx import Presentation
 from pptx.util import Inches
 
+from lab.cli import run_tool
 from slides import build
 from tools import agenda
-from workshop.cli import run_tool
 
 DECKS = sorted((ROOT / "slides").glob("*.md"))
 

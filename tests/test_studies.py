@@ -13,9 +13,9 @@ import pytest
 from conftest import CPU, QUICK, TINY, captured, load, strict_json
 
 from analysis_tools import benchmark_suite, fusion_ablation_study, optimize_batch_size
-from workshop import ablation
-from workshop.cli import ToolError
-from workshop.records import Study, read
+from lab import ablation
+from lab.cli import ToolError
+from lab.records import Study, read
 
 SMALL = [*TINY["llama"], "--device", "cpu"]
 GAINS = {"qkv-fusion": 1.25, "flash-attention": 2.0, "swiglu-fusion": 1.1}
@@ -289,7 +289,7 @@ def test_versions_train_to_the_same_loss(tmp_path):
 
 def test_a_peer_has_the_weights_and_the_loss_of_v1():
     pytest.importorskip("transformers")
-    from workshop.baselines import peer_script
+    from lab.baselines import peer_script
 
     losses = []
     for module in (load("tiny_llama_v1"), sys.modules[peer_script("hugging_face")]):

@@ -1,4 +1,4 @@
-"""workshop/turns.py: runs that fail beside others, and studies that go on where they were
+"""lab/turns.py: runs that fail beside others, and studies that go on where they were
 interrupted."""
 
 import json
@@ -8,9 +8,9 @@ import pytest
 import torch
 from conftest import load, words
 
-from workshop.cli import ToolError
-from workshop.study import measure_study
-from workshop.turns import GRAPH, all_measured, graph_of, in_turns, on_gpu, speedup
+from lab.cli import ToolError
+from lab.study import measure_study
+from lab.turns import GRAPH, all_measured, graph_of, in_turns, on_gpu, speedup
 
 SMALL = words(
     "--hidden-dim 32 --num-layers 1 --num-heads 2 --seq-len 8 --batch-size 2 --vocab-size 50"

@@ -13,7 +13,7 @@ import pytest
 from conftest import QUICK, ROOT, TINY, captured, forking_python, run_main, strict_json
 
 from analysis_tools import compare_versions, regression_tester, validate_numerical_accuracy
-from workshop.turns import short_run
+from lab.turns import short_run
 
 TINY_LLAMA = [*TINY["llama"], "--device", "cpu"]
 V1, V2 = ROOT / "tiny_llama_v1.py", ROOT / "tiny_llama_v2.py"

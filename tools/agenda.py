@@ -30,9 +30,9 @@ from functools import cache
 from itertools import groupby
 from pathlib import Path
 
-from workshop.cli import Parser, ToolError, documented_parser, needed, program
-from workshop.files import ROOT, read_json, write_text
-from workshop.show import Column, render
+from lab.cli import Parser, ToolError, documented_parser, needed, program
+from lab.files import ROOT, read_json, write_text
+from lab.show import Column, render
 
 PROG = Path(__file__).name
 PLAN = ROOT / "docs/agenda.json"

@@ -33,11 +33,11 @@ from matplotlib.patches import Circle, FancyArrowPatch, Rectangle
 from matplotlib.transforms import Affine2D, Bbox
 from PIL import Image
 
+from lab.cli import Parser, ToolError, documented_parser, print_notes, program
+from lab.files import ROOT
+from lab.study import by_side
+from lab.turns import ratios
 from tools import agenda
-from workshop.cli import Parser, ToolError, documented_parser, print_notes, program
-from workshop.files import ROOT
-from workshop.study import by_side
-from workshop.turns import ratios
 
 PROG = Path(__file__).name
 FIGURES = ROOT / "docs/figures"

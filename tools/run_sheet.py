@@ -43,9 +43,9 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from lab.cli import Parser, ToolError, documented_parser, program
+from lab.files import ROOT, write_text
 from tools import small_runs
-from workshop.cli import Parser, ToolError, documented_parser, program
-from workshop.files import ROOT, write_text
 
 PROG = Path(__file__).name
 TAIL = 20  # lines shown of what a failed block printed

@@ -22,7 +22,7 @@ import runpy
 import sys
 from collections.abc import Callable, Sequence
 
-from workshop.script import DEFAULT_SCRIPT
+from lab.script import DEFAULT_SCRIPT
 
 Scale = Callable[[int], int]
 

@@ -24,9 +24,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from exercises.puzzles import checker
-from workshop.cli import ToolError, needed, run_tool
-from workshop.files import read_json, write_file, write_text
-from workshop.show import Column, drawing, render
+from lab.cli import ToolError, needed, run_tool
+from lab.files import read_json, write_file, write_text
+from lab.show import Column, drawing, render
 
 with needed():
     import torch
@@ -35,7 +35,7 @@ with needed():
     from exercises.build_a_fusion import swiglu_backward
     from exercises.puzzles import puzzle_07_swiglu
     from exercises.tiny_llama_v3 import measure
-    from workshop.profile.traffic import Traffic
+    from lab.profile.traffic import Traffic
 
 PROG = Path(__file__).name
 C = 4096

@@ -28,8 +28,8 @@ from pathlib import Path
 from types import ModuleType
 
 from exercises.performance_debugging.benchmarks import examine
-from workshop.cli import ToolError, documented_parser, run_tool
-from workshop.files import read_json, write_text
+from lab.cli import ToolError, documented_parser, run_tool
+from lab.files import read_json, write_text
 
 PROG = Path(__file__).name
 HERE = Path(__file__).resolve().parent

@@ -28,10 +28,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-from workshop.cli import ToolError, documented_parser, run_tool
-from workshop.files import write_text
-from workshop.script import import_file, load_script
-from workshop.show import Column, render
+from lab.cli import ToolError, documented_parser, run_tool
+from lab.files import write_text
+from lab.script import import_file, load_script
+from lab.show import Column, render
 
 PROG = Path(__file__).name
 COLUMNS = [

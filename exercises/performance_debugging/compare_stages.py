@@ -26,19 +26,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from run_pytorch_profiler import analyse
-from workshop.cli import ToolError, documented_parser, print_notes, run_tool
-from workshop.files import write_text
-from workshop.profile.kernels import (
+from lab.cli import ToolError, documented_parser, print_notes, run_tool
+from lab.files import write_text
+from lab.profile.kernels import (
     WITH_WARM_UP,
     KernelStatistics,
     load_trace,
     read_statistics,
     write_statistics,
 )
-from workshop.records import Gradients, Stages, read
-from workshop.results import Run, differences, load_run, report_failed
-from workshop.show import NOT_FINISHED, Column, render
+from lab.records import Gradients, Stages, read
+from lab.results import Run, differences, load_run, report_failed
+from lab.show import NOT_FINISHED, Column, render
+from run_pytorch_profiler import analyse
 
 PROG = Path(__file__).name
 RESULTS = Path(__file__).resolve().parent / "results"

@@ -12,7 +12,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from workshop.cli import needed
+from lab.cli import needed
 
 with needed():
     import torch

@@ -11,7 +11,7 @@ import _root
 import sys
 from pathlib import Path
 
-from workshop.cli import needed
+from lab.cli import needed
 
 with needed():
     import torch.nn.functional as F

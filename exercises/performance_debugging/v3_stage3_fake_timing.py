@@ -13,7 +13,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from workshop.cli import needed
+from lab.cli import needed
 
 with needed():
     import tiny_llama_v3 as v3

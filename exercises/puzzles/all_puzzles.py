@@ -14,8 +14,8 @@ import sys
 from pathlib import Path
 
 from exercises.puzzles import checker
-from workshop.cli import run_tool
-from workshop.files import read_json
+from lab.cli import run_tool
+from lab.files import read_json
 
 PROG = Path(__file__).name
 FILES = sorted(Path(__file__).parent.glob("puzzle_*.py"))

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-from workshop.cli import documented_parser, needed, run_tool
-from workshop.script import import_file
+from lab.cli import documented_parser, needed, run_tool
+from lab.script import import_file
 
 with needed():
     import numpy as np

@@ -21,10 +21,10 @@ from exercises.puzzles.checker import (
     prepare,
 )
 from exercises.tiny_llama_v3 import measure
-from workshop.cli import ToolError
-from workshop.files import write_text
-from workshop.show import Column, render
-from workshop.turns import spread
+from lab.cli import ToolError
+from lab.files import write_text
+from lab.show import Column, render
+from lab.turns import spread
 
 
 def check_between_guards(

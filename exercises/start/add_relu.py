@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from workshop.cli import ToolError, at_least, documented_parser, needed, run_tool
+from lab.cli import ToolError, at_least, documented_parser, needed, run_tool
 
 with needed():
     import torch

@@ -26,9 +26,9 @@ from pathlib import Path
 # otherwise the profiler writes lines of its own on stderr
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
-from workshop.cli import at_least, documented_parser, needed, run_tool
-from workshop.files import write_file, write_text
-from workshop.show import Column, drawing, render
+from lab.cli import at_least, documented_parser, needed, run_tool
+from lab.files import write_file, write_text
+from lab.show import Column, drawing, render
 
 with needed():
     import torch

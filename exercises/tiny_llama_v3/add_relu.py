@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from workshop.cli import ToolError, at_least, documented_parser, needed
+from lab.cli import ToolError, at_least, documented_parser, needed
 
 with needed():
     import torch

@@ -22,8 +22,8 @@ from types import ModuleType
 from typing import NamedTuple
 from unittest import mock
 
-from workshop.cli import ToolError, at_least, documented_parser, needed
-from workshop.script import import_file
+from lab.cli import ToolError, at_least, documented_parser, needed
+from lab.script import import_file
 
 with needed():
     import torch

@@ -20,17 +20,17 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from workshop.cli import ToolError, documented_parser, needed, print_notes, run_tool
-from workshop.files import read_json, write_text
-from workshop.show import Column, render
-from workshop.turns import alternating
+from lab.cli import ToolError, documented_parser, needed, print_notes, run_tool
+from lab.files import read_json, write_text
+from lab.show import Column, render
+from lab.turns import alternating
 
 with needed():
     import torch
     from torch import Tensor, nn
 
     import tiny_llama_v3 as v3  # before Triton: without a GPU it asks for the interpreter
-    from workshop.profile.traffic import Traffic
+    from lab.profile.traffic import Traffic
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from workshop.cli import at_least, documented_parser, needed
+from lab.cli import at_least, documented_parser, needed
 
 with needed():
     import torch

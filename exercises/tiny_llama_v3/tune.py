@@ -25,8 +25,8 @@ from unittest import mock
 
 os.environ["TRITON_INTERPRET"] = "0"  # before anything imports Triton: kernels are to be compiled
 
-from workshop.cli import ToolError, documented_parser, needed, print_notes, run_tool
-from workshop.show import Column, render
+from lab.cli import ToolError, documented_parser, needed, print_notes, run_tool
+from lab.show import Column, render
 
 with needed():
     import torch

@@ -21,10 +21,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from workshop.cli import Parser, needed, program, several
-from workshop.script import load_script, parser_around, precision_of
-from workshop.show import Column, render, side_columns
-from workshop.study import (
+from lab.cli import Parser, needed, program, several
+from lab.script import load_script, parser_around, precision_of
+from lab.show import Column, render, side_columns
+from lab.study import (
     Part,
     as_rows,
     by_side,
@@ -33,7 +33,7 @@ from workshop.study import (
     read_study,
     study_asked_for,
 )
-from workshop.turns import graph_of, named, parse_quiet
+from lab.turns import graph_of, named, parse_quiet
 
 with needed():
     import torch

@@ -24,9 +24,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from workshop.cli import Parser, ToolError, documented_parser, program
-from workshop.profile.kernels import complete, has_gpu, load_trace
-from workshop.show import Column, render
+from lab.cli import Parser, ToolError, documented_parser, program
+from lab.profile.kernels import complete, has_gpu, load_trace
+from lab.show import Column, render
 
 PROG = Path(__file__).name
 PRODUCTS = {"aten::mm": 0, "aten::addmm": 1, "aten::bmm": 0, "aten::baddbmm": 1}  # first matrix

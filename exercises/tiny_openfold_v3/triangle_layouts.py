@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from workshop.cli import at_least, documented_parser, needed
-from workshop.show import Column, render
+from lab.cli import at_least, documented_parser, needed
+from lab.show import Column, render
 
 with needed():
     import torch

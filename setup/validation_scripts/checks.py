@@ -33,9 +33,9 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from workshop.cli import Parser, documented_parser
-from workshop.files import ROOT
-from workshop.show import Column, render
+from lab.cli import Parser, documented_parser
+from lab.files import ROOT
+from lab.show import Column, render
 
 REQUIREMENTS = ROOT / "requirements.txt"
 TRACKS = ("cpu", "nvidia", "rocm")

@@ -38,7 +38,7 @@ from checks import (
     unneeded,
 )
 
-from workshop.script import import_file
+from lab.script import import_file
 
 GB = 1e9
 MIN_MEMORY, MIN_DISK = 4 * GB, 1 * GB  # below these there is a remark, not a failure

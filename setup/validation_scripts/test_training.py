@@ -18,8 +18,8 @@ from pathlib import Path
 
 from checks import ROOT
 
-from workshop.cli import documented_parser
-from workshop.script import DEFAULT_SCRIPT
+from lab.cli import documented_parser
+from lab.script import DEFAULT_SCRIPT
 
 SMALL = ["--batch-size=1", "--seq-len=32", "--num-gpus=1", "--num-steps=3", "--warmup-steps=1"]
 SMALL += ["--under-profiler"]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from workshop.cli import needed
+from lab.cli import needed
 
 with needed():
     import torch

@@ -22,8 +22,8 @@ from exercises.performance_debugging.benchmarks.common import (
     seconds_of,
     synchronize,
 )
-from workshop.cli import ToolError, needed
-from workshop.script import import_file
+from lab.cli import ToolError, needed
+from lab.script import import_file
 
 with needed():
     import torch

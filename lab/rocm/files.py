@@ -23,15 +23,15 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from workshop.cli import ToolError
-from workshop.profile.dispatches import (
+from lab.cli import ToolError
+from lab.profile.dispatches import (
     Dispatch,
     read_counters,
     read_database,
     read_kernel_trace,
     read_table,
 )
-from workshop.profile.kernels import (
+from lab.profile.kernels import (
     KernelStatistics,
     category,
     merge_statistics,
@@ -41,7 +41,7 @@ from workshop.profile.kernels import (
     statistics_of_dispatches,
     write_statistics,
 )
-from workshop.show import Column, render, write_csv
+from lab.show import Column, render, write_csv
 
 
 def matching(directory: Path, pattern: str, writer: str) -> list[Path]:

@@ -13,8 +13,8 @@ from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 
-from workshop.cli import Parser, ToolError, documented_parser, print_notes
-from workshop.files import ROOT
+from lab.cli import Parser, ToolError, documented_parser, print_notes
+from lab.files import ROOT
 
 DEFAULT_SCRIPT = "tiny_openfold_v2.py"
 INTERFACE = ("build_parser", "parse_args", "build_model", "make_batches", "train", "main")

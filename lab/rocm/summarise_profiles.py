@@ -15,8 +15,8 @@ import json
 import sys
 from pathlib import Path
 
-from workshop.files import write_text
-from workshop.show import Column, render
+from lab.files import write_text
+from lab.show import Column, render
 
 FILES = {  # where each step leaves what one looks at first, as a pattern below the directory
     "pytorch_profiler": "pytorch/*_report.md",

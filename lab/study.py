@@ -11,12 +11,12 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from pathlib import Path
 
-from workshop.cli import ToolError
-from workshop.files import write_text
-from workshop.provenance import provenance, watched
-from workshop.records import Study, read
-from workshop.script import interpret_without_gpu
-from workshop.turns import on_gpu
+from lab.cli import ToolError
+from lab.files import write_text
+from lab.provenance import provenance, watched
+from lab.records import Study, read
+from lab.script import interpret_without_gpu
+from lab.turns import on_gpu
 
 # what names a row, and what measures the rest of it, or of several
 Part = tuple[dict, Callable[[], dict | list[dict]]]

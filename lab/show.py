@@ -15,8 +15,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from workshop.cli import ToolError, one_line
-from workshop.files import write_file, write_text
+from lab.cli import ToolError, one_line
+from lab.files import write_file, write_text
 
 NOT_FINISHED = {  # what tables say of a side with this status
     "oom": "out of memory",

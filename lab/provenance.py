@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from xml.etree import ElementTree
 
-from workshop.files import ROOT
+from lab.files import ROOT
 
 SMI = {  # figures of `nvidia-smi -q -x`, and where newer and older drivers have them
     "sm_clock": ("clocks/sm_clock",),

@@ -15,9 +15,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from workshop.cli import ToolError
-from workshop.profile.ceilings import Ceilings
-from workshop.profile.kernels import (
+from lab.cli import ToolError
+from lab.profile.ceilings import Ceilings
+from lab.profile.kernels import (
     CATEGORIES,
     NO_KERNELS,
     category,
@@ -29,8 +29,8 @@ from workshop.profile.kernels import (
     ranges_of,
     short_name,
 )
-from workshop.script import interpret_without_gpu
-from workshop.show import Column, drawing, render, save_figure
+from lab.script import interpret_without_gpu
+from lab.show import Column, drawing, render, save_figure
 
 if TYPE_CHECKING:  # where it is missing, --help of the programs works
     import torch
@@ -122,7 +122,7 @@ def count_modules(
 ) -> tuple[Counter, int, Counter]:
     """FLOP of one forward pass per kind of module, FLOP of forward and backward, bytes of the
     forward per kind."""
-    from workshop.profile.traffic import Traffic
+    from lab.profile.traffic import Traffic
 
     batch, root = trainer.next_batch(), type(trainer.model).__name__
     with flop_counter() as counter:
@@ -270,7 +270,7 @@ def group_bytes(trainer, no_work: tuple[str, ...]) -> Counter:
     """
     import torch
 
-    from workshop.profile.traffic import Traffic
+    from lab.profile.traffic import Traffic
 
     batch = trainer.next_batch()
     with Traffic(trainer.model, {}, no_work) as traffic:

@@ -22,9 +22,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
-from workshop.cli import ToolError, note
-from workshop.files import reads, write_file
-from workshop.profile.dispatches import (
+from lab.cli import ToolError, note
+from lab.files import reads, write_file
+from lab.profile.dispatches import (
     HOUR_NS,
     Dispatch,
     read_kernel_trace,

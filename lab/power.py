@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from workshop.cli import ToolError
+from lab.cli import ToolError
 
 PERIOD = 0.05  # seconds between two readings
 SETTLE = 2.0  # seconds until a reading is one of this turn alone

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from workshop import records
-from workshop.ablation import set_name
-from workshop.cli import ToolError
-from workshop.dashboard.charts import (
+from lab import records
+from lab.ablation import set_name
+from lab.cli import ToolError
+from lab.dashboard.charts import (
     Cells,
     draw_ablation,
     draw_bars,
@@ -21,10 +21,10 @@ from workshop.dashboard.charts import (
     draw_roofline,
     numbers_in,
 )
-from workshop.files import read_json
-from workshop.records import checked
-from workshop.results import Run, load_run, runs_in
-from workshop.script import mode_of, model_and_version, precision_of
+from lab.files import read_json
+from lab.records import checked
+from lab.results import Run, load_run, runs_in
+from lab.script import mode_of, model_and_version, precision_of
 
 SPEED = ("batch_ms", "per_step")
 ATTENTION = {"scores": "V2, scores in memory", "flash": "V2, flash attention"}  # of memory.json

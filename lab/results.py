@@ -12,10 +12,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
-from workshop.cli import ToolError
-from workshop.files import read_json
-from workshop.records import Summary, checked, read
-from workshop.script import model_and_version, named_run
+from lab.cli import ToolError
+from lab.files import read_json
+from lab.records import Summary, checked, read
+from lab.script import model_and_version, named_run
 
 # What is named where it is not the same; with the value where a file of an earlier harness has
 # none.
@@ -48,7 +48,7 @@ class Run:
         return self.result.get(group, {}).get(key) if self.status == "ok" else None
 
     def row(self) -> dict:
-        """What was measured, as a row of a study has it (workshop/turns.py), with the final loss;
+        """What was measured, as a row of a study has it (lab/turns.py), with the final loss;
         or how it ended.
 
         Its peak memory is null where there is none; else what was not measured is left out.

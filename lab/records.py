@@ -16,8 +16,8 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
-from workshop.cli import ToolError
-from workshop.files import read_json
+from lab.cli import ToolError
+from lab.files import read_json
 
 HUGE = 1e300  # numbers from here on, infinity and NaN are no measurements
 WORDS = {

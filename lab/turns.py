@@ -13,8 +13,8 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import ModuleType
 
-from workshop.cli import ToolError
-from workshop.script import named_run
+from lab.cli import ToolError
+from lab.script import named_run
 
 GRAPH = "--enable-cuda-graph"
 TURN_MS = 300  # about how long a turn is

@@ -22,8 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from workshop.files import ROOT
-from workshop.script import import_file
+from lab.files import ROOT
+from lab.script import import_file
 
 # cuEquivariance runs PyTorch's operators for up to 100 positions, unless it is told not to; it
 # reads this on import.

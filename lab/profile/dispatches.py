@@ -21,8 +21,8 @@ from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import NamedTuple
 
-from workshop.cli import ToolError, note
-from workshop.files import reads
+from lab.cli import ToolError, note
+from lab.files import reads
 
 THOUSANDS = re.compile(r"[+-]?\d{1,3}([,' ]\d{3})+(\.\d*)?")
 NAME, START, END = "Kernel_Name", "Start_Timestamp", "End_Timestamp"

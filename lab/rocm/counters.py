@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-from workshop.cli import ToolError
-from workshop.profile.ceilings import Ceilings
-from workshop.profile.dispatches import read_counters, read_table
-from workshop.profile.kernels import category
-from workshop.profile.roofline import make_row
-from workshop.rocm.files import matching
+from lab.cli import ToolError
+from lab.profile.ceilings import Ceilings
+from lab.profile.dispatches import read_counters, read_table
+from lab.profile.kernels import category
+from lab.profile.roofline import make_row
+from lab.rocm.files import matching
 
 # What AMD's counters count, as rocprof-compute adds them up for its roofline: an instruction of the
 # vector units works on 64 lanes, a unit of MFMA_MOPS is 512 operations. Beside them the column of

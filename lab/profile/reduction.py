@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from workshop import records
-from workshop.cli import ToolError
-from workshop.profile.kernels import (
+from lab import records
+from lab.cli import ToolError
+from lab.profile.kernels import (
     CATEGORIES,
     WITH_WARM_UP,
     KernelStatistics,
@@ -20,8 +20,8 @@ from workshop.profile.kernels import (
     read_statistics,
     short_name,
 )
-from workshop.results import check_family, differences, load_result, only_file
-from workshop.show import Column, render
+from lab.results import check_family, differences, load_result, only_file
+from lab.show import Column, render
 
 SIDES = ("baseline", "fused")
 

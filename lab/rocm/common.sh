@@ -245,9 +245,9 @@ run_tool() { # COMMAND...
     fi
 }
 
-read_files() { # SUBCOMMAND ARGUMENT...: workshop/rocm/files.py; if it fails, what it says is the one line
+read_files() { # SUBCOMMAND ARGUMENT...: lab/rocm/files.py; if it fails, what it says is the one line
     local message status=0
-    { message=$("$python" "$root/workshop/rocm/files.py" "$@" 2>&1 >&3) || status=$?; } 3>&1
+    { message=$("$python" "$root/lab/rocm/files.py" "$@" 2>&1 >&3) || status=$?; } 3>&1
     if ((status)); then
         local folder=${results#./} # its files are about to move, see close_results
         if [[ -n $folder ]]; then message=${message//"$folder"/"$folder.failed"}; fi

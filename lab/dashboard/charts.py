@@ -9,11 +9,11 @@ import statistics
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from workshop.profile.ceilings import Ceilings
-from workshop.profile.kernels import CATEGORIES
-from workshop.show import drawing, ended
-from workshop.study import unit_of
-from workshop.turns import ratios, spread
+from lab.profile.ceilings import Ceilings
+from lab.profile.kernels import CATEGORIES
+from lab.show import drawing, ended
+from lab.study import unit_of
+from lab.turns import ratios, spread
 
 VERSIONS = {"V1": "#8a8f94", "V2": "#56b4e9", "V3": "#0072b2", "V4": "#d55e00"}
 # The colours of Okabe and Ito, which colour-blind people can tell apart, and greys.
@@ -122,7 +122,7 @@ def draw_kernels(cells: Cells, unit: str) -> str:
 
 def draw_roofline(points: Mapping[str, Mapping], measured: Mapping) -> str:
     """TFLOP/s over FLOP per byte: both ceilings, and each point with `flop`, `bytes` and `ms`."""
-    from workshop.profile import roofline
+    from lab.profile import roofline
 
     pyplot, text = drawing(), io.StringIO()
     ceilings = Ceilings(**{"gemm_size": 0, "copy_bytes": 0, **measured})

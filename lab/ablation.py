@@ -18,10 +18,10 @@ from functools import partial
 from pathlib import Path
 from types import ModuleType
 
-from workshop.script import load_script
-from workshop.show import Column, ended, render
-from workshop.study import Part, by_side, unit_of
-from workshop.turns import in_turns, ratios, spread
+from lab.script import load_script
+from lab.show import Column, ended, render
+from lab.study import Part, by_side, unit_of
+from lab.turns import in_turns, ratios, spread
 
 GROUP = 8  # sides that are in memory together
 SMALLEST_GROUP = 4  # none, all, the control and one more

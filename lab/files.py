@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Callable
 from pathlib import Path
 
-from workshop.cli import ToolError, inputs
+from lab.cli import ToolError, inputs
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from workshop.results import Run
-from workshop.show import Column, ended, rate, render
+from lab.results import Run
+from lab.show import Column, ended, rate, render
 
 PHASES = ("forward", "backward", "optimizer", "graph")
 MEASURED = {
