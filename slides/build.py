@@ -14,7 +14,7 @@ stale:
   rows: small, bf16; medium, bf16
   columns: tiny_llama = size; V1, ms = V1; V4, ms = V4
   ```                 a name may be cut short where clear, and is replaced by what follows `=`
-  ```code             lines of functions, at most six: all, or from ... to, several behind `|`
+  ```code             lines of functions, at most nine: all, or from ... to, several behind `|`
   tiny_llama_v1.py Attention.forward: q = self ... v = self
   tiny_llama_v3.py swiglu_forward_kernel: @triton | def | gate = ... up =
   ```
@@ -67,7 +67,7 @@ except ImportError as missing:
 WIDTH, HEIGHT, MARGIN, TOP, BOTTOM, GAP = 13.333, 7.5, 0.6, 1.15, 6.88, 0.2
 INNER = WIDTH - 2 * MARGIN
 TITLE, TEXT, SMALL = 30, 22, 18  # points; nothing is smaller
-CODE_LINES = 6
+CODE_LINES = 9
 FONT, CODE_FONT = "Arial", "Courier New"
 EPOCH = datetime.datetime(2000, 1, 1)  # of every deck, so that its bytes do not depend on the day
 
@@ -244,10 +244,11 @@ def drawing(name: str, part: str) -> Block:
 def code(pieces: Sequence[tuple[str, list[str]]]) -> Block:
     """Pieces of code one below the other, each below its place."""
     widest = max(len(line) for _, lines in pieces for line in lines)
-    size = next((s for s in (24, 22, 20, SMALL) if (widest + 1) * 0.6 * s / 72 < INNER - 0.3), 0)
+    sizes = (24, 22, 20, SMALL) if sum(len(lines) for _, lines in pieces) < 6 else (SMALL,)
+    size = next((s for s in sizes if (widest + 1) * 0.6 * s / 72 < INNER - 0.3), 0)
     if not size or max(len(lines) for _, lines in pieces) > CODE_LINES:
         raise ToolError(f"a piece of code has more than {CODE_LINES} lines, or one of {widest}")
-    line_height = 1.3 * size / 72
+    line_height = 1.18 * size / 72
 
     def draw(shapes, top: float, height: float) -> None:
         for place, lines in pieces:

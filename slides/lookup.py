@@ -132,7 +132,7 @@ def cut(place: str) -> list[str]:
     names = ", ".join(argument.arg for argument in getattr(node, "args", ast.arguments([])).args)
     for part in parts.split(" | ") if parts else ():
         whole = next(line for line in lines if line.lstrip().startswith("def "))
-        if part == "def" and not whole.endswith(":"):  # a long one: names are enough
+        if part == "def" and (not whole.endswith(":") or len(whole) > 78):  # names are enough
             short = textwrap.shorten(names, 64 - len(node.name), placeholder=" ...")
             chosen.append(f"def {node.name}({short}):")
             continue

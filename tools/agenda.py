@@ -24,7 +24,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from itertools import groupby
@@ -93,12 +92,6 @@ def sheets() -> list[str]:
     return sorted({line for line in lines if line.startswith("exercises/")})
 
 
-def sheets_with_minutes() -> list[str]:
-    """Every sheet that has a core path, whether or not it is on an agenda."""
-    paths = (path.relative_to(ROOT) for path in (ROOT / "exercises").glob("*/*.md"))
-    return sorted(str(path) for path in paths if CORE.search((ROOT / path).read_text("utf-8")))
-
-
 def measured(device: str, item: Item) -> float | str | None:
     """Minutes that the commands of an item took, by a device's rehearsal; None without one, empty
     for an item without commands."""
@@ -138,29 +131,6 @@ def sessions_table() -> str:
     return render(columns, rows)
 
 
-def sheets_table() -> str:
-    """The minutes of every sheet, a row for each folder."""
-
-    def in_order(key: str, form: str) -> Callable[[dict], str]:
-        return lambda row: ", ".join(
-            "-" if sheet[key] is None else f"{sheet[key]:{form}}" for sheet in row["sheets"]
-        )
-
-    rows = []
-    for folder, paths in groupby(sheets_with_minutes(), os.path.dirname):
-        items = [item_of(path) for path in paths]
-        what = title_of(items[0].path).partition(",")[0]
-        link = f"[{what}](../{folder}/README.md)"
-        rows.append({"folder": link, "sheets": [row_of(item) for item in items]})
-    columns = (
-        Column("sheets, in order", "folder", text=True),
-        Column("planned", in_order("minutes", "d")),
-        Column("commands, H100", in_order("h100", ".1f")),
-        Column("commands, two cores", in_order("cpu", ".1f")),
-    )
-    return render(columns, rows)
-
-
 def clock(minutes: int) -> str:
     """The time of a day."""
     return f"{minutes // 60}:{minutes % 60:02}"
@@ -183,7 +153,7 @@ def agendas_table() -> str:
     return render(columns, rows)
 
 
-TABLES = {"sessions": sessions_table, "sheets": sheets_table, "agendas": agendas_table}
+TABLES = {"sessions": sessions_table, "agendas": agendas_table}
 
 
 def device_name() -> str:
