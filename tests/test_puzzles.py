@@ -164,7 +164,6 @@ def with_fault(checker, number: int, line: str, fault: str, folder: Path):
             "out[0, 0, 0]",
         ),
         (10, "/ row_sum", "/ (row_sum - row_sum)", "wrong: ", "out[0, 0] is nan and should be"),
-        (3, "tl.sum", "tl.sun", "error", "line 12: AttributeError: "),
     ],
 )
 def test_a_fault_is_named_with_its_place(checker, number, line, fault, kind, where, tmp_path):

@@ -29,6 +29,7 @@ from types import ModuleType
 
 from exercises.performance_debugging.benchmarks import examine
 from lab.cli import ToolError, documented_parser, run_tool
+from lab.explain import explained
 from lab.files import read_json, write_text
 
 PROG = Path(__file__).name
@@ -44,6 +45,10 @@ def judge(evidence: examine.Evidence, probes: ModuleType) -> list[str]:
             wrong = probe(evidence.claim, evidence.calls, evidence.values)
         except NotImplementedError:
             wrong = "not written yet"
+        except Exception as error:  # in what the reader wrote
+            wrong = explained(error, {probes.__file__})
+        if wrong and not isinstance(wrong, str):
+            wrong = f"it returns {wrong!r}; return what is wrong as one line, or nothing"
         if wrong:
             lines.append(f"{probe.__name__}: {wrong}")
     return lines

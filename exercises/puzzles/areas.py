@@ -42,6 +42,8 @@ class Area:
         )  # nobody looks at a GPU's stores
         self.reads: dict[int, np.ndarray] = {}  # program: which elements it read
         self.behind: dict[int, int] = {}  # place in the buffer: program that went there
+        self.left_out: set[int] = set()  # places where the mask of a store was false
+        self.twice: tuple[str, int, int] | None = None  # programs that wrote one place, and it
 
     def places(self, addresses: np.ndarray) -> np.ndarray:
         """Which element each address is; below 0 or from `size` on it is none."""
@@ -59,6 +61,18 @@ class Area:
     def touched(self) -> bool:
         """Did any program read or write it, or go beside it?"""
         return bool(self.reads or self.behind or (self.written_by != NOBODY).any())
+
+    def why_never_written(self, place: int) -> str:
+        """What the other stores tell of an element that no program wrote."""
+        if place in self.left_out:
+            return "a store has this address, and its mask is false there"
+        if self.twice:
+            program, other, shared = self.twice
+            return (
+                f"{program} and program {other} both wrote {self.named(shared)}: a program begins "
+                "at tl.program_id(axis) * BLOCK"
+            )
+        return "no program has this address: is the block whole, is the grid large enough?"
 
     def changed_outside(self) -> bool:
         """Was anything written to the guard zones?"""
@@ -86,7 +100,7 @@ def owners(area: Area) -> tuple[str, np.ndarray]:
         return "written by program", area.written_by
     programs = sorted(area.reads)
     if sum(area.reads.values(), np.zeros(area.size, int)).max(initial=0) > 1:
-        return f"read by several programs, by program {sign(programs[0])}", np.where(
+        return f"read by several programs, here program {sign(programs[0])}'s part", np.where(
             area.reads[programs[0]], programs[0], NOBODY
         )
     numbers = np.full(area.size, NOBODY)

@@ -12,13 +12,14 @@ import argparse
 import itertools
 import os
 import sys
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 from lab.cli import documented_parser, needed, run_tool
+from lab.explain import explained, pattern, visible_mistake
 from lab.script import import_file
 
 with needed():
@@ -34,6 +35,15 @@ SCOREBOARD = "--scoreboard" in sys.argv
 if not (SCOREBOARD or "compiled" in sys.argv) or not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton looks at it when it is imported
 
+NEXT = {  # kind of a fault: the next step
+    "mask": "other=0.0 adds nothing to a sum, and -inf is never a maximum",
+    "race": "each element belongs to one program: its number must be part of the address",
+    "atomic operation": "let each program write to a place of its own",
+    "wrong at odd sizes": "does what the mask leaves out take part, is BLOCK in place of a size?",
+    "dtype, right in float32": "convert directly behind the load: .to(tl.float32)",
+    "dtype, the errors": "add up in float32, and round where it is stored",
+    "wrong:": "compare the code with the formula at the head of the file",
+}
 ROUNDING = 5e-3  # errors below this share of the largest value are rounding to 16 bits
 
 
@@ -78,8 +88,10 @@ class Fault(Exception):
     `areas` are of the run that showed it.
     """
 
-    def __init__(self, kind: str, text: str):
-        super().__init__(f"{kind}: {text}")
+    def __init__(self, kind: str, text: str, next_step: str = ""):
+        line = f"{kind}: {text}"
+        step = next_step or next((step for kind, step in NEXT.items() if line.startswith(kind)), "")
+        super().__init__(f"{line}; {step}" if step else line)
         self.areas: list[Area] = []
 
 
@@ -107,40 +119,22 @@ def prepare(
 # --- one run, and what all of them say
 
 
+def kernels(puzzle: Puzzle) -> list[Callable]:
+    """The puzzle's kernels as the functions that the reader wrote."""
+    found = [value for name, value in puzzle.launch.__globals__.items() if name.endswith("_kernel")]
+    return [getattr(kernel, "fn", kernel) for kernel in found]
+
+
 def kernel_files(puzzle: Puzzle) -> set[str]:
-    """The files in which the puzzle's kernels stand."""
-    kernels = [
-        value for name, value in puzzle.launch.__globals__.items() if name.endswith("_kernel")
-    ]
-    return {str(puzzle.file), *(kernel.fn.__code__.co_filename for kernel in kernels)}
-
-
-def place_of(error: BaseException, files: set[str]) -> str:
-    """Where in these files it happened: 'line 12: ', or nothing."""
-    lines = []
-    while error:
-        lines += [
-            frame.lineno
-            for frame in traceback.extract_tb(error.__traceback__)
-            if frame.filename in files
-        ]
-        error = error.__cause__
-    return f"line {lines[-1]}: " if lines else ""
-
-
-def explained(error: Exception, files: set[str]) -> str:
-    """An error in what the reader wrote, as one line."""
-    if hasattr(error, "node") and hasattr(error, "src"):  # of Triton's compiler
-        code = (error.src or "").splitlines()[error.node.lineno - 1 : error.node.lineno]
-        return f"`{''.join(code).strip()}` does not compile: {str(error).splitlines()[-1]}"
-    where = place_of(error, files)
-    while error.__cause__:
-        error = error.__cause__
-    return f"{where}{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    """The files in which they stand."""
+    return {str(puzzle.file), *(kernel.__code__.co_filename for kernel in kernels(puzzle))}
 
 
 def launch(puzzle: Puzzle, areas: list[Area], blocks: dict[str, int]) -> None:
-    """Run the kernel; a Fault for what it raises."""
+    """Run the kernel; a Fault for what it raises, or a compiler would."""
+    for kernel in kernels(puzzle):
+        if text := visible_mistake(kernel):
+            raise Fault("error", text)
     try:
         puzzle.launch(*(area.tensor for area in areas), **blocks)
         if SCOREBOARD:
@@ -173,17 +167,21 @@ def check_written(untouched: dict[Area, np.ndarray]) -> None:
         )
     for area, places in untouched.items():
         if len(places):
-            raise Fault(
-                "never written",
-                f"{area.named(places[0])}, {len(places)} of {area.size} elements in all",
-            )
+            text = f"{area.named(places[0])}, {len(places)} of {area.size} elements in all"
+            raise Fault("never written", text, area.why_never_written(int(places[0])))
 
 
-def difference(puzzle: Puzzle, areas: list[Area], expected: dict[str, Tensor]) -> tuple[float, str]:
-    """The largest error over the largest value, and the first wrong element.
+class Wrong(NamedTuple):
+    """The largest error over the largest value, the first wrong element, and what the wrong ones
+    have in common."""
 
-    0 and nothing where all is right.
-    """
+    error: float
+    text: str
+    pattern: str
+
+
+def difference(puzzle: Puzzle, areas: list[Area], expected: dict[str, Tensor]) -> Wrong | None:
+    """What is wrong with the first output that is; None where all is right."""
     for area in areas:
         if area.output:
             found, right = area.tensor.double(), expected[area.name]
@@ -195,11 +193,10 @@ def difference(puzzle: Puzzle, areas: list[Area], expected: dict[str, Tensor]) -
                 values = (
                     f"is {found.flatten()[place]:.6g} and should be {right.flatten()[place]:.6g}"
                 )
-                count = f"{int(wrong.sum())} of {area.size} elements are wrong"
-                return (error.max() / scale).nan_to_num(
-                    torch.inf
-                ).item(), f"{area.named(place)} {values}; {count}"
-    return 0.0, ""
+                text = f"{area.named(place)} {values}; {int(wrong.sum())} of {area.size} elements"
+                largest = (error.max() / scale).nan_to_num(torch.inf).item()
+                return Wrong(largest, f"{text} are wrong", pattern(found, right, wrong))
+    return None
 
 
 def check_masks(
@@ -228,19 +225,21 @@ def check(puzzle: Puzzle) -> list[Area]:
         areas, expected = prepare(puzzle, dtype, sizes, CPU)
         try:
             recorder = interpret(puzzle, areas)
-            error, text = difference(puzzle, areas, expected)
-            if text and recorder.left_out:
+            found = difference(puzzle, areas, expected)
+            if found and recorder.left_out:
                 check_masks(puzzle, areas, dtype, sizes, recorder.left_out)
         except Fault as fault:
             fault.areas = areas
             raise
-        if text:
-            wrong.append((dtype, sizes, error, text, areas))
+        if found:
+            wrong.append((dtype, sizes, found, areas))
         else:
             right.append(areas)
     if wrong:
-        dtype, sizes, _, text, areas = wrong[0]
-        fault = Fault(kind_of(puzzle, wrong), f"{text} ({described(sizes, dtype)})")
+        dtype, sizes, found, areas = wrong[0]
+        kind = kind_of(puzzle, wrong)
+        step = found.pattern if kind == "wrong" else ""
+        fault = Fault(kind, f"{found.text} ({described(sizes, dtype)})", step)
         fault.areas = areas
         raise fault
     return right[:2][-1]  # the first odd sizes, if there are any
@@ -253,7 +252,7 @@ def kind_of(puzzle: Puzzle, wrong: list[tuple]) -> str:
         return "dtype, right in float32 and wrong in float16"
     if all(sizes is not puzzle.even for _, sizes, *_ in wrong):
         return f"wrong at odd sizes only, right with {described(puzzle.even)}"
-    if all(error < ROUNDING for _, _, error, *_ in wrong):
+    if all(found.error < ROUNDING for _, _, found, _ in wrong):
         return "dtype, the errors are as large as those of 16 bits"
     return "wrong"
 

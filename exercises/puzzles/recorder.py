@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from exercises.puzzles.areas import GUARD, NOBODY, SEVERAL, Area
+from lab.explain import strictly_interpreted
 
 KINDS = (
     "writes out of bounds",
@@ -69,7 +70,11 @@ class Recorder:
             number, name = self.program()
             place = int(places[outside][0])
             area.behind |= {int(place): number for place in places[outside]}
-            why = f"the {what} has no mask" if self.unmasked else "the mask is true there"
+            why = f"the {what} has no mask; give it one, as mask=at < n"
+            if not self.unmasked:
+                why = "the mask is true there; are mask and stride those of this tensor"
+                row = f", with {area.shape[-1]} elements in a row" if len(area.shape) > 1 else ""
+                why += f"{row}?"
             text = f"{name} goes to {area.named(place)}, but {area.title()} has {area.size} "
             text += f"elements: {why}"
             kind = "writes out of bounds" if what == "store" else "reads out of bounds"
@@ -98,15 +103,20 @@ class Recorder:
         return result
 
     def store(self, original, pointer, value, mask, *rest):
-        area, places, allowed = self.touch("store", pointer.data, mask.data.astype(bool))
+        wanted = mask.data.astype(bool)
+        area, places, allowed = self.touch("store", pointer.data, wanted)
         number, name = self.program()
         touched = places[allowed]
+        area.left_out |= {*places[~wanted].tolist()}
         if not area.output:
             self.fault("writes to an input", f"{self.line()}: {area.name} is only to be read")
         bits = area.bits[GUARD : GUARD + area.size].numpy()
         old, others = bits[touched], area.written_by[touched]
         result = original(pointer, value, type(mask)(allowed, mask.dtype), *rest)
-        race = (others != NOBODY) & (others != number) & (bits[touched] != old)
+        foreign = (others != NOBODY) & (others != number)
+        if foreign.any():
+            area.twice = area.twice or (name, int(others[foreign][0]), int(touched[foreign][0]))
+        race = foreign & (bits[touched] != old)
         if race.any():
             place, other = touched[race][0], others[race][0]
             text = f"{name} writes {area.named(place)}, and so did program number {other}, "
@@ -157,7 +167,7 @@ class Recorder:
         for name, wrapper in wrappers.items():
             setattr(interpreter_builder, name, wrapped(wrapper, getattr(interpreter_builder, name)))
         try:
-            with np.errstate(all="ignore"):
+            with np.errstate(all="ignore"), strictly_interpreted():
                 yield
         finally:
             for name in wrappers:

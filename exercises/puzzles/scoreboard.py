@@ -37,14 +37,13 @@ def check_between_guards(
         if area.changed_outside():
             raise Fault("writes out of bounds", f"beside {area.title()} ({described(sizes)})")
     check_written({area: area.untouched() for area in areas if area.output})
-    _, text = difference(puzzle, areas, expected)
-    if text:
+    if wrong := difference(puzzle, areas, expected):
         kind = (
             "reads out of bounds, or computes NaN"
-            if " is nan and " in text
+            if " is nan and " in wrong.text
             else "wrong on this device"
         )
-        raise Fault(kind, f"{text} ({described(sizes)})")
+        raise Fault(kind, f"{wrong.text} ({described(sizes)})", wrong.pattern)
 
 
 def score(puzzle: Puzzle) -> dict:

@@ -1,0 +1,390 @@
+"""What a mistake in a kernel means and what to do next, in one sentence: shared by all checkers.
+
+Triton's interpreter and its compiler answer the same mistake with different errors, and the
+interpreter lets some pass. Here both lead to the same sentence.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import difflib
+import inspect
+import re
+import sys
+import textwrap
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from lab.cli import ToolError
+
+CONDITION = "Boolean value of Tensor with more than one value is ambiguous"  # as the compiler says
+PRECEDENCE = "& is applied before <: write (a < b) & (c < d)"
+HELPER = "{} is a function of Python: @triton.jit above its `def` makes it one for kernels"
+MODULE = "PyTorch, numpy and math do not work on blocks: take the function from tl, as in tl.exp(x)"
+PRINT = 'print in a kernel takes a fixed text and then the blocks: print("x", x)'
+GLOBAL = "`{}` is a global variable: pass it as an argument (a function needs @triton.jit)"
+RETURN = "a kernel returns nothing: tl.store(OUT + at, value) writes the result"
+POINTER = (
+    "X is an address, not a tensor: tl.load(X + at) reads numbers, tl.store(OUT + at, value) "
+    "writes them"
+)
+BUILTIN = (
+    "Python's own sum, max and min do not work on blocks: tl.sum(x, 0) and tl.max(x, 0) "
+    "reduce one, tl.maximum(a, b) takes two"
+)
+
+
+class Mistake(NamedTuple):
+    """How it is answered, and what to say. Groups of `raised` fill the {} of the sentence."""
+
+    raised: str  # a pattern in 'TypeError: the first line of the message'
+    sentence: str
+    code: str = ""  # a pattern in the line of code
+
+
+MISTAKES = (
+    Mistake(
+        "ambiguous|Ternary expression with dynamic",
+        "a condition must be one truth value, and this is a block of them: use a mask or "
+        "tl.where(condition, a, b), and `&` in place of `and`",
+    ),
+    Mistake("'function' object", "@triton.jit is missing in the line above `def`"),
+    Mistake("'torch.dtype' object", "in a kernel a dtype is tl.float32, not torch.float32"),
+    Mistake("", BUILTIN, code=r"(?<![\w.])(sum|max|min)\((?!.*,.*\))"),
+    Mistake("Unsupported function referenced", MODULE),
+    Mistake("", MODULE, code=r"(?<![\w.])(torch|np|numpy|math)\.\w+\("),
+    Mistake(
+        "AssertionError: *$|pointer|cast",
+        "a seed is a number, and SEED an address: tl.rand(tl.load(SEED), numbers)",
+        code=r"tl\.rand",
+    ),
+    Mistake(
+        "TypeError|AttributeError|ValueError",
+        "float() and int() take one number: x.to(tl.float32) converts a block",
+        code=r"(?<![\w.])(float|int)\((?!['\"])",
+    ),
+    Mistake(
+        "item assignment|__setitem__",
+        "no element of a block can be set: tl.where(condition, a, b) chooses element by element, "
+        "and tl.store(OUT + at, value) writes to memory",
+    ),
+    Mistake(
+        "not iterable|forget to add @triton.jit|unsupported tensor index|not subscriptable",
+        POINTER,
+        code=r"\w\[(?!:|None)",
+    ),
+    Mistake("add pointers together", "X and Y are addresses: tl.load(X + at) has the numbers"),
+    Mistake(
+        r"cannot cast (pointer|\[\d)",
+        "this stores addresses: tl.load(X + at) has the numbers that stand there",
+    ),
+    Mistake(
+        "[Uu]nsupported ptr type .*tl.load",
+        "tl.load takes addresses, X + at, and what it is given here are numbers",
+    ),
+    Mistake(
+        "[Uu]nsupported ptr type .*tl.store",
+        "tl.store takes first the addresses and then the values: tl.store(OUT + at, value)",
+    ),
+    Mistake(
+        "invalid operands of type pointer",
+        "an address moves by whole numbers only: `//` divides them, `/` gives a fraction",
+    ),
+    Mistake("program_id axis", "a grid has the axes 0, 1 and 2"),
+    Mistake(
+        "must be a power of 2",
+        "the size of a block is a power of two: take the next larger one, and a mask",
+    ),
+    Mistake(
+        "must be of type tl.constexpr",
+        "a block's size must be known when the kernel is compiled: write BLOCK: tl.constexpr among "
+        "the arguments, and add what is not, start + tl.arange(0, BLOCK)",
+    ),
+    Mistake(r"arange\(\) missing", "tl.arange needs both ends: tl.arange(0, BLOCK)"),
+    Mistake("'range' object", "range is for loops: tl.arange(0, BLOCK) is a block of numbers"),
+    Mistake("[Mm]ask must have bool", "a mask is a block of true and false, such as at < n"),
+    Mistake("`other` cannot be", "`other` stands where the mask is false: give it a mask= as well"),
+    Mistake(
+        "[Mm]ask argument cannot be block",
+        "addresses are one sum, tl.load(X + at): what follows a comma is the mask",
+    ),
+    Mistake(
+        r"axis -?\d+ out of bounds|invalid axis",
+        "the block has no such axis: its first is 0, and [rows, columns] has a second, 1",
+    ),
+    Mistake(
+        "[Vv]alue argument cannot be block",
+        "a block of values needs a block of addresses: OUT + at, or reduce it, tl.sum(x, 0)",
+    ),
+    Mistake(
+        "IndexError|no len|has no attribute",
+        "an address knows neither shape nor strides: pass the sizes to the kernel as arguments",
+        code=r"\.(shape|stride|size|numel)\b|len\(",
+    ),
+    Mistake(
+        "has no attribute '(float|half|long|int|double)'",
+        ".{}() is PyTorch's: x.to(tl.float32) converts a block",
+    ),
+    Mistake("attribute 'mean'", "Triton has no mean: tl.sum(x, 0) / C, with C the real size"),
+    Mistake("'tensor' object has no attribute '(\\w+)'", "a block is no tensor and has no .{}()"),
+    Mistake(
+        "local variable '(\\w+)'",
+        "`{}` gets a value in one branch only: give it one before the `if`",
+    ),
+    Mistake(r"global variable (\w+)", GLOBAL),
+    Mistake(
+        "NameError.*?'?(\\w+)'? is not defined",
+        "`{}` is not known here: a kernel has its arguments, the variables set before on every "
+        "way, tl, and other functions with @triton.jit",
+    ),
+    Mistake(r"\*\*", "there is no ** for blocks: x * x is the square, tl.sqrt(x) the root"),
+    Mistake("for @|MatMult", "the product of two tiles is tl.dot(a, b)"),
+    Mistake(
+        "argument: '?dtype",
+        "tl.zeros needs a shape and a dtype: tl.zeros((BLOCK,), tl.float32)",
+    ),
+    Mistake(
+        "accumulator shape",
+        "the third argument of tl.dot is a tile [M, N]: begin it with tl.zeros",
+    ),
+    Mistake(
+        "equal ranks >= 2|must be either 2D|inputs must be 2D",
+        "tl.dot takes tiles with two axes: their addresses are of the form m[:, None] * K + "
+        "k[None, :]",
+    ),
+    Mistake(
+        "should have M|K >= 16",
+        "tl.dot takes tiles with at least 16 elements along each axis: make the blocks larger",
+    ),
+    Mistake(
+        "[Ff]irst input shape|Reduction dimension|incompatible dimensions at index -?[12]",
+        "the second axis of the first tile must be the first of the second one: [M, K] and [K, N]",
+        code="dot",
+    ),
+    Mistake(
+        "incompatible|broadcast|must be compatible|make_shape",
+        "blocks of different sizes do not go together: give each an axis of its own, m[:, None] "
+        "and n[None, :]",
+    ),
+    Mistake(
+        "Loop-carried variable (\\w+)",
+        "`{}` changes its type or shape in the loop: begin it with that of the sum, as "
+        "tl.zeros((BLOCK,), tl.float32)",
+    ),
+    Mistake("unexpected type fp", "`//` and `%` are for whole numbers: `/` divides fractions"),
+    Mistake("argument 'dim'", "the argument is called axis, not dim"),
+    Mistake(r"store\(\) missing", "tl.store(OUT + at, value) needs addresses and values"),
+    Mistake(r"where\(\) missing", "tl.where(condition, a, b) needs both values"),
+    Mistake("is not string|f-string", PRINT),
+    Mistake(
+        "outside of the scope of a kernel|missing .* 'grid'|argument 'num_warps'",
+        "a kernel is launched with its grid: kernel[(programs,)](x, out, ...)",
+    ),
+    Mistake(
+        "grid|object of type 'int' has no len|'int' and 'tuple'",
+        "the grid is a tuple, one number of programs for each axis: kernel[(programs,)](...)",
+        code=r"\w\[.*\]\(",
+    ),
+    Mistake(
+        r"number of gradients \(expected (\d+), got (\d+)",
+        "backward returns {1} values for the {0} arguments of forward: None for those without a "
+        "gradient",
+    ),
+    Mistake(
+        "missing .*argument|unexpected keyword|multiple values|got an unexpected",
+        "the launch must name each argument of the kernel once, in its order",
+        code=r"\w\[.*\]\(",
+    ),
+)
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """The error, what it was raised from, and so on."""
+    while error:
+        yield error
+        error = error.__cause__
+
+
+def place_of(error: BaseException, files: set[str]) -> tuple[str, str]:
+    """Where in these files it happened, 'line 12: ' or nothing, and that line."""
+    if isinstance(error, SyntaxError):
+        return f"line {error.lineno}: ", error.text or ""
+    for one in causes(error):
+        if hasattr(one, "node") and hasattr(one, "src"):  # of Triton's compiler
+            lines = (one.src or "").splitlines()[one.node.lineno - 1 : one.node.lineno]
+            return f"`{''.join(lines).strip()}`: ", "".join(lines)
+    frames = [
+        frame
+        for one in causes(error)
+        for frame in traceback.extract_tb(one.__traceback__)
+        if frame.filename in files
+    ]
+    return (f"line {frames[-1].lineno}: ", frames[-1].line or "") if frames else ("", "")
+
+
+def message_of(error: BaseException) -> str:
+    """'TypeError: ' and what is said of it, in a line."""
+    if isinstance(error, SyntaxError):
+        return f"SyntaxError: {error.msg}"
+    *_, first = causes(error)
+    name, lines = type(first).__name__, str(first).splitlines() or [""]
+    # a compiler's error quotes the code first, and names the error that it comes from
+    return lines[-1] if hasattr(first, "src") else f"{name}: {lines[0]}"
+
+
+def explained(error: BaseException, files: set[str]) -> str:
+    """An error in what the reader wrote, in these files, as one line: the place, the mistake and
+    the next step; of an error that is not known here, what Python says."""
+    where, code = place_of(error, files)
+    message = message_of(error)
+    code = code.partition("#")[0]
+    if unknown := re.search(r"module 'triton.language' has no attribute '(\w+)'", message):
+        return where + unknown_function(unknown[1])
+    for mistake in () if isinstance(error, SyntaxError) else MISTAKES:
+        found = re.search(mistake.raised, message)
+        if found and re.search(mistake.code, code):
+            return where + mistake.sentence.format(*found.groups())
+    return where + message
+
+
+def unknown_function(name: str) -> str:
+    """What to call in place of tl.name."""
+    if name == "mean":
+        return "Triton has no mean: tl.sum(x, 0) / C, with C the real size"
+    import triton.language as tl
+
+    near = difflib.get_close_matches(name, dir(tl), 1)
+    return f"there is no tl.{name}" + (f": did you mean tl.{near[0]}?" if near else "")
+
+
+def visible_mistake(function: Callable) -> str:
+    """What can be seen in the code of a kernel, and the interpreter takes: 'line 12: ' and the next
+    step, or nothing."""
+    lines, first = inspect.getsourcelines(function)
+    definition = ast.parse(textwrap.dedent("".join(lines))).body[0]
+    own = {node.id for node in ast.walk(definition) if is_set(node)}
+    own |= {argument.arg for argument in definition.args.args}
+    for statement in definition.body:
+        for node in ast.walk(statement):
+            if sentence := seen_in(node, function, own):
+                return f"line {first + node.lineno - 1}: {sentence}"
+    return ""
+
+
+def is_set(node: ast.AST) -> bool:
+    """Is it a variable that gets a value?"""
+    return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+
+
+def seen_in(node: ast.AST, kernel: Callable, own: set[str]) -> str:
+    """What is wrong with this node of a kernel with these variables, or nothing."""
+    match node:
+        case ast.Return(value=ast.AST()) if kernel.__name__.endswith("_kernel"):
+            return RETURN
+        case ast.Compare(ops=[_, _, *_]) if any(
+            isinstance(part, ast.BinOp) and isinstance(part.op, ast.BitAnd)
+            for part in node.comparators
+        ):
+            return PRECEDENCE
+        case ast.Call(func=ast.Name("print"), args=[first, *_]):
+            return "" if isinstance(first, ast.Constant) else PRINT
+        case ast.Call(func=ast.Name("sum" | "max" | "min"), args=[_]):
+            return BUILTIN
+        case ast.Call(func=ast.Name(name)) if inspect.isfunction(kernel.__globals__.get(name)):
+            return HELPER.format(name)
+        case ast.Call(func=ast.Attribute(value=ast.Name(name))) if name not in own:
+            module = kernel.__globals__.get(name)
+            foreign = isinstance(module, ModuleType) and not module.__name__.startswith("triton")
+            return MODULE if foreign else ""
+        case ast.Name(name, ast.Load()) if name not in own:
+            value = kernel.__globals__.get(name)
+            return GLOBAL.format(name) if isinstance(value, int | float | str | Tensor) else ""
+    return ""
+
+
+def kernels_of(module: ModuleType) -> list[Callable]:
+    """The functions with @triton.jit that a module defines."""
+    functions = [getattr(value, "fn", None) for value in vars(module).values()]
+    return [f for f in functions if getattr(f, "__module__", None) == module.__name__]
+
+
+@contextlib.contextmanager
+def explaining(file: Path, *kernels: Callable) -> Iterator[None]:
+    """ToolError, in one line, for an error in this file, which the reader wrote, and for what can
+    be seen in its kernels. What is still to be written stays a NotImplementedError."""
+    for kernel in kernels:
+        if text := visible_mistake(kernel):
+            raise ToolError(text, status=1)
+    try:
+        with strictly_interpreted():
+            yield
+    except (ToolError, NotImplementedError):
+        raise
+    except Exception as error:
+        text = explained(error, {str(file)})
+        if text == message_of(error):
+            raise  # neither in the file nor known: the tool's own fault
+        raise ToolError(text, status=1) from error
+
+
+@contextlib.contextmanager
+def strictly_interpreted() -> Iterator[None]:
+    """Let Triton's interpreter refuse what its compiler refuses: a block as a condition, and tiles
+    for tl.dot that are too small."""
+    import triton
+    from triton.runtime import interpreter
+
+    own = str(Path(triton.__file__).parent)  # which asks for it, too: is there a mask?
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def one_truth_value(self) -> bool:
+        if self.handle.data.size == 1:
+            return bool(self.handle.data)
+        if sys._getframe(1).f_code.co_filename.startswith(own):
+            return True
+        raise ValueError(CONDITION)
+
+    def patched(tensor: type, *scope: object) -> None:
+        patch_tensor(tensor, *scope)
+        tensor.__bool__ = one_truth_value
+
+    sizes = {"min_dot_size": lambda *types: (1, 1, 16)}
+    with (
+        mock.patch.object(interpreter, "_patch_lang_tensor", patched),
+        mock.patch.dict(interpreter.interpreter_builder.codegen_fns, sizes),
+    ):
+        yield
+
+
+def pattern(found: Tensor, right: Tensor, wrong: Tensor) -> str:
+    """What the wrong elements of a result have in common and where to look, or nothing.
+
+    `wrong` is true where `found` is not `right`; all three have one shape.
+    """
+    if found[wrong].isnan().all():
+        return "all of these are NaN: is there inf - inf, inf / inf or 0 / 0?"
+    if not found.any():
+        return "all is 0: does the result reach the store?"
+    factors = (found / right)[wrong & (right != 0)]
+    if (
+        len(factors) > 1
+        and factors.isfinite().all()
+        and (factors.max() - factors.min()) < 1e-3 * factors[0].abs()
+    ):
+        return f"each is {factors[0]:.4g} times what it should be: a factor, a sign or a mean?"
+    rows = wrong.reshape(len(wrong), -1).any(1) if wrong.dim() else wrong.reshape(1)
+    if len(rows) > 1 and not rows[0] and rows[1:].all():
+        return "the first row is right and no other: does row r begin at r times its length?"
+    if right.dim() == 2 and torch.allclose(
+        found, right.T.reshape(right.shape), 1e-3, equal_nan=True
+    ):
+        return "rows and columns are exchanged"
+    return ""
