@@ -61,7 +61,7 @@ from lab.show import Column, render, write_csv
 
 PROG = Path(__file__).name
 # they multiply matrices
-NOT_SEEN = ("triton-attention", "triton-triangle", "triton-outer-product", "swiglu-gemm")
+NOT_SEEN = ("triton-attention", "triton-triangle", "triton-outer-product")
 
 
 def find_deepspeed() -> ModuleType | None:

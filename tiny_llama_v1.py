@@ -94,29 +94,23 @@ def without_effect(args: argparse.Namespace) -> dict[str, str]:
 
 
 def use_settings(args: argparse.Namespace) -> None:
-    """Make this version's own settings of a run those of the process: there are none."""
+    """Apply this version's process-wide settings of a run: there are none."""
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that only this model has."""
-    sizes = ModelConfig()
-    add = parser.add_argument_group("model").add_argument
-    text = f"(default: {sizes.vocab_size}; 256 with --text-file)"
-    add("--vocab-size", type=at_least(2), metavar="V", help=text)
-    text = "width of the residual stream"
-    add("--hidden-dim", type=at_least(1), default=sizes.hidden_dim, metavar="D", help=text)
-    text = "transformer layers"
-    add("--num-layers", type=at_least(1), default=sizes.num_layers, metavar="L", help=text)
-    text = "query heads"
-    add("--num-heads", type=at_least(1), default=sizes.num_heads, metavar="H", help=text)
-    text = "key/value heads (default: half of the heads)"
-    add("--num-kv-heads", type=at_least(1), metavar="K", help=text)
-    text = "width of the MLP (default: 4 x hidden)"
-    add("--intermediate-dim", type=at_least(1), metavar="I", help=text)
-    add = parser.add_argument_group("data").add_argument
-    text = "tokens per sample"
-    add("--seq-len", type=at_least(2), default=sizes.seq_len, metavar="S", help=text)
-    add("--batch-size", type=at_least(1), default=8, metavar="B", help="samples per step")
+    sizes, add = ModelConfig(), parser.add_argument_group("model and data").add_argument
+    for flag, low, default, letter, text in (
+        ("vocab-size", 2, None, "V", f"(default: {sizes.vocab_size}; 256 with --text-file)"),
+        ("hidden-dim", 1, sizes.hidden_dim, "D", "width of the residual stream"),
+        ("num-layers", 1, sizes.num_layers, "L", "transformer layers"),
+        ("num-heads", 1, sizes.num_heads, "H", "query heads"),
+        ("num-kv-heads", 1, None, "K", "key/value heads (default: half of the heads)"),
+        ("intermediate-dim", 1, None, "I", "width of the MLP (default: 4 x hidden)"),
+        ("seq-len", 2, sizes.seq_len, "S", "tokens per sample"),
+        ("batch-size", 1, 8, "B", "samples per step"),
+    ):
+        add(f"--{flag}", type=at_least(low), default=default, metavar=letter, help=text)
     text = "train on the bytes of FILE instead of synthetic text"
     add("--text-file", type=Path, metavar="FILE", help=text)
 
@@ -126,16 +120,15 @@ def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentPar
     args.num_kv_heads = args.num_kv_heads or max(1, args.num_heads // 2)
     args.intermediate_dim = args.intermediate_dim or 4 * args.hidden_dim
     if args.hidden_dim % (2 * args.num_heads):
-        parser.error(
-            f"--hidden-dim {args.hidden_dim} must be divisible by 2 x --num-heads {args.num_heads} "
-            "(rotary embedding turns pairs of channels)"
-        )
+        must = f"must be divisible by 2 x --num-heads {args.num_heads}"
+        why = "rotary embedding turns pairs of channels"
+        parser.error(f"--hidden-dim {args.hidden_dim} {must} ({why})")
     if args.num_heads % args.num_kv_heads:
-        heads = f"--num-heads {args.num_heads}"
-        parser.error(f"{heads} must be divisible by --num-kv-heads {args.num_kv_heads}")
+        must = f"must be divisible by --num-kv-heads {args.num_kv_heads}"
+        parser.error(f"--num-heads {args.num_heads} {must}")
     if args.text_file and args.vocab_size not in (None, 256):
-        vocabulary = f"--vocab-size {args.vocab_size}"
-        parser.error(f"{vocabulary} does not fit --text-file: bytes have a vocabulary of 256")
+        why = "does not fit --text-file: bytes have a vocabulary of 256"
+        parser.error(f"--vocab-size {args.vocab_size} {why}")
     args.vocab_size = args.vocab_size or (256 if args.text_file else ModelConfig.vocab_size)
     if args.text_file:
         read_text(args.text_file, args.seq_len)

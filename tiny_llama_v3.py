@@ -41,7 +41,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, make_dataclass
 from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
@@ -93,20 +93,6 @@ class ModelConfig:
     blocks: str = "default"  # what --blocks replaces
 
 
-@dataclass(frozen=True)
-class Fusions:
-    """Which fusions are on."""
-
-    qkv_fusion: bool = True
-    flash_attention: bool = True
-    swiglu_fusion: bool = True
-    triton_rms_norm: bool = True
-    triton_rotary: bool = True
-    triton_attention: bool = True
-    triton_swiglu: bool = True
-    triton_cross_entropy: bool = True
-
-
 FUSIONS: tuple[tuple[str, str, str], ...] = (
     ("qkv-fusion", "qkv_fusion", "query, key and value projection as one GEMM"),
     ("flash-attention", "flash_attention", "SDPA of PyTorch instead of materialised scores"),
@@ -117,6 +103,8 @@ FUSIONS: tuple[tuple[str, str, str], ...] = (
     ("triton-swiglu", "triton_swiglu", "silu(gate) * up as one kernel"),
     ("triton-cross-entropy", "triton_cross_entropy", "loss without a float32 copy of the logits"),
 )
+# Which fusions are on: a field for each.
+Fusions = make_dataclass("Fusions", [(name, bool, True) for _, name, _ in FUSIONS], frozen=True)
 # Those whose kernels the first step compiles.
 TRITON_FUSIONS = tuple(name for _, name, _ in FUSIONS if name.startswith("triton"))
 MODES: dict[str, Callable[[argparse.Namespace], int]] = {}  # what runs in place of training
@@ -128,35 +116,29 @@ def without_effect(args: argparse.Namespace) -> dict[str, str]:
 
 
 def use_settings(args: argparse.Namespace) -> None:
-    """Make this version's own settings of a run those of the process: block sizes."""
+    """Apply this version's process-wide settings of a run: block sizes."""
     use_blocks(args.blocks)
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that only this model has."""
-    sizes = ModelConfig()
-    add = parser.add_argument_group("model").add_argument
-    text = f"(default: {sizes.vocab_size}; 256 with --text-file)"
-    add("--vocab-size", type=at_least(2), metavar="V", help=text)
-    text = "width of the residual stream"
-    add("--hidden-dim", type=at_least(1), default=sizes.hidden_dim, metavar="D", help=text)
-    text = "transformer layers"
-    add("--num-layers", type=at_least(1), default=sizes.num_layers, metavar="L", help=text)
-    text = "query heads"
-    add("--num-heads", type=at_least(1), default=sizes.num_heads, metavar="H", help=text)
-    text = "key/value heads (default: half of the heads)"
-    add("--num-kv-heads", type=at_least(1), metavar="K", help=text)
-    text = "width of the MLP (default: 4 x hidden)"
-    add("--intermediate-dim", type=at_least(1), metavar="I", help=text)
-    add = parser.add_argument_group("data").add_argument
-    text = "tokens per sample"
-    add("--seq-len", type=at_least(2), default=sizes.seq_len, metavar="S", help=text)
-    add("--batch-size", type=at_least(1), default=8, metavar="B", help="samples per step")
+    sizes, add = ModelConfig(), parser.add_argument_group("model and data").add_argument
+    for flag, low, default, letter, text in (
+        ("vocab-size", 2, None, "V", f"(default: {sizes.vocab_size}; 256 with --text-file)"),
+        ("hidden-dim", 1, sizes.hidden_dim, "D", "width of the residual stream"),
+        ("num-layers", 1, sizes.num_layers, "L", "transformer layers"),
+        ("num-heads", 1, sizes.num_heads, "H", "query heads"),
+        ("num-kv-heads", 1, None, "K", "key/value heads (default: half of the heads)"),
+        ("intermediate-dim", 1, None, "I", "width of the MLP (default: 4 x hidden)"),
+        ("seq-len", 2, sizes.seq_len, "S", "tokens per sample"),
+        ("batch-size", 1, 8, "B", "samples per step"),
+    ):
+        add(f"--{flag}", type=at_least(low), default=default, metavar=letter, help=text)
     text = "train on the bytes of FILE instead of synthetic text"
     add("--text-file", type=Path, metavar="FILE", help=text)
     add = parser.add_argument_group("kernels").add_argument
-    text = "other block sizes or warps for a kernel, powers of two; a wrong name lists those there "
-    text, form = f"{text}are; can be repeated", "KERNEL:NAME=NUMBER,..."
+    text = "other block sizes or warps, powers of two; a wrong kernel lists all; can be repeated"
+    form = "KERNEL:NAME=NUMBER,..."
     add("--blocks", type=read_blocks, action="append", metavar=form, help=text)
 
 
@@ -172,29 +154,22 @@ def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentPar
     args.num_kv_heads = args.num_kv_heads or max(1, args.num_heads // 2)
     args.intermediate_dim = args.intermediate_dim or 4 * args.hidden_dim
     if args.hidden_dim % (2 * args.num_heads):
-        parser.error(
-            f"--hidden-dim {args.hidden_dim} must be divisible by 2 x --num-heads {args.num_heads} "
-            "(rotary embedding turns pairs of channels)"
-        )
+        must = f"must be divisible by 2 x --num-heads {args.num_heads}"
+        why = "rotary embedding turns pairs of channels"
+        parser.error(f"--hidden-dim {args.hidden_dim} {must} ({why})")
     if args.num_heads % args.num_kv_heads:
-        heads = f"--num-heads {args.num_heads}"
-        parser.error(f"{heads} must be divisible by --num-kv-heads {args.num_kv_heads}")
+        must = f"must be divisible by --num-kv-heads {args.num_kv_heads}"
+        parser.error(f"--num-heads {args.num_heads} {must}")
     if args.text_file and args.vocab_size not in (None, 256):
-        vocabulary = f"--vocab-size {args.vocab_size}"
-        parser.error(f"{vocabulary} does not fit --text-file: bytes have a vocabulary of 256")
+        why = "does not fit --text-file: bytes have a vocabulary of 256"
+        parser.error(f"--vocab-size {args.vocab_size} {why}")
     args.vocab_size = args.vocab_size or (256 if args.text_file else ModelConfig.vocab_size)
     if args.text_file:
         read_text(args.text_file, args.seq_len)
     if (channels := args.hidden_dim // args.num_heads) > 128:
         reason = f"its kernels take up to 128 channels per head, not {channels}"
         leave_to_pytorch(args, {"triton_attention": reason})
-    chosen: dict[str, dict[str, int]] = {}
-    for kernel, sizes in args.blocks or ():
-        chosen[kernel] = chosen.get(kernel, {}) | sizes
-    texts = []
-    for kernel, sizes in chosen.items():
-        texts.append(f"{kernel}:{','.join(f'{name}={size}' for name, size in sizes.items())}")
-    args.blocks = " ".join(texts) or ModelConfig.blocks
+    args.blocks = " ".join(args.blocks or ()) or ModelConfig.blocks
     if any(getattr(args, name) for _, name, _ in FUSIONS if name.startswith("triton")):
         if INTERPRETED:
             note_interpreter()
@@ -242,8 +217,8 @@ BLOCKS: dict[str, str] = {
 OVERRIDES: dict[str, dict[str, int]] = {}  # what --blocks replaces, for this run
 
 
-def read_blocks(text: str) -> tuple[str, dict[str, int]]:
-    """Parse "kernel:NAME=number,..." of --blocks (an argparse type): the kernel, its new sizes."""
+def read_blocks(text: str) -> str:
+    """Check "kernel:NAME=number,..." of --blocks, and return it (an argparse type)."""
     kernel, _, settings = text.partition(":")
     pairs = [pair.partition("=")[::2] for pair in settings.split(",")]
     kernels = [name for name in BLOCKS if " " not in name]
@@ -258,7 +233,7 @@ def read_blocks(text: str) -> tuple[str, dict[str, int]]:
         if not value.isdecimal() or int(value).bit_count() != 1 or int(value) < low:
             message = f"{kernel}: {name}={value} is not a power of two from {low}"
             raise argparse.ArgumentTypeError(message)
-    return kernel, block_sizes(settings)
+    return text
 
 
 @cache  # a launch asks for them each time
@@ -269,10 +244,11 @@ def block_sizes(settings: str) -> dict[str, int]:
 
 
 def use_blocks(text: str) -> None:
-    """Make these the block sizes of the process: ModelConfig.blocks, which --blocks fills."""
+    """Use ModelConfig.blocks, which --blocks fills, in this process; of a size the last one."""
     OVERRIDES.clear()
-    if text != ModelConfig.blocks:
-        OVERRIDES.update(read_blocks(part) for part in text.split())
+    for part in text.split() if text != ModelConfig.blocks else ():
+        kernel, _, settings = part.partition(":")
+        OVERRIDES[kernel] = OVERRIDES.get(kernel, {}) | block_sizes(settings)
 
 
 def blocks(kernel: str, dtype: torch.dtype | None = None) -> dict[str, int]:
@@ -297,53 +273,50 @@ def dot_precision(dtype: torch.dtype) -> str:
     return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
-def operator(function: Callable, changes: tuple[str, ...] = ()) -> Callable:
-    """Make a function that launches kernels an operator; torch.compile sees the kernels in it.
-
-    It allocates its results, or writes into those of its arguments that `changes` names and
-    returns nothing.
-    """
-    script = re.sub(r"\W|^(?=\d)", "_", Path(__file__).stem, flags=re.ASCII)  # a copy of any name
-    name = f"{script}::{function.__name__}"
-    if not INTERPRETED:
-        return triton_op(name, function, mutates_args=changes)
-    opaque = torch.library.custom_op(name, function, mutates_args=changes)
-    opaque.register_fake(function)
-    return opaque
-
-
 if INTERPRETED:
 
     class wrap_triton:  # PyTorch's takes compiled kernels only
-        """Run a kernel by `wrap_triton(kernel)[grid](NAME=value, ...)`.
+        """Run a kernel by `wrap_triton(kernel)[grid](TENSOR, ..., NAME=value, ...)`.
 
-        Where torch.compile only asks for shapes nothing runs. Triton 3 multiplies bfloat16 as
-        integers here, without a word: so the kernel gets float32, and its results are rounded.
+        It runs as an operator of the kernel's name, for what counts or times operators. Where
+        torch.compile only asks for shapes nothing runs. Triton 3 multiplies bfloat16 as integers
+        here, without a word: so the kernel gets float32, and its results are rounded.
         """
 
         def __init__(self, kernel: Callable):
             self.kernel = kernel
 
         def __getitem__(self, grid: tuple[int, ...]) -> Callable:
-            def run(**arguments) -> None:
-                tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
-                if isinstance(tensors[0], FakeTensor):
-                    return
+            return partial(self.launch, grid)
+
+        def launch(self, grid: tuple[int, ...], *tensors: Tensor | None, **arguments) -> None:
+            arguments |= zip(self.kernel.arg_names, tensors, strict=False)
+            tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
+            if isinstance(tensors[0], FakeTensor):
+                return
+
+            def run() -> None:
                 narrow = [tensor for tensor in tensors if tensor.dtype == torch.bfloat16]
-                wide = {id(tensor): self.widened(tensor) for tensor in narrow}
-                given = {name: wide.get(id(value), value) for name, value in arguments.items()}
-                self.kernel[grid](**given)
+                copies = (torch.empty_strided(t.shape, t.stride()).copy_(t) for t in narrow)
+                wide = dict(zip(map(id, narrow), copies, strict=True))  # of the same strides
+                inputs = {name: wide.get(id(value), value) for name, value in arguments.items()}
+                self.kernel[grid](**inputs)
                 for tensor in narrow:
                     # Unseen by autograd, which the inputs among them belong to.
                     tensor.data.copy_(wide[id(tensor)])
 
-            return run
+            wrap_triton.run = run
+            self.operator(self.kernel.__name__)(tensors)
+            del wrap_triton.run  # and what it refers to, or autograd would copy a gradient
 
         @staticmethod
-        def widened(tensor: Tensor) -> Tensor:
-            """Copy to float32 with the same strides."""
-            wide = torch.empty_strided(tensor.shape, tensor.stride(), dtype=torch.float32)
-            return wide.copy_(tensor)
+        @cache
+        def operator(name: str) -> Callable:
+            """Make an operator that runs what is prepared for these tensors."""
+            script = re.sub(r"\W|^(?=\d)", "_", Path(__file__).stem, flags=re.ASCII)
+            name, schema = f"{script}::{name}", "(Tensor[] tensors) -> ()"
+            run = torch.library.custom_op(name, mutates_args=(), schema=schema)
+            return run(lambda tensors: wrap_triton.run())
 
 
 def check_not_empty(kernel: str, x: Tensor) -> None:
@@ -389,11 +362,29 @@ def leave_to_pytorch(args: argparse.Namespace, reasons: dict[str, str]) -> None:
 
 
 # --- end of launch
+# --- operators
+# Copied from common/operators.py by tools/sync_common.py: edit it there.
+def operator(function: Callable, changes: tuple[str, ...] = ()) -> Callable:
+    """Make a function that launches kernels an operator; torch.compile sees the kernels in it.
+
+    It allocates its results, or writes into those of its arguments that `changes` names and
+    returns nothing.
+    """
+    script = re.sub(r"\W|^(?=\d)", "_", Path(__file__).stem, flags=re.ASCII)  # a copy of any name
+    name = f"{script}::{function.__name__}"
+    if not INTERPRETED:
+        return triton_op(name, function, mutates_args=changes)
+    opaque = torch.library.custom_op(name, function, mutates_args=changes)
+    opaque.register_fake(function)
+    return opaque
+
+
+# --- end of operators
 
 
 @triton.jit
 def sum_parts_kernel(PARTS, OUT, parts, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Add up what each program found: out = sum over p of parts[p].
+    """Add up what each program wrote: out = sum over p of parts[p].
 
     PARTS [parts, width], OUT [width]. A program owns BLOCK columns, and reads ROWS parts at a time.
     """
@@ -410,18 +401,17 @@ def sum_parts_kernel(PARTS, OUT, parts, width, ROWS: tl.constexpr, BLOCK: tl.con
     tl.store(OUT + column, tl.sum(total, 0), mask=column < width)
 
 
-def sum_parts(parts: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Add up float32 parts [parts, ...], what each program found, and return the sum in `dtype`.
+def sum_parts(parts: Tensor, out: Tensor) -> None:
+    """Write the sum of float32 parts [parts, ...], one of each program, into out.
 
     torch.sum is slower at many short parts.
     """
-    chosen, out = blocks("sum_parts"), torch.empty_like(parts[0], dtype=dtype)
+    chosen, width = blocks("sum_parts"), out.numel()
     rows = min(chosen.pop("ROWS"), triton.next_power_of_2(len(parts)))
     block = max(8, chosen.pop("TILE") // rows)
-    wrap_triton(sum_parts_kernel)[(triton.cdiv(out.numel(), block),)](
-        PARTS=parts, OUT=out, parts=len(parts), width=out.numel(), ROWS=rows, BLOCK=block, **chosen
-    )  # fmt: skip
-    return out
+    wrap_triton(sum_parts_kernel)[(triton.cdiv(width, block),)](
+        parts, out, parts=len(parts), width=width, ROWS=rows, BLOCK=block, **chosen
+    )
 
 
 LOG2E = tl.constexpr(math.log2(math.e))  # scores are kept to the base 2: hardware computes exp2
@@ -500,9 +490,8 @@ def rms_norm_forward(
     normed, rstd = torch.empty_like(x, dtype=dtype), x.new_empty(rows, dtype=torch.float32)
     summed = x.new_empty(0) if update is None else torch.empty_like(x)
     wrap_triton(rms_norm_forward_kernel)[(programs,)](
-        X=x, UPDATE=update, WEIGHT=weight, NORMED=normed, SUMMED=summed, RSTD=rstd,
-        rows=rows, eps=eps, **options,
-    )  # fmt: skip
+        x, update, weight, normed, summed, rstd, rows=rows, eps=eps, **options
+    )
     return normed, summed, rstd
 
 
@@ -521,12 +510,12 @@ def rms_norm_backward(
     grad_update = summed.new_empty(0)
     if grad_summed is not None:
         grad_update = torch.empty_like(summed, dtype=dtype)
-    grad_weight = weight.new_empty(programs, len(weight), dtype=torch.float32)
-    wrap_triton(rms_norm_backward_kernel)[(programs,)](
-        GRAD_NORMED=grad_normed, GRAD_SUMMED=grad_summed, SUMMED=summed, WEIGHT=weight, RSTD=rstd,
-        GRAD_X=grad_x, GRAD_UPDATE=grad_update, GRAD_WEIGHT=grad_weight, rows=rows, **options,
-    )  # fmt: skip
-    grad_weight = sum_parts(grad_weight, weight.dtype) if with_weight else weight.new_empty(0)
+    parts = weight.new_empty(programs, len(weight), dtype=torch.float32)
+    tensors = grad_normed, grad_summed, summed, weight, rstd, grad_x, grad_update, parts
+    wrap_triton(rms_norm_backward_kernel)[(programs,)](*tensors, rows=rows, **options)
+    grad_weight = weight.new_empty(0)
+    if with_weight:
+        sum_parts(parts, grad_weight := torch.empty_like(weight))
     return grad_x, grad_update, grad_weight
 
 
@@ -606,10 +595,8 @@ def rotary(qkv: Tensor, cos: Tensor, sin: Tensor, values: int, sign: int) -> Ten
     check_sequences(qkv, len(cos))
     rows, programs, options = row_launch("rotary", qkv)
     rotated = torch.empty_like(qkv)
-    wrap_triton(rotary_kernel)[(programs,)](
-        QKV=qkv, COS=cos, SIN=sin, ROTATED=rotated, rows=rows, seq=qkv.shape[1],
-        HEADS=qkv.shape[2], VALUES=values, SIGN=sign, **options,
-    )  # fmt: skip
+    sizes = {"rows": rows, "seq": qkv.shape[1], "HEADS": qkv.shape[2], "VALUES": values}
+    wrap_triton(rotary_kernel)[(programs,)](qkv, cos, sin, rotated, **sizes, SIGN=sign, **options)
     return rotated
 
 
@@ -682,7 +669,7 @@ def swiglu_forward(gate_up: Tensor) -> Tensor:
     out = gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
     rows, programs, options = row_launch("swiglu_forward", out, whole=False)
     grid = (programs, triton.cdiv(out.shape[-1], options["BLOCK_C"]))
-    wrap_triton(swiglu_forward_kernel)[grid](GATE_UP=gate_up, OUT=out, rows=rows, **options)
+    wrap_triton(swiglu_forward_kernel)[grid](gate_up, out, rows=rows, **options)
     return out
 
 
@@ -692,9 +679,8 @@ def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
     rows, programs, options = row_launch("swiglu_backward", grad, whole=False)
     grad_gate_up = torch.empty_like(gate_up)
     grid = (programs, triton.cdiv(grad.shape[-1], options["BLOCK_C"]))
-    wrap_triton(swiglu_backward_kernel)[grid](
-        GRAD=grad, GATE_UP=gate_up, GRAD_GATE_UP=grad_gate_up, rows=rows, **options
-    )
+    tensors = grad, gate_up, grad_gate_up
+    wrap_triton(swiglu_backward_kernel)[grid](*tensors, rows=rows, **options)
     return grad_gate_up
 
 
@@ -897,9 +883,11 @@ def attention_backward_keys_kernel(
 
 
 def attention_sizes(qkv: Tensor, num_heads: int) -> dict:
-    """Return what the three kernels are compiled for, besides their blocks."""
-    packed, dim = qkv.shape[2:]
+    """Return sizes and scale, and what the three kernels are compiled for besides their blocks."""
+    seq, packed, dim = qkv.shape[1:]
     return {
+        "seq": seq,
+        "scale": dim**-0.5,
         "H": num_heads,
         "K": (packed - num_heads) // 2,
         "D": dim,
@@ -918,31 +906,24 @@ def attention_forward(qkv: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
     out = qkv.new_empty(batch, seq, num_heads, dim)
     log_sum_exp = qkv.new_empty(batch, num_heads, seq, dtype=torch.float32)
     grid = (batch * num_heads, triton.cdiv(seq, chosen["BLOCK_M"]))
-    wrap_triton(attention_forward_kernel)[grid](
-        QKV=qkv, OUT=out, LOG_SUM_EXP=log_sum_exp, seq=seq, scale=dim**-0.5,
-        **attention_sizes(qkv, num_heads), **chosen,
-    )  # fmt: skip
+    sizes = attention_sizes(qkv, num_heads)
+    wrap_triton(attention_forward_kernel)[grid](qkv, out, log_sum_exp, **sizes, **chosen)
     return out, log_sum_exp
 
 
 @operator
 def attention_backward(qkv: Tensor, out: Tensor, log_sum_exp: Tensor, grad: Tensor) -> Tensor:
     """Compute the gradient of qkv, packed as it is."""
-    batch, seq, num_heads, dim = out.shape
-    sizes = {"seq": seq, "scale": dim**-0.5, **attention_sizes(qkv, num_heads)}
+    batch, seq, num_heads, _ = out.shape
+    sizes = attention_sizes(qkv, num_heads)
     delta, grad_qkv = torch.empty_like(log_sum_exp), torch.empty_like(qkv)
+    tensors = log_sum_exp, grad, delta, grad_qkv
     chosen = blocks("attention_backward_queries", qkv.dtype)
-    grid = (batch * num_heads, triton.cdiv(seq, chosen["BLOCK_M"]))
-    wrap_triton(attention_backward_queries_kernel)[grid](
-        QKV=qkv, OUT=out, LOG_SUM_EXP=log_sum_exp, GRAD=grad, DELTA=delta, GRAD_QKV=grad_qkv,
-        **sizes, **chosen,
-    )  # fmt: skip
+    grid = batch * num_heads, triton.cdiv(seq, chosen["BLOCK_M"])
+    wrap_triton(attention_backward_queries_kernel)[grid](qkv, out, *tensors, **sizes, **chosen)
     chosen = blocks("attention_backward_keys", qkv.dtype)
-    grid = (batch * sizes["K"], triton.cdiv(seq, chosen["BLOCK_N"]))
-    wrap_triton(attention_backward_keys_kernel)[grid](
-        QKV=qkv, LOG_SUM_EXP=log_sum_exp, GRAD=grad, DELTA=delta, GRAD_QKV=grad_qkv,
-        **sizes, **chosen,
-    )  # fmt: skip
+    grid = batch * sizes["K"], triton.cdiv(seq, chosen["BLOCK_N"])
+    wrap_triton(attention_backward_keys_kernel)[grid](qkv, *tensors, **sizes, **chosen)
     return grad_qkv
 
 
@@ -1029,9 +1010,8 @@ def cross_entropy_forward(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tens
     rows, programs, options = row_launch("cross_entropy_forward", logits, whole=False)
     losses, log_sum_exp = (logits.new_empty(rows, dtype=torch.float32) for _ in range(2))
     wrap_triton(cross_entropy_forward_kernel)[(programs,)](
-        LOGITS=logits, TARGETS=targets, LOSSES=losses, LOG_SUM_EXP=log_sum_exp,
-        rows=rows, **options,
-    )  # fmt: skip
+        logits, targets, losses, log_sum_exp, rows=rows, **options
+    )
     return losses, log_sum_exp
 
 
@@ -1042,10 +1022,8 @@ def cross_entropy_backward(
     """Compute the gradient of the logits, in their type."""
     rows, programs, options = row_launch("cross_entropy_backward", logits, whole=False)
     grad_logits = torch.empty_like(logits)
-    wrap_triton(cross_entropy_backward_kernel)[(programs,)](
-        GRAD=grad, LOGITS=logits, TARGETS=targets, LOG_SUM_EXP=log_sum_exp,
-        GRAD_LOGITS=grad_logits, rows=rows, **options,
-    )  # fmt: skip
+    tensors = grad, logits, targets, log_sum_exp, grad_logits
+    wrap_triton(cross_entropy_backward_kernel)[(programs,)](*tensors, rows=rows, **options)
     return grad_logits
 
 

@@ -2,17 +2,18 @@
 """TinyLlama V4: what is left to take away when the kernels of V3 are fast.
 
 direct-gradients   weight gradients go from their GEMM to the optimizer, and nothing casts them
-fused-optimizer    AdamW as one kernel, which also writes the weights that the next GEMMs take
+fused-optimizer    AdamW as one kernel, which also writes the weights that the next GEMMs take, and
+                   reads gradients where the backward pass writes them: the embedding's is added to
+                   that of the output projection, which has the same weight
 norm-from-output   a norm's backward pass reads its output, which the next GEMM keeps anyway
-tied-embedding     the embedding's gradient is added to that of the output projection, in its place
-rotary-fusion      attention's backward kernels rotate gradients of query and key back themselves
-swiglu-gemm        SwiGLU in the epilogue of a Triton GEMM, forward and backward
 overlap            weight gradients and updates on side streams, beside the backward pass
 
-V3's kernels stay, and the vendor's library multiplies most matrices. The whole step is one graph by
-default. A graph keeps what depends on what, not an order: `overlap` makes use of that, so it does
-nothing in a step without a graph. `--mode benchmark` is inference: there a whole transformer layer
-is a single launch.
+An operation has two ways: a kernel, or PyTorch alone. V3's kernels stay, and the vendor's
+library multiplies matrices; attention's backward kernels also rotate gradients of query and key
+back. The whole step is one graph by default, launched by these functions themselves: for
+torch.compile there is V3. A graph keeps what depends on what, not an order: `overlap` makes use of
+that, so it does nothing in a step without a graph. `--mode benchmark` is inference: there a whole
+transformer layer is a single launch.
 
 Examples:
   python tiny_llama_v4.py --use-amp --compare-fusion                   all off against all on
@@ -43,8 +44,8 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, make_dataclass
 from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
@@ -63,7 +64,7 @@ try:
     import triton.language as tl
     from torch import Tensor, nn
     from torch._subclasses import FakeTensor
-    from torch.library import triton_op, wrap_triton
+    from torch.library import wrap_triton
     from torch.nn.parallel import DistributedDataParallel
     from torch.optim import AdamW
     from torch.overrides import TorchFunctionMode
@@ -96,31 +97,8 @@ class ModelConfig:
     blocks: str = "default"  # what --blocks replaces
 
 
-@dataclass(frozen=True)
-class Fusions:
-    """Which fusions are on."""
-
-    qkv_fusion: bool = True
-    flash_attention: bool = True
-    swiglu_fusion: bool = True
-    triton_rms_norm: bool = True
-    triton_rotary: bool = True
-    triton_attention: bool = True
-    triton_swiglu: bool = True
-    triton_cross_entropy: bool = True
-    direct_gradients: bool = True
-    fused_optimizer: bool = True
-    norm_from_output: bool = True
-    tied_embedding: bool = True
-    rotary_fusion: bool = True
-    swiglu_gemm: bool = True
-    overlap: bool = True
-
-
 FUSIONS: tuple[tuple[str, str, str], ...] = (
-    ("qkv-fusion", "qkv_fusion", "query, key and value projection as one GEMM"),
     ("flash-attention", "flash_attention", "SDPA of PyTorch instead of materialised scores"),
-    ("swiglu-fusion", "swiglu_fusion", "gate and up projection as one GEMM"),
     ("triton-rms-norm", "triton_rms_norm", "residual addition and norm as one kernel"),
     ("triton-rotary", "triton_rotary", "rotary embedding of the packed heads as one kernel"),
     ("triton-attention", "triton_attention", "our own flash attention, which repeats no key"),
@@ -129,79 +107,58 @@ FUSIONS: tuple[tuple[str, str, str], ...] = (
     ("direct-gradients", "direct_gradients", "weight gradients reach the optimizer without a cast"),
     ("fused-optimizer", "fused_optimizer", "AdamW as one kernel, which casts weights, too"),
     ("norm-from-output", "norm_from_output", "the norm's backward pass reads its output"),
-    ("tied-embedding", "tied_embedding", "embedding gradient added to the output projection's"),
-    ("rotary-fusion", "rotary_fusion", "attention's backward kernels rotate gradients back"),
-    ("swiglu-gemm", "swiglu_gemm", "SwiGLU in the epilogue of a Triton GEMM, forward and backward"),
     ("overlap", "overlap", "in a graph, weight gradients and updates beside the backward pass"),
 )
+# Which fusions are on: a field for each.
+Fusions = make_dataclass("Fusions", [(name, bool, True) for _, name, _ in FUSIONS], frozen=True)
 # Those whose kernels the first step compiles.
 TRITON_FUSIONS = tuple(name for _, name, _ in FUSIONS if name.startswith("triton"))
-TRITON_FUSIONS += ("fused_optimizer", "tied_embedding", "swiglu_gemm")
+TRITON_FUSIONS += ("fused_optimizer",)
 MODES: dict[str, Callable[[argparse.Namespace], int]] = {}  # what runs in place of training
 
 
 def without_effect(args: argparse.Namespace) -> dict[str, str]:
     """Return the fusions that change nothing beside the other arguments, on or off, and why."""
-    found, head_dim = {}, args.hidden_dim // args.num_heads
-    exact_float32 = not args.use_amp and args.matmul_precision == "highest"
+    idle = {}
     if args.triton_attention:
-        found["flash_attention"] = "triton-attention takes its place"
-    if not (args.triton_rotary and args.triton_attention):
-        found["rotary_fusion"] = "it joins triton-rotary and triton-attention, of which one is off"
-    elif head_dim < 16 or head_dim.bit_count() != 1:
-        found["rotary_fusion"] = f"a head has {head_dim} channels, no power of two from 16"
+        idle["flash_attention"] = "triton-attention takes its place"
     if not args.triton_rms_norm:
-        found["norm_from_output"] = "it changes triton-rms-norm, which is off"
+        idle["norm_from_output"] = "it changes triton-rms-norm, which is off"
     if not args.use_amp:
-        found["direct_gradients"] = "without --use-amp no gradient is cast"
-    if not args.swiglu_fusion:
-        found["swiglu_gemm"] = "it needs swiglu-fusion"
-    elif not (INTERPRETED or (BACKEND == "cuda" and exact_float32)):
-        found["swiglu_gemm"] = "in this precision a library's GEMM and a kernel are faster, and run"
-    if not args.cuda_graph:
-        found["overlap"] = "it needs a graph, which this run has not"
-    elif args.num_gpus > 1 and not args.fused_optimizer:
-        found["overlap"] = "on several GPUs it needs fused-optimizer, which averages the gradients"
-    if args.torch_compile:
-        names = ("direct_gradients", "fused_optimizer", "tied_embedding", "swiglu_gemm", "overlap")
-        found |= dict.fromkeys(names, "torch.compile does without it")
-    if args.swiglu_gemm and "swiglu_gemm" not in found:
-        found["triton_swiglu"] = "swiglu-gemm takes its place"
-    return found
+        idle["direct_gradients"] = "without --use-amp no gradient is cast"
+    if not args.fused_optimizer:
+        idle["overlap"] = "it needs fused-optimizer, which takes gradients from other streams"
+    elif not args.cuda_graph:
+        idle["overlap"] = "it needs a graph, which this run has not"
+    return idle
 
 
 def use_settings(args: argparse.Namespace) -> None:
-    """Make this version's own settings of a run those of the process: block sizes."""
+    """Apply this version's process-wide settings of a run: block sizes."""
     use_blocks(args.blocks)
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that only this model has."""
-    sizes = ModelConfig()
-    add = parser.add_argument_group("model").add_argument
-    text = f"(default: {sizes.vocab_size}; 256 with --text-file)"
-    add("--vocab-size", type=at_least(2), metavar="V", help=text)
-    text = "width of the residual stream"
-    add("--hidden-dim", type=at_least(1), default=sizes.hidden_dim, metavar="D", help=text)
-    text = "transformer layers"
-    add("--num-layers", type=at_least(1), default=sizes.num_layers, metavar="L", help=text)
-    text = "query heads"
-    add("--num-heads", type=at_least(1), default=sizes.num_heads, metavar="H", help=text)
-    text = "key/value heads (default: half of the heads)"
-    add("--num-kv-heads", type=at_least(1), metavar="K", help=text)
-    text = "width of the MLP (default: 4 x hidden)"
-    add("--intermediate-dim", type=at_least(1), metavar="I", help=text)
-    add = parser.add_argument_group("data").add_argument
-    text = "tokens per sample"
-    add("--seq-len", type=at_least(2), default=sizes.seq_len, metavar="S", help=text)
-    add("--batch-size", type=at_least(1), default=8, metavar="B", help="samples per step")
+    sizes, add = ModelConfig(), parser.add_argument_group("model and data").add_argument
+    for flag, low, default, letter, text in (
+        ("vocab-size", 2, None, "V", f"(default: {sizes.vocab_size}; 256 with --text-file)"),
+        ("hidden-dim", 1, sizes.hidden_dim, "D", "width of the residual stream"),
+        ("num-layers", 1, sizes.num_layers, "L", "transformer layers"),
+        ("num-heads", 1, sizes.num_heads, "H", "query heads"),
+        ("num-kv-heads", 1, None, "K", "key/value heads (default: half of the heads)"),
+        ("intermediate-dim", 1, None, "I", "width of the MLP (default: 4 x hidden)"),
+        ("seq-len", 2, sizes.seq_len, "S", "tokens per sample"),
+        ("batch-size", 1, 8, "B", "samples per step"),
+    ):
+        add(f"--{flag}", type=at_least(low), default=default, metavar=letter, help=text)
     text = "train on the bytes of FILE instead of synthetic text"
     add("--text-file", type=Path, metavar="FILE", help=text)
     text = "benchmark: inference, a layer as one launch"
     add("--mode", choices=("train", "benchmark"), default="train", help=text)
     add = parser.add_argument_group("kernels").add_argument
-    text = "other block sizes or warps for a kernel, powers of two; a wrong name lists those there "
-    text, form = f"{text}are; can be repeated", "KERNEL:NAME=NUMBER,..."
+    text = "other block sizes or warps, powers of two; a wrong kernel lists all; can be repeated"
+    form = "KERNEL:NAME=NUMBER,..."
     add("--blocks", type=read_blocks, action="append", metavar=form, help=text)
 
 
@@ -217,35 +174,29 @@ def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentPar
     args.num_kv_heads = args.num_kv_heads or max(1, args.num_heads // 2)
     args.intermediate_dim = args.intermediate_dim or 4 * args.hidden_dim
     if args.hidden_dim % (2 * args.num_heads):
-        parser.error(
-            f"--hidden-dim {args.hidden_dim} must be divisible by 2 x --num-heads {args.num_heads} "
-            "(rotary embedding turns pairs of channels)"
-        )
+        must = f"must be divisible by 2 x --num-heads {args.num_heads}"
+        why = "rotary embedding turns pairs of channels"
+        parser.error(f"--hidden-dim {args.hidden_dim} {must} ({why})")
     if args.num_heads % args.num_kv_heads:
-        heads = f"--num-heads {args.num_heads}"
-        parser.error(f"{heads} must be divisible by --num-kv-heads {args.num_kv_heads}")
+        must = f"must be divisible by --num-kv-heads {args.num_kv_heads}"
+        parser.error(f"--num-heads {args.num_heads} {must}")
     if args.text_file and args.vocab_size not in (None, 256):
-        vocabulary = f"--vocab-size {args.vocab_size}"
-        parser.error(f"{vocabulary} does not fit --text-file: bytes have a vocabulary of 256")
+        why = "does not fit --text-file: bytes have a vocabulary of 256"
+        parser.error(f"--vocab-size {args.vocab_size} {why}")
     args.vocab_size = args.vocab_size or (256 if args.text_file else ModelConfig.vocab_size)
     if args.text_file:
         read_text(args.text_file, args.seq_len)
     if (channels := args.hidden_dim // args.num_heads) > 128:
         reason = f"its kernels take up to 128 channels per head, not {channels}"
         leave_to_pytorch(args, {"triton_attention": reason})
+    if args.torch_compile:
+        why = "a compiler does not see what V4 launches"
+        parser.error(f"--enable-torch-compile: {why}; tiny_llama_v3.py can be compiled")
     args.benchmark = args.mode == "benchmark"
     if args.benchmark and (args.compare_fusion or args.verify_accuracy):
         parser.error("--mode benchmark goes without --compare-fusion and --verify-accuracy")
-    chosen: dict[str, dict[str, int]] = {}
-    for kernel, sizes in args.blocks or ():
-        chosen[kernel] = chosen.get(kernel, {}) | sizes
-    texts = []
-    for kernel, sizes in chosen.items():
-        texts.append(f"{kernel}:{','.join(f'{name}={size}' for name, size in sizes.items())}")
-    args.blocks = " ".join(texts) or ModelConfig.blocks
-    with_kernels = [name for _, name, _ in FUSIONS if name.startswith("triton")]
-    with_kernels += ["fused_optimizer", "tied_embedding", "swiglu_gemm", "benchmark"]
-    if any(getattr(args, name) for name in with_kernels):
+    args.blocks = " ".join(args.blocks or ()) or ModelConfig.blocks
+    if args.benchmark or any(getattr(args, name) for name in TRITON_FUSIONS):
         if INTERPRETED:
             note_interpreter()
         elif args.device == "cpu" or not torch.cuda.is_available():
@@ -255,10 +206,9 @@ def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentPar
 
 # --- kernels
 #
-# An operation has a kernel forward and one or more backward. The functions under @operator allocate
-# their results and launch them; an autograd.Function ties forward and backward together. No kernel
-# adds atomically: each program writes the sum over its own rows, and one more launch adds these up,
-# so that the same input gives the same bits.
+# An operation has a kernel forward and one or more backward; an autograd.Function allocates results
+# and launches them. No kernel adds atomically: each program writes the sum over its own rows, and
+# one more launch adds these up, so that the same input gives the same bits.
 #
 # In kernels, pointers and sizes at compile time are in capitals; `grad_x` is the dx of formulas.
 
@@ -288,35 +238,15 @@ BLOCKS: dict[str, str] = {
     "cross_entropy_backward": "TILE=4096,num_warps=4",
     "mean_loss": "BLOCK=1024,num_warps=8",
     "embedding_backward": "BLOCK_C=128,ROWS=8,num_warps=2",
-    "swiglu_gemm_forward": "BLOCK_M=128,BLOCK_N=128,BLOCK_K=32,GROUP=8,num_warps=8,num_stages=4",
-    "swiglu_gemm_forward float32": "BLOCK_M=128,BLOCK_N=64,BLOCK_K=32,GROUP=8,"
-        "num_warps=8,num_stages=4",
-    "swiglu_gemm_forward hip": "BLOCK_M=64,BLOCK_N=64,BLOCK_K=32,GROUP=8,num_warps=4,num_stages=1",
-    "swiglu_gemm_backward": "BLOCK_M=64,BLOCK_N=128,BLOCK_K=64,GROUP=8,num_warps=8,num_stages=4",
-    "swiglu_gemm_backward float32": "BLOCK_M=128,BLOCK_N=64,BLOCK_K=32,GROUP=8,"
-        "num_warps=4,num_stages=4",
-    "swiglu_gemm_backward hip": "BLOCK_M=64,BLOCK_N=64,BLOCK_K=32,GROUP=8,num_warps=4,num_stages=2",
     "adamw": "BLOCK=1024,PROGRAMS=1024,num_warps=4",
-    # BLOCK_M, BLOCK_N and BLOCK_K of its GEMMs, BLOCK_QUERY and BLOCK_KEY of its attention
-    "transformer_block": "BLOCK_M=16,BLOCK_N=64,BLOCK_K=128,BLOCK_QUERY=16,BLOCK_KEY=64,"
-        "num_warps=4",
-    "transformer_block float32": "BLOCK_M=16,BLOCK_N=32,BLOCK_K=32,BLOCK_QUERY=16,BLOCK_KEY=32,"
-        "num_warps=4,num_stages=2",
-    "transformer_block hip": "BLOCK_M=16,BLOCK_N=32,BLOCK_K=64,BLOCK_QUERY=16,BLOCK_KEY=32,"
-        "num_warps=4,num_stages=2",
-    "transformer_block hip float32": "BLOCK_M=16,BLOCK_N=32,BLOCK_K=32,BLOCK_QUERY=16,BLOCK_KEY=16,"
-        "num_warps=4,num_stages=2",
-    # of 16 bits on NVIDIA's GPUs, with more rows than a tile of the above on each multiprocessor
-    "transformer_block many rows": "BLOCK_M=64,BLOCK_N=128,BLOCK_K=64,BLOCK_QUERY=64,BLOCK_KEY=64,"
-        "num_warps=8",
-}  # fmt: skip
+}
 # --- launch
 # Copied from common/launch.py by tools/sync_common.py: edit it there.
 OVERRIDES: dict[str, dict[str, int]] = {}  # what --blocks replaces, for this run
 
 
-def read_blocks(text: str) -> tuple[str, dict[str, int]]:
-    """Parse "kernel:NAME=number,..." of --blocks (an argparse type): the kernel, its new sizes."""
+def read_blocks(text: str) -> str:
+    """Check "kernel:NAME=number,..." of --blocks, and return it (an argparse type)."""
     kernel, _, settings = text.partition(":")
     pairs = [pair.partition("=")[::2] for pair in settings.split(",")]
     kernels = [name for name in BLOCKS if " " not in name]
@@ -331,7 +261,7 @@ def read_blocks(text: str) -> tuple[str, dict[str, int]]:
         if not value.isdecimal() or int(value).bit_count() != 1 or int(value) < low:
             message = f"{kernel}: {name}={value} is not a power of two from {low}"
             raise argparse.ArgumentTypeError(message)
-    return kernel, block_sizes(settings)
+    return text
 
 
 @cache  # a launch asks for them each time
@@ -342,10 +272,11 @@ def block_sizes(settings: str) -> dict[str, int]:
 
 
 def use_blocks(text: str) -> None:
-    """Make these the block sizes of the process: ModelConfig.blocks, which --blocks fills."""
+    """Use ModelConfig.blocks, which --blocks fills, in this process; of a size the last one."""
     OVERRIDES.clear()
-    if text != ModelConfig.blocks:
-        OVERRIDES.update(read_blocks(part) for part in text.split())
+    for part in text.split() if text != ModelConfig.blocks else ():
+        kernel, _, settings = part.partition(":")
+        OVERRIDES[kernel] = OVERRIDES.get(kernel, {}) | block_sizes(settings)
 
 
 def blocks(kernel: str, dtype: torch.dtype | None = None) -> dict[str, int]:
@@ -370,53 +301,50 @@ def dot_precision(dtype: torch.dtype) -> str:
     return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
-def operator(function: Callable, changes: tuple[str, ...] = ()) -> Callable:
-    """Make a function that launches kernels an operator; torch.compile sees the kernels in it.
-
-    It allocates its results, or writes into those of its arguments that `changes` names and
-    returns nothing.
-    """
-    script = re.sub(r"\W|^(?=\d)", "_", Path(__file__).stem, flags=re.ASCII)  # a copy of any name
-    name = f"{script}::{function.__name__}"
-    if not INTERPRETED:
-        return triton_op(name, function, mutates_args=changes)
-    opaque = torch.library.custom_op(name, function, mutates_args=changes)
-    opaque.register_fake(function)
-    return opaque
-
-
 if INTERPRETED:
 
     class wrap_triton:  # PyTorch's takes compiled kernels only
-        """Run a kernel by `wrap_triton(kernel)[grid](NAME=value, ...)`.
+        """Run a kernel by `wrap_triton(kernel)[grid](TENSOR, ..., NAME=value, ...)`.
 
-        Where torch.compile only asks for shapes nothing runs. Triton 3 multiplies bfloat16 as
-        integers here, without a word: so the kernel gets float32, and its results are rounded.
+        It runs as an operator of the kernel's name, for what counts or times operators. Where
+        torch.compile only asks for shapes nothing runs. Triton 3 multiplies bfloat16 as integers
+        here, without a word: so the kernel gets float32, and its results are rounded.
         """
 
         def __init__(self, kernel: Callable):
             self.kernel = kernel
 
         def __getitem__(self, grid: tuple[int, ...]) -> Callable:
-            def run(**arguments) -> None:
-                tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
-                if isinstance(tensors[0], FakeTensor):
-                    return
+            return partial(self.launch, grid)
+
+        def launch(self, grid: tuple[int, ...], *tensors: Tensor | None, **arguments) -> None:
+            arguments |= zip(self.kernel.arg_names, tensors, strict=False)
+            tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
+            if isinstance(tensors[0], FakeTensor):
+                return
+
+            def run() -> None:
                 narrow = [tensor for tensor in tensors if tensor.dtype == torch.bfloat16]
-                wide = {id(tensor): self.widened(tensor) for tensor in narrow}
-                given = {name: wide.get(id(value), value) for name, value in arguments.items()}
-                self.kernel[grid](**given)
+                copies = (torch.empty_strided(t.shape, t.stride()).copy_(t) for t in narrow)
+                wide = dict(zip(map(id, narrow), copies, strict=True))  # of the same strides
+                inputs = {name: wide.get(id(value), value) for name, value in arguments.items()}
+                self.kernel[grid](**inputs)
                 for tensor in narrow:
                     # Unseen by autograd, which the inputs among them belong to.
                     tensor.data.copy_(wide[id(tensor)])
 
-            return run
+            wrap_triton.run = run
+            self.operator(self.kernel.__name__)(tensors)
+            del wrap_triton.run  # and what it refers to, or autograd would copy a gradient
 
         @staticmethod
-        def widened(tensor: Tensor) -> Tensor:
-            """Copy to float32 with the same strides."""
-            wide = torch.empty_strided(tensor.shape, tensor.stride(), dtype=torch.float32)
-            return wide.copy_(tensor)
+        @cache
+        def operator(name: str) -> Callable:
+            """Make an operator that runs what is prepared for these tensors."""
+            script = re.sub(r"\W|^(?=\d)", "_", Path(__file__).stem, flags=re.ASCII)
+            name, schema = f"{script}::{name}", "(Tensor[] tensors) -> ()"
+            run = torch.library.custom_op(name, mutates_args=(), schema=schema)
+            return run(lambda tensors: wrap_triton.run())
 
 
 def check_not_empty(kernel: str, x: Tensor) -> None:
@@ -466,7 +394,7 @@ def leave_to_pytorch(args: argparse.Namespace, reasons: dict[str, str]) -> None:
 
 @triton.jit
 def sum_parts_kernel(PARTS, OUT, parts, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Add up what each program found: out = sum over p of parts[p].
+    """Add up what each program wrote: out = sum over p of parts[p].
 
     PARTS [parts, width], OUT [width]. A program owns BLOCK columns, and reads ROWS parts at a time.
     """
@@ -483,370 +411,17 @@ def sum_parts_kernel(PARTS, OUT, parts, width, ROWS: tl.constexpr, BLOCK: tl.con
     tl.store(OUT + column, tl.sum(total, 0), mask=column < width)
 
 
-@partial(operator, changes=("out",))
 def sum_parts(parts: Tensor, out: Tensor) -> None:
-    """Write the sum of float32 parts [parts, ...], what each program found, into out.
+    """Write the sum of float32 parts [parts, ...], one of each program, into out.
 
     torch.sum is slower at many short parts.
     """
-    chosen = blocks("sum_parts")
+    chosen, width = blocks("sum_parts"), out.numel()
     rows = min(chosen.pop("ROWS"), triton.next_power_of_2(len(parts)))
     block = max(8, chosen.pop("TILE") // rows)
-    wrap_triton(sum_parts_kernel)[(triton.cdiv(out.numel(), block),)](
-        PARTS=parts, OUT=out, parts=len(parts), width=out.numel(), ROWS=rows, BLOCK=block, **chosen
-    )  # fmt: skip
-
-
-class SideStreams:
-    """Share gradients and cast weights between a model and its optimizer, and overlap their work.
-
-    build_model makes one and gives it to the modules; build_optimizer gives it to FusedAdamW, which
-    enters buffers and casts. The streams are for `overlap`, while a step is captured as a graph: a
-    graph keeps what depends on what, not the order of the launches, so work on a side stream runs
-    where there is room for it. A step, time goes down, an arrow is a wait:
-
-        chain (forward, backward)       gradients                 updates
-        begin_step -------------------------------------------->  corrections of the moments
-        token ids -------------------->  run: sort them
-        grad of layer L's output ----->  run: its weight gradient
-        grad of its input
-        weight no more needed --------------- finish (both) --->  AdamW, cast of this weight
-        KEPT pieces of work later <----  done: its inputs may go
-        ... next layer                  ...                       ...
-        grad of the embedding <--------  join: all of them
-        end of optimizer.step <---------------------------------  all of them
-
-    On several GPUs a third stream averages the gradients of a buffer over them in between: it
-    waits as an update does here, the update waits for it, and so does the chain before
-    optimizer.step.
-
-    What work on a side stream reads must stay as it is until the chain has waited for that work:
-    `pending` keeps it from being freed. Autograd may not add to a gradient on its way from a side
-    stream to its parameter: join raises RuntimeError.
-    """
-
-    KEPT = 4
-
-    def __init__(self):
-        self.buffers: dict[Tensor, GradientBuffer] = {}  # of each parameter
-        self.casts: dict[Tensor, Tensor] = {}  # of each parameter, in the type of the GEMMs
-        self.versions: dict[Tensor, int] = {}  # of the parameter when it was cast
-        self.active = False
-        self.begun: torch.cuda.Event | None = None  # of the forward pass
-        self.chain: torch.cuda.Stream | None = None
-        self.streams: tuple[torch.cuda.Stream, ...] = ()
-        self.pending: collections.deque[tuple[torch.cuda.Event, tuple]] = collections.deque()
-        self.written: dict[Tensor, int] = {}  # the address of each parameter's gradient
-        self.finished: dict[GradientBuffer, tuple[Tensor, int, tuple[torch.cuda.Event, ...]]] = {}
-        self.used: set[Tensor] = set()  # parameters that this step has no more use for
-
-    def __deepcopy__(self, memo: dict) -> SideStreams:
-        """Return one without an optimizer, which a copy of a model has not."""
-        return SideStreams()
-
-    def begin_step(self, wanted: bool) -> None:
-        """Begin a forward pass; from here on work is put beside it, if wanted and captured."""
-        # a capture that failed leaves some
-        self.written, self.finished, self.used = {}, {}, set()
-        capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-        # Without our optimizer DDP averages, and reads each gradient in the chain.
-        ours = bool(self.buffers) or not dist.is_initialized()
-        self.active = wanted and capturing and ours
-        if self.active:
-            # GEMMs beside the chain need a workspace of their own; eager steps give theirs back.
-            torch._C._cuda_clearCublasWorkspaces()
-            self.chain = torch.cuda.current_stream()
-            self.begun = self.chain.record_event()
-
-    def stream(self, number: int) -> torch.cuda.Stream:
-        """Return the first stream, for gradients, the second, for updates, or that of averages.
-
-        The last one goes first, as the chain does: what is late there nothing hides.
-        """
-        make = torch.cuda.Stream
-        self.streams = self.streams or (make(), make(), make(priority=-1))
-        return self.streams[number]
-
-    def run(self, work: Callable, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """Return the result of the work, which reads these inputs, from the stream of gradients."""
-        if not self.active:
-            return work()
-        chain, stream = torch.cuda.current_stream(), self.stream(0)
-        stream.wait_stream(chain)
-        with torch.cuda.stream(stream):
-            result = work()
-            self.pending.append((stream.record_event(), inputs))
-        if len(self.pending) > self.KEPT:
-            chain.wait_event(self.pending.popleft()[0])
-        return result
-
-    def finish(self, parameter: Tensor) -> None:
-        """Note that this step has no more use for a parameter whose gradient is on its way."""
-        buffer = self.buffers.get(parameter)
-        if not (self.active and buffer and buffer.given):
-            return
-        self.used.add(parameter)
-        if self.used.issuperset(buffer.parameters):  # with norms it waits for all of the chain
-            events = torch.cuda.current_stream().record_event(), self.stream(0).record_event()
-            self.finished[buffer] = buffer.tensor, buffer.tensor._version, events
-
-    @contextlib.contextmanager
-    def averaging(self, buffer: GradientBuffer) -> Iterator[None]:
-        """Average a buffer inside on the stream for that, as soon as its gradients are there.
-
-        Updates that wait for the buffer then wait for that.
-        """
-        if not self.active:
-            yield
-            return
-        with torch.cuda.stream(self.stream(2)):
-            self.wait_for(buffer)
-            yield
-            events = (self.stream(2).record_event(),)
-            self.finished[buffer] = buffer.tensor, buffer.tensor._version, events
-
-    def averaged(self) -> None:
-        """Let the chain wait for all averages."""
-        if self.active:
-            self.chain.wait_stream(self.stream(2))
-
-    @contextlib.contextmanager
-    def updating(self, after_chain: bool) -> Iterator[None]:
-        """Run updates on their stream, for which the chain waits at the end.
-
-        They begin where the forward pass does, or `after_chain`, at the end of the chain so far.
-        """
-        if not self.active:
-            yield
-            return
-        updates = self.stream(1)
-        with torch.cuda.stream(updates):
-            updates.wait_event(self.chain.record_event() if after_chain else self.begun)
-            yield
-        self.chain.wait_stream(updates)
-
-    def wait_for(self, buffer: GradientBuffer) -> None:
-        """Let this stream wait for the gradients in a buffer, and the last use of their weights.
-
-        If they were changed after `finish`, that is the end of the chain.
-        """
-        if not self.active:
-            return
-        tensor, version, events = self.finished.pop(buffer, (None, 0, ()))
-        if tensor is not buffer.tensor or version != tensor._version:
-            events = (self.chain.record_event(),)
-        for event in events:
-            torch.cuda.current_stream().wait_event(event)
-
-    def join(self) -> None:
-        """Let the chain wait for all gradients. Raises RuntimeError if one was added to."""
-        torch.cuda.current_stream().wait_stream(self.stream(0))
-        self.pending.clear()
-        written, self.written = self.written, {}
-        if any(p.grad is not None and p.grad.data_ptr() != at for p, at in written.items()):
-            wrong = "a weight got more than one gradient in a backward pass"
-            raise RuntimeError(f"overlap: {wrong}: use --disable-overlap")
-
-    def cached_cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return a weight in this type, as the optimizer wrote it.
-
-        It is cast here where the optimizer did not, or where others changed the weight since.
-        """
-        cast = self.casts.get(weight)
-        if cast is None or cast.dtype != dtype:
-            return weight.detach().to(dtype)
-        if self.versions[weight] != weight._version:
-            cast.copy_(weight.detach())
-            self.versions[weight] = weight._version
-        return cast
-
-
-class JoinSideStreams(torch.autograd.Function):
-    """Pass x on; in the backward pass the chain waits here for the gradients on the side stream."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, side: SideStreams):
-        ctx.side = side
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        ctx.side.join()
-        return grad, None
-
-
-class GradientBuffer:
-    """Hold the gradients of some parameters where the optimizer reads them, in one tensor.
-
-    `begins`: where each parameter begins in the buffers of the optimizer, and where the last ends.
-    `dtype`: of the gradients. The tensor lives from the first gradient of a step to the end of the
-    update. A parameter's first gradient in a step is written here; autograd adds others to it, in
-    float32.
-    """
-
-    def __init__(self, parameters: list[nn.Parameter], begins: list[int], dtype: torch.dtype):
-        self.parameters, self.begin, self.end = parameters, begins[0], begins[-1]
-        self.spans = dict(zip(parameters, itertools.pairwise(begins), strict=True))
-        self.clear()
-        self.set_dtype(dtype)
-
-    def set_dtype(self, dtype: torch.dtype) -> None:
-        """Have gradients in this type from now on."""
-        self.dtype = dtype
-        for parameter in self.parameters:
-            if dtype != (getattr(parameter, "grad_dtype", None) or parameter.dtype):
-                grad, parameter.grad = parameter.grad, None
-                parameter.grad_dtype = dtype  # or autograd would cast it
-                parameter.grad = grad if grad is None else grad.to(dtype)
-
-    def clear(self) -> None:
-        """Let go of the gradients."""
-        self.tensor, self.given = None, set()
-
-    def give(self, parameter: nn.Parameter) -> Tensor | None:
-        """Return the part for a parameter's first gradient in a step; None for a later one."""
-        if parameter.grad is None and parameter not in self.given:
-            self.given.add(parameter)
-            return self.part(parameter)
-        self.set_dtype(torch.float32)
-        return None
-
-    def collect(self) -> bool:
-        """Bring gradients here that are elsewhere; return whether there are any.
-
-        Those that autograd added up are elsewhere.
-        """
-        given = [p for p in self.parameters if p.grad is not None]
-        if any(p.grad.data_ptr() != self.part(p).data_ptr() for p in given):
-            self.tensor = None  # what torch.autograd.grad returned may be there
-            torch._foreach_copy_([self.part(p) for p in given], [p.grad for p in given])
-        return bool(given)
-
-    def average(self) -> None:
-        """Average all gradients over the processes; from then on they are here, nowhere else."""
-        for p in self.parameters:
-            part = self.part(p)
-            if p.grad is not None:
-                p.grad = part
-        average(self.tensor)
-
-    def part(self, parameter: nn.Parameter) -> Tensor:
-        """Return a parameter's part of the tensor.
-
-        It is always another object, or autograd would copy it.
-        """
-        if self.tensor is None:
-            size, device = self.end - self.begin, parameter.device
-            self.tensor = torch.empty(size, device=device, dtype=self.dtype)
-            if len(self.parameters) > 1 and size > sum(p.numel() for p in self.parameters):
-                self.tensor.zero_()  # what lies between them
-        begin = self.spans[parameter][0] - self.begin
-        return self.tensor[begin:][: parameter.numel()].view_as(parameter)
-
-
-def average(tensor: Tensor) -> None:
-    """Average a tensor over all processes, in its place. Gloo, on a CPU, can only add up."""
-    if tensor.is_cuda:
-        dist.all_reduce(tensor, dist.ReduceOp.AVG)
-    else:
-        dist.all_reduce(tensor)
-        tensor /= dist.get_world_size()
-
-
-def gradient_into_buffer(
-    side: SideStreams | None, parameter: Tensor, compute: Callable[[Tensor], None], *inputs: Tensor
-) -> Tensor:  # fmt: skip
-    """Return the gradient of a parameter, which `compute` finds from these inputs.
-
-    `compute` writes it into the tensor that it is given. That is where the optimizer reads it,
-    unless there is a gradient already that this one is to be added to. `side` is None under
-    torch.compile.
-    """
-    buffer = side.buffers.get(parameter) if side else None
-    part = buffer.give(parameter) if buffer else None
-
-    def work() -> Tensor:
-        compute(gradient := torch.empty_like(parameter) if part is None else part)
-        return gradient
-
-    if side is None or parameter.grad is not None or (buffer and part is None):
-        return work()  # autograd adds it to another one at once
-    gradient = side.run(work, *inputs)
-    if side.active:
-        side.written[parameter] = gradient.data_ptr()
-    return gradient
-
-
-WIDE_RESULTS = "dtype_out" in torch.ops.aten.mm.overloads()  # from PyTorch 2.8 on
-# From PyTorch 2.10 on the gradient of a float32 parameter may have another type.
-NARROW_GRADIENTS = hasattr(Tensor, "grad_dtype")
-
-
-def weight_gradient(
-    side: SideStreams, weight: Tensor, grad: Tensor, x: Tensor, direct: bool
-) -> Tensor:  # fmt: skip
-    """Compute the gradient dW = dy^T x of a weight [N, K] from grad [T, N] and x [T, K].
-
-    `direct`: no other kernel casts it.
-    """
-
-    def compute(out: Tensor) -> None:
-        if out.dtype == x.dtype:
-            torch.mm(grad.t(), x, out=out)
-        elif direct and WIDE_RESULTS and x.is_cuda:
-            torch.mm(grad.t(), x, out_dtype=out.dtype, out=out)
-        else:
-            out.copy_(grad.t() @ x)
-
-    return gradient_into_buffer(side, weight, compute, grad, x)
-
-
-class Projection(torch.autograd.Function):
-    """Compute x weight^T [..., N] of x [..., K] and weight [N, K].
-
-    The weight is given as a parameter and, `cast`, in the type of x. `embedding`: the node of a
-    TiedEmbedding of this weight. If that will run, it gets the gradient and adds its own.
-    """
-
-    @staticmethod
-    def forward(
-        ctx, x: Tensor, weight: Tensor, cast: Tensor, direct: bool,
-        embedding: torch.autograd.graph.Node | None, side: SideStreams,
-    ):  # fmt: skip
-        ctx.save_for_backward(x, cast)
-        ctx.weight, ctx.direct, ctx.embedding, ctx.side = weight, direct, embedding, side
-        return F.linear(x, cast)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        x, cast = ctx.saved_tensors
-        grad_x, grad_weight = None, None
-        if ctx.needs_input_grad[1]:
-            rows = grad.flatten(0, -2), x.flatten(0, -2)
-            grad_weight = weight_gradient(ctx.side, ctx.weight, *rows, ctx.direct)
-        if ctx.needs_input_grad[0]:
-            grad_x = grad @ cast
-        ctx.side.finish(ctx.weight)
-        tied = ctx.embedding and torch._C._will_engine_execute_node(ctx.embedding)
-        if grad_weight is not None and tied:
-            ctx.embedding.added_to, grad_weight = grad_weight, None
-        return grad_x, grad_weight, None, None, None, None
-
-
-def linear(
-    x: Tensor, weight: Tensor, fusions: Fusions, side: SideStreams, embedded: Tensor | None = None
-) -> Tensor:  # fmt: skip
-    """Compute x weight^T [..., N] of x [..., K] and weight [N, K]; compiled, by PyTorch's own.
-
-    embedded: the result of an embedding with the same weight.
-    """
-    ours = fusions.direct_gradients or fusions.fused_optimizer or fusions.overlap
-    if torch.compiler.is_compiling() or not ours:
-        return F.linear(x, weight)
-    x, node = x.to(gemm_dtype(x)), getattr(embedded, "grad_fn", None)
-    tied = node if hasattr(node, "added_to") else None  # only TiedEmbedding has it
-    cast = side.cached_cast(weight, x.dtype)
-    return Projection.apply(x, weight, cast, fusions.direct_gradients, tied, side)
+    wrap_triton(sum_parts_kernel)[(triton.cdiv(width, block),)](
+        parts, out, parts=len(parts), width=width, ROWS=rows, BLOCK=block, **chosen
+    )
 
 
 LOG2E = tl.constexpr(math.log2(math.e))  # scores are kept to the base 2: hardware computes exp2
@@ -880,7 +455,7 @@ def rms_norm_forward_kernel(
 
 @triton.jit
 def rms_norm_backward_kernel(
-    GRAD_NORMED, GRAD_SUMMED, KEPT, WEIGHT, RSTD, GRAD_X, GRAD_UPDATE, GRAD_WEIGHT, rows,
+    GRAD_NORMED, GRAD_SUMMED, SAVED, WEIGHT, RSTD, GRAD_X, GRAD_UPDATE, GRAD_WEIGHT, rows,
     FROM_OUTPUT: tl.constexpr, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):  # fmt: skip
@@ -889,8 +464,8 @@ def rms_norm_backward_kernel(
         xhat = x * rstd;  g = dnormed * weight;  dweight = sum over rows of dnormed * xhat
         dx = rstd * (g - xhat * mean(g * xhat)) + dsummed;  dupdate = dx
 
-    GRAD_NORMED, GRAD_SUMMED, KEPT, GRAD_X, GRAD_UPDATE [rows, C], WEIGHT [C], RSTD [rows],
-    GRAD_WEIGHT [PROGRAMS, C]. KEPT holds x, or FROM_OUTPUT normed, and then xhat = normed / weight.
+    GRAD_NORMED, GRAD_SUMMED, SAVED, GRAD_X, GRAD_UPDATE [rows, C], WEIGHT [C], RSTD [rows],
+    GRAD_WEIGHT [PROGRAMS, C]. SAVED is x, or FROM_OUTPUT normed: then xhat = normed / weight.
     Without an update GRAD_SUMMED is None. A program owns every PROGRAMS-th block of ROWS whole
     rows, and a row of GRAD_WEIGHT: its own sum of dweight.
     """
@@ -903,12 +478,12 @@ def rms_norm_backward_kernel(
         inside = (row < rows)[:, None] & (channel < C)[None, :]
         at = row[:, None] * C + channel[None, :]
         rstd = tl.load(RSTD + row, mask=row < rows, other=0.0)[:, None]
-        kept = tl.load(KEPT + at, mask=inside, other=0.0).to(tl.float32)
+        saved = tl.load(SAVED + at, mask=inside, other=0.0).to(tl.float32)
         if FROM_OUTPUT:
             lost = (weight == 0)[None, :]
-            xhat = tl.where(lost, 0.0, kept / weight[None, :])
+            xhat = tl.where(lost, 0.0, saved / weight[None, :])
         else:
-            xhat = kept * rstd
+            xhat = saved * rstd
         grad = tl.load(GRAD_NORMED + at, mask=inside, other=0.0).to(tl.float32)
         grad_weight += grad * xhat
         grad *= weight[None, :]  # g
@@ -918,48 +493,6 @@ def rms_norm_backward_kernel(
             tl.store(GRAD_UPDATE + at, grad, mask=inside)
         tl.store(GRAD_X + at, grad, mask=inside)
     tl.store(GRAD_WEIGHT + program * C + channel, tl.sum(grad_weight, 0), mask=channel < C)
-
-
-@operator
-def rms_norm_forward(
-    x: Tensor, update: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Add x and update [..., D] and normalise the sum.
-
-    Returns the norm in `dtype`, the sum (empty without an update) and 1 / rms [rows].
-    """
-    rows, programs, options = row_launch("rms_norm_forward", x)
-    normed, rstd = torch.empty_like(x, dtype=dtype), x.new_empty(rows, dtype=torch.float32)
-    summed = x.new_empty(0) if update is None else torch.empty_like(x)
-    wrap_triton(rms_norm_forward_kernel)[(programs,)](
-        X=x, UPDATE=update, WEIGHT=weight, NORMED=normed, SUMMED=summed, RSTD=rstd,
-        rows=rows, eps=eps, **options,
-    )  # fmt: skip
-    return normed, summed, rstd
-
-
-@operator
-def rms_norm_backward(
-    grad_normed: Tensor, grad_summed: Tensor | None, kept: Tensor, weight: Tensor, rstd: Tensor,
-    from_output: bool, dtype: torch.dtype, update_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Compute the gradients of x, of the update and, by program, of the weight.
-
-    Those of x and the update are of the types given; without an update the second is empty. kept:
-    x + update, or `from_output` the norm's output.
-    """
-    rows, programs, options = row_launch("rms_norm_backward", kept)
-    grad_x = torch.empty_like(kept, dtype=dtype)
-    grad_update = kept.new_empty(0)
-    if grad_summed is not None:
-        grad_update = torch.empty_like(kept, dtype=update_dtype)
-    grad_weight = weight.new_empty(programs, len(weight), dtype=torch.float32)
-    wrap_triton(rms_norm_backward_kernel)[(programs,)](
-        GRAD_NORMED=grad_normed, GRAD_SUMMED=grad_summed, KEPT=kept, WEIGHT=weight, RSTD=rstd,
-        GRAD_X=grad_x, GRAD_UPDATE=grad_update, GRAD_WEIGHT=grad_weight, rows=rows,
-        FROM_OUTPUT=from_output, **options,
-    )  # fmt: skip
-    return grad_x, grad_update, grad_weight
 
 
 class AddRMSNorm(torch.autograd.Function):
@@ -973,31 +506,39 @@ class AddRMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx, x: Tensor, update: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype,
-        from_output: bool, side: SideStreams | None = None,
+        from_output: bool,
     ):  # fmt: skip
         x, weight = x.contiguous(), weight.contiguous()
         update = None if update is None else update.contiguous()
-        normed, summed, rstd = rms_norm_forward(x, update, weight, eps, dtype)
-        ctx.from_output, ctx.side = from_output, side
-        ctx.dtypes = x.dtype, x.dtype if update is None else update.dtype
-        kept = normed if from_output else x if update is None else summed
-        ctx.save_for_backward(kept, weight, rstd)
+        rows, programs, options = row_launch("rms_norm_forward", x)
+        normed, rstd = torch.empty_like(x, dtype=dtype), x.new_empty(rows, dtype=torch.float32)
+        summed = x if update is None else torch.empty_like(x)
+        wrap_triton(rms_norm_forward_kernel)[(programs,)](
+            x, update, weight, normed, summed, rstd, rows=rows, eps=eps, **options
+        )
+        ctx.from_output, ctx.update_dtype = from_output, None if update is None else update.dtype
+        ctx.x_dtype = x.dtype
+        ctx.save_for_backward(normed if from_output else summed, weight, rstd)
         return normed if update is None else (normed, summed)
 
     @staticmethod
     def backward(ctx, grad_normed: Tensor, grad_summed: Tensor | None = None):
-        kept, weight, rstd = ctx.saved_tensors
+        saved, weight, rstd = ctx.saved_tensors
         grad_normed = grad_normed.contiguous()
         grad_summed = None if grad_summed is None else grad_summed.contiguous()
-        grad_x, grad_update, parts = rms_norm_backward(
-            grad_normed, grad_summed, kept, weight, rstd, ctx.from_output, *ctx.dtypes
-        )
-        grad_update = None if grad_summed is None else grad_update
-        grad_weight = None
+        rows, programs, options = row_launch("rms_norm_backward", saved)
+        grad_x = torch.empty_like(saved, dtype=ctx.x_dtype)
+        grad_update, grad_weight = None, None
+        if grad_summed is not None:
+            grad_update = torch.empty_like(saved, dtype=ctx.update_dtype)
+        parts = weight.new_empty(programs, len(weight), dtype=torch.float32)
+        wrap_triton(rms_norm_backward_kernel)[(programs,)](
+            grad_normed, grad_summed, saved, weight, rstd, grad_x, grad_update, parts,
+            rows=rows, FROM_OUTPUT=ctx.from_output, **options,
+        )  # fmt: skip
         if ctx.needs_input_grad[2]:
-            add_up = partial(sum_parts, parts)
-            grad_weight = gradient_into_buffer(ctx.side, weight, add_up, parts)
-        return grad_x, grad_update, grad_weight, None, None, None, None
+            (grad_weight,) = gradients_into_buffer(((weight,),), partial(sum_parts, parts), parts)
+        return grad_x, grad_update, grad_weight, None, None, None
 
 
 def check_sequences(x: Tensor, longest: int) -> None:
@@ -1037,7 +578,6 @@ def rotary_kernel(
     tl.store(ROTATED + at + C // 2, second * cos + first * sin, mask=inside)
 
 
-@operator
 def rotary(qkv: Tensor, cos: Tensor, sin: Tensor, values: int, sign: int) -> Tensor:
     """Rotate qkv [B, S, heads, head_dim] by `sign` times the angle of its position.
 
@@ -1046,10 +586,8 @@ def rotary(qkv: Tensor, cos: Tensor, sin: Tensor, values: int, sign: int) -> Ten
     check_sequences(qkv, len(cos))
     rows, programs, options = row_launch("rotary", qkv)
     rotated = torch.empty_like(qkv)
-    wrap_triton(rotary_kernel)[(programs,)](
-        QKV=qkv, COS=cos, SIN=sin, ROTATED=rotated, rows=rows, seq=qkv.shape[1],
-        HEADS=qkv.shape[2], VALUES=values, SIGN=sign, **options,
-    )  # fmt: skip
+    sizes = {"rows": rows, "seq": qkv.shape[1], "HEADS": qkv.shape[2], "VALUES": values}
+    wrap_triton(rotary_kernel)[(programs,)](qkv, cos, sin, rotated, **sizes, SIGN=sign, **options)
     return rotated
 
 
@@ -1116,28 +654,6 @@ def swiglu_backward_kernel(
     tl.store(GRAD_GATE_UP + gate_at + UP, grad * gate * sigmoid, mask=inside)
 
 
-@operator
-def swiglu_forward(gate_up: Tensor) -> Tensor:
-    """Compute silu(gate) * up [..., I] of gate_up [..., 2 I]."""
-    out = gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
-    rows, programs, options = row_launch("swiglu_forward", out, whole=False)
-    grid = (programs, triton.cdiv(out.shape[-1], options["BLOCK_C"]))
-    wrap_triton(swiglu_forward_kernel)[grid](GATE_UP=gate_up, OUT=out, rows=rows, **options)
-    return out
-
-
-@operator
-def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
-    """Compute the gradient of gate_up, packed as it is."""
-    rows, programs, options = row_launch("swiglu_backward", grad, whole=False)
-    grad_gate_up = torch.empty_like(gate_up)
-    grid = (programs, triton.cdiv(grad.shape[-1], options["BLOCK_C"]))
-    wrap_triton(swiglu_backward_kernel)[grid](
-        GRAD=grad, GATE_UP=gate_up, GRAD_GATE_UP=grad_gate_up, rows=rows, **options
-    )
-    return grad_gate_up
-
-
 class SwiGLUActivation(torch.autograd.Function):
     """Compute silu(gate) * up [..., I] of gate_up [..., 2 I], gates first."""
 
@@ -1145,11 +661,21 @@ class SwiGLUActivation(torch.autograd.Function):
     def forward(ctx, gate_up: Tensor):
         gate_up = gate_up.contiguous()
         ctx.save_for_backward(gate_up)
-        return swiglu_forward(gate_up)
+        out = gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+        rows, programs, options = row_launch("swiglu_forward", out, whole=False)
+        grid = programs, triton.cdiv(out.shape[-1], options["BLOCK_C"])
+        wrap_triton(swiglu_forward_kernel)[grid](gate_up, out, rows=rows, **options)
+        return out
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return swiglu_backward(grad.contiguous(), *ctx.saved_tensors)
+        (gate_up,) = ctx.saved_tensors
+        grad, grad_gate_up = grad.contiguous(), torch.empty_like(gate_up)
+        rows, programs, options = row_launch("swiglu_backward", grad, whole=False)
+        grid = programs, triton.cdiv(grad.shape[-1], options["BLOCK_C"])
+        tensors = grad, gate_up, grad_gate_up
+        wrap_triton(swiglu_backward_kernel)[grid](*tensors, rows=rows, **options)
+        return grad_gate_up
 
 
 # Causal attention of packed heads, QKV [B, S, H + 2 K, D]: the H query heads of a token, its K key
@@ -1377,56 +903,12 @@ def attention_sizes(qkv: Tensor, num_heads: int) -> dict:
     }
 
 
-@operator
-def attention_forward(qkv: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
-    """Compute causal attention [B, S, H, D] of qkv [B, S, H + 2 K, D].
-
-    Returns it, and the base-2 logarithm of the softmax's sums [B, H, S].
-    """
-    (batch, seq, _, dim), chosen = qkv.shape, blocks("attention_forward", qkv.dtype)
-    out = qkv.new_empty(batch, seq, num_heads, dim)
-    log_sum_exp = qkv.new_empty(batch, num_heads, seq, dtype=torch.float32)
-    grid = (batch * num_heads, triton.cdiv(seq, chosen["BLOCK_M"]))
-    wrap_triton(attention_forward_kernel)[grid](
-        QKV=qkv, OUT=out, LOG_SUM_EXP=log_sum_exp, seq=seq, scale=dim**-0.5,
-        **attention_sizes(qkv, num_heads), **chosen,
-    )  # fmt: skip
-    return out, log_sum_exp
-
-
-@operator
-def attention_backward(
-    qkv: Tensor, out: Tensor, log_sum_exp: Tensor, grad: Tensor, cos: Tensor | None,
-    sin: Tensor | None,
-) -> Tensor:  # fmt: skip
-    """Compute the gradient of qkv, packed as it is.
-
-    With cos and sin it is that of qkv before its heads were rotated.
-    """
-    batch, seq, num_heads, dim = out.shape
-    sizes = {"seq": seq, "scale": dim**-0.5, **attention_sizes(qkv, num_heads)}
-    delta, grad_qkv = torch.empty_like(log_sum_exp), torch.empty_like(qkv)
-    chosen = blocks("attention_backward_queries", qkv.dtype)
-    grid = (batch * num_heads, triton.cdiv(seq, chosen["BLOCK_M"]))
-    wrap_triton(attention_backward_queries_kernel)[grid](
-        QKV=qkv, OUT=out, LOG_SUM_EXP=log_sum_exp, GRAD=grad, COS=cos, SIN=sin, DELTA=delta,
-        GRAD_QKV=grad_qkv, **sizes, **chosen,
-    )  # fmt: skip
-    chosen = blocks("attention_backward_keys", qkv.dtype)
-    grid = (batch * sizes["K"], triton.cdiv(seq, chosen["BLOCK_N"]))
-    wrap_triton(attention_backward_keys_kernel)[grid](
-        QKV=qkv, LOG_SUM_EXP=log_sum_exp, GRAD=grad, COS=cos, SIN=sin, DELTA=delta,
-        GRAD_QKV=grad_qkv, **sizes, **chosen,
-    )  # fmt: skip
-    return grad_qkv
-
-
 class CausalAttention(torch.autograd.Function):
     """Compute causal attention [B, S, H, D] of packed heads [B, S, H + 2 K, D].
 
     Flash attention (Dao 2023): the backward pass computes the scores again from the sums that the
     forward pass kept. With cos and sin query and key heads are rotated first, and their gradients
-    rotated back where they are stored.
+    rotated back: where they are stored, if a block holds a head without a gap, or in a pass more.
     """
 
     @staticmethod
@@ -1434,17 +916,43 @@ class CausalAttention(torch.autograd.Function):
         ctx, qkv: Tensor, num_heads: int, cos: Tensor | None = None, sin: Tensor | None = None
     ):  # fmt: skip
         qkv = qkv.contiguous()
+        batch, seq, packed, dim = qkv.shape
+        kv_heads = (packed - num_heads) // 2
         if cos is not None:
-            qkv = rotary(qkv, cos, sin, (qkv.shape[2] - num_heads) // 2, 1)
-        out, log_sum_exp = attention_forward(qkv, num_heads)
+            qkv = rotary(qkv, cos, sin, kv_heads, 1)
+        ctx.sizes = {
+            "seq": seq,
+            "scale": dim**-0.5,
+            "H": num_heads,
+            "K": kv_heads,
+            "D": dim,
+            "BLOCK_D": max(16, triton.next_power_of_2(dim)),
+            "PRECISION": dot_precision(qkv.dtype),
+        }
+        out = qkv.new_empty(batch, seq, num_heads, dim)
+        log_sum_exp = qkv.new_empty(batch, num_heads, seq, dtype=torch.float32)
+        chosen = blocks("attention_forward", qkv.dtype)
+        grid = batch * num_heads, triton.cdiv(seq, chosen["BLOCK_M"])
+        wrap_triton(attention_forward_kernel)[grid](qkv, out, log_sum_exp, **ctx.sizes, **chosen)
         ctx.save_for_backward(qkv, out, log_sum_exp, cos, sin)
         return out
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         qkv, out, log_sum_exp, cos, sin = ctx.saved_tensors
-        grad = attention_backward(qkv, out, log_sum_exp, grad.contiguous(), cos, sin)
-        return grad, None, None, None
+        (batch, seq, num_heads, dim), sizes, grad = out.shape, ctx.sizes, grad.contiguous()
+        delta, grad_qkv = torch.empty_like(log_sum_exp), torch.empty_like(qkv)
+        angles = (cos, sin) if dim == sizes["BLOCK_D"] else (None, None)
+        tensors = log_sum_exp, grad, *angles, delta, grad_qkv
+        chosen = blocks("attention_backward_queries", qkv.dtype)
+        grid = batch * num_heads, triton.cdiv(seq, chosen["BLOCK_M"])
+        wrap_triton(attention_backward_queries_kernel)[grid](qkv, out, *tensors, **sizes, **chosen)
+        chosen = blocks("attention_backward_keys", qkv.dtype)
+        grid = batch * sizes["K"], triton.cdiv(seq, chosen["BLOCK_N"])
+        wrap_triton(attention_backward_keys_kernel)[grid](qkv, *tensors, **sizes, **chosen)
+        if cos is not None and angles[0] is None:
+            grad_qkv = rotary(grad_qkv, cos, sin, sizes["K"], -1)
+        return grad_qkv, None, None, None
 
 
 @triton.jit
@@ -1527,70 +1035,49 @@ def cross_entropy_backward_kernel(
         tl.store(GRAD_LOGITS + at, p * grad[:, None], mask=inside)
 
 
-@operator
-def cross_entropy_forward(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the mean loss of logits [B, S, V] and labels [B, S], the same tokens.
-
-    Returns it with the number of losses that it is the mean of [2], and log-sum-exp [B S].
-    """
-    rows, programs, options = row_launch("cross_entropy_forward", logits, whole=False)
-    losses, log_sum_exp = (logits.new_empty(rows, dtype=torch.float32) for _ in range(2))
-    loss, seq = logits.new_empty(2, dtype=torch.float32), labels.shape[-1]
-    wrap_triton(cross_entropy_forward_kernel)[(programs,)](
-        LOGITS=logits, LABELS=labels, LOSSES=losses, LOG_SUM_EXP=log_sum_exp,
-        rows=rows, seq=seq, **options,
-    )  # fmt: skip
-    wrap_triton(mean_loss_kernel)[(1,)](
-        LOSSES=losses, LABELS=labels, LOSS=loss, rows=rows, seq=seq, **blocks("mean_loss")
-    )
-    return loss, log_sum_exp
-
-
-@operator
-def cross_entropy_backward(
-    grad: Tensor, logits: Tensor, labels: Tensor, log_sum_exp: Tensor, loss: Tensor
-) -> Tensor:  # fmt: skip
-    """Compute the gradient of the logits, in their type."""
-    rows, programs, options = row_launch("cross_entropy_backward", logits, whole=False)
-    grad_logits = torch.empty_like(logits)
-    wrap_triton(cross_entropy_backward_kernel)[(programs,)](
-        GRAD=grad, LOGITS=logits, LABELS=labels, LOG_SUM_EXP=log_sum_exp, LOSS=loss,
-        GRAD_LOGITS=grad_logits, rows=rows, seq=labels.shape[-1], **options,
-    )  # fmt: skip
-    return grad_logits
-
-
 class NextTokenLoss(torch.autograd.Function):
     """Compute the mean cross-entropy of the next token, float32, of logits [B, S, V] of any type.
 
-    labels [B, S] are the same tokens. The kernels shift them and take the mean, which leaves ten
-    small kernels out; a label of -100 is ignored.
+    labels [B, S] are the same tokens. The kernels shift them and take the mean, which saves ten
+    small kernels; a label of -100 is ignored.
     """
 
     @staticmethod
     def forward(ctx, logits: Tensor, labels: Tensor):
         logits, labels = logits.contiguous(), labels.contiguous()
-        loss, log_sum_exp = cross_entropy_forward(logits, labels)
+        rows, programs, options = row_launch("cross_entropy_forward", logits, whole=False)
+        losses, log_sum_exp = (logits.new_empty(rows, dtype=torch.float32) for _ in range(2))
+        loss, sizes = logits.new_empty(2, dtype=torch.float32), (rows, labels.shape[-1])
+        wrap_triton(cross_entropy_forward_kernel)[(programs,)](
+            logits, labels, losses, log_sum_exp, *sizes, **options
+        )
+        wrap_triton(mean_loss_kernel)[(1,)](losses, labels, loss, *sizes, **blocks("mean_loss"))
         ctx.save_for_backward(logits, labels, log_sum_exp, loss)
         return loss[0]
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return cross_entropy_backward(grad, *ctx.saved_tensors), None
+        logits, labels, log_sum_exp, loss = ctx.saved_tensors
+        rows, programs, options = row_launch("cross_entropy_backward", logits, whole=False)
+        tensors = grad, logits, labels, log_sum_exp, loss, (grad_logits := torch.empty_like(logits))
+        wrap_triton(cross_entropy_backward_kernel)[(programs,)](
+            *tensors, rows=rows, seq=labels.shape[-1], **options
+        )
+        return grad_logits, None
 
 
 @triton.jit
 def embedding_backward_kernel(
-    GRAD, ORDER, STARTS, OUT, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr
+    GRAD, ORDER, STARTS, TOTAL, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
     """Add dW[v] += sum of dy[t] over the tokens t that are word v.
 
-    GRAD (dy) [tokens, C], OUT (dW) [words, C]. ORDER [tokens] lists tokens sorted by word, those of
-    word v from STARTS[v] to STARTS[v + 1]. A program owns BLOCK_C channels of one word.
+    GRAD (dy) [tokens, C], TOTAL (dW) [words, C]. ORDER [tokens] lists tokens sorted by word, those
+    of word v from STARTS[v] to STARTS[v + 1]. A program owns BLOCK_C channels of one word.
     """
     word = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    total = tl.load(OUT + word * C + channel, mask=channel < C, other=0.0)
+    total = tl.load(TOTAL + word * C + channel, mask=channel < C, other=0.0)
     end = tl.load(STARTS + word + 1)
     for start in range(tl.load(STARTS + word), end, ROWS):
         place = start + tl.arange(0, ROWS)
@@ -1598,216 +1085,422 @@ def embedding_backward_kernel(
         inside = (place < end)[:, None] & (channel < C)[None, :]
         at = GRAD + row[:, None] * C + channel[None, :]
         total += tl.sum(tl.load(at, mask=inside, other=0.0).to(tl.float32), 0)
-    tl.store(OUT + word * C + channel, total, mask=channel < C)
-
-
-@partial(operator, changes=("total",))
-def embedding_backward(grad: Tensor, order: Tensor, starts: Tensor, total: Tensor) -> None:
-    """Add rows of grad [T, D] to those of total [V, D].
-
-    Row v gets those that `order` names at the places starts[v] to starts[v + 1].
-    """
-    chosen, dim = blocks("embedding_backward"), grad.shape[-1]
-    width = min(chosen.pop("BLOCK_C"), triton.next_power_of_2(dim))
-    wrap_triton(embedding_backward_kernel)[(len(total), triton.cdiv(dim, width))](
-        GRAD=grad, ORDER=order, STARTS=starts, OUT=total, C=dim, BLOCK_C=width, **chosen
-    )
+    tl.store(TOTAL + word * C + channel, total, mask=channel < C)
 
 
 class TiedEmbedding(torch.autograd.Function):
     """Look up rows [..., D] of a weight [V, D] for tokens [...].
 
-    Which tokens look up the same row is found in the forward pass, beside it in a graph. The output
-    projection has the same weight, and the backward pass begins there: the gradient that is found
-    here is added to that one, `added_to`.
+    The forward pass sorts the tokens by row, in a graph on a side stream. The output projection has
+    the same weight, and the backward pass begins there: the embedding's gradient is added to that
+    one, `projection_gradient`.
     """
 
     @staticmethod
-    def forward(ctx, tokens: Tensor, weight: Tensor, side: SideStreams):
+    def forward(ctx, tokens: Tensor, weight: Tensor):
         def sort() -> tuple[Tensor, Tensor]:
             words, order = torch.sort(tokens.flatten(), stable=True)
-            wanted = torch.arange(len(weight) + 1, device=words.device)
-            return order, torch.searchsorted(words, wanted)
+            every = torch.arange(len(weight) + 1, device=words.device)
+            return order, torch.searchsorted(words, every)
 
-        ctx.save_for_backward(*side.run(sort, tokens))
-        ctx.weight, ctx.added_to = weight, None
+        slot = getattr(weight, "slot", None)
+        ctx.save_for_backward(*(slot.buffer.side.run(sort, tokens) if slot else sort()))
+        ctx.weight, ctx.projection_gradient = weight, None
         return F.embedding(tokens, weight)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        total, ctx.added_to = ctx.added_to, None
+        total, ctx.projection_gradient = ctx.projection_gradient, None
         total = torch.zeros_like(ctx.weight) if total is None else total
-        embedding_backward(grad.contiguous().flatten(0, -2), *ctx.saved_tensors, total)
-        return None, total, None
+        chosen, (words, dim) = blocks("embedding_backward"), total.shape
+        width = min(chosen.pop("BLOCK_C"), triton.next_power_of_2(dim))
+        wrap_triton(embedding_backward_kernel)[(words, triton.cdiv(dim, width))](
+            grad.contiguous(), *ctx.saved_tensors, total, C=dim, BLOCK_C=width, **chosen
+        )
+        return None, total
 
 
-@triton.jit
-def tile(
-    rows, COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr
-):  # fmt: skip
-    """Return the rows [BLOCK_M] and columns [BLOCK_N] of this program's tile of the result.
+class Projection(torch.autograd.Function):
+    """Compute x weight^T [..., N] of x [..., K] in the type of the GEMMs and a weight [N, K].
 
-    GROUP tiles below each other come first, for the L2 cache's sake.
-    """
-    across: tl.constexpr = (COLUMNS + BLOCK_N - 1) // BLOCK_N
-    group, place = tl.program_id(0) // (GROUP * across), tl.program_id(0) % (GROUP * across)
-    height = tl.minimum(tl.cdiv(rows, BLOCK_M) - group * GROUP, GROUP)
-    row = (group * GROUP + place % height).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    return row, place // height * BLOCK_N + tl.arange(0, BLOCK_N)
-
-
-@triton.jit
-def swiglu_gemm_forward_kernel(
-    X, WEIGHT, GATE_UP, OUT, rows, D: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
-    """Compute gate = X Wgate^T, up = X Wup^T and out = silu(gate) * up.
-
-    X [rows, D], WEIGHT [2 INNER, D], the rows of Wgate first, GATE_UP [rows, 2 INNER], OUT
-    [rows, INNER]. A program owns a tile [BLOCK_M, BLOCK_N] of gate, up and out, and goes through D
-    by BLOCK_K.
-    """
-    UP: tl.constexpr = INNER  # from a gate to its up, in rows of WEIGHT and columns of GATE_UP
-    row, column = tile(rows, INNER, BLOCK_M, BLOCK_N, GROUP)
-    channel = tl.arange(0, BLOCK_K)
-    # beyond the end: some row, which is not stored
-    x_at = X + (row % rows)[:, None] * D + channel[None, :]
-    weight_at = WEIGHT + (column % INNER).to(tl.int64)[None, :] * D + channel[:, None]
-    gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for start in range(0, D, BLOCK_K):
-        left = D - start
-        x = tl.load(x_at + start, mask=(channel < left)[None, :], other=0.0)
-        weight = tl.load(weight_at + start, mask=(channel < left)[:, None], other=0.0)
-        gate = tl.dot(x, weight, gate, input_precision=PRECISION)
-        weight = tl.load(weight_at + UP * D + start, mask=(channel < left)[:, None], other=0.0)
-        up = tl.dot(x, weight, up, input_precision=PRECISION)
-    inside = (row < rows)[:, None] & (column < INNER)[None, :]
-    at = row[:, None] * (2 * INNER) + column[None, :]
-    gate, up = gate.to(OUT.dtype.element_ty), up.to(OUT.dtype.element_ty)
-    tl.store(GATE_UP + at, gate, mask=inside)
-    tl.store(GATE_UP + at + UP, up, mask=inside)
-    gate = gate.to(tl.float32)
-    out_at = OUT + row[:, None] * INNER + column[None, :]
-    tl.store(out_at, gate * tl.sigmoid(gate) * up.to(tl.float32), mask=inside)
-
-
-@triton.jit
-def swiglu_gemm_backward_kernel(
-    GRAD, WEIGHT, GATE_UP, GRAD_GATE_UP, rows, D: tl.constexpr, INNER: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
-):  # fmt: skip
-    """Compute the gradients of gate and up from dy, that of the result of the last GEMM.
-
-        dout = dy Wdown;  s = sigmoid(gate)
-        dgate = dout * up * s * (1 + gate * (1 - s));  dup = dout * gate * s
-
-    GRAD (dy) [rows, D], WEIGHT (Wdown) [D, INNER], GATE_UP, GRAD_GATE_UP [rows, 2 INNER]. A program
-    owns a tile [BLOCK_M, BLOCK_N] of dgate and dup, and goes through D by BLOCK_K.
-    """
-    UP: tl.constexpr = INNER  # from a gate to its up
-    row, column = tile(rows, INNER, BLOCK_M, BLOCK_N, GROUP)
-    channel = tl.arange(0, BLOCK_K)
-    grad_at = GRAD + (row % rows)[:, None] * D + channel[None, :]
-    weight_at = WEIGHT + (column % INNER)[None, :] + channel.to(tl.int64)[:, None] * INNER
-    grad = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)  # dout
-    for start in range(0, D, BLOCK_K):
-        left = D - start
-        g = tl.load(grad_at + start, mask=(channel < left)[None, :], other=0.0)
-        weight = tl.load(weight_at + start * INNER, mask=(channel < left)[:, None], other=0.0)
-        grad = tl.dot(g, weight, grad, input_precision=PRECISION)
-    inside = (row < rows)[:, None] & (column < INNER)[None, :]
-    at = row[:, None] * (2 * INNER) + column[None, :]
-    gate = tl.load(GATE_UP + at, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(GATE_UP + at + UP, mask=inside, other=0.0).to(tl.float32)
-    sigmoid = tl.sigmoid(gate)
-    tl.store(GRAD_GATE_UP + at, grad * up * sigmoid * (1 + gate * (1 - sigmoid)), mask=inside)
-    tl.store(GRAD_GATE_UP + at + UP, grad * gate * sigmoid, mask=inside)
-
-
-def swiglu_gemm_launch(kernel: str, x: Tensor, width: int) -> tuple[tuple[int], dict]:
-    """Return grid and block sizes for x [rows, D] and a result of `width` columns."""
-    chosen, (rows, dim) = blocks(kernel, x.dtype), x.shape
-    tiles = triton.cdiv(rows, chosen["BLOCK_M"]) * triton.cdiv(width, chosen["BLOCK_N"])
-    sizes = {"rows": rows, "D": dim, "INNER": width, "PRECISION": dot_precision(x.dtype)}
-    return (tiles,), {**sizes, **chosen}
-
-
-@operator
-def swiglu_gemm_forward(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute x weight^T [T, 2 I] and silu(gate) * up [T, I] of x [T, D] and weight [2 I, D].
-
-    Gates come first.
-    """
-    (rows, _), width = x.shape, len(weight) // 2
-    gate_up, out = x.new_empty(rows, 2 * width), x.new_empty(rows, width)
-    grid, options = swiglu_gemm_launch("swiglu_gemm_forward", x, width)
-    wrap_triton(swiglu_gemm_forward_kernel)[grid](
-        X=x, WEIGHT=weight, GATE_UP=gate_up, OUT=out, **options
-    )  # fmt: skip
-    return gate_up, out
-
-
-@operator
-def swiglu_gemm_backward(grad: Tensor, weight: Tensor, gate_up: Tensor) -> Tensor:
-    """Compute the gradient of gate_up [T, 2 I].
-
-    grad [T, D]: of the result of the MLP. weight [D, I]: of its last GEMM.
-    """
-    grid, options = swiglu_gemm_launch("swiglu_gemm_backward", grad, weight.shape[1])
-    grad_gate_up = torch.empty_like(gate_up)
-    wrap_triton(swiglu_gemm_backward_kernel)[grid](
-        GRAD=grad, WEIGHT=weight, GATE_UP=gate_up, GRAD_GATE_UP=grad_gate_up, **options
-    )
-    return grad_gate_up
-
-
-def our_gemm_wins(dtype: torch.dtype) -> bool:
-    """Tell whether a Triton GEMM with SwiGLU in its epilogue beats the vendor's and a kernel.
-
-    Measured on an H100 for x [1024, 512] and [8192, 1024]: in exact float32, as three TF32
-    products, it does; in bfloat16 it takes 0.98 to 1.17 of their time forward and 1.05 to 1.10
-    backward, in TF32 1.02 and 1.8.
-    """
-    return INTERPRETED or dot_precision(dtype) == "tf32x3"
-
-
-class SwiGLUGEMM(torch.autograd.Function):
-    """Compute down(silu(gate(x)) * up(x)) [..., D] of x [..., D].
-
-    The weights are given as parameters, and as the GEMMs take them.
+    `embedding`: the node of a TiedEmbedding of this weight. If that will run, it gets the gradient
+    and adds its own.
     """
 
     @staticmethod
     def forward(
-        ctx, x: Tensor, gate_up: Tensor, down: Tensor, gate_up_cast: Tensor, down_cast: Tensor,
-        direct: bool, side: SideStreams,
+        ctx, x: Tensor, weight: Tensor, direct: bool, embedding: torch.autograd.graph.Node | None
     ):  # fmt: skip
-        x = x.contiguous()
-        ctx.parameters, ctx.direct, ctx.side = (gate_up, down), direct, side
-        gate_up, activation = swiglu_gemm_forward(x.flatten(0, -2), gate_up_cast)
-        ctx.save_for_backward(x, gate_up, activation, gate_up_cast, down_cast)
-        return F.linear(activation, down_cast).view_as(x)
+        cast = cached_cast(weight, x.dtype)
+        ctx.save_for_backward(x, cast)
+        ctx.weight, ctx.direct, ctx.embedding = weight, direct, embedding
+        return F.linear(x, cast)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        x, gate_up, activation, gate_up_cast, down_cast = ctx.saved_tensors
-        weight, down = ctx.parameters
-        grad, side = grad.contiguous().flatten(0, -2), ctx.side
-        grad_x, grad_weight, grad_down = None, None, None
-        if ctx.needs_input_grad[2]:
-            grad_down = weight_gradient(side, down, grad, activation, ctx.direct)
-        if any(ctx.needs_input_grad[:2]):
-            grad_gate_up = swiglu_gemm_backward(grad, down_cast, gate_up)
-        side.finish(down)
+        x, cast = ctx.saved_tensors
+        grad_x, grad_weight = None, None
         if ctx.needs_input_grad[1]:
-            rows = grad_gate_up, x.flatten(0, -2)
-            grad_weight = weight_gradient(side, weight, *rows, ctx.direct)
+            rows = grad.flatten(0, -2), x.flatten(0, -2)
+            grad_weight = weight_gradient(ctx.weight, *rows, ctx.direct)
         if ctx.needs_input_grad[0]:
-            grad_x = (grad_gate_up @ gate_up_cast).view_as(x)
-        side.finish(weight)
-        return grad_x, grad_weight, grad_down, None, None, None, None
+            grad_x = grad @ cast
+        tied = ctx.embedding and torch._C._will_engine_execute_node(ctx.embedding)
+        if grad_weight is not None and tied:
+            ctx.embedding.projection_gradient, grad_weight = grad_weight, None
+        elif hasattr(ctx.weight, "slot"):
+            ctx.weight.slot.buffer.side.finish(ctx.weight)
+        return grad_x, grad_weight, None, None
+
+
+def linear(
+    x: Tensor, weight: Tensor, fusions: Fusions, embedded: Tensor | None = None
+) -> Tensor:  # fmt: skip
+    """Compute x weight^T [..., N] of x [..., K] and weight [N, K].
+
+    embedded: the result of an embedding with the same weight.
+    """
+    if not (fusions.direct_gradients or fusions.fused_optimizer):
+        return F.linear(x, weight)
+    node = getattr(embedded, "grad_fn", None)
+    tied = node if hasattr(node, "projection_gradient") else None  # only TiedEmbedding has it
+    return Projection.apply(x.to(gemm_dtype(x)), weight, fusions.direct_gradients, tied)
+
+
+# --- optimizer
+# Copied from common/optimizer.py by tools/sync_common.py: edit it there.
+# Gradients are written where AdamW reads them; in a step that is captured as a graph, this and the
+# updates overlap the backward pass. A parameter that FusedAdamW updates has an attribute `slot`.
+
+
+@dataclass(eq=False)
+class Slot:
+    """A parameter's place in the buffers of FusedAdamW, as Megatron's `main_grad` is one.
+
+    `begin` and `end` are elements of these buffers; `cast` is the parameter in the type of the
+    GEMMs, as it was at its `version`, or None for float32.
+    """
+
+    buffer: GradientBuffer
+    begin: int
+    end: int
+    cast: Tensor | None
+    version: int = -1  # not written yet
+
+
+def cached_cast(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a parameter in this type, as the optimizer wrote it.
+
+    It is cast here where the optimizer did not, or where others changed the parameter since.
+    """
+    slot = getattr(parameter, "slot", None)
+    if slot is None or slot.cast is None or slot.cast.dtype != dtype:
+        return parameter.detach().to(dtype)
+    if slot.version != parameter._version:
+        slot.cast.copy_(parameter.detach())
+        slot.version = parameter._version
+    return slot.cast
+
+
+def renew_casts(module: nn.Module, *unused) -> None:
+    """Cast parameters that were loaded anew, as load_state_dict's hook: a graph would not look."""
+    for parameter in module.parameters():
+        slot = getattr(parameter, "slot", None)
+        if slot and slot.cast is not None:
+            cached_cast(parameter, slot.cast.dtype)
+
+
+class SideStreams:
+    """Overlap gradients of parameters, averages and updates with the chain of a training step.
+
+    For a step that is captured as a graph: a graph keeps what depends on what, not the order of the
+    launches, so work on a side stream runs where there is room for it. A step, time goes down, an
+    arrow is a wait:
+
+        chain (forward, backward)       gradients                 updates
+        begin_step -------------------------------------------->  corrections of the moments
+        token ids -------------------->  run: sort them
+        grad of layer L's output ----->  run: its weight gradient
+        grad of its input
+        weight no longer needed -------------- finish (both) --->  AdamW, cast of this weight
+        DEPTH pieces of work later,
+        or DEPTH_BYTES of inputs <------  done: its inputs may go
+        ... next layer                  ...                       ...
+        grad of the embedding <--------  join: all of them
+        end of optimizer.step <---------------------------------  all of them
+
+    On several GPUs a third stream averages the gradients of a buffer over them in between: it
+    waits as an update does here, the update waits for it, and so does the chain before
+    optimizer.step.
+
+    What work on a side stream reads must stay as it is until the chain has waited for that work:
+    `pending` keeps it from being freed. Autograd may not add to a gradient on its way from a side
+    stream to its parameter: join raises RuntimeError.
+    """
+
+    DEPTH, DEPTH_BYTES = 4, 2 * 10**8
+
+    def __init__(self):
+        self.streams: tuple[torch.cuda.Stream, ...] = ()
+        self.pending: collections.deque[tuple[torch.cuda.Event, tuple]] = collections.deque()
+        self.begin_step(False)
+
+    def __deepcopy__(self, memo: dict) -> SideStreams:
+        """Return new ones: a copy of a model has no optimizer."""
+        return SideStreams()
+
+    def begin_step(self, overlap: bool) -> None:
+        """Begin a forward pass, of which work overlaps if it is captured."""
+        capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        self.active = overlap and capturing
+        self.joined = not self.active
+        # a capture that failed leaves some
+        self.written: dict[Tensor, int] = {}  # the address of each parameter's gradient
+        self.used: set[Tensor] = set()  # parameters that this step no longer needs
+        self.finished: dict[GradientBuffer, tuple[Tensor, int, list[torch.cuda.Event]]] = {}
+        if self.active:
+            # GEMMs on two streams need two workspaces; eager steps give theirs back.
+            torch._C._cuda_clearCublasWorkspaces()
+            self.chain = torch.cuda.current_stream()
+            self.begun = self.chain.record_event()
+
+    def stream(self, number: int) -> torch.cuda.Stream | None:
+        """Return the stream of gradients (0), of updates (1), of averages (2); None: the chain.
+
+        The last one goes first, as the chain does: nothing hides what is late there.
+        """
+        make = torch.cuda.Stream
+        if self.active:
+            self.streams = self.streams or (make(), make(), make(priority=-1))
+        return self.streams[number] if self.active else None
+
+    def run(self, work: Callable, *inputs: Tensor) -> object:
+        """Return the result of the work, which reads these inputs, from the stream of gradients."""
+        if self.joined:
+            return work()
+        chain, stream = torch.cuda.current_stream(), self.stream(0)
+        stream.wait_stream(chain)
+        with torch.cuda.stream(stream):
+            result = work()
+            self.pending.append((stream.record_event(), inputs))
+        while len(self.pending) > self.DEPTH or self.pending_bytes() > self.DEPTH_BYTES:
+            chain.wait_event(self.pending.popleft()[0])
+        return result
+
+    def pending_bytes(self) -> int:
+        """Count the bytes that work in progress reads."""
+        return sum(tensor.nbytes for _, inputs in self.pending for tensor in inputs)
+
+    def finish(self, parameter: Tensor) -> None:
+        """Note that this step no longer needs a parameter, whose gradient is on its way."""
+        buffer = parameter.slot.buffer
+        if not (self.active and buffer.written):
+            return
+        self.used.add(parameter)
+        if self.used.issuperset(buffer.parameters):  # with norms it waits for all of the chain
+            self.note(buffer, torch.cuda.current_stream(), self.stream(0))
+
+    def note(self, buffer: GradientBuffer, *streams: torch.cuda.Stream) -> None:
+        """Note that these streams have done by now what an update of the buffer waits for."""
+        events = [stream.record_event() for stream in streams]
+        self.finished[buffer] = buffer.tensor, buffer.tensor._version, events
+
+    def wait_for(self, buffer: GradientBuffer) -> None:
+        """Let this stream wait for the gradients in a buffer, and the last use of their weights.
+
+        If they were changed since that was noted, it waits for the chain as it is now.
+        """
+        if not self.active:
+            return
+        tensor, version, events = self.finished.pop(buffer, (None, 0, []))
+        if tensor is not buffer.tensor or version != tensor._version:
+            events = [self.chain.record_event()]
+        for event in events:
+            torch.cuda.current_stream().wait_event(event)
+
+    def join(self) -> None:
+        """Let the chain wait for all gradients, and take what follows.
+
+        Raises RuntimeError if one was added to.
+        """
+        if self.joined:
+            return
+        self.joined = True
+        torch.cuda.current_stream().wait_stream(self.stream(0))
+        self.pending.clear()
+        if any(p.grad is not None and p.grad.data_ptr() != at for p, at in self.written.items()):
+            wrong = "a weight got more than one gradient in a backward pass"
+            raise RuntimeError(f"overlap: {wrong}: use --disable-overlap")
+
+    def average(self, buffer: GradientBuffer) -> None:
+        """Average a buffer over the processes, as soon as its gradients are there."""
+        with torch.cuda.stream(self.stream(2)):
+            self.wait_for(buffer)
+            buffer.average()
+            if self.active:
+                self.note(buffer, self.stream(2))
+
+    def begin_updates(self, after_chain: bool) -> None:
+        """Let this stream wait for the begin of the forward pass, or for the chain until now."""
+        if self.active:
+            begun = self.chain.record_event() if after_chain else self.begun
+            torch.cuda.current_stream().wait_event(begun)
+
+    def wait_here(self, number: int) -> None:
+        """Let the chain wait for a stream."""
+        if self.active:
+            self.chain.wait_stream(self.stream(number))
+
+
+class JoinSideStreams(torch.autograd.Function):
+    """Pass tensors on; in the backward pass the chain waits here for the stream of gradients."""
+
+    @staticmethod
+    def forward(ctx, side: SideStreams, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.side = side
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        ctx.side.join()
+        return None, *grads
+
+
+class GradientBuffer:
+    """Hold the gradients of some parameters where the optimizer reads them, in one tensor.
+
+    The tensor lives from the first gradient of a step to the end of the update. A parameter's first
+    gradient in a step is written here, in `dtype`; autograd adds others to it, in float32.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], dtype: torch.dtype, side: SideStreams):
+        self.parameters, self.side = parameters, side
+        self.clear()
+        self.set_dtype(dtype)
+
+    def set_dtype(self, dtype: torch.dtype) -> None:
+        """Have gradients in this type from now on."""
+        self.dtype = dtype
+        for parameter in self.parameters:
+            if dtype != (getattr(parameter, "grad_dtype", None) or parameter.dtype):
+                grad, parameter.grad = parameter.grad, None
+                parameter.grad_dtype = dtype  # or autograd would cast it
+                parameter.grad = grad if grad is None else grad.to(dtype)
+
+    def clear(self) -> None:
+        """Let go of the gradients."""
+        self.tensor, self.written = None, set()
+
+    def claim(self, parameters: Sequence[nn.Parameter]) -> Tensor | None:
+        """Return the part [elements] for the first gradients in a step of these parameters.
+
+        None for later ones, and where the parameters do not lie side by side.
+        """
+        if any(p.grad is not None or p in self.written for p in parameters):
+            if self.dtype != torch.float32:
+                self.set_dtype(torch.float32)
+            return None
+        ends = [p.slot.begin + p.numel() for p in parameters]
+        if ends[:-1] != [p.slot.begin for p in parameters[1:]]:
+            return None
+        self.written.update(parameters)
+        return self.elements(parameters[0].slot.begin, ends[-1])
+
+    def elements(self, begin: int, end: int) -> Tensor:
+        """Return elements of the tensor, by their place in all of the optimizer's buffers."""
+        first, last = self.parameters[0].slot.begin, self.parameters[-1].slot.end
+        if self.tensor is None:
+            filled = sum(p.numel() for p in self.parameters)
+            make = torch.zeros if self.parameters[1:] and last - first > filled else torch.empty
+            self.tensor = make(last - first, device=self.parameters[0].device, dtype=self.dtype)
+        return self.tensor[begin - first : end - first]
+
+    def part(self, parameter: nn.Parameter) -> Tensor:
+        """Return the part for a parameter, in its shape."""
+        begin = parameter.slot.begin
+        return self.elements(begin, begin + parameter.numel()).view_as(parameter)
+
+    def collect(self) -> bool:
+        """Bring gradients here that are elsewhere; return whether there are any.
+
+        Those that autograd added up are elsewhere, and those of PyTorch's own operators.
+        """
+        present = [p for p in self.parameters if p.grad is not None]
+        elsewhere = [p for p in present if p.grad.data_ptr() != self.part(p).data_ptr()]
+        if any(p in self.written for p in elsewhere):
+            self.tensor, elsewhere = None, present  # what torch.autograd.grad returned may be there
+        if elsewhere:
+            torch._foreach_copy_([self.part(p) for p in elsewhere], [p.grad for p in elsewhere])
+        return bool(present)
+
+    def average(self) -> None:
+        """Average all gradients over the processes; from then on they are here, nowhere else."""
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                parameter.grad = self.part(parameter)
+        if self.tensor.is_cuda:
+            dist.all_reduce(self.tensor, dist.ReduceOp.AVG)
+        else:  # gloo can only add up
+            dist.all_reduce(self.tensor)
+            self.tensor /= dist.get_world_size()
+
+
+def gradients_into_buffer(
+    groups: Sequence[Sequence[Tensor]], compute: Callable[..., None], *inputs: Tensor
+) -> tuple[Tensor, ...]:
+    """Return the gradients of groups of parameters, which `compute` makes of these inputs.
+
+    `compute` gets a tensor [elements] for each group, and writes the gradients of its parameters
+    there side by side. That is where the optimizer reads them, unless there are gradients that
+    these are to be added to.
+    """
+    parameters = [parameter for group in groups for parameter in group]
+    slots = [getattr(parameter, "slot", None) for parameter in parameters]
+    buffer = slots[0].buffer if all(slots) else None
+    places = [buffer.claim(group) if buffer else None for group in groups]
+
+    def work() -> tuple[Tensor, ...]:
+        outs, grads = [], []
+        for place, group in zip(places, groups, strict=True):
+            sizes = [p.numel() for p in group]
+            out = torch.empty(sum(sizes), device=group[0].device) if place is None else place
+            outs.append(out)
+            grads += [part.view_as(p) for part, p in zip(out.split(sizes), group, strict=True)]
+        compute(*outs)
+        return tuple(grads)
+
+    if buffer is None or any(place is None for place in places):
+        return work()  # autograd may add them to others at once
+    grads = buffer.side.run(work, *inputs)
+    if not buffer.side.joined:
+        addresses = [grad.data_ptr() for grad in grads]
+        buffer.side.written |= zip(parameters, addresses, strict=True)
+    return grads
+
+
+WIDE_RESULTS = "dtype_out" in torch.ops.aten.mm.overloads()  # from PyTorch 2.8 on
+# From PyTorch 2.10 on the gradient of a float32 parameter may have another type.
+NARROW_GRADIENTS = hasattr(Tensor, "grad_dtype")
+
+
+def matmul_out(grad: Tensor, x: Tensor, out: Tensor, direct: bool) -> None:
+    """Write grad^T x [N, K] of grad [T, N] and x [T, K] into out; `direct`: without a cast."""
+    if out.dtype == x.dtype:
+        torch.mm(grad.t(), x, out=out)
+    elif direct and WIDE_RESULTS and x.is_cuda:
+        torch.mm(grad.t(), x, out_dtype=out.dtype, out=out)
+    else:
+        out.copy_(grad.t() @ x)
+
+
+def weight_gradient(weight: Tensor, grad: Tensor, x: Tensor, direct: bool) -> Tensor:
+    """Compute the gradient dW = dy^T x of a weight [N, K] from grad [T, N] and x [T, K]."""
+
+    def compute(out: Tensor) -> None:
+        matmul_out(grad, x, out.view_as(weight), direct)
+
+    (gradient,) = gradients_into_buffer(((weight,),), compute, grad, x)
+    return gradient
 
 
 @triton.jit
@@ -1850,27 +1543,6 @@ def adamw_kernel(
             tl.store(CASTS + at, weight, mask=inside)
 
 
-@partial(operator, changes=("weights", "casts", "averages", "squares"))
-def adamw(
-    weights: Tensor, casts: Tensor | None, grads: Tensor, averages: Tensor, squares: Tensor,
-    corrections: Tensor, lr: Tensor, scale: Tensor | None, found_inf: Tensor | None,
-    beta1: float, beta2: float, eps: float, decay: float,
-) -> None:  # fmt: skip
-    """Update as many weights as there are gradients, and their moments; write casts, too.
-
-    corrections [2]: 1 - beta ** steps in float64; lr []: the learning rate. A scaler's `scale`
-    divides gradients, its found_inf stops all.
-    """
-    options, size = blocks("adamw"), len(grads)
-    wanted = triton.next_power_of_2(triton.cdiv(size, options["BLOCK"]))
-    options["PROGRAMS"] = min(options["PROGRAMS"], wanted)
-    wrap_triton(adamw_kernel)[(options["PROGRAMS"],)](
-        WEIGHTS=weights, CASTS=casts, GRADS=grads, AVERAGES=averages, SQUARES=squares,
-        CORRECTIONS=corrections, LR=lr, SCALE=scale, FOUND_INF=found_inf, size=size,
-        BETA1=beta1, BETA2=beta2, EPS=eps, DECAY=decay, **options,
-    )  # fmt: skip
-
-
 class Options(dict):
     """Hold the options of the optimizer, of which only the learning rate may change.
 
@@ -1895,7 +1567,7 @@ class FusedAdamW(torch.optim.Optimizer):
     Weights, their casts to `dtype` for the GEMMs and moments are parts of buffers of the same
     order, so the kernel needs no list of addresses. It is launched once for each of `groups`, which
     share a buffer of gradients; that of a single parameter is in `grad_dtype`. Gradients are
-    written anew in every step: there is nothing to clear. `side`: what it shares with the model.
+    written anew in every step: there is nothing to clear. `side`: what runs beside the model.
 
     On several GPUs it takes the place of DistributedDataParallel, which would copy each gradient to
     a buffer of its own: average_gradients comes before every step.
@@ -1913,33 +1585,31 @@ class FusedAdamW(torch.optim.Optimizer):
         super().__init__(parameters, defaults)
         # each parameter begins at a multiple of 128 bytes
         sizes = [triton.cdiv(p.numel(), 64) * 64 for p in parameters]
-        begins, device = [0, *itertools.accumulate(sizes)], parameters[0].device
+        spans = itertools.pairwise([0, *itertools.accumulate(sizes)])
+        size, device = sum(sizes), parameters[0].device
         rate = torch.full((), lr, device=device, dtype=torch.float64)
         self.param_groups = [Options(self.param_groups[0], lr=rate)]
         names = ("weight", "exp_avg", "exp_avg_sq")
-        self.buffers = {name: torch.zeros(begins[-1], device=device) for name in names}
+        self.buffers = {name: torch.zeros(size, device=device) for name in names}
         if dtype != torch.float32:
-            self.buffers["cast"] = torch.zeros(begins[-1], device=device, dtype=dtype)
+            self.buffers["cast"] = torch.zeros(size, device=device, dtype=dtype)
         self.steps = torch.zeros(len(parameters), 1, device=device)
         self.together = True  # all parameters have taken as many steps
         self.betas = torch.tensor(self.defaults["betas"], device=device, dtype=torch.float64)
-        for parameter, begin, steps in zip(parameters, begins, self.steps, strict=False):
-            end, views = begin + parameter.numel(), {}
-            for name, buffer in self.buffers.items():
-                # .data: or a change of one part would count as a change of all
-                views[name] = buffer[begin:end].view_as(parameter).data
-            parameter.data = views.pop("weight").copy_(parameter.detach())
-            if "cast" in views:
-                self.side.casts[parameter] = views["cast"]
-                self.side.versions[parameter] = -1  # not written yet
-            self.state[parameter] = {"step": steps[0], **views}
-        ends = itertools.accumulate(map(len, groups))
-        self.gradients = []
-        for group, end in zip(groups, ends, strict=True):
+        self.gradients, steps = [], iter(self.steps)
+        for group in groups:
             own_dtype = grad_dtype if len(group) == 1 else torch.float32
-            buffer = GradientBuffer(group, begins[end - len(group) : end + 1], own_dtype)
-            self.gradients.append(buffer)
-            self.side.buffers |= dict.fromkeys(group, buffer)
+            self.gradients.append(GradientBuffer(group, own_dtype, self.side))
+            for parameter in group:
+                begin, end = next(spans)
+                # .data: or a change of one part would count as a change of all
+                views = {
+                    name: buffer[begin:][: parameter.numel()].view_as(parameter).data
+                    for name, buffer in self.buffers.items()
+                }
+                parameter.data = views.pop("weight").copy_(parameter.detach())
+                parameter.slot = Slot(self.gradients[-1], begin, end, views.get("cast"))
+                self.state[parameter] = {"step": next(steps)[0], **views}
         self.averaged = False  # over several GPUs
         self.with_gradient: list[list[bool]] = []  # of each process, which parameters had one
         if dist.is_initialized():
@@ -1951,24 +1621,20 @@ class FusedAdamW(torch.optim.Optimizer):
 
         Raises ValueError if they are in another order.
         """
-        given, own = (
-            {index: values["exp_avg"].shape for index, values in state["state"].items()}
-            for state in (state_dict, self.state_dict())
-        )
-        if given != own:
+        loaded, own = state_dict["state"], self.state_dict()["state"]
+        shapes = [
+            {index: values["exp_avg"].shape for index, values in state.items()}
+            for state in (loaded, own)
+        ]
+        if shapes[0] != shapes[1]:
             wrong = "the state is of other parameters, or in another order"
             raise ValueError(f"{wrong}, such as that of PyTorch's AdamW")
-        kept = {parameter: dict(values) for parameter, values in self.state.items()}
-        options = self.param_groups[0]
         for name, value in state_dict["param_groups"][0].items():
             if name != "params":
-                options[name] = value
-        super().load_state_dict(state_dict)
-        self.param_groups = [options]
-        for parameter, values in kept.items():
+                self.param_groups[0][name] = value
+        for index, values in own.items():  # they share memory with the optimizer's
             for name in ("step", "exp_avg", "exp_avg_sq"):
-                values[name].copy_(self.state[parameter][name])
-            self.state[parameter] = values
+                values[name].copy_(loaded[index][name])
         self.together = bool((self.steps == self.steps[0]).all())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -1988,31 +1654,33 @@ class FusedAdamW(torch.optim.Optimizer):
         """
         if not dist.is_initialized():
             return
-        found = [p.grad is not None for p in self.param_groups[0]["params"]]
+        self.side.join()
+        present = [p.grad is not None for p in self.param_groups[0]["params"]]
         if not self.with_gradient:
-            self.with_gradient = [found] * dist.get_world_size()
-            dist.all_gather_object(self.with_gradient, found)
-        if any(found != theirs for theirs in self.with_gradient):
+            self.with_gradient = [present] * dist.get_world_size()
+            dist.all_gather_object(self.with_gradient, present)
+        if any(present != theirs for theirs in self.with_gradient):
             wrong = "all processes need gradients of the same parameters, in every step"
             raise RuntimeError(f"FusedAdamW: {wrong}")
         for buffer in reversed(self.gradients):
             if buffer.collect():  # of all processes or of none
-                with self.side.averaging(buffer):
-                    buffer.average()
-        self.side.averaged()
+                self.side.average(buffer)
+        self.side.wait_here(2)
         self.averaged = True
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         """Update all parameters that have a gradient.
 
-        In a graph that has work beside the chain each group is updated as soon as it can be.
+        In a graph with overlap each group is updated as soon as it can be.
         """
         if dist.is_initialized() and not self.averaged:
             raise RuntimeError("FusedAdamW: average_gradients comes before step on several GPUs")
+        self.side.join()
         skipped = getattr(self, "found_inf", None)
         buffers = [buffer for buffer in reversed(self.gradients) if buffer.collect()]
-        with self.side.updating(after_chain=skipped is not None):
+        with torch.cuda.stream(self.side.stream(1)):
+            self.side.begin_updates(after_chain=skipped is not None)
             taken = 1 if skipped is None else 1 - skipped
             self.steps += taken
             parameters = self.param_groups[0]["params"]
@@ -2026,283 +1694,29 @@ class FusedAdamW(torch.optim.Optimizer):
                 alone = [[p] for p in buffer.parameters if p.grad is not None]
                 for some in [buffer.parameters] if self.together else alone:
                     self.update(some, corrections[some[0]])
+        self.side.wait_here(1)
         for buffer in self.gradients:
             buffer.clear()
         self.averaged = False
 
     def update(self, parameters: list[nn.Parameter], corrections: Tensor) -> None:
         """Update these parameters, which lie side by side and have taken as many steps."""
-        gradients, group = self.side.buffers[parameters[0]], self.param_groups[0]
-        begin, end = gradients.spans[parameters[0]][0], gradients.spans[parameters[-1]][1]
+        begin, end = parameters[0].slot.begin, parameters[-1].slot.end
         parts = {name: buffer[begin:end] for name, buffer in self.buffers.items()}
-        tensors = parts["weight"], parts.get("cast")
-        tensors += (gradients.tensor[begin - gradients.begin : end - gradients.begin],)
-        tensors += parts["exp_avg"], parts["exp_avg_sq"], corrections, group["lr"]
-        scaler = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        adamw(*tensors, *scaler, *group["betas"], group["eps"], group["weight_decay"])
+        parts["gradient"] = parameters[0].slot.buffer.elements(begin, end)
+        names = ("weight", "cast", "gradient", "exp_avg", "exp_avg_sq")
+        options, chosen = self.param_groups[0], blocks("adamw")
+        tensors = *map(parts.get, names), corrections, options["lr"]
+        tensors += getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        constants = dict(zip(("BETA1", "BETA2"), options["betas"], strict=True))
+        constants |= {"EPS": options["eps"], "DECAY": options["weight_decay"]}
+        most = triton.next_power_of_2(triton.cdiv(end - begin, chosen["BLOCK"]))
+        chosen["PROGRAMS"] = min(chosen["PROGRAMS"], most)
+        grid = (chosen["PROGRAMS"],)
+        wrap_triton(adamw_kernel)[grid](*tensors, size=end - begin, **constants, **chosen)
 
 
-# Inference with a transformer layer as one launch.
-#
-# One program per multiprocessor, so that all of them run at the same time, goes through the phases
-# of the layer:
-#   1  norm, query, key and value projection, rotary embedding      x        -> qkv
-#   2  causal attention                                             qkv      -> attended
-#   3  output projection, residual addition                         attended -> summed
-#   4  norm, gate and up projection, SwiGLU                         summed   -> active
-#   5  down projection, residual addition                           active   -> out
-# In a phase the programs share out tiles of its result, and before the next they wait for each
-# other. What a phase leaves to the next is small enough to stay in the L2 cache.
-
-
-@triton.jit
-def grid_barrier(COUNTER, THREADS: tl.constexpr):
-    """Wait until every program of the grid has come here; all see what one has stored before.
-
-    A release publishes stores, an acquire drops what caches hold. On NVIDIA one of THREADS does it
-    for the program; on AMD, where no thread waits for the stores of other waves, all do. The
-    counter only goes up: each multiple of what the grid adds opens one barrier.
-    """
-    arrivals = tl.num_programs(0) * THREADS
-    counter = COUNTER + tl.zeros([THREADS], tl.int32)
-    tl.debug_barrier()  # every thread has stored
-    ticket = tl.max(tl.atomic_add(counter, 1, sem="release", scope="gpu"))
-    opens = (ticket // arrivals + 1) * arrivals
-    while tl.min(tl.atomic_add(counter, 0, sem="acquire", scope="gpu")) < opens:
-        pass
-    tl.debug_barrier()  # none loads before
-
-
-@triton.jit
-def load_tile(X, row, rows, column, COLUMNS: tl.constexpr, STRIDE: tl.constexpr):
-    """Load X[row, column], with rows STRIDE apart and zeros beyond its rows and COLUMNS."""
-    inside = (row < rows)[:, None] & (column < COLUMNS)[None, :]
-    at = X + row.to(tl.int64)[:, None] * STRIDE + column[None, :]
-    return tl.load(at, mask=inside, other=0.0)
-
-
-@triton.jit
-def store_tile(X, tile, row, rows, column, COLUMNS: tl.constexpr, STRIDE: tl.constexpr):
-    """Store X[row, column] = tile, with rows STRIDE apart, within its rows and COLUMNS."""
-    inside = (row < rows)[:, None] & (column < COLUMNS)[None, :]
-    at = X + row.to(tl.int64)[:, None] * STRIDE + column[None, :]
-    tl.store(at, tile, mask=inside)
-
-
-@triton.jit
-def norm_gemm(
-    X, NORM, WEIGHT, row, rows, feature, FEATURES: tl.constexpr, APART: tl.constexpr,
-    C: tl.constexpr, eps: tl.constexpr, PRECISION: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """Return norm(x) W^T in these rows, for these features and for those APART from them.
-
-        norm(x) W^T = rstd * ((x * NORM) W^T)
-
-    A row's rstd scales its products as well as its elements, so the one loop over channels finds
-    both. X [rows, C], NORM [C], WEIGHT (W) [FEATURES, C].
-    """
-    squares = tl.zeros([row.shape[0], BLOCK_K], tl.float32)
-    first = tl.zeros([row.shape[0], feature.shape[0]], tl.float32)
-    second = tl.zeros([row.shape[0], feature.shape[0]], tl.float32)
-    for start in range(0, C, BLOCK_K):
-        channel = start + tl.arange(0, BLOCK_K)
-        x = load_tile(X, row, rows, channel, C, C).to(tl.float32)
-        squares += x * x
-        norm = tl.load(NORM + channel, mask=channel < C, other=0.0).to(tl.float32)
-        x = (x * norm[None, :]).to(WEIGHT.dtype.element_ty)
-        weight = load_tile(WEIGHT, feature, FEATURES, channel, C, C)
-        first = tl.dot(x, tl.trans(weight), first, input_precision=PRECISION)
-        weight = load_tile(WEIGHT, feature + APART, FEATURES, channel, C, C)
-        second = tl.dot(x, tl.trans(weight), second, input_precision=PRECISION)
-    rstd = 1 / tl.sqrt(tl.sum(squares, 1) / C + eps)[:, None]
-    return first * rstd, second * rstd
-
-
-@triton.jit
-def gemm_residual_tile(
-    A, WEIGHT, RESIDUAL, OUT, row, rows, column, C: tl.constexpr, COLUMNS: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """Store a tile of OUT = A W^T + RESIDUAL.
-
-    A [rows, C], WEIGHT (W) [COLUMNS, C], RESIDUAL, OUT [rows, COLUMNS].
-    """
-    out = tl.zeros([row.shape[0], column.shape[0]], tl.float32)
-    for start in range(0, C, BLOCK_K):
-        channel = start + tl.arange(0, BLOCK_K)
-        a = load_tile(A, row, rows, channel, C, C)
-        weight = load_tile(WEIGHT, column, COLUMNS, channel, C, C)
-        out = tl.dot(a, tl.trans(weight), out, input_precision=PRECISION)
-    out += load_tile(RESIDUAL, row, rows, column, COLUMNS, COLUMNS).to(tl.float32)
-    store_tile(OUT, out, row, rows, column, COLUMNS, COLUMNS)
-
-
-@triton.jit
-def attention_tile(
-    QKV, OUT, batch, head, first, seq, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Store the causal attention of one head for the queries from `first` on, BLOCK_M of them.
-
-    As attention_forward_kernel, but without the sums, which only a backward pass needs.
-    """
-    TOKEN: tl.constexpr = (H + 2 * K) * D  # elements of a token in QKV
-    VALUE: tl.constexpr = K * D  # from a key head to its value head
-    channel, token = tl.arange(0, BLOCK_D), batch * seq + first + tl.arange(0, BLOCK_M)
-    end = (batch + 1) * seq
-    q = load_tile(QKV + head * D, token, end, channel, D, TOKEN)
-    KEYS = QKV + (H + head // (H // K)) * D
-    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
-    out = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for start in range(0, tl.minimum(first + BLOCK_M, seq), BLOCK_N):
-        key = batch * seq + start + tl.arange(0, BLOCK_N)
-        k = load_tile(KEYS, key, end, channel, D, TOKEN)
-        v = load_tile(KEYS + VALUE, key, end, channel, D, TOKEN)
-        # S = Q K^T
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (D**-0.5 * LOG2E)
-        scores = tl.where(token[:, None] >= key[None, :], scores, float("-inf"))
-        # online softmax
-        new_row_max = tl.maximum(row_max, tl.max(scores, 1))
-        p = tl.exp2(scores - new_row_max[:, None])
-        rescale = tl.exp2(row_max - new_row_max)
-        row_sum = row_sum * rescale + tl.sum(p, 1)
-        # O += P V
-        out = tl.dot(p.to(v.dtype), v, out * rescale[:, None], input_precision=PRECISION)
-        row_max = new_row_max
-    store_tile(OUT + head * D, out / row_sum[:, None], token, end, channel, D, H * D)
-
-
-@triton.jit(do_not_specialize=["batches", "seq"])
-def transformer_block_kernel(
-    X, NORM_1, QKV_WEIGHT, O_WEIGHT, NORM_2, GATE_UP_WEIGHT, DOWN_WEIGHT, COS, SIN,
-    QKV, ATTENDED, ACTIVE, SUMMED, OUT, COUNTER, batches, seq, eps: tl.constexpr,
-    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, INNER: tl.constexpr,
-    FIRST: tl.constexpr, LAST: tl.constexpr, THREADS: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_QUERY: tl.constexpr, BLOCK_KEY: tl.constexpr,
-):  # fmt: skip
-    """Compute phases FIRST to LAST of a layer, see above.
-
-        x = x + attention(rotary(norm_1(x) Wqkv^T)) Wo^T
-        out = x + (silu(norm_2(x) Wgate^T) * (norm_2(x) Wup^T)) Wdown^T
-
-    X, SUMMED, OUT [B S, H D], weights [out, in], those of query, key and value and those of gate
-    and up packed. In a phase program p owns the tiles p, p + programs, ... of its result: of a GEMM
-    BLOCK_M x BLOCK_N, which it sums over BLOCK_K channels at a time, of the attention BLOCK_QUERY
-    queries of a head, which go through BLOCK_KEY keys at a time.
-    """
-    C: tl.constexpr = H * D
-    HALF: tl.constexpr = D // 2
-    PACKED: tl.constexpr = (H + 2 * K) * D
-    UP: tl.constexpr = INNER  # from a gate to its up
-    rows = batches * seq
-    row_tiles = tl.cdiv(rows, BLOCK_M)
-    for PHASE in tl.static_range(FIRST, LAST + 1):
-        if PHASE > FIRST:
-            grid_barrier(COUNTER, THREADS)
-        if PHASE == 1:
-            tiles = row_tiles * tl.cdiv(PACKED // 2, BLOCK_N)
-        elif PHASE == 2:
-            tiles = tl.cdiv(seq, BLOCK_QUERY) * batches * H
-        elif PHASE == 4:
-            tiles = row_tiles * tl.cdiv(INNER, BLOCK_N)
-        else:
-            tiles = row_tiles * tl.cdiv(C, BLOCK_N)
-        for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-            row = tile % row_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
-            column = tile // row_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
-            if PHASE == 1:  # a column is a channel of a head's first half, and that HALF from it
-                feature = column // HALF * D + column % HALF
-                first, second = norm_gemm(
-                    X, NORM_1, QKV_WEIGHT, row, rows, feature, PACKED, HALF, C, eps, PRECISION,
-                    BLOCK_K,
-                )  # fmt: skip
-                rotates = (column // HALF < H + K)[None, :]  # a value head's angle is 0
-                cos = load_tile(COS, row % seq, seq, column % HALF, HALF, D).to(tl.float32)
-                cos = tl.where(rotates, cos, 1.0)
-                sin = load_tile(SIN, row % seq, seq, column % HALF, HALF, D).to(tl.float32)
-                sin = tl.where(rotates, sin, 0.0)
-                rotated = first * cos - second * sin
-                store_tile(QKV, rotated, row, rows, feature, PACKED, PACKED)
-                rotated = second * cos + first * sin
-                store_tile(QKV, rotated, row, rows, feature + HALF, PACKED, PACKED)
-            elif PHASE == 2:
-                # those with the most keys start first
-                start = (tiles - 1 - tile) // (batches * H) * BLOCK_QUERY
-                attention_tile(
-                    QKV, ATTENDED, tile // H % batches, tile % H, start, seq, H, K, D, BLOCK_D,
-                    PRECISION, BLOCK_QUERY, BLOCK_KEY,
-                )  # fmt: skip
-            elif PHASE == 3:
-                gemm_residual_tile(
-                    ATTENDED, O_WEIGHT, X, SUMMED, row, rows, column, C, C, PRECISION, BLOCK_K
-                )  # fmt: skip
-            elif PHASE == 4:
-                gate, up = norm_gemm(
-                    SUMMED, NORM_2, GATE_UP_WEIGHT, row, rows, column, 2 * INNER, UP, C, eps,
-                    PRECISION, BLOCK_K,
-                )  # fmt: skip
-                active = gate * tl.sigmoid(gate) * up
-                store_tile(ACTIVE, active, row, rows, column, INNER, INNER)
-            else:
-                gemm_residual_tile(
-                    ACTIVE, DOWN_WEIGHT, SUMMED, OUT, row, rows, column, INNER, C, PRECISION,
-                    BLOCK_K,
-                )  # fmt: skip
-
-
-TOO_OLD = ""  # why a layer cannot be one launch
-if not INTERPRETED and tuple(map(int, triton.__version__.split(".")[:2])) < (3, 3):
-    needed = "Triton 3.3 (PyTorch 2.7) for a cooperative launch"
-    TOO_OLD = f"a layer as one launch needs {needed}, not {triton.__version__}"
-
-
-@operator
-def transformer_block(
-    x: Tensor, input_norm: Tensor, qkv: Tensor, o: Tensor, post_attention_norm: Tensor,
-    gate_up: Tensor, down: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int,
-    eps: float, launches: int = 1,
-) -> Tensor:  # fmt: skip
-    """Return the residual stream x [B, S, D] after the layer with these weights.
-
-    One launch, or 5: one for each phase. Programs of one launch wait for each other, so it is
-    cooperative: all run at the same time, or it is an error.
-    """
-    check_sequences(x, len(cos))
-    if launches == 1 and TOO_OLD:
-        raise RuntimeError(TOO_OLD)
-    (batch, seq, width), (packed, inner), dtype = x.shape, (len(qkv), down.shape[1]), qkv.dtype
-    x, dim, chosen = x.contiguous(), width // num_heads, blocks("transformer_block", dtype)
-    if batch * seq > 256 and BACKEND == "cuda" and dtype != torch.float32:
-        chosen = block_sizes(BLOCKS["transformer_block many rows"])
-        chosen |= OVERRIDES.get("transformer_block", {})
-    if BACKEND == "cuda":
-        chosen["maxnreg"] = 255  # the only program on its multiprocessor
-    if launches == 1 and BACKEND != "interpreter":
-        chosen["launch_cooperative_grid"] = True
-    packed_heads, attended, active = (
-        x.new_empty(batch * seq, channels, dtype=dtype) for channels in (packed, width, inner)
-    )
-    summed = torch.empty_like(x, dtype=torch.float32)
-    out, counter = torch.empty_like(x), x.new_zeros(1, dtype=torch.int32)
-    # In the interpreter programs run one after the other, so in one launch there is one, which
-    # waits for no other.
-    programs = launches
-    if x.is_cuda:
-        programs = torch.cuda.get_device_properties(x.device).multi_processor_count
-    threads = 64 * chosen["num_warps"] if BACKEND == "hip" else 1
-    phases = [(1, 5)] if launches == 1 else [(phase, phase) for phase in range(1, 6)]
-    for first, last in phases:
-        wrap_triton(transformer_block_kernel)[(programs,)](
-            X=x, NORM_1=input_norm, QKV_WEIGHT=qkv, O_WEIGHT=o, NORM_2=post_attention_norm,
-            GATE_UP_WEIGHT=gate_up, DOWN_WEIGHT=down, COS=cos, SIN=sin, QKV=packed_heads,
-            ATTENDED=attended, ACTIVE=active, SUMMED=summed, OUT=out, COUNTER=counter,
-            batches=batch, seq=seq, eps=eps, H=num_heads, K=num_kv_heads, D=dim, INNER=inner,
-            FIRST=first, LAST=last, THREADS=threads, PRECISION=dot_precision(dtype),
-            BLOCK_D=max(16, triton.next_power_of_2(dim)), **chosen,
-        )  # fmt: skip
-    return out
+# --- end of optimizer
 
 
 # --- model
@@ -2317,18 +1731,16 @@ def gemm_dtype(x: Tensor) -> torch.dtype:
 class RMSNorm(nn.Module):
     """Root mean square norm, `x / rms(x) * weight` over the last dimension, computed in float32."""
 
-    def __init__(self, dim: int, eps: float, fusions: Fusions, side: SideStreams):
+    def __init__(self, dim: int, eps: float, fusions: Fusions):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(dim))
-        self.eps = eps
-        self.fusions, self.side = fusions, side
+        self.eps, self.fusions = eps, fusions
 
     def forward(self, x: Tensor, update: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return x + update [..., D] normalised, in the type of the next GEMM, and the sum."""
         if self.fusions.triton_rms_norm:
             settings = self.eps, gemm_dtype(x), self.fusions.norm_from_output
-            side = None if torch.compiler.is_compiling() else self.side
-            result = AddRMSNorm.apply(x, update, self.weight, *settings, side)
+            result = AddRMSNorm.apply(x, update, self.weight, *settings)
             return (result, x) if update is None else result
         x = x if update is None else x + update
         wide = x.float()
@@ -2336,38 +1748,32 @@ class RMSNorm(nn.Module):
         return self.weight * wide.to(x.dtype), x
 
 
-def renew_cast(module: nn.Module, *unused) -> None:
-    """Cast a weight that was loaded anew, as load_state_dict's hook: a graph would not look."""
-    if module.weight in module.side.casts:
-        module.side.cached_cast(module.weight, module.side.casts[module.weight].dtype)
-
-
 class Linear(nn.Linear):
     """A projection without bias."""
 
-    def __init__(self, inputs: int, outputs: int, fusions: Fusions, side: SideStreams):
+    def __init__(self, inputs: int, outputs: int, fusions: Fusions):
         super().__init__(inputs, outputs, bias=False)
-        self.fusions, self.side = fusions, side
-        self.register_load_state_dict_post_hook(renew_cast)
+        self.fusions = fusions
+        self.register_load_state_dict_post_hook(renew_casts)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x [..., inputs] to [..., outputs]."""
-        return linear(x, self.weight, self.fusions, self.side)
+        return linear(x, self.weight, self.fusions)
 
 
 class Embedding(nn.Embedding):
     """Token embedding, whose weight the output projection has, too."""
 
-    def __init__(self, words: int, dim: int, fusions: Fusions, side: SideStreams):
+    def __init__(self, words: int, dim: int, fusions: Fusions):
         super().__init__(words, dim)
-        self.fusions, self.side = fusions, side
-        self.register_load_state_dict_post_hook(renew_cast)
+        self.fusions = fusions
+        self.register_load_state_dict_post_hook(renew_casts)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Map tokens [B, S] to [B, S, D]."""
-        ours = self.fusions.tied_embedding and self.weight.requires_grad and torch.is_grad_enabled()
-        if ours and not torch.compiler.is_compiling():
-            return TiedEmbedding.apply(tokens, self.weight, self.side)
+        trains = self.weight.requires_grad and torch.is_grad_enabled()
+        if self.fusions.fused_optimizer and trains:
+            return TiedEmbedding.apply(tokens, self.weight)
         return super().forward(tokens)
 
 
@@ -2414,29 +1820,23 @@ def keep_separate_names(parent: nn.Module, fused: str, parts: dict[str, int]) ->
 class Attention(nn.Module):
     """Causal self-attention with grouped key/value heads."""
 
-    def __init__(self, config: ModelConfig, fusions: Fusions, side: SideStreams):
+    def __init__(self, config: ModelConfig, fusions: Fusions):
         super().__init__()
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         self.head_dim = config.hidden_dim // config.num_heads
         kv_dim = self.num_kv_heads * self.head_dim
         self.fusions = fusions
-        if fusions.qkv_fusion:
+        self.packed = fusions.triton_rotary or fusions.triton_attention
+        if self.packed:
             parts = {"q_proj": config.hidden_dim, "k_proj": kv_dim, "v_proj": kv_dim}
-            self.qkv_proj = Linear(config.hidden_dim, sum(parts.values()), fusions, side)
+            self.qkv_proj = Linear(config.hidden_dim, sum(parts.values()), fusions)
             keep_separate_names(self, "qkv_proj", parts)
         else:
-            self.q_proj = Linear(config.hidden_dim, config.hidden_dim, fusions, side)
-            self.k_proj = Linear(config.hidden_dim, kv_dim, fusions, side)
-            self.v_proj = Linear(config.hidden_dim, kv_dim, fusions, side)
-        self.o_proj = Linear(config.hidden_dim, config.hidden_dim, fusions, side)
+            self.q_proj = Linear(config.hidden_dim, config.hidden_dim, fusions)
+            self.k_proj = Linear(config.hidden_dim, kv_dim, fusions)
+            self.v_proj = Linear(config.hidden_dim, kv_dim, fusions)
+        self.o_proj = Linear(config.hidden_dim, config.hidden_dim, fusions)
         self.rotary = RotaryEmbedding(config)
-        self.fuse_rotary_backward = (
-            fusions.rotary_fusion
-            and fusions.triton_rotary
-            and fusions.triton_attention
-            and self.head_dim >= 16
-            and self.head_dim.bit_count() == 1  # else a block has channels beyond
-        )
         if not (fusions.flash_attention or fusions.triton_attention):
             mask = torch.full((config.seq_len, config.seq_len), -torch.inf)
             mask = mask.triu(1)  # 0 on and below the diagonal
@@ -2445,30 +1845,23 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map x [B, S, D] to [B, S, D]."""
         batch, seq, _ = x.shape
-        if self.fusions.triton_rotary:
-            if self.fusions.qkv_fusion:
-                qkv = self.qkv_proj(x)
-            else:
-                qkv = torch.cat((self.q_proj(x), self.k_proj(x), self.v_proj(x)), dim=-1)
-            qkv = qkv.view(batch, seq, -1, self.head_dim)
-            if self.fuse_rotary_backward:
-                out = CausalAttention.apply(qkv, self.num_heads, self.rotary.cos, self.rotary.sin)
-                return self.o_proj(out.flatten(2))
-            qkv = Rotary.apply(qkv, self.rotary.cos, self.rotary.sin, self.num_kv_heads)
-            q, k, v = qkv.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=2)
-        elif self.fusions.qkv_fusion:
+        heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
+        angles = (self.rotary.cos, self.rotary.sin) if self.fusions.triton_rotary else ()
+        if self.packed:
             qkv = self.qkv_proj(x).view(batch, seq, -1, self.head_dim)
-            qk, v = qkv.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=2)
-            q, k = self.rotary(qk).split([self.num_heads, self.num_kv_heads], dim=2)
+            if angles and not self.fusions.triton_attention:
+                qkv = Rotary.apply(qkv, *angles, self.num_kv_heads)
+            q, k, v = qkv.split(heads, dim=2)
         else:
             q = self.q_proj(x).view(batch, seq, self.num_heads, self.head_dim)
             k = self.k_proj(x).view(batch, seq, self.num_kv_heads, self.head_dim)
             v = self.v_proj(x).view(batch, seq, self.num_kv_heads, self.head_dim)
+        if not angles:
             q, k = self.rotary(q), self.rotary(k)
 
         if self.fusions.triton_attention:
-            qkv = qkv if self.fusions.triton_rotary else torch.cat((q, k, v), dim=2)
-            return self.o_proj(CausalAttention.apply(qkv, self.num_heads).flatten(2))
+            qkv = qkv if angles else torch.cat((q, k, v), dim=2)
+            return self.o_proj(CausalAttention.apply(qkv, self.num_heads, *angles).flatten(2))
         group = self.num_heads // self.num_kv_heads  # query heads that share a key/value head
         k, v = (t.repeat_interleave(group, 2) for t in (k, v))
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
@@ -2484,46 +1877,34 @@ class Attention(nn.Module):
 class SwiGLU(nn.Module):
     """Gated MLP, `down(silu(gate(x)) * up(x))`."""
 
-    def __init__(self, config: ModelConfig, fusions: Fusions, side: SideStreams):
+    def __init__(self, config: ModelConfig, fusions: Fusions):
         super().__init__()
-        self.fusions, self.side = fusions, side
-        if fusions.swiglu_fusion:
+        self.fusions = fusions
+        if fusions.triton_swiglu:
             parts = {"gate_proj": config.intermediate_dim, "up_proj": config.intermediate_dim}
-            self.gate_up_proj = Linear(config.hidden_dim, sum(parts.values()), fusions, side)
+            self.gate_up_proj = Linear(config.hidden_dim, sum(parts.values()), fusions)
             keep_separate_names(self, "gate_up_proj", parts)
         else:
-            self.gate_proj = Linear(config.hidden_dim, config.intermediate_dim, fusions, side)
-            self.up_proj = Linear(config.hidden_dim, config.intermediate_dim, fusions, side)
-        self.down_proj = Linear(config.intermediate_dim, config.hidden_dim, fusions, side)
+            self.gate_proj = Linear(config.hidden_dim, config.intermediate_dim, fusions)
+            self.up_proj = Linear(config.hidden_dim, config.intermediate_dim, fusions)
+        self.down_proj = Linear(config.intermediate_dim, config.hidden_dim, fusions)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x [B, S, D] to [B, S, D]."""
-        ours = self.fusions.swiglu_gemm and self.fusions.swiglu_fusion
-        if ours and not torch.compiler.is_compiling() and our_gemm_wins(gemm_dtype(x)):
-            x, weights = x.to(gemm_dtype(x)), (self.gate_up_proj.weight, self.down_proj.weight)
-            casts = (self.side.cached_cast(weight, x.dtype) for weight in weights)
-            direct = self.fusions.direct_gradients
-            return SwiGLUGEMM.apply(x, *weights, *casts, direct, self.side)
-        if self.fusions.swiglu_fusion:
-            gate_up = self.gate_up_proj(x)
-            gate, up = gate_up.chunk(2, dim=-1)
-        else:
-            gate, up = self.gate_proj(x), self.up_proj(x)
         if self.fusions.triton_swiglu:
-            gate_up = gate_up if self.fusions.swiglu_fusion else torch.cat((gate, up), dim=-1)
-            return self.down_proj(SwiGLUActivation.apply(gate_up))
-        return self.down_proj(F.silu(gate) * up)
+            return self.down_proj(SwiGLUActivation.apply(self.gate_up_proj(x)))
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class DecoderLayer(nn.Module):
     """Pre-norm attention and MLP, each added to the residual stream."""
 
-    def __init__(self, config: ModelConfig, fusions: Fusions, side: SideStreams):
+    def __init__(self, config: ModelConfig, fusions: Fusions):
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_dim, config.norm_eps, fusions, side)
-        self.self_attn = Attention(config, fusions, side)
-        self.post_attention_layernorm = RMSNorm(config.hidden_dim, config.norm_eps, fusions, side)
-        self.mlp = SwiGLU(config, fusions, side)
+        self.input_layernorm = RMSNorm(config.hidden_dim, config.norm_eps, fusions)
+        self.self_attn = Attention(config, fusions)
+        self.post_attention_layernorm = RMSNorm(config.hidden_dim, config.norm_eps, fusions)
+        self.mlp = SwiGLU(config, fusions)
 
     def forward(self, x: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor]:
         """Map the residual stream x and an update not yet added to it, both [B, S, D], likewise."""
@@ -2540,28 +1921,26 @@ class TinyLlama(nn.Module):
 
     TARGETS = ("labels",)
 
-    def __init__(self, config: ModelConfig, fusions: Fusions, side: SideStreams):
+    def __init__(self, config: ModelConfig, fusions: Fusions):
         super().__init__()
-        self.config, self.fusions, self.side = config, fusions, side
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_dim, fusions, side)
-        layers = (DecoderLayer(config, fusions, side) for _ in range(config.num_layers))
-        self.layers = nn.ModuleList(layers)
-        self.norm = RMSNorm(config.hidden_dim, config.norm_eps, fusions, side)
+        self.config, self.fusions, self.side = config, fusions, SideStreams()
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_dim, fusions)
+        self.layers = nn.ModuleList(DecoderLayer(config, fusions) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_dim, config.norm_eps, fusions)
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
         """Map input_ids [B, S] to logits [B, S, V], with labels, the same tokens, to the loss."""
         check_sequences(input_ids, self.config.seq_len)
-        weight, compiling = self.embed_tokens.weight, torch.compiler.is_compiling()
-        if not compiling:
-            trains = weight.requires_grad and torch.is_grad_enabled()
-            self.side.begin_step(self.fusions.overlap and trains)
+        weight = self.embed_tokens.weight
+        trains = weight.requires_grad and torch.is_grad_enabled()
+        self.side.begin_step(self.fusions.overlap and self.fusions.fused_optimizer and trains)
         embedded = self.embed_tokens(input_ids)
         x, update = embedded, None
-        if not compiling and self.side.active:
-            x = JoinSideStreams.apply(embedded, self.side)
+        if self.side.active:
+            (x,) = JoinSideStreams.apply(self.side, embedded)
         for layer in self.layers:
             x, update = layer(x, update)
-        logits = linear(self.norm(x, update)[0], weight, self.fusions, self.side, embedded)
+        logits = linear(self.norm(x, update)[0], weight, self.fusions, embedded)
         if labels is None:
             return logits
         if self.fusions.triton_cross_entropy:
@@ -2579,7 +1958,7 @@ def build_model(args: argparse.Namespace, device: torch.device) -> nn.Module:
     fields = {name: getattr(args, name) for name in names}
     fusions = Fusions(**{attribute: getattr(args, attribute) for _, attribute, _ in FUSIONS})
     with device:
-        model = TinyLlama(ModelConfig(**fields), fusions, SideStreams())
+        model = TinyLlama(ModelConfig(**fields), fusions)
     if device.type != "meta":
         generator = torch.Generator().manual_seed(args.seed)
         # canonical names, so the order of the draws does not depend on what is fused
@@ -2608,8 +1987,8 @@ def join_neighbours(groups: list[list[nn.Parameter]]) -> list[list[nn.Parameter]
 
 
 def build_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.Optimizer:
-    """Build AdamW over all parameters: one kernel of ours, or a few launches of PyTorch's own."""
-    if args.fused_optimizer and not args.torch_compile:
+    """Build AdamW over all parameters: one kernel, or a few launches of PyTorch's own."""
+    if args.fused_optimizer:
         weights = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
         small = [p for p in model.parameters() if all(p is not weight for weight in weights)]
         groups = [small, *([weight] for weight in weights)]
@@ -3942,125 +3321,17 @@ MODES |= {"compare_fusion": compare_fusion, "verify_accuracy": verify_accuracy}
 # --- end of modes
 
 
-def first_layer(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """Build the first layer of the model for inference, the weights of its GEMMs in this type."""
-    layer = build_model(args, device).layers[0].requires_grad_(False)
-    for module in layer.modules():
-        if isinstance(module, nn.Linear):  # in training the optimizer or autocast does that
-            module.weight.data = module.weight.data.to(dtype)
-    return layer
-
-
-def in_launches(launches: int, layer: nn.Module, x: Tensor) -> Tensor:
-    """Return the residual stream x [B, S, D] after this layer, in 1 launch or 5.
-
-    The layer's projections must be packed.
-    """
-    attention, mlp = layer.self_attn, layer.mlp
-    return transformer_block(
-        x,
-        input_norm=layer.input_layernorm.weight,
-        qkv=attention.qkv_proj.weight,
-        o=attention.o_proj.weight,
-        post_attention_norm=layer.post_attention_layernorm.weight,
-        gate_up=mlp.gate_up_proj.weight,
-        down=mlp.down_proj.weight,
-        cos=attention.rotary.cos,
-        sin=attention.rotary.sin,
-        num_heads=attention.num_heads,
-        num_kv_heads=attention.num_kv_heads,
-        eps=layer.input_layernorm.eps,
-        launches=launches,
-    )
-
-
 def benchmark(args: argparse.Namespace) -> int:
-    """Run the first layer as one launch and in other ways, and check that they agree.
-
-    On a GPU each is timed. The result is also in <profile-dir>/tiny_llama_v4_benchmark.json.
-    """
-    if TOO_OLD:
-        fail(TOO_OLD, 4)
-    device, dtype = prepare(args), getattr(torch, args.amp_dtype) if args.use_amp else torch.float32
-    generator = torch.Generator().manual_seed(args.seed)
-    x = torch.randn(args.batch_size, args.seq_len, args.hidden_dim, generator=generator)
-    x, packed = x.to(device), {"qkv_fusion": True, "swiglu_fusion": True}
-    ours = first_layer(argparse.Namespace(**{**vars(args), **packed}), device, dtype)
-    library = first_layer(all_off(args, **packed, flash_attention=True), device, dtype)
-
-    def whole(layer: nn.Module) -> Tensor:
-        with torch.autocast(device.type, dtype, enabled=args.use_amp):
-            return torch.add(*layer(x, None))
-
-    sides = {
-        "one launch": partial(in_launches, 1, ours, x),
-        "five launches": partial(in_launches, 5, ours, x),
-        "kernels of training": partial(whole, ours),
-    }
-    if device.type == "cuda":
-        sides["torch.compile"] = torch.compile(partial(whole, library))
-    plain = all_off(args, **packed, use_amp=False, matmul_precision="highest")
-    with torch.no_grad():
-        with InFloat64():
-            layer = first_layer(plain, device, torch.float64).double()
-            exact = torch.add(*layer(x.double(), None)) - x
-        found = {**{name: side() for name, side in sides.items()}, "library": whole(library)}
-        errors = {}
-        for name, result in found.items():
-            errors[name] = float((result - x - exact).norm() / exact.norm())
-        # three times what rounding does to PyTorch's own operators
-        limit = max(1e-4, 3 * errors.pop("library"))
-        times = in_turns(sides) if device.type == "cuda" else {}
-    print(f"One layer, batch_size {args.batch_size}, seq_len {args.seq_len}, {str(dtype)[6:]}")
-    for name, error in errors.items():
-        taken = f"{times[name]['us']:8.1f} us {times[name]['kernels']:4} kernels" if times else ""
-        print(f"{name:22}{taken}  relative error {error:.1e}, limit {limit:.1e}")
-    if not times:
-        print("Not timed: the kernels run in Triton's interpreter.")
-    passed = all(error <= limit for error in errors.values())  # a NaN fails
-    print(f"Accuracy check: {'PASS' if passed else 'FAIL'}")
-    content = {
-        "args": {**vars(args), "profile_dir": None},
-        "environment": environment(device),
-        "errors": errors,
-        "times": times,
-    }
-    write_json(args.profile_dir / f"{SCRIPT}_benchmark.json", content)
-    return 0 if passed else 1
+    """Run a layer as one launch and in other ways."""
+    program = "exercises/tiny_llama_v4/one_launch.py"
+    try:
+        from exercises.tiny_llama_v4 import one_launch
+    except ModuleNotFoundError as error:
+        fail(f"--mode benchmark needs {program} beside this script ({error})", 4)
+    return one_launch.benchmark(args)
 
 
 MODES["benchmark"] = benchmark
-
-
-def in_turns(
-    sides: dict[str, Callable[[], Tensor]], rounds: int = 11, calls: int = 20
-) -> dict[str, dict]:  # fmt: skip
-    """Measure microseconds per call, the median of turns of one graph each, and count kernels."""
-    graphs, turns, times = {}, {name: [] for name in sides}, {}
-    for name, side in sides.items():
-        side()
-        with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):
-            for _ in range(calls):
-                side()
-        graphs[name] = graph
-        graph.replay()
-    for turn in range(rounds):
-        for name in list(sides) if turn % 2 == 0 else reversed(sides):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            graphs[name].replay()
-            end.record()
-            end.synchronize()
-            turns[name].append(1e3 * begin.elapsed_time(end) / calls)
-    on_gpu, activity = torch.autograd.DeviceType.CUDA, torch.profiler.ProfilerActivity.CUDA
-    for name, side in sides.items():
-        with torch.profiler.profile(activities=[activity], acc_events=True) as profile:
-            side()
-            torch.cuda.synchronize()
-        kernels = sum(event.device_type == on_gpu for event in profile.events())
-        us = float(np.median(turns[name]))
-        times[name] = {"us": us, "turns_us": turns[name], "kernels": kernels}
-    return times
 
 
 if __name__ == "__main__":

@@ -246,14 +246,7 @@ def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentPar
                 say("note", f"{flag} {wanted} lowered to {found}: {files} has no more")
                 setattr(args, name, found)
     leave_to_pytorch(args, missing_kernels(args))
-    chosen: dict[str, dict[str, int]] = {}
-    for kernel, sizes in args.blocks or ():
-        chosen[kernel] = chosen.get(kernel, {}) | sizes
-    texts = []
-    for kernel, sizes in chosen.items():
-        settings = ",".join(f"{name}={size}" for name, size in sizes.items())
-        texts.append(f"{kernel}:{settings}")
-    args.blocks = " ".join(texts) or ModelConfig.blocks
+    args.blocks = " ".join(args.blocks or ()) or ModelConfig.blocks
     if any(getattr(args, name) for _, name, _ in FUSIONS if name.startswith("triton")):
         if INTERPRETED:
             note_interpreter()
@@ -325,8 +318,8 @@ BLOCKS: dict[str, str] = {
 OVERRIDES: dict[str, dict[str, int]] = {}  # what --blocks replaces, for this run
 
 
-def read_blocks(text: str) -> tuple[str, dict[str, int]]:
-    """Parse "kernel:NAME=number,..." of --blocks (an argparse type): the kernel, its new sizes."""
+def read_blocks(text: str) -> str:
+    """Check "kernel:NAME=number,..." of --blocks, and return it (an argparse type)."""
     kernel, _, settings = text.partition(":")
     pairs = [pair.partition("=")[::2] for pair in settings.split(",")]
     kernels = [name for name in BLOCKS if " " not in name]
@@ -341,7 +334,7 @@ def read_blocks(text: str) -> tuple[str, dict[str, int]]:
         if not value.isdecimal() or int(value).bit_count() != 1 or int(value) < low:
             message = f"{kernel}: {name}={value} is not a power of two from {low}"
             raise argparse.ArgumentTypeError(message)
-    return kernel, block_sizes(settings)
+    return text
 
 
 @cache  # a launch asks for them each time
@@ -352,10 +345,11 @@ def block_sizes(settings: str) -> dict[str, int]:
 
 
 def use_blocks(text: str) -> None:
-    """Make these the block sizes of the process: ModelConfig.blocks, which --blocks fills."""
+    """Use ModelConfig.blocks, which --blocks fills, in this process; of a size the last one."""
     OVERRIDES.clear()
-    if text != ModelConfig.blocks:
-        OVERRIDES.update(read_blocks(part) for part in text.split())
+    for part in text.split() if text != ModelConfig.blocks else ():
+        kernel, _, settings = part.partition(":")
+        OVERRIDES[kernel] = OVERRIDES.get(kernel, {}) | block_sizes(settings)
 
 
 def blocks(kernel: str, dtype: torch.dtype | None = None) -> dict[str, int]:
@@ -380,53 +374,50 @@ def dot_precision(dtype: torch.dtype) -> str:
     return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
-def operator(function: Callable, changes: tuple[str, ...] = ()) -> Callable:
-    """Make a function that launches kernels an operator; torch.compile sees the kernels in it.
-
-    It allocates its results, or writes into those of its arguments that `changes` names and
-    returns nothing.
-    """
-    script = re.sub(r"\W|^(?=\d)", "_", Path(__file__).stem, flags=re.ASCII)  # a copy of any name
-    name = f"{script}::{function.__name__}"
-    if not INTERPRETED:
-        return triton_op(name, function, mutates_args=changes)
-    opaque = torch.library.custom_op(name, function, mutates_args=changes)
-    opaque.register_fake(function)
-    return opaque
-
-
 if INTERPRETED:
 
     class wrap_triton:  # PyTorch's takes compiled kernels only
-        """Run a kernel by `wrap_triton(kernel)[grid](NAME=value, ...)`.
+        """Run a kernel by `wrap_triton(kernel)[grid](TENSOR, ..., NAME=value, ...)`.
 
-        Where torch.compile only asks for shapes nothing runs. Triton 3 multiplies bfloat16 as
-        integers here, without a word: so the kernel gets float32, and its results are rounded.
+        It runs as an operator of the kernel's name, for what counts or times operators. Where
+        torch.compile only asks for shapes nothing runs. Triton 3 multiplies bfloat16 as integers
+        here, without a word: so the kernel gets float32, and its results are rounded.
         """
 
         def __init__(self, kernel: Callable):
             self.kernel = kernel
 
         def __getitem__(self, grid: tuple[int, ...]) -> Callable:
-            def run(**arguments) -> None:
-                tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
-                if isinstance(tensors[0], FakeTensor):
-                    return
+            return partial(self.launch, grid)
+
+        def launch(self, grid: tuple[int, ...], *tensors: Tensor | None, **arguments) -> None:
+            arguments |= zip(self.kernel.arg_names, tensors, strict=False)
+            tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
+            if isinstance(tensors[0], FakeTensor):
+                return
+
+            def run() -> None:
                 narrow = [tensor for tensor in tensors if tensor.dtype == torch.bfloat16]
-                wide = {id(tensor): self.widened(tensor) for tensor in narrow}
-                given = {name: wide.get(id(value), value) for name, value in arguments.items()}
-                self.kernel[grid](**given)
+                copies = (torch.empty_strided(t.shape, t.stride()).copy_(t) for t in narrow)
+                wide = dict(zip(map(id, narrow), copies, strict=True))  # of the same strides
+                inputs = {name: wide.get(id(value), value) for name, value in arguments.items()}
+                self.kernel[grid](**inputs)
                 for tensor in narrow:
                     # Unseen by autograd, which the inputs among them belong to.
                     tensor.data.copy_(wide[id(tensor)])
 
-            return run
+            wrap_triton.run = run
+            self.operator(self.kernel.__name__)(tensors)
+            del wrap_triton.run  # and what it refers to, or autograd would copy a gradient
 
         @staticmethod
-        def widened(tensor: Tensor) -> Tensor:
-            """Copy to float32 with the same strides."""
-            wide = torch.empty_strided(tensor.shape, tensor.stride(), dtype=torch.float32)
-            return wide.copy_(tensor)
+        @cache
+        def operator(name: str) -> Callable:
+            """Make an operator that runs what is prepared for these tensors."""
+            script = re.sub(r"\W|^(?=\d)", "_", Path(__file__).stem, flags=re.ASCII)
+            name, schema = f"{script}::{name}", "(Tensor[] tensors) -> ()"
+            run = torch.library.custom_op(name, mutates_args=(), schema=schema)
+            return run(lambda tensors: wrap_triton.run())
 
 
 def check_not_empty(kernel: str, x: Tensor) -> None:
@@ -472,6 +463,24 @@ def leave_to_pytorch(args: argparse.Namespace, reasons: dict[str, str]) -> None:
 
 
 # --- end of launch
+# --- operators
+# Copied from common/operators.py by tools/sync_common.py: edit it there.
+def operator(function: Callable, changes: tuple[str, ...] = ()) -> Callable:
+    """Make a function that launches kernels an operator; torch.compile sees the kernels in it.
+
+    It allocates its results, or writes into those of its arguments that `changes` names and
+    returns nothing.
+    """
+    script = re.sub(r"\W|^(?=\d)", "_", Path(__file__).stem, flags=re.ASCII)  # a copy of any name
+    name = f"{script}::{function.__name__}"
+    if not INTERPRETED:
+        return triton_op(name, function, mutates_args=changes)
+    opaque = torch.library.custom_op(name, function, mutates_args=changes)
+    opaque.register_fake(function)
+    return opaque
+
+
+# --- end of operators
 
 
 @triton.jit

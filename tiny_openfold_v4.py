@@ -178,16 +178,16 @@ def without_effect(args: argparse.Namespace) -> dict[str, str]:
         found["product_fusion"] = "it belongs to triton-triangle, which is off"
     elif args.seq_len > (most := blocks("triangle_product")["BLOCK_N"]):
         found["product_fusion"] = f"the library's GEMMs multiply more than {most} residues"
-    if not args.cuda_graph:
+    if not args.fused_optimizer:
+        found["overlap"] = "it needs fused-optimizer, which takes gradients from other streams"
+    elif not args.cuda_graph:
         found["overlap"] = "it needs a graph, which this run has not"
-    elif args.num_gpus > 1 and not args.fused_optimizer:
-        found["overlap"] = "on several GPUs it needs fused-optimizer, which averages the gradients"
     if args.torch_compile:
         names = ("direct_gradients", "fused_optimizer", "transition_fusion", "projection_fusion")
         names += ("embedding_fusion", "loss_fusion", "overlap")
         found |= dict.fromkeys(names, "torch.compile does without it")
-    elif args.direct_gradients or args.fused_optimizer or args.overlap:
-        found["triton_bias_gradient"] = "what takes weight gradients takes those of biases, too"
+    elif args.fused_optimizer:
+        found["triton_bias_gradient"] = "fused-optimizer takes gradients of biases, too"
     dtype = getattr(torch, args.amp_dtype) if args.use_amp else torch.float32
     dims = (args.msa_dim, args.pair_dim)
     if not args.triton_layer_norm:
@@ -309,14 +309,7 @@ def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentPar
                 say("note", f"{flag} {wanted} lowered to {found}: {files} has no more")
                 setattr(args, name, found)
     leave_to_pytorch(args, missing_kernels(args))
-    chosen: dict[str, dict[str, int]] = {}
-    for kernel, sizes in args.blocks or ():
-        chosen[kernel] = chosen.get(kernel, {}) | sizes
-    texts = []
-    for kernel, sizes in chosen.items():
-        settings = ",".join(f"{name}={size}" for name, size in sizes.items())
-        texts.append(f"{kernel}:{settings}")
-    args.blocks = " ".join(texts) or ModelConfig.blocks
+    args.blocks = " ".join(args.blocks or ()) or ModelConfig.blocks
     if any(getattr(args, name) for name in TRITON_FUSIONS):
         if INTERPRETED:
             note_interpreter()
@@ -421,8 +414,8 @@ BLOCKS: dict[str, str] = {
 OVERRIDES: dict[str, dict[str, int]] = {}  # what --blocks replaces, for this run
 
 
-def read_blocks(text: str) -> tuple[str, dict[str, int]]:
-    """Parse "kernel:NAME=number,..." of --blocks (an argparse type): the kernel, its new sizes."""
+def read_blocks(text: str) -> str:
+    """Check "kernel:NAME=number,..." of --blocks, and return it (an argparse type)."""
     kernel, _, settings = text.partition(":")
     pairs = [pair.partition("=")[::2] for pair in settings.split(",")]
     kernels = [name for name in BLOCKS if " " not in name]
@@ -437,7 +430,7 @@ def read_blocks(text: str) -> tuple[str, dict[str, int]]:
         if not value.isdecimal() or int(value).bit_count() != 1 or int(value) < low:
             message = f"{kernel}: {name}={value} is not a power of two from {low}"
             raise argparse.ArgumentTypeError(message)
-    return kernel, block_sizes(settings)
+    return text
 
 
 @cache  # a launch asks for them each time
@@ -448,10 +441,11 @@ def block_sizes(settings: str) -> dict[str, int]:
 
 
 def use_blocks(text: str) -> None:
-    """Make these the block sizes of the process: ModelConfig.blocks, which --blocks fills."""
+    """Use ModelConfig.blocks, which --blocks fills, in this process; of a size the last one."""
     OVERRIDES.clear()
-    if text != ModelConfig.blocks:
-        OVERRIDES.update(read_blocks(part) for part in text.split())
+    for part in text.split() if text != ModelConfig.blocks else ():
+        kernel, _, settings = part.partition(":")
+        OVERRIDES[kernel] = OVERRIDES.get(kernel, {}) | block_sizes(settings)
 
 
 def blocks(kernel: str, dtype: torch.dtype | None = None) -> dict[str, int]:
@@ -476,53 +470,50 @@ def dot_precision(dtype: torch.dtype) -> str:
     return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
-def operator(function: Callable, changes: tuple[str, ...] = ()) -> Callable:
-    """Make a function that launches kernels an operator; torch.compile sees the kernels in it.
-
-    It allocates its results, or writes into those of its arguments that `changes` names and
-    returns nothing.
-    """
-    script = re.sub(r"\W|^(?=\d)", "_", Path(__file__).stem, flags=re.ASCII)  # a copy of any name
-    name = f"{script}::{function.__name__}"
-    if not INTERPRETED:
-        return triton_op(name, function, mutates_args=changes)
-    opaque = torch.library.custom_op(name, function, mutates_args=changes)
-    opaque.register_fake(function)
-    return opaque
-
-
 if INTERPRETED:
 
     class wrap_triton:  # PyTorch's takes compiled kernels only
-        """Run a kernel by `wrap_triton(kernel)[grid](NAME=value, ...)`.
+        """Run a kernel by `wrap_triton(kernel)[grid](TENSOR, ..., NAME=value, ...)`.
 
-        Where torch.compile only asks for shapes nothing runs. Triton 3 multiplies bfloat16 as
-        integers here, without a word: so the kernel gets float32, and its results are rounded.
+        It runs as an operator of the kernel's name, for what counts or times operators. Where
+        torch.compile only asks for shapes nothing runs. Triton 3 multiplies bfloat16 as integers
+        here, without a word: so the kernel gets float32, and its results are rounded.
         """
 
         def __init__(self, kernel: Callable):
             self.kernel = kernel
 
         def __getitem__(self, grid: tuple[int, ...]) -> Callable:
-            def run(**arguments) -> None:
-                tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
-                if isinstance(tensors[0], FakeTensor):
-                    return
+            return partial(self.launch, grid)
+
+        def launch(self, grid: tuple[int, ...], *tensors: Tensor | None, **arguments) -> None:
+            arguments |= zip(self.kernel.arg_names, tensors, strict=False)
+            tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
+            if isinstance(tensors[0], FakeTensor):
+                return
+
+            def run() -> None:
                 narrow = [tensor for tensor in tensors if tensor.dtype == torch.bfloat16]
-                wide = {id(tensor): self.widened(tensor) for tensor in narrow}
-                given = {name: wide.get(id(value), value) for name, value in arguments.items()}
-                self.kernel[grid](**given)
+                copies = (torch.empty_strided(t.shape, t.stride()).copy_(t) for t in narrow)
+                wide = dict(zip(map(id, narrow), copies, strict=True))  # of the same strides
+                inputs = {name: wide.get(id(value), value) for name, value in arguments.items()}
+                self.kernel[grid](**inputs)
                 for tensor in narrow:
                     # Unseen by autograd, which the inputs among them belong to.
                     tensor.data.copy_(wide[id(tensor)])
 
-            return run
+            wrap_triton.run = run
+            self.operator(self.kernel.__name__)(tensors)
+            del wrap_triton.run  # and what it refers to, or autograd would copy a gradient
 
         @staticmethod
-        def widened(tensor: Tensor) -> Tensor:
-            """Copy to float32 with the same strides."""
-            wide = torch.empty_strided(tensor.shape, tensor.stride(), dtype=torch.float32)
-            return wide.copy_(tensor)
+        @cache
+        def operator(name: str) -> Callable:
+            """Make an operator that runs what is prepared for these tensors."""
+            script = re.sub(r"\W|^(?=\d)", "_", Path(__file__).stem, flags=re.ASCII)
+            name, schema = f"{script}::{name}", "(Tensor[] tensors) -> ()"
+            run = torch.library.custom_op(name, mutates_args=(), schema=schema)
+            return run(lambda tensors: wrap_triton.run())
 
 
 def check_not_empty(kernel: str, x: Tensor) -> None:
@@ -568,6 +559,24 @@ def leave_to_pytorch(args: argparse.Namespace, reasons: dict[str, str]) -> None:
 
 
 # --- end of launch
+# --- operators
+# Copied from common/operators.py by tools/sync_common.py: edit it there.
+def operator(function: Callable, changes: tuple[str, ...] = ()) -> Callable:
+    """Make a function that launches kernels an operator; torch.compile sees the kernels in it.
+
+    It allocates its results, or writes into those of its arguments that `changes` names and
+    returns nothing.
+    """
+    script = re.sub(r"\W|^(?=\d)", "_", Path(__file__).stem, flags=re.ASCII)  # a copy of any name
+    name = f"{script}::{function.__name__}"
+    if not INTERPRETED:
+        return triton_op(name, function, mutates_args=changes)
+    opaque = torch.library.custom_op(name, function, mutates_args=changes)
+    opaque.register_fake(function)
+    return opaque
+
+
+# --- end of operators
 
 
 @triton.jit
@@ -670,267 +679,9 @@ def add_up_two(parts_1: Tensor, out_1: Tensor, parts_2: Tensor, out_2: Tensor) -
     wrap_triton(sum_two_parts_kernel)[(programs,)](**arguments, **chosen)
 
 
-class SideStreams:
-    """Share gradients and cast weights between a model and its optimizer, and overlap their work.
-
-    build_model makes one and gives it to the modules; build_optimizer gives it to FusedAdamW, which
-    enters its buffer and its casts. The stream is for `overlap`, while a step is captured as a
-    graph: a graph keeps what depends on what, not the order of the launches, so work on a side
-    stream runs where there is room for it. A step, time goes down, an arrow is a wait:
-
-        chain (forward, backward)       gradients of parameters
-        begin_step
-        grad of a layer's output ---->  run: its weight's and bias's gradient
-        grad of its input
-        KEPT pieces of work later,
-        or KEPT_BYTES of inputs   <---  done: its inputs may go
-        ... layer before                ...
-        grad of the embedding <-------  join: all of them
-        average over the GPUs
-        optimizer.step
-
-    What work on the side stream reads must stay as it is until the chain has waited for that work:
-    `pending` keeps it from being freed. Autograd may not add to a gradient on its way from the side
-    stream to its parameter: join raises RuntimeError.
-    """
-
-    KEPT, KEPT_BYTES = 4, 2 * 10**8
-
-    def __init__(self):
-        self.buffer: GradientBuffer | None = None  # where the optimizer reads gradients
-        self.casts: dict[Tensor, Tensor] = {}  # of each parameter, in the type of the GEMMs
-        self.versions: dict[Tensor, int] = {}  # of the parameter when it was cast
-        self.active = False
-        self.stream: torch.cuda.Stream | None = None
-        self.pending: collections.deque[tuple[torch.cuda.Event, tuple]] = collections.deque()
-        self.written: dict[Tensor, int] = {}  # the address of each parameter's gradient
-
-    def __deepcopy__(self, memo: dict) -> SideStreams:
-        """Return one without an optimizer, which a copy of a model has not."""
-        return SideStreams()
-
-    def begin_step(self, wanted: bool) -> None:
-        """Begin a forward pass; from here on work is put beside it, if wanted and captured."""
-        self.written = {}  # a capture that failed leaves some
-        capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-        # Without our optimizer DDP averages, and reads each gradient in the chain.
-        ours = self.buffer is not None or not dist.is_initialized()
-        self.active = wanted and capturing and ours
-        if self.active:
-            # GEMMs beside the chain need a workspace of their own; eager steps give theirs back.
-            torch._C._cuda_clearCublasWorkspaces()
-            self.stream = self.stream or torch.cuda.Stream()
-
-    def run(self, work: Callable, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Return the result of the work, which reads these inputs, from the side stream."""
-        chain = torch.cuda.current_stream()
-        self.stream.wait_stream(chain)
-        with torch.cuda.stream(self.stream):
-            result = work()
-            self.pending.append((self.stream.record_event(), inputs))
-        while len(self.pending) > self.KEPT or self.pending_bytes() > self.KEPT_BYTES:
-            chain.wait_event(self.pending.popleft()[0])
-        return result
-
-    def pending_bytes(self) -> int:
-        """Count the bytes that work in progress reads."""
-        return sum(tensor.nbytes for _, inputs in self.pending for tensor in inputs)
-
-    def join(self) -> None:
-        """Let the chain wait for all gradients, and take what follows.
-
-        Raises RuntimeError if one was added to.
-        """
-        if not self.active:
-            return
-        self.active = False
-        torch.cuda.current_stream().wait_stream(self.stream)
-        self.pending.clear()
-        written, self.written = self.written, {}
-        if any(p.grad is not None and p.grad.data_ptr() != at for p, at in written.items()):
-            wrong = "a weight got more than one gradient in a backward pass"
-            raise RuntimeError(f"overlap: {wrong}: use --disable-overlap")
-
-    def cached_cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return a weight in this type, as the optimizer wrote it.
-
-        It is cast here where the optimizer did not, or where others changed the weight since.
-        """
-        cast = self.casts.get(weight)
-        if cast is None or cast.dtype != dtype:
-            return weight.detach().to(dtype)
-        if self.versions[weight] != weight._version:
-            cast.copy_(weight.detach())
-            self.versions[weight] = weight._version
-        return cast
-
-    def cast_together(self, parameters: list[Tensor], dtype: torch.dtype) -> None:
-        """Cast parameters for this step in one launch, where the optimizer does not."""
-        if not self.buffer:
-            casts = cast_all([parameter.detach() for parameter in parameters], dtype)
-            self.casts |= zip(parameters, casts, strict=True)
-            self.versions |= {parameter: parameter._version for parameter in parameters}
-
-
-class JoinSideStreams(torch.autograd.Function):
-    """Pass msa and pair on; in the backward pass the chain waits here for the side stream."""
-
-    @staticmethod
-    def forward(ctx, side: SideStreams, msa: Tensor, pair: Tensor):
-        ctx.side = side
-        return msa.view_as(msa), pair.view_as(pair)
-
-    @staticmethod
-    def backward(ctx, *grads: Tensor):
-        ctx.side.join()
-        return None, *grads
-
-
-class GradientBuffer:
-    """Hold the gradients of all parameters where the optimizer reads them, in one float32 tensor.
-
-    `begins`: where each parameter begins in the buffers of the optimizer, and where the last ends.
-    The tensor lives from the first gradient of a step to the end of the update. A parameter's first
-    gradient in a step is written here; autograd adds others to it.
-    """
-
-    def __init__(self, parameters: list[nn.Parameter], begins: list[int]):
-        self.parameters, self.size = parameters, begins[-1]
-        self.begins = dict(zip(parameters, begins, strict=False))
-        self.clear()
-
-    def clear(self) -> None:
-        """Let go of the gradients."""
-        self.tensor, self.given = None, set()
-
-    def give(self, parameters: Sequence[Tensor]) -> Tensor | None:
-        """Return the part [elements] for the first gradients in a step of parameters.
-
-        None for later ones, and where the parameters do not lie side by side.
-        """
-        ends = [self.begins[p] + p.numel() for p in parameters]
-        side_by_side = ends[:-1] == [self.begins[p] for p in parameters[1:]]
-        first = all(p.grad is None and p not in self.given for p in parameters)
-        if not (side_by_side and first):
-            return None
-        self.given.update(parameters)
-        return self.part(parameters[0], ends[-1])
-
-    def part(self, first: Tensor, end: int) -> Tensor:
-        """Return the part of the tensor from a parameter on, always as another object."""
-        if self.tensor is None:
-            # Zeros for what lies between parameters.
-            self.tensor = torch.zeros(self.size, device=first.device)
-        return self.tensor[self.begins[first] : end]
-
-    def collect(self) -> bool:
-        """Bring gradients here that are elsewhere; return whether there are any.
-
-        Those that autograd added up are elsewhere, and small ones.
-        """
-        found = [p for p in self.parameters if p.grad is not None]
-        parts = {p: self.part(p, self.begins[p] + p.numel()).view_as(p) for p in found}
-        elsewhere = [p for p in found if p.grad.data_ptr() != parts[p].data_ptr()]
-        if any(p in self.given for p in elsewhere):
-            # What torch.autograd.grad returned may be in this tensor: take another one.
-            self.tensor, elsewhere = None, found
-            parts = {p: self.part(p, self.begins[p] + p.numel()).view_as(p) for p in found}
-        if elsewhere:
-            grads = [p.grad for p in elsewhere]
-            torch._foreach_copy_([parts[p] for p in elsewhere], grads)
-        return bool(found)
-
-    def average(self) -> None:
-        """Average all gradients over the processes; from then on they are here, nowhere else."""
-        average(self.part(self.parameters[0], self.size))
-        for p in self.parameters:
-            if p.grad is not None:
-                p.grad = self.part(p, self.begins[p] + p.numel()).view_as(p)
-
-
-def average(tensor: Tensor) -> None:
-    """Average a tensor over all processes, in its place. Gloo, on a CPU, can only add up."""
-    if tensor.is_cuda:
-        dist.all_reduce(tensor, dist.ReduceOp.AVG)
-    else:
-        dist.all_reduce(tensor)
-        tensor /= dist.get_world_size()
-
-
-def gradients_into_buffer(
-    side: SideStreams,
-    groups: Sequence[Sequence[Tensor]],
-    compute: Callable[..., None],
-    *inputs: Tensor,
-) -> tuple[Tensor, ...]:
-    """Return the gradients of groups of parameters, which `compute` finds from these inputs.
-
-    `compute` is given a float32 tensor [elements] for each group, and writes the gradients of its
-    parameters there side by side. That is where the optimizer reads them, unless there are
-    gradients that these are to be added to.
-    """
-    parameters = [parameter for group in groups for parameter in group]
-    known = side.buffer and all(p in side.buffer.begins for p in parameters)
-    places = [side.buffer.give(group) if known else None for group in groups]
-
-    def work() -> tuple[Tensor, ...]:
-        grads = []
-        outs = list(places)
-        for number, group in enumerate(groups):
-            sizes = [p.numel() for p in group]
-            if outs[number] is None:
-                outs[number] = torch.empty(sum(sizes), device=group[0].device)
-            parts = outs[number].split(sizes)
-            grads += [part.view_as(p) for part, p in zip(parts, group, strict=True)]
-        compute(*outs)
-        return tuple(grads)
-
-    added = known and None in places
-    if not side.active or added or any(p.grad is not None for p in parameters):
-        return work()  # autograd may add them to others at once
-    grads = side.run(work, *inputs)
-    side.written |= {p: g.data_ptr() for p, g in zip(parameters, grads, strict=True)}
-    return grads
-
-
-WIDE_RESULTS = "dtype_out" in torch.ops.aten.mm.overloads()  # from PyTorch 2.8 on
-
-
-def multiply_to(grad: Tensor, x: Tensor, out: Tensor, direct: bool) -> None:
-    """Write grad^T x [N, K] of grad [T, N] and x [T, K] to `out`.
-
-    `direct`: no other kernel casts it.
-    """
-    if out.dtype == x.dtype:
-        torch.mm(grad.t(), x, out=out)
-    elif direct and WIDE_RESULTS and x.is_cuda:
-        torch.mm(grad.t(), x, out_dtype=out.dtype, out=out)
-    else:
-        out.copy_(grad.t() @ x)
-
-
-def weight_gradient(
-    side: SideStreams,
-    weight: Tensor,
-    grad: Tensor,
-    x: Tensor,
-    direct: bool,
-) -> Tensor:
-    """Compute the gradient dW = dy^T x of a weight [N, K] from grad [T, N] and x [T, K].
-
-    `direct`: no other kernel casts it.
-    """
-
-    def compute(out: Tensor) -> None:
-        multiply_to(grad, x, out.view_as(weight), direct)
-
-    (gradient,) = gradients_into_buffer(side, ((weight,),), compute, grad, x)
-    return gradient
-
-
-def bias_gradient(side: SideStreams, bias: Tensor, grad: Tensor) -> Tensor:
+def bias_gradient(bias: Tensor, grad: Tensor) -> Tensor:
     """Compute the gradient of a bias [N], the sum of grad [..., N] over all rows."""
-    (gradient,) = gradients_into_buffer(side, ((bias,),), partial(column_sums_to, grad), grad)
+    (gradient,) = gradients_into_buffer(((bias,),), partial(column_sums_to, grad), grad)
     return gradient
 
 
@@ -962,18 +713,17 @@ class Projection(torch.autograd.Function):
         grad = grad.contiguous()
         if ctx.needs_input_grad[1]:
             rows = grad.flatten(0, -2), x.flatten(0, -2)
-            grad_weight = weight_gradient(ctx.side, ctx.weight, *rows, ctx.direct)
+            grad_weight = weight_gradient(ctx.weight, *rows, ctx.direct)
         if ctx.needs_input_grad[2]:
-            grad_bias = bias_gradient(ctx.side, ctx.bias, grad)
+            grad_bias = bias_gradient(ctx.bias, grad)
         if ctx.needs_input_grad[0]:
             grad_x = grad @ cast
         return grad_x, grad_weight, grad_bias, None, None, None, None
 
 
 def takes_over(fusions: Fusions) -> bool:
-    """Return whether gradients of parameters are ours; compiled, they are PyTorch's own."""
-    ours = fusions.direct_gradients or fusions.fused_optimizer or fusions.overlap
-    return ours and not torch.compiler.is_compiling()
+    """Return whether our optimizer takes gradients of parameters; compiled, it is PyTorch's own."""
+    return fusions.fused_optimizer and not torch.compiler.is_compiling()
 
 
 def linear(
@@ -989,8 +739,8 @@ def linear(
             return F.linear(x, weight, bias)
         return BiasGradient.apply(F.linear(x, weight, bias.detach()), bias)
     x = x.to(gemm_dtype(x))
-    cast_bias = None if bias is None else side.cached_cast(bias, x.dtype)
-    cast = side.cached_cast(weight, x.dtype)
+    cast_bias = None if bias is None else cached_cast(bias, x.dtype)
+    cast = cached_cast(weight, x.dtype)
     return Projection.apply(x, weight, bias, cast, cast_bias, fusions.direct_gradients, side)
 
 
@@ -1268,7 +1018,7 @@ class LayerNormFunction(torch.autograd.Function):
             grads = sums[0], sums[1], None if heads is None else sums[2:]
         else:
             of = ctx.parameters[: 2 if heads is None else 3]
-            grads = *gradients_into_buffer(ctx.side, (of,), partial(add_up, sums), sums), None
+            grads = *gradients_into_buffer((of,), partial(add_up, sums), sums), None
         return grad_x, grads[0], grads[1], None, None, grads[2], None, None
 
 
@@ -1888,7 +1638,7 @@ class GatedAttentionFunction(torch.autograd.Function):
         if of_gate_bias:
             groups = ((ctx.gate_bias,),)
             compute = partial(add_up, parts)
-            (grad_gate_bias,) = gradients_into_buffer(ctx.side, groups, compute, parts)
+            (grad_gate_bias,) = gradients_into_buffer(groups, compute, parts)
         return grad_qkvg, grad_gate_bias, grad_bias if of_bias else None, None
 
 
@@ -2471,7 +2221,7 @@ class TriangleMultiplicationFunction(torch.autograd.Function):
             weight, bias = torch.cat(weights).to(dtype), torch.cat(biases)
         else:
             (weight,), (bias,) = weights, biases
-            weight = side.cached_cast(weight, dtype) if side else weight.to(dtype)
+            weight = cached_cast(weight, dtype) if side else weight.to(dtype)
         dim = x.shape[-1]
         check_shape("pair", x, len(x), x.shape[1], x.shape[1], dim)
         for norm in norms:
@@ -2505,8 +2255,7 @@ class TriangleMultiplicationFunction(torch.autograd.Function):
         grads = len(ctx.parameters) * [None]
         if any(ctx.needs_input_grad[8:]):
             groups = (linears, norms[:2], norms[2:])
-            side = ctx.side or SideStreams()
-            *of_linears, a, b, c, d = gradients_into_buffer(side, groups, compute, *read)
+            *of_linears, a, b, c, d = gradients_into_buffer(groups, compute, *read)
             grads = [a, b, c, d, *of_linears]
         return grad_x, *7 * [None], *grads
 
@@ -2660,7 +2409,7 @@ class OuterProductMeanFunction(torch.autograd.Function):
     ) -> Tensor:
         check_shape("b", b, *a.shape)
         a, b = a.contiguous(), b.contiguous()
-        cast = side.cached_cast(weight, a.dtype) if side else weight.to(a.dtype)
+        cast = cached_cast(weight, a.dtype) if side else weight.to(a.dtype)
         ctx.save_for_backward(a, b, cast)
         ctx.factor, ctx.weight, ctx.bias = factor, weight, bias
         ctx.direct, ctx.side = direct, side
@@ -2675,7 +2424,7 @@ class OuterProductMeanFunction(torch.autograd.Function):
             outer = outer_product_forward(a, b, ctx.factor).flatten(0, 2)
             grad = grad_out.flatten(0, 2)
             if ctx.side:
-                grad_weight = weight_gradient(ctx.side, ctx.weight, grad, outer, ctx.direct)
+                grad_weight = weight_gradient(ctx.weight, grad, outer, ctx.direct)
             else:
                 grad_weight = (grad.mT @ outer).to(ctx.weight.dtype)
         if ctx.needs_input_grad[3]:
@@ -2727,7 +2476,7 @@ class OuterProductWithResidual(torch.autograd.Function):
 
         of_weight = of_bias = None
         if any(ctx.needs_input_grad[2:4]):
-            found = gradients_into_buffer(ctx.side, (ctx.parameters,), compute, grad, ab)
+            found = gradients_into_buffer((ctx.parameters,), compute, grad, ab)
             of_weight, of_bias = found
         grad_ab = outer_product_backward(grad @ cast, a, b, ctx.factor)
         return grad_ab, residual, of_weight, of_bias, *4 * [None]
@@ -3114,7 +2863,7 @@ class TransitionFunction(torch.autograd.Function):
         grads = 6 * [None]
         if any(parameter.requires_grad for parameter in ctx.parameters):
             groups = (ctx.parameters[:2], ctx.parameters[2:5], ctx.parameters[5:])
-            grads = gradients_into_buffer(ctx.side, groups, compute, grad_out, sums, *inputs)
+            grads = gradients_into_buffer(groups, compute, grad_out, sums, *inputs)
         return grad_x, None, None, None, None, *grads
 
 
@@ -3193,7 +2942,7 @@ class WideTransitionFunction(torch.autograd.Function):
         x, (norm_weight, norm_bias, _, bias_1, _, bias_2) = x.contiguous(), parameters
         check_transition(x.shape[-1], len(casts[0]), parameters)
         y, _ = layer_norm_forward(x, norm_weight, norm_bias, eps, casts[0].dtype)
-        bias_1, bias_2 = (side.cached_cast(bias, y.dtype) for bias in (bias_1, bias_2))
+        bias_1, bias_2 = (cached_cast(bias, y.dtype) for bias in (bias_1, bias_2))
         # The library's product adds the bias, and ends with the ReLU.
         relu = torch._addmm_activation(bias_1, y.flatten(0, -2), casts[0].t())
         relu = relu.view(*y.shape[:-1], -1)
@@ -3224,7 +2973,7 @@ class WideTransitionFunction(torch.autograd.Function):
         if any(parameter.requires_grad for parameter in parameters):
             groups = (parameters[:2], parameters[2:3], parameters[3:4], parameters[4:])
             read = grad, relu, grad_h, x, sums, sums_1
-            grads = gradients_into_buffer(ctx.side, groups, compute, *read)
+            grads = gradients_into_buffer(groups, compute, *read)
         return grad_x, None, None, None, None, *grads
 
 
@@ -3639,7 +3388,7 @@ class NormProjection(torch.autograd.Function):
         if any(ctx.needs_input_grad[1:6]):
             flat = [parameter for group in groups for parameter in group]
             read = [tensor for tensor in (sums, rows, x) if tensor is not None]
-            found = gradients_into_buffer(ctx.side, groups, compute, *read)
+            found = gradients_into_buffer(groups, compute, *read)
             grads = dict(zip(flat, found, strict=True))
         wanted = (None if p is None else grads.get(p) for p in ctx.parameters)
         return grad_x, *wanted, *6 * [None]
@@ -3652,7 +3401,7 @@ def linear_gradients_to(grad: Tensor, x: Tensor, out: Tensor, direct: bool) -> N
     """
     x = x.flatten(0, -2)
     weight, bias = out.split([grad.shape[1] * x.shape[1], len(out) - grad.shape[1] * x.shape[1]])
-    multiply_to(grad, x, weight.view(grad.shape[1], x.shape[1]), direct)
+    matmul_out(grad, x, weight.view(grad.shape[1], x.shape[1]), direct)
     if len(bias):
         column_sums_to(grad, bias)
 
@@ -3688,7 +3437,7 @@ class ProjectionWithResidual(torch.autograd.Function):
 
         of_weight = of_bias = None
         if any(ctx.needs_input_grad[2:4]):
-            found = gradients_into_buffer(ctx.side, (ctx.parameters,), compute, grad, x)
+            found = gradients_into_buffer((ctx.parameters,), compute, grad, x)
             of_weight, of_bias = found
         return grad @ cast, residual, of_weight, of_bias, None, None
 
@@ -3870,7 +3619,7 @@ class EmbeddingFunction(torch.autograd.Function):
         def compute(out: Tensor) -> None:
             add_up(embedding_backward(tokens, grad, ctx.reach, rows), out)
 
-        grads = gradients_into_buffer(ctx.side, (ctx.parameters,), compute, tokens, grad)
+        grads = gradients_into_buffer((ctx.parameters,), compute, tokens, grad)
         return None, None, None, None, *grads
 
 
@@ -4191,11 +3940,344 @@ class LossFunction(torch.autograd.Function):
             add_up_two(sums_1, out_1, sums_2, out_2)
 
         groups = (ctx.parameters[:2], ctx.parameters[2:])
-        grads = gradients_into_buffer(ctx.side, groups, compute, sums_1, sums_2)
+        grads = gradients_into_buffer(groups, compute, sums_1, sums_2)
         return grad_msa, grad_pair, None, None, None, None, *grads
 
 
-# The optimizer, as in tiny_llama_v4.py, but with one launch for all parameters.
+# --- optimizer
+# Copied from common/optimizer.py by tools/sync_common.py: edit it there.
+# Gradients are written where AdamW reads them; in a step that is captured as a graph, this and the
+# updates overlap the backward pass. A parameter that FusedAdamW updates has an attribute `slot`.
+
+
+@dataclass(eq=False)
+class Slot:
+    """A parameter's place in the buffers of FusedAdamW, as Megatron's `main_grad` is one.
+
+    `begin` and `end` are elements of these buffers; `cast` is the parameter in the type of the
+    GEMMs, as it was at its `version`, or None for float32.
+    """
+
+    buffer: GradientBuffer
+    begin: int
+    end: int
+    cast: Tensor | None
+    version: int = -1  # not written yet
+
+
+def cached_cast(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a parameter in this type, as the optimizer wrote it.
+
+    It is cast here where the optimizer did not, or where others changed the parameter since.
+    """
+    slot = getattr(parameter, "slot", None)
+    if slot is None or slot.cast is None or slot.cast.dtype != dtype:
+        return parameter.detach().to(dtype)
+    if slot.version != parameter._version:
+        slot.cast.copy_(parameter.detach())
+        slot.version = parameter._version
+    return slot.cast
+
+
+def renew_casts(module: nn.Module, *unused) -> None:
+    """Cast parameters that were loaded anew, as load_state_dict's hook: a graph would not look."""
+    for parameter in module.parameters():
+        slot = getattr(parameter, "slot", None)
+        if slot and slot.cast is not None:
+            cached_cast(parameter, slot.cast.dtype)
+
+
+class SideStreams:
+    """Overlap gradients of parameters, averages and updates with the chain of a training step.
+
+    For a step that is captured as a graph: a graph keeps what depends on what, not the order of the
+    launches, so work on a side stream runs where there is room for it. A step, time goes down, an
+    arrow is a wait:
+
+        chain (forward, backward)       gradients                 updates
+        begin_step -------------------------------------------->  corrections of the moments
+        token ids -------------------->  run: sort them
+        grad of layer L's output ----->  run: its weight gradient
+        grad of its input
+        weight no longer needed -------------- finish (both) --->  AdamW, cast of this weight
+        DEPTH pieces of work later,
+        or DEPTH_BYTES of inputs <------  done: its inputs may go
+        ... next layer                  ...                       ...
+        grad of the embedding <--------  join: all of them
+        end of optimizer.step <---------------------------------  all of them
+
+    On several GPUs a third stream averages the gradients of a buffer over them in between: it
+    waits as an update does here, the update waits for it, and so does the chain before
+    optimizer.step.
+
+    What work on a side stream reads must stay as it is until the chain has waited for that work:
+    `pending` keeps it from being freed. Autograd may not add to a gradient on its way from a side
+    stream to its parameter: join raises RuntimeError.
+    """
+
+    DEPTH, DEPTH_BYTES = 4, 2 * 10**8
+
+    def __init__(self):
+        self.streams: tuple[torch.cuda.Stream, ...] = ()
+        self.pending: collections.deque[tuple[torch.cuda.Event, tuple]] = collections.deque()
+        self.begin_step(False)
+
+    def __deepcopy__(self, memo: dict) -> SideStreams:
+        """Return new ones: a copy of a model has no optimizer."""
+        return SideStreams()
+
+    def begin_step(self, overlap: bool) -> None:
+        """Begin a forward pass, of which work overlaps if it is captured."""
+        capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        self.active = overlap and capturing
+        self.joined = not self.active
+        # a capture that failed leaves some
+        self.written: dict[Tensor, int] = {}  # the address of each parameter's gradient
+        self.used: set[Tensor] = set()  # parameters that this step no longer needs
+        self.finished: dict[GradientBuffer, tuple[Tensor, int, list[torch.cuda.Event]]] = {}
+        if self.active:
+            # GEMMs on two streams need two workspaces; eager steps give theirs back.
+            torch._C._cuda_clearCublasWorkspaces()
+            self.chain = torch.cuda.current_stream()
+            self.begun = self.chain.record_event()
+
+    def stream(self, number: int) -> torch.cuda.Stream | None:
+        """Return the stream of gradients (0), of updates (1), of averages (2); None: the chain.
+
+        The last one goes first, as the chain does: nothing hides what is late there.
+        """
+        make = torch.cuda.Stream
+        if self.active:
+            self.streams = self.streams or (make(), make(), make(priority=-1))
+        return self.streams[number] if self.active else None
+
+    def run(self, work: Callable, *inputs: Tensor) -> object:
+        """Return the result of the work, which reads these inputs, from the stream of gradients."""
+        if self.joined:
+            return work()
+        chain, stream = torch.cuda.current_stream(), self.stream(0)
+        stream.wait_stream(chain)
+        with torch.cuda.stream(stream):
+            result = work()
+            self.pending.append((stream.record_event(), inputs))
+        while len(self.pending) > self.DEPTH or self.pending_bytes() > self.DEPTH_BYTES:
+            chain.wait_event(self.pending.popleft()[0])
+        return result
+
+    def pending_bytes(self) -> int:
+        """Count the bytes that work in progress reads."""
+        return sum(tensor.nbytes for _, inputs in self.pending for tensor in inputs)
+
+    def finish(self, parameter: Tensor) -> None:
+        """Note that this step no longer needs a parameter, whose gradient is on its way."""
+        buffer = parameter.slot.buffer
+        if not (self.active and buffer.written):
+            return
+        self.used.add(parameter)
+        if self.used.issuperset(buffer.parameters):  # with norms it waits for all of the chain
+            self.note(buffer, torch.cuda.current_stream(), self.stream(0))
+
+    def note(self, buffer: GradientBuffer, *streams: torch.cuda.Stream) -> None:
+        """Note that these streams have done by now what an update of the buffer waits for."""
+        events = [stream.record_event() for stream in streams]
+        self.finished[buffer] = buffer.tensor, buffer.tensor._version, events
+
+    def wait_for(self, buffer: GradientBuffer) -> None:
+        """Let this stream wait for the gradients in a buffer, and the last use of their weights.
+
+        If they were changed since that was noted, it waits for the chain as it is now.
+        """
+        if not self.active:
+            return
+        tensor, version, events = self.finished.pop(buffer, (None, 0, []))
+        if tensor is not buffer.tensor or version != tensor._version:
+            events = [self.chain.record_event()]
+        for event in events:
+            torch.cuda.current_stream().wait_event(event)
+
+    def join(self) -> None:
+        """Let the chain wait for all gradients, and take what follows.
+
+        Raises RuntimeError if one was added to.
+        """
+        if self.joined:
+            return
+        self.joined = True
+        torch.cuda.current_stream().wait_stream(self.stream(0))
+        self.pending.clear()
+        if any(p.grad is not None and p.grad.data_ptr() != at for p, at in self.written.items()):
+            wrong = "a weight got more than one gradient in a backward pass"
+            raise RuntimeError(f"overlap: {wrong}: use --disable-overlap")
+
+    def average(self, buffer: GradientBuffer) -> None:
+        """Average a buffer over the processes, as soon as its gradients are there."""
+        with torch.cuda.stream(self.stream(2)):
+            self.wait_for(buffer)
+            buffer.average()
+            if self.active:
+                self.note(buffer, self.stream(2))
+
+    def begin_updates(self, after_chain: bool) -> None:
+        """Let this stream wait for the begin of the forward pass, or for the chain until now."""
+        if self.active:
+            begun = self.chain.record_event() if after_chain else self.begun
+            torch.cuda.current_stream().wait_event(begun)
+
+    def wait_here(self, number: int) -> None:
+        """Let the chain wait for a stream."""
+        if self.active:
+            self.chain.wait_stream(self.stream(number))
+
+
+class JoinSideStreams(torch.autograd.Function):
+    """Pass tensors on; in the backward pass the chain waits here for the stream of gradients."""
+
+    @staticmethod
+    def forward(ctx, side: SideStreams, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.side = side
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        ctx.side.join()
+        return None, *grads
+
+
+class GradientBuffer:
+    """Hold the gradients of some parameters where the optimizer reads them, in one tensor.
+
+    The tensor lives from the first gradient of a step to the end of the update. A parameter's first
+    gradient in a step is written here, in `dtype`; autograd adds others to it, in float32.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], dtype: torch.dtype, side: SideStreams):
+        self.parameters, self.side = parameters, side
+        self.clear()
+        self.set_dtype(dtype)
+
+    def set_dtype(self, dtype: torch.dtype) -> None:
+        """Have gradients in this type from now on."""
+        self.dtype = dtype
+        for parameter in self.parameters:
+            if dtype != (getattr(parameter, "grad_dtype", None) or parameter.dtype):
+                grad, parameter.grad = parameter.grad, None
+                parameter.grad_dtype = dtype  # or autograd would cast it
+                parameter.grad = grad if grad is None else grad.to(dtype)
+
+    def clear(self) -> None:
+        """Let go of the gradients."""
+        self.tensor, self.written = None, set()
+
+    def claim(self, parameters: Sequence[nn.Parameter]) -> Tensor | None:
+        """Return the part [elements] for the first gradients in a step of these parameters.
+
+        None for later ones, and where the parameters do not lie side by side.
+        """
+        if any(p.grad is not None or p in self.written for p in parameters):
+            if self.dtype != torch.float32:
+                self.set_dtype(torch.float32)
+            return None
+        ends = [p.slot.begin + p.numel() for p in parameters]
+        if ends[:-1] != [p.slot.begin for p in parameters[1:]]:
+            return None
+        self.written.update(parameters)
+        return self.elements(parameters[0].slot.begin, ends[-1])
+
+    def elements(self, begin: int, end: int) -> Tensor:
+        """Return elements of the tensor, by their place in all of the optimizer's buffers."""
+        first, last = self.parameters[0].slot.begin, self.parameters[-1].slot.end
+        if self.tensor is None:
+            filled = sum(p.numel() for p in self.parameters)
+            make = torch.zeros if self.parameters[1:] and last - first > filled else torch.empty
+            self.tensor = make(last - first, device=self.parameters[0].device, dtype=self.dtype)
+        return self.tensor[begin - first : end - first]
+
+    def part(self, parameter: nn.Parameter) -> Tensor:
+        """Return the part for a parameter, in its shape."""
+        begin = parameter.slot.begin
+        return self.elements(begin, begin + parameter.numel()).view_as(parameter)
+
+    def collect(self) -> bool:
+        """Bring gradients here that are elsewhere; return whether there are any.
+
+        Those that autograd added up are elsewhere, and those of PyTorch's own operators.
+        """
+        present = [p for p in self.parameters if p.grad is not None]
+        elsewhere = [p for p in present if p.grad.data_ptr() != self.part(p).data_ptr()]
+        if any(p in self.written for p in elsewhere):
+            self.tensor, elsewhere = None, present  # what torch.autograd.grad returned may be there
+        if elsewhere:
+            torch._foreach_copy_([self.part(p) for p in elsewhere], [p.grad for p in elsewhere])
+        return bool(present)
+
+    def average(self) -> None:
+        """Average all gradients over the processes; from then on they are here, nowhere else."""
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                parameter.grad = self.part(parameter)
+        if self.tensor.is_cuda:
+            dist.all_reduce(self.tensor, dist.ReduceOp.AVG)
+        else:  # gloo can only add up
+            dist.all_reduce(self.tensor)
+            self.tensor /= dist.get_world_size()
+
+
+def gradients_into_buffer(
+    groups: Sequence[Sequence[Tensor]], compute: Callable[..., None], *inputs: Tensor
+) -> tuple[Tensor, ...]:
+    """Return the gradients of groups of parameters, which `compute` makes of these inputs.
+
+    `compute` gets a tensor [elements] for each group, and writes the gradients of its parameters
+    there side by side. That is where the optimizer reads them, unless there are gradients that
+    these are to be added to.
+    """
+    parameters = [parameter for group in groups for parameter in group]
+    slots = [getattr(parameter, "slot", None) for parameter in parameters]
+    buffer = slots[0].buffer if all(slots) else None
+    places = [buffer.claim(group) if buffer else None for group in groups]
+
+    def work() -> tuple[Tensor, ...]:
+        outs, grads = [], []
+        for place, group in zip(places, groups, strict=True):
+            sizes = [p.numel() for p in group]
+            out = torch.empty(sum(sizes), device=group[0].device) if place is None else place
+            outs.append(out)
+            grads += [part.view_as(p) for part, p in zip(out.split(sizes), group, strict=True)]
+        compute(*outs)
+        return tuple(grads)
+
+    if buffer is None or any(place is None for place in places):
+        return work()  # autograd may add them to others at once
+    grads = buffer.side.run(work, *inputs)
+    if not buffer.side.joined:
+        addresses = [grad.data_ptr() for grad in grads]
+        buffer.side.written |= zip(parameters, addresses, strict=True)
+    return grads
+
+
+WIDE_RESULTS = "dtype_out" in torch.ops.aten.mm.overloads()  # from PyTorch 2.8 on
+# From PyTorch 2.10 on the gradient of a float32 parameter may have another type.
+NARROW_GRADIENTS = hasattr(Tensor, "grad_dtype")
+
+
+def matmul_out(grad: Tensor, x: Tensor, out: Tensor, direct: bool) -> None:
+    """Write grad^T x [N, K] of grad [T, N] and x [T, K] into out; `direct`: without a cast."""
+    if out.dtype == x.dtype:
+        torch.mm(grad.t(), x, out=out)
+    elif direct and WIDE_RESULTS and x.is_cuda:
+        torch.mm(grad.t(), x, out_dtype=out.dtype, out=out)
+    else:
+        out.copy_(grad.t() @ x)
+
+
+def weight_gradient(weight: Tensor, grad: Tensor, x: Tensor, direct: bool) -> Tensor:
+    """Compute the gradient dW = dy^T x of a weight [N, K] from grad [T, N] and x [T, K]."""
+
+    def compute(out: Tensor) -> None:
+        matmul_out(grad, x, out.view_as(weight), direct)
+
+    (gradient,) = gradients_into_buffer(((weight,),), compute, grad, x)
+    return gradient
 
 
 @triton.jit
@@ -4238,49 +4320,6 @@ def adamw_kernel(
             tl.store(CASTS + at, weight, mask=inside)
 
 
-@partial(operator, changes=("weights", "casts", "averages", "squares"))
-def adamw(
-    weights: Tensor,
-    casts: Tensor | None,
-    grads: Tensor,
-    averages: Tensor,
-    squares: Tensor,
-    corrections: Tensor,
-    lr: Tensor,
-    scale: Tensor | None,
-    found_inf: Tensor | None,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    decay: float,
-) -> None:
-    """Update as many weights as there are gradients, and their moments; write casts, too.
-
-    corrections [2]: 1 - beta ** steps in float64; lr []: the learning rate. A scaler's `scale`
-    divides gradients, its found_inf stops all.
-    """
-    options, size = blocks("adamw"), len(grads)
-    wanted = triton.next_power_of_2(triton.cdiv(size, options["BLOCK"]))
-    options["PROGRAMS"] = min(options["PROGRAMS"], wanted)
-    wrap_triton(adamw_kernel)[(options["PROGRAMS"],)](
-        WEIGHTS=weights,
-        CASTS=casts,
-        GRADS=grads,
-        AVERAGES=averages,
-        SQUARES=squares,
-        CORRECTIONS=corrections,
-        LR=lr,
-        SCALE=scale,
-        FOUND_INF=found_inf,
-        size=size,
-        BETA1=beta1,
-        BETA2=beta2,
-        EPS=eps,
-        DECAY=decay,
-        **options,
-    )
-
-
 class Options(dict):
     """Hold the options of the optimizer, of which only the learning rate may change.
 
@@ -4302,9 +4341,10 @@ class Options(dict):
 class FusedAdamW(torch.optim.Optimizer):
     """AdamW (Loshchilov and Hutter 2019) with all parameters in one buffer, and one kernel for it.
 
-    Weights, their casts to `dtype` for the GEMMs, gradients and moments are parts of buffers of the
-    same order, so the kernel needs no list of addresses. Gradients are written anew in every step:
-    there is nothing to clear. `side`: what it shares with the model.
+    Weights, their casts to `dtype` for the GEMMs and moments are parts of buffers of the same
+    order, so the kernel needs no list of addresses. It is launched once for each of `groups`, which
+    share a buffer of gradients; that of a single parameter is in `grad_dtype`. Gradients are
+    written anew in every step: there is nothing to clear. `side`: what runs beside the model.
 
     On several GPUs it takes the place of DistributedDataParallel, which would copy each gradient to
     a buffer of its own: average_gradients comes before every step.
@@ -4313,38 +4353,40 @@ class FusedAdamW(torch.optim.Optimizer):
     _step_supports_amp_scaling = True  # the kernel divides by GradScaler's scale and skips a step
 
     def __init__(
-        self,
-        parameters: Iterable[nn.Parameter],
-        lr: float,
-        dtype: torch.dtype,
-        side: SideStreams | None = None,
-    ):
-        parameters, self.side = list(parameters), side or SideStreams()
+        self, groups: Iterable[list[nn.Parameter]], lr: float, dtype: torch.dtype,
+        grad_dtype: torch.dtype = torch.float32, side: SideStreams | None = None,
+    ):  # fmt: skip
+        groups, self.side = list(groups), side or SideStreams()
+        parameters = [parameter for group in groups for parameter in group]
         defaults = {"lr": lr, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
         super().__init__(parameters, defaults)
-        # Each parameter begins at a multiple of 128 bytes.
+        # each parameter begins at a multiple of 128 bytes
         sizes = [triton.cdiv(p.numel(), 64) * 64 for p in parameters]
-        begins, device = [0, *itertools.accumulate(sizes)], parameters[0].device
+        spans = itertools.pairwise([0, *itertools.accumulate(sizes)])
+        size, device = sum(sizes), parameters[0].device
         rate = torch.full((), lr, device=device, dtype=torch.float64)
         self.param_groups = [Options(self.param_groups[0], lr=rate)]
         names = ("weight", "exp_avg", "exp_avg_sq")
-        self.buffers = {name: torch.zeros(begins[-1], device=device) for name in names}
+        self.buffers = {name: torch.zeros(size, device=device) for name in names}
         if dtype != torch.float32:
-            self.buffers["cast"] = torch.zeros(begins[-1], device=device, dtype=dtype)
+            self.buffers["cast"] = torch.zeros(size, device=device, dtype=dtype)
         self.steps = torch.zeros(len(parameters), 1, device=device)
         self.together = True  # all parameters have taken as many steps
         self.betas = torch.tensor(self.defaults["betas"], device=device, dtype=torch.float64)
-        for parameter, begin, steps in zip(parameters, begins, self.steps, strict=False):
-            end, views = begin + parameter.numel(), {}
-            for name, buffer in self.buffers.items():
+        self.gradients, steps = [], iter(self.steps)
+        for group in groups:
+            own_dtype = grad_dtype if len(group) == 1 else torch.float32
+            self.gradients.append(GradientBuffer(group, own_dtype, self.side))
+            for parameter in group:
+                begin, end = next(spans)
                 # .data: or a change of one part would count as a change of all
-                views[name] = buffer[begin:end].view_as(parameter).data
-            parameter.data = views.pop("weight").copy_(parameter.detach())
-            if "cast" in views:
-                self.side.casts[parameter] = views["cast"]
-                self.side.versions[parameter] = -1  # not written yet
-            self.state[parameter] = {"step": steps[0], **views}
-        self.gradients = self.side.buffer = GradientBuffer(parameters, begins)
+                views = {
+                    name: buffer[begin:][: parameter.numel()].view_as(parameter).data
+                    for name, buffer in self.buffers.items()
+                }
+                parameter.data = views.pop("weight").copy_(parameter.detach())
+                parameter.slot = Slot(self.gradients[-1], begin, end, views.get("cast"))
+                self.state[parameter] = {"step": next(steps)[0], **views}
         self.averaged = False  # over several GPUs
         self.with_gradient: list[list[bool]] = []  # of each process, which parameters had one
         if dist.is_initialized():
@@ -4356,32 +4398,28 @@ class FusedAdamW(torch.optim.Optimizer):
 
         Raises ValueError if they are in another order.
         """
-        given, own = (
-            {index: values["exp_avg"].shape for index, values in state["state"].items()}
-            for state in (state_dict, self.state_dict())
-        )
-        if given != own:
+        loaded, own = state_dict["state"], self.state_dict()["state"]
+        shapes = [
+            {index: values["exp_avg"].shape for index, values in state.items()}
+            for state in (loaded, own)
+        ]
+        if shapes[0] != shapes[1]:
             wrong = "the state is of other parameters, or in another order"
             raise ValueError(f"{wrong}, such as that of PyTorch's AdamW")
-        kept = {parameter: dict(values) for parameter, values in self.state.items()}
-        options = self.param_groups[0]
         for name, value in state_dict["param_groups"][0].items():
             if name != "params":
-                options[name] = value
-        super().load_state_dict(state_dict)
-        self.param_groups = [options]
-        for parameter, values in kept.items():
+                self.param_groups[0][name] = value
+        for index, values in own.items():  # they share memory with the optimizer's
             for name in ("step", "exp_avg", "exp_avg_sq"):
-                values[name].copy_(self.state[parameter][name])
-            self.state[parameter] = values
+                values[name].copy_(loaded[index][name])
         self.together = bool((self.steps == self.steps[0]).all())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Let go of the gradients."""
         super().zero_grad(set_to_none)
         self.averaged = False
-        if set_to_none:
-            self.gradients.clear()
+        for buffer in self.gradients if set_to_none else ():
+            buffer.clear()
 
     @torch.no_grad()
     def average_gradients(self) -> None:
@@ -4394,25 +4432,32 @@ class FusedAdamW(torch.optim.Optimizer):
         if not dist.is_initialized():
             return
         self.side.join()
-        found = [p.grad is not None for p in self.param_groups[0]["params"]]
+        present = [p.grad is not None for p in self.param_groups[0]["params"]]
         if not self.with_gradient:
-            self.with_gradient = [found] * dist.get_world_size()
-            dist.all_gather_object(self.with_gradient, found)
-        if any(found != theirs for theirs in self.with_gradient):
+            self.with_gradient = [present] * dist.get_world_size()
+            dist.all_gather_object(self.with_gradient, present)
+        if any(present != theirs for theirs in self.with_gradient):
             wrong = "all processes need gradients of the same parameters, in every step"
             raise RuntimeError(f"FusedAdamW: {wrong}")
-        if self.gradients.collect():  # of all processes or of none
-            self.gradients.average()
+        for buffer in reversed(self.gradients):
+            if buffer.collect():  # of all processes or of none
+                self.side.average(buffer)
+        self.side.wait_here(2)
         self.averaged = True
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Update all parameters that have a gradient."""
+        """Update all parameters that have a gradient.
+
+        In a graph with overlap each group is updated as soon as it can be.
+        """
         if dist.is_initialized() and not self.averaged:
             raise RuntimeError("FusedAdamW: average_gradients comes before step on several GPUs")
         self.side.join()
-        if self.gradients.collect():
-            skipped = getattr(self, "found_inf", None)
+        skipped = getattr(self, "found_inf", None)
+        buffers = [buffer for buffer in reversed(self.gradients) if buffer.collect()]
+        with torch.cuda.stream(self.side.stream(1)):
+            self.side.begin_updates(after_chain=skipped is not None)
             taken = 1 if skipped is None else 1 - skipped
             self.steps += taken
             parameters = self.param_groups[0]["params"]
@@ -4420,27 +4465,35 @@ class FusedAdamW(torch.optim.Optimizer):
                 if parameter.grad is None:
                     self.state[parameter]["step"] -= taken
                     self.together = False
-            corrections = 1 - self.betas**self.steps
-            if self.together:
-                self.update(0, self.gradients.size, corrections[0])
-            else:
-                for parameter, own in zip(parameters, corrections, strict=True):
-                    begin = self.gradients.begins[parameter]
-                    if parameter.grad is not None:
-                        self.update(begin, begin + parameter.numel(), own)
-        self.gradients.clear()
+            corrections = dict(zip(parameters, 1 - self.betas**self.steps, strict=True))
+            for buffer in buffers:
+                self.side.wait_for(buffer)
+                alone = [[p] for p in buffer.parameters if p.grad is not None]
+                for some in [buffer.parameters] if self.together else alone:
+                    self.update(some, corrections[some[0]])
+        self.side.wait_here(1)
+        for buffer in self.gradients:
+            buffer.clear()
         self.averaged = False
 
-    def update(self, begin: int, end: int, corrections: Tensor) -> None:
-        """Update this part of the buffers, whose parameters have taken as many steps."""
+    def update(self, parameters: list[nn.Parameter], corrections: Tensor) -> None:
+        """Update these parameters, which lie side by side and have taken as many steps."""
+        begin, end = parameters[0].slot.begin, parameters[-1].slot.end
         parts = {name: buffer[begin:end] for name, buffer in self.buffers.items()}
-        weights, casts = parts["weight"], parts.get("cast")
-        moments = parts["exp_avg"], parts["exp_avg_sq"]
-        grads = self.gradients.tensor[begin:end]
-        scaler = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        group = self.param_groups[0]
-        settings = *group["betas"], group["eps"], group["weight_decay"]
-        adamw(weights, casts, grads, *moments, corrections, group["lr"], *scaler, *settings)
+        parts["gradient"] = parameters[0].slot.buffer.elements(begin, end)
+        names = ("weight", "cast", "gradient", "exp_avg", "exp_avg_sq")
+        options, chosen = self.param_groups[0], blocks("adamw")
+        tensors = *map(parts.get, names), corrections, options["lr"]
+        tensors += getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        constants = dict(zip(("BETA1", "BETA2"), options["betas"], strict=True))
+        constants |= {"EPS": options["eps"], "DECAY": options["weight_decay"]}
+        most = triton.next_power_of_2(triton.cdiv(end - begin, chosen["BLOCK"]))
+        chosen["PROGRAMS"] = min(chosen["PROGRAMS"], most)
+        grid = (chosen["PROGRAMS"],)
+        wrap_triton(adamw_kernel)[grid](*tensors, size=end - begin, **constants, **chosen)
+
+
+# --- end of optimizer
 
 
 # --- model
@@ -4724,7 +4777,7 @@ class GatedAttention(nn.Module):
             out = out.transpose(1, 2)
         else:
             out = GatedAttentionFunction.apply(qkvg, linear.bias, bias, side)
-        cast = side.cached_cast(linear_o.weight, dtype)
+        cast = cached_cast(linear_o.weight, dtype)
         return ProjectionWithResidual.apply(out, x, linear_o.weight, linear_o.bias, cast, side)
 
     def attend_flash(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -4779,7 +4832,7 @@ def normed_projection(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return x handed on, its projection behind the norm, and a pair bias; see NormProjection."""
     weight = None if linear is None else linear.weight
-    cast = None if linear is None else norm.side.cached_cast(weight, gemm_dtype(x))
+    cast = None if linear is None else cached_cast(weight, gemm_dtype(x))
     heads = None if heads is None else heads.weight
     parameters = norm.weight, norm.bias, weight, bias, heads
     settings = cast, norm.eps, parts, ending, norm.fusions.direct_gradients, norm.side
@@ -4887,7 +4940,7 @@ class Transition(nn.Module):
     ) -> Tensor:
         """Do as `forward`, by this function."""
         weights = (self.linear_1.weight, self.linear_2.weight)
-        casts = tuple(self.side.cached_cast(weight, gemm_dtype(x)) for weight in weights)
+        casts = tuple(cached_cast(weight, gemm_dtype(x)) for weight in weights)
         parts = (self.layer_norm, self.linear_1, self.linear_2)
         parameters = [p for part in parts for p in (part.weight, part.bias)]
         eps = self.layer_norm.eps
@@ -4926,7 +4979,7 @@ class OuterProductMean(nn.Module):
         linears, out, side = self.linears, self.linear_out, self.side
         norm, bias = self.layer_norm, linears.bias
         msa, ab, _ = normed_projection(norm, msa, linears, bias, parts=2)
-        cast, factor = side.cached_cast(out.weight, ab.dtype), 1 / (msa.shape[1] + 1e-3)
+        cast, factor = cached_cast(out.weight, ab.dtype), 1 / (msa.shape[1] + 1e-3)
         settings = cast, factor, self.fusions.direct_gradients, side
         return msa, OuterProductWithResidual.apply(ab, pair, out.weight, out.bias, *settings)
 
@@ -5187,7 +5240,7 @@ class EvoformerBlock(nn.Module):
         The result is empty where their own type will do. Autocast does the same at every use of
         each, and so for its gradient. torch.compile fuses its casts.
         """
-        if not self.cast_fusion or torch.compiler.is_compiling():
+        if not self.cast_fusion or takes_over(self.fusions) or torch.compiler.is_compiling():
             return {}
         dtype = gemm_dtype(self.msa_transition.linear_1.weight)
         if dtype == torch.float32:
@@ -5199,9 +5252,6 @@ class EvoformerBlock(nn.Module):
             # The bias of QKVGLinear is the gate's, which the attention adds.
             if isinstance(module, Linear):
                 weights[f"{name}.bias"] = module.bias
-        if takes_over(self.fusions):
-            self.side.cast_together(list(weights.values()), dtype)
-            return {}
         return dict(zip(weights, CastFunction.apply(dtype, *weights.values()), strict=True))
 
     def with_cast_weights(self, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -5298,13 +5348,6 @@ class MaskedMSAHead(nn.Module):
         return mean_per_protein(error.view(masked.shape), masked)
 
 
-def renew_casts(model: nn.Module, *unused) -> None:
-    """Cast parameters that were loaded anew, as load_state_dict's hook: a graph would not look."""
-    for parameter in model.parameters():
-        if parameter in model.side.casts:
-            model.side.cached_cast(parameter, model.side.casts[parameter].dtype)
-
-
 class TinyOpenFold(nn.Module):
     """Chain input embedding, Evoformer stack, distogram and masked-MSA heads."""
 
@@ -5338,7 +5381,7 @@ class TinyOpenFold(nn.Module):
         msa, pair = self.input_embedder(tokens)
         if not torch.compiler.is_compiling():
             trains = msa.requires_grad and pair.requires_grad
-            self.side.begin_step(self.fusions.overlap and trains)
+            self.side.begin_step(self.fusions.overlap and takes_over(self.fusions) and trains)
             if self.side.active:
                 msa, pair = JoinSideStreams.apply(self.side, msa, pair)
         for block in self.blocks:
@@ -5351,7 +5394,7 @@ class TinyOpenFold(nn.Module):
                 msa, pair = block.with_cast_weights(msa, pair, sequences, residues)
         if true_tokens is not None and heads_fit(self.fusions, msa, pair):
             heads = self.distogram.linear, self.masked_msa.linear
-            casts = tuple(self.side.cached_cast(head.weight, gemm_dtype(msa)) for head in heads)
+            casts = tuple(cached_cast(head.weight, gemm_dtype(msa)) for head in heads)
             parameters = [p for head in heads for p in (head.weight, head.bias)]
             targets = (true_tokens, masked), (coords, observed)
             return LossFunction.apply(msa, pair, *targets, casts, self.side, *parameters)
@@ -5394,7 +5437,8 @@ def build_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.O
     """Build AdamW over all parameters: one kernel of ours, or a few launches of PyTorch's own."""
     if args.fused_optimizer and not args.torch_compile:
         dtype = getattr(torch, args.amp_dtype) if args.use_amp else torch.float32
-        return FusedAdamW(model.parameters(), args.learning_rate, dtype, model.side)
+        groups = [list(model.parameters())]
+        return FusedAdamW(groups, args.learning_rate, dtype, side=model.side)
     rate = args.learning_rate
     if args.device == "cuda":  # a tensor, so that a captured step follows a scheduler
         rate = torch.tensor(rate, device=next(model.parameters()).device)

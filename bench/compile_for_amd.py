@@ -4,9 +4,9 @@ there.
 
 A training step of each script runs on tensors without contents, in every precision and at several
 sizes, and what it would launch is compiled instead: with the arguments, block sizes and warps that
-the script chooses for AMD; of TinyLlama V4 also what it launches in inference, and its GEMMs where
-it would take the vendor's. Prints a table per script. The exit status is 1 if a kernel spills
-registers, needs more LDS than a workgroup can have, does not compile, or is never launched.
+the script chooses for AMD; of TinyLlama V4 also what inference launches. Prints a table per
+script. The exit status is 1 if a kernel spills registers, needs more LDS than a workgroup can have,
+does not compile, or is never launched.
 
 Several numbers in a cell stand for one target each, in their order, and a single one for all of
 them. LDS is in bytes per workgroup. A spilled VGPR goes to memory, a spilled SGPR to a lane of a
@@ -73,6 +73,7 @@ TARGETS = {
     "gfx950": (GPUTarget("hip", "gfx950", 64), 160),  # MI350
     "sm_90": (GPUTarget("cuda", 90, 32), 227),  # H100
 }
+INFERENCE = "tiny_llama_v4"  # whose inference is a program of its own
 AMD = [name for name in TARGETS if name.startswith("gfx")]
 PRECISIONS = {
     "float32": "",
@@ -152,7 +153,7 @@ class Launch:
 class Recorder:
     """Stands for a script's wrap_triton:
 
-    `Recorder(kernel)[grid](NAME=value, ...)` notes the launch, nothing runs.
+    `Recorder(kernel)[grid](TENSOR, ..., NAME=value, ...)` notes the launch, nothing runs.
     """
 
     launches: ClassVar[dict[tuple, Launch]] = {}  # those of the script at work
@@ -164,7 +165,8 @@ class Recorder:
     def __getitem__(self, grid: tuple[int, ...]) -> Callable:
         return self.record
 
-    def record(self, **arguments) -> None:
+    def record(self, *tensors: torch.Tensor | None, **arguments) -> None:
+        arguments |= zip(self.kernel.arg_names, tensors, strict=False)
         pointers = {
             n: Pointer(value) if isinstance(value, torch.Tensor) else value
             for n, value in arguments.items()
@@ -175,12 +177,23 @@ class Recorder:
 
 def kernels_of(module: ModuleType) -> set[str]:
     """The names of a script's kernels; other functions under @triton.jit are parts of kernels."""
-    functions = (v for v in vars(module).values() if isinstance(v, triton.JITFunction))
-    return {f.__name__ for f in functions if f.__name__.endswith("_kernel")}
+    inference = vars(one_launch_of(module)) if module.__name__ == INFERENCE else {}
+    functions = (v for v in (vars(module) | inference).values())
+    kernels = (f for f in functions if isinstance(f, triton.JITFunction))
+    return {f.__name__ for f in kernels if f.__name__.endswith("_kernel")}
+
+
+def one_launch_of(module: ModuleType) -> ModuleType:
+    """The program that TinyLlama V4 runs for inference, at work on this module."""
+    from exercises.tiny_llama_v4 import one_launch
+
+    one_launch.v4, one_launch.BACKEND = module, module.BACKEND
+    one_launch.wrap_triton = module.wrap_triton
+    return one_launch
 
 
 def take_step(module: ModuleType, args: argparse.Namespace) -> None:
-    """A training step on tensors without contents; V4's inference, too."""
+    """A training step on tensors without contents; TinyLlama V4's inference, too."""
     cpu = torch.device("cpu")
     batch = module.make_batches(args, cpu, args.seed).next_batch()
     address = mock.patch(
@@ -196,12 +209,15 @@ def take_step(module: ModuleType, args: argparse.Namespace) -> None:
         if args.use_amp and args.amp_dtype == "float16":  # as a gradient scaler does
             optimizer.grad_scale, optimizer.found_inf = torch.ones(()), torch.ones(())
         optimizer.step()
-        if hasattr(module, "transformer_block") and args.qkv_fusion and args.swiglu_fusion:
-            dtype = getattr(torch, args.amp_dtype) if args.use_amp else torch.float32
-            layer = module.first_layer(args, cpu, dtype)
+        if module.__name__ == INFERENCE and args.triton_rotary and args.triton_swiglu:
+            one_launch, dtype = one_launch_of(module), torch.float32
+            if args.use_amp:
+                dtype = getattr(torch, args.amp_dtype)
+            args.device = "cpu"
+            layer = one_launch.first_layer(module, args, dtype)
             x = torch.empty(args.batch_size, args.seq_len, args.hidden_dim)
-            for launches in (1, 5):  # inference
-                module.in_launches(launches, layer, x)
+            for launches in (1, 5):
+                one_launch.in_launches(launches, layer, x)
 
 
 def record(
@@ -229,10 +245,6 @@ def record(
         torch.set_float32_matmul_precision(args.matmul_precision)
         module.use_settings(args)
         take_step(module, args)
-        # not chosen there, where nobody has measured it
-        if backend == "hip" and hasattr(module, "our_gemm_wins"):
-            with mock.patch.object(module, "our_gemm_wins", lambda x: True):
-                take_step(module, args)
     return list(Recorder.launches.values())
 
 

@@ -116,7 +116,7 @@ def batches(script: str, *argv: str):
 
 
 # to do anything
-NEEDS = {"rotary-fusion": ["triton-rotary", "triton-attention"], "swiglu-gemm": ["swiglu-fusion"]}
+NEEDS = {"norm-from-output": ["triton-rms-norm"], "overlap": ["fused-optimizer"]}
 
 
 def fusion_settings(script: str) -> dict[str, list[str]]:

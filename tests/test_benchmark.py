@@ -718,11 +718,11 @@ def test_the_bytes_of_a_step_are_those_of_its_operators_and_of_the_optimizer():
     assert kernels.group_bytes(trainer, v3.NO_WORK).total() == 4 * (8 * 64 + 8 * 32) + 7 * 4 * 64
 
 
-def test_the_optimizer_of_v4_is_an_operator_and_counts_as_one():
+def test_the_optimizer_of_v4_counts_as_one_launch():
     """It reads weights, gradients, two moments and three numbers, and writes weights, also in
     bfloat16, and moments."""
     v4 = load("tiny_llama_v4")
-    model = torch.nn.Linear(16, 4, bias=False, device=kernels.DEVICE)
+    model = v4.Linear(16, 4, v4.Fusions()).to(kernels.DEVICE)
     optimizer = v4.FusedAdamW([[model.weight]], 1e-3, torch.bfloat16)
     model.weight.grad = torch.ones_like(model.weight)
     trainer = SimpleNamespace(model=model, optimizer=optimizer, next_batch=lambda: None)

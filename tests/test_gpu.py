@@ -35,6 +35,7 @@ from conftest import (
 from test_openfold import padded
 
 from bench.versions import PADDED, with_its_proteins
+from exercises.tiny_llama_v4 import one_launch
 from lab.turns import free_memory, in_turns
 
 pytestmark = pytest.mark.gpu
@@ -462,7 +463,7 @@ def test_a_weight_used_twice_beside_the_chain_is_an_error_and_right_without():
         assert relative_difference(graph[name], value) < 1e-3, name
 
 
-def test_overlap_works_with_the_optimizer_of_pytorch(tmp_path: Path):
+def test_a_graph_works_with_the_optimizer_of_pytorch(tmp_path: Path):
     result = run_main(
         V4, tmp_path, *GRAPH, "--use-amp", "--disable-fused-optimizer", *TWENTY, "--under-profiler"
     )
@@ -473,9 +474,9 @@ def test_two_layers_at_a_time_wait_for_nobody_else_and_may_be_captured():
     """Each is one launch whose programs wait for each other: without a cooperative launch two
     can hang."""
     args = parse(V4, "--device", "cuda", "--hidden-dim", "256", "--batch-size", "8")
-    layer = load(V4).first_layer(args, CUDA, torch.bfloat16)
+    layer = one_launch.first_layer(one_launch.v4, args, torch.bfloat16)
     inputs = [torch.randn(8, 32, 256, device="cuda") for _ in range(2)]
-    one_layer = partial(load(V4).in_launches, 1, layer)
+    one_layer = partial(one_launch.in_launches, 1, layer)
     expected = [one_layer(x) for x in inputs]
     torch.cuda.synchronize()
     streams, found = [torch.cuda.Stream() for _ in inputs], [None, None]

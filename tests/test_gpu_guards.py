@@ -15,19 +15,11 @@ from types import ModuleType
 import pytest
 import torch
 from conftest import TRITON, load, random_state
-from test_triton_llama_v4 import layer_arguments, v4
+from test_triton_llama_v4 import layer_arguments, one_launch
 from torch import Tensor
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-NOT_IN_A_STEP = {  # of V4 inference, and its own GEMMs or, where they win, V3's kernels for SwiGLU
-    "tiny_llama_v4": [
-        {
-            "transformer_block_kernel",
-            f"swiglu_{gemm}forward_kernel",
-            f"swiglu_{gemm}backward_kernel",
-        }
-        for gemm in ("", "gemm_")
-    ],
+NOT_IN_A_STEP = {
     # 16 bits: a row of 128 fits into V4's transition; float32 on a GPU: the library projects;
     # 129 residues: the library multiplies triangles; 16 bits: rows of 256 for a wide transition
     "tiny_openfold_v4": [
@@ -120,7 +112,8 @@ def guarded(wrap_triton: Callable, launched: set[str]) -> Callable:
     def wrap(kernel):
         class Launcher:
             def __getitem__(self, grid):
-                def launch(**arguments) -> None:
+                def launch(*pointers, **arguments) -> None:
+                    arguments |= zip(kernel.arg_names, pointers, strict=False)
                     tensors = {
                         name: value
                         for name, value in arguments.items()
@@ -195,10 +188,11 @@ def test_a_layer_in_one_launch_stays_within_its_tensors(
     precision: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ):
     launched, layer = set(), layer_arguments(2, 33, 4, 2, 12, 35, precision)
-    expected = v4.transformer_block(*layer)
-    monkeypatch.setattr(v4, "wrap_triton", guarded(v4.wrap_triton, launched))
+    expected = one_launch.transformer_block(*layer)
+    guard = guarded(one_launch.wrap_triton, launched)
+    monkeypatch.setattr(one_launch, "wrap_triton", guard)
     assert expected.isfinite().all()
-    assert torch.equal(v4.transformer_block(*layer), expected)
+    assert torch.equal(one_launch.transformer_block(*layer), expected)
     assert launched == {"transformer_block_kernel"}
 
 

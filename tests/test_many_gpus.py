@@ -76,7 +76,7 @@ dist.init_process_group("gloo")
 rank, found = dist.get_rank(), []
 torch.manual_seed(rank)  # another start: rank 0's counts
 parameters = [torch.nn.Parameter(torch.randn(shape)) for shape in ((33, 7), (5,), (64,), (3,))]
-groups = [parameters[:1], parameters[1:]] if "llama" in sys.argv[2] else parameters
+groups = [parameters[:1], parameters[1:]] if "llama" in sys.argv[2] else [parameters]
 optimizer = module.FusedAdamW(groups, 1e-2, torch.float16)
 scaler = torch.amp.GradScaler("cpu", init_scale=512.0)
 for step in range(3):

@@ -460,7 +460,8 @@ def launches(
             self.kernel = kernel
 
         def __getitem__(self, grid: tuple[int, ...]) -> Callable:
-            def run(**arguments) -> None:
+            def run(*pointers, **arguments) -> None:
+                arguments |= zip(self.kernel.arg_names, pointers, strict=False)
                 seen.append(
                     (grid, {name: a for name, a in arguments.items() if not isinstance(a, Tensor)})
                 )

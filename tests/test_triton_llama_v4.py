@@ -42,6 +42,8 @@ from test_triton_llama import (
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from exercises.tiny_llama_v4 import one_launch
+
 V3, V4 = "tiny_llama_v3", "tiny_llama_v4"
 v4 = load(V4)
 CHANGED = {  # of V3's kernels
@@ -114,7 +116,7 @@ def test_projection(direct: bool, dtype: torch.dtype):
     """The weight is a float32 parameter in both types, and so is its gradient."""
 
     def projection(weight: Tensor, x: Tensor) -> Tensor:
-        return v4.linear(x, weight, v4.Fusions(direct_gradients=direct), v4.SideStreams())
+        return v4.linear(x, weight, v4.Fusions(direct_gradients=direct))
 
     check_close(
         projection, lambda weight, x: x @ weight.T, [randn(35, 33), randn(2, 65, 33, dtype=dtype)]
@@ -124,7 +126,7 @@ def test_projection(direct: bool, dtype: torch.dtype):
 @both_types
 @pytest.mark.parametrize(
     ("batch", "seq", "heads", "group", "dim"),
-    [(1, 1, 4, 4, 16), (2, 33, 4, 2, 32), (1, 129, 2, 1, 64)],
+    [(1, 1, 4, 4, 16), (2, 33, 4, 2, 32), (1, 129, 2, 1, 64), (1, 33, 2, 2, 20), (1, 9, 2, 1, 8)],
 )
 def test_attention_rotates_gradients_back(
     batch: int, seq: int, heads: int, group: int, dim: int, dtype: torch.dtype
@@ -136,56 +138,18 @@ def test_attention_without_angles():
     check_attention(2, 65, 2, 2, 33, module=v4)
 
 
-# SwiGLU in a GEMM
-
-
-def gates_and_ups(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    gate_up = x @ weight.T
-    gate, up = gate_up.chunk(2, dim=-1)
-    return gate_up, F.silu(gate) * up
-
-
-@both_types
-@pytest.mark.parametrize(("rows", "dim", "inner"), [(1, 1, 1), (33, 20, 35), (130, 65, 129)])
-def test_swiglu_kernels(rows: int, dim: int, inner: int, dtype: torch.dtype):
-    x, weight = randn(rows, dim, dtype=dtype), randn(2 * inner, dim, dtype=dtype, size=dim**-0.5)
-    found, expected = v4.swiglu_gemm_forward(x, weight), gates_and_ups(x.double(), weight.double())
-    assert max(map(difference, found, expected)) < LIMITS[dtype]
-
-    grad, down = randn(rows, dim, dtype=dtype), randn(dim, inner, dtype=dtype)
-    gate_up = found[0].detach()
-    wide = gate_up.double().requires_grad_()
-    gate, up = wide.chunk(2, dim=-1)
-    (expected,) = torch.autograd.grad(F.silu(gate) * up, wide, grad.double() @ down.double())
-    found = v4.swiglu_gemm_backward(grad, down, gate_up)
-    for value, right in zip(found.chunk(2, 1), expected.chunk(2, 1), strict=True):
-        assert difference(value, right) < LIMITS[dtype]
-
-
-def test_swiglu_kernels_with_tiles_in_several_groups(monkeypatch: pytest.MonkeyPatch):
-    for kernel in ("swiglu_gemm_forward", "swiglu_gemm_backward"):
-        monkeypatch.setitem(
-            v4.OVERRIDES, kernel, {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 16, "GROUP": 2}
-        )
-    test_swiglu_kernels(81, 40, 99, torch.float32)
+# SwiGLU
 
 
 @both_types
 @dense_or_strided
-def test_swiglu_gemm(strided: bool, dtype: torch.dtype):
-    """Weights are dense, as parameters are."""
-    weights = [randn(70, 33, size=33**-0.5), randn(33, 35, size=35**-0.5)]
+def test_swiglu(strided: bool, dtype: torch.dtype):
+    def activated(gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
 
-    def mlp(x: Tensor, *given: Tensor) -> Tensor:
-        casts = (weight.detach().to(dtype) for weight in weights)
-        return v4.SwiGLUGEMM.apply(x, *weights, *casts, True, v4.SideStreams())
-
-    def reference(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        return gates_and_ups(x, gate_up)[1] @ down.T
-
-    check_close(
-        mlp, reference, [randn(2, 9, 33, dtype=dtype), *weights], strided, limit=LIMITS[dtype]
-    )
+    inputs = [randn(2, 33, 70, dtype=dtype)]
+    check_close(v4.SwiGLUActivation.apply, activated, inputs, strided)
 
 
 # Loss
@@ -251,21 +215,20 @@ def test_embedding_adds_to_the_gradient_of_the_output_projection(
 ):
     """In place, so that nobody adds them up."""
     ids = torch.randint(words, shape, generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    side = v4.FusedAdamW([[weight := nn.Parameter(randn(words, dim))]], 1e-2, torch.float32).side
-    embedded = v4.TiedEmbedding.apply(ids, weight, side)
-    v4.linear(embedded, weight, v4.Fusions(), side, embedded).square().sum().backward()
+    v4.FusedAdamW([[weight := nn.Parameter(randn(words, dim))]], 1e-2, torch.float32)
+    embedded = v4.TiedEmbedding.apply(ids, weight)
+    v4.linear(embedded, weight, v4.Fusions(), embedded).square().sum().backward()
     wide = weight.detach().double().requires_grad_()
     (F.embedding(ids, wide) @ wide.T).square().sum().backward()
     assert difference(weight.grad, wide.grad) < 1e-5
-    assert weight.grad.data_ptr() == side.buffers[weight].part(weight).data_ptr()
+    assert weight.grad.data_ptr() == weight.slot.buffer.part(weight).data_ptr()
 
 
 def test_embedding():
     """Of tokens that do not lie side by side."""
     ids = torch.randint(67, (65, 2), generator=torch.Generator().manual_seed(0)).to(DEVICE).T
-    side = v4.SideStreams()
     check_close(
-        lambda weight: v4.TiedEmbedding.apply(ids, weight, side),
+        lambda weight: v4.TiedEmbedding.apply(ids, weight),
         lambda weight: F.embedding(ids, weight),
         [randn(67, 33)],
     )
@@ -302,7 +265,7 @@ def state(optimizer: torch.optim.Optimizer, given: list[nn.Parameter]) -> list[T
 
 
 def casts(optimizer: torch.optim.Optimizer, given: list[nn.Parameter]) -> list[Tensor]:
-    return [optimizer.side.casts[p].clone() for p in given]
+    return [p.slot.cast.clone() for p in given]
 
 
 def equal(found: list[Tensor], expected: list[Tensor]) -> bool:
@@ -409,22 +372,26 @@ def test_what_was_launched_once_follows_the_learning_rate(
     how: str, monkeypatch: pytest.MonkeyPatch
 ):
     """A graph launches with the same arguments again and again."""
-    calls, adamw = [], v4.adamw
-    monkeypatch.setattr(v4, "adamw", lambda *given: calls.append(given))
+    calls, wrap = [], v4.wrap_triton
+    recorder = defaultdict(lambda: lambda *tensors, **sizes: calls.append((tensors, sizes)))
+    monkeypatch.setattr(v4, "wrap_triton", lambda kernel: recorder)
     take_steps(optimizer := fused(parameters()), range(1))
-    (weights, *_), before = calls[0], calls[0][0].clone()
-    options = copy.deepcopy(optimizer.state_dict())
-    adamw(*calls[0])
-    moved = weights - before
-    calls[0][3].zero_(), calls[0][4].zero_()
+    (tensors, sizes), options = calls[0], copy.deepcopy(optimizer.state_dict())
+    weights, before = tensors[0], tensors[0].clone()
+
+    def launch() -> Tensor:
+        wrap(v4.adamw_kernel)[(sizes["PROGRAMS"],)](*tensors, **sizes)
+        return weights - before
+
+    moved = launch()
+    tensors[3].zero_(), tensors[4].zero_()
     weights.copy_(before)
     if how == "loaded":
         options["param_groups"][0]["lr"] = 5e-3
         optimizer.load_state_dict(options)
     else:
         halves(optimizer, how == "assigned")
-    adamw(*calls[0])
-    assert difference(weights - before, 0.5 * moved) < 1e-4
+    assert difference(launch(), 0.5 * moved) < 1e-4
 
 
 def test_options_that_a_kernel_is_compiled_for_cannot_change():
@@ -454,11 +421,9 @@ def test_the_state_of_an_optimizer_that_orders_parameters_otherwise_is_refused()
 
 def test_weights_that_are_loaded_are_used_at_once():
     """In low precision, too, by the forward pass and by the step after it."""
-    layer, x = (
-        v4.Linear(33, 7, v4.Fusions(), v4.SideStreams()).to(DEVICE),
-        randn(5, 33, dtype=torch.bfloat16),
-    )
-    optimizer = v4.FusedAdamW([[layer.weight]], 1e-2, torch.bfloat16, side=layer.side)
+    layer = v4.Linear(33, 7, v4.Fusions()).to(DEVICE)
+    x = randn(5, 33, dtype=torch.bfloat16)
+    optimizer = v4.FusedAdamW([[layer.weight]], 1e-2, torch.bfloat16)
     for seed in (1, 2):
         layer.load_state_dict(random_state(layer.state_dict(), seed))
         assert equal(casts(optimizer, [layer.weight]), [layer.weight.to(torch.bfloat16)]), (
@@ -498,7 +463,7 @@ def test_gradients_are_found_where_the_optimizer_reads_them_and_add_up(precision
         return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
     once = backward()
-    read = {name: model.side.buffers[p].part(p) for name, p in model.named_parameters()}
+    read = {name: p.slot.buffer.part(p) for name, p in model.named_parameters()}
     assert [n for n, p in model.named_parameters() if p.grad.data_ptr() != read[n].data_ptr()] == []
     narrow = args.use_amp and v4.NARROW_GRADIENTS
     assert once["layers.0.mlp.down_proj.weight"].dtype == (
@@ -518,11 +483,11 @@ def test_gradients_are_found_where_the_optimizer_reads_them_and_add_up(precision
 
 
 def beside_pytorch(*argv: str, layers: int = 2) -> tuple[nn.Module, nn.Module]:
-    """V4's model and one with the same weights and the same parameters of which PyTorch computes
+    """V4's model and V3's with the same weights and the same parameters, of which PyTorch computes
     everything."""
     argv = [*SMALL, "--num-layers", str(layers), *argv]
-    fused_weights = ["--disable-all-fusion", "--enable-qkv-fusion", "--enable-swiglu-fusion"]
-    pair = build(V4, *argv), build(V4, *argv, *fused_weights)
+    packed = ["--disable-all-fusion", "--enable-qkv-fusion", "--enable-swiglu-fusion"]
+    pair = build(V4, *argv), build(V3, *argv, *packed)
     for model in pair:
         model.load_state_dict(random_state(model.state_dict()))
     return pair
@@ -659,31 +624,12 @@ class Products(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(
-    ("wanted", "products"),
-    [((1, 1, 1), 3), ((1, 0, 0), 1), ((0, 1, 0), 1), ((0, 0, 1), 1), ((0, 1, 1), 2)],
-)
-def test_swiglu_gemm_multiplies_for_no_gradient_that_is_not_wanted(
-    wanted: tuple[int, int, int], products: int
-):
-    """Besides those of the Triton GEMM."""
-    leaves = [
-        t.requires_grad_(bool(w))
-        for t, w in zip((randn(5, 6), randn(8, 6), randn(6, 4)), wanted, strict=True)
-    ]
-    out = v4.SwiGLUGEMM.apply(*leaves, *(t.detach() for t in leaves[1:]), True, v4.SideStreams())
-    with Products() as seen:
-        out.sum().backward()
-    assert [t.grad is not None for t in leaves] == [bool(w) for w in wanted]
-    assert seen.count == products
-
-
 @pytest.mark.parametrize("wanted", [(1, 0), (0, 1)], ids=["input", "weight"])
 def test_a_projection_multiplies_for_no_gradient_that_is_not_wanted(wanted: tuple[int, int]):
     x, weight = (
         t.requires_grad_(bool(w)) for t, w in zip((randn(5, 6), randn(8, 6)), wanted, strict=True)
     )
-    out = v4.linear(x, weight, v4.Fusions(), v4.SideStreams())
+    out = v4.linear(x, weight, v4.Fusions())
     with Products() as seen:
         out.sum().backward()
     assert (x.grad is None, weight.grad is None, seen.count) == (not wanted[0], not wanted[1], 1)
@@ -692,11 +638,11 @@ def test_a_projection_multiplies_for_no_gradient_that_is_not_wanted(wanted: tupl
 @pytest.mark.parametrize(
     "argv",
     [
-        "--disable-qkv-fusion --disable-swiglu-fusion",
         "--disable-triton-rotary",
+        "--disable-triton-attention",
         "--hidden-dim 40 --num-heads 2",
     ],
-    ids=["separate-weights", "rotary-of-pytorch", "heads-of-20-channels"],
+    ids=["rotary-of-pytorch", "attention-of-pytorch", "heads-of-20-channels"],
 )
 def test_fusions_do_without_others_and_with_any_size(argv: str):
     argv = [*SMALL, *argv.split()]
@@ -711,13 +657,14 @@ def test_fusions_do_without_others_and_with_any_size(argv: str):
     assert_same_gradients(gradients(second), gradients(first), 1e-4)
 
 
-@pytest.mark.parametrize("flag", ["fused-optimizer", "tied-embedding", "swiglu-gemm"])
-def test_on_a_cpu_without_the_interpreter_nothing_starts(
-    flag: str, run, monkeypatch: pytest.MonkeyPatch
-):
+def test_on_a_cpu_without_the_interpreter_nothing_starts(run, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(v4, "INTERPRETED", False)
-    on = ["--disable-all-fusion", "--enable-swiglu-fusion", f"--enable-{flag}"]
+    on = ["--disable-all-fusion", "--enable-fused-optimizer"]
     assert_one_error(run(V4, *on, "--num-steps", "1", "--under-profiler"), 4, "TRITON_INTERPRET=1")
+
+
+def test_a_compiler_is_refused_in_one_line(run):
+    assert_one_error(run(V4, *HERE, "--enable-torch-compile"), 2, "tiny_llama_v3.py")
 
 
 # A transformer layer in one launch
@@ -745,7 +692,8 @@ def layer_of(
     q, k, v = packed.split([heads, kv_heads, kv_heads], dim=1)
     k, v = (t.repeat_interleave(heads // kv_heads, 1) for t in (k, v))
     x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2) @ o.T
-    return x + gates_and_ups(norm(x, norm_2), gate_up)[1] @ down.T
+    gate, up = (norm(x, norm_2) @ gate_up.T).chunk(2, dim=-1)
+    return x + (F.silu(gate) * up) @ down.T
 
 
 def layer_arguments(
@@ -771,7 +719,7 @@ def test_a_layer_in_one_launch_and_in_five(
     """The residual stream is float32; what the layer adds to it is compared."""
     given = layer_arguments(*sizes, dtype)
     x, wide = given[0], [t.double() if isinstance(t, Tensor) else t for t in given]
-    found = v4.transformer_block(*given, launches)
+    found = one_launch.transformer_block(*given, launches)
     assert found.dtype == x.dtype
     assert difference(found - x, layer_of(*wide) - wide[0]) < LIMITS[dtype]
 
@@ -779,11 +727,11 @@ def test_a_layer_in_one_launch_and_in_five(
 def test_a_layer_is_launched_cooperatively_where_its_programs_wait(monkeypatch: pytest.MonkeyPatch):
     """So that all of them run at the same time; programs of one phase alone need not."""
     given, seen = layer_arguments(1, 7, 4, 1, 24, 33, torch.float32), []
-    monkeypatch.setattr(v4, "BACKEND", "cuda")
+    monkeypatch.setattr(one_launch, "BACKEND", "cuda")
     grids = defaultdict(lambda: lambda *_, **options: seen.append(options))
-    monkeypatch.setattr(v4, "wrap_triton", lambda kernel: grids)
+    monkeypatch.setattr(one_launch, "wrap_triton", lambda kernel: grids)
     for launches in (1, 5):
-        v4.transformer_block(*given, launches)
+        one_launch.transformer_block(*given, launches)
     assert [options.get("launch_cooperative_grid", False) for options in seen] == [True] + 5 * [
         False
     ]
@@ -792,11 +740,11 @@ def test_a_layer_is_launched_cooperatively_where_its_programs_wait(monkeypatch: 
 def test_a_layer_in_one_launch_is_refused_where_triton_cannot_launch_it(
     run, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(v4, "TOO_OLD", "a layer as one launch needs Triton 3.3")
+    monkeypatch.setattr(one_launch, "TOO_OLD", "a layer as one launch needs Triton 3.3")
     given = layer_arguments(1, 7, 4, 1, 24, 33, torch.float32)
     with pytest.raises(RuntimeError, match=r"needs Triton 3\.3"):
-        v4.transformer_block(*given)
-    assert v4.transformer_block(*given, 5).isfinite().all()
+        one_launch.transformer_block(*given)
+    assert one_launch.transformer_block(*given, 5).isfinite().all()
     assert_one_error(run(V4, *HERE, *SMALL, "--mode", "benchmark"), 4, "needs Triton 3.3")
 
 
@@ -804,7 +752,7 @@ def test_a_layer_does_not_read_behind_the_angles():
     given = list(layer_arguments(1, 7, 4, 1, 24, 33, torch.float32))
     given[7], given[8] = given[7][:6], given[8][:6]
     with pytest.raises(ValueError, match="7 tokens, but the model's seq_len is 6"):
-        v4.transformer_block(*given)
+        one_launch.transformer_block(*given)
 
 
 @pytest.mark.parametrize("precision", [[], ["--use-amp"]], ids=["float32", "bfloat16"])

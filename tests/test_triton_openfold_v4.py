@@ -322,27 +322,26 @@ def test_fused_optimizer_takes_the_steps_of_pytorchs():
     """It casts weights as they become, and no gradient of a weight of a GEMM is copied."""
     model, ours, batch = build(V4, "--use-amp")
     other, theirs, _ = build(V4, "--use-amp", "--disable-fused-optimizer")
-    buffer = model.side.buffer
     for _ in range(2):
         model(**batch).backward()
         for parameter, copied in zip(other.parameters(), model.parameters(), strict=True):
             parameter.grad = copied.grad.clone()
         for name, parameter in model.named_parameters():
             if "linear_1.weight" in name or "qkvg.weight" in name:
-                part = buffer.part(parameter, buffer.begins[parameter] + parameter.numel())
+                part = parameter.slot.buffer.part(parameter)
                 assert parameter.grad.data_ptr() == part.data_ptr(), name
         for optimizer in (ours, theirs):
             optimizer.step()
             optimizer.zero_grad()
     for (name, found), expected in zip(model.named_parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6, msg=name)
-        assert torch.equal(model.side.casts[found], found.bfloat16()), name
+        assert torch.equal(found.slot.cast, found.bfloat16()), name
 
 
 def optimizers(dtype: torch.dtype) -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
     """Make parameters of odd sizes and our optimizer over them."""
     parameters = [nn.Parameter(random(*shape).detach()) for shape in [(33, 7), (5,), (64, 33)]]
-    return parameters, v4.FusedAdamW(parameters, 1e-2, dtype)
+    return parameters, v4.FusedAdamW([parameters], 1e-2, dtype)
 
 
 def take_step(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer, seed: int) -> None:
@@ -365,7 +364,7 @@ def test_optimizer_resumes_exactly():
         take_step(parameters, each, 1)
     for a, b in zip(first, second, strict=True):
         assert torch.equal(a, b)
-        assert torch.equal(optimizer.side.casts[a], resumed.side.casts[b])
+        assert torch.equal(a.slot.cast, b.slot.cast)
 
 
 def test_in_float16_v4_takes_the_steps_of_v1():

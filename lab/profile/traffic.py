@@ -1,9 +1,13 @@
 """Bytes that operators read and write: each reads its tensors from device memory and writes its
-results there, once."""
+results there, once. V4 launches its kernels without operators: each of these is one."""
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections import Counter
+from collections.abc import Callable
+from unittest import mock
 
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -12,6 +16,7 @@ from torch.utils.module_tracker import ModuleTracker
 
 OVERWRITING = ("copy_", "fill_", "zero_")  # these do not read the tensor that they write
 ONLY_WRITTEN = ("out", "casts")  # arguments of our own operators
+UPDATED = ("WEIGHTS", "AVERAGES", "SQUARES", "TOTAL")  # tensors that a kernel reads and writes
 # these read only some of their first tensor
 LOOKUPS = ("embedding", "index", "index_select", "gather")
 
@@ -37,22 +42,40 @@ class Traffic(TorchDispatchMode):
         self.tracker = ModuleTracker()
         self.bytes_of: Counter = Counter()
         self.by_operator: Counter = Counter()
+        self.script = sys.modules[type(model).__module__]
+        self.inside, self.outer = False, contextlib.ExitStack()
 
     def __enter__(self) -> Traffic:
-        self.tracker.__enter__()
+        self.outer.enter_context(self.tracker)
+        if launcher := getattr(self.script, "wrap_triton", None):
+            counted = lambda kernel: CountedKernel(self, kernel, launcher(kernel))  # noqa: E731
+            self.outer.enter_context(mock.patch.object(self.script, "wrap_triton", counted))
         return super().__enter__()
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
-        self.tracker.__exit__(*error)
+        self.outer.close()
+
+    def count(self, name: str, moved: int) -> None:
+        """Count bytes for an operator or kernel, and for the module that runs now."""
+        self.bytes_of[self.innermost()] += moved
+        self.by_operator[name] += moved
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        self.inside = True  # launches of an operator count as this one
         result = function(*args, **kwargs)
-        moved = self.moved(function, args, kwargs, result)
-        self.bytes_of[self.innermost()] += moved
-        self.by_operator[function._schema.name] += moved
+        self.inside = False
+        self.count(function._schema.name, self.moved(function, args, kwargs, result))
         return result
+
+    def launched(self, kernel: str, tensors: dict[str, Tensor]) -> None:
+        """Count a launch: each tensor once, twice what the kernel reads and writes."""
+        if self.inside:
+            return
+        once = {id(tensor): bytes_behind(tensor) for tensor in tensors.values()}
+        again = sum(bytes_behind(t) for name, t in tensors.items() if name in UPDATED)
+        self.count(kernel, sum(once.values()) + again)
 
     def innermost(self) -> str:
         """The innermost module with a row that is running now."""
@@ -84,3 +107,21 @@ class Traffic(TorchDispatchMode):
             read, inputs = min(bytes_behind(inputs[0]), written), inputs[1:]
         different = {(leaf.data_ptr(), tuple(leaf.shape), leaf.stride()): leaf for leaf in inputs}
         return read + written + sum(bytes_behind(leaf) for leaf in different.values())
+
+
+class CountedKernel:
+    """A kernel that a script launches: `CountedKernel(...)[grid](TENSOR, ..., NAME=value)`."""
+
+    def __init__(self, traffic: Traffic, kernel: Callable, launcher: Callable):
+        self.traffic, self.kernel, self.launcher = traffic, kernel, launcher
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable:
+        def launch(*pointers: Tensor | None, **arguments) -> None:
+            arguments |= zip(self.kernel.arg_names, pointers, strict=False)
+            tensors = {
+                name: value for name, value in arguments.items() if isinstance(value, Tensor)
+            }
+            self.traffic.launched(self.kernel.__name__, tensors)
+            self.launcher[grid](**arguments)
+
+        return launch
