@@ -1047,11 +1047,12 @@ class NextTokenLoss(torch.autograd.Function):
         logits, labels = logits.contiguous(), labels.contiguous()
         rows, programs, options = row_launch("cross_entropy_forward", logits, whole=False)
         losses, log_sum_exp = (logits.new_empty(rows, dtype=torch.float32) for _ in range(2))
-        loss, sizes = logits.new_empty(2, dtype=torch.float32), (rows, labels.shape[-1])
+        loss, sizes = logits.new_empty(2, dtype=torch.float32), {"rows": rows}
+        sizes["seq"] = labels.shape[-1]
         wrap_triton(cross_entropy_forward_kernel)[(programs,)](
-            logits, labels, losses, log_sum_exp, *sizes, **options
+            logits, labels, losses, log_sum_exp, **sizes, **options
         )
-        wrap_triton(mean_loss_kernel)[(1,)](losses, labels, loss, *sizes, **blocks("mean_loss"))
+        wrap_triton(mean_loss_kernel)[(1,)](losses, labels, loss, **sizes, **blocks("mean_loss"))
         ctx.save_for_backward(logits, labels, log_sum_exp, loss)
         return loss[0]
 
