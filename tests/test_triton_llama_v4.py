@@ -70,6 +70,15 @@ def test_kernels_of_v3_are_the_same_except_for_those_that_v4_changes():
     assert {name for name, source in before.items() if after[name] != source} == CHANGED
 
 
+@pytest.mark.skipif(not v4.INTERPRETED, reason="a GPU's kernels are counted as such")
+@both_types
+def test_a_launch_counts_as_one_operator(dtype: torch.dtype):
+    parts, out = randn(3, 8), randn(8, dtype=dtype)
+    with v4.OperatorCounter() as counter:
+        v4.sum_parts(parts, out)
+    assert counter.calls == 1
+
+
 # Norm, projections and attention
 
 
