@@ -401,17 +401,18 @@ def sum_parts_kernel(PARTS, OUT, parts, width, ROWS: tl.constexpr, BLOCK: tl.con
     tl.store(OUT + column, tl.sum(total, 0), mask=column < width)
 
 
-def sum_parts(parts: Tensor, out: Tensor) -> None:
-    """Write the sum of float32 parts [parts, ...], one of each program, into out.
+def sum_parts(parts: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return the sum of float32 parts [parts, ...], one of each program, in `dtype`.
 
     torch.sum is slower at many short parts.
     """
-    chosen, width = blocks("sum_parts"), out.numel()
-    rows = min(chosen.pop("ROWS"), triton.next_power_of_2(len(parts)))
+    chosen, out = blocks("sum_parts"), torch.empty_like(parts[0], dtype=dtype)
+    rows, width = min(chosen.pop("ROWS"), triton.next_power_of_2(len(parts))), out.numel()
     block = max(8, chosen.pop("TILE") // rows)
     wrap_triton(sum_parts_kernel)[(triton.cdiv(width, block),)](
         parts, out, parts=len(parts), width=width, ROWS=rows, BLOCK=block, **chosen
     )
+    return out
 
 
 LOG2E = tl.constexpr(math.log2(math.e))  # scores are kept to the base 2: hardware computes exp2
@@ -513,9 +514,7 @@ def rms_norm_backward(
     parts = weight.new_empty(programs, len(weight), dtype=torch.float32)
     tensors = grad_normed, grad_summed, summed, weight, rstd, grad_x, grad_update, parts
     wrap_triton(rms_norm_backward_kernel)[(programs,)](*tensors, rows=rows, **options)
-    grad_weight = weight.new_empty(0)
-    if with_weight:
-        sum_parts(parts, grad_weight := torch.empty_like(weight))
+    grad_weight = sum_parts(parts, weight.dtype) if with_weight else weight.new_empty(0)
     return grad_x, grad_update, grad_weight
 
 

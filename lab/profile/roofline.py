@@ -297,14 +297,17 @@ def times_of_operators(events: Sequence[dict]) -> Counter:
     """Milliseconds per group of the operator that launched each kernel, because bytes are counted
     by operator too.
 
-    Where a trace does not tell the operator, the name of the kernel decides.
+    Where a trace does not tell the operator, or an autograd.Function launched it itself (V4), the
+    name of the kernel decides.
     """
     calls = complete(events, "cpu_op")
     names = {call.get("args", {}).get("External id"): call["name"] for call in calls}
     names.pop(None, None)
     spent: Counter = Counter()
     for kernel in kernels_of(events):
-        spent[category(names.get(kernel.operator, kernel.name))] += kernel.duration_ns / 1e6
+        name = names.get(kernel.operator, "")
+        known = "::" in name and not name.startswith("autograd::")
+        spent[category(name if known else kernel.name)] += kernel.duration_ns / 1e6
     return spent
 
 

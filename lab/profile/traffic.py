@@ -42,7 +42,7 @@ class Traffic(TorchDispatchMode):
         self.tracker = ModuleTracker()
         self.bytes_of: Counter = Counter()
         self.by_operator: Counter = Counter()
-        self.script = sys.modules[type(model).__module__]
+        self.script = sys.modules.get(type(model).__module__)
         self.inside, self.outer = False, contextlib.ExitStack()
 
     def __enter__(self) -> Traffic:
