@@ -27,7 +27,7 @@ from collections.abc import Callable
 from functools import partial
 from types import ModuleType
 
-from workshop.cli import needed
+from lab.cli import needed
 
 with needed():
     import numpy as np
