@@ -139,7 +139,7 @@ def use_settings(args: argparse.Namespace) -> None:
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that only this model has."""
-    sizes, add = ModelConfig(), parser.add_argument_group("model and data").add_argument
+    sizes, add = ModelConfig(), parser.add_argument_group("model").add_argument
     for flag, low, default, letter, text in (
         ("vocab-size", 2, None, "V", f"(default: {sizes.vocab_size}; 256 with --text-file)"),
         ("hidden-dim", 1, sizes.hidden_dim, "D", "width of the residual stream"),
@@ -151,6 +151,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         ("batch-size", 1, 8, "B", "samples per step"),
     ):
         add(f"--{flag}", type=at_least(low), default=default, metavar=letter, help=text)
+    add = parser.add_argument_group("data").add_argument
     text = "train on the bytes of FILE instead of synthetic text"
     add("--text-file", type=Path, metavar="FILE", help=text)
     text = "benchmark: inference, a layer as one launch"
