@@ -74,12 +74,14 @@ with needed():
         alternating,
         attempt,
         begin,
+        captured,
         failure,
         free_memory,
         graph_of,
         make_trainer,
         named,
         parse_quiet,
+        warm_up,
     )
 
 PROG = Path(__file__).name
@@ -155,48 +157,6 @@ def held_memory(step: Step) -> float | None:
     before = torch.cuda.memory_allocated()
     found = step.forward()
     return (torch.cuda.memory_allocated() - before - sum(result.nbytes for result in found)) / 1e6
-
-
-def warm_up(step: Step) -> None:
-    """Some steps as a capture wants them before it.
-
-    RuntimeError if one waits for the device, which would spoil a capture; a step that is marked
-    `unchecked` does so outside graphs only.
-    """
-    if not GPU or getattr(step, "eager", False):
-        return
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-        torch.cuda.set_sync_debug_mode("default" if getattr(step, "unchecked", False) else "error")
-        try:
-            step()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    torch.cuda.current_stream().wait_stream(side)
-
-
-def captured(step: Step, repeats: int, pool: object = None) -> Callable[[], None]:
-    """So many steps as one graph with memory from this pool.
-
-    As they are on a CPU, or if marked `eager`.
-    """
-    if not GPU or getattr(step, "eager", False):
-        return lambda: [step() for _ in range(repeats)] and None
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    try:
-        # a failed capture would leave its own
-        outer = torch.cuda.stream(torch.cuda.current_stream())
-        with outer, torch.cuda.graph(graph, pool=pool, stream=stream):
-            for _ in range(repeats):
-                step()
-    except Exception:
-        generator = torch.cuda.default_generators[torch.cuda.current_device()]
-        generator.graphsafe_set_state(generator.clone_state())  # the old one waits for the capture
-        raise
-    return graph.replay
 
 
 class Side:

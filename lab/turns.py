@@ -1,4 +1,12 @@
-"""Runs of version scripts measured in short alternating turns in one process."""
+"""Runs of version scripts, and calls of any functions, measured in short alternating turns in one
+process.
+
+In a notebook, for two ways to do the same:
+
+    from lab.turns import compare_in_turns
+
+    print(compare_in_turns({"before": lambda: plain(x), "after": lambda: mine(x)}))
+"""
 
 from __future__ import annotations
 
@@ -8,8 +16,10 @@ import importlib
 import math
 import statistics
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
 
@@ -18,6 +28,7 @@ from lab.script import named_run
 
 GRAPH = "--enable-cuda-graph"
 TURN_MS = 300  # about how long a turn is
+WIDE = 1.25  # the highest ratio over the lowest: beyond this the turns do not agree on the size
 # the last two have own graphs
 DECIDED = {GRAPH, "--disable-cuda-graph", "reduce-overhead", "max-autotune"}
 
@@ -223,11 +234,142 @@ def speedup(first: dict, second: dict) -> float:
     return statistics.median(ratios(first, second))
 
 
-def spread(ratios: Sequence[float]) -> str:
-    """The range of ratios turn by turn, and whether they show a difference, in the words of
-    --compare-fusion."""
+def verdict(ratios: Sequence[float]) -> str:
+    """What ratios turn by turn show, in the words of --compare-fusion."""
     low, high = min(ratios), max(ratios)
-    verdict = ", no difference seen" if low <= 1 <= high else ""
     if len(ratios) < 5:
-        verdict = ", too few turns to tell"
-    return f"{low:.2f}x to {high:.2f}x{verdict}"
+        return "too few turns to tell"
+    if low <= 1 <= high:
+        return "no difference seen"
+    return "all turns agree" if high <= WIDE * low else "all turns agree on which is faster"
+
+
+def spread(ratios: Sequence[float]) -> str:
+    """The range of ratios turn by turn, and what they show if they do not simply agree."""
+    said = verdict(ratios).removeprefix("all turns agree").strip()
+    return f"{min(ratios):.2f}x to {max(ratios):.2f}x" + f", {said}" * bool(said)
+
+
+# --- any functions
+
+
+@dataclass(frozen=True, repr=False)
+class Turns:
+    """Milliseconds of a call of each side, turn by turn. Printed, their medians, and the speed-up
+    of each over the first with its range and a verdict."""
+
+    ms: dict[str, list[float]]
+
+    @property
+    def us(self) -> dict[str, list[float]]:
+        """The same in microseconds."""
+        return {side: [1e3 * ms for ms in times] for side, times in self.ms.items()}
+
+    def ratios(self, side: str) -> list[float]:
+        """Time of the first side over that of this one, turn by turn."""
+        first = next(iter(self.ms.values()))
+        return [a / b for a, b in zip(first, self.ms[side], strict=True)]
+
+    def __repr__(self) -> str:
+        first, *others = self.ms
+        lines = [f"{side}: {statistics.median(ms):.4g} ms" for side, ms in self.ms.items()]
+        for side in others:
+            ratios = self.ratios(side)
+            low, high = min(ratios), max(ratios)
+            lines.append(
+                f"{side} is {statistics.median(ratios):.2f}x as fast as {first}: {low:.2f}x to "
+                f"{high:.2f}x in {len(ratios)} turns, {100 * (high / low - 1):.0f} % wide "
+                f"({verdict(ratios)})"
+            )
+        return "\n".join(lines)
+
+
+def warm_up(step: Callable[[], object]) -> None:
+    """Some calls as a capture wants them before it.
+
+    RuntimeError if one waits for the device, which would spoil a capture; a step that is marked
+    `unchecked` does so outside graphs only.
+    """
+    import torch
+
+    if not torch.cuda.is_available() or getattr(step, "eager", False):
+        return
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+        torch.cuda.set_sync_debug_mode("default" if getattr(step, "unchecked", False) else "error")
+        try:
+            step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.current_stream().wait_stream(side)
+
+
+def captured(step: Callable[[], object], repeats: int, pool: object = None) -> Callable[[], None]:
+    """So many calls as one graph with memory from this pool.
+
+    As they are on a CPU, or if marked `eager`.
+    """
+    import torch
+
+    if not torch.cuda.is_available() or getattr(step, "eager", False):
+        return lambda: [step() for _ in range(repeats)] and None
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    try:
+        # a failed capture would leave its own
+        outer = torch.cuda.stream(torch.cuda.current_stream())
+        with outer, torch.cuda.graph(graph, pool=pool, stream=stream):
+            for _ in range(repeats):
+                step()
+    except Exception:
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        generator.graphsafe_set_state(generator.clone_state())  # the old one waits for the capture
+        raise
+    return graph.replay
+
+
+def compare_in_turns(
+    sides: Mapping[str, Callable[[], object]], turns: int = 11, ms: float = 50.0
+) -> Turns:
+    """Call these functions in short alternating turns.
+
+    On a GPU the calls of a turn are one CUDA graph, so the host does not count: a function must not
+    wait for the device (`.item()`, `.cpu()`), and an optimizer in it must be `capturable`. The
+    graphs share their memory.
+
+    Args:
+        sides: functions without arguments by name; the first is what the others are compared with.
+        turns: how often each side has its turn, after one that is not counted.
+        ms: about how many milliseconds a turn of a side takes, at least one call.
+
+    Raises:
+        ToolError: a function cannot be captured as a graph.
+    """
+    import torch
+
+    from lab.profile.ceilings import seconds
+
+    gpu = torch.cuda.is_available()
+    device = torch.device("cuda" if gpu else "cpu")
+    pool = torch.cuda.graph_pool_handle() if gpu else None
+    calls, ready, times = {}, {}, {side: [] for side in sides}
+    for side, function in sides.items():
+        function()  # compiles, and fills caches
+        calls[side] = max(1, min(1000, round(ms / 1e3 / seconds(function, device))))
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("error", message=".*Graph is empty")  # works on the host
+                warm_up(function)
+                ready[side] = captured(function, calls[side], pool)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, UserWarning) as error:
+            reason = str(error).partition("\n")[0]
+            raise ToolError(f"{side} cannot be captured as a graph: {reason}", status=1) from error
+    for turn, side in alternating(sides, turns + 1):
+        spent = 1e3 * seconds(ready[side], device) / calls[side]
+        if turn:  # the first one warms up
+            times[side].append(spent)
+    return Turns(times)

@@ -3,6 +3,7 @@ interrupted."""
 
 import json
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,17 @@ from conftest import load, words
 
 from lab.cli import ToolError
 from lab.study import measure_study
-from lab.turns import GRAPH, all_measured, graph_of, in_turns, on_gpu, speedup
+from lab.turns import (
+    GRAPH,
+    Turns,
+    all_measured,
+    compare_in_turns,
+    graph_of,
+    in_turns,
+    on_gpu,
+    speedup,
+    spread,
+)
 
 SMALL = words(
     "--hidden-dim 32 --num-layers 1 --num-heads 2 --seq-len 8 --batch-size 2 --vocab-size 50"
@@ -85,6 +96,51 @@ def test_a_step_is_a_graph_on_a_gpu_only(argv, monkeypatch):
 def test_speedup_is_the_median_over_the_turns():
     first, second = {"turns_ms": [10.0, 60.0, 20.0]}, {"turns_ms": [5.0, 10.0, 20.0]}
     assert speedup(first, second) == 2.0
+
+
+def test_functions_take_turns_in_changing_order():
+    calls: list[str] = []
+    sides = {name: partial(calls.append, name) for name in "ab"}
+    found = compare_in_turns(sides, turns=5, ms=0.0)
+    assert {name: len(ms) for name, ms in found.ms.items()} == {"a": 5, "b": 5}
+    assert "".join(calls[-12:]) == 3 * "abba"
+
+
+@pytest.mark.parametrize(
+    ("after", "said"),
+    [
+        (
+            [5, 5, 5, 5, 4],
+            "2.00x as fast as before: 2.00x to 2.50x in 5 turns, 25 % wide (all turns agree)",
+        ),
+        (
+            [5, 5, 5, 5, 3],
+            "2.00x to 3.33x in 5 turns, 67 % wide (all turns agree on which is faster)",
+        ),
+        ([5, 5, 5, 5, 20], "0.50x to 2.00x in 5 turns, 300 % wide (no difference seen)"),
+        ([5, 5], "2.00x to 2.00x in 2 turns, 0 % wide (too few turns to tell)"),
+    ],
+)
+def test_a_comparison_says_how_wide_its_turns_lie_apart(after, said):
+    turns = Turns({"before": [10.0] * len(after), "after": after})
+    first, _, verdict = str(turns).splitlines()
+    assert first == "before: 10 ms"
+    assert said in verdict
+    assert turns.us["after"][0] == 5000
+
+
+def test_the_range_of_a_table_says_nothing_more_where_all_turns_agree():
+    assert spread([2.0] * 5) == "2.00x to 2.00x"
+    assert spread([2.0] * 4 + [3.0]) == "2.00x to 3.00x, on which is faster"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("step", [lambda x: x.sum().item(), lambda x: None], ids=["waits", "host"])
+def test_a_function_that_cannot_be_a_graph_is_named(step):
+    x = torch.ones(9, device="cuda")
+    with pytest.raises(ToolError, match="b cannot be captured as a graph"):
+        compare_in_turns({"a": lambda: x + 1, "b": lambda: step(x)})
+    assert compare_in_turns({"a": lambda: x + 1}, ms=0.1).ms["a"][0] > 0
 
 
 def counting(done: list[int], fails_at: int = -1) -> Iterable[tuple[dict, Callable[[], dict]]]:

@@ -27,6 +27,7 @@ from exercises.puzzles import checker
 from lab.cli import ToolError, needed, run_tool
 from lab.files import read_json, write_file, write_text
 from lab.show import Column, drawing, render
+from lab.turns import compare_in_turns
 
 with needed():
     import torch
@@ -35,6 +36,7 @@ with needed():
     from exercises.build_a_fusion import swiglu_backward
     from exercises.puzzles import puzzle_07_swiglu
     from exercises.tiny_llama_v3 import measure
+    from lab.accuracy import check_gradients
     from lab.profile.traffic import Traffic
 
 PROG = Path(__file__).name
@@ -89,20 +91,8 @@ def tensors(rows: int, columns: int = C) -> tuple[Tensor, Tensor]:
 
 def check_right(what: str, function: Callable[[Tensor], Tensor], rows: int, columns: int) -> None:
     """ToolError if output or gradient is not what float64 gives."""
-    x, grad = tensors(rows, columns)
-    exact = x.detach().double().requires_grad_()
-    # deterministic: torch.empty() is filled with NaN. Otherwise a kernel that writes nothing can
-    # be taken for right, when it is given the memory of an earlier, right result.
-    torch.use_deterministic_algorithms(True)
-    try:
-        out = function(x)
-        (found,) = torch.autograd.grad(out, x, grad)
-    finally:
-        torch.use_deterministic_algorithms(False)
-    expected = operators(exact)
-    (expected_grad,) = torch.autograd.grad(expected, exact, grad.double())
-    measure.check_close(out, expected, f"the output of {what}")
-    measure.check_close(found, expected_grad, f"the gradient of {what}")
+    x, _ = tensors(rows, columns)
+    check_gradients(operators, function, {"x": x}, where=f" of {what}")
 
 
 def step_operators() -> None:
@@ -183,7 +173,7 @@ def measured() -> list[dict]:
                     "what": what,
                     "rows": count,
                     "bytes": least * grad.nbytes,
-                    "us": measure.in_turns(sides),
+                    "us": compare_in_turns(sides, turns=5, ms=5).us,
                 }
             )
     return rows

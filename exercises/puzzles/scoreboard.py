@@ -24,7 +24,7 @@ from exercises.tiny_llama_v3 import measure
 from lab.cli import ToolError
 from lab.files import write_text
 from lab.show import Column, render
-from lab.turns import spread
+from lab.turns import compare_in_turns, spread
 
 
 def check_between_guards(
@@ -54,10 +54,9 @@ def score(puzzle: Puzzle) -> dict:
     areas, _ = prepare(puzzle, dtype, puzzle.large, measure.DEVICE)
     tensors = [area.tensor for area in areas]
     inputs = [area.tensor for area in areas if not area.output]
-    times = measure.in_turns(
-        {"us": lambda: puzzle.launch(*tensors), "pytorch_us": puzzle.pytorch(*inputs)}
-    )
-    row = {"puzzle": puzzle.file.stem, "sizes": described(puzzle.large, dtype), **times}
+    sides = {"us": lambda: puzzle.launch(*tensors), "pytorch_us": puzzle.pytorch(*inputs)}
+    times = compare_in_turns(sides, turns=5, ms=5)
+    row = {"puzzle": puzzle.file.stem, "sizes": described(puzzle.large, dtype), **times.us}
     if puzzle.flops:
         return row | {"flops": puzzle.flops(**puzzle.large)}
     return row | {"bytes": sum(tensor.nbytes for tensor in tensors)}

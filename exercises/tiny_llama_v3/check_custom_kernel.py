@@ -16,7 +16,7 @@ from __future__ import annotations
 import _root
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -31,6 +31,7 @@ with needed():
     from torch import Tensor
 
     from exercises.tiny_llama_v3 import measure
+    from lab.accuracy import check_close, check_gradients
     from lab.explain import explaining, kernels_of
 
 PROG = Path(__file__).name
@@ -67,7 +68,7 @@ def kept(module: ModuleType, shape: tuple[int, ...], p: float, number: int = 1) 
     if not isinstance(factor, Tensor):
         raise ToolError("residual_dropout returns no tensor: does forward end in `return out`?", 1)
     mask = (factor > 0).float()
-    measure.check_close(
+    check_close(
         factor,
         mask / (1 - p),
         "the output with update = scale = 1, which must be 0 or 1 / (1 - p),",
@@ -108,41 +109,37 @@ def check_mask(module: ModuleType) -> None:
 
 
 class Case(NamedTuple):
-    """A call of the kernel, and the same in float64."""
+    """The kernel with a seed, the same with PyTorch's operators and the kernel's own mask, both as
+    functions of x, update and scale."""
 
+    reference: Callable[..., Tensor]
+    mine: Callable[..., Tensor]
+    inputs: dict[str, Tensor]
     where: str
-    inputs: list[Tensor]
-    out: Tensor
-    exact_inputs: list[Tensor]
-    exact_out: Tensor
-    grad: Tensor  # of the output
 
+    @classmethod
+    def of(cls, module: ModuleType, shape: tuple[int, ...], dtype: torch.dtype, p: float) -> Case:
+        generator = torch.Generator().manual_seed(0)
+        x, update, scale = (
+            torch.randn(size, generator=generator).to(measure.DEVICE)
+            for size in (shape, shape, shape[-1:])
+        )
+        factor = kept(module, shape, p).double() / (1 - p)
+        return cls(
+            lambda x, update, scale: x + scale * update * factor,
+            lambda x, update, scale: module.residual_dropout(x, update, scale, seed(1), p),
+            {"x": x, "update": update.to(dtype), "scale": scale},
+            f" of {list(shape)}, {str(dtype).removeprefix('torch.')}, p = {p},",
+        )
 
-def check_output(module: ModuleType, shape: tuple[int, ...], dtype: torch.dtype, p: float) -> Case:
-    """ToolError if the output is not what float64 gives."""
-    generator = torch.Generator().manual_seed(0)
-    x, update, scale, grad = (
-        torch.randn(size, generator=generator).to(measure.DEVICE)
-        for size in (shape, shape, shape[-1:], shape)
-    )
-    update = update.to(dtype)
-    inputs = [tensor.requires_grad_() for tensor in (x, update, scale)]
-    exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
-    factor = kept(module, shape, p).double() / (1 - p)
-    out = module.residual_dropout(*inputs, seed(1), p)
-    expected = exact[0] + exact[2] * exact[1] * factor
-    where = f"of {list(shape)}, {str(dtype).removeprefix('torch.')}, p = {p},"
-    measure.check_close(out, expected, f"the output {where}")
-    return Case(where, inputs, out, exact, expected, grad)
+    def check_output(self) -> None:
+        """ToolError if the output is not what float64 gives."""
+        expected = self.reference(*(tensor.double() for tensor in self.inputs.values()))
+        check_close(self.mine(*self.inputs.values()), expected, f"the output{self.where}")
 
-
-def check_gradients(case: Case) -> None:
-    """ToolError if a gradient is not what float64 gives."""
-    found = torch.autograd.grad(case.out, case.inputs, case.grad)
-    exact = torch.autograd.grad(case.exact_out, case.exact_inputs, case.grad.double())
-    for name, one, other in zip(("x", "update", "scale"), found, exact, strict=True):
-        tolerance = 1e-5 if one.dtype == torch.float32 else 1e-2
-        measure.check_close(one, other, f"the gradient of {name} {case.where}", tolerance)
+    def check_gradients(self) -> None:
+        """ToolError if a gradient is not what float64 gives."""
+        check_gradients(self.reference, self.mine, self.inputs, where=self.where)
 
 
 def check(module: ModuleType) -> str:
@@ -151,13 +148,15 @@ def check(module: ModuleType) -> str:
     NotImplementedError if a part is still to be written.
     """
     check_mask(module)
-    cases = [check_output(module, *case) for case in CASES]
+    cases = [Case.of(module, *case) for case in CASES]
+    for case in cases:
+        case.check_output()
     print("mask and output: right")
     for case in cases:
-        check_gradients(case)
+        case.check_gradients()
     # so that a program has several blocks of rows
     with mock.patch.multiple(module, TILE=256, PROGRAMS=3):
-        check_gradients(check_output(module, *CASES[0]))
+        Case.of(module, *CASES[0]).check_gradients()
     return "gradients of x, update and scale: right"
 
 

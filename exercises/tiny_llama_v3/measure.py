@@ -23,30 +23,16 @@ from pathlib import Path
 from lab.cli import ToolError, documented_parser, needed, print_notes, run_tool
 from lab.files import read_json, write_text
 from lab.show import Column, render
-from lab.turns import alternating
 
 with needed():
     import torch
-    from torch import Tensor, nn
+    from torch import nn
 
     import tiny_llama_v3 as v3  # before Triton: without a GPU it asks for the interpreter
     from lab.profile.traffic import Traffic
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
-
-
-def check_close(found: Tensor, expected: Tensor, what: str, tolerance: float = 1e-5) -> float:
-    """Return the largest error over the largest value; raise ToolError above the tolerance."""
-    error = (
-        (found.double() - expected.double()).abs().max()
-        / expected.double().abs().max().clamp(min=1e-30)
-    ).item()
-    if not error <= tolerance:
-        raise ToolError(
-            f"{what} is wrong: the largest error is {error:.1g} of the largest value", status=1
-        )
-    return error
 
 
 def bytes_of(function: Callable[[], object]) -> int:
@@ -70,40 +56,6 @@ def timed_copy(count: int = 2**26) -> dict:
     source = torch.ones(count, device=DEVICE)
     target = torch.empty_like(source)
     return timed("copy", lambda: target.copy_(source), 2 * source.nbytes)
-
-
-def in_turns(
-    sides: dict[str, Callable[[], object]], turns: int = 5, ms: float = 5.0
-) -> dict[str, list[float]]:
-    """Microseconds of a call of each side, turn by turn:
-
-    CUDA graphs with calls of about `ms` in all, replayed.
-    """
-
-    def elapsed(work: Callable[[], object]) -> float:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        work()
-        end.record()
-        torch.cuda.synchronize()
-        return begin.elapsed_time(end)
-
-    graphs, calls, times = {}, {}, {name: [] for name in sides}
-    torch.cuda.synchronize()
-    for name, function in sides.items():
-        # capture wants to find all set up, and not on the main stream
-        with torch.cuda.stream(torch.cuda.Stream()):
-            function()
-            torch.cuda.synchronize()
-            calls[name] = max(1, min(1000, round(ms / elapsed(function))))
-        graphs[name] = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graphs[name]):
-            for _ in range(calls[name]):
-                function()
-        graphs[name].replay()
-    for _, name in alternating(sides, turns):
-        times[name].append(1e3 * elapsed(graphs[name].replay) / calls[name])
-    return times
 
 
 def table(rows: list[dict]) -> str:

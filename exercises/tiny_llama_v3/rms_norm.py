@@ -29,6 +29,7 @@ with needed():
 
     import tiny_llama_v3 as v3
     from exercises.tiny_llama_v3 import measure
+    from lab.accuracy import check_close
 
 PROG = Path(__file__).name
 EPS = 1e-5
@@ -66,8 +67,8 @@ def check(rows: int, dim: int, warps: int) -> str:
     x, weight = inputs(rows, dim)
     expected = F.rms_norm(x.double(), (dim,), weight.double(), EPS)
     errors = [
-        measure.check_close(rms_norm(x, weight, warps), expected, f"the norm of {dim} channels"),
-        measure.check_close(F.rms_norm(x, (dim,), weight, EPS), expected, "the library's norm"),
+        check_close(rms_norm(x, weight, warps), expected, f"the norm of {dim} channels"),
+        check_close(F.rms_norm(x, (dim,), weight, EPS), expected, "the library's norm"),
     ]
     ours, library = (f"{error:.1e}" for error in errors[:2])
     return f"{rows} rows of {dim} channels: right; largest error {ours}, the library's {library}"

@@ -37,6 +37,7 @@ with needed():
 
     import tiny_openfold_v3 as v3
     from exercises.tiny_llama_v3 import measure
+    from lab.accuracy import check_close
     from tiny_openfold_v3 import LOG2E, load_bias, load_rows, scores, split_program
 
 PROG = Path(__file__).name
@@ -172,7 +173,7 @@ def check(case: Case) -> str:
     lines = [f"{length} positions, {rows} rows in groups of {case.group}"]
     for name, (function, _) in case.ways().items():
         found = [function() for _ in range(REPEATS)]
-        error = measure.check_close(found[0], expected, name, 1e-4)
+        error = check_close(found[0], expected, name, 1e-4)
         different = max(int((found[0] != other).sum()) for other in found[1:])
         said = (
             f"up to {different} of {expected.numel()} numbers differ" if different else "equal bits"

@@ -33,6 +33,7 @@ with needed():
     import tiny_openfold_v2 as v2
     import tiny_openfold_v3 as v3
     from exercises.tiny_llama_v3 import measure
+    from lab.accuracy import check_close
 
 PROG = Path(__file__).name
 DTYPE = torch.bfloat16 if measure.GPU else torch.float32
@@ -118,7 +119,7 @@ def check(found: list[Ways]) -> str:
         (reference, _), *_ = ways.values()
         expected = reference()
         for name, (function, moved) in ways.items():
-            measure.check_close(function(), expected, name, 5e-2 if measure.GPU else 1e-5)
+            check_close(function(), expected, name, 5e-2 if measure.GPU else 1e-5)
             lines.append({"name": name, "mb": moved / 1e6})
     return render([Column("read and written", "name"), Column("MB", "mb", ".2f")], lines)
 
