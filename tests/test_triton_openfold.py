@@ -26,6 +26,8 @@ from conftest import (
 )
 from torch import Tensor
 
+from lab.accuracy import check_gradients
+
 v3 = load("tiny_openfold_v3")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -54,23 +56,7 @@ def check_close(
     limit: float,
 ) -> None:
     """Assert that result and every gradient agree with those of `reference` in float64."""
-    exact = [None if t is None else t.detach().double().requires_grad_() for t in inputs]
-    found, expected = operation(*inputs), reference(*exact)
-    grad = torch.randn(expected.shape, device=DEVICE).to(found.dtype)
-    given = [t for t in inputs if t is not None]
-    found_grads = torch.autograd.grad(found, given, grad)
-    expected_grads = torch.autograd.grad(
-        expected,
-        [t for t in exact if t is not None],
-        grad.double(),
-    )
-    total = math.sqrt(sum(float(g.square().sum()) for g in expected_grads))
-    assert relative_difference(found, expected) < limit
-    floor = max(1e-2, 10 * limit) * total
-    for i, (value, exact_value) in enumerate(zip(found_grads, expected_grads, strict=True)):
-        assert value.dtype == given[i].dtype
-        error = relative_difference(value, exact_value, floor=floor)
-        assert error < limit, f"gradient of input {i}"
+    check_gradients(reference, operation, inputs, limit=limit)
 
 
 # Layer norm
