@@ -246,8 +246,9 @@ def verdict(ratios: Sequence[float]) -> str:
 
 def spread(ratios: Sequence[float]) -> str:
     """The range of ratios turn by turn, and what they show if they do not simply agree."""
-    said = verdict(ratios).removeprefix("all turns agree").strip()
-    return f"{min(ratios):.2f}x to {max(ratios):.2f}x" + f", {said}" * bool(said)
+    said = verdict(ratios)
+    doubt = "" if said == "all turns agree" else f", {said}"
+    return f"{min(ratios):.2f}x to {max(ratios):.2f}x{doubt}"
 
 
 # --- any functions

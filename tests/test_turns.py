@@ -131,7 +131,7 @@ def test_a_comparison_says_how_wide_its_turns_lie_apart(after, said):
 
 def test_the_range_of_a_table_says_nothing_more_where_all_turns_agree():
     assert spread([2.0] * 5) == "2.00x to 2.00x"
-    assert spread([2.0] * 4 + [3.0]) == "2.00x to 3.00x, on which is faster"
+    assert spread([2.0] * 4 + [3.0]) == "2.00x to 3.00x, all turns agree on which is faster"
 
 
 @pytest.mark.gpu
