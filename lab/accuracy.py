@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from lab.cli import ToolError
+from lab.explain import pattern
 
 # the largest error that passes, over the largest right value; of other types SHORT
 LIMITS = {torch.float64: 1e-11, torch.float32: 1e-5}
@@ -79,22 +80,14 @@ def difference(
     error[found == right] = 0.0  # infinities, too
     worst = int(error.argmax())
     place = [int(index) for index in torch.unravel_index(torch.tensor(worst), right.shape)]
-    values = f" it is {found.flatten()[worst]:.6g} and should be {right.flatten()[worst]:.6g}"
-    count = f"{int((error > limit).sum())} of {right.numel()} elements are wrong"
-    fault = f"{values}; {count}{common_fault(found, right, limit * scale)}"
+    wrong = error > limit
+    fault = f" it is {found.flatten()[worst]:.6g} and should be {right.flatten()[worst]:.6g}"
+    fault += f"; {int(wrong.sum())} of {right.numel()} elements are wrong"
+    if found[wrong].isnan().any() and not right.isnan().any():
+        fault += "; some are NaN: did nobody write them, or is there 0 / 0?"
+    elif wrong.any() and (said := pattern(found, right, wrong)):
+        fault += f"; {said}"
     return Difference(what, error.max().item(), limit, str(place), fault)
-
-
-def common_fault(found: Tensor, right: Tensor, tolerance: float) -> str:
-    """What the wrong elements have in common, if that is simple."""
-    if found.isnan().any() and not right.isnan().any():
-        return ", some are NaN, as is memory that nobody has written"
-    if not found.any():
-        return ", all are zero"
-    factor = ((found * right).sum() / right.square().sum()).item()
-    if (found - factor * right).abs().max() <= tolerance:
-        return f", all are {factor:.4g} times what they should be"
-    return ""
 
 
 def check_close(found: Tensor, right: Tensor, what: str, limit: float | None = None) -> float:
