@@ -1,0 +1,143 @@
+#!/usr/bin/env python3
+"""Plant faults, one after the other, and see which tests notice each.
+
+tools/faults.txt lists them. A fault is a name, a file and what pytest is to run, the text that
+stands in the file and, in its place, the wrong one. It is planted in a copy of the repository as
+it is now, committed or not, and taken out again. A change of common/ is copied into the scripts.
+
+The exit status is 1 if a fault is not noticed, 2 if a text no longer stands in its file.
+
+Examples:
+  python tools/plant_faults.py                 # each with its own tests, up to the first that fails
+  python tools/plant_faults.py --only mask     # those with this word in their name or file
+  python tools/plant_faults.py --whole         # each with all tests
+"""
+
+from __future__ import annotations
+
+import _root
+
+import argparse
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from lab.cli import Parser, ToolError, documented_parser, program
+from lab.files import ROOT
+
+PROG = Path(__file__).name
+TABLE = ROOT / "tools" / "faults.txt"
+LIMIT = 900  # seconds for the tests of one fault; a fault may hang them
+FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is planted where, and the arguments of pytest for the tests that should notice it."""
+
+    name: str
+    file: str
+    tests: str
+    right: str
+    wrong: str
+
+    def plant(self, root: Path) -> None:
+        """Put it into the copy at `root`, at the first place; ToolError if there is none."""
+        path = root / self.file
+        text = path.read_text() if path.is_file() else ""
+        if self.right not in text:
+            raise ToolError(f"{self.name}: {self.file} has no {self.right!r}")
+        path.write_text(text.replace(self.right, self.wrong, 1))
+        if path.parent.name == "common":
+            command = [sys.executable, "tools/sync_common.py"]
+            subprocess.run(command, cwd=root, check=True, capture_output=True)
+
+
+def read_faults(path: Path) -> list[Fault]:
+    """The faults of a table: paragraphs of `name`, `file | tests`, `- right` and `+ wrong` lines."""
+    faults = []
+    for part in path.read_text().strip().split("\n\n"):
+        lines = [line for line in part.splitlines() if not line.startswith("#")]
+        if not lines:
+            continue
+        name, place, *texts = lines
+        file, _, tests = place.partition(" | ")
+        right, wrong = ("\n".join(t[2:] for t in texts if t[0] == sign) for sign in "-+")
+        if not right or right == wrong:
+            raise ToolError(f"{path}: {name}: not a text and another one")
+        faults.append(Fault(name, file, tests, right, wrong))
+    return faults
+
+
+@contextmanager
+def copy_of_repository() -> Iterator[Path]:
+    """A worktree of what is here now; new files only if git knows them."""
+
+    def git(*command: str) -> str:
+        options = {"cwd": ROOT, "capture_output": True, "text": True, "check": True}
+        return subprocess.run(["git", *command], **options).stdout.strip()
+
+    with tempfile.TemporaryDirectory(prefix="faults_") as folder:
+        root = Path(folder) / "copy"
+        git("worktree", "add", "--detach", str(root), git("stash", "create") or "HEAD")
+        try:
+            yield root
+        finally:
+            git("worktree", "remove", "--force", str(root))
+
+
+def who_notices(root: Path, fault: Fault, whole: bool) -> list[str]:
+    """The tests that fail with this fault."""
+    tests = [] if whole else ["-n", "0", "-x", *shlex.split(fault.tests)]
+    command = [sys.executable, "-B", "-m", "pytest", "-m", "", "-q", "-ra", *tests]
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        fault.plant(root)
+        done = subprocess.run(
+            command, cwd=root, env=environment, capture_output=True, text=True, timeout=LIMIT
+        )
+    except subprocess.TimeoutExpired:
+        return ["all, as they do not end"]
+    finally:
+        subprocess.run(["git", "checkout", "--quiet", "."], cwd=root, check=True)
+    if done.returncode not in (0, 1):
+        last = (done.stdout + done.stderr).strip().splitlines()[-1:]
+        raise ToolError(f"{fault.name}: pytest ended with {done.returncode}: {last}")
+    return [name.rpartition("/")[2] for name in FAILED.findall(done.stdout)]
+
+
+def plant(args: argparse.Namespace) -> int:
+    """Print a line for each fault; returns the exit status."""
+    faults = [f for f in read_faults(TABLE) if args.only.lower() in f"{f.name} {f.file}".lower()]
+    missed = []
+    with copy_of_repository() as root:
+        for fault in faults:
+            started = time.monotonic()
+            found = who_notices(root, fault, args.whole)
+            seconds = f"{time.monotonic() - started:4.0f} s"
+            print(f"{seconds}  {fault.name}: {', '.join(found) or 'NOBODY'}", flush=True)
+            missed += [] if found else [fault.name]
+    print(f"\n{len(faults) - len(missed)} of {len(faults)} noticed")
+    return int(bool(missed))
+
+
+def build_parser() -> Parser:
+    """The command line."""
+    parser = documented_parser(PROG, __doc__)
+    parser.add_argument("--only", default="", metavar="WORD", help="plant those that have it")
+    parser.add_flag("--whole", "run all tests for each fault")
+    return parser
+
+
+main = program(build_parser, plant)
+
+if __name__ == "__main__":
+    sys.exit(main())
