@@ -8,9 +8,9 @@ it is now, committed or not, and taken out again. A change of common/ is copied 
 The exit status is 1 if nobody notices a fault, or if it cannot be planted any more.
 
 Examples:
-  python tools/plant_faults.py                 # each with its own tests, up to the first that fails
-  python tools/plant_faults.py --only mask     # those with this word in their name or file
-  python tools/plant_faults.py --whole         # each with all tests
+  python tools/plant_faults.py                      # each with its own tests, up to the first that fails
+  python tools/plant_faults.py --only "mask|lab/"   # those with this in their name or file
+  python tools/plant_faults.py --whole              # each with all tests
 """
 
 from __future__ import annotations
@@ -108,6 +108,8 @@ def who_notices(root: Path, fault: Fault, whole: bool) -> list[str]:
         return ["all, as they do not end"]
     finally:
         subprocess.run(["git", "checkout", "--quiet", "."], cwd=root, check=True)
+    if done.returncode < 0:
+        return [f"the process, by signal {-done.returncode}"]
     if done.returncode not in (0, 1):
         last = (done.stdout + done.stderr).strip().splitlines()[-1:]
         raise ToolError(f"pytest ended with {done.returncode}: {last}")
@@ -116,7 +118,7 @@ def who_notices(root: Path, fault: Fault, whole: bool) -> list[str]:
 
 def plant(args: argparse.Namespace) -> int:
     """Print a line for each fault; returns the exit status."""
-    faults = [f for f in read_faults(TABLE) if args.only.lower() in f"{f.name} {f.file}".lower()]
+    faults = [f for f in read_faults(TABLE) if re.search(args.only, f"{f.name} {f.file}")]
     missed = []
     with copy_of_repository() as root:
         for fault in faults:
@@ -136,7 +138,7 @@ def plant(args: argparse.Namespace) -> int:
 def build_parser() -> Parser:
     """The command line."""
     parser = documented_parser(PROG, __doc__)
-    parser.add_argument("--only", default="", metavar="WORD", help="plant those that have it")
+    parser.add_argument("--only", default="", metavar="PATTERN", help="plant these")
     parser.add_flag("--whole", "run all tests for each fault")
     return parser
 

@@ -2,13 +2,13 @@
 
 The real tools need an AMD GPU. The stand-ins take the same options, refuse all others, run the
 application and write files of the same formats, whose content is made up and the same in every run.
-Names and formats follow rocprofiler-sdk 1.0 (ROCm 7).
+Names and formats follow rocprofiler-sdk 1.0 (ROCm 7). Options are those that wrappers, sheets and
+pages use.
 
 Environment variables for tests:
 STANDIN_LOG=FILE     append a line of JSON per call: tool, argv, application
-STANDIN_ROCM=6       rocprofv3 of ROCm 6 (rocprofiler-sdk 0.5.0): no --selected-regions, --pmc,
-                     --collection-period, --memory-allocation-trace and databases; csv by default,
-                     without Stream_Id, Agent_Id is a number
+STANDIN_ROCM=6       rocprofv3 of ROCm 6: no --selected-regions, --pmc and databases; csv by
+                     default, without Stream_Id, Agent_Id is a number
 STANDIN_GPU=gfx1100  another GPU than gfx942; also several (gfx1036,gfx942)
 STANDIN_PROCESSES=2  rocprofv3 writes files for so many processes
 STANDIN_FAIL=MODE    status, killed: the tool dies so; nothing: it writes no files; truncated,
@@ -35,69 +35,19 @@ from pathlib import Path
 TOOL = Path(sys.argv[0]).name
 ROCM = int(os.environ.get("STANDIN_ROCM", "7"))
 FAIL = os.environ.get("STANDIN_FAIL", "")
-STATS_HEADER = (
-    "Name",
-    "Calls",
-    "TotalDurationNs",
-    "AverageNs",
-    "Percentage",
-    "MinNs",
-    "MaxNs",
-    "StdDev",
-)
-TRACE_HEADER = (
-    *(
-        "Kind",
-        "Agent_Id",
-        "Queue_Id",
-        "Stream_Id",
-        "Thread_Id",
-        "Dispatch_Id",
-        "Kernel_Id",
-        "Kernel_Name",
-    ),
-    *(
-        "Correlation_Id",
-        "Start_Timestamp",
-        "End_Timestamp",
-        "LDS_Block_Size",
-        "Scratch_Size",
-        "VGPR_Count",
-    ),
-    *("Accum_VGPR_Count", "SGPR_Count", "Workgroup_Size_X", "Workgroup_Size_Y", "Workgroup_Size_Z"),
-    *("Grid_Size_X", "Grid_Size_Y", "Grid_Size_Z"),
-)
-
-# Name, dispatches, ns of one. Names as the profilers print them: commas, spaces, templates and
-# quotes.
-KERNELS = (
-    (
-        "Cijk_Ailk_Bljk_SB_MT64x64x16_MI16x16x4x1_SN_1LDSB0_AFC1_AG0_GRVWA4_GRVWB4_WG16_16_1",
-        24,
-        41000,
-    ),
-    (
-        "void at::native::vectorized_elementwise_kernel<4, at::CUDAFunctor_add<float>, "
-        "std::array<char*, 3> >",
-        18,
-        6000,
-    ),
-)
+STATS_HEADER = ("Name", "Calls", "TotalDurationNs", "AverageNs", "Percentage")
+STATS_HEADER += ("MinNs", "MaxNs", "StdDev")
+TRACE_HEADER = "Kind Agent_Id Queue_Id Stream_Id Kernel_Name Start_Timestamp End_Timestamp"
 DISPATCH = ("Dispatch_Id", "Kernel_Name", "Start_Timestamp", "End_Timestamp")
+# Name, dispatches, ns of one. Names as the profilers print them: commas, templates and quotes.
+KERNELS = (
+    ("Cijk_Ailk_Bljk_SB_MT64x64x16_MI16x16x4x1_SN_1LDSB0_WG16_16_1", 24, 41000),
+    ("void at::native::vectorized_elementwise_kernel<4, at::CUDAFunctor_add<float> >", 18, 6000),
+)
 FUSED = (("attn_fwd.kd", 6, 30000),)
 UNFUSED = (
-    (
-        "void (anonymous namespace)::softmax_warp_forward<float, float, float, 8, false>(float*, "
-        "int)",
-        18,
-        9000,
-    ),
-    (
-        'void (anonymous namespace)::masked_fill_kernel("float")::{lambda(float, bool)#1}>(int, '
-        "float)",
-        36,
-        7000,
-    ),
+    ("void (anonymous namespace)::softmax_warp_forward<float, 8, false>(float*, int)", 18, 9000),
+    ('void masked_fill_kernel("float")::{lambda(float, bool)#1}>(int, float)', 36, 7000),
 )
 
 
@@ -124,10 +74,9 @@ def parse(parser: Parser) -> argparse.Namespace:
     args = parser.parse_args(argv[:place])
     args.application = argv[place + 1 :]
     if path := os.environ.get("STANDIN_LOG"):
+        call = {"tool": TOOL, "argv": argv, "application": args.application}
         with open(path, "a") as log:
-            log.write(
-                json.dumps({"tool": TOOL, "argv": argv, "application": args.application}) + "\n"
-            )
+            log.write(json.dumps(call) + "\n")
     return args
 
 
@@ -147,10 +96,7 @@ def writes() -> bool:
     if FAIL == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     if FAIL == "status":
-        sys.exit(
-            f"[{TOOL}] fatal error: HSA_STATUS_ERROR_OUT_OF_RESOURCES: the profiler could not be "
-            "configured"
-        )
+        sys.exit(f"[{TOOL}] fatal error: the profiler could not be configured")
     return FAIL != "nothing"
 
 
@@ -199,23 +145,15 @@ def statistics_of(records: Iterable[dict]) -> list[dict]:
     rows = []
     for name, ns in sorted(durations.items(), key=lambda item: -sum(item[1])):
         share, deviation = round(100 * sum(ns) / total, 2), round(statistics.stdev(ns), 6)
-        values = (
-            name,
-            len(ns),
-            sum(ns),
-            round(sum(ns) / len(ns), 6),
-            share,
-            min(ns),
-            max(ns),
-            deviation,
-        )
+        mean = round(sum(ns) / len(ns), 6)
+        values = (name, len(ns), sum(ns), mean, share, min(ns), max(ns), deviation)
         rows.append(dict(zip(STATS_HEADER, values, strict=True)))
     return rows
 
 
 def write_kernel_trace(prefix: object, records: list[dict]) -> None:
     """PREFIX_kernel_trace.csv."""
-    header = [name for name in TRACE_HEADER if ROCM >= 7 or name != "Stream_Id"]
+    header = [name for name in TRACE_HEADER.split() if ROCM >= 7 or name != "Stream_Id"]
     more = {"Kind": "KERNEL_DISPATCH", "Agent_Id": "Agent 4" if ROCM >= 7 else 4}
     write_csv(f"{prefix}_kernel_trace.csv", header, [r | more for r in records])
 
