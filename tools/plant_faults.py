@@ -8,9 +8,9 @@ it is now, committed or not, and taken out again. A change of common/ is copied 
 The exit status is 1 if nobody notices a fault, or if it cannot be planted any more.
 
 Examples:
-  python tools/plant_faults.py                      # each with its own tests, up to the first that fails
-  python tools/plant_faults.py --only "mask|lab/"   # those with this in their name or file
-  python tools/plant_faults.py --whole              # each with all tests
+  python tools/plant_faults.py                     # each with its own tests, up to one that fails
+  python tools/plant_faults.py --only "mask|lab/"  # those with this in their name or file
+  python tools/plant_faults.py --whole             # each with all tests
 """
 
 from __future__ import annotations
