@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import errno
 import gzip
-import json
 import math
 import os
 import resource
@@ -28,7 +27,6 @@ from conftest import (
     assert_one_error,
     command_line,
     load,
-    parse,
     summary_in,
     words,
 )
@@ -98,15 +96,6 @@ def test_bad_flag_is_named(argv: str, run):
 def test_an_unknown_flag_suggests_the_nearest(run):
     assert_one_error(
         run(SCRIPT, "--enable-swiglu"), 2, "--enable-swiglu (did you mean --enable-swiglu-fusion?)"
-    )
-
-
-def test_two_modes_are_refused(run):
-    assert_one_error(
-        run(SCRIPT, "--compare-fusion", "--verify-accuracy"),
-        2,
-        "--compare-fusion",
-        "--verify-accuracy",
     )
 
 
@@ -238,17 +227,6 @@ def test_what_a_file_that_is_no_text_looks_like(content: bytes, kind: str, run, 
     assert_one_error(result, 2, f"--text-file {path}: it looks like {kind}")
 
 
-def test_text_of_any_encoding_that_keeps_ascii_is_read(tmp_path: Path):
-    path = tmp_path / "text"
-    path.write_bytes("Größe\f 10 µm\x1b[0m\r\n".encode("latin-1") * 20)
-    assert parse(SCRIPT, "--vocab-size", "256", "--text-file", str(path)).text_file == path
-
-
-def test_short_text_file_says_how_short(run, tmp_path: Path):
-    result = run(SCRIPT, *LLAMA_SIZES, "--text-file", file_of("short", tmp_path))
-    assert_one_error(result, 2, "10 bytes", "--seq-len 32")
-
-
 def test_vocabulary_that_does_not_fit_bytes(run):
     result = run(SCRIPT, "--vocab-size", "300", "--text-file", str(ROOT / "pyproject.toml"))
     assert_one_error(result, 2, "--vocab-size 300", "--text-file")
@@ -268,14 +246,6 @@ def test_bad_alignment_file(kind: str, run, tmp_path: Path):
     path = file_of(kind, tmp_path)
     result = run(OPENFOLD, *with_files(msa=path))
     assert_one_error(result, 2, "--msa", path)
-    assert result.summary is None
-
-
-@pytest.mark.parametrize("kind", ["missing", "empty", "binary", "prose", "directory"])
-def test_bad_structure_file(kind: str, run, tmp_path: Path):
-    path = file_of(kind, tmp_path)
-    result = run(OPENFOLD, *with_files(structure=path))
-    assert_one_error(result, 2, "--structure", path)
     assert result.summary is None
 
 
@@ -338,19 +308,6 @@ def test_loss_that_is_not_a_number_ends_the_run(run):
     assert summary["error"] in result.stderr
 
 
-@pytest.mark.parametrize("loss", [math.inf, -math.inf, math.nan])
-def test_no_loss_is_a_sign_of_something_else(loss: float, run, monkeypatch):
-    step = load(SCRIPT).Trainer.step
-    monkeypatch.setattr(load(SCRIPT).Trainer, "step", lambda self: 0 * step(self) + loss)
-    assert_one_error(run(SCRIPT, *QUICK), 1, f"the loss became {loss} at warm-up step 1;")
-
-
-def test_loss_that_is_not_a_number_in_warmup(run):
-    result = run(SCRIPT, *NAN, "--warmup-steps", "8")
-    assert_one_error(result, 1, "warm-up step")
-    assert result.summary["timing"].get("samples_per_sec") is None, "nothing was measured"
-
-
 def test_loss_that_is_not_a_number_in_a_comparison(run):
     result = run(SCRIPT, *NAN, "--compare-fusion")
     assert_one_error(result, 1, "loss", "step", "--learning-rate")
@@ -363,19 +320,6 @@ def test_loss_that_is_not_a_number_in_a_comparison(run):
 def assert_out_of_memory(result: Run, *words: str) -> None:
     assert_one_error(result, 3, "out of memory", *words)
     assert (result.summary["status"], result.summary["exit_status"]) == ("oom", 3)
-
-
-def test_scores_that_do_not_fit_into_memory(run, tmp_path: Path):
-    """[S, S] float32 scores of 256 TB are more than any process can address: the allocation
-    fails at once."""
-    path = tmp_path / "long.txt"
-    path.write_bytes(b"a" * 8_000_000)
-    sizes = words(
-        "--hidden-dim 2 --num-layers 1 --num-heads 1 --seq-len 8000000 --batch-size 1 --vocab-size "
-        "256"
-    )
-    result = run(SCRIPT, *sizes, "--text-file", str(path), "--disable-all-fusion")
-    assert_out_of_memory(result, "--batch-size", "--seq-len")
 
 
 HUGE = {
@@ -550,18 +494,6 @@ def test_a_full_disk_costs_the_profile_and_not_the_report(tmp_path: Path):
     assert summary["status"] == "failed"
     assert summary["error"] in line
     assert summary["timing"]["samples_per_sec"] > 0
-
-
-def test_a_trace_that_could_not_be_written_is_never_passed_off_as_one(tmp_path: Path):
-    """The result and the trace of one step fit, that of three steps, some 1.9 MB, does not."""
-    done = run_with_small_files(1_100_000, tmp_path, "--enable-pytorch-profiler")
-    assert "Average training speed" in done.stdout
-    if summary_in(tmp_path)["status"] == "ok":
-        with gzip.open(tmp_path / f"{SCRIPT}_trace.json.gz", "rt") as file:
-            assert json.load(file)["traceEvents"]
-    else:
-        assert len(done.stderr.splitlines()) == 1
-        assert str(tmp_path) in done.stderr
 
 
 @pytest.mark.parametrize(

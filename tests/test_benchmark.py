@@ -135,29 +135,6 @@ def test_headline_compares_all_versions_turn_by_turn(tmp_path, monkeypatch):
     assert str(sides["V2"]["per_step"]) in kernels
 
 
-def test_untuned_sizes_have_a_row_for_each_side_also_where_memory_ends(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        benchmark, "UNTUNED", {"tiny_llama, tiny": benchmark.Shape("tiny_llama", SMALL)}
-    )
-    monkeypatch.setattr(benchmark, "COMPILE", [])
-    first = benchmark.importlib.import_module("tiny_llama_v1")
-
-    def no_room(run) -> None:
-        raise MemoryError("no room")
-
-    monkeypatch.setattr(first.Run, "start", no_room)
-    for version in ("v2", "v3", "v4"):
-        script = benchmark.importlib.import_module(f"tiny_llama_{version}")
-        monkeypatch.setattr(script.Run, "take", lambda run, steps: a_turn(run, 10.0))
-    assert benchmark.main(["untuned", str(tmp_path), "--rounds", "2"]) == 0
-    rows = sides_in(tmp_path / "untuned.json")
-    assert list(rows) == ["V4", "V3", "V2", "V1", "V3 compiled", "V2 compiled"]
-    assert rows["V1"]["status"] == "oom"
-    cells = [cell.strip() for cell in benchmark.table(tmp_path).splitlines()[2].split("|")[1:-1]]
-    assert cells[:2] == ["tiny_llama, tiny, bf16", f"{rows['V4']['batch_ms']:.2f}"]
-    assert (cells[4], cells[9]) == ("out of memory", "-")
-
-
 def test_the_trunk_has_a_row_for_each_version_with_and_without_checkpoints(tmp_path, monkeypatch):
     """Where memory ends and where OpenFold is missing, too; a change of blocks is undone."""
     sizes = "--num-blocks 1 --num-seqs 2 --seq-len 4 --msa-dim 32 --pair-dim 32"
@@ -318,19 +295,6 @@ def test_scaling_is_weak_and_strong(tmp_path):
     assert [line[1:] for line in strong[2:]] == [["1.20x", "1.60x"]]
 
 
-def test_scaling_on_one_process_measures_the_batch_of_several_too(tmp_path, monkeypatch):
-    sizes = benchmark.Scaled(benchmark.Shape("tiny_llama", SMALL[:-2]), 2, 1)
-    monkeypatch.setattr(benchmark, "SCALING", {"tiny_llama": sizes})
-    monkeypatch.setattr(benchmark, "EAGER_SCALING", {"tiny_llama": ("V2",)})
-    argv = ["scaling", str(tmp_path), "--modes", "eager", "--rounds", "2", "--gpus", "3"]
-    assert benchmark.main(argv) == 0
-    rows = read_json(tmp_path / "scaling.json")["rows"]
-    assert [(row["processes"], row["batch_size"], len(row["turns_ms"])) for row in rows] == [
-        (1, 2, 2),
-        (1, 6, 2),
-    ]
-
-
 @pytest.mark.parametrize(
     ("argv", "content", "line"),
     [
@@ -467,24 +431,6 @@ def test_all_sides_of_a_study_compute_the_same(study: str, tiny_studies, install
             assert relative_difference(a, b) < 1e-5, name
 
 
-def test_in_their_own_layouts_libraries_compute_the_same_attention(tiny_studies, installed):
-    """Each library's result, put into one order, is that of the formula."""
-    q, k, v = torch.randn(3, 2, 3, 2, 5, 8).unbind()
-    bias = torch.randn(2, 2, 5, 5)
-    expected = triangle_attention(q, k, v, bias[:, None])
-    back = {
-        "SDPA": lambda out: out.unflatten(1, (2, 2)).transpose(0, 1),
-        "cuDNN": lambda out: out.unflatten(1, (2, 2)).transpose(0, 1),
-        "FlexAttention": lambda out: out.view(q.shape),
-        "cuEquivariance": lambda out: out,
-        "MegaFold": lambda out: out.transpose(2, 3),
-    }
-    found = peers.attention_peers(q, k, v, bias, None)
-    assert found.keys() == back.keys()
-    for name, (operation, inputs) in found.items():
-        assert relative_difference(back[name](operation(*inputs)), expected) < 1e-5, name
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("study", "sizes"), [("attention", (1, 256, 256, 4, 32)), ("triangle", (1, 256))]
@@ -579,12 +525,6 @@ def test_a_cold_cache_is_told_where_it_changes_the_ratio(tmp_path):
     assert [cell.strip() for cell in large] == ["2.00x (SDPA)", ""]
 
 
-def test_the_study_of_optimizers_takes_steps_of_ours(tiny_studies, tmp_path):
-    assert kernels.main(["optimizer", str(tmp_path), "--rounds", "2"]) == 0
-    ours = sides_in(tmp_path / "optimizer.json")["triton"]
-    assert len(ours["turns_us"]) == 2
-
-
 def test_optimizers_with_master_weights_take_the_step_that_ours_takes():
     masters = [torch.nn.Parameter(torch.randn(4, 3)), torch.nn.Parameter(torch.randn(5))]
     expected = [torch.nn.Parameter(master.detach().clone()) for master in masters]
@@ -636,16 +576,6 @@ def test_a_study_writes_its_turns_and_other_block_sizes_apart(tiny_studies, tmp_
     capsys.readouterr()
     assert kernels.main(["table", str(tmp_path)]) == 0
     assert re.search(r"\| N=4, fp32 +\| +\d+ \|", capsys.readouterr().out)
-
-
-def test_other_precisions_are_added_to_a_file(tiny_studies, tmp_path):
-    argv = ["causal", str(tmp_path), "--rounds", "1", "--precisions"]
-    assert kernels.main([*argv, "TF32"]) == 0
-    first = json.loads((tmp_path / "causal.json").read_text())["rows"]
-    assert kernels.main([*argv, "TF32", "fp32", "--keep"]) == 0
-    rows = json.loads((tmp_path / "causal.json").read_text())["rows"]
-    assert {row["precision"] for row in rows[len(first) :]} == {"fp32"}
-    assert rows[: len(first)] == first, "not measured again"
 
 
 def test_rows_calls_every_operator_as_it_is(tmp_path, monkeypatch):

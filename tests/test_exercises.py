@@ -138,10 +138,6 @@ def test_every_block_of_a_sheet_runs_and_prints_what_it_should(sheet: str, tmp_p
     assert set(done.statuses) <= {"ok", "not run in CI", "needs a GPU", "needs 2 GPUs"}, done.stdout
 
 
-def test_only_tests_shrink():
-    assert not [page for page in tracked("*.md") if "--shrink" in (ROOT / page).read_text()]
-
-
 @pytest.mark.parametrize("file", WITH_TABLES)
 def test_tables_are_what_their_commands_print(file: str):
     check = [forking_python(), "bench/tables.py", "--check", file]
@@ -302,13 +298,6 @@ def test_failures_name_the_line_in_the_sheet(run):
     assert [block["exit_status"] for block in done.blocks] == [2, 1]
 
 
-def test_keep_going_runs_the_rest_in_the_same_place(run):
-    done = run(sheet_of("mkdir x; cd x\nA=1\nfalse", 'pwd; echo "A=$A"'), "--keep-going")
-    assert done.status == 1
-    assert done.statuses == ["failed", "ok"]
-    assert done.log(1).split() == [str(done.directory / "x"), "A=1"]
-
-
 def test_phrases_are_looked_for_in_stdout_and_stderr(run):
     command = "echo 'Peak memory: 3 MB'\necho warning >&2"
     done = run(
@@ -361,12 +350,6 @@ def test_blocks_for_a_gpu_run_where_pytorch_sees_one(run, tmp_path: Path):
     assert "times kernels" in run(text, "--long", "--python", "/bin/false").stdout
 
 
-def test_show_prints_each_block_with_its_output(run):
-    done = run(sheet_of("echo $((20 + 3))", "echo second >&2"), "--show")
-    assert "\necho $((20 + 3))\n23\n" in done.stdout
-    assert "\necho second >&2\nsecond\n" in done.stdout
-
-
 def test_show_waits_on_a_terminal(tmp_path: Path):
     sheet = tmp_path / "sheet.md"
     sheet.write_text(sheet_of("touch first", "touch second", "touch third"))
@@ -382,25 +365,6 @@ def test_show_waits_on_a_terminal(tmp_path: Path):
     read_until(ours, "logs:")
     assert process.wait(60) == 0
     assert (tmp_path / "third").exists()
-
-
-def test_the_logs_stay_and_are_named(run, tmp_path: Path):
-    assert f"logs: {tmp_path / 'logs'}\n" in run(sheet_of("true")).stdout
-    (tmp_path / "sheet.md").write_text(sheet_of("echo kept; false"))
-    command = [sys.executable, ROOT / "tools" / "run_sheet.py", tmp_path / "sheet.md"]
-    command += ["--directory", tmp_path]
-    done = subprocess.run(
-        command, env={**os.environ, "TMPDIR": str(tmp_path)}, capture_output=True, text=True
-    )
-    logs = Path(done.stdout.splitlines()[-1].removeprefix("logs: "))
-    assert logs.is_relative_to(tmp_path)
-    assert sorted(os.listdir(logs)) == ["line_0004.log", "summary.json"]
-    assert (logs / "line_0004.log").read_text().startswith("kept")
-
-
-def test_text_blocks_are_not_run(run):
-    done = run(sheet_of("```text\nrm -rf everything\n# no heading\n## nor this\n```\n", "echo ok"))
-    assert [block["exercise"] for block in done.blocks] == ["Exercise 1: made up"]
 
 
 def test_without_rocm_a_section_is_skipped(run):
@@ -442,16 +406,6 @@ def test_only_one_exercise(run):
     done = run(text, "--only", "Exercise 3")
     assert done.status == 2
     assert "Exercise 1: a, Exercise 2: b" in done.stderr
-
-
-def test_seconds_of_each_exercise(run):
-    done = run(
-        "## One\n```bash\nsleep 0.2\n```\n```bash\nsleep 0.2\n```\n## Two\n```bash\ntrue\n```\n"
-    )
-    seconds = json.loads((done.logs / "summary.json").read_text())["seconds"]
-    assert list(seconds) == ["One", "Two"]
-    assert seconds["One"] == sum(block["seconds"] for block in done.blocks[:2]) > 0.4
-    assert f"{seconds['One']:.1f} s  One" in done.stdout
 
 
 def test_the_scratch_copy_has_what_git_has_or_would_take(tmp_path: Path):
@@ -530,12 +484,6 @@ def test_an_interrupt_ends_all_that_was_started(tmp_path: Path, number: int, arg
     assert len((tmp_path / "pids").read_text().splitlines()) == 2, "the loop went on"
 
 
-def test_a_block_leaves_no_process(run):
-    done = run(sheet_of("sleep 60 & echo $!"))
-    assert done.statuses == ["ok"]
-    assert not alive([int(done.log(0))])
-
-
 # --- tools/small_runs.py
 
 
@@ -573,17 +521,6 @@ def test_sizes_that_differ_still_do(flag: str):
             assert small == sorted(set(small))
             assert all(n <= value for n, value in zip(small, values, strict=True))
             assert small[-1] <= 18
-
-
-def test_what_is_left_alone_when_shrinking():
-    assert shrink(["tiny_other_v1.py", "--seq-len", "128"]) == [
-        "tiny_other_v1.py",
-        "--seq-len",
-        "128",
-    ]
-    bad = shrink(["tiny_llama_v1.py", "--seq-len", "many", "--num-steps", "-3"])
-    assert "--seq-len" not in bad[5:]
-    assert "--num-steps" not in bad[5:]
 
 
 def test_profilers_shrink_their_script():
@@ -731,21 +668,3 @@ def test_a_command_without_a_table_changes_nothing(tmp_path: Path, command: str)
         assert done.returncode == 1
         assert f"{file}:10: " in done.stderr.splitlines()[-1]
         assert file.read_text() == text
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "<!-- table: echo x -->\n",
-        "<!-- end of table -->\n",
-        "<!-- table: echo x -->\n" + table_of("echo x"),
-        "<!-- table: echo x --> <!-- end of table -->\n",
-    ],
-)
-def test_tables_that_do_not_end(tmp_path: Path, text: str):
-    file = tmp_path / "x.md"
-    file.write_text(text)
-    done = tables(file)
-    assert done.returncode == 1
-    assert len(done.stderr.splitlines()) == 1
-    assert file.read_text() == text

@@ -51,18 +51,6 @@ def shown(path: Path, cwd: Path, **environment: str) -> list:
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize(
-    ("argv", "program"), [(["-c", "PROGRAM", "x"], ""), (["-", "x"], "PROGRAM")]
-)
-def test_a_program_without_a_file(argv: list[str], program: str):
-    shows = "import sys\nprint(sys.argv, repr(sys.path[0]), __name__, 'torch' in sys.modules)"
-    argv = [word.replace("PROGRAM", shows) for word in argv]
-    done = subprocess.run(
-        [forking_python(), *argv], input=program and shows, capture_output=True, text=True
-    )
-    assert (done.stdout, done.stderr) == (f"['{argv[0]}', 'x'] '' __main__ True\n", "")
-
-
 def test_a_fork_gets_what_a_fresh_process_gets(program, tmp_path: Path):
     path = program(SHOWS)
     (tmp_path / "lib").mkdir()

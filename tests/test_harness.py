@@ -36,17 +36,6 @@ def test_harness_is_the_same_in_every_script_and_within_its_budget(path: Path):
     assert max(map(len, harness.splitlines())) <= 100
 
 
-@every_script
-def test_every_script_has_its_common_parts(path: Path):
-    """That they are those of common/, to the byte, `tools/sync_common.py --check` says."""
-    code = path.read_text()
-    launch = ["launch"] if "    import triton\n" in code else []
-    parts = ["data", "process", "harness", "modes", *launch]
-    lines = code.splitlines()
-    for line in (f"# --- {end}{part}" for part in parts for end in ("", "end of ")):
-        assert lines.count(line) == 1, line
-
-
 # What each side may use of the other; the harness begins with a comment that says so.
 OF_THE_MODEL = {
     "VERSION",
@@ -120,24 +109,6 @@ def test_script_imports_only_the_standard_library_torch_numpy_and_triton(path: P
     assert found <= allowed
 
 
-@every_script
-def test_script_offers_the_interface(path: Path):
-    functions = {
-        node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)
-    }
-    assert functions >= {
-        *(
-            "build_parser",
-            "parse_args",
-            "build_model",
-            "build_optimizer",
-            "make_batches",
-            "train",
-            "main",
-        )
-    }
-
-
 # tools/sync_common.py
 
 
@@ -179,15 +150,3 @@ def test_sync_tool_carries_a_change_to_every_script(copy: Path):
     for original in ALL_SCRIPTS:
         text = (copy / original.name).read_text()
         assert text == original.read_text().replace("\n\n" + END, "# one more line\n\n\n" + END)
-
-
-def test_sync_tool_copies_a_part_of_one_model_into_its_scripts_that_have_it(copy: Path):
-    (copy / "common" / "part_llama.py").write_text("new = 1\n")
-    marked = "# --- part\nold = 1\n\n\n# --- end of part\n"
-    for model in ("llama", "openfold"):
-        path = copy / f"tiny_{model}_v2.py"
-        path.write_text(path.read_text() + marked)
-    assert sync(copy).returncode == 0
-    assert (copy / "tiny_llama_v2.py").read_text().endswith(marked.replace("old", "new"))
-    assert (copy / "tiny_openfold_v2.py").read_text().endswith(marked)
-    assert "part" not in (copy / "tiny_llama_v1.py").read_text().rpartition("# ---")[2]

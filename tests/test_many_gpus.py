@@ -142,18 +142,6 @@ def test_losses_and_gradients_are_those_of_one_process_on_the_global_batch(
 
 
 @pytest.mark.parametrize("script", V4)
-def test_the_optimizers_averages_are_those_of_ddp(script: str, tmp_path: Path):
-    """Which averages where PyTorch's optimizer takes the steps."""
-    sides = []
-    for more in ([], ["--disable-fused-optimizer"]):
-        found = tmp_path / "found.pt"
-        argv = arguments(script, tmp_path, *BATCH, *SMALLEST[script], *more)
-        in_two_processes(STEPS, tmp_path, script, "0", str(found), *argv)
-        sides.append(torch.load(found)[1])
-    assert_same_gradients(*sides, limit=1e-6)
-
-
-@pytest.mark.parametrize("script", V4)
 def test_an_infinity_in_one_process_makes_all_skip_the_step(script: str, tmp_path: Path):
     """Else they would train on with different weights and scales, and nothing would tell."""
     in_two_processes(INFINITY, tmp_path, script, str(tmp_path / "rank"))
@@ -183,26 +171,6 @@ def test_a_gradient_that_one_process_alone_has_ends_the_run(script: str, tmp_pat
     program = INFINITY.replace("    optimizer.average_gradients()\n", "")
     with pytest.raises(AssertionError, match="average_gradients comes before step"):
         in_two_processes(program, tmp_path, script, str(tmp_path / "rank"))
-
-
-def test_each_process_copies_its_share_of_the_batch(monkeypatch):
-    """The source stays on the host whatever the device.
-
-    Here that is `meta`, so that a copy of it would show.
-    """
-    module, shares = load(SCRIPT), []
-    trainer = module.Trainer(parse(SCRIPT, *BATCH), torch.device("meta"))
-    assert {tensor.device for tensor in trainer.batches.next_batch().values()} == {CPU}
-    for rank in range(2):
-        trainer = module.Trainer(parse(SCRIPT, *BATCH), CPU)
-        with monkeypatch.context() as patch:
-            patch.setattr(module, "WORLD_SIZE", 2)
-            patch.setattr(module, "RANK", rank)
-            shares.append(trainer.next_batch())
-    whole = module.Trainer(parse(SCRIPT, *BATCH), CPU).next_batch()
-    for name, value in whole.items():
-        assert [len(share[name]) for share in shares] == [2, 2]
-        assert torch.equal(torch.cat([share[name] for share in shares]), value)
 
 
 def test_two_processes_report_what_one_process_would(tmp_path: Path, run):
@@ -326,18 +294,6 @@ def test_nodes_with_different_arguments_are_refused(option: str, tmp_path: Path)
     )
     assert errors[1] == ""
     assert summary_in(tmp_path) is None
-
-
-def test_a_port_that_is_taken_is_one_line(tmp_path: Path):
-    with socket.socket() as taken:
-        taken.bind(("localhost", 0))
-        taken.listen()
-        meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(taken.getsockname()[1])}
-        ranks = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
-        done = finished(command_line(SCRIPT, tmp_path, *BATCH), **meeting, **ranks)
-    assert done.returncode == 1
-    (line,) = (line for line in done.stderr.splitlines() if not line.startswith("[W"))
-    assert "the 2 processes cannot meet: " in line
 
 
 # How a run ends
@@ -475,16 +431,6 @@ def test_gpus_that_are_not_there(run):
     assert not result.directory.exists()
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_gpus_that_a_variable_names_where_there_is_none_leave_one_process(run, monkeypatch):
-    monkeypatch.setenv("ROCR_VISIBLE_DEVICES", "0,1")
-    result = run(
-        SCRIPT, "--device", "auto", *words("--num-steps 1 --warmup-steps 0 --under-profiler")
-    )
-    assert result.status == 0
-    assert result.summary["training"]["processes"] == 1
-
-
 CUDA, ROCR = "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"
 CHOICES = [  # arguments, environment, processes; PyTorch finds three GPUs
     ([], {}, 1),
@@ -550,11 +496,6 @@ def test_a_bad_environment_is_refused_like_an_argument(
     assert_one_error(run(SCRIPT), 2, message)
 
 
-def test_a_script_can_be_imported_in_a_bad_environment():
-    done = finished([forking_python(), "-c", f"import {SCRIPT}"], RANK="x", PYTHONPATH=str(ROOT))
-    assert (done.returncode, done.stderr) == (0, "")
-
-
 @pytest.mark.parametrize(
     ("gpus", "environment", "message"),
     [
@@ -587,12 +528,6 @@ def test_a_process_takes_the_gpu_that_it_sees(
         assert message in capsys.readouterr().err
     else:
         assert (taken, message) == ([3 if gpus > 1 else 0], None)
-
-
-@pytest.mark.gpu
-def test_two_processes_on_the_cpu_of_a_machine_with_a_gpu(tmp_path: Path):
-    done = finished(two_processes(tmp_path, "--device", "cpu", fresh=True))
-    assert (done.returncode, "Final loss:" in done.stdout) == (0, True), done.stderr
 
 
 # The step as a graph

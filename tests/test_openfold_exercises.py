@@ -56,15 +56,6 @@ def test_products_of_a_trace_have_their_shapes_and_the_time_of_their_kernels(
     assert f"3 products take {3 * us / 1e3:.2f} ms per step" in out
 
 
-def test_a_trace_without_shapes_or_products_is_one_line(tmp_path):
-    without = trace(tmp_path / "trace.json", False, **{"Input Dims": []})
-    (tmp_path / "empty.json").write_text('{"traceEvents": []}')
-    for path, words in ((without, "no shapes"), (tmp_path / "empty.json", "no matrix products")):
-        status, out, err = captured(gemms_of_a_trace.main, [str(path)])
-        assert (status, out, len(err.splitlines())) == (2, "", 1)
-        assert words in err
-
-
 def test_a_forward_pass_of_each_version_predicts_the_same_and_keeps_nothing():
     found = [forward_only.prediction(version, SIZES)[1]() for version in ("V1", "V2")]
     for one, other in zip(*found, strict=True):
@@ -82,9 +73,3 @@ def test_forward_passes_are_a_study_that_can_be_read_again(tmp_path):
         "8 residues, 2 sequences",
     ]
     assert captured(forward_only.main, ["--table", str(path)])[1] == out
-
-
-@pytest.mark.parametrize("argv", [["--sizes", "8"], ["--sizes", "0x4"], ["--versions", "V9"]])
-def test_sizes_and_versions_that_are_none(argv):
-    status, out, err = captured(forward_only.main, argv)
-    assert (status, out, len(err.splitlines())) == (2, "", 1)

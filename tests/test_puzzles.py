@@ -173,14 +173,6 @@ def test_a_fault_is_named_with_its_place(checker, number, line, fault, kind, whe
     assert len(text.splitlines()) == 1
 
 
-def test_an_element_beside_a_tensor_is_in_the_picture_and_nothing_is_written_there(
-    checker, tmp_path
-):
-    _, _, areas = checker.verdict(with_fault(checker, 2, "x + y, mask=inside", "x + y", tmp_path))
-    assert checker.drawn(areas[-1]).splitlines()[1:] == ["    0000000011111", "    outside: 111"]
-    assert not areas[-1].changed_outside()
-
-
 @pytest.mark.parametrize(
     ("number", "line", "fault", "named"),
     [
@@ -199,13 +191,6 @@ def test_guard_zones_show_a_fault_where_nobody_looks_at_loads_and_stores(
     puzzle = with_fault(checker, number, line, fault, tmp_path)
     with pytest.raises(checker.Fault, match=re.escape(named)):
         scoreboard.check_between_guards(puzzle, puzzle.even, puzzle.blocks, checker.CPU)
-
-
-def test_the_scoreboard_needs_a_gpu_and_says_so(checker):
-    done = captured(
-        lambda argv: checker.main(checker.load(FILES[0]).PUZZLE, argv), ["--scoreboard"]
-    )
-    assert done == (4, "", "puzzle_01_add.py: error: the scoreboard needs a GPU\n")
 
 
 @pytest.mark.gpu
@@ -251,13 +236,6 @@ def test_an_output_is_not_right_by_what_lay_in_its_memory(swiglu, monkeypatch):
         swiglu.check_right("kernels", swiglu.Kernels.apply, 6, 100)
     assert before[0].isnan().all()
     assert not torch.are_deterministic_algorithms_enabled()
-
-
-def test_bytes_of_the_operators_are_counted(swiglu):
-    status, out, _ = captured(swiglu.main, ["operators"])
-    assert status == 0
-    assert "all 8, needed 3: predicted 2.67x" in out
-    assert "all 30, needed 8: predicted 3.75x" in out
 
 
 @pytest.mark.parametrize("line", ["grad * gate * s", "(s + gate * s * (1 - s))"])

@@ -21,14 +21,21 @@ import argparse
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn, TextIO
+
+os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported
+
+import pytest
+import torch  # noqa: F401 - once for all forks
 
 from lab.cli import Parser, ToolError, documented_parser, program
 from lab.files import ROOT
@@ -94,26 +101,51 @@ def copy_of_repository() -> Iterator[Path]:
             git("worktree", "remove", "--force", str(root))
 
 
+def run_pytest(root: Path, argv: list[str], output: TextIO) -> NoReturn:
+    """In a fork: run the copy's tests, without what this program has of lab and tools."""
+    os.setsid()
+    os.chdir(root)
+    for descriptor in (1, 2):
+        os.dup2(output.fileno(), descriptor)
+    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+    sys.dont_write_bytecode = True
+    sys.path[:] = [str(root), *(path for path in sys.path if not Path(path).is_relative_to(ROOT))]
+    for name in [*sys.modules]:
+        if name.partition(".")[0] in ("_root", "lab", "tools"):
+            del sys.modules[name]
+    status = 3
+    try:
+        status = int(pytest.main(argv))
+        sys.stdout.flush()
+    finally:
+        os._exit(status)
+
+
 def who_notices(root: Path, fault: Fault, whole: bool) -> list[str]:
     """The tests that fail with this fault."""
     tests = [] if whole else ["-n", "0", "-x", *shlex.split(fault.tests)]
-    command = [sys.executable, "-B", "-m", "pytest", "-m", "", "-q", "-ra", *tests]
-    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
     try:
         fault.plant(root)
-        done = subprocess.run(
-            command, cwd=root, env=environment, capture_output=True, text=True, timeout=LIMIT
-        )
-    except subprocess.TimeoutExpired:
-        return ["all, as they do not end"]
+        with tempfile.TemporaryFile("w+") as output:
+            if not (child := os.fork()):
+                run_pytest(root, ["-m", "", "-q", "-ra", *tests], output)
+            end = time.monotonic() + LIMIT
+            while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < end:
+                time.sleep(0.1)
+            with suppress(ProcessLookupError):
+                os.killpg(child, signal.SIGKILL)  # and whatever a test has left
+            if ended == (0, 0):
+                os.waitpid(child, 0)
+                return ["all, as they do not end"]
+            output.seek(0)
+            text, status = output.read(), os.waitstatus_to_exitcode(ended[1])
     finally:
         subprocess.run(["git", "checkout", "--quiet", "."], cwd=root, check=True)
-    if done.returncode < 0:
-        return [f"the process, by signal {-done.returncode}"]
-    if done.returncode not in (0, 1):
-        last = (done.stdout + done.stderr).strip().splitlines()[-1:]
-        raise ToolError(f"pytest ended with {done.returncode}: {last}")
-    return [name.rpartition("/")[2] for name in FAILED.findall(done.stdout)]
+    if status < 0:
+        return [f"the process, by signal {-status}"]
+    if status not in (0, 1):
+        raise ToolError(f"pytest ended with {status}: {text.strip().splitlines()[-1:]}")
+    return [name.rpartition("/")[2] for name in FAILED.findall(text)]
 
 
 def plant(args: argparse.Namespace) -> int:
