@@ -17,7 +17,7 @@ def test_energy_is_power_times_time(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(power, "SETTLE", 0.0)
     monkeypatch.setattr(power, "PERIOD", 0.001)
     output, scripts = tmp_path / "energy.json", ["tiny_llama_v1.py", "tiny_llama_v2.py"]
-    argv = ["--scripts", *scripts, *words("--seconds 1 --rounds 1 --device cpu")]
+    argv = ["--scripts", *scripts, *words("--seconds 3 --rounds 1 --device cpu")]
     assert measure_energy.main([*argv, "--output", str(output), *TINY["llama"]]) == 0
     first, second = json.loads(output.read_text())["rows"]
     for row in (first, second):
