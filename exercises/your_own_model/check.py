@@ -1,0 +1,195 @@
+#!/usr/bin/env python3
+"""Check `add_norm` of a file against float64, alone and in the vision transformer; then time both.
+
+Alone it is given sizes that fit no block, both types, and tensors with strides; in the model every
+weight's gradient is compared. On a GPU it then takes turns with the operators of vit.py: alone,
+forward and backward, and as a training step in bf16.
+
+Examples:
+  python exercises/your_own_model/check.py exercises/your_own_model/solution.py
+  python exercises/your_own_model/check.py --show results/h100/your_own_model.json
+"""
+
+from __future__ import annotations
+
+import _root
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+from lab.cli import ToolError, documented_parser, needed, print_notes, run_tool
+from lab.files import read_json, write_text
+from lab.script import import_file, interpret_without_gpu
+from lab.turns import Turns, compare_in_turns
+
+with needed():
+    import torch
+    from torch import Tensor
+    from torch.func import functional_call
+
+    interpret_without_gpu()
+    from exercises.tiny_llama_v3 import measure
+    from exercises.your_own_model import vit
+    from lab.accuracy import check_gradients
+    from lab.explain import explaining, kernels_of
+
+PROG = Path(__file__).name
+MINE = Path(__file__).with_name("my_fusion.py")
+CASES = (  # shape, type of the update
+    ((4, 16), torch.float32),
+    ((5, 13), torch.float32),
+    ((2, 3, 48), torch.bfloat16),
+)
+IN_MODEL = 1e-4  # errors of float32 through all layers
+PARTS = ("add_norm, forward and backward", "a training step")
+
+
+def inputs(shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Arguments of add_norm, with rows that have a mean."""
+    generator = torch.Generator().manual_seed(0)
+    x, update, weight, bias = (
+        torch.randn(size, generator=generator).to(measure.DEVICE)
+        for size in (shape, shape, shape[-1:], shape[-1:])
+    )
+    return {"x": x + 1, "update": update.to(dtype), "weight": weight, "bias": bias}
+
+
+def transposed(function: Callable) -> Callable:
+    """The same for [T, B, C], given as views."""
+
+    def of_views(x: Tensor, update: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+        found = function(x.transpose(0, 1), update.transpose(0, 1), weight, bias)
+        return tuple(value.transpose(0, 1) for value in found)
+
+    return of_views
+
+
+def check_alone(add_norm: Callable) -> None:
+    """ToolError if an output or a gradient is not what float64 gives."""
+    for shape, dtype in CASES:
+        where = f" of {list(shape)}, {str(dtype).removeprefix('torch.')},"
+        check_gradients(vit.add_norm, add_norm, inputs(shape, dtype), where=where)
+    views = transposed(vit.add_norm), transposed(add_norm)
+    where = " of tensors with strides (is there a .contiguous()?)"
+    check_gradients(*views, inputs((3, 5, 16), torch.float32), where=where)
+
+
+def check_in_model(add_norm: Callable) -> int:
+    """ToolError if a gradient of the tiny model is not what float64 gives; how many there are."""
+    model, batch = vit.tiny()
+    model.to(measure.DEVICE)
+    weights = {name: weight.detach() for name, weight in model.named_parameters()}
+    images, labels = (tensor.to(measure.DEVICE) for tensor in batch.values())
+
+    def loss(images: Tensor, *given: Tensor) -> Tensor:
+        return functional_call(model, dict(zip(weights, given, strict=True)), (images, labels))
+
+    def with_mine(*given: Tensor) -> Tensor:
+        with mock.patch.object(vit, "add_norm", add_norm):
+            return loss(*given)
+
+    with torch.backends.cudnn.flags(allow_tf32=False):
+        check_gradients(loss, with_mine, {"images": images, **weights}, IN_MODEL, " in the model")
+    return len(weights)
+
+
+def training_step(add_norm: Callable) -> Callable[[], None]:
+    """Forward, backward and AdamW of the small model, in bf16."""
+    model, batch = vit.small()
+    model.to(measure.DEVICE)
+    batch = {name: tensor.to(measure.DEVICE) for name, tensor in batch.items()}
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=True, capturable=True)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with (
+            torch.autocast(measure.DEVICE.type, torch.bfloat16),
+            mock.patch.object(vit, "add_norm", add_norm),
+        ):
+            loss = model(**batch)
+        loss.backward()
+        optimizer.step()
+
+    return step
+
+
+def alone_step(add_norm: Callable) -> Callable[[], object]:
+    """Forward and backward of one add_norm of the small model."""
+    given = [x.requires_grad_() for x in inputs((128, 196, 384), torch.bfloat16).values()]
+    grads = [torch.randn_like(x).detach() for x in given[:2]]
+    return lambda: torch.autograd.grad(add_norm(*given), given, grads)
+
+
+def measured(add_norm: Callable) -> dict[str, Turns]:
+    """Both ways in turns, alone and in the model."""
+    sides = {"before": vit.add_norm, "after": add_norm}
+    return {
+        part: compare_in_turns({name: step(function) for name, function in sides.items()})
+        for part, step in zip(PARTS, (alone_step, training_step), strict=True)
+    }
+
+
+def show(turns: dict[str, Turns]) -> None:
+    for part, found in turns.items():
+        print(f"\n{part}\n{found}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = documented_parser(PROG, __doc__)
+    add = parser.add_argument
+    add(
+        "file",
+        nargs="?",
+        type=Path,
+        default=MINE,
+        metavar="FILE.py",
+        help="(default: my_fusion.py)",
+    )
+    add("--output", type=Path, metavar="FILE.json", help="keep what was measured")
+    add("--show", type=Path, metavar="FILE.json", help="print what such a file has, and do no more")
+    args = parser.parse_args(argv)
+
+    def body() -> int:
+        if args.show:
+            turns = read_json(args.show).get("ms")
+            if not isinstance(turns, dict) or [*turns] != list(PARTS):
+                raise ToolError(f"{args.show}: no file of this program")
+            show({part: Turns(ms) for part, ms in turns.items()})
+            return 0
+        if args.output and not measure.GPU:
+            raise ToolError("--output needs a GPU: nothing is timed without one", status=4)
+        if args.file.suffix != ".py" or not args.file.is_file():
+            raise ToolError(f"{args.file}: no such module")
+        try:
+            with explaining(args.file):
+                module = import_file(args.file)
+            if not hasattr(module, "add_norm"):
+                raise ToolError(f"{args.file}: it has no add_norm")
+            with explaining(args.file, *kernels_of(module)):
+                check_alone(module.add_norm)
+                print("alone: outputs and gradients are right")
+                count = check_in_model(module.add_norm)
+                print(f"in the model: the loss and the gradients of {count} weights are right")
+        except NotImplementedError as error:
+            print(f"next: {error}")
+            return 1
+        if not measure.GPU:
+            print_notes(PROG, "no GPU: nothing is timed")
+            return 0
+        turns = measured(module.add_norm)
+        show(turns)
+        if args.output:
+            environment = measure.v3.environment(measure.DEVICE)
+            ms = {part: found.ms for part, found in turns.items()}
+            text = json.dumps({"environment": environment, "ms": ms}, indent=1)
+            write_text(args.output, text + "\n")
+        return 0
+
+    return run_tool(PROG, body)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
