@@ -170,11 +170,11 @@ def main(argv: list[str] | None = None) -> int:
                 raise ToolError(f"{args.file}: it has no add_norm")
             with explaining(args.file, *kernels_of(module)):
                 check_alone(module.add_norm)
-                print("alone: outputs and gradients are right")
+                print(f"{args.file.name}, alone: outputs and gradients are right")
                 count = check_in_model(module.add_norm)
-                print(f"in the model: the loss and the gradients of {count} weights are right")
+                print(f"{args.file.name}, in the model: the gradients of {count} weights are right")
         except NotImplementedError as error:
-            print(f"next: {error}")
+            print(f"{args.file.name}, next: {error}")
             return 1
         if not measure.GPU:
             print_notes(PROG, "no GPU: nothing is timed")
