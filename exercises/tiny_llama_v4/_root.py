@@ -7,6 +7,6 @@ the one in the root is for who imports a program from outside, such as a test.
 import sys
 from pathlib import Path
 
-root = next(folder for folder in Path(__file__).resolve().parents if (folder / "workshop").is_dir())
+root = next(folder for folder in Path(__file__).resolve().parents if (folder / "lab").is_dir())
 if str(root) not in sys.path:
     sys.path.insert(0, str(root))
