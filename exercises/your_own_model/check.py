@@ -7,7 +7,7 @@ forward and backward, and as a training step in bf16.
 
 Examples:
   python exercises/your_own_model/check.py exercises/your_own_model/solution.py
-  python exercises/your_own_model/check.py --show results/h100/your_own_model.json
+  python exercises/your_own_model/check.py --show your_own_model.json
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ CASES = (  # shape, type of the update
     ((5, 13), torch.float32),
     ((2, 3, 48), torch.bfloat16),
 )
+LARGE = (128, 196, 384)  # of the small model
 IN_MODEL = 1e-4  # errors of float32 through all layers
 PARTS = ("add_norm, forward and backward", "a training step")
 
@@ -69,7 +70,7 @@ def transposed(function: Callable) -> Callable:
 
 def check_alone(add_norm: Callable) -> None:
     """ToolError if an output or a gradient is not what float64 gives."""
-    for shape, dtype in CASES:
+    for shape, dtype in (*CASES, *[(LARGE, torch.bfloat16)] * measure.GPU):
         where = f" of {list(shape)}, {str(dtype).removeprefix('torch.')},"
         check_gradients(vit.add_norm, add_norm, inputs(shape, dtype), where=where)
     views = transposed(vit.add_norm), transposed(add_norm)
@@ -118,7 +119,7 @@ def training_step(add_norm: Callable) -> Callable[[], None]:
 
 def alone_step(add_norm: Callable) -> Callable[[], object]:
     """Forward and backward of one add_norm of the small model."""
-    given = [x.requires_grad_() for x in inputs((128, 196, 384), torch.bfloat16).values()]
+    given = [x.requires_grad_() for x in inputs(LARGE, torch.bfloat16).values()]
     grads = [torch.randn_like(x).detach() for x in given[:2]]
     return lambda: torch.autograd.grad(add_norm(*given), given, grads)
 

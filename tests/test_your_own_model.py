@@ -1,0 +1,70 @@
+"""The exercise with a model of one's own: its solution is right, what is missing and each fault a
+line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, captured
+
+from exercises.your_own_model import check, vit
+
+SOLUTION = ROOT / "exercises/your_own_model/solution.py"
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles here")
+
+
+@without_gpu
+def test_the_solution_is_right_alone_and_in_the_model():
+    status, out, err = captured(check.main, [str(SOLUTION)])
+    assert status == 0, err
+    assert out.splitlines() == [
+        "solution.py, alone: outputs and gradients are right",
+        "solution.py, in the model: the gradients of 31 weights are right",
+    ]
+    assert "nothing is timed" in err
+    assert vit.add_norm.__module__ == vit.__name__, "the model is as it was"
+
+
+def test_what_is_still_to_be_written_is_said_in_one_line():
+    said = "my_fusion.py, next: write add_norm in exercises/your_own_model/my_fusion.py\n"
+    assert captured(check.main, []) == (1, said, "")
+
+
+@without_gpu
+@pytest.mark.parametrize(
+    ("line", "fault", "said"),
+    [
+        (
+            "tl.where(inside, x - tl.sum(x, 0) / C, 0.0)",
+            "x - tl.sum(x, 0) / C",
+            "output 1 of [5, 13]",
+        ),
+        (" + bias, mask", ", mask", "output 1 of [4, 16]"),
+        ("grad_x += tl.load(GRAD_SUM + at, mask=inside)", "", "the gradient of x of [4, 16]"),
+        ("grad_bias += grad", "grad_bias = grad", "the gradient of bias of [5, 13]"),
+        ("x.contiguous(), update.contiguous()", "x, update", "tensors with strides"),
+        ("*parts.sum(0)", "*parts.sum(0).flip(0)", "the gradient of weight of [4, 16]"),
+        ("x = tl.load(X", "x = torch.load(X", "PyTorch, numpy and math do not work on blocks"),
+    ],
+)
+def test_a_fault_is_named(line: str, fault: str, said: str, tmp_path: Path):
+    text = SOLUTION.read_text()
+    assert line in text
+    wrong = tmp_path / "wrong.py"
+    wrong.write_text(text.replace(line, fault))
+    status, _, err = captured(check.main, [str(wrong)])
+    assert (status, len(err.splitlines())) == (1, 1), err
+    assert said in err
+
+
+def test_what_was_measured_is_shown_again(tmp_path: Path):
+    file = tmp_path / "found.json"
+    turns = {"before": [2.0] * 5, "after": [1.0] * 5}
+    file.write_text(json.dumps({"ms": dict.fromkeys(check.PARTS, turns)}))
+    status, out, _ = captured(check.main, ["--show", str(file)])
+    assert (status, out.count("after is 2.00x as fast as before")) == (0, 2)
+    file.write_text("{}")
+    assert captured(check.main, ["--show", str(file)])[0] == 2
