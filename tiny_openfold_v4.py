@@ -6795,10 +6795,10 @@ def judge(
     """Return each value's relative error and its limit, three times that of the unfused model.
 
     That is the largest of its runs; or `least` (1e-3 at most for what is no gradient), if that is
-    more. Where an unfused one is a NaN, none is right. No norm counts for less than 1e-5 of that of all
-    gradients. Some gradients are zero in theory, as that of a bias which softmax takes out. What is
-    found is the noise of sums in another order then, and the norm counts for 1e-3 of that of all,
-    or for `least` / 10.
+    more. Where an unfused one is a NaN, none is right. No norm counts for less than 1e-5 of that of
+    all gradients. Some gradients are zero in theory, as that of a bias which softmax takes out.
+    What is found is the noise of sums in another order then, and the norm counts for 1e-3 of that
+    of all, or for `least` / 10.
     """
     norms = {name: float(value.norm()) for name, value in exact.items()}
     total = math.hypot(*(norm for name, norm in norms.items() if name.startswith("gradient")))
