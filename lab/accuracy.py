@@ -78,8 +78,8 @@ def difference(
     scale = max(right.abs().max().item(), least, 1e-300)
     error = ((found - right).abs() / scale).nan_to_num(math.inf)
     error[found == right] = 0.0  # infinities, too
-    worst = int(error.argmax())
-    place = [int(index) for index in torch.unravel_index(torch.tensor(worst), right.shape)]
+    worst = error.argmax()
+    place = [int(index) for index in torch.unravel_index(worst, right.shape)]
     wrong = error > limit
     fault = f" it is {found.flatten()[worst]:.6g} and should be {right.flatten()[worst]:.6g}"
     fault += f"; {int(wrong.sum())} of {right.numel()} elements are wrong"
@@ -179,7 +179,9 @@ def check_gradients(
     expected = outputs_of(reference, exact, "the reference")
     if wrong := [x.dtype for x in expected if x.is_floating_point() and x.dtype != torch.float64]:
         raise ToolError(f"the reference is given float64, and returns {wrong[0]}", status=1)
-    generator = torch.Generator().manual_seed(0)
+    if not any(x.requires_grad for x in expected):
+        raise ToolError("no output of the reference has a gradient", status=1)
+    drawn = {"generator": torch.Generator("cpu").manual_seed(0), "device": "cpu"}
     with memory_of_nan():
         found = outputs_of(mine, given, f"the operation{where}")
         if len(found) != len(expected):
@@ -197,7 +199,7 @@ def check_gradients(
             hint = "no autograd.Function has made it, or its forward was called without apply()"
             raise ToolError(f"the operation{where} has an output without a gradient: {hint}", 1)
         found, expected = zip(*pairs, strict=True)
-        grads = [torch.randn(x.shape, generator=generator).to(x.device, x.dtype) for x in found]
+        grads = [torch.randn(x.shape, **drawn).to(x.device, x.dtype) for x in found]
         found_grads = gradients_of(found, given, grads)
     right_grads = gradients_of(expected, exact, [grad.double() for grad in grads])
     sizes = {n: x.abs().max().item() for n, x in right_grads.items() if x is not None and x.numel()}
