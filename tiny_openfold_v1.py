@@ -17,6 +17,7 @@ Examples:
 
 from __future__ import annotations
 
+import _thread
 import argparse
 import contextlib
 import ctypes
@@ -728,19 +729,16 @@ def prepared_protein(path: Path) -> Protein:
         hint = "an alignment needs --structure with it"
         fail(f"--msa {path}: not a .npz that examples/proteins.py prepared; {hint}")
     length = tokens.shape[-1] if tokens.ndim == 2 else 0
-    wrong = None
     if tokens.dtype.kind not in "iu" or not len(tokens) or length < 2:
-        wrong = "tokens must be whole numbers [depth, length]"
-    elif not ((tokens >= 0) & (tokens <= GAP)).all() or (tokens[0] == GAP).any():
-        wrong = f"tokens must be 0 to {GAP}, and below in the query"
-    elif observed.dtype != bool or observed.shape != (length,) or not observed.any():
-        wrong = f"observed must be bool [{length}], not all False"
-    elif coords.dtype.kind != "f" or coords.shape != (length, 3):
-        wrong = f"coords must be floats [{length}, 3]"
-    elif not np.isfinite(coords[observed]).all():
-        wrong = "coords of observed residues must be finite"
-    if wrong:
-        fail(f"--msa {path}: {wrong}")
+        fail(f"--msa {path}: tokens must be whole numbers [depth, length]")
+    if not ((tokens >= 0) & (tokens <= GAP)).all() or (tokens[0] == GAP).any():
+        fail(f"--msa {path}: tokens must be 0 to {GAP}, and below in the query")
+    if observed.dtype != bool or observed.shape != (length,) or not observed.any():
+        fail(f"--msa {path}: observed must be bool [{length}], not all False")
+    if coords.dtype.kind != "f" or coords.shape != (length, 3):
+        fail(f"--msa {path}: coords must be floats [{length}, 3]")
+    if not np.isfinite(coords[observed]).all():
+        fail(f"--msa {path}: coords of observed residues must be finite")
     missing = length - int(observed.sum())
     note = f"{path}: {missing} of {length} residues have no coordinates" if missing else ""
     coords = np.where(observed[:, None], coords, 0).astype(np.float32)
@@ -784,7 +782,7 @@ def make_batches(args: argparse.Namespace, device: torch.device, seed: int) -> P
 
 # --- process
 # Copied from common/process.py by tools/sync_common.py: edit it there.
-# This process among those of a run: what torchrun says of it, signals, and the others.
+# This process: what torchrun says of it, its devices and settings, signals, the other processes.
 
 
 def launched(name: str, otherwise: int = 0) -> int:
@@ -800,40 +798,19 @@ RANK, WORLD_SIZE = launched("RANK"), launched("WORLD_SIZE", 1)
 def check_environment() -> None:
     """Refuse what torchrun would not set: half of it, or what another launcher has left."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    found = {name: os.environ[name] for name in names if name in os.environ}
-    for name, text in found.items():
+    texts = {name: os.environ[name] for name in names if name in os.environ}
+    for name, text in texts.items():
         if not re.fullmatch("[0-9]{1,9}", text):
             fail(f"{name} is {text!r}, not a whole number")
         for other in names[:2]:
-            if other not in found:
+            if other not in texts:
                 fail(f"{name} is {text}, but {other} is not set")
-    rank, size, local_rank = launched("RANK"), launched("WORLD_SIZE", 1), launched("LOCAL_RANK")
-    local_size = launched("LOCAL_WORLD_SIZE", size)
+    rank, size = launched("RANK"), launched("WORLD_SIZE", 1)
     if rank >= size:
         fail(f"RANK is {rank}, but WORLD_SIZE is {size}")
-    if local_size > size:
-        fail(f"LOCAL_WORLD_SIZE is {local_size}, but WORLD_SIZE is {size}")
-    if local_rank >= local_size:
-        limit = "LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in found else "WORLD_SIZE"
-        fail(f"LOCAL_RANK is {local_rank}, but {limit} is {local_size}")
     for name, good in (("MASTER_ADDR", r"\S+"), ("MASTER_PORT", "[1-9][0-9]{,4}")):
         if size > 1 and not re.fullmatch(good, text := os.getenv(name, "")):
             fail(f"{name} is {text!r}, but WORLD_SIZE is {size}")
-
-
-def check_devices(args: argparse.Namespace, gpu: bool, processes: int) -> None:
-    """Refuse a run for which there are too few GPUs here, or where it is open which is whose."""
-    if args.device == "cuda" and not gpu:
-        fail("--device cuda: PyTorch finds no GPU here; use --device cpu or auto", 4)
-    found = visible_gpus()
-    here = launched("LOCAL_WORLD_SIZE", 1) if LAUNCHED else processes
-    if args.device != "cpu" and (gpu or args.num_gpus) and here > max(1, found):
-        fail(f"{here} GPUs wanted, PyTorch finds {found}", 4)
-    if gpu and WORLD_SIZE > 1 and found > 1:  # who sees one GPU takes that
-        if "LOCAL_RANK" not in os.environ:
-            fail(f"LOCAL_RANK is not set, and PyTorch finds {found} GPUs")
-        if launched("LOCAL_RANK") >= found:
-            fail(f"LOCAL_RANK is {launched('LOCAL_RANK')}, but PyTorch finds {found} GPUs", 4)
 
 
 def visible_gpus() -> int:
@@ -844,10 +821,53 @@ def visible_gpus() -> int:
         fail(f"*_VISIBLE_DEVICES: {error}")
 
 
-def named_gpus() -> int:
-    """Count the GPUs of a run that no argument and no torchrun gives any: those named, or one."""
+def choose_devices(args: argparse.Namespace) -> None:
+    """Settle device and number of processes; refuse more than there are GPUs for."""
+    gpu = args.device != "cpu" and torch.cuda.is_available()
+    if args.device == "cuda" and not gpu:
+        fail("--device cuda: PyTorch finds no GPU here; use --device cpu or auto", 4)
+    found = visible_gpus()
     kinds = ("ROCR", "HIP", "CUDA") if torch.version.hip else ("CUDA",)
-    return visible_gpus() if any(os.getenv(f"{kind}_VISIBLE_DEVICES") for kind in kinds) else 1
+    named = gpu and any(os.getenv(f"{kind}_VISIBLE_DEVICES") for kind in kinds)
+    processes = WORLD_SIZE if LAUNCHED else args.num_gpus or (found if named else 1)
+    if args.num_gpus not in (None, processes):
+        fail(f"--num-gpus {args.num_gpus}, but torchrun started {processes}")
+    here = launched("LOCAL_WORLD_SIZE", 1) if LAUNCHED else processes
+    if args.device != "cpu" and (gpu or args.num_gpus) and here > max(1, found):
+        fail(f"{here} GPUs wanted, PyTorch finds {found}", 4)
+    if gpu and WORLD_SIZE > 1 and launched("LOCAL_RANK", found) >= found > 1:
+        rank = os.getenv("LOCAL_RANK", "not set")
+        fail(f"LOCAL_RANK is {rank}, but PyTorch finds {found} GPUs", 4)
+    args.device, args.num_gpus = "cuda" if gpu else "cpu", processes
+
+
+def prepare(args: argparse.Namespace) -> torch.device:
+    """Apply this run's process-wide settings; return the device."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler writes on stderr
+    if args.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(args.deterministic)
+    torch.set_float32_matmul_precision(args.matmul_precision)
+    use_settings(args)
+    return torch.empty(0, device=args.device).device
+
+
+def environment(device: torch.device) -> dict:
+    """Return what the numbers are measured on."""
+    names = [torch.cuda.get_device_name(device)] if device.type == "cuda" else []
+    if (info := Path("/proc/cpuinfo")).exists():
+        names += re.findall(r"model name\t: (.+)", info.read_text())
+    with_triton = importlib.util.find_spec("triton")
+    return {
+        "device": device.type,
+        "device_name": [*names, platform.machine()][0],
+        "cpu_threads": torch.get_num_threads(),
+        "triton": __import__("triton").__version__ if with_triton else None,
+        "torch": torch.__version__,
+        "hip": torch.version.hip,
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+    }
 
 
 def start_torchrun(processes: int, argv: list[str]) -> NoReturn:
@@ -868,26 +888,25 @@ def answer_signals() -> None:
     """Have SIGTERM, as from a time limit, end a run as Ctrl-C does: it keeps what was measured.
 
     One of several processes waits for the others in C++, where Python hears no signal. So a thread
-    ends what does not answer. It also takes the signals, or PyTorch's waiting would print a stack.
+    takes the signals, and ends a process that does not answer.
     """
     signal.signal(signal.SIGTERM, interrupt)
     if WORLD_SIZE == 1:
         return
+    signals = {signal.SIGTERM}
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # as in the background of a shell
-        signal.signal(signal.SIGINT, interrupt)
-    heard, wake = os.pipe()
-    os.set_blocking(wake, False)
-    signal.set_wakeup_fd(wake)
+        signals.add(signal.SIGINT)
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # or PyTorch's waiting would print a stack
 
     def watch() -> None:
-        os.read(heard, 1)
+        signal.sigwait(signals)
+        _thread.interrupt_main(signal.SIGTERM)
         time.sleep(1)
         if signal.getsignal(signal.SIGTERM) == interrupt:
             say("error", "interrupted")
             os._exit(130)
 
     threading.Thread(target=watch, daemon=True).start()
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})  # of this thread
 
 
 def join_processes(args: argparse.Namespace) -> None:
@@ -908,10 +927,10 @@ def join_processes(args: argparse.Namespace) -> None:
     for rank, theirs in enumerate(everyone):
         for name, value in everyone[0].items():
             if theirs.get(name) != value:
-                if not RANK:
-                    option = f"{name.replace('_', '-')} {theirs.get(name)}"
-                    say("error", f"rank {rank} was started with {option}, rank 0 with {value}")
-                raise SystemExit(2)
+                if RANK:  # rank 0 says it
+                    raise SystemExit(2)
+                option = f"{name.replace('_', '-')} {theirs.get(name)}"
+                fail(f"rank {rank} was started with {option}, rank 0 with {value}")
     if RANK:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
 
@@ -927,13 +946,9 @@ SCRIPT = Path(__file__).stem
 PHASES = ("data", "forward", "backward", "optimizer")
 GRAPH_PHASES = ("data", "graph")  # with --enable-cuda-graph
 OWN_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile
-NO_WORK = ("_unsafe_view", "empty", "new_empty", "_record_function")  # and views move no data
 SETTINGS = ("batch_size", "num_steps", "warmup_steps", "learning_rate", "seed", "deterministic")
 SETTINGS += ("use_amp", "amp_dtype", "matmul_precision")
 SETTINGS += ("torch_compile", "torch_compile_mode", "cuda_graph")
-# Set by GPU profilers: rocprofv3, nsys, ncu.
-PROFILER_SIGNS = ("ROCP_TOOL_LIBRARIES", "NSYS_PROFILING_SESSION_ID")
-PROFILER_SIGNS += ("NV_NSIGHT_INJECTION_TRANSPORT_TYPE",)
 PATIENCE = 600  # seconds without a step that ends
 # A line is printed where all of its values were measured.
 REPORT = """\
@@ -993,14 +1008,11 @@ def at_least(low: int) -> Callable[[str], int]:
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Writes N for a number, and defaults."""
-
-    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
-        return "N"
+    """Writes defaults."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
-        known = action.default in (None, False, argparse.SUPPRESS)
-        return action.help if known else f"{action.help} (default: %(default)s)"
+        none = action.default in (None, False, argparse.SUPPRESS)
+        return action.help if none else f"{action.help} (default: %(default)s)"
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -1052,44 +1064,10 @@ def build_parser() -> argparse.ArgumentParser:
     folder = f"pytorch_profiles_v{VERSION}"
     add("--profile-dir", type=Path, default=folder, metavar="DIR", help="for results")
 
-    group = parser.add_argument_group("modes")
-    group.add_argument("--full-report", **switch, help="of each side that is compared")
-    add = group.add_mutually_exclusive_group().add_argument
+    add = parser.add_argument_group("modes").add_mutually_exclusive_group().add_argument
     add("--compare-fusion", **switch, help="all fusions off and as chosen, in turns")
     add("--verify-accuracy", **switch, help="outputs and gradients as with all off?")
     return parser
-
-
-def check_arguments(args: argparse.Namespace, gpu: bool, processes: int) -> None:
-    """Refuse what cannot work; choose warm-up and graph where no flag does."""
-    mode = args.torch_compile_mode
-    if not FUSIONS and (args.all_fusion or args.compare_fusion):
-        fail(f"--enable-all-fusion and --compare-fusion start with V2, {SCRIPT} has no fusions")
-    if args.full_report and not args.compare_fusion:
-        fail("--full-report needs --compare-fusion")
-    if mode and not args.torch_compile:
-        fail(f"--torch-compile-mode {mode} needs --enable-torch-compile")
-    if args.amp_dtype and not args.use_amp:
-        fail(f"--amp-dtype {args.amp_dtype} needs --use-amp")
-    if not 0 < args.learning_rate < math.inf:
-        fail(f"--learning-rate must be above 0, not {args.learning_rate}")
-    if args.num_gpus not in (None, processes):
-        fail(f"--num-gpus {args.num_gpus}, but torchrun started {processes}")
-    if args.batch_size % processes:
-        fail(f"--batch-size {args.batch_size} is not divisible by {processes} GPUs")
-    least = 12 if gpu and processes > 1 else 2  # DDP needs 11 before a capture
-    if args.warmup_steps is None:
-        args.warmup_steps = max(5, least)
-    graph, few, own = args.cuda_graph, args.warmup_steps < least, mode in OWN_GRAPHS
-    if graph and own:
-        fail(f"--enable-cuda-graph: mode {mode} makes graphs of its own")
-    if graph and not gpu:
-        fail("--enable-cuda-graph: this run has no GPU", 4)
-    if graph and few:
-        say("note", f"--enable-cuda-graph: {least} warm-up steps, not {args.warmup_steps}")
-        args.warmup_steps = least
-    if graph is None:
-        args.cuda_graph = VERSION > 3 and gpu and not (few or own)
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -1101,36 +1079,77 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         near = difflib.get_close_matches(unknown[0], flags, n=1)
         hint = f" (did you mean {near[0]}?)" if near else ""
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
-    given = {name: on for _, name, _ in FUSIONS if (on := getattr(args, name)) is not None}
-    for _, name, _ in FUSIONS:
-        setattr(args, name, given.get(name, args.all_fusion is not False))
+    flags = choose_fusions(args)
     check_model_arguments(args, parser)
     check_environment()
-    gpu = args.device != "cpu" and torch.cuda.is_available()
-    processes = WORLD_SIZE if LAUNCHED else args.num_gpus or (named_gpus() if gpu else 1)
-    check_devices(args, gpu, processes)
-    check_arguments(args, gpu, processes)
+    choose_devices(args)
+    check_training(args)
+    choose_graph(args)
+    notice_profilers(args)
+    args.profile_dir /= f"rank{RANK}" if RANK else ""
+    args.without_effect = without_effect(args)
+    for flag, name, _ in FUSIONS:
+        if name in flags and name in args.without_effect:
+            switch = "enable" if flags[name] else "disable"
+            say("note", f"--{switch}-{flag} has no effect: {args.without_effect[name]}")
+    return args
 
+
+def choose_fusions(args: argparse.Namespace) -> dict[str, bool]:
+    """Turn each fusion on or off: by its own flag, which is returned, else by all-fusion."""
+    if not FUSIONS and (args.all_fusion or args.compare_fusion):
+        fail(f"--enable-all-fusion and --compare-fusion start with V2, {SCRIPT} has no fusions")
+    flags = {name: on for _, name, _ in FUSIONS if (on := getattr(args, name)) is not None}
+    if flags and all(flags.values()) and len(flags) < len(FUSIONS) and args.all_fusion is None:
+        say("note", "all fusions are on by default; for single ones add --disable-all-fusion")
+    for _, name, _ in FUSIONS:
+        setattr(args, name, flags.get(name, args.all_fusion is not False))
+    return flags
+
+
+def check_training(args: argparse.Namespace) -> None:
+    """Refuse what cannot work together."""
+    if args.torch_compile_mode and not args.torch_compile:
+        fail(f"--torch-compile-mode {args.torch_compile_mode} needs --enable-torch-compile")
+    if args.amp_dtype and not args.use_amp:
+        fail(f"--amp-dtype {args.amp_dtype} needs --use-amp")
+    if not 0 < args.learning_rate < math.inf:
+        fail(f"--learning-rate must be above 0, not {args.learning_rate}")
+    if args.batch_size % args.num_gpus:
+        fail(f"--batch-size {args.batch_size} is not divisible by {args.num_gpus} GPUs")
     args.torch_compile = bool(args.torch_compile)
     args.amp_dtype = args.amp_dtype or "bfloat16"
-    args.num_gpus = processes
-    args.device = "cuda" if gpu else "cpu"
-    args.profile_dir /= f"rank{RANK}" if RANK else ""
-    signs = [name for name in PROFILER_SIGNS if name in os.environ]
+
+
+def choose_graph(args: argparse.Namespace) -> None:
+    """Choose graph and warm-up where no flag does; refuse a graph that cannot be."""
+    gpu, own_graph = args.device == "cuda", args.torch_compile_mode in OWN_GRAPHS
+    least = 12 if gpu and args.num_gpus > 1 else 2  # DDP needs 11 before a capture
+    if args.warmup_steps is None:
+        args.warmup_steps = max(5, least)
+    too_few = args.warmup_steps < least
+    if args.cuda_graph is None:
+        args.cuda_graph = VERSION > 3 and gpu and not (too_few or own_graph)
+    if args.cuda_graph and own_graph:
+        fail(f"--enable-cuda-graph: mode {args.torch_compile_mode} makes graphs of its own")
+    if args.cuda_graph and not gpu:
+        fail("--enable-cuda-graph: this run has no GPU", 4)
+    if args.cuda_graph and too_few:
+        say("note", f"--warmup-steps {args.warmup_steps} raised to {least} for --enable-cuda-graph")
+        args.warmup_steps = least
+
+
+def notice_profilers(args: argparse.Namespace) -> None:
+    """Launch training steps alone where rocprofv3, rocprof-sys, nsys or ncu started the run."""
+    signs = "ROCP_TOOL_LIBRARIES NSYS_PROFILING_SESSION_ID NV_NSIGHT_INJECTION_TRANSPORT_TYPE"
+    signs = [name for name in signs.split() if name in os.environ]
     signs += re.findall("librocprof[^:]*", os.getenv("LD_PRELOAD", ""))
     if signs and not args.under_profiler:
         say("note", f"a GPU profiler started this run ({signs[0]}): --under-profiler is on")
         args.under_profiler = True
-    if args.enable_rocm_profiling and not gpu:
+    if args.enable_rocm_profiling and args.device == "cpu":
         say("note", "--enable-rocm-profiling: no GPU here, so nothing is marked")
-    if given and all(given.values()) and len(given) < len(FUSIONS) and args.all_fusion is None:
-        say("note", "all fusions are on by default; for single ones add --disable-all-fusion")
-    args.without_effect = without_effect(args)
-    for flag, name, _ in FUSIONS:
-        if name in given and name in args.without_effect:
-            switch = "enable" if given[name] else "disable"
-            say("note", f"--{switch}-{flag} has no effect: {args.without_effect[name]}")
-    return args
+        args.enable_rocm_profiling = False
 
 
 def all_off(args: argparse.Namespace, **changes) -> argparse.Namespace:
@@ -1138,38 +1157,6 @@ def all_off(args: argparse.Namespace, **changes) -> argparse.Namespace:
     off = {name: False for _, name, _ in FUSIONS}
     off |= {"torch_compile": False, "torch_compile_mode": None, "without_effect": {}}
     return argparse.Namespace(**{**vars(args), **off, **changes})
-
-
-# The process
-
-
-def prepare(args: argparse.Namespace) -> torch.device:
-    """Apply this run's process-wide settings; return the device."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler writes on stderr
-    if args.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(args.deterministic)
-    torch.set_float32_matmul_precision(args.matmul_precision)
-    use_settings(args)
-    return torch.empty(0, device=args.device).device
-
-
-def environment(device: torch.device) -> dict:
-    """Return what the numbers are measured on."""
-    names = [torch.cuda.get_device_name(device)] if device.type == "cuda" else []
-    if (info := Path("/proc/cpuinfo")).exists():
-        names += re.findall(r"model name\t: (.+)", info.read_text())
-    with_triton = importlib.util.find_spec("triton")
-    return {
-        "device": device.type,
-        "device_name": [*names, platform.machine()][0],
-        "cpu_threads": torch.get_num_threads(),
-        "triton": __import__("triton").__version__ if with_triton else None,
-        "torch": torch.__version__,
-        "hip": torch.version.hip,
-        "cuda": torch.version.cuda,
-        "python": platform.python_version(),
-    }
 
 
 # One training step
@@ -1318,100 +1305,6 @@ def wait_until(done: Callable[[], bool]) -> None:
             raise TimeoutError(f"no step ended in {PATIENCE} s: is a process lost?")
 
 
-# What is counted in extra steps
-
-
-class OperatorCounter(TorchDispatchMode):
-    """Counts ATen operators inside that move data."""
-
-    calls = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        name = function.overloadpacket.__name__
-        self.calls += not (function.is_view or name.startswith(NO_WORK))
-        return function(*args, **(kwargs or {}))
-
-
-def count_kernels(trainer: Trainer) -> dict:
-    """Count the kernels of a step, on a CPU its operators; {} where none are seen."""
-    if not trainer.gpu:  # of two samples: of a single one some copies are views
-        two = argparse.Namespace(**{**vars(trainer.args), "batch_size": 2 * WORLD_SIZE})
-        trainer = Trainer(two, trainer.device)
-        trainer.step()
-        batch = trainer.next_batch()
-        with OperatorCounter() as counter:
-            trainer.compute(batch)
-        remark = "; operator calls, counted on a CPU"
-        return {"unit": "operator calls", "per_step": counter.calls, "remark": remark}
-    trainer.step()  # the first one does more
-    events = trainer.trace(trainer.profile())["traceEvents"]
-    calls = [e["name"] for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")]
-    found = {"unit": "kernels", "remark": ""}
-    found["per_step"] = sum(e.get("cat") == "kernel" for e in events)
-    found["host_launches"] = sum("Launch" in name for name in calls)
-    return found if found["per_step"] else {}  # a profiler that may not look sees none
-
-
-def count_all_off(args: argparse.Namespace, device: torch.device) -> int | None:
-    """Count with everything off; None where memory runs out."""
-    progress("counting kernels with all fusions off")
-    torch.compiler.reset()  # lets go of its graphs
-    gc.collect()
-    off = all_off(args)
-    prepare(off)
-    try:
-        return count_kernels(Trainer(off, device))["per_step"]
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        return None
-
-
-def memory_of_a_step(trainer: Trainer) -> float:
-    """Return the peak bytes of tensors in a step; a flag writes their course."""
-    gc.collect()  # what is freed in the step was allocated in it
-    events = trainer.trace(trainer.profile(profile_memory=True))["traceEvents"]
-    kept = [*trainer.model.parameters(), *trainer.model.buffers(), *trainer.inputs.values()]
-    kept += [t for state in trainer.optimizer.state.values() for t in state.values()]
-    used = sum(tensor.nbytes for tensor in kept)  # between two steps
-    events = sorted((e for e in events if e["name"] == "[memory]"), key=lambda e: e["ts"])
-    events = [e for e in events if e["args"]["Device Type"] == int(trainer.gpu)]
-    course = [(e["ts"] - events[0]["ts"], used := used + e["args"]["Bytes"]) for e in events]
-    if trainer.args.enable_memory_profiling:
-        rows = ["time_us,bytes\n", *(f"{time:.3f},{used:.0f}\n" for time, used in course)]
-        (trainer.args.profile_dir / f"{SCRIPT}_memory_timeline.csv").write_text("".join(rows))
-    return max((used for _, used in course), default=used)  # a graph allocates nothing
-
-
-def gpu_memory(device: torch.device, statistic: str = "memory_allocated") -> int:
-    """Return bytes by this statistic, with the pools that graphs keep; 0 on a CPU.
-
-    Without the workspaces of cuBLAS outside these pools, which any run may have made.
-    """
-    if device.type == "cpu":
-        return 0
-    torch._C._cuda_clearCublasWorkspaces()
-    pools = [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) != (0, 0)]
-    used = getattr(torch.cuda, statistic)()
-    return used + sum(s["total_size"] - s["allocated_size"] for s in pools)
-
-
-@contextlib.contextmanager
-def recorded_region(active: bool) -> Iterator[None]:
-    """Have a profiler record what runs inside (cudaProfilerStart, ROCTx)."""
-    with contextlib.ExitStack() as at_end:
-        if active:
-            at_end.enter_context(torch.cuda.profiler.profile())
-        if active and torch.version.hip:
-            try:
-                roctx = ctypes.CDLL("librocprofiler-sdk-roctx.so")
-            except OSError as error:
-                fail(f"--enable-rocm-profiling needs ROCm's rocprofiler-sdk-roctx: {error}", 4)
-            roctx.roctxProfilerResume(0)
-            at_end.callback(roctx.roctxProfilerPause, 0)
-        yield
-
-
 # A run
 
 
@@ -1473,23 +1366,13 @@ class Run:
             torch.cuda.empty_cache()
         args, before = self.args, gpu_memory(self.device)
         self.trainer = Trainer(args, self.device)
-        config = asdict(self.trainer.model.config)
-        parameters = sum(p.numel() for p in self.trainer.model.parameters())
-        data = self.trainer.batches.source
-        self.model = {"config": config, "parameters": parameters, "data": data}
-        several = f" x {WORLD_SIZE}" if WORLD_SIZE > 1 else ""
-        sizes = [f"{name} {n}" for name, n in config.items() if isinstance(n, int) and n]
-        precision = f"float32 (matmul precision {args.matmul_precision})"
-        names = (*(name for _, name, _ in FUSIONS), "torch_compile", "cuda_graph")
-        on = [n for n in names if getattr(args, n) and n not in args.without_effect]
+        self.model = {
+            "config": asdict(self.trainer.model.config),
+            "parameters": sum(p.numel() for p in self.trainer.model.parameters()),
+            "data": self.trainer.batches.source,
+        }
         progress()
-        print(
-            f"{SCRIPT} on {environment(self.device)['device_name']}{several}:",
-            f"{parameters:,} parameters, batch_size {args.batch_size}, {', '.join(sizes)};",
-            f"{args.amp_dtype if args.use_amp else precision};",
-            ", ".join(on or ["nothing fused"]).replace("_", "-"),
-            flush=True,
-        )
+        print(self.headline(), flush=True)
         if args.torch_compile:
             progress("compiling in the first step; this can take minutes")
         elif self.device.type == "cpu" and not args.under_profiler:
@@ -1503,13 +1386,30 @@ class Run:
         self.kept = gpu_memory(self.device) - before
         self.plan(args.num_steps, "step")
 
+    def headline(self) -> str:
+        """Name script, device, sizes, precision and fusions in one line."""
+        args, config = self.args, self.model["config"].items()
+        device = environment(self.device)["device_name"]
+        several = f" x {WORLD_SIZE}" if WORLD_SIZE > 1 else ""
+        sizes = ", ".join(f"{name} {n}" for name, n in config if isinstance(n, int) and n)
+        precision = f"float32 (matmul precision {args.matmul_precision})"
+        names = (*(name for _, name, _ in FUSIONS), "torch_compile", "cuda_graph")
+        on = [n for n in names if getattr(args, n) and n not in args.without_effect]
+        return (
+            f"{SCRIPT} on {device}{several}: {self.model['parameters']:,} parameters, "
+            f"batch_size {args.batch_size}, {sizes}; "
+            f"{args.amp_dtype if args.use_amp else precision}; "
+            + ", ".join(on or ["nothing fused"]).replace("_", "-")
+        )
+
     def forecast(self, steps: int) -> None:
-        """Say how long steps take on a CPU if it is long, by its first layer on one sample."""
+        """Say how long steps take on a CPU if it is long, by the first layer for one sample."""
         if TRITON_FUSIONS:
             progress("measuring one layer, for how long the steps will take")
         model = self.trainer.model
         layers = max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=len)
         batch = make_batches(self.args, self.device, self.args.seed).next_batch()
+        sample = {name: value[:1] for name, value in batch.items()}
 
         def stop(*_: object) -> NoReturn:
             raise EOFError
@@ -1518,7 +1418,7 @@ class Run:
         for _ in range(2):  # the first time does more
             started = time.perf_counter()
             with contextlib.suppress(EOFError), torch.no_grad(), self.trainer.autocast():
-                model(**{name: value[:1] for name, value in batch.items()})
+                model(**sample)
             seconds = time.perf_counter() - started
             if seconds > 5:
                 break
@@ -1599,23 +1499,13 @@ class Run:
             self.peak = self.peak or memory
         if args.enable_pytorch_profiler:
             progress(f"{self.title}profiling 3 steps, and writing tables and trace")
-            start, profile = args.profile_dir / SCRIPT, trainer.profile(steps=3, record_shapes=True)
-            for clock in ("cpu", "device") if trainer.gpu else ("cpu",):
-                table = profile.key_averages().table(f"self_{clock}_time_total", row_limit=40)
-                path = Path(f"{start}_operators_by_{clock}_time.txt")
-                path.write_text(table.replace("time total", "total"))
-            with gzip.open(f"{start}_trace.json.gz", "wt") as file:
-                json.dump(trainer.trace(profile), file)
+            write_profile(trainer)
         progress(f"{self.title}counting operations")
-        model = build_model(all_off(args, checkpoint_blocks=False), torch.device("meta"))
-        batch = trainer.batches.next_batch()
-        with FlopCounterMode(display=False) as counter:
-            model(**{name: value.to("meta") for name, value in batch.items()}).backward()
-        self.flops = counter.get_total_flops()
+        self.flops = count_flops(args, trainer.batches.next_batch())
 
     def result(self) -> dict:
         """Return the results so far."""
-        args, kernels, flops = self.args, dict(self.kernels), {}
+        args, flops = self.args, {}
         curve = [loss for turn in self.turns for loss in turn.losses]
         ends = {"initial": curve[0], "final": curve[-1]} if curve else {}
         times = timing([turn for turn in self.turns if turn.label == "step"], args.batch_size)
@@ -1625,8 +1515,6 @@ class Run:
             if args.torch_compile and "batch_ms" in times:
                 steady_ms = warmup.steps * times["batch_ms"]
                 times["compilation_overhead_ms"] = times["warmup_ms"] - steady_ms
-        if kernels.get("all_off"):
-            kernels["reduction_percent"] = 100 * (1 - kernels["per_step"] / kernels["all_off"])
         if self.flops:
             rate = self.flops / times["batch_ms"] / 1e9
             flops = {"per_step": self.flops, "gflop": self.flops / 1e9, "achieved_tflops": rate}
@@ -1643,7 +1531,7 @@ class Run:
             **self.model,
             "timing": times,
             "memory": {"peak_mb": self.peak / 1e6} if self.peak else {},
-            "kernels": kernels,
+            "kernels": self.kernels,
             "flops": flops,
             "loss": {"warmup_steps": args.warmup_steps, "curve": curve, **ends},
         }
@@ -1668,11 +1556,11 @@ def write_json(path: Path, content: dict) -> None:
 
 def measure(runs: list[Run]) -> None:
     """Warm up, take all steps in up to ten alternating turns, then count."""
-    args, device = runs[-1].args, runs[-1].device
+    args = runs[-1].args
     for run in runs:
         run.start()
     turns = min(10, args.num_steps) if len(runs) > 1 else 1
-    marked = args.enable_rocm_profiling and device.type == "cuda"
+    marked = args.enable_rocm_profiling
     with recorded_region(marked), contextlib.ExitStack() as ranges:
         for run in runs if marked else ():
             ranges.enter_context(run.trainer.ranges(torch.cuda.nvtx.range))
@@ -1688,24 +1576,24 @@ def measure(runs: list[Run]) -> None:
         run.peak = max(peaks)
     kernels = runs[-1].kernels
     if kernels and args != all_off(args):
-        first = runs[0].kernels["per_step"]
-        kernels["all_off"] = first if len(runs) > 1 else count_all_off(args, device)
+        off = runs[0].kernels["per_step"] if len(runs) > 1 else count_all_off(args)
+        kernels["all_off"] = off
+        if off:
+            kernels["reduction_percent"] = 100 * (1 - kernels["per_step"] / off)
 
 
 def train_all(runs: list[Run]) -> None:
     """Train all; however it ends, each result is in its JSON file."""
     end = runs[-1].status, runs[-1].error
     try:
-        if RANK:
-            dist.barrier()  # rank 0 leaves its record before another one can fail
         for run in runs:
             run.write()  # for a run that is killed
-        if WORLD_SIZE > 1 and not RANK:
+        if WORLD_SIZE > 1:
             dist.barrier()
         measure(runs)
         end = 0, None
     except (Exception, KeyboardInterrupt) as error:
-        end = 1, str(error)
+        end = 1, str(error)  # of a fault of the program, which explain() raises again
         end = explain(error, runs[-1].args.profile_dir)
     finally:
         for run in runs:
@@ -1734,21 +1622,18 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 def explain(error: BaseException, directory: Path) -> tuple[int, str]:
     """Return status and line of an error that a user can mend; raise any other."""
     line = (str(error).strip() or type(error).__name__).splitlines()[0]
-    compiler = type(error).__module__.startswith(("torch._", "triton.runtime"))
     if isinstance(error, KeyboardInterrupt):
         return 130, "interrupted"
     if is_out_of_memory(error):
         return 3, f"out of memory: lower --batch-size or --seq-len ({line})"
-    if compiler or isinstance(error, (FloatingPointError, TimeoutError)):
+    compiler = type(error).__module__.startswith(("torch._", "triton.runtime"))
+    if compiler or isinstance(error, (FloatingPointError, TimeoutError, BrokenPipeError)):
         return 1, line
-    if isinstance(error, BrokenPipeError):
-        raise error
-    places = str(directory), tempfile.gettempdir()
-    if isinstance(error, OSError) and not str(error.filename or "").startswith(places):
-        return 2, f"{error.filename or 'standard output'}: {error.strerror}"
+    if isinstance(error, OSError) and error.filename is None:
+        return 2, f"standard output: {error.strerror}"
     if isinstance(error, (OSError, json.JSONDecodeError)):  # half a trace is no JSON
-        message = f"--profile-dir {directory}: cannot write there or in {places[1]}"
-        return 2, f"{message}, is there space left? ({line})"
+        places = f"--profile-dir {directory}: cannot write there or in {tempfile.gettempdir()}"
+        return 2, f"{places}, is there space left? ({line})"
     raise error
 
 
@@ -1798,10 +1683,8 @@ def main(argv: list[str] | None = None) -> int:
     except (Exception, KeyboardInterrupt) as error:
         if isinstance(error, OSError) and error.filename is None:  # what is left goes nowhere
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if isinstance(error, BrokenPipeError):  # `... | head` has seen enough
-            status = 1
-        else:
-            status, message = explain(error, args.profile_dir)
+        status, message = explain(error, args.profile_dir)
+        if not isinstance(error, BrokenPipeError):  # `... | head` has seen enough
             say("error", message)
     if WORLD_SIZE > 1:
         if status:  # a tidy end could wait for a process that is gone
@@ -1812,6 +1695,123 @@ def main(argv: list[str] | None = None) -> int:
 
 
 # --- end of harness
+
+# --- counts
+# Copied from common/counts.py by tools/sync_common.py: edit it there.
+# What extra steps count and record: kernels, operations, memory, profiles.
+NO_WORK = ("_unsafe_view", "empty", "new_empty", "_record_function")  # and views move no data
+
+
+class OperatorCounter(TorchDispatchMode):
+    """Counts ATen operators inside that move data."""
+
+    calls = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        self.calls += not (function.is_view or name.startswith(NO_WORK))
+        return function(*args, **(kwargs or {}))
+
+
+def count_kernels(trainer: Trainer) -> dict:
+    """Count the kernels of a step, on a CPU its operators; {} where none are seen."""
+    if not trainer.gpu:  # of two samples: of a single one some copies are views
+        two = argparse.Namespace(**{**vars(trainer.args), "batch_size": 2 * WORLD_SIZE})
+        trainer = Trainer(two, trainer.device)
+        trainer.step()
+        batch = trainer.next_batch()
+        with OperatorCounter() as counter:
+            trainer.compute(batch)
+        remark = "; operator calls, counted on a CPU"
+        return {"unit": "operator calls", "per_step": counter.calls, "remark": remark}
+    trainer.step()  # the first one does more
+    events = trainer.trace(trainer.profile())["traceEvents"]
+    calls = [e["name"] for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")]
+    counts = {"unit": "kernels", "remark": ""}
+    counts["per_step"] = sum(e.get("cat") == "kernel" for e in events)
+    counts["host_launches"] = sum("Launch" in name for name in calls)
+    return counts if counts["per_step"] else {}  # a profiler that may not look sees none
+
+
+def count_all_off(args: argparse.Namespace) -> int | None:
+    """Count the kernels with everything off; None where memory runs out."""
+    progress("counting kernels with all fusions off")
+    torch.compiler.reset()  # lets go of its graphs
+    gc.collect()
+    try:
+        return count_kernels(Trainer(off := all_off(args), prepare(off)))["per_step"]
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return None
+
+
+def count_flops(args: argparse.Namespace, batch: dict[str, Tensor]) -> int:
+    """Count the floating-point operations of a step of the unfused model."""
+    model = build_model(all_off(args, checkpoint_blocks=False), torch.device("meta"))
+    with FlopCounterMode(display=False) as counter:
+        model(**{name: value.to("meta") for name, value in batch.items()}).backward()
+    return counter.get_total_flops()
+
+
+def memory_of_a_step(trainer: Trainer) -> float:
+    """Return the peak bytes of tensors in a step; a flag writes their course."""
+    gc.collect()  # what is freed in the step was allocated in it
+    events = trainer.trace(trainer.profile(profile_memory=True))["traceEvents"]
+    kept = [*trainer.model.parameters(), *trainer.model.buffers(), *trainer.inputs.values()]
+    kept += [t for state in trainer.optimizer.state.values() for t in state.values()]
+    used = sum(tensor.nbytes for tensor in kept)  # between two steps
+    events = sorted((e for e in events if e["name"] == "[memory]"), key=lambda e: e["ts"])
+    events = [e for e in events if e["args"]["Device Type"] == int(trainer.gpu)]
+    course = [(e["ts"] - events[0]["ts"], used := used + e["args"]["Bytes"]) for e in events]
+    if trainer.args.enable_memory_profiling:
+        rows = ["time_us,bytes\n", *(f"{time:.3f},{used:.0f}\n" for time, used in course)]
+        (trainer.args.profile_dir / f"{SCRIPT}_memory_timeline.csv").write_text("".join(rows))
+    return max((used for _, used in course), default=used)  # a graph allocates nothing
+
+
+def gpu_memory(device: torch.device, statistic: str = "memory_allocated") -> int:
+    """Return bytes by this statistic, with the pools that graphs keep; 0 on a CPU.
+
+    Without the workspaces of cuBLAS outside these pools, which any run may have made.
+    """
+    if device.type == "cpu":
+        return 0
+    torch._C._cuda_clearCublasWorkspaces()
+    pools = [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) != (0, 0)]
+    used = getattr(torch.cuda, statistic)()
+    return used + sum(s["total_size"] - s["allocated_size"] for s in pools)
+
+
+def write_profile(trainer: Trainer) -> None:
+    """Write tables of operators by time, and a trace, of three steps."""
+    start = trainer.args.profile_dir / SCRIPT
+    profile = trainer.profile(steps=3, record_shapes=True)
+    for clock in ("cpu", "device") if trainer.gpu else ("cpu",):
+        table = profile.key_averages().table(f"self_{clock}_time_total", row_limit=40)
+        path = Path(f"{start}_operators_by_{clock}_time.txt")
+        path.write_text(table.replace("time total", "total"))
+    with gzip.open(f"{start}_trace.json.gz", "wt") as file:
+        json.dump(trainer.trace(profile), file)
+
+
+@contextlib.contextmanager
+def recorded_region(active: bool) -> Iterator[None]:
+    """Have a profiler record what runs inside (cudaProfilerStart, ROCTx)."""
+    with contextlib.ExitStack() as at_end:
+        if active:
+            at_end.enter_context(torch.cuda.profiler.profile())
+        if active and torch.version.hip:
+            try:
+                roctx = ctypes.CDLL("librocprofiler-sdk-roctx.so")
+            except OSError as error:
+                fail(f"--enable-rocm-profiling needs ROCm's rocprofiler-sdk-roctx: {error}", 4)
+            roctx.roctxProfilerResume(0)
+            at_end.callback(roctx.roctxProfilerPause, 0)
+        yield
+
+
+# --- end of counts
 # --- modes
 # Copied from common/modes.py by tools/sync_common.py: edit it there.
 # What can run in place of training; the harness knows a mode by its entry in MODES alone.
@@ -1823,19 +1823,17 @@ def compare_fusion(args: argparse.Namespace) -> int:
     runs = [Run(sides[0], "all off: "), Run(sides[1], "as chosen: ")]
     train_all(runs)
     before, after = (run.result() for run in runs)
-    compared = before["status"] == "ok"
     if before["status"] == "oom":
         print("Both do not fit into memory side by side: each is measured alone, without ratios.")
         runs.clear()
-        before, after = (train(side) for side in sides)
+        return max([finish(train(side)) for side in sides])
     progress()
-    if compared:
+    if before["status"] == "ok":
         print_comparison(before, after)
-    if args.full_report or not compared:
-        print(f"\nall off:\n{report(before)}\nas chosen:\n{report(after)}", end="")
-    for error in dict.fromkeys([before["error"], after["error"]]):
-        if error:
-            say("error", error)
+    else:
+        print(f"all off:\n{report(before)}\nas chosen:\n{report(after)}", end="")
+    for error in {before["error"], after["error"]} - {None}:
+        say("error", error)
     return max(before["exit_status"], after["exit_status"])
 
 
@@ -1882,15 +1880,18 @@ def values_of(trainer: Trainer, exact: bool = False, seed: int = 0) -> dict[str,
     `exact`: in float64. With a `seed` the weights are off by up to a quarter of their last digit,
     so that everything is rounded differently. Afterwards the trainer is of no use.
     """
-    batch, model, forward = trainer.next_batch(), trainer.model, trainer.forward
+    args, batch, model, forward = trainer.args, trainer.next_batch(), trainer.model, trainer.forward
     context = trainer.autocast
-    if seed:
-        digit, generator = last_digit(trainer.args), torch.Generator().manual_seed(seed)
+    if seed:  # the last digit of a number near 1, as a matrix product takes it
+        digit = 2.0 ** (-23 if args.matmul_precision == "highest" else -10)
+        if args.use_amp:
+            digit = torch.finfo(getattr(torch, args.amp_dtype)).eps
+        generator = torch.Generator().manual_seed(seed)
         for parameter in model.parameters():
             noise = torch.rand(parameter.shape, generator=generator) - 0.5
             parameter.data *= (1 + digit / 2 * noise).to(parameter.device)
     if exact:
-        model = forward = build_model(trainer.args, trainer.device).double()
+        model = forward = build_model(args, trainer.device).double()
         model.load_state_dict(trainer.model.state_dict())
         batch = {n: t.double() if t.is_floating_point() else t for n, t in batch.items()}
         context = InFloat64
@@ -1914,26 +1915,24 @@ def values_of(trainer: Trainer, exact: bool = False, seed: int = 0) -> dict[str,
 
 
 def judge(
-    exact: dict, unfused: list[dict], found: dict, least: float
+    exact: dict, unfused: list[dict], fused: dict, least: float
 ) -> dict[str, tuple[float, float]]:
-    """Return each value's relative error and its limit, three times that of the unfused model.
+    """Return each value's relative error and its limit.
 
-    That is the largest of its runs; or `least` (1e-3 at most for what is no gradient), if that is
-    more. Where an unfused one is a NaN, none is right. No norm counts for less than 1e-5 of that of
-    all gradients. Some gradients are zero in theory, as that of a bias which softmax takes out.
-    What is found is the noise of sums in another order then, and the norm counts for 1e-3 of that
-    of all, or for `least` / 10.
+    That is three times the largest error of the unfused runs, or `least` (at most 1e-3 for what is
+    no gradient) if that is more; 0 where one of these is NaN. No norm counts for less than 1e-5 of
+    that of all gradients. A gradient of zero in theory, as that of a bias which softmax takes out,
+    is the noise of sums in another order: it counts for 1e-3 of all, or for `least` / 10.
     """
     norms = {name: float(value.norm()) for name, value in exact.items()}
     total = math.hypot(*(norm for name, norm in norms.items() if name.startswith("gradient")))
     judged = {}
     for name, norm in norms.items():
         norm = max(norm, total * (1e-5 if norm > 1e-12 * total else max(1e-3, least / 10)))
-        sizes = [float((side[name] - exact[name]).norm()) for side in (found, *unfused)]
+        sizes = [float((side[name] - exact[name]).norm()) for side in (fused, *unfused)]
         error, *errors = (size / norm if math.isfinite(size) else math.inf for size in sizes)
-        rounding = max(errors)
         floor = least if name.startswith("gradient") else min(least, 1e-3)
-        judged[name] = error, max(floor, 3 * rounding) if rounding < math.inf else 0.0
+        judged[name] = error, max(floor, 3 * max(errors)) if max(errors) < math.inf else 0.0
     return judged
 
 
@@ -1946,35 +1945,28 @@ def least_limit(args: argparse.Namespace) -> float:
     return 0.05 if args.use_amp or args.matmul_precision != "highest" else 3e-3
 
 
-def last_digit(args: argparse.Namespace) -> float:
-    """Return the step between two numbers near 1, as a matrix product takes them."""
-    if args.use_amp:
-        return torch.finfo(getattr(torch, args.amp_dtype)).eps
-    return 2.0 ** (-23 if args.matmul_precision == "highest" else -10)
-
-
-def unfused_values(args: argparse.Namespace, seeds: range) -> list[dict[str, Tensor]]:
-    """Return what the unfused model gives, for each seed rounded differently."""
-    off = all_off(args)
-    return [values_of(Trainer(off, prepare(off)), seed=seed) for seed in seeds]
-
-
-def judged_values(args: argparse.Namespace) -> dict[str, tuple[float, float]]:
-    """Judge what these arguments give by the same in float64.
+def judged_values(
+    args: argparse.Namespace,
+    make_trainer: Callable = lambda args: Trainer(args, prepare(args)),
+    fused: dict | None = None,
+    least: float | None = None,
+) -> dict[str, tuple[float, float]]:
+    """Judge `fused`, what these arguments give unless they are another script's, by float64.
 
     In a small model a few roundings decide on the unfused one's error. So where one run of it does
     not explain an error, eight more may.
     """
-    exact = all_off(args, use_amp=False, matmul_precision="highest")
-    right = values_of(Trainer(exact, prepare(exact)), exact=True)
-    unfused, found = unfused_values(args, range(1)), values_of(Trainer(args, prepare(args)))
-    judged = judge(right, unfused, found, least_limit(args))
-    doubt = torch.tensor(any(e > limit for e, limit in judged.values()), device=args.device).int()
-    if WORLD_SIZE > 1:  # together, or nobody averages gradients
-        dist.all_reduce(doubt)
-    if doubt:
-        unfused += unfused_values(args, range(1, 9))
-        judged = judge(right, unfused, found, least_limit(args))
+    off = all_off(args)
+    exact = values_of(make_trainer(all_off(off, use_amp=False, matmul_precision="highest")), True)
+    fused, unfused = fused or values_of(make_trainer(args)), []
+    for seeds in range(1), range(1, 9):
+        unfused += [values_of(make_trainer(off), seed=seed) for seed in seeds]
+        judged = judge(exact, unfused, fused, least or least_limit(args))
+        doubt = torch.tensor(int(any(e > limit for e, limit in judged.values())))
+        if WORLD_SIZE > 1:  # together, or nobody averages gradients
+            dist.all_reduce(doubt := doubt.to(args.device))
+        if not doubt:
+            break
     return judged
 
 

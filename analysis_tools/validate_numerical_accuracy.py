@@ -10,10 +10,11 @@ state_dict(), where nothing is fused.
 
 An error is the norm of the difference from float64 over the norm of the value, each gradient by
 itself. Its limit is three times the error of the baseline with everything unfused in the same
-precision, or --tolerance where that is more; --tolerance is also the limit of the two loss curves'
-relative difference. It is 1e-3 unless given, and for values below float32, where an argument of a
-ReLU may round to the other side of zero, 0.05. A parameter without a gradient is named and fails
-the check. Exit status 1 where something is off.
+precision, the largest of nine roundings where one does not explain an error, or --tolerance where
+that is more; --tolerance is also the limit of the two loss curves' relative difference. It is 1e-3
+unless given, and for values below float32, where an argument of a ReLU may round to the other side
+of zero, 0.05. A parameter without a gradient is named and fails the check. Exit status 1 where
+something is off.
 
 Examples:
   python analysis_tools/validate_numerical_accuracy.py --baseline tiny_llama_v1.py \\
@@ -140,23 +141,25 @@ def compare_values(
 ) -> list[dict]:
     """Rows for outputs, loss and gradients at these weights.
 
-    They are judged as by --verify-accuracy, but by one run of the unfused model, never by nine.
+    They are judged as by --verify-accuracy.
     """
-    first, second = sides
-    all_off, judge = first.module.all_off, first.module.judge
-    unfused = replace(first, args=all_off(first.args))
-    exact = replace(first, args=all_off(first.args, use_amp=False, matmul_precision="highest"))
-    values = []
-    for side in (exact, unfused, first, second):
-        values.append(side.module.values_of(side.trainer(weights, first), exact=side is exact))
+    first = sides[0]
+
+    def make_trainer(args: argparse.Namespace):
         free_memory()
-    least = tolerance or first.module.least_limit(first.args)
-    judged = judge(values[0], values[1:2], values[3], least)
+        return replace(first, args=args).trainer(weights, first)
+
+    values = []
+    for side in sides:
+        values.append(side.module.values_of(side.trainer(weights, first)))
+        free_memory()
+    judged = first.module.judged_values(first.args, make_trainer, values[1], tolerance)
+    free_memory()
     gradients = {name: judged.pop(name) for name in list(judged) if name.startswith(GRADIENT)}
     loss = {"loss": judged.pop("loss")}
     lines = [line(f"outputs {when}", judged), line(f"loss {when}", loss)]
     lines.append(line(f"{len(gradients)} gradients {when}", gradients))
-    for side, found in zip(sides, values[2:], strict=True):
+    for side, found in zip(sides, values, strict=True):
         missing = [name for name, value in found.items() if bool(value.isnan().all())]
         if missing:
             names = ", ".join(name.removeprefix(GRADIENT) for name in missing)

@@ -155,19 +155,16 @@ def prepared_protein(path: Path) -> Protein:
         hint = "an alignment needs --structure with it"
         fail(f"--msa {path}: not a .npz that examples/proteins.py prepared; {hint}")
     length = tokens.shape[-1] if tokens.ndim == 2 else 0
-    wrong = None
     if tokens.dtype.kind not in "iu" or not len(tokens) or length < 2:
-        wrong = "tokens must be whole numbers [depth, length]"
-    elif not ((tokens >= 0) & (tokens <= GAP)).all() or (tokens[0] == GAP).any():
-        wrong = f"tokens must be 0 to {GAP}, and below in the query"
-    elif observed.dtype != bool or observed.shape != (length,) or not observed.any():
-        wrong = f"observed must be bool [{length}], not all False"
-    elif coords.dtype.kind != "f" or coords.shape != (length, 3):
-        wrong = f"coords must be floats [{length}, 3]"
-    elif not np.isfinite(coords[observed]).all():
-        wrong = "coords of observed residues must be finite"
-    if wrong:
-        fail(f"--msa {path}: {wrong}")
+        fail(f"--msa {path}: tokens must be whole numbers [depth, length]")
+    if not ((tokens >= 0) & (tokens <= GAP)).all() or (tokens[0] == GAP).any():
+        fail(f"--msa {path}: tokens must be 0 to {GAP}, and below in the query")
+    if observed.dtype != bool or observed.shape != (length,) or not observed.any():
+        fail(f"--msa {path}: observed must be bool [{length}], not all False")
+    if coords.dtype.kind != "f" or coords.shape != (length, 3):
+        fail(f"--msa {path}: coords must be floats [{length}, 3]")
+    if not np.isfinite(coords[observed]).all():
+        fail(f"--msa {path}: coords of observed residues must be finite")
     missing = length - int(observed.sum())
     note = f"{path}: {missing} of {length} residues have no coordinates" if missing else ""
     coords = np.where(observed[:, None], coords, 0).astype(np.float32)

@@ -8,19 +8,17 @@ def compare_fusion(args: argparse.Namespace) -> int:
     runs = [Run(sides[0], "all off: "), Run(sides[1], "as chosen: ")]
     train_all(runs)
     before, after = (run.result() for run in runs)
-    compared = before["status"] == "ok"
     if before["status"] == "oom":
         print("Both do not fit into memory side by side: each is measured alone, without ratios.")
         runs.clear()
-        before, after = (train(side) for side in sides)
+        return max([finish(train(side)) for side in sides])
     progress()
-    if compared:
+    if before["status"] == "ok":
         print_comparison(before, after)
-    if args.full_report or not compared:
-        print(f"\nall off:\n{report(before)}\nas chosen:\n{report(after)}", end="")
-    for error in dict.fromkeys([before["error"], after["error"]]):
-        if error:
-            say("error", error)
+    else:
+        print(f"all off:\n{report(before)}\nas chosen:\n{report(after)}", end="")
+    for error in {before["error"], after["error"]} - {None}:
+        say("error", error)
     return max(before["exit_status"], after["exit_status"])
 
 
@@ -67,15 +65,18 @@ def values_of(trainer: Trainer, exact: bool = False, seed: int = 0) -> dict[str,
     `exact`: in float64. With a `seed` the weights are off by up to a quarter of their last digit,
     so that everything is rounded differently. Afterwards the trainer is of no use.
     """
-    batch, model, forward = trainer.next_batch(), trainer.model, trainer.forward
+    args, batch, model, forward = trainer.args, trainer.next_batch(), trainer.model, trainer.forward
     context = trainer.autocast
-    if seed:
-        digit, generator = last_digit(trainer.args), torch.Generator().manual_seed(seed)
+    if seed:  # the last digit of a number near 1, as a matrix product takes it
+        digit = 2.0 ** (-23 if args.matmul_precision == "highest" else -10)
+        if args.use_amp:
+            digit = torch.finfo(getattr(torch, args.amp_dtype)).eps
+        generator = torch.Generator().manual_seed(seed)
         for parameter in model.parameters():
             noise = torch.rand(parameter.shape, generator=generator) - 0.5
             parameter.data *= (1 + digit / 2 * noise).to(parameter.device)
     if exact:
-        model = forward = build_model(trainer.args, trainer.device).double()
+        model = forward = build_model(args, trainer.device).double()
         model.load_state_dict(trainer.model.state_dict())
         batch = {n: t.double() if t.is_floating_point() else t for n, t in batch.items()}
         context = InFloat64
@@ -99,26 +100,24 @@ def values_of(trainer: Trainer, exact: bool = False, seed: int = 0) -> dict[str,
 
 
 def judge(
-    exact: dict, unfused: list[dict], found: dict, least: float
+    exact: dict, unfused: list[dict], fused: dict, least: float
 ) -> dict[str, tuple[float, float]]:
-    """Return each value's relative error and its limit, three times that of the unfused model.
+    """Return each value's relative error and its limit.
 
-    That is the largest of its runs; or `least` (1e-3 at most for what is no gradient), if that is
-    more. Where an unfused one is a NaN, none is right. No norm counts for less than 1e-5 of that of
-    all gradients. Some gradients are zero in theory, as that of a bias which softmax takes out.
-    What is found is the noise of sums in another order then, and the norm counts for 1e-3 of that
-    of all, or for `least` / 10.
+    That is three times the largest error of the unfused runs, or `least` (at most 1e-3 for what is
+    no gradient) if that is more; 0 where one of these is NaN. No norm counts for less than 1e-5 of
+    that of all gradients. A gradient of zero in theory, as that of a bias which softmax takes out,
+    is the noise of sums in another order: it counts for 1e-3 of all, or for `least` / 10.
     """
     norms = {name: float(value.norm()) for name, value in exact.items()}
     total = math.hypot(*(norm for name, norm in norms.items() if name.startswith("gradient")))
     judged = {}
     for name, norm in norms.items():
         norm = max(norm, total * (1e-5 if norm > 1e-12 * total else max(1e-3, least / 10)))
-        sizes = [float((side[name] - exact[name]).norm()) for side in (found, *unfused)]
+        sizes = [float((side[name] - exact[name]).norm()) for side in (fused, *unfused)]
         error, *errors = (size / norm if math.isfinite(size) else math.inf for size in sizes)
-        rounding = max(errors)
         floor = least if name.startswith("gradient") else min(least, 1e-3)
-        judged[name] = error, max(floor, 3 * rounding) if rounding < math.inf else 0.0
+        judged[name] = error, max(floor, 3 * max(errors)) if max(errors) < math.inf else 0.0
     return judged
 
 
@@ -131,35 +130,28 @@ def least_limit(args: argparse.Namespace) -> float:
     return 0.05 if args.use_amp or args.matmul_precision != "highest" else 3e-3
 
 
-def last_digit(args: argparse.Namespace) -> float:
-    """Return the step between two numbers near 1, as a matrix product takes them."""
-    if args.use_amp:
-        return torch.finfo(getattr(torch, args.amp_dtype)).eps
-    return 2.0 ** (-23 if args.matmul_precision == "highest" else -10)
-
-
-def unfused_values(args: argparse.Namespace, seeds: range) -> list[dict[str, Tensor]]:
-    """Return what the unfused model gives, for each seed rounded differently."""
-    off = all_off(args)
-    return [values_of(Trainer(off, prepare(off)), seed=seed) for seed in seeds]
-
-
-def judged_values(args: argparse.Namespace) -> dict[str, tuple[float, float]]:
-    """Judge what these arguments give by the same in float64.
+def judged_values(
+    args: argparse.Namespace,
+    make_trainer: Callable = lambda args: Trainer(args, prepare(args)),
+    fused: dict | None = None,
+    least: float | None = None,
+) -> dict[str, tuple[float, float]]:
+    """Judge `fused`, what these arguments give unless they are another script's, by float64.
 
     In a small model a few roundings decide on the unfused one's error. So where one run of it does
     not explain an error, eight more may.
     """
-    exact = all_off(args, use_amp=False, matmul_precision="highest")
-    right = values_of(Trainer(exact, prepare(exact)), exact=True)
-    unfused, found = unfused_values(args, range(1)), values_of(Trainer(args, prepare(args)))
-    judged = judge(right, unfused, found, least_limit(args))
-    doubt = torch.tensor(any(e > limit for e, limit in judged.values()), device=args.device).int()
-    if WORLD_SIZE > 1:  # together, or nobody averages gradients
-        dist.all_reduce(doubt)
-    if doubt:
-        unfused += unfused_values(args, range(1, 9))
-        judged = judge(right, unfused, found, least_limit(args))
+    off = all_off(args)
+    exact = values_of(make_trainer(all_off(off, use_amp=False, matmul_precision="highest")), True)
+    fused, unfused = fused or values_of(make_trainer(args)), []
+    for seeds in range(1), range(1, 9):
+        unfused += [values_of(make_trainer(off), seed=seed) for seed in seeds]
+        judged = judge(exact, unfused, fused, least or least_limit(args))
+        doubt = torch.tensor(int(any(e > limit for e, limit in judged.values())))
+        if WORLD_SIZE > 1:  # together, or nobody averages gradients
+            dist.all_reduce(doubt := doubt.to(args.device))
+        if not doubt:
+            break
     return judged
 
 

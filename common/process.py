@@ -1,5 +1,5 @@
 # Copied from common/process.py by tools/sync_common.py: edit it there.
-# This process among those of a run: what torchrun says of it, signals, and the others.
+# This process: what torchrun says of it, its devices and settings, signals, the other processes.
 
 
 def launched(name: str, otherwise: int = 0) -> int:
@@ -15,40 +15,19 @@ RANK, WORLD_SIZE = launched("RANK"), launched("WORLD_SIZE", 1)
 def check_environment() -> None:
     """Refuse what torchrun would not set: half of it, or what another launcher has left."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    found = {name: os.environ[name] for name in names if name in os.environ}
-    for name, text in found.items():
+    texts = {name: os.environ[name] for name in names if name in os.environ}
+    for name, text in texts.items():
         if not re.fullmatch("[0-9]{1,9}", text):
             fail(f"{name} is {text!r}, not a whole number")
         for other in names[:2]:
-            if other not in found:
+            if other not in texts:
                 fail(f"{name} is {text}, but {other} is not set")
-    rank, size, local_rank = launched("RANK"), launched("WORLD_SIZE", 1), launched("LOCAL_RANK")
-    local_size = launched("LOCAL_WORLD_SIZE", size)
+    rank, size = launched("RANK"), launched("WORLD_SIZE", 1)
     if rank >= size:
         fail(f"RANK is {rank}, but WORLD_SIZE is {size}")
-    if local_size > size:
-        fail(f"LOCAL_WORLD_SIZE is {local_size}, but WORLD_SIZE is {size}")
-    if local_rank >= local_size:
-        limit = "LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in found else "WORLD_SIZE"
-        fail(f"LOCAL_RANK is {local_rank}, but {limit} is {local_size}")
     for name, good in (("MASTER_ADDR", r"\S+"), ("MASTER_PORT", "[1-9][0-9]{,4}")):
         if size > 1 and not re.fullmatch(good, text := os.getenv(name, "")):
             fail(f"{name} is {text!r}, but WORLD_SIZE is {size}")
-
-
-def check_devices(args: argparse.Namespace, gpu: bool, processes: int) -> None:
-    """Refuse a run for which there are too few GPUs here, or where it is open which is whose."""
-    if args.device == "cuda" and not gpu:
-        fail("--device cuda: PyTorch finds no GPU here; use --device cpu or auto", 4)
-    found = visible_gpus()
-    here = launched("LOCAL_WORLD_SIZE", 1) if LAUNCHED else processes
-    if args.device != "cpu" and (gpu or args.num_gpus) and here > max(1, found):
-        fail(f"{here} GPUs wanted, PyTorch finds {found}", 4)
-    if gpu and WORLD_SIZE > 1 and found > 1:  # who sees one GPU takes that
-        if "LOCAL_RANK" not in os.environ:
-            fail(f"LOCAL_RANK is not set, and PyTorch finds {found} GPUs")
-        if launched("LOCAL_RANK") >= found:
-            fail(f"LOCAL_RANK is {launched('LOCAL_RANK')}, but PyTorch finds {found} GPUs", 4)
 
 
 def visible_gpus() -> int:
@@ -59,10 +38,53 @@ def visible_gpus() -> int:
         fail(f"*_VISIBLE_DEVICES: {error}")
 
 
-def named_gpus() -> int:
-    """Count the GPUs of a run that no argument and no torchrun gives any: those named, or one."""
+def choose_devices(args: argparse.Namespace) -> None:
+    """Settle device and number of processes; refuse more than there are GPUs for."""
+    gpu = args.device != "cpu" and torch.cuda.is_available()
+    if args.device == "cuda" and not gpu:
+        fail("--device cuda: PyTorch finds no GPU here; use --device cpu or auto", 4)
+    found = visible_gpus()
     kinds = ("ROCR", "HIP", "CUDA") if torch.version.hip else ("CUDA",)
-    return visible_gpus() if any(os.getenv(f"{kind}_VISIBLE_DEVICES") for kind in kinds) else 1
+    named = gpu and any(os.getenv(f"{kind}_VISIBLE_DEVICES") for kind in kinds)
+    processes = WORLD_SIZE if LAUNCHED else args.num_gpus or (found if named else 1)
+    if args.num_gpus not in (None, processes):
+        fail(f"--num-gpus {args.num_gpus}, but torchrun started {processes}")
+    here = launched("LOCAL_WORLD_SIZE", 1) if LAUNCHED else processes
+    if args.device != "cpu" and (gpu or args.num_gpus) and here > max(1, found):
+        fail(f"{here} GPUs wanted, PyTorch finds {found}", 4)
+    if gpu and WORLD_SIZE > 1 and launched("LOCAL_RANK", found) >= found > 1:
+        rank = os.getenv("LOCAL_RANK", "not set")
+        fail(f"LOCAL_RANK is {rank}, but PyTorch finds {found} GPUs", 4)
+    args.device, args.num_gpus = "cuda" if gpu else "cpu", processes
+
+
+def prepare(args: argparse.Namespace) -> torch.device:
+    """Apply this run's process-wide settings; return the device."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler writes on stderr
+    if args.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(args.deterministic)
+    torch.set_float32_matmul_precision(args.matmul_precision)
+    use_settings(args)
+    return torch.empty(0, device=args.device).device
+
+
+def environment(device: torch.device) -> dict:
+    """Return what the numbers are measured on."""
+    names = [torch.cuda.get_device_name(device)] if device.type == "cuda" else []
+    if (info := Path("/proc/cpuinfo")).exists():
+        names += re.findall(r"model name\t: (.+)", info.read_text())
+    with_triton = importlib.util.find_spec("triton")
+    return {
+        "device": device.type,
+        "device_name": [*names, platform.machine()][0],
+        "cpu_threads": torch.get_num_threads(),
+        "triton": __import__("triton").__version__ if with_triton else None,
+        "torch": torch.__version__,
+        "hip": torch.version.hip,
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+    }
 
 
 def start_torchrun(processes: int, argv: list[str]) -> NoReturn:
@@ -83,26 +105,25 @@ def answer_signals() -> None:
     """Have SIGTERM, as from a time limit, end a run as Ctrl-C does: it keeps what was measured.
 
     One of several processes waits for the others in C++, where Python hears no signal. So a thread
-    ends what does not answer. It also takes the signals, or PyTorch's waiting would print a stack.
+    takes the signals, and ends a process that does not answer.
     """
     signal.signal(signal.SIGTERM, interrupt)
     if WORLD_SIZE == 1:
         return
+    signals = {signal.SIGTERM}
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # as in the background of a shell
-        signal.signal(signal.SIGINT, interrupt)
-    heard, wake = os.pipe()
-    os.set_blocking(wake, False)
-    signal.set_wakeup_fd(wake)
+        signals.add(signal.SIGINT)
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # or PyTorch's waiting would print a stack
 
     def watch() -> None:
-        os.read(heard, 1)
+        signal.sigwait(signals)
+        _thread.interrupt_main(signal.SIGTERM)
         time.sleep(1)
         if signal.getsignal(signal.SIGTERM) == interrupt:
             say("error", "interrupted")
             os._exit(130)
 
     threading.Thread(target=watch, daemon=True).start()
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})  # of this thread
 
 
 def join_processes(args: argparse.Namespace) -> None:
@@ -123,9 +144,9 @@ def join_processes(args: argparse.Namespace) -> None:
     for rank, theirs in enumerate(everyone):
         for name, value in everyone[0].items():
             if theirs.get(name) != value:
-                if not RANK:
-                    option = f"{name.replace('_', '-')} {theirs.get(name)}"
-                    say("error", f"rank {rank} was started with {option}, rank 0 with {value}")
-                raise SystemExit(2)
+                if RANK:  # rank 0 says it
+                    raise SystemExit(2)
+                option = f"{name.replace('_', '-')} {theirs.get(name)}"
+                fail(f"rank {rank} was started with {option}, rank 0 with {value}")
     if RANK:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the process ends

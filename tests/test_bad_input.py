@@ -134,7 +134,9 @@ def test_a_graph_takes_the_warm_up_that_it_needs(argv: str, steps: int, monkeypa
     args = load(SCRIPT).parse_args(["--enable-cuda-graph", *words(argv)])
     assert (args.cuda_graph, args.warmup_steps) == (True, steps)
     (line,) = capsys.readouterr().err.splitlines()
-    assert f"note: --enable-cuda-graph: {steps} warm-up steps, not {argv[-2:].strip()}" in line
+    assert (
+        f"note: {argv.partition('2 ')[2] or argv} raised to {steps} for --enable-cuda-graph" in line
+    )
 
 
 def test_a_graph_of_the_step_is_off_by_default_and_no_preset_touches_it(monkeypatch):
@@ -198,26 +200,20 @@ def test_bad_text_file(kind: str, run, tmp_path: Path):
     assert result.summary is None
 
 
-IDS = [318, 50256, 7, 13, 464, 1049] * 20
+NUMBERS = "binary numbers, as the token ids of nanoGPT's train.bin"
 
 
 @pytest.mark.parametrize(
     ("content", "kind"),
     [
-        (np.array(IDS, "<u2").tobytes(), "uint16 token ids, as nanoGPT's train.bin"),
-        (np.array(IDS, "<u2").tobytes()[:-1], "a binary file"),
-        (np.array([id for id in IDS if id > 256], "<u2").tobytes(), "uint16 token ids"),
-        (np.array([*range(65)] * 4, "<u2").tobytes(), "uint16 token ids"),  # of characters
-        (np.array(IDS, "<u4").tobytes(), "uint32 token ids"),
-        (np.array(IDS, "<i8").tobytes(), "uint64 token ids"),
+        (np.array([318, 50256, 7, 13, 464], "<u2").tobytes(), NUMBERS),
+        (np.array([318, 50256, 7, 13, 464], "<i8").tobytes(), NUMBERS),
         (b"\x93NUMPY\x01", "a NumPy array"),
         (gzip.compress(b"text " * 99), "a gzip file"),
         (b"PK\x03\x04" + b"x" * 99, "a zip file"),
         (b"PAR1" + b"x" * 99, "a Parquet file"),
         ("text\n".encode("utf-16") * 20, "UTF-16"),
-        ("text\n".encode("utf-16-le") * 20, "UTF-16"),
-        ("text\n".encode("utf-16-be") * 20, "UTF-16"),
-        (bytes(range(1, 256)) * 3, "a binary file"),  # without a zero
+        (bytes(range(1, 256)) * 3, NUMBERS),  # without a zero
     ],
 )
 def test_what_a_file_that_is_no_text_looks_like(content: bytes, kind: str, run, tmp_path: Path):
