@@ -1103,20 +1103,20 @@ FLOPs per step: {flops[gflop]:.4g} GFLOP, achieved {flops[achieved_tflops]:.3g} 
 
 
 def say(kind: str, message: str) -> None:
-    """Print an "error" of this process on stderr, or a "note" of all processes."""
+    """Print an "error" of this process, or one "note" for all processes, on stderr."""
     if kind == "error" or (not RANK and "TINY_LAUNCHED" not in os.environ):
         rank = f"rank {RANK}: " if RANK else ""
         print(f"{SCRIPT}.py: {kind}: {rank}{message}", file=sys.stderr)
 
 
 def fail(message: str, status: int = 2) -> NoReturn:
-    """End with one line on stderr, about what a user can put right."""
+    """Exit with one line on stderr about what the user can put right."""
     say("error", message)
     raise SystemExit(status)
 
 
 def progress(text: str = "") -> None:
-    """Say what happens now, on a terminal in one line, cleared in the end."""
+    """Say what happens now; on a terminal in one line, which is cleared in the end."""
     if sys.stdout.isatty():
         width = shutil.get_terminal_size().columns - 1
         print(f"\r{text[:width]}\033[K", end="", flush=True)
@@ -1332,7 +1332,7 @@ class Trainer:
         for name, value in batch.items():
             if name not in self.inputs:
                 self.inputs[name] = torch.empty_like(value, device=self.device)
-            self.inputs[name].copy_(value.pin_memory(), non_blocking=True)  # nobody waits for it
+            self.inputs[name].copy_(value.pin_memory(), non_blocking=True)  # without a wait
         return self.inputs
 
     def step(self) -> Tensor:
@@ -1386,7 +1386,7 @@ class Trainer:
         self.marks.append(moment)
 
     def done(self) -> Callable[[], bool]:
-        """Return what tells if the device has done all that it has to do by now."""
+        """Return a function that tells whether the device has done all its work up to now."""
         return torch.cuda.current_stream().record_event().query if self.gpu else lambda: True
 
     def times(self, steps: int) -> dict[str, list[float]]:
@@ -1429,7 +1429,7 @@ class Trainer:
 
 
 def wait_until(done: Callable[[], bool]) -> None:
-    """Wait where a signal is heard, and a process that is gone is noticed."""
+    """Wait in Python, which hears signals, and give up where a process seems to be lost."""
     end = time.perf_counter() + PATIENCE
     while not done():  # raises an error of the device
         if time.perf_counter() > end:
@@ -1483,7 +1483,7 @@ class Run:
         self.device = prepare(args)
         self.model: dict = {"config": {}, "data": {}}
         self.turns: list[Turn] = []
-        self.kept = 0  # bytes between two turns
+        self.kept = 0  # bytes of GPU memory that it holds between turns
         self.peak = 0  # bytes in a measured step
         self.kernels: dict = {}
         self.flops = 0
@@ -1491,7 +1491,7 @@ class Run:
 
     def start(self) -> None:
         """Build the trainer, say what it is, warm up."""
-        gc.collect()  # earlier runs
+        gc.collect()  # what earlier runs left
         if self.device.type == "cuda":
             torch._C._cuda_clearCublasWorkspaces()
             torch.cuda.empty_cache()
@@ -1513,7 +1513,7 @@ class Run:
         if args.cuda_graph:
             self.trainer.capture()
             self.take(1)
-        gc.collect()  # what compiling left keeps tensors
+        gc.collect()  # compiling leaves cycles that keep tensors
         self.kept = gpu_memory(self.device) - before
         self.plan(args.num_steps, "step")
 
@@ -1570,7 +1570,7 @@ class Run:
         prepare(self.args)  # another run may have had a turn
         trainer, losses = self.trainer, []
         trainer.synchronize()
-        others = gpu_memory(self.device) - self.kept  # which belongs to runs that rest
+        others = gpu_memory(self.device) - self.kept  # held by runs whose turn it is not
         if trainer.gpu:
             torch.cuda.reset_peak_memory_stats()
         trainer.marks.clear()
@@ -1597,12 +1597,12 @@ class Run:
 
     def losses(self, steps: int) -> Iterator[float]:
         """Take steps; yield the loss of each once the host has it, at most 100 steps later."""
-        trainer, copied = self.trainer, []  # asks for each loss that is under way
+        trainer, copied = self.trainer, []  # for each loss on its way: has it arrived?
         values = torch.empty(steps, pin_memory=trainer.gpu)
         for step in range(steps):
             values[step].copy_(trainer.step(), non_blocking=True)
             copied.append(trainer.done())
-            most = 100 if step < steps - 1 else 0  # a host that is far ahead hears no signal
+            most = 100 if step < steps - 1 else 0  # further ahead, signals would wait
             while copied and (len(copied) > most or copied[0]()):
                 wait_until(copied.pop(0))
                 yield float(values[step - len(copied)])
@@ -1743,7 +1743,7 @@ def train(args: argparse.Namespace) -> dict:
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Tell if it is, or came from that: the end of a capture raises its own error."""
+    """Tell whether it is, or covers, one: the end of a capture raises an error of its own."""
     if error is None or isinstance(error, MemoryError):
         return error is not None
     said = re.search("out of memory|allocate memory|ALLOC_FAILED", str(error))
@@ -1751,7 +1751,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def explain(error: BaseException, directory: Path) -> tuple[int, str]:
-    """Return status and line of an error that a user can mend; raise any other."""
+    """Return exit status and message for an error that the user can mend; raise any other."""
     line = (str(error).strip() or type(error).__name__).splitlines()[0]
     if isinstance(error, KeyboardInterrupt):
         return 130, "interrupted"
@@ -1861,7 +1861,7 @@ def count_kernels(trainer: Trainer) -> dict:
     counts = {"unit": "kernels", "remark": ""}
     counts["per_step"] = sum(e.get("cat") == "kernel" for e in events)
     counts["host_launches"] = sum("Launch" in name for name in calls)
-    return counts if counts["per_step"] else {}  # a profiler that may not look sees none
+    return counts if counts["per_step"] else {}  # a profiler without permission sees none
 
 
 def count_all_off(args: argparse.Namespace) -> int | None:

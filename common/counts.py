@@ -31,7 +31,7 @@ def count_kernels(trainer: Trainer) -> dict:
     counts = {"unit": "kernels", "remark": ""}
     counts["per_step"] = sum(e.get("cat") == "kernel" for e in events)
     counts["host_launches"] = sum("Launch" in name for name in calls)
-    return counts if counts["per_step"] else {}  # a profiler that may not look sees none
+    return counts if counts["per_step"] else {}  # a profiler without permission sees none
 
 
 def count_all_off(args: argparse.Namespace) -> int | None:
