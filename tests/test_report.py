@@ -805,7 +805,10 @@ def test_importing_the_scripts_has_no_side_effects(tmp_path: Path):
 
 
 def test_script_is_a_program_with_an_exit_status(tmp_path: Path):
-    """One file, copied somewhere else, is enough; results go below the current directory."""
+    """One file, copied somewhere else, is enough, with all that records a profile.
+
+    Results go below the current directory.
+    """
     shutil.copy(ROOT / f"{SCRIPT}.py", tmp_path)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     options = {
@@ -824,10 +827,16 @@ def test_script_is_a_program_with_an_exit_status(tmp_path: Path):
         "--device",
         "cpu",
     ]
-    good = subprocess.run([*command, "--under-profiler"], **options)
-    assert (good.returncode, good.stderr) == (0, "")
+    recorded = words("--enable-pytorch-profiler --enable-memory-profiling --enable-rocm-profiling")
+    good = subprocess.run([*command, *recorded], **options)
+    assert good.returncode == 0, good.stderr
+    assert "nothing is marked" in good.stderr
+    assert good.stderr.count("\n") == 1
     assert "Final loss: " in good.stdout
-    assert summary_in(tmp_path / "pytorch_profiles_v2")["status"] == "ok"
+    folder = tmp_path / "pytorch_profiles_v2"
+    assert summary_in(folder)["status"] == "ok"
+    names = ("memory_timeline.csv", "operators_by_cpu_time.txt", "summary.json", "trace.json.gz")
+    assert sorted(path.name for path in folder.iterdir()) == [f"{SCRIPT}_{name}" for name in names]
     bad = subprocess.run([*command, "--batch-size", "0"], **options)
     assert bad.returncode == 2
     assert len(bad.stderr.splitlines()) == 1
