@@ -11,10 +11,10 @@ state_dict(), where nothing is fused.
 An error is the norm of the difference from float64 over the norm of the value, each gradient by
 itself. Its limit is three times the error of the baseline with everything unfused in the same
 precision, the largest of nine roundings where one does not explain an error, or --tolerance where
-that is more; --tolerance is also the limit of the two loss curves' relative difference. It is 1e-3
-unless given, and for values below float32, where an argument of a ReLU may round to the other side
-of zero, 0.05. A parameter without a gradient is named and fails the check. Exit status 1 where
-something is off.
+that is more; --tolerance is also the limit of the two loss curves' relative difference. Unless
+given it is 1e-3 for losses and outputs, and for gradients, as an argument of a ReLU may round to
+the other side of zero, 3e-3, or 0.05 below float32. A parameter without a gradient is named and
+fails the check. Exit status 1 where something is off.
 
 Examples:
   python analysis_tools/validate_numerical_accuracy.py --baseline tiny_llama_v1.py \\
@@ -85,7 +85,7 @@ def build_parser() -> Parser:
     parser = documented_parser(PROG, __doc__, usage, note)
     parser.add_path("--baseline", "FILE", "version script whose values are expected", required=True)
     parser.add_path("--optimized", "FILE", "version script that is checked", required=True)
-    limit = "limit, looser or tighter (default: 1e-3, for values below float32 0.05)"
+    limit = "limit, looser or tighter (default: 1e-3, for gradients 3e-3, below float32 0.05)"
     parser.add_argument("--tolerance", type=float, metavar="X", help=limit)
     parser.add_count("--steps", 20, "of the loss curve")
     return parser
