@@ -129,7 +129,7 @@ def outputs_of(function: Callable, inputs: Mapping[str, object], what: str) -> t
     found = function(*inputs.values())
     found = found if isinstance(found, tuple) else (found,)
     if wrong := [type(value).__name__ for value in found if not isinstance(value, Tensor)]:
-        raise ToolError(f"{what} returns {wrong[0]} where a tensor is expected", status=1)
+        raise ToolError(f"{what} returns {wrong[0]}, and should return a tensor", status=1)
     return found
 
 
@@ -185,8 +185,8 @@ def check_gradients(
     with memory_of_nan():
         found = outputs_of(mine, given, f"the operation{where}")
         if len(found) != len(expected):
-            counts = f"{len(found)} outputs, and should have {len(expected)}"
-            raise ToolError(f"the operation{where} has {counts}", status=1)
+            counts = f"{len(found)}, and should be {len(expected)}"
+            raise ToolError(f"the outputs of the operation{where} are {counts}", status=1)
         names = ["the output"] if len(found) == 1 else [f"output {n}" for n in range(len(found))]
         results = checked(
             *(

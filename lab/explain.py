@@ -26,6 +26,7 @@ from torch import Tensor
 from lab.cli import ToolError
 
 CONDITION = "Boolean value of Tensor with more than one value is ambiguous"  # as the compiler says
+BEYOND = "beyond every tensor of the launch"
 PRECEDENCE = "& is applied before <: write (a < b) & (c < d)"
 HELPER = "{} is a function of Python: @triton.jit above its `def` makes it one for kernels"
 MODULE = "PyTorch, numpy and math do not work on blocks: take the function from tl, as in tl.exp(x)"
@@ -55,6 +56,11 @@ MISTAKES = (
         "ambiguous|Ternary expression with dynamic",
         "a condition must be one truth value, and this is a block of them: use a mask or "
         "tl.where(condition, a, b), and `&` in place of `and`",
+    ),
+    Mistake(
+        BEYOND,
+        "this goes beyond the end of a tensor: give it a mask, such as at < n; or is a stride "
+        "wrong?",
     ),
     Mistake("'function' object", "@triton.jit is missing in the line above `def`"),
     Mistake("'torch.dtype' object", "in a kernel a dtype is tl.float32, not torch.float32"),
@@ -127,7 +133,7 @@ MISTAKES = (
     Mistake(
         "IndexError|no len|has no attribute",
         "an address knows neither shape nor strides: pass the sizes to the kernel as arguments",
-        code=r"\.(shape|stride|size|numel)\b|len\(",
+        code=r"^(?!.*\w\[.*\]\().*(\.(shape|stride|size|numel)\b|len\()",  # not in a launch
     ),
     Mistake(
         "has no attribute '(float|half|long|int|double)'",
@@ -337,8 +343,8 @@ def explaining(file: Path, *kernels: Callable) -> Iterator[None]:
 
 @contextlib.contextmanager
 def strictly_interpreted() -> Iterator[None]:
-    """Let Triton's interpreter refuse what its compiler refuses: a block as a condition, and tiles
-    for tl.dot that are too small."""
+    """Let Triton's interpreter refuse what its compiler refuses, a block as a condition, and tiles
+    for tl.dot that are too small; and what would crash it, addresses beyond the tensors."""
     import triton
     from triton.runtime import interpreter
 
@@ -358,8 +364,49 @@ def strictly_interpreted() -> Iterator[None]:
 
     sizes = {"min_dot_size": lambda *types: (1, 1, 16)}
     with (
+        only_in_tensors(interpreter),
         mock.patch.object(interpreter, "_patch_lang_tensor", patched),
         mock.patch.dict(interpreter.interpreter_builder.codegen_fns, sizes),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def only_in_tensors(interpreter: ModuleType) -> Iterator[None]:
+    """ValueError for a load or store beyond the memory of all tensors that a launch was given."""
+    bounds: list[tuple[int, int]] = []  # addresses; none where there are arguments of other kinds
+    executor, builder = interpreter.GridExecutor, interpreter.InterpreterBuilder
+    begin, load, store = (
+        executor._init_args_hst,
+        builder.create_masked_load,
+        builder.create_masked_store,
+    )
+
+    def noted(self, *arguments):
+        positional, named = found = begin(self, *arguments)
+        given = [*positional, *named.values()]
+        memory = [x.untyped_storage() for x in given if isinstance(x, Tensor)]
+        known = all(isinstance(x, Tensor | int | float | str) or x is None for x in given)
+        bounds[:] = [(s.data_ptr(), s.data_ptr() + s.nbytes()) for s in memory] if known else []
+        return found
+
+    def check(addresses, mask) -> None:
+        wanted = addresses.data[mask.data.astype(bool)]
+        if bounds and not sum((first <= wanted) & (wanted < end) for first, end in bounds).all():
+            raise ValueError(BEYOND)
+
+    def checked_load(self, addresses, mask, *rest):
+        check(addresses, mask)
+        return load(self, addresses, mask, *rest)
+
+    def checked_store(self, addresses, values, mask, *rest):
+        check(addresses, mask)
+        return store(self, addresses, values, mask, *rest)
+
+    with (
+        mock.patch.object(executor, "_init_args_hst", noted),
+        mock.patch.object(builder, "create_masked_load", checked_load),
+        mock.patch.object(builder, "create_masked_store", checked_store),
     ):
         yield
 

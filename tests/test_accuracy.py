@@ -113,8 +113,8 @@ def writes_to_x(x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     ("mine", "said"),
     [
         (lambda x, bias: (x, F.silu(x + bias)), "output 0, bfloat16, is wrong"),
-        (lambda x, bias: Mine.apply(x, bias)[0], "has 1 outputs, and should have 2"),
-        (lambda x, bias: (x, None), "returns NoneType where a tensor is expected"),
+        (lambda x, bias: Mine.apply(x, bias)[0], "are 1, and should be 2"),
+        (lambda x, bias: (x, None), "returns NoneType, and should return a tensor"),
         (
             lambda x, bias: (x + bias, F.gelu(x[0])),
             r"has the shape \[13\], and should have \[6, 13",

@@ -47,6 +47,14 @@ def test_what_is_still_to_be_written_is_said_in_one_line():
         ("grad_bias += grad", "grad_bias = grad", "the gradient of bias of [5, 13]"),
         ("x.contiguous(), update.contiguous()", "x, update", "tensors with strides"),
         ("*parts.sum(0)", "*parts.sum(0).flip(0)", "the gradient of weight of [4, 16]"),
+        (
+            "tl.store(SUM + at, x, mask=inside)",
+            "tl.store(SUM + at, x)",
+            "beyond the end of a tensor",
+        ),
+        ("BIAS + column, mask=inside", "BIAS + column", "beyond the end of a tensor"),
+        ("torch.empty_like(update)", "torch.empty_like(x)", "should be torch.bfloat16"),
+        ("[(x.numel() // C,)]", "[x.numel() // C]", "the grid is a tuple"),
         ("x = tl.load(X", "x = torch.load(X", "PyTorch, numpy and math do not work on blocks"),
     ],
 )

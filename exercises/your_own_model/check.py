@@ -72,7 +72,12 @@ def check_alone(add_norm: Callable) -> None:
     """ToolError if an output or a gradient is not what float64 gives."""
     for shape, dtype in (*CASES, *[(LARGE, torch.bfloat16)] * measure.GPU):
         where = f" of {list(shape)}, {str(dtype).removeprefix('torch.')},"
-        check_gradients(vit.add_norm, add_norm, inputs(shape, dtype), where=where)
+        given = inputs(shape, dtype)
+        check_gradients(vit.add_norm, add_norm, given, where=where)
+        (_, expected), (_, found) = vit.add_norm(*given.values()), add_norm(*given.values())
+        if found.dtype != expected.dtype:
+            types = f"{found.dtype}, and should be {expected.dtype} for the next GEMM"
+            raise ToolError(f"output 1{where} is {types}", status=1)
     views = transposed(vit.add_norm), transposed(add_norm)
     where = " of tensors with strides (is there a .contiguous()?)"
     check_gradients(*views, inputs((3, 5, 16), torch.float32), where=where)
