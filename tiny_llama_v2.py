@@ -95,7 +95,7 @@ MODES: dict[str, Callable[[argparse.Namespace], int]] = {}  # what runs in place
 
 
 def without_effect(args: argparse.Namespace) -> dict[str, str]:
-    """Return the fusions that change nothing beside the other arguments, on or off, and why."""
+    """Return the fusions that have no effect with these arguments, and why."""
     return {}
 
 
@@ -128,7 +128,7 @@ def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentPar
     args.intermediate_dim = args.intermediate_dim or 4 * args.hidden_dim
     if args.hidden_dim % (2 * args.num_heads):
         must = f"must be divisible by 2 x --num-heads {args.num_heads}"
-        why = "rotary embedding turns pairs of channels"
+        why = "rotary embedding rotates pairs of channels"
         parser.error(f"--hidden-dim {args.hidden_dim} {must} ({why})")
     if args.num_heads % args.num_kv_heads:
         must = f"must be divisible by --num-kv-heads {args.num_kv_heads}"
@@ -178,10 +178,9 @@ class RotaryEmbedding(nn.Module):
 
 
 def keep_separate_names(parent: nn.Module, fused: str, parts: dict[str, int]) -> None:
-    """Have state_dict list the rows of `parent.<fused>.weight` under the names of its parts.
+    """Have state_dict save and load `parent.<fused>.weight` under the names of its parts.
 
-    They are loaded from there, too. `parts` maps the name of each projection to its output
-    features, in the order of the rows.
+    `parts` maps the name of each projection to its number of rows, in their order.
     """
 
     def split(module: nn.Module, state: dict[str, Tensor], prefix: str, metadata: dict) -> None:

@@ -100,7 +100,11 @@ FUSIONS: tuple[tuple[str, str, str], ...] = (
     ("swiglu-fusion", "swiglu_fusion", "gate and up projection as one GEMM"),
     ("triton-rms-norm", "triton_rms_norm", "residual addition and norm as one kernel"),
     ("triton-rotary", "triton_rotary", "rotary embedding of the packed heads as one kernel"),
-    ("triton-attention", "triton_attention", "our own flash attention, which repeats no key"),
+    (
+        "triton-attention",
+        "triton_attention",
+        "flash attention of packed heads, which repeats no key",
+    ),
     ("triton-swiglu", "triton_swiglu", "silu(gate) * up as one kernel"),
     ("triton-cross-entropy", "triton_cross_entropy", "loss without a float32 copy of the logits"),
 )
@@ -112,7 +116,7 @@ MODES: dict[str, Callable[[argparse.Namespace], int]] = {}  # what runs in place
 
 
 def without_effect(args: argparse.Namespace) -> dict[str, str]:
-    """Return the fusions that change nothing beside the other arguments, on or off, and why."""
+    """Return the fusions that have no effect with these arguments, and why."""
     return {"flash_attention": "triton-attention takes its place"} if args.triton_attention else {}
 
 
@@ -146,7 +150,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 @cache
 def note_interpreter() -> None:
-    """Say it once, however many runs a study has."""
+    """Say once per process, which may train many times, that kernels are interpreted."""
     text = "the kernels run on the CPU in Triton's interpreter, right but slow: use small sizes"
     say("note", text)
 
@@ -157,7 +161,7 @@ def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentPar
     args.intermediate_dim = args.intermediate_dim or 4 * args.hidden_dim
     if args.hidden_dim % (2 * args.num_heads):
         must = f"must be divisible by 2 x --num-heads {args.num_heads}"
-        why = "rotary embedding turns pairs of channels"
+        why = "rotary embedding rotates pairs of channels"
         parser.error(f"--hidden-dim {args.hidden_dim} {must} ({why})")
     if args.num_heads % args.num_kv_heads:
         must = f"must be divisible by --num-kv-heads {args.num_kv_heads}"
@@ -172,7 +176,7 @@ def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentPar
         reason = f"its kernels take up to 128 channels per head, not {channels}"
         leave_to_pytorch(args, {"triton_attention": reason})
     args.blocks = " ".join(args.blocks or ()) or ModelConfig.blocks
-    if any(getattr(args, name) for _, name, _ in FUSIONS if name.startswith("triton")):
+    if any(getattr(args, name) for name in TRITON_FUSIONS):
         if INTERPRETED:
             note_interpreter()
         elif args.device == "cpu" or not torch.cuda.is_available():
@@ -182,17 +186,17 @@ def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentPar
 
 # --- kernels
 #
-# An operation has a kernel forward and one or more backward. The functions under @operator allocate
-# their results and launch them; an autograd.Function ties forward and backward together. No kernel
-# adds atomically: each program writes the sum over its own rows, and one more launch adds these up,
-# so that the same input gives the same bits.
+# An operation has a kernel forward and one or more backward. Functions under @operator allocate the
+# results and launch the kernels; an autograd.Function ties forward and backward together. No kernel
+# adds atomically: each program writes the sum over its own rows, and another launch sums these, so
+# that the same input gives the same bits.
 #
 # In kernels, pointers and sizes at compile time are in capitals; `grad_x` is the dx of formulas.
 
 BACKEND = "interpreter" if INTERPRETED else "hip" if torch.version.hip else "cuda"
 # Block sizes and warps, as --blocks takes them: for 16 bits on NVIDIA's GPUs, and a line of its own
-# for float32, TF32 or AMD's GPUs where they differ. TILE is the number of elements in a block of
-# rows, PROGRAMS how many programs share the rows, more if each had more than 16 blocks of them.
+# for float32, TF32 or AMD's GPUs where they differ. TILE: elements in a block of rows. PROGRAMS:
+# how many programs share the rows; there are more where each would have more than 16 blocks.
 BLOCKS: dict[str, str] = {
     "sum_parts": "TILE=4096,ROWS=512,num_warps=8",
     "rms_norm_forward": "TILE=4096,num_warps=4",
@@ -280,9 +284,9 @@ if INTERPRETED:
     class wrap_triton:  # PyTorch's takes compiled kernels only
         """Run a kernel by `wrap_triton(kernel)[grid](TENSOR, ..., NAME=value, ...)`.
 
-        It runs as an operator of the kernel's name, for what counts or times operators. Where
-        torch.compile only asks for shapes nothing runs. Triton 3 multiplies bfloat16 as integers
-        here, without a word: so the kernel gets float32, and its results are rounded.
+        A launch is an operator of the kernel's name, which counters and profilers see. Nothing runs
+        for FakeTensors, with which torch.compile asks for shapes. Triton 3's interpreter silently
+        multiplies bfloat16 as integers: the kernel gets float32 copies, and results are rounded.
         """
 
         def __init__(self, kernel: Callable):
@@ -309,7 +313,7 @@ if INTERPRETED:
 
             wrap_triton.run = run
             self.operator(self.kernel.__name__)(tensors)
-            del wrap_triton.run  # and what it refers to, or autograd would copy a gradient
+            del wrap_triton.run  # autograd would copy a gradient that it still refers to
 
         @staticmethod
         @cache
@@ -330,8 +334,8 @@ def check_not_empty(kernel: str, x: Tensor) -> None:
 def row_launch(kernel: str, x: Tensor, whole: bool = True) -> tuple[int, int, dict[str, int]]:
     """Return how many rows x [..., C] has, how many programs share them, and their block sizes.
 
-    A block is a TILE of rows. A row longer than that is a block with more warps if it must be
-    whole, else several.
+    A block has the rows that fit into TILE elements. A longer row is one block with more warps if
+    it must be `whole`, else several blocks.
     """
     check_not_empty(kernel, x)
     chosen, dim = blocks(kernel), x.shape[-1]
@@ -386,7 +390,7 @@ def operator(function: Callable, changes: tuple[str, ...] = ()) -> Callable:
 
 @triton.jit
 def sum_parts_kernel(PARTS, OUT, parts, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Add up what each program wrote: out = sum over p of parts[p].
+    """Sum the partial results of all programs: out = sum over p of parts[p].
 
     PARTS [parts, width], OUT [width]. A program owns BLOCK columns, and reads ROWS parts at a time.
     """
@@ -394,12 +398,9 @@ def sum_parts_kernel(PARTS, OUT, parts, width, ROWS: tl.constexpr, BLOCK: tl.con
     total = tl.zeros([ROWS, BLOCK], tl.float32)
     for start in range(0, parts, ROWS):
         row = start + tl.arange(0, ROWS)
+        inside = (row < parts)[:, None] & (column < width)[None, :]
         at = row.to(tl.int64)[:, None] * width + column[None, :]
-        total += tl.load(
-            PARTS + at,
-            mask=(row < parts)[:, None] & (column < width)[None, :],
-            other=0.0,
-        )
+        total += tl.load(PARTS + at, mask=inside, other=0.0)
     tl.store(OUT + column, tl.sum(total, 0), mask=column < width)
 
 
@@ -417,7 +418,7 @@ def sum_parts(parts: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     return out
 
 
-LOG2E = tl.constexpr(math.log2(math.e))  # scores are kept to the base 2: hardware computes exp2
+LOG2E = tl.constexpr(math.log2(math.e))  # scores are in base 2: the hardware computes exp2
 
 
 @triton.jit
@@ -500,24 +501,19 @@ def rms_norm_forward(
 
 @operator
 def rms_norm_backward(
-    grad_normed: Tensor, grad_summed: Tensor | None, summed: Tensor, weight: Tensor, rstd: Tensor,
-    dtype: torch.dtype, with_weight: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Compute the gradients of x, of the update and of the weight.
+    grad_normed: Tensor, grad_summed: Tensor | None, summed: Tensor, weight: Tensor, rstd: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the gradients of x, of the update (in the type of the norm's) and of the weight.
 
-    That of the update is of type `dtype` (empty without one), that of the weight is empty where it
-    is not wanted.
+    Without an update, when grad_summed is None, its gradient is empty.
     """
     rows, programs, options = row_launch("rms_norm_backward", summed)
     grad_x = torch.empty_like(summed)
-    grad_update = summed.new_empty(0)
-    if grad_summed is not None:
-        grad_update = torch.empty_like(summed, dtype=dtype)
+    grad_update = summed.new_empty(0) if grad_summed is None else torch.empty_like(grad_normed)
     parts = weight.new_empty(programs, len(weight), dtype=torch.float32)
     tensors = grad_normed, grad_summed, summed, weight, rstd, grad_x, grad_update, parts
     wrap_triton(rms_norm_backward_kernel)[(programs,)](*tensors, rows=rows, **options)
-    grad_weight = sum_parts(parts, weight.dtype) if with_weight else weight.new_empty(0)
-    return grad_x, grad_update, grad_weight
+    return grad_x, grad_update, sum_parts(parts, weight.dtype)
 
 
 class AddRMSNorm(torch.autograd.Function):
@@ -533,7 +529,6 @@ class AddRMSNorm(torch.autograd.Function):
         x, weight = x.contiguous(), weight.contiguous()
         update = None if update is None else update.contiguous()
         normed, summed, rstd = rms_norm_forward(x, update, weight, eps, dtype)
-        ctx.update_dtype = None if update is None else update.dtype
         ctx.save_for_backward(x if update is None else summed, weight, rstd)
         return normed if update is None else (normed, summed)
 
@@ -542,12 +537,10 @@ class AddRMSNorm(torch.autograd.Function):
         summed, weight, rstd = ctx.saved_tensors
         grad_normed = grad_normed.contiguous()
         grad_summed = None if grad_summed is None else grad_summed.contiguous()
-        dtype, with_weight = ctx.update_dtype or summed.dtype, ctx.needs_input_grad[2]
         grad_x, grad_update, grad_weight = rms_norm_backward(
-            grad_normed, grad_summed, summed, weight, rstd, dtype, with_weight
+            grad_normed, grad_summed, summed, weight, rstd
         )
-        grad_update = None if ctx.update_dtype is None else grad_update
-        return grad_x, grad_update, grad_weight if with_weight else None, None, None
+        return grad_x, None if grad_summed is None else grad_update, grad_weight, None, None
 
 
 def check_sequences(x: Tensor, longest: int) -> None:
@@ -853,7 +846,7 @@ def attention_backward_keys_kernel(
     below = tl.minimum((first + BLOCK_N + BLOCK_M - 1) // BLOCK_M * BLOCK_M, seq)
     for head in range(kv_head * (H // K), (kv_head + 1) * (H // K)):  # query heads of this group
         row = (batch * H + head) * seq
-        for MASKED in tl.static_range(2):  # at last the queries that see every key of this block
+        for MASKED in tl.static_range(2):  # last the queries that see every key of this block
             begin = first // BLOCK_M * BLOCK_M if MASKED else below
             end = below if MASKED else seq
             for start in range(begin, end, BLOCK_M):
@@ -931,8 +924,7 @@ def attention_backward(qkv: Tensor, out: Tensor, log_sum_exp: Tensor, grad: Tens
 class CausalAttention(torch.autograd.Function):
     """Compute causal attention [B, S, H, D] of packed heads [B, S, H + 2 K, D].
 
-    Flash attention (Dao 2023): the backward pass computes the scores again from the sums that the
-    forward pass kept.
+    Flash attention (Dao 2023): the backward pass computes the scores again from the saved sums.
     """
 
     @staticmethod
@@ -972,8 +964,8 @@ def cross_entropy_forward_kernel(
         row_max = new_row_max
     log_sum_exp = row_max + tl.log(row_sum)
     target = tl.load(TARGETS + row, mask=row < rows, other=-100)
-    known = (target >= 0) & (target < C)  # any other label but -100 makes the loss NaN
-    logit = tl.load(LOGITS + row * C + target, mask=known, other=float("nan")).to(tl.float32)
+    valid = (target >= 0) & (target < C)  # any other label but -100 makes the loss NaN
+    logit = tl.load(LOGITS + row * C + target, mask=valid, other=float("nan")).to(tl.float32)
     tl.store(LOSSES + row, tl.where(target == -100, 0.0, log_sum_exp - logit), mask=row < rows)
     tl.store(LOG_SUM_EXP + row, log_sum_exp, mask=row < rows)
 
@@ -1061,8 +1053,7 @@ class RMSNorm(nn.Module):
     def __init__(self, dim: int, eps: float, fusions: Fusions):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(dim))
-        self.eps = eps
-        self.fusions = fusions
+        self.eps, self.fusions = eps, fusions
 
     def forward(self, x: Tensor, update: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return x + update [..., D] normalised, in the type of the next GEMM, and the sum."""
@@ -1095,10 +1086,9 @@ class RotaryEmbedding(nn.Module):
 
 
 def keep_separate_names(parent: nn.Module, fused: str, parts: dict[str, int]) -> None:
-    """Have state_dict list the rows of `parent.<fused>.weight` under the names of its parts.
+    """Have state_dict save and load `parent.<fused>.weight` under the names of its parts.
 
-    They are loaded from there, too. `parts` maps the name of each projection to its output
-    features, in the order of the rows.
+    `parts` maps the name of each projection to its number of rows, in their order.
     """
 
     def split(module: nn.Module, state: dict[str, Tensor], prefix: str, metadata: dict) -> None:
@@ -1214,7 +1204,7 @@ class DecoderLayer(nn.Module):
         self.mlp = SwiGLU(config, fusions)
 
     def forward(self, x: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Map the residual stream x and an update not yet added to it, both [B, S, D], likewise."""
+        """Take and return the residual stream and an update not yet added to it, both [B, S, D]."""
         normed, x = self.input_layernorm(x, update)
         normed, x = self.post_attention_layernorm(x, self.self_attn(normed))
         return x, self.mlp(normed)

@@ -6,14 +6,14 @@ fused-optimizer    AdamW as one kernel, which also writes the weights that the n
                    reads gradients where the backward pass writes them: the embedding's is added to
                    that of the output projection, which has the same weight
 norm-from-output   a norm's backward pass reads its output, which the next GEMM keeps anyway
-overlap            weight gradients and updates on side streams, beside the backward pass
+overlap            weight gradients and updates on side streams, during the backward pass
 
-An operation has two ways: a kernel, or PyTorch alone. V3's kernels stay, and the vendor's
-library multiplies matrices; attention's backward kernels also rotate gradients of query and key
-back. The whole step is one graph by default, launched by these functions themselves: for
-torch.compile there is V3. A graph keeps what depends on what, not an order: `overlap` makes use of
-that, so it does nothing in a step without a graph. `--mode benchmark` is inference: there a whole
-transformer layer is a single launch.
+An operation runs as a Triton kernel or as plain PyTorch. V3's kernels stay, and matrix products
+stay with the vendor's library; attention's backward kernels also rotate the gradients of queries
+and keys back. A Function launches its kernels itself, which torch.compile does not see: compile V3
+instead. A whole step is one CUDA or HIP graph by default. A graph stores what depends on what, not
+an order, and `overlap` relies on that: it has no effect on a step without a graph.
+`--mode benchmark` times inference with a whole transformer layer as one launch.
 
 Examples:
   python tiny_llama_v4.py --use-amp --compare-fusion                   all off against all on
@@ -101,13 +101,17 @@ FUSIONS: tuple[tuple[str, str, str], ...] = (
     ("flash-attention", "flash_attention", "SDPA of PyTorch instead of materialised scores"),
     ("triton-rms-norm", "triton_rms_norm", "residual addition and norm as one kernel"),
     ("triton-rotary", "triton_rotary", "rotary embedding of the packed heads as one kernel"),
-    ("triton-attention", "triton_attention", "our own flash attention, which repeats no key"),
+    (
+        "triton-attention",
+        "triton_attention",
+        "flash attention of packed heads, which repeats no key",
+    ),
     ("triton-swiglu", "triton_swiglu", "silu(gate) * up as one kernel"),
     ("triton-cross-entropy", "triton_cross_entropy", "loss without a float32 copy of the logits"),
     ("direct-gradients", "direct_gradients", "weight gradients reach the optimizer without a cast"),
     ("fused-optimizer", "fused_optimizer", "AdamW as one kernel, which casts weights, too"),
     ("norm-from-output", "norm_from_output", "the norm's backward pass reads its output"),
-    ("overlap", "overlap", "in a graph, weight gradients and updates beside the backward pass"),
+    ("overlap", "overlap", "in a graph, weight gradients and updates during the backward pass"),
 )
 # Which fusions are on: a field for each.
 Fusions = make_dataclass("Fusions", [(name, bool, True) for _, name, _ in FUSIONS], frozen=True)
@@ -118,7 +122,7 @@ MODES: dict[str, Callable[[argparse.Namespace], int]] = {}  # what runs in place
 
 
 def without_effect(args: argparse.Namespace) -> dict[str, str]:
-    """Return the fusions that change nothing beside the other arguments, on or off, and why."""
+    """Return the fusions that have no effect with these arguments, and why."""
     idle = {}
     if args.triton_attention:
         idle["flash_attention"] = "triton-attention takes its place"
@@ -129,7 +133,7 @@ def without_effect(args: argparse.Namespace) -> dict[str, str]:
     if not args.fused_optimizer:
         idle["overlap"] = "it needs fused-optimizer, which takes gradients from other streams"
     elif not args.cuda_graph:
-        idle["overlap"] = "it needs a graph, which this run has not"
+        idle["overlap"] = "it needs a graph, and this run has none"
     return idle
 
 
@@ -165,7 +169,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 @cache
 def note_interpreter() -> None:
-    """Say it once, however many runs a study has."""
+    """Say once per process, which may train many times, that kernels are interpreted."""
     text = "the kernels run on the CPU in Triton's interpreter, right but slow: use small sizes"
     say("note", text)
 
@@ -176,7 +180,7 @@ def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentPar
     args.intermediate_dim = args.intermediate_dim or 4 * args.hidden_dim
     if args.hidden_dim % (2 * args.num_heads):
         must = f"must be divisible by 2 x --num-heads {args.num_heads}"
-        why = "rotary embedding turns pairs of channels"
+        why = "rotary embedding rotates pairs of channels"
         parser.error(f"--hidden-dim {args.hidden_dim} {must} ({why})")
     if args.num_heads % args.num_kv_heads:
         must = f"must be divisible by --num-kv-heads {args.num_kv_heads}"
@@ -207,22 +211,22 @@ def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentPar
 
 # --- kernels
 #
-# An operation has a kernel forward and one or more backward; an autograd.Function allocates results
-# and launches them. No kernel adds atomically: each program writes the sum over its own rows, and
-# one more launch adds these up, so that the same input gives the same bits.
+# An operation has a kernel forward and one or more backward; an autograd.Function allocates the
+# results and launches the kernels. No kernel adds atomically: each program writes the sum over its
+# own rows, and another launch sums these, so that the same input gives the same bits.
 #
 # In kernels, pointers and sizes at compile time are in capitals; `grad_x` is the dx of formulas.
 
 
 def wrap_triton(kernel: Callable) -> Callable:
-    """Return what launches a kernel: itself, or in the interpreter what replaces this function."""
+    """Return a kernel as it is launched: itself, on a GPU (the interpreter has a wrapper below)."""
     return kernel
 
 
 BACKEND = "interpreter" if INTERPRETED else "hip" if torch.version.hip else "cuda"
 # Block sizes and warps, as --blocks takes them: for 16 bits on NVIDIA's GPUs, and a line of its own
-# for float32, TF32 or AMD's GPUs where they differ. TILE is the number of elements in a block of
-# rows, PROGRAMS how many programs share the rows, more if each had more than 16 blocks of them.
+# for float32, TF32 or AMD's GPUs where they differ. TILE: elements in a block of rows. PROGRAMS:
+# how many programs share the rows; there are more where each would have more than 16 blocks.
 BLOCKS: dict[str, str] = {
     "sum_parts": "TILE=4096,ROWS=512,num_warps=8",
     "rms_norm_forward": "TILE=2048,num_warps=2",
@@ -313,9 +317,9 @@ if INTERPRETED:
     class wrap_triton:  # PyTorch's takes compiled kernels only
         """Run a kernel by `wrap_triton(kernel)[grid](TENSOR, ..., NAME=value, ...)`.
 
-        It runs as an operator of the kernel's name, for what counts or times operators. Where
-        torch.compile only asks for shapes nothing runs. Triton 3 multiplies bfloat16 as integers
-        here, without a word: so the kernel gets float32, and its results are rounded.
+        A launch is an operator of the kernel's name, which counters and profilers see. Nothing runs
+        for FakeTensors, with which torch.compile asks for shapes. Triton 3's interpreter silently
+        multiplies bfloat16 as integers: the kernel gets float32 copies, and results are rounded.
         """
 
         def __init__(self, kernel: Callable):
@@ -342,7 +346,7 @@ if INTERPRETED:
 
             wrap_triton.run = run
             self.operator(self.kernel.__name__)(tensors)
-            del wrap_triton.run  # and what it refers to, or autograd would copy a gradient
+            del wrap_triton.run  # autograd would copy a gradient that it still refers to
 
         @staticmethod
         @cache
@@ -363,8 +367,8 @@ def check_not_empty(kernel: str, x: Tensor) -> None:
 def row_launch(kernel: str, x: Tensor, whole: bool = True) -> tuple[int, int, dict[str, int]]:
     """Return how many rows x [..., C] has, how many programs share them, and their block sizes.
 
-    A block is a TILE of rows. A row longer than that is a block with more warps if it must be
-    whole, else several.
+    A block has the rows that fit into TILE elements. A longer row is one block with more warps if
+    it must be `whole`, else several blocks.
     """
     check_not_empty(kernel, x)
     chosen, dim = blocks(kernel), x.shape[-1]
@@ -401,7 +405,7 @@ def leave_to_pytorch(args: argparse.Namespace, reasons: dict[str, str]) -> None:
 
 @triton.jit
 def sum_parts_kernel(PARTS, OUT, parts, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Add up what each program wrote: out = sum over p of parts[p].
+    """Sum the partial results of all programs: out = sum over p of parts[p].
 
     PARTS [parts, width], OUT [width]. A program owns BLOCK columns, and reads ROWS parts at a time.
     """
@@ -409,17 +413,14 @@ def sum_parts_kernel(PARTS, OUT, parts, width, ROWS: tl.constexpr, BLOCK: tl.con
     total = tl.zeros([ROWS, BLOCK], tl.float32)
     for start in range(0, parts, ROWS):
         row = start + tl.arange(0, ROWS)
+        inside = (row < parts)[:, None] & (column < width)[None, :]
         at = row.to(tl.int64)[:, None] * width + column[None, :]
-        total += tl.load(
-            PARTS + at,
-            mask=(row < parts)[:, None] & (column < width)[None, :],
-            other=0.0,
-        )
+        total += tl.load(PARTS + at, mask=inside, other=0.0)
     tl.store(OUT + column, tl.sum(total, 0), mask=column < width)
 
 
 def sum_parts(parts: Tensor, out: Tensor) -> None:
-    """Write the sum of float32 parts [parts, ...], one of each program, into out.
+    """Write the sum of float32 parts [parts, ...], one for each program, into out.
 
     torch.sum is slower at many short parts.
     """
@@ -431,7 +432,7 @@ def sum_parts(parts: Tensor, out: Tensor) -> None:
     )
 
 
-LOG2E = tl.constexpr(math.log2(math.e))  # scores are kept to the base 2: hardware computes exp2
+LOG2E = tl.constexpr(math.log2(math.e))  # scores are in base 2: the hardware computes exp2
 
 
 @triton.jit
@@ -473,7 +474,7 @@ def rms_norm_backward_kernel(
 
     GRAD_NORMED, GRAD_SUMMED, SAVED, GRAD_X, GRAD_UPDATE [rows, C], WEIGHT [C], RSTD [rows],
     GRAD_WEIGHT [PROGRAMS, C]. SAVED is x, or FROM_OUTPUT normed: then xhat = normed / weight.
-    Without an update GRAD_SUMMED is None. A program owns every PROGRAMS-th block of ROWS whole
+    Without an update GRAD_UPDATE is None. A program owns every PROGRAMS-th block of ROWS whole
     rows, and a row of GRAD_WEIGHT: its own sum of dweight.
     """
     program = tl.program_id(0)
@@ -487,27 +488,26 @@ def rms_norm_backward_kernel(
         rstd = tl.load(RSTD + row, mask=row < rows, other=0.0)[:, None]
         saved = tl.load(SAVED + at, mask=inside, other=0.0).to(tl.float32)
         if FROM_OUTPUT:
-            lost = (weight == 0)[None, :]
-            xhat = tl.where(lost, 0.0, saved / weight[None, :])
+            xhat = tl.where((weight == 0)[None, :], 0.0, saved / weight[None, :])
         else:
             xhat = saved * rstd
         grad = tl.load(GRAD_NORMED + at, mask=inside, other=0.0).to(tl.float32)
         grad_weight += grad * xhat
         grad *= weight[None, :]  # g
         grad = (grad - xhat * (tl.sum(grad * xhat, 1) / C)[:, None]) * rstd
-        if GRAD_SUMMED is not None:
-            grad += tl.load(GRAD_SUMMED + at, mask=inside, other=0.0).to(tl.float32)
-            tl.store(GRAD_UPDATE + at, grad, mask=inside)
+        grad += tl.load(GRAD_SUMMED + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(GRAD_X + at, grad, mask=inside)
+        if GRAD_UPDATE is not None:
+            tl.store(GRAD_UPDATE + at, grad, mask=inside)
     tl.store(GRAD_WEIGHT + program * C + channel, tl.sum(grad_weight, 0), mask=channel < C)
 
 
 class AddRMSNorm(torch.autograd.Function):
     """Compute norm(x + update) * weight in `dtype`, and x + update, of x and update [..., D].
 
-    Without an update (None) the norm is the only result. `from_output`: the norm is kept for the
-    backward pass, which divides it by the weight (Apex's memory_efficient). A channel whose weight
-    is exactly 0 is lost to it, and its gradients are 0.
+    update: None for x alone. from_output: the backward pass divides the norm by the weight, so that
+    the sum need not be saved (Apex's memory_efficient); a channel whose weight is exactly 0 has
+    gradients of 0.
     """
 
     @staticmethod
@@ -523,21 +523,17 @@ class AddRMSNorm(torch.autograd.Function):
         wrap_triton(rms_norm_forward_kernel)[(programs,)](
             x, update, weight, normed, summed, rstd, rows=rows, eps=eps, **options
         )
-        ctx.from_output, ctx.update_dtype = from_output, None if update is None else update.dtype
-        ctx.x_dtype = x.dtype
+        ctx.from_output, ctx.update = from_output, update is not None
         ctx.save_for_backward(normed if from_output else summed, weight, rstd)
-        return normed if update is None else (normed, summed)
+        return normed, summed
 
     @staticmethod
-    def backward(ctx, grad_normed: Tensor, grad_summed: Tensor | None = None):
+    def backward(ctx, grad_normed: Tensor, grad_summed: Tensor):
         saved, weight, rstd = ctx.saved_tensors
-        grad_normed = grad_normed.contiguous()
-        grad_summed = None if grad_summed is None else grad_summed.contiguous()
+        grad_normed, grad_summed = grad_normed.contiguous(), grad_summed.contiguous()
         rows, programs, options = row_launch("rms_norm_backward", saved)
-        grad_x = torch.empty_like(saved, dtype=ctx.x_dtype)
-        grad_update, grad_weight = None, None
-        if grad_summed is not None:
-            grad_update = torch.empty_like(saved, dtype=ctx.update_dtype)
+        grad_x, grad_weight = torch.empty_like(grad_summed), None
+        grad_update = torch.empty_like(grad_normed) if ctx.update else None
         parts = weight.new_empty(programs, len(weight), dtype=torch.float32)
         wrap_triton(rms_norm_backward_kernel)[(programs,)](
             grad_normed, grad_summed, saved, weight, rstd, grad_x, grad_update, parts,
@@ -751,11 +747,11 @@ def attention_forward_kernel(
 def store_unrotated(
     GRAD, COS, SIN, grad, token_at, position, seq, D: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
-    """Store the gradient [ROWS, D] of a head before its rotation, given that of the rotated head.
+    """Rotate the gradient [ROWS, D] of a rotated head back, and store it.
 
         dx1 = dy1 cos(t) + dy2 sin(t);  dx2 = dy2 cos(t) - dy1 sin(t)
 
-    token_at [ROWS]: where the head is in GRAD. position [ROWS]: of its token, below seq.
+    token_at [ROWS]: offsets of the head in GRAD. position [ROWS]: of its tokens, below seq.
     """
     first, second = tl.split(tl.permute(tl.reshape(grad, (ROWS, 2, D // 2)), (0, 2, 1)))
     channel, inside = tl.arange(0, D // 2), (position < seq)[:, None]
@@ -779,9 +775,8 @@ def attention_backward_queries_kernel(
         dS = P * (dP - delta);  dQ = scale * dS K
 
     QKV, OUT and LOG_SUM_EXP as in the forward kernel, GRAD (dO) as OUT, DELTA as LOG_SUM_EXP,
-    GRAD_QKV as QKV; with COS and SIN (or None) that of QKV before its heads were rotated. A program
-    owns BLOCK_M queries of one head, and goes through their keys by
-    BLOCK_N.
+    GRAD_QKV as QKV, rotated back if there are COS and SIN. A program owns BLOCK_M queries of one
+    head, and goes through their keys by BLOCK_N.
     """
     TOKEN: tl.constexpr = (H + 2 * K) * D  # elements of a token in QKV
     VALUE: tl.constexpr = K * D  # from a key head to its value head
@@ -864,7 +859,7 @@ def attention_backward_keys_kernel(
     below = tl.minimum((first + BLOCK_N + BLOCK_M - 1) // BLOCK_M * BLOCK_M, seq)
     for head in range(kv_head * (H // K), (kv_head + 1) * (H // K)):  # query heads of this group
         row = (batch * H + head) * seq
-        for MASKED in tl.static_range(2):  # at last the queries that see every key of this block
+        for MASKED in tl.static_range(2):  # last the queries that see every key of this block
             begin = first // BLOCK_M * BLOCK_M if MASKED else below
             end = below if MASKED else seq
             for start in range(begin, end, BLOCK_M):
@@ -899,9 +894,11 @@ def attention_backward_keys_kernel(
 
 
 def attention_sizes(qkv: Tensor, num_heads: int) -> dict:
-    """Return what the three kernels are compiled for, besides their blocks."""
-    packed, dim = qkv.shape[2:]
+    """Return sizes and scale, and what the three kernels are compiled for besides their blocks."""
+    seq, packed, dim = qkv.shape[1:]
     return {
+        "seq": seq,
+        "scale": dim**-0.5,
         "H": num_heads,
         "K": (packed - num_heads) // 2,
         "D": dim,
@@ -913,9 +910,9 @@ def attention_sizes(qkv: Tensor, num_heads: int) -> dict:
 class CausalAttention(torch.autograd.Function):
     """Compute causal attention [B, S, H, D] of packed heads [B, S, H + 2 K, D].
 
-    Flash attention (Dao 2023): the backward pass computes the scores again from the sums that the
-    forward pass kept. With cos and sin query and key heads are rotated first, and their gradients
-    rotated back: where they are stored, if a block holds a head without a gap, or in a pass more.
+    Flash attention (Dao 2023): the backward pass computes the scores again from the saved sums.
+    With cos and sin, query and key heads are rotated first. The backward kernels rotate their
+    gradients back as they store them; for a head_dim that is no power of two another launch does.
     """
 
     @staticmethod
@@ -923,19 +920,9 @@ class CausalAttention(torch.autograd.Function):
         ctx, qkv: Tensor, num_heads: int, cos: Tensor | None = None, sin: Tensor | None = None
     ):  # fmt: skip
         qkv = qkv.contiguous()
-        batch, seq, packed, dim = qkv.shape
-        kv_heads = (packed - num_heads) // 2
+        (batch, seq, _, dim), ctx.sizes = qkv.shape, attention_sizes(qkv, num_heads)
         if cos is not None:
-            qkv = rotary(qkv, cos, sin, kv_heads, 1)
-        ctx.sizes = {
-            "seq": seq,
-            "scale": dim**-0.5,
-            "H": num_heads,
-            "K": kv_heads,
-            "D": dim,
-            "BLOCK_D": max(16, triton.next_power_of_2(dim)),
-            "PRECISION": dot_precision(qkv.dtype),
-        }
+            qkv = rotary(qkv, cos, sin, ctx.sizes["K"], 1)
         out = qkv.new_empty(batch, seq, num_heads, dim)
         log_sum_exp = qkv.new_empty(batch, num_heads, seq, dtype=torch.float32)
         chosen = blocks("attention_forward", qkv.dtype)
@@ -995,8 +982,8 @@ def cross_entropy_forward_kernel(
         row_max = new_row_max
     log_sum_exp = row_max + tl.log(row_sum)
     target = next_token(LABELS, row, rows, seq)
-    known = (target >= 0) & (target < C)  # any other label but -100 makes the loss NaN
-    logit = tl.load(LOGITS + row * C + target, mask=known, other=float("nan")).to(tl.float32)
+    valid = (target >= 0) & (target < C)  # any other label but -100 makes the loss NaN
+    logit = tl.load(LOGITS + row * C + target, mask=valid, other=float("nan")).to(tl.float32)
     tl.store(LOSSES + row, tl.where(target == -100, 0.0, log_sum_exp - logit), mask=row < rows)
     tl.store(LOG_SUM_EXP + row, log_sum_exp, mask=row < rows)
 
@@ -1099,9 +1086,9 @@ def embedding_backward_kernel(
 class TiedEmbedding(torch.autograd.Function):
     """Look up rows [..., D] of a weight [V, D] for tokens [...].
 
-    The forward pass sorts the tokens by row, in a graph on a side stream. The output projection has
-    the same weight, and the backward pass begins there: the embedding's gradient is added to that
-    one, `projection_gradient`.
+    The forward pass already sorts the tokens by row, in a graph on a side stream. The backward pass
+    reaches the output projection, which shares the weight, first: that leaves its gradient in
+    `projection_gradient`, and the embedding's is added to it.
     """
 
     @staticmethod
@@ -1131,8 +1118,8 @@ class TiedEmbedding(torch.autograd.Function):
 class Projection(torch.autograd.Function):
     """Compute x weight^T [..., N] of x [..., K] in the type of the GEMMs and a weight [N, K].
 
-    `embedding`: the node of a TiedEmbedding of this weight. If that will run, it gets the gradient
-    and adds its own.
+    embedding: the autograd node of a TiedEmbedding that shares the weight. If the backward pass
+    reaches it, too, it takes the weight's gradient over.
     """
 
     @staticmethod
@@ -1157,7 +1144,7 @@ class Projection(torch.autograd.Function):
         if grad_weight is not None and tied:
             ctx.embedding.projection_gradient, grad_weight = grad_weight, None
         elif hasattr(ctx.weight, "slot"):
-            ctx.weight.slot.buffer.side.finish(ctx.weight)
+            ctx.weight.slot.buffer.side.release(ctx.weight)
         return grad_x, grad_weight, None, None
 
 
@@ -1166,27 +1153,27 @@ def linear(
 ) -> Tensor:  # fmt: skip
     """Compute x weight^T [..., N] of x [..., K] and weight [N, K].
 
-    embedded: the result of an embedding with the same weight.
+    embedded: the result of an embedding that shares the weight.
     """
     if not (fusions.direct_gradients or fusions.fused_optimizer):
         return F.linear(x, weight)
-    node = getattr(embedded, "grad_fn", None)
-    tied = node if hasattr(node, "projection_gradient") else None  # only TiedEmbedding has it
+    node = getattr(embedded, "grad_fn", None)  # of a TiedEmbedding it is the ctx of its functions
+    tied = node if hasattr(node, "projection_gradient") else None
     return Projection.apply(x.to(gemm_dtype(x)), weight, fusions.direct_gradients, tied)
 
 
 # --- optimizer
 # Copied from common/optimizer.py by tools/sync_common.py: edit it there.
-# Gradients are written where AdamW reads them; in a step that is captured as a graph, this and the
-# updates overlap the backward pass. A parameter that FusedAdamW updates has an attribute `slot`.
+# The backward pass writes gradients where AdamW reads them. In a step that is captured as a graph,
+# weight gradients and updates overlap it. A parameter of FusedAdamW has an attribute `slot`.
 
 
 @dataclass(eq=False)
 class Slot:
-    """A parameter's place in the buffers of FusedAdamW, as Megatron's `main_grad` is one.
+    """A parameter's place in the buffers of FusedAdamW, from element `begin` to `end`.
 
-    `begin` and `end` are elements of these buffers; `cast` is the parameter in the type of the
-    GEMMs, as it was at its `version`, or None for float32.
+    `cast` is the parameter in the type of the GEMMs, up to date if `version` is the parameter's;
+    None for float32. (Megatron attaches its `main_grad` to a parameter in the same way.)
     """
 
     buffer: GradientBuffer
@@ -1197,9 +1184,9 @@ class Slot:
 
 
 def cached_cast(parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a parameter in this type, as the optimizer wrote it.
+    """Return a parameter in this type, from the optimizer's cast if it has one.
 
-    It is cast here where the optimizer did not, or where others changed the parameter since.
+    The cast is renewed first if something else has changed the parameter since.
     """
     slot = getattr(parameter, "slot", None)
     if slot is None or slot.cast is None or slot.cast.dtype != dtype:
@@ -1211,7 +1198,7 @@ def cached_cast(parameter: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def renew_casts(module: nn.Module, *unused) -> None:
-    """Cast parameters that were loaded anew, as load_state_dict's hook: a graph would not look."""
+    """Renew the casts of loaded parameters (load_state_dict's hook): a graph would not do it."""
     for parameter in module.parameters():
         slot = getattr(parameter, "slot", None)
         if slot and slot.cast is not None:
@@ -1219,31 +1206,30 @@ def renew_casts(module: nn.Module, *unused) -> None:
 
 
 class SideStreams:
-    """Overlap gradients of parameters, averages and updates with the chain of a training step.
+    """Overlap weight gradients, averages and updates with the main stream of a training step.
 
-    For a step that is captured as a graph: a graph keeps what depends on what, not the order of the
-    launches, so work on a side stream runs where there is room for it. A step, time goes down, an
-    arrow is a wait:
+    For a step that is captured as a graph: that stores what depends on what, not the order of
+    launches, so work on a side stream runs as soon as there is room for it. One step; time goes
+    down, an arrow is a wait:
 
-        chain (forward, backward)       gradients                 updates
+        main (forward, backward)        gradients                 updates
         begin_step -------------------------------------------->  corrections of the moments
         token ids -------------------->  run: sort them
         grad of layer L's output ----->  run: its weight gradient
         grad of its input
-        weight no longer needed -------------- finish (both) --->  AdamW, cast of this weight
+        weight no longer needed ------------- release (both) --->  AdamW, cast of this weight
         DEPTH pieces of work later,
-        or DEPTH_BYTES of inputs <------  done: its inputs may go
+        or DEPTH_BYTES of inputs <------  done: its inputs are freed
         ... next layer                  ...                       ...
         grad of the embedding <--------  join: all of them
         end of optimizer.step <---------------------------------  all of them
 
-    On several GPUs a third stream averages the gradients of a buffer over them in between: it
-    waits as an update does here, the update waits for it, and so does the chain before
-    optimizer.step.
+    On several GPUs a third stream averages the gradients of a buffer over them: it waits as an
+    update does here, and both the update and the main stream before optimizer.step wait for it.
 
-    What work on a side stream reads must stay as it is until the chain has waited for that work:
-    `pending` keeps it from being freed. Autograd may not add to a gradient on its way from a side
-    stream to its parameter: join raises RuntimeError.
+    The inputs of work on a side stream must not change before the main stream has waited for that
+    work; `pending` holds references, so that they are not freed. Nor may autograd add to a
+    gradient before then: join raises RuntimeError if it did.
     """
 
     DEPTH, DEPTH_BYTES = 4, 2 * 10**8
@@ -1258,24 +1244,25 @@ class SideStreams:
         return SideStreams()
 
     def begin_step(self, overlap: bool) -> None:
-        """Begin a forward pass, of which work overlaps if it is captured."""
+        """Start a step at its forward pass; `overlap` has an effect while a graph is captured."""
         capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         self.active = overlap and capturing
         self.joined = not self.active
-        # a capture that failed leaves some
-        self.written: dict[Tensor, int] = {}  # the address of each parameter's gradient
-        self.used: set[Tensor] = set()  # parameters that this step no longer needs
-        self.finished: dict[GradientBuffer, tuple[Tensor, int, list[torch.cuda.Event]]] = {}
+        # cleared here, as a failed capture does not end its step
+        self.addresses: dict[Tensor, int] = {}  # of the parameters' gradients
+        self.released: set[Tensor] = set()  # parameters that this step no longer needs
+        # of a buffer: its tensor and version, and the events that an update waits for
+        self.ready: dict[GradientBuffer, tuple[Tensor, int, list[torch.cuda.Event]]] = {}
         if self.active:
             # GEMMs on two streams need two workspaces; eager steps give theirs back.
             torch._C._cuda_clearCublasWorkspaces()
-            self.chain = torch.cuda.current_stream()
-            self.begun = self.chain.record_event()
+            self.main = torch.cuda.current_stream()
+            self.begun = self.main.record_event()
 
     def stream(self, number: int) -> torch.cuda.Stream | None:
-        """Return the stream of gradients (0), of updates (1), of averages (2); None: the chain.
+        """Return the stream of gradients (0), of updates (1), of averages (2); None: the main one.
 
-        The last one goes first, as the chain does: nothing hides what is late there.
+        Averages have the main stream's priority: nothing hides a late one.
         """
         make = torch.cuda.Stream
         if self.active:
@@ -1283,60 +1270,57 @@ class SideStreams:
         return self.streams[number] if self.active else None
 
     def run(self, work: Callable, *inputs: Tensor) -> object:
-        """Return the result of the work, which reads these inputs, from the stream of gradients."""
+        """Run work that reads these inputs on the stream of gradients, and return its result."""
         if self.joined:
             return work()
-        chain, stream = torch.cuda.current_stream(), self.stream(0)
-        stream.wait_stream(chain)
+        main, stream = torch.cuda.current_stream(), self.stream(0)
+        stream.wait_stream(main)
         with torch.cuda.stream(stream):
             result = work()
             self.pending.append((stream.record_event(), inputs))
-        while len(self.pending) > self.DEPTH or self.pending_bytes() > self.DEPTH_BYTES:
-            chain.wait_event(self.pending.popleft()[0])
+        while len(self.pending) > self.DEPTH or (
+            sum(tensor.nbytes for _, inputs in self.pending for tensor in inputs) > self.DEPTH_BYTES
+        ):
+            main.wait_event(self.pending.popleft()[0])
         return result
 
-    def pending_bytes(self) -> int:
-        """Count the bytes that work in progress reads."""
-        return sum(tensor.nbytes for _, inputs in self.pending for tensor in inputs)
-
-    def finish(self, parameter: Tensor) -> None:
-        """Note that this step no longer needs a parameter, whose gradient is on its way."""
+    def release(self, parameter: Tensor) -> None:
+        """Record that this step no longer needs a parameter whose gradient has been launched."""
         buffer = parameter.slot.buffer
-        if not (self.active and buffer.written):
-            return
-        self.used.add(parameter)
-        if self.used.issuperset(buffer.parameters):  # with norms it waits for all of the chain
-            self.note(buffer, torch.cuda.current_stream(), self.stream(0))
+        if self.active and buffer.written:
+            self.released.add(parameter)
+            if self.released.issuperset(buffer.parameters):  # norms are never released
+                self.record(buffer, torch.cuda.current_stream(), self.stream(0))
 
-    def note(self, buffer: GradientBuffer, *streams: torch.cuda.Stream) -> None:
-        """Note that these streams have done by now what an update of the buffer waits for."""
+    def record(self, buffer: GradientBuffer, *streams: torch.cuda.Stream) -> None:
+        """Have an update of this buffer wait for what these streams have been given so far."""
         events = [stream.record_event() for stream in streams]
-        self.finished[buffer] = buffer.tensor, buffer.tensor._version, events
+        self.ready[buffer] = buffer.tensor, buffer.tensor._version, events
 
     def wait_for(self, buffer: GradientBuffer) -> None:
-        """Let this stream wait for the gradients in a buffer, and the last use of their weights.
+        """Let the current stream wait for a buffer's gradients and the last use of their weights.
 
-        If they were changed since that was noted, it waits for the chain as it is now.
+        If the gradients have changed since that was recorded, it waits for the main stream.
         """
         if not self.active:
             return
-        tensor, version, events = self.finished.pop(buffer, (None, 0, []))
+        tensor, version, events = self.ready.pop(buffer, (None, 0, []))
         if tensor is not buffer.tensor or version != tensor._version:
-            events = [self.chain.record_event()]
+            events = [self.main.record_event()]
         for event in events:
             torch.cuda.current_stream().wait_event(event)
 
     def join(self) -> None:
-        """Let the chain wait for all gradients, and take what follows.
+        """Let the main stream wait for all gradients; later work of this step runs on it.
 
-        Raises RuntimeError if one was added to.
+        Raises RuntimeError if autograd added to a gradient that a side stream computes.
         """
         if self.joined:
             return
         self.joined = True
         torch.cuda.current_stream().wait_stream(self.stream(0))
         self.pending.clear()
-        if any(p.grad is not None and p.grad.data_ptr() != at for p, at in self.written.items()):
+        if any(p.grad is not None and p.grad.data_ptr() != at for p, at in self.addresses.items()):
             wrong = "a weight got more than one gradient in a backward pass"
             raise RuntimeError(f"overlap: {wrong}: use --disable-overlap")
 
@@ -1346,22 +1330,22 @@ class SideStreams:
             self.wait_for(buffer)
             buffer.average()
             if self.active:
-                self.note(buffer, self.stream(2))
+                self.record(buffer, self.stream(2))
 
-    def begin_updates(self, after_chain: bool) -> None:
-        """Let this stream wait for the begin of the forward pass, or for the chain until now."""
+    def begin_updates(self, after_main: bool) -> None:
+        """Let the current stream wait for the start of this step, or for the main stream so far."""
         if self.active:
-            begun = self.chain.record_event() if after_chain else self.begun
+            begun = self.main.record_event() if after_main else self.begun
             torch.cuda.current_stream().wait_event(begun)
 
-    def wait_here(self, number: int) -> None:
-        """Let the chain wait for a stream."""
+    def main_waits_for(self, number: int) -> None:
+        """Let the main stream wait for a side stream."""
         if self.active:
-            self.chain.wait_stream(self.stream(number))
+            self.main.wait_stream(self.stream(number))
 
 
 class JoinSideStreams(torch.autograd.Function):
-    """Pass tensors on; in the backward pass the chain waits here for the stream of gradients."""
+    """Return the tensors; in the backward pass, join the stream of gradients here."""
 
     @staticmethod
     def forward(ctx, side: SideStreams, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -1375,10 +1359,10 @@ class JoinSideStreams(torch.autograd.Function):
 
 
 class GradientBuffer:
-    """Hold the gradients of some parameters where the optimizer reads them, in one tensor.
+    """One tensor with the gradients of some parameters, which the optimizer reads.
 
-    The tensor lives from the first gradient of a step to the end of the update. A parameter's first
-    gradient in a step is written here, in `dtype`; autograd adds others to it, in float32.
+    It exists from the first gradient of a step to the end of the update. A parameter's first
+    gradient in a step is written here, in `dtype`; autograd adds later ones to it, in float32.
     """
 
     def __init__(self, parameters: list[nn.Parameter], dtype: torch.dtype, side: SideStreams):
@@ -1387,26 +1371,26 @@ class GradientBuffer:
         self.set_dtype(dtype)
 
     def set_dtype(self, dtype: torch.dtype) -> None:
-        """Have gradients in this type from now on."""
+        """Set the type of the gradients, also of those that exist."""
         self.dtype = dtype
         for parameter in self.parameters:
             if dtype != (getattr(parameter, "grad_dtype", None) or parameter.dtype):
                 grad, parameter.grad = parameter.grad, None
-                parameter.grad_dtype = dtype  # or autograd would cast it
+                parameter.grad_dtype = dtype  # else autograd would cast the gradient
                 parameter.grad = grad if grad is None else grad.to(dtype)
 
     def clear(self) -> None:
-        """Let go of the gradients."""
+        """Drop the gradients."""
         self.tensor, self.written = None, set()
 
     def claim(self, parameters: Sequence[nn.Parameter]) -> Tensor | None:
         """Return the part [elements] for the first gradients in a step of these parameters.
 
-        None for later ones, and where the parameters do not lie side by side.
+        None for later gradients, or if the parameters are not neighbours in the buffer.
         """
         if any(p.grad is not None or p in self.written for p in parameters):
             if self.dtype != torch.float32:
-                self.set_dtype(torch.float32)
+                self.set_dtype(torch.float32)  # for sums
             return None
         ends = [p.slot.begin + p.numel() for p in parameters]
         if ends[:-1] != [p.slot.begin for p in parameters[1:]]:
@@ -1415,10 +1399,10 @@ class GradientBuffer:
         return self.elements(parameters[0].slot.begin, ends[-1])
 
     def elements(self, begin: int, end: int) -> Tensor:
-        """Return elements of the tensor, by their place in all of the optimizer's buffers."""
+        """Return elements of the tensor, counted as in the optimizer's buffers."""
         first, last = self.parameters[0].slot.begin, self.parameters[-1].slot.end
         if self.tensor is None:
-            filled = sum(p.numel() for p in self.parameters)
+            filled = sum(p.numel() for p in self.parameters)  # gaps are read, too: zeros
             make = torch.zeros if self.parameters[1:] and last - first > filled else torch.empty
             self.tensor = make(last - first, device=self.parameters[0].device, dtype=self.dtype)
         return self.tensor[begin - first : end - first]
@@ -1429,26 +1413,27 @@ class GradientBuffer:
         return self.elements(begin, begin + parameter.numel()).view_as(parameter)
 
     def collect(self) -> bool:
-        """Bring gradients here that are elsewhere; return whether there are any.
+        """Copy gradients that are elsewhere into the tensor; return whether there are gradients.
 
-        Those that autograd added up are elsewhere, and those of PyTorch's own operators.
+        Sums that autograd has made are elsewhere, and gradients of PyTorch's own operators.
         """
         present = [p for p in self.parameters if p.grad is not None]
         elsewhere = [p for p in present if p.grad.data_ptr() != self.part(p).data_ptr()]
         if any(p in self.written for p in elsewhere):
-            self.tensor, elsewhere = None, present  # what torch.autograd.grad returned may be there
+            # The caller of torch.autograd.grad may have the tensor.
+            self.tensor, elsewhere = None, present
         if elsewhere:
             torch._foreach_copy_([self.part(p) for p in elsewhere], [p.grad for p in elsewhere])
         return bool(present)
 
     def average(self) -> None:
-        """Average all gradients over the processes; from then on they are here, nowhere else."""
+        """Average the gradients over the processes, and make each `.grad` a part of the tensor."""
         for parameter in self.parameters:
             if parameter.grad is not None:
                 parameter.grad = self.part(parameter)
         if self.tensor.is_cuda:
             dist.all_reduce(self.tensor, dist.ReduceOp.AVG)
-        else:  # gloo can only add up
+        else:  # gloo has no AVG
             dist.all_reduce(self.tensor)
             self.tensor /= dist.get_world_size()
 
@@ -1458,32 +1443,28 @@ def gradients_into_buffer(
 ) -> tuple[Tensor, ...]:
     """Return the gradients of groups of parameters, which `compute` makes of these inputs.
 
-    `compute` gets a tensor [elements] for each group, and writes the gradients of its parameters
-    there side by side. That is where the optimizer reads them, unless there are gradients that
-    these are to be added to.
+    `compute` gets a tensor [elements] for each group, and writes the gradients of the group's
+    parameters into it, one after the other. It is the optimizer's buffer, unless the parameters
+    have gradients already, to which autograd will add these.
     """
     parameters = [parameter for group in groups for parameter in group]
     slots = [getattr(parameter, "slot", None) for parameter in parameters]
     buffer = slots[0].buffer if all(slots) else None
-    places = [buffer.claim(group) if buffer else None for group in groups]
-
-    def work() -> tuple[Tensor, ...]:
-        outs, grads = [], []
-        for place, group in zip(places, groups, strict=True):
-            sizes = [p.numel() for p in group]
-            out = torch.empty(sum(sizes), device=group[0].device) if place is None else place
-            outs.append(out)
-            grads += [part.view_as(p) for part, p in zip(out.split(sizes), group, strict=True)]
+    outs, grads, overlaps = [], [], buffer is not None
+    for group in groups:
+        sizes, out = [p.numel() for p in group], buffer.claim(group) if buffer else None
+        if out is None:  # autograd may add to it as soon as this function returns
+            out, overlaps = torch.empty(sum(sizes), device=group[0].device), False
+        outs.append(out)
+        grads += [part.view_as(p) for part, p in zip(out.split(sizes), group, strict=True)]
+    if not overlaps:
         compute(*outs)
         return tuple(grads)
-
-    if buffer is None or any(place is None for place in places):
-        return work()  # autograd may add them to others at once
-    grads = buffer.side.run(work, *inputs)
+    buffer.side.run(partial(compute, *outs), *inputs)
     if not buffer.side.joined:
         addresses = [grad.data_ptr() for grad in grads]
-        buffer.side.written |= zip(parameters, addresses, strict=True)
-    return grads
+        buffer.side.addresses |= zip(parameters, addresses, strict=True)
+    return tuple(grads)
 
 
 WIDE_RESULTS = "dtype_out" in torch.ops.aten.mm.overloads()  # from PyTorch 2.8 on
@@ -1517,15 +1498,15 @@ def adamw_kernel(
     BETA1: tl.constexpr, BETA2: tl.constexpr, EPS: tl.constexpr, DECAY: tl.constexpr,
     BLOCK: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """Update weights w from their gradients g, and write them in the type of the GEMMs, too.
+    """Update weights w from their gradients g, and cast them to the type of the GEMMs.
 
         m += (1 - beta1) * (g - m);  v += (1 - beta2) * (g^2 - v)
         w = w * (1 - lr * decay) - lr / c1 * m / (sqrt(v) / sqrt(c2) + eps)
 
     WEIGHTS, CASTS (or None), GRADS, AVERAGES (m), SQUARES (v) [size]. CORRECTIONS [2] are
-    c = 1 - beta^steps; LR [] is the learning rate. Of a gradient scaler, or None: gradients are
-    divided by SCALE [], and FOUND_INF [] leaves the step out. A program owns every PROGRAMS-th
-    block of BLOCK elements.
+    c = 1 - beta^steps; LR [] is the learning rate. SCALE [] and FOUND_INF [] are a gradient
+    scaler's, or None: gradients are divided by SCALE, and nothing is updated if FOUND_INF. A
+    program owns every PROGRAMS-th block of BLOCK elements.
     """
     if FOUND_INF is not None:
         size = tl.where(tl.load(FOUND_INF) > 0, 0, size)
@@ -1552,11 +1533,11 @@ def adamw_kernel(
 
 
 class Options(dict):
-    """Hold the options of the optimizer, of which only the learning rate may change.
+    """The optimizer's options, of which only the learning rate may change.
 
-    The kernel reads the learning rate from the device, and is compiled for the others. So a
-    learning rate that is assigned, as some schedulers do, is written there, where a graph of the
-    step finds it. Another value for one of the others raises ValueError.
+    The kernel reads the learning rate from the device. Assigning it, as some schedulers do, writes
+    it there, so that a captured graph follows. The kernel is compiled for the other options:
+    another value for one raises ValueError.
     """
 
     def __setitem__(self, name: str, value: object) -> None:
@@ -1570,15 +1551,15 @@ class Options(dict):
 
 
 class FusedAdamW(torch.optim.Optimizer):
-    """AdamW (Loshchilov and Hutter 2019) with all parameters in one buffer, and one kernel for it.
+    """AdamW (Loshchilov and Hutter 2019) as one kernel over all parameters in one buffer.
 
-    Weights, their casts to `dtype` for the GEMMs and moments are parts of buffers of the same
-    order, so the kernel needs no list of addresses. It is launched once for each of `groups`, which
-    share a buffer of gradients; that of a single parameter is in `grad_dtype`. Gradients are
-    written anew in every step: there is nothing to clear. `side`: what runs beside the model.
+    Weights, their casts to `dtype` for the GEMMs and moments are in buffers of the same order, so
+    the kernel needs no list of addresses. It is launched once for each of `groups`. A group has a
+    GradientBuffer, in `grad_dtype` for a single parameter, else in float32. `side`: the streams on
+    which the model computes gradients.
 
-    On several GPUs it takes the place of DistributedDataParallel, which would copy each gradient to
-    a buffer of its own: average_gradients comes before every step.
+    On several GPUs it replaces DistributedDataParallel, which would copy each gradient to another
+    buffer: call average_gradients before every step.
     """
 
     _step_supports_amp_scaling = True  # the kernel divides by GradScaler's scale and skips a step
@@ -1602,15 +1583,15 @@ class FusedAdamW(torch.optim.Optimizer):
         if dtype != torch.float32:
             self.buffers["cast"] = torch.zeros(size, device=device, dtype=dtype)
         self.steps = torch.zeros(len(parameters), 1, device=device)
-        self.together = True  # all parameters have taken as many steps
+        self.in_step = True  # all parameters have taken equally many steps
         self.betas = torch.tensor(self.defaults["betas"], device=device, dtype=torch.float64)
         self.gradients, steps = [], iter(self.steps)
         for group in groups:
-            own_dtype = grad_dtype if len(group) == 1 else torch.float32
-            self.gradients.append(GradientBuffer(group, own_dtype, self.side))
+            buffer_dtype = grad_dtype if len(group) == 1 else torch.float32
+            self.gradients.append(GradientBuffer(group, buffer_dtype, self.side))
             for parameter in group:
                 begin, end = next(spans)
-                # .data: or a change of one part would count as a change of all
+                # .data: views would share one version counter
                 views = {
                     name: buffer[begin:][: parameter.numel()].view_as(parameter).data
                     for name, buffer in self.buffers.items()
@@ -1619,21 +1600,18 @@ class FusedAdamW(torch.optim.Optimizer):
                 parameter.slot = Slot(self.gradients[-1], begin, end, views.get("cast"))
                 self.state[parameter] = {"step": next(steps)[0], **views}
         self.averaged = False  # over several GPUs
-        self.with_gradient: list[list[bool]] = []  # of each process, which parameters had one
+        self.with_gradient: list[list[bool]] = []  # which parameters have one, in each process
         if dist.is_initialized():
             # One seed gives one set of weights on equal machines; this makes sure.
             dist.broadcast(self.buffers["weight"], 0)
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Take options, moments and numbers of steps to where the kernel reads them.
+        """Copy options, moments and numbers of steps to where the kernel reads them.
 
         Raises ValueError if they are in another order.
         """
         loaded, own = state_dict["state"], self.state_dict()["state"]
-        shapes = [
-            {index: values["exp_avg"].shape for index, values in state.items()}
-            for state in (loaded, own)
-        ]
+        shapes = [{i: v["exp_avg"].shape for i, v in state.items()} for state in (loaded, own)]
         if shapes[0] != shapes[1]:
             wrong = "the state is of other parameters, or in another order"
             raise ValueError(f"{wrong}, such as that of PyTorch's AdamW")
@@ -1643,10 +1621,10 @@ class FusedAdamW(torch.optim.Optimizer):
         for index, values in own.items():  # they share memory with the optimizer's
             for name in ("step", "exp_avg", "exp_avg_sq"):
                 values[name].copy_(loaded[index][name])
-        self.together = bool((self.steps == self.steps[0]).all())
+        self.in_step = bool((self.steps == self.steps[0]).all())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Let go of the gradients."""
+        """Drop the gradients."""
         super().zero_grad(set_to_none)
         self.averaged = False
         for buffer in self.gradients if set_to_none else ():
@@ -1654,11 +1632,11 @@ class FusedAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def average_gradients(self) -> None:
-        """Average the gradients over all processes; of one process they are what they should be.
+        """Average the gradients over all processes; a single process returns at once.
 
-        It comes before a gradient scaler looks at them: an infinity of one process has reached all
-        by then, so all skip the same steps. No backward pass may follow before step. Raises
-        RuntimeError where not all have gradients of the same parameters, in every step.
+        Call it before a gradient scaler reads the gradients: an infinity of one process has reached
+        all by then, so all skip the same steps. No backward pass may follow before step. Raises
+        RuntimeError unless all processes have gradients of the same parameters, in every step.
         """
         if not dist.is_initialized():
             return
@@ -1667,13 +1645,13 @@ class FusedAdamW(torch.optim.Optimizer):
         if not self.with_gradient:
             self.with_gradient = [present] * dist.get_world_size()
             dist.all_gather_object(self.with_gradient, present)
-        if any(present != theirs for theirs in self.with_gradient):
+        if any(present != other for other in self.with_gradient):
             wrong = "all processes need gradients of the same parameters, in every step"
             raise RuntimeError(f"FusedAdamW: {wrong}")
         for buffer in reversed(self.gradients):
             if buffer.collect():  # of all processes or of none
                 self.side.average(buffer)
-        self.side.wait_here(2)
+        self.side.main_waits_for(2)
         self.averaged = True
 
     @torch.no_grad()
@@ -1683,32 +1661,32 @@ class FusedAdamW(torch.optim.Optimizer):
         In a graph with overlap each group is updated as soon as it can be.
         """
         if dist.is_initialized() and not self.averaged:
-            raise RuntimeError("FusedAdamW: average_gradients comes before step on several GPUs")
+            raise RuntimeError("FusedAdamW: on several GPUs, call average_gradients before step")
         self.side.join()
         skipped = getattr(self, "found_inf", None)
         buffers = [buffer for buffer in reversed(self.gradients) if buffer.collect()]
         with torch.cuda.stream(self.side.stream(1)):
-            self.side.begin_updates(after_chain=skipped is not None)
-            taken = 1 if skipped is None else 1 - skipped
-            self.steps += taken
+            self.side.begin_updates(after_main=skipped is not None)
+            advance = 1 if skipped is None else 1 - skipped
+            self.steps += advance
             parameters = self.param_groups[0]["params"]
             for parameter in parameters:
                 if parameter.grad is None:
-                    self.state[parameter]["step"] -= taken
-                    self.together = False
+                    self.state[parameter]["step"] -= advance
+                    self.in_step = False
             corrections = dict(zip(parameters, 1 - self.betas**self.steps, strict=True))
             for buffer in buffers:
                 self.side.wait_for(buffer)
-                alone = [[p] for p in buffer.parameters if p.grad is not None]
-                for some in [buffer.parameters] if self.together else alone:
-                    self.update(some, corrections[some[0]])
-        self.side.wait_here(1)
+                single = [[p] for p in buffer.parameters if p.grad is not None]
+                for part in [buffer.parameters] if self.in_step else single:
+                    self.update(part, corrections[part[0]])
+        self.side.main_waits_for(1)
         for buffer in self.gradients:
             buffer.clear()
         self.averaged = False
 
     def update(self, parameters: list[nn.Parameter], corrections: Tensor) -> None:
-        """Update these parameters, which lie side by side and have taken as many steps."""
+        """Update neighbours in the buffers that have taken equally many steps."""
         begin, end = parameters[0].slot.begin, parameters[-1].slot.end
         parts = {name: buffer[begin:end] for name, buffer in self.buffers.items()}
         parts["gradient"] = parameters[0].slot.buffer.elements(begin, end)
@@ -1748,8 +1726,7 @@ class RMSNorm(nn.Module):
         """Return x + update [..., D] normalised, in the type of the next GEMM, and the sum."""
         if self.fusions.triton_rms_norm:
             settings = self.eps, gemm_dtype(x), self.fusions.norm_from_output
-            result = AddRMSNorm.apply(x, update, self.weight, *settings)
-            return (result, x) if update is None else result
+            return AddRMSNorm.apply(x, update, self.weight, *settings)
         x = x if update is None else x + update
         wide = x.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
@@ -1770,7 +1747,7 @@ class Linear(nn.Linear):
 
 
 class Embedding(nn.Embedding):
-    """Token embedding, whose weight the output projection has, too."""
+    """Token embedding, which shares its weight with the output projection."""
 
     def __init__(self, words: int, dim: int, fusions: Fusions):
         super().__init__(words, dim)
@@ -1805,10 +1782,9 @@ class RotaryEmbedding(nn.Module):
 
 
 def keep_separate_names(parent: nn.Module, fused: str, parts: dict[str, int]) -> None:
-    """Have state_dict list the rows of `parent.<fused>.weight` under the names of its parts.
+    """Have state_dict save and load `parent.<fused>.weight` under the names of its parts.
 
-    They are loaded from there, too. `parts` maps the name of each projection to its output
-    features, in the order of the rows.
+    `parts` maps the name of each projection to its number of rows, in their order.
     """
 
     def split(module: nn.Module, state: dict[str, Tensor], prefix: str, metadata: dict) -> None:
@@ -1915,7 +1891,7 @@ class DecoderLayer(nn.Module):
         self.mlp = SwiGLU(config, fusions)
 
     def forward(self, x: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Map the residual stream x and an update not yet added to it, both [B, S, D], likewise."""
+        """Take and return the residual stream and an update not yet added to it, both [B, S, D]."""
         normed, x = self.input_layernorm(x, update)
         normed, x = self.post_attention_layernorm(x, self.self_attn(normed))
         return x, self.mlp(normed)
@@ -1979,11 +1955,10 @@ def build_model(args: argparse.Namespace, device: torch.device) -> nn.Module:
 
 
 def join_neighbours(groups: list[list[nn.Parameter]]) -> list[list[nn.Parameter]]:
-    """Join neighbours to groups of up to 16 MiB of gradients, or of one weight.
+    """Join neighbouring groups while their float32 gradients take at most 16 MiB together.
 
-    GPUs meet once for each group, which has a cost of its own, and a large tensor moves faster. But
-    the first group, whose gradients come last, has no more than 8 MiB if it can be: nothing is left
-    to hide it behind.
+    Each group is an all-reduce, which has a fixed cost. But the first group, whose gradients come
+    last, has at most 8 MiB: no backward pass is left to hide its all-reduce.
     """
     joined, most = [groups[0]], 2**23
     for group in groups[1:]:
@@ -2003,7 +1978,7 @@ def build_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.O
         dtype = getattr(torch, args.amp_dtype) if args.use_amp else torch.float32
         narrow = args.direct_gradients and NARROW_GRADIENTS
         if dist.is_initialized():
-            groups, narrow = join_neighbours(groups), False  # several GPUs add up in float32
+            groups, narrow = join_neighbours(groups), False  # several GPUs sum in float32
         grad_dtype = dtype if narrow else torch.float32
         return FusedAdamW(groups, args.learning_rate, dtype, grad_dtype, model.side)
     rate = args.learning_rate
@@ -3320,7 +3295,7 @@ MODES |= {"compare_fusion": compare_fusion, "verify_accuracy": verify_accuracy}
 
 
 def benchmark(args: argparse.Namespace) -> int:
-    """Run a layer as one launch and in other ways."""
+    """Time inference with a layer as one launch, and in other ways: a script of the exercises."""
     program = "exercises/tiny_llama_v4/one_launch.py"
     try:
         from exercises.tiny_llama_v4 import one_launch

@@ -380,9 +380,9 @@ if INTERPRETED:
     class wrap_triton:  # PyTorch's takes compiled kernels only
         """Run a kernel by `wrap_triton(kernel)[grid](TENSOR, ..., NAME=value, ...)`.
 
-        It runs as an operator of the kernel's name, for what counts or times operators. Where
-        torch.compile only asks for shapes nothing runs. Triton 3 multiplies bfloat16 as integers
-        here, without a word: so the kernel gets float32, and its results are rounded.
+        A launch is an operator of the kernel's name, which counters and profilers see. Nothing runs
+        for FakeTensors, with which torch.compile asks for shapes. Triton 3's interpreter silently
+        multiplies bfloat16 as integers: the kernel gets float32 copies, and results are rounded.
         """
 
         def __init__(self, kernel: Callable):
@@ -409,7 +409,7 @@ if INTERPRETED:
 
             wrap_triton.run = run
             self.operator(self.kernel.__name__)(tensors)
-            del wrap_triton.run  # and what it refers to, or autograd would copy a gradient
+            del wrap_triton.run  # autograd would copy a gradient that it still refers to
 
         @staticmethod
         @cache
@@ -430,8 +430,8 @@ def check_not_empty(kernel: str, x: Tensor) -> None:
 def row_launch(kernel: str, x: Tensor, whole: bool = True) -> tuple[int, int, dict[str, int]]:
     """Return how many rows x [..., C] has, how many programs share them, and their block sizes.
 
-    A block is a TILE of rows. A row longer than that is a block with more warps if it must be
-    whole, else several.
+    A block has the rows that fit into TILE elements. A longer row is one block with more warps if
+    it must be `whole`, else several blocks.
     """
     check_not_empty(kernel, x)
     chosen, dim = blocks(kernel), x.shape[-1]

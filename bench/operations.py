@@ -518,7 +518,7 @@ def row_operators(rows: int) -> Iterator[tuple[str, str, list]]:
     weight, sums = torch.ones(1024, device=DEVICE), make(rows, device=DEVICE)
     llama, openfold = "tiny_llama_v3", "tiny_openfold_v3"
     yield llama, "rms_norm_forward", [x, low, weight, 1e-5, bf16]
-    yield llama, "rms_norm_backward", [low, x, x.clone(), weight, sums, bf16]
+    yield llama, "rms_norm_backward", [low, x, x.clone(), weight, sums]
     wide, half = make(rows, 2048, device=DEVICE, dtype=bf16), low
     yield llama, "swiglu_forward", [wide]
     yield llama, "swiglu_backward", [half, wide]

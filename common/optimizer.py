@@ -1,14 +1,14 @@
 # Copied from common/optimizer.py by tools/sync_common.py: edit it there.
-# Gradients are written where AdamW reads them; in a step that is captured as a graph, this and the
-# updates overlap the backward pass. A parameter that FusedAdamW updates has an attribute `slot`.
+# The backward pass writes gradients where AdamW reads them. In a step that is captured as a graph,
+# weight gradients and updates overlap it. A parameter of FusedAdamW has an attribute `slot`.
 
 
 @dataclass(eq=False)
 class Slot:
-    """A parameter's place in the buffers of FusedAdamW, as Megatron's `main_grad` is one.
+    """A parameter's place in the buffers of FusedAdamW, from element `begin` to `end`.
 
-    `begin` and `end` are elements of these buffers; `cast` is the parameter in the type of the
-    GEMMs, as it was at its `version`, or None for float32.
+    `cast` is the parameter in the type of the GEMMs, up to date if `version` is the parameter's;
+    None for float32. (Megatron attaches its `main_grad` to a parameter in the same way.)
     """
 
     buffer: GradientBuffer
@@ -19,9 +19,9 @@ class Slot:
 
 
 def cached_cast(parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a parameter in this type, as the optimizer wrote it.
+    """Return a parameter in this type, from the optimizer's cast if it has one.
 
-    It is cast here where the optimizer did not, or where others changed the parameter since.
+    The cast is renewed first if something else has changed the parameter since.
     """
     slot = getattr(parameter, "slot", None)
     if slot is None or slot.cast is None or slot.cast.dtype != dtype:
@@ -33,7 +33,7 @@ def cached_cast(parameter: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def renew_casts(module: nn.Module, *unused) -> None:
-    """Cast parameters that were loaded anew, as load_state_dict's hook: a graph would not look."""
+    """Renew the casts of loaded parameters (load_state_dict's hook): a graph would not do it."""
     for parameter in module.parameters():
         slot = getattr(parameter, "slot", None)
         if slot and slot.cast is not None:
@@ -41,31 +41,30 @@ def renew_casts(module: nn.Module, *unused) -> None:
 
 
 class SideStreams:
-    """Overlap gradients of parameters, averages and updates with the chain of a training step.
+    """Overlap weight gradients, averages and updates with the main stream of a training step.
 
-    For a step that is captured as a graph: a graph keeps what depends on what, not the order of the
-    launches, so work on a side stream runs where there is room for it. A step, time goes down, an
-    arrow is a wait:
+    For a step that is captured as a graph: that stores what depends on what, not the order of
+    launches, so work on a side stream runs as soon as there is room for it. One step; time goes
+    down, an arrow is a wait:
 
-        chain (forward, backward)       gradients                 updates
+        main (forward, backward)        gradients                 updates
         begin_step -------------------------------------------->  corrections of the moments
         token ids -------------------->  run: sort them
         grad of layer L's output ----->  run: its weight gradient
         grad of its input
-        weight no longer needed -------------- finish (both) --->  AdamW, cast of this weight
+        weight no longer needed ------------- release (both) --->  AdamW, cast of this weight
         DEPTH pieces of work later,
-        or DEPTH_BYTES of inputs <------  done: its inputs may go
+        or DEPTH_BYTES of inputs <------  done: its inputs are freed
         ... next layer                  ...                       ...
         grad of the embedding <--------  join: all of them
         end of optimizer.step <---------------------------------  all of them
 
-    On several GPUs a third stream averages the gradients of a buffer over them in between: it
-    waits as an update does here, the update waits for it, and so does the chain before
-    optimizer.step.
+    On several GPUs a third stream averages the gradients of a buffer over them: it waits as an
+    update does here, and both the update and the main stream before optimizer.step wait for it.
 
-    What work on a side stream reads must stay as it is until the chain has waited for that work:
-    `pending` keeps it from being freed. Autograd may not add to a gradient on its way from a side
-    stream to its parameter: join raises RuntimeError.
+    The inputs of work on a side stream must not change before the main stream has waited for that
+    work; `pending` holds references, so that they are not freed. Nor may autograd add to a
+    gradient before then: join raises RuntimeError if it did.
     """
 
     DEPTH, DEPTH_BYTES = 4, 2 * 10**8
@@ -80,24 +79,25 @@ class SideStreams:
         return SideStreams()
 
     def begin_step(self, overlap: bool) -> None:
-        """Begin a forward pass, of which work overlaps if it is captured."""
+        """Start a step at its forward pass; `overlap` has an effect while a graph is captured."""
         capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         self.active = overlap and capturing
         self.joined = not self.active
-        # a capture that failed leaves some
-        self.written: dict[Tensor, int] = {}  # the address of each parameter's gradient
-        self.used: set[Tensor] = set()  # parameters that this step no longer needs
-        self.finished: dict[GradientBuffer, tuple[Tensor, int, list[torch.cuda.Event]]] = {}
+        # cleared here, as a failed capture does not end its step
+        self.addresses: dict[Tensor, int] = {}  # of the parameters' gradients
+        self.released: set[Tensor] = set()  # parameters that this step no longer needs
+        # of a buffer: its tensor and version, and the events that an update waits for
+        self.ready: dict[GradientBuffer, tuple[Tensor, int, list[torch.cuda.Event]]] = {}
         if self.active:
             # GEMMs on two streams need two workspaces; eager steps give theirs back.
             torch._C._cuda_clearCublasWorkspaces()
-            self.chain = torch.cuda.current_stream()
-            self.begun = self.chain.record_event()
+            self.main = torch.cuda.current_stream()
+            self.begun = self.main.record_event()
 
     def stream(self, number: int) -> torch.cuda.Stream | None:
-        """Return the stream of gradients (0), of updates (1), of averages (2); None: the chain.
+        """Return the stream of gradients (0), of updates (1), of averages (2); None: the main one.
 
-        The last one goes first, as the chain does: nothing hides what is late there.
+        Averages have the main stream's priority: nothing hides a late one.
         """
         make = torch.cuda.Stream
         if self.active:
@@ -105,60 +105,57 @@ class SideStreams:
         return self.streams[number] if self.active else None
 
     def run(self, work: Callable, *inputs: Tensor) -> object:
-        """Return the result of the work, which reads these inputs, from the stream of gradients."""
+        """Run work that reads these inputs on the stream of gradients, and return its result."""
         if self.joined:
             return work()
-        chain, stream = torch.cuda.current_stream(), self.stream(0)
-        stream.wait_stream(chain)
+        main, stream = torch.cuda.current_stream(), self.stream(0)
+        stream.wait_stream(main)
         with torch.cuda.stream(stream):
             result = work()
             self.pending.append((stream.record_event(), inputs))
-        while len(self.pending) > self.DEPTH or self.pending_bytes() > self.DEPTH_BYTES:
-            chain.wait_event(self.pending.popleft()[0])
+        while len(self.pending) > self.DEPTH or (
+            sum(tensor.nbytes for _, inputs in self.pending for tensor in inputs) > self.DEPTH_BYTES
+        ):
+            main.wait_event(self.pending.popleft()[0])
         return result
 
-    def pending_bytes(self) -> int:
-        """Count the bytes that work in progress reads."""
-        return sum(tensor.nbytes for _, inputs in self.pending for tensor in inputs)
-
-    def finish(self, parameter: Tensor) -> None:
-        """Note that this step no longer needs a parameter, whose gradient is on its way."""
+    def release(self, parameter: Tensor) -> None:
+        """Record that this step no longer needs a parameter whose gradient has been launched."""
         buffer = parameter.slot.buffer
-        if not (self.active and buffer.written):
-            return
-        self.used.add(parameter)
-        if self.used.issuperset(buffer.parameters):  # with norms it waits for all of the chain
-            self.note(buffer, torch.cuda.current_stream(), self.stream(0))
+        if self.active and buffer.written:
+            self.released.add(parameter)
+            if self.released.issuperset(buffer.parameters):  # norms are never released
+                self.record(buffer, torch.cuda.current_stream(), self.stream(0))
 
-    def note(self, buffer: GradientBuffer, *streams: torch.cuda.Stream) -> None:
-        """Note that these streams have done by now what an update of the buffer waits for."""
+    def record(self, buffer: GradientBuffer, *streams: torch.cuda.Stream) -> None:
+        """Have an update of this buffer wait for what these streams have been given so far."""
         events = [stream.record_event() for stream in streams]
-        self.finished[buffer] = buffer.tensor, buffer.tensor._version, events
+        self.ready[buffer] = buffer.tensor, buffer.tensor._version, events
 
     def wait_for(self, buffer: GradientBuffer) -> None:
-        """Let this stream wait for the gradients in a buffer, and the last use of their weights.
+        """Let the current stream wait for a buffer's gradients and the last use of their weights.
 
-        If they were changed since that was noted, it waits for the chain as it is now.
+        If the gradients have changed since that was recorded, it waits for the main stream.
         """
         if not self.active:
             return
-        tensor, version, events = self.finished.pop(buffer, (None, 0, []))
+        tensor, version, events = self.ready.pop(buffer, (None, 0, []))
         if tensor is not buffer.tensor or version != tensor._version:
-            events = [self.chain.record_event()]
+            events = [self.main.record_event()]
         for event in events:
             torch.cuda.current_stream().wait_event(event)
 
     def join(self) -> None:
-        """Let the chain wait for all gradients, and take what follows.
+        """Let the main stream wait for all gradients; later work of this step runs on it.
 
-        Raises RuntimeError if one was added to.
+        Raises RuntimeError if autograd added to a gradient that a side stream computes.
         """
         if self.joined:
             return
         self.joined = True
         torch.cuda.current_stream().wait_stream(self.stream(0))
         self.pending.clear()
-        if any(p.grad is not None and p.grad.data_ptr() != at for p, at in self.written.items()):
+        if any(p.grad is not None and p.grad.data_ptr() != at for p, at in self.addresses.items()):
             wrong = "a weight got more than one gradient in a backward pass"
             raise RuntimeError(f"overlap: {wrong}: use --disable-overlap")
 
@@ -168,22 +165,22 @@ class SideStreams:
             self.wait_for(buffer)
             buffer.average()
             if self.active:
-                self.note(buffer, self.stream(2))
+                self.record(buffer, self.stream(2))
 
-    def begin_updates(self, after_chain: bool) -> None:
-        """Let this stream wait for the begin of the forward pass, or for the chain until now."""
+    def begin_updates(self, after_main: bool) -> None:
+        """Let the current stream wait for the start of this step, or for the main stream so far."""
         if self.active:
-            begun = self.chain.record_event() if after_chain else self.begun
+            begun = self.main.record_event() if after_main else self.begun
             torch.cuda.current_stream().wait_event(begun)
 
-    def wait_here(self, number: int) -> None:
-        """Let the chain wait for a stream."""
+    def main_waits_for(self, number: int) -> None:
+        """Let the main stream wait for a side stream."""
         if self.active:
-            self.chain.wait_stream(self.stream(number))
+            self.main.wait_stream(self.stream(number))
 
 
 class JoinSideStreams(torch.autograd.Function):
-    """Pass tensors on; in the backward pass the chain waits here for the stream of gradients."""
+    """Return the tensors; in the backward pass, join the stream of gradients here."""
 
     @staticmethod
     def forward(ctx, side: SideStreams, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -197,10 +194,10 @@ class JoinSideStreams(torch.autograd.Function):
 
 
 class GradientBuffer:
-    """Hold the gradients of some parameters where the optimizer reads them, in one tensor.
+    """One tensor with the gradients of some parameters, which the optimizer reads.
 
-    The tensor lives from the first gradient of a step to the end of the update. A parameter's first
-    gradient in a step is written here, in `dtype`; autograd adds others to it, in float32.
+    It exists from the first gradient of a step to the end of the update. A parameter's first
+    gradient in a step is written here, in `dtype`; autograd adds later ones to it, in float32.
     """
 
     def __init__(self, parameters: list[nn.Parameter], dtype: torch.dtype, side: SideStreams):
@@ -209,26 +206,26 @@ class GradientBuffer:
         self.set_dtype(dtype)
 
     def set_dtype(self, dtype: torch.dtype) -> None:
-        """Have gradients in this type from now on."""
+        """Set the type of the gradients, also of those that exist."""
         self.dtype = dtype
         for parameter in self.parameters:
             if dtype != (getattr(parameter, "grad_dtype", None) or parameter.dtype):
                 grad, parameter.grad = parameter.grad, None
-                parameter.grad_dtype = dtype  # or autograd would cast it
+                parameter.grad_dtype = dtype  # else autograd would cast the gradient
                 parameter.grad = grad if grad is None else grad.to(dtype)
 
     def clear(self) -> None:
-        """Let go of the gradients."""
+        """Drop the gradients."""
         self.tensor, self.written = None, set()
 
     def claim(self, parameters: Sequence[nn.Parameter]) -> Tensor | None:
         """Return the part [elements] for the first gradients in a step of these parameters.
 
-        None for later ones, and where the parameters do not lie side by side.
+        None for later gradients, or if the parameters are not neighbours in the buffer.
         """
         if any(p.grad is not None or p in self.written for p in parameters):
             if self.dtype != torch.float32:
-                self.set_dtype(torch.float32)
+                self.set_dtype(torch.float32)  # for sums
             return None
         ends = [p.slot.begin + p.numel() for p in parameters]
         if ends[:-1] != [p.slot.begin for p in parameters[1:]]:
@@ -237,10 +234,10 @@ class GradientBuffer:
         return self.elements(parameters[0].slot.begin, ends[-1])
 
     def elements(self, begin: int, end: int) -> Tensor:
-        """Return elements of the tensor, by their place in all of the optimizer's buffers."""
+        """Return elements of the tensor, counted as in the optimizer's buffers."""
         first, last = self.parameters[0].slot.begin, self.parameters[-1].slot.end
         if self.tensor is None:
-            filled = sum(p.numel() for p in self.parameters)
+            filled = sum(p.numel() for p in self.parameters)  # gaps are read, too: zeros
             make = torch.zeros if self.parameters[1:] and last - first > filled else torch.empty
             self.tensor = make(last - first, device=self.parameters[0].device, dtype=self.dtype)
         return self.tensor[begin - first : end - first]
@@ -251,26 +248,27 @@ class GradientBuffer:
         return self.elements(begin, begin + parameter.numel()).view_as(parameter)
 
     def collect(self) -> bool:
-        """Bring gradients here that are elsewhere; return whether there are any.
+        """Copy gradients that are elsewhere into the tensor; return whether there are gradients.
 
-        Those that autograd added up are elsewhere, and those of PyTorch's own operators.
+        Sums that autograd has made are elsewhere, and gradients of PyTorch's own operators.
         """
         present = [p for p in self.parameters if p.grad is not None]
         elsewhere = [p for p in present if p.grad.data_ptr() != self.part(p).data_ptr()]
         if any(p in self.written for p in elsewhere):
-            self.tensor, elsewhere = None, present  # what torch.autograd.grad returned may be there
+            # The caller of torch.autograd.grad may have the tensor.
+            self.tensor, elsewhere = None, present
         if elsewhere:
             torch._foreach_copy_([self.part(p) for p in elsewhere], [p.grad for p in elsewhere])
         return bool(present)
 
     def average(self) -> None:
-        """Average all gradients over the processes; from then on they are here, nowhere else."""
+        """Average the gradients over the processes, and make each `.grad` a part of the tensor."""
         for parameter in self.parameters:
             if parameter.grad is not None:
                 parameter.grad = self.part(parameter)
         if self.tensor.is_cuda:
             dist.all_reduce(self.tensor, dist.ReduceOp.AVG)
-        else:  # gloo can only add up
+        else:  # gloo has no AVG
             dist.all_reduce(self.tensor)
             self.tensor /= dist.get_world_size()
 
@@ -280,32 +278,28 @@ def gradients_into_buffer(
 ) -> tuple[Tensor, ...]:
     """Return the gradients of groups of parameters, which `compute` makes of these inputs.
 
-    `compute` gets a tensor [elements] for each group, and writes the gradients of its parameters
-    there side by side. That is where the optimizer reads them, unless there are gradients that
-    these are to be added to.
+    `compute` gets a tensor [elements] for each group, and writes the gradients of the group's
+    parameters into it, one after the other. It is the optimizer's buffer, unless the parameters
+    have gradients already, to which autograd will add these.
     """
     parameters = [parameter for group in groups for parameter in group]
     slots = [getattr(parameter, "slot", None) for parameter in parameters]
     buffer = slots[0].buffer if all(slots) else None
-    places = [buffer.claim(group) if buffer else None for group in groups]
-
-    def work() -> tuple[Tensor, ...]:
-        outs, grads = [], []
-        for place, group in zip(places, groups, strict=True):
-            sizes = [p.numel() for p in group]
-            out = torch.empty(sum(sizes), device=group[0].device) if place is None else place
-            outs.append(out)
-            grads += [part.view_as(p) for part, p in zip(out.split(sizes), group, strict=True)]
+    outs, grads, overlaps = [], [], buffer is not None
+    for group in groups:
+        sizes, out = [p.numel() for p in group], buffer.claim(group) if buffer else None
+        if out is None:  # autograd may add to it as soon as this function returns
+            out, overlaps = torch.empty(sum(sizes), device=group[0].device), False
+        outs.append(out)
+        grads += [part.view_as(p) for part, p in zip(out.split(sizes), group, strict=True)]
+    if not overlaps:
         compute(*outs)
         return tuple(grads)
-
-    if buffer is None or any(place is None for place in places):
-        return work()  # autograd may add them to others at once
-    grads = buffer.side.run(work, *inputs)
+    buffer.side.run(partial(compute, *outs), *inputs)
     if not buffer.side.joined:
         addresses = [grad.data_ptr() for grad in grads]
-        buffer.side.written |= zip(parameters, addresses, strict=True)
-    return grads
+        buffer.side.addresses |= zip(parameters, addresses, strict=True)
+    return tuple(grads)
 
 
 WIDE_RESULTS = "dtype_out" in torch.ops.aten.mm.overloads()  # from PyTorch 2.8 on
@@ -339,15 +333,15 @@ def adamw_kernel(
     BETA1: tl.constexpr, BETA2: tl.constexpr, EPS: tl.constexpr, DECAY: tl.constexpr,
     BLOCK: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """Update weights w from their gradients g, and write them in the type of the GEMMs, too.
+    """Update weights w from their gradients g, and cast them to the type of the GEMMs.
 
         m += (1 - beta1) * (g - m);  v += (1 - beta2) * (g^2 - v)
         w = w * (1 - lr * decay) - lr / c1 * m / (sqrt(v) / sqrt(c2) + eps)
 
     WEIGHTS, CASTS (or None), GRADS, AVERAGES (m), SQUARES (v) [size]. CORRECTIONS [2] are
-    c = 1 - beta^steps; LR [] is the learning rate. Of a gradient scaler, or None: gradients are
-    divided by SCALE [], and FOUND_INF [] leaves the step out. A program owns every PROGRAMS-th
-    block of BLOCK elements.
+    c = 1 - beta^steps; LR [] is the learning rate. SCALE [] and FOUND_INF [] are a gradient
+    scaler's, or None: gradients are divided by SCALE, and nothing is updated if FOUND_INF. A
+    program owns every PROGRAMS-th block of BLOCK elements.
     """
     if FOUND_INF is not None:
         size = tl.where(tl.load(FOUND_INF) > 0, 0, size)
@@ -374,11 +368,11 @@ def adamw_kernel(
 
 
 class Options(dict):
-    """Hold the options of the optimizer, of which only the learning rate may change.
+    """The optimizer's options, of which only the learning rate may change.
 
-    The kernel reads the learning rate from the device, and is compiled for the others. So a
-    learning rate that is assigned, as some schedulers do, is written there, where a graph of the
-    step finds it. Another value for one of the others raises ValueError.
+    The kernel reads the learning rate from the device. Assigning it, as some schedulers do, writes
+    it there, so that a captured graph follows. The kernel is compiled for the other options:
+    another value for one raises ValueError.
     """
 
     def __setitem__(self, name: str, value: object) -> None:
@@ -392,15 +386,15 @@ class Options(dict):
 
 
 class FusedAdamW(torch.optim.Optimizer):
-    """AdamW (Loshchilov and Hutter 2019) with all parameters in one buffer, and one kernel for it.
+    """AdamW (Loshchilov and Hutter 2019) as one kernel over all parameters in one buffer.
 
-    Weights, their casts to `dtype` for the GEMMs and moments are parts of buffers of the same
-    order, so the kernel needs no list of addresses. It is launched once for each of `groups`, which
-    share a buffer of gradients; that of a single parameter is in `grad_dtype`. Gradients are
-    written anew in every step: there is nothing to clear. `side`: what runs beside the model.
+    Weights, their casts to `dtype` for the GEMMs and moments are in buffers of the same order, so
+    the kernel needs no list of addresses. It is launched once for each of `groups`. A group has a
+    GradientBuffer, in `grad_dtype` for a single parameter, else in float32. `side`: the streams on
+    which the model computes gradients.
 
-    On several GPUs it takes the place of DistributedDataParallel, which would copy each gradient to
-    a buffer of its own: average_gradients comes before every step.
+    On several GPUs it replaces DistributedDataParallel, which would copy each gradient to another
+    buffer: call average_gradients before every step.
     """
 
     _step_supports_amp_scaling = True  # the kernel divides by GradScaler's scale and skips a step
@@ -424,15 +418,15 @@ class FusedAdamW(torch.optim.Optimizer):
         if dtype != torch.float32:
             self.buffers["cast"] = torch.zeros(size, device=device, dtype=dtype)
         self.steps = torch.zeros(len(parameters), 1, device=device)
-        self.together = True  # all parameters have taken as many steps
+        self.in_step = True  # all parameters have taken equally many steps
         self.betas = torch.tensor(self.defaults["betas"], device=device, dtype=torch.float64)
         self.gradients, steps = [], iter(self.steps)
         for group in groups:
-            own_dtype = grad_dtype if len(group) == 1 else torch.float32
-            self.gradients.append(GradientBuffer(group, own_dtype, self.side))
+            buffer_dtype = grad_dtype if len(group) == 1 else torch.float32
+            self.gradients.append(GradientBuffer(group, buffer_dtype, self.side))
             for parameter in group:
                 begin, end = next(spans)
-                # .data: or a change of one part would count as a change of all
+                # .data: views would share one version counter
                 views = {
                     name: buffer[begin:][: parameter.numel()].view_as(parameter).data
                     for name, buffer in self.buffers.items()
@@ -441,21 +435,18 @@ class FusedAdamW(torch.optim.Optimizer):
                 parameter.slot = Slot(self.gradients[-1], begin, end, views.get("cast"))
                 self.state[parameter] = {"step": next(steps)[0], **views}
         self.averaged = False  # over several GPUs
-        self.with_gradient: list[list[bool]] = []  # of each process, which parameters had one
+        self.with_gradient: list[list[bool]] = []  # which parameters have one, in each process
         if dist.is_initialized():
             # One seed gives one set of weights on equal machines; this makes sure.
             dist.broadcast(self.buffers["weight"], 0)
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Take options, moments and numbers of steps to where the kernel reads them.
+        """Copy options, moments and numbers of steps to where the kernel reads them.
 
         Raises ValueError if they are in another order.
         """
         loaded, own = state_dict["state"], self.state_dict()["state"]
-        shapes = [
-            {index: values["exp_avg"].shape for index, values in state.items()}
-            for state in (loaded, own)
-        ]
+        shapes = [{i: v["exp_avg"].shape for i, v in state.items()} for state in (loaded, own)]
         if shapes[0] != shapes[1]:
             wrong = "the state is of other parameters, or in another order"
             raise ValueError(f"{wrong}, such as that of PyTorch's AdamW")
@@ -465,10 +456,10 @@ class FusedAdamW(torch.optim.Optimizer):
         for index, values in own.items():  # they share memory with the optimizer's
             for name in ("step", "exp_avg", "exp_avg_sq"):
                 values[name].copy_(loaded[index][name])
-        self.together = bool((self.steps == self.steps[0]).all())
+        self.in_step = bool((self.steps == self.steps[0]).all())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Let go of the gradients."""
+        """Drop the gradients."""
         super().zero_grad(set_to_none)
         self.averaged = False
         for buffer in self.gradients if set_to_none else ():
@@ -476,11 +467,11 @@ class FusedAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def average_gradients(self) -> None:
-        """Average the gradients over all processes; of one process they are what they should be.
+        """Average the gradients over all processes; a single process returns at once.
 
-        It comes before a gradient scaler looks at them: an infinity of one process has reached all
-        by then, so all skip the same steps. No backward pass may follow before step. Raises
-        RuntimeError where not all have gradients of the same parameters, in every step.
+        Call it before a gradient scaler reads the gradients: an infinity of one process has reached
+        all by then, so all skip the same steps. No backward pass may follow before step. Raises
+        RuntimeError unless all processes have gradients of the same parameters, in every step.
         """
         if not dist.is_initialized():
             return
@@ -489,13 +480,13 @@ class FusedAdamW(torch.optim.Optimizer):
         if not self.with_gradient:
             self.with_gradient = [present] * dist.get_world_size()
             dist.all_gather_object(self.with_gradient, present)
-        if any(present != theirs for theirs in self.with_gradient):
+        if any(present != other for other in self.with_gradient):
             wrong = "all processes need gradients of the same parameters, in every step"
             raise RuntimeError(f"FusedAdamW: {wrong}")
         for buffer in reversed(self.gradients):
             if buffer.collect():  # of all processes or of none
                 self.side.average(buffer)
-        self.side.wait_here(2)
+        self.side.main_waits_for(2)
         self.averaged = True
 
     @torch.no_grad()
@@ -505,32 +496,32 @@ class FusedAdamW(torch.optim.Optimizer):
         In a graph with overlap each group is updated as soon as it can be.
         """
         if dist.is_initialized() and not self.averaged:
-            raise RuntimeError("FusedAdamW: average_gradients comes before step on several GPUs")
+            raise RuntimeError("FusedAdamW: on several GPUs, call average_gradients before step")
         self.side.join()
         skipped = getattr(self, "found_inf", None)
         buffers = [buffer for buffer in reversed(self.gradients) if buffer.collect()]
         with torch.cuda.stream(self.side.stream(1)):
-            self.side.begin_updates(after_chain=skipped is not None)
-            taken = 1 if skipped is None else 1 - skipped
-            self.steps += taken
+            self.side.begin_updates(after_main=skipped is not None)
+            advance = 1 if skipped is None else 1 - skipped
+            self.steps += advance
             parameters = self.param_groups[0]["params"]
             for parameter in parameters:
                 if parameter.grad is None:
-                    self.state[parameter]["step"] -= taken
-                    self.together = False
+                    self.state[parameter]["step"] -= advance
+                    self.in_step = False
             corrections = dict(zip(parameters, 1 - self.betas**self.steps, strict=True))
             for buffer in buffers:
                 self.side.wait_for(buffer)
-                alone = [[p] for p in buffer.parameters if p.grad is not None]
-                for some in [buffer.parameters] if self.together else alone:
-                    self.update(some, corrections[some[0]])
-        self.side.wait_here(1)
+                single = [[p] for p in buffer.parameters if p.grad is not None]
+                for part in [buffer.parameters] if self.in_step else single:
+                    self.update(part, corrections[part[0]])
+        self.side.main_waits_for(1)
         for buffer in self.gradients:
             buffer.clear()
         self.averaged = False
 
     def update(self, parameters: list[nn.Parameter], corrections: Tensor) -> None:
-        """Update these parameters, which lie side by side and have taken as many steps."""
+        """Update neighbours in the buffers that have taken equally many steps."""
         begin, end = parameters[0].slot.begin, parameters[-1].slot.end
         parts = {name: buffer[begin:end] for name, buffer in self.buffers.items()}
         parts["gradient"] = parameters[0].slot.buffer.elements(begin, end)

@@ -169,7 +169,7 @@ def test_a_gradient_that_one_process_alone_has_ends_the_run(script: str, tmp_pat
     with pytest.raises(AssertionError, match="all processes need gradients of the same parameters"):
         in_two_processes(program, tmp_path, script, str(tmp_path / "rank"))
     program = INFINITY.replace("    optimizer.average_gradients()\n", "")
-    with pytest.raises(AssertionError, match="average_gradients comes before step"):
+    with pytest.raises(AssertionError, match="call average_gradients before step"):
         in_two_processes(program, tmp_path, script, str(tmp_path / "rank"))
 
 

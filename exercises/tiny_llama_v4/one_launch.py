@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Inference with a transformer layer as one launch, beside the same layer in other ways.
+"""Inference with a transformer layer as one launch, compared with other ways to run it.
 
 One program per multiprocessor, so that all of them run at the same time, goes through the phases
 of the layer:
@@ -340,8 +340,8 @@ def benchmark(args: argparse.Namespace) -> int:
     generator = torch.Generator().manual_seed(args.seed)
     x = torch.randn(args.batch_size, args.seq_len, args.hidden_dim, generator=generator).to(device)
     fused = first_layer(v4, args, dtype, triton_rotary=True, triton_swiglu=True)  # packed
-    of_v2 = {"qkv_fusion": True, "flash_attention": True, "swiglu_fusion": True}
-    library = first_layer(v2, args, dtype, **of_v2)
+    v2_fusions = {"qkv_fusion": True, "flash_attention": True, "swiglu_fusion": True}
+    library = first_layer(v2, args, dtype, **v2_fusions)
 
     def whole(layer: nn.Module, *update: None) -> Tensor:
         with torch.autocast(device.type, dtype, enabled=args.use_amp):
@@ -357,7 +357,7 @@ def benchmark(args: argparse.Namespace) -> int:
         sides["torch.compile"] = torch.compile(partial(whole, library))
     with torch.no_grad():
         with v4.InFloat64():
-            layer = first_layer(v2, args, torch.float64, **of_v2).double()
+            layer = first_layer(v2, args, torch.float64, **v2_fusions).double()
             exact = layer(x.double()) - x
         results = {**{name: side() for name, side in sides.items()}, "library": whole(library)}
         errors = {
