@@ -41,7 +41,6 @@ import itertools
 import json
 import math
 import os
-import platform
 import re
 import shutil
 import signal
@@ -5727,13 +5726,13 @@ def environment(device: torch.device) -> dict:
     with_triton = importlib.util.find_spec("triton")
     return {
         "device": device.type,
-        "device_name": [*names, platform.machine()][0],
+        "device_name": [*names, os.uname().machine][0],
         "cpu_threads": torch.get_num_threads(),
         "triton": __import__("triton").__version__ if with_triton else None,
         "torch": torch.__version__,
         "hip": torch.version.hip,
         "cuda": torch.version.cuda,
-        "python": platform.python_version(),
+        "python": sys.version.split()[0],
     }
 
 
@@ -5745,18 +5744,17 @@ def start_torchrun(processes: int, argv: list[str]) -> NoReturn:
     os.execv(sys.executable, [*torchrun, f"--nproc-per-node={processes}", __file__, *argv])
 
 
-def interrupt(*_: object) -> NoReturn:
-    """Handle the first signal: a process and its group may both get it."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    raise KeyboardInterrupt
-
-
 def answer_signals() -> None:
     """Have SIGTERM, as from a time limit, end a run as Ctrl-C does: it keeps what was measured.
 
     One of several processes waits for the others in C++, where Python hears no signal. So a thread
     takes the signals, and ends a process that does not answer.
     """
+
+    def interrupt(*_: object) -> NoReturn:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a process and its group may both get it
+        raise KeyboardInterrupt
+
     signal.signal(signal.SIGTERM, interrupt)
     if WORLD_SIZE == 1:
         return
@@ -5792,12 +5790,11 @@ def join_processes(args: argparse.Namespace) -> None:
     everyone = [{}] * WORLD_SIZE
     dist.all_gather_object(everyone, {"script": SCRIPT, **vars(args), "profile_dir": None})
     for rank, theirs in enumerate(everyone):
-        for name, value in everyone[0].items():
-            if theirs.get(name) != value:
-                if RANK:  # rank 0 says it
-                    raise SystemExit(2)
-                option = f"{name.replace('_', '-')} {theirs.get(name)}"
-                fail(f"rank {rank} was started with {option}, rank 0 with {value}")
+        for name in [name for name, value in everyone[0].items() if theirs.get(name) != value]:
+            if RANK:  # rank 0 says it
+                raise SystemExit(2)
+            option = f"{name.replace('_', '-')} {theirs.get(name)}"
+            fail(f"rank {rank} was started with {option}, rank 0 with {everyone[0][name]}")
     if RANK:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
 
@@ -6273,25 +6270,22 @@ class Run:
         """Say how long steps take on a CPU if it is long, by the first layer for one sample."""
         if TRITON_FUSIONS:
             progress("measuring one layer, for how long the steps will take")
-        model = self.trainer.model
+        model, times = self.trainer.model, []
         layers = max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=len)
         batch = make_batches(self.args, self.device, self.args.seed).next_batch()
-        sample = {name: value[:1] for name, value in batch.items()}
 
         def stop(*_: object) -> NoReturn:
             raise EOFError
 
         hook = layers[0].register_forward_hook(stop)
-        for _ in range(2):  # the first time does more
+        while len(times) < 2 and sum(times) < 5:  # the first time does more
             started = time.perf_counter()
             with contextlib.suppress(EOFError), torch.no_grad(), self.trainer.autocast():
-                model(**sample)
-            seconds = time.perf_counter() - started
-            if seconds > 5:
-                break
+                model(**{name: value[:1] for name, value in batch.items()})
+            times.append(time.perf_counter() - started)
         hook.remove()
         samples = steps * self.args.batch_size // WORLD_SIZE
-        whole = round(3 * seconds * len(layers) * samples)  # the backward pass takes twice that
+        whole = round(3 * times[-1] * len(layers) * samples)  # the backward pass takes twice that
         if whole > 10:
             progress(f"the steps will take about {timedelta(seconds=whole)} on this CPU")
 
@@ -6427,10 +6421,7 @@ def measure(runs: list[Run]) -> None:
     for run in runs:
         run.start()
     turns = min(10, args.num_steps) if len(runs) > 1 else 1
-    marked = args.enable_rocm_profiling
-    with recorded_region(marked), contextlib.ExitStack() as ranges:
-        for run in runs if marked else ():
-            ranges.enter_context(run.trainer.ranges(torch.cuda.nvtx.range))
+    with recorded_region([run.trainer for run in runs] if args.enable_rocm_profiling else []):
         for turn in range(turns):
             steps = args.num_steps * (turn + 1) // turns - args.num_steps * turn // turns
             for run in runs if turn % 2 == 0 else reversed(runs):
@@ -6504,9 +6495,6 @@ def explain(error: BaseException, directory: Path) -> tuple[int, str]:
     raise error
 
 
-# What is printed
-
-
 def report(result: dict) -> str:
     """Return the lines of REPORT whose values were measured."""
     acting = {name for name, on in result["fusions"].items() if on} - {*result["without_effect"]}
@@ -6528,9 +6516,6 @@ def finish(result: dict) -> int:
     if result["error"]:
         say("error", result["error"])
     return result["exit_status"]
-
-
-# The program
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -6663,18 +6648,20 @@ def write_profile(trainer: Trainer) -> None:
 
 
 @contextlib.contextmanager
-def recorded_region(active: bool) -> Iterator[None]:
-    """Have a profiler record what runs inside (cudaProfilerStart, ROCTx)."""
+def recorded_region(trainers: list[Trainer]) -> Iterator[None]:
+    """Have a profiler record what these run inside, in ranges (cudaProfilerStart, ROCTx)."""
     with contextlib.ExitStack() as at_end:
-        if active:
+        if trainers:
             at_end.enter_context(torch.cuda.profiler.profile())
-        if active and torch.version.hip:
+        if trainers and torch.version.hip:
             try:
                 roctx = ctypes.CDLL("librocprofiler-sdk-roctx.so")
             except OSError as error:
                 fail(f"--enable-rocm-profiling needs ROCm's rocprofiler-sdk-roctx: {error}", 4)
             roctx.roctxProfilerResume(0)
             at_end.callback(roctx.roctxProfilerPause, 0)
+        for trainer in trainers:
+            at_end.enter_context(trainer.ranges(torch.cuda.nvtx.range))
         yield
 
 

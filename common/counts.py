@@ -97,16 +97,18 @@ def write_profile(trainer: Trainer) -> None:
 
 
 @contextlib.contextmanager
-def recorded_region(active: bool) -> Iterator[None]:
-    """Have a profiler record what runs inside (cudaProfilerStart, ROCTx)."""
+def recorded_region(trainers: list[Trainer]) -> Iterator[None]:
+    """Have a profiler record what these run inside, in ranges (cudaProfilerStart, ROCTx)."""
     with contextlib.ExitStack() as at_end:
-        if active:
+        if trainers:
             at_end.enter_context(torch.cuda.profiler.profile())
-        if active and torch.version.hip:
+        if trainers and torch.version.hip:
             try:
                 roctx = ctypes.CDLL("librocprofiler-sdk-roctx.so")
             except OSError as error:
                 fail(f"--enable-rocm-profiling needs ROCm's rocprofiler-sdk-roctx: {error}", 4)
             roctx.roctxProfilerResume(0)
             at_end.callback(roctx.roctxProfilerPause, 0)
+        for trainer in trainers:
+            at_end.enter_context(trainer.ranges(torch.cuda.nvtx.range))
         yield

@@ -466,25 +466,22 @@ class Run:
         """Say how long steps take on a CPU if it is long, by the first layer for one sample."""
         if TRITON_FUSIONS:
             progress("measuring one layer, for how long the steps will take")
-        model = self.trainer.model
+        model, times = self.trainer.model, []
         layers = max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=len)
         batch = make_batches(self.args, self.device, self.args.seed).next_batch()
-        sample = {name: value[:1] for name, value in batch.items()}
 
         def stop(*_: object) -> NoReturn:
             raise EOFError
 
         hook = layers[0].register_forward_hook(stop)
-        for _ in range(2):  # the first time does more
+        while len(times) < 2 and sum(times) < 5:  # the first time does more
             started = time.perf_counter()
             with contextlib.suppress(EOFError), torch.no_grad(), self.trainer.autocast():
-                model(**sample)
-            seconds = time.perf_counter() - started
-            if seconds > 5:
-                break
+                model(**{name: value[:1] for name, value in batch.items()})
+            times.append(time.perf_counter() - started)
         hook.remove()
         samples = steps * self.args.batch_size // WORLD_SIZE
-        whole = round(3 * seconds * len(layers) * samples)  # the backward pass takes twice that
+        whole = round(3 * times[-1] * len(layers) * samples)  # the backward pass takes twice that
         if whole > 10:
             progress(f"the steps will take about {timedelta(seconds=whole)} on this CPU")
 
@@ -620,10 +617,7 @@ def measure(runs: list[Run]) -> None:
     for run in runs:
         run.start()
     turns = min(10, args.num_steps) if len(runs) > 1 else 1
-    marked = args.enable_rocm_profiling
-    with recorded_region(marked), contextlib.ExitStack() as ranges:
-        for run in runs if marked else ():
-            ranges.enter_context(run.trainer.ranges(torch.cuda.nvtx.range))
+    with recorded_region([run.trainer for run in runs] if args.enable_rocm_profiling else []):
         for turn in range(turns):
             steps = args.num_steps * (turn + 1) // turns - args.num_steps * turn // turns
             for run in runs if turn % 2 == 0 else reversed(runs):
@@ -697,9 +691,6 @@ def explain(error: BaseException, directory: Path) -> tuple[int, str]:
     raise error
 
 
-# What is printed
-
-
 def report(result: dict) -> str:
     """Return the lines of REPORT whose values were measured."""
     acting = {name for name, on in result["fusions"].items() if on} - {*result["without_effect"]}
@@ -721,9 +712,6 @@ def finish(result: dict) -> int:
     if result["error"]:
         say("error", result["error"])
     return result["exit_status"]
-
-
-# The program
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -77,13 +77,13 @@ def environment(device: torch.device) -> dict:
     with_triton = importlib.util.find_spec("triton")
     return {
         "device": device.type,
-        "device_name": [*names, platform.machine()][0],
+        "device_name": [*names, os.uname().machine][0],
         "cpu_threads": torch.get_num_threads(),
         "triton": __import__("triton").__version__ if with_triton else None,
         "torch": torch.__version__,
         "hip": torch.version.hip,
         "cuda": torch.version.cuda,
-        "python": platform.python_version(),
+        "python": sys.version.split()[0],
     }
 
 
@@ -95,18 +95,17 @@ def start_torchrun(processes: int, argv: list[str]) -> NoReturn:
     os.execv(sys.executable, [*torchrun, f"--nproc-per-node={processes}", __file__, *argv])
 
 
-def interrupt(*_: object) -> NoReturn:
-    """Handle the first signal: a process and its group may both get it."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    raise KeyboardInterrupt
-
-
 def answer_signals() -> None:
     """Have SIGTERM, as from a time limit, end a run as Ctrl-C does: it keeps what was measured.
 
     One of several processes waits for the others in C++, where Python hears no signal. So a thread
     takes the signals, and ends a process that does not answer.
     """
+
+    def interrupt(*_: object) -> NoReturn:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a process and its group may both get it
+        raise KeyboardInterrupt
+
     signal.signal(signal.SIGTERM, interrupt)
     if WORLD_SIZE == 1:
         return
@@ -142,11 +141,10 @@ def join_processes(args: argparse.Namespace) -> None:
     everyone = [{}] * WORLD_SIZE
     dist.all_gather_object(everyone, {"script": SCRIPT, **vars(args), "profile_dir": None})
     for rank, theirs in enumerate(everyone):
-        for name, value in everyone[0].items():
-            if theirs.get(name) != value:
-                if RANK:  # rank 0 says it
-                    raise SystemExit(2)
-                option = f"{name.replace('_', '-')} {theirs.get(name)}"
-                fail(f"rank {rank} was started with {option}, rank 0 with {value}")
+        for name in [name for name, value in everyone[0].items() if theirs.get(name) != value]:
+            if RANK:  # rank 0 says it
+                raise SystemExit(2)
+            option = f"{name.replace('_', '-')} {theirs.get(name)}"
+            fail(f"rank {rank} was started with {option}, rank 0 with {everyone[0][name]}")
     if RANK:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
