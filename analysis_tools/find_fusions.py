@@ -46,7 +46,6 @@ from lab.show import Column, drawing, render, save_figure
 
 if TYPE_CHECKING:
     from lab.fusions.predict import Finding
-    from lab.fusions.rates import Rates
     from lab.fusions.step import Step
 
 PROG = Path(__file__).name
@@ -60,7 +59,9 @@ def build_parser() -> Parser:
     model = "a function that returns a model and a batch, or a step"
     parser.add_argument("--model", metavar="FILE.py:FUNCTION", help=model)
     parser.add_count("--top", 12, "chains to print")
-    parser.add_flag("--check", "compile the same with inductor, and measure both as graphs in turns")
+    parser.add_flag(
+        "--check", "compile the same with inductor, and measure both as graphs in turns"
+    )
     parser.add_path("--rates", "DIR", "without a GPU: times with the rates in this folder")
     parser.add_path("--json", "FILE.json", "also write all that was found")
     parser.add_path("--plot", "FILE.png", "also draw a bar for each chain, now and fused")
@@ -81,7 +82,8 @@ def examine(args: argparse.Namespace, argv: Sequence[str]) -> dict:
     """Record and predict, and check if asked for: all that the report and --json have."""
     import torch
 
-    from lab.fusions import predict, step as steps
+    from lab.fusions import predict
+    from lab.fusions import step as steps
     from lab.fusions.rates import measure_rates, read_rates
 
     if bool(args.script) == bool(args.model):
@@ -115,10 +117,7 @@ def examine(args: argparse.Namespace, argv: Sequence[str]) -> dict:
     result = content(step.name, predict.find(recorded, rates), measured=gpu)
     result["precision"] = precision
     if args.check:
-        script = args.script and (args.script, list(argv))
-        del recorded
-        sides = steps.check_script(*script, ROUNDS) if script else steps.check(step, ROUNDS)
-        result["check"] = sides
+        result["check"] = steps.compared(step, ROUNDS)
     return result
 
 
@@ -173,7 +172,9 @@ def levels_table(result: dict) -> str:
     from lab.fusions.predict import LEVELS
 
     now = result["levels"]["now"]
-    rows = [{"what": ({"now": "the step now"} | LEVELS)[k], **v} for k, v in result["levels"].items()]
+    rows = [
+        {"what": ({"now": "the step now"} | LEVELS)[k], **v} for k, v in result["levels"].items()
+    ]
     columns = [
         Column("", "what"),
         Column("ms", lambda row: row["us"] and row["us"] / 1e3, ".3f"),
@@ -181,7 +182,9 @@ def levels_table(result: dict) -> str:
         Column("GB", lambda row: row["bytes"] / 1e9, ".3f"),
         Column("kernels", "launches", "d"),
     ]
-    return render([c for c in columns if now["us"] or c.label not in ("ms", "speed-up")], rows, "text")
+    return render(
+        [c for c in columns if now["us"] or c.label not in ("ms", "speed-up")], rows, "text"
+    )
 
 
 def report(result: dict, top: int) -> str:
@@ -204,7 +207,9 @@ def report(result: dict, top: int) -> str:
         lines += [f"Rates: {rate}, {rates['gemm_tflops']:.0f} TFLOP/s in a large product"]
     for row in result["not_understood"]:
         time = "" if row["us"] is None else f", {row['us'] / 1e3:.3f} ms"
-        lines += [f"Not understood, left as it is: {row['operator']} ({row['calls']}x{time}) {row['lines']}"]
+        lines += [
+            f"Not understood, left as it is: {row['operator']} ({row['calls']}x{time}) {row['lines']}"
+        ]
     lines += [f"Not understood: {note}" for note in result["notes"]]
     return "\n".join(lines + check_lines(result))
 

@@ -344,6 +344,13 @@ class Row:
     # of bench/random_sizes.py
     outcomes: dict[str, int] = None  # cases by how they ended
     difference: float = None  # of losses from V1's, at most
+    # of bench/find_fusions.py, by level of fusion and by side
+    predicted_ms: dict[str, float] = None
+    moved: dict[str, int] = None  # bytes
+    launched: dict[str, int] = None
+    sides_ms: dict[str, Turns] = None
+    chains: list[dict] = None
+    rates: dict = None
     # other
     final_loss: float | None = None
     loss_steps: int = None

@@ -7,11 +7,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from lab.fusions.record import Operator, Use
+from lab.fusions.record import MOVES, Operator, Use
 
 Key = tuple[int, int]
 MOST = 64  # operators in a kernel, as compilers have it
 SMALL = 16  # what is so many times smaller than a tensor is kept rather than computed again
+MOVED = 2  # times that an element is wanted elsewhere, before it must be in memory
 TILE = 256  # the longest row that a tile of a matrix product has as a whole
 
 
@@ -117,7 +118,7 @@ class Joiner:
                 taker = self.operators[i]
                 if any(use.key in late for use in taker.reads) or taker.source & all_made:
                     return False
-        return not self.between(a, b)
+        return not self.between(a, b) and moves(self.members[a] + self.members[b], self) <= MOVED
 
     def join(self, a: int, b: int) -> None:
         a, b = min(a, b), max(a, b)
@@ -151,6 +152,25 @@ class Joiner:
                 if a != b and len(sizes) == 1 and self.fits(a, b):
                     self.join(a, b)
         return [self.members[i] for i in range(len(self.root)) if self.root[i] == i]
+
+
+def moves(members: Sequence[int], joiner: Joiner) -> int:
+    """How often an element goes to another place on its way through these operators: each time,
+    what made it is computed once more."""
+    made: dict[Key, tuple[int, int]] = {}
+    most = 0
+    for i in sorted(members):
+        operator, times = joiner.operators[i], 0
+        for use in operator.reads:
+            if use.key in made:
+                before, size = made[use.key]
+                times = max(times, before + (0 < use.bytes < size))
+        times += (
+            operator.name in MOVES and times + any(use.key in made for use in operator.reads) > 0
+        )
+        made |= {use.key: (times, use.bytes) for use in operator.writes}
+        most = max(most, times)
+    return most
 
 
 def covered(uses: Iterable[Use], size: int) -> int:
@@ -220,7 +240,9 @@ def remake(groups: Sequence[Group], users: dict[Key, set[int]], alive: set[Key])
     certain = set(alive)
     for key, numbers in users.items():
         certain |= {key} if any(groups[n].kind != "stream" for n in numbers) else set()
-    order = [(count, key, n) for n, group in enumerate(groups) for key, count in group.keeps.items()]
+    order = [
+        (count, key, n) for n, group in enumerate(groups) for key, count in group.keeps.items()
+    ]
     for count, key, number in sorted(order, key=lambda entry: -entry[0]):
         group = groups[number]
         if group.kind != "stream" or key in certain:

@@ -161,7 +161,11 @@ def attention(found: Finding) -> dict[int, tuple[int, float, int]]:
     for block in blocks:
         made = {use.key for n in block for o in groups[n].members for use in o.writes}
         reads = {k: c for n in block for k, c in groups[n].reads.items() if k not in made}
-        reads = {k: c for k, c in reads.items() if maker.get(k) not in inside or small(k, c, groups, maker)}
+        reads = {
+            k: c
+            for k, c in reads.items()
+            if maker.get(k) not in inside or small(k, c, groups, maker)
+        }
         keeps = {
             use.key: use.bytes
             for n in block
@@ -179,7 +183,7 @@ def attention(found: Finding) -> dict[int, tuple[int, float, int]]:
             again = 1.25 if backward else 1.0  # the scores are computed again
             us = max(found.rates.us(moved), again * flop / rate / 1e6)
             us = min(us, sum(found.fused_us[n] for n in block))
-        result |= {first: (moved, us, 1)} | {n: (0, us and 0.0, 0) for n in rest}
+        result |= {first: (moved, us, 1)} | dict.fromkeys(rest, (0, us and 0.0, 0))
     return result
 
 
@@ -208,7 +212,7 @@ def optimizer(found: Finding) -> dict[int, tuple[int, float, int]]:
         elif all(users[key] and users[key] <= set(own) for key in group.keeps):
             moved += read - kept
             taken.append(number)
-    launches = {n: (0, found.rates and 0.0, 0) for n in own + taken}
+    launches = dict.fromkeys(own + taken, (0, found.rates and 0.0, 0))
     us = found.rates and min(found.rates.us(moved), sum(found.fused_us[n] for n in launches))
     return launches | {own[0]: (moved, us, 1)}
 
@@ -251,15 +255,18 @@ def chains(found: Finding) -> list[dict]:
         if len(names) == 1 and (us is None or us > 0.9 * now):
             continue
         line = places(operator.line for operator in group.members)
-        row = rows.setdefault((names, group.members[0].phase, line), {
-            "chain": words(names),
-            "operators": list(map(plain, names)),
-            "phase": group.members[0].phase,
-            "lines": line,
-            "places": 0,
-            **dict.fromkeys(("launches_now", "bytes_now", "bytes_fused"), 0),
-            **dict.fromkeys(("us_now", "us_fused"), None if us is None else 0.0),
-        })
+        row = rows.setdefault(
+            (names, group.members[0].phase, line),
+            {
+                "chain": words(names),
+                "operators": list(map(plain, names)),
+                "phase": group.members[0].phase,
+                "lines": line,
+                "places": 0,
+                **dict.fromkeys(("launches_now", "bytes_now", "bytes_fused"), 0),
+                **dict.fromkeys(("us_now", "us_fused"), None if us is None else 0.0),
+            },
+        )
         row["places"] += 1
         row["launches_now"] += group.launches
         row["bytes_now"] += group.now_bytes
@@ -276,7 +283,9 @@ def not_understood(found: Finding) -> list[dict]:
     rows: dict[str, dict] = {}
     for operator in found.recorded.operators:
         if operator.kind == "unknown":
-            row = rows.setdefault(operator.name, {"operator": operator.name, "calls": 0, "us": None})
+            row = rows.setdefault(
+                operator.name, {"operator": operator.name, "calls": 0, "us": None}
+            )
             row["calls"] += 1
             row["lines"] = operator.line
             if operator.us is not None:

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     import torch
 
 COUNTS = [2**n for n in range(10, 29, 2)]  # numbers that a copy reads, 4 bytes each
-REPEATS = 20  # kernels in a graph
 
 
 @dataclass
@@ -62,7 +61,10 @@ def read_rates(folder: Path) -> Rates:
     path = folder / "find_fusions.json" if folder.is_dir() else folder
     if not path.exists():
         raise ToolError(f"{path}: no such file; rates are in what a run on a GPU writes by --json")
-    found = read_json(path).get("rates")
+    content = read_json(path)
+    found, rows = content.get("rates"), content.get("rows")
+    if found is None and isinstance(rows, list) and rows and isinstance(rows[0], dict):
+        found = rows[0].get("rates")
     try:
         rates = Rates(**found)
         numbers = [*rates.copy_bytes, *rates.copy_us, rates.gemm_tflops]
@@ -77,7 +79,7 @@ def read_rates(folder: Path) -> Rates:
     return rates
 
 
-def graph_us(work: Callable[[], object], repeats: int = REPEATS) -> float:
+def graph_us(work: Callable[[], object], repeats: int) -> float:
     """Microseconds of one call in a graph of several, the shortest of some replays."""
     import torch
 
@@ -102,7 +104,10 @@ def measure_rates(dtype: torch.dtype) -> Rates:
     source = torch.ones(COUNTS[-1], device="cuda")
     target = torch.empty_like(source)
     # no copy_, which the driver does in a way of its own
-    times = [graph_us(lambda n=n: torch.neg(source[:n], out=target[:n])) for n in COUNTS]
+    times = [
+        graph_us(lambda n=n: torch.neg(source[:n], out=target[:n]), max(5, min(200, 2**27 // n)))
+        for n in COUNTS
+    ]
     small = source[: COUNTS[0]]
     alone = graph_us(lambda: small.mul_(1), 200)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -111,7 +116,6 @@ def measure_rates(dtype: torch.dtype) -> Rates:
         torch.cuda.synchronize()
     kernels = [e for e in profile.events() if e.device_time_total and "emset" not in e.name]
     shown = sorted(e.device_time_total for e in kernels)[len(kernels) // 2] if kernels else alone
-    del source, target, small
     a, b = torch.randn(2, 8192, 8192, device="cuda").to(dtype)
     gemm = graph_us(lambda: torch.mm(a, b), 2)
     name = torch.cuda.get_device_name()

@@ -38,13 +38,15 @@ STREAM = set(
     " smooth_l1_loss smooth_l1_loss_backward mse_loss mse_loss_backward huber_loss"
     " huber_loss_backward binary_cross_entropy binary_cross_entropy_backward polar complex"
     " binary_cross_entropy_with_logits _prelu_kernel _prelu_kernel_backward nll_loss_backward"
-    " nll_loss2d_backward diagonal_backward lift_fresh_copy _conj_physical dropout".split()
+    " nll_loss2d_backward diagonal_backward lift_fresh_copy _conj_physical bucketize"
+    " searchsorted".split()
 )
 REDUCE = set(
     "sum mean amax amin max min prod var std var_mean std_mean any all argmax argmin logsumexp norm"
     " linalg_vector_norm count_nonzero cumsum cumprod".split()
 )
 SOFTMAX = {"_softmax", "_log_softmax", "_safe_softmax"}
+PRODUCTS = ("conv", "scaled_dot", "lstm", "gru", "rnn", "addmv", "mv", "dot")
 NORMS = {"layer_norm", "group_norm", "batch_norm", "rms_norm"}
 # The first tensor must be in memory, as any element may be wanted; what is found can go on
 GATHER = set(
@@ -58,6 +60,10 @@ SCATTER = set(
     " scatter_add scatter_add_ scatter_reduce scatter_reduce_ index_copy index_copy_ col2im"
     " embedding_dense_backward max_pool2d_with_indices_backward avg_pool2d_backward"
     " upsample_nearest2d_backward upsample_bilinear2d_backward".split()
+)
+# What comes out is elsewhere than what went in
+MOVES = set(
+    "constant_pad_nd slice_backward select_backward slice_scatter roll flip cat stack repeat".split()
 )
 SECTOR = 32  # bytes that a GPU reads at least
 # With fewer results than these a GPU sums each one in several blocks: twice its 132
@@ -221,6 +227,9 @@ class Recorder(TorchDispatchMode):
         if known and len(dense) == len(outputs) and len(before) == len(tensors):
             written = written_arguments(function, args, kwargs)
             found = self.describe(function, name, args, kwargs, before, dense, written)
+            for operator in found if self.registry.get(function.overloadpacket) else ():
+                formula = self.registry[function.overloadpacket]
+                operator.flop = formula(*args, **kwargs, out_val=result)
         else:
             reads = [use for _, use in before]
             writes = [self.write(t) for t in dense]
@@ -251,12 +260,12 @@ class Recorder(TorchDispatchMode):
             self.unwritten |= {self.number(t.untyped_storage()) for t in fresh}
             return []
         overwrites = name in OVERWRITE or function._overloadname.endswith("out")
-        ids = {id(t) for t in written}
+        ids, known_here = {id(t) for t in written}, function.namespace == "aten"
         reads = []
         for tensor, use in before:
             blind = overwrites and id(tensor) in ids
             reads.append(use._replace(bytes=0) if blind else use)
-            if use.key[0] in self.unwritten and not blind and function.namespace == "aten":
+            if use.key[0] in self.unwritten and not blind and known_here:
                 self.notes.add(f"{name} reads what no operator wrote: a kernel that is not seen")
         reads = list(dict.fromkeys(reads))
         writes = [self.write(t) for t in [*written, *fresh]]
@@ -265,15 +274,14 @@ class Recorder(TorchDispatchMode):
         operator = Operator(name, "unknown", "", "", reads, writes, numel)
         operator.dtype = str(outputs[0].dtype).removeprefix("torch.") if outputs else ""
         first = inputs[0] if inputs else None
+        if function.namespace != "aten":
+            return [operator]
         mask = name == "index" and any(t.dtype in (torch.bool, torch.uint8) for t in inputs[1:])
         dynamic = torch.Tag.dynamic_output_shape in tags and (name != "index" or mask)
-        formula = self.registry.get(function.overloadpacket)
         if torch.Tag.data_dependent_output in tags or dynamic:
             operator.kind, operator.barrier = "library", True
-        elif formula or any(word in name for word in ("conv", "scaled_dot", "lstm", "gru", "rnn")):
+        elif function.overloadpacket in self.registry or any(word in name for word in PRODUCTS):
             operator.kind = "matrix"
-            out = outputs[0] if len(outputs) == 1 else outputs
-            operator.flop = formula(*args, **kwargs, out_val=out) if formula else 0
         elif base.startswith(("_fused_adam", "_fused_sgd", "_foreach", "sort", "topk")):
             operator.kind = "library"
         elif norm := next((n for n in NORMS if n in name), None):
@@ -288,7 +296,8 @@ class Recorder(TorchDispatchMode):
             wanted = sum(w.bytes for w in writes) * max(1, SECTOR // max(1, row))
             reads[0] = reads[0]._replace(bytes=min(reads[0].bytes, wanted))
             operator.numel = max((t.numel() for t in outputs), default=0)
-            operator.closed = name.startswith("nll_loss")
+            if name.startswith("nll_loss"):  # a row picks one of its own elements
+                operator.numel, operator.closed, operator.source = first.numel(), True, set()
         elif name in SCATTER:
             operator.kind, operator.closed = "stream", True
             if written:  # what is added to is read and written where it is added to
@@ -320,8 +329,8 @@ class Recorder(TorchDispatchMode):
         if norm == "batch_norm":
             length = x.numel() // max(1, x.shape[1])
         elif norm == "group_norm":
-            at = args.index(next(a for a in args if isinstance(a, int)))
-            length = x.numel() // max(1, args[at] * args[at + 3])
+            samples, _, _, groups = [a for a in args if isinstance(a, int)][:4]
+            length = x.numel() // max(1, samples * groups)
         else:
             shape = next((a for a in args if isinstance(a, (list, tuple))), x.shape[-1:])
             length = math.prod(shape)
@@ -335,7 +344,9 @@ class Recorder(TorchDispatchMode):
             sums = Use((len(self.sizes), 0), 0, 8 * max(1, x.numel() // length))
             self.sizes.append(sums.bytes)
             self.version.append(0)
-            first_pass = Operator(f"{name} (sums)", "stream", "", "", line, [sums, *rest], x.numel())
+            first_pass = Operator(
+                f"{name} (sums)", "stream", "", "", line, [sums, *rest], x.numel()
+            )
             first_pass.closed = True
             second = Operator(name, "stream", "", "", [*line, sums], main, x.numel())
             second.kernels = 0

@@ -4,18 +4,17 @@ recorded, timed and compiled here."""
 from __future__ import annotations
 
 import argparse
-import contextlib
 import statistics
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._pytree import tree_map_only
 
 from lab.cli import ToolError
@@ -23,7 +22,7 @@ from lab.fusions.rates import Rates
 from lab.fusions.record import Operator, Recorder
 from lab.profile.kernels import kernels_of, load_trace, range_of_each, ranges_of
 from lab.script import import_file, load_script, script_arguments
-from lab.turns import GRAPH, TURN_MS, all_measured, alternating, free_memory, speedup
+from lab.turns import TURN_MS, alternating, free_memory
 
 REPEATS = 3  # profiled steps
 NEEDED = (
@@ -52,7 +51,6 @@ class Recorded:
     alive: set[tuple[int, int]]  # what is there when the step is over
     weights: set[int]  # storages of weights
     notes: list[str]
-    matched: bool = True  # were the profiled steps the same
 
 
 class TrainingStep:
@@ -82,19 +80,27 @@ def from_script(name: str, argv: Sequence[str]) -> Step:
     module = load_script(name)
     _, args = script_arguments(module, argv, tempfile.gettempdir())
     if args.torch_compile or args.cuda_graph:
-        raise ToolError("it looks at the step operator by operator: no compiling, no graph here")
+        raise ToolError("operators are looked at one by one: give no compiling and no graph here")
+    args.cuda_graph = args.device == "cuda"  # an optimizer that a graph can have
     device = module.prepare(args)
-    trainer = module.Trainer(args, device)
-    with torch._subclasses.fake_tensor.unset_fake_temporarily():
-        batch = trainer.batches.next_batch()
-    batch = {name: as_fake(value) if device.type == "cpu" else value.to(device) for name, value in batch.items()}
-    return Step(module.SCRIPT, device, partial(trainer.compute, batch), [*trainer.model.parameters()])
+    with unset_fake_temporarily():
+        batch = module.make_batches(args, torch.device("cpu"), args.seed).next_batch()
+    batch = {key: placed(value, device) for key, value in batch.items()}
+
+    def build(compiled: bool) -> tuple[Callable, list[Tensor]]:
+        chosen = argparse.Namespace(**{**vars(args), "torch_compile": compiled})
+        trainer = module.Trainer(chosen, device)
+        return partial(trainer.compute, batch), [*trainer.model.parameters()]
+
+    return Step(module.SCRIPT, device, *build(False), lambda: build(True)[0])
 
 
-def as_fake(value: Tensor) -> Tensor:
-    """The same without its values where tensors are fake."""
+def placed(value: Tensor, device: torch.device) -> Tensor:
+    """A tensor on the device, or without its values where tensors are fake."""
     mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
-    return mode.from_tensor(value) if mode and type(value) is Tensor else value
+    if mode and not isinstance(value, FakeTensor):
+        return mode.from_tensor(value)
+    return value.to(device) if device.type == "cuda" else value
 
 
 def from_function(place: str, args: argparse.Namespace, device: torch.device) -> Step:
@@ -123,8 +129,7 @@ def from_model(
     """The step of a model on a batch, both moved to the device."""
     if device.type == "cuda":
         model.to(device)
-    move = as_fake if device.type == "cpu" else lambda value: value.to(device)
-    batch = tree_map_only(Tensor, move, batch)
+    batch = tree_map_only(Tensor, partial(placed, device=device), batch)
     autocast = partial(torch.autocast, device.type, torch.bfloat16, enabled=args.use_amp)
     weights = [p for p in model.parameters() if p.requires_grad]
     if not weights:
@@ -158,6 +163,7 @@ def measure(step: Step, rates: Rates) -> Recorded:
     for _ in range(REPEATS):
         step.take()
     times: list[list[float]] = []
+    before: list[str] = []
     for _ in range(REPEATS):
         torch.cuda.synchronize()
         recorder = Recorder(timed=True)
@@ -167,9 +173,9 @@ def measure(step: Step, rates: Rates) -> Recorded:
             torch.cuda.synchronize()
         attribute(found, recorder.parts, profile, rates)
         names = [operator.name for operator in found.operators]
-        if times and names != same:
-            times, found.matched = [], False
-        same = names
+        if names != before:
+            times = []
+        before = names
         times.append([operator.us for operator in found.operators])
     for operator, us in zip(found.operators, zip(*times, strict=True), strict=True):
         operator.us = statistics.median(us)
@@ -186,7 +192,9 @@ def attribute(found: Recorded, parts: Sequence[range], profile, rates: Rates) ->
     ranges = ranges_of(events, {f"#{i}" for i in range(len(parts))})
     kernels = kernels_of(events)
     if not kernels or not any(kernel.launch_us for kernel in kernels):
-        raise ToolError("the profiler saw no kernels on the GPU: may this user profile it?", status=1)
+        raise ToolError(
+            "the profiler saw no kernels on the GPU: may this user profile it?", status=1
+        )
     spent: dict[int, float] = defaultdict(float)
     launched: dict[int, int] = defaultdict(int)
     starts = {r.name: r.start for r in ranges}
@@ -216,34 +224,23 @@ def attribute(found: Recorded, parts: Sequence[range], profile, rates: Rates) ->
 # --- compiled
 
 
-def check(step: Step, rounds: int) -> dict:
-    """The step and the same compiled, both as graphs in alternating turns: median milliseconds of
-    each and of their ratio."""
-    sides = {"now": step.take, "compiled": step.compiled()}
-    graphs, turns = {}, {name: [] for name in sides}
-    steps = {}
-    for name, take in sides.items():
-        graphs[name] = captured(take)
-        ms = timed(graphs[name], 3)
-        steps[name] = max(2, round(TURN_MS / ms))
+def check(sides: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Milliseconds of steps as graphs, for each of several alternating turns."""
+    graphs = {name: captured(take) for name, take in sides.items()}
+    steps = {name: max(2, round(TURN_MS / timed(graph, 3))) for name, graph in graphs.items()}
+    turns: dict[str, list[float]] = {name: [] for name in graphs}
     for _, name in alternating(graphs, rounds):
         turns[name].append(timed(graphs[name], steps[name]))
-    ratios = [a / b for a, b in zip(turns["now"], turns["compiled"], strict=True)]
-    graphs.clear()
+    return turns
+
+
+def compared(step: Step, rounds: int) -> dict:
+    """A step beside the same compiled: medians of the turns and of their ratios."""
+    turns = check({"now": step.take, "compiled": step.compiled()}, rounds)
     free_memory()
+    ratios = [a / b for a, b in zip(turns["now"], turns["compiled"], strict=True)]
     result = {f"{name}_ms": statistics.median(ms) for name, ms in turns.items()}
-    result |= {f"turns_{name}_ms": ms for name, ms in turns.items()}
-    return result | {"speedup": statistics.median(ratios)}
-
-
-def check_script(script: str, argv: Sequence[str], rounds: int) -> dict:
-    """The same of a version script, which compiles and captures by itself."""
-    sides = {"now": (Path(script).stem, [*argv, GRAPH])}
-    sides["compiled"] = Path(script).stem, [*argv, "--enable-torch-compile", GRAPH]
-    rows = all_measured(sides, rounds, counted=False)
-    result = {f"{name}_ms": row["batch_ms"] for name, row in rows.items()}
-    result |= {f"turns_{name}_ms": row["turns_ms"] for name, row in rows.items()}
-    return result | {"speedup": speedup(rows["now"], rows["compiled"])}
+    return result | {"speedup": statistics.median(ratios), "turns_ms": turns}
 
 
 def captured(take: Callable[[], object]) -> torch.cuda.CUDAGraph:

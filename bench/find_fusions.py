@@ -1,0 +1,206 @@
+#!/usr/bin/env python3
+"""Hold what find_fusions.py predicts against steps that inductor has compiled: our own models and
+others that nobody tuned.
+
+Each row is a model: its step now and fused as predicted, and as measured, both as graphs in
+alternating turns; of our own V1 also V3's measured step. Rows are kept as they are measured, and
+the same command goes on after an interruption.
+
+Examples:
+  python bench/find_fusions.py results/DIR/find_fusions.json
+  python bench/find_fusions.py tiny.json --small             sizes for a laptop, counted only
+  python bench/find_fusions.py results/DIR/find_fusions.json --table
+  python bench/find_fusions.py results/DIR/find_fusions.json --figure docs/figures/find_fusions.png
+"""
+
+from __future__ import annotations
+
+import _root
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+from lab.cli import Parser, ToolError, documented_parser, needed, program
+
+with needed():
+    import torch
+
+from bench.models_for_find_fusions import MODELS
+from bench.versions import SHAPES
+from lab.fusions import predict
+from lab.fusions import step as steps
+from lab.fusions.rates import Rates, measure_rates
+from lab.show import Column, drawing, render, save_figure
+from lab.study import measure_study, read_rows
+from lab.turns import free_memory
+
+PROG = Path(__file__).name
+GPU = torch.cuda.is_available()
+ROUNDS = 5
+BEST = 8  # chains in a row
+SMALL = {  # of our own, for a laptop
+    "llama": "--hidden-dim 64 --num-layers 2 --num-heads 4 --seq-len 32 --batch-size 2".split(),
+    "openfold": "--num-blocks 1 --seq-len 10 --num-seqs 3 --batch-size 2".split(),
+}
+
+
+def subjects(small: bool) -> dict[tuple[str, str], tuple[Callable, Callable | None]]:
+    """What makes the step of each model and precision, and that of V3 if there is one."""
+    device = torch.device("cuda" if GPU else "cpu")
+    found: dict[tuple[str, str], tuple[Callable, Callable | None]] = {}
+    for name, shape in SHAPES.items():
+        argv = [*(SMALL[shape.model.removeprefix("tiny_")] if small else shape.argv), "--use-amp"]
+        versions = (partial(steps.from_script, f"{shape.model}_v{n}.py", argv) for n in (1, 3))
+        found[name, "bf16"] = tuple(versions)
+
+    def build(name: str, precision: str) -> steps.Step:
+        torch.manual_seed(42)
+        torch.set_float32_matmul_precision("highest")
+        options = argparse.Namespace(use_amp=precision == "bf16")
+        return steps.from_model(name, *MODELS[name](small), options, device)
+
+    for name in MODELS:
+        found[name, "bf16"] = partial(build, name, "bf16"), None
+    found["message passing", "fp32"] = partial(build, "message passing", "fp32"), None
+    return found
+
+
+def row(build: Callable, newer: Callable | None, rates: Rates | None) -> dict:
+    """Predictions and measurements of a step; without rates what it moves and launches."""
+    if rates is None:
+        return summary(predict.find(steps.count(build)[1], None))
+    step = build()
+    found = summary(predict.find(steps.measure(step, rates), rates))
+    sides = {"now": step.take, "compiled": step.compiled()}
+    if newer:
+        sides["V3"] = newer().take
+    try:
+        turns = steps.check(sides, ROUNDS)
+    except ToolError as error:  # a model that cannot be a graph is a row, too
+        return {**found, "status": "failed", "error": str(error)}
+    finally:
+        del step, sides
+        free_memory()
+    return {**found, "rates": asdict(rates), "sides_ms": turns}
+
+
+def summary(found: predict.Finding) -> dict:
+    """The whole step by level of fusion, and its best chains."""
+    levels = found.levels.items()
+    result = {
+        "moved": {name: level.bytes for name, level in levels},
+        "launched": {name: level.launches for name, level in levels},
+        "chains": predict.chains(found)[:BEST],
+    }
+    if found.rates:
+        result["predicted_ms"] = {name: level.us / 1e3 for name, level in levels}
+    return result
+
+
+def measure(args: argparse.Namespace) -> int:
+    """Measure what is missing, print the table, draw."""
+    if not (args.table or args.figure):
+        rates = measure_rates(torch.bfloat16) if GPU else None
+        parts = [
+            ({"shape": name, "precision": precision}, partial(row, *build, rates))
+            for (name, precision), build in subjects(args.small).items()
+            if not args.only or name in args.only
+        ]
+        sizes = "small" if args.small else "full"
+        measure_study(args.output, parts, keep=True, rounds=ROUNDS, sizes=sizes)
+    rows = read_rows(args.output, ("shape", "precision", "moved"))
+    print(table(rows))
+    if args.figure:
+        draw(args.figure, rows)
+    return 0
+
+
+def predicted(row: dict, level: str) -> float | None:
+    """Milliseconds of the whole step."""
+    return row.get("predicted_ms", {}).get(level)
+
+
+def measured(row: dict, side: str) -> float | None:
+    """Milliseconds of the whole step, the median of its turns."""
+    turns = row.get("sides_ms", {}).get(side)
+    return turns and statistics.median(turns)
+
+
+def gains(row: dict) -> tuple[float, float] | None:
+    """The speed-up of chains as predicted, and that of the compiled step."""
+    if "sides_ms" not in row:
+        return None
+    compiled = measured(row, "now") / measured(row, "compiled")
+    return predicted(row, "now") / predicted(row, "chains"), compiled
+
+
+def off(row: dict) -> float | None:
+    """How far the predicted speed-up is from that of the compiled step, in percent."""
+    found = gains(row)
+    return found and 100 * (found[0] / found[1] - 1)
+
+
+def table(rows: list[dict]) -> str:
+    """A line for each model, and what the predictions are off by."""
+
+    def with_v3(row: dict) -> float | None:
+        return predicted(row, "optimizer") if measured(row, "V3") else None
+
+    columns = [
+        Column("model", lambda row: f"{row['shape']}, {row['precision']}"),
+        Column("now, predicted", lambda row: predicted(row, "now"), ".2f", " ms"),
+        Column("measured", lambda row: measured(row, "now"), ".2f", " ms"),
+        Column("fused, predicted", lambda row: predicted(row, "chains"), ".2f", " ms"),
+        Column("compiled", lambda row: measured(row, "compiled"), ".2f", " ms"),
+        Column("speed-up, predicted", lambda row: gains(row) and gains(row)[0], ".2f", "x"),
+        Column("compiled ", lambda row: gains(row) and gains(row)[1], ".2f", "x"),
+        Column("off", off, "+.0f", " %"),
+        Column("all fused, predicted", with_v3, ".2f", " ms"),
+        Column("V3", lambda row: measured(row, "V3"), ".2f", " ms"),
+    ]
+    lines = [render(columns, rows)]
+    if errors := [abs(off(row)) for row in rows if off(row) is not None]:
+        run = [row for row in rows if gains(row)]
+        now = max(abs(predicted(row, "now") / measured(row, "now") - 1) for row in run)
+        middle, worst = statistics.median(errors), max(errors)
+        gain = f"speed-up off by {middle:.1f} % (median), {worst:.1f} % (worst)"
+        lines.append(f"Predicted {gain}; the step now by {100 * now:.1f} % at most.")
+    return "\n\n".join(lines)
+
+
+def draw(path: Path, rows: list[dict]) -> None:
+    """Predicted against measured speed-up."""
+    figure, axes = drawing().subplots(figsize=(6, 6), layout="constrained")
+    rows = [row for row in rows if gains(row)]
+    both = [gains(row)[::-1] for row in rows]
+    most = 1.1 * max(map(max, both))
+    axes.plot([1, most], [1, most], color="#9aa5b1", linewidth=1)
+    for row, (x, y) in zip(rows, both, strict=True):
+        own = row["shape"].startswith("tiny")
+        axes.plot(x, y, "o", color="#d1495b" if own else "#1f77b4")
+        axes.annotate(f"{row['shape']}, {row['precision']}", (x, y), (4, -3), size="x-small",
+                      textcoords="offset points")  # fmt: skip
+    axes.set(xlabel="speed-up, compiled by inductor", ylabel="speed-up, predicted", aspect="equal")
+    save_figure(figure, path)
+
+
+def build_parser() -> Parser:
+    """The command line."""
+    parser = documented_parser(PROG, __doc__)
+    parser.add_argument("output", type=Path, metavar="FILE.json")
+    parser.add_flag("--small", "tiny sizes")
+    parser.add_argument("--only", nargs="+", metavar="MODEL", help="of these names alone")
+    parser.add_flag("--table", "measure nothing, print the table")
+    parser.add_path("--figure", "FILE.png", "measure nothing, draw predicted against measured")
+    return parser
+
+
+main = program(build_parser, measure)
+
+if __name__ == "__main__":
+    sys.exit(main())
