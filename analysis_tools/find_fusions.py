@@ -1,30 +1,29 @@
 #!/usr/bin/env python3
 """Which operators of a training step could be one kernel, where in the code they are, and what that
-would save: of a version script or of a model of your own.
+would save: of a version script, or of a model of your own.
 
 Every operator of a step is recorded with the memory that it reads and writes, and the profiler
 times its kernels. Streaming operators, which do little but read and write, are joined to those that
-make what they read. A chain is then predicted to take as long as a copy that moves the bytes which
-must still cross memory; what stays in the chip costs nothing. Copies, a matrix product and the
-least time of a kernel are measured in the same run. Matrix products, and operators that nobody
-here understands, keep their time; the latter are named.
+make what they read. A chain is then predicted to take as long as a copy of the bytes that must
+still cross memory. Copies, a matrix product and the least time of a kernel are measured in the same
+run. Matrix products keep their time, as do operators that are not understood, which are named.
 
-The lines are those of the code outside of PyTorch that called the operators. Those of a backward
-pass are the lines of the forward pass that they belong to.
+The lines are those outside of PyTorch that call the operators. Those of a backward pass are the
+lines of the forward pass that it belongs to.
 
---model FILE.py:FUNCTION takes a function without arguments. It returns (model, batch), and
-model(**batch) is the loss, a scalar or with a .loss; the step is forward, backward and AdamW. Or
-it returns a function without arguments that takes one training step, on the device of its choice.
+--model FILE.py:FUNCTION names a function without arguments. It returns (model, batch), and
+model(**batch) is the loss, a scalar or with a .loss: the step is forward, backward and AdamW. Or it
+returns a function without arguments that takes one training step, on the device of its choice. It
+takes --use-amp, --matmul-precision and --device as the version scripts do.
 
-Without a GPU nothing is computed. Operators, bytes and FLOPs are exact; there are times only with
---rates DIR, a folder of results such as results/h100, and they are estimates for that GPU.
+Without a GPU nothing is computed. Operators, bytes and FLOPs are exact, a kernel is an operator,
+and there are times only with --rates DIR, such as results/h100: estimates for that GPU.
 
 Examples:
   python analysis_tools/find_fusions.py tiny_llama_v1.py --use-amp --seq-len 128
   python analysis_tools/find_fusions.py tiny_llama_v1.py --use-amp --check
   python analysis_tools/find_fusions.py --model my_model.py:build --use-amp --json found.json
-  python analysis_tools/find_fusions.py --model my_model.py:build --rates results/h100 \\
-      --plot found.png
+  python analysis_tools/find_fusions.py --model my_model.py:build --plot found.png
 """
 
 from __future__ import annotations
@@ -36,17 +35,13 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from lab.cli import Parser, ToolError, print_notes, program
+from lab.cli import Parser, ToolError, program
 from lab.files import write_text
-from lab.script import interpret_without_gpu, parser_around
+from lab.script import interpret_without_gpu, model_and_version, parser_around
 from lab.show import Column, drawing, render, save_figure
-
-if TYPE_CHECKING:
-    from lab.fusions.predict import Finding
-    from lab.fusions.step import Step
 
 PROG = Path(__file__).name
 ROUNDS = 7  # turns of --check
@@ -62,19 +57,20 @@ def build_parser() -> Parser:
     parser.add_flag(
         "--check", "compile the same with inductor, and measure both as graphs in turns"
     )
+    parser.add_flag("--versions", "which chains of a script are left in the later versions")
     parser.add_path("--rates", "DIR", "without a GPU: times with the rates in this folder")
     parser.add_path("--json", "FILE.json", "also write all that was found")
     parser.add_path("--plot", "FILE.png", "also draw a bar for each chain, now and fused")
     return parser
 
 
-def model_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """What --model takes beside, as the version scripts do."""
+def model_options(argv: Sequence[str]) -> argparse.Namespace:
+    """What --model takes beside."""
     parser = Parser(prog=PROG, allow_abbrev=False)
     parser.add_argument("--use-amp", action="store_true")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    precision = ("highest", "high", "medium")
-    parser.add_argument("--matmul-precision", choices=precision, default="highest")
+    precisions = ("highest", "high", "medium")
+    parser.add_argument("--matmul-precision", choices=precisions, default="highest")
     return parser.parse_args(argv)
 
 
@@ -82,151 +78,140 @@ def examine(args: argparse.Namespace, argv: Sequence[str]) -> dict:
     """Record and predict, and check if asked for: all that the report and --json have."""
     import torch
 
-    from lab.fusions import predict
-    from lab.fusions import step as steps
+    from lab.fusions.groups import Finding
     from lab.fusions.rates import measure_rates, read_rates
+    from lab.fusions.step import compared, count, from_function, from_script, measure
 
     if bool(args.script) == bool(args.model):
-        raise ToolError("name a version script, or --model FILE.py:FUNCTION: one of both")
+        raise ToolError("name a version script, or --model FILE.py:FUNCTION: one of the two")
     gpu = torch.cuda.is_available() and not {"cpu", "--device=cpu"} & set(argv)
     if args.check and not gpu:
-        raise ToolError("--check compares times and needs a GPU", status=4)
+        raise ToolError("--check compares times, and needs a GPU", status=4)
     if args.rates and gpu:
         raise ToolError("--rates is for where there is no GPU: here they are measured")
-    device = torch.device("cuda" if gpu else "cpu")
     rates = read_rates(args.rates) if args.rates else None
+    build = partial(from_script, args.script, argv)
     if args.model:
-        options = model_arguments(argv)
+        options = model_options(argv)
         torch.set_float32_matmul_precision(options.matmul_precision)
-        precision = "bf16" if options.use_amp else "fp32"
-
-        def build() -> Step:
-            return steps.from_function(args.model, options, device)
-    else:
-        precision = "bf16" if "--use-amp" in argv else "fp32"
-
-        def build() -> Step:
-            return steps.from_script(args.script, argv)
-
+        device = torch.device("cuda" if gpu else "cpu")
+        build = partial(from_function, args.model, options.use_amp, device)
+    precision = "bf16" if "--use-amp" in argv else "fp32"
     if gpu:
         step = build()
         rates = measure_rates(torch.bfloat16 if precision == "bf16" else torch.float32)
-        recorded = steps.measure(step, rates)
+        recorded = measure(step, rates)
     else:
-        step, recorded = steps.count(build)
-    result = content(step.name, predict.find(recorded, rates), measured=gpu)
-    result["precision"] = precision
+        step, recorded = count(build)
+    found = Finding(recorded, rates)
+    keys = ("us", "bytes", "kernels")
+    result = {
+        "schema_version": 1,
+        "name": step.name,
+        "precision": precision,
+        "measured": gpu,
+        "rates": rates and asdict(rates),
+        "operators": len({operator.call for operator in recorded.operators}),
+        "flop": sum(operator.flop for operator in recorded.operators),
+        "levels": {k: dict(zip(keys, v, strict=True)) for k, v in found.levels.items()},
+        "untouched_us": rates and sum(g.now("us") for g in found.groups if g.kind != "stream"),
+        "chains": found.rows(),
+        "not_understood": found.unknown(),
+        "notes": recorded.notes,
+    }
+    if args.versions:
+        add_versions(result, Path(args.script or ""), argv)
     if args.check:
-        result["check"] = steps.compared(step, ROUNDS)
+        result["check"] = compared(step, ROUNDS)
     return result
 
 
-def content(name: str, found: Finding, measured: bool) -> dict:
-    """What was found, as --json writes it: microseconds, bytes, and nulls for times not known."""
-    from lab.fusions import predict
+def add_versions(result: dict, script: Path, argv: Sequence[str]) -> None:
+    """Give each chain the number of places where a later version still has it, and each version
+    its levels."""
+    from lab.fusions.groups import Finding
+    from lab.fusions.step import count, from_script
 
-    total = found.levels["now"]
-    return {
-        "schema_version": 1,
-        "name": name,
-        "measured": measured,
-        "rates": found.rates and asdict(found.rates),
-        "flop": sum(operator.flop for operator in found.recorded.operators),
-        "operators": len(found.recorded.operators),
-        "untouched_us": None if total.us is None else found.kept_us,
-        "levels": {key: asdict(value) for key, value in found.levels.items()},
-        "chains": predict.chains(found),
-        "not_understood": predict.not_understood(found),
-        "notes": found.recorded.notes,
-    }
-
-
-def chains_table(result: dict, top: int) -> str:
-    """The chains that save the most."""
-    step = result["levels"]["now"]["us"]
-
-    def ms(key: str):
-        return lambda row: None if row[key] is None else row[key] / 1e3
-
-    def saved(row: dict) -> float | None:
-        return None if step is None else 100 * (row["us_now"] - row["us_fused"]) / step
-
-    columns = [
-        Column("saves", saved, ".1f", " %"),
-        Column("ms now", ms("us_now"), ".3f"),
-        Column("fused", ms("us_fused"), ".3f"),
-        Column("MB now", lambda row: row["bytes_now"] / 1e6, ".1f"),
-        Column("fused", lambda row: row["bytes_fused"] / 1e6, ".1f"),
-        Column("places", "places", "d"),
-        Column("kernels", "launches_now", "d"),
-        Column("pass", "phase", text=True),
-        Column("lines", "lines", text=True),
-        Column("chain", "chain", text=True),
-    ]
-    times = step is not None
-    return render(columns if times else columns[3:], result["chains"][:top], "text")
-
-
-def levels_table(result: dict) -> str:
-    """The whole step, now and with each step of fusion."""
-    from lab.fusions.predict import LEVELS
-
-    now = result["levels"]["now"]
-    rows = [
-        {"what": ({"now": "the step now"} | LEVELS)[k], **v} for k, v in result["levels"].items()
-    ]
-    columns = [
-        Column("", "what"),
-        Column("ms", lambda row: row["us"] and row["us"] / 1e3, ".3f"),
-        Column("speed-up", lambda row: row["us"] and now["us"] / row["us"], ".2f", "x"),
-        Column("GB", lambda row: row["bytes"] / 1e9, ".3f"),
-        Column("kernels", "launches", "d"),
-    ]
-    return render(
-        [c for c in columns if now["us"] or c.label not in ("ms", "speed-up")], rows, "text"
-    )
+    model, version = model_and_version(script.stem)
+    if not version:
+        raise ToolError("--versions is for a version script")
+    result["versions"] = {}
+    for number in range(int(version[1:]) + 1, 5):
+        found = Finding(count(partial(from_script, f"{model}_v{number}.py", argv))[1], None)
+        left = {(row["chain"], row["pass"]): row["places"] for row in found.rows()}
+        for row in result["chains"]:
+            row[f"V{number}"] = left.get((row["chain"], row["pass"]), 0)
+        _, moved, kernels = found.levels["now"]
+        result["versions"][f"V{number}"] = {"bytes": moved, "kernels": kernels}
 
 
 def report(result: dict, top: int) -> str:
     """What a person reads."""
-    rates, count = result["rates"], len(result["chains"])
-    where = f"measured on {rates['device_name']}" if result["measured"] else "counted, not run"
+    levels, rates, rows = result["levels"], result["rates"], result["chains"]
+    now = levels["now"]["us"]
+    where = "nothing was run" if rates is None else f"measured on {rates['device_name']}"
     if rates and not result["measured"]:
-        where += f"; times are estimates with the rates of {rates['device_name']}"
-    head = f"{result['name']}, {result['precision']}: {result['operators']} operators,"
-    lines = [f"{head} {result['flop'] / 1e9:.1f} GFLOP in matrix products; {where}", ""]
-    lines += [chains_table(result, top) if count else "no chain to fuse"]
-    lines += [f"... and {count - top} more (--top {count})"] * (count > top)
-    lines += ["", levels_table(result)]
-    if result["untouched_us"] is not None:
-        rest = f"{result['untouched_us'] / 1e3:.3f} ms"
-        lines += [f"No chain touches {rest}: matrix products, the optimizer, what is named below."]
+        where = f"nothing was run, times are estimates with the rates of {rates['device_name']}"
+    counted = f"{result['operators']} operators, {result['flop'] / 1e9:.1f} GFLOP in products"
+    lines = [f"{result['name']}, {result['precision']}: {counted}; {where}", ""]
+
+    def part(key: str, unit: float):
+        return lambda row: None if row[key] is None else row[key] / unit
+
+    columns = [
+        Column("saves", lambda row: 100 * (row["us_now"] - row["us_fused"]) / now, ".1f", " %"),
+        Column("ms now", part("us_now", 1e3), ".3f"),
+        Column("fused", part("us_fused", 1e3), ".3f"),
+        Column("MB now", part("bytes_now", 1e6), ".1f"),
+        Column("fused", part("bytes_fused", 1e6), ".1f"),
+        Column("places", "places"),
+        Column("kernels", "kernels"),
+        *(Column(f"in {version}", version) for version in result.get("versions", ())),
+        Column("pass", "pass", text=True),
+        Column("lines", "lines", text=True),
+        Column("chain", "chain", text=True),
+    ]
+    if rows:
+        lines += [render(columns[0 if rates else 3 :], rows[:top], "text")]
+        lines += [f"and {len(rows) - top} more (--top {len(rows)})"] * (len(rows) > top)
+    whole = [{"what": text, **levels[level]} for level, text in words_of_levels().items()]
+    whole += [{"what": f"{k} now", "us": None, **v} for k, v in result.get("versions", {}).items()]
+    columns = [
+        Column("", "what"),
+        Column("ms", part("us", 1e3), ".3f"),
+        Column("speed-up", lambda row: row["us"] and now / row["us"], ".2f", "x"),
+        Column("GB", part("bytes", 1e9), ".3f"),
+        Column("kernels", "kernels"),
+    ]
+    lines += ["", render(columns if rates else [columns[0], *columns[3:]], whole, "text")]
     if rates:
         gb, least = rates["copy_bytes"][-1] / rates["copy_us"][-1] / 1e3, min(rates["copy_us"])
-        rate = f"{gb:.0f} GB/s in a large copy, {least:.2f} us for the least kernel"
-        lines += [f"Rates: {rate}, {rates['gemm_tflops']:.0f} TFLOP/s in a large product"]
+        lines += [f"No chain touches {result['untouched_us'] / 1e3:.3f} ms of it."]
+        lines += [f"A large copy reaches {gb:.0f} GB/s, the least kernel takes {least:.2f} us."]
     for row in result["not_understood"]:
-        time = "" if row["us"] is None else f", {row['us'] / 1e3:.3f} ms"
-        lines += [
-            f"Not understood, left as it is: {row['operator']} ({row['calls']}x{time}) {row['lines']}"
-        ]
+        time = f", {row['us'] / 1e3:.3f} ms" if rates else ""
+        lines += [f"Not understood: {row['operator']} ({row['calls']}x{time}) at {row['lines']}"]
     lines += [f"Not understood: {note}" for note in result["notes"]]
-    return "\n".join(lines + check_lines(result))
+    if check := result.get("check"):
+        fused = levels["chains"]["us"]
+        pairs = ("ms now, as a graph", now / 1e3, check["now_ms"]), (
+            "ms fused, compiled by inductor", fused / 1e3, check["compiled_ms"]
+        ), ("speed-up", now / fused, check["speedup"])  # fmt: skip
+        columns = [
+            Column("", lambda row: row[0]),
+            Column("predicted (a)", lambda row: row[1], ".3f"),
+            Column("measured", lambda row: row[2], ".3f"),
+            Column("off", lambda row: 100 * (row[1] / row[2] - 1), "+.1f", " %"),
+        ]
+        lines += ["", render(columns, pairs, "text")]
+    return "\n".join(lines)
 
 
-def check_lines(result: dict) -> list[str]:
-    """The prediction beside what was measured."""
-    if not (check := result.get("check")):
-        return []
-    now, then = (result["levels"][key]["us"] / 1e3 for key in ("now", "chains"))
-    columns = [Column("", "what"), Column("predicted", "a", ".3f"), Column("measured", "b", ".3f")]
-    columns += [Column("off", lambda row: 100 * (row["a"] / row["b"] - 1), "+.1f", " %")]
-    rows = [
-        {"what": "ms now, as a graph", "a": now, "b": check["now_ms"]},
-        {"what": "ms fused (a), compiled by inductor", "a": then, "b": check["compiled_ms"]},
-        {"what": "speed-up", "a": now / then, "b": check["speedup"]},
-    ]
-    return ["", render(columns, rows, "text")]
+def words_of_levels() -> dict[str, str]:
+    """The levels of fusion in words; they are where torch is needed."""
+    from lab.fusions.groups import LEVELS
+
+    return LEVELS
 
 
 def draw(path: Path, result: dict, top: int) -> None:
@@ -237,15 +222,14 @@ def draw(path: Path, result: dict, top: int) -> None:
     for shift, when, colour in ((0.2, "now", "#9aa5b1"), (-0.2, "fused", "#1f77b4")):
         values = [row[f"{key}_{when}"] / scale for row in rows]
         axes.barh([i + shift for i in range(len(rows))], values, 0.38, label=when, color=colour)
-    labels = [f"{row['chain'][:60]}\n{row['phase']}, {row['lines'][:60]}" for row in rows]
+    labels = [f"{row['chain'][:60]}\n{row['pass']}, {row['lines'][:60]}" for row in rows]
     axes.set_yticks(range(len(rows)), labels, fontsize="small")
-    axes.set_xlabel(f"{unit} of a step")
-    axes.set_title(f"{result['name']}: chains, now and as one kernel each")
+    axes.set(xlabel=f"{unit} of a step", title=f"{result['name']}: chains, each as one kernel")
     axes.legend()
     save_figure(figure, path)
 
 
-def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
+def find(args: argparse.Namespace, argv: Sequence[str]) -> int:
     """Examine, print, write; returns the exit status."""
     if args.plot:
         drawing()  # before anything is measured
@@ -256,12 +240,10 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
         write_text(args.json, json.dumps(result, indent=1) + "\n")
     if args.plot:
         draw(args.plot, result, args.top)
-    if not result["measured"]:
-        print_notes(PROG, "there is no GPU, or it was not wanted: kernels are operators here")
     return 0
 
 
-main = program(build_parser, run, of_scripts=True)
+main = program(build_parser, find, of_scripts=True)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,84 +1,91 @@
-"""Operators joined to groups that one kernel could compute, and the bytes that must still cross
-memory then."""
+"""Operators joined to what one kernel could compute, the bytes that must still cross memory, and
+the time that follows."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, pairwise
 
+from lab.fusions.rates import Rates
 from lab.fusions.record import MOVES, Operator, Use
 
 Key = tuple[int, int]
 MOST = 64  # operators in a kernel, as compilers have it
-SMALL = 16  # what is so many times smaller than a tensor is kept rather than computed again
-MOVED = 2  # times that an element is wanted elsewhere, before it must be in memory
+MOVED = 2  # times that an element goes elsewhere, before it must lie in memory
+SMALL = 16  # what is so many times smaller than a tensor is kept, not computed again
 TILE = 256  # the longest row that a tile of a matrix product has as a whole
+LEVELS = {
+    "now": "the step now",
+    "chains": "(a) chains of streaming operators, each as one kernel",
+    "products": "(b) and those that a matrix product could take along",
+    "attention": "(c) and attention as one kernel: product, softmax, product",
+    "optimizer": "(d) and the optimizer with the casts of weights as one",
+}
+
+
+@dataclass
+class Recorded:
+    """What was recorded of a step; nothing of its tensors."""
+
+    operators: list[Operator]
+    sizes: list[int]  # bytes of the storages
+    alive: set[Key]  # what is there when the step is over
+    weights: set[int]  # storages of weights
+    notes: list[str]
 
 
 @dataclass
 class Group:
-    """Operators that are one kernel, or would be."""
+    """Operators that are one kernel, or would be: its bytes, time and launches when fused so far as
+    the last level says."""
 
     members: list[Operator]
-    root: int = 0  # its number among the joiner's
+    root: int
     reads: dict[Key, int] = field(default_factory=dict)  # bytes that come from memory
     keeps: dict[Key, int] = field(default_factory=dict)  # bytes that others need
+    moved: int = 0
+    us: float | None = None
+    launches: int = 0
 
-    @property
-    def kind(self) -> str:
-        return self.members[0].kind
+    def __post_init__(self) -> None:
+        self.kind, self.phase = self.members[0].kind, self.members[0].phase
+        self.names = [o.name for i, o in enumerate(self.members) if o.call not in
+                      {other.call for other in self.members[:i]}]  # fmt: skip
 
-    @property
-    def now_us(self) -> float:
-        return sum(o.us or 0.0 for o in self.members)
+    def now(self, what: str) -> float:
+        """The sum of `moved`, `us` or `kernels` of its operators."""
+        return sum(getattr(operator, what) or 0 for operator in self.members)
 
-    @property
-    def now_bytes(self) -> int:
-        return sum(use.bytes for o in self.members for use in (*o.reads, *o.writes))
-
-    @property
-    def fused_bytes(self) -> int:
-        if self.kind != "stream":
-            return self.now_bytes
-        return sum(self.reads.values()) + sum(self.keeps.values())
-
-    @property
-    def launches(self) -> int:
-        return sum(o.kernels for o in self.members)
-
-    @property
-    def pointwise(self) -> bool:
-        """Can a tile of a matrix product have what this needs?"""
-        short = all(o.reduced is None or o.reduced[1] <= TILE for o in self.members)
-        return short and not any(o.closed or o.source for o in self.members)
+    def becomes(self, moved: int, us: float | None, launches: int) -> None:
+        self.moved, self.us, self.launches = moved, us, launches
 
 
 class Joiner:
-    """Joins operators where that saves bytes and no group comes to wait for itself."""
+    """Joins operators where that saves bytes and no group comes to wait for itself. Sets of
+    operators are the bits of a number."""
 
     def __init__(self, operators: Sequence[Operator]):
         self.operators = operators
-        self.root = list(range(len(operators)))
+        self.root, self.members = [*range(len(operators))], [[i] for i in range(len(operators))]
         self.mask = [1 << i for i in self.root]
-        self.members = [[i] for i in self.root]
         self.before, self.after = [0] * len(operators), [0] * len(operators)
         self.writer: dict[Key, int] = {}
         self.readers: dict[Key, list[int]] = defaultdict(list)
-        self.segment, segment = [], 0
+        self.segment = [0]  # between barriers
         for i, operator in enumerate(operators):
-            self.segment.append(segment)
-            segment += operator.barrier
-            earlier = {self.writer[u.key] for u in operator.reads if u.key in self.writer}
-            for use in operator.writes:  # who reads the old version goes first
-                earlier |= set(self.readers[(use.key[0], use.key[1] - 1)]) - {i}
-                earlier |= {self.writer.get((use.key[0], use.key[1] - 1), i)} - {i}
-                self.writer[use.key] = i
-            for use in operator.reads:
-                self.readers[use.key].append(i)
+            self.segment.append(self.segment[-1] + operator.barrier)
+            old = [(use.key[0], use.key[1] - 1) for use in operator.writes]
+            wanted = [*(use.key for use in operator.reads), *old]
+            earlier = {self.writer[key] for key in wanted if key in self.writer}
+            earlier |= {reader for key in old for reader in self.readers[key]}  # of what was there
             for j in earlier:
                 self.before[i] |= self.before[j] | self.mask[j]
-        for i in reversed(self.root):
+            for use in operator.reads:
+                self.readers[use.key].append(i)
+            self.writer |= {use.key: i for use in operator.writes}
+        for i in self.root:
             rest = self.before[i]
             while rest:
                 j = rest.bit_length() - 1
@@ -87,90 +94,68 @@ class Joiner:
 
     def find(self, i: int) -> int:
         while self.root[i] != i:
-            self.root[i] = self.root[self.root[i]]
             i = self.root[i]
         return i
 
-    def between(self, a: int, b: int) -> int:
-        """Operators outside of two groups that wait for one and are waited for by the other."""
-        return (self.after[a] & self.before[b] | self.after[b] & self.before[a]) & ~(
-            self.mask[a] | self.mask[b]
-        )
+    def between(self, a: int, b: int) -> bool:
+        """Is there something that waits for one of these groups, and the other one for it?"""
+        through = self.after[a] & self.before[b] | self.after[b] & self.before[a]
+        return bool(through & ~(self.mask[a] | self.mask[b]))
 
     def fits(self, a: int, b: int) -> bool:
         """Could these groups be one kernel?"""
-        first, second = (self.operators[self.members[x][0]] for x in (a, b))
-        both = [self.operators[i] for x in (a, b) for i in self.members[x]]
-        same = first.phase == second.phase and self.segment[a] == self.segment[b]
-        if not same or len(both) > MOST or any(o.kind != "stream" for o in both):
+        numbers = sorted(self.members[a] + self.members[b])
+        both = [self.operators[i] for i in numbers]
+        one_kind = {(o.phase, o.kind, self.segment[i]) for i, o in zip(numbers, both, strict=True)}
+        if len(one_kind) > 1 or both[0].kind != "stream" or len(both) > MOST:
             return False
-        numel = max(o.numel for o in both)
-        reduced = {o.reduced for o in both} - {None}
-        if len(reduced) > 1 or any(r[0] != numel for r in reduced):
+        if both[0].phase == "optimizer":
             return False
-        if any(o.numel != numel and o.closed for o in both):
+        numel, over = max(o.numel for o in both), {o.reduced for o in both} - {None}
+        if len(over) > 1 or any(r[0] != numel for r in over):
             return False
-        for one, other in ((a, b), (b, a)):
-            made = [self.operators[i] for i in self.members[one]]
-            late = {use.key for o in made if o.closed for use in o.writes}
-            all_made = {use.key for o in made for use in o.writes}
-            for i in self.members[other]:
-                taker = self.operators[i]
-                if any(use.key in late for use in taker.reads) or taker.source & all_made:
-                    return False
-        return not self.between(a, b) and moves(self.members[a] + self.members[b], self) <= MOVED
+        if any(o.closed and o.numel != numel for o in both):
+            return False
+        made: dict[Key, tuple[int, int, bool]] = {}  # how often it moved, its bytes, is it late
+        for operator in both:
+            inside = [(use, *made[use.key]) for use in operator.reads if use.key in made]
+            if any(late or use.key in operator.source for use, _, _, late in inside):
+                return False
+            moves = max((n + (0 < use.bytes < size) for use, n, size, _ in inside), default=0)
+            moves += bool(inside and MOVES.fullmatch(operator.name))
+            if moves > MOVED:
+                return False
+            made |= {use.key: (moves, use.bytes, operator.closed) for use in operator.writes}
+        return not self.between(a, b)
 
-    def join(self, a: int, b: int) -> None:
-        a, b = min(a, b), max(a, b)
+    def join(self, i: int, j: int) -> None:
+        """Make one group of those of two operators if they fit."""
+        a, b = sorted((self.find(i), self.find(j)))
+        if a == b or not self.fits(a, b):
+            return
         self.root[b] = a
         self.mask[a] |= self.mask[b]
         self.members[a] = sorted(self.members[a] + self.members[b])
-        self.before[a] = (self.before[a] | self.before[b]) & ~self.mask[a]
-        self.after[a] = (self.after[a] | self.after[b]) & ~self.mask[a]
-        before, after = self.before[a] | self.mask[a], self.after[a] | self.mask[a]
-        for i, root in enumerate(self.root):
-            if i == root and i != a:
-                if self.after[a] & self.mask[i]:
-                    self.before[i] |= before
-                if self.before[a] & self.mask[i]:
-                    self.after[i] |= after
+        for side, other in ((self.before, self.after), (self.after, self.before)):
+            side[a] = (side[a] | side[b]) & ~self.mask[a]
+            for x, root in enumerate(self.root):
+                if x == root and side[a] & self.mask[x]:
+                    other[x] |= other[a] | other[b] | self.mask[a]
 
-    def run(self) -> list[list[int]]:
-        """Join each operator to those that make what it reads, the most bytes first; then those
-        that read the same."""
+    def groups(self) -> Iterator[Group]:
+        """Join each operator to those that make what it reads, the most bytes first; then such as
+        read the same and go over as many elements."""
         for i, operator in enumerate(self.operators):
             for use in sorted(operator.reads, key=lambda use: -use.bytes):
                 if use.key in self.writer and use.key not in operator.source:
-                    a, b = self.find(i), self.find(self.writer[use.key])
-                    if a != b and self.fits(a, b):
-                        self.join(a, b)
+                    self.join(i, self.writer[use.key])
         for readers in self.readers.values():
-            roots = sorted({self.find(i) for i in readers})
-            for one, other in zip(roots, roots[1:], strict=False):
-                a, b = self.find(one), self.find(other)
-                sizes = {max(self.operators[i].numel for i in self.members[x]) for x in (a, b)}
-                if a != b and len(sizes) == 1 and self.fits(a, b):
-                    self.join(a, b)
-        return [self.members[i] for i in range(len(self.root)) if self.root[i] == i]
-
-
-def moves(members: Sequence[int], joiner: Joiner) -> int:
-    """How often an element goes to another place on its way through these operators: each time,
-    what made it is computed once more."""
-    made: dict[Key, tuple[int, int]] = {}
-    most = 0
-    for i in sorted(members):
-        operator, times = joiner.operators[i], 0
-        for use in operator.reads:
-            if use.key in made:
-                before, size = made[use.key]
-                times = max(times, before + (0 < use.bytes < size))
-        times += (
-            operator.name in MOVES and times + any(use.key in made for use in operator.reads) > 0
-        )
-        made |= {use.key: (times, use.bytes) for use in operator.writes}
-        most = max(most, times)
-    return most
+            for i, j in pairwise(readers):
+                if self.operators[i].numel == self.operators[j].numel:
+                    self.join(i, j)
+        for i, members in enumerate(self.members):
+            if self.root[i] == i:
+                yield Group([self.operators[j] for j in members], i)
 
 
 def covered(uses: Iterable[Use], size: int) -> int:
@@ -178,109 +163,254 @@ def covered(uses: Iterable[Use], size: int) -> int:
     return min(size, sum(count for _, count in {(use.offset, use.bytes) for use in uses}))
 
 
-def memory_of(members: Sequence[Operator], sizes: Sequence[int]) -> tuple[dict, dict]:
-    """Bytes that a group reads from memory and bytes that it makes, by storage and version."""
-    made: dict[Key, list[Use]] = defaultdict(list)
-    reads: dict[Key, list[Use]] = defaultdict(list)
-    for operator in members:
-        for use in operator.reads:
-            if covered(made.get(use.key, ()), sizes[use.key[0]]) < use.bytes:
-                reads[use.key].append(use)
-        for use in operator.writes:
-            made[use.key].append(use)
+class Finding:
+    """The groups of a step, and what each level of fusion would make of the whole: microseconds
+    (None without rates), bytes, launches."""
 
-    def total(found: dict[Key, list[Use]]) -> dict[Key, int]:
-        return {key: covered(uses, sizes[key[0]]) for key, uses in found.items()}
+    def __init__(self, recorded: Recorded, rates: Rates | None):
+        self.recorded, self.rates = recorded, rates
+        for o in recorded.operators if rates else ():
+            if o.us is None:
+                o.us = max(rates.us(o.moved), o.flop / rates.gemm_tflops / 1e6) if o.kernels else 0
+        same: dict[Key, Key] = {}
+        first: dict[tuple, Key] = {}
+        for o in recorded.operators:  # a second cast of the same is none when fused
+            o.reads = [use._replace(key=same.get(use.key, use.key)) for use in o.reads]
+            if o.name in ("_to_copy", "clone") and o.writes:
+                what, key = (o.name, o.dtype, o.phase, *o.reads), o.writes[0].key
+                same[key] = first.setdefault(what, key)
+        self.joiner = Joiner(recorded.operators)
+        self.groups = [*self.joiner.groups()]
+        self.users: dict[Key, set[int]] = defaultdict(set)
+        self.maker = {use.key: n for n, group in enumerate(self.groups)
+                      for o in group.members for use in o.writes}  # fmt: skip
+        for number, group in enumerate(self.groups):
+            self.memory_of(number, group)
+        for number, group in enumerate(self.groups):
+            for key in list(group.keeps):
+                if not self.users[key] - {number} and key not in recorded.alive:
+                    del group.keeps[key]
+        self.remake()
+        self.levels: dict[str, tuple[float | None, int, int]] = {}
+        for level in LEVELS:
+            getattr(self, level)()
+            us = sum(group.us for group in self.groups) if rates else None
+            moved, launches = (
+                sum(getattr(g, x) for g in self.groups) for x in ("moved", "launches")
+            )
+            self.levels[level] = us, moved, launches
 
-    return total(reads), total(made)
-
-
-def copies_of_copies(operators: Sequence[Operator], alive: set[Key]) -> dict[Key, Key]:
-    """Copies that have the same in them as an earlier one: autocast casts an input for each of its
-    products."""
-    first: dict[tuple, Key] = {}
-    same: dict[Key, Key] = {}
-    for operator in operators:
-        if operator.name in ("_to_copy", "clone") and len(operator.writes) == 1:
-            what = operator.name, operator.dtype, operator.phase, *operator.reads
-            key = operator.writes[0].key
-            if first.setdefault(what, key) != key and key not in alive:
-                same[key] = first[what]
-    return same
-
-
-def groups_of(
-    operators: Sequence[Operator], sizes: Sequence[int], alive: set[Key]
-) -> tuple[list[Group], Joiner]:
-    """The groups of a step with what they read and keep; `alive` is what is there after it."""
-    joiner = Joiner(operators)
-    groups = []
-    users: dict[Key, set[int]] = defaultdict(set)
-    same = copies_of_copies(operators, alive)
-    for number, members in enumerate(joiner.run()):
-        group = Group([operators[i] for i in members], joiner.find(members[0]))
-        reads, group.keeps = memory_of(group.members, sizes)
-        for key, count in reads.items():
-            group.reads[same.get(key, key)] = count
-        for key in same.keys() & group.keeps.keys():
-            del group.keeps[key]
-        groups.append(group)
+    def memory_of(self, number: int, group: Group) -> None:
+        """What a group reads from memory and what it makes."""
+        sizes, made, reads = self.recorded.sizes, defaultdict(list), defaultdict(list)
+        for operator in group.members:
+            for use in operator.reads:
+                if covered(made.get(use.key, ()), sizes[use.key[0]]) < use.bytes:
+                    reads[use.key].append(use)
+            for use in operator.writes:
+                made[use.key].append(use)
+        group.reads = {key: covered(uses, sizes[key[0]]) for key, uses in reads.items()}
+        group.keeps = {key: covered(uses, sizes[key[0]]) for key, uses in made.items()}
         for key in group.reads:
-            users[key].add(number)
-    for number, group in enumerate(groups):
-        needed = {key for key in group.keeps if users[key] - {number} or key in alive}
-        group.keeps = {key: group.keeps[key] for key in needed}
-    remake(groups, users, alive)
-    return groups, joiner
+            self.users[key].add(number)
+
+    # --- what is not written at all
+
+    def remake(self) -> None:
+        """Let groups compute a tensor again from what lies in memory, where that moves fewer bytes
+        than to write and read it: what compilers do with what the backward pass needs."""
+        certain = set(self.recorded.alive)
+        for key, numbers in self.users.items():
+            certain |= {key} if any(self.groups[n].kind != "stream" for n in numbers) else set()
+        order = [
+            (count, key, n) for n, g in enumerate(self.groups) for key, count in g.keeps.items()
+        ]
+        for count, key, number in sorted(order, reverse=True):
+            group, others = self.groups[number], self.users[key] - {number}
+            leaves = None if key in certain else self.leaves(group, key, count, certain)
+            if leaves is None or not others:
+                continue
+            extra = [leaves.keys() - self.groups[n].reads.keys() for n in others]
+            if sum(leaves[k] for k in chain(*extra)) < count * (1 + len(others)):
+                del group.keeps[key]
+                certain |= leaves.keys()
+                for n in others:
+                    self.groups[n].reads.pop(key)
+                    self.groups[n].reads = leaves | self.groups[n].reads
+                    for leaf in leaves:
+                        self.users[leaf].add(n)
+                self.users[key] -= others
+
+    def leaves(self, group: Group, key: Key, count: int, certain: set[Key]) -> dict | None:
+        """What a tensor of a group can be computed from that lies in memory anyway or is small;
+        None where it cannot."""
+        maker = {use.key: o for o in group.members for use in o.writes}
+        found, wanted, seen = {}, [key], {key}
+        while wanted:
+            operator = maker[wanted.pop()]
+            if operator.closed or operator.kind != "stream":
+                return None
+            for use in operator.reads:
+                little = use.key in certain or use.bytes * SMALL <= count
+                if use.key not in maker or (use.key in group.keeps and little):
+                    found[use.key] = max(use.bytes, found.get(use.key, 0))
+                elif use.key not in seen:
+                    seen.add(use.key)
+                    wanted.append(use.key)
+        return found
+
+    # --- the levels
+
+    def now(self) -> None:
+        for group in self.groups:
+            group.becomes(*(group.now(what) for what in ("moved", "us", "kernels")))
+
+    def chains(self) -> None:
+        """A group takes as long as a copy that moves its bytes."""
+        for group in self.groups:
+            if group.kind == "stream" and group.launches:
+                moved = sum(group.reads.values()) + sum(group.keeps.values())
+                us = self.rates and min(group.us, self.rates.us(moved))
+                group.becomes(moved, us, 1)
+        self.fused = [(group.us, group.moved) for group in self.groups]
+
+    def products(self) -> None:
+        """A group that the product before it could finish with, or those behind it begin with, is
+        no kernel any more: it costs what it moves beyond what the products move anyway."""
+        for number, group in enumerate(self.groups):
+            rows = all(o.reduced is None or o.reduced[1] <= TILE for o in group.members)
+            if (
+                group.kind != "stream"
+                or not rows
+                or any(o.closed or o.source for o in group.members)
+            ):
+                continue
+            read, kept, rest = sum(group.reads.values()), sum(group.keeps.values()), []
+            for key, count in group.reads.items():
+                product = self.groups[self.maker.get(key, number)]
+                alone = product.kind == "matrix" and self.users[key] == {number}
+                if alone and not self.joiner.between(group.root, product.root):
+                    rest.append(read - count + max(0, kept - count))
+            takers = self.users[next(iter(group.keeps))] if len(group.keeps) == 1 else ()
+            if takers and all(self.groups[n].kind == "matrix" for n in takers):
+                rest.append(max(0, len(takers) * (read - kept)))
+            us = self.rates and self.rates.us(min(rest, default=0), launch=False)
+            if rest and min(rest) <= group.moved and (us is None or us <= group.us):
+                group.becomes(min(rest), us, 0)
+
+    def attention(self) -> None:
+        """Products with a softmax between them: one kernel reads queries, keys, values, and what is
+        added, and writes the result; the backward pass computes the probabilities again."""
+        blocks, rest = [], {}
+        for number, group in enumerate(self.groups):
+            names = set(group.names) & {"_softmax", "_safe_softmax", "_softmax_backward_data"}
+            made = {key: count for key, count in group.reads.items() if key in self.maker}
+            if not names or not made:
+                continue
+            before = {self.maker[max(made, key=made.get)]}
+            behind = {n for key in group.keeps for n in self.users[key]}
+            for key in made if "_softmax_backward_data" in names else ():
+                behind |= rest.get(self.maker[key], set())  # the product of probabilities, too
+            ahead = {n for n in behind if self.groups[n].phase == group.phase}
+            rest[number] = behind - ahead
+            if all(self.groups[n].kind == "matrix" for n in before | ahead) and ahead:
+                blocks.append({number} | before | ahead)
+        inside = set().union(*blocks)
+        for block in blocks:
+            own = [self.groups[n] for n in sorted(block)]
+            made = {use.key: use.bytes for g in own for o in g.members for use in o.writes}
+            reads = {k: c for g in own for k, c in g.reads.items() if k not in made}
+            # the probabilities of the forward pass, and what leads to them, are computed again
+            reads = {k: c for k, c in reads.items() if self.maker.get(k) not in inside}
+            kept = {k: c for k, c in made.items()
+                    if self.users[k] - inside or k in self.recorded.alive}  # fmt: skip
+            moved, us = sum(reads.values()) + sum(kept.values()), None
+            if self.rates:
+                backward = own[0].phase == "backward"
+                flop = sum(o.flop for g in own for o in g.members) * (1.25 if backward else 1)
+                us = max(self.rates.us(moved), flop / self.rates.attention_tflops[backward] / 1e6)
+                us = min(us, sum(group.us for group in own))
+            self.replace(own, moved, us)
+
+    def optimizer(self) -> None:
+        """The optimizer with the casts of its weights and gradients: one kernel that reads and
+        writes weights and moments once, and writes the copies."""
+        own = {n for n, group in enumerate(self.groups) if group.phase == "optimizer"}
+        moved, taken = sum(self.groups[n].now("moved") for n in own), set(own)
+        for number, group in enumerate(self.groups):
+            if own and group.kind == "stream" and {*group.names} <= {"_to_copy"}:
+                read, kept = sum(group.reads.values()), sum(group.keeps.values())
+                if {key[0] for key in group.reads} <= self.recorded.weights:
+                    moved, taken = moved + kept, taken | {number}
+                elif all(self.users[key] and self.users[key] <= own for key in group.keeps):
+                    moved, taken = moved + read - kept, taken | {number}
+        groups = [self.groups[n] for n in sorted(taken)]
+        if groups:
+            us = self.rates and min(self.rates.us(moved), sum(group.us for group in groups))
+            self.replace(groups, moved, us)
+
+    def replace(self, groups: list[Group], moved: int, us: float | None) -> None:
+        """One kernel in place of these groups."""
+        for group in groups:
+            group.becomes(0, self.rates and 0.0, 0)
+        groups[0].becomes(moved, us, 1)
+
+    # --- in words
+
+    def rows(self) -> list[dict]:
+        """The chains by what they save, those of the same operators and lines together."""
+        rows: dict[tuple, dict] = {}
+        for group, (us, moved) in zip(self.groups, self.fused, strict=True):
+            now = group.now("us")
+            single = len(group.names) == 1 and (us is None or us > 0.9 * now)
+            if group.kind != "stream" or group.phase == "optimizer" or single:
+                continue
+            lines = places(operator.line for operator in group.members)
+            zero = {"places": 0, "kernels": 0, "bytes_now": 0, "bytes_fused": 0}
+            times = dict.fromkeys(("us_now", "us_fused"), self.rates and 0.0)
+            first = {"chain": words(group.names), "pass": group.phase, "lines": lines}
+            row = rows.setdefault((*group.names, group.phase, lines), first | zero | times)
+            row["places"] += 1
+            row["kernels"] += group.now("kernels")
+            row["bytes_now"] += group.now("moved")
+            row["bytes_fused"] += moved
+            if us is not None:
+                row["us_now"] += now
+                row["us_fused"] += us
+        key = "us" if self.rates else "bytes"
+        return sorted(rows.values(), key=lambda row: row[f"{key}_fused"] - row[f"{key}_now"])
+
+    def unknown(self) -> list[dict]:
+        """Operators that keep their time because nobody knows what they do, and kernels unseen."""
+        found = defaultdict(list)
+        for operator in self.recorded.operators:
+            if operator.kind == "unknown":
+                found[operator.name].append(operator)
+        return [
+            {
+                "operator": name,
+                "calls": len(same),
+                "lines": places(o.line for o in same),
+                "us": sum(o.us or 0.0 for o in same) if self.rates else None,
+            }
+            for name, same in found.items()
+        ]
 
 
-def remake(groups: Sequence[Group], users: dict[Key, set[int]], alive: set[Key]) -> None:
-    """Let groups compute a tensor again from what is in memory where that moves fewer bytes than
-    writing and reading it: what compilers do with what the backward pass needs."""
-    certain = set(alive)
-    for key, numbers in users.items():
-        certain |= {key} if any(groups[n].kind != "stream" for n in numbers) else set()
-    order = [
-        (count, key, n) for n, group in enumerate(groups) for key, count in group.keeps.items()
-    ]
-    for count, key, number in sorted(order, key=lambda entry: -entry[0]):
-        group = groups[number]
-        if group.kind != "stream" or key in certain:
-            continue
-        others = users[key] - {number}
-        found = leaves(group, key, count, certain)
-        if found is None or not others:
-            continue
-        extra = {n: {k: c for k, c in found.items() if k not in groups[n].reads} for n in others}
-        if sum(sum(more.values()) for more in extra.values()) < count * (1 + len(others)):
-            del group.keeps[key]
-            for n in others:
-                groups[n].reads.pop(key)
-                for k, c in extra[n].items():
-                    groups[n].reads[k] = c
-                    users[k].add(n)
-            for k in found:
-                if k not in group.reads:
-                    certain.add(k)
-            users[key] -= others
+def words(names: Iterable[str]) -> str:
+    """Operators as a reader knows them, in their order, those that come again with a number."""
+    plain = (name.strip("_").removeprefix("native_").replace("to_copy", "cast") for name in names)
+    count = Counter(
+        n.replace("_backward_data", "_backward").replace("clone", "copy") for n in plain
+    )
+    return ", ".join(f"{name} x{n}" if n > 1 else name for name, n in count.items())
 
 
-def leaves(group: Group, key: Key, count: int, certain: set[Key]) -> dict[Key, int] | None:
-    """What a tensor of a group can be computed from, and is in memory anyway, or small; None where
-    it cannot."""
-    maker = {use.key: o for o in group.members for use in o.writes}
-    found: dict[Key, int] = {}
-    wanted, seen = [key], set()
-    while wanted:
-        operator = maker[wanted.pop()]
-        if operator.closed or operator.kind != "stream":
-            return None
-        for use in operator.reads:
-            inside = use.key in maker
-            kept = use.key in group.keeps and (use.key in certain or use.bytes * SMALL <= count)
-            if not inside or kept:
-                found[use.key] = max(use.bytes, found.get(use.key, 0))
-            elif use.key not in seen:
-                seen.add(use.key)
-                wanted.append(use.key)
-    return found
+def places(lines: Iterable[str]) -> str:
+    """Lines of files: `model.py:12,14`."""
+    by_file: dict[str, set[int]] = defaultdict(set)
+    for line in lines:
+        file, _, number = line.rpartition(":")
+        by_file[file] |= {int(number)} if number.isdigit() else set()
+    found = (f"{f}:{','.join(map(str, sorted(n)))}" for f, n in by_file.items() if n)
+    return " ".join(found) or "?"

@@ -1,74 +1,56 @@
-"""The operators of a training step: what each one reads and writes, and which line of the user's
-code it comes from."""
+"""The operators of a training step: the memory that each reads and writes, the line that calls it.
+
+What an operator does is told by PyTorch's own tags, by its category in lab/profile/kernels.py, and
+by the few lists here. What none of these knows is `unknown`, and is never fused.
+"""
 
 from __future__ import annotations
 
 import math
+import re
 import sys
 import sysconfig
 import threading
-from bisect import bisect_right
-from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from types import FrameType
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lab.profile.kernels import category
 from lab.profile.roofline import flop_counter
-from lab.profile.traffic import bytes_behind
+from lab.profile.traffic import OVERWRITING, bytes_behind
 
-NO_WORK = ("empty", "new_empty", "_unsafe_view", "lift_fresh", "detach")
-OVERWRITE = ("copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "exponential_")
-OVERWRITE += ("random_", "out")  # these do not read what they write
-# Element by element, beside those that PyTorch itself marks so
-STREAM = set(
-    "_to_copy copy copy_ cat stack fill fill_ zero_ zeros zeros_like new_zeros ones ones_like"
-    " new_ones full full_like new_full arange linspace eye scalar_tensor native_dropout bernoulli"
-    " bernoulli_ rand rand_like randn randn_like randint normal_ uniform_ exponential_ random_ triu"
-    " tril constant_pad_nd slice_backward select_backward slice_scatter select_scatter roll flip"
-    " repeat glu glu_backward leaky_relu_backward hardswish_backward mish_backward elu_backward"
-    " softplus_backward log_sigmoid_forward log_sigmoid_backward hardtanh_backward"
-    " smooth_l1_loss smooth_l1_loss_backward mse_loss mse_loss_backward huber_loss"
-    " huber_loss_backward binary_cross_entropy binary_cross_entropy_backward polar complex"
-    " binary_cross_entropy_with_logits _prelu_kernel _prelu_kernel_backward nll_loss_backward"
-    " nll_loss2d_backward diagonal_backward lift_fresh_copy _conj_physical bucketize"
-    " searchsorted".split()
+NO_WORK = ("empty", "new_empty", "_unsafe_view", "detach", "lift_fresh", "_record_function")
+RANDOM = ("normal_", "uniform_", "bernoulli_", "exponential_", "random_")
+PRODUCTS = re.compile("conv|scaled_dot|lstm|gru|rnn")
+# The first tensor must lie in memory, as any element of it may be wanted
+GATHERS = re.compile(
+    r"embedding|index|_unsafe_index|index_select|gather|take|(max|avg)_pool2d(_with_indices)?|im2col"
+    r"|upsample_\w+(?<!backward)|grid_sampler_2d|reflection_pad2d|searchsorted|bucketize"
 )
-REDUCE = set(
-    "sum mean amax amin max min prod var std var_mean std_mean any all argmax argmin logsumexp norm"
-    " linalg_vector_norm count_nonzero cumsum cumprod".split()
+SCATTERS = re.compile(  # complete when the last source has been added
+    r"(index_(add|put|copy)|_unsafe_index_put|_index_put_impl|scatter(_add|_reduce)?)_?|col2im"
+    r"|embedding_dense_backward|(max|avg)_pool2d(_with_indices)?_backward|upsample_\w+_backward"
 )
-SOFTMAX = {"_softmax", "_log_softmax", "_safe_softmax"}
-PRODUCTS = ("conv", "scaled_dot", "lstm", "gru", "rnn", "addmv", "mv", "dot")
-NORMS = {"layer_norm", "group_norm", "batch_norm", "rms_norm"}
-# The first tensor must be in memory, as any element may be wanted; what is found can go on
-GATHER = set(
-    "embedding index index_select gather take max_pool2d_with_indices avg_pool2d im2col roll"
-    " upsample_nearest2d upsample_bilinear2d grid_sampler_2d nll_loss_forward nll_loss2d_forward"
-    " reflection_pad2d _unsafe_index".split()
+MOVES = re.compile(  # what comes out is elsewhere than what went in
+    r"constant_pad_nd|(slice|select)_(backward|scatter)|roll|flip|cat|stack|repeat"
 )
-# The result is complete when the last source has been added
-SCATTER = set(
-    "index_add index_add_ index_put index_put_ _index_put_impl_ _unsafe_index_put scatter scatter_"
-    " scatter_add scatter_add_ scatter_reduce scatter_reduce_ index_copy index_copy_ col2im"
-    " embedding_dense_backward max_pool2d_with_indices_backward avg_pool2d_backward"
-    " upsample_nearest2d_backward upsample_bilinear2d_backward".split()
-)
-# What comes out is elsewhere than what went in
-MOVES = set(
-    "constant_pad_nd slice_backward select_backward slice_scatter roll flip cat stack repeat".split()
+STREAMS = re.compile(  # element by element, or a loss of elements
+    r"native_dropout|(nll|mse|huber|smooth_l1)_loss\w*|binary_cross_entropy\w*|bernoulli|rand\w*"
+    r"|(leaky_relu|hardswish|mish|softplus|log_sigmoid|glu|_prelu_kernel)(_forward|_backward)?"
+    r"|polar|complex|arange|linspace|eye|scalar_tensor|diagonal_backward|lift_fresh_copy"
 )
 SECTOR = 32  # bytes that a GPU reads at least
-# With fewer results than these a GPU sums each one in several blocks: twice its 132
-# multiprocessors, in rows; and 32 columns to a block
-FEW_ROWS, FEW_COLUMNS, LONG_ROW, LONG_COLUMN = 264, 8448, 8192, 64
+# With fewer sums than these a GPU computes long ones in several blocks: two for each of its 132
+# multiprocessors, of a row or of 32 columns
+FEW, LONG = {False: 264, True: 8448}, {False: 8192, True: 64}
 
 
 class Use(NamedTuple):
@@ -84,127 +66,113 @@ class Operator:
     """One call of an operator, or one of the passes over its data that it cannot do without."""
 
     name: str
-    kind: str  # matrix, stream, library (left as it is), unknown
+    call: int  # its number; two passes have the same
     phase: str  # forward, backward, optimizer
     line: str
     reads: list[Use]
     writes: list[Use]
-    numel: int  # elements that it goes over
-    # elements, length and whether these are columns, of sums whose results the same kernel can use
+    numel: int = 0  # elements that it goes over
+    kind: str = "unknown"  # stream, matrix, library (left as it is)
+    # elements, length, and whether columns, of sums that the same kernel can use
     reduced: tuple[int, int, bool] | None = None
-    closed: bool = False  # its results are complete when the last block has ended
-    source: set = field(default_factory=set)  # keys that must be in memory before it begins
-    barrier: bool = False  # the host waits for its result, or nobody sees what happens here
-    kernels: int = 1
-    flop: int = 0
-    us: float | None = None
+    closed: bool = False  # its results are complete when its last block has ended
+    source: set = field(default_factory=set)  # keys that must lie in memory before
+    barrier: bool = False  # the host waits for its result, or nobody sees what it does
     dtype: str = ""
+    flop: int = 0
+    moved: int = 0  # bytes, read and written; like kernels and time of the first pass alone
+    kernels: int = 1
+    us: float | None = None
 
 
 @cache
-def kind_of_file(path: str) -> str:
-    """Whose a file of Python code is: the user's, or whose that no user looks into."""
-    torch_folder = str(Path(torch.__file__).parent)
-    if path.startswith(torch_folder):
-        return "optimizer" if "/optim/" in path else "torch"
-    packages = "site-packages" in path or "dist-packages" in path
-    library = path.startswith(sysconfig.get_paths()["stdlib"]) and not packages
-    own = path.startswith(str(Path(__file__).parent)) or "/einops/" in path
-    return "library" if library or own or path.startswith("<") else "user"
-
-
-def shown(path: str) -> str:
-    """A path as a reader wants it: from here, or from where packages are."""
-    _, found, inside = path.rpartition("-packages/")
-    here = Path(path)
-    if not found and here.is_relative_to(Path.cwd()):
-        inside = str(here.relative_to(Path.cwd()))
-    return inside or path
-
-
-def user_line(frame: FrameType | None) -> tuple[str | None, bool, bool]:
-    """The innermost line outside of PyTorch, whether an optimizer runs, and whether a backward pass
-    was begun below."""
-    line, optimizer = None, False
-    while frame:
-        code = frame.f_code
-        kind = kind_of_file(code.co_filename)
-        if code.co_name == "_engine_run_backward":
-            return line, optimizer, True
-        optimizer |= kind == "optimizer"
-        if kind == "user" and line is None:
-            line = f"{shown(code.co_filename)}:{frame.f_lineno}"
-        frame = frame.f_back
-    return line, optimizer, False
+def whose(path: str) -> str:
+    """The path of the user's code as a reader wants it; "" of a file that no user looks into, and
+    "optimizer"."""
+    packages = re.search(r"(?:site|dist)-packages/(.*)", path)
+    if path.startswith(str(Path(torch.__file__).parent)):
+        return "optimizer" if "/torch/optim/" in path else ""
+    own = path.startswith((str(Path(__file__).parent), "<")) or "/einops/" in path
+    if own or (path.startswith(sysconfig.get_paths()["stdlib"]) and not packages):
+        return ""
+    here = Path(path).is_relative_to(Path.cwd())
+    return packages[1] if packages else str(Path(path).relative_to(Path.cwd())) if here else path
 
 
 class Recorder(TorchDispatchMode):
     """Records the operators inside, and keeps no tensor alive.
 
-    With `timed` each one is a range of the profiler, `#` and its number in `self.ranges`.
+    With `timed` each call is a range of the profiler, `#` and its number.
     """
 
     supports_higher_order_operators = True
 
     def __init__(self, timed: bool = False):
         super().__init__()
+        self.timed, self.calls = timed, 0
         self.operators: list[Operator] = []
-        self.parts: list[range] = []  # of each range of the profiler
-        self.timed = timed
         self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.sizes: list[int] = []
+        self.sizes: list[int] = []  # bytes, by number of the storage
         self.version: list[int] = []
-        self.unwritten: set[int] = set()  # made empty, and written by nobody that was seen
-        self.lines: dict[int, dict[int, str]] = {}  # thread, number of the autograd node
+        self.unwritten: set[int] = set()
+        self.lines: dict[tuple[int, int], str] = {}  # by thread and number of the autograd node
         self.main = threading.get_ident()
-        self.registry = flop_counter().flop_registry
+        self.flops = flop_counter().flop_registry
         self.notes: set[str] = set()
 
     # --- which memory
 
-    def number(self, storage: torch.UntypedStorage) -> int:
+    def number(self, tensor: Tensor) -> int:
         """The number of a storage; the weak reference keeps its address from being used again."""
-        address = storage._cdata
-        if address not in self.storages:
-            self.storages[address] = StorageWeakRef(storage), len(self.sizes)
-            self.sizes.append(storage.nbytes())
-            self.version.append(0)
-        return self.storages[address][1]
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self.storages:
+            self.storages[storage._cdata] = StorageWeakRef(storage), len(self.sizes)
+            self.add(storage.nbytes())
+        return self.storages[storage._cdata][1]
 
-    def use(self, tensor: torch.Tensor) -> Use:
-        number = self.number(tensor.untyped_storage())
+    def add(self, size: int) -> Use:
+        """A storage of its own, also for what no tensor is."""
+        self.sizes.append(size)
+        self.version.append(0)
+        return Use((len(self.sizes) - 1, 0), 0, size)
+
+    def use(self, tensor: Tensor, write: bool = False) -> Use:
+        number = self.number(tensor)
+        if write:
+            self.version[number] += 1
+            self.unwritten.discard(number)
         offset = tensor.storage_offset() * tensor.element_size()
         return Use((number, self.version[number]), offset, bytes_behind(tensor))
 
     def alive(self) -> set[tuple[int, int]]:
-        """What is there now, in its newest version."""
+        """What there is now, in its newest version."""
         found = self.storages.values()
         return {(n, self.version[n]) for reference, n in found if not reference.expired()}
 
     # --- which line
 
     def place(self) -> tuple[str, str]:
-        """Phase and line of what runs now. In the backward pass it is the line of the forward pass,
-        unless the code of the line itself runs there: a checkpoint, or a custom Function."""
-        line, optimizer, nested = user_line(sys._getframe(2))
-        thread, node = threading.get_ident(), torch._C._current_autograd_node()
-        if node is None:
-            line = line or "?"
-            made = torch.autograd._get_sequence_nr() - 1
-            self.lines.setdefault(thread, {}).setdefault(made, line)
-            return "optimizer" if optimizer else "forward", line
-        if line is None or (thread == self.main and not nested):
-            lines = self.lines.get(thread if nested else self.main, {})
-            number = node._sequence_nr()
-            if number not in lines:  # such as of an in-place operator on a view
-                before = sorted(lines)
-                at = bisect_right(before, number)
-                number = before[at - 1] if at and number < 2**62 else None
-            line = lines.get(number)
-        else:
-            made = torch.autograd._get_sequence_nr() - 1
-            self.lines.setdefault(thread, {}).setdefault(made, line)
-        return "backward", line or "?"
+        """Phase and line of what runs now: the innermost line outside of PyTorch. In the backward
+        pass it is that of the forward pass, unless code of the user runs in it: that of a custom
+        Function, or once more that of a checkpoint."""
+        line, optimizer, frame = "", False, sys._getframe(2)
+        while frame and frame.f_code.co_name != "_engine_run_backward":
+            path = whose(frame.f_code.co_filename)
+            optimizer |= path == "optimizer"
+            if path not in ("", "optimizer") and not line:
+                line = f"{path}:{frame.f_lineno}"
+            frame = frame.f_back
+        node, thread = torch._C._current_autograd_node(), threading.get_ident()
+        if line and (node is None or thread != self.main or frame):
+            made = torch.autograd._get_sequence_nr() - 1  # of the node around this operator
+            self.lines.setdefault((thread, made), line)
+        elif node is not None:
+            number, thread = node._sequence_nr(), thread if frame else self.main
+            while number >= 0 and (thread, number) not in self.lines and number < 2**62:
+                number -= 1  # an in-place operator on a view has a second node
+            line = self.lines.get((thread, number), "")
+        phase = "backward" if node is not None else "optimizer" if optimizer else "forward"
+        return phase, line or "?"
 
     # --- the operators
 
@@ -212,167 +180,143 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if getattr(function, "namespace", "") == "prim":  # what a tensor says of itself
             return function(*args, **kwargs)
-        phase, line = self.place()
-        number = len(self.parts)
-        inside = torch.profiler.record_function(f"#{number}") if self.timed else nullcontext()
-        known = isinstance(function, torch._ops.OpOverload)
-        name = function.overloadpacket.__name__ if known else function.name()
-        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        before = [(t, self.use(t)) for t in tensors if t.layout == torch.strided]
-        with inside:
+        place, call = self.place(), self.calls
+        self.calls += 1
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        dense = [t for t in tensors if t.layout == torch.strided]
+        before = [self.use(t) for t in dense]
+        with torch.profiler.record_function(f"#{call}") if self.timed else nullcontext():
             result = function(*args, **kwargs)
-        outputs = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
-        dense = [t for t in outputs if t.layout == torch.strided]
-        found = []
-        if known and len(dense) == len(outputs) and len(before) == len(tensors):
-            written = written_arguments(function, args, kwargs)
-            found = self.describe(function, name, args, kwargs, before, dense, written)
-            for operator in found if self.registry.get(function.overloadpacket) else ():
-                formula = self.registry[function.overloadpacket]
-                operator.flop = formula(*args, **kwargs, out_val=result)
+        made = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+        name = getattr(function, "overloadpacket", function).__name__
+        operator = Operator(name, call, *place, list(dict.fromkeys(before)), [])
+        if len(dense) < len(tensors) or any(t.layout != torch.strided for t in made):
+            operator.barrier = True  # sparse, or another kind whose memory is not one piece
+            self.operators.append(operator)
         else:
-            reads = [use for _, use in before]
-            writes = [self.write(t) for t in dense]
-            found = [Operator(name, "unknown", "", "", reads, writes, 0, barrier=True)]
-        for operator in found:
-            operator.phase, operator.line = phase, line
-            if phase == "optimizer":
-                operator.kind = "library"
-        self.parts.append(range(len(self.operators), len(self.operators) + len(found)))
-        self.operators += found
+            found = self.describe(function, operator, args, kwargs, dense, made, result)
+            self.operators += found
         return result
 
-    def write(self, tensor: torch.Tensor) -> Use:
-        """Note that this memory has something new in it."""
-        number = self.number(tensor.untyped_storage())
-        self.version[number] += 1
-        self.unwritten.discard(number)
-        return self.use(tensor)
-
-    def describe(self, function, name, args, kwargs, before, outputs, written) -> list[Operator]:
-        """What an operator does, as one or two passes over its data; none for a view."""
-        inputs = [tensor for tensor, _ in before]
-        known = {use.key[0] for _, use in before}
-        fresh = [t for t in outputs if self.number(t.untyped_storage()) not in known]
-        if not written and not fresh and outputs:
+    def describe(self, function, operator, args, kwargs, inputs, made, result) -> list[Operator]:
+        """What a call does, as one or more passes over its data; none for a view."""
+        name, reads, tags = operator.name, operator.reads, getattr(function, "tags", ())
+        arguments = getattr(getattr(function, "_schema", None), "arguments", ())
+        given = [args[i] if i < len(args) else kwargs.get(a.name) for i, a in enumerate(arguments)]
+        pairs = zip(arguments, given, strict=True)
+        written = [t for a, value in pairs if a.is_write for t in tree_leaves(value)]
+        written = [t for t in written if isinstance(t, Tensor)]
+        known = {self.number(t) for t in inputs}
+        fresh = [t for t in made if self.number(t) not in known]
+        if made and not fresh and (not written or torch.Tag.inplace_view in tags):
             return []
         if name.startswith(NO_WORK):
-            self.unwritten |= {self.number(t.untyped_storage()) for t in fresh}
+            self.unwritten |= {self.number(t) for t in fresh}
             return []
-        overwrites = name in OVERWRITE or function._overloadname.endswith("out")
-        ids, known_here = {id(t) for t in written}, function.namespace == "aten"
-        reads = []
-        for tensor, use in before:
-            blind = overwrites and id(tensor) in ids
-            reads.append(use._replace(bytes=0) if blind else use)
-            if use.key[0] in self.unwritten and not blind and known_here:
-                self.notes.add(f"{name} reads what no operator wrote: a kernel that is not seen")
-        reads = list(dict.fromkeys(reads))
-        writes = [self.write(t) for t in [*written, *fresh]]
-        tags, base = function.tags, name.rstrip("_")
-        numel = max((t.numel() for t in [*inputs, *outputs]), default=0)
-        operator = Operator(name, "unknown", "", "", reads, writes, numel)
-        operator.dtype = str(outputs[0].dtype).removeprefix("torch.") if outputs else ""
-        first = inputs[0] if inputs else None
-        if function.namespace != "aten":
+        blind = {self.number(t) for t in written}
+        if not name.startswith((*OVERWRITING, *RANDOM)) and "out" not in kwargs:
+            blind = set()
+        reads[:] = [use._replace(bytes=0) if use.key[0] in blind else use for use in reads]
+        own = getattr(function, "namespace", "") != "aten"
+        if not own and any(u.key[0] in self.unwritten and u.bytes for u in reads):
+            self.notes.add(f"{name} at {operator.line} reads what no operator that is seen wrote")
+        operator.writes = [self.use(t, write=True) for t in [*written, *fresh]]
+        operator.moved = sum(use.bytes for use in [*reads, *operator.writes])
+        operator.numel = max((t.numel() for t in [*inputs, *made]), default=0)
+        operator.dtype = str(made[0].dtype) if made else ""
+        if own:
             return [operator]
-        mask = name == "index" and any(t.dtype in (torch.bool, torch.uint8) for t in inputs[1:])
-        dynamic = torch.Tag.dynamic_output_shape in tags and (name != "index" or mask)
+        formula, kind = self.flops.get(function.overloadpacket), category(f"aten::{name}")
+        operator.flop = formula(*args, **kwargs, out_val=result) if formula else 0
+        softmax, first = "softmax" in name, inputs[0] if inputs else None
+        masks = any(t.dtype in (torch.bool, torch.uint8) for t in inputs[1:])
+        dynamic = torch.Tag.dynamic_output_shape in tags and (name != "index" or masks)
         if torch.Tag.data_dependent_output in tags or dynamic:
             operator.kind, operator.barrier = "library", True
-        elif function.overloadpacket in self.registry or any(word in name for word in PRODUCTS):
+        elif formula or PRODUCTS.search(name) or kind == "GEMM":
             operator.kind = "matrix"
-        elif base.startswith(("_fused_adam", "_fused_sgd", "_foreach", "sort", "topk")):
+        elif kind == "optimizer" or name in ("sort", "topk"):
             operator.kind = "library"
-        elif norm := next((n for n in NORMS if n in name), None):
-            return self.norm(operator, norm, name, args, first, before, len(written))
-        elif name.removesuffix("_backward_data") in SOFTMAX:
-            dim = args[1] if isinstance(args[1], int) else args[2]
-            operator.kind = "stream"
-            self.reduce(operator, first, [dim])
-        elif name in GATHER:
+        elif kind == "normalisation" or softmax:
+            length, columns = length_of(name, args, inputs)
+            return self.passes(operator, inputs[-1 if softmax else 0].numel(), length, columns)
+        elif GATHERS.fullmatch(name):
+            row = first.shape[-1] * first.element_size() if first.dim() > 1 else 1
+            wanted = sum(w.bytes for w in operator.writes) * max(1, SECTOR // row)
             operator.kind, operator.source = "stream", {reads[0].key}
-            row = first.shape[-1] * first.element_size() if name != "gather" else 4
-            wanted = sum(w.bytes for w in writes) * max(1, SECTOR // max(1, row))
-            reads[0] = reads[0]._replace(bytes=min(reads[0].bytes, wanted))
-            operator.numel = max((t.numel() for t in outputs), default=0)
-            if name.startswith("nll_loss"):  # a row picks one of its own elements
-                operator.numel, operator.closed, operator.source = first.numel(), True, set()
-        elif name in SCATTER:
+            limit(operator, reads, wanted)
+            operator.numel = max(t.numel() for t in made)
+        elif SCATTERS.fullmatch(name):
             operator.kind, operator.closed = "stream", True
-            if written:  # what is added to is read and written where it is added to
+            if written:  # only what is added to is read and written
                 added = max((use.bytes for use in reads[1:]), default=0)
-                reads[0] = reads[0]._replace(bytes=min(reads[0].bytes, added))
-                writes[0] = writes[0]._replace(bytes=min(writes[0].bytes, added))
+                limit(operator, reads, added)
+                limit(operator, operator.writes, added)
                 operator.source = {reads[0].key}
-        elif name in REDUCE and first is not None:
+        elif kind == "reductions":
             operator.kind = "stream"
-            dims = args[1] if len(args) > 1 else kwargs.get("dim")
-            dims = [dims] if isinstance(dims, int) and not isinstance(dims, bool) else dims
-            self.reduce(operator, first, dims if isinstance(dims, (list, tuple)) else None)
-        elif torch.Tag.pointwise in tags or name in STREAM or base in STREAM:
+            dims = args[2 if "norm" in name else 1 :] or [kwargs.get("dim")]
+            sums(operator, first.numel(), *reduced(first, dims))
+        elif torch.Tag.pointwise in tags or kind in ("element-wise", "copies"):
             operator.kind = "stream"
-            operator.closed = name.endswith("_loss") and outputs[0].numel() < first.numel()
+        elif STREAMS.fullmatch(name.removesuffix("_")):
+            operator.kind = "stream"
+            operator.closed = "_loss" in name and made[0].numel() < first.numel()
         return [operator]
 
-    def reduce(self, operator: Operator, tensor: torch.Tensor, dims: Sequence[int] | None) -> None:
-        """Note what is summed in a row or in a column, and whether one kernel can use the sums."""
-        dims = {d % max(1, tensor.dim()) for d in dims} if dims else set(range(tensor.dim()))
-        length = math.prod(tensor.shape[d] for d in dims) or 1
-        wide = [d for d in range(tensor.dim()) if tensor.shape[d] > 1]
-        inner = min(wide, key=tensor.stride, default=None)
-        set_reduced(operator, tensor.numel(), length, inner is not None and inner not in dims)
+    def passes(self, operator: Operator, numel: int, length: int, columns: bool) -> list[Operator]:
+        """A norm or a softmax: sums, then each element, then the gradients of weights.
 
-    def norm(self, operator, norm, name, args, first, before, written) -> list[Operator]:
-        """A norm in one pass if a block has the whole of what it normalises, else in two."""
-        x = first if "backward" not in name else before[1][0]
-        if norm == "batch_norm":
-            length = x.numel() // max(1, x.shape[1])
-        elif norm == "group_norm":
-            samples, _, _, groups = [a for a in args if isinstance(a, int)][:4]
-            length = x.numel() // max(1, samples * groups)
-        else:
-            shape = next((a for a in args if isinstance(a, (list, tuple))), x.shape[-1:])
-            length = math.prod(shape)
-        operator.kind = "stream"
-        operator.numel = x.numel()
-        set_reduced(operator, x.numel(), length, norm == "batch_norm" and x.dim() == 2)
-        main = operator.writes[written:][:1]
-        rest = [use for use in operator.writes if use not in main]
-        line = operator.reads
-        if operator.closed:  # statistics first, then each element
-            sums = Use((len(self.sizes), 0), 0, 8 * max(1, x.numel() // length))
-            self.sizes.append(sums.bytes)
-            self.version.append(0)
-            first_pass = Operator(
-                f"{name} (sums)", "stream", "", "", line, [sums, *rest], x.numel()
-            )
-            first_pass.closed = True
-            second = Operator(name, "stream", "", "", [*line, sums], main, x.numel())
-            second.kernels = 0
-            return [first_pass, second]
-        if "backward" in name and rest:  # gradients of the weights are sums over all rows
-            columns = Operator(f"{name} (weights)", "stream", "", "", line, rest, x.numel())
-            columns.closed, columns.kernels = True, 0
-            operator.writes = main
-            return [operator, columns]
-        return [operator]
+        One kernel does the first two if a block has the whole of what is summed.
+        """
+        between = self.add(8 * max(1, numel // length))
+        first, *rest = operator.writes
+        backward = "backward" in operator.name
+        one = replace(operator, kind="stream", writes=[between, *([] if backward else rest)])
+        sums(one, numel, length, columns)
+        reads = [*operator.reads, between]
+        none = {"reduced": None, "closed": False, "moved": 0, "kernels": 0}
+        two = replace(one, reads=reads, writes=[first], **none)
+        if not (backward and rest):
+            return [one, two]
+        return [one, two, replace(two, reads=operator.reads, writes=rest, closed=True)]
 
 
-def set_reduced(operator: Operator, numel: int, length: int, columns: bool) -> None:
-    """Sums of so many elements each: long ones are complete when the kernel has ended."""
-    results = numel // max(1, length)
-    few, long = (FEW_COLUMNS, LONG_COLUMN) if columns else (FEW_ROWS, LONG_ROW)
+def limit(operator: Operator, uses: list[Use], most: int) -> None:
+    """Of the first of these tensors so many bytes are read or written at most."""
+    less = uses[0]._replace(bytes=min(uses[0].bytes, most))
+    operator.moved -= uses[0].bytes - less.bytes
+    uses[0] = less
+
+
+def length_of(name: str, args: tuple, inputs: list[Tensor]) -> tuple[int, bool]:
+    """How many elements a norm or a softmax sums up to one, and whether they are a column."""
+    x, numbers = inputs[0], [a for a in args if isinstance(a, int) and not isinstance(a, bool)]
+    if "softmax" in name:
+        return reduced(x, [numbers[0]])
+    if "group_norm" in name:
+        return max(1, x.numel() // (numbers[0] * numbers[3])), False
+    if "batch_norm" in name:
+        return max(1, x.numel() // x.shape[1]), x.dim() == 2
+    return math.prod(next((a for a in args if isinstance(a, (list, tuple))), x.shape[-1:])), False
+
+
+def reduced(x: Tensor, given: tuple | list) -> tuple[int, bool]:
+    """The length of a reduction over these dimensions, all unless given, and whether it goes along
+    columns: the innermost dimension stays."""
+    dims = [given[0]] if isinstance(given[0], int) else given[0] if given else None
+    dims = (
+        {d % max(1, x.dim()) for d in dims}
+        if isinstance(dims, (list, tuple)) and dims
+        else set(range(x.dim()))
+    )
+    wide = [d for d in range(x.dim()) if x.shape[d] > 1]
+    length = math.prod(x.shape[d] for d in dims)
+    return max(1, length), bool(wide) and min(wide, key=x.stride) not in dims
+
+
+def sums(operator: Operator, numel: int, length: int, columns: bool) -> None:
+    """Note sums of so many elements each: few long ones are complete when the kernel has ended."""
     operator.numel = numel
-    operator.closed = results < few and length > long
+    operator.closed = numel // length < FEW[columns] and length > LONG[columns]
     operator.reduced = None if operator.closed or length == 1 else (numel, length, columns)
-
-
-def written_arguments(function, args: tuple, kwargs: dict) -> list[torch.Tensor]:
-    """The tensors that an operator writes into, as its schema says."""
-    found = []
-    for index, argument in enumerate(function._schema.arguments):
-        value = args[index] if index < len(args) else kwargs.get(argument.name)
-        if argument.is_write:
-            found += [t for t in tree_leaves(value) if isinstance(t, torch.Tensor)]
-    return found
