@@ -185,9 +185,9 @@ def report(result: dict, top: int) -> str:
     ]
     lines += ["", render(columns if rates else [columns[0], *columns[3:]], whole, "text")]
     if rates:
-        gb, least = rates["copy_bytes"][-1] / rates["copy_us"][-1] / 1e3, min(rates["copy_us"])
         lines += [f"No chain touches {result['untouched_us'] / 1e3:.3f} ms of it."]
-        lines += [f"A large copy reaches {gb:.0f} GB/s, the least kernel takes {least:.2f} us."]
+        lines += [f"A large copy reaches {rates['gb_per_s']:.0f} GB/s, "
+                  f"the least kernel takes {rates['least_us']:.2f} us."]  # fmt: skip
     for row in result["not_understood"]:
         time = f", {row['us'] / 1e3:.3f} ms" if rates else ""
         lines += [f"Not understood: {row['operator']} ({row['calls']}x{time}) at {row['lines']}"]

@@ -32,8 +32,8 @@ with needed():
 
 from bench.models_for_find_fusions import MODELS
 from bench.versions import SHAPES
-from lab.fusions import predict
 from lab.fusions import step as steps
+from lab.fusions.groups import Finding
 from lab.fusions.rates import Rates, measure_rates
 from lab.show import Column, drawing, render, save_figure
 from lab.study import measure_study, read_rows
@@ -44,8 +44,8 @@ GPU = torch.cuda.is_available()
 ROUNDS = 5
 BEST = 8  # chains in a row
 SMALL = {  # of our own, for a laptop
-    "llama": "--hidden-dim 64 --num-layers 2 --num-heads 4 --seq-len 32 --batch-size 2".split(),
-    "openfold": "--num-blocks 1 --seq-len 10 --num-seqs 3 --batch-size 2".split(),
+    "tiny_llama": "--hidden-dim 64 --num-layers 2 --num-heads 4 --seq-len 32 --batch-size 2",
+    "tiny_openfold": "--num-blocks 1 --seq-len 10 --num-seqs 3 --batch-size 2",
 }
 
 
@@ -54,51 +54,44 @@ def subjects(small: bool) -> dict[tuple[str, str], tuple[Callable, Callable | No
     device = torch.device("cuda" if GPU else "cpu")
     found: dict[tuple[str, str], tuple[Callable, Callable | None]] = {}
     for name, shape in SHAPES.items():
-        argv = [*(SMALL[shape.model.removeprefix("tiny_")] if small else shape.argv), "--use-amp"]
+        argv = [*(SMALL[shape.model].split() if small else shape.argv), "--use-amp"]
         versions = (partial(steps.from_script, f"{shape.model}_v{n}.py", argv) for n in (1, 3))
         found[name, "bf16"] = tuple(versions)
 
-    def build(name: str, precision: str) -> steps.Step:
+    def build(name: str, use_amp: bool) -> steps.Step:
         torch.manual_seed(42)
         torch.set_float32_matmul_precision("highest")
-        options = argparse.Namespace(use_amp=precision == "bf16")
-        return steps.from_model(name, *MODELS[name](small), options, device)
+        return steps.from_model(name, *MODELS[name](small), use_amp, device)
 
     for name in MODELS:
-        found[name, "bf16"] = partial(build, name, "bf16"), None
-    found["message passing", "fp32"] = partial(build, "message passing", "fp32"), None
+        found[name, "bf16"] = partial(build, name, True), None
+    found["message passing", "fp32"] = partial(build, "message passing", False), None
     return found
 
 
 def row(build: Callable, newer: Callable | None, rates: Rates | None) -> dict:
     """Predictions and measurements of a step; without rates what it moves and launches."""
     if rates is None:
-        return summary(predict.find(steps.count(build)[1], None))
+        return summary(Finding(steps.count(build)[1], None))
     step = build()
-    found = summary(predict.find(steps.measure(step, rates), rates))
+    found = summary(Finding(steps.measure(step, rates), rates))
     sides = {"now": step.take, "compiled": step.compiled()}
     if newer:
         sides["V3"] = newer().take
     try:
-        turns = steps.check(sides, ROUNDS)
+        turns = steps.in_graphs(sides, ROUNDS)
     except ToolError as error:  # a model that cannot be a graph is a row, too
-        return {**found, "status": "failed", "error": str(error)}
-    finally:
-        del step, sides
         free_memory()
+        return {**found, "status": "failed", "error": str(error)}
     return {**found, "rates": asdict(rates), "sides_ms": turns}
 
 
-def summary(found: predict.Finding) -> dict:
+def summary(found: Finding) -> dict:
     """The whole step by level of fusion, and its best chains."""
-    levels = found.levels.items()
-    result = {
-        "moved": {name: level.bytes for name, level in levels},
-        "launched": {name: level.launches for name, level in levels},
-        "chains": predict.chains(found)[:BEST],
-    }
+    us, moved, launched = ({k: v[i] for k, v in found.levels.items()} for i in range(3))
+    result = {"moved": moved, "launched": launched, "chains": found.rows()[:BEST]}
     if found.rates:
-        result["predicted_ms"] = {name: level.us / 1e3 for name, level in levels}
+        result["predicted_ms"] = {level: value / 1e3 for level, value in us.items()}
     return result
 
 
@@ -149,7 +142,7 @@ def table(rows: list[dict]) -> str:
     """A line for each model, and what the predictions are off by."""
 
     def with_v3(row: dict) -> float | None:
-        return predicted(row, "optimizer") if measured(row, "V3") else None
+        return predicted(row, "attention") if measured(row, "V3") else None
 
     columns = [
         Column("model", lambda row: f"{row['shape']}, {row['precision']}"),
@@ -160,7 +153,7 @@ def table(rows: list[dict]) -> str:
         Column("speed-up, predicted", lambda row: gains(row) and gains(row)[0], ".2f", "x"),
         Column("compiled ", lambda row: gains(row) and gains(row)[1], ".2f", "x"),
         Column("off", off, "+.0f", " %"),
-        Column("all fused, predicted", with_v3, ".2f", " ms"),
+        Column("(c), predicted", with_v3, ".2f", " ms"),
         Column("V3", lambda row: measured(row, "V3"), ".2f", " ms"),
     ]
     lines = [render(columns, rows)]

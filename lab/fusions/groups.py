@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, pairwise
+from itertools import pairwise
 
 from lab.fusions.rates import Rates
 from lab.fusions.record import MOVES, Operator, Use
@@ -15,6 +15,8 @@ Key = tuple[int, int]
 MOST = 64  # operators in a kernel, as compilers have it
 MOVED = 2  # times that an element goes elsewhere, before it must lie in memory
 SMALL = 16  # what is so many times smaller than a tensor is kept, not computed again
+LONGEST = 4096  # a row that the registers of a block hold
+RAGGED = 1.5  # how much longer rows take that no vector load fits, of elements of two bytes
 TILE = 256  # the longest row that a tile of a matrix product has as a whole
 LEVELS = {
     "now": "the step now",
@@ -114,7 +116,7 @@ class Joiner:
         numel, over = max(o.numel for o in both), {o.reduced for o in both} - {None}
         if len(over) > 1 or any(r[0] != numel for r in over):
             return False
-        if any(o.closed and o.numel != numel for o in both):
+        if any(o.apart or (o.closed and o.numel != numel) for o in both):
             return False
         made: dict[Key, tuple[int, int, bool]] = {}  # how often it moved, its bytes, is it late
         for operator in both:
@@ -219,7 +221,7 @@ class Finding:
     def remake(self) -> None:
         """Let groups compute a tensor again from what lies in memory, where that moves fewer bytes
         than to write and read it: what compilers do with what the backward pass needs."""
-        certain = set(self.recorded.alive)
+        certain = self.recorded.alive | {(number, v - 1) for number, v in self.maker}  # in place
         for key, numbers in self.users.items():
             certain |= {key} if any(self.groups[n].kind != "stream" for n in numbers) else set()
         order = [
@@ -230,13 +232,20 @@ class Finding:
             leaves = None if key in certain else self.leaves(group, key, count, certain)
             if leaves is None or not others:
                 continue
-            extra = [leaves.keys() - self.groups[n].reads.keys() for n in others]
-            if sum(leaves[k] for k in chain(*extra)) < count * (1 + len(others)):
+            # of a tensor of which a group takes a part, it computes that part
+            part = {n: self.groups[n].reads[key] / count for n in others}
+            extra = {
+                n: {k: int(c * part[n]) for k, c in leaves.items() if k not in self.groups[n].reads}
+                for n in others
+            }
+            if sum(sum(more.values()) for more in extra.values()) < count * (
+                1 + sum(part.values())
+            ):
                 del group.keeps[key]
                 certain |= leaves.keys()
                 for n in others:
                     self.groups[n].reads.pop(key)
-                    self.groups[n].reads = leaves | self.groups[n].reads
+                    self.groups[n].reads |= extra[n]
                     for leaf in leaves:
                         self.users[leaf].add(n)
                 self.users[key] -= others
@@ -266,13 +275,27 @@ class Finding:
             group.becomes(*(group.now(what) for what in ("moved", "us", "kernels")))
 
     def chains(self) -> None:
-        """A group takes as long as a copy that moves its bytes."""
+        """A group is one kernel, or two where sums are long: their last step is another one."""
         for group in self.groups:
-            if group.kind == "stream" and group.launches:
+            if group.kind == "stream" and group.launches and group.phase != "optimizer":
                 moved = sum(group.reads.values()) + sum(group.keeps.values())
-                us = self.rates and min(group.us, self.rates.us(moved))
-                group.becomes(moved, us, 1)
+                launches = 1 + any(o.closed and o.sums for o in group.members)
+                if not group.keeps:  # others compute what they need of it
+                    moved = launches = 0
+                us = self.rates and min(group.us, self.time(group, moved, launches))
+                group.becomes(moved, us, launches)
         self.fused = [(group.us, group.moved) for group in self.groups]
+
+    def time(self, group: Group, moved: int, launches: int) -> float:
+        """Kernels move bytes as fast as a copy, with three exceptions."""
+        rows = [o.reduced for o in group.members if o.reduced]
+        if any(length > LONGEST for _, length, _ in rows):
+            moved += sum(group.reads.values())  # no block holds such a row: it is read twice
+        if any(length % 8 for _, length, columns in rows if not columns):
+            moved = int(RAGGED * moved)
+        touched = sum(o.touched for o in group.members) if rows else 0
+        beyond = max(0, touched / self.rates.cache_gb_per_s - moved / self.rates.gb_per_s) / 1e3
+        return launches * self.rates.us(0) + self.rates.us(moved) - self.rates.us(0) + beyond
 
     def products(self) -> None:
         """A group that the product before it could finish with, or those behind it begin with, is
@@ -294,7 +317,7 @@ class Finding:
             takers = self.users[next(iter(group.keeps))] if len(group.keeps) == 1 else ()
             if takers and all(self.groups[n].kind == "matrix" for n in takers):
                 rest.append(max(0, len(takers) * (read - kept)))
-            us = self.rates and self.rates.us(min(rest, default=0), launch=False)
+            us = self.rates and min(rest, default=0) / self.rates.gb_per_s / 1e3
             if rest and min(rest) <= group.moved and (us is None or us <= group.us):
                 group.becomes(min(rest), us, 0)
 

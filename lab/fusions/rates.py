@@ -1,130 +1,106 @@
-"""What a device reaches, measured in the same run: copies from small to large, a matrix product,
-and the time between two kernels."""
+"""What a device reaches, measured in the same run: copies, products, and how long a kernel takes
+that does next to nothing."""
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lab.cli import ToolError
 from lab.files import read_json
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # where it is missing, --help of the programs works
     import torch
 
-COUNTS = [2**n for n in range(10, 29, 2)]  # numbers that a copy reads, 4 bytes each
+# A kernel among others begins and ends in so many times the time of the least one, which repeats
+# itself: of the compiled steps in results/h100/find_fusions.json
+AMONG_OTHERS = 1.75
 
 
 @dataclass
 class Rates:
-    """Times in microseconds of copies that move so many bytes, read and written."""
+    """Rates of a device: GB/s, TFLOP/s, and microseconds of a kernel."""
 
     device_name: str
-    copy_bytes: list[int]
-    copy_us: list[float]
-    gemm_tflops: float
-    attention_tflops: list[float]  # forward, backward
+    gb_per_s: float  # of a copy of 1 GiB, read and written
+    cache_gb_per_s: float  # of the fastest smaller copy
+    least_us: float  # of the smallest copy, in a graph
     gap_us: float  # what a kernel takes in a graph beyond what the profiler says
+    gemm_tflops: float  # of a large product
+    attention_tflops: list[float]  # of scaled_dot_product_attention: forward, backward
 
-    @property
-    def least_us(self) -> float:
-        """The time of a kernel that does next to nothing."""
-        return min(self.copy_us)
-
-    @property
-    def gb_per_s(self) -> float:
-        """The rate of the largest copy."""
-        return self.copy_bytes[-1] / self.copy_us[-1] / 1e3
-
-    def us(self, moved: float, launch: bool = True) -> float:
-        """The time to move bytes: that of a copy of as many, in a kernel of its own or at the rate
-        alone."""
-        if not launch:
-            return moved / self.gb_per_s / 1e3
-        sizes, times = self.copy_bytes, self.copy_us
-        if moved <= sizes[0]:
-            return times[0]
-        at = min(bisect_left(sizes, moved), len(sizes) - 1)
-        low, high = (sizes[at - 1], times[at - 1]), (sizes[at], times[at])
-        if moved > sizes[-1]:
-            return high[1] * moved / high[0]
-        part = (moved - low[0]) / (high[0] - low[0])
-        return low[1] + part * (high[1] - low[1])
+    def us(self, moved: float) -> float:
+        """The time of a kernel that moves so many bytes."""
+        return AMONG_OTHERS * self.least_us + moved / self.gb_per_s / 1e3
 
 
 def read_rates(folder: Path) -> Rates:
     """The rates in the find_fusions.json of a folder of results; ToolError if there are none."""
     path = folder / "find_fusions.json" if folder.is_dir() else folder
     if not path.exists():
-        raise ToolError(f"{path}: no such file; rates are in what a run on a GPU writes by --json")
+        raise ToolError(f"{path}: no such file; a run on a GPU writes one by --json")
     content = read_json(path)
-    found, rows = content.get("rates"), content.get("rows")
-    if found is None and isinstance(rows, list) and rows and isinstance(rows[0], dict):
-        found = rows[0].get("rates")
     try:
-        rates = Rates(**found)
-        numbers = [*rates.copy_bytes, *rates.copy_us, rates.gemm_tflops]
-        numbers += rates.attention_tflops
-        good = len(rates.copy_bytes) == len(rates.copy_us) > 1 and rates.gap_us >= 0
-        if not good or not all(0 < n < math.inf for n in numbers):
-            raise ValueError
-        if sorted(rates.copy_bytes) != rates.copy_bytes:
-            raise ValueError
-    except (TypeError, ValueError) as error:
+        rates = Rates(**(content.get("rates") or content["rows"][0]["rates"]))
+        name, *numbers = astuple(rates)
+        positive = [*numbers[:3], numbers[4], *numbers[5]]
+        if not (isinstance(name, str) and len(numbers[5]) == 2 and numbers[3] >= 0):
+            raise ValueError("of another kind")
+        if not all(0 < number < math.inf for number in positive):
+            raise ValueError("no numbers above 0")
+    except (KeyError, IndexError, TypeError, ValueError) as error:
         raise ToolError(f"{path}: it has no rates as a run on a GPU writes them") from error
     return rates
 
 
-def graph_us(work: Callable[[], object], repeats: int) -> float:
-    """Microseconds of one call in a graph of several, the shortest of some replays."""
+def measure_rates(dtype: torch.dtype) -> Rates:
+    """The rates of this GPU; some seconds."""
     import torch
 
     from lab.profile.ceilings import best_seconds
 
     device = torch.device("cuda")
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        work()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for _ in range(repeats):
+
+    def graph_us(work: Callable[[], object], repeats: int) -> float:
+        """Microseconds of one call in a graph of several, the shortest of some replays."""
+        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        with torch.cuda.stream(stream):
             work()
-    return 1e6 * best_seconds(graph.replay, device, 10, 0.2) / repeats
+        stream.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            for _ in range(repeats):
+                work()
+        return 1e6 * best_seconds(graph.replay, device, 10, 0.2) / repeats
 
-
-def measure_rates(dtype: torch.dtype) -> Rates:
-    """The rates of this GPU; about two seconds."""
-    import torch
-
-    source = torch.ones(COUNTS[-1], device="cuda")
+    source = torch.ones(2**27, device=device)
     target = torch.empty_like(source)
-    # no copy_, which the driver does in a way of its own
-    times = [
-        graph_us(lambda n=n: torch.neg(source[:n], out=target[:n]), max(5, min(200, 2**27 // n)))
-        for n in COUNTS
-    ]
-    small = source[: COUNTS[0]]
-    alone = graph_us(lambda: small.mul_(1), 200)
+
+    def copy(count: int) -> float:  # no copy_, which the driver does in a way of its own
+        work = partial(torch.neg, source[:count], out=target[:count])
+        return graph_us(work, max(5, min(200, 2**27 // count)))
+
+    sizes = [2**n for n in (10, 20, 21, 22, 23, 27)]
+    times = [copy(size) for size in sizes]
+    speeds = [8 * size / us / 1e3 for size, us in zip(sizes, times, strict=True)]
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(20):
-            small.mul_(1)
+            torch.neg(source[: sizes[0]], out=target[: sizes[0]])
         torch.cuda.synchronize()
-    kernels = [e for e in profile.events() if e.device_time_total and "emset" not in e.name]
-    shown = sorted(e.device_time_total for e in kernels)[len(kernels) // 2] if kernels else alone
-    a, b = torch.randn(2, 8192, 8192, device="cuda").to(dtype)
-    gemm = graph_us(lambda: torch.mm(a, b), 2)
-    name = torch.cuda.get_device_name()
-    q = torch.randn(4, 16, 2048, 64, device="cuda").to(dtype).requires_grad_()
-    products = 4 * 4 * 16 * 2048**2 * 64  # FLOP of both
+    shown = [event.device_time_total for event in profile.events() if event.device_time_total]
+    gap = max(0.0, times[0] - statistics.median(shown)) if shown else 0.0
+    a, b = torch.randn(2, 8192, 8192, device=device).to(dtype)
+    gemm = 2 * 8192**3 / graph_us(lambda: torch.mm(a, b), 2) / 1e6
+    q = torch.randn(4, 16, 2048, 64, device=device).to(dtype).requires_grad_()
+    flop = 4 * 4 * 16 * 2048**2 * 64  # of both products
+    attend = partial(torch.nn.functional.scaled_dot_product_attention, q, q, q)
     with torch.no_grad():
-        attend = torch.nn.functional.scaled_dot_product_attention
-        forward = graph_us(lambda: attend(q, q, q), 4)
-    both = graph_us(lambda: attend(q, q, q).sum().backward(), 4)
-    attention = [products / forward / 1e6, 2.5 * products / (both - forward) / 1e6]
-    moved = [8 * n for n in COUNTS]
-    return Rates(name, moved, times, 2 * 8192**3 / gemm / 1e6, attention, max(0.0, alone - shown))
+        forward = graph_us(attend, 4)
+    backward = graph_us(lambda: attend().sum().backward(), 4) - forward
+    attention = [flop / forward / 1e6, 2.5 * flop / backward / 1e6]
+    name = torch.cuda.get_device_name()
+    return Rates(name, speeds[-1], max(speeds), times[0], gap, gemm, attention)

@@ -77,6 +77,9 @@ class Operator:
     reduced: tuple[int, int, bool] | None = None
     closed: bool = False  # its results are complete when its last block has ended
     source: set = field(default_factory=set)  # keys that must lie in memory before
+    sums: bool = False  # it adds up
+    apart: bool = False  # sums of columns, which compilers leave to a kernel of its own
+    touched: int = 0  # bytes of cache lines that it asks for where it reads across
     barrier: bool = False  # the host waits for its result, or nobody sees what it does
     dtype: str = ""
     flop: int = 0
@@ -257,8 +260,10 @@ class Recorder(TorchDispatchMode):
             operator.kind = "stream"
             dims = args[2 if "norm" in name else 1 :] or [kwargs.get("dim")]
             sums(operator, first.numel(), *reduced(first, dims))
+            operator.apart = operator.closed and reduced(first, dims)[1]
         elif torch.Tag.pointwise in tags or kind in ("element-wise", "copies"):
             operator.kind = "stream"
+            operator.touched = across(made[0], inputs) if made else 0
         elif STREAMS.fullmatch(name.removesuffix("_")):
             operator.kind = "stream"
             operator.closed = "_loss" in name and made[0].numel() < first.numel()
@@ -275,11 +280,11 @@ class Recorder(TorchDispatchMode):
         one = replace(operator, kind="stream", writes=[between, *([] if backward else rest)])
         sums(one, numel, length, columns)
         reads = [*operator.reads, between]
-        none = {"reduced": None, "closed": False, "moved": 0, "kernels": 0}
+        none = {"reduced": None, "closed": False, "sums": False, "moved": 0, "kernels": 0}
         two = replace(one, reads=reads, writes=[first], **none)
         if not (backward and rest):
             return [one, two]
-        return [one, two, replace(two, reads=operator.reads, writes=rest, closed=True)]
+        return [one, two, replace(two, reads=operator.reads, writes=rest, closed=True, sums=True)]
 
 
 def limit(operator: Operator, uses: list[Use], most: int) -> None:
@@ -287,6 +292,16 @@ def limit(operator: Operator, uses: list[Use], most: int) -> None:
     less = uses[0]._replace(bytes=min(uses[0].bytes, most))
     operator.moved -= uses[0].bytes - less.bytes
     uses[0] = less
+
+
+def across(made: Tensor, inputs: list[Tensor]) -> int:
+    """Bytes of cache lines asked for by reads of tensors whose elements lie apart along the
+    innermost dimension of the result."""
+    wide = [d - made.dim() for d in range(made.dim()) if made.shape[d] > 1]
+    inner = min(wide, key=made.stride, default=0)
+    steps = (t.stride(inner) * t.element_size() for t in inputs if t.dim() >= -inner > 0
+             and t.stride(inner) > 1)  # fmt: skip
+    return sum(made.numel() * min(SECTOR, step) for step in steps)
 
 
 def length_of(name: str, args: tuple, inputs: list[Tensor]) -> tuple[int, bool]:
@@ -317,6 +332,6 @@ def reduced(x: Tensor, given: tuple | list) -> tuple[int, bool]:
 
 def sums(operator: Operator, numel: int, length: int, columns: bool) -> None:
     """Note sums of so many elements each: few long ones are complete when the kernel has ended."""
-    operator.numel = numel
+    operator.numel, operator.sums = numel, True
     operator.closed = numel // length < FEW[columns] and length > LONG[columns]
     operator.reduced = None if operator.closed or length == 1 else (numel, length, columns)
