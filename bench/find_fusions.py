@@ -10,7 +10,6 @@ Examples:
   python bench/find_fusions.py results/DIR/find_fusions.json
   python bench/find_fusions.py tiny.json --small             sizes for a laptop, counted only
   python bench/find_fusions.py results/DIR/find_fusions.json --table
-  python bench/find_fusions.py results/DIR/find_fusions.json --figure docs/figures/find_fusions.png
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from bench.versions import SHAPES
 from lab.fusions import step as steps
 from lab.fusions.groups import Finding
 from lab.fusions.rates import Rates, measure_rates
-from lab.show import Column, drawing, render, save_figure
+from lab.show import Column, render
 from lab.study import measure_study, read_rows
 from lab.turns import free_memory
 
@@ -96,8 +95,8 @@ def summary(found: Finding) -> dict:
 
 
 def measure(args: argparse.Namespace) -> int:
-    """Measure what is missing, print the table, draw."""
-    if not (args.table or args.figure):
+    """Measure what is missing, and print the table."""
+    if not args.table:
         rates = measure_rates(torch.bfloat16) if GPU else None
         parts = [
             ({"shape": name, "precision": precision}, partial(row, *build, rates))
@@ -108,8 +107,6 @@ def measure(args: argparse.Namespace) -> int:
         measure_study(args.output, parts, keep=True, rounds=ROUNDS, sizes=sizes)
     rows = read_rows(args.output, ("shape", "precision", "moved"))
     print(table(rows))
-    if args.figure:
-        draw(args.figure, rows)
     return 0
 
 
@@ -166,22 +163,6 @@ def table(rows: list[dict]) -> str:
     return "\n\n".join(lines)
 
 
-def draw(path: Path, rows: list[dict]) -> None:
-    """Predicted against measured speed-up."""
-    figure, axes = drawing().subplots(figsize=(6, 6), layout="constrained")
-    rows = [row for row in rows if gains(row)]
-    both = [gains(row)[::-1] for row in rows]
-    most = 1.1 * max(map(max, both))
-    axes.plot([1, most], [1, most], color="#9aa5b1", linewidth=1)
-    for row, (x, y) in zip(rows, both, strict=True):
-        own = row["shape"].startswith("tiny")
-        axes.plot(x, y, "o", color="#d1495b" if own else "#1f77b4")
-        axes.annotate(f"{row['shape']}, {row['precision']}", (x, y), (4, -3), size="x-small",
-                      textcoords="offset points")  # fmt: skip
-    axes.set(xlabel="speed-up, compiled by inductor", ylabel="speed-up, predicted", aspect="equal")
-    save_figure(figure, path)
-
-
 def build_parser() -> Parser:
     """The command line."""
     parser = documented_parser(PROG, __doc__)
@@ -189,7 +170,6 @@ def build_parser() -> Parser:
     parser.add_flag("--small", "tiny sizes")
     parser.add_argument("--only", nargs="+", metavar="MODEL", help="of these names alone")
     parser.add_flag("--table", "measure nothing, print the table")
-    parser.add_path("--figure", "FILE.png", "measure nothing, draw predicted against measured")
     return parser
 
 

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from analysis_tools import find_fusions
+from bench import find_fusions as study
 from lab.fusions.groups import Finding
 from lab.fusions.rates import Rates
 from lab.fusions.record import Recorder
@@ -373,7 +374,26 @@ def test_a_kernel_takes_as_long_as_a_copy_of_its_bytes():
     assert RATES.us(2_500_000) == pytest.approx(1.75 + 1)
 
 
-# --- the program
+# --- the program and its study
+
+
+def test_the_study_counts_without_a_gpu(tmp_path):
+    argv = [str(tmp_path / "s.json"), "--small", "--only", "message passing"]
+    status, out, _ = captured(study.main, argv)
+    assert status == 0
+    assert [line.split(" | ")[0].strip("| ") for line in out.splitlines()[2:]] == [
+        "message passing, bf16",
+        "message passing, fp32",
+    ]
+
+
+def test_the_study_says_how_far_a_prediction_is_off():
+    row = {"shape": "m", "precision": "bf16"}
+    row["predicted_ms"] = {"now": 10.0, "chains": 4.0, "attention": 3.0}
+    row["sides_ms"] = {"now": [9.0, 10.0, 11.0], "compiled": [5.0] * 3, "V3": [3.3] * 3}
+    assert study.off(row) == pytest.approx(25)
+    assert "off by 25.0 % (median), 25.0 % (worst); the step now by 0.0 %" in study.table([row])
+
 
 MODEL = """
 import torch

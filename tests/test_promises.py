@@ -280,6 +280,7 @@ TRAINS = {
     "run_deepspeed_flops.py": "",
     "analysis_tools/benchmark_suite.py": "",
     "analysis_tools/compare_versions.py": "",
+    "analysis_tools/find_fusions.py": "tiny_llama_v1.py",
     "analysis_tools/fusion_ablation_study.py": "",
     "analysis_tools/measure_energy.py": "--scripts tiny_llama_v1.py",
     "analysis_tools/optimize_batch_size.py": "",
@@ -290,6 +291,7 @@ TRAINS = {
     "bench/versions.py": "counts .",
     "bench/operations.py": "table .",
     "bench/compile_for_amd.py": "--help",
+    "bench/find_fusions.py": "study.json",
     "exercises/performance_debugging/check_step.py": f"{ROOT}/tiny_llama_v1.py",
     **{
         path.relative_to(ROOT).as_posix(): ""
