@@ -350,7 +350,7 @@ if INTERPRETED:
         @staticmethod
         @cache
         def operator(name: str) -> Callable:
-            """Make an operator that runs what is prepared for these tensors."""
+            """Return an operator of this name, which runs the launch in `wrap_triton.run`."""
             script = re.sub(r"\W|^(?=\d)", "_", Path(__file__).stem, flags=re.ASCII)
             name, schema = f"{script}::{name}", "(Tensor[] tensors) -> ()"
             run = torch.library.custom_op(name, mutates_args=(), schema=schema)
@@ -1040,8 +1040,8 @@ class NextTokenLoss(torch.autograd.Function):
         logits, labels = logits.contiguous(), labels.contiguous()
         rows, programs, options = row_launch("cross_entropy_forward", logits, whole=False)
         losses, log_sum_exp = (logits.new_empty(rows, dtype=torch.float32) for _ in range(2))
-        loss, sizes = logits.new_empty(2, dtype=torch.float32), {"rows": rows}
-        sizes["seq"] = labels.shape[-1]
+        loss = logits.new_empty(2, dtype=torch.float32)
+        sizes = {"rows": rows, "seq": labels.shape[-1]}
         wrap_triton(cross_entropy_forward_kernel)[(programs,)](
             logits, labels, losses, log_sum_exp, **sizes, **options
         )
@@ -1085,9 +1085,9 @@ def embedding_backward_kernel(
 class TiedEmbedding(torch.autograd.Function):
     """Look up rows [..., D] of a weight [V, D] for tokens [...].
 
-    The forward pass already sorts the tokens by row, in a graph on a side stream. The backward pass
-    reaches the output projection, which shares the weight, first: that leaves its gradient in
-    `projection_gradient`, and the embedding's is added to it.
+    The forward pass already sorts the tokens by row, with overlap on a side stream. The backward
+    pass begins at the output projection, which shares the weight and leaves its gradient in
+    `projection_gradient`: the embedding's is added to it.
     """
 
     @staticmethod
@@ -1117,8 +1117,8 @@ class TiedEmbedding(torch.autograd.Function):
 class Projection(torch.autograd.Function):
     """Compute x weight^T [..., N] of x [..., K] in the type of the GEMMs and a weight [N, K].
 
-    embedding: the autograd node of a TiedEmbedding that shares the weight. If the backward pass
-    reaches it, too, it takes the weight's gradient over.
+    embedding: the autograd node of a TiedEmbedding that shares the weight. If this backward pass
+    will run it, it gets the weight's gradient and returns the sum.
     """
 
     @staticmethod

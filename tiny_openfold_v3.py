@@ -413,7 +413,7 @@ if INTERPRETED:
         @staticmethod
         @cache
         def operator(name: str) -> Callable:
-            """Make an operator that runs what is prepared for these tensors."""
+            """Return an operator of this name, which runs the launch in `wrap_triton.run`."""
             script = re.sub(r"\W|^(?=\d)", "_", Path(__file__).stem, flags=re.ASCII)
             name, schema = f"{script}::{name}", "(Tensor[] tensors) -> ()"
             run = torch.library.custom_op(name, mutates_args=(), schema=schema)
