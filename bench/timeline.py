@@ -11,7 +11,8 @@ the same script without a graph, whose kernels say where the layers begin and en
 Examples:
   python tiny_llama_v1.py --use-amp --seq-len 128 --num-steps 5 --enable-pytorch-profiler \\
       --profile-dir traces/v1
-  python bench/timeline.py results/DIR/timeline.json traces/v1 traces/v3 traces/v3_graph
+  python bench/timeline.py results/DIR/timeline.json traces/v1 traces/v1_graph traces/v3 \\
+      traces/v3_graph
 """
 
 from __future__ import annotations
@@ -153,7 +154,13 @@ def study(folders: Sequence[Path]) -> dict:
             if before != trace.script:
                 needed = f"the run before it must be {trace.script} without a graph"
                 raise ToolError(f"{folder}: {needed}")
-            rows.append(row_of(trace, [], in_graph(trace, places)))
+            row, kinds = row_of(trace, [], in_graph(trace, places)), rows[-1]["kernels"]
+            if len(kinds) == len(row["kernels"]):  # a graph has no modules: its kinds are those of
+                row["kernels"] = [  # the same kernels without it
+                    [kind, *rest]
+                    for (kind, *_), (_, *rest) in zip(kinds, row["kernels"], strict=True)
+                ]
+            rows.append(row)
         else:
             launches, kernels, places = eager(trace)
             rows.append(row_of(trace, launches, kernels))

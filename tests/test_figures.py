@@ -283,7 +283,7 @@ def test_the_timeline_keeps_two_layers_of_eager_steps_and_the_same_kernels_of_a_
     assert [kernel[1] for kernel in graph["kernels"]] == [2.5 * i for i in range(6)]
     assert "V3, graph" in table
     monkeypatch.setattr(figures, "H100", tmp_path)
-    assert "one launch for the whole step" in words(figures.launch_timeline())
+    assert "One launch for the whole step" in words(figures.launch_timeline())
 
 
 def test_a_graph_without_the_eager_run_before_it_is_one_line(tmp_path):

@@ -190,11 +190,13 @@ def where_numbers_live() -> Sheet:
     Sources: NVIDIA H100 Tensor Core GPU Architecture (SXM5); ROCm's "AMD GPU specifications" and
     AMD's CDNA 3 white paper (MI300X).
     """
-    sheet = Sheet("Where numbers live", 480)
+    copies = rows_of("build_a_fusion", what="forward", rows=512)[0]  # 25 MB stay in the cache
+    rate = copies["bytes"] / float(np.median(copies["us"]["copy"])) / 1e6
+    sheet = Sheet("Where numbers live", 510)
     levels = (
         ("registers", "256 KB each", "512 KB each", GREEN),
         ("shared memory, LDS", "228 KB each", "64 KB each", GREEN),
-        ("L2 cache", "50 MB", "8 × 4 MB", SKY),
+        ("L2 cache", f"50 MB, {rate:.1f} TB/s", "8 × 4 MB", SKY),
         ("Infinity Cache", "–", "256 MB, 17 TB/s", SKY),
         ("HBM", "80 GB, 3.35 TB/s", "192 GB, 5.3 TB/s", BLUE),
     )
@@ -210,6 +212,7 @@ def where_numbers_live() -> Sheet:
     sheet.line(20, 238, 780, 238, color=INK, linestyle=(0, (4, 3)))
     sheet.label(20, 432, "Above the line a number is lost when its kernel ends.")
     sheet.label(20, 460, "What the next kernel needs goes through what is below.")
+    sheet.note(492, "H100's L2 cache: a copy of 25 MB, measured; the rest: vendors", 20, "left")
     sheet.cut(60, 410)
     return sheet
 
@@ -368,7 +371,7 @@ def residual_norm() -> Sheet:
     """The residual addition and the norm: five kernels in V1, one in V3."""
     rows = {row["what"]: row for row in rows_of("exercises_v3/rms_norm")}
     formula, kernel = rows["the formula, as in V1"], rows["V3"]
-    sheet = Sheet("Residual + norm: the sum stays in registers", 480)
+    sheet = Sheet("Residual + norm: the sum stays in registers", 472)
     memory = 284
     for x, width in ((20, 450), (510, 270)):
         sheet.box(x, memory, width, 46, tint(BLUE, 0.35), "HBM", edge=BLUE, weight="bold")
@@ -394,13 +397,14 @@ def residual_norm() -> Sheet:
     for x, kind, name in ((553, "r", "x"), (608, "r", "a"), (663, "w", "x'"), (718, "w", "n")):
         arrow(x, kind, name)
     passes = 3 + sum(len(kinds) for _, kinds in NORM)
-    sheet.text(245, 362, f"{passes} trips to memory")
-    sheet.text(645, 362, "4 trips")
-    for x, row in ((245, formula), (645, kernel)):
-        sheet.text(x, 402, f"norm alone: {row['us']:.0f} µs", TITLE - 2, weight="bold")
+    sheet.text(245, 358, f"{passes} trips to memory")
+    sheet.text(645, 358, "4 trips")
+    for x, row, trips in ((245, formula, passes - 3), (645, kernel, 2)):
+        words = f"norm alone, {trips} trips: {row['us']:.0f} µs"
+        sheet.text(x, 398, words, BODY, weight="bold")
     mb = kernel["bytes"] / 2e6
-    sheet.note(452, f"an arrow is a tensor read or written; H100, {mb:.0f} MB each")
-    sheet.cut(66, 424)
+    sheet.note(446, f"an arrow is a tensor read or written; H100, {mb:.0f} MB each")
+    sheet.cut(66, 420)
     return sheet
 
 
@@ -595,12 +599,12 @@ Point = tuple[float, float]  # under a roofline: FLOP per byte, TFLOP/s
 
 
 def under_the_roof(run: dict, arrows: dict[str, tuple]) -> Sheet:
-    """The roofline of a run, with an arrow for each name: V1, V4, colour, place of its name."""
+    """The roofline of a run, with a path for each name: places by version, colour, its name's."""
     sheet = Sheet("The roofline that moves", 500)
     ceilings = run["ceilings"]
     device = run["environment"]["device_name"].partition("GB")[0].rpartition(" ")[0]
     tflops, rate = ceilings["gemm_tflops"], ceilings["copy_gb_per_s"] / 1e3
-    points = [point for before, after, *_ in arrows.values() for point in (before, after)]
+    points = [point for places, *_ in arrows.values() for point in places]
     left, right = min(x for x, _ in points) / 2.3, 3.8 * tflops / rate
     bottom, top = min(y for _, y in points) / 1.75, 1.4 * tflops
     axes = plot(sheet, 96, 84, 660, 298, xscale="log", yscale="log")
@@ -613,32 +617,35 @@ def under_the_roof(run: dict, arrows: dict[str, tuple]) -> Sheet:
     seen = max(left, bottom / rate)  # where the line comes in
     middle = (seen * tflops / rate) ** 0.5 * 0.85
     axes.text(middle, middle * rate * 1.05, "memory", fontsize=SMALL, color=INK, **along)
-    for name, (before, after, color, offset) in arrows.items():
-        head = {"arrowstyle": "-|>,head_length=0.9,head_width=0.45", "shrinkA": 8, "shrinkB": 8}
-        axes.annotate("", after, before, arrowprops={"color": color, "linewidth": 4, **head})
-        style = {"markersize": 14, "markeredgecolor": color, "markeredgewidth": 3}
-        for (x, y), fill in ((before, WHITE), (after, color)):
-            axes.plot(x, y, "o", markerfacecolor=fill, **style)
-        middle = (before[0] * after[0]) ** 0.5, (before[1] * after[1]) ** 0.5
+    for name, (places, color, offset) in arrows.items():
+        head = {"arrowstyle": "-|>,head_length=0.7,head_width=0.35", "shrinkA": 7, "shrinkB": 7}
+        for before, after in itertools.pairwise(places):
+            axes.annotate("", after, before, arrowprops={"color": color, "linewidth": 2.5, **head})
+        style = {"markeredgecolor": color, "markeredgewidth": 3, "linestyle": "none"}
+        for i, (x, y) in enumerate(places):
+            size, fill = (14, color if i else WHITE) if i in (0, len(places) - 1) else (7, color)
+            axes.plot(x, y, "o", markersize=size, markerfacecolor=fill, **style)
         label = {"fontsize": SMALL, "color": color, "va": "center", "weight": "bold"}
-        axes.annotate(name, middle, xytext=offset, textcoords="offset points", **label)
+        axes.annotate(name, places[-1], xytext=offset, textcoords="offset points", **label)
     for axis, low, high in ((axes.xaxis, left, right), (axes.yaxis, bottom, top)):
         digits = (1, 2, 5) if high < 150 * low else (1,)
         marks = [digit * 10.0**power for power in range(-4, 5) for digit in digits]
         ticks(axis, [mark for mark in marks if low < mark < high])
-    words = "○ V1, ● V4: same arithmetic, fewer bytes"
-    sheet.note(476, f"{words}; TinyLlama, {ceilings['precision']}, {device}")
+    between = "· V2 and V3, " if len(next(iter(arrows.values()))[0]) > 2 else ""
+    sheet.note(476, f"○ V1, {between}● V4: fewer bytes; {ceilings['precision']}, {device}")
     sheet.cut(75, 437)
     return sheet
 
 
 def roofline() -> Sheet:
-    """Where norms, attention and MLP stand under the roof, in V1 and in V4.
+    """Where norms, attention and MLP stand under the roof, from V1 to V4.
 
     Of a forward pass; a norm and its residual are 5 FLOPs a number.
     """
     folder = H100 / "roofline/bf16"
-    v1, v4 = (read(folder / f"tiny_llama_{version}_flops.json") for version in ("v1", "v4"))
+    files = [folder / f"tiny_llama_v{version}_flops.json" for version in (1, 2, 3, 4)]
+    runs = [read(file) for file in files if file.exists()]
+    v1 = runs[0]
     config, batch = v1["config"], v1["training"]["batch_size"]
     numbers = batch * config["seq_len"] * config["hidden_dim"] * (2 * config["num_layers"] + 1)
 
@@ -655,7 +662,7 @@ def roofline() -> Sheet:
         ("MLP", ("mlp",), BLUE, (-64, 12)),
     ):
         flop = total(v1, "flop", parts) or 5 * numbers
-        arrows[name] = (place(v1, parts, flop), place(v4, parts, flop), color, side)
+        arrows[name] = ([place(run, parts, flop) for run in runs], color, side)
     return under_the_roof(v1, arrows)
 
 
@@ -861,14 +868,13 @@ KERNEL = {"GEMM": BLUE, "attention": RED, "norm": GREEN, "element-wise": ORANGE,
 
 
 def launch_timeline() -> Sheet:
-    """Two layers, forward: what the host launches, what the GPU runs; then the beginning wider."""
+    """Two layers of V1 and V3, forward: step by step who waits, as graphs what is saved."""
     study = read(H100 / "timeline.json")
-    rows = study["traces"]
-    graph = next(row for row in rows if not row["launches"])
-    ends = [max(start + us for _, start, us, *_ in row["kernels"]) for row in rows]
-    longest, wide = max(ends), ends[rows.index(graph)]
-    below = 80 + 78 * len(rows)  # where the second part begins
-    sheet = Sheet("Two layers: the host launches, the GPU runs", below + 362)
+    rows = [row for row in study["traces"] if row["version"] in ("V1", "V3")]
+    eager, graphs = ([row for row in rows if (row["mode"] == "graph") == g] for g in (False, True))
+    middle = 116 + 78 * len(eager) + 34
+    below = middle + 50 + 52 * len(graphs)
+    sheet = Sheet("Two layers: the host launches, the GPU runs", below + 148)
     left, right = 130, 776
 
     def lane(name: str, top: float, height: float, end: float, events: list, color="") -> None:
@@ -876,39 +882,38 @@ def launch_timeline() -> Sheet:
         sheet.box(left, top, right - left, height, tint(GREY, 0.08), edge=None)
         scale = (right - left) / end
         for kind, start, duration, *_ in events:
-            width, fill = min(duration, end - start) * scale, color or KERNEL[kind]
-            if width > 0:
-                sheet.box(left + start * scale, top, max(width, 0.8), height, fill, edge=None)
+            fill = color or KERNEL[kind]
+            sheet.box(
+                left + start * scale, top, max(duration * scale, 0.8), height, fill, edge=None
+            )
 
     def axis(y: float, end: float) -> None:
         for mark in range(0, int(end) + 1, nice_step(end)):
             sheet.note(y, f"{mark} µs" if mark else "0", left + mark * (right - left) / end)
 
-    def pair(row: dict, y: float, end: float) -> None:
+    def longest(rows: list[dict]) -> float:
+        return max(start + us for row in rows for _, start, us, *_ in row["kernels"])
+
+    sheet.label(20, 78, "Step by step: the GPU waits for the host", weight="bold")
+    for i, row in enumerate(eager):
+        y, end = 102 + 78 * i, longest(eager)
         sheet.label(20, y + 14, row["version"], weight="bold")
-        sheet.label(20, y + 42, row["mode"], SMALL)
         lane("host", y, 22, end, row["launches"], GREY)
         lane("GPU", y + 26, 34, end, row["kernels"])
-        if row is graph:
-            sheet.note(y + 11, "one launch for the whole step, before this", left + 8, "left")
-
-    for i, row in enumerate(rows):
-        pair(row, 66 + 78 * i, longest)
-    axis(below, longest)
-    edge = left + (right - left) * wide / longest
-    y = below + 46
-    words = f"The first {wide:.0f} µs of it, {longest / wide:.0f} times as wide"
-    sheet.label(20, y, words, weight="bold")
-    sheet.line(edge, below - 14, edge, below - 24, color=INK, width=2)
-    for i, row in enumerate((rows[0], graph)):
-        pair(row, y + 26 + 78 * i, wide)
-    axis(y + 196, wide)
-    sheet.legend(y + 228, (20, 140, 290, 400, 580), KERNEL)
+    axis(middle - 40, longest(eager))
+    sheet.label(20, middle + 6, "One launch for the whole step: what fusion saves", weight="bold")
+    for i, row in enumerate(graphs):
+        y = middle + 30 + 52 * i
+        sheet.label(20, y + 18, row["version"], weight="bold")
+        lane("GPU", y, 36, longest(graphs), row["kernels"])
+    axis(below, longest(graphs))
+    sheet.legend(below + 36, (20, 140, 290, 400, 580), KERNEL)
     name = study["environment"]["device_name"].split("GB")[0]
-    words = f"TinyLlama in a trace of {name} GB; the profiler slows every launch"
-    sheet.note(y + 286, words, 20, "left")
-    sheet.cut(62, below + 24, "eager")
-    sheet.cut(below + 60, y + 254, "wide")
+    words = f"small TinyLlama, bf16, in a trace of {name} GB; the profiler"
+    sheet.note(below + 94, words, 20, "left")
+    sheet.note(below + 122, "slows every launch", 20, "left")
+    sheet.cut(62, middle - 20, "eager")
+    sheet.cut(middle - 14, below + 62, "graphs")
     return sheet
 
 
@@ -1234,7 +1239,7 @@ def strategy() -> Sheet:
 
 def sessions() -> Sheet:
     """The four sessions of the workshop: a bar of minutes each, from docs/agenda.json."""
-    colors = {"slides": GREY, "demonstration": ORANGE, "sheet": BLUE, "talk": GREEN}
+    colors = {"set-up": SKY, "slides": GREY, "demonstration": ORANGE, "sheet": BLUE, "talk": GREEN}
     kinds = {kind: tint(color, 0.5) for kind, color in colors.items()}
     names = [*agenda.plan()["sessions"]]
     sheet = Sheet("Four sessions: minutes", 120 + 78 * len(names))
@@ -1243,12 +1248,13 @@ def sessions() -> Sheet:
         sheet.label(20, y + 10, name.removeprefix("Session "), weight="bold")
         for item in items:
             kind = next((kind for kind in kinds if item.what.startswith(kind)), "talk")
+            kind = "sheet" if item.path else kind
             width = 11.5 * item.minutes
             sheet.box(x, y + 26, width - 3, 38, kinds[kind], str(item.minutes))
             x += width
         total = sum(item.minutes for item in items)
         sheet.label(x + 12, y + 45, str(total), TITLE, weight="bold")
-    sheet.legend(sheet.height - 36, (20, 160, 370, 500), kinds, edge=INK)
+    sheet.legend(sheet.height - 36, (20, 160, 285, 500, 630), kinds, edge=INK)
     sheet.cut(64, sheet.height - 4)
     return sheet
 
