@@ -53,6 +53,11 @@ def test_the_page_shows_what_its_commands_printed_and_the_table_that_the_figure_
         )
 
 
+def test_the_page_shows_the_kernel_that_its_command_runs():
+    code = (ROOT / "exercises/start/first_kernel.py").read_text().partition("@triton.jit")[2]
+    assert code in PAGE
+
+
 @needs_compiler
 def test_add_relu_predicts_by_bytes_then_measures(monkeypatch):
     status, printed, errors = captured(add_relu.main, ["--n", "1000", "--turns", "3"])
@@ -125,6 +130,7 @@ def test_sentences_on_versions_have_the_numbers_of_the_studies():
     crop = steps["tiny_openfold, crop", "bf16"]
     for words in (
         f"runs {kernels['V1']} kernels",
+        f"the step takes {ms['V1']:.1f} ms",
         f"leaves {kernels['V2']} kernels and {ms['V2']:.1f} ms",
         f"leaves {kernels['V3']} kernels and {ms['V3']:.1f} ms",
         f"from {crop['V1']['batch_ms']:.1f} ms in V1 to {crop['V3']['batch_ms']:.1f} at the size",
