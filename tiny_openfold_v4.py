@@ -4055,15 +4055,15 @@ class SideStreams:
         """Run work that reads these inputs on the stream of gradients, and return its result."""
         if self.joined:
             return work()
-        main, stream = torch.cuda.current_stream(), self.stream(0)
-        stream.wait_stream(main)
+        current, stream = torch.cuda.current_stream(), self.stream(0)
+        stream.wait_stream(current)
         with torch.cuda.stream(stream):
             result = work()
             self.pending.append((stream.record_event(), inputs))
         while len(self.pending) > self.DEPTH or (
             sum(tensor.nbytes for _, inputs in self.pending for tensor in inputs) > self.DEPTH_BYTES
         ):
-            main.wait_event(self.pending.popleft()[0])
+            current.wait_event(self.pending.popleft()[0])
         return result
 
     def release(self, parameter: Tensor) -> None:
