@@ -426,7 +426,7 @@ def test_the_scratch_copy_has_what_git_has_or_would_take(tmp_path: Path):
     done = end(start(sheet, logs, root=repository), logs, repository)
     assert done.statuses == ["ok", "ok"], done.stdout + done.stderr
     copy, *files = done.log(0).split()
-    assert files == ["changed", "kept", "new", "tools", "lab", "new"]
+    assert files == ["changed", "kept", "lab", "new", "tools", "new"]
     assert not Path(copy).exists()
     assert (repository / "kept").read_text() == "old\n"
 
