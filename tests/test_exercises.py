@@ -174,6 +174,18 @@ def test_links_between_pages_lead_somewhere():
             assert not part or part in headings[target], f"{page.name}: {link}"
 
 
+def test_each_line_that_a_walk_stops_at_is_in_its_script_once():
+    found = 0
+    for sheet in ROOT.glob("exercises/*/*.md"):
+        text = sheet.read_text()
+        if walk := re.search(r'^stop\(\) \{ grep .* -- "\$1" (\S+); \}$', text, re.MULTILINE):
+            lines = (ROOT / walk[1]).read_text().splitlines()
+            for stop in re.findall(r'^stop "(.*)" \d+$', text, re.MULTILINE):
+                assert sum(stop in line for line in lines) == 1, f"{sheet.name}: {stop}"
+                found += 1
+    assert found >= 6
+
+
 def ignored(names: Iterable[str]) -> set[str]:
     """Those that git ignores."""
     command = ["git", "check-ignore", "--stdin"]

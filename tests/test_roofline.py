@@ -44,7 +44,9 @@ def test_rates_by_hand():
     assert row["percent_of_roof"] == pytest.approx(40)
     assert CEILINGS.roof(200) == 2.0
     assert set(rates(0).values()) == {None}
-    assert rates(0, 100, 1.0, CEILINGS)["achieved_tflops"] is None
+    copying = rates(0, 2_000_000, 0.05, CEILINGS)  # 40 GB/s
+    assert copying["achieved_tflops"] is None
+    assert copying["percent_of_roof"] == pytest.approx(40)
 
 
 @pytest.mark.parametrize("version", [1, 2, 3, 4])
@@ -129,7 +131,8 @@ def test_scripts_side_by_side(tmp_path: Path):
         gemm = mine["gemm"]
         assert gemm["achieved_tflops"] == pytest.approx(gemm["flop"] / gemm["ms"] / 1e9)
         assert gemm["roof_tflops"] == pytest.approx(ceilings.roof(gemm["flop_per_byte"]))
-        assert mine["optimizer"]["percent_of_roof"] is None and mine["optimizer"]["gb_per_s"] > 0
+        optimizer = mine["optimizer"]
+        assert optimizer["percent_of_roof"] == pytest.approx(optimizer["percent_of_copy"])
     assert "counted on the unfused model" in out
     assert (tmp_path / "roofline_analysis.png").read_bytes()[:4] == b"\x89PNG"
 

@@ -362,18 +362,22 @@ def rates(
 ) -> dict:
     """Bytes, time and rates of a part as the columns of its row.
 
-    None where not measured, or without FLOP or time.
+    None where not measured, or without FLOP or time. The roof of a part that multiplies nothing is
+    the rate of a copy.
     """
     intensity = flop / moved if moved else None
     achieved = flop / ms / 1e9 if flop and ms and intensity and ceilings else None
     roof = ceilings.roof(intensity) if achieved else None
+    share = achieved / roof if achieved else None
+    if moved and ms and ceilings and not flop:
+        share = moved / ms / 1e6 / ceilings.copy_gb_per_s
     return {
         "bytes": moved,
         "flop_per_byte": intensity,
         "ms": ms,
         "achieved_tflops": achieved,
         "roof_tflops": roof,
-        "percent_of_roof": 100 * achieved / roof if achieved else None,
+        "percent_of_roof": None if share is None else 100 * share,
     }
 
 
