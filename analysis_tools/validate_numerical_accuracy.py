@@ -119,7 +119,8 @@ def loss_curve(trainer, name: str, steps: int) -> list[float]:
         losses.append(float(trainer.step()))
         if (now := time.monotonic()) > shown + QUIET:
             left, shown = (now - began) / (step + 1) * (steps - step - 1), now
-            print(f"{name}: step {step + 1} of {steps}, {left:.0f} s left", file=sys.stderr)
+            rest = f", {math.ceil(left)} s left" if left else ""
+            print(f"{name}: step {step + 1} of {steps}{rest}", file=sys.stderr)
     return losses
 
 
@@ -149,6 +150,7 @@ def compare_values(
         free_memory()
         return replace(first, args=args).trainer(weights, first)
 
+    print(f"comparing outputs and gradients {when} with float64", file=sys.stderr)
     values = []
     for side in sides:
         values.append(side.module.values_of(side.trainer(weights, first)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import math
 import statistics
 import sys
 import time
@@ -84,7 +85,8 @@ def measure_study(
                 whole = len(parts) if isinstance(parts, Sized) else None
                 line = f"{number + 1}{f' of {whole}' if whole else ''}: {in_words(names)}"
                 if whole and seconds:
-                    line += f"; {statistics.fmean(seconds) * (whole - number):.0f} s left"
+                    left = math.ceil(statistics.fmean(seconds) * (whole - number))
+                    line += f"; about {left} s left"
                 print(line, file=sys.stderr)
             started = time.monotonic()
             with contextlib.redirect_stdout(sys.stderr):  # the lines of the runs

@@ -86,7 +86,8 @@ def test_what_is_not_written_yet_is_said(tmp_path: Path):
     file = tmp_path / "evidence.json"
     file.write_text(json.dumps({"benchmarks": [HONEST.row()]}))
     status, printed, _ = captured(check_benchmark.main, [str(file)])
-    assert (status, printed.count("not written yet")) == (1, 6)
+    assert (status, printed.count(": not written yet")) == (1, 6)
+    assert printed.endswith("0 of 1 flagged; 6 of 6 probes are not written yet\n")
     assert captured(check_benchmark.main, ["--solution", str(file)])[0] == 0
 
 
