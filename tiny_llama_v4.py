@@ -495,9 +495,9 @@ def rms_norm_backward_kernel(
         grad *= weight[None, :]  # g
         grad = (grad - xhat * (tl.sum(grad * xhat, 1) / C)[:, None]) * rstd
         grad += tl.load(GRAD_SUMMED + at, mask=inside, other=0.0).to(tl.float32)
-        tl.store(GRAD_X + at, grad, mask=inside)
         if GRAD_UPDATE is not None:
             tl.store(GRAD_UPDATE + at, grad, mask=inside)
+        tl.store(GRAD_X + at, grad, mask=inside)
     tl.store(GRAD_WEIGHT + program * C + channel, tl.sum(grad_weight, 0), mask=channel < C)
 
 
