@@ -1,5 +1,6 @@
 """bench/versions.py: what its measurements write, and the tables from it."""
 
+import itertools
 import json
 import re
 import sys
@@ -9,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import load, random_state, relative_difference
+from conftest import load, random_state, relative_difference, words
 
 from bench import operations as kernels
 from bench import versions as benchmark
@@ -18,7 +19,7 @@ from lab.files import read_json
 from lab.study import by_side
 from lab.turns import ratios
 
-SMALL = ["--hidden-dim", "32", "--num-layers", "2", "--seq-len", "16", "--batch-size", "2"]
+SMALL = words("--hidden-dim 32 --num-layers 1 --seq-len 16 --batch-size 2")
 FUSIONS = tuple(flag for flag, _, _ in load("tiny_llama_v2").FUSIONS)
 
 
@@ -47,6 +48,12 @@ def on_a_host_that_slows_down(monkeypatch) -> None:
     monkeypatch.setattr(script.Run, "take", take)
 
 
+def cells(table: str) -> list[list[str]]:
+    """Those of the lines below the header of a table."""
+    lines = table.splitlines()[2:]
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+
+
 def sides_in(path: Path) -> dict[str, dict]:
     """The rows of a study by the names of their sides."""
     return {row["side"]: row for row in json.loads(path.read_text())["rows"]}
@@ -62,30 +69,23 @@ def test_ablation_measures_each_fusion_alone_and_all_but_each(tmp_path, monkeypa
 
     written = json.loads((tmp_path / "ablation_tiny_llama_v2.json").read_text())
     rows = {(row["precision"], row["side"]): row for row in written["rows"]}
-    assert sorted(rows) == sorted(
-        (precision, name) for precision in ("fp32", "bf16") for name in sets
-    )
+    assert {*rows} == {*itertools.product(("fp32", "bf16"), sets)}
     assert written["environment"]["device_name"]
 
     for precision in ("fp32", "bf16"):
         calls = {name: rows[precision, name]["per_step"] for name in sets}
         for fusion in FUSIONS:
-            why = f"{fusion} has to save operator calls, alone and beside the others: {calls}"
-            assert calls["all"] < calls[f"all but {fusion}"] < calls["none"], why
-            assert calls["all"] < calls[f"only {fusion}"] < calls["none"], why
+            assert calls["all"] < calls[f"all but {fusion}"] < calls["none"], calls
+            assert calls["all"] < calls[f"only {fusion}"] < calls["none"], calls
         every = len(FUSIONS)
-        for name, saved in (
-            *(("none", 0), ("only swiglu-fusion", 1)),
-            *(("all but swiglu-fusion", every - 1), ("all", every)),
-        ):
-            assert rows[precision, name]["speedup"] == pytest.approx(10 / (10 - saved))
-            assert rows[precision, name]["batch_ms"] == pytest.approx(1.5 * (10 - saved)), (
-                "the turn in the middle"
-            )
+        for name, saved in (("none", 0), ("only swiglu-fusion", 1), ("all", every)):
+            row = rows[precision, name]
+            assert row["speedup"] == pytest.approx(10 / (10 - saved))
+            assert row["batch_ms"] == pytest.approx(1.5 * (10 - saved)), "the turn in the middle"
 
-    lines = benchmark.table(tmp_path).splitlines()
-    assert [line.split("|")[1].strip() for line in lines[2:]] == sets
-    assert {line.count("|") for line in lines} == {8}
+    lines = cells(benchmark.table(tmp_path))
+    assert [line[0] for line in lines] == sets
+    assert {len(line) for line in lines} == {7}
 
 
 def test_headline_compares_all_versions_turn_by_turn(tmp_path, monkeypatch):
@@ -100,38 +100,21 @@ def test_headline_compares_all_versions_turn_by_turn(tmp_path, monkeypatch):
             return a_turn(run, ms * (1 + turns_of(run) ** 2))
 
         monkeypatch.setattr(script.Run, "take", take)
-    monkeypatch.setattr(
-        benchmark, "SHAPES", {"tiny_llama, small": benchmark.Shape("tiny_llama", SMALL)}
-    )
-    argv = [
-        "--rounds",
-        "3",
-        "--shapes",
-        "tiny_llama, small",
-        "--precisions",
-        "fp32",
-        "--modes",
-        "eager",
-    ]
+    shapes = {"tiny_llama, small": benchmark.Shape("tiny_llama", SMALL)}
+    monkeypatch.setattr(benchmark, "SHAPES", shapes)
+    argv = [*words("--rounds 3 --precisions fp32 --modes eager"), "--shapes", "tiny_llama, small"]
     assert benchmark.main(["headline", str(tmp_path), *argv]) == 0
     assert order == [*benchmark.VERSIONS, *reversed(benchmark.VERSIONS), *benchmark.VERSIONS]
     sides = sides_in(tmp_path / "headline.json")
-    assert {name: row["batch_ms"] for name, row in sides.items()} == {
-        "V1": 60.0,
-        "V2": 40.0,
-        "V3": 20.0,
-    }
-    what = [
-        sides["V2"][key]
-        for key in ("model", "version", "shape", "precision", "mode", "batch_size", "seq_len")
-    ]
+    found = {name: row["batch_ms"] for name, row in sides.items()}
+    assert found == {"V1": 60.0, "V2": 40.0, "V3": 20.0}
+    keys = words("model version shape precision mode batch_size seq_len")
+    what = [sides["V2"][key] for key in keys]
     assert what == ["tiny_llama", "V2", "tiny_llama, small", "fp32", "eager", 2, 16]
     assert sides["V2"]["fusions"] == [*FUSIONS]
     assert ratios(sides["V1"], sides["V2"]) == [1.5, 1.5, 1.5]
     times, kernels = benchmark.table(tmp_path).split("\n\n")
-    assert [cell.strip() for cell in times.splitlines()[2].split("|")[1:-1]] == [
-        "tiny_llama, small, fp32", "60.00", "40.00", "20.00"
-    ]  # fmt: skip
+    assert cells(times)[0] == ["tiny_llama, small, fp32", "60.00", "40.00", "20.00"]
     assert str(sides["V2"]["per_step"]) in kernels
 
 
@@ -170,15 +153,9 @@ def test_the_trunk_has_a_row_for_each_version_with_and_without_checkpoints(tmp_p
     assert checkpointed["V1"]["argv"].count("--checkpoint-blocks") == 1
     assert [plain[name]["status"] for name in ("V1", "V2 compiled")] == ["oom", "failed"]
     assert "no OpenFold in" in checkpointed["OpenFold"]["error"]
-    lines = benchmark.table(tmp_path).splitlines()
-    cells = {
-        line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]]
-        for line in lines[2:]
-    }
-    assert cells["2 x 4, V1"][:2] == [
-        "out of memory",
-        f"{checkpointed['V1']['batch_ms']:.0f}",
-    ]
+    lines = {line[0]: line[1:3] for line in cells(benchmark.table(tmp_path))}
+    ms = f"{checkpointed['V1']['batch_ms']:.0f}"
+    assert lines["2 x 4, V1"] == ["out of memory", ms]
 
 
 def test_padding_measures_each_version_with_masks_and_without(tmp_path, monkeypatch):
@@ -199,8 +176,7 @@ def test_padding_measures_each_version_with_masks_and_without(tmp_path, monkeypa
     assert seen.count(True) == seen.count(False)
     names = [*sides_in(tmp_path / "padding.json")]
     assert names == ["V2", "V2, padded", "V1", "V1, padded"]
-    cells = benchmark.table(tmp_path).splitlines()[2].split("|")
-    assert [cell.strip() for cell in cells[4:-1]] == ["+50.0 %", "+50.0 %"]
+    assert cells(benchmark.table(tmp_path))[0][3:] == ["+50.0 %", "+50.0 %"]
 
 
 def fake_results(monkeypatch, results: list[dict]) -> None:
@@ -208,9 +184,8 @@ def fake_results(monkeypatch, results: list[dict]) -> None:
     monkeypatch.setattr(benchmark, "MODELS", {"tiny_llama": []})
     monkeypatch.setattr(benchmark, "LENGTHS", (16, 32))
     for script in ("tiny_llama_v1", "tiny_llama_v2"):
-        monkeypatch.setattr(
-            benchmark.importlib.import_module(script), "train", lambda args: results.pop(0)
-        )
+        module = benchmark.importlib.import_module(script)
+        monkeypatch.setattr(module, "train", lambda args: results.pop(0))
 
 
 def result(
@@ -219,14 +194,8 @@ def result(
     timing, memory = {"batch_ms": batch_ms, "turns_ms": [batch_ms]}, {"peak_mb": peak_mb}
     error = None if status == "ok" else "why it ended"
     ended = {"status": status, "exit_status": exit_status, "error": error}
-    return {
-        "script": "tiny_llama_v2",
-        "training": {},
-        "kernels": {},
-        "timing": timing,
-        "memory": memory,
-        **ended,
-    }
+    found = {"script": "tiny_llama_v2", "training": {}, "kernels": {}}
+    return {**found, "timing": timing, "memory": memory, **ended}
 
 
 def call(capsys, *argv) -> tuple[int, str, str]:
@@ -247,10 +216,8 @@ def test_a_run_that_fails_ends_the_suite_and_keeps_the_earlier_file(
     fake_results(monkeypatch, [*(result() for _ in range(3)), result(*ending)])
     ended, _, err = call(capsys, "memory", tmp_path)
     assert ended == status
-    assert [part.partition("; ")[0] for part in err.splitlines()[:-1]] == [
-        "1 of 2: seq_len 16",
-        "2 of 2: seq_len 32",
-    ]
+    shown = [part.partition("; ")[0] for part in err.splitlines()[:-1]]
+    assert shown == ["1 of 2: seq_len 16", "2 of 2: seq_len 32"]
     assert line in err.splitlines()[-1]
     assert earlier.read_text() == "earlier"
     # of one length
@@ -261,12 +228,8 @@ def test_out_of_memory_is_a_cell_and_its_steps_are_no_measurement(tmp_path, monk
     fast = result("oom", 3, batch_ms=0.1)  # a few quick steps, then no memory
     fake_results(monkeypatch, [result(), result(peak_mb=90.0), fast, result(peak_mb=None)])
     assert call(capsys, "memory", tmp_path)[0] == 0
-    rows = [
-        [cell.strip() for cell in line.split("|")[1:-1]]
-        for line in benchmark.table(tmp_path).splitlines()
-    ]
-    assert rows[2][1:] == ["100", "out of memory"]
-    assert rows[3][1:] == ["90", "-"]
+    rows = cells(benchmark.table(tmp_path))
+    assert [row[1:] for row in rows] == [["100", "out of memory"], ["90", "-"]]
 
 
 def test_scaling_is_weak_and_strong(tmp_path):
@@ -285,14 +248,12 @@ def test_scaling_is_weak_and_strong(tmp_path):
     ]
     study = {"environment": {"device_name": "x"}, "rounds": 5, "rows": rows}
     (tmp_path / "scaling.json").write_text(json.dumps(study))
-    eager, weak, strong = (
-        [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
-        for text in benchmark.table(tmp_path, ["scaling"]).split("\n\n")
-    )
-    assert (eager[0][1:], [line[1:] for line in eager[2:]]) == (["2 GPUs, V1"], [["0.50"]])
-    assert weak[0][1:] == strong[0][1:] == ["2 GPUs, V3", "2 GPUs, V4"]
-    assert [line[1:] for line in weak[2:]] == [["0.60", "0.80"], ["-", "1.00"]]
-    assert [line[1:] for line in strong[2:]] == [["1.20x", "1.60x"]]
+    tables = benchmark.table(tmp_path, ["scaling"]).split("\n\n")
+    eager, weak, strong = ([line[1:] for line in cells(table)] for table in tables)
+    assert eager == [["0.50"]]
+    assert weak == [["0.60", "0.80"], ["-", "1.00"]]
+    assert strong == [["1.20x", "1.60x"]]
+    assert "2 GPUs, V3 | 2 GPUs, V4 |" in tables[1].splitlines()[0]
 
 
 @pytest.mark.parametrize(
@@ -327,19 +288,8 @@ def test_bad_input_is_one_line(tmp_path, monkeypatch, capsys, argv, content, lin
 # bench/operations.py
 
 
-LLAMA = [
-    "--num-layers",
-    "1",
-    "--hidden-dim",
-    "32",
-    "--num-heads",
-    "4",
-    "--num-kv-heads",
-    "2",
-    "--seq-len",
-    "12",
-]
-LLAMA += ["--batch-size", "2", "--vocab-size", "50", "--warmup-steps", "2"]
+LLAMA = words("--num-layers 1 --hidden-dim 32 --num-heads 4 --num-kv-heads 2 --seq-len 12")
+LLAMA += words("--batch-size 2 --vocab-size 50 --warmup-steps 2")
 
 
 @pytest.fixture
@@ -369,13 +319,11 @@ def triangle_multiplicative_update(x, direction, **w):
     x = norm(x, dim, w["norm_in_weight"], w["norm_in_bias"])
     gate = linear(x, w["g_in_weight"], w["g_in_bias"]).sigmoid()
     a, b = (gate * linear(x, w["p_in_weight"], w["p_in_bias"])).chunk(2, dim=-1)
-    product = torch.einsum(
-        {"outgoing": "bikc,bjkc->bijc", "incoming": "bkic,bkjc->bijc"}[direction], a, b
-    )
+    terms = {"outgoing": "bikc,bjkc->bijc", "incoming": "bkic,bkjc->bijc"}[direction]
+    product = torch.einsum(terms, a, b)
     product = norm(product, product.shape[-1:], w["norm_out_weight"], w["norm_out_bias"])
-    return linear(x, w["g_out_weight"], w["g_out_bias"]).sigmoid() * linear(
-        product, w["p_out_weight"], w["p_out_bias"]
-    )
+    gate = linear(x, w["g_out_weight"], w["g_out_bias"]).sigmoid()
+    return gate * linear(product, w["p_out_weight"], w["p_out_bias"])
 
 
 @pytest.fixture
@@ -392,10 +340,9 @@ def installed(monkeypatch):
         return triangle_attention(*heads_third, bias + mask).transpose(2, 3)
 
     monkeypatch.setattr(peers, "megafold", lambda clone: evoformer)
-    monkeypatch.setattr(
-        kernels, "cudnn_attention", torch.nn.functional.scaled_dot_product_attention
-    )
-    monkeypatch.setattr(peers, "cudnn_attention", torch.nn.functional.scaled_dot_product_attention)
+    for module in (kernels, peers):
+        attention = torch.nn.functional.scaled_dot_product_attention
+        monkeypatch.setattr(module, "cudnn_attention", attention)
 
 
 SAME = {  # sides that take and give what ours does
@@ -480,9 +427,8 @@ def test_a_peer_that_fails_leaves_the_rest_of_the_row(tiny_studies, tmp_path, mo
     assert row["triton"]["us"] > 0
     assert row["SDPA"]["status"] == "oom"
     assert row["SDPA"]["error"] == "OutOfMemoryError: CUDA out of memory. Tried to allocate 8 GiB"
-    assert [row[f"{name}, own layout"]["status"] for name in ("cuEquivariance", "MegaFold")] == [
-        "missing"
-    ] * 2
+    for name in ("cuEquivariance", "MegaFold"):
+        assert row[f"{name}, own layout"]["status"] == "missing"
     assert "--megafold" in row["MegaFold, own layout"]["error"]
     assert "note: SDPA: OutOfMemoryError" in capsys.readouterr().err
     assert "out of memory" in kernels.table(tmp_path)
@@ -503,26 +449,18 @@ def test_a_kernel_of_ours_that_fails_fails_the_study(tiny_studies, tmp_path, mon
 
 def test_a_cold_cache_is_told_where_it_changes_the_ratio(tmp_path):
     def side(us: float, cold: float) -> dict:
-        return {
-            "us": us,
-            "turns_us": [us],
-            "cold_us": cold,
-            "cold_turns_us": [cold],
-            "extra_mb": 5.0,
-            "held_mb": 1.0,
-        }
+        times = {"us": us, "turns_us": [us], "cold_us": cold, "cold_turns_us": [cold]}
+        return {**times, "extra_mb": 5.0, "held_mb": 1.0}
 
     rows = [
         {"shape": name, "precision": "bf16", "side": which, **side(us, cold)}
         for name, ours, theirs in (("small", 16.0, 24.0), ("large", 11.0, 22.0))
         for which, us, cold in (("triton", 10.0, ours), ("SDPA", 20.0, theirs))
     ]
-    (tmp_path / "attention.json").write_text(
-        json.dumps({"environment": {"device_name": "a GPU"}, "rows": rows})
-    )
-    small, large = (line.split("|")[4:6] for line in kernels.table(tmp_path).splitlines()[2:4])
-    assert [cell.strip() for cell in small] == ["2.00x (SDPA)", "1.50x"]
-    assert [cell.strip() for cell in large] == ["2.00x (SDPA)", ""]
+    study = {"environment": {"device_name": "a GPU"}, "rows": rows}
+    (tmp_path / "attention.json").write_text(json.dumps(study))
+    small, large = (line[3:5] for line in cells(kernels.table(tmp_path))[:2])
+    assert (small, large) == (["2.00x (SDPA)", "1.50x"], ["2.00x (SDPA)", ""])
 
 
 def test_optimizers_with_master_weights_take_the_step_that_ours_takes():
@@ -533,9 +471,8 @@ def test_optimizers_with_master_weights_take_the_step_that_ours_takes():
     step()
     reference = torch.optim.AdamW(expected, lr=3e-4)
     for parameter, master in zip(expected, masters, strict=True):
-        assert torch.equal(master.grad, master.grad.to(torch.bfloat16).float()), (
-            "widened from bfloat16"
-        )
+        narrow = master.grad.to(torch.bfloat16).float()
+        assert torch.equal(master.grad, narrow), "widened from bfloat16"
         parameter.grad = master.grad.clone()
     reference.step()
     for parameter, master, narrow in zip(expected, masters, low, strict=True):
@@ -563,15 +500,10 @@ def test_a_study_writes_its_turns_and_other_block_sizes_apart(tiny_studies, tmp_
     for side in ("triton", "SDPA", "torch.compile"):
         assert len(row[side]["turns_us"]) == 2
         assert row[side]["us"] == pytest.approx(sum(row[side]["turns_us"]) / 2)
-    assert (
-        kernels.main([*argv, "--try", "attention_forward:BLOCK_M=16 attention_forward:num_warps=2"])
-        == 0
-    )
+    tried = "attention_forward:BLOCK_M=16 attention_forward:num_warps=2"
+    assert kernels.main([*argv, "--try", tried]) == 0
     rows = json.loads((tmp_path / "attention_blocks.json").read_text())["rows"]
-    assert [row["blocks"] for row in rows] == [
-        "as they are",
-        "attention_forward:BLOCK_M=16 attention_forward:num_warps=2",
-    ]
+    assert [row["blocks"] for row in rows] == ["as they are", tried]
     assert sides_in(tmp_path / "attention.json") == row, "and nothing else"
     capsys.readouterr()
     assert kernels.main(["table", str(tmp_path)]) == 0
@@ -579,11 +511,10 @@ def test_a_study_writes_its_turns_and_other_block_sizes_apart(tiny_studies, tmp_
 
 
 def test_rows_calls_every_operator_as_it_is(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        kernels,
-        "steps_in_turns",
-        lambda sides, rounds: {s: {"us": 1.0, "turns_us": [1.0]} for s in sides},
-    )
+    def in_turns(sides: dict, rounds: int) -> dict:
+        return {side: {"us": 1.0, "turns_us": [1.0]} for side in sides}
+
+    monkeypatch.setattr(kernels, "steps_in_turns", in_turns)
     assert kernels.main(["rows", str(tmp_path), "--rows", "512"]) == 0
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     rows = {row["operator"]: row["bytes"] for row in rows if row["side"] == "kernel"}
@@ -592,41 +523,33 @@ def test_rows_calls_every_operator_as_it_is(tmp_path, monkeypatch):
 
 
 def test_the_whole_step_has_its_parts_and_its_reference(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(
-        kernels, "SHAPES", {"tiny_llama, tiny": benchmark.Shape("tiny_llama", LLAMA)}
-    )
+    shapes = {"tiny_llama, tiny": benchmark.Shape("tiny_llama", LLAMA)}
+    monkeypatch.setattr(kernels, "SHAPES", shapes)
     ceilings = kernels.measure_ceilings
     monkeypatch.setattr(
         kernels, "measure_ceilings", lambda *given: replace(ceilings(*given), copy_gb_per_s=2.0)
     )
     assert kernels.main(["step", str(tmp_path), "--rounds", "2"]) == 0
     (row,) = json.loads((tmp_path / "step.json").read_text())["rows"]
-    assert (row["shape"], row["precision"], row["script"]) == (
-        "tiny_llama, tiny",
-        "bf16",
-        "tiny_llama_v4",
-    )
+    found = row["shape"], row["precision"], row["script"]
+    assert found == ("tiny_llama, tiny", "bf16", "tiny_llama_v4")
     assert row["ceilings"]["precision"] == "bfloat16"
     assert row["batch_ms"] == pytest.approx(sum(row["turns_ms"]) / 2)
     assert row["copy_ms"] == pytest.approx(row["bytes"] / 2e9 * 1e3)
     assert row["gemm_ms"] == pytest.approx(row["flop"] / row["ceilings"]["gemm_tflops"] / 1e9)
-    assert row["over_reference"] == pytest.approx(
-        row["batch_ms"] / (row["copy_ms"] + row["gemm_ms"])
-    )
+    reference = row["copy_ms"] + row["gemm_ms"]
+    assert row["over_reference"] == pytest.approx(row["batch_ms"] / reference)
     calls = {part["name"].rpartition("::")[2]: part["calls"] for part in row["kernels"]}
     # the operator's or the kernel's
     rms_norm = next(name for name in calls if name.startswith("rms_norm_backward"))
     assert calls[rms_norm] == 3, "two in the layer and one after it"
-    assert 0 < sum(part["us"] for part in row["kernels"]) / 1e3 < 2 * row["batch_ms"], (
-        "of one step, not of all"
-    )
+    ms = sum(part["us"] for part in row["kernels"]) / 1e3
+    assert 0 < ms < 2 * row["batch_ms"], "of one step, not of all"
     capsys.readouterr()
     assert kernels.main(["table", str(tmp_path)]) == 0
     steps, categories, longest = capsys.readouterr().out.split("\n\n")
     assert re.search(rf"\| tiny_llama, tiny, bf16 +\| +{row['batch_ms']:.2f} \|", steps)
-    assert {"GEMM", "attention", "normalisation"} < {
-        line.split("|")[1].strip() for line in categories.splitlines()
-    }
+    assert {"GEMM", "attention", "normalisation"} < {line[0] for line in cells(categories)}
     assert row["kernels"][0]["name"] in longest.splitlines()[2]
 
 
@@ -642,9 +565,8 @@ def test_the_bytes_of_a_step_are_those_of_its_operators_and_of_the_optimizer():
         v3.swiglu_forward(batch)
         optimizer.step()
 
-    trainer = SimpleNamespace(
-        model=model, optimizer=optimizer, next_batch=lambda: x, compute=compute
-    )
+    parts = {"model": model, "optimizer": optimizer, "next_batch": lambda: x}
+    trainer = SimpleNamespace(**parts, compute=compute)
     assert kernels.group_bytes(trainer, v3.NO_WORK).total() == 4 * (8 * 64 + 8 * 32) + 7 * 4 * 64
 
 
@@ -690,6 +612,5 @@ def test_llamas_that_are_compared_train_alike(tmp_path, monkeypatch, capsys):
     for name, found in losses.items():
         assert found == pytest.approx(losses["V3"], rel=1e-4 if kernels.GPU else 1e-5), name
     assert kernels.main(["table", str(tmp_path)]) == 0
-    assert re.search(
-        r"\| tiny_llama, tiny, fp32 \|( +3\.00 \|){7}( +1\.00x \|){6}", capsys.readouterr().out
-    )
+    row = r"\| tiny_llama, tiny, fp32 \|( +3\.00 \|){7}( +1\.00x \|){6}"
+    assert re.search(row, capsys.readouterr().out)

@@ -31,23 +31,13 @@ from tools.small_runs import COMMON, SIZES, shrink
 def files_with(mark: str, *patterns: str) -> list[str]:
     """The files of these patterns that have a line of this form, as paths from the repository's
     root."""
-    found = (
-        path
-        for pattern in patterns
-        for path in ROOT.glob(pattern)
-        if re.search(mark, path.read_text(), re.M)
-    )
+    paths = [path for pattern in patterns for path in ROOT.glob(pattern)]
+    found = [path for path in paths if re.search(mark, path.read_text(), re.M)]
     return sorted(str(path.relative_to(ROOT)) for path in found)
 
 
-PAGES = (
-    "README.md",
-    "docs/START.md",
-    "docs/ROCM.md",
-    "docs/MANY_GPUS.md",
-    "docs/INSTRUCTOR.md",
-    "exercises/*/*.md",
-)
+PAGES = ("README.md", *(f"docs/{name}.md" for name in ("START", "ROCM", "MANY_GPUS", "INSTRUCTOR")))
+PAGES += ("exercises/*/*.md",)
 SHEETS = files_with("^```(bash|python)", *PAGES)
 SHEETS = [name for name in SHEETS if not name.endswith("solutions.md")]
 # 9 to 80 seconds each: .ci/run runs them.
@@ -267,23 +257,12 @@ def sheet_of(*parts: str) -> str:
 def test_directory_variables_and_functions_carry_over(run):
     first = "mkdir -p 'a b'\ncd 'a b'\nTEXT=\"it's \\$two\nlines\"\nLIST=(1 '2 3')\n"
     first += 'export SEEN=yes\nf() { echo "f $1"; }'
-    done = run(
-        sheet_of(
-            first,
-            'pwd\necho "$TEXT"\necho "${LIST[1]}"\nf 7',
-            "```python\nimport os\n\nprint(os.getcwd()[-3:], os.environ['SEEN'], 'TEXT' in "
-            "os.environ)\n```\n",
-            "cd ..\npwd",
-        )
-    )
+    second = 'pwd\necho "$TEXT"\necho "${LIST[1]}"\nf 7'
+    python = "import os\nprint(os.getcwd()[-3:], os.environ['SEEN'], 'TEXT' in os.environ)"
+    done = run(sheet_of(first, second, f"```python\n{python}\n```\n", "cd ..\npwd"))
     assert done.statuses == ["ok"] * 4
-    assert done.log(1).splitlines() == [
-        str(done.directory / "a b"),
-        "it's $two",
-        "lines",
-        "2 3",
-        "f 7",
-    ]
+    place = str(done.directory / "a b")
+    assert done.log(1).splitlines() == [place, "it's $two", "lines", "2 3", "f 7"]
     assert done.log(2) == "a b yes False\n"
     assert done.log(3).strip() == str(done.directory)
 
@@ -312,14 +291,8 @@ def test_failures_name_the_line_in_the_sheet(run):
 
 def test_phrases_are_looked_for_in_stdout_and_stderr(run):
     command = "echo 'Peak memory: 3 MB'\necho warning >&2"
-    done = run(
-        sheet_of(
-            command,
-            "Prints: `Peak memory:`,\n`warning`, and more\n",
-            command,
-            "Prints: `Peak`, `Final loss:`\n",
-        )
-    )
+    both = "Prints: `Peak memory:`,\n`warning`, and more\n", "Prints: `Peak`, `Final loss:`\n"
+    done = run(sheet_of(command, both[0], command, both[1]))
     assert done.status == 1
     assert done.statuses == ["ok", "failed"]
     assert "does not print: Final loss:\n" in done.stdout
@@ -333,18 +306,8 @@ def test_blocks_that_ci_cannot_run(run):
     assert done.blocks[0]["remark"] == "needs a screen"
     assert os.listdir(done.directory) == ["two"]
     assert run(text).statuses == ["ok", "ok"]
-    assert run(
-        sheet_of(comment + "\nOnly directly before a block.\n", "true"), "--ci"
-    ).statuses == ["ok"]
-
-
-def test_long_blocks_run_only_when_asked(run):
-    text = sheet_of("<!-- long: 8 minutes -->\n", "touch long", "touch short")
-    done = run(text)
-    assert (done.status, done.statuses) == (0, ["long", "ok"])
-    assert done.blocks[0]["remark"] == "8 minutes; --long runs it"
-    assert os.listdir(done.directory) == ["short"]
-    assert run(text, "--long").statuses == ["ok", "ok"]
+    apart = sheet_of(comment + "\nOnly directly before a block.\n", "true")
+    assert run(apart, "--ci").statuses == ["ok"]
 
 
 def test_blocks_for_a_gpu_run_where_pytorch_sees_one(run, tmp_path: Path):
@@ -358,7 +321,9 @@ def test_blocks_for_a_gpu_run_where_pytorch_sees_one(run, tmp_path: Path):
         python.chmod(0o755)
         done = run(text, "--long", "--python", python)
         assert (done.status, done.statuses) == (0, statuses), done.stdout + done.stderr
-    assert run(text, "--python", python).statuses == ["long", "ok", "ok"]
+    done = run(text, "--python", python)
+    assert done.statuses == ["long", "ok", "ok"]
+    assert done.blocks[0]["remark"] == "1 minute; --long runs it"
     assert "times kernels" in run(text, "--long", "--python", "/bin/false").stdout
 
 
@@ -475,8 +440,7 @@ except KeyboardInterrupt:
 """
 
 
-@pytest.mark.parametrize("argv", [(), ("--shrink",)], ids=["plain", "shrink"])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(("number", "argv"), [(signal.SIGINT, ("--shrink",)), (signal.SIGTERM, ())])
 def test_an_interrupt_ends_all_that_was_started(tmp_path: Path, number: int, argv: tuple[str, ...]):
     (tmp_path / "tiny_waits_v1.py").write_text(WAITS)
     sheet, logs = tmp_path / "sheet.md", tmp_path / "logs"
@@ -524,29 +488,22 @@ def test_small_runs_are_small(script: str):
 def test_sizes_that_differ_still_do(flag: str):
     values = [2**n for n in range(5, 11)] if flag == "--seq-len" else [1, 2, 4, 8, 16, 32]
     for model in SIZES:
-        for words in (lambda n: [flag, str(n)], lambda n: [f"{flag}={n}"]):
-            commands = [shrink([f"tiny_{model}_v2.py", *words(n)]) for n in values]
-            small = [
-                int(command[len(command) - 1 - command[::-1].index(flag) + 1])
-                for command in commands
-            ]
+        for given in ("{} {}", "{}={}"):
+            argv = [given.format(flag, n).split() for n in values]
+            commands = [shrink([f"tiny_{model}_v2.py", *words]) for words in argv]
+            places = [len(command) - command[::-1].index(flag) for command in commands]
+            small = [int(command[at]) for command, at in zip(commands, places, strict=True)]
             assert small == sorted(set(small))
             assert all(n <= value for n, value in zip(small, values, strict=True))
             assert small[-1] <= 18
 
 
 def test_profilers_shrink_their_script():
-    for script, flag in (
-        ("tiny_llama_v1.py", "--hidden-dim"),
-        ("tiny_openfold_v1.py", "--pair-dim"),
-    ):
-        command = shrink(["./run_pytorch_profiler.py", f"--script={script}"])
-        assert flag in command
-        assert set(COMMON) <= set(command)
+    command = shrink(["./run_pytorch_profiler.py", "--script=tiny_llama_v1.py"])
+    assert {"--hidden-dim", *COMMON} <= {*command}
     assert "--pair-dim" in shrink(["run_deepspeed_flops.py"])
-    assert "--hidden-dim" in shrink(
-        ["setup/validation_scripts/test_training.py", "tiny_llama_v4.py"]
-    )
+    training = ["setup/validation_scripts/test_training.py", "tiny_llama_v4.py"]
+    assert "--hidden-dim" in shrink(training)
 
 
 # Shows what it was started with.
@@ -578,33 +535,18 @@ def test_a_small_run_gets_what_its_script_would_get(run, tmp_path: Path):
     )
     assert done.statuses == ["ok"] * 5, done.stdout
     first, errors = done.log(0).splitlines()
-    where = [str(tmp_path), str(script)]
-    assert json.loads(first) == [
-        [str(script), "a b", "0"],
-        str(done.directory),
-        "first",
-        "",
-        *where,
-    ]
+    where, place = [str(tmp_path), str(script)], str(done.directory)
+    assert json.loads(first) == [[str(script), "a b", "0"], place, "first", "", *where]
     assert errors == "to stderr"
     second, status = done.log(1).splitlines()
-    assert json.loads(second) == [
-        [str(script), "3"],
-        str(done.directory / "x"),
-        None,
-        "input\n",
-        *where,
-    ]
+    assert json.loads(second) == [[str(script), "3"], f"{place}/x", None, "input\n", *where]
     assert status == "3"
     assert "ValueError: no" in done.log(2)
     assert done.log(2).endswith("status 1\n")
     assert (done.log(3).splitlines()[0], done.log(3).splitlines()[-1]) == ("1", "2")
-    result = json.loads((done.directory / "x" / "here" / "tiny_llama_v2_summary.json").read_text())
-    assert (result["status"], result["config"]["seq_len"], result["training"]["num_steps"]) == (
-        "ok",
-        12,
-        1,
-    )
+    result = json.loads((done.directory / "x/here/tiny_llama_v2_summary.json").read_text())
+    found = result["status"], result["config"]["seq_len"], result["training"]["num_steps"]
+    assert found == ("ok", 12, 1)
 
 
 # --- bench/tables.py
@@ -629,9 +571,8 @@ def test_tables_are_written_and_checked(tmp_path: Path):
     assert f"{file}:10: " in done.stderr
     assert "old" in file.read_text()
     assert tables(file).returncode == 0
-    assert file.read_text() == table_of(commands[0], "| a |\n| - |\n") + table_of(
-        commands[1], "| b |\n"
-    )
+    first, second = table_of(commands[0], "| a |\n| - |\n"), table_of(commands[1], "| b |\n")
+    assert file.read_text() == first + second
     assert tables("--check", file).returncode == 0
 
 
@@ -645,10 +586,8 @@ def test_a_marker_can_take_some_of_the_tables_that_its_command_prints(tmp_path: 
         text = file.read_text().replace('"MB"', f'"{wrong}"')
         (tmp_path / "wrong.md").write_text(text)
         done = tables(tmp_path / "wrong.md")
-        assert (done.returncode, f"one table that begins with '{wrong}'" in done.stderr) == (
-            1,
-            True,
-        )
+        said = f"one table that begins with '{wrong}'"
+        assert (done.returncode, said in done.stderr) == (1, True)
         assert (tmp_path / "wrong.md").read_text() == text
 
 
@@ -662,10 +601,8 @@ def test_a_marker_can_take_some_columns_and_rows(tmp_path: Path):
     for known, unknown in (('"V2"', '"V3"'), ('"a"', '"c"')):
         (tmp_path / "wrong.md").write_text(file.read_text().replace(known, unknown))
         done = tables(tmp_path / "wrong.md")
-        assert (done.returncode, f"prints no {unknown}".replace('"', "'") in done.stderr) == (
-            1,
-            True,
-        )
+        said = f"prints no {unknown}".replace('"', "'")
+        assert (done.returncode, said in done.stderr) == (1, True)
 
 
 @pytest.mark.parametrize(

@@ -81,14 +81,8 @@ def test_first_line_says_what_ran(plain: Run):
     first = plain.stdout.splitlines()[0]
     parameters = sum(p.numel() for p in build(SCRIPT).parameters())
     assert plain.summary["parameters"] == parameters
-    for part in (
-        SCRIPT,
-        "batch_size 2",
-        "hidden_dim 64",
-        "float32",
-        "qkv-fusion",
-        f"{parameters:,} parameters",
-    ):
+    named = (SCRIPT, "batch_size 2", "hidden_dim 64", "float32", "qkv-fusion")
+    for part in (*named, f"{parameters:,} parameters"):
         assert part in first
 
 
@@ -107,9 +101,8 @@ def test_speed_and_times(plain: Run):
         (rf"Average optimizer time: {NUMBER} ms", ["optimizer_ms"]),
         (rf"Warmup step time: {NUMBER} ms \(first step\)", ["warmup_first_step_ms"]),
     ):
-        assert numbers(text, line) == pytest.approx([timing[name] for name in names], abs=0.051), (
-            line
-        )
+        expected = [timing[name] for name in names]
+        assert numbers(text, line) == pytest.approx(expected, abs=0.051), line
     assert "Compilation overhead" not in text
 
 
@@ -118,23 +111,19 @@ def test_loss_memory_kernels_and_flops(plain: Run):
     loss, kernels, flops = summary["loss"], summary["kernels"], summary["flops"]
     found = numbers(text, rf"Final loss: {NUMBER} \(first step {NUMBER}\)")
     assert found == pytest.approx([loss["final"], loss["initial"]], abs=6e-5)
-    assert numbers(text, rf"Peak memory usage: {NUMBER} MB") == [
-        pytest.approx(summary["memory"]["peak_mb"], abs=0.051)
-    ]
+    (peak,) = numbers(text, rf"Peak memory usage: {NUMBER} MB")
+    assert peak == pytest.approx(summary["memory"]["peak_mb"], abs=0.051)
     calls = numbers(text, r"Kernels per step: (\d+) \(all fusions off: (\d+)\).*operator calls.*")
     assert calls == [kernels["per_step"], kernels["all_off"]]
-    assert numbers(text, rf"Kernel reduction: {NUMBER} %") == [
-        pytest.approx(kernels["reduction_percent"], abs=0.051)
-    ]
-    assert kernels["reduction_percent"] == pytest.approx(
-        100 * (1 - kernels["per_step"] / kernels["all_off"])
-    )
+    (percent,) = numbers(text, rf"Kernel reduction: {NUMBER} %")
+    assert percent == pytest.approx(kernels["reduction_percent"], abs=0.051)
+    saved = 100 * (1 - kernels["per_step"] / kernels["all_off"])
+    assert kernels["reduction_percent"] == pytest.approx(saved)
     gflop, tflops = numbers(text, rf"FLOPs per step: {NUMBER} GFLOP, achieved {NUMBER} TFLOP/s")
     assert gflop == pytest.approx(flops["per_step"] / 1e9, rel=1e-3), "however small it is"
     assert tflops == pytest.approx(flops["achieved_tflops"], rel=1e-2)
-    assert flops["achieved_tflops"] == pytest.approx(
-        flops["per_step"] / summary["timing"]["batch_ms"] / 1e9
-    )
+    rate = flops["per_step"] / summary["timing"]["batch_ms"] / 1e9
+    assert flops["achieved_tflops"] == pytest.approx(rate)
 
 
 def test_numbers_agree_with_each_other(plain: Run):
@@ -155,9 +144,8 @@ def test_times_of_known_steps():
     script = load(SCRIPT)
     turn = script.Turn("step", 20, 0.04, {"forward": [9.0, *18 * [1.0], 5.0]}, [], 0)
     found = script.timing([turn], batch_size=8)
-    assert [found[f"batch_{key}ms"] for key in ("", "median_", "p95_")] == pytest.approx(
-        [2.0, 1.0, 9.0]
-    )
+    batch = [found[f"batch_{key}ms"] for key in ("", "median_", "p95_")]
+    assert batch == pytest.approx([2.0, 1.0, 9.0])
     assert (found["samples_per_sec"], found["forward_ms"]) == pytest.approx((4000.0, 1.6))
 
 
@@ -167,23 +155,15 @@ PROGRESS = rf"(warm-up step|step) (\d+)/(\d+)  loss {NUMBER}  {NUMBER} samples/s
 def test_progress_shows_the_loss_of_warmup_and_measured_steps(plain: Run):
     _, text, _, summary = plain
     shown = re.findall(rf"^{PROGRESS}(?:  \d:\d\d:\d\d left)?$", text, re.MULTILINE)
-    expected = [
-        ("warm-up step", 2, WARMUP),
-        ("step", 2, STEPS),
-        ("step", 4, STEPS),
-        ("step", 6, STEPS),
-    ]
+    expected = [("warm-up step", 2, WARMUP), *(("step", n, STEPS) for n in (2, 4, 6))]
     assert [(kind, int(step), int(of)) for kind, step, of, *_ in shown] == expected
     losses = [summary["loss"]["curve"][i] for i in (1, 3, 5, 7)]
     assert [float(loss) for *_, loss, _ in shown] == pytest.approx(losses, abs=6e-5)
     assert "0:00:00 left" not in text
     after = re.split(rf"step {STEPS}/{STEPS} .*samples/s\n", text)[1].splitlines()
-    assert after[:4] == [
-        "counting kernels",
-        "recording the memory of a step",
-        "counting operations",
-        "counting kernels with all fusions off",
-    ]
+    counts = ["kernels", "operations", "kernels with all fusions off"]
+    counts = [f"counting {what}" for what in counts]
+    assert after[:4] == [counts[0], "recording the memory of a step", *counts[1:]]
 
 
 @pytest.mark.parametrize("script", ["tiny_llama_v2", "tiny_openfold_v3"])
@@ -203,9 +183,7 @@ def on_terminal(command: list[str], columns: int) -> tuple[int, str]:
     """Exit status, and what the program writes on a terminal of this width."""
     ours, its = pty.openpty()
     fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("4H", 24, columns, 0, 0))
-    environment = {
-        name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")
-    }
+    environment = {n: v for n, v in os.environ.items() if n not in ("COLUMNS", "LINES")}
     process = subprocess.Popen(command, stdin=its, stdout=its, stderr=its, env=environment)
     os.close(its)
     written = b""
@@ -222,26 +200,20 @@ def on_terminal(command: list[str], columns: int) -> tuple[int, str]:
 
 
 def test_progress_on_a_terminal_is_one_line_that_is_rewritten(plain: Run, tmp_path: Path):
-    command = command_line(
-        SCRIPT, tmp_path, "--num-steps", str(STEPS), "--warmup-steps", str(WARMUP)
-    )
+    steps = ["--num-steps", str(STEPS), "--warmup-steps", str(WARMUP)]
+    command = command_line(SCRIPT, tmp_path, *steps)
     status, written = on_terminal(command, columns=50)
     assert status == 0, written
     lines = [line.split("\r") for line in written.split("\n")]
     (rewritten,) = (line[:-1] for line in lines if len(line) > 2)  # all in one line
     shown = [text.removesuffix("\033[K") for text in rewritten]
-    for begin in (
-        f"warm-up step {WARMUP}/{WARMUP}  loss",
-        f"step {STEPS}/{STEPS}  loss",
-        "counting kernels",
-    ):
+    last = f"warm-up step {WARMUP}/{WARMUP}  loss", f"step {STEPS}/{STEPS}  loss"
+    for begin in (*last, "counting kernels"):
         assert any(text.startswith(begin) for text in shown), shown
     assert max(map(len, shown)) < 50, "a longer one would go on in the next line"
     stays = [line[-1].removeprefix("\033[K").partition(":")[0] for line in lines]
     report = plain.stdout[plain.stdout.index("Average training speed") :].split("\n")
-    assert stays[1:] == [line.partition(":")[0] for line in report], (
-        "the report, and no rest of what was there before"
-    )
+    assert stays[1:] == [line.partition(":")[0] for line in report], "and no rest of lines before"
 
 
 # What is counted
@@ -401,9 +373,7 @@ def test_report_names_values_that_the_result_has():
 @pytest.mark.parametrize(
     ("script", "changes", "compiles"),
     [
-        ("tiny_llama_v2", {}, False),
         ("tiny_llama_v2", {"training": {"torch_compile": True}}, True),
-        ("tiny_llama_v3", {}, True),
         ("tiny_llama_v3", {"environment": {"device": "cpu"}}, False),
         ("tiny_llama_v3", {"fusions": {"flash_attention": True}}, False),
         ("tiny_openfold_v3", {"fusions": {"triton_triangle": True}}, True),
@@ -418,10 +388,8 @@ def test_the_first_step_includes_compilation_where_something_is_compiled(
         "fusions": {name: True for _, name, _ in module.FUSIONS},
     }
     text = module.report({**plain.summary, **on_gpu, **changes})
-    assert ("(first step, includes compilation)" in text, "(first step)" in text) == (
-        compiles,
-        not compiles,
-    )
+    said = "(first step, includes compilation)" in text, "(first step)" in text
+    assert said == (compiles, not compiles)
 
 
 def test_result_file_has_the_schema(plain: Run):
@@ -448,9 +416,8 @@ def test_result_file_names_the_script_its_sizes_and_its_fusions(script: str, run
     assert (summary["script"], summary["status"]) == (script, "ok")
     assert summary["config"] == asdict(build(script).config)
     assert summary["fusions"] == {attribute: True for _, attribute, _ in load(script).FUSIONS}
-    assert [path.name for path in runs[script].directory.iterdir()] == [f"{script}_summary.json"], (
-        "and nothing else"
-    )
+    left = [path.name for path in runs[script].directory.iterdir()]
+    assert left == [f"{script}_summary.json"], "and nothing else"
 
 
 def test_train_returns_what_it_writes_and_leaves_its_arguments_alone(tmp_path: Path):
@@ -497,12 +464,9 @@ def test_under_profiler_runs_nothing_but_training_steps(run, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("variable", "value"),
     [
-        # rocprofv3 and -compute
-        ("ROCP_TOOL_LIBRARIES", "/opt/rocm/lib/rocprofiler-sdk/librocprofiler-sdk-tool.so"),
-        ("LD_PRELOAD", "/opt/rocm/lib/librocprof-sys-dl.so.1.0.0"),
-        ("LD_PRELOAD", "/usr/lib/libjemalloc.so.2:/opt/rocm/lib/librocprofiler-sdk-tool.so"),
+        ("ROCP_TOOL_LIBRARIES", "/opt/rocm/lib/librocprofiler-sdk-tool.so"),  # rocprofv3, -compute
+        ("LD_PRELOAD", "/usr/lib/libjemalloc.so.2:/opt/rocm/lib/librocprof-sys-dl.so.1.0.0"),
         ("NSYS_PROFILING_SESSION_ID", "4711"),
-        ("NV_NSIGHT_INJECTION_TRANSPORT_TYPE", "1"),  # ncu
     ],
 )
 def test_a_profiler_that_started_the_run_switches_it_on(
@@ -522,10 +486,8 @@ def test_a_profiler_that_started_the_run_switches_it_on(
 def table_of(text: str) -> dict[str, list[str]]:
     """The rows of the one table; no report is printed with it."""
     assert "Average training speed" not in text
-    rows = [
-        re.split(r"\s{2,}", line.strip())
-        for line in text.partition("all off   as chosen    ratio\n")[2].splitlines()
-    ]
+    lines = text.partition("all off   as chosen    ratio\n")[2].splitlines()
+    rows = [re.split(r"\s{2,}", line.strip()) for line in lines]
     return {label: cells for label, *cells in rows if cells}
 
 
@@ -557,14 +519,12 @@ def test_each_side_of_the_comparison_is_the_run_it_would_be_alone(run, tmp_path:
     alone = [run(SCRIPT, *argv, *off) for off in (["--disable-all-fusion"], [])]
     assert alone[0].summary["memory"]["peak_mb"] > 1.5 * alone[1].summary["memory"]["peak_mb"]
     fused = run(SCRIPT, *argv, "--compare-fusion").summary
-    for side, result in zip(
-        (summary_in(tmp_path / "profiles" / "baseline"), fused), alone, strict=True
-    ):
-        assert side["memory"]["peak_mb"] == pytest.approx(
-            result.summary["memory"]["peak_mb"], rel=1e-6
-        )
-        assert side["kernels"]["per_step"] == result.summary["kernels"]["per_step"]
-        assert side["loss"] == result.summary["loss"]
+    baseline = summary_in(tmp_path / "profiles" / "baseline")
+    for side, result in zip((baseline, fused), (run.summary for run in alone), strict=True):
+        peak = result["memory"]["peak_mb"]
+        assert side["memory"]["peak_mb"] == pytest.approx(peak, rel=1e-6)
+        assert side["kernels"]["per_step"] == result["kernels"]["per_step"]
+        assert side["loss"] == result["loss"]
 
 
 @pytest.fixture
@@ -612,19 +572,12 @@ def one_slow_turn(fused: bool, step: int) -> float:
     ("duration", "steps", "ratio", "verdict"),
     [
         (one_slow_turn, 10, "1.50x", "1.50x to 3.00x (all turns agree on which is faster)"),
-        (slower_host, 10, "1.50x", "10 turns: 1.50x to 1.50x (all turns agree)"),
         (slower_host, 25, "1.50x", "10 turns: 1.50x to 1.50x (all turns agree)"),
-        (
-            lambda fused, step: 0.030 if fused else 0.020,
-            10,
-            "0.67x",
-            "10 turns: 0.67x to 0.67x (all turns agree)",
-        ),
         (lambda fused, step: 0.030, 10, "1.00x", "10 turns: 1.00x to 1.00x (no difference seen)"),
         (sometimes_slower, 10, "1.20x", "10 turns: 0.75x to 1.20x (no difference seen)"),
         (slower_host, 4, "1.50x", "4 turns: 1.50x to 1.50x (too few turns to tell)"),
     ],
-    ids=["wide", "faster", "several-steps-a-turn", "slower", "equal", "mixed", "few-turns"],
+    ids=["wide", "faster", "equal", "mixed", "few-turns"],
 )
 def test_verdict_of_the_comparison(
     duration: Callable, steps: int, ratio: str, verdict: str, run, clock
@@ -685,15 +638,8 @@ def test_pytorch_profiler_writes_tables_and_a_trace(run):
         events = json.load(file)["traceEvents"]
     assert any(event.get("name") == "aten::mm" for event in events)
     ranges = [event["name"] for event in events if event.get("cat") == "user_annotation"]
-    for name in (
-        "data",
-        "forward",
-        "backward",
-        "optimizer",
-        "layers.1",
-        "layers.1.self_attn.o_proj",
-        "layers.0.mlp",
-    ):
+    modules = ("layers.1", "layers.1.self_attn.o_proj", "layers.0.mlp")
+    for name in ("data", "forward", "backward", "optimizer", *modules):
         assert ranges.count(name) == 3, f"{name} is in each of the three steps"
 
 
@@ -722,11 +668,8 @@ def test_help_has_groups_defaults_and_examples_that_can_be_given(script: str, ru
     for group in ("model:", "data:", "fusions:", "training:", "profiling:", "modes:", "examples:"):
         assert re.search(rf"^{group}", text, re.MULTILINE), group
     spaces = re.sub(r"\s+", " ", text)
-    for flag, default in (
-        ("--num-steps", "50"),
-        ("--warmup-steps", "5"),
-        ("--learning-rate", "0.0003"),
-    ):
+    defaults = {"--num-steps": "50", "--warmup-steps": "5", "--learning-rate": "0.0003"}
+    for flag, default in defaults.items():
         assert re.search(rf"{flag} [^-]*\(default: {default}\)", spaces), flag
     assert f"pytorch_profiles_v{script[-1]}" in spaces
     for flag in [*(flag for flag, _, _ in load(script).FUSIONS), "torch-compile", "cuda-graph"]:
@@ -742,37 +685,16 @@ def test_help_has_groups_defaults_and_examples_that_can_be_given(script: str, ru
 
 
 def test_defaults_are_those_of_the_workshop():
-    llama, openfold = (load(f"tiny_{model}_v1").parse_args([]) for model in MODELS)
-    expected = {
-        "vocab_size": 1000,
-        "hidden_dim": 512,
-        "num_layers": 8,
-        "num_heads": 8,
-        "num_kv_heads": 4,
-    }
-    expected |= {
-        "intermediate_dim": 2048,
-        "seq_len": 256,
-        "batch_size": 8,
-        "num_steps": 50,
-        "learning_rate": 3e-4,
-    }
-    assert {name: getattr(llama, name) for name in expected} == expected
-    expected = {
-        "msa_dim": 64,
-        "pair_dim": 128,
-        "num_blocks": 4,
-        "num_heads_msa": 4,
-        "num_heads_pair": 4,
-    }
-    expected |= {
-        "num_seqs": 16,
-        "seq_len": 64,
-        "batch_size": 4,
-        "num_steps": 50,
-        "learning_rate": 3e-4,
-    }
-    assert {name: getattr(openfold, name) for name in expected} == expected
+    both = " num_steps=50 learning_rate=0.0003"
+    for model, text in {
+        "llama": "vocab_size=1000 hidden_dim=512 num_layers=8 num_heads=8 num_kv_heads=4"
+        " intermediate_dim=2048 seq_len=256 batch_size=8",
+        "openfold": "msa_dim=64 pair_dim=128 num_blocks=4 num_heads_msa=4 num_heads_pair=4"
+        " num_seqs=16 seq_len=64 batch_size=4",
+    }.items():
+        args = load(f"tiny_{model}_v1").parse_args([])
+        for name, value in (pair.split("=") for pair in words(text + both)):
+            assert str(getattr(args, name)) == value, name
 
 
 IMPORT_ALL = """
@@ -798,14 +720,12 @@ def test_importing_the_scripts_has_no_side_effects(tmp_path: Path):
 
     What V3 sets where the user has not, it must set before Triton is imported.
     """
-    environment = {
-        name: os.environ[name] for name in ("PATH", "HOME", "LD_LIBRARY_PATH") if name in os.environ
-    }
+    kept = ("PATH", "HOME", "LD_LIBRARY_PATH")
+    environment = {name: os.environ[name] for name in kept if name in os.environ}
     environment |= {"TRITON_INTERPRET": "1", "TRITON_DEFAULT_FP_FUSION": "1"}
     command = [sys.executable, "-B", "-c", IMPORT_ALL, str(ROOT), *SCRIPTS]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
-    )
+    options = {"cwd": tmp_path, "env": environment, "timeout": 120}
+    done = subprocess.run(command, capture_output=True, text=True, **options)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert list(tmp_path.iterdir()) == []
 
@@ -817,22 +737,9 @@ def test_script_is_a_program_with_an_exit_status(tmp_path: Path):
     """
     shutil.copy(ROOT / f"{SCRIPT}.py", tmp_path)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    options = {
-        "cwd": tmp_path,
-        "env": environment,
-        "capture_output": True,
-        "text": True,
-        "timeout": 120,
-    }
-    command = [
-        forking_python(),
-        "-B",
-        f"{SCRIPT}.py",
-        *TINY[model_of(SCRIPT)],
-        *QUICK,
-        "--device",
-        "cpu",
-    ]
+    options = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True}
+    command = [forking_python(), "-B", f"{SCRIPT}.py", *TINY[model_of(SCRIPT)], *QUICK]
+    command += ["--device", "cpu"]
     recorded = words("--enable-pytorch-profiler --enable-memory-profiling --enable-rocm-profiling")
     good = subprocess.run([*command, *recorded], **options)
     assert good.returncode == 0, good.stderr

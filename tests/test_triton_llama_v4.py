@@ -20,12 +20,14 @@ from conftest import (
     load,
     parse,
     random_state,
+    words,
 )
 from conftest import relative_difference as difference
 from test_triton_llama import (
     DEVICE,
     HERE,
     LIMITS,
+    activated,
     add_rms_norm,
     angles,
     banned,
@@ -33,7 +35,6 @@ from test_triton_llama import (
     build,
     check_attention,
     check_close,
-    dense_or_strided,
     few_columns,
     randn,
     rotated,
@@ -83,24 +84,19 @@ def test_a_launch_counts_as_one_operator(dtype: torch.dtype):
 
 
 @both_types
-@dense_or_strided
 @pytest.mark.parametrize("with_update", [True, False], ids=["update", "alone"])
 @pytest.mark.parametrize("from_output", [True, False], ids=["from-output", "from-input"])
-def test_norm(from_output: bool, with_update: bool, strided: bool, dtype: torch.dtype):
-    inputs = [randn(2, 65, 33), 1 + 0.2 * randn(33)]
-    inputs += [randn(2, 65, 33, size=2.0, dtype=dtype)] if with_update else []
-
-    def fused(
-        x: Tensor, weight: Tensor, update: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        return v4.AddRMSNorm.apply(x, update, weight, 1e-5, dtype, from_output)
-
-    def reference(
-        x: Tensor, weight: Tensor, update: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        return add_rms_norm(x, 0 * x if update is None else update, weight)
-
-    check_close(fused, reference, inputs, strided, limit=LIMITS[dtype])
+def test_norm(from_output: bool, with_update: bool, dtype: torch.dtype):
+    inputs = [randn(2, 9, 33), 1 + 0.2 * randn(33)]
+    inputs += [randn(2, 9, 33, size=2.0, dtype=dtype)] if with_update else []
+    settings = 1e-5, dtype, from_output
+    check_close(
+        lambda x, weight, update=None: v4.AddRMSNorm.apply(x, update, weight, *settings),
+        lambda x, weight, update=0.0: add_rms_norm(x, 0 * x + update, weight),
+        inputs,
+        strided=with_update,
+        limit=LIMITS[dtype],
+    )
 
 
 def test_norm_from_its_output_loses_only_the_channel_with_a_weight_of_zero():
@@ -109,9 +105,10 @@ def test_norm_from_its_output_loses_only_the_channel_with_a_weight_of_zero():
     grads = []
     for from_output in (True, False):
         leaves = [t.clone().requires_grad_() for t in (x, weight)]
-        v4.AddRMSNorm.apply(leaves[0], None, leaves[1], 1e-5, torch.float32, from_output)[
-            0
-        ].square().sum().backward()
+        normed, _ = v4.AddRMSNorm.apply(
+            leaves[0], None, leaves[1], 1e-5, torch.float32, from_output
+        )
+        normed.square().sum().backward()
         grads.append([t.grad for t in leaves])
     for found, expected in zip(*grads, strict=True):
         assert not found[..., 5].any()
@@ -135,7 +132,7 @@ def test_projection(direct: bool, dtype: torch.dtype):
 @both_types
 @pytest.mark.parametrize(
     ("batch", "seq", "heads", "group", "dim"),
-    [(1, 1, 4, 4, 16), (2, 33, 4, 2, 32), (1, 129, 2, 1, 64), (1, 33, 2, 2, 20), (1, 9, 2, 1, 8)],
+    [(1, 1, 4, 4, 16), (2, 33, 4, 2, 20), (1, 65, 2, 1, 64)],
 )
 def test_attention_rotates_gradients_back(
     batch: int, seq: int, heads: int, group: int, dim: int, dtype: torch.dtype
@@ -151,45 +148,34 @@ def test_attention_without_angles():
 
 
 @both_types
-@dense_or_strided
-def test_swiglu(strided: bool, dtype: torch.dtype):
-    def activated(gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate) * up
-
+def test_swiglu(dtype: torch.dtype):
     inputs = [randn(2, 33, 70, dtype=dtype)]
-    check_close(v4.SwiGLUActivation.apply, activated, inputs, strided)
+    check_close(v4.SwiGLUActivation.apply, activated, inputs, strided=dtype == torch.float32)
 
 
 # Loss
 
 
 @both_types
-@dense_or_strided
-@pytest.mark.parametrize(("batch", "seq", "vocab"), [(1, 2, 7), (2, 17, 100), (3, 7, 300)])
-@pytest.mark.parametrize("size", [1.0, 300.0], ids=["small", "large"])
+@pytest.mark.parametrize(
+    ("batch", "seq", "vocab", "size"), [(1, 2, 7, 1.0), (2, 17, 100, 300.0), (3, 7, 300, 1.0)]
+)
 def test_loss_of_the_next_token(
-    batch: int,
-    seq: int,
-    vocab: int,
-    size: float,
-    strided: bool,
-    dtype: torch.dtype,
-    monkeypatch: pytest.MonkeyPatch,
+    batch: int, seq: int, vocab: int, size: float, dtype: torch.dtype, monkeypatch
 ):
     if vocab > 200:  # several blocks of a row, and of rows
         monkeypatch.setitem(v4.OVERRIDES, "mean_loss", {"BLOCK": 16})
         few_columns(monkeypatch, v4)
-    labels = torch.randint(vocab, (seq, batch), generator=torch.Generator().manual_seed(0)).T.to(
-        DEVICE
-    )
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(vocab, (seq, batch), generator=generator).T.to(DEVICE)
     labels[:, 2::3] = -100
 
     def reference(logits: Tensor) -> Tensor:
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
     logits = randn(batch, seq, vocab, dtype=dtype, size=size)
-    check_close(lambda logits: v4.NextTokenLoss.apply(logits, labels), reference, [logits], strided)
+    ours, strided = lambda logits: v4.NextTokenLoss.apply(logits, labels), seq == 17
+    check_close(ours, reference, [logits], strided)
     assert not logits.grad[:, 1::3].any()
     assert not logits.grad[:, -1].any()
 
@@ -217,14 +203,14 @@ def test_a_label_outside_the_vocabulary_makes_the_loss_nan():
 
 
 @pytest.mark.parametrize(
-    ("words", "dim", "shape"), [(1, 1, (1,)), (67, 33, (2, 65)), (100, 129, (3, 7))]
+    ("count", "dim", "shape"), [(1, 1, (1,)), (67, 33, (2, 65)), (100, 129, (3, 7))]
 )
 def test_embedding_adds_to_the_gradient_of_the_output_projection(
-    words: int, dim: int, shape: tuple[int, ...]
+    count: int, dim: int, shape: tuple[int, ...]
 ):
     """In place, so that nobody adds them up."""
-    ids = torch.randint(words, shape, generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    v4.FusedAdamW([[weight := nn.Parameter(randn(words, dim))]], 1e-2, torch.float32)
+    ids = torch.randint(count, shape, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    v4.FusedAdamW([[weight := nn.Parameter(randn(count, dim))]], 1e-2, torch.float32)
     embedded = v4.TiedEmbedding.apply(ids, weight)
     v4.linear(embedded, weight, v4.Fusions(), embedded).square().sum().backward()
     wide = weight.detach().double().requires_grad_()
@@ -338,9 +324,8 @@ def test_optimizer_leaves_alone_what_has_no_gradient():
     for step, missing in enumerate([(), (0,), (2, 3), (1, 3), ()]):
         for given, optimizer in zip((ours, theirs), optimizers, strict=True):
             for number, parameter in enumerate(given):
-                parameter.grad = (
-                    None if number in missing else randn(step + 1, *parameter.shape)[-1]
-                )
+                found = randn(step + 1, *parameter.shape)[-1]
+                parameter.grad = None if number in missing else found
             optimizer.step()
         assert max(map(difference, *map(state, optimizers, (ours, theirs)))) < 1e-6
     third = parameters()
@@ -435,9 +420,8 @@ def test_weights_that_are_loaded_are_used_at_once():
     optimizer = v4.FusedAdamW([[layer.weight]], 1e-2, torch.bfloat16)
     for seed in (1, 2):
         layer.load_state_dict(random_state(layer.state_dict(), seed))
-        assert equal(casts(optimizer, [layer.weight]), [layer.weight.to(torch.bfloat16)]), (
-            "a graph does not look"
-        )
+        narrow = [layer.weight.to(torch.bfloat16)]
+        assert equal(casts(optimizer, [layer.weight]), narrow), "a graph does not look"
         assert torch.equal(layer(x), F.linear(x, layer.weight.to(torch.bfloat16)))
         take_steps(optimizer, range(1))
         assert torch.equal(layer(x), F.linear(x, layer.weight.to(torch.bfloat16)))
@@ -445,18 +429,7 @@ def test_weights_that_are_loaded_are_used_at_once():
 
 # The model
 
-SMALL = [
-    "--num-layers",
-    "1",
-    "--hidden-dim",
-    "64",
-    "--num-heads",
-    "4",
-    "--num-kv-heads",
-    "1",
-    "--seq-len",
-    "9",
-]
+SMALL = words("--num-layers 1 --hidden-dim 64 --num-heads 4 --num-kv-heads 1 --seq-len 9")
 
 
 @pytest.mark.parametrize("precision", [[], ["--use-amp"]], ids=["float32", "bfloat16"])
@@ -475,14 +448,11 @@ def test_gradients_are_found_where_the_optimizer_reads_them_and_add_up(precision
     read = {name: p.slot.buffer.part(p) for name, p in model.named_parameters()}
     assert [n for n, p in model.named_parameters() if p.grad.data_ptr() != read[n].data_ptr()] == []
     narrow = args.use_amp and v4.NARROW_GRADIENTS
-    assert once["layers.0.mlp.down_proj.weight"].dtype == (
-        torch.bfloat16 if narrow else torch.float32
-    )
+    dtype = torch.bfloat16 if narrow else torch.float32
+    assert once["layers.0.mlp.down_proj.weight"].dtype == dtype
     twice = backward()
     limit = 4e-3 if narrow else 1e-6  # the second one is not rounded to bfloat16
-    assert {
-        name for name, grad in once.items() if not difference(twice[name], 2 * grad) < limit
-    } == set()
+    assert not [n for n, grad in once.items() if not difference(twice[n], 2 * grad) < limit]
     plain = [nn.Parameter(p.detach().clone()) for p in model.parameters()]
     for parameter, grad in zip(plain, twice.values(), strict=True):
         parameter.grad = grad.float()
@@ -534,9 +504,8 @@ def test_a_weight_that_is_used_twice_has_the_sum_of_both_gradients(loss: str, pr
             with torch.autocast(DEVICE.type, torch.bfloat16, enabled=bool(precision)):
                 LOSSES[loss](model, *batches).backward()
         expected = {name: parameter.grad for name, parameter in pair[1].named_parameters()}
-        assert_same_gradients(
-            {name: p.grad for name, p in pair[0].named_parameters()}, expected, limit
-        )
+        found = {name: parameter.grad for name, parameter in pair[0].named_parameters()}
+        assert_same_gradients(found, expected, limit)
     grads = {name: parameter.grad.float() for name, parameter in pair[0].named_parameters()}
     optimizer.step()
     for name, parameter in pair[0].named_parameters():
@@ -584,9 +553,7 @@ def test_micro_batches_are_added_up_in_float32():
 
     for seed in "123":
         backward(seed)
-        alone.append(
-            {name: parameter.grad.double() for name, parameter in model.named_parameters()}
-        )
+        alone.append({name: p.grad.double() for name, p in model.named_parameters()})
         optimizer.zero_grad()
     for _ in range(2):
         for seed in "123":
@@ -597,9 +564,7 @@ def test_micro_batches_are_added_up_in_float32():
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize(
-    "frozen", ["embed_tokens", "mlp.down_proj", "layers.0", "mlp.gate_up_proj"]
-)
+@pytest.mark.parametrize("frozen", ["embed_tokens", "mlp.down_proj", "layers.0"])
 def test_frozen_parameters_stay_and_the_others_train(frozen: str):
     batch, pair = tokens(*SMALL), beside_pytorch()
     for model in pair:
@@ -612,15 +577,10 @@ def test_frozen_parameters_stay_and_the_others_train(frozen: str):
     grads = [{n: p.grad for n, p in model.named_parameters() if frozen not in n} for model in pair]
     assert_same_gradients(*grads, 1e-4)
     optimizer.step()
-    same = {
-        name
-        for name, parameter in pair[0].named_parameters()
-        if torch.equal(parameter, before[name])
-    }
+    after = dict(pair[0].named_parameters())
+    same = {name for name, parameter in after.items() if torch.equal(parameter, before[name])}
     assert same == {name for name in before if frozen in name} != set()
-    assert all(
-        parameter.grad is None for name, parameter in pair[0].named_parameters() if frozen in name
-    )
+    assert all(after[name].grad is None for name in same)
 
 
 class Products(TorchDispatchMode):
@@ -646,19 +606,13 @@ def test_a_projection_multiplies_for_no_gradient_that_is_not_wanted(wanted: tupl
 
 @pytest.mark.parametrize(
     "argv",
-    [
-        "--disable-triton-rotary",
-        "--disable-triton-attention",
-        "--hidden-dim 40 --num-heads 2",
-    ],
+    ["--disable-triton-rotary", "--disable-triton-attention", "--hidden-dim 40 --num-heads 2"],
     ids=["rotary-of-pytorch", "attention-of-pytorch", "heads-of-20-channels"],
 )
 def test_fusions_do_without_others_and_with_any_size(argv: str):
     argv = [*SMALL, *argv.split()]
-    first, second = (
-        build("tiny_llama_v1", *(a for a in argv if not a.startswith("--disable"))),
-        build(V4, *argv),
-    )
+    sizes = [word for word in argv if not word.startswith("--disable")]
+    first, second = build("tiny_llama_v1", *sizes), build(V4, *argv)
     weights = random_state(first.state_dict())
     for model in (first, second):
         model.load_state_dict(weights)
@@ -680,19 +634,9 @@ def test_a_compiler_is_refused_in_one_line(run):
 
 
 def layer_of(
-    x: Tensor,
-    norm_1: Tensor,
-    qkv: Tensor,
-    o: Tensor,
-    norm_2: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    heads: int,
-    kv_heads: int,
-    eps: float,
-) -> Tensor:
+    x: Tensor, norm_1: Tensor, qkv: Tensor, o: Tensor, norm_2: Tensor, gate_up: Tensor,
+    down: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, eps: float,
+) -> Tensor:  # fmt: skip
     def norm(x: Tensor, weight: Tensor) -> Tensor:
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
 
@@ -719,9 +663,7 @@ def layer_arguments(
 
 @both_types
 @pytest.mark.parametrize("launches", [1, 5])
-@pytest.mark.parametrize(
-    "sizes", [(1, 1, 4, 2, 16, 40), (2, 7, 4, 1, 24, 33), (1, 65, 2, 2, 10, 21)], ids=str
-)
+@pytest.mark.parametrize("sizes", [(1, 1, 4, 2, 16, 40), (2, 33, 4, 1, 10, 21)], ids=str)
 def test_a_layer_in_one_launch_and_in_five(
     sizes: tuple[int, ...], launches: int, dtype: torch.dtype
 ):
@@ -741,9 +683,8 @@ def test_a_layer_is_launched_cooperatively_where_its_programs_wait(monkeypatch: 
     monkeypatch.setattr(one_launch, "wrap_triton", lambda kernel: grids)
     for launches in (1, 5):
         one_launch.transformer_block(*given, launches)
-    assert [options.get("launch_cooperative_grid", False) for options in seen] == [True] + 5 * [
-        False
-    ]
+    found = [options.get("launch_cooperative_grid", False) for options in seen]
+    assert found == [True] + 5 * [False]
 
 
 def test_a_layer_in_one_launch_is_refused_where_triton_cannot_launch_it(
