@@ -20,14 +20,13 @@ from conftest import (
     random_state,
     relative_difference,
     run_main,
+    words,
 )
 from torch import Tensor, nn
 
 # No two of these are equal, so that swapped axes show.
-SIZES = [
-    *("--msa-dim", "12", "--num-heads-msa", "3", "--pair-dim", "16", "--num-heads-pair", "4"),
-    *("--num-seqs", "5", "--seq-len", "7", "--batch-size", "2"),
-]
+SIZES = words("--msa-dim 12 --num-heads-msa 3 --pair-dim 16 --num-heads-pair 4")
+SIZES += words("--num-seqs 5 --seq-len 7 --batch-size 2")
 B, S, N, C_M, C_Z, HEADS_MSA, HEADS_PAIR = 2, 5, 7, 12, 16, 3, 4
 
 # Operation: which representations it takes, and the reference on (parameters, *inputs).
@@ -43,59 +42,28 @@ OPERATIONS = {
     "pair_transition": (("pair",), reference.pair_transition),
 }
 
-ATTENTION = (
-    "linear_q.weight",
-    "linear_k.weight",
-    "linear_v.weight",
-    "linear_g.weight",
-    "linear_g.bias",
-    "linear_o.weight",
-    "linear_o.bias",
-)
-TRIANGLE_ATTENTION = (*ATTENTION, "layer_norm.weight", "layer_norm.bias", "linear.weight")
-TRIANGLE_MULTIPLICATION = (
-    "layer_norm_in.weight",
-    "layer_norm_in.bias",
-    "linear_a_p.weight",
-    "linear_a_p.bias",
-    "linear_a_g.weight",
-    "linear_a_g.bias",
-    "linear_b_p.weight",
-    "linear_b_p.bias",
-    "linear_b_g.weight",
-    "linear_b_g.bias",
-    "linear_g.weight",
-    "linear_g.bias",
-    "linear_z.weight",
-    "linear_z.bias",
-    "layer_norm_out.weight",
-    "layer_norm_out.bias",
-)
-TRANSITION = (
-    "layer_norm.weight",
-    "layer_norm.bias",
-    "linear_1.weight",
-    "linear_1.bias",
-    "linear_2.weight",
-    "linear_2.bias",
-)
-BLOCK_NAMES = {
-    "msa_att_row": (
-        *ATTENTION,
-        "layer_norm_m.weight",
-        "layer_norm_m.bias",
-        "layer_norm_z.weight",
-        "layer_norm_z.bias",
-        "linear_z.weight",
-    ),
-    "msa_att_col": (*ATTENTION, "layer_norm_m.weight", "layer_norm_m.bias"),
+# Each has a weight and a bias, or with a dot the weight alone.
+ATTENTION = words("linear_q. linear_k. linear_v. linear_g linear_o")
+TRIANGLE_ATTENTION = [*ATTENTION, *words("layer_norm linear.")]
+TRIANGLE_MULTIPLICATION = words("layer_norm_in layer_norm_out linear_a_p linear_a_g linear_b_p")
+TRIANGLE_MULTIPLICATION += words("linear_b_g linear_g linear_z")
+TRANSITION = words("layer_norm linear_1 linear_2")
+BLOCK = {
+    "msa_att_row": [*ATTENTION, *words("layer_norm_m layer_norm_z linear_z.")],
+    "msa_att_col": [*ATTENTION, "layer_norm_m"],
     "msa_transition": TRANSITION,
-    "outer_product_mean": (*TRANSITION, "linear_out.weight", "linear_out.bias"),
+    "outer_product_mean": [*TRANSITION, "linear_out"],
     "tri_mul_out": TRIANGLE_MULTIPLICATION,
     "tri_mul_in": TRIANGLE_MULTIPLICATION,
     "tri_att_start": TRIANGLE_ATTENTION,
     "tri_att_end": TRIANGLE_ATTENTION,
     "pair_transition": TRANSITION,
+}
+BLOCK_NAMES = {
+    f"{module}.{layer.rstrip('.')}.{kind}"
+    for module, layers in BLOCK.items()
+    for layer in layers
+    for kind in (("weight",) if layer.endswith(".") else ("weight", "bias"))
 }
 
 VERSIONS = [
@@ -125,28 +93,21 @@ def representations(*names: str) -> list[Tensor]:
     """Random msa [B, S, N, c_m] and pair [B, N, N, c_z] in float64, as leaves."""
     generator = torch.Generator().manual_seed(3)
     shapes = {"msa": (B, S, N, C_M), "pair": (B, N, N, C_Z)}
-    values = {
-        n: torch.randn(shape, generator=generator, dtype=torch.float64)
-        for n, shape in shapes.items()
-    }
+    double = {"generator": generator, "dtype": torch.float64}
+    values = {name: torch.randn(shape, **double) for name, shape in shapes.items()}
     return [values[name].requires_grad_() for name in names]
 
 
 def parameters_of(module: nn.Module) -> dict[str, Tensor]:
     """Its parameters under canonical names, as leaves of their own."""
-    return {
-        name: value.detach().double().clone().requires_grad_()
-        for name, value in module.state_dict().items()
-    }
+    state = module.state_dict().items()
+    return {name: value.detach().double().clone().requires_grad_() for name, value in state}
 
 
 def backward_of_random_sum(*outputs: Tensor) -> None:
     """Differentiate a sum of the outputs in which each element has a weight of its own."""
-    generator = torch.Generator().manual_seed(4)
-    total = sum(
-        (x * torch.randn(x.shape, generator=generator, dtype=torch.float64)).sum() for x in outputs
-    )
-    total.backward()
+    double = {"generator": torch.Generator().manual_seed(4), "dtype": torch.float64}
+    sum((x * torch.randn(x.shape, **double)).sum() for x in outputs).backward()
 
 
 @every_version
@@ -168,9 +129,8 @@ def test_operation_equals_its_equations_forward_and_backward(
     backward_of_random_sum(found)
     for name, value, wanted in zip(names, inputs, expected_inputs, strict=True):
         assert relative_difference(value.grad, wanted.grad) < 10 * LIMITS[TYPES[script]], name
-    assert_same_gradients(
-        gradients(module), {n: p.grad for n, p in parameters.items()}, 100 * LIMITS[TYPES[script]]
-    )
+    expected = {name: parameter.grad for name, parameter in parameters.items()}
+    assert_same_gradients(gradients(module), expected, 100 * LIMITS[TYPES[script]])
 
 
 @every_quick_version
@@ -189,17 +149,15 @@ def test_block_equals_its_equations_forward_and_backward(script: str, argv: list
     backward_of_random_sum(*found)
     for value, wanted in zip(inputs, expected_inputs, strict=True):
         assert relative_difference(value.grad, wanted.grad) < 10 * LIMITS[TYPES[script]]
-    assert_same_gradients(
-        gradients(block), {n: p.grad for n, p in parameters.items()}, 100 * LIMITS[TYPES[script]]
-    )
+    expected = {name: parameter.grad for name, parameter in parameters.items()}
+    assert_same_gradients(gradients(block), expected, 100 * LIMITS[TYPES[script]])
 
 
 @every_version
 def test_block_has_the_parameter_names_of_openfold(script: str, argv: list[str]):
     block = build(script, *SIZES, *argv).blocks[0]
     assert type(block).__name__ == "EvoformerBlock"
-    expected = {f"{module}.{name}" for module, names in BLOCK_NAMES.items() for name in names}
-    assert set(block.state_dict()) == expected
+    assert set(block.state_dict()) == BLOCK_NAMES
 
 
 def test_outer_product_mean_divides_what_linear_out_makes_of_the_sum():
@@ -233,9 +191,8 @@ def reference_losses(outputs: dict[str, Tensor], batch: dict[str, Tensor]) -> tu
     """(distogram, masked MSA) of the model's outputs, in float64."""
     valid = batch["observed"][:, :, None] & batch["observed"][:, None, :]
     distogram = reference.distogram_loss(outputs["distogram"].double(), batch["coords"], valid)
-    masked = reference.masked_msa_loss(
-        outputs["masked_msa"].double(), batch["true_tokens"], batch["masked"]
-    )
+    logits = outputs["masked_msa"].double()
+    masked = reference.masked_msa_loss(logits, batch["true_tokens"], batch["masked"])
     return float(distogram), float(masked)
 
 
@@ -258,16 +215,13 @@ def test_loss_is_the_weighted_sum_of_distogram_and_masked_msa(script: str, argv:
 def test_each_loss_alone(script: str, silent: str):
     """A head whose weights are zero guesses evenly, so its loss is the logarithm of its classes."""
     model, batch = with_random_weights(script), batch_with_gaps(script)
-    state = model.state_dict()
-    model.load_state_dict(
-        {n: torch.zeros_like(v) if n.startswith(silent + ".") else v for n, v in state.items()}
-    )
+    zero = {n: 0 * v for n, v in model.state_dict().items() if n.startswith(silent + ".")}
+    model.load_state_dict(model.state_dict() | zero)
     with torch.no_grad():
         distogram, masked = reference_losses(model(batch["tokens"]), batch)
         loss = model(**batch).item()
-    assert {"distogram": distogram, "masked_msa": masked}[silent] == pytest.approx(
-        math.log({"distogram": 64, "masked_msa": 23}[silent])
-    )
+    found, classes = (distogram, 64) if silent == "distogram" else (masked, 23)
+    assert found == pytest.approx(math.log(classes))
     assert loss == pytest.approx(0.3 * distogram + 2.0 * masked, rel=1e-5)
 
 
@@ -287,16 +241,14 @@ def test_distances_fall_into_64_equal_bins_from_2_to_22_angstrom(script: str):
     with torch.no_grad():
         outputs = model(one["tokens"])
         logp = outputs["distogram"].double().log_softmax(-1)[0]
-        masked = reference.masked_msa_loss(
-            outputs["masked_msa"].double(), one["true_tokens"], one["masked"]
-        )
+        logits = outputs["masked_msa"].double()
+        masked = reference.masked_msa_loss(logits, one["true_tokens"], one["masked"])
         for distance, wanted in cases.items():
             one["coords"] = torch.tensor([[[1.0, 2.0, 3.0], [1.0, 2.0 + distance, 3.0]]])
             bins = torch.tensor([[0, wanted], [wanted, 0]])
             expected = -logp.gather(-1, bins[..., None]).mean()
-            assert model(**one).item() == pytest.approx(
-                float(0.3 * expected + 2 * masked), rel=1e-5
-            ), distance
+            loss = float(0.3 * expected + 2 * masked)
+            assert model(**one).item() == pytest.approx(loss, rel=1e-5), distance
             assert torch.equal(reference.distogram_targets(one["coords"])[0], bins), distance
 
 
@@ -371,15 +323,7 @@ def test_order_of_the_homologs_does_not_matter(script: str):
 
 @both_versions
 def test_loss_on_synthetic_proteins_falls(script: str, tmp_path):
-    argv = [
-        "--num-steps",
-        "50",
-        "--warmup-steps",
-        "0",
-        "--learning-rate",
-        "2e-3",
-        "--under-profiler",
-    ]
+    argv = words("--num-steps 50 --warmup-steps 0 --learning-rate 2e-3 --under-profiler")
     curve = run_main(script, tmp_path, *argv, "--batch-size", "4").summary["loss"]["curve"]
     assert sum(curve[-5:]) / 5 < 0.8 * curve[0]
 
@@ -400,21 +344,14 @@ def padded(batch: dict[str, Tensor], depth: int, length: int) -> dict[str, Tenso
         found[name][tuple(slice(0, n) for n in value.shape)] = value
     found["masked"] &= sequences[:, None] & residues
     found["observed"] &= residues
-    return found | {
-        "sequences": sequences.expand(size[0], -1),
-        "residues": residues.expand(size[0], -1),
-    }
+    there = {"sequences": sequences, "residues": residues}
+    return found | {name: mask.expand(size[0], -1) for name, mask in there.items()}
 
 
-@pytest.mark.parametrize(
-    ("script", "argv"),
-    [
-        *VERSIONS,
-        pytest.param(
-            "tiny_openfold_v4", ["--msa-dim", "16", "--num-heads-msa", "2"], id="openfold_v4"
-        ),
-    ],
-)
+V4 = pytest.param("tiny_openfold_v4", words("--msa-dim 16 --num-heads-msa 2"), id="openfold_v4")
+
+
+@pytest.mark.parametrize(("script", "argv"), [*VERSIONS, V4])
 def test_padding_changes_neither_loss_nor_outputs_nor_gradients(script: str, argv: list[str]):
     quick = ["--batch-size", "1"] if script[-1] in "34" else []
     batch = batches(script, *SIZES, *quick).next_batch()
@@ -422,9 +359,8 @@ def test_padding_changes_neither_loss_nor_outputs_nor_gradients(script: str, arg
     for inputs in (batch, padded(batch, S + 2, N + 3)):
         model = with_random_weights(script, *argv, *quick).to(TYPES[script])
         inputs = {n: x.to(TYPES[script]) if x.is_floating_point() else x for n, x in inputs.items()}
-        with (
-            load(script).InFloat64() if TYPES[script] == torch.float64 else contextlib.nullcontext()
-        ):
+        double = TYPES[script] == torch.float64
+        with load(script).InFloat64() if double else contextlib.nullcontext():
             loss = model(**inputs)
             with torch.no_grad():
                 outputs = model(**{n: x for n, x in inputs.items() if n not in model.TARGETS})
@@ -450,7 +386,7 @@ ONE_BY_ONE = [
     for script in TYPES
     for argv in ([], ["--use-amp"])
 ]
-TWO_BLOCKS = ["--num-blocks", "2", "--num-seqs", "2", "--seq-len", "5", "--batch-size", "1"]
+TWO_BLOCKS = words("--num-blocks 2 --num-seqs 2 --seq-len 5 --batch-size 1")
 
 
 def trained(
@@ -470,9 +406,8 @@ def trained(
 def test_checkpointed_blocks_run_again_one_by_one_and_change_no_bit(script: str, argv: list[str]):
     batch = batches(script, *TWO_BLOCKS).next_batch()
     sides = (build(script, *TWO_BLOCKS, *argv, *more) for more in ([], ["--checkpoint-blocks"]))
-    (loss, expected, once), (again, found, twice) = (
-        trained(model, batch, bool(argv)) for model in sides
-    )
+    results = [trained(model, batch, bool(argv)) for model in sides]
+    (loss, expected, once), (again, found, twice) = results
     assert (once, twice) == ([0, 1], [0, 1, 1, 0])
     assert torch.equal(again, loss)
     for name, gradient in expected.items():
