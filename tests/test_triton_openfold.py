@@ -63,7 +63,7 @@ def check_close(
 
 
 @both_types
-@pytest.mark.parametrize("shape", [(1, 7), (7, 1, 33), (63, 65), (129, 100), (3, 5, 64)])
+@pytest.mark.parametrize("shape", [(1, 7), (7, 1, 33), (63, 65)])
 def test_layer_norm(shape: tuple[int, ...], dtype: torch.dtype):
     """Input in float32, as under autocast; the output in the type of the next GEMM."""
     check_close(
@@ -85,25 +85,13 @@ def test_layer_norm_of_a_transposed_input():
 
 @both_types
 @pytest.mark.parametrize("ending", [False, True], ids=["starting", "ending"])
-@pytest.mark.parametrize(
-    ("samples", "length", "dim", "heads"),
-    [(2, 7, 24, 3), (1, 9, 130, 8), (3, 4, 16, 1)],
-)
+@pytest.mark.parametrize(("samples", "length", "dim", "heads"), [(2, 7, 24, 3), (1, 5, 130, 8)])
 def test_layer_norm_with_pair_bias(
-    samples: int,
-    length: int,
-    dim: int,
-    heads: int,
-    ending: bool,
-    dtype: torch.dtype,
+    samples: int, length: int, dim: int, heads: int, ending: bool, dtype: torch.dtype
 ):
     """The bias used alone, and both results."""
-    inputs = (
-        random(samples, length, length, dim, scale=3),
-        random(dim),
-        random(dim),
-        random(heads, dim),
-    )
+    pair = random(samples, length, length, dim, scale=3)
+    inputs = pair, random(dim), random(dim), random(heads, dim)
 
     def reference(x: Tensor, w: Tensor, b: Tensor, projection: Tensor) -> tuple[Tensor, Tensor]:
         normed = F.layer_norm(x, (dim,), w, b, 1e-5)
@@ -161,24 +149,14 @@ def attention(qkvg: Tensor, gate_bias: Tensor, bias: Tensor | None) -> Tensor:
     ("samples", "rows", "length", "heads", "dim", "biased"),
     [
         (1, 1, 1, 1, 8, True),
-        (2, 3, 7, 2, 8, True),
-        (1, 5, 33, 1, 32, True),
-        (1, 2, 63, 1, 24, True),
+        (2, 3, 7, 2, 24, True),
         (1, 1, 64, 2, 16, False),
-        (1, 3, 65, 1, 32, True),
-        (1, 2, 100, 1, 64, True),
-        (1, 1, 129, 1, 16, False),
-        (2, 2, 128, 1, 32, True),
+        (2, 2, 65, 2, 24, True),
+        (1, 1, 128, 1, 32, True),
     ],
 )
 def test_attention(
-    samples: int,
-    rows: int,
-    length: int,
-    heads: int,
-    dim: int,
-    biased: bool,
-    dtype: torch.dtype,
+    samples: int, rows: int, length: int, heads: int, dim: int, biased: bool, dtype: torch.dtype
 ):
     """Up to 64 positions one kernel makes all gradients, beyond that there are three."""
     check_close(
@@ -293,17 +271,11 @@ def triangle_inputs(samples: int, length: int, dim: int) -> list[Tensor]:
     [
         (1, 1, 16, torch.float32),
         (2, 7, 32, torch.float32),
-        (1, 9, 64, torch.float32),
         (2, 9, 32, torch.bfloat16),
     ],
 )
 def test_triangle_multiplication(
-    samples: int,
-    length: int,
-    dim: int,
-    dtype: torch.dtype,
-    incoming: bool,
-    residual: bool,
+    samples: int, length: int, dim: int, dtype: torch.dtype, incoming: bool, residual: bool
 ):
     check_close(
         lambda x, *parameters: v3.TriangleMultiplicationFunction.apply(
@@ -350,7 +322,7 @@ def test_wide_offsets_change_nothing(monkeypatch: pytest.MonkeyPatch):
 @both_types
 @pytest.mark.parametrize(
     ("samples", "depth", "length", "dim"),
-    [(1, 1, 1, 8), (2, 7, 5, 8), (1, 33, 3, 32), (1, 65, 9, 16)],
+    [(1, 1, 1, 8), (2, 7, 5, 8), (1, 33, 3, 32)],
 )
 def test_outer_product_mean(samples: int, depth: int, length: int, dim: int, dtype: torch.dtype):
     def reference(a: Tensor, b: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -373,38 +345,22 @@ def test_outer_product_mean(samples: int, depth: int, length: int, dim: int, dty
 
 
 @both_types
-@pytest.mark.parametrize("shape", [(1, 7), (3, 5, 33), (129, 64)])
+@pytest.mark.parametrize("shape", [(1, 7), (3, 5, 33)])
 def test_bias_relu(shape: tuple[int, ...], dtype: torch.dtype):
-    bias = random(shape[-1])
-    check_close(
-        v3.BiasReLU.apply,
-        lambda x, b: F.relu(x + b),
-        random(*shape, dtype=dtype),
-        bias,
-        limit=LIMITS[dtype],
-    )
+    inputs = random(*shape, dtype=dtype), random(shape[-1])
+    check_close(v3.BiasReLU.apply, lambda x, b: F.relu(x + b), *inputs, limit=LIMITS[dtype])
 
 
 def test_bias_relu_keeps_what_is_not_a_number():
-    assert (
-        v3.BiasReLU.apply(
-            torch.full((1, 4), math.nan, device=DEVICE),
-            torch.zeros(4, device=DEVICE),
-        )
-        .isnan()
-        .all()
-    )
+    x, bias = torch.full((1, 4), math.nan, device=DEVICE), torch.zeros(4, device=DEVICE)
+    assert v3.BiasReLU.apply(x, bias).isnan().all()
 
 
 # Gradients by row and column, of parts in bfloat16 beside V1's
 
 
 def part_gradients(
-    version: ModuleType,
-    name: str,
-    state: dict[str, Tensor],
-    x: Tensor,
-    dtype: torch.dtype,
+    version: ModuleType, name: str, state: dict[str, Tensor], x: Tensor, dtype: torch.dtype
 ):
     """Compute the gradients of a part's input, [positions, C], and of its parameters.
 
@@ -435,34 +391,24 @@ def worst_line(error: Tensor, exact: Tensor, rounding: Tensor, dim: int) -> floa
     ("part", "length", "case"),
     [
         ("TriangleMultiplicationOutgoing", 13, "plain"),
-        ("TriangleMultiplicationOutgoing", 13, "outlier"),
         ("TriangleMultiplicationOutgoing", 13, "cancelled outlier"),
         ("TriangleAttentionStartingNode", 13, "plain"),
         ("TriangleAttentionStartingNode", 13, "large outlier"),
-        (
-            "TriangleAttentionStartingNode",
-            19,
-            "large outlier",
-        ),  # three kernels, with the block size below
+        # three kernels, with the block size below
+        ("TriangleAttentionStartingNode", 19, "large outlier"),
         ("TriangleAttentionStartingNode", 19, "large logits"),
     ],
 )
 def test_no_row_or_column_of_a_gradient_is_less_exact_than_in_v1(
-    part: str,
-    length: int,
-    case: str,
-    monkeypatch: pytest.MonkeyPatch,
+    part: str, length: int, case: str, monkeypatch: pytest.MonkeyPatch
 ):
     """An outlier channel stands above the others at all positions, as they do in trained models."""
     monkeypatch.setitem(v3.OVERRIDES, "attention_backward_short", {"BLOCK_N": 16})
     v1 = load("tiny_openfold_v1")
     x = torch.randn(1, length, length, 32)
     x[..., 5] += {"outlier": 10.0, "cancelled outlier": 10.0, "large outlier": 100.0}.get(case, 0.0)
-    state = getattr(v1, part)(
-        v1.ModelConfig(pair_dim=32, num_heads_pair=2),
-        v1.Fusions(),
-    ).state_dict()
-    state = random_state(state)
+    config = v1.ModelConfig(pair_dim=32, num_heads_pair=2)
+    state = random_state(getattr(v1, part)(config, v1.Fusions()).state_dict())
     for name in state:
         if case == "cancelled outlier" and name in ("layer_norm.bias", "layer_norm_in.bias"):
             weight = state[name.replace("bias", "weight")]
@@ -496,18 +442,11 @@ def test_weights_of_a_block_are_cast_once():
     with torch.autocast(DEVICE.type, torch.bfloat16):
         weights = block.cast_weights()
     assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
-    for part in (
-        "msa_att_row.linear_qkvg.weight",
-        "tri_att_end.linear_o.bias",
-        "msa_transition.linear_1.weight",
-    ):
-        assert torch.equal(weights[part], block.get_parameter(part).bfloat16())
-        (grad,) = torch.autograd.grad(
-            weights[part].sum(),
-            block.get_parameter(part),
-            retain_graph=True,
-        )
-        assert torch.equal(grad, torch.ones_like(block.get_parameter(part)))
+    for name in ("msa_att_row.linear_qkvg.weight", "tri_att_end.linear_o.bias"):
+        weight = block.get_parameter(name)
+        assert torch.equal(weights[name], weight.bfloat16())
+        (grad,) = torch.autograd.grad(weights[name].sum(), weight, retain_graph=True)
+        assert torch.equal(grad, torch.ones_like(weight))
 
 
 def test_frozen_parameters_get_no_gradient_and_change_no_other():
@@ -625,8 +564,7 @@ def test_an_input_of_another_size_is_refused_before_a_kernel_reads_beyond_it(nam
 
 @every_operation
 def test_what_is_frozen_costs_no_kernel_and_changes_no_other_gradient(
-    name: str,
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, monkeypatch: pytest.MonkeyPatch
 ):
     """Let each input alone need a gradient.
 
@@ -634,11 +572,8 @@ def test_what_is_frozen_costs_no_kernel_and_changes_no_other_gradient(
     """
     operation, shapes = OPERATIONS[name]
     inputs, wrap, launched = [random(*shape) for shape in shapes], v3.wrap_triton, []
-    monkeypatch.setattr(
-        v3,
-        "wrap_triton",
-        lambda kernel: launched.append(kernel.__name__) or wrap(kernel),
-    )
+    noting = lambda kernel: launched.append(kernel.__name__) or wrap(kernel)  # noqa: E731
+    monkeypatch.setattr(v3, "wrap_triton", noting)
     expected = results(operation, inputs)[1:]
     for_all = len(launched)
     counts = []
@@ -657,10 +592,8 @@ def test_torch_compile_finds_no_reason_to_break_its_graph(name: str):
     operation, shapes = OPERATIONS[name]
     inputs = [random(*shape) for shape in shapes]
     torch.compiler.reset()  # or sizes that differ from those of the test before become symbols
-    expected, found = (
-        results(operation, inputs),
-        results(torch.compile(operation, fullgraph=True, backend=COMPILER), inputs),
-    )
+    compiled = torch.compile(operation, fullgraph=True, backend=COMPILER)
+    expected, found = results(operation, inputs), results(compiled, inputs)
     for a, b in zip(found, expected, strict=True):
         assert relative_difference(a, b) < 1e-5
 
