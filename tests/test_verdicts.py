@@ -7,6 +7,7 @@ import json
 import math
 import re
 import shlex
+import statistics
 import subprocess
 from pathlib import Path
 
@@ -241,6 +242,8 @@ def test_versions_are_measured_once_and_reported(tmp_path, monkeypatch):
     alone = short_run("tiny_llama_v1", [*compare_versions.LOSS_STEPS, *TINY_LLAMA])
     assert v1["final_loss"] == pytest.approx(alone["loss"]["final"], rel=1e-5)
     assert v2["per_step"] < v1["per_step"]
+    over_v1 = statistics.median(a / b for a, b in zip(v1["turns_ms"], v2["turns_ms"], strict=True))
+    assert f" {over_v1:.2f}x |" in out
 
     monkeypatch.setattr(compare_versions, "in_turns", interrupted)  # nothing is measured again
     status, again, err = compare(*argv, "--generate-report")
