@@ -34,7 +34,6 @@ DEVICE = torch.device("cpu" if v3.INTERPRETED else "cuda")
 HERE = ["--device", DEVICE.type]
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 both_types = pytest.mark.parametrize("dtype", LIMITS, ids=["float32", "bfloat16"])
-dense_or_strided = pytest.mark.parametrize("strided", [False, True], ids=["dense", "strided"])
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32, size: float = 1.0) -> Tensor:

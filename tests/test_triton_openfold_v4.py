@@ -247,7 +247,7 @@ def test_embedding(reach: int, dtype: torch.dtype):
 
 @both_types
 def test_loss(dtype: torch.dtype):
-    """Of a protein where nothing counts, too; distances lie on the edges of bins as well."""
+    """Of a protein where nothing counts, too; distances are those of edges and beyond the last."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(23, (2, 3, 9), generator=generator).to(DEVICE)
     masked = (torch.rand(2, 3, 9, generator=generator) < 0.4).to(DEVICE)
@@ -255,6 +255,7 @@ def test_loss(dtype: torch.dtype):
     coords = (5 * torch.randn(2, 9, 3, generator=generator)).to(DEVICE)
     coords[0, :, 1:] = 0
     coords[0, :, 0] = 2.3125 * torch.arange(9)
+    coords[0, 8, 0] = 40.0
     observed = torch.tensor([[True, False] + 7 * [True], 9 * [True]], device=DEVICE)
     inputs = [random(2, 3, 9, 16, dtype=dtype), random(2, 9, 9, 32, dtype=dtype)]
     inputs += [random(64, 32, scale=0.2), random(64), random(23, 16, scale=0.2), random(23)]

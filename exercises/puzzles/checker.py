@@ -19,7 +19,6 @@ from types import ModuleType
 from typing import NamedTuple
 
 from lab.cli import documented_parser, needed, run_tool
-from lab.explain import explained, pattern, visible_mistake
 from lab.script import import_file
 
 with needed():
@@ -29,6 +28,7 @@ with needed():
 
     from exercises.puzzles.areas import CPU, NOBODY, Area, drawn
     from exercises.puzzles.recorder import KINDS, Recorder
+    from lab.explain import explained, pattern, visible_mistake
 
 SCOREBOARD = "--scoreboard" in sys.argv
 # compiled: a step of build_a_fusion
