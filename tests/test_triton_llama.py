@@ -452,7 +452,9 @@ def test_nothing_is_launched_for_a_gradient_that_is_not_wanted(
         parameter.requires_grad_(name not in frozen)
         parameter.grad = None
     after = launches(monkeypatch, backward, load(script))
-    assert len(after) == len(before) - sum("norm" in name for name in frozen), "each sums up parts"
+    # V4's norm leaves out the sum over programs; V3's sums, and drops the result.
+    fewer = 0 if script == V3 else sum("norm" in name for name in frozen)
+    assert len(after) == len(before) - fewer
     assert {name for name, p in model.named_parameters() if p.grad is None} == frozen
     for name in expected.keys() - frozen:
         assert relative_difference(model.get_parameter(name).grad, expected[name]) < 1e-6, name
