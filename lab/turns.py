@@ -297,7 +297,8 @@ def warm_up(step: Callable[[], object]) -> None:
         return
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
+    with torch.cuda.stream(side), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Synchronization debug mode")  # is a prototype
         for _ in range(3):
             step()
         torch.cuda.set_sync_debug_mode("default" if getattr(step, "unchecked", False) else "error")

@@ -4,6 +4,7 @@ line."""
 from __future__ import annotations
 
 import json
+import statistics
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from conftest import ROOT, captured
 
 from exercises.your_own_model import check, vit
+from lab.turns import Turns
 
 SOLUTION = ROOT / "exercises/your_own_model/solution.py"
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles here")
@@ -76,3 +78,26 @@ def test_what_was_measured_is_shown_again(tmp_path: Path):
     assert (status, out.count("after is 2.00x as fast as before")) == (0, 2)
     file.write_text("{}")
     assert captured(check.main, ["--show", str(file)])[0] == 2
+
+
+def test_the_sheet_has_what_the_tool_predicted_and_the_turns_measured():
+    """On an H100: the chains of add_norm's two lines, and the step before and after."""
+    sheet = (ROOT / "exercises/your_own_model/README.md").read_text()
+    found, left, measured = (
+        json.loads((ROOT / f"results/h100/your_own_model{part}.json").read_text())
+        for part in ("_found", "_left", "")
+    )
+    chains = [row for row in found["chains"] if "vit.py:20,21" in row["lines"]]
+    now = found["levels"]["now"]["us"]
+    then = now - sum(row["us_now"] - row["us_fused"] for row in chains)
+    step = Turns(measured["ms"][check.PARTS[1]])
+    before, after = (statistics.median(ms) for ms in step.ms.values())
+    ratio = statistics.median(step.ratios("after"))
+    for what, *numbers in (
+        ("predicted by the tool", now / 1e3, then / 1e3, now / then),
+        ("measured in turns", before, after, ratio),
+    ):
+        assert "| {} | {:.1f} ms | {:.1f} ms | {:.2f}x |".format(what, *numbers) in sheet
+    first, saved = left["chains"][0], left["levels"]["now"]["us"] / 100
+    share = (first["us_now"] - first["us_fused"]) / saved
+    assert f"`{first['chain']}`, where q, k and v part, {share:.1f} %" in sheet
