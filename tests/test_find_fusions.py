@@ -230,6 +230,17 @@ def test_a_data_dependent_size_is_a_barrier():
     assert not any({"exp", "mul"} <= set(names) for names in groups(finding))
 
 
+def test_a_second_forward_pass_is_another():
+    x = torch.randn(N, D, requires_grad=True)
+
+    def take():
+        for _ in range(2):
+            torch.sigmoid(x).exp().sum().backward()
+
+    names = groups(found(take))
+    assert not any(of_group.count("sigmoid") > 1 for of_group in names), names
+
+
 def test_random_numbers_and_dropout_stream():
     x, out = torch.randn(N, D), []
     finding = found(lambda: out.append(F.dropout(x.exp(), 0.1) + 1))
@@ -427,6 +438,12 @@ def frozen():
 def fails():
     return Net(), {"x": torch.randn(8, 15)}
 
+def asks():
+    class Asks(Net):
+        def forward(self, x):
+            return super().forward(x) * x.abs().max().item()
+    return Asks(), {"x": torch.randn(8, 16)}
+
 def step():
     net, x = Net(), torch.randn(8, 16)
     return lambda: net(x).backward()
@@ -462,6 +479,11 @@ def test_a_model_of_ones_own(model):
 def test_a_step_of_ones_own(model):
     status, out, _ = find("--model", f"{model}:step")
     assert (status, "tanh" in out) == (0, True)
+
+
+def test_a_step_that_asks_for_values_is_really_taken(model):
+    status, out, err = find("--model", f"{model}:asks")
+    assert (status, "tanh" in out, "depends on values" in err) == (0, True, True)
 
 
 @pytest.mark.parametrize(

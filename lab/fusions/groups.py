@@ -75,9 +75,12 @@ class Joiner:
         self.before, self.after = [0] * len(operators), [0] * len(operators)
         self.writer: dict[Key, int] = {}
         self.readers: dict[Key, list[int]] = defaultdict(list)
-        self.segment = [0]  # between barriers
+        self.segment: list[int] = []  # between barriers; a phase that comes again is another
+        segment = 0
         for i, operator in enumerate(operators):
-            self.segment.append(self.segment[-1] + operator.barrier)
+            before = operators[i - 1] if i else operator
+            segment += before.barrier or before.phase != operator.phase
+            self.segment.append(segment)
             old = [(use.key[0], use.key[1] - 1) for use in operator.writes]
             wanted = [*(use.key for use in operator.reads), *old]
             earlier = {self.writer[key] for key in wanted if key in self.writer}

@@ -23,6 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lab.files import ROOT
 from lab.profile.kernels import category
 from lab.profile.roofline import flop_counter
 from lab.profile.traffic import OVERWRITING, bytes_behind
@@ -47,6 +48,7 @@ STREAMS = re.compile(  # element by element, or a loss of elements
     r"|(leaky_relu|hardswish|mish|softplus|log_sigmoid|glu|_prelu_kernel)(_forward|_backward)?"
     r"|polar|complex|arange|linspace|eye|scalar_tensor|diagonal_backward|lift_fresh_copy"
 )
+OWN = tuple(str(ROOT / folder) for folder in ("lab", "analysis_tools"))
 SECTOR = 32  # bytes that a GPU reads at least
 # With fewer sums than these a GPU computes long ones in several blocks: two for each of its 132
 # multiprocessors, of a row or of 32 columns
@@ -95,7 +97,7 @@ def whose(path: str) -> str:
     packages = re.search(r"(?:site|dist)-packages/(.*)", path)
     if path.startswith(str(Path(torch.__file__).parent)):
         return "optimizer" if "/torch/optim/" in path else ""
-    own = path.startswith((str(Path(__file__).parent), "<")) or "/einops/" in path
+    own = path.startswith((*OWN, "<")) or "/einops/" in path
     if own or (path.startswith(sysconfig.get_paths()["stdlib"]) and not packages):
         return ""
     here = Path(path).is_relative_to(Path.cwd())

@@ -14,10 +14,16 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
 from torch.utils._pytree import tree_map_only
 
-from lab.cli import ToolError
+from lab.cli import ToolError, note
 from lab.fusions.groups import Recorded
 from lab.fusions.rates import Rates
 from lab.fusions.record import Operator, Recorder, whose
@@ -25,6 +31,7 @@ from lab.profile.kernels import NO_KERNELS, kernels_of, load_trace, range_of_eac
 from lab.script import import_file, load_script, script_arguments
 from lab.turns import TURN_MS, alternating, free_memory
 
+ASKS = DataDependentOutputException, DynamicOutputShapeException
 REPEATS = 3  # profiled steps
 NEEDED = (
     "it must return (model, batch) so that model(**batch) is the loss, a scalar or with a .loss;"
@@ -134,7 +141,8 @@ def of_the_user(name: str) -> Iterator[None]:
         raise
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
-        at = [f"{whose(f.filename)}:{f.lineno}" for f in frames if f.filename and whose(f.filename)]
+        at = [f"{whose(f.filename)}:{f.lineno}" for f in frames]
+        at = [place for place in at if not place.startswith((":", "optimizer:"))]
         where = f" at {at[-1]}" if at else ""
         what = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         raise ToolError(f"{name} failed{where}: {what}", status=1) from error
@@ -150,12 +158,23 @@ def record(step: Step, recorder: Recorder) -> Recorded:
 
 
 def count(build: Callable[[], Step]) -> tuple[Step, Recorded]:
-    """Operators, bytes and FLOPs of a step of fake tensors: nothing is computed."""
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    """Operators, bytes and FLOPs of a step of fake tensors: nothing is computed. A step that asks
+    for values is really taken, on the CPU."""
+
+    def counted() -> tuple[Step, Recorded]:
         step = build()
         with of_the_user(step.name):
             step.take()  # the first one makes the optimizer's state
         return step, record(step, Recorder())
+
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            return counted()
+    except ToolError as error:
+        if not isinstance(error.__cause__, ASKS):
+            raise
+        note("what it does depends on values, so two steps are taken on this CPU")
+        return counted()
 
 
 def measure(step: Step, rates: Rates) -> Recorded:
