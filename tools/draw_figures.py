@@ -20,6 +20,7 @@ import io
 import itertools
 import json
 import math
+import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -864,6 +865,31 @@ def memory_of_a_step() -> Sheet:
     return sheet
 
 
+def predictions() -> Sheet:
+    """Bars: how much faster a step is with its chains fused, as predicted and as compiled."""
+    rows = [row for row in rows_of("find_fusions") if "sides_ms" in row]
+    sheet = Sheet("Chains fused: predicted and compiled", 150 + 62 * len(rows))
+    pairs = []
+    for row in rows:
+        ms = {side: statistics.median(turns) for side, turns in row["sides_ms"].items()}
+        guess = row["predicted_ms"]["now"] / row["predicted_ms"]["chains"]
+        pairs.append((guess, ms["now"] / ms["compiled"]))
+    scale = 380 / max(map(max, pairs))
+    for i, (row, pair) in enumerate(zip(rows, pairs, strict=True)):
+        y = 72 + 62 * i
+        own = (
+            row["shape"].replace("tiny_openfold", "TinyOpenFold").replace("tiny_llama", "TinyLlama")
+        )
+        sheet.label(20, y + 25, own + (", fp32" if row["precision"] == "fp32" else ""), SMALL)
+        for top, value, color in ((y, pair[0], SKY), (y + 26, pair[1], BLUE)):
+            sheet.box(320, top, scale * value, 22, color, edge=None)
+            sheet.label(328 + scale * value, top + 11, f"{value:.2f}x", SMALL)
+    legend = {"predicted by find_fusions.py": SKY, "compiled by inductor": BLUE}
+    sheet.legend(sheet.height - 72, (20, 320), legend)
+    sheet.label(20, sheet.height - 24, "whole steps as graphs, bf16, one NVIDIA H100", SMALL, GREY)
+    return sheet
+
+
 KERNEL = {"GEMM": BLUE, "attention": RED, "norm": GREEN, "element-wise": ORANGE, "other": PURPLE}
 
 
@@ -1279,6 +1305,7 @@ FIGURES_BY_NAME: dict[str, Callable[[], Sheet]] = {
         roofline,
         versions,
         memory_of_a_step,
+        predictions,
         trunk,
         two_gpus,
         kernels,
