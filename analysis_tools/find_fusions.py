@@ -117,7 +117,7 @@ def examine(args: argparse.Namespace, argv: Sequence[str]) -> dict:
         "untouched_us": rates and sum(g.now("us") for g in found.groups if g.kind != "stream"),
         "chains": found.rows(),
         "not_understood": found.unknown(),
-        "notes": recorded.notes,
+        "unwritten": recorded.unwritten,
     }
     if args.versions:
         add_versions(result, Path(args.script or ""), argv)
@@ -191,7 +191,9 @@ def report(result: dict, top: int) -> str:
     for row in result["not_understood"]:
         time = f", {row['us'] / 1e3:.3f} ms" if rates else ""
         lines += [f"Not understood: {row['operator']} ({row['calls']}x{time}) at {row['lines']}"]
-    lines += [f"Not understood: {note}" for note in result["notes"]]
+    if unwritten := result["unwritten"]:
+        what = "operators read what no operator wrote: kernels that PyTorch does not see; the first"
+        lines += [f"Not understood: {len(unwritten)} {what} is {unwritten[0]}"]
     if check := result.get("check"):
         fused = levels["chains"]["us"]
         pairs = ("ms now, as a graph", now / 1e3, check["now_ms"]), (

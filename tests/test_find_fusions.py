@@ -333,8 +333,21 @@ def test_what_nobody_wrote_is_named():
         out.append(y + 1)
 
     out = []
-    (note,) = found(take).recorded.notes
+    (note,) = found(take).recorded.unwritten
     assert note.startswith("add at tests/test_find_fusions.py")
+
+
+def test_what_only_an_unseen_kernel_reads_is_kept():
+    x = torch.randn(N, D)
+
+    def take():
+        y, z = x.exp() * 2, torch.empty(N, D)
+        z.numpy()[:] = y.numpy()  # such a kernel
+        out.append(z + 1)
+
+    out = []
+    made = found(take).groups[0]
+    assert (made.names, sum(made.keeps.values())) == (["exp", "mul"], ROW)
 
 
 # --- no tensor is kept alive

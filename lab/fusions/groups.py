@@ -35,7 +35,7 @@ class Recorded:
     sizes: list[int]  # bytes of the storages
     alive: set[Key]  # what is there when the step is over
     weights: set[int]  # storages of weights
-    notes: list[str]
+    unwritten: list[str]  # operators that read what no operator wrote
 
 
 @dataclass
@@ -164,8 +164,10 @@ class Joiner:
 
 
 def covered(uses: Iterable[Use], size: int) -> int:
-    """Bytes of a storage in these uses, each place once."""
-    return min(size, sum(count for _, count in {(use.offset, use.bytes) for use in uses}))
+    """Bytes of a storage in these uses, each place once; what a gather takes, each time."""
+    places = {(use.offset, use.bytes) for use in uses}
+    taken = sum(count for offset, count in places if offset < 0)
+    return taken + min(size, sum(count for offset, count in places if offset >= 0))
 
 
 class Finding:
@@ -174,6 +176,8 @@ class Finding:
 
     def __init__(self, recorded: Recorded, rates: Rates | None):
         self.recorded, self.rates = recorded, rates
+        kernels = (o.kind == "unknown" and not o.reads for o in recorded.operators)
+        self.unseen = bool(recorded.unwritten) or any(kernels)
         for o in recorded.operators if rates else ():
             if o.us is None:
                 o.us = max(rates.us(o.moved), o.flop / rates.gemm_tflops / 1e6) if o.kernels else 0
@@ -192,8 +196,10 @@ class Finding:
         for number, group in enumerate(self.groups):
             self.memory_of(number, group)
         for number, group in enumerate(self.groups):
+            taken = {use.key for operator in group.members for use in operator.reads}
             for key in list(group.keeps):
-                if not self.users[key] - {number} and key not in recorded.alive:
+                unseen = self.unseen and key not in taken  # somebody must read it
+                if not self.users[key] - {number} and key not in recorded.alive and not unseen:
                     del group.keeps[key]
         self.remake()
         self.levels: dict[str, tuple[float | None, int, int]] = {}
@@ -292,7 +298,7 @@ class Finding:
     def time(self, group: Group, moved: int, launches: int) -> float:
         """Kernels move bytes as fast as a copy, with three exceptions."""
         rows = [o.reduced for o in group.members if o.reduced]
-        if any(length > LONGEST for _, length, _ in rows):
+        if group.phase == "forward" and any(length > LONGEST for _, length, _ in rows):
             moved += sum(group.reads.values())  # no block holds such a row: it is read twice
         if any(length % 8 for _, length, columns in rows if not columns):
             moved = int(RAGGED * moved)

@@ -59,7 +59,7 @@ class Use(NamedTuple):
     """Bytes of a storage, in the version that in-place operators before have left."""
 
     key: tuple[int, int]  # storage, version
-    offset: int
+    offset: int  # below 0 of what a gather or scatter touches, in no order
     bytes: int
 
 
@@ -123,7 +123,7 @@ class Recorder(TorchDispatchMode):
         self.lines: dict[tuple[int, int], str] = {}  # by thread and number of the autograd node
         self.main = threading.get_ident()
         self.flops = flop_counter().flop_registry
-        self.notes: set[str] = set()
+        self.notes: list[str] = []  # operators that read what no operator wrote
 
     # --- which memory
 
@@ -224,7 +224,7 @@ class Recorder(TorchDispatchMode):
         reads[:] = [use._replace(bytes=0) if use.key[0] in blind else use for use in reads]
         own = getattr(function, "namespace", "") != "aten"
         if not own and any(u.key[0] in self.unwritten and u.bytes for u in reads):
-            self.notes.add(f"{name} at {operator.line} reads what no operator that is seen wrote")
+            self.notes.append(f"{name} at {operator.line}")
         operator.writes = [self.use(t, write=True) for t in [*written, *fresh]]
         operator.moved = sum(use.bytes for use in [*reads, *operator.writes])
         operator.numel = max((t.numel() for t in [*inputs, *made]), default=0)
@@ -249,15 +249,18 @@ class Recorder(TorchDispatchMode):
             row = first.shape[-1] * first.element_size() if first.dim() > 1 else 1
             wanted = sum(w.bytes for w in operator.writes) * max(1, SECTOR // row)
             operator.kind, operator.source = "stream", {reads[0].key}
-            limit(operator, reads, wanted)
+            operator.moved += wanted - reads[0].bytes
+            reads[0] = Use(reads[0].key, -1 - operator.call, wanted)
             operator.numel = max(t.numel() for t in made)
         elif SCATTERS.fullmatch(name):
             operator.kind, operator.closed = "stream", True
-            if written:  # only what is added to is read and written
-                added = max((use.bytes for use in reads[1:]), default=0)
-                limit(operator, reads, added)
-                limit(operator, operator.writes, added)
-                operator.source = {reads[0].key}
+            target = operator.writes[0]
+            added = max(t.numel() for t in inputs[bool(written) :]) * inputs[0].element_size()
+            if written:  # only what is added to is touched, and its reads meet its writes
+                reads[0], operator.source = reads[0]._replace(bytes=0), {reads[0].key}
+            whole = 0 if written else target.bytes
+            operator.writes[0] = Use(target.key, -1 - operator.call, whole + added)
+            operator.moved = sum(use.bytes for use in [*reads, *operator.writes])
         elif kind == "reductions":
             operator.kind = "stream"
             dims = args[2 if "norm" in name else 1 :] or [kwargs.get("dim")]
@@ -287,13 +290,6 @@ class Recorder(TorchDispatchMode):
         if not (backward and rest):
             return [one, two]
         return [one, two, replace(two, reads=operator.reads, writes=rest, closed=True, sums=True)]
-
-
-def limit(operator: Operator, uses: list[Use], most: int) -> None:
-    """Of the first of these tensors so many bytes are read or written at most."""
-    less = uses[0]._replace(bytes=min(uses[0].bytes, most))
-    operator.moved -= uses[0].bytes - less.bytes
-    uses[0] = less
 
 
 def across(made: Tensor, inputs: list[Tensor]) -> int:

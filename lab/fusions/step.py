@@ -153,8 +153,8 @@ def record(step: Step, recorder: Recorder) -> Recorded:
     weights = {recorder.number(weight) for weight in step.weights}
     with recorder, of_the_user(step.name):
         step.take()
-    notes = sorted(recorder.notes)
-    return Recorded(recorder.operators, recorder.sizes, recorder.alive(), weights, notes)
+    found = recorder.operators, recorder.sizes, recorder.alive(), weights, recorder.notes
+    return Recorded(*found)
 
 
 def count(build: Callable[[], Step]) -> tuple[Step, Recorded]:
