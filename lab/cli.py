@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import signal
 import sys
@@ -77,6 +78,19 @@ def at_least(low: int) -> Callable[[str], int]:
         return int(text)
 
     return whole_number
+
+
+def positive(most: float = math.inf) -> Callable[[str], float]:
+    """argparse type: a number above 0, and not above `most`."""
+
+    def number(text: str) -> float:
+        with contextlib.suppress(ValueError):
+            if 0 < float(text) <= most and math.isfinite(float(text)):
+                return float(text)
+        limit = "" if math.isinf(most) else f" and not above {most:g}"
+        raise argparse.ArgumentTypeError(f"must be above 0{limit}, not {text!r}")
+
+    return number
 
 
 def several(kind: Callable[[str], object] = str) -> Callable[[str], list]:

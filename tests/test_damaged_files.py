@@ -34,6 +34,7 @@ from analysis_tools import (
 )
 from bench import versions as benchmark
 from exercises.performance_debugging import compare_stages
+from lab import batch_size
 from lab.cli import run_tool
 from lab.study import measure_study, read_study
 
@@ -56,11 +57,11 @@ def search(path: Path) -> Answer:
     another device."""
 
     def body() -> int:
-        rows = read_study(path, **optimize_batch_size.ROWS)["rows"]
-        optimize_batch_size.next_size(rows, 1e5, 1024)
-        found = [optimize_batch_size.numbers(row, 1e5, 0.8) for row in rows]
-        print(optimize_batch_size.table(found))
-        if fitting := [row for row in found if row["fits"]]:
+        rows = read_study(path, **batch_size.ROWS)["rows"]
+        batch_size.next_size(rows, 1e5, 1024)
+        found = [optimize_batch_size.beside_memory(row, 1e5) for row in rows]
+        print(optimize_batch_size.table(found, 0.8))
+        if fitting := [row for row in found if row["part"]]:
             for target in optimize_batch_size.TARGETS:
                 print(optimize_batch_size.answer(fitting, target))
         return 0

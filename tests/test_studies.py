@@ -13,7 +13,7 @@ import pytest
 from conftest import CPU, captured, load, strict_json, words
 
 from analysis_tools import benchmark_suite, fusion_ablation_study, optimize_batch_size
-from lab import ablation
+from lab import ablation, batch_size
 from lab.cli import ToolError
 from lab.records import Study, read
 
@@ -257,7 +257,7 @@ def sizes_measured(fits, limit: float = math.inf, **more) -> list[int]:
     Those that do not fit are out of memory.
     """
     rows: list[dict] = []
-    while size := optimize_batch_size.next_size(rows, limit, **{"most": 1000, **more}):
+    while size := batch_size.next_size(rows, limit, **{"most": 1000, **more}):
         found = {"peak_mb": float(size)} if fits(size) else {"status": "oom"}
         rows.append({"batch_size": size, **found})
     return [row["batch_size"] for row in rows]
@@ -272,7 +272,7 @@ def test_the_search_doubles_and_then_halves_the_gap():
     )
     assert sizes_measured(lambda size: False) == [1]
     failed = [{"batch_size": 1, "status": "failed"}]
-    assert optimize_batch_size.next_size(failed, 1.0, 8) is None
+    assert batch_size.next_size(failed, 1.0, 8) is None
 
 
 def test_the_best_batch_size_is_below_the_limit(steady, monkeypatch, tmp_path):
@@ -281,19 +281,18 @@ def test_the_best_batch_size_is_below_the_limit(steady, monkeypatch, tmp_path):
     )
     at = SMALL.index("--batch-size")
     argv = [*SMALL[:at], *SMALL[at + 2 :], "--rounds", "2"]
-    status, out, err = call(optimize_batch_size, *argv, "--output", tmp_path / "search.png")
+    status, out, err = call(optimize_batch_size, *argv, "--output", tmp_path / "search.json")
     assert status == 0, err
     rows = table_of(out)
     assert [row[0] for row in rows] == ["1", "2", "4", "5", "6", "8"]
     assert [row[1] for row in rows[2:]] == ["523.8", *["out of memory"] * 3]
     assert "Best for throughput: batch size 4" in out
-    assert (tmp_path / "search.png").stat().st_size > 1000
-    argv_again = [*argv, "--output", tmp_path / "search.png", "--optimization-target", "latency"]
+    argv_again = [*argv, "--output", tmp_path / "search.json", "--optimization-target", "latency"]
     again = call(optimize_batch_size, *argv_again)
     assert "Best for latency: batch size 1" in again[1]
     assert "batch_size 2" not in again[2], "it was measured before"
     monkeypatch.setattr(optimize_batch_size, "memory_mb", lambda device: 1.0)
-    status, _, err = call(optimize_batch_size, *argv, "--output", tmp_path / "none.png")
+    status, _, err = call(optimize_batch_size, *argv, "--output", tmp_path / "none.json")
     assert (status, "even batch size 1 takes more than 80%" in err) == (3, True)
 
 
@@ -319,7 +318,7 @@ def test_the_best_batch_size_is_below_the_limit(steady, monkeypatch, tmp_path):
         (benchmark_suite, ["--table", "other.json", "--seq-len", "8"], "takes no arguments"),
         (optimize_batch_size, ["--target-memory-usage", "80"], "not above 1"),
         (optimize_batch_size, ["--batch-size", "4"], "is what is looked for"),
-        (optimize_batch_size, ["--output", "curve.txt"], ".png"),
+        (optimize_batch_size, ["--output", "curve.txt"], ".json"),
         (optimize_batch_size, ["--hidden-dim", "7"], "divisible"),
     ],
 )
