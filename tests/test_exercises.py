@@ -47,6 +47,7 @@ SLOW = (
     "exercises/performance_debugging/exercise_2_profiles_and_kernels.md",
     "exercises/performance_debugging/exercise_3_benchmarks_that_lie.md",
     "exercises/tiny_llama_v4/exercise_2_register_optimization.md",
+    "exercises/tiny_llama_v4/exercise_3_production_deployment.md",
     "exercises/tiny_openfold_v1/exercise_1_baseline_analysis.md",
     "exercises/tiny_openfold_v2/exercise_4_rocm_profiling.md",
     "exercises/tiny_openfold_v2/exercise_5_torch_compile.md",
