@@ -158,7 +158,7 @@ def without_effect(args: argparse.Namespace) -> dict[str, str]:
 def missing_kernels(args: argparse.Namespace) -> dict[str, str]:
     """Name the fusions that have no kernel for these widths on this GPU, and why.
 
-    What a kernel needs grows with the rows that it holds: bounds of what bench/compile_for_amd.py
+    What a kernel needs grows with the rows that it holds: bounds of what tools/compile_for_amd.py
     finds for an H100 (sm_90) and an MI300 (gfx942).
     """
     found, dim, most, hip = {}, args.pair_dim, shared_memory(), BACKEND == "hip"

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-from bench.tables import printed_by
 from lab.cli import ToolError
 from lab.files import ROOT, read_json
 from lab.study import by_side, read_rows
 from lab.turns import ratios, speedup
+from tools.tables import printed_by
 
 # source, row and column, or file, keys and format
 FIGURE = re.compile(r"\{([^{}:]+): ([^{}:]+): ([^{}:]+)\}")

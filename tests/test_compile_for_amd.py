@@ -2,7 +2,7 @@
 launch them there.
 
 Here once for each script, as COVERED says; on every target, in every precision and with odd sizes
-by python bench/compile_for_amd.py, which takes minutes.
+by python tools/compile_for_amd.py, which takes minutes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LDS = 65536  # bytes that a workgroup can have there
 def compile_for_amd(script: Path | str, options: str) -> subprocess.CompletedProcess:
     command = [
         sys.executable,
-        str(ROOT / "bench/compile_for_amd.py"),
+        str(ROOT / "tools/compile_for_amd.py"),
         str(script),
         *options.split(),
     ]
@@ -49,7 +49,7 @@ def in_tables(text: str) -> set[str]:
 def test_what_spills_or_needs_too_much_lds_is_a_problem():
     """In a process of its own: here Triton interprets."""
     code = """
-from bench.compile_for_amd import Needs, problems
+from tools.compile_for_amd import Needs, problems
 for needs in ((0, 0, 1024), (2, 0, 1024), (0, 3, 1024), (0, 0, 65537)):
     spills, sgpr_spills, lds = needs
     print(problems(None, [Needs(9, 0, 9, lds, spills, sgpr_spills, 8)], ["gfx942"]))

@@ -1,8 +1,8 @@
 """The commands of README and exercise sheets run as they stand, and the tables of the answers are
 current.
 
-Sheets run with small models and with stand-ins for ROCm's tools. The tools that do it (run_sheet.py
-and small_runs.py in tools/, tables.py in bench/) are tested with made-up sheets.
+Sheets run with small models and with stand-ins for ROCm's tools. The programs of tools/ that do
+it (run_sheet.py, small_runs.py, tables.py) are tested with made-up sheets.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def test_every_block_of_a_sheet_runs_and_prints_what_it_should(sheet: str, tmp_p
 
 @pytest.mark.parametrize("file", WITH_TABLES)
 def test_tables_are_what_their_commands_print(file: str):
-    check = [forking_python(), "bench/tables.py", "--check", file]
+    check = [forking_python(), "tools/tables.py", "--check", file]
     done = subprocess.run(check, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
@@ -550,11 +550,11 @@ def test_a_small_run_gets_what_its_script_would_get(run, tmp_path: Path):
     assert found == ("ok", 12, 1)
 
 
-# --- bench/tables.py
+# --- tools/tables.py
 
 
 def tables(*argv: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, ROOT / "bench" / "tables.py", *argv]
+    command = [sys.executable, ROOT / "tools" / "tables.py", *argv]
     return subprocess.run(list(map(str, command)), capture_output=True, text=True)
 
 

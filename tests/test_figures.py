@@ -12,8 +12,9 @@ from xml.etree import ElementTree
 import pytest
 from conftest import CPU, ROOT, TINY, captured, load
 
-from bench import memory_by_purpose, timeline, trace_step
+from bench import memory_by_purpose
 from tools import draw_figures as figures
+from tools import timeline, trace_step
 
 COMMITTED = sorted((ROOT / "docs/figures").glob("*.svg"))
 

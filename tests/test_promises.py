@@ -234,7 +234,7 @@ def test_a_full_device_is_one_line():
 PROGRAMS = [
     *(path for path in sorted((ROOT / "analysis_tools").glob("*.py")) if path.name != "_root.py"),
     *sorted(ROOT.glob("run_*.py")),
-    *(ROOT / name for name in ("bench/versions.py", "bench/tables.py", "tools/run_sheet.py")),
+    *(ROOT / name for name in ("bench/versions.py", "tools/tables.py", "tools/run_sheet.py")),
     ROOT / "exercises/performance_debugging/check_step.py",
     ROOT / "exercises/performance_debugging/compare_stages.py",
     ROOT / "exercises/tiny_openfold_v2/gemms_of_a_trace.py",
@@ -288,7 +288,7 @@ TRAINS = {
     ),
     "bench/versions.py": "counts .",
     "bench/operations.py": "table .",
-    "bench/compile_for_amd.py": "--help",
+    "tools/compile_for_amd.py": "--help",
     "bench/find_fusions.py": "study.json",
     "exercises/performance_debugging/check_step.py": f"{ROOT}/tiny_llama_v1.py",
     **{

@@ -11,10 +11,10 @@ from conftest import ROOT, load
 from torch.utils.flop_counter import FlopCounterMode
 
 from bench import operations, versions
-from bench.tables import CELLS, TABLE
 from bench.versions import MODES, PRECISIONS, SHAPES
 from lab.cli import ToolError
 from lab.study import by_side
+from tools.tables import CELLS, TABLE
 
 RUNS = sorted((ROOT / "results").glob("*/tiny_*.json"))
 STUDIES = sorted((ROOT / "results").glob("*/*.json"))

@@ -33,8 +33,8 @@ with needed():
     import triton
 
     import tiny_llama_v3 as v3
-    from bench import compile_for_amd
     from exercises.tiny_llama_v3 import measure
+    from tools import compile_for_amd
 
 PROG = Path(__file__).name
 

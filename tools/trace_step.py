@@ -8,7 +8,7 @@ shapes, the machine's name and its paths go.
 Example:
   python tiny_llama_v1.py --use-amp --seq-len 128 --num-steps 5 --enable-pytorch-profiler \\
       --profile-dir traces/v1
-  python bench/trace_step.py traces/v1 tiny_llama_v1_eager.json.gz
+  python tools/trace_step.py traces/v1 tiny_llama_v1_eager.json.gz
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import json
 import sys
 from pathlib import Path
 
-from bench.timeline import STEP, Trace
 from lab.cli import Parser, ToolError, documented_parser, program
 from lab.files import write_file
 from lab.profile.kernels import ON_GPU, complete
+from tools.timeline import STEP, Trace
 
 PROG = Path(__file__).name
 HOST = {"cpu_op", "user_annotation", "cuda_runtime", "cuda_driver"}

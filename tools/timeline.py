@@ -11,7 +11,7 @@ the same script without a graph, whose kernels say where the layers begin and en
 Examples:
   python tiny_llama_v1.py --use-amp --seq-len 128 --num-steps 5 --enable-pytorch-profiler \\
       --profile-dir traces/v1
-  python bench/timeline.py results/DIR/timeline.json traces/v1 traces/v1_graph traces/v3 \\
+  python tools/timeline.py results/DIR/timeline.json traces/v1 traces/v1_graph traces/v3 \\
       traces/v3_graph
 """
 

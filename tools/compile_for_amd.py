@@ -15,12 +15,12 @@ registers only, because Triton asks for LDS at launch, so it is lowered here to 
 LDS of a compute unit.
 
 Examples:
-  python bench/compile_for_amd.py                  all scripts, targets, precisions, sizes: minutes
-  python bench/compile_for_amd.py tiny_llama_v3.py --target gfx942 --dtype bfloat16 --size default
-  python bench/compile_for_amd.py tiny_llama_v3.py --blocks attention_forward:BLOCK_M=128
-  python bench/compile_for_amd.py --target sm_90   for NVIDIA's H100, shared memory under LDS
-  python bench/compile_for_amd.py --write          results/amd/registers.csv and the tables from it
-  python bench/compile_for_amd.py --summary        what this file says of each script and target
+  python tools/compile_for_amd.py                  all scripts, targets, precisions, sizes: minutes
+  python tools/compile_for_amd.py tiny_llama_v3.py --target gfx942 --dtype bfloat16 --size default
+  python tools/compile_for_amd.py tiny_llama_v3.py --blocks attention_forward:BLOCK_M=128
+  python tools/compile_for_amd.py --target sm_90   for NVIDIA's H100, shared memory under LDS
+  python tools/compile_for_amd.py --write          results/amd/registers.csv and the tables from it
+  python tools/compile_for_amd.py --summary        what this file says of each script and target
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ with needed():
     from torch._subclasses import FakeTensorMode
     from triton.backends.compiler import GPUTarget
 
-    from bench import tables
     from lab.cli import Parser, ToolError, documented_parser, print_notes, program
     from lab.script import load_script
     from lab.show import Column, render, write_csv
+    from tools import tables
 
 PROG = Path(__file__).name
 DOCUMENT = ROOT / "docs/ROCM.md"

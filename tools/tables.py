@@ -15,8 +15,8 @@ A page can take a part of what its command prints:
   COMMAND, rows "TEXT" ...        the rows whose first cell begins so
 
 Examples:
-  python bench/tables.py README.md           run the commands, put what they print in between
-  python bench/tables.py --check README.md   exit 1 and name tables that differ or fail
+  python tools/tables.py README.md           run the commands, put what they print in between
+  python tools/tables.py --check README.md   exit 1 and name tables that differ or fail
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def update(path: Path, check: bool) -> list[str]:
         try:
             printed = printed_by(table[2])
             if check and printed != table[3]:
-                way_out = f"python bench/tables.py {path} writes it"
+                way_out = f"python tools/tables.py {path} writes it"
                 raise ToolError(f"its command prints another table; {way_out}")
         except ToolError as error:
             wrong.append(f"{path}:{text.count(chr(10), 0, table.start()) + 1}: {error}")
