@@ -15,6 +15,7 @@ Key = tuple[int, int]
 MOST = 64  # operators in a kernel, as compilers have it
 MOVED = 2  # times that an element goes elsewhere, before it must lie in memory
 SMALL = 16  # what is so many times smaller than a tensor is kept, not computed again
+MIXED = 2**22  # elements from which a compiler sums rows and columns in one kernel
 LONGEST = 4096  # a row that the registers of a block hold
 RAGGED = 1.5  # how much longer rows take that no vector load fits, of elements of two bytes
 TILE = 256  # the longest row that a tile of a matrix product has as a whole
@@ -302,6 +303,12 @@ class Finding:
             moved += sum(group.reads.values())  # no block holds such a row: it is read twice
         if any(length % 8 for _, length, columns in rows if not columns):
             moved = int(RAGGED * moved)
+        for o in group.members if rows else ():
+            if o.closed and o.sums and not o.apart and o.numel >= MIXED:
+                # sums of columns beside those of rows: PyTorch adds up what blocks have left, in
+                # the time of reading a float32 tensor of that size
+                launches += len(o.writes) - 1
+                moved += len(o.writes) * 4 * o.numel
         touched = sum(o.touched for o in group.members) if rows else 0
         beyond = max(0, touched / self.rates.cache_gb_per_s - moved / self.rates.gb_per_s) / 1e3
         return launches * self.rates.us(0) + self.rates.us(moved) - self.rates.us(0) + beyond
