@@ -92,7 +92,7 @@ def test_each_row_of_a_table_is_of_one_file(program, device, tmp_path):
 def test_other_tables_on_pages_name_one_file():
     pages = [p for p in ROOT.glob("**/*.md") if not p.is_relative_to(ROOT / ".venv")]
     commands = [match[2] for page in pages for match in TABLE.finditer(page.read_text())]
-    assert len(commands) > 20
+    assert len(commands) > 12
     files = [set(re.findall(r"results/[\w/]+\.\w+", command)) for command in commands]
     assert not [command for command, named in zip(commands, files, strict=True) if len(named) > 1]
 
