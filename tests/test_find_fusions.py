@@ -398,6 +398,26 @@ def test_a_kernel_takes_as_long_as_a_copy_of_its_bytes():
     assert RATES.us(2_500_000) == pytest.approx(1.75 + 1)
 
 
+def softmax_us(x: torch.Tensor, add: torch.Tensor | None = None) -> float:
+    out = []
+    finding = found(lambda: out.append((x * 2 if add is None else x + add).softmax(-1)))
+    finding.rates = RATES
+    (group,) = finding.groups
+    return finding.time(group, 10_000_000, 1) - RATES.us(0)
+
+
+def test_where_a_kernel_is_slower_than_a_copy():
+    """10 MB are 4 us: rows without vector loads, rows of no block, a bias whose elements lie
+    apart."""
+    x = torch.zeros(500, 1000)
+    assert softmax_us(x) == pytest.approx(4)
+    assert softmax_us(torch.zeros(500, 1001)) == pytest.approx(6)
+    long = torch.zeros(500, 8000)
+    assert softmax_us(long) == pytest.approx(4 + long.nbytes / 2.5e6)
+    wide = torch.zeros(1000, 5000)  # each element of a column asks for a line of 32 bytes
+    assert softmax_us(wide[:, :4000], torch.zeros(4000, 1000).t()) == pytest.approx(32)
+
+
 # --- the program and its study
 
 
