@@ -3,7 +3,7 @@
 train to.
 
 In each cell of the grid all models take turns, as graphs where there is a GPU: samples per second
-are the median of the turns, a speed-up is over the first model in the same turn. For accuracy each
+are those of the median turn, a speed-up is over the first model in the same turn. For accuracy each
 trains --num-steps steps (an argument of the scripts) from the same seed, and the difference of the
 last loss is relative to that of the first model.
 
@@ -15,10 +15,7 @@ a finished study again; a study with other settings needs another --output.
 Examples:
   python analysis_tools/benchmark_suite.py --models v1,v2 --batch-sizes 4,8,16,32 \\
       --seq-lengths 128,256,512
-  python analysis_tools/benchmark_suite.py --models v1,v2,v3,v4 --metrics throughput,memory \\
-      --use-amp --peers
-  python analysis_tools/benchmark_suite.py --family openfold --seq-lengths 64,128 \\
-      --num-steps 20 --csv grid.csv
+  python analysis_tools/benchmark_suite.py --family openfold --seq-lengths 64,128 --peers
   python analysis_tools/benchmark_suite.py --table benchmark_llama.json
 """
 
@@ -29,51 +26,38 @@ import _root
 import argparse
 import importlib.util
 import itertools
-import statistics
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from functools import partial
-from operator import itemgetter
 from pathlib import Path
 
+from lab import study
 from lab.cli import Parser, ToolError, at_least, print_notes, program, several
+from lab.comparison import beside_first, versions_in_turns
 from lab.files import ROOT
 from lab.script import load_script, parser_around, script_arguments
-from lab.show import Column, range_of_speeds, render, write_csv
-from lab.study import (
-    as_rows,
-    check_failed,
-    heading,
-    measure_study,
-    read_study,
-    study_asked_for,
-)
-from lab.turns import graph_of, in_turns, named, parse_quiet, ratios, short_run, speeds, spread
+from lab.show import Column, range_of_speeds, render
+from lab.turns import graph_of
 
 PROG = Path(__file__).name
 METRICS = ("throughput", "memory", "accuracy")
-PACKAGES = dict.fromkeys(("hugging_face", "hugging_face_compiled"), "transformers")
-PACKAGES["liger"] = "liger_kernel"
-Sides = dict[str, tuple[str, list[str]]]
+PEERS = dict.fromkeys(("hugging face", "hugging face compiled"), ("transformers",))
+PEERS["liger"] = ("transformers", "liger_kernel")
 
 
 def build_parser() -> Parser:
     """The command line."""
     parser = parser_around(PROG, __doc__, "tiny_llama_v2.py", "the scripts")
-    add = parser.add_argument
-    sizes = {"type": several(at_least(1)), "metavar": "N,N"}
-    metrics = {"type": several(), "default": list(METRICS), "metavar": "M,M"}
-    families = ("llama", "openfold")
+    add, sizes = parser.add_argument, {"type": several(at_least(1)), "metavar": "N,N"}
+    metrics = {"type": several(among=METRICS), "default": METRICS, "metavar": "M,M"}
+    families = {"choices": ("llama", "openfold"), "default": "llama"}
     add("--models", type=several(), default=["v1", "v2"], metavar="V,V", help="(default: v1,v2)")
-    add("--family", choices=families, default="llama", help="(default: %(default)s)")
+    add("--family", **families, help="(default: %(default)s)")
     add("--batch-sizes", **sizes, default=[4, 8], help="(default: 4,8)")
     add("--seq-lengths", **sizes, default=[128, 256], help="(default: 128,256)")
     add("--metrics", **metrics, help=f"(default: {','.join(METRICS)})")
     parser.add_flag("--peers", "other implementations, too")
-    parser.add_count("--rounds", 10, "turns of each model")
-    parser.add_path("--output", "FILE.json", "the study (default: benchmark_<family>.json here)")
-    parser.add_path("--csv", "FILE", "also write the table, unrounded")
-    parser.add_path("--table", "FILE.json", "measure nothing, print the table of this study")
+    study.add_study(parser, 10, "model", "benchmark_<family>.json")
     return parser
 
 
@@ -85,123 +69,68 @@ def scripts_of(args: argparse.Namespace) -> dict[str, tuple[str, list[str]]]:
     sides = {model: (f"tiny_{args.family}_{model}", []) for model in args.models}
     if args.peers:
         sides["v1 compiled"] = (f"tiny_{args.family}_v1", ["--enable-torch-compile"])
-        for name, package in PACKAGES.items() if args.family == "llama" else ():
-            if all(importlib.util.find_spec(needed) for needed in ("transformers", package)):
+        for name, packages in PEERS.items() if args.family == "llama" else ():
+            if lacking := [each for each in packages if not importlib.util.find_spec(each)]:
+                print_notes(PROG, f"{name} is left out: it needs {lacking[0]}")
+            else:
                 from lab.baselines import peer_script
 
-                sides[name.replace("_", " ")] = (peer_script(name), [])
-            else:
-                print_notes(PROG, f"{name.replace('_', ' ')} is left out: it needs {package}")
+                sides[name] = (peer_script(name.replace(" ", "_")), [])
     return sides
 
 
 def measure(args: argparse.Namespace, argv: Sequence[str]) -> Path:
     """Measure what is not measured yet; returns where the study is."""
-    if unknown := [metric for metric in args.metrics if metric not in METRICS]:
-        raise ToolError(f"--metrics {unknown[0]}: there are {', '.join(METRICS)}")
     path = args.output or Path(f"benchmark_{args.family}.json")
     scripts, parts = scripts_of(args), []
     for batch, length in itertools.product(args.batch_sizes, args.seq_lengths):
-        sizes = ["--batch-size", str(batch), "--seq-len", str(length)]
-        asked = [*argv, *sizes]
+        asked = [*argv, "--batch-size", str(batch), "--seq-len", str(length)]
         sides = {name: (s, graph_of([*asked, *more])) for name, (s, more) in scripts.items()}
         for script, options in sides.values():  # what does not fit is said before all else
             module = sys.modules[script] if script in sys.modules else load_script(f"{script}.py")
             script_arguments(module, options, None)
-        names = {"batch_size": batch, "seq_len": length}
-        parts.append((names, partial(one_cell, sides, args.metrics, args.rounds)))
-    settings = {"models": list(scripts), "metrics": args.metrics, "rounds": args.rounds}
-    measure_study(path, parts, keep=True, family=args.family, argv=list(argv), **settings)
+        work = partial(versions_in_turns, sides, args.rounds, "accuracy" in args.metrics)
+        parts.append(({"batch_size": batch, "seq_len": length}, work))
+    settings = {"models": [*scripts], "metrics": [*args.metrics], "rounds": args.rounds}
+    study.measure_study(path, parts, keep=True, family=args.family, argv=[*argv], **settings)
     return path
 
 
-def one_cell(sides: Sides, metrics: Collection[str], rounds: int) -> list[dict]:
-    """A row for each model."""
-    if {"throughput", "memory"} & {*metrics}:
-        rows = in_turns(sides, rounds)
-    else:
-        modules = {name: importlib.import_module(script) for name, (script, _) in sides.items()}
-        parsed = {name: parse_quiet(modules[name], argv) for name, (_, argv) in sides.items()}
-        rows = {name: named(script, argv, parsed[name]) for name, (script, argv) in sides.items()}
-    for name, (script, argv) in sides.items():
-        if "accuracy" in metrics and "error" not in rows[name]:
-            try:
-                result = short_run(script, argv)
-                rows[name]["final_loss"] = result["loss"].get("final")
-                if result["status"] == "oom":
-                    rows[name] |= {"status": "oom", "error": result["error"]}
-            except Exception as error:  # a row, as in turns
-                rows[name] |= {"status": "failed", "error": str(error).partition("\n")[0]}
-    return as_rows(rows)
-
-
-def beside_first(row: dict, first: dict) -> dict:
-    """The numbers of a row, also beside those of the first model in its cell; or None."""
-    turns = row.get("turns_ms") or ()
-    over = ratios(first, row) if turns and "turns_ms" in first and row is not first else []
-
-    def ratio(key: str) -> float | None:
-        known = row is not first and row.get(key) and first.get(key)
-        return row[key] / first[key] if known else None
-
-    loss = ratio("final_loss")
-    return {
-        **{key: row[key] for key in ("batch_size", "seq_len")},
-        **{"model": row["side"], "script": row["script"], "status": row.get("status", "ok")},
-        **speeds(row),
-        "batch_ms": row.get("batch_ms"),
-        "speedup": statistics.median(over) if over else None,
-        "speedup_in_turns": spread(over) if over else None,
-        "peak_mb": row.get("peak_mb"),
-        "peak_over_first": ratio("peak_mb"),
-        "final_loss": row.get("final_loss"),
-        "loss_difference": None if loss is None else loss - 1,
-        "error": row.get("error"),
-    }
-
-
-def table(rows: Sequence[dict], metrics: Collection[str]) -> str:
+def table(rows: Sequence[dict], metrics: Sequence[str]) -> str:
     """The rows in Markdown, with the columns of these metrics."""
-    first = rows[0]["model"]
+    first = rows[0]["side"]
+    of_metrics = [
+        ("throughput", Column("samples/sec", "samples_per_sec", ".1f")),
+        ("throughput", Column("in turns", range_of_speeds)),
+        ("throughput", Column("ms per step", "batch_ms", ".2f")),
+        ("throughput", Column(f"speed-up over {first}", "over_first", ".2f", "x")),
+        ("throughput", Column("ratio in turns", "over_first_in_turns")),
+        ("memory", Column("peak MB", "peak_mb", ".1f")),
+        ("memory", Column(f"of {first}", "memory_of_first", ".2f", "x")),
+        ("accuracy", Column("final loss", "final_loss", ".4f")),
+        ("accuracy", Column(f"beside {first}", "loss_beside_first", "+.1e")),
+    ]
+    one, *others = (column for metric, column in of_metrics if metric in metrics)
     columns = [
         Column("batch size", lambda row: str(row["batch_size"])),
         Column("length", lambda row: str(row["seq_len"]), text=True),
-        Column("model", "model", text=True),
+        Column("model", "side", text=True),
+        one.or_ended(),
+        *others,
     ]
-    of_metric = {
-        "throughput": [
-            Column("samples/sec", "samples_per_sec", ".1f"),
-            Column("in turns", range_of_speeds),
-            Column("ms per step", "batch_ms", ".2f"),
-            Column(f"speed-up over {first}", "speedup", ".2f", "x"),
-            Column("ratio in turns", "speedup_in_turns"),
-        ],
-        "memory": [
-            Column("peak MB", "peak_mb", ".1f"),
-            Column(f"of {first}", "peak_over_first", ".2f", "x"),
-        ],
-        "accuracy": [
-            Column("final loss", "final_loss", ".4f"),
-            Column(f"beside {first}", "loss_difference", "+.1e"),
-        ],
-    }
-    measured = [column for metric in METRICS if metric in metrics for column in of_metric[metric]]
-    return render([*columns, *(column.or_ended() for column in measured[:1]), *measured[1:]], rows)
+    return render(columns, rows)
 
 
 def benchmark(args: argparse.Namespace, argv: Sequence[str]) -> int:
     """Measure or read, and print; returns the exit status."""
-    path = study_asked_for(args.table, argv) or measure(args, argv)
-    content = read_study(path, ("batch_size", "seq_len", "side", "script", "argv"), measured=())
-    rows = []
-    for _, group in itertools.groupby(content["rows"], itemgetter("batch_size", "seq_len")):
-        first, *others = group
-        rows += [beside_first(row, first) for row in (first, *others)]
-    print(heading(content, f"tiny_{content['family']}"), end="\n\n")
+    path = study.study_asked_for(args.table, argv) or measure(args, argv)
+    keys = ("batch_size", "seq_len", "side", "script", "argv")
+    content = study.read_study(path, keys, measured=())
+    cells = study.by_side(content["rows"], "batch_size", "seq_len").values()
+    rows = [row for sides in cells for row in beside_first(sides.values())]
+    print(study.heading(content, f"tiny_{content['family']}"), end="\n\n")
     print(table(rows, content["metrics"]), flush=True)
-    if args.csv:
-        write_csv(args.csv, rows)
-    check_failed(content["rows"])
+    study.check_failed(rows)
     return 0
 
 

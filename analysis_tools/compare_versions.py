@@ -14,12 +14,9 @@ went out of memory is a row; if one failed, the exit status is 1.
 
 Examples:
   python analysis_tools/compare_versions.py --generate-report
-  python analysis_tools/compare_versions.py --generate-report --output-dir bf16 --family llama \\
-      --seq-len 128 --use-amp
   python analysis_tools/compare_versions.py --v1 profiles/v1 --v2 profiles/v2
   python analysis_tools/compare_versions.py --family llama --versions v1 v2 v3 v4 --rounds 3 \\
-      --hidden-dim 64 \\
-      --num-layers 2 --seq-len 32 --batch-size 2
+      --hidden-dim 64 --num-layers 2 --seq-len 32 --batch-size 2
 """
 
 from __future__ import annotations
@@ -27,31 +24,27 @@ from __future__ import annotations
 import _root
 
 import argparse
+import itertools
 import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from lab import records
 from lab.cli import Parser, ToolError, documented_parser, print_notes, program
+from lab.comparison import beside_first, versions_in_turns
 from lab.files import ROOT, write_text
-from lab.results import Run, differences, load_run
+from lab.results import differences, load_run
 from lab.script import load_script, script_arguments
 from lab.show import Column, drawing, rate, render, save_figure
-from lab.study import as_rows, by_side, measure_study, unit_of
-from lab.turns import graph_of, in_turns, ratios, short_run, speedup, spread
+from lab.study import by_side, check_failed, heading, measure_study, read_study, unit_of
+from lab.turns import graph_of
 
 PROG = Path(__file__).name
 MODELS = ("tiny_llama", "tiny_openfold")
 VERSIONS = ("v1", "v2", "v3", "v4")
-ON_A_CPU = ("v1", "v2")
 LOSS_STEPS = ["--warmup-steps", "2", "--num-steps", "8"]
-PANELS = {  # key of a row: title and form of its values
-    "batch_ms": ("time per step", "{:.4g} ms"),
-    "per_step": ("{} per step", "{:.0f}"),
-    "peak_mb": ("peak memory", "{:.0f} MB"),
-}
-Found = dict[str, dict[str, dict]]  # model, version, what was measured
+PANELS = {"batch_ms": "ms per step", "per_step": "kernels per step", "peak_mb": "peak MB"}
+Found = dict[str, list[dict]]  # of each model, a row of each version
 
 
 def build_parser() -> Parser:
@@ -71,149 +64,80 @@ def build_parser() -> Parser:
     return parser
 
 
-def measure(model: str, versions: Sequence[str], argv: Sequence[str], rounds: int) -> list[dict]:
-    """A row for each version of a model, measured in turns."""
-    sides = {version.upper(): (f"{model}_{version}", graph_of(argv)) for version in versions}
-    rows = in_turns(sides, rounds)
-    for version, (script, options) in sides.items():
-        if "turns_ms" in rows[version]:
-            result = short_run(script, [*LOSS_STEPS, *options])
-            speed = 1e3 * result["training"]["batch_size"] / rows[version]["batch_ms"]
-            loss = result["loss"]
-            rows[version] |= {"samples_per_sec": speed, "final_loss": loss.get("final")}
-            rows[version] |= {"loss_steps": len(loss["curve"])}
-    return as_rows(rows)
-
-
 def measured(
     args: argparse.Namespace, models: Sequence[str], argv: Sequence[str]
 ) -> tuple[Found, str]:
     """The versions of these models, measured as far as they are not yet, and how."""
     import torch
 
-    gpu = torch.cuda.is_available()
-    if not gpu and not args.versions:
+    wanted = args.versions or (VERSIONS if torch.cuda.is_available() else VERSIONS[:2])
+    if not args.versions and len(wanted) < len(VERSIONS):
         left_out = "V3 and V4 would run in Triton's interpreter (see --versions)"
-        wait = "at the default sizes this takes minutes"
-        print_notes(PROG, f"no GPU: V1 and V2 only, {left_out}; {wait}")
-    wanted = [v for v in VERSIONS if v in (args.versions or (VERSIONS if gpu else ON_A_CPU))]
-    there = {model: [v for v in wanted if (ROOT / f"{model}_{v}.py").is_file()] for model in models}
-    for model, versions in there.items():
-        if not versions:
-            raise ToolError(f"{model} has no {' and no '.join(wanted)}")
-        for version in versions:  # what does not fit is said before anything is measured
-            script_arguments(load_script(f"{model}_{version}.py"), argv, None)
-    path = args.output_dir / "versions.json"
-    if path.exists():
-        print_notes(PROG, f"what is in {path} is not measured again")
-    work = partial(measure, argv=argv, rounds=args.rounds)
-    parts = [({"model": m}, partial(work, m, versions)) for m, versions in there.items()]
-    settings = {"rounds": args.rounds, "versions": wanted, "argv": [*argv]}
-    by_model = by_side(measure_study(path, parts, keep=True, **settings), "model")
-    found = {model: by_model[(model,)] for model in there}
-    environment = records.read(records.Study, path)["environment"]
-    graphs = any("graph" in row["mode"] for versions in found.values() for row in versions.values())
-    software = f"PyTorch {environment['torch']}, Triton {environment['triton']}"
-    asked = f"arguments: {' '.join(argv) or 'none'}"
-    turns = f"{args.rounds} short alternating turns"
-    how = f"{turns}, {'whole steps as graphs' if graphs else 'eager steps'}"
-    return found, f"{environment['device_name']}, {software}; {asked}. Measured in {how}."
-
-
-def results_of(version: str, path: Path, models: Sequence[str]) -> dict[str, Run]:
-    """The results of a version that a file or directory has, by model."""
-    if not path.is_dir():
-        run = load_run(path)
-        if run.result["script"] not in [f"{model}_{version}" for model in models]:
-            raise ToolError(f"--{version} {path}: a run of {run.result['script']}")
-        return {run.result["script"].rpartition("_")[0]: run}
-    found = {}
+        print_notes(PROG, f"no GPU: V1 and V2 only, {left_out}; at the default sizes it takes long")
+    parts = []
     for model in models:
-        for folder in (path / f"pytorch_profiles_{version}", path):  # the last one wins
-            if (file := folder / f"{model}_{version}_summary.json").is_file():
-                found[model] = load_run(file)
-    if not found:
-        names = " or ".join(f"{model}_{version}_summary.json" for model in models)
-        below = f"pytorch_profiles_{version}"
-        raise ToolError(f"--{version} {path}: no {names} in it, or in its {below}")
-    return found
+        there = [v for v in VERSIONS if v in wanted and (ROOT / f"{model}_{v}.py").is_file()]
+        for version in there:  # what does not fit is said before anything is measured
+            script_arguments(load_script(f"{model}_{version}.py"), argv, None)
+        sides = {version.upper(): (f"{model}_{version}", graph_of(argv)) for version in there}
+        work = partial(versions_in_turns, sides, args.rounds, more=LOSS_STEPS)
+        parts.append(({"model": model}, work))
+    path = args.output_dir / "versions.json"
+    settings = {"rounds": args.rounds, "versions": sorted(wanted), "argv": [*argv]}
+    measure_study(path, parts, keep=True, **settings)
+    study = read_study(path, ("model", "side", "script", "argv"), measured=())
+    by_model = by_side(study["rows"], "model")
+    found = {model: [*by_model[(model,)].values()] for model in models}
+    return found, heading(study, " and ".join(models))
 
 
 def read(given: dict[str, Path], models: Sequence[str]) -> tuple[Found, str]:
     """The results of these versions that are there, and how they came about; notes on stderr."""
-    runs: dict[str, dict[str, Run]] = {model: {} for model in models}
-    for version, path in given.items():
-        for model, run in results_of(version, path, models).items():
-            runs[model][version] = run
-    enough = min(2, len(given))
-    runs = {model: by_version for model, by_version in runs.items() if len(by_version) >= enough}
-    if not runs:
-        places = ", ".join(map(str, given.values()))
-        raise ToolError(f"no model has results of two versions in {places}")
-    for by_version in runs.values():
-        named = ((run.result["script"], run.result) for run in by_version.values())
-        print_notes(PROG, *differences(named))
-    every = [run for by_version in runs.values() for run in by_version.values()]
-    devices = sorted({str(run.result["environment"].get("device_name")) for run in every})
-    found = {m: {v.upper(): run.row() for v, run in several.items()} for m, several in runs.items()}
-    how = "Read from results of single runs, which were not measured in turns."
-    return found, f"{', '.join(devices)}. {how}"
+    found: Found = {}
+    for model in models:
+        runs = []
+        for version, path in given.items():
+            places = (path, path / f"pytorch_profiles_{version}")
+            files = [place / f"{model}_{version}_summary.json" for place in places]
+            runs += [load_run(file, version.upper()) for file in files if file.is_file()][:1]
+        if len(runs) >= min(2, len(given)):
+            print_notes(PROG, *differences((run.result["script"], run.result) for run in runs))
+            found[model] = [{"side": run.name, **run.row()} for run in runs]
+    if not found:
+        wanted = (f"{m}_{v}_summary.json in {place}" for m in models for v, place in given.items())
+        raise ToolError(f"there is no {' or '.join(wanted)}")
+    for row in itertools.chain(*found.values()):
+        row.pop("turns_ms", None)  # in which nothing else took a turn
+    return found, "Read from results of single runs, which were not measured in turns."
 
 
-def table(model: str, rows: dict[str, dict], turns: bool) -> str:
+def table(model: str, rows: Sequence[dict]) -> str:
     """A row for each version; speed-ups are over the first, turn by turn where they took turns."""
-    base, first = next(iter(rows.items()))
-    steps = {row["loss_steps"] for row in rows.values() if "loss_steps" in row}
-    loss = f"loss after {steps.pop()} steps" if len(steps) == 1 else "final loss"
-    unit = unit_of(rows.values())
-
-    def over_first(row: dict) -> float | None:
-        if not (first.get("batch_ms") and row.get("batch_ms")):
-            return None
-        return speedup(first, row) if turns else first["batch_ms"] / row["batch_ms"]
-
-    def between(row: dict) -> str | None:
-        return None if row is first or over_first(row) is None else spread(ratios(first, row))
-
     columns = [
-        Column(model, lambda row: next(version for version, each in rows.items() if each is row)),
+        Column(model, "side"),
         Column("samples/sec", lambda row: rate(row.get("samples_per_sec"))).or_ended(),
         Column("ms per step", "batch_ms", ".2f"),
-        Column(f"over {base}", over_first, ".2f", "x"),
-        *[Column("in turns", between)] * turns,
+        Column(f"over {rows[0]['side']}", "over_first", ".2f", "x"),
+        Column("in turns", "over_first_in_turns"),
         Column("peak MB", "peak_mb", ".1f"),
-        Column(f"{unit} per step", "per_step", ".10g"),
+        Column(f"{unit_of(rows)} per step", "per_step", ".10g"),
         Column("host launches", "host_launches", ".10g"),
-        Column(loss, "final_loss", ".4f"),
+        Column("final loss", "final_loss", ".4f"),
     ]
-    return render(columns, [*rows.values()])
+    return render(columns, rows)
 
 
 def draw(path: Path, found: Found) -> None:
-    """Time, kernels and memory of each version, as a part of the first one's of the model."""
-    pyplot = drawing()
-    size = {"figsize": (11, 3.6), "sharey": True, "layout": "constrained"}
-    figure, panels = pyplot.subplots(1, len(PANELS), **size)
-    unit = unit_of(row for rows in found.values() for row in rows.values())
-    upright = {"rotation": 90, "ha": "center", "va": "bottom", "fontsize": "x-small"}
-    versions = [v.upper() for v in VERSIONS if any(v.upper() in rows for rows in found.values())]
-    width, labels, highest = 0.8 / len(versions), {}, 1.0
-    for panel, (key, (title, form)) in zip(panels, PANELS.items(), strict=True):
-        for place, rows in enumerate(found.values()):
-            base = next(iter(rows.values())).get(key)
-            for version, row in rows.items() if base else ():
-                if row.get(key) is None:
-                    continue
-                number, part = versions.index(version), row[key] / base
-                at, highest = place + (number - (len(versions) - 1) / 2) * width, max(highest, part)
-                labels[version] = panel.bar(at, part, width, color=f"C{number}")
-                panel.text(at, part + 0.01, form.format(row[key]), **upright)
-        panel.set_title(title.format(unit))
-        panel.set_xticks(range(len(found)), list(found))
-        panel.spines[["top", "right"]].set_visible(False)
-    panels[0].set_ylabel("of the first version")
-    panels[0].set_ylim(0, highest + 0.35)  # with room for the numbers
-    figure.legend(labels.values(), labels.keys(), loc="outside right upper", frameon=False)
+    """Time, kernels and memory of each version."""
+    size = {"figsize": (11, 1 + 2 * len(found)), "squeeze": False, "layout": "constrained"}
+    figure, lines = drawing().subplots(len(found), len(PANELS), **size)
+    for line, (model, rows) in zip(lines, found.items(), strict=True):
+        for panel, (key, title) in zip(line, PANELS.items(), strict=True):
+            bars = panel.barh([row["side"] for row in rows], [row.get(key) or 0 for row in rows])
+            panel.bar_label(bars, fmt="%.4g", padding=2)
+            panel.set_title(f"{model}: {title.replace('kernels', unit_of(rows))}")
+            panel.invert_yaxis()
+            panel.margins(x=0.2)  # room for the numbers
     save_figure(figure, path, dpi=120)
 
 
@@ -227,20 +151,15 @@ def compare(args: argparse.Namespace, argv: Sequence[str]) -> int:
     if args.generate_report:
         drawing()  # if it is missing, that is said now
     found, how = read(given, models) if given else measured(args, models, argv)
-    tables = [table(model, rows, turns=not given) for model, rows in found.items()]
-    print(f"{how}\n", *tables, sep="\n", flush=True)
+    text = "\n\n".join([how, *(table(m, beside_first(rows)) for m, rows in found.items())])
+    print(text, flush=True)
     if args.generate_report:
-        report = args.output_dir / "version_comparison.md"
-        draw(args.output_dir / "versions.png", found)
-        picture = "![time, kernels and memory of each version, as parts of the first](versions.png)"
-        parts = ["# Versions compared", how, *tables, picture]
-        write_text(report, "\n\n".join(parts) + "\n")
-        print(f"\nWritten: {report}, {args.output_dir / 'versions.png'}")
-    every = [row for rows in found.values() for row in rows.values()]
-    failed = [row for row in every if row.get("status") == "failed"]
-    for row in failed:
-        print(f"{PROG}: {row['script']} failed: {row['error']}", file=sys.stderr)
-    return 1 if failed else 0
+        report, picture = (args.output_dir / n for n in ("version_comparison.md", "versions.png"))
+        draw(picture, found)
+        write_text(report, f"# Versions compared\n\n{text}\n\n![versions]({picture.name})\n")
+        print(f"\nWritten: {report}, {picture}")
+    check_failed(itertools.chain(*found.values()))
+    return 0
 
 
 main = program(build_parser, compare, of_scripts=True)

@@ -93,9 +93,18 @@ def positive(most: float = math.inf) -> Callable[[str], float]:
     return number
 
 
-def several(kind: Callable[[str], object] = str) -> Callable[[str], list]:
-    """argparse type: values of this type with commas between them, each once."""
-    return lambda text: list(dict.fromkeys(kind(part) for part in text.split(",")))
+def several(
+    kind: Callable[[str], object] = str, among: Sequence[str] = ()
+) -> Callable[[str], list]:
+    """argparse type: values of this type with commas between them, each once; `among` these."""
+
+    def values(text: str) -> list:
+        found = list(dict.fromkeys(kind(part) for part in text.split(",")))
+        if unknown := [value for value in found if among and value not in among]:
+            raise argparse.ArgumentTypeError(f"{unknown[0]}: there are {', '.join(among)}")
+        return found
+
+    return values
 
 
 def documented_parser(

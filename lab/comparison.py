@@ -1,11 +1,14 @@
-"""Runs side by side: the numbers of each, beside those of a baseline."""
+"""Side by side: rows of a study beside the first of them, and runs beside a baseline."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import statistics
+from collections.abc import Iterable, Sequence
 
 from lab.results import Run
 from lab.show import Column, ended, rate, render
+from lab.study import as_rows
+from lab.turns import in_turns, ratios, short_run, speeds, spread
 
 PHASES = ("forward", "backward", "optimizer", "graph")
 MEASURED = {
@@ -19,6 +22,54 @@ MEASURED = {
     "final_loss": ("loss", "final"),
     "processes": ("training", "processes"),
 }
+
+
+def versions_in_turns(
+    sides: dict[str, tuple[str, list[str]]],
+    rounds: int,
+    losses: bool = True,
+    more: Sequence[str] = (),
+) -> list[dict]:
+    """A row for each side of `in_turns`; with `losses` it has the last loss of a run by itself, for
+    which `more` stands before the arguments of the side."""
+    rows = in_turns(sides, rounds)
+    for name, (script, argv) in sides.items() if losses else ():
+        if "error" not in rows[name]:
+            try:
+                result = short_run(script, [*more, *argv])
+                rows[name]["final_loss"] = result["loss"].get("final")
+                if result["status"] == "oom":
+                    rows[name] |= {"status": "oom", "error": result["error"]}
+            except Exception as error:  # a row, as in turns
+                rows[name] |= {"status": "failed", "error": str(error).partition("\n")[0]}
+    return as_rows(rows)
+
+
+def beside_first(rows: Iterable[dict]) -> list[dict]:
+    """Rows with their rates, and what they are beside the first of them: `over_first`, how many
+    times as fast, with the range of turns where they took turns, and parts of memory and loss.
+
+    None where there is nothing to compare, as in the first.
+    """
+    first, *others = rows
+    found = []
+    for row in (first, *others):
+
+        def ratio(key: str, row: dict = row) -> float | None:
+            known = row is not first and row.get(key) and first.get(key)
+            return row[key] / first[key] if known else None
+
+        turns = row is not first and "turns_ms" in row and "turns_ms" in first
+        over = ratios(first, row) if turns else []
+        slower, loss = ratio("batch_ms"), ratio("final_loss")
+        beside = {
+            "over_first": statistics.median(over) if over else slower and 1 / slower,
+            "over_first_in_turns": spread(over) if over else None,
+            "memory_of_first": ratio("peak_mb"),
+            "loss_beside_first": None if loss is None else loss - 1,
+        }
+        found.append({**row, **(speeds(row) if "turns_ms" in row else {}), **beside})
+    return found
 
 
 def beside(run: Run, baseline: Run) -> dict:

@@ -136,7 +136,7 @@ def rate(value: float | None) -> str:
 
 def range_of_speeds(row: Mapping) -> str | None:
     """The lowest and the highest samples per second in the turns of a row, None without turns."""
-    low, high = row["samples_per_sec_min"], row["samples_per_sec_max"]
+    low, high = row.get("samples_per_sec_min"), row.get("samples_per_sec_max")
     return None if low is None else f"{low:.1f} to {high:.1f}"
 
 

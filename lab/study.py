@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from pathlib import Path
 
-from lab.cli import ToolError
+from lab.cli import Parser, ToolError
 from lab.files import write_text
 from lab.provenance import provenance, watched
 from lab.records import Study, read
@@ -26,7 +26,7 @@ Part = tuple[dict, Callable[[], dict | list[dict]]]
 def check_failed(rows: Iterable[dict]) -> None:
     """ToolError if one of these runs failed; out of memory is a result."""
     if failed := [row for row in rows if row.get("status") == "failed"]:
-        command = " ".join([failed[0]["script"], *failed[0]["argv"]])
+        command = " ".join([failed[0]["script"], *failed[0].get("argv", ())])
         first = f"first {command}: {failed[0]['error']}"
         raise ToolError(f"{len(failed)} of the runs failed, {first}", status=1)
 
@@ -165,6 +165,13 @@ def study_asked_for(table: Path | None, argv: Sequence[str]) -> Path | None:
         reason = "--table measures nothing, so it takes no arguments of a script"
         raise ToolError(f"{reason}: {' '.join(argv)}")
     return table
+
+
+def add_study(parser: Parser, rounds: int, sides: str, default: str) -> None:
+    """Add the options of a program that measures a study, or prints the tables of one."""
+    parser.add_count("--rounds", rounds, f"turns of each {sides}")
+    parser.add_path("--output", "FILE.json", f"the study (default: {default} here)")
+    parser.add_path("--table", "FILE.json", "measure nothing, print the tables of this study")
 
 
 def heading(study: dict, script: str) -> str:

@@ -13,7 +13,7 @@ import pytest
 from conftest import CPU, captured, load, strict_json, words
 
 from analysis_tools import benchmark_suite, fusion_ablation_study, optimize_batch_size
-from lab import ablation, batch_size
+from lab import ablation, batch_size, comparison
 from lab.cli import ToolError
 from lab.records import Study, read
 
@@ -222,13 +222,13 @@ def test_the_suite_compares_the_models_of_each_cell(steady, monkeypatch, tmp_pat
         monkeypatch, "tiny_llama_v1", lambda args: args.batch_size == 4, MemoryError("no room")
     )
     monkeypatch.setattr(
-        benchmark_suite,
+        comparison,
         "short_run",
         lambda script, argv: {"status": "ok", "loss": {"final": 4.0 + (script[-1] == "2")}},
     )
     argv = [*SMALL, *words("--batch-sizes 2,4 --seq-lengths 8 --rounds 5 --output")]
     argv += [tmp_path / "suite.json"]
-    status, out, _ = call(benchmark_suite, *argv, "--csv", tmp_path / "suite.csv")
+    status, out, _ = call(benchmark_suite, *argv)
     assert status == 0
     first, second, third, fourth = table_of(out)
     assert first[:3] == ["2", "8", "v1"]
