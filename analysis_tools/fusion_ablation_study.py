@@ -2,13 +2,12 @@
 """What each fusion of a version gains: alone, after all others, and on the whole; and whether the
 gains are additive.
 
-By default none, each alone, all but each, and all are measured; with --all-combinations every set,
-with --each-alone none, each alone and all.
-The fusions that vary are those which the version adds to the one before, or --fusions. Sets take
-turns in groups of at most eight, as graphs where there is a GPU. Each group has runs of its own
-without these fusions and with all of them, and every ratio is over one of these in the same turn;
-"all again" is a control, built and captured a second time. How long a turn is follows from the
-speed: about 0.3 s, and at least two steps.
+None, each alone, all but each, and all are measured; with --all-combinations every set. The fusions
+that vary are those which the version adds to the one before, or --fusions. Sets take turns in
+groups of at most eight, as graphs where there is a GPU. Each group has runs of its own without
+these fusions and with all of them, and every ratio is over one of these in the same turn; "all
+again" is a control, built and captured a second time. How long a turn is follows from the speed:
+about 0.3 s, and at least two steps.
 
 The main effect of a fusion is the median over all pairs of sets that differ in it alone. Two
 fusions interact if they gain something else together than the product of their gains. All of that
@@ -22,8 +21,7 @@ Examples:
       --script tiny_openfold_v2.py --use-amp
   python analysis_tools/fusion_ablation_study.py --script tiny_llama_v3.py \\
       --fusions triton-swiglu,triton-rotary
-  python analysis_tools/fusion_ablation_study.py --seeds 42,43,44 --seq-len 128 \\
-      --output small.json --csv small.csv
+  python analysis_tools/fusion_ablation_study.py --seq-len 128 --output small.json
   python analysis_tools/fusion_ablation_study.py --table small.json
 """
 
@@ -45,40 +43,33 @@ from lab.ablation import (
     fusion_sets,
     new_fusions,
     sets_table,
-    varying,
 )
-from lab.cli import Parser, ToolError, at_least, print_notes, program, several
+from lab.cli import Parser, ToolError, print_notes, program, several
 from lab.script import add_script, load_script, parser_around, precision_of, script_arguments
-from lab.show import write_csv
-from lab.study import check_failed, heading, measure_study, read_study, study_asked_for
+from lab.study import (
+    add_study,
+    check_failed,
+    heading,
+    measure_study,
+    read_study,
+    study_asked_for,
+)
 from lab.turns import graph_of
 
 PROG = Path(__file__).name
 SCRIPT = "tiny_llama_v2.py"
-SETS = {
-    "--all-combinations": "every set of the fusions",
-    "--each-alone": "none, each alone and all",
-}
 KEYS = ("script", "argv", "precision", "seed", "group", "side", "on", "speedup")  # of any row
-MEASURED = ("batch_ms", "speedup", "peak_mb", "unit", "per_step", "host_launches")  # if it finished
 
 
 def build_parser() -> Parser:
     """The command line."""
     parser = parser_around(PROG, __doc__, SCRIPT)
     add_script(parser, SCRIPT)
-    sets = parser.add_mutually_exclusive_group()
-    for name, which in SETS.items():
-        sets.add_argument(name, action="store_true", help=which)
+    parser.add_flag("--all-combinations", "every set of the fusions")
     fusions = {"type": several(), "metavar": "A,B", "help": "that vary (default: what is new)"}
     parser.add_argument("--fusions", **fusions)
-    parser.add_count("--rounds", 10, "turns of each set")
-    seeds = "measure all of it with each, built anew (default: the script's)"
-    parser.add_argument("--seeds", type=several(at_least(0)), metavar="N,N", help=seeds)
     parser.add_count("--group-size", GROUP, "sets in memory together", least=SMALLEST_GROUP)
-    parser.add_path("--output", "FILE.json", "the study (default: ablation_<script>.json here)")
-    parser.add_path("--csv", "FILE", "also write a row for each set, group and seed, unrounded")
-    parser.add_path("--table", "FILE.json", "measure nothing, print the tables of this study")
+    add_study(parser, 10, "set", "ablation_<script>.json")
     return parser
 
 
@@ -96,27 +87,13 @@ def measure(args: argparse.Namespace, argv: Sequence[str]) -> Path:
         flags = [f"--{choice}-{fusion}" for fusion in fusions]
         _, parsed = script_arguments(module, [*options, *flags], None)
     path = args.output or Path(f"ablation_{module.SCRIPT}.json")
-    sets = fusion_sets(fusions, args.all_combinations, args.each_alone)
-    seeds = args.seeds or [parsed.seed]
-    settings = {"fusions": fusions, "sets": len(sets), "rounds": args.rounds, "seeds": seeds}
+    sets = fusion_sets(fusions, args.all_combinations)
+    settings = {"fusions": fusions, "sets": len(sets), "rounds": args.rounds}
     settings |= {"group": args.group_size, "script": module.SCRIPT, "argv": list(argv)}
-    arguments = {precision_of(vars(parsed)): options}
-    group = args.group_size
-    parts = ablation(module.SCRIPT, arguments, fusions, sets, args.rounds, seeds, group)
+    arguments, more = {precision_of(vars(parsed)): options}, (parsed.seed, args.group_size)
+    parts = ablation(module.SCRIPT, arguments, fusions, sets, args.rounds, *more)
     measure_study(path, parts, keep=True, **settings)
     return path
-
-
-def csv_row(row: dict, fusions: Sequence[str]) -> dict:
-    """A row for a spreadsheet, each fusion 0 or 1."""
-    return {
-        **{key: row[key] for key in ("script", "precision", "seed", "group")},
-        "fusions": row["side"],
-        **{fusion: int(fusion in row["on"]) for fusion in fusions},
-        **{key: row.get(key) for key in MEASURED},
-        **{"status": row.get("status", "ok"), "error": row.get("error")},
-        "argv": " ".join(row["argv"]),
-    }
 
 
 def study(args: argparse.Namespace, argv: Sequence[str]) -> int:
@@ -127,8 +104,6 @@ def study(args: argparse.Namespace, argv: Sequence[str]) -> int:
     for shape, same in by_shape(rows).items():
         tables += [sets_table(shape or script, same, wide=True), *effects_tables(same)]
     print("\n\n".join(tables), flush=True)
-    if args.csv:
-        write_csv(args.csv, [csv_row(row, varying(rows)) for row in rows])
     if any(row.get("status") == "oom" for row in rows):
         beside = "out of memory beside the other sets of a group"
         print_notes(PROG, f"{beside}: a smaller --group-size takes less")

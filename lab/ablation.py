@@ -41,10 +41,10 @@ def new_fusions(module: ModuleType) -> list[str]:
     return [flag for flag, *_ in module.FUSIONS if flag not in known]
 
 
-def fusion_sets(fusions: Sequence[str], every: bool = False, alone: bool = False) -> list[Set]:
-    """None, each alone, all but each, and all; or every combination; or without `all but each`."""
+def fusion_sets(fusions: Sequence[str], every: bool = False) -> list[Set]:
+    """None, each alone, all but each, and all; or every combination."""
     number, sets = len(fusions), []
-    few = {0, min(1, number), number} | (set() if alone else {max(0, number - 1)})
+    few = {0, min(1, number), max(0, number - 1), number}
     for size in range(number + 1) if every else sorted(few):
         found = list(itertools.combinations(fusions, size))
         # the first one first lacks the first fusion
@@ -68,20 +68,19 @@ def ablation(
     fusions: Sequence[str],
     sets: Sequence[Set],
     rounds: int,
-    seeds: Sequence[int] = (42,),
+    seed: int = 42,
     group: int = GROUP,
     counted: bool = True,
 ) -> list[Part]:
-    """Parts of a study: these sets in each precision that has arguments, with each seed.
+    """Parts of a study: these sets in each precision that has arguments.
 
     The sides of a part take turns; it has at most `group` of them, among them none of the fusions,
     all of them, and the control. Kernels are not counted unless `counted`.
     """
     others, size = [on for on in sets if 0 < len(on) < len(fusions)], group - 3
     groups, parts = [others[i : i + size] for i in range(0, len(others), size)] or [[]], []
-    for (precision, argv), seed, (number, chosen) in itertools.product(
-        arguments.items(), seeds, enumerate(groups, 1)
-    ):
+    numbered = enumerate(groups, 1)
+    for (precision, argv), (number, chosen) in itertools.product(arguments.items(), numbered):
         names = {"precision": precision, "seed": seed, "group": number}
         sides = {}
         for on in (tuple(fusions), *chosen, ()):

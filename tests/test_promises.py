@@ -32,7 +32,6 @@ from lab.script import DEFAULT_SCRIPT
 from lab.show import Column, render, write_csv
 
 RUN = ROOT / "results/cpu/tiny_llama_v2_readme.json"
-STUDY = ROOT / "results/h100/ablation_tiny_llama_v2.json"
 STAGES = ROOT / "results/h100/performance_debugging.json"
 
 
@@ -112,7 +111,6 @@ def test_what_a_script_leaves_is_read(argv, status, outcome, tmp_path):
     [
         (compare_runs, RUN, ["./in.json", "--save", "link.json"]),
         (plot_runs, RUN, ["memory", "x=in.svg", "--output", "in.svg"]),
-        (fusion_ablation_study, STUDY, ["--table", "in.json", "--csv", "in.json"]),
         (compare_stages, STAGES, ["in.json", "--output", "in.json"]),
     ],
 )
