@@ -177,7 +177,11 @@ def test_a_run_repeats_itself(script: str):
     assert again == pytest.approx(first, rel=1e-6)
     argv = [*TWENTY_STEPS, "--deterministic"]
     assert curve(script, *argv) == curve.__wrapped__(script, *argv)
+    assert torch.are_deterministic_algorithms_enabled()
     assert curve(script, *TWENTY_STEPS, "--seed", "7") != pytest.approx(first, rel=1e-3)
+    module = load(script)
+    drawn = [module.Trainer(parse(script, "--seed", n), CPU).next_batch() for n in "67"]
+    assert not all(torch.equal(*pair) for pair in zip(*(b.values() for b in drawn), strict=True))
 
 
 # Flags
