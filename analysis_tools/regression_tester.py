@@ -8,17 +8,13 @@ several, those of the same name are compared, one by one. Other devices, models,
 precision are refused; notes name what else differs.
 
 A time has the range of its turns, or, in a run of one turn, that of its steps up to the 95th
-percentile. Only where the two ranges do not overlap there is a verdict. Otherwise no difference was
-seen, and that is no regression. With --min-speedup the median decides, and the range of the
-speed-up stands beside it. A run that did not finish where the baseline did is a regression, too.
-Memory, kernels and final loss are shown and decide nothing.
+percentile. Only where the two ranges do not overlap there is a verdict. With --min-speedup the
+median decides. A run that did not finish where the baseline did is a regression, too. Memory,
+kernels and final loss are shown and decide nothing.
 
 Examples:
-  python analysis_tools/regression_tester.py --baseline-results old/tiny_llama_v2_summary.json \\
-      --current-results new
   python analysis_tools/regression_tester.py --baseline-results profiles/v1 \\
-      --current-results profiles/v2 \\
-      --min-speedup 1.3
+      --current-results profiles/v2 --min-speedup 1.3
   python analysis_tools/regression_tester.py --baseline-results old/versions.json \\
       --current-results new/versions.json
 """
@@ -28,107 +24,37 @@ from __future__ import annotations
 import _root
 
 import argparse
-import math
-import statistics
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
-from lab.cli import Parser, ToolError, documented_parser, print_notes, program
-from lab.files import read_json
-from lab.records import Study, checked
-from lab.results import Run, load_run, runs_in, settings
+from lab.cli import Parser, ToolError, documented_parser, positive, print_notes, program
+from lab.results import Entry, load_entries
 from lab.show import Column, cell, ended, render
 
 PROG = Path(__file__).name
 # What may differ and is only named; all other settings have to be the same.
 NOTED = ("num_steps", "warmup_steps", "learning_rate", "seed")
 NOTED += ("torch_compile", "cuda_graph", "torch")
-SIZES = ("batch_size", "seq_len")  # what names a row, with
-NAMES = ("precision", "mode", "seed", "group", "side")
 COLUMNS = [Column(name, name, text=True) for name in ("run", "what", "verdict")]
 COLUMNS += [Column(name, name) for name in ("baseline", "current", "change")]
 FEW = 5  # turns, below which their ranges part by chance
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A run or a row of a study: what was measured, and what the other side has to share."""
-
-    path: Path
-    row: dict
-    settings: dict
-
-    def times(self) -> tuple[float, float, float, int]:
-        """Milliseconds per step: median, shortest and longest; and in how many turns."""
-        found = self.row.get("turns_ms") or []
-        turns = len(found)
-        if turns < 2:
-            times = map(self.row.get, ("batch_median_ms", "batch_ms", "batch_p95_ms"))
-            found = [ms for ms in times if ms]
-        if not found:
-            raise ToolError(f"{self.path}: it has no times of a step")
-        return statistics.median(found) if turns > 1 else found[0], min(found), max(found), turns
-
-
-def entry_of(run: Run) -> Entry:
-    """Of a run."""
-    row = run.row()
-    first = {"model": row["model"], "device_name": run.result["environment"].get("device_name")}
-    return Entry(run.path, row, first | settings(run.result))
-
-
-def entries_of_study(path: Path, content: dict) -> dict[str, Entry]:
-    """The rows of a study that were measured in turns, by their names."""
-    environment, found = content["environment"], {}
-    same = {key: environment.get(key) for key in ("device_name", "torch")}
-    if environment.get("device") == "cpu":
-        same["cpu_threads"] = environment.get("cpu_threads")
-    for row in content["rows"]:
-        if {"turns_ms", "status"} & row.keys() and {"script", "model"} <= row.keys():
-            sizes = next(((key,) for key in ("shape", "name") if key in row), SIZES)
-            names = {key: row[key] for key in (*sizes, *NAMES) if key in row}
-            names = names or {"script": row["script"]}
-            name = ", ".join(v if isinstance(v, str) else f"{k} {v}" for k, v in names.items())
-            if name in found:
-                raise ToolError(f"{path}: two rows are named {name}")
-            flags = ("--enable-", "--disable-")
-            argv = [word for word in row.get("argv", ()) if not word.startswith(flags)]
-            asked = {"model": row["model"], "arguments": " ".join(argv) or "none"}
-            found[name] = Entry(path, row, same | asked)
-    if not found:
-        raise ToolError(f"{path}: no row of this study was measured in turns")
-    return found
-
-
-def load(path: Path) -> dict[str, Entry]:
-    """What a file or directory holds, by name."""
-    content = read_json(path) if path.is_file() else {}
-    if isinstance(content.get("rows"), list):
-        return entries_of_study(path, checked(Study, content, path))
-    if isinstance(content.get("runs"), dict):
-        runs = runs_in(path, content).items()
-        return {name: entry_of(Run(name, path, result)) for name, result in runs}
-    run = load_run(path)
-    return {run.name: entry_of(run)}
-
-
 def pair(before: dict[str, Entry], after: dict[str, Entry]) -> dict[str, tuple[Entry, Entry]]:
     """What is compared; ToolError if nothing has the same name, or what does cannot be."""
-    (old, *_), ((name, new), *_) = before.values(), after.items()
-    single = len(before) == len(after) == 1
-    if single and "arguments" not in old.settings:  # two runs, whatever they are called
-        pairs = {name: (old, new)}
-    else:
-        pairs = {name: (old, after[name]) for name, old in before.items() if name in after}
-        if not pairs:
-            raise ToolError("nothing has the same name in both files")
-        if alone := sorted(before.keys() ^ after.keys()):
-            left_out = f"in one of the files only and left out, first {alone[0]}"
-            print_notes(PROG, f"{len(alone)} are {left_out}")
+    pairs = {name: (old, after[name]) for name, old in before.items() if name in after}
+    if len(before) == len(after) == 1 and all(
+        e.of_run for e in (*before.values(), *after.values())
+    ):
+        pairs = dict(zip(after, [(*before.values(), *after.values())], strict=True))
+    elif not pairs:
+        raise ToolError("nothing has the same name in both files")
+    elif alone := sorted(before.keys() ^ after.keys()):
+        left_out = f"in one of the files only and left out, first {alone[0]}"
+        print_notes(PROG, f"{len(alone)} are {left_out}")
     notes: dict[str, None] = {}
     for name, (old, new) in pairs.items():
-        if ("arguments" in old.settings) != ("arguments" in new.settings):
+        if old.of_run != new.of_run:
             raise ToolError(f"{name} cannot be compared: one is a run, the other a row of a study")
         for key, first in old.settings.items():
             second = new.settings.get(key, first)  # another version, or a failed run, may lack it
@@ -142,23 +68,20 @@ def pair(before: dict[str, Entry], after: dict[str, Entry]) -> dict[str, tuple[E
 
 def time_line(old: Entry, new: Entry, least: float | None) -> tuple[dict[str, str], bool]:
     """The cells of the line on time, with ranges; and whether the verdict is good."""
-    ends = {"baseline": ended(old.row), "current": ended(new.row)}
-    if any(ends.values()):
-        medians = {"baseline": old, "current": new}
-        cells = {name: ends[name] or f"{entry.times()[0]:.2f}" for name, entry in medians.items()}
-        verdict = "no baseline" if ends["baseline"] else "did not finish"
-        return {"verdict": verdict, **cells}, bool(ends["baseline"])
-    (before, fast, slow, _), (after, low, high, _) = old.times(), new.times()
+    sides = {"baseline": old, "current": new}
+    times = {side: None if ended(entry.row) else entry.times() for side, entry in sides.items()}
+    if None in times.values():
+        cells = {side: ended(sides[side].row) or f"{t[0]:.2f}" for side, t in times.items()}
+        verdict = "no baseline" if ended(old.row) else "did not finish"
+        return {"verdict": verdict, **cells}, times["baseline"] is None
+    (before, fast, slow), (after, low, high) = times.values()
     verdict = "slower" if low > slow else "faster" if high < fast else "no difference seen"
     good = verdict != "slower" if least is None else before / after >= least
     if least is not None:
         verdict += f", {'' if good else 'not '}{least:g}x as fast"
-    return {
-        "verdict": verdict,
-        "baseline": f"{before:.2f} ({fast:.2f} to {slow:.2f})",
-        "current": f"{after:.2f} ({low:.2f} to {high:.2f})",
-        "change": f"{before / after:.2f}x ({fast / high:.2f}x to {slow / low:.2f}x)",
-    }, good
+    cells = {side: "{:.2f} ({:.2f} to {:.2f})".format(*t) for side, t in times.items()}
+    change = f"{before / after:.2f}x ({fast / high:.2f}x to {slow / low:.2f}x)"
+    return {"verdict": verdict, **cells, "change": change}, good
 
 
 def lines_of(name: str, old: Entry, new: Entry, least: float | None) -> tuple[list[dict], bool]:
@@ -166,11 +89,8 @@ def lines_of(name: str, old: Entry, new: Entry, least: float | None) -> tuple[li
     cells, good = time_line(old, new, least)
     lines = [{"run": name, "what": "ms per step", **cells}]
     counted = new.row.get("unit") or old.row.get("unit") or "kernels"
-    for key, what, form in (
-        ("peak_mb", "peak MB", ".1f"),
-        ("per_step", f"{counted} per step", ".10g"),
-        ("final_loss", "final loss", ".4f"),
-    ):
+    forms = ("peak_mb", "peak MB", ".1f"), ("per_step", f"{counted} per step", ".10g")
+    for key, what, form in (*forms, ("final_loss", "final loss", ".4f")):
         before, after = old.row.get(key), new.row.get(key)
         if before is not None and after is not None:
             cells = {"verdict": "", "baseline": cell(before, form), "current": cell(after, form)}
@@ -181,18 +101,17 @@ def lines_of(name: str, old: Entry, new: Entry, least: float | None) -> tuple[li
 
 def test(args: argparse.Namespace) -> int:
     """Print the table; returns the exit status."""
-    least = args.min_speedup
-    if least is not None and not 0 < least < math.inf:
-        raise ToolError(f"--min-speedup must be above 0, not {least}")
-    pairs = pair(load(args.baseline_results), load(args.current_results))
+    pairs, least = (
+        pair(*map(load_entries, (args.baseline_results, args.current_results))),
+        args.min_speedup,
+    )
     if all("status" in old.row for old, _ in pairs.values()):
         (old, _), *_ = pairs.values()
         raise ToolError(f"{old.path}: the baseline did not finish ({old.row.get('error')})")
     found = {name: lines_of(name, *entries, least) for name, entries in pairs.items()}
-    lines = [line for lines, _ in found.values() for line in lines]
-    print(render(COLUMNS, lines))
-    finished = [entry for both in pairs.values() for entry in both if "status" not in entry.row]
-    if any(entry.times()[3] < FEW for entry in finished):
+    print(render(COLUMNS, [line for lines, _ in found.values() for line in lines]))
+    every = (entry.row for both in pairs.values() for entry in both)
+    if any("status" not in row and len(row.get("turns_ms") or ()) < FEW for row in every):
         chance = "ranges can part by chance, as the speed of a host changes"
         print_notes(PROG, f"fewer than {FEW} turns, or one: {chance}")
     bad = [name for name, (_, good) in found.items() if not good]
@@ -207,7 +126,7 @@ def build_parser() -> Parser:
     parser.add_path("--baseline-results", "PATH", "the earlier result", required=True)
     parser.add_path("--current-results", "PATH", "the result that is tested", required=True)
     least = "times as fast as the baseline that all have to be"
-    parser.add_argument("--min-speedup", type=float, metavar="X", help=least)
+    parser.add_argument("--min-speedup", type=positive(), metavar="X", help=least)
     return parser
 
 

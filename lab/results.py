@@ -6,6 +6,7 @@ of one of them.
 
 from __future__ import annotations
 
+import statistics
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
@@ -14,7 +15,7 @@ from pathlib import Path, PurePosixPath
 
 from lab.cli import ToolError
 from lab.files import read_json
-from lab.records import Summary, checked, read
+from lab.records import Study, Summary, checked, read
 from lab.script import model_and_version, named_run
 
 # What is named where it is not the same; with the value where a file of an earlier harness has
@@ -26,6 +27,8 @@ SAME_TRAINING = {
     "cuda_graph": False,
 }
 SAME_ENVIRONMENT = ("device_name", "torch")
+SIZES = ("batch_size", "seq_len")  # what names a row of a study, with
+NAMES = ("precision", "mode", "seed", "group", "side")
 # mean over median step, from which a run was disturbed; 67 of the 71 in exercises.json are below
 UNSTEADY = 1.1
 
@@ -216,6 +219,70 @@ def unsteady(named: Iterable[tuple[str, Run]]) -> list[str]:
             longer = f"its mean step took {mean / median:.2f} times the median"
             lines.append(f"{name} was disturbed, {longer}: run it again")
     return lines
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A run, or a row of a study that took turns: what was measured, and what a comparison wants to
+    be the same."""
+
+    path: Path
+    row: dict
+    settings: dict
+    of_run: bool
+
+    def times(self) -> tuple[float, float, float]:
+        """Milliseconds per step: the median, the shortest and the longest.
+
+        In fewer than two turns these are the median step, and up to the 95th percentile.
+        """
+        found = self.row.get("turns_ms") or []
+        if len(found) > 1:
+            return statistics.median(found), min(found), max(found)
+        times = map(self.row.get, ("batch_median_ms", "batch_ms", "batch_p95_ms"))
+        if not (found := [ms for ms in times if ms]):
+            raise ToolError(f"{self.path}: it has no times of a step")
+        return found[0], min(found), max(found)
+
+
+def entries_of_study(path: Path, study: dict) -> dict[str, Entry]:
+    """The rows of a study that were measured in turns, by their names."""
+    environment, found = study["environment"], {}
+    same = {key: environment.get(key) for key in SAME_ENVIRONMENT}
+    if environment.get("device") == "cpu":
+        same["cpu_threads"] = environment.get("cpu_threads")
+    for row in study["rows"]:
+        if {"turns_ms", "status"} & row.keys() and {"script", "model"} <= row.keys():
+            sizes = next(((key,) for key in ("shape", "name") if key in row), SIZES)
+            names = {key: row[key] for key in (*sizes, *NAMES) if key in row}
+            names = names or {"script": row["script"]}
+            name = ", ".join(v if isinstance(v, str) else f"{k} {v}" for k, v in names.items())
+            if name in found:
+                raise ToolError(f"{path}: two rows are named {name}")
+            flags = ("--enable-", "--disable-")
+            argv = [word for word in row.get("argv", ()) if not word.startswith(flags)]
+            asked = {"model": row["model"], "arguments": " ".join(argv) or "none"}
+            found[name] = Entry(path, row, same | asked, of_run=False)
+    if not found:
+        raise ToolError(f"{path}: no row of this study was measured in turns")
+    return found
+
+
+def load_entries(path: Path) -> dict[str, Entry]:
+    """What a file or directory holds, by name: a run, several, or the rows of a study."""
+    content = read_json(path) if path.is_file() else {}
+    if isinstance(content.get("rows"), list):
+        return entries_of_study(path, checked(Study, content, path))
+    if isinstance(content.get("runs"), dict):
+        runs = [Run(name, path, result) for name, result in runs_in(path, content).items()]
+    else:
+        runs = [load_run(path)]
+    found = {}
+    for run in runs:
+        row, environment = run.row(), run.result["environment"]
+        first = {"model": row["model"], "device_name": environment.get("device_name")}
+        found[run.name] = Entry(run.path, row, first | settings(run.result), of_run=True)
+    return found
 
 
 def report_failed(prog: str, runs: Iterable[Run]) -> int:
