@@ -1218,7 +1218,7 @@ class SideStreams:
         grad of its input
         weight no longer needed ------------- release (both) --->  AdamW, cast of this weight
         DEPTH pieces of work later,
-        or DEPTH_BYTES of inputs <------  done: its inputs are freed
+        or BYTES of inputs <------------  done: its inputs may be freed
         ... next layer                  ...                       ...
         grad of the embedding <--------  join: all of them
         end of optimizer.step <---------------------------------  all of them
@@ -1226,16 +1226,17 @@ class SideStreams:
     On several GPUs a third stream averages the gradients of a buffer over them: it waits as an
     update does here, and both the update and the main stream before optimizer.step wait for it.
 
-    The inputs of work on a side stream must not change before the main stream has waited for that
-    work; `pending` holds references, so that they are not freed. Nor may autograd add to a
-    gradient before then: join raises RuntimeError if it did.
+    What work on a side stream reads must not change before the main stream has waited for that
+    work; `pending` holds the work, and so all that it refers to, so that it is not freed. Nor may
+    autograd add to a gradient before then: join raises RuntimeError if it did.
     """
 
-    DEPTH, DEPTH_BYTES = 4, 2 * 10**8
+    DEPTH, BYTES = 4, 2 * 10**8
 
     def __init__(self):
         self.streams: tuple[torch.cuda.Stream, ...] = ()
-        self.pending: collections.deque[tuple[torch.cuda.Event, tuple]] = collections.deque()
+        self.pending: collections.deque[tuple[torch.cuda.Event, Callable, int]]
+        self.pending = collections.deque()
         self.begin_step(False)
 
     def __deepcopy__(self, memo: dict) -> SideStreams:
@@ -1276,11 +1277,11 @@ class SideStreams:
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
             result = work()
-            self.pending.append((stream.record_event(), inputs))
-        while len(self.pending) > self.DEPTH or (
-            sum(tensor.nbytes for _, inputs in self.pending for tensor in inputs) > self.DEPTH_BYTES
-        ):
-            current.wait_event(self.pending.popleft()[0])
+            size = sum(tensor.nbytes for tensor in inputs)
+            self.pending.append((stream.record_event(), work, size))
+        while len(self.pending) > self.DEPTH or sum(size for *_, size in self.pending) > self.BYTES:
+            current.wait_event(self.pending[0][0])
+            self.pending.popleft()
         return result
 
     def release(self, parameter: Tensor) -> None:

@@ -94,7 +94,7 @@ MODES: dict[str, Callable[[argparse.Namespace], int]] = {}  # what runs in place
 
 
 def without_effect(args: argparse.Namespace) -> dict[str, str]:
-    """Name the fusions that change nothing beside the other arguments, on or off, and why."""
+    """Return the fusions without effect under these arguments, on or off, and why."""
     return {}
 
 
@@ -142,12 +142,12 @@ def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentPar
             if protein.note:
                 say("note", protein.note)
         sizes = zip(*(protein.tokens.shape for protein in proteins), strict=True)
-        for name, found in zip(("num_seqs", "seq_len"), map(max, sizes), strict=True):
-            wanted = getattr(args, name)
-            if wanted > found:
+        for name, most in zip(("num_seqs", "seq_len"), map(max, sizes), strict=True):
+            size = getattr(args, name)
+            if size > most:
                 flag, files = f"--{name.replace('_', '-')}", ", ".join(map(str, args.msa))
-                say("note", f"{flag} {wanted} lowered to {found}: {files} has no more")
-                setattr(args, name, found)
+                say("note", f"{flag} {size} lowered to {most}: {files} has no more")
+                setattr(args, name, most)
 
 
 # --- model
@@ -469,7 +469,7 @@ class DistogramHead(nn.Module):
 
 
 class MaskedMSAHead(nn.Module):
-    """Predict the tokens behind the masked positions of the alignment (AF2 SI, section 1.9.9)."""
+    """Predict the tokens at the masked positions of the alignment (AF2 SI, section 1.9.9)."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()

@@ -16,10 +16,11 @@ triton-bias-gradient  the gradient of a bias is a sum over all rows, which PyTor
 cast-fusion           with AMP, all weights of a block in one launch instead of each in its own
                       (PyTorch's own kernel)
 
-The GEMMs stay with the vendor's library where nothing can be fused to them, and V2's fusions stay:
-turn a kernel off to see what PyTorch does instead. Every kernel has its backward pass; the model,
-its weights and its loss are those of V1 and V2. Without a GPU the kernels run in Triton's
-interpreter, which shows that they are right, not how fast they are.
+The GEMMs stay with the vendor's library where nothing can be fused to them. Attention and triangle
+multiplication project with one GEMM, as in V2; turn their kernels off, and PyTorch computes what V1
+does. Every kernel has its backward pass; the model, its weights and its loss are those of V1 and
+V2. Without a GPU the kernels run in Triton's interpreter, which shows that they are right, not how
+fast they are.
 
 The Evoformer follows the supplementary information of Jumper et al. 2021 (AF2 SI below), names
 follow OpenFold.
@@ -112,10 +113,6 @@ class ModelConfig:
 class Fusions:
     """Which fusions are on."""
 
-    qkv_fusion_msa: bool = True
-    qkv_fusion_triangle: bool = True
-    flash_attention: bool = True
-    triangle_fusion: bool = True
     triton_layer_norm: bool = True
     triton_attention: bool = True
     triton_triangle: bool = True
@@ -126,10 +123,6 @@ class Fusions:
 
 
 FUSIONS: tuple[tuple[str, str, str], ...] = (
-    ("qkv-fusion-msa", "qkv_fusion_msa", "MSA attention's projections as one GEMM"),
-    ("qkv-fusion-triangle", "qkv_fusion_triangle", "triangle attention's projections as one GEMM"),
-    ("flash-attention", "flash_attention", "scaled_dot_product_attention, which stores no scores"),
-    ("triangle-fusion", "triangle_fusion", "projections of a triangle product as one GEMM"),
     ("triton-layer-norm", "triton_layer_norm", "layer norms that write the type of the next GEMM"),
     ("triton-attention", "triton_attention", "attention with pair bias and gate as one kernel"),
     ("triton-triangle", "triton_triangle", "a kernel before and one after a triangle product"),
@@ -144,37 +137,34 @@ MODES: dict[str, Callable[[argparse.Namespace], int]] = {}  # what runs in place
 
 
 def without_effect(args: argparse.Namespace) -> dict[str, str]:
-    """Name the fusions that change nothing beside the other arguments, on or off, and why."""
-    found = {}
-    if args.triton_attention:
-        found["flash_attention"] = "triton-attention takes its place"
+    """Return the fusions without effect under these arguments, on or off, and why."""
     if not args.use_amp:
-        found["cast_fusion"] = "without --use-amp nothing is cast"
-    elif args.torch_compile:
-        found["cast_fusion"] = "torch.compile fuses its casts"
-    return found
+        return {"cast_fusion": "without --use-amp nothing is cast"}
+    if args.torch_compile:
+        return {"cast_fusion": "torch.compile fuses its casts"}
+    return {}
 
 
 def missing_kernels(args: argparse.Namespace) -> dict[str, str]:
-    """Name the fusions that have no kernel for these widths on this GPU, and why.
+    """Return the fusions that have no kernel for these widths on this GPU, and why.
 
     What a kernel needs grows with the rows that it holds: bounds of what tools/compile_for_amd.py
     finds for an H100 (sm_90) and an MI300 (gfx942).
     """
-    found, dim, most, hip = {}, args.pair_dim, shared_memory(), BACKEND == "hip"
+    missing, dim, most, hip = {}, args.pair_dim, shared_memory(), BACKEND == "hip"
     dtype = getattr(torch, args.amp_dtype or "bfloat16") if args.use_amp else torch.float32
     channels = max(args.msa_dim // args.num_heads_msa, dim // args.num_heads_pair)
     needed = 0 if hip else triton.next_power_of_2(channels) * (1024 + 516 * dtype.itemsize)
     if channels > 64:
-        found["triton_attention"] = f"its kernels take up to 64 channels per head, not {channels}"
+        missing["triton_attention"] = f"its kernels take up to 64 channels per head, not {channels}"
     elif needed > most:
-        found["triton_attention"] = too_wide(f"a head of {channels} channels", needed, most)
+        missing["triton_attention"] = too_wide(f"a head of {channels} channels", needed, most)
     needed = (max(dim, 128) if hip else 384) * dim * dtype.itemsize
     if dim < 16 or dim.bit_count() != 1:
-        found["triton_triangle"] = f"--pair-dim {dim} is no power of two from 16"
+        missing["triton_triangle"] = f"--pair-dim {dim} is no power of two from 16"
     elif needed > most:
-        found["triton_triangle"] = too_wide(f"--pair-dim {dim}", needed, most)
-    return found
+        missing["triton_triangle"] = too_wide(f"--pair-dim {dim}", needed, most)
+    return missing
 
 
 def too_wide(width: str, needed: int, most: int) -> str:
@@ -183,7 +173,7 @@ def too_wide(width: str, needed: int, most: int) -> str:
 
 
 def use_settings(args: argparse.Namespace) -> None:
-    """Make this run's own settings those of the process: block sizes."""
+    """Apply this run's process-wide settings: block sizes."""
     use_blocks(args.blocks)
 
 
@@ -239,12 +229,12 @@ def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentPar
             if protein.note:
                 say("note", protein.note)
         sizes = zip(*(protein.tokens.shape for protein in proteins), strict=True)
-        for name, found in zip(("num_seqs", "seq_len"), map(max, sizes), strict=True):
-            wanted = getattr(args, name)
-            if wanted > found:
+        for name, most in zip(("num_seqs", "seq_len"), map(max, sizes), strict=True):
+            size = getattr(args, name)
+            if size > most:
                 flag, files = f"--{name.replace('_', '-')}", ", ".join(map(str, args.msa))
-                say("note", f"{flag} {wanted} lowered to {found}: {files} has no more")
-                setattr(args, name, found)
+                say("note", f"{flag} {size} lowered to {most}: {files} has no more")
+                setattr(args, name, most)
     leave_to_pytorch(args, missing_kernels(args))
     args.blocks = " ".join(args.blocks or ()) or ModelConfig.blocks
     if any(getattr(args, name) for _, name, _ in FUSIONS if name.startswith("triton")):
@@ -303,7 +293,7 @@ BLOCKS: dict[str, str] = {
     "triangle_project_backward float32": "BLOCK_M=128,BLOCK_C=32,num_warps=8,num_stages=1",
     "triangle_project_backward TF32": "BLOCK_M=128,BLOCK_C=64,num_warps=8,num_stages=1",
     "triangle_project_backward hip": "BLOCK_M=64,BLOCK_C=32,num_warps=8,num_stages=1",
-    "triangle_weights": "ROWS=1,num_warps=2",
+    "triangle_weights": "num_warps=2",
     "outer_product_forward": "BLOCK_M=64,BLOCK_N=128,BLOCK_S=32,num_warps=4,num_stages=3",
     "outer_product_forward float32": "BLOCK_M=128,BLOCK_N=128,BLOCK_S=32,num_warps=8,num_stages=2",
     "outer_product_forward hip": "BLOCK_M=128,BLOCK_N=128,BLOCK_S=32,num_warps=8,num_stages=2",
@@ -500,22 +490,15 @@ def sum_parts_kernel(PARTS, OUT, parts, width, ROWS: tl.constexpr, BLOCK: tl.con
 
 
 def sum_parts(parts: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Add up what each program found: float32 [parts, ...] -> [...] in `dtype`.
+    """Add up the sums of all programs, float32 [parts, ...] -> [...] in `dtype`.
 
     torch.sum is slower at many short parts.
     """
     chosen, out = blocks("sum_parts"), torch.empty_like(parts[0], dtype=dtype)
     rows = min(chosen.pop("ROWS"), triton.next_power_of_2(len(parts)))
     block = max(8, chosen.pop("TILE") // rows)
-    wrap_triton(sum_parts_kernel)[(triton.cdiv(out.numel(), block),)](
-        PARTS=parts,
-        OUT=out,
-        parts=len(parts),
-        width=out.numel(),
-        ROWS=rows,
-        BLOCK=block,
-        **chosen,
-    )
+    launch = wrap_triton(sum_parts_kernel)[(triton.cdiv(out.numel(), block),)]
+    launch(parts, out, parts=len(parts), width=out.numel(), ROWS=rows, BLOCK=block, **chosen)
     return out
 
 
@@ -576,7 +559,7 @@ def pair_bias_offset(row, head, N, H: tl.constexpr, ENDING: tl.constexpr):
 
 @triton.jit
 def layer_norm_forward_kernel(
-    X, WEIGHT, BIAS, OUT, HEADS, PAIR_BIAS, rows, N,
+    X, WEIGHT, BIAS, HEADS, OUT, PAIR_BIAS, rows, N,
     eps: tl.constexpr, H: tl.constexpr, ENDING: tl.constexpr,
     C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -606,7 +589,7 @@ def layer_norm_forward_kernel(
 
 @triton.jit
 def layer_norm_backward_kernel(
-    GRAD, X, WEIGHT, BIAS, HEADS, GRAD_PAIR_BIAS, GRAD_X, SUMS, rows, N,
+    GRAD, GRAD_PAIR_BIAS, X, WEIGHT, BIAS, HEADS, GRAD_X, SUMS, rows, N,
     eps: tl.constexpr, H: tl.constexpr, BLOCK_H: tl.constexpr, ENDING: tl.constexpr,
     C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
@@ -661,76 +644,55 @@ def layer_norm_forward(
     x: Tensor,
     weight: Tensor,
     bias: Tensor,
+    heads: Tensor | None,
     eps: float,
     dtype: torch.dtype,
-    heads: Tensor | None = None,
-    ending: bool = False,
+    ending: bool,
 ) -> tuple[Tensor, Tensor]:
     """Normalise x [..., C] over C: the norm in `dtype`, and a pair bias.
 
     The latter is [B, H, N, N], made from x [B, N, N, C] by heads [H, C]; empty without heads.
     """
     rows, programs, options = row_launch("layer_norm_forward", x)
-    count, length = (0, 1) if heads is None else (len(heads), x.shape[1])
+    options |= norm_options(x, heads, eps, ending)
     out = torch.empty_like(x, dtype=dtype)
-    pair_bias = out.new_empty(0)
-    if heads is not None:
-        pair_bias = out.new_empty(len(x), count, length, length)
-    wrap_triton(layer_norm_forward_kernel)[(programs,)](
-        X=x,
-        WEIGHT=weight,
-        BIAS=bias,
-        OUT=out,
-        HEADS=heads,
-        PAIR_BIAS=pair_bias,
-        rows=rows,
-        N=length,
-        eps=eps,
-        H=count,
-        ENDING=ending,
-        **options,
-    )
+    count, length = options["H"], options["N"]
+    pair_bias = out.new_empty(len(x) if count else 0, count, length, length)
+    launch = wrap_triton(layer_norm_forward_kernel)[(programs,)]
+    launch(x, weight, bias, heads, out, pair_bias, rows=rows, **options)
     return out, pair_bias
 
 
 @operator
 def layer_norm_backward(
     grad: Tensor | None,
+    grad_pair_bias: Tensor | None,
     x: Tensor,
     weight: Tensor,
     bias: Tensor,
+    heads: Tensor | None,
     eps: float,
-    heads: Tensor | None = None,
-    grad_pair_bias: Tensor | None = None,
-    ending: bool = False,
-    parameters: bool = True,
+    ending: bool,
+    parameters: bool,
 ) -> tuple[Tensor, Tensor]:
     """Compute the gradients of x, and of weight, bias and heads as [2 + H, C].
 
     The second result is empty without `parameters`. Mean and variance are computed again.
     """
     rows, programs, options = row_launch("layer_norm_backward", x)
-    count, length = (0, 1) if heads is None else (len(heads), x.shape[1])
+    options |= norm_options(x, None if grad_pair_bias is None else heads, eps, ending)
+    options["BLOCK_H"] = triton.next_power_of_2(max(options["H"], 1))
     grad_x = torch.empty_like(x)
-    sums = x.new_empty(programs, 2 + count, x.shape[-1], dtype=torch.float32)
-    wrap_triton(layer_norm_backward_kernel)[(programs,)](
-        GRAD=grad,
-        X=x,
-        WEIGHT=weight,
-        BIAS=bias,
-        HEADS=heads,
-        GRAD_PAIR_BIAS=grad_pair_bias,
-        GRAD_X=grad_x,
-        SUMS=sums,
-        rows=rows,
-        N=length,
-        eps=eps,
-        H=count,
-        BLOCK_H=triton.next_power_of_2(max(count, 1)),
-        ENDING=ending,
-        **options,
-    )
+    sums = x.new_empty(programs, 2 + options["H"], x.shape[-1], dtype=torch.float32)
+    launch = wrap_triton(layer_norm_backward_kernel)[(programs,)]
+    launch(grad, grad_pair_bias, x, weight, bias, heads, grad_x, sums, rows=rows, **options)
     return grad_x, sum_parts(sums) if parameters else x.new_empty(0)
+
+
+def norm_options(x: Tensor, heads: Tensor | None, eps: float, ending: bool) -> dict:
+    """Return what the kernels of a norm are told of x, and of the heads that project it."""
+    count, length = (0, 1) if heads is None else (len(heads), x.shape[1])
+    return {"N": length, "H": count, "eps": eps, "ENDING": ending}
 
 
 class LayerNormFunction(torch.autograd.Function):
@@ -746,9 +708,9 @@ class LayerNormFunction(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor,
+        heads: Tensor | None,
         eps: float,
         dtype: torch.dtype,
-        heads: Tensor | None = None,
         ending: bool = False,
     ):
         ctx.set_materialize_grads(False)  # nobody may have used the norm, or the bias
@@ -760,33 +722,19 @@ class LayerNormFunction(torch.autograd.Function):
             check_shape("the weight of the heads", heads, len(heads), dim)
         ctx.save_for_backward(x, weight, bias, heads)
         ctx.eps, ctx.ending = eps, ending
-        out, pair_bias = layer_norm_forward(x, weight, bias, eps, dtype, heads, ending)
+        out, pair_bias = layer_norm_forward(x, weight, bias, heads, eps, dtype, ending)
         return out if heads is None else (out, pair_bias)
 
     @staticmethod
-    def backward(ctx, grad: Tensor | None, grad_pair_bias: Tensor | None = None):
-        x, weight, bias, heads = ctx.saved_tensors
-        grad = None if grad is None else grad.contiguous()
-        if grad_pair_bias is None:
-            heads = None
-        else:
-            grad_pair_bias = grad_pair_bias.contiguous()
+    def backward(ctx, *grads: Tensor | None):
+        grad, grad_pair_bias = (None if g is None else g.contiguous() for g in (*grads, None)[:2])
         parameters = any(ctx.needs_input_grad[1:])
-        grad_x, sums = layer_norm_backward(
-            grad,
-            x,
-            weight,
-            bias,
-            ctx.eps,
-            heads,
-            grad_pair_bias,
-            ctx.ending,
-            parameters,
-        )
+        settings = ctx.eps, ctx.ending, parameters
+        grad_x, sums = layer_norm_backward(grad, grad_pair_bias, *ctx.saved_tensors, *settings)
         if not parameters:
             return grad_x, *6 * [None]
-        grad_heads = None if heads is None else sums[2:]
-        return grad_x, sums[0], sums[1], None, None, grad_heads, None
+        grad_heads = None if grad_pair_bias is None else sums[2:]
+        return grad_x, sums[0], sums[1], grad_heads, *3 * [None]
 
 
 # The bias of a projection. Adding it costs nothing, the GEMM does it; its gradient is the sum over
@@ -818,7 +766,7 @@ def column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Add up all rows: x [..., C] -> [C], in `dtype`."""
     rows, programs, options = row_launch("column_sums", x)
     sums = x.new_empty(programs, x.shape[-1], dtype=torch.float32)
-    wrap_triton(column_sums_kernel)[(programs,)](X=x, SUMS=sums, rows=rows, **options)
+    wrap_triton(column_sums_kernel)[(programs,)](x, sums, rows=rows, **options)
     return sum_parts(sums, dtype)
 
 
@@ -842,16 +790,15 @@ class BiasGradient(torch.autograd.Function):
 #
 #   S = scale * Q K^T + B,   P = softmax(S),   O = P V,   out = sigmoid(gate + gate_bias) * O
 #
-# QKVG [B, R, N, H, 4, D] is what the projection's GEMM wrote; R and N may have any strides, so that
-# columns and ending nodes are read where they lie. The output is kept after the gate: with
-# g = sigmoid(gate + gate_bias) it gives dgate = dout * out * (1 - g), and what the softmax's
-# gradient needs, delta = rowsum(dO * O), as rowsum(dout * out), but for the rounding of out. In the
-# backward pass
+# QKVG [B, R, N, H, 4, D] is what the projection's GEMM wrote. With COLUMNS memory is [B, N, R, ...]
+# there, in the output and in both gradients: columns and ending nodes are read where they lie. The
+# output is kept after the gate: with g = sigmoid(gate + gate_bias) it gives
+# dgate = dout * out * (1 - g), and what the softmax's gradient needs, delta = rowsum(dO * O), as
+# rowsum(dout * out), but for the rounding of out. In the backward pass
 #
 #   dV = P^T dO,   dP = dO V^T,   dS = P * (dP - delta),   dQ = dS K,   dK = dS^T Q,   dB = sum_r dS
 #
-# The log-sum-exp of a row is kept to the base 2. `x_b`, `x_r` and `x_n` are the strides of QKVG,
-# `out_...` those of OUT and of the gradient of O, `grad_...` those of GRAD_OUT.
+# The log-sum-exp of a row is kept to the base 2. R, H and N are sizes.
 
 
 @triton.jit
@@ -862,6 +809,14 @@ def split_program(program, tiles, H, R):
     """
     rest = program // tiles
     return program % tiles, rest % H, (rest // H % R).to(tl.int64), (rest // H // R).to(tl.int64)
+
+
+@triton.jit
+def head_of_row(b, r, head, R, H, N, COLUMNS: tl.constexpr):
+    """Find this head of a row's first position, and how many heads lie between two positions."""
+    if COLUMNS:
+        return (b * N * R + r) * H + head, R * H
+    return (b * R + r) * N * H + head, H
 
 
 @triton.jit
@@ -920,8 +875,8 @@ def load_gate(
 
 @triton.jit
 def attention_forward_kernel(
-    QKVG, GATE_BIAS, BIAS, OUT, LOG_SUM_EXP, x_b, x_r, x_n, out_b, out_r, out_n, R, H, N,
-    scale: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    QKVG, GATE_BIAS, BIAS, OUT, LOG_SUM_EXP, R, H, N,
+    scale: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute out = sigmoid(gate + gate_bias) * softmax(scale * Q K^T + B) V without storing S.
@@ -931,7 +886,9 @@ def attention_forward_kernel(
     row, and goes over their keys BLOCK_N at a time.
     """
     tile, head, r, b = split_program(tl.program_id(0), tl.cdiv(N, BLOCK_M), H, R)
-    QKVG += b * x_b + r * x_r + head * 4 * D
+    first, step = head_of_row(b, r, head, R, H, N, COLUMNS)
+    QKVG += first * 4 * D
+    x_n = step * 4 * D
     query = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     q = load_rows(QKVG, query, x_n, D, BLOCK_D, N, EVEN)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -954,7 +911,7 @@ def attention_forward_kernel(
         row_max = new_row_max
     gate = load_gate(QKVG, GATE_BIAS + head * D, query, x_n, D, BLOCK_D, N, EVEN)
     out = out / row_sum[:, None] * gate
-    store_rows(OUT + b * out_b + r * out_r + head * D, out, query, out_n, D, BLOCK_D, N, EVEN)
+    store_rows(OUT + first * D, out, query, step * D, D, BLOCK_D, N, EVEN)
     tl.store(
         LOG_SUM_EXP + ((b * R + r) * H + head) * N + query,
         row_max + tl.log2(row_sum),
@@ -965,10 +922,10 @@ def attention_forward_kernel(
 @triton.jit
 def attention_backward_query_kernel(
     GRAD_OUT, QKVG, GATE_BIAS, BIAS, OUT, LOG_SUM_EXP,
-    GRAD_QKVG, GRAD_ATTENTION, DELTA, GRAD_GATE_BIAS,
-    x_b, x_r, x_n, out_b, out_r, out_n, grad_b, grad_r, grad_n, R, H, N,
-    scale: tl.constexpr, ROUNDED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    GRAD_QKVG, GRAD_ATTENTION, DELTA, GRAD_GATE_BIAS, R, H, N,
+    scale: tl.constexpr, COLUMNS: tl.constexpr, ROUNDED: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute dQ and dgate, and what the other two kernels need: dO and delta.
 
@@ -982,13 +939,13 @@ def attention_backward_query_kernel(
     sum is then, rowsum(dS), is taken off at the end, times P K, the mean of the keys.
     """
     tile, head, r, b = split_program(tl.program_id(0), tl.cdiv(N, BLOCK_M), H, R)
-    at_x = b * x_b + r * x_r + head * 4 * D
-    at_out = b * out_b + r * out_r + head * D
+    first, step = head_of_row(b, r, head, R, H, N, COLUMNS)
+    at_x, x_n = first * 4 * D, step * 4 * D
+    at_out, out_n = first * D, step * D
     at_row = ((b * R + r) * H + head) * N
     QKVG += at_x
     query = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    at = GRAD_OUT + b * grad_b + r * grad_r + head * D
-    grad_out = load_rows(at, query, grad_n, D, BLOCK_D, N, EVEN)
+    grad_out = load_rows(GRAD_OUT + at_out, query, out_n, D, BLOCK_D, N, EVEN)
     gate = load_gate(QKVG, GATE_BIAS + head * D, query, x_n, D, BLOCK_D, N, EVEN)
     product = grad_out.to(tl.float32)
     product *= load_rows(OUT + at_out, query, out_n, D, BLOCK_D, N, EVEN).to(tl.float32)
@@ -1026,9 +983,8 @@ def attention_backward_query_kernel(
 
 @triton.jit
 def attention_backward_key_kernel(
-    QKVG, BIAS_T, LOG_SUM_EXP, GRAD_ATTENTION, DELTA, GRAD_QKVG,
-    x_b, x_r, x_n, out_b, out_r, out_n, R, H, N,
-    scale: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    QKVG, BIAS_T, LOG_SUM_EXP, GRAD_ATTENTION, DELTA, GRAD_QKVG, R, H, N,
+    scale: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute dK = dS^T Q and dV = P^T dO.
@@ -1038,10 +994,11 @@ def attention_backward_key_kernel(
     BLOCK_M at a time.
     """
     tile, head, r, b = split_program(tl.program_id(0), tl.cdiv(N, BLOCK_N), H, R)
-    at_x = b * x_b + r * x_r + head * 4 * D
+    first, step = head_of_row(b, r, head, R, H, N, COLUMNS)
+    at_x, x_n, out_n = first * 4 * D, step * 4 * D, step * D
     at_row = ((b * R + r) * H + head) * N
     QKVG += at_x
-    GRAD_ATTENTION += b * out_b + r * out_r + head * D
+    GRAD_ATTENTION += first * D
     key = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     k = load_rows(QKVG + D, key, x_n, D, BLOCK_D, N, EVEN)
     v = load_rows(QKVG + 2 * D, key, x_n, D, BLOCK_D, N, EVEN)
@@ -1067,9 +1024,8 @@ def attention_backward_key_kernel(
 
 @triton.jit
 def attention_backward_bias_kernel(
-    QKVG, BIAS, LOG_SUM_EXP, GRAD_ATTENTION, DELTA, GRAD_BIAS,
-    x_b, x_r, x_n, out_b, out_r, out_n, R, H, N, B, group,
-    scale: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    QKVG, BIAS, LOG_SUM_EXP, GRAD_ATTENTION, DELTA, GRAD_BIAS, R, H, N, B, group,
+    scale: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradient of the bias, dB = sum of dS over the rows that share it.
@@ -1083,18 +1039,18 @@ def attention_backward_bias_kernel(
     )  # fmt: skip
     query = tile // tiles_n * BLOCK_M + tl.arange(0, BLOCK_M)
     key = tile % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    QKVG += b * x_b + head * 4 * D
-    GRAD_ATTENTION += b * out_b + head * D
     bias = load_bias(BIAS + (b * H + head) * N * N, query, key, N, EVEN)
     grad_bias = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    first = (g * group).to(tl.int32)
-    last = tl.minimum(g * group + group, R).to(tl.int32)
-    for step in range(first, last):
-        r = tl.cast(step, tl.int64)
-        q = load_rows(QKVG + r * x_r, query, x_n, D, BLOCK_D, N, EVEN)
-        k = load_rows(QKVG + r * x_r + D, key, x_n, D, BLOCK_D, N, EVEN)
-        v = load_rows(QKVG + r * x_r + 2 * D, key, x_n, D, BLOCK_D, N, EVEN)
-        grad = load_rows(GRAD_ATTENTION + r * out_r, query, out_n, D, BLOCK_D, N, EVEN)
+    first_row = (g * group).to(tl.int32)
+    last_row = tl.minimum(g * group + group, R).to(tl.int32)
+    for row in range(first_row, last_row):
+        r = tl.cast(row, tl.int64)
+        first, step = head_of_row(b, r, head, R, H, N, COLUMNS)
+        at, x_n = QKVG + first * 4 * D, step * 4 * D
+        q = load_rows(at, query, x_n, D, BLOCK_D, N, EVEN)
+        k = load_rows(at + D, key, x_n, D, BLOCK_D, N, EVEN)
+        v = load_rows(at + 2 * D, key, x_n, D, BLOCK_D, N, EVEN)
+        grad = load_rows(GRAD_ATTENTION + first * D, query, step * D, D, BLOCK_D, N, EVEN)
         at_row = ((b * R + r) * H + head) * N
         log_sum_exp = tl.load(LOG_SUM_EXP + at_row + query, mask=query < N, other=0.0)
         delta = tl.load(DELTA + at_row + query, mask=query < N, other=0.0)
@@ -1109,9 +1065,8 @@ def attention_backward_bias_kernel(
 @triton.jit
 def attention_backward_short_kernel(
     GRAD_OUT, QKVG, GATE_BIAS, BIAS, OUT, GRAD_QKVG, GRAD_GATE_BIAS, GRAD_BIAS,
-    x_b, x_r, x_n, out_b, out_r, out_n, grad_b, grad_r, grad_n, R, H, N, B, group,
-    scale: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    R, H, N, B, group, scale: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute all gradients of an attention whose rows are at most BLOCK_N long.
 
@@ -1127,19 +1082,18 @@ def attention_backward_short_kernel(
     bias = 0.0 if BIAS is None else load_bias(BIAS + at_bias, n, n, N, EVEN)
     grad_bias = tl.zeros([BLOCK_N, BLOCK_N], tl.float32)
     grad_gate_bias = tl.zeros([BLOCK_D], tl.float32)
-    first = (g * group).to(tl.int32)
-    last = tl.minimum(g * group + group, R).to(tl.int32)
-    for step in range(first, last):
-        r = tl.cast(step, tl.int64)
-        at_x = b * x_b + r * x_r + head * 4 * D
+    first_row = (g * group).to(tl.int32)
+    last_row = tl.minimum(g * group + group, R).to(tl.int32)
+    for row in range(first_row, last_row):
+        first, step = head_of_row(b, tl.cast(row, tl.int64), head, R, H, N, COLUMNS)
+        at_x, x_n = first * 4 * D, step * 4 * D
+        at_out, out_n = first * D, step * D
         q = load_rows(QKVG + at_x, n, x_n, D, BLOCK_D, N, EVEN)
         k = load_rows(QKVG + at_x + D, n, x_n, D, BLOCK_D, N, EVEN)
         v = load_rows(QKVG + at_x + 2 * D, n, x_n, D, BLOCK_D, N, EVEN)
         gate = load_gate(QKVG + at_x, GATE_BIAS + head * D, n, x_n, D, BLOCK_D, N, EVEN)
-        at = GRAD_OUT + b * grad_b + r * grad_r + head * D
-        grad_out = load_rows(at, n, grad_n, D, BLOCK_D, N, EVEN)
-        at = OUT + b * out_b + r * out_r + head * D
-        out = load_rows(at, n, out_n, D, BLOCK_D, N, EVEN)
+        grad_out = load_rows(GRAD_OUT + at_out, n, out_n, D, BLOCK_D, N, EVEN)
+        out = load_rows(OUT + at_out, n, out_n, D, BLOCK_D, N, EVEN)
         product = grad_out.to(tl.float32) * out.to(tl.float32)
         grad_gate = product * (1 - gate)
         grad_gate_bias += tl.sum(grad_gate, 0)
@@ -1165,11 +1119,17 @@ def attention_backward_short_kernel(
         tl.store(GRAD_BIAS + at_grad, grad_bias, mask=(n < N)[:, None] & (n < N)[None, :])
 
 
-def attention_options(kernel: str, qkvg: Tensor) -> dict[str, int | bool | str]:
-    """Return what an attention kernel is compiled for; no block is longer than the rows."""
+def attention_sizes(qkvg: Tensor, columns: bool) -> tuple[int, int, int, int, int]:
+    """Return samples, rows, positions of a row, heads and channels of a head."""
+    samples, rows, length, heads, _, dim = qkvg.shape
+    return samples, *((length, rows) if columns else (rows, length)), heads, dim
+
+
+def attention_options(kernel: str, qkvg: Tensor, columns: bool) -> dict[str, int | float | str]:
+    """Return what an attention kernel is told; no block is longer than the rows."""
     check_not_empty(kernel, qkvg)
-    chosen, length, dim = blocks(kernel, qkvg.dtype), qkvg.shape[2], qkvg.shape[5]
-    longest = max(16, triton.next_power_of_2(length))
+    _, rows, length, heads, dim = attention_sizes(qkvg, columns)
+    chosen, longest = blocks(kernel, qkvg.dtype), max(16, triton.next_power_of_2(length))
     sizes = {
         name: min(size, longest) for name, size in chosen.items() if name.startswith("BLOCK")
     }  # fmt: skip
@@ -1178,6 +1138,7 @@ def attention_options(kernel: str, qkvg: Tensor) -> dict[str, int | bool | str]:
     chosen["EVEN"] = dim == chosen["BLOCK_D"] and even_rows
     tile = math.prod(sizes.values()) if len(sizes) == 2 else longest**2
     chosen["num_warps"] = max(1, min(chosen["num_warps"], tile // 512))
+    chosen |= {"R": rows, "H": heads, "N": length, "scale": 1 / math.sqrt(dim), "COLUMNS": columns}
     return {**chosen, "PRECISION": dot_precision(qkvg.dtype)}
 
 
@@ -1196,53 +1157,22 @@ def rows_per_program(programs: int, tiles: int, rows: int) -> int:
     return triton.cdiv(rows, min(range(1, min(rows, programs) + 1), key=cost))
 
 
-def attention_sizes(qkvg: Tensor, out: Tensor) -> dict[str, int | float]:
-    """Return what all attention kernels are told of their inputs: strides, sizes and scale."""
-    x_b, x_r, x_n = qkvg.stride()[:3]
-    out_b, out_r, out_n = out.stride()[:3]
-    _, rows, length, heads, _, dim = qkvg.shape
-    return {
-        "x_b": x_b,
-        "x_r": x_r,
-        "x_n": x_n,
-        "out_b": out_b,
-        "out_r": out_r,
-        "out_n": out_n,
-        "R": rows,
-        "H": heads,
-        "N": length,
-        "scale": 1 / math.sqrt(dim),
-    }
-
-
 @operator
 def attention_forward(
-    qkvg: Tensor,
-    gate_bias: Tensor,
-    bias: Tensor | None,
+    qkvg: Tensor, gate_bias: Tensor, bias: Tensor | None, columns: bool
 ) -> tuple[Tensor, Tensor]:
     """Compute gated attention: the output [B, R, N, H x D], and log-sum-exp [B, R, H, N].
 
-    qkvg is [B, R, N, H, 4, D], gate_bias [H x D], bias [B, H, N, N].
+    qkvg is [B, R, N, H, 4, D], gate_bias [H x D], bias [B, H, N, N]; with `columns` qkvg and the
+    output are [B, N, R, ...].
     """
-    samples, rows, length, heads, _, dim = qkvg.shape
-    swapped = qkvg.stride(1) < qkvg.stride(2)  # then the output is laid out like that, too
-    if swapped:
-        out = qkvg.new_empty(samples, length, rows, heads * dim).transpose(1, 2)
-    else:
-        out = qkvg.new_empty(samples, rows, length, heads * dim)
+    samples, rows, length, heads, dim = attention_sizes(qkvg, columns)
+    out = qkvg.new_empty(*qkvg.shape[:3], heads * dim)
     log_sum_exp = qkvg.new_empty(samples, rows, heads, length, dtype=torch.float32)
-    options = attention_options("attention_forward", qkvg)
-    tiles = triton.cdiv(length, options["BLOCK_M"])
-    wrap_triton(attention_forward_kernel)[(tiles * heads * rows * samples,)](
-        QKVG=qkvg,
-        GATE_BIAS=gate_bias,
-        BIAS=bias,
-        OUT=out,
-        LOG_SUM_EXP=log_sum_exp,
-        **attention_sizes(qkvg, out),
-        **options,
-    )
+    options = attention_options("attention_forward", qkvg, columns)
+    programs = triton.cdiv(length, options["BLOCK_M"]) * heads * rows * samples
+    launch = wrap_triton(attention_forward_kernel)[(programs,)]
+    launch(qkvg, gate_bias, bias, out, log_sum_exp, **options)
     return out, log_sum_exp
 
 
@@ -1254,102 +1184,57 @@ def attention_backward(
     bias: Tensor | None,
     out: Tensor,
     log_sum_exp: Tensor,
-    of_gate_bias: bool,
-    of_bias: bool,
+    columns: bool,
+    needs_gate_bias: bool,
+    needs_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of qkvg (in its layout), gate_bias and bias.
 
-    The last two are empty unless `of_gate_bias` and `of_bias` ask for them.
+    The last two are empty unless `needs_gate_bias` and `needs_bias` ask for them.
     """
-    samples, rows, length, heads, _, dim = qkvg.shape
-    sizes = attention_sizes(qkvg, out)
-    grad_b, grad_r, grad_n = grad_out.stride()[:3]
-    grad_qkvg = torch.empty_like(qkvg)
-    short = attention_options("attention_backward_short", qkvg)
+    samples, rows, length, heads, dim = attention_sizes(qkvg, columns)
+    heads_of_all, grad_bias, grad_qkvg = heads * samples, None, torch.empty_like(qkvg)
+
+    def new_sums(*shape: int) -> Tensor:
+        return qkvg.new_empty(shape, dtype=torch.float32)
+
+    short = attention_options("attention_backward_short", qkvg, columns)
     if short["BLOCK_N"] >= length:
-        group = rows_per_program(short.pop("PROGRAMS"), heads * samples, rows)
+        group = rows_per_program(short.pop("PROGRAMS"), heads_of_all, rows)
         parts = triton.cdiv(rows, group)
-        grad_bias = None
-        if of_bias:
-            grad_bias = qkvg.new_empty(parts, *bias.shape, dtype=torch.float32)
-        grad_gate_bias = qkvg.new_empty(samples * parts, heads * dim, dtype=torch.float32)
-        wrap_triton(attention_backward_short_kernel)[(heads * parts * samples,)](
-            GRAD_OUT=grad_out,
-            QKVG=qkvg,
-            GATE_BIAS=gate_bias,
-            BIAS=bias,
-            OUT=out,
-            GRAD_QKVG=grad_qkvg,
-            GRAD_GATE_BIAS=grad_gate_bias,
-            GRAD_BIAS=grad_bias,
-            grad_b=grad_b,
-            grad_r=grad_r,
-            grad_n=grad_n,
-            B=samples,
-            group=group,
-            **sizes,
-            **short,
-        )
+        if needs_bias:
+            grad_bias = new_sums(parts, *bias.shape)
+        grad_gate_bias = new_sums(samples * parts, heads * dim)
+        inputs = grad_out, qkvg, gate_bias, bias, out
+        launch = wrap_triton(attention_backward_short_kernel)[(parts * heads_of_all,)]
+        launch(*inputs, grad_qkvg, grad_gate_bias, grad_bias, B=samples, group=group, **short)
     else:
-        grad_attention, delta = torch.empty_like(out), torch.empty_like(log_sum_exp)
-        options = attention_options("attention_backward_query", qkvg)
-        rounded = qkvg.dtype != torch.float32 or options["PRECISION"] == "tf32"
+        grad, delta = torch.empty_like(out), torch.empty_like(log_sum_exp)
+        options = attention_options("attention_backward_query", qkvg, columns)
+        options["ROUNDED"] = qkvg.dtype != torch.float32 or options["PRECISION"] == "tf32"
         tiles = triton.cdiv(length, options["BLOCK_M"])
-        parts = samples * rows * tiles
-        grad_gate_bias = qkvg.new_empty(parts, heads * dim, dtype=torch.float32)
-        wrap_triton(attention_backward_query_kernel)[(tiles * heads * rows * samples,)](
-            GRAD_OUT=grad_out,
-            QKVG=qkvg,
-            GATE_BIAS=gate_bias,
-            BIAS=bias,
-            OUT=out,
-            LOG_SUM_EXP=log_sum_exp,
-            GRAD_QKVG=grad_qkvg,
-            GRAD_ATTENTION=grad_attention,
-            DELTA=delta,
-            GRAD_GATE_BIAS=grad_gate_bias,
-            grad_b=grad_b,
-            grad_r=grad_r,
-            grad_n=grad_n,
-            ROUNDED=rounded,
-            **sizes,
-            **options,
-        )
-        options = attention_options("attention_backward_key", qkvg)
+        grad_gate_bias = new_sums(samples * rows * tiles, heads * dim)
+        inputs = grad_out, qkvg, gate_bias, bias, out, log_sum_exp
+        launch = wrap_triton(attention_backward_query_kernel)[(tiles * rows * heads_of_all,)]
+        launch(*inputs, grad_qkvg, grad, delta, grad_gate_bias, **options)
+        options = attention_options("attention_backward_key", qkvg, columns)
         tiles = triton.cdiv(length, options["BLOCK_N"])
-        wrap_triton(attention_backward_key_kernel)[(tiles * heads * rows * samples,)](
-            QKVG=qkvg,
-            BIAS_T=None if bias is None else bias.mT.contiguous(),
-            LOG_SUM_EXP=log_sum_exp,
-            GRAD_ATTENTION=grad_attention,
-            DELTA=delta,
-            GRAD_QKVG=grad_qkvg,
-            **sizes,
-            **options,
-        )
-        if of_bias:
-            options = attention_options("attention_backward_bias", qkvg)
+        bias_t = None if bias is None else bias.mT.contiguous()
+        launch = wrap_triton(attention_backward_key_kernel)[(tiles * rows * heads_of_all,)]
+        launch(qkvg, bias_t, log_sum_exp, grad, delta, grad_qkvg, **options)
+        if needs_bias:
+            options = attention_options("attention_backward_bias", qkvg, columns)
             tiles = math.prod(triton.cdiv(length, options[size]) for size in ("BLOCK_M", "BLOCK_N"))
-            group = rows_per_program(options.pop("PROGRAMS"), tiles * heads * samples, rows)
+            group = rows_per_program(options.pop("PROGRAMS"), tiles * heads_of_all, rows)
             parts = triton.cdiv(rows, group)
-            grad_bias = qkvg.new_empty(parts, *bias.shape, dtype=torch.float32)
-            wrap_triton(attention_backward_bias_kernel)[(tiles * heads * parts * samples,)](
-                QKVG=qkvg,
-                BIAS=bias,
-                LOG_SUM_EXP=log_sum_exp,
-                GRAD_ATTENTION=grad_attention,
-                DELTA=delta,
-                GRAD_BIAS=grad_bias,
-                B=samples,
-                group=group,
-                **sizes,
-                **options,
-            )
+            grad_bias, options = new_sums(parts, *bias.shape), options | {"group": group}
+            launch = wrap_triton(attention_backward_bias_kernel)[(tiles * parts * heads_of_all,)]
+            launch(qkvg, bias, log_sum_exp, grad, delta, grad_bias, B=samples, **options)
     nothing = qkvg.new_empty(0)
     return (
         grad_qkvg,
-        sum_parts(grad_gate_bias) if of_gate_bias else nothing,
-        sum_parts(grad_bias, bias.dtype) if of_bias else torch.empty_like(nothing),
+        sum_parts(grad_gate_bias) if needs_gate_bias else nothing,
+        sum_parts(grad_bias, bias.dtype) if needs_bias else torch.empty_like(nothing),
     )
 
 
@@ -1357,30 +1242,30 @@ class GatedAttentionFunction(torch.autograd.Function):
     """Compute sigmoid(gate + gate_bias) * softmax(q k^T / sqrt(D) + bias) v.
 
     qkvg [B, R, N, H, 4, D] holds q, k, v and gate; the result is [B, R, N, H x D]. The bias
-    [B, H, N, N] is the same for all rows R; it may be None.
+    [B, H, N, N] is the same for all rows R; it may be None. With `columns` qkvg and the result are
+    [B, N, R, ...].
     """
 
     @staticmethod
-    def forward(ctx, qkvg: Tensor, gate_bias: Tensor, bias: Tensor | None) -> Tensor:
-        samples, rows, length, heads, _, dim = qkvg.shape
-        check_shape("qkvg", qkvg, samples, rows, length, heads, 4, dim)
+    def forward(
+        ctx, qkvg: Tensor, gate_bias: Tensor, bias: Tensor | None, columns: bool = False
+    ) -> Tensor:
+        samples, _, length, heads, dim = attention_sizes(qkvg, columns)
+        check_shape("qkvg", qkvg, *qkvg.shape[:4], 4, dim)
         check_shape("the gate's bias", gate_bias, heads * dim)
         check_shape("the pair bias", bias, samples, heads, length, length)
-        has_gaps = torch.empty_like(qkvg, device="meta").stride() != qkvg.stride()
-        if has_gaps or qkvg.stride(-1) != 1:  # the kernels take channels that lie side by side
-            qkvg = qkvg.contiguous()
-        bias = None if bias is None else bias.contiguous()
-        out, log_sum_exp = attention_forward(qkvg, gate_bias, bias)
+        qkvg, bias = qkvg.contiguous(), None if bias is None else bias.contiguous()
+        out, log_sum_exp = attention_forward(qkvg, gate_bias, bias, columns)
         ctx.save_for_backward(qkvg, gate_bias, bias, out, log_sum_exp)
+        ctx.columns = columns
         return out
 
     @staticmethod
     def backward(ctx, grad_out: Tensor):
-        if grad_out.stride(-1) != 1:
-            grad_out = grad_out.contiguous()
-        _, *wanted = ctx.needs_input_grad
-        grad_qkvg, *grads = attention_backward(grad_out, *ctx.saved_tensors, *wanted)
-        return grad_qkvg, *(g if asked else None for g, asked in zip(grads, wanted, strict=True))
+        asked, inputs = ctx.needs_input_grad[1:3], (grad_out.contiguous(), *ctx.saved_tensors)
+        grad_qkvg, *grads = attention_backward(*inputs, ctx.columns, *asked)
+        grads = (g if needed else None for g, needed in zip(grads, asked, strict=True))
+        return grad_qkvg, *grads, None
 
 
 # Triangle multiplication of x [B, N, N, C]:
@@ -1437,7 +1322,7 @@ def normalise_and_keep(x, position, STATISTICS, M, eps, C: tl.constexpr):
 
 @triton.jit
 def normalise_again(x, position, STATISTICS, M):
-    """Compute x_hat = (x - mean(x)) * rstd [positions, C], and rstd, with what was kept."""
+    """Compute x_hat = (x - mean(x)) * rstd [positions, C], and rstd, from what was stored."""
     inside = position < M
     mean = tl.load(STATISTICS + position, mask=inside, other=0.0)
     rstd = tl.load(STATISTICS + M + position, mask=inside, other=0.0)
@@ -1446,8 +1331,9 @@ def normalise_again(x, position, STATISTICS, M):
 
 @triton.jit
 def triangle_project_kernel(
-    X, NORM_WEIGHT, NORM_BIAS, WEIGHT, BIAS, AB, STATISTICS, M, eps: tl.constexpr, C: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    X, NORM_WEIGHT, NORM_BIAS, OUT_WEIGHT, OUT_BIAS, WEIGHT, BIAS, STATISTICS, AB, M,
+    eps: tl.constexpr, C: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+    WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute a = sigmoid(y W_ag) * (y W_ap), and b likewise, from y = LayerNorm(x).
 
@@ -1473,10 +1359,9 @@ def triangle_project_kernel(
 
 @triton.jit
 def triangle_output_kernel(
-    X, NORM_WEIGHT, NORM_BIAS, WEIGHT, BIAS, STATISTICS,
-    PRODUCT, OUT_WEIGHT, OUT_BIAS, OUT, OUT_STATISTICS, M, eps: tl.constexpr, C: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
-    WIDE: tl.constexpr, PRECISION: tl.constexpr, RESIDUAL: tl.constexpr,
+    X, NORM_WEIGHT, NORM_BIAS, OUT_WEIGHT, OUT_BIAS, WEIGHT, BIAS, STATISTICS, OUT_STATISTICS,
+    PRODUCT, OUT, M, eps: tl.constexpr, C: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_C: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     """Compute out = sigmoid(y W_g) * (LayerNorm(X) W_z), with RESIDUAL plus x; y = LayerNorm(x).
 
@@ -1507,6 +1392,19 @@ def triangle_output_kernel(
         tl.store(at, out.to(OUT.dtype.element_ty), mask=(position < M)[:, None])
 
 
+@triton.jit
+def load_transposed(WEIGHT_T, row, C: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """Load rows [rows, C] of the packed weight for a product with a gradient [positions, rows].
+
+    With TRANSPOSED, in float32, WEIGHT_T is [C, 6 C], as tensor cores of an H100 read TF32 in one
+    direction only; else it is the weight itself.
+    """
+    channel = tl.arange(0, C)
+    if TRANSPOSED:
+        return tl.load(WEIGHT_T + channel[None, :] * (6 * C) + row[:, None])
+    return tl.load(WEIGHT_T + row[:, None] * C + channel[None, :])
+
+
 ONES = tl.constexpr(8)  # columns: rows of 16-bit numbers still begin at multiples of 16 bytes
 
 
@@ -1533,19 +1431,19 @@ def store_norm_gradients(GRAD_NORM, grad, x, C: tl.constexpr):
 
 @triton.jit
 def triangle_output_backward_kernel(
-    GRAD_OUT, X, NORM_WEIGHT, NORM_BIAS, WEIGHT, WEIGHT_T, wt_in, wt_out, BIAS,
-    STATISTICS, PRODUCT, OUT_WEIGHT, OUT_BIAS, OUT_STATISTICS,
-    GRAD_PRODUCT, NORMED, OUT_NORMED, GRAD_Z, GRAD_LINEAR, GRAD_NORM, M, C: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    X, NORM_WEIGHT, NORM_BIAS, OUT_WEIGHT, OUT_BIAS, WEIGHT, BIAS, STATISTICS, OUT_STATISTICS,
+    WEIGHT_T, NORMED, GRAD_LINEAR, GRAD_OUT, GRAD_NORM, PRODUCT, GRAD_PRODUCT, OUT_NORMED, GRAD_Z,
+    M, TRANSPOSED: tl.constexpr, C: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+    WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients behind the product, which X = PRODUCT [C, M] is.
+    """Compute the gradients after the product, which X = PRODUCT [C, M] is.
 
     With g = sigmoid(y W_g) and z = LayerNorm(X) W_z:  dz = dout * g,  dg = dout * z * g * (1 - g),
     dLayerNorm(X) = dz W_z^T,  dX through the norm. Written are dX (GRAD_PRODUCT [C, M]), dz
     (GRAD_Z [M, C]), dg (in GRAD_LINEAR [M, 5 C]), y and LayerNorm(X) for the weights' gradients
     (NORMED and OUT_NORMED [M, C + ONES]) and sums over the program's positions for the norm's
-    parameters (GRAD_NORM [programs, 2, C]). A program owns BLOCK_M positions. WEIGHT_T is WEIGHT^T
-    with the strides `wt_in` and `wt_out`.
+    parameters (GRAD_NORM [programs, 2, C]). A program owns BLOCK_M positions. WEIGHT_T: see
+    load_transposed.
     """
     position = index(tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), WIDE)
     channel = tl.arange(0, C)
@@ -1574,7 +1472,7 @@ def triangle_output_backward_kernel(
         tl.store(GRAD_Z + m * C + row[None, :], grad_z.to(dtype), mask=inside)
         at = GRAD_LINEAR + m * (5 * C) + (row + G * C)[None, :]
         tl.store(at, grad_g.to(dtype), mask=inside)
-        weight = tl.load(WEIGHT_T + (row + Z * C)[:, None] * wt_out + channel[None, :] * wt_in)
+        weight = load_transposed(WEIGHT_T, row + Z * C, C, TRANSPOSED)
         # dLayerNorm(X) += dz W_z^T
         grad_normed = tl.dot(grad_z.to(dtype), weight, grad_normed, input_precision=PRECISION)
     # Loaded and normalised once more: that is cheaper than keeping it in registers over the loop.
@@ -1588,18 +1486,18 @@ def triangle_output_backward_kernel(
 
 @triton.jit
 def triangle_project_backward_kernel(
-    GRAD_AB, X, NORM_WEIGHT, WEIGHT, WEIGHT_T, wt_in, wt_out, BIAS, STATISTICS, NORMED,
-    GRAD_LINEAR, GRAD_OUT, GRAD_X, GRAD_NORM, M, C: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    X, NORM_WEIGHT, NORM_BIAS, OUT_WEIGHT, OUT_BIAS, WEIGHT, BIAS, STATISTICS, OUT_STATISTICS,
+    WEIGHT_T, NORMED, GRAD_LINEAR, GRAD_OUT, GRAD_NORM, GRAD_AB, GRAD_X,
+    M, TRANSPOSED: tl.constexpr, C: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+    WIDE: tl.constexpr, PRECISION: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients before the product, from those of a and b (GRAD_AB [2 C, M]).
 
     With s = sigmoid(y W_ag) and p = y W_ap:  dp = da * s,  ds = da * p * s * (1 - s), for b
-    likewise;  dy = dg W_g^T + sum of dp W_p^T and ds W_s^T,  dx through the norm, plus GRAD_OUT,
-    the gradient of x as a residual, if it is there. Read are y (NORMED [M, C + ONES]) and dg (in
-    GRAD_LINEAR [M, 5 C]); written are dx (GRAD_X [M, C]), dp and ds (in GRAD_LINEAR, too) and sums
-    over the program's positions for the norm's parameters (GRAD_NORM [programs, 2, C]). A program
-    owns BLOCK_M positions.
+    likewise;  dy = dg W_g^T + sum of dp W_p^T and ds W_s^T,  dx through the norm, plus GRAD_OUT if
+    RESIDUAL. Read are y (NORMED [M, C + ONES]) and dg (in GRAD_LINEAR [M, 5 C]); written are dx
+    (GRAD_X [M, C]), dp and ds (in GRAD_LINEAR, too) and sums over the program's positions for the
+    norm's parameters (GRAD_NORM [programs, 2, C]). A program owns BLOCK_M positions.
     """
     position = index(tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), WIDE)
     channel = tl.arange(0, C)
@@ -1609,7 +1507,7 @@ def triangle_project_backward_kernel(
     y = tl.load(NORMED + m * (C + ONES) + channel[None, :], mask=inside, other=0.0)
     at_g = GRAD_LINEAR + m * (5 * C) + (channel + G * C)[None, :]
     grad_g = tl.load(at_g, mask=inside, other=0.0)
-    weight_g = tl.load(WEIGHT_T + (channel + G * C)[:, None] * wt_out + channel[None, :] * wt_in)
+    weight_g = load_transposed(WEIGHT_T, channel + G * C, C, TRANSPOSED)
     grad_y = tl.dot(grad_g, weight_g, input_precision=PRECISION)  # dy = dg W_g^T
     for first in tl.range(A_P * C, A_G * C, BLOCK_C, loop_unroll_factor=1):  # a_p, then b_p
         row = first + tl.arange(0, BLOCK_C)
@@ -1626,36 +1524,33 @@ def triangle_project_backward_kernel(
         at = GRAD_LINEAR + m * (5 * C) + row[None, :]
         tl.store(at, grad_p, mask=inside)
         tl.store(at + A_G * C, grad_s, mask=inside)
-        at = WEIGHT_T + row[:, None] * wt_out + channel[None, :] * wt_in
-        grad_y = tl.dot(grad_p, tl.load(at), grad_y, input_precision=PRECISION)  # dy += dp W_ap^T
-        weight = tl.load(at + wt_out * (A_G * C))
+        weight = load_transposed(WEIGHT_T, row, C, TRANSPOSED)
+        grad_y = tl.dot(grad_p, weight, grad_y, input_precision=PRECISION)  # dy += dp W_ap^T
+        weight = load_transposed(WEIGHT_T, row + A_G * C, C, TRANSPOSED)
         grad_y = tl.dot(grad_s, weight, grad_y, input_precision=PRECISION)  # dy += ds W_ag^T
     x = load_positions(X, position, C, channel, 1, M)
     x, rstd = normalise_again(x, position, STATISTICS, M)
     store_norm_gradients(GRAD_NORM, grad_y, x, C)
     grad_x = norm_backward(grad_y * tl.load(NORM_WEIGHT + channel)[None, :], x, rstd, C)
-    if GRAD_OUT is not None:
+    if RESIDUAL:
         grad_x += load_positions(GRAD_OUT, position, C, channel, 1, M)
     tl.store(GRAD_X + m * C + channel[None, :], grad_x.to(GRAD_X.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def triangle_weights_kernel(
-    PRODUCTS, GRAD_WEIGHT, GRAD_BIAS, K, C: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr
+    PRODUCTS, GRAD_WEIGHT, GRAD_BIAS, K, C: tl.constexpr, PARTS: tl.constexpr
 ):  # fmt: skip
     """Add up the parts of a weight's gradient [K, C] and of its bias's [K].
 
-    PRODUCTS is [parts, K, C + ONES]; its last columns are all the bias's gradient. A program owns
-    ROWS rows of the weight.
+    PRODUCTS is [parts, K, C + ONES]; its last columns are all the bias's gradient. A program owns a
+    row of the weight.
     """
-    channel = tl.arange(0, C)
-    part = tl.arange(0, PARTS)
-    for i in tl.static_range(ROWS):
-        row = tl.program_id(0) * ROWS + i
-        at = PRODUCTS + (part * K + row) * (C + ONES)
-        grad = tl.load(at[:, None] + channel[None, :]).to(tl.float32)
-        tl.store(GRAD_WEIGHT + row * C + channel, tl.sum(grad, 0))
-        tl.store(GRAD_BIAS + row, tl.sum(tl.load(at + C).to(tl.float32), 0))
+    row, channel = tl.program_id(0), tl.arange(0, C)
+    at = PRODUCTS + (tl.arange(0, PARTS) * K + row) * (C + ONES)
+    grad = tl.load(at[:, None] + channel[None, :]).to(tl.float32)
+    tl.store(GRAD_WEIGHT + row * C + channel, tl.sum(grad, 0))
+    tl.store(GRAD_BIAS + row, tl.sum(tl.load(at + C).to(tl.float32), 0))
 
 
 @operator
@@ -1671,52 +1566,30 @@ def triangle_forward(
     incoming: bool,
     eps: float,
     residual: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Multiply triangles: the update of x [B, N, N, C], a and b [2 C, M], their product [C, M].
 
-    Then mean and rstd [2, M] of the norms before and after the product. The update is in the
+    Then mean and rstd of the norms before and after the product [2, 2, M]. The update is in the
     weight's type; with `residual` it is x + update. present [B, N, N] is False for padding, where
     a becomes 0.
     """
     positions, dim = x.numel() // x.shape[-1], x.shape[-1]
-    matrices = (dim * len(x), *x.shape[1:3])
     dtype = torch.promote_types(x.dtype, weight.dtype) if residual else weight.dtype
     ab, out = weight.new_empty(2 * dim, positions), torch.empty_like(x, dtype=dtype)
-    statistics = x.new_empty(2, positions, dtype=torch.float32)
-    out_statistics = torch.empty_like(statistics)
-    common = {
-        "X": x,
-        "NORM_WEIGHT": in_weight,
-        "NORM_BIAS": in_bias,
-        "WEIGHT": weight,
-        "BIAS": bias,
-        "STATISTICS": statistics,
-        "M": positions,
-        "eps": eps,
-    }
-    options = triangle_options("triangle_project", x, weight)
-    wrap_triton(triangle_project_kernel)[(triton.cdiv(positions, options["BLOCK_M"]),)](
-        AB=ab,
-        **common,
-        **options,
-    )
-    a, b = (half.view(matrices) for half in ab.chunk(2))
+    statistics = x.new_empty(2, 2, positions, dtype=torch.float32)
+    inputs = x, in_weight, in_bias, out_weight, out_bias, weight, bias
+    programs, options = triangle_options("triangle_project", x, weight)
+    launch = wrap_triton(triangle_project_kernel)[(programs,)]
+    launch(*inputs, statistics[0], ab, eps=eps, **options)
+    a, b = (half.view(dim * len(x), *x.shape[1:3]) for half in ab.chunk(2))
     if present is not None:
         a.view(dim, *present.shape).mul_(present)
     product = torch.bmm(a.mT, b) if incoming else torch.bmm(a, b.mT)
     product = product.view(dim, positions)
-    options = triangle_options("triangle_output", x, weight)
-    wrap_triton(triangle_output_kernel)[(triton.cdiv(positions, options["BLOCK_M"]),)](
-        PRODUCT=product,
-        OUT_WEIGHT=out_weight,
-        OUT_BIAS=out_bias,
-        OUT=out,
-        OUT_STATISTICS=out_statistics,
-        RESIDUAL=residual,
-        **common,
-        **options,
-    )
-    return out, ab, product, statistics, out_statistics
+    programs, options = triangle_options("triangle_output", x, weight)
+    launch = wrap_triton(triangle_output_kernel)[(programs,)]
+    launch(*inputs, *statistics, product, out, eps=eps, RESIDUAL=residual, **options)
+    return out, ab, product, statistics
 
 
 @operator
@@ -1733,66 +1606,36 @@ def triangle_backward(
     ab: Tensor,
     product: Tensor,
     statistics: Tensor,
-    out_statistics: Tensor,
     incoming: bool,
     residual: bool,
-    linears: bool,
     norms: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Compute the gradients of a triangle multiplication.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Compute the gradient of x, and what those of the parameters are made of.
 
-    They are those of x, of weight [6 C, C] and bias [6 C] in float32, and of the two norms'
-    parameters [2, C] each. Those of `linears` and `norms` are worth nothing unless asked for.
+    That is, for the projections before the product the gradient of their results [M, 5 C] and their
+    input with ones beside it [M, C + ONES], and for that after it likewise. Then the gradients of
+    the norms' parameters, [2, C] each if `norms` asks for them.
     """
     positions, dim = x.numel() // x.shape[-1], x.shape[-1]
-    matrices = (dim * len(x), *x.shape[1:3])
-    weight_t = weight.t()
-    if weight.dtype == torch.float32:
-        weight_t = weight_t.contiguous()  # tensor cores of an H100 read TF32 in one direction only
-    wt_in, wt_out = weight_t.stride()
+    inputs = x, in_weight, in_bias, out_weight, out_bias, weight, bias, *statistics
     normed = weight.new_empty(positions, dim + ONES.value)
     out_normed = torch.empty_like(normed)
     grad_z, grad_linear = weight.new_empty(positions, dim), weight.new_empty(positions, 5 * dim)
-    grad_weight = x.new_empty(6 * dim, dim, dtype=torch.float32)
-    grad_bias = x.new_empty(6 * dim, dtype=torch.float32)
-    common = {
-        "X": x,
-        "NORM_WEIGHT": in_weight,
-        "WEIGHT": weight,
-        "WEIGHT_T": weight_t,
-        "wt_in": wt_in,
-        "wt_out": wt_out,
-        "BIAS": bias,
-        "STATISTICS": statistics,
-        "NORMED": normed,
-        "GRAD_LINEAR": grad_linear,
-        "M": positions,
-    }
-    grad_product = torch.empty_like(product)
-    options = triangle_options("triangle_output_backward", x, weight)
-    programs = triton.cdiv(positions, options["BLOCK_M"])
+    transposed = weight.dtype == torch.float32
+    weight_t = weight.t().contiguous() if transposed else weight
+    inputs = *inputs, weight_t, normed, grad_linear, grad_out
+
+    programs, options = triangle_options("triangle_output_backward", x, weight)
+    options["TRANSPOSED"] = transposed
     grad_norm_out = x.new_empty(programs, 2, dim, dtype=torch.float32)
-    wrap_triton(triangle_output_backward_kernel)[(programs,)](
-        GRAD_OUT=grad_out,
-        NORM_BIAS=in_bias,
-        PRODUCT=product,
-        OUT_WEIGHT=out_weight,
-        OUT_BIAS=out_bias,
-        OUT_STATISTICS=out_statistics,
-        GRAD_PRODUCT=grad_product,
-        OUT_NORMED=out_normed,
-        GRAD_Z=grad_z,
-        GRAD_NORM=grad_norm_out,
-        **common,
-        **options,
-    )
-    of_z = slice(Z.value * dim, None)
-    if linears:
-        triangle_weight_gradients(grad_z, out_normed, grad_weight[of_z], grad_bias[of_z])
-    grad_product = grad_product.view(matrices)
-    a, b = (half.view(matrices) for half in ab.chunk(2))
+    grad_product = torch.empty_like(product)
+    launch = wrap_triton(triangle_output_backward_kernel)[(programs,)]
+    launch(*inputs, grad_norm_out, product, grad_product, out_normed, grad_z, **options)
+
     grad_ab = torch.empty_like(ab)
-    grad_a, grad_b = (half.view(matrices) for half in grad_ab.chunk(2))
+    matrices = (dim * len(x), *x.shape[1:3])
+    a, b, grad_a, grad_b = (half.view(matrices) for both in (ab, grad_ab) for half in both.chunk(2))
+    grad_product = grad_product.view(matrices)
     if incoming:  # X = a^T b
         torch.bmm(b, grad_product.mT, out=grad_a)
         torch.bmm(a, grad_product, out=grad_b)
@@ -1801,67 +1644,60 @@ def triangle_backward(
         torch.bmm(grad_product.mT, a, out=grad_b)
     if present is not None:
         grad_a.view(dim, *present.shape).mul_(present)
-    grad_x = torch.empty_like(x)
-    options = triangle_options("triangle_project_backward", x, weight)
-    programs = triton.cdiv(positions, options["BLOCK_M"])
+
+    programs, options = triangle_options("triangle_project_backward", x, weight)
+    options |= {"TRANSPOSED": transposed, "RESIDUAL": residual}
     grad_norm_in = x.new_empty(programs, 2, dim, dtype=torch.float32)
-    wrap_triton(triangle_project_backward_kernel)[(programs,)](
-        GRAD_AB=grad_ab,
-        GRAD_OUT=grad_out if residual else None,
-        GRAD_X=grad_x,
-        GRAD_NORM=grad_norm_in,
-        **common,
-        **options,
-    )
-    of_others = slice(None, Z.value * dim)
-    if linears:
-        triangle_weight_gradients(
-            grad_linear,
-            normed,
-            grad_weight[of_others],
-            grad_bias[of_others],
-        )
+    grad_x = torch.empty_like(x)
+    launch = wrap_triton(triangle_project_backward_kernel)[(programs,)]
+    launch(*inputs, grad_norm_in, grad_ab, grad_x, **options)
+
     if norms:
         grad_norm_in, grad_norm_out = sum_parts(grad_norm_in), sum_parts(grad_norm_out)
-    return grad_x, grad_weight, grad_bias, grad_norm_in, grad_norm_out
+    return grad_x, grad_linear, normed, grad_z, out_normed, grad_norm_in, grad_norm_out
 
 
-def triangle_options(kernel: str, x: Tensor, weight: Tensor) -> dict[str, int | bool | str]:
-    """Return what a kernel of the triangle multiplication is compiled for."""
+def triangle_options(kernel: str, x: Tensor, weight: Tensor) -> tuple[int, dict[str, int | str]]:
+    """Return how many programs a kernel of the triangle multiplication has, and its settings."""
     check_not_empty(kernel, x)
-    chosen, dim = blocks(kernel, weight.dtype), x.shape[-1]
+    chosen, dim, rows = blocks(kernel, weight.dtype), x.shape[-1], x.numel() // x.shape[-1]
     chosen["BLOCK_C"] = min(chosen["BLOCK_C"], dim)
     # Where channels are few more warps leave too little for each: one kernel spills on an MI300.
     chosen["num_warps"] = min(chosen["num_warps"], max(4, chosen["BLOCK_M"] * dim // 512))
+    chosen |= {"M": rows, "C": dim, "WIDE": 5 * x.numel() >= 2**31}
     precision = dot_precision(weight.dtype)
-    return {**chosen, "C": dim, "WIDE": 5 * x.numel() >= 2**31, "PRECISION": precision}
+    return triton.cdiv(rows, chosen["BLOCK_M"]), {**chosen, "PRECISION": precision}
 
 
+@partial(operator, changes=("grad_weight", "grad_bias"))
 def triangle_weight_gradients(
-    grad: Tensor,
+    grad_linear: Tensor,
     normed: Tensor,
+    grad_z: Tensor,
+    out_normed: Tensor,
     grad_weight: Tensor,
     grad_bias: Tensor,
 ) -> None:
-    """Fill grad_weight [K, C] and grad_bias [K] from grad [M, K] and normed [M, C + ONES]."""
-    (positions, width), dim = grad.shape, grad_weight.shape[1]
-    # One GEMM over all positions has too few tiles to occupy the device; parts of them are added
-    # up. In 16 bits few parts are as fast where there is much to read, and less is to add up.
-    wide = width > dim and grad.element_size() == 2 and positions >= 2**15
-    parts = 8 if wide else 32
-    while parts > 1 and (positions % parts or positions < 512 * parts):
-        parts //= 2
-    products = torch.bmm(grad.view(parts, -1, width).mT, normed.view(parts, -1, normed.shape[1]))
-    chosen = blocks("triangle_weights")
-    wrap_triton(triangle_weights_kernel)[(width // chosen["ROWS"],)](
-        PRODUCTS=products,
-        GRAD_WEIGHT=grad_weight,
-        GRAD_BIAS=grad_bias,
-        K=width,
-        C=dim,
-        PARTS=parts,
-        **chosen,
-    )
+    """Fill grad_weight [6 C, C] and grad_bias [6 C].
+
+    grad_linear [M, 5 C] is the gradient of the projections of normed [M, C + ONES], grad_z [M, C]
+    that of the projection of out_normed [M, C + ONES].
+    """
+    dim, first = grad_weight.shape[1], 0
+    for grad, rows in ((grad_linear, normed), (grad_z, out_normed)):
+        positions, width = grad.shape
+        # One GEMM over all positions has too few tiles to occupy the device; parts of them are
+        # added up. In 16 bits few parts are as fast where there is much to read, and less is to
+        # add up.
+        wide = width > dim and grad.element_size() == 2 and positions >= 2**15
+        parts = 8 if wide else 32
+        while parts > 1 and (positions % parts or positions < 512 * parts):
+            parts //= 2
+        products = torch.bmm(grad.view(parts, -1, width).mT, rows.view(parts, -1, rows.shape[1]))
+        sums = grad_weight[first:][:width], grad_bias[first:][:width]
+        launch = wrap_triton(triangle_weights_kernel)[(width,)]
+        launch(products, *sums, K=width, C=dim, PARTS=parts, **blocks("triangle_weights"))
+        first += width
 
 
 class TriangleMultiplicationFunction(torch.autograd.Function):
@@ -1869,7 +1705,7 @@ class TriangleMultiplicationFunction(torch.autograd.Function):
 
     The latter is with `residual`. present [B, N, N] is False for padding. The parameters: weight
     and bias of the norm before the product and of that after it, then the weights of a_p, b_p, a_g,
-    b_g, g and z, in one piece or several, and their biases.
+    b_g, g and z in one piece, and their biases.
 
     Kept for later: x, a, b and their product.
     """
@@ -1885,34 +1721,36 @@ class TriangleMultiplicationFunction(torch.autograd.Function):
         dtype: torch.dtype,
         *parameters: Tensor,
     ) -> Tensor:
-        x, norms, linears = x.contiguous(), parameters[:4], parameters[4:]
-        weights, biases = linears[: len(linears) // 2], linears[len(linears) // 2 :]
-        weight, bias = torch.cat(weights).to(dtype), torch.cat(biases)
-        dim = x.shape[-1]
-        check_shape("pair", x, len(x), x.shape[1], x.shape[1], dim)
-        for norm in norms:
-            check_shape("a norm's parameter", norm, dim)
-        check_shape("the projections' weight", weight, 6 * dim, dim)
-        check_shape("the projections' bias", bias, 6 * dim)
-        out, *kept = triangle_forward(x, present, *norms, weight, bias, incoming, eps, residual)
-        ctx.save_for_backward(x, present, *norms, weight, bias, *kept)
-        ctx.options, ctx.parts = (incoming, residual), [len(bias) for bias in biases]
+        x, (*norms, weight, bias) = x.contiguous(), parameters
+        check_triangle(x, *parameters)
+        inputs = x, present, *norms, weight.to(dtype), bias
+        out, *saved = triangle_forward(*inputs, incoming, eps, residual)
+        ctx.save_for_backward(*inputs, *saved)
+        ctx.options = incoming, residual
         return out
 
     @staticmethod
     def backward(ctx, grad_out: Tensor):
-        norms, linears = any(ctx.needs_input_grad[6:10]), any(ctx.needs_input_grad[10:])
-        grad_x, grad_weight, grad_bias, *pairs = triangle_backward(
-            grad_out.contiguous(),
-            *ctx.saved_tensors,
-            *ctx.options,
-            linears,
-            norms,
-        )
-        of_norms = [grad for pair in pairs for grad in pair.unbind()] if norms else 4 * [None]
-        of_linears = [*grad_weight.split(ctx.parts), *grad_bias.split(ctx.parts)]
-        of_linears = of_linears if linears else len(of_linears) * [None]
-        return grad_x, *5 * [None], *of_norms, *of_linears
+        inputs, norms = (grad_out.contiguous(), *ctx.saved_tensors), any(ctx.needs_input_grad[6:10])
+        grad_x, *read, norm_in, norm_out = triangle_backward(*inputs, *ctx.options, norms)
+        grads = [*norm_in.unbind(), *norm_out.unbind()] if norms else 4 * [None]
+        grad_weight = grad_bias = None
+        if any(ctx.needs_input_grad[10:]):
+            dim = grad_out.shape[-1]
+            grad_weight = grad_out.new_empty(6 * dim, dim, dtype=torch.float32)
+            grad_bias = grad_out.new_empty(6 * dim, dtype=torch.float32)
+            triangle_weight_gradients(*read, grad_weight, grad_bias)
+        return grad_x, *5 * [None], *grads, grad_weight, grad_bias
+
+
+def check_triangle(x: Tensor, *parameters: Tensor) -> None:
+    """Raise ValueError unless x is [B, N, N, C] and the parameters fit it."""
+    dim, (*norms, weight, bias) = x.shape[-1], parameters
+    check_shape("pair", x, len(x), x.shape[1], x.shape[1], dim)
+    for norm in norms:
+        check_shape("a norm's parameter", norm, dim)
+    check_shape("the projections' weight", weight, 6 * dim, dim)
+    check_shape("the projections' bias", bias, 6 * dim)
 
 
 # Outer product mean: out_ij = (1 / S) sum_s a_si (x) b_sj. Of matrices [S, N x H] the products of
@@ -1951,16 +1789,14 @@ def outer_product_forward_kernel(
 
 @triton.jit
 def outer_product_backward_kernel(
-    GRAD, OTHER, GRAD_ONE, S, N, one_n, one_h, other_n, other_h, factor: tl.constexpr,
-    H: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr,
-    PRECISION: tl.constexpr,
+    GRAD, OTHER, GRAD_ONE, S, N, factor: tl.constexpr, OF_A: tl.constexpr, H: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradient of one of a and b from the other: dA_sic = factor * sum_jd G_ijcd B_sjd.
 
-    GRAD is [samples, N, N, H x H], in which the residues and channels of the one and of the other
-    have the strides `one_...` and `other_...`; OTHER and GRAD_ONE are [samples, S, N, H]. A program
-    owns BLOCK_S sequences and BLOCK_M of the N x H pairs (i, c), and goes over (j, d) BLOCK_N at a
-    time.
+    GRAD is [samples, N, N, H x H], OTHER and GRAD_ONE are [samples, S, N, H], that of a with OF_A.
+    A program owns BLOCK_S sequences and BLOCK_M of the N x H pairs (i, c), and goes over (j, d)
+    BLOCK_N at a time.
     """
     width = N * H
     one = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -1971,9 +1807,13 @@ def outer_product_backward_kernel(
     grad_one = tl.zeros([BLOCK_S, BLOCK_M], tl.float32)
     for start in range(0, width, BLOCK_N):
         k = start + tl.arange(0, BLOCK_N)
-        at = (one // H).to(tl.int64)[:, None] * one_n + (one % H * one_h)[:, None]
-        at += (k // H).to(tl.int64)[None, :] * other_n + (k % H * other_h)[None, :]
-        grad = tl.load(GRAD + at, mask=(one < width)[:, None] & (k < width)[None, :], other=0.0)
+        if OF_A:
+            left, right = one[:, None], k[None, :]
+        else:
+            left, right = k[None, :], one[:, None]
+        pair = (left // H).to(tl.int64) * N + right // H
+        at = GRAD + pair * (H * H) + left % H * H + right % H
+        grad = tl.load(at, mask=(one < width)[:, None] & (k < width)[None, :], other=0.0)
         inside = (s < S)[:, None] & (k < width)[None, :]
         other = tl.load(OTHER + row + k[None, :], mask=inside, other=0.0)
         # dA += B G^T
@@ -1982,62 +1822,38 @@ def outer_product_backward_kernel(
     tl.store(GRAD_ONE + row + one[None, :], grad_one * factor, mask=inside)
 
 
-def outer_product_options(kernel: str, a: Tensor) -> dict[str, int | str]:
-    """Return what a kernel of the outer product is compiled for."""
+def outer_product_options(kernel: str, a: Tensor, factor: float) -> dict[str, int | float | str]:
+    """Return what a kernel of the outer product is told."""
     check_not_empty(kernel, a)
-    chosen = blocks(kernel, a.dtype)
-    chosen["BLOCK_S"] = min(chosen["BLOCK_S"], max(16, triton.next_power_of_2(a.shape[1])))
-    return {**chosen, "H": a.shape[3], "PRECISION": dot_precision(a.dtype)}
+    chosen, (_, depth, length, dim) = blocks(kernel, a.dtype), a.shape
+    chosen["BLOCK_S"] = min(chosen["BLOCK_S"], max(16, triton.next_power_of_2(depth)))
+    chosen |= {"S": depth, "N": length, "H": dim, "factor": factor}
+    return {**chosen, "PRECISION": dot_precision(a.dtype)}
 
 
 @operator
 def outer_product_forward(a: Tensor, b: Tensor, factor: float) -> Tensor:
     """Multiply a and b [B, S, N, H] -> factor * sum over S of outer products [B, N, N, H x H]."""
-    samples, depth, length, dim = a.shape
-    options = outer_product_options("outer_product_forward", a)
+    samples, _, length, dim = a.shape
+    options = outer_product_options("outer_product_forward", a, factor)
     out = a.new_empty(samples, length, length, dim * dim)
     left, right = (triton.cdiv(length * dim, options[size]) for size in ("BLOCK_M", "BLOCK_N"))
-    wrap_triton(outer_product_forward_kernel)[(left, right, samples)](
-        A=a,
-        B=b,
-        OUT=out,
-        S=depth,
-        N=length,
-        factor=factor,
-        **options,
-    )
+    wrap_triton(outer_product_forward_kernel)[(left, right, samples)](a, b, out, **options)
     return out
 
 
 @operator
 def outer_product_backward(
-    grad: Tensor,
-    a: Tensor,
-    b: Tensor,
-    factor: float,
+    grad: Tensor, a: Tensor, b: Tensor, factor: float
 ) -> tuple[Tensor, Tensor]:
     """Compute the gradients of a and b from that of the result, grad [B, N, N, H x H]."""
     samples, depth, length, dim = a.shape
     grad_a, grad_b = torch.empty_like(a), torch.empty_like(b)
-    options = outer_product_options("outer_product_backward", a)
+    options = outer_product_options("outer_product_backward", a, factor)
     tiles = triton.cdiv(length * dim, options["BLOCK_M"])
     grid = (tiles, triton.cdiv(depth, options["BLOCK_S"]), samples)
-    of_a = (length * dim * dim, dim)  # strides in grad of i and its channel
-    of_b = (dim * dim, 1)  # of j and its channel
-    for other, out, one, rest in ((b, grad_a, of_a, of_b), (a, grad_b, of_b, of_a)):
-        wrap_triton(outer_product_backward_kernel)[grid](
-            GRAD=grad,
-            OTHER=other,
-            GRAD_ONE=out,
-            S=depth,
-            N=length,
-            one_n=one[0],
-            one_h=one[1],
-            other_n=rest[0],
-            other_h=rest[1],
-            factor=factor,
-            **options,
-        )
+    wrap_triton(outer_product_backward_kernel)[grid](grad, b, grad_a, OF_A=True, **options)
+    wrap_triton(outer_product_backward_kernel)[grid](grad, a, grad_b, OF_A=False, **options)
     return grad_a, grad_b
 
 
@@ -2048,14 +1864,7 @@ class OuterProductMeanFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx,
-        a: Tensor,
-        b: Tensor,
-        weight: Tensor,
-        bias: Tensor,
-        factor: float,
-    ) -> Tensor:
+    def forward(ctx, a: Tensor, b: Tensor, weight: Tensor, bias: Tensor, factor: float) -> Tensor:
         check_shape("b", b, *a.shape)
         a, b, low = a.contiguous(), b.contiguous(), weight.to(a.dtype)
         ctx.save_for_backward(a, b, low)
@@ -2126,36 +1935,21 @@ def bias_relu_forward(x: Tensor, bias: Tensor) -> Tensor:
     """Compute relu(x + bias) for x [..., C]."""
     rows, programs, options = row_launch("bias_relu_forward", x)
     out = torch.empty_like(x)
-    wrap_triton(bias_relu_forward_kernel)[(programs,)](
-        X=x,
-        BIAS=bias,
-        OUT=out,
-        rows=rows,
-        **options,
-    )
+    wrap_triton(bias_relu_forward_kernel)[(programs,)](x, bias, out, rows=rows, **options)
     return out
 
 
 @operator
 def bias_relu_backward(
-    grad: Tensor,
-    out: Tensor,
-    dtype: torch.dtype,
-    of_bias: bool,
+    grad: Tensor, out: Tensor, dtype: torch.dtype, needs_bias: bool
 ) -> tuple[Tensor, Tensor]:
     """Compute the gradients of x and of the bias; the latter in `dtype`, empty if not asked for."""
     rows, programs, options = row_launch("bias_relu_backward", out)
     grad_x = torch.empty_like(out)
-    grad_bias = out.new_empty(programs, out.shape[-1], dtype=torch.float32)
-    wrap_triton(bias_relu_backward_kernel)[(programs,)](
-        GRAD=grad,
-        OUT=out,
-        GRAD_X=grad_x,
-        GRAD_BIAS=grad_bias,
-        rows=rows,
-        **options,
-    )
-    return grad_x, sum_parts(grad_bias, dtype) if of_bias else out.new_empty(0)
+    sums = out.new_empty(programs, out.shape[-1], dtype=torch.float32)
+    launch = wrap_triton(bias_relu_backward_kernel)[(programs,)]
+    launch(grad, out, grad_x, sums, rows=rows, **options)
+    return grad_x, sum_parts(sums, dtype) if needs_bias else out.new_empty(0)
 
 
 class BiasReLU(torch.autograd.Function):
@@ -2174,10 +1968,10 @@ class BiasReLU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        of_bias = ctx.needs_input_grad[1]
+        needs_bias = ctx.needs_input_grad[1]
         (out,) = ctx.saved_tensors
-        grad_x, grad_bias = bias_relu_backward(grad.contiguous(), out, ctx.dtype, of_bias)
-        return grad_x, grad_bias if of_bias else None
+        grad_x, grad_bias = bias_relu_backward(grad.contiguous(), out, ctx.dtype, needs_bias)
+        return grad_x, grad_bias if needs_bias else None
 
 
 # --- model
@@ -2216,15 +2010,8 @@ class LayerNorm(nn.LayerNorm):
         they make of it, with `ending` that of the transposed pairs.
         """
         if self.triton:
-            options = () if heads is None else (heads.weight, ending)
-            return LayerNormFunction.apply(
-                x,
-                self.weight,
-                self.bias,
-                self.eps,
-                gemm_dtype(x),
-                *options,
-            )
+            parameters = self.weight, self.bias, None if heads is None else heads.weight
+            return LayerNormFunction.apply(x, *parameters, self.eps, gemm_dtype(x), ending)
         x = super().forward(x)
         if heads is None:
             return x
@@ -2306,19 +2093,10 @@ def keep_separate_names(
 class QKVGLinear(nn.Module):
     """Query, key, value and gate projection as one GEMM; only the gate has a bias."""
 
-    def __init__(self, dim: int, heads: int):
+    def __init__(self, dim: int):
         super().__init__()
-        self.heads = heads
         self.weight = nn.Parameter(torch.empty(4 * dim, dim))
         self.bias = nn.Parameter(torch.empty(dim))
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Project x [P, C] -> q, k, v, gate, each [P, H, C / H].
-
-        The four of one head lie side by side in memory.
-        """
-        q, k, v, gate = F.linear(x, self.weight).view(len(x), self.heads, 4, -1).unbind(2)
-        return q, k, v, gate + self.bias.view(self.heads, -1).to(gate.dtype)
 
 
 def without_padding(bias: Tensor, present: Tensor) -> Tensor:
@@ -2336,14 +2114,13 @@ class GatedAttention(nn.Module):
     The four attentions share it.
     """
 
-    def __init__(self, dim: int, heads: int, qkv_fusion: bool, fusions: Fusions):
+    def __init__(self, dim: int, heads: int, fusions: Fusions):
         super().__init__()
         self.heads, self.head_dim = heads, dim // heads
-        self.qkv_fusion, self.flash_attention = qkv_fusion, fusions.flash_attention
-        self.triton = fusions.triton_attention
-        if qkv_fusion:
+        self.fused = fusions.triton_attention
+        if self.fused:
             parts = ("linear_q", "linear_k", "linear_v", "linear_g")
-            self.linear_qkvg = QKVGLinear(dim, heads)
+            self.linear_qkvg = QKVGLinear(dim)
             keep_separate_names(self, "linear_qkvg", parts, biased=("linear_g",), heads=heads)
         else:
             self.linear_q = nn.Linear(dim, dim, bias=False)
@@ -2367,69 +2144,25 @@ class GatedAttention(nn.Module):
         """
         if present is not None:
             bias = without_padding(x.new_zeros(1) if bias is None else bias, present)
-        if self.triton:
-            return self.attend_triton(x, bias, columns)
+        if self.fused:
+            qkvg = F.linear(x, self.linear_qkvg.weight).unflatten(-1, (self.heads, 4, -1))
+            if bias is not None:
+                bias = bias.expand(-1, self.heads, x.shape[1 if columns else 2], -1)
+            out = GatedAttentionFunction.apply(qkvg, self.linear_qkvg.bias, bias, columns)
+            return self.linear_o(out)
         if columns:
             return self.attend(x.transpose(1, 2), bias).transpose(1, 2)
-        if self.flash_attention:
-            return self.attend_flash(x, bias)
-        q, k, v, gate = self.project(x.reshape(-1, x.shape[-1]))
+        linears = (self.linear_q, self.linear_k, self.linear_v, self.linear_g)
+        q, k, v, gate = (linear(x) for linear in linears)
         # Samples and rows in one dimension: torch.compile's attention pattern (PyTorch 2.11) fails
         # on five dimensions.
-        shape = (-1, x.shape[2], self.heads, self.head_dim)
-        q, k, v = (t.view(shape).transpose(1, 2) for t in (q, k, v))
+        heads = (self.heads, self.head_dim)
+        q, k, v = (t.flatten(0, 1).unflatten(-1, heads).transpose(1, 2) for t in (q, k, v))
         scores = (q / math.sqrt(self.head_dim)) @ k.transpose(-2, -1)  # [B x R, H, N, N]
         if bias is not None:
             scores = (scores.unflatten(0, x.shape[:2]) + bias[:, None]).flatten(0, 1)
         out = (scores.softmax(-1) @ v).transpose(1, 2).reshape(x.shape)
-        return self.linear_o(torch.sigmoid(gate.reshape(x.shape)) * out)
-
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Project x [P, C] -> q, k, v, gate, each [P, H, C / H]."""
-        if self.qkv_fusion:
-            return self.linear_qkvg(x)
-        linears = (self.linear_q, self.linear_k, self.linear_v, self.linear_g)
-        return tuple(linear(x).view(len(x), self.heads, -1) for linear in linears)
-
-    def attend_triton(self, x: Tensor, bias: Tensor | None, columns: bool) -> Tensor:
-        """Attend as `attend` does, as one kernel.
-
-        It reads the packed projections where they lie, columns by their strides.
-        """
-        if self.qkv_fusion:
-            qkvg, gate_bias = F.linear(x, self.linear_qkvg.weight), self.linear_qkvg.bias
-            qkvg = qkvg.unflatten(-1, (self.heads, 4, -1))
-        else:
-            linears = (self.linear_q, self.linear_k, self.linear_v, self.linear_g)
-            parts = [F.linear(x, linear.weight) for linear in linears]
-            parts = [part.unflatten(-1, (self.heads, -1)) for part in parts]
-            qkvg, gate_bias = torch.stack(parts, dim=-2), self.linear_g.bias
-        qkvg = qkvg.transpose(1, 2) if columns else qkvg
-        if bias is not None:
-            bias = bias.expand(-1, self.heads, qkvg.shape[2], -1)
-        out = GatedAttentionFunction.apply(qkvg, gate_bias, bias)
-        return self.linear_o(out.transpose(1, 2) if columns else out)
-
-    def attend_flash(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Attend as `attend` does, without scores in memory.
-
-        SDPA takes [batch, heads, N, D]. Here its batch are the rows, and its heads are ours of all
-        samples: so one bias [B x H, N, N] serves every row by broadcasting, where it would
-        otherwise be copied R times, which is as large as the scores are.
-        """
-        samples, rows, length, dim = x.shape
-        if bias is None:  # nothing to share: every row of every sample is a batch of its own
-            samples, rows = 1, samples * rows
-        else:
-            bias = bias.expand(samples, self.heads, length, length).flatten(0, 1)[None]
-            x, bias = x.permute(1, 2, 0, 3), bias.contiguous()
-        q, k, v, gate = self.project(x.reshape(-1, dim))  # [R x N x B, H, C / H]
-        shape = (rows, length, samples * self.heads, -1)
-        q, k, v = (t.view(shape).transpose(1, 2) for t in (q, k, v))
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
-        out = out.transpose(1, 2).reshape(gate.shape)  # [R x N x B, H, C / H]
-        out = self.linear_o((torch.sigmoid(gate) * out).flatten(1)).view(x.shape)
-        return out if bias is None else out.permute(2, 0, 1, 3)
+        return self.linear_o(torch.sigmoid(gate) * out)
 
 
 class MSARowAttentionWithPairBias(GatedAttention):
@@ -2439,8 +2172,7 @@ class MSARowAttentionWithPairBias(GatedAttention):
     """
 
     def __init__(self, config: ModelConfig, fusions: Fusions):
-        qkv = fusions.qkv_fusion_msa
-        super().__init__(config.msa_dim, config.num_heads_msa, qkv, fusions)
+        super().__init__(config.msa_dim, config.num_heads_msa, fusions)
         self.layer_norm_m = LayerNorm(config.msa_dim, fusions)
         self.layer_norm_z = LayerNorm(config.pair_dim, fusions)
         self.linear_z = nn.Linear(config.pair_dim, config.num_heads_msa, bias=False)
@@ -2458,8 +2190,7 @@ class MSAColumnAttention(GatedAttention):
     """Let sequences attend to each other at one residue (AF2 SI, algorithm 8)."""
 
     def __init__(self, config: ModelConfig, fusions: Fusions):
-        qkv = fusions.qkv_fusion_msa
-        super().__init__(config.msa_dim, config.num_heads_msa, qkv, fusions)
+        super().__init__(config.msa_dim, config.num_heads_msa, fusions)
         self.layer_norm_m = LayerNorm(config.msa_dim, fusions)
 
     def forward(self, msa: Tensor, sequences: Tensor | None = None) -> Tensor:
@@ -2543,77 +2274,38 @@ class TriangleMultiplication(nn.Module):
     def __init__(self, config: ModelConfig, fusions: Fusions):
         super().__init__()
         dim = config.pair_dim
+        self.fused = fusions.triton_triangle
         self.layer_norm_in = LayerNorm(dim, fusions)
-        self.triangle_fusion, self.triton = fusions.triangle_fusion, fusions.triton_triangle
-        if fusions.triangle_fusion:
-            parts = ("linear_a_p", "linear_b_p", "linear_a_g", "linear_b_g")
-            self.linear_ab = nn.Linear(dim, 4 * dim)
-            keep_separate_names(self, "linear_ab", parts, biased=parts)
+        parts = ("linear_a_p", "linear_b_p", "linear_a_g", "linear_b_g", "linear_g", "linear_z")
+        if self.fused:
+            self.linears = nn.Linear(dim, 6 * dim)
+            keep_separate_names(self, "linears", parts, biased=parts)
         else:
-            self.linear_a_p = nn.Linear(dim, dim)
-            self.linear_a_g = nn.Linear(dim, dim)
-            self.linear_b_p = nn.Linear(dim, dim)
-            self.linear_b_g = nn.Linear(dim, dim)
-        self.linear_g = nn.Linear(dim, dim)
-        self.linear_z = nn.Linear(dim, dim)
+            for part in parts:
+                setattr(self, part, nn.Linear(dim, dim))
         self.layer_norm_out = LayerNorm(dim, fusions)
 
     def forward(
-        self,
-        pair: Tensor,
-        residues: Tensor | None = None,
-        residual: bool = False,
+        self, pair: Tensor, residues: Tensor | None = None, residual: bool = False
     ) -> Tensor:
         """Compute the update of pair [B, N, N, c_z], or pair + update with `residual`.
 
         residues [B, N] are False for padding.
         """
-        if self.triton:
-            return self.forward_triton(pair, residues, residual)
-        if residual:
-            return pair + self.forward(pair, residues)
-        pair = self.layer_norm_in(pair)
-        if self.triangle_fusion:
-            # The GEMM writes channels first: a and b then are batches of N x N matrices, which
-            # nobody has to transpose.
-            ab = (self.linear_ab.weight @ pair.flatten(0, 2).T).add_(self.linear_ab.bias[:, None])
-            samples, length, _, dim = pair.shape
-            a, b = F.glu(ab, dim=0).view(2, dim, samples, length, length).unbind()
-            if residues is not None:
-                a = a * (residues[:, :, None] & residues[:, None])
-            a, b = a.flatten(0, 1), b.flatten(0, 1)
-            product = self.multiply(a, b).view(dim, samples, length, length).permute(1, 2, 3, 0)
-        else:
-            a = torch.sigmoid(self.linear_a_g(pair)) * self.linear_a_p(pair)
-            b = torch.sigmoid(self.linear_b_g(pair)) * self.linear_b_p(pair)
-            if residues is not None:
-                a = a * (residues[:, :, None] & residues[:, None])[..., None]
-            product = torch.einsum(self.equation, a, b)
-        return torch.sigmoid(self.linear_g(pair)) * self.linear_z(self.layer_norm_out(product))
-
-    def forward_triton(self, pair: Tensor, residues: Tensor | None, residual: bool) -> Tensor:
-        """Do as `forward`, with one kernel before and one after the product."""
         present = None if residues is None else residues[:, :, None] & residues[:, None]
-        if self.triangle_fusion:
-            linears = (self.linear_ab, self.linear_g, self.linear_z)
-        else:
-            linears = (
-                *(self.linear_a_p, self.linear_b_p, self.linear_a_g, self.linear_b_g),
-                *(self.linear_g, self.linear_z),
-            )
-        norms = (*self.layer_norm_in.parameters(), *self.layer_norm_out.parameters())
-        weights, biases = (linear.weight for linear in linears), (linear.bias for linear in linears)
-        return TriangleMultiplicationFunction.apply(
-            pair,
-            present,
-            self.incoming,
-            residual,
-            self.layer_norm_in.eps,
-            gemm_dtype(pair),
-            *norms,
-            *weights,
-            *biases,
-        )
+        if self.fused:
+            settings = self.incoming, residual, self.layer_norm_in.eps, gemm_dtype(pair)
+            norms = *self.layer_norm_in.parameters(), *self.layer_norm_out.parameters()
+            parameters = *norms, *self.linears.parameters()
+            return TriangleMultiplicationFunction.apply(pair, present, *settings, *parameters)
+        x = self.layer_norm_in(pair)
+        a = torch.sigmoid(self.linear_a_g(x)) * self.linear_a_p(x)
+        b = torch.sigmoid(self.linear_b_g(x)) * self.linear_b_p(x)
+        if residues is not None:
+            a = a * present[..., None]
+        product = self.layer_norm_out(torch.einsum(self.equation, a, b))
+        update = torch.sigmoid(self.linear_g(x)) * self.linear_z(product)
+        return pair + update if residual else update
 
 
 class TriangleMultiplicationOutgoing(TriangleMultiplication):
@@ -2622,22 +2314,12 @@ class TriangleMultiplicationOutgoing(TriangleMultiplication):
     equation = "bikc,bjkc->bijc"
     incoming = False
 
-    @staticmethod
-    def multiply(a: Tensor, b: Tensor) -> Tensor:
-        """Multiply matrices a and b, one for each channel and sample [C x B, N, N]."""
-        return torch.bmm(a, b.mT)
-
 
 class TriangleMultiplicationIncoming(TriangleMultiplication):
     """Update edge ij from the edges ki and kj (AF2 SI, algorithm 12)."""
 
     equation = "bkic,bkjc->bijc"
     incoming = True
-
-    @staticmethod
-    def multiply(a: Tensor, b: Tensor) -> Tensor:
-        """Multiply matrices a and b, one for each channel and sample [C x B, N, N]."""
-        return torch.bmm(a.mT, b)
 
 
 class TriangleAttentionStartingNode(GatedAttention):
@@ -2647,8 +2329,7 @@ class TriangleAttentionStartingNode(GatedAttention):
     """
 
     def __init__(self, config: ModelConfig, fusions: Fusions):
-        qkv = fusions.qkv_fusion_triangle
-        super().__init__(config.pair_dim, config.num_heads_pair, qkv, fusions)
+        super().__init__(config.pair_dim, config.num_heads_pair, fusions)
         self.layer_norm = LayerNorm(config.pair_dim, fusions)
         self.linear = nn.Linear(config.pair_dim, config.num_heads_pair, bias=False)
 
@@ -2794,7 +2475,7 @@ class DistogramHead(nn.Module):
 
 
 class MaskedMSAHead(nn.Module):
-    """Predict the tokens behind the masked positions of the alignment (AF2 SI, section 1.9.9)."""
+    """Predict the tokens at the masked positions of the alignment (AF2 SI, section 1.9.9)."""
 
     def __init__(self, config: ModelConfig, fusions: Fusions):
         super().__init__()

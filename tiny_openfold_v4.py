@@ -1,21 +1,27 @@
 #!/usr/bin/env python3
 """TinyOpenFold V4: what is left to take away when the kernels of V3 are fast.
 
-direct-gradients   weight gradients go from their GEMM to the optimizer, and nothing casts them
-fused-optimizer    AdamW as one kernel, which also writes the weights that the next GEMMs take
-packed-weights     projections of the same input are one weight: nothing is joined
-product-fusion     a short product of triangles, and both its gradients, as one kernel each
-transition-fusion  a transition as one kernel; its hidden layer never reaches memory, and the
-                   backward pass makes it again. That of wide rows does, and no pass reads it for
-                   bias and ReLU alone
-projection-fusion  the norm before a projection and the residual after one in their kernels, and so
-                   are their gradients: no kernel adds up gradients of the residual stream
-embedding-fusion   the input embedding reads rows of a table, without one-hot vectors in memory
-loss-fusion        heads and losses in one kernel each; no logits in memory
-overlap            gradients of weights and biases on a side stream, beside the backward pass
+triton-attention      with V3's kernels, the norm before the projections and the residual after
+                      them in theirs, and so are their gradients: no kernel adds up gradients of
+                      the residual stream
+triton-triangle       with V3's kernels, the product of short triangles, and both its gradients, as
+                      one kernel each
+triton-outer-product  norm and residual as in the attentions; factors' gradients by the library
+fused-optimizer       AdamW as one kernel, which also writes the weights that the next GEMMs take
+transition-fusion     a transition as one kernel; its hidden layer never reaches memory, and the
+                      backward pass makes it again. That of wide rows does, and no pass reads it
+                      for bias and ReLU alone
+embedding-fusion      the input embedding reads rows of a table, without one-hot vectors in memory
+loss-fusion           heads and losses in one kernel each; no logits in memory
+overlap               gradients of weights and biases on a side stream, as the backward pass goes on
 
-V3's kernels stay. The whole step is one graph by default. A graph keeps what depends on what, not
-an order: `overlap` makes use of that, so it does nothing in a step without a graph.
+Each operation is computed in one of two ways: by these kernels, or by PyTorch alone, as in V1; that
+takes sizes for which there is no kernel, too. Projections of the same input are one weight, and the
+gradients of weights go from their GEMM to the optimizer: nothing is joined or cast in between.
+
+The whole step is one graph by default. A graph keeps what depends on what, not an order: `overlap`
+makes use of that, so it does nothing in a step without a graph. A compiler does not see these
+launches: torch.compile is for V3.
 
 The Evoformer follows the supplementary information of Jumper et al. 2021 (AF2 SI below), names
 follow OpenFold.
@@ -23,7 +29,7 @@ follow OpenFold.
 Examples:
   python tiny_openfold_v4.py --use-amp --compare-fusion              all off, all on
   python tiny_openfold_v4.py --use-amp --disable-overlap             one kernel after the other
-  python tiny_openfold_v4.py --use-amp --disable-transition-fusion   V3's transition
+  python tiny_openfold_v4.py --use-amp --disable-transition-fusion   transitions by PyTorch
 """
 
 from __future__ import annotations
@@ -54,7 +60,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 try:
     import numpy as np
@@ -69,8 +75,6 @@ try:
     import triton.language as tl
     from torch import Tensor, nn
     from torch._subclasses import FakeTensor
-    from torch.func import functional_call
-    from torch.library import triton_op, wrap_triton
     from torch.nn.parallel import DistributedDataParallel
     from torch.optim import AdamW
     from torch.overrides import TorchFunctionMode
@@ -109,135 +113,78 @@ class ModelConfig:
 class Fusions:
     """Which fusions are on."""
 
-    qkv_fusion_msa: bool = True
-    qkv_fusion_triangle: bool = True
-    flash_attention: bool = True
-    triangle_fusion: bool = True
-    triton_layer_norm: bool = True
     triton_attention: bool = True
     triton_triangle: bool = True
     triton_outer_product: bool = True
-    triton_transition: bool = True
-    triton_bias_gradient: bool = True
-    cast_fusion: bool = True
-    direct_gradients: bool = True
     fused_optimizer: bool = True
-    packed_weights: bool = True
-    product_fusion: bool = True
     transition_fusion: bool = True
-    projection_fusion: bool = True
     embedding_fusion: bool = True
     loss_fusion: bool = True
     overlap: bool = True
 
 
 FUSIONS: tuple[tuple[str, str, str], ...] = (
-    ("qkv-fusion-msa", "qkv_fusion_msa", "MSA attention's projections as one GEMM"),
-    ("qkv-fusion-triangle", "qkv_fusion_triangle", "triangle attention's projections as one GEMM"),
-    ("flash-attention", "flash_attention", "scaled_dot_product_attention, which stores no scores"),
-    ("triangle-fusion", "triangle_fusion", "projections of a triangle product as one GEMM"),
-    ("triton-layer-norm", "triton_layer_norm", "layer norms that write the type of the next GEMM"),
     ("triton-attention", "triton_attention", "attention with pair bias and gate as one kernel"),
     ("triton-triangle", "triton_triangle", "a kernel before and one after a triangle product"),
     ("triton-outer-product", "triton_outer_product", "outer products as the projection reads them"),
-    ("triton-transition", "triton_transition", "bias and ReLU of the transitions as one kernel"),
-    ("triton-bias-gradient", "triton_bias_gradient", "gradients of the other projections' biases"),
-    ("cast-fusion", "cast_fusion", "with AMP all weights of a block cast in one launch"),
-    ("direct-gradients", "direct_gradients", "weight gradients reach the optimizer without a cast"),
     ("fused-optimizer", "fused_optimizer", "AdamW as one kernel, which casts weights, too"),
-    ("packed-weights", "packed_weights", "a triangle product's projections as one weight"),
-    ("product-fusion", "product_fusion", "short triangles' products without the library's GEMMs"),
     ("transition-fusion", "transition_fusion", "a transition as one kernel, forward and backward"),
-    ("projection-fusion", "projection_fusion", "norm and residual in the kernels of projections"),
     ("embedding-fusion", "embedding_fusion", "rows of a table in place of one-hot GEMMs"),
     ("loss-fusion", "loss_fusion", "heads and losses in one kernel each, without logits"),
-    ("overlap", "overlap", "in a graph, gradients of parameters beside the backward pass"),
+    ("overlap", "overlap", "in a graph, gradients of parameters on a stream of their own"),
 )
 # Those whose kernels the first step compiles.
-TRITON_FUSIONS = tuple(name for _, name, _ in FUSIONS if name.startswith("triton"))
-TRITON_FUSIONS += ("direct_gradients", "fused_optimizer", "product_fusion", "transition_fusion")
-TRITON_FUSIONS += ("projection_fusion", "embedding_fusion", "loss_fusion", "overlap")
+TRITON_FUSIONS = tuple(name for _, name, _ in FUSIONS)
 MODES: dict[str, Callable[[argparse.Namespace], int]] = {}  # what runs in place of training
 
 
 def without_effect(args: argparse.Namespace) -> dict[str, str]:
-    """Name the fusions that change nothing beside the other arguments, on or off, and why."""
-    found = {}
-    if args.triton_attention:
-        found["flash_attention"] = "triton-attention takes its place"
-    if not args.use_amp:
-        found["cast_fusion"] = "without --use-amp nothing is cast"
-        found["direct_gradients"] = "without --use-amp no gradient is cast"
-    elif args.torch_compile:
-        found["cast_fusion"] = "torch.compile fuses its casts"
-    elif args.fused_optimizer:
-        found["cast_fusion"] = "fused-optimizer takes its place"
-    if not (args.triangle_fusion and args.triton_triangle):
-        found["packed_weights"] = "it joins triangle-fusion and triton-triangle; one is off"
-    if not args.triton_triangle:
-        found["product_fusion"] = "it belongs to triton-triangle, which is off"
-    elif args.seq_len > (most := blocks("triangle_product")["BLOCK_N"]):
-        found["product_fusion"] = f"the library's GEMMs multiply more than {most} residues"
+    """Return the fusions without effect under these arguments, on or off, and why."""
+    if not args.cuda_graph:
+        return {"overlap": "it needs a graph, which this run has not"}
     if not args.fused_optimizer:
-        found["overlap"] = "it needs fused-optimizer, which takes gradients from other streams"
-    elif not args.cuda_graph:
-        found["overlap"] = "it needs a graph, which this run has not"
-    if args.torch_compile:
-        names = ("direct_gradients", "fused_optimizer", "transition_fusion", "projection_fusion")
-        names += ("embedding_fusion", "loss_fusion", "overlap")
-        found |= dict.fromkeys(names, "torch.compile does without it")
-    elif args.fused_optimizer:
-        found["triton_bias_gradient"] = "fused-optimizer takes gradients of biases, too"
-    dtype = getattr(torch, args.amp_dtype) if args.use_amp else torch.float32
-    dims = (args.msa_dim, args.pair_dim)
-    if not args.triton_layer_norm:
-        found["projection_fusion"] = "it joins triton-layer-norm, which is off"
-    elif not (INTERPRETED or args.use_amp):
-        found["projection_fusion"] = "without --use-amp the library's GEMMs run"
-    elif not any(rows_fit(dtype, dim) for dim in dims):
-        found["projection_fusion"] = widths_that_fit(512 // dtype.itemsize)
-    if not rows_fit(dtype, *dims):
-        found["loss_fusion"] = f"not both {widths_that_fit(512 // dtype.itemsize)[3:]}"
-    if args.transition_fusion and "transition_fusion" not in found:
-        fit = [fused_transition(dim, dtype) for dim in dims]
-        if not any(fit):
-            most = max(dim for dim in (64, 128, 256) if fused_transition(dim, dtype))
-            found["transition_fusion"] = widths_that_fit(most)
-        elif all(fit):
-            found["triton_transition"] = "transition-fusion takes its place"
-    return found
-
-
-def widths_that_fit(most: int) -> str:
-    """Say which widths there should be."""
-    return f"no width is a power of two from 16 to {most}"
+        return {"overlap": "it needs fused-optimizer, which knows where gradients are written"}
+    return {}
 
 
 def missing_kernels(args: argparse.Namespace) -> dict[str, str]:
-    """Name the fusions that have no kernel for these widths on this GPU, and why.
+    """Return the fusions that have no kernel for these widths on this GPU, and why.
 
     What a kernel needs grows with the rows that it holds: bounds of what tools/compile_for_amd.py
     finds for an H100 (sm_90) and an MI300 (gfx942).
     """
-    found, dim, most, hip = {}, args.pair_dim, shared_memory(), BACKEND == "hip"
+    missing, dim, most, hip = {}, args.pair_dim, shared_memory(), BACKEND == "hip"
     dtype = getattr(torch, args.amp_dtype or "bfloat16") if args.use_amp else torch.float32
     channels = max(args.msa_dim // args.num_heads_msa, dim // args.num_heads_pair)
     needed = 0 if hip else triton.next_power_of_2(channels) * (1024 + 516 * dtype.itemsize)
     if channels > 64:
-        found["triton_attention"] = f"its kernels take up to 64 channels per head, not {channels}"
+        missing["triton_attention"] = f"its kernels take up to 64 channels per head, not {channels}"
     elif needed > most:
-        found["triton_attention"] = too_wide(f"a head of {channels} channels", needed, most)
+        missing["triton_attention"] = too_wide(f"a head of {channels} channels", needed, most)
     needed = (max(dim, 128) if hip else 384) * dim * dtype.itemsize
     if dim < 16 or dim.bit_count() != 1:
-        found["triton_triangle"] = f"--pair-dim {dim} is no power of two from 16"
+        missing["triton_triangle"] = f"--pair-dim {dim} is no power of two from 16"
     elif needed > most:
-        found["triton_triangle"] = too_wide(f"--pair-dim {dim}", needed, most)
+        missing["triton_triangle"] = too_wide(f"--pair-dim {dim}", needed, most)
+    held = 512 // dtype.itemsize  # channels of a row in a product that a program makes as a whole
+    for name, rows, width_most in (
+        ("triton_attention", "msa pair", 1024),
+        ("triton_outer_product", "msa", 1024),
+        ("triton_outer_product", "pair", held),
+        ("transition_fusion", "msa pair", 1024),
+        ("loss_fusion", "msa pair", held),
+    ):
+        for row in rows.split():
+            width = getattr(args, f"{row}_dim")
+            if not 16 <= width <= width_most or width.bit_count() != 1:
+                wrong = f"--{row}-dim {width} is no power of two from 16 to {width_most}"
+                missing[name] = wrong
     for name, width, rows in (("msa", args.msa_dim, 64), ("pair", dim, 128)):  # of a table
         padded = triton.next_power_of_2(width)
         needed = 2 * rows * padded if hip else (4 * rows + 128) * padded + 10240
         if needed > most:
-            found["embedding_fusion"] = too_wide(f"--{name}-dim {width}", needed, most)
-    return found
+            missing["embedding_fusion"] = too_wide(f"--{name}-dim {width}", needed, most)
+    return missing
 
 
 def too_wide(width: str, needed: int, most: int) -> str:
@@ -246,7 +193,7 @@ def too_wide(width: str, needed: int, most: int) -> str:
 
 
 def use_settings(args: argparse.Namespace) -> None:
-    """Make this run's own settings those of the process: block sizes."""
+    """Apply this run's process-wide settings: block sizes."""
     use_blocks(args.blocks)
 
 
@@ -290,6 +237,9 @@ def note_interpreter() -> None:
 
 def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Refuse sizes and inputs that do not fit together; lower what a real protein has less of."""
+    if args.torch_compile:
+        why = "a compiler does not see what V4 launches"
+        parser.error(f"--enable-torch-compile: {why}; tiny_openfold_v3.py can be compiled")
     for name in ("msa", "pair"):
         dim, heads = getattr(args, f"{name}_dim"), getattr(args, f"num_heads_{name}")
         if dim % heads:
@@ -302,15 +252,15 @@ def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentPar
             if protein.note:
                 say("note", protein.note)
         sizes = zip(*(protein.tokens.shape for protein in proteins), strict=True)
-        for name, found in zip(("num_seqs", "seq_len"), map(max, sizes), strict=True):
-            wanted = getattr(args, name)
-            if wanted > found:
+        for name, most in zip(("num_seqs", "seq_len"), map(max, sizes), strict=True):
+            size = getattr(args, name)
+            if size > most:
                 flag, files = f"--{name.replace('_', '-')}", ", ".join(map(str, args.msa))
-                say("note", f"{flag} {wanted} lowered to {found}: {files} has no more")
-                setattr(args, name, found)
+                say("note", f"{flag} {size} lowered to {most}: {files} has no more")
+                setattr(args, name, most)
     leave_to_pytorch(args, missing_kernels(args))
     args.blocks = " ".join(args.blocks or ()) or ModelConfig.blocks
-    if any(getattr(args, name) for name in TRITON_FUSIONS):
+    if any(getattr(args, name) for _, name, _ in FUSIONS if name != "overlap"):
         if INTERPRETED:
             note_interpreter()
         elif args.device == "cpu" or not torch.cuda.is_available():
@@ -320,12 +270,17 @@ def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentPar
 
 # --- kernels
 #
-# An operation has a kernel forward and one or more backward. The functions under @operator allocate
-# their results and launch them; an autograd.Function ties forward and backward together. No kernel
-# adds atomically: each program writes the sum over its own rows, and one more launch adds these up,
-# so that the same input gives the same bits.
+# An operation has a kernel forward and one or more backward, and an autograd.Function that launches
+# them. No kernel adds atomically: each program writes the sum over its own rows, and one more
+# launch adds these up, so that the same input gives the same bits.
 #
 # In kernels, pointers and sizes at compile time are in capitals; `grad_x` is the dx of formulas.
+
+
+def wrap_triton(kernel: Callable) -> Callable:
+    """Return what launches a kernel: itself, or in the interpreter what replaces this function."""
+    return kernel
+
 
 BACKEND = "interpreter" if INTERPRETED else "hip" if torch.version.hip else "cuda"
 # Block sizes and warps, as --blocks takes them: for 16 bits on NVIDIA's GPUs, and a line of its own
@@ -333,8 +288,6 @@ BACKEND = "interpreter" if INTERPRETED else "hip" if torch.version.hip else "cud
 # rows, PROGRAMS how many programs share the rows, more if each had more than 16 blocks of them.
 BLOCKS: dict[str, str] = {
     "sum_parts": "TILE=4096,ROWS=512,num_warps=8",
-    "layer_norm_forward": "TILE=1024,num_warps=1",
-    "layer_norm_backward": "TILE=1024,PROGRAMS=1056,num_warps=1",
     "column_sums": "TILE=1024,PROGRAMS=528,num_warps=1",
     "attention_forward": "BLOCK_M=128,BLOCK_N=32,num_warps=4,num_stages=3",
     "attention_forward hip": "BLOCK_M=64,BLOCK_N=32,num_warps=4,num_stages=1",
@@ -354,8 +307,6 @@ BLOCKS: dict[str, str] = {
     "triangle_project": "BLOCK_M=64,BLOCK_C=64,num_warps=4,num_stages=1",
     "triangle_project TF32": "BLOCK_M=128,BLOCK_C=64,num_warps=8,num_stages=1",
     "triangle_project hip float32": "BLOCK_M=64,BLOCK_C=64,num_warps=8,num_stages=1",
-    "triangle_product": "BLOCK_N=64,num_warps=4",
-    "triangle_product_backward": "BLOCK_N=64,num_warps=4",
     "triangle_output": "BLOCK_M=64,BLOCK_C=64,num_warps=4,num_stages=1",
     "triangle_output hip": "BLOCK_M=64,BLOCK_C=64,num_warps=8,num_stages=1",
     "triangle_output hip float32": "BLOCK_M=64,BLOCK_C=32,num_warps=4,num_stages=1",
@@ -368,15 +319,16 @@ BLOCKS: dict[str, str] = {
     "triangle_project_backward float32": "BLOCK_M=128,BLOCK_C=32,num_warps=8,num_stages=1",
     "triangle_project_backward TF32": "BLOCK_M=128,BLOCK_C=64,num_warps=8,num_stages=1",
     "triangle_project_backward hip": "BLOCK_M=64,BLOCK_C=32,num_warps=8,num_stages=1",
-    "triangle_weights": "ROWS=1,num_warps=2",
+    "triangle_weights": "num_warps=2",
     "outer_product_forward": "BLOCK_M=64,BLOCK_N=128,BLOCK_S=32,num_warps=4,num_stages=3",
     "outer_product_forward float32": "BLOCK_M=128,BLOCK_N=128,BLOCK_S=32,num_warps=8,num_stages=2",
     "outer_product_forward hip": "BLOCK_M=128,BLOCK_N=128,BLOCK_S=32,num_warps=8,num_stages=2",
-    "outer_product_backward": "BLOCK_M=64,BLOCK_N=128,BLOCK_S=64,num_warps=4,num_stages=3",
-    "outer_product_backward float32": "BLOCK_M=32,BLOCK_N=64,BLOCK_S=128,num_warps=4,num_stages=3",
-    "outer_product_backward hip": "BLOCK_M=64,BLOCK_N=64,BLOCK_S=64,num_warps=4,num_stages=3",
-    "bias_relu_forward": "TILE=4096,num_warps=4",
-    "bias_relu_backward": "TILE=4096,PROGRAMS=528,num_warps=4",
+    "outer_product_gradient": "BLOCK_M=128,BLOCK_N=64,num_warps=8,num_stages=3",
+    "outer_product_gradient float32": "BLOCK_M=64,BLOCK_N=64,num_warps=8,num_stages=2",
+    "outer_product_gradient hip": "BLOCK_M=64,BLOCK_N=32,num_warps=4,num_stages=1",
+    "outer_product_gradient hip float32": "BLOCK_M=32,BLOCK_N=32,num_warps=4,num_stages=1",
+    "triangle_product": "BLOCK_N=64,num_warps=4",
+    "triangle_product_backward": "BLOCK_N=64,num_warps=4",
     "transition_forward": "BLOCK_M=64,BLOCK_N=64,num_warps=4,num_stages=3",
     "transition_forward float32": "BLOCK_M=64,BLOCK_N=32,num_warps=8,num_stages=1",
     "transition_forward hip": "BLOCK_M=64,BLOCK_N=32,num_warps=4,num_stages=1",
@@ -390,14 +342,17 @@ BLOCKS: dict[str, str] = {
     "transition_backward_weights hip": "BLOCK_M=32,BLOCK_N=32,PROGRAMS=528,num_warps=4",
     "transition_backward_weights hip float32": "BLOCK_M=32,BLOCK_N=16,PROGRAMS=528,num_warps=8",
     "transition_backward_hidden": "BLOCK_M=64,BLOCK_N=128,BLOCK_K=64,num_warps=4,num_stages=2",
+    "transition_backward_hidden float32": (
+        "BLOCK_M=64,BLOCK_N=64,BLOCK_K=32,num_warps=4,num_stages=2"
+    ),
     "norm_project": "BLOCK_M=64,BLOCK_N=128,num_warps=4,num_stages=2",
+    "norm_project float32": "BLOCK_M=64,BLOCK_N=128,num_warps=8,num_stages=2",
     "norm_project hip": "BLOCK_M=64,BLOCK_N=32,num_warps=4,num_stages=1",
     "norm_project_backward": "BLOCK_M=64,BLOCK_K=128,num_warps=4,num_stages=2",
+    "norm_project_backward float32": "BLOCK_M=16,BLOCK_K=128,num_warps=4,num_stages=2",
     "norm_project_backward hip": "BLOCK_M=32,BLOCK_K=32,num_warps=4,num_stages=1",
     "project_residual": "BLOCK_M=64,BLOCK_K=64,num_warps=4,num_stages=3",
     "project_residual hip": "BLOCK_M=64,BLOCK_K=32,num_warps=4,num_stages=1",
-    "weight_parts": "BLOCK_M=64,BLOCK_N=64,BLOCK_K=128,PROGRAMS=264,num_warps=4,num_stages=3",
-    "weight_parts hip": "BLOCK_M=32,BLOCK_N=64,BLOCK_K=64,PROGRAMS=264,num_warps=4,num_stages=1",
     "embedding_forward": "TILE=4096,num_warps=4",
     "embedding_backward": "BLOCK_M=64,PROGRAMS=132,num_warps=8,num_stages=3",
     "embedding_backward float32": "BLOCK_M=32,PROGRAMS=132,num_warps=8,num_stages=2",
@@ -559,24 +514,6 @@ def leave_to_pytorch(args: argparse.Namespace, reasons: dict[str, str]) -> None:
 
 
 # --- end of launch
-# --- operators
-# Copied from common/operators.py by tools/sync_common.py: edit it there.
-def operator(function: Callable, changes: tuple[str, ...] = ()) -> Callable:
-    """Make a function that launches kernels an operator; torch.compile sees the kernels in it.
-
-    It allocates its results, or writes into those of its arguments that `changes` names and
-    returns nothing.
-    """
-    script = re.sub(r"\W|^(?=\d)", "_", Path(__file__).stem, flags=re.ASCII)  # a copy of any name
-    name = f"{script}::{function.__name__}"
-    if not INTERPRETED:
-        return triton_op(name, function, mutates_args=changes)
-    opaque = torch.library.custom_op(name, function, mutates_args=changes)
-    opaque.register_fake(function)
-    return opaque
-
-
-# --- end of operators
 
 
 @triton.jit
@@ -595,3353 +532,20 @@ def sum_parts_kernel(PARTS, OUT, parts, width, ROWS: tl.constexpr, BLOCK: tl.con
     tl.store(OUT + column, tl.sum(total, 0), mask=column < width)
 
 
-def sum_parts(parts: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Add up what each program found: float32 [parts, ...] -> [...] in `dtype`."""
-    out = torch.empty_like(parts[0], dtype=dtype)
-    sum_parts_to(parts, out)
-    return out
+def sum_parts(
+    parts: Tensor, out: Tensor | None = None, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Add up the sums of all programs, float32 [parts, ...]: into `out`, or [...] in `dtype`.
 
-
-def sum_parts_to(parts: Tensor, out: Tensor) -> None:
-    """Write the sum of float32 [parts, ...] to `out`; torch.sum is slower at many short parts."""
+    torch.sum is slower at many short parts.
+    """
     chosen = blocks("sum_parts")
+    out = torch.empty_like(parts[0], dtype=dtype) if out is None else out
     rows = min(chosen.pop("ROWS"), triton.next_power_of_2(len(parts)))
     block = max(8, chosen.pop("TILE") // rows)
-    wrap_triton(sum_parts_kernel)[(triton.cdiv(out.numel(), block),)](
-        PARTS=parts,
-        OUT=out,
-        parts=len(parts),
-        width=out.numel(),
-        ROWS=rows,
-        BLOCK=block,
-        **chosen,
-    )
-
-
-@partial(operator, changes=("out",))
-def add_up(parts: Tensor, out: Tensor) -> None:
-    """Write the sum of float32 parts [parts, ...] to `out`, as sum_parts does to a new tensor."""
-    sum_parts_to(parts, out)
-
-
-@triton.jit
-def sum_columns(PARTS, OUT, block, parts, stride, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Write the sum over all rows of a block of columns of PARTS [parts, width], `stride` apart."""
-    column = block * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros([ROWS, BLOCK], tl.float32)
-    for start in range(0, parts, ROWS):
-        row = start + tl.arange(0, ROWS)
-        at = row.to(tl.int64)[:, None] * stride + column[None, :]
-        inside = (row < parts)[:, None] & (column < width)[None, :]
-        total += tl.load(PARTS + at, mask=inside, other=0.0)
-    tl.store(OUT + column, tl.sum(total, 0), mask=column < width)
-
-
-@triton.jit
-def sum_two_parts_kernel(
-    PARTS_1, OUT_1, parts_1, stride_1, width_1, PARTS_2, OUT_2, parts_2, stride_2, width_2,
-    ROWS_1: tl.constexpr, BLOCK_1: tl.constexpr, ROWS_2: tl.constexpr, BLOCK_2: tl.constexpr,
-):  # fmt: skip
-    """Add up the rows of two matrices, as sum_parts_kernel those of one.
-
-    The first programs own BLOCK_1 columns of the first matrix each, the others BLOCK_2 of the
-    second.
-    """
-    program, programs = tl.program_id(0), tl.cdiv(width_1, BLOCK_1)
-    if program < programs:
-        sum_columns(PARTS_1, OUT_1, program, parts_1, stride_1, width_1, ROWS_1, BLOCK_1)
-    else:
-        program -= programs
-        sum_columns(PARTS_2, OUT_2, program, parts_2, stride_2, width_2, ROWS_2, BLOCK_2)
-
-
-@partial(operator, changes=("out_1", "out_2"))
-def add_up_two(parts_1: Tensor, out_1: Tensor, parts_2: Tensor, out_2: Tensor) -> None:
-    """Write the sums of parts_1 [parts, ...] to out_1 and of parts_2 to out_2 in one launch.
-
-    A part lies together, parts may be apart.
-    """
-    chosen, programs, arguments = blocks("sum_parts"), 0, {}
-    tile, most = chosen.pop("TILE"), chosen.pop("ROWS")
-    for number, parts, out in ((1, parts_1, out_1), (2, parts_2, out_2)):
-        rows = min(most, triton.next_power_of_2(len(parts)))
-        block = max(8, tile // rows)
-        programs += triton.cdiv(out.numel(), block)
-        arguments |= {
-            f"PARTS_{number}": parts,
-            f"OUT_{number}": out,
-            f"parts_{number}": len(parts),
-            f"stride_{number}": parts.stride(0),
-            f"width_{number}": out.numel(),
-            f"ROWS_{number}": rows,
-            f"BLOCK_{number}": block,
-        }
-    wrap_triton(sum_two_parts_kernel)[(programs,)](**arguments, **chosen)
-
-
-def bias_gradient(bias: Tensor, grad: Tensor) -> Tensor:
-    """Compute the gradient of a bias [N], the sum of grad [..., N] over all rows."""
-    (gradient,) = gradients_into_buffer(((bias,),), partial(column_sums_to, grad), grad)
-    return gradient
-
-
-class Projection(torch.autograd.Function):
-    """Compute x weight^T + bias [..., N] of x [..., K], weight [N, K] and bias [N], or None.
-
-    Weight and bias are given as parameters and, `cast` and `cast_bias`, in the type of x.
-    """
-
-    @staticmethod
-    def forward(
-        ctx,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        cast: Tensor,
-        cast_bias: Tensor | None,
-        direct: bool,
-        side: SideStreams,
-    ) -> Tensor:
-        ctx.save_for_backward(x, cast)
-        ctx.weight, ctx.bias, ctx.direct, ctx.side = weight, bias, direct, side
-        return F.linear(x, cast, cast_bias)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        x, cast = ctx.saved_tensors
-        grad_x = grad_weight = grad_bias = None
-        grad = grad.contiguous()
-        if ctx.needs_input_grad[1]:
-            rows = grad.flatten(0, -2), x.flatten(0, -2)
-            grad_weight = weight_gradient(ctx.weight, *rows, ctx.direct)
-        if ctx.needs_input_grad[2]:
-            grad_bias = bias_gradient(ctx.bias, grad)
-        if ctx.needs_input_grad[0]:
-            grad_x = grad @ cast
-        return grad_x, grad_weight, grad_bias, None, None, None, None
-
-
-def takes_over(fusions: Fusions) -> bool:
-    """Return whether our optimizer takes gradients of parameters; compiled, it is PyTorch's own."""
-    return fusions.fused_optimizer and not torch.compiler.is_compiling()
-
-
-def linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    fusions: Fusions,
-    side: SideStreams,
-) -> Tensor:
-    """Compute x weight^T + bias [..., N] of x [..., K]."""
-    if not takes_over(fusions):
-        if bias is None or not fusions.triton_bias_gradient:
-            return F.linear(x, weight, bias)
-        return BiasGradient.apply(F.linear(x, weight, bias.detach()), bias)
-    x = x.to(gemm_dtype(x))
-    cast_bias = None if bias is None else cached_cast(bias, x.dtype)
-    cast = cached_cast(weight, x.dtype)
-    return Projection.apply(x, weight, bias, cast, cast_bias, fusions.direct_gradients, side)
-
-
-LOG2E = tl.constexpr(math.log2(math.e))  # exp2 is what the hardware computes
-
-
-@triton.jit
-def sigmoid(x):
-    """Compute 1 / (1 + exp(-x)) in float32.
-
-    1 / a is the square of 1 / sqrt(a), an instruction; a division is six of them.
-    """
-    root = tl.rsqrt(1 + tl.exp2(-x * LOG2E))
-    return root * root
-
-
-def check_shape(name: str, tensor: Tensor | None, *shape: int) -> None:
-    """Raise ValueError for another shape.
-
-    A kernel goes by the sizes of one input, and would read beyond a smaller one.
-    """
-    if tensor is not None and tensor.shape != shape:
-        raise ValueError(f"{name} must be {[*shape]}, not {[*tensor.shape]}")
-
-
-# Layer norm over the channels, and the pair bias that an attention makes of its result.
-
-
-@triton.jit
-def normalise(x, inside, eps, C: tl.constexpr):
-    """Compute x_hat = (x - mean(x)) * rstd and rstd = 1 / sqrt(var(x) + eps) for rows [rows, C].
-
-    Where not `inside` x_hat is 0.
-    """
-    x = tl.where(inside, x - tl.sum(x, 1)[:, None] / C, 0.0)
-    rstd = 1 / tl.sqrt(tl.sum(x * x, 1) / C + eps)
-    return x * rstd[:, None], rstd
-
-
-@triton.jit
-def norm_backward(grad, x, rstd, C: tl.constexpr):
-    """Compute dx = rstd * (g - mean(g) - x_hat * mean(g * x_hat)) from g = dx_hat and x_hat."""
-    mean_grad = tl.sum(grad, 1)[:, None] / C
-    return (grad - mean_grad - x * (tl.sum(grad * x, 1)[:, None] / C)) * rstd[:, None]
-
-
-@triton.jit
-def pair_bias_offset(row, head, N, H: tl.constexpr, ENDING: tl.constexpr):
-    """Find the place in a bias [B, H, N, N] of what pair `row` = (b, i, j) gives.
-
-    It is bias[b, head, i, j], and with ENDING bias[b, head, j, i].
-    """
-    b, pair = row // (N * N), row % (N * N)
-    if ENDING:
-        pair = pair % N * N + pair // N
-    return (b * H + head) * N * N + pair
-
-
-@triton.jit
-def layer_norm_forward_kernel(
-    X, WEIGHT, BIAS, OUT, HEADS, PAIR_BIAS, rows, N,
-    eps: tl.constexpr, H: tl.constexpr, ENDING: tl.constexpr,
-    C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Normalise rows: y = x_hat * weight + bias.
-
-    X and OUT are [rows, C]. With H heads the rows are pairs, and HEADS [H, C] projects them to the
-    bias of an attention, PAIR_BIAS_h = sum_c y_c HEADS_hc in [B, H, N, N]. A program owns ROWS
-    rows.
-    """
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    channel = tl.arange(0, BLOCK_C)
-    inside = (row < rows)[:, None] & (channel < C)[None, :]
-    at = row[:, None] * C + channel[None, :]
-    x = tl.load(X + at, mask=inside, other=0.0).to(tl.float32)
-    x, _ = normalise(x, inside, eps, C)
-    weight = tl.load(WEIGHT + channel, mask=channel < C, other=0.0)
-    bias = tl.load(BIAS + channel, mask=channel < C, other=0.0)
-    y = x * weight[None, :] + bias[None, :]
-    tl.store(OUT + at, y, mask=inside)
-    for head in tl.static_range(H):
-        projection = tl.load(HEADS + head * C + channel, mask=channel < C, other=0.0)
-        pair_bias = tl.sum(y * projection[None, :], 1)
-        tl.store(
-            PAIR_BIAS + pair_bias_offset(row, head, N, H, ENDING), pair_bias, mask=row < rows,
-        )  # fmt: skip
-
-
-@triton.jit
-def layer_norm_backward_kernel(
-    GRAD, X, WEIGHT, BIAS, HEADS, GRAD_PAIR_BIAS, GRAD_X, SUMS, rows, N,
-    eps: tl.constexpr, H: tl.constexpr, BLOCK_H: tl.constexpr, ENDING: tl.constexpr,
-    C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr, PROGRAMS: tl.constexpr,
-):  # fmt: skip
-    """Compute the gradients of a norm and of the pair bias, with x_hat and rstd made again from X.
-
-    dy = GRAD + sum_h dPAIR_BIAS_h HEADS_h, g = dy * weight,
-    dx = rstd * (g - mean(g) - x_hat * mean(g * x_hat)); over the rows
-    dweight = sum dy * x_hat, dbias = sum dy, dHEADS_h = sum dPAIR_BIAS_h y.
-    A program owns every PROGRAMS-th block of ROWS rows, and of SUMS [PROGRAMS, 2 + H, C] the sums
-    dweight, dbias and dHEADS over them.
-    """
-    program = tl.program_id(0)
-    channel = tl.arange(0, BLOCK_C)
-    weight = tl.load(WEIGHT + channel, mask=channel < C, other=0.0)
-    bias = tl.load(BIAS + channel, mask=channel < C, other=0.0)
-    # A sum over rows in every round costs more than these registers.
-    grad_weight = tl.zeros([ROWS, BLOCK_C], tl.float32)
-    grad_bias = tl.zeros([ROWS, BLOCK_C], tl.float32)
-    grad_heads = tl.zeros([BLOCK_H, BLOCK_C], tl.float32)
-    for start in range(program * ROWS, rows, PROGRAMS * ROWS):
-        row = tl.cast(start, tl.int64) + tl.arange(0, ROWS)
-        inside = (row < rows)[:, None] & (channel < C)[None, :]
-        at = row[:, None] * C + channel[None, :]
-        x = tl.load(X + at, mask=inside, other=0.0).to(tl.float32)
-        x, rstd = normalise(x, inside, eps, C)
-        grad = tl.zeros([ROWS, BLOCK_C], tl.float32)
-        if GRAD is not None:
-            grad += tl.load(GRAD + at, mask=inside, other=0.0).to(tl.float32)
-        for head in tl.static_range(H):
-            projection = tl.load(HEADS + head * C + channel, mask=channel < C, other=0.0)
-            at_pair = GRAD_PAIR_BIAS + pair_bias_offset(row, head, N, H, ENDING)
-            grad_pair_bias = tl.load(at_pair, mask=row < rows, other=0.0).to(tl.float32)[:, None]
-            grad += grad_pair_bias * projection[None, :]
-            grad_head = tl.sum(grad_pair_bias * (x * weight[None, :] + bias[None, :]), 0)
-            is_head = (tl.arange(0, BLOCK_H) == head)[:, None]
-            grad_heads += tl.where(is_head, grad_head[None, :], 0.0)
-        grad_weight += grad * x
-        grad_bias += grad
-        grad = norm_backward(grad * weight[None, :], x, rstd, C)
-        tl.store(GRAD_X + at, grad, mask=inside)
-    SUMS += program * (2 + H) * C + channel
-    tl.store(SUMS, tl.sum(grad_weight, 0), mask=channel < C)
-    tl.store(SUMS + C, tl.sum(grad_bias, 0), mask=channel < C)
-    if H > 0:
-        head = tl.arange(0, BLOCK_H)[:, None]
-        at_head = SUMS[None, :] + (2 + head) * C
-        tl.store(at_head, grad_heads, mask=(head < H) & (channel < C)[None, :])
-
-
-@operator
-def layer_norm_forward(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    eps: float,
-    dtype: torch.dtype,
-    heads: Tensor | None = None,
-    ending: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Normalise x [..., C] over C: the norm in `dtype`, and a pair bias.
-
-    The latter is [B, H, N, N], made from x [B, N, N, C] by heads [H, C]; empty without heads.
-    """
-    rows, programs, options = row_launch("layer_norm_forward", x)
-    count, length = (0, 1) if heads is None else (len(heads), x.shape[1])
-    out = torch.empty_like(x, dtype=dtype)
-    pair_bias = out.new_empty(0)
-    if heads is not None:
-        pair_bias = out.new_empty(len(x), count, length, length)
-    wrap_triton(layer_norm_forward_kernel)[(programs,)](
-        X=x,
-        WEIGHT=weight,
-        BIAS=bias,
-        OUT=out,
-        HEADS=heads,
-        PAIR_BIAS=pair_bias,
-        rows=rows,
-        N=length,
-        eps=eps,
-        H=count,
-        ENDING=ending,
-        **options,
-    )
-    return out, pair_bias
-
-
-@operator
-def layer_norm_backward(
-    grad: Tensor | None,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    eps: float,
-    heads: Tensor | None = None,
-    grad_pair_bias: Tensor | None = None,
-    ending: bool = False,
-    parameters: bool = True,
-) -> tuple[Tensor, Tensor]:
-    """Compute the gradient of x, and parts of those of weight, bias and heads.
-
-    The parts [programs, 2 + H, C] are empty without `parameters`. Mean and variance are computed
-    again.
-    """
-    rows, programs, options = row_launch("layer_norm_backward", x)
-    count, length = (0, 1) if heads is None else (len(heads), x.shape[1])
-    grad_x = torch.empty_like(x)
-    sums = x.new_empty(programs, 2 + count, x.shape[-1], dtype=torch.float32)
-    wrap_triton(layer_norm_backward_kernel)[(programs,)](
-        GRAD=grad,
-        X=x,
-        WEIGHT=weight,
-        BIAS=bias,
-        HEADS=heads,
-        GRAD_PAIR_BIAS=grad_pair_bias,
-        GRAD_X=grad_x,
-        SUMS=sums,
-        rows=rows,
-        N=length,
-        eps=eps,
-        H=count,
-        BLOCK_H=triton.next_power_of_2(max(count, 1)),
-        ENDING=ending,
-        **options,
-    )
-    return grad_x, sums if parameters else x.new_empty(0)
-
-
-class LayerNormFunction(torch.autograd.Function):
-    """Normalise x [..., C] over C, in `dtype`.
-
-    With heads [H, C] x is [B, N, N, C], and the norm comes with its projection to them,
-    [B, H, N, N]: the bias of an attention, with `ending` that of the transposed pairs.
-    """
-
-    @staticmethod
-    def forward(
-        ctx,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor,
-        eps: float,
-        dtype: torch.dtype,
-        heads: Tensor | None = None,
-        ending: bool = False,
-        side: SideStreams | None = None,
-    ):
-        ctx.set_materialize_grads(False)  # nobody may have used the norm, or the bias
-        x, dim = x.contiguous(), x.shape[-1]
-        check_shape("the norm's weight", weight, dim)
-        check_shape("the norm's bias", bias, dim)
-        if heads is not None:
-            check_shape("pair", x, len(x), x.shape[1], x.shape[1], dim)
-            check_shape("the weight of the heads", heads, len(heads), dim)
-        ctx.save_for_backward(x, weight, bias, heads)
-        ctx.eps, ctx.ending, ctx.side = eps, ending, side
-        ctx.parameters = (weight, bias, heads)
-        out, pair_bias = layer_norm_forward(x, weight, bias, eps, dtype, heads, ending)
-        return out if heads is None else (out, pair_bias)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor | None, grad_pair_bias: Tensor | None = None):
-        x, weight, bias, heads = ctx.saved_tensors
-        grad = None if grad is None else grad.contiguous()
-        if grad_pair_bias is None:
-            heads = None
-        else:
-            grad_pair_bias = grad_pair_bias.contiguous()
-        parameters = any(ctx.needs_input_grad[1:])
-        grad_x, sums = layer_norm_backward(
-            grad,
-            x,
-            weight,
-            bias,
-            ctx.eps,
-            heads,
-            grad_pair_bias,
-            ctx.ending,
-            parameters,
-        )
-        if not parameters:
-            return grad_x, *7 * [None]
-        if ctx.side is None:
-            sums = sum_parts(sums)
-            grads = sums[0], sums[1], None if heads is None else sums[2:]
-        else:
-            of = ctx.parameters[: 2 if heads is None else 3]
-            grads = *gradients_into_buffer((of,), partial(add_up, sums), sums), None
-        return grad_x, grads[0], grads[1], None, None, grads[2], None, None
-
-
-# The bias of a projection. Adding it costs nothing, the GEMM does it; its gradient is the sum over
-# all rows.
-
-
-@triton.jit
-def column_sums_kernel(
-    X, SUMS, rows,
-    C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr, PROGRAMS: tl.constexpr,
-):  # fmt: skip
-    """Add up rows: sums_pc = sum of x_rc over the rows r of program p.
-
-    X is [rows, C], SUMS [PROGRAMS, C]. A program owns every PROGRAMS-th block of ROWS rows.
-    """
-    program = tl.program_id(0)
-    channel = tl.arange(0, BLOCK_C)
-    total = tl.zeros([ROWS, BLOCK_C], tl.float32)
-    for start in range(program * ROWS, rows, PROGRAMS * ROWS):
-        row = tl.cast(start, tl.int64) + tl.arange(0, ROWS)
-        inside = (row < rows)[:, None] & (channel < C)[None, :]
-        at = X + row[:, None] * C + channel[None, :]
-        total += tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(SUMS + program * C + channel, tl.sum(total, 0), mask=channel < C)
-
-
-@operator
-def column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Add up all rows: x [..., C] -> [C], in `dtype`."""
-    return sum_parts(column_parts(x), dtype)
-
-
-@partial(operator, changes=("out",))
-def column_sums_to(x: Tensor, out: Tensor) -> None:
-    """Write the sum over all rows of x [..., C] to out [C]."""
-    sum_parts_to(column_parts(x), out)
-
-
-def column_parts(x: Tensor) -> Tensor:
-    """Add up rows of x [..., C] in each program -> [programs, C]."""
-    rows, programs, options = row_launch("column_sums", x)
-    sums = x.new_empty(programs, x.shape[-1], dtype=torch.float32)
-    wrap_triton(column_sums_kernel)[(programs,)](X=x, SUMS=sums, rows=rows, **options)
-    return sums
-
-
-class BiasGradient(torch.autograd.Function):
-    """Hand y [..., C] on, and the bias [C] that the GEMM has added to it its gradient."""
-
-    @staticmethod
-    def forward(ctx, y: Tensor, bias: Tensor) -> Tensor:
-        check_shape("bias", bias, y.shape[-1])
-        ctx.dtype = bias.dtype
-        return y.view_as(y)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        if not ctx.needs_input_grad[1]:
-            return grad, None
-        return grad, column_sums(grad.contiguous(), ctx.dtype)
-
-
-# Attention of every row of a batch of rows, with a pair bias B that they share, and a gate:
-#
-#   S = scale * Q K^T + B,   P = softmax(S),   O = P V,   out = sigmoid(gate + gate_bias) * O
-#
-# QKVG [B, R, N, H, 4, D] is what the projection's GEMM wrote; R and N may have any strides, so that
-# columns and ending nodes are read where they lie. The output is kept after the gate: with
-# g = sigmoid(gate + gate_bias) it gives dgate = dout * out * (1 - g), and what the softmax's
-# gradient needs, delta = rowsum(dO * O), as rowsum(dout * out), but for the rounding of out. In the
-# backward pass
-#
-#   dV = P^T dO,   dP = dO V^T,   dS = P * (dP - delta),   dQ = dS K,   dK = dS^T Q,   dB = sum_r dS
-#
-# The log-sum-exp of a row is kept to the base 2. `x_b`, `x_r` and `x_n` are the strides of QKVG,
-# `out_...` those of OUT and of the gradient of O, `grad_...` those of GRAD_OUT.
-
-
-@triton.jit
-def split_program(program, tiles, H, R):
-    """Split the number of a program into tile, head, row and sample.
-
-    Programs that share a tile of the bias run close to each other.
-    """
-    rest = program // tiles
-    return program % tiles, rest % H, (rest // H % R).to(tl.int64), (rest // H // R).to(tl.int64)
-
-
-@triton.jit
-def load_rows(X, row, stride, D: tl.constexpr, BLOCK_D: tl.constexpr, N, EVEN: tl.constexpr):
-    """Load rows of a matrix [N, D] that lie `stride` apart, zeros beyond its ends."""
-    column = tl.arange(0, BLOCK_D)
-    at = row.to(tl.int64)[:, None] * stride + column[None, :]
-    if EVEN:
-        return tl.load(X + at)
-    return tl.load(X + at, mask=(row < N)[:, None] & (column < D)[None, :], other=0.0)
-
-
-@triton.jit
-def store_rows(
-    X, value, row, stride, D: tl.constexpr, BLOCK_D: tl.constexpr, N, EVEN: tl.constexpr
-):  # fmt: skip
-    """Store rows of a matrix [N, D] that lie `stride` apart, in its type, none beyond its ends."""
-    column = tl.arange(0, BLOCK_D)
-    at = X + (row.to(tl.int64)[:, None] * stride + column[None, :])
-    value = value.to(X.dtype.element_ty)
-    if EVEN:
-        tl.store(at, value)
-    else:
-        tl.store(at, value, mask=(row < N)[:, None] & (column < D)[None, :])
-
-
-@triton.jit
-def load_bias(BIAS, row, column, N, EVEN: tl.constexpr):
-    """Load a tile of a pair bias [N, N] in float32."""
-    at = row.to(tl.int64)[:, None] * N + column[None, :]
-    if EVEN:
-        bias = tl.load(BIAS + at)
-    else:
-        inside = (row < N)[:, None] & (column < N)[None, :]
-        bias = tl.load(BIAS + at, mask=inside, other=0.0)
-    return bias.to(tl.float32)
-
-
-@triton.jit
-def scores(q, k, bias, key, N, scale, EVEN: tl.constexpr, PRECISION: tl.constexpr):
-    """Compute S = scale * Q K^T + B, [queries, keys]; -inf beyond the last key."""
-    score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale + bias
-    return score if EVEN else tl.where((key < N)[None, :], score, float("-inf"))
-
-
-@triton.jit
-def load_gate(
-    QKVG, GATE_BIAS, row, stride, D: tl.constexpr, BLOCK_D: tl.constexpr, N, EVEN: tl.constexpr
-):  # fmt: skip
-    """Load sigmoid(gate + gate_bias) [queries, D] of one head."""
-    column = tl.arange(0, BLOCK_D)
-    bias = tl.load(GATE_BIAS + column, mask=column < D, other=0.0).to(tl.float32)
-    gate = load_rows(QKVG + 3 * D, row, stride, D, BLOCK_D, N, EVEN).to(tl.float32)
-    return sigmoid(gate + bias[None, :])
-
-
-@triton.jit
-def attention_forward_kernel(
-    QKVG, GATE_BIAS, BIAS, OUT, LOG_SUM_EXP, x_b, x_r, x_n, out_b, out_r, out_n, R, H, N,
-    scale: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Compute out = sigmoid(gate + gate_bias) * softmax(scale * Q K^T + B) V without storing S.
-
-    QKVG is [B, R, N, H, 4, D], GATE_BIAS [H x D], BIAS [B, H, N, N] or None, OUT [B, R, N, H x D],
-    LOG_SUM_EXP [B, R, H, N] that of each row of S. A program owns BLOCK_M queries of a head of a
-    row, and goes over their keys BLOCK_N at a time.
-    """
-    tile, head, r, b = split_program(tl.program_id(0), tl.cdiv(N, BLOCK_M), H, R)
-    QKVG += b * x_b + r * x_r + head * 4 * D
-    query = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    q = load_rows(QKVG, query, x_n, D, BLOCK_D, N, EVEN)
-    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
-    out = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for start in range(0, N, BLOCK_N):
-        key = start + tl.arange(0, BLOCK_N)
-        k = load_rows(QKVG + D, key, x_n, D, BLOCK_D, N, EVEN)
-        v = load_rows(QKVG + 2 * D, key, x_n, D, BLOCK_D, N, EVEN)
-        at_bias = (b * H + head) * N * N
-        bias = 0.0 if BIAS is None else load_bias(BIAS + at_bias, query, key, N, EVEN)
-        s = scores(q, k, bias, key, N, scale, EVEN, PRECISION)  # S = scale * Q K^T + B
-        # Online softmax: what was added up so far belongs to the maximum so far.
-        new_row_max = tl.maximum(row_max, tl.max(s, 1) * LOG2E)  # to the base 2
-        p = tl.exp2(s * LOG2E - new_row_max[:, None])
-        rescale = tl.exp2(row_max - new_row_max)
-        row_sum = row_sum * rescale + tl.sum(p, 1)
-        # O += P V
-        out = tl.dot(p.to(v.dtype), v, out * rescale[:, None], input_precision=PRECISION)
-        row_max = new_row_max
-    gate = load_gate(QKVG, GATE_BIAS + head * D, query, x_n, D, BLOCK_D, N, EVEN)
-    out = out / row_sum[:, None] * gate
-    store_rows(OUT + b * out_b + r * out_r + head * D, out, query, out_n, D, BLOCK_D, N, EVEN)
-    tl.store(
-        LOG_SUM_EXP + ((b * R + r) * H + head) * N + query,
-        row_max + tl.log2(row_sum),
-        mask=query < N,
-    )
-
-
-@triton.jit
-def attention_backward_query_kernel(
-    GRAD_OUT, QKVG, GATE_BIAS, BIAS, OUT, LOG_SUM_EXP,
-    GRAD_QKVG, GRAD_ATTENTION, DELTA, GRAD_GATE_BIAS,
-    x_b, x_r, x_n, out_b, out_r, out_n, grad_b, grad_r, grad_n, R, H, N,
-    scale: tl.constexpr, ROUNDED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Compute dQ and dgate, and what the other two kernels need: dO and delta.
-
-    dgate = dout * out * (1 - g), dO = dout * g, delta = rowsum(dout * out),
-    dS = P * (dO V^T - delta), dQ = dS K. GRAD_ATTENTION holds dO in the layout of OUT, DELTA lies
-    as LOG_SUM_EXP does; GRAD_GATE_BIAS [B, R, tiles, H x D] is the sum of dgate over the queries of
-    a tile. A program owns BLOCK_M queries of a head of a row.
-
-    Delta makes the gradients of a row's scores add up to 0, without which what all keys have in
-    common would enter the query's gradient. From a ROUNDED output it does so only roughly: what the
-    sum is then, rowsum(dS), is taken off at the end, times P K, the mean of the keys.
-    """
-    tile, head, r, b = split_program(tl.program_id(0), tl.cdiv(N, BLOCK_M), H, R)
-    at_x = b * x_b + r * x_r + head * 4 * D
-    at_out = b * out_b + r * out_r + head * D
-    at_row = ((b * R + r) * H + head) * N
-    QKVG += at_x
-    query = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    at = GRAD_OUT + b * grad_b + r * grad_r + head * D
-    grad_out = load_rows(at, query, grad_n, D, BLOCK_D, N, EVEN)
-    gate = load_gate(QKVG, GATE_BIAS + head * D, query, x_n, D, BLOCK_D, N, EVEN)
-    product = grad_out.to(tl.float32)
-    product *= load_rows(OUT + at_out, query, out_n, D, BLOCK_D, N, EVEN).to(tl.float32)
-    delta = tl.sum(product, 1)
-    grad_gate = product * (1 - gate)
-    store_rows(GRAD_QKVG + at_x + 3 * D, grad_gate, query, x_n, D, BLOCK_D, N, EVEN)
-    column = tl.arange(0, BLOCK_D)
-    at = (((b * R + r) * tl.cdiv(N, BLOCK_M) + tile) * H + head) * D + column
-    tl.store(GRAD_GATE_BIAS + at, tl.sum(grad_gate, 0), mask=column < D)
-    q = load_rows(QKVG, query, x_n, D, BLOCK_D, N, EVEN)
-    grad = (grad_out.to(tl.float32) * gate).to(q.dtype)
-    store_rows(GRAD_ATTENTION + at_out, grad, query, out_n, D, BLOCK_D, N, EVEN)
-    log_sum_exp = tl.load(LOG_SUM_EXP + at_row + query, mask=query < N, other=0.0)
-    grad_q = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    rest = tl.zeros([BLOCK_M], tl.float32)
-    mean_k = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for start in range(0, N, BLOCK_N):
-        key = start + tl.arange(0, BLOCK_N)
-        k = load_rows(QKVG + D, key, x_n, D, BLOCK_D, N, EVEN)
-        v = load_rows(QKVG + 2 * D, key, x_n, D, BLOCK_D, N, EVEN)
-        at_bias = (b * H + head) * N * N
-        bias = 0.0 if BIAS is None else load_bias(BIAS + at_bias, query, key, N, EVEN)
-        s = scores(q, k, bias, key, N, scale, EVEN, PRECISION)  # S = scale * Q K^T + B
-        p = tl.exp2(s * LOG2E - log_sum_exp[:, None])  # P
-        grad_p = tl.dot(grad, tl.trans(v), input_precision=PRECISION)  # dP = dO V^T
-        grad_s = p * (grad_p - delta[:, None])  # dS
-        grad_q = tl.dot(grad_s.to(k.dtype), k, grad_q, input_precision=PRECISION)  # dQ += dS K
-        if ROUNDED:
-            rest += tl.sum(grad_s, 1)
-            mean_k = tl.dot(p.to(k.dtype), k, mean_k, input_precision=PRECISION)  # P K
-    grad_q -= rest[:, None] * mean_k
-    tl.store(DELTA + at_row + query, delta + rest, mask=query < N)
-    store_rows(GRAD_QKVG + at_x, grad_q * scale, query, x_n, D, BLOCK_D, N, EVEN)
-
-
-@triton.jit
-def attention_backward_key_kernel(
-    QKVG, BIAS_T, LOG_SUM_EXP, GRAD_ATTENTION, DELTA, GRAD_QKVG,
-    x_b, x_r, x_n, out_b, out_r, out_n, R, H, N,
-    scale: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Compute dK = dS^T Q and dV = P^T dO.
-
-    S, P and dS are transposed here, [keys, queries], as both products take them, and so is
-    BIAS_T [B, H, N, N]. A program owns BLOCK_N keys of a head of a row, and goes over the queries
-    BLOCK_M at a time.
-    """
-    tile, head, r, b = split_program(tl.program_id(0), tl.cdiv(N, BLOCK_N), H, R)
-    at_x = b * x_b + r * x_r + head * 4 * D
-    at_row = ((b * R + r) * H + head) * N
-    QKVG += at_x
-    GRAD_ATTENTION += b * out_b + r * out_r + head * D
-    key = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = load_rows(QKVG + D, key, x_n, D, BLOCK_D, N, EVEN)
-    v = load_rows(QKVG + 2 * D, key, x_n, D, BLOCK_D, N, EVEN)
-    grad_k = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    grad_v = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    for start in range(0, N, BLOCK_M):
-        query = start + tl.arange(0, BLOCK_M)
-        q = load_rows(QKVG, query, x_n, D, BLOCK_D, N, EVEN)
-        grad = load_rows(GRAD_ATTENTION, query, out_n, D, BLOCK_D, N, EVEN)
-        log_sum_exp = tl.load(LOG_SUM_EXP + at_row + query, mask=query < N, other=0.0)
-        delta = tl.load(DELTA + at_row + query, mask=query < N, other=0.0)
-        at_bias = (b * H + head) * N * N
-        bias = 0.0 if BIAS_T is None else load_bias(BIAS_T + at_bias, key, query, N, EVEN)
-        s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale + bias  # S^T
-        p = tl.exp2(s * LOG2E - log_sum_exp[None, :])  # P^T
-        grad_v = tl.dot(p.to(grad.dtype), grad, grad_v, input_precision=PRECISION)  # dV += P^T dO
-        grad_p = tl.dot(v, tl.trans(grad), input_precision=PRECISION)  # dP^T = V dO^T
-        grad_s = p * (grad_p - delta[None, :])  # dS^T
-        grad_k = tl.dot(grad_s.to(q.dtype), q, grad_k, input_precision=PRECISION)  # dK += dS^T Q
-    store_rows(GRAD_QKVG + at_x + D, grad_k * scale, key, x_n, D, BLOCK_D, N, EVEN)
-    store_rows(GRAD_QKVG + at_x + 2 * D, grad_v, key, x_n, D, BLOCK_D, N, EVEN)
-
-
-@triton.jit
-def attention_backward_bias_kernel(
-    QKVG, BIAS, LOG_SUM_EXP, GRAD_ATTENTION, DELTA, GRAD_BIAS,
-    x_b, x_r, x_n, out_b, out_r, out_n, R, H, N, B, group,
-    scale: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Compute the gradient of the bias, dB = sum of dS over the rows that share it.
-
-    GRAD_BIAS is [groups, B, H, N, N]. A program owns a tile [BLOCK_M, BLOCK_N] of it and adds up
-    `group` of the rows, so nothing is added atomically.
-    """
-    tiles_n = tl.cdiv(N, BLOCK_N)
-    tile, head, g, b = split_program(
-        tl.program_id(0), tl.cdiv(N, BLOCK_M) * tiles_n, H, tl.cdiv(R, group)
-    )  # fmt: skip
-    query = tile // tiles_n * BLOCK_M + tl.arange(0, BLOCK_M)
-    key = tile % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    QKVG += b * x_b + head * 4 * D
-    GRAD_ATTENTION += b * out_b + head * D
-    bias = load_bias(BIAS + (b * H + head) * N * N, query, key, N, EVEN)
-    grad_bias = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    first = (g * group).to(tl.int32)
-    last = tl.minimum(g * group + group, R).to(tl.int32)
-    for step in range(first, last):
-        r = tl.cast(step, tl.int64)
-        q = load_rows(QKVG + r * x_r, query, x_n, D, BLOCK_D, N, EVEN)
-        k = load_rows(QKVG + r * x_r + D, key, x_n, D, BLOCK_D, N, EVEN)
-        v = load_rows(QKVG + r * x_r + 2 * D, key, x_n, D, BLOCK_D, N, EVEN)
-        grad = load_rows(GRAD_ATTENTION + r * out_r, query, out_n, D, BLOCK_D, N, EVEN)
-        at_row = ((b * R + r) * H + head) * N
-        log_sum_exp = tl.load(LOG_SUM_EXP + at_row + query, mask=query < N, other=0.0)
-        delta = tl.load(DELTA + at_row + query, mask=query < N, other=0.0)
-        s = scores(q, k, bias, key, N, scale, EVEN, PRECISION)  # S = scale * Q K^T + B
-        p = tl.exp2(s * LOG2E - log_sum_exp[:, None])  # P
-        grad_p = tl.dot(grad, tl.trans(v), input_precision=PRECISION)  # dP = dO V^T
-        grad_bias += p * (grad_p - delta[:, None])  # dB += dS
-    at = ((g * B + b) * H + head) * N * N + query.to(tl.int64)[:, None] * N + key[None, :]
-    tl.store(GRAD_BIAS + at, grad_bias, mask=(query < N)[:, None] & (key < N)[None, :])
-
-
-@triton.jit
-def attention_backward_short_kernel(
-    GRAD_OUT, QKVG, GATE_BIAS, BIAS, OUT, GRAD_QKVG, GRAD_GATE_BIAS, GRAD_BIAS,
-    x_b, x_r, x_n, out_b, out_r, out_n, grad_b, grad_r, grad_n, R, H, N, B, group,
-    scale: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Compute all gradients of an attention whose rows are at most BLOCK_N long.
-
-    A row's S is a single tile then, so no sum is left to another kernel: dgate, dV = P^T dO,
-    dS = P * (dP - rowsum(P * dP)), dQ = dS K, dK = dS^T Q. A program owns `group` rows of a head,
-    and the sums of dgate and of dS over them: of GRAD_GATE_BIAS [B, groups, H x D] and of
-    GRAD_BIAS [groups, B, H, N, N].
-    """
-    _, head, g, b = split_program(tl.program_id(0), 1, H, tl.cdiv(R, group))
-    n = tl.arange(0, BLOCK_N)
-    column = tl.arange(0, BLOCK_D)
-    at_bias = (b * H + head) * N * N
-    bias = 0.0 if BIAS is None else load_bias(BIAS + at_bias, n, n, N, EVEN)
-    grad_bias = tl.zeros([BLOCK_N, BLOCK_N], tl.float32)
-    grad_gate_bias = tl.zeros([BLOCK_D], tl.float32)
-    first = (g * group).to(tl.int32)
-    last = tl.minimum(g * group + group, R).to(tl.int32)
-    for step in range(first, last):
-        r = tl.cast(step, tl.int64)
-        at_x = b * x_b + r * x_r + head * 4 * D
-        q = load_rows(QKVG + at_x, n, x_n, D, BLOCK_D, N, EVEN)
-        k = load_rows(QKVG + at_x + D, n, x_n, D, BLOCK_D, N, EVEN)
-        v = load_rows(QKVG + at_x + 2 * D, n, x_n, D, BLOCK_D, N, EVEN)
-        gate = load_gate(QKVG + at_x, GATE_BIAS + head * D, n, x_n, D, BLOCK_D, N, EVEN)
-        at = GRAD_OUT + b * grad_b + r * grad_r + head * D
-        grad_out = load_rows(at, n, grad_n, D, BLOCK_D, N, EVEN)
-        at = OUT + b * out_b + r * out_r + head * D
-        out = load_rows(at, n, out_n, D, BLOCK_D, N, EVEN)
-        product = grad_out.to(tl.float32) * out.to(tl.float32)
-        grad_gate = product * (1 - gate)
-        grad_gate_bias += tl.sum(grad_gate, 0)
-        store_rows(GRAD_QKVG + at_x + 3 * D, grad_gate, n, x_n, D, BLOCK_D, N, EVEN)
-        grad = (grad_out.to(tl.float32) * gate).to(q.dtype)
-        s = scores(q, k, bias, n, N, scale, EVEN, PRECISION)  # S = scale * Q K^T + B
-        # A whole row is here: its own sum is more exact than a log-sum-exp that was rounded.
-        p = tl.exp2(s * LOG2E - (tl.max(s, 1) * LOG2E)[:, None])
-        p /= tl.sum(p, 1)[:, None]  # P
-        grad_v = tl.dot(tl.trans(p.to(grad.dtype)), grad, input_precision=PRECISION)  # dV = P^T dO
-        store_rows(GRAD_QKVG + at_x + 2 * D, grad_v, n, x_n, D, BLOCK_D, N, EVEN)
-        grad_p = tl.dot(grad, tl.trans(v), input_precision=PRECISION)  # dP = dO V^T
-        grad_s = p * (grad_p - tl.sum(p * grad_p, 1)[:, None])  # dS
-        grad_bias += grad_s  # dB += dS
-        grad_s = (grad_s * scale).to(q.dtype)
-        grad_q = tl.dot(grad_s, k, input_precision=PRECISION)  # dQ = dS K
-        store_rows(GRAD_QKVG + at_x, grad_q, n, x_n, D, BLOCK_D, N, EVEN)
-        grad_k = tl.dot(tl.trans(grad_s), q, input_precision=PRECISION)  # dK = dS^T Q
-        store_rows(GRAD_QKVG + at_x + D, grad_k, n, x_n, D, BLOCK_D, N, EVEN)
-    tl.store(GRAD_GATE_BIAS + tl.program_id(0) * D + column, grad_gate_bias, mask=column < D)
-    if GRAD_BIAS is not None:
-        at_grad = ((g * B + b) * H + head) * N * N + n[:, None] * N + n[None, :]
-        tl.store(GRAD_BIAS + at_grad, grad_bias, mask=(n < N)[:, None] & (n < N)[None, :])
-
-
-def attention_options(kernel: str, qkvg: Tensor) -> dict[str, int | bool | str]:
-    """Return what an attention kernel is compiled for; no block is longer than the rows."""
-    check_not_empty(kernel, qkvg)
-    chosen, length, dim = blocks(kernel, qkvg.dtype), qkvg.shape[2], qkvg.shape[5]
-    longest = max(16, triton.next_power_of_2(length))
-    sizes = {
-        name: min(size, longest) for name, size in chosen.items() if name.startswith("BLOCK")
-    }  # fmt: skip
-    chosen |= {**sizes, "D": dim, "BLOCK_D": max(16, triton.next_power_of_2(dim))}
-    even_rows = all(length % size == 0 for size in sizes.values())
-    chosen["EVEN"] = dim == chosen["BLOCK_D"] and even_rows
-    tile = math.prod(sizes.values()) if len(sizes) == 2 else longest**2
-    chosen["num_warps"] = max(1, min(chosen["num_warps"], tile // 512))
-    return {**chosen, "PRECISION": dot_precision(qkvg.dtype)}
-
-
-@cache  # a launch asks for it each time
-def rows_per_program(programs: int, tiles: int, rows: int) -> int:
-    """Return how many rows that share a tile go to one program, if `programs` run at a time.
-
-    More groups of rows may fill the last wave of programs better, but each has sums that are
-    written, read and added up: for a tile this takes about as long as four rows.
-    """
-
-    def cost(groups: int) -> float:
-        waves = triton.cdiv(tiles * groups, programs)
-        return waves * triton.cdiv(rows, groups) + 4 * tiles * groups / programs
-
-    return triton.cdiv(rows, min(range(1, min(rows, programs) + 1), key=cost))
-
-
-def attention_sizes(qkvg: Tensor, out: Tensor) -> dict[str, int | float]:
-    """Return what all attention kernels are told of their inputs: strides, sizes and scale."""
-    x_b, x_r, x_n = qkvg.stride()[:3]
-    out_b, out_r, out_n = out.stride()[:3]
-    _, rows, length, heads, _, dim = qkvg.shape
-    return {
-        "x_b": x_b,
-        "x_r": x_r,
-        "x_n": x_n,
-        "out_b": out_b,
-        "out_r": out_r,
-        "out_n": out_n,
-        "R": rows,
-        "H": heads,
-        "N": length,
-        "scale": 1 / math.sqrt(dim),
-    }
-
-
-@operator
-def attention_forward(
-    qkvg: Tensor,
-    gate_bias: Tensor,
-    bias: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Compute gated attention: the output [B, R, N, H x D], and log-sum-exp [B, R, H, N].
-
-    qkvg is [B, R, N, H, 4, D], gate_bias [H x D], bias [B, H, N, N].
-    """
-    samples, rows, length, heads, _, dim = qkvg.shape
-    swapped = qkvg.stride(1) < qkvg.stride(2)  # then the output is laid out like that, too
-    if swapped:
-        out = qkvg.new_empty(samples, length, rows, heads * dim).transpose(1, 2)
-    else:
-        out = qkvg.new_empty(samples, rows, length, heads * dim)
-    log_sum_exp = qkvg.new_empty(samples, rows, heads, length, dtype=torch.float32)
-    options = attention_options("attention_forward", qkvg)
-    tiles = triton.cdiv(length, options["BLOCK_M"])
-    wrap_triton(attention_forward_kernel)[(tiles * heads * rows * samples,)](
-        QKVG=qkvg,
-        GATE_BIAS=gate_bias,
-        BIAS=bias,
-        OUT=out,
-        LOG_SUM_EXP=log_sum_exp,
-        **attention_sizes(qkvg, out),
-        **options,
-    )
-    return out, log_sum_exp
-
-
-@operator
-def attention_backward(
-    grad_out: Tensor,
-    qkvg: Tensor,
-    gate_bias: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    log_sum_exp: Tensor,
-    of_gate_bias: bool,
-    of_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of qkvg (in its layout), gate_bias and bias.
-
-    That of gate_bias is in parts [parts, H x D]. The last two are empty unless `of_gate_bias` and
-    `of_bias` ask for them.
-    """
-    samples, rows, length, heads, _, dim = qkvg.shape
-    sizes = attention_sizes(qkvg, out)
-    grad_b, grad_r, grad_n = grad_out.stride()[:3]
-    grad_qkvg = torch.empty_like(qkvg)
-    short = attention_options("attention_backward_short", qkvg)
-    if short["BLOCK_N"] >= length:
-        group = rows_per_program(short.pop("PROGRAMS"), heads * samples, rows)
-        parts = triton.cdiv(rows, group)
-        grad_bias = None
-        if of_bias:
-            grad_bias = qkvg.new_empty(parts, *bias.shape, dtype=torch.float32)
-        grad_gate_bias = qkvg.new_empty(samples * parts, heads * dim, dtype=torch.float32)
-        wrap_triton(attention_backward_short_kernel)[(heads * parts * samples,)](
-            GRAD_OUT=grad_out,
-            QKVG=qkvg,
-            GATE_BIAS=gate_bias,
-            BIAS=bias,
-            OUT=out,
-            GRAD_QKVG=grad_qkvg,
-            GRAD_GATE_BIAS=grad_gate_bias,
-            GRAD_BIAS=grad_bias,
-            grad_b=grad_b,
-            grad_r=grad_r,
-            grad_n=grad_n,
-            B=samples,
-            group=group,
-            **sizes,
-            **short,
-        )
-    else:
-        grad_attention, delta = torch.empty_like(out), torch.empty_like(log_sum_exp)
-        options = attention_options("attention_backward_query", qkvg)
-        rounded = qkvg.dtype != torch.float32 or options["PRECISION"] == "tf32"
-        tiles = triton.cdiv(length, options["BLOCK_M"])
-        parts = samples * rows * tiles
-        grad_gate_bias = qkvg.new_empty(parts, heads * dim, dtype=torch.float32)
-        wrap_triton(attention_backward_query_kernel)[(tiles * heads * rows * samples,)](
-            GRAD_OUT=grad_out,
-            QKVG=qkvg,
-            GATE_BIAS=gate_bias,
-            BIAS=bias,
-            OUT=out,
-            LOG_SUM_EXP=log_sum_exp,
-            GRAD_QKVG=grad_qkvg,
-            GRAD_ATTENTION=grad_attention,
-            DELTA=delta,
-            GRAD_GATE_BIAS=grad_gate_bias,
-            grad_b=grad_b,
-            grad_r=grad_r,
-            grad_n=grad_n,
-            ROUNDED=rounded,
-            **sizes,
-            **options,
-        )
-        options = attention_options("attention_backward_key", qkvg)
-        tiles = triton.cdiv(length, options["BLOCK_N"])
-        wrap_triton(attention_backward_key_kernel)[(tiles * heads * rows * samples,)](
-            QKVG=qkvg,
-            BIAS_T=None if bias is None else bias.mT.contiguous(),
-            LOG_SUM_EXP=log_sum_exp,
-            GRAD_ATTENTION=grad_attention,
-            DELTA=delta,
-            GRAD_QKVG=grad_qkvg,
-            **sizes,
-            **options,
-        )
-        if of_bias:
-            options = attention_options("attention_backward_bias", qkvg)
-            tiles = math.prod(triton.cdiv(length, options[size]) for size in ("BLOCK_M", "BLOCK_N"))
-            group = rows_per_program(options.pop("PROGRAMS"), tiles * heads * samples, rows)
-            parts = triton.cdiv(rows, group)
-            grad_bias = qkvg.new_empty(parts, *bias.shape, dtype=torch.float32)
-            wrap_triton(attention_backward_bias_kernel)[(tiles * heads * parts * samples,)](
-                QKVG=qkvg,
-                BIAS=bias,
-                LOG_SUM_EXP=log_sum_exp,
-                GRAD_ATTENTION=grad_attention,
-                DELTA=delta,
-                GRAD_BIAS=grad_bias,
-                B=samples,
-                group=group,
-                **sizes,
-                **options,
-            )
-    nothing = qkvg.new_empty(0)
-    return (
-        grad_qkvg,
-        grad_gate_bias if of_gate_bias else nothing,
-        sum_parts(grad_bias, bias.dtype) if of_bias else torch.empty_like(nothing),
-    )
-
-
-class GatedAttentionFunction(torch.autograd.Function):
-    """Compute sigmoid(gate + gate_bias) * softmax(q k^T / sqrt(D) + bias) v.
-
-    qkvg [B, R, N, H, 4, D] holds q, k, v and gate; the result is [B, R, N, H x D]. The bias
-    [B, H, N, N] is the same for all rows R; it may be None.
-    """
-
-    @staticmethod
-    def forward(
-        ctx,
-        qkvg: Tensor,
-        gate_bias: Tensor,
-        bias: Tensor | None,
-        side: SideStreams | None = None,
-    ) -> Tensor:
-        samples, rows, length, heads, _, dim = qkvg.shape
-        check_shape("qkvg", qkvg, samples, rows, length, heads, 4, dim)
-        check_shape("the gate's bias", gate_bias, heads * dim)
-        check_shape("the pair bias", bias, samples, heads, length, length)
-        has_gaps = torch.empty_like(qkvg, device="meta").stride() != qkvg.stride()
-        if has_gaps or qkvg.stride(-1) != 1:  # the kernels take channels that lie side by side
-            qkvg = qkvg.contiguous()
-        bias = None if bias is None else bias.contiguous()
-        out, log_sum_exp = attention_forward(qkvg, gate_bias, bias)
-        ctx.save_for_backward(qkvg, gate_bias, bias, out, log_sum_exp)
-        ctx.gate_bias, ctx.side = gate_bias, side or SideStreams()
-        return out
-
-    @staticmethod
-    def backward(ctx, grad_out: Tensor):
-        if grad_out.stride(-1) != 1:
-            grad_out = grad_out.contiguous()
-        of_gate_bias, of_bias = ctx.needs_input_grad[1:3]
-        grad_qkvg, parts, grad_bias = attention_backward(
-            grad_out, *ctx.saved_tensors, of_gate_bias, of_bias
-        )  # fmt: skip
-        grad_gate_bias = None
-        if of_gate_bias:
-            groups = ((ctx.gate_bias,),)
-            compute = partial(add_up, parts)
-            (grad_gate_bias,) = gradients_into_buffer(groups, compute, parts)
-        return grad_qkvg, grad_gate_bias, grad_bias if of_bias else None, None
-
-
-# Triangle multiplication of x [B, N, N, C]:
-#
-#   y = LayerNorm(x),   a = sigmoid(y W_ag) * (y W_ap),   b = sigmoid(y W_bg) * (y W_bp)
-#   X_ij = sum_k a_ik * b_jk (outgoing) or sum_k a_ki * b_kj (incoming), for each channel
-#   out = sigmoid(y W_g) * (LayerNorm(X) W_z)
-#
-# Positions are one dimension m = (b, i, j) of length M; "channel first" is [C, M], which torch.bmm
-# takes as C x B matrices [N, N]. Norm, projections and gates are one kernel on each side of the
-# product, and the statistics of both norms are kept. C must be a power of two.
-
-# Which C rows of the packed WEIGHT [6 C, C] and BIAS [6 C] a projection has, and which columns of
-# GRAD_LINEAR [M, 5 C] its gradient (that of z lies apart).
-A_P, B_P, A_G, B_G, G, Z = (tl.constexpr(part) for part in range(6))
-
-
-@triton.jit
-def index(i, WIDE: tl.constexpr):
-    """Widen what elements are counted with to 64 bits, where a tensor has 2^31 or more of them.
-
-    Elsewhere 64 bits would take registers for nothing.
-    """
-    return i.to(tl.int64) if WIDE else i
-
-
-@triton.jit
-def load_positions(X, position, stride_m, channel, stride_c, M):
-    """Load a tile [positions, C] in float32, zeros beyond the last position."""
-    at = position[:, None] * stride_m + channel[None, :] * stride_c
-    return tl.load(X + at, mask=(position < M)[:, None], other=0.0).to(tl.float32)
-
-
-@triton.jit
-def scale_and_shift(x, WEIGHT, BIAS, C: tl.constexpr):
-    """Compute x_hat * weight + bias."""
-    channel = tl.arange(0, C)
-    return x * tl.load(WEIGHT + channel)[None, :] + tl.load(BIAS + channel)[None, :]
-
-
-@triton.jit
-def normalise_and_keep(x, position, STATISTICS, M, eps, C: tl.constexpr):
-    """Compute x_hat = (x - mean(x)) * rstd [positions, C], and store mean and rstd for later.
-
-    STATISTICS is [2, M].
-    """
-    mean = tl.sum(x, 1) / C
-    x = x - mean[:, None]
-    rstd = 1 / tl.sqrt(tl.sum(x * x, 1) / C + eps)
-    tl.store(STATISTICS + position, mean, mask=position < M)
-    tl.store(STATISTICS + M + position, rstd, mask=position < M)
-    return x * rstd[:, None]
-
-
-@triton.jit
-def normalise_again(x, position, STATISTICS, M):
-    """Compute x_hat = (x - mean(x)) * rstd [positions, C], and rstd, with what was kept."""
-    inside = position < M
-    mean = tl.load(STATISTICS + position, mask=inside, other=0.0)
-    rstd = tl.load(STATISTICS + M + position, mask=inside, other=0.0)
-    return (x - mean[:, None]) * rstd[:, None], rstd
-
-
-@triton.jit
-def triangle_project_kernel(
-    X, NORM_WEIGHT, NORM_BIAS, WEIGHT, BIAS, AB, STATISTICS, M, eps: tl.constexpr, C: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Compute a = sigmoid(y W_ag) * (y W_ap), and b likewise, from y = LayerNorm(x).
-
-    X is [M, C]; AB [2 C, M] are a and b, channel first; STATISTICS [2, M] mean and rstd of the
-    norm. A program owns BLOCK_M positions, and goes over the channels of a and b BLOCK_C at a time.
-    """
-    position = index(tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), WIDE)
-    channel = tl.arange(0, C)
-    x = load_positions(X, position, C, channel, 1, M)
-    x = normalise_and_keep(x, position, STATISTICS, M, eps, C)
-    y = tl.trans(scale_and_shift(x, NORM_WEIGHT, NORM_BIAS, C).to(WEIGHT.dtype.element_ty))
-    inside = (position < M)[None, :]
-    for first in tl.range(A_P * C, A_G * C, BLOCK_C, loop_unroll_factor=1):  # a_p, then b_p
-        row = first + tl.arange(0, BLOCK_C)
-        at = WEIGHT + row[:, None] * C + channel[None, :]
-        gate = tl.dot(tl.load(at + A_G * C * C), y, input_precision=PRECISION)  # W_ag y^T
-        gate = gate + tl.load(BIAS + A_G * C + row)[:, None]
-        value = tl.dot(tl.load(at), y, input_precision=PRECISION)  # W_ap y^T
-        value = value + tl.load(BIAS + row)[:, None]
-        value = (value * sigmoid(gate)).to(AB.dtype.element_ty)
-        tl.store(AB + index(row, WIDE)[:, None] * M + position[None, :], value, mask=inside)
-
-
-@triton.jit
-def triangle_output_kernel(
-    X, NORM_WEIGHT, NORM_BIAS, WEIGHT, BIAS, STATISTICS,
-    PRODUCT, OUT_WEIGHT, OUT_BIAS, OUT, OUT_STATISTICS, M, eps: tl.constexpr, C: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
-    WIDE: tl.constexpr, PRECISION: tl.constexpr, RESIDUAL: tl.constexpr,
-):  # fmt: skip
-    """Compute out = sigmoid(y W_g) * (LayerNorm(X) W_z), with RESIDUAL plus x; y = LayerNorm(x).
-
-    X and OUT are [M, C], PRODUCT [C, M] is channel first. STATISTICS [2, M] are mean and rstd of
-    the norm of x, OUT_STATISTICS those of the norm of X. A program owns BLOCK_M positions, and goes
-    over their channels BLOCK_C at a time.
-    """
-    position = index(tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), WIDE)
-    channel = tl.arange(0, C)
-    dtype = WEIGHT.dtype.element_ty
-    x = load_positions(X, position, C, channel, 1, M)
-    x, _ = normalise_again(x, position, STATISTICS, M)
-    y = scale_and_shift(x, NORM_WEIGHT, NORM_BIAS, C).to(dtype)
-    product = load_positions(PRODUCT, position, 1, index(channel, WIDE), M, M)
-    product = normalise_and_keep(product, position, OUT_STATISTICS, M, eps, C)
-    normed = scale_and_shift(product, OUT_WEIGHT, OUT_BIAS, C).to(dtype)
-    for first in tl.range(0, C, BLOCK_C, loop_unroll_factor=1):
-        row = first + tl.arange(0, BLOCK_C)
-        at = WEIGHT + (row + G * C)[None, :] * C + channel[:, None]
-        gate = tl.dot(y, tl.load(at), input_precision=PRECISION)  # y W_g
-        gate = gate + tl.load(BIAS + G * C + row)[None, :]
-        out = tl.dot(normed, tl.load(at + C * C), input_precision=PRECISION)  # LayerNorm(X) W_z
-        out = out + tl.load(BIAS + Z * C + row)[None, :]
-        out *= sigmoid(gate)
-        if RESIDUAL:
-            out += load_positions(X, position, C, row, 1, M)
-        at = OUT + position[:, None] * C + row[None, :]
-        tl.store(at, out.to(OUT.dtype.element_ty), mask=(position < M)[:, None])
-
-
-@triton.jit
-def load_matrix(X, N, TRANSPOSED: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Load this program's matrix of X [matrices, N, N], or its transpose, in one tile."""
-    i, j = tl.arange(0, BLOCK_N)[:, None], tl.arange(0, BLOCK_N)[None, :]
-    X += tl.program_id(0).to(tl.int64) * N * N
-    at = j * N + i if TRANSPOSED else i * N + j
-    return tl.load(X + at, mask=(i < N) & (j < N), other=0.0)
-
-
-@triton.jit
-def store_matrix(X, x, N, BLOCK_N: tl.constexpr):
-    """Store this program's matrix of X [matrices, N, N]."""
-    i, j = tl.arange(0, BLOCK_N)[:, None], tl.arange(0, BLOCK_N)[None, :]
-    at = X + tl.program_id(0).to(tl.int64) * N * N + i * N + j
-    tl.store(at, x.to(X.dtype.element_ty), mask=(i < N) & (j < N))
-
-
-@triton.jit
-def triangle_product_kernel(
-    A, B, PRODUCT, N, INCOMING: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr
-):  # fmt: skip
-    """Compute X = a b^T, or a^T b if INCOMING, of matrices that fit one tile.
-
-    A, B and PRODUCT are [matrices, N, N]. A program owns a matrix.
-    """
-    a = load_matrix(A, N, INCOMING, BLOCK_N)
-    b = load_matrix(B, N, not INCOMING, BLOCK_N)
-    store_matrix(PRODUCT, tl.dot(a, b, input_precision=PRECISION), N, BLOCK_N)
-
-
-@triton.jit
-def triangle_product_backward_kernel(
-    GRAD, A, B, GRAD_A, GRAD_B, N,
-    INCOMING: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Compute da = dX b and db = dX^T a, or da = b dX^T and db = a dX if INCOMING.
-
-    All are [matrices, N, N]. A program owns a matrix.
-    """
-    a = load_matrix(A, N, False, BLOCK_N)
-    b = load_matrix(B, N, False, BLOCK_N)
-    grad = load_matrix(GRAD, N, False, BLOCK_N)
-    if INCOMING:
-        grad_a = tl.dot(b, tl.trans(grad), input_precision=PRECISION)
-        grad_b = tl.dot(a, grad, input_precision=PRECISION)
-    else:
-        grad_a = tl.dot(grad, b, input_precision=PRECISION)
-        grad_b = tl.dot(tl.trans(grad), a, input_precision=PRECISION)
-    store_matrix(GRAD_A, grad_a, N, BLOCK_N)
-    store_matrix(GRAD_B, grad_b, N, BLOCK_N)
-
-
-ONES = tl.constexpr(8)  # columns: rows of 16-bit numbers still begin at multiples of 16 bytes
-
-
-@triton.jit
-def store_with_ones(OUT, x, position, M, C: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Store rows of x and ONES ones beside them.
-
-    The GEMM with a gradient that makes a weight's then makes the sums for the bias, too.
-    """
-    at = OUT + position[:, None] * (C + ONES)
-    inside = (position < M)[:, None]
-    tl.store(at + tl.arange(0, C)[None, :], x, mask=inside)
-    ones = tl.full([BLOCK_M, ONES], 1.0, x.dtype)
-    tl.store(at + C + tl.arange(0, ONES)[None, :], ones, mask=inside)
-
-
-@triton.jit
-def store_norm_gradients(GRAD_NORM, grad, x, C: tl.constexpr):
-    """Store dweight = sum dy * x_hat and dbias = sum dy of a norm over this program's rows."""
-    at = GRAD_NORM + tl.program_id(0) * 2 * C + tl.arange(0, C)
-    tl.store(at, tl.sum(grad * x, 0))
-    tl.store(at + C, tl.sum(grad, 0))
-
-
-@triton.jit
-def triangle_output_backward_kernel(
-    GRAD_OUT, X, NORM_WEIGHT, NORM_BIAS, WEIGHT, WEIGHT_T, wt_in, wt_out, BIAS,
-    STATISTICS, PRODUCT, OUT_WEIGHT, OUT_BIAS, OUT_STATISTICS,
-    GRAD_PRODUCT, NORMED, OUT_NORMED, GRAD_Z, GRAD_LINEAR, GRAD_NORM, M, C: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Compute the gradients behind the product, which X = PRODUCT [C, M] is.
-
-    With g = sigmoid(y W_g) and z = LayerNorm(X) W_z:  dz = dout * g,  dg = dout * z * g * (1 - g),
-    dLayerNorm(X) = dz W_z^T,  dX through the norm. Written are dX (GRAD_PRODUCT [C, M]), dz
-    (GRAD_Z [M, C]), dg (in GRAD_LINEAR [M, 5 C]), y and LayerNorm(X) for the weights' gradients
-    (NORMED and OUT_NORMED [M, C + ONES]) and sums over the program's positions for the norm's
-    parameters (GRAD_NORM [programs, 2, C]). A program owns BLOCK_M positions. WEIGHT_T is WEIGHT^T
-    with the strides `wt_in` and `wt_out`.
-    """
-    position = index(tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), WIDE)
-    channel = tl.arange(0, C)
-    inside = (position < M)[:, None]
-    m = position[:, None]
-    dtype = WEIGHT.dtype.element_ty
-    x = load_positions(X, position, C, channel, 1, M)
-    x, _ = normalise_again(x, position, STATISTICS, M)
-    y = scale_and_shift(x, NORM_WEIGHT, NORM_BIAS, C).to(dtype)
-    store_with_ones(NORMED, y, position, M, C, BLOCK_M)
-    product = load_positions(PRODUCT, position, 1, index(channel, WIDE), M, M)
-    product, _ = normalise_again(product, position, OUT_STATISTICS, M)
-    normed = scale_and_shift(product, OUT_WEIGHT, OUT_BIAS, C).to(dtype)
-    store_with_ones(OUT_NORMED, normed, position, M, C, BLOCK_M)
-    grad_normed = tl.zeros([BLOCK_M, C], tl.float32)
-    for first in tl.range(0, C, BLOCK_C, loop_unroll_factor=1):
-        row = first + tl.arange(0, BLOCK_C)
-        at = WEIGHT + (row + G * C)[None, :] * C + channel[:, None]
-        gate = tl.dot(y, tl.load(at), input_precision=PRECISION)  # y W_g
-        gate = sigmoid(gate + tl.load(BIAS + G * C + row)[None, :])
-        z = tl.dot(normed, tl.load(at + C * C), input_precision=PRECISION)  # LayerNorm(X) W_z
-        z = z + tl.load(BIAS + Z * C + row)[None, :]
-        grad_out = tl.load(GRAD_OUT + m * C + row[None, :], mask=inside, other=0.0)
-        grad_z = grad_out.to(tl.float32) * gate
-        grad_g = grad_z * (1 - gate) * z
-        tl.store(GRAD_Z + m * C + row[None, :], grad_z.to(dtype), mask=inside)
-        at = GRAD_LINEAR + m * (5 * C) + (row + G * C)[None, :]
-        tl.store(at, grad_g.to(dtype), mask=inside)
-        weight = tl.load(WEIGHT_T + (row + Z * C)[:, None] * wt_out + channel[None, :] * wt_in)
-        # dLayerNorm(X) += dz W_z^T
-        grad_normed = tl.dot(grad_z.to(dtype), weight, grad_normed, input_precision=PRECISION)
-    # Loaded and normalised once more: that is cheaper than keeping it in registers over the loop.
-    product = load_positions(PRODUCT, position, 1, index(channel, WIDE), M, M)
-    product, rstd = normalise_again(product, position, OUT_STATISTICS, M)
-    store_norm_gradients(GRAD_NORM, grad_normed, product, C)
-    grad = grad_normed * tl.load(OUT_WEIGHT + channel)[None, :]
-    grad = norm_backward(grad, product, rstd, C)
-    tl.store(GRAD_PRODUCT + index(channel, WIDE)[None, :] * M + m, grad.to(dtype), mask=inside)
-
-
-@triton.jit
-def triangle_project_backward_kernel(
-    GRAD_AB, X, NORM_WEIGHT, WEIGHT, WEIGHT_T, wt_in, wt_out, BIAS, STATISTICS, NORMED,
-    GRAD_LINEAR, GRAD_OUT, GRAD_X, GRAD_NORM, M, C: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Compute the gradients before the product, from those of a and b (GRAD_AB [2 C, M]).
-
-    With s = sigmoid(y W_ag) and p = y W_ap:  dp = da * s,  ds = da * p * s * (1 - s), for b
-    likewise;  dy = dg W_g^T + sum of dp W_p^T and ds W_s^T,  dx through the norm, plus GRAD_OUT,
-    the gradient of x as a residual, if it is there. Read are y (NORMED [M, C + ONES]) and dg (in
-    GRAD_LINEAR [M, 5 C]); written are dx (GRAD_X [M, C]), dp and ds (in GRAD_LINEAR, too) and sums
-    over the program's positions for the norm's parameters (GRAD_NORM [programs, 2, C]). A program
-    owns BLOCK_M positions.
-    """
-    position = index(tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), WIDE)
-    channel = tl.arange(0, C)
-    inside = (position < M)[:, None]
-    m = position[:, None]
-    dtype = WEIGHT.dtype.element_ty
-    y = tl.load(NORMED + m * (C + ONES) + channel[None, :], mask=inside, other=0.0)
-    at_g = GRAD_LINEAR + m * (5 * C) + (channel + G * C)[None, :]
-    grad_g = tl.load(at_g, mask=inside, other=0.0)
-    weight_g = tl.load(WEIGHT_T + (channel + G * C)[:, None] * wt_out + channel[None, :] * wt_in)
-    grad_y = tl.dot(grad_g, weight_g, input_precision=PRECISION)  # dy = dg W_g^T
-    for first in tl.range(A_P * C, A_G * C, BLOCK_C, loop_unroll_factor=1):  # a_p, then b_p
-        row = first + tl.arange(0, BLOCK_C)
-        at = WEIGHT + row[None, :] * C + channel[:, None]
-        gate = tl.dot(y, tl.load(at + A_G * C * C), input_precision=PRECISION)  # y W_ag
-        gate = gate + tl.load(BIAS + A_G * C + row)[None, :]
-        value = tl.dot(y, tl.load(at), input_precision=PRECISION)  # y W_ap
-        value = value + tl.load(BIAS + row)[None, :]
-        gate = sigmoid(gate)
-        grad_ab = tl.load(GRAD_AB + index(row, WIDE)[None, :] * M + m, mask=inside, other=0.0)
-        grad_p = grad_ab.to(tl.float32) * gate
-        grad_s = (grad_p * (1 - gate) * value).to(dtype)
-        grad_p = grad_p.to(dtype)
-        at = GRAD_LINEAR + m * (5 * C) + row[None, :]
-        tl.store(at, grad_p, mask=inside)
-        tl.store(at + A_G * C, grad_s, mask=inside)
-        at = WEIGHT_T + row[:, None] * wt_out + channel[None, :] * wt_in
-        grad_y = tl.dot(grad_p, tl.load(at), grad_y, input_precision=PRECISION)  # dy += dp W_ap^T
-        weight = tl.load(at + wt_out * (A_G * C))
-        grad_y = tl.dot(grad_s, weight, grad_y, input_precision=PRECISION)  # dy += ds W_ag^T
-    x = load_positions(X, position, C, channel, 1, M)
-    x, rstd = normalise_again(x, position, STATISTICS, M)
-    store_norm_gradients(GRAD_NORM, grad_y, x, C)
-    grad_x = norm_backward(grad_y * tl.load(NORM_WEIGHT + channel)[None, :], x, rstd, C)
-    if GRAD_OUT is not None:
-        grad_x += load_positions(GRAD_OUT, position, C, channel, 1, M)
-    tl.store(GRAD_X + m * C + channel[None, :], grad_x.to(GRAD_X.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def triangle_weights_kernel(
-    PRODUCTS, GRAD_WEIGHT, GRAD_BIAS, K, C: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr
-):  # fmt: skip
-    """Add up the parts of a weight's gradient [K, C] and of its bias's [K].
-
-    PRODUCTS is [parts, K, C + ONES]; its last columns are all the bias's gradient. A program owns
-    ROWS rows of the weight.
-    """
-    channel = tl.arange(0, C)
-    part = tl.arange(0, PARTS)
-    for i in tl.static_range(ROWS):
-        row = tl.program_id(0) * ROWS + i
-        at = PRODUCTS + (part * K + row) * (C + ONES)
-        grad = tl.load(at[:, None] + channel[None, :]).to(tl.float32)
-        tl.store(GRAD_WEIGHT + row * C + channel, tl.sum(grad, 0))
-        tl.store(GRAD_BIAS + row, tl.sum(tl.load(at + C).to(tl.float32), 0))
-
-
-@operator
-def triangle_forward(
-    x: Tensor,
-    present: Tensor | None,
-    in_weight: Tensor,
-    in_bias: Tensor,
-    out_weight: Tensor,
-    out_bias: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    incoming: bool,
-    eps: float,
-    residual: bool,
-    product_fusion: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Multiply triangles: the update of x [B, N, N, C], a and b [2 C, M], their product [C, M].
-
-    Then mean and rstd [2, M] of the norms before and after the product. The update is in the
-    weight's type; with `residual` it is x + update. present [B, N, N] is False for padding, where
-    a becomes 0.
-    """
-    positions, dim = x.numel() // x.shape[-1], x.shape[-1]
-    matrices = (dim * len(x), *x.shape[1:3])
-    dtype = torch.promote_types(x.dtype, weight.dtype) if residual else weight.dtype
-    ab, out = weight.new_empty(2 * dim, positions), torch.empty_like(x, dtype=dtype)
-    statistics = x.new_empty(2, positions, dtype=torch.float32)
-    out_statistics = torch.empty_like(statistics)
-    common = {
-        "X": x,
-        "NORM_WEIGHT": in_weight,
-        "NORM_BIAS": in_bias,
-        "WEIGHT": weight,
-        "BIAS": bias,
-        "STATISTICS": statistics,
-        "M": positions,
-        "eps": eps,
-    }
-    options = triangle_options("triangle_project", x, weight)
-    wrap_triton(triangle_project_kernel)[(triton.cdiv(positions, options["BLOCK_M"]),)](
-        AB=ab,
-        **common,
-        **options,
-    )
-    a, b = (half.view(matrices) for half in ab.chunk(2))
-    if present is not None:
-        a.view(dim, *present.shape).mul_(present)
-    if options := product_options("triangle_product", a, incoming, product_fusion):
-        product = torch.empty_like(a)
-        wrap_triton(triangle_product_kernel)[(len(a),)](A=a, B=b, PRODUCT=product, **options)
-    else:
-        product = torch.bmm(a.mT, b) if incoming else torch.bmm(a, b.mT)
-    product = product.view(dim, positions)
-    options = triangle_options("triangle_output", x, weight)
-    wrap_triton(triangle_output_kernel)[(triton.cdiv(positions, options["BLOCK_M"]),)](
-        PRODUCT=product,
-        OUT_WEIGHT=out_weight,
-        OUT_BIAS=out_bias,
-        OUT=out,
-        OUT_STATISTICS=out_statistics,
-        RESIDUAL=residual,
-        **common,
-        **options,
-    )
-    return out, ab, product, statistics, out_statistics
-
-
-@operator
-def triangle_backward(
-    grad_out: Tensor,
-    x: Tensor,
-    present: Tensor | None,
-    in_weight: Tensor,
-    in_bias: Tensor,
-    out_weight: Tensor,
-    out_bias: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    ab: Tensor,
-    product: Tensor,
-    statistics: Tensor,
-    out_statistics: Tensor,
-    incoming: bool,
-    residual: bool,
-    product_fusion: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Compute the gradient of x, and what those of the parameters are made of.
-
-    That is, for the projections before the product the gradient of their results [M, 5 C] and their
-    input with ones beside it [M, C + ONES], for z likewise, and for the norms before and after the
-    product parts [programs, 2, C] of the gradients of weight and bias.
-    """
-    positions, dim = x.numel() // x.shape[-1], x.shape[-1]
-    matrices = (dim * len(x), *x.shape[1:3])
-    weight_t = weight.t()
-    if weight.dtype == torch.float32:
-        weight_t = weight_t.contiguous()  # tensor cores of an H100 read TF32 in one direction only
-    wt_in, wt_out = weight_t.stride()
-    normed = weight.new_empty(positions, dim + ONES.value)
-    out_normed = torch.empty_like(normed)
-    grad_z, grad_linear = weight.new_empty(positions, dim), weight.new_empty(positions, 5 * dim)
-    common = {
-        "X": x,
-        "NORM_WEIGHT": in_weight,
-        "WEIGHT": weight,
-        "WEIGHT_T": weight_t,
-        "wt_in": wt_in,
-        "wt_out": wt_out,
-        "BIAS": bias,
-        "STATISTICS": statistics,
-        "NORMED": normed,
-        "GRAD_LINEAR": grad_linear,
-        "M": positions,
-    }
-    grad_product = torch.empty_like(product)
-    options = triangle_options("triangle_output_backward", x, weight)
-    programs = triton.cdiv(positions, options["BLOCK_M"])
-    grad_norm_out = x.new_empty(programs, 2, dim, dtype=torch.float32)
-    wrap_triton(triangle_output_backward_kernel)[(programs,)](
-        GRAD_OUT=grad_out,
-        NORM_BIAS=in_bias,
-        PRODUCT=product,
-        OUT_WEIGHT=out_weight,
-        OUT_BIAS=out_bias,
-        OUT_STATISTICS=out_statistics,
-        GRAD_PRODUCT=grad_product,
-        OUT_NORMED=out_normed,
-        GRAD_Z=grad_z,
-        GRAD_NORM=grad_norm_out,
-        **common,
-        **options,
-    )
-    grad_product = grad_product.view(matrices)
-    a, b = (half.view(matrices) for half in ab.chunk(2))
-    grad_ab = torch.empty_like(ab)
-    grad_a, grad_b = (half.view(matrices) for half in grad_ab.chunk(2))
-    if options := product_options("triangle_product_backward", a, incoming, product_fusion):
-        wrap_triton(triangle_product_backward_kernel)[(len(a),)](
-            GRAD=grad_product,
-            A=a,
-            B=b,
-            GRAD_A=grad_a,
-            GRAD_B=grad_b,
-            **options,
-        )
-    elif incoming:  # X = a^T b
-        torch.bmm(b, grad_product.mT, out=grad_a)
-        torch.bmm(a, grad_product, out=grad_b)
-    else:  # X = a b^T
-        torch.bmm(grad_product, b, out=grad_a)
-        torch.bmm(grad_product.mT, a, out=grad_b)
-    if present is not None:
-        grad_a.view(dim, *present.shape).mul_(present)
-    grad_x = torch.empty_like(x)
-    options = triangle_options("triangle_project_backward", x, weight)
-    programs = triton.cdiv(positions, options["BLOCK_M"])
-    grad_norm_in = x.new_empty(programs, 2, dim, dtype=torch.float32)
-    wrap_triton(triangle_project_backward_kernel)[(programs,)](
-        GRAD_AB=grad_ab,
-        GRAD_OUT=grad_out if residual else None,
-        GRAD_X=grad_x,
-        GRAD_NORM=grad_norm_in,
-        **common,
-        **options,
-    )
-    return grad_x, grad_linear, normed, grad_z, out_normed, grad_norm_in, grad_norm_out
-
-
-def triangle_options(kernel: str, x: Tensor, weight: Tensor) -> dict[str, int | bool | str]:
-    """Return what a kernel of the triangle multiplication is compiled for."""
-    check_not_empty(kernel, x)
-    chosen, dim = blocks(kernel, weight.dtype), x.shape[-1]
-    chosen["BLOCK_C"] = min(chosen["BLOCK_C"], dim)
-    # Where channels are few more warps leave too little for each: one kernel spills on an MI300.
-    chosen["num_warps"] = min(chosen["num_warps"], max(4, chosen["BLOCK_M"] * dim // 512))
-    precision = dot_precision(weight.dtype)
-    return {**chosen, "C": dim, "WIDE": 5 * x.numel() >= 2**31, "PRECISION": precision}
-
-
-def product_options(
-    kernel: str,
-    a: Tensor,
-    incoming: bool,
-    wanted: bool,
-) -> dict[str, int | bool | str] | None:
-    """Return what a kernel of the product of matrices a [matrices, N, N] is compiled for.
-
-    None if it is not wanted, or a matrix does not fit one tile: then the library multiplies.
-    """
-    chosen, length = blocks(kernel, a.dtype), a.shape[1]
-    if not wanted or length > chosen["BLOCK_N"]:
-        return None
-    precision = dot_precision(a.dtype)
-    return {**chosen, "N": length, "INCOMING": incoming, "PRECISION": precision}
-
-
-@partial(operator, changes=("grad_weight", "grad_bias"))
-def triangle_weight_gradients(
-    grad: Tensor,
-    normed: Tensor,
-    grad_weight: Tensor,
-    grad_bias: Tensor,
-) -> None:
-    """Fill grad_weight [K, C] and grad_bias [K] from grad [M, K] and normed [M, C + ONES]."""
-    (positions, width), dim = grad.shape, grad_weight.shape[1]
-    # One GEMM over all positions has too few tiles to occupy the device; parts of them are added
-    # up. In 16 bits few parts are as fast where there is much to read, and less is to add up.
-    wide = width > dim and grad.element_size() == 2 and positions >= 2**15
-    parts = 8 if wide else 32
-    while parts > 1 and (positions % parts or positions < 512 * parts):
-        parts //= 2
-    products = torch.bmm(grad.view(parts, -1, width).mT, normed.view(parts, -1, normed.shape[1]))
-    chosen = blocks("triangle_weights")
-    wrap_triton(triangle_weights_kernel)[(width // chosen["ROWS"],)](
-        PRODUCTS=products,
-        GRAD_WEIGHT=grad_weight,
-        GRAD_BIAS=grad_bias,
-        K=width,
-        C=dim,
-        PARTS=parts,
-        **chosen,
-    )
-
-
-class TriangleMultiplicationFunction(torch.autograd.Function):
-    """Multiply the triangles of x [B, N, N, C] -> its update in `dtype`, or x + update.
-
-    The latter is with `residual`. present [B, N, N] is False for padding. The parameters: weight
-    and bias of the norm before the product and of that after it, then the weights of a_p, b_p, a_g,
-    b_g, g and z, in one piece or several, and their biases.
-
-    Kept for later: x, a, b and their product.
-    """
-
-    @staticmethod
-    def forward(
-        ctx,
-        x: Tensor,
-        present: Tensor | None,
-        incoming: bool,
-        residual: bool,
-        product_fusion: bool,
-        eps: float,
-        dtype: torch.dtype,
-        side: SideStreams | None,
-        *parameters: Tensor,
-    ) -> Tensor:
-        x, norms, linears = x.contiguous(), parameters[:4], parameters[4:]
-        weights, biases = linears[: len(linears) // 2], linears[len(linears) // 2 :]
-        if len(biases) > 1:
-            weight, bias = torch.cat(weights).to(dtype), torch.cat(biases)
-        else:
-            (weight,), (bias,) = weights, biases
-            weight = cached_cast(weight, dtype) if side else weight.to(dtype)
-        dim = x.shape[-1]
-        check_shape("pair", x, len(x), x.shape[1], x.shape[1], dim)
-        for norm in norms:
-            check_shape("a norm's parameter", norm, dim)
-        check_shape("the projections' weight", weight, 6 * dim, dim)
-        check_shape("the projections' bias", bias, 6 * dim)
-        flags = residual, product_fusion
-        out, *kept = triangle_forward(x, present, *norms, weight, bias, incoming, eps, *flags)
-        ctx.save_for_backward(x, present, *norms, weight, bias, *kept)
-        ctx.options, ctx.side, ctx.parameters = (incoming, *flags), side, parameters
-        return out
-
-    @staticmethod
-    def backward(ctx, grad_out: Tensor):
-        norms, linears = ctx.parameters[:4], ctx.parameters[4:]
-        grad_x, *read = triangle_backward(
-            grad_out.contiguous(),
-            *ctx.saved_tensors,
-            *ctx.options,
-        )
-        grad_linear, normed, grad_z, normed_z, *sums = read
-        dim = grad_z.shape[1]
-        of_z = Z.value * dim
-
-        def compute(out: Tensor, out_of_in: Tensor, out_of_out: Tensor) -> None:
-            weight, bias = out[: 6 * dim * dim].view(-1, dim), out[6 * dim * dim :]
-            triangle_weight_gradients(grad_z, normed_z, weight[of_z:], bias[of_z:])
-            triangle_weight_gradients(grad_linear, normed, weight[:of_z], bias[:of_z])
-            add_up_two(sums[0], out_of_in, sums[1], out_of_out)
-
-        grads = len(ctx.parameters) * [None]
-        if any(ctx.needs_input_grad[8:]):
-            groups = (linears, norms[:2], norms[2:])
-            *of_linears, a, b, c, d = gradients_into_buffer(groups, compute, *read)
-            grads = [a, b, c, d, *of_linears]
-        return grad_x, *7 * [None], *grads
-
-
-# Outer product mean: out_ij = (1 / S) sum_s a_si (x) b_sj. Of matrices [S, N x H] the products of
-# all channels are one GEMM, but its result [N, H, N, H] is not what the projection takes: these
-# kernels write and read it as [N, N, H, H]. The backward pass makes it again.
-
-
-@triton.jit
-def outer_product_forward_kernel(
-    A, B, OUT, S, N, factor: tl.constexpr, H: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Compute OUT_ijcd = factor * sum_s A_sic * B_sjd for each sample.
-
-    A and B are [samples, S, N, H], OUT is [samples, N, N, H x H]. A program owns BLOCK_M of the
-    N x H pairs (i, c) and BLOCK_N of (j, d), and goes over the sequences BLOCK_S at a time.
-    """
-    width = N * H
-    left = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)  # (i, c)
-    right = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)  # (j, d)
-    sample = tl.program_id(2).to(tl.int64)
-    product = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for start in range(0, S, BLOCK_S):
-        s = start + tl.arange(0, BLOCK_S)
-        row = ((sample * S + s) * width)[:, None]
-        inside_a = (s < S)[:, None] & (left < width)[None, :]
-        a = tl.load(A + row + left[None, :], mask=inside_a, other=0.0)
-        inside_b = (s < S)[:, None] & (right < width)[None, :]
-        b = tl.load(B + row + right[None, :], mask=inside_b, other=0.0)
-        product = tl.dot(tl.trans(a), b, product, input_precision=PRECISION)  # A^T B
-    pair = (sample * N + left // H)[:, None] * N + (right // H)[None, :]
-    at = pair * (H * H) + (left % H * H)[:, None] + (right % H)[None, :]
-    inside = (left < width)[:, None] & (right < width)[None, :]
-    tl.store(OUT + at, product * factor, mask=inside)
-
-
-@triton.jit
-def outer_product_backward_kernel(
-    GRAD, OTHER, GRAD_ONE, S, N, one_n, one_h, other_n, other_h, factor: tl.constexpr,
-    H: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Compute the gradient of one of a and b from the other: dA_sic = factor * sum_jd G_ijcd B_sjd.
-
-    GRAD is [samples, N, N, H x H], in which the residues and channels of the one and of the other
-    have the strides `one_...` and `other_...`; OTHER and GRAD_ONE are [samples, S, N, H]. A program
-    owns BLOCK_S sequences and BLOCK_M of the N x H pairs (i, c), and goes over (j, d) BLOCK_N at a
-    time.
-    """
-    width = N * H
-    one = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    s = tl.program_id(1) * BLOCK_S + tl.arange(0, BLOCK_S)
-    sample = tl.program_id(2).to(tl.int64)
-    GRAD += sample * width * width
-    row = ((sample * S + s) * width)[:, None]
-    grad_one = tl.zeros([BLOCK_S, BLOCK_M], tl.float32)
-    for start in range(0, width, BLOCK_N):
-        k = start + tl.arange(0, BLOCK_N)
-        at = (one // H).to(tl.int64)[:, None] * one_n + (one % H * one_h)[:, None]
-        at += (k // H).to(tl.int64)[None, :] * other_n + (k % H * other_h)[None, :]
-        grad = tl.load(GRAD + at, mask=(one < width)[:, None] & (k < width)[None, :], other=0.0)
-        inside = (s < S)[:, None] & (k < width)[None, :]
-        other = tl.load(OTHER + row + k[None, :], mask=inside, other=0.0)
-        # dA += B G^T
-        grad_one = tl.dot(other, tl.trans(grad), grad_one, input_precision=PRECISION)
-    inside = (s < S)[:, None] & (one < width)[None, :]
-    tl.store(GRAD_ONE + row + one[None, :], grad_one * factor, mask=inside)
-
-
-def outer_product_options(kernel: str, a: Tensor) -> dict[str, int | str]:
-    """Return what a kernel of the outer product is compiled for."""
-    check_not_empty(kernel, a)
-    chosen = blocks(kernel, a.dtype)
-    chosen["BLOCK_S"] = min(chosen["BLOCK_S"], max(16, triton.next_power_of_2(a.shape[1])))
-    return {**chosen, "H": a.shape[3], "PRECISION": dot_precision(a.dtype)}
-
-
-@operator
-def outer_product_forward(a: Tensor, b: Tensor, factor: float) -> Tensor:
-    """Multiply a and b [B, S, N, H] -> factor * sum over S of outer products [B, N, N, H x H]."""
-    samples, depth, length, dim = a.shape
-    options = outer_product_options("outer_product_forward", a)
-    out = a.new_empty(samples, length, length, dim * dim)
-    left, right = (triton.cdiv(length * dim, options[size]) for size in ("BLOCK_M", "BLOCK_N"))
-    wrap_triton(outer_product_forward_kernel)[(left, right, samples)](
-        A=a,
-        B=b,
-        OUT=out,
-        S=depth,
-        N=length,
-        factor=factor,
-        **options,
-    )
+    launch = wrap_triton(sum_parts_kernel)[(triton.cdiv(out.numel(), block),)]
+    launch(parts, out, parts=len(parts), width=out.numel(), ROWS=rows, BLOCK=block, **chosen)
     return out
-
-
-@operator
-def outer_product_backward(
-    grad: Tensor,
-    a: Tensor,
-    b: Tensor,
-    factor: float,
-) -> Tensor:
-    """Compute the gradients of a and b from that of the result, grad [B, N, N, H x H].
-
-    They are side by side, [2, B, S, N, H].
-    """
-    samples, depth, length, dim = a.shape
-    grads = a.new_empty(2, *a.shape)
-    grad_a, grad_b = grads
-    options = outer_product_options("outer_product_backward", a)
-    tiles = triton.cdiv(length * dim, options["BLOCK_M"])
-    grid = (tiles, triton.cdiv(depth, options["BLOCK_S"]), samples)
-    of_a = (length * dim * dim, dim)  # strides in grad of i and its channel
-    of_b = (dim * dim, 1)  # of j and its channel
-    for other, out, one, rest in ((b, grad_a, of_a, of_b), (a, grad_b, of_b, of_a)):
-        wrap_triton(outer_product_backward_kernel)[grid](
-            GRAD=grad,
-            OTHER=other,
-            GRAD_ONE=out,
-            S=depth,
-            N=length,
-            one_n=one[0],
-            one_h=one[1],
-            other_n=rest[0],
-            other_h=rest[1],
-            factor=factor,
-            **options,
-        )
-    return grads
-
-
-class OuterProductMeanFunction(torch.autograd.Function):
-    """Compute factor * (sum over S of a (x) b, as [B, N, N, H x H], times weight^T, plus bias).
-
-    a and b are [B, S, N, H], the result is [B, N, N, C].
-    """
-
-    @staticmethod
-    def forward(
-        ctx,
-        a: Tensor,
-        b: Tensor,
-        weight: Tensor,
-        bias: Tensor,
-        factor: float,
-        direct: bool,
-        side: SideStreams | None,
-    ) -> Tensor:
-        check_shape("b", b, *a.shape)
-        a, b = a.contiguous(), b.contiguous()
-        cast = cached_cast(weight, a.dtype) if side else weight.to(a.dtype)
-        ctx.save_for_backward(a, b, cast)
-        ctx.factor, ctx.weight, ctx.bias = factor, weight, bias
-        ctx.direct, ctx.side = direct, side
-        outer = outer_product_forward(a, b, factor)
-        return F.linear(outer, cast, (factor * bias).to(a.dtype))
-
-    @staticmethod
-    def backward(ctx, grad_out: Tensor):
-        a, b, weight = ctx.saved_tensors
-        grad_a = grad_b = grad_weight = grad_bias = None
-        if ctx.needs_input_grad[2]:
-            outer = outer_product_forward(a, b, ctx.factor).flatten(0, 2)
-            grad = grad_out.flatten(0, 2)
-            if ctx.side:
-                grad_weight = weight_gradient(ctx.weight, grad, outer, ctx.direct)
-            else:
-                grad_weight = (grad.mT @ outer).to(ctx.weight.dtype)
-        if ctx.needs_input_grad[3]:
-            grad_bias = ctx.factor * column_sums(grad_out.contiguous(), ctx.bias.dtype)
-        if any(ctx.needs_input_grad[:2]):
-            grad_a, grad_b = outer_product_backward(grad_out @ weight, a, b, ctx.factor)
-        return grad_a, grad_b, grad_weight, grad_bias, None, None, None
-
-
-class OuterProductWithResidual(torch.autograd.Function):
-    """Compute pair + factor * (sum over S of a (x) b, as [B, N, N, H x H], times W^T, plus bias).
-
-    ab is [2, B, S, N, H], pair [B, N, N, C]; `cast` is W in the type of ab.
-    """
-
-    @staticmethod
-    def forward(
-        ctx,
-        ab: Tensor,
-        pair: Tensor,
-        weight: Tensor,
-        bias: Tensor,
-        cast: Tensor,
-        factor: float,
-        direct: bool,
-        side: SideStreams,
-    ) -> Tensor:
-        ab, pair = ab.contiguous(), pair.contiguous()
-        _, samples, _, length, dim = ab.shape
-        check_shape("pair", pair, samples, length, length, pair.shape[-1])
-        check_shape("the projection's weight", weight, pair.shape[-1], dim * dim)
-        check_shape("the projection's bias", bias, pair.shape[-1])
-        ctx.save_for_backward(ab, cast)
-        ctx.factor, ctx.direct = factor, direct
-        ctx.parameters, ctx.side = (weight, bias), side
-        outer = outer_product_forward(*ab.unbind(), factor)
-        return project_residual(outer, cast, bias, pair, factor)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        ab, cast = ctx.saved_tensors
-        residual, grad = grad, grad.contiguous().to(ab.dtype)
-        a, b = ab.unbind()
-
-        def compute(out: Tensor) -> None:
-            outer = outer_product_forward(a, b, ctx.factor)
-            linear_gradients_to(grad.flatten(0, 2), outer, out, ctx.direct)
-            out[cast.numel() :].mul_(ctx.factor)
-
-        of_weight = of_bias = None
-        if any(ctx.needs_input_grad[2:4]):
-            found = gradients_into_buffer((ctx.parameters,), compute, grad, ab)
-            of_weight, of_bias = found
-        grad_ab = outer_product_backward(grad @ cast, a, b, ctx.factor)
-        return grad_ab, residual, of_weight, of_bias, *4 * [None]
-
-
-# Bias and ReLU between the two projections of a transition.
-
-
-@triton.jit
-def bias_relu_forward_kernel(
-    X, BIAS, OUT, rows, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr
-):  # fmt: skip
-    """Compute out = max(x + bias, 0), which keeps what is not a number.
-
-    X and OUT are [rows, C]. A program owns ROWS rows.
-    """
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    channel = tl.arange(0, BLOCK_C)
-    inside = (row < rows)[:, None] & (channel < C)[None, :]
-    at = row[:, None] * C + channel[None, :]
-    bias = tl.load(BIAS + channel, mask=channel < C, other=0.0).to(tl.float32)
-    x = tl.load(X + at, mask=inside, other=0.0).to(tl.float32) + bias[None, :]
-    tl.store(OUT + at, tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL), mask=inside)
-
-
-@triton.jit
-def bias_relu_backward_kernel(
-    GRAD, OUT, GRAD_X, GRAD_BIAS, rows,
-    C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr, PROGRAMS: tl.constexpr,
-):  # fmt: skip
-    """Compute dx = dout where out > 0, else 0, and dbias = sum of dx.
-
-    GRAD, OUT and GRAD_X are [rows, C]. A program owns every PROGRAMS-th block of ROWS rows, and of
-    GRAD_BIAS [PROGRAMS, C] the sum over them.
-    """
-    program = tl.program_id(0)
-    channel = tl.arange(0, BLOCK_C)
-    grad_bias = tl.zeros([ROWS, BLOCK_C], tl.float32)
-    for start in range(program * ROWS, rows, PROGRAMS * ROWS):
-        row = tl.cast(start, tl.int64) + tl.arange(0, ROWS)
-        inside = (row < rows)[:, None] & (channel < C)[None, :]
-        at = row[:, None] * C + channel[None, :]
-        grad = tl.load(GRAD + at, mask=inside, other=0.0)
-        grad = tl.where(tl.load(OUT + at, mask=inside, other=0.0) > 0, grad, 0.0)
-        grad_bias += grad.to(tl.float32)
-        tl.store(GRAD_X + at, grad, mask=inside)
-    tl.store(GRAD_BIAS + program * C + channel, tl.sum(grad_bias, 0), mask=channel < C)
-
-
-@operator
-def bias_relu_forward(x: Tensor, bias: Tensor) -> Tensor:
-    """Compute relu(x + bias) for x [..., C]."""
-    rows, programs, options = row_launch("bias_relu_forward", x)
-    out = torch.empty_like(x)
-    wrap_triton(bias_relu_forward_kernel)[(programs,)](
-        X=x,
-        BIAS=bias,
-        OUT=out,
-        rows=rows,
-        **options,
-    )
-    return out
-
-
-@operator
-def bias_relu_backward(
-    grad: Tensor,
-    out: Tensor,
-    dtype: torch.dtype,
-    of_bias: bool,
-) -> tuple[Tensor, Tensor]:
-    """Compute the gradients of x and of the bias; the latter in `dtype`, empty if not asked for."""
-    rows, programs, options = row_launch("bias_relu_backward", out)
-    grad_x = torch.empty_like(out)
-    grad_bias = out.new_empty(programs, out.shape[-1], dtype=torch.float32)
-    wrap_triton(bias_relu_backward_kernel)[(programs,)](
-        GRAD=grad,
-        OUT=out,
-        GRAD_X=grad_x,
-        GRAD_BIAS=grad_bias,
-        rows=rows,
-        **options,
-    )
-    return grad_x, sum_parts(grad_bias, dtype) if of_bias else out.new_empty(0)
-
-
-class BiasReLU(torch.autograd.Function):
-    """Compute relu(x + bias) for x [..., C].
-
-    The backward pass masks the gradient and sums it for the bias in one go.
-    """
-
-    @staticmethod
-    def forward(ctx, x: Tensor, bias: Tensor) -> Tensor:
-        check_shape("bias", bias, x.shape[-1])
-        out = bias_relu_forward(x.contiguous(), bias)
-        ctx.save_for_backward(out)
-        ctx.dtype = bias.dtype
-        return out
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        of_bias = ctx.needs_input_grad[1]
-        (out,) = ctx.saved_tensors
-        grad_x, grad_bias = bias_relu_backward(grad.contiguous(), out, ctx.dtype, of_bias)
-        return grad_x, grad_bias if of_bias else None
-
-
-# A whole transition as one kernel, x + W2 relu(W1 y + b1) + b2 with y = LayerNorm(x). The hidden
-# layer h = W1 y + b1, four times as wide as x, is never in memory: the backward pass makes it
-# again, in two kernels, because the gradient of x is a sum over hidden channels and those of the
-# weights are sums over rows. C must be a power of two.
-
-
-@triton.jit
-def load_norm(X, WEIGHT, BIAS, position, M, dtype, eps, C: tl.constexpr):
-    """Load rows of x and return y = LayerNorm(x) [rows, C] in this type."""
-    x, _ = normalise(load_positions(X, position, C, tl.arange(0, C), 1, M), True, eps, C)
-    return scale_and_shift(x, WEIGHT, BIAS, C).to(dtype)
-
-
-@triton.jit
-def transition_forward_kernel(
-    X, NORM_WEIGHT, NORM_BIAS, WEIGHT_1, BIAS_1, WEIGHT_2, BIAS_2, OUT, M,
-    eps: tl.constexpr, C: tl.constexpr, HIDDEN: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, RESIDUAL: tl.constexpr,
-):  # fmt: skip
-    """Compute out = relu(y W1^T + b1) W2^T + b2, with RESIDUAL plus x; y = LayerNorm(x).
-
-    X and OUT are [M, C], WEIGHT_1 is [HIDDEN, C], WEIGHT_2 [C, HIDDEN]. A program owns BLOCK_M
-    rows, and goes over the hidden channels BLOCK_N at a time.
-    """
-    position = index(tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), WIDE)
-    channel = tl.arange(0, C)
-    dtype = WEIGHT_1.dtype.element_ty
-    y = load_norm(X, NORM_WEIGHT, NORM_BIAS, position, M, dtype, eps, C)
-    out = tl.zeros([BLOCK_M, C], tl.float32)
-    for first in tl.range(0, HIDDEN, BLOCK_N):
-        hidden = first + tl.arange(0, BLOCK_N)
-        weight = tl.load(WEIGHT_1 + hidden[None, :] * C + channel[:, None])
-        h = tl.dot(y, weight, input_precision=PRECISION) + tl.load(BIAS_1 + hidden)[None, :]
-        h = tl.maximum(h, 0.0, propagate_nan=tl.PropagateNan.ALL).to(dtype)  # relu(y W1^T + b1)
-        weight = tl.load(WEIGHT_2 + channel[None, :] * HIDDEN + hidden[:, None])
-        out = tl.dot(h, weight, out, input_precision=PRECISION)  # out += h W2^T
-    out += tl.load(BIAS_2 + channel)[None, :]
-    if RESIDUAL:  # loaded once more: that is cheaper than keeping it in registers over the loop
-        out += load_positions(X, position, C, channel, 1, M)
-    at = OUT + position[:, None] * C + channel[None, :]
-    tl.store(at, out.to(OUT.dtype.element_ty), mask=(position < M)[:, None])
-
-
-@triton.jit
-def transition_backward_input_kernel(
-    GRAD_OUT, X, NORM_WEIGHT, NORM_BIAS, WEIGHT_1, BIAS_1, WEIGHT_2, GRAD_X, SUMS, M,
-    eps: tl.constexpr, C: tl.constexpr, HIDDEN: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, RESIDUAL: tl.constexpr,
-):  # fmt: skip
-    """Compute dx from dout: dh = dout W2 where h > 0, dy = dh W1, then through the norm.
-
-    With RESIDUAL dout is added to dx. GRAD_OUT, X and GRAD_X are [M, C]; SUMS [programs, 3, C] are
-    those over the program's rows for the norm's weight, its bias and b2. A program owns BLOCK_M
-    rows.
-    """
-    position = index(tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), WIDE)
-    channel = tl.arange(0, C)
-    inside = (position < M)[:, None]
-    dtype = WEIGHT_1.dtype.element_ty
-    y = load_norm(X, NORM_WEIGHT, NORM_BIAS, position, M, dtype, eps, C)
-    at = GRAD_OUT + position[:, None] * C + channel[None, :]
-    grad_out = tl.load(at, mask=inside, other=0.0).to(dtype)
-    grad_y = tl.zeros([BLOCK_M, C], tl.float32)
-    for first in tl.range(0, HIDDEN, BLOCK_N):
-        hidden = first + tl.arange(0, BLOCK_N)
-        weight_1 = tl.load(WEIGHT_1 + hidden[:, None] * C + channel[None, :])
-        h = tl.dot(y, tl.trans(weight_1), input_precision=PRECISION)
-        h = h + tl.load(BIAS_1 + hidden)[None, :]
-        weight_2 = tl.load(WEIGHT_2 + channel[:, None] * HIDDEN + hidden[None, :])
-        grad_h = tl.dot(grad_out, weight_2, input_precision=PRECISION)  # dout W2
-        grad_h = tl.where(h > 0, grad_h, 0.0).to(dtype)
-        grad_y = tl.dot(grad_h, weight_1, grad_y, input_precision=PRECISION)  # dy += dh W1
-    x, rstd = normalise(load_positions(X, position, C, channel, 1, M), True, eps, C)
-    grad_out = load_positions(GRAD_OUT, position, C, channel, 1, M)
-    at = SUMS + tl.program_id(0) * 3 * C + channel
-    tl.store(at, tl.sum(grad_y * x, 0))
-    tl.store(at + C, tl.sum(grad_y, 0))
-    tl.store(at + 2 * C, tl.sum(grad_out, 0))
-    grad_x = norm_backward(grad_y * tl.load(NORM_WEIGHT + channel)[None, :], x, rstd, C)
-    if RESIDUAL:
-        grad_x += grad_out
-    at = GRAD_X + position[:, None] * C + channel[None, :]
-    tl.store(at, grad_x.to(GRAD_X.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def transition_backward_weights_kernel(
-    GRAD_OUT, X, NORM_WEIGHT, NORM_BIAS, WEIGHT_1, BIAS_1, WEIGHT_2, SUMS, M,
-    eps: tl.constexpr, C: tl.constexpr, HIDDEN: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, PROGRAMS: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Compute dW1 = dh^T y, db1 = sum dh and dW2 = dout^T relu(h), with dh = dout W2 where h > 0.
-
-    SUMS [PROGRAMS, HIDDEN x C + HIDDEN + C x HIDDEN] are dW1, db1 and dW2. A program owns BLOCK_N
-    hidden channels of one of these rows, the sums over every PROGRAMS-th block of BLOCK_M rows.
-    """
-    hidden = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    channel = tl.arange(0, C)
-    dtype = WEIGHT_1.dtype.element_ty
-    # [BLOCK_N, C] both, and [BLOCK_N, BLOCK_M] what they make: so products of these, which take
-    # rows of hidden channels, read them from registers.
-    weight_1 = tl.load(WEIGHT_1 + hidden[:, None] * C + channel[None, :])
-    weight_2 = tl.load(WEIGHT_2 + channel[None, :] * HIDDEN + hidden[:, None])
-    bias = tl.load(BIAS_1 + hidden)[:, None]
-    grad_weight_1 = tl.zeros([BLOCK_N, C], tl.float32)
-    grad_bias_1 = tl.zeros([BLOCK_N], tl.float32)
-    grad_weight_2 = tl.zeros([BLOCK_N, C], tl.float32)
-    for start in range(tl.program_id(1) * BLOCK_M, M, PROGRAMS * BLOCK_M):
-        position = index(start + tl.arange(0, BLOCK_M), WIDE)
-        y = load_norm(X, NORM_WEIGHT, NORM_BIAS, position, M, dtype, eps, C)
-        at = GRAD_OUT + position[:, None] * C + channel[None, :]
-        grad_out = tl.load(at, mask=(position < M)[:, None], other=0.0).to(dtype)
-        h = tl.dot(weight_1, tl.trans(y), input_precision=PRECISION) + bias
-        grad_h = tl.dot(weight_2, tl.trans(grad_out), input_precision=PRECISION)  # (dout W2)^T
-        grad_h = tl.where(h > 0, grad_h, 0.0)
-        grad_bias_1 += tl.sum(grad_h, 1)
-        # dW1 += dh^T y
-        grad_weight_1 = tl.dot(grad_h.to(dtype), y, grad_weight_1, input_precision=PRECISION)
-        h = tl.maximum(h, 0.0).to(dtype)
-        # dW2^T += relu(h)^T dout
-        grad_weight_2 = tl.dot(h, grad_out, grad_weight_2, input_precision=PRECISION)
-    SUMS += tl.program_id(1) * (2 * HIDDEN * C + HIDDEN)
-    tl.store(SUMS + hidden[:, None] * C + channel[None, :], grad_weight_1)
-    SUMS += HIDDEN * C
-    tl.store(SUMS + hidden, grad_bias_1)
-    SUMS += HIDDEN
-    tl.store(SUMS + channel[None, :] * HIDDEN + hidden[:, None], grad_weight_2)
-
-
-def transition_options(kernel: str, x: Tensor, weight_1: Tensor) -> dict[str, int | bool | str]:
-    """Return what a kernel of the transition is compiled for."""
-    check_not_empty(kernel, x)
-    chosen, (hidden, dim) = blocks(kernel, weight_1.dtype), weight_1.shape
-    chosen["BLOCK_N"] = min(chosen["BLOCK_N"], hidden)
-    wide = {"C": dim, "HIDDEN": hidden, "WIDE": x.numel() >= 2**31}
-    return {**chosen, **wide, "PRECISION": dot_precision(weight_1.dtype)}
-
-
-def transition_inputs(x: Tensor, *parameters: Tensor) -> dict[str, Tensor | int]:
-    """Return what all kernels of the transition read, by its name there."""
-    names = ("NORM_WEIGHT", "NORM_BIAS", "WEIGHT_1", "BIAS_1", "WEIGHT_2")
-    return {"X": x, **dict(zip(names, parameters, strict=True)), "M": x.numel() // x.shape[-1]}
-
-
-@operator
-def transition_forward(
-    x: Tensor,
-    norm_weight: Tensor,
-    norm_bias: Tensor,
-    weight_1: Tensor,
-    bias_1: Tensor,
-    weight_2: Tensor,
-    bias_2: Tensor,
-    eps: float,
-    residual: bool,
-) -> Tensor:
-    """Compute the update of x [..., C] in the type of the weights; with `residual` x + update."""
-    dtype = torch.promote_types(x.dtype, weight_1.dtype) if residual else weight_1.dtype
-    out = torch.empty_like(x, dtype=dtype)
-    inputs = transition_inputs(x, norm_weight, norm_bias, weight_1, bias_1, weight_2)
-    options = transition_options("transition_forward", x, weight_1)
-    wrap_triton(transition_forward_kernel)[(triton.cdiv(inputs["M"], options["BLOCK_M"]),)](
-        BIAS_2=bias_2,
-        OUT=out,
-        eps=eps,
-        RESIDUAL=residual,
-        **inputs,
-        **options,
-    )
-    return out
-
-
-@operator
-def transition_backward_input(
-    grad_out: Tensor,
-    x: Tensor,
-    norm_weight: Tensor,
-    norm_bias: Tensor,
-    weight_1: Tensor,
-    bias_1: Tensor,
-    weight_2: Tensor,
-    eps: float,
-    residual: bool,
-) -> tuple[Tensor, Tensor]:
-    """Compute the gradient of x, and parts [programs, 3, C] of the norm's and of bias_2's."""
-    inputs = transition_inputs(x, norm_weight, norm_bias, weight_1, bias_1, weight_2)
-    options = transition_options("transition_backward_input", x, weight_1)
-    programs = triton.cdiv(inputs["M"], options["BLOCK_M"])
-    grad_x = torch.empty_like(x)
-    sums = x.new_empty(programs, 3, x.shape[-1], dtype=torch.float32)
-    wrap_triton(transition_backward_input_kernel)[(programs,)](
-        GRAD_OUT=grad_out,
-        GRAD_X=grad_x,
-        SUMS=sums,
-        eps=eps,
-        RESIDUAL=residual,
-        **inputs,
-        **options,
-    )
-    return grad_x, sums
-
-
-@operator
-def transition_backward_weights(
-    grad_out: Tensor,
-    x: Tensor,
-    norm_weight: Tensor,
-    norm_bias: Tensor,
-    weight_1: Tensor,
-    bias_1: Tensor,
-    weight_2: Tensor,
-    eps: float,
-) -> Tensor:
-    """Compute parts [programs, elements] of the gradients of weight_1, bias_1 and weight_2."""
-    inputs = transition_inputs(x, norm_weight, norm_bias, weight_1, bias_1, weight_2)
-    options = transition_options("transition_backward_weights", x, weight_1)
-    rows = triton.cdiv(inputs["M"], options["BLOCK_M"])
-    slices = triton.cdiv(options["HIDDEN"], options["BLOCK_N"])
-    options["PROGRAMS"] = min(rows, triton.cdiv(options["PROGRAMS"], slices))
-    elements = weight_1.numel() + bias_1.numel() + weight_2.numel()
-    sums = x.new_empty(options["PROGRAMS"], elements, dtype=torch.float32)
-    wrap_triton(transition_backward_weights_kernel)[(slices, options["PROGRAMS"])](
-        GRAD_OUT=grad_out,
-        SUMS=sums,
-        eps=eps,
-        **inputs,
-        **options,
-    )
-    return sums
-
-
-def check_transition(dim: int, hidden: int, parameters: Sequence[Tensor]) -> None:
-    """Raise ValueError unless a transition's parameters have these sizes."""
-    norm_weight, norm_bias, weight_1, bias_1, weight_2, bias_2 = parameters
-    check_shape("the norm's weight", norm_weight, dim)
-    check_shape("the norm's bias", norm_bias, dim)
-    check_shape("the first weight", weight_1, hidden, dim)
-    check_shape("the first bias", bias_1, hidden)
-    check_shape("the second weight", weight_2, dim, hidden)
-    check_shape("the second bias", bias_2, dim)
-
-
-class TransitionFunction(torch.autograd.Function):
-    """Compute the transition of x [..., C]: its update, or with `residual` x + update.
-
-    The parameters are weight and bias of the norm, of the first and of the second projection;
-    `casts` are the two weights in the type of the products. Kept for later: x alone.
-    """
-
-    @staticmethod
-    def forward(
-        ctx,
-        x: Tensor,
-        residual: bool,
-        eps: float,
-        casts: tuple[Tensor, Tensor],
-        side: SideStreams,
-        *parameters: Tensor,
-    ) -> Tensor:
-        x, (norm_weight, norm_bias, _, bias_1, _, bias_2) = x.contiguous(), parameters
-        check_transition(x.shape[-1], len(casts[0]), parameters)
-        inputs = x, norm_weight, norm_bias, casts[0], bias_1, casts[1]
-        ctx.save_for_backward(*inputs)
-        ctx.eps, ctx.residual, ctx.side, ctx.parameters = eps, residual, side, parameters
-        return transition_forward(*inputs, bias_2, eps, residual)
-
-    @staticmethod
-    def backward(ctx, grad_out: Tensor):
-        grad_out, inputs = grad_out.contiguous(), ctx.saved_tensors
-        grad_x, sums = transition_backward_input(grad_out, *inputs, ctx.eps, ctx.residual)
-
-        def compute(of_norm: Tensor, of_linears: Tensor, of_bias: Tensor) -> None:
-            add_up(transition_backward_weights(grad_out, *inputs, ctx.eps), of_linears)
-            add_up_two(sums[:, :2], of_norm, sums[:, 2:], of_bias)
-
-        grads = 6 * [None]
-        if any(parameter.requires_grad for parameter in ctx.parameters):
-            groups = (ctx.parameters[:2], ctx.parameters[2:5], ctx.parameters[5:])
-            grads = gradients_into_buffer(groups, compute, grad_out, sums, *inputs)
-        return grad_x, None, None, None, None, *grads
-
-
-# A transition of rows too wide for that. The hidden layer is kept; its bias, its ReLU and their
-# backward pass are in the products that make it and its gradient.
-
-
-@triton.jit
-def transition_backward_hidden_kernel(
-    GRAD_OUT, WEIGHT_2, RELU, GRAD_H, SUMS, M, C: tl.constexpr, HIDDEN: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WIDE: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Compute dh = dout W2 where RELU = relu(h) > 0, else 0.
-
-    GRAD_OUT is [M, C], WEIGHT_2 [C, HIDDEN], RELU and GRAD_H [M, HIDDEN]. A program owns a tile
-    [BLOCK_M, BLOCK_N] of GRAD_H, and of SUMS [blocks of rows, HIDDEN] the sums of its columns.
-    """
-    tiles: tl.constexpr = HIDDEN // BLOCK_N
-    block = tl.program_id(0) // tiles  # neighbours share the rows of GRAD_OUT
-    position = index(block * BLOCK_M + tl.arange(0, BLOCK_M), WIDE)
-    hidden = tl.program_id(0) % tiles * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = (position < M)[:, None]
-    grad_h = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for first in tl.range(0, C, BLOCK_K):
-        channel = first + tl.arange(0, BLOCK_K)
-        at = GRAD_OUT + position[:, None] * C + channel[None, :]
-        grad_out = tl.load(at, mask=inside, other=0.0)
-        weight = tl.load(WEIGHT_2 + channel[:, None] * HIDDEN + hidden[None, :])
-        grad_h = tl.dot(grad_out, weight, grad_h, input_precision=PRECISION)  # dh += dout W2
-    at = position[:, None] * HIDDEN + hidden[None, :]
-    grad_h = tl.where(tl.load(RELU + at, mask=inside, other=0.0) > 0, grad_h, 0.0)
-    tl.store(GRAD_H + at, grad_h.to(GRAD_H.dtype.element_ty), mask=inside)
-    tl.store(SUMS + block * HIDDEN + hidden, tl.sum(grad_h, 0))
-
-
-@operator
-def transition_backward_hidden(
-    grad_out: Tensor, weight_2: Tensor, relu: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Compute the gradient of the hidden layer before its ReLU, and parts of that of bias_1.
-
-    They are [..., HIDDEN] and [programs, HIDDEN]; `relu` is the layer behind its ReLU.
-    """
-    options = transition_options("transition_backward_hidden", relu, weight_2.t())
-    options["BLOCK_K"] = min(options["BLOCK_K"], options["C"])
-    rows, width = grad_out.numel() // options["C"], options["HIDDEN"]
-    tiles = triton.cdiv(rows, options["BLOCK_M"])
-    grad_h = torch.empty_like(relu)
-    sums = relu.new_empty(tiles, width, dtype=torch.float32)
-    wrap_triton(transition_backward_hidden_kernel)[(tiles * (width // options["BLOCK_N"]),)](
-        GRAD_OUT=grad_out,
-        WEIGHT_2=weight_2,
-        RELU=relu,
-        GRAD_H=grad_h,
-        SUMS=sums,
-        M=rows,
-        **options,
-    )
-    return grad_h, sums
-
-
-class WideTransitionFunction(torch.autograd.Function):
-    """Do as TransitionFunction; kept for later are x and the hidden layer behind its ReLU."""
-
-    @staticmethod
-    def forward(
-        ctx,
-        x: Tensor,
-        residual: bool,
-        eps: float,
-        casts: tuple[Tensor, Tensor],
-        side: SideStreams,
-        *parameters: Tensor,
-    ) -> Tensor:
-        x, (norm_weight, norm_bias, _, bias_1, _, bias_2) = x.contiguous(), parameters
-        check_transition(x.shape[-1], len(casts[0]), parameters)
-        y, _ = layer_norm_forward(x, norm_weight, norm_bias, eps, casts[0].dtype)
-        bias_1, bias_2 = (cached_cast(bias, y.dtype) for bias in (bias_1, bias_2))
-        # The library's product adds the bias, and ends with the ReLU.
-        relu = torch._addmm_activation(bias_1, y.flatten(0, -2), casts[0].t())
-        relu = relu.view(*y.shape[:-1], -1)
-        ctx.save_for_backward(x, relu, *casts)
-        ctx.eps, ctx.residual, ctx.side, ctx.parameters = eps, residual, side, parameters
-        update = F.linear(relu, casts[1], bias_2)
-        return x + update if residual else update
-
-    @staticmethod
-    def backward(ctx, grad_out: Tensor):
-        grad_out, (x, relu, *casts) = grad_out.contiguous(), ctx.saved_tensors
-        parameters, eps, dtype = ctx.parameters, ctx.eps, relu.dtype
-        norm = (x, *parameters[:2])
-        residual, grad = grad_out if ctx.residual else None, grad_out.to(dtype)
-        grad_h, sums_1 = transition_backward_hidden(grad, casts[1], relu)
-        inputs = grad_h @ casts[0], None, residual, *norm, None, None
-        grad_x, sums = norm_project_backward(*inputs, eps, 1, False, dtype)
-
-        def compute(
-            of_norm: Tensor, of_weight_1: Tensor, of_bias_1: Tensor, of_linear_2: Tensor
-        ) -> None:
-            linear_gradients_to(grad.flatten(0, -2), relu, of_linear_2, True)
-            y, _ = layer_norm_forward(*norm, eps, dtype)
-            linear_gradients_to(grad_h.flatten(0, -2), y, of_weight_1, True)
-            add_up_two(sums_1, of_bias_1, sums, of_norm)
-
-        grads = 6 * [None]
-        if any(parameter.requires_grad for parameter in parameters):
-            groups = (parameters[:2], parameters[2:3], parameters[3:4], parameters[4:])
-            read = grad, relu, grad_h, x, sums, sums_1
-            grads = gradients_into_buffer(groups, compute, *read)
-        return grad_x, None, None, None, None, *grads
-
-
-# A norm before a projection, y W^T + b with y = LayerNorm(x), and a residual after one,
-# x + o W^T + b, in the kernels of the projections: neither y nor an update is in memory, and no
-# kernel adds gradients of the residual stream up. The backward pass makes y again. C must be a
-# power of two.
-
-
-@triton.jit
-def load_heads(HEADS, H: tl.constexpr, BLOCK_H: tl.constexpr, C: tl.constexpr):
-    """Load the projections [BLOCK_H, C] of H heads, zeros beyond the last."""
-    head, channel = tl.arange(0, BLOCK_H), tl.arange(0, C)
-    at = HEADS + head[:, None] * C + channel[None, :]
-    return tl.load(at, mask=(head < H)[:, None], other=0.0)
-
-
-@triton.jit
-def norm_project_kernel(
-    X, NORM_WEIGHT, NORM_BIAS, WEIGHT, BIAS, OUT, HEADS, PAIR_BIAS, M, N,
-    eps: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr,
-    H: tl.constexpr, BLOCK_H: tl.constexpr, ENDING: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Compute out = y W^T + b from y = LayerNorm(x), and a pair bias as layer_norm_forward_kernel.
-
-    X is [M, C], WEIGHT [WIDTH, C], BIAS [WIDTH] or None, OUT [WIDTH / PART, M, PART]; WIDTH may be
-    0. PAIR_BIAS_h = sum_c y_c HEADS_hc in [B, H, N, N]. A program owns BLOCK_M rows, and goes over
-    the columns BLOCK_N at a time.
-    """
-    position = index(tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), WIDE)
-    channel = tl.arange(0, C)
-    inside = position < M
-    x, _ = normalise(load_positions(X, position, C, channel, 1, M), True, eps, C)
-    y = scale_and_shift(x, NORM_WEIGHT, NORM_BIAS, C).to(OUT.dtype.element_ty)
-    if H > 0:
-        head = tl.arange(0, BLOCK_H)
-        projection = load_heads(HEADS, H, BLOCK_H, C).to(y.dtype)
-        pair_bias = tl.dot(y, tl.trans(projection), input_precision=PRECISION)  # y HEADS^T
-        to = PAIR_BIAS + pair_bias_offset(position[:, None], head[None, :], N, H, ENDING)
-        tl.store(to, pair_bias.to(y.dtype), mask=inside[:, None] & (head < H)[None, :])
-    if WIDTH > 0:
-        for first in tl.range(0, WIDTH, BLOCK_N):
-            column = first + tl.arange(0, BLOCK_N)
-            weight = tl.load(WEIGHT + column[None, :] * C + channel[:, None])
-            out = tl.dot(y, weight, input_precision=PRECISION)  # y W^T
-            if BIAS is not None:
-                out += tl.load(BIAS + column)[None, :]
-            at = OUT + index(first // PART, WIDE) * M * PART + position[:, None] * PART
-            at += (first % PART + tl.arange(0, BLOCK_N))[None, :]
-            tl.store(at, out.to(OUT.dtype.element_ty), mask=inside[:, None])
-
-
-@triton.jit
-def norm_project_backward_kernel(
-    GRAD, RESIDUAL, X, NORM_WEIGHT, NORM_BIAS, WEIGHT, HEADS, GRAD_PAIR_BIAS, GRAD_X, SUMS, M, N,
-    eps: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr,
-    H: tl.constexpr, BLOCK_H: tl.constexpr, ENDING: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Compute dx from GRAD = dout and dPAIR_BIAS, plus RESIDUAL, what x has from elsewhere.
-
-    dy = dout W + sum_h dPAIR_BIAS_h HEADS_h, then through the norm. GRAD is [WIDTH / PART, M,
-    PART] or, without a WEIGHT, dout W [M, C]; X, RESIDUAL (or None) and GRAD_X are [M, C]. SUMS
-    [programs, 2 + H, C] are those over the program's rows for the norm's weight, its bias and
-    HEADS. A program owns BLOCK_M rows.
-    """
-    position = index(tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), WIDE)
-    channel = tl.arange(0, C)
-    inside = (position < M)[:, None]
-    grad_y = tl.zeros([BLOCK_M, C], tl.float32)
-    if WIDTH > 0:
-        for first in tl.range(0, WIDTH, BLOCK_K):
-            column = first + tl.arange(0, BLOCK_K)
-            at = GRAD + index(first // PART, WIDE) * M * PART + position[:, None] * PART
-            at += (first % PART + tl.arange(0, BLOCK_K))[None, :]
-            grad = tl.load(at, mask=inside, other=0.0)
-            weight = tl.load(WEIGHT + column[:, None] * C + channel[None, :])
-            grad_y = tl.dot(grad, weight, grad_y, input_precision=PRECISION)  # dy += dout W
-    elif GRAD is not None:
-        grad_y += load_positions(GRAD, position, C, channel, 1, M)
-    x, rstd = normalise(load_positions(X, position, C, channel, 1, M), True, eps, C)
-    SUMS += tl.program_id(0) * (2 + H) * C + channel
-    if H > 0:
-        head = tl.arange(0, BLOCK_H)
-        to = GRAD_PAIR_BIAS + pair_bias_offset(position[:, None], head[None, :], N, H, ENDING)
-        bias = tl.load(to, mask=inside & (head < H)[None, :], other=0.0)
-        projection = load_heads(HEADS, H, BLOCK_H, C).to(bias.dtype)
-        # dy += dPAIR_BIAS HEADS
-        grad_y = tl.dot(bias, projection, grad_y, input_precision=PRECISION)
-        y = scale_and_shift(x, NORM_WEIGHT, NORM_BIAS, C).to(bias.dtype)
-        grad_heads = tl.dot(tl.trans(bias), y, input_precision=PRECISION)  # dPAIR_BIAS^T y
-        to = SUMS[None, :] + (2 + head)[:, None] * C
-        tl.store(to, grad_heads, mask=(head < H)[:, None] & (channel < C)[None, :])
-    tl.store(SUMS, tl.sum(grad_y * x, 0))
-    tl.store(SUMS + C, tl.sum(grad_y, 0))
-    grad_x = norm_backward(grad_y * tl.load(NORM_WEIGHT + channel)[None, :], x, rstd, C)
-    if RESIDUAL is not None:
-        grad_x += load_positions(RESIDUAL, position, C, channel, 1, M)
-    at = GRAD_X + position[:, None] * C + channel[None, :]
-    tl.store(at, grad_x.to(GRAD_X.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def project_residual_kernel(
-    X, WEIGHT, BIAS, RESIDUAL, OUT, M, factor: tl.constexpr, C: tl.constexpr, K: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Compute out = residual + x W^T + factor * b.
-
-    X is [M, K], WEIGHT [C, K], RESIDUAL and OUT [M, C]. A program owns BLOCK_M rows.
-    """
-    position = index(tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), WIDE)
-    channel = tl.arange(0, C)
-    inside = (position < M)[:, None]
-    out = tl.zeros([BLOCK_M, C], tl.float32)
-    for first in tl.range(0, K, BLOCK_K):
-        k = first + tl.arange(0, BLOCK_K)
-        x = tl.load(X + position[:, None] * K + k[None, :], mask=inside, other=0.0)
-        weight = tl.load(WEIGHT + channel[None, :] * K + k[:, None])
-        out = tl.dot(x, weight, out, input_precision=PRECISION)  # out += x W^T
-    out += factor * tl.load(BIAS + channel)[None, :]
-    out += load_positions(RESIDUAL, position, C, channel, 1, M)
-    at = OUT + position[:, None] * C + channel[None, :]
-    tl.store(at, out.to(OUT.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def weight_parts_kernel(
-    GRAD, X, SUMS, M, N: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PROGRAMS: tl.constexpr, WIDE: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Compute dW = dout^T x and db = sum dout from GRAD = dout [M, N] and X [M, K].
-
-    SUMS [PROGRAMS, N x K + N] are dW and db. A program owns a tile [BLOCK_N, BLOCK_K] of the weight
-    in one of these rows, the sum over every PROGRAMS-th block of BLOCK_M rows of X.
-    """
-    first = tl.program_id(0) % (N // BLOCK_N) * BLOCK_N
-    first_k = tl.program_id(0) // (N // BLOCK_N) * BLOCK_K
-    row, k = first + tl.arange(0, BLOCK_N), first_k + tl.arange(0, BLOCK_K)
-    grad_weight = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    grad_bias = tl.zeros([BLOCK_N], tl.float32)
-    for start in tl.range(tl.program_id(1) * BLOCK_M, M, PROGRAMS * BLOCK_M):
-        position = index(start + tl.arange(0, BLOCK_M), WIDE)
-        inside = (position < M)[:, None]
-        grad = tl.load(GRAD + position[:, None] * N + row[None, :], mask=inside, other=0.0)
-        x = tl.load(X + position[:, None] * K + k[None, :], mask=inside, other=0.0)
-        # dW += dout^T x
-        grad_weight = tl.dot(tl.trans(grad), x, grad_weight, input_precision=PRECISION)
-        grad_bias += tl.sum(grad.to(tl.float32), 0)
-    SUMS += tl.program_id(1) * (N * K + N)
-    tl.store(SUMS + row[:, None] * K + k[None, :], grad_weight)
-    rows = tl.where(first_k == 0, N, 0)  # those of one tile are enough
-    tl.store(SUMS + N * K + row, grad_bias, mask=row < rows)
-
-
-def projection_options(
-    kernel: str,
-    x: Tensor,
-    dtype: torch.dtype,
-    part: int,
-) -> dict[str, int | bool | str]:
-    """Return what a kernel of a projection of x [..., C] in `dtype` is compiled for.
-
-    `part` columns lie side by side. Few rows are cut into smaller blocks, to occupy the device.
-    """
-    check_not_empty(kernel, x)
-    chosen, dim = blocks(kernel, dtype), x.shape[-1]
-    rows = x.numel() // dim
-    for size in {"BLOCK_N", "BLOCK_K"} & chosen.keys():
-        chosen[size] = min(chosen[size], part)
-    while chosen["BLOCK_M"] > 32 and rows < 128 * chosen["BLOCK_M"]:
-        chosen["BLOCK_M"] //= 2
-    if kernel != "weight_parts":  # whole rows are in registers
-        chosen["num_warps"] = max(chosen["num_warps"], chosen["BLOCK_M"] * dim // 2048)
-    return {**chosen, "WIDE": 4 * x.numel() >= 2**31, "PRECISION": dot_precision(dtype)}
-
-
-@operator
-def norm_project(
-    x: Tensor,
-    norm_weight: Tensor,
-    norm_bias: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    heads: Tensor | None,
-    eps: float,
-    parts: int,
-    ending: bool,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    """Project LayerNorm(x), x [..., C] -> y W^T + b and a pair bias [B, H, N, N], both in `dtype`.
-
-    The former is [..., WIDTH], or [parts, ..., WIDTH / parts]. What has no weight is empty.
-    """
-    width, count = (0 if given is None else len(given) for given in (weight, heads))
-    length = x.shape[1] if count else 1
-    part, split = max(1, width // parts), (parts,) if parts > 1 else ()
-    out = x.new_empty(*split, *x.shape[:-1], width // parts, dtype=dtype)
-    pair_bias = x.new_empty(len(x) if count else 0, count, length, length, dtype=dtype)
-    options = projection_options("norm_project", x, dtype, max(16, part))
-    rows = x.numel() // x.shape[-1]
-    wrap_triton(norm_project_kernel)[(triton.cdiv(rows, options["BLOCK_M"]),)](
-        X=x,
-        NORM_WEIGHT=norm_weight,
-        NORM_BIAS=norm_bias,
-        WEIGHT=weight,
-        BIAS=bias,
-        OUT=out,
-        HEADS=heads,
-        PAIR_BIAS=pair_bias,
-        M=rows,
-        N=length,
-        eps=eps,
-        C=x.shape[-1],
-        WIDTH=width,
-        PART=part,
-        H=count,
-        BLOCK_H=max(16, triton.next_power_of_2(count)),
-        ENDING=ending,
-        **options,
-    )
-    return out, pair_bias
-
-
-@operator
-def norm_project_backward(
-    grad: Tensor | None,
-    grad_pair_bias: Tensor | None,
-    residual: Tensor | None,
-    x: Tensor,
-    norm_weight: Tensor,
-    norm_bias: Tensor,
-    weight: Tensor | None,
-    heads: Tensor | None,
-    eps: float,
-    parts: int,
-    ending: bool,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    """Compute the gradient of x, plus `residual`, and parts of those of the norm and the heads.
-
-    The parts are [programs, 2 + H, C]. Without a gradient of the projection, or of the pair bias,
-    the other is all there is.
-    """
-    width = 0 if grad is None or weight is None else len(weight)
-    count = 0 if grad_pair_bias is None else len(heads)
-    part = max(1, width // parts)
-    options = projection_options("norm_project_backward", x, dtype, max(16, part))
-    if not (width or count):  # nothing to multiply: many small programs keep the memory busy
-        options |= {"BLOCK_M": 16, "num_warps": 2}
-    rows, dim = x.numel() // x.shape[-1], x.shape[-1]
-    programs = triton.cdiv(rows, options["BLOCK_M"])
-    grad_x = torch.empty_like(x)
-    sums = x.new_empty(programs, 2 + count, dim, dtype=torch.float32)
-    wrap_triton(norm_project_backward_kernel)[(programs,)](
-        GRAD=grad,
-        RESIDUAL=residual,
-        X=x,
-        NORM_WEIGHT=norm_weight,
-        NORM_BIAS=norm_bias,
-        WEIGHT=weight,
-        HEADS=heads,
-        GRAD_PAIR_BIAS=grad_pair_bias,
-        GRAD_X=grad_x,
-        SUMS=sums,
-        M=rows,
-        N=x.shape[1] if count else 1,
-        eps=eps,
-        C=dim,
-        WIDTH=width,
-        PART=part,
-        H=count,
-        BLOCK_H=max(16, triton.next_power_of_2(count)),
-        ENDING=ending,
-        **options,
-    )
-    return grad_x, sums
-
-
-@operator
-def weight_parts(grad: Tensor, x: Tensor) -> Tensor:
-    """Compute parts [programs, elements] of the gradients of a weight and its bias.
-
-    grad is [..., N], x [..., K].
-    """
-    width, dim, rows = grad.shape[-1], x.shape[-1], x.numel() // x.shape[-1]
-    options = projection_options("weight_parts", x, grad.dtype, min(width, dim))
-    tiles = width // options["BLOCK_N"] * (dim // options["BLOCK_K"])
-    # Each program reads several blocks of rows, or what it writes would be more than it reads.
-    most = triton.cdiv(rows, 4 * options["BLOCK_M"])
-    options["PROGRAMS"] = min(most, triton.cdiv(options["PROGRAMS"], tiles))
-    sums = x.new_empty(options["PROGRAMS"], width * dim + width, dtype=torch.float32)
-    wrap_triton(weight_parts_kernel)[(tiles, options["PROGRAMS"])](
-        GRAD=grad,
-        X=x,
-        SUMS=sums,
-        M=rows,
-        N=width,
-        K=dim,
-        **options,
-    )
-    return sums
-
-
-@operator
-def project_residual(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    residual: Tensor,
-    factor: float,
-) -> Tensor:
-    """Compute residual + x W^T + factor * b [..., C] from x [..., K]."""
-    dim, width = weight.shape
-    options = projection_options("project_residual", residual, weight.dtype, width)
-    rows = x.numel() // width
-    out = torch.empty_like(residual)
-    wrap_triton(project_residual_kernel)[(triton.cdiv(rows, options["BLOCK_M"]),)](
-        X=x,
-        WEIGHT=weight,
-        BIAS=bias,
-        RESIDUAL=residual,
-        OUT=out,
-        M=rows,
-        factor=factor,
-        C=dim,
-        K=width,
-        **options,
-    )
-    return out
-
-
-class NormProjection(torch.autograd.Function):
-    """Compute y W^T + b with y = LayerNorm(x), and from y a pair bias; hand x [..., C] on.
-
-    What x becomes takes it from here: then its gradient comes here first, and the kernel adds it.
-    `cast` is the weight in the type of the GEMM. Weight (with the bias) and heads may be None.
-    Kept for later: x alone.
-    """
-
-    @staticmethod
-    def forward(
-        ctx,
-        x: Tensor,
-        norm_weight: Tensor,
-        norm_bias: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        heads: Tensor | None,
-        cast: Tensor | None,
-        eps: float,
-        parts: int,
-        ending: bool,
-        direct: bool,
-        side: SideStreams,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.set_materialize_grads(False)
-        kept, dim = x.contiguous(), x.shape[-1]
-        check_shape("the norm's weight", norm_weight, dim)
-        check_shape("the norm's bias", norm_bias, dim)
-        if weight is not None:
-            check_shape("the projection's weight", weight, len(weight), dim)
-            check_shape("the projection's bias", bias, len(weight))
-        if heads is not None:
-            check_shape("pair", x, len(x), x.shape[1], x.shape[1], dim)
-            check_shape("the weight of the heads", heads, len(heads), dim)
-        ctx.save_for_backward(kept, cast)
-        ctx.parameters = norm_weight, norm_bias, weight, bias, heads
-        dtype = gemm_dtype(x) if cast is None else cast.dtype
-        ctx.settings, ctx.direct, ctx.side = (eps, parts, ending, dtype), direct, side
-        norm = kept, norm_weight, norm_bias
-        # Many or long rows keep the library's GEMM busy: it and a norm are faster than one kernel.
-        if cast is None or (x.numel() <= 2**21 and dim <= 128):
-            out, pair_bias = norm_project(*norm, cast, bias, heads, *ctx.settings)
-        else:
-            y, pair_bias = layer_norm_forward(*norm, eps, dtype, heads, ending)
-            out = F.linear(y, cast, None if bias is None else bias.to(dtype))
-            if parts > 1:
-                out = out.unflatten(-1, (parts, -1)).movedim(-2, 0).contiguous()
-        return x.view_as(x), out, pair_bias
-
-    @staticmethod
-    def backward(ctx, residual: Tensor | None, grad: Tensor | None, grad_pair_bias: Tensor | None):
-        x, cast = ctx.saved_tensors
-        norm_weight, norm_bias, weight, _, heads = ctx.parameters  # themselves: they are looked up
-        eps, parts, _, dtype = ctx.settings
-        given = (grad, grad_pair_bias, residual)
-        grad, grad_pair_bias, residual = (None if g is None else g.contiguous() for g in given)
-        # The parameters themselves: with checkpoints saved tensors are copies of them.
-        groups = [ctx.parameters[:2] + (() if grad_pair_bias is None else ctx.parameters[4:])]
-        grad_y, rows = grad, None
-        if grad is not None:
-            groups.append([p for p in ctx.parameters[2:4] if p is not None])
-            rows = grad if parts == 1 else grad.movedim(0, -2)
-            if x.shape[-1] > 128:
-                rows = rows.reshape(-1, len(cast))  # [rows of x, WIDTH]
-                grad_y, cast = rows @ cast, None
-        inputs = x, norm_weight, norm_bias, cast, heads
-        grad_x, sums = norm_project_backward(
-            grad_y, grad_pair_bias, residual, *inputs, *ctx.settings
-        )  # fmt: skip
-
-        def compute(out: Tensor, *out_of_linear: Tensor) -> None:
-            add_up(sums, out)
-            for of_linear in out_of_linear:
-                y, _ = layer_norm_forward(x, norm_weight, norm_bias, eps, dtype)
-                linear_gradients_to(rows.reshape(-1, len(weight)), y, of_linear, ctx.direct)
-
-        grads: dict[Tensor, Tensor] = {}
-        if any(ctx.needs_input_grad[1:6]):
-            flat = [parameter for group in groups for parameter in group]
-            read = [tensor for tensor in (sums, rows, x) if tensor is not None]
-            found = gradients_into_buffer(groups, compute, *read)
-            grads = dict(zip(flat, found, strict=True))
-        wanted = (None if p is None else grads.get(p) for p in ctx.parameters)
-        return grad_x, *wanted, *6 * [None]
-
-
-def linear_gradients_to(grad: Tensor, x: Tensor, out: Tensor, direct: bool) -> None:
-    """Write the gradients of a weight [N, K] and, where there is room, its bias [N] to `out`.
-
-    grad is [T, N], x [..., K].
-    """
-    x = x.flatten(0, -2)
-    weight, bias = out.split([grad.shape[1] * x.shape[1], len(out) - grad.shape[1] * x.shape[1]])
-    matmul_out(grad, x, weight.view(grad.shape[1], x.shape[1]), direct)
-    if len(bias):
-        column_sums_to(grad, bias)
-
-
-class ProjectionWithResidual(torch.autograd.Function):
-    """Compute residual [..., C] + x W^T + b from x [..., K]; `cast` is W in the type of x."""
-
-    @staticmethod
-    def forward(
-        ctx,
-        x: Tensor,
-        residual: Tensor,
-        weight: Tensor,
-        bias: Tensor,
-        cast: Tensor,
-        side: SideStreams,
-    ) -> Tensor:
-        x, residual, dim = x.contiguous(), residual.contiguous(), residual.shape[-1]
-        check_shape("x", x, *residual.shape[:-1], x.shape[-1])
-        check_shape("the projection's weight", weight, dim, x.shape[-1])
-        check_shape("the projection's bias", bias, dim)
-        ctx.save_for_backward(x, cast)
-        ctx.parameters, ctx.side = (weight, bias), side
-        return project_residual(x, cast, bias, residual, 1.0)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        x, cast = ctx.saved_tensors
-        residual, grad = grad, grad.contiguous().to(x.dtype)
-
-        def compute(out: Tensor) -> None:
-            add_up(weight_parts(grad, x), out)
-
-        of_weight = of_bias = None
-        if any(ctx.needs_input_grad[2:4]):
-            found = gradients_into_buffer((ctx.parameters,), compute, grad, x)
-            of_weight, of_bias = found
-        return grad @ cast, residual, of_weight, of_bias, None, None
-
-
-# Input embedding and losses: what lies before and behind the blocks. A one-hot vector times a
-# weight is a column of the weight, so the embedding reads columns. Its gradient is the product of
-# all one-hot vectors with the gradient of the result, and theirs with ones that of the biases.
-
-
-@triton.jit
-def embedded_rows(TOKENS, position, S, N, TOKEN_COUNT: tl.constexpr, REACH: tl.constexpr):
-    """Return which rows of the embedding's table are added up at these positions.
-
-    TOKENS is [B, S, N], row 0 of S the query. Without a REACH a position is (b, s, n), and its
-    third row none, -1; with one it is a pair (b, i, j), the third row that of their clipped offset.
-    """
-    first = position % N
-    if REACH > 0:
-        b, i = position // (N * N), position // N % N
-        offset = tl.minimum(tl.maximum(i - first, -REACH), REACH) + REACH
-        one = tl.load(TOKENS + b * S * N + i)
-        other = tl.load(TOKENS + b * S * N + first)
-        return one, other + TOKEN_COUNT, offset + 2 * TOKEN_COUNT
-    query = tl.load(TOKENS + position // (S * N) * (S * N) + first)
-    own = tl.load(TOKENS + position)
-    return query, own + TOKEN_COUNT, tl.zeros_like(own) - 1
-
-
-@triton.jit
-def embedding_forward_kernel(
-    TOKENS, TABLE, OUT, M, S, N, ROWS: tl.constexpr, TOKEN_COUNT: tl.constexpr,
-    REACH: tl.constexpr, C: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_M: tl.constexpr,
-):  # fmt: skip
-    """Add up rows of TABLE [ROWS + 1, C], whose last row is the biases', to OUT [M, C].
-
-    Which rows, embedded_rows tells. A program owns BLOCK_M positions.
-    """
-    position = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    position = tl.minimum(position, M - 1)  # those beyond the last write it once more
-    channel = tl.arange(0, BLOCK_C)
-    inside = (channel < C)[None, :]
-    one, other, third = embedded_rows(TOKENS, position, S, N, TOKEN_COUNT, REACH)
-    out = tl.load(TABLE + ROWS * C + channel, mask=channel < C, other=0.0)[None, :]
-    out += tl.load(TABLE + one[:, None] * C + channel[None, :], mask=inside, other=0.0)
-    out += tl.load(TABLE + other[:, None] * C + channel[None, :], mask=inside, other=0.0)
-    if REACH > 0:
-        out += tl.load(TABLE + third[:, None] * C + channel[None, :], mask=inside, other=0.0)
-    at = OUT + position[:, None] * C + channel[None, :]
-    tl.store(at, out.to(OUT.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def embedding_backward_kernel(
-    TOKENS, GRAD, SUMS, M, S, N, ROWS: tl.constexpr, TOKEN_COUNT: tl.constexpr,
-    REACH: tl.constexpr, BLOCK_ROWS: tl.constexpr, C: tl.constexpr, BLOCK_C: tl.constexpr,
-    BLOCK_M: tl.constexpr, PROGRAMS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Compute the gradients of the embedding's parameters from GRAD [M, C].
-
-    They are rows of hot^T dout, with a one in `hot` for every row of the table that a position
-    reads, the biases' included. SUMS [PROGRAMS, elements] hold each weight [C, columns] with its
-    bias [C] behind it, over every PROGRAMS-th block of BLOCK_M positions, which a program owns.
-    """
-    row, channel = tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_C)
-    total = tl.zeros([BLOCK_ROWS, BLOCK_C], tl.float32)
-    for start in range(tl.program_id(0) * BLOCK_M, M, PROGRAMS * BLOCK_M):
-        position = tl.cast(start, tl.int64) + tl.arange(0, BLOCK_M)
-        inside = position < M
-        at = GRAD + position[:, None] * C + channel[None, :]
-        grad = tl.load(at, mask=inside[:, None] & (channel < C)[None, :], other=0.0)
-        position = tl.minimum(position, M - 1)
-        one, other, third = embedded_rows(TOKENS, position, S, N, TOKEN_COUNT, REACH)
-        hot = (row[:, None] == one[None, :]) | (row[:, None] == other[None, :])
-        hot = hot | (row[:, None] == third[None, :]) | (row == ROWS)[:, None]
-        # dTABLE += hot dout
-        total = tl.dot(hot.to(grad.dtype), grad, total, input_precision=PRECISION)
-    WEIGHTS: tl.constexpr = 2 if REACH == 0 else 3
-    SUMS += tl.program_id(0) * (ROWS + WEIGHTS) * C
-    for number in tl.static_range(WEIGHTS):
-        first = number * TOKEN_COUNT
-        columns = TOKEN_COUNT if number < 2 else ROWS - 2 * TOKEN_COUNT
-        at = SUMS + channel[None, :] * columns + (row - first)[:, None]
-        own = (row >= first) & (row < first + columns)
-        tl.store(at, total, mask=own[:, None] & (channel < C)[None, :])
-        SUMS += C * columns
-        at = SUMS + tl.zeros_like(row)[:, None] + channel[None, :]
-        tl.store(at, total, mask=(row == ROWS)[:, None] & (channel < C)[None, :])
-        SUMS += C
-
-
-@operator
-def embedding_forward(tokens: Tensor, table: Tensor, reach: int, dtype: torch.dtype) -> Tensor:
-    """Embed tokens [B, S, N] as the MSA [B, S, N, C], with a `reach` as pairs [B, N, N, C].
-
-    table [rows + 1, C]: see embedded_rows; the last row is added everywhere.
-    """
-    samples, depth, length = tokens.shape
-    shape = (samples, length if reach else depth, length, table.shape[1])
-    out = table.new_empty(shape, dtype=dtype)
-    chosen, positions = blocks("embedding_forward"), math.prod(shape[:3])
-    block_c = triton.next_power_of_2(shape[3])
-    block = max(1, chosen.pop("TILE") // block_c)
-    wrap_triton(embedding_forward_kernel)[(triton.cdiv(positions, block),)](
-        TOKENS=tokens,
-        TABLE=table,
-        OUT=out,
-        M=positions,
-        S=depth,
-        N=length,
-        ROWS=len(table) - 1,
-        TOKEN_COUNT=NUM_TOKENS,
-        REACH=reach,
-        C=shape[3],
-        BLOCK_C=block_c,
-        BLOCK_M=block,
-        **chosen,
-    )
-    return out
-
-
-@operator
-def embedding_backward(tokens: Tensor, grad: Tensor, reach: int, rows: int) -> Tensor:
-    """Compute parts [programs, elements] of the parameters' gradients from grad [..., C]."""
-    _, depth, length = tokens.shape
-    dim, positions = grad.shape[-1], grad.numel() // grad.shape[-1]
-    chosen = blocks("embedding_backward", grad.dtype)
-    most = triton.cdiv(positions, chosen["BLOCK_M"])
-    chosen["PROGRAMS"] = min(chosen["PROGRAMS"], most)
-    elements = (rows + (3 if reach else 2)) * dim
-    sums = grad.new_empty(chosen["PROGRAMS"], elements, dtype=torch.float32)
-    wrap_triton(embedding_backward_kernel)[(chosen["PROGRAMS"],)](
-        TOKENS=tokens,
-        GRAD=grad,
-        SUMS=sums,
-        M=positions,
-        S=depth,
-        N=length,
-        ROWS=rows,
-        TOKEN_COUNT=NUM_TOKENS,
-        REACH=reach,
-        BLOCK_ROWS=max(16, triton.next_power_of_2(rows + 1)),
-        C=dim,
-        BLOCK_C=max(16, triton.next_power_of_2(dim)),
-        PRECISION=dot_precision(grad.dtype),
-        **chosen,
-    )
-    return sums
-
-
-class EmbeddingFunction(torch.autograd.Function):
-    """Add up columns of weights [C, columns] and biases [C]: see embedding_forward.
-
-    The parameters are weight and bias of each of two or three projections in turn.
-    """
-
-    @staticmethod
-    def forward(
-        ctx,
-        tokens: Tensor,
-        reach: int,
-        dtype: torch.dtype,
-        side: SideStreams,
-        *parameters: Tensor,
-    ) -> Tensor:
-        weights, biases = parameters[::2], parameters[1::2]
-        for weight, width in zip(weights, (NUM_TOKENS, NUM_TOKENS, 2 * reach + 1), strict=False):
-            check_shape("an embedding's weight", weight, len(biases[0]), width)
-        bias = torch.stack([bias.detach() for bias in biases], 1).sum(1, keepdim=True)
-        table = torch.cat([*(weight.detach() for weight in weights), bias], 1).t().contiguous()
-        ctx.save_for_backward(tokens := tokens.contiguous())
-        ctx.reach, ctx.side, ctx.parameters = reach, side, parameters
-        return embedding_forward(tokens, table, reach, dtype)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        (tokens,) = ctx.saved_tensors
-        rows, grad = sum(weight.shape[1] for weight in ctx.parameters[::2]), grad.contiguous()
-
-        def compute(out: Tensor) -> None:
-            add_up(embedding_backward(tokens, grad, ctx.reach, rows), out)
-
-        grads = gradients_into_buffer((ctx.parameters,), compute, tokens, grad)
-        return None, None, None, None, *grads
-
-
-# A head and its loss: logits = x W^T + b, and their cross-entropy with a target. The distogram's x
-# is the sum of a pair and its mirror image, its target the bin of their distance. Logits are in no
-# memory, the backward pass makes them again.
-
-
-@triton.jit
-def head_targets(
-    TARGETS, COUNTED, b, row, N, ROWS_OF_SAMPLE, COORDINATES: tl.constexpr,
-    FIRST: tl.constexpr, WIDTH: tl.constexpr, BINS: tl.constexpr, BLOCK_BINS: tl.constexpr,
-):  # fmt: skip
-    """Return the target of each row of sample b, and whether it counts, as 1.0 or 0.0.
-
-    TARGETS [B, rows] are tokens, COUNTED [B, rows]; with COORDINATES they are [B, N, 3] and [B, N],
-    and the rows are pairs, whose target is the number of the inner edges below their distance.
-    """
-    inside = row < ROWS_OF_SAMPLE
-    if COORDINATES:
-        i, j = tl.minimum(row // N, N - 1), row % N
-        square = tl.zeros_like(row).to(tl.float32)
-        for axis in tl.static_range(3):
-            difference = tl.load(TARGETS + (b * N + i) * 3 + axis)
-            difference -= tl.load(TARGETS + (b * N + j) * 3 + axis)
-            square += difference * difference
-        edge = tl.arange(0, BLOCK_BINS)
-        beyond = tl.sqrt(square)[:, None] > (FIRST + WIDTH * (edge + 1))[None, :]
-        target = tl.sum((beyond & (edge < BINS - 1)[None, :]).to(tl.int32), 1)
-        counted = tl.load(COUNTED + b * N + i).to(tl.int1)
-        counted = counted & tl.load(COUNTED + b * N + j).to(tl.int1)
-    else:
-        at = b * ROWS_OF_SAMPLE + row
-        target = tl.load(TARGETS + at, mask=inside, other=0).to(tl.int32)
-        counted = tl.load(COUNTED + at, mask=inside, other=0).to(tl.int1)
-    return target, (counted & inside).to(tl.float32)
-
-
-@triton.jit
-def head_logits(
-    X, WEIGHT, BIAS, b, row, N, ROWS_OF_SAMPLE, PAIRS: tl.constexpr, BINS: tl.constexpr,
-    BLOCK_BINS: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Return x [rows, C], with PAIRS plus that of the mirrored pair, and the logits.
-
-    Those beyond BINS are -inf.
-    """
-    label, channel = tl.arange(0, BLOCK_BINS), tl.arange(0, C)
-    inside = (row < ROWS_OF_SAMPLE)[:, None]
-    X += b * ROWS_OF_SAMPLE * C
-    x = tl.load(X + row[:, None] * C + channel[None, :], mask=inside, other=0.0)
-    weight = load_heads(WEIGHT, BINS, BLOCK_BINS, C)
-    bias = tl.load(BIAS + label, mask=label < BINS, other=float("-inf")).to(tl.float32)
-    if PAIRS:
-        mirrored = row % N * N + row // N
-        other = tl.load(X + mirrored[:, None] * C + channel[None, :], mask=inside, other=0.0)
-        x = (x.to(tl.float32) + other.to(tl.float32)).to(weight.dtype)
-        bias *= 2
-    x = x.to(weight.dtype)
-    return x, tl.dot(x, tl.trans(weight), input_precision=PRECISION) + bias[None, :]
-
-
-@triton.jit
-def head_loss_kernel(
-    X, WEIGHT, BIAS, TARGETS, COUNTED, SUMS, N, ROWS_OF_SAMPLE, PAIRS: tl.constexpr,
-    FIRST: tl.constexpr, WIDTH: tl.constexpr, BINS: tl.constexpr, BLOCK_BINS: tl.constexpr,
-    C: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Add up the cross-entropies of rows that count, and their number: SUMS [B, tiles, 2].
-
-    X is [B, rows, C], WEIGHT [BINS, C], BIAS [BINS]; TARGETS and COUNTED as in head_targets. A
-    program owns BLOCK_M rows of a sample.
-    """
-    tile, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    target, counted = head_targets(
-        TARGETS, COUNTED, b, row, N, ROWS_OF_SAMPLE, PAIRS, FIRST, WIDTH, BINS, BLOCK_BINS
-    )  # fmt: skip
-    _, logits = head_logits(
-        X, WEIGHT, BIAS, b, row, N, ROWS_OF_SAMPLE, PAIRS, BINS, BLOCK_BINS, C, PRECISION
-    )  # fmt: skip
-    is_target = tl.arange(0, BLOCK_BINS)[None, :] == target[:, None]
-    highest = tl.max(logits, 1)
-    error = tl.log(tl.sum(tl.exp(logits - highest[:, None]), 1)) + highest
-    error -= tl.sum(tl.where(is_target, logits, 0.0), 1)
-    at = SUMS + (b * tl.num_programs(0) + tile) * 2
-    tl.store(at, tl.sum(tl.where(counted > 0, error, 0.0), 0))
-    tl.store(at + 1, tl.sum(counted, 0))
-
-
-@triton.jit
-def head_loss_backward_kernel(
-    GRAD, SCALES, X, WEIGHT, BIAS, TARGETS, COUNTED, GRAD_X, SUMS, N, ROWS_OF_SAMPLE,
-    PAIRS: tl.constexpr, FIRST: tl.constexpr, WIDTH: tl.constexpr, BINS: tl.constexpr,
-    BLOCK_BINS: tl.constexpr, C: tl.constexpr, BLOCK_M: tl.constexpr, PROGRAMS: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Compute dx, dW and db: dl = scale_b * dloss * (softmax(l) - onehot), dx = dl W, dW = dl^T x.
-
-    GRAD [] is dloss, SCALES [B]. A pair's logits are those of its mirror image, too: dx and db are
-    twice as much there. SUMS [B, PROGRAMS, BINS x C + BINS] are dW and db over every PROGRAMS-th
-    block of BLOCK_M rows of a sample, which a program owns.
-    """
-    b = tl.program_id(1).to(tl.int64)
-    label, channel = tl.arange(0, BLOCK_BINS), tl.arange(0, C)
-    dtype = WEIGHT.dtype.element_ty
-    scale = tl.load(GRAD).to(tl.float32) * tl.load(SCALES + b)
-    grad_weight = tl.zeros([BLOCK_BINS, C], tl.float32)
-    grad_bias = tl.zeros([BLOCK_BINS], tl.float32)
-    for start in range(tl.program_id(0) * BLOCK_M, ROWS_OF_SAMPLE, PROGRAMS * BLOCK_M):
-        row = start + tl.arange(0, BLOCK_M)
-        target, counted = head_targets(
-            TARGETS, COUNTED, b, row, N, ROWS_OF_SAMPLE, PAIRS, FIRST, WIDTH, BINS, BLOCK_BINS
-        )  # fmt: skip
-        x, logits = head_logits(
-            X, WEIGHT, BIAS, b, row, N, ROWS_OF_SAMPLE, PAIRS, BINS, BLOCK_BINS, C, PRECISION
-        )  # fmt: skip
-        grad = tl.exp(logits - tl.max(logits, 1)[:, None])
-        grad /= tl.sum(grad, 1)[:, None]
-        grad -= (label[None, :] == target[:, None]).to(tl.float32)
-        grad = tl.where((counted > 0)[:, None], grad * scale, 0.0)
-        grad_bias += tl.sum(grad, 0)
-        grad = grad.to(dtype)
-        # dW += dl^T x
-        grad_weight = tl.dot(tl.trans(grad), x, grad_weight, input_precision=PRECISION)
-        weight = load_heads(WEIGHT, BINS, BLOCK_BINS, C)
-        grad_x = tl.dot(grad, weight, input_precision=PRECISION)  # dl W
-        if PAIRS:
-            grad_x *= 2
-        at = GRAD_X + (b * ROWS_OF_SAMPLE + row)[:, None] * C + channel[None, :]
-        tl.store(at, grad_x.to(GRAD_X.dtype.element_ty), mask=(row < ROWS_OF_SAMPLE)[:, None])
-    if PAIRS:
-        grad_bias *= 2
-    SUMS += (b * PROGRAMS + tl.program_id(0)) * (BINS * C + BINS)
-    at = SUMS + label[:, None] * C + channel[None, :]
-    tl.store(at, grad_weight, mask=(label < BINS)[:, None])
-    tl.store(SUMS + BINS * C + label, grad_bias, mask=label < BINS)
-
-
-def head_arguments(
-    kernel: str,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    targets: Tensor,
-    counted: Tensor,
-) -> dict[str, Tensor | int | float | bool | str]:
-    """Return what both kernels of a head's loss are told, by its name there.
-
-    targets [B, N, 3] are coordinates and x [B, N, N, C] pairs, or targets [B, S, N] tokens and x
-    [B, S, N, C] the MSA.
-    """
-    check_not_empty(kernel, x)
-    bins = len(weight)
-    return {
-        "X": x,
-        "WEIGHT": weight,
-        "BIAS": bias,
-        "TARGETS": targets,
-        "COUNTED": counted,
-        "N": x.shape[2],
-        "ROWS_OF_SAMPLE": x.shape[1] * x.shape[2],
-        "PAIRS": targets.is_floating_point(),
-        "FIRST": FIRST_EDGE,
-        "WIDTH": (LAST_EDGE - FIRST_EDGE) / NUM_BINS,
-        "BINS": bins,
-        "BLOCK_BINS": max(16, triton.next_power_of_2(bins)),
-        "C": x.shape[-1],
-        "PRECISION": dot_precision(weight.dtype),
-    }
-
-
-@operator
-def head_loss(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    targets: Tensor,
-    counted: Tensor,
-) -> Tensor:
-    """Add up cross-entropies, and how many count -> [B, tiles, 2]; see head_arguments."""
-    arguments = head_arguments("head_loss", x, weight, bias, targets, counted)
-    chosen = blocks("head_loss", weight.dtype)
-    tiles = triton.cdiv(arguments["ROWS_OF_SAMPLE"], chosen["BLOCK_M"])
-    sums = x.new_empty(len(x), tiles, 2, dtype=torch.float32)
-    wrap_triton(head_loss_kernel)[(tiles, len(x))](SUMS=sums, **arguments, **chosen)
-    return sums
-
-
-@operator
-def head_loss_backward(
-    grad: Tensor,
-    scales: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    targets: Tensor,
-    counted: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Compute the gradient of x, and parts [programs, elements] of those of weight and bias."""
-    arguments = head_arguments("head_loss_backward", x, weight, bias, targets, counted)
-    chosen = blocks("head_loss_backward", weight.dtype)
-    warps = chosen["BLOCK_M"] * x.shape[-1] // 2048
-    chosen["num_warps"] = max(chosen["num_warps"], warps)
-    tiles = triton.cdiv(arguments["ROWS_OF_SAMPLE"], chosen["BLOCK_M"])
-    chosen["PROGRAMS"] = min(tiles, triton.cdiv(chosen["PROGRAMS"], len(x)))
-    elements = weight.numel() + bias.numel()
-    sums = x.new_empty(len(x) * chosen["PROGRAMS"], elements, dtype=torch.float32)
-    grad_x = torch.empty_like(x)
-    wrap_triton(head_loss_backward_kernel)[(chosen["PROGRAMS"], len(x))](
-        GRAD=grad,
-        SCALES=scales,
-        GRAD_X=grad_x,
-        SUMS=sums,
-        **arguments,
-        **chosen,
-    )
-    return grad_x, sums
-
-
-@triton.jit
-def mean_loss(SUMS, SCALES, b, tiles, B, factor: tl.constexpr, BLOCK: tl.constexpr):
-    """Return factor / B * error / max(count, 1) of sample b; SCALES gets what scaled the error."""
-    error = tl.zeros([BLOCK], tl.float32)
-    count = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, tiles, BLOCK):
-        tile = start + tl.arange(0, BLOCK)
-        at = SUMS + (b * tiles + tile) * 2
-        error += tl.load(at, mask=tile < tiles, other=0.0)
-        count += tl.load(at + 1, mask=tile < tiles, other=0.0)
-    scale = factor / B / tl.maximum(tl.sum(count, 0), 1.0)
-    tl.store(SCALES + b, scale)
-    return scale * tl.sum(error, 0)
-
-
-@triton.jit
-def mean_losses_kernel(
-    SUMS_1, SUMS_2, LOSS, SCALES, tiles_1, tiles_2, B, FACTOR_1: tl.constexpr,
-    FACTOR_2: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Average the losses of two heads over each protein, then over the batch, and add them up.
-
-    SUMS_... are [B, tiles, 2], SCALES [2, B] what each error is multiplied by. One program.
-    """
-    loss = tl.zeros([1], tl.float32)
-    for b in range(B):
-        loss += mean_loss(SUMS_1, SCALES, b, tiles_1, B, FACTOR_1, BLOCK)
-        loss += mean_loss(SUMS_2, SCALES + B, b, tiles_2, B, FACTOR_2, BLOCK)
-    tl.store(LOSS + tl.arange(0, 1), loss)
-
-
-@operator
-def mean_losses(
-    sums_1: Tensor,
-    sums_2: Tensor,
-    factor_1: float,
-    factor_2: float,
-) -> tuple[Tensor, Tensor]:
-    """Average two losses over the batch -> the sum [], and what multiplies each error [2, B]."""
-    samples = len(sums_1)
-    loss, scales = sums_1.new_empty(()), sums_1.new_empty(2, samples)
-    wrap_triton(mean_losses_kernel)[(1,)](
-        SUMS_1=sums_1,
-        SUMS_2=sums_2,
-        LOSS=loss,
-        SCALES=scales,
-        tiles_1=sums_1.shape[1],
-        tiles_2=sums_2.shape[1],
-        B=samples,
-        FACTOR_1=factor_1,
-        FACTOR_2=factor_2,
-        **blocks("mean_losses"),
-    )
-    return loss, scales
-
-
-class LossFunction(torch.autograd.Function):
-    """Compute 0.3 x the distogram's loss + 2.0 x that of the masked MSA, heads included.
-
-    msa [B, S, N, c_m], pair [B, N, N, c_z], true_tokens and masked [B, S, N], coords [B, N, 3],
-    observed [B, N]; `casts` are the two weights in the type of the GEMM.
-    """
-
-    @staticmethod
-    def forward(
-        ctx,
-        msa: Tensor,
-        pair: Tensor,
-        of_msa: tuple[Tensor, Tensor],
-        of_pair: tuple[Tensor, Tensor],
-        casts: tuple[Tensor, Tensor],
-        side: SideStreams,
-        *parameters: Tensor,
-    ) -> Tensor:
-        samples, depth, length, _ = msa.shape
-        check_shape("pair", pair, samples, length, length, pair.shape[-1])
-        for target in of_msa:
-            check_shape("tokens and mask", target, samples, depth, length)
-        check_shape("coords", of_pair[0], samples, length, 3)
-        check_shape("observed", of_pair[1], samples, length)
-        of_msa, of_pair = ([t.contiguous() for t in given] for given in (of_msa, of_pair))
-        heads = (
-            (pair.contiguous(), casts[0], parameters[1], *of_pair),
-            (msa.contiguous(), casts[1], parameters[3], *of_msa),
-        )
-        loss, scales = mean_losses(*(head_loss(*head) for head in heads), 0.3, 2.0)
-        ctx.save_for_backward(scales, *(tensor for head in heads for tensor in head))
-        ctx.side, ctx.parameters = side, parameters
-        return loss
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        scales, *tensors = ctx.saved_tensors
-        grad_pair, sums_1 = head_loss_backward(grad, scales[0], *tensors[:5])
-        grad_msa, sums_2 = head_loss_backward(grad, scales[1], *tensors[5:])
-
-        def compute(out_1: Tensor, out_2: Tensor) -> None:
-            add_up_two(sums_1, out_1, sums_2, out_2)
-
-        groups = (ctx.parameters[:2], ctx.parameters[2:])
-        grads = gradients_into_buffer(groups, compute, sums_1, sums_2)
-        return grad_msa, grad_pair, None, None, None, None, *grads
 
 
 # --- optimizer
@@ -4001,7 +605,7 @@ class SideStreams:
         grad of its input
         weight no longer needed ------------- release (both) --->  AdamW, cast of this weight
         DEPTH pieces of work later,
-        or DEPTH_BYTES of inputs <------  done: its inputs are freed
+        or BYTES of inputs <------------  done: its inputs may be freed
         ... next layer                  ...                       ...
         grad of the embedding <--------  join: all of them
         end of optimizer.step <---------------------------------  all of them
@@ -4009,16 +613,17 @@ class SideStreams:
     On several GPUs a third stream averages the gradients of a buffer over them: it waits as an
     update does here, and both the update and the main stream before optimizer.step wait for it.
 
-    The inputs of work on a side stream must not change before the main stream has waited for that
-    work; `pending` holds references, so that they are not freed. Nor may autograd add to a
-    gradient before then: join raises RuntimeError if it did.
+    What work on a side stream reads must not change before the main stream has waited for that
+    work; `pending` holds the work, and so all that it refers to, so that it is not freed. Nor may
+    autograd add to a gradient before then: join raises RuntimeError if it did.
     """
 
-    DEPTH, DEPTH_BYTES = 4, 2 * 10**8
+    DEPTH, BYTES = 4, 2 * 10**8
 
     def __init__(self):
         self.streams: tuple[torch.cuda.Stream, ...] = ()
-        self.pending: collections.deque[tuple[torch.cuda.Event, tuple]] = collections.deque()
+        self.pending: collections.deque[tuple[torch.cuda.Event, Callable, int]]
+        self.pending = collections.deque()
         self.begin_step(False)
 
     def __deepcopy__(self, memo: dict) -> SideStreams:
@@ -4059,11 +664,11 @@ class SideStreams:
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
             result = work()
-            self.pending.append((stream.record_event(), inputs))
-        while len(self.pending) > self.DEPTH or (
-            sum(tensor.nbytes for _, inputs in self.pending for tensor in inputs) > self.DEPTH_BYTES
-        ):
-            current.wait_event(self.pending.popleft()[0])
+            size = sum(tensor.nbytes for tensor in inputs)
+            self.pending.append((stream.record_event(), work, size))
+        while len(self.pending) > self.DEPTH or sum(size for *_, size in self.pending) > self.BYTES:
+            current.wait_event(self.pending[0][0])
+            self.pending.popleft()
         return result
 
     def release(self, parameter: Tensor) -> None:
@@ -4487,6 +1092,2278 @@ class FusedAdamW(torch.optim.Optimizer):
 # --- end of optimizer
 
 
+LOG2E = tl.constexpr(math.log2(math.e))  # exp2 is what the hardware computes
+
+
+@triton.jit
+def sigmoid(x):
+    """Compute 1 / (1 + exp(-x)) in float32.
+
+    1 / a is the square of 1 / sqrt(a), an instruction; a division is six of them.
+    """
+    root = tl.rsqrt(1 + tl.exp2(-x * LOG2E))
+    return root * root
+
+
+def check_shape(name: str, tensor: Tensor | None, *shape: int) -> None:
+    """Raise ValueError for another shape.
+
+    A kernel goes by the sizes of one input, and would read beyond a smaller one.
+    """
+    if tensor is not None and tensor.shape != shape:
+        raise ValueError(f"{name} must be {[*shape]}, not {[*tensor.shape]}")
+
+
+@triton.jit
+def normalise(x, inside, eps, C: tl.constexpr):
+    """Compute x_hat = (x - mean(x)) * rstd and rstd = 1 / sqrt(var(x) + eps) for rows [rows, C].
+
+    Where not `inside` x_hat is 0.
+    """
+    x = tl.where(inside, x - tl.sum(x, 1)[:, None] / C, 0.0)
+    rstd = 1 / tl.sqrt(tl.sum(x * x, 1) / C + eps)
+    return x * rstd[:, None], rstd
+
+
+@triton.jit
+def norm_backward(grad, x, rstd, C: tl.constexpr):
+    """Compute dx = rstd * (g - mean(g) - x_hat * mean(g * x_hat)) from g = dx_hat and x_hat."""
+    mean_grad = tl.sum(grad, 1)[:, None] / C
+    return (grad - mean_grad - x * (tl.sum(grad * x, 1)[:, None] / C)) * rstd[:, None]
+
+
+@triton.jit
+def pair_bias_offset(row, head, N, H: tl.constexpr, ENDING: tl.constexpr):
+    """Find the place in a bias [B, H, N, N] of what pair `row` = (b, i, j) gives.
+
+    It is bias[b, head, i, j], and with ENDING bias[b, head, j, i].
+    """
+    b, pair = row // (N * N), row % (N * N)
+    if ENDING:
+        pair = pair % N * N + pair // N
+    return (b * H + head) * N * N + pair
+
+
+@triton.jit
+def column_sums_kernel(
+    X, SUMS, rows,
+    C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr, PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    """Add up rows: sums_pc = sum of x_rc over the rows r of program p.
+
+    X is [rows, C], SUMS [PROGRAMS, C]. A program owns every PROGRAMS-th block of ROWS rows.
+    """
+    program = tl.program_id(0)
+    channel = tl.arange(0, BLOCK_C)
+    total = tl.zeros([ROWS, BLOCK_C], tl.float32)
+    for start in range(program * ROWS, rows, PROGRAMS * ROWS):
+        row = tl.cast(start, tl.int64) + tl.arange(0, ROWS)
+        inside = (row < rows)[:, None] & (channel < C)[None, :]
+        at = X + row[:, None] * C + channel[None, :]
+        total += tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(SUMS + program * C + channel, tl.sum(total, 0), mask=channel < C)
+
+
+def column_sums_out(x: Tensor, out: Tensor) -> None:
+    """Write the sum over all rows of x [..., C] into out [C]."""
+    rows, programs, options = row_launch("column_sums", x)
+    sums = x.new_empty(programs, x.shape[-1], dtype=torch.float32)
+    wrap_triton(column_sums_kernel)[(programs,)](x, sums, rows=rows, **options)
+    sum_parts(sums, out)
+
+
+def linear_gradients_out(grad: Tensor, x: Tensor, out: Tensor) -> None:
+    """Write the gradients of a weight [N, K] and, where there is room, its bias [N] into `out`.
+
+    grad is [..., N], x [..., K].
+    """
+    grad, x = grad.flatten(0, -2), x.flatten(0, -2)
+    weight, bias = out.tensor_split([grad.shape[1] * x.shape[1]])
+    matmul_out(grad, x, weight.view(grad.shape[1], x.shape[1]), direct=True)
+    if len(bias):
+        column_sums_out(grad, bias)
+
+
+# Attention of every row of a batch of rows, with a pair bias B that they share, and a gate:
+#
+#   S = scale * Q K^T + B,   P = softmax(S),   O = P V,   out = sigmoid(gate + gate_bias) * O
+#
+# QKVG [B, R, N, H, 4, D] is what the projection's GEMM wrote. With COLUMNS memory is [B, N, R, ...]
+# there, in the output and in both gradients: columns and ending nodes are read where they lie. The
+# output is kept after the gate: with g = sigmoid(gate + gate_bias) it gives
+# dgate = dout * out * (1 - g), and what the softmax's gradient needs, delta = rowsum(dO * O), as
+# rowsum(dout * out), but for the rounding of out. In the backward pass
+#
+#   dV = P^T dO,   dP = dO V^T,   dS = P * (dP - delta),   dQ = dS K,   dK = dS^T Q,   dB = sum_r dS
+#
+# The log-sum-exp of a row is kept to the base 2. R, H and N are sizes.
+
+
+@triton.jit
+def split_program(program, tiles, H, R):
+    """Split the number of a program into tile, head, row and sample.
+
+    Programs that share a tile of the bias run close to each other.
+    """
+    rest = program // tiles
+    return program % tiles, rest % H, (rest // H % R).to(tl.int64), (rest // H // R).to(tl.int64)
+
+
+@triton.jit
+def head_of_row(b, r, head, R, H, N, COLUMNS: tl.constexpr):
+    """Find this head of a row's first position, and how many heads lie between two positions."""
+    if COLUMNS:
+        return (b * N * R + r) * H + head, R * H
+    return (b * R + r) * N * H + head, H
+
+
+@triton.jit
+def load_rows(X, row, stride, D: tl.constexpr, BLOCK_D: tl.constexpr, N, EVEN: tl.constexpr):
+    """Load rows of a matrix [N, D] that lie `stride` apart, zeros beyond its ends."""
+    column = tl.arange(0, BLOCK_D)
+    at = row.to(tl.int64)[:, None] * stride + column[None, :]
+    if EVEN:
+        return tl.load(X + at)
+    return tl.load(X + at, mask=(row < N)[:, None] & (column < D)[None, :], other=0.0)
+
+
+@triton.jit
+def store_rows(
+    X, value, row, stride, D: tl.constexpr, BLOCK_D: tl.constexpr, N, EVEN: tl.constexpr
+):  # fmt: skip
+    """Store rows of a matrix [N, D] that lie `stride` apart, in its type, none beyond its ends."""
+    column = tl.arange(0, BLOCK_D)
+    at = X + (row.to(tl.int64)[:, None] * stride + column[None, :])
+    value = value.to(X.dtype.element_ty)
+    if EVEN:
+        tl.store(at, value)
+    else:
+        tl.store(at, value, mask=(row < N)[:, None] & (column < D)[None, :])
+
+
+@triton.jit
+def load_bias(BIAS, row, column, N, EVEN: tl.constexpr):
+    """Load a tile of a pair bias [N, N] in float32."""
+    at = row.to(tl.int64)[:, None] * N + column[None, :]
+    if EVEN:
+        bias = tl.load(BIAS + at)
+    else:
+        inside = (row < N)[:, None] & (column < N)[None, :]
+        bias = tl.load(BIAS + at, mask=inside, other=0.0)
+    return bias.to(tl.float32)
+
+
+@triton.jit
+def scores(q, k, bias, key, N, scale, EVEN: tl.constexpr, PRECISION: tl.constexpr):
+    """Compute S = scale * Q K^T + B, [queries, keys]; -inf beyond the last key."""
+    score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale + bias
+    return score if EVEN else tl.where((key < N)[None, :], score, float("-inf"))
+
+
+@triton.jit
+def load_gate(
+    QKVG, GATE_BIAS, row, stride, D: tl.constexpr, BLOCK_D: tl.constexpr, N, EVEN: tl.constexpr
+):  # fmt: skip
+    """Load sigmoid(gate + gate_bias) [queries, D] of one head."""
+    column = tl.arange(0, BLOCK_D)
+    bias = tl.load(GATE_BIAS + column, mask=column < D, other=0.0).to(tl.float32)
+    gate = load_rows(QKVG + 3 * D, row, stride, D, BLOCK_D, N, EVEN).to(tl.float32)
+    return sigmoid(gate + bias[None, :])
+
+
+@triton.jit
+def attention_forward_kernel(
+    QKVG, GATE_BIAS, BIAS, OUT, LOG_SUM_EXP, R, H, N,
+    scale: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute out = sigmoid(gate + gate_bias) * softmax(scale * Q K^T + B) V without storing S.
+
+    QKVG is [B, R, N, H, 4, D], GATE_BIAS [H x D], BIAS [B, H, N, N] or None, OUT [B, R, N, H x D],
+    LOG_SUM_EXP [B, R, H, N] that of each row of S. A program owns BLOCK_M queries of a head of a
+    row, and goes over their keys BLOCK_N at a time.
+    """
+    tile, head, r, b = split_program(tl.program_id(0), tl.cdiv(N, BLOCK_M), H, R)
+    first, step = head_of_row(b, r, head, R, H, N, COLUMNS)
+    QKVG += first * 4 * D
+    x_n = step * 4 * D
+    query = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    q = load_rows(QKVG, query, x_n, D, BLOCK_D, N, EVEN)
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    out = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for start in range(0, N, BLOCK_N):
+        key = start + tl.arange(0, BLOCK_N)
+        k = load_rows(QKVG + D, key, x_n, D, BLOCK_D, N, EVEN)
+        v = load_rows(QKVG + 2 * D, key, x_n, D, BLOCK_D, N, EVEN)
+        at_bias = (b * H + head) * N * N
+        bias = 0.0 if BIAS is None else load_bias(BIAS + at_bias, query, key, N, EVEN)
+        s = scores(q, k, bias, key, N, scale, EVEN, PRECISION)  # S = scale * Q K^T + B
+        # Online softmax: what was added up so far belongs to the maximum so far.
+        new_row_max = tl.maximum(row_max, tl.max(s, 1) * LOG2E)  # to the base 2
+        p = tl.exp2(s * LOG2E - new_row_max[:, None])
+        rescale = tl.exp2(row_max - new_row_max)
+        row_sum = row_sum * rescale + tl.sum(p, 1)
+        # O += P V
+        out = tl.dot(p.to(v.dtype), v, out * rescale[:, None], input_precision=PRECISION)
+        row_max = new_row_max
+    gate = load_gate(QKVG, GATE_BIAS + head * D, query, x_n, D, BLOCK_D, N, EVEN)
+    out = out / row_sum[:, None] * gate
+    store_rows(OUT + first * D, out, query, step * D, D, BLOCK_D, N, EVEN)
+    tl.store(
+        LOG_SUM_EXP + ((b * R + r) * H + head) * N + query,
+        row_max + tl.log2(row_sum),
+        mask=query < N,
+    )
+
+
+@triton.jit
+def attention_backward_query_kernel(
+    GRAD_OUT, QKVG, GATE_BIAS, BIAS, OUT, LOG_SUM_EXP,
+    GRAD_QKVG, GRAD_ATTENTION, DELTA, GRAD_GATE_BIAS, R, H, N,
+    scale: tl.constexpr, COLUMNS: tl.constexpr, ROUNDED: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    EVEN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute dQ and dgate, and what the other two kernels need: dO and delta.
+
+    dgate = dout * out * (1 - g), dO = dout * g, delta = rowsum(dout * out),
+    dS = P * (dO V^T - delta), dQ = dS K. GRAD_ATTENTION holds dO in the layout of OUT, DELTA lies
+    as LOG_SUM_EXP does; GRAD_GATE_BIAS [B, R, tiles, H x D] is the sum of dgate over the queries of
+    a tile. A program owns BLOCK_M queries of a head of a row.
+
+    Delta makes the gradients of a row's scores add up to 0, without which what all keys have in
+    common would enter the query's gradient. From a ROUNDED output it does so only roughly: what the
+    sum is then, rowsum(dS), is taken off at the end, times P K, the mean of the keys.
+    """
+    tile, head, r, b = split_program(tl.program_id(0), tl.cdiv(N, BLOCK_M), H, R)
+    first, step = head_of_row(b, r, head, R, H, N, COLUMNS)
+    at_x, x_n = first * 4 * D, step * 4 * D
+    at_out, out_n = first * D, step * D
+    at_row = ((b * R + r) * H + head) * N
+    QKVG += at_x
+    query = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    grad_out = load_rows(GRAD_OUT + at_out, query, out_n, D, BLOCK_D, N, EVEN)
+    gate = load_gate(QKVG, GATE_BIAS + head * D, query, x_n, D, BLOCK_D, N, EVEN)
+    product = grad_out.to(tl.float32)
+    product *= load_rows(OUT + at_out, query, out_n, D, BLOCK_D, N, EVEN).to(tl.float32)
+    delta = tl.sum(product, 1)
+    grad_gate = product * (1 - gate)
+    store_rows(GRAD_QKVG + at_x + 3 * D, grad_gate, query, x_n, D, BLOCK_D, N, EVEN)
+    column = tl.arange(0, BLOCK_D)
+    at = (((b * R + r) * tl.cdiv(N, BLOCK_M) + tile) * H + head) * D + column
+    tl.store(GRAD_GATE_BIAS + at, tl.sum(grad_gate, 0), mask=column < D)
+    q = load_rows(QKVG, query, x_n, D, BLOCK_D, N, EVEN)
+    grad = (grad_out.to(tl.float32) * gate).to(q.dtype)
+    store_rows(GRAD_ATTENTION + at_out, grad, query, out_n, D, BLOCK_D, N, EVEN)
+    log_sum_exp = tl.load(LOG_SUM_EXP + at_row + query, mask=query < N, other=0.0)
+    grad_q = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    rest = tl.zeros([BLOCK_M], tl.float32)
+    mean_k = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for start in range(0, N, BLOCK_N):
+        key = start + tl.arange(0, BLOCK_N)
+        k = load_rows(QKVG + D, key, x_n, D, BLOCK_D, N, EVEN)
+        v = load_rows(QKVG + 2 * D, key, x_n, D, BLOCK_D, N, EVEN)
+        at_bias = (b * H + head) * N * N
+        bias = 0.0 if BIAS is None else load_bias(BIAS + at_bias, query, key, N, EVEN)
+        s = scores(q, k, bias, key, N, scale, EVEN, PRECISION)  # S = scale * Q K^T + B
+        p = tl.exp2(s * LOG2E - log_sum_exp[:, None])  # P
+        grad_p = tl.dot(grad, tl.trans(v), input_precision=PRECISION)  # dP = dO V^T
+        grad_s = p * (grad_p - delta[:, None])  # dS
+        grad_q = tl.dot(grad_s.to(k.dtype), k, grad_q, input_precision=PRECISION)  # dQ += dS K
+        if ROUNDED:
+            rest += tl.sum(grad_s, 1)
+            mean_k = tl.dot(p.to(k.dtype), k, mean_k, input_precision=PRECISION)  # P K
+    grad_q -= rest[:, None] * mean_k
+    tl.store(DELTA + at_row + query, delta + rest, mask=query < N)
+    store_rows(GRAD_QKVG + at_x, grad_q * scale, query, x_n, D, BLOCK_D, N, EVEN)
+
+
+@triton.jit
+def attention_backward_key_kernel(
+    QKVG, BIAS_T, LOG_SUM_EXP, GRAD_ATTENTION, DELTA, GRAD_QKVG, R, H, N,
+    scale: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute dK = dS^T Q and dV = P^T dO.
+
+    S, P and dS are transposed here, [keys, queries], as both products take them, and so is
+    BIAS_T [B, H, N, N]. A program owns BLOCK_N keys of a head of a row, and goes over the queries
+    BLOCK_M at a time.
+    """
+    tile, head, r, b = split_program(tl.program_id(0), tl.cdiv(N, BLOCK_N), H, R)
+    first, step = head_of_row(b, r, head, R, H, N, COLUMNS)
+    at_x, x_n, out_n = first * 4 * D, step * 4 * D, step * D
+    at_row = ((b * R + r) * H + head) * N
+    QKVG += at_x
+    GRAD_ATTENTION += first * D
+    key = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = load_rows(QKVG + D, key, x_n, D, BLOCK_D, N, EVEN)
+    v = load_rows(QKVG + 2 * D, key, x_n, D, BLOCK_D, N, EVEN)
+    grad_k = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    grad_v = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    for start in range(0, N, BLOCK_M):
+        query = start + tl.arange(0, BLOCK_M)
+        q = load_rows(QKVG, query, x_n, D, BLOCK_D, N, EVEN)
+        grad = load_rows(GRAD_ATTENTION, query, out_n, D, BLOCK_D, N, EVEN)
+        log_sum_exp = tl.load(LOG_SUM_EXP + at_row + query, mask=query < N, other=0.0)
+        delta = tl.load(DELTA + at_row + query, mask=query < N, other=0.0)
+        at_bias = (b * H + head) * N * N
+        bias = 0.0 if BIAS_T is None else load_bias(BIAS_T + at_bias, key, query, N, EVEN)
+        s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale + bias  # S^T
+        p = tl.exp2(s * LOG2E - log_sum_exp[None, :])  # P^T
+        grad_v = tl.dot(p.to(grad.dtype), grad, grad_v, input_precision=PRECISION)  # dV += P^T dO
+        grad_p = tl.dot(v, tl.trans(grad), input_precision=PRECISION)  # dP^T = V dO^T
+        grad_s = p * (grad_p - delta[None, :])  # dS^T
+        grad_k = tl.dot(grad_s.to(q.dtype), q, grad_k, input_precision=PRECISION)  # dK += dS^T Q
+    store_rows(GRAD_QKVG + at_x + D, grad_k * scale, key, x_n, D, BLOCK_D, N, EVEN)
+    store_rows(GRAD_QKVG + at_x + 2 * D, grad_v, key, x_n, D, BLOCK_D, N, EVEN)
+
+
+@triton.jit
+def attention_backward_bias_kernel(
+    QKVG, BIAS, LOG_SUM_EXP, GRAD_ATTENTION, DELTA, GRAD_BIAS, R, H, N, B, group,
+    scale: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute the gradient of the bias, dB = sum of dS over the rows that share it.
+
+    GRAD_BIAS is [groups, B, H, N, N]. A program owns a tile [BLOCK_M, BLOCK_N] of it and adds up
+    `group` of the rows, so nothing is added atomically.
+    """
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    tile, head, g, b = split_program(
+        tl.program_id(0), tl.cdiv(N, BLOCK_M) * tiles_n, H, tl.cdiv(R, group)
+    )  # fmt: skip
+    query = tile // tiles_n * BLOCK_M + tl.arange(0, BLOCK_M)
+    key = tile % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    bias = load_bias(BIAS + (b * H + head) * N * N, query, key, N, EVEN)
+    grad_bias = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    first_row = (g * group).to(tl.int32)
+    last_row = tl.minimum(g * group + group, R).to(tl.int32)
+    for row in range(first_row, last_row):
+        r = tl.cast(row, tl.int64)
+        first, step = head_of_row(b, r, head, R, H, N, COLUMNS)
+        at, x_n = QKVG + first * 4 * D, step * 4 * D
+        q = load_rows(at, query, x_n, D, BLOCK_D, N, EVEN)
+        k = load_rows(at + D, key, x_n, D, BLOCK_D, N, EVEN)
+        v = load_rows(at + 2 * D, key, x_n, D, BLOCK_D, N, EVEN)
+        grad = load_rows(GRAD_ATTENTION + first * D, query, step * D, D, BLOCK_D, N, EVEN)
+        at_row = ((b * R + r) * H + head) * N
+        log_sum_exp = tl.load(LOG_SUM_EXP + at_row + query, mask=query < N, other=0.0)
+        delta = tl.load(DELTA + at_row + query, mask=query < N, other=0.0)
+        s = scores(q, k, bias, key, N, scale, EVEN, PRECISION)  # S = scale * Q K^T + B
+        p = tl.exp2(s * LOG2E - log_sum_exp[:, None])  # P
+        grad_p = tl.dot(grad, tl.trans(v), input_precision=PRECISION)  # dP = dO V^T
+        grad_bias += p * (grad_p - delta[:, None])  # dB += dS
+    at = ((g * B + b) * H + head) * N * N + query.to(tl.int64)[:, None] * N + key[None, :]
+    tl.store(GRAD_BIAS + at, grad_bias, mask=(query < N)[:, None] & (key < N)[None, :])
+
+
+@triton.jit
+def attention_backward_short_kernel(
+    GRAD_OUT, QKVG, GATE_BIAS, BIAS, OUT, GRAD_QKVG, GRAD_GATE_BIAS, GRAD_BIAS,
+    R, H, N, B, group, scale: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute all gradients of an attention whose rows are at most BLOCK_N long.
+
+    A row's S is a single tile then, so no sum is left to another kernel: dgate, dV = P^T dO,
+    dS = P * (dP - rowsum(P * dP)), dQ = dS K, dK = dS^T Q. A program owns `group` rows of a head,
+    and the sums of dgate and of dS over them: of GRAD_GATE_BIAS [B, groups, H x D] and of
+    GRAD_BIAS [groups, B, H, N, N].
+    """
+    _, head, g, b = split_program(tl.program_id(0), 1, H, tl.cdiv(R, group))
+    n = tl.arange(0, BLOCK_N)
+    column = tl.arange(0, BLOCK_D)
+    at_bias = (b * H + head) * N * N
+    bias = 0.0 if BIAS is None else load_bias(BIAS + at_bias, n, n, N, EVEN)
+    grad_bias = tl.zeros([BLOCK_N, BLOCK_N], tl.float32)
+    grad_gate_bias = tl.zeros([BLOCK_D], tl.float32)
+    first_row = (g * group).to(tl.int32)
+    last_row = tl.minimum(g * group + group, R).to(tl.int32)
+    for row in range(first_row, last_row):
+        first, step = head_of_row(b, tl.cast(row, tl.int64), head, R, H, N, COLUMNS)
+        at_x, x_n = first * 4 * D, step * 4 * D
+        at_out, out_n = first * D, step * D
+        q = load_rows(QKVG + at_x, n, x_n, D, BLOCK_D, N, EVEN)
+        k = load_rows(QKVG + at_x + D, n, x_n, D, BLOCK_D, N, EVEN)
+        v = load_rows(QKVG + at_x + 2 * D, n, x_n, D, BLOCK_D, N, EVEN)
+        gate = load_gate(QKVG + at_x, GATE_BIAS + head * D, n, x_n, D, BLOCK_D, N, EVEN)
+        grad_out = load_rows(GRAD_OUT + at_out, n, out_n, D, BLOCK_D, N, EVEN)
+        out = load_rows(OUT + at_out, n, out_n, D, BLOCK_D, N, EVEN)
+        product = grad_out.to(tl.float32) * out.to(tl.float32)
+        grad_gate = product * (1 - gate)
+        grad_gate_bias += tl.sum(grad_gate, 0)
+        store_rows(GRAD_QKVG + at_x + 3 * D, grad_gate, n, x_n, D, BLOCK_D, N, EVEN)
+        grad = (grad_out.to(tl.float32) * gate).to(q.dtype)
+        s = scores(q, k, bias, n, N, scale, EVEN, PRECISION)  # S = scale * Q K^T + B
+        # A whole row is here: its own sum is more exact than a log-sum-exp that was rounded.
+        p = tl.exp2(s * LOG2E - (tl.max(s, 1) * LOG2E)[:, None])
+        p /= tl.sum(p, 1)[:, None]  # P
+        grad_v = tl.dot(tl.trans(p.to(grad.dtype)), grad, input_precision=PRECISION)  # dV = P^T dO
+        store_rows(GRAD_QKVG + at_x + 2 * D, grad_v, n, x_n, D, BLOCK_D, N, EVEN)
+        grad_p = tl.dot(grad, tl.trans(v), input_precision=PRECISION)  # dP = dO V^T
+        grad_s = p * (grad_p - tl.sum(p * grad_p, 1)[:, None])  # dS
+        grad_bias += grad_s  # dB += dS
+        grad_s = (grad_s * scale).to(q.dtype)
+        grad_q = tl.dot(grad_s, k, input_precision=PRECISION)  # dQ = dS K
+        store_rows(GRAD_QKVG + at_x, grad_q, n, x_n, D, BLOCK_D, N, EVEN)
+        grad_k = tl.dot(tl.trans(grad_s), q, input_precision=PRECISION)  # dK = dS^T Q
+        store_rows(GRAD_QKVG + at_x + D, grad_k, n, x_n, D, BLOCK_D, N, EVEN)
+    tl.store(GRAD_GATE_BIAS + tl.program_id(0) * D + column, grad_gate_bias, mask=column < D)
+    if GRAD_BIAS is not None:
+        at_grad = ((g * B + b) * H + head) * N * N + n[:, None] * N + n[None, :]
+        tl.store(GRAD_BIAS + at_grad, grad_bias, mask=(n < N)[:, None] & (n < N)[None, :])
+
+
+def attention_sizes(qkvg: Tensor, columns: bool) -> tuple[int, int, int, int, int]:
+    """Return samples, rows, positions of a row, heads and channels of a head."""
+    samples, rows, length, heads, _, dim = qkvg.shape
+    return samples, *((length, rows) if columns else (rows, length)), heads, dim
+
+
+def attention_options(kernel: str, qkvg: Tensor, columns: bool) -> dict[str, int | float | str]:
+    """Return what an attention kernel is told; no block is longer than the rows."""
+    check_not_empty(kernel, qkvg)
+    _, rows, length, heads, dim = attention_sizes(qkvg, columns)
+    chosen, longest = blocks(kernel, qkvg.dtype), max(16, triton.next_power_of_2(length))
+    sizes = {
+        name: min(size, longest) for name, size in chosen.items() if name.startswith("BLOCK")
+    }  # fmt: skip
+    chosen |= {**sizes, "D": dim, "BLOCK_D": max(16, triton.next_power_of_2(dim))}
+    even_rows = all(length % size == 0 for size in sizes.values())
+    chosen["EVEN"] = dim == chosen["BLOCK_D"] and even_rows
+    tile = math.prod(sizes.values()) if len(sizes) == 2 else longest**2
+    chosen["num_warps"] = max(1, min(chosen["num_warps"], tile // 512))
+    chosen |= {"R": rows, "H": heads, "N": length, "scale": 1 / math.sqrt(dim), "COLUMNS": columns}
+    return {**chosen, "PRECISION": dot_precision(qkvg.dtype)}
+
+
+@cache  # a launch asks for it each time
+def rows_per_program(programs: int, tiles: int, rows: int) -> int:
+    """Return how many rows that share a tile go to one program, if `programs` run at a time.
+
+    More groups of rows may fill the last wave of programs better, but each has sums that are
+    written, read and added up: for a tile this takes about as long as four rows.
+    """
+
+    def cost(groups: int) -> float:
+        waves = triton.cdiv(tiles * groups, programs)
+        return waves * triton.cdiv(rows, groups) + 4 * tiles * groups / programs
+
+    return triton.cdiv(rows, min(range(1, min(rows, programs) + 1), key=cost))
+
+
+def attention_forward(
+    qkvg: Tensor, gate_bias: Tensor, bias: Tensor | None, columns: bool
+) -> tuple[Tensor, Tensor]:
+    """Compute gated attention: the output [B, R, N, H x D], and log-sum-exp [B, R, H, N].
+
+    qkvg is [B, R, N, H, 4, D], gate_bias [H x D], bias [B, H, N, N]; with `columns` qkvg and the
+    output are [B, N, R, ...].
+    """
+    samples, rows, length, heads, dim = attention_sizes(qkvg, columns)
+    out = qkvg.new_empty(*qkvg.shape[:3], heads * dim)
+    log_sum_exp = qkvg.new_empty(samples, rows, heads, length, dtype=torch.float32)
+    options = attention_options("attention_forward", qkvg, columns)
+    programs = triton.cdiv(length, options["BLOCK_M"]) * heads * rows * samples
+    launch = wrap_triton(attention_forward_kernel)[(programs,)]
+    launch(qkvg, gate_bias, bias, out, log_sum_exp, **options)
+    return out, log_sum_exp
+
+
+def attention_backward(
+    grad_out: Tensor,
+    qkvg: Tensor,
+    gate_bias: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    log_sum_exp: Tensor,
+    columns: bool,
+    needs_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Compute the gradients of qkvg (in its layout), gate_bias and, if `needs_bias`, of bias.
+
+    That of gate_bias is in parts [parts, H x D].
+    """
+    samples, rows, length, heads, dim = attention_sizes(qkvg, columns)
+    heads_of_all, grad_bias, grad_qkvg = heads * samples, None, torch.empty_like(qkvg)
+
+    def new_sums(*shape: int) -> Tensor:
+        return qkvg.new_empty(shape, dtype=torch.float32)
+
+    short = attention_options("attention_backward_short", qkvg, columns)
+    if short["BLOCK_N"] >= length:
+        group = rows_per_program(short.pop("PROGRAMS"), heads_of_all, rows)
+        parts = triton.cdiv(rows, group)
+        if needs_bias:
+            grad_bias = new_sums(parts, *bias.shape)
+        grad_gate_bias = new_sums(samples * parts, heads * dim)
+        inputs = grad_out, qkvg, gate_bias, bias, out
+        launch = wrap_triton(attention_backward_short_kernel)[(parts * heads_of_all,)]
+        launch(*inputs, grad_qkvg, grad_gate_bias, grad_bias, B=samples, group=group, **short)
+    else:
+        grad, delta = torch.empty_like(out), torch.empty_like(log_sum_exp)
+        options = attention_options("attention_backward_query", qkvg, columns)
+        options["ROUNDED"] = qkvg.dtype != torch.float32 or options["PRECISION"] == "tf32"
+        tiles = triton.cdiv(length, options["BLOCK_M"])
+        grad_gate_bias = new_sums(samples * rows * tiles, heads * dim)
+        inputs = grad_out, qkvg, gate_bias, bias, out, log_sum_exp
+        launch = wrap_triton(attention_backward_query_kernel)[(tiles * rows * heads_of_all,)]
+        launch(*inputs, grad_qkvg, grad, delta, grad_gate_bias, **options)
+        options = attention_options("attention_backward_key", qkvg, columns)
+        tiles = triton.cdiv(length, options["BLOCK_N"])
+        bias_t = None if bias is None else bias.mT.contiguous()
+        launch = wrap_triton(attention_backward_key_kernel)[(tiles * rows * heads_of_all,)]
+        launch(qkvg, bias_t, log_sum_exp, grad, delta, grad_qkvg, **options)
+        if needs_bias:
+            options = attention_options("attention_backward_bias", qkvg, columns)
+            tiles = math.prod(triton.cdiv(length, options[size]) for size in ("BLOCK_M", "BLOCK_N"))
+            group = rows_per_program(options.pop("PROGRAMS"), tiles * heads_of_all, rows)
+            parts = triton.cdiv(rows, group)
+            grad_bias, options = new_sums(parts, *bias.shape), options | {"group": group}
+            launch = wrap_triton(attention_backward_bias_kernel)[(tiles * parts * heads_of_all,)]
+            launch(qkvg, bias, log_sum_exp, grad, delta, grad_bias, B=samples, **options)
+    grad_bias = sum_parts(grad_bias, dtype=bias.dtype) if needs_bias else None
+    return grad_qkvg, grad_gate_bias, grad_bias
+
+
+class GatedAttentionFunction(torch.autograd.Function):
+    """Compute sigmoid(gate + gate_bias) * softmax(q k^T / sqrt(D) + bias) v.
+
+    qkvg [B, R, N, H, 4, D] holds q, k, v and gate; the result is [B, R, N, H x D]. The bias
+    [B, H, N, N] is the same for all rows R; it may be None. With `columns` qkvg and the result are
+    [B, N, R, ...].
+    """
+
+    @staticmethod
+    def forward(
+        ctx, qkvg: Tensor, gate_bias: Tensor, bias: Tensor | None, columns: bool = False
+    ) -> Tensor:
+        samples, _, length, heads, dim = attention_sizes(qkvg, columns)
+        check_shape("qkvg", qkvg, *qkvg.shape[:4], 4, dim)
+        check_shape("the gate's bias", gate_bias, heads * dim)
+        check_shape("the pair bias", bias, samples, heads, length, length)
+        qkvg, bias = qkvg.contiguous(), None if bias is None else bias.contiguous()
+        out, log_sum_exp = attention_forward(qkvg, gate_bias, bias, columns)
+        ctx.save_for_backward(qkvg, gate_bias, bias, out, log_sum_exp)
+        ctx.columns, ctx.parameters = columns, (gate_bias,)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_out: Tensor):
+        inputs, needs_bias = (grad_out.contiguous(), *ctx.saved_tensors), ctx.needs_input_grad[2]
+        grad_qkvg, parts, grad_bias = attention_backward(*inputs, ctx.columns, needs_bias)
+        grads = gradients_of(ctx, (ctx.parameters,), partial(sum_parts, parts), parts)
+        return grad_qkvg, *grads, grad_bias, None
+
+
+# Triangle multiplication of x [B, N, N, C]:
+#
+#   y = LayerNorm(x),   a = sigmoid(y W_ag) * (y W_ap),   b = sigmoid(y W_bg) * (y W_bp)
+#   X_ij = sum_k a_ik * b_jk (outgoing) or sum_k a_ki * b_kj (incoming), for each channel
+#   out = sigmoid(y W_g) * (LayerNorm(X) W_z)
+#
+# Positions are one dimension m = (b, i, j) of length M; "channel first" is [C, M], which torch.bmm
+# takes as C x B matrices [N, N]. Norm, projections and gates are one kernel on each side of the
+# product, and the statistics of both norms are kept. C must be a power of two.
+
+# Which C rows of the packed WEIGHT [6 C, C] and BIAS [6 C] a projection has, and which columns of
+# GRAD_LINEAR [M, 5 C] its gradient (that of z lies apart).
+A_P, B_P, A_G, B_G, G, Z = (tl.constexpr(part) for part in range(6))
+
+
+@triton.jit
+def index(i, WIDE: tl.constexpr):
+    """Widen what elements are counted with to 64 bits, where a tensor has 2^31 or more of them.
+
+    Elsewhere 64 bits would take registers for nothing.
+    """
+    return i.to(tl.int64) if WIDE else i
+
+
+@triton.jit
+def load_positions(X, position, stride_m, channel, stride_c, M):
+    """Load a tile [positions, C] in float32, zeros beyond the last position."""
+    at = position[:, None] * stride_m + channel[None, :] * stride_c
+    return tl.load(X + at, mask=(position < M)[:, None], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def scale_and_shift(x, WEIGHT, BIAS, C: tl.constexpr):
+    """Compute x_hat * weight + bias."""
+    channel = tl.arange(0, C)
+    return x * tl.load(WEIGHT + channel)[None, :] + tl.load(BIAS + channel)[None, :]
+
+
+@triton.jit
+def normalise_and_keep(x, position, STATISTICS, M, eps, C: tl.constexpr):
+    """Compute x_hat = (x - mean(x)) * rstd [positions, C], and store mean and rstd for later.
+
+    STATISTICS is [2, M].
+    """
+    mean = tl.sum(x, 1) / C
+    x = x - mean[:, None]
+    rstd = 1 / tl.sqrt(tl.sum(x * x, 1) / C + eps)
+    tl.store(STATISTICS + position, mean, mask=position < M)
+    tl.store(STATISTICS + M + position, rstd, mask=position < M)
+    return x * rstd[:, None]
+
+
+@triton.jit
+def normalise_again(x, position, STATISTICS, M):
+    """Compute x_hat = (x - mean(x)) * rstd [positions, C], and rstd, from what was stored."""
+    inside = position < M
+    mean = tl.load(STATISTICS + position, mask=inside, other=0.0)
+    rstd = tl.load(STATISTICS + M + position, mask=inside, other=0.0)
+    return (x - mean[:, None]) * rstd[:, None], rstd
+
+
+@triton.jit
+def triangle_project_kernel(
+    X, NORM_WEIGHT, NORM_BIAS, OUT_WEIGHT, OUT_BIAS, WEIGHT, BIAS, STATISTICS, AB, M,
+    eps: tl.constexpr, C: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+    WIDE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute a = sigmoid(y W_ag) * (y W_ap), and b likewise, from y = LayerNorm(x).
+
+    X is [M, C]; AB [2 C, M] are a and b, channel first; STATISTICS [2, M] mean and rstd of the
+    norm. A program owns BLOCK_M positions, and goes over the channels of a and b BLOCK_C at a time.
+    """
+    position = index(tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), WIDE)
+    channel = tl.arange(0, C)
+    x = load_positions(X, position, C, channel, 1, M)
+    x = normalise_and_keep(x, position, STATISTICS, M, eps, C)
+    y = tl.trans(scale_and_shift(x, NORM_WEIGHT, NORM_BIAS, C).to(WEIGHT.dtype.element_ty))
+    inside = (position < M)[None, :]
+    for first in tl.range(A_P * C, A_G * C, BLOCK_C, loop_unroll_factor=1):  # a_p, then b_p
+        row = first + tl.arange(0, BLOCK_C)
+        at = WEIGHT + row[:, None] * C + channel[None, :]
+        gate = tl.dot(tl.load(at + A_G * C * C), y, input_precision=PRECISION)  # W_ag y^T
+        gate = gate + tl.load(BIAS + A_G * C + row)[:, None]
+        value = tl.dot(tl.load(at), y, input_precision=PRECISION)  # W_ap y^T
+        value = value + tl.load(BIAS + row)[:, None]
+        value = (value * sigmoid(gate)).to(AB.dtype.element_ty)
+        tl.store(AB + index(row, WIDE)[:, None] * M + position[None, :], value, mask=inside)
+
+
+@triton.jit
+def triangle_output_kernel(
+    X, NORM_WEIGHT, NORM_BIAS, OUT_WEIGHT, OUT_BIAS, WEIGHT, BIAS, STATISTICS, OUT_STATISTICS,
+    PRODUCT, OUT, M, eps: tl.constexpr, C: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_C: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """Compute out = sigmoid(y W_g) * (LayerNorm(X) W_z), with RESIDUAL plus x; y = LayerNorm(x).
+
+    X and OUT are [M, C], PRODUCT [C, M] is channel first. STATISTICS [2, M] are mean and rstd of
+    the norm of x, OUT_STATISTICS those of the norm of X. A program owns BLOCK_M positions, and goes
+    over their channels BLOCK_C at a time.
+    """
+    position = index(tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), WIDE)
+    channel = tl.arange(0, C)
+    dtype = WEIGHT.dtype.element_ty
+    x = load_positions(X, position, C, channel, 1, M)
+    x, _ = normalise_again(x, position, STATISTICS, M)
+    y = scale_and_shift(x, NORM_WEIGHT, NORM_BIAS, C).to(dtype)
+    product = load_positions(PRODUCT, position, 1, index(channel, WIDE), M, M)
+    product = normalise_and_keep(product, position, OUT_STATISTICS, M, eps, C)
+    normed = scale_and_shift(product, OUT_WEIGHT, OUT_BIAS, C).to(dtype)
+    for first in tl.range(0, C, BLOCK_C, loop_unroll_factor=1):
+        row = first + tl.arange(0, BLOCK_C)
+        at = WEIGHT + (row + G * C)[None, :] * C + channel[:, None]
+        gate = tl.dot(y, tl.load(at), input_precision=PRECISION)  # y W_g
+        gate = gate + tl.load(BIAS + G * C + row)[None, :]
+        out = tl.dot(normed, tl.load(at + C * C), input_precision=PRECISION)  # LayerNorm(X) W_z
+        out = out + tl.load(BIAS + Z * C + row)[None, :]
+        out *= sigmoid(gate)
+        if RESIDUAL:
+            out += load_positions(X, position, C, row, 1, M)
+        at = OUT + position[:, None] * C + row[None, :]
+        tl.store(at, out.to(OUT.dtype.element_ty), mask=(position < M)[:, None])
+
+
+@triton.jit
+def load_transposed(WEIGHT_T, row, C: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """Load rows [rows, C] of the packed weight for a product with a gradient [positions, rows].
+
+    With TRANSPOSED, in float32, WEIGHT_T is [C, 6 C], as tensor cores of an H100 read TF32 in one
+    direction only; else it is the weight itself.
+    """
+    channel = tl.arange(0, C)
+    if TRANSPOSED:
+        return tl.load(WEIGHT_T + channel[None, :] * (6 * C) + row[:, None])
+    return tl.load(WEIGHT_T + row[:, None] * C + channel[None, :])
+
+
+ONES = tl.constexpr(8)  # columns: rows of 16-bit numbers still begin at multiples of 16 bytes
+
+
+@triton.jit
+def store_with_ones(OUT, x, position, M, C: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Store rows of x and ONES ones beside them.
+
+    The GEMM with a gradient that makes a weight's then makes the sums for the bias, too.
+    """
+    at = OUT + position[:, None] * (C + ONES)
+    inside = (position < M)[:, None]
+    tl.store(at + tl.arange(0, C)[None, :], x, mask=inside)
+    ones = tl.full([BLOCK_M, ONES], 1.0, x.dtype)
+    tl.store(at + C + tl.arange(0, ONES)[None, :], ones, mask=inside)
+
+
+@triton.jit
+def store_norm_gradients(GRAD_NORM, grad, x, C: tl.constexpr):
+    """Store dweight = sum dy * x_hat and dbias = sum dy of a norm over this program's rows."""
+    at = GRAD_NORM + tl.program_id(0) * 2 * C + tl.arange(0, C)
+    tl.store(at, tl.sum(grad * x, 0))
+    tl.store(at + C, tl.sum(grad, 0))
+
+
+@triton.jit
+def triangle_output_backward_kernel(
+    X, NORM_WEIGHT, NORM_BIAS, OUT_WEIGHT, OUT_BIAS, WEIGHT, BIAS, STATISTICS, OUT_STATISTICS,
+    WEIGHT_T, NORMED, GRAD_LINEAR, GRAD_OUT, GRAD_NORM, PRODUCT, GRAD_PRODUCT, OUT_NORMED, GRAD_Z,
+    M, TRANSPOSED: tl.constexpr, C: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+    WIDE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute the gradients after the product, which X = PRODUCT [C, M] is.
+
+    With g = sigmoid(y W_g) and z = LayerNorm(X) W_z:  dz = dout * g,  dg = dout * z * g * (1 - g),
+    dLayerNorm(X) = dz W_z^T,  dX through the norm. Written are dX (GRAD_PRODUCT [C, M]), dz
+    (GRAD_Z [M, C]), dg (in GRAD_LINEAR [M, 5 C]), y and LayerNorm(X) for the weights' gradients
+    (NORMED and OUT_NORMED [M, C + ONES]) and sums over the program's positions for the norm's
+    parameters (GRAD_NORM [programs, 2, C]). A program owns BLOCK_M positions. WEIGHT_T: see
+    load_transposed.
+    """
+    position = index(tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), WIDE)
+    channel = tl.arange(0, C)
+    inside = (position < M)[:, None]
+    m = position[:, None]
+    dtype = WEIGHT.dtype.element_ty
+    x = load_positions(X, position, C, channel, 1, M)
+    x, _ = normalise_again(x, position, STATISTICS, M)
+    y = scale_and_shift(x, NORM_WEIGHT, NORM_BIAS, C).to(dtype)
+    store_with_ones(NORMED, y, position, M, C, BLOCK_M)
+    product = load_positions(PRODUCT, position, 1, index(channel, WIDE), M, M)
+    product, _ = normalise_again(product, position, OUT_STATISTICS, M)
+    normed = scale_and_shift(product, OUT_WEIGHT, OUT_BIAS, C).to(dtype)
+    store_with_ones(OUT_NORMED, normed, position, M, C, BLOCK_M)
+    grad_normed = tl.zeros([BLOCK_M, C], tl.float32)
+    for first in tl.range(0, C, BLOCK_C, loop_unroll_factor=1):
+        row = first + tl.arange(0, BLOCK_C)
+        at = WEIGHT + (row + G * C)[None, :] * C + channel[:, None]
+        gate = tl.dot(y, tl.load(at), input_precision=PRECISION)  # y W_g
+        gate = sigmoid(gate + tl.load(BIAS + G * C + row)[None, :])
+        z = tl.dot(normed, tl.load(at + C * C), input_precision=PRECISION)  # LayerNorm(X) W_z
+        z = z + tl.load(BIAS + Z * C + row)[None, :]
+        grad_out = tl.load(GRAD_OUT + m * C + row[None, :], mask=inside, other=0.0)
+        grad_z = grad_out.to(tl.float32) * gate
+        grad_g = grad_z * (1 - gate) * z
+        tl.store(GRAD_Z + m * C + row[None, :], grad_z.to(dtype), mask=inside)
+        at = GRAD_LINEAR + m * (5 * C) + (row + G * C)[None, :]
+        tl.store(at, grad_g.to(dtype), mask=inside)
+        weight = load_transposed(WEIGHT_T, row + Z * C, C, TRANSPOSED)
+        # dLayerNorm(X) += dz W_z^T
+        grad_normed = tl.dot(grad_z.to(dtype), weight, grad_normed, input_precision=PRECISION)
+    # Loaded and normalised once more: that is cheaper than keeping it in registers over the loop.
+    product = load_positions(PRODUCT, position, 1, index(channel, WIDE), M, M)
+    product, rstd = normalise_again(product, position, OUT_STATISTICS, M)
+    store_norm_gradients(GRAD_NORM, grad_normed, product, C)
+    grad = grad_normed * tl.load(OUT_WEIGHT + channel)[None, :]
+    grad = norm_backward(grad, product, rstd, C)
+    tl.store(GRAD_PRODUCT + index(channel, WIDE)[None, :] * M + m, grad.to(dtype), mask=inside)
+
+
+@triton.jit
+def triangle_project_backward_kernel(
+    X, NORM_WEIGHT, NORM_BIAS, OUT_WEIGHT, OUT_BIAS, WEIGHT, BIAS, STATISTICS, OUT_STATISTICS,
+    WEIGHT_T, NORMED, GRAD_LINEAR, GRAD_OUT, GRAD_NORM, GRAD_AB, GRAD_X,
+    M, TRANSPOSED: tl.constexpr, C: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+    WIDE: tl.constexpr, PRECISION: tl.constexpr, RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """Compute the gradients before the product, from those of a and b (GRAD_AB [2 C, M]).
+
+    With s = sigmoid(y W_ag) and p = y W_ap:  dp = da * s,  ds = da * p * s * (1 - s), for b
+    likewise;  dy = dg W_g^T + sum of dp W_p^T and ds W_s^T,  dx through the norm, plus GRAD_OUT if
+    RESIDUAL. Read are y (NORMED [M, C + ONES]) and dg (in GRAD_LINEAR [M, 5 C]); written are dx
+    (GRAD_X [M, C]), dp and ds (in GRAD_LINEAR, too) and sums over the program's positions for the
+    norm's parameters (GRAD_NORM [programs, 2, C]). A program owns BLOCK_M positions.
+    """
+    position = index(tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), WIDE)
+    channel = tl.arange(0, C)
+    inside = (position < M)[:, None]
+    m = position[:, None]
+    dtype = WEIGHT.dtype.element_ty
+    y = tl.load(NORMED + m * (C + ONES) + channel[None, :], mask=inside, other=0.0)
+    at_g = GRAD_LINEAR + m * (5 * C) + (channel + G * C)[None, :]
+    grad_g = tl.load(at_g, mask=inside, other=0.0)
+    weight_g = load_transposed(WEIGHT_T, channel + G * C, C, TRANSPOSED)
+    grad_y = tl.dot(grad_g, weight_g, input_precision=PRECISION)  # dy = dg W_g^T
+    for first in tl.range(A_P * C, A_G * C, BLOCK_C, loop_unroll_factor=1):  # a_p, then b_p
+        row = first + tl.arange(0, BLOCK_C)
+        at = WEIGHT + row[None, :] * C + channel[:, None]
+        gate = tl.dot(y, tl.load(at + A_G * C * C), input_precision=PRECISION)  # y W_ag
+        gate = gate + tl.load(BIAS + A_G * C + row)[None, :]
+        value = tl.dot(y, tl.load(at), input_precision=PRECISION)  # y W_ap
+        value = value + tl.load(BIAS + row)[None, :]
+        gate = sigmoid(gate)
+        grad_ab = tl.load(GRAD_AB + index(row, WIDE)[None, :] * M + m, mask=inside, other=0.0)
+        grad_p = grad_ab.to(tl.float32) * gate
+        grad_s = (grad_p * (1 - gate) * value).to(dtype)
+        grad_p = grad_p.to(dtype)
+        at = GRAD_LINEAR + m * (5 * C) + row[None, :]
+        tl.store(at, grad_p, mask=inside)
+        tl.store(at + A_G * C, grad_s, mask=inside)
+        weight = load_transposed(WEIGHT_T, row, C, TRANSPOSED)
+        grad_y = tl.dot(grad_p, weight, grad_y, input_precision=PRECISION)  # dy += dp W_ap^T
+        weight = load_transposed(WEIGHT_T, row + A_G * C, C, TRANSPOSED)
+        grad_y = tl.dot(grad_s, weight, grad_y, input_precision=PRECISION)  # dy += ds W_ag^T
+    x = load_positions(X, position, C, channel, 1, M)
+    x, rstd = normalise_again(x, position, STATISTICS, M)
+    store_norm_gradients(GRAD_NORM, grad_y, x, C)
+    grad_x = norm_backward(grad_y * tl.load(NORM_WEIGHT + channel)[None, :], x, rstd, C)
+    if RESIDUAL:
+        grad_x += load_positions(GRAD_OUT, position, C, channel, 1, M)
+    tl.store(GRAD_X + m * C + channel[None, :], grad_x.to(GRAD_X.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def triangle_weights_kernel(
+    PRODUCTS, GRAD_WEIGHT, GRAD_BIAS, K, C: tl.constexpr, PARTS: tl.constexpr
+):  # fmt: skip
+    """Add up the parts of a weight's gradient [K, C] and of its bias's [K].
+
+    PRODUCTS is [parts, K, C + ONES]; its last columns are all the bias's gradient. A program owns a
+    row of the weight.
+    """
+    row, channel = tl.program_id(0), tl.arange(0, C)
+    at = PRODUCTS + (tl.arange(0, PARTS) * K + row) * (C + ONES)
+    grad = tl.load(at[:, None] + channel[None, :]).to(tl.float32)
+    tl.store(GRAD_WEIGHT + row * C + channel, tl.sum(grad, 0))
+    tl.store(GRAD_BIAS + row, tl.sum(tl.load(at + C).to(tl.float32), 0))
+
+
+@triton.jit
+def load_matrix(X, N, TRANSPOSED: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Load this program's matrix of X [matrices, N, N], or its transpose, in one tile."""
+    i, j = tl.arange(0, BLOCK_N)[:, None], tl.arange(0, BLOCK_N)[None, :]
+    X += tl.program_id(0).to(tl.int64) * N * N
+    at = j * N + i if TRANSPOSED else i * N + j
+    return tl.load(X + at, mask=(i < N) & (j < N), other=0.0)
+
+
+@triton.jit
+def store_matrix(X, x, N, BLOCK_N: tl.constexpr):
+    """Store this program's matrix of X [matrices, N, N]."""
+    i, j = tl.arange(0, BLOCK_N)[:, None], tl.arange(0, BLOCK_N)[None, :]
+    at = X + tl.program_id(0).to(tl.int64) * N * N + i * N + j
+    tl.store(at, x.to(X.dtype.element_ty), mask=(i < N) & (j < N))
+
+
+@triton.jit
+def triangle_product_kernel(
+    A, B, PRODUCT, N, INCOMING: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """Compute X = a b^T, or a^T b if INCOMING, of matrices that fit one tile.
+
+    A, B and PRODUCT are [matrices, N, N]. A program owns a matrix.
+    """
+    a = load_matrix(A, N, INCOMING, BLOCK_N)
+    b = load_matrix(B, N, not INCOMING, BLOCK_N)
+    store_matrix(PRODUCT, tl.dot(a, b, input_precision=PRECISION), N, BLOCK_N)
+
+
+@triton.jit
+def triangle_product_backward_kernel(
+    A, B, GRAD, GRAD_A, GRAD_B, N,
+    INCOMING: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute da = dX b and db = dX^T a, or da = b dX^T and db = a dX if INCOMING.
+
+    All are [matrices, N, N]. A program owns a matrix.
+    """
+    a = load_matrix(A, N, False, BLOCK_N)
+    b = load_matrix(B, N, False, BLOCK_N)
+    grad = load_matrix(GRAD, N, False, BLOCK_N)
+    if INCOMING:
+        grad_a = tl.dot(b, tl.trans(grad), input_precision=PRECISION)
+        grad_b = tl.dot(a, grad, input_precision=PRECISION)
+    else:
+        grad_a = tl.dot(grad, b, input_precision=PRECISION)
+        grad_b = tl.dot(tl.trans(grad), a, input_precision=PRECISION)
+    store_matrix(GRAD_A, grad_a, N, BLOCK_N)
+    store_matrix(GRAD_B, grad_b, N, BLOCK_N)
+
+
+def multiply_triangles(kernel: Callable, *tensors: Tensor, incoming: bool) -> bool:
+    """Launch a kernel of the product of matrices [matrices, N, N], if one fits a tile.
+
+    Larger ones keep the library's GEMMs busy, which are faster then.
+    """
+    name, (a, *_) = kernel.__name__.removesuffix("_kernel"), tensors
+    chosen, length = blocks(name, a.dtype), a.shape[1]
+    fits = length <= chosen["BLOCK_N"]
+    if fits:
+        chosen |= {"N": length, "INCOMING": incoming, "PRECISION": dot_precision(a.dtype)}
+        wrap_triton(kernel)[(len(a),)](*tensors, **chosen)
+    return fits
+
+
+def triangle_forward(
+    x: Tensor,
+    present: Tensor | None,
+    in_weight: Tensor,
+    in_bias: Tensor,
+    out_weight: Tensor,
+    out_bias: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    incoming: bool,
+    eps: float,
+    residual: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Multiply triangles: the update of x [B, N, N, C], a and b [2 C, M], their product [C, M].
+
+    Then mean and rstd of the norms before and after the product [2, 2, M]. The update is in the
+    weight's type; with `residual` it is x + update. present [B, N, N] is False for padding, where
+    a becomes 0.
+    """
+    positions, dim = x.numel() // x.shape[-1], x.shape[-1]
+    dtype = torch.promote_types(x.dtype, weight.dtype) if residual else weight.dtype
+    ab, out = weight.new_empty(2 * dim, positions), torch.empty_like(x, dtype=dtype)
+    statistics = x.new_empty(2, 2, positions, dtype=torch.float32)
+    inputs = x, in_weight, in_bias, out_weight, out_bias, weight, bias
+    programs, options = triangle_options("triangle_project", x, weight)
+    launch = wrap_triton(triangle_project_kernel)[(programs,)]
+    launch(*inputs, statistics[0], ab, eps=eps, **options)
+    a, b = (half.view(dim * len(x), *x.shape[1:3]) for half in ab.chunk(2))
+    if present is not None:
+        a.view(dim, *present.shape).mul_(present)
+    product = torch.empty_like(a)
+    if not multiply_triangles(triangle_product_kernel, a, b, product, incoming=incoming):
+        torch.bmm(*((a.mT, b) if incoming else (a, b.mT)), out=product)
+    product = product.view(dim, positions)
+    programs, options = triangle_options("triangle_output", x, weight)
+    launch = wrap_triton(triangle_output_kernel)[(programs,)]
+    launch(*inputs, *statistics, product, out, eps=eps, RESIDUAL=residual, **options)
+    return out, ab, product, statistics
+
+
+def triangle_backward(
+    grad_out: Tensor,
+    x: Tensor,
+    present: Tensor | None,
+    in_weight: Tensor,
+    in_bias: Tensor,
+    out_weight: Tensor,
+    out_bias: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    ab: Tensor,
+    product: Tensor,
+    statistics: Tensor,
+    incoming: bool,
+    residual: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Compute the gradient of x, and what those of the parameters are made of.
+
+    That is, for the projections before the product the gradient of their results [M, 5 C] and their
+    input with ones beside it [M, C + ONES], and for that after it likewise. Then parts of the
+    gradients of the norms' parameters, [programs, 2, C] each.
+    """
+    positions, dim = x.numel() // x.shape[-1], x.shape[-1]
+    inputs = x, in_weight, in_bias, out_weight, out_bias, weight, bias, *statistics
+    normed = weight.new_empty(positions, dim + ONES.value)
+    out_normed = torch.empty_like(normed)
+    grad_z, grad_linear = weight.new_empty(positions, dim), weight.new_empty(positions, 5 * dim)
+    transposed = weight.dtype == torch.float32
+    weight_t = weight.t().contiguous() if transposed else weight
+    inputs = *inputs, weight_t, normed, grad_linear, grad_out
+
+    programs, options = triangle_options("triangle_output_backward", x, weight)
+    options["TRANSPOSED"] = transposed
+    grad_norm_out = x.new_empty(programs, 2, dim, dtype=torch.float32)
+    grad_product = torch.empty_like(product)
+    launch = wrap_triton(triangle_output_backward_kernel)[(programs,)]
+    launch(*inputs, grad_norm_out, product, grad_product, out_normed, grad_z, **options)
+
+    grad_ab = torch.empty_like(ab)
+    matrices = (dim * len(x), *x.shape[1:3])
+    a, b, grad_a, grad_b = (half.view(matrices) for both in (ab, grad_ab) for half in both.chunk(2))
+    grad_product = grad_product.view(matrices)
+    grads = grad_product, grad_a, grad_b
+    if multiply_triangles(triangle_product_backward_kernel, a, b, *grads, incoming=incoming):
+        pass
+    elif incoming:  # X = a^T b
+        torch.bmm(b, grad_product.mT, out=grad_a)
+        torch.bmm(a, grad_product, out=grad_b)
+    else:  # X = a b^T
+        torch.bmm(grad_product, b, out=grad_a)
+        torch.bmm(grad_product.mT, a, out=grad_b)
+    if present is not None:
+        grad_a.view(dim, *present.shape).mul_(present)
+
+    programs, options = triangle_options("triangle_project_backward", x, weight)
+    options |= {"TRANSPOSED": transposed, "RESIDUAL": residual}
+    grad_norm_in = x.new_empty(programs, 2, dim, dtype=torch.float32)
+    grad_x = torch.empty_like(x)
+    launch = wrap_triton(triangle_project_backward_kernel)[(programs,)]
+    launch(*inputs, grad_norm_in, grad_ab, grad_x, **options)
+
+    return grad_x, grad_linear, normed, grad_z, out_normed, grad_norm_in, grad_norm_out
+
+
+def triangle_options(kernel: str, x: Tensor, weight: Tensor) -> tuple[int, dict[str, int | str]]:
+    """Return how many programs a kernel of the triangle multiplication has, and its settings."""
+    check_not_empty(kernel, x)
+    chosen, dim, rows = blocks(kernel, weight.dtype), x.shape[-1], x.numel() // x.shape[-1]
+    chosen["BLOCK_C"] = min(chosen["BLOCK_C"], dim)
+    # Where channels are few more warps leave too little for each: one kernel spills on an MI300.
+    chosen["num_warps"] = min(chosen["num_warps"], max(4, chosen["BLOCK_M"] * dim // 512))
+    chosen |= {"M": rows, "C": dim, "WIDE": 5 * x.numel() >= 2**31}
+    precision = dot_precision(weight.dtype)
+    return triton.cdiv(rows, chosen["BLOCK_M"]), {**chosen, "PRECISION": precision}
+
+
+def triangle_weight_gradients(
+    grad_linear: Tensor,
+    normed: Tensor,
+    grad_z: Tensor,
+    out_normed: Tensor,
+    grad_weight: Tensor,
+    grad_bias: Tensor,
+) -> None:
+    """Fill grad_weight [6 C, C] and grad_bias [6 C].
+
+    grad_linear [M, 5 C] is the gradient of the projections of normed [M, C + ONES], grad_z [M, C]
+    that of the projection of out_normed [M, C + ONES].
+    """
+    dim, first = grad_weight.shape[1], 0
+    for grad, rows in ((grad_linear, normed), (grad_z, out_normed)):
+        positions, width = grad.shape
+        # One GEMM over all positions has too few tiles to occupy the device; parts of them are
+        # added up. In 16 bits few parts are as fast where there is much to read, and less is to
+        # add up.
+        wide = width > dim and grad.element_size() == 2 and positions >= 2**15
+        parts = 8 if wide else 32
+        while parts > 1 and (positions % parts or positions < 512 * parts):
+            parts //= 2
+        products = torch.bmm(grad.view(parts, -1, width).mT, rows.view(parts, -1, rows.shape[1]))
+        sums = grad_weight[first:][:width], grad_bias[first:][:width]
+        launch = wrap_triton(triangle_weights_kernel)[(width,)]
+        launch(products, *sums, K=width, C=dim, PARTS=parts, **blocks("triangle_weights"))
+        first += width
+
+
+class TriangleMultiplicationFunction(torch.autograd.Function):
+    """Multiply the triangles of x [B, N, N, C] -> x + update.
+
+    present [B, N, N] is False for padding. The parameters: weight and bias of the norm before the
+    product and of that after it, then the weights of a_p, b_p, a_g, b_g, g and z in one piece, and
+    their biases.
+
+    Kept for later: x, a, b and their product.
+    """
+
+    @staticmethod
+    def forward(
+        ctx, x: Tensor, present: Tensor | None, incoming: bool, eps: float, *parameters: Tensor
+    ) -> Tensor:
+        x, (*norms, weight, bias) = x.contiguous(), parameters
+        check_triangle(x, *parameters)
+        inputs = x, present, *norms, cached_cast(weight, gemm_dtype(x)), bias
+        out, *saved = triangle_forward(*inputs, incoming, eps, True)
+        ctx.save_for_backward(*inputs, *saved)
+        ctx.incoming, ctx.parameters = incoming, parameters
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_out: Tensor):
+        inputs, dim = (grad_out.contiguous(), *ctx.saved_tensors), grad_out.shape[-1]
+        grad_x, *read = triangle_backward(*inputs, ctx.incoming, True)
+        *linears, sums_in, sums_out = read
+
+        def compute(grad_norm_in: Tensor, grad_norm_out: Tensor, grad_linears: Tensor) -> None:
+            weight, bias = grad_linears.tensor_split([6 * dim * dim])
+            triangle_weight_gradients(*linears, weight.view(-1, dim), bias)
+            sum_parts(sums_in, grad_norm_in)
+            sum_parts(sums_out, grad_norm_out)
+
+        groups = ctx.parameters[:2], ctx.parameters[2:4], ctx.parameters[4:]
+        return grad_x, None, None, None, *gradients_of(ctx, groups, compute, *read)
+
+
+def check_triangle(x: Tensor, *parameters: Tensor) -> None:
+    """Raise ValueError unless x is [B, N, N, C] and the parameters fit it."""
+    dim, (*norms, weight, bias) = x.shape[-1], parameters
+    check_shape("pair", x, len(x), x.shape[1], x.shape[1], dim)
+    for norm in norms:
+        check_shape("a norm's parameter", norm, dim)
+    check_shape("the projections' weight", weight, 6 * dim, dim)
+    check_shape("the projections' bias", bias, 6 * dim)
+
+
+# Outer product mean: out_ij = (1 / S) sum_s a_si (x) b_sj. Of matrices [S, N x H] the products of
+# all channels are one GEMM, but its result [N, H, N, H] is not what the projection takes: this
+# kernel writes it as [N, N, H, H]. The backward pass makes it again. The gradient of the product is
+# written as the GEMM's result would be, so that those of a and b are two GEMMs of the library.
+
+
+@triton.jit
+def outer_product_forward_kernel(
+    A, B, OUT, S, N, factor: tl.constexpr, H: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute OUT_ijcd = factor * sum_s A_sic * B_sjd for each sample.
+
+    A and B are [samples, S, N, H], OUT is [samples, N, N, H x H]. A program owns BLOCK_M of the
+    N x H pairs (i, c) and BLOCK_N of (j, d), and goes over the sequences BLOCK_S at a time.
+    """
+    width = N * H
+    left = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)  # (i, c)
+    right = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)  # (j, d)
+    sample = tl.program_id(2).to(tl.int64)
+    product = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, S, BLOCK_S):
+        s = start + tl.arange(0, BLOCK_S)
+        row = ((sample * S + s) * width)[:, None]
+        inside_a = (s < S)[:, None] & (left < width)[None, :]
+        a = tl.load(A + row + left[None, :], mask=inside_a, other=0.0)
+        inside_b = (s < S)[:, None] & (right < width)[None, :]
+        b = tl.load(B + row + right[None, :], mask=inside_b, other=0.0)
+        product = tl.dot(tl.trans(a), b, product, input_precision=PRECISION)  # A^T B
+    pair = (sample * N + left // H)[:, None] * N + (right // H)[None, :]
+    at = pair * (H * H) + (left % H * H)[:, None] + (right % H)[None, :]
+    inside = (left < width)[:, None] & (right < width)[None, :]
+    tl.store(OUT + at, product * factor, mask=inside)
+
+
+@triton.jit
+def outer_product_gradient_kernel(
+    GRAD, WEIGHT, GRAD_WIDE, N, factor: tl.constexpr, C: tl.constexpr, H: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute the gradient of the product of a and b, factor * sum_z G_ijz W_zcd, from that of out.
+
+    GRAD is [samples, N, N, C], WEIGHT [C, H x H], GRAD_WIDE [samples, N, H, N, H]: as a matrix
+    [N x H, N x H] it multiplies a and b. A program owns BLOCK_M residues j of a residue i, and goes
+    over the pairs (c, d) BLOCK_N at a time.
+    """
+    row = tl.program_id(2).to(tl.int64) * N + tl.program_id(0)  # of sample and i
+    j = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    channel = tl.arange(0, C)
+    inside = (j < N)[:, None]
+    grad = tl.load(GRAD + (row * N + j)[:, None] * C + channel[None, :], mask=inside, other=0.0)
+    for first in tl.range(0, H * H, BLOCK_N):
+        cd = first + tl.arange(0, BLOCK_N)
+        weight = tl.load(WEIGHT + channel[:, None] * (H * H) + cd[None, :])
+        wide = tl.dot(grad, weight, input_precision=PRECISION) * factor  # G W
+        at = GRAD_WIDE + (row * H + cd // H)[None, :] * (N * H) + j[:, None] * H + (cd % H)[None, :]
+        tl.store(at, wide.to(GRAD_WIDE.dtype.element_ty), mask=inside)
+
+
+def outer_product_options(kernel: str, a: Tensor, factor: float) -> dict[str, int | float | str]:
+    """Return what a kernel of the outer product is told."""
+    check_not_empty(kernel, a)
+    chosen, (_, depth, length, dim) = blocks(kernel, a.dtype), a.shape
+    chosen["BLOCK_S"] = min(chosen["BLOCK_S"], max(16, triton.next_power_of_2(depth)))
+    chosen |= {"S": depth, "N": length, "H": dim, "factor": factor}
+    return {**chosen, "PRECISION": dot_precision(a.dtype)}
+
+
+def outer_product_forward(a: Tensor, b: Tensor, factor: float) -> Tensor:
+    """Multiply a and b [B, S, N, H] -> factor * sum over S of outer products [B, N, N, H x H]."""
+    samples, _, length, dim = a.shape
+    options = outer_product_options("outer_product_forward", a, factor)
+    out = a.new_empty(samples, length, length, dim * dim)
+    left, right = (triton.cdiv(length * dim, options[size]) for size in ("BLOCK_M", "BLOCK_N"))
+    wrap_triton(outer_product_forward_kernel)[(left, right, samples)](a, b, out, **options)
+    return out
+
+
+def outer_product_backward(grad: Tensor, weight: Tensor, ab: Tensor, factor: float) -> Tensor:
+    """Compute the gradients of ab [2, B, S, N, H] from that of the result [B, N, N, C]."""
+    _, samples, _, length, dim = ab.shape
+    chosen, width = blocks("outer_product_gradient", ab.dtype), length * dim
+    chosen["BLOCK_M"] = min(chosen["BLOCK_M"], max(16, triton.next_power_of_2(length)))
+    chosen |= {"N": length, "C": len(weight), "H": dim, "PRECISION": dot_precision(ab.dtype)}
+    wide, grad_ab = ab.new_empty(samples, width, width), torch.empty_like(ab)
+    grid = (length, triton.cdiv(length, chosen["BLOCK_M"]), samples)
+    launch = wrap_triton(outer_product_gradient_kernel)[grid]
+    launch(grad, weight, wide, factor=factor, **chosen)
+    (a, b), (grad_a, grad_b) = ab.flatten(3), grad_ab.flatten(3)
+    torch.bmm(b, wide.mT, out=grad_a)
+    torch.bmm(a, wide, out=grad_b)
+    return grad_ab
+
+
+class OuterProductWithResidual(torch.autograd.Function):
+    """Compute pair + factor * (sum over S of a (x) b, as [B, N, N, H x H], times W^T, plus bias).
+
+    ab is [2, B, S, N, H], pair [B, N, N, C]; the bias may be None.
+    """
+
+    @staticmethod
+    def forward(
+        ctx, ab: Tensor, pair: Tensor, factor: float, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        ab, pair, cast = ab.contiguous(), pair.contiguous(), cached_cast(weight, ab.dtype)
+        _, samples, _, length, _ = ab.shape
+        check_shape("pair", pair, samples, length, length, pair.shape[-1])
+        ctx.save_for_backward(ab, cast)
+        ctx.factor, ctx.parameters = factor, (weight, bias)
+        outer = outer_product_forward(*ab, factor)
+        return project_residual(outer, cast, bias, pair, factor)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        ab, cast = ctx.saved_tensors
+        residual, grad = grad, grad.contiguous().to(ab.dtype)
+
+        def compute(out: Tensor) -> None:
+            linear_gradients_out(grad, outer_product_forward(*ab, ctx.factor), out)
+            out[cast.numel() :].mul_(ctx.factor)
+
+        groups = ([p for p in ctx.parameters if p is not None],)
+        grads = gradients_of(ctx, groups, compute, grad, ab)
+        grad_ab = outer_product_backward(grad, cast, ab, ctx.factor)
+        return grad_ab, residual, None, *grads
+
+
+# A norm before a projection, y W^T + b with y = LayerNorm(x), and a residual after one,
+# x + o W^T + b, in the kernels of the projections: neither y nor an update is in memory, and no
+# kernel adds gradients of the residual stream up. The backward pass makes y again. C must be a
+# power of two.
+
+
+@triton.jit
+def load_norm(X, WEIGHT, BIAS, position, M, dtype, eps, C: tl.constexpr):
+    """Load rows of x and return y = LayerNorm(x) [rows, C] in this type."""
+    x, _ = normalise(load_positions(X, position, C, tl.arange(0, C), 1, M), True, eps, C)
+    return scale_and_shift(x, WEIGHT, BIAS, C).to(dtype)
+
+
+@triton.jit
+def load_heads(HEADS, H: tl.constexpr, BLOCK_H: tl.constexpr, C: tl.constexpr):
+    """Load the projections [BLOCK_H, C] of H heads, zeros beyond the last."""
+    head, channel = tl.arange(0, BLOCK_H), tl.arange(0, C)
+    at = HEADS + head[:, None] * C + channel[None, :]
+    return tl.load(at, mask=(head < H)[:, None], other=0.0)
+
+
+@triton.jit
+def norm_project_kernel(
+    X, NORM_WEIGHT, NORM_BIAS, WEIGHT, BIAS, HEADS, OUT, PAIR_BIAS, M, N,
+    eps: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr,
+    H: tl.constexpr, BLOCK_H: tl.constexpr, ENDING: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute out = y W^T + b from y = LayerNorm(x), and a pair bias for H heads.
+
+    X is [M, C], WEIGHT [WIDTH, C], BIAS [WIDTH] or None, OUT [WIDTH / PART, M, PART]; without a
+    WEIGHT out is y, and OUT may be None. PAIR_BIAS_h = sum_c y_c HEADS_hc in [B, H, N, N]. A
+    program owns BLOCK_M rows, and goes over the columns BLOCK_N at a time.
+    """
+    position = index(tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), WIDE)
+    channel = tl.arange(0, C)
+    inside = position < M
+    dtype = PAIR_BIAS.dtype.element_ty if OUT is None else OUT.dtype.element_ty
+    y = load_norm(X, NORM_WEIGHT, NORM_BIAS, position, M, dtype, eps, C)
+    if H > 0:
+        head = tl.arange(0, BLOCK_H)
+        projection = load_heads(HEADS, H, BLOCK_H, C).to(y.dtype)
+        pair_bias = tl.dot(y, tl.trans(projection), input_precision=PRECISION)  # y HEADS^T
+        to = PAIR_BIAS + pair_bias_offset(position[:, None], head[None, :], N, H, ENDING)
+        tl.store(to, pair_bias.to(y.dtype), mask=inside[:, None] & (head < H)[None, :])
+    if WEIGHT is not None:
+        for first in tl.range(0, WIDTH, BLOCK_N):
+            column = first + tl.arange(0, BLOCK_N)
+            weight = tl.load(WEIGHT + column[None, :] * C + channel[:, None])
+            out = tl.dot(y, weight, input_precision=PRECISION)  # y W^T
+            if BIAS is not None:
+                out += tl.load(BIAS + column)[None, :]
+            at = OUT + index(first // PART, WIDE) * M * PART + position[:, None] * PART
+            at += (first % PART + tl.arange(0, BLOCK_N))[None, :]
+            tl.store(at, out.to(dtype), mask=inside[:, None])
+    elif OUT is not None:
+        tl.store(OUT + position[:, None] * C + channel[None, :], y, mask=inside[:, None])
+
+
+@triton.jit
+def norm_project_backward_kernel(
+    X, NORM_WEIGHT, NORM_BIAS, WEIGHT, BIAS, HEADS, GRAD, GRAD_PAIR_BIAS, RESIDUAL, GRAD_X, SUMS,
+    M, N, eps: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr,
+    H: tl.constexpr, BLOCK_H: tl.constexpr, ENDING: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute dx from GRAD = dout and dPAIR_BIAS, plus RESIDUAL, what x has from elsewhere.
+
+    dy = dout W + sum_h dPAIR_BIAS_h HEADS_h, then through the norm. GRAD is [WIDTH / PART, M,
+    PART] or, without a WEIGHT, dout W [M, C]; X, RESIDUAL (or None) and GRAD_X are [M, C]. SUMS
+    [programs, 2 + H, C] are those over the program's rows for the norm's weight, its bias and
+    HEADS. A program owns BLOCK_M rows.
+    """
+    position = index(tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), WIDE)
+    channel = tl.arange(0, C)
+    inside = (position < M)[:, None]
+    grad_y = tl.zeros([BLOCK_M, C], tl.float32)
+    if GRAD is not None:
+        if WEIGHT is None:
+            grad_y += load_positions(GRAD, position, C, channel, 1, M)
+        else:
+            for first in tl.range(0, WIDTH, BLOCK_K):
+                column = first + tl.arange(0, BLOCK_K)
+                at = GRAD + index(first // PART, WIDE) * M * PART + position[:, None] * PART
+                at += (first % PART + tl.arange(0, BLOCK_K))[None, :]
+                grad = tl.load(at, mask=inside, other=0.0)
+                weight = tl.load(WEIGHT + column[:, None] * C + channel[None, :])
+                grad_y = tl.dot(grad, weight, grad_y, input_precision=PRECISION)  # dy += dout W
+    x, rstd = normalise(load_positions(X, position, C, channel, 1, M), True, eps, C)
+    SUMS += tl.program_id(0) * (2 + H) * C + channel
+    if H > 0:
+        head = tl.arange(0, BLOCK_H)
+        to = GRAD_PAIR_BIAS + pair_bias_offset(position[:, None], head[None, :], N, H, ENDING)
+        bias = tl.load(to, mask=inside & (head < H)[None, :], other=0.0)
+        projection = load_heads(HEADS, H, BLOCK_H, C).to(bias.dtype)
+        # dy += dPAIR_BIAS HEADS
+        grad_y = tl.dot(bias, projection, grad_y, input_precision=PRECISION)
+        y = scale_and_shift(x, NORM_WEIGHT, NORM_BIAS, C).to(bias.dtype)
+        grad_heads = tl.dot(tl.trans(bias), y, input_precision=PRECISION)  # dPAIR_BIAS^T y
+        to = SUMS[None, :] + (2 + head)[:, None] * C
+        tl.store(to, grad_heads, mask=(head < H)[:, None] & (channel < C)[None, :])
+    tl.store(SUMS, tl.sum(grad_y * x, 0))
+    tl.store(SUMS + C, tl.sum(grad_y, 0))
+    grad_x = norm_backward(grad_y * tl.load(NORM_WEIGHT + channel)[None, :], x, rstd, C)
+    if RESIDUAL is not None:
+        grad_x += load_positions(RESIDUAL, position, C, channel, 1, M)
+    at = GRAD_X + position[:, None] * C + channel[None, :]
+    tl.store(at, grad_x.to(GRAD_X.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def project_residual_kernel(
+    X, WEIGHT, BIAS, RESIDUAL, OUT, M, factor: tl.constexpr, C: tl.constexpr, K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute out = residual + x W^T + factor * b.
+
+    X is [M, K], WEIGHT [C, K], RESIDUAL and OUT [M, C]. A program owns BLOCK_M rows.
+    """
+    position = index(tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), WIDE)
+    channel = tl.arange(0, C)
+    inside = (position < M)[:, None]
+    out = tl.zeros([BLOCK_M, C], tl.float32)
+    for first in tl.range(0, K, BLOCK_K):
+        k = first + tl.arange(0, BLOCK_K)
+        x = tl.load(X + position[:, None] * K + k[None, :], mask=inside, other=0.0)
+        weight = tl.load(WEIGHT + channel[None, :] * K + k[:, None])
+        out = tl.dot(x, weight, out, input_precision=PRECISION)  # out += x W^T
+    if BIAS is not None:
+        out += factor * tl.load(BIAS + channel)[None, :]
+    out += load_positions(RESIDUAL, position, C, channel, 1, M)
+    at = OUT + position[:, None] * C + channel[None, :]
+    tl.store(at, out.to(OUT.dtype.element_ty), mask=inside)
+
+
+def multiplies(dtype: torch.dtype, dim: int, most: int = 128) -> bool:
+    """Return whether these kernels multiply rows of this type and width; else the library does.
+
+    It is faster at wide rows. In TF32 Triton's products are less exact: with all of these the
+    outputs exceeded their limit.
+    """
+    return (INTERPRETED or dtype != torch.float32) and dim <= most
+
+
+def projection_options(
+    kernel: str, x: Tensor, dtype: torch.dtype, part: int | None
+) -> dict[str, int | bool | str]:
+    """Return what a kernel of a projection of x [..., C] in `dtype` is told.
+
+    `part` columns lie side by side; None if there is nothing to multiply.
+    """
+    check_not_empty(kernel, x)
+    chosen, dim = blocks(kernel, dtype), x.shape[-1]
+    rows = x.numel() // dim
+    for size in {"BLOCK_N", "BLOCK_K"} & chosen.keys():
+        chosen[size] = min(chosen[size], part or dim)
+    chosen["BLOCK_M"] = min(chosen["BLOCK_M"], max(16, 2**15 // dim))
+    while chosen["BLOCK_M"] > 32 and rows < 128 * chosen["BLOCK_M"]:  # to occupy the device
+        chosen["BLOCK_M"] //= 2
+    if part is None:  # many small programs keep the memory busy
+        chosen |= {"BLOCK_M": 16, "num_warps": max(2, dim // 128)}
+    else:  # whole rows are in registers
+        chosen["num_warps"] = max(chosen["num_warps"], chosen["BLOCK_M"] * dim // 2048)
+    chosen |= {"M": rows, "WIDE": 4 * x.numel() >= 2**31}
+    return {**chosen, "PRECISION": dot_precision(dtype)}
+
+
+class NormParameters(NamedTuple):
+    """Weight and bias of a norm, of a projection after it, and the heads of a pair bias."""
+
+    norm_weight: Tensor
+    norm_bias: Tensor
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    heads: Tensor | None = None
+
+
+class NormSettings(NamedTuple):
+    """How a norm is projected: in how many parts, to a pair bias of transposed pairs or not."""
+
+    eps: float
+    dtype: torch.dtype  # of the results
+    parts: int = 1
+    ending: bool = False
+
+
+def norm_options(
+    kernel: str, x: Tensor, width: int, heads: Tensor | None, settings: NormSettings
+) -> dict[str, int | float | bool | str]:
+    """Return what both kernels of a norm before a projection to `width` channels are told."""
+    count, part = 0 if heads is None else len(heads), width // settings.parts
+    options = projection_options(kernel, x, settings.dtype, part or (16 if count else None))
+    options |= {"N": x.shape[1] if count else 1, "C": x.shape[-1], "WIDTH": width, "H": count}
+    options |= {"PART": part or 1, "BLOCK_H": max(16, triton.next_power_of_2(count))}
+    if not width and options["PRECISION"] == "tf32":  # a pair bias is as exact as V3's
+        options["PRECISION"] = "tf32x3"
+    return options | {"eps": settings.eps, "ENDING": settings.ending}
+
+
+def norm_project(
+    x: Tensor, parameters: NormParameters, settings: NormSettings, normed: bool = False
+) -> tuple[Tensor | None, Tensor | None]:
+    """Project LayerNorm(x), x [..., C] -> y W^T + b and a pair bias [B, H, N, N].
+
+    The former is [..., WIDTH], or [parts, ..., WIDTH / parts]; without a weight it is y if
+    `normed`, else None. Without heads the latter is None.
+    """
+    weight, heads, parts = parameters.weight, parameters.heads, settings.parts
+    width, out, pair_bias = 0 if weight is None else len(weight), None, None
+    options = norm_options("norm_project", x, width, heads, settings)
+    if weight is not None:
+        split = (parts,) if parts > 1 else ()
+        out = x.new_empty(*split, *x.shape[:-1], width // parts, dtype=settings.dtype)
+    elif normed:
+        out = torch.empty_like(x, dtype=settings.dtype)
+    if heads is not None:
+        shape = len(x), len(heads), options["N"], options["N"]
+        pair_bias = x.new_empty(shape, dtype=settings.dtype)
+    grid = (triton.cdiv(options["M"], options["BLOCK_M"]),)
+    wrap_triton(norm_project_kernel)[grid](x, *parameters, out, pair_bias, **options)
+    return out, pair_bias
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    """Compute LayerNorm(x), x [..., C], in `dtype`."""
+    settings = NormSettings(eps, dtype)
+    return norm_project(x, NormParameters(weight, bias), settings, normed=True)[0]
+
+
+def norm_project_backward(
+    x: Tensor,
+    parameters: NormParameters,
+    settings: NormSettings,
+    grad: Tensor | None,
+    grad_pair_bias: Tensor | None,
+    residual: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Compute the gradient of x, plus `residual`, and parts of those of the norm and the heads.
+
+    The parts are [programs, 2 + H, C]. Without a weight `grad` is the gradient of y.
+    """
+    heads = None if grad_pair_bias is None else parameters.heads
+    width = 0 if grad is None or parameters.weight is None else len(parameters.weight)
+    options = norm_options("norm_project_backward", x, width, heads, settings)
+    programs = triton.cdiv(options["M"], options["BLOCK_M"])
+    grad_x, dim = torch.empty_like(x), x.shape[-1]
+    sums = x.new_empty(programs, 2 + options["H"], dim, dtype=torch.float32)
+    launch = wrap_triton(norm_project_backward_kernel)[(programs,)]
+    launch(x, *parameters, grad, grad_pair_bias, residual, grad_x, sums, **options)
+    return grad_x, sums
+
+
+class NormProjection(torch.autograd.Function):
+    """Compute y W^T + b with y = LayerNorm(x), and from y a pair bias; hand x [..., C] on.
+
+    What x becomes takes it from here: then its gradient comes here first, and the kernel adds it.
+    The parameters are those of NormParameters. Kept for later: x alone; in float32, where the
+    library multiplies, y as well.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, settings: NormSettings, *parameters: Tensor | None):
+        ctx.set_materialize_grads(False)
+        ctx.parameters = own = NormParameters(*parameters)
+        rows, dim, dtype = x.contiguous(), x.shape[-1], settings.dtype
+        check_shape("the norm's weight", own.norm_weight, dim)
+        check_shape("the norm's bias", own.norm_bias, dim)
+        if own.weight is not None:
+            check_shape("the projection's weight", own.weight, len(own.weight), dim)
+            check_shape("the projection's bias", own.bias, len(own.weight))
+            own = own._replace(weight=cached_cast(own.weight, dtype))
+        if own.heads is not None:
+            check_shape("pair", x, len(x), x.shape[1], x.shape[1], dim)
+            check_shape("the weight of the heads", own.heads, len(own.heads), dim)
+        ctx.settings = settings
+        # Many rows keep the library's GEMM busy, too: it and a norm are faster than one kernel.
+        if own.weight is None or (multiplies(dtype, dim) and x.numel() <= 2**21):
+            ctx.save_for_backward(rows, own.weight, None)
+            return x.view_as(x), *norm_project(rows, own, settings)
+        y, pair_bias = norm_project(rows, own._replace(weight=None), settings, normed=True)
+        ctx.save_for_backward(rows, own.weight, y if dtype == torch.float32 else None)
+        out = F.linear(y, own.weight, None if own.bias is None else own.bias.to(dtype))
+        if settings.parts > 1:
+            out = out.unflatten(-1, (settings.parts, -1)).movedim(-2, 0).contiguous()
+        return x.view_as(x), out, pair_bias
+
+    @staticmethod
+    def backward(ctx, residual: Tensor | None, grad: Tensor | None, grad_pair_bias: Tensor | None):
+        (x, weight, normed), own, settings = ctx.saved_tensors, ctx.parameters, ctx.settings
+        grads = (None if g is None else g.contiguous() for g in (grad, grad_pair_bias, residual))
+        grad, grad_pair_bias, residual = grads
+        # The parameters themselves: with checkpoints saved tensors are copies of them.
+        groups, read, grad_rows = [own[:2]], [x], None
+        if grad_pair_bias is not None:
+            groups[0] += (own.heads,)
+        if grad is not None:
+            groups.append([p for p in (own.weight, own.bias) if p is not None])
+            grad_rows = grad if settings.parts == 1 else grad.movedim(0, -2)
+            if not multiplies(settings.dtype, x.shape[-1]):
+                grad_rows = grad_rows.reshape(-1, len(weight))  # a copy, where there are parts
+                grad, weight = grad_rows @ weight, None
+            read.append(grad_rows)
+        inputs = x, own._replace(weight=weight), settings, grad, grad_pair_bias, residual
+        grad_x, sums = norm_project_backward(*inputs)
+
+        def compute(grad_norm: Tensor, *grad_linears: Tensor) -> None:
+            sum_parts(sums, grad_norm)
+            for grad_linear in grad_linears:
+                y = normed
+                if y is None:
+                    y = layer_norm(x, *own[:2], settings.eps, settings.dtype)
+                linear_gradients_out(grad_rows.reshape(-1, len(own.weight)), y, grad_linear)
+
+        return grad_x, None, *gradients_of(ctx, groups, compute, sums, *read)
+
+
+def project_residual(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, factor: float = 1.0
+) -> Tensor:
+    """Compute residual + x W^T + factor * b [..., C] from x [..., K]."""
+    dim, width = weight.shape
+    check_shape("x", x, *residual.shape[:-1], width)
+    check_shape("the projection's weight", weight, residual.shape[-1], width)
+    check_shape("the projection's bias", bias, dim)
+    if not multiplies(x.dtype, dim, 256):
+        if bias is not None:
+            bias = (bias if factor == 1.0 else factor * bias).to(x.dtype)
+        return residual + F.linear(x, weight, bias)
+    options = projection_options("project_residual", residual, x.dtype, width)
+    out, grid = torch.empty_like(residual), (triton.cdiv(options["M"], options["BLOCK_M"]),)
+    launch = wrap_triton(project_residual_kernel)[grid]
+    launch(x, weight, bias, residual, out, factor=factor, C=dim, K=width, **options)
+    return out
+
+
+class ProjectionWithResidual(torch.autograd.Function):
+    """Compute residual [..., C] + x W^T + b from x [..., K]."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        x, cast = x.contiguous(), cached_cast(weight, x.dtype)
+        ctx.save_for_backward(x, cast)
+        ctx.parameters = weight, bias
+        return project_residual(x, cast, bias, residual.contiguous())
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        x, cast = ctx.saved_tensors
+        residual, grad = grad, grad.contiguous().to(x.dtype)
+
+        compute = partial(linear_gradients_out, grad, x)
+        return grad @ cast, residual, *gradients_of(ctx, (ctx.parameters,), compute, grad, x)
+
+
+def gradients_of(
+    ctx, groups: Sequence[Sequence[Tensor]], compute: Callable[..., None], *inputs: Tensor
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of ctx.parameters, those of `groups` by gradients_into_buffer."""
+    parameters = [parameter for group in groups for parameter in group]
+    grads = {}
+    if any(parameter.requires_grad for parameter in parameters):
+        written = gradients_into_buffer(groups, compute, *inputs)
+        grads = dict(zip(parameters, written, strict=True))
+    return tuple(grads.get(parameter) for parameter in ctx.parameters)
+
+
+# A whole transition as one kernel, x + W2 relu(W1 y + b1) + b2 with y = LayerNorm(x). The hidden
+# layer h = W1 y + b1, four times as wide as x, is never in memory: the backward pass makes it
+# again, in two kernels, because the gradient of x is a sum over hidden channels and those of the
+# weights are sums over rows. C must be a power of two.
+
+
+@triton.jit
+def transition_forward_kernel(
+    X, NORM_WEIGHT, NORM_BIAS, WEIGHT_1, BIAS_1, WEIGHT_2, BIAS_2, OUT, M,
+    eps: tl.constexpr, C: tl.constexpr, HIDDEN: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute out = x + relu(y W1^T + b1) W2^T + b2; y = LayerNorm(x).
+
+    X and OUT are [M, C], WEIGHT_1 is [HIDDEN, C], WEIGHT_2 [C, HIDDEN]. A program owns BLOCK_M
+    rows, and goes over the hidden channels BLOCK_N at a time.
+    """
+    position = index(tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), WIDE)
+    channel = tl.arange(0, C)
+    dtype = WEIGHT_1.dtype.element_ty
+    y = load_norm(X, NORM_WEIGHT, NORM_BIAS, position, M, dtype, eps, C)
+    out = tl.zeros([BLOCK_M, C], tl.float32)
+    for first in tl.range(0, HIDDEN, BLOCK_N):
+        hidden = first + tl.arange(0, BLOCK_N)
+        weight = tl.load(WEIGHT_1 + hidden[None, :] * C + channel[:, None])
+        h = tl.dot(y, weight, input_precision=PRECISION) + tl.load(BIAS_1 + hidden)[None, :]
+        h = tl.maximum(h, 0.0, propagate_nan=tl.PropagateNan.ALL).to(dtype)  # relu(y W1^T + b1)
+        weight = tl.load(WEIGHT_2 + channel[None, :] * HIDDEN + hidden[:, None])
+        out = tl.dot(h, weight, out, input_precision=PRECISION)  # out += h W2^T
+    out += tl.load(BIAS_2 + channel)[None, :]
+    # Loaded once more: that is cheaper than keeping it in registers over the loop.
+    out += load_positions(X, position, C, channel, 1, M)
+    at = OUT + position[:, None] * C + channel[None, :]
+    tl.store(at, out.to(OUT.dtype.element_ty), mask=(position < M)[:, None])
+
+
+@triton.jit
+def transition_backward_input_kernel(
+    X, NORM_WEIGHT, NORM_BIAS, WEIGHT_1, BIAS_1, WEIGHT_2, BIAS_2, GRAD_OUT, GRAD_X, SUMS, M,
+    eps: tl.constexpr, C: tl.constexpr, HIDDEN: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute dx from dout: dh = dout W2 where h > 0, dy = dh W1, then through the norm, plus dout.
+
+    GRAD_OUT, X and GRAD_X are [M, C]; SUMS [programs, 3, C] are those over the program's rows for
+    b2 and for the norm's weight and bias. A program owns BLOCK_M rows.
+    """
+    position = index(tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), WIDE)
+    channel = tl.arange(0, C)
+    inside = (position < M)[:, None]
+    dtype = WEIGHT_1.dtype.element_ty
+    y = load_norm(X, NORM_WEIGHT, NORM_BIAS, position, M, dtype, eps, C)
+    at = GRAD_OUT + position[:, None] * C + channel[None, :]
+    grad_out = tl.load(at, mask=inside, other=0.0).to(dtype)
+    grad_y = tl.zeros([BLOCK_M, C], tl.float32)
+    for first in tl.range(0, HIDDEN, BLOCK_N):
+        hidden = first + tl.arange(0, BLOCK_N)
+        weight_1 = tl.load(WEIGHT_1 + hidden[:, None] * C + channel[None, :])
+        h = tl.dot(y, tl.trans(weight_1), input_precision=PRECISION)
+        h = h + tl.load(BIAS_1 + hidden)[None, :]
+        weight_2 = tl.load(WEIGHT_2 + channel[:, None] * HIDDEN + hidden[None, :])
+        grad_h = tl.dot(grad_out, weight_2, input_precision=PRECISION)  # dout W2
+        grad_h = tl.where(h > 0, grad_h, 0.0).to(dtype)
+        grad_y = tl.dot(grad_h, weight_1, grad_y, input_precision=PRECISION)  # dy += dh W1
+    x, rstd = normalise(load_positions(X, position, C, channel, 1, M), True, eps, C)
+    grad_out = load_positions(GRAD_OUT, position, C, channel, 1, M)
+    tl.store(SUMS + tl.program_id(0) * 3 * C + channel, tl.sum(grad_out, 0))
+    store_norm_gradients(SUMS + (tl.program_id(0) + 1) * C, grad_y, x, C)
+    grad_x = norm_backward(grad_y * tl.load(NORM_WEIGHT + channel)[None, :], x, rstd, C) + grad_out
+    at = GRAD_X + position[:, None] * C + channel[None, :]
+    tl.store(at, grad_x.to(GRAD_X.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def transition_backward_weights_kernel(
+    X, NORM_WEIGHT, NORM_BIAS, WEIGHT_1, BIAS_1, WEIGHT_2, BIAS_2, GRAD_OUT, SUMS, M,
+    eps: tl.constexpr, C: tl.constexpr, HIDDEN: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, PROGRAMS: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute dW1 = dh^T y, db1 = sum dh and dW2 = dout^T relu(h), with dh = dout W2 where h > 0.
+
+    SUMS [PROGRAMS, HIDDEN x C + HIDDEN + C x HIDDEN] are dW1, db1 and dW2. A program owns BLOCK_N
+    hidden channels of one of these rows, the sums over every PROGRAMS-th block of BLOCK_M rows.
+    """
+    hidden = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    channel = tl.arange(0, C)
+    dtype = WEIGHT_1.dtype.element_ty
+    # [BLOCK_N, C] both, and [BLOCK_N, BLOCK_M] what they make: so products of these, which take
+    # rows of hidden channels, read them from registers.
+    weight_1 = tl.load(WEIGHT_1 + hidden[:, None] * C + channel[None, :])
+    weight_2 = tl.load(WEIGHT_2 + channel[None, :] * HIDDEN + hidden[:, None])
+    bias = tl.load(BIAS_1 + hidden)[:, None]
+    grad_weight_1 = tl.zeros([BLOCK_N, C], tl.float32)
+    grad_bias_1 = tl.zeros([BLOCK_N], tl.float32)
+    grad_weight_2 = tl.zeros([BLOCK_N, C], tl.float32)
+    for start in range(tl.program_id(1) * BLOCK_M, M, PROGRAMS * BLOCK_M):
+        position = index(start + tl.arange(0, BLOCK_M), WIDE)
+        y = load_norm(X, NORM_WEIGHT, NORM_BIAS, position, M, dtype, eps, C)
+        at = GRAD_OUT + position[:, None] * C + channel[None, :]
+        grad_out = tl.load(at, mask=(position < M)[:, None], other=0.0).to(dtype)
+        h = tl.dot(weight_1, tl.trans(y), input_precision=PRECISION) + bias
+        grad_h = tl.dot(weight_2, tl.trans(grad_out), input_precision=PRECISION)  # (dout W2)^T
+        grad_h = tl.where(h > 0, grad_h, 0.0)
+        grad_bias_1 += tl.sum(grad_h, 1)
+        # dW1 += dh^T y
+        grad_weight_1 = tl.dot(grad_h.to(dtype), y, grad_weight_1, input_precision=PRECISION)
+        h = tl.maximum(h, 0.0).to(dtype)
+        # dW2^T += relu(h)^T dout
+        grad_weight_2 = tl.dot(h, grad_out, grad_weight_2, input_precision=PRECISION)
+    SUMS += tl.program_id(1) * (2 * HIDDEN * C + HIDDEN)
+    tl.store(SUMS + hidden[:, None] * C + channel[None, :], grad_weight_1)
+    SUMS += HIDDEN * C
+    tl.store(SUMS + hidden, grad_bias_1)
+    SUMS += HIDDEN
+    tl.store(SUMS + channel[None, :] * HIDDEN + hidden[:, None], grad_weight_2)
+
+
+def transition_options(kernel: str, rows: Tensor, weight_1: Tensor) -> dict[str, int | bool | str]:
+    """Return what a kernel of the transition is told; `rows` is the widest tensor it reads."""
+    check_not_empty(kernel, rows)
+    chosen, (hidden, dim) = blocks(kernel, weight_1.dtype), weight_1.shape
+    chosen["BLOCK_N"] = min(chosen["BLOCK_N"], hidden)
+    chosen |= {"M": rows.numel() // rows.shape[-1], "C": dim, "HIDDEN": hidden}
+    return {**chosen, "WIDE": rows.numel() >= 2**31, "PRECISION": dot_precision(weight_1.dtype)}
+
+
+class TransitionParameters(NamedTuple):
+    """Weight and bias of the norm, of the first and of the second projection."""
+
+    norm_weight: Tensor
+    norm_bias: Tensor
+    weight_1: Tensor
+    bias_1: Tensor
+    weight_2: Tensor
+    bias_2: Tensor
+
+    def checked_casts(self, x: Tensor) -> TransitionParameters:
+        """Return the parameters as the kernels take them for x [..., C].
+
+        That is with the two weights in the type of the products. Raises ValueError for other sizes.
+        """
+        dim, hidden, dtype = x.shape[-1], len(self.bias_1), gemm_dtype(x)
+        shapes = ((dim,), (dim,), (hidden, dim), (hidden,), (dim, hidden), (dim,))
+        for name, tensor, shape in zip(self._fields, self, shapes, strict=True):
+            check_shape(name, tensor, *shape)
+        casts = cached_cast(self.weight_1, dtype), cached_cast(self.weight_2, dtype)
+        return self._replace(weight_1=casts[0], weight_2=casts[1])
+
+
+class TransitionFunction(torch.autograd.Function):
+    """Compute x + transition(x), x [..., C]; see TransitionParameters. Kept for later: x alone."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, eps: float, *parameters: Tensor) -> Tensor:
+        x, own = x.contiguous(), TransitionParameters(*parameters)
+        inputs = x, *own.checked_casts(x)
+        ctx.save_for_backward(*inputs)
+        ctx.eps, ctx.parameters = eps, own
+        out = torch.empty_like(x, dtype=torch.promote_types(x.dtype, inputs[3].dtype))
+        options = transition_options("transition_forward", x, inputs[3])
+        grid = (triton.cdiv(options["M"], options["BLOCK_M"]),)
+        wrap_triton(transition_forward_kernel)[grid](*inputs, out, eps=eps, **options)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_out: Tensor):
+        grad_out, inputs = grad_out.contiguous(), ctx.saved_tensors
+        x, cast = inputs[0], inputs[3]
+        options = transition_options("transition_backward_input", x, cast)
+        programs, grad_x = triton.cdiv(options["M"], options["BLOCK_M"]), torch.empty_like(x)
+        sums = x.new_empty(programs, 3, x.shape[-1], dtype=torch.float32)
+        launch = wrap_triton(transition_backward_input_kernel)[(programs,)]
+        launch(*inputs, grad_out, grad_x, sums, eps=ctx.eps, **options)
+
+        def compute(grad_linears: Tensor, grad_bias_and_norm: Tensor) -> None:
+            options = transition_options("transition_backward_weights", x, cast)
+            slices = triton.cdiv(options["HIDDEN"], options["BLOCK_N"])
+            programs = triton.cdiv(options["PROGRAMS"], slices)
+            programs = min(programs, triton.cdiv(options["M"], options["BLOCK_M"]))
+            options["PROGRAMS"] = programs
+            parts = x.new_empty(programs, len(grad_linears), dtype=torch.float32)
+            launch = wrap_triton(transition_backward_weights_kernel)[(slices, programs)]
+            launch(*inputs, grad_out, parts, eps=ctx.eps, **options)
+            sum_parts(parts, grad_linears)
+            sum_parts(sums, grad_bias_and_norm)
+
+        *norm, weight_1, bias_1, weight_2, bias_2 = ctx.parameters
+        groups = (weight_1, bias_1, weight_2), (bias_2, *norm)
+        return grad_x, None, *gradients_of(ctx, groups, compute, grad_out, sums, *inputs)
+
+
+# A transition of rows too wide for that. The hidden layer is kept; its bias, its ReLU and their
+# backward pass are in the products that make it and its gradient.
+
+
+@triton.jit
+def transition_backward_hidden_kernel(
+    GRAD_OUT, WEIGHT_2, RELU, GRAD_H, SUMS, M, C: tl.constexpr, HIDDEN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute dh = dout W2 where RELU = relu(h) > 0, else 0.
+
+    GRAD_OUT is [M, C], WEIGHT_2 [C, HIDDEN], RELU and GRAD_H [M, HIDDEN]. A program owns a tile
+    [BLOCK_M, BLOCK_N] of GRAD_H, and of SUMS [blocks of rows, HIDDEN] the sums of its columns.
+    """
+    tiles: tl.constexpr = HIDDEN // BLOCK_N
+    block = tl.program_id(0) // tiles  # neighbours share the rows of GRAD_OUT
+    position = index(block * BLOCK_M + tl.arange(0, BLOCK_M), WIDE)
+    hidden = tl.program_id(0) % tiles * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = (position < M)[:, None]
+    grad_h = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for first in tl.range(0, C, BLOCK_K):
+        channel = first + tl.arange(0, BLOCK_K)
+        at = GRAD_OUT + position[:, None] * C + channel[None, :]
+        grad_out = tl.load(at, mask=inside, other=0.0)
+        weight = tl.load(WEIGHT_2 + channel[:, None] * HIDDEN + hidden[None, :])
+        grad_h = tl.dot(grad_out, weight, grad_h, input_precision=PRECISION)  # dh += dout W2
+    at = position[:, None] * HIDDEN + hidden[None, :]
+    grad_h = tl.where(tl.load(RELU + at, mask=inside, other=0.0) > 0, grad_h, 0.0)
+    tl.store(GRAD_H + at, grad_h.to(GRAD_H.dtype.element_ty), mask=inside)
+    tl.store(SUMS + block * HIDDEN + hidden, tl.sum(grad_h, 0))
+
+
+class WideTransitionFunction(torch.autograd.Function):
+    """Do as TransitionFunction; kept for later are x and the hidden layer after its ReLU."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, eps: float, *parameters: Tensor) -> Tensor:
+        x, own = x.contiguous(), TransitionParameters(*parameters)
+        norm_weight, norm_bias, weight_1, _, weight_2, _ = own.checked_casts(x)
+        dtype = weight_1.dtype
+        y = layer_norm(x, norm_weight, norm_bias, eps, dtype)
+        # The library's product adds the bias, and ends with the ReLU.
+        bias_1, bias_2 = cached_cast(own.bias_1, dtype), cached_cast(own.bias_2, dtype)
+        relu = torch._addmm_activation(bias_1, y.flatten(0, -2), weight_1.t())
+        relu = relu.view(*y.shape[:-1], -1)
+        ctx.save_for_backward(x, relu, weight_1, weight_2)
+        ctx.eps, ctx.parameters = eps, own
+        return x + F.linear(relu, weight_2, bias_2)
+
+    @staticmethod
+    def backward(ctx, grad_out: Tensor):
+        grad_out, (x, relu, weight_1, weight_2) = grad_out.contiguous(), ctx.saved_tensors
+        norm_parameters, dtype = ctx.parameters[:2], relu.dtype
+        grad = grad_out.to(dtype)
+        options = transition_options("transition_backward_hidden", relu, weight_1)
+        options["BLOCK_K"] = min(options["BLOCK_K"], options["C"])
+        blocks_of_rows, width = triton.cdiv(options["M"], options["BLOCK_M"]), options["HIDDEN"]
+        hidden_sums = grad.new_empty(blocks_of_rows, width, dtype=torch.float32)
+        grad_h, programs = torch.empty_like(relu), blocks_of_rows * (width // options["BLOCK_N"])
+        launch = wrap_triton(transition_backward_hidden_kernel)[(programs,)]
+        launch(grad, weight_2, relu, grad_h, hidden_sums, **options)
+        inputs = x, NormParameters(*norm_parameters), NormSettings(ctx.eps, dtype)
+        grad_x, sums = norm_project_backward(*inputs, grad_h @ weight_1, None, grad_out)
+
+        def compute(
+            grad_norm: Tensor, grad_weight_1: Tensor, grad_bias_1: Tensor, grad_linear_2: Tensor
+        ) -> None:
+            sum_parts(sums, grad_norm)
+            y = layer_norm(x, *norm_parameters, ctx.eps, dtype)
+            linear_gradients_out(grad_h, y, grad_weight_1)
+            sum_parts(hidden_sums, grad_bias_1)
+            linear_gradients_out(grad, relu, grad_linear_2)
+
+        p = ctx.parameters
+        groups = p[:2], p[2:3], p[3:4], p[4:]
+        read = grad, relu, grad_h, x, sums, hidden_sums
+        return grad_x, None, *gradients_of(ctx, groups, compute, *read)
+
+
+# Input embedding and losses: before and after the blocks. A one-hot vector times a
+# weight is a column of the weight, so the embedding reads columns. Its gradient is the product of
+# all one-hot vectors with the gradient of the result, and theirs with ones that of the biases.
+
+
+@triton.jit
+def embedded_rows(TOKENS, position, S, N, TOKEN_COUNT: tl.constexpr, REACH: tl.constexpr):
+    """Return which rows of the embedding's table are added up at these positions.
+
+    TOKENS is [B, S, N], row 0 of S the query. Without a REACH a position is (b, s, n), and its
+    third row none, -1; with one it is a pair (b, i, j), the third row that of their clipped offset.
+    """
+    first = position % N
+    if REACH > 0:
+        b, i = position // (N * N), position // N % N
+        offset = tl.minimum(tl.maximum(i - first, -REACH), REACH) + REACH
+        one = tl.load(TOKENS + b * S * N + i)
+        other = tl.load(TOKENS + b * S * N + first)
+        return one, other + TOKEN_COUNT, offset + 2 * TOKEN_COUNT
+    query = tl.load(TOKENS + position // (S * N) * (S * N) + first)
+    own = tl.load(TOKENS + position)
+    return query, own + TOKEN_COUNT, tl.zeros_like(own) - 1
+
+
+@triton.jit
+def embedding_forward_kernel(
+    TOKENS, TABLE, OUT, M, S, N, ROWS: tl.constexpr, TOKEN_COUNT: tl.constexpr,
+    REACH: tl.constexpr, C: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Add up rows of TABLE [ROWS + 1, C], whose last row is the biases', to OUT [M, C].
+
+    Which rows, embedded_rows tells. A program owns BLOCK_M positions.
+    """
+    position = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    position = tl.minimum(position, M - 1)  # those beyond the last write it once more
+    channel = tl.arange(0, BLOCK_C)
+    inside = (channel < C)[None, :]
+    one, other, third = embedded_rows(TOKENS, position, S, N, TOKEN_COUNT, REACH)
+    out = tl.load(TABLE + ROWS * C + channel, mask=channel < C, other=0.0)[None, :]
+    out += tl.load(TABLE + one[:, None] * C + channel[None, :], mask=inside, other=0.0)
+    out += tl.load(TABLE + other[:, None] * C + channel[None, :], mask=inside, other=0.0)
+    if REACH > 0:
+        out += tl.load(TABLE + third[:, None] * C + channel[None, :], mask=inside, other=0.0)
+    at = OUT + position[:, None] * C + channel[None, :]
+    tl.store(at, out.to(OUT.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def embedding_backward_kernel(
+    TOKENS, GRAD, SUMS, M, S, N, ROWS: tl.constexpr, TOKEN_COUNT: tl.constexpr,
+    REACH: tl.constexpr, BLOCK_ROWS: tl.constexpr, C: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_M: tl.constexpr, PROGRAMS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute the gradients of the embedding's parameters from GRAD [M, C].
+
+    They are rows of hot^T dout, with a one in `hot` for every row of the table that a position
+    reads, the biases' included. SUMS [PROGRAMS, elements] hold each weight [C, columns] and then
+    its bias [C], over every PROGRAMS-th block of BLOCK_M positions, which a program owns.
+    """
+    row, channel = tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_C)
+    total = tl.zeros([BLOCK_ROWS, BLOCK_C], tl.float32)
+    for start in range(tl.program_id(0) * BLOCK_M, M, PROGRAMS * BLOCK_M):
+        position = tl.cast(start, tl.int64) + tl.arange(0, BLOCK_M)
+        inside = position < M
+        at = GRAD + position[:, None] * C + channel[None, :]
+        grad = tl.load(at, mask=inside[:, None] & (channel < C)[None, :], other=0.0)
+        position = tl.minimum(position, M - 1)
+        one, other, third = embedded_rows(TOKENS, position, S, N, TOKEN_COUNT, REACH)
+        hot = (row[:, None] == one[None, :]) | (row[:, None] == other[None, :])
+        hot = hot | (row[:, None] == third[None, :]) | (row == ROWS)[:, None]
+        # dTABLE += hot dout
+        total = tl.dot(hot.to(grad.dtype), grad, total, input_precision=PRECISION)
+    WEIGHTS: tl.constexpr = 2 if REACH == 0 else 3
+    SUMS += tl.program_id(0) * (ROWS + WEIGHTS) * C
+    for number in tl.static_range(WEIGHTS):
+        first = number * TOKEN_COUNT
+        columns = TOKEN_COUNT if number < 2 else ROWS - 2 * TOKEN_COUNT
+        at = SUMS + channel[None, :] * columns + (row - first)[:, None]
+        own = (row >= first) & (row < first + columns)
+        tl.store(at, total, mask=own[:, None] & (channel < C)[None, :])
+        SUMS += C * columns
+        at = SUMS + tl.zeros_like(row)[:, None] + channel[None, :]
+        tl.store(at, total, mask=(row == ROWS)[:, None] & (channel < C)[None, :])
+        SUMS += C
+
+
+def embedding_options(tokens: Tensor, reach: int, dim: int, rows: int) -> dict[str, int]:
+    """Return what both kernels of the embedding are told; see embedded_rows."""
+    _, depth, length = tokens.shape
+    positions = len(tokens) * length * (length if reach else depth)
+    sizes = {"M": positions, "S": depth, "N": length, "ROWS": rows, "TOKEN_COUNT": NUM_TOKENS}
+    return {**sizes, "REACH": reach, "C": dim, "BLOCK_C": max(16, triton.next_power_of_2(dim))}
+
+
+class EmbeddingFunction(torch.autograd.Function):
+    """Embed tokens [B, S, N] as the MSA [B, S, N, C], with a `reach` as pairs [B, N, N, C].
+
+    The parameters are weight [C, columns] and bias [C] of each of two or three projections in turn,
+    whose columns embedded_rows chooses.
+    """
+
+    @staticmethod
+    def forward(ctx, tokens: Tensor, reach: int, dtype: torch.dtype, *parameters: Tensor) -> Tensor:
+        weights, biases = parameters[::2], parameters[1::2]
+        for weight, width in zip(weights, (NUM_TOKENS, NUM_TOKENS, 2 * reach + 1), strict=False):
+            check_shape("an embedding's weight", weight, len(biases[0]), width)
+        bias = torch.stack([bias.detach() for bias in biases], 1).sum(1, keepdim=True)
+        table = torch.cat([*(weight.detach() for weight in weights), bias], 1).t().contiguous()
+        ctx.save_for_backward(tokens := tokens.contiguous())
+        ctx.reach, ctx.parameters = reach, parameters
+        samples, depth, length = tokens.shape
+        rows, dim = len(table) - 1, table.shape[1]
+        out = table.new_empty(samples, length if reach else depth, length, dim, dtype=dtype)
+        options, chosen = embedding_options(tokens, reach, dim, rows), blocks("embedding_forward")
+        chosen["BLOCK_M"] = max(1, chosen.pop("TILE") // options["BLOCK_C"])
+        grid = (triton.cdiv(options["M"], chosen["BLOCK_M"]),)
+        wrap_triton(embedding_forward_kernel)[grid](tokens, table, out, **options, **chosen)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        (tokens,), grad = ctx.saved_tensors, grad.contiguous()
+
+        def compute(out: Tensor) -> None:
+            rows = sum(weight.shape[1] for weight in ctx.parameters[::2])
+            options = embedding_options(tokens, ctx.reach, grad.shape[-1], rows)
+            chosen = blocks("embedding_backward", grad.dtype)
+            programs = min(chosen["PROGRAMS"], triton.cdiv(options["M"], chosen["BLOCK_M"]))
+            options |= {**chosen, "PROGRAMS": programs, "PRECISION": dot_precision(grad.dtype)}
+            options["BLOCK_ROWS"] = max(16, triton.next_power_of_2(rows + 1))
+            sums = grad.new_empty(programs, len(out), dtype=torch.float32)
+            wrap_triton(embedding_backward_kernel)[(programs,)](tokens, grad, sums, **options)
+            sum_parts(sums, out)
+
+        return None, None, None, *gradients_of(ctx, (ctx.parameters,), compute, tokens, grad)
+
+
+# A head and its loss: logits = x W^T + b, and their cross-entropy with a target. The distogram's x
+# is the sum of a pair and its mirror image, its target the bin of their distance. Logits are in no
+# memory, the backward pass makes them again.
+
+
+@triton.jit
+def head_targets(
+    TARGETS, COUNTED, b, row, N, ROWS_OF_SAMPLE, COORDINATES: tl.constexpr,
+    FIRST: tl.constexpr, WIDTH: tl.constexpr, BINS: tl.constexpr, BLOCK_BINS: tl.constexpr,
+):  # fmt: skip
+    """Return the target of each row of sample b, and whether it counts, as 1.0 or 0.0.
+
+    TARGETS [B, rows] are tokens, COUNTED [B, rows]; with COORDINATES they are [B, N, 3] and [B, N],
+    and the rows are pairs, whose target is the number of the inner edges below their distance.
+    """
+    inside = row < ROWS_OF_SAMPLE
+    if COORDINATES:
+        i, j = tl.minimum(row // N, N - 1), row % N
+        square = tl.zeros_like(row).to(tl.float32)
+        for axis in tl.static_range(3):
+            difference = tl.load(TARGETS + (b * N + i) * 3 + axis)
+            difference -= tl.load(TARGETS + (b * N + j) * 3 + axis)
+            square += difference * difference
+        edge = tl.arange(0, BLOCK_BINS)
+        beyond = tl.sqrt(square)[:, None] > (FIRST + WIDTH * (edge + 1))[None, :]
+        target = tl.sum((beyond & (edge < BINS - 1)[None, :]).to(tl.int32), 1)
+        counted = tl.load(COUNTED + b * N + i).to(tl.int1)
+        counted = counted & tl.load(COUNTED + b * N + j).to(tl.int1)
+    else:
+        at = b * ROWS_OF_SAMPLE + row
+        target = tl.load(TARGETS + at, mask=inside, other=0).to(tl.int32)
+        counted = tl.load(COUNTED + at, mask=inside, other=0).to(tl.int1)
+    return target, (counted & inside).to(tl.float32)
+
+
+@triton.jit
+def head_logits(
+    X, WEIGHT, BIAS, b, row, N, ROWS_OF_SAMPLE, PAIRS: tl.constexpr, BINS: tl.constexpr,
+    BLOCK_BINS: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Return x [rows, C], with PAIRS plus that of the mirrored pair, and the logits.
+
+    Those beyond BINS are -inf.
+    """
+    label, channel = tl.arange(0, BLOCK_BINS), tl.arange(0, C)
+    inside = (row < ROWS_OF_SAMPLE)[:, None]
+    X += b * ROWS_OF_SAMPLE * C
+    x = tl.load(X + row[:, None] * C + channel[None, :], mask=inside, other=0.0)
+    weight = load_heads(WEIGHT, BINS, BLOCK_BINS, C)
+    bias = tl.load(BIAS + label, mask=label < BINS, other=float("-inf")).to(tl.float32)
+    if PAIRS:
+        mirrored = row % N * N + row // N
+        other = tl.load(X + mirrored[:, None] * C + channel[None, :], mask=inside, other=0.0)
+        x = (x.to(tl.float32) + other.to(tl.float32)).to(weight.dtype)
+        bias *= 2
+    x = x.to(weight.dtype)
+    return x, tl.dot(x, tl.trans(weight), input_precision=PRECISION) + bias[None, :]
+
+
+@triton.jit
+def head_loss_kernel(
+    X, WEIGHT, BIAS, TARGETS, COUNTED, SUMS, N, ROWS_OF_SAMPLE, PAIRS: tl.constexpr,
+    FIRST: tl.constexpr, WIDTH: tl.constexpr, BINS: tl.constexpr, BLOCK_BINS: tl.constexpr,
+    C: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add up the cross-entropies of rows that count, and their number: SUMS [B, tiles, 2].
+
+    X is [B, rows, C], WEIGHT [BINS, C], BIAS [BINS]; TARGETS and COUNTED as in head_targets. A
+    program owns BLOCK_M rows of a sample.
+    """
+    tile, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    target, counted = head_targets(
+        TARGETS, COUNTED, b, row, N, ROWS_OF_SAMPLE, PAIRS, FIRST, WIDTH, BINS, BLOCK_BINS
+    )  # fmt: skip
+    _, logits = head_logits(
+        X, WEIGHT, BIAS, b, row, N, ROWS_OF_SAMPLE, PAIRS, BINS, BLOCK_BINS, C, PRECISION
+    )  # fmt: skip
+    is_target = tl.arange(0, BLOCK_BINS)[None, :] == target[:, None]
+    highest = tl.max(logits, 1)
+    error = tl.log(tl.sum(tl.exp(logits - highest[:, None]), 1)) + highest
+    error -= tl.sum(tl.where(is_target, logits, 0.0), 1)
+    at = SUMS + (b * tl.num_programs(0) + tile) * 2
+    tl.store(at, tl.sum(tl.where(counted > 0, error, 0.0), 0))
+    tl.store(at + 1, tl.sum(counted, 0))
+
+
+@triton.jit
+def head_loss_backward_kernel(
+    X, WEIGHT, BIAS, TARGETS, COUNTED, GRAD, SCALES, GRAD_X, SUMS, N, ROWS_OF_SAMPLE,
+    PAIRS: tl.constexpr, FIRST: tl.constexpr, WIDTH: tl.constexpr, BINS: tl.constexpr,
+    BLOCK_BINS: tl.constexpr, C: tl.constexpr, BLOCK_M: tl.constexpr, PROGRAMS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute dx, dW and db: dl = scale_b * dloss * (softmax(l) - onehot), dx = dl W, dW = dl^T x.
+
+    GRAD [] is dloss, SCALES [B]. A pair's logits are those of its mirror image, too: dx and db are
+    twice as much there. SUMS [B, PROGRAMS, BINS x C + BINS] are dW and db over every PROGRAMS-th
+    block of BLOCK_M rows of a sample, which a program owns.
+    """
+    b = tl.program_id(1).to(tl.int64)
+    label, channel = tl.arange(0, BLOCK_BINS), tl.arange(0, C)
+    dtype = WEIGHT.dtype.element_ty
+    scale = tl.load(GRAD).to(tl.float32) * tl.load(SCALES + b)
+    grad_weight = tl.zeros([BLOCK_BINS, C], tl.float32)
+    grad_bias = tl.zeros([BLOCK_BINS], tl.float32)
+    for start in range(tl.program_id(0) * BLOCK_M, ROWS_OF_SAMPLE, PROGRAMS * BLOCK_M):
+        row = start + tl.arange(0, BLOCK_M)
+        target, counted = head_targets(
+            TARGETS, COUNTED, b, row, N, ROWS_OF_SAMPLE, PAIRS, FIRST, WIDTH, BINS, BLOCK_BINS
+        )  # fmt: skip
+        x, logits = head_logits(
+            X, WEIGHT, BIAS, b, row, N, ROWS_OF_SAMPLE, PAIRS, BINS, BLOCK_BINS, C, PRECISION
+        )  # fmt: skip
+        grad = tl.exp(logits - tl.max(logits, 1)[:, None])
+        grad /= tl.sum(grad, 1)[:, None]
+        grad -= (label[None, :] == target[:, None]).to(tl.float32)
+        grad = tl.where((counted > 0)[:, None], grad * scale, 0.0)
+        grad_bias += tl.sum(grad, 0)
+        grad = grad.to(dtype)
+        # dW += dl^T x
+        grad_weight = tl.dot(tl.trans(grad), x, grad_weight, input_precision=PRECISION)
+        weight = load_heads(WEIGHT, BINS, BLOCK_BINS, C)
+        grad_x = tl.dot(grad, weight, input_precision=PRECISION)  # dl W
+        if PAIRS:
+            grad_x *= 2
+        at = GRAD_X + (b * ROWS_OF_SAMPLE + row)[:, None] * C + channel[None, :]
+        tl.store(at, grad_x.to(GRAD_X.dtype.element_ty), mask=(row < ROWS_OF_SAMPLE)[:, None])
+    if PAIRS:
+        grad_bias *= 2
+    SUMS += (b * PROGRAMS + tl.program_id(0)) * (BINS * C + BINS)
+    at = SUMS + label[:, None] * C + channel[None, :]
+    tl.store(at, grad_weight, mask=(label < BINS)[:, None])
+    tl.store(SUMS + BINS * C + label, grad_bias, mask=label < BINS)
+
+
+class Head(NamedTuple):
+    """What a head's loss is made of.
+
+    x are pairs [B, N, N, C] with coordinates [B, N, 3] as targets, of which [B, N] count, or the
+    MSA [B, S, N, C] with tokens [B, S, N] as targets, of which [B, S, N] count. weight [BINS, C] is
+    in the type of the GEMM, bias [BINS].
+    """
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor
+    targets: Tensor
+    counted: Tensor
+
+    def options(self, kernel: str) -> dict[str, int | float | bool | str]:
+        """Return what a kernel of the loss is told."""
+        check_not_empty(kernel, self.x)
+        bins, _, positions, length, dim = len(self.weight), *self.x.shape
+        return {
+            **blocks(kernel, self.weight.dtype),
+            **{"N": length, "ROWS_OF_SAMPLE": positions * length, "C": dim, "BINS": bins},
+            **{"BLOCK_BINS": max(16, triton.next_power_of_2(bins)), "FIRST": FIRST_EDGE},
+            **{"PAIRS": self.targets.is_floating_point(), "WIDTH": BIN_WIDTH},
+            "PRECISION": dot_precision(self.weight.dtype),
+        }
+
+    def loss(self) -> Tensor:
+        """Add up cross-entropies, and how many count -> [B, tiles, 2]."""
+        options = self.options("head_loss")
+        tiles, samples = triton.cdiv(options["ROWS_OF_SAMPLE"], options["BLOCK_M"]), len(self.x)
+        sums = self.x.new_empty(samples, tiles, 2, dtype=torch.float32)
+        wrap_triton(head_loss_kernel)[(tiles, samples)](*self, sums, **options)
+        return sums
+
+    def backward(self, grad: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute the gradient of x, and parts [programs, elements] of those of weight and bias."""
+        options, samples = self.options("head_loss_backward"), len(self.x)
+        warps = options["BLOCK_M"] * options["C"] // 2048
+        options["num_warps"] = max(options["num_warps"], warps)
+        tiles = triton.cdiv(options["ROWS_OF_SAMPLE"], options["BLOCK_M"])
+        programs = options["PROGRAMS"] = min(tiles, triton.cdiv(options["PROGRAMS"], samples))
+        elements, grad_x = self.weight.numel() + self.bias.numel(), torch.empty_like(self.x)
+        sums = self.x.new_empty(samples * programs, elements, dtype=torch.float32)
+        launch = wrap_triton(head_loss_backward_kernel)[(programs, samples)]
+        launch(*self, grad, scales, grad_x, sums, **options)
+        return grad_x, sums
+
+
+@triton.jit
+def mean_loss(SUMS, SCALES, b, tiles, B, factor: tl.constexpr, BLOCK: tl.constexpr):
+    """Return factor / B * error / max(count, 1) of sample b; SCALES gets what scaled the error."""
+    error = tl.zeros([BLOCK], tl.float32)
+    count = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, tiles, BLOCK):
+        tile = start + tl.arange(0, BLOCK)
+        at = SUMS + (b * tiles + tile) * 2
+        error += tl.load(at, mask=tile < tiles, other=0.0)
+        count += tl.load(at + 1, mask=tile < tiles, other=0.0)
+    scale = factor / B / tl.maximum(tl.sum(count, 0), 1.0)
+    tl.store(SCALES + b, scale)
+    return scale * tl.sum(error, 0)
+
+
+@triton.jit
+def mean_losses_kernel(
+    SUMS_1, SUMS_2, LOSS, SCALES, tiles_1, tiles_2, B, FACTOR_1: tl.constexpr,
+    FACTOR_2: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Average the losses of two heads over each protein, then over the batch, and add them up.
+
+    SUMS_... are [B, tiles, 2], SCALES [2, B] what each error is multiplied by. One program.
+    """
+    loss = tl.zeros([1], tl.float32)
+    for b in range(B):
+        loss += mean_loss(SUMS_1, SCALES, b, tiles_1, B, FACTOR_1, BLOCK)
+        loss += mean_loss(SUMS_2, SCALES + B, b, tiles_2, B, FACTOR_2, BLOCK)
+    tl.store(LOSS + tl.arange(0, 1), loss)
+
+
+class LossFunction(torch.autograd.Function):
+    """Compute 0.3 x the distogram's loss + 2.0 x that of the masked MSA, heads included.
+
+    msa [B, S, N, c_m], pair [B, N, N, c_z], true_tokens and masked [B, S, N], coords [B, N, 3],
+    observed [B, N]. The parameters are weight and bias of the distogram's head, then of the MSA's.
+    """
+
+    @staticmethod
+    def forward(ctx, msa: Tensor, pair: Tensor, targets: Sequence[Tensor], *parameters: Tensor):
+        samples, depth, length, _ = msa.shape
+        shapes = *2 * [(samples, depth, length)], (samples, length, 3), (samples, length)
+        for name, target, shape in zip(TinyOpenFold.TARGETS, targets, shapes, strict=True):
+            check_shape(name, target, *shape)
+        check_shape("pair", pair, samples, length, length, pair.shape[-1])
+        true_tokens, masked, coords, observed = (target.contiguous() for target in targets)
+        casts = [cached_cast(weight, gemm_dtype(msa)) for weight in parameters[::2]]
+        heads = (
+            Head(pair.contiguous(), casts[0], parameters[1], coords, observed),
+            Head(msa.contiguous(), casts[1], parameters[3], true_tokens, masked),
+        )
+        sums = [head.loss() for head in heads]
+        loss, scales = sums[0].new_empty(()), sums[0].new_empty(2, samples)
+        tiles = {"tiles_1": sums[0].shape[1], "tiles_2": sums[1].shape[1], "B": samples}
+        factors = {"FACTOR_1": 0.3, "FACTOR_2": 2.0}
+        launch = wrap_triton(mean_losses_kernel)[(1,)]
+        launch(*sums, loss, scales, **tiles, **factors, **blocks("mean_losses"))
+        ctx.save_for_backward(scales, *heads[0], *heads[1])
+        ctx.parameters = parameters
+        return loss
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        scales, *tensors = ctx.saved_tensors
+        grad_pair, sums_1 = Head(*tensors[:5]).backward(grad, scales[0])
+        grad_msa, sums_2 = Head(*tensors[5:]).backward(grad, scales[1])
+
+        def compute(out_1: Tensor, out_2: Tensor) -> None:
+            sum_parts(sums_1, out_1)
+            sum_parts(sums_2, out_2)
+
+        groups = ctx.parameters[:2], ctx.parameters[2:]
+        return grad_msa, grad_pair, None, *gradients_of(ctx, groups, compute, sums_1, sums_2)
+
+
 # --- model
 
 AMINO_ACIDS = "ARNDCQEGHILKMFPSTWYV"
@@ -4494,6 +3371,7 @@ UNKNOWN, GAP, MASK = 20, 21, 22
 NUM_TOKENS = 23  # the 20 amino acids, unknown, gap, masked
 MAX_OFFSET = 32  # relative positions are clipped at +-32 residues
 NUM_BINS, FIRST_EDGE, LAST_EDGE = 64, 2.0, 22.0  # distogram, in Angstrom
+BIN_WIDTH = (LAST_EDGE - FIRST_EDGE) / NUM_BINS
 
 
 def one_hot(tokens: Tensor, classes: int) -> Tensor:
@@ -4507,78 +3385,29 @@ def gemm_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
-class LayerNorm(nn.LayerNorm):
-    """Normalise over the channels; the kernel writes the type that the next GEMM takes."""
-
-    def __init__(self, dim: int, fusions: Fusions, side: SideStreams):
-        super().__init__(dim)
-        self.triton, self.fusions, self.side = fusions.triton_layer_norm, fusions, side
-
-    def forward(
-        self, x: Tensor, heads: nn.Linear | None = None, ending: bool = False
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Normalise x [..., C] over C.
-
-        With heads x is [B, N, N, C], and the result comes with the attention bias [B, H, N, N] that
-        they make of it, with `ending` that of the transposed pairs.
-        """
-        if self.triton:
-            return LayerNormFunction.apply(
-                x,
-                self.weight,
-                self.bias,
-                self.eps,
-                gemm_dtype(x),
-                None if heads is None else heads.weight,
-                ending,
-                self.side if takes_over(self.fusions) else None,
-            )
-        x = super().forward(x)
-        if heads is None:
-            return x
-        bias = heads(x)
-        return x, bias.permute(0, 3, 2, 1) if ending else bias.permute(0, 3, 1, 2)
-
-
-class Linear(nn.Linear):
-    """Project with a bias."""
-
-    def __init__(self, dim_in: int, dim_out: int, fusions: Fusions, side: SideStreams):
-        super().__init__(dim_in, dim_out)
-        self.fusions, self.side = fusions, side
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Project x [..., dim_in] -> [..., dim_out]."""
-        return linear(x, self.weight, self.bias, self.fusions, self.side)
-
-
 class InputEmbedder(nn.Module):
     """Embed alignment and residue offsets as MSA and pair representation.
 
     AF2 SI, algorithms 3 to 5.
     """
 
-    def __init__(self, config: ModelConfig, fusions: Fusions, side: SideStreams):
+    def __init__(self, config: ModelConfig, fusions: Fusions):
         super().__init__()
-        self.linear_tf_z_i = Linear(NUM_TOKENS, config.pair_dim, fusions, side)
-        self.linear_tf_z_j = Linear(NUM_TOKENS, config.pair_dim, fusions, side)
-        self.linear_relpos = Linear(2 * MAX_OFFSET + 1, config.pair_dim, fusions, side)
-        self.linear_tf_m = Linear(NUM_TOKENS, config.msa_dim, fusions, side)
-        self.linear_msa_m = Linear(NUM_TOKENS, config.msa_dim, fusions, side)
-        self.fusions, self.side = fusions, side
-
-    def embed(self, tokens: Tensor, *linears: nn.Linear, reach: int = 0) -> Tensor:
-        """Embed tokens [B, S, N] as `forward` does, by reading rows of a table."""
-        dtype = gemm_dtype(linears[0].weight)
-        parameters = [p for linear in linears for p in (linear.weight, linear.bias)]
-        return EmbeddingFunction.apply(tokens, reach, dtype, self.side, *parameters)
+        self.linear_tf_z_i = nn.Linear(NUM_TOKENS, config.pair_dim)
+        self.linear_tf_z_j = nn.Linear(NUM_TOKENS, config.pair_dim)
+        self.linear_relpos = nn.Linear(2 * MAX_OFFSET + 1, config.pair_dim)
+        self.linear_tf_m = nn.Linear(NUM_TOKENS, config.msa_dim)
+        self.linear_msa_m = nn.Linear(NUM_TOKENS, config.msa_dim)
+        self.fused = fusions.embedding_fusion
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Embed tokens [B, S, N] -> msa [B, S, N, c_m], pair [B, N, N, c_z]."""
-        if self.fusions.embedding_fusion and not torch.compiler.is_compiling():
-            of_pair = self.linear_tf_z_i, self.linear_tf_z_j, self.linear_relpos
-            msa = self.embed(tokens, self.linear_tf_m, self.linear_msa_m)
-            return msa, self.embed(tokens, *of_pair, reach=MAX_OFFSET)
+        if self.fused:
+            dtype = gemm_dtype(self.linear_tf_m.weight)
+            pair = self.linear_tf_z_i, self.linear_tf_z_j, self.linear_relpos
+            pair = EmbeddingFunction.apply(tokens, MAX_OFFSET, dtype, *parameters_of(*pair))
+            msa = parameters_of(self.linear_tf_m, self.linear_msa_m)
+            return EmbeddingFunction.apply(tokens, 0, dtype, *msa), pair
         alignment = one_hot(tokens, NUM_TOKENS)
         query = alignment[:, 0]
         position = torch.arange(tokens.shape[-1], device=tokens.device)
@@ -4586,6 +3415,11 @@ class InputEmbedder(nn.Module):
         pair = self.linear_tf_z_i(query)[:, :, None] + self.linear_tf_z_j(query)[:, None]
         pair = pair + self.linear_relpos(one_hot(offset, 2 * MAX_OFFSET + 1))
         return self.linear_msa_m(alignment) + self.linear_tf_m(query)[:, None], pair
+
+
+def parameters_of(*modules: nn.Module) -> list[nn.Parameter]:
+    """Return weight and bias of each module in turn."""
+    return [parameter for module in modules for parameter in (module.weight, module.bias)]
 
 
 def keep_separate_names(
@@ -4623,23 +3457,10 @@ def keep_separate_names(
 class QKVGLinear(nn.Module):
     """Query, key, value and gate projection as one GEMM; only the gate has a bias."""
 
-    def __init__(self, dim: int, heads: int, fusions: Fusions, side: SideStreams):
+    def __init__(self, dim: int):
         super().__init__()
-        self.heads, self.fusions, self.side = heads, fusions, side
         self.weight = nn.Parameter(torch.empty(4 * dim, dim))
         self.bias = nn.Parameter(torch.empty(dim))
-
-    def project(self, x: Tensor) -> Tensor:
-        """Project x [..., C] -> [..., 4 C], the gate without its bias."""
-        return linear(x, self.weight, None, self.fusions, self.side)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Project x [P, C] -> q, k, v, gate, each [P, H, C / H].
-
-        The four of one head lie side by side in memory.
-        """
-        q, k, v, gate = self.project(x).view(len(x), self.heads, 4, -1).unbind(2)
-        return q, k, v, gate + self.bias.view(self.heads, -1).to(gate.dtype)
 
 
 def without_padding(bias: Tensor, present: Tensor) -> Tensor:
@@ -4657,28 +3478,20 @@ class GatedAttention(nn.Module):
     The four attentions share it.
     """
 
-    def __init__(
-        self,
-        dim: int,
-        heads: int,
-        qkv_fusion: bool,
-        fusions: Fusions,
-        side: SideStreams,
-    ):
+    def __init__(self, dim: int, heads: int, fusions: Fusions):
         super().__init__()
         self.heads, self.head_dim = heads, dim // heads
-        self.qkv_fusion, self.flash_attention = qkv_fusion, fusions.flash_attention
-        self.triton, self.fusions, self.side = fusions.triton_attention, fusions, side
-        if qkv_fusion:
+        self.fused = fusions.triton_attention
+        if self.fused:
             parts = ("linear_q", "linear_k", "linear_v", "linear_g")
-            self.linear_qkvg = QKVGLinear(dim, heads, fusions, side)
+            self.linear_qkvg = QKVGLinear(dim)
             keep_separate_names(self, "linear_qkvg", parts, biased=("linear_g",), heads=heads)
         else:
             self.linear_q = nn.Linear(dim, dim, bias=False)
             self.linear_k = nn.Linear(dim, dim, bias=False)
             self.linear_v = nn.Linear(dim, dim, bias=False)
             self.linear_g = nn.Linear(dim, dim)
-        self.linear_o = Linear(dim, dim, fusions, side)
+        self.linear_o = nn.Linear(dim, dim)
 
     def attend(
         self,
@@ -4695,62 +3508,23 @@ class GatedAttention(nn.Module):
         """
         if present is not None:
             bias = without_padding(x.new_zeros(1) if bias is None else bias, present)
-        if self.triton:
-            return self.attend_triton(x, bias, columns)
         if columns:
             return self.attend(x.transpose(1, 2), bias).transpose(1, 2)
-        if self.flash_attention:
-            return self.attend_flash(x, bias)
-        q, k, v, gate = self.project(x.reshape(-1, x.shape[-1]))
-        # Samples and rows in one dimension: torch.compile's attention pattern (PyTorch 2.11) fails
-        # on five dimensions.
-        shape = (-1, x.shape[2], self.heads, self.head_dim)
-        q, k, v = (t.view(shape).transpose(1, 2) for t in (q, k, v))
+        linears = (self.linear_q, self.linear_k, self.linear_v, self.linear_g)
+        q, k, v, gate = (linear(x) for linear in linears)
+        heads = (self.heads, self.head_dim)
+        q, k, v = (t.flatten(0, 1).unflatten(-1, heads).transpose(1, 2) for t in (q, k, v))
         scores = (q / math.sqrt(self.head_dim)) @ k.transpose(-2, -1)  # [B x R, H, N, N]
         if bias is not None:
             scores = (scores.unflatten(0, x.shape[:2]) + bias[:, None]).flatten(0, 1)
         out = (scores.softmax(-1) @ v).transpose(1, 2).reshape(x.shape)
-        return self.linear_o(torch.sigmoid(gate.reshape(x.shape)) * out)
-
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Project x [P, C] -> q, k, v, gate, each [P, H, C / H]."""
-        if self.qkv_fusion:
-            return self.linear_qkvg(x)
-        linears = (self.linear_q, self.linear_k, self.linear_v, self.linear_g)
-        return tuple(linear(x).view(len(x), self.heads, -1) for linear in linears)
-
-    def attend_triton(self, x: Tensor, bias: Tensor | None, columns: bool) -> Tensor:
-        """Attend as `attend` does, as one kernel.
-
-        It reads the packed projections where they lie, columns by their strides.
-        """
-        if self.qkv_fusion:
-            qkvg = self.linear_qkvg.project(x).unflatten(-1, (self.heads, 4, -1))
-            gate_bias = self.linear_qkvg.bias
-        else:
-            linears = (self.linear_q, self.linear_k, self.linear_v, self.linear_g)
-            parts = [F.linear(x, linear.weight) for linear in linears]
-            parts = [part.unflatten(-1, (self.heads, -1)) for part in parts]
-            qkvg, gate_bias = torch.stack(parts, dim=-2), self.linear_g.bias
-        qkvg = qkvg.transpose(1, 2) if columns else qkvg
-        if bias is not None:
-            bias = bias.expand(-1, self.heads, qkvg.shape[2], -1)
-        side = self.side if takes_over(self.fusions) else None
-        out = GatedAttentionFunction.apply(qkvg, gate_bias, bias, side)
-        return self.linear_o(out.transpose(1, 2) if columns else out)
-
-    def fused(self, x: Tensor, present: Tensor | None, *dims: int) -> bool:
-        """Return whether norms and residual of x [..., C] are computed in other kernels.
-
-        Not where `present` tells padding from the rest.
-        """
-        ours = self.triton and self.qkv_fusion and present is None
-        return ours and projections_fit(self.fusions, x, x.shape[-1], *dims)
+        return self.linear_o(torch.sigmoid(gate) * out)
 
     def attend_fused(
         self,
-        norm: LayerNorm,
+        norm: nn.LayerNorm,
         x: Tensor,
+        present: Tensor | None,
         bias: Tensor | None = None,
         heads: nn.Linear | None = None,
         columns: bool = False,
@@ -4759,75 +3533,28 @@ class GatedAttention(nn.Module):
 
         With `heads` the bias comes from the norm, too.
         """
-        linear, linear_o, dtype, side = self.linear_qkvg, self.linear_o, gemm_dtype(x), self.side
-        x, qkvg, own_bias = normed_projection(norm, x, linear, None, heads, columns)
+        linear = self.linear_qkvg
+        x, qkvg, own_bias = normed_projection(norm, x, linear.weight, None, heads, ending=columns)
         bias = bias if heads is None else own_bias
+        if present is not None:
+            bias = without_padding(qkvg.new_zeros(1) if bias is None else bias, present)
+            bias = bias.expand(-1, self.heads, present.shape[1], -1)
         qkvg = qkvg.unflatten(-1, (self.heads, 4, -1))
-        if columns:
-            out = GatedAttentionFunction.apply(qkvg.transpose(1, 2), linear.bias, bias, side)
-            out = out.transpose(1, 2)
-        else:
-            out = GatedAttentionFunction.apply(qkvg, linear.bias, bias, side)
-        cast = cached_cast(linear_o.weight, dtype)
-        return ProjectionWithResidual.apply(out, x, linear_o.weight, linear_o.bias, cast, side)
-
-    def attend_flash(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Attend as `attend` does, without scores in memory.
-
-        SDPA takes [batch, heads, N, D]. Here its batch are the rows, and its heads are ours of all
-        samples: so one bias [B x H, N, N] serves every row by broadcasting, where it would
-        otherwise be copied R times, which is as large as the scores are.
-        """
-        samples, rows, length, dim = x.shape
-        if bias is None:  # nothing to share: every row of every sample is a batch of its own
-            samples, rows = 1, samples * rows
-        else:
-            bias = bias.expand(samples, self.heads, length, length).flatten(0, 1)[None]
-            x, bias = x.permute(1, 2, 0, 3), bias.contiguous()
-        q, k, v, gate = self.project(x.reshape(-1, dim))  # [R x N x B, H, C / H]
-        shape = (rows, length, samples * self.heads, -1)
-        q, k, v = (t.view(shape).transpose(1, 2) for t in (q, k, v))
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
-        out = out.transpose(1, 2).reshape(gate.shape)  # [R x N x B, H, C / H]
-        out = self.linear_o((torch.sigmoid(gate) * out).flatten(1)).view(x.shape)
-        return out if bias is None else out.permute(2, 0, 1, 3)
-
-
-def rows_fit(dtype: torch.dtype, *dims: int) -> bool:
-    """Return whether a program can hold whole rows of these widths."""
-    most = 512 // dtype.itemsize
-    return all(16 <= dim <= most and dim.bit_count() == 1 for dim in dims)
-
-
-def projections_fit(fusions: Fusions, x: Tensor, *dims: int) -> bool:
-    """Return whether norms and residuals of x go into the kernels of projections.
-
-    `dims` are the widths of which a program holds whole rows. In TF32 Triton's products are less
-    exact than the library's: with all of these the outputs exceeded their limit.
-    """
-    wanted = fusions.projection_fusion and fusions.triton_layer_norm
-    if not wanted or torch.compiler.is_compiling():
-        return False
-    dtype = gemm_dtype(x)
-    return (INTERPRETED or dtype != torch.float32) and rows_fit(dtype, *dims)
+        out = GatedAttentionFunction.apply(qkvg, linear.bias, bias, columns)
+        return ProjectionWithResidual.apply(out, x, *parameters_of(self.linear_o))
 
 
 def normed_projection(
-    norm: LayerNorm,
+    norm: nn.LayerNorm,
     x: Tensor,
-    linear: nn.Module | None,
+    weight: Tensor | None,
     bias: Tensor | None,
     heads: nn.Linear | None = None,
-    ending: bool = False,
-    parts: int = 1,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return x handed on, its projection behind the norm, and a pair bias; see NormProjection."""
-    weight = None if linear is None else linear.weight
-    cast = None if linear is None else cached_cast(weight, gemm_dtype(x))
-    heads = None if heads is None else heads.weight
-    parameters = norm.weight, norm.bias, weight, bias, heads
-    settings = cast, norm.eps, parts, ending, norm.fusions.direct_gradients, norm.side
-    return NormProjection.apply(x, *parameters, *settings)
+    **settings: int | bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return x handed on, its projection after the norm, and a pair bias; see NormProjection."""
+    parameters = norm.weight, norm.bias, weight, bias, None if heads is None else heads.weight
+    return NormProjection.apply(x, NormSettings(norm.eps, gemm_dtype(x), **settings), *parameters)
 
 
 class MSARowAttentionWithPairBias(GatedAttention):
@@ -4836,106 +3563,60 @@ class MSARowAttentionWithPairBias(GatedAttention):
     AF2 SI, algorithm 7.
     """
 
-    def __init__(self, config: ModelConfig, fusions: Fusions, side: SideStreams):
-        qkv = fusions.qkv_fusion_msa
-        super().__init__(config.msa_dim, config.num_heads_msa, qkv, fusions, side)
-        self.layer_norm_m = LayerNorm(config.msa_dim, fusions, side)
-        self.layer_norm_z = LayerNorm(config.pair_dim, fusions, side)
+    def __init__(self, config: ModelConfig, fusions: Fusions):
+        super().__init__(config.msa_dim, config.num_heads_msa, fusions)
+        self.layer_norm_m = nn.LayerNorm(config.msa_dim)
+        self.layer_norm_z = nn.LayerNorm(config.pair_dim)
         self.linear_z = nn.Linear(config.pair_dim, config.num_heads_msa, bias=False)
 
     def forward(
-        self,
-        msa: Tensor,
-        pair: Tensor,
-        residues: Tensor | None = None,
-        residual: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Compute the update of msa [B, S, N, c_m] from it and pair [B, N, N, c_z].
+        self, msa: Tensor, pair: Tensor, residues: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Update msa [B, S, N, c_m] from it and pair [B, N, N, c_z]; return both.
 
-        residues [B, N] are False for padding. With `residual` return msa + update, and pair handed
-        on.
+        residues [B, N] are False for padding.
         """
-        if residual and self.fused(msa, residues, pair.shape[-1]):
+        if self.fused:
             norm, heads = self.layer_norm_z, self.linear_z
             pair, _, bias = normed_projection(norm, pair, None, None, heads)
-            return self.attend_fused(self.layer_norm_m, msa, bias), pair
-        _, bias = self.layer_norm_z(pair, self.linear_z)
-        update = self.attend(self.layer_norm_m(msa), bias, residues)
-        return (msa + update, pair) if residual else update
+            return self.attend_fused(self.layer_norm_m, msa, residues, bias), pair
+        bias = self.linear_z(self.layer_norm_z(pair)).permute(0, 3, 1, 2)
+        return msa + self.attend(self.layer_norm_m(msa), bias, residues), pair
 
 
 class MSAColumnAttention(GatedAttention):
     """Let sequences attend to each other at one residue (AF2 SI, algorithm 8)."""
 
-    def __init__(self, config: ModelConfig, fusions: Fusions, side: SideStreams):
-        qkv = fusions.qkv_fusion_msa
-        super().__init__(config.msa_dim, config.num_heads_msa, qkv, fusions, side)
-        self.layer_norm_m = LayerNorm(config.msa_dim, fusions, side)
+    def __init__(self, config: ModelConfig, fusions: Fusions):
+        super().__init__(config.msa_dim, config.num_heads_msa, fusions)
+        self.layer_norm_m = nn.LayerNorm(config.msa_dim)
 
-    def forward(
-        self,
-        msa: Tensor,
-        sequences: Tensor | None = None,
-        residual: bool = False,
-    ) -> Tensor:
-        """Compute the update of msa [B, S, N, c_m], or msa + update with `residual`.
-
-        sequences [B, S] are False for padding.
-        """
-        if residual and self.fused(msa, sequences):
-            return self.attend_fused(self.layer_norm_m, msa, columns=True)
-        update = self.attend(self.layer_norm_m(msa), present=sequences, columns=True)
-        return msa + update if residual else update
-
-
-def fused_transition(dim: int, dtype: torch.dtype) -> type[torch.autograd.Function] | None:
-    """Return what computes a transition of rows of this width in kernels of its own, if any does.
-
-    The narrow ones fit into the registers whole. In float32 V3's kernels serve the wide ones.
-    """
-    if not rows_fit(dtype, dim):
-        return None
-    if dim <= 256 // dtype.itemsize:
-        return TransitionFunction
-    return WideTransitionFunction if INTERPRETED or dtype != torch.float32 else None
+    def forward(self, msa: Tensor, sequences: Tensor | None = None) -> Tensor:
+        """Update msa [B, S, N, c_m]; sequences [B, S] are False for padding."""
+        if self.fused:
+            return self.attend_fused(self.layer_norm_m, msa, sequences, columns=True)
+        return msa + self.attend(self.layer_norm_m(msa), present=sequences, columns=True)
 
 
 class Transition(nn.Module):
     """Two-layer perceptron on each position."""
 
-    def __init__(self, dim: int, factor: int, fusions: Fusions, side: SideStreams):
+    def __init__(self, dim: int, factor: int, fusions: Fusions):
         super().__init__()
-        self.triton, self.side = fusions.triton_transition, side
         self.fused = fusions.transition_fusion
-        self.layer_norm = LayerNorm(dim, fusions, side)
-        self.linear_1 = Linear(dim, factor * dim, fusions, side)
-        self.linear_2 = Linear(factor * dim, dim, fusions, side)
+        self.linear_1 = nn.Linear(dim, factor * dim)
+        self.linear_2 = nn.Linear(factor * dim, dim)
+        self.layer_norm = nn.LayerNorm(dim)  # its gradients come with that of the last bias
 
-    def forward(self, x: Tensor, residual: bool = False) -> Tensor:
-        """Compute the update of x [..., C], or x + update with `residual`."""
-        if self.fused and not torch.compiler.is_compiling():
-            function = fused_transition(x.shape[-1], gemm_dtype(x))
-            if function:
-                return self.forward_fused(function, x, residual)
-        if residual:
-            return x + self.forward(x)
-        x = self.layer_norm(x)
-        if self.triton:
-            # The first projection's bias is added by the kernel of the ReLU.
-            hidden = linear(x, self.linear_1.weight, None, self.linear_1.fusions, self.side)
-            return self.linear_2(BiasReLU.apply(hidden, self.linear_1.bias))
-        return self.linear_2(F.relu(self.linear_1(x)))
-
-    def forward_fused(
-        self, function: type[torch.autograd.Function], x: Tensor, residual: bool
-    ) -> Tensor:
-        """Do as `forward`, by this function."""
-        weights = (self.linear_1.weight, self.linear_2.weight)
-        casts = tuple(cached_cast(weight, gemm_dtype(x)) for weight in weights)
-        parts = (self.layer_norm, self.linear_1, self.linear_2)
-        parameters = [p for part in parts for p in (part.weight, part.bias)]
-        eps = self.layer_norm.eps
-        return function.apply(x, residual, eps, casts, self.side, *parameters)
+    def forward(self, x: Tensor) -> Tensor:
+        """Update x [..., C]."""
+        if self.fused:
+            # Narrow rows fit into the registers whole.
+            narrow = x.shape[-1] <= 256 // gemm_dtype(x).itemsize
+            function = TransitionFunction if narrow else WideTransitionFunction
+            parameters = parameters_of(self.layer_norm, self.linear_1, self.linear_2)
+            return function.apply(x, self.layer_norm.eps, *parameters)
+        return x + self.linear_2(F.relu(self.linear_1(self.layer_norm(x))))
 
 
 class MSATransition(Transition):
@@ -4949,71 +3630,46 @@ class PairTransition(Transition):
 class OuterProductMean(nn.Module):
     """Update the pair representation from pairs of MSA columns (AF2 SI, algorithm 10)."""
 
-    def __init__(self, config: ModelConfig, fusions: Fusions, side: SideStreams):
+    def __init__(self, config: ModelConfig, fusions: Fusions):
         super().__init__()
         hidden = config.outer_product_dim
-        self.triton = fusions.triton_outer_product
-        self.fusions, self.side = fusions, side
-        self.layer_norm = LayerNorm(config.msa_dim, fusions, side)
-        self.packed = fusions.packed_weights and self.triton
-        if self.packed:
-            self.linears = Linear(config.msa_dim, 2 * hidden, fusions, side)
-            parts = ("linear_1", "linear_2")
+        self.fused = fusions.triton_outer_product
+        self.layer_norm = nn.LayerNorm(config.msa_dim)
+        if self.fused:
+            self.linears, parts = nn.Linear(config.msa_dim, 2 * hidden), ("linear_1", "linear_2")
             keep_separate_names(self, "linears", parts, biased=parts)
         else:
-            self.linear_1 = Linear(config.msa_dim, hidden, fusions, side)
-            self.linear_2 = Linear(config.msa_dim, hidden, fusions, side)
-        self.linear_out = Linear(hidden * hidden, config.pair_dim, fusions, side)
-
-    def forward_fused(self, msa: Tensor, pair: Tensor) -> tuple[Tensor, Tensor]:
-        """Return msa handed on, and pair + update, norm and residual in other kernels."""
-        linears, out, side = self.linears, self.linear_out, self.side
-        norm, bias = self.layer_norm, linears.bias
-        msa, ab, _ = normed_projection(norm, msa, linears, bias, parts=2)
-        cast, factor = cached_cast(out.weight, ab.dtype), 1 / (msa.shape[1] + 1e-3)
-        settings = cast, factor, self.fusions.direct_gradients, side
-        return msa, OuterProductWithResidual.apply(ab, pair, out.weight, out.bias, *settings)
+            self.linear_1 = nn.Linear(config.msa_dim, hidden)
+            self.linear_2 = nn.Linear(config.msa_dim, hidden)
+        self.linear_out = nn.Linear(hidden * hidden, config.pair_dim)
 
     def forward(
-        self,
-        msa: Tensor,
-        sequences: Tensor | None = None,
-        pair: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Compute the update of pair [B, N, N, c_z] from msa [B, S, N, c_m].
+        self, msa: Tensor, pair: Tensor, sequences: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Update pair [B, N, N, c_z] from msa [B, S, N, c_m]; return both.
 
-        sequences [B, S] are False for padding. With `pair` return msa handed on, and pair + update.
+        sequences [B, S] are False for padding.
         """
-        if pair is not None:
-            fit = projections_fit(self.fusions, msa, msa.shape[-1], pair.shape[-1])
-            if self.packed and sequences is None and fit:
-                return self.forward_fused(msa, pair)
-            return msa, pair + self(msa, sequences)
-        msa, depth = self.layer_norm(msa), msa.shape[1]
+        depth = msa.shape[1]
         if sequences is not None:
             dtype = torch.promote_types(msa.dtype, torch.float32)
             depth = sequences.sum(1, dtype=dtype)[:, None, None, None]
-        if self.triton:
-            if self.packed:
-                a, b = self.linears(msa).chunk(2, dim=-1)
-            else:
-                a, b = self.linear_1(msa), self.linear_2(msa)
-            out, factor = self.linear_out, 1 / (depth + 1e-3)
-            side = self.side if takes_over(self.fusions) else None
-            settings = self.fusions.direct_gradients, side
-            if sequences is None:
-                parameters = out.weight, out.bias
-                return OuterProductMeanFunction.apply(a, b, *parameters, factor, *settings)
-            a = (a * sequences[:, :, None, None] * factor).to(a.dtype)
-            parameters = out.weight, torch.zeros_like(out.bias)
-            outer = OuterProductMeanFunction.apply(a, b, *parameters, 1.0, *settings)
-            return outer + factor * out.bias
-        a, b = self.linear_1(msa), self.linear_2(msa)
+        factor = 1 / (depth + 1e-3)
+        if self.fused:
+            linears, (weight, bias) = self.linears, parameters_of(self.linear_out)
+            msa, ab, _ = normed_projection(self.layer_norm, msa, *parameters_of(linears), parts=2)
+            if sequences is not None:
+                a, b = ab
+                ab = torch.stack([(a * sequences[:, :, None, None] * factor).to(a.dtype), b])
+                pair, bias, factor = pair + factor * bias, None, 1.0
+            return msa, OuterProductWithResidual.apply(ab, pair, factor, weight, bias)
+        normed = self.layer_norm(msa)
+        a, b = self.linear_1(normed), self.linear_2(normed)
         if sequences is not None:
             a = a * sequences[:, :, None, None]
         outer = torch.einsum("bsic,bsjd->bijcd", a, b).flatten(3)
         # The bias is divided, too, as AlphaFold's code does.
-        return self.linear_out(outer) / (depth + 1e-3)
+        return msa, pair + self.linear_out(outer) / (depth + 1e-3)
 
 
 class TriangleMultiplication(nn.Module):
@@ -5025,99 +3681,35 @@ class TriangleMultiplication(nn.Module):
     equation: str
     incoming: bool
 
-    def __init__(self, config: ModelConfig, fusions: Fusions, side: SideStreams):
+    def __init__(self, config: ModelConfig, fusions: Fusions):
         super().__init__()
         dim = config.pair_dim
-        self.layer_norm_in = LayerNorm(dim, fusions, side)
-        self.triangle_fusion, self.triton = fusions.triangle_fusion, fusions.triton_triangle
-        self.fusions, self.side, self.packed = fusions, side, False
-        if fusions.packed_weights and fusions.triangle_fusion and fusions.triton_triangle:
-            parts = ("linear_a_p", "linear_b_p", "linear_a_g", "linear_b_g", "linear_g", "linear_z")
-            self.linears, self.packed = nn.Linear(dim, 6 * dim), True
+        self.fused = fusions.triton_triangle
+        self.layer_norm_in = nn.LayerNorm(dim)
+        parts = ("linear_a_p", "linear_b_p", "linear_a_g", "linear_b_g", "linear_g", "linear_z")
+        if self.fused:
+            self.linears = nn.Linear(dim, 6 * dim)
             keep_separate_names(self, "linears", parts, biased=parts)
-        elif fusions.triangle_fusion:
-            parts = ("linear_a_p", "linear_b_p", "linear_a_g", "linear_b_g")
-            self.linear_ab = nn.Linear(dim, 4 * dim)
-            keep_separate_names(self, "linear_ab", parts, biased=parts)
         else:
-            self.linear_a_p = nn.Linear(dim, dim)
-            self.linear_a_g = nn.Linear(dim, dim)
-            self.linear_b_p = nn.Linear(dim, dim)
-            self.linear_b_g = nn.Linear(dim, dim)
-        if not self.packed:
-            self.linear_g = nn.Linear(dim, dim)
-            self.linear_z = nn.Linear(dim, dim)
-        self.layer_norm_out = LayerNorm(dim, fusions, side)
+            for part in parts:
+                setattr(self, part, nn.Linear(dim, dim))
+        self.layer_norm_out = nn.LayerNorm(dim)
 
-    def forward(
-        self, pair: Tensor, residues: Tensor | None = None, residual: bool = False
-    ) -> Tensor:
-        """Compute the update of pair [B, N, N, c_z], or pair + update with `residual`.
-
-        residues [B, N] are False for padding.
-        """
-        if self.triton:
-            return self.forward_triton(pair, residues, residual)
-        if residual:
-            return pair + self.forward(pair, residues)
-        pair = self.layer_norm_in(pair)
-        if self.triangle_fusion:
-            # The GEMM writes channels first: a and b then are batches of N x N matrices, which
-            # nobody has to transpose.
-            weight, bias, linear_g, linear_z = self.separate()
-            ab = (weight @ pair.flatten(0, 2).T).add_(bias[:, None])
-            samples, length, _, dim = pair.shape
-            a, b = F.glu(ab, dim=0).view(2, dim, samples, length, length).unbind()
-            if residues is not None:
-                a = a * (residues[:, :, None] & residues[:, None])
-            a, b = a.flatten(0, 1), b.flatten(0, 1)
-            product = self.multiply(a, b).view(dim, samples, length, length).permute(1, 2, 3, 0)
-        else:
-            linear_g, linear_z = self.linear_g, self.linear_z
-            a = torch.sigmoid(self.linear_a_g(pair)) * self.linear_a_p(pair)
-            b = torch.sigmoid(self.linear_b_g(pair)) * self.linear_b_p(pair)
-            if residues is not None:
-                a = a * (residues[:, :, None] & residues[:, None])[..., None]
-            product = torch.einsum(self.equation, a, b)
-        return torch.sigmoid(linear_g(pair)) * linear_z(self.layer_norm_out(product))
-
-    def separate(self) -> tuple[Tensor, Tensor, Callable, Callable]:
-        """Return weight and bias of a, b and their gates in one, and the projections g and z."""
-        if not self.packed:
-            return self.linear_ab.weight, self.linear_ab.bias, self.linear_g, self.linear_z
-        dim = self.linears.in_features
-        parts = (p.split([4 * dim, dim, dim]) for p in (self.linears.weight, self.linears.bias))
-        (weight, *weights), (bias, *biases) = parts
-        g, z = (partial(F.linear, weight=w, bias=b) for w, b in zip(weights, biases, strict=True))
-        return weight, bias, g, z
-
-    def forward_triton(self, pair: Tensor, residues: Tensor | None, residual: bool) -> Tensor:
-        """Do as `forward`, with one kernel before and one after the product."""
+    def forward(self, pair: Tensor, residues: Tensor | None = None) -> Tensor:
+        """Update pair [B, N, N, c_z]; residues [B, N] are False for padding."""
         present = None if residues is None else residues[:, :, None] & residues[:, None]
-        if self.packed:
-            linears = (self.linears,)
-        elif self.triangle_fusion:
-            linears = (self.linear_ab, self.linear_g, self.linear_z)
-        else:
-            linears = (
-                *(self.linear_a_p, self.linear_b_p, self.linear_a_g, self.linear_b_g),
-                *(self.linear_g, self.linear_z),
-            )
-        norms = (*self.layer_norm_in.parameters(), *self.layer_norm_out.parameters())
-        weights, biases = (linear.weight for linear in linears), (linear.bias for linear in linears)
-        return TriangleMultiplicationFunction.apply(
-            pair,
-            present,
-            self.incoming,
-            residual,
-            self.fusions.product_fusion,
-            self.layer_norm_in.eps,
-            gemm_dtype(pair),
-            self.side if takes_over(self.fusions) else None,
-            *norms,
-            *weights,
-            *biases,
-        )
+        if self.fused:
+            norms = parameters_of(self.layer_norm_in, self.layer_norm_out)
+            settings = self.incoming, self.layer_norm_in.eps
+            parameters = *norms, *parameters_of(self.linears)
+            return TriangleMultiplicationFunction.apply(pair, present, *settings, *parameters)
+        x = self.layer_norm_in(pair)
+        a = torch.sigmoid(self.linear_a_g(x)) * self.linear_a_p(x)
+        b = torch.sigmoid(self.linear_b_g(x)) * self.linear_b_p(x)
+        if residues is not None:
+            a = a * present[..., None]
+        product = self.layer_norm_out(torch.einsum(self.equation, a, b))
+        return pair + torch.sigmoid(self.linear_g(x)) * self.linear_z(product)
 
 
 class TriangleMultiplicationOutgoing(TriangleMultiplication):
@@ -5126,22 +3718,12 @@ class TriangleMultiplicationOutgoing(TriangleMultiplication):
     equation = "bikc,bjkc->bijc"
     incoming = False
 
-    @staticmethod
-    def multiply(a: Tensor, b: Tensor) -> Tensor:
-        """Multiply matrices a and b, one for each channel and sample [C x B, N, N]."""
-        return torch.bmm(a, b.mT)
-
 
 class TriangleMultiplicationIncoming(TriangleMultiplication):
     """Update edge ij from the edges ki and kj (AF2 SI, algorithm 12)."""
 
     equation = "bkic,bkjc->bijc"
     incoming = True
-
-    @staticmethod
-    def multiply(a: Tensor, b: Tensor) -> Tensor:
-        """Multiply matrices a and b, one for each channel and sample [C x B, N, N]."""
-        return torch.bmm(a.mT, b)
 
 
 class TriangleAttentionStartingNode(GatedAttention):
@@ -5152,28 +3734,19 @@ class TriangleAttentionStartingNode(GatedAttention):
 
     ending = False
 
-    def __init__(self, config: ModelConfig, fusions: Fusions, side: SideStreams):
-        qkv = fusions.qkv_fusion_triangle
-        super().__init__(config.pair_dim, config.num_heads_pair, qkv, fusions, side)
-        self.layer_norm = LayerNorm(config.pair_dim, fusions, side)
+    def __init__(self, config: ModelConfig, fusions: Fusions):
+        super().__init__(config.pair_dim, config.num_heads_pair, fusions)
+        self.layer_norm = nn.LayerNorm(config.pair_dim)
         self.linear = nn.Linear(config.pair_dim, config.num_heads_pair, bias=False)
 
-    def forward(
-        self,
-        pair: Tensor,
-        residues: Tensor | None = None,
-        residual: bool = False,
-    ) -> Tensor:
-        """Compute the update of pair [B, N, N, c_z], or pair + update with `residual`.
-
-        residues [B, N] are False for padding.
-        """
-        if residual and self.fused(pair, residues):
-            heads, columns = self.linear, self.ending
-            return self.attend_fused(self.layer_norm, pair, heads=heads, columns=columns)
-        normed, bias = self.layer_norm(pair, self.linear, ending=self.ending)
-        update = self.attend(normed, bias, residues, columns=self.ending)
-        return pair + update if residual else update
+    def forward(self, pair: Tensor, residues: Tensor | None = None) -> Tensor:
+        """Update pair [B, N, N, c_z]; residues [B, N] are False for padding."""
+        norm, heads, columns = self.layer_norm, self.linear, self.ending
+        if self.fused:
+            return self.attend_fused(norm, pair, residues, heads=heads, columns=columns)
+        normed = norm(pair)
+        bias = heads(normed).permute(0, 3, *((2, 1) if self.ending else (1, 2)))
+        return pair + self.attend(normed, bias, residues, columns)
 
 
 class TriangleAttentionEndingNode(TriangleAttentionStartingNode):
@@ -5185,70 +3758,20 @@ class TriangleAttentionEndingNode(TriangleAttentionStartingNode):
     ending = True
 
 
-class CastFunction(torch.autograd.Function):
-    """Cast tensors to `dtype`, all of them with one launch, and so their gradients."""
-
-    @staticmethod
-    def forward(ctx, dtype: torch.dtype, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.dtype = tensors[0].dtype
-        results = cast_all(tensors, dtype)
-        frozen = [not needed for needed in ctx.needs_input_grad[1:]]
-        ctx.mark_non_differentiable(*itertools.compress(results, frozen))
-        return results
-
-    @staticmethod
-    def backward(ctx, *grads: Tensor):
-        return None, *cast_all(grads, ctx.dtype)
-
-
-def cast_all(tensors: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Cast the tensors with one launch."""
-    results = [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
-    torch._foreach_copy_(results, tensors)
-    return tuple(results)
-
-
 class EvoformerBlock(nn.Module):
     """One block of the Evoformer stack, without dropout (AF2 SI, algorithm 6)."""
 
-    def __init__(self, config: ModelConfig, fusions: Fusions, side: SideStreams):
+    def __init__(self, config: ModelConfig, fusions: Fusions):
         super().__init__()
-        self.msa_att_row = MSARowAttentionWithPairBias(config, fusions, side)
-        self.msa_att_col = MSAColumnAttention(config, fusions, side)
-        factor = config.transition_factor
-        self.msa_transition = MSATransition(config.msa_dim, factor, fusions, side)
-        self.outer_product_mean = OuterProductMean(config, fusions, side)
-        self.tri_mul_out = TriangleMultiplicationOutgoing(config, fusions, side)
-        self.tri_mul_in = TriangleMultiplicationIncoming(config, fusions, side)
-        self.tri_att_start = TriangleAttentionStartingNode(config, fusions, side)
-        self.tri_att_end = TriangleAttentionEndingNode(config, fusions, side)
-        self.pair_transition = PairTransition(config.pair_dim, factor, fusions, side)
-        self.cast_fusion, self.fusions, self.side = fusions.cast_fusion, fusions, side
-
-    def cast_weights(self) -> dict[str, Tensor]:
-        """Cast the weights and biases that GEMMs take as they are: {name: tensor}.
-
-        The result is empty where their own type will do. Autocast does the same at every use of
-        each, and so for its gradient. torch.compile fuses its casts.
-        """
-        if not self.cast_fusion or takes_over(self.fusions) or torch.compiler.is_compiling():
-            return {}
-        dtype = gemm_dtype(self.msa_transition.linear_1.weight)
-        if dtype == torch.float32:
-            return {}
-        weights = {}
-        for name, module in self.named_modules():
-            if isinstance(module, (Linear, QKVGLinear)):
-                weights[f"{name}.weight"] = module.weight
-            # The bias of QKVGLinear is the gate's, which the attention adds.
-            if isinstance(module, Linear):
-                weights[f"{name}.bias"] = module.bias
-        return dict(zip(weights, CastFunction.apply(dtype, *weights.values()), strict=True))
-
-    def with_cast_weights(self, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Do as `forward`, all weights cast before it."""
-        weights = self.cast_weights()
-        return functional_call(self, weights, inputs) if weights else self(*inputs)
+        self.msa_att_row = MSARowAttentionWithPairBias(config, fusions)
+        self.msa_att_col = MSAColumnAttention(config, fusions)
+        self.msa_transition = MSATransition(config.msa_dim, config.transition_factor, fusions)
+        self.outer_product_mean = OuterProductMean(config, fusions)
+        self.tri_mul_out = TriangleMultiplicationOutgoing(config, fusions)
+        self.tri_mul_in = TriangleMultiplicationIncoming(config, fusions)
+        self.tri_att_start = TriangleAttentionStartingNode(config, fusions)
+        self.tri_att_end = TriangleAttentionEndingNode(config, fusions)
+        self.pair_transition = PairTransition(config.pair_dim, config.transition_factor, fusions)
 
     def forward(
         self,
@@ -5260,25 +3783,18 @@ class EvoformerBlock(nn.Module):
         """Update msa [B, S, N, c_m] and pair [B, N, N, c_z].
 
         sequences [B, S] and residues [B, N] are False for padding, which changes nothing elsewhere.
+        Each part adds its update: a kernel that has the representation at hand does so.
         """
-        msa, pair = self.msa_att_row(msa, pair, residues, residual=True)
-        msa = self.msa_att_col(msa, sequences, residual=True)
-        msa = self.msa_transition(msa, residual=True)
-        msa, pair = self.outer_product_mean(msa, sequences, pair)
-        pair = self.tri_mul_out(pair, residues, residual=True)
-        pair = self.tri_mul_in(pair, residues, residual=True)
-        pair = self.tri_att_start(pair, residues, residual=True)
-        pair = self.tri_att_end(pair, residues, residual=True)
-        pair = self.pair_transition(pair, residual=True)
+        msa, pair = self.msa_att_row(msa, pair, residues)
+        msa = self.msa_att_col(msa, sequences)
+        msa = self.msa_transition(msa)
+        msa, pair = self.outer_product_mean(msa, pair, sequences)
+        pair = self.tri_mul_out(pair, residues)
+        pair = self.tri_mul_in(pair, residues)
+        pair = self.tri_att_start(pair, residues)
+        pair = self.tri_att_end(pair, residues)
+        pair = self.pair_transition(pair)
         return msa, pair
-
-
-def heads_fit(fusions: Fusions, msa: Tensor, pair: Tensor) -> bool:
-    """Return whether heads and losses are computed by kernels that hold whole rows."""
-    if not fusions.loss_fusion or torch.compiler.is_compiling():
-        return False
-    small = max(msa[0].numel(), pair[0].numel()) < 2**31  # the kernels count in 32 bits
-    return small and rows_fit(gemm_dtype(msa), msa.shape[-1], pair.shape[-1])
 
 
 def mean_per_protein(error: Tensor, counted: Tensor) -> Tensor:
@@ -5293,9 +3809,9 @@ def mean_per_protein(error: Tensor, counted: Tensor) -> Tensor:
 class DistogramHead(nn.Module):
     """Predict distances between residues as logits over bins (AF2 SI, section 1.9.8)."""
 
-    def __init__(self, config: ModelConfig, fusions: Fusions, side: SideStreams):
+    def __init__(self, config: ModelConfig):
         super().__init__()
-        self.linear = Linear(config.pair_dim, NUM_BINS, fusions, side)
+        self.linear = nn.Linear(config.pair_dim, NUM_BINS)
 
     def forward(self, pair: Tensor) -> Tensor:
         """Predict logits [B, N, N, 64], symmetric in the residues, from pair [B, N, N, c_z]."""
@@ -5309,8 +3825,7 @@ class DistogramHead(nn.Module):
         logits are [B, N, N, 64], coords [B, N, 3] in Angstrom, observed [B, N].
         """
         distance = (coords[:, :, None] - coords[:, None]).norm(dim=-1)
-        width = (LAST_EDGE - FIRST_EDGE) / NUM_BINS
-        first, last = FIRST_EDGE + width, LAST_EDGE - width
+        first, last = FIRST_EDGE + BIN_WIDTH, LAST_EDGE - BIN_WIDTH
         edges = torch.linspace(first, last, NUM_BINS - 1, device=coords.device)
         bins = torch.bucketize(distance, edges)
         error = F.cross_entropy(logits.flatten(0, 2).float(), bins.flatten(), reduction="none")
@@ -5318,11 +3833,11 @@ class DistogramHead(nn.Module):
 
 
 class MaskedMSAHead(nn.Module):
-    """Predict the tokens behind the masked positions of the alignment (AF2 SI, section 1.9.9)."""
+    """Predict the tokens at the masked positions of the alignment (AF2 SI, section 1.9.9)."""
 
-    def __init__(self, config: ModelConfig, fusions: Fusions, side: SideStreams):
+    def __init__(self, config: ModelConfig):
         super().__init__()
-        self.linear = Linear(config.msa_dim, NUM_TOKENS, fusions, side)
+        self.linear = nn.Linear(config.msa_dim, NUM_TOKENS)
 
     def forward(self, msa: Tensor) -> Tensor:
         """Predict logits [B, S, N, 23] from msa [B, S, N, c_m]."""
@@ -5344,15 +3859,15 @@ class TinyOpenFold(nn.Module):
 
     TARGETS = ("true_tokens", "masked", "coords", "observed")
 
-    def __init__(self, config: ModelConfig, fusions: Fusions, side: SideStreams):
+    def __init__(self, config: ModelConfig, fusions: Fusions):
         super().__init__()
-        self.config, self.fusions, self.side = config, fusions, side
+        self.config, self.fusions, self.side = config, fusions, SideStreams()
         self.register_load_state_dict_post_hook(renew_casts)
-        self.input_embedder = InputEmbedder(config, fusions, side)
-        blocks = (EvoformerBlock(config, fusions, side) for _ in range(config.num_blocks))
+        self.input_embedder = InputEmbedder(config, fusions)
+        blocks = (EvoformerBlock(config, fusions) for _ in range(config.num_blocks))
         self.blocks = nn.ModuleList(blocks)
-        self.distogram = DistogramHead(config, fusions, side)
-        self.masked_msa = MaskedMSAHead(config, fusions, side)
+        self.distogram = DistogramHead(config)
+        self.masked_msa = MaskedMSAHead(config)
 
     def forward(
         self,
@@ -5369,26 +3884,25 @@ class TinyOpenFold(nn.Module):
         Where tokens are padded, sequences [B, S] and residues [B, N] are False.
         With the targets return the loss, 0.3 x distogram + 2.0 x masked MSA (AF2 SI, section 1.9).
         """
+        overlap = self.fusions.overlap and self.fusions.fused_optimizer and torch.is_grad_enabled()
+        trains = all(parameter.requires_grad for parameter in self.input_embedder.parameters())
+        self.side.begin_step(overlap and trains)  # before any product of the library
         msa, pair = self.input_embedder(tokens)
-        if not torch.compiler.is_compiling():
-            trains = msa.requires_grad and pair.requires_grad
-            self.side.begin_step(self.fusions.overlap and takes_over(self.fusions) and trains)
-            if self.side.active:
-                msa, pair = JoinSideStreams.apply(self.side, msa, pair)
+        if self.side.active:
+            msa, pair = JoinSideStreams.apply(self.side, msa, pair)
         for block in self.blocks:
+            inputs = (msa, pair, sequences, residues)
             if self.config.checkpoint_blocks:  # without random numbers: a block draws none
                 options = {"use_reentrant": False, "preserve_rng_state": False}
-                msa, pair = checkpoint(
-                    block.with_cast_weights, msa, pair, sequences, residues, **options
-                )
+                msa, pair = checkpoint(block, *inputs, **options)
             else:
-                msa, pair = block.with_cast_weights(msa, pair, sequences, residues)
-        if true_tokens is not None and heads_fit(self.fusions, msa, pair):
-            heads = self.distogram.linear, self.masked_msa.linear
-            casts = tuple(cached_cast(head.weight, gemm_dtype(msa)) for head in heads)
-            parameters = [p for head in heads for p in (head.weight, head.bias)]
-            targets = (true_tokens, masked), (coords, observed)
-            return LossFunction.apply(msa, pair, *targets, casts, self.side, *parameters)
+                msa, pair = block(*inputs)
+        # Its kernels count in 32 bits.
+        small = max(msa[0].numel(), pair[0].numel()) < 2**31
+        if true_tokens is not None and self.fusions.loss_fusion and small:
+            parameters = parameters_of(self.distogram.linear, self.masked_msa.linear)
+            targets = true_tokens, masked, coords, observed
+            return LossFunction.apply(msa, pair, targets, *parameters)
         outputs = {"masked_msa": self.masked_msa(msa), "distogram": self.distogram(pair)}
         if true_tokens is None:
             return outputs
@@ -5406,7 +3920,7 @@ def build_model(args: argparse.Namespace, device: torch.device) -> nn.Module:
     fields = {name: getattr(args, name) for name in names}
     fusions = Fusions(**{attribute: getattr(args, attribute) for _, attribute, _ in FUSIONS})
     with device:
-        model = TinyOpenFold(ModelConfig(**fields), fusions, SideStreams())
+        model = TinyOpenFold(ModelConfig(**fields), fusions)
     if device.type != "meta":
         generator = torch.Generator().manual_seed(args.seed)
         # Canonical names, so the order of the draws does not depend on what is fused.
@@ -5425,8 +3939,8 @@ def build_model(args: argparse.Namespace, device: torch.device) -> nn.Module:
 
 
 def build_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.Optimizer:
-    """Build AdamW over all parameters: one kernel of ours, or a few launches of PyTorch's own."""
-    if args.fused_optimizer and not args.torch_compile:
+    """Build AdamW over all parameters: one kernel, or a few launches of PyTorch's own."""
+    if args.fused_optimizer:
         dtype = getattr(torch, args.amp_dtype) if args.use_amp else torch.float32
         groups = [list(model.parameters())]
         return FusedAdamW(groups, args.learning_rate, dtype, side=model.side)
@@ -6853,7 +5367,6 @@ MODES |= {"compare_fusion": compare_fusion, "verify_accuracy": verify_accuracy}
 
 
 # --- end of modes
-# fmt: on
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -529,8 +529,9 @@ def row_operators(rows: int) -> Iterator[tuple[str, str, list]]:
     yield llama, "cross_entropy_forward", [logits, targets]
     yield llama, "cross_entropy_backward", [sums, logits, targets, sums]
     pair, scale = make(8 * rows, 128, device=DEVICE), torch.ones(128, device=DEVICE)
-    yield openfold, "layer_norm_forward", [pair, scale, scale, 1e-5, bf16]
-    yield openfold, "layer_norm_backward", [pair.to(bf16), pair, scale, scale, 1e-5]
+    yield openfold, "layer_norm_forward", [pair, scale, scale, None, 1e-5, bf16, False]
+    inputs = [pair.to(bf16), None, pair, scale, scale, None]
+    yield openfold, "layer_norm_backward", [*inputs, 1e-5, False, True]
     yield openfold, "column_sums", [pair.to(bf16), torch.float32]
     yield openfold, "bias_relu_forward", [wide.view(-1, 512), torch.ones(512, device=DEVICE)]
     out = wide.view(-1, 512)

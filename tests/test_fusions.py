@@ -232,7 +232,6 @@ OFF = "--disable-all-fusion"
     ("script", "argv", "name", "why"),
     [
         ("tiny_llama_v3", "--disable-flash-attention", "flash_attention", "triton-attention"),
-        ("tiny_openfold_v3", "--disable-flash-attention", "flash_attention", "triton-attention"),
         ("tiny_llama_v4", f"{OFF} --enable-overlap", "overlap", "fused-optimizer"),
         ("tiny_openfold_v3", f"{OFF} --enable-cast-fusion", "cast_fusion", "--use-amp"),
     ],

@@ -38,7 +38,7 @@ with needed():
     import tiny_openfold_v3 as v3
     from exercises.tiny_llama_v3 import measure
     from lab.accuracy import check_close
-    from tiny_openfold_v3 import LOG2E, load_bias, load_rows, scores, split_program
+    from tiny_openfold_v3 import LOG2E, head_of_row, load_bias, load_rows, scores, split_program
 
 PROG = Path(__file__).name
 REPEATS = 5  # runs whose bits are compared
@@ -46,9 +46,8 @@ REPEATS = 5  # runs whose bits are compared
 
 @triton.jit
 def atomic_bias_kernel(
-    QKVG, BIAS, LOG_SUM_EXP, GRAD_ATTENTION, DELTA, GRAD_BIAS,
-    x_b, x_r, x_n, out_b, out_r, out_n, R, H, N, B, group,
-    scale: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    QKVG, BIAS, LOG_SUM_EXP, GRAD_ATTENTION, DELTA, GRAD_BIAS, R, H, N, B, group,
+    scale: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add dS of `group` rows to a tile of the bias's gradient, as V3 does, but atomically."""
@@ -58,18 +57,18 @@ def atomic_bias_kernel(
     )  # fmt: skip
     query = tile // tiles_n * BLOCK_M + tl.arange(0, BLOCK_M)
     key = tile % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    QKVG += b * x_b + head * 4 * D
-    GRAD_ATTENTION += b * out_b + head * D
     bias = load_bias(BIAS + (b * H + head) * N * N, query, key, N, EVEN)
     grad_bias = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    first = (g * group).to(tl.int32)
-    last = tl.minimum(g * group + group, R).to(tl.int32)
-    for step in range(first, last):
-        r = tl.cast(step, tl.int64)
-        q = load_rows(QKVG + r * x_r, query, x_n, D, BLOCK_D, N, EVEN)
-        k = load_rows(QKVG + r * x_r + D, key, x_n, D, BLOCK_D, N, EVEN)
-        v = load_rows(QKVG + r * x_r + 2 * D, key, x_n, D, BLOCK_D, N, EVEN)
-        grad = load_rows(GRAD_ATTENTION + r * out_r, query, out_n, D, BLOCK_D, N, EVEN)
+    first_row = (g * group).to(tl.int32)
+    last_row = tl.minimum(g * group + group, R).to(tl.int32)
+    for row in range(first_row, last_row):
+        r = tl.cast(row, tl.int64)
+        first, step = head_of_row(b, r, head, R, H, N, COLUMNS)
+        at, x_n = QKVG + first * 4 * D, step * 4 * D
+        q = load_rows(at, query, x_n, D, BLOCK_D, N, EVEN)
+        k = load_rows(at + D, key, x_n, D, BLOCK_D, N, EVEN)
+        v = load_rows(at + 2 * D, key, x_n, D, BLOCK_D, N, EVEN)
+        grad = load_rows(GRAD_ATTENTION + first * D, query, step * D, D, BLOCK_D, N, EVEN)
         at_row = ((b * R + r) * H + head) * N
         log_sum_exp = tl.load(LOG_SUM_EXP + at_row + query, mask=query < N, other=0.0)
         delta = tl.load(DELTA + at_row + query, mask=query < N, other=0.0)
@@ -97,7 +96,7 @@ class Case:
         self.bias = torch.randn(samples, heads, length, length, device=device, dtype=dtype)
         grad_out = torch.randn(samples, rows, length, heads * dim, device=device, dtype=dtype)
         gate_bias = torch.zeros(heads * dim, device=device)
-        out, self.log_sum_exp = v3.attention_forward(self.qkvg, gate_bias, self.bias)
+        out, self.log_sum_exp = v3.attention_forward(self.qkvg, gate_bias, self.bias, False)
         gate = self.qkvg[..., 3, :].flatten(3).float().sigmoid()
         self.grad_attention = (grad_out * gate).to(dtype)  # before the gate
         self.delta = (
@@ -107,7 +106,7 @@ class Case:
             .transpose(2, 3)
             .contiguous()
         )
-        self.options = v3.attention_options("attention_backward_bias", self.qkvg)
+        self.options = v3.attention_options("attention_backward_bias", self.qkvg, False)
         tiles = (
             math.prod(triton.cdiv(length, self.options[name]) for name in ("BLOCK_M", "BLOCK_N"))
             * heads
@@ -120,18 +119,9 @@ class Case:
     def launch(self, kernel: Callable, target: Tensor, group: int) -> None:
         """Run a kernel in which a program adds up `group` rows."""
         rows = self.qkvg.shape[1]
-        v3.wrap_triton(kernel)[(self.tiles * triton.cdiv(rows, group),)](
-            QKVG=self.qkvg,
-            BIAS=self.bias,
-            LOG_SUM_EXP=self.log_sum_exp,
-            GRAD_ATTENTION=self.grad_attention,
-            DELTA=self.delta,
-            GRAD_BIAS=target,
-            B=len(self.qkvg),
-            group=group,
-            **v3.attention_sizes(self.qkvg, self.grad_attention),
-            **self.options,
-        )
+        inputs = self.qkvg, self.bias, self.log_sum_exp, self.grad_attention, self.delta
+        launch = v3.wrap_triton(kernel)[(self.tiles * triton.cdiv(rows, group),)]
+        launch(*inputs, target, B=len(self.qkvg), group=group, **self.options)
 
     def parts(self, group: int) -> Tensor:
         """The gradient [B, H, N, N] by V3's kernel, each group with a place of its own."""

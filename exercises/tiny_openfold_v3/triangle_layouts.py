@@ -53,7 +53,7 @@ def projections(x: Tensor, weight: Tensor) -> Ways:
 def products(a: Tensor, b: Tensor, module: type) -> Ways:
     """The sum over k of a and b [1, N, N, C], and of matrices that have channels first: [C, N,
     N], as a result, too."""
-    name = "incoming" if module.incoming else "outgoing"
+    name = "incoming" if "Incoming" in module.__name__ else "outgoing"
     first = [t[0].permute(2, 0, 1).contiguous() for t in (a, b)]
     ways = {
         f"{name} product, channels last": lambda: torch.einsum(module.equation, a, b)[0].permute(
@@ -102,8 +102,8 @@ def groups(length: int, dim: int) -> list[Ways]:
     weight = torch.randn(4 * dim, dim, device=measure.DEVICE, dtype=DTYPE)
     return [
         projections(pair.flatten(0, 2), weight),
-        products(a, b, v3.TriangleMultiplicationOutgoing),
-        products(a, b, v3.TriangleMultiplicationIncoming),
+        products(a, b, v2.TriangleMultiplicationOutgoing),
+        products(a, b, v2.TriangleMultiplicationIncoming),
         modules(pair),
     ]
 

@@ -72,7 +72,7 @@ KERNELS = (
     # for weights.
     ("reductions", r"(sum|add)_(two_)?parts|(^|_)sums?(_kernel|$)|triangle_weights|_finish_kernel"),
     # V3's, and V4's: they multiply matrices, whatever else they do beside it.
-    ("GEMM", r"triangle_|outer_product|transformer_block|transition_|project_|weight_parts"),
+    ("GEMM", r"triangle_|outer_product|transformer_block|transition_|project_"),
     # Cijk: rocBLAS and hipBLASLt name kernels by their index equation. nvjet, xmma, cutlass,
     # splitK, dot: cuBLAS.
     ("GEMM", r"cijk_|gemm|gemv|nvjet|xmma|cutlass|splitk|dot_kernel|reduce_1block|rocblas_dot"),
