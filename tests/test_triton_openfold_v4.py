@@ -436,7 +436,7 @@ def test_nothing_is_freed_that_work_on_a_side_stream_reads(msa_dim: int, monkeyp
     model(**batch).backward()
     optimizer.step()
     heads = [*model.distogram.parameters(), *model.masked_msa.parameters()]
-    assert len(model.side.written) == len([*model.blocks.parameters(), *heads])
+    assert len(model.side.addresses) == len([*model.blocks.parameters(), *heads])
 
 
 @pytest.mark.gpu
