@@ -42,7 +42,7 @@ from types import ModuleType
 import torch
 from torch import Tensor, nn
 
-from bench.versions import ALL_VERSIONS, PRECISIONS, script_of
+from bench.sizes import ALL_VERSIONS, PRECISIONS, script_of
 from lab.cli import Parser, ToolError, at_least, documented_parser, print_notes, program
 from lab.script import load_script
 from lab.show import Column, render

@@ -29,7 +29,7 @@ from types import ModuleType
 import torch
 from torch import Tensor, nn
 
-from bench.versions import SHAPES
+from bench.sizes import SHAPES
 from lab.cli import Parser, ToolError, documented_parser, program
 from lab.files import write_text
 from lab.script import load_script

@@ -45,8 +45,9 @@ with needed():
     import torch.nn.functional as F
     from torch import Tensor
 
-    from bench.versions import ALL_VERSIONS, MEDIUM, SHAPES, Shape, lines_of, script_of
-    from bench.versions import PRECISIONS as ARGUMENTS
+    from bench.sizes import ALL_VERSIONS, MEDIUM, SHAPES, Shape, script_of
+    from bench.sizes import PRECISIONS as ARGUMENTS
+    from bench.version_tables import lines_of
     from lab.baselines import (
         AUTOTUNE,
         JoinedTriangle,

@@ -43,7 +43,7 @@ from threading import Lock, Thread
 
 import torch
 
-from bench.versions import PRECISIONS, script_of
+from bench.sizes import PRECISIONS, script_of
 from lab.cli import Parser, documented_parser, program
 from lab.files import ROOT
 from lab.script import load_script

@@ -321,15 +321,13 @@ class Row:
     copy_ms: Positive = None
     over_reference: Positive = None
     ceilings: Ceilings = None
-    # of bench/versions.py: several GPUs, overhead
+    # of bench/several_gpus.py
     name: str = None  # of a size in SCALING
     alone_ms: Positive = None
     together_ms: Positive = None
     slowest_ms: Positive = None
     ddp_ms: Positive = None
     backward_ms: Positive = None
-    measured_ms: Turns = None
-    bare_ms: Turns = None
     ratio: Positive = None
     # of --compare-fusion, as it was printed
     load: str = None  # of the host

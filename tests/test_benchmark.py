@@ -14,6 +14,7 @@ from conftest import load, random_state, relative_difference, words
 
 from bench import operations as kernels
 from bench import versions as benchmark
+from bench.sizes import Shape, sized
 from lab import baselines as peers
 from lab.files import read_json
 from lab.study import by_side
@@ -64,8 +65,7 @@ def test_ablation_measures_each_fusion_alone_and_all_but_each(tmp_path, monkeypa
     sets = ["none", *(f"{kind} {f}" for kind in ("only", "all but") for f in FUSIONS), "all"]
     sets.append("all again")
     monkeypatch.setattr(benchmark, "MODELS", {"tiny_llama": SMALL})
-    argv = ["--rounds", "3", "--models", "tiny_llama", "--versions", "v2"]
-    assert benchmark.main(["ablation", str(tmp_path), *argv]) == 0
+    assert benchmark.main(["ablation_tiny_llama_v2", str(tmp_path), "--rounds", "3"]) == 0
 
     written = json.loads((tmp_path / "ablation_tiny_llama_v2.json").read_text())
     rows = {(row["precision"], row["side"]): row for row in written["rows"]}
@@ -100,9 +100,9 @@ def test_headline_compares_all_versions_turn_by_turn(tmp_path, monkeypatch):
             return a_turn(run, ms * (1 + turns_of(run) ** 2))
 
         monkeypatch.setattr(script.Run, "take", take)
-    shapes = {"tiny_llama, small": benchmark.Shape("tiny_llama", SMALL)}
+    shapes = {"tiny_llama, small": Shape("tiny_llama", SMALL)}
     monkeypatch.setattr(benchmark, "SHAPES", shapes)
-    argv = [*words("--rounds 3 --precisions fp32 --modes eager"), "--shapes", "tiny_llama, small"]
+    argv = words("--rounds 3 --only fp32 eager")
     assert benchmark.main(["headline", str(tmp_path), *argv]) == 0
     assert order == [*benchmark.VERSIONS, *reversed(benchmark.VERSIONS), *benchmark.VERSIONS]
     sides = sides_in(tmp_path / "headline.json")
@@ -160,7 +160,7 @@ def test_the_trunk_has_a_row_for_each_version_with_and_without_checkpoints(tmp_p
 
 def test_padding_measures_each_version_with_masks_and_without(tmp_path, monkeypatch):
     sizes = "--num-blocks 1 --num-seqs 4 --seq-len 8 --batch-size 2 --msa-dim 16 --pair-dim 16"
-    shapes = {"tiny_openfold, small": benchmark.shape("openfold", sizes)}
+    shapes = {"tiny_openfold, small": sized("openfold", sizes)}
     monkeypatch.setattr(benchmark, "SHAPES", shapes)
     monkeypatch.setattr(benchmark, "ALL_VERSIONS", ("V1", "V2"))
     seen = []
@@ -267,8 +267,9 @@ def test_scaling_is_weak_and_strong(tmp_path):
             "rows[0] has no side",
         ),
         (["ddp", "."], None, "torchrun --nproc-per-node N"),
-        (["ablation", ".", "--rounds", "0"], None, "1 or more"),
+        (["counts", ".", "--rounds", "0"], None, "1 or more"),
         (["quickest", "."], None, "invalid choice"),
+        (["headline", ".", "--only", "fp8"], None, "'fp8'; there are 'tiny_llama, small'"),
     ],
 )
 def test_bad_input_is_one_line(tmp_path, monkeypatch, capsys, argv, content, line):
@@ -523,7 +524,7 @@ def test_rows_calls_every_operator_as_it_is(tmp_path, monkeypatch):
 
 
 def test_the_whole_step_has_its_parts_and_its_reference(tmp_path, monkeypatch, capsys):
-    shapes = {"tiny_llama, tiny": benchmark.Shape("tiny_llama", LLAMA)}
+    shapes = {"tiny_llama, tiny": Shape("tiny_llama", LLAMA)}
     monkeypatch.setattr(kernels, "SHAPES", shapes)
     ceilings = kernels.measure_ceilings
     monkeypatch.setattr(

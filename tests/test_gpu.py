@@ -34,7 +34,8 @@ from conftest import (
 )
 from test_openfold import padded
 
-from bench.versions import PADDED, with_its_proteins
+from bench.version_tables import PADDED
+from bench.versions import with_its_proteins
 from exercises.tiny_llama_v4 import one_launch
 from lab.turns import free_memory, in_turns
 

@@ -15,7 +15,8 @@ import pytest
 import torch
 from conftest import ROOT, captured, needs_compiler
 
-from bench.versions import ALL_VERSIONS, as_graphs, over_best_compiled, versions_of
+from bench.sizes import ALL_VERSIONS
+from bench.version_tables import as_graphs, over_best_compiled, versions_of
 from exercises.start import add_relu, attention_memory
 from lab.profile.kernels import complete, load_trace
 from lab.study import by_side

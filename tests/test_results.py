@@ -11,7 +11,7 @@ from conftest import ROOT, load
 from torch.utils.flop_counter import FlopCounterMode
 
 from bench import operations, versions
-from bench.versions import MODES, PRECISIONS, SHAPES
+from bench.sizes import MODES, PRECISIONS, SHAPES
 from lab.cli import ToolError
 from lab.study import by_side
 from tools.tables import CELLS, TABLE

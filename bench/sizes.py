@@ -1,0 +1,46 @@
+"""Sizes, precisions and modes in which versions are measured, by the names that results have."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from lab.turns import GRAPH
+
+VERSIONS = ("V1", "V2", "V3")
+ALL_VERSIONS = (*VERSIONS, "V4")
+
+
+def script_of(model: str, version: str) -> str:
+    """The script of a version: tiny_llama_v1."""
+    return f"{model}_{version.lower()}"
+
+
+class Shape(NamedTuple):
+    """Sizes of a model."""
+
+    model: str
+    argv: list[str]
+
+
+def sized(model: str, argv: str = "") -> Shape:
+    """The sizes that this command line gives a model."""
+    return Shape(f"tiny_{model}", argv.split())
+
+
+MEDIUM = "--hidden-dim 1024 --num-layers 12 --num-heads 16 --seq-len 512 --batch-size 16"
+CROP = "--batch-size 1 --num-blocks 1 --num-seqs 128 --seq-len 256 --msa-dim 256 --num-heads-msa 8"
+TRUNK = CROP.replace("--num-blocks 1", "--num-blocks 48")
+SHAPES = {  # of the headline table
+    "tiny_llama, small": sized("llama", "--seq-len 128"),
+    "tiny_llama, medium": sized("llama", MEDIUM),
+    "tiny_openfold, default": sized("openfold"),
+    "tiny_openfold, crop": sized("openfold", CROP),
+}
+PRECISIONS = {"fp32": [], "TF32": ["--matmul-precision", "high"], "bf16": ["--use-amp"]}
+COMPILE = ["--enable-torch-compile"]
+MODES = {  # the best mode of torch.compile is that with graphs of its own
+    "eager": [],
+    "graph": [GRAPH],
+    "compiled": [*COMPILE, "--torch-compile-mode", "reduce-overhead"],
+    "compiled graph": [*COMPILE, GRAPH],
+}

@@ -1,0 +1,315 @@
+"""The tables of bench/versions.py, from the result files of a device."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+
+from bench.several_gpus import ddp_table, scaling_tables
+from bench.sizes import ALL_VERSIONS, MODES, VERSIONS, script_of
+from lab import records
+from lab.ablation import by_shape, costs_table, sets_table
+from lab.cli import ToolError
+from lab.profile.kernels import CATEGORIES
+from lab.show import Column, ended, render, side_columns
+from lab.study import by_side, read_rows
+from lab.turns import speedup
+
+FINISHED = ("batch_ms", "turns_ms", "per_step")  # what a side has that finished
+PADDED = ", padded"  # at the end of a side's name
+FASTEST = {"tiny_llama": "fastest", "tiny_openfold": "fastest_openfold"}  # file of each model
+
+
+def lines_of(measured: Mapping[tuple, dict[str, dict]], words: str = "{}, {}") -> list[dict]:
+    """Sides by the places where they were measured as rows, each with its place as its name."""
+    return [{"name": words.format(*place), **sides} for place, sides in measured.items()]
+
+
+def share_table(directory: Path) -> str:
+    """What the kernels of a step do, a row for each profile of run_pytorch_profiler.py."""
+    files = sorted(directory.glob("profile_tiny_*.json"))
+    profiles = [records.read(records.Profile, path) for path in files]
+    columns = [Column("share of kernel time", "script"), Column("ms", "ms_per_step", ".2f")]
+    for name in CATEGORIES:
+        if any(name in profile["categories"] for profile in profiles):
+            share = partial(share_of, name)
+            columns.append(Column(name, share, ".1f", " %"))
+    return render(columns, profiles) if profiles else ""
+
+
+def share_of(category: str, profile: Mapping) -> float | None:
+    """Per cent of a profile's kernel time, None if it has no such kernel."""
+    return profile["categories"].get(category, {}).get("percent")
+
+
+def versions_of(path: Path, *keys: str) -> dict[tuple, dict[str, dict]]:
+    """The sides of a study of versions, all of which finished, by shape, precision and keys."""
+    names = ("shape", "precision", *keys)
+    rows = read_rows(path, (*names, "side", *FINISHED), FINISHED)
+    return by_side(rows, *names)
+
+
+def headline_tables(path: Path) -> list[str]:
+    """Milliseconds per step of each size, precision and mode, the ratio as graphs.
+
+    Kernels, memory.
+    """
+    lines: dict[str, dict] = {}  # with the sides by mode and version
+    for (shape, precision, mode), sides in versions_of(path, "mode").items():
+        name = f"{shape}, {precision}"
+        line = lines.setdefault(name, {"name": name})
+        line |= {f"{mode} {version}": side for version, side in sides.items()}
+    measured = {name for line in lines.values() for name in line}
+
+    def columns(modes: Iterable[str], key: str, form: str = "", label: str = "{}") -> list[Column]:
+        names = (f"{mode} {version}" for mode, version in itertools.product(modes, VERSIONS))
+        return side_columns(label, [name for name in names if name in measured], key, form)
+
+    def over(before: str, after: str) -> Column:
+        def gain(line: dict) -> object:
+            sides = [line.get(f"graph {version}") for version in (before, after)]
+            return speedup(*sides) if all(sides) else ""
+
+        return Column(f"{after} over {before}, graph", gain, ".2f", "x")
+
+    times = columns(MODES, "batch_ms", ".2f")
+    pairs = itertools.pairwise(VERSIONS)
+    times += [over(before, after) for before, after in pairs if f"graph {after}" in measured]
+    # A graph replays what its mode launches.
+    kernels = columns(("eager", "compiled"), "per_step")
+    kernels = kernels or columns(("graph", "compiled graph"), "per_step")
+    peaks = columns(("eager", "graph", "compiled graph"), "peak_mb", ".0f", "{}, MB")
+    rows = [*lines.values()]
+    return [
+        render([Column(title, "name"), *those], rows)
+        for title, those in (
+            ("ms per step", times),
+            ("kernels per step, then peak memory in MB", kernels + peaks),
+        )
+        if rows
+    ]
+
+
+def as_graphs(directory: Path) -> dict[tuple, dict[str, dict]]:
+    """The versions as graphs by shape and precision: each row is of one study.
+
+    That is the one of all versions, or, where it has no such row, the one of V1 to V3.
+    """
+    older = versions_of(directory / "headline_v3.json", "mode")
+    rows = {tuple(place): sides for (*place, mode), sides in older.items() if mode == "graph"}
+    return rows | versions_of(directory / "overview.json")
+
+
+def model_table(directory: Path, model: str) -> str:
+    """Of a model, as graphs: ms of each version, its kernels and memory."""
+    rows = [
+        {"name": f"{shape.removeprefix(f'{model}, ')}, {precision}", **sides}
+        for (shape, precision), sides in as_graphs(directory).items()
+        if sides["V1"]["model"] == model
+    ]
+
+    def over(before: str, after: str, row: Mapping[str, dict]) -> float | None:
+        return speedup(row[before], row[after]) if after in row else None
+
+    def each(key: str, row: Mapping[str, dict]) -> str:
+        return " / ".join(f"{row[name][key]:.0f}" for name in ("V1", "V3", "V4") if name in row)
+
+    columns = [
+        Column(model, "name"),
+        *side_columns("{}, ms", ALL_VERSIONS, "batch_ms", ".2f"),
+        Column("V3 over V1", partial(over, "V1", "V3"), ".2f", "x"),
+        Column("V4 over V3", partial(over, "V3", "V4"), ".2f", "x"),
+        Column("kernels, V1 / V3 / V4", partial(each, "per_step")),
+        Column("peak MB, V1 / V3 / V4", partial(each, "peak_mb")),
+    ]
+    return render(columns, rows) if rows else ""
+
+
+def overview_table(directory: Path) -> str:
+    """Milliseconds and peak GB of a step of each version, in bf16 as a graph."""
+
+    def cost(side: Mapping) -> str:
+        ms, mb = side.get("batch_ms"), side.get("peak_mb")
+        return f"{ms:#.3g} ms<br>{mb / 1e3:.{2 if mb < 1e3 else 1}f} GB" if ms else ""
+
+    rows = [
+        {"name": shape, **sides}
+        for (shape, precision), sides in as_graphs(directory).items()
+        if precision == "bf16"
+    ]
+    columns = [Column("bf16, as graphs", "name"), *side_columns("{}", ALL_VERSIONS, cost)]
+    return render(columns, rows) if rows else ""
+
+
+def best_compiled(sides: Mapping[str, dict]) -> str | None:
+    """The fastest of the compiled sides of `fastest`, None where none was measured."""
+    names = (name for name in sides if name != "name")
+    compiled = [name for name in names if sides[name]["mode"].startswith("compiled")]
+    return min(compiled, key=lambda name: sides[name]["batch_ms"], default=None)
+
+
+def over_best_compiled(sides: Mapping[str, dict]) -> float | None:
+    """How many times as fast V4 is, None where one of the two was not measured."""
+    best = best_compiled(sides)
+    return speedup(sides[best], sides["V4"]) if best and "V4" in sides else None
+
+
+def best_over_v4(sides: Mapping[str, dict]) -> str | None:
+    """The same, with the name of the compiled side."""
+    ratio = over_best_compiled(sides)
+    return f"{ratio:.2f}x ({best_compiled(sides)})" if ratio else None
+
+
+def fastest_table(directory: Path, model: str) -> str:
+    """Milliseconds per step of V4 and the others, the best compiled one's over V4's, memory."""
+    measured = versions_of(directory / f"{FASTEST[model]}.json")
+    sides = measured.values()
+    names = list(dict.fromkeys(name for sides in measured.values() for name in sides))
+    columns = [
+        Column(f"{model} as graphs", "name"),
+        *side_columns("{}, ms", names, "batch_ms", ".2f"),
+        *([Column("best compiled / V4", best_over_v4)] if any(map(best_compiled, sides)) else []),
+        *side_columns("{}, MB", names, "peak_mb", ".0f"),
+    ]
+    return render(columns, lines_of(measured)) if measured else ""
+
+
+def untuned_table(directory: Path) -> str:
+    """Milliseconds per step and peak memory of each side, and its time over V4's."""
+    keys = ("shape", "precision", "side")
+    measured = by_side(read_rows(directory / "untuned.json", keys), "shape", "precision")
+    names = list(dict.fromkeys(name for sides in measured.values() for name in sides))
+
+    def over_v4(name: str, sides: Mapping[str, dict]) -> float | None:
+        ms, v4 = (sides.get(side, {}).get("batch_ms") for side in (name, "V4"))
+        return ms / v4 if ms and v4 else None
+
+    columns = [
+        Column("as graphs, one after the other", "name"),
+        *side_columns("{}, ms", names, "batch_ms", ".2f", ends=True),
+        *(Column(f"{name} / V4", partial(over_v4, name), ".2f", "x") for name in names[1:]),
+        *side_columns("{}, MB", names, "peak_mb", ".0f"),
+    ]
+    return render(columns, lines_of(measured)) if measured else ""
+
+
+def trunk_table(directory: Path) -> str:
+    """Milliseconds per step and peak memory of each side, without and with checkpoints."""
+    rows = read_rows(directory / "trunk.json", ("shape", "side", "checkpointed"))
+    lines: dict[str, dict] = {}
+    for row in rows:
+        name = f"{row['shape']}, {row['side']}"
+        line = lines.setdefault(name, {"name": name})
+        line["checkpointed" if row["checkpointed"] else "plain"] = row
+    columns = [Column("48 blocks, bf16", "name")]
+    for label, key in (("ms", "batch_ms"), ("MB", "peak_mb")):
+        columns += side_columns(label, ["plain"], key, ".0f", ends=True)
+        columns += side_columns(f"{label}, {{}}", ["checkpointed"], key, ".0f", ends=True)
+    return render(columns, [*lines.values()]) if lines else ""
+
+
+def inference_table(directory: Path) -> str:
+    """Microseconds of a layer in each way, and how many kernels these are."""
+    keys = ("batch_size", "seq_len", "side", "us", "kernels")
+    measured = by_side(read_rows(directory / "inference.json", keys), "batch_size", "seq_len")
+    if not measured:
+        return ""
+    kernels = {name: side["kernels"] for sides in measured.values() for name, side in sides.items()}
+    columns = [Column("one layer, bf16", "name")]
+    for name, count in kernels.items():
+        columns += side_columns(f"{{}}, us ({count} kernels)", [name], "us", ".1f")
+    return render(columns, lines_of(measured, "batch size {}, length {}"))
+
+
+def ablation_tables(directory: Path, script: str) -> list[str]:
+    """What is gained by each set of a version's fusions, and what each costs if it is left out."""
+    rows = read_rows(directory / f"ablation_{script}.json", ("precision", "side"))
+    tables = [
+        sets_table(", ".join(filter(None, (script, shape.partition(", ")[2]))), same)
+        for shape, same in by_shape(rows).items()
+    ]
+    return [*tables, costs_table(script, rows)] if rows else []
+
+
+def padding_table(directory: Path) -> str:
+    """Milliseconds per step of each version, and how much longer it takes with masks."""
+
+    def longer(version: str, sides: Mapping[str, dict]) -> float:
+        return 100 * speedup(sides[f"{version}{PADDED}"], sides[version]) - 100
+
+    measured = versions_of(directory / "padding.json")
+    names = [name for name in ALL_VERSIONS if any(name in sides for sides in measured.values())]
+    columns = [
+        Column("as graphs", "name"),
+        *side_columns("{}, ms", names, "batch_ms", ".2f"),
+        *(Column(f"{name} padded", partial(longer, name), "+.1f", " %") for name in names),
+    ]
+    return render(columns, lines_of(measured)) if measured else ""
+
+
+def counts_table(directory: Path) -> str:
+    """Kernels per step at each batch size."""
+    keys = ("script", "shape", "batch_size", "unit", "per_step")
+    rows = read_rows(directory / "counts.json", keys)
+    if not rows:
+        return ""
+    lines: dict[str, dict] = {}
+    for row in rows:
+        name = f"{row['script']} {row['shape']}"
+        lines.setdefault(name, {"name": name})[row["batch_size"]] = row["per_step"]
+    columns = [Column(f"{rows[0]['unit']} per step", "name")]
+    for size in dict.fromkeys(row["batch_size"] for row in rows):
+        columns.append(Column(f"batch size {size}", size))
+    return render(columns, [*lines.values()])
+
+
+def memory_table(directory: Path) -> str:
+    """Peak memory of TinyLlama V2 at each length."""
+    rows = read_rows(directory / "memory.json", ("seq_len", "side", "peak_mb"))
+    names = {"scores": "materialised scores, MB", "flash": "flash attention, MB"}
+    lines = {side: {"name": name} for side, name in names.items()}
+    for row in rows:
+        lines[row["side"]][row["seq_len"]] = ended(row) or row["peak_mb"]
+    lengths = dict.fromkeys(row["seq_len"] for row in rows)
+    columns = [Column("sequence length", "name"), *(Column(str(n), n, ".0f") for n in lengths)]
+    return render(columns, [*lines.values()]) if rows else ""
+
+
+ABLATIONS = [script_of(model, version) for version in ALL_VERSIONS[1:] for model in FASTEST]
+TABLES: dict[str, Callable[[Path], list[str]]] = {
+    "headline": lambda where: headline_tables(where / "headline.json"),  # V1 and V2, all modes
+    "versions": lambda where: headline_tables(where / "headline_v3.json"),  # V1 to V3, as graphs
+    "ablation": lambda where: [t for script in ABLATIONS for t in ablation_tables(where, script)],
+    "padding": lambda where: [padding_table(where)],
+    "overview": lambda where: [overview_table(where)],
+    "llama": lambda where: [model_table(where, "tiny_llama")],
+    "openfold": lambda where: [model_table(where, "tiny_openfold")],
+    "inference": lambda where: [inference_table(where)],
+    "fastest": lambda where: [fastest_table(where, model) for model in FASTEST],
+    "untuned": lambda where: [untuned_table(where)],
+    "trunk": lambda where: [trunk_table(where)],
+    "share": lambda where: [share_table(where)],
+    "memory": lambda where: [memory_table(where)],
+    "counts": lambda where: [counts_table(where)],
+    "scaling": scaling_tables,
+    "ddp": lambda where: [ddp_table(where)],
+}
+SINGLE = {  # one of those that come together
+    f"ablation_{script}": partial(ablation_tables, script=script) for script in ABLATIONS
+}
+
+
+def table(directory: Path, names: Iterable[str] = TABLES) -> str:
+    """Tables of one device as Markdown: those of them whose result files lie in the directory."""
+    tables = []
+    for name in names:
+        try:
+            tables += (TABLES | SINGLE)[name](directory)
+        except (LookupError, TypeError, ValueError) as error:
+            what = f"rows of the table {name} do not belong together ({error!r})"
+            raise ToolError(f"{directory}: {what}") from error
+    if not any(tables):
+        raise ToolError(f"{directory}: no result files of these measurements")
+    return "\n\n".join(filter(None, tables))
