@@ -1,24 +1,20 @@
 #!/usr/bin/env python3
-"""Memory or speed-up against sequence length, or any other size, from the result files of several
-runs.
+"""Memory against sequence length, or any other size, from the result files of several runs; memory
+or speed-up from studies of fusions.
 
-  memory    peak memory, one line per NAME
-  speedup   samples per second of each NAME over those of the first NAME
+  memory    peak memory, a line per NAME, or per set of fusions
+  speedup   of each set of fusions over none of them in the same turns, with their range
 
 NAME=PATH starts a line; the paths after it, until the next NAME=, belong to it too. A path is a
 result file, the directory of a run (its --profile-dir), or a quoted pattern, of whose matches the
-directories and .json files are taken. --x takes any number among the settings of a run, such as
-batch_size, num_layers or processes. Runs that went out of memory are marked. Where --compare-fusion
-ran both sides in turns (DIR/baseline and DIR), a speed-up is the median of the turns, with their
-range. That of runs one after the other has no range, so no line joins it to the next. Without
-NAME=, paths are studies of fusion_ablation_study.py, and each set of fusions is a line. The numbers
-are printed as a Markdown table and, with --output, written as CSV beside the picture.
+directories and .json files are taken. Without NAME=, paths are studies of fusion_ablation_study.py.
+--x takes any number among the settings of a run, such as batch_size, num_layers or processes. Runs
+that went out of memory are marked. The numbers are printed as a Markdown table and, with --output,
+written as CSV beside the picture.
 
 Examples:
   python analysis_tools/plot_runs.py memory scores='results/scores_*' flash='results/flash_*' \\
       --output memory.png
-  python analysis_tools/plot_runs.py speedup off=results/off_64 results/off_128 \\
-      on='results/on_*' --output speed.png
   python analysis_tools/plot_runs.py memory v2='sweep/*' --x batch_size
   python analysis_tools/plot_runs.py speedup length_*.json --output fusions.png
 """
@@ -31,7 +27,7 @@ import argparse
 import glob
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -39,7 +35,6 @@ from lab.ablation import CONTROL
 from lab.cli import Parser, ToolError, documented_parser, print_notes, program
 from lab.files import read_json
 from lab.results import (
-    Run,
     check_family,
     differences,
     file_of_runs,
@@ -47,24 +42,20 @@ from lab.results import (
     precision,
     report_failed,
     split_name,
-    unsteady,
 )
-from lab.show import Column, cell, drawing, render, save_figure, write_csv
+from lab.show import Column, cell, drawing, ended, render, save_figure, write_csv
 from lab.study import by_side, read_study
 from lab.turns import ratios
 
 PROG = Path(__file__).name
-MEASURED = {"memory": ("memory", "peak_mb"), "speedup": ("timing", "samples_per_sec")}
-UNITS = {"memory": "MB", "speedup": "samples/sec"}
 PICTURES = (".png", ".svg", ".pdf")
-Series = dict[str, dict[float, Run]]  # name, place on the x-axis
 
 
 def build_parser() -> Parser:
     """The command line."""
     parser = documented_parser(PROG, __doc__)
     add = parser.add_argument
-    add("what", choices=tuple(MEASURED))
+    add("what", choices=("memory", "speedup"))
     lines = "a line and its runs, more PATHs may follow; or PATHs of studies alone"
     add("runs", nargs="+", metavar="NAME=PATH", help=lines)
     setting = "what runs differ in (default: seq_len)"
@@ -90,105 +81,101 @@ def expand(path: str) -> list[Path]:
     return found
 
 
-def load_series(arguments: Sequence[str], x: str) -> tuple[Series, list[Run]]:
-    """The runs of each name by their place x; and runs that ended before it was known."""
-    paths: dict[str, list[Path]] = {}
-    name = None
+def points_of_runs(arguments: Sequence[str], x: str) -> tuple[list[dict], int]:
+    """A point for each run, and the exit status; one that ended before it had a model has none."""
+    runs, name, points = [], None, []
     for argument in arguments:
         given, path = split_name(argument)
         name = given or name
         if name is None:
             raise ToolError(f"{argument!r} is not NAME=PATH")
-        paths.setdefault(name, []).extend(expand(path))
-    series: Series = {}
-    nowhere = []
-    for name, places in paths.items():
-        series[name] = {}
-        for run in [load_run(place, name) for place in places]:
-            place = {**run.result["training"], **run.result["config"]}.get(x)
-            if not run.result["config"] and run.status != "ok":
-                nowhere.append(run)
-                continue
-            if isinstance(place, bool) or not isinstance(place, (int, float)):
-                raise ToolError(f"{run.path}: {x} is no number in this result")
-            other = series[name].setdefault(place, run)
-            if other.path.resolve() != run.path.resolve():
-                both = f"{other.path} and {run.path}"
-                raise ToolError(f"{name} has two runs with {x} {place}: {both}")
-    return series, nowhere
+        runs += [load_run(place, name) for place in expand(path)]
+    named, lost = [], []
+    for run in runs:
+        result = run.result
+        place = {**result["training"], **result["config"]}.get(x)
+        if not result["config"] and run.status != "ok":
+            lost.append(f"left out, it ended ({run.status}) before it had a model: {run.path}")
+            continue
+        if isinstance(place, bool) or not isinstance(place, (int, float)):
+            raise ToolError(f"{run.path}: {x} is no number in this result")
+        device = result["environment"].get("device_name")
+        on = f"{result['script']} on {device}, {precision(result)}"
+        point = {"name": run.name, x: place, "status": run.status, "turns": (), "on": on}
+        points.append({**point, "peak_mb": run.number("memory", "peak_mb"), "path": run.path})
+        named.append((f"{run.name} at {place}", result))
+    if not points:
+        raise ToolError("none of these runs got as far as its first step")
+    check_family(named)
+    print_notes(PROG, *differences(named, ignore=(x,)), *lost)
+    return points, report_failed(PROG, runs)
 
 
-def is_study(argument: str) -> bool:
-    """Whether this is the file of a study, without a name."""
-    path = Path(argument)
-    return path.is_file() and path.suffix == ".json" and "rows" in read_json(path)
-
-
-def series_of_studies(paths: Sequence[Path], x: str) -> Series:
-    """The sets of fusions in studies as runs, each with its speed-ups over `none` of its group."""
-    series: Series = {}
+def points_of_studies(paths: Sequence[Path], x: str) -> list[dict]:
+    """A point for each set of fusions and size, with its speed-ups over `none` of its groups."""
+    points: dict[tuple, dict] = {}
     for path in paths:
         study = read_study(path, ("script", "precision", "seed", "group", x))
         groups = by_side(study["rows"], x, "precision", "seed", "group")
         for (place, word, *_), sides in groups.items():
             if "none" not in sides:
                 raise ToolError(f"{path}: no ablation, a group of its rows has no `none`")
-            sides.pop(CONTROL, None)
             for name, row in sides.items():
-                other = series.setdefault(name, {}).get(place)
-                if other and (other.path, precision(other.result)) != (path, word):
-                    both = f"{other.path}, {precision(other.result)}, and {path}, {word}"
-                    raise ToolError(f"{name} has two runs with {x} {place}: {both}")
-                turns = other.result["timing"]["over_none"] if other else []
-                timing = {"over_none": turns}
+                if name == CONTROL:
+                    continue
+                on = f"{row['script']} on {study['environment']['device_name']}, {word}"
+                point = {"name": name, x: place, "status": row.get("status", "ok"), "turns": []}
+                peak = None if "status" in row else row["peak_mb"]
+                point |= {"samples_per_sec": None, "peak_mb": peak, "path": path, "on": on}
+                point = points.setdefault((name, place, path, word), point)
                 if "status" not in row | sides["none"]:
-                    turns += ratios(sides["none"], row)
-                    timing["samples_per_sec"] = 1e3 * row["batch_size"] / row["batch_ms"]
-                result = {
-                    "script": row["script"],
-                    "status": row.get("status", "ok"),
-                    "error": row.get("error"),
-                    "environment": study["environment"],
-                    "config": {x: place},
-                    # the study's word for the precision stands where a run has its type
-                    "training": {"use_amp": True, "amp_dtype": word},
-                    "timing": timing,
-                    "memory": {"peak_mb": row["peak_mb"]},
-                }
-                series[name][place] = Run(name, path, result)
-    return series
+                    point["turns"] += ratios(sides["none"], row)
+                    point["samples_per_sec"] = 1e3 * row["batch_size"] / row["batch_ms"]
+    return [*points.values()]
 
 
-def in_turns(base: Run | None, run: Run) -> list[float]:
-    """Speed-ups of the turns of --compare-fusion, if the runs are its two sides, or of a study."""
-    if turns := run.result["timing"].get("over_none"):
-        return turns
-    places = run.path / "baseline", run.path.parent / "baseline" / run.path.name
-    if base is None or base.path not in places:
-        return []
-    both = [side.result["timing"] for side in (base, run)]
-    return ratios(*both) if all(side.get("turns_ms") for side in both) else []
+def by_place(points: Sequence[dict], x: str, what: str) -> dict[float, dict[str, dict]]:
+    """The points of each place by name, with their ratio over the first name."""
+    first, places = points[0]["name"], sorted({point[x] for point in points})
+    found: dict[float, dict[str, dict]] = {place: {} for place in places}
+    for point in points:
+        other = found[point[x]].setdefault(point["name"], point)
+        if other is not point and (other["path"], other["on"]) != (point["path"], point["on"]):
+            both = f"{other['path']} and {point['path']}"
+            raise ToolError(f"{point['name']} has two runs with {x} {point[x]}: {both}")
+    for named in found.values():
+        base = named.get(first, {}).get("peak_mb")
+        for point in named.values():
+            peak, turns = point["peak_mb"], point["turns"] if what == "speedup" else ()
+            over = statistics.median(turns) if turns else None
+            point["over_first"] = peak / base if what == "memory" and peak and base else over
+            point["lowest"], point["highest"] = min(turns, default=None), max(turns, default=None)
+    return found
 
 
-def values_of(what: str, x: str, series: Series) -> list[dict]:
-    """One row per name and place: the value, ratio over the first name, range; or None."""
-    first = next(iter(series))
+def table(places: dict[float, dict[str, dict]], names: Sequence[str], x: str, what: str) -> str:
+    """Places down, names across: the value of each, then what it is beside the first name."""
+    first, *others = names
+    key, unit = ("peak_mb", "MB") if what == "memory" else ("samples_per_sec", "samples/sec")
 
-    def measured(run: Run | None) -> float | None:
-        return run.number(*MEASURED[what]) if run else None
+    def value(name: str) -> Column:
+        def of(place: float) -> object:
+            point = places[place].get(name, {})
+            return ended(point) or point.get(key)
 
-    rows = []
-    for name, runs in series.items():
-        for place, run in sorted(runs.items()):
-            value, base = measured(run), measured(series[first].get(place))
-            ratio = value / base if value is not None and base else None
-            turns = in_turns(series[first].get(place), run) if what == "speedup" and ratio else []
-            row = {"name": name, x: place, "status": run.status, MEASURED[what][1]: value}
-            row[f"ratio_over_{first}"] = statistics.median(turns) if turns else ratio
-            row["lowest_of_turns"] = min(turns, default=None)
-            row["highest_of_turns"] = max(turns, default=None)
-            rows.append(row | {"path": str(run.path)})
-    return rows
+        return Column(f"{name}, {unit}", of, ".1f")
+
+    def over_first(name: str) -> Column:
+        def of(place: float) -> str:
+            point = places[place].get(name, {})
+            text = cell(point.get("over_first"), ".2f")
+            low, high = point.get("lowest"), point.get("highest")
+            return f"{text} ({low:.2f} to {high:.2f})" if low else text
+
+        return Column(f"{name} / {first}", of)
+
+    shown = [first] if what == "speedup" else names  # the others follow from their ratios
+    return render([Column(title(x), str), *map(value, shown), *map(over_first, others)], [*places])
 
 
 def title(x: str) -> str:
@@ -196,101 +183,54 @@ def title(x: str) -> str:
     return "sequence length" if x == "seq_len" else x.replace("_", " ")
 
 
-def table(what: str, x: str, series: Series, rows: Sequence[dict]) -> str:
-    """Places down, names across: the value of each, then its ratio over the first name."""
-    first, *others = series
-    at: dict[float, dict[str, dict]] = {place: {} for place in sorted({row[x] for row in rows})}
-    for row in rows:
-        at[row[x]][row["name"]] = row
-
-    def value(name: str) -> Column:
-        of_run = Column("", MEASURED[what][1]).or_ended().of
-        label = f"{name}, {UNITS[what]}"
-        return Column(label, lambda place: of_run(at[place].get(name, {})), ".1f")
-
-    def over_first(name: str) -> Column:
-        def ratio(place: float) -> str:
-            row = at[place].get(name, {})
-            text = cell(row.get(f"ratio_over_{first}"), ".2f")
-            low, high = row.get("lowest_of_turns"), row.get("highest_of_turns")
-            return f"{text} ({low:.2f} to {high:.2f})" if low else text
-
-        return Column(f"{name} / {first}", ratio)
-
-    shown = [first] if what == "speedup" else series  # the others follow from their ratios
-    return render([Column(title(x), str), *map(value, shown), *map(over_first, others)], [*at])
-
-
-def measured_on(series: Series) -> str:
-    """Scripts, devices and precisions of all runs, for the title."""
-    results = [run.result for runs in series.values() for run in runs.values()]
-
-    def every(value: Callable[[dict], str]) -> str:
-        return ", ".join(dict.fromkeys(map(value, results)))
-
-    device = every(lambda result: str(result["environment"].get("device_name")))
-    return f"{every(lambda result: result['script'])} on {device}, {every(precision)}"
-
-
-def draw(path: Path, what: str, x: str, series: Series, rows: Sequence[dict]) -> None:
+def draw(path: Path, points: Sequence[dict], names: Sequence[str], x: str, what: str) -> None:
     """The picture; out-of-memory runs are crosses at its top."""
-    pyplot = drawing()
-    key = f"ratio_over_{next(iter(series))}" if what == "speedup" else MEASURED[what][1]
-    figure, axes = pyplot.subplots(figsize=(8, 5))
-    for number, name in enumerate(series):
-        mine = [row for row in rows if row["name"] == name]
-        points = [row for row in mine if row[key] is not None]
-        places, heights = [row[x] for row in points], [row[key] for row in points]
-        ranges = [(row["lowest_of_turns"], row["highest_of_turns"]) for row in points]
-        known = what == "memory" or name == next(iter(series)) or all(low for low, _ in ranges)
-        label = name if known else f"{name}, single runs"
-        (line,) = axes.plot(places, heights, "osD^v"[number % 5] + "-" * known, label=label)
-        for place, (low, high) in zip(places, ranges, strict=True):
-            if low:
-                axes.plot([place, place], [low, high], "_-", color=line.get_color(), markersize=10)
-        gone = [row[x] for row in mine if row["status"] == "oom"]
+    figure, axes = drawing().subplots(figsize=(8, 5), layout="constrained")
+    key = "over_first" if what == "speedup" else "peak_mb"
+    for number, name in enumerate(names):
+        mine = sorted((p for p in points if p["name"] == name), key=lambda point: point[x])
+        there = [point for point in mine if point[key] is not None]
+        places, heights = [point[x] for point in there], [point[key] for point in there]
+        (line,) = axes.plot(places, heights, "osD^v"[number % 5] + "-", label=name)
+        if what == "speedup":
+            ends = [[point[end] for point in there] for end in ("lowest", "highest")]
+            axes.vlines(places, *ends, color=line.get_color())
+        gone = [point[x] for point in mine if point["status"] == "oom"]
         if gone:  # in parts of the axes' height, so that crosses do not hide each other
             heights, where = [0.98 - 0.04 * number] * len(gone), axes.get_xaxis_transform()
             style = {"color": line.get_color(), "transform": where}
             axes.plot(gone, heights, "x", **style, label=f"{name}: out of memory")
-    axes.set_xticks(sorted({row[x] for row in rows}))  # linear growth is a straight line
+    axes.set_xticks(sorted({point[x] for point in points}))  # linear growth is a straight line
     axes.set_ylim(0, 1.15 * axes.get_ylim()[1])  # room for the crosses
-    axes.set_title(measured_on(series), fontsize="medium")
-    axes.set_xlabel(title(x))
-    first = next(iter(series))
-    axes.set_ylabel("peak memory, MB" if what == "memory" else f"samples/sec over {first}")
+    axes.set_title("; ".join(dict.fromkeys(point["on"] for point in points)), fontsize="medium")
+    label = "peak memory, MB" if what == "memory" else f"times as fast as {names[0]}"
+    axes.set(xlabel=title(x), ylabel=label)
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.tight_layout()
     save_figure(figure, path)
 
 
 def plot(args: argparse.Namespace) -> int:
     """Print the table, write CSV and picture; returns the exit status."""
-    if args.output and args.output.suffix not in PICTURES:
-        raise ToolError(f"--output {args.output}: must end in {', '.join(PICTURES)}")
-    if any(map(is_study, args.runs)):
-        series, nowhere = series_of_studies([Path(path) for path in args.runs], args.x), []
+    output, x, what = args.output, args.x, args.what
+    if output and output.suffix not in PICTURES:
+        raise ToolError(f"--output {output}: must end in {', '.join(PICTURES)}")
+    paths, status = [Path(path) for path in args.runs], 0
+    if all(p.is_file() and p.suffix == ".json" and "rows" in read_json(p) for p in paths):
+        points = points_of_studies(paths, x)
+    elif what == "memory":
+        points, status = points_of_runs(args.runs, x)
     else:
-        series, nowhere = load_series(args.runs, args.x)
-    runs = [run for by_place in series.values() for run in by_place.values()]
-    if not runs:
-        raise ToolError("none of these runs got as far as its first step")
-    named = [(f"{n} at {place}", run) for n, at in series.items() for place, run in at.items()]
-    results = [(name, run.result) for name, run in named]
-    check_family(results)
-    rows = values_of(args.what, args.x, series)
-    print_notes(PROG, *differences(results, ignore=(args.x,)))
-    print(table(args.what, args.x, series, rows), flush=True)
-    if args.what == "speedup":
-        print_notes(PROG, *unsteady(named))
-    for run in nowhere:
-        print_notes(PROG, f"left out, it ended ({run.status}) before it had a model: {run.path}")
-    if args.output:
-        write_csv(args.output.with_suffix(".csv"), rows)
-        draw(args.output, args.what, args.x, series, rows)
-        print(f"\nWritten: {args.output}, {args.output.with_suffix('.csv')}")
-    return report_failed(PROG, [*runs, *nowhere])
+        raise ToolError("speedup is that of studies, whose sides took turns; see compare_runs.py")
+    names = [*dict.fromkeys(point["name"] for point in points)]
+    places = by_place(points, x, what)
+    print(table(places, names, x, what), flush=True)
+    if output:
+        rows = [{key: value for key, value in p.items() if key != "turns"} for p in points]
+        write_csv(output.with_suffix(".csv"), rows)
+        draw(output, points, names, x, what)
+        print(f"\nWritten: {output}, {output.with_suffix('.csv')}")
+    return status
 
 
 main = program(build_parser, plot)

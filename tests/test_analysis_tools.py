@@ -197,7 +197,7 @@ def test_files_of_an_earlier_harness_ran_in_one_process_and_without_a_graph(make
 def test_different_models_are_refused(make):
     """Their ratio would be a number without a meaning."""
     runs = f"a={make('llama')}", f"b={make('openfold', script='tiny_openfold_v2')}"
-    for answer in (call(compare_runs, *runs), call(plot_runs, "speedup", *runs)):
+    for answer in (call(compare_runs, *runs), call(plot_runs, "memory", *runs)):
         assert_refused(answer, "is a run of tiny_llama", "of tiny_openfold", "cannot be compared")
 
 
@@ -280,9 +280,6 @@ def test_disturbed_runs_are_named(make):
     assert "disturbed, its mean step took 1.30 times the median" in line
     few = make("few", timing={**times, "steps": 3, "batch_ms": 26.0})
     assert call(compare_runs, quiet, few)[2] == "", "a median of three says little"
-    sides = f"quiet={quiet}", f"disturbed={disturbed}"
-    assert "1.30 times" in call(plot_runs, "speedup", *sides)[2]
-    assert call(plot_runs, "memory", *sides)[2] == "", "memory is exact"
 
 
 def test_runs_kept_in_one_file_are_read_as_from_their_directories(make, tmp_path):
@@ -343,43 +340,29 @@ def test_memory_plot_table_and_csv_show_the_same(make, tmp_path, drawn):
     ]
     rows = {(row["name"], row["seq_len"]): row for row in read_rows(picture.with_suffix(".csv"))}
     assert (len(rows), rows["scores", "512"]["peak_mb"]) == (6, "")
-    assert float(rows["flash", "256"]["ratio_over_scores"]) == pytest.approx(80 / 200)
+    assert float(rows["flash", "256"]["over_first"]) == pytest.approx(80 / 200)
     assert picture.read_bytes().startswith(b"\x89PNG")
     lines = {line.get_label(): [*map(list, line.get_data())] for line in drawn[0].lines}
     assert lines["flash"] == [[128, 256, 512], [60, 80, 120]]
     assert lines["scores: out of memory"][0] == [512]
-
-
-def test_speedup_over_the_first_name_and_any_setting_as_axis(make):
-    off, on = ([make(f"{name}{size}", speed=speed, training={"batch_size": size})
-                for size, speed in zip((4, 1), speeds, strict=True)]
-               for name, speeds in (("off", (100, 50)), ("on", (150, 200))))  # fmt: skip
-    sides = [f"off={off[0]}", off[1], f"on={on[0]}", on[1]]
-    status, out, _ = call(plot_runs, "speedup", *sides, "--x", "batch_size")
-    assert status == 0
-    rows = [(row["batch size"], row["on / off"]) for row in table_of(out)]
-    assert rows == [("1", "4.00"), ("4", "1.50")]
-    answer = call(plot_runs, "speedup", sides[0], "--x", "colour")
-    assert_refused(answer, "colour is no number in this result")
-
-
-def test_speedups_are_joined_only_where_turns_give_their_range(make, tmp_path, drawn):
-    for length in (64, 128):
-        make(f"{length}", seq_len=length, timing={"turns_ms": [1.0, 2.0, 3.0]})
-        make(f"{length}/baseline", seq_len=length, timing={"turns_ms": [2.0, 6.0, 15.0]})
-        make(f"alone{length}", seq_len=length)
-    sides = [f"off={tmp_path}/[0-9]*/baseline", f"on={tmp_path}/[0-9]*", f"alone={tmp_path}/alone*"]
-    status, out, _ = call(plot_runs, "speedup", *sides, "--output", tmp_path / "m.svg")
-    assert status == 0
-    assert [row["on / off"] for row in table_of(out)] == ["3.00 (2.00 to 5.00)"] * 2
-    styles = {line.get_label(): line.get_linestyle() for line in drawn[0].lines}
-    assert (styles["on"], styles["alone, single runs"]) == ("-", "None")
-    ranges = [list(line.get_ydata()) for line in drawn[0].lines if line.get_marker() == "_"]
-    assert ranges == [[2, 5]] * 2
     assert drawn[0].get_title().endswith(", float32")
 
 
-def test_studies_of_fusions_are_plotted_over_the_length(tmp_path):
+def test_any_setting_is_the_axis_and_ratios_are_over_the_first_name(make):
+    off, on = ([make(f"{name}{size}", peak=peak, training={"batch_size": size})
+                for size, peak in zip((4, 1), peaks, strict=True)]
+               for name, peaks in (("off", (100, 50)), ("on", (150, 200))))  # fmt: skip
+    sides = [f"off={off[0]}", off[1], f"on={on[0]}", on[1]]
+    status, out, _ = call(plot_runs, "memory", *sides, "--x", "batch_size")
+    assert status == 0
+    rows = [(row["batch size"], row["on / off"]) for row in table_of(out)]
+    assert rows == [("1", "4.00"), ("4", "1.50")]
+    answer = call(plot_runs, "memory", sides[0], "--x", "colour")
+    assert_refused(answer, "colour is no number in this result")
+    assert_refused(call(plot_runs, "speedup", *sides), "compare_runs.py")
+
+
+def test_studies_of_fusions_are_plotted_over_the_length(tmp_path, drawn):
     """Each speed-up is over none of its own group; out of memory is a hole, not an error."""
 
     def study(length: int, *groups: dict[str, list[float] | None]) -> Path:
@@ -403,6 +386,9 @@ def test_studies_of_fusions_are_plotted_over_the_length(tmp_path):
         ("3.00 (2.00 to 4.00)", "3.00 (3.00 to 3.00)"),
         ("-", "4.00 (4.00 to 4.00)"),
     ]
+    assert call(plot_runs, "speedup", first, second, "--output", tmp_path / "m.svg")[0] == 0
+    ranges = [path.vertices[:, 1].tolist() for path in drawn[0].collections[1].get_paths()]
+    assert ranges == [[2, 4]]
     assert_refused(call(plot_runs, "speedup", study(32, {"x": [1.0]})), "no ablation")
 
 
