@@ -17,8 +17,6 @@ top. Without --output the report goes to stdout. --output-dir writes fusion_repo
 Status 1 if one of the runs failed.
 
 Examples:
-  ./run_all_profilers.sh --script tiny_llama_v1.py && ./run_all_profilers.sh \\
-      --script tiny_llama_v2.py
   python analysis_tools/report_generator.py --output ./fusion_comparison_report.md
   python analysis_tools/report_generator.py --baseline ./v1_analysis --fused ./v2_analysis \\
       --output-dir ./analysis
@@ -32,7 +30,8 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -55,73 +54,20 @@ from lab.show import Column, render
 
 PROG = Path(__file__).name
 NAME = "fusion_report.md"
-LABELS = ("baseline", "fused")
+DEFAULTS = {"baseline": "profiles_tiny_llama_v1", "fused": "profiles_tiny_llama_v2"}
+TOP = 10  # kernels per table
 
 
-class Side:
-    """One of the two folders, and what is in it; what is not there is None."""
+def in_folder(pattern: str, name: str) -> Callable[[Path], Path | None]:
+    """Where such files are: in a folder, or in the one of this name in it."""
+    return lambda top: next(
+        (place for place in (top, top / name) if any(place.glob(pattern))), None
+    )
 
-    def __init__(self, label: str, directory: Path):
-        if not directory.is_dir():
-            script = directory.name.removeprefix("profiles_")
-            ours = (
-                f"./run_all_profilers.sh --script {script}.py" if script.startswith("tiny_") else ""
-            )
-            way_out = f"{ours or 'run_all_profilers.sh'} makes it"
-            if there := ", ".join(sorted(map(str, directory.parent.glob("profiles_*/")))):
-                way_out += f"; here is {there}"
-            raise ToolError(f"--{label} {directory}: no such directory; {way_out}")
-        self.label, self.directory = label, directory
-        summary = directory / "summary.json"
-        steps = read(Steps, summary)["steps"] if summary.is_file() else []
-        # What a step that was skipped or failed has in its folder is of an earlier run.
-        self.reasons = {step["name"]: step["reason"] for step in steps if step["status"] != "ok"}
 
-    def place(self, pattern: str, folder: str, step: str | None = None) -> Path | None:
-        """Where such files are: here, or in the folder of this step of run_all_profilers.sh."""
-        places = [self.directory, *([] if step in self.reasons else [self.directory / folder])]
-        return next((place for place in places if any(place.glob(pattern))), None)
-
-    def run(self) -> Run | None:
-        """The result file, also that of a run that failed."""
-        place = self.place("*_summary.json", "pytorch")
-        return load_run(place, self.label) if place else None
-
-    def profile(self) -> reduction.Profile | None:
-        """Kernels by the PyTorch profiler."""
-        place = self.place("*_kernels.csv", "pytorch", "pytorch_profiler")
-        return reduction.load_pytorch(place) if place else None
-
-    def statistics(self) -> reduction.Profile | None:
-        """Kernels by rocprofv3."""
-        place = None if "rocprofv3" in self.reasons else reduction.rocprofv3_folder(self.directory)
-        return reduction.load_rocprofv3(place) if place else None
-
-    def flops(self) -> dict | None:
-        """What run_deepspeed_flops.py counted."""
-        place = self.place("*_flops.json", "flops", "flops")
-        if place is None:
-            return None
-        return read(ForwardFlops, only_file(place, "*_flops.json", "no <script>_flops.json"))
-
-    def rooflines(self, base: Path) -> list[str]:
-        """The tables of roofline_analysis.py, and pictures as links from the folder `base`."""
-        lines = []
-        for path in self.files("roofline_analysis.json"):
-            rows, name = read(Rooflines, path)["rows"], "script"
-            if "kernel" in rows[0]:  # it came from rocprof-compute
-                rows, name = rows[: roofline.TOP], "kernel"
-            lines += ["", f"{self.label}: `{path}`", "", roofline.table(rows, name)]
-        for path in self.files("*roofline*.png") + self.files("*Roof*.pdf"):
-            sign = "" if path.suffix == ".pdf" else "!"
-            lines += ["", f"{sign}[{self.label}: {path.name}](<{os.path.relpath(path, base)}>)"]
-        return lines
-
-    def files(self, pattern: str) -> list[Path]:
-        """All below the folder, without what the wrappers set aside."""
-        aside = (".failed", ".previous")
-        found = sorted(self.directory.rglob(pattern))
-        return [path for path in found if not any(part.endswith(aside) for part in path.parts)]
+def load_flops(place: Path) -> dict:
+    """What run_deepspeed_flops.py counted."""
+    return read(ForwardFlops, only_file(place, "*_flops.json", "no <script>_flops.json"))
 
 
 def run_lines(runs: Sequence[Run]) -> list[str]:
@@ -136,9 +82,9 @@ def run_lines(runs: Sequence[Run]) -> list[str]:
     return [table, "", *([*notes, ""] if notes else []), f"{alone} {in_turns}"]
 
 
-def kernel_lines(sides: Sequence[reduction.Profile], top: int) -> list[str]:
+def kernel_lines(sides: Sequence[reduction.Profile]) -> list[str]:
     """The report of analyze_kernel_reduction.py as a section."""
-    text = reduction.compare(sides, top)[2].partition("\n")[2].strip()
+    text = reduction.compare(sides, TOP)[2].partition("\n")[2].strip()
     return [re.sub(r"^##", "###", text, flags=re.MULTILINE)]
 
 
@@ -151,12 +97,9 @@ def flops_lines(sides: Sequence[dict]) -> list[str]:
         return None if found is None else found / unit
 
     columns = [Column("module", str)]
-    for what, key, unit, form in (
-        ("GFLOP", "flop", 1e9, ".4f"),
-        ("MB", "bytes", 1e6, ".2f"),
-        ("FLOP/byte", "flop_per_byte", 1, ".2f"),
-    ):
-        for label, side in zip(LABELS, modules, strict=True):
+    kinds = ("GFLOP", "flop", 1e9, ".4f"), ("MB", "bytes", 1e6, ".2f")
+    for what, key, unit, form in (*kinds, ("FLOP/byte", "flop_per_byte", 1, ".2f")):
+        for label, side in zip(DEFAULTS, modules, strict=True):
             columns.append(Column(f"{label} {what}", partial(value, side, key, unit), form))
     totals = (sum(row["flop"] for row in side.values()) / 1e9 for side in modules)
     total = " and ".join(f"{flop:.4f}" for flop in totals)
@@ -165,9 +108,60 @@ def flops_lines(sides: Sequence[dict]) -> list[str]:
     return [table, "", f"A forward pass: {total} GFLOP, counted by {by}."]
 
 
-def describe(side: Side, result: dict | None) -> str:
+def roofline_lines(label: str, directory: Path, base: Path) -> list[str]:
+    """The tables of roofline_analysis.py, and pictures as links from the folder `base`."""
+
+    def files(pattern: str) -> list[Path]:
+        found = sorted(directory.rglob(pattern))  # but for what the wrappers set aside
+        return [p for p in found if not any(s.endswith((".failed", ".previous")) for s in p.parts)]
+
+    lines = []
+    for path in files("roofline_analysis.json"):
+        rows, name = read(Rooflines, path)["rows"], "script"
+        if "kernel" in rows[0]:  # it came from rocprof-compute
+            rows, name = rows[: roofline.TOP], "kernel"
+        lines += ["", f"{label}: `{path}`", "", roofline.table(rows, name)]
+    for path in files("*roofline*.png") + files("*Roof*.pdf"):
+        sign = "" if path.suffix == ".pdf" else "!"
+        lines += ["", f"{sign}[{label}: {path.name}](<{os.path.relpath(path, base)}>)"]
+    return lines
+
+
+BY_PYTORCH = in_folder("*_kernels.csv", "pytorch"), reduction.load_pytorch, kernel_lines
+BY_ROCPROFV3 = reduction.rocprofv3_folder, reduction.load_rocprofv3, kernel_lines
+SECTIONS = (  # the step of run_all_profilers.sh, where its files are, how they are read and shown
+    ("Runs", "pytorch_profiler", in_folder("*_summary.json", "pytorch"), load_run, run_lines),
+    ("Kernels by the PyTorch profiler", "pytorch_profiler", *BY_PYTORCH),
+    ("Kernels by rocprofv3", "rocprofv3", *BY_ROCPROFV3),
+    ("FLOPs of modules", "flops", in_folder("*_flops.json", "flops"), load_flops, flops_lines),
+)
+
+
+def reasons_of(label: str, directory: Path) -> dict[str, str]:
+    """Why steps of run_all_profilers.sh left nothing in a folder; what is there is of an earlier
+    run then."""
+    if not directory.is_dir():
+        script = directory.name.removeprefix("profiles_")
+        ours = f"./run_all_profilers.sh --script {script}.py" * script.startswith("tiny_")
+        way_out = f"{ours or 'run_all_profilers.sh'} makes it"
+        if there := ", ".join(sorted(map(str, directory.parent.glob("profiles_*/")))):
+            way_out += f"; here is {there}"
+        raise ToolError(f"--{label} {directory}: no such directory; {way_out}")
+    summary = directory / "summary.json"
+    steps = read(Steps, summary)["steps"] if summary.is_file() else []
+    return {step["name"]: step["reason"] for step in steps if step["status"] != "ok"}
+
+
+def settings_of(content: Run | reduction.Profile | dict) -> dict | None:
+    """What it was measured with; None where the tool does not say."""
+    if isinstance(content, Run):
+        return content.result
+    return content if isinstance(content, dict) else content.settings
+
+
+def describe(label: str, directory: Path, result: dict | None) -> str:
     """One line at the top of the report."""
-    line = f"- {side.label}: `{side.directory}`"
+    line = f"- {label}: `{directory}`"
     if result is None:
         return line
     on = ", ".join(name for name, on in result.get("fusions", {}).items() if on).replace("_", "-")
@@ -178,69 +172,54 @@ def describe(side: Side, result: dict | None) -> str:
 def generate(args: argparse.Namespace) -> int:
     """Write or print the report; returns the exit status."""
     output = args.output or (args.output_dir / NAME if args.output_dir else None)
-    base = output.parent if output else Path()
-    sides = [Side(label, getattr(args, label)) for label in LABELS]
-    runs, profiles, statistics, flops = (
-        [load(side) for side in sides]
-        for load in (Side.run, Side.profile, Side.statistics, Side.flops)
-    )
-    named = []  # of each kind of result, what it was measured with on the sides that have it
-    of_run, of_profile = (lambda run: run.result), (lambda profile: profile.settings)
-    kinds = (runs, of_run), (profiles, of_profile), (statistics, of_profile), (flops, dict)
-    for kind, of in kinds:
-        both = ((side.label, each and of(each)) for side, each in zip(sides, kind, strict=True))
-        named.append([(label, settings) for label, settings in both if settings])
-    check_family([pair for pairs in named for pair in pairs])
-    known = next((pairs for pairs in named if len(pairs) == 2), [])
-
-    text = ["# Without and with fusion", ""]
-    text += [describe(side, dict(known).get(side.label)) for side in sides]
-    text += [f"- note: {note}" for note in differences(known)]
-    missing = []
-    by_name = partial(kernel_lines, top=args.top)
-    for title, step, found, lines in (
-        ("Runs", "pytorch_profiler", runs, run_lines),
-        ("Kernels by the PyTorch profiler", "pytorch_profiler", profiles, by_name),
-        ("Kernels by rocprofv3", "rocprofv3", statistics, by_name),
-        ("FLOPs of modules", "flops", flops, flops_lines),
-    ):
-        if all(found):
-            text += ["", f"## {title}", "", *lines(found)]
+    folders = {label: getattr(args, label) for label in DEFAULTS}
+    reasons = {label: reasons_of(label, folder) for label, folder in folders.items()}
+    sections, missing, every, known, runs = [], [], [], {}, {}
+    for title, step, find, load, lines in SECTIONS:
+        of_run = load is load_run  # one that failed is in the report, too
+        there = (label for label in folders if of_run or step not in reasons[label])
+        found = {label: load(place) for label in there if (place := find(folders[label]))}
+        if of_run:
+            runs = found = {label: replace(run, name=label) for label, run in found.items()}
+        settings = {label: settings_of(content) for label, content in found.items()}
+        every += [(label, each) for label, each in settings.items() if each]
+        if len(found) == len(folders):
+            sections += ["", f"## {title}", "", *lines([*found.values()])]
+            known = known or (settings if all(settings.values()) else {})
         else:
-            lacking = [side for side, content in zip(sides, found, strict=True) if not content]
-            why = {side.reasons.get(step) or "nothing there": None for side in lacking}
-            labels = ", ".join(side.label for side in lacking)
-            missing.append(f"{title} ({labels}: {'; '.join(why)})")
-    rooflines = [line for side in sides for line in side.rooflines(base)]
-    if rooflines:
-        text += ["", "## Rooflines", *rooflines]
+            lacking = [label for label in folders if label not in found]
+            why = dict.fromkeys(reasons[label].get(step) or "nothing there" for label in lacking)
+            missing.append(f"{title} ({', '.join(lacking)}: {'; '.join(why)})")
+    check_family(every)
+    base = output.parent if output else Path()
+    if rooflines := [line for side in folders.items() for line in roofline_lines(*side, base)]:
+        sections += ["", "## Rooflines", *rooflines]
     else:
         missing.append("Rooflines (nothing there)")
-    if len(missing) == 5:
+    if not sections:
         nothing = f"nothing that both have: {'; '.join(missing)}"
         raise ToolError(f"{args.baseline}, {args.fused}: {nothing}")
+    text = ["# Without and with fusion", ""]
+    text += [describe(*side, known.get(side[0])) for side in folders.items()]
+    text += [f"- note: {note}" for note in differences(known.items())] + sections
     text += ["", f"Not in this report: {'; '.join(missing)}."] if missing else []
     if output:
         write_text(output, "\n".join(text) + "\n")
         print(f"Written: {output}")
     else:
         print("\n".join(text))
-    return report_failed(PROG, [run for run in runs if run])
+    return report_failed(PROG, runs.values())
 
 
 def build_parser() -> Parser:
     """The command line."""
     parser = documented_parser(PROG, __doc__)
-    for label, script in zip(LABELS, ("tiny_llama_v1", "tiny_llama_v2"), strict=True):
-        default = Path(f"profiles_{script}")  # where run_all_profilers.sh leaves it
-        there = {"type": Path, "default": default, "metavar": "DIR"}
-        parser.add_argument(f"--{label}", **there, help="(default: ./%(default)s)")
+    for label, folder in DEFAULTS.items():  # where run_all_profilers.sh leaves it
+        parser.add_path(f"--{label}", "DIR", default=Path(folder))
     where = parser.add_mutually_exclusive_group()
-    file = {"type": Path, "metavar": "FILE.md", "help": "write the report there"}
-    where.add_argument("--output", **file)
-    folder = {"type": Path, "metavar": "DIR", "help": f"write {NAME} into this folder"}
-    where.add_argument("--output-dir", **folder)
-    parser.add_count("--top", 10, "kernels per table")
+    where.add_argument("--output", type=Path, metavar="FILE.md", help="write the report there")
+    into = f"write {NAME} into this folder"
+    where.add_argument("--output-dir", type=Path, metavar="DIR", help=into)
     return parser
 
 

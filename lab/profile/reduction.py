@@ -229,8 +229,8 @@ def section(
     launches, ms = launches_and_ms(labels)
     lines += ["", render([*columns, *launches, *ms], kernels[:top])]
     if len(kernels) > top:
-        where = "--output of analyze_kernel_reduction.py"
-        lines += ["", f"The first {top}; --top shows more, {where} writes all of them as CSV."]
+        more = "--top of analyze_kernel_reduction.py shows more, --output writes all of them as CSV"
+        lines += ["", f"The first {top}; {more}."]
     return lines
 
 
