@@ -14,6 +14,7 @@ from conftest import load, random_state, relative_difference, words
 
 from bench import operations as kernels
 from bench import versions as benchmark
+from bench import whole_steps
 from bench.sizes import Shape, sized
 from lab import baselines as peers
 from lab.files import read_json
@@ -493,7 +494,7 @@ def with_random_weights(original):
     return build
 
 
-def test_a_study_writes_its_turns_and_other_block_sizes_apart(tiny_studies, tmp_path, capsys):
+def test_a_study_writes_its_turns(tiny_studies, tmp_path, capsys):
     argv = ["attention", str(tmp_path), "--precisions", "fp32", "--rounds", "2"]
     assert kernels.main(argv) == 0
     row = sides_in(tmp_path / "attention.json")
@@ -501,11 +502,6 @@ def test_a_study_writes_its_turns_and_other_block_sizes_apart(tiny_studies, tmp_
     for side in ("triton", "SDPA", "torch.compile"):
         assert len(row[side]["turns_us"]) == 2
         assert row[side]["us"] == pytest.approx(sum(row[side]["turns_us"]) / 2)
-    tried = "attention_forward:BLOCK_M=16 attention_forward:num_warps=2"
-    assert kernels.main([*argv, "--try", tried]) == 0
-    rows = json.loads((tmp_path / "attention_blocks.json").read_text())["rows"]
-    assert [row["blocks"] for row in rows] == ["as they are", tried]
-    assert sides_in(tmp_path / "attention.json") == row, "and nothing else"
     capsys.readouterr()
     assert kernels.main(["table", str(tmp_path)]) == 0
     assert re.search(r"\| N=4, fp32 +\| +\d+ \|", capsys.readouterr().out)
@@ -516,7 +512,8 @@ def test_rows_calls_every_operator_as_it_is(tmp_path, monkeypatch):
         return {side: {"us": 1.0, "turns_us": [1.0]} for side in sides}
 
     monkeypatch.setattr(kernels, "steps_in_turns", in_turns)
-    assert kernels.main(["rows", str(tmp_path), "--rows", "512"]) == 0
+    monkeypatch.setattr(kernels, "ROWS", 512)
+    assert kernels.main(["rows", str(tmp_path)]) == 0
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     rows = {row["operator"]: row["bytes"] for row in rows if row["side"] == "kernel"}
     assert rows["swiglu_forward"] == 2 * 512 * (2048 + 1024)
@@ -525,10 +522,10 @@ def test_rows_calls_every_operator_as_it_is(tmp_path, monkeypatch):
 
 def test_the_whole_step_has_its_parts_and_its_reference(tmp_path, monkeypatch, capsys):
     shapes = {"tiny_llama, tiny": Shape("tiny_llama", LLAMA)}
-    monkeypatch.setattr(kernels, "SHAPES", shapes)
-    ceilings = kernels.measure_ceilings
+    monkeypatch.setattr(whole_steps, "SHAPES", shapes)
+    ceilings = whole_steps.measure_ceilings
     monkeypatch.setattr(
-        kernels, "measure_ceilings", lambda *given: replace(ceilings(*given), copy_gb_per_s=2.0)
+        whole_steps, "measure_ceilings", lambda *given: replace(ceilings(*given), copy_gb_per_s=2.0)
     )
     assert kernels.main(["step", str(tmp_path), "--rounds", "2"]) == 0
     (row,) = json.loads((tmp_path / "step.json").read_text())["rows"]
@@ -568,7 +565,9 @@ def test_the_bytes_of_a_step_are_those_of_its_operators_and_of_the_optimizer():
 
     parts = {"model": model, "optimizer": optimizer, "next_batch": lambda: x}
     trainer = SimpleNamespace(**parts, compute=compute)
-    assert kernels.group_bytes(trainer, v3.NO_WORK).total() == 4 * (8 * 64 + 8 * 32) + 7 * 4 * 64
+    assert (
+        whole_steps.group_bytes(trainer, v3.NO_WORK).total() == 4 * (8 * 64 + 8 * 32) + 7 * 4 * 64
+    )
 
 
 def test_the_optimizer_of_v4_counts_as_one_launch():
@@ -582,7 +581,7 @@ def test_the_optimizer_of_v4_counts_as_one_launch():
     corrections = torch.ones(2, dtype=torch.float64, device=kernels.DEVICE)
     trainer.compute = lambda batch: optimizer.update([model.weight], corrections)
     optimizer.gradients[0].collect()
-    assert kernels.group_bytes(trainer, v4.NO_WORK).total() == 64 * (7 * 4 + 2) + 3 * 8
+    assert whole_steps.group_bytes(trainer, v4.NO_WORK).total() == 64 * (7 * 4 + 2) + 3 * 8
 
 
 def test_llamas_that_are_compared_train_alike(tmp_path, monkeypatch, capsys):
@@ -591,7 +590,7 @@ def test_llamas_that_are_compared_train_alike(tmp_path, monkeypatch, capsys):
     Liger with its loss runs without a graph.
     """
     pytest.importorskip("transformers")
-    monkeypatch.setattr(kernels, "LLAMAS", {"tiny_llama, tiny": LLAMA})
+    monkeypatch.setattr(whole_steps, "LLAMAS", {"tiny_llama, tiny": LLAMA})
     losses, eager = {}, []
     for module in map(load, ("tiny_llama_v2", "tiny_llama_v3", "tiny_llama_v4")):
         monkeypatch.setattr(module, "build_model", with_random_weights(module.build_model))
@@ -601,17 +600,19 @@ def test_llamas_that_are_compared_train_alike(tmp_path, monkeypatch, capsys):
         eager.extend(name for name, step in sides.items() if getattr(step, "eager", False))
         return {name: {"us": 3e3, "turns_us": [3e3], "extra_mb": None} for name in sides}
 
-    monkeypatch.setattr(kernels, "steps_in_turns", in_turns)
-    monkeypatch.setattr(kernels, "optional", lambda package: True)
+    monkeypatch.setattr(whole_steps, "steps_in_turns", in_turns)
+    monkeypatch.setattr(whole_steps, "optional", lambda package: True)
     monkeypatch.setattr(torch, "compile", lambda model: model)
-    monkeypatch.setattr(kernels, "with_liger", lambda model, **chosen: model)
+    monkeypatch.setattr(whole_steps, "with_liger", lambda model, **chosen: model)
     assert kernels.main(["llama", str(tmp_path), "--precisions", "fp32"]) == 0
     liger = ["Liger, eager", "Liger but its loss"]
     assert list(losses) == ["V4", "V3", "V2", "Hugging Face", "Hugging Face compiled", *liger]
     assert eager == ["Liger, eager"]
     assert losses["V3"][1] < losses["V3"][0]
     for name, found in losses.items():
-        assert found == pytest.approx(losses["V3"], rel=1e-4 if kernels.GPU else 1e-5), name
+        assert found == pytest.approx(
+            losses["V3"], rel=1e-4 if torch.cuda.is_available() else 1e-5
+        ), name
     assert kernels.main(["table", str(tmp_path)]) == 0
     row = r"\| tiny_llama, tiny, fp32 \|( +3\.00 \|){7}( +1\.00x \|){6}"
     assert re.search(row, capsys.readouterr().out)

@@ -39,7 +39,7 @@ with needed():
     import torch
     from torch import Tensor
 
-    from bench.operations import DEVICE, steps_in_turns
+    from bench.graph_turns import DEVICE, steps_in_turns
 
 PROG = Path(__file__).name
 SCRIPTS = {f"V{n}": f"tiny_openfold_v{n}.py" for n in (1, 2, 3, 4)}

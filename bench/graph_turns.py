@@ -1,0 +1,190 @@
+"""Steps of any kind as CUDA graphs that are replayed in short alternating turns: their time, also
+with a cold cache, and their memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lab.baselines import Step
+from lab.cli import print_notes
+from lab.profile.ceilings import seconds
+from lab.turns import alternating, attempt, captured, failure, free_memory, warm_up
+
+GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if GPU else "cpu")
+PRECISIONS = {  # type of the tensors, and torch's precision of float32 products
+    "bf16": (torch.bfloat16, "highest"),
+    "TF32": (torch.float32, "high"),
+    "fp32": (torch.float32, "highest"),
+}
+# a longer step does not live in a cache; a graph of so long is measured well
+SMALL_MS, ENOUGH_MS = (2, 50)
+FLUSH_MB = 256  # several times the L2 cache of any GPU that we measure on
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a study is to measure: all its `shapes` if none is named."""
+
+    rounds: int = 15
+    precisions: Sequence[str] = ("bf16",)
+    shapes: Sequence[str] = ()
+    # the shapes of which torch.compile has a side with all its tuning: it takes a minute
+    autotuned: Sequence[str] = ()
+    megafold: Path = Path("no clone")
+    openfold: Path = Path("no clone")
+
+
+@contextlib.contextmanager
+def matmul_precision(products: str) -> Iterator[None]:
+    """Float32 products with this precision, and then as before."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(products)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def as_tuple(found: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
+    """What an operation returns, also where it is a single tensor."""
+    return (found,) if isinstance(found, Tensor) else found
+
+
+def gradient_step(
+    operation: Callable, inputs: list[Tensor], parameters: Sequence[Tensor] = ()
+) -> Step:
+    """Forward and backward with fixed gradients of the results -> these, and gradients of inputs
+    and parameters."""
+    inputs = [t.detach().requires_grad_() for t in inputs]
+    grads: list[Tensor] = []
+
+    def results() -> Sequence[Tensor]:
+        return as_tuple(operation(*inputs))
+
+    def step() -> Sequence[Tensor]:
+        found = results()
+        if not grads:  # the first time
+            grads.extend(torch.randn_like(result, requires_grad=False) for result in found)
+        return *found, *torch.autograd.grad(found, [*inputs, *parameters], grads)
+
+    step.forward = results
+    return step
+
+
+def extra_memory(step: Step) -> float | None:
+    """Peak MB that a step takes beyond what there is before and after it; None on a CPU."""
+    if not GPU:
+        return None
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    return (torch.cuda.max_memory_allocated() - before) / 1e6
+
+
+def held_memory(step: Step) -> float | None:
+    """MB that a forward pass keeps for the backward one, its results apart.
+
+    None on a CPU or if not told apart.
+    """
+    if not GPU or not hasattr(step, "forward"):
+        return None
+    before = torch.cuda.memory_allocated()
+    found = step.forward()
+    return (torch.cuda.memory_allocated() - before - sum(result.nbytes for result in found)) / 1e6
+
+
+class Side:
+    """A step that is measured: its graphs of `repeats` steps, and what was found, in `row`."""
+
+    def __init__(self, step: Step, pool: object, flush: Step | None):
+        step()
+        self.row = {"extra_mb": extra_memory(step), "held_mb": held_memory(step), "turns_us": []}
+        self.repeats = max(1, min(10, math.ceil(ENOUGH_MS / 1e3 / seconds(step, DEVICE))))
+        warm_up(step)
+        self.warm, self.cold = captured(step, self.repeats, pool), None
+        self.warm()
+        if flush and 1e3 * seconds(self.warm, DEVICE) / self.repeats < SMALL_MS:
+            both = partial(after, flush, step)
+            self.row["cold_turns_us"], self.cold = [], captured(both, self.repeats, pool)
+
+    def take(self, flushed: float) -> None:
+        """A turn: microseconds of a step, then with a cold cache, of which `flushed` are for
+        emptying it."""
+        self.row["turns_us"].append(1e6 * seconds(self.warm, DEVICE) / self.repeats)
+        if self.cold:
+            self.row["cold_turns_us"].append(
+                1e6 * seconds(self.cold, DEVICE) / self.repeats - flushed
+            )
+
+
+def after(flush: Step, step: Step) -> Sequence[Tensor]:
+    """A step that finds nothing of its own in the cache."""
+    flush()
+    return step()
+
+
+def cache_flush() -> Step:
+    """Reading a large buffer: it leaves lines in the L2 cache that need not be written back while
+    the step runs."""
+    buffer = torch.zeros(FLUSH_MB << 18, device=DEVICE)
+
+    def flush() -> Sequence[Tensor]:
+        return (buffer.sum(),)
+
+    warm_up(flush)
+    return flush
+
+
+def steps_in_turns(sides: dict[str, Step], rounds: int, cold: bool = False) -> dict[str, dict]:
+    """Microseconds per step of each side: the median of the turns, which change their order, and
+    extra peak memory.
+
+    A graph that is replayed finds in the L2 cache what its last step left there; `cold` times are
+    those of short steps with a cache that was emptied before each. The graphs share their memory,
+    since they never run beside each other. A side that runs out of memory, is not installed or
+    fails has a `status` and an `error` in place of its times.
+    """
+    rows, ready = {}, {}
+    pools = [torch.cuda.graph_pool_handle()] if GPU else [None]
+    flush = cache_flush() if GPU and cold else None
+    flushing = captured(flush, 10, pools[-1]) if flush else None
+
+    def failed(name: str, error: Exception) -> None:
+        missing = {"status": "missing"} if isinstance(error, ImportError) else {}
+        rows[name] = failure(error) | missing
+        print_notes(Path(sys.argv[0]).name, f"{name}: {rows[name]['error']}")
+        if GPU:  # the old one may still belong to a capture that failed
+            pools.append(torch.cuda.graph_pool_handle())
+
+    def prepare(name: str) -> None:
+        ready[name] = Side(sides[name], pools[-1], flush)
+        rows[name] = ready[name].row
+
+    for name in sides:
+        attempt(name, partial(prepare, name), ready, failed)
+        if GPU:
+            torch.cuda.empty_cache()  # what the side took outside its graph is for the next one's
+    for _, name in alternating(ready, rounds + 1):
+        flushed = 1e6 * seconds(flushing, DEVICE) / 10 if flushing else 0.0
+        attempt(name, partial(ready[name].take, flushed), ready, failed)
+    for side in ready.values():
+        for key in ("turns_us", "cold_turns_us"):
+            if key in side.row:
+                side.row[key] = side.row[key][1:]  # the first one warms up
+                side.row[key.replace("turns_", "")] = statistics.median(side.row[key])
+    ready.clear()
+    free_memory()
+    return rows

@@ -1,0 +1,176 @@
+"""The tables of bench/operations.py, from the result files of a device."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+from bench.version_tables import lines_of
+from lab.cli import ToolError
+from lab.profile.kernels import CATEGORIES
+from lab.show import Column, ended, render, side_columns
+from lab.study import by_side, read_rows
+
+OPERATIONS = ("attention", "triangle", "block", "causal", "optimizer")
+
+
+def over(first: dict, second: dict, key: str = "turns_us") -> float | None:
+    """How many times as long the first side takes: the median over the turns."""
+    if key not in first or key not in second:
+        return None
+    return statistics.median(a / b for a, b in zip(first[key], second[key], strict=True))
+
+
+def lines_in(path: Path) -> tuple[list[dict], list[str]]:
+    """The sides of a study, a row for each shape and precision with its name; and their names."""
+    rows = read_rows(path, ("shape", "precision", "side"))
+    sides = dict.fromkeys(row["side"] for row in rows)
+    return lines_of(by_side(rows, "shape", "precision")), [*sides]
+
+
+def best_of_others(sides: Mapping) -> str | None:
+    """The fastest side beside our kernel."""
+    others = [name for name in sides if name not in ("name", "triton")]
+    finished = [name for name in others if "us" in sides[name]]
+    return min(finished, key=lambda name: sides[name]["us"], default=None)
+
+
+def over_ours(sides: Mapping, key: str = "turns_us") -> float | None:
+    """How many times as long as our kernel the best of the others takes."""
+    best = best_of_others(sides)
+    return over(sides[best], sides["triton"], key) if best else None
+
+
+def best_ratio(sides: Mapping) -> str:
+    """The best of the others over ours, and its name."""
+    ratio = over_ours(sides)
+    return f"{ratio:.2f}x ({best_of_others(sides)})" if ratio else ""
+
+
+def cold_ratio(sides: Mapping) -> str:
+    """The same with a cold cache, where it differs by more than 5 %."""
+    warm, cold = over_ours(sides), over_ours(sides, "cold_turns_us")
+    return f"{cold:.2f}x" if warm and cold and abs(cold / warm - 1) > 0.05 else ""
+
+
+def memory_of(side: Mapping) -> str:
+    """MB at the peak, and held for the backward pass; or how the side ended."""
+    mb = (side[key] for key in ("extra_mb", "held_mb") if side.get(key) is not None)
+    return " / ".join(dict.fromkeys(f"{value:.0f}" for value in mb)) or ended(side) or ""
+
+
+def sides_tables(directory: Path, study: str) -> list[str]:
+    """Time of each side, the best of the others over ours; then memory."""
+    rows, sides = lines_in(directory / f"{study}.json")
+    work = "a step" if study == "optimizer" else "forward + backward"
+    times = [
+        Column(f"{study}, {work}, warm L2", "name"),
+        *side_columns("{}, us", sides, "us", ".0f", ends=True),
+        Column("best of the others / triton", best_ratio),
+    ]
+    if any(map(cold_ratio, rows)):
+        times.append(Column("with a cold L2 cache", cold_ratio))
+    memory = side_columns("{}", sides, memory_of)
+    tables = [render(times, rows)] if rows else []
+    if any(column.of(row) for row in rows for column in memory):
+        tables.append(render([Column(f"{study}, MB at the peak / held", "name"), *memory], rows))
+    return tables
+
+
+def rows_table(directory: Path) -> str:
+    """Rate of each kernel that moves bytes."""
+    rows = read_rows(directory / "rows.json", ("operator", "side", "bytes", "gb_per_s"))
+    columns = [
+        Column("operator", "operator"),
+        Column("MB", lambda row: row["bytes"] / 1e6, ".0f"),
+        Column("GB/s", "gb_per_s", ".0f"),
+        Column("of a copy's rate", lambda row: 100 * row["of_copy"], ".0f", " %"),
+    ]
+    return render(columns, [row for row in rows if row["side"] == "kernel"]) if rows else ""
+
+
+def step_tables(directory: Path) -> list[str]:
+    """The whole step beside its reference, the time of each category, the ten longest kernels."""
+    rows = read_rows(directory / "step.json")
+    if not rows:
+        return []
+    names = [f"{row['shape']}, {row['precision']}" for row in rows]
+    spent = []  # microseconds of each category
+    for row in rows:
+        spent.append(Counter())
+        for kernel in row["kernels"]:
+            spent[-1][kernel["category"]] += kernel["us"]
+    whole = [
+        Column("whole step", lambda i: names[i]),
+        Column("ms", lambda i: rows[i]["batch_ms"], ".2f"),
+        Column("in kernels, ms", lambda i: spent[i].total() / 1e3, ".2f"),
+        Column("FLOPs as a large GEMM, ms", lambda i: rows[i]["gemm_ms"], ".2f"),
+        Column("bytes as a copy, ms", lambda i: rows[i]["copy_ms"], ".2f"),
+        Column("step / both", lambda i: rows[i]["over_reference"], ".2f", "x"),
+    ]
+    by_category = [Column("us per step", str)]
+    for name, us in zip(names, spent, strict=True):
+        by_category.append(Column(name, us.__getitem__, ".0f"))
+    categories = [name for name in CATEGORIES if any(name in us for us in spent)]
+    tables = [render(whole, range(len(rows))), render(by_category, categories)]
+    for name, row in zip(names, rows, strict=True):
+        longest = [
+            Column(name, "name"),
+            Column("what it does", "category", text=True),
+            Column("calls", "calls", "g"),
+            Column("us per step", "us", ".0f"),
+            Column("of the step", lambda k, ms=row["batch_ms"]: k["us"] / ms / 10, ".1f", " %"),
+        ]
+        tables.append(render(longest, row["kernels"][:10]))
+    return tables
+
+
+def llama_table(directory: Path) -> str:
+    """The whole step of each side in milliseconds, its time over the first one's, memory."""
+    rows, sides = lines_in(directory / "llama.json")
+    if not rows:
+        return ""
+    first, *others = sides
+
+    def milliseconds(side: Mapping) -> float | None:
+        return side["us"] / 1e3 if "us" in side else None
+
+    def over_first(name: str, row: Mapping) -> object:
+        ratio = over(row[name], row[first]) if name in row else None
+        return ratio or ""
+
+    columns = [
+        Column("whole step", "name"),
+        *side_columns("{}, ms", sides, milliseconds, ".2f", ends=True),
+        *(Column(f"{name} / {first}", partial(over_first, name), ".2f", "x") for name in others),
+        *side_columns("{}, MB", sides, "extra_mb", ".0f", ends=True),
+    ]
+    return render(columns, rows)
+
+
+def traffic_table(directory: Path) -> str:
+    """GB per step of each version, and the part of V1's that V4 has left."""
+    rows, _ = lines_in(directory / "traffic.json")
+
+    def left(row: Mapping) -> float | None:
+        return 100 * row["V4"]["gb"] / row["V1"]["gb"] if "V4" in row else None
+
+    columns = [
+        Column("GB read and written per step", "name"),
+        *side_columns("{}", ("V1", "V2", "V3", "V4"), "gb", ".2f"),
+        Column("V4 of V1", left, ".0f", " %"),
+    ]
+    return render(columns, rows) if rows else ""
+
+
+def table(directory: Path) -> str:
+    """The tables of one device as Markdown."""
+    tables = [part for study in OPERATIONS for part in sides_tables(directory, study)]
+    tables.append(rows_table(directory))
+    tables += [*step_tables(directory), llama_table(directory), traffic_table(directory)]
+    if not any(tables):
+        raise ToolError(f"{directory}: no result files of these studies")
+    return "\n\n".join(filter(None, tables))

@@ -1,0 +1,194 @@
+"""The whole training step, for bench/operations.py: where its time goes, the bytes that it
+moves, and how long it is beside that of Hugging Face's Llama.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from bench.graph_turns import DEVICE, GPU, PRECISIONS, Wanted, matmul_precision, steps_in_turns
+from bench.sizes import ALL_VERSIONS, MEDIUM, SHAPES, Shape, script_of
+from bench.sizes import PRECISIONS as ARGUMENTS
+from lab.baselines import Step, hugging_face, with_liger
+from lab.cli import print_notes
+from lab.profile.ceilings import measure_ceilings
+from lab.profile.kernels import kernels_of, short_name
+from lab.profile.roofline import group_bytes
+from lab.study import Part, as_rows
+from lab.turns import begin, free_memory, graph_of, make_trainer, named, parse_quiet
+
+LLAMAS = {name: argv for name, (model, argv) in SHAPES.items() if model == "tiny_llama"}
+LLAMAS["tiny_llama, medium, vocabulary 32000"] = [*MEDIUM.split(), "--vocab-size", "32000"]
+PROFILED = 3  # steps
+
+
+def of_models(wanted: Wanted) -> Iterator[tuple[str, tuple[str, Shape]]]:
+    """Precisions, and sizes of whole models with their names: all if none is named."""
+    chosen = {name: SHAPES[name] for name in wanted.shapes or SHAPES}
+    return itertools.product(wanted.precisions, chosen.items())
+
+
+def whole_step(wanted: Wanted) -> Iterator[Part]:
+    """Rows of the study: the newest version's step, as a graph where there is a GPU, its kernels,
+    and a reference."""
+    for precision, (name, shape) in of_models(wanted):
+        script = script_of(shape.model, ALL_VERSIONS[-1])
+        argv = graph_of([*shape.argv, *ARGUMENTS[precision]])
+        names = {"shape": name, "precision": precision, "script": script}
+        yield names, partial(kernels_and_reference, script, argv, wanted.rounds)
+
+
+def kernels_and_reference(script: str, argv: list[str], rounds: int) -> dict:
+    """Time of a step, its kernels, and a reference.
+
+    The reference has two parts: the FLOP of the unfused model, as the scripts count them, at the
+    rate of a large GEMM, and the bytes that its operators read and write, once each, at the rate of
+    a large copy. It is no bound: every fusion lowers these bytes, and caches can be faster than a
+    copy.
+    """
+    module = importlib.import_module(script)
+    run, steps, _ = begin(module, parse_quiet(module, argv), rounds)
+    turns = [run.take(steps).step_ms for _ in range(rounds)]
+    run.count()
+    side = named(script, argv, run.args)
+    trainer, flop = run.trainer, run.flops
+    launched = kernels_of(trainer.trace(trainer.profile(PROFILED))["traceEvents"])
+    moved = group_bytes(trainer, module.NO_WORK).total()
+    ceilings = measure_ceilings(run.args, run.device)
+    del run, trainer
+    free_memory()
+    times = defaultdict(list)
+    for kernel in launched:
+        times[short_name(kernel.name), kernel.category].append(kernel.duration_ns / 1e3)
+    kernels = [
+        {"name": name, "category": category, "calls": len(us) / PROFILED, "us": sum(us) / PROFILED}
+        for (name, category), us in times.items()
+    ]
+    ms = statistics.median(turns)
+    gemm_ms, copy_ms = flop / ceilings.gemm_tflops / 1e9, moved / ceilings.copy_gb_per_s / 1e6
+    return {
+        **side,
+        **{"batch_ms": ms, "turns_ms": turns, "flop": flop, "bytes": moved},
+        **{"gemm_ms": gemm_ms, "copy_ms": copy_ms, "over_reference": ms / (gemm_ms + copy_ms)},
+        "ceilings": asdict(ceilings),
+        "kernels": sorted(kernels, key=lambda kernel: -kernel["us"]),
+    }
+
+
+def traffic(wanted: Wanted) -> Iterator[Part]:
+    """Rows of the study: what the operators of a step read and write, of each version."""
+    for precision, (name, shape) in of_models(wanted):
+        argv = [*shape.argv, *ARGUMENTS[precision]]
+        yield {"shape": name, "precision": precision}, partial(gigabytes, shape.model, argv)
+
+
+def gigabytes(model: str, argv: list[str]) -> list[dict]:
+    """A row with the GB per step of each version."""
+    moved = {}
+    for version in ALL_VERSIONS:
+        script = script_of(model, version)
+        module = importlib.import_module(script)
+        trainer = make_trainer(module, argv)
+        trainer.step()  # the first one does more
+        gb = group_bytes(trainer, module.NO_WORK).total() / 1e9
+        moved[version] = named(script, argv, trainer.args) | {"gb": gb}
+        del trainer
+        free_memory()
+    return as_rows(moved)
+
+
+# Beside Hugging Face's Llama
+
+
+def training_step(
+    forward: Callable, model: torch.nn.Module, batch: dict[str, Tensor], dtype: torch.dtype
+) -> Step:
+    """Forward under autocast, backward and optimizer, always on the same batch -> the loss."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True, capturable=GPU)
+
+    def step() -> Sequence[Tensor]:
+        with torch.autocast(DEVICE.type, dtype, enabled=dtype != torch.float32):
+            out = forward(**batch)
+        loss = out if isinstance(out, Tensor) else out.loss  # transformers gives more than the loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return (loss.detach(),)
+
+    return step
+
+
+def one_step(trainer, batch: dict[str, Tensor]) -> Sequence[Tensor]:
+    """A training step of a version's own trainer -> the loss."""
+    return (trainer.compute(batch),)
+
+
+def llama(wanted: Wanted) -> Iterator[Part]:
+    """Rows of the study: whole steps of V2 to V4, of Hugging Face's Llama, and that with Liger."""
+    for precision, (name, sizes) in itertools.product(wanted.precisions, LLAMAS.items()):
+        if not wanted.shapes or name in wanted.shapes:
+            names = {"shape": name, "precision": precision}
+            yield names, partial(llamas_in_turns, sizes, precision, wanted.rounds)
+
+
+def llamas_in_turns(sizes: list[str], precision: str, rounds: int) -> list[dict]:
+    """A row for each side.
+
+    Liger's loss asks the device for a number, which no graph can: that side is eager.
+    """
+    dtype, products = PRECISIONS[precision]
+    sides = {}
+    with matmul_precision(products):
+        for version in ("V4", "V3", "V2"):
+            module = importlib.import_module(script_of("tiny_llama", version))
+            if version == "V4":  # which has an optimizer of its own
+                argv = [*sizes, *ARGUMENTS[precision], "--disable-cuda-graph"]
+                trainer = make_trainer(module, argv)
+                sides["V4"] = partial(one_step, trainer, trainer.next_batch())
+                continue
+            args = module.parse_args(sizes)
+            ours = module.build_model(args, DEVICE)
+            batch = module.make_batches(args, DEVICE, args.seed).next_batch()
+            sides[version] = training_step(ours, ours, batch, dtype)
+        for side, made_fast in libraries_llamas().items():
+            model = hugging_face(ours)
+            sides[side] = training_step(made_fast(model), model, batch, dtype)
+            sides[side].eager = side == EAGER
+        return as_rows(steps_in_turns(sides, rounds))
+
+
+EAGER = "Liger, eager"
+
+
+def libraries_llamas() -> dict[str, Callable]:
+    """What is made of Hugging Face's Llama: all that is installed."""
+    if not optional("transformers"):
+        return {}
+    theirs = {"Hugging Face": lambda model: model, "Hugging Face compiled": torch.compile}
+    if optional("liger_kernel"):
+        without = partial(with_liger, fused_linear_cross_entropy=False)
+        theirs |= {EAGER: with_liger, "Liger but its loss": without}
+    return theirs
+
+
+def optional(package: str) -> bool:
+    """Is a library installed that a comparison can do without?"""
+    try:
+        importlib.import_module(package)
+    except ImportError as error:
+        print_notes("operations.py", f"{package} is left out ({error})")
+        return False
+    return True
+
+
+# in bf16 if nothing else is asked for
+STEPS = {"step": whole_step, "llama": llama, "traffic": traffic}
