@@ -33,13 +33,12 @@ import _root
 import argparse
 import math
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 
-from lab.cli import Parser, ToolError, documented_parser, program
+from lab.cli import Parser, ToolError, documented_parser, positive, program
 from lab.script import load_script, script_arguments
 from lab.show import Column, render
 from lab.turns import free_memory
@@ -47,7 +46,6 @@ from lab.turns import free_memory
 PROG = Path(__file__).name
 EAGER_STEPS = 2  # before a step is captured as a graph
 CURVE = 1e-3  # relative difference of losses
-QUIET = 5.0  # seconds between two lines of progress
 MISSING = "without a gradient"
 GRADIENT = "gradient of "
 COLUMNS = [
@@ -71,6 +69,7 @@ class Side:
         """A new Trainer with these weights; its batches are those of the first side."""
         import torch
 
+        free_memory()
         trainer = self.module.Trainer(self.args, self.module.prepare(self.args))
         trainer.model.load_state_dict(weights)
         host, seed = torch.device("cpu"), first.args.seed
@@ -86,20 +85,19 @@ def build_parser() -> Parser:
     parser.add_path("--baseline", "FILE", "version script whose values are expected", required=True)
     parser.add_path("--optimized", "FILE", "version script that is checked", required=True)
     limit = "limit, looser or tighter (default: 1e-3, for gradients 3e-3, below float32 0.05)"
-    parser.add_argument("--tolerance", type=float, metavar="X", help=limit)
+    parser.add_argument("--tolerance", type=positive(), metavar="X", help=limit)
     parser.add_count("--steps", 20, "of the loss curve")
     return parser
 
 
-def load_sides(args: argparse.Namespace, argv: Sequence[str]) -> tuple[Side, Side]:
+def load_sides(args: argparse.Namespace, argv: Sequence[str]) -> list[Side]:
     """Both scripts, and ToolError if they are not versions of one model."""
     import torch
 
-    paths = (args.baseline, args.optimized)
-    modules = [load_script(str(path)) for path in paths]
-    parsed = [script_arguments(module, argv, None)[1] for module in modules]
-    given = zip([path.name for path in paths], modules, parsed, strict=True)
-    sides = tuple(Side(*side) for side in given)
+    sides = []
+    for path in (args.baseline, args.optimized):
+        module = load_script(str(path))
+        sides.append(Side(path.name, module, script_arguments(module, argv, None)[1]))
     models = [side.module.build_model(side.args, torch.device("meta")) for side in sides]
     states = [model.state_dict().items() for model in models]
     shapes = [{name: tuple(value.shape) for name, value in state} for state in states]
@@ -110,17 +108,13 @@ def load_sides(args: argparse.Namespace, argv: Sequence[str]) -> tuple[Side, Sid
 
 
 def loss_curve(trainer, name: str, steps: int) -> list[float]:
-    """Losses of so many training steps; progress is on stderr."""
-    losses, began = [], time.monotonic()
-    shown = began
+    """Losses of so many training steps."""
+    print(f"{name}: {steps} training steps", file=sys.stderr)
+    losses = []
     for step in range(steps):
         if trainer.args.cuda_graph and step == EAGER_STEPS:
             trainer.capture()
         losses.append(float(trainer.step()))
-        if (now := time.monotonic()) > shown + QUIET:
-            left, shown = (now - began) / (step + 1) * (steps - step - 1), now
-            rest = f", {math.ceil(left)} s left" if left else ""
-            print(f"{name}: step {step + 1} of {steps}{rest}", file=sys.stderr)
     return losses
 
 
@@ -138,7 +132,7 @@ def line(what: str, judged: dict[str, tuple[float, float]]) -> dict:
 
 
 def compare_values(
-    sides: tuple[Side, Side], weights: dict, when: str, tolerance: float | None
+    sides: Sequence[Side], weights: dict, when: str, tolerance: float | None
 ) -> list[dict]:
     """Rows for outputs, loss and gradients at these weights.
 
@@ -147,20 +141,16 @@ def compare_values(
     first = sides[0]
 
     def make_trainer(args: argparse.Namespace):
-        free_memory()
         return replace(first, args=args).trainer(weights, first)
 
     print(f"comparing outputs and gradients {when} with float64", file=sys.stderr)
-    values = []
-    for side in sides:
-        values.append(side.module.values_of(side.trainer(weights, first)))
-        free_memory()
+    values = [side.module.values_of(side.trainer(weights, first)) for side in sides]
     judged = first.module.judged_values(first.args, make_trainer, values[1], tolerance)
     free_memory()
     gradients = {name: judged.pop(name) for name in list(judged) if name.startswith(GRADIENT)}
     loss = {"loss": judged.pop("loss")}
-    lines = [line(f"outputs {when}", judged), line(f"loss {when}", loss)]
-    lines.append(line(f"{len(gradients)} gradients {when}", gradients))
+    what = {"outputs": judged, "loss": loss, f"{len(gradients)} gradients": gradients}
+    lines = [line(f"{kind} {when}", found) for kind, found in what.items()]
     for side, found in zip(sides, values, strict=True):
         missing = [name for name, value in found.items() if bool(value.isnan().all())]
         if missing:
@@ -170,7 +160,7 @@ def compare_values(
     return lines
 
 
-def compare(sides: tuple[Side, Side], tolerance: float | None, steps: int) -> list[dict]:
+def compare(sides: Sequence[Side], tolerance: float | None, steps: int) -> list[dict]:
     """The rows of the table."""
     first, curves = sides[0], []
     weights = first.module.build_model(first.args, first.module.prepare(first.args)).state_dict()
@@ -193,8 +183,6 @@ def compare(sides: tuple[Side, Side], tolerance: float | None, steps: int) -> li
 
 def validate(args: argparse.Namespace, argv: Sequence[str]) -> int:
     """Print the table; returns the exit status."""
-    if args.tolerance is not None and not 0 < args.tolerance < math.inf:
-        raise ToolError(f"--tolerance must be above 0, not {args.tolerance}")
     sides = load_sides(args, argv)
     try:
         lines = compare(sides, args.tolerance, args.steps)

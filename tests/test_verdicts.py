@@ -120,7 +120,7 @@ def test_what_accuracy_cannot_be_checked_of_is_refused():
     for argv, words in (
         ([*both, "tiny_openfold_v1.py"], "different models"),
         ([*both, "../version2/tiny_llama_v2.py"], "no such file"),
-        ([*both, "tiny_llama_v2.py", "--tolerance", "nan"], "--tolerance must be above 0"),
+        ([*both, "tiny_llama_v2.py", "--tolerance", "nan"], "--tolerance: must be above 0"),
         ([*both, "tiny_llama_v2.py", "--verify-accuracy"], "--verify-accuracy does not fit here"),
         ([*both, "tiny_llama_v2.py", "--num-blocks", "1"], "unrecognized arguments: --num-blocks"),
     ):
