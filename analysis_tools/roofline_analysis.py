@@ -38,9 +38,8 @@ import _root
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 
 from lab.cli import Parser, ToolError, print_notes, program
@@ -96,49 +95,43 @@ def measure_script(
     return result, rows
 
 
-def write(output: Path, content: dict, picture: Callable[[Path], None]) -> None:
+def write(output: Path, content: dict, title: str, points: dict, ceilings: Ceilings) -> None:
     """All three files."""
-    picture(output / f"{NAME}.png")
+    roofline.draw(output / f"{NAME}.png", title, points, ceilings, bandwidths=True)
     write_csv(output / f"{NAME}.csv", content["rows"])
     write_text(output / f"{NAME}.json", json.dumps(content, indent=1) + "\n")
-    files = (str(output / f"{NAME}.{ending}") for ending in ("csv", "json", "png"))
-    print(f"Written: {', '.join(files)}")
+    print(f"Written: {', '.join(str(output / f'{NAME}.{end}') for end in ('csv', 'json', 'png'))}")
 
 
-def analyse_scripts(scripts: Sequence[str], argv: Sequence[str], output: Path) -> int:
-    """Measure one script after the other; returns the exit status."""
+def analyse_scripts(scripts: Sequence[str], argv: Sequence[str], output: Path) -> None:
+    """Measure one script after the other."""
     output.mkdir(parents=True, exist_ok=True)
-    results, rows, ceilings = [], [], None
+    results, rows, ceilings = [], {}, None
     for name in scripts:
         result, found = measure_script(name, argv, output, ceilings)
         ceilings = ceilings or Ceilings(**result["ceilings"])  # same arguments, same precision
         results.append(result)
-        rows += found
-    names = [result["script"] for result in results]
-    first = results[0]
-    title = f"{', '.join(names)}: a training step on {first['environment']['device_name']}"
+        rows[result["script"]] = found
+    every, first = [row for found in rows.values() for row in found], results[0]
+    title = f"{', '.join(rows)}: a training step on {first['environment']['device_name']}"
     print(f"{title}, batch size {first['training']['batch_size']}\n")
-    print(f"{roofline.table(rows, 'script')}\n")
+    print(f"{roofline.table(every, 'script')}\n")
     counted = "matrix products, counted on the unfused model"
     print(f"FLOP: {counted}; fused kernels, also our own, compute the same ones.")
-    for name in names:
-        mine = [row for row in rows if row["script"] == name]
-        flop, moved, ms = (sum(row[key] for row in mine) for key in ("flop", "bytes", "ms"))
+    for name, found in rows.items():
+        flop, moved, ms = (sum(row[key] for row in found) for key in ("flop", "bytes", "ms"))
         print(f"{name}: {flop / 1e9:.3f} GFLOP, {moved / 1e6:.2f} MB, {ms:.3f} ms in all groups")
     print(ceilings)
-    if any(getattr(sys.modules[name], "INTERPRETED", False) for name in names):
+    if any(getattr(sys.modules[name], "INTERPRETED", False) for name in rows):
         why = "the times say nothing about them"
         print_notes(PROG, f"Triton kernels ran in an interpreter here: {why}")
-    before = {name: f"{name} " * (len(names) > 1) for name in names}
-    points = {before[row["script"]] + row["group"]: row for row in rows}
-    content = {"schema_version": 1, "runs": results, "rows": rows}
-    picture = {"title": title, "rows": points, "ceilings": ceilings, "bandwidths": True}
-    write(output, content, partial(roofline.draw, **picture))
-    return 0
+    points = {f"{row['script']} " * (len(rows) > 1) + row["group"]: row for row in every}
+    content = {"schema_version": 1, "runs": results, "rows": every}
+    write(output, content, title, points, ceilings)
 
 
-def analyse_rocprof_compute(directory: Path, output: Path) -> int:
-    """Turn a profile of rocprof-compute into the same files; returns the exit status."""
+def analyse_rocprof_compute(directory: Path, output: Path) -> None:
+    """Turn a profile of rocprof-compute into the same files."""
     if not directory.is_dir():
         raise ToolError(f"{directory}: no such directory")
     gpu, ceilings, rows = read_rocprof_compute(directory)
@@ -147,22 +140,22 @@ def analyse_rocprof_compute(directory: Path, output: Path) -> int:
     print(f"{roofline.table(first, 'kernel')}\n\nAll kernels: {len(rows)}; {counted}.")
     gemm = f"{cell(ceilings.gemm_tflops, '.3f', ' TFLOP/s')} ({ceilings.precision})"
     print(f"Ceilings of roofline.csv: {gemm}, {ceilings.copy_gb_per_s:.1f} GB/s (HBM)")
-    labels = {f"{i} {short_name(row['kernel'], 40)}": row for i, row in enumerate(first, 1)}
+    points = {f"{i} {short_name(row['kernel'], 40)}": row for i, row in enumerate(first, 1)}
     title = f"kernels of {directory} by rocprof-compute's counters"
     content = {"schema_version": 1, "source": str(directory), "ceilings": asdict(ceilings)}
-    picture = {"title": title, "rows": labels, "ceilings": ceilings, "bandwidths": True}
-    write(output, content | {"rows": rows}, partial(roofline.draw, **picture))
-    return 0
+    write(output, content | {"rows": rows}, title, points, ceilings)
 
 
 def analyse(args: argparse.Namespace, argv: Sequence[str]) -> int:
     """Measure scripts or read a profile; returns the exit status."""
     drawing()  # before anything is measured
     if not args.from_rocprof_compute:
-        return analyse_scripts(args.scripts or [args.script], argv, args.output)
-    if argv:
+        analyse_scripts(args.scripts or [args.script], argv, args.output)
+    elif argv:
         raise ToolError(f"--from-rocprof-compute runs no script: {argv[0]} has no meaning here")
-    return analyse_rocprof_compute(args.from_rocprof_compute, args.output)
+    else:
+        analyse_rocprof_compute(args.from_rocprof_compute, args.output)
+    return 0
 
 
 def build_parser() -> Parser:
@@ -174,8 +167,7 @@ def build_parser() -> Parser:
     what.add_argument("--scripts", nargs="+", metavar="FILE", help=several)
     profile = {"type": Path, "metavar": "DIR", "help": "read a profile, run nothing"}
     what.add_argument("--from-rocprof-compute", **profile)
-    there = {"type": Path, "default": Path(NAME), "metavar": "DIR"}
-    parser.add_argument("--output", **there, help="(default: ./%(default)s)")
+    parser.add_path("--output", "DIR", default=Path(NAME))
     return parser
 
 
