@@ -28,16 +28,14 @@ import importlib.util
 import itertools
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 from lab import study
 from lab.cli import Parser, ToolError, at_least, print_notes, program, several
-from lab.comparison import beside_first, versions_in_turns
+from lab.comparison import Sides, beside_first, versions_part
 from lab.files import ROOT
-from lab.script import load_script, parser_around, script_arguments
+from lab.script import parser_around
 from lab.show import Column, range_of_speeds, render
-from lab.turns import graph_of
 
 PROG = Path(__file__).name
 METRICS = ("throughput", "memory", "accuracy")
@@ -50,9 +48,9 @@ def build_parser() -> Parser:
     parser = parser_around(PROG, __doc__, "tiny_llama_v2.py", "the scripts")
     add, sizes = parser.add_argument, {"type": several(at_least(1)), "metavar": "N,N"}
     metrics = {"type": several(among=METRICS), "default": METRICS, "metavar": "M,M"}
-    families = {"choices": ("llama", "openfold"), "default": "llama"}
+    families = {"choices": ("llama", "openfold"), "default": "llama", "help": "(default: llama)"}
     add("--models", type=several(), default=["v1", "v2"], metavar="V,V", help="(default: v1,v2)")
-    add("--family", **families, help="(default: %(default)s)")
+    add("--family", **families)
     add("--batch-sizes", **sizes, default=[4, 8], help="(default: 4,8)")
     add("--seq-lengths", **sizes, default=[128, 256], help="(default: 128,256)")
     add("--metrics", **metrics, help=f"(default: {','.join(METRICS)})")
@@ -61,7 +59,7 @@ def build_parser() -> Parser:
     return parser
 
 
-def scripts_of(args: argparse.Namespace) -> dict[str, tuple[str, list[str]]]:
+def scripts_of(args: argparse.Namespace) -> Sides:
     """Each side's script and what it adds to the arguments."""
     there = sorted(path.stem.rpartition("_")[2] for path in ROOT.glob(f"tiny_{args.family}_v*.py"))
     if unknown := [model for model in args.models if model not in there]:
@@ -85,12 +83,9 @@ def measure(args: argparse.Namespace, argv: Sequence[str]) -> Path:
     scripts, parts = scripts_of(args), []
     for batch, length in itertools.product(args.batch_sizes, args.seq_lengths):
         asked = [*argv, "--batch-size", str(batch), "--seq-len", str(length)]
-        sides = {name: (s, graph_of([*asked, *more])) for name, (s, more) in scripts.items()}
-        for script, options in sides.values():  # what does not fit is said before all else
-            module = sys.modules[script] if script in sys.modules else load_script(f"{script}.py")
-            script_arguments(module, options, None)
-        work = partial(versions_in_turns, sides, args.rounds, "accuracy" in args.metrics)
-        parts.append(({"batch_size": batch, "seq_len": length}, work))
+        sides = {name: (script, [*asked, *more]) for name, (script, more) in scripts.items()}
+        names, losses = {"batch_size": batch, "seq_len": length}, "accuracy" in args.metrics
+        parts.append(versions_part(names, sides, args.rounds, losses=losses))
     settings = {"models": [*scripts], "metrics": [*args.metrics], "rounds": args.rounds}
     study.measure_study(path, parts, keep=True, family=args.family, argv=[*argv], **settings)
     return path

@@ -27,17 +27,14 @@ import argparse
 import itertools
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 from lab.cli import Parser, ToolError, documented_parser, print_notes, program
-from lab.comparison import beside_first, versions_in_turns
-from lab.files import ROOT, write_text
+from lab.comparison import beside_first, versions_part
+from lab.files import write_text
 from lab.results import differences, load_run
-from lab.script import load_script, script_arguments
 from lab.show import Column, drawing, rate, render, save_figure
 from lab.study import by_side, check_failed, heading, measure_study, read_study, unit_of
-from lab.turns import graph_of
 
 PROG = Path(__file__).name
 MODELS = ("tiny_llama", "tiny_openfold")
@@ -76,12 +73,8 @@ def measured(
         print_notes(PROG, f"no GPU: V1 and V2 only, {left_out}; at the default sizes it takes long")
     parts = []
     for model in models:
-        there = [v for v in VERSIONS if v in wanted and (ROOT / f"{model}_{v}.py").is_file()]
-        for version in there:  # what does not fit is said before anything is measured
-            script_arguments(load_script(f"{model}_{version}.py"), argv, None)
-        sides = {version.upper(): (f"{model}_{version}", graph_of(argv)) for version in there}
-        work = partial(versions_in_turns, sides, args.rounds, more=LOSS_STEPS)
-        parts.append(({"model": model}, work))
+        sides = {v.upper(): (f"{model}_{v}", [*argv]) for v in VERSIONS if v in wanted}
+        parts.append(versions_part({"model": model}, sides, args.rounds, more=LOSS_STEPS))
     path = args.output_dir / "versions.json"
     settings = {"rounds": args.rounds, "versions": sorted(wanted), "argv": [*argv]}
     measure_study(path, parts, keep=True, **settings)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import statistics
+import sys
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 from lab.results import Run
+from lab.script import load_script, script_arguments
 from lab.show import Column, ended, rate, render
-from lab.study import as_rows
-from lab.turns import in_turns, ratios, short_run, speeds, spread
+from lab.study import Part, as_rows
+from lab.turns import graph_of, in_turns, ratios, short_run, speeds, spread
+
+Sides = dict[str, tuple[str, list[str]]]  # script and arguments of each side, by its name
 
 PHASES = ("forward", "backward", "optimizer", "graph")
 MEASURED = {
@@ -24,11 +29,20 @@ MEASURED = {
 }
 
 
+def versions_part(names: dict, sides: Sides, rounds: int, **more: object) -> Part:
+    """A part of a study: `versions_in_turns` of these sides, as graphs where there is a GPU.
+
+    What does not fit in the arguments of a script is said now, before anything is measured.
+    """
+    sides = {name: (script, graph_of(argv)) for name, (script, argv) in sides.items()}
+    for script, argv in sides.values():  # one that is no file is loaded already
+        module = sys.modules[script] if script in sys.modules else load_script(f"{script}.py")
+        script_arguments(module, argv, None)
+    return names, partial(versions_in_turns, sides, rounds, **more)
+
+
 def versions_in_turns(
-    sides: dict[str, tuple[str, list[str]]],
-    rounds: int,
-    losses: bool = True,
-    more: Sequence[str] = (),
+    sides: Sides, rounds: int, losses: bool = True, more: Sequence[str] = ()
 ) -> list[dict]:
     """A row for each side of `in_turns`; with `losses` it has the last loss of a run by itself, for
     which `more` stands before the arguments of the side."""
