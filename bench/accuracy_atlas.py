@@ -32,7 +32,6 @@ import _root
 
 import argparse
 import importlib.util
-import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -43,6 +42,7 @@ import torch
 from torch import Tensor, nn
 
 from bench.sizes import ALL_VERSIONS, PRECISIONS, script_of
+from lab.accuracy import relative_error
 from lab.cli import Parser, ToolError, at_least, documented_parser, print_notes, program
 from lab.script import load_script
 from lab.show import Column, render
@@ -62,7 +62,6 @@ PARTS = {
 LENGTHS = {"plain": 96, "outlier": 96, "large logits": 96, "odd": 61}  # of the parts in each case
 SUBJECTS = (*SIZES, *PARTS)
 OUTLIER = 5  # the channel
-HUGE = sys.float_info.max  # what JSON has for infinity
 QUERY_AND_KEY = ("q_proj.weight", "k_proj.weight", "linear_q.weight", "linear_k.weight")
 # what the first block reads
 EMBEDDINGS = ("embed_tokens.weight", "linear_relpos.weight", "linear_msa_m.weight")
@@ -239,15 +238,11 @@ def part_side(
 
 def with_cuequivariance(part: nn.Module) -> Callable[[Tensor], Tensor]:
     """NVIDIA's operation with the parameters of V1's part."""
-    from lab.baselines import JOINED, cuequivariance
+    from lab.baselines import cuequivariance, joined
 
     def multiplication(pair: Tensor) -> Tensor:
-        joined = {}
-        for (name, modules), kind in itertools.product(JOINED.items(), ("weight", "bias")):
-            parameters = [part.get_parameter(f"{module}.{kind}") for module in modules]
-            joined[f"{name}_{kind}"] = torch.cat(parameters)
         operation = cuequivariance("triangle_multiplicative_update")
-        return operation(pair, direction="outgoing", **joined)
+        return operation(pair, direction="outgoing", **joined(part.get_parameter))
 
     def attend(x: Tensor, bias: Tensor, present: None) -> Tensor:  # no padding here
         linears = part.linear_q, part.linear_k, part.linear_v, part.linear_g
@@ -294,39 +289,20 @@ def parts(
 # Errors
 
 
-def norms(value: Tensor, dim: int | None) -> Tensor:
-    """Of the rows or columns along a dimension; without one of the whole tensor, [1]."""
-    return value.norm().reshape(1) if dim is None else value.norm(dim=dim)
-
-
-def relative(
-    error: Tensor, exact: Tensor, rounding: Tensor | None, dim: int | None
-) -> tuple[float, str]:
-    """The largest error of a tensor's lines along `dim`, and which.
-
-    What is not a number is larger than any.
-    """
-    floor = 1e-300 if rounding is None else 10 * float(norms(rounding, dim).square().mean().sqrt())
-    scale = norms(exact, dim).clamp(min=max(floor, 1e-300))
-    errors = (norms(error, dim) / scale).nan_to_num(nan=HUGE)
-    place = int(errors.argmax())
-    return float(errors[place]), {None: "", 0: f"[:, {place}]", 1: f"[{place}]"}[dim]
-
-
 def errors_of(values: Values, exact: Values, baseline: Values) -> dict:
     """Of outputs and loss the worst error, of gradients that of each parameter and of each one's
     rows and columns."""
     found = {}
     for what in ("outputs", "loss"):
         pairs = [(values[what][name], value) for name, value in exact[what].items()]
-        errors = (relative(value - right, right, None, None)[0] for value, right in pairs)
+        errors = (relative_error(value - right, right)[0] for value, right in pairs)
         found[what] = max(errors, default=None)
     found |= {"parameters": {}, "lines": {}}
     for name, value in exact["gradients"].items():
         error, rounding = (side["gradients"][name] - value for side in (values, baseline))
-        found["parameters"][name], _ = relative(error, value, rounding, None)
+        found["parameters"][name], _ = relative_error(error, value, rounding)
         dims = (0, 1) if value.dim() == 2 else (None,)
-        found["lines"][name] = max(relative(error, value, rounding, dim) for dim in dims)
+        found["lines"][name] = max(relative_error(error, value, rounding, dim) for dim in dims)
     return found
 
 

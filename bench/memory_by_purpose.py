@@ -19,10 +19,11 @@ import _root
 
 import argparse
 import gc
-import json
 import re
 import sys
 from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -31,9 +32,9 @@ from torch import Tensor, nn
 
 from bench.sizes import SHAPES
 from lab.cli import Parser, ToolError, documented_parser, program
-from lab.files import write_text
 from lab.script import load_script
 from lab.show import Column, render
+from lab.study import Part, measure_study
 from lab.turns import free_memory, make_trainer
 
 PROG = Path(__file__).name
@@ -123,6 +124,8 @@ def measure(module: ModuleType, argv: list[str]) -> dict:
     trainer.synchronize()
     named["rest"] = held - sum(named.values())
     peak = torch.cuda.max_memory_allocated() if GPU else None
+    del trainer, kept, loss, state
+    free_memory()
     return {
         "script": module.SCRIPT,
         "argv": argv,
@@ -153,25 +156,22 @@ def table(rows: list[dict]) -> str:
     return render(columns, rows)
 
 
-def measure_all(args: argparse.Namespace) -> int:
-    """Measure, write and print; returns the exit status."""
-    rows = []
-    for shape in args.only or list(STUDY)[1:]:
+def study(shapes: Sequence[str]) -> Iterator[Part]:
+    """Rows of the study: each version at each of these shapes."""
+    for shape in shapes:
         model, versions = STUDY[shape]
         for version in versions:
             module = load_script(f"{model}_v{version}.py")
-            names = {"shape": shape, "version": f"V{version}"}
-            try:
-                row = measure(module, [*SHAPES[shape].argv, "--use-amp"])
-            except torch.OutOfMemoryError as error:
-                raise ToolError(
-                    "out of memory: choose a smaller shape with --only", status=3
-                ) from error
-            rows.append(names | row)
-            free_memory()
-    environment = module.environment(torch.device("cuda" if GPU else "cpu"))
-    study = {"environment": environment, "rows": rows}
-    write_text(args.output, json.dumps(study, indent=1) + "\n")
+            argv = [*SHAPES[shape].argv, "--use-amp"]
+            yield {"shape": shape, "version": f"V{version}"}, partial(measure, module, argv)
+
+
+def measure_all(args: argparse.Namespace) -> int:
+    """Measure, write and print; returns the exit status."""
+    try:
+        rows = measure_study(args.output, study(args.only or list(STUDY)[1:]))
+    except torch.OutOfMemoryError as error:
+        raise ToolError("out of memory: choose a smaller shape with --only", status=3) from error
     print(table(rows))
     return 0
 

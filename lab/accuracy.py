@@ -1,4 +1,4 @@
-"""Is a result right? It is compared with the same in float64, element by element.
+"""Is a result right? It is compared with the same in float64: element by element, or by norms.
 
 In a notebook, for a kernel of one's own:
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -100,6 +101,26 @@ def checked(*differences: Difference) -> Report:
     if wrong := [str(one) for one in differences if not one.right]:
         raise ToolError("; ".join(wrong), status=1)
     return Report(differences)
+
+
+def relative_error(
+    error: Tensor, exact: Tensor, rounding: Tensor | None = None, dim: int | None = None
+) -> tuple[float, str]:
+    """The largest error over the norm of what is exact, of the lines of a matrix along `dim` or of
+    the whole tensor, and which line has it.
+
+    No norm counts for less than ten times the root mean square of the same of `rounding`. What is
+    not a number is larger than any, but a number, as JSON wants it.
+    """
+
+    def norms(value: Tensor) -> Tensor:
+        return value.norm().reshape(1) if dim is None else value.norm(dim=dim)
+
+    floor = 0.0 if rounding is None else 10 * norms(rounding).square().mean().sqrt().item()
+    errors = norms(error) / norms(exact).clamp(min=max(floor, 1e-300))
+    errors = errors.nan_to_num(nan=sys.float_info.max)
+    place = int(errors.argmax())
+    return float(errors[place]), {None: "", 0: f"[:, {place}]", 1: f"[{place}]"}[dim]
 
 
 @contextlib.contextmanager

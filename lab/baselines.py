@@ -170,6 +170,15 @@ JOINED = {  # arguments of triangle_multiplicative_update, and the modules of ou
 }
 
 
+def joined(parameter: Callable[[str], Tensor]) -> dict[str, Tensor]:
+    """The weights and biases of that operation, out of those of ours by their names."""
+    return {
+        f"{name}_{kind}": torch.cat([parameter(f"{part}.{kind}") for part in parts])
+        for name, parts in JOINED.items()
+        for kind in ("weight", "bias")
+    }
+
+
 class JoinedTriangle(nn.Module):
     """NVIDIA's fused operation with the weights of our module: joined here and once, as its
     interface wants them.
@@ -182,10 +191,8 @@ class JoinedTriangle(nn.Module):
     def __init__(self, weights: Mapping[str, Tensor], direction: str, dtype: torch.dtype):
         super().__init__()
         self.direction, self.operation = direction, cuequivariance("triangle_multiplicative_update")
-        for name, parts in JOINED.items():
-            for kind in ("weight", "bias"):
-                joined = torch.cat([weights[f"{part}.{kind}"] for part in parts]).to(dtype)
-                self.register_parameter(f"{name}_{kind}", nn.Parameter(joined))
+        for name, value in joined(weights.__getitem__).items():
+            self.register_parameter(name, nn.Parameter(value.to(dtype)))
 
     def forward(self, pair: Tensor, residues: None = None) -> Tensor:
         """pair [B, N, N, c_z] without padding -> update of pair."""

@@ -339,7 +339,7 @@ class Row:
     # of exercises
     what: str = None
     more: dict[str, str] = None  # columns of this exercise alone
-    # of bench/random_sizes.py
+    # of tools/random_sizes.py
     outcomes: dict[str, int] = None  # cases by how they ended
     difference: float = None  # of losses from V1's, at most
     # of bench/find_fusions.py, by level of fusion and by side

@@ -1,4 +1,4 @@
-"""bench/random_sizes.py: what it says of cases that pass, are refused, fail or hang."""
+"""tools/random_sizes.py: what it says of cases that pass, are refused, fail or hang."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from conftest import captured, load, words
 
-from bench import random_sizes
+from tools import random_sizes
 
 
 def case(kind: str, version: str, argv: str) -> random_sizes.Case:

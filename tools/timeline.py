@@ -64,12 +64,16 @@ class Trace:
         """Begin and end of the ranges of this name, which a step has one of."""
         return [(r.start, r.end) for r in ranges_of(self.events, [name])]
 
-    def of_step(self) -> list[dict]:
-        """The kernels that the chosen step launched."""
+    def step(self) -> tuple[float, float]:
+        """Begin and end of the chosen step."""
         marks = self.steps("data")
         if len(marks) <= STEP + 1:
             raise ToolError(f"{self.path}: fewer than {STEP + 2} steps in it")
-        begin, end = marks[STEP][0], marks[STEP + 1][0]
+        return marks[STEP][0], marks[STEP + 1][0]
+
+    def of_step(self) -> list[dict]:
+        """The kernels that the chosen step launched."""
+        begin, end = self.step()
         return [
             k
             for k in self.kernels

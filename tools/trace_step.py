@@ -21,10 +21,10 @@ import json
 import sys
 from pathlib import Path
 
-from lab.cli import Parser, ToolError, documented_parser, program
+from lab.cli import Parser, documented_parser, program
 from lab.files import write_file
 from lab.profile.kernels import ON_GPU, complete
-from tools.timeline import STEP, Trace
+from tools.timeline import Trace
 
 PROG = Path(__file__).name
 HOST = {"cpu_op", "user_annotation", "cuda_runtime", "cuda_driver"}
@@ -34,10 +34,7 @@ KEPT = {"correlation", "stream", "grid", "block", "registers per thread", "share
 
 def one_step(trace: Trace) -> list[dict]:
     """The events of the chosen step, and the names of all threads."""
-    marks = trace.steps("data")
-    if len(marks) <= STEP + 1:
-        raise ToolError(f"{trace.path}: fewer than {STEP + 2} steps in it")
-    begin, end = marks[STEP][0], marks[STEP + 1][0]
+    begin, end = trace.step()
 
     def belongs(event: dict) -> bool:
         if event["cat"] in ON_GPU:

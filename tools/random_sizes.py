@@ -11,8 +11,8 @@ precision and version (V3 or V4) share compiled kernels, so one process has them
 first. After --seconds what is left is not run. Exit status 1 if a case failed.
 
 Examples:
-  python bench/random_sizes.py --output results/DIR/random_sizes.json
-  python bench/random_sizes.py --output other.json --seed 1 --cases 3000 --seconds 1500
+  python tools/random_sizes.py --output results/DIR/random_sizes.json
+  python tools/random_sizes.py --output other.json --seed 1 --cases 3000 --seconds 1500
 """
 
 from __future__ import annotations
