@@ -275,7 +275,6 @@ class Row:
     seed: int = None
     group: int = None  # of an ablation: which sides took turns
     operator: str = None
-    blocks: str = None
     script: str = None
     argv: list[str] = None
     # how it ended, unless it finished
