@@ -10,8 +10,7 @@ A finished search answers for all three targets. The same command goes on after 
 search with other settings needs another --output.
 
 Examples:
-  python analysis_tools/optimize_batch_size.py --target-memory-usage 0.8 --seq-len 128 \\
-      --optimization-target throughput
+  python analysis_tools/optimize_batch_size.py --seq-len 128 --optimization-target throughput
   python analysis_tools/optimize_batch_size.py --script tiny_openfold_v3.py --use-amp \\
       --output openfold.json
 """
@@ -110,8 +109,7 @@ def optimize(args: argparse.Namespace, argv: Sequence[str]) -> int:
     rows = [beside_memory(row, total) for row in measured]
     print(f"{heading(content, module.SCRIPT)}\n\n{table(rows, target)}\n", flush=True)
     check_failed(rows)
-    fitting = [row for row in rows if row["part"] and row["part"] <= target]
-    if not fitting:
+    if not (fitting := [row for row in rows if row["part"] and row["part"] <= target]):
         raise ToolError(f"even batch size 1 takes more than {target:.0%} of memory", status=3)
     print(answer(fitting, args.optimization_target))
     return 0
