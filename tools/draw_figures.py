@@ -927,7 +927,7 @@ def launch_timeline() -> Sheet:
         lane("host", y, 22, end, row["launches"], GREY)
         lane("GPU", y + 26, 34, end, row["kernels"])
     axis(middle - 40, longest(eager))
-    sheet.label(20, middle + 6, "One launch for the whole step: what fusion saves", weight="bold")
+    sheet.label(20, middle + 6, "One launch for the whole step: the GPU does not wait", weight="bold")
     for i, row in enumerate(graphs):
         y = middle + 30 + 52 * i
         sheet.label(20, y + 18, row["version"], weight="bold")
