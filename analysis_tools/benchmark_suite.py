@@ -21,14 +21,15 @@ Examples:
 
 from __future__ import annotations
 
-import _root
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the repository
 
 import argparse
 import importlib.util
 import itertools
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from lab import study
 from lab.cli import Parser, ToolError, at_least, print_notes, program, several

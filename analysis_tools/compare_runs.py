@@ -26,13 +26,14 @@ Examples:
 
 from __future__ import annotations
 
-import _root
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the repository
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from lab.cli import Parser, documented_parser, print_notes, program
 from lab.comparison import beside, runs_table

@@ -18,14 +18,15 @@ Examples:
 
 from __future__ import annotations
 
-import _root
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the repository
 
 import argparse
 import statistics
-import sys
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
 from lab import power
 from lab.cli import Parser, documented_parser, program

@@ -17,12 +17,13 @@ Examples:
 
 from __future__ import annotations
 
-import _root
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the repository
 
 import argparse
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from lab.batch_size import ROWS, memory_mb, search
 from lab.cli import Parser, ToolError, positive, program

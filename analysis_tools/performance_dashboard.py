@@ -26,15 +26,16 @@ Examples:
 
 from __future__ import annotations
 
-import _root
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the repository
 
 import argparse
 import itertools
 import json
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from lab.cli import Parser, ToolError, documented_parser, print_notes, program
 from lab.dashboard.panels import Found, Panel, found_panels, only, read

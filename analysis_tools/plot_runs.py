@@ -21,15 +21,16 @@ Examples:
 
 from __future__ import annotations
 
-import _root
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the repository
 
 import argparse
 import glob
 import statistics
-import sys
 from collections.abc import Sequence
 from fnmatch import fnmatch
-from pathlib import Path
 
 from lab.ablation import CONTROL
 from lab.cli import Parser, ToolError, documented_parser, print_notes, program

@@ -21,11 +21,12 @@ Examples:
 
 from __future__ import annotations
 
-import _root
-
-import argparse
 import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the repository
+
+import argparse
 
 from lab.cli import Parser, ToolError, documented_parser, positive, print_notes, program
 from lab.results import Entry, load_entries

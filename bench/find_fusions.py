@@ -14,15 +14,16 @@ Examples:
 
 from __future__ import annotations
 
-import _root
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the repository
 
 import argparse
 import statistics
-import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 
 from lab.cli import Parser, ToolError, documented_parser, needed, program
 

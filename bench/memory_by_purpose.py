@@ -15,16 +15,17 @@ Examples:
 
 from __future__ import annotations
 
-import _root
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the repository
 
 import argparse
 import gc
 import re
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from types import ModuleType
 
 import torch

@@ -21,15 +21,16 @@ Examples:
   python bench/operations.py table DIR       the tables, from what lies in DIR
 """
 
-import _root
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the repository
 
 import argparse
 import importlib
 import itertools
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 
 from lab.cli import needed
 

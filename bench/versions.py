@@ -24,18 +24,19 @@ Examples:
   python bench/versions.py table DIR      the tables, from what lies in DIR
 """
 
-import _root
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the repository
 
 import argparse
 import contextlib
 import importlib
 import itertools
-import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from unittest import mock
 
 from bench.several_gpus import ddp, join_processes, scaling

@@ -28,7 +28,10 @@ Examples:
   python slides/build.py --output DIR       the same into another folder
 """
 
-import _root
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the repository
 
 import datetime
 import io
@@ -36,13 +39,11 @@ import keyword
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 import zipfile
 from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import product
-from pathlib import Path
 
 from lab.cli import Parser, ToolError, documented_parser, program
 from lab.files import write_file

@@ -389,7 +389,7 @@ def test_only_one_exercise(run):
 def test_the_scratch_copy_has_what_git_has_or_would_take(tmp_path: Path):
     repository, sheet, logs = tmp_path / "repository", tmp_path / "sheet.md", tmp_path / "logs"
     shared = [f"lab/{name}.py" for name in ("__init__", "cli", "files", "script")]
-    for file in ("tools/_root.py", "tools/run_sheet.py", "tools/small_runs.py", *shared):
+    for file in ("tools/run_sheet.py", "tools/small_runs.py", *shared):
         (repository / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / file, repository / file)
     (repository / ".gitignore").write_text("ignored\n")

@@ -230,7 +230,7 @@ def test_a_full_device_is_one_line():
 # --- what is missing, and odd ways to start
 
 PROGRAMS = [
-    *(path for path in sorted((ROOT / "analysis_tools").glob("*.py")) if path.name != "_root.py"),
+    *sorted((ROOT / "analysis_tools").glob("*.py")),
     *sorted(ROOT.glob("run_*.py")),
     *(ROOT / name for name in ("bench/versions.py", "tools/tables.py", "tools/run_sheet.py")),
     ROOT / "exercises/performance_debugging/check_step.py",
@@ -261,14 +261,16 @@ def test_help_needs_no_package_and_no_docstring(program, without_packages):
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_programs_in_folders_import_in_one_way():
+def test_programs_in_folders_find_the_root_in_one_way():
     hidden = (".*", "tests")  # .venv and what else a participant keeps here
     rooms = [path for path in ROOT.iterdir() if not any(map(path.match, hidden))]
     programs = [file for path in rooms for file in (path, *path.rglob("*")) if file.suffix == ".py"]
-    assert len({file.read_text() for file in programs if file.name == "_root.py"}) == 1
+    line = r"sys\.path\.insert\(0, str\(Path\(__file__\)\.resolve\(\)\.parents\[(\d)\]\)\)"
     for file in programs:
-        if file.name != "_root.py":
-            assert not re.search(r"^sys\.path", file.read_text(), re.MULTILINE), file
+        changes = re.findall(r"^sys\.path.*", file.read_text(), re.MULTILINE)
+        for change in changes:
+            assert file.parents[int(re.match(line, change)[1])] == ROOT, file
+        assert len(changes) <= 1, file
 
 
 TRAINS = {

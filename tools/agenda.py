@@ -14,7 +14,10 @@ Examples:
 
 from __future__ import annotations
 
-import _root
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the repository
 
 import argparse
 import json
@@ -22,12 +25,10 @@ import os
 import platform
 import re
 import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass
 from functools import cache
 from itertools import groupby
-from pathlib import Path
 
 from lab.cli import Parser, ToolError, documented_parser, needed, program
 from lab.files import ROOT, read_json, write_text

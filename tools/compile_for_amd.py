@@ -44,7 +44,7 @@ from unittest import mock
 
 os.environ["TRITON_INTERPRET"] = "0"  # before anything imports Triton: kernels are to be compiled
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # without it Triton 3.9 prints a warning
-import _root
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the repository
 
 from lab.cli import needed
 from lab.files import ROOT

@@ -13,7 +13,10 @@ Examples:
 
 from __future__ import annotations
 
-import _root
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the repository
 
 import argparse
 import io
@@ -21,9 +24,7 @@ import itertools
 import json
 import math
 import statistics
-import sys
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 
 import matplotlib
 import matplotlib.ticker
@@ -927,7 +928,9 @@ def launch_timeline() -> Sheet:
         lane("host", y, 22, end, row["launches"], GREY)
         lane("GPU", y + 26, 34, end, row["kernels"])
     axis(middle - 40, longest(eager))
-    sheet.label(20, middle + 6, "One launch for the whole step: the GPU does not wait", weight="bold")
+    sheet.label(
+        20, middle + 6, "One launch for the whole step: the GPU does not wait", weight="bold"
+    )
     for i, row in enumerate(graphs):
         y = middle + 30 + 52 * i
         sheet.label(20, y + 18, row["version"], weight="bold")

@@ -15,7 +15,10 @@ Examples:
 
 from __future__ import annotations
 
-import _root
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the repository
 
 import argparse
 import os
@@ -23,13 +26,11 @@ import re
 import shlex
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NoReturn, TextIO
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported
@@ -111,7 +112,7 @@ def run_pytest(root: Path, argv: list[str], output: TextIO) -> NoReturn:
     sys.dont_write_bytecode = True
     sys.path[:] = [str(root), *(path for path in sys.path if not Path(path).is_relative_to(ROOT))]
     for name in [*sys.modules]:
-        if name.partition(".")[0] in ("_root", "lab", "tools"):
+        if name.partition(".")[0] in ("lab", "tools"):
             del sys.modules[name]
     status = 3
     try:

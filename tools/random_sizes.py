@@ -17,7 +17,10 @@ Examples:
 
 from __future__ import annotations
 
-import _root
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the repository
 
 import argparse
 import contextlib
@@ -29,7 +32,6 @@ import random
 import re
 import shlex
 import signal
-import sys
 import time
 import traceback
 from collections import deque
@@ -37,7 +39,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from multiprocessing.connection import Connection
-from pathlib import Path
 from queue import SimpleQueue
 from threading import Lock, Thread
 

@@ -14,12 +14,14 @@ Example:
 
 from __future__ import annotations
 
-import _root
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the repository
 
 import os
 import re
 import runpy
-import sys
 from collections.abc import Callable, Sequence
 
 from lab.script import DEFAULT_SCRIPT

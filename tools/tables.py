@@ -21,15 +21,16 @@ Examples:
 
 from __future__ import annotations
 
-import _root
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the repository
 
 import argparse
 import re
 import shlex
 import subprocess
-import sys
 from operator import itemgetter
-from pathlib import Path
 
 from lab.cli import Parser, ToolError, documented_parser, program
 from lab.files import ROOT, write_text

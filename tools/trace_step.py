@@ -13,13 +13,14 @@ Example:
 
 from __future__ import annotations
 
-import _root
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the repository
 
 import argparse
 import gzip
 import json
-import sys
-from pathlib import Path
 
 from lab.cli import Parser, documented_parser, program
 from lab.files import write_file

@@ -15,13 +15,14 @@ Examples:
 
 from __future__ import annotations
 
-import _root
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the root of the repository
 
 import json
 import statistics
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 from exercises.puzzles import checker
 from lab.cli import ToolError, needed, run_tool

@@ -16,12 +16,14 @@ s is not kept by the forward pass. It is computed again from gate, which is read
 Run: python exercises/build_a_fusion/swiglu_backward.py
 """
 
-import _root
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the root of the repository
 
 from exercises.puzzles.checker import Puzzle, main, normal
 
 # isort: split
-import sys
 
 import torch
 import torch.nn.functional as F

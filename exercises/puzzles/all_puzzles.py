@@ -8,10 +8,10 @@ Examples:
 
 from __future__ import annotations
 
-import _root
-
 import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the root of the repository
 
 from exercises.puzzles import checker
 from lab.cli import run_tool

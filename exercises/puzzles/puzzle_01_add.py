@@ -24,12 +24,14 @@ must be such a number, and a power of two. Here x has a multiple of BLOCK elemen
 Run: python exercises/puzzles/puzzle_01_add.py
 """
 
-import _root
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the root of the repository
 
 from exercises.puzzles.checker import Puzzle, main, normal
 
 # isort: split
-import sys
 
 import triton
 import triton.language as tl

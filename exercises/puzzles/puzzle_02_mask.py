@@ -17,12 +17,14 @@ from writing it. A *mask* does: a block of true and false, one for each address.
 Run: python exercises/puzzles/puzzle_02_mask.py
 """
 
-import _root
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the root of the repository
 
 from exercises.puzzles.checker import Puzzle, main, normal
 
 # isort: split
-import sys
 
 import triton
 import triton.language as tl

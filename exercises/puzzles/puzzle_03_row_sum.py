@@ -19,12 +19,14 @@ changes nothing: that is `other`.
 Run: python exercises/puzzles/puzzle_03_row_sum.py
 """
 
-import _root
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the root of the repository
 
 from exercises.puzzles.checker import Puzzle, main, normal
 
 # isort: split
-import sys
 
 import triton
 import triton.language as tl

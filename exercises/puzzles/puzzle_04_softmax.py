@@ -20,12 +20,14 @@ Which `other` changes neither a maximum nor a sum of exp?
 Run: python exercises/puzzles/puzzle_04_softmax.py
 """
 
-import _root
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the root of the repository
 
 from exercises.puzzles.checker import Puzzle, main, normal
 
 # isort: split
-import sys
 
 import torch
 import triton

@@ -19,12 +19,14 @@ The mean is over C channels, not over BLOCK of them.
 Run: python exercises/puzzles/puzzle_05_rms_norm.py
 """
 
-import _root
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the root of the repository
 
 from exercises.puzzles.checker import Puzzle, main, normal
 
 # isort: split
-import sys
 
 import torch
 import torch.nn.functional as F

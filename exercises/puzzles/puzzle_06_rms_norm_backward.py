@@ -26,12 +26,14 @@ rstd is cheaper to compute again than to read.
 Run: python exercises/puzzles/puzzle_06_rms_norm_backward.py
 """
 
-import _root
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the root of the repository
 
 from exercises.puzzles.checker import Puzzle, main, normal
 
 # isort: split
-import sys
 
 import torch
 import torch.nn.functional as F

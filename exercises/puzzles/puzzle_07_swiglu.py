@@ -21,12 +21,14 @@ This time a program has a *tile*: a block with two axes, some rows and some colu
 Run: python exercises/puzzles/puzzle_07_swiglu.py
 """
 
-import _root
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the root of the repository
 
 from exercises.puzzles.checker import Puzzle, main, normal
 
 # isort: split
-import sys
 
 import torch.nn.functional as F
 import triton

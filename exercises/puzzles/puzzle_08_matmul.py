@@ -20,12 +20,14 @@ Here M, N and K are multiples of the blocks, and no mask is needed.
 Run: python exercises/puzzles/puzzle_08_matmul.py
 """
 
-import _root
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the root of the repository
 
 from exercises.puzzles.checker import Puzzle, main, normal
 
 # isort: split
-import sys
 
 import torch
 import triton

@@ -17,12 +17,14 @@ a mask leaves out must add nothing to the product.
 Run: python exercises/puzzles/puzzle_09_matmul_bias_relu.py
 """
 
-import _root
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the root of the repository
 
 from exercises.puzzles.checker import Puzzle, main, normal
 
 # isort: split
-import sys
 
 import torch
 import triton

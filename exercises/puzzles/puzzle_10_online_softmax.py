@@ -19,12 +19,14 @@ A second loop reads the row again and writes exp(x - m) / s. Puzzle 11 does with
 Run: python exercises/puzzles/puzzle_10_online_softmax.py
 """
 
-import _root
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the root of the repository
 
 from exercises.puzzles.checker import Puzzle, main, normal
 
 # isort: split
-import sys
 
 import torch
 import triton

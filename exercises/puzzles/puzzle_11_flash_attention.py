@@ -26,12 +26,14 @@ so it is rescaled as s is, and divided by s at the end. With rescale = exp(m - n
 Run: python exercises/puzzles/puzzle_11_flash_attention.py
 """
 
-import _root
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the root of the repository
 
 from exercises.puzzles.checker import Puzzle, main, normal
 
 # isort: split
-import sys
 
 import torch
 import torch.nn.functional as F

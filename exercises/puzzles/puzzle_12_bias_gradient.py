@@ -23,12 +23,14 @@ from q, k and log_sum_exp, because that is cheaper than to keep it.
 Run: python exercises/puzzles/puzzle_12_bias_gradient.py
 """
 
-import _root
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the root of the repository
 
 from exercises.puzzles.checker import Puzzle, main, normal
 
 # isort: split
-import sys
 
 import torch
 import triton

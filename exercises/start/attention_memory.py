@@ -12,16 +12,17 @@ Examples:
 
 from __future__ import annotations
 
-import _root
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the root of the repository
 
 import json
 import math
 import os
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from pathlib import Path
 
 # otherwise the profiler writes lines of its own on stderr
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")

@@ -7,12 +7,13 @@ Examples:
 
 from __future__ import annotations
 
-import _root
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the root of the repository
 
 import os
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 from lab.cli import ToolError, at_least, documented_parser, needed
 

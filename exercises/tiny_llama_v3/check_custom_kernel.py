@@ -13,11 +13,12 @@ Examples:
 
 from __future__ import annotations
 
-import _root
-
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the root of the repository
+
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import NamedTuple
 from unittest import mock

@@ -12,13 +12,14 @@ Examples:
 
 from __future__ import annotations
 
-import _root
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the root of the repository
 
 import argparse
 import json
-import sys
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
 from lab.cli import ToolError, documented_parser, needed, print_notes, run_tool
 from lab.files import read_json, write_text

@@ -19,10 +19,12 @@ Example:
 
 from __future__ import annotations
 
-import _root
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the root of the repository
 
 import argparse
-import sys
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType

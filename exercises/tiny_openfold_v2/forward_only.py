@@ -13,13 +13,14 @@ Examples:
 
 from __future__ import annotations
 
-import _root
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the root of the repository
 
 import argparse
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 
 from lab.cli import Parser, needed, program, several
 from lab.script import load_script, parser_around, precision_of

@@ -15,14 +15,15 @@ Examples:
 
 from __future__ import annotations
 
-import _root
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the root of the repository
 
 import itertools
 import math
 import os
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 from lab.cli import at_least, documented_parser, needed
 

@@ -12,12 +12,13 @@ Examples:
 
 from __future__ import annotations
 
-import _root
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the root of the repository
 
 import json
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from unittest import mock
 
 from lab.cli import ToolError, documented_parser, needed, print_notes, run_tool

@@ -14,14 +14,15 @@ A file that is missing, cut off or of another format is one line on stderr and s
 
 from __future__ import annotations
 
-import _root
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the root of the repository
 
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 
 from lab.cli import ToolError
 from lab.profile.dispatches import (

@@ -9,11 +9,12 @@ package or device missing) was skipped.
 
 from __future__ import annotations
 
-import _root
-
-import json
 import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the root of the repository
+
+import json
 
 from lab.files import write_text
 from lab.show import Column, render

@@ -13,7 +13,10 @@ For environment_setup.sh:
 
 from __future__ import annotations
 
-import _root
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the root of the repository
 
 import argparse
 import dataclasses
@@ -28,10 +31,8 @@ import shlex
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
-from pathlib import Path
 
 from lab.cli import Parser, documented_parser
 from lab.files import ROOT

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-import _root
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # the root of the repository
 
 import torch
 from torch import Tensor
