@@ -300,7 +300,9 @@ BLOCKS: dict[str, str] = {
     "outer_product_backward": "BLOCK_M=64,BLOCK_N=128,BLOCK_S=64,num_warps=4,num_stages=3",
     "outer_product_backward float32": "BLOCK_M=32,BLOCK_N=64,BLOCK_S=128,num_warps=4,num_stages=3",
     "outer_product_backward hip": "BLOCK_M=64,BLOCK_N=64,BLOCK_S=64,num_warps=4,num_stages=3",
-    "outer_product_backward hip float32": "BLOCK_M=64,BLOCK_N=64,BLOCK_S=64,num_warps=8",
+    "outer_product_backward hip float32": (
+        "BLOCK_M=64,BLOCK_N=64,BLOCK_S=64,num_warps=8,num_stages=2"
+    ),
     "bias_relu_forward": "TILE=4096,num_warps=4",
     "bias_relu_backward": "TILE=4096,PROGRAMS=528,num_warps=4",
 }
