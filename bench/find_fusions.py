@@ -31,7 +31,7 @@ with needed():
     import torch
 
 from bench.models_for_find_fusions import MODELS
-from bench.versions import SHAPES
+from bench.sizes import SHAPES
 from lab.fusions import step as steps
 from lab.fusions.groups import Finding
 from lab.fusions.rates import Rates, measure_rates
