@@ -33,10 +33,10 @@ from collections.abc import Sequence
 
 from lab import study
 from lab.cli import Parser, ToolError, at_least, print_notes, program, several
-from lab.comparison import Sides, beside_first, versions_part
 from lab.files import ROOT
 from lab.script import parser_around
 from lab.show import Column, range_of_speeds, render
+from lab.study import Sides, beside_first, versions_part
 
 PROG = Path(__file__).name
 METRICS = ("throughput", "memory", "accuracy")

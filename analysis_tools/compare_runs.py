@@ -36,16 +36,17 @@ import json
 from collections.abc import Sequence
 
 from lab.cli import Parser, documented_parser, print_notes, program
-from lab.comparison import beside, runs_table
 from lab.files import write_text
-from lab.results import (
+from lab.records import (
     Run,
+    beside,
     by_name,
     check_family,
     differences,
     load_runs,
     precision,
     report_failed,
+    runs_table,
     unsteady,
 )
 from lab.show import write_csv

@@ -31,11 +31,19 @@ import itertools
 from collections.abc import Sequence
 
 from lab.cli import Parser, ToolError, documented_parser, print_notes, program
-from lab.comparison import beside_first, versions_part
 from lab.files import write_text
-from lab.results import differences, load_run
+from lab.records import differences, load_run
 from lab.show import Column, drawing, rate, render, save_figure
-from lab.study import by_side, check_failed, heading, measure_study, read_study, unit_of
+from lab.study import (
+    beside_first,
+    by_side,
+    check_failed,
+    heading,
+    measure_study,
+    read_study,
+    unit_of,
+    versions_part,
+)
 
 PROG = Path(__file__).name
 MODELS = ("tiny_llama", "tiny_openfold")

@@ -35,24 +35,22 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the 
 import argparse
 from collections.abc import Sequence
 
-from lab.ablation import (
-    GROUP,
-    SMALLEST_GROUP,
-    ablation,
-    by_shape,
-    effects_tables,
-    fusion_sets,
-    new_fusions,
-    sets_table,
-)
 from lab.cli import Parser, ToolError, print_notes, program, several
 from lab.script import add_script, load_script, parser_around, precision_of, script_arguments
 from lab.study import (
+    GROUP,
+    SMALLEST_GROUP,
+    ablation,
     add_study,
+    by_shape,
     check_failed,
+    effects_tables,
+    fusion_sets,
     heading,
     measure_study,
+    new_fusions,
     read_study,
+    sets_table,
     study_asked_for,
 )
 from lab.turns import graph_of

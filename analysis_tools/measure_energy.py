@@ -28,7 +28,7 @@ import statistics
 from collections.abc import Sequence
 from functools import partial
 
-from lab import power
+from lab import provenance
 from lab.cli import Parser, documented_parser, program
 from lab.script import load_script
 from lab.show import Column, render
@@ -59,7 +59,7 @@ def energy(modules: Sequence, argv: list[str], seconds: int, rounds: int) -> lis
         run.plan(rounds * steps[module.SCRIPT], "step")
     readings: dict[str, list[tuple[float, float, float]]] = {name: [] for name in runs}
     for _, name in alternating(runs, rounds):
-        readings[name].append(power.take_with_readings(runs[name], steps[name]))
+        readings[name].append(provenance.take_with_readings(runs[name], steps[name]))
     rows = []
     for name, run in runs.items():
         powers, clocks, times = zip(*readings[name], strict=True)
@@ -97,7 +97,7 @@ def table(rows: Sequence[dict]) -> str:
 def measure(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Measure and print the table; returns the exit status."""
     modules = [load_script(name) for name in args.scripts]
-    power.reading()  # before anything takes long
+    provenance.reading()  # before anything takes long
     argv = graph_of(rest)
     part = {"argv": argv}, partial(energy, modules, argv, args.seconds, args.rounds)
     scripts = [module.SCRIPT for module in modules]

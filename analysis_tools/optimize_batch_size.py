@@ -25,11 +25,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the 
 import argparse
 from collections.abc import Sequence
 
-from lab.batch_size import ROWS, memory_mb, search
 from lab.cli import Parser, ToolError, positive, program
 from lab.script import add_script, load_script, parser_around, script_arguments
 from lab.show import Column, cell, range_of_speeds, render
-from lab.study import check_failed, heading, measure_study, read_study
+from lab.study import SEARCH, check_failed, heading, measure_study, memory_mb, read_study, search
 from lab.turns import graph_of, speeds
 
 PROG = Path(__file__).name
@@ -105,7 +104,7 @@ def optimize(args: argparse.Namespace, argv: Sequence[str]) -> int:
     parts = search(path, module.SCRIPT, options, args.rounds, **limits)
     settings = {"script": module.SCRIPT, "argv": list(argv), "rounds": args.rounds, **limits}
     measure_study(path, parts, keep=True, **settings)
-    content = read_study(path, **ROWS)
+    content = read_study(path, **SEARCH)
     measured = sorted(content["rows"], key=lambda row: row["batch_size"])
     rows = [beside_memory(row, total) for row in measured]
     print(f"{heading(content, module.SCRIPT)}\n\n{table(rows, target)}\n", flush=True)

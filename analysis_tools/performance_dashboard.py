@@ -38,7 +38,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
 from lab.cli import Parser, ToolError, documented_parser, print_notes, program
-from lab.dashboard.panels import Found, Panel, found_panels, only, read
+from lab.dashboard import Found, Panel, found_panels, only, read
 from lab.files import ROOT, write_text
 
 PROG = Path(__file__).name

@@ -32,10 +32,9 @@ import statistics
 from collections.abc import Sequence
 from fnmatch import fnmatch
 
-from lab.ablation import CONTROL
 from lab.cli import Parser, ToolError, documented_parser, print_notes, program
 from lab.files import read_json
-from lab.results import (
+from lab.records import (
     check_family,
     differences,
     file_of_runs,
@@ -45,7 +44,7 @@ from lab.results import (
     split_name,
 )
 from lab.show import Column, cell, drawing, ended, render, save_figure, write_csv
-from lab.study import by_side, read_study
+from lab.study import CONTROL, by_side, read_study
 from lab.turns import ratios
 
 PROG = Path(__file__).name

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the 
 import argparse
 
 from lab.cli import Parser, ToolError, documented_parser, positive, print_notes, program
-from lab.results import Entry, load_entries
+from lab.records import Entry, load_entries
 from lab.show import Column, cell, ended, render
 
 PROG = Path(__file__).name

@@ -37,18 +37,22 @@ from dataclasses import replace
 from functools import partial
 
 from lab.cli import Parser, ToolError, documented_parser, program
-from lab.comparison import beside, runs_table
 from lab.files import write_text
 from lab.profile import reduction, roofline
-from lab.records import ForwardFlops, Rooflines, Steps, read
-from lab.results import (
+from lab.records import (
+    ForwardFlops,
+    Rooflines,
     Run,
+    Steps,
+    beside,
     check_family,
     differences,
     load_run,
     only_file,
     precision,
+    read,
     report_failed,
+    runs_table,
     unsteady,
 )
 from lab.show import Column, render

@@ -10,11 +10,10 @@ from pathlib import Path
 from bench.several_gpus import ddp_table, scaling_tables
 from bench.sizes import ALL_VERSIONS, MODES, VERSIONS, script_of
 from lab import records
-from lab.ablation import by_shape, costs_table, sets_table
 from lab.cli import ToolError
 from lab.profile.kernels import CATEGORIES
 from lab.show import Column, ended, render, side_columns
-from lab.study import by_side, read_rows
+from lab.study import by_shape, by_side, costs_table, read_rows, sets_table
 from lab.turns import speedup
 
 FINISHED = ("batch_ms", "turns_ms", "per_step")  # what a side has that finished

@@ -52,11 +52,10 @@ from bench.sizes import (
     sized,
 )
 from bench.version_tables import ABLATIONS, FASTEST, PADDED, SINGLE, TABLES, table
-from lab.ablation import ablation, fusion_sets, new_fusions
 from lab.cli import Parser, ToolError, documented_parser, program
 from lab.files import read_json
-from lab.results import Run
-from lab.study import Part, as_rows, check_failed, measure_study
+from lab.records import Run
+from lab.study import Part, ablation, as_rows, check_failed, fusion_sets, measure_study, new_fusions
 from lab.turns import all_measured, graph_of, in_turns, make_trainer, named, short_run
 
 PROG = Path(__file__).name

@@ -1,26 +1,45 @@
-"""Studies: rows that are measured one after the other, kept from the first on, and read again."""
+"""Studies: rows that are measured one after the other, kept from the first on, and read again; and
+what they show: versions side by side, and what each fusion is worth alone, last and on the whole.
+
+In an ablation a set is what is on of the fusions that vary. Sets take turns in groups, each of
+which also has none, all, and all a second time: how far that control is from all tells which
+differences are none. Effects are computed on the logarithms of times, where gains that multiply add
+up, and turn by turn; so they are ratios, above 1 where time is saved (two-level factorial design).
+"""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import json
 import math
+import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from functools import partial
 from pathlib import Path
+from types import ModuleType
 
 from lab.cli import Parser, ToolError
 from lab.files import write_text
 from lab.provenance import provenance, watched
 from lab.records import Study, read
-from lab.script import interpret_without_gpu
-from lab.turns import on_gpu
+from lab.script import interpret_without_gpu, load_script, script_arguments
+from lab.show import Column, ended, render
+from lab.turns import graph_of, in_turns, on_gpu, ratios, short_run, speeds, spread
 
 # what names a row, and what measures the rest of it, or of several
 Part = tuple[dict, Callable[[], dict | list[dict]]]
+Sides = dict[str, tuple[str, list[str]]]  # script and arguments of each side, by its name
+GROUP = 8  # sides that are in memory together
+SMALLEST_GROUP = 4  # none, all, the control and one more
+CONTROL = "all again"  # all of the fusions, built and captured a second time
+Set = tuple[str, ...]  # the fusions that are on
+Logs = dict[frozenset, dict[tuple[int, int], float]]  # of a set, by seed and turn
 
 
 def check_failed(rows: Iterable[dict]) -> None:
@@ -179,3 +198,443 @@ def heading(study: dict, script: str) -> str:
     environment, given = study["environment"], " ".join([script, *study.get("argv", [])])
     where = f"{environment.get('device_name')}, PyTorch {environment.get('torch')}"
     return f"{given} on {where}, {study.get('rounds')} turns"
+
+
+# --- versions
+
+
+def versions_part(names: dict, sides: Sides, rounds: int, **more: object) -> Part:
+    """A part of a study: `versions_in_turns` of these sides, as graphs where there is a GPU.
+
+    What does not fit in the arguments of a script is said now, before anything is measured.
+    """
+    sides = {name: (script, graph_of(argv)) for name, (script, argv) in sides.items()}
+    for script, argv in sides.values():  # one that is no file is loaded already
+        module = sys.modules[script] if script in sys.modules else load_script(f"{script}.py")
+        script_arguments(module, argv, None)
+    return names, partial(versions_in_turns, sides, rounds, **more)
+
+
+def versions_in_turns(
+    sides: Sides, rounds: int, losses: bool = True, more: Sequence[str] = ()
+) -> list[dict]:
+    """A row for each side of `in_turns`; with `losses` it has the last loss of a run by itself, for
+    which `more` stands before the arguments of the side."""
+    rows = in_turns(sides, rounds)
+    for name, (script, argv) in sides.items() if losses else ():
+        if "error" not in rows[name]:
+            try:
+                result = short_run(script, [*more, *argv])
+                rows[name]["final_loss"] = result["loss"].get("final")
+                if result["status"] == "oom":
+                    rows[name] |= {"status": "oom", "error": result["error"]}
+            except Exception as error:  # a row, as in turns
+                rows[name] |= {"status": "failed", "error": str(error).partition("\n")[0]}
+    return as_rows(rows)
+
+
+def beside_first(rows: Iterable[dict]) -> list[dict]:
+    """Rows with their rates, and what they are beside the first of them: `over_first`, how many
+    times as fast, with the range of turns where they took turns, and parts of memory and loss.
+
+    None where there is nothing to compare, as in the first.
+    """
+    first, *others = rows
+    found = []
+    for row in (first, *others):
+
+        def ratio(key: str, row: dict = row) -> float | None:
+            known = row is not first and row.get(key) and first.get(key)
+            return row[key] / first[key] if known else None
+
+        turns = row is not first and "turns_ms" in row and "turns_ms" in first
+        over = ratios(first, row) if turns else []
+        slower, loss = ratio("batch_ms"), ratio("final_loss")
+        beside = {
+            "over_first": statistics.median(over) if over else slower and 1 / slower,
+            "over_first_in_turns": spread(over) if over else None,
+            "memory_of_first": ratio("peak_mb"),
+            "loss_beside_first": None if loss is None else loss - 1,
+        }
+        found.append({**row, **(speeds(row) if "turns_ms" in row else {}), **beside})
+    return found
+
+
+# --- ablation of fusions
+
+
+def new_fusions(module: ModuleType) -> list[str]:
+    """Flags of the fusions that a version adds to the one beside it in its folder.
+
+    All, where there is none before.
+    """
+    path = Path(module.__file__)
+    before = path.with_name(f"{path.stem.removesuffix(str(module.VERSION))}{module.VERSION - 1}.py")
+    known = {flag for flag, *_ in load_script(str(before)).FUSIONS} if before.is_file() else set()
+    return [flag for flag, *_ in module.FUSIONS if flag not in known]
+
+
+def fusion_sets(fusions: Sequence[str], every: bool = False) -> list[Set]:
+    """None, each alone, all but each, and all; or every combination."""
+    number, sets = len(fusions), []
+    few = {0, min(1, number), max(0, number - 1), number}
+    for size in range(number + 1) if every else sorted(few):
+        found = list(itertools.combinations(fusions, size))
+        # the first one first lacks the first fusion
+        sets += reversed(found) if 1 < size == number - 1 else found
+    return sets
+
+
+def set_name(on: Set, fusions: Sequence[str]) -> str:
+    """A set in words."""
+    if len(on) in (0, len(fusions)):
+        return "all" if on else "none"
+    if len(on) == 1:
+        return f"only {on[0]}"
+    off = [fusion for fusion in fusions if fusion not in on]
+    return f"all but {off[0]}" if len(off) == 1 else " + ".join(on)
+
+
+def ablation(
+    script: str,
+    arguments: Mapping[str, Sequence[str]],
+    fusions: Sequence[str],
+    sets: Sequence[Set],
+    rounds: int,
+    seed: int = 42,
+    group: int = GROUP,
+    counted: bool = True,
+) -> list[Part]:
+    """Parts of a study: these sets in each precision that has arguments.
+
+    The sides of a part take turns; it has at most `group` of them, among them none of the fusions,
+    all of them, and the control. Kernels are not counted unless `counted`.
+    """
+    others, size = [on for on in sets if 0 < len(on) < len(fusions)], group - 3
+    groups, parts = [others[i : i + size] for i in range(0, len(others), size)] or [[]], []
+    numbered = enumerate(groups, 1)
+    for (precision, argv), (number, chosen) in itertools.product(arguments.items(), numbered):
+        names = {"precision": precision, "seed": seed, "group": number}
+        sides = {}
+        for on in (tuple(fusions), *chosen, ()):
+            flags = [f"--{'enable' if fusion in on else 'disable'}-{fusion}" for fusion in fusions]
+            sides[set_name(on, fusions)] = on, (script, [*argv, "--seed", str(seed), *flags])
+        sides[CONTROL] = sides["all"]  # last: as far from the first as any
+        parts.append((names, partial(speedups_over_unfused, sides, rounds, counted)))
+    return parts
+
+
+def speedups_over_unfused(
+    sides: dict[str, tuple[Set, tuple[str, list[str]]]], rounds: int, counted: bool
+) -> list[dict]:
+    """Measure each set in turns with none; a row has its speed-up over none, if both finished."""
+    measured = in_turns({name: side for name, (_, side) in sides.items()}, rounds, counted)
+    rows = []
+    for name, (on, _) in sides.items():
+        row = measured[name]
+        finished = "turns_ms" in row and "turns_ms" in measured["none"]
+        gain = statistics.median(ratios(measured["none"], row)) if finished else None
+        rows.append({"side": name, "on": [*on], **row, "speedup": gain})
+    return rows
+
+
+def log_speedups(rows: Iterable[dict]) -> Logs:
+    """Of each set and turn, the logarithm of its speed-up over none of its own group."""
+    rows = [row for row in rows if "turns_ms" in row and row.get("side") != CONTROL]
+    logs = defaultdict(dict)
+    none = {(row["seed"], row["group"]): row for row in rows if not row["on"]}
+    for row in rows:
+        if reference := none.get((row["seed"], row["group"])):
+            gains = enumerate(ratios(reference, row))
+            found = {(row["seed"], turn): math.log(gain) for turn, gain in gains}
+            logs[frozenset(row["on"])] |= found
+    return dict(logs)
+
+
+def over_all(rows: Iterable[dict], side: str, key: str = "turns_ms") -> list[float]:
+    """Times of a side over those of all fusions in the same turns, of each group that has both.
+
+    Peaks of memory are over the control's: what compiling leaves may count as the first side's.
+    """
+    reference = CONTROL if key == "peak_mb" else "all"
+    found = []
+    for sides in by_side(rows, "seed", "group").values():
+        pair = [sides.get(name, {}).get(key) for name in (side, reference)]
+        if all(pair):
+            pair = [value if isinstance(value, list) else [value] for value in pair]
+            found += [one / other for one, other in zip(*pair, strict=True)]
+    return found
+
+
+def noise(rows: Iterable[dict]) -> float | None:
+    """How far the control was from all at most, as a part of the time: less than that is no effect.
+
+    None without a control.
+    """
+    return max((abs(ratio - 1) for ratio in over_all(rows, CONTROL)), default=None)
+
+
+def effect(
+    logs: Logs, contrasts: Iterable[Mapping[frozenset, int]]
+) -> tuple[list[float], list[float]]:
+    """Ratios turn by turn, each the median of these contrasts (signs of sets), and the median of
+    each contrast.
+
+    Contrasts with a set that was not measured are left out; if none is left, both lists are empty.
+    """
+    contrasts = [contrast for contrast in contrasts if contrast.keys() <= logs.keys()]
+    turns_of = [set(logs[on]) for contrast in contrasts for on in contrast]
+    turns = sorted(set.intersection(*turns_of)) if turns_of else []
+    values = [
+        [sum(sign * logs[on][turn] for on, sign in c.items()) for turn in turns] for c in contrasts
+    ]
+    by_turn = [math.exp(statistics.median(column)) for column in zip(*values, strict=True)]
+    return by_turn, [math.exp(statistics.median(value)) for value in values] if turns else []
+
+
+def main_effect(logs: Logs, fusion: str) -> tuple[list[float], list[float]]:
+    """What a fusion gains: over all pairs of sets that differ in it alone."""
+    return effect(logs, [{on | {fusion}: 1, on: -1} for on in logs if fusion not in on])
+
+
+def interaction(logs: Logs, first: str, second: str) -> tuple[list[float], list[float]]:
+    """What two fusions gain together over the product of what each gains: above 1 they help."""
+    without = [on for on in logs if not on & {first, second}]
+    both = {first, second}
+    corners = [{on | both: 1, on | {first}: -1, on | {second}: -1, on: 1} for on in without]
+    return effect(logs, corners)
+
+
+def additivity(logs: Logs, fusions: Sequence[str]) -> str:
+    """One line: is the product of the gains of each fusion alone what all of them gain together?"""
+    alone, everything = [frozenset([fusion]) for fusion in fusions], frozenset(fusions)
+    gains = [effect(logs, [{on: 1}])[0] for on in (*alone, everything)]
+    over_product = effect(logs, [{everything: 1} | dict.fromkeys(alone, -1)])[0]
+    if len(fusions) < 2 or not over_product:
+        needed = "it takes two fusions, each alone, and all of them"
+        return f"Whether the gains are additive cannot be said: {needed}."
+    low, high = min(over_product), max(over_product)
+    answer = "are additive within the spread" if low <= 1 <= high else "are not additive"
+    if len(over_product) < 5:
+        answer = "may be additive or not, the turns are too few to tell"
+    *singles, together = map(statistics.median, gains)
+    found = f"each alone {math.prod(singles):.2f}x as a product, all together {together:.2f}x"
+    over = f"all over the product {low:.2f}x to {high:.2f}x in turns"
+    return f"The gains {answer} (on log times): {found}; {over}."
+
+
+def varying(rows: Iterable[dict]) -> list[str]:
+    """The fusions that vary in these rows."""
+    return max((row["on"] for row in rows), key=len)
+
+
+def sets_table(script: str, rows: Sequence[dict], wide: bool = False) -> str:
+    """Kernels, time and speed-up over none of each set in each precision.
+
+    `wide`: memory and the range of turns, too.
+    """
+    unit = unit_of(rows)
+    rows = sorted(rows, key=lambda row: len(row["on"]))
+    sets = {row["side"]: {"name": row["side"]} for row in rows}  # and its rows of each precision
+    for row in rows:
+        sets[row["side"]].setdefault(row["precision"], []).append(row)
+    columns = [Column(script, "name")]
+    for precision in dict.fromkeys(row["precision"] for row in rows):
+        counted = any("per_step" in row for row in rows if row["precision"] == precision)
+        columns += [
+            *[Column(f"{precision} peak MB", median_of(precision, "peak_mb"), ".1f")] * wide,
+            *[Column(f"{precision} {unit}", median_of(precision, "per_step"), ".10g")] * counted,
+            Column(f"{precision} ms per step", median_of(precision, "batch_ms"), ".2f"),
+            Column(f"{precision} speed-up", partial(gain_or_end, precision), ".2f", "x"),
+        ]
+        if wide:
+            logs = log_speedups(row for row in rows if row["precision"] == precision)
+            columns.append(Column(f"{precision} in turns", partial(gain_in_turns, precision, logs)))
+    return render(columns, [*sets.values()])
+
+
+def costs_table(title: str, rows: Sequence[dict]) -> str:
+    """What the step takes longer, and more memory, without each fusion; the control's noise.
+
+    Two columns for each shape and precision. Empty without a control.
+    """
+    cells = {
+        ", ".join(filter(None, (shape.partition(", ")[2] or shape, precision))): [
+            row for row in same if row["precision"] == precision
+        ]
+        for shape, same in by_shape(rows).items()
+        for precision in dict.fromkeys(row["precision"] for row in same)
+    }
+    if not any(map(noise, cells.values())):
+        return ""
+    fusions = varying(rows)
+
+    def more(key: str, cell: str, fusion: str) -> str | None:
+        if fusion == CONTROL:
+            limit = noise(cells[cell]) if key == "turns_ms" else None
+            return f"within {100 * limit:.1f}" if limit is not None else None
+        side = set_name(tuple(name for name in fusions if name != fusion), fusions)
+        found = median(over_all(cells[cell], side, key))
+        if found is None:
+            return next(filter(None, (ended(r) for r in cells[cell] if r["side"] == side)), None)
+        seen = key != "turns_ms" or abs(found - 1) > noise(cells[cell])
+        percent = round(100 * (found - 1), 1) + 0.0  # and no -0.0
+        return f"{percent:.1f}" + ("" if seen else ", none seen")
+
+    columns = [Column(f"% more without it, {title}", str)]
+    kinds = (("time", "turns_ms"), ("MB", "peak_mb"))
+    for cell, (what, key) in itertools.product(cells, kinds):
+        columns.append(Column(f"{cell}, {what}", partial(more, key, cell)))
+    return render(columns, [*fusions, CONTROL])
+
+
+def median_of(precision: str, key: str) -> Callable[[dict], float | None]:
+    """Of a set: the median of its rows in this precision."""
+
+    def value(of_set: dict) -> float | None:
+        found = (row.get(key) for row in of_set.get(precision, ()))
+        return median([number for number in found if number is not None])
+
+    return value
+
+
+def gain_or_end(precision: str, of_set: dict) -> object:
+    """Of a set: its speed-up, or how the first of its rows ended that did not finish."""
+    ends = filter(None, map(ended, of_set.get(precision, ())))
+    return next(ends, None) or median_of(precision, "speedup")(of_set)
+
+
+def gain_in_turns(precision: str, logs: Logs, of_set: dict) -> str | None:
+    """Of a set: the range of its speed-up over none."""
+    rows = of_set.get(precision)
+    turns = logs.get(frozenset(rows[0]["on"]), {}) if rows and rows[0]["on"] else {}
+    return spread(list(map(math.exp, turns.values()))) if turns else None
+
+
+def by_shape(rows: Iterable[dict]) -> dict[str, list[dict]]:
+    """Rows by the name of their sizes, which is empty in a study of one size."""
+    found = defaultdict(list)
+    for row in rows:
+        found[row.get("shape", "")].append(row)
+    return dict(found)
+
+
+def effects_tables(rows: Sequence[dict]) -> list[str]:
+    """In each precision what each fusion gains, how two interact, and whether gains add up."""
+    fusions, found = varying(rows), []
+    for precision in dict.fromkeys(row["precision"] for row in rows):
+        same = [row for row in rows if row["precision"] == precision]
+        logs = log_speedups(same)
+        gains = [{"name": fusion, **gains_of(same, logs, fusion)} for fusion in fusions]
+        columns = [
+            Column(f"{precision}, fusion", "name"),
+            Column("alone", "alone", ".2f", "x"),
+            Column("added last", "last", ".2f", "x"),
+            Column("main effect", "main", ".2f", "x"),
+            Column("in turns", "turns"),
+            Column("between pairs of sets", "pairs"),
+        ]
+        found.append(render(columns, gains))
+        limit = noise(same)
+        if limit is not None:
+            what = f"{CONTROL} was within {100 * limit:.1f} % of all"
+            found.append(f"{precision}: {what}: a smaller gain of a fusion added last is none.")
+        pairs = []
+        for first, second in itertools.combinations(fusions, 2):
+            turns = interaction(logs, first, second)[0]
+            effect_of = {"together": median(turns), "turns": range_of(turns)}
+            pairs.append({"name": f"{first}, {second}", **effect_of})
+        columns = [
+            Column(f"{precision}, two fusions", "name"),
+            Column("together over their product", "together", ".2f", "x"),
+            Column("in turns", "turns"),
+        ]
+        if any(pair["turns"] for pair in pairs):
+            found.append(render(columns, pairs))
+        found.append(f"{precision}: {additivity(logs, fusions)}")
+    return found
+
+
+def gains_of(rows: Sequence[dict], logs: Logs, fusion: str) -> dict[str, object]:
+    """What a fusion gains alone, added last, and on the whole with its ranges.
+
+    None where not measured.
+    """
+    fusions = varying(rows)
+    rest = tuple(name for name in fusions if name != fusion)
+    last = over_all(rows, set_name(rest, fusions))
+    if not last:  # studies without all in each group
+        last = effect(logs, [{frozenset(fusions): 1, frozenset(rest): -1}])[0]
+    turns, pairs = main_effect(logs, fusion)
+    return {
+        "alone": median(effect(logs, [{frozenset([fusion]): 1}])[0]),
+        "last": median(last),
+        "main": median(turns),
+        "turns": range_of(turns),
+        "pairs": f"{min(pairs):.2f}x to {max(pairs):.2f}x in {len(pairs)}" if pairs else None,
+    }
+
+
+def median(ratios: Sequence[float]) -> float | None:
+    """None where nothing was measured."""
+    return statistics.median(ratios) if ratios else None
+
+
+def range_of(ratios: Sequence[float]) -> str | None:
+    """The range of ratios turn by turn, None where there are none."""
+    return spread(ratios) if ratios else None
+
+
+# --- the largest batch size that fits: it doubles, and then the gap is halved
+
+SEARCH = {"keys": ("batch_size", "script", "argv"), "measured": ("batch_ms", "turns_ms", "peak_mb")}
+
+
+def memory_mb(device: str) -> float:
+    """Memory of the device, that of the machine for a CPU."""
+    if device == "cpu":
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e6
+    import torch
+
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory / 1e6
+
+
+def next_size(
+    rows: Sequence[dict], limit_mb: float, most: int, host_mb: float | None = None
+) -> int | None:
+    """The batch size to measure after these rows, up to `most` and `limit_mb`; None at the end.
+
+    On a host with `host_mb` a size that would take more than that by its number of samples counts
+    as too large.
+    """
+    if any(row.get("status") == "failed" for row in rows):
+        return None
+    fitting = [row for row in rows if "status" not in row and row["peak_mb"] <= limit_mb]
+    good, peak = max(((row["batch_size"], row["peak_mb"]) for row in fitting), default=(0, 0.0))
+    bad = min((row["batch_size"] for row in rows if row not in fitting), default=None)
+    while good < most:
+        step = 1 << max(0, good.bit_length() - 4)  # a power of two, about an eighth
+        size = min(max(1, 2 * good), most) if bad is None else (good + bad) // 2 // step * step
+        if not good < size < (bad or size + 1):
+            return None
+        if host_mb is None or not good or peak * size / good <= host_mb:
+            return size
+        bad = size
+    return None
+
+
+def search(path: Path, script: str, argv: Sequence[str], rounds: int, **limits) -> Iterator[Part]:
+    """Parts of the study; which comes next follows from the rows that are there."""
+    unfinished = path.with_suffix(".partial.json")
+    while size := next_size(read_rows(path, **SEARCH) or read_rows(unfinished, **SEARCH), **limits):
+        side = (script, [*argv, "--batch-size", str(size)])
+        yield {"batch_size": size}, partial(measured_alone, side, rounds)
+
+
+def measured_alone(side: tuple[str, list[str]], rounds: int) -> dict:
+    """The row of a batch size; ToolError where peak memory cannot be told."""
+    row = in_turns({"": side}, rounds)[""]
+    if "status" not in row and row["peak_mb"] is None:
+        reason = "graphs of torch.compile share their memory, so no peak is known"
+        raise ToolError(f"{reason}: use another mode")
+    return row

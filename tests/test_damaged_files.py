@@ -34,9 +34,8 @@ from analysis_tools import (
 )
 from bench import versions as benchmark
 from exercises.performance_debugging import compare_stages
-from lab import batch_size
 from lab.cli import run_tool
-from lab.study import measure_study, read_study
+from lab.study import SEARCH, measure_study, next_size, read_study
 
 RESULTS = ROOT / "results"
 MUTATIONS = int(os.environ.get("MUTATIONS", "8"))
@@ -57,8 +56,8 @@ def search(path: Path) -> Answer:
     another device."""
 
     def body() -> int:
-        rows = read_study(path, **batch_size.ROWS)["rows"]
-        batch_size.next_size(rows, 1e5, 1024)
+        rows = read_study(path, **SEARCH)["rows"]
+        next_size(rows, 1e5, 1024)
         found = [optimize_batch_size.beside_memory(row, 1e5) for row in rows]
         print(optimize_batch_size.table(found, 0.8))
         if fitting := [row for row in found if row["part"]]:

@@ -9,13 +9,13 @@ import torch
 from conftest import TINY, words
 
 from analysis_tools import measure_energy
-from lab import power
+from lab import provenance
 
 
 def test_energy_is_power_times_time(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(power, "reading", lambda: (200.0, 1500.0))
-    monkeypatch.setattr(power, "SETTLE", 0.0)
-    monkeypatch.setattr(power, "PERIOD", 0.001)
+    monkeypatch.setattr(provenance, "reading", lambda: (200.0, 1500.0))
+    monkeypatch.setattr(provenance, "SETTLE", 0.0)
+    monkeypatch.setattr(provenance, "PERIOD", 0.001)
     output, scripts = tmp_path / "energy.json", ["tiny_llama_v1.py", "tiny_llama_v2.py"]
     argv = ["--scripts", *scripts, *words("--seconds 3 --rounds 1 --device cpu")]
     assert measure_energy.main([*argv, "--output", str(output), *TINY["llama"]]) == 0
@@ -32,19 +32,19 @@ def test_energy_is_power_times_time(tmp_path, monkeypatch, capsys):
 
 def test_readings_of_the_turn_before_do_not_count():
     samples = [(10.5, 900.0, 1980.0), (12.5, 100.0, 1000.0), (13.0, 300.0, 1200.0)]
-    assert power.means(samples, 10.0) == (200.0, 1100.0)
-    with pytest.raises(power.ToolError, match="--seconds"):
-        power.means(samples[:1], 10.0)
+    assert provenance.means(samples, 10.0) == (200.0, 1100.0)
+    with pytest.raises(provenance.ToolError, match="--seconds"):
+        provenance.means(samples[:1], 10.0)
 
 
 def test_a_reading_that_fails_in_a_turn_ends_the_study(monkeypatch):
     def lost() -> tuple[float, float]:
-        raise power.ToolError("power cannot be read here: the driver is gone", status=4)
+        raise provenance.ToolError("power cannot be read here: the driver is gone", status=4)
 
-    monkeypatch.setattr(power, "reading", lost)
-    monkeypatch.setattr(power, "PERIOD", 0.001)
-    with pytest.raises(power.ToolError, match="the driver is gone"):
-        power.take_with_readings(types.SimpleNamespace(take=lambda steps: time.sleep(0.1)), 1)
+    monkeypatch.setattr(provenance, "reading", lost)
+    monkeypatch.setattr(provenance, "PERIOD", 0.001)
+    with pytest.raises(provenance.ToolError, match="the driver is gone"):
+        provenance.take_with_readings(types.SimpleNamespace(take=lambda steps: time.sleep(0.1)), 1)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has power")

@@ -13,7 +13,7 @@ import pytest
 from conftest import CPU, captured, load, strict_json, words
 
 from analysis_tools import benchmark_suite, fusion_ablation_study, optimize_batch_size
-from lab import ablation, batch_size, comparison
+from lab import study
 from lab.cli import ToolError
 from lab.records import Study, read
 
@@ -55,35 +55,35 @@ def made_up(names: list[str], together: float) -> list[dict]:
 
 def test_effects_of_made_up_times():
     names = ["", "a", "b", "c", "ab", "ac", "bc", "abc"]
-    logs = ablation.log_speedups(made_up(names, together=0.5))
+    logs = study.log_speedups(made_up(names, together=0.5))
     assert len(logs) == 8
-    turns, pairs = ablation.main_effect(logs, "a")
+    turns, pairs = study.main_effect(logs, "a")
     assert sorted(pairs) == pytest.approx([1.0, 1.0, 2.0, 2.0]), "without b and with it"
     assert turns == pytest.approx([math.sqrt(2)] * 5), "the median on log times"
-    assert ablation.interaction(logs, "a", "b")[0] == pytest.approx([0.5] * 5)
-    assert ablation.interaction(logs, "a", "c")[0] == pytest.approx([1.0] * 5)
+    assert study.interaction(logs, "a", "b")[0] == pytest.approx([0.5] * 5)
+    assert study.interaction(logs, "a", "c")[0] == pytest.approx([1.0] * 5)
     assert (
         "gains are not additive (on log times): each alone 3.00x as a product, all together 1.50x"
-        in (ablation.additivity(logs, "abc"))
+        in (study.additivity(logs, "abc"))
     )
-    logs = ablation.log_speedups(made_up(names, together=1.0))
-    assert ablation.main_effect(logs, "b")[1] == pytest.approx([1.5] * 4)
+    logs = study.log_speedups(made_up(names, together=1.0))
+    assert study.main_effect(logs, "b")[1] == pytest.approx([1.5] * 4)
     del logs[frozenset("ab")], logs[frozenset("abc")]  # as if they had not finished
-    assert ablation.interaction(logs, "a", "b") == ([], [])
-    assert "cannot be said" in ablation.additivity(logs, "abc")
+    assert study.interaction(logs, "a", "b") == ([], [])
+    assert "cannot be said" in study.additivity(logs, "abc")
 
 
 def test_sets_are_named_and_none_comes_twice():
-    names = [ablation.set_name(on, "abc") for on in ablation.fusion_sets("abc")]
+    names = [study.set_name(on, "abc") for on in study.fusion_sets("abc")]
     alone, but_one = ([f"{kind} {name}" for name in "abc"] for kind in ("only", "all but"))
     assert names == ["none", *alone, *but_one, "all"]
-    names = [ablation.set_name(on, "ab") for on in ablation.fusion_sets("ab")]
+    names = [study.set_name(on, "ab") for on in study.fusion_sets("ab")]
     assert names == ["none", "only a", "only b", "all"]
-    assert len(set(ablation.fusion_sets("abcde", every=True))) == 32
-    assert len(ablation.fusion_sets("abcde")) == 12
-    assert ablation.fusion_sets("a") == [(), ("a",)]
-    assert "triton-swiglu" in ablation.new_fusions(load("tiny_llama_v3"))
-    assert not {*GAINS} & {*ablation.new_fusions(load("tiny_llama_v3"))}
+    assert len(set(study.fusion_sets("abcde", every=True))) == 32
+    assert len(study.fusion_sets("abcde")) == 12
+    assert study.fusion_sets("a") == [(), ("a",)]
+    assert "triton-swiglu" in study.new_fusions(load("tiny_llama_v3"))
+    assert not {*GAINS} & {*study.new_fusions(load("tiny_llama_v3"))}
 
 
 def test_a_cost_within_that_of_the_control_is_none_seen():
@@ -100,32 +100,32 @@ def test_a_cost_within_that_of_the_control_is_none_seen():
     rows = [
         *(row(g, g, "all", "abc", 10.0, mb) for g, mb in ((1, 110.0), (2, 100.0))),
         *(row(g, g, "none", "", 20.0, 300.0) for g in (1, 2)),
-        *(row(g, g, ablation.CONTROL, "abc", ms, 100.0) for g, ms in ((1, 10.1), (2, 9.8))),
+        *(row(g, g, study.CONTROL, "abc", ms, 100.0) for g, ms in ((1, 10.1), (2, 9.8))),
         row(1, 1, "all but a", "bc", 11.0, 100.0),
         row(1, 1, "all but b", "ac", 10.15, 150.0),
         row(2, 2, "all but c", "ab", 9.7, 100.0),
     ]
-    assert ablation.noise(rows) == pytest.approx(0.02)
-    lines = ablation.costs_table("script", rows).splitlines()[2:]
+    assert study.noise(rows) == pytest.approx(0.02)
+    lines = study.costs_table("script", rows).splitlines()[2:]
     assert [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines] == [
         ["a", "10.0", "0.0"],
         ["b", "1.5, none seen", "50.0"],
         ["c", "-3.0", "0.0"],
-        [ablation.CONTROL, "within 2.0", "-"],
+        [study.CONTROL, "within 2.0", "-"],
     ]
-    assert ablation.gains_of(rows, ablation.log_speedups(rows), "c")["last"] == pytest.approx(0.97)
-    assert not ablation.costs_table("script", [r for r in rows if r["side"] != ablation.CONTROL])
+    assert study.gains_of(rows, study.log_speedups(rows), "c")["last"] == pytest.approx(0.97)
+    assert not study.costs_table("script", [r for r in rows if r["side"] != study.CONTROL])
 
 
 def test_each_group_has_all_none_and_a_control():
-    sets = ablation.fusion_sets("abcd")
-    parts = ablation.ablation("tiny_llama_v2", {"fp32": []}, "abcd", sets, 5, group=6)
+    sets = study.fusion_sets("abcd")
+    parts = study.ablation("tiny_llama_v2", {"fp32": []}, "abcd", sets, 5, group=6)
     groups = [[*measure.args[0]] for _, measure in parts]
     assert [names["group"] for names, _ in parts] == [1, 2, 3]
-    assert all({"all", "none", ablation.CONTROL} <= {*sides} for sides in groups)
+    assert all({"all", "none", study.CONTROL} <= {*sides} for sides in groups)
     assert max(map(len, groups)) == 6
-    every = [ablation.set_name(on, "abcd") for on in sets]
-    assert {*itertools.chain(*groups)} == {*every, ablation.CONTROL}
+    every = [study.set_name(on, "abcd") for on in sets]
+    assert {*itertools.chain(*groups)} == {*every, study.CONTROL}
 
 
 @pytest.fixture
@@ -220,7 +220,7 @@ def test_the_suite_compares_the_models_of_each_cell(steady, monkeypatch, tmp_pat
         monkeypatch, "tiny_llama_v1", lambda args: args.batch_size == 4, MemoryError("no room")
     )
     monkeypatch.setattr(
-        comparison,
+        study,
         "short_run",
         lambda script, argv: {"status": "ok", "loss": {"final": 4.0 + (script[-1] == "2")}},
     )
@@ -255,7 +255,7 @@ def sizes_measured(fits, limit: float = math.inf, **more) -> list[int]:
     Those that do not fit are out of memory.
     """
     rows: list[dict] = []
-    while size := batch_size.next_size(rows, limit, **{"most": 1000, **more}):
+    while size := study.next_size(rows, limit, **{"most": 1000, **more}):
         found = {"peak_mb": float(size)} if fits(size) else {"status": "oom"}
         rows.append({"batch_size": size, **found})
     return [row["batch_size"] for row in rows]
@@ -270,7 +270,7 @@ def test_the_search_doubles_and_then_halves_the_gap():
     )
     assert sizes_measured(lambda size: False) == [1]
     failed = [{"batch_size": 1, "status": "failed"}]
-    assert batch_size.next_size(failed, 1.0, 8) is None
+    assert study.next_size(failed, 1.0, 8) is None
 
 
 def test_the_best_batch_size_is_below_the_limit(steady, monkeypatch, tmp_path):

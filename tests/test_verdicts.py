@@ -15,7 +15,7 @@ import pytest
 from conftest import QUICK, ROOT, TINY, captured, forking_python, run_main, strict_json
 
 from analysis_tools import compare_versions, regression_tester, validate_numerical_accuracy
-from lab import comparison
+from lab import study as studies
 from lab.turns import short_run
 
 TINY_LLAMA = [*TINY["llama"], "--device", "cpu"]
@@ -234,7 +234,7 @@ def test_versions_are_measured_once_and_reported(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(comparison, "short_run", interrupted)
+        patch.setattr(studies, "short_run", interrupted)
         status, out, err = compare(*argv)
     assert (status, out, (tmp_path / "versions.json").exists()) == (130, "", False), err
     status, out, err = compare(*argv)
@@ -246,7 +246,7 @@ def test_versions_are_measured_once_and_reported(tmp_path, monkeypatch):
     over_v1 = statistics.median(a / b for a, b in zip(v1["turns_ms"], v2["turns_ms"], strict=True))
     assert f" {over_v1:.2f}x |" in out
 
-    monkeypatch.setattr(comparison, "in_turns", interrupted)  # nothing is measured again
+    monkeypatch.setattr(studies, "in_turns", interrupted)  # nothing is measured again
     status, again, err = compare(*argv, "--generate-report")
     assert (status, again.startswith(out.rstrip())) == (0, True), err
     report = (tmp_path / "version_comparison.md").read_text()

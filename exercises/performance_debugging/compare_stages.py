@@ -36,8 +36,7 @@ from lab.profile.kernels import (
     read_statistics,
     write_statistics,
 )
-from lab.records import Gradients, Stages, read
-from lab.results import Run, differences, load_run, report_failed
+from lab.records import Gradients, Run, Stages, differences, load_run, read, report_failed
 from lab.show import NOT_FINISHED, Column, render
 from run_pytorch_profiler import analyse
 

@@ -20,7 +20,7 @@ from lab.profile.kernels import (
     read_statistics,
     short_name,
 )
-from lab.results import check_family, differences, load_result, only_file
+from lab.records import check_family, differences, load_result, only_file
 from lab.show import Column, render
 
 SIDES = ("baseline", "fused")

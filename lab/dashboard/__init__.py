@@ -1,1 +1,0 @@
-"""The dashboard: what result files have for it, and its charts as HTML."""
