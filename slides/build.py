@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Build the slide decks: NAME.pptx beside each NAME.md and, where LibreOffice is there, NAME.pdf.
+"""Build the slide decks: NAME.pptx beside each NAME.md.
 
 A deck is a `# title` with a line below it, and slides: `## a sentence`, blocks, and notes. A line
 `[V2]` names the versions that the strip at the bottom shows, from this slide on. Notes are
@@ -9,7 +9,7 @@ stale:
 
   {llama: small, bf16: V4, ms}                   a cell of a table: its source, row and column
   {results/cpu/counts.json: rows.0.per_step: d}  a value in a result file: keys, and a format
-  ![qkv](../docs/figures/merged_gemms.svg)       a cut of a figure of tools/draw_figures.py
+  ![rows](../docs/figures/triton_grid.svg)       a view of a figure; `slide`, if none is named
   ```table SOURCE     rows and columns of a table; `columns` draws the same as a chart
   rows: small, bf16; medium, bf16
   columns: tiny_llama = size; V1, ms = V1; V4, ms = V4
@@ -20,12 +20,11 @@ stale:
   ```
   ```sh               commands, as they stand
 
-A source is a table that bench/versions.py prints from results/h100, `kernels`, or one of MADE_HERE
-in lookup.py. The same sources give the same bytes.
+A source is a table that bench/versions.py prints from results/h100, or `kernels`. The same sources
+give the same bytes.
 
-Examples:
-  python slides/build.py                    all decks
-  python slides/build.py --output DIR       the same into another folder
+Example:
+  python slides/build.py
 """
 
 import sys
@@ -37,21 +36,19 @@ import datetime
 import io
 import keyword
 import re
-import shutil
-import subprocess
-import tempfile
 import zipfile
 from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import product
+from xml.etree import ElementTree
 
-from lab.cli import Parser, ToolError, documented_parser, program
-from lab.files import write_file
+from lab.cli import ToolError, documented_parser, needed, program
+from lab.files import ROOT, write_file
 from slides.lookup import FIGURE, as_cells, cut, figure, origin, select
-from tools import draw_figures
+from tools import sheet
 
 PROG, HERE = Path(__file__).name, Path(__file__).parent
-try:
+with needed():
     from pptx import Presentation
     from pptx.chart.data import CategoryChartData
     from pptx.dml.color import RGBColor
@@ -59,10 +56,6 @@ try:
     from pptx.enum.text import MSO_ANCHOR, PP_ALIGN
     from pptx.oxml.ns import qn
     from pptx.util import Inches, Pt
-except ImportError as missing:
-    reason = f"it needs python-pptx (pip install python-pptx): {missing}"
-    print(f"{PROG}: error: {reason}", file=sys.stderr)
-    raise SystemExit(4) from missing
 
 # inches; from TOP to BOTTOM is the body, below it the strip
 WIDTH, HEIGHT, MARGIN, TOP, BOTTOM, GAP = 13.333, 7.5, 0.6, 1.15, 6.88, 0.2
@@ -74,17 +67,18 @@ EPOCH = datetime.datetime(2000, 1, 1)  # of every deck, so that its bytes do not
 
 
 def color(name: str) -> RGBColor:
-    """One of draw_figures' colours, as #rrggbb."""
+    """#rrggbb as python-pptx has it."""
     return RGBColor.from_string(name[1:].upper())
 
 
 INK, GREY, PALE, WHITE, BLUE = (
-    color(getattr(draw_figures, name)) for name in ("INK", "GREY", "PALE", "WHITE", "BLUE")
+    color(getattr(sheet, name)) for name in ("INK", "GREY", "PALE", "WHITE", "BLUE")
 )
-SERIES = [color(name) for name in draw_figures.VERSION.values()]
+SERIES = [color(name) for name in sheet.VERSION.values()]
+SVG = "http://www.w3.org/2000/svg"
 STORY = {"V1": "baseline", "V2": "PyTorch's fusions", "V3": "Triton kernels", "V4": "what is left"}
 MARKED = re.compile(r"(`[^`]+`|\*\*[^*]+\*\*)")
-PICTURE = re.compile(r"!\[(?P<part>\w*)\]\(\.\./docs/figures/(?P<name>\w+)\.svg\)")
+PICTURE = re.compile(r"!\[(?P<view>\w*)\]\(\.\./docs/figures/(?P<name>\w+)\.svg\)")
 NOTE = re.compile(r"^(?=(?:Say|Ask|Expect|Show): )", re.MULTILINE)
 CODE = re.compile(r"(?P<comment>#.*)|(?P<text>\"[^\"]*\"|'[^']*')|(?P<word>@?[A-Za-z_][\w.]*)|.")
 # its height in inches, None for what is left; draws it at a top, this high
@@ -210,23 +204,36 @@ def chart(cells: list[list[str]]) -> Block:
 
 
 @cache
-def picture(name: str, part: str) -> tuple[bytes, float, float, str]:
-    """A figure or a cut of it: PNG, width and height in inches where its smallest text has 18
-    points, and its words."""
-    if name not in draw_figures.FIGURES_BY_NAME:
+def picture(name: str, view: str) -> tuple[bytes, float, float, str]:
+    """A view of a figure: PNG, width and height in inches where its smallest text has 18 points,
+    and its words."""
+    import resvg_py
+    from matplotlib import get_data_path
+    from PIL import Image
+
+    path = ROOT / f"docs/figures/{name}.svg"
+    if not path.exists():
         raise ToolError(f"no figure is called {name}")
-    sheet = draw_figures.FIGURES_BY_NAME[name]()
-    if part not in sheet.cuts:
-        raise ToolError(f"{name} has no cut {part}, only: {', '.join(sheet.cuts)}")
-    top, bottom = sheet.cuts[part]
-    words = [text.get_text() for axes in sheet.figure.axes for text in axes.texts]
-    said = " ".join(" ".join(words).split())
-    return sheet.png(part), draw_figures.WIDTH / 72, (bottom - top) / 72, said
+    ElementTree.register_namespace("", SVG)
+    svg = ElementTree.parse(path).getroot()
+    views = {each.get("id"): each.get("viewBox") for each in svg.iter(f"{{{SVG}}}view")}
+    if view not in views:
+        raise ToolError(f"{name} has no view {view}, only: {', '.join(views)}")
+    _, _, width, height = views[view].split()
+    svg.attrib |= {"viewBox": views[view], "width": width, "height": height}
+    fonts = {"skip_system_fonts": True, "font_dirs": [f"{get_data_path()}/fonts/ttf"]}
+    text = ElementTree.tostring(svg, encoding="unicode")
+    png = resvg_py.svg_to_bytes(svg_string=text, zoom=2, **fonts)
+    with Image.open(io.BytesIO(png)) as whole, io.BytesIO() as small:
+        whole.convert("RGB").quantize(64).save(small, "PNG", optimize=True)
+        png = small.getvalue()
+    words = " ".join(text.text for text in svg.iter(f"{{{SVG}}}text"))
+    return png, float(width) / 72, float(height) / 72, words
 
 
-def drawing(name: str, part: str) -> Block:
+def drawing(name: str, view: str) -> Block:
     """A figure, as large as there is room; its text may not fall below 18 points."""
-    png, width, height, said = picture(name, part)
+    png, width, height, said = picture(name, view)
 
     def draw(shapes, top: float, room: float) -> None:
         scale = min(INNER / width, room / height)
@@ -236,7 +243,7 @@ def drawing(name: str, part: str) -> Block:
         place = map(Inches, (left, top + down, scale * width, scale * height))
         shape = shapes.add_picture(io.BytesIO(png), *place)
         properties = shape._element.nvPicPr.cNvPr
-        properties.set("name", f"{name} {part}".strip())
+        properties.set("name", f"{name} {view}")
         properties.set("descr", said)
 
     return None, draw
@@ -271,7 +278,7 @@ def code(pieces: Sequence[tuple[str, list[str]]]) -> Block:
 
 def highlight(paragraph, line: str, size: float) -> None:
     """A line of Python in colours."""
-    red, green = color(draw_figures.RED), color("#00664a")
+    red, green = color(sheet.RED), color("#00664a")
     for match in CODE.finditer(line):
         word = match["word"] or ""
         ink, bold = INK, False
@@ -290,7 +297,7 @@ def block(paragraph: str, look_up: Callable[..., str], used: dict) -> Block:
     """What a paragraph of a slide becomes; adds the sources of its figures to those used."""
     if found := PICTURE.fullmatch(paragraph):
         used[f"docs/figures/{found['name']}.svg"] = None
-        return drawing(**found.groupdict())
+        return drawing(found["name"], found["view"] or "slide")
     if not paragraph.startswith("```"):
         text = look_up(paragraph)
         return grid(as_cells(text)) if text.startswith("|") else bullets(text)
@@ -412,43 +419,17 @@ def as_bytes(deck) -> bytes:
         return timeless(file.getvalue())
 
 
-def print_handouts(decks: Sequence[Path]) -> None:
-    """NAME.pdf beside each NAME.pptx, by LibreOffice if it is there."""
-    if not (office := shutil.which("soffice")):
-        print("no PDF: there is no LibreOffice (soffice)")
-        return
-    with tempfile.TemporaryDirectory() as profile:  # a running LibreOffice keeps its own
-        command = [office, f"-env:UserInstallation=file://{profile}", "--headless"]
-        command += ["--convert-to", "pdf", "--outdir", str(decks[0].parent), *map(str, decks)]
-        done = subprocess.run(command, capture_output=True, text=True)
-    missing = [deck.name for deck in decks if not deck.with_suffix(".pdf").exists()]
-    if done.returncode or missing:
-        raise ToolError(f"LibreOffice made no PDF of {', '.join(missing)}: {done.stderr.strip()}")
-    print(", ".join(deck.with_suffix(".pdf").name for deck in decks))
-
-
-def build_all(sources: Path, output: Path) -> int:
-    """Build every deck; returns the exit status."""
-    decks = []
-    for path in sorted(sources.glob("*.md")):
+def build_all(folder: Path) -> int:
+    """Build every deck of a folder; returns the exit status."""
+    for path in sorted(folder.glob("*.md")):
         deck = build(path)
-        decks.append(output / f"{path.stem}.pptx")
         packed = as_bytes(deck)
-        write_file(decks[-1], lambda file, packed=packed: file.write_bytes(packed))
+        write_file(path.with_suffix(".pptx"), lambda file, packed=packed: file.write_bytes(packed))
         print(f"{path.stem}.pptx: {len(deck.slides)} slides")
-    print_handouts(decks)
     return 0
 
 
-def build_parser() -> Parser:
-    """The command line."""
-    parser = documented_parser(PROG, __doc__)
-    beside = {"type": Path, "default": HERE, "metavar": "DIR"}
-    parser.add_argument("--output", **beside, help="(default: beside the Markdown)")
-    return parser
-
-
-main = program(build_parser, lambda args: build_all(HERE, args.output))
+main = program(lambda: documented_parser(PROG, __doc__), lambda args: build_all(HERE))
 
 
 if __name__ == "__main__":

@@ -5,12 +5,9 @@ import re
 import textwrap
 from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 
 from lab.cli import ToolError
 from lab.files import ROOT, read_json
-from lab.study import by_side, read_rows
-from lab.turns import ratios, speedup
 from tools.tables import printed_by
 
 # source, row and column, or file, keys and format
@@ -22,16 +19,14 @@ KERNELS = "python bench/operations.py table results/h100"
 @cache
 def tables(source: str) -> list[list[list[str]]]:
     """The tables of a source as cells, the header first."""
-    if source in MADE_HERE:
-        return [MADE_HERE[source][1](ROOT / MADE_HERE[source][0])]
     blocks = re.findall(r"(?:^\|.*\n)+", printed_by(origin(source)), flags=re.MULTILINE)
     return [as_cells(block) for block in blocks]
 
 
 def origin(source: str) -> str:
     """The result file of a source, or the command that prints it."""
-    if source in MADE_HERE or source.endswith((".json", ".svg")):
-        return MADE_HERE.get(source, [source])[0]
+    if source.endswith((".json", ".svg")):
+        return source
     return KERNELS if source == "kernels" else f"{BENCHMARK} {source}"
 
 
@@ -39,39 +34,6 @@ def as_cells(table: str) -> list[list[str]]:
     """Header and rows of a Markdown table."""
     header, _, *rows = table.splitlines()
     return [[cell.strip() for cell in line.strip()[1:-1].split("|")] for line in (header, *rows)]
-
-
-def turns(path: Path) -> list[list[str]]:
-    """How far the ratio of V1 to V2 differs from turn to turn, eager and as a graph."""
-    lines: dict[str, list[str]] = {}
-    measured = by_side(read_rows(path), "shape", "precision", "mode")
-    for (shape, precision, mode), sides in measured.items():
-        if mode in ("eager", "graph"):
-            found, name = ratios(sides["V1"], sides["V2"]), f"{shape}, {precision}"
-            lines.setdefault(name, [name]).append(f"{min(found):.2f}x to {max(found):.2f}x")
-    return [["V1 over V2", "eager", "graph"], *lines.values()]
-
-
-def in_turns(path: Path) -> list[list[str]]:
-    """V4 over V1 and over V3, all three in turns in one process, bf16, as graphs."""
-    measured = by_side(read_rows(path), "precision", "shape")
-    names = {"tiny_llama, small": "TinyLlama, small"}
-    names["tiny_openfold, default"] = "TinyOpenFold, default"
-    sizes = [measured["bf16", shape] for shape in names]
-    lines = [
-        [name, *(f"{sides[name]['batch_ms']:.2f}" for sides in sizes)]
-        for name in ("V1", "V3", "V4")
-    ]
-    for other in ("V1", "V3"):
-        found = (speedup(sides[other], sides["V4"]) for sides in sizes)
-        lines.append([f"V4 over {other}", *(f"{ratio:.2f}x" for ratio in found)])
-    return [["ms per step, bf16", *names.values()], *lines]
-
-
-MADE_HERE = {
-    "turns": ("results/h100/headline.json", turns),
-    "in turns": ("results/h100/overview.json", in_turns),
-}
 
 
 def select(source: str, rows: Sequence[str], columns: Sequence[str]) -> list[list[str]]:

@@ -1,5 +1,4 @@
-"""The figures: drawn again they are the committed ones, their numbers are those of the files,
-their text is large."""
+"""The figures: what they show of results is in the results, and their text is large."""
 
 from __future__ import annotations
 
@@ -9,82 +8,72 @@ import re
 from pathlib import Path
 from xml.etree import ElementTree
 
+import matplotlib
 import pytest
 from conftest import CPU, ROOT, TINY, captured, load
+from PIL import ImageFont
 
 from bench import memory_by_purpose
 from tools import draw_figures as figures
-from tools import timeline, trace_step
+from tools import sheet, timeline, trace_step
 
+SVG = "{http://www.w3.org/2000/svg}"
 COMMITTED = sorted((ROOT / "docs/figures").glob("*.svg"))
+FONTS = Path(matplotlib.get_data_path()) / "fonts/ttf"
 
 
-def elements(path: Path) -> list[tuple[str, str]]:
-    """What a picture says and where, coordinates to a tenth of a pixel.
-
-    Nothing that another matplotlib may change.
-    """
-    found = []
-    for element in ElementTree.parse(path).iter():
-        kind = element.tag.rpartition("}")[2]
-        if kind == "text":
-            found.append((kind, " ".join(element.itertext()).strip()))
-        elif kind in ("path", "use") and "d" in element.attrib:
-            numbers = re.findall(r"-?\d+(?:\.\d+)?", element.attrib["d"])
-            found.append((kind, " ".join(f"{float(number):.1f}" for number in numbers)))
-    return found
-
-
-def words(sheet: figures.Sheet) -> str:
+def words(picture: sheet.Sheet | str) -> str:
     """All text of a figure."""
-    texts = [text for axes in sheet.figure.axes for text in axes.texts]
-    return "\n".join(text.get_text() for text in texts)
+    return "\n".join(text.text for text in ElementTree.fromstring(str(picture)).iter(f"{SVG}text"))
 
 
-def test_drawn_again_the_figures_are_the_committed_ones(tmp_path):
-    status, _, left_out = captured(figures.main, ["--output", str(tmp_path)])
-    assert status == 0
-    drawn = sorted(path.name for path in tmp_path.glob("*.svg"))
-    assert drawn == [path.name for path in COMMITTED]
-    assert len(drawn) + left_out.count("is left out") == len(figures.FIGURES_BY_NAME)
-    for path in COMMITTED:
-        assert elements(tmp_path / path.name) == elements(path), "python tools/draw_figures.py"
+def box_of(text: ElementTree.Element) -> tuple[float, float, float, float]:
+    """Left, top, right and bottom of a text, in DejaVu Sans."""
+    x, y, size = (float(text.get(key, sheet.BODY)) for key in ("x", "y", "font-size"))
+    name = "DejaVuSans-Bold.ttf" if text.get("font-weight") == "bold" else "DejaVuSans.ttf"
+    width = ImageFont.truetype(FONTS / name, 100).getlength(text.text) * size / 100
+    left = x - width * {"middle": 0.5, "end": 1}.get(text.get("text-anchor"), 0)
+    return left, y - 0.75 * size, left + width, y + 0.2 * size
 
 
-@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
-def test_text_is_large_inside_the_picture_and_beside_other_text(path):
-    sheet = figures.FIGURES_BY_NAME[path.stem]()
-    texts = [text for axes in sheet.figure.axes for text in axes.texts if text.get_text()]
-    assert min(text.get_fontsize() for text in texts) >= figures.SMALL
-    boxes = [text.get_window_extent() for text in texts]
-    for i, (text, box) in enumerate(zip(texts, boxes, strict=True)):
-        corners = [(box.x0, box.y0), (box.x1, box.y1)]
-        assert sheet.figure.bbox.count_contains(corners) == 2, text.get_text()
-        before = zip(texts[:i], boxes, strict=False)
-        assert not [other.get_text() for other, its in before if box.overlaps(its)]
-    assert f">{texts[0].get_text()}</text>" in path.read_text()  # it can be searched and selected
+@pytest.mark.parametrize("name", figures.FIGURE)
+def test_drawn_again_a_figure_is_the_committed_one(name):
+    committed = (ROOT / f"docs/figures/{name}.svg").read_text()
+    assert str(figures.FIGURE[name]()) == committed, f"python tools/draw_figures.py {name}"
 
 
 @pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
-def test_a_cut_for_a_slide_halves_no_text(path):
-    sheet = figures.FIGURES_BY_NAME[path.stem]()
-    texts = [text for axes in sheet.figure.axes for text in axes.texts]
-    for axis in (axis for axes in sheet.figure.axes[1:] for axis in (axes.xaxis, axes.yaxis)):
-        texts += [axis.label, *axis.get_ticklabels()]
-    for name, (top, bottom) in sheet.cuts.items():
-        for text in (text for text in texts if text.get_text()):
-            box = text.get_window_extent()
-            scale = sheet.height / sheet.figure.bbox.height
-            high, low = (sheet.height - edge * scale for edge in (box.y1, box.y0))
-            for edge in (top, bottom):
-                assert not high + 2 < edge < low - 2, (name, text.get_text())
+def test_text_is_large_inside_the_picture_beside_other_text_and_whole_in_each_cut(path):
+    svg = ElementTree.parse(path).getroot()
+    assert (svg.get("width"), svg.get("font-size")) == (str(sheet.WIDTH), str(sheet.BODY))
+    texts = [text for text in svg.iter(f"{SVG}text") if not text.get("transform")]
+    assert min(int(text.get("font-size", sheet.BODY)) for text in texts) >= sheet.SMALL
+    views = [view.get("viewBox").split() for view in svg.iter(f"{SVG}view")]
+    edges = [edge for _, y, _, high in views for edge in (float(y), float(y) + float(high))]
+    boxes = [box_of(text) for text in texts]
+    for i, (text, (left, top, right, bottom)) in enumerate(zip(texts, boxes, strict=True)):
+        assert left >= 0 <= top, text.text
+        assert right <= sheet.WIDTH, text.text
+        assert bottom <= int(svg.get("height")), text.text
+        assert not any(top < edge < bottom for edge in edges), text.text
+        for other, (x0, y0, x1, y1) in zip(texts[:i], boxes, strict=False):
+            apart = x1 <= left or right <= x0 or y1 <= top or bottom <= y0
+            assert apart, (text.text, other.text)
 
 
-def test_residual_norm_draws_as_many_trips_as_were_counted():
-    rows = figures.read(figures.H100 / "exercises_v3/rms_norm.json")["rows"]
-    moved = {row["what"]: row["bytes"] for row in rows}
-    trips = round(moved["the formula, as in V1"] / (moved["V3"] / 2))
-    assert sum(len(kinds) for _, kinds in figures.NORM) == trips
+def test_every_picture_is_on_a_page_or_a_slide():
+    pages = [p for p in ROOT.rglob("*.md") if ".venv" not in p.parts]
+    text = "\n".join(page.read_text() for page in pages)
+    assert {path.name for path in COMMITTED} == set(re.findall(r"figures/(\w+\.svg)", text))
+
+
+def test_a_drawing_has_each_text_that_is_filled_in(tmp_path, monkeypatch):
+    monkeypatch.setattr(figures, "FIGURES", tmp_path)
+    (tmp_path / "a.svg").write_text('<text id="a" x="1">old</text><text id="b" x="2">old</text>')
+    filled = figures.filled("a", b="new")
+    assert filled == '<text id="a" x="1">old</text><text id="b" x="2">new</text>'
+    with pytest.raises(figures.ToolError, match="no text with the id c"):
+        figures.filled("a", c="new")
 
 
 def test_libraries_are_drawn_in_the_order_of_their_time(tmp_path, monkeypatch):
@@ -118,11 +107,17 @@ def test_the_trunk_shows_each_side_that_finished_where_it_was_measured(tmp_path,
         for (name, checkpointed), row in ends.items()
     ]
     (tmp_path / "trunk.json").write_text(json.dumps({"rows": rows}))
-    axes = figures.trunk().figure.axes[1]
-    points = {tuple(line.get_xydata()[0]) for line in axes.lines if line.get_marker() == "o"}
-    assert points == {(ms, mb / 1e3) for ms, mb in measured.values()}
-    assert [line.get_xdata()[0] for line in axes.lines if line.get_marker() == "^"] == [640.0]
-    assert [text.get_text() for text in axes.texts] == ["V2", "V3"]
+    picture = figures.trunk()
+    plot = sheet.Plot(picture, (86, 84, 660, 300), (0, 1700), (0, 110))
+    svg = ElementTree.fromstring(str(picture))
+    points = {tuple(float(c.get(key)) for key in ("cx", "cy")) for c in svg.iter(f"{SVG}circle")}
+    assert points == {
+        tuple(round(part, 2) for part in plot.at(ms, mb / 1e3)) for ms, mb in measured.values()
+    }
+    said = words(picture).splitlines()
+    assert "V2" in said
+    assert "V3" in said
+    assert "V1" not in said, "it did not finish"
 
 
 def test_what_is_kept_is_told_apart_by_what_it_is_for():
@@ -144,26 +139,27 @@ def test_what_is_kept_is_told_apart_by_what_it_is_for():
 def test_modules_move_under_the_roof_by_their_bytes_and_times(tmp_path, monkeypatch):
     monkeypatch.setattr(figures, "H100", tmp_path)
     (tmp_path / "roofline/bf16").mkdir(parents=True)
-    for version, moved in (("v1", 4e8), ("v4", 1e8)):
+    for version, moved in (("v1", 8e9), ("v4", 2e9)):
         names = dict.fromkeys(("layers.*.input_layernorm", "norm", "layers.* (rest)"), 0)
-        names["layers.*.self_attn"] = 34e9
+        names |= {"layers.*.self_attn": 34e11, "layers.*.mlp": 103e10}
         rows = [
             {"module": name, "flop": flop, "bytes": moved, "ms": moved / 3e9}
-            for name, flop in {**names, "layers.*.mlp": 103e9}.items()
+            for name, flop in names.items()
         ]
         run = {
-            "config": {"seq_len": 256, "hidden_dim": 512, "num_layers": 8},
+            "config": {"seq_len": 256, "hidden_dim": 4096, "num_layers": 8},
             "training": {"batch_size": 8},
             "ceilings": {"precision": "bfloat16", "gemm_tflops": 800, "copy_gb_per_s": 3000},
-            "environment": {"device_name": "NVIDIA H100 80GB HBM3"},
             "modules": rows,
         }
         (tmp_path / f"roofline/bf16/tiny_llama_{version}_flops.json").write_text(json.dumps(run))
-    lines = [line.get_xydata()[0] for line in figures.roofline().figure.axes[1].lines[1:]]
-    norm, attention = (lines[0], lines[1]), (lines[2], lines[3])
-    flop = 5 * 8 * 256 * 512 * 17  # two norms a layer and a last one
-    assert norm[0] == pytest.approx([flop / 12e8, flop / (12e8 / 3e9) / 1e9])
-    assert attention[1] == pytest.approx([340, 34e9 / (1e8 / 3e9) / 1e9])
+    drawn = []
+    at = sheet.Plot.at
+    monkeypatch.setattr(sheet.Plot, "at", lambda *point: drawn.append(point[1:]) or at(*point))
+    figures.roofline()
+    flop = 5 * 8 * 256 * 4096 * 17  # two norms a layer and a last one
+    assert (pytest.approx(flop / 24e9), pytest.approx(flop / 24e9 * 3)) in drawn
+    assert (pytest.approx(1700), pytest.approx(5100)) in drawn
 
 
 def trace(folder: Path, launch_every: float, graph: bool) -> Path:

@@ -174,7 +174,7 @@ def test_the_sessions_on_a_slide_are_those_of_the_agenda():
         shape._element.nvPicPr.cNvPr.get("descr")
         for slide in slides_of(ROOT / "slides/workshop_overview.md")
         for shape in slide.shapes
-        if shape.name == "sessions"
+        if shape.name == "sessions slide"
     )
     for name in agenda.plan()["sessions"]:
         title = name.removeprefix("Session ")
@@ -199,13 +199,14 @@ def test_the_sessions_on_a_slide_are_those_of_the_agenda():
         ("- {results/h100/none.json: rounds: d}", "none.json: No such file"),
         ("- {results/h100/fastest.json: turns: d}", "fastest.json: no turns"),
         ("![](../docs/figures/none.svg)", "no figure is called none"),
-        ("![](../docs/figures/versions.svg)", "its text would have"),
+        ("![](../docs/figures/versions.svg)", "versions has no view slide"),
+        ("![](../docs/figures/trunk.svg)\n\n- a\n- b\n- c", "its text would have"),
         ("\n".join(["- too long"] * 20), "inches too many"),
     ],
 )
 def test_what_is_not_there_is_one_clear_line(tmp_path, capsys, body, said):
     (tmp_path / "deck.md").write_text(f"# Deck\n\n## Slide\n\n{body}\n\nSay: nothing\n")
-    assert run_tool(build.PROG, lambda: build.build_all(tmp_path, tmp_path)) == 2
+    assert run_tool(build.PROG, lambda: build.build_all(tmp_path)) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
     assert lines[0].startswith("build.py: error: deck.md, slide 2: ")
