@@ -34,7 +34,7 @@ import contextlib
 import importlib
 import itertools
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from unittest import mock
@@ -43,7 +43,9 @@ from bench.several_gpus import ddp, join_processes, scaling
 from bench.sizes import (
     ALL_VERSIONS,
     COMPILE,
+    GPT_2,
     MODES,
+    ODD,
     PRECISIONS,
     SHAPES,
     TRUNK,
@@ -55,12 +57,19 @@ from bench.version_tables import ABLATIONS, FASTEST, PADDED, SINGLE, TABLES, tab
 from lab.cli import Parser, ToolError, documented_parser, program
 from lab.files import read_json
 from lab.records import Run
-from lab.study import Part, ablation, as_rows, check_failed, fusion_sets, measure_study, new_fusions
+from lab.study import (
+    Part,
+    ablation,
+    as_rows,
+    check_failed,
+    chosen,
+    fusion_sets,
+    measure_study,
+    new_fusions,
+)
 from lab.turns import all_measured, graph_of, in_turns, make_trainer, named, short_run
 
 PROG = Path(__file__).name
-GPT_2 = "--hidden-dim 768 --num-layers 12 --num-heads 12 --num-kv-heads 12"  # GPT-2 small's sizes
-GPT_2 += " --seq-len 1024 --batch-size 8 --vocab-size 50304"
 TINY_LLAMA = "--hidden-dim 2048 --num-layers 22 --num-heads 32 --num-kv-heads 4"  # TinyLlama 1.1B's
 TINY_LLAMA += " --intermediate-dim 5632 --seq-len 2048 --batch-size 2 --vocab-size 32000"
 UNTUNED = {  # sizes that no block was chosen for
@@ -72,7 +81,6 @@ TRUNKS = {  # sequences and residues of AlphaFold 2's training, and of its fine-
     "512 x 384": sized("openfold", f"{TRUNK} --num-seqs 512 --seq-len 384"),
 }
 MODELS = {"tiny_openfold": [], "tiny_llama": ["--seq-len", "128"]}  # of the ablation of V2 and V3
-ODD = "--num-blocks 2 --batch-size 2 --num-seqs 37 --seq-len 173 --msa-dim 128"
 ABLATED = {  # of that of V4
     **SHAPES,
     "tiny_openfold, medium": sized("openfold", ODD),
@@ -323,19 +331,6 @@ SUITES: dict[str, Callable[[argparse.Namespace], Iterable[Part]]] = {
     "ddp": ddp,
 }
 KEPT = ("overview", "trunk", "scaling")  # whose earlier rows stay, and are not measured again
-
-
-def chosen(parts: Sequence[Part], words: Sequence[str]) -> list[Part]:
-    """The parts whose names have one of the words wherever a word can stand; ToolError for a word
-    that stands nowhere."""
-    places = {
-        value: key for names, _ in parts for key, value in names.items() if isinstance(value, str)
-    }
-    if unknown := [word for word in words if word not in places]:
-        there = ", ".join(map(repr, places))
-        raise ToolError(f"no part of this suite is of {unknown[0]!r}; there are {there}")
-    keys = {places[word] for word in words}
-    return [part for part in parts if all(part[0][key] in words for key in keys)]
 
 
 def build_parser() -> Parser:

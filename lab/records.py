@@ -359,6 +359,7 @@ class Row:
     # other
     final_loss: float | None = None
     loss_steps: int = None
+    first_losses: list[float] = None
     error_of_output: float = None
     subject: str = None  # of the accuracy atlas
     case: str = None
@@ -398,6 +399,7 @@ class Study:
     precisions: list[str] = None
     runs: Count = None
     sizes: str = None
+    before: str = None  # of before_after.py: the revision
     others: ClassVar = NONE
 
 

@@ -130,6 +130,19 @@ def in_words(names: Mapping[str, object]) -> str:
     return ", ".join(words)
 
 
+def chosen(parts: Sequence[Part], words: Sequence[str]) -> list[Part]:
+    """The parts whose names have one of the words wherever a word can stand; ToolError for a word
+    that stands nowhere."""
+    places = {
+        value: key for names, _ in parts for key, value in names.items() if isinstance(value, str)
+    }
+    if unknown := [word for word in words if word not in places]:
+        there = ", ".join(map(repr, places))
+        raise ToolError(f"no part of this suite is of {unknown[0]!r}; there are {there}")
+    keys = {places[word] for word in words}
+    return [part for part in parts if all(part[0][key] in words for key in keys)]
+
+
 def read_rows(path: Path, keys: Iterable[str] = (), measured: Iterable[str] = ()) -> list[dict]:
     """The rows of a study; none if it is not there.
 

@@ -158,13 +158,15 @@ def in_turns(
     rounds: int,
     counted: bool = True,
     building: Callable[[str], AbstractContextManager] = nullcontext,
+    finishing: Callable[[object], dict] = lambda run: {},
 ) -> dict[str, dict]:
     """What steps of each side (script, arguments) take, in turns of about 0.3 s or two steps.
 
     The sides change their order from turn to turn. Milliseconds per step are the median of the
     turns, peak memory is that of the side alone, kernels are counted after the last turn unless
     `counted` is False. A side is built and warmed up inside of what `building` makes of its name.
-    One that runs out of memory, or fails, has a `status` and an `error` in place of these.
+    What `finishing` makes of its Run is in its row, too. One that runs out of memory, or fails, has
+    a `status` and an `error` in place of these.
     """
     modules = {name: importlib.import_module(script) for name, (script, _) in sides.items()}
     parsed = {name: parse_quiet(modules[name], argv) for name, (_, argv) in sides.items()}
@@ -190,6 +192,7 @@ def in_turns(
             rows[name]["peak_mb"] = modules[name].memory_of_a_step(trainer) / 1e6
         rows[name] |= {"batch_ms": statistics.median(times[name]), "turns_ms": times[name]}
         rows[name] |= {key: value for key, value in counts.items() if key != "remark"}
+        rows[name] |= finishing(runs[name])
 
     for name in sides:
         attempt(name, partial(start, name), runs, failed)
