@@ -2522,7 +2522,9 @@ def norm_options(
 ) -> dict[str, int | float | bool | str]:
     """Return what both kernels of a norm before a projection to `width` channels are told."""
     count, part = 0 if heads is None else len(heads), width // settings.parts
-    options = projection_options(kernel, x, settings.dtype, part or (16 if count else None))
+    # In float32 a pair bias alone is bound by memory, as a norm is.
+    columns = part or (16 if count and settings.dtype != torch.float32 else None)
+    options = projection_options(kernel, x, settings.dtype, columns)
     options |= {"N": x.shape[1] if count else 1, "C": x.shape[-1], "WIDTH": width, "H": count}
     options |= {"PART": part or 1, "BLOCK_H": max(16, triton.next_power_of_2(count))}
     if not width and options["PRECISION"] == "tf32":  # a pair bias is as exact as V3's
@@ -2934,13 +2936,13 @@ class WideTransitionFunction(torch.autograd.Function):
         bias_1, bias_2 = cached_cast(own.bias_1, dtype), cached_cast(own.bias_2, dtype)
         relu = torch._addmm_activation(bias_1, y.flatten(0, -2), weight_1.t())
         relu = relu.view(*y.shape[:-1], -1)
-        ctx.save_for_backward(x, relu, weight_1, weight_2)
+        ctx.save_for_backward(x, relu, weight_1, weight_2, y if dtype == torch.float32 else None)
         ctx.eps, ctx.parameters = eps, own
         return x + F.linear(relu, weight_2, bias_2)
 
     @staticmethod
     def backward(ctx, grad_out: Tensor):
-        grad_out, (x, relu, weight_1, weight_2) = grad_out.contiguous(), ctx.saved_tensors
+        grad_out, (x, relu, weight_1, weight_2, normed) = grad_out.contiguous(), ctx.saved_tensors
         norm_parameters, dtype = ctx.parameters[:2], relu.dtype
         grad = grad_out.to(dtype)
         options = transition_options("transition_backward_hidden", relu, weight_1)
@@ -2957,7 +2959,7 @@ class WideTransitionFunction(torch.autograd.Function):
             grad_norm: Tensor, grad_weight_1: Tensor, grad_bias_1: Tensor, grad_linear_2: Tensor
         ) -> None:
             sum_parts(sums, grad_norm)
-            y = layer_norm(x, *norm_parameters, ctx.eps, dtype)
+            y = layer_norm(x, *norm_parameters, ctx.eps, dtype) if normed is None else normed
             linear_gradients_out(grad_h, y, grad_weight_1)
             sum_parts(hidden_sums, grad_bias_1)
             linear_gradients_out(grad, relu, grad_linear_2)
