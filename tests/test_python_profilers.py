@@ -10,7 +10,7 @@ import re
 import signal
 import sys
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -148,13 +148,9 @@ def test_category(kind: str):
 
 @pytest.mark.parametrize("script", TRITON)
 def test_every_triton_kernel_has_a_category(script: str):
-    """The profiler shows them by the names of their functions.
-
-    Losses and embeddings are something else.
-    """
-    names = re.findall(
-        r"^@triton\.jit.*\ndef (\w+_kernel)\(", (ROOT / f"{script}.py").read_text(), re.MULTILINE
-    )
+    """By the name of its function; losses and embeddings are something else."""
+    text = (ROOT / f"{script}.py").read_text()
+    names = re.findall(r"^@triton\.jit.*\ndef (\w+_kernel)\(", text, re.MULTILINE)
     assert len(names) >= 10
     assert {name for name in names if kernels.category(name) == "other"} <= {
         *("cross_entropy_forward_kernel", "cross_entropy_backward_kernel", "mean_loss_kernel"),
@@ -165,16 +161,12 @@ def test_every_triton_kernel_has_a_category(script: str):
 
 NATIVE = "void at::native::"
 SHORT = {
-    f"{NATIVE}reduce_kernel<512, at::native::ReduceOp<float, at::native::MeanOps<float>>>(int)": (
-        "reduce_kernel [MeanOps]"
-    ),
     f"{NATIVE}vectorized_elementwise_kernel<4, at::native::BUnaryFunctor<float, at::native::"
     "binary_internal::MulFunctor<float> > >(int)": "vectorized_elementwise_kernel [MulFunctor]",
     f"{NATIVE}vectorized_elementwise_kernel<4, at::native::(anonymous namespace)::silu_kernel("
     "at::TensorIteratorBase&)::{lambda()#1} >()": "vectorized_elementwise_kernel [silu]",
     "void (anonymous namespace)::softmax_warp_forward<float>(float*)": "softmax_warp_forward",
     "Memcpy HtoD (Pinned -> Device)": "Memcpy HtoD (Pinned -> Device)",
-    "aten::mm": "aten::mm",
     "Cijk_" + 100 * "x": "Cijk_" + 52 * "x" + "...",
 }
 
@@ -187,18 +179,17 @@ def test_short_name():
 
 
 def test_statistics_survive_a_file_and_have_the_header_of_rocprofv3(tmp_path: Path):
-    rows = kernels.statistics_of({'void f<int, 2>("x")': [100, 300], "b": [1000], "c": [7, 7, 7]})
+    rows = kernels.statistics_of({'void f<int, 2>("x")': [100, 300], "b": [1000]})
     path = tmp_path / "kernels.csv"
     kernels.write_statistics(path, rows)
     assert kernels.read_statistics(path) == rows
     header = '"Name","Calls","TotalDurationNs","AverageNs","Percentage","MinNs","MaxNs","StdDev"'
     assert path.read_text().splitlines()[0] == header
-    assert [row.name for row in rows] == ["b", 'void f<int, 2>("x")', "c"]
-    first = rows[1]
-    found = first.calls, first.total_ns, first.average_ns, first.min_ns, first.max_ns
-    assert found == (2, 400, 200, 100, 300)
-    assert first.percentage == pytest.approx(100 * 400 / 1421)
-    assert first.std_dev_ns == pytest.approx(20000**0.5)
+    assert asdict(rows[1]) == {
+        **{"name": 'void f<int, 2>("x")', "calls": 2, "total_ns": 400, "average_ns": 200},
+        **{"percentage": pytest.approx(100 * 400 / 1400), "min_ns": 100, "max_ns": 300},
+        "std_dev_ns": pytest.approx(20000**0.5),
+    }
 
 
 STATISTICS = """"Name","Calls","TotalDurationNs","AverageNs","Percentage","MinNs","MaxNs","StdDev"
@@ -329,12 +320,15 @@ def test_a_broken_trace_is_one_line_with_its_name(tmp_path: Path, content: bytes
 
 
 def test_profiler_tables_agree_with_each_other(tmp_path: Path):
+    """And what the profiler does not know is for the script."""
     script = "tiny_openfold_v2"
     tmp_path /= 'x"y\\z'  # characters that PyTorch writes into a trace as they are, or changes
-    result = run_tool(profiler_tool, tmp_path, *tiny(script, *QUICK, "--generate-report"))
+    argv = tiny(script, *QUICK, "--disable-qkv-fusion-msa", "--seed", "7", "--generate-report")
+    result = run_tool(profiler_tool, tmp_path, *argv)
     assert result.status == 0, result.stderr
     profile = json.loads((tmp_path / f"{script}_profile.json").read_text())
     assert (profile["unit"], profile["steps"], profile["script"]) == ("operators", 3, script)
+    assert (profile["training"]["seed"], profile["fusions"]["qkv_fusion_msa"]) == (7, False)
     summary = json.loads((tmp_path / f"{script}_summary.json").read_text())
     assert profile["environment"] == summary["environment"]
 
@@ -354,33 +348,16 @@ def test_profiler_tables_agree_with_each_other(tmp_path: Path):
     assert phases == {name: part["percent"] for name, part in profile["phases"].items()}
     assert list(phases)[:4] == ["data", "forward", "backward", "optimizer"]
     assert phases.get("outside", 0) < 5  # between two steps there is next to nothing
-
-    categories = profile["categories"]
-    assert categories["GEMM"]["kernels_per_step"] and categories["attention"]["kernels_per_step"]
     operators = {row["name"]: row for row in read_csv(tmp_path / f"{script}_operators.csv")}
     assert sum(int(row["self_ns"]) for row in operators.values()) == total
     assert int(operators["aten::_fused_adamw_"]["calls"]) == 3
     assert "aten::mm" in (tmp_path / f"{script}_kernels.txt").read_text()
-    assert "kernel |" not in result.stdout
 
     report = (tmp_path / f"{script}_report.md").read_text()
     assert f"Average batch time: {summary['timing']['batch_ms']:.1f} ms" in report
     assert f"Final loss: {summary['loss']['final']:.4f}" in report
     for path in tmp_path.glob(f"{script}_*"):
         assert f"`{path.name}`" in report
-
-
-def test_profiler_passes_on_what_it_does_not_know(tmp_path: Path):
-    script = "tiny_llama_v2"
-    argv = tiny(script, *QUICK, "--disable-all-fusion", "--seed", "7")
-    result = run_tool(profiler_tool, tmp_path, *argv)
-    assert result.status == 0, result.stderr
-    assert not (tmp_path / f"{script}_report.md").exists()
-    profile = json.loads((tmp_path / f"{script}_profile.json").read_text())
-    assert set(profile["fusions"].values()) == {False}
-    assert profile["training"]["seed"] == 7
-    names = [row.name for row in kernels.read_statistics(tmp_path / f"{script}_kernels.csv")]
-    assert not [name for name in names if "scaled_dot_product" in name]
 
 
 def test_a_failed_run_leaves_no_profile(tmp_path: Path, capfd: pytest.CaptureFixture):
@@ -411,20 +388,13 @@ def test_of_a_step_that_is_one_graph_the_phases_are_data_and_graph():
     names = {"forward": "data", "backward": "graph"}
     trace = [{**e, "name": names.get(e["name"], e["name"])} for e in GPU_TRACE]
     profile = profiler_tool.analyse(trace, ("data", "graph"))
-    assert profile.steps == 1
     found = {name: part.kernels_per_step for name, part in profile.phases.items()}
-    assert found == {"data": 1, "graph": 3, "outside": 1}
+    assert (profile.steps, found) == (1, {"data": 1, "graph": 3, "outside": 1})
     with pytest.raises(ToolError, match="no ranges named graph"):
         profiler_tool.analyse(GPU_TRACE, ("data", "graph"))
 
 
-@pytest.mark.parametrize(
-    ("number", "status"),
-    [
-        (signal.SIGINT, 7),
-        *((number, 128 + signal.SIGTERM) for number in (signal.SIGTERM, signal.SIGHUP)),
-    ],
-)
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 7), (signal.SIGTERM, 143)])
 def test_what_a_signal_means_is_for_the_script_to_decide(number: int, status: int):
     """A terminal sends Ctrl-C to both processes; the script's answer to it is its status."""
     code = f"import os, signal, time; os.kill(os.getppid(), {int(number)}); "
@@ -437,34 +407,24 @@ def test_what_a_signal_means_is_for_the_script_to_decide(number: int, status: in
 # --- both: what is refused
 
 
-REFUSED = [
-    (["--script", "no_such_script.py"], 2, "no_such_script.py"),
-    (["--script", "tools/sync_common.py"], 2, "tools/sync_common.py"),
-    (["--script", "tests"], 2, "tests"),
-    *((tiny("tiny_llama_v2", f"--{mode.replace('_', '-')}"), 2, f"--{mode.replace('_', '-')}")
-      for mode in MODES),
+REFUSED = (
+    ("--script", "no_such_script.py"),
+    ("--script", "tools/sync_common.py"),
+    ("--script", "tests"),
+    *(("--script", "tiny_llama_v2.py", f"--{mode.replace('_', '-')}") for mode in MODES),
     # V4's mode trains nothing: one tool would show an earlier profile, the other count a step
-    (tiny("tiny_llama_v4", "--mode", "benchmark"), 2, "--mode benchmark does not fit here"),
-    (tiny("tiny_llama_v2", "--no-such-flag"), 2, "--no-such-flag"),
-]  # fmt: skip
+    ("--script", "tiny_llama_v4.py", "--mode", "benchmark"),
+    ("--script", "tiny_llama_v2.py", "--no-such-flag"),
+)
 
 
 @BOTH_TOOLS
-@pytest.mark.parametrize(("argv", "status", "word"), REFUSED)
-def test_what_cannot_be_profiled_is_one_line(tmp_path: Path, tool, argv, status, word):
-    result = run_tool(tool, tmp_path, *argv)
-    (line,) = (line for line in result.stderr.splitlines() if ": note: " not in line)
-    assert (result.status, word in line) == (status, True)
+def test_what_cannot_be_profiled_is_one_line(tmp_path: Path, tool):
+    for argv in REFUSED:
+        result = run_tool(tool, tmp_path, *argv)
+        (line,) = (line for line in result.stderr.splitlines() if ": note: " not in line)
+        assert (result.status, argv[-1] in line) == (2, True)
     assert not list(tmp_path.iterdir())
-
-
-@BOTH_TOOLS
-def test_a_script_is_found_here_first_and_is_not_run_before_it_is_known(
-    tmp_path: Path, tool, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "tiny_llama_v1.py").write_text("raise SystemExit('was run')\n")
-    assert_one_error(run_tool(tool, tmp_path, "--script", "tiny_llama_v1.py"), 2, "build_parser")
 
 
 @BOTH_TOOLS
@@ -477,20 +437,17 @@ def test_what_is_missing_in_the_way_or_interrupted_is_one_line(
     result = run_tool(tool, other, *tiny("tiny_llama_v2", *QUICK))
     said = result.stderr + capfd.readouterr().err  # of the tool, of the script
     assert_one_error(replace(result, stderr=said), 2, "--profile-dir")
+    with monkeypatch.context() as here:  # a script is found here first, and not run to look at it
+        here.chdir(tmp_path)
+        (tmp_path / "tiny_llama_v1.py").write_text("raise SystemExit('was run')\n")
+        found = run_tool(tool, tmp_path, "--script", "tiny_llama_v1.py")
+        assert_one_error(found, 2, "build_parser")
 
     def interrupt(*unused):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(tool, "script_arguments", interrupt)
     assert_one_error(run_tool(tool, tmp_path, *tiny("tiny_llama_v2")), 130, "interrupted")
-
-
-@BOTH_TOOLS
-def test_help_has_examples(tool, capsys):
-    with pytest.raises(SystemExit) as end:
-        tool.main(["--help"])
-    assert end.value.code == 0
-    assert f"python {tool.PROG} " in capsys.readouterr().out
 
 
 # --- run_deepspeed_flops.py
@@ -502,13 +459,12 @@ def no_deepspeed(monkeypatch):
     monkeypatch.setattr(flops_tool, "find_deepspeed", lambda: None)
 
 
-@pytest.mark.parametrize("script", ["tiny_llama_v1", "tiny_openfold_v2", "tiny_llama_v3"])
+@pytest.mark.parametrize("script", ["tiny_openfold_v2", "tiny_llama_v3"])
 def test_flops_are_those_of_torch_and_of_the_harness(tmp_path: Path, script: str, no_deepspeed):
-    off = [] if script.endswith("v1") else ["--disable-all-fusion"]
+    off = ["--disable-all-fusion"]
     result = run_tool(flops_tool, tmp_path, *tiny(script, *off))
     assert result.status == 0, result.stderr
     found = json.loads((tmp_path / f"{script}_flops.json").read_text())
-    assert found["flops_counted_by"] == "torch.utils.flop_counter"
     with FlopCounterMode(display=False) as counter:
         loss = build(script, *off)(**batches(script, *off).next_batch())
         forward = counter.get_total_flops()
@@ -518,7 +474,6 @@ def test_flops_are_those_of_torch_and_of_the_harness(tmp_path: Path, script: str
     assert sum(row["share_percent"] for row in found["modules"]) == pytest.approx(100)
     parameters = sum(p.numel() for p in build(script).parameters())
     assert sum(row["parameters"] for row in found["modules"]) == parameters
-    assert found["modules"][0]["bytes"] is None
     rows = read_csv(tmp_path / f"{script}_flops.csv")
     assert [row["module"] for row in rows] == [row["module"] for row in found["modules"]]
     assert "FLOPs counted by torch.utils.flop_counter (DeepSpeed" in result.stdout
@@ -607,25 +562,12 @@ def test_memory_behind_a_tensor():
     assert bytes_behind(torch.zeros(())) == 4
 
 
-def test_a_module_takes_the_time_of_its_kernels():
-    found = roofline.times_in_ranges(MODULE_TRACE + GPU_TRACE, ["layers.*.mlp", "model (rest)"])
+def test_a_module_takes_the_time_of_its_kernels_or_without_a_gpu_of_its_range():
+    names = ["layers.*.mlp", "model (rest)"]
+    found = roofline.times_in_ranges(MODULE_TRACE + GPU_TRACE, names)
     assert found == {"layers.*.mlp": 0.008, "model (rest)": pytest.approx(0.0115)}
-
-
-def test_without_a_gpu_a_module_takes_the_time_of_its_range():
-    found = roofline.times_in_ranges(MODULE_TRACE, ["layers.*.mlp", "model (rest)"])
+    found = roofline.times_in_ranges(MODULE_TRACE, names)
     assert found == pytest.approx({"layers.*.mlp": 0.02 + 0.01, "model (rest)": 0.16 - 0.03})
-
-
-def test_fusing_raises_the_intensity_of_attention(tmp_path: Path, no_deepspeed):
-    def intensity(*argv: str) -> float:
-        argv = tiny("tiny_llama_v2", "--computational-intensity", *argv)
-        result = run_tool(flops_tool, tmp_path, *argv)
-        assert result.status == 0, result.stderr
-        rows = json.loads((tmp_path / "tiny_llama_v2_flops.json").read_text())["modules"]
-        return next(row["flop_per_byte"] for row in rows if row["module"] == "layers.*.self_attn")
-
-    assert intensity() > 1.2 * intensity("--disable-all-fusion")
 
 
 def test_roofline(tmp_path: Path, no_deepspeed):
@@ -633,30 +575,22 @@ def test_roofline(tmp_path: Path, no_deepspeed):
     script = "tiny_llama_v2"
     result = run_tool(flops_tool, tmp_path, *tiny(script, "--generate-roofline", "--use-amp"))
     assert result.status == 0, result.stderr
-    picture = (tmp_path / f"{script}_roofline.png").read_bytes()
-    assert picture[:8] == b"\x89PNG\r\n\x1a\n"
+    assert (tmp_path / f"{script}_roofline.png").read_bytes().startswith(b"\x89PNG")
     found = json.loads((tmp_path / f"{script}_flops.json").read_text())
     ceilings = found["ceilings"]
     assert ceilings["precision"] == "bfloat16"
+    assert f"{ceilings['gemm_tflops']:.3f} TFLOP/s" in result.stdout
     for row in found["modules"]:
         assert row["ms"] > 0, row["module"]
         assert row["bytes"] > 0 or row["module"].endswith("(rest)"), row["module"]
         if row["flop"]:
             assert row["achieved_tflops"] == pytest.approx(row["flop"] / row["ms"] / 1e9)
-            of_bytes = ceilings["copy_gb_per_s"] * row["flop_per_byte"] / 1e3
-            assert row["roof_tflops"] == pytest.approx(min(ceilings["gemm_tflops"], of_bytes))
-        else:
-            assert row["achieved_tflops"] is None
-    assert f"{ceilings['gemm_tflops']:.3f} TFLOP/s" in result.stdout
 
 
 def test_a_roofline_without_matplotlib_is_refused_before_anything_runs(tmp_path: Path, monkeypatch):
-    find_spec = flops_tool.importlib.util.find_spec
-    monkeypatch.setattr(
-        flops_tool.importlib.util,
-        "find_spec",
-        lambda name: None if name == "matplotlib" else find_spec(name),
-    )
+    find, util = flops_tool.importlib.util.find_spec, flops_tool.importlib.util
+    missing = lambda name: None if name == "matplotlib" else find(name)  # noqa: E731
+    monkeypatch.setattr(util, "find_spec", missing)
     result = run_tool(flops_tool, tmp_path, *tiny("tiny_llama_v2", "--generate-roofline"))
     assert_one_error(result, 4, "matplotlib")
     assert not list(tmp_path.iterdir())

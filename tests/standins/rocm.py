@@ -1,0 +1,333 @@
+#!/usr/bin/env python3
+"""Stand-ins for ROCm's profilers, which need an AMD GPU; each is a link to this file.
+
+They take the options that wrappers, sheets and pages use, refuse all others, run the application
+and write files of the real formats, with made-up content that is the same in every run. Names and
+formats follow rocprofiler-sdk 1.0 (ROCm 7).
+
+Environment variables for tests:
+STANDIN_LOG=FILE     append a line of JSON per call: tool, argv, application
+STANDIN_ROCM=6       rocprofv3 of ROCm 6: no --selected-regions, --pmc and databases; csv by default
+STANDIN_PROCESSES=2  rocprofv3 writes files for so many processes
+STANDIN_FAIL=MODE    status, killed: the tool dies so; nothing: it writes no files; truncated,
+                     truncated-line: they are cut off in a line or after one; noformat: they are of
+                     another format; noplots: rocprof-compute draws nothing
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import csv
+import io
+import json
+import os
+import re
+import signal
+import socket
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+TOOL = Path(sys.argv[0]).name
+NEW = os.environ.get("STANDIN_ROCM") != "6"
+FAIL = os.environ.get("STANDIN_FAIL", "")
+# Name, dispatches, ns of one. Names as the profilers print them: commas, templates and quotes.
+KERNELS = (
+    ("Cijk_Ailk_Bljk_SB_MT64x64x16_MI16x16x4x1_SN_1LDSB0_WG16_16_1", 24, 41000),
+    ("void at::native::vectorized_elementwise_kernel<4, at::CUDAFunctor_add<float> >", 18, 6000),
+)
+FUSED = (("attn_fwd.kd", 6, 30000),)
+UNFUSED = (
+    ("void (anonymous namespace)::softmax_warp_forward<float, 8, false>(float*, int)", 18, 9000),
+    ('void masked_fill_kernel("float")::{lambda(float, bool)#1}>(int, float)', 36, 7000),
+)
+STATISTICS = ("Name", "Calls", "TotalDurationNs", "AverageNs", "Percentage")
+STATISTICS += ("MinNs", "MaxNs", "StdDev")
+TRACE = ("Kind", "Agent_Id", "Queue_Id", "Kernel_Name", "Start_Timestamp", "End_Timestamp")
+Rows = list[dict]
+
+
+class Parser(argparse.ArgumentParser):
+    """As in the real tools an unknown option ends with status 2 before anything runs."""
+
+    def __init__(self, prog: str = TOOL, **arguments):
+        super().__init__(prog=prog, allow_abbrev=False, **arguments)
+
+    def take(self, options: str, **arguments) -> None:
+        """Add options that differ in nothing but their names, short/long."""
+        for names in options.split():
+            self.add_argument(*names.split("/"), **arguments)
+
+    def parse(self) -> argparse.Namespace:
+        """The options and, as `application`, the command behind the first `--`."""
+        argv = sys.argv[1:]
+        place = argv.index("--") if "--" in argv else len(argv)
+        args = self.parse_args(argv[:place])
+        args.application = argv[place + 1 :]
+        if path := os.environ.get("STANDIN_LOG"):
+            call = {"tool": TOOL, "argv": argv, "application": args.application}
+            with open(path, "a") as log:
+                log.write(json.dumps(call) + "\n")
+        return args
+
+
+def run_application(application: list[str]) -> tuple[int, int]:
+    """Run it; returns its exit status and process id. Ctrl-C reaches it, and it decides."""
+    signal.signal(signal.SIGINT, lambda *_: None)
+    process = subprocess.Popen(application)
+    status = process.wait()
+    return (status if status >= 0 else 128 - status), process.pid
+
+
+def writes() -> bool:
+    """Whether the tool writes its files; it dies here if STANDIN_FAIL says so."""
+    if FAIL == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if FAIL == "status":
+        sys.exit(f"[{TOOL}] fatal error: the profiler could not be configured")
+    return FAIL != "nothing"
+
+
+def dispatches(application: list[str]) -> Rows:
+    """What the application is said to have launched; more with --disable-all-fusion."""
+    rows, clock = [], 7_000_000_000_000  # ns since boot, as in the real traces
+    for name, count, ns in KERNELS + (UNFUSED if "--disable-all-fusion" in application else FUSED):
+        for _ in range(count):
+            times = {"Start_Timestamp": clock, "End_Timestamp": clock + ns}
+            rows.append({"Dispatch_Id": len(rows) + 1, "Kernel_Name": name, **times})
+            clock += ns + 100
+    return rows
+
+
+def write_csv(path: Path | str, header: Iterable[str], rows: Iterable[dict]) -> None:
+    """Text is quoted and numbers are not, as rocprofv3 does it; what a row lacks is 0."""
+    text = io.StringIO()
+    options = {"quoting": csv.QUOTE_NONNUMERIC, "lineterminator": "\n"}
+    writer = csv.DictWriter(text, header, restval=0, extrasaction="ignore", **options)
+    writer.writeheader()
+    writer.writerows(rows)
+    lines = text.getvalue().splitlines(keepends=True)
+    if FAIL == "truncated":
+        lines[-1] = lines[-1][: len(lines[-1]) // 2]
+    elif FAIL == "truncated-line":
+        lines = lines[: 1 + len(lines) // 2]
+    elif FAIL == "noformat":
+        lines[0] = '"KernelName","Count","Share"\n'
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text("".join(lines))
+
+
+def statistics_of(records: Rows) -> Rows:
+    """A row for each kernel, all of whose dispatches take equally long; longest total first."""
+    times: dict[str, list[int]] = {}
+    for r in records:
+        ns = int(r["End_Timestamp"]) - int(r["Start_Timestamp"])
+        times.setdefault(r["Kernel_Name"], []).append(ns)
+    total = sum(map(sum, times.values()))
+    rows = [
+        (n, len(t), sum(t), t[0], 100 * sum(t) / total, t[0], t[0], 0) for n, t in times.items()
+    ]
+    rows.sort(key=lambda row: -row[2])
+    return [dict(zip(STATISTICS, row, strict=True)) for row in rows]
+
+
+def write_kernel_trace(prefix: object, records: Rows) -> None:
+    more = {"Kind": "KERNEL_DISPATCH", "Agent_Id": "Agent 4"}
+    write_csv(f"{prefix}_kernel_trace.csv", TRACE, [r | more for r in records])
+
+
+def write_database(path: Path, records: Rows) -> None:
+    """rocpd's tables have the session's UUID in their names; readers use views without it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    with contextlib.closing(sqlite3.connect(path)) as database, database:
+        columns = "id INTEGER PRIMARY KEY, name TEXT, start BIGINT, end BIGINT"
+        database.execute(f"CREATE TABLE rocpd_kernel_dispatch_5a1d7b32 ({columns})")
+        database.execute("CREATE VIEW kernels AS SELECT * FROM rocpd_kernel_dispatch_5a1d7b32")
+        insert = "INSERT INTO rocpd_kernel_dispatch_5a1d7b32 VALUES (?, ?, ?, ?)"
+        database.executemany(insert, [tuple(record.values()) for record in records])
+
+
+def read_database(path: str) -> Rows:
+    """What write_database wrote; anything else ends with status 1."""
+    query = "SELECT name Kernel_Name, start Start_Timestamp, end End_Timestamp FROM kernels"
+    place = f"{Path(path).resolve().as_uri()}?mode=ro"
+    try:
+        with contextlib.closing(sqlite3.connect(place, uri=True)) as database:
+            database.row_factory = sqlite3.Row
+            return list(map(dict, database.execute(query)))
+    except sqlite3.Error as error:
+        sys.exit(f"[{TOOL}] {path}: {error}")
+
+
+def rocprofv3() -> int:
+    """Kernel traces, statistics, counters."""
+    parser = Parser()
+    traces = "--kernel-trace --runtime-trace --sys-trace --marker-trace"
+    parser.take(traces, action="store_const", const=True, dest="traced")
+    parser.take("--stats --truncate-kernels", action="store_true")
+    parser.take("-d", default=".")
+    parser.take("-o", default="%hostname%/%pid%")
+    formats = ("csv", "pftrace", *["rocpd"] * NEW)
+    default = ["rocpd" if NEW else "csv"]
+    parser.take("--output-format", nargs="+", choices=formats, default=default)
+    if NEW:
+        parser.take("--selected-regions", action="store_true")
+        names = ("SQ_WAVES", "SQ_INSTS_VALU", "GRBM_GUI_ACTIVE")
+        parser.take("--pmc", nargs="+", choices=names, default=[])
+    args = parser.parse()
+    if not args.application:
+        parser.error("no application: give it after ' -- '")
+    if args.stats and not args.traced:
+        parser.error("--stats needs at least one trace option, such as --kernel-trace")
+    status, pid = run_application(args.application)
+    records = dispatches(args.application)
+    for process in range(pid, pid + int(os.environ.get("STANDIN_PROCESSES", "1")) * writes()):
+        name = args.o.replace("%pid%", str(process)).replace("%hostname%", socket.gethostname())
+        prefix = f"{args.d}/{name}"
+        if "rocpd" in args.output_format:
+            write_database(Path(f"{prefix}_results.db"), records)
+        if "csv" in args.output_format and args.traced:
+            write_kernel_trace(prefix, records)
+            if args.stats:
+                write_csv(f"{prefix}_kernel_stats.csv", STATISTICS, statistics_of(records))
+        if NEW and "csv" in args.output_format and args.pmc:
+            rows = [
+                {**r, "Counter_Name": c, "Counter_Value": 1024.0} for r in records for c in args.pmc
+            ]
+            write_csv(f"{prefix}_counter_collection.csv", rows[0], rows)
+        if "pftrace" in args.output_format:
+            Path(prefix).parent.mkdir(parents=True, exist_ok=True)
+            Path(f"{prefix}_results.pftrace").write_text("" if FAIL else "perfetto")
+    return status
+
+
+def rocprof_sys_run() -> int:
+    """A Perfetto trace and call-stack profiles, in a folder named after the time."""
+    parser = Parser()
+    parser.take("-T/--trace -P/--profile", action="store_true")
+    parser.take("-S/--sample", nargs="*", choices=("cputime", "realtime"))
+    parser.take("-o/--output", nargs="+", default=["rocprof-sys-output"])
+    args = parser.parse()
+    if not args.application:
+        parser.error("no application: give it after ' -- '")
+    status, pid = run_application(args.application)
+    if writes():
+        place, prefix = [*args.output, ""][:2]
+        if os.environ.get("ROCPROFSYS_TIME_OUTPUT", "ON") == "ON":
+            place += "/2026-01-31_12.00"
+        Path(place).mkdir(parents=True, exist_ok=True)
+        if args.trace:
+            proto = Path(f"{place}/{prefix}perfetto-trace-{pid}.proto")
+            proto.write_text("" if FAIL else "perfetto")
+        names = {"wall_clock": args.profile, "sampling_wall_clock": args.sample is not None}
+        for name in (name for name, wanted in names.items() if wanted):
+            Path(f"{place}/{prefix}{name}-{pid}.txt").write_text(
+                "| LABEL  | COUNT  | SUM (sec) |\n"
+            )
+    return status
+
+
+def rocprof_compute() -> int:
+    """Counters of every dispatch, roofline plots, and their analysis."""
+    parser = Parser()
+    commands = parser.add_subparsers(dest="command", required=True)
+    profile, analyze = map(commands.add_parser, ("profile", "analyze"))
+    profile.take("-n/--name", required=True)
+    profile.take("--no-roof --roof-only --kernel-names", action="store_true")
+    profile.take("--device -p/--path")
+    analyze.take("-p/--path", required=True)
+    analyze.take("--list-stats", action="store_true")
+    analyze.take("-d/--dispatch", nargs="+", type=int, default=[])
+    args = parser.parse()
+    if (args.command == "profile") != bool(args.application):
+        parser.error("profile needs an application after ' -- ', analyze takes none")
+    if args.command == "profile":
+        if re.search(r"[./,-]", args.name):
+            parser.error("-n NAME: '.', ',', '-' and '/' are not permitted in a workload name")
+        place = Path(args.path or f"workloads/{args.name}") / "MI300A_A1"
+        place.mkdir(parents=True, exist_ok=True)
+        for _ in range(2):  # one run for each set of counters
+            if status := run_application(args.application)[0]:
+                return status
+        if writes():
+            header = ("Dispatch_ID", "GPU_ID", "Kernel_Name", "Start_Timestamp", "End_Timestamp")
+            records = enumerate(dispatches(args.application))
+            rows = [{**record, "Dispatch_ID": number} for number, record in records]
+            write_csv(place / "pmc_perf.csv", (*header, "SQ_INSTS_VALU"), rows)
+            if args.roof_only and FAIL != "noplots":
+                (place / "empirRoof_gpu-0_FP32.pdf").write_text("%PDF-1.4\n%%EOF\n")
+        return 0
+    with (Path(args.path) / "pmc_perf.csv").open(newline="") as lines:
+        rows = {int(row["Dispatch_ID"]): row for row in csv.DictReader(lines)}
+    if unknown := set(args.dispatch) - set(rows):
+        sys.exit(f"ERROR dispatch id {unknown.pop()} is not in this profile (0 to {max(rows)})")
+    print("0. Top Stats\n0.1 Top Kernels")
+    for row in statistics_of(list(rows.values())):
+        print(f"| {row['Name']} | {row['Calls']} | {row['TotalDurationNs']} |")
+    print("0.2 Dispatch List")
+    for number in args.dispatch or rows:
+        print(f"| {number} | {rows[number]['Kernel_Name']} |")
+    if not args.list_stats:
+        print("2. System Speed-of-Light")
+    return 0
+
+
+def rocpd() -> int:
+    """Converts and summarises the databases of rocprofv3."""
+    parser = Parser()
+    commands = parser.add_subparsers(dest="command", required=True)
+    convert, summary = map(commands.add_parser, ("convert", "summary"))
+    formats = ("csv", "pftrace", "otf2")
+    convert.take("-f/--output-format", nargs="+", choices=formats, required=True)
+    convert.take("-d/--output-path", default="rocpd-output-data")
+    convert.take("-o/--output-file", default="out")
+    summary.take("--region-categories", nargs="+")
+    for command in (convert, summary):
+        command.take("-i/--input", nargs="+", required=True)
+    args = parser.parse()
+    records = [record for name in args.input for record in read_database(name)]
+    if not writes():
+        return 0
+    if args.command == "summary":
+        print("KERNEL_DISPATCH SUMMARY")
+        rows = [row.values() for row in statistics_of(records)]
+        csv.writer(sys.stdout).writerows([STATISTICS, *rows])
+    elif "csv" in args.output_format:
+        write_kernel_trace(Path(args.output_path) / args.output_file, records)
+    return 0
+
+
+def rocpd2csv() -> int:
+    """Another name of `rocpd convert -f csv`."""
+    sys.argv[1:1] = ["convert", "-f", "csv"]
+    return rocpd()
+
+
+def rocminfo() -> int:
+    """The agents of the machine; STANDIN_GPU=gfx1036,gfx942 are other GPUs than gfx942."""
+    print("HSA Agents\n  Name:                    AMD EPYC 9654 96-Core Processor")
+    for name in os.environ.get("STANDIN_GPU", "gfx942").split(","):
+        print(f"  Name:                    {name}\n      Name:  amdgcn-amd-amdhsa--{name}:xnack-")
+    return 0
+
+
+def rocm_smi() -> int:
+    """The start of its table for one GPU."""
+    print("===== ROCm System Management Interface =====")
+    print("Device  Node  IDs              Temp    Power   SCLK    MCLK    VRAM%  GPU%")
+    print("0       4     0x74a0,   28851  38.0°C  112.0W  100Mhz  900Mhz  0%     0%")
+    return 0
+
+
+TOOLS: dict[str, Callable[[], int]] = {
+    tool.__name__.replace("_", "-"): tool
+    for tool in (rocprofv3, rocprof_sys_run, rocprof_compute, rocpd, rocpd2csv, rocminfo, rocm_smi)
+}
+TOOLS["omnitrace-run"] = rocprof_sys_run  # its older name
+
+if __name__ == "__main__":
+    sys.exit(TOOLS[TOOL]())
