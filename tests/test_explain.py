@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -32,8 +33,6 @@ SIZES = "an address knows neither shape nor strides: pass the sizes to the kerne
 BUILTIN = "Python's own sum, max and min do not work on blocks: tl.sum(x, 0)"
 BROADCAST = "blocks of different sizes do not go together: give each an axis of its own"
 PRINT = 'print in a kernel takes a fixed text and then the blocks: print("x", x)'
-GRID = "both wrote out[{}]: a program begins at tl.program_id(axis) * BLOCK"
-TRITON, LOADS = "import triton\n", "tl.load(X + at) + tl.load(Y + at)"
 
 
 class Mistake(NamedTuple):
@@ -42,179 +41,121 @@ class Mistake(NamedTuple):
     puzzle: int
     code: tuple[str, ...]
     sentence: str
-    compiled: bool = False  # is it refused, with this sentence, by the compiler, too?
+    compiled: bool  # is it refused, with this sentence, by the compiler, too?
 
 
-MISTAKES = {
-    # addresses
-    "index": Mistake(1, (f"tl.store(OUT + at, {LOADS})", "OUT[at] = X[at] + Y[at]"), ADDRESS, True),
-    "index read": Mistake(1, (LOADS, "X[at] + Y[at]"), ADDRESS, True),
-    "add addresses": Mistake(1, (LOADS, "X + Y"), "X and Y are addresses: tl.load(X + at)", True),
-    "store addresses": Mistake(
-        1, (LOADS, "X + at"), "this stores addresses: tl.load(X + at)", True
-    ),
-    "load twice": Mistake(1, ("tl.load(X + at)", "tl.load(tl.load(X + at))"), "are numbers", True),
-    "divide address": Mistake(
-        1, ("* BLOCK +", "* BLOCK / 1 +"), "`//` divides them, `/` gives a fraction", True
-    ),
-    "store turned": Mistake(
-        3, ("OUT + row, tl.sum(x, 0)", "tl.sum(x, 0), OUT + row"), "first the addresses", True
-    ),
-    "store without value": Mistake(
-        3, ("OUT + row, tl.sum(x, 0)", "OUT + row"), "needs addresses and values", True
-    ),
-    "comma for plus": Mistake(
-        3,
-        ("tl.load(X + row * C + column, mask=column < C, other=0.0)", "tl.load(X, column)"),
-        "addresses are one sum, tl.load(X + at): what follows a comma is the mask",
-        True,
-    ),
-    "shape": Mistake(3, ("row * C", "row * X.shape[1]"), SIZES, True),
-    "stride": Mistake(3, ("row * C", "row * X.stride(0)"), SIZES, True),
-    "len": Mistake(2, ("at < n", "at < len(X)"), SIZES, True),
-    # which program, which block
-    "no program": Mistake(1, ("tl.program_id(0) * BLOCK + ", ""), GRID.format(0)),
-    "wrong axis of grid": Mistake(1, ("program_id(0)", "program_id(1)"), GRID.format(0)),
-    "no BLOCK": Mistake(1, ("tl.program_id(0) * BLOCK", "tl.program_id(0)"), GRID.format(1)),
-    "axis 3": Mistake(1, ("program_id(0)", "program_id(3)"), "axes 0, 1 and 2", True),
-    "half": Mistake(1, ("(0, BLOCK)", "(0, BLOCK // 2)"), "is the block whole, is the grid large"),
-    "one end": Mistake(1, ("(0, BLOCK)", "(BLOCK)"), "needs both ends: tl.arange(0, BLOCK)", True),
-    "no power": Mistake(1, ("(0, BLOCK)", "(0, BLOCK - 1)"), "block is a power of two", True),
-    "arange n": Mistake(2, ("(0, BLOCK)", "(0, n)"), SIZE, True),
-    "no constexpr": Mistake(1, ("BLOCK: tl.constexpr", "BLOCK"), SIZE, True),
-    "range": Mistake(1, ("tl.arange", "range"), "range is for loops: tl.arange(0, BLOCK)", True),
-    "no jit": Mistake(1, ("@triton.jit\n", ""), "@triton.jit is missing in the line above"),
-    # masks and conditions
-    "if": Mistake(2, ("    tl.store(", "    if at < n:\n        tl.store("), CONDITION, True),
-    "while": Mistake(
-        3, ("    tl.store(", "    while x > 0:\n        x -= 1\n    tl.store("), CONDITION
-    ),
-    "ternary": Mistake(
-        2, ("tl.load(X + at, mask=inside)", "(tl.load(X + at) if at < n else 0.0)"), CONDITION, True
-    ),
-    "and": Mistake(7, ("[:, None] & (", "[:, None] and ("), CONDITION),
-    "precedence": Mistake(
-        7,
-        ("(row < rows)[:, None] & (column < C)[None, :]", "row[:, None] < rows & column < C"),
-        "& is applied before <: write (a < b) & (c < d)",
-    ),
-    "no mask, store": Mistake(2, ("x + y, mask=inside", "x + y"), "the store has no mask; give it"),
-    "no mask, load": Mistake(2, ("X + at, mask=inside", "X + at"), "the load has no mask; give it"),
-    "mask n": Mistake(2, ("mask=inside", "mask=n"), "a mask is a block of true and false", True),
-    "mask too long": Mistake(2, ("at < n", "at <= n"), "are mask and stride those of this tensor?"),
-    "mask too short": Mistake(2, ("at < n", "at < n - 1"), "its mask is false there"),
-    "other alone": Mistake(3, ("mask=column < C, ", ""), "give it a mask= as well", True),
-    "no other": Mistake(3, (", other=0.0", ""), "other=0.0 adds nothing to a sum"),
-    "other of a maximum": Mistake(
-        4, ('-float("inf")', "0.0"), "does what the mask leaves out take"
-    ),
-    # rows, strides, reductions
-    "stride BLOCK": Mistake(3, ("row * C", "row * BLOCK"), "with 13 elements in a row?"),
-    "columns first": Mistake(
-        3, ("row * C + column", "row + column * C"), "with 16 elements in a row"
-    ),
-    "no stride": Mistake(3, ("row * C", "row"), "the first row is right and no other"),
-    "half a row": Mistake(7, ("(2 * C)", "C"), "the first row is right and no other"),
-    "exchanged": Mistake(
-        7, ("* C + column[None, :], swiglu", "+ column[None, :] * rows, swiglu"), "are exchanged"
-    ),
-    "no such axis": Mistake(
-        3, ("tl.sum(x, 0)", "tl.sum(x, 1)"), "the block has no such axis", True
-    ),
-    "dim": Mistake(4, ("tl.max(x, 0)", "tl.max(x, dim=0)"), "is called axis, not dim", True),
-    "block to one address": Mistake(
-        3, ("tl.sum(x, 0)", "x"), "a block of values needs a block of addresses", True
-    ),
-    "one axis for two": Mistake(
-        7,
-        ("(row < rows)[:, None] & (column < C)[None, :]", "(row < rows) & (column < C)"),
-        BROADCAST,
-    ),
-    "element": Mistake(
-        3, ("    tl.store(", "    x[0] = 0.0\n    tl.store("), "no element of a", True
-    ),
-    # functions that a kernel does not have
-    "torch": Mistake(4, (TRITON, "import torch\n" + TRITON, "tl.exp", "torch.exp"), FOREIGN, True),
-    "torch unknown": Mistake(4, ("tl.exp", "torch.exp"), FOREIGN, True),
-    "math": Mistake(4, (TRITON, "import math\n" + TRITON, "tl.exp", "math.exp"), FOREIGN, True),
-    "numpy": Mistake(
-        4, (TRITON, "import numpy as np\n" + TRITON, "tl.exp", "np.exp"), FOREIGN, True
-    ),
-    "sum": Mistake(3, ("tl.sum(x, 0)", "sum(x)"), BUILTIN, True),
-    "max": Mistake(4, ("tl.max(x, 0)", "max(x)"), BUILTIN, True),
-    "mean": Mistake(3, ("tl.sum(x, 0)", "x.mean()"), "Triton has no mean: tl.sum(x, 0) / C", True),
-    "tl.mean": Mistake(3, ("tl.sum", "tl.mean"), "Triton has no mean: tl.sum(x, 0) / C", True),
-    "spelling": Mistake(3, ("tl.sum", "tl.sun"), "there is no tl.sun: did you mean tl.sum?", True),
-    "unknown": Mistake(3, ("column < C", "columns < C"), "`columns` is not known here", True),
-    "one branch": Mistake(
-        3,
-        (
-            "    tl.store(",
-            "    if row > 0:\n        z = 1.0\n    tl.store(",
-            "(x, 0)",
-            "(x, 0) + z",
-        ),
-        "`z` gets a value in one branch only",
-    ),
-    "global": Mistake(
-        1, (TRITON, TRITON + "WIDTH = 8\n", "(0, BLOCK)", "(0, WIDTH)"), "`WIDTH` is a global", True
-    ),
-    "helper": Mistake(
-        4,
-        (
-            "tl.exp(x",
-            "stable(x",
-            "@triton.jit",
-            "def stable(x):\n    return tl.exp(x)\n\n\n@triton.jit",
-        ),
-        "stable is a function of Python: @triton.jit above its `def`",
-    ),
-    "return": Mistake(
-        3, ("tl.store(OUT + row, tl.sum(x, 0))", "return tl.sum(x, 0)"), "a kernel returns nothing"
-    ),
-    "print": Mistake(3, ("    tl.store(", "    print(x)\n    tl.store("), PRINT, True),
-    "f-string": Mistake(3, ("    tl.store(", '    print(f"{x}")\n    tl.store('), PRINT, True),
-    # types
-    "float()": Mistake(
-        4,
-        ("tl.load(X", "float(tl.load(X", '"inf"))', '"inf")))'),
-        "float() and int() take one",
-        True,
-    ),
-    ".float()": Mistake(5, (".to(tl.float32)", ".float()"), ".float() is PyTorch's", True),
-    "torch.float32": Mistake(
-        5,
-        (TRITON, "import torch\n" + TRITON, "tl.float32", "torch.float32"),
-        "tl.float32, not",
-        True,
-    ),
-    "power": Mistake(5, ("x * x", "x ** 2"), "there is no ** for blocks: x * x", True),
-    "//": Mistake(5, ("/ C + eps", "// C + eps"), "are for whole numbers: `/` divides", True),
-    "16 bits": Mistake(5, ("other=0.0).to(tl.float32)", "other=0.0)"), "directly behind the load"),
-    "sum in 16 bits": Mistake(8, ("N), tl.float32", "N), tl.float16"), "add up in float32"),
-    # tiles
-    "@": Mistake(8, ("total = tl.dot(a, b, total)", "total += a @ b"), "is tl.dot(a, b)", True),
-    "no tile": Mistake(
-        8, ("m[:, None] * K + k[None, :]", "m * K + k"), "tiles with two axes", True
-    ),
-    "no dtype": Mistake(8, (", BLOCK_N), tl.float32", ", BLOCK_N)"), "a shape and a dtype", True),
-    "begin with 0": Mistake(
-        8,
-        ("tl.zeros((BLOCK_M, BLOCK_N), tl.float32)", "0.0"),
-        "is a tile [M, N]: begin it with",
-        True,
-    ),
-    # values
-    "not stable": Mistake(4, ("x - tl.max(x, 0)", "x"), "is there inf - inf, inf / inf or 0 / 0?"),
-    "sign": Mistake(4, ("e / tl", "-e / tl"), "each is -1 times what it should be"),
-    "zero": Mistake(4, ("e / tl", "0.0 * e / tl"), "all is 0: does the result reach the store?"),
-    "another formula": Mistake(
-        7, ("X + at + C", "X + at + 1"), "compare the code with the formula"
-    ),
-    # who owns what
-    "race": Mistake(6, ("PARTS + program * C", "PARTS"), "its number must be part of the address"),
-    "atomic": Mistake(3, ("tl.store(", "tl.atomic_add("), "write to a place of its own"),
-}
+# name | puzzle, with c if the compiler says the same | sentence | right -> wrong | ...
+# A sentence in capitals stands above; what begins with blanks goes on with the line before.
+TABLE = r"""
+index | 1c | ADDRESS |
+    tl.store(OUT + at, tl.load(X + at) + tl.load(Y + at)) -> OUT[at] = X[at] + Y[at]
+index read | 1c | ADDRESS | tl.load(X + at) + tl.load(Y + at) -> X[at] + Y[at]
+add addresses | 1c | X and Y are addresses: tl.load(X + at) |
+    tl.load(X + at) + tl.load(Y + at) -> X + Y
+store addresses | 1c | this stores addresses: tl.load(X + at) |
+    tl.load(X + at) + tl.load(Y + at) -> X + at
+load twice | 1c | are numbers | tl.load(X + at) -> tl.load(tl.load(X + at))
+divide address | 1c | `//` divides them, `/` gives a fraction | * BLOCK + -> * BLOCK / 1 +
+store turned | 3c | first the addresses | OUT + row, tl.sum(x, 0) -> tl.sum(x, 0), OUT + row
+store without value | 3c | needs addresses and values | OUT + row, tl.sum(x, 0) -> OUT + row
+comma for plus | 3c | addresses are one sum, tl.load(X + at): what follows a comma is the mask |
+    tl.load(X + row * C + column, mask=column < C, other=0.0) -> tl.load(X, column)
+shape | 3c | SIZES | row * C -> row * X.shape[1]
+stride | 3c | SIZES | row * C -> row * X.stride(0)
+len | 2c | SIZES | at < n -> at < len(X)
+no program | 1 | both wrote out[0]: a program begins at tl.program_id(axis) * BLOCK |
+    tl.program_id(0) * BLOCK +  ->
+wrong axis of grid | 1 | both wrote out[0]: a program begins at tl.program_id(axis) * BLOCK |
+    program_id(0) -> program_id(1)
+no BLOCK | 1 | both wrote out[1]: a program begins at tl.program_id(axis) * BLOCK |
+    tl.program_id(0) * BLOCK -> tl.program_id(0)
+axis 3 | 1c | axes 0, 1 and 2 | program_id(0) -> program_id(3)
+half | 1 | is the block whole, is the grid large | (0, BLOCK) -> (0, BLOCK // 2)
+one end | 1c | needs both ends: tl.arange(0, BLOCK) | (0, BLOCK) -> (BLOCK)
+no power | 1c | block is a power of two | (0, BLOCK) -> (0, BLOCK - 1)
+arange n | 2c | SIZE | (0, BLOCK) -> (0, n)
+no constexpr | 1c | SIZE | BLOCK: tl.constexpr -> BLOCK
+range | 1c | range is for loops: tl.arange(0, BLOCK) | tl.arange -> range
+no jit | 1 | @triton.jit is missing in the line above | @triton.jit\n ->
+if | 2c | CONDITION | tl.store( -> if at < n:\n        tl.store(
+while | 3 | CONDITION | tl.store( -> while x > 0:\n        x -= 1\n    tl.store(
+ternary | 2c | CONDITION | tl.load(X + at, mask=inside) -> (tl.load(X + at) if at < n else 0.0)
+and | 7 | CONDITION | [:, None] & ( -> [:, None] and (
+precedence | 7 | & is applied before <: write (a < b) & (c < d) |
+    (row < rows)[:, None] & (column < C)[None, :] -> row[:, None] < rows & column < C
+no mask, store | 2 | the store has no mask; give it | x + y, mask=inside -> x + y
+no mask, load | 2 | the load has no mask; give it | X + at, mask=inside -> X + at
+mask n | 2c | a mask is a block of true and false | mask=inside -> mask=n
+mask too long | 2 | are mask and stride those of this tensor? | at < n -> at <= n
+mask too short | 2 | its mask is false there | at < n -> at < n - 1
+other alone | 3c | give it a mask= as well | mask=column < C,  ->
+no other | 3 | other=0.0 adds nothing to a sum | , other=0.0 ->
+other of a maximum | 4 | does what the mask leaves out take | -float("inf") -> 0.0
+stride BLOCK | 3 | with 13 elements in a row? | row * C -> row * BLOCK
+columns first | 3 | with 16 elements in a row | row * C + column -> row + column * C
+no stride | 3 | the first row is right and no other | row * C -> row
+half a row | 7 | the first row is right and no other | (2 * C) -> C
+exchanged | 7 | are exchanged | * C + column[None, :], swiglu -> + column[None, :] * rows, swiglu
+no such axis | 3c | the block has no such axis | tl.sum(x, 0) -> tl.sum(x, 1)
+dim | 4c | is called axis, not dim | tl.max(x, 0) -> tl.max(x, dim=0)
+block to one address | 3c | a block of values needs a block of addresses | tl.sum(x, 0) -> x
+one axis for two | 7 | BROADCAST |
+    (row < rows)[:, None] & (column < C)[None, :] -> (row < rows) & (column < C)
+element | 3c | no element of a | tl.store( -> x[0] = 0.0\n    tl.store(
+torch | 4c | FOREIGN | import triton\n -> import torch\nimport triton\n | tl.exp -> torch.exp
+torch unknown | 4c | FOREIGN | tl.exp -> torch.exp
+math | 4c | FOREIGN | import triton\n -> import math\nimport triton\n | tl.exp -> math.exp
+numpy | 4c | FOREIGN | import triton\n -> import numpy as np\nimport triton\n | tl.exp -> np.exp
+sum | 3c | BUILTIN | tl.sum(x, 0) -> sum(x)
+max | 4c | BUILTIN | tl.max(x, 0) -> max(x)
+mean | 3c | Triton has no mean: tl.sum(x, 0) / C | tl.sum(x, 0) -> x.mean()
+tl.mean | 3c | Triton has no mean: tl.sum(x, 0) / C | tl.sum -> tl.mean
+spelling | 3c | there is no tl.sun: did you mean tl.sum? | tl.sum -> tl.sun
+unknown | 3c | `columns` is not known here | column < C -> columns < C
+one branch | 3 | `z` gets a value in one branch only |
+    tl.store( -> if row > 0:\n        z = 1.0\n    tl.store( | (x, 0) -> (x, 0) + z
+global | 1c | `WIDTH` is a global | import triton\n -> import triton\nWIDTH = 8\n |
+    (0, BLOCK) -> (0, WIDTH)
+helper | 4 | stable is a function of Python: @triton.jit above its `def` | tl.exp(x -> stable(x |
+    @triton.jit -> def stable(x):\n    return tl.exp(x)\n\n\n@triton.jit
+return | 3 | a kernel returns nothing | tl.store(OUT + row, tl.sum(x, 0)) -> return tl.sum(x, 0)
+print | 3c | PRINT | tl.store( -> print(x)\n    tl.store(
+f-string | 3c | PRINT | tl.store( -> print(f"{x}")\n    tl.store(
+float() | 4c | float() and int() take one | tl.load(X -> float(tl.load(X | "inf")) -> "inf")))
+.float() | 5c | .float() is PyTorch's | .to(tl.float32) -> .float()
+torch.float32 | 5c | tl.float32, not | import triton\n -> import torch\nimport triton\n |
+    tl.float32 -> torch.float32
+power | 5c | there is no ** for blocks: x * x | x * x -> x ** 2
+// | 5c | are for whole numbers: `/` divides | / C + eps -> // C + eps
+16 bits | 5 | directly behind the load | other=0.0).to(tl.float32) -> other=0.0)
+sum in 16 bits | 8 | add up in float32 | N), tl.float32 -> N), tl.float16
+@ | 8c | is tl.dot(a, b) | total = tl.dot(a, b, total) -> total += a @ b
+no tile | 8c | tiles with two axes | m[:, None] * K + k[None, :] -> m * K + k
+no dtype | 8c | a shape and a dtype | , BLOCK_N), tl.float32 -> , BLOCK_N)
+begin with 0 | 8c | is a tile [M, N]: begin it with |
+    tl.zeros((BLOCK_M, BLOCK_N), tl.float32) -> 0.0
+not stable | 4 | is there inf - inf, inf / inf or 0 / 0? | x - tl.max(x, 0) -> x
+sign | 4 | each is -1 times what it should be | e / tl -> -e / tl
+zero | 4 | all is 0: does the result reach the store? | e / tl -> 0.0 * e / tl
+another formula | 7 | compare the code with the formula | X + at + C -> X + at + 1
+race | 6 | its number must be part of the address | PARTS + program * C -> PARTS
+atomic | 3 | write to a place of its own | tl.store( -> tl.atomic_add(
+"""
+
+
+def mistakes(table: str) -> dict[str, Mistake]:
+    """Its rows by name."""
+    found = {}
+    for line in re.sub(r"\n {4}", " ", table.strip()).splitlines():
+        name, puzzle, sentence, *changes = line.split(" | ")
+        code = [part.strip() for change in changes for part in change.split("->")]
+        code = tuple(part.replace("\\n", "\n") for part in code)
+        sentence = globals().get(sentence, sentence)
+        found[name] = Mistake(int(puzzle[0]), code, sentence, puzzle.endswith("c"))
+    return found
+
+
+MISTAKES = mistakes(TABLE)
 
 
 @pytest.fixture(scope="module")
@@ -285,13 +226,9 @@ def test_the_compiler_gets_the_same_sentences(checker, tmp_path):
             files[name] = str(tmp_path / f"wrong_{number}.py")
             write(checker, mistake, Path(files[name]))
     settings = {"TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE],
-        input=json.dumps(files),
-        env=os.environ | settings,
-        capture_output=True,
-        text=True,
-    )
+    options = {"env": os.environ | settings, "capture_output": True, "text": True}
+    command = [sys.executable, "-c", COMPILE]
+    done = subprocess.run(command, input=json.dumps(files), **options)
     said = dict(map(json.loads, done.stdout.splitlines()))
     assert said.keys() == files.keys(), done.stderr
     assert {name: text for name, text in said.items() if MISTAKES[name].sentence not in text} == {}
@@ -312,47 +249,42 @@ def test_nothing_is_said_of_a_right_result():
 
 # --- other checkers
 
-RANDOM = "[:, None] * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]"
-RETURN = "return grad, grad_update, sum_parts(parts, scale.dtype), None, None"
+OWN = r"""
+own seed | 0 | a seed is a number, and SEED an address | seed = tl.load(SEED) -> seed = SEED
+own constant | 0 | tl.load(SEED) is the seed | seed = tl.load(SEED) -> seed = 1
+own rows | 0 | rows or columns have equal | RANDOM -> [:, None] * 0 + tl.arange(0, BLOCK_C)
+own columns | 0 | rows or columns have equal |
+    RANDOM -> [:, None] * BLOCK_C + tl.zeros((1, BLOCK_C), tl.int32)
+own sum | 0 | [0, 1] and [1, 0] have equal random numbers |
+    RANDOM -> [:, None] + tl.arange(0, BLOCK_C)
+own name | 0 | `column` is not known here | RANDOM -> [:, None] * BLOCK_C + column
+own threshold | 0 | % are kept, not 75 %; an element is dropped where | random >= p -> random < p
+own grid | 0 | the grid is a tuple | [(programs,)](x -> [programs](x
+own launch | 0 | a kernel is launched with its grid | _kernel[(programs,)](x -> _kernel(x
+own argument | 0 | must name each argument | seed, out, rows, **sizes -> seed, out, **sizes
+own result | 0 | does forward end in `return out`? | return out\n -> pass\n
+own gradients | 0 | returns 2 values for the 5 arguments of forward |
+    RETURN -> return grad, grad_update
+own syntax | 0 | SyntaxError: | def options( -> def options((
+"""
+LONG = {
+    "RANDOM": "[:, None] * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]",
+    "RETURN": "return grad, grad_update, sum_parts(parts, scale.dtype), None, None",
+}
 
 
-@pytest.mark.parametrize(
-    ("line", "mistake", "sentence"),
-    [
-        ("seed = tl.load(SEED)", "seed = SEED", "a seed is a number, and SEED an address"),
-        ("seed = tl.load(SEED)", "seed = 1", "tl.load(SEED) is the seed"),
-        (RANDOM, "[:, None] * 0 + tl.arange(0, BLOCK_C)", "rows or columns have equal"),
-        (
-            RANDOM,
-            "[:, None] * BLOCK_C + tl.zeros((1, BLOCK_C), tl.int32)",
-            "rows or columns have equal",
-        ),
-        (
-            RANDOM,
-            "[:, None] + tl.arange(0, BLOCK_C)",
-            "[0, 1] and [1, 0] have equal random numbers",
-        ),
-        (RANDOM, "[:, None] * BLOCK_C + column", "`column` is not known here"),
-        ("random >= p", "random < p", "% are kept, not 75 %; an element is dropped where"),
-        ("[(programs,)](x", "[programs](x", "the grid is a tuple"),
-        ("_kernel[(programs,)](x", "_kernel(x", "a kernel is launched with its grid"),
-        ("seed, out, rows, **sizes", "seed, out, **sizes", "must name each argument"),
-        ("        return out\n", "", "does forward end in `return out`?"),
-        (RETURN, "return grad, grad_update", "returns 2 values for the 5 arguments of forward"),
-        ("def options(", "def options((", "SyntaxError: "),
-    ],
-)
-def test_a_mistake_in_a_kernel_of_ones_own(checker, line, mistake, sentence, tmp_path):
+@pytest.mark.parametrize("mistake", mistakes(OWN).values(), ids=mistakes(OWN))
+def test_a_mistake_in_a_kernel_of_ones_own(checker, mistake, tmp_path):
     from exercises.tiny_llama_v3 import check_custom_kernel
 
-    folder = Path(check_custom_kernel.__file__).parent
+    folder, (right, wrong) = Path(check_custom_kernel.__file__).parent, mistake.code
+    right = LONG.get(right, right)
     text = (folder / "custom_kernel_solution.py").read_text()
-    assert line in text
-    (tmp_path / "wrong.py").write_text(text.replace(line, mistake))
+    assert right in text
+    (tmp_path / "wrong.py").write_text(text.replace(right, wrong))
     status, _, err = captured(check_custom_kernel.main, [str(tmp_path / "wrong.py")])
-    assert status == 1
-    assert sentence in err
-    assert len(err.splitlines()) == 1
+    assert (status, len(err.splitlines())) == (1, 1)
+    assert mistake.sentence in err
 
 
 def test_an_error_of_the_tool_itself_stays_one(tmp_path):
