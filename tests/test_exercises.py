@@ -22,8 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, SCRIPTS, forking_python, load, model_of
+from conftest import ROOT, SCRIPTS, captured, forking_python, load, model_of
 
+from tools import run_sheet, tables
 from tools.run_sheet import parse_sheet
 from tools.small_runs import COMMON, SIZES, shrink
 
@@ -82,18 +83,11 @@ class Done:
         return (self.logs / self.blocks[number]["log"]).read_text()
 
 
-def start(
-    sheet: Path,
-    logs: Path,
-    *argv: object,
-    environment: dict[str, str] | None = None,
-    root: Path = ROOT,
-) -> subprocess.Popen:
-    """Run a sheet; its stdout and stderr are pipes."""
+def start(sheet: Path, logs: Path, *argv: object, root: Path = ROOT, **more: str):
+    """Run a sheet, with more in its environment; its stdout and stderr are pipes."""
     command = [sys.executable, root / "tools" / "run_sheet.py", sheet, "--log", logs, *argv]
-    environment = {**os.environ, **(environment or {})}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(list(map(str, command)), env=environment, cwd=ROOT, **pipes)
+    return subprocess.Popen(list(map(str, command)), env=os.environ | more, cwd=ROOT, **pipes)
 
 
 def end(process: subprocess.Popen, logs: Path, directory: Path) -> Done:
@@ -117,14 +111,11 @@ def end(process: subprocess.Popen, logs: Path, directory: Path) -> Done:
 )
 def test_every_block_of_a_sheet_runs_and_prints_what_it_should(sheet: str, tmp_path: Path):
     blocks = parse_sheet((ROOT / sheet).read_text())
-    unmarked = [
-        block.line for block in blocks if NOT_HERE.search(block.text) and not block.not_in_ci
-    ]
-    assert not unmarked, "these lines need <!-- not run in CI: why -->"
+    installs = [b.line for b in blocks if NOT_HERE.search(b.text) and not b.not_in_ci]
+    assert not installs, "these lines need <!-- not run in CI: why -->"
     options = ["--shrink", "--long", "--with-standins", "--ci", "--keep-going"]
-    done = end(
-        start(ROOT / sheet, tmp_path, "--python", forking_python(), *options), tmp_path, ROOT
-    )
+    process = start(ROOT / sheet, tmp_path, "--python", forking_python(), *options)
+    done = end(process, tmp_path, ROOT)
     assert done.status == 0, done.stdout + done.stderr
     assert set(done.statuses) <= {"ok", "not run in CI", "needs a GPU", "needs 2 GPUs"}, done.stdout
 
@@ -230,27 +221,15 @@ def run(tmp_path: Path) -> Callable[..., Done]:
         sheet, logs, directory = tmp_path / "sheet.md", tmp_path / "logs", tmp_path / "work"
         sheet.write_text(text)
         directory.mkdir(exist_ok=True)
-        return end(
-            start(sheet, logs, "--directory", directory, *argv, environment=environment),
-            logs,
-            directory,
-        )
+        process = start(sheet, logs, "--directory", directory, *argv, **environment)
+        return end(process, logs, directory)
 
     return run_text
 
 
-def read_until(terminal: int, word: str) -> None:
-    """Read what a program prints on its terminal, up to this word."""
-    seen = ""
-    while word not in seen:
-        ready, _, _ = select.select([terminal], [], [], 60)
-        assert ready, seen
-        seen += os.read(terminal, 4096).decode()
-
-
 def sheet_of(*parts: str) -> str:
     """A sheet of one exercise. Parts are commands of a bash block each, or Markdown."""
-    markdown = ("Prints:", "###", "<!--", "```")
+    markdown = ("Prints:", "##", "<!--", "```")
     blocks = (part if part.startswith(markdown) else f"```bash\n{part}\n```\n" for part in parts)
     return "\n".join(("## Exercise 1: made up\n", *blocks))
 
@@ -268,50 +247,45 @@ def test_directory_variables_and_functions_carry_over(run):
     assert done.log(3).strip() == str(done.directory)
 
 
-@pytest.mark.parametrize(
-    "command", ["false", "ls nothing | cat; grep x /dev/null", "f() { false; }\nf", "(exit 3)"]
-)
-def test_a_command_that_fails_ends_its_block_and_the_run(run, command: str):
-    done = run(sheet_of("echo begin", f"{command}\necho after", "echo never"))
-    assert done.status == 1
-    assert done.statuses == ["ok", "failed", "not reached"]
-    assert "after" not in done.log(1)
+def test_a_command_that_fails_ends_its_block_and_the_run(run):
+    wrong = ("false", "ls nothing | cat; grep x /dev/null", "f() { false; }\nf", "(exit 3)")
+    wrong += ("echo 'error: matplotlib not found' >&2; exit 4",)
+    done = run(sheet_of("echo begin", *(f"{it}\necho after" for it in wrong)), "--keep-going")
+    assert (done.status, done.statuses) == (1, ["ok", *["failed"] * len(wrong)])
+    assert not [number for number in range(len(wrong)) if "after" in done.log(1 + number)]
+    done = run(sheet_of("echo begin", "false", "echo never"))
+    assert (done.status, done.statuses) == (1, ["ok", "failed", "not reached"])
     assert "1 ok, 1 failed, 1 not reached" in done.stdout
 
 
-def test_failures_name_the_line_in_the_sheet(run):
-    text = sheet_of("echo begin\n\nls nothing", "```python\nx = 1\nraise ValueError('no')\n```\n")
+def test_failures_name_the_line_in_the_sheet_and_phrases_that_are_missing(run):
+    text = sheet_of(
+        "echo begin\n\nls nothing",
+        "```python\nx = 1\nraise ValueError('no')\n```\n",
+        *("echo 'Peak memory: 3 MB'\necho warning >&2", "Prints: `Peak memory:`,\n`warning`, so\n"),
+        *("echo 'Peak memory: 3 MB'", "Prints: `Peak`, `Final loss:`\n"),
+    )
     done = run(text, "--keep-going")
     lines = text.splitlines()
     assert f"line {lines.index('ls nothing') + 1}: status 2" in done.stdout
     place = lines.index("raise ValueError('no')") + 1
     assert f'File "<stdin>", line {place}, in <module>' in done.stdout
     assert "ValueError: no" in done.stdout
-    assert [block["exit_status"] for block in done.blocks] == [2, 1]
-
-
-def test_phrases_are_looked_for_in_stdout_and_stderr(run):
-    command = "echo 'Peak memory: 3 MB'\necho warning >&2"
-    both = "Prints: `Peak memory:`,\n`warning`, and more\n", "Prints: `Peak`, `Final loss:`\n"
-    done = run(sheet_of(command, both[0], command, both[1]))
-    assert done.status == 1
-    assert done.statuses == ["ok", "failed"]
+    assert [block["exit_status"] for block in done.blocks][:2] == [2, 1]
+    assert done.statuses[2:] == ["ok", "failed"]
     assert "does not print: Final loss:\n" in done.stdout
 
 
-def test_blocks_that_ci_cannot_run(run):
+def test_blocks_that_ci_or_a_machine_without_gpus_cannot_run(run, tmp_path: Path):
     comment = "<!-- not run in CI: needs\n     a screen -->\n"
     text = sheet_of(comment, "touch one", "touch two")
     done = run(text, "--ci")
     assert (done.status, done.statuses) == (0, ["not run in CI", "ok"])
     assert done.blocks[0]["remark"] == "needs a screen"
     assert os.listdir(done.directory) == ["two"]
-    assert run(text).statuses == ["ok", "ok"]
     apart = sheet_of(comment + "\nOnly directly before a block.\n", "true")
     assert run(apart, "--ci").statuses == ["ok"]
 
-
-def test_blocks_for_a_gpu_run_where_pytorch_sees_one(run, tmp_path: Path):
     markers = "<!-- long: 1 minute -->\n<!-- needs a GPU: times kernels -->\n"
     two = "<!-- needs 2 GPUs: one batch over two -->\n"
     text = sheet_of(markers, "touch gpu", "touch any", two, "touch two")
@@ -323,39 +297,37 @@ def test_blocks_for_a_gpu_run_where_pytorch_sees_one(run, tmp_path: Path):
         done = run(text, "--long", "--python", python)
         assert (done.status, done.statuses) == (0, statuses), done.stdout + done.stderr
     done = run(text, "--python", python)
-    assert done.statuses == ["long", "ok", "ok"]
-    assert done.blocks[0]["remark"] == "1 minute; --long runs it"
-    assert "times kernels" in run(text, "--long", "--python", "/bin/false").stdout
+    assert (done.statuses, done.blocks[0]["remark"]) == (
+        ["long", "ok", "ok"],
+        "1 minute; --long runs it",
+    )
 
 
 def test_show_waits_on_a_terminal(tmp_path: Path):
     sheet = tmp_path / "sheet.md"
-    sheet.write_text(sheet_of("touch first", "touch second", "touch third"))
+    sheet.write_text(sheet_of("touch first", "touch second"))
     ours, terminal = pty.openpty()
     command = [sys.executable, ROOT / "tools" / "run_sheet.py", sheet, "--show"]
     command += ["--directory", tmp_path, "--log", tmp_path / "logs"]
     process = subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal)
     os.close(terminal)
-    for number in range(2):
-        read_until(ours, "Enter")
-        assert not (tmp_path / ("second", "third")[number]).exists()
+    for word in ("Enter", "logs:"):
+        seen = ""
+        while word not in seen:
+            ready, _, _ = select.select([ours], [], [], 60)
+            assert ready, seen
+            seen += os.read(ours, 4096).decode()
+        assert (tmp_path / "second").exists() == (word == "logs:")
         os.write(ours, b"\n")
-    read_until(ours, "logs:")
     assert process.wait(60) == 0
-    assert (tmp_path / "third").exists()
 
 
 def test_without_rocm_a_section_is_skipped(run):
     wrapper = f"{ROOT}/run_rocprofv3.sh --output-dir ."
     parts = ("### A\n", wrapper, "cat stats.csv", "### B\n", "rocm-smi", "### C\n", "echo there")
     done = run(sheet_of(*parts), PATH="/usr/bin:/bin")
-    assert done.status == 0, done.stdout
-    assert done.statuses == ["skipped", "skipped", "skipped", "ok"]
+    assert (done.status, done.statuses) == (0, ["skipped", "skipped", "skipped", "ok"])
     assert "rocprofv3 not found" in done.blocks[0]["remark"]
-
-
-def test_status_4_for_another_reason_is_a_failure(run):
-    assert run(sheet_of("echo 'error: matplotlib not found' >&2; exit 4")).statuses == ["failed"]
 
 
 @pytest.mark.parametrize(
@@ -370,20 +342,18 @@ def test_status_4_for_another_reason_is_a_failure(run):
         ("## E\n- list\n\n  ```bash\n  echo\n  ```\n", "line 4"),
     ],
 )
-def test_sheets_that_break_the_rules(run, text: str, words: str):
-    done = run(text)
-    assert (done.status, done.stdout) == (2, "")
-    assert len(done.stderr.splitlines()) == 1
-    assert words in done.stderr
-    assert "sheet.md" in done.stderr
+def test_sheets_that_break_the_rules(tmp_path: Path, text: str, words: str):
+    (tmp_path / "sheet.md").write_text(text)
+    status, out, err = captured(run_sheet.main, [str(tmp_path / "sheet.md")])
+    assert (status, out, len(err.splitlines())) == (2, "", 1)
+    assert words in err and "sheet.md" in err
 
 
 def test_only_one_exercise(run):
-    text = "## Exercise 1: a\n```bash\nfalse\n```\n## Exercise 2: b\n```bash\necho two\n```\n"
+    text = sheet_of("false", "## Exercise 2: b\n", "echo two")
     assert run(text, "--only", "exercise 2").statuses == ["ok"]
     done = run(text, "--only", "Exercise 3")
-    assert done.status == 2
-    assert "Exercise 1: a, Exercise 2: b" in done.stderr
+    assert (done.status, "Exercise 1: made up, Exercise 2: b" in done.stderr) == (2, True)
 
 
 def test_the_scratch_copy_has_what_git_has_or_would_take(tmp_path: Path):
@@ -409,25 +379,6 @@ def test_the_scratch_copy_has_what_git_has_or_would_take(tmp_path: Path):
     assert (repository / "kept").read_text() == "old\n"
 
 
-def alive(pids: list[int]) -> list[int]:
-    """Those that still run."""
-    return [
-        pid
-        for pid in pids
-        if Path(f"/proc/{pid}/stat").exists() and " Z " not in Path(f"/proc/{pid}/stat").read_text()
-    ]
-
-
-def wait_for(path: Path, lines: int) -> list[str]:
-    """The lines of a file as soon as it has so many."""
-    limit = time.monotonic() + 60
-    while time.monotonic() < limit:
-        if path.exists() and len(found := path.read_text().splitlines()) >= lines:
-            return found
-        time.sleep(0.05)
-    raise AssertionError(f"{path} does not get {lines} lines")
-
-
 # Waits for Ctrl-C and leaves its record; its name is that of a version script.
 WAITS = """
 import os, sys, time
@@ -444,45 +395,39 @@ except KeyboardInterrupt:
 @pytest.mark.parametrize(("number", "argv"), [(signal.SIGINT, ("--shrink",)), (signal.SIGTERM, ())])
 def test_an_interrupt_ends_all_that_was_started(tmp_path: Path, number: int, argv: tuple[str, ...]):
     (tmp_path / "tiny_waits_v1.py").write_text(WAITS)
-    sheet, logs = tmp_path / "sheet.md", tmp_path / "logs"
+    sheet, logs, file = tmp_path / "sheet.md", tmp_path / "logs", tmp_path / "pids"
     text = "sleep 60 & echo $! >>pids\nfor i in 1 2; do\n    python tiny_waits_v1.py || true\ndone"
     sheet.write_text(sheet_of("echo before", text, "echo never"))
     process = start(sheet, logs, "--directory", tmp_path, *argv)
-    pids = [int(line) for line in wait_for(tmp_path / "pids", 2)]
+    limit, pids = time.monotonic() + 60, []
+    while len(pids) < 2 and time.monotonic() < limit:
+        time.sleep(0.05)
+        pids = file.read_text().splitlines() if file.exists() else []
     process.send_signal(number)
     done = end(process, logs, tmp_path)
-    assert done.status == 130
-    assert done.stderr == "run_sheet.py: interrupted\n"
+    assert (done.status, done.stderr) == (130, "run_sheet.py: interrupted\n")
     assert f"logs: {logs}" in done.stdout
     assert done.statuses == ["ok", "interrupted", "not reached"]
     assert (tmp_path / "record").exists(), "the script had no time to leave its record"
-    assert not alive(pids)
+    states = [place.read_text() for pid in pids if (place := Path(f"/proc/{pid}/stat")).exists()]
+    assert all(" Z " in state for state in states), "some still run"
     assert "Traceback" not in done.log(1)
-    assert len((tmp_path / "pids").read_text().splitlines()) == 2, "the loop went on"
+    assert len(file.read_text().splitlines()) == 2, "the loop went on"
 
 
 # --- tools/small_runs.py
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_defaults_are_those_of_the_scripts(script: str):
+def test_small_runs_are_small_and_know_the_defaults(script: str):
     args = load(script).parse_args([])
     for flag, (default, _) in SIZES[model_of(script)].items():
         assert default in (None, getattr(args, flag[2:].replace("-", "_"))), flag
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_small_runs_are_small(script: str):
     args = load(script).parse_args(shrink([f"../{script}.py", "--seed", "3"])[1:])
     assert (args.num_steps, args.warmup_steps, args.seed) == (1, 1, 3)
-    assert args.seq_len <= 14
-    width, depth = (
-        (args.hidden_dim, args.num_layers)
-        if "llama" in script
-        else (args.pair_dim, args.num_blocks)
-    )
-    assert width <= 64
-    assert depth == 1
+    llama = "llama" in script
+    width, depth = (args.hidden_dim if llama else args.pair_dim), ("num_layers", "num_blocks")
+    assert (args.seq_len <= 14, width <= 64, getattr(args, depth[not llama])) == (True, True, 1)
 
 
 @pytest.mark.parametrize("flag", ["--seq-len", "--batch-size"])
@@ -553,9 +498,10 @@ def test_a_small_run_gets_what_its_script_would_get(run, tmp_path: Path):
 # --- tools/tables.py
 
 
-def tables(*argv: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, ROOT / "tools" / "tables.py", *argv]
-    return subprocess.run(list(map(str, command)), capture_output=True, text=True)
+def tables_of(*argv: object) -> tuple[int, str]:
+    """Status and stderr of tools/tables.py."""
+    status, _, err = captured(tables.main, [str(word) for word in argv])
+    return status, err
 
 
 def table_of(command: str, text: str = "") -> str:
@@ -566,55 +512,58 @@ def test_tables_are_written_and_checked(tmp_path: Path):
     file = tmp_path / "x.md"
     commands = ("python -c 'print(\"| a |\\n| - |\")'", "echo '| b |'")
     file.write_text("".join(table_of(command, "old\n") for command in commands))
-    done = tables("--check", file)
-    assert (done.returncode, len(done.stderr.splitlines())) == (1, 2)
-    assert f"{file}:3: " in done.stderr
-    assert f"{file}:10: " in done.stderr
+    status, err = tables_of("--check", file)
+    assert (status, len(err.splitlines())) == (1, 2)
+    assert f"{file}:3: " in err and f"{file}:10: " in err
     assert "old" in file.read_text()
-    assert tables(file).returncode == 0
+    assert tables_of(file)[0] == 0
     first, second = table_of(commands[0], "| a |\n| - |\n"), table_of(commands[1], "| b |\n")
     assert file.read_text() == first + second
-    assert tables("--check", file).returncode == 0
+    assert tables_of("--check", file)[0] == 0
 
 
-def test_a_marker_can_take_some_of_the_tables_that_its_command_prints(tmp_path: Path):
-    file = tmp_path / "x.md"
-    command = r"printf '| time    | V1 |\n| - | - |\n\n| time | V2 |\n| - | - |\n\n| MB |\n| - |\n'"
-    file.write_text(table_of(f'{command}, only "MB" "time | V1"', "old\n"))
-    assert tables(file).returncode == 0
-    assert "-->\n| MB |\n| - |\n\n| time    | V1 |\n| - | - |\n<!--" in file.read_text()
-    for wrong in ("time", "watts"):
-        text = file.read_text().replace('"MB"', f'"{wrong}"')
-        (tmp_path / "wrong.md").write_text(text)
-        done = tables(tmp_path / "wrong.md")
-        said = f"one table that begins with '{wrong}'"
-        assert (done.returncode, said in done.stderr) == (1, True)
-        assert (tmp_path / "wrong.md").read_text() == text
-
-
-def test_a_marker_can_take_some_columns_and_rows(tmp_path: Path):
-    file = tmp_path / "x.md"
-    table = r"| ms | V1 | V2 |\n| - | -: | -: |\n| a, 16 | 1 | 2 |\n| b | 3 | 4 |\n"
-    command = rf"printf 'Of a GPU:\n\n{table}'"
-    file.write_text(table_of(f'{command}, columns "V2", rows "a"', "old\n"))
-    assert tables(file).returncode == 0
-    assert "-->\n| ms    |  V2 |\n| ----- | --: |\n| a, 16 |   2 |\n<!--" in file.read_text()
-    for known, unknown in (('"V2"', '"V3"'), ('"a"', '"c"')):
-        (tmp_path / "wrong.md").write_text(file.read_text().replace(known, unknown))
-        done = tables(tmp_path / "wrong.md")
-        said = f"prints no {unknown}".replace('"', "'")
-        assert (done.returncode, said in done.stderr) == (1, True)
+THREE = r"printf '| time    | V1 |\n| - | - |\n\n| time | V2 |\n| - | - |\n\n| MB |\n| - |\n'"
+WIDE = (
+    r"printf 'Of a GPU:\n\n| ms | V1 | V2 |\n| - | -: | -: |\n| a, 16 | 1 | 2 |\n| b | 3 | 4 |\n'"
+)
 
 
 @pytest.mark.parametrize(
-    "command", ["sh -c 'echo x; exit 3'", "true", "no_such_program", "echo 'x", "  "]
+    ("command", "written", "wrong"),
+    [
+        (
+            f'{THREE}, only "MB" "time | V1"',
+            "| MB |\n| - |\n\n| time    | V1 |\n| - | - |\n",
+            {
+                '"MB"': ('"time"', "one table that begins with 'time'"),
+                '"time | V1"': ('"watts"', "one table that begins with 'watts'"),
+            },
+        ),
+        (
+            f'{WIDE}, columns "V2", rows "a"',
+            "| ms    |  V2 |\n| ----- | --: |\n| a, 16 |   2 |\n",
+            {'"V2"': ('"V3"', "prints no 'V3'"), '"a"': ('"c"', "prints no 'c'")},
+        ),
+        *((f"{wrong}", None, {}) for wrong in ("sh -c 'echo x; exit 3'", "true", "echo 'x", "  ")),
+        ("no_such_program", None, {}),
+    ],
 )
-def test_a_command_without_a_table_changes_nothing(tmp_path: Path, command: str):
+def test_a_marker_takes_a_part_and_a_command_without_it_changes_nothing(
+    tmp_path: Path, command: str, written: str | None, wrong: dict
+):
     file = tmp_path / "x.md"
-    text = table_of("echo new", "old\n") + table_of(command, "old\n")
+    text = table_of("echo '| b |'", "old\n") + table_of(command, "old\n")
     file.write_text(text)
-    for argv in ((file,), ("--check", file)):
-        done = tables(*argv)
-        assert done.returncode == 1
-        assert f"{file}:10: " in done.stderr.splitlines()[-1]
+    status, err = tables_of(file)
+    if written:
+        assert file.read_text().endswith(table_of(command, written)), err
+    else:
+        assert (status, f"{file}:10: " in err.splitlines()[-1]) == (1, True)
         assert file.read_text() == text
+        assert tables_of("--check", file)[0] == 1
+    for known, (unknown, said) in wrong.items():
+        text = file.read_text().replace(known, unknown)
+        (tmp_path / "wrong.md").write_text(text)
+        status, err = tables_of(tmp_path / "wrong.md")
+        assert (status, said in err) == (1, True)
+        assert (tmp_path / "wrong.md").read_text() == text

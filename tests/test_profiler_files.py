@@ -30,15 +30,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import captured
 
 import run_pytorch_profiler
-from analysis_tools import roofline_analysis
 from lab.cli import ToolError
 from lab.profile import kernels
 from lab.profile.dispatches import decimal_of, read_counters, valid_ends
 from lab.rocm import files
-from lab.rocm.counters import BYTE_COUNTERS, FLOP_COUNTERS, read_rocprof_compute
 
 T = 13_386_710_965_731_450  # nanoseconds since boot: more than a float64 counts exactly
 PHASES = ("data", "forward", "backward", "optimizer")
@@ -212,59 +209,6 @@ def test_rounded_times_and_a_wrong_cell_are_named_with_their_row(tmp_path: Path)
             ns_of_counters(counters(tmp_path, [GOOD[0], bad]))
     exact = ("b", "1.62068000000000E+14", "1.62068000005001E+14")
     assert ns_of_counters(counters(tmp_path, [exact])) == {"b": 5001}
-
-
-# --- rocprof-compute's rooflines
-
-NAMES = [*FLOP_COUNTERS, *BYTE_COUNTERS["MI200"]]
-OF_MI200 = "HBMBw,FP32Flops,FP64Flops,MFMAF16Flops,MFMAF32Flops"  # as its roofline.csv begins
-
-
-def roofline(folder: Path, counter: str, header: str = OF_MI200) -> Path:
-    values = "".join(f",{1000 if n in (counter, 'TCC_EA_RDREQ_sum') else 0}" for n in NAMES)
-    ceilings = ",".join(str(1000 * (i + 1)) for i in range(header.count(",") + 1))
-    (folder / "roofline.csv").write_text(f"device,{header}\n0,{ceilings}\n")
-    return counters(folder, GOOD, "".join(f",{n}" for n in NAMES), values)
-
-
-@pytest.mark.parametrize(
-    ("counter", "header", "precision", "tflops"),
-    [
-        ("SQ_INSTS_VALU_FMA_F16", OF_MI200, "FP32Flops", 2.0),
-        ("SQ_INSTS_VALU_FMA_F16", f"{OF_MI200},FP16Flops", "FP16Flops", 6.0),
-        ("SQ_INSTS_VALU_MFMA_MOPS_F32", OF_MI200, "MFMAF32Flops", 5.0),
-        ("SQ_INSTS_VALU_MFMA_MOPS_BF16", OF_MI200, "MFMABF16Flops", None),
-        ("none", OF_MI200, "no FLOP", None),
-    ],
-)
-def test_a_ceiling_that_was_not_measured(counter, header, precision, tflops, tmp_path: Path):
-    pytest.importorskip("matplotlib")
-    folder = roofline(tmp_path, counter, header)
-    gpu, ceilings, rows = read_rocprof_compute(folder)
-    assert (gpu, ceilings.precision, ceilings.gemm_tflops) == ("MI200", precision, tflops)
-    assert (ceilings.copy_gb_per_s, rows[0]["gb_per_s"]) == (1000, 64_000 / 5000)
-    assert (rows[0]["roof_tflops"] is None) == (counter == "none")
-    argv = ["--from-rocprof-compute", str(folder), "--output", str(tmp_path / "out")]
-    status, out, err = captured(roofline_analysis.main, argv)
-    assert status == 0, err
-    assert precision in out
-
-
-def test_counters_in_rows_are_those_in_columns(tmp_path: Path):
-    """As rocprof-compute writes them from ROCm 7's databases; each set of counters is a run."""
-    folder = roofline(tmp_path, "SQ_INSTS_VALU_FMA_F32")
-    expected = read_rocprof_compute(folder)
-    path = folder / "pmc_perf.csv"
-    lines = [
-        "GPU_ID,Dispatch_ID,Kernel_Name,Start_Timestamp,End_Timestamp,Counter_Name,Counter_Value"
-    ]
-    for run, name in enumerate(NAMES):
-        for dispatch in read_counters(path)[1]:
-            cells, later = dispatch.row.cells, 10**6 * run
-            times = f"{dispatch.start + later},{dispatch.end + later + run}"
-            lines.append(f"4,{cells['Dispatch_ID']},{dispatch.name},{times},{name},{cells[name]}")
-    path.write_text("\n".join(lines) + "\n")
-    assert read_rocprof_compute(folder) == expected
 
 
 # --- traces

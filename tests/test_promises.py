@@ -18,14 +18,18 @@ from conftest import ROOT, captured, run_main
 import run_deepspeed_flops
 import run_pytorch_profiler
 from analysis_tools import (
+    analyze_kernel_reduction,
+    benchmark_suite,
     compare_runs,
     fusion_ablation_study,
     optimize_batch_size,
+    performance_dashboard,
     plot_runs,
     regression_tester,
     roofline_analysis,
 )
-from exercises.performance_debugging import compare_stages
+from exercises.performance_debugging import check_step, compare_stages
+from exercises.tiny_llama_v3 import check_custom_kernel, measure, tune
 from lab.cli import ToolError
 from lab.files import write_file, write_text
 from lab.script import DEFAULT_SCRIPT
@@ -33,23 +37,21 @@ from lab.show import Column, render, write_csv
 
 RUN = ROOT / "results/cpu/tiny_llama_v2_readme.json"
 STAGES = ROOT / "results/h100/performance_debugging.json"
+DEFAULTS = (run_pytorch_profiler, run_deepspeed_flops, fusion_ablation_study, optimize_batch_size)
+DEFAULTS += (roofline_analysis,)
 
 
 def call(tool, *argv: object) -> tuple[int, str, str]:
     return captured(tool.main, [str(word) for word in argv])
 
 
-def run_at(folder: Path, ms: float = 10.0) -> Path:
+def run_at(folder: Path, ms: float = 10.0, version: int = 2) -> Path:
     """The directory of a run, with a step of so many milliseconds."""
     result = json.loads(RUN.read_text())
-    result["timing"] |= {
-        "batch_ms": ms,
-        "batch_median_ms": ms,
-        "batch_p95_ms": ms,
-        "samples_per_sec": 8e3 / ms,
-    }
+    result["timing"] |= dict.fromkeys(("batch_ms", "batch_median_ms", "batch_p95_ms"), ms)
+    result["timing"]["samples_per_sec"] = 8e3 / ms
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "tiny_llama_v2_summary.json").write_text(json.dumps(result))
+    (folder / f"tiny_llama_v{version}_summary.json").write_text(json.dumps(result))
     return folder
 
 
@@ -57,48 +59,32 @@ def run_at(folder: Path, ms: float = 10.0) -> Path:
 
 
 def test_what_was_saved_is_read_and_not_what_is_there_now(tmp_path):
-    """Runs of the same name are saved under their paths, here absolute ones."""
+    """Runs of the same name are saved under their paths, here absolute ones; no two under one."""
     folders = [run_at(tmp_path / part / "run") for part in "ab"]
-    assert call(compare_runs, *folders, "--save", tmp_path / "before.json")[0] == 0
-    for folder in folders:
-        run_at(folder, ms=1000.0)
-    assert call(compare_runs, *folders, "--save", tmp_path / "after.json")[0] == 0
-    argv = [
-        "--baseline-results",
-        tmp_path / "before.json",
-        "--current-results",
-        tmp_path / "after.json",
-    ]
+    for name, ms in (("before", 10.0), ("after", 1000.0)):
+        for folder in folders:
+            run_at(folder, ms)
+        assert call(compare_runs, *folders, "--save", tmp_path / f"{name}.json")[0] == 0
+    argv = ["--baseline-results", tmp_path / "before.json"]
+    argv += ["--current-results", tmp_path / "after.json"]
     status, out, _ = call(regression_tester, *argv)
     assert (status, "A regression: 2 of 2" in out) == (1, True), out
-
-
-def test_two_runs_are_not_saved_under_one_name(tmp_path):
-    one, two = (run_at(tmp_path / part) for part in "ab")
-    status, _, err = call(compare_runs, f"x={one}", f"x/={two}", "--save", tmp_path / "saved.json")
-    assert (status, "another NAME=PATH" in err, (tmp_path / "saved.json").exists()) == (
-        2,
-        True,
-        False,
-    )
+    twice = [f"x={folders[0]}", f"x/={folders[1]}", "--save", tmp_path / "saved.json"]
+    status, _, err = call(compare_runs, *twice)
+    assert (status, "another NAME=PATH" in err) == (2, True)
+    assert not (tmp_path / "saved.json").exists()
 
 
 @pytest.mark.parametrize(
     ("argv", "status", "outcome"),
     [
         ("--learning-rate 1e30 --warmup-steps 0", 1, "failed"),
-        ("--text-file README.md --vocab-size 256", 0, "1.00x"),
+        (f"--text-file {ROOT}/README.md --vocab-size 256", 0, "1.00x"),
     ],
 )
 def test_what_a_script_leaves_is_read(argv, status, outcome, tmp_path):
     """Also of a run that failed, which has no turns and no rates."""
-    run_main(
-        "tiny_llama_v2",
-        tmp_path,
-        "--num-steps",
-        "9",
-        *argv.replace("README", f"{ROOT}/README").split(),
-    )
+    run_main("tiny_llama_v2", tmp_path, "--num-steps", "9", *argv.split())
     found, out, _ = call(compare_runs, tmp_path)
     assert (found, outcome in out.splitlines()[2]) == (status, True), out
 
@@ -206,25 +192,16 @@ def test_a_table_is_the_same_as_markdown_text_and_csv():
     assert render(columns, rows, "csv").splitlines() == ["side,ms,gain", "a|b,1.005,2", "c,,none"]
 
 
-TOOL = "analysis_tools/compare_runs.py"
-
-
-def test_a_pipe_that_is_closed_is_no_error():
-    command = f"'{sys.executable}' {TOOL} {RUN} {'x=' + str(RUN)} | true; echo ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=ROOT)
+def test_a_pipe_that_is_closed_is_no_error_and_a_full_device_is_one_line():
+    tool = ROOT / "analysis_tools/compare_runs.py"
+    command = f"'{sys.executable}' {tool} {RUN} {'x=' + str(RUN)} | true; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     assert (done.stdout.strip() in ("0", "141"), done.stderr) == (True, "")
-
-
-def test_a_full_device_is_one_line():
     with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [sys.executable, TOOL, RUN], stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT
-        )
-    assert (done.returncode, done.stderr.count("\n"), "No space left" in done.stderr) == (
-        2,
-        1,
-        True,
-    )
+        pipes = {"stdout": full, "stderr": subprocess.PIPE, "text": True}
+        done = subprocess.run([sys.executable, tool, RUN], **pipes)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "No space left" in done.stderr
 
 
 # --- what is missing, and odd ways to start
@@ -315,16 +292,7 @@ def test_a_package_that_is_missing_is_one_line(program, without_packages, tmp_pa
 # --- what was run is named
 
 
-@pytest.mark.parametrize(
-    "tool",
-    [
-        run_pytorch_profiler,
-        run_deepspeed_flops,
-        fusion_ablation_study,
-        optimize_batch_size,
-        roofline_analysis,
-    ],
-)
+@pytest.mark.parametrize("tool", DEFAULTS, ids=lambda tool: tool.PROG)
 def test_a_tool_names_the_script_that_nobody_gave(tool):
     default = getattr(tool, "SCRIPT", DEFAULT_SCRIPT)
     for given, notes in ([], 1), (["--script", default], 0):
@@ -333,11 +301,78 @@ def test_a_tool_names_the_script_that_nobody_gave(tool):
         assert (status, err.count(f"note: no --script is given, {default} is taken")) == (2, notes)
 
 
-@pytest.mark.parametrize(
-    "wrapper", ["run_rocprofv3", "run_rocprof_sys", "run_rocprof_compute", "run_all_profilers"]
-)
-def test_a_wrapper_names_the_script_that_nobody_gave(wrapper):
+@pytest.mark.parametrize("name", ["rocprofv3", "rocprof_sys", "rocprof_compute", "all_profilers"])
+def test_a_wrapper_names_the_script_that_nobody_gave(name):
     for given, notes in ([], 1), (["--script", "tiny_openfold_v2.py"], 0):
-        command = [ROOT / f"{wrapper}.sh", "--dry-run", *given]
+        command = [ROOT / f"run_{name}.sh", "--dry-run", *given]
         err = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stderr
         assert err.count("note: no --script is given, tiny_openfold_v2.py is taken") == notes
+
+
+# --- odd arguments are one line, and nothing is written
+
+ABLATION, BATCH = fusion_ablation_study, optimize_batch_size
+ROOFLINE = roofline_analysis
+V2 = "--script tiny_llama_v2.py"
+ODD = [
+    (compare_runs, "nothing", "no result file"),
+    (compare_runs, "missing", "no such file or directory"),
+    (compare_runs, "=nothing", "is not NAME=PATH"),
+    (compare_runs, "a" * 300, "File name too long"),
+    (compare_runs, "several", "tiny_llama_v1_summary.json, tiny_llama_v2_summary.json"),
+    (compare_runs, f"{RUN} --csv nothing", "cannot write there"),
+    (compare_runs, f"{RUN} --csv other.json/x.csv", "cannot write there"),
+    (compare_runs, f"{RUN} --csv=", "not the name of a file"),
+    (plot_runs, f"speedup x={RUN}", "compare_runs.py"),
+    (analyze_kernel_reduction, "--baseline nothing --fused nothing --top -1", "0 or more"),
+    (performance_dashboard, f"{RUN} --output page.txt", "must end in .html"),
+    (performance_dashboard, "missing --output page.html", "no such file"),
+    (ABLATION, "--script tiny_llama_v1.py", "adds no fusions"),
+    (ABLATION, f"{V2} --fusions overlap", "tiny_llama_v2.py has qkv-fusion, flash-attention"),
+    (ABLATION, f"{V2} --enable-qkv-fusion", "not allowed with argument"),
+    (ABLATION, f"{V2} --compare-fusion", "does not fit here"),
+    (ABLATION, f"{V2} --output study.txt", "must end in .json"),
+    (ABLATION, "--table other.json", "another study"),
+    (ABLATION, "--table cut.json", "not JSON, or cut off"),
+    (ABLATION, "--table missing.json", "No such file"),
+    (benchmark_suite, "--models v1,v9", "llama has v1, v2, v3, v4"),
+    (benchmark_suite, "--metrics speed", "throughput, memory, accuracy"),
+    (benchmark_suite, "--batch-sizes 4,0", "1 or more"),
+    (benchmark_suite, "--table other.json --seq-len 8", "takes no arguments"),
+    (BATCH, f"{V2} --target-memory-usage 80", "not above 1"),
+    (BATCH, f"{V2} --batch-size 4", "is what is looked for"),
+    (BATCH, f"{V2} --output curve.txt", ".json"),
+    (BATCH, f"{V2} --hidden-dim 7", "divisible"),
+    (ROOFLINE, "--script no_such.py", "no_such.py"),
+    (ROOFLINE, "--script tiny_llama_v1.py --scripts tiny_llama_v2.py", "--script"),
+    (ROOFLINE, f"{V2} --no-such-flag", "--no-such-flag"),
+    (ROOFLINE, f"{V2} --enable-torch-compile", "--enable-torch-compile"),
+    (ROOFLINE, f"{V2} --verify-accuracy", "--verify-accuracy"),
+    (ROOFLINE, "--from-rocprof-compute no_such_folder", "no_such_folder"),
+    (ROOFLINE, "--from-rocprof-compute nothing", "pmc_perf.csv"),
+    (ROOFLINE, "--from-rocprof-compute nothing --batch-size 2", "--batch-size"),
+    (check_step, "no.py", "no.py: no such file"),
+    (check_step, f"{ROOT}/lab/cli.py", "neither a stage nor a version of TinyLlama"),
+    (compare_stages, "missing", "missing: no such file or directory"),
+    (compare_stages, "nothing", "no results of stages"),
+    (compare_stages, "other.json", "it has no stages"),
+    (tune, "rms_norm_forward TILES 4", "rms_norm_forward has no 'TILES'; it has TILE"),
+    (check_custom_kernel, "none.py", "none.py: no such module"),
+    (measure, "other.json", "no file of these programs"),
+]
+
+
+@pytest.mark.parametrize(("tool", "argv", "line"), ODD)
+def test_odd_arguments_are_one_line_and_nothing_is_written(tool, argv, line, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("nothing").mkdir()
+    Path("cut.json").write_text('{"rows": [')
+    other = {"environment": {"device_name": "x"}, "rows": [{"batch_size": 1}]}
+    Path("other.json").write_text(json.dumps(other))
+    for version in (1, 2):
+        run_at(Path("several"), version=version)
+    before = sorted(tmp_path.rglob("*"))
+    status, out, err = call(tool, *argv.split(" "))
+    assert (status, out, len(err.splitlines())) == (2, "", 1), err
+    assert line in err
+    assert sorted(tmp_path.rglob("*")) == before

@@ -10,14 +10,15 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import CPU, ROOT, captured, load, parse, strict_json, words
+from conftest import CPU, captured, load, parse, strict_json, words
 
 from analysis_tools import roofline_analysis
 from lab.profile.ceilings import Ceilings
+from lab.profile.dispatches import read_counters
 from lab.profile.kernels import kernels_of
 from lab.profile.roofline import group_bytes, group_flops, rates, times_of_operators
 from lab.profile.traffic import Traffic
-from lab.rocm.counters import BYTE_COUNTERS, FLOP_COUNTERS
+from lab.rocm.counters import BYTE_COUNTERS, FLOP_COUNTERS, read_rocprof_compute
 
 SMALL = words(
     "--hidden-dim 32 --num-layers 1 --num-heads 2 --seq-len 8 --batch-size 2 --vocab-size 50"
@@ -27,12 +28,6 @@ CEILINGS = Ceilings("float32, highest", 1024, gemm_tflops=2.0, copy_bytes=1, cop
 
 def analyse(*argv: object) -> tuple[int, str, str]:
     return captured(roofline_analysis.main, [str(argument) for argument in argv])
-
-
-def assert_refused(answer: tuple[int, str, str], *expected: str) -> None:
-    assert (answer[0], answer[1], len(answer[2].splitlines())) == (2, "", 1), answer
-    for word in expected:
-        assert word in answer[2]
 
 
 def test_rates_by_hand():
@@ -127,77 +122,45 @@ def test_scripts_side_by_side(tmp_path: Path):
     assert (tmp_path / "roofline_analysis.png").read_bytes()[:4] == b"\x89PNG"
 
 
-@pytest.mark.parametrize(
-    ("argv", "expected"),
-    [
-        (["--script", "no_such.py"], ["no_such.py"]),
-        (["--script", "tiny_llama_v1.py", "--scripts", "tiny_llama_v2.py"], ["--script"]),
-        (["--script", "tiny_llama_v2.py", "--no-such-flag"], ["--no-such-flag"]),
-        (["--script", "tiny_llama_v2.py", "--enable-torch-compile"], ["--enable-torch-compile"]),
-        (["--script", "tiny_llama_v2.py", "--verify-accuracy"], ["--verify-accuracy"]),
-        (["--from-rocprof-compute", "no_such_folder"], ["no_such_folder"]),
-        (["--from-rocprof-compute", "docs"], ["pmc_perf.csv"]),
-        (["--from-rocprof-compute", "docs", "--batch-size", "2"], ["--batch-size"]),
-    ],
-)
-def test_what_cannot_be_measured_is_one_line(tmp_path: Path, monkeypatch, argv, expected):
-    monkeypatch.chdir(ROOT)
-    assert_refused(analyse(*argv, "--output", tmp_path), *expected)
-    assert not list(tmp_path.iterdir())
+# --- rocprof-compute's rooflines
+
+OF_MI200 = "HBMBw,FP32Flops,FP64Flops,MFMAF16Flops,MFMAF32Flops"  # as its roofline.csv begins
 
 
-@pytest.fixture
-def profile(tmp_path: Path):
-    """`profile(gpu, **counters)`: a folder with two dispatches of a GEMM in rocprof-compute's
-    format."""
-
-    def write(gpu: str, **counters: int) -> Path:
-        place = tmp_path / "profile" / "workloads" / "name" / "MI"
-        place.mkdir(parents=True)
-        names = [*FLOP_COUNTERS, *BYTE_COUNTERS[gpu]]
-        with (place / "pmc_perf.csv").open("w", newline="") as file:
-            writer = csv.writer(file)
-            head = ["Dispatch_ID", "Kernel_Name", "Start_Timestamp", "End_Timestamp"]
-            writer.writerow([*head, *names])
-            for dispatch in range(2):
-                values = [counters.get(name, 0) for name in names]
-                start = 1000 * dispatch
-                writer.writerow([dispatch, "Cijk_Ailk_Bljk", start, start + 500, *values])
-        header = "device,HBMBw,HBMBwLow,FP32Flops,MFMABF16Flops"
-        (place / "roofline.csv").write_text(f"{header}\n0,4000,3990,100000,600000\n")
-        return tmp_path / "profile"
-
-    return write
+def profile(folder: Path, gpu: str, header: str = OF_MI200, **counters: int) -> Path:
+    """A folder with two dispatches of a GEMM in rocprof-compute's format; the ceilings are 1000,
+    2000, ... in the order of the header."""
+    place = folder / "profile" / "workloads" / "name" / "MI"
+    place.mkdir(parents=True)
+    names = [*FLOP_COUNTERS, *BYTE_COUNTERS[gpu]]
+    values = "".join(f",{counters.get(name, 0)}" for name in names)
+    lines = [f"Dispatch_ID,Kernel_Name,Start_Timestamp,End_Timestamp,{','.join(names)}"]
+    lines += [f"{i},Cijk_Ailk_Bljk,{1000 * i},{1000 * i + 500}{values}" for i in range(2)]
+    (place / "pmc_perf.csv").write_text("\n".join([*lines, ""]))
+    ceilings = ",".join(str(1000 * (i + 1)) for i in range(header.count(",") + 1))
+    (place / "roofline.csv").write_text(f"device,{header}\n0,{ceilings}\n")
+    return folder / "profile"
 
 
 @pytest.mark.parametrize(
     ("gpu", "counters", "moved"),
     [
-        (
-            "MI200",
-            {"TCC_EA_RDREQ_sum": 10, "TCC_EA_RDREQ_32B_sum": 4, "TCC_EA_WRREQ_sum": 5},
-            6 * 64 + 4 * 32 + 5 * 32,
-        ),
-        (
-            "MI300",
-            {"TCC_EA0_RDREQ_sum": 10, "TCC_BUBBLE_sum": 3, "TCC_EA0_RDREQ_32B_sum": 1},
-            3 * 128 + 6 * 64 + 32,
-        ),
+        ("MI200", "EA_RDREQ=10 EA_RDREQ_32B=4 EA_WRREQ=5", 6 * 64 + 4 * 32 + 5 * 32),
+        ("MI300", "EA0_RDREQ=10 BUBBLE=3 EA0_RDREQ_32B=1", 3 * 128 + 6 * 64 + 32),
         (
             "MI350",
-            {
-                f"TCC_EA0_{name}_sum": n
-                for name, n in {"RDREQ": 10, "RDREQ_128B": 3, "WRREQ_64B": 2, "WRREQ": 2}.items()
-            },
+            "EA0_RDREQ=10 EA0_RDREQ_128B=3 EA0_WRREQ_64B=2 EA0_WRREQ=2",
             3 * 128 + 7 * 64 + 2 * 64,
         ),
     ],
 )
-def test_counters_of_amd_gpus_by_hand(profile, tmp_path: Path, gpu, counters, moved):
+def test_counters_of_amd_gpus_by_hand(tmp_path: Path, gpu, counters, moved):
     pytest.importorskip("matplotlib")
-    flops = {"MFMA_MOPS_BF16": 100, "FMA_F32": 3, "ADD_F32": 1}
-    flops = {f"SQ_INSTS_VALU_{name}": count for name, count in flops.items()}
-    folder = profile(gpu, **flops, **counters)
+    counts = {"MFMA_MOPS_BF16": 100, "FMA_F32": 3, "ADD_F32": 1}
+    counts = {f"SQ_INSTS_VALU_{name}": count for name, count in counts.items()}
+    for name, count in (pair.split("=") for pair in counters.split()):
+        counts[f"TCC_{name}_sum"] = int(count)
+    folder = profile(tmp_path, gpu, "HBMBw,HBMBwLow,FP32Flops,MFMABF16Flops", **counts)
     status, out, err = analyse("--from-rocprof-compute", folder, "--output", tmp_path / "out")
     assert status == 0, err
     content = json.loads((tmp_path / "out" / "roofline_analysis.json").read_text())
@@ -205,8 +168,43 @@ def test_counters_of_amd_gpus_by_hand(profile, tmp_path: Path, gpu, counters, mo
     assert (row["group"], row["calls"]) == ("gemm", 2)
     assert (row["flop"], row["bytes"]) == (2 * (512 * 100 + 64 * (2 * 3 + 1)), 2 * moved)
     assert row["achieved_tflops"] == pytest.approx(row["flop"] / 1000 / 1e3)  # two times 500 ns
-    assert (content["ceilings"]["gemm_tflops"], content["ceilings"]["copy_gb_per_s"]) == (600, 4000)
+    assert (content["ceilings"]["gemm_tflops"], content["ceilings"]["copy_gb_per_s"]) == (4, 1000)
     assert f"counters of {gpu}" in out
+
+
+@pytest.mark.parametrize(
+    ("counter", "header", "precision", "tflops"),
+    [
+        ("FMA_F16", OF_MI200, "FP32Flops", 2.0),
+        ("FMA_F16", f"{OF_MI200},FP16Flops", "FP16Flops", 6.0),
+        ("MFMA_MOPS_F32", OF_MI200, "MFMAF32Flops", 5.0),
+        ("MFMA_MOPS_BF16", OF_MI200, "MFMABF16Flops", None),
+        (None, OF_MI200, "no FLOP", None),
+    ],
+)
+def test_a_ceiling_that_was_not_measured(counter, header, precision, tflops, tmp_path: Path):
+    counters = {f"SQ_INSTS_VALU_{counter}": 1000} if counter else {}
+    folder = profile(tmp_path, "MI200", header, **counters, TCC_EA_RDREQ_sum=1000)
+    gpu, ceilings, rows = read_rocprof_compute(folder)
+    assert (gpu, ceilings.precision, ceilings.gemm_tflops) == ("MI200", precision, tflops)
+    assert (ceilings.copy_gb_per_s, rows[0]["gb_per_s"]) == (1000, 64_000 / 500)
+    assert (rows[0]["roof_tflops"] is None) == (counter is None)
+
+
+def test_counters_in_rows_are_those_in_columns(tmp_path: Path):
+    """As rocprof-compute writes them from ROCm 7's databases; each set of counters is a run."""
+    folder = profile(tmp_path, "MI200", SQ_INSTS_VALU_FMA_F32=1000, TCC_EA_RDREQ_sum=1000)
+    expected = read_rocprof_compute(folder)
+    (path,) = folder.rglob("pmc_perf.csv")
+    columns = "GPU_ID,Dispatch_ID,Kernel_Name,Start_Timestamp,End_Timestamp"
+    lines = [f"{columns},Counter_Name,Counter_Value"]
+    for run, name in enumerate([*FLOP_COUNTERS, *BYTE_COUNTERS["MI200"]]):
+        for dispatch in read_counters(path)[1]:
+            cells, later = dispatch.row.cells, 10**6 * run
+            times = f"{dispatch.start + later},{dispatch.end + later + run}"
+            lines.append(f"4,{cells['Dispatch_ID']},{dispatch.name},{times},{name},{cells[name]}")
+    path.write_text("\n".join([*lines, ""]))
+    assert read_rocprof_compute(folder) == expected
 
 
 @pytest.mark.parametrize(
@@ -217,14 +215,15 @@ def test_counters_of_amd_gpus_by_hand(profile, tmp_path: Path, gpu, counters, mo
         ("pmc_perf.csv", lambda text: text.splitlines()[0], "no dispatches"),
         ("pmc_perf.csv", lambda text: text.replace(",500,", ",soon,"), "'soon'"),
         ("roofline.csv", lambda text: text.replace("HBMBw,", "Bw,"), "HBMBw"),
-        ("roofline.csv", lambda text: text.replace("4000", "0"), "no ceilings"),
+        ("roofline.csv", lambda text: text.replace("\n0,1000", "\n0,0"), "no ceilings"),
         ("roofline.csv", lambda text: text.splitlines()[0], "no ceilings"),
     ],
 )
-def test_a_damaged_profile_is_one_line(profile, tmp_path: Path, file, change, word):
-    folder = profile("MI300", SQ_INSTS_VALU_MFMA_MOPS_BF16=1)
+def test_a_damaged_profile_is_one_line(tmp_path: Path, file, change, word):
+    folder = profile(tmp_path, "MI300", SQ_INSTS_VALU_MFMA_MOPS_BF16=1)
     (path,) = folder.rglob(file)
     path.write_text(change(path.read_text()))
-    answer = analyse("--from-rocprof-compute", folder, "--output", tmp_path / "out")
-    assert_refused(answer, file, word)
+    status, out, err = analyse("--from-rocprof-compute", folder, "--output", tmp_path / "out")
+    assert (status, out, len(err.splitlines())) == (2, "", 1), err
+    assert file in err and word in err
     assert not (tmp_path / "out").exists()
