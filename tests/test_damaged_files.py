@@ -12,9 +12,11 @@ import copy
 import json
 import os
 import random
+import re
 import shutil
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import partial, reduce
+from operator import getitem
 from pathlib import Path
 
 import pytest
@@ -116,12 +118,16 @@ def dashboard(path: Path) -> Answer:
     return tool(performance_dashboard, path, "--output", path.with_suffix(".html"))
 
 
+def table(module, path: Path) -> Answer:
+    return tool(module, "--table", path)
+
+
+H100 = RESULTS / "h100"
 RUN, RUNS = RESULTS / "cpu/tiny_llama_v2_readme.json", RESULTS / "cpu/exercises.json"
-ABLATION, SUITE = RESULTS / "h100/ablation_tiny_llama_v2.json", RESULTS / "h100/suite_llama.json"
+ABLATION, SUITE = H100 / "ablation_tiny_llama_v2.json", H100 / "suite_llama.json"
 STUDIES = ("headline_v3", "inference", "memory", "counts", "ablation_tiny_llama_v3")
-SHOWN = [RUN, *(RESULTS / f"h100/{name}.json" for name in (
-    "suite_llama", "headline_v3", "memory", "step", "profile_tiny_llama_v1", "roofline_llama_v1_v4"
-))]  # fmt: skip
+SHOWN = ("suite_llama", "headline_v3", "memory", "step", "profile_tiny_llama_v1")
+SHOWN += ("roofline_llama_v1_v4",)
 READERS: dict[str, tuple[Path, Reader]] = {
     "compare_runs": (RUN, lambda path: tool(compare_runs, RUN, path)),
     "compare_runs, several": (RUNS, lambda path: tool(compare_runs, path / "baseline")),
@@ -129,23 +135,21 @@ READERS: dict[str, tuple[Path, Reader]] = {
     "plot_runs": (RUN, lambda path: tool(plot_runs, "memory", f"x={path}")),
     "regression_tester, run": (RUN, partial(regression, RUN)),
     "regression_tester, study": (SUITE, partial(regression, SUITE)),
-    "fusion_ablation_study": (ABLATION, lambda path: tool(fusion_ablation_study, "--table", path)),
-    "benchmark_suite": (SUITE, lambda path: tool(benchmark_suite, "--table", path)),
-    "optimize_batch_size": (RESULTS / "h100/batch_size_tiny_llama_v4.json", search),
-    "unfinished study": (RESULTS / "h100/energy.json", unfinished),
-    "analyze_kernel_reduction": (RESULTS / "h100/profile_tiny_llama_v1.json", profile),
-    "report_generator, run": (RUN, partial(report, "tiny_llama_v2_summary.json")),
+    "fusion_ablation_study": (ABLATION, partial(table, fusion_ablation_study)),
+    "benchmark_suite": (SUITE, partial(table, benchmark_suite)),
+    "optimize_batch_size": (H100 / "batch_size_tiny_llama_v4.json", search),
+    "unfinished study": (H100 / "energy.json", unfinished),
+    "analyze_kernel_reduction": (H100 / "profile_tiny_llama_v1.json", profile),
+    "report_generator, run": (RUN, partial(report, RUN.name.replace("readme", "summary"))),
     "report_generator, FLOPs": (
-        RESULTS / "h100/flops_tiny_llama_v2.json",
+        H100 / "flops_tiny_llama_v2.json",
         partial(report, "tiny_llama_v2_flops.json"),
     ),
-    "compare_stages": (
-        RESULTS / "h100/performance_debugging.json",
-        lambda path: tool(compare_stages, path),
-    ),
-    **{f"dashboard, {path.stem}": (path, dashboard) for path in SHOWN},
+    "compare_stages": (H100 / "performance_debugging.json", partial(tool, compare_stages)),
+    "dashboard, run": (RUN, dashboard),
+    **{f"dashboard, {name}": (H100 / f"{name}.json", dashboard) for name in SHOWN},
     **{
-        f"benchmark, {name}": (RESULTS / f"h100/{name}.json", partial(tables, f"{name}.json"))
+        f"benchmark, {name}": (H100 / f"{name}.json", partial(tables, f"{name}.json"))
         for name in STUDIES
     },
 }
@@ -163,9 +167,7 @@ def places(value: object, path: tuple = ()) -> Iterator[tuple]:
 def mutated(content: dict, place: tuple, rng: random.Random) -> dict:
     """The content with another value there, or with none."""
     content = copy.deepcopy(content)
-    inner = content
-    for key in place[:-1]:
-        inner = inner[key]
+    inner = reduce(getitem, place[:-1], content)
     if rng.random() < 0.25:
         del inner[place[-1]]
     else:
@@ -197,18 +199,53 @@ def test_a_damaged_file_is_read_or_named(name: str, tmp_path: Path):
     assert not wrong, f"{len(wrong)} of {MUTATIONS}: " + "\n".join(wrong[:40])
 
 
+STUDY = {
+    "environment": {"device_name": "GPU"},
+    "rows": [{"side": "none", "on": [], "speedup": 1.0}],
+}
+BROKEN = {  # a file's name and text, and what every reader says of it
+    "cut_summary.json": ('{"schema_version": 1,', "cut off"),
+    "list_summary.json": ("[1]", "not a JSON object"),
+    "bytes_summary.json": ("\udcff\udcfe", "not JSON"),
+    "deep_summary.json": ("[" * 100_000, "not JSON"),
+    "later_summary.json": ('{"schema_version": 2, "rows": []}', "schema_version is 2, not 1"),
+    "other_summary.json": ('{"schema_version": 1, "config": {}}', "it has no script"),
+    **{
+        f"number_{number}.json": (
+            re.sub(r'"final": [^,}]+', f'"final": {value}', RUN.read_text()),
+            "loss.final is",
+        )
+        for number, value in enumerate(('"fast"', "NaN", "true", "[1]", "1" + "0" * 400))
+    },
+}
+PAGE_ONLY = {
+    "package.json": ("{}", "no chart shows"),
+    "rows.json": (json.dumps(STUDY | {"rows": []}), "without a row"),
+    "study.json": (json.dumps(STUDY), "it has no 'model'"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN | PAGE_ONLY)
+def test_a_broken_file_is_one_line(name: str, tmp_path: Path):
+    text, said = (BROKEN | PAGE_ONLY)[name]
+    path = tmp_path / name
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
+    for read in (dashboard, partial(tool, compare_runs))[: 1 + (name in BROKEN)]:
+        status, out, err = read(path)
+        assert (status, out, len(err.splitlines())) == (2, "", 1), err
+        assert str(path) in err and said in err
+    assert [*tmp_path.iterdir()] == [path]
+
+
 @pytest.mark.parametrize(
     ("where", "field"), [((), "round"), (("rows", 0), "turns"), (("rows", 3), "batch ms")]
 )
 def test_a_field_that_no_program_writes_is_named(where: tuple, field: str, tmp_path: Path):
     content = json.loads(ABLATION.read_text())
-    inner = content
-    for key in where:
-        inner = inner[key]
-    inner[field] = 1.5
+    reduce(getitem, where, content)[field] = 1.5
     path = tmp_path / "study.json"
     path.write_text(json.dumps(content))
-    status, _, err = tool(fusion_ablation_study, "--table", path)
+    status, _, err = table(fusion_ablation_study, path)
     place = f"rows[{where[1]}].{field}" if where else field
     assert (status, len(err.splitlines())) == (2, 1)
     assert f"{path}: {place} is not a field" in err
