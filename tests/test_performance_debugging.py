@@ -72,17 +72,13 @@ def test_stage_1_begins_far_above_equal_probabilities(train, final: dict):
 
 
 @pytest.mark.parametrize("stage", [2, 3, 4])
-def test_slow_stages_learn_what_the_final_version_learns(train, final: dict, stage: int):
+def test_slow_stages_learn_what_the_final_version_learns(v3, train, final: dict, stage: int):
     slow = train(stage)
     assert slow["loss"]["curve"] == pytest.approx(final["loss"]["curve"], rel=1e-5)
     assert (slow["kernels"]["per_step"] > final["kernels"]["per_step"]) == (stage == 2)
-
-
-@pytest.mark.parametrize("stage", [2, 4])
-def test_slow_stages_have_the_right_gradients(v3: ModuleType, stage: int):
-    check_step.load(path_of(stage))
-    for precision in ([], ["--use-amp"]):
-        status, stdout, _ = captured(v3.main, [*SIZES, "--verify-accuracy", *precision])
+    if stage != 3:  # which only measures otherwise
+        argv = [*SIZES, "--verify-accuracy", "--use-amp"]
+        status, stdout, _ = captured(v3.main, argv)
         assert (status, "Accuracy check: PASS" in stdout) == (0, True), stdout
 
 
@@ -131,26 +127,6 @@ def test_the_gradient_check_finds_parameters_that_do_not_train(
     assert (status, "Gradient check: FAIL" in stdout) == (int(stage == 6), stage == 6)
 
 
-@pytest.mark.parametrize(
-    ("program", "argv", "message"),
-    [
-        (check_step, ["no.py"], "no.py: no such file"),
-        (
-            check_step,
-            [str(ROOT / "lab/profile/kernels.py")],
-            "neither a stage nor a version of TinyLlama",
-        ),
-        (compare_stages, ["nowhere"], "nowhere: no such file or directory"),
-        (compare_stages, [str(ROOT / "examples")], "no results of stages"),
-        (compare_stages, [str(ROOT / "results/h100/memory.json")], "it has no stages"),
-    ],
-)
-def test_bad_input_is_one_line(program: ModuleType, argv: list[str], message: str):
-    status, stdout, stderr = captured(program.main, argv)
-    assert (status, stdout, stderr.count("\n")) == (2, "", 1)
-    assert message in stderr
-
-
 @pytest.mark.slow
 def test_all_stages_one_of_which_fails(tmp_path: Path):
     for path in ROOT.iterdir():  # the repository with a folder of stages of its own
@@ -166,32 +142,24 @@ def test_all_stages_one_of_which_fails(tmp_path: Path):
     own = results / "notes.txt"
     own.write_text("of the reader")
     environment = {**os.environ, "PYTHON": forking_python()}
+
+    def run(*argv: object) -> subprocess.CompletedProcess[str]:
+        command = [str(word) for word in (program, *argv)]
+        return subprocess.run(command, capture_output=True, text=True, env=environment)
+
     for argv in (
         ["--result-dir", results, "--num-stpes", "2"],
         [f"--result-dir={results}", "--num-steps", "0"],
     ):
-        done = subprocess.run(
-            list(map(str, [program, *argv])), capture_output=True, text=True, env=environment
-        )
-        assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1), (
-            done.stderr
-        )
+        done = run(*argv)
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
         assert "--num-st" in done.stderr
         assert sorted(results.rglob("*.*")) == [own, earlier]
-    path_of_stage_2 = folder / path_of(2).name
-    path_of_stage_2.write_text(
-        path_of_stage_2.read_text().replace("if __name__", "raise MemoryError\nif __name__")
-    )
-    command = [
-        program,
-        "--result-dir",
-        results,
-        *SIZES,
-        *words("--hidden-dim 16 --num-heads 1 --intermediate-dim 16 --vocab-size 20"),
-        *words("--seq-len 2 --batch-size 1 --num-steps 1"),
-    ]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment)
-
+    second = folder / path_of(2).name
+    second.write_text(second.read_text().replace("if __name__", "raise MemoryError\nif __name__"))
+    smaller = "--hidden-dim 16 --num-heads 1 --intermediate-dim 16 --vocab-size 20 --seq-len 2"
+    smaller += " --batch-size 1 --num-steps 1"
+    done = run("--result-dir", results, *SIZES, *words(smaller))
     assert done.returncode == 1
     assert done.stderr.splitlines() == [
         "stage2: status 1: MemoryError",
@@ -209,10 +177,7 @@ def test_all_stages_one_of_which_fails(tmp_path: Path):
         lines = (results / f"{name}_profile.csv").read_text().splitlines()
         assert all(len(line.split(",")) == 8 for line in lines)
     sort = f"sort -t',' -k4 -nr {results}/stage4_profile.csv | head -20"
-    slowest = subprocess.run(
-        ["bash", "-c", sort], capture_output=True, text=True
-    ).stdout.splitlines()
-    assert "naive_matmul" in slowest[0]
+    assert "naive_matmul" in subprocess.check_output(["bash", "-c", sort], text=True).split("\n")[0]
 
     study = tmp_path / "study.json"
     status, stdout, _ = captured(compare_stages.main, [str(results), "--output", str(study)])

@@ -34,7 +34,8 @@ def checker():
 
 def said(checker, file: Path, *argv: str) -> tuple[int, list[str]]:
     """Status and lines of a puzzle's program."""
-    status, out, err = captured(lambda argv: checker.main(checker.load(file).PUZZLE, argv), [*argv])
+    puzzle = checker.load(file).PUZZLE
+    status, out, err = captured(lambda argv: checker.main(puzzle, argv), [*argv])
     assert err == ""
     return status, out.splitlines()
 
@@ -64,10 +65,8 @@ def test_the_picture_shows_which_program_touched_which_element(checker):
         *("y [13]: read by program", "    0000000011111"),
         *("out [13]: written by program", "    0000000011111"),
     ]
-    assert (
-        "    0000000000000000.....................  19 rows"
-        in said(checker, FILES[8], "--solution")[1]
-    )
+    rows = "    0000000000000000.....................  19 rows"
+    assert rows in said(checker, FILES[8], "--solution")[1]
 
 
 def with_fault(checker, number: int, line: str, fault: str, folder: Path):
@@ -144,23 +143,17 @@ def test_all_solutions_are_right_on_the_gpu_and_timed(tmp_path):
 @pytest.fixture
 def swiglu(checker):
     """The program, its kernels those of the reader."""
-    for name in (
-        "puzzles.puzzle_07_swiglu",
-        "build_a_fusion.swiglu_backward",
-        "build_a_fusion.swiglu",
-    ):
+    for name in ("puzzles.puzzle_07_swiglu", "build_a_fusion.swiglu_backward"):
         sys.modules.pop(f"exercises.{name}", None)
+    sys.modules.pop("exercises.build_a_fusion.swiglu", None)
     return importlib.import_module("exercises.build_a_fusion.swiglu")
 
 
 def test_each_step_checks_what_the_reader_has(swiglu):
     status, _, err = captured(swiglu.main, ["kernels"])
     assert (status, "step 3, puzzle_07_swiglu.py: not solved yet" in err) == (1, True)
-    assert captured(swiglu.main, ["kernels", "--solution"]) == (
-        0,
-        "your kernels: output and gradient are right\n",
-        "",
-    )
+    right = "your kernels: output and gradient are right\n"
+    assert captured(swiglu.main, ["kernels", "--solution"]) == (0, right, "")
     assert captured(swiglu.main, ["--scoreboard"])[0] == 4
     assert captured(swiglu.main, [])[0] == 2
 
@@ -192,8 +185,7 @@ def test_the_figure_of_the_h100_is_drawn_from_its_file(swiglu, tmp_path):
     rows = json.loads(file.read_text())["rows"]
     assert len(rows) == len(swiglu.ROWS) * len(swiglu.LEAST)
     assert all([*row["us"]] == ["copy", "operators", "torch.compile", "kernels"] for row in rows)
-    status, out, _ = captured(
-        swiglu.main, ["--draw", str(file), "--plot", str(tmp_path / "figure.png")]
-    )
+    argv = ["--draw", str(file), "--plot", str(tmp_path / "figure.png")]
+    status, out, _ = captured(swiglu.main, argv)
     assert (status, len(out.splitlines())) == (0, len(rows) + 3)
     assert (tmp_path / "figure.png").stat().st_size > 10_000

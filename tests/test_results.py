@@ -18,33 +18,21 @@ from tools.tables import CELLS, TABLE
 
 RUNS = sorted((ROOT / "results").glob("*/tiny_*.json"))
 STUDIES = sorted((ROOT / "results").glob("*/*.json"))
-EXERCISES = [
-    pytest.param(path.parent.name, result, id=f"{path.parent.name}/{name}")
-    for path in sorted((ROOT / "results").glob("*/exercises.json"))
-    for name, result in json.loads(path.read_text())["runs"].items()
-]
 
 
-@pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
-def test_committed_runs_finished_and_name_their_device(path):
-    result = json.loads(path.read_text())
-    assert result["status"] == "ok"
-    assert result["environment"]["device_name"]
-    assert (
-        len(result["loss"]["curve"])
-        == result["training"]["warmup_steps"] + result["training"]["num_steps"]
-    )
-    assert result["loss"]["final"] < 0.7 * result["loss"]["initial"]
-
-
-@pytest.mark.parametrize(("device", "result"), EXERCISES)
-def test_the_runs_behind_the_answers_finished_on_the_device_they_lie_under(device, result):
-    assert result["status"] == "ok"
-    if device == "cpu":
-        assert result["environment"]["device"] == "cpu"
-    else:
-        assert device.partition("x")[0].upper() in result["environment"]["device_name"]
-    assert result["loss"]["final"] < result["loss"]["initial"]
+def test_committed_runs_finished_where_they_lie_and_learn():
+    runs = {path: json.loads(path.read_text()) for path in RUNS}
+    for path in (ROOT / "results").glob("*/exercises.json"):
+        runs |= {path / name: run for name, run in json.loads(path.read_text())["runs"].items()}
+    assert len(runs) > 30
+    for path, result in runs.items():
+        loss, training, here = (result[name] for name in ("loss", "training", "environment"))
+        device = path.relative_to(ROOT / "results").parts[0]
+        assert result["status"] == "ok", path
+        assert len(loss["curve"]) == training["warmup_steps"] + training["num_steps"], path
+        assert loss["final"] < (0.7 if path in RUNS else 1.0) * loss["initial"], path
+        named = here["device"] if device == "cpu" else here["device_name"].lower()
+        assert device.partition("x")[0] in named, path
 
 
 def test_the_headline_table_is_whole_and_of_one_run():
@@ -104,17 +92,13 @@ def test_the_totals_in_architecture_are_counted(script):
     module, meta = load(script), torch.device("meta")
     args = module.parse_args(["--device", "cpu"])
     model = module.build_model(args, meta)
-    batch = {
-        name: value.to(meta)
-        for name, value in module.make_batches(args, torch.device("cpu"), 1).next_batch().items()
-    }
+    batch = module.make_batches(args, torch.device("cpu"), 1).next_batch()
+    batch = {name: value.to(meta) for name, value in batch.items()}
     with FlopCounterMode(display=False) as counter:
         loss = model(**batch)
         forward = counter.get_total_flops()
         loss.backward()
     text = (ROOT / "docs/ARCHITECTURE.md").read_text()
     assert f"**{sum(parameter.numel() for parameter in model.parameters()):,}**" in text
-    totals = re.compile(
-        rf"\*\*{forward / 1e9:.3f}\*\* \| \*\*{counter.get_total_flops() / 1e9:.3f}\*\*"
-    )
-    assert totals.search(text)
+    whole = counter.get_total_flops() / 1e9
+    assert f"**{forward / 1e9:.3f}** | **{whole:.3f}**" in text

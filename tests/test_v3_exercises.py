@@ -54,24 +54,15 @@ def test_the_solution_passes_also_with_four_numbers_of_a_counter(tmp_path, capsy
         assert (status, out.splitlines()[:2]) == (0, right)
 
 
-def test_the_skeleton_says_what_is_still_to_be_written(capsys):
+def test_what_is_still_to_be_written_is_no_error(tmp_path, capsys):
     status, out, err = check_module(LLAMA / "custom_kernel_skeleton.py", capsys)
-    assert (status, err) == (1, "")
-    assert out == "next: Tasks 1 and 2; take this line away when you have done them\n"
-
-
-def test_half_of_the_kernel_is_no_error(tmp_path, capsys):
-    half = tmp_path / "half.py"
-    begin = "        update, scale, seed = ctx.saved_tensors\n"
-    text = SOLUTION.read_text().replace(
-        begin, "        raise NotImplementedError('Tasks 3 and 4')\n"
-    )
-    half.write_text(text)
+    next_tasks = "next: Tasks 1 and 2; take this line away when you have done them\n"
+    assert (status, out, err) == (1, next_tasks, "")
+    half, begin = tmp_path / "half.py", "        update, scale, seed = ctx.saved_tensors\n"
+    missing = "        raise NotImplementedError('Tasks 3 and 4')\n"
+    half.write_text(SOLUTION.read_text().replace(begin, missing))
     status, out, err = check_module(half, capsys)
-    assert (status, err) == (1, "")
-    assert out == "mask and output: right\nnext: Tasks 3 and 4\n"
-    half.write_text(text.replace("x + scale * update", "x - scale * update"))
-    assert "the output" in check_module(half, capsys)[2]
+    assert (status, out, err) == (1, "mask and output: right\nnext: Tasks 3 and 4\n", "")
 
 
 @pytest.mark.parametrize(
@@ -109,20 +100,9 @@ def test_all_ways_to_sum_the_bias_gradient_agree_with_v3s_backward_pass():
         torch.testing.assert_close(function(), expected.float(), rtol=1e-4, atol=1e-4, msg=name)
 
 
-@pytest.mark.parametrize(
-    ("program", "argv", "said"),
-    [
-        ("tune.py", "rms_norm_forward TILES 4", "rms_norm_forward has no 'TILES'; it has TILE"),
-        pytest.param(
-            "tune.py", "rms_norm_forward TILE 3", "must be a power of two", marks=pytest.mark.slow
-        ),
-        ("check_custom_kernel.py", "none.py", "none.py: no such module"),
-        ("measure.py", "results/h100/rows.json", "no file of these programs"),
-    ],
-)
-def test_bad_arguments_get_one_line(program, argv, said):
-    done = subprocess.run(
-        [forking_python(), LLAMA / program, *argv.split()], cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 2
-    assert said in done.stderr and len(done.stderr.splitlines()) == 1
+@pytest.mark.slow
+def test_a_tile_is_a_power_of_two():
+    command = [forking_python(), LLAMA / "tune.py", "rms_norm_forward", "TILE", "3"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+    assert "must be a power of two" in done.stderr
