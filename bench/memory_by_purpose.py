@@ -138,7 +138,7 @@ def measure(module: ModuleType, argv: list[str]) -> dict:
 STUDY = {
     "tiny_llama, small": ("tiny_llama", (1, 2, 3, 4)),
     "tiny_llama, medium": ("tiny_llama", (1, 2, 3, 4)),
-    "tiny_openfold, crop": ("tiny_openfold", (1, 2, 3)),
+    "tiny_openfold, crop": ("tiny_openfold", (1, 2, 3, 4)),
 }
 
 

@@ -15,7 +15,7 @@ from PIL import ImageFont
 
 from bench import memory_by_purpose
 from tools import draw_figures as figures
-from tools import sheet, timeline, trace_step
+from tools import sheet, traces
 
 SVG = "{http://www.w3.org/2000/svg}"
 COMMITTED = sorted((ROOT / "docs/figures").glob("*.svg"))
@@ -162,87 +162,69 @@ def test_modules_move_under_the_roof_by_their_bytes_and_times(tmp_path, monkeypa
     assert (pytest.approx(1700), pytest.approx(5100)) in drawn
 
 
-def trace(folder: Path, launch_every: float, graph: bool) -> Path:
-    """A run's trace and result file: two steps of five layers, each a norm, a GEMM and an
-    addition."""
+def run_of(folder: Path, graph: bool) -> Path:
+    """The trace of a run: three steps of five layers, each a norm, a GEMM and an addition."""
     events, correlation = [], 0
-    folder.mkdir()
 
     def add(cat: str, name: str, ts: float, dur: float, **args: object) -> None:
         when = {"ts": ts, "dur": dur, "pid": 1, "tid": 1, "args": args}
         events.append({"ph": "X", "cat": cat, "name": name, **when})
 
+    def launch(time: float, gpu: float, kernel: str, name: str = "cudaLaunchKernel") -> None:
+        nonlocal correlation
+        correlation += 1
+        add("cuda_runtime", name, time, 4, correlation=correlation)
+        add("kernel", kernel, gpu, 2, correlation=correlation, stream=7, **{"Input Dims": [[1]]})
+        for ph, ts in (("s", time), ("f", gpu)):
+            arrow = {"ph": ph, "cat": "ac2g", "id": correlation, "pid": 1, "tid": 1, "ts": ts}
+            events.append(arrow)
+
     for step in range(3):
         time = 10_000.0 * step
         add("user_annotation", "data", time, 1)
-        gpu = time + 50
-        if graph:
-            correlation += 1
-            add("cuda_runtime", "cudaGraphLaunch", time + 5, 9, correlation=correlation)
+        launch(time + 5, time + 50, "embedding")
         for layer in range(5):
-            begin = time = time + 10
-            for name in ("rms_norm_forward_kernel", "cutlass_gemm", "elementwise_kernel"):
-                if not graph:
-                    correlation += 1
-                    add("cuda_runtime", "cudaLaunchKernel", time, 4, correlation=correlation)
-                    gpu = max(gpu, time + 6)
-                    time += launch_every
-                add("kernel", name, gpu, 2, correlation=correlation)
-                gpu += 2.5
+            begin = time + 100 + 100 * layer
             if not graph:
-                add("user_annotation", f"layers.{layer}", begin - 1, time - begin)
-                add("user_annotation", f"layers.{layer}.input_layernorm", begin - 1, 2)
-    packed = gzip.compress(json.dumps({"traceEvents": events}).encode())
+                add("user_annotation", f"layers.{layer}", begin, 90)
+                add("user_annotation", f"layers.{layer}.input_layernorm", begin, 2)
+            names = "rms_norm_forward_kernel", "cutlass_gemm", "elementwise_kernel"
+            for place, name in enumerate(names):
+                late = 100_000 if (step, layer, place) == (1, 4, 2) else 0  # the step's last kernel
+                launch(begin + 20 * place, begin + 20 * place + 6 + late, name)
+    whole = {"traceEvents": events, "host_name": "secret", "traceName": "/secret"}
+    folder.mkdir()
+    packed = gzip.compress(json.dumps(whole).encode())
     (folder / "tiny_llama_v3_trace.json.gz").write_bytes(packed)
-    summary = {"environment": {"device_name": "GPU"}, "config": {}}
-    summary["training"] = {"cuda_graph": graph}
-    (folder / "tiny_llama_v3_summary.json").write_text(json.dumps(summary))
     return folder
 
 
-def test_the_timeline_keeps_two_layers_of_eager_steps_and_the_same_kernels_of_a_graph(
-    tmp_path, monkeypatch
-):
-    runs = [trace(tmp_path / "eager", 20, False), trace(tmp_path / "graph", 20, True)]
-    argv = [str(tmp_path / "timeline.json"), *map(str, runs)]
-    status, table, errors = captured(timeline.main, argv)
-    assert (status, errors) == (0, "")
-    eager, graph = json.loads((tmp_path / "timeline.json").read_text())["traces"]
-    assert [len(eager["launches"]), len(graph["launches"])] == [6, 0]
-    assert [kernel[0] for kernel in eager["kernels"]] == ["norm", "GEMM", "element-wise"] * 2
-    assert eager["launches"][0] == ["launch", 0.0, 4.0]
-    assert eager["kernels"][0][1] == 6.0  # the GPU begins after the launch
-    assert eager["kernels"][-1][1] == 116.0  # and waits for each
-    assert [kernel[0] for kernel in graph["kernels"]] == [kernel[0] for kernel in eager["kernels"]]
-    assert [kernel[1] for kernel in graph["kernels"]] == [2.5 * i for i in range(6)]
-    assert "V3, graph" in table
-    monkeypatch.setattr(figures, "H100", tmp_path)
-    assert "One launch for the whole step" in words(figures.launch_timeline())
-
-
 def test_one_step_of_a_trace_has_its_kernels_and_nothing_of_the_machine(tmp_path):
-    run = trace(tmp_path / "eager", 20, False)
-    path = run / "tiny_llama_v3_trace.json.gz"
-    whole = json.loads(gzip.decompress(path.read_bytes()))
-    launches = [e for e in whole["traceEvents"] if e["cat"] == "cuda_runtime"]
-    kernels = [e for e in whole["traceEvents"] if e["cat"] == "kernel"]
-    kernels[29]["ts"] += 100_000  # the last of the second step runs late
-    for number, (launch, kernel) in enumerate(zip(launches, kernels, strict=True)):
-        for ph, event in (("s", launch), ("f", kernel)):
-            arrow = {key: event[key] for key in ("pid", "tid", "ts")}
-            whole["traceEvents"].append({"ph": ph, "cat": "ac2g", "id": number, **arrow})
-        kernel["args"] |= {"Input Dims": [[1]], "stream": 7}
-    whole |= {"host_name": "secret", "traceName": "/secret"}
-    path.write_bytes(gzip.compress(json.dumps(whole).encode()))
     output = tmp_path / "step.json.gz"
-    status, out, errors = captured(trace_step.main, [str(run), str(output)])
+    argv = [str(run_of(tmp_path / "eager", False)), str(output)]
+    status, out, errors = captured(traces.main, argv)
     assert (status, errors) == (0, "")
-    assert "15 kernels" in out
+    assert "16 kernels" in out
     content = gzip.decompress(output.read_bytes()).decode()
     assert "secret" not in content
+    assert "Input Dims" not in content
     events = json.loads(content)["traceEvents"]
-    found = [e for e in events if e["cat"] == "kernel"]
-    assert [e["ts"] for e in found] == [e["ts"] - 10_000 for e in kernels[15:30]]
-    assert found[0]["args"] == {"correlation": 16, "stream": 7}
-    assert sum(e["cat"] == "ac2g" for e in events) == 2 * 15
+    found = [e["args"] for e in events if e["cat"] == "kernel"]
+    assert found == [{"correlation": number, "stream": 7} for number in range(17, 33)]
+    assert sum(e["cat"] == "ac2g" for e in events) == 2 * 16
     assert min(e["ts"] for e in events) == 0
+
+
+def test_two_layers_of_an_eager_step_and_the_same_kernels_of_a_graph(tmp_path):
+    files = {"eager": tmp_path / "eager.json.gz", "graph": tmp_path / "graph.json.gz"}
+    for mode, file in files.items():
+        run = run_of(tmp_path / mode, mode == "graph")
+        assert captured(traces.main, [str(run), str(file)])[0] == 0
+    launches, kernels = traces.two_layers(files["eager"])
+    assert [kernel[0] for kernel in kernels] == ["norm", "GEMM", "element-wise"] * 2
+    assert launches[0][:3] == ("launch", 0.0, 4)
+    assert [kernel[1] for kernel in kernels] == [6, 26, 46, 106, 126, 146]  # the GPU waits
+    none, same = traces.two_layers(files["graph"], files["eager"])
+    assert none == []
+    assert [kernel[0] for kernel in same] == [kernel[0] for kernel in kernels]
+    assert same[0][1] == 0

@@ -22,7 +22,7 @@ import itertools
 import math
 import re
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from lab.cli import Parser, ToolError, documented_parser, program
 from lab.files import ROOT, read_json, write_text
@@ -47,6 +47,7 @@ from tools.sheet import (
     Sheet,
     tint,
 )
+from tools.traces import two_layers
 
 PROG = Path(__file__).name
 FIGURES = ROOT / "docs/figures"
@@ -145,7 +146,7 @@ def two_streams() -> str:
 @figure
 def launch() -> str:
     """From launch to launch, and in a kernel."""
-    kernels = timeline("V1", "eager")["kernels"]
+    kernels = layers_of("v1")[1]
     every = max(start + us for _, start, us, _ in kernels) / len(kernels)
     busy = sum(us for _, _, us, _ in kernels) / len(kernels)
     note = f"{len(kernels)} kernels of two layers, TinyLlama V1, in a trace of an H100"
@@ -180,30 +181,27 @@ def three_digits(value: float) -> str:
 
 def of_versions(title: str, note: str, groups: dict[str, dict[str, float]]) -> Sheet:
     """Bars of V1 to V4 for each shape, two shapes beside each other."""
-    high = 66 + 48 * max(map(len, groups.values()))
-    items = [*groups.items()]
-    lines = [items[i : i + 2] for i in range(0, len(items), 2)]
-    sheet = Sheet(title, 106 + high * len(lines))
-    for top, line in zip(itertools.count(76, high), lines, strict=False):
-        for left, (shape, values) in zip((20, 415), line, strict=False):
-            sheet.text(left, top + 14, SHAPES[shape], bold=True)
-            for y, (version, value) in zip(
-                itertools.count(top + 36, 48), values.items(), strict=False
-            ):
-                sheet.text(left, y + 20, version)
-                part = (240 * value / values["V1"], VERSION[version])
-                sheet.bar(left + 42, y, [part], three_digits(value))
-        sheet.cut(top, top + high - 16, line[0][0].partition(",")[0] if len(lines) > 1 else "slide")
+    high, lines = 66 + 48 * max(map(len, groups.values())), len(groups) // 2
+    sheet = Sheet(title, 106 + high * lines)
+    for i, (shape, values) in enumerate(groups.items()):
+        left, top = 20 + 395 * (i % 2), 76 + high * (i // 2)
+        sheet.text(left, top + 14, SHAPES[shape], bold=True)
+        for y, (version, value) in zip(itertools.count(top + 36, 48), values.items()):
+            sheet.text(left, y + 20, version)
+            part = (240 * value / values["V1"], VERSION[version])
+            sheet.bar(left + 42, y, [part], three_digits(value))
+        if not i % 2:
+            sheet.cut(top, top + high - 16, shape.partition(",")[0] if lines > 1 else "slide")
     sheet.note(sheet.height - 24, note)
     return sheet
 
 
-def by_version(rows: Iterable[dict], key: str, *shapes: str) -> dict[str, dict[str, float]]:
+def by_version(key: str, study: str, *shapes: str, **wanted: str) -> dict[str, dict[str, float]]:
     """A number of V1 to V4 by shape."""
-    found: dict[str, dict[str, float]] = {}
-    for row in rows:
-        if row["shape"] in (shapes or SHAPES):
-            found.setdefault(row["shape"], {})[row["side"]] = row[key]
+    found: dict[str, dict[str, float]] = {shape: {} for shape in shapes}
+    for row in rows_of(study, **wanted):
+        if row["shape"] in found:
+            found[row["shape"]][row["side"]] = row[key]
     return found
 
 
@@ -211,7 +209,7 @@ def by_version(rows: Iterable[dict], key: str, *shapes: str) -> dict[str, dict[s
 def versions() -> Sheet:
     """Milliseconds of a step of every version, bf16, the whole step as one graph."""
     title = "One training step, bf16, as one graph: milliseconds"
-    groups = by_version(rows_of("overview", precision="bf16"), "batch_ms")
+    groups = by_version("batch_ms", "overview", *SHAPES, precision="bf16")
     return of_versions(title, "one NVIDIA H100, medians of five turns", groups)
 
 
@@ -219,7 +217,7 @@ def versions() -> Sheet:
 def kernels() -> Sheet:
     """Kernels of a step of every version."""
     shapes = "tiny_llama, small", "tiny_openfold, default"
-    groups = by_version(rows_of("overview", precision="bf16"), "per_step", *shapes)
+    groups = by_version("per_step", "overview", *shapes, precision="bf16")
     note = "counted in one profiled step, bf16: forward, backward, optimizer"
     return of_versions("Kernels in one training step", note, groups)
 
@@ -228,7 +226,7 @@ def kernels() -> Sheet:
 def traffic() -> Sheet:
     """GB that the operators of a step read and write."""
     shapes = "tiny_llama, medium", "tiny_openfold, default"
-    groups = by_version(rows_of("traffic", precision="bf16"), "gb", *shapes)
+    groups = by_version("gb", "traffic", *shapes, precision="bf16")
     note = "bf16; every operator reads its tensors and writes its results, once each"
     return of_versions("GB read and written in one training step", note, groups)
 
@@ -236,12 +234,11 @@ def traffic() -> Sheet:
 @figure
 def energy() -> Sheet:
     """Joules for a sample."""
-    rows = [
-        {**row, "side": row["version"], "shape": f"tiny_llama, {size}"}
-        for row, size in zip(rows_of("energy"), ["small"] * 4 + ["medium"] * 4, strict=False)
-    ]
+    rows, groups = rows_of("energy"), {}
+    for shape, part in (("tiny_llama, small", rows[:4]), ("tiny_llama, medium", rows[4:8])):
+        groups[shape] = {row["version"]: row["mj_per_sample"] for row in part}
     note = "one NVIDIA H100, bf16, as one graph; medium runs at the power limit"
-    return of_versions("Energy for a sample: millijoules", note, by_version(rows, "mj_per_sample"))
+    return of_versions("Energy for a sample: millijoules", note, groups)
 
 
 LIBRARIES = {  # study: what it is, and the names of its sides in the figure
@@ -285,7 +282,7 @@ def libraries() -> Sheet:
     for study, (title, times) in groups.items():
         sheet.cut(top - 4, top + 36 + 40 * len(times), study)
         sheet.text(20, top + 14, title, bold=True)
-        for y, (us, name) in zip(itertools.count(top + 36, 40), times, strict=False):
+        for y, (us, name) in zip(itertools.count(top + 36, 40), times):
             ours = name.startswith("V3")
             sheet.text(20, y + 16, name, bold=ours)
             part = 410 * us / times[-1][0], BLUE if ours else FAINT
@@ -335,7 +332,7 @@ def predictions() -> Sheet:
     """How much faster a step is with its chains fused, as predicted and as compiled."""
     rows = [row for row in rows_of("find_fusions") if "sides_ms" in row]
     sheet = Sheet("Chains fused: predicted and compiled", 150 + 62 * len(rows))
-    for y, row in zip(itertools.count(72, 62), rows, strict=False):
+    for y, row in zip(itertools.count(72, 62), rows):
         precision = ", fp32" if row["precision"] == "fp32" else ""
         sheet.text(20, y + 25, SHAPES.get(row["shape"], row["shape"]) + precision, SMALL)
         ms = {side: statistics.median(turns) for side, turns in row["sides_ms"].items()}
@@ -402,7 +399,7 @@ def sessions() -> Sheet:
     kinds = {kind: tint(color, 0.5) for kind, color in colors.items()}
     names = [*agenda.plan()["sessions"]]
     sheet = Sheet("Four sessions: minutes", 120 + 78 * len(names))
-    for y, name in zip(itertools.count(70, 78), names, strict=False):
+    for y, name in zip(itertools.count(70, 78), names):
         sheet.text(20, y + 10, name.removeprefix("Session "), bold=True)
         x, total = 20.0, 0
         for item in agenda.session(name):
@@ -421,47 +418,51 @@ def sessions() -> Sheet:
 KERNEL = {"GEMM": BLUE, "attention": RED, "norm": GREEN, "element-wise": ORANGE, "other": PURPLE}
 
 
-def timeline(version: str, mode: str) -> dict | None:
-    """The trace of a version, if there is one."""
-    traces = read_json(H100 / "timeline.json")["traces"]
-    return next((t for t in traces if (t["version"], t["mode"]) == (version, mode)), None)
+TRACE = "tiny_llama_{}_{}.json.gz"  # version and mode
+
+
+def layers_of(version: str, mode: str = "eager") -> tuple[list, list]:
+    """Launches and kernels of two layers."""
+    folder, eager = H100 / "traces", TRACE.format(version, "eager")
+    return two_layers(
+        folder / TRACE.format(version, mode), folder / eager if mode != "eager" else None
+    )
+
+
+def lanes(sheet: Sheet, top: float, distance: float, traces: dict[str, tuple[list, list]]) -> None:
+    """Launches, if there are any, and kernels of each version, with an axis for all."""
+    left, right = 130, 776
+    end = max(start + us for _, kernels in traces.values() for _, start, us, _ in kernels)
+    scale = (right - left) / end
+    for y, (version, (launches, kernels)) in zip(itertools.count(top, distance), traces.items()):
+        sheet.text(20, y + 14, version.upper(), bold=True)
+        rows = [("host", y, 22, launches)] if launches else []
+        rows += [("GPU", y + 26 * len(rows), 36, kernels)]
+        for name, lane, height, events in rows:
+            sheet.note(lane + height / 2, name, left - 8, "end")
+            sheet.box(left, lane, right - left, height, tint(GREY, 0.08))
+            for kind, start, us, _ in events:
+                place = left + start * scale, lane, max(us * scale, 0.8), height
+                sheet.box(*place, KERNEL.get(kind, GREY))
+    step = next(s for s in (20, 50, 100, 200, 500, 1000, 2000, 5000) if end / s <= 6)
+    for mark in range(0, int(end) + 1, step):
+        words = f"{mark} µs" if mark else "0"
+        sheet.note(top + distance * len(traces) + 14, words, left + mark * scale, "middle")
 
 
 @figure
 def launch_timeline() -> Sheet:
     """Two layers of V1 and V3, forward: step by step who waits, as graphs what is saved."""
-    eager, graphs = (
-        [trace for version in ("V1", "V3") if (trace := timeline(version, mode))]
-        for mode in ("eager", "graph")
-    )
-    middle = 116 + 78 * len(eager) + 34
-    below = middle + 50 + 52 * len(graphs)
+    eager = {version: layers_of(version) for version in ("v1", "v3")}
+    there = [v for v in eager if (H100 / "traces" / TRACE.format(v, "graph")).exists()]
+    middle = 150 + 78 * len(eager)
+    below = middle + 50 + 52 * len(there)
     sheet = Sheet("Two layers: the host launches, the GPU runs", below + 120)
-    left, right = 130, 776
-
-    def lanes(top: float, distance: float, traces: list[dict]) -> None:
-        end = max(start + us for trace in traces for _, start, us, _ in trace["kernels"])
-        scale = (right - left) / end
-        for y, trace in zip(itertools.count(top, distance), traces, strict=False):
-            sheet.text(20, y + 14, trace["version"], bold=True)
-            parts = [("host", y, 22, trace["launches"])] if trace["launches"] else []
-            parts += [("GPU", y + 26 * len(parts), 36, trace["kernels"])]
-            for name, lane, height, events in parts:
-                sheet.note(lane + height / 2, name, left - 8, "end")
-                sheet.box(left, lane, right - left, height, tint(GREY, 0.08))
-                for kind, start, us, *_ in events:
-                    place = left + start * scale, lane, max(us * scale, 0.8), height
-                    sheet.box(*place, KERNEL.get(kind, GREY))
-        step = next(s for s in (20, 50, 100, 200, 500, 1000, 2000, 5000) if end / s <= 6)
-        for mark in range(0, int(end) + 1, step):
-            words = f"{mark} µs" if mark else "0"
-            sheet.note(top + distance * len(traces) + 14, words, left + mark * scale, "middle")
-
     sheet.text(20, 78, "Step by step: the GPU waits for the host", bold=True)
-    lanes(102, 78, eager)
+    lanes(sheet, 102, 78, eager)
     words = "One launch for the whole step: the GPU does not wait"
     sheet.text(20, middle + 6, words, bold=True)
-    lanes(middle + 30, 52, graphs)
+    lanes(sheet, middle + 30, 52, {version: layers_of(version, "graph") for version in there})
     sheet.legend(below + 36, (20, 140, 290, 400, 580), KERNEL)
     words = "small TinyLlama, bf16, in a trace of an H100; the profiler slows every launch"
     sheet.note(below + 94, words)
@@ -474,9 +475,9 @@ def launch_timeline() -> Sheet:
 def layer_kernels() -> Sheet:
     """The kernels of one layer's forward pass, a square each, in V1, V2 and V3."""
     sheet = Sheet("One layer, forward: a square is a kernel", 400)
-    for y, version in ((84, "V1"), (166, "V2"), (248, "V3")):
-        kernels = timeline(version, "eager")["kernels"]
-        sheet.text(20, y + 30, version, bold=True)
+    for y, version in ((84, "v1"), (166, "v2"), (248, "v3")):
+        kernels = layers_of(version)[1]
+        sheet.text(20, y + 30, version.upper(), bold=True)
         for j, (kind, *_) in enumerate(kernels[: len(kernels) // 2]):
             sheet.box(70 + 20 * (j % 31), y + 31 * (j // 31), 17, 28, KERNEL[kind])
         sheet.text(784, y + 30, f"{len(kernels) // 2}", TITLE, at="end", bold=True)
