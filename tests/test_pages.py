@@ -7,9 +7,13 @@ claims and of names name what exists.
 from __future__ import annotations
 
 import csv
+import functools
+import itertools
 import json
 import math
 import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 
 import pytest
 import torch
@@ -88,104 +92,61 @@ def test_words_in_italics_are_in_the_table(word):
     assert f"| {word} |" in table
 
 
-def says(page: str, sentence: str) -> bool:
-    """Whether a page has this sentence, wherever its lines end."""
-    return " ".join(sentence.split()) in " ".join((ROOT / page).read_text().split())
-
-
-def test_sentences_on_versions_have_the_numbers_of_the_studies():
-    steps = as_graphs(H100)
-    gains = {key: speedup(sides["V1"], sides["V3"]) for key, sides in steps.items()}
-    low, high = min(gains.values()), max(gains.values())
-    assert says("docs/RESULTS.md", f"step becomes {low:.1f} to {high:.1f} times as fast")
-    medium = gains["tiny_llama, medium", "fp32"]
-    assert says("README.md", f"{medium:.1f}x for medium TinyLlama, V1 to V3")
-
-    llama = [gain for (shape, _), gain in gains.items() if shape.startswith("tiny_llama")]
-    words = (
-        f"{min(llama):.2f}x (medium, fp32, `headline_v3.json`) to {max(llama):.2f}x (medium, bf16"
-    )
-    assert says("docs/CLAIMS.md", words)
-    exact, bf16 = (gains["tiny_openfold, crop", precision] for precision in ("fp32", "bf16"))
-    assert says("docs/CLAIMS.md", f"at a real crop: {exact:.2f}x in fp32, {bf16:.2f}x in bf16")
-
-    fastest = versions_of(H100 / "fastest.json")
-    openfold = versions_of(H100 / "fastest_openfold.json")
-    over_v3 = [
-        speedup(sides["V3"], sides["V4"])
-        for sides in (*fastest.values(), *openfold.values())
-        if "V4" in sides
-    ]
-    assert says("docs/RESULTS.md", f"V4 adds up to {max(over_v3):.1f} times.")
-    for study, words in (
-        (fastest, "V4 is {} times as fast as the best of them for TinyLlama"),
-        (openfold, "fast as the best of them for TinyLlama, {} times for TinyOpenFold"),
-    ):
-        ahead = list(filter(None, map(over_best_compiled, study.values())))
-        assert says("README.md", words.format(f"{min(ahead):.2f} to {max(ahead):.2f}"))
-        assert says("docs/RESULTS.md", f"{min(ahead):.2f} to {max(ahead):.2f} times as")
-
-    small = steps["tiny_llama, small", "bf16"]
-    ms, kernels = ({v: side[key] for v, side in small.items()} for key in ("batch_ms", "per_step"))
-    last = small["V4"]
-    crop = steps["tiny_openfold, crop", "bf16"]
-    for words in (
-        f"runs {kernels['V1']} kernels",
-        f"the step takes {ms['V1']:.1f} ms",
-        f"leaves {kernels['V2']} kernels and {ms['V2']:.1f} ms",
-        f"leaves {kernels['V3']} kernels and {ms['V3']:.1f} ms",
-        f"from {crop['V1']['batch_ms']:.1f} ms in V1 to {crop['V3']['batch_ms']:.1f} at the size",
-        f"That is {last['batch_ms']:.1f} ms with {last['per_step']} kernels",
-    ):
-        assert says("docs/START.md", words)
-
-
-def test_sentences_on_the_trunk_and_on_accuracy_have_the_numbers_of_the_studies():
-    rows = json.loads((H100 / "trunk.json").read_text())["rows"]
-    trunk = by_side(rows, "shape", "checkpointed")
-    v4, v2 = (
-        trunk["128 x 256", checkpointed][side]["batch_ms"]
-        for side, checkpointed in (("V4", False), ("V2", True))
-    )
-    assert says("README.md", f"V2 needs checkpoints, and {v2 / v4:.1f} times as long")
-    words = f"takes {v4:.0f} ms, V2 with them {v2:.0f}: {v2 / v4:.1f} times as long"
-    assert says("docs/RESULTS.md", words)
-
-    case = {"subject": "triangle attention", "case": "outlier", "precision": "bf16"}
-    rows = json.loads((H100 / "accuracy.json").read_text())["rows"]
-    (row,) = (row for row in rows if {key: row[key] for key in case} == case)
-    worst = {
-        side: 100 * max(error for error, _ in found["lines"].values())
-        for side, found in row["sides"].items()
-    }
-    assert says(
-        "docs/RESULTS.md",
-        f"{worst['V3']:.0f} % off in V3, {worst['V1']:.0f} % in V1, "
-        f"{worst['cuEquivariance']:.0f} % in cuEquivariance and {worst['V2']:.0f} % in PyTorch's",
-    )
-
-
-def test_where_a_library_wins_is_said():
-    def wins(study: str, library: str) -> list[int]:
-        """The lengths at which it takes less time than our kernel in bf16."""
-        rows = json.loads((H100 / f"{study}.json").read_text())["rows"]
-        times = {
-            shape: {side: row.get("us") for side, row in sides.items()}
-            for (shape, precision), sides in by_side(rows, "shape", "precision").items()
-            if precision == "bf16"
-        }
-        return [
-            int(shape.removeprefix("N="))
-            for shape, us in times.items()
-            if shape.startswith("N=") and "batch" not in shape and us[library] < us["triton"]
-        ]
-
-    won = wins("triangle", "cuEquivariance, bf16 parameters")
-    first, last = min(won), max(won)
-    assert says("docs/RESULTS.md", f"triangle multiplication of {first} to {last} residues")
-    assert says("docs/RESULTS.md", f"cuEquivariance wins from {first} to {last} residues")
-    won = wins("attention", "FlexAttention, own layout")
-    assert says("docs/RESULTS.md", f"wins by a fifth** from {min(won)} residues on")
+# A page and a sentence of it; the numbers in braces are those of `figures`.
+SENTENCES = """
+docs/RESULTS.md | step becomes {graphs} times as fast
+README.md | {medium:.1f}x for medium TinyLlama, V1 to V3
+docs/CLAIMS.md | {llama[0]:.2f}x (medium, fp32, `headline_v3.json`) to {llama[1]:.2f}x (medium, bf16
+docs/CLAIMS.md | at a real crop: {crop_exact:.2f}x in fp32, {crop_bf16:.2f}x in bf16
+docs/RESULTS.md | V4 adds up to {v4_over_v3:.1f} times.
+README.md | V4 is {ahead} times as fast as the best of them for TinyLlama
+README.md | fast as the best of them for TinyLlama, {ahead_openfold} times for TinyOpenFold
+docs/RESULTS.md | {ahead} times as
+docs/RESULTS.md | {ahead_openfold} times as
+docs/START.md | runs {small[V1][per_step]} kernels
+docs/START.md | the step takes {small[V1][batch_ms]:.1f} ms
+docs/START.md | leaves {small[V2][per_step]} kernels and {small[V2][batch_ms]:.1f} ms
+docs/START.md | leaves {small[V3][per_step]} kernels and {small[V3][batch_ms]:.1f} ms
+docs/START.md | from {crop[V1][batch_ms]:.1f} ms in V1 to {crop[V3][batch_ms]:.1f} at the size
+docs/START.md | That is {small[V4][batch_ms]:.1f} ms with {small[V4][per_step]} kernels
+README.md | V2 needs checkpoints, and {trunk_ratio:.1f} times as long
+docs/RESULTS.md | takes {trunk[0]:.0f} ms, V2 with them {trunk[1]:.0f}: {trunk_ratio:.1f} times as
+docs/RESULTS.md | {worst[V3]:.0f} % off in V3, {worst[V1]:.0f} % in V1,
+docs/RESULTS.md | {worst[cuEquivariance]:.0f} % in cuEquivariance and {worst[V2]:.0f} % in PyTorch's
+docs/RESULTS.md | triangle multiplication of {triangle[1]} residues
+docs/RESULTS.md | cuEquivariance wins from {triangle[1]} residues
+docs/RESULTS.md | wins by a fifth** from {flex[0]} residues on
+docs/CLAIMS.md | {least_saved} to {most_saved}
+docs/CLAIMS.md | TinyLlama V2: {fewer} % and {smaller} % (`headline.json`)
+docs/CLAIMS.md | V1, V2, V4: {used[0]} % (small), {used[1]} % (medium), bf16
+docs/CLAIMS.md | less: {occupancies} %, V1 to V4
+docs/CLAIMS.md | {qkv[0]:.0f} and {qkv[1]:.0f} µs a layer
+docs/CLAIMS.md | {fewer_kernels} % of a step's {kernels}
+docs/CLAIMS.md | with flash attention {attention_ms} %, forward
+docs/CLAIMS.md | forward {mlp_slower} % slower, {mlp_bytes} % fewer bytes
+docs/CLAIMS.md | {qkv_memory:.0f} % more memory (`exercises.json`)
+docs/CLAIMS.md | TinyOpenFold {flash_256} % at 256 residues
+docs/CLAIMS.md | {doubled[0]:.1f} times TinyLlama's, {doubled[1]:.1f} times TinyOpenFold's
+docs/CLAIMS.md | | {stages[baseline]:.0f} and {stages[stage5]:.0f}, bf16
+docs/CLAIMS.md | {stage2:.1f}x and {stage4:.2f}x
+{IMPACT} | {backward[0]:.1f} to {backward[1]:.1f} ms, the forward pass from {forward[0]:.1f} to
+{IMPACT} | to {forward[1]:.1f}, the optimizer,
+{IMPACT} | from {optimizer[0]:.2f} to {optimizer[1]:.2f}.
+{ROCM} | {gemms[0]:.1f} and {gemms[1]:.1f} % of the time
+{ROCM} | {top[0]:.1f} %
+{ROCM} | {top[1]:.1f} %
+{ROCM} | {top[2]:.1f} %
+{ROCM} | {top[3]:.1f} %
+{ROCM} | {top[4]:.1f} %
+docs/RESULTS.md | V1 to V4 {padded} % longer
+docs/MANY_GPUS.md | {one:.2f} ms for {batch} samples, {half:.2f} for 8, and {two:.2f}
+docs/MANY_GPUS.md | half the batch takes {half_batch} % of
+docs/MANY_GPUS.md | one sample takes {one_sample} % of
+"""
+SHEETS = {
+    "{IMPACT}": "exercises/tiny_openfold_v2/exercise_1_fusion_impact.md",
+    "{ROCM}": "exercises/tiny_openfold_v2/exercise_4_rocm_profiling.md",
+}
 
 
 def content(name: str) -> dict:
@@ -193,9 +154,15 @@ def content(name: str) -> dict:
     return json.loads((H100 / name).read_text())
 
 
-def less(before: float, after: float) -> str:
+def less(before: float, after: float) -> int:
     """By how many per cent it fell."""
-    return f"{100 * (1 - after / before):.0f}"
+    return round(100 * (1 - after / before))
+
+
+def span(values: Iterable[float], form: str) -> str:
+    """The first and last of the sorted values."""
+    low, *_, high = sorted(values)
+    return f"{low:{form}} to {high:{form}}"
 
 
 def occupancy(kernel: dict) -> float:
@@ -209,151 +176,162 @@ def occupancy(kernel: dict) -> float:
     return min(fit, math.prod(launch["grid"]) / 132) * warps / 64
 
 
-def test_claims_on_memory_kernels_and_bandwidth_have_the_numbers_of_the_studies():
+def of_versions() -> Iterator[tuple[str, object]]:
+    """Steps of the versions, as graphs and beside compiled ones."""
+    steps = as_graphs(H100)
+    gains = {key: speedup(sides["V1"], sides["V3"]) for key, sides in steps.items()}
+    yield "graphs", span(gains.values(), ".1f")
+    yield "medium", gains["tiny_llama, medium", "fp32"]
+    llama = [gain for (shape, _), gain in gains.items() if shape.startswith("tiny_llama")]
+    yield "llama", (min(llama), max(llama))
+    yield "crop_exact", gains["tiny_openfold, crop", "fp32"]
+    yield "crop_bf16", gains["tiny_openfold, crop", "bf16"]
+    yield "small", steps["tiny_llama, small", "bf16"]
+    yield "crop", steps["tiny_openfold, crop", "bf16"]
+    llama, openfold = (versions_of(H100 / f"fastest{model}.json") for model in ("", "_openfold"))
+    sides = [sides for sides in (*llama.values(), *openfold.values()) if "V4" in sides]
+    yield "v4_over_v3", max(speedup(side["V3"], side["V4"]) for side in sides)
+    for name, study in (("ahead", llama), ("ahead_openfold", openfold)):
+        yield name, span(filter(None, map(over_best_compiled, study.values())), ".2f")
+    trunk = by_side(content("trunk.json")["rows"], "shape", "checkpointed")
+    v4, v2 = (trunk["128 x 256", kept][v]["batch_ms"] for v, kept in (("V4", False), ("V2", True)))
+    yield from {"trunk": (v4, v2), "trunk_ratio": v2 / v4}.items()
+    (sides,) = by_side(content("padding.json")["rows"], "shape", "precision").values()
+    longer = [100 * speedup(sides[f"{v}, padded"], sides[v]) - 100 for v in ALL_VERSIONS]
+    yield "padded", "{:.0f}, {:.0f}, {:.0f} and {:.0f}".format(*longer)
+
+
+def of_libraries() -> Iterator[tuple[str, object]]:
+    """How far each is off, and the lengths at which one takes less time than our kernel."""
+    case = {"subject": "triangle attention", "case": "outlier", "precision": "bf16"}
+    rows = [row for row in content("accuracy.json")["rows"] if case.items() <= row.items()]
+    worst = {side: found["lines"].values() for side, found in rows[0]["sides"].items()}
+    yield "worst", {s: 100 * max(error for error, _ in lines) for s, lines in worst.items()}
+    for name, study, library in (
+        ("triangle", "triangle", "cuEquivariance, bf16 parameters"),
+        ("flex", "attention", "FlexAttention, own layout"),
+    ):
+        cells = by_side(content(f"{study}.json")["rows"], "shape", "precision").items()
+        won = sorted(
+            int(shape.removeprefix("N="))
+            for (shape, precision), sides in cells
+            if precision == "bf16" and shape.startswith("N=") and "batch" not in shape
+            if sides[library].get("us") < sides["triton"].get("us")
+        )
+        yield name, (won[0], f"{won[0]} to {won[-1]}")
+
+
+def of_memory_and_bandwidth() -> Iterator[tuple[str, object]]:
     headline = versions_of(H100 / "headline.json", "mode")
     llama = {key: sides for key, sides in headline.items() if key[0].startswith("tiny_llama")}
     graphs = {key[:2]: sides for key, sides in llama.items() if key[2] == "graph"}
-    saved = {
-        key: less(*(sides[v]["peak_mb"] for v in ("V1", "V2"))) for key, sides in graphs.items()
-    }
-    low, high = saved["tiny_llama, small", "TF32"], saved["tiny_llama, medium", "bf16"]
-    assert (low, high) == (min(saved.values(), key=int), max(saved.values(), key=int))
-    assert says("docs/CLAIMS.md", f"{low} % (small, TF32) to {high} % (medium, bf16)")
-    fewer, smaller = (
-        sorted(
-            int(less(llama[(*key, before)]["V2"][what], llama[(*key, after)]["V2"][what]))
-            for key in graphs
-        )
-        for what, before, after in (
-            ("per_step", "eager", "compiled"),
-            ("peak_mb", "graph", "compiled graph"),
-        )
+    saved = sorted(
+        (less(sides["V1"]["peak_mb"], sides["V2"]["peak_mb"]), *key)
+        for key, sides in graphs.items()
     )
-    words = f"{fewer[0]} to {fewer[-1]} % and {smaller[0]} to {smaller[-1]} %"
-    assert says("docs/CLAIMS.md", f"TinyLlama V2: {words} (`headline.json`)")
-
+    texts = [f"{n} % ({shape.partition(', ')[2]}, {precision})" for n, shape, precision in saved]
+    yield from {"least_saved": texts[0], "most_saved": texts[-1]}.items()
+    for name, what, before, after in (
+        ("fewer", "per_step", "eager", "compiled"),
+        ("smaller", "peak_mb", "graph", "compiled graph"),
+    ):
+        both = [(llama[(*key, before)]["V2"], llama[(*key, after)]["V2"]) for key in graphs]
+        yield name, span((less(one[what], two[what]) for one, two in both), "d")
     copy = content("flops_tiny_llama_v2.json")["ceilings"]["copy_gb_per_s"]
     traffic = by_side(content("traffic.json")["rows"], "shape", "precision")
-    last = versions_of(H100 / "fastest.json")
-    used = []
-    for size in ("small", "medium"):
-        key = (f"tiny_llama, {size}", "bf16")
+    last, used = versions_of(H100 / "fastest.json"), []
+    for key in (("tiny_llama, small", "bf16"), ("tiny_llama, medium", "bf16")):
         steps = graphs[key] | {"V4": last[key]["V4"]}
-        rates = {v: traffic[key][v]["gb"] / steps[v]["batch_ms"] * 1e3 for v in ("V1", "V2", "V4")}
-        used.append(", ".join(f"{100 * rate / copy:.0f}" for rate in rates.values()))
-    assert says("docs/CLAIMS.md", f"V1, V2, V4: {used[0]} % (small), {used[1]} % (medium), bf16")
-
+        rates = (traffic[key][v]["gb"] / steps[v]["batch_ms"] for v in ("V1", "V2", "V4"))
+        used.append(", ".join(f"{1e5 * rate / copy:.0f}" for rate in rates))
+    yield "used", used
     shares = []
     for run in ("v1_eager", "v2_eager", "v3_graph", "v4_graph"):
         kernels = complete(load_trace(H100 / f"traces/tiny_llama_{run}.json.gz"), "kernel")
         busy = sum(kernel["dur"] for kernel in kernels)
         shares.append(sum(kernel["dur"] * occupancy(kernel) for kernel in kernels) / busy)
-    words = ", ".join(f"{100 * share:.0f}" for share in shares)
-    assert says("docs/CLAIMS.md", f"less: {words} %, V1 to V4")
+    yield "occupancies", ", ".join(f"{100 * share:.0f}" for share in shares)
 
 
-def test_claims_on_single_fusions_have_the_numbers_of_the_studies():
-    rows = content("ablation_tiny_llama_v2.json")["rows"]
-    alone = by_side(rows, "precision")
-    ms = [
-        sides["none"]["batch_ms"] - sides["only qkv-fusion"]["batch_ms"] for sides in alone.values()
-    ]
-    assert says("docs/CLAIMS.md", f"{ms[0] / 8 * 1e3:.0f} and {ms[1] / 8 * 1e3:.0f} µs a layer")
+def of_single_fusions() -> Iterator[tuple[str, object]]:
+    alone = by_side(content("ablation_tiny_llama_v2.json")["rows"], "precision")
+    both = [(sides["none"], sides["only qkv-fusion"]) for sides in alone.values()]
+    yield "qkv", [1e3 * (none["batch_ms"] - qkv["batch_ms"]) / 8 for none, qkv in both]
     kernels = {side: row["per_step"] for side, row in alone["fp32",].items()}
-    parts = [less(kernels["none"], kernels[f"only {name}"])
-             for name in ("qkv-fusion", "flash-attention", "swiglu-fusion")]  # fmt: skip
-    words = f"{parts[0]}, {parts[1]} and {parts[2]} % of a step's {kernels['none']}"
-    assert says("docs/CLAIMS.md", words)
-
-    off, on = (
-        {row["module"]: row for row in csv.DictReader(path.open())}
-        for path in (
-            H100 / f"roofline/tiny_llama_v2{side}/tiny_llama_v2_flops.csv"
-            for side in ("_all_off", "")
-        )
-    )
-    change = {
-        (module, key): less(
-            float(off[f"layers.*.{module}"][key]), float(on[f"layers.*.{module}"][key])
-        )
-        for module in ("self_attn", "mlp")
-        for key in ("ms", "bytes")
-    }
-    attention, mlp = change["self_attn", "ms"], -int(change["mlp", "ms"])
-    assert says("docs/CLAIMS.md", f"with flash attention {attention} %, forward")
-    assert says("docs/CLAIMS.md", f"forward {mlp} % slower, {change['mlp', 'bytes']} % fewer bytes")
-
+    names = ("qkv-fusion", "flash-attention", "swiglu-fusion")
+    yield "kernels", kernels["none"]
+    fewer = [less(kernels["none"], kernels[f"only {name}"]) for name in names]
+    yield "fewer_kernels", "{}, {} and {}".format(*fewer)
+    change = {}
+    for side in ("_all_off", ""):
+        path = H100 / f"roofline/tiny_llama_v2{side}/tiny_llama_v2_flops.csv"
+        for row in csv.DictReader(path.open()):
+            for key in ("ms", "bytes"):
+                change.setdefault((row["module"], key), []).append(float(row[key] or 0))
+    yield "attention_ms", less(*change["layers.*.self_attn", "ms"])
+    yield "mlp_slower", -less(*change["layers.*.mlp", "ms"])
+    yield "mlp_bytes", less(*change["layers.*.mlp", "bytes"])
     runs = content("exercises.json")["runs"]
     mb = {name: run["memory"]["peak_mb"] for name, run in runs.items() if run["memory"]}
-    more = 100 * (mb["llama_v2/ablation/qkv-fusion"] / mb["llama_v2/v1"] - 1)
-    assert says("docs/CLAIMS.md", f"{more:.0f} % more memory (`exercises.json`)")
-    saved = less(mb["memory_scaling/no_flash_256"], mb["memory_scaling/flash_256"])
-    assert says("docs/CLAIMS.md", f"TinyOpenFold {saved} % at 256 residues")
-    flash = by_side(content("memory.json")["rows"], "seq_len")
-    doubled = [flash[2048,]["flash"]["peak_mb"] / flash[1024,]["flash"]["peak_mb"],
-               mb["memory_scaling/flash_256"] / mb["memory_scaling/flash_128"]]  # fmt: skip
-    words = f"{doubled[0]:.1f} times TinyLlama's, {doubled[1]:.1f} times TinyOpenFold's"
-    assert says("docs/CLAIMS.md", words)
-
-    stages = {row["stage"]: row["result"]["timing"]["samples_per_sec"]
-              for row in content("performance_debugging.json")["stages"]}  # fmt: skip
-    first = stages["baseline"]
-    assert says("docs/CLAIMS.md", f"| {first:.0f} and {stages['stage5']:.0f}, bf16")
-    words = f"{stages['stage2'] / first:.1f}x and {stages['stage4'] / first:.2f}x"
-    assert says("docs/CLAIMS.md", words)
-
-
-def test_sheets_on_phases_and_gemms_have_the_numbers_of_the_profiles():
-    off, on = (
-        content(f"profiles/tiny_openfold_v2_{side}/tiny_openfold_v2_profile.json")
-        for side in ("all_off", "fused")
+    yield "qkv_memory", 100 * (mb["llama_v2/ablation/qkv-fusion"] / mb["llama_v2/v1"] - 1)
+    scores, flash, shorter = (
+        f"memory_scaling/{n}" for n in ("no_flash_256", "flash_256", "flash_128")
     )
-    ms = {
-        name: [side["phases"][name]["ms_per_step"] for side in (off, on)] for name in on["phases"]
-    }
-    sheet = "exercises/tiny_openfold_v2/exercise_1_fusion_impact.md"
-    (back, back_on), (forward, forward_on), (update, update_on) = (
-        ms[name] for name in ("backward", "forward", "optimizer")
-    )
-    assert says(sheet, f"{back:.1f} to {back_on:.1f} ms, the forward pass from {forward:.1f} to")
-    assert says(sheet, f"to {forward_on:.1f}, the optimizer,")
-    assert says(sheet, f"from {update:.2f} to {update_on:.2f}.")
-    sheet = "exercises/tiny_openfold_v2/exercise_4_rocm_profiling.md"
-    gemms, gemms_on = (side["categories"]["GEMM"]["percent"] for side in (off, on))
-    assert says(sheet, f"{gemms:.1f} and {gemms_on:.1f} % of the time")
-    for kernel in on["top"][:5]:
-        assert says(sheet, f"{kernel['percentage']:.1f} %")
+    yield "flash_256", less(mb[scores], mb[flash])
+    rows = by_side(content("memory.json")["rows"], "seq_len")
+    llama = [rows[length,]["flash"]["peak_mb"] for length in (2048, 1024)]
+    yield "doubled", [llama[0] / llama[1], mb[flash] / mb[shorter]]
+    stages = content("performance_debugging.json")["stages"]
+    rates = {row["stage"]: row["result"]["timing"]["samples_per_sec"] for row in stages}
+    yield "stages", rates
+    yield "stage2", rates["stage2"] / rates["baseline"]
+    yield "stage4", rates["stage4"] / rates["baseline"]
 
 
-def test_sentences_on_padding_and_on_two_gpus_have_the_numbers_of_the_studies():
-    (sides,) = by_side(content("padding.json")["rows"], "shape", "precision").values()
-    more = [100 * speedup(sides[f"{v}, padded"], sides[v]) - 100 for v in ALL_VERSIONS]
-    words = "V1 to V4 {:.0f}, {:.0f}, {:.0f} and {:.0f} % longer".format(*more)
-    assert says("docs/RESULTS.md", words)
+def of_profiles() -> Iterator[tuple[str, object]]:
+    names = [f"profiles/tiny_openfold_v2_{side}/tiny_openfold_v2" for side in ("all_off", "fused")]
+    sides = [content(f"{name}_profile.json") for name in names]
+    for phase in ("forward", "backward", "optimizer"):
+        yield phase, [side["phases"][phase]["ms_per_step"] for side in sides]
+    yield "gemms", [side["categories"]["GEMM"]["percent"] for side in sides]
+    yield "top", [kernel["percentage"] for kernel in sides[1]["top"]]
 
+
+def of_two_gpus() -> Iterator[tuple[str, object]]:
     rows = json.loads((ROOT / "results/h100x2/scaling.json").read_text())["rows"]
     places = by_side(rows, "name", "processes", "batch_size")
-    page, limits = "docs/MANY_GPUS.md", {}
-    for (name, gpus, batch), both in places.items():
-        if gpus == 2:
-            one, half = places[name, 1, batch], places[name, 1, batch // 2]
-            for side in one.keys() & half.keys() & both.keys():
-                two, whole, part = (run[side]["batch_ms"] for run in (both, one, half))
-                limits.setdefault(name, []).append((part / whole, 1 - part / two))
-                if (name, side) == ("tiny_llama", "V1"):
-                    words = f"{whole:.2f} ms for {batch} samples, {part:.2f} for 8, and {two:.2f}"
-                    assert says(page, words)
-    for found, words in (
-        (limits["tiny_openfold"], "half the batch takes {} % of the time, sending {} % of"),
-        (
-            limits["tiny_openfold crop"] + limits["tiny_openfold trunk"],
-            "one sample takes {} % of the time of two, sending {} % of",
-        ),
+    limits: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for (name, _, batch), both in ((key, both) for key, both in places.items() if key[1] == 2):
+        one, half = places[name, 1, batch], places[name, 1, batch // 2]
+        for side in one.keys() & half.keys() & both.keys():
+            two, whole, part = (run[side]["batch_ms"] for run in (both, one, half))
+            limits[name].append((part / whole, 1 - part / two))
+            if (name, side) == ("tiny_llama", "V1"):
+                yield from {"one": whole, "batch": batch, "half": part, "two": two}.items()
+    larger = limits["tiny_openfold crop"] + limits["tiny_openfold trunk"]
+    for name, found, of_two in (
+        ("half_batch", limits["tiny_openfold"], ""),
+        ("one_sample", larger, " of two"),
     ):
-        ends = [
-            f"{100 * min(part):.0f} to {100 * max(part):.0f}" for part in zip(*found, strict=True)
-        ]
-        assert says(page, words.format(*ends))
+        less_time, sent = (
+            span((100 * x for x in part), ".0f") for part in zip(*found, strict=True)
+        )
+        yield name, f"{less_time} % of the time{of_two}, sending {sent}"
+
+
+@functools.cache
+def figures() -> dict[str, object]:
+    """What the studies have, by the names in SENTENCES."""
+    parts = (of_versions, of_libraries, of_memory_and_bandwidth, of_single_fusions, of_profiles)
+    return dict(itertools.chain(*(part() for part in (*parts, of_two_gpus))))
+
+
+@pytest.mark.parametrize("line", SENTENCES.strip().splitlines())
+def test_sentences_have_the_numbers_of_the_studies(line: str):
+    """Wherever the lines of the page end."""
+    page, sentence = line.split(" | ", 1)
+    text = " ".join((ROOT / SHEETS.get(page, page)).read_text().split())
+    assert sentence.format(**figures()) in text
 
 
 def test_every_result_file_behind_a_claim_is_there():
