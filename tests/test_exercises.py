@@ -474,8 +474,7 @@ def test_a_small_run_gets_what_its_script_would_get(run, tmp_path: Path):
             "${PIPESTATUS[1]}",
             f'python {script} --fail || echo "status $?"',
             f"python -c 'print(1)'\npython {ROOT}/tiny_llama_v2.py --hidden-dim many || echo $?",
-            f"python {ROOT}/tiny_llama_v2.py --seq-len 128 --under-profiler --profile-dir here "
-            "--enable-torch-compile",
+            f"python {ROOT}/tiny_llama_v2.py --seq-len 128 --under-profiler --profile-dir here",
         ),
         "--shrink",
     )

@@ -370,6 +370,7 @@ ODD = [
     (compare_stages, "nothing", "no results of stages"),
     (compare_stages, "other.json", "it has no stages"),
     (tune, "rms_norm_forward TILES 4", "rms_norm_forward has no 'TILES'; it has TILE"),
+    (tune, "rms_norm_forward TILE 3", "must be a power of two"),
     (check_custom_kernel, "none.py", "none.py: no such module"),
     (measure, "other.json", "no file of these programs"),
 ]

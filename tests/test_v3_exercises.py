@@ -3,12 +3,11 @@ without a GPU."""
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, forking_python, load
+from conftest import ROOT, load
 
 from exercises.tiny_llama_v3 import add_relu, check_custom_kernel, measure, rms_norm
 from exercises.tiny_openfold_v3 import attention_bias_atomics, triangle_layouts
@@ -98,11 +97,3 @@ def test_all_ways_to_sum_the_bias_gradient_agree_with_v3s_backward_pass():
     expected = script.attention_backward(*inputs, False, True, True)[2]
     for name, (function, _) in case.ways().items():
         torch.testing.assert_close(function(), expected.float(), rtol=1e-4, atol=1e-4, msg=name)
-
-
-@pytest.mark.slow
-def test_a_tile_is_a_power_of_two():
-    command = [forking_python(), LLAMA / "tune.py", "rms_norm_forward", "TILE", "3"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
-    assert "must be a power of two" in done.stderr
