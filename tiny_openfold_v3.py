@@ -1542,9 +1542,9 @@ def triangle_project_backward_kernel(
 
 @triton.jit
 def triangle_weights_kernel(
-    PRODUCTS, GRAD_WEIGHT, GRAD_BIAS, K, C: tl.constexpr, PARTS: tl.constexpr
+    PRODUCTS, GRAD_WEIGHT, GRAD_BIAS, K, FIRST, C: tl.constexpr, PARTS: tl.constexpr
 ):  # fmt: skip
-    """Add up the parts of a weight's gradient [K, C] and of its bias's [K].
+    """Add up the parts of K rows of a weight's gradient and its bias's, those from FIRST on.
 
     PRODUCTS is [parts, K, C + ONES]; its last columns are all the bias's gradient. A program owns a
     row of the weight.
@@ -1552,8 +1552,8 @@ def triangle_weights_kernel(
     row, channel = tl.program_id(0), tl.arange(0, C)
     at = PRODUCTS + (tl.arange(0, PARTS) * K + row) * (C + ONES)
     grad = tl.load(at[:, None] + channel[None, :]).to(tl.float32)
-    tl.store(GRAD_WEIGHT + row * C + channel, tl.sum(grad, 0))
-    tl.store(GRAD_BIAS + row, tl.sum(tl.load(at + C).to(tl.float32), 0))
+    tl.store(GRAD_WEIGHT + (FIRST + row) * C + channel, tl.sum(grad, 0))
+    tl.store(GRAD_BIAS + FIRST + row, tl.sum(tl.load(at + C).to(tl.float32), 0))
 
 
 @operator
@@ -1569,21 +1569,23 @@ def triangle_forward(
     incoming: bool,
     eps: float,
     residual: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Multiply triangles: the update of x [B, N, N, C], a and b [2 C, M], their product [C, M].
 
-    Then mean and rstd of the norms before and after the product [2, 2, M]. The update is in the
-    weight's type; with `residual` it is x + update. present [B, N, N] is False for padding, where
-    a becomes 0.
+    Then mean and rstd of the norm before the product [2, M], and of that after it. The update is in
+    the weight's type; with `residual` it is x + update. present [B, N, N] is False for padding,
+    where a becomes 0.
     """
     positions, dim = x.numel() // x.shape[-1], x.shape[-1]
     dtype = torch.promote_types(x.dtype, weight.dtype) if residual else weight.dtype
     ab, out = weight.new_empty(2 * dim, positions), torch.empty_like(x, dtype=dtype)
-    statistics = x.new_empty(2, 2, positions, dtype=torch.float32)
+    # two tensors, as torch.compile mistakes the size of what a kernel writes into a part of one
+    in_statistics = x.new_empty(2, positions, dtype=torch.float32)
+    out_statistics = torch.empty_like(in_statistics)
     inputs = x, in_weight, in_bias, out_weight, out_bias, weight, bias
     programs, options = triangle_options("triangle_project", x, weight)
     launch = wrap_triton(triangle_project_kernel)[(programs,)]
-    launch(*inputs, statistics[0], ab, eps=eps, **options)
+    launch(*inputs, in_statistics, ab, eps=eps, **options)
     a, b = (half.view(dim * len(x), *x.shape[1:3]) for half in ab.chunk(2))
     if present is not None:
         a.view(dim, *present.shape).mul_(present)
@@ -1591,8 +1593,9 @@ def triangle_forward(
     product = product.view(dim, positions)
     programs, options = triangle_options("triangle_output", x, weight)
     launch = wrap_triton(triangle_output_kernel)[(programs,)]
+    statistics = in_statistics, out_statistics
     launch(*inputs, *statistics, product, out, eps=eps, RESIDUAL=residual, **options)
-    return out, ab, product, statistics
+    return out, ab, product, *statistics
 
 
 @operator
@@ -1608,7 +1611,8 @@ def triangle_backward(
     bias: Tensor,
     ab: Tensor,
     product: Tensor,
-    statistics: Tensor,
+    in_statistics: Tensor,
+    out_statistics: Tensor,
     incoming: bool,
     residual: bool,
     norms: bool,
@@ -1620,7 +1624,8 @@ def triangle_backward(
     the norms' parameters, [2, C] each if `norms` asks for them.
     """
     positions, dim = x.numel() // x.shape[-1], x.shape[-1]
-    inputs = x, in_weight, in_bias, out_weight, out_bias, weight, bias, *statistics
+    parameters = in_weight, in_bias, out_weight, out_bias, weight, bias
+    inputs = x, *parameters, in_statistics, out_statistics
     normed = weight.new_empty(positions, dim + ONES.value)
     out_normed = torch.empty_like(normed)
     grad_z, grad_linear = weight.new_empty(positions, dim), weight.new_empty(positions, 5 * dim)
@@ -1697,9 +1702,9 @@ def triangle_weight_gradients(
         while parts > 1 and (positions % parts or positions < 512 * parts):
             parts //= 2
         products = torch.bmm(grad.view(parts, -1, width).mT, rows.view(parts, -1, rows.shape[1]))
-        sums = grad_weight[first:][:width], grad_bias[first:][:width]
         launch = wrap_triton(triangle_weights_kernel)[(width,)]
-        launch(products, *sums, K=width, C=dim, PARTS=parts, **blocks("triangle_weights"))
+        sizes = {"K": width, "FIRST": first, "C": dim, "PARTS": parts}
+        launch(products, grad_weight, grad_bias, **sizes, **blocks("triangle_weights"))
         first += width
 
 
@@ -3941,9 +3946,12 @@ def least_limit(args: argparse.Namespace) -> float:
     """Return the error below which nothing is judged: a ReLU's argument may round beyond zero.
 
     In float32 that is rare: gradients of 1,056 positions were 1.9e-3 off for one seed of three,
-    and 1e-6 for the others. In TF32 gradients of a model of 60 positions were 4 % off.
+    and 1e-6 for the others. In TF32 gradients of a model of 60 positions were 4 % off, and 5.5 %
+    with 3 samples of 5 residues: below 100 residues or tokens one of them weighs more.
     """
-    return 0.05 if args.use_amp or args.matmul_precision != "highest" else 3e-3
+    if args.use_amp or args.matmul_precision != "highest":
+        return max(0.05, 0.5 / math.sqrt(args.batch_size * args.seq_len))
+    return 3e-3
 
 
 def judged_values(

@@ -94,6 +94,8 @@ class SideStreams:
             torch._C._cuda_clearCublasWorkspaces()
             self.main = torch.cuda.current_stream()
             self.begun = self.main.record_event()
+            # a graph may only wait for streams that belong to it, also where one gets no work
+            self.stream(0).wait_event(self.begun)
 
     def stream(self, number: int) -> torch.cuda.Stream | None:
         """Return the stream of gradients (0), of updates (1), of averages (2); None: the main one.

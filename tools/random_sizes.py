@@ -276,7 +276,7 @@ def cases_of(queues: list[deque[Case]], fresh: deque, lock: Lock) -> Iterator[Ca
 
 
 def drive(args: argparse.Namespace, until: float, cases: Iterator[Case], done: SimpleQueue) -> None:
-    """Have a process run these cases, and replace it when it hangs or ends."""
+    """Have a process run these cases; another one after a case that fails: it may leave traces."""
     context, process = multiprocessing.get_context("spawn"), None
     for case in cases:
         if not process:
@@ -294,7 +294,7 @@ def drive(args: argparse.Namespace, until: float, cases: Iterator[Case], done: S
         if time.monotonic() >= until:
             break
         done.put((case, outcome))
-        if not ended:
+        if outcome.verdict == "failed":
             process.kill()
             process = None
     if process:
