@@ -81,7 +81,7 @@ def examine(args: argparse.Namespace, argv: Sequence[str]) -> dict:
 
     from lab.fusions.groups import Finding
     from lab.fusions.rates import measure_rates, read_rates
-    from lab.fusions.step import compared, count, from_function, from_script, measure
+    from lab.fusions.step import compared, count, from_function, from_script, function_of, measure
 
     if bool(args.script) == bool(args.model):
         raise ToolError("name a version script, or --model FILE.py:FUNCTION: one of the two")
@@ -96,7 +96,7 @@ def examine(args: argparse.Namespace, argv: Sequence[str]) -> dict:
         options = model_options(argv)
         torch.set_float32_matmul_precision(options.matmul_precision)
         device = torch.device("cuda" if gpu else "cpu")
-        build = partial(from_function, args.model, options.use_amp, device)
+        build = partial(from_function, args.model, function_of(args.model), options.use_amp, device)
     precision = "bf16" if "--use-amp" in argv else "fp32"
     if gpu:
         step = build()

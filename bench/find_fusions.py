@@ -3,8 +3,8 @@
 others that nobody tuned.
 
 Each row is a model: its step now and fused as predicted, and as measured, both as graphs in
-alternating turns; of our own V1 also V3's measured step. Rows are kept as they are measured, and
-the same command goes on after an interruption.
+alternating turns; of our own V1 also a step with the levels of fusion that V3 has, beside V3's.
+Rows are kept as they are measured, and the same command goes on after an interruption.
 
 Examples:
   python bench/find_fusions.py results/DIR/find_fusions.json
@@ -21,6 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the 
 
 import argparse
 import statistics
+import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
@@ -33,30 +35,36 @@ with needed():
 from bench.models_for_find_fusions import MODELS
 from bench.sizes import SHAPES
 from lab.fusions import step as steps
-from lab.fusions.groups import Finding
+from lab.fusions.groups import Finding, Recorded
 from lab.fusions.rates import Rates, measure_rates
 from lab.show import Column, render
 from lab.study import measure_study, read_rows
-from lab.turns import free_memory
+from lab.turns import TURN_MS, compare_in_turns, free_memory
 
 PROG = Path(__file__).name
 GPU = torch.cuda.is_available()
 ROUNDS = 5
 BEST = 8  # chains in a row
+# Both versions join products and have attention as a kernel. Norms and gates are kernels of their
+# own in TinyLlama; TinyOpenFold's products take many along.
+IN_V3 = {
+    "tiny_llama": ("now", "chains", "attention", "joined"),
+    "tiny_openfold": ("now", "chains", "products", "attention", "joined"),
+}
 SMALL = {  # of our own, for a laptop
     "tiny_llama": "--hidden-dim 64 --num-layers 2 --num-heads 4 --seq-len 32 --batch-size 2",
     "tiny_openfold": "--num-blocks 1 --seq-len 10 --num-seqs 3 --batch-size 2",
 }
 
 
-def subjects(small: bool) -> dict[tuple[str, str], tuple[Callable, Callable | None]]:
-    """What makes the step of each model and precision, and that of V3 if there is one."""
+def subjects(small: bool) -> dict[tuple[str, str], tuple[Callable, Callable | None, tuple]]:
+    """What makes the step of each model and precision, and of ours that of V3 and its levels."""
     device = torch.device("cuda" if GPU else "cpu")
-    found: dict[tuple[str, str], tuple[Callable, Callable | None]] = {}
+    found: dict[tuple[str, str], tuple[Callable, Callable | None, tuple]] = {}
     for name, shape in SHAPES.items():
         argv = [*(SMALL[shape.model].split() if small else shape.argv), "--use-amp"]
         versions = (partial(steps.from_script, f"{shape.model}_v{n}.py", argv) for n in (1, 3))
-        found[name, "bf16"] = tuple(versions)
+        found[name, "bf16"] = *versions, IN_V3[shape.model]
 
     def build(name: str, use_amp: bool) -> steps.Step:
         torch.manual_seed(42)
@@ -64,33 +72,54 @@ def subjects(small: bool) -> dict[tuple[str, str], tuple[Callable, Callable | No
         return steps.from_model(name, *MODELS[name](small), use_amp, device)
 
     for name in MODELS:
-        found[name, "bf16"] = partial(build, name, True), None
-    found["message passing", "fp32"] = partial(build, "message passing", False), None
+        found[name, "bf16"] = partial(build, name, True), None, ()
+    found["message passing", "fp32"] = partial(build, "message passing", False), None, ()
     return found
 
 
-def row(build: Callable, newer: Callable | None, rates: Rates | None) -> dict:
+def row(build: Callable, newer: Callable | None, in_v3: tuple, rates: Rates | None) -> dict:
     """Predictions and measurements of a step; without rates what it moves and launches."""
     if rates is None:
-        return summary(Finding(steps.count(build)[1], None))
+        return summary(steps.count(build)[1], None, in_v3)
     step = build()
-    found = summary(Finding(steps.measure(step, rates), rates))
+    profiled = profiled_seconds(step)
+    start = time.perf_counter()
+    found = summary(steps.measure(step, rates), rates, in_v3)
+    cost = {"seconds": time.perf_counter() - start, "profiled_step_seconds": profiled}
+    found |= {"rates": asdict(rates), "cost": cost}
     sides = {"now": step.take, "compiled": step.compiled()}
     if newer:
         sides["V3"] = newer().take
     try:
-        turns = steps.in_graphs(sides, ROUNDS)
+        turns = compare_in_turns(sides, ROUNDS, TURN_MS)
     except ToolError as error:  # a model that cannot be a graph is a row, too
-        free_memory()
         return {**found, "status": "failed", "error": str(error)}
-    return {**found, "rates": asdict(rates), "sides_ms": turns}
+    finally:
+        free_memory()
+    return {**found, "sides_ms": turns.ms}
 
 
-def summary(found: Finding) -> dict:
-    """The whole step by level of fusion, and its best chains."""
+def profiled_seconds(step: steps.Step) -> float:
+    """A step in the profiler with its trace written, as one would look at it otherwise."""
+    step.take()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    with torch.profiler.profile() as profile:
+        step.take()
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        profile.export_chrome_trace(f"{folder}/trace.json")
+    return time.perf_counter() - start
+
+
+def summary(recorded: Recorded, rates: Rates | None, in_v3: tuple) -> dict:
+    """The whole step by level of fusion, as V3 fuses it, and its best chains."""
+    found = Finding(recorded, rates)
     us, moved, launched = ({k: v[i] for k, v in found.levels.items()} for i in range(3))
+    if in_v3:
+        us["V3"], moved["V3"], launched["V3"] = Finding(recorded, rates, in_v3).levels[in_v3[-1]]
     result = {"moved": moved, "launched": launched, "chains": found.rows()[:BEST]}
-    if found.rates:
+    if rates:
         result["predicted_ms"] = {level: value / 1e3 for level, value in us.items()}
     return result
 
@@ -136,11 +165,14 @@ def off(row: dict) -> float | None:
     return found and 100 * (found[0] / found[1] - 1)
 
 
+def off_v3(row: dict) -> float | None:
+    """How far a step fused like V3 is from V3's, in percent."""
+    found = predicted(row, "V3"), measured(row, "V3")
+    return 100 * (found[0] / found[1] - 1) if all(found) else None
+
+
 def table(rows: list[dict]) -> str:
     """A line for each model, and what the predictions are off by."""
-
-    def with_v3(row: dict) -> float | None:
-        return predicted(row, "attention") if measured(row, "V3") else None
 
     columns = [
         Column("model", lambda row: f"{row['shape']}, {row['precision']}"),
@@ -151,8 +183,9 @@ def table(rows: list[dict]) -> str:
         Column("speed-up, predicted", lambda row: gains(row) and gains(row)[0], ".2f", "x"),
         Column("compiled ", lambda row: gains(row) and gains(row)[1], ".2f", "x"),
         Column("off", off, "+.0f", " %"),
-        Column("(c), predicted", with_v3, ".2f", " ms"),
+        Column("like V3, predicted", lambda row: predicted(row, "V3"), ".2f", " ms"),
         Column("V3", lambda row: measured(row, "V3"), ".2f", " ms"),
+        Column("V3 off", off_v3, "+.0f", " %"),
     ]
     lines = [render(columns, rows)]
     if errors := [abs(off(row)) for row in rows if off(row) is not None]:
@@ -161,6 +194,9 @@ def table(rows: list[dict]) -> str:
         middle, worst = statistics.median(errors), max(errors)
         gain = f"speed-up off by {middle:.1f} % (median), {worst:.1f} % (worst)"
         lines.append(f"Predicted {gain}; the step now by {100 * now:.1f} % at most.")
+    if costs := [row["cost"] for row in rows if "cost" in row]:
+        beyond = max(cost["seconds"] - 5 * cost["profiled_step_seconds"] for cost in costs)
+        lines.append(f"Cost beyond five profiled steps with their traces: {beyond:.1f} s at most.")
     return "\n\n".join(lines)
 
 

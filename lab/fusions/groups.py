@@ -14,7 +14,6 @@ from lab.fusions.record import MOVES, Operator, Use
 Key = tuple[int, int]
 MOST = 64  # operators in a kernel, as compilers have it
 MOVED = 2  # times that an element goes elsewhere, before it must lie in memory
-SMALL = 16  # what is so many times smaller than a tensor is kept, not computed again
 MIXED = 2**22  # elements from which a compiler sums rows and columns in one kernel
 LONGEST = 4096  # a row that the registers of a block hold
 RAGGED = 1.5  # how much longer rows take that no vector load fits, of elements of two bytes
@@ -25,7 +24,10 @@ LEVELS = {
     "products": "(b) and those that a matrix product could take along",
     "attention": "(c) and attention as one kernel: product, softmax, product",
     "optimizer": "(d) and the optimizer with the casts of weights as one",
+    "joined": "(e) and products of one matrix, or that are added up, as one product",
 }
+SUMS = {"sum", "_to_copy", "clone"}  # of the gradient of what attention adds
+SUMMED = {"add", "add_", "_to_copy", "clone"}  # between products and their sum
 
 
 @dataclass
@@ -137,8 +139,18 @@ class Joiner:
     def join(self, i: int, j: int) -> None:
         """Make one group of those of two operators if they fit."""
         a, b = sorted((self.find(i), self.find(j)))
-        if a == b or not self.fits(a, b):
-            return
+        if a != b and self.fits(a, b):
+            self.merge(a, b)
+
+    def independent(self, a: int, b: int) -> bool:
+        """May these groups begin at the same time?"""
+        a, b = self.find(a), self.find(b)
+        waits = self.before[a] & self.mask[b] or self.before[b] & self.mask[a]
+        return not waits and self.segment[a] == self.segment[b]
+
+    def merge(self, a: int, b: int) -> None:
+        """Make these groups one."""
+        a, b = sorted((self.find(a), self.find(b)))
         self.root[b] = a
         self.mask[a] |= self.mask[b]
         self.members[a] = sorted(self.members[a] + self.members[b])
@@ -175,7 +187,9 @@ class Finding:
     """The groups of a step, and what each level of fusion would make of the whole: microseconds
     (None without rates), bytes, launches."""
 
-    def __init__(self, recorded: Recorded, rates: Rates | None):
+    def __init__(
+        self, recorded: Recorded, rates: Rates | None, levels: Iterable[str] = tuple(LEVELS)
+    ):
         self.recorded, self.rates = recorded, rates
         kernels = (o.kind == "unknown" and not o.reads for o in recorded.operators)
         self.unseen = bool(recorded.unwritten) or any(kernels)
@@ -184,9 +198,13 @@ class Finding:
                 o.us = max(rates.us(o.moved), o.flop / rates.gemm_tflops / 1e6) if o.kernels else 0
         same: dict[Key, Key] = {}
         first: dict[tuple, Key] = {}
+        # what in-place operators have changed, and when
+        self.gone = {(use.key[0], use.key[1] - 1): o.call
+                     for o in recorded.operators for use in o.writes}  # fmt: skip
         for o in recorded.operators:  # a second cast of the same is none when fused
             o.reads = [use._replace(key=same.get(use.key, use.key)) for use in o.reads]
-            if o.name in ("_to_copy", "clone") and o.writes:
+            o.operands = [(same.get(key, key), *form) for key, *form in o.operands]
+            if o.name in ("_to_copy", "clone") and o.writes and o.writes[0].key not in self.gone:
                 what, key = (o.name, o.dtype, o.phase, *o.reads), o.writes[0].key
                 same[key] = first.setdefault(what, key)
         self.joiner = Joiner(recorded.operators)
@@ -194,6 +212,7 @@ class Finding:
         self.users: dict[Key, set[int]] = defaultdict(set)
         self.maker = {use.key: n for n, group in enumerate(self.groups)
                       for o in group.members for use in o.writes}  # fmt: skip
+        self.made = {use.key: o for g in self.groups for o in g.members for use in o.writes}
         for number, group in enumerate(self.groups):
             self.memory_of(number, group)
         for number, group in enumerate(self.groups):
@@ -204,7 +223,7 @@ class Finding:
                     del group.keeps[key]
         self.remake()
         self.levels: dict[str, tuple[float | None, int, int]] = {}
-        for level in LEVELS:
+        for level in levels:
             getattr(self, level)()
             us = sum(group.us for group in self.groups) if rates else None
             moved, launches = (
@@ -213,14 +232,16 @@ class Finding:
             self.levels[level] = us, moved, launches
 
     def memory_of(self, number: int, group: Group) -> None:
-        """What a group reads from memory and what it makes."""
-        sizes, made, reads = self.recorded.sizes, defaultdict(list), defaultdict(list)
+        """What a group reads from memory and what it makes. What is written in part is what was
+        there before, and that part."""
+        sizes, made, reads = self.recorded.sizes, {}, defaultdict(list)
         for operator in group.members:
             for use in operator.reads:
-                if covered(made.get(use.key, ()), sizes[use.key[0]]) < use.bytes:
+                if use.key not in made or covered(made[use.key], sizes[use.key[0]]) < use.bytes:
                     reads[use.key].append(use)
             for use in operator.writes:
-                made[use.key].append(use)
+                storage, version = use.key
+                made[use.key] = [*made.get(use.key, made.get((storage, version - 1), ())), use]
         group.reads = {key: covered(uses, sizes[key[0]]) for key, uses in reads.items()}
         group.keeps = {key: covered(uses, sizes[key[0]]) for key, uses in made.items()}
         for key in group.reads:
@@ -239,8 +260,8 @@ class Finding:
         ]
         for count, key, number in sorted(order, reverse=True):
             group, others = self.groups[number], self.users[key] - {number}
-            leaves = None if key in certain else self.leaves(group, key, count, certain)
-            if leaves is None or not others:
+            leaves = None if key in certain else self.leaves(group, key, certain)
+            if leaves is None or not others or self.too_late(leaves, others):
                 continue
             # of a tensor of which a group takes a part, it computes that part
             part = {n: self.groups[n].reads[key] / count for n in others}
@@ -260,18 +281,22 @@ class Finding:
                         self.users[leaf].add(n)
                 self.users[key] -= others
 
-    def leaves(self, group: Group, key: Key, count: int, certain: set[Key]) -> dict | None:
-        """What a tensor of a group can be computed from that lies in memory anyway or is small;
-        None where it cannot."""
+    def too_late(self, keys: Iterable[Key], numbers: set[int]) -> bool:
+        """Has any of this changed in place before one of these groups runs?"""
+        last = max(self.groups[n].members[-1].call for n in numbers)
+        return any(self.gone.get(key, last) < last for key in keys)
+
+    def leaves(self, group: Group, key: Key, certain: set[Key]) -> dict | None:
+        """What a tensor of a group can be computed from that lies in memory anyway; None where it
+        cannot."""
         maker = {use.key: o for o in group.members for use in o.writes}
         found, wanted, seen = {}, [key], {key}
         while wanted:
             operator = maker[wanted.pop()]
-            if operator.closed or operator.kind != "stream":
+            if operator.closed or operator.random or operator.kind != "stream":
                 return None
             for use in operator.reads:
-                little = use.key in certain or use.bytes * SMALL <= count
-                if use.key not in maker or (use.key in group.keeps and little):
+                if use.key not in maker or (use.key in group.keeps and use.key in certain):
                     found[use.key] = max(use.bytes, found.get(use.key, 0))
                 elif use.key not in seen:
                     seen.add(use.key)
@@ -309,9 +334,7 @@ class Finding:
                 # the time of reading a float32 tensor of that size
                 launches += len(o.writes) - 1
                 moved += len(o.writes) * 4 * o.numel
-        touched = sum(o.touched for o in group.members) if rows else 0
-        beyond = max(0, touched / self.rates.cache_gb_per_s - moved / self.rates.gb_per_s) / 1e3
-        return launches * self.rates.us(0) + self.rates.us(moved) - self.rates.us(0) + beyond
+        return (launches - 1) * self.rates.us(0) + self.rates.us(moved)
 
     def products(self) -> None:
         """A group that the product before it could finish with, or those behind it begin with, is
@@ -350,9 +373,10 @@ class Finding:
             behind = {n for key in group.keeps for n in self.users[key]}
             for key in made if "_softmax_backward_data" in names else ():
                 behind |= rest.get(self.maker[key], set())  # the product of probabilities, too
-            ahead = {n for n in behind if self.groups[n].phase == group.phase}
+            ahead = {n for n in behind - {number} if self.groups[n].phase == group.phase}
             rest[number] = behind - ahead
-            if all(self.groups[n].kind == "matrix" for n in before | ahead) and ahead:
+            ends = {n for n in ahead if {*self.groups[n].names} <= SUMS}  # the gradient of a bias
+            if all(self.groups[n].kind == "matrix" for n in before | ahead - ends) and ahead - ends:
                 blocks.append({number} | before | ahead)
         inside = set().union(*blocks)
         for block in blocks:
@@ -387,6 +411,53 @@ class Finding:
         if groups:
             us = self.rates and min(self.rates.us(moved), sum(group.us for group in groups))
             self.replace(groups, moved, us)
+
+    def joined(self) -> None:
+        """Products of one matrix, or whose results are added up, are one product. It takes as long
+        as the longest of them, or as their bytes or FLOPs together."""
+        flop: Counter = Counter()
+        alike: dict[tuple, dict[int, int]] = defaultdict(dict)  # products, and what is moved once
+        for number, group in enumerate(self.groups):
+            for o in group.members:
+                flop[o.dtype] += o.flop
+                for place, operand in enumerate(o.operands if group.launches else ()):
+                    shared = next(use.bytes for use in o.reads if use.key == operand[0])
+                    alike[o.dtype, o.phase, place, operand][number] = shared
+                for n in self.summands(number, o):
+                    result = self.groups[n].members[0]
+                    alike[result.dtype, o.call][n] = result.writes[0].bytes
+        usual = max(flop, key=flop.get, default="")  # rates are those of this type
+        done: set[int] = set()
+        for (dtype, *_), products in sorted(alike.items(), key=lambda item: -len(item[1])):
+            own: dict[int, Group] = {}
+            for n in sorted(products.keys() - done) if dtype == usual else ():
+                if all(self.joiner.independent(self.groups[n].root, g.root) for g in own.values()):
+                    own[n] = self.groups[n]
+            first, *others = own.values() or [None]
+            if others:
+                done |= own.keys()
+                for other in others:
+                    self.joiner.merge(first.root, other.root)
+                moved = sum(g.moved for g in own.values()) - len(others) * max(products.values())
+                us = self.rates and self.product_us([*own.values()], moved)
+                self.replace([first, *others], moved, us)
+
+    def product_us(self, own: list[Group], moved: int) -> float:
+        """The time of one product in place of these."""
+        flop = sum(o.flop for group in own for o in group.members)
+        work = max(moved / self.rates.gb_per_s / 1e3, flop / self.rates.gemm_tflops / 1e6)
+        return min(sum(group.us for group in own), max(work, *(group.us for group in own)))
+
+    def summands(self, number: int, operator: Operator) -> set[int]:
+        """Products whose results a group adds up in this operator, and nobody else reads."""
+        found: set[int] = set()
+        for use in operator.reads if operator.name in SUMMED else ():
+            n = self.maker.get(use.key)
+            if n == number:
+                found |= self.summands(number, self.made[use.key])
+            elif n is not None and self.groups[n].launches and self.users[use.key] == {number}:
+                found |= {n} if self.groups[n].members[0].operands else set()
+        return found
 
     def replace(self, groups: list[Group], moved: int, us: float | None) -> None:
         """One kernel in place of these groups."""

@@ -28,7 +28,6 @@ class Rates:
 
     device_name: str
     gb_per_s: float  # of a copy of 1 GiB, read and written
-    cache_gb_per_s: float  # of the fastest smaller copy
     least_us: float  # of the smallest copy, in a graph
     gap_us: float  # what a kernel takes in a graph beyond what the profiler says
     gemm_tflops: float  # of a large product
@@ -47,12 +46,10 @@ def read_rates(folder: Path) -> Rates:
     content = read_json(path)
     try:
         rates = Rates(**(content.get("rates") or content["rows"][0]["rates"]))
-        name, *numbers = astuple(rates)
-        positive = [*numbers[:3], numbers[4], *numbers[5]]
-        if not (isinstance(name, str) and len(numbers[5]) == 2 and numbers[3] >= 0):
-            raise ValueError("of another kind")
-        if not all(0 < number < math.inf for number in positive):
-            raise ValueError("no numbers above 0")
+        name, copy, least, gap, gemm, (forward, backward) = astuple(rates)
+        positive = all(0 < rate < math.inf for rate in (copy, least, gemm, forward, backward))
+        if not (isinstance(name, str) and positive and 0 <= gap < math.inf):
+            raise ValueError("no rates")
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise ToolError(f"{path}: it has no rates as a run on a GPU writes them") from error
     return rates
@@ -63,36 +60,27 @@ def measure_rates(dtype: torch.dtype) -> Rates:
     import torch
 
     from lab.profile.ceilings import best_seconds
+    from lab.turns import captured, warm_up
 
     device = torch.device("cuda")
 
     def graph_us(work: Callable[[], object], repeats: int) -> float:
         """Microseconds of one call in a graph of several, the shortest of some replays."""
-        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-        with torch.cuda.stream(stream):
-            work()
-        stream.synchronize()
-        with torch.cuda.graph(graph, stream=stream):
-            for _ in range(repeats):
-                work()
-        return 1e6 * best_seconds(graph.replay, device, 10, 0.2) / repeats
+        warm_up(work)
+        return 1e6 * best_seconds(captured(work, repeats), device, 10, 0.2) / repeats
 
     source = torch.ones(2**27, device=device)
     target = torch.empty_like(source)
-
-    def copy(count: int) -> float:  # no copy_, which the driver does in a way of its own
-        work = partial(torch.neg, source[:count], out=target[:count])
-        return graph_us(work, max(5, min(200, 2**27 // count)))
-
-    sizes = [2**n for n in (10, 20, 21, 22, 23, 27)]
-    times = [copy(size) for size in sizes]
-    speeds = [8 * size / us / 1e3 for size, us in zip(sizes, times, strict=True)]
+    # negated, as the driver does a copy_ in a way of its own
+    large = partial(torch.neg, source, out=target)
+    small = partial(torch.neg, source[:1024], out=target[:1024])
+    gb_per_s, least = 8 * 2**27 / graph_us(large, 5) / 1e3, graph_us(small, 200)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(20):
-            torch.neg(source[: sizes[0]], out=target[: sizes[0]])
+            small()
         torch.cuda.synchronize()
     shown = [event.device_time_total for event in profile.events() if event.device_time_total]
-    gap = max(0.0, times[0] - statistics.median(shown)) if shown else 0.0
+    gap = max(0.0, least - statistics.median(shown)) if shown else 0.0
     a, b = torch.randn(2, 8192, 8192, device=device).to(dtype)
     gemm = 2 * 8192**3 / graph_us(lambda: torch.mm(a, b), 2) / 1e6
     q = torch.randn(4, 16, 2048, 64, device=device).to(dtype).requires_grad_()
@@ -102,5 +90,4 @@ def measure_rates(dtype: torch.dtype) -> Rates:
         forward = graph_us(attend, 4)
     backward = graph_us(lambda: attend().sum().backward(), 4) - forward
     attention = [flop / forward / 1e6, 2.5 * flop / backward / 1e6]
-    name = torch.cuda.get_device_name()
-    return Rates(name, speeds[-1], max(speeds), times[0], gap, gemm, attention)
+    return Rates(torch.cuda.get_device_name(), gb_per_s, least, gap, gemm, attention)

@@ -29,24 +29,27 @@ from lab.profile.roofline import flop_counter
 from lab.profile.traffic import OVERWRITING, bytes_behind
 
 NO_WORK = ("empty", "new_empty", "_unsafe_view", "detach", "lift_fresh", "_record_function")
-RANDOM = ("normal_", "uniform_", "bernoulli_", "exponential_", "random_")
+RANDOM = ("normal_", "uniform_", "bernoulli_", "exponential_", "random_")  # nor do these read it
 PRODUCTS = re.compile("conv|scaled_dot|lstm|gru|rnn")
-# The first tensor must lie in memory, as any element of it may be wanted
-GATHERS = re.compile(
-    r"embedding|index|_unsafe_index|index_select|gather|take|(max|avg)_pool2d(_with_indices)?|im2col"
-    r"|upsample_\w+(?<!backward)|grid_sampler_2d|reflection_pad2d|searchsorted|bucketize"
+# The first tensor must lie in memory, as any element of it may be wanted: some, or all
+GATHERS = re.compile("embedding|index|_unsafe_index|index_select|gather|take")
+WINDOWS = re.compile(
+    r"(max|avg)_pool\dd(_with_indices)?|im2col|upsample_\w+(?<!backward)|grid_sampler_\dd"
+    r"|(reflection|replication)_pad\dd|searchsorted|bucketize"
 )
 SCATTERS = re.compile(  # complete when the last source has been added
     r"(index_(add|put|copy)|_unsafe_index_put|_index_put_impl|scatter(_add|_reduce)?)_?|col2im"
-    r"|embedding_dense_backward|(max|avg)_pool2d(_with_indices)?_backward|upsample_\w+_backward"
+    r"|embedding_dense_backward|(max|avg)_pool\dd(_with_indices)?_backward|upsample_\w+_backward"
+    r"|(reflection|replication)_pad\dd_backward"
 )
 MOVES = re.compile(  # what comes out is elsewhere than what went in
-    r"constant_pad_nd|(slice|select)_(backward|scatter)|roll|flip|cat|stack|repeat"
+    r"constant_pad_nd|(slice|select)_(backward|scatter)|roll|flip|cat|stack|repeat|pixel_(un)?shuffle"
 )
 STREAMS = re.compile(  # element by element, or a loss of elements
-    r"native_dropout|(nll|mse|huber|smooth_l1)_loss\w*|binary_cross_entropy\w*|bernoulli|rand\w*"
-    r"|(leaky_relu|hardswish|mish|softplus|log_sigmoid|glu|_prelu_kernel)(_forward|_backward)?"
+    r"native_dropout|(nll|mse|huber|smooth_l1)_loss\w*|binary_cross_entropy\w*|rand\w*"
+    r"|bernoulli|normal|uniform|exponential|(hardswish|log_sigmoid|glu|_prelu_kernel)(_forward)?"
     r"|polar|complex|arange|linspace|eye|scalar_tensor|diagonal_backward|lift_fresh_copy"
+    r"|pixel_(un)?shuffle"
 )
 OWN = tuple(str(ROOT / folder) for folder in ("lab", "analysis_tools"))
 SECTOR = 32  # bytes that a GPU reads at least
@@ -79,9 +82,10 @@ class Operator:
     reduced: tuple[int, int, bool] | None = None
     closed: bool = False  # its results are complete when its last block has ended
     source: set = field(default_factory=set)  # keys that must lie in memory before
+    operands: list[tuple] = field(default_factory=list)  # both of a product: key, shape, strides
     sums: bool = False  # it adds up
+    random: bool = False  # a second time it would make other numbers
     apart: bool = False  # sums of columns, which compilers leave to a kernel of its own
-    touched: int = 0  # bytes of cache lines that it asks for where it reads across
     barrier: bool = False  # the host waits for its result, or nobody sees what it does
     dtype: str = ""
     flop: int = 0
@@ -147,7 +151,8 @@ class Recorder(TorchDispatchMode):
             self.version[number] += 1
             self.unwritten.discard(number)
         offset = tensor.storage_offset() * tensor.element_size()
-        return Use((number, self.version[number]), offset, bytes_behind(tensor))
+        size = min(bytes_behind(tensor), self.sizes[number])  # of views whose rows overlap
+        return Use((number, self.version[number]), offset, size)
 
     def alive(self) -> set[tuple[int, int]]:
         """What there is now, in its newest version."""
@@ -188,14 +193,14 @@ class Recorder(TorchDispatchMode):
         place, call = self.place(), self.calls
         self.calls += 1
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        dense = [t for t in tensors if t.layout == torch.strided]
+        dense = [t for t in tensors if t.layout == torch.strided and not t.is_nested]
         before = [self.use(t) for t in dense]
         with torch.profiler.record_function(f"#{call}") if self.timed else nullcontext():
             result = function(*args, **kwargs)
         made = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
         name = getattr(function, "overloadpacket", function).__name__
         operator = Operator(name, call, *place, list(dict.fromkeys(before)), [])
-        if len(dense) < len(tensors) or any(t.layout != torch.strided for t in made):
+        if len(dense) < len(tensors) or any(t.layout != torch.strided or t.is_nested for t in made):
             operator.barrier = True  # sparse, or another kind whose memory is not one piece
             self.operators.append(operator)
         else:
@@ -216,12 +221,12 @@ class Recorder(TorchDispatchMode):
         if made and not fresh and (not written or torch.Tag.inplace_view in tags):
             return []
         if name.startswith(NO_WORK):
-            self.unwritten |= {self.number(t) for t in fresh}
+            self.unwritten |= {self.number(t) for t in fresh if "empty" in name}
             return []
-        blind = {self.number(t) for t in written}
-        if not name.startswith((*OVERWRITING, *RANDOM)) and "out" not in kwargs:
-            blind = set()
-        reads[:] = [use._replace(bytes=0) if use.key[0] in blind else use for use in reads]
+        if name.startswith((*OVERWRITING, *RANDOM)) or "out" in kwargs:
+            blind = [self.use(t) for t in written]
+            rest = [use._replace(bytes=0) for use in blind if use.bytes < self.sizes[use.key[0]]]
+            reads[:] = [use for use in reads if use not in blind] + rest
         own = getattr(function, "namespace", "") != "aten"
         if not own and any(u.key[0] in self.unwritten and u.bytes for u in reads):
             self.notes.append(f"{name} at {operator.line}")
@@ -240,18 +245,22 @@ class Recorder(TorchDispatchMode):
             operator.kind, operator.barrier = "library", True
         elif formula or PRODUCTS.search(name) or kind == "GEMM":
             operator.kind = "matrix"
+            if name in ("mm", "addmm"):
+                operator.operands = [(self.use(t).key, t.shape, t.stride()) for t in args[-2:]]
         elif kind == "optimizer" or name in ("sort", "topk"):
             operator.kind = "library"
         elif kind == "normalisation" or softmax:
             length, columns = length_of(name, args, inputs)
             return self.passes(operator, inputs[-1 if softmax else 0].numel(), length, columns)
         elif GATHERS.fullmatch(name):
-            row = first.shape[-1] * first.element_size() if first.dim() > 1 else 1
+            row = (first.shape[-1] if first.dim() > 1 else 1) * first.element_size()
             wanted = sum(w.bytes for w in operator.writes) * max(1, SECTOR // row)
             operator.kind, operator.source = "stream", {reads[0].key}
             operator.moved += wanted - reads[0].bytes
             reads[0] = Use(reads[0].key, -1 - operator.call, wanted)
             operator.numel = max(t.numel() for t in made)
+        elif WINDOWS.fullmatch(name):
+            operator.kind, operator.source = "stream", {reads[0].key}
         elif SCATTERS.fullmatch(name):
             operator.kind, operator.closed = "stream", True
             target = operator.writes[0]
@@ -266,11 +275,9 @@ class Recorder(TorchDispatchMode):
             dims = args[2 if "norm" in name else 1 :] or [kwargs.get("dim")]
             sums(operator, first.numel(), *reduced(first, dims))
             operator.apart = operator.closed and reduced(first, dims)[1]
-        elif torch.Tag.pointwise in tags or kind in ("element-wise", "copies"):
+        elif torch.Tag.pointwise in tags or kind in ("element-wise", "copies") or streams(name):
             operator.kind = "stream"
-            operator.touched = across(made[0], inputs) if made else 0
-        elif STREAMS.fullmatch(name.removesuffix("_")):
-            operator.kind = "stream"
+            operator.random = torch.Tag.nondeterministic_seeded in tags
             operator.closed = "_loss" in name and made[0].numel() < first.numel()
         return [operator]
 
@@ -292,14 +299,13 @@ class Recorder(TorchDispatchMode):
         return [one, two, replace(two, reads=operator.reads, writes=rest, closed=True, sums=True)]
 
 
-def across(made: Tensor, inputs: list[Tensor]) -> int:
-    """Bytes of cache lines asked for by reads of tensors whose elements lie apart along the
-    innermost dimension of the result."""
-    wide = [d - made.dim() for d in range(made.dim()) if made.shape[d] > 1]
-    inner = min(wide, key=made.stride, default=0)
-    steps = (t.stride(inner) * t.element_size() for t in inputs if t.dim() >= -inner > 0
-             and t.stride(inner) > 1)  # fmt: skip
-    return sum(made.numel() * min(SECTOR, step) for step in steps)
+def streams(name: str) -> bool:
+    """Does it go element by element, as its name or that of its forward operator says? PyTorch tags
+    only some gradients."""
+    plain = name.removesuffix("_").removesuffix("_backward")
+    forward = getattr(torch.ops.aten, plain, None)
+    tags = [getattr(forward, overload).tags for overload in forward.overloads()] if forward else []
+    return bool(STREAMS.fullmatch(plain)) or any(torch.Tag.pointwise in found for found in tags)
 
 
 def length_of(name: str, args: tuple, inputs: list[Tensor]) -> tuple[int, bool]:

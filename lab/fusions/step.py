@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
+import logging
 import statistics
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-    unset_fake_temporarily,
-)
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._pytree import tree_map_only
 
 from lab.cli import ToolError, note
@@ -29,9 +24,8 @@ from lab.fusions.rates import Rates
 from lab.fusions.record import Operator, Recorder, whose
 from lab.profile.kernels import NO_KERNELS, kernels_of, load_trace, range_of_each, ranges_of
 from lab.script import import_file, load_script, script_arguments
-from lab.turns import TURN_MS, alternating, free_memory
+from lab.turns import TURN_MS, compare_in_turns
 
-ASKS = DataDependentOutputException, DynamicOutputShapeException
 REPEATS = 3  # profiled steps
 NEEDED = (
     "it must return (model, batch) so that model(**batch) is the loss, a scalar or with a .loss;"
@@ -49,9 +43,14 @@ class Step:
     compiled: Callable[[], Callable[[], object]] | None = None
 
 
+def fake_mode() -> FakeTensorMode | None:
+    """The one that makes tensors fake here."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+
+
 def placed(value: Tensor, device: torch.device) -> Tensor:
     """A tensor on the device, or without its values where tensors are fake."""
-    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    mode = fake_mode()
     if mode and not isinstance(value, FakeTensor):
         return mode.from_tensor(value)
     return value.to(device) if device.type == "cuda" else value
@@ -77,8 +76,8 @@ def from_script(name: str, argv: Sequence[str]) -> Step:
     return Step(module.SCRIPT, *build(False), lambda: build(True)[0])
 
 
-def from_function(place: str, use_amp: bool, device: torch.device) -> Step:
-    """The step of what a function of a file returns, FILE.py:function."""
+def function_of(place: str) -> Callable[[], object]:
+    """The function of a file, FILE.py:function."""
     file, _, name = place.rpartition(":")
     if not file.endswith(".py") or not Path(file).is_file():
         raise ToolError(f"--model {place}: it must be FILE.py:function, of a file that is there")
@@ -86,9 +85,24 @@ def from_function(place: str, use_amp: bool, device: torch.device) -> Step:
         make = getattr(import_file(Path(file).resolve()), name, None)
     if not callable(make):
         raise ToolError(f"--model {place}: {file} has no function {name!r}; {NEEDED}")
-    title = f"{Path(file).stem}:{name}"
+    return make
+
+
+def from_function(
+    place: str, make: Callable[[], object], use_amp: bool, device: torch.device
+) -> Step:
+    """The step of what a function returns, which `place` names."""
+    title = Path(place).name.replace(".py:", ":")
     with of_the_user(f"--model {place}"):
-        made = make()
+        try:
+            made = make()
+        except Exception:
+            if not fake_mode():
+                raise
+            with unset_fake_temporarily():  # it may ask for values; from_model takes them away
+                made = make()
+            if not isinstance(made, tuple):
+                raise
     if callable(made) and not isinstance(made, nn.Module):
         return Step(title, made, [], lambda: torch.compile(made))
     pair = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
@@ -102,7 +116,9 @@ def from_model(
     title: str, model: nn.Module, batch: dict, use_amp: bool, device: torch.device
 ) -> Step:
     """The step of a model on a batch, both moved to the device: forward, backward, AdamW."""
-    model = model.to(device) if device.type == "cuda" else model
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            held |= {k: placed(tensor, device) for k, tensor in held.items() if tensor is not None}
     batch = tree_map_only(Tensor, partial(placed, device=device), batch)
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     if not weights:
@@ -132,7 +148,7 @@ def from_model(
 # --- counted and timed
 
 
-@contextlib.contextmanager
+@contextmanager
 def of_the_user(name: str) -> Iterator[None]:
     """Errors of the user's own code are one line, with the place where they came from."""
     try:
@@ -158,8 +174,8 @@ def record(step: Step, recorder: Recorder) -> Recorded:
 
 
 def count(build: Callable[[], Step]) -> tuple[Step, Recorded]:
-    """Operators, bytes and FLOPs of a step of fake tensors: nothing is computed. A step that asks
-    for values is really taken, on the CPU."""
+    """Operators, bytes and FLOPs of a step of fake tensors: nothing is computed. A step that these
+    cannot take is really taken, on the CPU."""
 
     def counted() -> tuple[Step, Recorded]:
         step = build()
@@ -167,14 +183,16 @@ def count(build: Callable[[], Step]) -> tuple[Step, Recorded]:
             step.take()  # the first one makes the optimizer's state
         return step, record(step, Recorder())
 
+    logging.getLogger(FakeTensorMode.__module__).setLevel(logging.CRITICAL)  # the error is raised
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
             return counted()
-    except ToolError as error:
-        if not isinstance(error.__cause__, ASKS):
+    except Exception as error:
+        if isinstance(error, ToolError) and error.__cause__ is None:
             raise
-        note("what it does depends on values, so two steps are taken on this CPU")
-        return counted()
+    found = counted()
+    note("fake tensors cannot take this step, so two real ones were taken on this CPU")
+    return found
 
 
 def measure(step: Step, rates: Rates) -> Recorded:
@@ -229,48 +247,8 @@ def attribute(found: Recorded, profile: torch.profiler.profile, rates: Rates) ->
 
 def compared(step: Step, rounds: int) -> dict:
     """A step beside the same compiled: medians of the turns and of their ratios."""
-    turns = in_graphs({"now": step.take, "compiled": step.compiled()}, rounds)
-    ratios = [a / b for a, b in zip(turns["now"], turns["compiled"], strict=True)]
-    result = {f"{name}_ms": statistics.median(ms) for name, ms in turns.items()}
-    return result | {"speedup": statistics.median(ratios), "turns_ms": turns}
-
-
-def in_graphs(sides: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of steps as graphs, in each of several alternating turns."""
-    graphs = {name: captured(take) for name, take in sides.items()}
-    steps = {name: max(2, round(TURN_MS / timed(graph, 3))) for name, graph in graphs.items()}
-    turns: dict[str, list[float]] = {name: [] for name in graphs}
-    for _, name in alternating(graphs, rounds):
-        turns[name].append(timed(graphs[name], steps[name]))
-    graphs.clear()
-    free_memory()
-    return turns
-
-
-def captured(take: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """A step as a graph; ToolError where it cannot be one."""
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    stream.wait_stream(torch.cuda.current_stream())
-    try:
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                take()
-        stream.synchronize()
-        with torch.cuda.graph(graph, stream=stream):
-            take()
-    except RuntimeError as error:
-        reason = str(error).partition("\n")[0]
-        raise ToolError(f"the step cannot be a CUDA graph: {reason}", status=1) from error
-    return graph
-
-
-def timed(graph: torch.cuda.CUDAGraph, steps: int) -> float:
-    """Milliseconds of a replay, on the device's clock."""
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    first.record()
-    for _ in range(steps):
-        graph.replay()
-    last.record()
-    last.synchronize()
-    return first.elapsed_time(last) / steps
+    with of_the_user(f"{step.name}, compiled"):
+        sides = {"now": step.take, "compiled": step.compiled()}
+        turns = compare_in_turns(sides, rounds, TURN_MS)
+    result = {f"{name}_ms": statistics.median(ms) for name, ms in turns.ms.items()}
+    return result | {"speedup": statistics.median(turns.ratios("compiled")), "turns_ms": turns.ms}
