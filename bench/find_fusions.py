@@ -39,11 +39,11 @@ from lab.fusions.groups import Finding, Recorded
 from lab.fusions.rates import Rates, measure_rates
 from lab.show import Column, render
 from lab.study import measure_study, read_rows
-from lab.turns import TURN_MS, compare_in_turns, free_memory
+from lab.turns import compare_in_turns, free_memory
 
 PROG = Path(__file__).name
 GPU = torch.cuda.is_available()
-ROUNDS = 5
+ROUNDS = 11
 BEST = 8  # chains in a row
 # Both versions join products and have attention as a kernel. Norms and gates are kernels of their
 # own in TinyLlama; TinyOpenFold's products take many along.
@@ -91,7 +91,7 @@ def row(build: Callable, newer: Callable | None, in_v3: tuple, rates: Rates | No
     if newer:
         sides["V3"] = newer().take
     try:
-        turns = compare_in_turns(sides, ROUNDS, TURN_MS)
+        turns = compare_in_turns(sides, ROUNDS)
     except ToolError as error:  # a model that cannot be a graph is a row, too
         return {**found, "status": "failed", "error": str(error)}
     finally:

@@ -622,6 +622,7 @@ def test_a_model_of_ones_own(model):
     result = strict_json(Path("f.json").read_text())
     assert (result["schema_version"], result["measured"], result["rates"]) == (1, False, None)
     assert result["levels"]["now"]["us"] is None
+    assert result["seconds"] > 0
     assert set(result["chains"][0]) == set(
         "chain pass lines places kernels bytes_now bytes_fused us_now us_fused".split()  # noqa: SIM905
     )

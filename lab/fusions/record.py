@@ -246,7 +246,8 @@ class Recorder(TorchDispatchMode):
         elif formula or PRODUCTS.search(name) or kind == "GEMM":
             operator.kind = "matrix"
             if name in ("mm", "addmm"):
-                operator.operands = [(self.use(t).key, t.shape, t.stride()) for t in args[-2:]]
+                both = [t for t in args if isinstance(t, Tensor)][-2:]
+                operator.operands = [(self.use(t).key, t.shape, t.stride()) for t in both]
         elif kind == "optimizer" or name in ("sort", "topk"):
             operator.kind = "library"
         elif kind == "normalisation" or softmax:

@@ -24,7 +24,7 @@ from lab.fusions.rates import Rates
 from lab.fusions.record import Operator, Recorder, whose
 from lab.profile.kernels import NO_KERNELS, kernels_of, load_trace, range_of_each, ranges_of
 from lab.script import import_file, load_script, script_arguments
-from lab.turns import TURN_MS, compare_in_turns
+from lab.turns import compare_in_turns
 
 REPEATS = 3  # profiled steps
 NEEDED = (
@@ -245,10 +245,10 @@ def attribute(found: Recorded, profile: torch.profiler.profile, rates: Rates) ->
 # --- compiled
 
 
-def compared(step: Step, rounds: int) -> dict:
+def compared(step: Step) -> dict:
     """A step beside the same compiled: medians of the turns and of their ratios."""
     with of_the_user(f"{step.name}, compiled"):
         sides = {"now": step.take, "compiled": step.compiled()}
-        turns = compare_in_turns(sides, rounds, TURN_MS)
+        turns = compare_in_turns(sides)
     result = {f"{name}_ms": statistics.median(ms) for name, ms in turns.ms.items()}
     return result | {"speedup": statistics.median(turns.ratios("compiled")), "turns_ms": turns.ms}
