@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import csv
 import functools
 import gc
 import importlib.util
@@ -268,6 +269,23 @@ def captured(main: Callable[[list[str]], int], argv: list[str]) -> tuple[int, st
     return status, stdout.getvalue(), stderr.getvalue()
 
 
+def call(tool: ModuleType, *argv: object) -> tuple[int, str, str]:
+    """Exit status, stdout and stderr of a program's command line."""
+    return captured(tool.main, [str(argument) for argument in argv])
+
+
+def assert_refused(answer: tuple[int, str, str], *words: str) -> None:
+    """One line on stderr with these words, nothing that looks like a result on stdout."""
+    assert (*answer[:2], len(answer[2].splitlines())) == (2, "", 1), answer
+    assert not [word for word in words if word not in answer[2]], answer[2]
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """The rows of a csv file."""
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
 def table_of(text: str) -> list[dict[str, str]]:
     """The first Markdown table of a text, row by row."""
     lines = [line for line in text.splitlines() if line.startswith("|")]
@@ -336,7 +354,8 @@ def process_settings() -> Iterator[None]:
     scripts = {name: sys.modules[name] for name in SCRIPTS if name in sys.modules}
     yield
     sys.modules.update(scripts)
-    torch.use_deterministic_algorithms(False)
+    if torch.are_deterministic_algorithms_enabled():  # else it would import all of the compiler
+        torch.use_deterministic_algorithms(False)
     torch.set_float32_matmul_precision("highest")
 
 

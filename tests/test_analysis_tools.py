@@ -5,7 +5,6 @@ test_promises.py."""
 from __future__ import annotations
 
 import builtins
-import csv
 import json
 import subprocess
 import sys
@@ -14,32 +13,15 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from conftest import ROOT, captured, strict_json, table_of
+from conftest import ROOT, assert_refused, call, read_rows, strict_json, table_of
 
 from analysis_tools import analyze_kernel_reduction, compare_runs, plot_runs
 from lab.files import read_json
 
-Answer = tuple[int, str, str]
 RUN = ROOT / "results/cpu/tiny_llama_v2_readme.json"
 PROFILES = ROOT / "results/h100/profiles"
 OOM = {"status": "oom", "error": "out of memory", "timing": {}, "memory": {}, "kernels": {}}
 FAILED = {"status": "failed", "error": "the loss became nan at step 3"}
-
-
-def call(tool: ModuleType, *argv: object) -> Answer:
-    """Exit status, stdout and stderr of a command line."""
-    return captured(tool.main, [str(argument) for argument in argv])
-
-
-def assert_refused(answer: Answer, *words: str) -> None:
-    """One line on stderr with these words, nothing that looks like a result on stdout."""
-    assert (*answer[:2], len(answer[2].splitlines())) == (2, "", 1), answer
-    assert not [word for word in words if word not in answer[2]]
-
-
-def read_rows(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
 
 
 @pytest.fixture
@@ -311,7 +293,7 @@ def test_what_is_missing_in_a_plot_is_named(make, tmp_path, monkeypatch):
 # analyze_kernel_reduction.py
 
 
-def analyze(baseline: Path, fused: Path, *argv: object) -> Answer:
+def analyze(baseline: Path, fused: Path, *argv: object) -> tuple[int, str, str]:
     return call(analyze_kernel_reduction, "--baseline", baseline, "--fused", fused, *argv)
 
 

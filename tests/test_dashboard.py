@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, captured
+from conftest import ROOT, call
 
 from analysis_tools import performance_dashboard as dashboard
 from lab.script import model_and_version
@@ -22,10 +22,6 @@ from lab.turns import speedup
 RESULTS = ROOT / "results"
 HERE = {"device": "cuda", "device_name": "GPU", "torch": "2"}
 LLAMA = {"fusions": {}, "environment": HERE, "config": {"seq_len": 128}}
-
-
-def build(*argv: object) -> tuple[int, str, str]:
-    return captured(dashboard.main, [str(word) for word in argv])
 
 
 def page_in(path: Path) -> list[dict]:
@@ -59,7 +55,7 @@ def side(script: str, *turns: float, **more) -> dict:
 
 
 def test_the_committed_results_fill_the_page(tmp_path):
-    status, out, _ = build(RESULTS, "--output", tmp_path / "page.html")
+    status, out, _ = call(dashboard, RESULTS, "--output", tmp_path / "page.html")
     assert (status, out.count("Written:")) == (0, 1)
     assert (tmp_path / "page.html").stat().st_size < 2e6
     panels = page_in(tmp_path / "page.html")
@@ -105,7 +101,7 @@ def test_studies_as_the_tools_write_them(tmp_path):
     run = {**LLAMA, "script": "tiny_llama_v2", "ceilings": ceilings}
     run["training"] = {"batch_size": 8, "use_amp": True}
     written(tmp_path, "roofline_analysis.json", {"schema_version": 1, "runs": [run], "rows": [row]})
-    assert build(tmp_path, "--output", tmp_path / "page.html")[::2] == (0, "")
+    assert call(dashboard, tmp_path, "--output", tmp_path / "page.html")[::2] == (0, "")
     panels = page_in(tmp_path / "page.html")
     found = {p["chart"]: words(p) for p in panels if p["choice"] == ["tiny_llama", "GPU", "bf16"]}
     time = ["ms per step", "kernels per step", "batch 4, eager", "V1", "10.00", "10", "V2", "5.00"]
@@ -129,7 +125,7 @@ def test_runs_have_no_ratios_sizes_do_not_mix_and_alike_runs_are_one_bar(tmp_pat
     for name, content in runs.items():
         (tmp_path / name).mkdir()
         written(tmp_path / name, "tiny_llama_v2_summary.json", content)
-    status, _, err = build(tmp_path, "--output", tmp_path / "page.html")
+    status, _, err = call(dashboard, tmp_path, "--output", tmp_path / "page.html")
     assert (status, "c failed: the loss became nan" in err) == (1, True)
     names = [f"batch 8, length {length}, layers 8, hidden dim 512, heads {heads}"
              for length, heads in ((64, 8), (256, 4), (256, 8))]  # fmt: skip
@@ -143,10 +139,10 @@ def test_runs_have_no_ratios_sizes_do_not_mix_and_alike_runs_are_one_bar(tmp_pat
 
 def test_a_missing_package_is_one_line(tmp_path, monkeypatch):
     (tmp_path / "in").mkdir()
-    status, _, err = build(tmp_path / "in", "--output", tmp_path / "page.html")
+    status, _, err = call(dashboard, tmp_path / "in", "--output", tmp_path / "page.html")
     assert (status, "no results in there" in err) == (2, True)
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # which draws the roofline
-    status, _, err = build(RESULTS, "--output", tmp_path / "page.html")
+    status, _, err = call(dashboard, RESULTS, "--output", tmp_path / "page.html")
     assert (status, len(err.splitlines()), "pip install matplotlib" in err) == (4, 1, True)
 
 
@@ -173,7 +169,7 @@ def test_in_a_browser(browser, tmp_path):
     run = json.loads((RESULTS / "cpu/tiny_llama_v2_readme.json").read_text())
     run["environment"]["device_name"] = "Intel(R)  Xeon(R) "  # as processors name themselves
     odd = written(tmp_path, "run.json", run)
-    assert build(RESULTS / "h100", odd, "--output", tmp_path / "page.html")[0] == 0
+    assert call(dashboard, RESULTS / "h100", odd, "--output", tmp_path / "page.html")[0] == 0
     browser.get((tmp_path / "page.html").as_uri())
 
     def shown(chart: str) -> str:

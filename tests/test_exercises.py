@@ -22,11 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, SCRIPTS, captured, forking_python, load, model_of
+from conftest import ROOT, SCRIPTS, assert_refused, call, forking_python, load, model_of
 
 from tools import run_sheet, tables
 from tools.run_sheet import parse_sheet
-from tools.small_runs import COMMON, SIZES, shrink
+from tools.small_runs import SIZES, shrink
 
 
 def files_with(mark: str, *patterns: str) -> list[str]:
@@ -154,18 +154,6 @@ def test_links_between_pages_lead_somewhere():
             target = (page.parent / path).resolve() if path else page
             assert target in there, f"{page.name}: {link}"
             assert not part or part in headings[target], f"{page.name}: {link}"
-
-
-def test_each_line_that_a_walk_stops_at_is_in_its_script_once():
-    found = 0
-    for sheet in ROOT.glob("exercises/*/*.md"):
-        text = sheet.read_text()
-        if walk := re.search(r'^stop\(\) \{ grep .* -- "\$1" (\S+); \}$', text, re.MULTILINE):
-            lines = (ROOT / walk[1]).read_text().splitlines()
-            for stop in re.findall(r'^stop "(.*)" \d+$', text, re.MULTILINE):
-                assert sum(stop in line for line in lines) == 1, f"{sheet.name}: {stop}"
-                found += 1
-    assert found >= 4
 
 
 def ignored(names: Iterable[str]) -> set[str]:
@@ -344,9 +332,7 @@ def test_without_rocm_a_section_is_skipped(run):
 )
 def test_sheets_that_break_the_rules(tmp_path: Path, text: str, words: str):
     (tmp_path / "sheet.md").write_text(text)
-    status, out, err = captured(run_sheet.main, [str(tmp_path / "sheet.md")])
-    assert (status, out, len(err.splitlines())) == (2, "", 1)
-    assert words in err and "sheet.md" in err
+    assert_refused(call(run_sheet, tmp_path / "sheet.md"), words, "sheet.md")
 
 
 def test_only_one_exercise(run):
@@ -423,75 +409,20 @@ def test_small_runs_are_small_and_know_the_defaults(script: str):
     args = load(script).parse_args([])
     for flag, (default, _) in SIZES[model_of(script)].items():
         assert default in (None, getattr(args, flag[2:].replace("-", "_"))), flag
-    args = load(script).parse_args(shrink([f"../{script}.py", "--seed", "3"])[1:])
-    assert (args.num_steps, args.warmup_steps, args.seed) == (1, 1, 3)
-    llama = "llama" in script
-    width, depth = (args.hidden_dim if llama else args.pair_dim), ("num_layers", "num_blocks")
-    assert (args.seq_len <= 14, width <= 64, getattr(args, depth[not llama])) == (True, True, 1)
+    args = vars(load(script).parse_args(shrink([f"../{script}.py", "--seed", "3"])[1:]))
+    width, depth = ("hidden_dim", "num_layers") if "llama" in script else ("pair_dim", "num_blocks")
+    assert (args["num_steps"], args["warmup_steps"], args["seed"], args[depth]) == (1, 1, 3, 1)
+    assert args["seq_len"] <= 14 and args[width] <= 64
 
 
 @pytest.mark.parametrize("flag", ["--seq-len", "--batch-size"])
-def test_sizes_that_differ_still_do(flag: str):
+@pytest.mark.parametrize("form", ["{} {}", "{}={}"])
+def test_sizes_that_differ_still_do(flag: str, form: str):
     values = [2**n for n in range(5, 11)] if flag == "--seq-len" else [1, 2, 4, 8, 16, 32]
-    for model in SIZES:
-        for given in ("{} {}", "{}={}"):
-            argv = [given.format(flag, n).split() for n in values]
-            commands = [shrink([f"tiny_{model}_v2.py", *words]) for words in argv]
-            places = [len(command) - command[::-1].index(flag) for command in commands]
-            small = [int(command[at]) for command, at in zip(commands, places, strict=True)]
-            assert small == sorted(set(small))
-            assert all(n <= value for n, value in zip(small, values, strict=True))
-            assert small[-1] <= 18
-
-
-def test_profilers_shrink_their_script():
-    command = shrink(["./run_pytorch_profiler.py", "--script=tiny_llama_v1.py"])
-    assert {"--hidden-dim", *COMMON} <= {*command}
-    assert "--pair-dim" in shrink(["run_deepspeed_flops.py"])
-    training = ["setup/validation_scripts/test_training.py", "tiny_llama_v4.py"]
-    assert "--hidden-dim" in shrink(training)
-
-
-# Shows what it was started with.
-NOTES = """
-import json, os, sys
-said = [sys.argv, os.getcwd(), os.environ.get("NOTE"), sys.stdin.read(), sys.path[0], __file__]
-print(json.dumps(said))
-print("to stderr", file=sys.stderr)
-if "--fail" in sys.argv:
-    raise ValueError("no")
-sys.exit(int(sys.argv[-1]))
-"""
-
-
-def test_a_small_run_gets_what_its_script_would_get(run, tmp_path: Path):
-    script = tmp_path / "tiny_notes_v1.py"
-    script.write_text(NOTES)
-    done = run(
-        sheet_of(
-            "NOTE=first python ../tiny_notes_v1.py 'a b' 0 2>errors\ncat errors",
-            "mkdir x; cd x\necho input | python3 ../../tiny_notes_v1.py 3 2>errors | cat\necho "
-            "${PIPESTATUS[1]}",
-            f'python {script} --fail || echo "status $?"',
-            f"python -c 'print(1)'\npython {ROOT}/tiny_llama_v2.py --hidden-dim many || echo $?",
-            f"python {ROOT}/tiny_llama_v2.py --seq-len 128 --under-profiler --profile-dir here",
-        ),
-        "--shrink",
-    )
-    assert done.statuses == ["ok"] * 5, done.stdout
-    first, errors = done.log(0).splitlines()
-    where, place = [str(tmp_path), str(script)], str(done.directory)
-    assert json.loads(first) == [[str(script), "a b", "0"], place, "first", "", *where]
-    assert errors == "to stderr"
-    second, status = done.log(1).splitlines()
-    assert json.loads(second) == [[str(script), "3"], f"{place}/x", None, "input\n", *where]
-    assert status == "3"
-    assert "ValueError: no" in done.log(2)
-    assert done.log(2).endswith("status 1\n")
-    assert (done.log(3).splitlines()[0], done.log(3).splitlines()[-1]) == ("1", "2")
-    result = json.loads((done.directory / "x/here/tiny_llama_v2_summary.json").read_text())
-    found = result["status"], result["config"]["seq_len"], result["training"]["num_steps"]
-    assert found == ("ok", 12, 1)
+    commands = [shrink(["tiny_llama_v2.py", *form.format(flag, n).split()]) for n in values]
+    small = [int(command[len(command) - command[::-1].index(flag)]) for command in commands]
+    assert small == sorted(set(small)) and small[-1] <= 18
+    assert all(n <= value for n, value in zip(small, values, strict=True))
 
 
 # --- tools/tables.py
@@ -499,8 +430,7 @@ def test_a_small_run_gets_what_its_script_would_get(run, tmp_path: Path):
 
 def tables_of(*argv: object) -> tuple[int, str]:
     """Status and stderr of tools/tables.py."""
-    status, _, err = captured(tables.main, [str(word) for word in argv])
-    return status, err
+    return call(tables, *argv)[::2]
 
 
 def table_of(command: str, text: str = "") -> str:

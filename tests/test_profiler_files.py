@@ -2,23 +2,12 @@
 
 The inputs are small and written here, in the form of the real ones. The readers were also tried on
 files that the tools themselves wrote, in public repositories (none of them is copied here):
-
-ROCm/rocprofiler-compute, tests/workloads/*/*, 134 folders of MI100, MI200, MI300A, MI300X; and
-ROCm/rocm-systems, projects/rocprofiler-compute/tests/workloads, the same and 3 of MI350 and rocpd
-    files.py dispatches: 127 read; vcopy of MI300A and MI300X, whose times are rounded to 1e9 and
-    1e10 ns, refused; 8 have no pmc_perf.csv. --from-rocprof-compute: 23 of MI200 read; each of the
-    others lacks counters or the roofline.csv, which the message names
-ROCm/rocm-systems, projects/rocprofiler-sdk/source/docs/data; ROCm/rocprofiler-sdk, source/docs/data
-    kernel_trace, kernel_trace_truncated, counter_collection, kernel_names: read; hip_api_stats,
-    hip_domain_stats, which have the columns of kernel_stats: read. No repository has a database;
-    one made with share/rocprofiler-sdk-rocpd/*.sql, the tool's own tables and views, is read
-facebookresearch/HolisticTraceAnalysis, tests/data, 32 traces (CPU, V100 to H100, MI250, MTIA)
-    30 read: negative_queue_length_values_check with 1 kernel shortened, trace_diff/test with 18; an
-    execution trace and a memory timeline, which are no traces of kernels, refused
-AMD-AGI/TraceLens, tests/traces, 26 traces (H100, B200, MI210, MI300, graphs, torch.compile)
-    read: b200/eager_trace with 10 kernels shortened, mi300/google_owlv2 with 1; cpu_op_map*.json
-    and tests/rocprof/908_results.json.gz (rocprofv3's own JSON) refused
-ROCm/rocprofiler-systems, docs/how-to: shows wall_clock.txt and .json, which only people read
+ROCm/rocprofiler-compute and ROCm/rocm-systems, 137 folders of tests/workloads from MI100 to MI350:
+read, but for vcopy of MI300A and MI300X, whose times are rounded to 1e9 and 1e10 ns, and for what
+lacks counters or roofline.csv, which the message names; rocprofiler-sdk's source/docs/data; a
+database made with the tool's own tables and views; facebookresearch/HolisticTraceAnalysis, 32
+traces, and AMD-AGI/TraceLens, 26: read, with up to 18 kernels shortened, but for those that are no
+traces of kernels, which are refused.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""The run_*.sh wrappers, and the exercises' scripts that call them, with stand-ins for ROCm's
-profilers (tests/standins/rocm.py) around a small script that notes its arguments. With real scripts
-the wrappers run in the sheets, see test_exercises.py.
+"""The run_*.sh wrappers with stand-ins for ROCm's profilers (tests/standins/rocm.py) around a small
+script that notes its arguments. With real scripts, and from the exercises' get_*.sh, they run in
+the sheets, see test_exercises.py.
 """
 
 from __future__ import annotations
 
 import contextlib
-import csv
 import functools
 import json
 import os
@@ -21,9 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, strict_json, words
+from conftest import ROOT, read_rows, strict_json, words
 
-STANDINS = ROOT / "tests" / "standins"
+STANDIN = ROOT / "tests/standins/rocm.py"
 PROGRAMS = words(
     "bash basename cat cut date dirname find flock grep ln mkdir mv readlink rm sed sleep sort "
     "tail touch tr true"
@@ -141,7 +140,7 @@ class Bench:
         for old in TOOLS:
             (self.bin / old).unlink(missing_ok=True)
         for tool in tools:
-            (self.bin / tool).symlink_to(STANDINS / tool)
+            (self.bin / tool).symlink_to(STANDIN)
 
     def start(self, *command: object, cwd: Path | None = None, **more: str) -> subprocess.Popen:
         pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -203,11 +202,6 @@ class Bench:
 def bench(tmp_path: Path) -> Bench:
     """All stand-ins on a PATH that has nothing else but python3 and what shells need."""
     return Bench(tmp_path)
-
-
-def read_csv(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="") as lines:
-        return list(csv.DictReader(lines))
 
 
 def files(directory: Path) -> dict[str, bytes]:
@@ -329,7 +323,7 @@ def test_what_is_missing_is_one_line(bench):
         done = bench.call(shutil.copy(ROOT / wrapper, bench.directory / "copy"))
         assert (done.status, done.stdout, done.stderr.count("\n")) == (4, "", 1)
     assert bench.nothing_happened()
-    (bench.bin / "omnitrace-run").symlink_to(STANDINS / "rocprof-sys-run")  # its older name
+    (bench.bin / "omnitrace-run").symlink_to(STANDIN)  # its older name
     bench.run(SYS).succeeded()
 
 
@@ -366,7 +360,7 @@ def test_a_failure_leaves_earlier_results(bench, command, modes):
         assert before.items() <= files(bench.work).items()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_a_signal_leaves_earlier_results_and_what_was_written(bench, number):
     bench.run(ROCPROFV3).succeeded()
     before = files(bench.work)
@@ -402,7 +396,7 @@ def test_statistics_are_those_of_all_processes(bench, mode, rocm):
     environment = {"STANDIN_ROCM": rocm, "STANDIN_PROCESSES": "3"}
     result = bench.run(ROCPROFV3, "--mode", mode, **environment).succeeded()
     assert counted(result, FUSED[0], 3 * FUSED[1])
-    rows = read_csv(next(bench.results().rglob("stats.csv")))
+    rows = read_rows(next(bench.results().rglob("stats.csv")))
     gemm = rows[0]
     assert (gemm["Name"].partition("_")[0], int(gemm["Calls"])) == ("Cijk", 3 * 24)
     assert int(gemm["TotalDurationNs"]) == 3 * 24 * 41_000
@@ -414,7 +408,7 @@ def test_compare_runs_both_sides_and_a_part_of_the_fusions_is_compared_with_noth
     result = bench.run(ROCPROFV3, "--compare", "--note", "a b").succeeded()
     sides = [[w for w in line if "all-fusion" in w] for line in bench.received()[1:]]
     assert sides == [["--disable-all-fusion"], ["--enable-all-fusion"]]
-    rows = read_csv(bench.work / "rocprofv3_results_baseline" / "stats.csv")
+    rows = read_rows(bench.work / "rocprofv3_results_baseline" / "stats.csv")
     assert (len(rows), sum(int(row["Calls"]) for row in rows)) == BASELINE
     assert result.stdout.count("Kernel reduction") == 1
     assert reduction(BASELINE[1], FUSED[1]) in result.stdout
@@ -477,13 +471,13 @@ def test_sides_and_a_part_of_the_fusions_have_folders(bench):
 def test_statistics_of_a_database_with_and_without_rocpd(bench):
     """They are those of the csv files; a damaged one changes nothing."""
     bench.run(ROCPROFV3).succeeded()
-    traced = read_csv(bench.results() / "stats.csv")
+    traced = read_rows(bench.results() / "stats.csv")
     bench.call(*words("rocprofv3 --kernel-trace -o run -- true")).succeeded()
     database, argv = bench.work / "run_results.db", [ROCPROFV3, "--from-db", "run_results.db"]
     for tools in (["rocpd"], []):
         bench.install(*tools)
         assert counted(bench.run(*argv).succeeded(), *FUSED)
-        found, before = read_csv(bench.results() / "stats.csv"), files(bench.results())
+        found, before = read_rows(bench.results() / "stats.csv"), files(bench.results())
         for column in words("Name Calls TotalDurationNs MinNs MaxNs"):
             assert [row[column] for row in found] == [row[column] for row in traced]
         for mode in ("status", "nothing", "truncated") if tools else ():
@@ -507,7 +501,7 @@ def test_rocprof_compute_and_analyze_of_its_last_profile(bench):
     bench.run(COMPUTE).succeeded()
     for received in bench.received():  # several runs, so few steps unless told otherwise
         assert received[-4:] == words("--num-steps 2 --warmup-steps 1")
-    rows = read_csv(bench.results(COMPUTE) / "roofline_analysis.csv")
+    rows = read_rows(bench.results(COMPUTE) / "roofline_analysis.csv")
     assert {int(row["Dispatch_ID"]) for row in rows} == {*range(FUSED[1])}
     for row in rows:
         assert ("gemm" in row["Category"]) == row["Kernel_Name"].startswith("Cijk")
@@ -533,43 +527,6 @@ def test_consumer_gpus_are_refused_but_not_beside_another_one(bench):
     bench.run(COMPUTE, STANDIN_GPU="gfx1036,gfx942").succeeded()
     bench.install("rocprof-compute")  # without rocminfo nothing tells the GPU
     bench.run(COMPUTE).succeeded()
-
-
-# --- exercises/tiny_llama_v4/get_*.sh
-
-
-@pytest.fixture
-def sheet(bench) -> Path:
-    """The folder of the scripts, in a copy where tiny_llama_v4.py is the script that notes its
-    arguments."""
-    tree = bench.directory / "a copy"
-    for pattern in ("run_*.sh", "lab/**/*.*", "exercises/tiny_llama_v4/*.sh"):
-        for path in ROOT.glob(pattern):
-            place = tree / path.relative_to(ROOT)
-            place.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(path, place)
-    shutil.copy(bench.script, tree / "tiny_llama_v4.py")
-    return tree / "exercises" / "tiny_llama_v4"
-
-
-def test_get_scripts_keep_each_run_in_a_folder_of_its_own(bench, sheet):
-    """Sheets run them all; --mode is an option of the wrappers, too."""
-    argv = ["--mode", "benchmark", "--num-steps", "3", "two words", "*"]
-    said = bench.call(sheet / "get_counters.sh", *argv).succeeded().stdout
-    assert bench.received()[0][-len(argv) :] == argv
-    (results,) = (sheet / "counters").iterdir()
-    assert re.fullmatch(r"\w+_\d{8}_\d{6}", results.name) and list(results.glob("*_results.db"))
-    for line in re.findall("^rocpd.*", said, re.MULTILINE):  # can be typed
-        assert bench.call(*shell_words(line)).succeeded().stderr == ""
-    shutil.rmtree(sheet / "counters")
-    failed = bench.call("./get_counters.sh", cwd=sheet, STANDIN_FAIL="status").failed("rocprofv3")
-    assert "Every launch" not in failed.stdout
-    (results,) = (sheet / "counters").iterdir()
-    assert results.name.endswith(".failed")
-    shutil.rmtree(sheet / "counters")
-    dry = bench.call("./get_counters.sh", "--dry-run", "--seq-len", "8", cwd=sheet).succeeded()
-    assert shell_words(dry.stdout)[-2:] == ["--seq-len", "8"]
-    assert not (sheet / "counters").exists()
 
 
 # --- run_all_profilers.sh

@@ -13,7 +13,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, captured, run_main
+from conftest import ROOT, call, run_main
 
 import run_deepspeed_flops
 import run_pytorch_profiler
@@ -29,7 +29,7 @@ from analysis_tools import (
     roofline_analysis,
 )
 from exercises.performance_debugging import check_step, compare_stages
-from exercises.tiny_llama_v3 import check_custom_kernel, measure, tune
+from exercises.tiny_llama_v3 import add_relu, check_custom_kernel, measure
 from lab.cli import ToolError
 from lab.files import write_file, write_text
 from lab.script import DEFAULT_SCRIPT, MODES
@@ -39,10 +39,6 @@ RUN = ROOT / "results/cpu/tiny_llama_v2_readme.json"
 STAGES = ROOT / "results/h100/performance_debugging.json"
 DEFAULTS = (run_pytorch_profiler, run_deepspeed_flops, fusion_ablation_study, optimize_batch_size)
 DEFAULTS += (roofline_analysis,)
-
-
-def call(tool, *argv: object) -> tuple[int, str, str]:
-    return captured(tool.main, [str(word) for word in argv])
 
 
 def run_at(folder: Path, ms: float = 10.0, version: int = 2) -> Path:
@@ -369,8 +365,7 @@ ODD = [
     (compare_stages, "missing", "missing: no such file or directory"),
     (compare_stages, "nothing", "no results of stages"),
     (compare_stages, "other.json", "it has no stages"),
-    (tune, "rms_norm_forward TILES 4", "rms_norm_forward has no 'TILES'; it has TILE"),
-    (tune, "rms_norm_forward TILE 3", "must be a power of two"),
+    (add_relu, "--block 3", "must be a power of two"),
     (check_custom_kernel, "none.py", "none.py: no such module"),
     (measure, "other.json", "no file of these programs"),
 ]

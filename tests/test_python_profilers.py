@@ -3,7 +3,6 @@ names, traces."""
 
 from __future__ import annotations
 
-import csv
 import gzip
 import json
 import re
@@ -28,6 +27,7 @@ from conftest import (
     forking_python,
     load,
     model_of,
+    read_rows,
 )
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -60,11 +60,6 @@ def run_tool(tool, directory: Path, *argv: str) -> Run:
 def tiny(script: str, *argv: str) -> list[str]:
     """Arguments of a tool for a tiny run of a script on the CPU."""
     return ["--script", f"{script}.py", "--device", "cpu", *TINY[model_of(script)], *argv]
-
-
-def read_csv(path: Path) -> list[dict]:
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
 
 
 # --- names
@@ -330,12 +325,12 @@ def test_profiler_tables_agree_with_each_other(tmp_path: Path):
         members = [row for row in rows if kernels.category(row.name) == name]
         assert part["percent"] == pytest.approx(sum(row.percentage for row in members))
         assert f"| {name} " in result.stdout
-    lines = read_csv(tmp_path / f"{script}_phases.csv")
+    lines = read_rows(tmp_path / f"{script}_phases.csv")
     phases = {row["phase"]: float(row["percent"]) for row in lines}
     assert phases == {name: part["percent"] for name, part in profile["phases"].items()}
     assert list(phases)[:4] == ["data", "forward", "backward", "optimizer"]
     assert phases.get("outside", 0) < 5  # between two steps there is next to nothing
-    operators = {row["name"]: row for row in read_csv(tmp_path / f"{script}_operators.csv")}
+    operators = {row["name"]: row for row in read_rows(tmp_path / f"{script}_operators.csv")}
     assert sum(int(row["self_ns"]) for row in operators.values()) == total
     assert int(operators["aten::_fused_adamw_"]["calls"]) == 3
     assert "aten::mm" in (tmp_path / f"{script}_kernels.txt").read_text()
@@ -441,7 +436,7 @@ def test_flops_are_those_of_torch_and_of_the_harness(tmp_path: Path, script: str
     assert sum(row["share_percent"] for row in found["modules"]) == pytest.approx(100)
     parameters = sum(p.numel() for p in build(script).parameters())
     assert sum(row["parameters"] for row in found["modules"]) == parameters
-    rows = read_csv(tmp_path / f"{script}_flops.csv")
+    rows = read_rows(tmp_path / f"{script}_flops.csv")
     assert [row["module"] for row in rows] == [row["module"] for row in found["modules"]]
     assert "FLOPs counted by torch.utils.flop_counter (DeepSpeed" in result.stdout
     (file,) = re.findall(r"requirements-\S+\.txt", result.stdout)
@@ -552,15 +547,6 @@ def test_roofline(tmp_path: Path, no_deepspeed):
         assert row["bytes"] > 0 or row["module"].endswith("(rest)"), row["module"]
         if row["flop"]:
             assert row["achieved_tflops"] == pytest.approx(row["flop"] / row["ms"] / 1e9)
-
-
-def test_a_roofline_without_matplotlib_is_refused_before_anything_runs(tmp_path: Path, monkeypatch):
-    find, util = flops_tool.importlib.util.find_spec, flops_tool.importlib.util
-    missing = lambda name: None if name == "matplotlib" else find(name)  # noqa: E731
-    monkeypatch.setattr(util, "find_spec", missing)
-    result = run_tool(flops_tool, tmp_path, *tiny("tiny_llama_v2", "--generate-roofline"))
-    assert_one_error(result, 4, "matplotlib")
-    assert not list(tmp_path.iterdir())
 
 
 def test_out_of_memory_is_status_3(tmp_path: Path, monkeypatch, no_deepspeed):

@@ -270,26 +270,6 @@ def test_result_file_has_the_fields_that_readers_and_the_report_look_for(plain: 
     assert (environment["device"], environment["torch"]) == ("cpu", torch.__version__)
 
 
-@pytest.mark.parametrize(
-    ("script", "changes", "compiles"),
-    [
-        ("tiny_llama_v2", {"training": {"torch_compile": True}}, True),
-        ("tiny_llama_v3", {"environment": {"device": "cpu"}}, False),
-        ("tiny_llama_v3", {"fusions": {"flash_attention": True}}, False),
-        ("tiny_openfold_v3", {"fusions": {"triton_triangle": True}}, True),
-    ],
-)
-def test_the_first_step_includes_compilation_where_something_is_compiled(
-    script, changes, compiles, plain: Run
-):
-    module = load(script)
-    fusions = {name: True for _, name, _ in module.FUSIONS}
-    on_gpu = {"environment": {"device": "cuda"}, "fusions": fusions}
-    text = module.report({**plain.summary, **on_gpu, **changes})
-    said = "(first step, includes compilation)" in text, "(first step)" in text
-    assert said == (compiles, not compiles)
-
-
 @pytest.mark.parametrize("script", QUICK_SCRIPTS)
 def test_result_file_names_the_script_its_sizes_and_its_fusions(script: str, runs: dict[str, Run]):
     summary = runs[script].summary
@@ -531,19 +511,6 @@ def test_help_has_groups_defaults_and_examples_that_can_be_given(script: str, ru
     for command in commands:
         command = command.replace("FILE.", f"{ROOT}/examples/bpti.")
         load(script).parse_args(re.split(r"\s{2,}", command.rstrip())[0].split())
-
-
-def test_defaults_are_those_of_the_workshop():
-    both = " num_steps=50 learning_rate=0.0003"
-    for model, text in {
-        "llama": "vocab_size=1000 hidden_dim=512 num_layers=8 num_heads=8 num_kv_heads=4"
-        " intermediate_dim=2048 seq_len=256 batch_size=8",
-        "openfold": "msa_dim=64 pair_dim=128 num_blocks=4 num_heads_msa=4 num_heads_pair=4"
-        " num_seqs=16 seq_len=64 batch_size=4",
-    }.items():
-        args = load(f"tiny_{model}_v1").parse_args([])
-        for name, value in (pair.split("=") for pair in words(text + both)):
-            assert str(getattr(args, name)) == value, name
 
 
 IMPORT_ALL = """

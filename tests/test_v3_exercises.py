@@ -3,6 +3,8 @@ without a GPU."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -97,3 +99,10 @@ def test_all_ways_to_sum_the_bias_gradient_agree_with_v3s_backward_pass():
     expected = script.attention_backward(*inputs, False, True, True)[2]
     for name, (function, _) in case.ways().items():
         torch.testing.assert_close(function(), expected.float(), rtol=1e-4, atol=1e-4, msg=name)
+
+
+def test_a_block_size_that_a_kernel_does_not_have_is_one_line():
+    command = [sys.executable, LLAMA / "tune.py", "rms_norm_forward", "TILES", "4"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "rms_norm_forward has no 'TILES'; it has TILE" in done.stderr

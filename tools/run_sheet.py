@@ -256,8 +256,9 @@ def make_environment(files: Path, args: argparse.Namespace) -> dict[str, str]:
     for name in ("python", "python3"):
         (shims / name).write_text(f'#!/bin/sh\n{small}exec {shlex.quote(args.python)} "$@"\n')
         (shims / name).chmod(0o755)
-    standins = [ROOT / "tests" / "standins"] if args.with_standins else []
-    places = [shims, *standins, Path(sys.executable).parent, os.environ.get("PATH", os.defpath)]
+    if args.with_standins:
+        subprocess.run([sys.executable, ROOT / "tests/standins/rocm.py", shims], check=True)
+    places = [shims, Path(sys.executable).parent, os.environ.get("PATH", os.defpath)]
     environment = {**os.environ, "PATH": os.pathsep.join(map(str, places)), "PYTHONUNBUFFERED": "1"}
     environment.pop("PYTHON", None)  # the wrappers would prefer it to python3
     return environment

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Stand-ins for ROCm's profilers, which need an AMD GPU; each is a link to this file.
+"""Stand-ins for ROCm's profilers, which need an AMD GPU: a link to this file is the tool of its
+name, and `rocm.py DIR` makes the links of all.
 
 They take the options that wrappers, sheets and pages use, refuse all others, run the application
 and write files of the real formats, with made-up content that is the same in every run. Names and
@@ -330,4 +331,7 @@ TOOLS: dict[str, Callable[[], int]] = {
 TOOLS["omnitrace-run"] = rocprof_sys_run  # its older name
 
 if __name__ == "__main__":
-    sys.exit(TOOLS[TOOL]())
+    if TOOL in TOOLS:
+        sys.exit(TOOLS[TOOL]())
+    for tool in TOOLS:
+        (Path(sys.argv[1]) / tool).symlink_to(Path(__file__).resolve())
