@@ -37,7 +37,6 @@ import json
 import math
 import os
 import re
-import shutil
 import signal
 import sys
 import tempfile
@@ -49,6 +48,7 @@ from dataclasses import asdict, dataclass, make_dataclass
 from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
+from types import ModuleType
 from typing import NoReturn
 
 try:
@@ -64,9 +64,7 @@ try:
     import triton.language as tl
     from torch import Tensor, nn
     from torch._subclasses import FakeTensor
-    from torch.nn.parallel import DistributedDataParallel
     from torch.optim import AdamW
-    from torch.overrides import TorchFunctionMode
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils.flop_counter import FlopCounterMode
 except (ImportError, KeyboardInterrupt) as error:
@@ -117,7 +115,6 @@ Fusions = make_dataclass("Fusions", [(name, bool, True) for _, name, _ in FUSION
 # Those whose kernels the first step compiles.
 TRITON_FUSIONS = tuple(name for _, name, _ in FUSIONS if name.startswith("triton"))
 TRITON_FUSIONS += ("fused_optimizer",)
-MODES: dict[str, Callable[[argparse.Namespace], int]] = {}  # what runs in place of training
 
 
 def without_effect(args: argparse.Namespace) -> dict[str, str]:
@@ -154,11 +151,12 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         ("seq-len", 2, sizes.seq_len, "S", "tokens per sample"),
         ("batch-size", 1, 8, "B", "samples per step"),
     ):
+        text += "" if default is None else " (default: %(default)s)"
         add(f"--{flag}", type=at_least(low), default=default, metavar=letter, help=text)
     add = parser.add_argument_group("data").add_argument
     text = "train on the bytes of FILE instead of synthetic text"
     add("--text-file", type=Path, metavar="FILE", help=text)
-    text = "benchmark: inference, a layer as one launch"
+    text = "benchmark: inference, a layer as one launch (default: train)"
     add("--mode", choices=("train", "benchmark"), default="train", help=text)
     add = parser.add_argument_group("kernels").add_argument
     text = "other block sizes or warps, powers of two; a wrong kernel lists all; can be repeated"
@@ -2002,7 +2000,6 @@ class TextBatches:
         self.windows = np.lib.stride_tricks.sliding_window_view(stream, args.seq_len)
         self.batch_size, self.device = args.batch_size, device
         self.generator = torch.Generator().manual_seed(seed)
-        self.source = {}  # nothing of it is in the report
 
     def next_batch(self) -> dict[str, Tensor]:
         starts = torch.randint(len(self.windows), (self.batch_size,), generator=self.generator)
@@ -2034,26 +2031,6 @@ def markov_text(vocab_size: int, length: int, seed: int) -> np.ndarray:
     return text.T.reshape(-1)[:length]
 
 
-# What a file begins with that is no text.
-BINARY = {
-    b"\x1f\x8b": "a gzip file",
-    b"PK\x03\x04": "a zip file",
-    b"PAR1": "a Parquet file",
-    b"\x93NUMPY": "a NumPy array",
-    b"\xff\xfe": "UTF-16",
-    b"\xfe\xff": "UTF-16",
-}
-
-
-def binary_kind(content: bytes) -> str:
-    """Name what a file seems to be if it is no text, otherwise ""."""
-    if kind := next((BINARY[magic] for magic in BINARY if content.startswith(magic)), ""):
-        return kind
-    if re.search(rb"[\x00-\x08\x0e-\x19\x1c-\x1f]", content):  # no text has these
-        return "binary numbers, as the token ids of nanoGPT's train.bin"
-    return ""
-
-
 def read_text(path: Path, seq_len: int) -> np.ndarray:
     """Read the bytes of a text file as tokens [length]."""
     if path.exists() and not path.is_file():  # a pipe can be read only once, /dev/zero has no end
@@ -2062,8 +2039,8 @@ def read_text(path: Path, seq_len: int) -> np.ndarray:
         content = path.read_bytes()
     except OSError as error:
         fail(f"--text-file {path}: {error.strerror}")
-    if kind := binary_kind(content):
-        fail(f"--text-file {path}: it looks like {kind}; give plain text (ASCII or UTF-8)")
+    if re.search(rb"[\x00-\x08\x0e-\x19\x1c-\x1f]", content):  # as archives, UTF-16, token ids
+        fail(f"--text-file {path}: it has control characters; give plain text (ASCII or UTF-8)")
     if len(content) < seq_len:
         fail(f"--text-file {path}: {len(content)} bytes are fewer than --seq-len {seq_len}")
     return np.frombuffer(content, dtype=np.uint8).astype(np.int64)
@@ -2099,26 +2076,14 @@ def check_environment() -> None:
     """Refuse what torchrun would not set: half of it, or what another launcher has left."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     texts = {name: os.environ[name] for name in names if name in os.environ}
-    for name, text in texts.items():
-        if not re.fullmatch("[0-9]{1,9}", text):
-            fail(f"{name} is {text!r}, not a whole number")
-        for other in names[:2]:
-            if other not in texts:
-                fail(f"{name} is {text}, but {other} is not set")
+    text = ", ".join(f"{name} is {value!r}" for name, value in texts.items())
+    if any(launched(name, -1) < 0 for name in texts):
+        fail(f"not a whole number: {text}")
+    if texts and not {"RANK", "WORLD_SIZE"} <= texts.keys():
+        fail(f"RANK and WORLD_SIZE must both be set: {text}")
     rank, size = launched("RANK"), launched("WORLD_SIZE", 1)
-    if rank >= size:
-        fail(f"RANK is {rank}, but WORLD_SIZE is {size}")
-    for name, good in (("MASTER_ADDR", r"\S+"), ("MASTER_PORT", "[1-9][0-9]{,4}")):
-        if size > 1 and not re.fullmatch(good, text := os.getenv(name, "")):
-            fail(f"{name} is {text!r}, but WORLD_SIZE is {size}")
-
-
-def visible_gpus() -> int:
-    """Count the GPUs that PyTorch finds, as it reads *_VISIBLE_DEVICES."""
-    try:
-        return torch.cuda.device_count()
-    except (RuntimeError, ValueError) as error:
-        fail(f"*_VISIBLE_DEVICES: {error}")
+    if not (rank < size >= launched("LOCAL_WORLD_SIZE", size) > launched("LOCAL_RANK")):
+        fail(f"what torchrun sets does not fit together: {text}")
 
 
 def choose_devices(args: argparse.Namespace) -> None:
@@ -2126,18 +2091,21 @@ def choose_devices(args: argparse.Namespace) -> None:
     gpu = args.device != "cpu" and torch.cuda.is_available()
     if args.device == "cuda" and not gpu:
         fail("--device cuda: PyTorch finds no GPU here; use --device cpu or auto", 4)
-    found = visible_gpus()
+    try:
+        gpus = torch.cuda.device_count()
+    except (RuntimeError, ValueError) as error:
+        fail(f"*_VISIBLE_DEVICES: {error}")
     kinds = ("ROCR", "HIP", "CUDA") if torch.version.hip else ("CUDA",)
-    named = gpu and any(os.getenv(f"{kind}_VISIBLE_DEVICES") for kind in kinds)
-    processes = WORLD_SIZE if LAUNCHED else args.num_gpus or (found if named else 1)
+    listed = gpu and any(os.getenv(f"{kind}_VISIBLE_DEVICES") for kind in kinds)
+    processes = WORLD_SIZE if LAUNCHED else args.num_gpus or (gpus if listed else 1)
     if args.num_gpus not in (None, processes):
         fail(f"--num-gpus {args.num_gpus}, but torchrun started {processes}")
     here = launched("LOCAL_WORLD_SIZE", 1) if LAUNCHED else processes
-    if args.device != "cpu" and (gpu or args.num_gpus) and here > max(1, found):
-        fail(f"{here} GPUs wanted, PyTorch finds {found}", 4)
-    if gpu and WORLD_SIZE > 1 and launched("LOCAL_RANK", found) >= found > 1:
+    if args.device != "cpu" and (gpu or args.num_gpus) and here > max(1, gpus):
+        fail(f"{here} GPUs wanted, PyTorch finds {gpus}", 4)
+    if gpu and WORLD_SIZE > 1 and launched("LOCAL_RANK", gpus) >= gpus > 1:
         rank = os.getenv("LOCAL_RANK", "not set")
-        fail(f"LOCAL_RANK is {rank}, but PyTorch finds {found} GPUs", 4)
+        fail(f"LOCAL_RANK is {rank}, but PyTorch finds {gpus} GPUs", 4)
     args.device, args.num_gpus = "cuda" if gpu else "cpu", processes
 
 
@@ -2211,7 +2179,7 @@ def answer_signals() -> None:
 def join_processes(args: argparse.Namespace) -> None:
     """Meet the other processes; only rank 0 prints from now on."""
     if args.device == "cuda":
-        torch.cuda.set_device(launched("LOCAL_RANK") if visible_gpus() > 1 else 0)
+        torch.cuda.set_device(launched("LOCAL_RANK") if torch.cuda.device_count() > 1 else 0)
     warnings.filterwarnings("ignore", ".*(barrier|broadcast_buffers|AccumulateGrad node's stream)")
     if args.cuda_graph:  # says PyTorch; NCCL then sees no lost rank
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
@@ -2220,15 +2188,18 @@ def join_processes(args: argparse.Namespace) -> None:
         store = next(dist.rendezvous("env://", timeout=timedelta(minutes=5)))[0]
         dist.init_process_group(backend, store=store, rank=RANK, world_size=WORLD_SIZE)
     except (RuntimeError, ValueError) as error:
-        fail(f"the {WORLD_SIZE} processes cannot meet: {str(error).splitlines()[0]}", 1)
+        said = f"MASTER_ADDR, MASTER_PORT: {str(error).splitlines()[0]}"
+        fail(f"{WORLD_SIZE} processes cannot meet: {said}", 2 if type(error) is ValueError else 1)
     everyone = [{}] * WORLD_SIZE
     dist.all_gather_object(everyone, {"script": SCRIPT, **vars(args), "profile_dir": None})
-    for rank, theirs in enumerate(everyone):
-        for name in [name for name, value in everyone[0].items() if theirs.get(name) != value]:
+    for (rank, theirs), (name, value) in itertools.product(
+        enumerate(everyone), everyone[0].items()
+    ):
+        if theirs.get(name) != value:
             if RANK:  # rank 0 says it
                 raise SystemExit(2)
             option = f"{name.replace('_', '-')} {theirs.get(name)}"
-            fail(f"rank {rank} was started with {option}, rank 0 with {everyone[0][name]}")
+            fail(f"rank {rank} was started with {option}, rank 0 with {value}")
     if RANK:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
 
@@ -2237,10 +2208,13 @@ def join_processes(args: argparse.Namespace) -> None:
 
 # --- harness
 # Copied from common/harness.py by tools/sync_common.py: edit it there.
-# It knows the model by docstring, VERSION, FUSIONS, TRITON_FUSIONS, MODES, add_model_arguments
+# It knows the model by docstring, VERSION, FUSIONS, TRITON_FUSIONS, add_model_arguments
 # (--batch-size), check_model_arguments, without_effect, use_settings, build_model (.config,
-# .TARGETS), build_optimizer, make_batches (.next_batch(), .source); they use at_least, fail, say.
+# .TARGETS), build_optimizer, make_batches (.next_batch()); these use at_least, beside, fail
+# and say.
 SCRIPT = Path(__file__).stem
+# What runs in place of training: functions of these names, in modules beside this script.
+MODES = {"compare_fusion": "lab.modes", "verify_accuracy": "lab.modes"}
 PHASES = ("data", "forward", "backward", "optimizer")
 GRAPH_PHASES = ("data", "graph")  # with --enable-cuda-graph
 OWN_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile
@@ -2260,7 +2234,6 @@ Average graph time: {timing[graph_ms]:.1f} ms (the whole step; its phases cannot
 Warmup step time: {timing[warmup_first_step_ms]:.1f} ms (first step{compiled})
 Compilation overhead: {timing[compilation_overhead_ms]:.1f} ms
 Final loss: {loss[final]:.4f} (first step {loss[initial]:.4f})
-Residues with coordinates: {data[observed]} of {data[residues]}
 Peak memory usage: {memory[peak_mb]:.1f} MB
 Kernels per step: {kernels[per_step]}{all_off}{kernels[remark]}
 Kernel reduction: {kernels[reduction_percent]:.1f} %
@@ -2282,10 +2255,18 @@ def fail(message: str, status: int = 2) -> NoReturn:
     raise SystemExit(status)
 
 
+def beside(module: str, flag: str) -> ModuleType:
+    """Import a module of the folders beside this script, which a flag asks for."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        fail(f"{flag} needs {module.replace('.', '/')}.py beside this script ({error})", 4)
+
+
 def progress(text: str = "") -> None:
     """Say what happens now; on a terminal in one line, which is cleared in the end."""
     if sys.stdout.isatty():
-        width = shutil.get_terminal_size().columns - 1
+        width = os.get_terminal_size().columns - 1
         print(f"\r{text[:width]}\033[K", end="", flush=True)
     elif text:
         print(text, flush=True)
@@ -2305,14 +2286,6 @@ def at_least(low: int) -> Callable[[str], int]:
     return whole_number
 
 
-class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Writes defaults."""
-
-    def _get_help_string(self, action: argparse.Action) -> str:
-        none = action.default in (None, False, argparse.SUPPRESS)
-        return action.help if none else f"{action.help} (default: %(default)s)"
-
-
 def build_parser() -> argparse.ArgumentParser:
     """Build the command line: arguments of the model, and of all versions."""
     description, _, examples = (__doc__ or "").partition("\nExamples:\n")  # python -OO has none
@@ -2321,11 +2294,11 @@ def build_parser() -> argparse.ArgumentParser:
         usage=argparse.SUPPRESS,
         description=description,
         epilog="examples:\n" + examples,
-        formatter_class=HelpFormatter,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     add_model_arguments(parser)
-    switch = {"action": "store_true"}
+    switch, default = {"action": "store_true"}, "(default: %(default)s)"
 
     group = parser.add_argument_group("fusions", "Single flags win over all-fusion.")
     for flag, attribute, text in (
@@ -2341,18 +2314,19 @@ def build_parser() -> argparse.ArgumentParser:
     group.add_argument("--torch-compile-mode", choices=choices, help="compile longer to run faster")
 
     add = parser.add_argument_group("training").add_argument
-    add("--num-steps", type=at_least(1), default=50, help="measured steps")
+    add("--num-steps", type=at_least(1), default=50, help=f"measured steps {default}")
     add("--warmup-steps", type=at_least(0), help="before those, on several GPUs 12 (default: 5)")
-    add("--learning-rate", type=float, default=3e-4, help="of AdamW")
+    add("--learning-rate", type=float, default=3e-4, help=f"of AdamW {default}")
     add("--use-amp", **switch, help="automatic mixed precision")
     add("--amp-dtype", choices=("bfloat16", "float16"), help="(default: bfloat16)")
-    choices = ("highest", "high", "medium")
-    add("--matmul-precision", choices=choices, default="highest", help="of float32")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="AMD GPUs: 'cuda', too")
+    precisions = ("highest", "high", "medium")
+    add("--matmul-precision", choices=precisions, default="highest", help=f"of float32 {default}")
+    devices = ("auto", "cpu", "cuda")
+    add("--device", choices=devices, default="auto", help=f"cuda for AMD's GPUs, too {default}")
     add("--num-gpus", type=at_least(1), help="share the batch (default: 1, or *_VISIBLE_DEVICES)")
-    add("--seed", type=at_least(0), default=42, help="of weights and data")
+    add("--seed", type=at_least(0), default=42, help=f"of weights and data {default}")
     add("--deterministic", **switch, help="the same bits in every run")
-    add("--log-interval", type=at_least(1), default=10, help="steps between lines")
+    add("--log-interval", type=at_least(1), default=10, help=f"steps between lines {default}")
 
     add = parser.add_argument_group("profiling").add_argument
     add("--enable-pytorch-profiler", **switch, help="operator tables, trace of 3 steps")
@@ -2360,7 +2334,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--enable-rocm-profiling", **switch, help="names of phases for a profiler")
     add("--under-profiler", **switch, help="launch nothing but the training steps")
     folder = f"pytorch_profiles_v{VERSION}"
-    add("--profile-dir", type=Path, default=folder, metavar="DIR", help="for results")
+    add("--profile-dir", type=Path, default=folder, metavar="DIR", help=f"for results {default}")
 
     add = parser.add_argument_group("modes").add_mutually_exclusive_group().add_argument
     add("--compare-fusion", **switch, help="all fusions off and as chosen, in turns")
@@ -2382,7 +2356,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     check_environment()
     choose_devices(args)
     check_training(args)
-    choose_graph(args)
     notice_profilers(args)
     args.profile_dir /= f"rank{RANK}" if RANK else ""
     args.without_effect = without_effect(args)
@@ -2406,7 +2379,7 @@ def choose_fusions(args: argparse.Namespace) -> dict[str, bool]:
 
 
 def check_training(args: argparse.Namespace) -> None:
-    """Refuse what cannot work together."""
+    """Refuse what cannot work together; choose graph and warm-up where no flag does."""
     if args.torch_compile_mode and not args.torch_compile:
         fail(f"--torch-compile-mode {args.torch_compile_mode} needs --enable-torch-compile")
     if args.amp_dtype and not args.use_amp:
@@ -2418,9 +2391,6 @@ def check_training(args: argparse.Namespace) -> None:
     args.torch_compile = bool(args.torch_compile)
     args.amp_dtype = args.amp_dtype or "bfloat16"
 
-
-def choose_graph(args: argparse.Namespace) -> None:
-    """Choose graph and warm-up where no flag does; refuse a graph that cannot be."""
     gpu, own_graph = args.device == "cuda", args.torch_compile_mode in OWN_GRAPHS
     least = 12 if gpu and args.num_gpus > 1 else 2  # DDP needs 11 before a capture
     if args.warmup_steps is None:
@@ -2482,7 +2452,7 @@ class Trainer:
         self.average = getattr(self.optimizer, "average_gradients", None)  # in place of DDP
         if WORLD_SIZE > 1 and not self.average:
             with torch.cuda.stream(self.stream):  # where autograd adds gradients up
-                self.forward = DistributedDataParallel(
+                self.forward = nn.parallel.DistributedDataParallel(
                     self.forward, broadcast_buffers=False, gradient_as_bucket_view=True
                 )
         self.graph = None
@@ -2576,8 +2546,8 @@ class Trainer:
             for _, module in modules:
                 del module.forward  # that of its class again
 
-    def profile(self, steps: int = 1, **options) -> torch.profiler.profile:
-        """Take steps under the PyTorch profiler."""
+    def profile(self, steps: int = 1, **options) -> tuple[torch.profiler.profile, dict]:
+        """Take steps under the PyTorch profiler; return it and its Chrome trace."""
         profile = torch.profiler.profile(acc_events=True, **options)
         with profile, self.ranges(torch.profiler.record_function):
             if WORLD_SIZE > 1:  # wait for the others' profilers, without a kernel
@@ -2585,22 +2555,10 @@ class Trainer:
             for _ in range(steps):
                 self.step()
             self.synchronize()
-        return profile
-
-    def trace(self, profile: torch.profiler.profile) -> dict:
-        """Return what the profiler writes as a Chrome trace."""
         with tempfile.TemporaryDirectory() as folder:  # the path stands in the file, not escaped
             path = Path(folder) / "trace.json"
             profile.export_chrome_trace(str(path))
-            return json.loads(path.read_text())
-
-
-def wait_until(done: Callable[[], bool]) -> None:
-    """Wait in Python, which hears signals, and give up where a process seems to be lost."""
-    end = time.perf_counter() + PATIENCE
-    while not done():  # raises an error of the device
-        if time.perf_counter() > end:
-            raise TimeoutError(f"no step ended in {PATIENCE} s: is a process lost?")
+            return profile, json.loads(path.read_text())
 
 
 # A run
@@ -2611,7 +2569,6 @@ class Turn:
     """Steps in a row, the device idle before and after."""
 
     label: str  # the kind of steps
-    steps: int
     seconds: float  # of all of them, by the host's clock
     phases: dict[str, list[float]]  # milliseconds of each phase in each step
     losses: list[float]
@@ -2619,12 +2576,12 @@ class Turn:
 
     @property
     def step_ms(self) -> float:
-        return 1e3 * self.seconds / self.steps
+        return 1e3 * self.seconds / len(self.losses)
 
 
 def timing(turns: list[Turn], batch_size: int) -> dict:
     """Return speed, mean times of a step and its phases, time per step by turn."""
-    if not (steps := sum(turn.steps for turn in turns)):
+    if not (steps := sum(len(turn.losses) for turn in turns)):
         return {}
     seconds = sum(turn.seconds for turn in turns)
     phases = {name: np.concatenate([t.phases[name] for t in turns]) for name in turns[0].phases}
@@ -2634,7 +2591,7 @@ def timing(turns: list[Turn], batch_size: int) -> dict:
         "wall_s": seconds,
         "samples_per_sec": batch_size * steps / seconds,
         "batch_ms": 1e3 * seconds / steps,
-        "turns_ms": [turn.step_ms for turn in turns if turn.steps],
+        "turns_ms": [turn.step_ms for turn in turns if turn.losses],
         "batch_median_ms": float(np.median(totals)),
         "batch_p95_ms": float(np.quantile(totals, 0.95, method="higher")),
         **{f"{name}_ms": float(ms.mean()) for name, ms in phases.items()},
@@ -2648,9 +2605,9 @@ class Run:
         self.args = args
         self.title = title
         self.device = prepare(args)
-        self.model: dict = {"config": {}, "data": {}}
+        self.model: dict = {"config": {}}
         self.turns: list[Turn] = []
-        self.kept = 0  # bytes of GPU memory that it holds between turns
+        self.held = 0  # bytes of GPU memory that it holds between turns
         self.peak = 0  # bytes in a measured step
         self.kernels: dict = {}
         self.flops = 0
@@ -2658,70 +2615,38 @@ class Run:
 
     def start(self) -> None:
         """Build the trainer, say what it is, warm up."""
-        gc.collect()  # what earlier runs left
-        if self.device.type == "cuda":
-            torch._C._cuda_clearCublasWorkspaces()
-            torch.cuda.empty_cache()
         args, before = self.args, gpu_memory(self.device)
         self.trainer = Trainer(args, self.device)
         self.model = {
             "config": asdict(self.trainer.model.config),
             "parameters": sum(p.numel() for p in self.trainer.model.parameters()),
-            "data": self.trainer.batches.source,
         }
         progress()
         print(self.headline(), flush=True)
         if args.torch_compile:
             progress("compiling in the first step; this can take minutes")
-        elif self.device.type == "cpu" and not args.under_profiler:
-            self.forecast(args.warmup_steps + args.num_steps)
         self.plan(args.warmup_steps, "warm-up step")
         self.take(args.warmup_steps - args.cuda_graph)
         if args.cuda_graph:
             self.trainer.capture()
             self.take(1)
         gc.collect()  # compiling leaves cycles that keep tensors
-        self.kept = gpu_memory(self.device) - before
+        self.held = gpu_memory(self.device) - before
         self.plan(args.num_steps, "step")
 
     def headline(self) -> str:
         """Name script, device, sizes, precision and fusions in one line."""
-        args, config = self.args, self.model["config"].items()
+        args, config = self.args, self.model["config"]
         device = environment(self.device)["device_name"]
-        several = f" x {WORLD_SIZE}" if WORLD_SIZE > 1 else ""
-        sizes = ", ".join(f"{name} {n}" for name, n in config if isinstance(n, int) and n)
-        precision = f"float32 (matmul precision {args.matmul_precision})"
+        device += f" x {WORLD_SIZE}" if WORLD_SIZE > 1 else ""
+        sizes = ", ".join(f"{name} {n}" for name, n in config.items() if isinstance(n, int) and n)
+        float32 = f"float32 (matmul precision {args.matmul_precision})"
+        precision = args.amp_dtype if args.use_amp else float32
         names = (*(name for _, name, _ in FUSIONS), "torch_compile", "cuda_graph")
         on = [n for n in names if getattr(args, n) and n not in args.without_effect]
-        return (
-            f"{SCRIPT} on {device}{several}: {self.model['parameters']:,} parameters, "
-            f"batch_size {args.batch_size}, {sizes}; "
-            f"{args.amp_dtype if args.use_amp else precision}; "
-            + ", ".join(on or ["nothing fused"]).replace("_", "-")
-        )
-
-    def forecast(self, steps: int) -> None:
-        """Say how long steps take on a CPU if it is long, by the first layer for one sample."""
-        if TRITON_FUSIONS:
-            progress("measuring one layer, for how long the steps will take")
-        model, times = self.trainer.model, []
-        layers = max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=len)
-        batch = make_batches(self.args, self.device, self.args.seed).next_batch()
-
-        def stop(*_: object) -> NoReturn:
-            raise EOFError
-
-        hook = layers[0].register_forward_hook(stop)
-        while len(times) < 2 and sum(times) < 5:  # the first time does more
-            started = time.perf_counter()
-            with contextlib.suppress(EOFError), torch.no_grad(), self.trainer.autocast():
-                model(**{name: value[:1] for name, value in batch.items()})
-            times.append(time.perf_counter() - started)
-        hook.remove()
-        samples = steps * self.args.batch_size // WORLD_SIZE
-        whole = round(3 * times[-1] * len(layers) * samples)  # the backward pass takes twice that
-        if whole > 10:
-            progress(f"the steps will take about {timedelta(seconds=whole)} on this CPU")
+        fused = ", ".join(on or ["nothing fused"]).replace("_", "-")
+        model = f"{self.model['parameters']:,} parameters, batch_size {args.batch_size}, {sizes}"
+        return f"{SCRIPT} on {device}: {model}; {precision}; {fused}"
 
     def plan(self, steps: int, label: str) -> None:
         """Reset the progress counter for `steps` steps."""
@@ -2730,11 +2655,11 @@ class Run:
         self.shown = self.started  # when progress was
 
     def take(self, steps: int) -> Turn:
-        """Take a turn; one that is cut short has its steps until then."""
+        """Take steps in a row; a turn that is cut short has those until then."""
         prepare(self.args)  # another run may have had a turn
         trainer, losses = self.trainer, []
         trainer.synchronize()
-        others = gpu_memory(self.device) - self.kept  # held by runs whose turn it is not
+        others = gpu_memory(self.device) - self.held  # by runs whose turn it is not
         if trainer.gpu:
             torch.cuda.reset_peak_memory_stats()
         trainer.marks.clear()
@@ -2754,7 +2679,7 @@ class Run:
         finally:  # after Ctrl-C, too, without a wait for lost processes
             phases = trainer.times(len(losses))
             peak = gpu_memory(self.device, "max_memory_allocated") - others
-            self.turns.append(Turn(self.label, len(losses), ended - began, phases, losses, peak))
+            self.turns.append(Turn(self.label, ended - began, phases, losses, peak))
             if self.label == "step":
                 self.peak = max(peak, self.peak)
         return self.turns[-1]
@@ -2768,21 +2693,27 @@ class Run:
             copied.append(trainer.done())
             most = 100 if step < steps - 1 else 0  # further ahead, signals would wait
             while copied and (len(copied) > most or copied[0]()):
-                wait_until(copied.pop(0))
+                end = time.perf_counter() + PATIENCE
+                while not copied[0]():  # in Python, which hears signals
+                    if time.perf_counter() > end:
+                        raise TimeoutError(f"no step ended in {PATIENCE} s: is a process lost?")
+                copied.pop(0)
                 yield float(values[step - len(copied)])
 
     def show(self, text: str) -> None:
         """Show progress now and then, and the time left until the last of the planned steps."""
         now, terminal = time.perf_counter(), sys.stdout.isatty()
         left = (now - self.started) / self.done * (self.goal - self.done)
-        due = now > self.shown + (0.1 if terminal else 60)
-        due = due or not left or (self.done % self.args.log_interval == 0 and not terminal)
-        if due:
+        due = now > self.shown + 0.1 if terminal else self.done % self.args.log_interval == 0
+        if due or not left:
             self.shown = now
             progress(text + (f"  {timedelta(seconds=math.ceil(left))} left" if left else ""))
 
-    def count(self) -> None:
-        """Count in extra steps what the measured ones did, and profile as flags ask."""
+    def count(self, off: int | None = None) -> None:
+        """Count in extra steps what the measured ones did, and profile as flags ask.
+
+        `off` is the number of kernels with all fusions off, where it is known.
+        """
         prepare(self.args)
         trainer, args = self.trainer, self.args
         if trainer.gpu or not args.torch_compile:  # a loop compiled for a CPU is no operator
@@ -2797,6 +2728,11 @@ class Run:
             write_profile(trainer)
         progress(f"{self.title}counting operations")
         self.flops = count_flops(args, trainer.batches.next_batch())
+        del trainer, self.trainer  # its memory is wanted for all off
+        if self.kernels and args != all_off(args):
+            self.kernels["all_off"] = off = off or count_all_off(args)
+            if off:
+                self.kernels["reduction_percent"] = 100 * (1 - self.kernels["per_step"] / off)
 
     def result(self) -> dict:
         """Return the results so far."""
@@ -2804,11 +2740,11 @@ class Run:
         curve = [loss for turn in self.turns for loss in turn.losses]
         ends = {"initial": curve[0], "final": curve[-1]} if curve else {}
         times = timing([turn for turn in self.turns if turn.label == "step"], args.batch_size)
-        if self.turns and (warmup := self.turns[0]).steps:
+        if self.turns and (warmup := self.turns[0]).losses:
             times["warmup_first_step_ms"] = sum(ms[0] for ms in warmup.phases.values())
             times["warmup_ms"] = 1e3 * warmup.seconds
             if args.torch_compile and "batch_ms" in times:
-                steady_ms = warmup.steps * times["batch_ms"]
+                steady_ms = len(warmup.losses) * times["batch_ms"]
                 times["compilation_overhead_ms"] = times["warmup_ms"] - steady_ms
         if self.flops:
             rate = self.flops / times["batch_ms"] / 1e9
@@ -2832,74 +2768,57 @@ class Run:
         }
 
     def write(self) -> None:
-        """Write or replace <profile-dir>/<script>_summary.json."""
-        write_json(self.args.profile_dir / f"{SCRIPT}_summary.json", self.result())
+        """Write or replace <profile-dir>/<script>_summary.json, whole or not at all."""
+        path = self.args.profile_dir / f"{SCRIPT}_summary.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_suffix(f".{os.getpid()}.tmp")
+        try:
+            unfinished.write_text(json.dumps(self.result(), indent=1, default=str) + "\n")
+            unfinished.replace(path)
+        except OSError:
+            for file in (unfinished, path):
+                file.unlink(missing_ok=True)
+            raise
 
 
-def write_json(path: Path, content: dict) -> None:
-    """Write or replace a result, whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(f".{os.getpid()}.tmp")
-    try:
-        unfinished.write_text(json.dumps(content, indent=1, default=str) + "\n")
-        unfinished.replace(path)
-    except OSError:
-        for file in (unfinished, path):
-            file.unlink(missing_ok=True)
-        raise
+@contextlib.contextmanager
+def recorded(*runs: Run) -> Iterator[None]:
+    """Write the results of runs into their JSON files, however the block ends.
 
-
-def measure(runs: list[Run]) -> None:
-    """Warm up, take all steps in up to ten alternating turns, then count."""
-    args = runs[-1].args
+    An error that the user can mend goes no further than that, any other is raised again.
+    """
+    directory, end = runs[-1].args.profile_dir, (runs[0].status, runs[0].error)
     for run in runs:
-        run.start()
-    turns = min(10, args.num_steps) if len(runs) > 1 else 1
-    with recorded_region([run.trainer for run in runs] if args.enable_rocm_profiling else []):
-        for turn in range(turns):
-            steps = args.num_steps * (turn + 1) // turns - args.num_steps * turn // turns
-            for run in runs if turn % 2 == 0 else reversed(runs):
-                run.take(steps)
-    for run in runs if not args.under_profiler else ():
-        run.count()
-        del run.trainer  # its memory is wanted for all off
-    for run in runs if WORLD_SIZE > 1 else ():
-        dist.all_gather_object(peaks := [0.0] * WORLD_SIZE, run.peak)
-        run.peak = max(peaks)
-    kernels = runs[-1].kernels
-    if kernels and args != all_off(args):
-        off = runs[0].kernels["per_step"] if len(runs) > 1 else count_all_off(args)
-        kernels["all_off"] = off
-        if off:
-            kernels["reduction_percent"] = 100 * (1 - kernels["per_step"] / off)
-
-
-def train_all(runs: list[Run]) -> None:
-    """Train all; however it ends, each result is in its JSON file."""
-    end = runs[-1].status, runs[-1].error
+        run.write()  # for a run that is killed
+    if WORLD_SIZE > 1:
+        dist.barrier()
     try:
-        for run in runs:
-            run.write()  # for a run that is killed
-        if WORLD_SIZE > 1:
-            dist.barrier()
-        measure(runs)
+        yield
+        for run in runs if WORLD_SIZE > 1 else ():
+            dist.all_gather_object(peaks := [0.0] * WORLD_SIZE, run.peak)
+            run.peak = max(peaks)
         end = 0, None
     except (Exception, KeyboardInterrupt) as error:
-        end = 1, str(error)  # of a fault of the program, which explain() raises again
-        end = explain(error, runs[-1].args.profile_dir)
+        end = 1, str(error)  # of a fault of this program, which explain() raises again
+        end = explain(error, directory)
     finally:
         for run in runs:
             run.status, run.error = end
             try:
                 run.write()
             except OSError as error:
-                run.status, run.error = explain(error, run.args.profile_dir)
+                run.status, run.error = explain(error, directory)
 
 
 def train(args: argparse.Namespace) -> dict:
     """Train, measure and count; the result is also in its JSON file."""
     run = Run(args)
-    train_all([run])
+    with recorded(run):
+        run.start()
+        with recorded_region([run.trainer] if args.enable_rocm_profiling else []):
+            run.take(args.num_steps)
+        if not args.under_profiler:
+            run.count()
     return run.result()
 
 
@@ -2907,8 +2826,8 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     """Tell whether it is, or covers, one: the end of a capture raises an error of its own."""
     if error is None or isinstance(error, MemoryError):
         return error is not None
-    said = re.search("out of memory|allocate memory|ALLOC_FAILED", str(error))
-    return bool(said) or is_out_of_memory(error.__context__)
+    match = re.search("out of memory|allocate memory|ALLOC_FAILED", str(error))
+    return bool(match) or is_out_of_memory(error.__context__)
 
 
 def explain(error: BaseException, directory: Path) -> tuple[int, str]:
@@ -2960,11 +2879,15 @@ def main(argv: list[str] | None = None) -> int:
         start_torchrun(args.num_gpus, sys.argv[1:] if argv is None else argv)
     if threading.current_thread() is threading.main_thread():
         answer_signals()
-    modes = [run for name, run in MODES.items() if getattr(args, name)]
+    mode = next((name for name in MODES if getattr(args, name)), None)
     try:
         if WORLD_SIZE > 1:
             join_processes(args)
-        status = modes[0](args) if modes else finish(train(args))
+        if mode:
+            module = beside(MODES[mode], mode.replace("_", "-"))
+            status = getattr(module, mode)(sys.modules[__name__], args)
+        else:
+            status = finish(train(args))
         sys.stdout.flush()
     except (Exception, KeyboardInterrupt) as error:
         if isinstance(error, OSError) and error.filename is None:  # what is left goes nowhere
@@ -3011,12 +2934,12 @@ def count_kernels(trainer: Trainer) -> dict:
         remark = "; operator calls, counted on a CPU"
         return {"unit": "operator calls", "per_step": counter.calls, "remark": remark}
     trainer.step()  # the first one does more
-    events = trainer.trace(trainer.profile())["traceEvents"]
+    events = trainer.profile()[1]["traceEvents"]
+    kernels = sum(event.get("cat") == "kernel" for event in events)
     calls = [e["name"] for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")]
-    counts = {"unit": "kernels", "remark": ""}
-    counts["per_step"] = sum(e.get("cat") == "kernel" for e in events)
-    counts["host_launches"] = sum("Launch" in name for name in calls)
-    return counts if counts["per_step"] else {}  # a profiler without permission sees none
+    launches = sum("Launch" in name for name in calls)
+    counts = {"unit": "kernels", "per_step": kernels, "remark": "", "host_launches": launches}
+    return counts if kernels else {}  # a profiler without permission sees none
 
 
 def count_all_off(args: argparse.Namespace) -> int | None:
@@ -3043,10 +2966,10 @@ def count_flops(args: argparse.Namespace, batch: dict[str, Tensor]) -> int:
 def memory_of_a_step(trainer: Trainer) -> float:
     """Return the peak bytes of tensors in a step; a flag writes their course."""
     gc.collect()  # what is freed in the step was allocated in it
-    events = trainer.trace(trainer.profile(profile_memory=True))["traceEvents"]
-    kept = [*trainer.model.parameters(), *trainer.model.buffers(), *trainer.inputs.values()]
-    kept += [t for state in trainer.optimizer.state.values() for t in state.values()]
-    used = sum(tensor.nbytes for tensor in kept)  # between two steps
+    events = trainer.profile(profile_memory=True)[1]["traceEvents"]
+    tensors = [*trainer.model.parameters(), *trainer.model.buffers(), *trainer.inputs.values()]
+    tensors += [t for state in trainer.optimizer.state.values() for t in state.values()]
+    used = sum(tensor.nbytes for tensor in tensors)  # between two steps
     events = sorted((e for e in events if e["name"] == "[memory]"), key=lambda e: e["ts"])
     events = [e for e in events if e["args"]["Device Type"] == int(trainer.gpu)]
     course = [(e["ts"] - events[0]["ts"], used := used + e["args"]["Bytes"]) for e in events]
@@ -3072,13 +2995,13 @@ def gpu_memory(device: torch.device, statistic: str = "memory_allocated") -> int
 def write_profile(trainer: Trainer) -> None:
     """Write tables of operators by time, and a trace, of three steps."""
     start = trainer.args.profile_dir / SCRIPT
-    profile = trainer.profile(steps=3, record_shapes=True)
+    profile, trace = trainer.profile(steps=3, record_shapes=True)
     for clock in ("cpu", "device") if trainer.gpu else ("cpu",):
         table = profile.key_averages().table(f"self_{clock}_time_total", row_limit=40)
         path = Path(f"{start}_operators_by_{clock}_time.txt")
         path.write_text(table.replace("time total", "total"))
     with gzip.open(f"{start}_trace.json.gz", "wt") as file:
-        json.dump(trainer.trace(profile), file)
+        json.dump(trace, file)
 
 
 @contextlib.contextmanager
@@ -3100,210 +3023,8 @@ def recorded_region(trainers: list[Trainer]) -> Iterator[None]:
 
 
 # --- end of counts
-# --- modes
-# Copied from common/modes.py by tools/sync_common.py: edit it there.
-# What can run in place of training; the harness knows a mode by its entry in MODES alone.
 
-
-def compare_fusion(args: argparse.Namespace) -> int:
-    """Measure everything off (results in <profile-dir>/baseline) and as chosen, in turns."""
-    sides = all_off(args, profile_dir=args.profile_dir / "baseline"), args
-    runs = [Run(sides[0], "all off: "), Run(sides[1], "as chosen: ")]
-    train_all(runs)
-    before, after = (run.result() for run in runs)
-    if before["status"] == "oom":
-        print("Both do not fit into memory side by side: each is measured alone, without ratios.")
-        runs.clear()
-        return max([finish(train(side)) for side in sides])
-    progress()
-    if before["status"] == "ok":
-        print_comparison(before, after)
-    else:
-        print(f"all off:\n{report(before)}\nas chosen:\n{report(after)}", end="")
-    for error in {before["error"], after["error"]} - {None}:
-        say("error", error)
-    return max(before["exit_status"], after["exit_status"])
-
-
-WIDE = 1.25  # the highest ratio over the lowest: beyond this the turns do not agree on the size
-
-
-def print_comparison(before: dict, after: dict) -> None:
-    """Print the table of both sides, and what the ratios of their turns show."""
-    turns = zip(before["timing"]["turns_ms"], after["timing"]["turns_ms"], strict=True)
-    ratios = sorted(off / on for off, on in turns)
-    print(f"\n{'':24}{'all off':>12}{'as chosen':>12}{'ratio':>9}")
-    for label, group, key, digits in (
-        ("batch time, ms", "timing", "turns_ms", 2),
-        ("peak memory, MB", "memory", "peak_mb", 1),
-        (f"{after['kernels'].get('unit', 'kernels')} per step", "kernels", "per_step", 0),
-        ("final loss", "loss", "final", 4),
-    ):
-        if key in before[group] and key in after[group]:
-            off, on = np.median(before[group][key]), np.median(after[group][key])
-            ratio = np.median(ratios) if key == "turns_ms" else off / on
-            times = f"{ratio:8.2f}x" if key != "final" else ""
-            print(f"{label:24}{off:12.{digits}f}{on:12.{digits}f}{times}")
-    low, high = ratios[0], ratios[-1]
-    verdict = "all turns agree" if high <= WIDE * low else "all turns agree on which is faster"
-    if low <= 1 <= high:
-        verdict = "no difference seen"
-    if len(ratios) < 5:
-        verdict = "too few turns to tell"
-    print(f"Batch time ratio in {len(ratios)} turns: {low:.2f}x to {high:.2f}x ({verdict})")
-
-
-class InFloat64(TorchFunctionMode):
-    """Inside, what asks for float32 gets float64, so that a model in float64 stays in it."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function is Tensor.float:
-            return args[0].double()
-
-        def wide(value):
-            return torch.float64 if value is torch.float32 else value
-
-        kwargs = {name: wide(value) for name, value in (kwargs or {}).items()}
-        return function(*map(wide, args), **kwargs)
-
-
-def values_of(trainer: Trainer, exact: bool = False, seed: int = 0) -> dict[str, Tensor]:
-    """Return outputs, loss and gradients by canonical name; a missing gradient is NaN.
-
-    `exact`: in float64. With a `seed` the weights are off by up to a quarter of their last digit,
-    so that everything is rounded differently. Afterwards the trainer is of no use.
-    """
-    args, batch, model, forward = trainer.args, trainer.next_batch(), trainer.model, trainer.forward
-    context = trainer.autocast
-    if seed:  # the last digit of a number near 1, as a matrix product takes it
-        digit = 2.0 ** (-23 if args.matmul_precision == "highest" else -10)
-        if args.use_amp:
-            digit = torch.finfo(getattr(torch, args.amp_dtype)).eps
-        generator = torch.Generator().manual_seed(seed)
-        for parameter in model.parameters():
-            noise = torch.rand(parameter.shape, generator=generator) - 0.5
-            parameter.data *= (1 + digit / 2 * noise).to(parameter.device)
-    if exact:
-        model = forward = build_model(args, trainer.device).double()
-        model.load_state_dict(trainer.model.state_dict())
-        batch = {n: t.double() if t.is_floating_point() else t for n, t in batch.items()}
-        context = InFloat64
-    with torch.no_grad(), context():
-        outputs = forward(**{n: t for n, t in batch.items() if n not in model.TARGETS})
-    values = dict(outputs) if isinstance(outputs, dict) else {"outputs": outputs}
-    with context():  # anew: PyTorch 2.6 would reuse the weights that it cast without gradients
-        values["loss"] = forward(**batch)
-    scale = 1024  # a power of two: away from the smallest numbers of float16
-    (scale * values["loss"]).backward()
-    if trainer.average and not exact:
-        trainer.average()
-    for parameter in model.parameters():  # state_dict then splits gradients of fused weights
-        grad = torch.full_like(parameter, math.nan) if parameter.grad is None else parameter.grad
-        if exact and WORLD_SIZE > 1:  # as DDP or the optimizer does
-            dist.all_reduce(grad)
-            grad /= WORLD_SIZE
-        parameter.data = grad.double() / scale
-    values |= {f"gradient of {name}": grad for name, grad in model.state_dict().items()}
-    return {name: value.detach().double() for name, value in values.items()}
-
-
-def judge(
-    exact: dict, unfused: list[dict], fused: dict, least: float
-) -> dict[str, tuple[float, float]]:
-    """Return each value's relative error and its limit.
-
-    That is three times the largest error of the unfused runs, or `least` (at most 1e-3 for what is
-    no gradient) if that is more; 0 where one of these is NaN. No norm counts for less than 1e-5 of
-    that of all gradients. A gradient of zero in theory, as that of a bias which softmax takes out,
-    is the noise of sums in another order: it counts for 1e-3 of all, or for `least` / 10.
-    """
-    norms = {name: float(value.norm()) for name, value in exact.items()}
-    total = math.hypot(*(norm for name, norm in norms.items() if name.startswith("gradient")))
-    judged = {}
-    for name, norm in norms.items():
-        norm = max(norm, total * (1e-5 if norm > 1e-12 * total else max(1e-3, least / 10)))
-        sizes = [float((side[name] - exact[name]).norm()) for side in (fused, *unfused)]
-        error, *errors = (size / norm if math.isfinite(size) else math.inf for size in sizes)
-        floor = least if name.startswith("gradient") else min(least, 1e-3)
-        judged[name] = error, max(floor, 3 * max(errors)) if max(errors) < math.inf else 0.0
-    return judged
-
-
-def least_limit(args: argparse.Namespace) -> float:
-    """Return the error below which nothing is judged: a ReLU's argument may round beyond zero.
-
-    In float32 that is rare: gradients of 1,056 positions were 1.9e-3 off for one seed of three,
-    and 1e-6 for the others. In TF32 gradients of a model of 60 positions were 4 % off, and 5.5 %
-    with 3 samples of 5 residues: below 100 residues or tokens one of them weighs more.
-    """
-    if args.use_amp or args.matmul_precision != "highest":
-        return max(0.05, 0.5 / math.sqrt(args.batch_size * args.seq_len))
-    return 3e-3
-
-
-def judged_values(
-    args: argparse.Namespace,
-    make_trainer: Callable = lambda args: Trainer(args, prepare(args)),
-    fused: dict | None = None,
-    least: float | None = None,
-) -> dict[str, tuple[float, float]]:
-    """Judge `fused`, what these arguments give unless they are another script's, by float64.
-
-    In a small model a few roundings decide on the unfused one's error. So where one run of it does
-    not explain an error, eight more may.
-    """
-    off = all_off(args)
-    exact = values_of(make_trainer(all_off(off, use_amp=False, matmul_precision="highest")), True)
-    fused, unfused = fused or values_of(make_trainer(args)), []
-    for seeds in range(1), range(1, 9):
-        unfused += [values_of(make_trainer(off), seed=seed) for seed in seeds]
-        judged = judge(exact, unfused, fused, least or least_limit(args))
-        doubt = torch.tensor(int(any(e > limit for e, limit in judged.values())))
-        if WORLD_SIZE > 1:  # together, or nobody averages gradients
-            dist.all_reduce(doubt := doubt.to(args.device))
-        if not doubt:
-            break
-    return judged
-
-
-def verify_accuracy(args: argparse.Namespace) -> int:
-    """Judge the outputs, loss and gradients of the initial weights by those in float64."""
-    progress("outputs and gradients: in float64, with all off, and as chosen")
-    judged = judged_values(args)
-    progress()
-    wrong = [name for name, (error, limit) in judged.items() if error > limit]
-    gradients = [name for name in judged if name.startswith("gradient")]
-    worst = max(gradients, key=lambda name: judged[name][0] / max(judged[name][1], 1e-300))
-    for name, (error, limit) in judged.items():
-        if name not in gradients or name in (worst, *wrong):
-            label = f" (the worst of {len(gradients)})" if name == worst else ""
-            verdict = ": FAIL" if name in wrong else ""
-            print(f"{name}{label}: relative error {error:.2e}, limit {limit:.2e}{verdict}")
-    if coarse := [name for name in gradients if judged[name][1] > 0.25]:
-        some, first = f"{len(coarse)} of {len(gradients)} gradients", coarse[0].split()[-1]
-        print(f"Note: rounding could hide an error of a quarter in {some} ({first})")
-    print(f"Accuracy check: {'FAIL' if wrong else 'PASS'}")
-    return 1 if wrong else 0
-
-
-MODES |= {"compare_fusion": compare_fusion, "verify_accuracy": verify_accuracy}
-
-
-# --- end of modes
-
-
-def benchmark(args: argparse.Namespace) -> int:
-    """Time inference with a layer as one launch, and in other ways: a script of the exercises."""
-    program = "exercises/tiny_llama_v4/one_launch.py"
-    try:
-        from exercises.tiny_llama_v4 import one_launch
-    except ModuleNotFoundError as error:
-        fail(f"--mode benchmark needs {program} beside this script ({error})", 4)
-    return one_launch.benchmark(args)
-
-
-MODES["benchmark"] = benchmark
-
+MODES["benchmark"] = "exercises.tiny_llama_v4.one_launch"
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -139,14 +139,16 @@ def compare_values(
 
     They are judged as by --verify-accuracy.
     """
+    from lab.modes import judged_values, values_of
+
     first = sides[0]
 
     def make_trainer(args: argparse.Namespace):
         return replace(first, args=args).trainer(weights, first)
 
     print(f"comparing outputs and gradients {when} with float64", file=sys.stderr)
-    values = [side.module.values_of(side.trainer(weights, first)) for side in sides]
-    judged = first.module.judged_values(first.args, make_trainer, values[1], tolerance)
+    values = [values_of(side.module, side.trainer(weights, first)) for side in sides]
+    judged = judged_values(first.module, first.args, make_trainer, values[1], tolerance)
     free_memory()
     gradients = {name: judged.pop(name) for name in list(judged) if name.startswith(GRADIENT)}
     loss = {"loss": judged.pop("loss")}

@@ -45,6 +45,7 @@ from torch import Tensor, nn
 from bench.sizes import ALL_VERSIONS, PRECISIONS, script_of
 from lab.accuracy import relative_error
 from lab.cli import Parser, ToolError, at_least, documented_parser, print_notes, program
+from lab.modes import values_of
 from lab.script import load_script
 from lab.show import Column, render
 from lab.study import Part, measure_study, read_study
@@ -153,7 +154,7 @@ def model_side(
     equal = same_bits(run, runs)
     trainer.optimizer.zero_grad(set_to_none=True)
     trainer.next_batch = lambda: batch
-    found = load_script(f"{script}.py").values_of(trainer, exact)
+    found = values_of(load_script(f"{script}.py"), trainer, exact)
     gradients = {name: found.pop(f"gradient of {name}") for name in weights}
     loss = {"loss": found.pop("loss")}
     return on_host({"loss": loss, "outputs": found, "gradients": gradients}), equal

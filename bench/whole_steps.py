@@ -58,10 +58,10 @@ def kernels_and_reference(script: str, argv: list[str], rounds: int) -> dict:
     module = importlib.import_module(script)
     run, steps, _ = begin(module, parse_quiet(module, argv), rounds)
     turns = [run.take(steps).step_ms for _ in range(rounds)]
+    trainer = run.trainer
     run.count()
-    side = named(script, argv, run.args)
-    trainer, flop = run.trainer, run.flops
-    launched = kernels_of(trainer.trace(trainer.profile(PROFILED))["traceEvents"])
+    side, flop = named(script, argv, run.args), run.flops
+    launched = kernels_of(trainer.profile(PROFILED)[1]["traceEvents"])
     moved = group_bytes(trainer, module.NO_WORK).total()
     ceilings = measure_ceilings(run.args, run.device)
     del run, trainer

@@ -26,12 +26,12 @@ def count_kernels(trainer: Trainer) -> dict:
         remark = "; operator calls, counted on a CPU"
         return {"unit": "operator calls", "per_step": counter.calls, "remark": remark}
     trainer.step()  # the first one does more
-    events = trainer.trace(trainer.profile())["traceEvents"]
+    events = trainer.profile()[1]["traceEvents"]
+    kernels = sum(event.get("cat") == "kernel" for event in events)
     calls = [e["name"] for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")]
-    counts = {"unit": "kernels", "remark": ""}
-    counts["per_step"] = sum(e.get("cat") == "kernel" for e in events)
-    counts["host_launches"] = sum("Launch" in name for name in calls)
-    return counts if counts["per_step"] else {}  # a profiler without permission sees none
+    launches = sum("Launch" in name for name in calls)
+    counts = {"unit": "kernels", "per_step": kernels, "remark": "", "host_launches": launches}
+    return counts if kernels else {}  # a profiler without permission sees none
 
 
 def count_all_off(args: argparse.Namespace) -> int | None:
@@ -58,10 +58,10 @@ def count_flops(args: argparse.Namespace, batch: dict[str, Tensor]) -> int:
 def memory_of_a_step(trainer: Trainer) -> float:
     """Return the peak bytes of tensors in a step; a flag writes their course."""
     gc.collect()  # what is freed in the step was allocated in it
-    events = trainer.trace(trainer.profile(profile_memory=True))["traceEvents"]
-    kept = [*trainer.model.parameters(), *trainer.model.buffers(), *trainer.inputs.values()]
-    kept += [t for state in trainer.optimizer.state.values() for t in state.values()]
-    used = sum(tensor.nbytes for tensor in kept)  # between two steps
+    events = trainer.profile(profile_memory=True)[1]["traceEvents"]
+    tensors = [*trainer.model.parameters(), *trainer.model.buffers(), *trainer.inputs.values()]
+    tensors += [t for state in trainer.optimizer.state.values() for t in state.values()]
+    used = sum(tensor.nbytes for tensor in tensors)  # between two steps
     events = sorted((e for e in events if e["name"] == "[memory]"), key=lambda e: e["ts"])
     events = [e for e in events if e["args"]["Device Type"] == int(trainer.gpu)]
     course = [(e["ts"] - events[0]["ts"], used := used + e["args"]["Bytes"]) for e in events]
@@ -87,13 +87,13 @@ def gpu_memory(device: torch.device, statistic: str = "memory_allocated") -> int
 def write_profile(trainer: Trainer) -> None:
     """Write tables of operators by time, and a trace, of three steps."""
     start = trainer.args.profile_dir / SCRIPT
-    profile = trainer.profile(steps=3, record_shapes=True)
+    profile, trace = trainer.profile(steps=3, record_shapes=True)
     for clock in ("cpu", "device") if trainer.gpu else ("cpu",):
         table = profile.key_averages().table(f"self_{clock}_time_total", row_limit=40)
         path = Path(f"{start}_operators_by_{clock}_time.txt")
         path.write_text(table.replace("time total", "total"))
     with gzip.open(f"{start}_trace.json.gz", "wt") as file:
-        json.dump(trainer.trace(profile), file)
+        json.dump(trace, file)
 
 
 @contextlib.contextmanager

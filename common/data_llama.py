@@ -10,7 +10,6 @@ class TextBatches:
         self.windows = np.lib.stride_tricks.sliding_window_view(stream, args.seq_len)
         self.batch_size, self.device = args.batch_size, device
         self.generator = torch.Generator().manual_seed(seed)
-        self.source = {}  # nothing of it is in the report
 
     def next_batch(self) -> dict[str, Tensor]:
         starts = torch.randint(len(self.windows), (self.batch_size,), generator=self.generator)
@@ -42,26 +41,6 @@ def markov_text(vocab_size: int, length: int, seed: int) -> np.ndarray:
     return text.T.reshape(-1)[:length]
 
 
-# What a file begins with that is no text.
-BINARY = {
-    b"\x1f\x8b": "a gzip file",
-    b"PK\x03\x04": "a zip file",
-    b"PAR1": "a Parquet file",
-    b"\x93NUMPY": "a NumPy array",
-    b"\xff\xfe": "UTF-16",
-    b"\xfe\xff": "UTF-16",
-}
-
-
-def binary_kind(content: bytes) -> str:
-    """Name what a file seems to be if it is no text, otherwise ""."""
-    if kind := next((BINARY[magic] for magic in BINARY if content.startswith(magic)), ""):
-        return kind
-    if re.search(rb"[\x00-\x08\x0e-\x19\x1c-\x1f]", content):  # no text has these
-        return "binary numbers, as the token ids of nanoGPT's train.bin"
-    return ""
-
-
 def read_text(path: Path, seq_len: int) -> np.ndarray:
     """Read the bytes of a text file as tokens [length]."""
     if path.exists() and not path.is_file():  # a pipe can be read only once, /dev/zero has no end
@@ -70,8 +49,8 @@ def read_text(path: Path, seq_len: int) -> np.ndarray:
         content = path.read_bytes()
     except OSError as error:
         fail(f"--text-file {path}: {error.strerror}")
-    if kind := binary_kind(content):
-        fail(f"--text-file {path}: it looks like {kind}; give plain text (ASCII or UTF-8)")
+    if re.search(rb"[\x00-\x08\x0e-\x19\x1c-\x1f]", content):  # as archives, UTF-16, token ids
+        fail(f"--text-file {path}: it has control characters; give plain text (ASCII or UTF-8)")
     if len(content) < seq_len:
         fail(f"--text-file {path}: {len(content)} bytes are fewer than --seq-len {seq_len}")
     return np.frombuffer(content, dtype=np.uint8).astype(np.int64)

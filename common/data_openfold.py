@@ -31,10 +31,6 @@ class ProteinBatches:
         crop = (args.num_seqs, args.seq_len)
         self.padded = any((np.array(p.tokens.shape) < crop).any() for p in proteins)
         self.rng = np.random.default_rng(seed)
-        self.source = {}
-        if args.msa:
-            observed = np.concatenate([protein.observed for protein in proteins])
-            self.source = {"residues": len(observed), "observed": int(observed.sum())}
 
     def next_batch(self) -> dict[str, Tensor]:
         chosen = self.rng.integers(len(self.proteins), size=self.batch_size)
@@ -176,16 +172,7 @@ def read_proteins(args: argparse.Namespace) -> list[Protein]:
     if not args.structure:
         found = [sorted(p.glob("*.npz")) or [p] for p in args.msa]
         return [prepared_protein(path) for path in itertools.chain(*found)]
-    path = Path(__file__).resolve().parent / "examples" / "proteins.py"
-    if not path.is_file():
-        fail(f"--structure needs {path}; without it give a prepared --msa FILE.npz alone", 4)
-    spec = importlib.util.spec_from_file_location("proteins", path)
-    reader = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = reader
-    try:
-        spec.loader.exec_module(reader)
-    except ImportError as error:
-        fail(f"--structure needs the package {error.name}: pip install {error.name}", 4)
+    reader = beside("examples.proteins", "--structure")
     try:
         found = reader.read_proteins(args.msa, args.structure)
     except reader.InputError as error:

@@ -1,8 +1,11 @@
 # Copied from common/harness.py by tools/sync_common.py: edit it there.
-# It knows the model by docstring, VERSION, FUSIONS, TRITON_FUSIONS, MODES, add_model_arguments
+# It knows the model by docstring, VERSION, FUSIONS, TRITON_FUSIONS, add_model_arguments
 # (--batch-size), check_model_arguments, without_effect, use_settings, build_model (.config,
-# .TARGETS), build_optimizer, make_batches (.next_batch(), .source); they use at_least, fail, say.
+# .TARGETS), build_optimizer, make_batches (.next_batch()); these use at_least, beside, fail
+# and say.
 SCRIPT = Path(__file__).stem
+# What runs in place of training: functions of these names, in modules beside this script.
+MODES = {"compare_fusion": "lab.modes", "verify_accuracy": "lab.modes"}
 PHASES = ("data", "forward", "backward", "optimizer")
 GRAPH_PHASES = ("data", "graph")  # with --enable-cuda-graph
 OWN_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile
@@ -22,7 +25,6 @@ Average graph time: {timing[graph_ms]:.1f} ms (the whole step; its phases cannot
 Warmup step time: {timing[warmup_first_step_ms]:.1f} ms (first step{compiled})
 Compilation overhead: {timing[compilation_overhead_ms]:.1f} ms
 Final loss: {loss[final]:.4f} (first step {loss[initial]:.4f})
-Residues with coordinates: {data[observed]} of {data[residues]}
 Peak memory usage: {memory[peak_mb]:.1f} MB
 Kernels per step: {kernels[per_step]}{all_off}{kernels[remark]}
 Kernel reduction: {kernels[reduction_percent]:.1f} %
@@ -44,10 +46,18 @@ def fail(message: str, status: int = 2) -> NoReturn:
     raise SystemExit(status)
 
 
+def beside(module: str, flag: str) -> ModuleType:
+    """Import a module of the folders beside this script, which a flag asks for."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        fail(f"{flag} needs {module.replace('.', '/')}.py beside this script ({error})", 4)
+
+
 def progress(text: str = "") -> None:
     """Say what happens now; on a terminal in one line, which is cleared in the end."""
     if sys.stdout.isatty():
-        width = shutil.get_terminal_size().columns - 1
+        width = os.get_terminal_size().columns - 1
         print(f"\r{text[:width]}\033[K", end="", flush=True)
     elif text:
         print(text, flush=True)
@@ -67,14 +77,6 @@ def at_least(low: int) -> Callable[[str], int]:
     return whole_number
 
 
-class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Writes defaults."""
-
-    def _get_help_string(self, action: argparse.Action) -> str:
-        none = action.default in (None, False, argparse.SUPPRESS)
-        return action.help if none else f"{action.help} (default: %(default)s)"
-
-
 def build_parser() -> argparse.ArgumentParser:
     """Build the command line: arguments of the model, and of all versions."""
     description, _, examples = (__doc__ or "").partition("\nExamples:\n")  # python -OO has none
@@ -83,11 +85,11 @@ def build_parser() -> argparse.ArgumentParser:
         usage=argparse.SUPPRESS,
         description=description,
         epilog="examples:\n" + examples,
-        formatter_class=HelpFormatter,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     add_model_arguments(parser)
-    switch = {"action": "store_true"}
+    switch, default = {"action": "store_true"}, "(default: %(default)s)"
 
     group = parser.add_argument_group("fusions", "Single flags win over all-fusion.")
     for flag, attribute, text in (
@@ -103,18 +105,19 @@ def build_parser() -> argparse.ArgumentParser:
     group.add_argument("--torch-compile-mode", choices=choices, help="compile longer to run faster")
 
     add = parser.add_argument_group("training").add_argument
-    add("--num-steps", type=at_least(1), default=50, help="measured steps")
+    add("--num-steps", type=at_least(1), default=50, help=f"measured steps {default}")
     add("--warmup-steps", type=at_least(0), help="before those, on several GPUs 12 (default: 5)")
-    add("--learning-rate", type=float, default=3e-4, help="of AdamW")
+    add("--learning-rate", type=float, default=3e-4, help=f"of AdamW {default}")
     add("--use-amp", **switch, help="automatic mixed precision")
     add("--amp-dtype", choices=("bfloat16", "float16"), help="(default: bfloat16)")
-    choices = ("highest", "high", "medium")
-    add("--matmul-precision", choices=choices, default="highest", help="of float32")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="AMD GPUs: 'cuda', too")
+    precisions = ("highest", "high", "medium")
+    add("--matmul-precision", choices=precisions, default="highest", help=f"of float32 {default}")
+    devices = ("auto", "cpu", "cuda")
+    add("--device", choices=devices, default="auto", help=f"cuda for AMD's GPUs, too {default}")
     add("--num-gpus", type=at_least(1), help="share the batch (default: 1, or *_VISIBLE_DEVICES)")
-    add("--seed", type=at_least(0), default=42, help="of weights and data")
+    add("--seed", type=at_least(0), default=42, help=f"of weights and data {default}")
     add("--deterministic", **switch, help="the same bits in every run")
-    add("--log-interval", type=at_least(1), default=10, help="steps between lines")
+    add("--log-interval", type=at_least(1), default=10, help=f"steps between lines {default}")
 
     add = parser.add_argument_group("profiling").add_argument
     add("--enable-pytorch-profiler", **switch, help="operator tables, trace of 3 steps")
@@ -122,7 +125,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--enable-rocm-profiling", **switch, help="names of phases for a profiler")
     add("--under-profiler", **switch, help="launch nothing but the training steps")
     folder = f"pytorch_profiles_v{VERSION}"
-    add("--profile-dir", type=Path, default=folder, metavar="DIR", help="for results")
+    add("--profile-dir", type=Path, default=folder, metavar="DIR", help=f"for results {default}")
 
     add = parser.add_argument_group("modes").add_mutually_exclusive_group().add_argument
     add("--compare-fusion", **switch, help="all fusions off and as chosen, in turns")
@@ -144,7 +147,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     check_environment()
     choose_devices(args)
     check_training(args)
-    choose_graph(args)
     notice_profilers(args)
     args.profile_dir /= f"rank{RANK}" if RANK else ""
     args.without_effect = without_effect(args)
@@ -168,7 +170,7 @@ def choose_fusions(args: argparse.Namespace) -> dict[str, bool]:
 
 
 def check_training(args: argparse.Namespace) -> None:
-    """Refuse what cannot work together."""
+    """Refuse what cannot work together; choose graph and warm-up where no flag does."""
     if args.torch_compile_mode and not args.torch_compile:
         fail(f"--torch-compile-mode {args.torch_compile_mode} needs --enable-torch-compile")
     if args.amp_dtype and not args.use_amp:
@@ -180,9 +182,6 @@ def check_training(args: argparse.Namespace) -> None:
     args.torch_compile = bool(args.torch_compile)
     args.amp_dtype = args.amp_dtype or "bfloat16"
 
-
-def choose_graph(args: argparse.Namespace) -> None:
-    """Choose graph and warm-up where no flag does; refuse a graph that cannot be."""
     gpu, own_graph = args.device == "cuda", args.torch_compile_mode in OWN_GRAPHS
     least = 12 if gpu and args.num_gpus > 1 else 2  # DDP needs 11 before a capture
     if args.warmup_steps is None:
@@ -244,7 +243,7 @@ class Trainer:
         self.average = getattr(self.optimizer, "average_gradients", None)  # in place of DDP
         if WORLD_SIZE > 1 and not self.average:
             with torch.cuda.stream(self.stream):  # where autograd adds gradients up
-                self.forward = DistributedDataParallel(
+                self.forward = nn.parallel.DistributedDataParallel(
                     self.forward, broadcast_buffers=False, gradient_as_bucket_view=True
                 )
         self.graph = None
@@ -338,8 +337,8 @@ class Trainer:
             for _, module in modules:
                 del module.forward  # that of its class again
 
-    def profile(self, steps: int = 1, **options) -> torch.profiler.profile:
-        """Take steps under the PyTorch profiler."""
+    def profile(self, steps: int = 1, **options) -> tuple[torch.profiler.profile, dict]:
+        """Take steps under the PyTorch profiler; return it and its Chrome trace."""
         profile = torch.profiler.profile(acc_events=True, **options)
         with profile, self.ranges(torch.profiler.record_function):
             if WORLD_SIZE > 1:  # wait for the others' profilers, without a kernel
@@ -347,22 +346,10 @@ class Trainer:
             for _ in range(steps):
                 self.step()
             self.synchronize()
-        return profile
-
-    def trace(self, profile: torch.profiler.profile) -> dict:
-        """Return what the profiler writes as a Chrome trace."""
         with tempfile.TemporaryDirectory() as folder:  # the path stands in the file, not escaped
             path = Path(folder) / "trace.json"
             profile.export_chrome_trace(str(path))
-            return json.loads(path.read_text())
-
-
-def wait_until(done: Callable[[], bool]) -> None:
-    """Wait in Python, which hears signals, and give up where a process seems to be lost."""
-    end = time.perf_counter() + PATIENCE
-    while not done():  # raises an error of the device
-        if time.perf_counter() > end:
-            raise TimeoutError(f"no step ended in {PATIENCE} s: is a process lost?")
+            return profile, json.loads(path.read_text())
 
 
 # A run
@@ -373,7 +360,6 @@ class Turn:
     """Steps in a row, the device idle before and after."""
 
     label: str  # the kind of steps
-    steps: int
     seconds: float  # of all of them, by the host's clock
     phases: dict[str, list[float]]  # milliseconds of each phase in each step
     losses: list[float]
@@ -381,12 +367,12 @@ class Turn:
 
     @property
     def step_ms(self) -> float:
-        return 1e3 * self.seconds / self.steps
+        return 1e3 * self.seconds / len(self.losses)
 
 
 def timing(turns: list[Turn], batch_size: int) -> dict:
     """Return speed, mean times of a step and its phases, time per step by turn."""
-    if not (steps := sum(turn.steps for turn in turns)):
+    if not (steps := sum(len(turn.losses) for turn in turns)):
         return {}
     seconds = sum(turn.seconds for turn in turns)
     phases = {name: np.concatenate([t.phases[name] for t in turns]) for name in turns[0].phases}
@@ -396,7 +382,7 @@ def timing(turns: list[Turn], batch_size: int) -> dict:
         "wall_s": seconds,
         "samples_per_sec": batch_size * steps / seconds,
         "batch_ms": 1e3 * seconds / steps,
-        "turns_ms": [turn.step_ms for turn in turns if turn.steps],
+        "turns_ms": [turn.step_ms for turn in turns if turn.losses],
         "batch_median_ms": float(np.median(totals)),
         "batch_p95_ms": float(np.quantile(totals, 0.95, method="higher")),
         **{f"{name}_ms": float(ms.mean()) for name, ms in phases.items()},
@@ -410,9 +396,9 @@ class Run:
         self.args = args
         self.title = title
         self.device = prepare(args)
-        self.model: dict = {"config": {}, "data": {}}
+        self.model: dict = {"config": {}}
         self.turns: list[Turn] = []
-        self.kept = 0  # bytes of GPU memory that it holds between turns
+        self.held = 0  # bytes of GPU memory that it holds between turns
         self.peak = 0  # bytes in a measured step
         self.kernels: dict = {}
         self.flops = 0
@@ -420,70 +406,38 @@ class Run:
 
     def start(self) -> None:
         """Build the trainer, say what it is, warm up."""
-        gc.collect()  # what earlier runs left
-        if self.device.type == "cuda":
-            torch._C._cuda_clearCublasWorkspaces()
-            torch.cuda.empty_cache()
         args, before = self.args, gpu_memory(self.device)
         self.trainer = Trainer(args, self.device)
         self.model = {
             "config": asdict(self.trainer.model.config),
             "parameters": sum(p.numel() for p in self.trainer.model.parameters()),
-            "data": self.trainer.batches.source,
         }
         progress()
         print(self.headline(), flush=True)
         if args.torch_compile:
             progress("compiling in the first step; this can take minutes")
-        elif self.device.type == "cpu" and not args.under_profiler:
-            self.forecast(args.warmup_steps + args.num_steps)
         self.plan(args.warmup_steps, "warm-up step")
         self.take(args.warmup_steps - args.cuda_graph)
         if args.cuda_graph:
             self.trainer.capture()
             self.take(1)
         gc.collect()  # compiling leaves cycles that keep tensors
-        self.kept = gpu_memory(self.device) - before
+        self.held = gpu_memory(self.device) - before
         self.plan(args.num_steps, "step")
 
     def headline(self) -> str:
         """Name script, device, sizes, precision and fusions in one line."""
-        args, config = self.args, self.model["config"].items()
+        args, config = self.args, self.model["config"]
         device = environment(self.device)["device_name"]
-        several = f" x {WORLD_SIZE}" if WORLD_SIZE > 1 else ""
-        sizes = ", ".join(f"{name} {n}" for name, n in config if isinstance(n, int) and n)
-        precision = f"float32 (matmul precision {args.matmul_precision})"
+        device += f" x {WORLD_SIZE}" if WORLD_SIZE > 1 else ""
+        sizes = ", ".join(f"{name} {n}" for name, n in config.items() if isinstance(n, int) and n)
+        float32 = f"float32 (matmul precision {args.matmul_precision})"
+        precision = args.amp_dtype if args.use_amp else float32
         names = (*(name for _, name, _ in FUSIONS), "torch_compile", "cuda_graph")
         on = [n for n in names if getattr(args, n) and n not in args.without_effect]
-        return (
-            f"{SCRIPT} on {device}{several}: {self.model['parameters']:,} parameters, "
-            f"batch_size {args.batch_size}, {sizes}; "
-            f"{args.amp_dtype if args.use_amp else precision}; "
-            + ", ".join(on or ["nothing fused"]).replace("_", "-")
-        )
-
-    def forecast(self, steps: int) -> None:
-        """Say how long steps take on a CPU if it is long, by the first layer for one sample."""
-        if TRITON_FUSIONS:
-            progress("measuring one layer, for how long the steps will take")
-        model, times = self.trainer.model, []
-        layers = max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=len)
-        batch = make_batches(self.args, self.device, self.args.seed).next_batch()
-
-        def stop(*_: object) -> NoReturn:
-            raise EOFError
-
-        hook = layers[0].register_forward_hook(stop)
-        while len(times) < 2 and sum(times) < 5:  # the first time does more
-            started = time.perf_counter()
-            with contextlib.suppress(EOFError), torch.no_grad(), self.trainer.autocast():
-                model(**{name: value[:1] for name, value in batch.items()})
-            times.append(time.perf_counter() - started)
-        hook.remove()
-        samples = steps * self.args.batch_size // WORLD_SIZE
-        whole = round(3 * times[-1] * len(layers) * samples)  # the backward pass takes twice that
-        if whole > 10:
-            progress(f"the steps will take about {timedelta(seconds=whole)} on this CPU")
+        fused = ", ".join(on or ["nothing fused"]).replace("_", "-")
+        model = f"{self.model['parameters']:,} parameters, batch_size {args.batch_size}, {sizes}"
+        return f"{SCRIPT} on {device}: {model}; {precision}; {fused}"
 
     def plan(self, steps: int, label: str) -> None:
         """Reset the progress counter for `steps` steps."""
@@ -492,11 +446,11 @@ class Run:
         self.shown = self.started  # when progress was
 
     def take(self, steps: int) -> Turn:
-        """Take a turn; one that is cut short has its steps until then."""
+        """Take steps in a row; a turn that is cut short has those until then."""
         prepare(self.args)  # another run may have had a turn
         trainer, losses = self.trainer, []
         trainer.synchronize()
-        others = gpu_memory(self.device) - self.kept  # held by runs whose turn it is not
+        others = gpu_memory(self.device) - self.held  # by runs whose turn it is not
         if trainer.gpu:
             torch.cuda.reset_peak_memory_stats()
         trainer.marks.clear()
@@ -516,7 +470,7 @@ class Run:
         finally:  # after Ctrl-C, too, without a wait for lost processes
             phases = trainer.times(len(losses))
             peak = gpu_memory(self.device, "max_memory_allocated") - others
-            self.turns.append(Turn(self.label, len(losses), ended - began, phases, losses, peak))
+            self.turns.append(Turn(self.label, ended - began, phases, losses, peak))
             if self.label == "step":
                 self.peak = max(peak, self.peak)
         return self.turns[-1]
@@ -530,21 +484,27 @@ class Run:
             copied.append(trainer.done())
             most = 100 if step < steps - 1 else 0  # further ahead, signals would wait
             while copied and (len(copied) > most or copied[0]()):
-                wait_until(copied.pop(0))
+                end = time.perf_counter() + PATIENCE
+                while not copied[0]():  # in Python, which hears signals
+                    if time.perf_counter() > end:
+                        raise TimeoutError(f"no step ended in {PATIENCE} s: is a process lost?")
+                copied.pop(0)
                 yield float(values[step - len(copied)])
 
     def show(self, text: str) -> None:
         """Show progress now and then, and the time left until the last of the planned steps."""
         now, terminal = time.perf_counter(), sys.stdout.isatty()
         left = (now - self.started) / self.done * (self.goal - self.done)
-        due = now > self.shown + (0.1 if terminal else 60)
-        due = due or not left or (self.done % self.args.log_interval == 0 and not terminal)
-        if due:
+        due = now > self.shown + 0.1 if terminal else self.done % self.args.log_interval == 0
+        if due or not left:
             self.shown = now
             progress(text + (f"  {timedelta(seconds=math.ceil(left))} left" if left else ""))
 
-    def count(self) -> None:
-        """Count in extra steps what the measured ones did, and profile as flags ask."""
+    def count(self, off: int | None = None) -> None:
+        """Count in extra steps what the measured ones did, and profile as flags ask.
+
+        `off` is the number of kernels with all fusions off, where it is known.
+        """
         prepare(self.args)
         trainer, args = self.trainer, self.args
         if trainer.gpu or not args.torch_compile:  # a loop compiled for a CPU is no operator
@@ -559,6 +519,11 @@ class Run:
             write_profile(trainer)
         progress(f"{self.title}counting operations")
         self.flops = count_flops(args, trainer.batches.next_batch())
+        del trainer, self.trainer  # its memory is wanted for all off
+        if self.kernels and args != all_off(args):
+            self.kernels["all_off"] = off = off or count_all_off(args)
+            if off:
+                self.kernels["reduction_percent"] = 100 * (1 - self.kernels["per_step"] / off)
 
     def result(self) -> dict:
         """Return the results so far."""
@@ -566,11 +531,11 @@ class Run:
         curve = [loss for turn in self.turns for loss in turn.losses]
         ends = {"initial": curve[0], "final": curve[-1]} if curve else {}
         times = timing([turn for turn in self.turns if turn.label == "step"], args.batch_size)
-        if self.turns and (warmup := self.turns[0]).steps:
+        if self.turns and (warmup := self.turns[0]).losses:
             times["warmup_first_step_ms"] = sum(ms[0] for ms in warmup.phases.values())
             times["warmup_ms"] = 1e3 * warmup.seconds
             if args.torch_compile and "batch_ms" in times:
-                steady_ms = warmup.steps * times["batch_ms"]
+                steady_ms = len(warmup.losses) * times["batch_ms"]
                 times["compilation_overhead_ms"] = times["warmup_ms"] - steady_ms
         if self.flops:
             rate = self.flops / times["batch_ms"] / 1e9
@@ -594,74 +559,57 @@ class Run:
         }
 
     def write(self) -> None:
-        """Write or replace <profile-dir>/<script>_summary.json."""
-        write_json(self.args.profile_dir / f"{SCRIPT}_summary.json", self.result())
+        """Write or replace <profile-dir>/<script>_summary.json, whole or not at all."""
+        path = self.args.profile_dir / f"{SCRIPT}_summary.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_suffix(f".{os.getpid()}.tmp")
+        try:
+            unfinished.write_text(json.dumps(self.result(), indent=1, default=str) + "\n")
+            unfinished.replace(path)
+        except OSError:
+            for file in (unfinished, path):
+                file.unlink(missing_ok=True)
+            raise
 
 
-def write_json(path: Path, content: dict) -> None:
-    """Write or replace a result, whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(f".{os.getpid()}.tmp")
-    try:
-        unfinished.write_text(json.dumps(content, indent=1, default=str) + "\n")
-        unfinished.replace(path)
-    except OSError:
-        for file in (unfinished, path):
-            file.unlink(missing_ok=True)
-        raise
+@contextlib.contextmanager
+def recorded(*runs: Run) -> Iterator[None]:
+    """Write the results of runs into their JSON files, however the block ends.
 
-
-def measure(runs: list[Run]) -> None:
-    """Warm up, take all steps in up to ten alternating turns, then count."""
-    args = runs[-1].args
+    An error that the user can mend goes no further than that, any other is raised again.
+    """
+    directory, end = runs[-1].args.profile_dir, (runs[0].status, runs[0].error)
     for run in runs:
-        run.start()
-    turns = min(10, args.num_steps) if len(runs) > 1 else 1
-    with recorded_region([run.trainer for run in runs] if args.enable_rocm_profiling else []):
-        for turn in range(turns):
-            steps = args.num_steps * (turn + 1) // turns - args.num_steps * turn // turns
-            for run in runs if turn % 2 == 0 else reversed(runs):
-                run.take(steps)
-    for run in runs if not args.under_profiler else ():
-        run.count()
-        del run.trainer  # its memory is wanted for all off
-    for run in runs if WORLD_SIZE > 1 else ():
-        dist.all_gather_object(peaks := [0.0] * WORLD_SIZE, run.peak)
-        run.peak = max(peaks)
-    kernels = runs[-1].kernels
-    if kernels and args != all_off(args):
-        off = runs[0].kernels["per_step"] if len(runs) > 1 else count_all_off(args)
-        kernels["all_off"] = off
-        if off:
-            kernels["reduction_percent"] = 100 * (1 - kernels["per_step"] / off)
-
-
-def train_all(runs: list[Run]) -> None:
-    """Train all; however it ends, each result is in its JSON file."""
-    end = runs[-1].status, runs[-1].error
+        run.write()  # for a run that is killed
+    if WORLD_SIZE > 1:
+        dist.barrier()
     try:
-        for run in runs:
-            run.write()  # for a run that is killed
-        if WORLD_SIZE > 1:
-            dist.barrier()
-        measure(runs)
+        yield
+        for run in runs if WORLD_SIZE > 1 else ():
+            dist.all_gather_object(peaks := [0.0] * WORLD_SIZE, run.peak)
+            run.peak = max(peaks)
         end = 0, None
     except (Exception, KeyboardInterrupt) as error:
-        end = 1, str(error)  # of a fault of the program, which explain() raises again
-        end = explain(error, runs[-1].args.profile_dir)
+        end = 1, str(error)  # of a fault of this program, which explain() raises again
+        end = explain(error, directory)
     finally:
         for run in runs:
             run.status, run.error = end
             try:
                 run.write()
             except OSError as error:
-                run.status, run.error = explain(error, run.args.profile_dir)
+                run.status, run.error = explain(error, directory)
 
 
 def train(args: argparse.Namespace) -> dict:
     """Train, measure and count; the result is also in its JSON file."""
     run = Run(args)
-    train_all([run])
+    with recorded(run):
+        run.start()
+        with recorded_region([run.trainer] if args.enable_rocm_profiling else []):
+            run.take(args.num_steps)
+        if not args.under_profiler:
+            run.count()
     return run.result()
 
 
@@ -669,8 +617,8 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     """Tell whether it is, or covers, one: the end of a capture raises an error of its own."""
     if error is None or isinstance(error, MemoryError):
         return error is not None
-    said = re.search("out of memory|allocate memory|ALLOC_FAILED", str(error))
-    return bool(said) or is_out_of_memory(error.__context__)
+    match = re.search("out of memory|allocate memory|ALLOC_FAILED", str(error))
+    return bool(match) or is_out_of_memory(error.__context__)
 
 
 def explain(error: BaseException, directory: Path) -> tuple[int, str]:
@@ -722,11 +670,15 @@ def main(argv: list[str] | None = None) -> int:
         start_torchrun(args.num_gpus, sys.argv[1:] if argv is None else argv)
     if threading.current_thread() is threading.main_thread():
         answer_signals()
-    modes = [run for name, run in MODES.items() if getattr(args, name)]
+    mode = next((name for name in MODES if getattr(args, name)), None)
     try:
         if WORLD_SIZE > 1:
             join_processes(args)
-        status = modes[0](args) if modes else finish(train(args))
+        if mode:
+            module = beside(MODES[mode], mode.replace("_", "-"))
+            status = getattr(module, mode)(sys.modules[__name__], args)
+        else:
+            status = finish(train(args))
         sys.stdout.flush()
     except (Exception, KeyboardInterrupt) as error:
         if isinstance(error, OSError) and error.filename is None:  # what is left goes nowhere

@@ -16,26 +16,14 @@ def check_environment() -> None:
     """Refuse what torchrun would not set: half of it, or what another launcher has left."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     texts = {name: os.environ[name] for name in names if name in os.environ}
-    for name, text in texts.items():
-        if not re.fullmatch("[0-9]{1,9}", text):
-            fail(f"{name} is {text!r}, not a whole number")
-        for other in names[:2]:
-            if other not in texts:
-                fail(f"{name} is {text}, but {other} is not set")
+    text = ", ".join(f"{name} is {value!r}" for name, value in texts.items())
+    if any(launched(name, -1) < 0 for name in texts):
+        fail(f"not a whole number: {text}")
+    if texts and not {"RANK", "WORLD_SIZE"} <= texts.keys():
+        fail(f"RANK and WORLD_SIZE must both be set: {text}")
     rank, size = launched("RANK"), launched("WORLD_SIZE", 1)
-    if rank >= size:
-        fail(f"RANK is {rank}, but WORLD_SIZE is {size}")
-    for name, good in (("MASTER_ADDR", r"\S+"), ("MASTER_PORT", "[1-9][0-9]{,4}")):
-        if size > 1 and not re.fullmatch(good, text := os.getenv(name, "")):
-            fail(f"{name} is {text!r}, but WORLD_SIZE is {size}")
-
-
-def visible_gpus() -> int:
-    """Count the GPUs that PyTorch finds, as it reads *_VISIBLE_DEVICES."""
-    try:
-        return torch.cuda.device_count()
-    except (RuntimeError, ValueError) as error:
-        fail(f"*_VISIBLE_DEVICES: {error}")
+    if not (rank < size >= launched("LOCAL_WORLD_SIZE", size) > launched("LOCAL_RANK")):
+        fail(f"what torchrun sets does not fit together: {text}")
 
 
 def choose_devices(args: argparse.Namespace) -> None:
@@ -43,18 +31,21 @@ def choose_devices(args: argparse.Namespace) -> None:
     gpu = args.device != "cpu" and torch.cuda.is_available()
     if args.device == "cuda" and not gpu:
         fail("--device cuda: PyTorch finds no GPU here; use --device cpu or auto", 4)
-    found = visible_gpus()
+    try:
+        gpus = torch.cuda.device_count()
+    except (RuntimeError, ValueError) as error:
+        fail(f"*_VISIBLE_DEVICES: {error}")
     kinds = ("ROCR", "HIP", "CUDA") if torch.version.hip else ("CUDA",)
-    named = gpu and any(os.getenv(f"{kind}_VISIBLE_DEVICES") for kind in kinds)
-    processes = WORLD_SIZE if LAUNCHED else args.num_gpus or (found if named else 1)
+    listed = gpu and any(os.getenv(f"{kind}_VISIBLE_DEVICES") for kind in kinds)
+    processes = WORLD_SIZE if LAUNCHED else args.num_gpus or (gpus if listed else 1)
     if args.num_gpus not in (None, processes):
         fail(f"--num-gpus {args.num_gpus}, but torchrun started {processes}")
     here = launched("LOCAL_WORLD_SIZE", 1) if LAUNCHED else processes
-    if args.device != "cpu" and (gpu or args.num_gpus) and here > max(1, found):
-        fail(f"{here} GPUs wanted, PyTorch finds {found}", 4)
-    if gpu and WORLD_SIZE > 1 and launched("LOCAL_RANK", found) >= found > 1:
+    if args.device != "cpu" and (gpu or args.num_gpus) and here > max(1, gpus):
+        fail(f"{here} GPUs wanted, PyTorch finds {gpus}", 4)
+    if gpu and WORLD_SIZE > 1 and launched("LOCAL_RANK", gpus) >= gpus > 1:
         rank = os.getenv("LOCAL_RANK", "not set")
-        fail(f"LOCAL_RANK is {rank}, but PyTorch finds {found} GPUs", 4)
+        fail(f"LOCAL_RANK is {rank}, but PyTorch finds {gpus} GPUs", 4)
     args.device, args.num_gpus = "cuda" if gpu else "cpu", processes
 
 
@@ -128,7 +119,7 @@ def answer_signals() -> None:
 def join_processes(args: argparse.Namespace) -> None:
     """Meet the other processes; only rank 0 prints from now on."""
     if args.device == "cuda":
-        torch.cuda.set_device(launched("LOCAL_RANK") if visible_gpus() > 1 else 0)
+        torch.cuda.set_device(launched("LOCAL_RANK") if torch.cuda.device_count() > 1 else 0)
     warnings.filterwarnings("ignore", ".*(barrier|broadcast_buffers|AccumulateGrad node's stream)")
     if args.cuda_graph:  # says PyTorch; NCCL then sees no lost rank
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
@@ -137,14 +128,17 @@ def join_processes(args: argparse.Namespace) -> None:
         store = next(dist.rendezvous("env://", timeout=timedelta(minutes=5)))[0]
         dist.init_process_group(backend, store=store, rank=RANK, world_size=WORLD_SIZE)
     except (RuntimeError, ValueError) as error:
-        fail(f"the {WORLD_SIZE} processes cannot meet: {str(error).splitlines()[0]}", 1)
+        said = f"MASTER_ADDR, MASTER_PORT: {str(error).splitlines()[0]}"
+        fail(f"{WORLD_SIZE} processes cannot meet: {said}", 2 if type(error) is ValueError else 1)
     everyone = [{}] * WORLD_SIZE
     dist.all_gather_object(everyone, {"script": SCRIPT, **vars(args), "profile_dir": None})
-    for rank, theirs in enumerate(everyone):
-        for name in [name for name, value in everyone[0].items() if theirs.get(name) != value]:
+    for (rank, theirs), (name, value) in itertools.product(
+        enumerate(everyone), everyone[0].items()
+    ):
+        if theirs.get(name) != value:
             if RANK:  # rank 0 says it
                 raise SystemExit(2)
             option = f"{name.replace('_', '-')} {theirs.get(name)}"
-            fail(f"rank {rank} was started with {option}, rank 0 with {everyone[0][name]}")
+            fail(f"rank {rank} was started with {option}, rank 0 with {value}")
     if RANK:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the process ends

@@ -36,6 +36,7 @@ torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # and so in the processes that tests start
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+from lab.modes import judge, least_limit, values_of  # noqa: E402
 from tools import fork_server, quicker  # noqa: E402
 
 if not torch.cuda.is_available():
@@ -212,14 +213,14 @@ def faults_that_pass(
     """
     exact = module.all_off(args, use_amp=False, matmul_precision="highest")
     exact, found = (
-        module.values_of(module.Trainer(a, module.prepare(a)), exact=a is exact)
+        values_of(module, module.Trainer(a, module.prepare(a)), exact=a is exact)
         for a in (exact, args)
     )
-    off, least = module.all_off(args), module.least_limit(args)
+    off, least = module.all_off(args), least_limit(args)
     unfused = [
-        module.values_of(module.Trainer(off, module.prepare(off)), seed=seed) for seed in range(9)
+        values_of(module, module.Trainer(off, module.prepare(off)), seed=seed) for seed in range(9)
     ]
-    verdicts = module.judge(exact, unfused, found, least)
+    verdicts = judge(exact, unfused, found, least)
     assert [name for name, (error, limit) in verdicts.items() if not error <= limit] == []
     norms = {
         name: float(value.norm())
@@ -230,7 +231,7 @@ def faults_that_pass(
     passed = []
     for factor in factors:
         wrong = found | {name: factor * found[name] for name in judged}
-        verdicts = module.judge(exact, unfused, wrong, least)
+        verdicts = judge(exact, unfused, wrong, least)
         passed += [(name, factor) for name in judged if verdicts[name][0] <= verdicts[name][1]]
     return passed, len(judged)
 

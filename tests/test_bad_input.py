@@ -181,25 +181,22 @@ def test_bad_text_file(kind: str, run, tmp_path: Path):
     assert result.summary is None
 
 
-NUMBERS = "binary numbers, as the token ids of nanoGPT's train.bin"
-
-
 @pytest.mark.parametrize(
-    ("content", "kind"),
+    "content",
     [
-        (np.array([318, 50256, 7, 13, 464], "<u2").tobytes(), NUMBERS),
-        (np.array([318, 50256, 7, 13, 464], "<i8").tobytes(), NUMBERS),
-        (b"\x93NUMPY\x01", "a NumPy array"),
-        (gzip.compress(b"text " * 99), "a gzip file"),
-        ("text\n".encode("utf-16") * 20, "UTF-16"),
-        (bytes(range(1, 256)) * 3, NUMBERS),  # without a zero
+        np.array([318, 50256, 7, 13, 464], "<u2").tobytes(),  # nanoGPT's train.bin
+        np.array([318, 50256, 7, 13, 464], "<i8").tobytes(),
+        gzip.compress(b"text " * 99),
+        "text\n".encode("utf-16") * 20,
+        bytes(range(1, 256)) * 3,  # without a zero
     ],
+    ids=["tokens", "wide-tokens", "gzip", "utf-16", "no-zero"],
 )
-def test_what_a_file_that_is_no_text_looks_like(content: bytes, kind: str, run, tmp_path: Path):
+def test_a_file_that_is_no_text(content: bytes, run, tmp_path: Path):
     path = tmp_path / "train.bin"
     path.write_bytes(content)
     result = run(SCRIPT, *LLAMA_SIZES, "--text-file", str(path))
-    assert_one_error(result, 2, f"--text-file {path}: it looks like {kind}")
+    assert_one_error(result, 2, f"--text-file {path}: it has control characters")
 
 
 def test_vocabulary_that_does_not_fit_bytes(run):
@@ -239,6 +236,7 @@ def test_alignment_and_structure_belong_together(flag: str, run):
 
 def test_structure_without_gemmi(run, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "gemmi", None)
+    monkeypatch.delitem(sys.modules, "examples.proteins", raising=False)
     assert_one_error(run(OPENFOLD, *with_files()), 4, "gemmi")
 
 
@@ -514,3 +512,22 @@ def test_python_without_docstrings(tmp_path: Path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     assert "--hidden-dim" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("script", "argv", "file"),
+    [
+        (SCRIPT, "--compare-fusion", "lab/modes.py"),
+        (SCRIPT, "--verify-accuracy", "lab/modes.py"),
+        ("tiny_llama_v4", "--mode benchmark", "exercises/tiny_llama_v4/one_launch.py"),
+        (OPENFOLD, "--msa a --structure b", "examples/proteins.py"),
+    ],
+)
+def test_a_copy_says_which_file_a_flag_needs(script: str, argv: str, file: str, tmp_path: Path):
+    shutil.copy(ROOT / f"{script}.py", tmp_path)
+    command = command_line(script, tmp_path, *words(argv))
+    command[command.index(str(ROOT / f"{script}.py"))] = str(tmp_path / f"{script}.py")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert done.returncode == 4, done.stderr
+    assert f" needs {file} beside this script" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr

@@ -41,7 +41,6 @@ OF_THE_MODEL = {
     "VERSION",
     "FUSIONS",
     "TRITON_FUSIONS",
-    "MODES",
     "add_model_arguments",
     "check_model_arguments",
 }
@@ -50,7 +49,7 @@ OF_THE_PROCESS = {"LAUNCHED", "RANK", "WORLD_SIZE", "check_environment", "choose
 OF_THE_PROCESS |= {"prepare", "environment", "start_torchrun", "answer_signals", "join_processes"}
 OF_THE_COUNTS = {"count_kernels", "count_all_off", "count_flops", "memory_of_a_step", "gpu_memory"}
 OF_THE_COUNTS |= {"write_profile", "recorded_region"}
-OF_THE_HARNESS = {"at_least", "fail", "say"}
+OF_THE_HARNESS = {"at_least", "beside", "fail", "say"}
 
 
 def definitions(code: str) -> set[str]:
@@ -65,7 +64,7 @@ def definitions(code: str) -> set[str]:
                 name.id
                 for target in targets
                 for name in ast.walk(target)
-                if isinstance(name, ast.Name)
+                if isinstance(name, ast.Name) and type(name.ctx) is ast.Store
             }
     return found
 

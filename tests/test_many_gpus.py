@@ -447,17 +447,19 @@ def test_a_list_of_devices_that_pytorch_cannot_read(run, monkeypatch):
 
 
 TWO = {"RANK": "1", "WORLD_SIZE": "2", **RENDEZVOUS}
+HALF, UNFIT = "RANK and WORLD_SIZE must both be set: ", "torchrun sets does not fit together: "
 BAD_ENVIRONMENTS = [
-    ({"RANK": "1"}, "RANK is 1, but WORLD_SIZE is not set"),
-    ({"WORLD_SIZE": "4"}, "WORLD_SIZE is 4, but RANK is not set"),
-    ({"LOCAL_RANK": "1"}, "LOCAL_RANK is 1, but RANK is not set"),
-    ({**TWO, "WORLD_SIZE": "1"}, "RANK is 1, but WORLD_SIZE is 1"),
-    ({**TWO, "RANK": "3"}, "RANK is 3, but WORLD_SIZE is 2"),
-    ({**TWO, "RANK": "-1"}, "RANK is '-1', not a whole number"),
-    ({**TWO, "RANK": ""}, "RANK is '', not a whole number"),
-    ({**TWO, "WORLD_SIZE": "two"}, "WORLD_SIZE is 'two', not a whole number"),
-    ({**TWO, "MASTER_ADDR": ""}, "MASTER_ADDR is '', but WORLD_SIZE is 2"),
-    ({**TWO, "MASTER_PORT": "99x"}, "MASTER_PORT is '99x', but WORLD_SIZE is 2"),
+    ({"RANK": "1"}, f"{HALF}RANK is '1'"),
+    ({"WORLD_SIZE": "4"}, f"{HALF}WORLD_SIZE is '4'"),
+    ({"LOCAL_RANK": "1"}, f"{HALF}LOCAL_RANK is '1'"),
+    ({**TWO, "WORLD_SIZE": "1"}, f"{UNFIT}RANK is '1', WORLD_SIZE is '1'"),
+    ({**TWO, "RANK": "3"}, f"{UNFIT}RANK is '3', WORLD_SIZE is '2'"),
+    ({**TWO, "LOCAL_WORLD_SIZE": "3"}, f"{UNFIT}RANK is '1', WORLD_SIZE is '2', LOCAL_WORLD_SIZE"),
+    ({**TWO, "LOCAL_RANK": "2"}, f"{UNFIT}RANK is '1', WORLD_SIZE is '2', LOCAL_RANK is '2'"),
+    ({**TWO, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1"}, f"{UNFIT}RANK is '1'"),
+    ({**TWO, "RANK": "-1"}, "not a whole number: RANK is '-1'"),
+    ({**TWO, "RANK": ""}, "not a whole number: RANK is ''"),
+    ({**TWO, "WORLD_SIZE": "two"}, "not a whole number: RANK is '1', WORLD_SIZE is 'two'"),
 ]
 
 
@@ -468,6 +470,14 @@ def test_a_bad_environment_is_refused_like_an_argument(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert_one_error(run(SCRIPT), 2, message)
+
+
+@pytest.mark.parametrize(("name", "value"), [("MASTER_ADDR", ""), ("MASTER_PORT", "99x")])
+def test_an_address_that_is_none_is_refused_like_an_argument(name: str, value: str, tmp_path: Path):
+    done = finished(command_line(SCRIPT, tmp_path, *BATCH), **TWO | {name: value})
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert "2 processes cannot meet: MASTER_ADDR, MASTER_PORT: " in done.stderr
+    assert (value or name) in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -16,13 +16,14 @@ from conftest import (
     batches,
     build,
     gradients,
-    load,
     random_state,
     relative_difference,
     run_main,
     words,
 )
 from torch import Tensor, nn
+
+from lab.modes import InFloat64
 
 # No two of these are equal, so that swapped axes show.
 SIZES = words("--msa-dim 12 --num-heads-msa 3 --pair-dim 16 --num-heads-pair 4")
@@ -360,7 +361,7 @@ def test_padding_changes_neither_loss_nor_outputs_nor_gradients(script: str, arg
         model = with_random_weights(script, *argv, *quick).to(TYPES[script])
         inputs = {n: x.to(TYPES[script]) if x.is_floating_point() else x for n, x in inputs.items()}
         double = TYPES[script] == torch.float64
-        with load(script).InFloat64() if double else contextlib.nullcontext():
+        with InFloat64() if double else contextlib.nullcontext():
             loss = model(**inputs)
             with torch.no_grad():
                 outputs = model(**{n: x for n, x in inputs.items() if n not in model.TARGETS})

@@ -28,6 +28,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lab.modes import InFloat64
+
 V3, V4 = "tiny_openfold_v3", "tiny_openfold_v4"
 v4 = load(V4)
 SMALL = words(
@@ -267,7 +269,7 @@ def test_loss(dtype: torch.dtype):
     def reference(msa: Tensor, pair: Tensor, *parameters: Tensor) -> Tensor:
         logits = F.linear(pair, *parameters[:2])
         counted = observed[:, :, None] & observed[:, None]
-        with v4.InFloat64():
+        with InFloat64():
             distogram = v4.DistogramHead.loss(logits + logits.transpose(1, 2), coords, observed)
             of_msa = v4.MaskedMSAHead.loss(F.linear(msa, *parameters[2:]), tokens, masked)
         assert counted.any()

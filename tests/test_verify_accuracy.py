@@ -9,6 +9,8 @@ import pytest
 import torch
 from conftest import MODELS, SCRIPT, SCRIPTS, TRITON, faults_that_pass, load, parse, words
 
+from lab import modes
+
 both_models = pytest.mark.parametrize("script", [f"tiny_{model}_v2" for model in MODELS])
 
 
@@ -43,7 +45,7 @@ def test_in_a_small_model_rounding_is_not_blamed_and_a_zero_is_noticed(argv: str
     """A few numbers: how much rounding changes a gradient is chance."""
     module = load("tiny_openfold_v2")
     args = parse("tiny_openfold_v2", *words(argv))
-    assert all(error <= limit for error, limit in module.judged_values(args).values())
+    assert all(error <= limit for error, limit in modes.judged_values(module, args).values())
     assert faults_that_pass(module, args, (0.0, -1.0))[0] == []
 
 
@@ -117,15 +119,15 @@ def test_verify_accuracy_names_a_gradient_that_is_zero(
     script: str, name: str, argv: list[str], run, monkeypatch
 ):
     module = load(script)
-    values_of = module.values_of
+    values_of = modes.values_of
 
-    def broken(trainer, exact: bool = False, seed: int = 0) -> dict[str, torch.Tensor]:
-        values = values_of(trainer, exact, seed)
+    def broken(script, trainer, exact: bool = False, seed: int = 0) -> dict[str, torch.Tensor]:
+        values = values_of(script, trainer, exact, seed)
         if any(getattr(trainer.args, attribute) for _, attribute, _ in module.FUSIONS):
             values[f"gradient of {name}"].zero_()
         return values
 
-    monkeypatch.setattr(module, "values_of", broken)
+    monkeypatch.setattr(modes, "values_of", broken)
     result = run(script, "--verify-accuracy", *argv)
     assert result.status == 1
     failed = [line for line in result.stdout.splitlines() if line.startswith("gradient of")]
@@ -173,8 +175,7 @@ def test_verify_accuracy_fails_when_an_operation_is_wrong(
 @pytest.mark.parametrize(("size", "right"), [(4e-5, True), (1e-3, False)])
 def test_a_gradient_that_is_zero_in_theory_may_be_noise(size: float, right: bool):
     """In bfloat16; as parts of all gradients. The unfused model's noise is 3e-6."""
-    module = load("tiny_openfold_v2")
     exact = {"gradient of a": torch.ones(1), "gradient of zero": torch.zeros(1)}
     unfused, found = (exact | {"gradient of zero": torch.tensor([s])} for s in (3e-6, size))
-    error, limit = module.judge(exact, [unfused], found, 0.05)["gradient of zero"]
+    error, limit = modes.judge(exact, [unfused], found, 0.05)["gradient of zero"]
     assert (error <= limit) == right

@@ -25,11 +25,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the root of the repository
 
 import argparse
+import json
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType
 
 from lab.cli import needed
+from lab.modes import InFloat64
 
 with needed():
     import numpy as np
@@ -327,7 +329,7 @@ def in_launches(launches: int, layer: nn.Module, x: Tensor) -> Tensor:
     return transformer_block(x, *weights, *angles, *settings)
 
 
-def benchmark(args: argparse.Namespace) -> int:
+def benchmark(script: ModuleType, args: argparse.Namespace) -> int:
     """Run the first layer as one launch and in other ways, and check that they agree.
 
     On a GPU each is timed. The result is also in <profile-dir>/tiny_llama_v4_benchmark.json.
@@ -358,7 +360,7 @@ def benchmark(args: argparse.Namespace) -> int:
     if device.type == "cuda":
         sides["torch.compile"] = torch.compile(partial(whole, library))
     with torch.no_grad():
-        with v4.InFloat64():
+        with InFloat64():
             layer = first_layer(v2, args, torch.float64, **v2_fusions).double()
             exact = layer(x.double()) - x
         results = {**{name: side() for name, side in sides.items()}, "library": whole(library)}
@@ -383,7 +385,9 @@ def benchmark(args: argparse.Namespace) -> int:
         "errors": errors,
         "times": times,
     }
-    v4.write_json(args.profile_dir / "tiny_llama_v4_benchmark.json", content)
+    path = args.profile_dir / "tiny_llama_v4_benchmark.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1, default=str) + "\n")
     return 0 if passed else 1
 
 

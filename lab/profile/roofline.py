@@ -69,7 +69,7 @@ def profiled_steps(trainer) -> Iterator[list[dict]]:
     The first step must have been taken.
     """
     for _ in range(STEPS):
-        events = check_events(trainer.trace(trainer.profile())["traceEvents"], "the profiler")
+        events = check_events(trainer.profile()[1]["traceEvents"], "the profiler")
         if trainer.gpu and not has_gpu(events):
             raise ToolError(NO_KERNELS, status=1)
         yield events

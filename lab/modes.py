@@ -1,34 +1,65 @@
-# Copied from common/modes.py by tools/sync_common.py: edit it there.
-# What can run in place of training; the harness knows a mode by its entry in MODES alone.
+"""What version scripts run in place of training, where a flag asks for it: --compare-fusion and
+--verify-accuracy. `script` is the module of the version."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+from collections.abc import Callable
+from types import ModuleType
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from lab.turns import alternating, free_memory, ratios, verdict
+
+TURNS = 10
 
 
-def compare_fusion(args: argparse.Namespace) -> int:
+def compare_fusion(script: ModuleType, args: argparse.Namespace) -> int:
     """Measure everything off (results in <profile-dir>/baseline) and as chosen, in turns."""
-    sides = all_off(args, profile_dir=args.profile_dir / "baseline"), args
-    runs = [Run(sides[0], "all off: "), Run(sides[1], "as chosen: ")]
-    train_all(runs)
-    before, after = (run.result() for run in runs)
+    off = script.all_off(args, profile_dir=args.profile_dir / "baseline")
+    before, after = in_turns(script, off, args)
     if before["status"] == "oom":
         print("Both do not fit into memory side by side: each is measured alone, without ratios.")
-        runs.clear()
-        return max([finish(train(side)) for side in sides])
-    progress()
+        free_memory()
+        status = script.finish(script.train(off))
+        free_memory()
+        return max(status, script.finish(script.train(args)))
+    script.progress()
     if before["status"] == "ok":
         print_comparison(before, after)
     else:
-        print(f"all off:\n{report(before)}\nas chosen:\n{report(after)}", end="")
+        both = script.report(before), script.report(after)
+        print("all off:\n{}\nas chosen:\n{}".format(*both), end="")
     for error in {before["error"], after["error"]} - {None}:
-        say("error", error)
+        script.say("error", error)
     return max(before["exit_status"], after["exit_status"])
 
 
-WIDE = 1.25  # the highest ratio over the lowest: beyond this the turns do not agree on the size
+def in_turns(script: ModuleType, *sides: argparse.Namespace) -> list[dict]:
+    """Return the results of both sides, whose steps take up to ten alternating turns."""
+    runs = [script.Run(sides[0], "all off: "), script.Run(sides[1], "as chosen: ")]
+    steps, turns = sides[1].num_steps, min(TURNS, sides[1].num_steps)
+    with script.recorded(*runs):
+        for run in runs:
+            run.start()
+        trainers = [run.trainer for run in runs] if sides[1].enable_rocm_profiling else []
+        with script.recorded_region(trainers):
+            for turn, run in alternating(runs, turns):
+                run.take(steps * (turn + 1) // turns - steps * turn // turns)
+        for run in runs if not sides[1].under_profiler else ():
+            run.count(runs[0].kernels.get("per_step"))
+    return [run.result() for run in runs]
 
 
 def print_comparison(before: dict, after: dict) -> None:
     """Print the table of both sides, and what the ratios of their turns show."""
-    turns = zip(before["timing"]["turns_ms"], after["timing"]["turns_ms"], strict=True)
-    ratios = sorted(off / on for off, on in turns)
+    times = ratios(before["timing"], after["timing"])
     print(f"\n{'':24}{'all off':>12}{'as chosen':>12}{'ratio':>9}")
     for label, group, key, digits in (
         ("batch time, ms", "timing", "turns_ms", 2),
@@ -37,17 +68,12 @@ def print_comparison(before: dict, after: dict) -> None:
         ("final loss", "loss", "final", 4),
     ):
         if key in before[group] and key in after[group]:
-            off, on = np.median(before[group][key]), np.median(after[group][key])
-            ratio = np.median(ratios) if key == "turns_ms" else off / on
-            times = f"{ratio:8.2f}x" if key != "final" else ""
-            print(f"{label:24}{off:12.{digits}f}{on:12.{digits}f}{times}")
-    low, high = ratios[0], ratios[-1]
-    verdict = "all turns agree" if high <= WIDE * low else "all turns agree on which is faster"
-    if low <= 1 <= high:
-        verdict = "no difference seen"
-    if len(ratios) < 5:
-        verdict = "too few turns to tell"
-    print(f"Batch time ratio in {len(ratios)} turns: {low:.2f}x to {high:.2f}x ({verdict})")
+            off, on = (np.median(side[group][key]) for side in (before, after))
+            ratio = statistics.median(times) if key == "turns_ms" else off / on
+            shown = f"{ratio:8.2f}x" if key != "final" else ""
+            print(f"{label:24}{off:12.{digits}f}{on:12.{digits}f}{shown}")
+    low, high = min(times), max(times)
+    print(f"Batch time ratio in {len(times)} turns: {low:.2f}x to {high:.2f}x ({verdict(times)})")
 
 
 class InFloat64(TorchFunctionMode):
@@ -64,7 +90,9 @@ class InFloat64(TorchFunctionMode):
         return function(*map(wide, args), **kwargs)
 
 
-def values_of(trainer: Trainer, exact: bool = False, seed: int = 0) -> dict[str, Tensor]:
+def values_of(
+    script: ModuleType, trainer, exact: bool = False, seed: int = 0
+) -> dict[str, Tensor]:  # fmt: skip
     """Return outputs, loss and gradients by canonical name; a missing gradient is NaN.
 
     `exact`: in float64. With a `seed` the weights are off by up to a quarter of their last digit,
@@ -81,7 +109,7 @@ def values_of(trainer: Trainer, exact: bool = False, seed: int = 0) -> dict[str,
             noise = torch.rand(parameter.shape, generator=generator) - 0.5
             parameter.data *= (1 + digit / 2 * noise).to(parameter.device)
     if exact:
-        model = forward = build_model(args, trainer.device).double()
+        model = forward = script.build_model(args, trainer.device).double()
         model.load_state_dict(trainer.model.state_dict())
         batch = {n: t.double() if t.is_floating_point() else t for n, t in batch.items()}
         context = InFloat64
@@ -96,9 +124,9 @@ def values_of(trainer: Trainer, exact: bool = False, seed: int = 0) -> dict[str,
         trainer.average()
     for parameter in model.parameters():  # state_dict then splits gradients of fused weights
         grad = torch.full_like(parameter, math.nan) if parameter.grad is None else parameter.grad
-        if exact and WORLD_SIZE > 1:  # as DDP or the optimizer does
+        if exact and script.WORLD_SIZE > 1:  # as DDP or the optimizer does
             dist.all_reduce(grad)
-            grad /= WORLD_SIZE
+            grad /= script.WORLD_SIZE
         parameter.data = grad.double() / scale
     values |= {f"gradient of {name}": grad for name, grad in model.state_dict().items()}
     return {name: value.detach().double() for name, value in values.items()}
@@ -139,8 +167,9 @@ def least_limit(args: argparse.Namespace) -> float:
 
 
 def judged_values(
+    script: ModuleType,
     args: argparse.Namespace,
-    make_trainer: Callable = lambda args: Trainer(args, prepare(args)),
+    make_trainer: Callable | None = None,
     fused: dict | None = None,
     least: float | None = None,
 ) -> dict[str, tuple[float, float]]:
@@ -149,25 +178,27 @@ def judged_values(
     In a small model a few roundings decide on the unfused one's error. So where one run of it does
     not explain an error, eight more may.
     """
-    off = all_off(args)
-    exact = values_of(make_trainer(all_off(off, use_amp=False, matmul_precision="highest")), True)
-    fused, unfused = fused or values_of(make_trainer(args)), []
+    make_trainer = make_trainer or (lambda args: script.Trainer(args, script.prepare(args)))
+    off = script.all_off(args)
+    in_float64 = script.all_off(off, use_amp=False, matmul_precision="highest")
+    exact = values_of(script, make_trainer(in_float64), exact=True)
+    fused, unfused = fused or values_of(script, make_trainer(args)), []
     for seeds in range(1), range(1, 9):
-        unfused += [values_of(make_trainer(off), seed=seed) for seed in seeds]
+        unfused += [values_of(script, make_trainer(off), seed=seed) for seed in seeds]
         judged = judge(exact, unfused, fused, least or least_limit(args))
         doubt = torch.tensor(int(any(e > limit for e, limit in judged.values())))
-        if WORLD_SIZE > 1:  # together, or nobody averages gradients
+        if script.WORLD_SIZE > 1:  # together, or nobody averages gradients
             dist.all_reduce(doubt := doubt.to(args.device))
         if not doubt:
             break
     return judged
 
 
-def verify_accuracy(args: argparse.Namespace) -> int:
+def verify_accuracy(script: ModuleType, args: argparse.Namespace) -> int:
     """Judge the outputs, loss and gradients of the initial weights by those in float64."""
-    progress("outputs and gradients: in float64, with all off, and as chosen")
-    judged = judged_values(args)
-    progress()
+    script.progress("outputs and gradients: in float64, with all off, and as chosen")
+    judged = judged_values(script, args)
+    script.progress()
     wrong = [name for name, (error, limit) in judged.items() if error > limit]
     gradients = [name for name in judged if name.startswith("gradient")]
     worst = max(gradients, key=lambda name: judged[name][0] / max(judged[name][1], 1e-300))
@@ -181,6 +212,3 @@ def verify_accuracy(args: argparse.Namespace) -> int:
         print(f"Note: rounding could hide an error of a quarter in {some} ({first})")
     print(f"Accuracy check: {'FAIL' if wrong else 'PASS'}")
     return 1 if wrong else 0
-
-
-MODES |= {"compare_fusion": compare_fusion, "verify_accuracy": verify_accuracy}

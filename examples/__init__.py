@@ -1,0 +1,1 @@
+"""A real protein, and what prepares others."""
