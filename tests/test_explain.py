@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from conftest import ROOT, captured
+from conftest import ROOT, call
 
 from lab.explain import explaining, pattern
 from lab.files import read_json
@@ -251,6 +251,10 @@ def test_nothing_is_said_of_a_right_result():
 
 OWN = r"""
 own seed | 0 | a seed is a number, and SEED an address | seed = tl.load(SEED) -> seed = SEED
+own gradient of x | 0 | the gradient of x | return grad, grad_update -> return 2 * grad, grad_update
+own gradient of update | 0 | the gradient of update | grad * scale, mask=inside -> grad, mask=inside
+own gradient of scale | 0 | the gradient of scale | grad_scale += grad * -> grad_scale = grad *
+own output | 0 | the output | x + scale * update -> x - scale * update
 own constant | 0 | tl.load(SEED) is the seed | seed = tl.load(SEED) -> seed = 1
 own rows | 0 | rows or columns have equal | RANDOM -> [:, None] * 0 + tl.arange(0, BLOCK_C)
 own columns | 0 | rows or columns have equal |
@@ -282,7 +286,7 @@ def test_a_mistake_in_a_kernel_of_ones_own(checker, mistake, tmp_path):
     text = (folder / "custom_kernel_solution.py").read_text()
     assert right in text
     (tmp_path / "wrong.py").write_text(text.replace(right, wrong))
-    status, _, err = captured(check_custom_kernel.main, [str(tmp_path / "wrong.py")])
+    status, _, err = call(check_custom_kernel, tmp_path / "wrong.py", "--rows", 64)
     assert (status, len(err.splitlines())) == (1, 1)
     assert mistake.sentence in err
 

@@ -259,8 +259,9 @@ def rocprof_compute() -> int:
             records = enumerate(dispatches(args.application))
             rows = [{**record, "Dispatch_ID": number} for number, record in records]
             write_csv(place / "pmc_perf.csv", (*header, "SQ_INSTS_VALU"), rows)
-            if args.roof_only and FAIL != "noplots":
-                (place / "empirRoof_gpu-0_FP32.pdf").write_text("%PDF-1.4\n%%EOF\n")
+            plots = ["empirRoof_gpu-0_FP32", *["kernelName_legend"] * args.kernel_names]
+            for name in plots if args.roof_only and FAIL != "noplots" else ():
+                (place / f"{name}.pdf").write_text("%PDF-1.4\n%%EOF\n")
         return 0
     with (Path(args.path) / "pmc_perf.csv").open(newline="") as lines:
         rows = {int(row["Dispatch_ID"]): row for row in csv.DictReader(lines)}
