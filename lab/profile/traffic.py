@@ -1,5 +1,6 @@
 """Bytes that operators read and write: each reads its tensors from device memory and writes its
-results there, once. V4 launches its kernels without operators: each of these is one."""
+results there, once. In a version's script each launch of a kernel is one, in place of the operator
+that it belongs to, whose kernels pass on more than its results."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from unittest import mock
 
 from torch import Tensor, nn
+from torch.library import CustomOpDef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.module_tracker import ModuleTracker
@@ -43,13 +45,16 @@ class Traffic(TorchDispatchMode):
         self.bytes_of: Counter = Counter()
         self.by_operator: Counter = Counter()
         self.script = sys.modules.get(type(model).__module__)
-        self.inside, self.outer = False, contextlib.ExitStack()
+        self.outer = contextlib.ExitStack()
 
     def __enter__(self) -> Traffic:
         self.outer.enter_context(self.tracker)
         if launcher := getattr(self.script, "wrap_triton", None):
-            counted = lambda kernel: CountedKernel(self, kernel, launcher(kernel))  # noqa: E731
-            self.outer.enter_context(mock.patch.object(self.script, "wrap_triton", counted))
+            counted = {"wrap_triton": lambda kernel: CountedKernel(self, kernel, launcher(kernel))}
+            for name, value in vars(self.script).items():
+                if isinstance(value, CustomOpDef):
+                    counted[name] = value._init_fn
+            self.outer.enter_context(mock.patch.multiple(self.script, **counted))
         return super().__enter__()
 
     def __exit__(self, *error: object) -> None:
@@ -63,16 +68,12 @@ class Traffic(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        self.inside = True  # launches of an operator count as this one
         result = function(*args, **kwargs)
-        self.inside = False
         self.count(function._schema.name, self.moved(function, args, kwargs, result))
         return result
 
     def launched(self, kernel: str, tensors: dict[str, Tensor]) -> None:
         """Count a launch: each tensor once, twice what the kernel reads and writes."""
-        if self.inside:
-            return
         once = {id(tensor): bytes_behind(tensor) for tensor in tensors.values()}
         again = sum(bytes_behind(t) for name, t in tensors.items() if name in UPDATED)
         self.count(kernel, sum(once.values()) + again)
