@@ -48,7 +48,7 @@ def test_measured_minutes_are_those_of_the_rehearsal():
     seconds = json.loads((ROOT / "results/h100/rehearsal.json").read_text())["seconds"]
     name = "Session 4: Mastery"
     (demonstration,) = (i for i in agenda.session(name) if i.what.startswith("demonstration"))
-    assert agenda.measured("h100", demonstration) == seconds[name] / 60
+    assert agenda.measured("h100", demonstration, name) == seconds[name] / 60
 
 
 def test_a_sheet_without_its_minutes_is_named(tmp_path, monkeypatch):

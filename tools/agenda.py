@@ -93,23 +93,13 @@ def sheets() -> list[str]:
     return sorted({line for line in lines if line.startswith("exercises/")})
 
 
-def measured(device: str, item: Item) -> float | str | None:
+def measured(device: str, item: Item, session: str = "") -> float | str | None:
     """Minutes that the commands of an item took, by a device's rehearsal; None without one, empty
     for an item without commands."""
     path = ROOT / f"results/{device}/rehearsal.json"
     seconds = read_json(path)["seconds"] if path.exists() else {}
-    key = item.path
-    if item.what.startswith("demonstration"):
-        key = next(n for n, lines in plan()["sessions"].items() if item in map(item_of, lines))
-    if not key:
-        return ""
-    return seconds[key] / 60 if key in seconds else None
-
-
-def row_of(item: Item, **more: object) -> dict:
-    """An item for the table."""
-    took = {device: measured(device, item) for device in ("h100", "cpu")}
-    return {"session": "", "at": "", "what": item.what, "minutes": item.minutes, **took, **more}
+    key = session if item.what.startswith("demonstration") else item.path
+    return seconds[key] / 60 if key in seconds else None if key else ""
 
 
 def sessions_table() -> str:
@@ -118,8 +108,9 @@ def sessions_table() -> str:
     for name in plan()["sessions"]:
         at = 0
         for item in session(name):
-            label = "" if at else name.removeprefix("Session ")
-            rows.append(row_of(item, session=label, at=at))
+            row = {"session": "" if at else name.removeprefix("Session "), "at": at}
+            row |= {device: measured(device, item, name) for device in ("h100", "cpu")}
+            rows.append(row | {"what": item.what, "minutes": item.minutes})
             at += item.minutes
     columns = (
         Column("session", "session"),
@@ -132,24 +123,21 @@ def sessions_table() -> str:
     return render(columns, rows)
 
 
-def clock(minutes: int) -> str:
-    """The time of a day."""
-    return f"{minutes // 60}:{minutes % 60:02}"
-
-
 def agendas_table() -> str:
     """The agendas, each day from nine o'clock."""
     rows = []
     for name, lines in plan()["agendas"].items():
         days = [list(day) for last, day in groupby(lines, NEXT_DAY.__eq__) if not last]
-        for number, day in enumerate(days):
+        for number, day in enumerate(days, 1):
             at, parts = 9 * 60, []
             for item in map(item_of, day):
                 words = title_of(item.path) if item.path else item.what.partition(":")[0]
-                parts.append(f"{clock(at)} {words}")
+                parts.append(f"{at // 60}:{at % 60:02} {words}")
                 at += item.minutes
-            label = f"{name}, day {number + 1}" if len(days) > 1 else name
-            rows.append({"name": label, "what": "; ".join(parts), "end": clock(at)})
+            label = f"{name}, day {number}" if len(days) > 1 else name
+            rows.append(
+                {"name": label, "what": "; ".join(parts), "end": f"{at // 60}:{at % 60:02}"}
+            )
     columns = Column("agenda", "name"), Column("what", "what", text=True), Column("end", "end")
     return render(columns, rows)
 
@@ -157,34 +145,30 @@ def agendas_table() -> str:
 TABLES = {"sessions": sessions_table, "agendas": agendas_table}
 
 
-def device_name() -> str:
-    """Of the GPU that PyTorch sees, or of the processor."""
-    with needed():
-        import torch
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
-
-
 def rehearse(args: argparse.Namespace) -> int:
     """Run the guide and sheets and add the seconds of those without a failure to the file.
 
     Returns 1 if a command failed, which run_sheet.py then names.
     """
-    study = read_json(args.file) if args.file.exists() else {}
-    before = {"device": device_name(), "cores": len(os.sched_getaffinity(0))}
-    if study and {key: study.get(key) for key in before} != before:
-        raise ToolError(f"{args.file} is of {study.get('device')}, this is {before['device']}")
-    seconds, failed = dict(study.get("seconds", {})), 0
+    with needed():
+        import torch
+    gpu = torch.cuda.is_available()
+    here = {"device": torch.cuda.get_device_name() if gpu else platform.machine()}
+    here["cores"] = len(os.sched_getaffinity(0))
+    study = read_json(args.file) if args.file.exists() else {**here, "seconds": {}}
+    if {key: study.get(key) for key in here} != here:
+        raise ToolError(f"{args.file} is of {study.get('device')}, this is {here['device']}")
+    failed = 0
     for name in args.sheets or [GUIDE, *sheets()]:
-        logs = (args.log or Path(tempfile.mkdtemp())) / name.replace("/", "_").removesuffix(".md")
+        logs = Path(tempfile.mkdtemp())
         command = [sys.executable, ROOT / "tools/run_sheet.py", ROOT / name, "--log", logs]
-        if subprocess.run(list(map(str, command))).returncode:
-            failed += 1
+        if subprocess.run(command).returncode:
+            failed = 1
             continue
         took = read_json(logs / "summary.json")["seconds"]
-        seconds |= took if name == GUIDE else {name: sum(took.values())}
-        result = json.dumps({**study, **before, "seconds": seconds}, indent=1)
-        write_text(args.file, result + "\n", replace=True)
-    return int(failed > 0)
+        study["seconds"] |= took if name == GUIDE else {name: sum(took.values())}
+        write_text(args.file, json.dumps(study, indent=1) + "\n", replace=True)
+    return failed
 
 
 def build_parser() -> Parser:
@@ -197,8 +181,6 @@ def build_parser() -> Parser:
     run = does.add_parser("rehearse", help="run the demonstrations and sheets, and time them")
     run.add_argument("file", type=Path, metavar="FILE.json")
     run.add_argument("sheets", nargs="*", metavar="SHEET.md", help="(default: all)")
-    words = "keep what the commands print there"
-    run.add_argument("--log", type=Path, metavar="DIR", help=words)
     run.set_defaults(body=rehearse)
     return parser
 

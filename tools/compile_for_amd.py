@@ -34,7 +34,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures.process import BrokenProcessPool, ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -63,7 +63,6 @@ with needed():
 PROG = Path(__file__).name
 DOCUMENT = ROOT / "docs/ROCM.md"
 REGISTERS = ROOT / "results/amd/registers.csv"
-WRITTEN = ["--dtype", "float32", "bfloat16", "--size", "default", "wide"]  # what this file has
 SCRIPTS = sorted(path.name for path in ROOT.glob("tiny_*_v[34].py"))
 # for Triton, and the KiB of LDS (NVIDIA: shared memory) of a compute unit, which a workgroup can
 # have
@@ -127,6 +126,7 @@ class Launch:
 
     def __init__(self, kernel: triton.JITFunction, arguments: dict):
         self.kernel, self.arguments = kernel, arguments
+        self.name = kernel.__name__.removesuffix("_kernel")
         self.precisions: dict[str, None] = {}  # as an ordered set
         variable = set(kernel.arg_names) - {kernel.arg_names[i] for i in kernel.constexprs}
         self.constants, self.variables = {}, {}
@@ -142,7 +142,7 @@ class Launch:
             else (type(value), value == 1, value % 16 == 0, value < 2**31)
             for value in self.variables.values()
         )
-        return self.kernel.__name__, *self.constants.items(), *seen
+        return self.name, *self.constants.items(), *seen
 
     def __str__(self) -> str:
         # a float, such as eps, tells no kernels apart
@@ -167,20 +167,19 @@ class Recorder:
 
     def record(self, *tensors: torch.Tensor | None, **arguments) -> None:
         arguments |= zip(self.kernel.arg_names, tensors, strict=False)
-        pointers = {
-            n: Pointer(value) if isinstance(value, torch.Tensor) else value
-            for n, value in arguments.items()
-        }
-        launch = Launch(self.kernel, pointers)
+        for name, value in arguments.items():
+            if isinstance(value, torch.Tensor):
+                arguments[name] = Pointer(value)
+        launch = Launch(self.kernel, arguments)
         self.launches.setdefault(launch.key(), launch).precisions[self.precision] = None
 
 
 def kernels_of(module: ModuleType) -> set[str]:
     """The names of a script's kernels; other functions under @triton.jit are parts of kernels."""
     inference = vars(one_launch_of(module)) if module.__name__ == INFERENCE else {}
-    functions = (v for v in (vars(module) | inference).values())
-    kernels = (f for f in functions if isinstance(f, triton.JITFunction))
-    return {f.__name__ for f in kernels if f.__name__.endswith("_kernel")}
+    functions = (vars(module) | inference).values()
+    names = {f.__name__ for f in functions if isinstance(f, triton.JITFunction)}
+    return {name.removesuffix("_kernel") for name in names if name.endswith("_kernel")}
 
 
 def one_launch_of(module: ModuleType) -> ModuleType:
@@ -321,29 +320,22 @@ def compile_all(launches: list[Launch], targets: list[str]) -> list[list[Needs |
             raise ToolError(f"the compiler crashed: {way_out}", status=1) from error
 
 
-def problems(launch: Launch, found: list[Needs | str], targets: list[str]) -> str:
-    """What keeps a kernel from running well, or at all, and on which targets."""
-    wrong: dict[str, list[str]] = {}
-    for target, result in zip(targets, found, strict=True):
-        what = ""
-        if isinstance(result, str):
-            what = f"does not compile: {result}"
-        elif result.lds > TARGETS[target][1] * 1024:
-            what = f"needs {result.lds} bytes of LDS"
-        elif result.spills:
-            what = f"spills {result.spills} {'VGPRs' if target in AMD else 'bytes'}"
-        elif result.sgpr_spills:
-            what = f"spills {result.sgpr_spills} SGPRs"
-        if what:
-            wrong.setdefault(what, []).append(target)
-    return "; ".join(f"{', '.join(where)} {what}" for what, where in wrong.items())
+def problem(target: str, needs: Needs | str) -> str:
+    """What keeps a kernel from running well on a target, or at all."""
+    if isinstance(needs, str):
+        return f"does not compile: {needs}"
+    if needs.lds > TARGETS[target][1] * 1024:
+        return f"needs {needs.lds} bytes of LDS"
+    if needs.spills:
+        return f"spills {needs.spills} {'VGPRs' if target in AMD else 'bytes'}"
+    return f"spills {needs.sgpr_spills} SGPRs" if needs.sgpr_spills else ""
 
 
-def markdown(launches: list[Launch], found: list[list[Needs | str]]) -> str:
+def markdown(targets: list[str], found: dict[Launch, list[Needs | str]]) -> str:
     """A row for each kernel and configuration; precisions with the same numbers share a row."""
     rows: dict[tuple, dict] = {}
-    for launch, results in zip(launches, found, strict=True):
-        row = {"kernel": launch.kernel.__name__.removesuffix("_kernel"), "constants": str(launch)}
+    for launch, results in found.items():
+        row = {"kernel": launch.name, "constants": str(launch)}
         for name in Needs.__dataclass_fields__:
             numbers = [getattr(each, name, None) for each in results]  # none of an error
             texts = ["?" if number is None else f"{number:g}" for number in numbers]
@@ -360,122 +352,72 @@ def markdown(launches: list[Launch], found: list[list[Needs | str]]) -> str:
     return render(columns, sorted(rows.values(), key=lambda row: order.index(row["kernel"])))
 
 
-@dataclass(frozen=True)
-class Compiled:
-    """The kernels of a script for the targets of one backend."""
-
-    script: str
-    targets: list[str]
-    launches: list[Launch]
-    found: list[list[Needs | str]]  # for each launch, on each target
-    missing: list[str]  # kernels that nothing launches
-
-    def wrong(self) -> Iterator[str]:
-        """What is wrong with each kernel, a line each."""
-        for launch, results in zip(self.launches, self.found, strict=True):
-            if problem := problems(launch, results, self.targets):
-                name = f"{launch.kernel.__name__} in {', '.join(launch.precisions)}"
-                yield f"{self.script}: {name} ({launch}): {problem}"
-        for kernel in self.missing:
-            yield f"{self.script}: {kernel} is never launched"
-
-    def rows(self) -> Iterator[dict]:
-        """A row for each configuration and target."""
-        for launch, results in zip(self.launches, self.found, strict=True):
-            for target, result in zip(self.targets, results, strict=True):
-                yield {
-                    "script": self.script,
-                    "target": target,
-                    "kernel": launch.kernel.__name__.removesuffix("_kernel"),
-                    "precisions": " ".join(launch.precisions),
-                    "constants": str(launch),
-                    **(asdict(result) if isinstance(result, Needs) else {}),
-                }
-
-
-def compile_scripts(args: argparse.Namespace) -> Iterator[Compiled]:
-    """Compile what the arguments ask for, and say how far it is."""
-    chosen = args.blocks or ()
+def check(args: argparse.Namespace) -> int:
+    """Print the tables or, where all is well, write the result file; what is wrong is a line each
+    on stderr, and the status 1."""
+    chosen, wrong, rows = args.blocks or (), [], []
     options = [part for blocks in chosen for part in ("--blocks", blocks)]
-    for name in args.scripts or SCRIPTS:
+    backends = itertools.groupby(args.target, lambda target: TARGETS[target][0].backend)
+    backends = [(backend, [*targets]) for backend, targets in backends]
+    for name, (backend, targets) in itertools.product(args.scripts or SCRIPTS, backends):
         module = load_script(name)
-        kernels = {f"{blocks.partition(':')[0]}_kernel" for blocks in chosen} or kernels_of(module)
-        backends = itertools.groupby(args.target, lambda target: TARGETS[target][0].backend)
-        for backend, targets in backends:
-            targets = list(targets)
-            launches = record(module, backend, args.dtype, args.size, options)
-            launches = [launch for launch in launches if launch.kernel.__name__ in kernels]
-            missing = sorted(kernels - {launch.kernel.__name__ for launch in launches})
-            found = compile_all(launches, targets)
-            yield Compiled(module.SCRIPT, targets, launches, found, missing)
-            compiled = f"{len(launches)} configurations compiled for {', '.join(targets)}"
-            print_notes(PROG, f"{module.SCRIPT}: {compiled}")
-
-
-def tell(wrong: Iterable[str]) -> int:
-    """Name on stderr what is wrong; returns the exit status."""
-    wrong = list(wrong)
+        kernels = {blocks.partition(":")[0] for blocks in chosen} or kernels_of(module)
+        launches = record(module, backend, args.dtype, args.size, options)
+        launches = [launch for launch in launches if launch.name in kernels]
+        found = dict(zip(launches, compile_all(launches, targets), strict=True))
+        print_notes(
+            PROG, f"{module.SCRIPT}: {len(found)} configurations compiled for {', '.join(targets)}"
+        )
+        if not args.write:
+            table = markdown(targets, found)
+            print(f"{module.SCRIPT}, on {' / '.join(targets)}:\n\n{table}\n")
+        missing = sorted(kernels - {launch.name for launch in launches})
+        wrong += [f"{module.SCRIPT}: {kernel}_kernel is never launched" for kernel in missing]
+        for launch, target in itertools.product(launches, targets):
+            needs = found[launch][targets.index(target)]
+            where = {"script": module.SCRIPT, "target": target, "kernel": launch.name}
+            where |= {"precisions": " ".join(launch.precisions), "constants": str(launch)}
+            rows.append(where | (asdict(needs) if isinstance(needs, Needs) else {}))
+            if said := problem(target, needs):
+                what = f"{launch.name}_kernel in {', '.join(launch.precisions)} ({launch})"
+                wrong.append(f"{module.SCRIPT}: {what}: {target} {said}")
+    if args.write and not wrong:
+        REGISTERS.parent.mkdir(parents=True, exist_ok=True)
+        write_csv(REGISTERS, rows)
+        wrong = tables.update(DOCUMENT, check=False)
     for line in wrong:
         print(f"{PROG}: {line}", file=sys.stderr)
     return int(bool(wrong))
 
 
-def check(args: argparse.Namespace) -> int:
-    """Print the tables, and what is wrong on stderr; returns the exit status."""
-    wrong = []
-    for part in compile_scripts(args):
-        table = markdown(part.launches, part.found)
-        print(f"{part.script}, on {' / '.join(part.targets)}:\n\n{table}\n")
-        wrong += part.wrong()
-    return tell(wrong)
-
-
-def write(args: argparse.Namespace) -> int:
-    """Write the result file, then the tables from it, if nothing is wrong; returns the status."""
-    parts = list(compile_scripts(args))
-    if wrong := [line for part in parts for line in part.wrong()]:
-        return tell(wrong)
-    REGISTERS.parent.mkdir(parents=True, exist_ok=True)
-    write_csv(REGISTERS, [row for part in parts for row in part.rows()])
-    return tell(tables.update(DOCUMENT, check=False))
-
-
-def read_registers(path: Path) -> list[dict]:
-    """The rows of the result file, with their numbers as numbers."""
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            return [
-                row | {name: float(row[name]) for name in Needs.__dataclass_fields__}
-                for row in csv.DictReader(file)
-            ]
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        raise ToolError(f"{path}: {getattr(error, 'strerror', None) or error!r}") from error
-
-
 def summary(path: Path) -> int:
     """Print a row for each script and target: what its kernels need at most; returns the status."""
     rows: dict[tuple, list[dict]] = {}
-    for row in read_registers(path):
-        rows.setdefault((row["script"], row["target"]), []).append(row)
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            for row in csv.DictReader(file):
+                row |= {name: float(row[name]) for name in Needs.__dataclass_fields__}
+                row["registers"] = row["vgprs"] + row["agprs"]
+                rows.setdefault((row["script"], row["target"]), []).append(row)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ToolError(f"{path}: {error!r}") from error
 
-    def registers(row: dict) -> float:
-        return row["vgprs"] + row["agprs"]
+    def most(name: str, shown: Callable[[dict], str]) -> Callable[[list[dict]], str]:
+        def cell(rows: list[dict]) -> str:
+            row = max(rows, key=lambda row: row[name])
+            return f"{shown(row)} ({row['kernel']})"
 
-    def largest_lds(rows: list[dict]) -> str:
-        row = max(rows, key=lambda row: row["lds"])
-        return f"{row['lds'] / 1024:.3g} of {TARGETS[row['target']][1]} ({row['kernel']})"
+        return cell
 
-    def most_registers(rows: list[dict]) -> str:
-        row = max(rows, key=registers)
-        return f"{registers(row):g} of 512 ({row['kernel']})"
-
+    lds = most("lds", lambda row: f"{row['lds'] / 1024:.3g} of {TARGETS[row['target']][1]}")
+    registers = most("registers", lambda row: f"{row['registers']:g} of 512")
     columns = [
         Column("script", lambda rows: rows[0]["script"]),
         Column("GPU", lambda rows: rows[0]["target"], text=True),
         Column("kernels", lambda rows: len({row["kernel"] for row in rows})),
         Column("spills", lambda rows: sum(row["spills"] + row["sgpr_spills"] for row in rows), "g"),
-        Column("LDS at most, KiB", largest_lds, text=True),
-        Column("VGPRs and AGPRs at most", most_registers, text=True),
+        Column("LDS at most, KiB", lds, text=True),
+        Column("VGPRs and AGPRs at most", registers, text=True),
         Column("fewest waves", lambda rows: min(row["waves"] for row in rows), "g"),
     ]
     print(render(columns, list(rows.values())))
@@ -510,7 +452,7 @@ def build_parser() -> Parser:
 def run(args: argparse.Namespace) -> int:
     """Compile and check, or show what is written; returns the exit status."""
     if args.write:
-        return write(build_parser().parse_args(WRITTEN))
+        args.dtype, args.size = ["float32", "bfloat16"], ["default", "wide"]  # what the file has
     return summary(args.summary) if args.summary else check(args)
 
 

@@ -10,7 +10,6 @@ has started outlives it.
 
 A comment directly before a block says when it does not run:
   <!-- needs a GPU: REASON -->     where PyTorch sees no GPU
-  <!-- needs 2 GPUs: REASON -->    where it sees fewer
   <!-- long: TIME -->              without --long
   <!-- not run in CI: REASON -->   with --ci
 
@@ -52,8 +51,7 @@ PROG = Path(__file__).name
 TAIL = 20  # lines shown of what a failed block printed
 PATIENCE = 15  # seconds after Ctrl-C, for the scripts to leave their records
 OK, FAILED, SKIPPED, INTERRUPTED = "ok", "failed", "skipped", "interrupted"
-NOT_IN_CI, NEEDS_GPU, LONG = "not run in CI", "needs a GPU", "long"  # also the markers' words
-NOT_REACHED = "not reached"
+NOT_IN_CI, NEEDS_GPU, LONG = MARKERS = "not run in CI", "needs a GPU", "long"
 
 
 @dataclass
@@ -65,29 +63,24 @@ class Block:
     language: str  # bash or python
     line: int  # of the first command in the sheet, from 1
     text: str
-    not_in_ci: str = ""  # why CI cannot run it; empty if it can
-    needs_gpu: str = ""  # what for; empty if it needs none
-    long: str = ""  # how long it takes; empty if not very long
-    gpus: int = 0  # how many it needs
+    marks: dict[str, str]  # the markers before it, each with its reason
     phrases: list[str] = field(default_factory=list)  # what its output must contain
-    status: str = NOT_REACHED
+    status: str = "not reached"
     seconds: float = 0.0
     exit_status: int | None = None
     remark: str = ""  # why it failed or did not run
     log: str = ""  # name of the file with its output
 
-    @property
-    def first_line(self) -> str:
+    def __str__(self) -> str:
         """The first line that is not a comment."""
         lines = [line.strip() for line in self.text.splitlines()]
         return next((line for line in lines if line and not line.startswith("#")), "")
 
 
 TOKEN = re.compile(
-    r"""^(?P<fence>`{3,}|~{3,})[ ]*(?P<language>\w*)[^\n]*\n (?P<text>.*?)^(?P=fence)[ ]*$
-    | ^(?P<level>\#{1,6})[ ]+(?P<title>[^\n]*)$
-    | ^<!--[ ]*(?P<marker>not[ ]run[ ]in[ ]CI|needs[ ](?:a[ ]GPU|(?P<gpus>\d+)[ ]GPUs)|long):
-      \s*(?P<reason>.*?)\s*-->
+    rf"""^(?P<fence>`{{3,}}|~{{3,}})[ ]*(?P<language>\w*)[^\n]*\n (?P<text>.*?)^(?P=fence)[ ]*$
+    | ^(?P<level>\#{{1,6}})[ ]+(?P<title>[^\n]*)$
+    | ^<!--[ ]*(?P<marker>{"|".join(MARKERS).replace(" ", "[ ]")}):\s*(?P<reason>.*?)\s*-->
     | ^Prints:(?P<prints>.*?)(?=\n\s*\n|\Z)""",
     re.MULTILINE | re.DOTALL | re.VERBOSE,
 )
@@ -103,19 +96,15 @@ def parse_sheet(text: str) -> list[Block]:
     exercise = section = ""
     before = None  # what stands directly before, with blank lines between at most
     marks: dict[str, str] = {}  # the reasons of the markers that stand there
-    gpus = 0  # what one of them asks for
     for match in TOKEN.finditer(text):
         line = text.count("\n", 0, match.start()) + 1
         if before and text[before.end() : match.start()].strip():
-            before, marks, gpus = None, {}, 0
+            before, marks = None, {}
         if match["marker"]:
-            marker = NEEDS_GPU if match["marker"].startswith("needs") else match["marker"]
-            marks[marker] = " ".join(match["reason"].split())
-            gpus = int(match["gpus"] or 1) if marker == NEEDS_GPU else gpus
+            marks[match["marker"]] = " ".join(match["reason"].split())
         elif match["language"] in ("bash", "python"):
-            reasons = (marks.get(marker, "") for marker in (NOT_IN_CI, NEEDS_GPU, LONG))
             place = exercise, section, match["language"], line + 1
-            blocks.append(Block(*place, match["text"], *reasons, gpus))
+            blocks.append(Block(*place, match["text"], marks))
         elif match["title"] and len(match["level"]) <= 2:
             exercise, section = match["title"], ""
         elif match["title"] and len(match["level"]) == 3:
@@ -126,29 +115,15 @@ def parse_sheet(text: str) -> list[Block]:
                 needs = "needs a bash or python block before it and `phrases`"
                 raise ToolError(f"line {line}: 'Prints:' {needs}")
             blocks[-1].phrases = phrases
-        before = match
-        if not match["marker"]:
-            marks, gpus = {}, 0
+        before, marks = match, marks if match["marker"] else {}
     lines = {block.line - 1 for block in blocks}
     for match in ANY_FENCE.finditer(text):
         if (line := text.count("\n", 0, match.start()) + 1) not in lines:
             what = "this block is indented, inside another one, or has no end"
             raise ToolError(f"line {line}: {what}")
+    if not blocks:
+        raise ToolError("no bash or python block")
     return blocks
-
-
-def read_sheet(path: Path, only: str | None) -> list[Block]:
-    """The blocks to run."""
-    try:
-        blocks = parse_sheet(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, ToolError) as error:
-        raise ToolError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
-    chosen = [block for block in blocks if only is None or only.lower() in block.exercise.lower()]
-    if not chosen:
-        exercises = ", ".join(dict.fromkeys(block.exercise for block in blocks))
-        where = f" in {only}, only in: {exercises}" if only else ""
-        raise ToolError(f"{path}: no bash or python block{where}")
-    return chosen
 
 
 # Stands before each block, in one line. It restores what the block before has left and notes what
@@ -249,7 +224,7 @@ def make_environment(files: Path, args: argparse.Namespace) -> dict[str, str]:
     `python` and `python3` are this interpreter; its programs and the stand-ins are on PATH.
     """
     shims = files / "bin"
-    shims.mkdir()
+    shims.mkdir(parents=True)
     scripts, program = "|".join(small_runs.SCRIPTS), shlex.quote(small_runs.__file__)
     small = f'case ${{1##*/}} in\n{scripts}) set -- {program} "$@" ;;\nesac\n'
     small = small if args.shrink else ""
@@ -271,36 +246,18 @@ def seconds_by_exercise(blocks: list[Block]) -> dict[str, float]:
     return dict(seconds)
 
 
-def write_summary(args: argparse.Namespace, blocks: list[Block], logs: Path) -> None:
-    """summary.json beside the logs."""
-    summary = {
-        "sheet": str(args.sheet),
-        "shrink": args.shrink,
-        "seconds": seconds_by_exercise(blocks),
-        "blocks": [{"first_line": block.first_line, **asdict(block)} for block in blocks],
-    }
-    write_text(logs / "summary.json", json.dumps(summary, indent=2) + "\n")
-
-
 def announce(block: Block, show: bool) -> None:
     """Say what begins: all commands with --show, else a line that `report` writes over."""
     if show:
         print(f"\n{block.text}", end="", flush=True)
     elif sys.stdout.isatty():
-        line = f"  line {block.line:4}  {'runs':13}  {'':9}  {block.first_line}"
+        line = f"  line {block.line:4}  {'runs':13}  {'':9}  {block}"
         print(line[: shutil.get_terminal_size().columns - 1], end="\r", flush=True)
-
-
-def wait_for_enter() -> None:
-    """Let the reader read, where there is one."""
-    if sys.stdin.isatty() and sys.stdout.isatty():
-        print("Enter goes on ...", end=" ", flush=True)
-        sys.stdin.readline()
 
 
 def report(block: Block, logs: Path) -> None:
     """One line for a block, more if it did not simply succeed."""
-    print(f"  line {block.line:4}  {block.status:13}  {block.seconds:7.1f} s  {block.first_line}")
+    print(f"  line {block.line:4}  {block.status:13}  {block.seconds:7.1f} s  {block}")
     if block.remark:
         print(f"             {block.remark}")
     if block.status == FAILED:
@@ -309,49 +266,43 @@ def report(block: Block, logs: Path) -> None:
     sys.stdout.flush()
 
 
-def visible_gpus(python: str) -> int:
-    """How many GPUs the PyTorch of the commands sees; without PyTorch none."""
+def sees_gpu(python: str) -> bool:
+    """Whether the PyTorch of the commands sees a GPU; without PyTorch there is none."""
     command = [python, "-c", "import torch; print(torch.cuda.device_count())"]
-    return int(subprocess.run(command, capture_output=True, text=True).stdout.strip() or 0)
-
-
-def left_out(block: Block, args: argparse.Namespace, gpus: int) -> tuple[str, str] | None:
-    """Status and reason of a block that does not run here."""
-    if args.ci and block.not_in_ci:
-        return NOT_IN_CI, block.not_in_ci
-    if gpus < block.gpus:
-        needs = NEEDS_GPU if block.gpus == 1 else f"needs {block.gpus} GPUs"
-        return needs, block.needs_gpu
-    if block.long and not args.long:
-        return LONG, f"{block.long}; --long runs it"
-    return None
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip() not in ("", "0")
 
 
 def run_blocks(args: argparse.Namespace, blocks: list[Block], session: Session) -> None:
     """Run all blocks, or until one fails without --keep-going."""
+    left_out = {NOT_IN_CI} if args.ci else set()
+    left_out |= set() if args.long else {LONG}
+    if any(NEEDS_GPU in block.marks for block in blocks) and not sees_gpu(args.python):
+        left_out.add(NEEDS_GPU)
     exercise = skipped = None
-    gpus = visible_gpus(args.python) if any(block.gpus for block in blocks) else 0
     for block in blocks:
         if block.exercise != exercise:
             exercise = block.exercise
             print(exercise, flush=True)
         try:
-            if reason := left_out(block, args, gpus):
-                block.status, block.remark = reason
+            if why := [mark for mark in MARKERS if mark in left_out and mark in block.marks]:
+                block.status, block.remark = why[0], block.marks[why[0]]
             elif skipped == (block.exercise, block.section):
                 block.status, block.remark = SKIPPED, "follows a block that was skipped"
             else:
                 announce(block, args.show)
                 session.run(block)
         finally:
-            write_summary(args, blocks, session.logs)
+            summary = {"sheet": str(args.sheet), "seconds": seconds_by_exercise(blocks)}
+            summary["blocks"] = [asdict(block) for block in blocks]
+            write_text(session.logs / "summary.json", json.dumps(summary, indent=2) + "\n")
         report(block, session.logs)
         if block.status == SKIPPED:
             skipped = block.exercise, block.section
         if block.status == FAILED and not args.keep_going:
             break
-        if args.show and block is not blocks[-1]:
-            wait_for_enter()
+        if args.show and block is not blocks[-1] and sys.stdin.isatty() and sys.stdout.isatty():
+            print("Enter goes on ...", end=" ", flush=True)
+            sys.stdin.readline()
 
 
 def copy_repository(directory: Path) -> None:
@@ -373,21 +324,22 @@ def run_sheet(args: argparse.Namespace) -> int:
     # even where SIGINT was ignored; `timeout` sends the other one
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
-    blocks = read_sheet(args.sheet, args.only)
+    try:
+        blocks = parse_sheet(args.sheet.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, ToolError) as error:
+        raise ToolError(f"{args.sheet}: {error}") from error
     if args.directory and not args.directory.is_dir():
         raise ToolError(f"--directory {args.directory}: no such directory")
     if args.log and args.log.exists() and not args.log.is_dir():
         raise ToolError(f"--log {args.log}: not a directory")
     with tempfile.TemporaryDirectory(prefix="run_sheet_") as name:
         files, copy = Path(name) / "files", Path(name) / "copy"
-        for folder in (files, copy):
-            folder.mkdir()
+        environment = make_environment(files, args)
         if not args.directory:
             copy_repository(copy)
-        environment = make_environment(files, args)
+        directory = (args.directory or copy).resolve()
         logs = Path(args.log or tempfile.mkdtemp(prefix="run_sheet_logs_")).resolve()
         logs.mkdir(parents=True, exist_ok=True)
-        directory = (args.directory or copy).resolve()
         try:
             run_blocks(args, blocks, Session(directory, environment, files, logs, args.show))
         except KeyboardInterrupt:
@@ -406,7 +358,6 @@ def build_parser() -> Parser:
     parser = documented_parser(PROG, __doc__)
     add = parser.add_argument
     add("sheet", type=Path, metavar="SHEET.md")
-    add("--only", metavar="TEXT", help="only the exercises with this text in their heading")
     add("--directory", type=Path, metavar="DIR", help="run there, not in a scratch copy")
     text = "keep the output of each block, and summary.json, there "
     add("--log", type=Path, metavar="DIR", help=f"{text}(default: a new temporary folder)")
