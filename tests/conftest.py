@@ -36,8 +36,10 @@ torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # and so in the processes that tests start
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+import fork_server  # noqa: E402
+import quicker  # noqa: E402
+
 from lab.modes import judge, least_limit, values_of  # noqa: E402
-from tools import fork_server, quicker  # noqa: E402
 
 if not torch.cuda.is_available():
     quicker.make_quicker()

@@ -11,10 +11,9 @@ import time
 from pathlib import Path
 from unittest import mock
 
+import fork_server
 import pytest
 from conftest import forking_python
-
-from tools import fork_server
 
 SHOWS = """
 import json, os, sys

@@ -1,9 +1,8 @@
 #!/usr/bin/env python3
 """Try sizes that nobody tuned for: widths, lengths, precisions and flags at random, from a seed.
 
-Three kinds of cases: "accuracy" is --verify-accuracy of V2 to V4; a "curve" is 20 steps of V3 or
-V4, eager or as a graph, beside those of V1; a "refusal" is a command that cannot work, and must be
-answered by one line and exit status 2 or 4. A case passes, is refused by one line, or fails: with a
+Two kinds of cases: "accuracy" is --verify-accuracy of V2 to V4; a "curve" is 20 steps of V3 or V4,
+eager or as a graph, beside those of V1. A case passes, is refused by one line, or fails: with a
 traceback, a wrong result, or no end within --limit seconds.
 
 Several processes share the GPU, and take cases one after the other. Cases of the same widths,
@@ -29,18 +28,16 @@ import itertools
 import multiprocessing
 import os
 import random
-import re
 import shlex
 import signal
 import time
 import traceback
-from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
-from threading import Lock, Thread
+from threading import Thread
 
 import torch
 
@@ -53,7 +50,6 @@ from lab.study import measure_study
 from lab.turns import free_memory, short_run
 
 PROG = Path(__file__).name
-KINDS = ("accuracy", "curve", "refusal")
 VERDICTS = ("passed", "refused", "failed")
 # By model: the widest last. Heads have 4 to 128 channels.
 WIDTHS = {
@@ -87,11 +83,6 @@ PROTEIN = f"--msa {ROOT}/examples/bpti.a3m --structure {ROOT}/examples/bpti.cif"
 # The relative difference of a curve from V1's that needs no reason.
 LIMITS = {"fp32": 1e-3, "TF32": 3e-3, "bf16": 1e-2, "fp16": 1e-2}
 PRECISIONS = PRECISIONS | {"fp16": ["--use-amp", "--amp-dtype", "float16"]}
-REFUSED = {  # what no version can do
-    "tiny_openfold": ["--msa-dim 30 --num-heads-msa 4", "--seq-len 1", "--msa nothing.a3m"],
-    "tiny_llama": ["--hidden-dim 36 --num-heads 4", "--num-heads 8 --num-kv-heads 3"],
-    "": ["--batch-size -1", "--amp-dtype float16", "--learning-rate 0", "--no-such-flag"],
-}
 
 
 @dataclass(frozen=True)
@@ -160,29 +151,27 @@ def family(
     """Cases without end that share compiled kernels."""
     gpu, with_kernels = device == "cuda", chance.choice(("V3", "V4", "V4"))
     while True:
-        kind = chance.choices(KINDS, weights=(70, 25, 5))[0]
+        kind = chance.choices(("accuracy", "curve"), weights=(3, 1))[0]
         version = with_kernels if kind == "curve" else chance.choice(("V2", *[with_kernels] * 2))
         sizes = [*sizes_of(chance, model, widths, gpu).split(), *PRECISIONS[precision]]
         flags = flags_of(chance, model, version)
         if kind == "accuracy":
             flags.append("--verify-accuracy")
-        elif kind == "curve":
+        else:
             sizes += f"--warmup-steps 2 --num-steps {STEPS - 2 if gpu else 1}".split()
             flags.append(f"--{chance.choice(['enable', 'disable'][not gpu :])}-cuda-graph")
-        else:
-            sizes, flags = [], chance.choice(REFUSED[model] + REFUSED[""]).split()
         yield Case(kind, model, version, precision, [*sizes, "--device", device], flags)
 
 
-def families(cases: int, seed: int, device: str) -> list[deque[Case]]:
+def families(cases: int, seed: int, device: str) -> list[list[Case]]:
     """So many cases by family, of which each width has two: in two of the precisions."""
     chance, found = random.Random(seed), []
     pairs = itertools.chain(*itertools.zip_longest(*([(m, w) for w in WIDTHS[m]] for m in WIDTHS)))
     for model, widths in [pair for pair in pairs if pair][: None if device == "cuda" else 2]:
         for precision in chance.sample([*PRECISIONS], 2):
             found.append(family(chance, model, widths, precision, device))
-    queues = [deque(itertools.islice(f, (cases + i) // len(found))) for i, f in enumerate(found)]
-    return [queue for queue in queues if queue]
+    lists = [[*itertools.islice(f, (cases + i) // len(found))] for i, f in enumerate(found)]
+    return [some for some in lists if some]
 
 
 # In a worker
@@ -239,8 +228,8 @@ def attempt(case: Case) -> Outcome:
             return Outcome("failed", f"{type(error).__name__} in {where.name}: {text}")
     refusal = one_error(stderr.getvalue())
     if status in (2, 3, 4) and refusal:
-        return Outcome("passed" if case.kind == "refusal" else "refused", refusal)
-    if status or case.kind == "refusal":
+        return Outcome("refused", refusal)
+    if status:
         wrong = [line for line in stdout.getvalue().splitlines() if line.endswith(": FAIL")]
         lines = [*wrong[:3], *stderr.getvalue().splitlines()[-1:]]
         return Outcome("failed", f"exit status {status}: {'; '.join(lines)}")
@@ -263,22 +252,13 @@ def serve(pipe: Connection, device: str, share: float) -> None:
 # In this process
 
 
-def cases_of(queues: list[deque[Case]], fresh: deque, lock: Lock) -> Iterator[Case]:
-    """One family after the other; in the end parts of what others have."""
-    queue: deque[Case] = deque()
-    while True:
-        with lock:
-            queue = queue or (fresh.popleft() if fresh else max(queues, key=len, default=queue))
-            if not queue:
-                return
-            case = queue.popleft()
-        yield case
-
-
-def drive(args: argparse.Namespace, until: float, cases: Iterator[Case], done: SimpleQueue) -> None:
-    """Have a process run these cases; another one after a case that fails: it may leave traces."""
+def drive(
+    args: argparse.Namespace, until: float, families: Iterator[list[Case]], done: SimpleQueue
+) -> None:
+    """Have a process run one family after the other; another one after a case that fails, which
+    may leave traces."""
     context, process = multiprocessing.get_context("spawn"), None
-    for case in cases:
+    for case in itertools.chain.from_iterable(families):
         if not process:
             pipe, theirs = context.Pipe()
             given = theirs, args.device, 0.95 / args.processes
@@ -305,13 +285,11 @@ def drive(args: argparse.Namespace, until: float, cases: Iterator[Case], done: S
 def run_cases(args: argparse.Namespace) -> Iterator[tuple[Case, Outcome]]:
     """Run the cases in so many processes, until all are done, time is over or somebody ends it."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # of `timeout`, as Ctrl-C
-    queues, until = families(args.cases, args.seed, args.device), time.monotonic() + args.seconds
-    fresh, lock, done = deque(queues), Lock(), SimpleQueue()
-    running = args.processes
+    until, running, done = time.monotonic() + args.seconds, args.processes, SimpleQueue()
+    shared = iter(families(args.cases, args.seed, args.device))
     with contextlib.suppress(KeyboardInterrupt):  # what ran is written
         for _ in range(args.processes):
-            given = args, until, cases_of(queues, fresh, lock), done
-            Thread(target=drive, args=given, daemon=True).start()
+            Thread(target=drive, args=(args, until, shared, done), daemon=True).start()
         while running:
             ended = done.get()
             running -= ended is None
@@ -342,27 +320,19 @@ def rows_of(done: Iterable[tuple[Case, Outcome]]) -> list[dict]:
 
 
 def summary(rows: list[dict]) -> str:
-    """A line for each kind and version; of what failed the commands, those of one error by one."""
-    groups: dict[tuple, dict] = {}
+    """A line for each kind and version, and one for all."""
+    groups: dict[str, dict] = {}
     for row in rows:
-        if counts := row.get("outcomes"):
-            kind = f"{row['model']} {row['version']}, {row['what']}"
+        for kind in (f"{row['model']} {row['version']}, {row['what']}", "all"):
             line = groups.setdefault(kind, {"kind": kind, **dict.fromkeys(VERDICTS, 0)})
-            for verdict, count in counts.items():
+            for verdict, count in row.get("outcomes", {}).items():
                 line[verdict] += count
             if "difference" in row:
                 line["difference"] = max(line.get("difference", 0), row["difference"])
-    total = {"kind": "all"} | {v: sum(line[v] for line in groups.values()) for v in VERDICTS}
     columns = [Column("cases", "kind"), *(Column(verdict, verdict) for verdict in VERDICTS)]
     columns.append(Column("furthest from V1", "difference", ".1e"))
-    errors: dict[str, list[dict]] = {}
-    for row in rows:
-        if "error" in row:
-            errors.setdefault(re.sub(r"\d[\d.e+-]*", "#", row["error"])[:60], []).append(row)
-    lines = [render(columns, [*groups.values(), total])]
-    for same in sorted(errors.values(), key=len, reverse=True)[:10]:
-        lines.append(f"{len(same)} x {same[0]['error']}\n  {shlex.join(same[0]['argv'])}")
-    return "\n".join(lines)
+    last = [groups.pop("all")] if groups else []
+    return render(columns, [*groups.values(), *last])
 
 
 def run_random_sizes(args: argparse.Namespace) -> int:

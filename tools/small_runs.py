@@ -24,49 +24,31 @@ import re
 import runpy
 from collections.abc import Callable, Sequence
 
-from lab.script import DEFAULT_SCRIPT
+from lab.script import DEFAULT_SCRIPT, load_script
 
 Scale = Callable[[int], int]
+SCRIPTS = ("tiny_*.py", "run_pytorch_profiler.py", "run_deepspeed_flops.py", "test_training.py")
 
 
 def divided_by(divisor: int) -> Scale:
     return lambda n: max(1, n // divisor)
 
 
-def in_steps(step: int, first: int) -> Scale:
-    """Twice as large becomes larger by `step`, beginning with `first`, which becomes `step`."""
-    return lambda n: min(n, step * max(1, n.bit_length() - first.bit_length() + 1))
+def in_steps(first: int) -> Scale:
+    """Twice as large becomes larger by 2, beginning with `first`, which becomes 2."""
+    return lambda n: min(n, 2 * max(1, n.bit_length() - first.bit_length() + 1))
 
 
-# Default of each size, as in the scripts (None: it follows from another one), and what becomes of
-# it.
-COMMON: dict[str, tuple[int | None, Scale]] = {
-    "--num-steps": (50, lambda n: min(n, 1)),
-    "--warmup-steps": (5, lambda n: min(n, 1)),
+SIZES: dict[str, Scale] = {  # what becomes of each
+    **dict.fromkeys(("--num-steps", "--warmup-steps"), lambda n: min(n, 1)),
+    **dict.fromkeys(("--hidden-dim", "--intermediate-dim"), divided_by(8)),
+    **dict.fromkeys(("--num-layers", "--num-blocks"), divided_by(8)),
+    **dict.fromkeys(("--num-heads", "--num-kv-heads", "--msa-dim"), divided_by(2)),
+    **dict.fromkeys(("--pair-dim", "--num-seqs"), divided_by(4)),
+    "--vocab-size": divided_by(10),
+    "--seq-len": in_steps(4),
+    "--batch-size": in_steps(2),
 }
-SIZES: dict[str, dict[str, tuple[int | None, Scale]]] = {
-    "llama": {
-        "--vocab-size": (None, divided_by(10)),
-        "--hidden-dim": (512, divided_by(8)),
-        "--num-layers": (8, divided_by(8)),
-        "--num-heads": (8, divided_by(2)),
-        "--num-kv-heads": (None, divided_by(2)),
-        "--intermediate-dim": (None, divided_by(8)),
-        "--seq-len": (256, in_steps(2, first=4)),
-        "--batch-size": (8, in_steps(2, first=2)),
-        **COMMON,
-    },
-    "openfold": {
-        "--msa-dim": (64, divided_by(2)),
-        "--pair-dim": (128, divided_by(4)),
-        "--num-blocks": (4, divided_by(8)),
-        "--num-seqs": (16, divided_by(4)),
-        "--seq-len": (64, in_steps(2, first=4)),
-        "--batch-size": (4, in_steps(2, first=2)),
-        **COMMON,
-    },
-}
-SCRIPTS = ("tiny_*.py", "run_pytorch_profiler.py", "run_deepspeed_flops.py", "test_training.py")
 
 
 def last_value(words: Sequence[str], flag: str) -> str | None:
@@ -84,13 +66,17 @@ def shrink(command: Sequence[str]) -> list[str]:
     """The command line of a version script, or of a program around one, with small sizes.
 
     They are appended: the last value of an argument counts. A value that is not a number stays, so
-    that the script can refuse it.
+    that the script can refuse it. Defaults are those of V1, which all versions have.
     """
     model = re.search(r"\btiny_(\w+)_v\d+\.py\b", " ".join([*command, DEFAULT_SCRIPT]))[1]
-    words = list(command)
-    for flag, (default, scale) in SIZES.get(model, {}).items():
-        value = last_value(words, flag) or str(default)
-        if value.isdecimal():
+    if model not in ("llama", "openfold"):
+        return list(command)
+    defaults = vars(load_script(f"tiny_{model}_v1.py").build_parser().parse_args([]))
+    words, defaults["warmup_steps"] = list(command), 5  # at least, by default
+    for flag, scale in SIZES.items():
+        name = flag[2:].replace("-", "_")
+        value = last_value(command, flag) or str(defaults.get(name))
+        if name in defaults and value.isdecimal():
             words += [flag, str(scale(int(value)))]
     return words
 
