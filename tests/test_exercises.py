@@ -55,7 +55,6 @@ SLOW = (
     "exercises/tiny_openfold_v2/exercise_6_production_strategy.md",
     "exercises/tiny_openfold_v4/exercise_1_what_is_left.md",
 )
-WITH_TABLES = files_with("^<!-- tables?: ", "README.md", "docs/*.md", "exercises/*/*.md")
 # What no test may start: an installation, or the tests.
 NOT_HERE = re.compile(
     r"^[^#\n]*(?:\bpip install|\bvenv\b|environment_setup\.sh|\bpytest\b|\.ci/run)", re.MULTILINE
@@ -122,11 +121,10 @@ def test_every_block_of_a_sheet_runs_and_prints_what_it_should(sheet: str, tmp_p
     assert set(done.statuses) <= {"ok", "not run in CI", "needs a GPU"}, done.stdout
 
 
-@pytest.mark.parametrize("file", WITH_TABLES)
-def test_tables_are_what_their_commands_print(file: str):
-    check = [forking_python(), "tools/tables.py", "--check", file]
-    done = subprocess.run(check, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+def test_tables_are_what_their_commands_print(monkeypatch):
+    monkeypatch.setattr(sys, "executable", forking_python())
+    files = files_with("^<!-- tables?: ", "README.md", "docs/*.md", "exercises/*/*.md")
+    assert call(tables, "--check", *(ROOT / file for file in files)) == (0, "", "")
 
 
 def tracked(*patterns: str) -> list[str]:

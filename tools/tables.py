@@ -27,6 +27,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the repository
 
 import argparse
+import functools
 import re
 import shlex
 import subprocess
@@ -45,10 +46,9 @@ CELLS = re.compile(r"(?<!\\)\|")
 COMMENT = re.compile(r"<!-- (?:end of )?tables?\b")
 
 
-def printed_by(command: str) -> str:
-    """What a command prints, or the part of it that is named; `python` is this interpreter."""
-    parts = {kind: re.findall('"(.+?)"', names) for kind, names in PART.findall(command)}
-    command = PART.sub("", command)
+@functools.cache
+def output_of(command: str) -> str:
+    """What a command prints; `python` is this interpreter."""
     try:
         words = shlex.split(command)
         if not words:
@@ -62,7 +62,13 @@ def printed_by(command: str) -> str:
         raise ToolError(f"status {done.returncode} of its command: {said[-1]}")
     if not done.stdout.strip():
         raise ToolError("its command prints nothing")
-    printed = done.stdout.strip() + "\n"
+    return done.stdout.strip() + "\n"
+
+
+def printed_by(command: str) -> str:
+    """What a command prints, or the part of it that is named."""
+    parts = {kind: re.findall('"(.+?)"', names) for kind, names in PART.findall(command)}
+    printed = output_of(PART.sub("", command))
     if titles := parts.get("only"):
         printed = "\n".join(table_of(printed, title) for title in titles)
     if "columns" in parts or "rows" in parts:
