@@ -7,15 +7,13 @@ are those of the median turn, a speed-up is over the first model in the same tur
 trains --num-steps steps (an argument of the scripts) from the same seed, and the difference of the
 last loss is relative to that of the first model.
 
---peers adds V1 under torch.compile and, for llama, Hugging Face's Llama, the same under
-torch.compile and with Liger's kernels (but its loss), where they are installed. A run that is out
-of memory or fails is a row. The same command goes on after an interruption, and prints the table of
-a finished study again; a study with other settings needs another --output.
+A run that is out of memory or fails is a row. The same command goes on after an interruption, and
+prints the table of a finished study again; a study with other settings needs another --output.
 
 Examples:
   python analysis_tools/benchmark_suite.py --models v1,v2 --batch-sizes 4,8,16,32 \\
       --seq-lengths 128,256,512
-  python analysis_tools/benchmark_suite.py --family openfold --seq-lengths 64,128 --peers
+  python analysis_tools/benchmark_suite.py --family openfold --seq-lengths 64,128
   python analysis_tools/benchmark_suite.py --table benchmark_llama.json
 """
 
@@ -27,21 +25,18 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the repository
 
 import argparse
-import importlib.util
 import itertools
 from collections.abc import Sequence
 
 from lab import study
-from lab.cli import Parser, ToolError, at_least, print_notes, program, several
+from lab.cli import Parser, ToolError, at_least, program, several
 from lab.files import ROOT
 from lab.script import parser_around
 from lab.show import Column, range_of_speeds, render
-from lab.study import Sides, beside_first, versions_part
+from lab.study import beside_first, versions_part
 
 PROG = Path(__file__).name
 METRICS = ("throughput", "memory", "accuracy")
-PEERS = dict.fromkeys(("hugging face", "hugging face compiled"), ("transformers",))
-PEERS["liger"] = ("transformers", "liger_kernel")
 
 
 def build_parser() -> Parser:
@@ -55,27 +50,16 @@ def build_parser() -> Parser:
     add("--batch-sizes", **sizes, default=[4, 8], help="(default: 4,8)")
     add("--seq-lengths", **sizes, default=[128, 256], help="(default: 128,256)")
     add("--metrics", **metrics, help=f"(default: {','.join(METRICS)})")
-    parser.add_flag("--peers", "other implementations, too")
     study.add_study(parser, 10, "model", "benchmark_<family>.json")
     return parser
 
 
-def scripts_of(args: argparse.Namespace) -> Sides:
-    """Each side's script and what it adds to the arguments."""
+def scripts_of(args: argparse.Namespace) -> dict[str, str]:
+    """The script of each model."""
     there = sorted(path.stem.rpartition("_")[2] for path in ROOT.glob(f"tiny_{args.family}_v*.py"))
     if unknown := [model for model in args.models if model not in there]:
         raise ToolError(f"--models {unknown[0]}: {args.family} has {', '.join(there)}")
-    sides = {model: (f"tiny_{args.family}_{model}", []) for model in args.models}
-    if args.peers:
-        sides["v1 compiled"] = (f"tiny_{args.family}_v1", ["--enable-torch-compile"])
-        for name, packages in PEERS.items() if args.family == "llama" else ():
-            if lacking := [each for each in packages if not importlib.util.find_spec(each)]:
-                print_notes(PROG, f"{name} is left out: it needs {lacking[0]}")
-            else:
-                from lab.baselines import peer_script
-
-                sides[name] = (peer_script(name.replace(" ", "_")), [])
-    return sides
+    return {model: f"tiny_{args.family}_{model}" for model in args.models}
 
 
 def measure(args: argparse.Namespace, argv: Sequence[str]) -> Path:
@@ -84,7 +68,7 @@ def measure(args: argparse.Namespace, argv: Sequence[str]) -> Path:
     scripts, parts = scripts_of(args), []
     for batch, length in itertools.product(args.batch_sizes, args.seq_lengths):
         asked = [*argv, "--batch-size", str(batch), "--seq-len", str(length)]
-        sides = {name: (script, [*asked, *more]) for name, (script, more) in scripts.items()}
+        sides = {model: (script, asked) for model, script in scripts.items()}
         names, losses = {"batch_size": batch, "seq_len": length}, "accuracy" in args.metrics
         parts.append(versions_part(names, sides, args.rounds, losses=losses))
     settings = {"models": [*scripts], "metrics": [*args.metrics], "rounds": args.rounds}

@@ -40,6 +40,7 @@ from lab.script import add_script, load_script, parser_around, precision_of, scr
 from lab.study import (
     GROUP,
     SMALLEST_GROUP,
+    Ablated,
     ablation,
     add_study,
     by_shape,
@@ -57,7 +58,7 @@ from lab.turns import graph_of
 
 PROG = Path(__file__).name
 SCRIPT = "tiny_llama_v2.py"
-KEYS = ("script", "argv", "precision", "seed", "group", "side", "on", "speedup")  # of any row
+KEYS = ("script", "argv", "batch_size", "precision", "side")  # of any row
 
 
 def build_parser() -> Parser:
@@ -97,7 +98,9 @@ def measure(args: argparse.Namespace, argv: Sequence[str]) -> Path:
 
 def study(args: argparse.Namespace, argv: Sequence[str]) -> int:
     """Measure or read, and print; returns the exit status."""
-    content = read_study(study_asked_for(args.table, argv) or measure(args, argv), KEYS)
+    content = read_study(
+        study_asked_for(args.table, argv) or measure(args, argv), KEYS, kind=Ablated
+    )
     rows, script = content["rows"], content["rows"][0]["script"]
     tables = [heading(content, script)]
     for shape, same in by_shape(rows).items():

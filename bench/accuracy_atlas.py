@@ -46,6 +46,7 @@ from bench.sizes import ALL_VERSIONS, PRECISIONS, script_of
 from lab.accuracy import relative_error
 from lab.cli import Parser, ToolError, at_least, documented_parser, print_notes, program
 from lab.modes import values_of
+from lab.records import Record, Row
 from lab.script import load_script
 from lab.show import Column, render
 from lab.study import Part, measure_study, read_study
@@ -71,6 +72,26 @@ EMBEDDINGS = ("embed_tokens.weight", "linear_relpos.weight", "linear_msa_m.weigh
 Values = dict[str, dict[str, Tensor]]
 # with the answer about equal bits, if it was asked for
 Side = Callable[[], tuple[Values, bool | None]]
+
+
+class Errors(Record):
+    """How far a side is from float64, or why it failed."""
+
+    outputs: float | None = None
+    loss: float | None = None
+    parameters: dict[str, float] = None
+    lines: dict[str, list[float | str]] = None  # the worst row or column of each, and which
+    equal_bits: bool | None = None
+    failed: str = None
+
+
+class Compared(Row):
+    """The sides of one case."""
+
+    subject: str
+    case: str
+    precision: str
+    sides: dict[str, Errors]
 
 
 def tested_weights(state: dict[str, Tensor], case: str) -> dict[str, Tensor]:
@@ -162,7 +183,7 @@ def model_side(
 
 def liger_side(argv: Sequence[str], weights: dict[str, Tensor]) -> tuple[Values, None]:
     """Hugging Face's Llama with Liger's kernels and our weights."""
-    from lab.baselines import hugging_face, with_liger
+    from bench.peers import hugging_face, with_liger
 
     ours = trainer_of("tiny_llama_v1", argv, weights)
     theirs, batch = hugging_face(ours.model), ours.next_batch()
@@ -240,7 +261,7 @@ def part_side(
 
 def with_cuequivariance(part: nn.Module) -> Callable[[Tensor], Tensor]:
     """NVIDIA's operation with the parameters of V1's part."""
-    from lab.baselines import cuequivariance, joined
+    from bench.peers import cuequivariance, joined
 
     def multiplication(pair: Tensor) -> Tensor:
         operation = cuequivariance("triangle_multiplicative_update")
@@ -404,8 +425,7 @@ def run_atlas(args: argparse.Namespace) -> int:
         names = ("subjects", "precisions", "runs", "sizes")
         settings = {name: getattr(args, name) for name in names}
         measure_study(args.output, atlas(args), argv=["--device", args.device], **settings)
-    keys = ("subject", "case", "precision", "sides")
-    print(table(read_study(args.table or args.output, keys, measured=())))
+    print(table(read_study(args.table or args.output, measured=(), kind=Compared)))
     return 0
 
 

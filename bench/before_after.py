@@ -29,6 +29,7 @@ from itertools import product
 from bench.sizes import GPT_2, ODD, PRECISIONS, SHAPES, TRUNK, script_of, sized
 from lab.cli import Parser, ToolError, documented_parser, program
 from lab.provenance import output_of
+from lab.records import Row
 from lab.script import import_file, interpret_without_gpu
 from lab.show import Column, render, side_columns
 from lab.study import Part, add_study, as_rows, by_side, chosen, measure_study, read_study
@@ -51,6 +52,12 @@ MORE = {  # precisions beside bf16
     "tiny_openfold, default": ("fp32", "TF32"),
     "tiny_openfold, crop": ("fp32",),
 }
+
+
+class Changed(Row):
+    """A side of a script that changed."""
+
+    first_losses: list[float]
 
 
 def import_earlier(before: str, script: str, folder: Path) -> str:
@@ -141,7 +148,7 @@ def compare(args: argparse.Namespace) -> int:
             if not Path(args.before).is_dir():
                 before = output_of("git", "rev-parse", "--short", args.before).strip()
             measure_study(path, asked, keep=True, rounds=args.rounds, before=before)
-    rows = read_study(path, (*KEYS, "side", "first_losses"))["rows"]
+    rows = read_study(path, (*KEYS, "side"), kind=Changed)["rows"]
     cases = {case: sides | judged(sides) for case, sides in by_side(rows, *KEYS).items()}
     print(table(cases))
     return int(not args.table and any(line[BEYOND] != "nothing" for line in cases.values()))

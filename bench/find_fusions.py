@@ -37,6 +37,7 @@ from bench.sizes import SHAPES
 from lab.fusions import step as steps
 from lab.fusions.groups import Finding, Recorded
 from lab.fusions.rates import Rates, measure_rates
+from lab.records import Row, Turns
 from lab.show import Column, render
 from lab.study import measure_study, read_rows
 from lab.turns import compare_in_turns, free_memory
@@ -55,6 +56,15 @@ SMALL = {  # of our own, for a laptop
     "tiny_llama": "--hidden-dim 64 --num-layers 2 --num-heads 4 --seq-len 32 --batch-size 2",
     "tiny_openfold": "--num-blocks 1 --seq-len 10 --num-seqs 3 --batch-size 2",
 }
+
+
+class Predicted(Row):
+    """A model's step by level of fusion, and as measured by side."""
+
+    moved: dict[str, int]  # bytes
+    launched: dict[str, int] = None
+    predicted_ms: dict[str, float] = None
+    sides_ms: dict[str, Turns] = None
 
 
 def subjects(small: bool) -> dict[tuple[str, str], tuple[Callable, Callable | None, tuple]]:
@@ -135,7 +145,7 @@ def measure(args: argparse.Namespace) -> int:
         ]
         sizes = "small" if args.small else "full"
         measure_study(args.output, parts, keep=True, rounds=ROUNDS, sizes=sizes)
-    rows = read_rows(args.output, ("shape", "precision", "moved"))
+    rows = read_rows(args.output, ("shape", "precision"), kind=Predicted)
     print(table(rows))
     return 0
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lab.baselines import Step
+from bench.peers import Step
 from lab.cli import print_notes
 from lab.profile.ceilings import seconds
 from lab.turns import alternating, attempt, captured, failure, free_memory, warm_up

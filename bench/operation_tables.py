@@ -11,10 +11,33 @@ from pathlib import Path
 from bench.version_tables import lines_of
 from lab.cli import ToolError
 from lab.profile.kernels import CATEGORIES
+from lab.records import Count, Positive, Row, Turns, WholeStep
 from lab.show import Column, ended, render, side_columns
 from lab.study import by_side, read_rows
 
 OPERATIONS = ("attention", "triangle", "block", "causal", "optimizer")
+
+
+class Cold(Row):
+    """A side of an operation, which was also measured with an empty L2 cache."""
+
+    cold_us: float = None
+    cold_turns_us: Turns = None
+
+
+class Moved(Row):
+    """A kernel that moves bytes, or a copy of as many."""
+
+    operator: str
+    bytes: Count
+    gb_per_s: Positive
+    of_copy: Positive = None  # of the rate of a copy
+
+
+class Traffic(Row):
+    """A step by what its operators read and write."""
+
+    gb: Positive
 
 
 def over(first: dict, second: dict, key: str = "turns_us") -> float | None:
@@ -24,9 +47,9 @@ def over(first: dict, second: dict, key: str = "turns_us") -> float | None:
     return statistics.median(a / b for a, b in zip(first[key], second[key], strict=True))
 
 
-def lines_in(path: Path) -> tuple[list[dict], list[str]]:
+def lines_in(path: Path, kind: type[Row] = Cold) -> tuple[list[dict], list[str]]:
     """The sides of a study, a row for each shape and precision with its name; and their names."""
-    rows = read_rows(path, ("shape", "precision", "side"))
+    rows = read_rows(path, ("shape", "precision", "side"), kind=kind)
     sides = dict.fromkeys(row["side"] for row in rows)
     return lines_of(by_side(rows, "shape", "precision")), [*sides]
 
@@ -82,7 +105,7 @@ def sides_tables(directory: Path, study: str) -> list[str]:
 
 def rows_table(directory: Path) -> str:
     """Rate of each kernel that moves bytes."""
-    rows = read_rows(directory / "rows.json", ("operator", "side", "bytes", "gb_per_s"))
+    rows = read_rows(directory / "rows.json", ("side",), kind=Moved)
     columns = [
         Column("operator", "operator"),
         Column("MB", lambda row: row["bytes"] / 1e6, ".0f"),
@@ -94,7 +117,7 @@ def rows_table(directory: Path) -> str:
 
 def step_tables(directory: Path) -> list[str]:
     """The whole step beside its reference, the time of each category, the ten longest kernels."""
-    rows = read_rows(directory / "step.json")
+    rows = read_rows(directory / "step.json", kind=WholeStep)
     if not rows:
         return []
     names = [f"{row['shape']}, {row['precision']}" for row in rows]
@@ -153,7 +176,7 @@ def llama_table(directory: Path) -> str:
 
 def traffic_table(directory: Path) -> str:
     """GB per step of each version, and the part of V1's that V4 has left."""
-    rows, _ = lines_in(directory / "traffic.json")
+    rows, _ = lines_in(directory / "traffic.json", Traffic)
 
     def left(row: Mapping) -> float | None:
         return 100 * row["V4"]["gb"] / row["V1"]["gb"] if "V4" in row else None

@@ -4,7 +4,7 @@ operation.
 
 All sides of a row are captured as CUDA graphs and replayed in short alternating turns, so that
 neither the host nor a change of its speed counts. A study writes one file. A side that is not
-installed, fails, or runs out of memory says so there. lab/baselines.py says what each library
+installed, fails, or runs out of memory says so there. bench/peers.py says what each library
 is given. Two studies are of the whole training step: where its time goes, and how long it is beside
 that of Hugging Face's Llama.
 
@@ -12,7 +12,7 @@ Examples:
   python bench/operations.py attention DIR   attention with pair bias: V3, libraries, their layouts
   python bench/operations.py triangle DIR    triangle multiplication: V3, V2, V1, cuEquivariance
   python bench/operations.py block DIR       a whole Evoformer block: V3, V2, cuEquivariance
-  python bench/operations.py causal DIR      causal attention with grouped queries: V3, SDPA, cuDNN
+  python bench/operations.py causal DIR      causal attention with grouped queries: V3, SDPA
   python bench/operations.py optimizer DIR   AdamW with float32 weights and bf16 copies: V4, others
   python bench/operations.py rows DIR        norms, SwiGLU, rotary: bytes per second, and a copy's
   python bench/operations.py step DIR        the newest step by kernel, and beside a reference
@@ -50,24 +50,22 @@ with needed():
         steps_in_turns,
     )
     from bench.operation_tables import over, table
-    from bench.sizes import PRECISIONS as ARGUMENTS
-    from bench.sizes import SHAPES
-    from bench.whole_steps import LLAMAS, STEPS
-    from lab.baselines import (
+    from bench.peers import (
         AUTOTUNE,
         JoinedTriangle,
         Step,
         absent,
         attention_peers,
-        cudnn_attention,
         cuequivariance_attention,
-        fused_adam,
         library_attention,
         openfold_block,
         plain_attention,
         torch_adamw,
         with_cuequivariance,
     )
+    from bench.sizes import PRECISIONS as ARGUMENTS
+    from bench.sizes import SHAPES
+    from bench.whole_steps import LLAMAS, STEPS
     from lab.cli import Parser, ToolError, documented_parser, program
     from lab.study import Part, as_rows, measure_study
     from lab.turns import make_trainer
@@ -87,7 +85,7 @@ ROWS = 65536  # of the tensors that move bytes
 
 
 # Studies of one operation: each builds its sides for a shape, a type of the tensors and what is
-# wanted of it. The libraries' sides, and what each of them is given, are in lab/baselines.py.
+# wanted of it. The libraries' sides, and what each of them is given, are in bench/peers.py.
 
 
 def wanted_parts(study: str, wanted: Wanted) -> Iterator[Part]:
@@ -260,8 +258,6 @@ def causal(sizes: tuple, dtype: torch.dtype, autotune: bool, wanted: Wanted) -> 
     sides["SDPA, repeated"] = gradient_step(repeating, [qkv])
     own = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in split(qkv)]
     sides["SDPA, own layout"] = gradient_step(grouped, own)
-    cudnn = partial(cudnn_attention, is_causal=True, enable_gqa=True)
-    sides["cuDNN, own layout"] = gradient_step(cudnn, own)
     return sides
 
 
@@ -292,8 +288,6 @@ def optimizer(
     sides = {"triton": ours}
     sides["PyTorch fused, float32 gradients"] = torch_adamw(masters(), low, narrow=False)
     sides["PyTorch fused, bf16 gradients"] = torch_adamw(masters(), low, narrow=True)
-    sides["Transformer Engine"] = fused_adam("transformer_engine.pytorch.optimizers", low)
-    sides["Apex"] = fused_adam("apex.optimizers", low)
     return sides
 
 

@@ -27,9 +27,30 @@ from bench.sizes import (
     sized,
 )
 from lab.cli import ToolError
+from lab.records import Count, Positive, Row
 from lab.show import Column, render
 from lab.study import Part, read_rows
 from lab.turns import alternating, failure, free_memory, graph_of, make_trainer, named, parse_quiet
+
+
+class Scaling(Row):
+    """A version on several GPUs."""
+
+    name: str  # of a size in SCALING
+    processes: Count  # that shared the batch, on a GPU each
+    backward_ms: Positive = None
+
+
+class Apart(Row):
+    """What a step on several GPUs consists of."""
+
+    name: str
+    version: str
+    precision: str
+    alone_ms: Positive
+    together_ms: Positive
+    slowest_ms: Positive
+    ddp_ms: Positive
 
 
 class Scaled(NamedTuple):
@@ -190,8 +211,8 @@ def step_times(trainer, steps: int) -> list[float]:
 
 def scaling_tables(directory: Path) -> list[str]:
     """Weak scaling, eager and as graphs, then strong scaling."""
-    keys = ("name", "precision", "mode", "side", "processes", "batch_size")
-    rows = read_rows(directory / "scaling.json", keys, ["batch_ms"])
+    keys = ("precision", "mode", "side", "batch_size")
+    rows = read_rows(directory / "scaling.json", keys, ["batch_ms"], Scaling)
     return [
         scaling_table([row for row in rows if row["mode"] == mode], mode, weak)
         for weak, mode in itertools.product((True, False), ("eager", "graph"))
@@ -231,7 +252,7 @@ def described(name: str, precision: str) -> str:
 
 def ddp_table(directory: Path) -> str:
     """What a step on several GPUs consists of."""
-    rows = read_rows(directory / "ddp_4.json")
+    rows = read_rows(directory / "ddp_4.json", kind=Apart)
 
     def name(row: dict) -> str:
         return f"{described(row['name'], row['precision'])}, {row['version']}"

@@ -9,16 +9,29 @@ from pathlib import Path
 
 from bench.several_gpus import ddp_table, scaling_tables
 from bench.sizes import ALL_VERSIONS, MODES, VERSIONS, script_of
-from lab import records
 from lab.cli import ToolError
 from lab.profile.kernels import CATEGORIES
+from lab.records import Profile, Row, read
 from lab.show import Column, ended, render, side_columns
-from lab.study import by_shape, by_side, costs_table, read_rows, sets_table
+from lab.study import Ablated, by_shape, by_side, costs_table, read_rows, sets_table
 from lab.turns import speedup
 
 FINISHED = ("batch_ms", "turns_ms", "per_step")  # what a side has that finished
 PADDED = ", padded"  # at the end of a side's name
 FASTEST = {"tiny_llama": "fastest", "tiny_openfold": "fastest_openfold"}  # file of each model
+
+
+class Trunk(Row):
+    """A whole trunk of blocks."""
+
+    checkpointed: bool  # with --checkpoint-blocks
+
+
+class Layer(Row):
+    """A layer of V4 in one of several ways."""
+
+    kernels: int
+    error_of_output: float
 
 
 def lines_of(measured: Mapping[tuple, dict[str, dict]], words: str = "{}, {}") -> list[dict]:
@@ -29,7 +42,7 @@ def lines_of(measured: Mapping[tuple, dict[str, dict]], words: str = "{}, {}") -
 def share_table(directory: Path) -> str:
     """What the kernels of a step do, a row for each profile of run_pytorch_profiler.py."""
     files = sorted(directory.glob("profile_tiny_*.json"))
-    profiles = [records.read(records.Profile, path) for path in files]
+    profiles = [read(Profile, path) for path in files]
     columns = [Column("share of kernel time", "script"), Column("ms", "ms_per_step", ".2f")]
     for name in CATEGORIES:
         if any(name in profile["categories"] for profile in profiles):
@@ -196,7 +209,7 @@ def untuned_table(directory: Path) -> str:
 
 def trunk_table(directory: Path) -> str:
     """Milliseconds per step and peak memory of each side, without and with checkpoints."""
-    rows = read_rows(directory / "trunk.json", ("shape", "side", "checkpointed"))
+    rows = read_rows(directory / "trunk.json", ("shape", "side"), kind=Trunk)
     lines: dict[str, dict] = {}
     for row in rows:
         name = f"{row['shape']}, {row['side']}"
@@ -211,8 +224,10 @@ def trunk_table(directory: Path) -> str:
 
 def inference_table(directory: Path) -> str:
     """Microseconds of a layer in each way, and how many kernels these are."""
-    keys = ("batch_size", "seq_len", "side", "us", "kernels")
-    measured = by_side(read_rows(directory / "inference.json", keys), "batch_size", "seq_len")
+    rows = read_rows(
+        directory / "inference.json", ("batch_size", "seq_len", "side", "us"), kind=Layer
+    )
+    measured = by_side(rows, "batch_size", "seq_len")
     if not measured:
         return ""
     kernels = {name: side["kernels"] for sides in measured.values() for name, side in sides.items()}
@@ -224,7 +239,7 @@ def inference_table(directory: Path) -> str:
 
 def ablation_tables(directory: Path, script: str) -> list[str]:
     """What is gained by each set of a version's fusions, and what each costs if it is left out."""
-    rows = read_rows(directory / f"ablation_{script}.json", ("precision", "side"))
+    rows = read_rows(directory / f"ablation_{script}.json", ("precision", "side"), kind=Ablated)
     tables = [
         sets_table(", ".join(filter(None, (script, shape.partition(", ")[2]))), same)
         for shape, same in by_shape(rows).items()

@@ -193,7 +193,7 @@ def trunk(args: argparse.Namespace) -> Iterator[Part]:
     """
     import torch
 
-    from lab.baselines import openfold_block
+    from bench.peers import openfold_block
 
     config = importlib.import_module("tiny_openfold_v1").ModelConfig(msa_dim=256, num_heads_msa=8)
     theirs = partial(openfold_block, config=config, clone=args.openfold)

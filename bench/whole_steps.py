@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from bench.graph_turns import DEVICE, GPU, PRECISIONS, Wanted, matmul_precision, steps_in_turns
+from bench.peers import Step, hugging_face, with_liger
 from bench.sizes import ALL_VERSIONS, MEDIUM, SHAPES, Shape, script_of
 from bench.sizes import PRECISIONS as ARGUMENTS
-from lab.baselines import Step, hugging_face, with_liger
 from lab.cli import print_notes
 from lab.profile.ceilings import measure_ceilings
 from lab.profile.kernels import kernels_of, short_name

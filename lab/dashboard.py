@@ -22,7 +22,7 @@ from lab.profile.kernels import CATEGORIES
 from lab.records import Run, checked, load_run, runs_in
 from lab.script import mode_of, model_and_version, precision_of
 from lab.show import drawing, ended
-from lab.study import set_name, unit_of
+from lab.study import Ablated, set_name, unit_of
 from lab.turns import ratios, spread
 
 VERSIONS = {"V1": "#8a8f94", "V2": "#56b4e9", "V3": "#0072b2", "V4": "#d55e00"}
@@ -153,6 +153,7 @@ def draw_roofline(points: Mapping[str, Mapping], measured: Mapping) -> str:
 # --- panels
 
 SPEED = ("batch_ms", "per_step")
+ROWS = {"on": Ablated, "ceilings": records.WholeStep}  # of a study with such a field
 ATTENTION = {"scores": "V2, scores in memory", "flash": "V2, flash attention"}  # of memory.json
 SIZES = ("batch_size", "seq_len", "num_blocks", "num_layers", "hidden_dim", "num_seqs")
 DAMAGED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
@@ -251,9 +252,9 @@ class Study:
     def panels(self) -> Iterator[Panel]:
         """Its charts; none if it is about something else."""
         first = self.content["rows"][0]
-        if first.keys() >= {"on", "speedup"}:
+        if "on" in first:
             return self.ablations()
-        return self.steps() if first.keys() >= {"kernels", "ceilings"} else self.comparisons()
+        return self.steps() if "ceilings" in first else self.comparisons()
 
     def ablations(self) -> Iterator[Panel]:
         """Speed-ups of sets of fusions, a chart for each precision."""
@@ -411,9 +412,11 @@ def read(path: Path, name: str) -> list[Panel | Found | str]:
         elif isinstance(content.get("rows"), list) and isinstance(content.get("environment"), dict):
             if of_exercise(content["rows"]):
                 return []
-            if not checked(records.Study, content, path)["rows"]:
+            rows = checked(records.Study, content, path)["rows"]
+            if not rows:
                 raise ToolError(f"{path}: a study without a row")
-            rows = content["rows"]
+            if kind := next((ROWS[key] for key in ROWS if key in rows[0]), None):
+                records.check_rows(kind, rows, path)
             ours = [row for row in rows if "script" in row]  # that a library fails is a result
             failed = [row for row in ours if row.get("status") == "failed"]
             found = [f"{row['script']} failed: {row.get('error')} ({path})" for row in failed]

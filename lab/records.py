@@ -1,10 +1,8 @@
 """Result files: their fields by name and type, one check of all of it when a file is read, and the
 runs in them: found, read, named and put side by side.
 
-A class in the first part is an object of JSON. A field without a default has to be there. What
-other fields may be says `others` of a class: of any kind unless it says otherwise, a type, or NONE.
-So what a program reads has these types, whatever happened to the file; ToolError names the file and
-the field that does not.
+A `Record` is an object of JSON. A field without a default has to be there. What a program reads has
+these types, whatever happened to the file; ToolError names the file and the field that does not.
 
 Several runs may be in one file, as `compare_runs.py --save` writes it; FILE.json/NAME is then the
 path of one of them.
@@ -16,7 +14,7 @@ import statistics
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path, PurePosixPath
 from types import NoneType, UnionType
@@ -45,8 +43,13 @@ Value = str | float | bool | None
 NONE = Literal["no other fields"]
 
 
-@dataclass(kw_only=True)
-class Environment:
+class Record:
+    """An object of JSON: its fields by name and type."""
+
+    others: ClassVar = None  # what further fields may be: anything, a type, or NONE
+
+
+class Environment(Record):
     """On what something was measured."""
 
     device_name: str
@@ -58,8 +61,7 @@ class Environment:
     cpu_threads: Count | None = None
 
 
-@dataclass(kw_only=True)
-class Training:
+class Training(Record):
     """How a script trained."""
 
     batch_size: Count | None = None
@@ -71,11 +73,10 @@ class Training:
     torch_compile_mode: str | None = None
     cuda_graph: bool = False
     processes: Count = 1
-    others: ClassVar = Value
+    others = Value
 
 
-@dataclass(kw_only=True)
-class Settings:
+class Settings(Record):
     """What a script was run with, in every file that it or a profiler of it writes."""
 
     schema_version: Literal[1]
@@ -86,8 +87,7 @@ class Settings:
     fusions: dict[str, bool] = None
 
 
-@dataclass(kw_only=True)
-class Timing:
+class Timing(Record):
     """Times of a run, in milliseconds where the name says so."""
 
     steps: Count | None = None
@@ -96,18 +96,16 @@ class Timing:
     batch_median_ms: Positive | None = None
     batch_p95_ms: Positive | None = None
     turns_ms: list[Positive] | None = None  # empty where a run failed before the first one ended
-    others: ClassVar = float | None
+    others = float | None
 
 
-@dataclass(kw_only=True)
-class Memory:
+class Memory(Record):
     """Of a run, in MB."""
 
     peak_mb: Positive | None = None
 
 
-@dataclass(kw_only=True)
-class Kernels:
+class Kernels(Record):
     """Of a step of a run."""
 
     unit: str = None
@@ -115,8 +113,7 @@ class Kernels:
     host_launches: int | None = None
 
 
-@dataclass(kw_only=True)
-class Loss:
+class Loss(Record):
     """Of a run."""
 
     initial: float | None = None
@@ -124,14 +121,12 @@ class Loss:
     curve: list[float] = None
 
 
-@dataclass(kw_only=True)
-class Flops:
+class Flops(Record):
     """Of a step of a run."""
 
     achieved_tflops: float | None = None
 
 
-@dataclass(kw_only=True)
 class Summary(Settings):
     """A run: <script>_summary.json. Of one that did not finish, groups may be empty."""
 
@@ -144,8 +139,7 @@ class Summary(Settings):
     error: str | None = None
 
 
-@dataclass(kw_only=True)
-class Ceilings:
+class Ceilings(Record):
     """What the device reaches."""
 
     precision: str
@@ -153,8 +147,7 @@ class Ceilings:
     copy_gb_per_s: Positive
 
 
-@dataclass(kw_only=True)
-class Share:
+class Share(Record):
     """A category or phase of a profile."""
 
     kernels_per_step: float
@@ -163,7 +156,6 @@ class Share:
     percent: float
 
 
-@dataclass(kw_only=True)
 class Profile(Settings):
     """<script>_profile.json of run_pytorch_profiler.py."""
 
@@ -177,30 +169,22 @@ class Profile(Settings):
     phases: dict[str, Share]
 
 
-@dataclass(kw_only=True)
-class Part:
+class Part(Record):
     """A module, a group of operators or a kernel, beside what the device reaches."""
 
     flop: float
     bytes: float | None
     flop_per_byte: float | None
     ms: float | None
-    share_percent: float | None = None
-    achieved_tflops: float | None = None
-    roof_tflops: float | None = None
-    percent_of_roof: float | None = None
-    gb_per_s: float | None = None
-    percent_of_copy: float | None = None
+    others = Value  # shares and rates
 
 
-@dataclass(kw_only=True)
 class Module(Part):
     """A kind of module in a forward pass."""
 
     module: str
 
 
-@dataclass(kw_only=True)
 class ForwardFlops(Settings):
     """<script>_flops.json of run_deepspeed_flops.py."""
 
@@ -209,7 +193,6 @@ class ForwardFlops(Settings):
     flops_counted_by: str
 
 
-@dataclass(kw_only=True)
 class Measured(Settings):
     """A run of roofline_analysis.py."""
 
@@ -217,7 +200,6 @@ class Measured(Settings):
     ceilings: Ceilings
 
 
-@dataclass(kw_only=True)
 class Group(Part):
     """A row of roofline_analysis.py."""
 
@@ -226,8 +208,7 @@ class Group(Part):
     kernel: str = None  # where rocprof-compute counted
 
 
-@dataclass(kw_only=True)
-class Rooflines:
+class Rooflines(Record):
     """roofline_analysis.json."""
 
     schema_version: Literal[1]
@@ -235,8 +216,49 @@ class Rooflines:
     runs: list[Measured] = None
 
 
-@dataclass(kw_only=True)
-class StepKernel:
+class Row(Record):
+    """One side of a study: what it is, and what came out, or how it ended.
+
+    Rows that have the same model, shape, precision and so on are sides, which took turns; ratios
+    are between them. A study that has more fields than these has a class of its own.
+    """
+
+    # what was measured
+    model: str = None  # tiny_llama or tiny_openfold
+    version: str = None  # V1 to V4; a library has none
+    # its name among the sides: V1, V3 compiled, cuEquivariance, none, only overlap
+    side: str = None
+    shape: str = None  # a name for the sizes
+    batch_size: Count = None
+    seq_len: Count = None
+    precision: str = None  # fp32, TF32, bf16, fp16
+    mode: str = None  # eager, graph, compiled, compiled graph
+    fusions: list[str] = None  # flags of those in effect
+    script: str = None
+    argv: list[str] = None
+    # how it ended, unless it finished
+    status: OfPeer = None
+    error: str = None
+    # time, in milliseconds or microseconds per step: the median, and that of each turn
+    batch_ms: Positive | None = None
+    batch_median_ms: Positive | None = None
+    batch_p95_ms: Positive | None = None
+    turns_ms: Turns = None
+    us: Positive = None
+    turns_us: Turns = None
+    samples_per_sec: Positive = None
+    # memory, in MB: at the peak, of it beside what was there, held for the backward pass
+    peak_mb: Positive | None = None
+    extra_mb: float | None = None
+    held_mb: float | None = None
+    # of a step
+    per_step: Count = None
+    unit: str = None  # of per_step: kernels or operator calls
+    host_launches: int | None = None
+    final_loss: float | None = None
+
+
+class StepKernel(Record):
     """A kernel of a whole step."""
 
     name: str
@@ -245,173 +267,44 @@ class StepKernel:
     us: float
 
 
-@dataclass(kw_only=True)
-class Errors:
-    """How far a side of the accuracy atlas is from float64, or why it failed."""
+class WholeStep(Row):
+    """A step by its kernels, beside a GEMM of its FLOPs and a copy of its bytes."""
 
-    outputs: float | None = None
-    loss: float | None = None
-    parameters: dict[str, float] = None
-    lines: dict[str, list[float | str]] = None  # the worst row or column of each, and which
-    equal_bits: bool | None = None
-    failed: str = None
-    others: ClassVar = NONE
-
-
-@dataclass(kw_only=True)
-class Row:
-    """One side that was measured: what it is, and what came out, or how it ended.
-
-    Rows of a study that have the same model, shape, precision and so on are its sides, which took
-    turns. Ratios are between them. Lists whose names begin with `turns` have a value for each turn.
-    """
-
-    # what was measured
-    model: str = None  # tiny_llama or tiny_openfold
-    version: str = None  # V1 to V4; a library has none
-    # its name among the sides: V1, V3 compiled, cuEquivariance, none, only overlap
-    side: str = None
-    checkpointed: bool = None  # of a trunk: with --checkpoint-blocks
-    shape: str = None  # a name for the sizes
-    batch_size: Count = None
-    seq_len: Count = None
-    processes: Count = None  # that shared the batch, on a GPU each
-    precision: str = None  # fp32, TF32, bf16, fp16
-    mode: str = None  # eager, graph, compiled, compiled graph
-    fusions: list[str] = None  # flags of those in effect
-    on: list[str] = None  # of an ablation: of those that vary
-    seed: int = None
-    group: int = None  # of an ablation: which sides took turns
-    operator: str = None
-    script: str = None
-    argv: list[str] = None
-    # how it ended, unless it finished
-    status: OfPeer = None
-    error: str = None
-    # time, in milliseconds or microseconds per step
-    batch_ms: Positive | None = None
-    batch_median_ms: Positive | None = None
-    batch_p95_ms: Positive | None = None
-    turns_ms: Turns = None
-    us: Positive = None
-    turns_us: Turns = None
-    cold_us: float = None  # with an empty L2 cache
-    cold_turns_us: Turns = None
-    samples_per_sec: Positive = None
-    speedup: Positive | None = None  # over the side `none`
-    # memory, in MB
-    peak_mb: Positive | None = None
-    extra_mb: float | None = None
-    held_mb: float | None = None
-    # counts of a step
-    per_step: Count = None
-    unit: str = None  # of per_step: kernels or operator calls
-    host_launches: int | None = None
-    flop: Count = None
-    bytes: Count | None = None
-    gb: Positive = None
-    gb_per_s: Positive = None
-    of_copy: Positive = None  # of the rate of a copy
-    kernels: list[StepKernel] | int | str = None
-    parts: dict[str, int] = None  # bytes by what they are for
-    peak_bytes: int | None = None
-    # power and energy
-    watts: float = None
-    mhz: float = None
-    turns_watts: Turns = None
-    turns_mhz: Turns = None
-    turns_joules: Turns = None
-    joules_per_step: float = None
-    mj_per_sample: float = None
-    # beside a reference
-    gemm_ms: Positive = None
-    copy_ms: Positive = None
-    over_reference: Positive = None
-    ceilings: Ceilings = None
-    # of bench/several_gpus.py
-    name: str = None  # of a size in SCALING
-    alone_ms: Positive = None
-    together_ms: Positive = None
-    slowest_ms: Positive = None
-    ddp_ms: Positive = None
-    backward_ms: Positive = None
-    ratio: Positive = None
-    # of --compare-fusion, as it was printed
-    load: str = None  # of the host
-    all_off_ms: Positive = None
-    as_chosen_ms: Positive = None
-    lowest: Positive = None
-    highest: Positive = None
-    verdict: str = None
-    # of exercises
-    what: str = None
-    more: dict[str, str] = None  # columns of this exercise alone
-    # of tools/random_sizes.py
-    outcomes: dict[str, int] = None  # cases by how they ended
-    difference: float = None  # of losses from V1's, at most
-    # of bench/find_fusions.py, by level of fusion and by side
-    predicted_ms: dict[str, float] = None
-    moved: dict[str, int] = None  # bytes
-    launched: dict[str, int] = None
-    sides_ms: dict[str, Turns] = None
-    chains: list[dict] = None
-    rates: dict = None
-    # other
-    final_loss: float | None = None
-    loss_steps: int = None
-    first_losses: list[float] = None
-    error_of_output: float = None
-    subject: str = None  # of the accuracy atlas
-    case: str = None
-    sides: dict[str, Errors] = None
-    others: ClassVar = NONE
+    model: str
+    version: str
+    shape: str
+    precision: str
+    batch_ms: Positive
+    kernels: list[StepKernel]
+    ceilings: Ceilings
+    flop: Count
+    bytes: Count | None
+    gemm_ms: Positive
+    copy_ms: Positive
+    over_reference: Positive
 
 
-@dataclass(kw_only=True)
-class Study:
+class Study(Record):
     """Rows that were measured on one device, and with what settings."""
 
     environment: Environment
     rows: list[Row]
     provenance: list[dict] = None  # of each session, as provenance.py reads it
+    script: str = None
     argv: list[str] = None
     rounds: Count = None
-    script: str = None
-    scripts: list[str] = None
     processes: Count = 1
-    # compare_versions.py, benchmark_suite.py, fusion_ablation_study.py
-    versions: list[str] = None
-    family: str = None
-    models: list[str] = None
+    family: str = None  # of benchmark_suite.py, as `metrics`
     metrics: list[str] = None
-    fusions: list[str] = None
-    sets: Count = None
-    seeds: list[int] = None
-    group: Count = None
-    # optimize_batch_size.py, measure_energy.py
-    limit_mb: Positive = None
-    most: Count = None
-    host_mb: Positive | None = None
-    seconds: Count = None
-    # bench/: versions.py, accuracy_atlas.py
-    batch_size: Count = None
-    subjects: list[str] = None
-    precisions: list[str] = None
-    runs: Count = None
-    sizes: str = None
-    before: str = None  # of before_after.py: the revision
-    others: ClassVar = NONE
 
 
-@dataclass(kw_only=True)
-class Gradients:
+class Gradients(Record):
     """<script>_gradients.json of exercises/performance_debugging/check_step.py."""
 
     percent: float
 
 
-@dataclass(kw_only=True)
-class Stage:
+class Stage(Record):
     """A stage of exercises/performance_debugging."""
 
     stage: str
@@ -420,15 +313,13 @@ class Stage:
     result: Summary
 
 
-@dataclass(kw_only=True)
-class Stages:
+class Stages(Record):
     """What compare_stages.py --output writes."""
 
     stages: Annotated[list[Stage], "above 0"]
 
 
-@dataclass(kw_only=True)
-class Step:
+class Step(Record):
     """A step of run_all_profilers.sh."""
 
     name: str
@@ -436,8 +327,7 @@ class Step:
     reason: str | None
 
 
-@dataclass(kw_only=True)
-class Steps:
+class Steps(Record):
     """summary.json of run_all_profilers.sh."""
 
     steps: list[Step]
@@ -448,15 +338,18 @@ def read(kind: type, path: Path) -> dict:
     return checked(kind, read_json(path), path)
 
 
-def checked(kind: type, value: object, path: Path, where: str = "") -> dict:
-    """The value, an object of this kind, `where` in a file.
-
-    ToolError names the file and the field where it is not.
-    """
-    _check(kind, value, path, where)
+def checked(kind: type, value: object, path: Path) -> dict:
+    """The value, an object of this kind; ToolError names the file and the field where it is not."""
+    _check(kind, value, path, "")
     if kind is Study:
         check_turns(value["rows"], path)
     return value
+
+
+def check_rows(kind: type[Row], rows: Iterable[dict], path: Path) -> None:
+    """ToolError unless these are rows of this kind."""
+    for number, row in enumerate(rows):
+        _check(kind, row, path, f"rows[{number}]")
 
 
 def check_turns(rows: Iterable[dict], path: Path) -> None:
@@ -472,29 +365,29 @@ def check_turns(rows: Iterable[dict], path: Path) -> None:
 
 
 @cache
-def _fields(kind: type) -> list[tuple[str, object, bool]]:
-    """Name and type of each field, and whether it has to be there."""
-    hints = get_type_hints(kind, include_extras=True)
-    return [(each.name, hints[each.name], each.default is MISSING) for each in fields(kind)]
+def _fields(kind: type[Record]) -> dict[str, tuple[object, bool]]:
+    """The type of each field, and whether it has to be there."""
+    hints, required = get_type_hints(kind, include_extras=True), {}
+    for base in reversed(kind.__mro__):
+        required |= {name: name not in vars(base) for name in vars(base).get("__annotations__", ())}
+    return {name: (hints[name], required[name]) for name in hints if name != "others"}
 
 
 def _check(kind: object, value: object, path: Path, where: str) -> None:
     """ToolError if the value is not of this kind."""
     origin, arguments = get_origin(kind), get_args(kind)
-    if is_dataclass(kind) and isinstance(value, dict):
-        place = f"{where}." if where else ""
-        known = _fields(kind)
-        for name, of, required in known:
+    if _is_record(kind) and isinstance(value, dict):
+        place, known = f"{where}." if where else "", _fields(kind)
+        for name, (of, required) in known.items():
             if name in value:
                 _check(of, value[name], path, f"{place}{name}")
             elif required:
                 reason = "another kind of file, or damaged"
                 raise ToolError(f"{path}: it has no {place}{name}: {reason}")
-        others = getattr(kind, "others", None)
-        for name in sorted(value.keys() - {name for name, *_ in known}) if others else ():
-            if others is NONE:
+        for name in sorted(value.keys() - known.keys()) if kind.others else ():
+            if kind.others is NONE:
                 raise ToolError(f"{path}: {place}{name} is not a field of this kind of file")
-            _check(others, value[name], path, f"{place}{name}")
+            _check(kind.others, value[name], path, f"{place}{name}")
     elif origin is list and isinstance(value, list):
         for number, item in enumerate(value):
             _check(arguments[0], item, path, f"{where}[{number}]")
@@ -519,12 +412,16 @@ def _check(kind: object, value: object, path: Path, where: str) -> None:
             raise _wrong(kind, value, path, where)
 
 
+def _is_record(kind: object) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Record)
+
+
 def _shape(kind: object) -> type:
     """How values of this kind look in JSON; a whole number is a number."""
     origin = get_origin(kind)
     if origin is Annotated:
         return _shape(get_args(kind)[0])
-    if is_dataclass(kind):
+    if _is_record(kind):
         return dict
     return float if kind is int else origin or kind
 

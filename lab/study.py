@@ -27,7 +27,7 @@ from types import ModuleType
 from lab.cli import Parser, ToolError
 from lab.files import write_text
 from lab.provenance import provenance, watched
-from lab.records import Study, read
+from lab.records import NONE, Positive, Row, Study, check_rows, read
 from lab.script import interpret_without_gpu, load_script, script_arguments
 from lab.show import Column, ended, render
 from lab.turns import graph_of, in_turns, on_gpu, ratios, short_run, speeds, spread
@@ -40,6 +40,16 @@ SMALLEST_GROUP = 4  # none, all, the control and one more
 CONTROL = "all again"  # all of the fusions, built and captured a second time
 Set = tuple[str, ...]  # the fusions that are on
 Logs = dict[frozenset, dict[tuple[int, int], float]]  # of a set, by seed and turn
+
+
+class Ablated(Row):
+    """A set of fusions, as a side of a group that took turns."""
+
+    seed: int = None
+    group: int = None
+    on: list[str]  # of those that vary
+    speedup: Positive | None  # over the side `none`
+    others = NONE
 
 
 def check_failed(rows: Iterable[dict]) -> None:
@@ -143,15 +153,21 @@ def chosen(parts: Sequence[Part], words: Sequence[str]) -> list[Part]:
     return [part for part in parts if all(part[0][key] in words for key in keys)]
 
 
-def read_rows(path: Path, keys: Iterable[str] = (), measured: Iterable[str] = ()) -> list[dict]:
+def read_rows(
+    path: Path,
+    keys: Iterable[str] = (),
+    measured: Iterable[str] = (),
+    kind: type[Row] = Row,
+) -> list[dict]:
     """The rows of a study; none if it is not there.
 
-    ToolError names what is wrong with a row: without one of the keys, or neither a status and an
-    error nor all that is to be `measured`.
+    ToolError names what is wrong with a row: another kind, without one of the keys, or neither a
+    status and an error nor all that is to be `measured`.
     """
     if not path.exists():
         return []
     rows = read(Study, path)["rows"]
+    check_rows(kind, rows, path)
     for number, content in enumerate(rows):
         found = ("error",) if "status" in content else measured
         missing = [key for key in keys if key not in content]
@@ -182,11 +198,14 @@ def as_rows(sides: Mapping[str, dict]) -> list[dict]:
 
 
 def read_study(
-    path: Path, keys: Iterable[str], measured: Iterable[str] = ("batch_ms", "turns_ms")
+    path: Path,
+    keys: Iterable[str] = (),
+    measured: Iterable[str] = ("batch_ms", "turns_ms"),
+    kind: type[Row] = Row,
 ) -> dict:
     """A study, finished or not, with at least one row; its rows are checked as by `read_rows`."""
     study = read(Study, path)
-    if not read_rows(path, keys, measured):
+    if not read_rows(path, keys, measured, kind):
         raise ToolError(f"{path}: a study without a row")
     return study
 
@@ -355,11 +374,11 @@ def log_speedups(rows: Iterable[dict]) -> Logs:
     """Of each set and turn, the logarithm of its speed-up over none of its own group."""
     rows = [row for row in rows if "turns_ms" in row and row.get("side") != CONTROL]
     logs = defaultdict(dict)
-    none = {(row["seed"], row["group"]): row for row in rows if not row["on"]}
+    none = {(row.get("seed"), row.get("group")): row for row in rows if not row["on"]}
     for row in rows:
-        if reference := none.get((row["seed"], row["group"])):
+        if reference := none.get((row.get("seed"), row.get("group"))):
             gains = enumerate(ratios(reference, row))
-            found = {(row["seed"], turn): math.log(gain) for turn, gain in gains}
+            found = {(row.get("seed"), turn): math.log(gain) for turn, gain in gains}
             logs[frozenset(row["on"])] |= found
     return dict(logs)
 

@@ -12,11 +12,10 @@ import pytest
 import torch
 from conftest import ROOT, load, random_state, relative_difference, words
 
-from bench import before_after, whole_steps
+from bench import before_after, peers, whole_steps
 from bench import operations as kernels
 from bench import versions as benchmark
 from bench.sizes import Shape, sized
-from lab import baselines as peers
 from lab.files import read_json
 from lab.study import by_side
 from lab.turns import ratios
@@ -384,9 +383,6 @@ def installed(monkeypatch):
         return triangle_attention(*heads_third, bias + mask).transpose(2, 3)
 
     monkeypatch.setattr(peers, "megafold", lambda clone: evoformer)
-    for module in (kernels, peers):
-        attention = torch.nn.functional.scaled_dot_product_attention
-        monkeypatch.setattr(module, "cudnn_attention", attention)
 
 
 SAME = {  # sides that take and give what ours does

@@ -5,11 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import sys
 from types import SimpleNamespace
 
 import pytest
-from conftest import CPU, captured, load, strict_json, words
+from conftest import captured, load, strict_json, words
 
 from analysis_tools import benchmark_suite, fusion_ablation_study, optimize_batch_size
 from lab import study
@@ -216,18 +215,6 @@ def test_the_suite_compares_the_models_of_each_cell(steady, monkeypatch, tmp_pat
     assert third[3:5] == ["out of memory", "-"]
     assert fourth[6] == "-", "there is nothing to compare with"
     assert call(benchmark_suite, "--table", tmp_path / "suite.json")[1] == out
-
-
-def test_a_peer_has_the_weights_and_the_loss_of_v1():
-    pytest.importorskip("transformers")
-    from lab.baselines import peer_script
-
-    losses = []
-    for module in (load("tiny_llama_v1"), sys.modules[peer_script("hugging_face")]):
-        args = module.parse_args(SMALL)
-        batch = module.make_batches(args, CPU, args.seed).next_batch()
-        losses.append(module.build_model(args, CPU)(**batch).item())
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 def sizes_measured(fits, limit: float = math.inf, **more) -> list[int]:

@@ -15,7 +15,6 @@ import gzip
 import json
 import math
 import re
-import statistics
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -172,25 +171,12 @@ HEADER = ("Name", "Calls", "TotalDurationNs", "AverageNs", "Percentage", "MinNs"
 
 def statistics_of(durations: dict[str, list[int]]) -> list[KernelStatistics]:
     """Statistics of kernels from the durations in nanoseconds of their calls, the longest first."""
-    total = sum(map(sum, durations.values()))
-    rows = [
-        KernelStatistics(
-            name,
-            len(times),
-            sum(times),
-            statistics.fmean(times),
-            100 * sum(times) / total if total else 100 / len(durations),
-            min(times),
-            max(times),
-            statistics.stdev(times) if len(times) > 1 else 0.0,
-        )
-        for name, times in durations.items()
-    ]
-    return sorted(rows, key=lambda row: (-row.total_ns, row.name))
+    calls = ((name, ns) for name, times in durations.items() for ns in times)
+    return merge_statistics(KernelStatistics(n, 1, ns, ns, 0.0, ns, ns, 0.0) for n, ns in calls)
 
 
 def merge_statistics(rows: Iterable[KernelStatistics]) -> list[KernelStatistics]:
-    """One row for each name.
+    """One row for each name, the longest first.
 
     Its standard deviation is from the sums of squares of those it is made of.
     """
@@ -202,13 +188,12 @@ def merge_statistics(rows: Iterable[KernelStatistics]) -> list[KernelStatistics]
     for name, same in by_name.items():
         calls, duration = sum(r.calls for r in same), sum(r.total_ns for r in same)
         squares = sum((r.calls - 1) * r.std_dev_ns**2 + r.calls * r.average_ns**2 for r in same)
-        variance = max(0.0, squares - duration**2 / max(1, calls)) / max(1, calls - 1)
-        percentage = 100 * duration / total if total else 100 / len(by_name)
+        variance = max(0, squares * calls - duration**2) / calls / max(1, calls - 1)
+        average = duration / calls, 100 * duration / total if total else 100 / len(by_name)
         low, high = min(r.min_ns for r in same), max(r.max_ns for r in same)
-        deviation = math.sqrt(variance) if calls > 1 else 0.0
-        average = duration / max(1, calls), percentage
-        merged.append(KernelStatistics(name, calls, duration, *average, low, high, deviation))
-    return sorted(merged, key=lambda row: -row.total_ns)
+        row = KernelStatistics(name, calls, duration, *average, low, high, math.sqrt(variance))
+        merged.append(row)
+    return sorted(merged, key=lambda row: (-row.total_ns, row.name))
 
 
 def write_statistics(path: Path, rows: Sequence[KernelStatistics]) -> None:

@@ -22,7 +22,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lab.files import ROOT
 from lab.script import import_file
 
 # cuEquivariance runs PyTorch's operators for up to 100 positions, unless it is told not to; it
@@ -85,14 +84,6 @@ def cuequivariance_attention(qkvg: Tensor, gate_bias: Tensor, bias: Tensor) -> T
     return gated(cuequivariance("triangle_attention")(q, k, v, bias[:, None]), gate, gate_bias)
 
 
-def cudnn_attention(q: Tensor, k: Tensor, v: Tensor, *mask: Tensor, **options: bool) -> Tensor:
-    """scaled_dot_product_attention by cuDNN or not at all."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        return F.scaled_dot_product_attention(q, k, v, *mask, **options)
-
-
 def flexible_attention(rows: int) -> Operation:
     """FlexAttention compiled, whose score function adds the bias and so has its gradient.
 
@@ -144,7 +135,6 @@ def attention_peers(
     per_sample, of_all = (bias[:, None], bias.flatten(0, 1)[None])
     return {
         "SDPA": (F.scaled_dot_product_attention, [*heads_second, of_all]),
-        "cuDNN": (cudnn_attention, [*heads_second, of_all]),
         "FlexAttention": (
             flexible_attention(q.shape[1]),
             [*(t.flatten(0, 1) for t in (q, k, v)), bias],
@@ -301,29 +291,6 @@ def torch_adamw(masters: Sequence[nn.Parameter], low: Sequence[Tensor], narrow: 
     return step
 
 
-def fused_adam(module: str, low: Sequence[Tensor]) -> Step:
-    """FusedAdam of Apex or Transformer Engine, with master weights of its own -> a step."""
-    optimizers: list[torch.optim.Optimizer] = []
-
-    def step() -> Sequence[Tensor]:
-        if not optimizers:
-            weights = [nn.Parameter(weight.clone()) for weight in low]
-            for weight in weights:
-                weight.grad = torch.randn_like(weight)
-            build = importlib.import_module(module).FusedAdam
-            settings = {
-                "lr": 3e-4,
-                "weight_decay": 0.01,
-                "capturable": True,
-                "master_weights": True,
-            }
-            optimizers.append(build(weights, **settings))
-        optimizers[0].step()
-        return ()
-
-    return step
-
-
 # Llamas with our sizes and weights
 
 
@@ -369,34 +336,3 @@ def with_liger(model: nn.Module, **chosen: bool) -> Callable:
             library.update(plain)
 
     return forward
-
-
-class Peer(nn.Module):
-    """Another library's model as the harness calls ours: model(input_ids, labels) -> the loss."""
-
-    def __init__(self, ours: nn.Module, made_fast: Callable[[nn.Module], Callable]):
-        super().__init__()
-        self.config, self.model = ours.config, hugging_face(ours)
-        self.run = made_fast(self.model)
-
-    def forward(self, **batch: Tensor) -> Tensor:
-        return self.run(**batch).loss
-
-
-# what Hugging Face's Llama is made into; Liger's loss asks the device for a number, which no graph
-# can
-PEERS = {
-    "hugging_face": lambda model: model,
-    "hugging_face_compiled": torch.compile,
-    "liger": lambda model: with_liger(model, fused_linear_cross_entropy=False),
-}
-
-
-def peer_script(name: str) -> str:
-    """A module like TinyLlama V1, with its data, optimizer and clock, whose model is this peer ->
-    the module's name."""
-    script = f"tiny_llama_{name}"
-    module = import_file(ROOT / "tiny_llama_v1.py", script)
-    build, module.SCRIPT = module.build_model, script
-    module.build_model = lambda args, device: Peer(build(args, device), PEERS[name])
-    return script
