@@ -35,9 +35,9 @@ def make(tmp_path: Path) -> Callable[..., Path]:
         result["timing"] |= {"samples_per_sec": speed, "batch_ms": 80.0, "batch_median_ms": 80.0}
         result["memory"]["peak_mb"] = peak
         for key, value in more.items():
-            result[key] = {**result[key], **value} if isinstance(value, dict) and value else value
-            if isinstance(value, dict):
-                result[key] = {name: v for name, v in result[key].items() if v is not None}
+            if isinstance(value, dict) and value:
+                value = {k: v for k, v in (result[key] | value).items() if v is not None}
+            result[key] = value
         directory = tmp_path / name
         directory.mkdir(parents=True)
         (directory / "tiny_llama_v2_summary.json").write_text(json.dumps(result))
@@ -358,6 +358,18 @@ def test_copies_are_no_kernels_and_counts_are_per_step(gpu_profile, rocprof_prof
     assert "seq_len differs: 999 for baseline; 128 for fused" in analyze(other, after)[2]
     other = rocprof_profile("r", {GEMM: (1, 10)}, 1)
     assert "two profilers may write the name" in analyze(after, other)[2]
+
+
+def test_on_a_cpu_operator_calls_are_those_that_the_script_counts(gpu_profile):
+    sides = []
+    for name, counted in (("off", 8), ("on", 6)):
+        kernels = {"unit": "operator calls", "per_step": counted, "remark": ""}
+        rows, more = {"aten::mm": (5, 5000), "aten::t": (5, 500)}, {"operators_per_step": 10}
+        sides.append(gpu_profile(name, rows, 1, unit="operators", kernels=kernels, **more))
+    status, out, err = analyze(*sides)
+    assert (status, err) == (0, "")
+    assert "Operator calls, as the script counts, per step: 8 -> 6" in out
+    assert "Kernel reduction: 25.0 % (of operator calls)" in out
 
 
 def test_without_the_steps_totals_are_compared_and_said_to_be(rocprof_profile):
