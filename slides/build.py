@@ -14,9 +14,8 @@ stale:
   rows: small, bf16; medium, bf16
   columns: tiny_llama = size; V1, ms = V1; V4, ms = V4
   ```                 a name may be cut short where clear, and is replaced by what follows `=`
-  ```code             lines of functions, at most nine: all, or from ... to, several behind `|`
-  tiny_llama_v1.py Attention.forward: q = self ... v = self
-  tiny_llama_v3.py swiglu_forward_kernel: @triton | def | gate = ... up =
+  ```code             a function of at most nine lines, without its docstring and comments
+  tiny_llama_v1.py Trainer.capture
   ```
   ```sh               commands, as they stand
 
@@ -249,31 +248,27 @@ def drawing(name: str, view: str) -> Block:
     return None, draw
 
 
-def code(pieces: Sequence[tuple[str, list[str]]]) -> Block:
-    """Pieces of code one below the other, each below its place."""
-    widest = max(len(line) for _, lines in pieces for line in lines)
-    sizes = (24, 22, 20, SMALL) if sum(len(lines) for _, lines in pieces) < 6 else (SMALL,)
+def code(lines: Sequence[str], place: str = "") -> Block:
+    """Lines of code, below where they are from."""
+    widest = max(map(len, lines))
+    sizes = (24, 22, 20, SMALL) if len(lines) < 5 else (SMALL,)
     size = next((s for s in sizes if (widest + 1) * 0.6 * s / 72 < INNER - 0.3), 0)
-    if not size or max(len(lines) for _, lines in pieces) > CODE_LINES:
+    if not size or len(lines) > CODE_LINES:
         raise ToolError(f"a piece of code has more than {CODE_LINES} lines, or one of {widest}")
-    line_height = 1.18 * size / 72
+    above, tall = 0.38 if place else 0, 1.18 * size / 72 * len(lines) + 0.2
 
     def draw(shapes, top: float, height: float) -> None:
-        for place, lines in pieces:
-            if place:
-                put(text_box(shapes, top, 0.34), [place], size=SMALL, ink=GREY)
-                top += 0.38
-            frame = text_box(shapes, top, line_height * len(lines) + 0.2)
-            frame.word_wrap = True
-            frame.margin_left, frame.margin_top = Inches(0.15), Inches(0.1)
-            frame._parent.fill.solid()
-            frame._parent.fill.fore_color.rgb = PALE
-            for number, line in enumerate(lines):
-                highlight(frame.add_paragraph() if number else frame.paragraphs[0], line, size)
-            top += line_height * len(lines) + 0.35
+        if place:
+            put(text_box(shapes, top, 0.34), [place], size=SMALL, ink=GREY)
+        frame = text_box(shapes, top + above, tall)
+        frame.word_wrap = True
+        frame.margin_left, frame.margin_top = Inches(0.15), Inches(0.1)
+        frame._parent.fill.solid()
+        frame._parent.fill.fore_color.rgb = PALE
+        for number, line in enumerate(lines):
+            highlight(frame.add_paragraph() if number else frame.paragraphs[0], line, size)
 
-    tall = sum(line_height * len(lines) + (0.73 if place else 0.35) for place, lines in pieces)
-    return tall - 0.15, draw
+    return above + tall, draw
 
 
 def highlight(paragraph, line: str, size: float) -> None:
@@ -304,9 +299,9 @@ def block(paragraph: str, look_up: Callable[..., str], used: dict) -> Block:
     first, *lines, _ = paragraph.splitlines()
     kind, _, source = first.strip("`").partition(" ")
     if kind == "sh":
-        return code([("", lines)])
+        return code(lines)
     if kind == "code":
-        return code([(line.partition(": ")[0].replace(" ", ", "), cut(line)) for line in lines])
+        return code(cut(lines[0]), lines[0].replace(" ", ", "))
     used[source] = None
     if kind not in ("table", "columns"):
         raise ToolError(f"no block is called {kind!r}")

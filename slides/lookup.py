@@ -70,42 +70,21 @@ def figure(source: str, row: str, column: str) -> str:
 
 
 def cut(place: str) -> list[str]:
-    """Lines of `FILE FUNCTION`, or only some: `FILE FUNCTION: def | LINE | FIRST ... LAST`.
-
-    Comments, empty lines and the docstring are left out.
-    """
-    name, _, parts = place.partition(": ")
-    file, _, function = name.partition(" ")
+    """The lines of `FILE FUNCTION`, without its docstring, comments and, where its first line is
+    long, types."""
+    file, _, function = place.partition(" ")
     source = (ROOT / file).read_text(encoding="utf-8")
-    node = ast.parse(source)
+    node, lines = ast.parse(source), source.splitlines()
     for step in function.split("."):
         named = (each for each in getattr(node, "body", ()) if getattr(each, "name", "") == step)
-        node = next(named, None)
-        if node is None:
+        if (node := next(named, None)) is None:
             raise ToolError(f"{file}: no function {function}")
-    said = range(0)
-    if ast.get_docstring(node):
-        said = range(node.body[0].lineno, node.body[0].end_lineno + 1)
-    lines = source.splitlines()
     begin = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-    lines = [lines[i - 1] for i in range(begin, node.end_lineno + 1) if i not in said]
-    lines = [line for line in (re.sub(r"\s*#.*", "", line) for line in lines) if line]
-    chosen = [] if parts else lines
-    names = ", ".join(argument.arg for argument in getattr(node, "args", ast.arguments([])).args)
-    for part in parts.split(" | ") if parts else ():
-        whole = next(line for line in lines if line.lstrip().startswith("def "))
-        if part == "def" and (not whole.endswith(":") or len(whole) > 78):  # names are enough
-            short = textwrap.shorten(names, 64 - len(node.name), placeholder=" ...")
-            chosen.append(f"def {node.name}({short}):")
-            continue
-        first, _, last = part.partition(" ... ")
-        begins = [i for i, line in enumerate(lines) if first in line]
-        ends = [
-            i
-            for i, line in enumerate(lines)
-            if begins and i >= begins[0] and (last or first) in line
-        ]
-        if not ends:
-            raise ToolError(f"{file}: no lines {part!r} in {function}")
-        chosen += lines[begins[0] : ends[0] + 1]
-    return textwrap.dedent("\n".join(chosen)).splitlines()
+    body = node.body[1:] if ast.get_docstring(node) else node.body
+    first = lines[node.lineno - 1 : node.body[0].lineno - 1]
+    if len(first) > 1 or len(first[0]) > 77:
+        names = ", ".join(each.arg for each in node.args.args)
+        first = [f"{' ' * node.col_offset}def {node.name}({names}):"]
+    shown = lines[begin - 1 : node.lineno - 1] + first + lines[body[0].lineno - 1 : node.end_lineno]
+    shown = (re.sub(r"\s*#.*", "", line) for line in shown)
+    return textwrap.dedent("\n".join(filter(None, shown))).splitlines()

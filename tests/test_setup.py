@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, forking_python, load, words
+from conftest import ROOT, forking_python, words
 
 VALIDATION = ROOT / "setup" / "validation_scripts"
 BASE_PYTHON = Path(sys.base_prefix) / "bin" / f"python3.{sys.version_info.minor}"
@@ -557,32 +557,7 @@ def test_profiler_without_kernels_and_markers_that_do_not_load_are_rows(rocm):
     rocm.validate("test_profiling_tools", "rocm").has("MISSING", "torch.profiler", ROCTX)
 
 
-# Notes its arguments, leaves a file where results go, and ends with the last of them.
-TRAINS = """import pathlib, sys
-pathlib.Path(sys.argv[sys.argv.index("--profile-dir") + 1], "result").touch()
-print(*sys.argv[1:])
-sys.exit(int(sys.argv[-1]))"""
-
-
-def test_three_training_steps_of_a_script_and_wrong_options(machine):
-    def check(script: str, *argv: str) -> subprocess.CompletedProcess[str]:
-        program = machine.repository / "setup/validation_scripts" / script
-        command = [forking_python(), program, *argv]
-        return subprocess.run(command, cwd=machine.path, capture_output=True, text=True)
-
-    # from elsewhere it is found in the repository
-    (machine.repository / "tiny_a_v1.py").write_text(TRAINS)
-    result = check("test_training.py", "tiny_a_v1.py", "--batch-size", "7", "0")
-    received, verdict = result.stdout.splitlines()
-    assert (result.returncode, verdict, result.stderr) == (0, "Training check: PASS", "")
-    *small, option, directory = words(received)[:-3]
-    assert words(received)[-3:] == ["--batch-size", "7", "0"], "what the user gives wins"
-    assert (option, Path(directory).exists()) == ("--profile-dir", False)
-    args = load("tiny_llama_v1").parse_args(small)
-    assert (args.num_steps, args.under_profiler) == (3, True)
-    result = check("test_training.py", "tiny_a_v1.py", "3")
-    assert result.returncode == 1
-    verdict = "Training check: FAIL (tiny_a_v1.py ended with status 3)"
-    assert result.stdout.splitlines()[-1] == verdict
-    assert_refused(check("test_training.py", "tiny_b_v1.py"), 2, "tiny_b_v1.py: no such file")
-    assert_refused(check("test_profiling_tools.py", "--track", "tpu"), 2, "tools.py: error", "tpu")
+def test_a_wrong_option_of_a_check_is_one_line():
+    command = [forking_python(), VALIDATION / "test_profiling_tools.py", "--track", "tpu"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert_refused(result, 2, "tools.py: error", "tpu")

@@ -2,7 +2,6 @@
 the back row."""
 
 import ast
-import builtins
 import io
 import math
 import re
@@ -121,24 +120,13 @@ def test_figures_carry_the_deck(path):
     assert max(tables, default=0) <= 6  # with its header
 
 
-def test_code_on_slides_defines_the_names_that_it_uses():
-    """In the lines shown, or among imports, functions and constants of its file."""
-    pieces = re.findall(r"^([\w/]+\.py) .+$", "\n".join(p.read_text() for p in DECKS), re.M)
+def test_code_on_a_slide_is_a_whole_function():
+    """So it runs where its file does."""
     places = [line for p in DECKS for line in re.findall(r"```code\n(.+)\n```", p.read_text())]
-    assert len(places) == len(pieces) > 3
+    assert len(places) > 3
     for place in places:
-        file = ast.parse((ROOT / place.partition(" ")[0]).read_text())
-        known = {*dir(builtins), *(node.name for node in file.body if hasattr(node, "name"))}
-        names = [*ast.walk(ast.parse("\n".join(cut(place))))]
-        for node in (*ast.walk(file), *names):
-            if isinstance(node, ast.alias):
-                known.add((node.asname or node.name).partition(".")[0])
-        known |= {node.arg for node in names if isinstance(node, ast.arg)}
-        used = {node for node in names if isinstance(node, ast.Name)}
-        known |= {node.id for node in used if isinstance(node.ctx, ast.Store)}
-        known |= {t.id for node in file.body if isinstance(node, ast.Assign) for t in node.targets
-                  if isinstance(t, ast.Name)}  # fmt: skip
-        assert {node.id for node in used} <= known, place
+        (function,) = ast.parse("\n".join(cut(place))).body
+        assert place.endswith(function.name)
 
 
 def test_notes_say_ask_and_expect_and_the_story_is_on_each_slide(path):
@@ -188,10 +176,6 @@ def test_the_sessions_on_a_slide_are_those_of_the_agenda():
         (
             "```code\ntiny_llama_v1.py SwiGLU.backward\n```",
             "tiny_llama_v1.py: no function SwiGLU.backward",
-        ),
-        (
-            "```code\ntiny_llama_v1.py SwiGLU.forward: gate ... relu\n```",
-            "no lines 'gate ... relu'",
         ),
         ("```code\ntiny_llama_v1.py Trainer.compute\n```", "more than 9 lines"),
         ("- {llama: small, bf16: V9, ms}", "llama: no table there"),

@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from lab.script import DEFAULT_SCRIPT, load_script
 
 Scale = Callable[[int], int]
-SCRIPTS = ("tiny_*.py", "run_pytorch_profiler.py", "run_deepspeed_flops.py", "test_training.py")
+SCRIPTS = ("tiny_*.py", "run_pytorch_profiler.py", "run_deepspeed_flops.py")
 
 
 def divided_by(divisor: int) -> Scale:
