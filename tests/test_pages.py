@@ -99,8 +99,8 @@ README.md | {medium:.1f}x for medium TinyLlama, V1 to V3
 docs/CLAIMS.md | {llama[0]:.2f}x (medium, fp32, `headline_v3.json`) to {llama[1]:.2f}x (medium, bf16
 docs/CLAIMS.md | at a real crop: {crop_exact:.2f}x in fp32, {crop_bf16:.2f}x in bf16
 docs/RESULTS.md | V4 adds up to {v4_over_v3:.1f} times.
-README.md | V4 is {ahead} times as fast as the best of them for TinyLlama
-README.md | fast as the best of them for TinyLlama, {ahead_openfold} times for TinyOpenFold
+README.md | V4 is {ahead} times as fast as the best compiled version of TinyLlama
+README.md | the best compiled version of TinyLlama, {ahead_openfold} times for TinyOpenFold
 docs/RESULTS.md | {ahead} times as
 docs/RESULTS.md | {ahead_openfold} times as
 docs/START.md | runs {small[V1][per_step]} kernels
