@@ -23,7 +23,7 @@ TURNS = 10
 def compare_fusion(script: ModuleType, args: argparse.Namespace) -> int:
     """Measure everything off (results in <profile-dir>/baseline) and as chosen, in turns."""
     off = script.all_off(args, profile_dir=args.profile_dir / "baseline")
-    before, after = in_turns(script, off, args)
+    before, after = take_turns(script, off, args)
     if before["status"] == "oom":
         print("Both do not fit into memory side by side: each is measured alone, without ratios.")
         free_memory()
@@ -34,26 +34,28 @@ def compare_fusion(script: ModuleType, args: argparse.Namespace) -> int:
     if before["status"] == "ok":
         print_comparison(before, after)
     else:
-        both = script.report(before), script.report(after)
-        print("all off:\n{}\nas chosen:\n{}".format(*both), end="")
+        print(f"all off:\n{script.report(before)}\nas chosen:\n{script.report(after)}", end="")
     for error in {before["error"], after["error"]} - {None}:
         script.say("error", error)
     return max(before["exit_status"], after["exit_status"])
 
 
-def in_turns(script: ModuleType, *sides: argparse.Namespace) -> list[dict]:
-    """Return the results of both sides, whose steps take up to ten alternating turns."""
-    runs = [script.Run(sides[0], "all off: "), script.Run(sides[1], "as chosen: ")]
-    steps, turns = sides[1].num_steps, min(TURNS, sides[1].num_steps)
+def take_turns(
+    script: ModuleType, off: argparse.Namespace, args: argparse.Namespace
+) -> list[dict]:  # fmt: skip
+    """Return the results of both sides, whose steps are up to ten alternating turns."""
+    runs = [script.Run(off, "all off: "), script.Run(args, "as chosen: ")]
+    steps, turns = args.num_steps, min(TURNS, args.num_steps)
     with script.recorded(*runs):
         for run in runs:
             run.start()
-        trainers = [run.trainer for run in runs] if sides[1].enable_rocm_profiling else []
+        trainers = [run.trainer for run in runs if args.enable_rocm_profiling]
         with script.recorded_region(trainers):
             for turn, run in alternating(runs, turns):
                 run.take(steps * (turn + 1) // turns - steps * turn // turns)
-        for run in runs if not sides[1].under_profiler else ():
-            run.count(runs[0].kernels.get("per_step"))
+        trainers.clear()  # a run lets go of its own when all is counted
+        for run in runs if not args.under_profiler else ():
+            run.count(off=runs[0].kernels.get("per_step"))
     return [run.result() for run in runs]
 
 
