@@ -105,7 +105,7 @@ def benchmark(args: argparse.Namespace, argv: Sequence[str]) -> int:
     """Measure or read, and print; returns the exit status."""
     path = study.study_asked_for(args.table, argv) or measure(args, argv)
     keys = ("batch_size", "seq_len", "side", "script", "argv")
-    content = study.read_study(path, keys, measured=())
+    content = study.read_study(path, keys)
     cells = study.by_side(content["rows"], "batch_size", "seq_len").values()
     rows = [row for sides in cells for row in beside_first(sides.values())]
     print(study.heading(content, f"tiny_{content['family']}"), end="\n\n")

@@ -35,20 +35,9 @@ import argparse
 import json
 from collections.abc import Sequence
 
+from lab import records
 from lab.cli import Parser, documented_parser, print_notes, program
 from lab.files import write_text
-from lab.records import (
-    Run,
-    beside,
-    by_name,
-    check_family,
-    differences,
-    load_runs,
-    precision,
-    report_failed,
-    runs_table,
-    unsteady,
-)
 from lab.show import write_csv
 
 PROG = Path(__file__).name
@@ -67,7 +56,7 @@ def build_parser() -> Parser:
     return parser
 
 
-def csv_rows(rows: Sequence[dict], runs: Sequence[Run]) -> list[dict]:
+def csv_rows(rows: Sequence[dict], runs: Sequence[records.Run]) -> list[dict]:
     """The rows with what each run was asked to do; a fusion that a version lacks is off."""
     sizes = dict.fromkeys(key for run in runs for key in run.result["config"])
     fusions = dict.fromkeys(key for run in runs for key in run.result.get("fusions", ()))
@@ -78,7 +67,7 @@ def csv_rows(rows: Sequence[dict], runs: Sequence[Run]) -> list[dict]:
         asked = {key: result["config"].get(key) for key in sizes}
         asked |= {key: training.get(key) for key in ASKED}
         asked |= {key: int(bool(result.get("fusions", {}).get(key))) for key in fusions}
-        asked["precision"] = precision(result)
+        asked["precision"] = records.precision(result)
         compiled = training.get("torch_compile")
         asked["torch_compile"] = (training.get("torch_compile_mode") or "") if compiled else ""
         asked["cuda_graph"] = int(bool(training.get("cuda_graph")))
@@ -89,27 +78,27 @@ def csv_rows(rows: Sequence[dict], runs: Sequence[Run]) -> list[dict]:
 
 def compare(args: argparse.Namespace) -> int:
     """Print the table; returns the exit status."""
-    runs = load_runs(args.runs)
+    runs = records.load_runs(args.runs)
     baseline = runs[0]
     if args.baseline:
-        chosen = load_runs([args.baseline])[0].path.resolve()
+        chosen = records.load_runs([args.baseline])[0].path.resolve()
         baseline = next((run for run in runs if run.path.resolve() == chosen), None)
         if baseline is None:  # it gets a row, too
-            runs = load_runs([args.baseline, *args.runs])
+            runs = records.load_runs([args.baseline, *args.runs])
             baseline = runs[0]
     named = [(run.name, run.result) for run in runs]
-    check_family(named)
-    rows = [beside(run, baseline) for run in runs]
-    print_notes(PROG, *differences(named))
-    print(runs_table(runs, rows, not args.no_times), flush=True)
+    records.check_family(named)
+    rows = [records.beside(run, baseline) for run in runs]
+    print_notes(PROG, *records.differences(named))
+    print(records.runs_table(runs, rows, not args.no_times), flush=True)
     if args.csv:
         write_csv(args.csv, csv_rows(rows, runs))
     if args.save:
-        write_text(args.save, json.dumps({"runs": by_name(named)}, indent=1) + "\n")
-    print_notes(PROG, *unsteady((run.name, run) for run in runs))
+        write_text(args.save, json.dumps({"runs": records.by_name(named)}, indent=1) + "\n")
+    print_notes(PROG, *records.unsteady((run.name, run) for run in runs))
     if baseline.status != "ok":
         print_notes(PROG, f"the baseline {baseline.name} did not finish, so there are no ratios")
-    return report_failed(PROG, runs)
+    return records.report_failed(PROG, runs)
 
 
 main = program(build_parser, compare)

@@ -30,20 +30,11 @@ import argparse
 import itertools
 from collections.abc import Sequence
 
+from lab import study
 from lab.cli import Parser, ToolError, documented_parser, print_notes, program
 from lab.files import write_text
 from lab.records import differences, load_run
 from lab.show import Column, drawing, rate, render, save_figure
-from lab.study import (
-    beside_first,
-    by_side,
-    check_failed,
-    heading,
-    measure_study,
-    read_study,
-    unit_of,
-    versions_part,
-)
 
 PROG = Path(__file__).name
 MODELS = ("tiny_llama", "tiny_openfold")
@@ -83,14 +74,14 @@ def measured(
     parts = []
     for model in models:
         sides = {v.upper(): (f"{model}_{v}", [*argv]) for v in VERSIONS if v in wanted}
-        parts.append(versions_part({"model": model}, sides, args.rounds, more=LOSS_STEPS))
+        parts.append(study.versions_part({"model": model}, sides, args.rounds, more=LOSS_STEPS))
     path = args.output_dir / "versions.json"
     settings = {"rounds": args.rounds, "versions": sorted(wanted), "argv": [*argv]}
-    measure_study(path, parts, keep=True, **settings)
-    study = read_study(path, ("model", "side", "script", "argv"), measured=())
-    by_model = by_side(study["rows"], "model")
+    study.measure_study(path, parts, keep=True, **settings)
+    content = study.read_study(path, ("model", "side", "script", "argv"))
+    by_model = study.by_side(content["rows"], "model")
     found = {model: [*by_model[(model,)].values()] for model in models}
-    return found, heading(study, " and ".join(models))
+    return found, study.heading(content, " and ".join(models))
 
 
 def read(given: dict[str, Path], models: Sequence[str]) -> tuple[Found, str]:
@@ -122,7 +113,7 @@ def table(model: str, rows: Sequence[dict]) -> str:
         Column(f"over {rows[0]['side']}", "over_first", ".2f", "x"),
         Column("in turns", "over_first_in_turns"),
         Column("peak MB", "peak_mb", ".1f"),
-        Column(f"{unit_of(rows)} per step", "per_step", ".10g"),
+        Column(f"{study.unit_of(rows)} per step", "per_step", ".10g"),
         Column("host launches", "host_launches", ".10g"),
         Column("final loss", "final_loss", ".4f"),
     ]
@@ -137,7 +128,7 @@ def draw(path: Path, found: Found) -> None:
         for panel, (key, title) in zip(line, PANELS.items(), strict=True):
             bars = panel.barh([row["side"] for row in rows], [row.get(key) or 0 for row in rows])
             panel.bar_label(bars, fmt="%.4g", padding=2)
-            panel.set_title(f"{model}: {title.replace('kernels', unit_of(rows))}")
+            panel.set_title(f"{model}: {title.replace('kernels', study.unit_of(rows))}")
             panel.invert_yaxis()
             panel.margins(x=0.2)  # room for the numbers
     save_figure(figure, path, dpi=120)
@@ -153,14 +144,14 @@ def compare(args: argparse.Namespace, argv: Sequence[str]) -> int:
     if args.generate_report:
         drawing()  # if it is missing, that is said now
     found, how = read(given, models) if given else measured(args, models, argv)
-    text = "\n\n".join([how, *(table(m, beside_first(rows)) for m, rows in found.items())])
+    text = "\n\n".join([how, *(table(m, study.beside_first(rows)) for m, rows in found.items())])
     print(text, flush=True)
     if args.generate_report:
         report, picture = (args.output_dir / n for n in ("version_comparison.md", "versions.png"))
         draw(picture, found)
         write_text(report, f"# Versions compared\n\n{text}\n\n![versions]({picture.name})\n")
         print(f"\nWritten: {report}, {picture}")
-    check_failed(itertools.chain(*found.values()))
+    study.check_failed(itertools.chain(*found.values()))
     return 0
 
 

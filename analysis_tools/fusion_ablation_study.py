@@ -35,25 +35,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the 
 import argparse
 from collections.abc import Sequence
 
+from lab import study
 from lab.cli import Parser, ToolError, print_notes, program, several
 from lab.script import add_script, load_script, parser_around, precision_of, script_arguments
-from lab.study import (
-    GROUP,
-    SMALLEST_GROUP,
-    Ablated,
-    ablation,
-    add_study,
-    by_shape,
-    check_failed,
-    effects_tables,
-    fusion_sets,
-    heading,
-    measure_study,
-    new_fusions,
-    read_study,
-    sets_table,
-    study_asked_for,
-)
 from lab.turns import graph_of
 
 PROG = Path(__file__).name
@@ -68,8 +52,10 @@ def build_parser() -> Parser:
     parser.add_flag("--all-combinations", "every set of the fusions")
     fusions = {"type": several(), "metavar": "A,B", "help": "that vary (default: what is new)"}
     parser.add_argument("--fusions", **fusions)
-    parser.add_count("--group-size", GROUP, "sets in memory together", least=SMALLEST_GROUP)
-    add_study(parser, 10, "set", "ablation_<script>.json")
+    parser.add_count(
+        "--group-size", study.GROUP, "sets in memory together", least=study.SMALLEST_GROUP
+    )
+    study.add_study(parser, 10, "set", "ablation_<script>.json")
     return parser
 
 
@@ -77,7 +63,7 @@ def measure(args: argparse.Namespace, argv: Sequence[str]) -> Path:
     """Measure what is not measured yet; returns where the study is."""
     module = load_script(args.script)
     known = [flag for flag, *_ in module.FUSIONS]
-    fusions = args.fusions or new_fusions(module)
+    fusions = args.fusions or study.new_fusions(module)
     if not fusions:
         raise ToolError(f"{args.script} adds no fusions")
     if unknown := [fusion for fusion in fusions if fusion not in known]:
@@ -87,33 +73,32 @@ def measure(args: argparse.Namespace, argv: Sequence[str]) -> Path:
         flags = [f"--{choice}-{fusion}" for fusion in fusions]
         _, parsed = script_arguments(module, [*options, *flags], None)
     path = args.output or Path(f"ablation_{module.SCRIPT}.json")
-    sets = fusion_sets(fusions, args.all_combinations)
+    sets = study.fusion_sets(fusions, args.all_combinations)
     settings = {"fusions": fusions, "sets": len(sets), "rounds": args.rounds}
     settings |= {"group": args.group_size, "script": module.SCRIPT, "argv": list(argv)}
     arguments, more = {precision_of(vars(parsed)): options}, (parsed.seed, args.group_size)
-    parts = ablation(module.SCRIPT, arguments, fusions, sets, args.rounds, *more)
-    measure_study(path, parts, keep=True, **settings)
+    parts = study.ablation(module.SCRIPT, arguments, fusions, sets, args.rounds, *more)
+    study.measure_study(path, parts, keep=True, **settings)
     return path
 
 
-def study(args: argparse.Namespace, argv: Sequence[str]) -> int:
+def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     """Measure or read, and print; returns the exit status."""
-    content = read_study(
-        study_asked_for(args.table, argv) or measure(args, argv), KEYS, kind=Ablated
-    )
+    path = study.study_asked_for(args.table, argv) or measure(args, argv)
+    content = study.read_study(path, KEYS, study.TIMES, kind=study.Ablated)
     rows, script = content["rows"], content["rows"][0]["script"]
-    tables = [heading(content, script)]
-    for shape, same in by_shape(rows).items():
-        tables += [sets_table(shape or script, same, wide=True), *effects_tables(same)]
+    tables = [study.heading(content, script)]
+    for shape, same in study.by_shape(rows).items():
+        tables += [study.sets_table(shape or script, same, wide=True), *study.effects_tables(same)]
     print("\n\n".join(tables), flush=True)
     if any(row.get("status") == "oom" for row in rows):
         beside = "out of memory beside the other sets of a group"
         print_notes(PROG, f"{beside}: a smaller --group-size takes less")
-    check_failed(rows)
+    study.check_failed(rows)
     return 0
 
 
-main = program(build_parser, study, of_scripts=True)
+main = program(build_parser, run, of_scripts=True)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -104,7 +104,7 @@ def optimize(args: argparse.Namespace, argv: Sequence[str]) -> int:
     parts = search(path, module.SCRIPT, options, args.rounds, **limits)
     settings = {"script": module.SCRIPT, "argv": list(argv), "rounds": args.rounds, **limits}
     measure_study(path, parts, keep=True, **settings)
-    content = read_study(path, **SEARCH)
+    content = read_study(path, *SEARCH)
     measured = sorted(content["rows"], key=lambda row: row["batch_size"])
     rows = [beside_memory(row, total) for row in measured]
     print(f"{heading(content, module.SCRIPT)}\n\n{table(rows, target)}\n", flush=True)

@@ -25,17 +25,8 @@ import glob
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatch
 
+from lab import records
 from lab.cli import Parser, ToolError, documented_parser, print_notes, program
-from lab.records import (
-    Run,
-    check_family,
-    differences,
-    file_of_runs,
-    load_run,
-    precision,
-    report_failed,
-    split_name,
-)
 from lab.show import Column, cell, drawing, ended, render, save_figure, write_csv
 
 PROG = Path(__file__).name
@@ -57,7 +48,7 @@ def expand(path: str) -> list[Path]:
     """The path itself, or what a pattern matches."""
     if Path(path).exists() or not glob.has_magic(path):
         return [Path(path)]
-    if inside := file_of_runs(Path(path)):
+    if inside := records.file_of_runs(Path(path)):
         runs, pattern = inside
         file = Path(path.removesuffix(pattern))
         if found := [file / name for name in sorted(runs) if fnmatch(name, pattern)]:
@@ -70,19 +61,19 @@ def expand(path: str) -> list[Path]:
     return found
 
 
-def load(arguments: Iterable[str]) -> list[Run]:
+def load(arguments: Iterable[str]) -> list[records.Run]:
     """The runs of each line."""
     runs, name = [], None
     for argument in arguments:
-        given, path = split_name(argument)
+        given, path = records.split_name(argument)
         name = given or name
         if name is None:
             raise ToolError(f"{argument!r} is not NAME=PATH")
-        runs += [load_run(place, name) for place in expand(path)]
+        runs += [records.load_run(place, name) for place in expand(path)]
     return runs
 
 
-def points_of(runs: Sequence[Run], x: str) -> list[dict]:
+def points_of(runs: Sequence[records.Run], x: str) -> list[dict]:
     """A point for each run; one that ended before it had a model has none."""
     first, bases, points, named, lost = runs[0].name, {}, {}, [], []
     for run in runs:
@@ -98,13 +89,14 @@ def points_of(runs: Sequence[Run], x: str) -> list[dict]:
             raise ToolError(f"{run.name} has two runs with {x} {place}: {both}")
         on = f"{result['script']} on {result['environment'].get('device_name')}"
         point = {"name": run.name, x: place, "status": run.status, "path": run.path}
-        points[run.name, place] = point | {"on": f"{on}, {precision(result)}", "peak_mb": peak}
+        point |= {"on": f"{on}, {records.precision(result)}", "peak_mb": peak}
+        points[run.name, place] = point
         bases |= {place: peak} if run.name == first else {}
         named.append((f"{run.name} at {place}", result))
     if not points:
         raise ToolError("none of these runs got as far as its first step")
-    check_family(named)
-    print_notes(PROG, *differences(named, ignore=(x,)), *lost)
+    records.check_family(named)
+    print_notes(PROG, *records.differences(named, ignore=(x,)), *lost)
     for (_, place), point in points.items():
         base, peak = bases.get(place), point["peak_mb"]
         point["over_first"] = peak / base if peak and base else None
@@ -167,7 +159,7 @@ def plot(args: argparse.Namespace) -> int:
         raise ToolError(f"--output {output}: must end in {', '.join(PICTURES)}")
     runs = load(args.runs)
     points = points_of(runs, x)
-    status = report_failed(PROG, runs)
+    status = records.report_failed(PROG, runs)
     print(table(points, x), flush=True)
     if output:
         write_csv(output.with_suffix(".csv"), points)

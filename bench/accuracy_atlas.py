@@ -425,7 +425,7 @@ def run_atlas(args: argparse.Namespace) -> int:
         names = ("subjects", "precisions", "runs", "sizes")
         settings = {name: getattr(args, name) for name in names}
         measure_study(args.output, atlas(args), argv=["--device", args.device], **settings)
-    print(table(read_study(args.table or args.output, measured=(), kind=Compared)))
+    print(table(read_study(args.table or args.output, kind=Compared)))
     return 0
 
 

@@ -32,7 +32,7 @@ from lab.provenance import output_of
 from lab.records import Row
 from lab.script import import_file, interpret_without_gpu
 from lab.show import Column, render, side_columns
-from lab.study import Part, add_study, as_rows, by_side, chosen, measure_study, read_study
+from lab.study import TIMES, Part, add_study, as_rows, by_side, chosen, measure_study, read_study
 from lab.turns import all_measured, graph_of, ratios
 
 PROG = Path(__file__).name
@@ -148,7 +148,7 @@ def compare(args: argparse.Namespace) -> int:
             if not Path(args.before).is_dir():
                 before = output_of("git", "rev-parse", "--short", args.before).strip()
             measure_study(path, asked, keep=True, rounds=args.rounds, before=before)
-    rows = read_study(path, (*KEYS, "side"), kind=Changed)["rows"]
+    rows = read_study(path, (*KEYS, "side"), TIMES, kind=Changed)["rows"]
     cases = {case: sides | judged(sides) for case, sides in by_side(rows, *KEYS).items()}
     print(table(cases))
     return int(not args.table and any(line[BEYOND] != "nothing" for line in cases.values()))

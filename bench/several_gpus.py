@@ -212,7 +212,7 @@ def step_times(trainer, steps: int) -> list[float]:
 def scaling_tables(directory: Path) -> list[str]:
     """Weak scaling, eager and as graphs, then strong scaling."""
     keys = ("precision", "mode", "side", "batch_size")
-    rows = read_rows(directory / "scaling.json", keys, ["batch_ms"], Scaling)
+    rows = read_rows(directory / "scaling.json", keys, ["batch_ms"], kind=Scaling)
     return [
         scaling_table([row for row in rows if row["mode"] == mode], mode, weak)
         for weak, mode in itertools.product((True, False), ("eager", "graph"))

@@ -416,7 +416,7 @@ def read(path: Path, name: str) -> list[Panel | Found | str]:
             if not rows:
                 raise ToolError(f"{path}: a study without a row")
             if kind := next((ROWS[key] for key in ROWS if key in rows[0]), None):
-                records.check_rows(kind, rows, path)
+                records.check_rows(path, rows, kind=kind)
             ours = [row for row in rows if "script" in row]  # that a library fails is a result
             failed = [row for row in ours if row.get("status") == "failed"]
             found = [f"{row['script']} failed: {row.get('error')} ({path})" for row in failed]

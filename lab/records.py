@@ -346,10 +346,24 @@ def checked(kind: type, value: object, path: Path) -> dict:
     return value
 
 
-def check_rows(kind: type[Row], rows: Iterable[dict], path: Path) -> None:
-    """ToolError unless these are rows of this kind."""
+def check_rows(
+    path: Path,
+    rows: Sequence[dict],
+    keys: Iterable[str] = (),
+    measured: Iterable[str] = (),
+    kind: type[Row] = Row,
+) -> Sequence[dict]:
+    """Return the rows of a study; ToolError names what is wrong with one: another kind, without one
+    of the keys, or neither a status and an error nor all that is to be `measured`."""
     for number, row in enumerate(rows):
         _check(kind, row, path, f"rows[{number}]")
+        found = ("error",) if "status" in row else measured
+        missing = [key for key in keys if key not in row]
+        missing += [key for key in found if row.get(key) is None]
+        if missing:
+            reason = "another study, or of an older version"
+            raise ToolError(f"{path}: rows[{number}] has no {missing[0]}: {reason}")
+    return rows
 
 
 def check_turns(rows: Iterable[dict], path: Path) -> None:

@@ -37,6 +37,7 @@ Part = tuple[dict, Callable[[], dict | list[dict]]]
 Sides = dict[str, tuple[str, list[str]]]  # script and arguments of each side, by its name
 GROUP = 8  # sides that are in memory together
 SMALLEST_GROUP = 4  # none, all, the control and one more
+TIMES = ("batch_ms", "turns_ms")  # what a row has that was measured in turns
 CONTROL = "all again"  # all of the fusions, built and captured a second time
 Set = tuple[str, ...]  # the fusions that are on
 Logs = dict[frozenset, dict[tuple[int, int], float]]  # of a set, by seed and turn
@@ -153,29 +154,17 @@ def chosen(parts: Sequence[Part], words: Sequence[str]) -> list[Part]:
     return [part for part in parts if all(part[0][key] in words for key in keys)]
 
 
-def read_rows(
-    path: Path,
-    keys: Iterable[str] = (),
-    measured: Iterable[str] = (),
-    kind: type[Row] = Row,
-) -> list[dict]:
-    """The rows of a study; none if it is not there.
+def read_rows(path: Path, *wanted: Iterable[str], kind: type[Row] = Row) -> Sequence[dict]:
+    """The rows of a study as `check_rows` wants them; none if it is not there."""
+    return check_rows(path, read(Study, path)["rows"], *wanted, kind=kind) if path.exists() else []
 
-    ToolError names what is wrong with a row: another kind, without one of the keys, or neither a
-    status and an error nor all that is to be `measured`.
-    """
-    if not path.exists():
-        return []
-    rows = read(Study, path)["rows"]
-    check_rows(kind, rows, path)
-    for number, content in enumerate(rows):
-        found = ("error",) if "status" in content else measured
-        missing = [key for key in keys if key not in content]
-        missing += [key for key in found if content.get(key) is None]
-        if missing:
-            reason = "another study, or of an older version"
-            raise ToolError(f"{path}: rows[{number}] has no {missing[0]}: {reason}")
-    return rows
+
+def read_study(path: Path, *wanted: Iterable[str], kind: type[Row] = Row) -> dict:
+    """A study, finished or not, with at least one row; its rows are as `check_rows` wants them."""
+    study = read(Study, path)
+    if not check_rows(path, study["rows"], *wanted, kind=kind):
+        raise ToolError(f"{path}: a study without a row")
+    return study
 
 
 def by_side(rows: Iterable[dict], *keys: str) -> dict[tuple, dict[str, dict]]:
@@ -195,19 +184,6 @@ def unit_of(rows: Iterable[dict]) -> str:
 def as_rows(sides: Mapping[str, dict]) -> list[dict]:
     """What was measured of each side as rows that have its name."""
     return [{"side": name, **row} for name, row in sides.items()]
-
-
-def read_study(
-    path: Path,
-    keys: Iterable[str] = (),
-    measured: Iterable[str] = ("batch_ms", "turns_ms"),
-    kind: type[Row] = Row,
-) -> dict:
-    """A study, finished or not, with at least one row; its rows are checked as by `read_rows`."""
-    study = read(Study, path)
-    if not read_rows(path, keys, measured, kind):
-        raise ToolError(f"{path}: a study without a row")
-    return study
 
 
 def study_asked_for(table: Path | None, argv: Sequence[str]) -> Path | None:
@@ -619,7 +595,7 @@ def range_of(ratios: Sequence[float]) -> str | None:
 
 # --- the largest batch size that fits: it doubles, and then the gap is halved
 
-SEARCH = {"keys": ("batch_size", "script", "argv"), "measured": ("batch_ms", "turns_ms", "peak_mb")}
+SEARCH = ("batch_size", "script", "argv"), ("batch_ms", "turns_ms", "peak_mb")
 
 
 def memory_mb(device: str) -> float:
@@ -658,7 +634,7 @@ def next_size(
 def search(path: Path, script: str, argv: Sequence[str], rounds: int, **limits) -> Iterator[Part]:
     """Parts of the study; which comes next follows from the rows that are there."""
     unfinished = path.with_suffix(".partial.json")
-    while size := next_size(read_rows(path, **SEARCH) or read_rows(unfinished, **SEARCH), **limits):
+    while size := next_size(read_rows(path, *SEARCH) or read_rows(unfinished, *SEARCH), **limits):
         side = (script, [*argv, "--batch-size", str(size)])
         yield {"batch_size": size}, partial(measured_alone, side, rounds)
 

@@ -54,7 +54,7 @@ def search(path: Path) -> Answer:
     another device."""
 
     def body() -> int:
-        rows = read_study(path, **SEARCH)["rows"]
+        rows = read_study(path, *SEARCH)["rows"]
         next_size(rows, 1e5, 1024)
         found = [optimize_batch_size.beside_memory(row, 1e5) for row in rows]
         print(optimize_batch_size.table(found, 0.8))
