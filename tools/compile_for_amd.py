@@ -19,7 +19,7 @@ Examples:
   python tools/compile_for_amd.py tiny_llama_v3.py --target gfx942 --dtype bfloat16 --size default
   python tools/compile_for_amd.py tiny_llama_v3.py --blocks attention_forward:BLOCK_M=128
   python tools/compile_for_amd.py --target sm_90   for NVIDIA's H100, shared memory under LDS
-  python tools/compile_for_amd.py --write          results/amd/registers.csv and the tables from it
+  python tools/compile_for_amd.py --write          results/amd/registers.csv
   python tools/compile_for_amd.py --summary        what this file says of each script and target
 """
 
@@ -58,10 +58,8 @@ with needed():
     from lab.cli import Parser, ToolError, documented_parser, print_notes, program
     from lab.script import load_script
     from lab.show import Column, render, write_csv
-    from tools import tables
 
 PROG = Path(__file__).name
-DOCUMENT = ROOT / "docs/ROCM.md"
 REGISTERS = ROOT / "results/amd/registers.csv"
 SCRIPTS = sorted(path.name for path in ROOT.glob("tiny_*_v[34].py"))
 # for Triton, and the KiB of LDS (NVIDIA: shared memory) of a compute unit, which a workgroup can
@@ -384,7 +382,6 @@ def check(args: argparse.Namespace) -> int:
     if args.write and not wrong:
         REGISTERS.parent.mkdir(parents=True, exist_ok=True)
         write_csv(REGISTERS, rows)
-        wrong = tables.update(DOCUMENT, check=False)
     for line in wrong:
         print(f"{PROG}: {line}", file=sys.stderr)
     return int(bool(wrong))
@@ -442,7 +439,7 @@ def build_parser() -> Parser:
     text += "only such kernels are compiled"
     parser.add_argument("--blocks", action="append", metavar="KERNEL:NAME=NUMBER,...", help=text)
     what = parser.add_mutually_exclusive_group()
-    text = f"write {REGISTERS.name} and the tables of {DOCUMENT.name}, for default sizes"
+    text = f"write {REGISTERS.name}, for default sizes"
     what.add_argument("--write", action="store_true", help=text)
     text = "print what such a file says of each script and target (default: the one in results/)"
     what.add_argument("--summary", nargs="?", type=Path, const=REGISTERS, metavar="FILE", help=text)
