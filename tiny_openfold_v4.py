@@ -3987,6 +3987,10 @@ class ProteinBatches:
         crop = (args.num_seqs, args.seq_len)
         self.padded = any((np.array(p.tokens.shape) < crop).any() for p in proteins)
         self.rng = np.random.default_rng(seed)
+        self.source = {}
+        if args.msa:
+            observed = np.concatenate([protein.observed for protein in proteins])
+            self.source = {"residues": len(observed), "observed": int(observed.sum())}
 
     def next_batch(self) -> dict[str, Tensor]:
         chosen = self.rng.integers(len(self.proteins), size=self.batch_size)
@@ -4303,8 +4307,8 @@ def join_processes(args: argparse.Namespace) -> None:
 # Copied from common/harness.py by tools/sync_common.py: edit it there.
 # It knows the model by docstring, VERSION, FUSIONS, TRITON_FUSIONS, add_model_arguments
 # (--batch-size), check_model_arguments, without_effect, use_settings, build_model (.config,
-# .TARGETS), build_optimizer, make_batches (.next_batch()); these use at_least, beside, fail
-# and say.
+# .TARGETS), build_optimizer, make_batches (.next_batch(), .source); these use at_least,
+# beside, fail and say.
 SCRIPT = Path(__file__).stem
 # What runs in place of training: functions of these names, in modules beside this script.
 MODES = {"compare_fusion": "lab.modes", "verify_accuracy": "lab.modes"}
@@ -4317,6 +4321,7 @@ SETTINGS += ("torch_compile", "torch_compile_mode", "cuda_graph")
 PATIENCE = 600  # seconds without a step that ends
 # A line is printed where all of its values were measured.
 REPORT = """\
+Residues with coordinates: {data[observed]} of {data[residues]}
 Average training speed: {timing[samples_per_sec]:.1f} samples/sec
 Average batch time: {timing[batch_ms]:.1f} ms \
 (median {timing[batch_median_ms]:.1f}, p95 {timing[batch_p95_ms]:.1f})
@@ -4698,7 +4703,7 @@ class Run:
         self.args = args
         self.title = title
         self.device = prepare(args)
-        self.model: dict = {"config": {}}
+        self.model: dict = {"config": {}, "data": {}}
         self.turns: list[Turn] = []
         self.held = 0  # bytes of GPU memory that it holds between turns
         self.peak = 0  # bytes in a measured step
@@ -4713,11 +4718,14 @@ class Run:
         self.model = {
             "config": asdict(self.trainer.model.config),
             "parameters": sum(p.numel() for p in self.trainer.model.parameters()),
+            "data": self.trainer.batches.source,
         }
         progress()
         print(self.headline(), flush=True)
         if args.torch_compile:
             progress("compiling in the first step; this can take minutes")
+        elif not (self.trainer.gpu or args.under_profiler):
+            self.forecast(args.warmup_steps + args.num_steps)
         self.plan(args.warmup_steps, "warm-up step")
         self.take(args.warmup_steps - args.cuda_graph)
         if args.cuda_graph:
@@ -4740,6 +4748,29 @@ class Run:
         fused = ", ".join(on or ["nothing fused"]).replace("_", "-")
         model = f"{self.model['parameters']:,} parameters, batch_size {args.batch_size}, {sizes}"
         return f"{SCRIPT} on {device}: {model}; {precision}; {fused}"
+
+    def forecast(self, steps: int) -> None:
+        """Say how long steps take on a CPU if it is long, by the first layer for one sample."""
+        if TRITON_FUSIONS:
+            progress("measuring one layer, for how long the steps will take")
+        model, times = self.trainer.model, []
+        layers = max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=len)
+        batch = make_batches(self.args, self.device, self.args.seed).next_batch()
+
+        def stop(*_: object) -> NoReturn:
+            raise EOFError
+
+        hook = layers[0].register_forward_hook(stop)
+        while len(times) < 2 and sum(times) < 5:  # the first time does more
+            started = time.perf_counter()
+            with contextlib.suppress(EOFError), torch.no_grad(), self.trainer.autocast():
+                model(**{name: value[:1] for name, value in batch.items()})
+            times.append(time.perf_counter() - started)
+        hook.remove()
+        samples = steps * self.args.batch_size // WORLD_SIZE
+        whole = round(3 * times[-1] * len(layers) * samples)  # the backward pass takes twice that
+        if whole > 10:
+            progress(f"the steps will take about {timedelta(seconds=whole)} on this CPU")
 
     def plan(self, steps: int, label: str) -> None:
         """Reset the progress counter for `steps` steps."""
@@ -4797,8 +4828,8 @@ class Run:
         """Show progress now and then, and the time left until the last of the planned steps."""
         now, terminal = time.perf_counter(), sys.stdout.isatty()
         left = (now - self.started) / self.done * (self.goal - self.done)
-        due = now > self.shown + 0.1 if terminal else self.done % self.args.log_interval == 0
-        if due or not left:
+        due = now > self.shown + (0.1 if terminal else 60) or not left
+        if due or (self.done % self.args.log_interval == 0 and not terminal):
             self.shown = now
             progress(text + (f"  {timedelta(seconds=math.ceil(left))} left" if left else ""))
 

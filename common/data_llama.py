@@ -10,6 +10,7 @@ class TextBatches:
         self.windows = np.lib.stride_tricks.sliding_window_view(stream, args.seq_len)
         self.batch_size, self.device = args.batch_size, device
         self.generator = torch.Generator().manual_seed(seed)
+        self.source: dict = {}  # nothing to report
 
     def next_batch(self) -> dict[str, Tensor]:
         starts = torch.randint(len(self.windows), (self.batch_size,), generator=self.generator)

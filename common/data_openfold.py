@@ -31,6 +31,10 @@ class ProteinBatches:
         crop = (args.num_seqs, args.seq_len)
         self.padded = any((np.array(p.tokens.shape) < crop).any() for p in proteins)
         self.rng = np.random.default_rng(seed)
+        self.source = {}
+        if args.msa:
+            observed = np.concatenate([protein.observed for protein in proteins])
+            self.source = {"residues": len(observed), "observed": int(observed.sum())}
 
     def next_batch(self) -> dict[str, Tensor]:
         chosen = self.rng.integers(len(self.proteins), size=self.batch_size)

@@ -407,12 +407,14 @@ def files(folder: Path, structure: str, msa: str = A3M) -> list[str]:
 UNRESOLVED = without(cif(QUERY, WHOLE), r"^(.* 4 4 A) .*", r"\g<1> ? ? ?")
 
 
-def test_a_run_says_how_many_residues_have_no_coordinates(tmp_path: Path):
+def test_a_run_says_how_many_residues_have_coordinates(tmp_path: Path):
     argv = words("--num-steps 1 --warmup-steps 0 --under-profiler --num-seqs 2 --seq-len 22")
     result = run_main(OPENFOLD, tmp_path, *argv, *files(tmp_path, UNRESOLVED))
     assert result.status == 0
     path = tmp_path / "x.structure"
     assert f"note: {path}: chain A: 1 of 22 residues have no coordinates\n" in result.stderr
+    assert "\nResidues with coordinates: 21 of 22\n" in result.stdout
+    assert result.summary["data"] == {"residues": 22, "observed": 21}
 
 
 def test_the_first_loss_of_v4_is_that_of_v1_beside_unresolved_residues(tmp_path: Path):

@@ -25,6 +25,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import (
+    CPU,
     MODELS,
     QUICK,
     ROOT,
@@ -140,6 +141,18 @@ def test_progress_shows_the_loss_of_warmup_and_measured_steps(plain: Run):
     assert after[:4] == [counts[0], "recording the memory of a step", *counts[1:]]
 
 
+def test_how_long_the_steps_of_a_cpu_take_is_said_before_them(capsys):
+    module = load("tiny_openfold_v2")  # which draws masks as well as proteins
+    run = module.Run(parse("tiny_openfold_v2", "--seq-len", "8"))
+    run.trainer = module.Trainer(run.args, CPU)
+    run.forecast(10_000_000)
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert re.fullmatch(r"the steps will take about \d.*:\d\d on this CPU", said)
+    before = [float(run.trainer.step()) for _ in range(2)]
+    other = module.Trainer(run.args, CPU)
+    assert before == [float(other.step()) for _ in range(2)], "and nothing else changes"
+
+
 def on_terminal(command: list[str], columns: int) -> tuple[int, str]:
     """Exit status, and what the program writes on a terminal of this width."""
     ours, its = pty.openpty()
@@ -234,10 +247,12 @@ FIELDS = {
     "kernels": "per_step all_off unit remark reduction_percent",
     "flops": "per_step gflop achieved_tflops",
     "loss": "warmup_steps curve initial final",
+    "data": "",
 }
-ELSEWHERE = {  # with a graph, a compiler, or a GPU
+ELSEWHERE = {  # with a graph, a compiler, a GPU or real proteins
     "timing": "graph_ms compilation_overhead_ms",
     "kernels": "host_launches",
+    "data": "residues observed",
 }
 
 
