@@ -1391,16 +1391,17 @@ def triangle_output_kernel(
 
 
 @triton.jit
-def load_transposed(WEIGHT_T, row, C: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """Load rows [rows, C] of the packed weight for a product with a gradient [positions, rows].
+def load_transposed(
+    WEIGHT_T, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TRANSPOSED: tl.constexpr
+):  # fmt: skip
+    """Load a tile of a weight [ROWS, COLUMNS] for a product with a gradient [positions, rows].
 
-    With TRANSPOSED, in float32, WEIGHT_T is [C, 6 C], as tensor cores of an H100 read TF32 in one
-    direction only; else it is the weight itself.
+    With TRANSPOSED, in float32, WEIGHT_T is [COLUMNS, ROWS], as tensor cores of an H100 read TF32
+    in one direction only; else it is the weight itself.
     """
-    channel = tl.arange(0, C)
     if TRANSPOSED:
-        return tl.load(WEIGHT_T + channel[None, :] * (6 * C) + row[:, None])
-    return tl.load(WEIGHT_T + row[:, None] * C + channel[None, :])
+        return tl.load(WEIGHT_T + column[None, :] * ROWS + row[:, None])
+    return tl.load(WEIGHT_T + row[:, None] * COLUMNS + column[None, :])
 
 
 ONES = tl.constexpr(8)  # columns: rows of 16-bit numbers still begin at multiples of 16 bytes
@@ -1470,7 +1471,7 @@ def triangle_output_backward_kernel(
         tl.store(GRAD_Z + m * C + row[None, :], grad_z.to(dtype), mask=inside)
         at = GRAD_LINEAR + m * (5 * C) + (row + G * C)[None, :]
         tl.store(at, grad_g.to(dtype), mask=inside)
-        weight = load_transposed(WEIGHT_T, row + Z * C, C, TRANSPOSED)
+        weight = load_transposed(WEIGHT_T, row + Z * C, channel, 6 * C, C, TRANSPOSED)
         # dLayerNorm(X) += dz W_z^T
         grad_normed = tl.dot(grad_z.to(dtype), weight, grad_normed, input_precision=PRECISION)
     # Loaded and normalised once more: that is cheaper than keeping it in registers over the loop.
@@ -1505,7 +1506,7 @@ def triangle_project_backward_kernel(
     y = tl.load(NORMED + m * (C + ONES) + channel[None, :], mask=inside, other=0.0)
     at_g = GRAD_LINEAR + m * (5 * C) + (channel + G * C)[None, :]
     grad_g = tl.load(at_g, mask=inside, other=0.0)
-    weight_g = load_transposed(WEIGHT_T, channel + G * C, C, TRANSPOSED)
+    weight_g = load_transposed(WEIGHT_T, channel + G * C, channel, 6 * C, C, TRANSPOSED)
     grad_y = tl.dot(grad_g, weight_g, input_precision=PRECISION)  # dy = dg W_g^T
     for first in tl.range(A_P * C, A_G * C, BLOCK_C, loop_unroll_factor=1):  # a_p, then b_p
         row = first + tl.arange(0, BLOCK_C)
@@ -1522,9 +1523,9 @@ def triangle_project_backward_kernel(
         at = GRAD_LINEAR + m * (5 * C) + row[None, :]
         tl.store(at, grad_p, mask=inside)
         tl.store(at + A_G * C, grad_s, mask=inside)
-        weight = load_transposed(WEIGHT_T, row, C, TRANSPOSED)
+        weight = load_transposed(WEIGHT_T, row, channel, 6 * C, C, TRANSPOSED)
         grad_y = tl.dot(grad_p, weight, grad_y, input_precision=PRECISION)  # dy += dp W_ap^T
-        weight = load_transposed(WEIGHT_T, row + A_G * C, C, TRANSPOSED)
+        weight = load_transposed(WEIGHT_T, row + A_G * C, channel, 6 * C, C, TRANSPOSED)
         grad_y = tl.dot(grad_s, weight, grad_y, input_precision=PRECISION)  # dy += ds W_ag^T
     x = load_positions(X, position, C, channel, 1, M)
     x, rstd = normalise_again(x, position, STATISTICS, M)

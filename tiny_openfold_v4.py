@@ -319,7 +319,8 @@ BLOCKS: dict[str, str] = {
     "outer_product_forward float32": "BLOCK_M=128,BLOCK_N=128,BLOCK_S=32,num_warps=8,num_stages=2",
     "outer_product_forward hip": "BLOCK_M=128,BLOCK_N=128,BLOCK_S=32,num_warps=8,num_stages=2",
     "outer_product_gradient": "BLOCK_M=128,BLOCK_N=64,num_warps=8,num_stages=3",
-    "outer_product_gradient float32": "BLOCK_M=64,BLOCK_N=64,num_warps=8,num_stages=2",
+    "outer_product_gradient float32": "BLOCK_M=64,BLOCK_N=32,num_warps=4,num_stages=2",
+    "outer_product_gradient TF32": "BLOCK_M=64,BLOCK_N=32,num_warps=4,num_stages=3",
     "outer_product_gradient hip": "BLOCK_M=64,BLOCK_N=32,num_warps=4,num_stages=1",
     "outer_product_gradient hip float32": "BLOCK_M=32,BLOCK_N=32,num_warps=4,num_stages=1",
     "triangle_product": "BLOCK_N=64,num_warps=4",
@@ -1781,16 +1782,17 @@ def triangle_output_kernel(
 
 
 @triton.jit
-def load_transposed(WEIGHT_T, row, C: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """Load rows [rows, C] of the packed weight for a product with a gradient [positions, rows].
+def load_transposed(
+    WEIGHT_T, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TRANSPOSED: tl.constexpr
+):  # fmt: skip
+    """Load a tile of a weight [ROWS, COLUMNS] for a product with a gradient [positions, rows].
 
-    With TRANSPOSED, in float32, WEIGHT_T is [C, 6 C], as tensor cores of an H100 read TF32 in one
-    direction only; else it is the weight itself.
+    With TRANSPOSED, in float32, WEIGHT_T is [COLUMNS, ROWS], as tensor cores of an H100 read TF32
+    in one direction only; else it is the weight itself.
     """
-    channel = tl.arange(0, C)
     if TRANSPOSED:
-        return tl.load(WEIGHT_T + channel[None, :] * (6 * C) + row[:, None])
-    return tl.load(WEIGHT_T + row[:, None] * C + channel[None, :])
+        return tl.load(WEIGHT_T + column[None, :] * ROWS + row[:, None])
+    return tl.load(WEIGHT_T + row[:, None] * COLUMNS + column[None, :])
 
 
 ONES = tl.constexpr(8)  # columns: rows of 16-bit numbers still begin at multiples of 16 bytes
@@ -1860,7 +1862,7 @@ def triangle_output_backward_kernel(
         tl.store(GRAD_Z + m * C + row[None, :], grad_z.to(dtype), mask=inside)
         at = GRAD_LINEAR + m * (5 * C) + (row + G * C)[None, :]
         tl.store(at, grad_g.to(dtype), mask=inside)
-        weight = load_transposed(WEIGHT_T, row + Z * C, C, TRANSPOSED)
+        weight = load_transposed(WEIGHT_T, row + Z * C, channel, 6 * C, C, TRANSPOSED)
         # dLayerNorm(X) += dz W_z^T
         grad_normed = tl.dot(grad_z.to(dtype), weight, grad_normed, input_precision=PRECISION)
     # Loaded and normalised once more: that is cheaper than keeping it in registers over the loop.
@@ -1895,7 +1897,7 @@ def triangle_project_backward_kernel(
     y = tl.load(NORMED + m * (C + ONES) + channel[None, :], mask=inside, other=0.0)
     at_g = GRAD_LINEAR + m * (5 * C) + (channel + G * C)[None, :]
     grad_g = tl.load(at_g, mask=inside, other=0.0)
-    weight_g = load_transposed(WEIGHT_T, channel + G * C, C, TRANSPOSED)
+    weight_g = load_transposed(WEIGHT_T, channel + G * C, channel, 6 * C, C, TRANSPOSED)
     grad_y = tl.dot(grad_g, weight_g, input_precision=PRECISION)  # dy = dg W_g^T
     for first in tl.range(A_P * C, A_G * C, BLOCK_C, loop_unroll_factor=1):  # a_p, then b_p
         row = first + tl.arange(0, BLOCK_C)
@@ -1912,9 +1914,9 @@ def triangle_project_backward_kernel(
         at = GRAD_LINEAR + m * (5 * C) + row[None, :]
         tl.store(at, grad_p, mask=inside)
         tl.store(at + A_G * C, grad_s, mask=inside)
-        weight = load_transposed(WEIGHT_T, row, C, TRANSPOSED)
+        weight = load_transposed(WEIGHT_T, row, channel, 6 * C, C, TRANSPOSED)
         grad_y = tl.dot(grad_p, weight, grad_y, input_precision=PRECISION)  # dy += dp W_ap^T
-        weight = load_transposed(WEIGHT_T, row + A_G * C, C, TRANSPOSED)
+        weight = load_transposed(WEIGHT_T, row + A_G * C, channel, 6 * C, C, TRANSPOSED)
         grad_y = tl.dot(grad_s, weight, grad_y, input_precision=PRECISION)  # dy += ds W_ag^T
     x = load_positions(X, position, C, channel, 1, M)
     x, rstd = normalise_again(x, position, STATISTICS, M)
@@ -2242,14 +2244,14 @@ def outer_product_forward_kernel(
 
 @triton.jit
 def outer_product_gradient_kernel(
-    GRAD, WEIGHT, GRAD_WIDE, N, factor: tl.constexpr, C: tl.constexpr, H: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    GRAD, WEIGHT_T, GRAD_WIDE, N, factor: tl.constexpr, C: tl.constexpr, H: tl.constexpr,
+    TRANSPOSED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradient of the product of a and b, factor * sum_z G_ijz W_zcd, from that of out.
 
-    GRAD is [samples, N, N, C], WEIGHT [C, H x H], GRAD_WIDE [samples, N, H, N, H]: as a matrix
-    [N x H, N x H] it multiplies a and b. A program owns BLOCK_M residues j of a residue i, and goes
-    over the pairs (c, d) BLOCK_N at a time.
+    GRAD is [samples, N, N, C], W [C, H x H] (WEIGHT_T: see load_transposed), GRAD_WIDE
+    [samples, N, H, N, H]: as a matrix [N x H, N x H] it multiplies a and b. A program owns BLOCK_M
+    residues j of a residue i, and goes over the pairs (c, d) BLOCK_N at a time.
     """
     row = tl.program_id(2).to(tl.int64) * N + tl.program_id(0)  # of sample and i
     j = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -2258,7 +2260,7 @@ def outer_product_gradient_kernel(
     grad = tl.load(GRAD + (row * N + j)[:, None] * C + channel[None, :], mask=inside, other=0.0)
     for first in tl.range(0, H * H, BLOCK_N):
         cd = first + tl.arange(0, BLOCK_N)
-        weight = tl.load(WEIGHT + channel[:, None] * (H * H) + cd[None, :])
+        weight = load_transposed(WEIGHT_T, channel, cd, C, H * H, TRANSPOSED)
         wide = tl.dot(grad, weight, input_precision=PRECISION) * factor  # G W
         at = GRAD_WIDE + (row * H + cd // H)[None, :] * (N * H) + j[:, None] * H + (cd % H)[None, :]
         tl.store(at, wide.to(GRAD_WIDE.dtype.element_ty), mask=inside)
@@ -2289,10 +2291,12 @@ def outer_product_backward(grad: Tensor, weight: Tensor, ab: Tensor, factor: flo
     chosen, width = blocks("outer_product_gradient", ab.dtype), length * dim
     chosen["BLOCK_M"] = min(chosen["BLOCK_M"], max(16, triton.next_power_of_2(length)))
     chosen |= {"N": length, "C": len(weight), "H": dim, "PRECISION": dot_precision(ab.dtype)}
+    chosen["TRANSPOSED"] = ab.dtype == torch.float32
+    weight_t = weight.t().contiguous() if chosen["TRANSPOSED"] else weight
     wide, grad_ab = ab.new_empty(samples, width, width), torch.empty_like(ab)
     grid = (length, triton.cdiv(length, chosen["BLOCK_M"]), samples)
     launch = wrap_triton(outer_product_gradient_kernel)[grid]
-    launch(grad, weight, wide, factor=factor, **chosen)
+    launch(grad, weight_t, wide, factor=factor, **chosen)
     (a, b), (grad_a, grad_b) = ab.flatten(3), grad_ab.flatten(3)
     torch.bmm(b, wide.mT, out=grad_a)
     torch.bmm(a, wide, out=grad_b)
@@ -2897,14 +2901,15 @@ class TransitionFunction(torch.autograd.Function):
 
 @triton.jit
 def transition_backward_hidden_kernel(
-    GRAD_OUT, WEIGHT_2, RELU, GRAD_H, SUMS, M, C: tl.constexpr, HIDDEN: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WIDE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    GRAD_OUT, WEIGHT_T, RELU, GRAD_H, SUMS, M, C: tl.constexpr, HIDDEN: tl.constexpr,
+    TRANSPOSED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute dh = dout W2 where RELU = relu(h) > 0, else 0.
 
-    GRAD_OUT is [M, C], WEIGHT_2 [C, HIDDEN], RELU and GRAD_H [M, HIDDEN]. A program owns a tile
-    [BLOCK_M, BLOCK_N] of GRAD_H, and of SUMS [blocks of rows, HIDDEN] the sums of its columns.
+    GRAD_OUT is [M, C], W2 [C, HIDDEN] (WEIGHT_T: see load_transposed), RELU and GRAD_H [M, HIDDEN].
+    A program owns a tile [BLOCK_M, BLOCK_N] of GRAD_H, and of SUMS [blocks of rows, HIDDEN] the
+    sums of its columns.
     """
     tiles: tl.constexpr = HIDDEN // BLOCK_N
     block = tl.program_id(0) // tiles  # neighbours share the rows of GRAD_OUT
@@ -2916,7 +2921,7 @@ def transition_backward_hidden_kernel(
         channel = first + tl.arange(0, BLOCK_K)
         at = GRAD_OUT + position[:, None] * C + channel[None, :]
         grad_out = tl.load(at, mask=inside, other=0.0)
-        weight = tl.load(WEIGHT_2 + channel[:, None] * HIDDEN + hidden[None, :])
+        weight = load_transposed(WEIGHT_T, channel, hidden, C, HIDDEN, TRANSPOSED)
         grad_h = tl.dot(grad_out, weight, grad_h, input_precision=PRECISION)  # dh += dout W2
     at = position[:, None] * HIDDEN + hidden[None, :]
     grad_h = tl.where(tl.load(RELU + at, mask=inside, other=0.0) > 0, grad_h, 0.0)
@@ -2948,11 +2953,13 @@ class WideTransitionFunction(torch.autograd.Function):
         grad = grad_out.to(dtype)
         options = transition_options("transition_backward_hidden", relu, weight_1)
         options["BLOCK_K"] = min(options["BLOCK_K"], options["C"])
+        options["TRANSPOSED"] = dtype == torch.float32
+        weight_t = weight_2.t().contiguous() if options["TRANSPOSED"] else weight_2
         blocks_of_rows, width = triton.cdiv(options["M"], options["BLOCK_M"]), options["HIDDEN"]
         hidden_sums = grad.new_empty(blocks_of_rows, width, dtype=torch.float32)
         grad_h, programs = torch.empty_like(relu), blocks_of_rows * (width // options["BLOCK_N"])
         launch = wrap_triton(transition_backward_hidden_kernel)[(programs,)]
-        launch(grad, weight_2, relu, grad_h, hidden_sums, **options)
+        launch(grad, weight_t, relu, grad_h, hidden_sums, **options)
         inputs = x, NormParameters(*norm_parameters), NormSettings(ctx.eps, dtype)
         grad_x, sums = norm_project_backward(*inputs, grad_h @ weight_1, None, grad_out)
 
