@@ -2527,9 +2527,7 @@ def norm_options(
 ) -> dict[str, int | float | bool | str]:
     """Return what both kernels of a norm before a projection to `width` channels are told."""
     count, part = 0 if heads is None else len(heads), width // settings.parts
-    # In float32 a pair bias alone is bound by memory, as a norm is.
-    columns = part or (16 if count and settings.dtype != torch.float32 else None)
-    options = projection_options(kernel, x, settings.dtype, columns)
+    options = projection_options(kernel, x, settings.dtype, part or (16 if count else None))
     options |= {"N": x.shape[1] if count else 1, "C": x.shape[-1], "WIDTH": width, "H": count}
     options |= {"PART": part or 1, "BLOCK_H": max(16, triton.next_power_of_2(count))}
     if not width and options["PRECISION"] == "tf32":  # a pair bias is as exact as V3's
