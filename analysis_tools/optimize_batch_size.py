@@ -105,8 +105,8 @@ def optimize(args: argparse.Namespace, argv: Sequence[str]) -> int:
     settings = {"script": module.SCRIPT, "argv": list(argv), "rounds": args.rounds, **limits}
     measure_study(path, parts, keep=True, **settings)
     content = read_study(path, *SEARCH)
-    measured = sorted(content["rows"], key=lambda row: row["batch_size"])
-    rows = [beside_memory(row, total) for row in measured]
+    rows = [beside_memory(row, total) for row in content["rows"]]
+    rows.sort(key=lambda row: row["batch_size"])
     print(f"{heading(content, module.SCRIPT)}\n\n{table(rows, target)}\n", flush=True)
     check_failed(rows)
     if not (fitting := [row for row in rows if row["part"] and row["part"] <= target]):

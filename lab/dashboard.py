@@ -387,14 +387,6 @@ def only(kind: type, found: Sequence) -> list:
     return [each for each in found if isinstance(each, kind)]
 
 
-def of_exercise(rows: Sequence) -> bool:
-    """Are these times of exercises/puzzles or build_a_fusion? They compare no versions of a model,
-    and `us` has all turns, where a study has their median."""
-    first = rows[0] if rows else None
-    ours = isinstance(first, dict) and "model" not in first
-    return ours and isinstance(first.get("us"), (list, dict))
-
-
 def read(path: Path, name: str) -> list[Panel | Found | str]:
     """What is in a file, and a line for each side of a study that failed.
 
@@ -410,11 +402,11 @@ def read(path: Path, name: str) -> list[Panel | Found | str]:
             runs = (Run(key, path, result) for key, result in runs_in(path, content).items())
             found = [each for run in runs for each in found_in(run)]
         elif isinstance(content.get("rows"), list) and isinstance(content.get("environment"), dict):
-            if of_exercise(content["rows"]):
-                return []
-            rows = checked(records.Study, content, path)["rows"]
-            if not rows:
+            if not (rows := content["rows"]):
                 raise ToolError(f"{path}: a study without a row")
+            if not (isinstance(rows[0], dict) and "model" in rows[0]):
+                return []  # of operations, or of an exercise
+            checked(records.Study, content, path)
             if kind := next((ROWS[key] for key in ROWS if key in rows[0]), None):
                 records.check_rows(path, rows, kind=kind)
             ours = [row for row in rows if "script" in row]  # that a library fails is a result

@@ -197,7 +197,7 @@ def test_a_damaged_file_is_read_or_named(name: str, tmp_path: Path):
 
 STUDY = {
     "environment": {"device_name": "GPU"},
-    "rows": [{"side": "none", "on": [], "speedup": 1.0}],
+    "rows": [{"model": "tiny_llama", "side": "none", "on": [], "speedup": 1.0}],
 }
 BROKEN = {  # a file's name and text, and what every reader says of it
     "cut_summary.json": ('{"schema_version": 1,', "cut off"),
@@ -217,7 +217,7 @@ BROKEN = {  # a file's name and text, and what every reader says of it
 PAGE_ONLY = {
     "package.json": ("{}", "no chart shows"),
     "rows.json": (json.dumps(STUDY | {"rows": []}), "without a row"),
-    "study.json": (json.dumps(STUDY), "it has no 'model'"),
+    "study.json": (json.dumps(STUDY), "it has no 'mode'"),
 }
 
 
