@@ -34,9 +34,9 @@ WORDS = {
     NoneType: "null",
 }
 UNIONS = (Union, UnionType)  # of Annotated types, and of all others
-Positive = Annotated[float, "above 0"]
-Count = Annotated[int, "above 0"]
-Turns = Annotated[list[Positive], "above 0"]  # at least one
+Positive = Annotated[float, "a number above 0"]
+Count = Annotated[int, "a whole number above 0"]
+Turns = Annotated[list[Positive], "a list that is not empty"]
 Outcome = Literal["ok", "oom", "failed"]
 OfPeer = Literal["ok", "oom", "failed", "missing"]  # of a library that may not be installed
 Value = str | float | bool | None
@@ -212,7 +212,7 @@ class Rooflines(Record):
     """roofline_analysis.json."""
 
     schema_version: Literal[1]
-    rows: Annotated[list[Group], "above 0"]
+    rows: Annotated[list[Group], "a list that is not empty"]
     runs: list[Measured] = None
 
 
@@ -316,7 +316,7 @@ class Stage(Record):
 class Stages(Record):
     """What compare_stages.py --output writes."""
 
-    stages: Annotated[list[Stage], "above 0"]
+    stages: Annotated[list[Stage], "a list that is not empty"]
 
 
 class Step(Record):
@@ -389,41 +389,45 @@ def _fields(kind: type[Record]) -> dict[str, tuple[object, bool]]:
 
 def _check(kind: object, value: object, path: Path, where: str) -> None:
     """ToolError if the value is not of this kind."""
-    origin, arguments = get_origin(kind), get_args(kind)
-    if _is_record(kind) and isinstance(value, dict):
-        place, known = f"{where}." if where else "", _fields(kind)
-        for name, (of, required) in known.items():
-            if name in value:
-                _check(of, value[name], path, f"{place}{name}")
-            elif required:
-                reason = "another kind of file, or damaged"
-                raise ToolError(f"{path}: it has no {place}{name}: {reason}")
-        for name in sorted(value.keys() - known.keys()) if kind.others else ():
-            if kind.others is NONE:
-                raise ToolError(f"{path}: {place}{name} is not a field of this kind of file")
-            _check(kind.others, value[name], path, f"{place}{name}")
-    elif origin is list and isinstance(value, list):
-        for number, item in enumerate(value):
-            _check(arguments[0], item, path, f"{where}[{number}]")
-    elif origin is dict and isinstance(value, dict):
-        for name, item in value.items():
-            _check(arguments[1], item, path, f"{where}.{name}")
-    elif origin is Annotated:
-        _check(arguments[0], value, path, where)
-        if not (len(value) if isinstance(value, list) else value) > 0:
-            raise _wrong(kind, value, path, where)
-    elif origin in UNIONS:
-        options = [option for option in arguments if _shape(option) is _shape_of(value)]
-        if not options:
-            raise _wrong(kind, value, path, where)
-        _check(options[0], value, path, where)
+    origin, inner = get_origin(kind), get_args(kind)
+    fits = _shape(kind) is _shape_of(value)
+    if origin in UNIONS:
+        options = [option for option in inner if _shape(option) is _shape_of(value)]
+        if fits := bool(options):
+            _check(options[0], value, path, where)
     elif origin is Literal:
-        if value not in arguments or isinstance(value, bool):
-            raise _wrong(kind, value, path, where)
-    else:
-        fits = _shape(kind) is _shape_of(value) and not (kind is int and isinstance(value, float))
-        if not fits or (isinstance(value, (int, float)) and not abs(value) < HUGE):
-            raise _wrong(kind, value, path, where)
+        fits = value in inner and not isinstance(value, bool)
+    elif origin is Annotated:
+        _check(inner[0], value, path, where)
+        fits = (len(value) if isinstance(value, list) else value) > 0
+    elif fits and isinstance(value, list):
+        for number, item in enumerate(value):
+            _check(inner[0], item, path, f"{where}[{number}]")
+    elif fits and _is_record(kind):
+        _check_fields(kind, value, path, f"{where}." if where else "")
+    elif fits and inner:
+        for name, item in value.items():
+            _check(inner[1], item, path, f"{where}.{name}")
+    elif isinstance(value, (int, float)):
+        fits = fits and abs(value) < HUGE and not (kind is int and isinstance(value, float))
+    if not fits:
+        shown = repr(value)
+        shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
+        raise ToolError(f"{path}: {where or 'the file'} is {shown}, not {_words(kind)}")
+
+
+def _check_fields(kind: type[Record], value: dict, path: Path, place: str) -> None:
+    """ToolError if the fields of the object at this place are not those of this kind."""
+    known = _fields(kind)
+    for name, (of, required) in known.items():
+        if name in value:
+            _check(of, value[name], path, f"{place}{name}")
+        elif required:
+            raise ToolError(f"{path}: it has no {place}{name}: another kind of file, or damaged")
+    for name in sorted(value.keys() - known.keys()) if kind.others else ():
+        if kind.others is NONE:
+            raise ToolError(f"{path}: {place}{name} is not a field of this kind of file")
+        _check(kind.others, value[name], path, f"{place}{name}")
 
 
 def _is_record(kind: object) -> bool:
@@ -432,12 +436,9 @@ def _is_record(kind: object) -> bool:
 
 def _shape(kind: object) -> type:
     """How values of this kind look in JSON; a whole number is a number."""
-    origin = get_origin(kind)
-    if origin is Annotated:
+    if get_origin(kind) is Annotated:
         return _shape(get_args(kind)[0])
-    if _is_record(kind):
-        return dict
-    return float if kind is int else origin or kind
+    return dict if _is_record(kind) else float if kind is int else get_origin(kind) or kind
 
 
 def _shape_of(value: object) -> type:
@@ -447,21 +448,14 @@ def _shape_of(value: object) -> type:
 
 def _words(kind: object) -> str:
     """What is expected."""
-    origin, arguments = get_origin(kind), get_args(kind)
+    origin, inner = get_origin(kind), get_args(kind)
     if origin is Annotated:
-        which = arguments[1] if _shape(kind) is float else "that is not empty"
-        return f"{_words(arguments[0])} {which}"
+        return inner[1]
     if origin is Literal:
-        return " or ".join(map(repr, arguments))
+        return " or ".join(map(repr, inner))
     if origin in UNIONS:
-        return " or ".join(map(_words, arguments))
+        return " or ".join(map(_words, inner))
     return WORDS.get(kind) or ("a list" if origin is list else "an object")
-
-
-def _wrong(kind: object, value: object, path: Path, where: str) -> ToolError:
-    shown = repr(value)
-    shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
-    return ToolError(f"{path}: {where or 'the file'} is {shown}, not {_words(kind)}")
 
 
 # --- runs
