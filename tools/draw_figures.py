@@ -271,12 +271,8 @@ def libraries() -> Sheet:
     groups = {}
     for study, (title, names) in LIBRARIES.items():
         rows = rows_of(study, shape="N=256", precision="bf16")
-        times = [
-            (row["us"], names[row["side"]])
-            for row in rows
-            if row["side"] in names and row.get("us")
-        ]
-        groups[study] = title, sorted(times)
+        times = {row["side"]: row["us"] for row in rows if row.get("us")}
+        groups[study] = title, sorted((times[side], names[side]) for side in names if side in times)
     height = 116 + sum(66 + 40 * len(times) for _, times in groups.values())
     sheet, top = Sheet("Our kernels beside libraries: microseconds", height), 76
     for study, (title, times) in groups.items():
@@ -324,25 +320,6 @@ def memory_of_a_step() -> Sheet:
         y += 6
     for i, (_, words, color) in enumerate(PURPOSES):
         sheet.legend(y + 14 + 34 * (i // 3), [20 + (0, 220, 525)[i % 3]], {words: color})
-    return sheet
-
-
-@figure
-def predictions() -> Sheet:
-    """How much faster a step is with its chains fused, as predicted and as compiled."""
-    rows = [row for row in rows_of("find_fusions") if "sides_ms" in row]
-    sheet = Sheet("Chains fused: predicted and compiled", 150 + 62 * len(rows))
-    for y, row in zip(itertools.count(72, 62), rows):
-        precision = ", fp32" if row["precision"] == "fp32" else ""
-        sheet.text(20, y + 25, SHAPES.get(row["shape"], row["shape"]) + precision, SMALL)
-        ms = {side: statistics.median(turns) for side, turns in row["sides_ms"].items()}
-        guess = row["predicted_ms"]["now"] / row["predicted_ms"]["chains"]
-        for top, value, color in ((y, guess, SKY), (y + 26, ms["now"] / ms["compiled"], BLUE)):
-            sheet.box(320, top, 108 * value, 22, color)
-            sheet.text(328 + 108 * value, top + 11, f"{value:.2f}x", SMALL)
-    legend = {"predicted by find_fusions.py": SKY, "compiled by inductor": BLUE}
-    sheet.legend(sheet.height - 72, (20, 360), legend)
-    sheet.note(sheet.height - 24, "whole steps as graphs, bf16, one NVIDIA H100")
     return sheet
 
 
@@ -444,7 +421,7 @@ def lanes(sheet: Sheet, top: float, distance: float, traces: dict[str, tuple[lis
             for kind, start, us, _ in events:
                 place = left + start * scale, lane, max(us * scale, 0.8), height
                 sheet.box(*place, KERNEL.get(kind, GREY))
-    step = next(s for s in (20, 50, 100, 200, 500, 1000, 2000, 5000) if end / s <= 6)
+    step = next(s for s in (20, 50, 100, 200, 500, 1000, 2000, 5000, 10**6) if end / s <= 6)
     for mark in range(0, int(end) + 1, step):
         words = f"{mark} µs" if mark else "0"
         sheet.note(top + distance * len(traces) + 14, words, left + mark * scale, "middle")

@@ -419,7 +419,6 @@ def run_checks(
     parser = documented_parser(Path(sys.argv[0]).name, description)
     what = "what to check for (default: what is detected)"
     parser.add_argument("--track", choices=TRACKS, help=what)
-    parser.add_flag("--json", "print JSON in place of the table")
     args = parser.parse_args(argv)
     try:
         track, reason = (args.track, "as asked for") if args.track else detect_track()
@@ -428,13 +427,8 @@ def run_checks(
         print(f"{parser.prog}: interrupted", file=sys.stderr)
         return 130
     missing = sum(check.state == "MISSING" for check in checks)
-    if args.json:
-        rows = [dataclasses.asdict(check) for check in checks]
-        found = {"check": title, "track": track, "passed": not missing, "checks": rows}
-        print(json.dumps(found, indent=1))
-    else:
-        print(f"{title} check, {track} track ({reason})\n\n{table(checks)}\n")
-        print(f"{title} check: {f'FAIL ({missing} missing)' if missing else 'PASS'}")
+    print(f"{title} check, {track} track ({reason})\n\n{table(checks)}\n")
+    print(f"{title} check: {f'FAIL ({missing} missing)' if missing else 'PASS'}")
     return 1 if missing else 0
 
 

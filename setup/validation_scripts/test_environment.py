@@ -5,7 +5,6 @@ space.
 Examples:
   python setup/validation_scripts/test_environment.py
   python setup/validation_scripts/test_environment.py --track rocm
-  python setup/validation_scripts/test_environment.py --json
 """
 
 from __future__ import annotations
@@ -20,23 +19,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from checks import (
-    ROOT,
-    Check,
-    answer_with,
-    check,
-    describe_torch,
-    here,
-    hiding_variable,
-    in_child,
-    package_check,
-    run_checks,
-    setup_command,
-    torch_check,
-    torch_command,
-    unchecked,
-    unneeded,
-)
+import checks
+from checks import Check, check
 
 from lab.script import import_file
 
@@ -52,7 +36,7 @@ PACKAGES = {
 
 def version_scripts() -> list[Path]:
     """The version scripts that are there."""
-    return sorted(ROOT.glob("tiny_*_v*.py"))
+    return sorted(checks.ROOT.glob("tiny_*_v*.py"))
 
 
 def train_step(device: str) -> str:
@@ -99,12 +83,12 @@ def help_of(script: Path) -> int:
 def probe(device: str, scripts: list[str]) -> None:
     """In a child process: everything that imports PyTorch. What was found before a crash is
     kept."""
-    answer_with("torch", describe_torch)
-    answer_with("step", lambda: train_step(device))
-    answer_with("gpus", list_gpus)
-    answer_with("triton", lambda: module_version("triton"))
+    checks.answer_with("torch", checks.describe_torch)
+    checks.answer_with("step", lambda: train_step(device))
+    checks.answer_with("gpus", list_gpus)
+    checks.answer_with("triton", lambda: module_version("triton"))
     for script in scripts:
-        answer_with(script, lambda script=script: help_of(Path(script)))
+        checks.answer_with(script, lambda script=script: help_of(Path(script)))
 
 
 def host_memory() -> float | None:
@@ -132,10 +116,10 @@ def check_gpus(answers: dict, track: str) -> Check:
         return check("GPU", True, f"{len(gpus)}: {gpus[0]}", purpose)
     rocm = track == "rocm"
     variables = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES") if rocm else ()
-    if hidden := hiding_variable((*variables, "CUDA_VISIBLE_DEVICES")):
+    if hidden := checks.hiding_variable((*variables, "CUDA_VISIBLE_DEVICES")):
         found = f"hidden by {hidden}={os.environ[hidden]!r}"
         return check("GPU", False, found, purpose, f"unset {hidden}")
-    script = here(Path(__file__).with_name("test_rocm_installation.py"))
+    script = checks.here(Path(__file__).with_name("test_rocm_installation.py"))
     found = problem_of(answers, "gpus") or "PyTorch sees none"
     return check("GPU", False, found, purpose, f"python {script}" if rocm else "nvidia-smi")
 
@@ -148,12 +132,16 @@ def check_scripts(answers: dict, track: str, triton: bool) -> list[Check]:
             good += 1
             continue
         needs_triton = not triton and script.stem.endswith(("v3", "v4"))
-        mend = "python -m pip install triton" if needs_triton else f"python {here(script)} --help"
+        mend = (
+            "python -m pip install triton"
+            if needs_triton
+            else f"python {checks.here(script)} --help"
+        )
         required = track != "cpu" or not needs_triton
         problem = problem_of(answers, str(script))
         rows.append(check(script.name, False, problem, "this version", mend, required))
     if good or not rows:
-        found = f"{good} answer --help" if good else f"none in {ROOT}"
+        found = f"{good} answer --help" if good else f"none in {checks.ROOT}"
         rows.insert(0, check("version scripts", good > 0, found, "the exercises", "git status"))
     return rows
 
@@ -161,13 +149,13 @@ def check_scripts(answers: dict, track: str, triton: bool) -> list[Check]:
 def check_torch(track: str) -> list[Check]:
     """The rows of everything that imports PyTorch."""
     gpu = track != "cpu"
-    answers = in_child(probe, "cuda" if gpu else "cpu", list(map(str, version_scripts())))
-    rows = [torch_check(answers, track)]
+    answers = checks.in_child(probe, "cuda" if gpu else "cpu", list(map(str, version_scripts())))
+    rows = [checks.torch_check(answers, track)]
     works = rows[0].state == "ok"
     if works and gpu:
         rows.append(check_gpus(answers, track))
     elif not gpu:
-        rows.append(unneeded("GPU", "the nvidia and rocm tracks", track))
+        rows.append(checks.unneeded("GPU", "the nvidia and rocm tracks", track))
     purposes = {
         "step": ("training step", "everything"),
         "triton": ("triton", "V3 and V4 on a GPU, torch.compile there"),
@@ -175,12 +163,17 @@ def check_torch(track: str) -> list[Check]:
     if not works:
         waiting = [("GPU", f"the {track} track")] if gpu else []
         waiting += [*purposes.values(), ("version scripts", "everything")]
-        return rows + [unchecked(what, "needs torch", needed_for) for what, needed_for in waiting]
-    mends = {"step": torch_command("broken", track), "triton": "python -m pip install triton"}
+        return rows + [
+            checks.unchecked(what, "needs torch", needed_for) for what, needed_for in waiting
+        ]
+    mends = {
+        "step": checks.torch_command("broken", track),
+        "triton": "python -m pip install triton",
+    }
     for name, (what, needed_for) in purposes.items():
         error, required = problem_of(answers, name), gpu or name != "triton"
         if name == "step" and gpu and not answers.get("gpus"):
-            rows.append(unchecked(what, "needs a GPU", needed_for))
+            rows.append(checks.unchecked(what, "needs a GPU", needed_for))
             continue
         found = error or answers[name]
         rows.append(check(what, not error, found, needed_for, mends[name], required))
@@ -190,10 +183,10 @@ def check_torch(track: str) -> list[Check]:
 def gather(track: str) -> list[Check]:
     """All rows."""
     found, enough = f"{platform.python_version()} ({sys.executable})", sys.version_info >= (3, 10)
-    rows = [check("Python >= 3.10", enough, found, "everything", setup_command(track))]
+    rows = [check("Python >= 3.10", enough, found, "everything", checks.setup_command(track))]
     rows += check_torch(track)
     for name, purpose in PACKAGES.items():
-        rows.append(package_check(name, purpose, required=purpose == "everything"))
+        rows.append(checks.package_check(name, purpose, required=purpose == "everything"))
     memory, mend = host_memory(), "add --batch-size 1 to each run"
     enough = memory is None or memory >= MIN_MEMORY
     found = "unknown" if memory is None else f"{memory / GB:.1f} GB available"
@@ -213,7 +206,7 @@ def gather(track: str) -> list[Check]:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    return run_checks("Environment", gather, __doc__, argv)
+    return checks.run_checks("Environment", gather, __doc__, argv)
 
 
 if __name__ == "__main__":

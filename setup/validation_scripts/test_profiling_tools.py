@@ -3,7 +3,7 @@
 
 Examples:
   python setup/validation_scripts/test_profiling_tools.py
-  python setup/validation_scripts/test_profiling_tools.py --track rocm --json
+  python setup/validation_scripts/test_profiling_tools.py --track rocm
 """
 
 from __future__ import annotations
@@ -14,26 +14,8 @@ import re
 import shutil
 import sys
 
-from checks import (
-    Check,
-    answer_with,
-    check,
-    describe_torch,
-    find_tool,
-    gpu_architectures,
-    in_child,
-    package_check,
-    package_command,
-    rocm_path,
-    rocm_version,
-    run_checks,
-    run_program,
-    tool_command,
-    torch_command,
-    torch_problem,
-    unchecked,
-    unneeded,
-)
+import checks
+from checks import Check, check
 
 ROCTX = "librocprofiler-sdk-roctx.so"
 # What a tool is called (older name second), its package, and what needs it.
@@ -81,17 +63,19 @@ def load_roctx() -> str:
 
 def probe(track: str) -> None:
     """In a child process: PyTorch's profiler, and the marker library where it is needed."""
-    answer_with("torch", describe_torch)
+    checks.answer_with("torch", checks.describe_torch)
     if track == "rocm":
-        answer_with("roctx", load_roctx)
-    answer_with("profile", lambda: profile_matmul(track != "cpu"))
+        checks.answer_with("roctx", load_roctx)
+    checks.answer_with("profile", lambda: profile_matmul(track != "cpu"))
 
 
 def check_torch_profiler(answers: dict, track: str) -> Check:
     """PyTorch's profiler sees operators, and on a GPU its kernels."""
     what, purpose = "torch.profiler", "--enable-pytorch-profiler, kernel counts"
-    if problem := torch_problem(answers, track):
-        return check(what, False, f"torch: {problem}", purpose, torch_command(problem, track))
+    if problem := checks.torch_problem(answers, track):
+        return check(
+            what, False, f"torch: {problem}", purpose, checks.torch_command(problem, track)
+        )
     result = answers.get("profile", {"error": answers.get("failure", "not reached")})
     if "error" in result:
         return check(what, False, result["error"], purpose, "python -m torch.utils.collect_env")
@@ -105,13 +89,13 @@ def check_tool(names: tuple[str, ...], package: str, purpose: str, required: boo
     """A tool is on PATH under one of its names and answers --help."""
     name = next((name for name in names if shutil.which(name)), None)
     if not name:
-        installed = next((tool for name in names if (tool := find_tool(name))), None)
+        installed = next((tool for name in names if (tool := checks.find_tool(name))), None)
         found = f"{installed} is not on PATH" if installed else "missing"
-        known = next((name for name in names if find_tool(name)), names[0])
-        return check(names[0], False, found, purpose, tool_command(known, package), required)
-    output = run_program([shutil.which(name), "--help"])
+        known = next((name for name in names if checks.find_tool(name)), names[0])
+        return check(names[0], False, found, purpose, checks.tool_command(known, package), required)
+    output = checks.run_program([shutil.which(name), "--help"])
     # what rocprof-compute needs of Python
-    packages = rocm_path() / "libexec" / package / "requirements.txt"
+    packages = checks.rocm_path() / "libexec" / package / "requirements.txt"
     mend = f"python3 -m pip install -r {packages}" if packages.is_file() else f"{name} --help"
     found = output.failure or shutil.which(name)
     return check(names[0], not output.failure, found, purpose, mend, required)
@@ -119,47 +103,47 @@ def check_tool(names: tuple[str, ...], package: str, purpose: str, required: boo
 
 def check_rocm_tools(answers: dict) -> list[Check]:
     """The rows of ROCm's profilers."""
-    version = rocm_version()
-    tool = find_tool("rocminfo")
-    gpus = gpu_architectures(run_program([tool]).text) if tool else []
+    version = checks.rocm_version()
+    tool = checks.find_tool("rocminfo")
+    gpus = checks.gpu_architectures(checks.run_program([tool]).text) if tool else []
     rows = []
     for names, package, purpose in ROCM_TOOLS:
         required = True
         if names[0] == "rocprof-compute" and gpus and not any(map(DATA_CENTRE_GPU.fullmatch, gpus)):
             reason = f"not for {gpus[0]}: needs a data-centre GPU (gfx908, gfx90a, gfx94x, gfx95x)"
-            rows.append(unchecked(names[0], reason, purpose))
+            rows.append(checks.unchecked(names[0], reason, purpose))
             continue
         if names[0] == "rocpd":
             required = version is not None and version >= (7,)
             if version and not required:
-                rows.append(unchecked(names[0], "comes with ROCm 7", purpose))
+                rows.append(checks.unchecked(names[0], "comes with ROCm 7", purpose))
                 continue
         rows.append(check_tool(names, package, purpose, required))
     result = answers.get("roctx", {"error": answers.get("failure", "not reached")})
     good = result == "loads"
-    library = rocm_path() / "lib" / ROCTX
+    library = checks.rocm_path() / "lib" / ROCTX
     path = f'export LD_LIBRARY_PATH="{library.parent}:$LD_LIBRARY_PATH"'
-    mend = path if library.exists() else package_command("rocprofiler-sdk-roctx")
+    mend = path if library.exists() else checks.package_command("rocprofiler-sdk-roctx")
     rows.append(check(ROCTX, good, result if good else result["error"], ROCTX_PURPOSE, mend))
     return rows
 
 
 def gather(track: str) -> list[Check]:
     """All rows."""
-    answers = in_child(probe, track)
+    answers = checks.in_child(probe, track)
     rows = [check_torch_profiler(answers, track)]
     if track == "rocm":
         rows += check_rocm_tools(answers)
     else:
-        rows += [unneeded(names[0], purpose, track) for names, _, purpose in ROCM_TOOLS]
-        rows.append(unneeded(ROCTX, ROCTX_PURPOSE, track))
-    rows += [package_check(name, purpose) for name, purpose in PACKAGES.items()]
+        rows += [checks.unneeded(names[0], purpose, track) for names, _, purpose in ROCM_TOOLS]
+        rows.append(checks.unneeded(ROCTX, ROCTX_PURPOSE, track))
+    rows += [checks.package_check(name, purpose) for name, purpose in PACKAGES.items()]
     return rows
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    return run_checks("Profiling tools", gather, __doc__, argv)
+    return checks.run_checks("Profiling tools", gather, __doc__, argv)
 
 
 if __name__ == "__main__":

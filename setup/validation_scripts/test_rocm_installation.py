@@ -4,7 +4,7 @@ for it.
 
 Examples:
   python setup/validation_scripts/test_rocm_installation.py
-  python setup/validation_scripts/test_rocm_installation.py --track rocm --json
+  python setup/validation_scripts/test_rocm_installation.py --track rocm
 """
 
 from __future__ import annotations
@@ -14,25 +14,7 @@ import sys
 from pathlib import Path
 
 import checks
-from checks import (
-    Check,
-    answer_with,
-    check,
-    describe_torch,
-    find_tool,
-    gpu_architectures,
-    hiding_variable,
-    in_child,
-    package_command,
-    rocm_path,
-    rocm_version,
-    run_checks,
-    run_program,
-    tool_command,
-    torch_check,
-    unchecked,
-    unneeded,
-)
+from checks import Check, check
 
 DRI = Path("/dev/dri")
 GROUPS = "sudo usermod -a -G render,video $USER   (then log in again)"
@@ -51,8 +33,8 @@ def count_gpus() -> int:
 
 def probe() -> None:
     """In a child process: PyTorch's build and what it sees."""
-    answer_with("torch", describe_torch)
-    answer_with("gpus", count_gpus)
+    checks.answer_with("torch", checks.describe_torch)
+    checks.answer_with("gpus", count_gpus)
 
 
 def open_problem(path: Path) -> str:
@@ -85,23 +67,23 @@ def check_smi() -> Check:
     """rocm-smi or amd-smi, the first that works."""
     what, purpose, failures = "amd-smi or rocm-smi", "watching the GPU", []
     for command in (["amd-smi", "list"], ["rocm-smi"]):
-        if tool := find_tool(command[0]):
-            output = run_program([tool, *command[1:]])
+        if tool := checks.find_tool(command[0]):
+            output = checks.run_program([tool, *command[1:]])
             if not output.failure:
                 return check(what, True, tool, purpose)
             failures.append(f"{command[0]}: {output.failure}")
-    mend = package_command("amd-smi-lib")
+    mend = checks.package_command("amd-smi-lib")
     return check(what, False, "; ".join(failures) or "missing", purpose, mend)
 
 
 def check_rocminfo() -> tuple[Check, int]:
     """rocminfo, and the number of GPUs it lists."""
-    tool = find_tool("rocminfo")
+    tool = checks.find_tool("rocminfo")
     if not tool:
-        mend = package_command("rocminfo")
+        mend = checks.package_command("rocminfo")
         return check("rocminfo", False, "missing", "naming the GPU", mend), 0
-    output = run_program([tool])
-    names = gpu_architectures(output.text)
+    output = checks.run_program([tool])
+    names = checks.gpu_architectures(output.text)
     found = ", ".join(f"{names.count(name)} x {name}" for name in sorted(set(names)))
     found = output.failure or found or "lists no GPU"
     good = bool(names) and not output.failure
@@ -111,25 +93,27 @@ def check_rocminfo() -> tuple[Check, int]:
 def gather(track: str) -> list[Check]:
     """All rows."""
     if track != "rocm":
-        return [unneeded("ROCm", "the rocm track", track)]
-    version = rocm_version()
-    found = f"no {rocm_path()}/.info/version"
+        return [checks.unneeded("ROCm", "the rocm track", track)]
+    version = checks.rocm_version()
+    found = f"no {checks.rocm_path()}/.info/version"
     if version:
-        found = f"{'.'.join(map(str, version))} in {rocm_path()}"
+        found = f"{'.'.join(map(str, version))} in {checks.rocm_path()}"
     purpose = "choosing PyTorch's index"
-    rows = [check("ROCm", True, found, purpose) if version else unchecked("ROCm", found, purpose)]
+    rows = [
+        check("ROCm", True, found, purpose) if version else checks.unchecked("ROCm", found, purpose)
+    ]
     rows += check_device_files()
     row, gpus = check_rocminfo()
     rows += [row, check_smi()]
 
-    hidden = hiding_variable(VISIBLE_DEVICES, gpus)
+    hidden = checks.hiding_variable(VISIBLE_DEVICES, gpus)
     there = (name for name in VISIBLE_DEVICES if name in os.environ)
     given = ", ".join(f"{name}={os.environ[name]!r}" for name in there)
     found = f"{hidden}={os.environ[hidden]!r} hides every GPU" if hidden else given or "not set"
     rows.append(check("*_VISIBLE_DEVICES", not hidden, found, "choosing GPUs", f"unset {hidden}"))
 
-    answers = in_child(probe)
-    rows.append(torch_check(answers, track))
+    answers = checks.in_child(probe)
+    rows.append(checks.torch_check(answers, track))
     if rows[-1].state == "ok":
         seen = answers.get("gpus", answers.get("failure"))
         good = isinstance(seen, int) and seen > 0
@@ -137,7 +121,7 @@ def gather(track: str) -> list[Check]:
         found = seen["error"] if isinstance(seen, dict) else found
         mend = "put right what is missing above; if nothing is, python -m torch.utils.collect_env"
         rows.append(check("torch sees", good, found, "the rocm track", mend))
-    tool, mend = find_tool("hipcc"), tool_command("hipcc", "hipcc")
+    tool, mend = checks.find_tool("hipcc"), checks.tool_command("hipcc", "hipcc")
     found, purpose = tool or "missing", "HIP code of your own"
     rows.append(check("hipcc", tool is not None, found, purpose, mend, required=False))
     return rows
@@ -145,7 +129,7 @@ def gather(track: str) -> list[Check]:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    return run_checks("ROCm", gather, __doc__, argv)
+    return checks.run_checks("ROCm", gather, __doc__, argv)
 
 
 if __name__ == "__main__":
