@@ -1,16 +1,22 @@
 #!/usr/bin/env python3
-"""Peak memory against sequence length, or any other size, from the result files of several runs.
+"""Memory against sequence length, or any other size, from the result files of several runs;
+speed-up from studies of fusions.
+
+  memory    peak memory, a line per NAME
+  speedup   of each set of fusions over none of them in the same turns, with their range
 
 NAME=PATH starts a line; the paths after it, until the next NAME=, belong to it too. A path is a
 result file, the directory of a run (its --profile-dir), or a quoted pattern, of whose matches the
-directories and .json files are taken. --x takes any number among the settings of a run, such as
-batch_size, num_layers or processes. Runs that went out of memory are marked. The numbers are
-printed as a Markdown table and, with --output, written as CSV beside the picture.
+directories and .json files are taken. Of `speedup` the paths are studies of
+fusion_ablation_study.py. --x takes any number among the settings of a run, such as batch_size,
+num_layers or processes. Runs that went out of memory are marked. The numbers are printed as a
+Markdown table and, with --output, written as CSV beside the picture.
 
 Examples:
   python analysis_tools/plot_runs.py memory scores='results/scores_*' flash='results/flash_*' \\
       --output memory.png
   python analysis_tools/plot_runs.py memory v2='sweep/*' --x batch_size
+  python analysis_tools/plot_runs.py speedup length_*.json --output fusions.png
 """
 
 from __future__ import annotations
@@ -22,12 +28,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the 
 
 import argparse
 import glob
+import statistics
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatch
 
-from lab import records
+from lab import records, study
 from lab.cli import Parser, ToolError, documented_parser, print_notes, program
+from lab.files import read_json
 from lab.show import Column, cell, drawing, ended, render, save_figure, write_csv
+from lab.turns import ratios
 
 PROG = Path(__file__).name
 PICTURES = (".png", ".svg", ".pdf")
@@ -37,8 +46,9 @@ def build_parser() -> Parser:
     """The command line."""
     parser = documented_parser(PROG, __doc__)
     add = parser.add_argument
-    add("what", choices=("memory",))
-    add("runs", nargs="+", metavar="NAME=PATH", help="a line and its runs; more PATHs may follow")
+    add("what", choices=("memory", "speedup"))
+    lines = "a line and its runs, more PATHs may follow; of speedup studies"
+    add("runs", nargs="+", metavar="NAME=PATH", help=lines)
     add("--x", default="seq_len", metavar="SETTING", help="what runs differ in (default: seq_len)")
     parser.add_path("--output", "FILE.png", "also draw a picture (or .svg, .pdf)")
     return parser
@@ -103,25 +113,63 @@ def points_of(runs: Sequence[records.Run], x: str) -> list[dict]:
     return [*points.values()]
 
 
+def points_of_studies(paths: Iterable[str], x: str) -> list[dict]:
+    """A point for each set of fusions and size, with its speed-ups over `none` of its groups."""
+    points: dict[tuple, dict] = {}
+    for path in map(Path, paths):
+        if not path.is_file() or "rows" not in read_json(path):
+            reason = "speedup is that of studies, whose sides took turns; see compare_runs.py"
+            raise ToolError(f"{path}: {reason}")
+        content = study.read_study(path, ("script", "precision", "batch_size", "side", x))
+        groups = study.by_side(content["rows"], x, "precision", "seed", "group")
+        for (place, precision, *_), sides in groups.items():
+            if "none" not in sides:
+                raise ToolError(f"{path}: no ablation, a group of its rows has no `none`")
+            for name, row in sides.items():
+                if name == study.CONTROL:
+                    continue
+                on = f"{row['script']} on {content['environment']['device_name']}, {precision}"
+                point = {"name": name, x: place, "status": row.get("status", "ok"), "path": path}
+                point |= {"on": on, "samples_per_sec": None, "turns": []}
+                point = points.setdefault((name, place), point)
+                if (point["path"], point["on"]) != (path, on):
+                    both = f"{point['path']} and {path}"
+                    raise ToolError(f"{name} has two runs with {x} {place}: {both}")
+                if "status" not in row | sides["none"]:
+                    point["turns"] += ratios(sides["none"], row)
+                    point["samples_per_sec"] = 1e3 * row["batch_size"] / row["batch_ms"]
+    for point in points.values():
+        turns = point.pop("turns")
+        point["over_first"] = statistics.median(turns) if turns else None
+        point |= {"lowest": min(turns, default=None), "highest": max(turns, default=None)}
+    return sorted(points.values(), key=lambda point: point["name"] != "none")
+
+
 def table(points: Sequence[dict], x: str) -> str:
-    """Places down, names across: the MB of each, then what they are beside the first name."""
+    """Places down, names across: MB of each or the speed of the first name, then what they are
+    beside the first name."""
     at = {(point["name"], point[x]): point for point in points}
     first, *others = dict.fromkeys(point["name"] for point in points)
+    speeds = "samples_per_sec" in points[0]  # the others follow from their ratios
+    key, unit = ("samples_per_sec", "samples/sec") if speeds else ("peak_mb", "MB")
 
-    def peak(name: str) -> Column:
+    def value(name: str) -> Column:
         def of(place: float) -> object:
             point = at.get((name, place), {})
-            return ended(point) or point.get("peak_mb")
+            return ended(point) or point.get(key)
 
-        return Column(f"{name}, MB", of, ".1f")
+        return Column(f"{name}, {unit}", of, ".1f")
 
     def over_first(name: str) -> Column:
         def of(place: float) -> str:
-            return cell(at.get((name, place), {}).get("over_first"), ".2f")
+            point = at.get((name, place), {})
+            text, low = cell(point.get("over_first"), ".2f"), point.get("lowest")
+            return f"{text} ({low:.2f} to {point['highest']:.2f})" if low else text
 
         return Column(f"{name} / {first}", of)
 
-    columns = [Column(title(x), str), *map(peak, (first, *others)), *map(over_first, others)]
+    shown = [first] if speeds else [first, *others]
+    columns = [Column(title(x), str), *map(value, shown), *map(over_first, others)]
     return render(columns, sorted({place for _, place in at}))
 
 
@@ -130,14 +178,18 @@ def title(x: str) -> str:
     return "sequence length" if x == "seq_len" else x.replace("_", " ")
 
 
-def draw(path: Path, points: Sequence[dict], x: str) -> None:
+def draw(path: Path, points: Sequence[dict], x: str, what: str) -> None:
     """The picture; out-of-memory runs are crosses at its top."""
     figure, axes = drawing().subplots(figsize=(8, 5), layout="constrained")
+    key = "over_first" if what == "speedup" else "peak_mb"
     for number, name in enumerate(dict.fromkeys(point["name"] for point in points)):
         mine = sorted((p for p in points if p["name"] == name), key=lambda point: point[x])
-        there = [point for point in mine if point["peak_mb"] is not None]
-        ends = [point[x] for point in there], [point["peak_mb"] for point in there]
-        (line,) = axes.plot(*ends, "osD^v"[number % 5] + "-", label=name)
+        there = [point for point in mine if point[key] is not None]
+        places, heights = [point[x] for point in there], [point[key] for point in there]
+        (line,) = axes.plot(places, heights, "osD^v"[number % 5] + "-", label=name)
+        if what == "speedup":
+            ends = [[point[end] for point in there] for end in ("lowest", "highest")]
+            axes.vlines(places, *ends, color=line.get_color())
         gone = [point[x] for point in mine if point["status"] == "oom"]
         if gone:  # in parts of the axes' height, so that crosses do not hide each other
             heights, where = [0.98 - 0.04 * number] * len(gone), axes.get_xaxis_transform()
@@ -146,7 +198,8 @@ def draw(path: Path, points: Sequence[dict], x: str) -> None:
     axes.set_xticks(sorted({point[x] for point in points}))  # linear growth is a straight line
     axes.set_ylim(0, 1.15 * axes.get_ylim()[1])  # room for the crosses
     axes.set_title("; ".join(dict.fromkeys(point["on"] for point in points)), fontsize="medium")
-    axes.set(xlabel=title(x), ylabel="peak memory, MB")
+    label = "times as fast as none" if what == "speedup" else "peak memory, MB"
+    axes.set(xlabel=title(x), ylabel=label)
     axes.grid(alpha=0.3)
     axes.legend()
     save_figure(figure, path)
@@ -157,13 +210,15 @@ def plot(args: argparse.Namespace) -> int:
     output, x = args.output, args.x
     if output and output.suffix not in PICTURES:
         raise ToolError(f"--output {output}: must end in {', '.join(PICTURES)}")
-    runs = load(args.runs)
-    points = points_of(runs, x)
-    status = records.report_failed(PROG, runs)
+    if args.what == "speedup":
+        points, status = points_of_studies(args.runs, x), 0
+    else:
+        runs = load(args.runs)
+        points, status = points_of(runs, x), records.report_failed(PROG, runs)
     print(table(points, x), flush=True)
     if output:
         write_csv(output.with_suffix(".csv"), points)
-        draw(output, points, x)
+        draw(output, points, x, args.what)
         print(f"\nWritten: {output}, {output.with_suffix('.csv')}")
     return status
 

@@ -226,6 +226,35 @@ def test_any_setting_is_the_axis_and_ratios_are_over_the_first_name(make):
     assert (status, rows) == (0, [("1", "4.00"), ("4", "1.50")])
 
 
+def test_studies_of_fusions_are_plotted_over_the_length(tmp_path, drawn):
+    """Each speed-up is over none of its own group; out of memory is a hole, not an error."""
+
+    def study(length: int, *groups: dict[str, list[float] | None]) -> Path:
+        common = {"script": "tiny_openfold_v2", "precision": "fp32", "seed": 42, "argv": []}
+        common |= {"batch_size": 2, "seq_len": length, "batch_ms": 1.0, "peak_mb": 100.0, "on": []}
+        rows = []
+        for number, group in enumerate(groups):
+            for side, turns in group.items():
+                found = {"turns_ms": turns} if turns else {"status": "oom", "error": "no memory"}
+                rows.append({**common, "group": number, "side": side, **found})
+        path = tmp_path / f"length_{length}.json"
+        path.write_text(json.dumps({"environment": {"device_name": "GPU"}, "rows": rows}))
+        return path
+
+    slower = {"none": [9.0, 9.0], "only b": [3.0, 3.0]}
+    first = study(64, {"none": [4.0, 4.0], "only a": [2.0, 1.0]}, slower)
+    second = study(128, {"none": [8.0, 8.0], "only a": None, "only b": [2.0, 2.0]})
+    status, out, err = call(plot_runs, "speedup", first, second, "--output", tmp_path / "m.svg")
+    assert (status, err) == (0, "")
+    assert [(row["only a / none"], row["only b / none"]) for row in table_of(out)] == [
+        ("3.00 (2.00 to 4.00)", "3.00 (3.00 to 3.00)"),
+        ("-", "4.00 (4.00 to 4.00)"),
+    ]
+    ranges = [path.vertices[:, 1].tolist() for path in drawn[0].collections[1].get_paths()]
+    assert ranges == [[2, 4]]
+    assert_refused(call(plot_runs, "speedup", study(32, {"x": [1.0]})), "no ablation")
+
+
 def test_what_is_missing_in_a_plot_is_named(make, tmp_path, monkeypatch):
     """Also matplotlib, without which the numbers are there all the same."""
     make("a_64", seq_len=64)
