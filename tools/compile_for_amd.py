@@ -8,8 +8,7 @@ the script chooses for AMD; of TinyLlama V4 also what inference launches. Prints
 script. The exit status is 1 if a kernel spills registers, needs more LDS than a workgroup can have,
 does not compile, or is never launched.
 
-Several numbers in a cell stand for one target each, in their order, and a single one for all of
-them. LDS is in bytes per workgroup. A spilled VGPR goes to memory, a spilled SGPR to a lane of a
+LDS is in bytes per workgroup. A spilled VGPR goes to memory, a spilled SGPR to a lane of a
 VGPR. Waves per SIMD is what registers and LDS leave room for: the compiler's own figure knows the
 registers only, because Triton asks for LDS at launch, so it is lowered here to what fits into the
 LDS of a compute unit.
@@ -258,6 +257,7 @@ class Needs:
     waves: float  # per SIMD
 
 
+FIELDS = [*Needs.__dataclass_fields__]
 COLUMNS = ("VGPRs", "AGPRs", "SGPRs", "LDS", "spills", "SGPR spills", "waves per SIMD")
 
 
@@ -329,61 +329,53 @@ def problem(target: str, needs: Needs | str) -> str:
     return f"spills {needs.sgpr_spills} SGPRs" if needs.sgpr_spills else ""
 
 
-def markdown(targets: list[str], found: dict[Launch, list[Needs | str]]) -> str:
-    """A row for each kernel and configuration; precisions with the same numbers share a row."""
-    rows: dict[tuple, dict] = {}
-    for launch, results in found.items():
-        row = {"kernel": launch.name, "constants": str(launch)}
-        for name in Needs.__dataclass_fields__:
-            numbers = [getattr(each, name, None) for each in results]  # none of an error
-            texts = ["?" if number is None else f"{number:g}" for number in numbers]
-            row[name] = texts[0] if len(set(texts)) == 1 else " / ".join(texts)
-        row = rows.setdefault(tuple(row.values()), row | {"precisions": {}})
-        row["precisions"].update(launch.precisions)
-    order = list(dict.fromkeys(row["kernel"] for row in rows.values()))
-    columns = [
-        Column("kernel", "kernel"),
-        Column("precision", lambda row: ", ".join(row["precisions"]), text=True),
-        Column("constants", "constants", text=True),
-        *map(Column, COLUMNS, Needs.__dataclass_fields__),
-    ]
-    return render(columns, sorted(rows.values(), key=lambda row: order.index(row["kernel"])))
+def rows_of(
+    module: ModuleType, backend: str, targets: list[str], args: argparse.Namespace
+) -> list[dict]:
+    """A row for each kernel, configuration and target of a backend; what it needs is None where it
+    does not compile, and `error` says what is wrong with it."""
+    options = [part for blocks in args.blocks or () for part in ("--blocks", blocks)]
+    kernels = {blocks.partition(":")[0] for blocks in args.blocks or ()} or kernels_of(module)
+    launches = record(module, backend, args.dtype, args.size, options)
+    launches = sorted((each for each in launches if each.name in kernels), key=lambda e: e.name)
+    print_notes(PROG, f"{module.SCRIPT}: {len(launches)} configurations for {', '.join(targets)}")
+    rows = []
+    for launch, found in zip(launches, compile_all(launches, targets), strict=True):
+        for target, needs in zip(targets, found, strict=True):
+            row = {"script": module.SCRIPT, "target": target, "kernel": launch.name}
+            row |= {"precisions": ", ".join(launch.precisions), "constants": str(launch)}
+            row |= dict.fromkeys(FIELDS) if isinstance(needs, str) else asdict(needs)
+            what = f"{launch.name}_kernel in {row['precisions']} ({launch}): {target}"
+            said = problem(target, needs)
+            rows.append(row | {"error": f"{what} {said}" if said else ""})
+    for kernel in sorted(kernels - {launch.name for launch in launches}):
+        rows.append({"script": module.SCRIPT, "error": f"{kernel}_kernel is never launched"})
+    return rows
 
 
 def check(args: argparse.Namespace) -> int:
     """Print the tables or, where all is well, write the result file; what is wrong is a line each
     on stderr, and the status 1."""
-    chosen, wrong, rows = args.blocks or (), [], []
-    options = [part for blocks in chosen for part in ("--blocks", blocks)]
-    backends = itertools.groupby(args.target, lambda target: TARGETS[target][0].backend)
-    backends = [(backend, [*targets]) for backend, targets in backends]
-    for name, (backend, targets) in itertools.product(args.scripts or SCRIPTS, backends):
-        module = load_script(name)
-        kernels = {blocks.partition(":")[0] for blocks in chosen} or kernels_of(module)
-        launches = record(module, backend, args.dtype, args.size, options)
-        launches = [launch for launch in launches if launch.name in kernels]
-        found = dict(zip(launches, compile_all(launches, targets), strict=True))
-        print_notes(
-            PROG, f"{module.SCRIPT}: {len(found)} configurations compiled for {', '.join(targets)}"
-        )
-        if not args.write:
-            table = markdown(targets, found)
-            print(f"{module.SCRIPT}, on {' / '.join(targets)}:\n\n{table}\n")
-        missing = sorted(kernels - {launch.name for launch in launches})
-        wrong += [f"{module.SCRIPT}: {kernel}_kernel is never launched" for kernel in missing]
-        for launch, target in itertools.product(launches, targets):
-            needs = found[launch][targets.index(target)]
-            where = {"script": module.SCRIPT, "target": target, "kernel": launch.name}
-            where |= {"precisions": " ".join(launch.precisions), "constants": str(launch)}
-            rows.append(where | (asdict(needs) if isinstance(needs, Needs) else {}))
-            if said := problem(target, needs):
-                what = f"{launch.name}_kernel in {', '.join(launch.precisions)} ({launch})"
-                wrong.append(f"{module.SCRIPT}: {what}: {target} {said}")
+    columns = [
+        Column("kernel", "kernel"),
+        Column("precision", "precisions", text=True),
+        Column("constants", "constants", text=True),
+        *(Column(title, field, "g") for title, field in zip(COLUMNS, FIELDS, strict=True)),
+    ]
+    all_rows = []
+    for name in args.scripts or SCRIPTS:
+        for backend, group in itertools.groupby(args.target, lambda t: TARGETS[t][0].backend):
+            targets, module = list(group), load_script(name)
+            all_rows += (rows := rows_of(module, backend, targets, args))
+            for target in () if args.write else targets:
+                of_target = [row for row in rows if row.get("target") == target]
+                print(f"{module.SCRIPT}, on {target}:\n\n{render(columns, of_target)}\n")
+    wrong = [row for row in all_rows if row["error"]]
+    for row in wrong:
+        print(f"{PROG}: {row['script']}: {row['error']}", file=sys.stderr)
     if args.write and not wrong:
         REGISTERS.parent.mkdir(parents=True, exist_ok=True)
-        write_csv(REGISTERS, rows)
-    for line in wrong:
-        print(f"{PROG}: {line}", file=sys.stderr)
+        write_csv(REGISTERS, [{k: v for k, v in row.items() if k != "error"} for row in all_rows])
     return int(bool(wrong))
 
 
@@ -393,7 +385,7 @@ def summary(path: Path) -> int:
     try:
         with path.open(newline="", encoding="utf-8") as file:
             for row in csv.DictReader(file):
-                row |= {name: float(row[name]) for name in Needs.__dataclass_fields__}
+                row |= {name: float(row[name]) for name in FIELDS}
                 row["registers"] = row["vgprs"] + row["agprs"]
                 rows.setdefault((row["script"], row["target"]), []).append(row)
     except (KeyError, TypeError, ValueError) as error:
