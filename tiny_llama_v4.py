@@ -1134,7 +1134,11 @@ class Projection(torch.autograd.Function):
         grad_x, grad_weight = None, None
         if ctx.needs_input_grad[1]:
             rows = grad.flatten(0, -2), x.flatten(0, -2)
-            grad_weight = weight_gradient(ctx.weight, *rows, ctx.direct)
+
+            def compute(out: Tensor) -> None:
+                matmul_out(*rows, out.view_as(ctx.weight), ctx.direct)  # dW = dy^T x
+
+            (grad_weight,) = gradients_into_buffer(((ctx.weight,),), compute, *rows)
         if ctx.needs_input_grad[0]:
             grad_x = grad @ cast
         tied = ctx.embedding and torch._C._will_engine_execute_node(ctx.embedding)
@@ -1468,8 +1472,6 @@ def gradients_into_buffer(
 
 
 WIDE_RESULTS = "dtype_out" in torch.ops.aten.mm.overloads()  # from PyTorch 2.8 on
-# From PyTorch 2.10 on the gradient of a float32 parameter may have another type.
-NARROW_GRADIENTS = hasattr(Tensor, "grad_dtype")
 
 
 def matmul_out(grad: Tensor, x: Tensor, out: Tensor, direct: bool) -> None:
@@ -1480,16 +1482,6 @@ def matmul_out(grad: Tensor, x: Tensor, out: Tensor, direct: bool) -> None:
         torch.mm(grad.t(), x, out_dtype=out.dtype, out=out)
     else:
         out.copy_(grad.t() @ x)
-
-
-def weight_gradient(weight: Tensor, grad: Tensor, x: Tensor, direct: bool) -> Tensor:
-    """Compute the gradient dW = dy^T x of a weight [N, K] from grad [T, N] and x [T, K]."""
-
-    def compute(out: Tensor) -> None:
-        matmul_out(grad, x, out.view_as(weight), direct)
-
-    (gradient,) = gradients_into_buffer(((weight,),), compute, grad, x)
-    return gradient
 
 
 @triton.jit
@@ -1967,6 +1959,10 @@ def join_neighbours(groups: list[list[nn.Parameter]]) -> list[list[nn.Parameter]
         else:
             joined, most = [*joined, group], 2**24
     return joined
+
+
+# From PyTorch 2.10 on the gradient of a float32 parameter may have another type.
+NARROW_GRADIENTS = hasattr(Tensor, "grad_dtype")
 
 
 def build_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.Optimizer:

@@ -43,7 +43,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, make_dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -86,22 +86,14 @@ class ModelConfig:
     checkpoint_blocks: bool = False
 
 
-@dataclass(frozen=True)
-class Fusions:
-    """Which fusions are on."""
-
-    qkv_fusion_msa: bool = True
-    qkv_fusion_triangle: bool = True
-    flash_attention: bool = True
-    triangle_fusion: bool = True
-
-
 FUSIONS: tuple[tuple[str, str, str], ...] = (
     ("qkv-fusion-msa", "qkv_fusion_msa", "MSA attention's projections as one GEMM"),
     ("qkv-fusion-triangle", "qkv_fusion_triangle", "triangle attention's projections as one GEMM"),
     ("flash-attention", "flash_attention", "scaled_dot_product_attention, which stores no scores"),
     ("triangle-fusion", "triangle_fusion", "projections of a triangle product as one GEMM"),
 )
+# Which fusions are on: a field for each.
+Fusions = make_dataclass("Fusions", [(name, bool, True) for _, name, _ in FUSIONS], frozen=True)
 # Those whose kernels the first step compiles.
 TRITON_FUSIONS: tuple[str, ...] = ()
 

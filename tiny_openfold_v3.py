@@ -53,7 +53,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, make_dataclass
 from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
@@ -107,19 +107,6 @@ class ModelConfig:
     blocks: str = "default"  # what --blocks replaces
 
 
-@dataclass(frozen=True)
-class Fusions:
-    """Which fusions are on."""
-
-    triton_layer_norm: bool = True
-    triton_attention: bool = True
-    triton_triangle: bool = True
-    triton_outer_product: bool = True
-    triton_transition: bool = True
-    triton_bias_gradient: bool = True
-    cast_fusion: bool = True
-
-
 FUSIONS: tuple[tuple[str, str, str], ...] = (
     ("triton-layer-norm", "triton_layer_norm", "layer norms that write the type of the next GEMM"),
     ("triton-attention", "triton_attention", "attention with pair bias and gate as one kernel"),
@@ -129,6 +116,8 @@ FUSIONS: tuple[tuple[str, str, str], ...] = (
     ("triton-bias-gradient", "triton_bias_gradient", "gradients of the other projections' biases"),
     ("cast-fusion", "cast_fusion", "with AMP all weights of a block cast in one launch"),
 )
+# Which fusions are on: a field for each.
+Fusions = make_dataclass("Fusions", [(name, bool, True) for _, name, _ in FUSIONS], frozen=True)
 # Those whose kernels the first step compiles.
 TRITON_FUSIONS = tuple(name for _, name, _ in FUSIONS if name.startswith("triton"))
 

@@ -1,23 +1,24 @@
 #!/usr/bin/env python3
 """TinyOpenFold V4: what is left to take away when the kernels of V3 are fast.
 
-triton-attention      with V3's kernels, the norm before the projections and the residual after
-                      them in theirs, and so are their gradients: no kernel adds up gradients of
-                      the residual stream
-triton-triangle       with V3's kernels, the product of short triangles, and both its gradients, as
-                      one kernel each
-triton-outer-product  norm and residual as in the attentions; factors' gradients by the library
+triton-attention      V3's kernels; the norm before them is in the kernel of their projections, the
+                      residual after them in that of the output projection, and the gradients of
+                      both likewise: no kernel adds up gradients of the residual stream
+triton-triangle       V3's kernels; if a triangle is short, its product is one kernel, and both
+                      gradients of the product are another
+triton-outer-product  V3's kernel forward, norm and residual as in the attentions; the gradients of
+                      the two factors are GEMMs of the library
 fused-optimizer       AdamW as one kernel, which also writes the weights that the next GEMMs take
 transition-fusion     a transition as one kernel; its hidden layer never reaches memory, and the
-                      backward pass makes it again. That of wide rows does, and no pass reads it
-                      for bias and ReLU alone
+                      backward pass computes it again. Wide rows keep it, with bias and ReLU inside
+                      the GEMMs
 embedding-fusion      the input embedding reads rows of a table, without one-hot vectors in memory
 loss-fusion           heads and losses in one kernel each; no logits in memory
 overlap               gradients of weights and biases on a side stream, as the backward pass goes on
 
-Each operation is computed in one of two ways: by these kernels, or by PyTorch alone, as in V1; that
-takes sizes for which there is no kernel, too. Projections of the same input are one weight, and the
-gradients of weights go from their GEMM to the optimizer: nothing is joined or cast in between.
+Each operation is computed in one of two ways: by these kernels, or by PyTorch alone, as in V1, also
+at sizes for which there is no kernel. Projections of the same input are one weight, and a GEMM
+writes the gradient of a weight where the optimizer reads it: nothing is joined or cast in between.
 
 The whole step is one graph by default. A graph keeps what depends on what, not an order: `overlap`
 makes use of that, so it does nothing in a step without a graph. A compiler does not see these
@@ -55,7 +56,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, make_dataclass
 from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
@@ -107,20 +108,6 @@ class ModelConfig:
     blocks: str = "default"  # what --blocks replaces
 
 
-@dataclass(frozen=True)
-class Fusions:
-    """Which fusions are on."""
-
-    triton_attention: bool = True
-    triton_triangle: bool = True
-    triton_outer_product: bool = True
-    fused_optimizer: bool = True
-    transition_fusion: bool = True
-    embedding_fusion: bool = True
-    loss_fusion: bool = True
-    overlap: bool = True
-
-
 FUSIONS: tuple[tuple[str, str, str], ...] = (
     ("triton-attention", "triton_attention", "attention with pair bias and gate as one kernel"),
     ("triton-triangle", "triton_triangle", "a kernel before and one after a triangle product"),
@@ -131,6 +118,8 @@ FUSIONS: tuple[tuple[str, str, str], ...] = (
     ("loss-fusion", "loss_fusion", "heads and losses in one kernel each, without logits"),
     ("overlap", "overlap", "in a graph, gradients of parameters on a stream of their own"),
 )
+# Which fusions are on: a field for each.
+Fusions = make_dataclass("Fusions", [(name, bool, True) for _, name, _ in FUSIONS], frozen=True)
 # Those whose kernels the first step compiles.
 TRITON_FUSIONS = tuple(name for _, name, _ in FUSIONS)
 
@@ -163,7 +152,7 @@ def missing_kernels(args: argparse.Namespace) -> dict[str, str]:
         missing["triton_triangle"] = f"--pair-dim {dim} is no power of two from 16"
     elif needed > most:
         missing["triton_triangle"] = too_wide(f"--pair-dim {dim}", needed, most)
-    held = 512 // dtype.itemsize  # channels of a row in a product that a program makes as a whole
+    held = 512 // dtype.itemsize  # channels of a row that a program holds whole
     for name, rows, width_most in (
         ("triton_attention", "msa pair", 1024),
         ("triton_outer_product", "msa", 1024),
@@ -176,7 +165,8 @@ def missing_kernels(args: argparse.Namespace) -> dict[str, str]:
             if not 16 <= width <= width_most or width.bit_count() != 1:
                 wrong = f"--{row}-dim {width} is no power of two from 16 to {width_most}"
                 missing[name] = wrong
-    for name, width, rows in (("msa", args.msa_dim, 64), ("pair", dim, 128)):  # of a table
+    # Rows of the table of embeddings: 2 x 23 tokens and, for pairs, 65 offsets.
+    for name, width, rows in (("msa", args.msa_dim, 64), ("pair", dim, 128)):
         padded = triton.next_power_of_2(width)
         needed = 2 * rows * padded if hip else (4 * rows + 128) * padded + 10240
         if needed > most:
@@ -269,11 +259,18 @@ def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentPar
 # them. No kernel adds atomically: each program writes the sum over its own rows, and one more
 # launch adds these up, so that the same input gives the same bits.
 #
+# The backward pass of a Function launches what the gradient of its input needs, and leaves the
+# gradients of its parameters to a function `compute`, which may run on a side stream: see
+# parameter_gradients.
+#
 # In kernels, pointers and sizes at compile time are in capitals; `grad_x` is the dx of formulas.
 
 
 def wrap_triton(kernel: Callable) -> Callable:
-    """Return what launches a kernel: itself, or in the interpreter what replaces this function."""
+    """Return the kernel, which launches itself; the interpreter's replaces this function below.
+
+    V3 has PyTorch's in its place, by which a compiler sees what is launched.
+    """
     return kernel
 
 
@@ -853,8 +850,6 @@ def gradients_into_buffer(
 
 
 WIDE_RESULTS = "dtype_out" in torch.ops.aten.mm.overloads()  # from PyTorch 2.8 on
-# From PyTorch 2.10 on the gradient of a float32 parameter may have another type.
-NARROW_GRADIENTS = hasattr(Tensor, "grad_dtype")
 
 
 def matmul_out(grad: Tensor, x: Tensor, out: Tensor, direct: bool) -> None:
@@ -865,16 +860,6 @@ def matmul_out(grad: Tensor, x: Tensor, out: Tensor, direct: bool) -> None:
         torch.mm(grad.t(), x, out_dtype=out.dtype, out=out)
     else:
         out.copy_(grad.t() @ x)
-
-
-def weight_gradient(weight: Tensor, grad: Tensor, x: Tensor, direct: bool) -> Tensor:
-    """Compute the gradient dW = dy^T x of a weight [N, K] from grad [T, N] and x [T, K]."""
-
-    def compute(out: Tensor) -> None:
-        matmul_out(grad, x, out.view_as(weight), direct)
-
-    (gradient,) = gradients_into_buffer(((weight,),), compute, grad, x)
-    return gradient
 
 
 @triton.jit
@@ -1090,6 +1075,21 @@ class FusedAdamW(torch.optim.Optimizer):
 # --- end of optimizer
 
 
+def parameter_gradients(
+    ctx, groups: Sequence[Sequence[Tensor]], compute: Callable[..., None], *inputs: Tensor
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of ctx.parameters, in their order; None for those in no group.
+
+    `compute` writes them from these inputs, see gradients_into_buffer. What one launch writes side
+    by side is a group: its parameters must follow each other in the model, too.
+    """
+    parameters, grads = [parameter for group in groups for parameter in group], {}
+    if any(parameter.requires_grad for parameter in parameters):
+        written = gradients_into_buffer(groups, compute, *inputs)
+        grads = dict(zip(parameters, written, strict=True))
+    return tuple(grads.get(parameter) for parameter in ctx.parameters)
+
+
 LOG2E = tl.constexpr(math.log2(math.e))  # exp2 is what the hardware computes
 
 
@@ -1171,9 +1171,9 @@ def column_sums_out(x: Tensor, out: Tensor) -> None:
 
 
 def linear_gradients_out(grad: Tensor, x: Tensor, out: Tensor) -> None:
-    """Write the gradients of a weight [N, K] and, where there is room, its bias [N] into `out`.
+    """Write the gradients of a weight [N, K] and its bias [N] into `out`, one after the other.
 
-    grad is [..., N], x [..., K].
+    grad is [..., N], x [..., K]. If `out` has N x K elements only, there is no bias.
     """
     grad, x = grad.flatten(0, -2), x.flatten(0, -2)
     weight, bias = out.tensor_split([grad.shape[1] * x.shape[1]])
@@ -1653,7 +1653,7 @@ class GatedAttentionFunction(torch.autograd.Function):
     def backward(ctx, grad_out: Tensor):
         inputs, needs_bias = (grad_out.contiguous(), *ctx.saved_tensors), ctx.needs_input_grad[2]
         grad_qkvg, parts, grad_bias = attention_backward(*inputs, ctx.columns, needs_bias)
-        grads = gradients_of(ctx, (ctx.parameters,), partial(sum_parts, parts), parts)
+        grads = parameter_gradients(ctx, (ctx.parameters,), partial(sum_parts, parts), parts)
         return grad_qkvg, *grads, grad_bias, None
 
 
@@ -1996,9 +1996,9 @@ def triangle_product_backward_kernel(
 
 
 def multiply_triangles(kernel: Callable, *tensors: Tensor, incoming: bool) -> bool:
-    """Launch a kernel of the product of matrices [matrices, N, N], if one fits a tile.
+    """Launch a kernel of the product of matrices [matrices, N, N] if a matrix fits one tile.
 
-    Larger ones keep the library's GEMMs busy, which are faster then.
+    Return whether it did. Larger ones keep the library's GEMMs busy, which are faster then.
     """
     name, (a, *_) = kernel.__name__.removesuffix("_kernel"), tensors
     chosen, length = blocks(name, a.dtype), a.shape[1]
@@ -2176,7 +2176,7 @@ class TriangleMultiplicationFunction(torch.autograd.Function):
         x, (*norms, weight, bias) = x.contiguous(), parameters
         check_triangle(x, *parameters)
         inputs = x, present, *norms, cached_cast(weight, gemm_dtype(x)), bias
-        out, *saved = triangle_forward(*inputs, incoming, eps, True)
+        out, *saved = triangle_forward(*inputs, incoming, eps, residual=True)
         ctx.save_for_backward(*inputs, *saved)
         ctx.incoming, ctx.parameters = incoming, parameters
         return out
@@ -2184,7 +2184,7 @@ class TriangleMultiplicationFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_out: Tensor):
         inputs, dim = (grad_out.contiguous(), *ctx.saved_tensors), grad_out.shape[-1]
-        grad_x, *read = triangle_backward(*inputs, ctx.incoming, True)
+        grad_x, *read = triangle_backward(*inputs, ctx.incoming, residual=True)
         *linears, sums_in, sums_out = read
 
         def compute(grad_norm_in: Tensor, grad_norm_out: Tensor, grad_linears: Tensor) -> None:
@@ -2194,7 +2194,7 @@ class TriangleMultiplicationFunction(torch.autograd.Function):
             sum_parts(sums_out, grad_norm_out)
 
         groups = ctx.parameters[:2], ctx.parameters[2:4], ctx.parameters[4:]
-        return grad_x, None, None, None, *gradients_of(ctx, groups, compute, *read)
+        return grad_x, None, None, None, *parameter_gradients(ctx, groups, compute, *read)
 
 
 def check_triangle(x: Tensor, *parameters: Tensor) -> None:
@@ -2328,18 +2328,18 @@ class OuterProductWithResidual(torch.autograd.Function):
 
         def compute(out: Tensor) -> None:
             linear_gradients_out(grad, outer_product_forward(*ab, ctx.factor), out)
-            out[cast.numel() :].mul_(ctx.factor)
+            out[cast.numel() :].mul_(ctx.factor)  # the bias's gradient
 
         groups = ([p for p in ctx.parameters if p is not None],)
-        grads = gradients_of(ctx, groups, compute, grad, ab)
+        grads = parameter_gradients(ctx, groups, compute, grad, ab)
         grad_ab = outer_product_backward(grad, cast, ab, ctx.factor)
         return grad_ab, residual, None, *grads
 
 
 # A norm before a projection, y W^T + b with y = LayerNorm(x), and a residual after one,
 # x + o W^T + b, in the kernels of the projections: neither y nor an update is in memory, and no
-# kernel adds gradients of the residual stream up. The backward pass makes y again. C must be a
-# power of two.
+# kernel adds gradients of the residual stream up. The backward pass makes y again. The norm of a
+# pair makes a pair bias as well, by the weight HEADS [H, C]. C must be a power of two.
 
 
 @triton.jit
@@ -2474,8 +2474,8 @@ def project_residual_kernel(
 def multiplies(dtype: torch.dtype, dim: int, most: int = 128) -> bool:
     """Return whether these kernels multiply rows of this type and width; else the library does.
 
-    It is faster at wide rows. In TF32 Triton's products are less exact: with all of these the
-    outputs exceeded their limit.
+    The library is faster at wide rows. In TF32 Triton's products are less exact: with all of these
+    the outputs exceeded their limit.
     """
     return (INTERPRETED or dtype != torch.float32) and dim <= most
 
@@ -2485,7 +2485,7 @@ def projection_options(
 ) -> dict[str, int | bool | str]:
     """Return what a kernel of a projection of x [..., C] in `dtype` is told.
 
-    `part` columns lie side by side; None if there is nothing to multiply.
+    `part` columns of the result lie side by side; None if there is nothing to multiply.
     """
     check_not_empty(kernel, x)
     chosen, dim = blocks(kernel, dtype), x.shape[-1]
@@ -2504,22 +2504,22 @@ def projection_options(
 
 
 class NormParameters(NamedTuple):
-    """Weight and bias of a norm, of a projection after it, and the heads of a pair bias."""
+    """Parameters of a norm, of a projection after it, and of the projection to a pair bias."""
 
-    norm_weight: Tensor
-    norm_bias: Tensor
-    weight: Tensor | None = None
-    bias: Tensor | None = None
-    heads: Tensor | None = None
+    norm_weight: Tensor  # [C]
+    norm_bias: Tensor  # [C]
+    weight: Tensor | None = None  # [WIDTH, C]
+    bias: Tensor | None = None  # [WIDTH]
+    heads: Tensor | None = None  # [H, C]
 
 
 class NormSettings(NamedTuple):
-    """How a norm is projected: in how many parts, to a pair bias of transposed pairs or not."""
+    """What else the kernels of a norm and its projection are told."""
 
     eps: float
     dtype: torch.dtype  # of the results
-    parts: int = 1
-    ending: bool = False
+    parts: int = 1  # tensors that the projection is split into, one after the other in memory
+    ending: bool = False  # the pair bias is that of the transposed pairs
 
 
 def norm_options(
@@ -2527,6 +2527,7 @@ def norm_options(
 ) -> dict[str, int | float | bool | str]:
     """Return what both kernels of a norm before a projection to `width` channels are told."""
     count, part = 0 if heads is None else len(heads), width // settings.parts
+    # A pair bias alone is a product, too, with heads in place of columns.
     options = projection_options(kernel, x, settings.dtype, part or (16 if count else None))
     options |= {"N": x.shape[1] if count else 1, "C": x.shape[-1], "WIDTH": width, "H": count}
     options |= {"PART": part or 1, "BLOCK_H": max(16, triton.next_power_of_2(count))}
@@ -2566,17 +2567,14 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch
 
 
 def norm_project_backward(
-    x: Tensor,
-    parameters: NormParameters,
-    settings: NormSettings,
-    grad: Tensor | None,
-    grad_pair_bias: Tensor | None,
-    residual: Tensor | None,
+    x: Tensor, parameters: NormParameters, settings: NormSettings, *grads: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Compute the gradient of x, plus `residual`, and parts of those of the norm and the heads.
+    """Compute the gradient of x, and parts [programs, 2 + H, C] of those of the norm and the heads.
 
-    The parts are [programs, 2 + H, C]. Without a weight `grad` is the gradient of y.
+    `grads` are those of the projection or, without a weight, of y; of the pair bias; and what x has
+    from elsewhere, which is added. Each may be None.
     """
+    grad, grad_pair_bias, _ = grads
     heads = None if grad_pair_bias is None else parameters.heads
     width = 0 if grad is None or parameters.weight is None else len(parameters.weight)
     options = norm_options("norm_project_backward", x, width, heads, settings)
@@ -2584,72 +2582,70 @@ def norm_project_backward(
     grad_x, dim = torch.empty_like(x), x.shape[-1]
     sums = x.new_empty(programs, 2 + options["H"], dim, dtype=torch.float32)
     launch = wrap_triton(norm_project_backward_kernel)[(programs,)]
-    launch(x, *parameters, grad, grad_pair_bias, residual, grad_x, sums, **options)
+    launch(x, *parameters, *grads, grad_x, sums, **options)
     return grad_x, sums
 
 
 class NormProjection(torch.autograd.Function):
-    """Compute y W^T + b with y = LayerNorm(x), and from y a pair bias; hand x [..., C] on.
+    """Compute y W^T + b with y = LayerNorm(x), and from y a pair bias; return x [..., C], too.
 
-    What x becomes takes it from here: then its gradient comes here first, and the kernel adds it.
-    The parameters are those of NormParameters. Kept for later: x alone; in float32, where the
-    library multiplies, y as well.
+    Who adds an update to x takes the returned one. So the gradient of the sum arrives here with
+    those of the projections, and one kernel adds it to theirs. The parameters are those of
+    NormParameters. Kept for later: x alone; in float32, where the library multiplies, y as well.
     """
 
     @staticmethod
     def forward(ctx, x: Tensor, settings: NormSettings, *parameters: Tensor | None):
         ctx.set_materialize_grads(False)
-        ctx.parameters = own = NormParameters(*parameters)
-        rows, dim, dtype = x.contiguous(), x.shape[-1], settings.dtype
-        check_shape("the norm's weight", own.norm_weight, dim)
-        check_shape("the norm's bias", own.norm_bias, dim)
-        if own.weight is not None:
-            check_shape("the projection's weight", own.weight, len(own.weight), dim)
-            check_shape("the projection's bias", own.bias, len(own.weight))
-            own = own._replace(weight=cached_cast(own.weight, dtype))
-        if own.heads is not None:
+        ctx.settings, ctx.parameters = settings, NormParameters(*parameters)
+        params, rows, dim, dtype = ctx.parameters, x.contiguous(), x.shape[-1], settings.dtype
+        check_shape("the norm's weight", params.norm_weight, dim)
+        check_shape("the norm's bias", params.norm_bias, dim)
+        if params.weight is not None:
+            check_shape("the projection's weight", params.weight, len(params.weight), dim)
+            check_shape("the projection's bias", params.bias, len(params.weight))
+            params = params._replace(weight=cached_cast(params.weight, dtype))
+        if params.heads is not None:
             check_shape("pair", x, len(x), x.shape[1], x.shape[1], dim)
-            check_shape("the weight of the heads", own.heads, len(own.heads), dim)
-        ctx.settings = settings
+            check_shape("the weight of the heads", params.heads, len(params.heads), dim)
         # Many rows keep the library's GEMM busy, too: it and a norm are faster than one kernel.
-        if own.weight is None or (multiplies(dtype, dim) and x.numel() <= 2**21):
-            ctx.save_for_backward(rows, own.weight, None)
-            return x.view_as(x), *norm_project(rows, own, settings)
-        y, pair_bias = norm_project(rows, own._replace(weight=None), settings, normed=True)
-        ctx.save_for_backward(rows, own.weight, y if dtype == torch.float32 else None)
-        out = F.linear(y, own.weight, None if own.bias is None else own.bias.to(dtype))
+        if params.weight is None or (multiplies(dtype, dim) and x.numel() <= 2**21):
+            ctx.save_for_backward(rows, params.weight, None)
+            return x.view_as(x), *norm_project(rows, params, settings)
+        y, pair_bias = norm_project(rows, params._replace(weight=None), settings, normed=True)
+        ctx.save_for_backward(rows, params.weight, y if dtype == torch.float32 else None)
+        out = F.linear(y, params.weight, None if params.bias is None else params.bias.to(dtype))
         if settings.parts > 1:
             out = out.unflatten(-1, (settings.parts, -1)).movedim(-2, 0).contiguous()
         return x.view_as(x), out, pair_bias
 
     @staticmethod
     def backward(ctx, residual: Tensor | None, grad: Tensor | None, grad_pair_bias: Tensor | None):
-        (x, weight, normed), own, settings = ctx.saved_tensors, ctx.parameters, ctx.settings
+        # The parameters themselves: with checkpoints saved tensors are copies of them.
+        (x, weight, normed), params, settings = ctx.saved_tensors, ctx.parameters, ctx.settings
         grads = (None if g is None else g.contiguous() for g in (grad, grad_pair_bias, residual))
         grad, grad_pair_bias, residual = grads
-        # The parameters themselves: with checkpoints saved tensors are copies of them.
-        groups, read, grad_rows = [own[:2]], [x], None
+        groups, read, grad_rows = [params[:2]], [x], None
         if grad_pair_bias is not None:
-            groups[0] += (own.heads,)
+            groups[0] += (params.heads,)
         if grad is not None:
-            groups.append([p for p in (own.weight, own.bias) if p is not None])
+            groups.append([p for p in (params.weight, params.bias) if p is not None])
             grad_rows = grad if settings.parts == 1 else grad.movedim(0, -2)
             if not multiplies(settings.dtype, x.shape[-1]):
                 grad_rows = grad_rows.reshape(-1, len(weight))  # a copy, where there are parts
                 grad, weight = grad_rows @ weight, None
             read.append(grad_rows)
-        inputs = x, own._replace(weight=weight), settings, grad, grad_pair_bias, residual
+        inputs = x, params._replace(weight=weight), settings, grad, grad_pair_bias, residual
         grad_x, sums = norm_project_backward(*inputs)
 
         def compute(grad_norm: Tensor, *grad_linears: Tensor) -> None:
             sum_parts(sums, grad_norm)
-            for grad_linear in grad_linears:
-                y = normed
-                if y is None:
-                    y = layer_norm(x, *own[:2], settings.eps, settings.dtype)
-                linear_gradients_out(grad_rows.reshape(-1, len(own.weight)), y, grad_linear)
+            for grad_linear in grad_linears:  # none or one
+                norm = *params[:2], settings.eps, settings.dtype
+                y = layer_norm(x, *norm) if normed is None else normed
+                linear_gradients_out(grad_rows.reshape(-1, len(params.weight)), y, grad_linear)
 
-        return grad_x, None, *gradients_of(ctx, groups, compute, sums, *read)
+        return grad_x, None, *parameter_gradients(ctx, groups, compute, sums, *read)
 
 
 def project_residual(
@@ -2685,21 +2681,8 @@ class ProjectionWithResidual(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         x, cast = ctx.saved_tensors
         residual, grad = grad, grad.contiguous().to(x.dtype)
-
         compute = partial(linear_gradients_out, grad, x)
-        return grad @ cast, residual, *gradients_of(ctx, (ctx.parameters,), compute, grad, x)
-
-
-def gradients_of(
-    ctx, groups: Sequence[Sequence[Tensor]], compute: Callable[..., None], *inputs: Tensor
-) -> tuple[Tensor | None, ...]:
-    """Return the gradients of ctx.parameters, those of `groups` by gradients_into_buffer."""
-    parameters = [parameter for group in groups for parameter in group]
-    grads = {}
-    if any(parameter.requires_grad for parameter in parameters):
-        written = gradients_into_buffer(groups, compute, *inputs)
-        grads = dict(zip(parameters, written, strict=True))
-    return tuple(grads.get(parameter) for parameter in ctx.parameters)
+        return grad @ cast, residual, *parameter_gradients(ctx, (ctx.parameters,), compute, grad, x)
 
 
 # A whole transition as one kernel, x + W2 relu(W1 y + b1) + b2 with y = LayerNorm(x). The hidden
@@ -2856,12 +2839,12 @@ class TransitionFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, eps: float, *parameters: Tensor) -> Tensor:
-        x, own = x.contiguous(), TransitionParameters(*parameters)
-        inputs = x, *own.checked_casts(x)
+        x, casts = x.contiguous(), TransitionParameters(*parameters).checked_casts(x)
+        inputs = x, *casts
         ctx.save_for_backward(*inputs)
-        ctx.eps, ctx.parameters = eps, own
-        out = torch.empty_like(x, dtype=torch.promote_types(x.dtype, inputs[3].dtype))
-        options = transition_options("transition_forward", x, inputs[3])
+        ctx.eps, ctx.parameters = eps, parameters
+        out = torch.empty_like(x, dtype=torch.promote_types(x.dtype, casts.weight_1.dtype))
+        options = transition_options("transition_forward", x, casts.weight_1)
         grid = (triton.cdiv(options["M"], options["BLOCK_M"]),)
         wrap_triton(transition_forward_kernel)[grid](*inputs, out, eps=eps, **options)
         return out
@@ -2869,15 +2852,15 @@ class TransitionFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_out: Tensor):
         grad_out, inputs = grad_out.contiguous(), ctx.saved_tensors
-        x, cast = inputs[0], inputs[3]
-        options = transition_options("transition_backward_input", x, cast)
+        x, _, _, weight_1, *_ = inputs
+        options = transition_options("transition_backward_input", x, weight_1)
         programs, grad_x = triton.cdiv(options["M"], options["BLOCK_M"]), torch.empty_like(x)
         sums = x.new_empty(programs, 3, x.shape[-1], dtype=torch.float32)
         launch = wrap_triton(transition_backward_input_kernel)[(programs,)]
         launch(*inputs, grad_out, grad_x, sums, eps=ctx.eps, **options)
 
         def compute(grad_linears: Tensor, grad_bias_and_norm: Tensor) -> None:
-            options = transition_options("transition_backward_weights", x, cast)
+            options = transition_options("transition_backward_weights", x, weight_1)
             slices = triton.cdiv(options["HIDDEN"], options["BLOCK_N"])
             programs = triton.cdiv(options["PROGRAMS"], slices)
             programs = min(programs, triton.cdiv(options["M"], options["BLOCK_M"]))
@@ -2888,9 +2871,9 @@ class TransitionFunction(torch.autograd.Function):
             sum_parts(parts, grad_linears)
             sum_parts(sums, grad_bias_and_norm)
 
-        *norm, weight_1, bias_1, weight_2, bias_2 = ctx.parameters
-        groups = (weight_1, bias_1, weight_2), (bias_2, *norm)
-        return grad_x, None, *gradients_of(ctx, groups, compute, grad_out, sums, *inputs)
+        norm, linears, bias_2 = ctx.parameters[:2], ctx.parameters[2:5], ctx.parameters[5]
+        groups = linears, (bias_2, *norm)
+        return grad_x, None, *parameter_gradients(ctx, groups, compute, grad_out, sums, *inputs)
 
 
 # A transition of rows too wide for that. The hidden layer is kept; its bias, its ReLU and their
@@ -2928,20 +2911,23 @@ def transition_backward_hidden_kernel(
 
 
 class WideTransitionFunction(torch.autograd.Function):
-    """Do as TransitionFunction; kept for later are x and the hidden layer after its ReLU."""
+    """Compute x + transition(x) as TransitionFunction does.
+
+    Kept for later: x and the hidden layer after its ReLU; in float32 y as well.
+    """
 
     @staticmethod
     def forward(ctx, x: Tensor, eps: float, *parameters: Tensor) -> Tensor:
-        x, own = x.contiguous(), TransitionParameters(*parameters)
-        norm_weight, norm_bias, weight_1, _, weight_2, _ = own.checked_casts(x)
+        x, casts = x.contiguous(), TransitionParameters(*parameters).checked_casts(x)
+        norm_weight, norm_bias, weight_1, bias_1, weight_2, bias_2 = casts
         dtype = weight_1.dtype
         y = layer_norm(x, norm_weight, norm_bias, eps, dtype)
         # The library's product adds the bias, and ends with the ReLU.
-        bias_1, bias_2 = cached_cast(own.bias_1, dtype), cached_cast(own.bias_2, dtype)
+        bias_1, bias_2 = cached_cast(bias_1, dtype), cached_cast(bias_2, dtype)
         relu = torch._addmm_activation(bias_1, y.flatten(0, -2), weight_1.t())
         relu = relu.view(*y.shape[:-1], -1)
         ctx.save_for_backward(x, relu, weight_1, weight_2, y if dtype == torch.float32 else None)
-        ctx.eps, ctx.parameters = eps, own
+        ctx.eps, ctx.parameters = eps, parameters
         return x + F.linear(relu, weight_2, bias_2)
 
     @staticmethod
@@ -2973,20 +2959,22 @@ class WideTransitionFunction(torch.autograd.Function):
         p = ctx.parameters
         groups = p[:2], p[2:3], p[3:4], p[4:]
         read = grad, relu, grad_h, x, sums, hidden_sums
-        return grad_x, None, *gradients_of(ctx, groups, compute, *read)
+        return grad_x, None, *parameter_gradients(ctx, groups, compute, *read)
 
 
-# Input embedding and losses: before and after the blocks. A one-hot vector times a
-# weight is a column of the weight, so the embedding reads columns. Its gradient is the product of
-# all one-hot vectors with the gradient of the result, and theirs with ones that of the biases.
+# Input embedding, before the blocks. A one-hot vector times a weight is a column of the weight: the
+# columns of all weights of an embedding are the rows of a table, of which a position adds up two or
+# three. The table's gradient is the product of the one-hot vectors, made in registers, with the
+# gradient of the result; that of the biases, in the table's last row, is their product with ones.
 
 
 @triton.jit
 def embedded_rows(TOKENS, position, S, N, TOKEN_COUNT: tl.constexpr, REACH: tl.constexpr):
-    """Return which rows of the embedding's table are added up at these positions.
+    """Return which three rows of the embedding's table are added up at these positions.
 
-    TOKENS is [B, S, N], row 0 of S the query. Without a REACH a position is (b, s, n), and its
-    third row none, -1; with one it is a pair (b, i, j), the third row that of their clipped offset.
+    TOKENS is [B, S, N], row 0 of S the query. Without a REACH a position is (b, s, n), which adds
+    up the rows of the query's token and of its own; the third is none, -1. With one it is a pair
+    (b, i, j): the rows of the query's tokens at i and at j, and that of i - j, clipped to +-REACH.
     """
     first = position % N
     if REACH > 0:
@@ -3110,12 +3098,12 @@ class EmbeddingFunction(torch.autograd.Function):
             wrap_triton(embedding_backward_kernel)[(programs,)](tokens, grad, sums, **options)
             sum_parts(sums, out)
 
-        return None, None, None, *gradients_of(ctx, (ctx.parameters,), compute, tokens, grad)
+        return None, None, None, *parameter_gradients(ctx, (ctx.parameters,), compute, tokens, grad)
 
 
-# A head and its loss: logits = x W^T + b, and their cross-entropy with a target. The distogram's x
-# is the sum of a pair and its mirror image, its target the bin of their distance. Logits are in no
-# memory, the backward pass makes them again.
+# The heads and their losses, after the blocks: logits = x W^T + b, and their cross-entropy with a
+# target. The distogram's x is the sum of a pair and its mirror image, its target the bin of their
+# distance. Logits are in no memory, the backward pass makes them again.
 
 
 @triton.jit
@@ -3369,7 +3357,7 @@ class LossFunction(torch.autograd.Function):
             sum_parts(sums_2, out_2)
 
         groups = ctx.parameters[:2], ctx.parameters[2:]
-        return grad_msa, grad_pair, None, *gradients_of(ctx, groups, compute, sums_1, sums_2)
+        return grad_msa, grad_pair, None, *parameter_gradients(ctx, groups, compute, sums_1, sums_2)
 
 
 # --- model
@@ -3401,6 +3389,7 @@ class InputEmbedder(nn.Module):
 
     def __init__(self, config: ModelConfig, fusions: Fusions):
         super().__init__()
+        # Those of one result follow each other: one launch writes their gradients.
         self.linear_tf_z_i = nn.Linear(NUM_TOKENS, config.pair_dim)
         self.linear_tf_z_j = nn.Linear(NUM_TOKENS, config.pair_dim)
         self.linear_relpos = nn.Linear(2 * MAX_OFFSET + 1, config.pair_dim)
@@ -3537,9 +3526,9 @@ class GatedAttention(nn.Module):
         heads: nn.Linear | None = None,
         columns: bool = False,
     ) -> Tensor:
-        """Compute x + the attention of norm(x), its norm and its residual in other kernels.
+        """Compute x + the attention of norm(x), norm and residual in the projections' kernels.
 
-        With `heads` the bias comes from the norm, too.
+        With `heads`, the projection to a pair bias, the bias comes from the same norm.
         """
         linear = self.linear_qkvg
         x, qkvg, own_bias = normed_projection(norm, x, linear.weight, None, heads, ending=columns)
@@ -3560,7 +3549,7 @@ def normed_projection(
     heads: nn.Linear | None = None,
     **settings: int | bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return x handed on, its projection after the norm, and a pair bias; see NormProjection."""
+    """Return x, its projection after the norm, and a pair bias: use this x, see NormProjection."""
     parameters = norm.weight, norm.bias, weight, bias, None if heads is None else heads.weight
     return NormProjection.apply(x, NormSettings(norm.eps, gemm_dtype(x), **settings), *parameters)
 
@@ -3614,7 +3603,7 @@ class Transition(nn.Module):
         self.fused = fusions.transition_fusion
         self.linear_1 = nn.Linear(dim, factor * dim)
         self.linear_2 = nn.Linear(factor * dim, dim)
-        self.layer_norm = nn.LayerNorm(dim)  # its gradients come with that of the last bias
+        self.layer_norm = nn.LayerNorm(dim)  # one launch adds its gradients and the last bias's up
 
     def forward(self, x: Tensor) -> Tensor:
         """Update x [..., C]."""
@@ -3896,7 +3885,7 @@ class TinyOpenFold(nn.Module):
         trains = all(parameter.requires_grad for parameter in self.input_embedder.parameters())
         self.side.begin_step(overlap and trains)  # before any product of the library
         msa, pair = self.input_embedder(tokens)
-        if self.side.active:
+        if self.side.active:  # the embedding's gradients, the last ones, are on the main stream
             msa, pair = JoinSideStreams.apply(self.side, msa, pair)
         for block in self.blocks:
             inputs = (msa, pair, sequences, residues)
@@ -3905,7 +3894,7 @@ class TinyOpenFold(nn.Module):
                 msa, pair = checkpoint(block, *inputs, **options)
             else:
                 msa, pair = block(*inputs)
-        # Its kernels count in 32 bits.
+        # The kernels of the losses count in 32 bits.
         small = max(msa[0].numel(), pair[0].numel()) < 2**31
         if true_tokens is not None and self.fusions.loss_fusion and small:
             parameters = parameters_of(self.distogram.linear, self.masked_msa.linear)
@@ -4158,7 +4147,6 @@ def make_batches(args: argparse.Namespace, device: torch.device, seed: int) -> P
 
 # --- end of data
 
-# fmt: off
 # --- process
 # Copied from common/process.py by tools/sync_common.py: edit it there.
 # This process: what torchrun says of it, its devices and settings, signals, the other processes.

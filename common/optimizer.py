@@ -306,8 +306,6 @@ def gradients_into_buffer(
 
 
 WIDE_RESULTS = "dtype_out" in torch.ops.aten.mm.overloads()  # from PyTorch 2.8 on
-# From PyTorch 2.10 on the gradient of a float32 parameter may have another type.
-NARROW_GRADIENTS = hasattr(Tensor, "grad_dtype")
 
 
 def matmul_out(grad: Tensor, x: Tensor, out: Tensor, direct: bool) -> None:
@@ -318,16 +316,6 @@ def matmul_out(grad: Tensor, x: Tensor, out: Tensor, direct: bool) -> None:
         torch.mm(grad.t(), x, out_dtype=out.dtype, out=out)
     else:
         out.copy_(grad.t() @ x)
-
-
-def weight_gradient(weight: Tensor, grad: Tensor, x: Tensor, direct: bool) -> Tensor:
-    """Compute the gradient dW = dy^T x of a weight [N, K] from grad [T, N] and x [T, K]."""
-
-    def compute(out: Tensor) -> None:
-        matmul_out(grad, x, out.view_as(weight), direct)
-
-    (gradient,) = gradients_into_buffer(((weight,),), compute, grad, x)
-    return gradient
 
 
 @triton.jit
