@@ -39,12 +39,17 @@ sys.path.insert(0, str(ROOT))
 import fork_server  # noqa: E402
 import quicker  # noqa: E402
 
+from lab.accuracy import check_gradients  # noqa: E402
 from lab.modes import judge, least_limit, values_of  # noqa: E402
 
 if not torch.cuda.is_available():
     quicker.make_quicker()
 
 CPU = torch.device("cpu")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # where kernels run
+# the largest error of a kernel, over the largest right value
+LIMITS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+both_types = pytest.mark.parametrize("dtype", LIMITS, ids=["float32", "bfloat16"])
 
 
 @functools.cache
@@ -238,6 +243,35 @@ def faults_that_pass(
     return passed, len(judged)
 
 
+def randn(
+    *shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0, shift: float = 0.0
+) -> Tensor:
+    """Random numbers where the kernels run, the same ones in every run of a test."""
+    return (scale * torch.randn(shape) + shift).to(DEVICE, dtype)
+
+
+def apart(x: object) -> object:
+    """The same numbers, not side by side in memory; nor are those of its gradient."""
+    if not (isinstance(x, Tensor) and x.is_floating_point()):
+        return x
+    return torch.stack((x, torch.full_like(x, torch.nan)), -1)[..., 0]
+
+
+def check_close(
+    mine: Callable, reference: Callable, *inputs: object, limit: float, strided: bool = False
+) -> None:
+    """Results and gradients of a kernel's operation are those of float64.
+
+    If `strided`, neither inputs nor gradients of results lie side by side in memory.
+    """
+
+    def given_apart(*given: object) -> object:
+        found = mine(*map(apart, given))
+        return tuple(map(apart, found)) if isinstance(found, tuple) else apart(found)
+
+    check_gradients(reference, given_apart if strided else mine, inputs, limit)
+
+
 @dataclass(frozen=True)
 class Run:
     """What a command line left behind."""
@@ -353,7 +387,8 @@ def no_search_for_garbage_in_what_is_imported() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def process_settings() -> Iterator[None]:
     """Put back what a run sets for the whole process, and a script in whose place a test has
-    loaded its own."""
+    loaded its own. Random numbers begin anew."""
+    torch.manual_seed(0)
     scripts = {name: sys.modules[name] for name in SCRIPTS if name in sys.modules}
     yield
     sys.modules.update(scripts)

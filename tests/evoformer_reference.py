@@ -101,11 +101,6 @@ def msa_att_col(p: Params, msa: Tensor, heads: int) -> Tensor:
     return _linear(p, "linear_o", _concat_heads(o))  # line 6
 
 
-def msa_transition(p: Params, msa: Tensor) -> Tensor:
-    """Algorithm 9, MSA transition: [B, S, N, c_m] -> the same shape."""
-    return _transition(p, msa)
-
-
 def outer_product_mean(p: Params, msa: Tensor) -> Tensor:
     """Algorithm 10, outer product mean: msa [B, S, N, c_m] -> pair update [B, N, N, c_z]."""
     m = _layer_norm(p, "layer_norm", msa)  # line 1
@@ -167,11 +162,6 @@ def tri_att_end(p: Params, pair: Tensor, heads: int) -> Tensor:
     return _linear(p, "linear_o", _concat_heads(o))  # line 7
 
 
-def pair_transition(p: Params, pair: Tensor) -> Tensor:
-    """Algorithm 15, pair transition: [B, N, N, c_z] -> the same shape."""
-    return _transition(p, pair)
-
-
 def evoformer_block(
     p: Params,
     msa: Tensor,
@@ -187,13 +177,13 @@ def evoformer_block(
 
     msa = msa + msa_att_row(of("msa_att_row"), msa, pair, heads_msa)  # line 2
     msa = msa + msa_att_col(of("msa_att_col"), msa, heads_msa)  # line 3
-    msa = msa + msa_transition(of("msa_transition"), msa)  # line 4
+    msa = msa + _transition(of("msa_transition"), msa)  # line 4
     pair = pair + outer_product_mean(of("outer_product_mean"), msa)  # line 5
     pair = pair + tri_mul_out(of("tri_mul_out"), pair)  # line 6
     pair = pair + tri_mul_in(of("tri_mul_in"), pair)  # line 7
     pair = pair + tri_att_start(of("tri_att_start"), pair, heads_pair)  # line 8
     pair = pair + tri_att_end(of("tri_att_end"), pair, heads_pair)  # line 9
-    pair = pair + pair_transition(of("pair_transition"), pair)  # line 10
+    pair = pair + _transition(of("pair_transition"), pair)  # line 10
     return msa, pair
 
 

@@ -1,8 +1,5 @@
 """What tests of this repository run a thousand times, in less time: Triton's interpreter, and
 PyTorch's profiler. Results stay the same to the bit.
-
-Processor time on one core with it and without it: tests/test_triton_openfold_v4.py 45 s and 151 s,
-tests/test_triton_llama.py 16 s and 21 s.
 """
 
 from __future__ import annotations

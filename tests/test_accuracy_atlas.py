@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY, captured, load, strict_json
+from conftest import TINY, build, captured, load, strict_json
 
 from bench import accuracy_atlas
 
@@ -29,25 +29,10 @@ def measured(path: Path, *argv: str) -> tuple[list[dict], str]:
 
 def test_a_whole_model(tmp_path: Path):
     sizes = "--sizes=" + " ".join([*TINY["llama"], "--num-layers 1 --seq-len 8"])
-    rows, table = measured(
-        tmp_path / "a.json",
-        "--subjects",
-        "tiny_llama",
-        "--precisions",
-        "fp32",
-        "--runs",
-        "2",
-        sizes,
-    )
+    argv = ["--subjects", "tiny_llama", "--precisions", "fp32", "--runs", "2", sizes]
+    rows, table = measured(tmp_path / "a.json", *argv)
     assert [row["case"] for row in rows] == ["plain", "outlier", "large logits"]
-    names = set(
-        load("tiny_llama_v1")
-        .build_model(
-            load("tiny_llama_v1").parse_args([*TINY["llama"], "--num-layers", "1"]),
-            torch.device("meta"),
-        )
-        .state_dict()
-    )
+    names = set(build("tiny_llama_v1", "--num-layers", "1").state_dict())
     for row in rows:
         for side in ("V1", "V2", "V3", "V4"):
             found = row["sides"][side]

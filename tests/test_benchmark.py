@@ -15,7 +15,7 @@ from conftest import ROOT, load, random_state, relative_difference, words
 from bench import before_after, peers, whole_steps
 from bench import operations as kernels
 from bench import versions as benchmark
-from bench.sizes import Shape, sized
+from bench.sizes import Shape
 from lab.files import read_json
 from lab.study import by_side
 from lab.turns import ratios
@@ -35,20 +35,6 @@ def turns_of(run) -> int:
     return sum(turn.label == run.label for turn in run.turns)
 
 
-def on_a_host_that_slows_down(monkeypatch) -> None:
-    """Steps take 10 ms, each fusion saves one.
-
-    With every turn of a side they take half as long again.
-    """
-    script = benchmark.importlib.import_module("tiny_llama_v2")
-
-    def take(run, steps: int):
-        on = sum(getattr(run.args, fusion.replace("-", "_")) for fusion in FUSIONS)
-        return a_turn(run, (10 - on) * (1 + turns_of(run) / 2))
-
-    monkeypatch.setattr(script.Run, "take", take)
-
-
 def cells(table: str) -> list[list[str]]:
     """Those of the lines below the header of a table."""
     lines = table.splitlines()[2:]
@@ -61,28 +47,30 @@ def sides_in(path: Path) -> dict[str, dict]:
 
 
 def test_ablation_measures_each_fusion_alone_and_all_but_each(tmp_path, monkeypatch):
-    on_a_host_that_slows_down(monkeypatch)
+    """Steps take 10 ms, each fusion saves one; with every turn of a side half as long again."""
+    script = benchmark.importlib.import_module("tiny_llama_v2")
+
+    def take(run, steps: int):
+        on = sum(getattr(run.args, fusion.replace("-", "_")) for fusion in FUSIONS)
+        return a_turn(run, (10 - on) * (1 + turns_of(run) / 2))
+
+    monkeypatch.setattr(script.Run, "take", take)
     sets = ["none", *(f"{kind} {f}" for kind in ("only", "all but") for f in FUSIONS), "all"]
     sets.append("all again")
     monkeypatch.setattr(benchmark, "MODELS", {"tiny_llama": SMALL})
     assert benchmark.main(["ablation_tiny_llama_v2", str(tmp_path), "--rounds", "3"]) == 0
-
     written = json.loads((tmp_path / "ablation_tiny_llama_v2.json").read_text())
     rows = {(row["precision"], row["side"]): row for row in written["rows"]}
     assert {*rows} == {*itertools.product(("fp32", "bf16"), sets)}
     assert written["environment"]["device_name"]
-
-    for precision in ("fp32", "bf16"):
-        calls = {name: rows[precision, name]["per_step"] for name in sets}
-        for fusion in FUSIONS:
-            assert calls["all"] < calls[f"all but {fusion}"] < calls["none"], calls
-            assert calls["all"] < calls[f"only {fusion}"] < calls["none"], calls
-        every = len(FUSIONS)
-        for name, saved in (("none", 0), ("only swiglu-fusion", 1), ("all", every)):
-            row = rows[precision, name]
-            assert row["speedup"] == pytest.approx(10 / (10 - saved))
-            assert row["batch_ms"] == pytest.approx(1.5 * (10 - saved)), "the turn in the middle"
-
+    calls = {name: rows["bf16", name]["per_step"] for name in sets}
+    for fusion in FUSIONS:
+        assert calls["all"] < calls[f"all but {fusion}"] < calls["none"], calls
+        assert calls["all"] < calls[f"only {fusion}"] < calls["none"], calls
+    for name, saved in (("none", 0), ("only swiglu-fusion", 1), ("all", len(FUSIONS))):
+        row = rows["bf16", name]
+        assert row["speedup"] == pytest.approx(10 / (10 - saved))
+        assert row["batch_ms"] == pytest.approx(1.5 * (10 - saved)), "the turn in the middle"
     lines = cells(benchmark.table(tmp_path))
     assert [line[0] for line in lines] == sets
     assert {len(line) for line in lines} == {7}
@@ -120,23 +108,17 @@ def test_headline_compares_all_versions_turn_by_turn(tmp_path, monkeypatch):
 
 def test_the_trunk_has_a_row_for_each_version_with_and_without_checkpoints(tmp_path, monkeypatch):
     """Where memory ends and where OpenFold is missing, too; a change of blocks is undone."""
-    sizes = "--num-blocks 1 --num-seqs 2 --seq-len 4 --msa-dim 32 --pair-dim 32"
+    sizes = "--num-blocks 1 --num-seqs 2 --seq-len 4 --msa-dim 32 --pair-dim 32 --batch-size 1"
     sizes += " --num-heads-msa 2 --num-heads-pair 2"
-    trunks = {"2 x 4": ("tiny_openfold", [*sizes.split(), "--batch-size", "1"])}
-    monkeypatch.setattr(benchmark, "TRUNKS", trunks)
-    first, *triton = (
-        benchmark.importlib.import_module(f"tiny_openfold_{version}")
-        for version in ("v1", "v3", "v4")
-    )
+    monkeypatch.setattr(benchmark, "TRUNKS", {"2 x 4": ("tiny_openfold", sizes.split())})
+    first, *triton = (load(f"tiny_openfold_v{version}") for version in (1, 3, 4))
     build, start = first.build_model, first.Run.start
-
-    def room_for_one_block(run) -> None:
-        if not run.args.checkpoint_blocks:
-            raise MemoryError("no room")
-        start(run)
 
     def no_room(run) -> None:
         raise MemoryError("no room")
+
+    def room_for_one_block(run) -> None:
+        start(run) if run.args.checkpoint_blocks else no_room(run)
 
     monkeypatch.setattr(first.Run, "start", room_for_one_block)
     for module in triton:
@@ -156,80 +138,6 @@ def test_the_trunk_has_a_row_for_each_version_with_and_without_checkpoints(tmp_p
     lines = {line[0]: line[1:3] for line in cells(benchmark.table(tmp_path))}
     ms = f"{checkpointed['V1']['batch_ms']:.0f}"
     assert lines["2 x 4, V1"] == ["out of memory", ms]
-
-
-def test_padding_measures_each_version_with_masks_and_without(tmp_path, monkeypatch):
-    sizes = "--num-blocks 1 --num-seqs 4 --seq-len 8 --batch-size 2 --msa-dim 16 --pair-dim 16"
-    shapes = {"tiny_openfold, small": sized("openfold", sizes)}
-    monkeypatch.setattr(benchmark, "SHAPES", shapes)
-    monkeypatch.setattr(benchmark, "ALL_VERSIONS", ("V1", "V2"))
-    seen = []
-    for version in (1, 2):
-        script = benchmark.importlib.import_module(f"tiny_openfold_v{version}")
-
-        def take(run, steps: int):
-            seen.append("residues" in run.trainer.next_batch())
-            return a_turn(run, 1.5 if seen[-1] else 1.0)
-
-        monkeypatch.setattr(script.Run, "take", take)
-    assert benchmark.main(["padding", str(tmp_path), "--rounds", "5"]) == 0
-    assert seen.count(True) == seen.count(False)
-    names = [*sides_in(tmp_path / "padding.json")]
-    assert names == ["V2", "V2, padded", "V1", "V1, padded"]
-    assert cells(benchmark.table(tmp_path))[0][3:] == ["+50.0 %", "+50.0 %"]
-
-
-def fake_results(monkeypatch, results: list[dict]) -> None:
-    """Every version script ends with the next of these results in place of training."""
-    monkeypatch.setattr(benchmark, "MODELS", {"tiny_llama": []})
-    monkeypatch.setattr(benchmark, "LENGTHS", (16, 32))
-    for script in ("tiny_llama_v1", "tiny_llama_v2"):
-        module = benchmark.importlib.import_module(script)
-        monkeypatch.setattr(module, "train", lambda args: results.pop(0))
-
-
-def result(
-    status: str = "ok", exit_status: int = 0, batch_ms: float = 10.0, peak_mb: float | None = 100.0
-) -> dict:
-    timing, memory = {"batch_ms": batch_ms, "turns_ms": [batch_ms]}, {"peak_mb": peak_mb}
-    error = None if status == "ok" else "why it ended"
-    ended = {"status": status, "exit_status": exit_status, "error": error}
-    found = {"script": "tiny_llama_v2", "training": {}, "kernels": {}}
-    return {**found, "timing": timing, "memory": memory, **ended}
-
-
-def call(capsys, *argv) -> tuple[int, str, str]:
-    status = benchmark.main([str(word) for word in argv])
-    return status, *capsys.readouterr()
-
-
-@pytest.mark.parametrize(
-    ("ending", "status", "line"),
-    [(("failed", 130), 130, "versions.py: interrupted"), (("failed", 1), 1, "why it ended")],
-    ids=["Ctrl-C", "failure"],
-)
-def test_a_run_that_fails_ends_the_suite_and_keeps_the_earlier_file(
-    tmp_path, monkeypatch, capsys, ending, status, line
-):
-    earlier = tmp_path / "memory.json"
-    earlier.write_text("earlier")
-    fake_results(monkeypatch, [*(result() for _ in range(3)), result(*ending)])
-    ended, _, err = call(capsys, "memory", tmp_path)
-    assert ended == status
-    shown = [part.partition("; ")[0] for part in err.splitlines()[:-1]]
-    assert shown == ["1 of 2: seq_len 16", "2 of 2: seq_len 32"]
-    assert line in err.splitlines()[-1]
-    assert earlier.read_text() == "earlier"
-    # of one length
-    assert len(json.loads((tmp_path / "memory.partial.json").read_text())["rows"]) == 2
-
-
-def test_out_of_memory_is_a_cell_and_its_steps_are_no_measurement(tmp_path, monkeypatch, capsys):
-    fast = result("oom", 3, batch_ms=0.1)  # a few quick steps, then no memory
-    fake_results(monkeypatch, [result(), result(peak_mb=90.0), fast, result(peak_mb=None)])
-    assert call(capsys, "memory", tmp_path)[0] == 0
-    rows = cells(benchmark.table(tmp_path))
-    assert [row[1:] for row in rows] == [["100", "out of memory"], ["90", "-"]]
 
 
 def test_scaling_is_weak_and_strong(tmp_path):
@@ -261,14 +169,7 @@ def test_scaling_is_weak_and_strong(tmp_path):
     [
         (["table", "missing"], None, "missing: no result files"),
         (["table", "."], '{"rows": [', "memory.json: not JSON"),
-        (
-            ["table", "."],
-            '{"environment": {"device_name": "x"}, "rows": [{"seq_len": 1}]}',
-            "rows[0] has no side",
-        ),
         (["ddp", "."], None, "torchrun --nproc-per-node N"),
-        (["counts", ".", "--rounds", "0"], None, "1 or more"),
-        (["quickest", "."], None, "invalid choice"),
         (["headline", ".", "--only", "fp8"], None, "'fp8'; there are 'tiny_llama, small'"),
     ],
 )
@@ -456,23 +357,30 @@ def test_on_a_gpu_a_capture_that_fails_leaves_random_numbers_to_what_comes_next(
     assert torch.randn(8, device="cuda").isfinite().all()
 
 
-def test_a_peer_that_fails_leaves_the_rest_of_the_row(tiny_studies, tmp_path, monkeypatch, capsys):
+def test_a_study_writes_its_turns_and_a_peer_that_fails_leaves_the_rest_of_the_row(
+    tiny_studies, tmp_path, monkeypatch, capsys
+):
     def no_room(*given: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8 GiB\nand more")
 
     monkeypatch.setitem(sys.modules, "cuequivariance_torch", None)  # not installed
     monkeypatch.setattr(kernels, "library_attention", no_room)
-    assert kernels.main(["attention", str(tmp_path), "--precisions", "fp32", "--rounds", "1"]) == 0
+    assert kernels.main(["attention", str(tmp_path), "--precisions", "fp32", "--rounds", "2"]) == 0
     row = sides_in(tmp_path / "attention.json")
-    assert row["triton"]["us"] > 0
+    assert (row["triton"]["shape"], row["triton"]["precision"]) == ("N=4", "fp32")
+    for side in ("triton", "torch.compile"):
+        assert len(row[side]["turns_us"]) == 2
+        assert row[side]["us"] == pytest.approx(sum(row[side]["turns_us"]) / 2)
     assert row["SDPA"]["status"] == "oom"
     assert row["SDPA"]["error"] == "OutOfMemoryError: CUDA out of memory. Tried to allocate 8 GiB"
     for name in ("cuEquivariance", "MegaFold"):
         assert row[f"{name}, own layout"]["status"] == "missing"
     assert "--megafold" in row["MegaFold, own layout"]["error"]
     assert "note: SDPA: OutOfMemoryError" in capsys.readouterr().err
-    assert "out of memory" in kernels.table(tmp_path)
-    assert "not installed" in kernels.table(tmp_path)
+    assert kernels.main(["table", str(tmp_path)]) == 0
+    table = capsys.readouterr().out
+    assert re.search(r"\| N=4, fp32 +\| +\d+ \|", table)
+    assert "out of memory" in table and "not installed" in table
 
 
 def test_a_kernel_of_ours_that_fails_fails_the_study(tiny_studies, tmp_path, monkeypatch, capsys):
@@ -532,32 +440,6 @@ def with_random_weights(original):
     return build
 
 
-def test_a_study_writes_its_turns(tiny_studies, tmp_path, capsys):
-    argv = ["attention", str(tmp_path), "--precisions", "fp32", "--rounds", "2"]
-    assert kernels.main(argv) == 0
-    row = sides_in(tmp_path / "attention.json")
-    assert (row["triton"]["shape"], row["triton"]["precision"]) == ("N=4", "fp32")
-    for side in ("triton", "SDPA", "torch.compile"):
-        assert len(row[side]["turns_us"]) == 2
-        assert row[side]["us"] == pytest.approx(sum(row[side]["turns_us"]) / 2)
-    capsys.readouterr()
-    assert kernels.main(["table", str(tmp_path)]) == 0
-    assert re.search(r"\| N=4, fp32 +\| +\d+ \|", capsys.readouterr().out)
-
-
-def test_rows_calls_every_operator_as_it_is(tmp_path, monkeypatch):
-    def in_turns(sides: dict, rounds: int) -> dict:
-        return {side: {"us": 1.0, "turns_us": [1.0]} for side in sides}
-
-    monkeypatch.setattr(kernels, "steps_in_turns", in_turns)
-    monkeypatch.setattr(kernels, "ROWS", 512)
-    assert kernels.main(["rows", str(tmp_path)]) == 0
-    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
-    rows = {row["operator"]: row["bytes"] for row in rows if row["side"] == "kernel"}
-    assert rows["swiglu_forward"] == 2 * 512 * (2048 + 1024)
-    assert "column_sums" in kernels.table(tmp_path)
-
-
 def test_the_whole_step_has_its_parts_and_its_reference(tmp_path, monkeypatch, capsys):
     shapes = {"tiny_llama, tiny": Shape("tiny_llama", LLAMA)}
     monkeypatch.setattr(whole_steps, "SHAPES", shapes)
@@ -590,36 +472,32 @@ def test_the_whole_step_has_its_parts_and_its_reference(tmp_path, monkeypatch, c
 
 
 def test_the_bytes_of_a_step_are_those_of_its_operators_and_of_the_optimizer():
-    """A kernel of V3 counts with what it reads and writes, whatever it does inside."""
+    """A kernel counts with what it reads and writes, whatever it does inside: V4's optimizer with
+    weights, gradients, two moments, three numbers; weights, also in bfloat16, and moments."""
     v3, x = load("tiny_llama_v3"), torch.randn(8, 64, device=kernels.DEVICE)
     model = torch.nn.Linear(16, 4, bias=False, device=kernels.DEVICE)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    plain = torch.optim.AdamW(model.parameters(), fused=True)
     model.weight.grad = torch.ones_like(model.weight)
-    optimizer.step()  # makes its moments
+    plain.step()  # makes its moments
 
     def compute(batch: torch.Tensor) -> None:
         v3.swiglu_forward(batch)
-        optimizer.step()
+        plain.step()
 
-    parts = {"model": model, "optimizer": optimizer, "next_batch": lambda: x}
-    trainer = SimpleNamespace(**parts, compute=compute)
-    assert (
-        whole_steps.group_bytes(trainer, v3.NO_WORK).total() == 4 * (8 * 64 + 8 * 32) + 7 * 4 * 64
-    )
+    def bytes_of(module, model, optimizer, compute) -> int:
+        parts = {"model": model, "optimizer": optimizer, "next_batch": lambda: x}
+        trainer = SimpleNamespace(**parts, compute=compute)
+        return whole_steps.group_bytes(trainer, module.NO_WORK).total()
 
-
-def test_the_optimizer_of_v4_counts_as_one_launch():
-    """It reads weights, gradients, two moments and three numbers, and writes weights, also in
-    bfloat16, and moments."""
+    assert bytes_of(v3, model, plain, compute) == 4 * (8 * 64 + 8 * 32) + 7 * 4 * 64
     v4 = load("tiny_llama_v4")
-    model = v4.Linear(16, 4, v4.Fusions()).to(kernels.DEVICE)
-    optimizer = v4.FusedAdamW([[model.weight]], 1e-3, torch.bfloat16)
-    model.weight.grad = torch.ones_like(model.weight)
-    trainer = SimpleNamespace(model=model, optimizer=optimizer, next_batch=lambda: None)
+    layer = v4.Linear(16, 4, v4.Fusions()).to(kernels.DEVICE)
+    fused = v4.FusedAdamW([[layer.weight]], 1e-3, torch.bfloat16)
+    layer.weight.grad = torch.ones_like(layer.weight)
     corrections = torch.ones(2, dtype=torch.float64, device=kernels.DEVICE)
-    trainer.compute = lambda batch: optimizer.update([model.weight], corrections)
-    optimizer.gradients[0].collect()
-    assert whole_steps.group_bytes(trainer, v4.NO_WORK).total() == 64 * (7 * 4 + 2) + 3 * 8
+    fused.gradients[0].collect()
+    update = lambda batch: fused.update([layer.weight], corrections)  # noqa: E731
+    assert bytes_of(v4, layer, fused, update) == 64 * (7 * 4 + 2) + 3 * 8
 
 
 def test_llamas_that_are_compared_train_alike(tmp_path, monkeypatch, capsys):

@@ -59,19 +59,10 @@ with torch.autocast("cpu", torch.bfloat16, enabled=args.use_amp):
     ],
 )
 def test_torch_compile_sees_every_kernel_in_one_graph(script: str, argv: str, launches: list[int]):
-    command = [
-        sys.executable,
-        "-B",
-        "-c",
-        PROGRAM,
-        str(ROOT),
-        script,
-        *TINY[model_of(script)],
-        *argv.split(),
-    ]
+    argv = [str(ROOT), script, *TINY[model_of(script)], *argv.split()]
+    command = [sys.executable, "-B", "-c", PROGRAM, *argv]
     environment = os.environ | {"TRITON_INTERPRET": "0"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split("\n")[:-1] == [f"{count} 0" for count in launches], (
-        "kernels, and operators left opaque"
-    )
+    counts = [f"{count} 0" for count in launches]
+    assert done.stdout.split("\n")[:-1] == counts, "kernels, and operators left opaque"

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import shlex
 import statistics
 import subprocess
 from pathlib import Path
@@ -48,21 +47,9 @@ def test_versions_agree(precision: list[str]):
     assert out.endswith("tiny_llama_v2.py against tiny_llama_v1.py: PASS\n")
 
 
-def test_in_a_small_model_rounding_is_not_blamed():
-    """One run of the unfused model does not explain V2's error here, one of nine does."""
-    sizes = shlex.split("--seq-len 4 --batch-size 1 --num-seqs 1 --num-blocks 2 --use-amp")
-    scripts = [str(ROOT / f"tiny_openfold_v{version}.py") for version in (1, 2)]
-    sides = ["--baseline", scripts[0], "--optimized", scripts[1], "--steps", "1"]
-    status, out, _ = captured(validate_numerical_accuracy.main, [*sides, *sizes, "--seed", "892"])
-    assert status == 0, out
-
-
-def test_a_limit_below_rounding_fails():
-    assert validate(V2, "--use-amp", "--tolerance", "1e-9")[0] == 1, "of the loss curve alone"
-
-
 def test_a_tolerance_tightens_the_limit_of_every_value(tmp_path):
-    """An error of 1e-4 in float32 passes by default."""
+    """An error of 1e-4 in float32 passes by default; the loss curve has limits of its own."""
+    assert validate(V2, "--use-amp", "--tolerance", "1e-9")[0] == 1
     wrong = changed(tmp_path / "tiny_llama_v2.py", "self.norm(x)", "1.0001 * self.norm(x)")
     found = []
     for argv in ([], ["--tolerance", "1e-5"]):
