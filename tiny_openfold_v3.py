@@ -1974,6 +1974,7 @@ UNKNOWN, GAP, MASK = 20, 21, 22
 NUM_TOKENS = 23  # the 20 amino acids, unknown, gap, masked
 MAX_OFFSET = 32  # relative positions are clipped at +-32 residues
 NUM_BINS, FIRST_EDGE, LAST_EDGE = 64, 2.0, 22.0  # distogram, in Angstrom
+BIN_WIDTH = (LAST_EDGE - FIRST_EDGE) / NUM_BINS
 
 
 def one_hot(tokens: Tensor, classes: int) -> Tensor:
@@ -2459,8 +2460,7 @@ class DistogramHead(nn.Module):
         logits are [B, N, N, 64], coords [B, N, 3] in Angstrom, observed [B, N].
         """
         distance = (coords[:, :, None] - coords[:, None]).norm(dim=-1)
-        width = (LAST_EDGE - FIRST_EDGE) / NUM_BINS
-        first, last = FIRST_EDGE + width, LAST_EDGE - width
+        first, last = FIRST_EDGE + BIN_WIDTH, LAST_EDGE - BIN_WIDTH
         edges = torch.linspace(first, last, NUM_BINS - 1, device=coords.device)
         bins = torch.bucketize(distance, edges)
         error = F.cross_entropy(logits.flatten(0, 2).float(), bins.flatten(), reduction="none")

@@ -1081,7 +1081,8 @@ def parameter_gradients(
     """Return the gradients of ctx.parameters, in their order; None for those in no group.
 
     `compute` writes them from these inputs, see gradients_into_buffer. What one launch writes side
-    by side is a group: its parameters must follow each other in the model, too.
+    by side is a group. If its parameters do not follow each other in the model, too, its gradients
+    are copied and nothing overlaps.
     """
     parameters, grads = [parameter for group in groups for parameter in group], {}
     if any(parameter.requires_grad for parameter in parameters):
