@@ -34,7 +34,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the repository
 
 import argparse
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
@@ -121,12 +120,9 @@ def loss_curve(trainer, name: str, steps: int) -> list[float]:
 
 def line(what: str, judged: dict[str, tuple[float, float]]) -> dict:
     """A row with the worst of these relative errors and its limit, by its place. A NaN fails."""
+    from lab.accuracy import worst_of
 
-    def beyond(name: str) -> float:
-        error, limit = judged[name]
-        return math.inf if math.isnan(error) else error / max(limit, 1e-300)
-
-    worst = max(judged, key=beyond)
+    worst = worst_of(judged)
     error, limit = judged[worst]
     shown = {"error": f"{error:.2e}", "limit": f"{limit:.2e}", "passed": error <= limit}
     return {"what": what, "worst": worst, **shown}
@@ -139,7 +135,7 @@ def compare_values(
 
     They are judged as by --verify-accuracy.
     """
-    from lab.modes import judged_values, values_of
+    from lab.accuracy import judged_values, values_of
 
     first = sides[0]
 

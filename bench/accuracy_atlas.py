@@ -43,9 +43,8 @@ import torch
 from torch import Tensor, nn
 
 from bench.sizes import ALL_VERSIONS, PRECISIONS, script_of
-from lab.accuracy import relative_error
+from lab.accuracy import GRADIENT, relative_error, values_of
 from lab.cli import Parser, ToolError, at_least, documented_parser, print_notes, program
-from lab.modes import values_of
 from lab.records import Record, Row
 from lab.script import load_script
 from lab.show import Column, render
@@ -176,7 +175,7 @@ def model_side(
     trainer.optimizer.zero_grad(set_to_none=True)
     trainer.next_batch = lambda: batch
     found = values_of(load_script(f"{script}.py"), trainer, exact)
-    gradients = {name: found.pop(f"gradient of {name}") for name in weights}
+    gradients = {name: found.pop(f"{GRADIENT}{name}") for name in weights}
     loss = {"loss": found.pop("loss")}
     return on_host({"loss": loss, "outputs": found, "gradients": gradients}), equal
 

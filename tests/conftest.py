@@ -39,8 +39,13 @@ sys.path.insert(0, str(ROOT))
 import fork_server  # noqa: E402
 import quicker  # noqa: E402
 
-from lab.accuracy import check_gradients  # noqa: E402
-from lab.modes import judge, least_limit, values_of  # noqa: E402
+from lab.accuracy import (  # noqa: E402
+    GRADIENT,
+    check_gradients,
+    judge,
+    least_limit,
+    values_of,
+)
 
 if not torch.cuda.is_available():
     quicker.make_quicker()
@@ -230,9 +235,7 @@ def faults_that_pass(
     verdicts = judge(exact, unfused, found, least)
     assert [name for name, (error, limit) in verdicts.items() if not error <= limit] == []
     norms = {
-        name: float(value.norm())
-        for name, value in exact.items()
-        if name.startswith("gradient of ")
+        name: float(value.norm()) for name, value in exact.items() if name.startswith(GRADIENT)
     }
     judged = [name for name, norm in norms.items() if norm > 1e-12 * max(norms.values())]
     passed = []

@@ -25,7 +25,7 @@ from conftest import (
 from test_triton_llama_v4 import layer_arguments, one_launch
 from torch import Tensor
 
-from lab.modes import values_of
+from lab.accuracy import values_of
 
 NOT_IN_A_STEP = {
     # float32: a row of 128 is too long for a whole transition, and on a GPU the library projects;

@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import MODELS, SCRIPT, TRITON, faults_that_pass, load, parse, words
 
-from lab import modes
+from lab import accuracy
 
 OF_V2 = [f"tiny_{model}_v2" for model in MODELS]
 
@@ -48,7 +48,7 @@ def test_in_a_small_model_rounding_is_not_blamed_and_a_zero_is_noticed(argv: str
     """A few numbers: how much rounding changes a gradient is chance."""
     module = load("tiny_openfold_v2")
     args = parse("tiny_openfold_v2", *words(argv))
-    assert all(error <= limit for error, limit in modes.judged_values(module, args).values())
+    assert all(error <= limit for error, limit in accuracy.judged_values(module, args).values())
     assert faults_that_pass(module, args, (0.0, -1.0))[0] == []
 
 
@@ -85,7 +85,7 @@ def test_verify_accuracy_names_a_gradient_that_is_zero(
     script: str, name: str, argv: list[str], run, monkeypatch
 ):
     module = load(script)
-    values_of = modes.values_of
+    values_of = accuracy.values_of
 
     def broken(script, trainer, exact: bool = False, seed: int = 0) -> dict[str, torch.Tensor]:
         values = values_of(script, trainer, exact, seed)
@@ -93,7 +93,7 @@ def test_verify_accuracy_names_a_gradient_that_is_zero(
             values[f"gradient of {name}"].zero_()
         return values
 
-    monkeypatch.setattr(modes, "values_of", broken)
+    monkeypatch.setattr(accuracy, "values_of", broken)
     result = run(script, "--verify-accuracy", *argv)
     assert result.status == 1
     failed = [line for line in result.stdout.splitlines() if line.startswith("gradient of")]
@@ -143,5 +143,5 @@ def test_a_gradient_that_is_zero_in_theory_may_be_noise(size: float, right: bool
     """In bfloat16; as parts of all gradients. The unfused model's noise is 3e-6."""
     exact = {"gradient of a": torch.ones(1), "gradient of zero": torch.zeros(1)}
     unfused, found = (exact | {"gradient of zero": torch.tensor([s])} for s in (3e-6, size))
-    error, limit = modes.judge(exact, [unfused], found, 0.05)["gradient of zero"]
+    error, limit = accuracy.judge(exact, [unfused], found, 0.05)["gradient of zero"]
     assert (error <= limit) == right

@@ -36,7 +36,7 @@ with needed():
     import numpy as np
 
     import tiny_llama_v4 as v4  # before Triton: without a GPU it asks for the interpreter
-    from lab.modes import InFloat64
+    from lab.accuracy import InFloat64
     from tiny_llama_v4 import BACKEND, LOG2E, Tensor, nn, tl, torch, triton, wrap_triton
 
 # As V4's: BLOCK_M, BLOCK_N, BLOCK_K of the GEMMs, BLOCK_QUERY and BLOCK_KEY of the attention.
