@@ -11,8 +11,7 @@ search with other settings needs another --output.
 
 Examples:
   python analysis_tools/optimize_batch_size.py --seq-len 128 --optimization-target throughput
-  python analysis_tools/optimize_batch_size.py --script tiny_openfold_v3.py --use-amp \\
-      --output openfold.json
+  python analysis_tools/optimize_batch_size.py --script tiny_openfold_v3.py --output v3.json
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from lab.cli import Parser, ToolError, positive, program
 from lab.script import add_script, load_script, parser_around, script_arguments
 from lab.show import Column, cell, range_of_speeds, render
 from lab.study import SEARCH, check_failed, heading, measure_study, memory_mb, read_study, search
-from lab.turns import graph_of, speeds
+from lab.turns import graph_of, speeds, words_of
 
 PROG = Path(__file__).name
 SCRIPT = "tiny_llama_v2.py"
@@ -93,14 +92,14 @@ def answer(rows: Sequence[dict], objective: str) -> str:
 
 def optimize(args: argparse.Namespace, argv: Sequence[str]) -> int:
     """Search and print; returns the exit status."""
-    if any(word.partition("=")[0] == "--batch-size" for word in argv):
+    if "--batch-size" in words_of(argv):
         raise ToolError("--batch-size is what is looked for: --max-batch-size limits it")
     module, target = load_script(args.script), args.target_memory_usage
     options, parsed = script_arguments(module, graph_of(argv), None)
     total = memory_mb(parsed.device)
     path = args.output or Path(f"batch_size_{module.SCRIPT}.json")
-    limits = {"limit_mb": target * total, "most": args.max_batch_size}
-    limits["host_mb"] = total if parsed.device == "cpu" else None
+    host = total if parsed.device == "cpu" else None
+    limits = {"limit_mb": target * total, "most": args.max_batch_size, "host_mb": host}
     parts = search(path, module.SCRIPT, options, args.rounds, **limits)
     settings = {"script": module.SCRIPT, "argv": list(argv), "rounds": args.rounds, **limits}
     measure_study(path, parts, keep=True, **settings)

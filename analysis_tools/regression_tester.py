@@ -27,6 +27,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the repository
 
 import argparse
+from operator import itemgetter
 
 from lab.cli import Parser, ToolError, documented_parser, positive, print_notes, program
 from lab.records import Entry, load_entries
@@ -36,79 +37,72 @@ PROG = Path(__file__).name
 # What may differ and is only named; all other settings have to be the same.
 NOTED = ("num_steps", "warmup_steps", "learning_rate", "seed")
 NOTED += ("torch_compile", "cuda_graph", "torch")
-COLUMNS = [Column(name, name, text=True) for name in ("run", "what", "verdict")]
-COLUMNS += [Column(name, name) for name in ("baseline", "current", "change")]
+LABELS = ("run", "what", "verdict", "baseline", "current", "change")
+COLUMNS = [Column(label, itemgetter(n), text=n < 3) for n, label in enumerate(LABELS)]
 FEW = 5  # turns, below which their ranges part by chance
 
 
 def pair(before: dict[str, Entry], after: dict[str, Entry]) -> dict[str, tuple[Entry, Entry]]:
     """What is compared; ToolError if nothing has the same name, or what does cannot be."""
     pairs = {name: (old, after[name]) for name, old in before.items() if name in after}
-    if len(before) == len(after) == 1 and all(
-        e.of_run for e in (*before.values(), *after.values())
-    ):
-        pairs = dict(zip(after, [(*before.values(), *after.values())], strict=True))
+    both = (*before.values(), *after.values())
+    if len(before) == len(after) == 1 and all(entry.of_run for entry in both):
+        pairs = dict.fromkeys(after, both)  # whatever they are called
     elif not pairs:
         raise ToolError("nothing has the same name in both files")
     elif alone := sorted(before.keys() ^ after.keys()):
-        left_out = f"in one of the files only and left out, first {alone[0]}"
-        print_notes(PROG, f"{len(alone)} are {left_out}")
+        print_notes(PROG, f"{len(alone)} are in one file only and left out, first {alone[0]}")
     notes: dict[str, None] = {}
     for name, (old, new) in pairs.items():
         if old.of_run != new.of_run:
             raise ToolError(f"{name} cannot be compared: one is a run, the other a row of a study")
         for key, first in old.settings.items():
             second = new.settings.get(key, first)  # another version, or a failed run, may lack it
-            if first != second and key not in NOTED:
-                raise ToolError(f"{name} cannot be compared, {key} differs: {first} and {second}")
             if first != second:
-                notes[f"{key} differs: {first} and {second}"] = None
+                differs = f"{key} differs: {first} and {second}"
+                if key not in NOTED:
+                    raise ToolError(f"{name} cannot be compared, {differs}")
+                notes[differs] = None
     print_notes(PROG, *notes)
     return pairs
 
 
-def time_line(old: Entry, new: Entry, least: float | None) -> tuple[dict[str, str], bool]:
-    """The cells of the line on time, with ranges; and whether the verdict is good."""
-    sides = {"baseline": old, "current": new}
-    times = {side: None if ended(entry.row) else entry.times() for side, entry in sides.items()}
-    if None in times.values():
-        cells = {side: ended(sides[side].row) or f"{t[0]:.2f}" for side, t in times.items()}
+def compare_times(old: Entry, new: Entry, least: float | None) -> tuple[list[str | None], bool]:
+    """The verdict, both times with their ranges and the change; and whether the verdict is good."""
+    if ended(old.row) or ended(new.row):
+        cells = [ended(side.row) or f"{side.times()[0]:.2f}" for side in (old, new)]
         verdict = "no baseline" if ended(old.row) else "did not finish"
-        return {"verdict": verdict, **cells}, times["baseline"] is None
-    (before, fast, slow), (after, low, high) = times.values()
+        return [verdict, *cells, None], verdict == "no baseline"
+    (before, fast, slow), (after, low, high) = times = old.times(), new.times()
     verdict = "slower" if low > slow else "faster" if high < fast else "no difference seen"
     good = verdict != "slower" if least is None else before / after >= least
     if least is not None:
         verdict += f", {'' if good else 'not '}{least:g}x as fast"
-    cells = {side: "{:.2f} ({:.2f} to {:.2f})".format(*t) for side, t in times.items()}
     change = f"{before / after:.2f}x ({fast / high:.2f}x to {slow / low:.2f}x)"
-    return {"verdict": verdict, **cells, "change": change}, good
+    return [verdict, *("{:.2f} ({:.2f} to {:.2f})".format(*t) for t in times), change], good
 
 
-def lines_of(name: str, old: Entry, new: Entry, least: float | None) -> tuple[list[dict], bool]:
-    """The lines of a comparison, and whether it is good."""
-    cells, good = time_line(old, new, least)
-    lines = [{"run": name, "what": "ms per step", **cells}]
+def lines_of(name: str, old: Entry, new: Entry, least: float | None) -> tuple[list[list], bool]:
+    """The lines of a comparison, as `LABELS` says, and whether it is good."""
+    cells, good = compare_times(old, new, least)
+    lines = [[name, "ms per step", *cells]]
     counted = new.row.get("unit") or old.row.get("unit") or "kernels"
     forms = ("peak_mb", "peak MB", ".1f"), ("per_step", f"{counted} per step", ".10g")
     for key, what, form in (*forms, ("final_loss", "final loss", ".4f")):
         before, after = old.row.get(key), new.row.get(key)
         if before is not None and after is not None:
-            cells = {"verdict": "", "baseline": cell(before, form), "current": cell(after, form)}
-            change = 100 * (after / before - 1) if before else None
-            lines.append({"run": name, "what": what, **cells, "change": cell(change, "+.2f", " %")})
+            change = cell(100 * (after / before - 1) if before else None, "+.2f", " %")
+            lines.append([name, what, "", cell(before, form), cell(after, form), change])
     return lines, good
 
 
 def test(args: argparse.Namespace) -> int:
     """Print the table; returns the exit status."""
-    pairs, least = (
-        pair(*map(load_entries, (args.baseline_results, args.current_results))),
-        args.min_speedup,
-    )
+    pairs = pair(*map(load_entries, (args.baseline_results, args.current_results)))
     if all("status" in old.row for old, _ in pairs.values()):
         (old, _), *_ = pairs.values()
         raise ToolError(f"{old.path}: the baseline did not finish ({old.row.get('error')})")
+    least = args.min_speedup
     found = {name: lines_of(name, *entries, least) for name, entries in pairs.items()}
     print(render(COLUMNS, [line for lines, _ in found.values() for line in lines]))
     every = (entry.row for both in pairs.values() for entry in both)

@@ -46,54 +46,14 @@ from dataclasses import asdict
 from lab.cli import Parser, ToolError, print_notes, program
 from lab.files import write_text
 from lab.profile import roofline
-from lab.profile.ceilings import Ceilings, measure_ceilings
+from lab.profile.ceilings import Ceilings
 from lab.profile.kernels import short_name
 from lab.rocm.counters import read_rocprof_compute
-from lab.script import (
-    DEFAULT_SCRIPT,
-    add_script,
-    load_script,
-    measured_with,
-    parser_around,
-    script_arguments,
-)
+from lab.script import DEFAULT_SCRIPT, add_script, load_script, parser_around, script_arguments
 from lab.show import cell, drawing, write_csv
-from lab.turns import free_memory
 
 PROG = Path(__file__).name
 NAME = "roofline_analysis"
-
-
-def measure_script(
-    name: str, argv: Sequence[str], output: Path, ceilings: Ceilings | None
-) -> tuple[dict, list[dict]]:
-    """What a script was measured with, and its rows; ceilings are measured unless known."""
-    module = load_script(name)
-    _, args = script_arguments(module, argv, str(output))
-    if args.torch_compile:
-        reason = "there are no operators any more to count bytes of"
-        raise ToolError(f"--enable-torch-compile does not fit here: {reason}")
-    args.cuda_graph = False
-    device = module.prepare(args)
-    print(f"{PROG}: {module.SCRIPT}: counting and measuring", file=sys.stderr)
-    try:
-        flop = roofline.group_flops(module, args, device)
-        free_memory()
-        trainer = module.Trainer(args, device)
-        spent = roofline.group_times(trainer)
-        moved = roofline.group_bytes(trainer, module.NO_WORK)
-        ceilings = ceilings or measure_ceilings(args, device)
-    except (RuntimeError, MemoryError) as error:
-        if not module.is_out_of_memory(error):
-            raise
-        remedy = "lower --batch-size or --seq-len"
-        raise ToolError(f"{module.SCRIPT}: out of memory: {remedy}", status=3) from error
-    rows = roofline.rows_of_groups(module.SCRIPT, flop, moved, spent, ceilings)
-    result = measured_with(module, args, trainer.model.config, device)
-    result["ceilings"] = asdict(ceilings)
-    del trainer
-    free_memory()
-    return result, rows
 
 
 def write(output: Path, content: dict, title: str, points: dict, ceilings: Ceilings) -> None:
@@ -109,10 +69,16 @@ def analyse_scripts(scripts: Sequence[str], argv: Sequence[str], output: Path) -
     output.mkdir(parents=True, exist_ok=True)
     results, rows, ceilings = [], {}, None
     for name in scripts:
-        result, found = measure_script(name, argv, output, ceilings)
-        ceilings = ceilings or Ceilings(**result["ceilings"])  # same arguments, same precision
+        module = load_script(name)
+        _, args = script_arguments(module, argv, str(output))
+        if args.torch_compile:
+            reason = "there are no operators any more to count bytes of"
+            raise ToolError(f"--enable-torch-compile does not fit here: {reason}")
+        args.cuda_graph = False
+        print(f"{PROG}: {module.SCRIPT}: counting and measuring", file=sys.stderr)
+        result, rows[module.SCRIPT] = roofline.measure_groups(module, args, ceilings)
+        ceilings = Ceilings(**result["ceilings"])  # same arguments, same precision
         results.append(result)
-        rows[result["script"]] = found
     every, first = [row for found in rows.values() for row in found], results[0]
     title = f"{', '.join(rows)}: a training step on {first['environment']['device_name']}"
     print(f"{title}, batch size {first['training']['batch_size']}\n")

@@ -11,12 +11,13 @@ import argparse
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 from lab.cli import ToolError
-from lab.profile.ceilings import Ceilings
+from lab.profile.ceilings import Ceilings, measure_ceilings
 from lab.profile.kernels import (
     CATEGORIES,
     NO_KERNELS,
@@ -29,8 +30,9 @@ from lab.profile.kernels import (
     ranges_of,
     short_name,
 )
-from lab.script import interpret_without_gpu
+from lab.script import interpret_without_gpu, measured_with
 from lab.show import Column, drawing, render, save_figure
+from lab.turns import free_memory
 
 if TYPE_CHECKING:  # where it is missing, --help of the programs works
     import torch
@@ -323,13 +325,35 @@ def make_row(
     return row | {"gb_per_s": gb_per_s, "percent_of_copy": of_copy}
 
 
-def rows_of_groups(
-    script: str, flop: Counter, moved: Counter, spent: Counter, ceilings: Ceilings
-) -> list[dict]:
-    """A row for each group of operators of a script's step that has anything."""
+def measure_groups(
+    module: ModuleType, args: argparse.Namespace, ceilings: Ceilings | None = None
+) -> tuple[dict, list[dict]]:
+    """What a script was measured with, and a row for each group of operators of a step that has
+    anything; ceilings are measured unless known.
+
+    Raises:
+        ToolError: out of memory.
+    """
+    device = module.prepare(args)
+    try:
+        flop = group_flops(module, args, device)
+        free_memory()
+        trainer = module.Trainer(args, device)
+        spent = group_times(trainer)
+        moved = group_bytes(trainer, module.NO_WORK)
+        ceilings = ceilings or measure_ceilings(args, device)
+    except (RuntimeError, MemoryError) as error:
+        if not module.is_out_of_memory(error):
+            raise
+        remedy = "lower --batch-size or --seq-len"
+        raise ToolError(f"{module.SCRIPT}: out of memory: {remedy}", status=3) from error
     groups = [group for group in CATEGORIES if flop[group] or moved[group] or spent[group]]
-    names = {group: {"script": script, "group": group.lower()} for group in groups}
-    return [make_row(names[g], flop, g, moved[g], spent[g], ceilings) for g in groups]
+    names = {group: {"script": module.SCRIPT, "group": group.lower()} for group in groups}
+    rows = [make_row(names[g], flop, g, moved[g], spent[g], ceilings) for g in groups]
+    result = measured_with(module, args, trainer.model.config, device)
+    del trainer
+    free_memory()
+    return {**result, "ceilings": asdict(ceilings)}, rows
 
 
 def table(rows: Sequence[dict], name: str) -> str:
