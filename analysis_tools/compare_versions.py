@@ -31,9 +31,10 @@ import itertools
 from collections.abc import Sequence
 
 from lab import study
-from lab.cli import Parser, ToolError, documented_parser, print_notes, program
+from lab.cli import Parser, ToolError, print_notes, program
 from lab.files import write_text
 from lab.records import differences, load_run
+from lab.script import parser_around
 from lab.show import Column, drawing, rate, render, save_figure
 
 PROG = Path(__file__).name
@@ -46,11 +47,9 @@ Found = dict[str, list[dict]]  # of each model, a row of each version
 
 def build_parser() -> Parser:
     """The command line."""
-    usage = "%(prog)s [arguments] [arguments of all scripts]"
-    note = "Every other argument goes to all scripts; those of one model need --family.\n\n"
-    parser = documented_parser(PROG, __doc__, usage, note)
-    add = parser.add_argument
-    add("--family", choices=("llama", "openfold"), help="(default: both)")
+    parser = parser_around(PROG, __doc__, "tiny_llama_v2.py", "all scripts")
+    add, model = parser.add_argument, "which arguments of one model need (default: both)"
+    add("--family", choices=("llama", "openfold"), help=model)
     taken = "to measure (default: all; without a GPU v1 v2)"
     add("--versions", nargs="+", choices=VERSIONS, help=taken)
     parser.add_count("--rounds", 5, "turns of each version")
@@ -79,8 +78,7 @@ def measured(
     settings = {"rounds": args.rounds, "versions": sorted(wanted), "argv": [*argv]}
     study.measure_study(path, parts, keep=True, **settings)
     content = study.read_study(path, ("model", "side", "script", "argv"))
-    by_model = study.by_side(content["rows"], "model")
-    found = {model: [*by_model[(model,)].values()] for model in models}
+    found = {model: [row for row in content["rows"] if row["model"] == model] for model in models}
     return found, study.heading(content, " and ".join(models))
 
 
@@ -90,8 +88,8 @@ def read(given: dict[str, Path], models: Sequence[str]) -> tuple[Found, str]:
     for model in models:
         runs = []
         for version, path in given.items():
-            places = (path, path / f"pytorch_profiles_{version}")
-            files = [place / f"{model}_{version}_summary.json" for place in places]
+            name = f"{model}_{version}_summary.json"
+            files = path / name, path / f"pytorch_profiles_{version}" / name
             runs += [load_run(file, version.upper()) for file in files if file.is_file()][:1]
         if len(runs) >= min(2, len(given)):
             print_notes(PROG, *differences((run.result["script"], run.result) for run in runs))

@@ -47,7 +47,6 @@ PROG = Path(__file__).name
 EAGER_STEPS = 2  # before a step is captured as a graph
 CURVE = 1e-3  # relative difference of losses
 MISSING = "without a gradient"
-GRADIENT = "gradient of "
 COLUMNS = [
     Column("what", "what"),
     Column("worst", "worst", text=True),
@@ -107,23 +106,11 @@ def load_sides(args: argparse.Namespace, argv: Sequence[str]) -> list[Side]:
     return sides
 
 
-def loss_curve(trainer, name: str, steps: int) -> list[float]:
-    """Losses of so many training steps."""
-    print(f"{name}: {steps} training steps", file=sys.stderr)
-    losses = []
-    for step in range(steps):
-        if trainer.args.cuda_graph and step == EAGER_STEPS:
-            trainer.capture()
-        losses.append(float(trainer.step()))
-    return losses
-
-
 def line(what: str, judged: dict[str, tuple[float, float]]) -> dict:
     """A row with the worst of these relative errors and its limit, by its place. A NaN fails."""
     from lab.accuracy import worst_of
 
-    worst = worst_of(judged)
-    error, limit = judged[worst]
+    error, limit = judged[worst := worst_of(judged)]
     shown = {"error": f"{error:.2e}", "limit": f"{limit:.2e}", "passed": error <= limit}
     return {"what": what, "worst": worst, **shown}
 
@@ -131,11 +118,8 @@ def line(what: str, judged: dict[str, tuple[float, float]]) -> dict:
 def compare_values(
     sides: Sequence[Side], weights: dict, when: str, tolerance: float | None
 ) -> list[dict]:
-    """Rows for outputs, loss and gradients at these weights.
-
-    They are judged as by --verify-accuracy.
-    """
-    from lab.accuracy import judged_values, values_of
+    """Rows for outputs, loss and gradients at these weights, judged as by --verify-accuracy."""
+    from lab.accuracy import GRADIENT, judged_values, values_of
 
     first = sides[0]
 
@@ -151,27 +135,32 @@ def compare_values(
     what = {"outputs": judged, "loss": loss, f"{len(gradients)} gradients": gradients}
     lines = [line(f"{kind} {when}", found) for kind, found in what.items()]
     for side, found in zip(sides, values, strict=True):
-        missing = [name for name, value in found.items() if bool(value.isnan().all())]
-        if missing:
-            names = ", ".join(name.removeprefix(GRADIENT) for name in missing)
-            shown = {"error": str(len(missing)), "limit": "0", "passed": False}
-            lines.append({"what": f"{MISSING} in {side.name} {when}", "worst": names, **shown})
+        names = [n.removeprefix(GRADIENT) for n, value in found.items() if value.isnan().all()]
+        if names:
+            shown = {"error": str(len(names)), "limit": "0", "passed": False}
+            what = f"{MISSING} in {side.name} {when}"
+            lines.append({"what": what, "worst": ", ".join(names), **shown})
     return lines
 
 
 def compare(sides: Sequence[Side], tolerance: float | None, steps: int) -> list[dict]:
     """The rows of the table."""
-    first, curves = sides[0], []
+    first, curves, trained = sides[0], [], {}
     weights = first.module.build_model(first.args, first.module.prepare(first.args)).state_dict()
-    lines, trained = compare_values(sides, weights, "at first", tolerance), {}
+    lines = compare_values(sides, weights, "at first", tolerance)
     if any(line["what"].startswith(MISSING) for line in lines):
         return lines  # an optimizer may refuse to go on
     for side in sides:
-        trainer = side.trainer(weights, first)
-        curves.append(loss_curve(trainer, side.name, steps))
+        trainer, losses = side.trainer(weights, first), []
+        print(f"{side.name}: {steps} training steps", file=sys.stderr)
+        for step in range(steps):
+            if trainer.args.cuda_graph and step == EAGER_STEPS:
+                trainer.capture()
+            losses.append(float(trainer.step()))
+        curves.append(losses)
         state = trainer.model.state_dict().items()
         trained = trained or {name: value.clone() for name, value in state}
-        del trainer
+        del trainer, state
         free_memory()
     lines += compare_values(sides, trained, f"after {steps} steps", tolerance)
     pairs = enumerate(zip(*curves, strict=True), start=1)
