@@ -144,29 +144,46 @@ def test_no_gradient_of_a_gemms_weight_is_copied_to_the_optimizer():
 
 
 class Stream:
-    """Stand in for a stream, or an event of one: at a wait what its work reads must be there."""
+    """Stand in for a stream, or an event of one: at a wait what its work reads must be there.
+
+    A stream belongs to the graph once it has waited for one that does.
+    """
 
     def __init__(self, **unused):
         self.reads: list[StorageWeakRef] = []
+        self.captured = False
 
     def record_event(self) -> Stream:
         event = Stream()
         event.reads, self.reads = self.reads, []
+        event.captured = self.captured
         return event
 
     def wait_event(self, event: Stream) -> None:
         assert not any(storage.expired() for storage in event.reads)
+        assert event.captured or not self.captured, "a graph waits for work outside it"
+        self.captured |= event.captured
 
     def wait_stream(self, stream: Stream) -> None:
         self.wait_event(stream)
 
 
-class Reads(TorchDispatchMode):
+class Inside(TorchDispatchMode):
     """Note in a stream which memory the operations inside read that was there before."""
+
+    streams: list[Stream]  # the current one last
 
     def __init__(self, stream: Stream | None):
         super().__init__()
-        self.stream, self.made = stream or Stream(), set()
+        self.stream, self.made = stream or self.streams[0], set()
+
+    def __enter__(self):
+        self.streams.append(self.stream)
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        self.streams.pop()
+        super().__exit__(*error)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         results = function(*args, **(kwargs or {}))
@@ -179,25 +196,43 @@ class Reads(TorchDispatchMode):
         return results
 
 
-@pytest.mark.parametrize("msa_dim", [64, 256])  # projections by kernels, and by the library
-def test_nothing_is_freed_that_work_on_a_side_stream_reads(msa_dim: int, monkeypatch):
-    """A graph would give its memory to what comes next in the chain, and replay both at once."""
-    sizes = f"--msa-dim {msa_dim} --num-heads-msa {msa_dim // 64} --pair-dim 64"
-    model, optimizer, batch = build(V4, *sizes.split(), "--use-amp")
-    chain = Stream()
+@pytest.fixture
+def capture(monkeypatch):
+    """A graph is captured, as far as a step can tell."""
+    main = Stream()
+    main.captured = True
+    monkeypatch.setattr(Inside, "streams", [main], raising=False)
     for name, value in {
         "is_available": lambda: True,
         "is_current_stream_capturing": lambda: True,
-        "current_stream": lambda: chain,
+        "current_stream": lambda: Inside.streams[-1],
         "Stream": Stream,
-        "stream": Reads,
+        "stream": Inside,
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
+
+
+@pytest.mark.parametrize("msa_dim", [64, 256])  # projections by kernels, and by the library
+def test_nothing_is_freed_that_work_on_a_side_stream_reads(msa_dim: int, request):
+    """A graph would give its memory to what comes next in the chain, and replay both at once."""
+    sizes = f"--msa-dim {msa_dim} --num-heads-msa {msa_dim // 64} --pair-dim 64"
+    model, optimizer, batch = build(V4, *sizes.split(), "--use-amp")
+    request.getfixturevalue("capture")
     model(**batch).backward()
     optimizer.step()
     heads = [*model.distogram.parameters(), *model.masked_msa.parameters()]
     assert len(model.side.addresses) == len([*model.blocks.parameters(), *heads])
+
+
+def test_a_graph_waits_only_for_streams_that_belong_to_it(request):
+    """At widths without kernels of ours no gradient is computed on a side stream."""
+    sizes = "--msa-dim 96 --num-heads-msa 4 --pair-dim 96 --num-heads-pair 3"
+    model, optimizer, batch = build(V4, *sizes.split(), "--use-amp")
+    request.getfixturevalue("capture")
+    model(**batch).backward()
+    optimizer.step()
+    assert all(stream.captured for stream in model.side.streams[:2])
 
 
 @pytest.mark.gpu
