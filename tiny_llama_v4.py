@@ -2908,7 +2908,7 @@ def main(argv: list[str] | None = None) -> int:
         if WORLD_SIZE > 1:
             join_processes(args)
         if mode:
-            module = beside(MODES[mode], mode.replace("_", "-"))
+            module = beside(MODES[mode], f"--{mode}".replace("_", "-"))
             status = getattr(module, mode)(sys.modules[__name__], args)
         else:
             status = finish(train(args))

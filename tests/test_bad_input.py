@@ -7,6 +7,7 @@ import errno
 import gzip
 import math
 import os
+import re
 import resource
 import shlex
 import shutil
@@ -485,5 +486,6 @@ def test_a_copy_says_which_file_a_flag_needs(script: str, argv: str, file: str, 
     command[command.index(str(ROOT / f"{script}.py"))] = str(tmp_path / f"{script}.py")
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert done.returncode == 4, done.stderr
-    assert f" needs {file} beside this script" in done.stderr.splitlines()[-1]
+    said = rf"{script}\.py: error: --.+ needs {file} beside this script .*"
+    assert re.fullmatch(said, done.stderr.splitlines()[-1])
     assert "Traceback" not in done.stderr
