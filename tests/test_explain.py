@@ -86,7 +86,8 @@ precedence | 7 | & is applied before <: write (a < b) & (c < d) |
 no mask, store | 2 | the store has no mask; give it | x + y, mask=inside -> x + y
 no mask, load | 2 | the load has no mask; give it | X + at, mask=inside -> X + at
 mask n | 2c | a mask is a block of true and false | mask=inside -> mask=n
-mask too long | 2 | are mask and stride those of this tensor? | at < n -> at <= n
+mask one too long | 2 | the mask is true there: `<` in place of `<=`? | at < n -> at <= n
+mask too long | 2 | are mask and stride those of this tensor? | at < n -> at < n + 2
 mask too short | 2 | its mask is false there | at < n -> at < n - 1
 other alone | 3c | give it a mask= as well | mask=column < C,  ->
 no other | 3 | other=0.0 adds nothing to a sum | , other=0.0 ->

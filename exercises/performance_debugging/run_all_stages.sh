@@ -109,7 +109,7 @@ compare() { # the table, and what to ask of it
 
 Key observations:
 1. Stage 1 has the speed, the memory and the kernels of stage 5. Which column differs? Would a profiler find it?
-2. Stage 2 has the loss of stage 5. What has it more of, and which part of the model is that?
+2. Stage 2 begins with stage 5's loss, then rounding parts them. What has it more of, and in which part?
 3. Can a step be shorter than its kernels (stage 3)? On a CPU nothing is asynchronous, and nothing shows.
 4. Stage 4 has as many kernels as stage 5. Where is its time?
 5. Stage 5 has kernels of its own for some operations. Which ones does it leave to the library?

@@ -75,6 +75,8 @@ class Recorder:
                 why = "the mask is true there; are mask and stride those of this tensor"
                 row = f", with {area.shape[-1]} elements in a row" if len(area.shape) > 1 else ""
                 why += f"{row}?"
+                if places[outside].tolist() == [area.size]:  # one too many
+                    why = "the mask is true there: `<` in place of `<=`?"
             text = f"{name} goes to {area.named(place)}, but {area.title()} has {area.size} "
             text += f"elements: {why}"
             kind = "writes out of bounds" if what == "store" else "reads out of bounds"
