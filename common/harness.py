@@ -52,13 +52,16 @@ def beside(module: str, flag: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ImportError as error:
+        package = (error.name or module).partition(".")[0]
+        if package != module.partition(".")[0]:  # which that file imports
+            fail(f"{flag} needs the package {package}: pip install {package}", 4)
         fail(f"{flag} needs {module.replace('.', '/')}.py beside this script ({error})", 4)
 
 
 def progress(text: str = "") -> None:
     """Say what happens now; on a terminal in one line, which is cleared in the end."""
     if sys.stdout.isatty():
-        width = os.get_terminal_size().columns - 1
+        width = shutil.get_terminal_size().columns - 1
         print(f"\r{text[:width]}\033[K", end="", flush=True)
     elif text:
         print(text, flush=True)

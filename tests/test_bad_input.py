@@ -213,7 +213,8 @@ def test_alignment_and_structure_belong_together_and_need_gemmi(run, monkeypatch
         assert_one_error(run(OPENFOLD, flag, path), 2, "--msa", "--structure")
     monkeypatch.setitem(sys.modules, "gemmi", None)
     monkeypatch.delitem(sys.modules, "examples.proteins", raising=False)
-    assert_one_error(run(OPENFOLD, *with_files()), 4, "gemmi")
+    said = "--structure needs the package gemmi: pip install gemmi"
+    assert_one_error(run(OPENFOLD, *with_files()), 4, said)
 
 
 def test_alignment_with_less_than_asked_for_is_taken_whole(run):

@@ -270,7 +270,7 @@ def drive(
             ended = pipe.poll(max(0, min(args.limit, until - time.monotonic())))
             outcome = pipe.recv() if ended else Outcome("failed", "no end within the limit")
         except (EOFError, ConnectionError):
-            ended, outcome = False, Outcome("failed", "its process ended")
+            outcome = Outcome("failed", "its process ended")
         if time.monotonic() >= until:
             break
         done.put((case, outcome))
