@@ -16,8 +16,9 @@ model(**batch) is the loss, a scalar or with a .loss: the step is forward, backw
 returns a function without arguments that takes one training step, on the device of its choice. It
 takes --use-amp, --matmul-precision and --device as the version scripts do.
 
-Without a GPU nothing is computed. Operators, bytes and FLOPs are exact, a kernel is an operator,
-and there are times only with --rates DIR, such as results/h100: estimates for that GPU.
+Without a GPU nothing is computed. Operators, bytes and FLOPs are those of a CPU's operators, each
+counted as a kernel: attention, norms and dropout can be others on a GPU. There are times only with
+--rates DIR, such as results/h100: estimates for that GPU.
 
 Examples:
   python analysis_tools/find_fusions.py tiny_llama_v1.py --use-amp --seq-len 128

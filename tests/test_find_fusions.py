@@ -557,7 +557,8 @@ def test_the_study_says_how_far_a_prediction_is_off():
     assert study.off_v3(row) == pytest.approx(-9.1, abs=0.01)
     table = study.table([row])
     assert "off by 25.0 % (median), 25.0 % (worst); the step now by 0.0 %" in table
-    assert "beyond five profiled steps with their traces: 2.0 s" in table
+    assert "five profiled steps, their traces written, and 2.0 s at most" in table
+    assert "|    7.0 s |         1.0 s |" in table
 
 
 MODEL = """

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from functools import partial
 from pathlib import Path
@@ -59,35 +58,34 @@ def measure_rates(dtype: torch.dtype) -> Rates:
     """The rates of this GPU; some seconds."""
     import torch
 
-    from lab.profile.ceilings import best_seconds
-    from lab.turns import captured, warm_up
+    from lab.turns import compare_in_turns
 
-    device = torch.device("cuda")
-
-    def graph_us(work: Callable[[], object], repeats: int) -> float:
-        """Microseconds of one call in a graph of several, the shortest of some replays."""
-        warm_up(work)
-        return 1e6 * best_seconds(captured(work, repeats), device, 10, 0.2) / repeats
-
-    source = torch.ones(2**27, device=device)
+    source = torch.ones(2**27, device="cuda")
     target = torch.empty_like(source)
     # negated, as the driver does a copy_ in a way of its own
-    large = partial(torch.neg, source, out=target)
     small = partial(torch.neg, source[:1024], out=target[:1024])
-    gb_per_s, least = 8 * 2**27 / graph_us(large, 5) / 1e3, graph_us(small, 200)
+    a, b = torch.randn(2, 8192, 8192, device="cuda").to(dtype)
+    q = torch.randn(4, 16, 2048, 64, device="cuda").to(dtype).requires_grad_()
+    attend = partial(torch.nn.functional.scaled_dot_product_attention, q, q, q)
+    turns = compare_in_turns(
+        {
+            "copy": partial(torch.neg, source, out=target),
+            "least": small,
+            "product": lambda: torch.mm(a, b),
+            "forward": torch.no_grad()(attend),
+            "both": lambda: attend().sum().backward(),
+        },
+        turns=5,
+    )
+    us = {side: min(times) for side, times in turns.us.items()}
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(20):
             small()
         torch.cuda.synchronize()
     shown = [event.device_time_total for event in profile.events() if event.device_time_total]
-    gap = max(0.0, least - statistics.median(shown)) if shown else 0.0
-    a, b = torch.randn(2, 8192, 8192, device=device).to(dtype)
-    gemm = 2 * 8192**3 / graph_us(lambda: torch.mm(a, b), 2) / 1e6
-    q = torch.randn(4, 16, 2048, 64, device=device).to(dtype).requires_grad_()
-    flop = 4 * 4 * 16 * 2048**2 * 64  # of both products
-    attend = partial(torch.nn.functional.scaled_dot_product_attention, q, q, q)
-    with torch.no_grad():
-        forward = graph_us(attend, 4)
-    backward = graph_us(lambda: attend().sum().backward(), 4) - forward
-    attention = [flop / forward / 1e6, 2.5 * flop / backward / 1e6]
+    gap = max(0.0, us["least"] - statistics.median(shown)) if shown else 0.0
+    gb_per_s, gemm = source.nbytes * 2 / us["copy"] / 1e3, 2 * 8192**3 / us["product"] / 1e6
+    flop = 4 * 4 * 16 * 2048**2 * 64 / 1e6  # of both products
+    attention = [flop / us["forward"], 2.5 * flop / (us["both"] - us["forward"])]
+    least = us["least"]
     return Rates(torch.cuda.get_device_name(), gb_per_s, least, gap, gemm, attention)

@@ -149,7 +149,7 @@ def from_model(
 
 
 @contextmanager
-def of_the_user(name: str) -> Iterator[None]:
+def of_the_user(name: str, compiled: bool = False) -> Iterator[None]:
     """Errors of the user's own code are one line, with the place where they came from."""
     try:
         yield
@@ -161,6 +161,8 @@ def of_the_user(name: str) -> Iterator[None]:
         at = [place for place in at if not place.startswith((":", "optimizer:"))]
         where = f" at {at[-1]}" if at else ""
         what = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        if not compiled and any("/torch/_dynamo/" in f.filename for f in frames):
+            what = f"what torch.compile makes, as FlexAttention does, is not understood ({what})"
         raise ToolError(f"{name} failed{where}: {what}", status=1) from error
 
 
@@ -247,7 +249,7 @@ def attribute(found: Recorded, profile: torch.profiler.profile, rates: Rates) ->
 
 def compared(step: Step) -> dict:
     """A step beside the same compiled: medians of the turns and of their ratios."""
-    with of_the_user(f"{step.name}, compiled"):
+    with of_the_user(f"{step.name}, compiled", compiled=True):
         sides = {"now": step.take, "compiled": step.compiled()}
         turns = compare_in_turns(sides)
     result = {f"{name}_ms": statistics.median(ms) for name, ms in turns.ms.items()}
