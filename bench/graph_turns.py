@@ -40,10 +40,6 @@ class Wanted:
     rounds: int = 15
     precisions: Sequence[str] = ("bf16",)
     shapes: Sequence[str] = ()
-    # the shapes of which torch.compile has a side with all its tuning: it takes a minute
-    autotuned: Sequence[str] = ()
-    megafold: Path = Path("no clone")
-    openfold: Path = Path("no clone")
 
 
 @contextlib.contextmanager

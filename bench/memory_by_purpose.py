@@ -1,44 +1,33 @@
-#!/usr/bin/env python3
 """What device memory holds at the end of the forward pass of a training step, by what it is for,
-version by version.
+version by version: the suite `memory_by_purpose` of bench/versions.py, drawn by
+tools/draw_figures.py.
 
 That is near the peak: all that the backward pass needs is there. Tensors kept for it are seen by
 the hooks of torch.autograd, each counted once, where the module is that kept it first; "rest" is
 what the allocator holds beside all that is named, such as logits, low-precision copies of weights
 that a version keeps, and workspaces. Steps are eager and in bf16. On a CPU, which has no such
 allocator, there is neither rest nor peak.
-
-Examples:
-  python bench/memory_by_purpose.py results/DIR/memory_by_purpose.json
-  python bench/memory_by_purpose.py /tmp/memory.json --only "tiny_llama, small"
 """
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the repository
-
 import argparse
 import gc
+import itertools
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from types import ModuleType
 
 import torch
 from torch import Tensor, nn
 
-from bench.sizes import SHAPES
-from lab.cli import Parser, ToolError, documented_parser, program
+from bench.sizes import ALL_VERSIONS, SHAPES, script_of
 from lab.script import load_script
-from lab.show import Column, render
-from lab.study import Part, measure_study
+from lab.study import Part
 from lab.turns import free_memory, make_trainer
 
-PROG = Path(__file__).name
 GPU = torch.cuda.is_available()
 PURPOSES = ("weights", "moments", "weight_copies", "attention", "mlp", "triangle", "other", "rest")
 MODULES = (  # of what is kept: the first pattern that the name of the module has
@@ -135,58 +124,11 @@ def measure(module: ModuleType, argv: list[str]) -> dict:
     }
 
 
-STUDY = {
-    "tiny_llama, small": ("tiny_llama", (1, 2, 3, 4)),
-    "tiny_llama, medium": ("tiny_llama", (1, 2, 3, 4)),
-    "tiny_openfold, crop": ("tiny_openfold", (1, 2, 3, 4)),
-}
-
-
-def table(rows: list[dict]) -> str:
-    """The rows in Markdown, in MB."""
-
-    def peak(row: dict) -> float | None:
-        return row["peak_bytes"] and row["peak_bytes"] / 1e6
-
-    columns = [
-        Column("MB", lambda row: f"{row['shape']}, {row['version']}"),
-        *(Column(name, lambda row, n=name: row["parts"][n] / 1e6, ".0f") for name in PURPOSES),
-        Column("sum", lambda row: sum(row["parts"].values()) / 1e6, ".0f"),
-        Column("peak of the step", peak, ".0f"),
-    ]
-    return render(columns, rows)
-
-
-def study(shapes: Sequence[str]) -> Iterator[Part]:
-    """Rows of the study: each version at each of these shapes."""
-    for shape in shapes:
-        model, versions = STUDY[shape]
-        for version in versions:
-            module = load_script(f"{model}_v{version}.py")
-            argv = [*SHAPES[shape].argv, "--use-amp"]
-            yield {"shape": shape, "version": f"V{version}"}, partial(measure, module, argv)
-
-
-def measure_all(args: argparse.Namespace) -> int:
-    """Measure, write and print; returns the exit status."""
-    try:
-        rows = measure_study(args.output, study(args.only or list(STUDY)[1:]))
-    except torch.OutOfMemoryError as error:
-        raise ToolError("out of memory: choose a smaller shape with --only", status=3) from error
-    print(table(rows))
-    return 0
-
-
-def build_parser() -> Parser:
-    """The command line."""
-    parser = documented_parser(PROG, __doc__)
-    parser.add_argument("output", type=Path, metavar="FILE.json")
-    shapes = "shapes (default: the last two)"
-    parser.add_argument("--only", choices=tuple(STUDY), action="append", help=shapes)
-    return parser
-
-
-main = program(build_parser, measure_all)
-
-if __name__ == "__main__":
-    sys.exit(main())
+def study(args: argparse.Namespace) -> Iterator[Part]:
+    """Rows of the study: each version of a large Llama, and of a real crop."""
+    for shape, version in itertools.product(
+        ("tiny_llama, medium", "tiny_openfold, crop"), ALL_VERSIONS
+    ):
+        module = load_script(f"{script_of(SHAPES[shape].model, version)}.py")
+        argv = [*SHAPES[shape].argv, "--use-amp"]
+        yield {"shape": shape, "version": version}, partial(measure, module, argv)

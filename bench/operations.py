@@ -11,9 +11,7 @@ that of Hugging Face's Llama.
 Examples:
   python bench/operations.py attention DIR   attention with pair bias: V3, libraries, their layouts
   python bench/operations.py triangle DIR    triangle multiplication: V3, V2, V1, cuEquivariance
-  python bench/operations.py block DIR       a whole Evoformer block: V3, V2, cuEquivariance
   python bench/operations.py causal DIR      causal attention with grouped queries: V3, SDPA
-  python bench/operations.py optimizer DIR   AdamW with float32 weights and bf16 copies: V4, others
   python bench/operations.py rows DIR        norms, SwiGLU, rotary: bytes per second, and a copy's
   python bench/operations.py step DIR        the newest step by kernel, and beside a reference
   python bench/operations.py llama DIR       the step: V4, V3, V2, Hugging Face, the same with Liger
@@ -51,24 +49,17 @@ with needed():
     )
     from bench.operation_tables import over, table
     from bench.peers import (
-        AUTOTUNE,
         JoinedTriangle,
         Step,
-        absent,
         attention_peers,
         cuequivariance_attention,
         library_attention,
-        openfold_block,
         plain_attention,
-        torch_adamw,
-        with_cuequivariance,
     )
-    from bench.sizes import PRECISIONS as ARGUMENTS
     from bench.sizes import SHAPES
     from bench.whole_steps import LLAMAS, STEPS
     from lab.cli import Parser, ToolError, documented_parser, program
     from lab.study import Part, as_rows, measure_study
-    from lab.turns import make_trainer
 
 PROG = Path(__file__).name
 # of triangle multiplication: samples, length
@@ -77,10 +68,8 @@ TRIANGLE = {f"N={n}": (1, n) for n in (256, 384, 512, 768, 1024)} | {"N=64, batc
 ATTENTION = {name: (samples, n, n, 4, 32) for name, (samples, n) in TRIANGLE.items()}
 ATTENTION["MSA rows, N=256"] = (1, 128, 256, 8, 32)
 LARGE = {"N=512", "N=768", "N=1024"}  # in bf16 only
-BLOCK = {"crop": (1, 128, 256, 256, 8)}  # samples, sequences, length, MSA channels, MSA heads
 # samples, length, heads, key heads, dimension
 CAUSAL = {"S=512": (16, 512, 16, 8, 64), "S=2048": (4, 2048, 16, 8, 64)}
-OPTIMIZER = {name: argv for name, (model, argv) in SHAPES.items() if model == "tiny_llama"}
 ROWS = 65536  # of the tensors that move bytes
 
 
@@ -95,21 +84,17 @@ def wanted_parts(study: str, wanted: Wanted) -> Iterator[Part]:
         asked = name in wanted.shapes if wanted.shapes else precision == "bf16" or name not in LARGE
         if asked:
             names = {"shape": name, "precision": precision}
-            yield names, partial(measure_shape, sides_of, name, shapes[name], precision, wanted)
+            yield names, partial(measure_shape, sides_of, shapes[name], precision, wanted.rounds)
 
 
-def measure_shape(
-    sides_of: Callable, name: str, sizes: tuple, precision: str, wanted: Wanted
-) -> list[dict]:
+def measure_shape(sides_of: Callable, sizes: tuple, precision: str, rounds: int) -> list[dict]:
     """A row for each side, in turns, with this precision of float32 products."""
     dtype, products = PRECISIONS[precision]
     with matmul_precision(products):
-        autotune = name in wanted.autotuned and dtype == torch.bfloat16
-        sides = sides_of(sizes, dtype, autotune, wanted)
-        return as_rows(steps_in_turns(sides, wanted.rounds, cold=True))
+        return as_rows(steps_in_turns(sides_of(sizes, dtype), rounds, cold=True))
 
 
-def attention(sizes: tuple, dtype: torch.dtype, autotune: bool, wanted: Wanted) -> dict[str, Step]:
+def attention(sizes: tuple, dtype: torch.dtype) -> dict[str, Step]:
     """Attention with pair bias and gate on the packed result of the projection; libraries also in
     their own layout.
 
@@ -123,12 +108,10 @@ def attention(sizes: tuple, dtype: torch.dtype, autotune: bool, wanted: Wanted) 
     inputs = [packed, gate_bias, bias]
     operations = {"triton": ours, "SDPA": library_attention}
     operations["torch.compile"] = torch.compile(plain_attention)
-    if autotune:
-        operations["torch.compile, max-autotune"] = torch.compile(plain_attention, mode=AUTOTUNE)
     operations["cuEquivariance"] = cuequivariance_attention
     sides = {side: gradient_step(operation, inputs) for side, operation in operations.items()}
     q, k, v, _ = (t.contiguous() for t in packed.transpose(2, 3).unbind(4))
-    for side, (operation, own) in attention_peers(q, k, v, bias, wanted.megafold).items():
+    for side, (operation, own) in attention_peers(q, k, v, bias).items():
         sides[f"{side}, own layout"] = gradient_step(operation, own)
     return sides
 
@@ -146,7 +129,7 @@ def with_weights(module: torch.nn.Module) -> torch.nn.Module:
     return module.to(DEVICE)
 
 
-def triangle(sizes: tuple, dtype: torch.dtype, autotune: bool, wanted: Wanted) -> dict[str, Step]:
+def triangle(sizes: tuple, dtype: torch.dtype) -> dict[str, Step]:
     """Triangle multiplication: the whole module of each version, norms and gates included,
     dimension 128."""
     samples, length = sizes
@@ -162,9 +145,6 @@ def triangle(sizes: tuple, dtype: torch.dtype, autotune: bool, wanted: Wanted) -
     v2, v1 = module_of("v2"), module_of("v1")
     sides["V2"] = module_step(v2, v2, [pair], dtype)
     sides["torch.compile"] = module_step(torch.compile(v1), v1, [pair], dtype)
-    if autotune:
-        compiled = torch.compile(v1, mode=AUTOTUNE)
-        sides["torch.compile, max-autotune"] = module_step(compiled, v1, [pair], dtype)
     theirs = JoinedTriangle(v1.state_dict(), "outgoing", torch.float32)
     sides["cuEquivariance"] = module_step(theirs, theirs, [pair], dtype)
     if dtype == torch.bfloat16:
@@ -193,48 +173,7 @@ def module_step(
     return gradient_step(operation, inputs, list(model.parameters()))
 
 
-def block(sizes: tuple, dtype: torch.dtype, autotune: bool, wanted: Wanted) -> dict[str, Step]:
-    """A whole Evoformer block without embedding, heads and optimizer.
-
-    V2 also with cuEquivariance's operations.
-    """
-    samples, depth, length, msa_dim, heads = sizes
-    msa = torch.randn(samples, depth, length, msa_dim, device=DEVICE, dtype=dtype)
-    inputs = [msa, torch.randn(samples, length, length, 128, device=DEVICE, dtype=dtype)]
-
-    config_of = importlib.import_module("tiny_openfold_v1").ModelConfig
-    config = config_of(msa_dim=msa_dim, num_heads_msa=heads)
-
-    def block_of(version: str) -> torch.nn.Module:
-        module = importlib.import_module(f"tiny_openfold_{version}")
-        return with_weights(module.EvoformerBlock(config, module.Fusions()))
-
-    ours = block_of("v3")  # called as the whole model calls it
-    sides = {"triton": module_step(ours.with_cast_weights, ours, inputs, dtype)}
-    v2, theirs = block_of("v2"), with_cuequivariance(block_of("v2"))
-    sides["V2"] = module_step(v2, v2, inputs, dtype)
-    sides["V2, torch.compile"] = module_step(torch.compile(v2), v2, inputs, dtype)
-    if autotune:
-        compiled = torch.compile(v2, mode=AUTOTUNE)
-        sides["V2, torch.compile, max-autotune"] = module_step(compiled, v2, inputs, dtype)
-    compiled = torch.compile(theirs)
-    sides["V2 with cuEquivariance, torch.compile"] = module_step(compiled, theirs, inputs, dtype)
-    if dtype == torch.bfloat16:
-        theirs = with_cuequivariance(block_of("v2").to(dtype))
-        compiled = torch.compile(theirs)
-        sides["the same, bf16 parameters"] = step = module_step(compiled, theirs, inputs)
-        step.unchecked = True
-    try:
-        theirs = openfold_block(v2, config, wanted.openfold)
-    except ImportError as error:
-        sides["OpenFold"] = partial(absent, error)
-    else:
-        sides["OpenFold"] = module_step(theirs, theirs, inputs, dtype)
-        sides["OpenFold, torch.compile"] = module_step(torch.compile(theirs), theirs, inputs, dtype)
-    return sides
-
-
-def causal(sizes: tuple, dtype: torch.dtype, autotune: bool, wanted: Wanted) -> dict[str, Step]:
+def causal(sizes: tuple, dtype: torch.dtype) -> dict[str, Step]:
     """Causal attention from the packed QKV result to the input of the output projection.
 
     In their own layout libraries begin with q, k and v apart, as [B, S, H, D] in memory, which is
@@ -261,42 +200,10 @@ def causal(sizes: tuple, dtype: torch.dtype, autotune: bool, wanted: Wanted) -> 
     return sides
 
 
-def optimizer(
-    sizes: list[str], dtype: torch.dtype, autotune: bool, wanted: Wanted
-) -> dict[str, Step]:
-    """AdamW over a model's weights in float32, and their copies in bfloat16 for products."""
-    v4 = importlib.import_module("tiny_llama_v4")
-    trainer = make_trainer(v4, [*sizes, *ARGUMENTS["bf16"], "--disable-cuda-graph"])
-    for buffer in trainer.optimizer.gradients:
-        for parameter in buffer.parameters:
-            parameter.grad = buffer.part(parameter).normal_()
-    gradients = [(buffer, buffer.tensor) for buffer in trainer.optimizer.gradients]
-
-    def ours() -> Sequence[Tensor]:
-        # a step lets go of them: a backward pass would have written new ones there
-        for buffer, tensor in gradients:
-            buffer.tensor = tensor
-        trainer.optimizer.step()
-        return ()
-
-    weights = [parameter.detach() for parameter in trainer.model.parameters()]
-
-    def masters() -> list[torch.nn.Parameter]:
-        return [torch.nn.Parameter(weight.clone()) for weight in weights]
-
-    low = [weight.to(dtype) for weight in weights]
-    sides = {"triton": ours}
-    sides["PyTorch fused, float32 gradients"] = torch_adamw(masters(), low, narrow=False)
-    sides["PyTorch fused, bf16 gradients"] = torch_adamw(masters(), low, narrow=True)
-    return sides
-
-
 STUDIES = {  # shapes and sides
     "attention": (ATTENTION, attention),
     "triangle": (TRIANGLE, triangle),
-    "block": (BLOCK, block),
     "causal": (CAUSAL, causal),
-    "optimizer": (OPTIMIZER, optimizer),
 }
 
 
@@ -384,9 +291,9 @@ def run_study(args: argparse.Namespace) -> int:
     if unknown := [name for name in shapes if name not in known]:
         there = ", ".join(map(repr, known))
         raise ToolError(f"{args.what} has no shape {unknown[0]!r}; it has {there}")
-    usual = ["bf16"] if args.what in (*STEPS, "optimizer") else list(PRECISIONS)
+    usual = ["bf16"] if args.what in STEPS else list(PRECISIONS)
     precisions = args.precisions or usual
-    wanted = Wanted(args.rounds, precisions, shapes, args.autotune, args.megafold, args.openfold)
+    wanted = Wanted(args.rounds, precisions, shapes)
     if args.what == "rows":
         measured = rows(args.rounds, ROWS)
     elif args.what in STEPS:
@@ -412,11 +319,6 @@ def build_parser() -> Parser:
     add("--precisions", nargs="+", choices=PRECISIONS, help=precisions)
     shapes = "of any study but rows (default: all)"
     add("--shapes", nargs="+", metavar="SHAPE", help=shapes)
-    tuned = "of which torch.compile is tuned, too (minutes)"
-    add("--autotune", nargs="*", default=(), metavar="SHAPE", help=tuned)
-    for library, study in (("MegaFold", "attention"), ("OpenFold", "block")):
-        clone = {"type": Path, "default": Path("no clone"), "metavar": "CLONE"}
-        add(f"--{library.lower()}", **clone, help=f"of {library}, for {study}")
     parser.add_flag("--keep", "add to the rows of an earlier file, and measure none of them again")
     parser.add_flag("--renew", "measure those rows of an earlier file again that this one would")
     return parser

@@ -13,23 +13,19 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
-from types import MethodType, ModuleType
+from types import ModuleType
 from typing import NoReturn
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lab.script import import_file
-
 # cuEquivariance runs PyTorch's operators for up to 100 positions, unless it is told not to; it
 # reads this on import.
 os.environ.setdefault("CUEQ_TRIATTN_FALLBACK_THRESHOLD", "0")
 os.environ.setdefault("CUEQ_TRIMUL_FALLBACK_THRESHOLD", "0")
-# of torch.compile's modes that with the most tuning; the graph is ours
-AUTOTUNE = "max-autotune-no-cudagraphs"
 Operation = Callable[..., Tensor]
 Step = Callable[[], Sequence[Tensor]]  # what is done once, and what it leaves
 
@@ -102,48 +98,21 @@ def flexible_attention(rows: int) -> Operation:
     return torch.compile(attend)
 
 
-@cache
-def megafold(clone: Path) -> Operation:
-    """TritonEvoformer of github.com/Supercomputing-System-AI-Lab/MegaFold with the blocks that its
-    authors tuned.
-
-    q, k, v [B, R, N, H, D], mask [B, R, 1, 1, N], which is added, bias [B, 1, H, N, N]. ImportError
-    without a clone.
-    """
-    file = clone / "megafold" / "model" / "FusedEvoAttention" / "evoattention.py"
-    if not file.exists():
-        raise ImportError(f"no MegaFold in {clone}: name a clone of it with --megafold")
-    return import_file(file, "megafold_evoattention").TritonEvoformer
-
-
 def attention_peers(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, clone: Path
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor
 ) -> dict[str, tuple[Operation, list[Tensor]]]:
     """Attention alone, without the gate, from the layout that a library takes to the one it leaves.
 
-    q, k, v [B, R, H, N, D], bias [B, H, N, N], `clone` of MegaFold -> operation and inputs of each.
+    q, k, v [B, R, H, N, D], bias [B, H, N, N] -> operation and inputs of each.
     """
-
-    def evoformer(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-        return megafold(clone)(q, k, v, nothing_masked, bias)
-
     # [R, B x H, N, D]
     heads_second = [t.transpose(0, 1).flatten(1, 2).contiguous() for t in (q, k, v)]
-    heads_fourth = [t.transpose(2, 3).contiguous() for t in (q, k, v)]  # [B, R, N, H, D]
-    nothing_masked = q.new_zeros(*q.shape[:2], 1, 1, q.shape[3])
-    # [B, 1, H, N, N], [1, B x H, N, N]
-    per_sample, of_all = (bias[:, None], bias.flatten(0, 1)[None])
+    rows_first = [t.flatten(0, 1) for t in (q, k, v)]
     return {
-        "SDPA": (F.scaled_dot_product_attention, [*heads_second, of_all]),
-        "FlexAttention": (
-            flexible_attention(q.shape[1]),
-            [*(t.flatten(0, 1) for t in (q, k, v)), bias],
-        ),
-        "cuEquivariance": (  # before Blackwell its kernel reads the bias in float32
-            cuequivariance("triangle_attention"),
-            [q, k, v, per_sample.float()],
-        ),
-        "MegaFold": (evoformer, [*heads_fourth, per_sample]),
+        "SDPA": (F.scaled_dot_product_attention, [*heads_second, bias.flatten(0, 1)[None]]),
+        "FlexAttention": (flexible_attention(q.shape[1]), [*rows_first, bias]),
+        # before Blackwell its kernel reads the bias in float32
+        "cuEquivariance": (cuequivariance("triangle_attention"), [q, k, v, bias[:, None].float()]),
     }
 
 
@@ -190,28 +159,6 @@ class JoinedTriangle(nn.Module):
 
 
 # A whole Evoformer block
-
-
-def with_cuequivariance(block: nn.Module) -> nn.Module:
-    """V2's Evoformer block with NVIDIA's operations where they apply, in the type that its
-    parameters have."""
-
-    triangle_attention = cuequivariance("triangle_attention")
-
-    def attend(self: nn.Module, x: Tensor, bias: Tensor, present: None = None) -> Tensor:
-        q, k, v, gate = self.project(x.reshape(-1, x.shape[-1]))  # [B x R x N, H, C / H]
-        q, k, v = (t.view(*x.shape[:3], self.heads, -1).transpose(2, 3) for t in (q, k, v))
-        out = triangle_attention(q, k, v, bias[:, None]).transpose(2, 3)  # [B, R, N, H, C / H]
-        return self.linear_o((torch.sigmoid(gate) * out.reshape(gate.shape)).view(x.shape))
-
-    for name, direction in (("tri_mul_out", "outgoing"), ("tri_mul_in", "incoming")):
-        weights = getattr(block, name).state_dict()
-        dtype = weights["linear_z.weight"].dtype
-        setattr(block, name, JoinedTriangle(weights, direction, dtype))
-    for name in ("msa_att_row", "tri_att_start", "tri_att_end"):
-        module = getattr(block, name)
-        module.attend = MethodType(attend, module)
-    return block
 
 
 class Unmasked(nn.Module):
@@ -264,31 +211,6 @@ def openfold_block(ours: nn.Module, config: object, clone: Path) -> nn.Module:
     theirs.load_state_dict({names[name]: value for name, value in ours.state_dict().items()})
 
     return Unmasked(theirs).to(next(ours.parameters()).device)
-
-
-# Optimizers that keep float32 weights beside those of the matrix products
-
-
-def torch_adamw(masters: Sequence[nn.Parameter], low: Sequence[Tensor], narrow: bool) -> Step:
-    """PyTorch's fused AdamW on float32 weights and then their copies in `low` -> a step.
-
-    `narrow`: gradients come in the type of the copies and are widened first, otherwise they are
-    float32 as autocast's.
-    """
-    optimizer = torch.optim.AdamW(masters, lr=3e-4, fused=True, capturable=masters[0].is_cuda)
-    for master in masters:
-        master.grad = torch.randn_like(master)
-    wide, grads = [master.grad for master in masters], [torch.randn_like(weight) for weight in low]
-
-    @torch.no_grad()
-    def step() -> Sequence[Tensor]:
-        if narrow:
-            torch._foreach_copy_(wide, grads)
-        optimizer.step()
-        torch._foreach_copy_(low, list(masters))
-        return ()
-
-    return step
 
 
 # Llamas with our sizes and weights

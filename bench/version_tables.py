@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -11,9 +12,9 @@ from bench.several_gpus import ddp_table, scaling_tables
 from bench.sizes import ALL_VERSIONS, MODES, VERSIONS, script_of
 from lab.cli import ToolError
 from lab.profile.kernels import CATEGORIES
-from lab.records import Profile, Row, read
+from lab.records import Profile, Record, Row, read
 from lab.show import Column, ended, render, side_columns
-from lab.study import Ablated, by_shape, by_side, costs_table, read_rows, sets_table
+from lab.study import Ablated, by_shape, by_side, costs_table, read_rows, read_study, sets_table
 from lab.turns import speedup
 
 FINISHED = ("batch_ms", "turns_ms", "per_step")  # what a side has that finished
@@ -32,6 +33,26 @@ class Layer(Row):
 
     kernels: int
     error_of_output: float
+
+
+class Errors(Record):
+    """How far a side is from float64, or why it failed."""
+
+    outputs: float | None = None
+    loss: float | None = None
+    parameters: dict[str, float] = None
+    lines: dict[str, list[float | str]] = None  # the worst row or column of each, and which
+    equal_bits: bool | None = None
+    failed: str = None
+
+
+class Compared(Row):
+    """The sides of one case."""
+
+    subject: str
+    case: str
+    precision: str
+    sides: dict[str, Errors]
 
 
 def lines_of(measured: Mapping[tuple, dict[str, dict]], words: str = "{}, {}") -> list[dict]:
@@ -291,6 +312,55 @@ def memory_table(directory: Path) -> str:
     return render(columns, [*lines.values()]) if rows else ""
 
 
+def furthest(sides: dict[str, dict]) -> str:
+    """The parameter in whose gradient one of our versions is furthest above V1, by their worst rows
+    and columns."""
+    before = sides["V1"]["lines"]
+    ours = [side for side, found in sides.items() if side.startswith("V") and "lines" in found]
+    ratios = [
+        (sides[side]["lines"][name][0] / worst, side, name + sides[side]["lines"][name][1])
+        for side in ours
+        for name, (worst, _) in before.items()
+        if worst and side != "V1"
+    ]
+    ratio, side, name = max(ratios)
+    return f"{ratio:.1f}x {side}: {name}"
+
+
+def worst(found: dict | None) -> str:
+    """Of a side: its worst errors of outputs, of parameters, and of their rows and columns."""
+    if found is None or "failed" in found:
+        return "failed" if found else ""
+    line = max(error for error, _ in found["lines"].values())
+    errors = found["outputs"], max(found["parameters"].values()), line
+    return " / ".join(f"{error:.1e}" for error in errors)
+
+
+def accuracy_table(directory: Path) -> str:
+    """A line for each subject, case and precision; then whether bits were equal."""
+    path = directory / "accuracy.json"
+    if not path.exists():
+        return ""
+    study = read_study(path, kind=Compared)
+    rows, equal = study["rows"], defaultdict(set)
+    lines = []
+    for row in rows:
+        name = f"{row['subject']}, {row['case']}, {row['precision']}"
+        errors = {side: worst(found) for side, found in row["sides"].items()}
+        lines.append({"name": name, "furthest": furthest(row["sides"]), **errors})
+        for side, found in row["sides"].items():
+            equal[side].add(found.get("equal_bits"))
+    answers = {s: "no" if False in a else "yes" if True in a else "" for s, a in equal.items()}
+    asked = f"equal bits in {study.get('runs')} runs, bf16"
+    lines.append({"name": asked, "furthest": "", **answers})
+    columns = [
+        Column("outputs / worst parameter / worst row or column", "name"),
+        *(Column(side, lambda line, side=side: line.get(side, "")) for side in equal),
+        Column("furthest above V1", "furthest"),
+    ]
+    return render(columns, lines)
+
+
 ABLATIONS = [script_of(model, version) for version in ALL_VERSIONS[1:] for model in FASTEST]
 TABLES: dict[str, Callable[[Path], list[str]]] = {
     "headline": lambda where: headline_tables(where / "headline.json"),  # V1 and V2, all modes
@@ -310,8 +380,9 @@ TABLES: dict[str, Callable[[Path], list[str]]] = {
     "scaling": scaling_tables,
     "ddp": lambda where: [ddp_table(where)],
 }
-SINGLE = {  # one of those that come together
-    f"ablation_{script}": partial(ablation_tables, script=script) for script in ABLATIONS
+SINGLE = {  # only where they are named: a long one, and one of those that come together
+    "accuracy": lambda where: [accuracy_table(where)],
+    **{f"ablation_{script}": partial(ablation_tables, script=script) for script in ABLATIONS},
 }
 
 

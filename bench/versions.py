@@ -16,6 +16,8 @@ Examples:
   python bench/versions.py ablation_tiny_llama_v3 DIR    what V3 adds: each alone, and all but each
   python bench/versions.py padding DIR    batches that are padded, and such of proteins of one size
   python bench/versions.py memory DIR     peak memory of TinyLlama against the sequence length
+  python bench/versions.py memory_by_purpose DIR    what memory holds when the forward pass ends
+  python bench/versions.py accuracy DIR   errors of outputs and gradients against float64
   python bench/versions.py counts DIR     kernels (on a CPU operator calls) by batch size
   python bench/versions.py scaling DIR    the part on one GPU; then, in the same file, that on N:
   torchrun --nproc-per-node N bench/versions.py scaling DIR
@@ -47,6 +49,7 @@ from bench.sizes import (
     MODES,
     ODD,
     PRECISIONS,
+    RUNS,
     SHAPES,
     TRUNK,
     VERSIONS,
@@ -316,6 +319,14 @@ def kernels_of_a_step(script: str, argv: list[str]) -> dict:
 
 # The command line
 
+STUDIES = {"memory_by_purpose": "bench.memory_by_purpose", "accuracy": "bench.accuracy_atlas"}
+
+
+def study_of(module: str, args: argparse.Namespace) -> Iterator[Part]:
+    """The study of a module, which imports PyTorch: tables do without."""
+    return importlib.import_module(module).study(args)
+
+
 SUITES: dict[str, Callable[[argparse.Namespace], Iterable[Part]]] = {
     "overview": overview,
     "headline": headline,
@@ -326,10 +337,14 @@ SUITES: dict[str, Callable[[argparse.Namespace], Iterable[Part]]] = {
     **{f"ablation_{script}": partial(single_fusions, script) for script in ABLATIONS},
     "padding": padding,
     "memory": memory,
+    **{name: partial(study_of, module) for name, module in STUDIES.items()},
     "counts": counts,
     "scaling": scaling,
     "ddp": ddp,
 }
+# of those that take no turns
+SETTINGS = {"memory": {"batch_size": MEMORY_BATCH}, "accuracy": {"runs": RUNS}}
+SETTINGS |= {name: {} for name in ("memory_by_purpose", "inference", "counts")}
 KEPT = ("overview", "trunk", "scaling")  # whose earlier rows stay, and are not measured again
 
 
@@ -339,7 +354,7 @@ def build_parser() -> Parser:
     add = parser.add_argument
     add("suite", choices=(*SUITES, "table"), metavar="SUITE", help=f"{', '.join(SUITES)} or table")
     add("directory", type=Path)
-    parser.add_count("--rounds", 5, "of all but memory, inference and counts")
+    parser.add_count("--rounds", 5, "of all that take turns")
     only = "parts of these sizes, precisions, modes and sides, as rows name them"
     add("--only", nargs="+", default=[], metavar="NAME", help=only)
     gpus = "for whose batch scaling also measures one GPU, for strong scaling (default: 2)"
@@ -356,13 +371,11 @@ def run_suite(args: argparse.Namespace) -> int:
         print(table(args.directory, args.tables))
         return 0
     args.directory.mkdir(parents=True, exist_ok=True)
-    name, settings = args.suite, {"rounds": args.rounds}
+    name, settings = args.suite, SETTINGS.get(args.suite, {"rounds": args.rounds})
     if name in ("scaling", "ddp"):
         args.processes = join_processes(name)
     if name == "ddp":
         name, settings = f"ddp_{args.processes}", {"processes": args.processes}
-    elif name in ("memory", "inference", "counts"):
-        settings = {"batch_size": MEMORY_BATCH} if name == "memory" else {}
     parts = chosen(list(SUITES[args.suite](args)), args.only)
     path = args.directory / f"{name}.json"
     rows = measure_study(path, parts, keep=name in KEPT, renew=args.renew, **settings)
