@@ -100,21 +100,23 @@ SMALLEST = {
         "--seq-len 4 --num-seqs 2 --msa-dim 16 --num-heads-msa 1 --pair-dim 16 --num-heads-pair 1"
     ),
 }
-ONE_STEP = words("--num-steps 1 --warmup-steps 0 --under-profiler")
+TWO = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 
 
-def two_processes(directory: Path, *argv: str, fresh: bool = False) -> list[str]:
-    """A tiny run of two processes on the CPU.
+def two_processes(directory: Path, *argv: str) -> list[str]:
+    """A tiny run of two processes on the CPU."""
+    return command_line(SCRIPT, directory, *BATCH, "--num-gpus", "2", *argv)
 
-    These are forks, too, where the one that starts them is.
-    """
-    return command_line(SCRIPT, directory, *BATCH, "--num-gpus", "2", *argv, fresh=fresh)
+
+def started(command: list[str], **variables: str) -> subprocess.Popen:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, env=os.environ | variables, **pipes)
 
 
 def finished(command: list[str], **variables: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        command, env=os.environ | variables, capture_output=True, text=True, timeout=120
-    )
+    process = started(command, **variables)
+    stdout, stderr = process.communicate(timeout=120)
+    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
 
 
 def in_two_processes(program: str, directory: Path, *argv: str) -> None:
@@ -224,37 +226,13 @@ def test_two_processes_with(script: str, argv: str, line: str, tmp_path: Path):
     assert line in done.stdout
 
 
-def test_two_nodes_are_one_run(tmp_path: Path):
-    """One torchrun per node, as the Slurm file starts them; here both are on this machine."""
-    torchrun = [forking_python(), *TORCHRUN, *words("--nnodes=2 --nproc-per-node=1")]
-    torchrun += ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{free_port()}"]
-    argv = arguments(SCRIPT, tmp_path / "two", *BATCH, *ONE_STEP)
-    command = [*torchrun, str(ROOT / f"{SCRIPT}.py"), *argv]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    nodes = [subprocess.Popen(command, **pipes) for _ in range(2)]
-    try:
-        outputs = [node.communicate(timeout=120) for node in nodes]
-    finally:
-        for node in nodes:
-            node.kill()
-    assert [node.returncode for node in nodes] == [0, 0], outputs
-    reports = sum(output.count(b"Average training speed:") for output, _ in outputs)
-    assert reports == 1, "rank 0 alone reports"
-    assert summary_in(tmp_path / "two")["training"]["processes"] == 2
-
-
 def test_nodes_with_different_arguments_are_refused(tmp_path: Path):
     """They would train on with another curve, or wait for each other for ever."""
-    command = command_line(SCRIPT, tmp_path, *BATCH, *ONE_STEP)
-    meeting = os.environ | TWO | {"MASTER_PORT": free_port()}
+    command = command_line(SCRIPT, tmp_path, *BATCH, *words("--num-steps 1 --warmup-steps 0"))
+    meeting = TWO | {"MASTER_PORT": free_port()}
     nodes = [
-        subprocess.Popen(
-            [*command, *(["--learning-rate", "1e-2"] if rank == "1" else [])],
-            env=meeting | {"RANK": rank, "LOCAL_RANK": rank},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in "01"
+        started([*command, *more], **meeting | {"RANK": rank, "LOCAL_RANK": rank})
+        for rank, more in (("0", []), ("1", ["--learning-rate", "1e-2"]))
     ]
     errors = [node.communicate(timeout=120)[1] for node in nodes]
     assert [node.returncode for node in nodes] == [2, 2]
@@ -268,12 +246,8 @@ def test_nodes_with_different_arguments_are_refused(tmp_path: Path):
 
 def test_a_signal_ends_a_process_that_waits_for_another_one(tmp_path: Path):
     """At once, and without the stack that PyTorch prints when its waiting is interrupted."""
-    process = subprocess.Popen(
-        command_line(SCRIPT, tmp_path, *BATCH, fresh=True),
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | TWO | {"MASTER_PORT": free_port(), "RANK": "0"},
-    )
+    command = command_line(SCRIPT, tmp_path, *BATCH, fresh=True)
+    process = started(command, **TWO | {"MASTER_PORT": free_port(), "RANK": "0"})
     status = Path(f"/proc/{process.pid}/status")
     mask = f"{1 << signal.SIGTERM - 1 | 1 << signal.SIGINT - 1:016x}"
     while f"SigBlk:\t{mask}" not in status.read_text():  # from when a thread takes the signals
@@ -308,7 +282,7 @@ def long_run(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[subproc
     and with which arguments."""
     script, more = getattr(request, "param", (SCRIPT, "--warmup-steps 2"))
     argv = command_line(script, tmp_path / "two", *BATCH, *LONG, *words(more), fresh=True)
-    launcher = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    launcher = started(argv)
     for line in launcher.stdout:
         if line.startswith("step"):
             break
@@ -427,7 +401,6 @@ CHOICES = [  # arguments, environment, processes; PyTorch finds three GPUs
     ("", {CUDA: "GPU-4c3a,GPU-77d0,GPU-8"}, 3),  # whatever it says, PyTorch counts
     ("", {ROCR: "0,1,2"}, 1),  # means nothing to NVIDIA's
     ("", {ROCR: "0,1,2", "hip": "6.4"}, 3),
-    ("", {"HIP_VISIBLE_DEVICES": "0,1,2", "hip": "6.4"}, 3),
     ("", {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "MASTER_PORT": "x"}, 1),
     ("--num-gpus 1", {CUDA: "0,1,2"}, 1),
     ("--device cpu", {CUDA: "0,1,2"}, 1),
@@ -454,16 +427,12 @@ def test_a_list_of_devices_that_pytorch_cannot_read(run, monkeypatch):
     assert_one_error(run(SCRIPT), 2, "HIP_VISIBLE_DEVICES contains more")
 
 
-TWO = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 HALF, UNFIT = "RANK and WORLD_SIZE must both be set: ", "torchrun sets does not fit together: "
 BAD_ENVIRONMENTS = [
     ({"RANK": "1"}, f"{HALF}RANK is '1'"),
-    ({"LOCAL_RANK": "1"}, f"{HALF}LOCAL_RANK is '1'"),
     ({**TWO, "RANK": "2"}, f"{UNFIT}RANK is '2', WORLD_SIZE is '2'"),
     ({**TWO, "LOCAL_WORLD_SIZE": "3"}, f"{UNFIT}RANK is '1', WORLD_SIZE is '2', LOCAL_WORLD_SIZE"),
-    ({**TWO, "LOCAL_RANK": "2"}, f"{UNFIT}RANK is '1', WORLD_SIZE is '2', LOCAL_RANK is '2'"),
     ({**TWO, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1"}, f"{UNFIT}RANK is '1'"),
-    ({**TWO, "RANK": "-1"}, "not a whole number: RANK is '-1'"),
     ({**TWO, "WORLD_SIZE": "two"}, "not a whole number: RANK is '1', WORLD_SIZE is 'two'"),
 ]
 
@@ -477,12 +446,11 @@ def test_a_bad_environment_is_refused_like_an_argument(
     assert_one_error(run(SCRIPT), 2, message)
 
 
-@pytest.mark.parametrize(("name", "value"), [("MASTER_ADDR", ""), ("MASTER_PORT", "99x")])
-def test_an_address_that_is_none_is_refused_like_an_argument(name: str, value: str, tmp_path: Path):
-    done = finished(command_line(SCRIPT, tmp_path, *BATCH), **TWO | {name: value})
+def test_an_address_that_is_none_is_refused_like_an_argument(tmp_path: Path):
+    done = finished(command_line(SCRIPT, tmp_path, *BATCH), **TWO | {"MASTER_PORT": "99x"})
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
     assert "2 processes cannot meet: MASTER_ADDR, MASTER_PORT: " in done.stderr
-    assert (value or name) in done.stderr
+    assert "99x" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -526,17 +494,11 @@ def test_a_graph_on_several_gpus_has_the_eager_steps_that_ddp_needs(version: int
     parse_args = load(f"tiny_llama_v{version}").parse_args
     one, two = (parse_args(["--num-gpus", n, *argv]) for n in "12")
     assert [(args.cuda_graph, args.warmup_steps) for args in (one, two)] == [(True, 5), (True, 12)]
-    short = parse_args(words("--num-gpus 2 --warmup-steps 11"))
-    assert not short.cuda_graph, "the default of V4, where it can be"
-
-
-@pytest.mark.parametrize("script", V4)
-def test_overlap_acts_on_several_gpus_where_the_optimizer_averages(script: str, gpus):
-    gpus(8)
-    parse_args = load(script).parse_args
-    assert "overlap" not in parse_args(words("--num-gpus 2")).without_effect
-    without = parse_args(words("--num-gpus 2 --disable-fused-optimizer")).without_effect
-    assert "it needs fused-optimizer" in without["overlap"]
+    if version == 4:
+        assert not parse_args(words("--num-gpus 2 --warmup-steps 11")).cuda_graph, "by default"
+        assert "overlap" not in two.without_effect
+        without = parse_args(words("--num-gpus 2 --disable-fused-optimizer")).without_effect
+        assert "it needs fused-optimizer" in without["overlap"]
 
 
 def test_groups_of_gradients_are_large_but_the_last_that_is_averaged():

@@ -25,7 +25,7 @@ from conftest import (
 from test_triton_llama_v4 import layer_arguments, one_launch
 from torch import Tensor
 
-from lab.accuracy import values_of
+from lab.accuracy import GRADIENT, values_of
 
 NOT_IN_A_STEP = {
     # float32: a row of 128 is too long for a whole transition, and on a GPU the library projects;
@@ -70,20 +70,22 @@ BLOCKS = {
     ),
     "openfold": ("attention_backward_short:BLOCK_N=16",),  # short is 2, but not 17
 }
-STEPS = [
-    pytest.param(script, sizes, blocks, marks=marks, id=f"{script}-{name}")
-    for script in TRITON
-    for name, sizes, blocks, marks in (
-        ("small", SMALL[script], " --blocks ".join(("", *BLOCKS[model_of(script)])), ()),
-        ("large", LARGE[script], "", pytest.mark.gpu),
-    )
+LONG = ("tiny_openfold_v4",)  # in the interpreter
+CLIPPED = "--seq-len 40 --num-seqs 2 --num-blocks 1 --batch-size 1 --msa-dim 16 --num-heads-msa 1"
+CLIPPED += " --disable-all-fusion --enable-embedding-fusion"  # some offsets are beyond 32
+STEPS = [  # script, arguments, with guards or without
+    *(
+        pytest.param(script, argv, guards, marks=marks, id=f"{script}-{name}")
+        for script in TRITON
+        for small in (" --blocks ".join((SMALL[script], *BLOCKS[model_of(script)])),)
+        for name, argv, guards, marks in (
+            *((("small", small, False, ()),) if script in LONG else ()),
+            ("small-guards", small, True, pytest.mark.slow if script in LONG else ()),
+            ("large-guards", LARGE[script], True, pytest.mark.gpu),
+        )
+    ),
+    pytest.param("tiny_openfold_v4", CLIPPED, False, id="clipped"),
 ]
-CLIPPED = pytest.param(  # of the offsets of pairs some are beyond 32
-    "tiny_openfold_v4",
-    "--seq-len 40 --num-seqs 2 --num-blocks 1 --batch-size 1 --msa-dim 16 --num-heads-msa 1",
-    "--disable-all-fusion --enable-embedding-fusion",
-    id="clipped",
-)
 
 
 def in_precisions(float32: object, bfloat16: object) -> pytest.MarkDecorator:
@@ -92,41 +94,6 @@ def in_precisions(float32: object, bfloat16: object) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(
         "precision", [wide, pytest.param(bfloat16, id="bfloat16", marks=pytest.mark.gpu)]
     )
-
-
-# Values
-
-
-def values(script: str, argv: str, exact: bool = False) -> dict[str, Tensor]:
-    """Outputs, loss and gradients of a step with random weights; `exact`: in float64."""
-    module = load(script)
-    args = module.parse_args([*argv.split(), "--device", DEVICE.type])
-    trainer = module.Trainer(args, module.prepare(args))
-    trainer.model.load_state_dict(random_state(trainer.model.state_dict()))
-    return values_of(module, trainer, exact)
-
-
-@in_precisions("", "--use-amp")
-@pytest.mark.parametrize(("script", "argv", "flags"), [*STEPS, CLIPPED])
-def test_a_step_gives_what_v1_gives_in_float64(script: str, argv: str, flags: str, precision: str):
-    """In bfloat16 as nearly as V1 does."""
-    v1, argv = f"tiny_{model_of(script)}_v1", f"{argv} {precision}"
-    rounded = values(v1, argv)
-    exact = values(v1, argv, exact=True)
-    found = values(script, f"{argv} {flags}")
-    assert found.keys() == exact.keys()
-    total = sum(float(g.square().sum()) for n, g in exact.items() if "gradient" in n) ** 0.5
-    # of many positions one has a ReLU whose argument rounds beyond zero
-    many = DEVICE.type == "cuda" and model_of(script) == "openfold"
-    limit, wrong = 2e-2 if precision else 3e-3 if many else 2e-5, {}
-    for name, value in exact.items():
-        if value.norm() < 1e-12 * total:
-            continue  # zero in theory: what a softmax takes out
-        floor = 1e-3 * total if "gradient" in name else 0.0
-        before, after = (relative_difference(side[name], value, floor) for side in (rounded, found))
-        if not after <= 3 * before + limit:
-            wrong[name] = after, before
-    assert wrong == {}
 
 
 # Guard zones
@@ -196,7 +163,7 @@ def guarded(wrap_triton: Callable, launched: set[str], whole: bool = False) -> C
 
 
 def training_step(module: ModuleType, argv: list[str]) -> dict[str, Tensor]:
-    """Loss, gradients and new weights of a step with random weights."""
+    """Loss, gradients by canonical name, and new weights of a step with random weights."""
     args = module.parse_args([*argv, "--deterministic"])
     device = module.prepare(args)
     model = module.build_model(args, device)
@@ -209,32 +176,59 @@ def training_step(module: ModuleType, argv: list[str]) -> dict[str, Tensor]:
     with torch.autocast(device.type, torch.bfloat16, enabled=args.use_amp):
         loss = model(**batch)
     loss.backward()
-    found = {
-        f"gradient of {name}": parameter.grad.clone()
-        for name, parameter in model.named_parameters()
-    }
+    grads = [parameter.grad.double() for parameter in model.parameters()]
     optimizer.step()
-    return {"loss": loss.detach(), **found, **dict(model.named_parameters())}
+    found = {"loss": loss.detach()}
+    found |= {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    for parameter, grad in zip(model.parameters(), grads, strict=True):
+        parameter.data = grad  # state_dict then splits gradients of fused weights
+    return found | {GRADIENT + name: grad for name, grad in model.state_dict().items()}
+
+
+def check_values(script: str, argv: str, found: dict[str, Tensor]) -> None:
+    """Loss and gradients are what V1 gives in float64; in bfloat16 as nearly as V1's."""
+    v1 = load(f"tiny_{model_of(script)}_v1")
+    sides = []
+    for exact in (True, False):
+        args = v1.parse_args([*argv.split(), "--device", DEVICE.type])
+        trainer = v1.Trainer(args, v1.prepare(args))
+        trainer.model.load_state_dict(random_state(trainer.model.state_dict()))
+        sides.append(values_of(v1, trainer, exact))
+    exact, rounded = sides
+    total = sum(float(g.square().sum()) for n, g in exact.items() if GRADIENT in n) ** 0.5
+    # of many positions one has a ReLU whose argument rounds beyond zero
+    many = DEVICE.type == "cuda" and model_of(script) == "openfold"
+    limit, wrong = 2e-2 if "--use-amp" in argv else 3e-3 if many else 2e-5, {}
+    for name in ["loss", *(name for name in exact if GRADIENT in name)]:
+        value = exact[name]
+        if value.norm() < 1e-12 * total:
+            continue  # zero in theory: what a softmax takes out
+        floor = 1e-3 * total if GRADIENT in name else 0.0
+        before, after = (relative_difference(side[name], value, floor) for side in (rounded, found))
+        if not after <= 3 * before + limit:
+            wrong[name] = after, before
+    assert wrong == {}
 
 
 @in_precisions("", "--use-amp")
-@pytest.mark.parametrize(
-    ("script", "argv", "blocks"),
-    [*STEPS[:-2], pytest.param(*STEPS[-2].values, marks=pytest.mark.slow), STEPS[-1]],
-    ids=[step.id for step in STEPS],
-)
-def test_kernels_stay_within_their_tensors_and_give_the_same_bits_again(
-    script: str, argv: str, blocks: str, precision: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("script", "argv", "guards"), STEPS)
+def test_a_step_is_that_of_v1_in_float64_and_stays_within_its_tensors(
+    script: str, argv: str, guards: bool, precision: str, monkeypatch: pytest.MonkeyPatch
 ):
+    """And gives the same bits again."""
     module, launched = load(script), set()
-    argv = f"{argv} {blocks} {precision}".split()
-    expected = training_step(module, argv)
+    argv = f"{argv} {precision}"
+    expected = training_step(module, argv.split())
+    sizes = argv.partition(" --blocks")[0].partition(" --disable")[0]
+    check_values(script, f"{sizes} {precision}", expected)
     for _ in range(5 if DEVICE.type == "cuda" else 0):
-        again = training_step(module, argv)
+        again = training_step(module, argv.split())
         assert all(torch.equal(again[name], value) for name, value in expected.items())
+    if not guards:
+        return
     guard = guarded(module.wrap_triton, launched, whole="v3" in script)
     monkeypatch.setattr(module, "wrap_triton", guard)
-    for name, value in training_step(module, argv).items():
+    for name, value in training_step(module, argv.split()).items():
         assert value.isfinite().all(), name
         assert torch.equal(value, expected[name]), name
     kernels = {name for name, value in vars(module).items() if hasattr(value, "arg_names")}
@@ -261,7 +255,7 @@ def test_a_wide_transition_stays_within_its_tensors(monkeypatch: pytest.MonkeyPa
     args = module.parse_args(["--msa-dim", "256", "--num-heads-msa", "8", "--num-blocks", "1"])
     block = module.build_model(args, DEVICE).blocks[0]
 
-    def gradients() -> list[Tensor]:
+    def of_a_transition() -> list[Tensor]:
         torch.manual_seed(0)
         x = torch.randn(3, 43, 256, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
         parameters = [*block.msa_transition.parameters()]
@@ -269,9 +263,9 @@ def test_a_wide_transition_stays_within_its_tensors(monkeypatch: pytest.MonkeyPa
             out = block.msa_transition(x)
         return [out, *torch.autograd.grad(out, [x, *parameters], torch.randn_like(out))]
 
-    expected = gradients()
+    expected = of_a_transition()
     monkeypatch.setattr(module, "wrap_triton", guarded(module.wrap_triton, launched))
-    for found, value in zip(gradients(), expected, strict=True):
+    for found, value in zip(of_a_transition(), expected, strict=True):
         assert found.isfinite().all()
         assert torch.equal(found, value)
     assert "transition_backward_hidden_kernel" in launched

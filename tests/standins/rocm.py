@@ -10,9 +10,9 @@ Environment variables for tests:
 STANDIN_LOG=FILE     append a line of JSON per call: tool, argv, application
 STANDIN_ROCM=6       rocprofv3 of ROCm 6: no --selected-regions, --pmc and databases; csv by default
 STANDIN_PROCESSES=2  rocprofv3 writes files for so many processes
-STANDIN_FAIL=MODE    status, killed: the tool dies so; nothing: it writes no files; truncated,
-                     truncated-line: they are cut off in a line or after one; noformat: they are of
-                     another format; noplots: rocprof-compute draws nothing
+STANDIN_FAIL=MODE    status, killed: the tool dies so; nothing: it writes no files; truncated: they
+                     are cut off; noformat: they are of another format; noplots: rocprof-compute
+                     draws nothing
 """
 
 from __future__ import annotations
@@ -113,8 +113,6 @@ def write_csv(path: Path | str, header: Iterable[str], rows: Iterable[dict]) -> 
     lines = text.getvalue().splitlines(keepends=True)
     if FAIL == "truncated":
         lines[-1] = lines[-1][: len(lines[-1]) // 2]
-    elif FAIL == "truncated-line":
-        lines = lines[: 1 + len(lines) // 2]
     elif FAIL == "noformat":
         lines[0] = '"KernelName","Count","Share"\n'
     Path(path).parent.mkdir(parents=True, exist_ok=True)
