@@ -209,7 +209,7 @@ def test_a_graph_of_padded_batches_follows_the_steps_of_v1(script: str, tmp_path
     assert curves[1] == pytest.approx(curves[0], rel=1e-3)
 
 
-@pytest.mark.parametrize("script", ["tiny_llama_v2", *(s for s in TRITON if s != V4)])
+@pytest.mark.parametrize("script", ["tiny_llama_v2", *(s for s in TRITON if "v4" not in s)])
 def test_a_graph_of_the_compiled_model_follows_the_same_loss_curve(script: str, tmp_path: Path):
     argv = [*TWENTY, "--under-profiler"]
     eager = run_main(script, tmp_path / "eager", *argv, *EAGER)
