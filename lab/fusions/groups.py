@@ -4,7 +4,7 @@ the time that follows."""
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -12,12 +12,10 @@ from lab.fusions.rates import Rates
 from lab.fusions.record import MOVES, Operator, Use
 
 Key = tuple[int, int]
-MOST = 64  # operators in a kernel, as compilers have it
 MOVED = 2  # times that an element goes elsewhere, before it must lie in memory
 MIXED = 2**22  # elements from which a compiler sums rows and columns in one kernel
 LONGEST = 4096  # a row that the registers of a block hold
 RAGGED = 1.5  # how much longer rows take that no vector load fits, of elements of two bytes
-TILE = 256  # the longest row that a tile of a matrix product has as a whole
 LEVELS = {
     "now": "the step now",
     "chains": "(a) chains of streaming operators, each as one kernel",
@@ -26,6 +24,7 @@ LEVELS = {
     "optimizer": "(d) and the optimizer with the casts of weights as one",
     "joined": "(e) and products of one matrix, or that are added up, as one product",
 }
+SOFTMAX = {"_softmax", "_safe_softmax", "_softmax_backward_data"}
 SUMS = {"sum", "_to_copy", "clone"}  # of the gradient of what attention adds
 SUMMED = {"add", "add_", "_to_copy", "clone"}  # between products and their sum
 
@@ -56,8 +55,7 @@ class Group:
 
     def __post_init__(self) -> None:
         self.kind, self.phase = self.members[0].kind, self.members[0].phase
-        self.names = [o.name for i, o in enumerate(self.members) if o.call not in
-                      {other.call for other in self.members[:i]}]  # fmt: skip
+        self.names = [*{operator.call: operator.name for operator in self.members}.values()]
 
     def now(self, what: str) -> float:
         """The sum of `moved`, `us` or `kernels` of its operators."""
@@ -69,55 +67,52 @@ class Group:
 
 class Joiner:
     """Joins operators where that saves bytes and no group comes to wait for itself. Sets of
-    operators are the bits of a number."""
+    operators are the bits of a number; a group has the number of its first operator."""
 
     def __init__(self, operators: Sequence[Operator]):
         self.operators = operators
-        self.root, self.members = [*range(len(operators))], [[i] for i in range(len(operators))]
-        self.mask = [1 << i for i in self.root]
+        self.members = {i: [i] for i in range(len(operators))}
+        self.root, self.mask = [*self.members], [1 << i for i in self.members]
         self.before, self.after = [0] * len(operators), [0] * len(operators)
         self.writer: dict[Key, int] = {}
         self.readers: dict[Key, list[int]] = defaultdict(list)
         self.segment: list[int] = []  # between barriers; a phase that comes again is another
+        waits: list[set[int]] = []
         segment = 0
         for i, operator in enumerate(operators):
-            before = operators[i - 1] if i else operator
-            segment += before.barrier or before.phase != operator.phase
+            last = operators[i - 1] if i else operator
+            segment += last.barrier or last.phase != operator.phase
             self.segment.append(segment)
             old = [(use.key[0], use.key[1] - 1) for use in operator.writes]
             wanted = [*(use.key for use in operator.reads), *old]
             earlier = {self.writer[key] for key in wanted if key in self.writer}
             earlier |= {reader for key in old for reader in self.readers[key]}  # of what was there
+            waits.append(earlier)
             for j in earlier:
                 self.before[i] |= self.before[j] | self.mask[j]
             for use in operator.reads:
                 self.readers[use.key].append(i)
             self.writer |= {use.key: i for use in operator.writes}
-        for i in self.root:
-            rest = self.before[i]
-            while rest:
-                j = rest.bit_length() - 1
-                self.after[j] |= self.mask[i]
-                rest ^= 1 << j
-
-    def find(self, i: int) -> int:
-        while self.root[i] != i:
-            i = self.root[i]
-        return i
+        for i in reversed(self.members):
+            for j in waits[i]:
+                self.after[j] |= self.after[i] | self.mask[i]
 
     def between(self, a: int, b: int) -> bool:
         """Is there something that waits for one of these groups, and the other one for it?"""
         through = self.after[a] & self.before[b] | self.after[b] & self.before[a]
         return bool(through & ~(self.mask[a] | self.mask[b]))
 
+    def independent(self, a: int, b: int) -> bool:
+        """May these groups begin at the same time?"""
+        a, b = self.root[a], self.root[b]
+        waits = self.before[a] & self.mask[b] or self.before[b] & self.mask[a]
+        return not waits and self.segment[a] == self.segment[b]
+
     def fits(self, a: int, b: int) -> bool:
         """Could these groups be one kernel?"""
         numbers = sorted(self.members[a] + self.members[b])
         both = [self.operators[i] for i in numbers]
-        one_kind = {(o.phase, o.kind, self.segment[i]) for i, o in zip(numbers, both, strict=True)}
-        if len(one_kind) > 1 or both[0].kind != "stream" or len(both) > MOST:
-            return False
-        if both[0].phase == "optimizer":
+        if len({self.segment[i] for i in numbers}) > 1 or any(o.kind != "stream" for o in both):
             return False
         numel, over = max(o.numel for o in both), {o.reduced for o in both} - {None}
         if len(over) > 1 or any(r[0] != numel for r in over):
@@ -138,42 +133,35 @@ class Joiner:
 
     def join(self, i: int, j: int) -> None:
         """Make one group of those of two operators if they fit."""
-        a, b = sorted((self.find(i), self.find(j)))
+        a, b = self.root[i], self.root[j]
         if a != b and self.fits(a, b):
             self.merge(a, b)
 
-    def independent(self, a: int, b: int) -> bool:
-        """May these groups begin at the same time?"""
-        a, b = self.find(a), self.find(b)
-        waits = self.before[a] & self.mask[b] or self.before[b] & self.mask[a]
-        return not waits and self.segment[a] == self.segment[b]
-
     def merge(self, a: int, b: int) -> None:
         """Make these groups one."""
-        a, b = sorted((self.find(a), self.find(b)))
-        self.root[b] = a
+        a, b = sorted((self.root[a], self.root[b]))
         self.mask[a] |= self.mask[b]
-        self.members[a] = sorted(self.members[a] + self.members[b])
+        self.members[a] = sorted(self.members[a] + self.members.pop(b))
+        for i in self.members[a]:
+            self.root[i] = a
         for side, other in ((self.before, self.after), (self.after, self.before)):
             side[a] = (side[a] | side[b]) & ~self.mask[a]
-            for x, root in enumerate(self.root):
-                if x == root and side[a] & self.mask[x]:
+            for x in self.members:
+                if side[a] & self.mask[x]:
                     other[x] |= other[a] | other[b] | self.mask[a]
 
-    def groups(self) -> Iterator[Group]:
-        """Join each operator to those that make what it reads, the most bytes first; then such as
-        read the same and go over as many elements."""
+    def groups(self) -> list[Group]:
+        """Join each operator to those that make what it reads; then such as read the same and go
+        over as many elements."""
         for i, operator in enumerate(self.operators):
-            for use in sorted(operator.reads, key=lambda use: -use.bytes):
+            for use in operator.reads:
                 if use.key in self.writer and use.key not in operator.source:
                     self.join(i, self.writer[use.key])
         for readers in self.readers.values():
             for i, j in pairwise(readers):
                 if self.operators[i].numel == self.operators[j].numel:
                     self.join(i, j)
-        for i, members in enumerate(self.members):
-            if self.root[i] == i:
-                yield Group([self.operators[j] for j in members], i)
+        return [Group([self.operators[i] for i in m], root) for root, m in self.members.items()]
 
 
 def covered(uses: Iterable[Use], size: int) -> int:
@@ -191,45 +179,45 @@ class Finding:
         self, recorded: Recorded, rates: Rates | None, levels: Iterable[str] = tuple(LEVELS)
     ):
         self.recorded, self.rates = recorded, rates
-        kernels = (o.kind == "unknown" and not o.reads for o in recorded.operators)
-        self.unseen = bool(recorded.unwritten) or any(kernels)
-        for o in recorded.operators if rates else ():
-            if o.us is None:
-                o.us = max(rates.us(o.moved), o.flop / rates.gemm_tflops / 1e6) if o.kernels else 0
-        same: dict[Key, Key] = {}
-        first: dict[tuple, Key] = {}
         # what in-place operators have changed, and when
         self.gone = {(use.key[0], use.key[1] - 1): o.call
                      for o in recorded.operators for use in o.writes}  # fmt: skip
-        for o in recorded.operators:  # a second cast of the same is none when fused
+        same: dict[Key, Key] = {}
+        first: dict[tuple, Key] = {}
+        for o in recorded.operators:
+            if rates and o.us is None:
+                o.us = max(rates.us(o.moved), o.flop / rates.gemm_tflops / 1e6) if o.kernels else 0
+            # a second cast of the same is none when fused
             o.reads = [use._replace(key=same.get(use.key, use.key)) for use in o.reads]
             o.operands = [(same.get(key, key), *form) for key, *form in o.operands]
             if o.name in ("_to_copy", "clone") and o.writes and o.writes[0].key not in self.gone:
                 what, key = (o.name, o.dtype, o.phase, *o.reads), o.writes[0].key
                 same[key] = first.setdefault(what, key)
         self.joiner = Joiner(recorded.operators)
-        self.groups = [*self.joiner.groups()]
+        self.groups = self.joiner.groups()
+        self.maker, self.made = {}, {}  # group and operator by what they write
         self.users: dict[Key, set[int]] = defaultdict(set)
-        self.maker = {use.key: n for n, group in enumerate(self.groups)
-                      for o in group.members for use in o.writes}  # fmt: skip
-        self.made = {use.key: o for g in self.groups for o in g.members for use in o.writes}
         for number, group in enumerate(self.groups):
             self.memory_of(number, group)
+        unseen = recorded.unwritten or any(
+            o.kind == "unknown" and not o.reads for o in recorded.operators
+        )
         for number, group in enumerate(self.groups):
             taken = {use.key for operator in group.members for use in operator.reads}
-            for key in list(group.keeps):
-                unseen = self.unseen and key not in taken  # somebody must read it
-                if not self.users[key] - {number} and key not in recorded.alive and not unseen:
-                    del group.keeps[key]
+            group.keeps = {
+                key: count
+                for key, count in group.keeps.items()
+                if self.users[key] - {number}
+                or key in recorded.alive
+                or (unseen and key not in taken)  # somebody must read it
+            }
         self.remake()
         self.levels: dict[str, tuple[float | None, int, int]] = {}
         for level in levels:
             getattr(self, level)()
             us = sum(group.us for group in self.groups) if rates else None
-            moved, launches = (
-                sum(getattr(g, x) for g in self.groups) for x in ("moved", "launches")
-            )
-            self.levels[level] = us, moved, launches
+            moved = sum(group.moved for group in self.groups)
+            self.levels[level] = us, moved, sum(group.launches for group in self.groups)
 
     def memory_of(self, number: int, group: Group) -> None:
         """What a group reads from memory and what it makes. What is written in part is what was
@@ -242,6 +230,7 @@ class Finding:
             for use in operator.writes:
                 storage, version = use.key
                 made[use.key] = [*made.get(use.key, made.get((storage, version - 1), ())), use]
+                self.maker[use.key], self.made[use.key] = number, operator
         group.reads = {key: covered(uses, sizes[key[0]]) for key, uses in reads.items()}
         group.keeps = {key: covered(uses, sizes[key[0]]) for key, uses in made.items()}
         for key in group.reads:
@@ -253,66 +242,63 @@ class Finding:
         """Let groups compute a tensor again from what lies in memory, where that moves fewer bytes
         than to write and read it: what compilers do with what the backward pass needs."""
         certain = self.recorded.alive | {(number, v - 1) for number, v in self.maker}  # in place
-        for key, numbers in self.users.items():
-            certain |= {key} if any(self.groups[n].kind != "stream" for n in numbers) else set()
+        certain |= {key for g in self.groups if g.kind != "stream" for key in (*g.reads, *g.keeps)}
         order = [
             (count, key, n) for n, g in enumerate(self.groups) for key, count in g.keeps.items()
         ]
         for count, key, number in sorted(order, reverse=True):
-            group, others = self.groups[number], self.users[key] - {number}
-            leaves = None if key in certain else self.leaves(group, key, certain)
-            if leaves is None or not others or self.too_late(leaves, others):
+            others = {n: self.groups[n] for n in self.users[key] - {number}}
+            leaves = None if key in certain else self.leaves(self.groups[number], key)
+            if leaves is None or not others or self.too_late(leaves, others.values()):
                 continue
             # of a tensor of which a group takes a part, it computes that part
-            part = {n: self.groups[n].reads[key] / count for n in others}
             extra = {
-                n: {k: int(c * part[n]) for k, c in leaves.items() if k not in self.groups[n].reads}
-                for n in others
+                n: {k: c * g.reads[key] // count for k, c in leaves.items() if k not in g.reads}
+                for n, g in others.items()
             }
-            if sum(sum(more.values()) for more in extra.values()) < count * (
-                1 + sum(part.values())
-            ):
-                del group.keeps[key]
+            now = count + sum(g.reads[key] for g in others.values())
+            if sum(sum(more.values()) for more in extra.values()) < now:
+                del self.groups[number].keeps[key]
                 certain |= leaves.keys()
-                for n in others:
-                    self.groups[n].reads.pop(key)
-                    self.groups[n].reads |= extra[n]
+                for n, group in others.items():
+                    del group.reads[key]
+                    group.reads |= extra[n]
                     for leaf in leaves:
                         self.users[leaf].add(n)
-                self.users[key] -= others
+                self.users[key] -= others.keys()
 
-    def too_late(self, keys: Iterable[Key], numbers: set[int]) -> bool:
+    def too_late(self, keys: Iterable[Key], groups: Iterable[Group]) -> bool:
         """Has any of this changed in place before one of these groups runs?"""
-        last = max(self.groups[n].members[-1].call for n in numbers)
+        last = max(group.members[-1].call for group in groups)
         return any(self.gone.get(key, last) < last for key in keys)
 
-    def leaves(self, group: Group, key: Key, certain: set[Key]) -> dict | None:
-        """What a tensor of a group can be computed from that lies in memory anyway; None where it
-        cannot."""
-        maker = {use.key: o for o in group.members for use in o.writes}
-        found, wanted, seen = {}, [key], {key}
-        while wanted:
-            operator = maker[wanted.pop()]
-            if operator.closed or operator.random or operator.kind != "stream":
-                return None
-            for use in operator.reads:
-                if use.key not in maker or (use.key in group.keeps and use.key in certain):
+    def leaves(self, group: Group, key: Key) -> dict[Key, int] | None:
+        """What of that which a group reads a tensor of it is computed from; None where it cannot be
+        computed again."""
+        found: dict[Key, int] = {}
+        wanted = {key}
+        for operator in reversed(group.members):
+            made = {use.key for use in operator.writes}
+            if made & wanted:
+                if operator.closed or operator.random:
+                    return None
+                wanted |= {use.key for use in operator.reads}
+                for use in operator.reads:
                     found[use.key] = max(use.bytes, found.get(use.key, 0))
-                elif use.key not in seen:
-                    seen.add(use.key)
-                    wanted.append(use.key)
-        return found
+        inside = {use.key for operator in group.members for use in operator.writes}
+        return {k: count for k, count in found.items() if k not in inside}
 
     # --- the levels
 
     def now(self) -> None:
         for group in self.groups:
-            group.becomes(*(group.now(what) for what in ("moved", "us", "kernels")))
+            us = group.now("us") if self.rates else None
+            group.becomes(group.now("moved"), us, group.now("kernels"))
 
     def chains(self) -> None:
         """A group is one kernel, or two where sums are long: their last step is another one."""
         for group in self.groups:
-            if group.kind == "stream" and group.launches and group.phase != "optimizer":
+            if group.kind == "stream" and group.launches:
                 moved = sum(group.reads.values()) + sum(group.keeps.values())
                 launches = 1 + any(o.closed and o.sums for o in group.members)
                 if not group.keeps:  # others compute what they need of it
@@ -337,14 +323,11 @@ class Finding:
         return (launches - 1) * self.rates.us(0) + self.rates.us(moved)
 
     def products(self) -> None:
-        """A group that the product before it could finish with, or those behind it begin with, is
-        no kernel any more: it costs what it moves beyond what the products move anyway."""
+        """A group without sums that the product before it could finish with, or those behind it
+        begin with, is no kernel any more: it costs what it moves beyond what these move anyway."""
         for number, group in enumerate(self.groups):
-            rows = all(o.reduced is None or o.reduced[1] <= TILE for o in group.members)
-            if (
-                group.kind != "stream"
-                or not rows
-                or any(o.closed or o.source for o in group.members)
+            if group.kind != "stream" or any(
+                o.reduced or o.closed or o.source for o in group.members
             ):
                 continue
             read, kept, rest = sum(group.reads.values()), sum(group.keeps.values()), []
@@ -363,54 +346,61 @@ class Finding:
     def attention(self) -> None:
         """Products with a softmax between them: one kernel reads queries, keys, values, and what is
         added, and writes the result; the backward pass computes the probabilities again."""
-        blocks, rest = [], {}
-        for number, group in enumerate(self.groups):
-            names = set(group.names) & {"_softmax", "_safe_softmax", "_softmax_backward_data"}
+        softmax = {n for n, group in enumerate(self.groups) if SOFTMAX & {*group.names}}
+        blocks = []
+        for number in softmax:
+            group = self.groups[number]
             made = {key: count for key, count in group.reads.items() if key in self.maker}
-            if not names or not made:
+            if not made:
                 continue
-            before = {self.maker[max(made, key=made.get)]}
-            behind = {n for key in group.keeps for n in self.users[key]}
-            for key in made if "_softmax_backward_data" in names else ():
-                behind |= rest.get(self.maker[key], set())  # the product of probabilities, too
-            ahead = {n for n in behind - {number} if self.groups[n].phase == group.phase}
-            rest[number] = behind - ahead
+            before = self.maker[max(made, key=made.get)]
+            # in the backward pass the product of the probabilities, too
+            own = {number} | softmax & {self.maker[key] for key in made}
+            behind = {n for m in own for key in self.groups[m].keeps for n in self.users[key]}
+            ahead = {n for n in behind - own if self.groups[n].phase == group.phase}
             ends = {n for n in ahead if {*self.groups[n].names} <= SUMS}  # the gradient of a bias
-            if all(self.groups[n].kind == "matrix" for n in before | ahead - ends) and ahead - ends:
-                blocks.append({number} | before | ahead)
+            if (
+                all(self.groups[n].kind == "matrix" for n in {before} | ahead - ends)
+                and ahead > ends
+            ):
+                blocks.append({number, before} | ahead)
         inside = set().union(*blocks)
         for block in blocks:
-            own = [self.groups[n] for n in sorted(block)]
-            made = {use.key: use.bytes for g in own for o in g.members for use in o.writes}
-            reads = {k: c for g in own for k, c in g.reads.items() if k not in made}
-            # the probabilities of the forward pass, and what leads to them, are computed again
-            reads = {k: c for k, c in reads.items() if self.maker.get(k) not in inside}
-            kept = {k: c for k, c in made.items()
-                    if self.users[k] - inside or k in self.recorded.alive}  # fmt: skip
-            moved, us = sum(reads.values()) + sum(kept.values()), None
+            moved, us = self.needed(block, inside), None
             if self.rates:
-                backward = own[0].phase == "backward"
-                flop = sum(o.flop for g in own for o in g.members) * (1.25 if backward else 1)
+                backward = self.groups[min(block)].phase == "backward"
+                flop = sum(o.flop for n in block for o in self.groups[n].members)
+                flop *= 1.25 if backward else 1
                 us = max(self.rates.us(moved), flop / self.rates.attention_tflops[backward] / 1e6)
-                us = min(us, sum(group.us for group in own))
-            self.replace(own, moved, us)
+            self.replace(block, moved, us)
 
     def optimizer(self) -> None:
         """The optimizer with the casts of its weights and gradients: one kernel that reads and
         writes weights and moments once, and writes the copies."""
-        own = {n for n, group in enumerate(self.groups) if group.phase == "optimizer"}
-        moved, taken = sum(self.groups[n].now("moved") for n in own), set(own)
+        own = {n for n, g in enumerate(self.groups)
+               if g.phase == "optimizer" and g.kind == "library"}  # fmt: skip
+        block = set(own)
         for number, group in enumerate(self.groups):
             if own and group.kind == "stream" and {*group.names} <= {"_to_copy"}:
-                read, kept = sum(group.reads.values()), sum(group.keeps.values())
-                if {key[0] for key in group.reads} <= self.recorded.weights:
-                    moved, taken = moved + kept, taken | {number}
-                elif all(self.users[key] and self.users[key] <= own for key in group.keeps):
-                    moved, taken = moved + read - kept, taken | {number}
-        groups = [self.groups[n] for n in sorted(taken)]
-        if groups:
-            us = self.rates and min(self.rates.us(moved), sum(group.us for group in groups))
-            self.replace(groups, moved, us)
+                of_weights = {key[0] for key in group.reads} <= self.recorded.weights
+                of_gradients = all(self.users[k] and self.users[k] <= own for k in group.keeps)
+                block |= {number} if of_weights or of_gradients else set()
+        if block:
+            moved = self.needed(block, block)
+            self.replace(block, moved, self.rates and self.rates.us(moved))
+
+    def needed(self, block: Collection[int], inside: set[int]) -> int:
+        """Bytes that one kernel in place of these groups moves, where what goes from one group to
+        another `inside` lies in no memory."""
+        reads: dict[Key, int] = {}
+        kept = 0
+        for n in block:
+            for key, count in self.groups[n].reads.items():
+                if self.maker.get(key) not in inside:
+                    reads[key] = max(count, reads.get(key, 0))
+            for key, count in self.groups[n].keeps.items():
+                kept += count if self.users[key] - inside or key in self.recorded.alive else 0
+        return sum(reads.values()) + kept
 
     def joined(self) -> None:
         """Products of one matrix, or whose results are added up, are one product. It takes as long
@@ -433,20 +423,18 @@ class Finding:
             for n in sorted(products.keys() - done) if dtype == usual else ():
                 if all(self.joiner.independent(self.groups[n].root, g.root) for g in own.values()):
                     own[n] = self.groups[n]
-            first, *others = own.values() or [None]
-            if others:
+            if len(own) > 1:
                 done |= own.keys()
+                first, *others = own.values()
                 for other in others:
                     self.joiner.merge(first.root, other.root)
                 moved = sum(g.moved for g in own.values()) - len(others) * max(products.values())
-                us = self.rates and self.product_us([*own.values()], moved)
-                self.replace([first, *others], moved, us)
-
-    def product_us(self, own: list[Group], moved: int) -> float:
-        """The time of one product in place of these."""
-        flop = sum(o.flop for group in own for o in group.members)
-        work = max(moved / self.rates.gb_per_s / 1e3, flop / self.rates.gemm_tflops / 1e6)
-        return min(sum(group.us for group in own), max(work, *(group.us for group in own)))
+                us = None
+                if self.rates:
+                    work = sum(o.flop for g in own.values() for o in g.members)
+                    us = max(moved / self.rates.gb_per_s / 1e3, work / self.rates.gemm_tflops / 1e6)
+                    us = max(us, *(g.us for g in own.values()))
+                self.replace(own, moved, us)
 
     def summands(self, number: int, operator: Operator) -> set[int]:
         """Products whose results a group adds up in this operator, and nobody else reads."""
@@ -459,11 +447,13 @@ class Finding:
                 found |= {n} if self.groups[n].members[0].operands else set()
         return found
 
-    def replace(self, groups: list[Group], moved: int, us: float | None) -> None:
-        """One kernel in place of these groups."""
-        for group in groups:
+    def replace(self, block: Iterable[int], moved: int, us: float | None) -> None:
+        """One kernel in place of these groups, which takes no longer than they do."""
+        first, *others = (self.groups[n] for n in sorted(block))
+        us = self.rates and min(us, sum(group.us for group in (first, *others)))
+        first.becomes(moved, us, 1)
+        for group in others:
             group.becomes(0, self.rates and 0.0, 0)
-        groups[0].becomes(moved, us, 1)
 
     # --- in words
 
@@ -473,13 +463,13 @@ class Finding:
         for group, (us, moved) in zip(self.groups, self.fused, strict=True):
             now = group.now("us")
             single = len(group.names) == 1 and (us is None or us > 0.9 * now)
-            if group.kind != "stream" or group.phase == "optimizer" or single:
+            if group.kind != "stream" or single:
                 continue
             lines = places(operator.line for operator in group.members)
-            zero = {"places": 0, "kernels": 0, "bytes_now": 0, "bytes_fused": 0}
-            times = dict.fromkeys(("us_now", "us_fused"), self.rates and 0.0)
             first = {"chain": words(group.names), "pass": group.phase, "lines": lines}
-            row = rows.setdefault((*group.names, group.phase, lines), first | zero | times)
+            first |= {"places": 0, "kernels": 0, "bytes_now": 0, "bytes_fused": 0}
+            first |= dict.fromkeys(("us_now", "us_fused"), self.rates and 0.0)
+            row = rows.setdefault((*group.names, group.phase, lines), first)
             row["places"] += 1
             row["kernels"] += group.now("kernels")
             row["bytes_now"] += group.now("moved")

@@ -238,7 +238,7 @@ class Recorder(TorchDispatchMode):
             return [operator]
         formula, kind = self.flops.get(function.overloadpacket), category(f"aten::{name}")
         operator.flop = formula(*args, **kwargs, out_val=result) if formula else 0
-        softmax, first = "softmax" in name, inputs[0] if inputs else None
+        first = inputs[0] if inputs else None
         masks = any(t.dtype in (torch.bool, torch.uint8) for t in inputs[1:])
         dynamic = torch.Tag.dynamic_output_shape in tags and (name != "index" or masks)
         if torch.Tag.data_dependent_output in tags or dynamic:
@@ -248,11 +248,10 @@ class Recorder(TorchDispatchMode):
             if name in ("mm", "addmm"):
                 both = [t for t in args if isinstance(t, Tensor)][-2:]
                 operator.operands = [(self.use(t).key, t.shape, t.stride()) for t in both]
-        elif kind == "optimizer" or name in ("sort", "topk"):
+        elif "optimizer" in (kind, operator.phase) or name in ("sort", "topk"):
             operator.kind = "library"
-        elif kind == "normalisation" or softmax:
-            length, columns = length_of(name, args, inputs)
-            return self.passes(operator, inputs[-1 if softmax else 0].numel(), length, columns)
+        elif kind == "normalisation" or "softmax" in name:
+            return self.passes(operator, args, inputs, made)
         elif GATHERS.fullmatch(name):
             row = (first.shape[-1] if first.dim() > 1 else 1) * first.element_size()
             wanted = sum(w.bytes for w in operator.writes) * max(1, SECTOR // row)
@@ -273,25 +272,30 @@ class Recorder(TorchDispatchMode):
             operator.moved = sum(use.bytes for use in [*reads, *operator.writes])
         elif kind == "reductions":
             operator.kind = "stream"
-            dims = args[2 if "norm" in name else 1 :] or [kwargs.get("dim")]
-            sums(operator, first.numel(), *reduced(first, dims))
-            operator.apart = operator.closed and reduced(first, dims)[1]
+            dim = [*args[2 if "norm" in name else 1 :], kwargs.get("dim")][0]
+            operator.apart = sums(operator, first.numel(), *reduced(first, dim))
         elif torch.Tag.pointwise in tags or kind in ("element-wise", "copies") or streams(name):
             operator.kind = "stream"
             operator.random = torch.Tag.nondeterministic_seeded in tags
             operator.closed = "_loss" in name and made[0].numel() < first.numel()
         return [operator]
 
-    def passes(self, operator: Operator, numel: int, length: int, columns: bool) -> list[Operator]:
+    def passes(self, operator: Operator, args, inputs, made) -> list[Operator]:
         """A norm or a softmax: sums, then each element, then the gradients of weights.
 
         One kernel does the first two if a block has the whole of what is summed.
         """
-        between = self.add(8 * max(1, numel // length))
+        name, x = operator.name, inputs[0]
+        backward = "backward" in name
+        if "softmax" in name:
+            length, columns = reduced(x, next(a for a in args if isinstance(a, int)))
+        else:  # one sum for each mean or deviation, which are the second result
+            means = next((t.numel() for t in (inputs[2:] if backward else made[1:])), 0)
+            length, columns = x.numel() // (means or x.shape[1]), "batch" in name and x.dim() == 2
+        between = self.add(8 * max(1, x.numel() // max(1, length)))
         first, *rest = operator.writes
-        backward = "backward" in operator.name
         one = replace(operator, kind="stream", writes=[between, *([] if backward else rest)])
-        sums(one, numel, length, columns)
+        sums(one, x.numel(), max(1, length), columns)
         reads = [*operator.reads, between]
         none = {"reduced": None, "closed": False, "sums": False, "moved": 0, "kernels": 0}
         two = replace(one, reads=reads, writes=[first], **none)
@@ -309,34 +313,22 @@ def streams(name: str) -> bool:
     return bool(STREAMS.fullmatch(plain)) or any(torch.Tag.pointwise in found for found in tags)
 
 
-def length_of(name: str, args: tuple, inputs: list[Tensor]) -> tuple[int, bool]:
-    """How many elements a norm or a softmax sums up to one, and whether they are a column."""
-    x, numbers = inputs[0], [a for a in args if isinstance(a, int) and not isinstance(a, bool)]
-    if "softmax" in name:
-        return reduced(x, [numbers[0]])
-    if "group_norm" in name:
-        return max(1, x.numel() // (numbers[0] * numbers[3])), False
-    if "batch_norm" in name:
-        return max(1, x.numel() // x.shape[1]), x.dim() == 2
-    return math.prod(next((a for a in args if isinstance(a, (list, tuple))), x.shape[-1:])), False
-
-
-def reduced(x: Tensor, given: tuple | list) -> tuple[int, bool]:
+def reduced(x: Tensor, dim: object) -> tuple[int, bool]:
     """The length of a reduction over these dimensions, all unless given, and whether it goes along
     columns: the innermost dimension stays."""
-    dims = [given[0]] if isinstance(given[0], int) else given[0] if given else None
-    dims = (
-        {d % max(1, x.dim()) for d in dims}
-        if isinstance(dims, (list, tuple)) and dims
-        else set(range(x.dim()))
-    )
+    dims = [dim] if isinstance(dim, int) else dim
+    if not isinstance(dims, (list, tuple)) or not dims:
+        dims = range(x.dim())
+    dims = {d % max(1, x.dim()) for d in dims}
     wide = [d for d in range(x.dim()) if x.shape[d] > 1]
     length = math.prod(x.shape[d] for d in dims)
     return max(1, length), bool(wide) and min(wide, key=x.stride) not in dims
 
 
-def sums(operator: Operator, numel: int, length: int, columns: bool) -> None:
-    """Note sums of so many elements each: few long ones are complete when the kernel has ended."""
+def sums(operator: Operator, numel: int, length: int, columns: bool) -> bool:
+    """Note sums of so many elements each: few long ones are complete when the kernel has ended. Are
+    they such, of columns?"""
     operator.numel, operator.sums = numel, True
     operator.closed = numel // length < FEW[columns] and length > LONG[columns]
     operator.reduced = None if operator.closed or length == 1 else (numel, length, columns)
+    return operator.closed and columns
