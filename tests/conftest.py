@@ -86,8 +86,6 @@ SCRIPTS = tuple(
 )
 # those with kernels of their own
 TRITON = tuple(script for script in SCRIPTS if script[-1] in "34")
-# for a CPU it would generate C++, which takes long
-COMPILER = "inductor" if torch.cuda.is_available() else "aot_eager"
 SCRIPT = "tiny_llama_v2"  # the one whose harness is tested
 QUICK = ["--num-steps", "3", "--warmup-steps", "1"]
 
@@ -134,8 +132,7 @@ NEEDS = {"norm-from-output": ["triton-rms-norm"], "overlap": ["fused-optimizer"]
 
 
 def fusion_settings(script: str) -> dict[str, list[str]]:
-    """Arguments for all fusions on, all off, and each alone that the version before does not
-    have."""
+    """Arguments for all fusions on, all off, and alone each that the version before lacks."""
     before = {flag for flag, _, _ in load(f"{script[:-1]}{int(script[-1]) - 1}").FUSIONS}
     flags = {
         flag: [flag, *NEEDS.get(flag, [])]
@@ -159,10 +156,7 @@ ALL_SETTINGS = [
 
 def random_state(state: dict[str, Tensor], seed: int = 1) -> dict[str, Tensor]:
     """Weights for comparisons: none is zero or one, and attention is far from uniform, so that no
-    term can hide.
-
-    With seed 0 an argument of a ReLU is so near to zero that rounding decides on its gradient.
-    """
+    term can hide. With seed 0 an argument of a ReLU is so near to zero that rounding decides."""
     generator = torch.Generator().manual_seed(seed)
     result = {}
     for name, value in sorted(state.items()):  # their order depends on what is fused
@@ -178,11 +172,7 @@ def random_state(state: dict[str, Tensor], seed: int = 1) -> dict[str, Tensor]:
 
 
 def gradients(module: nn.Module) -> dict[str, Tensor]:
-    """Gradients under the canonical names: state_dict splits the fused ones as it splits fused
-    weights.
-
-    The module's weights are lost.
-    """
+    """Gradients by canonical name, split by state_dict as fused weights are, which are lost."""
     for name, parameter in module.named_parameters():
         assert parameter.grad is not None, f"{name} has no gradient"
         parameter.data = parameter.grad
@@ -190,8 +180,7 @@ def gradients(module: nn.Module) -> dict[str, Tensor]:
 
 
 def relative_difference(value: Tensor, expected: Tensor, floor: float = 0.0) -> float:
-    """Norm of the difference over the norm of what is expected, or over `floor` where that is
-    larger."""
+    """Norm of the difference over the norm of what is expected, `floor` at least."""
     value, expected = value.detach().double(), expected.detach().double()
     assert value.shape == expected.shape
     return float((value - expected).norm() / max(float(expected.norm()), floor, 1e-300))
@@ -200,10 +189,7 @@ def relative_difference(value: Tensor, expected: Tensor, floor: float = 0.0) -> 
 def assert_same_gradients(
     found: dict[str, Tensor], expected: dict[str, Tensor], limit: float
 ) -> None:
-    """Every gradient agrees.
-
-    One that is zero but for rounding is measured against all of them together.
-    """
+    """Every gradient agrees; one that is zero but for rounding is measured against all of them."""
     assert found.keys() == expected.keys()
     total = sum(float(g.double().square().sum()) for g in expected.values()) ** 0.5
     wrong = {
@@ -218,11 +204,7 @@ def faults_that_pass(
     module: ModuleType, args: argparse.Namespace, factors: tuple[float, ...] = (0.0, -1.0, 1.3)
 ) -> tuple[list[tuple[str, float]], int]:
     """Gradients that --verify-accuracy would take for right if they were multiplied by one of
-    these.
-
-    And how many it judges: not those that are zero in theory, where each of these is right. As
-    they are, all pass.
-    """
+    these, and how many it judges: not those that are zero in theory. As they are, all pass."""
     exact = module.all_off(args, use_amp=False, matmul_precision="highest")
     exact, found = (
         values_of(module, module.Trainer(a, module.prepare(a)), exact=a is exact)
@@ -249,7 +231,7 @@ def faults_that_pass(
 def randn(
     *shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0, shift: float = 0.0
 ) -> Tensor:
-    """Random numbers where the kernels run, the same ones in every run of a test."""
+    """Random numbers where the kernels run."""
     return (scale * torch.randn(shape) + shift).to(DEVICE, dtype)
 
 
@@ -263,10 +245,8 @@ def apart(x: object) -> object:
 def check_close(
     mine: Callable, reference: Callable, *inputs: object, limit: float, strided: bool = False
 ) -> None:
-    """Results and gradients of a kernel's operation are those of float64.
-
-    If `strided`, neither inputs nor gradients of results lie side by side in memory.
-    """
+    """Results and gradients of a kernel's operation are those of float64; if `strided`, neither
+    inputs nor gradients of results lie side by side in memory."""
 
     def given_apart(*given: object) -> object:
         found = mine(*map(apart, given))
@@ -289,13 +269,13 @@ class Run:
         return iter((self.status, self.stdout, self.stderr, self.summary))
 
 
-def refuse_constant(name: str) -> None:
-    raise AssertionError(f"{name} is not JSON")
-
-
 def strict_json(text: str) -> dict:
     """JSON as every reader understands it: NaN and Infinity are refused."""
-    return json.loads(text, parse_constant=refuse_constant)
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
 
 
 def captured(main: Callable[[list[str]], int], argv: list[str]) -> tuple[int, str, str]:
@@ -342,10 +322,7 @@ def summary_in(directory: Path, script: str = SCRIPT) -> dict | None:
 
 
 def arguments(script: str, directory: Path, *argv: str) -> list[str]:
-    """A tiny run on the CPU with results in `directory`;
-
-    `argv` wins, because the last of two equal options counts.
-    """
+    """A tiny run on the CPU with results in `directory`; of equal options the last one counts."""
     return [*TINY[model_of(script)], "--device", "cpu", "--profile-dir", str(directory), *argv]
 
 

@@ -193,15 +193,6 @@ def pdb_without(path: Path, *missing: int) -> Path:
     return path
 
 
-def test_residue_that_the_structure_lacks_is_not_observed(tmp_path: Path):
-    missing = 0, 1, 9, 10, 11, 40, 57
-    batch = real(structure=pdb_without(tmp_path / "gap.pdb", *missing)).next_batch()
-    observed = batch["observed"][0].numpy()
-    assert tuple(np.flatnonzero(~observed)) == missing
-    found, expected = (c[observed] for c in (batch["coords"][0].numpy(), expected_coordinates()))
-    np.testing.assert_allclose(found, expected, atol=2e-3)
-
-
 # Several proteins
 
 

@@ -6,12 +6,9 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
-from unittest import mock
 
-import fork_server
 import pytest
 from conftest import forking_python
 
@@ -73,11 +70,10 @@ def test_a_fork_gets_what_a_fresh_process_gets(program, tmp_path: Path):
 )
 def test_the_end_is_that_of_the_program(program, end: str, status: int):
     text = f"import atexit\natexit.register(print, 'at exit')\nprint('out')\n{end}\n"
-    for python in (sys.executable, forking_python()):
-        done = subprocess.run([python, program(text)], capture_output=True, text=True)
-        assert done.returncode == status
-        assert (done.stdout == "out\nat exit\n") == (status not in (5, -signal.SIGKILL))
-        assert ("no" in done.stderr) == ("'no'" in end)
+    done = subprocess.run([forking_python(), program(text)], capture_output=True, text=True)
+    assert done.returncode == status
+    assert (done.stdout == "out\nat exit\n") == (status not in (5, -signal.SIGKILL))
+    assert ("no" in done.stderr) == ("'no'" in end)
 
 
 def gone(pid: int) -> bool:
@@ -100,14 +96,3 @@ def test_nothing_outlives_a_program_or_its_caller(program, how: str):
         process.wait(60)
     assert process.returncode == (0 if how == "its end" else -signal.Signals[how])
     assert gone(child)
-
-
-@pytest.mark.parametrize(("interpret", "fresh"), [("0", True), ("1", False)])
-def test_a_puzzle_is_no_fork_of_a_process_that_compiles_kernels(interpret, fresh, program):
-    path = program("from exercises.puzzles.checker import Puzzle\n")
-    three_files = mock.patch.object(
-        os, "listdir", return_value=range(4)
-    )  # and the one that lists them
-    with mock.patch.dict(os.environ, TRITON_INTERPRET=interpret), three_files:
-        server = fork_server.settings(os.environ)
-        assert fork_server.needs_fresh_process([str(path)], server) == fresh

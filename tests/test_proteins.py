@@ -7,13 +7,12 @@ import gzip
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, assert_one_error, batches, build, run_main, words
+from conftest import ROOT, assert_one_error, batches, forking_python, run_main, words
 
 from lab.script import import_file
 
@@ -217,21 +216,17 @@ def test_unresolved_residues_are_where_the_numbers_say(write: str):
     check(text, sequence, places)
 
 
-def test_numbers_alone_place_a_sequence_of_one_letter():
+def test_what_numbers_and_the_whole_sequence_tell():
     places = list(range(4, 15))
     check(chain_of("A" * 20, places, [i + 1 for i in places]), "A" * 20, places)
-
-
-def test_a_chain_may_be_mostly_unresolved_where_its_whole_sequence_is_known():
+    # insertion codes and leaps of the numbers are no gaps
+    numbers = [*range(1, 8), "7A", "7B", *range(8, 14), *range(30, 37)]
+    check(chain_of(QUERY, WHOLE, numbers), QUERY, WHOLE)
+    # a chain may be mostly unresolved where its whole sequence is known
     text = chain_of(QUERY, WHOLE[:8], [i + 1 for i in WHOLE[:8]])
     check(seqres(QUERY) + text, QUERY, WHOLE[:8])
     with pytest.raises(proteins.InputError, match="no chain matches"):
         proteins.read_structure(text, QUERY)
-
-
-def test_insertion_codes_and_leaps_of_the_numbers_are_no_gaps():
-    numbers = [*range(1, 8), "7A", "7B", *range(8, 14), *range(30, 37)]
-    check(chain_of(QUERY, WHOLE, numbers), QUERY, WHOLE)
 
 
 def test_what_differs_from_the_query_is_counted():
@@ -316,17 +311,11 @@ def test_locations_of_two_residues_and_of_a_stretch_are_one_chain():
     assert check(text, QUERY, WHOLE) == ""
 
 
-@pytest.mark.parametrize(
-    ("letter", "names"),
-    [("H", "HSD HIE HIP HISE NHIE"), ("C", "CYX CYS2 CSO"), ("D", "ASH ASPP"), ("K", "LYN MLY"),
-     ("M", "MSE NMET"), ("T", "TPO")],
-)  # fmt: skip
-def test_states_and_modified_residues_are_their_amino_acids(letter: str, names: str):
-    names = words(names)
-    query = letter * len(names) + QUERY
-    text = "".join(residue(name, i, i) for i, name in enumerate(names))
-    text += "".join(residue(c, len(names) + i, len(names) + i) for i, c in enumerate(QUERY))
-    assert check(text, query, list(range(len(query)))) == ""
+def test_states_and_modified_residues_are_their_amino_acids():
+    letters = "HHHHH CCC DD KK MM T".replace(" ", "")
+    names = words("HSD HIE HIP HISE NHIE CYX CYS2 CSO ASH ASPP LYN MLY MSE NMET TPO")
+    text = "".join(residue(name, i, i) for i, name in enumerate([*names, *QUERY]))
+    assert check(text, letters + QUERY, list(range(len(letters + QUERY)))) == ""
 
 
 def copy(first: list[int], second: list[int], shift: float = 50.0) -> str:
@@ -412,33 +401,17 @@ def test_a_run_says_how_many_residues_have_coordinates(tmp_path: Path):
     assert result.summary["data"] == {"residues": 22, "observed": 21}
 
 
-def test_the_first_loss_of_v4_is_that_of_v1_beside_unresolved_residues(tmp_path: Path):
-    """What is not observed must not leak into the loss, be it nan in the files."""
-    protein = proteins.read_protein(*(Path(f) for f in files(tmp_path, UNRESOLVED)[1::2]))[0]
-    protein["coords"][3] = np.nan
-    np.savez(tmp_path / "x.npz", **protein)
-    losses = []
-    for script, argv in (
-        ("tiny_openfold_v1", files(tmp_path, UNRESOLVED)),
-        ("tiny_openfold_v4", files(tmp_path, UNRESOLVED)),
-        ("tiny_openfold_v4", ["--msa", str(tmp_path / "x.npz")]),
-    ):
-        argv += words("--num-seqs 2 --seq-len 22 --batch-size 1")
-        if script.endswith("4"):
-            argv += words("--disable-all-fusion --enable-loss-fusion")
-        batch = batches(script, *argv).next_batch()
-        assert batch["coords"].isfinite().all()
-        losses.append(build(script, *argv)(**batch).item())
-    assert losses[1:] == pytest.approx([losses[0]] * 2, rel=1e-5)
-
-
 def test_a_prepared_protein_is_that_of_its_files(tmp_path: Path):
+    """Also where its coordinates are NaN: what is not observed must not leak into the loss."""
     argv, npz = files(tmp_path, UNRESOLVED), tmp_path / "x.npz"
-    program = [sys.executable, ROOT / "examples" / "proteins.py", argv[1], argv[3], npz]
+    program = [forking_python(), ROOT / "examples" / "proteins.py", argv[1], argv[3], npz]
     done = subprocess.run(program, capture_output=True, text=True, check=True)
     assert done.stdout == f"{npz}: 2 sequences, 22 residues, 21 observed\n"
     sizes = words("--num-seqs 2 --seq-len 22")
     expected = batches(OPENFOLD, *sizes, *argv).next_batch()
+    arrays = dict(np.load(npz))
+    arrays["coords"][~arrays["observed"]] = np.nan
+    np.savez(npz, **arrays)
     for msa in (npz, tmp_path):  # a folder of them
         found = batches(OPENFOLD, *sizes, "--msa", str(msa)).next_batch()
         assert found.keys() == expected.keys()
@@ -469,7 +442,7 @@ def test_a_prepared_file_with_wrong_arrays_is_one_line(changes: dict, fault: str
     assert_one_error(run_main(OPENFOLD, tmp_path, "--msa", str(path)), 2, f"--msa {path}: {fault}")
 
 
-@pytest.mark.parametrize("content", ["", A3M, "PK\x03\x04damaged", "cut"])
+@pytest.mark.parametrize("content", [A3M, "PK\x03\x04damaged", "cut"])
 def test_what_is_no_prepared_file_is_one_line(content: str, tmp_path: Path):
     path = tmp_path / "x.npz"
     path.write_text(content)
@@ -485,7 +458,7 @@ def test_the_reader_is_found_through_a_link(tmp_path: Path):
     link.symlink_to(ROOT / f"{OPENFOLD}.py")
     sizes = words("--num-seqs 2 --seq-len 22 --device cpu --num-steps 1 --warmup-steps 0")
     argv = [*sizes, "--under-profiler", "--profile-dir", str(tmp_path)]
-    command = [sys.executable, link, *argv, *files(tmp_path, cif(QUERY, WHOLE))]
+    command = [forking_python(), link, *argv, *files(tmp_path, cif(QUERY, WHOLE))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
 
