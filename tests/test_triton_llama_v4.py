@@ -28,7 +28,6 @@ from conftest import (
 from conftest import relative_difference as difference
 from test_triton_llama import HERE, angles, attention, build, rotated, tokens
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from exercises.tiny_llama_v4 import one_launch
 
@@ -347,26 +346,6 @@ def test_frozen_parameters_stay_and_the_others_train(frozen: str):
     after = pair[0].named_parameters()
     same = {name for name, parameter in after if torch.equal(parameter, before[name])}
     assert same == {name for name in before if frozen in name} == before.keys() - grads_of(pair[1])
-
-
-class Products(TorchDispatchMode):
-    """Counts matrix products."""
-
-    count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += str(function).startswith("aten.mm")
-        return function(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("wanted", [(1, 0), (0, 1)], ids=["input", "weight"])
-def test_a_projection_multiplies_for_no_gradient_that_is_not_wanted(wanted: tuple[int, int]):
-    x, weight = randn(5, 6), randn(8, 6)
-    x.requires_grad_(bool(wanted[0])), weight.requires_grad_(bool(wanted[1]))
-    out = v4.linear(x, weight, v4.Fusions())
-    with Products() as seen:
-        out.sum().backward()
-    assert (x.grad is None, weight.grad is None, seen.count) == (not wanted[0], not wanted[1], 1)
 
 
 def test_a_compiler_is_refused_in_one_line(run):

@@ -45,19 +45,6 @@ def test_relu_keeps_what_is_not_a_number():
     assert v3.BiasReLU.apply(x, bias).isnan().all()
 
 
-@pytest.mark.parametrize(("tiles", "rows"), [(64, 256), (576, 768), (1, 3), (1000, 1)])
-def test_groups_of_rows_fill_the_last_wave(tiles: int, rows: int):
-    """No number of groups is done sooner, but for what adding up their sums takes."""
-
-    def rows_in_turn(group: int) -> int:
-        return math.ceil(tiles * math.ceil(rows / group) / 396) * group
-
-    group = v3.rows_per_program(396, tiles, rows)
-    assert 1 <= group <= rows
-    best = min(rows_in_turn(other) for other in range(1, rows + 1))
-    assert rows_in_turn(group) <= 1.15 * best + 2
-
-
 # Operations alone
 
 OPERATIONS = {  # and the shapes of their inputs
@@ -214,6 +201,9 @@ def test_no_row_or_column_of_a_gradient_is_less_exact_than_in_v1(
 
 # The model and its command line
 
+NARROW = words("--seq-len 5 --num-seqs 2 --batch-size 1")
+NARROW += words("--msa-dim 16 --num-heads-msa 1 --pair-dim 16 --num-heads-pair 1")
+
 
 def test_weights_of_a_block_are_cast_once():
     """With AMP all that GEMMs take as it is, gradients included; without it nothing."""
@@ -232,8 +222,7 @@ def test_weights_of_a_block_are_cast_once():
 
 def test_frozen_parameters_get_no_gradient_and_change_no_other():
     """Every second parameter of the model frozen, with weights cast as with AMP."""
-    small = words("--seq-len 5 --num-seqs 2 --batch-size 1")
-    args = v3.parse_args([*TINY["openfold"], *small, "--device", DEVICE.type])
+    args = parse("tiny_openfold_v3", *NARROW, "--device", DEVICE.type)
     batch, found = v3.make_batches(args, DEVICE, 1).next_batch(), []
     for every in (1, 2):
         model = v3.build_model(args, DEVICE)
@@ -252,7 +241,7 @@ def test_a_protein_longer_than_the_model_was_made_for():
     """There is no table that it could be too long for: the same as in V1."""
     values = []
     for version in (load("tiny_openfold_v1"), v3):
-        args = version.parse_args([*TINY["openfold"], "--device", DEVICE.type])
+        args = version.parse_args([*TINY["openfold"], *NARROW, "--device", DEVICE.type])
         model = version.build_model(args, DEVICE)
         model.load_state_dict(random_state(model.state_dict()))
         # Relative positions are clipped at 32.
